@@ -1,0 +1,273 @@
+//! Builds programs op by op; each result's type comes from the op's rule.
+
+use std::collections::BTreeMap;
+
+use tessera_mesh::Mesh;
+
+use crate::rules::{RuleError, infer};
+use crate::{Attr, Attrs, Buffer, BufferId, DType, Dialect, Op, Opcode, Program, StreamId, Type, Value, ValueId};
+
+/// Makes a program. A rule that refuses an op is kept and reported by [`Builder::finish`]; building goes on
+/// with a scalar in its place, so that one call collects every mistake.
+#[derive(Debug)]
+pub struct Builder {
+    program: Program,
+    buffers: BTreeMap<String, BufferId>,
+    errors: Vec<RuleError>,
+    pending: Pending,
+}
+
+#[derive(Debug, Default)]
+struct Pending {
+    attrs: Attrs,
+    keyed: Vec<(&'static str, ValueId)>,
+    after: Vec<ValueId>,
+    stream: Option<StreamId>,
+    label: Option<String>,
+}
+
+impl Builder {
+    /// A logical program over one stream.
+    #[must_use]
+    pub fn logical(name: &str) -> Builder {
+        Builder::new(name, Dialect::Logical, "", Mesh::default(), &["compute"])
+    }
+
+    /// A program of a role.
+    #[must_use]
+    pub fn role(name: &str, role: &str, mesh: Mesh, streams: &[&str]) -> Builder {
+        Builder::new(name, Dialect::Role, role, mesh, streams)
+    }
+
+    fn new(name: &str, dialect: Dialect, role: &str, mesh: Mesh, streams: &[&str]) -> Builder {
+        Builder {
+            program: Program {
+                name: name.to_string(),
+                dialect,
+                role: role.to_string(),
+                mesh,
+                streams: streams.iter().map(|s| (*s).to_string()).collect(),
+                buffers: Vec::new(),
+                values: Vec::new(),
+                ops: Vec::new(),
+            },
+            buffers: BTreeMap::new(),
+            errors: Vec::new(),
+            pending: Pending::default(),
+        }
+    }
+
+    /// The program so far.
+    #[must_use]
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// Type of a value.
+    #[must_use]
+    pub fn ty(&self, v: ValueId) -> &Type {
+        self.program.ty(v)
+    }
+
+    /// Sets a constant of the next op.
+    pub fn attr(&mut self, name: &str, value: impl Into<Attr>) -> &mut Builder {
+        self.pending.attrs.insert(name.to_string(), value.into());
+        self
+    }
+
+    /// Sets all constants of the next op.
+    pub fn attrs(&mut self, attrs: Attrs) -> &mut Builder {
+        self.pending.attrs.extend(attrs);
+        self
+    }
+
+    /// Gives the next op a keyed operand.
+    pub fn key(&mut self, name: &'static str, value: ValueId) -> &mut Builder {
+        self.pending.keyed.push((name, value));
+        self
+    }
+
+    /// Names the next op's first result; otherwise results are numbered.
+    pub fn label(&mut self, name: &str) -> &mut Builder {
+        self.pending.label = Some(name.to_string());
+        self
+    }
+
+    /// Puts the next op on a stream; the first stream otherwise.
+    pub fn stream(&mut self, name: &str) -> &mut Builder {
+        let at = self.program.streams.iter().position(|s| s == name).unwrap_or_else(|| {
+            self.program.streams.push(name.to_string());
+            self.program.streams.len() - 1
+        });
+        self.pending.stream = Some(StreamId(at as u32));
+        self
+    }
+
+    /// Makes the next op start after an event.
+    pub fn after(&mut self, event: ValueId) -> &mut Builder {
+        self.pending.after.push(event);
+        self
+    }
+
+    /// Declares a buffer, or finds it by name.
+    pub fn buffer(&mut self, name: &str, ty: Type) -> BufferId {
+        if let Some(b) = self.buffers.get(name) {
+            return *b;
+        }
+        let id = BufferId(self.program.buffers.len() as u32);
+        self.program.buffers.push(Buffer { name: name.to_string(), ty });
+        self.buffers.insert(name.to_string(), id);
+        id
+    }
+
+    /// A tensor of the call.
+    pub fn input(&mut self, name: &str, ty: Type) -> ValueId {
+        self.source(Opcode::Input, name, ty)
+    }
+
+    /// A scalar of the call, or one number per frame.
+    pub fn call(&mut self, name: &str, ty: Type) -> ValueId {
+        self.source(Opcode::Call, name, ty)
+    }
+
+    /// A slice of a weight.
+    pub fn weight(&mut self, name: &str, ty: Type) -> ValueId {
+        self.source(Opcode::Weight, name, ty)
+    }
+
+    fn source(&mut self, opcode: Opcode, name: &str, ty: Type) -> ValueId {
+        // A source that is asked for twice is the same value.
+        let known = self.program.ops.iter().find(|o| o.opcode == opcode && o.name.as_deref() == Some(name));
+        if let Some(op) = known {
+            self.pending = Pending::default();
+            return op.results[0];
+        }
+        self.push(opcode, false, Some(name.to_string()), None, &[], vec![ty])[0]
+    }
+
+    /// Hands a value to the host.
+    pub fn output(&mut self, name: &str, value: ValueId) {
+        self.push(Opcode::Output, false, Some(name.to_string()), None, &[value], vec![]);
+    }
+
+    /// Reads a buffer.
+    pub fn read(&mut self, buffer: BufferId) -> ValueId {
+        self.push(Opcode::CacheRead, false, None, Some(buffer), &[], vec![])[0]
+    }
+
+    /// Writes a buffer.
+    pub fn write(&mut self, buffer: BufferId, value: ValueId) {
+        self.push(Opcode::CacheWrite, false, None, Some(buffer), &[value], vec![]);
+    }
+
+    /// Any op with one result.
+    pub fn op(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
+        self.push(opcode, false, None, None, operands, vec![])[0]
+    }
+
+    /// A receive, whose type is what the sender sends.
+    pub fn recv(&mut self, ty: Type) -> ValueId {
+        self.push(Opcode::Recv, true, None, None, &[], vec![ty])[0]
+    }
+
+    /// Issues a collective; the ticket.
+    pub fn issue(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
+        self.push(opcode, true, None, None, operands, vec![])[0]
+    }
+
+    /// Waits for an issued collective: its result, or nothing for a send. `declared` is the type of a receive.
+    pub fn wait(&mut self, ticket: ValueId, declared: Option<Type>) -> Option<ValueId> {
+        self.push(Opcode::Wait, false, None, None, &[ticket], declared.into_iter().collect()).first().copied()
+    }
+
+    fn push(
+        &mut self,
+        opcode: Opcode,
+        issue: bool,
+        name: Option<String>,
+        buffer: Option<BufferId>,
+        operands: &[ValueId],
+        declared: Vec<Type>,
+    ) -> Vec<ValueId> {
+        let pending = std::mem::take(&mut self.pending);
+        let order = opcode.row().keyed;
+        let mut keyed = pending.keyed;
+        keyed.sort_by_key(|(k, _)| order.iter().position(|o| o.trim_end_matches('?') == *k));
+        let mut op = Op {
+            opcode,
+            issue,
+            name,
+            buffer,
+            operands: operands.to_vec(),
+            keyed,
+            attrs: pending.attrs,
+            results: Vec::new(),
+            stream: pending.stream.unwrap_or(StreamId(0)),
+            after: pending.after,
+            span: None,
+        };
+        let types = infer(&self.program, &op, &declared).unwrap_or_else(|mut e| {
+            e.message = format!("{} ({} of @{}): {}", opcode.name(), self.program.ops.len(), self.program.name, e.message);
+            self.errors.push(e);
+            vec![Type::scalar(DType::F32); opcode.row().results]
+        });
+        op.results = types
+            .into_iter()
+            .enumerate()
+            .map(|(i, ty)| {
+                let id = ValueId(self.program.values.len() as u32);
+                let name = match (&pending.label, i) {
+                    (Some(l), 0) => self.unique(l),
+                    _ => id.0.to_string(),
+                };
+                self.program.values.push(Value { name, ty });
+                id
+            })
+            .collect();
+        let results = op.results.clone();
+        self.program.ops.push(op);
+        results
+    }
+
+    fn unique(&self, label: &str) -> String {
+        let taken = |n: &str| self.program.values.iter().any(|v| v.name == n);
+        if !taken(label) {
+            return label.to_string();
+        }
+        (1..).map(|i| format!("{label}.{i}")).find(|n| !taken(n)).unwrap_or_default()
+    }
+
+    /// The program, or what its rules refused.
+    ///
+    /// # Errors
+    /// Every refusal, in order.
+    pub fn finish(self) -> Result<Program, Vec<RuleError>> {
+        if self.errors.is_empty() { Ok(self.program) } else { Err(self.errors) }
+    }
+}
+
+impl From<i64> for Attr {
+    fn from(v: i64) -> Attr {
+        Attr::Int(v)
+    }
+}
+impl From<u64> for Attr {
+    fn from(v: u64) -> Attr {
+        Attr::Int(i64::try_from(v).unwrap_or(i64::MAX))
+    }
+}
+impl From<f64> for Attr {
+    fn from(v: f64) -> Attr {
+        Attr::Float(v)
+    }
+}
+impl From<&str> for Attr {
+    fn from(v: &str) -> Attr {
+        Attr::Str(v.to_string())
+    }
+}
+impl From<Vec<i64>> for Attr {
+    fn from(v: Vec<i64>) -> Attr {
+        Attr::Ints(v)
+    }
+}

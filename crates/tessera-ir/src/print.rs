@@ -1,0 +1,114 @@
+//! The canonical text of a program, and its digest.
+//!
+//! `print` keeps the names a person gave. `canonical` renumbers values in order of definition, so that two
+//! programs that differ in names alone have one digest. Source positions appear in neither.
+
+use crate::{Attr, Dialect, Kind, Op, Opcode, Program, ValueId};
+
+/// The text of a program; [`crate::parse`] reads it back to an equal program.
+#[must_use]
+pub fn print(p: &Program) -> String {
+    Printer { p, name: &|v| p.value(v).name.clone() }.program()
+}
+
+/// The text with values renumbered: equal for programs that differ in value names alone.
+#[must_use]
+pub fn canonical(p: &Program) -> String {
+    Printer { p, name: &|v| v.0.to_string() }.program()
+}
+
+/// BLAKE3 of the canonical text.
+#[must_use]
+pub fn digest(p: &Program) -> [u8; 32] {
+    *blake3::hash(canonical(p).as_bytes()).as_bytes()
+}
+
+struct Printer<'a> {
+    p: &'a Program,
+    name: &'a dyn Fn(ValueId) -> String,
+}
+
+impl Printer<'_> {
+    fn program(&self) -> String {
+        let p = self.p;
+        let mut out = format!("program @{}", p.name);
+        if p.dialect == Dialect::Role {
+            out += &format!(" role({}) mesh({})", p.role, p.mesh);
+        }
+        out += &format!(" streams({}) {{\n", p.streams.join(", "));
+        for b in &p.buffers {
+            out += &format!("  buffer @{} : {}\n", b.name, b.ty.display(&p.mesh));
+        }
+        for op in &p.ops {
+            out += &format!("  {}\n", self.op(op));
+        }
+        out + "}\n"
+    }
+
+    fn op(&self, op: &Op) -> String {
+        let row = op.opcode.row();
+        let mut out = String::new();
+        if !op.results.is_empty() {
+            let names: Vec<String> = op.results.iter().map(|r| format!("%{}", (self.name)(*r))).collect();
+            out += &format!("{} = ", names.join(", "));
+        }
+        out += &match (row.kind, op.issue) {
+            (Kind::Collective, true) => format!("ttile.collective.issue {}", row.name),
+            (Kind::Collective, false) => format!("ttile.collective.{}", row.name),
+            (Kind::Order, _) if op.opcode == Opcode::Wait => "ttile.collective.wait".to_string(),
+            (Kind::Compute, _) if self.p.dialect == Dialect::Logical => format!("toperator.{}", row.name),
+            (Kind::Compute, _) => format!("ttile.{}", row.name),
+            _ => row.name.to_string(),
+        };
+        let mut operands = Vec::new();
+        if let Some(n) = &op.name {
+            operands.push(format!("\"{n}\""));
+        }
+        if let Some(b) = op.buffer {
+            operands.push(format!("@{}", self.p.buffer(b).name));
+        }
+        operands.extend(op.operands.iter().map(|v| format!("%{}", (self.name)(*v))));
+        operands.extend(op.keyed.iter().map(|(k, v)| format!("{k}=%{}", (self.name)(*v))));
+        if !operands.is_empty() {
+            out += &format!(" {}", operands.join(", "));
+        }
+        if !op.attrs.is_empty() {
+            let attrs: Vec<String> = op.attrs.iter().map(|(k, v)| format!("{k} = {}", attr(v))).collect();
+            out += &format!(" {{{}}}", attrs.join(", "));
+        }
+        let types: Vec<String> = op
+            .results
+            .iter()
+            .map(|r| self.p.ty(*r))
+            .filter(|t| !t.is_token())
+            .map(|t| t.display(&self.p.mesh))
+            .collect();
+        if !types.is_empty() {
+            out += &format!(" : {}", types.join(", "));
+        }
+        if !matches!(op.opcode, Opcode::Input | Opcode::Call | Opcode::Weight) {
+            out += &format!(" @{}", self.p.streams[op.stream.0 as usize]);
+        }
+        if !op.after.is_empty() {
+            let events: Vec<String> = op.after.iter().map(|v| format!("%{}", (self.name)(*v))).collect();
+            out += &format!(" after({})", events.join(", "));
+        }
+        out
+    }
+}
+
+fn attr(a: &Attr) -> String {
+    match a {
+        Attr::Int(i) => i.to_string(),
+        Attr::Float(x) => float(*x),
+        Attr::Str(s) => format!("\"{s}\""),
+        Attr::Ints(v) => format!("[{}]", v.iter().map(i64::to_string).collect::<Vec<_>>().join(", ")),
+        Attr::Bool(b) => b.to_string(),
+    }
+}
+
+/// The shortest decimal that reads back to the same bits, always with a point or an exponent; what has no
+/// decimal is written by its bits.
+fn float(x: f64) -> String {
+    if x.is_finite() { format!("{x:?}") } else { format!("f64:{:#018x}", x.to_bits()) }
+}

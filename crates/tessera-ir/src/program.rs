@@ -1,0 +1,232 @@
+//! A program: buffers, values and ops in order, each op on a named stream.
+
+use std::collections::BTreeMap;
+
+use tessera_base::Span;
+use tessera_mesh::{Axis, Mesh, Reduction};
+
+use crate::{Opcode, Type};
+
+/// Index of a value in its program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ValueId(pub u32);
+
+/// Index of a buffer in its program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BufferId(pub u32);
+
+/// Index of a stream in its program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StreamId(pub u32);
+
+/// A constant of an op.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Attr {
+    /// A whole number.
+    Int(i64),
+    /// A number, compared by its bits.
+    Float(f64),
+    /// A word.
+    Str(String),
+    /// A list of whole numbers.
+    Ints(Vec<i64>),
+    /// A flag.
+    Bool(bool),
+}
+
+/// Constants by name, in order of name.
+pub type Attrs = BTreeMap<String, Attr>;
+
+/// A value: its name in the text and its type on this role.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Value {
+    /// Without the `%`.
+    pub name: String,
+    /// Dtype, local shape and layout.
+    pub ty: Type,
+}
+
+/// Memory that outlives a program: caches and the latent. The plan owns it; programs of one role agree on it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Buffer {
+    /// Without the `@`.
+    pub name: String,
+    /// Dtype, local shape and layout.
+    pub ty: Type,
+}
+
+/// One op.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Op {
+    /// Which row of the op table.
+    pub opcode: Opcode,
+    /// For a collective: `true` when it only issues and a later `wait` takes the result.
+    pub issue: bool,
+    /// Name of the input, call scalar, weight or output.
+    pub name: Option<String>,
+    /// Buffer read or written.
+    pub buffer: Option<BufferId>,
+    /// Operands by position.
+    pub operands: Vec<ValueId>,
+    /// Operands by key, in the order of the op table.
+    pub keyed: Vec<(&'static str, ValueId)>,
+    /// Constants.
+    pub attrs: Attrs,
+    /// Results.
+    pub results: Vec<ValueId>,
+    /// Stream the op runs on.
+    pub stream: StreamId,
+    /// Events that must have passed before it starts.
+    pub after: Vec<ValueId>,
+    /// Where the op stands in the text it was parsed from. Not part of the program's identity.
+    pub span: Option<Span>,
+}
+
+impl Op {
+    /// An integer constant.
+    #[must_use]
+    pub fn int(&self, name: &str) -> Option<i64> {
+        match self.attrs.get(name) {
+            Some(Attr::Int(i)) => Some(*i),
+            _ => None,
+        }
+    }
+
+    /// A float constant; an integer counts.
+    #[must_use]
+    pub fn float(&self, name: &str) -> Option<f64> {
+        match self.attrs.get(name) {
+            Some(Attr::Float(x)) => Some(*x),
+            Some(Attr::Int(i)) => Some(*i as f64),
+            _ => None,
+        }
+    }
+
+    /// A word.
+    #[must_use]
+    pub fn str(&self, name: &str) -> Option<&str> {
+        match self.attrs.get(name) {
+            Some(Attr::Str(s)) => Some(s),
+            _ => None,
+        }
+    }
+
+    /// A list of integers.
+    #[must_use]
+    pub fn ints(&self, name: &str) -> Option<&[i64]> {
+        match self.attrs.get(name) {
+            Some(Attr::Ints(v)) => Some(v),
+            _ => None,
+        }
+    }
+
+    /// The keyed operand of a name.
+    #[must_use]
+    pub fn key(&self, name: &str) -> Option<ValueId> {
+        self.keyed.iter().find(|(k, _)| *k == name).map(|(_, v)| *v)
+    }
+
+    /// Mesh axis of a collective.
+    #[must_use]
+    pub fn axis(&self) -> Option<Axis> {
+        self.str("axis")?.parse().ok()
+    }
+
+    /// Reduction of a collective.
+    #[must_use]
+    pub fn reduction(&self) -> Option<Reduction> {
+        Reduction::parse(self.str("reduction")?)
+    }
+
+    /// Everything the op reads, tokens included, in text order.
+    pub fn uses(&self) -> impl Iterator<Item = ValueId> + '_ {
+        self.operands.iter().copied().chain(self.keyed.iter().map(|(_, v)| *v)).chain(self.after.iter().copied())
+    }
+}
+
+/// Which of the two dialects a program is written in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Dialect {
+    /// `toperator`: logical, global shapes, no collectives.
+    Logical,
+    /// `ttile`: one role, local shapes, explicit collectives.
+    Role,
+}
+
+/// The program of one phase: for one role, or logical.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Program {
+    /// Phase and variant, such as `denoise.fill3`, without the `@`.
+    pub name: String,
+    /// Logical, or of one role.
+    pub dialect: Dialect,
+    /// Role, such as `stage0`; empty for a logical program.
+    pub role: String,
+    /// Mesh; one rank for a logical program.
+    pub mesh: Mesh,
+    /// Names of streams.
+    pub streams: Vec<String>,
+    /// Buffers, in order of declaration.
+    pub buffers: Vec<Buffer>,
+    /// Values, in order of definition.
+    pub values: Vec<Value>,
+    /// Ops in program order.
+    pub ops: Vec<Op>,
+}
+
+impl Program {
+    /// A value.
+    #[must_use]
+    pub fn value(&self, id: ValueId) -> &Value {
+        &self.values[id.0 as usize]
+    }
+
+    /// Type of a value.
+    #[must_use]
+    pub fn ty(&self, id: ValueId) -> &Type {
+        &self.value(id).ty
+    }
+
+    /// A buffer.
+    #[must_use]
+    pub fn buffer(&self, id: BufferId) -> &Buffer {
+        &self.buffers[id.0 as usize]
+    }
+
+    /// The op that defines each value.
+    #[must_use]
+    pub fn definitions(&self) -> Vec<Option<usize>> {
+        let mut defs = vec![None; self.values.len()];
+        for (i, op) in self.ops.iter().enumerate() {
+            for r in &op.results {
+                defs[r.0 as usize] = Some(i);
+            }
+        }
+        defs
+    }
+
+    /// The last op that reads each value. A collective's operand is read until its wait.
+    #[must_use]
+    pub fn last_uses(&self) -> Vec<Option<usize>> {
+        let mut last = vec![None; self.values.len()];
+        let defs = self.definitions();
+        for (i, op) in self.ops.iter().enumerate() {
+            for v in op.uses() {
+                last[v.0 as usize] = Some(i);
+            }
+            if op.opcode == Opcode::Wait
+                && let Some(issue) = op.operands.first().and_then(|t| defs[t.0 as usize])
+            {
+                for v in &self.ops[issue].operands {
+                    last[v.0 as usize] = Some(i);
+                }
+            }
+        }
+        last
+    }
+
+    /// Ops that start a collective, in program order.
+    pub fn collectives(&self) -> impl Iterator<Item = (usize, &Op)> {
+        self.ops.iter().enumerate().filter(|(_, op)| op.opcode.is_collective())
+    }
+}

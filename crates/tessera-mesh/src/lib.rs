@@ -1,0 +1,17 @@
+//! Axes, meshes, coordinates, groups, layouts and local shapes: the arithmetic of who holds what.
+//!
+//! This room knows no tensor's meaning, no op, no device and no process. Everything here is a pure function
+//! of a few small integers.
+
+mod layout;
+mod mesh;
+mod shard;
+
+pub use layout::{AxisLayout, Layout, Reduction};
+pub use mesh::{Axis, Coord, Mesh, MeshError, Rank, RankMap};
+pub use shard::{Shard, Uneven, split};
+
+use tessera_base::Code;
+
+/// Codes this room raises.
+pub const CODES: &[&Code] = &[&mesh::T0101, &mesh::T0102, &mesh::T0103, &mesh::T0104];
