@@ -1,10 +1,12 @@
-//! What every room may lean on: diagnostics with stable codes, units, ids and counter-based random numbers.
+//! What every room may lean on: diagnostics with stable codes, typed config fields, units and counter-based random
+//! numbers.
 //!
 //! This room knows nothing of meshes, tensors, files, clocks or threads. The same input gives the same
 //! bytes on every machine.
 
 mod code;
 mod diagnostic;
+pub mod fields;
 mod nearest;
 pub mod random;
 mod render;
@@ -16,5 +18,5 @@ pub use nearest::{choices, nearest};
 pub use render::{Format, render, render_all};
 pub use units::{Bytes, Flops, Nanoseconds};
 
-/// Codes this room raises itself: none, it only defines what a code is.
-pub const CODES: &[&Code] = &[];
+/// Codes this room raises.
+pub const CODES: &[&Code] = &[&fields::T0001, &fields::T0002, &fields::T0003, &fields::T0004];

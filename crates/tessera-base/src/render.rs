@@ -48,6 +48,9 @@ fn locate(place: &Place, source: &dyn Fn(&str) -> Option<String>) -> Option<(usi
     Some((line + 1, column + 1, text.lines().nth(line).unwrap_or("").to_string()))
 }
 
+/// A person reads no more notes than this; JSON has them all.
+const TEXT_NOTES: usize = 40;
+
 fn text(d: &Diagnostic, source: &dyn Fn(&str) -> Option<String>) -> String {
     let mut out = format!("{}[{}]: {}\n", word(d.severity), d.code.id, d.message);
     for p in &d.places {
@@ -63,8 +66,11 @@ fn text(d: &Diagnostic, source: &dyn Fn(&str) -> Option<String>) -> String {
             None => out += &format!("  at {}: {}\n", p.at, p.says),
         }
     }
-    for n in &d.notes {
+    for n in d.notes.iter().take(TEXT_NOTES) {
         out += &format!("  note: {n}\n");
+    }
+    if d.notes.len() > TEXT_NOTES {
+        out += &format!("  and {} more (--format json has all)\n", d.notes.len() - TEXT_NOTES);
     }
     if let Some(h) = &d.hint {
         out += &format!("\nhint: {h}\n");
@@ -149,6 +155,15 @@ mod tests {
             out,
             "error[T0999]: all_reduce of a replicated value\n --> a.tir:2:1\n2 | sec\n  | ^^^ this one\n  at rank 1: says \"no\"\n  note: n\n\nhint: h\n"
         );
+    }
+
+    #[test]
+    fn text_cuts_a_long_list_and_json_does_not() {
+        let mut d = sample();
+        d.notes = (0..43).map(|i| format!("#{i}#")).collect();
+        let out = render(&d, Format::Text, &|_| None);
+        assert!(out.contains("#39#") && !out.contains("#40#") && out.contains("and 3 more"));
+        assert!(render(&d, Format::Json, &|_| None).contains("#42#"));
     }
 
     #[test]

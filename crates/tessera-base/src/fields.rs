@@ -1,0 +1,211 @@
+//! Reads typed fields out of a config table and collects what is wrong: unknown, missing, or of another kind.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+use crate::{Code, Diagnostic, Diagnostics, nearest};
+
+/// Text is not JSON or TOML.
+pub static T0001: Code = Code {
+    id: "T0001",
+    title: "config file cannot be read",
+    page: "The file is not valid JSON (config.json) or TOML (stream.toml). The message gives the parser's position.",
+};
+/// Unknown key.
+pub static T0002: Code = Code {
+    id: "T0002",
+    title: "unknown config key",
+    page: "Keys that Tessera does not know are refused rather than ignored: a misspelt `windw_frames` that is \
+silently dropped runs a different model from the one that was asked for. The message names the nearest known key.",
+};
+/// Missing key.
+pub static T0003: Code = Code {
+    id: "T0003",
+    title: "config key missing",
+    page: "The key has no safe default: guessing it would run a different model.",
+};
+/// Wrong kind or range.
+pub static T0004: Code = Code {
+    id: "T0004",
+    title: "config value is of the wrong kind",
+    page: "The key is known but its value is not of the kind it must be, for instance text where a whole number is \
+expected, or a number out of range. The message shows what was found.",
+};
+
+/// The fields of one table.
+#[derive(Debug)]
+pub struct Fields<'a> {
+    file: &'a str,
+    path: String,
+    map: BTreeMap<String, Value>,
+    known: Vec<&'static str>,
+    /// What was found wrong so far.
+    pub diagnostics: Diagnostics,
+}
+
+impl<'a> Fields<'a> {
+    /// Fields of a JSON object or of a TOML table turned into one.
+    #[must_use]
+    pub fn new(file: &'a str, path: &str, value: Value) -> Fields<'a> {
+        let mut diagnostics = Vec::new();
+        let map = match value {
+            Value::Object(m) => m.into_iter().collect(),
+            other => {
+                let what = if path.is_empty() { "the file" } else { path };
+                diagnostics.push(Diagnostic::error(&T0004, format!("{what} must be a table")).at(file, show(&other)));
+                BTreeMap::new()
+            }
+        };
+        Fields { file, path: path.to_string(), map, known: Vec::new(), diagnostics }
+    }
+
+    fn full(&self, key: &str) -> String {
+        if self.path.is_empty() { key.to_string() } else { format!("{}.{key}", self.path) }
+    }
+
+    /// Accepts keys that carry nothing Tessera needs.
+    pub fn ignore(&mut self, keys: &[&'static str]) {
+        for k in keys {
+            self.known.push(k);
+            self.map.remove(*k);
+        }
+    }
+
+    /// The raw value of a key.
+    pub fn take(&mut self, key: &'static str) -> Option<Value> {
+        self.known.push(key);
+        self.map.remove(key)
+    }
+
+    fn wrong(&mut self, key: &str, found: &Value, want: &str) {
+        let key = self.full(key);
+        self.diagnostics.push(
+            Diagnostic::error(&T0004, format!("`{key}` must be {want}")).at(self.file, format!("found {}", show(found))),
+        );
+    }
+
+    fn missing(&mut self, key: &str) {
+        let key = self.full(key);
+        self.diagnostics.push(Diagnostic::error(&T0003, format!("`{key}` is missing")).at(self.file, "not found"));
+    }
+
+    /// A whole number ≥ 1.
+    pub fn count(&mut self, key: &'static str, default: Option<u64>) -> u64 {
+        match (self.take(key), default) {
+            (Some(v), _) => match v.as_u64().filter(|n| (1..1 << 32).contains(n)) {
+                Some(n) => n,
+                None => {
+                    self.wrong(key, &v, "a whole number from 1 to 2^32");
+                    1
+                }
+            },
+            (None, Some(d)) => d,
+            (None, None) => {
+                self.missing(key);
+                1
+            }
+        }
+    }
+
+    /// A finite number.
+    pub fn number(&mut self, key: &'static str, default: Option<f64>) -> f64 {
+        match (self.take(key), default) {
+            (Some(v), _) => match v.as_f64().filter(|x| x.is_finite()) {
+                Some(x) => x,
+                None => {
+                    self.wrong(key, &v, "a number");
+                    1.0
+                }
+            },
+            (None, Some(d)) => d,
+            (None, None) => {
+                self.missing(key);
+                1.0
+            }
+        }
+    }
+
+    /// A flag.
+    pub fn flag(&mut self, key: &'static str, default: bool) -> bool {
+        match self.take(key) {
+            None => default,
+            Some(Value::Bool(b)) => b,
+            Some(v) => {
+                self.wrong(key, &v, "true or false");
+                default
+            }
+        }
+    }
+
+    /// A list of numbers.
+    pub fn numbers(&mut self, key: &'static str, default: &[f64]) -> Vec<f64> {
+        match self.take(key) {
+            None => default.to_vec(),
+            Some(v) => match v.as_array().and_then(|a| a.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>()) {
+                Some(list) => list,
+                None => {
+                    self.wrong(key, &v, "a list of numbers");
+                    default.to_vec()
+                }
+            },
+        }
+    }
+
+    /// One of a few words.
+    pub fn word(&mut self, key: &'static str, choices: &[&'static str], default: &'static str) -> &'static str {
+        match self.take(key) {
+            None => default,
+            Some(v) => match v.as_str().and_then(|s| choices.iter().find(|c| **c == s)) {
+                Some(c) => c,
+                None => {
+                    self.wrong(key, &v, &crate::choices(choices));
+                    default
+                }
+            },
+        }
+    }
+
+    /// A table inside this one; empty if absent.
+    pub fn table(&mut self, key: &'static str) -> Fields<'a> {
+        let value = self.take(key).unwrap_or(Value::Object(serde_json::Map::new()));
+        Fields::new(self.file, &self.full(key), value)
+    }
+
+    /// Ends reading: what is left is unknown.
+    #[must_use]
+    pub fn finish(mut self) -> Diagnostics {
+        for key in self.map.keys() {
+            let full = self.full(key);
+            let mut d = Diagnostic::error(&T0002, format!("unknown key `{full}`")).at(self.file, "not a key of this file");
+            d = match nearest(key, self.known.iter().copied()) {
+                Some(n) => d.hint(format!("did you mean `{}`?", self.full(n))),
+                None => d.hint(format!("known keys: {}", self.known.join(", "))),
+            };
+            self.diagnostics.push(d);
+        }
+        self.diagnostics
+    }
+}
+
+fn show(v: &Value) -> String {
+    let s = v.to_string();
+    if s.chars().count() > 60 { format!("{}…", s.chars().take(60).collect::<String>()) } else { s }
+}
+
+/// JSON text as a value.
+///
+/// # Errors
+/// T0001 with the parser's position.
+pub fn json(file: &str, text: &str) -> Result<Value, Diagnostics> {
+    serde_json::from_str(text).map_err(|e| vec![Diagnostic::error(&T0001, format!("not valid JSON: {e}")).at(file, "here")])
+}
+
+/// TOML text as a value.
+///
+/// # Errors
+/// T0001 with the parser's position.
+pub fn toml(file: &str, text: &str) -> Result<Value, Diagnostics> {
+    let refuse = |e: String| vec![Diagnostic::error(&T0001, format!("not valid TOML: {}", e.trim())).at(file, "here")];
+    let table: toml::Table = toml::from_str(text).map_err(|e| refuse(e.to_string()))?;
+    serde_json::to_value(table).map_err(|e| refuse(e.to_string()))
+}

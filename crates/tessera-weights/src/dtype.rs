@@ -1,0 +1,101 @@
+//! Element types of safetensors files: those that can be read, and the sizes of all that can be named.
+
+use std::fmt;
+
+/// An element type that this room reads. Always little-endian on disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum FileDtype {
+    /// IEEE 754 binary32.
+    F32,
+    /// IEEE 754 binary16.
+    F16,
+    /// bfloat16: the upper half of a binary32.
+    Bf16,
+}
+
+impl FileDtype {
+    /// Every readable type.
+    pub const ALL: [FileDtype; 3] = [FileDtype::F32, FileDtype::F16, FileDtype::Bf16];
+
+    /// The type with this safetensors name, if it can be read.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<FileDtype> {
+        FileDtype::ALL.into_iter().find(|d| d.name() == name)
+    }
+
+    /// The safetensors name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            FileDtype::F32 => "F32",
+            FileDtype::F16 => "F16",
+            FileDtype::Bf16 => "BF16",
+        }
+    }
+
+    /// Bytes of one element.
+    #[must_use]
+    pub fn bytes(self) -> u64 {
+        match self {
+            FileDtype::F32 => 4,
+            FileDtype::F16 | FileDtype::Bf16 => 2,
+        }
+    }
+
+    /// Appends the elements of `raw` to `out`. Every value, NaN payloads of bf16 and f32 included, is exact.
+    pub(crate) fn widen(self, raw: &[u8], out: &mut Vec<f32>) {
+        match self {
+            FileDtype::F32 => out.extend(raw.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
+            FileDtype::F16 => {
+                out.extend(raw.as_chunks::<2>().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()));
+            }
+            FileDtype::Bf16 => out.extend(
+                raw.as_chunks::<2>()
+                    .0
+                    .iter()
+                    .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16)),
+            ),
+        }
+    }
+}
+
+impl fmt::Display for FileDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Bits of one element of any type that the format names, readable or not.
+pub(crate) fn bits(name: &str) -> Option<u64> {
+    Some(match name {
+        "F4" => 4,
+        "F6_E2M3" | "F6_E3M2" => 6,
+        "BOOL" | "U8" | "I8" | "F8_E5M2" | "F8_E4M3" | "F8_E8M0" | "F8_E4M3FNUZ" | "F8_E5M2FNUZ" => 8,
+        "I16" | "U16" | "F16" | "BF16" => 16,
+        "I32" | "U32" | "F32" => 32,
+        "I64" | "U64" | "F64" | "C64" => 64,
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_half_widens_exactly() {
+        let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+        let (mut f16, mut bf16) = (Vec::new(), Vec::new());
+        FileDtype::F16.widen(&all, &mut f16);
+        FileDtype::Bf16.widen(&all, &mut bf16);
+        for bits in 0..=u16::MAX {
+            let (h, b) = (half::f16::from_bits(bits), half::bf16::from_bits(bits));
+            let (x, y) = (f16[usize::from(bits)], bf16[usize::from(bits)]);
+            assert_eq!(h.is_nan(), x.is_nan());
+            assert!(h.is_nan() || (half::f16::from_f32(x).to_bits() == bits && f64::from(x) == h.to_f64()));
+            assert_eq!(y.to_bits(), u32::from(bits) << 16);
+            assert!(b.is_nan() || y == b.to_f32());
+        }
+        assert_eq!((f16[0x3c00], bf16[0x3f80], f16[0x0001]), (1.0, 1.0, 2f32.powi(-24)));
+    }
+}

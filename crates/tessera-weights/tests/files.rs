@@ -1,0 +1,379 @@
+//! Weight files on disk: good ones in both naming styles, damaged ones, shards, slices and fingerprints.
+#![allow(clippy::single_range_in_vec_init, clippy::unwrap_used)]
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use proptest::prelude::*;
+use safetensors::{Dtype, tensor::TensorView};
+use tempfile::TempDir;
+use tessera_base::{Bytes, Diagnostic, Format, render};
+use tessera_weights::{Expected, FileDtype, WeightFiles, WeightSet};
+
+/// Name, dtype, shape, bytes.
+type Tensor = (&'static str, Dtype, Vec<usize>, Vec<u8>);
+
+fn f32s(name: &'static str, shape: &[usize], first: f32) -> Tensor {
+    let n: usize = shape.iter().product();
+    let data = (0..n).flat_map(|i| (first + i as f32).to_le_bytes()).collect();
+    (name, Dtype::F32, shape.to_vec(), data)
+}
+
+fn write(path: &Path, tensors: &[Tensor]) {
+    let views = tensors.iter().map(|(n, d, s, b)| (*n, TensorView::new(*d, s.clone(), b).unwrap()));
+    std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+fn folder(tensors: &[Tensor]) -> (TempDir, WeightFiles) {
+    let dir = TempDir::new().unwrap();
+    write(&dir.path().join("model.safetensors"), tensors);
+    let files = WeightFiles::open(dir.path()).unwrap();
+    (dir, files)
+}
+
+fn expect(name: &str, aliases: &[&str], shape: &[u64]) -> Expected {
+    Expected {
+        name: name.into(),
+        aliases: aliases.iter().map(ToString::to_string).collect(),
+        shape: shape.into(),
+    }
+}
+
+fn one<T: std::fmt::Debug>(result: Result<T, Vec<Diagnostic>>) -> Diagnostic {
+    let mut ds = result.unwrap_err();
+    assert_eq!(ds.len(), 1, "{ds:?}");
+    ds.remove(0)
+}
+
+fn fixture(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(path)
+}
+
+#[test]
+fn both_naming_styles_give_one_set() {
+    let model =
+        [expect("a.q", &["x.to_q"], &[2, 3]), expect("a.o", &["x.to_out"], &[4]), expect("same", &[], &[1])];
+    let original = [f32s("a.q", &[2, 3], 0.0), f32s("a.o", &[4], 9.0), f32s("same", &[1], 5.0)];
+    let renamed = [f32s("x.to_q", &[2, 3], 0.0), f32s("x.to_out", &[4], 9.0), f32s("same", &[1], 5.0)];
+    let wrapped = [
+        f32s("generator.model.a.q", &[2, 3], 0.0),
+        f32s("generator.model.a.o", &[4], 9.0),
+        f32s("generator.model.same", &[1], 5.0),
+    ];
+    let sets: Vec<WeightSet> =
+        [&original, &renamed, &wrapped].map(|t| folder(t).1.resolve(&model).unwrap()).into();
+    for set in &sets {
+        assert_eq!(set.names().collect::<Vec<_>>(), ["a.o", "a.q", "same"]);
+        assert_eq!(set.read_whole_f32("a.o").unwrap(), [9.0, 10.0, 11.0, 12.0]);
+        assert_eq!(set.header_digest(), sets[0].header_digest());
+        assert_eq!(set.bytes(), Bytes(44));
+        let rows = [1..2, 0..3];
+        assert_eq!(set.fingerprint("a.q", &rows).unwrap(), sets[0].fingerprint("a.q", &rows).unwrap());
+    }
+    let other = folder(&[f32s("a", &[3, 2], 0.0)]).1.resolve_as_is().unwrap();
+    let turned = folder(&[f32s("a", &[2, 3], 0.0)]).1.resolve_as_is().unwrap();
+    assert_ne!(other.header_digest(), turned.header_digest());
+}
+
+#[test]
+fn a_name_may_mean_another_tensor_in_another_style() {
+    let model =
+        [expect("norm2", &["norm3"], &[2]), expect("norm3", &["norm2"], &[2]), expect("q", &["to_q"], &[2])];
+    let tensors = |q| [f32s("norm2", &[2], 20.0), f32s("norm3", &[2], 30.0), f32s(q, &[2], 0.0)];
+    let norm2 = |q| folder(&tensors(q)).1.resolve(&model).unwrap().read_whole_f32("norm2").unwrap();
+    assert_eq!(norm2("q"), [20.0, 21.0]);
+    assert_eq!(norm2("to_q"), [30.0, 31.0]);
+}
+
+#[test]
+fn a_prefix_that_the_model_expects_stays() {
+    let (_dir, files) = folder(&[f32s("model.a", &[2], 0.0), f32s("model.b", &[2], 0.0)]);
+    let kept = files.resolve(&[expect("model.a", &[], &[2]), expect("model.b", &[], &[2])]).unwrap();
+    assert_eq!(kept.names().collect::<Vec<_>>(), ["model.a", "model.b"]);
+}
+
+#[test]
+fn everything_wrong_is_listed_at_once() {
+    let (_dir, files) = folder(&[
+        f32s("good", &[2], 0.0),
+        f32s("bent", &[3, 2], 0.0),
+        f32s("blocks.0.wieght", &[4], 0.0),
+        ("wide", Dtype::F64, vec![1], vec![0; 8]),
+    ]);
+    let d = one(files.resolve(&[
+        expect("good", &[], &[2]),
+        expect("bent", &[], &[2, 3]),
+        expect("blocks.0.weight", &[], &[4]),
+        expect("wide", &[], &[1]),
+        expect("gone", &[], &[7]),
+    ]));
+    assert_eq!(d.code.id, "T0506");
+    assert!(
+        d.message.ends_with("2 missing, 1 extra, 1 misshapen, 1 of an unsupported dtype"),
+        "{}",
+        d.message
+    );
+    assert_eq!(
+        d.notes,
+        [
+            "missing: blocks.0.weight [4]; the files have blocks.0.wieght [4]",
+            "missing: gone [7]",
+            "extra: blocks.0.wieght F32 [4]",
+            "misshapen: bent: expected [2, 3], found [3, 2]",
+            "unsupported dtype: wide: expected F32, F16 or BF16, found F64",
+        ]
+    );
+    let twice = one(files.resolve(&[expect("good", &[], &[2]), expect("good", &[], &[2])]));
+    assert!(twice.message.contains("1 expected twice"), "{}", twice.message);
+}
+
+#[test]
+fn a_long_list_shows_every_kind_first_and_keeps_all() {
+    let (_dir, files) = folder(&[f32s("extra", &[1], 0.0)]);
+    let many: Vec<Expected> = (0..300).map(|i| expect(&format!("blocks.{i}.w"), &[], &[1])).collect();
+    let d = one(files.resolve(&many));
+    assert_eq!(d.notes.len(), 301);
+    let text = render(&d, Format::Text, &|_| None);
+    assert!(text.contains("extra: extra F32 [1]") && text.contains("and 261 more"), "{text}");
+    assert!(render(&d, Format::Json, &|_| None).contains("blocks.299.w"));
+}
+
+#[test]
+fn cut_files_say_how_much_is_missing() {
+    let (dir, _) = folder(&[f32s("a", &[8, 8], 0.0), f32s("b", &[16], 0.0)]);
+    let path = dir.path().join("model.safetensors");
+    let whole = std::fs::read(&path).unwrap();
+    for cut in [0, 1, 7, 8, 9, 40, whole.len() - 65, whole.len() - 64, whole.len() - 1] {
+        std::fs::write(&path, &whole[..cut]).unwrap();
+        let d = one(WeightFiles::open(dir.path()));
+        assert_eq!(d.code.id, "T0502", "{cut}");
+        assert!(d.places[0].says.contains(&format!("found {cut},")), "{d:?}");
+        if cut > 100 {
+            assert!(d.places[0].says.contains(&format!("expected {} bytes", whole.len())), "{d:?}");
+            let both = cut < whole.len() - 64;
+            let note = if both { "2 of 2 tensors are cut, the first is a" } else { "1 of 2 tensors are cut" };
+            assert!(d.notes[0].contains(note), "{cut} {d:?}");
+        }
+    }
+    std::fs::write(&path, b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n").unwrap();
+    let d = one(WeightFiles::open(dir.path()));
+    assert!(d.code.id == "T0503" && d.hint.unwrap().contains("git lfs pull"));
+    std::fs::write(&path, [&20u64.to_le_bytes()[..], b"{\"a\": {\"dtype\": oops}"].concat()).unwrap();
+    let d = one(WeightFiles::open(dir.path()));
+    assert!(d.code.id == "T0503" && d.places[0].says.contains("column"), "{d:?}");
+}
+
+#[test]
+fn folders_are_searched_in_a_fixed_order() {
+    let dir = TempDir::new().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let first = |d: &Path| {
+        WeightFiles::open(d).map(|f| f.tensors().next().map(|t| t.name.to_string()).unwrap_or_default())
+    };
+    write(&at("text_encoder.safetensors"), &[f32s("words", &[1], 0.0)]);
+    let d = one(first(dir.path()));
+    assert!(d.code.id == "T0501" && d.places[0].says.contains("found 0 files"), "{d:?}");
+    write(&at("odd.safetensors"), &[f32s("odd", &[1], 0.0)]);
+    assert_eq!(first(dir.path()).unwrap(), "odd");
+    write(&at("odder.safetensors"), &[f32s("odder", &[1], 0.0)]);
+    let d = one(first(dir.path()));
+    assert_eq!((d.code.id, d.notes.len()), ("T0501", 2));
+    assert_eq!(first(&at("odder.safetensors")).unwrap(), "odder");
+    write(&at("diffusion_pytorch_model.safetensors"), &[f32s("diffusers", &[1], 0.0)]);
+    assert_eq!(first(dir.path()).unwrap(), "diffusers");
+    write(&at("model.safetensors"), &[f32s("model", &[1], 0.0)]);
+    assert_eq!(first(dir.path()).unwrap(), "model");
+    assert_eq!(one(first(&at("nowhere"))).code.id, "T0508");
+    std::fs::remove_file(at("model.safetensors")).unwrap();
+    std::fs::create_dir(at("model.safetensors")).unwrap();
+    assert_eq!(one(first(dir.path())).code.id, "T0508");
+}
+
+#[test]
+fn shards_follow_their_index() {
+    let dir = TempDir::new().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let index = |map: &str| {
+        let text = format!(r#"{{"metadata":{{"total_size":1}},"weight_map":{map}}}"#);
+        std::fs::write(at("diffusion_pytorch_model.safetensors.index.json"), text).unwrap();
+    };
+    write(&at("m-1.safetensors"), &[f32s("a", &[2], 1.0)]);
+    write(&at("m-2.safetensors"), &[f32s("b", &[2], 3.0), f32s("c", &[2], 5.0)]);
+    index(r#"{"a":"m-1.safetensors","b":"m-2.safetensors","c":"m-2.safetensors"}"#);
+    let files = WeightFiles::open(dir.path()).unwrap();
+    assert_eq!(files.bytes(), Bytes(24));
+    let set =
+        files.resolve(&[expect("a", &[], &[2]), expect("b", &[], &[2]), expect("c", &[], &[2])]).unwrap();
+    assert_eq!(set.read_whole_f32("c").unwrap(), [5.0, 6.0]);
+    let merged = folder(&[f32s("a", &[2], 1.0), f32s("b", &[2], 3.0), f32s("c", &[2], 5.0)]).1;
+    assert_eq!(set.header_digest(), merged.resolve_as_is().unwrap().header_digest());
+
+    index(r#"{"a":"m-2.safetensors","b":"m-2.safetensors","d":"m-1.safetensors"}"#);
+    let d = one(WeightFiles::open(dir.path()));
+    assert_eq!(d.code.id, "T0505");
+    assert_eq!(
+        d.notes,
+        [
+            "d: the index places it in m-1.safetensors, which lacks it",
+            "a: in m-1.safetensors, but the index places it in m-2.safetensors",
+            "a: the index places it in m-2.safetensors, which lacks it",
+            "c: in m-2.safetensors, but not in the index",
+        ]
+    );
+
+    index(r#"{"a":"m-1.safetensors","x":"m-3.safetensors","y":"m-4.safetensors"}"#);
+    std::fs::write(at("m-1.safetensors"), b"cut").unwrap();
+    let ds = WeightFiles::open(dir.path()).unwrap_err();
+    assert_eq!(ds.iter().map(|d| d.code.id).collect::<Vec<_>>(), ["T0501", "T0502"]);
+    assert_eq!(ds[0].notes, ["missing: m-3.safetensors (1 tensors)", "missing: m-4.safetensors (1 tensors)"]);
+
+    for map in
+        [r#"{"a":"../m-1.safetensors"}"#, r#"{"a":""}"#, r#"{"a":"/etc/passwd"}"#, r#"{"a":".."}"#, "[]"]
+    {
+        index(map);
+        assert_eq!(one(WeightFiles::open(dir.path())).code.id, "T0505", "{map}");
+    }
+}
+
+#[test]
+fn slices_equal_the_full_read() {
+    let (_dir, files) = folder(&[
+        f32s("r0", &[], 7.0),
+        f32s("r1", &[7], 0.0),
+        f32s("r2", &[5, 7], 0.0),
+        f32s("r3", &[3, 5, 7], 0.0),
+        f32s("r4", &[2, 3, 5, 3], 0.0),
+    ]);
+    let set = files.resolve_as_is().unwrap();
+    assert_eq!(set.read_f32("r0", &[]).unwrap(), [7.0]);
+    let mut slices = 0;
+    for name in ["r1", "r2", "r3", "r4"] {
+        let shape = set.shape(name).unwrap();
+        let whole = set.read_whole_f32(name).unwrap();
+        for ranges in all_ranges(shape) {
+            let expected = naive(&whole, shape, &ranges);
+            assert_eq!(set.read_f32(name, &ranges).unwrap(), expected, "{name} {ranges:?}");
+            let raw: Vec<u8> = expected.iter().flat_map(|x| x.to_le_bytes()).collect();
+            assert_eq!(set.read_raw(name, &ranges).unwrap(), raw, "{name} {ranges:?}");
+            slices += 1;
+        }
+    }
+    assert!(slices > 10_000, "{slices}");
+    for (name, ranges) in [("r9", vec![]), ("r1", vec![]), ("r1", vec![0..8]), ("r2", vec![0..5, 8..8])] {
+        assert_eq!(set.read_f32(name, &ranges).unwrap_err().code.id, "T0507");
+    }
+}
+
+/// Every combination of ranges, empty ones included.
+fn all_ranges(shape: &[u64]) -> Vec<Vec<Range<u64>>> {
+    shape.iter().fold(vec![vec![]], |all, n| {
+        let of_dim: Vec<Range<u64>> = (0..=*n).flat_map(|a| (a..=*n).map(move |b| a..b)).collect();
+        all.iter()
+            .flat_map(|head| of_dim.iter().map(move |r| [head.as_slice(), std::slice::from_ref(r)].concat()))
+            .collect()
+    })
+}
+
+/// Keeps the elements whose every coordinate lies in its range.
+fn naive(whole: &[f32], shape: &[u64], ranges: &[Range<u64>]) -> Vec<f32> {
+    let inside = |index: usize| {
+        let mut rest = index as u64;
+        shape.iter().zip(ranges).rev().all(|(n, r)| {
+            let at = rest % n;
+            rest /= n;
+            r.contains(&at)
+        })
+    };
+    whole.iter().enumerate().filter(|(i, _)| inside(*i)).map(|(_, x)| *x).collect()
+}
+
+#[test]
+fn halves_become_f32_exactly() {
+    let bf16: Vec<u8> = [0x3f80u16, 0xc000, 0x7f80, 0x0001].iter().flat_map(|b| b.to_le_bytes()).collect();
+    let f16: Vec<u8> = [0x3c00u16, 0xc000, 0x7c00, 0x0001].iter().flat_map(|b| b.to_le_bytes()).collect();
+    let (_dir, files) =
+        folder(&[("b", Dtype::BF16, vec![2, 2], bf16.clone()), ("h", Dtype::F16, vec![2, 2], f16)]);
+    let set = files.resolve_as_is().unwrap();
+    assert_eq!((set.dtype("b"), set.dtype("h")), (Some(FileDtype::Bf16), Some(FileDtype::F16)));
+    assert_eq!(set.read_whole_f32("b").unwrap(), [1.0, -2.0, f32::INFINITY, f32::from_bits(0x0001_0000)]);
+    assert_eq!(set.read_whole_f32("h").unwrap(), [1.0, -2.0, f32::INFINITY, 2f32.powi(-24)]);
+    assert_eq!(set.read_f32("h", &[0..2, 1..2]).unwrap(), [-2.0, 2f32.powi(-24)]);
+    assert_eq!(set.read_raw("b", &[1..2, 0..2]).unwrap()[..], bf16[4..]);
+}
+
+#[test]
+fn fingerprints_tell_slices_apart() {
+    let (_dir, files) = folder(&[f32s("a", &[4, 4], 0.0), ("z", Dtype::F32, vec![4, 4], vec![0; 64])]);
+    let set = files.resolve_as_is().unwrap();
+    let mut seen = std::collections::HashSet::new();
+    for name in ["a", "z"] {
+        // Empty slices all have the same bytes, as do those of `z`: the ranges alone must tell them apart.
+        for ranges in all_ranges(&[4, 4]) {
+            let print = set.fingerprint(name, &ranges).unwrap();
+            assert_eq!(print, set.fingerprint(name, &ranges).unwrap());
+            assert!(seen.insert(print), "{name} {ranges:?}");
+        }
+    }
+    let mut one_bit = f32s("a", &[4, 4], 0.0);
+    one_bit.3[40] ^= 1;
+    let other = folder(&[one_bit]).1.resolve_as_is().unwrap();
+    let differs =
+        |r: [Range<u64>; 2]| set.fingerprint("a", &r).unwrap() != other.fingerprint("a", &r).unwrap();
+    assert!(differs([2..3, 2..3]) && differs([0..4, 0..4]) && !differs([0..2, 0..4]));
+}
+
+#[test]
+fn the_fixture_holds_one_model_in_two_styles() {
+    let names = [
+        expect("blocks.0.self_attn.q.weight", &["blocks.0.attn1.to_q.weight"], &[60, 60]),
+        expect("blocks.1.norm3.bias", &["blocks.1.norm2.bias"], &[60]),
+    ];
+    let read = |path: &str| {
+        let files = WeightFiles::open(&fixture(path)).unwrap();
+        // The fixture's other tensors are the model's business.
+        let extras =
+            files.tensors().filter(|t| !names.iter().any(|e| e.name == t.name || e.aliases[0] == t.name));
+        let all: Vec<Expected> =
+            extras.map(|t| expect(t.name, &[], t.shape)).chain(names.iter().cloned()).collect();
+        files.resolve(&all).unwrap()
+    };
+    let (original, renamed) = (read("wan-odd"), read("wan-odd/diffusers"));
+    for e in &names {
+        assert_eq!(original.dtype(&e.name), Some(FileDtype::F32));
+        assert_eq!(renamed.dtype(&e.name), Some(FileDtype::Bf16));
+        assert_eq!(original.read_whole_f32(&e.name).unwrap(), renamed.read_whole_f32(&e.name).unwrap());
+    }
+    let expected = WeightFiles::open_file(&fixture("wan-odd/expected.safetensors")).unwrap();
+    assert_eq!(expected.metadata()["prompt"], "red square moves left");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Whatever a file holds, opening it ends in tensors that can all be read, or in a diagnostic.
+    #[test]
+    fn any_file_is_read_or_refused(
+        noise in prop::collection::vec(any::<u8>(), 0..120),
+        edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+        valid: bool,
+    ) {
+        let dir = TempDir::new().unwrap();
+        let path = dir.path().join("model.safetensors");
+        let mut bytes = noise;
+        if valid {
+            write(&path, &[f32s("a", &[3, 4], 0.0), ("h", Dtype::F16, vec![5], vec![1; 10])]);
+            bytes = std::fs::read(&path).unwrap();
+            for (at, byte) in edits {
+                let at = at.index(bytes.len());
+                bytes[at] = byte;
+            }
+        }
+        std::fs::write(&path, &bytes).unwrap();
+        if let Ok(set) = WeightFiles::open(dir.path()).and_then(|f| f.resolve_as_is()) {
+            for name in set.names() {
+                let n: u64 = set.shape(name).unwrap().iter().product();
+                prop_assert_eq!(set.read_whole_f32(name).unwrap().len() as u64, n);
+            }
+        }
+    }
+}
