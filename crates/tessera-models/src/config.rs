@@ -3,7 +3,6 @@
 use tessera_base::fields::{Fields, json};
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
-
 /// Dimensions that contradict each other.
 pub static T0410: Code = Code {
     id: "T0410",
@@ -70,7 +69,14 @@ impl WanConfig {
     }
 
     fn original(f: &mut Fields) -> WanConfig {
-        f.ignore(&["window_size", "qk_norm", "cross_attn_norm", "local_attn_size", "sink_size", "num_frame_per_block"]);
+        f.ignore(&[
+            "window_size",
+            "qk_norm",
+            "cross_attn_norm",
+            "local_attn_size",
+            "sink_size",
+            "num_frame_per_block",
+        ]);
         let out = f.count("out_dim", Some(16));
         let channels = f.count("in_dim", Some(16));
         let config = WanConfig {
@@ -118,7 +124,12 @@ impl WanConfig {
         if !self.dim.is_multiple_of(self.heads) {
             refuse(format!("dim {} is not a whole number of {} heads", self.dim, self.heads));
         } else if !self.head_dim().is_multiple_of(2) || self.head_dim() < 6 {
-            refuse(format!("head_dim {} = {} / {} must be even and at least 6", self.head_dim(), self.dim, self.heads));
+            refuse(format!(
+                "head_dim {} = {} / {} must be even and at least 6",
+                self.head_dim(),
+                self.dim,
+                self.heads
+            ));
         }
         if !self.freq_dim.is_multiple_of(2) {
             refuse(format!("freq_dim {} must be even", self.freq_dim));
@@ -135,7 +146,8 @@ fn patch(f: &mut Fields) -> [u64; 2] {
     match list[..] {
         [1.0, h, w] if h >= 1.0 && w >= 1.0 && h.fract() == 0.0 && w.fract() == 0.0 => [h as u64, w as u64],
         _ => {
-            f.diagnostics.push(Diagnostic::error(&T0410, format!("patch_size {list:?} must be [1, rows, columns]")));
+            f.diagnostics
+                .push(Diagnostic::error(&T0410, format!("patch_size {list:?} must be [1, rows, columns]")));
             [1, 1]
         }
     }

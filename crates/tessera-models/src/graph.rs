@@ -173,7 +173,15 @@ impl<'a> Graph<'a> {
 
     /// x · wᵀ + b. `part` says how a strategy may cut the weight: by its rows (`column`: output features), by
     /// its columns (`row`: input features), or not at all.
-    fn linear(&mut self, name: &str, x: ValueId, out: u64, part: &str, unit: u64, act: Option<&str>) -> ValueId {
+    fn linear(
+        &mut self,
+        name: &str,
+        x: ValueId,
+        out: u64,
+        part: &str,
+        unit: u64,
+        act: Option<&str>,
+    ) -> ValueId {
         let k = self.b.ty(x).shape[1];
         let w = self.weight(&format!("{name}.weight"), &[out, k], part, unit);
         let bias_part = if part == "column" { "column" } else { "whole" };
@@ -569,7 +577,16 @@ mod tests {
         let names = |e: &str| phases(&tiny(e)).into_iter().map(|p| p.name).collect::<Vec<_>>();
         assert_eq!(
             names(""),
-            ["text", "renoise", "denoise.fill0", "denoise.fill3", "clean.fill0", "clean.fill3", "rebase", "emit"]
+            [
+                "text",
+                "renoise",
+                "denoise.fill0",
+                "denoise.fill3",
+                "clean.fill0",
+                "clean.fill3",
+                "rebase",
+                "emit"
+            ]
         );
         assert_eq!(
             names("[cache]\nmode = \"recompute\"\n"),

@@ -20,7 +20,4 @@ pub use text::Words;
 use tessera_base::Code;
 
 /// Codes this room raises.
-pub const CODES: &[&Code] = &[
-    &config::T0410, &stream::T0411,
-    &text::T0420, &text::T0421, &text::T0422,
-];
+pub const CODES: &[&Code] = &[&config::T0410, &stream::T0411, &text::T0420, &text::T0421, &text::T0422];

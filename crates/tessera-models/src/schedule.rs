@@ -25,7 +25,11 @@ pub fn steps(config: &StreamConfig) -> Vec<Step> {
         })
         .collect();
     let nearest = |t: f64| {
-        table.iter().copied().min_by(|a, b| (1000.0 * a - t).abs().total_cmp(&(1000.0 * b - t).abs())).unwrap_or(1.0)
+        table
+            .iter()
+            .copied()
+            .min_by(|a, b| (1000.0 * a - t).abs().total_cmp(&(1000.0 * b - t).abs()))
+            .unwrap_or(1.0)
     };
     config
         .steps

@@ -81,15 +81,19 @@ impl StreamConfig {
     /// Everything that is wrong with it.
     pub fn parse(file: &str, text: &str, model: &WanConfig) -> Result<StreamConfig, Diagnostics> {
         let mut root = Fields::new(file, "", toml(file, text)?);
-        let (mut video, mut latent, mut cache) = (root.table("video"), root.table("latent"), root.table("cache"));
-        let (mut schedule, mut words, mut decoder) = (root.table("schedule"), root.table("text"), root.table("decoder"));
+        let (mut video, mut latent, mut cache) =
+            (root.table("video"), root.table("latent"), root.table("cache"));
+        let (mut schedule, mut words, mut decoder) =
+            (root.table("schedule"), root.table("text"), root.table("decoder"));
         let stride = latent.numbers("stride", &[4.0, 8.0, 8.0]);
         let config = StreamConfig {
             width: video.count("width", None),
             height: video.count("height", None),
             fps: video.number("fps", Some(16.0)),
             stride: match stride[..] {
-                [t, h, w] if stride.iter().all(|s| *s >= 1.0 && s.fract() == 0.0) => [t as u64, h as u64, w as u64],
+                [t, h, w] if stride.iter().all(|s| *s >= 1.0 && s.fract() == 0.0) => {
+                    [t as u64, h as u64, w as u64]
+                }
                 _ => [0, 0, 0],
             },
             chunk_frames: latent.count("chunk_frames", Some(3)),
@@ -112,8 +116,10 @@ impl StreamConfig {
                 _ => Decoder::None,
             },
         };
-        let mut ds: Diagnostics =
-            [root, video, latent, cache, schedule, words, decoder].into_iter().flat_map(Fields::finish).collect();
+        let mut ds: Diagnostics = [root, video, latent, cache, schedule, words, decoder]
+            .into_iter()
+            .flat_map(Fields::finish)
+            .collect();
         if ds.is_empty() {
             ds = config.contradictions(file, model);
         }
@@ -132,7 +138,10 @@ impl StreamConfig {
         }
         let (bh, bw) = (sh * model.patch[0], sw * model.patch[1]);
         if !self.width.is_multiple_of(bw) || !self.height.is_multiple_of(bh) {
-            refuse(format!("{}×{} pixels are not a whole number of {bw}×{bh} patches", self.width, self.height));
+            refuse(format!(
+                "{}×{} pixels are not a whole number of {bw}×{bh} patches",
+                self.width, self.height
+            ));
         }
         if !self.window_frames.is_multiple_of(self.chunk_frames) || self.window_frames < self.chunk_frames {
             refuse(format!(
@@ -157,7 +166,11 @@ impl StreamConfig {
             refuse(format!("schedule.steps {:?} must fall from at most 1000 to above 0", self.steps));
         }
         if self.decoder == Decoder::SpaceTimeDepth && model.channels != 3 * st * sh * sw {
-            refuse(format!("a {st}×{sh}×{sw} decoder has {} channels, the model {}", 3 * st * sh * sw, model.channels));
+            refuse(format!(
+                "a {st}×{sh}×{sw} decoder has {} channels, the model {}",
+                3 * st * sh * sw,
+                model.channels
+            ));
         }
         ds
     }

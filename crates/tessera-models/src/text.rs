@@ -41,13 +41,23 @@ impl Words {
     /// # Errors
     /// T0422 when the two do not fit.
     pub fn new(vocabulary: &str, table: Vec<f32>, dim: u64, text_len: u64) -> Result<Words, Box<Diagnostic>> {
-        let rows: BTreeMap<String, usize> =
-            vocabulary.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_lowercase).zip(0..).collect();
+        let rows: BTreeMap<String, usize> = vocabulary
+            .lines()
+            .map(str::trim)
+            .filter(|l| !l.is_empty())
+            .map(str::to_lowercase)
+            .zip(0..)
+            .collect();
         let (dim, text_len) = (dim as usize, text_len as usize);
         if rows.len() * dim != table.len() {
             return Err(Box::new(Diagnostic::error(
                 &T0422,
-                format!("{} words of {dim} numbers need {}, the table has {}", rows.len(), rows.len() * dim, table.len()),
+                format!(
+                    "{} words of {dim} numbers need {}, the table has {}",
+                    rows.len(),
+                    rows.len() * dim,
+                    table.len()
+                ),
             )));
         }
         Ok(Words { rows, table, dim, text_len })
@@ -61,7 +71,8 @@ impl Words {
         let words: Vec<String> = prompt.split_whitespace().map(str::to_lowercase).collect();
         if words.is_empty() {
             return Err(Box::new(
-                Diagnostic::error(&T0420, "the prompt has no word").hint(format!("known words: {}", self.vocabulary())),
+                Diagnostic::error(&T0420, "the prompt has no word")
+                    .hint(format!("known words: {}", self.vocabulary())),
             ));
         }
         let unknown: Vec<&String> = words.iter().filter(|w| !self.rows.contains_key(*w)).collect();
@@ -69,7 +80,10 @@ impl Words {
             let mut d = Diagnostic::error(&T0421, format!("unknown word in the prompt `{prompt}`"));
             for w in unknown {
                 let near = nearest(w, self.rows.keys().map(String::as_str));
-                d = d.at(format!("`{w}`"), near.map_or("no similar word".to_string(), |n| format!("did you mean `{n}`?")));
+                d = d.at(
+                    format!("`{w}`"),
+                    near.map_or("no similar word".to_string(), |n| format!("did you mean `{n}`?")),
+                );
             }
             return Err(Box::new(d.hint(format!("known words: {}", self.vocabulary()))));
         }

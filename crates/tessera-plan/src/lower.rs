@@ -1,0 +1,671 @@
+//! From logical programs to one program per role: layouts, collectives, local shapes, stages.
+//!
+//! All stages of one tp coordinate are lowered in a single walk over the logical program, so that both ends of
+//! a send see the same type at the same position. Coordinates whose programs come out equal are one role.
+
+use std::collections::BTreeMap;
+
+use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_ir::{
+    Builder, Bundle, Kind, Op, Opcode, Phase, Program, RoleRanks, Slots, Type, ValueId, cost, print,
+};
+use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
+
+use crate::mapping::Extents;
+use crate::strategy::{Cut, reads_self_cache, wanted_by_heads};
+use crate::{Mapping, Numerics, balance, memory};
+
+/// Lowering made a program that its rules refuse.
+pub static T0606: Code = Code {
+    id: "T0606",
+    title: "strategy has no rule for this op",
+    page: "The strategy met an op with operands in layouts that no rule covers, so no correct program could be made. \
+The message names the op and the layouts. Another strategy, or tp=1, may do; the refusal itself is a gap in the planner.",
+};
+
+/// Segments of a split contraction under the mesh-invariant policy.
+const SEGMENTS: i64 = 8;
+
+/// What a model hands to the planner.
+#[derive(Debug, Clone)]
+pub struct Logical {
+    /// Logical programs, one per phase.
+    pub phases: Vec<Program>,
+    /// Calls that may be made: a name and its phases in order.
+    pub calls: Vec<(String, Vec<String>)>,
+    /// Attention heads.
+    pub heads: u64,
+    /// Width of the residual stream.
+    pub dim: u64,
+    /// Width of the feed-forward layer.
+    pub ffn: u64,
+    /// Tokens of a chunk.
+    pub tokens: u64,
+    /// Blocks.
+    pub blocks: u64,
+}
+
+impl Logical {
+    fn extents(&self) -> Extents {
+        Extents { heads: self.heads, dim: self.dim, ffn: self.ffn, tokens: self.tokens, blocks: self.blocks }
+    }
+}
+
+/// Lowers every phase under a mapping. The mapping's stages are filled in if it left them open.
+///
+/// # Errors
+/// Every reason why the mapping does not fit, or T0606.
+pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnostics> {
+    let ds = mapping.misfits(&logical.extents());
+    if !ds.is_empty() {
+        return Err(ds);
+    }
+    let mesh = mapping.mesh;
+    let stages = u64::from(mesh.size(Axis::Pp));
+    if mapping.blocks.is_empty() {
+        mapping.blocks = cut_stages(logical, stages);
+    }
+    let rank_map = mapping.rank_map().map_err(|d| vec![*d])?;
+
+    // programs[stage][coordinate][phase]
+    let tp = mesh.size(Axis::Tp);
+    let mut programs: Vec<Vec<Vec<Program>>> = vec![Vec::new(); stages as usize];
+    for at in 0..tp {
+        let mut per_stage: Vec<Vec<Program>> = vec![Vec::new(); stages as usize];
+        for phase in &logical.phases {
+            let lowered = Lower::new(logical, mapping, phase, at).run()?;
+            for (stage, p) in lowered.into_iter().enumerate() {
+                per_stage[stage].push(p);
+            }
+        }
+        for (stage, ps) in per_stage.into_iter().enumerate() {
+            programs[stage].push(ps);
+        }
+    }
+    let (roles, of_role) = group_roles(&mesh, programs);
+    let phases = logical
+        .phases
+        .iter()
+        .enumerate()
+        .map(|(i, l)| {
+            let programs: Vec<Program> = of_role.iter().map(|r| r[i].clone()).collect();
+            let memory: Vec<Slots> = programs.iter().map(memory::place).collect();
+            Phase { name: l.name.clone(), programs, memory }
+        })
+        .collect();
+    Ok(Bundle { mesh, rank_map, roles, phases, calls: logical.calls.clone(), mapping: mapping.text() })
+}
+
+/// Blocks per stage, balanced by the flops of the costliest phase.
+fn cut_stages(logical: &Logical, stages: u64) -> Vec<u64> {
+    let of = |p: &Program, at: &str| -> u64 {
+        p.ops.iter().filter(|o| o.str("at") == Some(at)).map(|o| cost(p, o).flops.0).sum()
+    };
+    let heaviest =
+        logical.phases.iter().max_by_key(|p| p.ops.iter().map(|o| cost(p, o).flops.0).sum::<u64>());
+    match heaviest {
+        Some(p) => balance(logical.blocks, stages, of(p, "block.0").max(1), of(p, "first"), of(p, "last")),
+        None => balance(logical.blocks, stages, 1, 0, 0),
+    }
+}
+
+/// Joins coordinates whose programs are equal into roles: `stage0` when all of tp agree, `stage0@tp2` for the
+/// class that begins at coordinate 2.
+fn group_roles(mesh: &Mesh, programs: Vec<Vec<Vec<Program>>>) -> (Vec<RoleRanks>, Vec<Vec<Program>>) {
+    let (mut roles, mut of_role) = (Vec::new(), Vec::new());
+    for (stage, coords) in programs.into_iter().enumerate() {
+        let anonymous = |ps: &[Program]| -> String {
+            ps.iter().map(|p| print(&Program { role: String::new(), ..p.clone() })).collect()
+        };
+        let mut classes: Vec<(String, u32, Vec<u32>, Vec<Program>)> = Vec::new();
+        for (at, ps) in (0u32..).zip(coords) {
+            let text = anonymous(&ps);
+            match classes.iter_mut().find(|c| c.0 == text) {
+                Some(c) => c.2.push(at),
+                None => classes.push((text, at, vec![at], ps)),
+            }
+        }
+        let even = classes.len() == 1;
+        for (_, first, members, mut ps) in classes {
+            let role = if even { format!("stage{stage}") } else { format!("stage{stage}@tp{first}") };
+            for p in &mut ps {
+                p.role.clone_from(&role);
+            }
+            let ranks: Vec<Rank> = mesh
+                .iter()
+                .filter(|r| {
+                    let c = mesh.coord_of(*r);
+                    c.on(Axis::Pp) as usize == stage && members.contains(&c.on(Axis::Tp))
+                })
+                .collect();
+            roles.push(RoleRanks { role, ranks });
+            of_role.push(ps);
+        }
+    }
+    (roles, of_role)
+}
+
+/// A logical value on one stage.
+#[derive(Clone, Copy)]
+enum Held {
+    /// Here.
+    Ready(ValueId),
+    /// Its exchange was issued; whoever needs it first waits.
+    Pending(ValueId),
+}
+
+struct Lower<'a> {
+    source: &'a Program,
+    cut: Cut,
+    invariant: bool,
+    /// First block of each stage, and one past the last block.
+    bounds: Vec<u64>,
+    stages: Vec<Stage>,
+    /// Definition site of each logical value.
+    defs: Vec<Option<usize>>,
+    mesh: Mesh,
+}
+
+struct Stage {
+    b: Builder,
+    held: BTreeMap<ValueId, Held>,
+    /// Sends not yet waited for.
+    sends: Vec<ValueId>,
+}
+
+impl<'a> Lower<'a> {
+    fn new(logical: &Logical, mapping: &Mapping, source: &'a Program, at: u32) -> Lower<'a> {
+        let mesh = mapping.mesh;
+        let mut bounds = vec![0];
+        for n in &mapping.blocks {
+            bounds.push(bounds[bounds.len() - 1] + n);
+        }
+        let streams: &[&str] = match (mesh.size(Axis::Tp) > 1, mesh.size(Axis::Pp) > 1) {
+            (false, false) => &["compute"],
+            (true, false) => &["compute", "tp_collective"],
+            (false, true) => &["compute", "pp"],
+            (true, true) => &["compute", "tp_collective", "pp"],
+        };
+        let stages = (0..mesh.size(Axis::Pp))
+            .map(|s| Stage {
+                b: Builder::role(&source.name, &format!("stage{s}@tp{at}"), mesh, streams),
+                held: BTreeMap::new(),
+                sends: Vec::new(),
+            })
+            .collect();
+        Lower {
+            source,
+            cut: Cut {
+                strategy: mapping.strategy,
+                tp: mesh.size(Axis::Tp),
+                head_dim: logical.dim / logical.heads,
+            },
+            invariant: mapping.numerics == Numerics::MeshInvariant,
+            bounds,
+            stages,
+            defs: source.definitions(),
+            mesh,
+        }
+    }
+
+    fn run(mut self) -> Result<Vec<Program>, Diagnostics> {
+        let mut done = vec![false; self.source.ops.len()];
+        for i in 0..self.source.ops.len() {
+            let op = &self.source.ops[i];
+            if done[i] || op.opcode.row().kind == Kind::Source && op.opcode != Opcode::CacheRead {
+                continue;
+            }
+            for s in self.owners(op) {
+                if op.str("at") == Some("all") && !self.needed(i, s) {
+                    continue;
+                }
+                if let Some(also) = self.lower_op(i, s) {
+                    done[also] = true;
+                }
+            }
+        }
+        let mut out = Vec::new();
+        let mut ds = Vec::new();
+        for mut stage in self.stages {
+            for t in std::mem::take(&mut stage.sends) {
+                stage.b.stream("compute");
+                stage.b.wait(t, None);
+            }
+            match stage.b.finish() {
+                Ok(p) => out.push(p),
+                Err(es) => {
+                    ds.extend(es.into_iter().map(|e| Diagnostic::error(&T0606, e.message).note(e.code.title)))
+                }
+            }
+        }
+        if ds.is_empty() { Ok(out) } else { Err(ds) }
+    }
+
+    /// Stages that run an op. Ops beside the blocks run on every stage that needs them.
+    fn owners(&self, op: &Op) -> Vec<usize> {
+        let last = self.stages.len() - 1;
+        match op.str("at") {
+            Some("all") => (0..=last).collect(),
+            Some("last") => vec![last],
+            Some(at) => match at.strip_prefix("block.").and_then(|b| b.parse::<u64>().ok()) {
+                Some(block) => vec![self.bounds.iter().rposition(|b| *b <= block).unwrap_or(0).min(last)],
+                None => vec![0],
+            },
+            None => vec![0],
+        }
+    }
+
+    /// Whether a stage has a use for an `all` op: some op it owns, or an `all` op it needs, reads a result.
+    fn needed(&self, i: usize, s: usize) -> bool {
+        let results = &self.source.ops[i].results;
+        self.source.ops.iter().enumerate().any(|(j, o)| {
+            o.uses().any(|u| results.contains(&u))
+                && self.owners(o).contains(&s)
+                && (o.str("at") != Some("all") || self.needed(j, s))
+        })
+    }
+
+    /// Lowers one op on one stage; the index of another op that was lowered with it.
+    fn lower_op(&mut self, i: usize, s: usize) -> Option<usize> {
+        let op = &self.source.ops[i];
+        match op.opcode {
+            Opcode::Matmul => self.matmul(op, s, wanted_by_heads(self.source, i)),
+            Opcode::RmsNorm => return self.rms_norm(i, s),
+            Opcode::CacheWrite => self.cache_write(op, s),
+            Opcode::CacheRead => self.cache_read(op, s),
+            Opcode::Attention => self.attention(op, s),
+            Opcode::Output => self.output(op, s),
+            _ => self.rowwise(op, s, wanted_by_heads(self.source, i)),
+        }
+        None
+    }
+
+    // Values.
+
+    /// The local value of a logical one on stage `s`, whatever its layout.
+    fn get(&mut self, v: ValueId, s: usize) -> ValueId {
+        match self.stages[s].held.get(&v) {
+            Some(Held::Ready(x)) => return *x,
+            Some(Held::Pending(ticket)) => {
+                let ticket = *ticket;
+                let x = self.wait(s, ticket, None);
+                self.stages[s].held.insert(v, Held::Ready(x));
+                return x;
+            }
+            None => {}
+        }
+        let x = match self.defs[v.0 as usize].map(|d| &self.source.ops[d]) {
+            Some(op) if op.opcode.row().kind == Kind::Source && op.opcode != Opcode::CacheRead => {
+                self.source_op(op, s)
+            }
+            _ => self.receive(v, s),
+        };
+        self.stages[s].held.insert(v, Held::Ready(x));
+        x
+    }
+
+    fn source_op(&mut self, op: &Op, s: usize) -> ValueId {
+        let logical = self.source.ty(op.results[0]).clone();
+        let layout = match op.opcode {
+            Opcode::Weight => self.cut.weight(op, &logical.shape),
+            _ => AxisLayout::Replicated,
+        };
+        let ty = self.local(&logical, layout, s);
+        let name = op.name.clone().unwrap_or_default();
+        let b = &mut self.stages[s].b;
+        if let Some(load) = op.str("load") {
+            b.attr("load", load);
+        }
+        b.label(&self.source.value(op.results[0]).name);
+        let x = match op.opcode {
+            Opcode::Weight => b.weight(&name, ty),
+            Opcode::Call => b.call(&name, ty),
+            _ => b.input(&name, ty),
+        };
+        // An input that holds tokens arrives whole; each rank keeps its own.
+        if op.str("part") == Some("tokens") {
+            let want = self.cut.tokens(&logical.shape);
+            return self.reshard(x, want, s, 1);
+        }
+        x
+    }
+
+    /// Moves a value from the stage that holds it.
+    fn receive(&mut self, v: ValueId, s: usize) -> ValueId {
+        let from =
+            (0..self.stages.len()).find(|t| *t != s && self.stages[*t].held.contains_key(&v)).unwrap_or(0);
+        let x = self.get(v, from);
+        let ty = self.stages[from].b.ty(x).clone();
+        let ticket = self.issue(from, Opcode::Send, &[x], &[("to", s as i64)], "pp", Axis::Pp);
+        self.stages[from].sends.push(ticket);
+        let b = &mut self.stages[s].b;
+        b.attr("axis", "pp").attr("from", from as i64).stream("pp");
+        let ticket = b.recv(ty.clone());
+        self.wait(s, ticket, Some(ty))
+    }
+
+    fn local(&self, logical: &Type, layout: AxisLayout, s: usize) -> Type {
+        let program = self.stages[s].b.program();
+        let mut ty = logical.clone().on(Axis::Tp, layout);
+        if let AxisLayout::Shard(shard) = layout {
+            ty.shape[shard.dim] = match shard.uneven {
+                None => ty.shape[shard.dim] / u64::from(self.mesh.size(Axis::Tp)),
+                Some(u) => tessera_ir::rules::role_piece(program, Axis::Tp, u),
+            };
+        }
+        ty
+    }
+
+    fn set(&mut self, op: &Op, s: usize, x: ValueId) {
+        self.stages[s].held.insert(op.results[0], Held::Ready(x));
+    }
+
+    fn layout(&self, x: ValueId, s: usize) -> AxisLayout {
+        self.stages[s].b.ty(x).layout.on(Axis::Tp)
+    }
+
+    // Collectives.
+
+    /// Issues a collective on its stream after everything computed so far; the ticket.
+    fn issue(
+        &mut self,
+        s: usize,
+        opcode: Opcode,
+        operands: &[ValueId],
+        attrs: &[(&str, i64)],
+        stream: &str,
+        axis: Axis,
+    ) -> ValueId {
+        let b = &mut self.stages[s].b;
+        b.stream("compute");
+        let event = b.op(Opcode::EventRecord, &[]);
+        b.attr("axis", axis.name());
+        for (k, v) in attrs {
+            b.attr(k, *v);
+        }
+        b.stream(stream).after(event);
+        b.issue(opcode, operands)
+    }
+
+    fn wait(&mut self, s: usize, ticket: ValueId, declared: Option<Type>) -> ValueId {
+        let b = &mut self.stages[s].b;
+        b.stream("compute");
+        b.wait(ticket, declared).unwrap_or(ticket)
+    }
+
+    fn all_reduce(&mut self, x: ValueId, s: usize) -> ValueId {
+        let AxisLayout::Partial(r) = self.layout(x, s) else { return x };
+        self.stages[s].b.stream("compute");
+        let b = &mut self.stages[s].b;
+        let event = b.op(Opcode::EventRecord, &[]);
+        b.attr("axis", "tp").attr("reduction", r.name()).stream("tp_collective").after(event);
+        let ticket = b.issue(Opcode::AllReduce, &[x]);
+        self.wait(s, ticket, None)
+    }
+
+    /// Brings a value into a layout over tp. `unit` is what must stay together along the new shard's dim.
+    fn reshard(&mut self, x: ValueId, want: AxisLayout, s: usize, unit: u64) -> ValueId {
+        use AxisLayout::{Partial, Replicated, Shard as S};
+        match (self.layout(x, s), want) {
+            (have, want) if have == want => x,
+            (Partial(_), want) => {
+                let y = self.all_reduce(x, s);
+                self.reshard(y, want, s, unit)
+            }
+            (Replicated, S(to)) => {
+                let b = &mut self.stages[s].b;
+                b.attr("axis", "tp").attr("dim", to.dim as u64).attr("unit", unit);
+                b.op(Opcode::TakeShard, &[x])
+            }
+            (S(from), S(to)) => {
+                let ticket = self.exchange(x, from, to, s, unit);
+                self.wait(s, ticket, None)
+            }
+            (S(from), _) => self.gather(x, from, s),
+            (_, _) => x,
+        }
+    }
+
+    fn exchange(&mut self, x: ValueId, from: Shard, to: Shard, s: usize, unit: u64) -> ValueId {
+        let attrs = [("concat", from.dim as i64), ("split", to.dim as i64), ("unit", unit as i64)];
+        self.issue(s, Opcode::AllToAll, &[x], &attrs, "tp_collective", Axis::Tp)
+    }
+
+    /// All pieces on every rank; uneven ones are padded to equal counts first, as NCCL needs.
+    fn gather(&mut self, x: ValueId, from: Shard, s: usize) -> ValueId {
+        let parts = u64::from(self.cut.tp);
+        let mut x = x;
+        if let Some(u) = from.uneven {
+            let rows = (u.extent / u.unit).div_ceil(parts) * u.unit;
+            let b = &mut self.stages[s].b;
+            b.attr("axis", "tp").attr("dim", from.dim as u64).attr("rows", rows);
+            x = b.op(Opcode::Pad, &[x]);
+        }
+        let ticket =
+            self.issue(s, Opcode::AllGather, &[x], &[("dim", from.dim as i64)], "tp_collective", Axis::Tp);
+        let mut y = self.wait(s, ticket, None);
+        if let Some(u) = from.uneven {
+            let b = &mut self.stages[s].b;
+            b.attr("extent", u.extent).attr("parts", parts).attr("unit", u.unit);
+            y = b.op(Opcode::Compact, &[y]);
+        }
+        y
+    }
+
+    // Ops.
+
+    fn matmul(&mut self, op: &Op, s: usize, by_heads: bool) {
+        use AxisLayout::{Replicated, Shard as S};
+        let w = self.get(op.operands[1], s);
+        let mut x = self.get(op.operands[0], s);
+        let (lx, lw) = (self.layout(x, s), self.layout(w, s));
+        // Rows of x may be cut; its columns only where w's are cut alike.
+        let split = matches!((lx, lw), (S(a), S(b)) if a.dim == 1 && a == b);
+        if let S(a) = lx
+            && a.dim == 1
+            && !split
+        {
+            let global = self.stages[s].b.ty(x).shape[0];
+            let want = if lw == Replicated { self.cut.tokens(&[global]) } else { Replicated };
+            x = self.reshard(x, want, s, 1);
+        }
+        let bias = op.key("bias").map(|b| self.get(b, s));
+        let act = op.str("act").map(str::to_string);
+        let segmented = self.invariant && self.part(op.operands[1]) == Some("row");
+        let b = &mut self.stages[s].b;
+        if segmented {
+            b.attr("segments", if split { SEGMENTS / i64::from(self.cut.tp) } else { SEGMENTS });
+        }
+        let y = if split {
+            // A bias or activation inside would apply to each rank's term of the sum.
+            let y = b.op(Opcode::Matmul, &[x, w]);
+            let mut y = self.all_reduce(y, s);
+            if let Some(bias) = bias {
+                let b = &mut self.stages[s].b;
+                if let Some(act) = &act {
+                    b.attr("act", act.as_str());
+                }
+                y = b.op(Opcode::BiasAct, &[y, bias]);
+            }
+            y
+        } else {
+            if let Some(act) = &act {
+                b.attr("act", act.as_str());
+            }
+            if let Some(bias) = bias {
+                b.key("bias", bias);
+            }
+            b.op(Opcode::Matmul, &[x, w])
+        };
+        self.finish_row_op(op, s, y, by_heads);
+    }
+
+    fn part(&self, weight: ValueId) -> Option<&str> {
+        self.defs[weight.0 as usize].and_then(|d| self.source.ops[d].str("part"))
+    }
+
+    /// Keeps a result; if every reader wants it by heads and it is cut by tokens, its exchange starts now.
+    fn finish_row_op(&mut self, op: &Op, s: usize, y: ValueId, by_heads: bool) {
+        if by_heads && let AxisLayout::Shard(from) = self.layout(y, s) {
+            let width = self.stages[s].b.ty(y).shape[1];
+            if from.dim == 0
+                && let AxisLayout::Shard(to) = self.cut.heads(width)
+            {
+                let unit = self.cut.head_dim;
+                let ticket = self.exchange(y, from, to, s, unit);
+                self.stages[s].held.insert(op.results[0], Held::Pending(ticket));
+                return;
+            }
+        }
+        self.set(op, s, y);
+    }
+
+    /// A norm over whole rows, or partial sums that meet in one small all-reduce. A neighbouring norm of the
+    /// same shape travels in the same all-reduce.
+    fn rms_norm(&mut self, i: usize, s: usize) -> Option<usize> {
+        let op = &self.source.ops[i];
+        let x = self.get(op.operands[0], s);
+        let sharded = matches!(self.layout(x, s), AxisLayout::Shard(shard) if shard.dim == 1);
+        let by_heads = wanted_by_heads(self.source, i);
+        if !sharded {
+            let w = self.get(op.operands[1], s);
+            let segmented = self.invariant;
+            let b = &mut self.stages[s].b;
+            if segmented {
+                b.attr("segments", SEGMENTS);
+            }
+            b.attr("eps", op.float("eps").unwrap_or(1e-6));
+            let y = b.op(Opcode::RmsNorm, &[x, w]);
+            self.finish_row_op(op, s, y, by_heads);
+            return None;
+        }
+        let mut ops = vec![(op, x)];
+        let mut also = None;
+        let ahead = (i + 1..self.source.ops.len()).find(|j| self.source.ops[*j].opcode != Opcode::Weight);
+        if let Some(j) = ahead
+            && self.source.ops[j].opcode == Opcode::RmsNorm
+            && self.owners(&self.source.ops[j]) == [s]
+        {
+            let next = &self.source.ops[j];
+            let y = self.get(next.operands[0], s);
+            if self.stages[s].b.ty(y) == self.stages[s].b.ty(x) {
+                ops.push((next, y));
+                also = Some(j);
+            }
+        }
+        let width = self.source.ty(op.results[0]).shape[1];
+        let values: Vec<ValueId> = ops.iter().map(|o| o.1).collect();
+        if self.invariant {
+            let local = SEGMENTS / i64::from(self.cut.tp);
+            self.stages[s].b.attr("segments", local);
+        }
+        let sums = self.stages[s].b.op(Opcode::RowSquareSum, &values);
+        let sums = self.all_reduce(sums, s);
+        for (col, (op, x)) in ops.iter().enumerate() {
+            let w = self.get(op.operands[1], s);
+            let b = &mut self.stages[s].b;
+            b.attr("col", col as u64).attr("width", width).attr("eps", op.float("eps").unwrap_or(1e-6));
+            let y = b.op(Opcode::RmsScale, &[*x, sums, w]);
+            self.set(op, s, y);
+        }
+        also
+    }
+
+    fn buffer(&mut self, op: &Op, s: usize) -> (tessera_ir::BufferId, Type) {
+        let logical = op.buffer.map(|b| self.source.buffer(b));
+        let (name, ty) = logical.map_or((String::new(), None), |b| (b.name.clone(), Some(b.ty.clone())));
+        let ty = ty.unwrap_or_else(|| Type::scalar(tessera_ir::DType::F32));
+        let layout = self.cut.buffer(&name, &ty.shape);
+        let local = self.local(&ty, layout, s);
+        (self.stages[s].b.buffer(&name, local.clone()), local)
+    }
+
+    fn cache_write(&mut self, op: &Op, s: usize) {
+        let x = self.get(op.operands[0], s);
+        let (buffer, ty) = self.buffer(op, s);
+        let unit = if op.buffer.is_some_and(|b| self.source.buffer(b).name.contains('.')) {
+            self.cut.head_dim
+        } else {
+            1
+        };
+        let x = self.reshard(x, ty.layout.on(Axis::Tp), s, unit);
+        let row = op.key("row").map(|r| self.get(r, s));
+        let b = &mut self.stages[s].b;
+        if let Some(row) = row {
+            b.key("row", row);
+        }
+        b.write(buffer, x);
+    }
+
+    fn cache_read(&mut self, op: &Op, s: usize) {
+        let (buffer, _) = self.buffer(op, s);
+        let b = &mut self.stages[s].b;
+        for name in ["row", "rows"] {
+            if let Some(n) = op.int(name) {
+                b.attr(name, n);
+            }
+        }
+        let x = b.read(buffer);
+        self.set(op, s, x);
+    }
+
+    fn attention(&mut self, op: &Op, s: usize) {
+        let own = reads_self_cache(self.source, op.operands[1]);
+        let mut q = self.get(op.operands[0], s);
+        let (k, v) = (self.get(op.operands[1], s), self.get(op.operands[2], s));
+        if own {
+            let want = self.layout(k, s);
+            let unit = self.cut.head_dim;
+            q = self.reshard(q, want, s, unit);
+        }
+        let bias = op.key("bias").map(|b| self.get(b, s));
+        let b = &mut self.stages[s].b;
+        b.attr("head_dim", self.cut.head_dim);
+        if let Some(rows) = op.ints("bias_rows") {
+            b.attr("bias_rows", rows.to_vec());
+        }
+        if let Some(bias) = bias {
+            b.key("bias", bias);
+        }
+        let y = b.op(Opcode::Attention, &[q, k, v]);
+        self.set(op, s, y);
+    }
+
+    fn output(&mut self, op: &Op, s: usize) {
+        let x = self.get(op.operands[0], s);
+        let x = self.reshard(x, AxisLayout::Replicated, s, 1);
+        self.stages[s].b.output(op.name.as_deref().unwrap_or("out"), x);
+    }
+
+    /// Ops that work row by row: their rows may be cut. Operands after the first follow its layout where they
+    /// have as many rows; per-frame and per-column operands stay as they are.
+    fn rowwise(&mut self, op: &Op, s: usize, by_heads: bool) {
+        let mut operands = Vec::new();
+        for v in &op.operands {
+            let x = self.get(*v, s);
+            operands.push(x);
+        }
+        if let Some(first) = operands.first().copied() {
+            let rows = self.source.ty(op.operands[0]).shape.clone();
+            let want = self.layout(first, s);
+            for (i, x) in operands.iter_mut().enumerate().skip(1) {
+                if self.source.ty(op.operands[i]).shape == rows {
+                    *x = self.reshard(*x, want, s, 1);
+                }
+            }
+        }
+        let keyed: Vec<(&'static str, ValueId)> =
+            op.keyed.iter().map(|(k, v)| (*k, self.get(*v, s))).collect();
+        let b = &mut self.stages[s].b;
+        let mut attrs = op.attrs.clone();
+        for logical_only in ["at", "part", "unit"] {
+            attrs.remove(logical_only);
+        }
+        b.attrs(attrs);
+        for (k, v) in keyed {
+            b.key(k, v);
+        }
+        let y = b.op(op.opcode, &operands);
+        self.finish_row_op(op, s, y, by_heads);
+    }
+}

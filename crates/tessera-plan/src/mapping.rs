@@ -1,0 +1,344 @@
+//! What a person reads and edits: mesh, strategy, numerics policy, stages, queue depths.
+
+use tessera_base::fields::{Fields, toml};
+use tessera_base::{Code, Diagnostic, Diagnostics, choices};
+use tessera_mesh::{Axis, Mesh, RankMap};
+
+/// An axis that this kind of model has no use for.
+pub static T0601: Code = Code {
+    id: "T0601",
+    title: "mesh axis has nothing to cut",
+    page: "A video generator has no experts, so `ep` must be 1, and a stream is one sequence, so `dp` must be 1. Use tp \
+for heads or tokens, and pp for blocks.",
+};
+/// More ranks on tp than there are units.
+pub static T0602: Code = Code {
+    id: "T0602",
+    title: "tp does not fit the model",
+    page: "Every rank of tp must hold at least one whole head, at least one column of the feed-forward layer \
+(megatron) and at least one token (ulysses). Counts that do not divide give pieces that differ by one unit; more ranks \
+than units leaves a rank with nothing and is refused. The hint lists the sizes that fit, even ones first.",
+};
+/// More stages than blocks.
+pub static T0603: Code = Code {
+    id: "T0603",
+    title: "pp does not fit the model",
+    page: "Each stage of a block pipeline holds at least one whole block. A list of blocks per stage must have one \
+entry per stage and add up to the model's blocks.",
+};
+/// The mesh-invariant policy cannot hold.
+pub static T0604: Code = Code {
+    id: "T0604",
+    title: "mesh-invariant numerics are not possible here",
+    page: "Under `mesh-invariant` every contraction that some mesh may split is cut into 8 equal segments summed in one \
+binary tree, so that no result depends on the mesh. That needs tp to divide 8, the heads to divide by tp, and both the \
+model width and the feed-forward width to divide by 8. Use the standard policy or one of the sizes in the hint.",
+};
+/// The mapping does not fit the mesh.
+pub static T0605: Code = Code {
+    id: "T0605",
+    title: "mapping contradicts itself",
+    page: "The mapping's device list, stages or queue depths do not fit its mesh. Queue depths are bounds: 0 would \
+stop the stream and no bound would hide a slow consumer, so each is 1 to 64.",
+};
+
+/// How tp cuts a transformer block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Strategy {
+    /// Weights by column, then by row; one all-reduce per pair.
+    Megatron,
+    /// Tokens; heads around attention by all-to-all. No arithmetic crosses ranks.
+    Ulysses,
+}
+
+impl Strategy {
+    /// Spelling.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Strategy::Megatron => "megatron",
+            Strategy::Ulysses => "ulysses",
+        }
+    }
+}
+
+/// Which sums may depend on the mesh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Numerics {
+    /// Each rank sums its part; ranks add in rank order.
+    Standard,
+    /// Eight segments in one tree, whatever the mesh.
+    MeshInvariant,
+}
+
+impl Numerics {
+    /// Spelling.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Numerics::Standard => "standard",
+            Numerics::MeshInvariant => "mesh-invariant",
+        }
+    }
+}
+
+/// A mapping.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mapping {
+    /// Mesh.
+    pub mesh: Mesh,
+    /// Strategy over tp.
+    pub strategy: Strategy,
+    /// Numerics policy.
+    pub numerics: Numerics,
+    /// Blocks per stage; empty for a balanced cut.
+    pub blocks: Vec<u64>,
+    /// Devices in rank order; empty for logical names.
+    pub devices: Vec<String>,
+    /// Prepared calls waiting for the mesh.
+    pub d_in: u32,
+    /// Finished chunks waiting for decode and write.
+    pub d_out: u32,
+    /// Calls sent and not done.
+    pub max_outstanding: u32,
+}
+
+impl Default for Mapping {
+    fn default() -> Mapping {
+        Mapping {
+            mesh: Mesh::default(),
+            // Ulysses moves 1.5·tp times less than megatron at a video chunk's token counts, and is exact.
+            strategy: Strategy::Ulysses,
+            numerics: Numerics::Standard,
+            blocks: Vec::new(),
+            devices: Vec::new(),
+            d_in: 2,
+            d_out: 2,
+            max_outstanding: 2,
+        }
+    }
+}
+
+impl Mapping {
+    /// Reads a mapping's text. Unknown keys are refused.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it.
+    pub fn parse(file: &str, text: &str) -> Result<Mapping, Diagnostics> {
+        let mut root = Fields::new(file, "", toml(file, text)?);
+        let mut out = Mapping::default();
+        let (mut mesh, mut strategy) = (root.table("mesh"), root.table("strategy"));
+        let (mut numerics, mut stages) = (root.table("numerics"), root.table("stages"));
+        let (mut devices, mut queues) = (root.table("devices"), root.table("queues"));
+        let mut sizes = [1u32; 4];
+        for (axis, name) in Axis::ALL.into_iter().zip(["tp", "ep", "pp", "dp"]) {
+            sizes[axis as usize] = u32::try_from(mesh.count(name, Some(1))).unwrap_or(u32::MAX);
+        }
+        out.strategy = match strategy.word("tp", &["ulysses", "megatron"], "ulysses") {
+            "megatron" => Strategy::Megatron,
+            _ => Strategy::Ulysses,
+        };
+        out.numerics = match numerics.word("policy", &["standard", "mesh-invariant"], "standard") {
+            "standard" => Numerics::Standard,
+            _ => Numerics::MeshInvariant,
+        };
+        out.blocks = stages.numbers("blocks", &[]).iter().map(|n| *n as u64).collect();
+        if let Some(list) = devices.take("order") {
+            out.devices = list
+                .as_array()
+                .map(|a| a.iter().filter_map(|v| v.as_str().map(str::to_string)).collect())
+                .unwrap_or_default();
+        }
+        let mut depth = |name, default| u32::try_from(queues.count(name, Some(default))).unwrap_or(u32::MAX);
+        (out.d_in, out.d_out, out.max_outstanding) =
+            (depth("d_in", 2), depth("d_out", 2), depth("max_outstanding", 2));
+        let mut ds: Diagnostics = [root, mesh, strategy, numerics, stages, devices, queues]
+            .into_iter()
+            .flat_map(Fields::finish)
+            .collect();
+        match Mesh::new(sizes) {
+            Ok(m) => out.mesh = m,
+            Err(d) => ds.push(*d),
+        }
+        if ds.is_empty() {
+            ds = out.contradictions();
+        }
+        if ds.is_empty() { Ok(out) } else { Err(ds) }
+    }
+
+    /// The canonical text: every key, in a fixed order. [`Mapping::parse`] reads it back.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let list = |v: &[u64]| v.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
+        let devices: Vec<String> = self.devices.iter().map(|d| format!("\"{d}\"")).collect();
+        let size = |a| self.mesh.size(a);
+        format!(
+            "[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n\n\
+[stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n",
+            size(Axis::Tp),
+            size(Axis::Ep),
+            size(Axis::Pp),
+            size(Axis::Dp),
+            self.strategy.name(),
+            self.numerics.name(),
+            list(&self.blocks),
+            devices.join(", "),
+            self.d_in,
+            self.d_out,
+            self.max_outstanding,
+        )
+    }
+
+    /// The rank map: the mapping's devices, or logical names.
+    ///
+    /// # Errors
+    /// T0103 when the list does not fit the mesh.
+    pub fn rank_map(&self) -> Result<RankMap, Box<Diagnostic>> {
+        if self.devices.is_empty() {
+            Ok(RankMap::logical(&self.mesh, "rank"))
+        } else {
+            RankMap::new(&self.mesh, self.devices.clone())
+        }
+    }
+
+    /// What contradicts itself, whatever the model.
+    #[must_use]
+    pub fn contradictions(&self) -> Diagnostics {
+        let mut ds = Vec::new();
+        for (name, n) in
+            [("d_in", self.d_in), ("d_out", self.d_out), ("max_outstanding", self.max_outstanding)]
+        {
+            if !(1..=64).contains(&n) {
+                ds.push(Diagnostic::error(
+                    &T0605,
+                    format!("queues.{name} = {n} is not a bound from 1 to 64"),
+                ));
+            }
+        }
+        let stages = self.mesh.size(Axis::Pp) as usize;
+        if !self.blocks.is_empty() && self.blocks.len() != stages {
+            ds.push(Diagnostic::error(
+                &T0605,
+                format!("{} entries of blocks for pp = {stages}", self.blocks.len()),
+            ));
+        }
+        if let Err(d) = self.rank_map() {
+            ds.push(*d);
+        }
+        ds
+    }
+}
+
+/// What a mapping must fit: the countable things of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extents {
+    /// Attention heads.
+    pub heads: u64,
+    /// Width of the residual stream.
+    pub dim: u64,
+    /// Width of the feed-forward layer.
+    pub ffn: u64,
+    /// Tokens of a chunk.
+    pub tokens: u64,
+    /// Blocks.
+    pub blocks: u64,
+}
+
+impl Mapping {
+    /// Why this mapping does not fit a model; every reason, with the legal neighbours.
+    #[must_use]
+    pub fn misfits(&self, e: &Extents) -> Diagnostics {
+        let mut ds = self.contradictions();
+        let tp = u64::from(self.mesh.size(Axis::Tp));
+        let pp = u64::from(self.mesh.size(Axis::Pp));
+        for axis in [Axis::Ep, Axis::Dp] {
+            let n = self.mesh.size(axis);
+            if n > 1 {
+                let why =
+                    if axis == Axis::Ep { "the model has no experts" } else { "a stream is one sequence" };
+                ds.push(
+                    Diagnostic::error(&T0601, format!("{axis} = {n}, but {why}"))
+                        .at("mesh", self.mesh.to_string())
+                        .hint(format!("use {axis}=1")),
+                );
+            }
+        }
+        let (what, units) = match self.strategy {
+            Strategy::Megatron => ("columns of the feed-forward layer", e.ffn),
+            Strategy::Ulysses => ("tokens of a chunk", e.tokens),
+        };
+        if tp > e.heads.min(units) {
+            let most = e.heads.min(units);
+            let even: Vec<u64> =
+                (1..=most).filter(|n| e.heads.is_multiple_of(*n) && units.is_multiple_of(*n)).collect();
+            ds.push(
+                Diagnostic::error(
+                    &T0602,
+                    format!("tp = {tp} over {} heads leaves a rank without one", e.heads),
+                )
+                .at("model", format!("{} heads, {units} {what}", e.heads))
+                .at("mesh", self.mesh.to_string())
+                .hint(format!("even shards: tp = {}; uneven ones up to tp = {most}", choices(&even))),
+            );
+        }
+        let total: u64 = self.blocks.iter().sum();
+        if pp > e.blocks || (!self.blocks.is_empty() && (total != e.blocks || self.blocks.contains(&0))) {
+            ds.push(
+                Diagnostic::error(&T0603, format!("{} blocks over pp = {pp} stages", e.blocks))
+                    .at("mapping", format!("blocks = {:?}", self.blocks))
+                    .hint(format!("pp may be 1 to {}", e.blocks)),
+            );
+        }
+        if self.numerics == Numerics::MeshInvariant {
+            let legal: Vec<u64> = [1, 2, 4, 8].into_iter().filter(|n| e.heads.is_multiple_of(*n)).collect();
+            let widths = e.dim.is_multiple_of(8) && e.ffn.is_multiple_of(8);
+            if !widths || !legal.contains(&tp) {
+                let mut d = Diagnostic::error(
+                    &T0604,
+                    format!("tp = {tp}, {} heads, width {}, feed-forward {}", e.heads, e.dim, e.ffn),
+                );
+                d = d.hint(if widths {
+                    format!("tp = {} would do, or numerics = \"standard\"", choices(&legal))
+                } else {
+                    "the model's widths must divide by 8; use numerics = \"standard\"".to_string()
+                });
+                ds.push(d);
+            }
+        }
+        ds
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const E: Extents = Extents { heads: 12, dim: 1536, ffn: 8960, tokens: 4680, blocks: 30 };
+
+    fn with(mesh: &str, f: impl Fn(&mut Mapping)) -> Vec<&'static str> {
+        let mut m = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
+        f(&mut m);
+        m.misfits(&E).iter().map(|d| d.code.id).collect()
+    }
+
+    #[test]
+    fn text_round_trips() {
+        let m = Mapping { mesh: "tp=2,pp=3".parse().unwrap(), blocks: vec![1, 2, 3], ..Mapping::default() };
+        assert_eq!(Mapping::parse("m", &m.text()).unwrap(), m);
+        assert_eq!(Mapping::parse("m", "").unwrap(), Mapping::default());
+        let ds = Mapping::parse("m", "[mesh]\ntpp = 2\n").unwrap_err();
+        assert_eq!((ds[0].code.id, ds[0].hint.as_deref()), ("T0002", Some("did you mean `mesh.tp`?")));
+    }
+
+    #[test]
+    fn misfits_are_named() {
+        assert!(with("tp=8", |_| ()).is_empty(), "uneven heads are legal");
+        assert_eq!(with("tp=13", |_| ()), ["T0602"]);
+        assert_eq!(with("ep=2,dp=2", |_| ()), ["T0601", "T0601"]);
+        assert_eq!(with("pp=31", |_| ()), ["T0603"]);
+        assert_eq!(with("pp=2", |m| m.blocks = vec![10, 10]), ["T0603"]);
+        assert_eq!(with("tp=3", |m| m.numerics = Numerics::MeshInvariant), ["T0604"]);
+        assert_eq!(with("tp=4", |m| m.numerics = Numerics::MeshInvariant), Vec::<&str>::new());
+        assert_eq!(with("tp=2", |m| m.d_in = 0), ["T0605"]);
+    }
+}

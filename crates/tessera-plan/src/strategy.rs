@@ -1,0 +1,78 @@
+//! What each strategy asks of weights, buffers and inputs.
+
+use tessera_ir::{Op, Program};
+use tessera_mesh::{AxisLayout, Shard};
+
+use crate::Strategy;
+
+/// What a logical program says about how a source may be cut, and over how many ranks.
+pub(crate) struct Cut {
+    pub(crate) strategy: Strategy,
+    pub(crate) tp: u32,
+    /// Width of a head: attention's unit.
+    pub(crate) head_dim: u64,
+}
+
+impl Cut {
+    /// Layout over tp of a weight, by its `part`.
+    pub(crate) fn weight(&self, op: &Op, shape: &[u64]) -> AxisLayout {
+        let unit = op.int("unit").and_then(|u| u64::try_from(u).ok()).unwrap_or(1);
+        match (self.strategy, op.str("part")) {
+            (Strategy::Megatron, Some("column")) => self.shard(0, shape[0], unit),
+            (Strategy::Megatron, Some("row")) => self.shard(1, shape[1], unit),
+            _ => AxisLayout::Replicated,
+        }
+    }
+
+    /// Layout over tp of a buffer. Buffers are named by what they hold: `kv.*` and `cross.*` keys and values of
+    /// a block, anything else a latent's tokens.
+    pub(crate) fn buffer(&self, name: &str, shape: &[u64]) -> AxisLayout {
+        let family = name.split('.').next().unwrap_or(name);
+        match (self.strategy, family) {
+            (_, "kv") | (Strategy::Megatron, "cross") => self.shard(1, shape[1], self.head_dim),
+            (Strategy::Megatron, _) | (_, "cross") => AxisLayout::Replicated,
+            (Strategy::Ulysses, _) => self.tokens(shape),
+        }
+    }
+
+    /// Tokens over tp.
+    pub(crate) fn tokens(&self, shape: &[u64]) -> AxisLayout {
+        match self.strategy {
+            Strategy::Megatron => AxisLayout::Replicated,
+            Strategy::Ulysses => self.shard(0, shape[0], 1),
+        }
+    }
+
+    /// A value's heads over tp.
+    pub(crate) fn heads(&self, width: u64) -> AxisLayout {
+        self.shard(1, width, self.head_dim)
+    }
+
+    fn shard(&self, dim: usize, extent: u64, unit: u64) -> AxisLayout {
+        if self.tp == 1 {
+            return AxisLayout::Replicated;
+        }
+        // A mapping that leaves a rank without a unit was refused before lowering.
+        Shard::of(dim, extent, unit, self.tp).map_or(AxisLayout::Replicated, AxisLayout::Shard)
+    }
+}
+
+/// Whether every reader of a logical value wants it cut by heads: attention over a cache that is, or that
+/// cache itself. Such a value's exchange can begin the moment it exists.
+pub(crate) fn wanted_by_heads(p: &Program, producer: usize) -> bool {
+    let Some(v) = p.ops[producer].results.first() else { return false };
+    let mut readers = p.ops.iter().filter(|o| o.uses().any(|u| u == *v)).peekable();
+    readers.peek().is_some()
+        && readers.all(|o| match o.opcode {
+            tessera_ir::Opcode::CacheWrite => o.buffer.is_some_and(|b| p.buffer(b).name.starts_with("kv.")),
+            tessera_ir::Opcode::Attention => o.operands[0] == *v && reads_self_cache(p, o.operands[1]),
+            _ => false,
+        })
+}
+
+/// Whether a value is a read of a block's own keys and values.
+pub(crate) fn reads_self_cache(p: &Program, v: tessera_ir::ValueId) -> bool {
+    p.ops
+        .iter()
+        .any(|o| o.results.contains(&v) && o.buffer.is_some_and(|b| p.buffer(b).name.starts_with("kv.")))
+}

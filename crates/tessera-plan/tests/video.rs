@@ -1,0 +1,137 @@
+//! Plans of a small video model: which collectives, on which roles, with which memory.
+
+use std::collections::BTreeMap;
+
+use tessera_ir::{Bundle, Opcode, print};
+use tessera_models::{VideoModel, calls, phases};
+use tessera_plan::{Logical, Mapping, Numerics, Strategy, lower};
+
+fn model(extra: &str) -> VideoModel {
+    let config = r#"{"dim":60,"ffn_dim":104,"num_heads":5,"num_layers":3,"in_dim":4,"out_dim":4,"text_len":7,
+        "text_dim":20,"freq_dim":32}"#;
+    let stream = format!("[video]\nwidth = 80\nheight = 48\n{extra}");
+    VideoModel::parse(("config.json", config), ("stream.toml", &stream)).unwrap()
+}
+
+fn logical(m: &VideoModel) -> Logical {
+    Logical {
+        phases: phases(m),
+        calls: calls(m),
+        heads: m.wan.heads,
+        dim: m.wan.dim,
+        ffn: m.wan.ffn_dim,
+        tokens: m.chunk_tokens(),
+        blocks: m.wan.layers,
+    }
+}
+
+fn plan(mesh: &str, strategy: Strategy) -> Bundle {
+    let mut mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() };
+    lower(&logical(&model("")), &mut mapping).unwrap_or_else(|ds| panic!("{ds:#?}"))
+}
+
+fn census(b: &Bundle, phase: &str, role: usize) -> BTreeMap<&'static str, usize> {
+    let mut out = BTreeMap::new();
+    for (_, op) in b.phase(phase).unwrap().programs[role].collectives() {
+        *out.entry(op.opcode.name()).or_default() += 1;
+    }
+    out
+}
+
+#[test]
+fn one_rank_needs_no_collective() {
+    let b = plan("tp=1", Strategy::Ulysses);
+    assert!(b.phases.iter().all(|p| p.programs[0].collectives().count() == 0));
+}
+
+#[test]
+fn megatron_reduces_at_row_parallel_outputs_only() {
+    let b = plan("tp=5", Strategy::Megatron);
+    // Per block: output projections of both attentions and the feed-forward, and two small sums of squares
+    // (query and key together, the cross query alone).
+    assert_eq!(census(&b, "denoise.fill3", 0), BTreeMap::from([("all_reduce", 3 * 5)]));
+    let p = &b.phase("denoise.fill3").unwrap().programs[0];
+    let fused =
+        p.ops.iter().filter(|o| o.opcode == Opcode::Matmul && o.str("act") == Some("gelu_tanh")).count();
+    assert_eq!(fused, 3, "the feed-forward's bias and activation are one epilogue");
+}
+
+#[test]
+fn ulysses_exchanges_around_attention_only() {
+    let b = plan("tp=5", Strategy::Ulysses);
+    assert_eq!(census(&b, "denoise.fill3", 0), BTreeMap::from([("all_to_all", 3 * 4)]));
+    assert_eq!(census(&b, "text", 0), BTreeMap::new());
+    assert_eq!(census(&b, "emit", 0), BTreeMap::from([("all_gather", 1)]));
+}
+
+#[test]
+fn uneven_shards_make_two_roles() {
+    for strategy in [Strategy::Megatron, Strategy::Ulysses] {
+        let b = plan("tp=2", strategy);
+        let names: Vec<_> = b.roles.iter().map(|r| (r.role.as_str(), r.ranks.len())).collect();
+        assert_eq!(names, [("stage0@tp0", 1), ("stage0@tp1", 1)]);
+    }
+}
+
+#[test]
+fn stages_hand_on_the_residual_stream_and_the_prediction() {
+    let b = plan("pp=3", Strategy::Ulysses);
+    assert_eq!(census(&b, "denoise.fill0", 0), BTreeMap::from([("recv", 1), ("send", 1)]));
+    assert_eq!(census(&b, "denoise.fill0", 1), BTreeMap::from([("recv", 1), ("send", 1)]));
+    assert_eq!(census(&b, "denoise.fill0", 2), BTreeMap::from([("recv", 1), ("send", 1)]));
+    assert_eq!(census(&b, "renoise", 1), BTreeMap::new());
+    assert!(b.phase("renoise").unwrap().programs[2].ops.is_empty());
+}
+
+#[test]
+fn temporaries_never_share_a_slot_while_alive() {
+    for (mesh, strategy) in
+        [("tp=2", Strategy::Megatron), ("tp=5", Strategy::Ulysses), ("pp=2", Strategy::Ulysses)]
+    {
+        let b = plan(mesh, strategy);
+        for phase in &b.phases {
+            for (p, m) in phase.programs.iter().zip(&phase.memory) {
+                let (defs, last) = (p.definitions(), p.last_uses());
+                for a in 0..p.values.len() {
+                    for z in a + 1..p.values.len() {
+                        let same = m.of[a].is_some() && m.of[a] == m.of[z];
+                        let apart = last[a].or(defs[a]) < defs[z];
+                        assert!(!same || apart, "{} %{} %{}", p.name, p.values[a].name, p.values[z].name);
+                    }
+                }
+                // Reuse keeps the total far below the sum of all values.
+                assert!(m.total().0 <= p.values.iter().map(|v| v.ty.bytes().0).sum());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_same_mapping_gives_the_same_text() {
+    let text =
+        |b: &Bundle| -> String { b.phases.iter().flat_map(|p| p.programs.iter().map(print)).collect() };
+    assert_eq!(text(&plan("tp=2, pp=2", Strategy::Ulysses)), text(&plan("tp=2, pp=2", Strategy::Ulysses)));
+}
+
+#[test]
+fn mesh_invariant_marks_every_splittable_sum() {
+    let config = r#"{"dim":96,"ffn_dim":128,"num_heads":8,"num_layers":2,"in_dim":4,"out_dim":4,"text_len":7,
+        "text_dim":20,"freq_dim":32}"#;
+    let m = VideoModel::parse(("c", config), ("s", "[video]\nwidth = 80\nheight = 48\n")).unwrap();
+    for (mesh, strategy, want) in
+        [("tp=1", Strategy::Ulysses, 8), ("tp=4", Strategy::Megatron, 2), ("tp=4", Strategy::Ulysses, 8)]
+    {
+        let mut mapping = Mapping {
+            mesh: mesh.parse().unwrap(),
+            strategy,
+            numerics: Numerics::MeshInvariant,
+            ..Mapping::default()
+        };
+        let b = lower(&logical(&m), &mut mapping).unwrap();
+        let p = &b.phase("denoise.fill0").unwrap().programs[0];
+        let segments: Vec<i64> = p.ops.iter().filter_map(|o| o.int("segments")).collect();
+        // Per block three row-parallel products and three norms, one of them shared by query and key if split.
+        let per_block = if strategy == Strategy::Megatron { 5 } else { 6 };
+        assert_eq!(segments, vec![want; 2 * per_block], "{mesh}");
+    }
+}

@@ -1,0 +1,384 @@
+"""Trains the demo model on its own rollouts. See README.md beside this file."""
+
+import argparse
+import copy
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "pytorch")]
+import wan  # noqa: E402
+from world import COLORS, DIRECTIONS, PROMPTS, SHAPES, World, to_pixels, to_tokens  # noqa: E402
+
+VOCAB = ["a", *COLORS, *SHAPES, "moves", *DIRECTIONS]
+LEVELS = wan.sigmas([1000, 750, 500, 250])
+SIDE, FRAME, CHUNK = 8, 64, 192
+HIDDEN_KEY = -1e4
+
+
+class Demo(nn.Module):
+    """The generator with its word table."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.wan = wan.Wan(cfg)
+        self.words = nn.Embedding(len(VOCAB), cfg.text_dim)
+        rows = [[VOCAB.index(w) for w in p.split()] for p in PROMPTS]
+        self.register_buffer("rows", torch.tensor(rows), persistent=False)
+
+    def text(self, prompt):
+        return self.words(self.rows[prompt])
+
+
+def initialise(demo, world, device):
+    """Starts the two wide layers from the principal components of rendered patches, and gives
+    the patch embedding the sums that chunk 0 must read from its noise; both could be learned,
+    at the price of many steps."""
+    model, dim = demo.wan, demo.wan.cfg.dim
+    count = 512 if device == "cuda" else 48
+    prompt = torch.randint(48, (count,), device=device)
+    position = torch.randint(16, (count, 2), device=device) * 8
+    background = torch.randint(8, (count,), device=device)
+    x = to_tokens(world.render(prompt, position, background)).flatten(0, 1)
+    mean = x.mean(0)
+    x = x - mean
+    variance, basis = torch.linalg.eigh((x.T @ x / len(x)).double())
+    basis = basis.flip(1).T[:dim].float()
+    std = variance.flip(0)[:dim].clamp(min=0).sqrt().float()
+    with torch.no_grad():
+        model.head.head.weight.copy_((basis * std[:, None]).T)
+        model.head.head.bias.copy_(mean)
+        rows = basis / (1 + std[:, None] / 4)
+        # The sums of `World.first`, as unit vectors.
+        dy = torch.eye(8, device=device)[:, None, None, None, :, None, None]
+        dy = dy.expand(8, 2, 2, 4, 8, 8, 3).flatten(1)
+        sums = torch.cat([dy, torch.ones(1, 3072, device=device)])
+        rows[-9:] = sums / sums.norm(dim=1, keepdim=True)
+        # Rows are in token order (p, q, C); the weight is [dim, C, 1, p, q].
+        weight = rows.unflatten(1, (1, 2, 2, 768)).permute(0, 4, 1, 2, 3)
+        model.patch_embedding.weight.copy_(weight)
+        model.patch_embedding.bias.zero_()
+        for block in model.blocks:
+            block.modulation[:, [2, 5]] = 1.0
+            block.self_attn.norm_q.weight.fill_(1.5)
+            block.self_attn.norm_k.weight.fill_(1.5)
+
+
+class Streams:
+    """Streams under way, resident ones first, and how a training step moves them one chunk on.
+
+    A step also starts `fresh` new streams at chunk 0; they replace others. The first half of
+    each regime is replaced often, the second seldom, so that both young and old are seen."""
+
+    def __init__(self, demo, world, each, fresh, device):
+        self.demo, self.world, self.device = demo, world, device
+        self.each, self.fresh = each, fresh
+        n, cfg = 2 * each, demo.wan.cfg
+        self.prompt = torch.randint(48, (n,), device=device)
+        position = torch.randint(16, (n, 2), device=device) * 8
+        self.background = torch.randint(8, (n,), device=device)
+        self.z = to_tokens(world.render(self.prompt, position, self.background))
+        self.position = world.next_position(self.prompt, position)
+        self.chunk = torch.ones(n, dtype=torch.long, device=device)
+        shape = each, CHUNK, cfg.num_heads, cfg.dim // cfg.num_heads
+        self.past = [tuple(torch.zeros(2, *shape, device=device)) for _ in range(cfg.num_layers)]
+        clip = world.backgrounds[:, None].expand(-1, 4, -1, -1, -1)
+        self.grounds = to_tokens(clip)[:, 0].contiguous()
+        self.own_rate = torch.zeros((), device=device)
+        self.radix = torch.tensor([12, 4, 1], device=device), torch.tensor([4, 3, 4], device=device)
+
+    def run(self, x, level, text, start, kv=None, bias=None):
+        t = torch.full((len(x), 3), 1000 * level, dtype=torch.float64, device=self.device)
+        return self.demo.wan.on_tokens(x, t, text, SIDE, SIDE, start, kv, bias)
+
+    def switch(self, rate):
+        """New prompts for some streams; half of those change one attribute only."""
+        n, old = len(self.prompt), self.prompt
+        new = torch.randint(48, (n,), device=self.device)
+        base, size = self.radix
+        parts_old = old[:, None] // base % size
+        parts_new = new[:, None] // base % size
+        which = torch.randint(6, (n, 1), device=self.device)
+        pick = (which >= 3) | (which == torch.arange(3, device=self.device))
+        mixed = (torch.where(pick, parts_new, parts_old) * base).sum(1)
+        return torch.where(torch.rand(n, device=self.device) < rate, mixed, old)
+
+    def weight(self, target, background):
+        """[B, 192]. Most patches are plain background, which is learned at once; those with a
+        part of the object count more."""
+        ground = self.grounds[background][:, None]
+        return 1 + 4 * ((target - ground).abs().amax(2) > 0.05).float()
+
+    def step(self, switch_rate=0.2):
+        """The loss of one chunk of every stream. A stream moves on with its own output, or
+        with the true clip while `own_rate` is below one. Nothing here waits for the device, so
+        that a step can be captured as one CUDA graph."""
+        demo, world, dev = self.demo, self.world, self.device
+        n, m, f = self.each, 2 * self.each, self.fresh
+        old = self.prompt
+        prompt = torch.cat([self.switch(switch_rate), torch.randint(48, (f,), device=dev)])
+        chunk = torch.cat([self.chunk, torch.zeros(f, dtype=torch.long, device=dev)])
+        draw = torch.randn(m + f, CHUNK, 3072, device=dev)
+        start_position, start_background = world.first(draw[m:])
+        position = torch.cat([self.position, start_position])
+        background = torch.cat([self.background, start_background])
+        target = to_tokens(world.render(prompt, position, background))
+        weight = self.weight(target, background)
+        text = demo.text(prompt)
+
+        # Context of resident streams: the clean pass of the chunk before.
+        hidden = torch.zeros(n, 2 * CHUNK, device=dev)
+        hidden[:, :CHUNK] = torch.where(self.chunk[:n, None] == 1, HIDDEN_KEY, 0.0)
+        z = self.z[:n]
+        start = 3 * (self.chunk[:n] - 1)
+        out, kept = self.run(z, 0.0, demo.text(old[:n]), start, self.past, hidden)
+        loss = (out.float() - z).square().mean() * 0.1
+        # Context of recompute streams: anchor and the last two latents, under the new prompt.
+        z = self.z[n:]
+        first = z[:, :FRAME].unflatten(2, (4, 4, 192))[:, :, :, -1:].clamp(-1, 1)
+        first = first.expand(-1, -1, -1, 4, -1).flatten(2)
+        first = torch.where(self.chunk[n:, None, None] == 1, z[:, :FRAME], first)
+        z = torch.cat([first, z[:, FRAME:]], dim=1)
+        out, made = self.run(z, 0.0, text[n:m], torch.zeros_like(start))
+        loss = loss + (out.float() - z).square().mean() * 0.1
+
+        pad = made[0][0].new_zeros(f, *made[0][0].shape[1:])
+        kv = [tuple(torch.cat([*p, pad]) for p in zip(a, b)) for a, b in zip(kept, made)]
+        bias = torch.zeros(m + f, 2 * CHUNK, device=dev)
+        weak = torch.rand(n, 1, device=dev) < 0.4
+        bias[n:m, FRAME:CHUNK] = torch.where(weak, math.log(0.3), 0.0)
+        bias[m:, :CHUNK] = HIDDEN_KEY
+        start = torch.where(torch.arange(m + f, device=dev) < n, 3 * chunk, 3 * (chunk > 0))
+
+        own = torch.rand(m + f, device=dev) < self.own_rate
+        x0, losses = None, []
+        for i, level in enumerate(LEVELS.tolist()):
+            if i:
+                draw = torch.randn_like(target)
+                draw.mul_(level).add_(torch.where(own[:, None, None], x0, target), alpha=1 - level)
+            out = self.run(draw, level, text, start, kv, bias)[0].float()
+            if i:
+                # The first draw may be a tie between two clips. What counts from there on is
+                # the valid clip nearest to the model's own choice.
+                seen = to_pixels((x0 + out.detach())[m:] / 2)
+                p, b = world.nearest(prompt[m:], seen)
+                p = torch.where(own[m:, None], p, position[m:])
+                b = torch.where(own[m:], b, background[m:])
+                target[m:] = to_tokens(world.render(prompt[m:], p, b))
+                weight = torch.cat([weight[:m], self.weight(target[m:], b)])
+            x0 = out.detach()
+            error = (out - target).square().mean(2)
+            losses.append(torch.stack([error[:m].mean(), error[m:].mean()]).detach())
+            loss = loss + (error * weight).mean() * (2 if i == 3 else 1)
+
+        with torch.no_grad():
+            z = torch.where(own[:, None, None], x0, target)
+            p, b = world.nearest(prompt, to_pixels(z))
+            lost = ((p != position).any(1) | (b != background))[:m].float().mean()
+            self.advance(prompt, p, b, z, chunk, kv)
+        return loss, torch.stack(losses), lost
+
+    def advance(self, prompt, position, background, z, chunk, kv):
+        n, m, f = self.each, 2 * self.each, self.fresh
+        index = torch.arange(m, device=self.device)
+        # Replace fresh / 2 of each regime: most from its first half, an eighth from the rest.
+        young, old = f // 2 - f // 16, f // 16
+        for offset in (0, n):
+            cut = n // 2
+            a = torch.rand(cut, device=self.device).argsort()[:young] + offset
+            b = torch.rand(n - cut, device=self.device).argsort()[:old] + offset + cut
+            source = m + (f // 2 if offset else 0)
+            index[torch.cat([a, b])] = torch.arange(source, source + f // 2, device=self.device)
+        # In place: a captured graph reads and writes these very tensors.
+        self.prompt.copy_(prompt[index])
+        self.background.copy_(background[index])
+        self.z.copy_(z[index])
+        self.position.copy_(self.world.next_position(prompt, position)[index])
+        self.chunk.copy_(chunk[index] + 1)
+        for kept, new in zip(self.past, kv):
+            for a, b in zip(kept, new):
+                a.copy_(b[index[:n]])
+
+
+def groups(demo, rate):
+    """The patch embedding sums 3072 correlated values, so it moves in smaller steps."""
+    wide, matrices, rest = [], [], []
+    for name, p in demo.named_parameters():
+        if name.startswith("wan.patch_embedding"):
+            wide.append(p)
+        elif p.ndim == 2 and "words" not in name:
+            matrices.append(p)
+        else:
+            rest.append(p)
+    return [
+        dict(params=wide, lr=0.1 * rate, weight_decay=0.0),
+        dict(params=matrices, lr=rate, weight_decay=0.01),
+        dict(params=rest, lr=rate, weight_decay=0.0),
+    ]
+
+
+def ramp(x, start, end):
+    return min(max((x - start) / (end - start), 0.0), 1.0)
+
+
+def train(args):
+    torch.manual_seed(args.seed)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    device = args.device
+    cfg = wan.Config(
+        dim=args.dim, ffn_dim=4 * args.dim, freq_dim=64, in_dim=768, out_dim=768,
+        num_heads=4, num_layers=args.layers, text_len=8, text_dim=32,
+    )
+    wan.Wan.rope_dtype = torch.float32
+    world, demo = World(device), Demo(cfg).to(device)
+    initialise(demo, world, device)
+    if args.resume:
+        demo.load_state_dict(torch.load(args.resume, map_location=device))
+    average = copy.deepcopy(demo).requires_grad_(False)
+    streams = Streams(demo, world, args.each, args.fresh, device)
+    if args.compile:
+        for block in demo.wan.blocks:
+            block.forward = torch.compile(block.forward, dynamic=False)
+    if args.muon:
+        hidden = [p for n, p in demo.named_parameters() if n.startswith("wan.blocks") and p.ndim == 2]
+        ids = {id(p) for p in hidden}
+        rest = groups(demo, args.rate)
+        for g in rest:
+            g["params"] = [p for p in g["params"] if id(p) not in ids]
+        muon = torch.optim.Muon(
+            hidden, lr=args.rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        )
+        optimizers = [muon, torch.optim.AdamW(rest, betas=(0.9, 0.98), fused=True)]
+    else:
+        optimizers = [torch.optim.AdamW(groups(demo, args.rate), betas=(0.9, 0.98), fused=True)]
+    rates = [[g["lr"] for g in o.param_groups] for o in optimizers]
+
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    log = open(out / "log.txt", "a")
+    begin = mark = time.time()
+    step = 0
+    total = torch.zeros(4, 2, device=device)
+    lost_total = torch.zeros((), device=device)
+    def forward_backward():
+        with torch.autocast(device, torch.bfloat16, enabled=args.bf16):
+            loss, losses, lost = streams.step()
+        loss.backward()
+        with torch.no_grad():
+            total.add_(losses)
+            lost_total.add_(lost)
+
+    if device == "cuda":
+        # The network is so small that launching its kernels one by one takes longer than
+        # running them.
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                forward_backward()
+                demo.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward_backward()
+        advance = graph.replay
+        total.zero_()
+        lost_total.zero_()
+        print(f"captured after {time.time() - begin:.0f}s", flush=True)
+    else:
+        advance = forward_backward
+
+    while True:
+        done = (time.time() - begin) / (60 * args.minutes)
+        if done >= 1 or step == args.max_steps:
+            break
+        # Warm up, hold, then fall as a cosine; the hold is where the hard parts are learned.
+        scale = min(1, (step + 1) / 200) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * ramp(done, args.hold, 1))))
+        for o, base in zip(optimizers, rates):
+            for g, r in zip(o.param_groups, base):
+                g["lr"] = r * scale
+        own_rate = 1.0 if args.resume else ramp(done, args.own_start, args.own_end)
+        streams.own_rate.fill_(own_rate)
+        advance()
+        torch.nn.utils.clip_grad_norm_(demo.parameters(), 1.0)
+        for o in optimizers:
+            o.step()
+        if device != "cuda":
+            demo.zero_grad(set_to_none=True)
+        decay = min(0.999, (step + 1) / (step + 20))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(average.parameters()), list(demo.parameters()), 1 - decay)
+        step += 1
+        if step % args.every == 0:
+            psnr = 10 * torch.log10(4 * args.every / total)
+            speed = args.every / (time.time() - mark)
+            line = (
+                f"{step} {time.time() - begin:.0f}s {speed:.1f}/s own {own_rate:.2f} later "
+                + " ".join(f"{x:.1f}" for x in psnr[:, 0].tolist())
+                + " first " + " ".join(f"{x:.1f}" for x in psnr[:, 1].tolist())
+                + f" lost {lost_total.item() / args.every:.4f} age {streams.chunk.max().item()}"
+            )
+            print(line, flush=True)
+            print(line, file=log, flush=True)
+            total.zero_()
+            lost_total.zero_()
+            mark = time.time()
+        if step % (10 * args.every) == 0:
+            save_raw(out, demo, average)
+    save_raw(out, demo, average)
+    wan.Wan.rope_dtype = torch.float64
+    save(average, out)
+
+
+def save_raw(out, demo, average):
+    for name, model in (("raw", demo), ("average", average)):
+        torch.save(model.state_dict(), out / f"{name}.tmp")
+        (out / f"{name}.tmp").rename(out / f"{name}.pt")
+
+
+def save(demo, out):
+    from safetensors.torch import save_file
+
+    cfg = demo.wan.cfg
+    config = {"_class_name": "WanModel", "model_type": "t2v"}
+    for key in ("dim", "ffn_dim", "freq_dim", "in_dim", "out_dim", "num_heads", "num_layers"):
+        config[key] = getattr(cfg, key)
+    config |= {"text_len": cfg.text_len, "text_dim": cfg.text_dim, "patch_size": [1, 2, 2]}
+    config["eps"] = cfg.eps
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    state = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in demo.wan.state_dict().items()}
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    save_file({"words.weight": demo.words.weight.detach().float().cpu()}, out / "text_encoder.safetensors")
+    (out / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--out", default="out", help="folder for the model, checkpoints and the log")
+    p.add_argument("--minutes", type=float, default=25.0)
+    p.add_argument("--max-steps", type=int, default=-1)
+    p.add_argument("--dim", type=int, default=128)
+    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--each", type=int, default=96, help="streams per cache regime")
+    p.add_argument("--fresh", type=int, default=64, help="new streams per step")
+    p.add_argument("--rate", type=float, default=2e-3)
+    p.add_argument("--hold", type=float, default=0.3, help="share of the time at the full rate")
+    p.add_argument("--own-start", type=float, default=0.1)
+    p.add_argument("--own-end", type=float, default=0.4)
+    p.add_argument("--resume", help="a raw.pt to start from")
+    p.add_argument("--every", type=int, default=100)
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for flag in ("compile", "bf16", "muon"):
+        p.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=flag != "muon")
+    train(p.parse_args())
+
+
+if __name__ == "__main__":
+    main()
