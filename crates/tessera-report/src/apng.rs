@@ -1,0 +1,485 @@
+//! PNG and animated PNG, fed frame by frame with the number of frames unknown until the end.
+//!
+//! The clip is on disk while it grows, so a run that dies keeps what it made: after any frame
+//! [`ApngStream::ending`] tells the bytes that would close the file there. Each frame stores only the
+//! rectangle that changed. Pixels are lossless; compression is the fast kind, because a chunk must not wait
+//! for its picture.
+
+use tessera_base::{Code, Diagnostic};
+
+/// The picture's size or rate cannot be written.
+pub static T0903: Code = Code {
+    id: "T0903",
+    title: "a picture's size or frame rate cannot be encoded",
+    page: "PNG allows widths and heights from 1 to 2147483647, and an animation needs a positive frame rate whose \
+frame time is a fraction of two numbers up to 65535. Sizes so large that the pixels of one frame do not fit \
+in memory are refused too.\n\n\
+Check the width, height and fps of the run; they come from the model's config or from the command line.",
+};
+
+/// A frame has the wrong number of bytes.
+pub static T0904: Code = Code {
+    id: "T0904",
+    title: "a frame has the wrong number of bytes",
+    page: "A frame is width × height × 3 bytes: red, green, blue, row by row from the top, without padding. A \
+decoder that gives another number was made for another size, or gave channels first.\n\n\
+The diagnostic names both numbers; their ratio usually tells which it is (4 channels: 4/3, one channel: 1/3).",
+};
+
+/// Bytes to write over what a file already holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Patch {
+    /// Where, in bytes from the start of the file.
+    pub offset: u64,
+    /// What.
+    pub bytes: Vec<u8>,
+}
+
+/// What closes a file after the frames so far.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ending {
+    /// Bytes to append.
+    pub trailer: Vec<u8>,
+    /// Bytes to overwrite.
+    pub patch: Vec<Patch>,
+}
+
+/// An animated PNG under way.
+#[derive(Debug)]
+pub struct ApngStream {
+    width: u32,
+    height: u32,
+    delay: (u16, u16),
+    frames: u32,
+    sequence: u32,
+    last: Vec<u8>,
+    scratch: Vec<u8>,
+}
+
+impl ApngStream {
+    /// Begins an animation that loops for ever. Gives the first bytes of the file.
+    ///
+    /// # Errors
+    /// [`T0903`] for a size or rate that cannot be written.
+    pub fn new(
+        width: u32,
+        height: u32,
+        fps_num: u32,
+        fps_den: u32,
+    ) -> Result<(ApngStream, Vec<u8>), Diagnostic> {
+        frame_bytes(width, height)?;
+        let delay = delay(fps_num, fps_den)?;
+        let mut header = SIGNATURE.to_vec();
+        let mut ihdr = Vec::with_capacity(13);
+        ihdr.extend(width.to_be_bytes());
+        ihdr.extend(height.to_be_bytes());
+        // 8 bits, RGB, deflate, adaptive filters, not interlaced.
+        ihdr.extend([8, 2, 0, 0, 0]);
+        chunk(&mut header, *b"IHDR", &ihdr);
+        // One frame: a file that dies before its first ending still opens.
+        chunk(&mut header, *b"acTL", &animation(1));
+        let stream = ApngStream {
+            width,
+            height,
+            delay,
+            frames: 0,
+            sequence: 0,
+            last: Vec::new(),
+            scratch: Vec::new(),
+        };
+        Ok((stream, header))
+    }
+
+    /// Encodes the next frame, `width * height * 3` bytes of RGB. Gives the bytes to append.
+    ///
+    /// # Errors
+    /// [`T0904`] for a wrong number of bytes.
+    pub fn frame(&mut self, rgb: &[u8]) -> Result<Vec<u8>, Diagnostic> {
+        check_frame(rgb, self.width, self.height)?;
+        let area = match self.frames {
+            0 => Area { x: 0, y: 0, w: self.width, h: self.height },
+            _ => changed(&self.last, rgb, self.width),
+        };
+        self.scratch.clear();
+        let row = self.width as usize * 3;
+        for y in area.y..area.y + area.h {
+            let at = y as usize * row + area.x as usize * 3;
+            self.scratch.extend_from_slice(&rgb[at..at + area.w as usize * 3]);
+        }
+        let png = encode(&self.scratch, area.w, area.h)?;
+        let mut out = Vec::with_capacity(png.len() + 64);
+
+        let mut control = Vec::with_capacity(26);
+        control.extend(self.next().to_be_bytes());
+        for n in [area.w, area.h, area.x, area.y] {
+            control.extend(n.to_be_bytes());
+        }
+        control.extend(self.delay.0.to_be_bytes());
+        control.extend(self.delay.1.to_be_bytes());
+        // Dispose: none. Blend: source.
+        control.extend([0, 0]);
+        chunk(&mut out, *b"fcTL", &control);
+        for data in image_data(&png) {
+            if self.frames == 0 {
+                chunk(&mut out, *b"IDAT", data);
+            } else {
+                let mut numbered = Vec::with_capacity(data.len() + 4);
+                numbered.extend(self.next().to_be_bytes());
+                numbered.extend_from_slice(data);
+                chunk(&mut out, *b"fdAT", &numbered);
+            }
+        }
+        self.frames += 1;
+        self.last.clear();
+        self.last.extend_from_slice(rgb);
+        Ok(out)
+    }
+
+    /// Frames so far.
+    #[must_use]
+    pub fn frames(&self) -> u32 {
+        self.frames
+    }
+
+    /// What would close the file now. To go on afterwards, write the next frame over the trailer.
+    ///
+    /// Empty before the first frame: a PNG without pixels is no PNG, and the file should go.
+    #[must_use]
+    pub fn ending(&self) -> Ending {
+        if self.frames == 0 {
+            return Ending { trailer: Vec::new(), patch: Vec::new() };
+        }
+        let mut trailer = Vec::new();
+        chunk(&mut trailer, *b"IEND", &[]);
+        let mut control = Vec::new();
+        chunk(&mut control, *b"acTL", &animation(self.frames));
+        // Everything of the chunk behind its length and name: the numbers and the checksum.
+        Ending { trailer, patch: vec![Patch { offset: ANIMATION_AT + 8, bytes: control.split_off(8) }] }
+    }
+
+    /// Ends the animation.
+    #[must_use]
+    pub fn finish(self) -> Ending {
+        self.ending()
+    }
+
+    fn next(&mut self) -> u32 {
+        let n = self.sequence;
+        self.sequence += 1;
+        n
+    }
+}
+
+/// One picture as a PNG file; `rgb` is `width * height * 3` bytes.
+///
+/// # Errors
+/// [`T0903`] for an impossible size, [`T0904`] for a wrong number of bytes.
+pub fn png_frame(rgb: &[u8], width: u32, height: u32) -> Result<Vec<u8>, Diagnostic> {
+    check_frame(rgb, width, height)?;
+    encode(rgb, width, height)
+}
+
+const SIGNATURE: [u8; 8] = [0x89, b'P', b'N', b'G', b'\r', b'\n', 0x1a, b'\n'];
+/// Behind the signature and the header chunk.
+const ANIMATION_AT: u64 = 8 + 25;
+
+#[derive(Debug, PartialEq, Eq)]
+struct Area {
+    x: u32,
+    y: u32,
+    w: u32,
+    h: u32,
+}
+
+/// The smallest rectangle that holds every changed pixel; one pixel where nothing changed, since a frame
+/// must hold something.
+fn changed(old: &[u8], new: &[u8], width: u32) -> Area {
+    let row = width as usize * 3;
+    let mut rows = None::<(usize, usize)>;
+    let (mut left, mut right) = (row, 0);
+    for (y, (a, b)) in old.chunks_exact(row).zip(new.chunks_exact(row)).enumerate() {
+        if a == b {
+            continue;
+        }
+        rows = Some((rows.map_or(y, |r| r.0), y));
+        // Only what lies outside the rectangle so far can widen it.
+        if let Some(i) = a[..left].iter().zip(&b[..left]).position(|(p, q)| p != q) {
+            left = i;
+        }
+        if let Some(i) = a[right..].iter().zip(&b[right..]).rposition(|(p, q)| p != q) {
+            right += i + 1;
+        }
+    }
+    let Some((top, bottom)) = rows else { return Area { x: 0, y: 0, w: 1, h: 1 } };
+    let (x, end) = (left / 3, right.div_ceil(3));
+    Area { x: x as u32, y: top as u32, w: (end - x) as u32, h: (bottom - top + 1) as u32 }
+}
+
+fn animation(frames: u32) -> [u8; 8] {
+    let mut data = [0; 8];
+    data[..4].copy_from_slice(&frames.to_be_bytes());
+    data
+}
+
+/// Time of a frame as a fraction of a second.
+fn delay(fps_num: u32, fps_den: u32) -> Result<(u16, u16), Diagnostic> {
+    let refused = || {
+        Diagnostic::error(&T0903, "this frame rate cannot be written")
+            .at("frame rate", format!("{fps_num}/{fps_den} frames a second"))
+            .hint("use a positive rate such as 16/1 or 30000/1001")
+    };
+    if fps_num == 0 || fps_den == 0 {
+        return Err(refused());
+    }
+    let (mut a, mut b) = (fps_num, fps_den);
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    match (u16::try_from(fps_den / a), u16::try_from(fps_num / a)) {
+        (Ok(num), Ok(den)) => Ok((num, den)),
+        _ => Err(refused()),
+    }
+}
+
+fn frame_bytes(width: u32, height: u32) -> Result<usize, Diagnostic> {
+    let bytes = (width as usize).checked_mul(height as usize).and_then(|n| n.checked_mul(3));
+    match bytes {
+        Some(n)
+            if n > 0 && width <= i32::MAX as u32 && height <= i32::MAX as u32 && n <= isize::MAX as usize =>
+        {
+            Ok(n)
+        }
+        _ => Err(Diagnostic::error(&T0903, "this picture size cannot be written")
+            .at("picture", format!("{width} × {height} pixels"))),
+    }
+}
+
+fn check_frame(rgb: &[u8], width: u32, height: u32) -> Result<(), Diagnostic> {
+    let want = frame_bytes(width, height)?;
+    if rgb.len() == want {
+        return Ok(());
+    }
+    Err(Diagnostic::error(&T0904, "the frame has the wrong number of bytes")
+        .at("frame", format!("{} bytes", rgb.len()))
+        .at("picture", format!("{width} × {height} × 3 = {want} bytes")))
+}
+
+fn encode(rgb: &[u8], width: u32, height: u32) -> Result<Vec<u8>, Diagnostic> {
+    let mut out = Vec::with_capacity(rgb.len() / 2 + 128);
+    let mut encoder = png::Encoder::new(&mut out, width, height);
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    encoder.set_compression(png::Compression::Fast);
+    // Paeth alone: on moving pictures nearly as small as a choice per row, at a fraction of its time.
+    encoder.set_filter(png::Filter::Paeth);
+    let written = encoder.write_header().and_then(|mut w| {
+        w.write_image_data(rgb)?;
+        w.finish()
+    });
+    match written {
+        Ok(()) => Ok(out),
+        Err(e) => Err(Diagnostic::error(&T0903, "the picture cannot be encoded")
+            .at("picture", format!("{width} × {height} pixels"))
+            .note(e.to_string())),
+    }
+}
+
+/// Contents of the IDAT chunks of a PNG made by [`encode`].
+fn image_data(png: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let mut rest = png.get(SIGNATURE.len()..).unwrap_or(&[]);
+    std::iter::from_fn(move || {
+        let head: &[u8; 8] = rest.first_chunk()?;
+        let len = u32::from_be_bytes([head[0], head[1], head[2], head[3]]) as usize;
+        let body = rest.get(8..8 + len)?;
+        let name = [head[4], head[5], head[6], head[7]];
+        rest = rest.get(12 + len..).unwrap_or(&[]);
+        Some((name, body))
+    })
+    .filter(|(name, _)| name == b"IDAT")
+    .map(|(_, body)| body)
+}
+
+fn chunk(out: &mut Vec<u8>, name: [u8; 4], data: &[u8]) {
+    out.extend((data.len() as u32).to_be_bytes());
+    let from = out.len();
+    out.extend(name);
+    out.extend_from_slice(data);
+    let crc = crc32(&out[from..]);
+    out.extend(crc.to_be_bytes());
+}
+
+/// CRC-32 of ISO 3309, eight bytes a step: one byte a step would take as long as the compression.
+fn crc32(data: &[u8]) -> u32 {
+    static TABLES: [[u32; 256]; 8] = crc_tables();
+    let mut crc = !0u32;
+    let mut steps = data.chunks_exact(8);
+    for s in &mut steps {
+        let low = crc ^ u32::from_le_bytes([s[0], s[1], s[2], s[3]]);
+        let [a, b, c, d] = low.to_le_bytes();
+        crc = TABLES[7][a as usize]
+            ^ TABLES[6][b as usize]
+            ^ TABLES[5][c as usize]
+            ^ TABLES[4][d as usize]
+            ^ TABLES[3][s[4] as usize]
+            ^ TABLES[2][s[5] as usize]
+            ^ TABLES[1][s[6] as usize]
+            ^ TABLES[0][s[7] as usize];
+    }
+    for byte in steps.remainder() {
+        crc = TABLES[0][((crc ^ u32::from(*byte)) & 0xff) as usize] ^ (crc >> 8);
+    }
+    !crc
+}
+
+const fn crc_tables() -> [[u32; 256]; 8] {
+    let mut t = [[0u32; 256]; 8];
+    let mut i = 0;
+    while i < 256 {
+        let mut c = i as u32;
+        let mut bit = 0;
+        while bit < 8 {
+            c = if c & 1 == 1 { 0xedb8_8320 ^ (c >> 1) } else { c >> 1 };
+            bit += 1;
+        }
+        t[0][i] = c;
+        i += 1;
+    }
+    let mut k = 1;
+    while k < 8 {
+        let mut i = 0;
+        while i < 256 {
+            t[k][i] = t[0][(t[k - 1][i] & 0xff) as usize] ^ (t[k - 1][i] >> 8);
+            i += 1;
+        }
+        k += 1;
+    }
+    t
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::io::Cursor;
+
+    /// Decodes with the png crate and composes the frames.
+    fn decode(file: &[u8]) -> Vec<Vec<u8>> {
+        let mut reader = png::Decoder::new(Cursor::new(file)).read_info().unwrap();
+        let (width, height) = (reader.info().width, reader.info().height);
+        let frames = reader.info().animation_control.unwrap().num_frames;
+        let mut canvas = vec![0; (width * height * 3) as usize];
+        let mut buffer = vec![0; reader.output_buffer_size().unwrap()];
+        let mut out = Vec::new();
+        for _ in 0..frames {
+            reader.next_frame(&mut buffer).unwrap();
+            let f = *reader.info().frame_control.as_ref().unwrap();
+            for y in 0..f.height {
+                let from = (y * f.width * 3) as usize;
+                let to = (((y + f.y_offset) * width + f.x_offset) * 3) as usize;
+                let n = (f.width * 3) as usize;
+                canvas[to..to + n].copy_from_slice(&buffer[from..from + n]);
+            }
+            out.push(canvas.clone());
+        }
+        reader.finish().unwrap();
+        out
+    }
+
+    fn close(file: &[u8], ending: &Ending) -> Vec<u8> {
+        let mut file = file.to_vec();
+        for p in &ending.patch {
+            let at = p.offset as usize;
+            file[at..at + p.bytes.len()].copy_from_slice(&p.bytes);
+        }
+        file.extend(&ending.trailer);
+        file
+    }
+
+    /// A noisy square that moves over a gradient; frame 3 repeats frame 2.
+    fn picture(w: u32, h: u32, t: u32) -> Vec<u8> {
+        let t = if t == 3 { 2 } else { t };
+        let noise = |x: u32, y: u32| {
+            (x.wrapping_mul(2_654_435_761) ^ y.wrapping_mul(40_503) ^ t.wrapping_mul(97)) >> 7
+        };
+        (0..h)
+            .flat_map(|y| (0..w).map(move |x| (x, y)))
+            .flat_map(|(x, y)| {
+                let inside = x / 8 == t % (w / 8).max(1) && y < h / 2;
+                let n = if inside { noise(x, y) as u8 } else { 0 };
+                [(x * 255 / w) as u8 ^ n, (y * 255 / h) as u8, n]
+            })
+            .collect()
+    }
+
+    #[test]
+    fn frames_come_back_exactly_after_any_ending() {
+        for (w, h) in [(40, 24), (1, 1), (7, 3)] {
+            let (mut stream, mut file) = ApngStream::new(w, h, 24, 1).unwrap();
+            let mut want = Vec::new();
+            for t in 0..6 {
+                let rgb = picture(w, h, t);
+                file.extend(stream.frame(&rgb).unwrap());
+                want.push(rgb);
+                assert_eq!(decode(&close(&file, &stream.ending())), want, "{w}x{h}, frame {t}");
+            }
+            assert_eq!(stream.frames(), 6);
+            assert_eq!(decode(&close(&file, &stream.finish())), want);
+        }
+    }
+
+    #[test]
+    fn a_file_without_an_ending_still_shows_its_first_frame() {
+        let (mut stream, mut file) = ApngStream::new(16, 16, 8, 1).unwrap();
+        for t in 0..3 {
+            file.extend(stream.frame(&picture(16, 16, t)).unwrap());
+        }
+        let mut reader = png::Decoder::new(Cursor::new(&file)).read_info().unwrap();
+        let mut buffer = vec![0; reader.output_buffer_size().unwrap()];
+        reader.next_frame(&mut buffer).unwrap();
+        assert_eq!(buffer, picture(16, 16, 0));
+    }
+
+    #[test]
+    fn only_what_changed_is_stored() {
+        let old = vec![0u8; 10 * 8 * 3];
+        let mut new = old.clone();
+        assert_eq!(changed(&old, &new, 10), Area { x: 0, y: 0, w: 1, h: 1 });
+        new[(2 * 10 + 3) * 3 + 2] = 1;
+        assert_eq!(changed(&old, &new, 10), Area { x: 3, y: 2, w: 1, h: 1 });
+        new[(6 * 10 + 8) * 3] = 1;
+        assert_eq!(changed(&old, &new, 10), Area { x: 3, y: 2, w: 6, h: 5 });
+        new[(7 * 10) * 3 + 1] = 1;
+        assert_eq!(changed(&old, &new, 10), Area { x: 0, y: 2, w: 9, h: 6 });
+
+        let (mut stream, _) = ApngStream::new(128, 128, 24, 1).unwrap();
+        stream.frame(&picture(128, 128, 2)).unwrap();
+        let same = stream.frame(&picture(128, 128, 3)).unwrap();
+        assert!(same.len() < 120, "{} bytes for an unchanged frame", same.len());
+    }
+
+    #[test]
+    fn rates_are_fractions() {
+        assert_eq!(delay(24, 1).unwrap(), (1, 24));
+        assert_eq!(delay(30_000, 1001).unwrap(), (1001, 30_000));
+        assert_eq!(delay(200_000, 100_000).unwrap(), (1, 2));
+        assert_eq!(delay(0, 1).unwrap_err().code.id, "T0903");
+        assert_eq!(delay(100_003, 1).unwrap_err().code.id, "T0903");
+    }
+
+    #[test]
+    fn refuses_wrong_sizes() {
+        assert_eq!(ApngStream::new(0, 4, 1, 1).unwrap_err().code.id, "T0903");
+        assert_eq!(ApngStream::new(u32::MAX, 4, 1, 1).unwrap_err().code.id, "T0903");
+        let (mut stream, _) = ApngStream::new(4, 4, 1, 1).unwrap();
+        assert_eq!(stream.frame(&[0; 47]).unwrap_err().code.id, "T0904");
+        assert!(stream.ending().trailer.is_empty());
+        assert_eq!(png_frame(&[0; 3], 1, 2).unwrap_err().code.id, "T0904");
+        assert!(png_frame(&[1, 2, 3], 1, 1).unwrap().starts_with(&SIGNATURE));
+    }
+
+    #[test]
+    fn the_checksum_is_the_standard_one() {
+        assert_eq!(crc32(b"123456789"), 0xcbf4_3926);
+        assert_eq!(crc32(b"IEND"), 0xae42_6082);
+    }
+}

@@ -1,0 +1,660 @@
+//! `report.html`: one file a person reads after a run, with nothing outside it to load.
+
+mod plan;
+
+pub use plan::{CollectiveRow, MAX_TEXT_BYTES, MemoryRow, PlanView, ProgramView};
+
+use crate::markup::{count, plural, png_uri, shell, text};
+use crate::record::{Chunk, End, Record, Status};
+use crate::stats::{self, ChunkTimes};
+use crate::svg::{self, Palette};
+use crate::timeline::{Timeline, phase_kind};
+use std::fmt::Write;
+use tessera_base::{Bytes, Nanoseconds};
+
+/// A larger clip is linked, not put into the page.
+pub const MAX_INLINE_CLIP_BYTES: usize = 12 << 20;
+/// Most frames of the contact sheet; more are thinned out evenly.
+pub const MAX_SHEET_FRAMES: usize = 32;
+/// Most events in the list; a longer list keeps its beginning and its end.
+pub const MAX_EVENTS: usize = 200;
+/// Chunks drawn in detail.
+pub const DETAIL_CHUNKS: usize = 4;
+
+/// What the page shows. Everything but the record may be absent.
+#[derive(Debug, Clone, Copy)]
+pub struct Page<'a> {
+    /// The run.
+    pub record: &'a Record,
+    /// The animation.
+    pub clip: Option<Clip<'a>>,
+    /// Frames for the contact sheet, in order.
+    pub frames: &'a [SheetFrame],
+    /// The plan.
+    pub plan: Option<&'a PlanView>,
+    /// Measured values against their bars.
+    pub gates: &'a [Gate],
+    /// Name of the Perfetto trace in the same folder.
+    pub trace_href: Option<&'a str>,
+}
+
+/// The animation.
+#[derive(Debug, Clone, Copy)]
+pub struct Clip<'a> {
+    /// The whole APNG file.
+    pub apng: &'a [u8],
+    /// Its name in the same folder, for a clip above [`MAX_INLINE_CLIP_BYTES`].
+    pub href: &'a str,
+}
+
+/// One frame of the contact sheet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SheetFrame {
+    /// A PNG file.
+    pub png: Vec<u8>,
+    /// Chunk it is from.
+    pub chunk: u32,
+    /// Prompt it was made with.
+    pub prompt: String,
+}
+
+/// A measured value against its bar.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gate {
+    /// What is measured.
+    pub name: String,
+    /// The value, with its unit.
+    pub value: String,
+    /// The bar, such as `≥ 0.60`.
+    pub bar: String,
+    /// Whether it holds.
+    pub met: bool,
+}
+
+/// The page.
+#[must_use]
+pub fn report(page: &Page<'_>) -> String {
+    let timeline = Timeline::from_record(page.record);
+    let times = stats::chunk_times(&timeline);
+    let (class, word, sentence) = verdict(page.record);
+    let mut out = String::with_capacity(64 << 10);
+    let _ = write!(
+        out,
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n\
+         <title>{word}: {} · Tessera</title>\n<style>\n{CSS}</style>\n</head>\n<body>\n<main>\n",
+        text(&page.record.start.model)
+    );
+    header(&mut out, page.record, class, word, &sentence);
+    hero(&mut out, page, times.as_ref());
+    sheet(&mut out, page);
+    time(&mut out, page, &timeline, times.as_ref());
+    phases(&mut out, &timeline);
+    gates(&mut out, page.gates);
+    facts(&mut out, page.record);
+    if let Some(plan) = page.plan {
+        plan::plan(&mut out, plan);
+    }
+    events(&mut out, page.record);
+    reproduce(&mut out, page.record);
+    let _ = write!(
+        out,
+        "<footer>Written by tessera {} from record.jsonl. Times are on the run’s own clock, from its start.</footer>\n\
+         </main>\n</body>\n</html>\n",
+        text(&page.record.start.tessera)
+    );
+    out
+}
+
+const CSS: &str = include_str!("report.css");
+
+/// Four tiles of a mosaic, one of them set apart.
+const LOGO: &str = "<svg viewBox=\"0 0 16 16\" aria-hidden=\"true\"><path d=\"M0 0h7v7H0zM9 0h7v7H9zM0 9h7v7H0z\"/>\
+<path opacity=\".4\" d=\"M9 9h7v7H9z\"/></svg>";
+
+/// Class of the style sheet, one word, and a sentence.
+fn verdict(r: &Record) -> (&'static str, &'static str, String) {
+    let asked = r.start.chunks.map_or(String::new(), |n| format!(" of {}", count(u64::from(n))));
+    let Some(end) = &r.end else {
+        let last = match r.chunks.last() {
+            Some(c) => format!("The record stops after chunk {}{}", c.chunk, asked),
+            None => "The record stops before the first chunk".to_string(),
+        };
+        let why = "the run is still going, or it died before it could say how it ended";
+        return ("warn", "Unfinished", format!("{last}: {why}."));
+    };
+    let made = made(end);
+    let kept =
+        if end.output_complete { "the output holds them all" } else { "the output does not hold them all" };
+    match end.status {
+        Status::Complete if end.output_complete => ("good", "Complete", format!("{made}.")),
+        Status::Complete => ("warn", "Complete, but output is missing", format!("{made}; {kept}.")),
+        Status::Interrupted => (
+            "warn",
+            "Interrupted",
+            format!("Stopped after {}{asked}: {made}; {kept}.", plural(u64::from(end.chunks), "chunk")),
+        ),
+        Status::Failed => {
+            let after = match end.chunks {
+                0 => "Nothing came out before that.".to_string(),
+                n => format!("{}{asked} came out before that; {kept}.", plural(u64::from(n), "chunk")),
+            };
+            ("bad", "Failed", after)
+        }
+        Status::Running => ("warn", "Unfinished", format!("{made} so far.")),
+    }
+}
+
+fn made(end: &End) -> String {
+    let (chunks, frames) = (plural(u64::from(end.chunks), "chunk"), plural(end.frames, "frame"));
+    format!("{chunks}, {frames}, in {}", Nanoseconds(end.wall_ns))
+}
+
+fn header(out: &mut String, r: &Record, class: &str, word: &str, sentence: &str) {
+    let _ = write!(
+        out,
+        "<header>\n<p class=\"brow\">{LOGO}<span>Tessera run, {}</span></p>\n<h1>{}</h1>\n\
+         <p class=\"verdict {class}\"><span><b class=\"{class}\">{word}.</b> {}</span></p>\n",
+        text(&r.start.started_at),
+        text(&r.start.model),
+        text(sentence)
+    );
+    if let Some(cause) = r.end.as_ref().and_then(|e| e.cause.as_ref()) {
+        let mut parts = vec![text(&cause.class)];
+        parts.extend(cause.rank.map(|rank| format!("first seen at rank {rank}")));
+        parts.push(format!("exit status {}", cause.exit_code));
+        parts.extend(cause.code.as_ref().map(|code| format!("<code>tessera explain {}</code>", text(code))));
+        let _ = writeln!(
+            out,
+            "<div class=\"cause\"><p dir=\"auto\">{}</p><small>{}</small></div>",
+            text(&cause.message),
+            parts.join(" · ")
+        );
+    }
+    out.push_str("</header>\n");
+}
+
+fn hero(out: &mut String, page: &Page<'_>, times: Option<&ChunkTimes>) {
+    let r = page.record;
+    let prompt =
+        r.chunks.first().map(|c| c.prompt.as_str()).or(r.start.prompts.first().map(|p| p.text.as_str()));
+    let mut figure = String::new();
+    if let Some(clip) = page.clip.filter(|c| !c.apng.is_empty()) {
+        let alt = text(prompt.unwrap_or("the clip"));
+        if clip.apng.len() <= MAX_INLINE_CLIP_BYTES {
+            // A reader who asked for less motion gets a still.
+            let still = page.frames.first().map_or(String::new(), |f| {
+                format!("<source media=\"(prefers-reduced-motion: reduce)\" srcset=\"{}\">", png_uri(&f.png))
+            });
+            let _ = write!(
+                figure,
+                "<picture>{still}<img src=\"{}\" width=\"{}\" height=\"{}\" alt=\"{alt}\"></picture>",
+                png_uri(clip.apng),
+                r.start.width,
+                r.start.height
+            );
+        } else {
+            if let Some(f) = page.frames.first() {
+                let _ = write!(figure, "<img src=\"{}\" alt=\"{alt}\">", png_uri(&f.png));
+            }
+            let size = Bytes(clip.apng.len() as u64);
+            let _ = write!(
+                figure,
+                "<figcaption>The clip is in <a href=\"{0}\">{0}</a> ({size}).</figcaption>",
+                text(clip.href)
+            );
+        }
+        if let Some(prompt) = prompt.filter(|_| page.frames.is_empty()) {
+            let _ = write!(figure, "<figcaption><q dir=\"auto\">{}</q></figcaption>", text(prompt));
+        }
+    }
+    let numbers = numbers(r, times);
+    if figure.is_empty() {
+        let _ = writeln!(out, "<div class=\"hero solo\"><dl class=\"numbers\">{numbers}</dl></div>");
+    } else {
+        let _ = writeln!(
+            out,
+            "<div class=\"hero\"><figure>{figure}</figure><dl class=\"numbers\">{numbers}</dl></div>"
+        );
+    }
+}
+
+fn numbers(r: &Record, times: Option<&ChunkTimes>) -> String {
+    let mut out = String::new();
+    let mut number = |value: &str, unit: &str, label: &str| {
+        let unit = if unit.is_empty() { String::new() } else { format!("<small>{}</small>", text(unit)) };
+        let _ = write!(out, "<div><dt>{}</dt><dd>{}{unit}</dd></div>", text(label), text(value));
+    };
+    let all = r.end.as_ref().map(|e| e.fps).filter(|f| *f > 0.0);
+    match (times.and_then(|t| t.steady_fps), all) {
+        (Some(steady), all) => {
+            let speed = steady / r.start.fps;
+            let real = if speed.is_finite() {
+                format!("after the first chunk, {speed:.1}× real time")
+            } else {
+                "after the first chunk".into()
+            };
+            let label = all.map_or(real.clone(), |w| format!("{real}; {w:.1} over the whole run"));
+            number(&format!("{steady:.1}"), "frames/s", &label);
+        }
+        (None, Some(all)) => number(&format!("{all:.1}"), "frames/s", "over the whole run"),
+        (None, None) => {}
+    }
+    if let Some(t) = times {
+        let mut timed = |ns: u64, label: &str| {
+            let shown = Nanoseconds(ns).to_string();
+            let (value, unit) = shown.split_once(' ').unwrap_or((&shown, ""));
+            number(value, unit, label);
+        };
+        timed(t.first_ns, "to the first chunk");
+        timed(t.median_ns, &format!("median chunk, 95\u{a0}% within {}", whole(t.p95_ns)));
+    }
+    let frames: u64 = r.chunks.iter().map(|c| u64::from(c.frames)).sum();
+    let chunks = plural(r.chunks.len() as u64, "chunk");
+    let plays = frames as f64 / r.start.fps;
+    let plays = if plays.is_finite() {
+        format!("in {chunks}; they play for {plays:.1}\u{a0}s")
+    } else {
+        format!("in {chunks}")
+    };
+    number(&count(frames), "frames", &plays);
+    out
+}
+
+fn sheet(out: &mut String, page: &Page<'_>) {
+    let (shown, all) = (page.frames.len().min(MAX_SHEET_FRAMES), page.frames.len());
+    if all == 0 {
+        return;
+    }
+    out.push_str("<section>\n<h2>Frames</h2>\n");
+    if shown < all {
+        let _ = writeln!(out, "<p class=\"note\">{shown} of {all}, evenly spaced.</p>");
+    }
+    let chosen: Vec<&SheetFrame> = (0..shown).map(|i| &page.frames[i * all / shown]).collect();
+    for group in chosen.chunk_by(|a, b| a.prompt == b.prompt) {
+        let first = group.first().map_or(0, |f| f.chunk);
+        let _ = write!(
+            out,
+            "<p class=\"said\"><q dir=\"auto\">{}</q> from chunk {first}</p>\n<div class=\"sheet\">",
+            text(&group[0].prompt)
+        );
+        let first_chunk = |chunk: u32| page.record.chunks.iter().find(|c| c.chunk == chunk);
+        let mut previous = None;
+        for f in group {
+            let cut = first_chunk(f.chunk).is_some_and(|c| c.cut) && previous != Some(f.chunk);
+            previous = Some(f.chunk);
+            let _ = write!(
+                out,
+                "<figure><img src=\"{}\" alt=\"\"><figcaption>chunk {}{}</figcaption></figure>",
+                png_uri(&f.png),
+                f.chunk,
+                if cut { ", after a cut" } else { "" }
+            );
+        }
+        out.push_str("</div>\n");
+    }
+    out.push_str("</section>\n");
+}
+
+fn time(out: &mut String, page: &Page<'_>, t: &Timeline, times: Option<&ChunkTimes>) {
+    if t.chunks.is_empty() {
+        return;
+    }
+    out.push_str("<section>\n<h2>Time</h2>\n");
+    // A run that broke is read from its end, one that did not from where it runs steadily.
+    let broke = matches!(page.record.status(), Status::Failed | Status::Running);
+    let window = if broke { t.tail(DETAIL_CHUNKS) } else { t.steady(DETAIL_CHUNKS) };
+    if let (Some(w), false) = (window, t.spans.is_empty()) {
+        let palette = Palette::new(t);
+        let inside = |s: &&crate::timeline::Span| s.end_ns >= w.start_ns && s.start_ns < w.end_ns;
+        let trace = page.trace_href.map_or(String::new(), |href| {
+            format!(" The whole run is in <a href=\"{0}\">{0}</a>, for ui.perfetto.dev.", text(href))
+        });
+        let which = if broke { "The last chunks" } else { "A few chunks of the steady run" };
+        let _ = writeln!(out, "<p class=\"note\">{which}, by rank and stream.{trace}</p>");
+        out.push_str(
+            &palette.legend(|kind| t.spans.iter().filter(inside).any(|s| phase_kind(&s.name) == kind)),
+        );
+        out.push_str(&svg::lanes(t, w, &palette));
+        if t.ranks.len() > svg::MAX_RANKS {
+            let _ = writeln!(
+                out,
+                "<p class=\"note\">{} more ranks are in the trace.</p>",
+                t.ranks.len() - svg::MAX_RANKS
+            );
+        }
+    }
+    if t.chunks.len() > 1 {
+        let share = match svg::strip_share(t.chunks.len()) {
+            1 => "Each bar is a chunk".to_string(),
+            n => format!("Each bar is the slowest of {n} chunks"),
+        };
+        let median = times
+            .map_or(String::new(), |x| format!("; the dotted line is the median, {}", whole(x.median_ns)));
+        let strip = svg::strip(t, window);
+        let mut keys = Vec::new();
+        if window.is_some() && !t.spans.is_empty() {
+            keys.push("the shaded part is drawn above");
+        }
+        if !t.marks.is_empty() {
+            keys.push("red dots are events");
+        }
+        if strip.contains("bar tall") {
+            keys.push("an amber bar is cut off at the top");
+        }
+        let keys = if keys.is_empty() { String::new() } else { format!("; {}", keys.join(", ")) };
+        let _ = write!(
+            out,
+            "<h3>Every chunk</h3>\n<p class=\"note\">{share}, from commit to last frame{median}{keys}.</p>\n"
+        );
+        out.push_str(&strip);
+        let name = |c: Option<&crate::timeline::ChunkSpan>| c.map_or(0, |c| c.chunk);
+        let _ = writeln!(
+            out,
+            "<p class=\"ends\"><span>chunk {}</span><span>chunk {}</span></p>",
+            name(t.chunks.first()),
+            name(t.chunks.last())
+        );
+    }
+    out.push_str("</section>\n");
+}
+
+fn phases(out: &mut String, t: &Timeline) {
+    let rows = stats::phases(t);
+    if rows.is_empty() {
+        return;
+    }
+    let palette = Palette::new(t);
+    let first = if t.chunks.len() > 1 { " The first chunk, which warms up, is left out." } else { "" };
+    let _ = write!(
+        out,
+        "<section>\n<h2>Phases</h2>\n<p class=\"note\">Over all ranks; shares are of the time recorded on the same stream.{first}</p>\n\
+         <div class=\"scroll\"><table>\n<thead><tr><th>phase</th><th>times</th><th>median</th><th>95 %</th><th>collectives</th><th>share</th></tr></thead>\n<tbody>\n"
+    );
+    let mut stream = None;
+    for r in &rows {
+        if stream != Some(&r.stream) {
+            stream = Some(&r.stream);
+            let _ = writeln!(out, "<tr class=\"group\"><td colspan=\"6\">{}</td></tr>", text(&r.stream));
+        }
+        let class = palette.class(&r.kind);
+        let collectives = match r.collectives {
+            (_, 0) => "–".to_string(),
+            (low, high) if low == high => count(u64::from(low)),
+            (low, high) => format!("{low}–{high}"),
+        };
+        let share = match r.share * 100.0 {
+            s if s > 0.0 && s < 0.5 => "&lt; 1".to_string(),
+            s => format!("{s:.0}"),
+        };
+        let _ = writeln!(
+            out,
+            "<tr><td><i class=\"dot b{class}\"></i>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{collectives}</td>\
+             <td>{share} %<span class=\"meter\"><i class=\"b{class}\" style=\"width:{:.1}%\"></i></span></td></tr>",
+            text(&r.kind),
+            count(r.count),
+            Nanoseconds(r.median_ns),
+            Nanoseconds(r.p95_ns),
+            r.share * 100.0
+        );
+    }
+    out.push_str("</tbody>\n</table></div>\n</section>\n");
+}
+
+fn gates(out: &mut String, gates: &[Gate]) {
+    if gates.is_empty() {
+        return;
+    }
+    let missed = gates.iter().filter(|g| !g.met).count();
+    let note = match missed {
+        0 => "All of them hold.".to_string(),
+        n => format!("{n} of {} missed.", gates.len()),
+    };
+    let _ = write!(
+        out,
+        "<section>\n<h2>Gates</h2>\n<p class=\"note\">{note}</p>\n<div class=\"scroll\"><table>\n\
+         <thead><tr><th>gate</th><th>value</th><th>bar</th><th></th></tr></thead>\n<tbody>\n"
+    );
+    for g in gates {
+        let (class, word) = if g.met { ("good", "met") } else { ("bad", "missed") };
+        let _ = writeln!(
+            out,
+            "<tr><td class=\"words\">{}</td><td>{}</td><td>{}</td><td class=\"{class}\">{word}</td></tr>",
+            text(&g.name),
+            text(&g.value),
+            text(&g.bar)
+        );
+    }
+    out.push_str("</tbody>\n</table></div>\n</section>\n");
+}
+
+fn facts(out: &mut String, r: &Record) {
+    let s = &r.start;
+    out.push_str("<section>\n<h2>Facts</h2>\n<dl class=\"facts\">");
+    let mut fact = |name: &str, value: String, mono: bool| {
+        if !value.is_empty() {
+            let class = if mono { " class=\"mono\"" } else { "" };
+            let _ = write!(out, "<div><dt>{name}</dt><dd{class}>{}</dd></div>", text(&value));
+        }
+    };
+    fact("Mesh", s.mesh.clone(), false);
+    fact("Strategy", s.strategy.clone(), false);
+    fact("Topology", s.topology.clone(), false);
+    fact("Numerics", s.numerics.clone(), false);
+    fact("Caches", s.cache.clone(), false);
+    fact("Frames", format!("{} × {} at {} frames/s", s.width, s.height, s.fps), false);
+    fact("Steps", s.steps.to_string(), false);
+    fact("Seed", s.seed.to_string(), false);
+    fact("Chunks asked", s.chunks.map_or("until stopped".to_string(), |n| count(u64::from(n))), false);
+    fact("Plan", s.plan.clone(), true);
+    if let Some(end) = &r.end {
+        fact("Latents", end.golden.clone(), true);
+        fact("Output", if end.output_complete { "complete" } else { "incomplete" }.to_string(), false);
+    }
+    if r.truncated {
+        fact("Record", "ends inside a line, which was left out".to_string(), false);
+    }
+    out.push_str("</dl>\n</section>\n");
+}
+
+fn events(out: &mut String, r: &Record) {
+    if r.events.is_empty() {
+        return;
+    }
+    out.push_str(
+        "<section>\n<h2>Events</h2>\n<div class=\"scroll\"><table>\n\
+         <thead><tr><th>time</th><th class=\"l\">chunk</th><th class=\"l\">what</th><th class=\"l\"></th></tr></thead>\n<tbody>\n",
+    );
+    let mut order: Vec<usize> = (0..r.events.len()).collect();
+    order.sort_by_key(|i| r.events[*i].at_ns);
+    let total = order.len();
+    for (n, e) in order.iter().map(|i| &r.events[*i]).enumerate() {
+        if total > MAX_EVENTS && n == MAX_EVENTS / 2 {
+            let _ = writeln!(out, "<tr><td colspan=\"4\">{} more</td></tr>", total - MAX_EVENTS);
+        }
+        if total > MAX_EVENTS && n >= MAX_EVENTS / 2 && n < total - MAX_EVENTS / 2 {
+            continue;
+        }
+        let inside = |c: &&Chunk| c.start_ns <= e.at_ns;
+        let chunk = r.chunks.iter().rev().find(inside).map_or("–".to_string(), |c| c.chunk.to_string());
+        let _ = writeln!(
+            out,
+            "<tr><td>{:.3} s</td><td class=\"l\">{chunk}</td><td class=\"l\">{}</td><td class=\"words\" dir=\"auto\">{}</td></tr>",
+            e.at_ns as f64 / 1e9,
+            text(&e.what),
+            text(&e.detail)
+        );
+    }
+    out.push_str("</tbody>\n</table></div>\n</section>\n");
+}
+
+fn reproduce(out: &mut String, r: &Record) {
+    let _ = write!(
+        out,
+        "<section>\n<h2>Run it again</h2>\n<p class=\"note\">On the same device and build, the same plan, seed and prompts give the same latents.</p>\n\
+         <pre class=\"run\">{}</pre>\n</section>\n",
+        text(&shell(&r.start.command))
+    );
+}
+
+/// A time whose unit stays on its line.
+fn whole(ns: u64) -> String {
+    Nanoseconds(ns).to_string().replace(' ', "\u{a0}")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::record::Cause;
+    use crate::timeline::tests::sample;
+
+    fn bare(record: &Record) -> Page<'_> {
+        Page { record, clip: None, frames: &[], plan: None, gates: &[], trace_href: None }
+    }
+
+    fn full(record: &Record) -> String {
+        let png = crate::apng::png_frame(&[9; 12], 2, 2).unwrap();
+        let frames: Vec<_> = (0..3)
+            .map(|i| SheetFrame {
+                png: png.clone(),
+                chunk: i,
+                prompt: if i < 2 { "a <i>" } else { "b" }.into(),
+            })
+            .collect();
+        let plan = PlanView {
+            mapping: "[mesh]\ntp = 2".into(),
+            programs: vec![ProgramView {
+                name: "stage0".into(),
+                text: "program @x {\n  %a = weight \"w\"\n}".into(),
+            }],
+            memory: vec![
+                MemoryRow {
+                    role: "stage0".into(),
+                    ranks: "1".into(),
+                    items: vec![("weights".into(), 3 << 20)],
+                    capacity: Some(12 << 20),
+                },
+                MemoryRow {
+                    role: "lead".into(),
+                    ranks: "0".into(),
+                    items: vec![("decoder".into(), 1 << 20)],
+                    capacity: None,
+                },
+            ],
+            collectives: vec![CollectiveRow {
+                phase: "denoise".into(),
+                op: "all_to_all".into(),
+                axis: "tp".into(),
+                count: 12,
+                bytes: 4096,
+            }],
+        };
+        let gates =
+            [Gate { name: "overlap".into(), value: "0.42".into(), bar: "≥ 0.60".into(), met: false }];
+        report(&Page {
+            clip: Some(Clip { apng: &png, href: "clip.png" }),
+            frames: &frames,
+            plan: Some(&plan),
+            gates: &gates,
+            trace_href: Some("trace.json"),
+            ..bare(record)
+        })
+    }
+
+    #[test]
+    fn loads_nothing_and_runs_nothing() {
+        let page = full(&sample(6));
+        for word in ["http", "<script", "<link", "@import", "url(", "javascript"] {
+            assert!(!page.contains(word), "{word}");
+        }
+        assert!(page.matches("src=\"").count() == page.matches("src=\"data:image/png;base64,").count());
+        assert_eq!(page, full(&sample(6)));
+    }
+
+    #[test]
+    fn every_open_tag_closes() {
+        let page = full(&sample(6));
+        let mut open: Vec<&str> = Vec::new();
+        let body = &page[page.find("<body>").unwrap()..];
+        for tag in body.split('<').skip(1) {
+            let name = tag.split([' ', '>', '/']).find(|s| !s.is_empty()).unwrap();
+            if tag.starts_with('/') {
+                let last = open.pop();
+                if name != "html" {
+                    assert_eq!(last, Some(name));
+                }
+            } else if !["img", "meta", "source"].contains(&name) && !tag.contains("/>") {
+                open.push(name);
+            }
+        }
+        assert_eq!(open, [] as [&str; 0]);
+    }
+
+    #[test]
+    fn says_how_it_ended_in_words() {
+        let mut record = sample(6);
+        record.start.chunks = Some(12);
+        assert!(
+            report(&bare(&record))
+                .contains("<b class=\"good\">Complete.</b> 6 chunks, 72 frames, in 61.0 ms.")
+        );
+        let end = record.end.as_mut().unwrap();
+        end.status = Status::Failed;
+        end.cause = Some(Cause {
+            class: "peer lost".into(),
+            exit_code: 21,
+            rank: Some(1),
+            code: Some("T0712".into()),
+            message: "rank 1 <died>".into(),
+        });
+        let page = report(&bare(&record));
+        assert!(page.contains(
+            "<b class=\"bad\">Failed.</b> 6 chunks of 12 came out before that; the output holds them all."
+        ));
+        assert!(page.contains(
+            "<p dir=\"auto\">rank 1 &lt;died&gt;</p><small>peer lost · first seen at rank 1 · exit status 21 · \
+             <code>tessera explain T0712</code></small>"
+        ));
+        assert!(page.contains("The last chunks, by rank and stream."));
+        record.end = None;
+        assert!(report(&bare(&record)).contains("Unfinished.</b> The record stops after chunk 5 of 12: "));
+        record.chunks.clear();
+        assert!(report(&bare(&record)).contains("The record stops before the first chunk"));
+    }
+
+    #[test]
+    fn shows_numbers_tables_and_plan() {
+        let page = full(&sample(6));
+        for part in [
+            "<dd>1200.0<small>frames/s</small></dd>",
+            "after the first chunk, 75.0× real time; 1090.9 over the whole run",
+            "<dd>11.0<small>ms</small></dd>",
+            "they play for 4.5\u{a0}s",
+            "<td><i class=\"dot b1\"></i>denoise</td><td>10</td><td>4.0 ms</td><td>4.0 ms</td><td>6</td><td>89 %",
+            "<td>stage0</td><td class=\"l\">1</td><td>3.0 MiB</td><td>–</td><td>3.0 MiB</td><td>25 %",
+            "<td>12</td><td>4.0 KiB</td>",
+            "<summary>stage0<small>3 lines</small></summary><pre>program @x {\n  %a = weight &quot;w&quot;\n}</pre>",
+            "<td class=\"bad\">missed</td>",
+            "<q dir=\"auto\">a &lt;i&gt;</q> from chunk 0",
+            "<figcaption>chunk 2, after a cut</figcaption>",
+            "now &lt;/script&gt; &quot;x&quot;",
+            "<pre class=\"run\">tessera stream demo</pre>",
+        ] {
+            assert!(page.contains(part), "{part}\nis not in\n{page}");
+        }
+    }
+
+    #[test]
+    fn a_long_clip_is_linked_and_a_long_list_is_cut() {
+        let mut record = sample(2);
+        let event = record.events[0].clone();
+        record.events = (0..250).map(|i| crate::record::Event { at_ns: i, ..event.clone() }).collect();
+        let clip = vec![0; MAX_INLINE_CLIP_BYTES + 1];
+        let page = report(&Page { clip: Some(Clip { apng: &clip, href: "clip.png" }), ..bare(&record) });
+        assert!(page.contains("<a href=\"clip.png\">clip.png</a> (12.0 MiB)"));
+        assert!(page.contains("<td colspan=\"4\">50 more</td>"));
+        assert_eq!(page.matches("now &lt;/script&gt;").count(), 201);
+        assert!(page.contains(", and 249 more</title>"));
+    }
+}

@@ -1,0 +1,373 @@
+//! Drawings of a timeline: a lane per rank and stream, and a strip of every chunk's time.
+//!
+//! Positions across are percentages and text is not scaled, so one drawing reads well at any width.
+
+use crate::markup::text;
+use crate::stats;
+use crate::timeline::{Span, Timeline, Window, phase_kind};
+use std::fmt::Write;
+use tessera_base::Nanoseconds;
+
+/// Most ranks whose lanes are drawn; the trace holds the others.
+pub(crate) const MAX_RANKS: usize = 24;
+/// Most bars drawn in one lane.
+const MAX_LANE_BARS: usize = 400;
+/// Most events flagged in the lanes.
+const MAX_FLAGS: usize = 100;
+/// Most bars of the strip; longer runs share bars.
+const MAX_STRIP_BARS: usize = 240;
+
+const LANE_HEIGHT: u32 = 20;
+const STRIP_HEIGHT: f64 = 72.0;
+/// Widths for which labels are chosen, in pixels: a desktop's lane and a phone's.
+const WIDE: f64 = 840.0;
+const NARROW: f64 = 300.0;
+
+/// A colour class per kind of phase.
+#[derive(Debug)]
+pub(crate) struct Palette {
+    kinds: Vec<(String, usize)>,
+}
+
+impl Palette {
+    /// Kinds that every run has keep their colour; others take the free ones in order of appearance.
+    pub(crate) fn new(t: &Timeline) -> Palette {
+        const FIXED: [&str; 5] = ["recompute", "denoise", "clean", "encode", "decode"];
+        let mut kinds: Vec<(String, usize)> = Vec::new();
+        let mut free = FIXED.len();
+        for s in &t.spans {
+            let kind = phase_kind(&s.name);
+            if kinds.iter().any(|(k, _)| k == kind) {
+                continue;
+            }
+            let class = FIXED.iter().position(|f| kind.starts_with(f)).unwrap_or_else(|| {
+                free += 1;
+                (free - 1).min(COLOURS - 1)
+            });
+            kinds.push((kind.to_string(), class));
+        }
+        kinds.sort_by_key(|k| k.1);
+        Palette { kinds }
+    }
+
+    /// Number of the colour of a kind.
+    pub(crate) fn class(&self, kind: &str) -> usize {
+        self.kinds.iter().find(|(k, _)| k == kind).map_or(COLOURS - 1, |(_, c)| *c)
+    }
+
+    /// What each colour means, for the kinds that `shown` admits.
+    pub(crate) fn legend(&self, shown: impl Fn(&str) -> bool) -> String {
+        let mut out = String::from("<ul class=\"legend\">");
+        for (kind, class) in self.kinds.iter().filter(|(k, _)| shown(k)) {
+            let _ = write!(out, "<li><i class=\"b{class}\"></i>{}</li>", text(kind));
+        }
+        out + "</ul>\n"
+    }
+}
+
+/// Colour classes `p0..` (fill) and `b0..` (background) that the style sheet defines.
+const COLOURS: usize = 9;
+
+/// The lanes of a window, with chunk names above and a time axis below.
+pub(crate) fn lanes(t: &Timeline, w: Window, palette: &Palette) -> String {
+    let x = |at: u64| percent(at.clamp(w.start_ns, w.end_ns) - w.start_ns, w.end_ns - w.start_ns);
+    let mut grounds = String::new();
+    let mut names = String::new();
+    // A chunk's ground ends where the next begins: calls overlap when the pipeline is full.
+    let next = t.chunks.iter().skip(1).map(|c| c.start_ns).chain([w.end_ns]);
+    for (c, next) in t.chunks.iter().zip(next).filter(|(c, next)| *next > w.start_ns && c.start_ns < w.end_ns)
+    {
+        let (from, wide) = (x(c.start_ns), gap(x(c.start_ns), x(next)));
+        if c.chunk.is_multiple_of(2) {
+            let _ =
+                write!(grounds, "<rect class=\"ground\" x=\"{from}%\" width=\"{wide}%\" height=\"100%\"/>");
+        }
+        let _ = write!(grounds, "<line class=\"edge\" x1=\"{from}%\" x2=\"{from}%\" y2=\"100%\"/>");
+        if let Some(class) = fits(wide, 26.0) {
+            let word = if fits(wide, 52.0) == Some("") { "chunk " } else { "" };
+            let _ = write!(names, "<text{class} x=\"{from}%\" dx=\"5\" y=\"13\">{word}{}</text>", c.chunk);
+        }
+    }
+    let flags: String = t
+        .marks
+        .iter()
+        .filter(|m| (w.start_ns..=w.end_ns).contains(&m.at_ns))
+        .take(MAX_FLAGS)
+        .map(|m| format!("<line class=\"flag\" x1=\"{0}%\" x2=\"{0}%\" y2=\"100%\"/>", x(m.at_ns)))
+        .collect();
+
+    let mut out = format!(
+        "<div class=\"lane\"><span></span><svg class=\"names\" height=\"18\">{grounds}{names}</svg></div>\n"
+    );
+    let mut rank = None;
+    let mut ranks = 0;
+    for lane in t.lanes() {
+        if rank != Some(lane[0].rank) {
+            rank = Some(lane[0].rank);
+            ranks += 1;
+            if ranks > MAX_RANKS {
+                break;
+            }
+            let name = t.ranks.iter().find(|r| r.rank == lane[0].rank).map_or("", |r| r.name.as_str());
+            let _ = writeln!(out, "<div class=\"rank\">{}</div>", text(name));
+        }
+        let bars = bars(lane, w, &x, palette);
+        let _ = writeln!(
+            out,
+            "<div class=\"lane\"><span>{}</span><svg height=\"{LANE_HEIGHT}\">{grounds}{bars}{flags}</svg></div>",
+            text(&lane[0].stream)
+        );
+    }
+    let _ = writeln!(out, "<div class=\"lane axis\"><span></span><svg height=\"20\">{}</svg></div>", axis(w));
+    out
+}
+
+/// Every chunk's time as a strip; `w` is marked as the part drawn in detail.
+pub(crate) fn strip(t: &Timeline, w: Option<Window>) -> String {
+    let walls: Vec<u64> = t.chunks.iter().map(stats::wall).collect();
+    if walls.is_empty() {
+        return String::new();
+    }
+    let per_bar = walls.len().div_ceil(MAX_STRIP_BARS);
+    let bars = walls.len().div_ceil(per_bar);
+    let median = stats::quantile(&walls, 50);
+    // A first chunk that warms up may take a hundred times longer; it is cut off rather than flattening the rest.
+    let top = median.saturating_mul(2).max(stats::quantile(&walls[1..], 95)).max(1);
+    let wide = 100.0 / bars as f64;
+    let mut out = String::new();
+    if let Some(w) = w {
+        let inside: Vec<usize> = t
+            .chunks
+            .iter()
+            .enumerate()
+            .filter(|(_, c)| c.start_ns >= w.start_ns && c.start_ns < w.end_ns)
+            .map(|(i, _)| i / per_bar)
+            .collect();
+        if let (Some(a), Some(b)) = (inside.first(), inside.last()) {
+            let (from, to) = (*a as f64 * wide, (b + 1) as f64 * wide);
+            let _ = write!(
+                out,
+                "<rect class=\"detail\" x=\"{}%\" width=\"{}%\" height=\"{STRIP_HEIGHT}\"/>",
+                round(from),
+                round(to - from)
+            );
+        }
+    }
+    for (i, group) in t.chunks.chunks(per_bar).enumerate() {
+        let wall = group.iter().map(stats::wall).max().unwrap_or(0);
+        let height = (wall as f64 / top as f64).min(1.0) * (STRIP_HEIGHT - 12.0);
+        let class = if wall > top { "bar tall" } else { "bar" };
+        let name = match group {
+            [one] => format!("chunk {}", one.chunk),
+            _ => format!("slowest of chunks {} to {}", group[0].chunk, group[group.len() - 1].chunk),
+        };
+        let _ = write!(
+            out,
+            "<rect class=\"{class}\" x=\"{}%\" y=\"{}\" width=\"{}%\" height=\"{}\"><title>{name}: {}</title></rect>",
+            round(i as f64 * wide + wide * 0.08),
+            round(STRIP_HEIGHT - height),
+            round(wide * 0.84),
+            round(height),
+            Nanoseconds(wall)
+        );
+    }
+    let bar = |at_ns: u64| t.chunks.partition_point(|c| c.start_ns <= at_ns).saturating_sub(1) / per_bar;
+    for group in t.marks.chunk_by(|a, b| bar(a.at_ns) == bar(b.at_ns)) {
+        let x = round(bar(group[0].at_ns) as f64 * wide + wide / 2.0);
+        let more = if group.len() > 1 { format!(", and {} more", group.len() - 1) } else { String::new() };
+        let _ = write!(
+            out,
+            "<circle class=\"flag\" cx=\"{x}%\" cy=\"5\" r=\"3\"><title>{}: {}{more}</title></circle>",
+            text(&group[0].what),
+            text(&group[0].detail)
+        );
+    }
+    let y = round(STRIP_HEIGHT - median as f64 / top as f64 * (STRIP_HEIGHT - 12.0));
+    let _ = write!(out, "<line class=\"median\" x2=\"100%\" y1=\"{y}\" y2=\"{y}\"/>");
+    format!(
+        "<svg class=\"strip\" height=\"{STRIP_HEIGHT}\" role=\"img\" aria-label=\"time of every chunk\">{out}</svg>\n"
+    )
+}
+
+/// How many chunks share a bar of the strip.
+pub(crate) fn strip_share(chunks: usize) -> usize {
+    chunks.div_ceil(MAX_STRIP_BARS).max(1)
+}
+
+fn bars(lane: &[Span], w: Window, x: &dyn Fn(u64) -> f64, palette: &Palette) -> String {
+    let mut out = String::new();
+    let mut previous = ("", 0);
+    let mut odd = false;
+    let inside = |s: &&Span| s.end_ns >= w.start_ns && s.start_ns < w.end_ns;
+    let wide = |s: &Span| gap(x(s.start_ns), x(s.end_ns));
+    // A name stands in all of its bars or in none.
+    let mut narrowest: Vec<(&str, f64)> = Vec::new();
+    for s in lane.iter().filter(inside).filter(|s| s.start_ns >= w.start_ns && s.end_ns <= w.end_ns) {
+        match narrowest.iter_mut().find(|(name, _)| *name == s.name) {
+            Some((_, least)) => *least = least.min(wide(s)),
+            None => narrowest.push((&s.name, wide(s))),
+        }
+    }
+    for s in lane.iter().filter(inside).take(MAX_LANE_BARS) {
+        let kind = phase_kind(&s.name);
+        // Two tones, so that the steps of a phase stay apart.
+        odd = (kind, s.chunk) == previous && !odd;
+        previous = (kind, s.chunk);
+        let tone = if odd { " odd" } else { "" };
+        let ops = match s.collectives {
+            0 => String::new(),
+            1 => ", 1 collective".to_string(),
+            n => format!(", {n} collectives"),
+        };
+        let (from, label) = (x(s.start_ns), text(&s.name));
+        let _ = write!(
+            out,
+            "<rect class=\"p{}{tone}\" x=\"{from}%\" y=\"1\" width=\"{}%\" height=\"18\" rx=\"1.5\"><title>{label}, chunk {}: {}{ops}</title></rect>",
+            palette.class(kind),
+            wide(s).max(0.05),
+            s.chunk,
+            Nanoseconds(s.end_ns - s.start_ns)
+        );
+        let least = narrowest.iter().find(|(name, _)| *name == s.name).map_or(0.0, |(_, least)| *least);
+        if let Some(class) = fits(least.min(wide(s)), s.name.chars().count() as f64 * 6.3 + 9.0) {
+            let _ = write!(out, "<text{class} x=\"{from}%\" dx=\"5\" y=\"14\">{label}</text>");
+        }
+    }
+    out
+}
+
+/// The class of a text of some pixels in a bar of some per cent: none to show it everywhere, one to show it
+/// where the page is wide; nothing where it never fits.
+fn fits(wide: f64, pixels: f64) -> Option<&'static str> {
+    match wide / 100.0 {
+        w if w * NARROW > pixels => Some(""),
+        w if w * WIDE > pixels => Some(" class=\"wide\""),
+        _ => None,
+    }
+}
+
+fn axis(w: Window) -> String {
+    let length = w.end_ns - w.start_ns;
+    let step = nice_step(length);
+    let mut out = String::new();
+    let mut at = w.start_ns.next_multiple_of(step);
+    while at <= w.end_ns {
+        let x = percent(at - w.start_ns, length);
+        // A label at the very edge would hang out of the drawing.
+        let anchor = match x {
+            x if x < 3.0 => "start",
+            x if x > 94.0 => "end",
+            _ => "middle",
+        };
+        let _ = write!(
+            out,
+            "<line x1=\"{x}%\" x2=\"{x}%\" y2=\"4\"/><text x=\"{x}%\" y=\"16\" text-anchor=\"{anchor}\">{}</text>",
+            instant(at, step)
+        );
+        at += step;
+    }
+    out
+}
+
+/// A step of 1, 2 or 5 times a power of ten that gives at most five ticks.
+fn nice_step(length: u64) -> u64 {
+    let mut power = 1u64;
+    loop {
+        for step in [power, power.saturating_mul(2), power.saturating_mul(5)] {
+            if length / step <= 4 {
+                return step;
+            }
+        }
+        power = power.saturating_mul(10);
+    }
+}
+
+/// An instant with no more digits than its step has.
+fn instant(at: u64, step: u64) -> String {
+    let (unit, name) = match step {
+        1_000_000_000.. => (1_000_000_000, "s"),
+        1_000_000.. => (1_000_000, "ms"),
+        1_000.. => (1_000, "µs"),
+        _ => (1, "ns"),
+    };
+    if name == "ms" && at >= 10_000_000_000 {
+        return format!("{}.{:03} s", at / 1_000_000_000, at / 1_000_000 % 1000);
+    }
+    format!("{}\u{202f}{name}", crate::markup::count(at / unit))
+}
+
+fn percent(part: u64, whole: u64) -> f64 {
+    round(part as f64 / whole.max(1) as f64 * 100.0)
+}
+
+fn gap(from: f64, to: f64) -> f64 {
+    round(to - from)
+}
+
+fn round(x: f64) -> f64 {
+    (x * 1000.0).round() / 1000.0
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::timeline::tests::sample;
+
+    #[test]
+    fn bars_stand_where_their_phases_ran() {
+        let t = Timeline::from_record(&sample(3));
+        let w = t.steady(1).unwrap();
+        let svg = lanes(&t, w, &Palette::new(&t));
+        for part in [
+            r#"<div class="rank">rank 1 · stage0</div>"#,
+            r#"<rect class="p1" x="0%" y="1" width="40%" height="18" rx="1.5"><title>denoise.0, chunk 1: 4.0 ms, 6 collectives</title></rect>"#,
+            r#"<rect class="p1 odd" x="40%" y="1" width="40%""#,
+            r#"<rect class="p2" x="80%" y="1" width="10.003%""#,
+            r#"<text class="wide" x="80%" dx="5" y="14">clean</text>"#,
+            r#"<text x="0%" dx="5" y="13">chunk 1</text>"#,
+        ] {
+            assert!(svg.contains(part), "{part}\nis not in\n{svg}");
+        }
+        assert!(!svg.contains("chunk 2"));
+    }
+
+    #[test]
+    fn the_axis_has_few_round_ticks() {
+        let t = axis(Window { start_ns: 11_000_000, end_ns: 51_000_000 });
+        assert_eq!(t.matches("<text").count(), 4);
+        assert!(t.contains(r#"<text x="22.5%" y="16" text-anchor="middle">20 "#), "{t}");
+        assert_eq!(
+            (nice_step(1), nice_step(40), nice_step(90_000), nice_step(u64::MAX)),
+            (1, 10, 20_000, 5_000_000_000_000_000_000)
+        );
+        assert_eq!(instant(12_345_000_000, 5_000_000), "12.345 s");
+    }
+
+    #[test]
+    fn the_strip_is_bounded_and_cuts_tall_bars() {
+        let mut t = Timeline::from_record(&sample(1000));
+        t.chunks[0].end_ns += 900_000_000;
+        let svg = strip(&t, t.steady(4));
+        assert_eq!(svg.matches("class=\"bar").count(), 200);
+        assert_eq!(svg.matches("bar tall").count(), 1);
+        assert!(svg.contains("slowest of chunks 0 to 4: 910.0 ms"), "{svg}");
+        assert!(svg.contains("class=\"detail\" x=\"0%\" width=\"0.5%\""));
+        assert_eq!(strip(&Timeline::default(), None), "");
+    }
+
+    #[test]
+    fn known_kinds_keep_their_colour() {
+        let mut t = Timeline::from_record(&sample(1));
+        assert_eq!(Palette::new(&t).class("decode"), 4);
+        for (i, s) in t.spans.iter_mut().enumerate() {
+            s.name = format!("kind{i}.x");
+        }
+        let p = Palette::new(&t);
+        assert_eq!((p.class("kind0"), p.class("kind3"), p.class("stranger")), (5, 8, 8));
+        assert_eq!(
+            p.legend(|k| k == "kind1"),
+            "<ul class=\"legend\"><li><i class=\"b6\"></i>kind1</li></ul>\n"
+        );
+    }
+}
