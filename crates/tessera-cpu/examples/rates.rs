@@ -1,0 +1,133 @@
+//! Prints the rates of the heavy kernels and of collectives on this machine: `cargo run --release --example rates -- [THREADS]`.
+
+use rustix::time::{ClockId, clock_gettime};
+use std::time::{Duration, Instant};
+use tessera_cpu::Pool;
+use tessera_cpu::arena::{Arena, ArenaLayout, CommFault};
+use tessera_cpu::collectives::{SumOrder, all_reduce};
+use tessera_cpu::kernels::{
+    Act, PackedWeight, RopeCache, RopeSpec, Scratch, Weight, attention, layer_norm, matmul, renoise, rope,
+};
+
+fn main() {
+    let threads: usize = std::env::args().nth(1).and_then(|a| a.parse().ok()).unwrap_or(1);
+    let Ok(pool) = Pool::new(threads) else { return eprintln!("cannot start {threads} threads") };
+    let mut scratch = Scratch::new();
+    println!("{threads} threads");
+    for (m, n, k) in [
+        (192, 96, 96),
+        (192, 96, 3072),
+        (192, 3072, 96),
+        (192, 384, 96),
+        (192, 1536, 1536),
+        (3, 6144, 1024),
+        (1, 1024, 1024),
+        (2160, 1536, 1536),
+    ] {
+        let (x, w) = (numbers(m * k), numbers(n * k));
+        let packed = PackedWeight::new(&pool, &w, n, k);
+        let mut out = vec![0.0; m * n];
+        for (name, w) in [("packed", Weight::Packed(&packed)), ("plain", Weight::Plain(&w))] {
+            for segments in [1, 8] {
+                let t = best(threads, || {
+                    matmul(&pool, &mut scratch, &mut out, &x, w, (m, n, k), None, Act::None, segments);
+                });
+                let rate = (2 * m * n * k) as f64 / t / 1e9;
+                println!(
+                    "matmul {m}x{n}x{k} {name} segments {segments}: {:.1} us, {rate:.1} Gflop/s",
+                    t * 1e6
+                );
+            }
+        }
+    }
+    for (n, r, heads, d) in [(192, 384, 3, 32), (192, 1152, 12, 128), (192, 192, 6, 16), (576, 1152, 8, 64)] {
+        let dl = heads * d;
+        let (q, k, v) = (numbers(n * dl), numbers(r * dl), numbers(r * dl));
+        let mut out = vec![0.0; n * dl];
+        let t = best(threads, || attention(&pool, &mut scratch, &mut out, &q, &k, &v, (dl, d), None));
+        let rate = (4 * n * r * dl) as f64 / t / 1e9;
+        println!("attention {n} on {r}, {heads} x {d}: {:.1} us, {rate:.1} Gflop/s", t * 1e6);
+    }
+    let (n, d) = (192, 1536);
+    let x = numbers(n * d);
+    let mut out = vec![0.0; n * d];
+    let mut report = |name: &str, f: &mut dyn FnMut(&mut [f32])| {
+        let t = best(threads, || f(&mut out));
+        println!("{name} {n}x{d}: {:.1} us, {:.2} ns an element", t * 1e6, t * 1e9 / (n * d) as f64);
+    };
+    report("layer_norm", &mut |o| layer_norm(&pool, o, &x, &x[..d], &x[..d], 1e-6));
+    let mut cache = RopeCache::new();
+    let spec = RopeSpec { head_dim: 128, grid: [3, 8, 8], start: 3, frame_stride: 1 };
+    report("rope", &mut |o| rope(&pool, o, &x, d, 0, cache.get(spec)));
+    let key = tessera_base::random::DrawKey { seed: 1, chunk: 0, draw: 0 };
+    report("renoise", &mut |o| renoise(&pool, o, &x, 0.5, key, 0));
+    report("gelu", &mut |o| {
+        tessera_cpu::kernels::bias_act(&pool, o, &x, &x[..d], Act::GeluTanh);
+    });
+    for (members, elements, rounds) in
+        [(2, 64, 100_000), (2, 18_432, 10_000), (2, 294_912, 1000), (4, 64, 5000), (4, 18_432, 2000)]
+    {
+        if let Err(fault) = all_reduces(members, elements, rounds) {
+            eprintln!("all_reduce among {members}: {fault}");
+        }
+    }
+}
+
+/// Median time of an all-reduce between threads.
+fn all_reduces(members: usize, elements: usize, rounds: usize) -> Result<(), Box<dyn std::error::Error>> {
+    let layout = ArenaLayout { members, slots: 4, slot_bytes: 4 * elements };
+    let fd = Arena::create(layout)?;
+    let arenas = (0..members).map(|m| Arena::attach(&fd, layout, m)).collect::<Result<Vec<_>, _>>()?;
+    let times = std::thread::scope(|s| {
+        let threads: Vec<_> = arenas
+            .into_iter()
+            .map(|mut arena| {
+                s.spawn(move || {
+                    let (x, mut out) = (vec![1.0; elements], vec![0.0; elements]);
+                    let mut times = Vec::with_capacity(rounds);
+                    for _ in 0..rounds {
+                        let t = Instant::now();
+                        let deadline = t + Duration::from_secs(10);
+                        arena.exchange(1, &x, deadline, |v| all_reduce(&mut out, v, SumOrder::Rank))?;
+                        times.push(t.elapsed().as_nanos() as f64 / 1e3);
+                    }
+                    Ok::<_, CommFault>(times)
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap_or(Ok(Vec::new()))).collect::<Vec<_>>()
+    });
+    let mut times = times.into_iter().next().unwrap_or(Ok(Vec::new()))?;
+    times.sort_by(f64::total_cmp);
+    let at = |q: f64| times.get((times.len() as f64 * q) as usize).copied().unwrap_or(f64::NAN);
+    let mean = times.iter().sum::<f64>() / times.len() as f64;
+    println!(
+        "all_reduce of {elements} among {members}: p10 {:.1} us, median {:.1} us, mean {mean:.1} us",
+        at(0.1),
+        at(0.5)
+    );
+    Ok(())
+}
+
+fn numbers(n: usize) -> Vec<f32> {
+    let mut out = vec![0.0; n];
+    tessera_base::random::normals(tessera_base::random::DrawKey { seed: 5, chunk: 0, draw: 0 }, 0, &mut out);
+    out
+}
+
+/// Seconds of the fastest of many calls: of the thread's own time where one thread does it all.
+fn best(threads: usize, mut f: impl FnMut()) -> f64 {
+    let clock = if threads == 1 { ClockId::ThreadCPUTime } else { ClockId::Monotonic };
+    let now = || {
+        let t = clock_gettime(clock);
+        t.tv_sec as f64 + t.tv_nsec as f64 * 1e-9
+    };
+    let begin = Instant::now();
+    let mut best = f64::INFINITY;
+    while begin.elapsed().as_secs_f64() < 0.3 {
+        let t = now();
+        f();
+        best = best.min(now() - t);
+    }
+    best
+}

@@ -1,0 +1,155 @@
+//! What each collective makes of its members' contributions: safe functions from views of all of them (see
+//! [`crate::arena::Arena::collect`]) and this member's part to this member's output.
+//!
+//! Tensors are two-dimensional, row-major; a caller folds other dims into these. Lengths are those of a
+//! verified program whose fingerprint all members have just agreed on, so a wrong one panics.
+
+use crate::arena::MAX_MEMBERS;
+use crate::simd::vectorized;
+use std::ops::Range;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// In which order a sum over members is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SumOrder {
+    /// ((m0 + m1) + m2) + …
+    #[default]
+    Rank,
+    /// (m0 + m1) + (m2 + m3), and so on upwards; for a power of two of members.
+    Tree,
+}
+
+/// Names a collective for the comparison between members: a hash of whatever describes it.
+#[must_use]
+pub fn fingerprint(description: &[u8]) -> u64 {
+    xxh3_64(description)
+}
+
+/// `out = Σ views`.
+pub fn all_reduce(out: &mut [f32], views: &[&[f32]], order: SumOrder) {
+    assert!(views.iter().all(|v| v.len() == out.len()), "all_reduce of {} elements", out.len());
+    sum_run(out, views, 0, order);
+}
+
+/// `out`: the part `range` along `dim` of Σ views, each `[rows, columns]`.
+pub fn reduce_scatter(
+    out: &mut [f32],
+    views: &[&[f32]],
+    (rows, columns): (usize, usize),
+    dim: usize,
+    range: Range<usize>,
+    order: SumOrder,
+) {
+    assert!(dim < 2 && range.end <= [rows, columns][dim]);
+    assert!(views.iter().all(|v| v.len() == rows * columns));
+    if dim == 0 {
+        assert_eq!(out.len(), range.len() * columns);
+        return sum_run(out, views, range.start * columns, order);
+    }
+    assert_eq!(out.len(), range.len() * rows);
+    if range.is_empty() {
+        return;
+    }
+    for (r, row) in out.chunks_exact_mut(range.len()).enumerate() {
+        sum_run(row, views, r * columns + range.start, order);
+    }
+}
+
+/// `out[rows, columns]` from parts: member m holds `parts[m]` of `dim`.
+pub fn all_gather(
+    out: &mut [f32],
+    views: &[&[f32]],
+    (rows, columns): (usize, usize),
+    dim: usize,
+    parts: &[Range<usize>],
+) {
+    assert!(dim < 2 && parts.len() == views.len() && out.len() == rows * columns);
+    for (view, part) in views.iter().zip(parts) {
+        if dim == 0 {
+            out[part.start * columns..part.end * columns].copy_from_slice(view);
+            continue;
+        }
+        assert_eq!(view.len(), rows * part.len());
+        for r in 0..rows {
+            out[r * columns..][part.clone()].copy_from_slice(&view[r * part.len()..][..part.len()]);
+        }
+    }
+}
+
+/// Exchanges which dim is cut. Before, member m holds `concat[m]` of dim `concat_dim` and all of the other; after, it
+/// holds `split[m]` of the other and all of `concat_dim`. `(rows, columns)` are those of the whole.
+pub fn all_to_all(
+    out: &mut [f32],
+    views: &[&[f32]],
+    me: usize,
+    (rows, columns): (usize, usize),
+    concat_dim: usize,
+    concat: &[Range<usize>],
+    split: &[Range<usize>],
+) {
+    assert!(concat_dim < 2 && concat.len() == views.len() && split.len() == views.len());
+    let mine = split[me].clone();
+    for (view, part) in views.iter().zip(concat) {
+        if concat_dim == 0 {
+            assert!(view.len() == part.len() * columns && out.len() == rows * mine.len());
+            for (i, r) in part.clone().enumerate() {
+                out[r * mine.len()..][..mine.len()].copy_from_slice(&view[i * columns..][mine.clone()]);
+            }
+        } else {
+            assert!(view.len() == part.len() * rows && out.len() == columns * mine.len());
+            for (i, r) in mine.clone().enumerate() {
+                out[i * columns..][part.clone()].copy_from_slice(&view[r * part.len()..][..part.len()]);
+            }
+        }
+    }
+}
+
+/// `out` is the contribution of member `from`: a broadcast, or the receiving side of a send. The others
+/// contribute nothing.
+pub fn receive(out: &mut [f32], views: &[&[f32]], from: usize) {
+    out.copy_from_slice(views[from]);
+}
+
+/// Elements summed at a time: all the views' pieces stay in the nearest cache.
+const RUN: usize = 1024;
+
+/// `out` = Σ of the views from `offset` on.
+fn sum_run(out: &mut [f32], views: &[&[f32]], offset: usize, order: SumOrder) {
+    assert!((1..=MAX_MEMBERS).contains(&views.len()));
+    assert!(order == SumOrder::Rank || views.len().is_power_of_two(), "a tree of {} members", views.len());
+    for (i, o) in out.chunks_mut(RUN).enumerate() {
+        let at = offset + i * RUN;
+        match order {
+            SumOrder::Rank => {
+                o.copy_from_slice(&views[0][at..at + o.len()]);
+                for v in &views[1..] {
+                    add_into(o, &v[at..at + o.len()]);
+                }
+            }
+            SumOrder::Tree => tree(o, views, at),
+        }
+    }
+}
+
+fn tree(out: &mut [f32], views: &[&[f32]], at: usize) {
+    let [view] = views else {
+        let (left, right) = views.split_at(views.len() / 2);
+        tree(out, left, at);
+        if let [right] = right {
+            return add_into(out, &right[at..at + out.len()]);
+        }
+        let mut other = [0.0; RUN];
+        let other = &mut other[..out.len()];
+        tree(other, right, at);
+        return add_into(out, other);
+    };
+    out.copy_from_slice(&view[at..at + out.len()]);
+}
+
+vectorized! {
+    fn add_into(out: &mut [f32], x: &[f32]) {
+        for (o, x) in out.iter_mut().zip(x) {
+            *o += x;
+        }
+    }
+}

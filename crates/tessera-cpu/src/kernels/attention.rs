@@ -1,0 +1,138 @@
+//! softmax(q · kᵀ / √head_dim + bias) · v, head by head.
+//!
+//! Scores are held transposed, keys by 32 queries: each query is a lane of its own, so maximum, sum and both
+//! products run down the keys in one order whatever the other queries, heads or threads are.
+
+use super::{Scratch, borrow_buffer};
+use crate::Pool;
+use crate::simd::{Left, PANEL, Right, TILE_ROWS, Target, exp, pack_panel, tile, vectorized};
+use std::ops::Range;
+
+/// A constant added to the scores of some keys.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KeyBias {
+    /// ln b, for a weight factor b.
+    pub log_b: f32,
+    /// The rows of k it concerns.
+    pub rows: Range<usize>,
+}
+
+/// `out[N, dl]` from `q[N, dl]`, `k[R, dl]`, `v[R, dl]`; dl holds whole heads of `head_dim` elements.
+///
+/// # Panics
+/// If a length does not fit, or there are no keys.
+#[allow(clippy::too_many_arguments)]
+pub fn attention(
+    pool: &Pool,
+    scratch: &mut Scratch,
+    out: &mut [f32],
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    (dl, head_dim): (usize, usize),
+    bias: Option<&KeyBias>,
+) {
+    let (n, keys) = (q.len() / dl, k.len() / dl);
+    assert!(q.len() == n * dl && out.len() == q.len() && v.len() == k.len() && k.len() == keys * dl);
+    assert!(
+        dl.is_multiple_of(head_dim) && keys > 0,
+        "attention over {keys} keys, {dl} by heads of {head_dim}"
+    );
+    if n == 0 {
+        return;
+    }
+    let panels = head_dim.div_ceil(PANEL);
+    let padded = panels * PANEL;
+    let heads = dl / head_dim;
+    let work = 4 * n * keys * dl;
+    // Values lie `[heads, panels, keys, 32]`: they are read once per few queries, so strides would cost.
+    let values = scratch.packed.take(heads * padded * keys);
+    pool.blocks(values, keys * PANEL, work / 16, |i, panel| {
+        let column = i % panels * PANEL;
+        let width = PANEL.min(head_dim - column);
+        let first = i / panels * head_dim + column;
+        for (to, from) in panel.chunks_exact_mut(PANEL).zip(v.chunks_exact(dl)) {
+            to[..width].copy_from_slice(&from[first..first + width]);
+            to[width..].fill(0.0);
+        }
+    });
+    let values = scratch.packed.get();
+    let (blocks, spare) = (n.div_ceil(PANEL), &scratch.spare);
+    // One part per (head, 32 queries), staged contiguously and copied out below.
+    let part = PANEL * padded;
+    let staged = scratch.staged.take(heads * blocks * part);
+    pool.blocks(staged, part, work, |i, o| {
+        let (head, first) = (i / blocks, i % blocks * PANEL);
+        let rows = PANEL.min(n - first);
+        borrow_buffer(spare, (head_dim + keys) * PANEL, |buffer| {
+            let (queries, scores) = buffer.split_at_mut(head_dim * PANEL);
+            pack_panel(&q[first * dl + head * head_dim..], dl, rows, head_dim, queries);
+            let right = Right { data: queries, k_step: PANEL };
+            for key in (0..keys).step_by(TILE_ROWS) {
+                let left = Left { data: &k[key * dl + head * head_dim..], row_step: dl, k_step: 1 };
+                let count = TILE_ROWS.min(keys - key);
+                let to = Target { data: &mut scores[key * PANEL..], row_step: PANEL, add: false };
+                tile(count, left, right, head_dim, to);
+            }
+            let (log_b, biased) = bias.map_or((0.0, 0..0), |b| (b.log_b, b.rows.clone()));
+            let mut sums = [0.0; PANEL];
+            softmax_columns(scores, (head_dim as f32).sqrt().recip(), log_b, biased, &mut sums);
+            for lane in (0..rows).step_by(TILE_ROWS) {
+                let count = TILE_ROWS.min(rows - lane);
+                let left = Left { data: &scores[lane..], row_step: 1, k_step: PANEL };
+                for panel in 0..panels {
+                    let data = &values[(head * panels + panel) * keys * PANEL..][..keys * PANEL];
+                    let right = Right { data, k_step: PANEL };
+                    let data = &mut o[lane * padded + panel * PANEL..];
+                    tile(count, left, right, keys, Target { data, row_step: padded, add: false });
+                }
+            }
+            for (row, sum) in o.chunks_exact_mut(padded).zip(&sums[..rows]) {
+                let factor = sum.recip();
+                row.iter_mut().for_each(|x| *x *= factor);
+            }
+        });
+    });
+    for (i, o) in scratch.staged.get().chunks_exact(part).enumerate() {
+        let (head, first) = (i / blocks, i % blocks * PANEL);
+        for r in 0..PANEL.min(n - first) {
+            out[(first + r) * dl + head * head_dim..][..head_dim]
+                .copy_from_slice(&o[r * padded..][..head_dim]);
+        }
+    }
+}
+
+vectorized! {
+    /// Turns raw scores `[keys, 32]` into weights before division by their sums. A lane's largest weight is 1.
+    fn softmax_columns(
+        scores: &mut [f32],
+        factor: f32,
+        log_b: f32,
+        biased: Range<usize>,
+        sums: &mut [f32; PANEL],
+    ) {
+        let (rows, _) = scores.as_chunks_mut::<PANEL>();
+        let mut top = [f32::NEG_INFINITY; PANEL];
+        for (i, row) in rows.iter_mut().enumerate() {
+            let add = if biased.contains(&i) { log_b } else { 0.0 };
+            for l in 0..PANEL {
+                row[l] = row[l].mul_add(factor, add);
+                top[l] = if row[l] > top[l] { row[l] } else { top[l] };
+            }
+        }
+        *sums = [0.0; PANEL];
+        // Sums of 64 at a time: a running sum over thousands of keys would lose their last bits.
+        for block in rows.chunks_mut(64) {
+            let mut part = [0.0f32; PANEL];
+            for row in block {
+                for l in 0..PANEL {
+                    row[l] = exp(row[l] - top[l]);
+                    part[l] += row[l];
+                }
+            }
+            for l in 0..PANEL {
+                sums[l] += part[l];
+            }
+        }
+    }
+}

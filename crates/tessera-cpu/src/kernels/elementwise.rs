@@ -1,0 +1,106 @@
+//! Kernels without neighbours: sums, activations, noise, and the sinusoid of a time.
+
+use super::Act;
+use crate::Pool;
+use crate::simd::{gelu_tanh, silu as silu_of, vectorized};
+use tessera_base::random::{DrawKey, normals};
+
+/// Elements of one block of work.
+const BLOCK: usize = 4096;
+
+/// `out = a + b`.
+pub fn add(pool: &Pool, out: &mut [f32], a: &[f32], b: &[f32]) {
+    assert!(out.len() == a.len() && a.len() == b.len());
+    pool.blocks(out, BLOCK, 2 * a.len(), |i, o| {
+        add_block(o, &a[i * BLOCK..], &b[i * BLOCK..]);
+    });
+}
+
+/// `out[N, d] = act(x[N, d] + b[d])`.
+pub fn bias_act(pool: &Pool, out: &mut [f32], x: &[f32], b: &[f32], act: Act) {
+    let d = b.len();
+    assert!(out.len() == x.len() && x.len().is_multiple_of(d));
+    pool.blocks(out, 16 * d, 12 * x.len(), |i, o| bias_act_rows(o, &x[i * 16 * d..], b, act));
+}
+
+/// `out = x · sigmoid(x)`.
+pub fn silu(pool: &Pool, out: &mut [f32], x: &[f32]) {
+    assert_eq!(out.len(), x.len());
+    pool.blocks(out, BLOCK, 12 * x.len(), |i, o| silu_block(o, &x[i * BLOCK..]));
+}
+
+/// `out = (1 − σ) · x0 + σ · noise`, where element i of `out` is element `first_element + i` of the draw.
+pub fn renoise(pool: &Pool, out: &mut [f32], x0: &[f32], sigma: f32, key: DrawKey, first_element: u64) {
+    assert_eq!(out.len(), x0.len());
+    pool.blocks(out, BLOCK, 40 * x0.len(), |i, o| {
+        normals(key, first_element + (i * BLOCK) as u64, o);
+        for (o, x) in o.iter_mut().zip(&x0[i * BLOCK..]) {
+            *o = (1.0 - sigma) * x + sigma * *o;
+        }
+    });
+}
+
+/// `out = x − σ · pred`, in f64 and rounded once.
+pub fn to_x0(pool: &Pool, out: &mut [f32], x: &[f32], pred: &[f32], sigma: f64) {
+    assert!(out.len() == x.len() && x.len() == pred.len());
+    pool.blocks(out, BLOCK, 4 * x.len(), |i, o| {
+        to_x0_block(o, &x[i * BLOCK..], &pred[i * BLOCK..], sigma);
+    });
+}
+
+/// `out[F, width]`: for each time, `width / 2` cosines then as many sines of `t · 10000^(−i / half)`, in f64.
+///
+/// # Panics
+/// If the width is odd.
+pub fn time_embed(out: &mut [f32], t: &[f32]) {
+    if t.is_empty() {
+        return;
+    }
+    let width = out.len() / t.len();
+    assert!(out.len() == width * t.len() && width.is_multiple_of(2));
+    let half = width / 2;
+    for (row, t) in out.chunks_exact_mut(width).zip(t) {
+        for i in 0..half {
+            let angle = f64::from(*t) * 10_000f64.powf(-(i as f64) / half as f64);
+            row[i] = angle.cos() as f32;
+            row[half + i] = angle.sin() as f32;
+        }
+    }
+}
+
+vectorized! {
+    fn add_block(out: &mut [f32], a: &[f32], b: &[f32]) {
+        for ((o, a), b) in out.iter_mut().zip(a).zip(b) {
+            *o = a + b;
+        }
+    }
+}
+
+vectorized! {
+    fn bias_act_rows(out: &mut [f32], x: &[f32], b: &[f32], act: Act) {
+        for (o, x) in out.chunks_exact_mut(b.len()).zip(x.chunks_exact(b.len())) {
+            let sums = o.iter_mut().zip(x).zip(b);
+            match act {
+                Act::None => sums.for_each(|((o, x), b)| *o = x + b),
+                Act::Silu => sums.for_each(|((o, x), b)| *o = silu_of(x + b)),
+                Act::GeluTanh => sums.for_each(|((o, x), b)| *o = gelu_tanh(x + b)),
+            }
+        }
+    }
+}
+
+vectorized! {
+    fn silu_block(out: &mut [f32], x: &[f32]) {
+        for (o, x) in out.iter_mut().zip(x) {
+            *o = silu_of(*x);
+        }
+    }
+}
+
+vectorized! {
+    fn to_x0_block(out: &mut [f32], x: &[f32], pred: &[f32], sigma: f64) {
+        for ((o, x), p) in out.iter_mut().zip(x).zip(pred) {
+            *o = (f64::from(*x) - sigma * f64::from(*p)) as f32;
+        }
+    }
+}

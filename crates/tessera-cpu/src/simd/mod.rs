@@ -1,0 +1,103 @@
+//! The vector unit: picks the widest one at run time, compiles a loop once for each, and holds the few
+//! functions that are written for it by hand. All `unsafe` of the kernels is in this module.
+
+#![allow(unsafe_code)]
+
+mod math;
+mod tile;
+
+pub(crate) use math::{exp, gelu_tanh, silu, sum_lanes};
+pub(crate) use tile::{BLOCK, Left, PANEL, Right, TILE_ROWS, Target, Tile, pack_panel, tile};
+
+/// A vector unit that this build can use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Level {
+    /// 16 lanes, 32 registers.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    /// 8 lanes, 16 registers.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// What the target's baseline offers.
+    Portable,
+}
+
+/// The widest unit of this machine. The answer is cached by the standard library.
+#[inline]
+pub(crate) fn level() -> Level {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl")
+        {
+            return Level::Avx512;
+        }
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            return Level::Avx2;
+        }
+    }
+    Level::Portable
+}
+
+/// Defines a function whose body is compiled for each vector unit and chosen at run time.
+///
+/// The loops inside must fix their own order of additions (see [`sum_lanes`]); the compiler never reorders
+/// float arithmetic, so all versions give the same bits.
+macro_rules! vectorized {
+    ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $body:block) => {
+        $(#[$meta])*
+        #[allow(unsafe_code, clippy::too_many_arguments)]
+        $vis fn $name($($arg: $ty),*) {
+            #[inline(always)]
+            fn body($($arg: $ty),*) $body
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+            fn avx512($($arg: $ty),*) {
+                body($($arg),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2($($arg: $ty),*) {
+                body($($arg),*)
+            }
+            match $crate::simd::level() {
+                // SAFETY: `level` has just seen these features on this machine.
+                #[cfg(target_arch = "x86_64")]
+                $crate::simd::Level::Avx512 => unsafe { avx512($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::simd::Level::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::simd::Level::Portable => body($($arg),*),
+            }
+        }
+    };
+}
+pub(crate) use vectorized;
+
+/// A growing buffer whose slices begin on a cache line, so that no vector load straddles two.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct Aligned {
+    data: Vec<f32>,
+    start: usize,
+    len: usize,
+}
+
+impl Aligned {
+    /// The first `len` elements, grown if need be; what they hold is unspecified.
+    pub(crate) fn take(&mut self, len: usize) -> &mut [f32] {
+        if self.data.len() < len + 16 {
+            self.data = vec![0.0; len + 16];
+            // 64 bytes are 16 elements; `align_offset` may decline, and alignment is only for speed.
+            self.start = self.data.as_ptr().align_offset(64).min(16);
+        }
+        self.len = len;
+        &mut self.data[self.start..self.start + len]
+    }
+
+    /// What the last [`take`](Aligned::take) gave.
+    pub(crate) fn get(&self) -> &[f32] {
+        &self.data[self.start..self.start + self.len]
+    }
+}

@@ -1,0 +1,316 @@
+//! The one inner loop of every product: a few rows of A against a panel of B, 32 columns wide.
+//!
+//! An element of a tile is Σₖ a·b as fused multiply-adds in the order of k, in blocks of [`BLOCK`] whose sums
+//! are added in order. No element sees another's row or column, so tiles of any height give the same bits.
+
+use super::{Level, level};
+
+/// Columns of a panel of B.
+pub(crate) const PANEL: usize = 32;
+/// Most rows of one tile.
+pub(crate) const TILE_ROWS: usize = 12;
+/// Steps of k that share one running sum: bounds the growth of rounding errors.
+pub(crate) const BLOCK: usize = 256;
+
+/// A product tile, row-major.
+pub(crate) type Tile = [f32; TILE_ROWS * PANEL];
+
+/// A operand: element (row, k) at `row * row_step + k * k_step`.
+#[derive(Clone, Copy)]
+pub(crate) struct Left<'a> {
+    pub(crate) data: &'a [f32],
+    pub(crate) row_step: usize,
+    pub(crate) k_step: usize,
+}
+
+/// B operand: element (k, column) at `k * k_step + column`.
+#[derive(Clone, Copy)]
+pub(crate) struct Right<'a> {
+    pub(crate) data: &'a [f32],
+    pub(crate) k_step: usize,
+}
+
+/// Where a tile goes: element (row, column) at `row * row_step + column`.
+pub(crate) struct Target<'a> {
+    pub(crate) data: &'a mut [f32],
+    pub(crate) row_step: usize,
+    /// Adds the product to what is there, for products of at most [`BLOCK`] steps.
+    pub(crate) add: bool,
+}
+
+/// Writes the product of `rows` (1 to 12) rows of `a` with 32 columns of `b` over `k` steps to `out`.
+///
+/// # Panics
+/// If a slice is too short for what would be read or written.
+pub(crate) fn tile(rows: usize, a: Left<'_>, b: Right<'_>, k: usize, out: Target<'_>) {
+    let Target { data: out, row_step: out_step, add } = out;
+    assert!((1..=TILE_ROWS).contains(&rows) && k > 0 && (!add || k <= BLOCK));
+    assert!((rows - 1) * a.row_step + (k - 1) * a.k_step < a.data.len());
+    assert!((k - 1) * b.k_step + PANEL <= b.data.len());
+    assert!((rows - 1) * out_step + PANEL <= out.len());
+    match level() {
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx512 => {
+            let mut r = 0;
+            while r < rows {
+                let left = Left { data: &a.data[r * a.row_step..], ..a };
+                let o = &mut out[r * out_step..];
+                // SAFETY: the asserts above bound every access of rows r..rows, and `level` saw the feature.
+                r += unsafe {
+                    match rows - r {
+                        12.. => x86::tile512::<12>(left, b, k, o, out_step, add),
+                        8.. => x86::tile512::<8>(left, b, k, o, out_step, add),
+                        6.. => x86::tile512::<6>(left, b, k, o, out_step, add),
+                        4.. => x86::tile512::<4>(left, b, k, o, out_step, add),
+                        3 => x86::tile512::<3>(left, b, k, o, out_step, add),
+                        2 => x86::tile512::<2>(left, b, k, o, out_step, add),
+                        _ => x86::tile512::<1>(left, b, k, o, out_step, add),
+                    }
+                };
+            }
+        }
+        #[cfg(target_arch = "x86_64")]
+        Level::Avx2 => {
+            let mut r = 0;
+            while r < rows {
+                let left = Left { data: &a.data[r * a.row_step..], ..a };
+                let o = &mut out[r * out_step..];
+                // SAFETY: as above.
+                r += unsafe {
+                    match rows - r {
+                        3.. => x86::tile256::<3>(left, b, k, o, out_step, add),
+                        2 => x86::tile256::<2>(left, b, k, o, out_step, add),
+                        _ => x86::tile256::<1>(left, b, k, o, out_step, add),
+                    }
+                };
+            }
+        }
+        Level::Portable => portable(rows, a, b, k, out, out_step, add),
+    }
+}
+
+fn portable(rows: usize, a: Left<'_>, b: Right<'_>, k: usize, out: &mut [f32], out_step: usize, add: bool) {
+    for r in 0..rows {
+        let o = &mut out[r * out_step..][..PANEL];
+        for k0 in (0..k).step_by(BLOCK) {
+            let mut acc = [0.0f32; PANEL];
+            for i in k0..(k0 + BLOCK).min(k) {
+                let v = a.data[r * a.row_step + i * a.k_step];
+                for (s, w) in acc.iter_mut().zip(&b.data[i * b.k_step..][..PANEL]) {
+                    *s = v.mul_add(*w, *s);
+                }
+            }
+            for (o, s) in o.iter_mut().zip(&acc) {
+                *o = if k0 == 0 && !add { *s } else { *o + *s };
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{BLOCK, Left, PANEL, Right};
+    use std::arch::x86_64::*;
+
+    macro_rules! tile_kernel {
+        ($name:ident, $features:literal, $lanes:literal, $zero:ident, $load:ident, $splat:ident, $fma:ident,
+         $add:ident, $store:ident) => {
+            /// `R` rows; returns `R`.
+            ///
+            /// # Safety
+            /// The machine has the features, and the bounds that [`super::tile`] asserts hold for `R` rows.
+            #[target_feature(enable = $features)]
+            pub(super) unsafe fn $name<const R: usize>(
+                a: Left<'_>,
+                b: Right<'_>,
+                k: usize,
+                out: &mut [f32],
+                out_step: usize,
+                add: bool,
+            ) -> usize {
+                const V: usize = PANEL / $lanes;
+                let (ap, bp, op) = (a.data.as_ptr(), b.data.as_ptr(), out.as_mut_ptr());
+                let mut k0 = 0;
+                while k0 < k {
+                    let end = (k0 + BLOCK).min(k);
+                    let mut acc = [[$zero(); V]; R];
+                    for i in k0..end {
+                        let w: [_; V] = std::array::from_fn(|v| {
+                            // SAFETY: i < k, so all 32 columns of step i lie inside `b`.
+                            unsafe { $load(bp.add(i * b.k_step + v * $lanes)) }
+                        });
+                        for (r, row) in acc.iter_mut().enumerate() {
+                            // SAFETY: r < R and i < k lie inside `a`.
+                            let x = $splat(unsafe { *ap.add(r * a.row_step + i * a.k_step) });
+                            for v in 0..V {
+                                row[v] = $fma(x, w[v], row[v]);
+                            }
+                        }
+                    }
+                    for (r, row) in acc.iter().enumerate() {
+                        for v in 0..V {
+                            // SAFETY: r < R, so 32 columns from r * out_step lie inside `out`.
+                            unsafe {
+                                let o = op.add(r * out_step + v * $lanes);
+                                $store(o, if k0 == 0 && !add { row[v] } else { $add($load(o), row[v]) });
+                            }
+                        }
+                    }
+                    k0 = end;
+                }
+                R
+            }
+        };
+    }
+
+    tile_kernel!(
+        tile512,
+        "avx512f",
+        16,
+        _mm512_setzero_ps,
+        _mm512_loadu_ps,
+        _mm512_set1_ps,
+        _mm512_fmadd_ps,
+        _mm512_add_ps,
+        _mm512_storeu_ps
+    );
+    tile_kernel!(
+        tile256,
+        "avx2,fma",
+        8,
+        _mm256_setzero_ps,
+        _mm256_loadu_ps,
+        _mm256_set1_ps,
+        _mm256_fmadd_ps,
+        _mm256_add_ps,
+        _mm256_storeu_ps
+    );
+
+    /// Transposes 16 × 16: `out[c * out_step + r] = w[r * w_step + c]`.
+    ///
+    /// # Safety
+    /// The machine has AVX-512F; 16 rows of 16 elements lie inside both pointers' allocations.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn transpose16(w: *const f32, w_step: usize, out: *mut f32, out_step: usize) {
+        // SAFETY: rows 0..16 of `w` are readable by the caller's promise.
+        let a: [__m512; 16] = std::array::from_fn(|r| unsafe { _mm512_loadu_ps(w.add(r * w_step)) });
+        let mut t = [_mm512_setzero_ps(); 16];
+        for i in 0..8 {
+            t[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+            t[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+        }
+        let pd = |lo: bool, x: __m512, y: __m512| {
+            let (x, y) = (_mm512_castps_pd(x), _mm512_castps_pd(y));
+            _mm512_castpd_ps(if lo { _mm512_unpacklo_pd(x, y) } else { _mm512_unpackhi_pd(x, y) })
+        };
+        // u[4g + j]: within each 128-bit lane l, column 4l + j of rows 4g..4g + 4.
+        let mut u = [_mm512_setzero_ps(); 16];
+        for g in 0..4 {
+            u[4 * g] = pd(true, t[4 * g], t[4 * g + 2]);
+            u[4 * g + 1] = pd(false, t[4 * g], t[4 * g + 2]);
+            u[4 * g + 2] = pd(true, t[4 * g + 1], t[4 * g + 3]);
+            u[4 * g + 3] = pd(false, t[4 * g + 1], t[4 * g + 3]);
+        }
+        for j in 0..4 {
+            let lo01 = _mm512_shuffle_f32x4::<0x88>(u[j], u[4 + j]);
+            let lo23 = _mm512_shuffle_f32x4::<0x88>(u[8 + j], u[12 + j]);
+            let hi01 = _mm512_shuffle_f32x4::<0xdd>(u[j], u[4 + j]);
+            let hi23 = _mm512_shuffle_f32x4::<0xdd>(u[8 + j], u[12 + j]);
+            // SAFETY: columns 0..16 are writable rows of `out` by the caller's promise.
+            unsafe {
+                _mm512_storeu_ps(out.add(j * out_step), _mm512_shuffle_f32x4::<0x88>(lo01, lo23));
+                _mm512_storeu_ps(out.add((4 + j) * out_step), _mm512_shuffle_f32x4::<0x88>(hi01, hi23));
+                _mm512_storeu_ps(out.add((8 + j) * out_step), _mm512_shuffle_f32x4::<0xdd>(lo01, lo23));
+                _mm512_storeu_ps(out.add((12 + j) * out_step), _mm512_shuffle_f32x4::<0xdd>(hi01, hi23));
+            }
+        }
+    }
+}
+
+/// Packs `columns` (at most 32) rows of `w[columns, k]`, `w_step` apart, as a panel `out[k, 32]`; missing
+/// columns become zeros.
+pub(crate) fn pack_panel(w: &[f32], w_step: usize, columns: usize, k: usize, out: &mut [f32]) {
+    assert!(columns <= PANEL && out.len() == k * PANEL);
+    assert!(columns == 0 || (columns - 1) * w_step + k <= w.len());
+    #[cfg(target_arch = "x86_64")]
+    if columns == PANEL && level() == Level::Avx512 {
+        let whole = k / 16 * 16;
+        for k0 in (0..whole).step_by(16) {
+            for half in [0, 16] {
+                // SAFETY: `level` saw AVX-512F; rows half..half + 16 and steps k0..k0 + 16 are inside both
+                // slices by the asserts above.
+                unsafe {
+                    let from = w.as_ptr().add(half * w_step + k0);
+                    x86::transpose16(from, w_step, out.as_mut_ptr().add(k0 * PANEL + half), PANEL);
+                }
+            }
+        }
+        pack_plain(w, w_step, columns, whole..k, out);
+        return;
+    }
+    pack_plain(w, w_step, columns, 0..k, out);
+}
+
+fn pack_plain(w: &[f32], w_step: usize, columns: usize, ks: std::ops::Range<usize>, out: &mut [f32]) {
+    for k in ks {
+        let row = &mut out[k * PANEL..][..PANEL];
+        for (c, o) in row.iter_mut().enumerate() {
+            *o = if c < columns { w[c * w_step + k] } else { 0.0 };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(n: usize, seed: u32) -> Vec<f32> {
+        let mut out = vec![0.0; n];
+        tessera_base::random::normals(
+            tessera_base::random::DrawKey { seed: u64::from(seed), chunk: 0, draw: 0 },
+            0,
+            &mut out,
+        );
+        out
+    }
+
+    #[test]
+    fn every_vector_unit_gives_the_same_bits() {
+        for (rows, k) in [(12, 96), (7, 300), (1, 1), (11, 513), (5, 256)] {
+            let (a, w) = (numbers(rows * k, 1), numbers(PANEL * k, 2));
+            let mut b = vec![0.0; k * PANEL];
+            pack_panel(&w, k, PANEL, k, &mut b);
+            let left = Left { data: &a, row_step: k, k_step: 1 };
+            let right = Right { data: &b, k_step: PANEL };
+            let (mut fast, mut plain) = ([0.0; TILE_ROWS * PANEL], [0.0; TILE_ROWS * PANEL]);
+            let to = Target { data: &mut fast, row_step: PANEL, add: false };
+            tile(rows, left, right, k, to);
+            portable(rows, left, right, k, &mut plain, PANEL, false);
+            assert_eq!(fast, plain);
+            #[cfg(target_arch = "x86_64")]
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                let mut narrow = [0.0; TILE_ROWS * PANEL];
+                for r in 0..rows {
+                    let row = Left { data: &a[r * k..], ..left };
+                    // SAFETY: one row lies inside the slices, and the features are there.
+                    unsafe { x86::tile256::<1>(row, right, k, &mut narrow[r * PANEL..], PANEL, false) };
+                }
+                assert_eq!(narrow, plain);
+            }
+        }
+    }
+
+    #[test]
+    fn packing_transposes_and_pads() {
+        for (columns, k) in [(32, 96), (32, 37), (5, 20), (31, 16)] {
+            let w = numbers(columns * k, 3);
+            let mut b = vec![f32::NAN; k * PANEL];
+            pack_panel(&w, k, columns, k, &mut b);
+            for i in 0..k {
+                for c in 0..PANEL {
+                    assert_eq!(b[i * PANEL + c], if c < columns { w[c * k + i] } else { 0.0 });
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,446 @@
+//! Every kernel against a naive f64 version at odd sizes, and the invariances that shards rest on, bit by bit.
+
+#![allow(clippy::unwrap_used)]
+
+use tessera_base::random::{DrawKey, normals, philox4x32};
+use tessera_cpu::Pool;
+use tessera_cpu::kernels::*;
+
+fn numbers(n: usize, seed: u64) -> Vec<f32> {
+    let mut out = vec![0.0; n];
+    normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut out);
+    out
+}
+
+/// The `i`-th of a fixed sequence of numbers in `low..=high`.
+fn pick(i: u32, what: u32, low: usize, high: usize) -> usize {
+    low + philox4x32([i, what, 0, 0], [1, 2])[0] as usize % (high - low + 1)
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|v| v.to_bits()).collect()
+}
+
+fn close(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(got.len(), want.len());
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        assert!((f64::from(*g) - w).abs() <= tolerance * w.abs().max(1.0), "{what}[{i}]: {g} for {w}");
+    }
+}
+
+fn mm(pool: &Pool, x: &[f32], w: &[f32], mnk: (usize, usize, usize), segments: usize) -> Vec<f32> {
+    let mut out = vec![f32::NAN; mnk.0 * mnk.1];
+    matmul(pool, &mut Scratch::new(), &mut out, x, Weight::Plain(w), mnk, None, Act::None, segments);
+    out
+}
+
+#[test]
+fn matmul_agrees_with_double_precision() {
+    let pool = Pool::new(2).unwrap();
+    let mut scratch = Scratch::new();
+    for (m, n, k) in [(1, 1, 1), (2, 33, 7), (13, 31, 100), (50, 70, 513), (3, 200, 96), (97, 5, 1024)] {
+        let (x, w, b) = (numbers(m * k, 1), numbers(n * k, 2), numbers(n, 3));
+        for act in [Act::None, Act::Silu, Act::GeluTanh] {
+            let mut want = vec![0.0f64; m * n];
+            for (i, o) in want.iter_mut().enumerate() {
+                let (r, c) = (i / n, i % n);
+                let y = (0..k).map(|i| f64::from(x[r * k + i]) * f64::from(w[c * k + i])).sum::<f64>();
+                let y = y + f64::from(b[c]);
+                *o = match act {
+                    Act::None => y,
+                    Act::Silu => y / (1.0 + (-y).exp()),
+                    Act::GeluTanh => {
+                        let u = (2.0 / std::f64::consts::PI).sqrt() * (y + 0.044_715 * y.powi(3));
+                        0.5 * y * (1.0 + u.tanh())
+                    }
+                };
+            }
+            let mut out = vec![0.0; m * n];
+            matmul(&pool, &mut scratch, &mut out, &x, Weight::Plain(&w), (m, n, k), Some(&b), act, 1);
+            close(&out, &want, 3e-6 * (k as f64).sqrt(), "matmul");
+            let packed = PackedWeight::new(&pool, &w, n, k);
+            let mut again = vec![0.0; m * n];
+            matmul(&pool, &mut scratch, &mut again, &x, Weight::Packed(&packed), (m, n, k), Some(&b), act, 1);
+            assert_eq!(bits(&out), bits(&again));
+        }
+    }
+}
+
+#[test]
+fn rows_columns_and_threads_do_not_show_in_a_product() {
+    let pools = [Pool::single(), Pool::new(2).unwrap(), Pool::new(3).unwrap()];
+    for i in 0..40 {
+        let m = pick(i, 0, 1, 150);
+        let n = pick(i, 1, 1, 200);
+        let k = if i % 8 == 0 { pick(i, 2, 3000, 14_000) } else { pick(i, 2, 1, 700) };
+        let (x, w) = (numbers(m * k, 10), numbers(n * k, 11));
+        let whole = mm(&pools[0], &x, &w, (m, n, k), 1);
+        for pool in &pools[1..] {
+            assert_eq!(bits(&mm(pool, &x, &w, (m, n, k), 1)), bits(&whole));
+        }
+        for j in 0..6 {
+            let row = pick(i, 10 + j, 0, m - 1);
+            let rows = if j == 0 { 1 } else { pick(i, 20 + j, 1, m - row) };
+            let column = pick(i, 30 + j, 0, n - 1);
+            let columns = if j == 1 { 1 } else { pick(i, 40 + j, 1, n - column) };
+            let pool = &pools[j as usize % 3];
+            let part =
+                mm(pool, &x[row * k..][..rows * k], &w[column * k..][..columns * k], (rows, columns, k), 1);
+            for r in 0..rows {
+                let want = &whole[(row + r) * n + column..][..columns];
+                assert_eq!(bits(&part[r * columns..][..columns]), bits(want), "{m} {n} {k}: {row} {column}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_subtree_of_segments_alone_is_that_subtree_of_the_whole() {
+    let pool = Pool::single();
+    for (m, n, k) in [(13, 40, 96), (5, 33, 8 * 301), (49, 32, 64)] {
+        let (x, w) = (numbers(m * k, 1), numbers(n * k, 2));
+        for segments in [2usize, 4, 8] {
+            let whole = mm(&pool, &x, &w, (m, n, k), segments);
+            for ranks in [2usize, 4, 8].into_iter().filter(|r| *r <= segments) {
+                let part = k / ranks;
+                let cut = |t: &[f32], rank: usize| -> Vec<f32> {
+                    t.chunks(k).flat_map(|row| row[rank * part..][..part].iter().copied()).collect()
+                };
+                let mut sums: Vec<Vec<f32>> = (0..ranks)
+                    .map(|r| mm(&pool, &cut(&x, r), &cut(&w, r), (m, n, part), segments / ranks))
+                    .collect();
+                while sums.len() > 1 {
+                    sums = sums
+                        .chunks(2)
+                        .map(|p| p[0].iter().zip(&p[1]).map(|(a, b)| a + b).collect())
+                        .collect();
+                }
+                assert_eq!(bits(&sums[0]), bits(&whole), "{segments} segments on {ranks} ranks");
+            }
+        }
+    }
+}
+
+#[test]
+fn norms_agree_with_double_precision_and_know_no_other_row() {
+    let pools = [Pool::single(), Pool::new(2).unwrap()];
+    let eps = 1e-6f32;
+    for (n, d, frames) in [(1usize, 7usize, 1), (37, 96, 3), (50, 1536, 4), (600, 130, 3)] {
+        let per = n.div_ceil(frames).max(1);
+        let x: Vec<f32> = numbers(n * d, 1).iter().map(|v| v * 3.0 + 40.0).collect();
+        let (w, b, y) = (numbers(d, 2), numbers(d, 3), numbers(n * d, 4));
+        let (parts, first_row) = (6, 2 * per);
+        let m = numbers((frames + 2) * parts * d, 5);
+        let place = Frames { first_row, rows_per_frame: per };
+        let unit = |r: usize, c: usize| {
+            let row = &x[r * d..][..d];
+            let mean = row.iter().map(|v| f64::from(*v)).sum::<f64>() / d as f64;
+            let var = row.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / d as f64;
+            (f64::from(row[c]) - mean) / (var + f64::from(eps)).sqrt()
+        };
+        let at =
+            |r: usize, part: usize, c: usize| f64::from(m[((first_row + r) / per * parts + part) * d + c]);
+        let each =
+            |f: &dyn Fn(usize, usize) -> f64| -> Vec<f64> { (0..n * d).map(|i| f(i / d, i % d)).collect() };
+        type Kernel<'a> = dyn Fn(&Pool, &mut [f32], &[f32], &[f32], Frames) + 'a;
+        let cases: [(&str, &Kernel<'_>, Vec<f64>); 4] = [
+            (
+                "layer_norm",
+                &|p, o, x, _, _| layer_norm(p, o, x, &w, &b, eps),
+                each(&|r, c| unit(r, c) * f64::from(w[c]) + f64::from(b[c])),
+            ),
+            (
+                "norm_modulate",
+                &|p, o, x, _, f| norm_modulate(p, o, x, d, &m, parts, (3, 4), f, eps),
+                each(&|r, c| unit(r, c) * (1.0 + at(r, 4, c)) + at(r, 3, c)),
+            ),
+            (
+                "gate_residual",
+                &|p, o, x, y, f| gate_residual(p, o, x, y, d, &m, parts, 5, f),
+                each(&|r, c| f64::from(x[r * d + c]) + f64::from(y[r * d + c]) * at(r, 5, c)),
+            ),
+            (
+                "rms_norm",
+                &|p, o, x, _, _| rms_norm(p, o, x, &w, 1, eps),
+                each(&|r, c| {
+                    let ss: f64 = x[r * d..][..d].iter().map(|v| f64::from(*v).powi(2)).sum();
+                    f64::from(x[r * d + c]) / (ss / d as f64 + f64::from(eps)).sqrt() * f64::from(w[c])
+                }),
+            ),
+        ];
+        for (name, kernel, want) in cases {
+            let mut whole = vec![f32::NAN; n * d];
+            kernel(&pools[0], &mut whole, &x, &y, place);
+            close(&whole, &want, 2e-5, name);
+            let mut shared = vec![f32::NAN; n * d];
+            kernel(&pools[1], &mut shared, &x, &y, place);
+            assert_eq!(bits(&shared), bits(&whole), "{name}");
+            for row in [0, n / 2, n - 1] {
+                let mut one = vec![f32::NAN; d];
+                let here = Frames { first_row: first_row + row, ..place };
+                kernel(&pools[0], &mut one, &x[row * d..][..d], &y[row * d..][..d], here);
+                assert_eq!(bits(&one), bits(&whole[row * d..][..d]), "{name} row {row}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rms_over_ranks_is_rms_on_one() {
+    let pool = Pool::single();
+    let (n, d) = (19, 96);
+    let (q, k, w) = (numbers(n * d, 1), numbers(n * d, 2), numbers(d, 3));
+    let mut want = vec![0.0; n * d];
+    rms_norm(&pool, &mut want, &k, &w, 8, 1e-6);
+    for ranks in [1usize, 2, 4, 8] {
+        let part = d / ranks;
+        let cut = |t: &[f32], rank: usize| -> Vec<f32> {
+            t.chunks(d).flat_map(|row| row[rank * part..][..part].iter().copied()).collect()
+        };
+        let mut sums: Vec<Vec<f32>> = (0..ranks)
+            .map(|r| {
+                let mut ss = vec![0.0; n * 2];
+                row_square_sum(&pool, &mut ss, &[&cut(&q, r), &cut(&k, r)], part, 8 / ranks);
+                ss
+            })
+            .collect();
+        while sums.len() > 1 {
+            sums = sums.chunks(2).map(|p| p[0].iter().zip(&p[1]).map(|(a, b)| a + b).collect()).collect();
+        }
+        for rank in 0..ranks {
+            let mut out = vec![0.0; n * part];
+            let w = &w[rank * part..][..part];
+            rms_scale(&pool, &mut out, &cut(&k, rank), &sums[0], (1, 2), w, d, 1e-6);
+            assert_eq!(bits(&out), bits(&cut(&want, rank)));
+        }
+    }
+}
+
+#[test]
+fn rope_is_the_double_precision_product_rounded_once() {
+    let mut cache = RopeCache::new();
+    for (head_dim, heads, grid, start, frame_stride) in [
+        (128, 2, [3, 4, 5], 3, 1),
+        (16, 3, [2, 3, 1], -7, 2),
+        (10, 1, [4, 2, 3], 1000, 1),
+        (24, 2, [3, 2, 2], -3, 0),
+        (4, 1, [2, 1, 1], 5, 1),
+    ] {
+        let spec = RopeSpec { head_dim, grid, start, frame_stride };
+        let tokens: usize = grid.iter().product();
+        let dl = heads * head_dim;
+        let x = numbers(tokens * dl, 1);
+        let mut out = vec![0.0; x.len()];
+        rope(&Pool::new(2).unwrap(), &mut out, &x, dl, 0, cache.get(spec));
+        let side = head_dim / 6;
+        let time = head_dim / 2 - 2 * side;
+        for (i, pair) in x.chunks(2).enumerate() {
+            let (row, j) = (i * 2 / dl, i % (head_dim / 2));
+            let [f, h, w] = [row / (grid[1] * grid[2]), row / grid[2] % grid[1], row % grid[2]];
+            let still = frame_stride == 0;
+            let (position, j, width) = if j < time {
+                ((start + frame_stride * f as i64) as f64, j, time)
+            } else if j < time + side {
+                (if still { 0.0 } else { h as f64 }, j - time, side)
+            } else {
+                (if still { 0.0 } else { w as f64 }, j - time - side, side)
+            };
+            let (sin, cos) = (position * 10_000f64.powf(-(j as f64) / width as f64)).sin_cos();
+            let (a, b) = (f64::from(pair[0]), f64::from(pair[1]));
+            assert_eq!(out[2 * i], (a * cos - b * sin) as f32);
+            assert_eq!(out[2 * i + 1], (a * sin + b * cos) as f32);
+        }
+        // A later part of the tokens, and one head of many.
+        let first = tokens / 2;
+        let mut part = vec![0.0; (tokens - first) * dl];
+        rope(&Pool::single(), &mut part, &x[first * dl..], dl, first, cache.get(spec));
+        assert_eq!(bits(&part), bits(&out[first * dl..]));
+    }
+    // Turning further by a uniform shift is turning to the later position.
+    let x = numbers(6 * 24, 2);
+    let turn = |x: &[f32], start, stride| {
+        let mut out = vec![0.0; x.len()];
+        let spec = RopeSpec { head_dim: 24, grid: [3, 2, 1], start, frame_stride: stride };
+        rope(&Pool::single(), &mut out, x, 24, 0, &RopeTables::new(spec));
+        out
+    };
+    let (far, moved) = (turn(&x, 9, 1), turn(&turn(&x, 4, 1), 5, 0));
+    assert!(far.iter().zip(&moved).all(|(a, b)| (a - b).abs() < 1e-5));
+}
+
+struct Heads<'a> {
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
+    dl: usize,
+    head_dim: usize,
+    bias: Option<&'a KeyBias>,
+}
+
+impl Heads<'_> {
+    fn run(&self, pool: &Pool) -> Vec<f32> {
+        let mut out = vec![f32::NAN; self.q.len()];
+        let shape = (self.dl, self.head_dim);
+        attention(pool, &mut Scratch::new(), &mut out, self.q, self.k, self.v, shape, self.bias);
+        out
+    }
+
+    /// One row of one head in f64.
+    fn exact(&self, row: usize, head: usize) -> Vec<f64> {
+        let (dl, hd) = (self.dl, self.head_dim);
+        let keys = self.k.len() / dl;
+        let at = |t: &[f32], r: usize, i: usize| f64::from(t[r * dl + head * hd + i]);
+        let mut scores: Vec<f64> = (0..keys)
+            .map(|r| {
+                let dot: f64 = (0..hd).map(|i| at(self.q, row, i) * at(self.k, r, i)).sum();
+                let add = self.bias.filter(|b| b.rows.contains(&r)).map_or(0.0, |b| f64::from(b.log_b));
+                dot / (hd as f64).sqrt() + add
+            })
+            .collect();
+        let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        scores.iter_mut().for_each(|s| *s = (*s - top).exp());
+        let sum: f64 = scores.iter().sum();
+        (0..hd).map(|i| (0..keys).map(|r| scores[r] * at(self.v, r, i)).sum::<f64>() / sum).collect()
+    }
+}
+
+#[test]
+fn attention_agrees_with_double_precision() {
+    let pool = Pool::new(2).unwrap();
+    for (i, keys) in [1, 2, 3, 31, 65, 193, 511, 1025, 2047, 4097].into_iter().enumerate() {
+        let (n, head_dim, heads) = ([1, 5, 33, 40][i % 4], [16, 64, 20, 128][i % 4], 1 + i % 3);
+        let dl = heads * head_dim;
+        let (q, k, v) = (numbers(n * dl, 1), numbers(keys * dl, 2), numbers(keys * dl, 3));
+        let bias = KeyBias { log_b: 0.3f32.ln(), rows: keys / 3..keys / 2 };
+        for bias in [None, Some(&bias)] {
+            let heads_of = Heads { q: &q, k: &k, v: &v, dl, head_dim, bias };
+            let out = heads_of.run(&pool);
+            for row in [0, n / 2, n - 1] {
+                for head in 0..heads {
+                    let got = &out[row * dl + head * head_dim..][..head_dim];
+                    close(got, &heads_of.exact(row, head), 3e-6, &format!("attention on {keys}"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn attention_survives_huge_logits() {
+    let (n, keys, head_dim) = (33, 257, 64);
+    let mut q = numbers(n * head_dim, 1);
+    let mut k = numbers(keys * head_dim, 2);
+    let v = numbers(keys * head_dim, 3);
+    // Dot products of up to 8e4 / √64: logits of ±1e4, the largest far from the next.
+    for (x, scale) in [(&mut q, 40.0f32), (&mut k, 80.0)] {
+        x.iter_mut().for_each(|v| *v = (*v * scale).clamp(-3.0 * scale, 3.0 * scale));
+    }
+    let case = Heads { q: &q, k: &k, v: &v, dl: head_dim, head_dim, bias: None };
+    let out = case.run(&Pool::single());
+    assert!(out.iter().all(|v| v.is_finite()));
+    for row in 0..n {
+        // An f32 logit of 1e4 is known to about 1e-2.
+        close(&out[row * head_dim..][..head_dim], &case.exact(row, 0), 3e-2, "huge logits");
+    }
+    // One direction: logits from −1e4 to 1e4 exactly, and all equal at 1e4.
+    let q = vec![100.0f32; head_dim];
+    for spread in [1.0f32, 0.0] {
+        let k: Vec<f32> = (0..keys)
+            .flat_map(|r| vec![12.5 * (1.0 - spread * 2.0 * r as f32 / (keys - 1) as f32); head_dim])
+            .collect();
+        let case = Heads { q: &q, k: &k, v: &v, dl: head_dim, head_dim, bias: None };
+        close(&case.run(&Pool::single()), &case.exact(0, 0), 1e-5, "logits of ±1e4");
+    }
+    let poisoned: Vec<f32> = v.iter().enumerate().map(|(i, v)| if i == 5 { f32::NAN } else { *v }).collect();
+    assert!(Heads { v: &poisoned, ..case }.run(&Pool::single())[5].is_nan(), "NaN must not be hidden");
+}
+
+#[test]
+fn rows_heads_and_threads_do_not_show_in_attention() {
+    let pools = [Pool::single(), Pool::new(2).unwrap(), Pool::new(3).unwrap()];
+    for i in 0..12 {
+        let (n, keys) = (pick(i, 0, 1, 120), pick(i, 1, 1, 700));
+        let head_dim = [16, 32, 48, 64][i as usize % 4];
+        let heads = pick(i, 2, 1, 5);
+        let dl = heads * head_dim;
+        let (q, k, v) = (numbers(n * dl, 1), numbers(keys * dl, 2), numbers(keys * dl, 3));
+        let bias = KeyBias { log_b: -1.0, rows: 0..keys / 2 };
+        let whole = Heads { q: &q, k: &k, v: &v, dl, head_dim, bias: Some(&bias) };
+        let out = whole.run(&pools[0]);
+        for pool in &pools[1..] {
+            assert_eq!(bits(&whole.run(pool)), bits(&out));
+        }
+        for j in 0..4 {
+            let row = pick(i, 10 + j, 0, n - 1);
+            let rows = if j == 0 { 1 } else { pick(i, 20 + j, 1, n - row) };
+            let head = pick(i, 30 + j, 0, heads - 1);
+            let count = pick(i, 40 + j, 1, heads - head);
+            let cut = |t: &[f32]| -> Vec<f32> {
+                t.chunks(dl).flat_map(|r| r[head * head_dim..][..count * head_dim].iter().copied()).collect()
+            };
+            let (q, k, v) = (cut(&q[row * dl..][..rows * dl]), cut(&k), cut(&v));
+            let part = Heads { q: &q, k: &k, v: &v, dl: count * head_dim, ..whole }.run(&pools[1]);
+            assert_eq!(bits(&part), bits(&cut(&out[row * dl..][..rows * dl])));
+        }
+    }
+}
+
+#[test]
+fn elementwise_kernels_agree_with_double_precision() {
+    let pools = [Pool::single(), Pool::new(2).unwrap()];
+    let (n, d) = (20_000 / 37, 37);
+    let (x, y, b) = (numbers(n * d, 1), numbers(n * d, 2), numbers(d, 3));
+    let key = DrawKey { seed: 9, chunk: 2, draw: 1 };
+    let first = 4098;
+    let mut noise = vec![0.0; first + n * d];
+    normals(key, 0, &mut noise);
+    for pool in &pools {
+        let mut out = vec![0.0; n * d];
+        let f = |v: f32| f64::from(v);
+        add(pool, &mut out, &x, &y);
+        close(&out, &x.iter().zip(&y).map(|(a, b)| f(*a) + f(*b)).collect::<Vec<_>>(), 1e-6, "add");
+        silu(pool, &mut out, &x);
+        close(&out, &x.iter().map(|v| f(*v) / (1.0 + (-f(*v)).exp())).collect::<Vec<_>>(), 1e-6, "silu");
+        bias_act(pool, &mut out, &x, &b, Act::Silu);
+        let sums = x.iter().enumerate().map(|(i, v)| f(*v) + f(b[i % d]));
+        close(&out, &sums.map(|v| v / (1.0 + (-v).exp())).collect::<Vec<_>>(), 1e-6, "bias_act");
+        renoise(pool, &mut out, &x, 0.3, key, first as u64);
+        let want = x.iter().zip(&noise[first..]).map(|(x, z)| (1.0 - 0.3f32) * x + 0.3f32 * z);
+        assert_eq!(out, want.collect::<Vec<f32>>());
+        to_x0(pool, &mut out, &x, &y, 0.9375);
+        let want = x.iter().zip(&y).map(|(x, p)| (f(*x) - 0.9375 * f(*p)) as f32);
+        assert_eq!(out, want.collect::<Vec<f32>>());
+    }
+    let mut e = vec![0.0; 2 * 10];
+    time_embed(&mut e, &[937.5, 0.0]);
+    assert_eq!(e[10..], [1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]);
+    let angle = 937.5 * 10_000f64.powf(-0.4);
+    assert_eq!([e[2], e[7]], [angle.cos() as f32, angle.sin() as f32]);
+}
+
+#[test]
+fn pixels_go_to_tokens_and_back() {
+    let g = PixelGeometry { frames: 2, height: 4, width: 6, stride: [2, 3, 2] };
+    let (rows, length) = g.tokens();
+    let [st, sh, sw] = g.stride;
+    let (high, wide) = (g.height * sh, g.width * sw);
+    let pixels: Vec<f32> = (0..g.frames * st * high * wide * 3).map(|i| (i as f32).sin()).collect();
+    let mut tokens = vec![f32::NAN; rows * length];
+    space_time_to_depth(&mut tokens, &pixels, g);
+    for (i, p) in pixels.iter().enumerate() {
+        let (rgb, x, y, t) = (i % 3, i / 3 % wide, i / 3 / wide % high, i / 3 / wide / high);
+        let channel = ((t % st * sh + y % sh) * sw + x % sw) * 3 + rgb;
+        let (f, h, w) = (t / st, y / sh, x / sw);
+        let row = (f * (g.height / 2) + h / 2) * (g.width / 2) + w / 2;
+        let inside = (h % 2 * 2 + w % 2) * g.channels() + channel;
+        assert_eq!(tokens[row * length + inside], *p);
+    }
+    let mut back = vec![0.0; pixels.len()];
+    depth_to_space_time(&mut back, &tokens, g);
+    assert_eq!(back, pixels);
+    tokens[0] = 7.0;
+    tokens[1] = -7.0;
+    tokens[2] = f32::NAN;
+    depth_to_space_time(&mut back, &tokens, g);
+    assert!(back[0] == 1.0 && back[1] == -1.0 && back[2].is_nan());
+}

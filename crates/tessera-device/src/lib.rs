@@ -1,0 +1,142 @@
+//! The contract of a backend: load programs with their weights, run them on a seat, hand values in and out.
+//!
+//! A backend owns its memory, streams and communicators; how it orders work inside a program is its own affair
+//! as long as the program's order and events hold. This room knows no model, no plan and no process, and names no
+//! backend.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use tessera_base::{Code, Diagnostic};
+use tessera_ir::{Program, Slots, Type};
+use tessera_mesh::{Coord, Mesh, Rank};
+
+/// A program that a backend cannot run.
+pub static T0801: Code = Code {
+    id: "T0801",
+    title: "backend cannot run this program",
+    page: "The program is well formed, but this backend has no kernel for one of its ops in the dtype and layout at \
+hand. The message names the op. Another backend, strategy or dtype may do.",
+};
+/// A call that does not bring what a program reads.
+pub static T0802: Code = Code {
+    id: "T0802",
+    title: "call does not bring what the program reads",
+    page: "A program reads its call scalars and input tensors by name. One is missing, has the wrong kind, or the wrong \
+number of elements. Leader and worker validate envelopes against the plan before this can happen; seen here it means that \
+the plan and the programs differ.",
+};
+
+/// Codes this room raises.
+pub const CODES: &[&Code] = &[&T0801, &T0802];
+
+/// Where a backend sits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Seat {
+    /// Mesh of the plan.
+    pub mesh: Mesh,
+    /// This rank.
+    pub rank: Rank,
+}
+
+impl Seat {
+    /// This rank's coordinate.
+    #[must_use]
+    pub fn coord(&self) -> Coord {
+        self.mesh.coord_of(self.rank)
+    }
+}
+
+/// A scalar of a call.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Scalar {
+    /// A whole number.
+    I64(i64),
+    /// A number.
+    F32(f32),
+    /// One number per latent frame.
+    F32s(Vec<f32>),
+}
+
+/// What a call brings to a program.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct CallData<'a> {
+    /// Scalars by name.
+    pub scalars: BTreeMap<&'a str, Scalar>,
+    /// Whole tensors by name, row-major f32.
+    pub inputs: BTreeMap<&'a str, &'a [f32]>,
+}
+
+/// Reads weights for a backend: the piece of a named tensor that a seat holds, row-major f32.
+pub trait WeightSource {
+    /// The piece of `name` with this local type at `coord`. `load` is the weight op's reordering, if any; the
+    /// type is that of the reordered tensor.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the tensor.
+    fn read(&mut self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Result<Vec<f32>, Diagnostic>;
+}
+
+/// A loaded program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Loaded(pub usize);
+
+/// Why a program did not end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fault {
+    /// This rank failed by itself.
+    Failed(String),
+    /// A collective ran into its deadline; the text names who was missing.
+    Stalled(String),
+    /// Somebody else ended the run.
+    Aborted(String),
+}
+
+/// What a backend saw while it ran a program. A backend may call from a thread of its own.
+pub trait Observer: Send {
+    /// A collective was issued: index of its op in the program.
+    fn issued(&mut self, op: usize);
+    /// Progress, for whoever watches: ops done so far.
+    fn progress(&mut self, ops: u32);
+}
+
+/// Makes a backend's blocked collectives return, from any thread.
+pub type Abort = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// A device with programs loaded on it.
+pub trait Backend {
+    /// Loads a program: allocates its slots and buffers, reads the weights it does not hold yet.
+    ///
+    /// # Errors
+    /// T0801, or what the weight source refuses.
+    fn load(
+        &mut self,
+        program: &Arc<Program>,
+        slots: &Slots,
+        weights: &mut dyn WeightSource,
+    ) -> Result<Loaded, Diagnostic>;
+
+    /// Runs a loaded program to its end.
+    ///
+    /// # Errors
+    /// A fault; the backend is of no further use after it.
+    fn run(&mut self, program: Loaded, call: &CallData<'_>, observer: &mut dyn Observer) -> Result<(), Fault>;
+
+    /// A value that the last run put out.
+    fn output(&self, name: &str) -> Option<&[f32]>;
+
+    /// Contents of a buffer, row-major.
+    fn read_buffer(&self, name: &str) -> Option<Vec<f32>>;
+
+    /// Overwrites a buffer; `false` when there is none of this name and length.
+    fn write_buffer(&mut self, name: &str, data: &[f32]) -> bool;
+
+    /// Zeroes every buffer.
+    fn reset(&mut self);
+
+    /// Bytes held: weights, buffers, temporaries.
+    fn memory(&self) -> [u64; 3];
+
+    /// Ends blocked collectives.
+    fn abort(&self) -> Abort;
+}

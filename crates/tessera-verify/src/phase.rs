@@ -1,0 +1,258 @@
+//! Whether the programs of all ranks fit together in one phase.
+
+use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_ir::{Kind, Opcode, Phase, Program, RoleRanks};
+use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
+
+use crate::trace::{Item, trace};
+use crate::{launch, program, say, sequence, structure};
+
+/// Roles, ranks or programs that do not line up.
+pub static T0329: Code = Code {
+    id: "T0329",
+    title: "roles and programs do not cover the ranks",
+    page: "A plan gives every rank of the mesh exactly one role, and every phase has one program per role, in the \
+order of the roles, written for the plan's mesh and for that role. Names of roles, phases and calls are each used \
+once. A rank without a role would never join its groups' collectives, and everyone else would wait.\n\n\
+A role with nothing to do in a phase has an empty program.",
+};
+/// A local extent that is not the rank's piece.
+pub static T0331: Code = Code {
+    id: "T0331",
+    title: "uneven shard is not the rank's piece",
+    page: "Where a dim is cut unevenly, the first positions of the axis hold one unit more. All ranks of a role run one \
+program, so they must all hold pieces of the same size, the one that the program's local shape says. Otherwise counts \
+of an exchange differ between peers, and bytes land in the wrong rows.\n\nSplit the role into one per piece size.",
+};
+/// Roles that read one input differently.
+pub static T0332: Code = Code {
+    id: "T0332",
+    title: "roles disagree about an input",
+    page: "The tensors and scalars of a call are sent to every rank as they are, so all roles of a phase must declare \
+an input of one name with one dtype and shape. Correct the role whose declaration differs; the message shows both.",
+};
+
+/// The programs of a phase with what the checks across ranks need to know, each worked out once per role.
+pub(crate) struct Ranks<'a> {
+    pub(crate) mesh: &'a Mesh,
+    pub(crate) roles: &'a [RoleRanks],
+    pub(crate) programs: &'a [Program],
+    /// Role of each rank.
+    pub(crate) role_of: Vec<usize>,
+    /// Collectives of each role.
+    pub(crate) traces: Vec<Vec<Item>>,
+}
+
+impl Ranks<'_> {
+    /// Place of a rank's collective: rank, stream, op.
+    pub(crate) fn at(&self, d: Diagnostic, rank: Rank, item: usize, says: impl Into<String>) -> Diagnostic {
+        let p = &self.programs[self.role_of[rank.0 as usize]];
+        let op = self.traces[self.role_of[rank.0 as usize]][item].op;
+        let at = format!("rank {rank}, {}, stream {}", say::place(p, op), say::stream(p, &p.ops[op]));
+        match p.ops[op].span {
+            Some(span) => d.at_span(at, says, span),
+            None => d.at(at, says),
+        }
+    }
+}
+
+/// Judges the programs of one phase across ranks: groups agree position by position, sends meet receives, no
+/// cycle of waits, one order of launches. Each program is taken to be right by itself ([`crate::check_program`]).
+///
+/// The work is by roles; ranks of one role cost only their place in a table.
+#[must_use]
+pub fn check_phase(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostics {
+    let mut out = check_roles(mesh, roles);
+    out.extend(check_programs(mesh, roles, phase));
+    if !out.is_empty() {
+        return out;
+    }
+    out.extend(phase.programs.iter().flat_map(structure::check));
+    if !out.is_empty() {
+        return out;
+    }
+    let mut role_of = vec![0; mesh.ranks() as usize];
+    for (i, role) in roles.iter().enumerate() {
+        role.ranks.iter().for_each(|r| role_of[r.0 as usize] = i);
+    }
+    let traces = phase.programs.iter().map(trace).collect();
+    let ranks = Ranks { mesh, roles, programs: &phase.programs, role_of, traces };
+    out.extend(peers(&ranks));
+    out.extend(pieces(&ranks));
+    out.extend(inputs(&phase.programs));
+    if !out.is_empty() {
+        return out;
+    }
+    let matched = sequence::check(&ranks);
+    if matched.diagnostics.is_empty() { launch::check(&ranks, &matched) } else { matched.diagnostics }
+}
+
+/// Every rank has one role.
+pub(crate) fn check_roles(mesh: &Mesh, roles: &[RoleRanks]) -> Diagnostics {
+    let mut out = Vec::new();
+    let mut owner: Vec<Option<&str>> = vec![None; mesh.ranks() as usize];
+    for (i, role) in roles.iter().enumerate() {
+        if roles[..i].iter().any(|r| r.role == role.role) {
+            out.push(Diagnostic::error(&T0329, format!("two roles are called {}", role.role)));
+        }
+        if role.ranks.is_empty() {
+            out.push(Diagnostic::error(&T0329, format!("role {} has no ranks", role.role)));
+        }
+        if !role.ranks.windows(2).all(|w| w[0] < w[1]) {
+            out.push(Diagnostic::error(&T0329, format!("ranks of role {} are not ascending", role.role)));
+        }
+        for r in &role.ranks {
+            match owner.get_mut(r.0 as usize) {
+                None => {
+                    let message = format!("role {} names rank {r} of a mesh of {}", role.role, mesh.ranks());
+                    out.push(Diagnostic::error(&T0329, message).at("mesh", mesh.to_string()));
+                }
+                Some(Some(first)) if *first != role.role => {
+                    out.push(Diagnostic::error(
+                        &T0329,
+                        format!("rank {r} plays both {first} and {}", role.role),
+                    ));
+                }
+                Some(slot) => *slot = Some(&role.role),
+            }
+        }
+    }
+    let missing: Vec<Rank> = mesh.iter().filter(|r| owner[r.0 as usize].is_none()).collect();
+    if !missing.is_empty() {
+        out.push(Diagnostic::error(&T0329, format!("no role for {}", say::ranks(&missing))));
+    }
+    out
+}
+
+fn check_programs(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostics {
+    let mut out = Vec::new();
+    if phase.programs.len() != roles.len() {
+        let message =
+            format!("phase {} has {} programs for {} roles", phase.name, phase.programs.len(), roles.len());
+        out.push(Diagnostic::error(&T0329, message));
+    }
+    for (role, p) in roles.iter().zip(&phase.programs) {
+        let mut bad = |what: &str, has: String, wants: String| {
+            let d =
+                Diagnostic::error(&T0329, format!("a program of phase {} is for another {what}", phase.name));
+            out.push(d.at(say::title(p), has).at("plan", wants));
+        };
+        if p.mesh != *mesh {
+            bad("mesh", p.mesh.to_string(), mesh.to_string());
+        }
+        if p.role != role.role {
+            bad("role", p.role.clone(), role.role.clone());
+        }
+        if p.name != phase.name {
+            bad("phase", p.name.clone(), phase.name.clone());
+        }
+        if p.dialect != tessera_ir::Dialect::Role {
+            bad("dialect", "toperator".to_string(), "ttile".to_string());
+        }
+    }
+    out
+}
+
+/// No rank sends to itself or beyond the axis.
+fn peers(ranks: &Ranks<'_>) -> Diagnostics {
+    let mut out = Vec::new();
+    for (role, trace) in ranks.traces.iter().enumerate() {
+        let mut seen = std::collections::BTreeSet::new();
+        for item in trace.iter() {
+            let (axis, Some(k)) = (item.signature.axis, item.signature.peer) else { continue };
+            // One refusal per peer is enough: the others say the same.
+            if !seen.insert((axis, k)) {
+                continue;
+            }
+            let mine = ranks.roles[role].ranks.iter().find(|r| ranks.mesh.coord_of(**r).on(axis) == k);
+            if k >= ranks.mesh.size(axis) || mine.is_some() {
+                let who =
+                    mine.map_or("no rank".to_string(), |r| format!("rank {r}, which runs the program,"));
+                let message = format!("{}: {who} stands there", item.signature.short());
+                out.push(say::refuse(&program::T0309, &ranks.programs[role], item.op, message));
+            }
+        }
+        let p = &ranks.programs[role];
+        let groups = p.ops.iter().enumerate().filter(|(_, o)| o.opcode.row().kind == Kind::Collective);
+        for (i, op) in groups {
+            if let Some(a) = op.axis()
+                && ranks.mesh.size(a) < 2
+            {
+                out.push(say::refuse(
+                    &program::T0310,
+                    p,
+                    i,
+                    format!("{} over {a} of one rank", op.opcode.name()),
+                ));
+            }
+        }
+    }
+    out
+}
+
+/// Local extents of uneven shards are those of every rank of the role.
+fn pieces(ranks: &Ranks<'_>) -> Diagnostics {
+    let mut out = Vec::new();
+    for (role, p) in ranks.programs.iter().enumerate() {
+        for axis in ranks.mesh.axes() {
+            let found = uneven(p, axis);
+            if found.is_empty() {
+                continue;
+            }
+            let mut positions = std::collections::BTreeMap::new();
+            for r in &ranks.roles[role].ranks {
+                positions.entry(ranks.mesh.coord_of(*r).on(axis)).or_insert(*r);
+            }
+            for (name, shard, local) in found {
+                let piece = |at: u32| shard.range(local, ranks.mesh.size(axis), at).1;
+                let Some((at, rank)) = positions.iter().find(|(at, _)| piece(**at) != local) else {
+                    continue;
+                };
+                let of = shard.uneven.map_or(0, |u| u.extent);
+                let message = format!("{name} has {local} of {of} along dim {} over {axis}", shard.dim);
+                out.push(
+                    Diagnostic::error(&T0331, message)
+                        .at(say::title(p), format!("local extent {local}"))
+                        .at(format!("rank {rank}, position {at} of {axis}"), format!("holds {}", piece(*at))),
+                );
+            }
+        }
+    }
+    out
+}
+
+/// Distinct uneven shards over an axis: a name to show, the shard, the local extent.
+fn uneven(p: &Program, axis: Axis) -> Vec<(String, Shard, u64)> {
+    let mut seen = std::collections::BTreeSet::new();
+    let values = p.values.iter().map(|v| ('%', &v.name, &v.ty));
+    let buffers = p.buffers.iter().map(|b| ('@', &b.name, &b.ty));
+    values
+        .chain(buffers)
+        .filter_map(|(sigil, name, ty)| match ty.layout.on(axis) {
+            AxisLayout::Shard(s) if s.uneven.is_some() => {
+                Some((format!("{sigil}{name}"), s, *ty.shape.get(s.dim)?))
+            }
+            _ => None,
+        })
+        .filter(|(_, s, local)| seen.insert((*s, *local)))
+        .collect()
+}
+
+fn inputs(programs: &[Program]) -> Diagnostics {
+    let mut out = Vec::new();
+    let mut known = std::collections::BTreeMap::new();
+    for p in programs {
+        for (i, op) in p.ops.iter().enumerate() {
+            let (Opcode::Input | Opcode::Call, Some(name)) = (op.opcode, &op.name) else { continue };
+            let ty = p.ty(op.results[0]);
+            let (first, at) = *known.entry((op.opcode, name)).or_insert((p, i));
+            let other = first.ty(first.ops[at].results[0]);
+            if (ty.dtype, &ty.shape) != (other.dtype, &other.shape) {
+                let d = Diagnostic::error(&T0332, format!("\"{name}\" has two types"));
+                let d = say::at_op(d, first, at, other.display(&first.mesh));
+                out.push(say::at_op(d, p, i, ty.display(&p.mesh)));
+            }
+        }
+    }
+    out
+}

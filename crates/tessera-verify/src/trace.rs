@@ -1,0 +1,172 @@
+//! What a program's collectives look like to the other members of their groups.
+
+use std::fmt::Write;
+
+use tessera_ir::{DType, Op, Opcode, Program, Type};
+use tessera_mesh::{Axis, AxisLayout, Layout, Reduction};
+
+/// What a rank's collectives come to in one phase.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Census {
+    /// Collectives issued, sends and receives included.
+    pub collectives: u64,
+    /// BLAKE3 over [`collective_line`] of each collective in program order, each followed by a newline. A
+    /// runtime that folds the lines of what it issues arrives at the same digest or has left the plan.
+    pub trace_digest: [u8; 32],
+}
+
+impl Census {
+    /// Of a program that was judged well-formed.
+    pub(crate) fn of(p: &Program) -> Census {
+        let mut hash = blake3::Hasher::new();
+        let mut collectives = 0;
+        for item in trace(p) {
+            hash.update(item.signature.to_string().as_bytes());
+            hash.update(b"\n");
+            collectives += 1;
+        }
+        Census { collectives, trace_digest: *hash.finalize().as_bytes() }
+    }
+}
+
+/// The line of a collective in a trace: axis, op, dtype, extents and layout, reduction, root, dims, peer.
+/// `None` if the op at this index is no collective or its type cannot be known. Members of a group have equal
+/// lines for a symmetric op. Costs one pass over the program: ask once, not per call.
+#[must_use]
+pub fn collective_line(p: &Program, op: usize) -> Option<String> {
+    trace(p).into_iter().find(|i| i.op == op).map(|i| i.signature.to_string())
+}
+
+/// One collective of a program.
+#[derive(Debug, Clone)]
+pub(crate) struct Item {
+    pub(crate) op: usize,
+    pub(crate) signature: Signature,
+}
+
+/// Everything that the members of a group must agree on.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Signature {
+    pub(crate) axis: Axis,
+    pub(crate) opcode: Opcode,
+    pub(crate) dtype: DType,
+    /// Local extents, except that a dim sharded over the group's own axis has its global one: pieces may
+    /// differ there, and with one global extent and unit every per-peer count follows.
+    pub(crate) extents: Vec<u64>,
+    pub(crate) layout: Layout,
+    pub(crate) reduction: Option<Reduction>,
+    pub(crate) root: Option<i64>,
+    /// Tensor dims and units, by name.
+    pub(crate) dims: Vec<(&'static str, i64)>,
+    /// Position of the other side of a send or receive.
+    pub(crate) peer: Option<u32>,
+}
+
+impl Signature {
+    pub(crate) fn is_pair(&self) -> bool {
+        self.peer.is_some()
+    }
+
+    /// The op with what a person needs to tell it from its neighbours.
+    pub(crate) fn short(&self) -> String {
+        let reduction = self.reduction.map_or(String::new(), |r| format!("({})", r.name()));
+        match (self.opcode, self.peer) {
+            (Opcode::Send, Some(k)) => format!("send to {} {k} of {}", self.axis, self.shape()),
+            (Opcode::Recv, Some(k)) => format!("recv from {} {k} of {}", self.axis, self.shape()),
+            _ => format!("{}{reduction} over {} of {}", self.opcode.name(), self.axis, self.shape()),
+        }
+    }
+
+    fn shape(&self) -> String {
+        let dims: Vec<String> = self.extents.iter().map(u64::to_string).collect();
+        format!("{}[{}]", self.dtype, dims.join(", "))
+    }
+
+    /// Layout in words, leaving out axes on which it is replicated.
+    pub(crate) fn layout(&self) -> String {
+        let parts: Vec<String> = Axis::ALL
+            .into_iter()
+            .filter(|a| self.layout.on(*a) != AxisLayout::Replicated)
+            .map(|a| format!("{a}: {}", self.layout.on(a)))
+            .collect();
+        if parts.is_empty() { "replicated".to_string() } else { parts.join(", ") }
+    }
+}
+
+impl std::fmt::Display for Signature {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {} {} {{{}}}", self.axis, self.opcode.name(), self.shape(), self.layout())?;
+        if let Some(r) = self.reduction {
+            write!(f, " reduction={}", r.name())?;
+        }
+        if let Some(r) = self.root {
+            write!(f, " root={r}")?;
+        }
+        for (name, at) in &self.dims {
+            write!(f, " {name}={at}")?;
+        }
+        self.peer.map_or(Ok(()), |k| write!(f, " peer={k}"))
+    }
+}
+
+/// A program's collectives in program order. Ops without an axis or a type are left out: the judge of the
+/// program refuses those.
+pub(crate) fn trace(p: &Program) -> Vec<Item> {
+    // A receive's type is written where it is waited for.
+    let mut waits = vec![None; p.values.len()];
+    for op in p.ops.iter().filter(|o| o.opcode == Opcode::Wait) {
+        if let (Some(t), Some(r)) = (op.operands.first(), op.results.first()) {
+            waits[t.0 as usize] = Some(*r);
+        }
+    }
+    let moved = |op: &Op| -> Option<Type> {
+        let v = match (op.opcode, op.issue) {
+            (Opcode::Recv, true) => waits[op.results.first()?.0 as usize]?,
+            (Opcode::Recv, false) => *op.results.first()?,
+            _ => *op.operands.first()?,
+        };
+        Some(p.ty(v).clone())
+    };
+    p.collectives()
+        .filter_map(|(i, op)| Some(Item { op: i, signature: signature(p, op, op.axis()?, &moved(op)?) }))
+        .collect()
+}
+
+fn signature(p: &Program, op: &Op, axis: Axis, moved: &Type) -> Signature {
+    let mut extents = moved.shape.clone();
+    if let AxisLayout::Shard(s) = moved.layout.on(axis)
+        && let Some(n) = extents.get_mut(s.dim)
+    {
+        *n = s.extent(*n, p.mesh.size(axis));
+    }
+    let mut layout = Layout::REPLICATED;
+    for a in p.mesh.axes() {
+        layout = layout.with(a, moved.layout.on(a));
+    }
+    let key = match op.opcode {
+        Opcode::Send => Some("to"),
+        Opcode::Recv => Some("from"),
+        _ => None,
+    };
+    Signature {
+        axis,
+        opcode: op.opcode,
+        dtype: moved.dtype,
+        extents,
+        layout,
+        reduction: op.reduction(),
+        root: op.int("root"),
+        dims: ["concat", "dim", "split", "unit"].into_iter().filter_map(|n| Some((n, op.int(n)?))).collect(),
+        // A position that does not exist is refused with the program; it must still read as a pair here.
+        peer: key.map(|k| op.int(k).and_then(|i| u32::try_from(i).ok()).unwrap_or(u32::MAX)),
+    }
+}
+
+/// Bytes as hex digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut s, b| {
+        // Writing to a string cannot fail.
+        let _ = write!(s, "{b:02x}");
+        s
+    })
+}
