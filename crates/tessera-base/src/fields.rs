@@ -22,7 +22,8 @@ silently dropped runs a different model from the one that was asked for. The mes
 pub static T0003: Code = Code {
     id: "T0003",
     title: "config key missing",
-    page: "The key has no safe default: guessing it would run a different model.",
+    page: "The key has no safe default: guessing it would run a different model. Add the key to the \
+file and table that the message names; the model's own release says which value it was trained with.",
 };
 /// Wrong kind or range.
 pub static T0004: Code = Code {

@@ -233,6 +233,7 @@ impl Backend for Cpu {
     fn memory(&self) -> [u64; 3] {
         let bytes = |n: usize| n as u64 * 4;
         let weights = self
+            .memory
             .weights
             .iter()
             .map(|w| match w {

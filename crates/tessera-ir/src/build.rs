@@ -1,11 +1,13 @@
 //! Builds programs op by op; each result's type comes from the op's rule.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_mesh::Mesh;
 
 use crate::rules::{RuleError, infer};
-use crate::{Attr, Attrs, Buffer, BufferId, DType, Dialect, Op, Opcode, Program, StreamId, Type, Value, ValueId};
+use crate::{
+    Attr, Attrs, Buffer, BufferId, DType, Dialect, Op, Opcode, Program, StreamId, Type, Value, ValueId,
+};
 
 /// Makes a program. A rule that refuses an op is kept and reported by [`Builder::finish`]; building goes on
 /// with a scalar in its place, so that one call collects every mistake.
@@ -13,6 +15,7 @@ use crate::{Attr, Attrs, Buffer, BufferId, DType, Dialect, Op, Opcode, Program, 
 pub struct Builder {
     program: Program,
     buffers: BTreeMap<String, BufferId>,
+    names: BTreeSet<String>,
     errors: Vec<RuleError>,
     pending: Pending,
 }
@@ -52,6 +55,7 @@ impl Builder {
                 ops: Vec::new(),
             },
             buffers: BTreeMap::new(),
+            names: BTreeSet::new(),
             errors: Vec::new(),
             pending: Pending::default(),
         }
@@ -202,12 +206,22 @@ impl Builder {
             keyed,
             attrs: pending.attrs,
             results: Vec::new(),
-            stream: pending.stream.unwrap_or(StreamId(0)),
+            // What the call brings is there before any stream runs.
+            stream: match opcode {
+                Opcode::Input | Opcode::Call | Opcode::Weight => StreamId(0),
+                _ => pending.stream.unwrap_or(StreamId(0)),
+            },
             after: pending.after,
             span: None,
         };
         let types = infer(&self.program, &op, &declared).unwrap_or_else(|mut e| {
-            e.message = format!("{} ({} of @{}): {}", opcode.name(), self.program.ops.len(), self.program.name, e.message);
+            e.message = format!(
+                "{} ({} of @{}): {}",
+                opcode.name(),
+                self.program.ops.len(),
+                self.program.name,
+                e.message
+            );
             self.errors.push(e);
             vec![Type::scalar(DType::F32); opcode.row().results]
         });
@@ -218,7 +232,7 @@ impl Builder {
                 let id = ValueId(self.program.values.len() as u32);
                 let name = match (&pending.label, i) {
                     (Some(l), 0) => self.unique(l),
-                    _ => id.0.to_string(),
+                    _ => self.unique(&id.0.to_string()),
                 };
                 self.program.values.push(Value { name, ty });
                 id
@@ -229,12 +243,15 @@ impl Builder {
         results
     }
 
-    fn unique(&self, label: &str) -> String {
-        let taken = |n: &str| self.program.values.iter().any(|v| v.name == n);
-        if !taken(label) {
-            return label.to_string();
-        }
-        (1..).map(|i| format!("{label}.{i}")).find(|n| !taken(n)).unwrap_or_default()
+    /// A name that the text can hold and that no other value has.
+    fn unique(&mut self, label: &str) -> String {
+        let plain = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '-') { c } else { '_' };
+        let label: String = label.chars().map(plain).collect();
+        let numbered = (1..).map(|i| format!("{label}.{i}"));
+        let mut candidates = std::iter::once(label.clone()).filter(|l| !l.is_empty()).chain(numbered);
+        let name = candidates.find(|n| !self.names.contains(n)).unwrap_or_default();
+        self.names.insert(name.clone());
+        name
     }
 
     /// The program, or what its rules refused.
@@ -269,5 +286,31 @@ impl From<&str> for Attr {
 impl From<Vec<i64>> for Attr {
     fn from(v: Vec<i64>) -> Attr {
         Attr::Ints(v)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{parse, print};
+
+    #[test]
+    fn what_is_built_reads_back() {
+        let mut b = Builder::logical("p");
+        let x = b.label("1").stream("io").input("x \"quoted\"", Type::new(DType::F32, [2, 2]));
+        let y = b.label("a b").op(Opcode::Silu, &[x]);
+        let z = b.label("a b").attr("eps", f64::NAN).op(Opcode::Add, &[x, y]);
+        b.output("z", z);
+        assert!(b.finish().is_err(), "add has no eps");
+        let mut b = Builder::logical("p");
+        let x = b.label("1").stream("io").input("x \"quoted\"", Type::new(DType::F32, [2, 2]));
+        let y = b.op(Opcode::Silu, &[x]);
+        let z = b.label("a b").op(Opcode::Add, &[x, y]);
+        let w = b.label("a b").stream("io").op(Opcode::Add, &[x, z]);
+        b.output("w", w);
+        let p = b.finish().unwrap();
+        let names: Vec<&str> = p.values.iter().map(|v| v.name.as_str()).collect();
+        assert_eq!(names, ["1", "1.1", "a_b", "a_b.1"]);
+        assert_eq!(parse(&print(&p), "p").unwrap().without_spans(), p);
     }
 }

@@ -19,7 +19,8 @@ pub struct Cost {
 #[must_use]
 pub fn cost(p: &Program, op: &Op) -> Cost {
     let size = |i: usize| op.operands.get(i).map_or(0, |v| p.ty(*v).elements());
-    let extent = |i: usize, d: usize| op.operands.get(i).and_then(|v| p.ty(*v).shape.get(d).copied()).unwrap_or(0);
+    let extent =
+        |i: usize, d: usize| op.operands.get(i).and_then(|v| p.ty(*v).shape.get(d).copied()).unwrap_or(0);
     let out: u64 = op.results.iter().map(|r| p.ty(*r).elements()).sum();
     let flops = match op.opcode {
         Opcode::Matmul => 2 * extent(0, 0) * extent(0, 1) * extent(1, 0),
@@ -38,10 +39,17 @@ pub fn cost(p: &Program, op: &Op) -> Cost {
     };
     let moves = !matches!(
         op.opcode,
-        Opcode::CacheRead | Opcode::Weight | Opcode::Input | Opcode::Call | Opcode::EventRecord | Opcode::Output
+        Opcode::CacheRead
+            | Opcode::Weight
+            | Opcode::Input
+            | Opcode::Call
+            | Opcode::EventRecord
+            | Opcode::Output
     );
-    let read: u64 = op.operands.iter().chain(op.keyed.iter().map(|(_, v)| v)).map(|v| p.ty(*v).bytes().0).sum();
+    let read: u64 =
+        op.operands.iter().chain(op.keyed.iter().map(|(_, v)| v)).map(|v| p.ty(*v).bytes().0).sum();
     let written: u64 = op.results.iter().map(|r| p.ty(*r).bytes().0).sum();
-    let wire = if op.opcode.is_collective() { op.operands.first().map_or(0, |v| p.ty(*v).bytes().0) } else { 0 };
+    let wire =
+        if op.opcode.is_collective() { op.operands.first().map_or(0, |v| p.ty(*v).bytes().0) } else { 0 };
     Cost { flops: Flops(flops), bytes: Bytes(if moves { read + written } else { 0 }), wire: Bytes(wire) }
 }

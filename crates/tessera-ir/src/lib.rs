@@ -16,18 +16,25 @@ mod types;
 pub use build::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};
 pub use cost::{Cost, cost};
-pub use ops::{Kind, OpRow, Opcode, TABLE};
+pub use ops::{HINTS, Kind, OpRow, Opcode, TABLE};
 pub use parse::{parse, parse_all};
 pub use print::{canonical, digest, print};
-pub use program::{
-    Attr, Attrs, Buffer, BufferId, Dialect, Op, Program, StreamId, Value, ValueId,
-};
+pub use program::{Attr, Attrs, Buffer, BufferId, Dialect, Op, Program, StreamId, Value, ValueId};
 pub use types::{DType, Type};
 
 use tessera_base::Code;
 
 /// Codes this room raises.
 pub const CODES: &[&Code] = &[
-    &parse::T0201, &parse::T0202, &parse::T0203, &parse::T0204, &parse::T0205,
-    &rules::T0210, &rules::T0211, &rules::T0212, &rules::T0213, &rules::T0214, &rules::T0215,
+    &parse::T0201,
+    &parse::T0202,
+    &parse::T0203,
+    &parse::T0204,
+    &parse::T0205,
+    &rules::T0210,
+    &rules::T0211,
+    &rules::T0212,
+    &rules::T0213,
+    &rules::T0214,
+    &rules::T0215,
 ];

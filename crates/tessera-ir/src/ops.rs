@@ -144,6 +144,10 @@ EventRecord "event.record" Order (0, 0), [], [], 1, true,
     "A point on a stream that ops of other streams can come after.";
 }
 
+/// Constants any op may carry: in a logical program they say where an op may run and how a strategy may cut its
+/// value. They change no number.
+pub const HINTS: &[&str] = &["at", "part", "unit"];
+
 impl Opcode {
     /// The op's row.
     #[must_use]

@@ -62,7 +62,7 @@ impl Printer<'_> {
         };
         let mut operands = Vec::new();
         if let Some(n) = &op.name {
-            operands.push(format!("\"{n}\""));
+            operands.push(quoted(n));
         }
         if let Some(b) = op.buffer {
             operands.push(format!("@{}", self.p.buffer(b).name));
@@ -101,10 +101,23 @@ fn attr(a: &Attr) -> String {
     match a {
         Attr::Int(i) => i.to_string(),
         Attr::Float(x) => float(*x),
-        Attr::Str(s) => format!("\"{s}\""),
+        Attr::Str(s) => quoted(s),
         Attr::Ints(v) => format!("[{}]", v.iter().map(i64::to_string).collect::<Vec<_>>().join(", ")),
         Attr::Bool(b) => b.to_string(),
     }
+}
+
+fn quoted(s: &str) -> String {
+    let mut out = String::from("\"");
+    for c in s.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            '\n' => out.push_str("\\n"),
+            c => out.push(c),
+        }
+    }
+    out + "\""
 }
 
 /// The shortest decimal that reads back to the same bits, always with a point or an exponent; what has no

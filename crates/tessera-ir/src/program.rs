@@ -20,7 +20,7 @@ pub struct BufferId(pub u32);
 pub struct StreamId(pub u32);
 
 /// A constant of an op.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub enum Attr {
     /// A whole number.
     Int(i64),
@@ -33,6 +33,20 @@ pub enum Attr {
     /// A flag.
     Bool(bool),
 }
+
+impl PartialEq for Attr {
+    fn eq(&self, other: &Attr) -> bool {
+        match (self, other) {
+            (Attr::Int(a), Attr::Int(b)) => a == b,
+            (Attr::Float(a), Attr::Float(b)) => a.to_bits() == b.to_bits(),
+            (Attr::Str(a), Attr::Str(b)) => a == b,
+            (Attr::Ints(a), Attr::Ints(b)) => a == b,
+            (Attr::Bool(a), Attr::Bool(b)) => a == b,
+            _ => false,
+        }
+    }
+}
+impl Eq for Attr {}
 
 /// Constants by name, in order of name.
 pub type Attrs = BTreeMap<String, Attr>;
@@ -140,7 +154,11 @@ impl Op {
 
     /// Everything the op reads, tokens included, in text order.
     pub fn uses(&self) -> impl Iterator<Item = ValueId> + '_ {
-        self.operands.iter().copied().chain(self.keyed.iter().map(|(_, v)| *v)).chain(self.after.iter().copied())
+        self.operands
+            .iter()
+            .copied()
+            .chain(self.keyed.iter().map(|(_, v)| *v))
+            .chain(self.after.iter().copied())
     }
 }
 
@@ -191,6 +209,13 @@ impl Program {
     #[must_use]
     pub fn buffer(&self, id: BufferId) -> &Buffer {
         &self.buffers[id.0 as usize]
+    }
+
+    /// The same program with no positions in a text.
+    #[must_use]
+    pub fn without_spans(mut self) -> Program {
+        self.ops.iter_mut().for_each(|op| op.span = None);
+        self
     }
 
     /// The op that defines each value.

@@ -115,7 +115,8 @@ impl Type {
             out += &format!("[{}]", dims.join(", "));
         }
         let axes: Vec<String> = mesh.axes().map(|a| format!("{a}: {}", self.layout.on(a))).collect();
-        if !axes.is_empty() && !self.shape.is_empty() {
+        let scalar = self.shape.is_empty() && self.layout.is_replicated();
+        if !axes.is_empty() && !scalar {
             out += &format!(" {{{}}}", axes.join(", "));
         }
         out

@@ -68,6 +68,18 @@ impl WanConfig {
         if ds.is_empty() { Ok(config) } else { Err(ds) }
     }
 
+    /// The dimensions as `config.json` in the original spelling, keys in a fixed order.
+    #[must_use]
+    pub fn text(&self) -> String {
+        format!(
+            "{{\"_class_name\":\"WanModel\",\"model_type\":\"t2v\",\"dim\":{},\"eps\":{:e},\"ffn_dim\":{},\
+\"freq_dim\":{},\"in_dim\":{},\"num_heads\":{},\"num_layers\":{},\"out_dim\":{},\"patch_size\":[1,{},{}],\
+\"text_dim\":{},\"text_len\":{}}}\n",
+            self.dim, self.eps, self.ffn_dim, self.freq_dim, self.channels, self.heads, self.layers, self.channels,
+            self.patch[0], self.patch[1], self.text_dim, self.text_len,
+        )
+    }
+
     fn original(f: &mut Fields) -> WanConfig {
         f.ignore(&[
             "window_size",
@@ -176,6 +188,12 @@ mod tests {
     #[test]
     fn both_spellings_give_one_model() {
         assert_eq!(WanConfig::parse("a", ORIGINAL).unwrap(), WanConfig::parse("b", DIFFUSERS).unwrap());
+    }
+
+    #[test]
+    fn text_round_trips() {
+        let c = WanConfig::parse("a", ORIGINAL).unwrap();
+        assert_eq!(WanConfig::parse("b", &c.text()).unwrap(), c);
     }
 
     #[test]

@@ -126,6 +126,22 @@ impl StreamConfig {
         if ds.is_empty() { Ok(config) } else { Err(ds) }
     }
 
+    /// The settings as `stream.toml`, every key, in a fixed order.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let regime = if self.recompute { "recompute" } else { "resident" };
+        let prediction = if self.prediction == Prediction::X0 { "x0" } else { "flow" };
+        let text = if self.text == TextEncoder::Words { "words" } else { "none" };
+        let decoder = if self.decoder == Decoder::SpaceTimeDepth { "space_time_depth" } else { "none" };
+        format!(
+            "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
+[cache]\nmode = \"{regime}\"\nwindow_frames = {}\nbias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
+prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind = \"{decoder}\"\n",
+            self.width, self.height, self.fps, self.stride, self.chunk_frames, self.window_frames, self.bias,
+            self.steps, self.shift, self.warp,
+        )
+    }
+
     /// What contradicts the model or other settings. Also called after a command line changed a setting.
     #[must_use]
     pub fn contradictions(&self, file: &str, model: &WanConfig) -> Diagnostics {
@@ -189,5 +205,27 @@ impl StreamConfig {
     #[must_use]
     pub fn frames_per_chunk(&self) -> u64 {
         self.chunk_frames * self.stride[0]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_round_trips() {
+        let wan = WanConfig::parse("c", r#"{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1}"#).unwrap();
+        let s = StreamConfig::parse("s", "[video]\nwidth = 16\nheight = 32\n[cache]\nbias = 0.3\n", &wan).unwrap();
+        assert_eq!(StreamConfig::parse("t", &s.text(), &wan).unwrap(), s);
+    }
+
+    #[test]
+    fn contradictions_show_their_numbers() {
+        let wan = WanConfig::parse("c", r#"{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1}"#).unwrap();
+        let text = "[video]\nwidth = 20\nheight = 16\n[cache]\nmode = \"recompute\"\nwindow_frames = 9\nbias = 2.0\n\
+[schedule]\nsteps = [500, 750]\n[decoder]\nkind = \"space_time_depth\"\n";
+        let ds = StreamConfig::parse("s", text, &wan).unwrap_err();
+        assert_eq!(ds.len(), 5, "{ds:#?}");
+        assert!(ds.iter().all(|d| d.code.id == "T0411"));
     }
 }

@@ -339,7 +339,10 @@ impl<'a> Lower<'a> {
         let ticket = self.issue(from, Opcode::Send, &[x], &[("to", s as i64)], "pp", Axis::Pp);
         self.stages[from].sends.push(ticket);
         let b = &mut self.stages[s].b;
-        b.attr("axis", "pp").attr("from", from as i64).stream("pp");
+        // What the receive writes was last touched on the compute stream.
+        b.stream("compute");
+        let event = b.op(Opcode::EventRecord, &[]);
+        b.attr("axis", "pp").attr("from", from as i64).stream("pp").after(event);
         let ticket = b.recv(ty.clone());
         self.wait(s, ticket, Some(ty))
     }

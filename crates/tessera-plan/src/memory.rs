@@ -1,9 +1,12 @@
 //! Places for temporaries: values whose lives do not meet share a slot.
 
-use tessera_ir::{Kind, Opcode, Program, Slots};
+use std::collections::BTreeMap;
+
+use tessera_ir::{Kind, Opcode, Program, Slots, ValueId};
 
 /// Assigns slots by one pass over the program: best fit among free slots, else grow the largest free one, else
-/// a new one. An issued collective reads its operand until its wait, so the operand's slot stays taken so long.
+/// a new one. An issued collective reads its operand until its wait and may write its result from the issue on,
+/// so both slots stay taken so long.
 #[must_use]
 pub fn place(p: &Program) -> Slots {
     let last = p.last_uses();
@@ -11,10 +14,12 @@ pub fn place(p: &Program) -> Slots {
     let mut free: Vec<u32> = Vec::new();
     // Values whose last reader is op i.
     let mut ending: Vec<Vec<u32>> = vec![Vec::new(); p.ops.len()];
+    let waits = results_of_waits(p);
     for (i, op) in p.ops.iter().enumerate() {
-        for r in &op.results {
+        let made = if op.issue { waits.get(&op.results[0]).copied().unwrap_or(&[]) } else { &op.results[..] };
+        for r in made {
             let ty = p.ty(*r);
-            if ty.is_token() || op.opcode.row().kind == Kind::Source && op.opcode != Opcode::Recv {
+            if ty.is_token() || matches!(op.opcode.row().kind, Kind::Source) || op.opcode == Opcode::Wait {
                 continue;
             }
             let need = ty.bytes().0;
@@ -26,6 +31,11 @@ pub fn place(p: &Program) -> Slots {
         free.append(&mut ending[i]);
     }
     slots
+}
+
+/// What the wait of each ticket gives.
+fn results_of_waits(p: &Program) -> BTreeMap<ValueId, &[ValueId]> {
+    p.ops.iter().filter(|o| o.opcode == Opcode::Wait).map(|o| (o.operands[0], &o.results[..])).collect()
 }
 
 fn take(free: &mut Vec<u32>, bytes: &mut Vec<u64>, need: u64) -> u32 {

@@ -1,0 +1,173 @@
+//! The comment lines at the top of a file.
+
+use std::collections::BTreeMap;
+
+use tessera_base::random::{DrawKey, normals};
+use tessera_ir::Program;
+use tessera_mesh::{Axis, Mesh, Rank};
+use tessera_reference::{Arg, Call, Feed, Tensor};
+
+/// What a file tests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// It can be read, or cannot for the reasons marked.
+    Parse,
+    /// Its canonical text.
+    Print,
+    /// What the judge says.
+    Check,
+    /// What it computes.
+    Eval,
+}
+
+/// A file's header.
+#[derive(Debug)]
+pub(crate) struct Header {
+    pub kind: Kind,
+    /// Which ranks play a role, where it is not clear from the roles' names.
+    pub ranks: BTreeMap<String, Vec<Rank>>,
+    pub call: Call,
+    pub weights: BTreeMap<String, Tensor>,
+    /// Words of the fault that an evaluation must end with.
+    pub fault: Option<String>,
+    /// Largest difference between numbers that count as equal.
+    pub tolerance: f64,
+}
+
+impl Header {
+    pub(crate) fn read(text: &str) -> Result<Header, Vec<String>> {
+        let mut h = Header {
+            kind: Kind::Parse,
+            ranks: BTreeMap::new(),
+            call: Call::default(),
+            weights: BTreeMap::new(),
+            fault: None,
+            tolerance: 1e-9,
+        };
+        let mut wrong = Vec::new();
+        let mut first = true;
+        let mut local: BTreeMap<String, Vec<Tensor>> = BTreeMap::new();
+        for (i, line) in text.lines().enumerate() {
+            let Some(line) = line.strip_prefix("//") else { break };
+            let Some((key, value)) = line.split_once(':') else { continue };
+            if let Err(why) = h.line(key.trim(), value.trim(), first, &mut local) {
+                wrong.push(format!("line {}: {why}", i + 1));
+            }
+            first = false;
+        }
+        if first {
+            wrong.push("a file begins with `// test: parse`, print, check or eval".to_string());
+        }
+        h.call.inputs.extend(local.into_iter().map(|(k, v)| (k, Feed::PerRank(v))));
+        if wrong.is_empty() { Ok(h) } else { Err(wrong) }
+    }
+
+    fn line(
+        &mut self,
+        key: &str,
+        value: &str,
+        first: bool,
+        local: &mut BTreeMap<String, Vec<Tensor>>,
+    ) -> Result<(), String> {
+        let (key, name) = key.split_once(' ').map_or((key, ""), |(k, n)| (k, n.trim()));
+        if first != (key == "test") {
+            return Err("`test` is the first key, and only the first".to_string());
+        }
+        match key {
+            "test" => {
+                self.kind = match value {
+                    "parse" => Kind::Parse,
+                    "print" => Kind::Print,
+                    "check" => Kind::Check,
+                    "eval" => Kind::Eval,
+                    other => return Err(format!("test `{other}`")),
+                }
+            }
+            "ranks" => {
+                let ranks: Result<Vec<Rank>, _> =
+                    value.split_whitespace().map(|r| r.parse().map(Rank)).collect();
+                self.ranks.insert(name.to_string(), ranks.map_err(|_| format!("ranks `{value}`"))?);
+            }
+            "int" => {
+                let i = value.parse().map_err(|_| format!("`{value}` is no whole number"))?;
+                self.call.scalars.insert(name.to_string(), Arg::Int(i));
+            }
+            "float" => {
+                self.call.scalars.insert(name.to_string(), Arg::Float(tensor(value)?));
+            }
+            "input" => {
+                self.call.inputs.insert(name.to_string(), Feed::Whole(tensor(value)?));
+            }
+            // One line per rank, in rank order.
+            "piece" => local.entry(name.to_string()).or_default().push(tensor(value)?),
+            "weight" => {
+                self.weights.insert(name.to_string(), tensor(value)?);
+            }
+            "fault" => self.fault = Some(value.to_string()),
+            "tolerance" => self.tolerance = value.parse().map_err(|_| format!("tolerance `{value}`"))?,
+            "note" | "error-anywhere" => {}
+            other => return Err(format!("unknown key `{other}`")),
+        }
+        Ok(())
+    }
+
+    /// The program of each rank, for programs of one phase.
+    pub(crate) fn cast<'a>(&self, mesh: &Mesh, phase: &[&'a Program]) -> Result<Vec<&'a Program>, String> {
+        mesh.iter()
+            .map(|rank| {
+                let written = |p: &&&Program| self.ranks.get(&p.role).is_some_and(|r| r.contains(&rank));
+                let by_name =
+                    |p: &&&Program| !self.ranks.contains_key(&p.role) && plays(&p.role, mesh, rank, phase);
+                let found = phase.iter().find(written).or_else(|| phase.iter().find(by_name));
+                found.copied().ok_or_else(|| format!("no program for rank {rank}"))
+            })
+            .collect()
+    }
+}
+
+/// Whether a rank plays a role by its name: `r@tp1` begins at position 1 of tp and goes on to the next such role.
+fn plays(role: &str, mesh: &Mesh, rank: Rank, phase: &[&Program]) -> bool {
+    let coordinate = |role: &str, axis: Axis| {
+        role.split('@').skip(1).find_map(|p| p.strip_prefix(axis.name()).and_then(|k| k.parse::<u32>().ok()))
+    };
+    mesh.axes().all(|axis| {
+        let Some(from) = coordinate(role, axis) else { return true };
+        let at = mesh.coord_of(rank).on(axis);
+        let next = phase.iter().filter_map(|p| coordinate(&p.role, axis)).filter(|k| *k > from).min();
+        at >= from && next.is_none_or(|n| at < n)
+    })
+}
+
+/// `[2, 2] = 1 2 3 4`, `[2, 2] = iota`, `full 3` or `normal 7`; a scalar is a bare number.
+fn tensor(text: &str) -> Result<Tensor, String> {
+    let Some(rest) = text.strip_prefix('[') else {
+        return text.parse().map(Tensor::scalar).map_err(|_| format!("`{text}` is no number"));
+    };
+    let (shape, values) =
+        rest.split_once("] =").ok_or_else(|| format!("`{text}`: write [extents] = values"))?;
+    let shape: Vec<usize> = shape
+        .split(',')
+        .map(|n| n.trim().parse().map_err(|_| format!("extent `{n}`")))
+        .collect::<Result<_, _>>()?;
+    let count: usize = shape.iter().product();
+    let words: Vec<&str> = values.split_whitespace().collect();
+    let number = |w: &str| w.parse::<f64>().map_err(|_| format!("`{w}` is no number"));
+    match words[..] {
+        ["iota"] => Ok(Tensor::from_fn(&shape, |i| i as f64)),
+        ["full", x] => Ok(Tensor::full(&shape, number(x)?)),
+        ["normal", seed] => {
+            let seed = seed.parse().map_err(|_| format!("seed `{seed}`"))?;
+            let mut x = vec![0.0f32; count];
+            normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut x);
+            Ok(Tensor::new(&shape, x.into_iter().map(f64::from).collect()))
+        }
+        _ => {
+            let data = words.iter().map(|w| number(w)).collect::<Result<Vec<_>, _>>()?;
+            if data.len() == count {
+                Ok(Tensor::new(&shape, data))
+            } else {
+                Err(format!("{} values for {shape:?}", data.len()))
+            }
+        }
+    }
+}

@@ -1,0 +1,426 @@
+//! All ranks of a mesh, each running its program in order, meeting in collectives.
+
+use std::collections::BTreeMap;
+
+use tessera_ir::{DType, Op, Opcode, Program, Type, ValueId};
+use tessera_mesh::{AxisLayout, Coord, Mesh, Rank};
+
+use crate::compute::{self, Place};
+use crate::exchange::{Fabric, State, Ticket, piece};
+use crate::{Fault, Tensor};
+
+/// A scalar of a call, or one number per frame.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Arg {
+    /// An `i64`.
+    Int(i64),
+    /// A float scalar or a row of them.
+    Float(Tensor),
+}
+
+/// How a tensor of the call reaches the ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Feed {
+    /// One global tensor; each rank takes the piece that its input's layout names.
+    Whole(Tensor),
+    /// One local tensor per rank, as it is. The way to give ranks different terms of a partial value.
+    PerRank(Vec<Tensor>),
+}
+
+/// What a call brings.
+#[derive(Debug, Clone, Default)]
+pub struct Call {
+    /// Call scalars by name.
+    pub scalars: BTreeMap<String, Arg>,
+    /// Tensors by name.
+    pub inputs: BTreeMap<String, Feed>,
+}
+
+impl Call {
+    /// Adds an `i64` scalar.
+    #[must_use]
+    pub fn int(mut self, name: &str, x: i64) -> Call {
+        self.scalars.insert(name.to_string(), Arg::Int(x));
+        self
+    }
+
+    /// Adds a float scalar.
+    #[must_use]
+    pub fn float(mut self, name: &str, x: f64) -> Call {
+        self.scalars.insert(name.to_string(), Arg::Float(Tensor::scalar(x)));
+        self
+    }
+
+    /// Adds one number per frame.
+    #[must_use]
+    pub fn floats(mut self, name: &str, x: &[f64]) -> Call {
+        self.scalars.insert(name.to_string(), Arg::Float(Tensor::new(&[x.len()], x.to_vec())));
+        self
+    }
+
+    /// Adds a tensor, whole.
+    #[must_use]
+    pub fn input(mut self, name: &str, x: Tensor) -> Call {
+        self.inputs.insert(name.to_string(), Feed::Whole(x));
+        self
+    }
+}
+
+/// Ranks with their weights and buffers. Buffers last from one run to the next and begin as zeros.
+#[derive(Debug)]
+pub struct Machine {
+    mesh: Mesh,
+    weights: BTreeMap<String, Tensor>,
+    buffers: Vec<BTreeMap<String, Tensor>>,
+}
+
+/// Outputs of one rank by name.
+pub type Outputs = BTreeMap<String, Tensor>;
+
+enum Slot {
+    Empty,
+    Tensor(Tensor),
+    Int(i64),
+    Ticket(Ticket),
+    Event,
+}
+
+struct Runner<'a> {
+    rank: Rank,
+    program: &'a Program,
+    next: usize,
+    slots: Vec<Slot>,
+    /// A collective called without issue, until it completes.
+    inside: Option<Ticket>,
+    outputs: Outputs,
+}
+
+impl Machine {
+    /// A machine without weights, all buffers zero.
+    #[must_use]
+    pub fn new(mesh: Mesh) -> Machine {
+        Machine { mesh, weights: BTreeMap::new(), buffers: vec![BTreeMap::new(); mesh.ranks() as usize] }
+    }
+
+    /// Sets global weights by name; each rank cuts its piece by the layout that its program names.
+    pub fn load_weights(&mut self, weights: impl IntoIterator<Item = (String, Tensor)>) {
+        self.weights.extend(weights);
+    }
+
+    /// A rank's piece of a buffer, if the rank has run a program that declares it.
+    #[must_use]
+    pub fn buffer(&self, rank: Rank, name: &str) -> Option<&Tensor> {
+        self.buffers.get(rank.0 as usize)?.get(name)
+    }
+
+    /// Sets all buffers back to zeros.
+    pub fn clear_buffers(&mut self) {
+        self.buffers.iter_mut().for_each(BTreeMap::clear);
+    }
+
+    /// Runs one program per rank, in rank order, to the end. Outputs per rank.
+    ///
+    /// # Errors
+    /// The first fault: an op that cannot be evaluated or whose written type is not what it gave, members of a
+    /// group that issue different collectives, or ranks that wait for one another. Buffers are then undefined.
+    pub fn run(&mut self, programs: &[&Program], call: &Call) -> Result<Vec<Outputs>, Fault> {
+        if programs.len() != self.mesh.ranks() as usize {
+            return Err(Fault::Setup(format!("{} programs for {} ranks", programs.len(), self.mesh.ranks())));
+        }
+        if let Some(p) = programs.iter().find(|p| p.mesh != self.mesh) {
+            return Err(Fault::Setup(format!(
+                "@{} is for mesh({}), the machine is ({})",
+                p.name, p.mesh, self.mesh
+            )));
+        }
+        let mut fabric = Fabric::default();
+        let mut runners: Vec<Runner<'_>> = self
+            .mesh
+            .iter()
+            .map(|rank| {
+                let program = programs[rank.0 as usize];
+                Runner {
+                    rank,
+                    program,
+                    next: 0,
+                    slots: program.values.iter().map(|_| Slot::Empty).collect(),
+                    inside: None,
+                    outputs: Outputs::new(),
+                }
+            })
+            .collect();
+        loop {
+            let mut moved = false;
+            for r in &mut runners {
+                while r.next < r.program.ops.len() && self.step(r, &mut fabric, call)? {
+                    moved = true;
+                }
+            }
+            if runners.iter().all(|r| r.next == r.program.ops.len()) {
+                break;
+            }
+            if !moved {
+                return Err(Fault::Deadlock(
+                    runners.iter().filter_map(|r| Some((r.rank, fabric.describe(&r.blocked()?)))).collect(),
+                ));
+            }
+        }
+        if let Some(t) = fabric.unfinished() {
+            return Err(Fault::Deadlock(vec![(t.rank(), fabric.describe(&t))]));
+        }
+        Ok(runners.into_iter().map(|r| r.outputs).collect())
+    }
+
+    /// One op of one rank; `false` when it must wait for another rank.
+    fn step(&mut self, r: &mut Runner<'_>, fabric: &mut Fabric, call: &Call) -> Result<bool, Fault> {
+        let (at, rank) = (r.next, r.rank);
+        let op = &r.program.ops[at];
+        let fault =
+            |message: String| Fault::Op { rank, op: at, message: format!("{}: {message}", op.opcode.name()) };
+        let done = if op.opcode.is_collective() {
+            self.collective(r, op, fabric).map_err(|e| e.unwrap_or_else(&fault))?
+        } else if op.opcode == Opcode::Wait {
+            match fabric.state(&r.ticket(op.operands.first()).map_err(&fault)?) {
+                State::Open => None,
+                State::Done(result) => Some(result.map(Slot::Tensor)),
+            }
+        } else {
+            Some(self.local(r, op, call).map_err(&fault)?)
+        };
+        let Some(result) = done else { return Ok(false) };
+        match (result, op.results.first()) {
+            (None, None) => {}
+            (Some(slot), Some(v)) => {
+                slot.check(r.program.ty(*v)).map_err(fault)?;
+                r.slots[v.0 as usize] = slot;
+            }
+            (have, _) => {
+                let have = usize::from(have.is_some());
+                return Err(fault(format!("{} results written, the op gives {have}", op.results.len())));
+            }
+        }
+        r.next += 1;
+        Ok(true)
+    }
+
+    #[allow(clippy::type_complexity, reason = "a fault of the group, or a message of this rank")]
+    fn collective(
+        &self,
+        r: &mut Runner<'_>,
+        op: &Op,
+        fabric: &mut Fabric,
+    ) -> Result<Option<Option<Slot>>, Result<Fault, String>> {
+        let ticket = match r.inside.clone() {
+            Some(t) => t,
+            None => {
+                let axis = op.axis().ok_or_else(|| Err("names no mesh axis".to_string()))?;
+                let tensor = match op.operands.first() {
+                    Some(v) => Some(r.tensor(*v).map_err(Err)?.clone()),
+                    None => None,
+                };
+                fabric.issue(r.rank, self.mesh.group_of(r.rank, axis), axis, op, tensor)?
+            }
+        };
+        if op.issue {
+            return Ok(Some(Some(Slot::Ticket(ticket))));
+        }
+        let done = match fabric.state(&ticket) {
+            State::Open => {
+                r.inside = Some(ticket);
+                None
+            }
+            State::Done(result) => {
+                r.inside = None;
+                Some(result.map(Slot::Tensor))
+            }
+        };
+        Ok(done)
+    }
+
+    /// An op that concerns one rank.
+    fn local(&mut self, r: &mut Runner<'_>, op: &Op, call: &Call) -> Result<Option<Slot>, String> {
+        let coord = self.mesh.coord_of(r.rank);
+        let name = || op.name.clone().ok_or_else(|| "has no name".to_string());
+        let ty =
+            |i: usize| op.results.get(i).map(|v| r.program.ty(*v)).ok_or_else(|| "has no result".to_string());
+        let tensor = |t: Tensor| Ok(Some(Slot::Tensor(t)));
+        match op.opcode {
+            Opcode::Input => {
+                let name = name()?;
+                match call.inputs.get(&name) {
+                    None => Err(format!("the call brings no tensor \"{name}\"")),
+                    Some(Feed::Whole(t)) => tensor(self.cut(t, ty(0)?, coord)?),
+                    Some(Feed::PerRank(all)) => match all.get(r.rank.0 as usize) {
+                        Some(t) => tensor(t.clone()),
+                        None => Err(format!("the call brings no \"{name}\" for this rank")),
+                    },
+                }
+            }
+            Opcode::Call => match call.scalars.get(&name()?) {
+                None => Err(format!("the call brings no scalar \"{}\"", name()?)),
+                Some(Arg::Int(i)) => Ok(Some(Slot::Int(*i))),
+                Some(Arg::Float(t)) => tensor(t.clone()),
+            },
+            Opcode::Weight => {
+                let name = name()?;
+                let whole =
+                    self.weights.get(&name).ok_or_else(|| format!("there is no weight \"{name}\""))?;
+                let whole = match op.str("load") {
+                    None => whole.clone(),
+                    Some("patch") => compute::patch_rows(whole)?,
+                    Some(other) => return Err(format!("load = \"{other}\" has no meaning")),
+                };
+                tensor(self.cut(&whole, ty(0)?, coord)?)
+            }
+            Opcode::Output => {
+                let value = r.tensor(*op.operands.first().ok_or("has no operand")?)?.clone();
+                match r.outputs.insert(name()?, value) {
+                    None => Ok(None),
+                    Some(_) => Err(format!("output \"{}\" is given twice", name()?)),
+                }
+            }
+            Opcode::CacheRead => {
+                let b = self.buffer_of(r, op)?;
+                let whole = |name: &str| {
+                    op.int(name).map(|i| usize::try_from(i).map_err(|_| format!("`{name}` < 0")))
+                };
+                let row = whole("row").transpose()?.unwrap_or(0);
+                let have = b.shape().first().copied().unwrap_or(0);
+                let rows = whole("rows").transpose()?.unwrap_or(have);
+                match b.slice(0, row, rows) {
+                    Some(t) => tensor(t),
+                    None => Err(format!("{rows} rows from {row} of {have}")),
+                }
+            }
+            Opcode::CacheWrite => {
+                let value = r.tensor(*op.operands.first().ok_or("has no operand")?)?.clone();
+                let row = match op.key("row") {
+                    None => 0,
+                    Some(v) => usize::try_from(r.int(v)?).map_err(|_| "a negative row".to_string())?,
+                };
+                let b = self.buffer_of(r, op)?;
+                let (have, rows) = (b.shape().to_vec(), value.shape().to_vec());
+                let fits = have.len() == rows.len()
+                    && !have.is_empty()
+                    && have[1..] == rows[1..]
+                    && row.checked_add(rows[0]).is_some_and(|end| end <= have[0]);
+                if !fits {
+                    return Err(format!("{rows:?} from row {row} over a buffer {have:?}"));
+                }
+                let width: usize = have[1..].iter().product();
+                b.data_mut()[row * width..][..value.data().len()].copy_from_slice(value.data());
+                Ok(None)
+            }
+            Opcode::EventRecord => Ok(Some(Slot::Event)),
+            Opcode::TakeShard => {
+                let axis = op.axis().ok_or("names no mesh axis")?;
+                let x = r.tensor(*op.operands.first().ok_or("has no operand")?)?;
+                let dim = op.int("dim").and_then(|d| usize::try_from(d).ok()).ok_or("names no dim")?;
+                let unit = op.int("unit").and_then(|d| usize::try_from(d).ok()).unwrap_or(1);
+                match piece(x, dim, unit, self.mesh.size(axis) as usize, coord.on(axis) as usize) {
+                    Some(t) => tensor(t),
+                    None => Err(format!("dim {dim} of {:?} in units of {unit}", x.shape())),
+                }
+            }
+            _ => {
+                let operands = op.operands.iter().map(|v| r.tensor(*v)).collect::<Result<Vec<_>, _>>()?;
+                let key = |name: &str| op.key(name).map(|v| &r.slots[v.0 as usize]);
+                let float = |name: &str| match key(name) {
+                    Some(Slot::Tensor(t)) => Some(t),
+                    _ => None,
+                };
+                let int = |name: &str| match key(name) {
+                    Some(Slot::Int(i)) => Some(*i),
+                    _ => None,
+                };
+                let first = op.operands.first().map(|v| r.program.ty(*v));
+                let place = first.map_or(Place::default(), |t| Place::of(t, &self.mesh, coord));
+                tensor(compute::evaluate(op, &operands, &float, &int, &place)?)
+            }
+        }
+    }
+
+    fn buffer_of(&mut self, r: &Runner<'_>, op: &Op) -> Result<&mut Tensor, String> {
+        let b = r.program.buffer(op.buffer.ok_or("names no buffer")?);
+        let shape: Vec<usize> = b.ty.shape.iter().map(|n| *n as usize).collect();
+        let held = self.buffers[r.rank.0 as usize]
+            .entry(b.name.clone())
+            .or_insert_with(|| Tensor::full(&shape, 0.0));
+        if held.shape() == shape {
+            Ok(held)
+        } else {
+            Err(format!("buffer @{} is {:?} here and {shape:?} there", b.name, held.shape()))
+        }
+    }
+
+    /// The piece of a global tensor that a type names.
+    fn cut(&self, whole: &Tensor, ty: &Type, coord: Coord) -> Result<Tensor, String> {
+        if ty.layout.partial().is_some() {
+            return Err("terms of a partial value cannot be cut from a whole".to_string());
+        }
+        let mut t = whole.clone();
+        for axis in self.mesh.axes() {
+            let AxisLayout::Shard(s) = ty.layout.on(axis) else { continue };
+            let unit = s.uneven.map_or(1, |u| u.unit as usize);
+            let extent = t.shape().get(s.dim).copied();
+            if s.uneven.is_none() && !extent.is_some_and(|e| e.is_multiple_of(self.mesh.size(axis) as usize))
+            {
+                return Err(format!("{:?} cut evenly at dim {} over {axis}", whole.shape(), s.dim));
+            }
+            t = piece(&t, s.dim, unit, self.mesh.size(axis) as usize, coord.on(axis) as usize)
+                .ok_or_else(|| format!("{:?} cut at dim {} over {axis}", whole.shape(), s.dim))?;
+        }
+        Ok(t)
+    }
+}
+
+impl Runner<'_> {
+    fn tensor(&self, v: ValueId) -> Result<&Tensor, String> {
+        match self.slots.get(v.0 as usize) {
+            Some(Slot::Tensor(t)) => Ok(t),
+            _ => Err(format!("%{} holds no tensor", self.program.value(v).name)),
+        }
+    }
+
+    fn int(&self, v: ValueId) -> Result<i64, String> {
+        match self.slots.get(v.0 as usize) {
+            Some(Slot::Int(i)) => Ok(*i),
+            _ => Err(format!("%{} is no whole number", self.program.value(v).name)),
+        }
+    }
+
+    fn ticket(&self, v: Option<&ValueId>) -> Result<Ticket, String> {
+        match v.and_then(|v| self.slots.get(v.0 as usize)) {
+            Some(Slot::Ticket(t)) => Ok(t.clone()),
+            _ => Err("waits for nothing that was issued".to_string()),
+        }
+    }
+
+    /// What this rank waits for, if it is not done.
+    fn blocked(&self) -> Option<Ticket> {
+        let op = self.program.ops.get(self.next)?;
+        self.inside.clone().or_else(|| self.ticket(op.operands.first()).ok())
+    }
+}
+
+impl Slot {
+    fn check(&self, ty: &Type) -> Result<(), String> {
+        let fits = match self {
+            Slot::Empty => false,
+            Slot::Tensor(t) => {
+                !ty.is_token()
+                    && ty.dtype != DType::I64
+                    && t.shape().iter().map(|n| *n as u64).eq(ty.shape.iter().copied())
+            }
+            Slot::Int(_) => ty.dtype == DType::I64 && ty.shape.is_empty(),
+            Slot::Ticket(_) => ty.dtype == DType::Ticket,
+            Slot::Event => ty.dtype == DType::Event,
+        };
+        let have = match self {
+            Slot::Tensor(t) => format!("a tensor {:?}", t.shape()),
+            Slot::Int(_) => "a whole number".to_string(),
+            _ => "a token".to_string(),
+        };
+        if fits { Ok(()) } else { Err(format!("gives {have}, written is {}{:?}", ty.dtype, ty.shape)) }
+    }
+}

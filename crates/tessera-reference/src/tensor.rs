@@ -1,0 +1,150 @@
+//! A dense array of f64 in row-major order.
+
+use std::fmt;
+
+/// A tensor: extents and elements, the last dim fastest. A scalar has no extents and one element.
+#[derive(Clone, PartialEq)]
+pub struct Tensor {
+    shape: Vec<usize>,
+    data: Vec<f64>,
+}
+
+impl Tensor {
+    /// A tensor of these elements.
+    ///
+    /// # Panics
+    /// When the number of elements is not the product of the extents.
+    #[must_use]
+    pub fn new(shape: &[usize], data: Vec<f64>) -> Tensor {
+        assert_eq!(shape.iter().product::<usize>(), data.len(), "elements of a tensor {shape:?}");
+        Tensor { shape: shape.to_vec(), data }
+    }
+
+    /// A scalar.
+    #[must_use]
+    pub fn scalar(x: f64) -> Tensor {
+        Tensor::new(&[], vec![x])
+    }
+
+    /// The tensor whose element at row-major position `i` is `f(i)`.
+    #[must_use]
+    pub fn from_fn(shape: &[usize], f: impl FnMut(usize) -> f64) -> Tensor {
+        Tensor::new(shape, (0..shape.iter().product()).map(f).collect())
+    }
+
+    /// All elements equal.
+    #[must_use]
+    pub fn full(shape: &[usize], x: f64) -> Tensor {
+        Tensor::from_fn(shape, |_| x)
+    }
+
+    /// Extents.
+    #[must_use]
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Elements in row-major order.
+    #[must_use]
+    pub fn data(&self) -> &[f64] {
+        &self.data
+    }
+
+    /// Elements, to be changed in place.
+    pub fn data_mut(&mut self) -> &mut [f64] {
+        &mut self.data
+    }
+
+    /// Row `i` of a matrix.
+    #[must_use]
+    pub fn row(&self, i: usize) -> &[f64] {
+        let d = self.shape.last().copied().unwrap_or(1);
+        &self.data[i * d..(i + 1) * d]
+    }
+
+    /// Largest absolute difference; infinite where shapes differ or one is not a number.
+    #[must_use]
+    pub fn distance(&self, other: &Tensor) -> f64 {
+        if self.shape != other.shape {
+            return f64::INFINITY;
+        }
+        let far = |(a, b): (&f64, &f64)| if a == b { 0.0 } else { (a - b).abs() };
+        self.data
+            .iter()
+            .zip(&other.data)
+            .map(far)
+            .fold(0.0, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) })
+    }
+
+    /// Elements `start..start + len` of dim `dim`; `None` when that is outside.
+    #[must_use]
+    pub fn slice(&self, dim: usize, start: usize, len: usize) -> Option<Tensor> {
+        let extent = *self.shape.get(dim)?;
+        if start.checked_add(len)? > extent {
+            return None;
+        }
+        let inner: usize = self.shape[dim + 1..].iter().product();
+        let mut shape = self.shape.clone();
+        shape[dim] = len;
+        let data = self
+            .data
+            .chunks_exact((extent * inner).max(1))
+            .flat_map(|block| &block[start * inner..(start + len) * inner])
+            .copied()
+            .collect();
+        Some(Tensor { shape, data })
+    }
+
+    /// Pieces side by side along `dim`; `None` when their other extents differ.
+    #[must_use]
+    pub fn concat(dim: usize, pieces: &[Tensor]) -> Option<Tensor> {
+        let mut shape = pieces.first()?.shape.clone();
+        let others = |s: &[usize]| {
+            s.iter().enumerate().filter(|(i, _)| *i != dim).map(|(_, n)| *n).collect::<Vec<_>>()
+        };
+        if dim >= shape.len() || pieces.iter().any(|p| others(&p.shape) != others(&shape)) {
+            return None;
+        }
+        shape[dim] = pieces.iter().map(|p| p.shape[dim]).sum();
+        let outer: usize = shape[..dim].iter().product();
+        let mut data = Vec::with_capacity(shape.iter().product());
+        for o in 0..outer {
+            for p in pieces {
+                let run = p.data.len() / outer;
+                data.extend_from_slice(&p.data[o * run..(o + 1) * run]);
+            }
+        }
+        Some(Tensor { shape, data })
+    }
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} {:?}", self.shape, self.data)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_join_to_the_whole() {
+        let t = Tensor::from_fn(&[3, 4, 2], |i| i as f64);
+        for dim in 0..3 {
+            let n = t.shape()[dim];
+            let parts = [t.slice(dim, 0, 1).unwrap(), t.slice(dim, 1, n - 1).unwrap()];
+            assert_eq!(Tensor::concat(dim, &parts).unwrap(), t);
+        }
+        assert_eq!(t.slice(1, 1, 2).unwrap().data()[..4], [2.0, 3.0, 4.0, 5.0]);
+        assert!(t.slice(0, 2, 2).is_none() && t.slice(3, 0, 1).is_none());
+    }
+
+    #[test]
+    fn distance_sees_what_is_no_number() {
+        let t = |x| Tensor::new(&[1], vec![x]);
+        assert_eq!(t(1.0).distance(&t(f64::NAN)), f64::INFINITY);
+        assert_eq!(t(1.0).distance(&t(1.5)), 0.5);
+        assert_eq!(t(1.0).distance(&Tensor::scalar(1.0)), f64::INFINITY);
+    }
+}

@@ -1,0 +1,91 @@
+//! The thread on which an engine lives from its making to the end of the process.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{SyncSender, sync_channel};
+
+use tessera_base::Diagnostic;
+
+use crate::cache::{Cache, CacheSpec};
+use crate::census::Census;
+use crate::engine::{AbortHandle, CallReport, Engine, EngineFault, ReadyCall, T0745, run_call};
+use crate::worker::load_failure;
+use crate::{Failure, FailureClass, Parity};
+
+/// Makes the engine on its own thread, with what it adds to the parity table.
+pub type EngineFactory = Box<dyn FnOnce() -> Result<(Box<dyn Engine>, Parity), Diagnostic> + Send>;
+
+/// What the thread tells.
+pub(crate) enum EngineEvent {
+    Loaded { abort: AbortHandle, parity: Parity },
+    NotLoaded(Failure),
+    Ended(Result<CallReport, EngineFault>),
+}
+
+/// The control thread's end.
+pub(crate) struct EngineThread {
+    calls: SyncSender<Box<ReadyCall>>,
+    mark: Arc<AtomicU64>,
+}
+
+impl EngineThread {
+    pub(crate) fn spawn(
+        rank: u32,
+        factory: EngineFactory,
+        census: Arc<Census>,
+        cache: CacheSpec,
+        tell: impl Fn(EngineEvent) + Send + 'static,
+    ) -> std::io::Result<EngineThread> {
+        let (calls, inbox) = sync_channel::<Box<ReadyCall>>(1);
+        let mark = Arc::new(AtomicU64::new(0));
+        let shared = Arc::clone(&mark);
+        std::thread::Builder::new().name("engine".into()).spawn(move || {
+            let made = catch_unwind(AssertUnwindSafe(factory));
+            let (mut engine, parity) = match made {
+                Ok(Ok(made)) => made,
+                Ok(Err(d)) => return tell(EngineEvent::NotLoaded(load_failure(rank, &d))),
+                Err(panic) => {
+                    let text = format!("the engine panicked while loading: {}", panic_text(&*panic));
+                    return tell(EngineEvent::NotLoaded(Failure::new(
+                        FailureClass::Engine,
+                        Some(rank),
+                        &T0745,
+                        text,
+                    )));
+                }
+            };
+            let mut cache = match Cache::new(cache) {
+                Ok(cache) => cache,
+                Err(d) => return tell(EngineEvent::NotLoaded(load_failure(rank, &d))),
+            };
+            tell(EngineEvent::Loaded { abort: engine.abort_handle(), parity });
+            while let Ok(call) = inbox.recv() {
+                let progress = |m: u64| shared.store(m, Ordering::Relaxed);
+                let ran = catch_unwind(AssertUnwindSafe(|| {
+                    run_call(engine.as_mut(), &call, &census, &mut cache, &progress)
+                }));
+                let outcome = ran.unwrap_or_else(|panic| {
+                    Err(EngineFault::failed(format!("the engine panicked: {}", panic_text(&*panic))))
+                });
+                tell(EngineEvent::Ended(outcome));
+            }
+        })?;
+        Ok(EngineThread { calls, mark })
+    }
+
+    /// Hands over a call. The machine never runs two, so the thread's queue of one has room.
+    pub(crate) fn run(&self, call: Box<ReadyCall>) -> bool {
+        self.mark.store(0, Ordering::Relaxed);
+        self.calls.try_send(call).is_ok()
+    }
+
+    pub(crate) fn mark(&self) -> u64 {
+        self.mark.load(Ordering::Relaxed)
+    }
+}
+
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|s| (*s).to_string());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_string())
+}

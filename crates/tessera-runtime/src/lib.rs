@@ -1,0 +1,68 @@
+//! Lockstep: a leader that decides every call, workers that check, run and answer, and the drivers beneath.
+//!
+//! This room never names a model, a backend or a file format. Leader, worker and caches are pure state
+//! machines: `step(now, event)` returns actions, and only [`driver`] owns sockets, processes, threads and
+//! clocks. Wire types live here and nowhere else.
+//!
+//! - [`wire`]: messages and frames.
+//! - [`cache`]: the life of the key/value caches.
+//! - [`census`]: what the seal says of each program.
+//! - [`decide`]: which phases a call has.
+//! - [`check`]: whether an envelope may run.
+//! - [`leader`], [`worker`]: the two sides of lockstep.
+//! - [`engine`]: what the door implements.
+//! - [`driver`]: processes, sockets, threads.
+
+pub mod cache;
+pub mod census;
+pub mod check;
+pub mod decide;
+mod digest;
+pub mod driver;
+pub mod engine;
+mod failure;
+pub mod leader;
+mod limits;
+mod parity;
+pub mod wire;
+pub mod worker;
+
+pub use digest::Digest;
+pub use failure::{Failure, FailureClass};
+pub use limits::Limits;
+pub use parity::{Parity, ParityClass, ParityKey};
+
+/// Codes that this room raises.
+pub const CODES: &[&tessera_base::Code] = &[
+    &wire::T0701,
+    &wire::T0702,
+    &wire::T0703,
+    &wire::T0704,
+    &wire::T0705,
+    &wire::T0706,
+    &worker::T0707,
+    &cache::T0710,
+    &cache::T0711,
+    &cache::T0712,
+    &decide::T0720,
+    &decide::T0721,
+    &census::T0722,
+    &census::T0723,
+    &check::T0730,
+    &check::T0731,
+    &check::T0732,
+    &check::T0733,
+    &check::T0734,
+    &check::T0735,
+    &parity::T0740,
+    &limits::T0741,
+    &worker::T0742,
+    &leader::T0743,
+    &leader::T0744,
+    &engine::T0745,
+    &worker::T0746,
+    &engine::T0747,
+    &leader::T0748,
+    &worker::T0749,
+    &driver::T0750,
+];

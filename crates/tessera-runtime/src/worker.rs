@@ -1,0 +1,427 @@
+//! A rank's side of lockstep: checks what it is sent, answers, runs what is committed, and decides nothing.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use tessera_base::{Code, Diagnostics};
+
+use crate::cache::{Cache, CacheSpec, T0712};
+use crate::census::Census;
+use crate::check::{Local, T0731, check_context, check_envelope, input_digest};
+use crate::engine::{CallReport, EngineFault, FaultKind, ReadyCall};
+use crate::limits::AwakeClock;
+use crate::wire::{
+    CallAction, Context, Done, Envelope, Fault, Heartbeat, HelloAck, Init, Message, Observed, Ready, Refused,
+    Role, Tensors,
+};
+use crate::{Digest, Failure, FailureClass, Limits, Parity};
+
+/// A message that may not come here now.
+pub(crate) static T0707: Code = Code {
+    id: "T0707",
+    title: "a message came from the wrong role or at the wrong time",
+    page: "Only the leader originates control messages; a worker replies and shows signs of life, and each message \
+has its place: hello, envelope, context, commit. This one was sent by the wrong side, for a call that is not open, or \
+before what must precede it. The peer is another program, another build, or has lost its place; the run ends.",
+};
+/// One call twice.
+pub(crate) static T0746: Code = Code {
+    id: "T0746",
+    title: "a second run of a call was asked for",
+    page: "A rank runs each call exactly once. A commit arrived for a call that this rank has run, is running, or \
+never agreed to. Running it again would issue collectives that no peer joins, so it is refused and the run ends.",
+};
+/// The launcher is gone.
+pub(crate) static T0749: Code = Code {
+    id: "T0749",
+    title: "the process that started the ranks is gone",
+    page: "Every rank holds a socket to the process that spawned it. That socket closed without a stop, so nobody \
+is left to receive output or to clean up, and the rank ended itself. The launching process was killed or crashed; \
+start there.",
+};
+/// A peer died.
+pub(crate) static T0742: Code = Code {
+    id: "T0742",
+    title: "a rank's process ended while it was needed",
+    page: "The control socket of a rank closed before that rank had answered the shutdown, so its process is gone: \
+killed, out of memory, or crashed. The launcher's report adds its exit status or signal. Signal 9 without anybody \
+having sent it is usually the kernel's out-of-memory killer; the kernel log says so.",
+};
+
+/// What a worker must know before its first message.
+#[derive(Debug, Clone)]
+pub struct WorkerConfig {
+    /// This rank.
+    pub rank: u32,
+    /// Digest of the sealed plan it holds.
+    pub plan: Digest,
+    /// Its build.
+    pub build: String,
+    /// What it shows at the hello.
+    pub parity: Parity,
+    /// The seal's programs.
+    pub census: Arc<Census>,
+    /// Sizes of the caches, from the seal.
+    pub cache: CacheSpec,
+    /// Bounds.
+    pub limits: Limits,
+    /// Whether this rank sends the chunk's latents to the leader.
+    pub delivers: bool,
+}
+
+/// What happened.
+#[derive(Debug)]
+pub enum Event {
+    /// Time passed; `mark` is the engine's progress.
+    Tick {
+        /// See [`Heartbeat`].
+        mark: u64,
+    },
+    /// A message from the leader.
+    Message(Message),
+    /// The engine is loaded, with what it adds to the parity table.
+    EngineReady(Parity),
+    /// The engine could not be loaded.
+    EngineFailed(Failure),
+    /// The committed call ended.
+    CallEnded(Result<CallReport, EngineFault>),
+    /// The leader's socket closed.
+    LeaderGone(String),
+    /// The launcher's socket closed.
+    LauncherGone,
+}
+
+/// What to do.
+#[derive(Debug)]
+pub enum Action {
+    /// Send to the leader.
+    Send(Message),
+    /// Hand to the engine's thread.
+    Run(Box<ReadyCall>),
+    /// Make blocked collectives return.
+    AbortEngine,
+    /// End the process; nothing follows.
+    Exit(Option<Failure>),
+}
+
+/// The machine.
+#[derive(Debug)]
+pub struct Worker {
+    config: WorkerConfig,
+    clock: AwakeClock,
+    last_beat_ns: u64,
+    init: Option<Init>,
+    loaded: bool,
+    last_call_id: u64,
+    last_commit: u64,
+    /// State after the last accepted envelope.
+    predicted: Cache,
+    pending: VecDeque<Pending>,
+    running: Option<u64>,
+    ended: bool,
+}
+
+/// An accepted call that is not committed.
+#[derive(Debug)]
+struct Pending {
+    envelope: Envelope,
+    after: Digest,
+    context: Tensors,
+    ready: bool,
+}
+
+impl Worker {
+    /// Refuses limits without bounds and impossible caches.
+    pub fn new(config: WorkerConfig) -> Result<Worker, Diagnostics> {
+        let found = config.limits.check();
+        if !found.is_empty() {
+            return Err(found);
+        }
+        let predicted = Cache::new(config.cache).map_err(|d| vec![d])?;
+        Ok(Worker {
+            config,
+            clock: AwakeClock::default(),
+            last_beat_ns: 0,
+            init: None,
+            loaded: false,
+            last_call_id: 0,
+            last_commit: 0,
+            predicted,
+            pending: VecDeque::new(),
+            running: None,
+            ended: false,
+        })
+    }
+
+    /// Takes one event.
+    pub fn step(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
+        let mut out = Vec::new();
+        if self.ended {
+            return out;
+        }
+        self.clock.advance(now_ns, self.config.limits.heartbeat_ns);
+        match event {
+            Event::Tick { mark } => {
+                if self.clock.now() >= self.last_beat_ns + self.config.limits.heartbeat_ns {
+                    self.last_beat_ns = self.clock.now();
+                    // The mark of a finished call must not be taken for progress of the next one.
+                    let mark = if self.running.is_some() { mark } else { 0 };
+                    out.push(Action::Send(Message::Heartbeat(Heartbeat { mark })));
+                }
+            }
+            Event::Message(message) => self.message(message, &mut out),
+            Event::EngineReady(extra) => {
+                for k in extra.keys() {
+                    let parity = std::mem::take(&mut self.config.parity);
+                    self.config.parity = parity.with(k.key.clone(), k.class, k.value.clone());
+                }
+                self.loaded = true;
+                self.hello(&mut out);
+            }
+            Event::EngineFailed(failure) => self.fault(failure, false, &mut out),
+            Event::CallEnded(Ok(report)) => self.call_ended(report, &mut out),
+            Event::CallEnded(Err(fault)) => {
+                let failure = Failure {
+                    class: fault.class(),
+                    rank: Some(self.config.rank),
+                    code: fault.code,
+                    text: fault.text,
+                };
+                self.fault(failure, fault.kind == FaultKind::Aborted, &mut out);
+            }
+            Event::LeaderGone(how) => {
+                self.end(
+                    Failure::new(FailureClass::RankDied, Some(0), &T0742, format!("the leader is gone: {how}")),
+                    &mut out,
+                );
+            }
+            Event::LauncherGone => {
+                let text = "the launching process closed its socket";
+                self.end(Failure::new(FailureClass::LauncherGone, None, &T0749, text), &mut out);
+            }
+        }
+        out
+    }
+
+    /// Whether nothing more will come out of this machine.
+    #[must_use]
+    pub fn ended(&self) -> bool {
+        self.ended
+    }
+
+    fn message(&mut self, message: Message, out: &mut Vec<Action>) {
+        if message.kind().sender() != Role::Leader {
+            let text = format!("a {:?} message arrived at a worker", message.kind());
+            return self.refuse(0, self.protocol(text), out);
+        }
+        match message {
+            Message::Init(init) if self.init.is_none() => {
+                self.init = Some(init);
+                self.hello(out);
+            }
+            Message::Envelope(e) => self.envelope(*e, out),
+            Message::Context(c) => self.context(c, out),
+            Message::Commit(c) => self.commit(c.call_id, out),
+            Message::Abort(a) => self.end(a.failure, out),
+            other => {
+                let text = format!("a {:?} message arrived out of place", other.kind());
+                self.refuse(0, self.protocol(text), out);
+            }
+        }
+    }
+
+    fn hello(&mut self, out: &mut Vec<Action>) {
+        if self.init.is_some() && self.loaded {
+            out.push(Action::Send(Message::HelloAck(HelloAck {
+                build: self.config.build.clone(),
+                plan: self.config.plan,
+                parity: self.config.parity.clone(),
+            })));
+        }
+    }
+
+    fn envelope(&mut self, e: Envelope, out: &mut Vec<Action>) {
+        let call_id = e.header.call_id;
+        let Some(init) = &self.init else {
+            return self.refuse(call_id, self.protocol("an envelope came before the hello".into()), out);
+        };
+        let shutdown = e.header.action == CallAction::Shutdown;
+        if !shutdown && !self.loaded {
+            return self.refuse(call_id, self.protocol("an envelope came before this rank was loaded".into()), out);
+        }
+        let local = Local {
+            plan: self.config.plan,
+            session: init.session,
+            last_call_id: self.last_call_id,
+            cache: &self.predicted,
+            census: &self.config.census,
+        };
+        let after = match check_envelope(&e, &local) {
+            Ok(after) => after,
+            Err(found) => return self.refuse(call_id, self.failure(&found), out),
+        };
+        if shutdown {
+            return self.shutdown(call_id, out);
+        }
+        let open = self.pending.len() + usize::from(self.running.is_some());
+        if open >= self.config.limits.max_outstanding as usize {
+            let text = format!("envelope {call_id} came while {open} calls are open, the limit");
+            return self.refuse(call_id, self.protocol(text), out);
+        }
+        self.last_call_id = call_id;
+        let digest = after.digest();
+        self.predicted = after;
+        self.pending.push_back(Pending {
+            envelope: e,
+            after: digest,
+            context: Tensors::default(),
+            ready: false,
+        });
+        let newest = self.pending.len() - 1;
+        if !wants_context(&self.pending[newest].envelope) {
+            self.ready(newest, out);
+        }
+    }
+
+    fn context(&mut self, c: Context, out: &mut Vec<Action>) {
+        let at = self
+            .pending
+            .iter()
+            .position(|p| p.envelope.header.call_id == c.call_id && !p.ready && wants_context(&p.envelope));
+        let Some(at) = at else {
+            let text = format!("context came for call {}, which does not wait for it", c.call_id);
+            return self.refuse(c.call_id, self.protocol(text), out);
+        };
+        if let Some(meta) = &self.pending[at].envelope.meta
+            && let Err(found) = check_context(meta, &c.tensors, &self.config.census)
+        {
+            return self.refuse(c.call_id, self.failure(&found), out);
+        }
+        self.pending[at].context = c.tensors;
+        self.ready(at, out);
+    }
+
+    fn ready(&mut self, at: usize, out: &mut Vec<Action>) {
+        let p = &mut self.pending[at];
+        p.ready = true;
+        out.push(Action::Send(Message::Ready(Ready {
+            call_id: p.envelope.header.call_id,
+            predicted_state: p.after,
+            inputs: input_digest(&p.envelope, &p.context),
+        })));
+    }
+
+    fn commit(&mut self, call_id: u64, out: &mut Vec<Action>) {
+        let front = self.pending.front();
+        let open = front.is_some_and(|p| p.envelope.header.call_id == call_id && p.ready);
+        if self.running.is_some() || !open {
+            let text = format!(
+                "commit of call {call_id}; running {:?}, next {:?}, last committed {}",
+                self.running,
+                front.map(|p| p.envelope.header.call_id),
+                self.last_commit
+            );
+            let code = if call_id <= self.last_commit { &T0746 } else { &T0707 };
+            let failure = Failure::new(FailureClass::Protocol, Some(self.config.rank), code, text);
+            return self.refuse(call_id, failure, out);
+        }
+        let Some(p) = self.pending.pop_front() else { return };
+        self.running = Some(call_id);
+        self.last_commit = call_id;
+        let mut inputs = p.envelope.tensors;
+        inputs.0.extend(p.context.0);
+        out.push(Action::Run(Box::new(ReadyCall {
+            call_id,
+            action: p.envelope.header.action,
+            meta: p.envelope.meta,
+            inputs,
+        })));
+    }
+
+    fn call_ended(&mut self, report: CallReport, out: &mut Vec<Action>) {
+        let Some(call_id) = self.running.take() else {
+            let text = "the engine ended a call that was not running".to_string();
+            return self.refuse(0, self.protocol(text), out);
+        };
+        let output = if self.config.delivers { report.output.into_iter().collect() } else { Vec::new() };
+        out.push(Action::Send(Message::Done(Box::new(Done {
+            call_id,
+            observed: report.observed,
+            output: Tensors(output),
+        }))));
+    }
+
+    fn shutdown(&mut self, call_id: u64, out: &mut Vec<Action>) {
+        if let Some(running) = self.running {
+            let text = format!("shutdown came while call {running} runs");
+            return self.refuse(call_id, self.protocol(text), out);
+        }
+        let observed = Observed {
+            generator_calls: 0,
+            collectives: 0,
+            trace: Digest::of_trace([]),
+            state: self.predicted.digest(),
+            output: Digest::default(),
+            phase_ns: Vec::new(),
+        };
+        let done = Done { call_id, observed, output: Tensors::default() };
+        out.push(Action::Send(Message::Done(Box::new(done))));
+        out.push(Action::Exit(None));
+        self.ended = true;
+    }
+
+    /// Says why a call is not run here, then leaves.
+    fn refuse(&mut self, call_id: u64, failure: Failure, out: &mut Vec<Action>) {
+        out.push(Action::Send(Message::Refused(Refused { call_id, failure: failure.clone() })));
+        self.end(failure, out);
+    }
+
+    /// Says why this rank cannot go on, then leaves.
+    fn fault(&mut self, failure: Failure, secondary: bool, out: &mut Vec<Action>) {
+        out.push(Action::Send(Message::Fault(Fault {
+            class: failure.class,
+            code: failure.code.clone(),
+            text: failure.text.clone(),
+            secondary,
+        })));
+        self.end(failure, out);
+    }
+
+    fn end(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        out.push(Action::AbortEngine);
+        out.push(Action::Exit(Some(failure)));
+        self.ended = true;
+    }
+
+    fn protocol(&self, text: String) -> Failure {
+        Failure::new(FailureClass::Protocol, Some(self.config.rank), &T0707, text)
+    }
+
+    /// The first finding as a failure: the rest follow from it or stand beside it in the text.
+    fn failure(&self, found: &Diagnostics) -> Failure {
+        let rank = Some(self.config.rank);
+        let Some(first) = found.first() else { return self.protocol("refused without a reason".into()) };
+        let class = if first.code == &T0731 {
+            FailureClass::Parity
+        } else if first.code == &T0712 {
+            FailureClass::Drift
+        } else {
+            FailureClass::Protocol
+        };
+        let mut failure = Failure::from_diagnostic(class, rank, first);
+        for d in &found[1..] {
+            failure.text += &format!("; also [{}] {}", d.code.id, d.message);
+        }
+        failure
+    }
+}
+
+/// An engine that could not be loaded, as a failure of this rank.
+#[must_use]
+pub fn load_failure(rank: u32, d: &tessera_base::Diagnostic) -> Failure {
+    Failure::from_diagnostic(FailureClass::Engine, Some(rank), d)
+}
+
+pub(crate) fn wants_context(e: &Envelope) -> bool {
+    e.meta.as_ref().is_some_and(|m| m.recompute)
+}

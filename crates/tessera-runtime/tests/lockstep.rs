@@ -1,0 +1,448 @@
+//! Leader and ranks over a deterministic network: clean runs, and everything that can go wrong.
+
+mod support;
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+use support::net::{FIRST, NEXT, Net, Request, Way};
+use support::{Bug, context, leader_config, text, worker_config};
+use tessera_runtime::cache::{Regime, Transition};
+use tessera_runtime::decide::ChunkRequest;
+use tessera_runtime::leader::Leader;
+use tessera_runtime::wire::{CallAction, Commit, Message, PhaseCall, Tensor};
+use tessera_runtime::{Digest, Failure, FailureClass, Limits, ParityClass};
+
+const BOTH: [Regime; 2] = [Regime::Resident, Regime::Recompute];
+
+fn failed(net: &mut Net) -> Failure {
+    let failure = net.run(60).expect("a failure");
+    // Whoever is left knows why it leaves, and nobody leaves as if all were well.
+    for (r, rank) in net.ranks.iter().enumerate().filter(|(_, r)| r.alive) {
+        assert!(matches!(rank.outcome, Some(Some(_))), "rank {r} after {failure}: {:?}", rank.outcome);
+    }
+    failure
+}
+
+fn messages(regime: Regime, ranks: u32, chunks: u32) -> u64 {
+    let mut net = Net::new(ranks, regime, chunks);
+    net.run_clean();
+    net.carried
+}
+
+#[test]
+fn a_clean_run_delivers_every_chunk_once_and_equal_on_every_mesh() {
+    for regime in BOTH {
+        let mut want: Option<Vec<(u32, Tensor)>> = None;
+        for ranks in [1, 2, 4] {
+            let mut net = Net::new(ranks, regime, 7);
+            net.requests[3] = Request { request: ChunkRequest { cut: true, ..NEXT }, text: None };
+            net.requests[5] = Request { request: FIRST, text: Some(text(9)) };
+            net.run_clean();
+            let chunks: Vec<u32> = net.delivered.iter().map(|(k, _)| *k).collect();
+            assert_eq!(chunks, [0, 1, 2, 3, 4, 5, 6]);
+            assert_eq!(net.delivered, *want.get_or_insert(net.delivered.clone()));
+            let epochs: Vec<u32> = net.records.iter().map(|r| r.plan.cache_epoch).collect();
+            assert_eq!(epochs, [0, 0, 0, 1, 1, 1, 1]);
+            for rank in &net.ranks {
+                assert_eq!(rank.runs.len(), 7);
+                assert!(rank.runs.values().all(|n| *n == 1), "one run per chunk");
+            }
+        }
+    }
+}
+
+#[test]
+fn preparing_overlaps_running_and_no_rank_runs_before_all_are_ready() {
+    for regime in BOTH {
+        let mut net = Net::new(3, regime, 5);
+        net.run_clean();
+        let mut ready = [0; 10];
+        let (mut done, mut prepared_ahead) = ([0; 10], 0);
+        for (_, m) in &net.trace {
+            match m {
+                Message::Ready(r) => ready[r.call_id as usize] += 1,
+                Message::Done(d) => done[d.call_id as usize] += 1,
+                Message::Commit(c) => {
+                    let id = c.call_id as usize;
+                    assert_eq!(ready[id], 3, "call {id} was committed before every rank was ready");
+                    assert!(id == 1 || done[id - 1] == 3, "call {id} was committed before {} ended", id - 1);
+                }
+                Message::Envelope(e) => {
+                    let id = e.header.call_id as usize;
+                    prepared_ahead += usize::from(id > 1 && done[id - 1] == 0);
+                    assert!(!e.tensors.0.iter().any(|t| t.name() == "context"), "context follows");
+                }
+                _ => {}
+            }
+        }
+        assert!(prepared_ahead >= 4 * 3, "envelopes leave before the call before them is done");
+    }
+}
+
+#[test]
+fn text_travels_on_change_only_and_context_only_when_recomputing() {
+    let count = |regime, name: &str| {
+        let mut net = Net::new(1, regime, 6);
+        net.run_clean();
+        let tensors = net.trace.iter().flat_map(|(_, m)| match m {
+            Message::Envelope(e) => e.tensors.0.clone(),
+            Message::Context(c) => c.tensors.0.clone(),
+            _ => Vec::new(),
+        });
+        tensors.filter(|t| t.name() == name).count()
+    };
+    assert_eq!((count(Regime::Resident, "text"), count(Regime::Resident, "context")), (1, 0));
+    assert_eq!((count(Regime::Recompute, "text"), count(Regime::Recompute, "context")), (1, 5));
+}
+
+#[test]
+fn an_engine_that_fails_in_any_phase_is_named_and_nobody_stays() {
+    for (bug, class, code) in [
+        (Bug::FailAt as fn(u32) -> Bug, FailureClass::Engine, "T0745"),
+        (Bug::ExtraCollective, FailureClass::Drift, "T0747"),
+        (Bug::OtherTrace, FailureClass::Drift, "T0747"),
+        (Bug::OtherNumbers, FailureClass::Drift, "T0744"),
+    ] {
+        for phase in 0..14 {
+            let mut net = Net::new(3, Regime::Resident, 4);
+            net.ranks[2].engine.bug = bug(phase);
+            let failure = failed(&mut net);
+            assert_eq!(
+                (failure.class, failure.rank, failure.code.as_str()),
+                (class, Some(2), code),
+                "{bug:?} {phase}: {failure}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_runs_one_phase_more_or_less_stops_at_the_boundary() {
+    for more in [true, false] {
+        let mut net = Net::new(3, Regime::Resident, 4);
+        net.meddle = Box::new(move |rank, call, _| {
+            if let (1, 2, Some(meta)) = (rank, call.call_id, &mut call.meta) {
+                let at = meta.phases.iter().position(|p| p.program.starts_with("denoise")).expect("one");
+                if more {
+                    let again = meta.phases[at].clone();
+                    meta.phases.insert(at, again);
+                } else {
+                    meta.phases.remove(at);
+                }
+            }
+        });
+        let failure = failed(&mut net);
+        assert_eq!((failure.class, failure.rank, failure.code.as_str()), (FailureClass::Drift, Some(1), "T0747"));
+        let says = if more { "would be generator call 4" } else { "after 2 generator calls" };
+        assert!(failure.text.contains(says), "{failure}");
+    }
+}
+
+#[test]
+fn an_out_of_band_reset_on_one_rank_is_caught() {
+    let mut net = Net::new(2, Regime::Resident, 4);
+    net.meddle = Box::new(|rank, call, cache| {
+        if (rank, call.call_id) == (1, 3) {
+            cache.apply(Transition::Reset).expect("legal in itself");
+        }
+    });
+    let failure = failed(&mut net);
+    assert_eq!((failure.class, failure.rank), (FailureClass::Drift, Some(1)));
+    assert!(failure.text.contains("T0712"), "{failure}");
+}
+
+#[test]
+fn every_single_lost_message_ends_the_run_in_bounded_time() {
+    for regime in BOTH {
+        for n in 0..messages(regime, 2, 3) {
+            let mut net = Net::new(2, regime, 3);
+            let lost = Rc::new(Cell::new(None));
+            let seen = Rc::clone(&lost);
+            net.tamper = Box::new(move |way, at, m| {
+                if at == n {
+                    seen.set(Some((way, matches!(m, Message::Heartbeat(_)))));
+                    return Vec::new();
+                }
+                vec![m]
+            });
+            let failure = net.run(30);
+            let (way, heartbeat) = lost.get().expect("a message was lost");
+            if heartbeat {
+                assert_eq!(failure, None);
+                continue;
+            }
+            let (Way::To(rank) | Way::From(rank)) = way;
+            let failure = failure.unwrap_or_else(|| panic!("message {n} was lost and nobody noticed"));
+            assert_eq!(failure.rank, Some(rank), "message {n}, {way:?}: {failure}");
+        }
+    }
+}
+
+#[test]
+fn every_single_doubled_message_is_refused_or_harmless_and_nothing_runs_twice() {
+    for regime in BOTH {
+        for n in 0..messages(regime, 2, 3) {
+            let mut net = Net::new(2, regime, 3);
+            net.tamper = Box::new(move |_, at, m| if at == n { vec![m.clone(), m] } else { vec![m] });
+            let failure = net.run(30);
+            for rank in &net.ranks {
+                assert!(rank.runs.values().all(|runs| *runs == 1));
+            }
+            if failure.is_none() {
+                assert_eq!(net.delivered.len(), 3);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_dies_at_any_message_is_named() {
+    for regime in BOTH {
+        let all = messages(regime, 3, 3);
+        for n in 0..all {
+            let mut net = Net::new(3, regime, 3);
+            net.kill = Some((n, 1));
+            match net.run(10) {
+                Some(f) => assert_eq!((f.class, f.rank), (FailureClass::RankDied, Some(1)), "{n}: {f}"),
+                // It had answered the shutdown.
+                None => assert!(n + 5 > all, "rank 1 died at message {n} of {all} and nobody noticed"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_stop_at_any_message_ends_cleanly_at_a_chunk_boundary() {
+    for regime in BOTH {
+        for n in 0..messages(regime, 2, 4) {
+            let mut net = Net::new(2, regime, 4);
+            net.stop_at = Some(n);
+            net.run_clean();
+            assert!(net.now_ns < 5_000_000_000);
+            assert_eq!(net.delivered.len(), net.records.len(), "every finished chunk is delivered");
+        }
+    }
+}
+
+#[test]
+fn the_end_of_the_launcher_ends_everybody() {
+    for n in 0..messages(Regime::Resident, 2, 3) {
+        let mut net = Net::new(2, Regime::Resident, 3);
+        net.launcher_gone_at = Some(n);
+        let failure = net.run(10).expect("a failure");
+        assert_eq!(failure.class, FailureClass::LauncherGone);
+        assert!(net.now_ns < 1_000_000_000);
+    }
+}
+
+#[test]
+fn a_stuck_engine_and_a_frozen_process_are_stalls_of_the_right_rank() {
+    let mut net = Net::new(3, Regime::Resident, 4);
+    net.stuck.insert((1, 2));
+    let failure = failed(&mut net);
+    assert_eq!((failure.class, failure.rank), (FailureClass::Stall, Some(1)));
+    assert!(failure.text.contains("no progress of rank 1"), "{failure}");
+    assert!(net.now_ns < 7_000_000_000, "{}", net.now_ns);
+
+    let mut net = Net::new(3, Regime::Resident, 4);
+    net.frozen.insert((2, 2));
+    let failure = net.run(30).expect("a failure");
+    assert_eq!((failure.class, failure.rank), (FailureClass::Stall, Some(2)));
+    assert!(net.now_ns < 7_000_000_000);
+}
+
+#[test]
+fn an_echo_is_never_shown_as_the_cause() {
+    // Rank 1 only hears that somebody aborted, and says so before rank 2 can tell why.
+    let mut net = Net::new(3, Regime::Resident, 4);
+    net.ranks[1].engine.bug = Bug::EchoAt(2);
+    net.ranks[2].engine.bug = Bug::FailAt(2);
+    let failure = failed(&mut net);
+    assert_eq!((failure.class, failure.rank), (FailureClass::Engine, Some(2)));
+    // Alone it is better than nothing.
+    let mut net = Net::new(3, Regime::Resident, 4);
+    net.ranks[1].engine.bug = Bug::EchoAt(2);
+    assert_eq!(failed(&mut net).rank, Some(1));
+}
+
+fn envelope_change(
+    rank: u32,
+    call: u64,
+    change: impl Fn(&mut tessera_runtime::wire::Envelope) + 'static,
+) -> support::net::Tamper {
+    Box::new(move |way, _, m| match m {
+        Message::Envelope(mut e) if way == Way::To(rank) && e.header.call_id == call => {
+            change(&mut e);
+            vec![Message::Envelope(e)]
+        }
+        m => vec![m],
+    })
+}
+
+#[test]
+fn one_rank_that_is_sent_something_else_refuses_or_is_found_before_anything_runs() {
+    type Change = Box<dyn Fn(&mut tessera_runtime::wire::Envelope)>;
+    let cases: Vec<(&str, FailureClass, &str, Change)> = vec![
+        ("T0731", FailureClass::Parity, "plan digest", Box::new(|e| e.header.plan = Digest::of(b"another"))),
+        ("T0731", FailureClass::Parity, "session", Box::new(|e| e.header.session += 1)),
+        ("T0730", FailureClass::Protocol, "repeated or earlier call_id", Box::new(|e| e.header.call_id = 2)),
+        ("T0730", FailureClass::Protocol, "call_id", Box::new(|e| e.header.call_id = 9)),
+        ("T0712", FailureClass::Drift, "cache_epoch", Box::new(|e| e.header.cache_epoch = 1)),
+        ("T0712", FailureClass::Drift, "chunk", Box::new(|e| e.header.chunk = 0)),
+        ("T0733", FailureClass::Protocol, "RELOAD", Box::new(|e| e.header.action = CallAction::Reload)),
+        ("T0701", FailureClass::Protocol, "version", Box::new(|e| e.header.version = 9)),
+    ];
+    for (code, class, says, change) in cases {
+        let mut net = Net::new(3, Regime::Resident, 4);
+        net.tamper = envelope_change(2, 3, change);
+        let failure = failed(&mut net);
+        assert_eq!((failure.code.as_str(), failure.class, failure.rank), (code, class, Some(2)), "{failure}");
+        assert!(failure.text.contains(says), "{failure}");
+        assert!(net.ranks.iter().all(|r| !r.runs.contains_key(&3)), "nobody ran the call");
+    }
+    // A change that is legal in itself is found by the digest of what arrived.
+    let mut net = Net::new(3, Regime::Recompute, 4);
+    net.tamper = Box::new(|way, _, m| match m {
+        Message::Context(mut c) if way == Way::To(1) => {
+            c.tensors.0 = vec![context(&Tensor::from_f32("x", &[4], &[9.0; 4]).expect("fits"))];
+            vec![Message::Context(c)]
+        }
+        m => vec![m],
+    });
+    let failure = failed(&mut net);
+    assert_eq!((failure.class, failure.rank), (FailureClass::Drift, Some(1)));
+    assert!(failure.text.contains("inputs of rank 1"), "{failure}");
+    assert!(net.ranks.iter().all(|r| !r.runs.contains_key(&2)));
+}
+
+#[test]
+fn what_a_rank_reports_is_compared_with_the_plan_and_with_its_peers() {
+    type Change = fn(&mut tessera_runtime::wire::Observed);
+    let cases: [(&str, Change); 5] = [
+        ("generator calls: planned 3, observed 4", |o| o.generator_calls += 1),
+        ("collectives: planned", |o| o.collectives += 1),
+        ("trace: planned", |o| o.trace = Digest::default()),
+        ("cache state: planned", |o| o.state = Digest::default()),
+        ("output differs: ranks [", |o| o.output = Digest::default()),
+    ];
+    for (says, change) in cases {
+        let mut net = Net::new(3, Regime::Resident, 3);
+        net.tamper = Box::new(move |way, _, m| match m {
+            Message::Done(mut d) if way == Way::From(1) && d.call_id == 2 => {
+                change(&mut d.observed);
+                vec![Message::Done(d)]
+            }
+            m => vec![m],
+        });
+        let failure = failed(&mut net);
+        assert_eq!((failure.class, failure.rank), (FailureClass::Drift, Some(1)), "{failure}");
+        assert!(failure.text.contains(says), "{failure}");
+        assert_eq!(net.delivered.len(), 1, "nothing of the chunk leaves");
+    }
+}
+
+#[test]
+fn a_second_run_of_a_call_and_a_message_of_the_wrong_role_are_refused() {
+    let mut net = Net::new(2, Regime::Resident, 4);
+    net.tamper = Box::new(|way, _, m| match m {
+        Message::Commit(c) if way == Way::To(1) && c.call_id == 3 => {
+            vec![Message::Commit(Commit { call_id: 2 })]
+        }
+        m => vec![m],
+    });
+    let failure = failed(&mut net);
+    assert_eq!((failure.code.as_str(), failure.rank), ("T0746", Some(1)));
+
+    let mut net = Net::new(2, Regime::Resident, 4);
+    net.tamper = Box::new(|way, _, m| match m {
+        Message::Ready(r) if way == Way::From(1) => vec![Message::Commit(Commit { call_id: r.call_id })],
+        m => vec![m],
+    });
+    let failure = failed(&mut net);
+    assert_eq!((failure.code.as_str(), failure.class, failure.rank), ("T0707", FailureClass::Protocol, Some(1)));
+
+    let mut net = Net::new(2, Regime::Resident, 4);
+    net.tamper = Box::new(|way, _, m| match m {
+        Message::Commit(_) if way == Way::To(1) => vec![Message::Finished],
+        m => vec![m],
+    });
+    assert_eq!(failed(&mut net).code, "T0707");
+}
+
+#[test]
+fn what_the_leader_refuses_itself_never_leaves_it() {
+    for bad in [
+        Request { request: NEXT, text: None },
+        Request { request: FIRST, text: None },
+        Request { request: FIRST, text: Some(Tensor::from_f32("text", &[5], &[0.0; 5]).expect("fits")) },
+        Request { request: FIRST, text: Some(context(&Tensor::from_f32("x", &[4], &[0.0; 4]).expect("fits"))) },
+    ] {
+        let mut net = Net::new(2, Regime::Resident, 1);
+        net.requests[0] = bad;
+        let failure = failed(&mut net);
+        assert_eq!((failure.class, failure.rank), (FailureClass::Preflight, None), "{failure}");
+        assert!(!net.trace.iter().any(|(_, m)| matches!(m, Message::Envelope(_))));
+    }
+}
+
+#[test]
+fn a_rank_with_another_build_or_plan_never_starts() {
+    for (says, key) in [("`build`", 0), ("`plan digest`", 1), ("`backend.matmul`", 2)] {
+        let config = leader_config(3, Regime::Resident);
+        let mut net = Net::with(config, Regime::Resident, 2, |r| {
+            let mut w = worker_config(r, Regime::Resident);
+            match (r, key) {
+                (2, 0) => w.build = "another".into(),
+                (2, 1) => w.plan = Digest::of(b"another"),
+                (2, 2) => w.parity = w.parity.with("backend.matmul", ParityClass::AtInit, "fast"),
+                _ => {}
+            }
+            w
+        });
+        let failure = failed(&mut net);
+        assert_eq!((failure.class, failure.rank), (FailureClass::Parity, Some(2)), "{failure}");
+        assert!(failure.text.contains(says), "{failure}");
+        assert!(!net.trace.iter().any(|(_, m)| matches!(m, Message::Envelope(_))));
+    }
+}
+
+#[test]
+fn a_slow_consumer_blocks_the_producer_at_the_bound() {
+    let mut net = Net::new(2, Regime::Resident, 10);
+    net.deliver = false;
+    let stuck = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| net.run(20)));
+    assert!(stuck.is_err(), "the stream waits for its consumer");
+    assert_eq!((net.most_undelivered, net.records.len()), (2, 2));
+    assert!(net.leader.wants() == 0, "and takes no further requests");
+    net.deliver = true;
+    assert_eq!(net.go_on(60), None);
+    assert_eq!(net.delivered.len(), 10);
+    assert_eq!(net.most_undelivered, 2);
+}
+
+#[test]
+fn a_configuration_without_bounds_is_refused() {
+    for limits in [
+        Limits { d_in: 0, ..Limits::default() },
+        Limits { d_out: u32::MAX, ..Limits::default() },
+        Limits { max_outstanding: 0, ..Limits::default() },
+    ] {
+        let mut config = leader_config(2, Regime::Resident);
+        config.limits = limits;
+        assert_eq!(Leader::new(config).expect_err("refused")[0].code.id, "T0741");
+    }
+}
+
+#[test]
+fn a_phase_that_is_not_in_the_seal_is_refused_by_name() {
+    let mut net = Net::new(2, Regime::Resident, 3);
+    net.tamper = envelope_change(1, 2, |e| {
+        if let Some(m) = &mut e.meta {
+            m.phases[0] = PhaseCall::new("renoize", vec![]);
+        }
+    });
+    let failure = failed(&mut net);
+    assert_eq!((failure.code.as_str(), failure.rank), ("T0722", Some(1)));
+    assert!(failure.text.contains("`renoise`"), "{failure}");
+}

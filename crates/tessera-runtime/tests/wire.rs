@@ -1,0 +1,235 @@
+//! Frames: round trips, refusals, and bytes that mean nothing.
+
+mod support;
+
+use proptest::prelude::*;
+use support::{census, plan, stream, text};
+use tessera_runtime::cache::Regime;
+use tessera_runtime::decide::{ChunkRequest, Director};
+use tessera_runtime::wire::{
+    Abort, Arg, CallAction, Commit, Context, Done, Dtype, Envelope, EnvelopeHeader, F32Bits, FIELDS, Fault,
+    HEADER_BYTES, Heartbeat, HelloAck, Init, Kind, MAX_META_BYTES, MAX_TENSORS, Message, Observed, PhaseCall,
+    Progress, Ready, Refused, Role, Tensor, Tensors, WIRE_VERSION, Welcome, decode, decode_header, encode,
+    envelope_reference,
+};
+use tessera_runtime::{Digest, Failure, FailureClass, Parity, ParityClass};
+
+fn failure() -> Failure {
+    Failure { class: FailureClass::Drift, rank: Some(1), code: "T0744".into(), text: "output differs".into() }
+}
+
+fn envelope() -> Envelope {
+    let mut director = Director::new(stream(Regime::Resident)).expect("legal");
+    let request = ChunkRequest { prompt_change: true, seed: 7, cut: false };
+    let plan_of = director.next(&request, &census()).expect("planned");
+    let header = EnvelopeHeader {
+        version: WIRE_VERSION,
+        action: CallAction::Infer,
+        plan: plan(),
+        session: 1,
+        call_id: 1,
+        chunk: 0,
+        cache_epoch: 0,
+        deadline_ms: 5000,
+    };
+    Envelope { header, meta: plan_of.meta, tensors: Tensors(vec![text(3)]) }
+}
+
+fn every_message() -> Vec<Message> {
+    let parity = Parity::default().with("k", ParityClass::BestEffort, "v");
+    let observed = Observed {
+        generator_calls: 3,
+        collectives: 99,
+        trace: plan(),
+        state: plan(),
+        output: plan(),
+        phase_ns: vec![1, u64::MAX],
+    };
+    vec![
+        Message::Welcome(Welcome { rank: 1, world: 2, session: 3, sockets: 1, extras: 0, payload: vec![0; 9] }),
+        Message::Stop,
+        Message::Init(Init {
+            wire_version: WIRE_VERSION,
+            build: "b".into(),
+            plan: plan(),
+            session: 3,
+            parity: parity.clone(),
+        }),
+        Message::Envelope(Box::new(envelope())),
+        Message::Context(Context { call_id: 2, tensors: Tensors(vec![text(1)]) }),
+        Message::Commit(Commit { call_id: 2 }),
+        Message::Abort(Abort { failure: failure() }),
+        Message::HelloAck(HelloAck { build: "b".into(), plan: plan(), parity }),
+        Message::Ready(Ready { call_id: 2, predicted_state: plan(), inputs: Digest::default() }),
+        Message::Refused(Refused { call_id: 2, failure: failure() }),
+        Message::Done(Box::new(Done { call_id: 2, observed, output: Tensors(vec![text(2)]) })),
+        Message::Fault(Fault {
+            class: FailureClass::Engine,
+            code: "T0745".into(),
+            text: "x".into(),
+            secondary: true,
+        }),
+        Message::Heartbeat(Heartbeat { mark: 1 << 40 }),
+        Message::Progress(Progress { chunk: 1, frames: 12, phase_ns: vec![5], queued_in: 2, queued_out: 1 }),
+        Message::Finished,
+        Message::Failed(failure()),
+    ]
+}
+
+#[test]
+fn every_message_makes_the_round_trip_and_has_a_sender() {
+    let all = every_message();
+    assert_eq!(all.len(), Kind::ALL.len());
+    for m in all {
+        let frame = encode(&m).expect("within limits");
+        assert_eq!(decode(&frame).expect("reads"), m);
+        assert_eq!(encode(&m).expect("within limits"), frame, "equal content has equal bytes");
+        let worker_speaks = matches!(
+            m,
+            Message::HelloAck(_) | Message::Ready(_) | Message::Refused(_) | Message::Done(_) | Message::Fault(_)
+        );
+        assert_eq!(m.kind().sender() == Role::Worker, worker_speaks, "{:?}", m.kind());
+    }
+}
+
+#[test]
+fn an_unknown_version_is_refused_from_the_header_alone_with_both_versions() {
+    let mut frame = encode(&Message::Stop).expect("within limits");
+    frame[4..6].copy_from_slice(&7u16.to_le_bytes());
+    // Lengths that nobody could allocate.
+    frame[8..16].fill(0xff);
+    let head: [u8; HEADER_BYTES] = frame[..HEADER_BYTES].try_into().expect("long enough");
+    let d = decode_header(&head).expect_err("refused");
+    assert_eq!(d.code.id, "T0701");
+    assert_eq!(d.message, format!("the peer speaks wire version 7, this process speaks {WIRE_VERSION}"));
+}
+
+#[test]
+fn damaged_frames_are_refused_by_the_code_that_fits() {
+    let good = encode(&Message::Envelope(Box::new(envelope()))).expect("within limits");
+    let code = |frame: &[u8]| decode(frame).expect_err("refused").code.id;
+    let with = |at: usize, bytes: &[u8]| {
+        let mut frame = good.clone();
+        frame[at..at + bytes.len()].copy_from_slice(bytes);
+        frame
+    };
+    assert_eq!(code(&with(0, b"HTTP")), "T0702");
+    assert_eq!(code(&with(6, &999u16.to_le_bytes())), "T0702");
+    assert_eq!(code(&with(8, &(MAX_META_BYTES + 1).to_le_bytes())), "T0703");
+    assert_eq!(code(&with(12, &u32::MAX.to_le_bytes())), "T0703");
+    assert_eq!(code(&with(good.len() - 1, &[good[good.len() - 1] ^ 1])), "T0704");
+    assert_eq!(code(&good[..10]), "T0702");
+    assert_eq!(code(&good[..good.len() - 1]), "T0705");
+    assert_eq!(code(&[&good[..], &[0]].concat()), "T0705");
+}
+
+/// Rewrites a frame's meta and puts the right lengths and checksum around it.
+fn reframe(frame: &[u8], edit: impl Fn(&mut Vec<u8>, &mut Vec<u8>)) -> Vec<u8> {
+    let meta_len = u32::from_le_bytes(frame[8..12].try_into().expect("four")) as usize;
+    let mut meta = frame[HEADER_BYTES..HEADER_BYTES + meta_len].to_vec();
+    let mut tensors = frame[HEADER_BYTES + meta_len..].to_vec();
+    edit(&mut meta, &mut tensors);
+    let mut head = frame[..8].to_vec();
+    head.extend((meta.len() as u32).to_le_bytes());
+    head.extend((tensors.len() as u32).to_le_bytes());
+    let sum = xxhash(&[&head[..], &meta, &tensors].concat());
+    [head, sum.to_le_bytes().to_vec(), meta, tensors].concat()
+}
+
+fn xxhash(bytes: &[u8]) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(bytes)
+}
+
+#[test]
+fn well_framed_nonsense_is_refused_too() {
+    let commit = encode(&Message::Commit(Commit { call_id: 1 })).expect("within limits");
+    assert_eq!(reframe(&commit, |_, _| {}), commit, "the test's framing is the real one");
+    let code = |frame: Vec<u8>| decode(&frame).expect_err("refused").code.id;
+    assert_eq!(code(reframe(&commit, |m, _| m.push(0))), "T0705", "trailing bytes");
+    assert_eq!(code(reframe(&commit, |m, _| m.clear())), "T0705", "a missing field");
+    assert_eq!(code(reframe(&commit, |m, _| *m = vec![0x81, 0x00])), "T0705", "a longer integer than needed");
+    assert_eq!(code(reframe(&commit, |_, t| t.push(0))), "T0706", "tensors where none may be");
+    let context = encode(&Message::Context(Context {
+        call_id: 1,
+        tensors: Tensors(vec![text(1), Tensor::from_f32("other", &[8], &[9.0; 8]).expect("fits")]),
+    }))
+    .expect("within limits");
+    assert_eq!(code(reframe(&context, |_, t| t.rotate_left(32))), "T0706", "tensors in another order");
+    assert_eq!(code(reframe(&context, |_, t| t.truncate(32))), "T0706", "a tensor that did not travel");
+    assert_eq!(code(reframe(&context, |_, t| t.extend([0; 4]))), "T0706", "bytes outside the manifest");
+}
+
+#[test]
+fn a_nan_has_one_form_on_the_wire() {
+    let call = |x: f32| Message::Envelope(Box::new({
+        let mut e = envelope();
+        if let Some(m) = &mut e.meta {
+            m.phases = vec![PhaseCall::new("p", vec![("x".into(), Arg::f32(x))])];
+        }
+        e
+    }));
+    let (a, b) = (f32::from_bits(0x7fc0_0001), f32::from_bits(0xffff_ffff));
+    assert_eq!(encode(&call(a)), encode(&call(b)));
+    assert_ne!(encode(&call(0.0)), encode(&call(-0.0)));
+    assert!(F32Bits::try_from(0x7fc0_0001).is_err() && F32Bits::try_from(0x7fc0_0000).is_ok());
+}
+
+#[test]
+fn tensors_that_do_not_fit_their_shape_or_the_limits_are_not_made() {
+    assert!(Tensor::new("x", Dtype::Bf16, &[2, 3], vec![0; 11]).is_err());
+    assert!(Tensor::new("x", Dtype::I64, &[u64::MAX, 9], vec![]).is_err());
+    assert!(Tensor::new("x", Dtype::F32, &[1; 9], vec![0; 4]).is_err());
+    let bf16 = Tensor::new("x", Dtype::Bf16, &[1], vec![0x80, 0x3f]).expect("fits");
+    assert_eq!(bf16.to_f32(), Some(vec![1.0]));
+    let many = (0..=MAX_TENSORS).map(|i| Tensor::from_f32(&i.to_string(), &[1], &[0.0]).expect("fits"));
+    let message = |tensors| Message::Context(Context { call_id: 1, tensors: Tensors(tensors) });
+    assert_eq!(encode(&message(many.collect())).expect_err("refused").code.id, "T0706");
+    assert_eq!(encode(&message(vec![text(1), text(1)])).expect_err("refused").code.id, "T0706");
+}
+
+#[test]
+fn the_reference_page_is_the_one_in_the_repository() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/envelope.md");
+    let page = std::fs::read_to_string(path).expect("docs/reference/envelope.md is there");
+    assert!(
+        page == envelope_reference(),
+        "docs/reference/envelope.md is not what the table says; print it anew with\n  \
+         cargo run -p tessera-runtime --example envelope_reference > docs/reference/envelope.md"
+    );
+    for f in FIELDS {
+        assert!(f.checked.split(", ").all(|id| tessera_runtime::CODES.iter().any(|c| c.id == id)), "{f:?}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn random_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+        let _ = decode(&bytes);
+    }
+
+    #[test]
+    fn random_meta_in_a_right_frame_never_panics(
+        kind in 0..Kind::ALL.len(),
+        meta in proptest::collection::vec(any::<u8>(), 0..300),
+        tensors in proptest::collection::vec(any::<u8>(), 0..40),
+    ) {
+        let mut frame = encode(&Message::Stop).expect("within limits");
+        frame[6..8].copy_from_slice(&(Kind::ALL[kind] as u16).to_le_bytes());
+        let frame = reframe(&frame, |m, t| (m.clone_from(&meta), t.clone_from(&tensors)).0);
+        if let Ok(message) = decode(&frame) {
+            prop_assert_eq!(encode(&message).expect("it was read"), frame);
+        }
+    }
+
+    #[test]
+    fn a_flipped_byte_in_the_meta_reads_as_itself_or_not_at_all(at in 0usize..600, with in any::<u8>()) {
+        let good = encode(&Message::Envelope(Box::new(envelope()))).expect("within limits");
+        let frame = reframe(&good, |m, _| {
+            let at = at % m.len();
+            m[at] = with;
+        });
+        if let Ok(message) = decode(&frame) {
+            prop_assert_eq!(encode(&message).expect("it was read"), frame);
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! The door: config → model → plan → verify → run. The only place that names a backend.
+//!
+//! [`Model`] reads a model's folder, [`plan::make`] plans and seals it, [`Plan::write`] and [`Plan::read`] keep a
+//! plan in a folder, [`stream`] runs it as processes on this host.
+
+pub mod comm;
+#[cfg(any())]
+pub mod engine;
+mod files;
+mod model;
+pub mod plan;
+
+pub use model::{Model, Overrides, Weights};
+pub use plan::Plan;
+
+use tessera_base::{Code, Registry};
+
+/// Codes this room raises.
+pub const CODES: &[&Code] = &[
+    &model::T0010, &plan::T0011, &plan::T0012, &files::T0013, &files::T0014, &model::T0016, &comm::T0017,
+];
+
+/// Every code of this build.
+#[must_use]
+pub fn registry() -> Registry {
+    Registry::new(&[
+        tessera_base::CODES,
+        CODES,
+        tessera_mesh::CODES,
+        tessera_ir::CODES,
+        tessera_verify::CODES,
+        tessera_models::CODES,
+        tessera_weights::CODES,
+        tessera_plan::CODES,
+        tessera_runtime::CODES,
+        tessera_device::CODES,
+        tessera_report::CODES,
+    ])
+}

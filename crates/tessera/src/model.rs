@@ -1,0 +1,184 @@
+//! A model's folder: its two configs, its weights, its text encoder.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_device::{Seat, WeightSource};
+use tessera_ir::Type;
+use tessera_models::{TextEncoder, VideoModel, WanConfig, Words, expected_weights};
+use tessera_weights::{Expected, WeightFiles, WeightSet};
+
+/// No model there.
+pub static T0010: Code = Code {
+    id: "T0010",
+    title: "no model in this folder",
+    page: "A model is a folder with config.json (the model's own), stream.toml (how it is streamed) and weights as \
+safetensors. The folder, or one of the first two, is not there or cannot be read. The demo model lies in models/demo.",
+};
+/// The model cannot be streamed.
+pub static T0016: Code = Code {
+    id: "T0016",
+    title: "model lacks a component that streaming needs",
+    page: "A model without a text encoder can be planned and checked, but there is nothing to turn a prompt into. The \
+recompute regime also needs a decoder: its anchor is a decoded frame. stream.toml names the components.",
+};
+
+/// A model and where it lies.
+#[derive(Debug, Clone)]
+pub struct Model {
+    /// Folder name, for people.
+    pub name: String,
+    /// The folder.
+    pub dir: PathBuf,
+    /// Configs.
+    pub video: VideoModel,
+}
+
+/// Settings that a command line may change.
+#[derive(Debug, Clone, Default)]
+pub struct Overrides {
+    /// Cache regime: recompute or not.
+    pub recompute: Option<bool>,
+    /// Timesteps.
+    pub steps: Option<Vec<f64>>,
+}
+
+impl Model {
+    /// Reads the configs of a model's folder.
+    ///
+    /// # Errors
+    /// T0010, or everything that is wrong with either config.
+    pub fn open(dir: &Path, overrides: &Overrides) -> Result<Model, Diagnostics> {
+        if !dir.is_dir() {
+            let shown = dir.display().to_string();
+            return Err(vec![
+                Diagnostic::error(&T0010, format!("there is no folder {shown}"))
+                    .hint("give the path of a model's folder, for example models/demo"),
+            ]);
+        }
+        let read = |file: &str| {
+            let path = dir.join(file);
+            std::fs::read_to_string(&path)
+                .map(|text| (path.display().to_string(), text))
+                .map_err(|e| Diagnostic::error(&T0010, format!("{} cannot be read: {e}", path.display())))
+        };
+        let (config, stream) = match (read("config.json"), read("stream.toml")) {
+            (Ok(c), Ok(s)) => (c, s),
+            (c, s) => return Err([c.err(), s.err()].into_iter().flatten().collect()),
+        };
+        let mut video = VideoModel::parse((&config.0, &config.1), (&stream.0, &stream.1))?;
+        if let Some(recompute) = overrides.recompute {
+            video.stream.recompute = recompute;
+        }
+        if let Some(steps) = &overrides.steps {
+            video.stream.steps.clone_from(steps);
+        }
+        let ds = video.stream.contradictions("command line", &video.wan);
+        if !ds.is_empty() {
+            return Err(ds);
+        }
+        let name = dir.file_name().map_or("model".to_string(), |n| n.to_string_lossy().into_owned());
+        Ok(Model { name, dir: dir.to_path_buf(), video })
+    }
+
+    /// Opens the weights and compares them with what the config asks for.
+    ///
+    /// # Errors
+    /// One diagnostic with everything that is missing, extra or misshapen, or why the files cannot be read.
+    pub fn weights(&self) -> Result<Weights, Diagnostics> {
+        let expected: Vec<Expected> = expected_weights(&self.video.wan)
+            .into_iter()
+            .map(|w| Expected { name: w.name, aliases: vec![w.diffusers], shape: w.shape })
+            .collect();
+        let set = WeightFiles::open(&self.dir)?.resolve(&expected)?;
+        Ok(Weights { set, wan: self.video.wan.clone() })
+    }
+
+    /// Opens the text encoder.
+    ///
+    /// # Errors
+    /// T0016 when there is none, or what is wrong with its files.
+    pub fn words(&self) -> Result<Words, Diagnostics> {
+        if self.video.stream.text != TextEncoder::Words {
+            return Err(vec![
+                Diagnostic::error(&T0016, format!("{} names no text encoder", self.name))
+                    .at(self.dir.join("stream.toml").display().to_string(), "[text] encoder = \"none\""),
+            ]);
+        }
+        let vocab = self.dir.join("vocab.txt");
+        let words = std::fs::read_to_string(&vocab)
+            .map_err(|e| vec![Diagnostic::error(&T0010, format!("{} cannot be read: {e}", vocab.display()))])?;
+        let file = self.dir.join("text_encoder.safetensors");
+        let set = WeightFiles::open_file(&file).map_err(|d| vec![d])?.resolve_as_is()?;
+        let table = set.read_whole_f32("words.weight").map_err(|d| vec![d])?;
+        Words::new(&words, table, self.video.wan.text_dim, self.video.wan.text_len).map_err(|d| vec![*d])
+    }
+}
+
+/// A model's weights, read slice by slice.
+#[derive(Debug, Clone)]
+pub struct Weights {
+    set: WeightSet,
+    wan: WanConfig,
+}
+
+impl Weights {
+    /// Digest of names, dtypes and shapes: equal for both spellings of one checkpoint.
+    #[must_use]
+    pub fn header_digest(&self) -> [u8; 32] {
+        self.set.header_digest()
+    }
+}
+
+impl WeightSource for Weights {
+    fn read(&mut self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Result<Vec<f32>, Diagnostic> {
+        let piece: Vec<Range<u64>> = ty
+            .layout
+            .ranges(&ty.shape, &seat.mesh, seat.coord())
+            .into_iter()
+            .map(|(start, len)| start..start + len)
+            .collect();
+        match load {
+            Some("patch") => {
+                let [ph, pw] = self.wan.patch;
+                let c = self.wan.channels;
+                let rows = piece[0].clone();
+                let raw = self.set.read_f32(name, &[rows, 0..c, 0..1, 0..ph, 0..pw])?;
+                Ok(patch_rows(&raw, c as usize, (ph * pw) as usize))
+            }
+            _ => self.set.read_f32(name, &piece),
+        }
+    }
+}
+
+/// Rows of (channel, cell) to rows of (cell, channel).
+fn patch_rows(raw: &[f32], channels: usize, cells: usize) -> Vec<f32> {
+    let mut out = vec![0.0; raw.len()];
+    for (from, to) in raw.chunks_exact(channels * cells).zip(out.chunks_exact_mut(channels * cells)) {
+        for c in 0..channels {
+            for cell in 0..cells {
+                to[cell * channels + c] = from[c * cells + cell];
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_folder_is_named() {
+        let ds = Model::open(Path::new("/nowhere/at/all"), &Overrides::default()).unwrap_err();
+        assert_eq!(ds[0].code.id, "T0010");
+        assert!(ds[0].message.contains("/nowhere/at/all"));
+    }
+
+    #[test]
+    fn patch_weights_become_channel_fastest() {
+        let raw: Vec<f32> = (0..12).map(|i| i as f32).collect();
+        assert_eq!(patch_rows(&raw, 3, 4)[..6], [0.0, 4.0, 8.0, 1.0, 5.0, 9.0]);
+    }
+}

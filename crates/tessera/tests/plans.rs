@@ -1,0 +1,91 @@
+//! Sealed plans of the fixture models: what the judge accepts, what the folder keeps, what the digest depends on.
+
+use std::path::{Path, PathBuf};
+
+use tessera::{Model, Overrides, Plan, plan};
+use tessera_plan::{Mapping, Numerics, Strategy};
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
+}
+
+fn model(name: &str, recompute: bool) -> Model {
+    let overrides = Overrides { recompute: Some(recompute), ..Overrides::default() };
+    Model::open(&fixture(name), &overrides).unwrap_or_else(|d| panic!("{d:#?}"))
+}
+
+fn mapping(mesh: &str, strategy: Strategy) -> Mapping {
+    Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() }
+}
+
+fn make(m: &Model, mapping: &Mapping) -> Plan {
+    plan::make(&m.video, &m.name, "", mapping).unwrap_or_else(|ds| {
+        let text = tessera_base::render_all(&ds, tessera_base::Format::Text, &|_| None);
+        panic!("{}\n{text}", mapping.text())
+    })
+}
+
+#[test]
+fn every_mesh_and_strategy_seals() {
+    for name in ["wan-odd", "wan-even"] {
+        for recompute in [false, true] {
+            let m = model(name, recompute);
+            for mesh in ["tp=1", "tp=2", "tp=3", "tp=4", "tp=5", "pp=2", "tp=2,pp=2", "tp=3,pp=2"] {
+                for strategy in [Strategy::Ulysses, Strategy::Megatron] {
+                    make(&m, &mapping(mesh, strategy));
+                }
+            }
+        }
+    }
+    make(&model("wan-even", false), &mapping("pp=3", Strategy::Ulysses));
+    let invariant = Mapping { numerics: Numerics::MeshInvariant, ..mapping("tp=4", Strategy::Megatron) };
+    make(&model("wan-even", false), &invariant);
+}
+
+#[test]
+fn a_folder_keeps_the_plan_and_its_digest() {
+    let dir = tempfile::tempdir().unwrap();
+    for (i, mesh) in ["tp=2", "tp=3,pp=2"].into_iter().enumerate() {
+        let made = make(&model("wan-odd", false), &mapping(mesh, Strategy::Ulysses));
+        let at = dir.path().join(format!("plan{i}"));
+        made.write(&at).unwrap();
+        let read = Plan::read(&at).unwrap_or_else(|ds| panic!("{ds:#?}"));
+        assert_eq!(read.sealed.digest_hex(), made.sealed.digest_hex());
+        assert_eq!(read.video, made.video);
+        assert_eq!(made.write(&at).unwrap_err().code.id, "T0013");
+    }
+}
+
+#[test]
+fn an_edited_plan_is_not_the_sealed_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().join("plan");
+    make(&model("wan-odd", false), &mapping("tp=2", Strategy::Ulysses)).write(&at).unwrap();
+    let file = at.join("stream.toml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, text.replace("fps = 24.0", "fps = 25.0")).unwrap();
+    assert_eq!(Plan::read(&at).unwrap_err()[0].code.id, "T0012");
+    std::fs::remove_file(&file).unwrap();
+    assert_eq!(Plan::read(&at).unwrap_err()[0].code.id, "T0011");
+}
+
+#[test]
+fn the_digest_names_the_plan_and_nothing_else() {
+    let m = model("wan-odd", false);
+    let digest = |m: &Model, map: &Mapping| make(m, map).sealed.digest_hex();
+    let base = mapping("tp=2", Strategy::Ulysses);
+    assert_eq!(digest(&m, &base), digest(&m, &base));
+    // Where the model lies and what it is called is not part of the plan.
+    let elsewhere = Model { name: "other".into(), dir: "/elsewhere".into(), ..m.clone() };
+    assert_eq!(digest(&m, &base), digest(&elsewhere, &base));
+    let others = [
+        digest(&m, &mapping("tp=2", Strategy::Megatron)),
+        digest(&m, &mapping("tp=4", Strategy::Ulysses)),
+        digest(&model("wan-odd", true), &base),
+        digest(&m, &Mapping { d_out: 3, ..base.clone() }),
+        digest(&m, &Mapping { devices: vec!["cpu1".into(), "cpu0".into()], ..base.clone() }),
+    ];
+    for other in others {
+        assert_ne!(other, digest(&m, &base));
+    }
+}
