@@ -121,6 +121,7 @@ def sheet(folder, device, path):
         for pixels in stream(model, text, regime, [prompt] * 4 + [other] * 4, 3, device):
             frames += [pixels[:, 0], pixels[:, 6]]
         image = torch.stack(frames, dim=1)
+        image = torch.nn.functional.pad(image, (0, 0, 0, 4, 0, 4), value=1.0)
         b, n, h, w, _ = image.shape
         image = image.permute(0, 2, 1, 3, 4).reshape(b * h, n * w, 3)
         image = ((image + 1) * 127.5).round().byte().cpu().numpy()

@@ -108,15 +108,15 @@ class World:
         paint = self.colors[color][:, None, None, None]
         gain = (frames - paint).square().sum(-1)
         gain -= (frames - self.backgrounds[background][:, None]).square().sum(-1)
+        row = torch.arange(len(shape), device=self.device)[:, None, None]
         cost = 0
         for f in range(3):
             scores = torch.einsum("bi,sin->bsn", gain[:, f].flatten(1), self.shifted)
-            scores = scores[torch.arange(len(shape)), shape].unflatten(1, (n, n))
+            scores = scores[row[:, 0, 0], shape].unflatten(1, (n, n))
             # Frame 4f stands f grid steps further; bring its map back to frame 0.
             back = f * self.steps[direction].sign()
             axis = torch.arange(n, device=self.device)
             iy, ix = ((axis + back[:, i, None]) % n for i in (1, 0))
-            row = torch.arange(len(shape), device=self.device)[:, None, None]
             cost = cost + scores[row, iy[:, :, None], ix[:, None, :]]
         best = cost.flatten(1).argmin(1)
         return torch.stack([best % n, best // n], dim=1) * GRID, background

@@ -12,9 +12,9 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use tessera_base::{Code, Diagnostic};
 
+use crate::Digest;
 use crate::census::PhaseKind;
 use crate::wire::PhaseCall;
-use crate::Digest;
 
 /// A transition that the table does not hold.
 pub(crate) static T0710: Code = Code {
@@ -303,7 +303,11 @@ impl Cache {
             PhaseKind::Text => self.apply(Transition::Prompt),
             PhaseKind::Emit => self.apply(Transition::Advance),
             PhaseKind::Rebase => {
-                let frames = phase.int("shift").and_then(|v| u32::try_from(v).ok()).unwrap_or(0);
+                let frames = phase
+                    .int("shift")
+                    .and_then(i64::checked_neg)
+                    .and_then(|v| u32::try_from(v).ok())
+                    .unwrap_or(0);
                 self.apply(Transition::Rebase(frames))
             }
             PhaseKind::Recompute => {
@@ -490,9 +494,9 @@ mod tests {
                         break;
                     }
                     legal += 1;
-                    let listed = TRANSITIONS.iter().any(|r| {
-                        r.regime == regime && r.from == before.stage && r.transition == t.name()
-                    });
+                    let listed = TRANSITIONS
+                        .iter()
+                        .any(|r| r.regime == regime && r.from == before.stage && r.transition == t.name());
                     assert!(listed);
                     assert!(a.fill <= 2 && a.head < 2 && a.position <= 3);
                     assert!(a.fill <= a.position || regime == Regime::Recompute);

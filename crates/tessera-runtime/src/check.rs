@@ -1,6 +1,8 @@
 //! Whether an envelope may run here. The leader asks before the first byte leaves, each worker before it
 //! answers ready; both ask this one function.
 
+use std::fmt::Display;
+
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
 use crate::Digest;
@@ -36,8 +38,8 @@ worker this means that leader and worker are different builds, or that the envel
 pub(crate) static T0733: Code = Code {
     id: "T0733",
     title: "an action that this version refuses",
-    page: "RELOAD is reserved for exchanging weights in a running session. No rank of this version serves it; end \
-the session and start one with the new weights.",
+    page: "RELOAD is reserved for exchanging weights in a running session, which must replace them on every rank \
+between the same two calls. No rank of this version serves it: end the session and start one with the new weights.",
 };
 /// Counts that the seal contradicts.
 pub(crate) static T0734: Code = Code {
@@ -178,23 +180,22 @@ fn infer(m: &CallMeta, tensors: &Tensors, local: &Local<'_>, after: &mut Cache, 
     match local.census.expect(&m.phases) {
         Err(_) => {} // the unknown programs were reported with their scalars
         Ok(want) => {
-            for (field, says, adds_up) in [
-                (
-                    "expected_generator_calls",
-                    m.expected_generator_calls.to_string(),
-                    want.generator_calls.to_string(),
-                ),
-                ("expected_collectives", m.expected_collectives.to_string(), want.collectives.to_string()),
-                ("expected_trace_digest", m.expected_trace_digest.to_string(), want.trace.to_string()),
-            ] {
-                if says != adds_up {
+            let mut count = |field: &str, differs: bool, says: &dyn Display, adds_up: &dyn Display| {
+                if differs {
                     found.push(
                         Diagnostic::error(&T0734, format!("{field} differs from the phases"))
-                            .at("envelope", says)
-                            .at("its phases", adds_up),
+                            .at("envelope", says.to_string())
+                            .at("its phases", adds_up.to_string()),
                     );
                 }
-            }
+            };
+            let (calls, collectives) = (m.expected_generator_calls, m.expected_collectives);
+            let trace = m.expected_trace_digest;
+            let differs = calls != want.generator_calls;
+            count("expected_generator_calls", differs, &calls, &want.generator_calls);
+            let differs = collectives != want.collectives;
+            count("expected_collectives", differs, &collectives, &want.collectives);
+            count("expected_trace_digest", trace != want.trace, &trace, &want.trace);
         }
     }
     if let Err(d) = replay(m, after, found) {
@@ -209,7 +210,8 @@ fn infer(m: &CallMeta, tensors: &Tensors, local: &Local<'_>, after: &mut Cache, 
     }
     let inputs = local.census.inputs(&m.phases);
     if inputs.iter().any(|i| i.name == CONTEXT) != m.recompute {
-        let what = format!("recompute is {}, which its programs' use of `{CONTEXT}` contradicts", m.recompute);
+        let what =
+            format!("recompute is {}, which its programs' use of `{CONTEXT}` contradicts", m.recompute);
         found.push(Diagnostic::error(&T0735, what));
     }
     let early: Vec<_> = inputs.into_iter().filter(|i| i.name != CONTEXT).collect();

@@ -138,7 +138,8 @@ impl Director {
             draft.phase("text", &[]);
         }
         if let Some(frames) = draft.cache.rebase_due() {
-            draft.phase("rebase", &[("shift", Arg::I64(i64::from(frames)))]);
+            // Keys turn back, so the rotation is negative.
+            draft.phase("rebase", &[("shift", Arg::I64(-i64::from(frames)))]);
         }
         let zeros = Arg::f32s(&vec![0.0; self.spec.cache.chunk_frames as usize]);
         let recompute = self.spec.cache.regime == Regime::Recompute
@@ -327,7 +328,7 @@ mod tests {
                 rebased.push((chunk, p.int("shift")));
             }
         }
-        assert_eq!(rebased, [(341, Some(1017)), (680, Some(1017))]);
+        assert_eq!(rebased, [(341, Some(-1017)), (680, Some(-1017))]);
     }
 
     #[test]

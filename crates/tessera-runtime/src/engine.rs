@@ -101,14 +101,15 @@ pub trait Engine {
         &mut self,
         phase: &PhaseCall,
         inputs: &Tensors,
-        progress: &dyn Fn(u32),
+        progress: &(dyn Fn(u32) + Sync),
     ) -> Result<PhaseReport, EngineFault>;
 
     /// Forgets everything cached. Called at a hard cut, before the first phase.
     fn reset(&mut self);
 
-    /// The latents of the chunk whose emit phase ran last: the same bytes on every rank.
-    fn output(&mut self) -> Result<Tensor, EngineFault>;
+    /// The latents of the chunk whose emit phase ran last: the same bytes on every rank that puts them out, which
+    /// are those of the first stage.
+    fn output(&mut self) -> Result<Option<Tensor>, EngineFault>;
 
     /// See [`AbortHandle`].
     fn abort_handle(&self) -> AbortHandle;
@@ -159,7 +160,7 @@ pub fn run_call(
     call: &ReadyCall,
     census: &Census,
     cache: &mut Cache,
-    progress: &dyn Fn(u64),
+    progress: &(dyn Fn(u64) + Sync),
 ) -> Result<CallReport, EngineFault> {
     let refused = |d: Diagnostic| EngineFault {
         kind: FaultKind::Failed,
@@ -214,7 +215,7 @@ pub fn run_call(
             "the call ended after {generator_calls} generator calls, the envelope requires {expected}"
         )));
     }
-    let output = if call.action == CallAction::Infer { Some(engine.output()?) } else { None };
+    let output = if call.action == CallAction::Infer { engine.output()? } else { None };
     let observed = Observed {
         generator_calls,
         collectives,

@@ -1,7 +1,7 @@
 //! The leader's side of lockstep: plans calls ahead, lets no rank run before all are ready, compares what the
 //! ranks saw, and turns the first thing that goes wrong into the one failure of the run.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics, Severity};
@@ -10,10 +10,11 @@ use crate::cache::Cache;
 use crate::census::Census;
 use crate::check::{Local, check_context, check_envelope, input_digest};
 use crate::decide::{CallPlan, ChunkRequest, Director, StreamSpec, T0721};
+use crate::drift::{T0744, departs, outputs_differ};
 use crate::limits::AwakeClock;
 use crate::wire::{
     self, Abort, CallAction, Commit, Context, Done, Envelope, EnvelopeHeader, Heartbeat, HelloAck, Init,
-    Message, Observed, Progress, Ready, Role, Tensor, Tensors, WIRE_VERSION,
+    Message, Observed, Progress, Ready, Tensor, Tensors, WIRE_VERSION,
 };
 use crate::worker::{T0707, T0742, T0749, wants_context};
 use crate::{Digest, Failure, FailureClass, Limits, Parity, parity};
@@ -27,16 +28,6 @@ made no progress inside a call for longer than the limit. The rank named is the 
 that wait for it inside a collective are not the cause.\n\nThe limit inside a call is five seconds or four times the \
 longest quiet time seen so far, counted from the last mark. A stopped process, a stuck device and a kernel that is \
 really that slow look alike from here; the marks in the message say how far each rank came.",
-};
-/// Different results.
-pub(crate) static T0744: Code = Code {
-    id: "T0744",
-    title: "ranks drifted apart",
-    page: "Every rank reports what it received and what it did: a digest of its inputs, generator passes, collectives, \
-their trace, the cache state they led to, and the output. One of these differs from the plan or from the other ranks. \
-The message names the first key that differs and the rank that stands alone.\n\nDifferent inputs are a fault of the \
-exchange or of memory; different counts or traces are another code path; equal traces and different outputs are \
-arithmetic: another library, device or weight file on that rank.",
 };
 /// Chunks that could not be delivered.
 pub(crate) static T0748: Code = Code {
@@ -57,6 +48,8 @@ pub struct LeaderConfig {
     pub session: u64,
     /// The leader's build.
     pub build: String,
+    /// Ranks that put out no latents, because they are not of the first stage.
+    pub silent: Vec<u32>,
     /// What every rank's table is compared with.
     pub parity: Parity,
     /// The seal's programs.
@@ -181,7 +174,7 @@ pub struct Leader {
     text: Option<Tensor>,
     last_output: Option<Tensor>,
     /// Phase times of finished chunks that are not delivered, oldest first.
-    undelivered: VecDeque<(u32, Vec<u64>)>,
+    undelivered: VecDeque<(u32, Vec<(String, u64)>)>,
     delivered: u64,
     longest_quiet_ns: u64,
     last_beat_ns: u64,
@@ -217,7 +210,7 @@ struct Open {
     context: Tensors,
     context_asked: bool,
     context_sent: bool,
-    ready: BTreeMap<u32, ()>,
+    ready: BTreeSet<u32>,
     /// When the last thing that ready waits for was sent.
     sent_ns: u64,
     committed_ns: Option<u64>,
@@ -366,9 +359,8 @@ impl Leader {
                 }
             }
             other => {
-                let role = other.kind().sender();
-                let text = format!("a {:?} message, which is a {role:?}'s to send", other.kind());
-                debug_assert!(role != Role::Worker);
+                let kind = other.kind();
+                let text = format!("a {kind:?} message, which is a {:?}'s to send", kind.sender());
                 self.protocol(rank, text, out);
             }
         }
@@ -382,7 +374,8 @@ impl Leader {
                 format!("{plan:?}"),
             )
         };
-        let mut found = identity(&self.config.build, self.config.plan).compare(rank, &identity(&ack.build, ack.plan));
+        let mut found =
+            identity(&self.config.build, self.config.plan).compare(rank, &identity(&ack.build, ack.plan));
         found.extend(self.config.parity.compare(rank, &ack.parity));
         for d in &found {
             let failure = Failure::from_diagnostic(FailureClass::Parity, Some(rank), d);
@@ -410,7 +403,7 @@ impl Leader {
             }
             return self.protocol(rank, format!("ready for call {}, which is not open", r.call_id), out);
         };
-        if open.committed_ns.is_some() || open.ready.contains_key(&rank) {
+        if open.committed_ns.is_some() || open.ready.contains(&rank) {
             return self.protocol(rank, format!("a second ready for call {}", r.call_id), out);
         }
         let inputs = input_digest(&open.envelope, &open.context);
@@ -425,7 +418,7 @@ impl Leader {
                 return self.fail(Failure::new(FailureClass::Drift, Some(rank), &T0744, text), out);
             }
         }
-        open.ready.insert(rank, ());
+        open.ready.insert(rank);
     }
 
     fn done(&mut self, rank: u32, d: Done, out: &mut Vec<Action>) {
@@ -447,9 +440,13 @@ impl Leader {
             return self.protocol(rank, format!("call {} was run a second time", d.call_id), out);
         }
         let place = format!("call {}, chunk {}", d.call_id, open.plan.chunk);
-        if let Some(text) = departs(open, &d.observed) {
-            let failure =
-                Failure::new(FailureClass::Drift, Some(rank), &T0744, format!("{place}: rank {rank}: {text}"));
+        if let Some(text) = departs(open.envelope.meta.as_ref(), open.after, &d.observed) {
+            let failure = Failure::new(
+                FailureClass::Drift,
+                Some(rank),
+                &T0744,
+                format!("{place}: rank {rank}: {text}"),
+            );
             return self.fail(failure, out);
         }
         open.done.insert(rank, d.observed);
@@ -459,7 +456,7 @@ impl Leader {
         if open.done.len() < ranks {
             return;
         }
-        if let Some((odd, text)) = outputs_differ(&open.done) {
+        if let Some((odd, text)) = outputs_differ(&open.done, &self.config.silent) {
             let failure = Failure::new(FailureClass::Drift, Some(odd), &T0744, format!("{place}: {text}"));
             return self.fail(failure, out);
         }
@@ -473,8 +470,9 @@ impl Leader {
         let chunk = open.plan.chunk;
         let infer = open.plan.action == CallAction::Infer;
         if infer {
-            let phase_ns = open.done.values().next().map(|o| o.phase_ns.clone()).unwrap_or_default();
-            self.undelivered.push_back((chunk, phase_ns));
+            let ns = open.done.values().next().map(|o| o.phase_ns.clone()).unwrap_or_default();
+            let names = open.plan.meta.iter().flat_map(|m| m.phases.iter().map(|p| p.program.clone()));
+            self.undelivered.push_back((chunk, names.zip(ns).collect()));
         }
         out.push(Action::Record(Box::new(CallRecord {
             call_id: open.call_id(),
@@ -556,12 +554,12 @@ impl Leader {
 
     fn delivered(&mut self, chunk: u32, frames: u32, out: &mut Vec<Action>) {
         match self.undelivered.pop_front() {
-            Some((k, phase_ns)) if k == chunk => {
+            Some((k, phases)) if k == chunk => {
                 self.delivered += 1;
                 out.push(Action::Report(Message::Progress(Progress {
                     chunk,
                     frames,
-                    phase_ns,
+                    phases,
                     queued_in: self.inbox.len() as u32,
                     queued_out: self.undelivered.len() as u32,
                 })));
@@ -614,7 +612,8 @@ impl Leader {
         };
         let wants_text = plan.meta.as_ref().is_some_and(|m| m.reset_cross);
         let tensors = if wants_text { self.text.iter().cloned().collect() } else { Vec::new() };
-        let envelope = Envelope { header: self.header(&plan), meta: plan.meta.clone(), tensors: Tensors(tensors) };
+        let envelope =
+            Envelope { header: self.header(&plan), meta: plan.meta.clone(), tensors: Tensors(tensors) };
         let local = Local {
             plan: self.config.plan,
             session: self.config.session,
@@ -640,7 +639,7 @@ impl Leader {
             context: Tensors::default(),
             context_asked: false,
             context_sent: false,
-            ready: BTreeMap::new(),
+            ready: BTreeSet::new(),
             sent_ns: self.clock.now(),
             committed_ns: None,
             done: BTreeMap::new(),
@@ -749,7 +748,7 @@ impl Leader {
         for open in &self.open {
             let waits = wants_context(&open.envelope) && !open.context_sent;
             if open.committed_ns.is_none() && !waits && late(open.sent_ns, limits.ready_ns) {
-                let behind = missing(&|r, _| open.ready.contains_key(&r));
+                let behind = missing(&|r, _| open.ready.contains(&r));
                 if !behind.is_empty() {
                     return blame(behind, format!("ready for call {}", open.call_id()));
                 }
@@ -809,41 +808,6 @@ impl Leader {
         out.push(Action::Report(Message::Failed(failure.clone())));
         out.push(Action::Exit(Some(failure)));
     }
-}
-
-/// The first key in which a rank departs from the call, with both values.
-fn departs(open: &Open, seen: &Observed) -> Option<String> {
-    let meta = open.envelope.meta.as_ref();
-    let none = Digest::of_trace([]);
-    let keys = [
-        (
-            "generator calls",
-            meta.map_or(0, |m| m.expected_generator_calls).to_string(),
-            seen.generator_calls.to_string(),
-        ),
-        ("collectives", meta.map_or(0, |m| m.expected_collectives).to_string(), seen.collectives.to_string()),
-        ("trace", meta.map_or(none, |m| m.expected_trace_digest).to_string(), seen.trace.to_string()),
-        ("cache state", open.after.to_string(), seen.state.to_string()),
-    ];
-    keys.into_iter()
-        .find(|(_, planned, seen)| planned != seen)
-        .map(|(key, planned, seen)| format!("{key}: planned {planned}, observed {seen}"))
-}
-
-/// The rank whose output stands alone. With two ranks there is no majority, and both are named.
-fn outputs_differ(done: &BTreeMap<u32, Observed>) -> Option<(u32, String)> {
-    let mut votes: BTreeMap<Digest, Vec<u32>> = BTreeMap::new();
-    for (rank, o) in done {
-        votes.entry(o.output).or_default().push(*rank);
-    }
-    if votes.len() < 2 {
-        return None;
-    }
-    // The largest group wins, then the one that holds the lowest rank.
-    let winner = votes.values().max_by_key(|ranks| (ranks.len(), std::cmp::Reverse(ranks[0])))?.clone();
-    let odd = done.keys().copied().find(|r| !winner.contains(r))?;
-    let says: Vec<String> = votes.iter().map(|(d, ranks)| format!("ranks {ranks:?} {d}")).collect();
-    Some((odd, format!("output differs: {}", says.join(", "))))
 }
 
 fn ms(ns: u64) -> String {

@@ -18,6 +18,7 @@ pub mod census;
 pub mod check;
 pub mod decide;
 mod digest;
+mod drift;
 pub mod driver;
 pub mod engine;
 mod failure;
@@ -58,7 +59,7 @@ pub const CODES: &[&tessera_base::Code] = &[
     &limits::T0741,
     &worker::T0742,
     &leader::T0743,
-    &leader::T0744,
+    &drift::T0744,
     &engine::T0745,
     &worker::T0746,
     &engine::T0747,
@@ -66,3 +67,14 @@ pub const CODES: &[&tessera_base::Code] = &[
     &worker::T0749,
     &driver::T0750,
 ];
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn codes_are_listed_once_and_explained() {
+        let registry = tessera_base::Registry::new(&[super::CODES]);
+        for c in registry.iter() {
+            assert!(c.id.starts_with("T07") && c.page.len() > 150, "{}: {} bytes", c.id, c.page.len());
+        }
+    }
+}

@@ -191,7 +191,12 @@ impl Worker {
             }
             Event::LeaderGone(how) => {
                 self.end(
-                    Failure::new(FailureClass::RankDied, Some(0), &T0742, format!("the leader is gone: {how}")),
+                    Failure::new(
+                        FailureClass::RankDied,
+                        Some(0),
+                        &T0742,
+                        format!("the leader is gone: {how}"),
+                    ),
                     &mut out,
                 );
             }
@@ -247,7 +252,11 @@ impl Worker {
         };
         let shutdown = e.header.action == CallAction::Shutdown;
         if !shutdown && !self.loaded {
-            return self.refuse(call_id, self.protocol("an envelope came before this rank was loaded".into()), out);
+            return self.refuse(
+                call_id,
+                self.protocol("an envelope came before this rank was loaded".into()),
+                out,
+            );
         }
         let local = Local {
             plan: self.config.plan,

@@ -133,7 +133,10 @@ fn a_rank_that_runs_one_phase_more_or_less_stops_at_the_boundary() {
             }
         });
         let failure = failed(&mut net);
-        assert_eq!((failure.class, failure.rank, failure.code.as_str()), (FailureClass::Drift, Some(1), "T0747"));
+        assert_eq!(
+            (failure.class, failure.rank, failure.code.as_str()),
+            (FailureClass::Drift, Some(1), "T0747")
+        );
         let says = if more { "would be generator call 4" } else { "after 2 generator calls" };
         assert!(failure.text.contains(says), "{failure}");
     }
@@ -360,7 +363,10 @@ fn a_second_run_of_a_call_and_a_message_of_the_wrong_role_are_refused() {
         m => vec![m],
     });
     let failure = failed(&mut net);
-    assert_eq!((failure.code.as_str(), failure.class, failure.rank), ("T0707", FailureClass::Protocol, Some(1)));
+    assert_eq!(
+        (failure.code.as_str(), failure.class, failure.rank),
+        ("T0707", FailureClass::Protocol, Some(1))
+    );
 
     let mut net = Net::new(2, Regime::Resident, 4);
     net.tamper = Box::new(|way, _, m| match m {
@@ -376,7 +382,10 @@ fn what_the_leader_refuses_itself_never_leaves_it() {
         Request { request: NEXT, text: None },
         Request { request: FIRST, text: None },
         Request { request: FIRST, text: Some(Tensor::from_f32("text", &[5], &[0.0; 5]).expect("fits")) },
-        Request { request: FIRST, text: Some(context(&Tensor::from_f32("x", &[4], &[0.0; 4]).expect("fits"))) },
+        Request {
+            request: FIRST,
+            text: Some(context(&Tensor::from_f32("x", &[4], &[0.0; 4]).expect("fits"))),
+        },
     ] {
         let mut net = Net::new(2, Regime::Resident, 1);
         net.requests[0] = bad;

@@ -46,7 +46,14 @@ fn every_message() -> Vec<Message> {
         phase_ns: vec![1, u64::MAX],
     };
     vec![
-        Message::Welcome(Welcome { rank: 1, world: 2, session: 3, sockets: 1, extras: 0, payload: vec![0; 9] }),
+        Message::Welcome(Welcome {
+            rank: 1,
+            world: 2,
+            session: 3,
+            sockets: 1,
+            extras: 0,
+            payload: vec![0; 9],
+        }),
         Message::Stop,
         Message::Init(Init {
             wire_version: WIRE_VERSION,
@@ -70,7 +77,7 @@ fn every_message() -> Vec<Message> {
             secondary: true,
         }),
         Message::Heartbeat(Heartbeat { mark: 1 << 40 }),
-        Message::Progress(Progress { chunk: 1, frames: 12, phase_ns: vec![5], queued_in: 2, queued_out: 1 }),
+        Message::Progress(Progress { chunk: 1, frames: 12, phases: vec![("text".into(), 5)], queued_in: 2, queued_out: 1 }),
         Message::Finished,
         Message::Failed(failure()),
     ]
@@ -86,7 +93,11 @@ fn every_message_makes_the_round_trip_and_has_a_sender() {
         assert_eq!(encode(&m).expect("within limits"), frame, "equal content has equal bytes");
         let worker_speaks = matches!(
             m,
-            Message::HelloAck(_) | Message::Ready(_) | Message::Refused(_) | Message::Done(_) | Message::Fault(_)
+            Message::HelloAck(_)
+                | Message::Ready(_)
+                | Message::Refused(_)
+                | Message::Done(_)
+                | Message::Fault(_)
         );
         assert_eq!(m.kind().sender() == Role::Worker, worker_speaks, "{:?}", m.kind());
     }
@@ -161,13 +172,15 @@ fn well_framed_nonsense_is_refused_too() {
 
 #[test]
 fn a_nan_has_one_form_on_the_wire() {
-    let call = |x: f32| Message::Envelope(Box::new({
-        let mut e = envelope();
-        if let Some(m) = &mut e.meta {
-            m.phases = vec![PhaseCall::new("p", vec![("x".into(), Arg::f32(x))])];
-        }
-        e
-    }));
+    let call = |x: f32| {
+        Message::Envelope(Box::new({
+            let mut e = envelope();
+            if let Some(m) = &mut e.meta {
+                m.phases = vec![PhaseCall::new("p", vec![("x".into(), Arg::f32(x))])];
+            }
+            e
+        }))
+    };
     let (a, b) = (f32::from_bits(0x7fc0_0001), f32::from_bits(0xffff_ffff));
     assert_eq!(encode(&call(a)), encode(&call(b)));
     assert_ne!(encode(&call(0.0)), encode(&call(-0.0)));

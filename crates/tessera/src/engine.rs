@@ -138,7 +138,7 @@ impl MeshEngine {
 struct Trace<'a> {
     hash: blake3::Hasher,
     lines: &'a BTreeMap<usize, String>,
-    progress: Box<dyn Fn(u32) + Send + 'a>,
+    progress: &'a (dyn Fn(u32) + Sync),
 }
 
 impl Observer for Trace<'_> {
@@ -169,8 +169,8 @@ impl Engine for MeshEngine {
         for (name, arg) in call.args.iter().filter(|(n, _)| phase.scalars.contains(n)) {
             let scalar = match arg {
                 Arg::I64(i) => Scalar::I64(*i),
-                Arg::F32(x) => Scalar::F32(x.value()),
-                Arg::F32s(xs) => Scalar::F32s(xs.iter().map(|x| x.value()).collect()),
+                Arg::F32(x) => Scalar::F32(x.get()),
+                Arg::F32s(xs) => Scalar::F32s(xs.iter().map(|x| x.get()).collect()),
             };
             data.scalars.insert(name, scalar);
         }
@@ -182,7 +182,7 @@ impl Engine for MeshEngine {
         for (name, values) in phase.inputs.iter().zip(&tensors) {
             data.inputs.insert(name, values);
         }
-        let mut trace = Trace { hash: blake3::Hasher::new(), lines: &phase.lines, progress: Box::new(progress) };
+        let mut trace = Trace { hash: blake3::Hasher::new(), lines: &phase.lines, progress };
         let start = Instant::now();
         self.backend.run(phase.loaded, &data, &mut trace).map_err(|f| match f {
             Fault::Failed(text) => EngineFault::failed(text),

@@ -3,21 +3,33 @@
 //! [`Model`] reads a model's folder, [`plan::make`] plans and seals it, [`Plan::write`] and [`Plan::read`] keep a
 //! plan in a folder, [`stream`] runs it as processes on this host.
 
+pub mod check;
 pub mod comm;
-#[cfg(any())]
 pub mod engine;
 mod files;
 mod model;
+mod page;
 pub mod plan;
+mod rank;
+mod record;
+pub mod stream;
+mod studio;
+pub mod summary;
 
 pub use model::{Model, Overrides, Weights};
 pub use plan::Plan;
+pub use rank::rank_main;
+pub use tessera_runtime::driver::Interrupt;
+pub use tessera_runtime::{Failure, FailureClass};
+pub use tessera_mesh::Mesh;
+pub use tessera_plan::{Mapping, Numerics, Strategy};
 
 use tessera_base::{Code, Registry};
 
 /// Codes this room raises.
 pub const CODES: &[&Code] = &[
-    &model::T0010, &plan::T0011, &plan::T0012, &files::T0013, &files::T0014, &model::T0016, &comm::T0017,
+    &model::T0010, &plan::T0011, &plan::T0012, &files::T0013, &files::T0014, &stream::T0015, &model::T0016, &comm::T0017, &stream::T0018, &check::T0025,
+    &check::T0026,
 ];
 
 /// Every code of this build.

@@ -110,12 +110,19 @@ impl Plan {
     /// When the folder exists or cannot be written.
     pub fn write(&self, dir: &Path) -> Result<(), Diagnostic> {
         let mut folder = Folder::create(dir)?;
+        self.write_into(&mut folder, "")?;
+        folder.finish()
+    }
+
+    /// Writes the plan's files below `prefix` of a folder under construction.
+    pub(crate) fn write_into(&self, folder: &mut Folder, prefix: &str) -> Result<(), Diagnostic> {
+        let mut write = |name: &str, bytes: &[u8]| folder.write(&format!("{prefix}{name}"), bytes);
         let mut slots = Vec::new();
         for phase in self.sealed.phases() {
             for role in self.sealed.roles() {
                 let rank = role.ranks[0];
                 if let (Some(p), Some(s)) = (self.sealed.program(phase, rank), self.sealed.slots(phase, rank)) {
-                    folder.write(&program_file(phase, &role.role), print(p).as_bytes())?;
+                    write(&program_file(phase, &role.role), print(p).as_bytes())?;
                     slots.push(SlotsFile {
                         phase: phase.clone(),
                         role: role.role.clone(),
@@ -135,12 +142,11 @@ impl Plan {
             phases: self.sealed.phases().to_vec(),
             calls: self.sealed.calls().to_vec(),
         };
-        folder.write("mapping.toml", self.mapping.text().as_bytes())?;
-        folder.write("config.json", self.video.wan.text().as_bytes())?;
-        folder.write("stream.toml", self.video.stream.text().as_bytes())?;
-        folder.write("memory.json", json(&slots).as_bytes())?;
-        folder.write("seal.json", json(&seal).as_bytes())?;
-        folder.finish()
+        write("mapping.toml", self.mapping.text().as_bytes())?;
+        write("config.json", self.video.wan.text().as_bytes())?;
+        write("stream.toml", self.video.stream.text().as_bytes())?;
+        write("memory.json", json(&slots).as_bytes())?;
+        write("seal.json", json(&seal).as_bytes())
     }
 
     /// Reads a plan's folder and judges it anew; the digest must be the sealed one.

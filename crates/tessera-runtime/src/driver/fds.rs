@@ -36,7 +36,8 @@ pub struct Joined {
 /// A worker is killed by the kernel when the launcher dies; the leader is not, because it closes the record.
 pub fn join() -> Result<Joined, Diagnostic> {
     let launcher = std::io::stdin().as_fd().try_clone_to_owned().map_err(|e| failed("standard input", &e))?;
-    set_parent_process_death_signal(Some(Signal::KILL)).map_err(|e| failed("parent-death signal", &e.into()))?;
+    set_parent_process_death_signal(Some(Signal::KILL))
+        .map_err(|e| failed("parent-death signal", &e.into()))?;
     let joined = receive_welcome(UnixStream::from(launcher))?;
     if joined.welcome.rank == 0 {
         set_parent_process_death_signal(None).map_err(|e| failed("parent-death signal", &e.into()))?;
@@ -90,7 +91,10 @@ pub(crate) fn receive_welcome(mut stream: UnixStream) -> Result<Joined, Diagnost
     let welcome = match link::receive_rest(&head, &mut stream) {
         Ok(Message::Welcome(w)) => w,
         Ok(other) => {
-            return Err(Diagnostic::error(&T0750, format!("a {:?} came instead of the welcome", other.kind())));
+            return Err(Diagnostic::error(
+                &T0750,
+                format!("a {:?} came instead of the welcome", other.kind()),
+            ));
         }
         Err(LinkEnd::Broken(d)) => return Err(d),
         Err(LinkEnd::Closed(how)) => {

@@ -181,9 +181,7 @@ impl Ranks {
                 .stdin(Stdio::from(OwnedFd::from(there)))
                 .process_group(0)
                 .spawn()
-                .map_err(|e| {
-                    failed(&format!("starting rank {rank} as `{}`", spec.argv.join(" ")), &e)
-                })?;
+                .map_err(|e| failed(&format!("starting rank {rank} as `{}`", spec.argv.join(" ")), &e))?;
             self.list.push(Rank { child, socket: here, exit: None });
         }
         for (i, rank) in self.list.iter().enumerate() {
@@ -293,7 +291,8 @@ fn watch(
         }
         let silent = heard_ns.is_some_and(|h| now_ns.saturating_sub(h) > spec.limits.stale_ns);
         if silent && failure.is_none() && !finished && !leader_closed {
-            let text = format!("no sign of life of the leader for {} s", spec.limits.stale_ns / 1_000_000_000);
+            let text =
+                format!("no sign of life of the leader for {} s", spec.limits.stale_ns / 1_000_000_000);
             failure = Some(Failure::new(FailureClass::Stall, Some(0), &T0743, text));
             ranks.kill_left();
         }
@@ -330,8 +329,7 @@ fn watch(
 fn unreported(bad: Option<RankExit>) -> Failure {
     match bad {
         Some(exit) => {
-            let class =
-                exit.status.and_then(FailureClass::from_exit_code).unwrap_or(FailureClass::RankDied);
+            let class = exit.status.and_then(FailureClass::from_exit_code).unwrap_or(FailureClass::RankDied);
             let text = format!("rank {} is gone and the leader reported nothing", exit.rank);
             Failure::new(class, Some(exit.rank), &T0742, text)
         }

@@ -60,9 +60,7 @@ pub(crate) fn spawn_studio(
                     }
                     StudioCommand::Context { chunk, previous } => (
                         FailureClass::Output,
-                        studio
-                            .context(chunk, &previous)
-                            .map(|tensor| StudioEvent::Context { chunk, tensor }),
+                        studio.context(chunk, &previous).map(|tensor| StudioEvent::Context { chunk, tensor }),
                     ),
                     StudioCommand::Deliver { chunk, latents } => (
                         FailureClass::Output,

@@ -88,6 +88,10 @@ ready, and no collective is issued before all are. This page is printed from the
     ] {
         out += &format!("- {what}: {limit} bytes\n");
     }
-    out += &format!("- tensors in a manifest: {}\n- phases of a call: {}\n", super::MAX_TENSORS, super::MAX_PHASES);
+    out += &format!(
+        "- tensors in a manifest: {}\n- phases of a call: {}\n",
+        super::MAX_TENSORS,
+        super::MAX_PHASES
+    );
     out
 }

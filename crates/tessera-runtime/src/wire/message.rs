@@ -284,8 +284,8 @@ pub struct Progress {
     pub chunk: u32,
     /// Frames delivered for it.
     pub frames: u32,
-    /// Duration of each phase on the delivering rank, in nanoseconds.
-    pub phase_ns: Vec<u64>,
+    /// Name of each phase and its duration on the first rank, in nanoseconds.
+    pub phases: Vec<(String, u64)>,
     /// Requests waiting.
     pub queued_in: u32,
     /// Finished chunks not yet delivered.

@@ -121,9 +121,7 @@ impl Tensor {
     #[must_use]
     pub fn to_f32(&self) -> Option<Vec<f32>> {
         match self.spec.dtype {
-            Dtype::F32 => {
-                Some(self.data.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect())
-            }
+            Dtype::F32 => Some(self.data.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()),
             Dtype::Bf16 => Some(
                 self.data
                     .as_chunks::<2>()

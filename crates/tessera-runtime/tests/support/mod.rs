@@ -94,6 +94,7 @@ pub fn leader_config(ranks: u32, regime: Regime) -> LeaderConfig {
         plan: plan(),
         session: SESSION,
         build: "test".into(),
+        silent: Vec::new(),
         parity: parity(),
         census: Arc::new(census()),
         stream: stream(regime),
@@ -172,7 +173,7 @@ impl Engine for FakeEngine {
         &mut self,
         phase: &PhaseCall,
         inputs: &Tensors,
-        progress: &dyn Fn(u32),
+        progress: &(dyn Fn(u32) + Sync),
     ) -> Result<PhaseReport, EngineFault> {
         let n = self.phases_run;
         self.phases_run += 1;
@@ -214,9 +215,9 @@ impl Engine for FakeEngine {
         self.state.clear();
     }
 
-    fn output(&mut self) -> Result<Tensor, EngineFault> {
+    fn output(&mut self) -> Result<Option<Tensor>, EngineFault> {
         let values: Vec<f32> = self.state.iter().map(|b| f32::from(*b)).collect();
-        Ok(Tensor::from_f32("output", &[values.len() as u64], &values).expect("fits"))
+        Ok(Some(Tensor::from_f32("output", &[values.len() as u64], &values).expect("fits")))
     }
 
     fn abort_handle(&self) -> AbortHandle {

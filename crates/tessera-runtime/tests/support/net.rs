@@ -140,7 +140,9 @@ impl Net {
     pub fn go_on(&mut self, limit_s: u64) -> Option<Failure> {
         while self.now_ns < limit_s * 1_000_000_000 {
             self.settle();
-            if self.outcome.is_some() && self.ranks.iter().all(|r| !r.alive || r.frozen || r.outcome.is_some()) {
+            if self.outcome.is_some()
+                && self.ranks.iter().all(|r| !r.alive || r.frozen || r.outcome.is_some())
+            {
                 return self.outcome.clone().flatten();
             }
             self.now_ns += 100_000_000;

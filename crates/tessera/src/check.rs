@@ -1,0 +1,176 @@
+//! Judges the programs of a `.tir` file: each alone, then all ranks of each phase where every rank has one.
+
+use std::path::Path;
+
+use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_ir::{Phase, Program, RoleRanks, Slots, digest, parse_all};
+use tessera_mesh::{Axis, Mesh, Rank};
+use tessera_verify::{check_phase, check_program};
+
+use crate::files::read_text;
+
+/// A program file that cannot be read.
+pub static T0025: Code = Code {
+    id: "T0025",
+    title: "program file cannot be read",
+    page: "A program file is UTF-8 text, usually named .tir, with one program or more. The operating system refused to \
+open it, or it holds something else. To check a whole plan, name the plan's folder instead.",
+};
+/// Ranks that nobody plays, so that ranks cannot be compared.
+pub static T0026: Code = Code {
+    id: "T0026",
+    title: "ranks of a phase were not compared",
+    page: "A file's programs can be judged across ranks only when every rank of their mesh plays one of them. The name of a \
+role says which ranks play it: `role(a@tp1)` begins at position 1 of tp and goes on to the next role that names tp; a name \
+without coordinates means every rank. Here a rank has no role, or a role has no rank, so each program was judged by \
+itself only: whether the ranks would wait for each other is not known. Put the programs of all roles into one file, or \
+check a plan's folder, which lists the ranks of each role.",
+};
+
+/// What was found in a file.
+#[derive(Debug, Clone, Default)]
+pub struct Checked {
+    /// What the parser and the judge say. No error means verified.
+    pub diagnostics: Diagnostics,
+    /// The file's text, for positions.
+    pub source: String,
+    /// Programs in the file.
+    pub programs: usize,
+    /// 64 hex digits over the canonical text of all programs; none when the file cannot be parsed.
+    pub digest: Option<String>,
+}
+
+impl Checked {
+    /// Whether the judge accepts everything in the file.
+    #[must_use]
+    pub fn verified(&self) -> bool {
+        !self.diagnostics.iter().any(Diagnostic::is_error)
+    }
+}
+
+/// Reads and judges a file. Whatever is wrong is in the result.
+#[must_use]
+pub fn check_file(path: &Path) -> Checked {
+    let name = path.display().to_string();
+    match read_text(path, &T0025) {
+        Ok(text) => check_text(text, &name),
+        Err(d) => Checked { diagnostics: vec![d], ..Checked::default() },
+    }
+}
+
+/// Judges a text; `name` stands in diagnostics.
+#[must_use]
+pub fn check_text(source: String, name: &str) -> Checked {
+    let programs = match parse_all(&source, name) {
+        Ok(programs) => programs,
+        Err(diagnostics) => return Checked { diagnostics, source, ..Checked::default() },
+    };
+    let mut diagnostics = judge(&programs);
+    for place in diagnostics.iter_mut().flat_map(|d| &mut d.places) {
+        // The judge names an op; its span is of this file.
+        if place.span.is_some() && place.at != name {
+            place.says = format!("{}: {}", place.at, place.says);
+            place.at = name.to_string();
+        }
+    }
+    let mut hash = blake3::Hasher::new();
+    programs.iter().for_each(|p| {
+        hash.update(&digest(p));
+    });
+    let digest = Some(hash.finalize().to_hex().to_string());
+    Checked { diagnostics, source, programs: programs.len(), digest }
+}
+
+fn judge(programs: &[Program]) -> Diagnostics {
+    let mut out: Diagnostics = programs.iter().flat_map(check_program).collect();
+    if !out.is_empty() {
+        return out;
+    }
+    let mut names: Vec<&str> = Vec::new();
+    for p in programs.iter().filter(|p| !p.role.is_empty()) {
+        if !names.contains(&p.name.as_str()) {
+            names.push(&p.name);
+        }
+    }
+    for name in names {
+        let phase: Vec<&Program> = programs.iter().filter(|p| !p.role.is_empty() && p.name == name).collect();
+        let mesh = phase[0].mesh;
+        match cast(&mesh, &phase) {
+            Ok(roles) => {
+                let phase = Phase {
+                    name: name.to_string(),
+                    memory: vec![Slots::default(); phase.len()],
+                    programs: phase.into_iter().cloned().collect(),
+                };
+                out.extend(check_phase(&mesh, &roles, &phase));
+            }
+            Err(why) => out.push(
+                Diagnostic::warning(&T0026, format!("ranks of @{name} were not compared: {why}"))
+                    .at("mesh", mesh.to_string())
+                    .hint("put the programs of all roles into one file, or check the plan's folder"),
+            ),
+        }
+    }
+    out
+}
+
+/// Which ranks play each program of a phase, or why that is not clear.
+fn cast(mesh: &Mesh, phase: &[&Program]) -> Result<Vec<RoleRanks>, String> {
+    let mut roles: Vec<RoleRanks> =
+        phase.iter().map(|p| RoleRanks { role: p.role.clone(), ranks: Vec::new() }).collect();
+    for rank in mesh.iter() {
+        let found = phase.iter().position(|p| plays(&p.role, mesh, rank, phase));
+        let Some(found) = found else { return Err(format!("no program for rank {rank}")) };
+        roles[found].ranks.push(rank);
+    }
+    match roles.iter().find(|r| r.ranks.is_empty()) {
+        Some(idle) => Err(format!("no rank for role {}", idle.role)),
+        None => Ok(roles),
+    }
+}
+
+/// Whether a rank plays a role by its name: `r@tp1` begins at position 1 of tp and goes on to the next such role.
+fn plays(role: &str, mesh: &Mesh, rank: Rank, phase: &[&Program]) -> bool {
+    let place = |role: &str, axis: Axis| {
+        role.split('@').skip(1).find_map(|p| p.strip_prefix(axis.name()).and_then(|k| k.parse::<u32>().ok()))
+    };
+    mesh.axes().all(|axis| {
+        let Some(from) = place(role, axis) else { return true };
+        let at = mesh.coord_of(rank).on(axis);
+        let next = phase.iter().filter_map(|p| place(&p.role, axis)).filter(|k| *k > from).min();
+        at >= from && next.is_none_or(|n| at < n)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STAGE0: &str =
+        "program @p role(a@pp0) mesh(pp=2) {\n  %x = input : f32[3]\n  ttile.collective.send %x {axis = \"pp\", to = 1}\n}\n";
+    const STAGE1: &str =
+        "program @p role(a@pp1) mesh(pp=2) {\n  %x = ttile.collective.recv {axis = \"pp\", from = 0} : f32[3]\n  output \"x\", %x\n}\n";
+
+    fn check(text: &str) -> Checked {
+        check_text(text.to_string(), "x.tir")
+    }
+
+    #[test]
+    fn ranks_are_compared_where_every_rank_has_a_program() {
+        let both = check(&format!("{STAGE0}{STAGE1}"));
+        assert!(both.diagnostics.is_empty(), "{:#?}", both.diagnostics);
+        assert_eq!((both.programs, both.digest.map(|d| d.len())), (2, Some(64)));
+        let half = check(STAGE1);
+        assert!(half.verified());
+        assert_eq!(half.diagnostics[0].code, &T0026);
+    }
+
+    #[test]
+    fn the_judge_points_into_the_file() {
+        let swapped = STAGE1.replace("f32[3]", "f32[5]");
+        let found = check(&format!("{STAGE0}{swapped}"));
+        assert!(!found.verified());
+        let places: Vec<_> = found.diagnostics.iter().flat_map(|d| &d.places).filter(|p| p.span.is_some()).collect();
+        assert!(!places.is_empty() && places.iter().all(|p| p.at == "x.tir"), "{places:#?}");
+    }
+}

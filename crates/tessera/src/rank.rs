@@ -1,0 +1,303 @@
+//! What a rank's process does: join, judge the plan again, load, run, close the record.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tessera_base::{Diagnostic, Diagnostics, Format, render_all};
+use tessera_cpu::{Cpu, Pool};
+use tessera_device::{Backend, Seat};
+use tessera_mesh::{Axis, Rank};
+use tessera_models::steps;
+use tessera_runtime::cache::{CacheSpec, Regime};
+use tessera_runtime::census::Census;
+use tessera_runtime::decide::{Step, StreamSpec};
+use tessera_runtime::driver::{
+    EngineFactory, Joined, LeaderParts, RecordEntry, StreamRequest, WorkerParts, exit, join, run_leader, run_worker,
+};
+use tessera_runtime::engine::{Engine, Studio};
+use tessera_runtime::leader::LeaderConfig;
+use tessera_runtime::worker::WorkerConfig;
+use tessera_runtime::{Digest, Failure, FailureClass, Limits, Parity, ParityClass};
+
+use crate::engine::{MeshEngine, census};
+use crate::plan::Plan;
+use crate::record::{Asked, RecordWriter};
+use crate::studio::{Reel, lock};
+use crate::{Model, Overrides, comm};
+
+/// Longest wait inside one collective. The lockstep's own limits are shorter; this ends a wait that nobody watches.
+const COLLECTIVE_PATIENCE: Duration = Duration::from_secs(30);
+
+/// What the launcher tells every rank. Decisions of the stream are the leader's; workers read paths and digests.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Orders {
+    /// Folder of the sealed plan.
+    pub(crate) plan: PathBuf,
+    /// Its digest.
+    pub(crate) digest: String,
+    /// Folder of the model.
+    pub(crate) model: PathBuf,
+    /// Folder of the run.
+    pub(crate) out: PathBuf,
+    /// Threads of each rank.
+    pub(crate) threads: usize,
+    /// Chunks wanted.
+    pub(crate) chunks: u32,
+    /// Prompts by the chunk from which they hold; the first is of chunk 0.
+    pub(crate) prompts: Vec<(u32, String)>,
+    /// Seeds likewise.
+    pub(crate) seeds: Vec<(u32, u64)>,
+    /// Chunks before which the scene is cut.
+    pub(crate) cuts: Vec<u32>,
+    /// Whether to write every frame as a PNG.
+    pub(crate) png: bool,
+}
+
+impl Orders {
+    fn asked(&self, chunk: u32) -> Asked {
+        Asked {
+            prompt: in_force(&self.prompts, chunk).cloned().unwrap_or_default(),
+            seed: in_force(&self.seeds, chunk).copied().unwrap_or(0),
+            cut: self.cuts.contains(&chunk),
+        }
+    }
+
+    fn request(&self, chunk: u32) -> StreamRequest {
+        let prompt = self.prompts.iter().rev().find(|(c, _)| *c == chunk).map(|(_, p)| p.clone());
+        let asked = self.asked(chunk);
+        StreamRequest { prompt, seed: asked.seed, cut: asked.cut }
+    }
+}
+
+/// The value that holds at a chunk: the last one given at or before it.
+fn in_force<T>(changes: &[(u32, T)], chunk: u32) -> Option<&T> {
+    changes.iter().filter(|(c, _)| *c <= chunk).max_by_key(|(c, _)| *c).map(|(_, v)| v)
+}
+
+/// Runs one rank to its end; the exit status of its process.
+#[must_use]
+pub fn rank_main() -> i32 {
+    let joined = match join() {
+        Ok(j) => j,
+        Err(d) => return report(&[d]),
+    };
+    let orders: Orders = match serde_json::from_slice(&joined.welcome.payload) {
+        Ok(o) => o,
+        Err(e) => {
+            eprintln!("tessera rank: the launcher's orders cannot be read: {e}");
+            return FailureClass::Parity.exit_code();
+        }
+    };
+    let rank = Rank(joined.welcome.rank);
+    let outcome = if rank.0 == 0 { lead(joined, &orders) } else { follow(joined, &orders, rank) };
+    match outcome {
+        Ok(None) => 0,
+        // The launcher prints the cause, once. Only when it is gone does the leader speak.
+        Ok(Some(f)) => {
+            if rank.0 == 0 && f.class == FailureClass::LauncherGone {
+                eprintln!("tessera: {}: {} ({})", f.class.words(), f.text, f.code);
+            }
+            exit(f.class.exit_code())
+        }
+        Err(ds) => report(&ds),
+    }
+}
+
+fn report(ds: &[Diagnostic]) -> i32 {
+    eprint!("{}", render_all(ds, Format::Text, &|_| None));
+    FailureClass::Preflight.exit_code()
+}
+
+/// The plan as this rank judges it, which must be the one that was ordered.
+fn load_plan(orders: &Orders) -> Result<Arc<Plan>, Diagnostics> {
+    let plan = Plan::read(&orders.plan)?;
+    let found = plan.sealed.digest_hex();
+    if found != orders.digest {
+        return Err(vec![
+            Diagnostic::error(&crate::plan::T0012, "this rank reads another plan than the launcher")
+                .at("launcher", format!("digest {}", orders.digest))
+                .at(orders.plan.display().to_string(), format!("digest {found}")),
+        ]);
+    }
+    Ok(Arc::new(plan))
+}
+
+/// Settings that leader and workers take from the seal alone.
+struct Common {
+    plan: Arc<Plan>,
+    digest: Digest,
+    census: Arc<Census>,
+    stream: StreamSpec,
+    limits: Limits,
+    build: String,
+}
+
+impl Common {
+    fn new(orders: &Orders) -> Result<Common, Diagnostics> {
+        let plan = load_plan(orders)?;
+        let limits = limits(&plan);
+        Ok(Common {
+            digest: Digest(plan.sealed.digest()),
+            census: Arc::new(census(&plan.sealed)),
+            stream: stream_spec(&plan),
+            limits,
+            build: format!("tessera {}", env!("CARGO_PKG_VERSION")),
+            plan,
+        })
+    }
+
+    fn worker(&self, rank: Rank) -> WorkerConfig {
+        WorkerConfig {
+            rank: rank.0,
+            plan: self.digest,
+            build: self.build.clone(),
+            parity: Parity::default(),
+            census: Arc::clone(&self.census),
+            cache: self.stream.cache,
+            limits: self.limits.clone(),
+            delivers: rank.0 == 0,
+        }
+    }
+
+    /// Loads programs and weights on the engine's thread.
+    fn engine(&self, rank: Rank, orders: &Orders, arenas: Vec<std::os::fd::OwnedFd>) -> EngineFactory {
+        let plan = Arc::clone(&self.plan);
+        let (model, threads) = (orders.model.clone(), orders.threads);
+        Box::new(move || {
+            let first = |mut ds: Diagnostics| ds.remove(0);
+            let model = Model::open(&model, &Overrides::default()).map_err(first)?;
+            // The plan's sizes decide; the folder is only where the weights are.
+            let model = Model { video: plan.video.clone(), ..model };
+            let mut weights = model.weights().map_err(first)?;
+            let groups = comm::attach(&plan.sealed, rank, arenas)?;
+            let pool = Pool::new(threads)
+                .map_err(|e| Diagnostic::error(&comm::T0017, format!("threads of rank {rank}: {e}")))?;
+            let seat = Seat { mesh: *plan.sealed.mesh(), rank };
+            let backend: Box<dyn Backend> = Box::new(Cpu::new(seat, pool, groups, COLLECTIVE_PATIENCE));
+            let parity = Parity::default()
+                .with("backend", ParityClass::AtInit, "cpu")
+                .with("kernels", ParityClass::AtInit, env!("CARGO_PKG_VERSION"))
+                .with("weights", ParityClass::AtInit, Digest(weights.header_digest()).to_string())
+                .with("threads", ParityClass::BestEffort, threads.to_string());
+            let engine = MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?;
+            Ok((Box::new(engine) as Box<dyn Engine>, parity))
+        })
+    }
+}
+
+fn limits(plan: &Plan) -> Limits {
+    Limits {
+        d_in: plan.mapping.d_in,
+        d_out: plan.mapping.d_out,
+        max_outstanding: plan.mapping.max_outstanding,
+        ..Limits::default()
+    }
+}
+
+fn stream_spec(plan: &Plan) -> StreamSpec {
+    let (s, wan) = (&plan.video.stream, &plan.video.wan);
+    StreamSpec {
+        cache: CacheSpec {
+            regime: if s.recompute { Regime::Recompute } else { Regime::Resident },
+            chunk_frames: s.chunk_frames as u32,
+            window_frames: s.window_frames as u32,
+            table_frames: wan.rope_frames as u32,
+            tokens_per_frame: plan.video.frame_tokens() as u32,
+        },
+        bias: s.bias as f32,
+        steps: steps(s).into_iter().map(|s| Step { timestep: s.timestep, sigma: s.sigma }).collect(),
+    }
+}
+
+fn follow(mut joined: Joined, orders: &Orders, rank: Rank) -> Result<Option<Failure>, Diagnostics> {
+    let common = Common::new(orders)?;
+    let arenas = std::mem::take(&mut joined.extras);
+    let engine = common.engine(rank, orders, arenas);
+    run_worker(joined, WorkerParts { config: common.worker(rank), engine })
+}
+
+fn lead(mut joined: Joined, orders: &Orders) -> Result<Option<Failure>, Diagnostics> {
+    let record = Arc::new(Mutex::new(RecordWriter::open(&orders.out).map_err(|d| vec![d])?));
+    let led = lead_with(&mut joined, orders, &record);
+    let outcome = match led {
+        Ok(parts) => run_leader(joined, parts),
+        Err(ds) => Err(ds),
+    };
+    let failure = match &outcome {
+        Ok(f) => f.clone(),
+        Err(ds) => ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, Some(0), d)),
+    };
+    let mut record = lock(&record);
+    let complete = record.chunks() == orders.chunks;
+    // A record that cannot be closed is closed by the launcher, which finds it without an end.
+    let _ = record.end(failure.as_ref(), complete);
+    outcome
+}
+
+fn lead_with(joined: &mut Joined, orders: &Orders, record: &Arc<Mutex<RecordWriter>>) -> Result<LeaderParts, Diagnostics> {
+    let common = Common::new(orders)?;
+    let mesh = *common.plan.sealed.mesh();
+    let silent = mesh.iter().filter(|r| mesh.coord_of(*r).on(Axis::Pp) > 0).map(|r| r.0).collect();
+    let config = LeaderConfig {
+        ranks: mesh.iter().map(|r| r.0).collect(),
+        plan: common.digest,
+        session: joined.welcome.session,
+        build: common.build.clone(),
+        silent,
+        parity: Parity::default(),
+        census: Arc::clone(&common.census),
+        stream: common.stream.clone(),
+        limits: common.limits.clone(),
+    };
+    let arenas = std::mem::take(&mut joined.extras);
+    let engine = common.engine(Rank(0), orders, arenas);
+    let studio = {
+        let (plan, orders, record) = (Arc::clone(&common.plan), orders.clone(), Arc::clone(record));
+        Box::new(move || {
+            let words = words(&orders.model, &plan)?;
+            let scenes = std::iter::once(0).chain(orders.cuts.iter().copied()).collect();
+            let reel = Reel::new(&plan, words, &orders.out, orders.png, scenes, record)?;
+            Ok(Box::new(reel) as Box<dyn Studio>)
+        })
+    };
+    let requests = {
+        let orders = orders.clone();
+        Box::new((0..orders.chunks).map(move |c| orders.request(c)))
+    };
+    let entries = {
+        let (orders, record) = (orders.clone(), Arc::clone(record));
+        Box::new(move |entry: RecordEntry<'_>| {
+            let mut record = lock(&record);
+            // What cannot be written here cannot be delivered either: the studio reports it.
+            let _ = match entry {
+                RecordEntry::Call(call) => {
+                    record.call(call, &orders.asked(call.plan.chunk));
+                    Ok(())
+                }
+                RecordEntry::Note(note) => record.event("note", note),
+                RecordEntry::Failed(f) => record.event("failed", &f.text),
+            };
+        })
+    };
+    Ok(LeaderParts { config, engine: Some((common.worker(Rank(0)), engine)), studio, requests, record: entries })
+}
+
+fn words(model: &Path, plan: &Plan) -> Result<tessera_models::Words, Diagnostic> {
+    let first = |mut ds: Diagnostics| ds.remove(0);
+    let model = Model::open(model, &Overrides::default()).map_err(first)?;
+    Model { video: plan.video.clone(), ..model }.words().map_err(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changes_hold_from_their_chunk_on() {
+        let changes = [(0, "a"), (4, "b"), (2, "c")];
+        let at = |c| in_force(&changes, c).copied();
+        assert_eq!([at(0), at(1), at(2), at(3), at(4), at(99)].map(Option::unwrap), ["a", "a", "c", "c", "b", "b"]);
+    }
+}

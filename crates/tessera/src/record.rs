@@ -1,0 +1,195 @@
+//! The record of a run while it runs: lines that each say something finished.
+//!
+//! A chunk's line is written when the chunk is on disk, so a record never claims more than the folder holds.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use tessera_base::Diagnostic;
+use tessera_report::record::{Cause, Chunk, End, Event, Line, Phase, RankChunk, Status};
+use tessera_runtime::leader::CallRecord;
+use tessera_runtime::{Failure, FailureClass};
+
+use crate::files::unwritable;
+
+/// File name in a run's folder.
+pub(crate) const RECORD: &str = "record.jsonl";
+
+/// Appends to a run's record.
+#[derive(Debug)]
+pub(crate) struct RecordWriter {
+    path: PathBuf,
+    file: File,
+    start: Instant,
+    /// Chunks that every rank has finished and that are not delivered.
+    finished: BTreeMap<u32, Chunk>,
+    golden: blake3::Hasher,
+    chunks: u32,
+    frames: u64,
+    /// When the first call began and the last delivery ended.
+    span: Option<(u64, u64)>,
+}
+
+/// What a chunk was asked to be.
+#[derive(Debug, Clone)]
+pub(crate) struct Asked {
+    pub(crate) prompt: String,
+    pub(crate) seed: u64,
+    pub(crate) cut: bool,
+}
+
+impl RecordWriter {
+    /// Opens the record that the launcher began.
+    pub(crate) fn open(dir: &Path) -> Result<RecordWriter, Diagnostic> {
+        let path = dir.join(RECORD);
+        let file = OpenOptions::new().append(true).open(&path).map_err(|e| unwritable(&path, &e))?;
+        Ok(RecordWriter {
+            path,
+            file,
+            start: Instant::now(),
+            finished: BTreeMap::new(),
+            golden: blake3::Hasher::new(),
+            chunks: 0,
+            frames: 0,
+            span: None,
+        })
+    }
+
+    /// Chunks on disk.
+    pub(crate) fn chunks(&self) -> u32 {
+        self.chunks
+    }
+
+    /// Nanoseconds since this writer began: the clock of the record.
+    pub(crate) fn now_ns(&self) -> u64 {
+        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn line(&mut self, line: &Line) -> Result<(), Diagnostic> {
+        // One write a line, so that a killed process leaves at most one cut line.
+        self.file.write_all(line.to_json().as_bytes()).map_err(|e| unwritable(&self.path, &e))
+    }
+
+    pub(crate) fn event(&mut self, what: &str, detail: &str) -> Result<(), Diagnostic> {
+        let at_ns = self.now_ns();
+        self.line(&Line::Event(Event { at_ns, what: what.into(), detail: detail.into() }))
+    }
+
+    /// Every rank finished a call. Phases are laid end to end from its commit: ranks send durations, not clocks.
+    pub(crate) fn call(&mut self, call: &CallRecord, asked: &Asked) {
+        let Some(meta) = &call.plan.meta else { return };
+        let end = self.now_ns();
+        let start_ns = end.saturating_sub(call.run_ns);
+        self.span.get_or_insert((start_ns, end));
+        let ranks = call
+            .observed
+            .iter()
+            .map(|(rank, seen)| {
+                let mut at = start_ns;
+                let phases = meta
+                    .phases
+                    .iter()
+                    .zip(&seen.phase_ns)
+                    .map(|(p, ns)| {
+                        let begun = at;
+                        at += ns;
+                        Phase {
+                            name: p.program.clone(),
+                            stream: "compute".into(),
+                            start_ns: begun,
+                            end_ns: at,
+                            collectives: 0,
+                        }
+                    })
+                    .collect();
+                RankChunk {
+                    rank: *rank,
+                    phases,
+                    state_digest: seen.state.to_string(),
+                    trace_digest: seen.trace.to_string(),
+                }
+            })
+            .collect();
+        let output = call.observed.values().next().map_or(String::new(), |o| o.output.to_string());
+        let chunk = Chunk {
+            chunk: call.plan.chunk,
+            call_id: call.call_id,
+            cache_epoch: call.plan.cache_epoch,
+            start_frame: u64::from(meta.start_frame),
+            prompt: asked.prompt.clone(),
+            seed: asked.seed,
+            cut: asked.cut,
+            latents_digest: output,
+            frames: 0,
+            start_ns,
+            wall_ns: call.run_ns,
+            queue_in: call.queued_in,
+            queue_out: call.queued_out,
+            ranks,
+        };
+        self.finished.insert(call.plan.chunk, chunk);
+    }
+
+    /// A chunk is on disk: `frames` frames, decoded and written between two instants of [`Self::now_ns`].
+    pub(crate) fn delivered(&mut self, chunk: u32, frames: u32, latents: &[u8], begun: u64) -> Result<(), Diagnostic> {
+        let end = self.now_ns();
+        self.golden.update(latents);
+        self.chunks += 1;
+        self.frames += u64::from(frames);
+        if let Some(span) = &mut self.span {
+            span.1 = end;
+        }
+        let Some(mut line) = self.finished.remove(&chunk) else { return Ok(()) };
+        line.frames = frames;
+        if let Some(leader) = line.ranks.first_mut() {
+            leader.phases.push(Phase {
+                name: "decode".into(),
+                stream: "decode".into(),
+                start_ns: begun,
+                end_ns: end,
+                collectives: 0,
+            });
+        }
+        self.line(&Line::Chunk(line))
+    }
+
+    /// Writes the end. `complete` says whether every chunk that was asked for is on disk.
+    pub(crate) fn end(&mut self, failure: Option<&Failure>, complete: bool) -> Result<(), Diagnostic> {
+        let wall_ns = self.span.map_or(0, |(a, b)| b.saturating_sub(a));
+        let status = match (failure, complete) {
+            (Some(_), _) => Status::Failed,
+            (None, true) => Status::Complete,
+            (None, false) => Status::Interrupted,
+        };
+        let end = End {
+            status,
+            cause: failure.map(cause),
+            chunks: self.chunks,
+            frames: self.frames,
+            wall_ns,
+            fps: if wall_ns == 0 { 0.0 } else { self.frames as f64 / (wall_ns as f64 / 1e9) },
+            output_complete: complete && failure.is_none(),
+            golden: self.golden.finalize().to_hex().to_string(),
+        };
+        self.line(&Line::End(end))?;
+        self.file.sync_data().map_err(|e| unwritable(&self.path, &e))
+    }
+}
+
+/// A failure in the record's words.
+pub(crate) fn cause(f: &Failure) -> Cause {
+    Cause {
+        class: class_name(f.class).into(),
+        exit_code: u8::try_from(f.class.exit_code()).unwrap_or(u8::MAX),
+        rank: f.rank,
+        code: Some(f.code.clone()),
+        message: f.text.clone(),
+    }
+}
+
+fn class_name(class: FailureClass) -> &'static str {
+    class.words()
+}

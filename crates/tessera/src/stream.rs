@@ -1,0 +1,358 @@
+//! Runs a sealed plan as processes on this host and leaves a folder a person can read.
+
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_mesh::Rank;
+use tessera_report::record::{End, Line, PromptAt, RankRole, Record, SCHEMA, Start, Status};
+use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, launch};
+use tessera_runtime::{Failure, FailureClass, Limits};
+
+use crate::files::{Folder, refuse_existing, unwritable};
+use crate::model::T0016;
+use crate::plan::Plan;
+use crate::rank::Orders;
+use crate::record::{RECORD, cause};
+use crate::{Model, comm, page};
+
+/// More ranks than cores.
+pub static T0015: Code = Code {
+    id: "T0015",
+    title: "mesh is larger than this machine",
+    page: "Each rank is a process that computes; more ranks than cores take turns and run slower than fewer would. Use \
+a smaller mesh, or --oversubscribe if you want it so, for instance to try a plan for another machine.",
+};
+/// Options that contradict each other.
+pub static T0018: Code = Code {
+    id: "T0018",
+    title: "stream options contradict each other",
+    page: "The options ask for something that cannot be: no chunks at all, or a change at a chunk that the stream never \
+reaches. Chunks are counted from 0; a change at chunk N takes effect when chunk N begins.",
+};
+
+/// What to stream.
+#[derive(Debug, Clone)]
+pub struct StreamOptions {
+    /// Chunks.
+    pub chunks: u32,
+    /// First prompt.
+    pub prompt: String,
+    /// First seed.
+    pub seed: u64,
+    /// Later prompts by chunk.
+    pub prompts_at: Vec<(u32, String)>,
+    /// Later seeds by chunk.
+    pub seeds_at: Vec<(u32, u64)>,
+    /// Chunks before which the scene is cut.
+    pub cuts_at: Vec<u32>,
+    /// Folder of the run; must not exist.
+    pub out: PathBuf,
+    /// Whether to write every frame as a PNG too.
+    pub png: bool,
+    /// Whether to run more ranks than cores.
+    pub oversubscribe: bool,
+    /// The command line, for the record.
+    pub command: Vec<String>,
+}
+
+/// What happens while it runs.
+#[derive(Debug, Clone)]
+pub enum StreamEvent {
+    /// All ranks were started.
+    Started {
+        /// Process ids in order of rank.
+        pids: Vec<u32>,
+    },
+    /// A chunk is on disk.
+    Chunk(ChunkProgress),
+}
+
+/// A delivered chunk.
+#[derive(Debug, Clone)]
+pub struct ChunkProgress {
+    /// The chunk, from 0.
+    pub chunk: u32,
+    /// Chunks asked for.
+    pub chunks: u32,
+    /// Frames on disk so far.
+    pub frames: u64,
+    /// Frames per second since the first chunk was delivered; of the first chunk, since the ranks started.
+    pub fps: f64,
+    /// Name and duration in nanoseconds of each phase on the first rank.
+    pub phases: Vec<(String, u64)>,
+    /// Requests waiting at the leader.
+    pub queued_in: u32,
+    /// Finished chunks waiting for delivery.
+    pub queued_out: u32,
+}
+
+/// How a stream ended.
+#[derive(Debug, Clone)]
+pub struct StreamReport {
+    /// Exit status that says so.
+    pub exit_code: u8,
+    /// The one failure, if it failed.
+    pub failure: Option<Failure>,
+    /// Whether it was asked to stop.
+    pub interrupted: bool,
+    /// Chunks on disk.
+    pub chunks: u32,
+    /// Frames on disk.
+    pub frames: u64,
+    /// Frames per second from the first call to the last delivery.
+    pub fps: f64,
+    /// Hash of all latents, if any chunk was delivered.
+    pub golden: Option<String>,
+    /// The run's folder.
+    pub out: PathBuf,
+}
+
+/// Runs a plan. `argv` is the command line of a rank's process, which must call [`crate::rank_main`]. Blocks until
+/// no process is left.
+///
+/// # Errors
+/// What is wrong before anything was started or written. What goes wrong later is in the report.
+pub fn run(
+    plan: &Plan,
+    model: &Model,
+    options: &StreamOptions,
+    argv: Vec<String>,
+    interrupt: &Interrupt,
+    on: &mut dyn FnMut(StreamEvent),
+) -> Result<StreamReport, Diagnostics> {
+    let ranks = plan.sealed.mesh().ranks();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    check(plan, model, options, ranks, cores)?;
+    let specs = comm::groups(&plan.sealed);
+    let arenas: Vec<Arc<OwnedFd>> = comm::create(&specs).map_err(|d| vec![d])?.into_iter().map(Arc::new).collect();
+    let orders = write_folder(plan, model, options, (cores / ranks as usize).max(1)).map_err(|d| vec![d])?;
+    let spec = LaunchSpec {
+        argv,
+        ranks,
+        session: session(plan),
+        extras: (0..ranks).map(|r| comm::of_rank(&specs, Rank(r)).map(|i| Arc::clone(&arenas[i])).collect()).collect(),
+        payload: serde_json::to_vec(&orders).unwrap_or_default(),
+        limits: Limits::default(),
+    };
+    let mut tally = Tally { begun: Instant::now(), first: None, frames: 0, chunks: options.chunks };
+    let launched = launch(&spec, interrupt, &mut |event| match event {
+        LaunchEvent::Started(pids) => on(StreamEvent::Started { pids: pids.to_vec() }),
+        LaunchEvent::Progress(p) => on(StreamEvent::Chunk(tally.chunk(p))),
+    });
+    let (failure, interrupted) = match launched {
+        Ok(report) => (report.failure, report.interrupted),
+        Err(ds) => (ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, None, d)), false),
+    };
+    Ok(close(plan, options, failure, interrupted))
+}
+
+struct Tally {
+    begun: Instant,
+    /// When the first chunk was delivered, and its frames.
+    first: Option<(Instant, u64)>,
+    frames: u64,
+    chunks: u32,
+}
+
+impl Tally {
+    fn chunk(&mut self, p: &tessera_runtime::wire::Progress) -> ChunkProgress {
+        self.frames += u64::from(p.frames);
+        let now = Instant::now();
+        let (since, before) = self.first.map_or((self.begun, 0), |f| f);
+        self.first.get_or_insert((now, self.frames));
+        let seconds = now.duration_since(since).as_secs_f64();
+        ChunkProgress {
+            chunk: p.chunk,
+            chunks: self.chunks,
+            frames: self.frames,
+            fps: if seconds > 0.0 { (self.frames - before) as f64 / seconds } else { 0.0 },
+            phases: p.phases.clone(),
+            queued_in: p.queued_in,
+            queued_out: p.queued_out,
+        }
+    }
+}
+
+/// Everything that can be known to be wrong before anything is written.
+fn check(plan: &Plan, model: &Model, options: &StreamOptions, ranks: u32, cores: usize) -> Result<(), Diagnostics> {
+    let mut ds = Vec::new();
+    if ranks as usize > cores && !options.oversubscribe {
+        ds.push(
+            Diagnostic::error(&T0015, format!("{ranks} ranks on {cores} cores"))
+                .at("mesh", plan.sealed.mesh().to_string())
+                .hint(format!("use a mesh of at most {cores} ranks, or --oversubscribe")),
+        );
+    }
+    let changes = options.prompts_at.iter().map(|(c, _)| *c).chain(options.seeds_at.iter().map(|(c, _)| *c));
+    for c in changes.chain(options.cuts_at.iter().copied()) {
+        if c >= options.chunks {
+            ds.push(Diagnostic::error(&T0018, format!("a change at chunk {c} of a stream of {}", options.chunks)));
+        }
+    }
+    if options.chunks == 0 {
+        ds.push(Diagnostic::error(&T0018, "a stream of no chunks"));
+    }
+    if plan.video.stream.recompute && plan.sealed.program("encode", Rank(0)).is_none() {
+        ds.push(Diagnostic::error(&T0016, "the recompute regime needs a decoder for its anchor").hint("use --cache resident"));
+    }
+    ds.extend(refuse_existing(&options.out).err());
+    let model = Model { video: plan.video.clone(), ..model.clone() };
+    match model.words() {
+        Ok(words) => {
+            let prompts = std::iter::once(&options.prompt).chain(options.prompts_at.iter().map(|(_, p)| p));
+            ds.extend(prompts.filter_map(|p| words.encode(p).err()).map(|d| *d));
+        }
+        Err(e) => ds.extend(e),
+    }
+    ds.extend(model.weights().err().into_iter().flatten());
+    if ds.is_empty() { Ok(()) } else { Err(ds) }
+}
+
+/// The run's folder with its plan and the first line of its record; it appears whole.
+fn write_folder(plan: &Plan, model: &Model, options: &StreamOptions, threads: usize) -> Result<Orders, Diagnostic> {
+    let mut prompts = vec![(0, options.prompt.clone())];
+    prompts.extend(options.prompts_at.iter().cloned());
+    let mut seeds = vec![(0, options.seed)];
+    seeds.extend(options.seeds_at.iter().copied());
+    let absolute = |p: &Path| std::path::absolute(p).map_err(|e| unwritable(p, &e));
+    let stream = &plan.video.stream;
+    let sealed = &plan.sealed;
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let start = Start {
+        schema: SCHEMA,
+        tessera: env!("CARGO_PKG_VERSION").into(),
+        plan: sealed.digest_hex(),
+        model: plan.model.clone(),
+        mesh: sealed.mesh().to_string(),
+        strategy: plan.mapping.strategy.name().into(),
+        numerics: plan.mapping.numerics.name().into(),
+        cache: if stream.recompute { "recompute" } else { "resident" }.into(),
+        topology: "mesh".into(),
+        seed: options.seed,
+        prompts: prompts.iter().map(|(chunk, text)| PromptAt { chunk: *chunk, text: text.clone() }).collect(),
+        chunks: Some(options.chunks),
+        fps: stream.fps,
+        width: stream.width as u32,
+        height: stream.height as u32,
+        steps: stream.steps.len() as u32,
+        command: options.command.clone(),
+        started_at: utc(started),
+        status: Status::Running,
+        ranks: sealed
+            .roles()
+            .iter()
+            .flat_map(|r| r.ranks.iter().map(|rank| RankRole { rank: rank.0, role: r.role.clone() }))
+            .collect(),
+    };
+    let mut folder = Folder::create(&options.out)?;
+    folder.write(RECORD, Line::Start(start).to_json().as_bytes())?;
+    plan.write_into(&mut folder, "plan/")?;
+    folder.finish()?;
+    let out = absolute(&options.out)?;
+    Ok(Orders {
+        plan: out.join("plan"),
+        digest: sealed.digest_hex(),
+        model: absolute(&model.dir)?,
+        out,
+        threads,
+        chunks: options.chunks,
+        prompts,
+        seeds,
+        cuts: options.cuts_at.clone(),
+        png: options.png,
+    })
+}
+
+/// A session id: the plan and the moment. It only keeps two runs' messages apart.
+fn session(plan: &Plan) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
+    let digest = plan.sealed.digest();
+    let head = digest.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
+    head ^ now ^ (u64::from(std::process::id()) << 32)
+}
+
+/// Closes the record if the leader could not, and writes what is made from it.
+fn close(plan: &Plan, options: &StreamOptions, failure: Option<Failure>, interrupted: bool) -> StreamReport {
+    let path = options.out.join(RECORD);
+    let mut record = std::fs::read(&path).ok().and_then(|bytes| Record::parse(&bytes).ok());
+    if let Some(record) = &mut record
+        && record.end.is_none()
+    {
+        let end = ending(record, failure.as_ref());
+        append(&path, record.truncated, &Line::End(end.clone()));
+        record.end = Some(end);
+    }
+    if let Some(record) = &record {
+        page::write(plan, record, &options.out);
+    }
+    let end = record.and_then(|r| r.end);
+    let (chunks, frames, fps) = end.as_ref().map_or((0, 0, 0.0), |e| (e.chunks, e.frames, e.fps));
+    let exit_code = match (&failure, interrupted) {
+        (Some(f), _) => u8::try_from(f.class.exit_code()).unwrap_or(1),
+        (None, true) => 130,
+        (None, false) => 0,
+    };
+    let golden = end.filter(|e| e.chunks > 0).map(|e| e.golden);
+    StreamReport { exit_code, failure, interrupted, chunks, frames, fps, golden, out: options.out.clone() }
+}
+
+/// The end of a record whose leader wrote none.
+fn ending(record: &Record, failure: Option<&Failure>) -> End {
+    let chunks = record.chunks.len() as u32;
+    let frames = record.chunks.iter().map(|c| u64::from(c.frames)).sum();
+    let begun = record.chunks.first().map_or(0, |c| c.start_ns);
+    let ended = record.chunks.last().map_or(0, |c| c.start_ns + c.wall_ns);
+    let wall_ns = ended.saturating_sub(begun);
+    End {
+        status: if failure.is_some() { Status::Failed } else { Status::Interrupted },
+        cause: failure.map(cause),
+        chunks,
+        frames,
+        wall_ns,
+        fps: if wall_ns == 0 { 0.0 } else { frames as f64 / (wall_ns as f64 / 1e9) },
+        output_complete: false,
+        // The leader took the hash with it.
+        golden: String::new(),
+    }
+}
+
+/// Appends a line; after a cut line on a line of its own. A record that cannot be written to is left as it is:
+/// the failure is told on the terminal all the same.
+fn append(path: &Path, truncated: bool, line: &Line) {
+    let text = if truncated { format!("\n{}", line.to_json()) } else { line.to_json() };
+    let write = || -> std::io::Result<()> {
+        let mut file = std::fs::OpenOptions::new().append(true).open(path)?;
+        std::io::Write::write_all(&mut file, text.as_bytes())
+    };
+    let _ = write();
+}
+
+/// `2026-11-20T23:51:00Z` from seconds since 1970.
+fn utc(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    // Days to a civil date, by eras of 400 years beginning on 1 March.
+    let z = days + 719_468;
+    let (era, day) = (z / 146_097, z % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let date = day - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = year + era * 400 + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{date:02}T{:02}:{:02}:{:02}Z", rest / 3600, rest / 60 % 60, rest % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::utc;
+
+    #[test]
+    fn instants_read_as_dates() {
+        assert_eq!(utc(0), "1970-01-01T00:00:00Z");
+        assert_eq!(utc(951_782_400), "2000-02-29T00:00:00Z");
+        assert_eq!(utc(1_795_219_200), "2026-11-21T00:00:00Z");
+    }
+}

@@ -1,0 +1,253 @@
+//! The leader's own work: prompts to rows, latents to context, latents to frames on disk.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tessera_base::Diagnostic;
+use tessera_cpu::{Cpu, Pool};
+use tessera_device::{Backend, CallData, Fault, Loaded, Observer, Seat, WeightSource};
+use tessera_ir::Type;
+use tessera_mesh::Rank;
+use tessera_models::{Decoder, VideoModel, Words};
+use tessera_report::apng::{ApngStream, png_frame};
+use tessera_runtime::engine::Studio;
+use tessera_runtime::wire::Tensor;
+
+use crate::files::{unwritable, write_file};
+use crate::model::T0016;
+use crate::plan::Plan;
+use crate::record::RecordWriter;
+
+/// The clip's file name in a run's folder.
+pub(crate) const CLIP: &str = "clip.png";
+
+/// Text encoder, decoder and output folder of a run.
+pub(crate) struct Reel {
+    video: VideoModel,
+    words: Words,
+    codec: Codec,
+    out: Out,
+    /// First chunks of scenes: the chunk after one has the latent itself as its anchor.
+    scenes: Vec<u32>,
+    record: Arc<Mutex<RecordWriter>>,
+    /// The newest decoded chunk.
+    decoded: Option<(u32, Vec<f32>)>,
+}
+
+impl Reel {
+    pub(crate) fn new(
+        plan: &Plan,
+        words: Words,
+        dir: &Path,
+        png: bool,
+        scenes: Vec<u32>,
+        record: Arc<Mutex<RecordWriter>>,
+    ) -> Result<Reel, Diagnostic> {
+        Ok(Reel {
+            video: plan.video.clone(),
+            words,
+            codec: Codec::load(plan)?,
+            out: Out::create(&plan.video, dir, png)?,
+            scenes,
+            record,
+            decoded: None,
+        })
+    }
+
+    fn pixels(&mut self, chunk: u32, latents: &Tensor) -> Result<Vec<f32>, Diagnostic> {
+        if let Some((c, p)) = &self.decoded
+            && *c == chunk
+        {
+            return Ok(p.clone());
+        }
+        let pixels = self.codec.run("decode", "latents", &values(latents), "pixels")?;
+        self.decoded = Some((chunk, pixels.clone()));
+        Ok(pixels)
+    }
+}
+
+fn values(t: &Tensor) -> Vec<f32> {
+    t.to_f32().unwrap_or_default()
+}
+
+impl Studio for Reel {
+    fn text(&mut self, prompt: &str) -> Result<Tensor, Diagnostic> {
+        let rows = self.words.encode(prompt).map_err(|d| *d)?;
+        Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], &rows)
+    }
+
+    /// [anchor, z₋₂, z₋₁] of the chunk before. The anchor is the encoding of one decoded frame, the last pixel
+    /// frame of latent 0, repeated over the temporal stride; after a scene's first chunk it is latent 0 itself.
+    fn context(&mut self, chunk: u32, previous: &Tensor) -> Result<Tensor, Diagnostic> {
+        let mut context = values(previous);
+        let before = chunk.saturating_sub(1);
+        if !self.scenes.contains(&before) {
+            let stride = self.video.stream.stride[0] as usize;
+            let pixels = self.pixels(before, previous)?;
+            let frame = pixels.len() / self.video.stream.frames_per_chunk() as usize;
+            let anchor = &pixels[(stride - 1) * frame..stride * frame];
+            let repeated = anchor.repeat(stride);
+            let latents = self.codec.run("encode", "pixels", &repeated, "latents")?;
+            context[..latents.len()].copy_from_slice(&latents);
+        }
+        Tensor::from_f32("context", &[self.video.chunk_tokens(), self.video.wan.token_width()], &context)
+    }
+
+    fn deliver(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic> {
+        let begun = lock(&self.record).now_ns();
+        let frames = match self.video.stream.decoder {
+            Decoder::SpaceTimeDepth => {
+                let pixels = self.pixels(chunk, latents)?;
+                self.out.frames(&pixels)?
+            }
+            Decoder::None => {
+                self.out.latents(latents.data())?;
+                0
+            }
+        };
+        lock(&self.record).delivered(chunk, frames, latents.data(), begun)?;
+        Ok(frames)
+    }
+
+    fn finish(&mut self) -> Result<(), Diagnostic> {
+        self.out.sync()
+    }
+}
+
+pub(crate) fn lock(record: &Mutex<RecordWriter>) -> std::sync::MutexGuard<'_, RecordWriter> {
+    record.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The plan's decoder and encoder programs on a backend of their own, beside the mesh's.
+struct Codec {
+    cpu: Cpu,
+    loaded: BTreeMap<String, Loaded>,
+}
+
+struct NoWeights;
+impl WeightSource for NoWeights {
+    fn read(&mut self, name: &str, _: &Type, _: Option<&str>, _: &Seat) -> Result<Vec<f32>, Diagnostic> {
+        Err(Diagnostic::error(&T0016, format!("the decoder asks for a weight `{name}`")))
+    }
+}
+
+struct Unwatched;
+impl Observer for Unwatched {
+    fn issued(&mut self, _: usize) {}
+    fn progress(&mut self, _: u32) {}
+}
+
+impl Codec {
+    fn load(plan: &Plan) -> Result<Codec, Diagnostic> {
+        let (rank, sealed) = (Rank(0), &plan.sealed);
+        let seat = Seat { mesh: *sealed.mesh(), rank };
+        let mut cpu = Cpu::new(seat, Pool::single(), Vec::new(), Duration::from_secs(1));
+        let mut loaded = BTreeMap::new();
+        for name in crate::engine::LEADER_PHASES {
+            if let (Some(p), Some(s)) = (sealed.program(name, rank), sealed.slots(name, rank)) {
+                loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut NoWeights)?);
+            }
+        }
+        Ok(Codec { cpu, loaded })
+    }
+
+    fn run(&mut self, phase: &str, input: &str, data: &[f32], output: &str) -> Result<Vec<f32>, Diagnostic> {
+        let failed = |why: String| Diagnostic::error(&T0016, format!("{phase} of a chunk: {why}"));
+        let program = *self.loaded.get(phase).ok_or_else(|| failed("the plan holds no such program".into()))?;
+        let call = CallData { inputs: BTreeMap::from([(input, data)]), ..CallData::default() };
+        self.cpu.run(program, &call, &mut Unwatched).map_err(|f| match f {
+            Fault::Failed(t) | Fault::Stalled(t) | Fault::Aborted(t) => failed(t),
+        })?;
+        self.cpu.output(output).map(<[f32]>::to_vec).ok_or_else(|| failed(format!("no {output} came out")))
+    }
+}
+
+/// The folder's growing files. After each chunk every file is whole.
+struct Out {
+    dir: PathBuf,
+    file: File,
+    path: PathBuf,
+    at: u64,
+    clip: Option<ApngStream>,
+    size: (u32, u32),
+    png: bool,
+    written: u32,
+}
+
+impl Out {
+    fn create(video: &VideoModel, dir: &Path, png: bool) -> Result<Out, Diagnostic> {
+        let size = (video.stream.width as u32, video.stream.height as u32);
+        let (name, clip, header) = match video.stream.decoder {
+            Decoder::SpaceTimeDepth => {
+                let (fps, per) = rate(video.stream.fps);
+                let (stream, header) = ApngStream::new(size.0, size.1, fps, per)?;
+                (CLIP, Some(stream), header)
+            }
+            Decoder::None => ("latents.f32", None, Vec::new()),
+        };
+        let path = dir.join(name);
+        let file = File::create(&path).map_err(|e| unwritable(&path, &e))?;
+        file.write_all_at(&header, 0).map_err(|e| unwritable(&path, &e))?;
+        if png {
+            let frames = dir.join("frames");
+            std::fs::create_dir(&frames).map_err(|e| unwritable(&frames, &e))?;
+        }
+        Ok(Out { dir: dir.to_path_buf(), file, path, at: header.len() as u64, clip, size, png, written: 0 })
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<(), Diagnostic> {
+        self.file.write_all_at(bytes, self.at).map_err(|e| unwritable(&self.path, &e))?;
+        self.at += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Pixels [frames, height, width, 3] in [−1, 1].
+    fn frames(&mut self, pixels: &[f32]) -> Result<u32, Diagnostic> {
+        let frame = (self.size.0 * self.size.1 * 3) as usize;
+        let mut count = 0;
+        for values in pixels.chunks_exact(frame) {
+            let rgb: Vec<u8> = values.iter().map(|v| ((v.clamp(-1.0, 1.0) + 1.0) * 127.5).round() as u8).collect();
+            if self.png {
+                let path = self.dir.join("frames").join(format!("{:06}.png", self.written));
+                write_file(&path, &png_frame(&rgb, self.size.0, self.size.1)?)?;
+            }
+            if let Some(clip) = &mut self.clip {
+                let bytes = clip.frame(&rgb)?;
+                self.put(&bytes)?;
+            }
+            self.written += 1;
+            count += 1;
+        }
+        self.close_chunk()?;
+        Ok(count)
+    }
+
+    /// Makes the file a whole animation; the next frame goes over the trailer.
+    fn close_chunk(&mut self) -> Result<(), Diagnostic> {
+        let Some(clip) = &self.clip else { return Ok(()) };
+        let ending = clip.ending();
+        let refuse = |e: std::io::Error| unwritable(&self.path, &e);
+        self.file.write_all_at(&ending.trailer, self.at).map_err(refuse)?;
+        for patch in &ending.patch {
+            self.file.write_all_at(&patch.bytes, patch.offset).map_err(refuse)?;
+        }
+        Ok(())
+    }
+
+    fn latents(&mut self, bytes: &[u8]) -> Result<(), Diagnostic> {
+        self.put(bytes)
+    }
+
+    fn sync(&mut self) -> Result<(), Diagnostic> {
+        self.file.sync_data().map_err(|e| unwritable(&self.path, &e))
+    }
+}
+
+/// Frames per second as a fraction that a frame header can hold.
+fn rate(fps: f64) -> (u32, u32) {
+    if fps.fract() == 0.0 && fps <= 1000.0 { (fps as u32, 1) } else { ((fps * 100.0).round().min(65_000.0) as u32, 100) }
+}
