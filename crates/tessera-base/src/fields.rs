@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::Value;
 use crate::{Code, Diagnostic, Diagnostics, nearest};
+use serde_json::Value;
 
 /// Text is not JSON or TOML.
 pub static T0001: Code = Code {
@@ -53,7 +53,9 @@ impl<'a> Fields<'a> {
             Value::Object(m) => m.into_iter().collect(),
             other => {
                 let what = if path.is_empty() { "the file" } else { path };
-                diagnostics.push(Diagnostic::error(&T0004, format!("{what} must be a table")).at(file, show(&other)));
+                diagnostics.push(
+                    Diagnostic::error(&T0004, format!("{what} must be a table")).at(file, show(&other)),
+                );
                 BTreeMap::new()
             }
         };
@@ -81,13 +83,15 @@ impl<'a> Fields<'a> {
     fn wrong(&mut self, key: &str, found: &Value, want: &str) {
         let key = self.full(key);
         self.diagnostics.push(
-            Diagnostic::error(&T0004, format!("`{key}` must be {want}")).at(self.file, format!("found {}", show(found))),
+            Diagnostic::error(&T0004, format!("`{key}` must be {want}"))
+                .at(self.file, format!("found {}", show(found))),
         );
     }
 
     fn missing(&mut self, key: &str) {
         let key = self.full(key);
-        self.diagnostics.push(Diagnostic::error(&T0003, format!("`{key}` is missing")).at(self.file, "not found"));
+        self.diagnostics
+            .push(Diagnostic::error(&T0003, format!("`{key}` is missing")).at(self.file, "not found"));
     }
 
     /// A whole number ≥ 1.
@@ -142,18 +146,25 @@ impl<'a> Fields<'a> {
     pub fn numbers(&mut self, key: &'static str, default: &[f64]) -> Vec<f64> {
         match self.take(key) {
             None => default.to_vec(),
-            Some(v) => match v.as_array().and_then(|a| a.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>()) {
-                Some(list) => list,
-                None => {
-                    self.wrong(key, &v, "a list of numbers");
-                    default.to_vec()
+            Some(v) => {
+                match v.as_array().and_then(|a| a.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>()) {
+                    Some(list) => list,
+                    None => {
+                        self.wrong(key, &v, "a list of numbers");
+                        default.to_vec()
+                    }
                 }
-            },
+            }
         }
     }
 
     /// One of a few words.
-    pub fn word(&mut self, key: &'static str, choices: &[&'static str], default: &'static str) -> &'static str {
+    pub fn word(
+        &mut self,
+        key: &'static str,
+        choices: &[&'static str],
+        default: &'static str,
+    ) -> &'static str {
         match self.take(key) {
             None => default,
             Some(v) => match v.as_str().and_then(|s| choices.iter().find(|c| **c == s)) {
@@ -177,7 +188,8 @@ impl<'a> Fields<'a> {
     pub fn finish(mut self) -> Diagnostics {
         for key in self.map.keys() {
             let full = self.full(key);
-            let mut d = Diagnostic::error(&T0002, format!("unknown key `{full}`")).at(self.file, "not a key of this file");
+            let mut d = Diagnostic::error(&T0002, format!("unknown key `{full}`"))
+                .at(self.file, "not a key of this file");
             d = match nearest(key, self.known.iter().copied()) {
                 Some(n) => d.hint(format!("did you mean `{}`?", self.full(n))),
                 None => d.hint(format!("known keys: {}", self.known.join(", "))),
@@ -198,7 +210,8 @@ fn show(v: &Value) -> String {
 /// # Errors
 /// T0001 with the parser's position.
 pub fn json(file: &str, text: &str) -> Result<Value, Diagnostics> {
-    serde_json::from_str(text).map_err(|e| vec![Diagnostic::error(&T0001, format!("not valid JSON: {e}")).at(file, "here")])
+    serde_json::from_str(text)
+        .map_err(|e| vec![Diagnostic::error(&T0001, format!("not valid JSON: {e}")).at(file, "here")])
 }
 
 /// TOML text as a value.
@@ -206,7 +219,8 @@ pub fn json(file: &str, text: &str) -> Result<Value, Diagnostics> {
 /// # Errors
 /// T0001 with the parser's position.
 pub fn toml(file: &str, text: &str) -> Result<Value, Diagnostics> {
-    let refuse = |e: String| vec![Diagnostic::error(&T0001, format!("not valid TOML: {}", e.trim())).at(file, "here")];
+    let refuse =
+        |e: String| vec![Diagnostic::error(&T0001, format!("not valid TOML: {}", e.trim())).at(file, "here")];
     let table: toml::Table = toml::from_str(text).map_err(|e| refuse(e.to_string()))?;
     serde_json::to_value(table).map_err(|e| refuse(e.to_string()))
 }

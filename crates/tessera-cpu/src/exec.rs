@@ -14,14 +14,14 @@ use tessera_device::{Abort, Backend, CallData, Fault, Loaded, Observer, Scalar, 
 use tessera_ir::{DType, Kind, Op, Opcode, Program, Slots, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Reduction, Shard};
 
+use crate::Pool;
 use crate::arena::{Aborter, Arena, CommFault, Ticket};
 use crate::collectives::{self, SumOrder};
 use crate::kernels::{
-    Act, Frames, KeyBias, PackedWeight, PixelGeometry, RopeCache, RopeSpec, Scratch, Weight, add, attention, bias_act,
-    depth_to_space_time, gate_residual, layer_norm, matmul, norm_modulate, renoise, rms_norm, rms_scale, rope,
-    row_square_sum, silu, space_time_to_depth, time_embed, to_x0,
+    Act, Frames, KeyBias, PackedWeight, PixelGeometry, RopeCache, RopeSpec, Scratch, Weight, add, attention,
+    bias_act, depth_to_space_time, gate_residual, layer_norm, matmul, norm_modulate, renoise, rms_norm,
+    rms_scale, rope, row_square_sum, silu, space_time_to_depth, time_embed, to_x0,
 };
-use crate::Pool;
 
 /// One end of a group's arena.
 #[derive(Debug)]
@@ -122,10 +122,15 @@ impl Cpu {
             return Ok(*i);
         }
         let data = source.read(&name, ty, op.str("load"), &self.seat)?;
-        let only_products =
-            p.ops.iter().filter(|o| o.uses().any(|u| u == v)).all(|o| o.opcode == Opcode::Matmul && o.operands[1] == v);
+        let only_products = p
+            .ops
+            .iter()
+            .filter(|o| o.uses().any(|u| u == v))
+            .all(|o| o.opcode == Opcode::Matmul && o.operands[1] == v);
         let held = match ty.shape[..] {
-            [n, k] if only_products => Held::Packed(PackedWeight::new(&self.pool, &data, n as usize, k as usize)),
+            [n, k] if only_products => {
+                Held::Packed(PackedWeight::new(&self.pool, &data, n as usize, k as usize))
+            }
             _ => Held::Plain(data),
         };
         self.memory.weights.push(held);
@@ -199,7 +204,12 @@ impl Backend for Cpu {
         Ok(Loaded(self.programs.len() - 1))
     }
 
-    fn run(&mut self, program: Loaded, call: &CallData<'_>, observer: &mut dyn Observer) -> Result<(), Fault> {
+    fn run(
+        &mut self,
+        program: Loaded,
+        call: &CallData<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), Fault> {
         let prepared = Arc::clone(&self.programs[program.0]);
         let pool = self.pool.clone();
         // Inside the pool, so that a kernel's blocks cost no wake-up of this thread.
@@ -269,7 +279,9 @@ fn unsupported(p: &Program, op: &Op) -> Option<String> {
     };
     match op.opcode {
         Opcode::Renoise if first_sharded_by_columns() => Some("noise for a value cut by columns".into()),
-        Opcode::Matmul if !matches!(op.int("segments").unwrap_or(1), 1 | 2 | 4 | 8) => Some("segments above 8".into()),
+        Opcode::Matmul if !matches!(op.int("segments").unwrap_or(1), 1 | 2 | 4 | 8) => {
+            Some("segments above 8".into())
+        }
         Opcode::SpaceTimeToDepth | Opcode::DepthToSpaceTime if op.ints("patch") != Some(&[2, 2]) => {
             Some("a patch other than 2 × 2".into())
         }
@@ -287,9 +299,11 @@ impl Memory {
                 Held::Plain(v) => v,
                 Held::Packed(_) => return Err(Fault::Failed("a packed weight outside a product".into())),
             },
-            Place::Input(name) => {
-                call.inputs.get(name.as_str()).copied().ok_or_else(|| Fault::Failed(format!("the call brings no `{name}`")))?
-            }
+            Place::Input(name) => call
+                .inputs
+                .get(name.as_str())
+                .copied()
+                .ok_or_else(|| Fault::Failed(format!("the call brings no `{name}`")))?,
             Place::Scalar(name) => match call.scalars.get(name.as_str()) {
                 Some(Scalar::F32s(v)) => v,
                 Some(Scalar::F32(v)) => std::slice::from_ref(v),
@@ -373,14 +387,23 @@ impl Cpu {
 
     /// Index of the first global row and the number of tokens per frame.
     fn frames(&self, ty: &Type, op: &Op) -> Frames {
-        Frames { first_row: self.first_row(ty), rows_per_frame: op.int("frame_rows").unwrap_or(1).max(1) as usize }
+        Frames {
+            first_row: self.first_row(ty),
+            rows_per_frame: op.int("frame_rows").unwrap_or(1).max(1) as usize,
+        }
     }
 
     fn first_row(&self, ty: &Type) -> usize {
         ty.layout.ranges(&ty.shape, &self.seat.mesh, self.seat.coord())[0].0 as usize
     }
 
-    fn compute(&mut self, p: &Program, prepared: &Prepared, op: &Op, call: &CallData<'_>) -> Result<(), Fault> {
+    fn compute(
+        &mut self,
+        p: &Program,
+        prepared: &Prepared,
+        op: &Op,
+        call: &CallData<'_>,
+    ) -> Result<(), Fault> {
         let out_ty = p.ty(op.results[0]);
         let Place::Slot(slot, len) = prepared.places[op.results[0].0 as usize] else {
             return Err(Fault::Failed(format!("{} has no slot", op.opcode.name())));
@@ -389,7 +412,8 @@ impl Cpu {
         let mut memory = std::mem::take(&mut self.memory.slots[slot]);
         let mut scratch = std::mem::take(&mut self.scratch);
         let mut tables = std::mem::take(&mut self.tables);
-        let result = self.kernel(p, prepared, op, call, out_ty, &mut memory[..len], &mut scratch, &mut tables);
+        let result =
+            self.kernel(p, prepared, op, call, out_ty, &mut memory[..len], &mut scratch, &mut tables);
         self.memory.slots[slot] = memory;
         self.scratch = scratch;
         self.tables = tables;
@@ -475,18 +499,33 @@ impl Cpu {
                     }
                     _ => None,
                 };
-                attention(pool, scratch, out, x(0)?, x(1)?, x(2)?, (width(0), int("head_dim")), bias.as_ref());
+                attention(
+                    pool,
+                    scratch,
+                    out,
+                    x(0)?,
+                    x(1)?,
+                    x(2)?,
+                    (width(0), int("head_dim")),
+                    bias.as_ref(),
+                );
             }
             Opcode::TimeEmbed => time_embed(out, x(0)?),
             Opcode::Renoise => {
                 let key = |name| op.key(name).map_or(Ok(0), |v| whole(prepared, call, v));
-                let draw = DrawKey { seed: key("seed")? as u64, chunk: key("chunk")? as u32, draw: key("draw")? as u32 };
-                let sigma = op.key("sigma").map_or(Ok(0.0), |v| self.memory.view(place(v), call).map(|s| s[0]))?;
+                let draw = DrawKey {
+                    seed: key("seed")? as u64,
+                    chunk: key("chunk")? as u32,
+                    draw: key("draw")? as u32,
+                };
+                let sigma =
+                    op.key("sigma").map_or(Ok(0.0), |v| self.memory.view(place(v), call).map(|s| s[0]))?;
                 let first = (self.first_row(ty(0)) * width(0)) as u64;
                 renoise(pool, out, x(0)?, sigma, draw, first);
             }
             Opcode::ToX0 => {
-                let sigma = op.key("sigma").map_or(Ok(0.0), |v| self.memory.view(place(v), call).map(|s| s[0]))?;
+                let sigma =
+                    op.key("sigma").map_or(Ok(0.0), |v| self.memory.view(place(v), call).map(|s| s[0]))?;
                 to_x0(pool, out, x(0)?, x(1)?, f64::from(sigma));
             }
             Opcode::SpaceTimeToDepth => space_time_to_depth(out, x(0)?, geometry(op, &ty(0).shape)),
@@ -535,7 +574,8 @@ impl Cpu {
             Some(v) if brings => self.memory.view(&prepared.places[v.0 as usize], call),
             _ => Ok(empty),
         };
-        let ticket = group.arena.publish(fingerprint, data?, deadline).map_err(|e| fault(p, op, group, &e))?;
+        let ticket =
+            group.arena.publish(fingerprint, data?, deadline).map_err(|e| fault(p, op, group, &e))?;
         Ok((at, ticket))
     }
 

@@ -74,7 +74,13 @@ pub trait WeightSource {
     ///
     /// # Errors
     /// Whatever is wrong with the tensor.
-    fn read(&mut self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Result<Vec<f32>, Diagnostic>;
+    fn read(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        load: Option<&str>,
+        seat: &Seat,
+    ) -> Result<Vec<f32>, Diagnostic>;
 }
 
 /// A loaded program.
@@ -120,7 +126,8 @@ pub trait Backend {
     ///
     /// # Errors
     /// A fault; the backend is of no further use after it.
-    fn run(&mut self, program: Loaded, call: &CallData<'_>, observer: &mut dyn Observer) -> Result<(), Fault>;
+    fn run(&mut self, program: Loaded, call: &CallData<'_>, observer: &mut dyn Observer)
+    -> Result<(), Fault>;
 
     /// A value that the last run put out.
     fn output(&self, name: &str) -> Option<&[f32]>;

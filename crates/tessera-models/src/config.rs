@@ -75,8 +75,18 @@ impl WanConfig {
             "{{\"_class_name\":\"WanModel\",\"model_type\":\"t2v\",\"dim\":{},\"eps\":{:e},\"ffn_dim\":{},\
 \"freq_dim\":{},\"in_dim\":{},\"num_heads\":{},\"num_layers\":{},\"out_dim\":{},\"patch_size\":[1,{},{}],\
 \"text_dim\":{},\"text_len\":{}}}\n",
-            self.dim, self.eps, self.ffn_dim, self.freq_dim, self.channels, self.heads, self.layers, self.channels,
-            self.patch[0], self.patch[1], self.text_dim, self.text_len,
+            self.dim,
+            self.eps,
+            self.ffn_dim,
+            self.freq_dim,
+            self.channels,
+            self.heads,
+            self.layers,
+            self.channels,
+            self.patch[0],
+            self.patch[1],
+            self.text_dim,
+            self.text_len,
         )
     }
 

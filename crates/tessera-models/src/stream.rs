@@ -137,8 +137,16 @@ impl StreamConfig {
             "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
 [cache]\nmode = \"{regime}\"\nwindow_frames = {}\nbias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
 prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind = \"{decoder}\"\n",
-            self.width, self.height, self.fps, self.stride, self.chunk_frames, self.window_frames, self.bias,
-            self.steps, self.shift, self.warp,
+            self.width,
+            self.height,
+            self.fps,
+            self.stride,
+            self.chunk_frames,
+            self.window_frames,
+            self.bias,
+            self.steps,
+            self.shift,
+            self.warp,
         )
     }
 
@@ -215,7 +223,8 @@ mod tests {
     #[test]
     fn text_round_trips() {
         let wan = WanConfig::parse("c", r#"{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1}"#).unwrap();
-        let s = StreamConfig::parse("s", "[video]\nwidth = 16\nheight = 32\n[cache]\nbias = 0.3\n", &wan).unwrap();
+        let s = StreamConfig::parse("s", "[video]\nwidth = 16\nheight = 32\n[cache]\nbias = 0.3\n", &wan)
+            .unwrap();
         assert_eq!(StreamConfig::parse("t", &s.text(), &wan).unwrap(), s);
     }
 

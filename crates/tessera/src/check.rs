@@ -146,10 +146,8 @@ fn plays(role: &str, mesh: &Mesh, rank: Rank, phase: &[&Program]) -> bool {
 mod tests {
     use super::*;
 
-    const STAGE0: &str =
-        "program @p role(a@pp0) mesh(pp=2) {\n  %x = input : f32[3]\n  ttile.collective.send %x {axis = \"pp\", to = 1}\n}\n";
-    const STAGE1: &str =
-        "program @p role(a@pp1) mesh(pp=2) {\n  %x = ttile.collective.recv {axis = \"pp\", from = 0} : f32[3]\n  output \"x\", %x\n}\n";
+    const STAGE0: &str = "program @p role(a@pp0) mesh(pp=2) {\n  %x = input : f32[3]\n  ttile.collective.send %x {axis = \"pp\", to = 1}\n}\n";
+    const STAGE1: &str = "program @p role(a@pp1) mesh(pp=2) {\n  %x = ttile.collective.recv {axis = \"pp\", from = 0} : f32[3]\n  output \"x\", %x\n}\n";
 
     fn check(text: &str) -> Checked {
         check_text(text.to_string(), "x.tir")
@@ -170,7 +168,8 @@ mod tests {
         let swapped = STAGE1.replace("f32[3]", "f32[5]");
         let found = check(&format!("{STAGE0}{swapped}"));
         assert!(!found.verified());
-        let places: Vec<_> = found.diagnostics.iter().flat_map(|d| &d.places).filter(|p| p.span.is_some()).collect();
+        let places: Vec<_> =
+            found.diagnostics.iter().flat_map(|d| &d.places).filter(|p| p.span.is_some()).collect();
         assert!(!places.is_empty() && places.iter().all(|p| p.at == "x.tir"), "{places:#?}");
     }
 }

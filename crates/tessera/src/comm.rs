@@ -69,7 +69,11 @@ pub fn groups(plan: &SealedPlan) -> Vec<GroupSpec> {
             axis,
             pair,
             // One more than are ever in flight: a fast member may begin the next while a slow one still reads.
-            layout: ArenaLayout { members: members.len(), slots: flight + 1, slot_bytes: bytes.max(4) as usize },
+            layout: ArenaLayout {
+                members: members.len(),
+                slots: flight + 1,
+                slot_bytes: bytes.max(4) as usize,
+            },
             members,
         })
         .collect()
@@ -77,8 +81,11 @@ pub fn groups(plan: &SealedPlan) -> Vec<GroupSpec> {
 
 /// Collectives issued and not waited for when op `at` was issued, itself included.
 fn in_flight(p: &Program, at: usize) -> usize {
-    let waited: BTreeSet<_> =
-        p.ops[..at].iter().filter(|o| o.opcode == Opcode::Wait).flat_map(|o| o.operands.iter().copied()).collect();
+    let waited: BTreeSet<_> = p.ops[..at]
+        .iter()
+        .filter(|o| o.opcode == Opcode::Wait)
+        .flat_map(|o| o.operands.iter().copied())
+        .collect();
     p.ops[..=at].iter().filter(|o| o.issue && !o.results.iter().any(|r| waited.contains(r))).count().max(1)
 }
 
@@ -89,7 +96,10 @@ fn in_flight(p: &Program, at: usize) -> usize {
 pub fn create(specs: &[GroupSpec]) -> Result<Vec<OwnedFd>, Diagnostic> {
     specs
         .iter()
-        .map(|s| Arena::create(s.layout).map_err(|e| Diagnostic::error(&T0017, format!("group {:?}: {e}", s.members))))
+        .map(|s| {
+            Arena::create(s.layout)
+                .map_err(|e| Diagnostic::error(&T0017, format!("group {:?}: {e}", s.members)))
+        })
         .collect()
 }
 
@@ -106,14 +116,18 @@ pub fn attach(plan: &SealedPlan, rank: Rank, fds: Vec<OwnedFd>) -> Result<Vec<Gr
     let specs = groups(plan);
     let mine: Vec<&GroupSpec> = of_rank(&specs, rank).map(|i| &specs[i]).collect();
     if mine.len() != fds.len() {
-        return Err(Diagnostic::error(&T0017, format!("rank {rank} needs {} arenas and was given {}", mine.len(), fds.len())));
+        return Err(Diagnostic::error(
+            &T0017,
+            format!("rank {rank} needs {} arenas and was given {}", mine.len(), fds.len()),
+        ));
     }
     mine.into_iter()
         .zip(fds)
         .map(|(spec, fd)| {
             let at = spec.members.iter().position(|m| *m == rank).unwrap_or(0);
-            let arena = Arena::attach(fd, spec.layout, at)
-                .map_err(|e| Diagnostic::error(&T0017, format!("rank {rank}, group {:?}: {e}", spec.members)))?;
+            let arena = Arena::attach(fd, spec.layout, at).map_err(|e| {
+                Diagnostic::error(&T0017, format!("rank {rank}, group {:?}: {e}", spec.members))
+            })?;
             let peer = spec.pair.then(|| plan.mesh().coord_of(spec.members[1 - at]).on(spec.axis));
             Ok(Group { axis: spec.axis, peer, arena })
         })

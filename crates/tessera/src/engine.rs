@@ -43,7 +43,11 @@ pub fn census(plan: &SealedPlan) -> Census {
     }))
 }
 
-fn collect_sources(p: &Program, scalars: &mut BTreeMap<String, ArgKind>, inputs: &mut BTreeMap<String, InputFacts>) {
+fn collect_sources(
+    p: &Program,
+    scalars: &mut BTreeMap<String, ArgKind>,
+    inputs: &mut BTreeMap<String, InputFacts>,
+) {
     for op in &p.ops {
         let (Some(name), Some(v)) = (op.name.clone(), op.results.first()) else { continue };
         let ty = p.ty(*v);
@@ -106,12 +110,22 @@ impl MeshEngine {
             };
             let program: Arc<Program> = Arc::new((**program).clone());
             let loaded = backend.load(&program, slots, weights)?;
-            let lines =
-                program.collectives().filter_map(|(i, _)| collective_line(&program, i).map(|l| (i, l))).collect();
+            let lines = program
+                .collectives()
+                .filter_map(|(i, _)| collective_line(&program, i).map(|l| (i, l)))
+                .collect();
             let names = |opcode| {
-                program.ops.iter().filter(|o| o.opcode == opcode).filter_map(|o| o.name.clone()).collect::<BTreeSet<_>>()
+                program
+                    .ops
+                    .iter()
+                    .filter(|o| o.opcode == opcode)
+                    .filter_map(|o| o.name.clone())
+                    .collect::<BTreeSet<_>>()
             };
-            let out = program.ops.iter().find(|o| o.opcode == Opcode::Output && o.name.as_deref() == Some("latents"));
+            let out = program
+                .ops
+                .iter()
+                .find(|o| o.opcode == Opcode::Output && o.name.as_deref() == Some("latents"));
             let shape = out.map(|o| program.ty(o.operands[0]).shape.clone());
             latents = latents.or(shape.clone());
             let phase = Phase {
@@ -177,7 +191,9 @@ impl Engine for MeshEngine {
         let mut tensors = Vec::new();
         for name in &phase.inputs {
             let values = inputs.get(name).and_then(Tensor::to_f32);
-            tensors.push(values.ok_or_else(|| EngineFault::failed(format!("the call brings no tensor `{name}`")))?);
+            tensors.push(
+                values.ok_or_else(|| EngineFault::failed(format!("the call brings no tensor `{name}`")))?,
+            );
         }
         for (name, values) in phase.inputs.iter().zip(&tensors) {
             data.inputs.insert(name, values);
@@ -213,7 +229,9 @@ impl Engine for MeshEngine {
     }
 
     fn output(&mut self) -> Result<Option<Tensor>, EngineFault> {
-        let (Some(shape), Some(values)) = (&self.latents, self.backend.output("latents")) else { return Ok(None) };
+        let (Some(shape), Some(values)) = (&self.latents, self.backend.output("latents")) else {
+            return Ok(None);
+        };
         Tensor::from_f32("latents", shape, values).map(Some).map_err(|d| EngineFault::failed(d.message))
     }
 

@@ -93,7 +93,9 @@ pub(crate) fn read_text(path: &Path, code: &'static Code) -> Result<String, Diag
 pub(crate) fn unwritable(path: &Path, e: &std::io::Error) -> Diagnostic {
     let d = Diagnostic::error(&T0014, format!("{} cannot be written: {e}", path.display()));
     match e.kind() {
-        std::io::ErrorKind::StorageFull => d.hint("make room on the disk, or name a folder on another one with --out"),
+        std::io::ErrorKind::StorageFull => {
+            d.hint("make room on the disk, or name a folder on another one with --out")
+        }
         std::io::ErrorKind::PermissionDenied => d.hint("name a folder that you may write to with --out"),
         _ => d,
     }

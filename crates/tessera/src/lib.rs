@@ -19,16 +19,25 @@ pub mod summary;
 pub use model::{Model, Overrides, Weights};
 pub use plan::Plan;
 pub use rank::rank_main;
-pub use tessera_runtime::driver::Interrupt;
-pub use tessera_runtime::{Failure, FailureClass};
 pub use tessera_mesh::Mesh;
 pub use tessera_plan::{Mapping, Numerics, Strategy};
+pub use tessera_runtime::driver::Interrupt;
+pub use tessera_runtime::{Failure, FailureClass};
 
 use tessera_base::{Code, Registry};
 
 /// Codes this room raises.
 pub const CODES: &[&Code] = &[
-    &model::T0010, &plan::T0011, &plan::T0012, &files::T0013, &files::T0014, &stream::T0015, &model::T0016, &comm::T0017, &stream::T0018, &check::T0025,
+    &model::T0010,
+    &plan::T0011,
+    &plan::T0012,
+    &files::T0013,
+    &files::T0014,
+    &stream::T0015,
+    &model::T0016,
+    &comm::T0017,
+    &stream::T0018,
+    &check::T0025,
     &check::T0026,
 ];
 

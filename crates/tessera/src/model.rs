@@ -107,8 +107,9 @@ impl Model {
             ]);
         }
         let vocab = self.dir.join("vocab.txt");
-        let words = std::fs::read_to_string(&vocab)
-            .map_err(|e| vec![Diagnostic::error(&T0010, format!("{} cannot be read: {e}", vocab.display()))])?;
+        let words = std::fs::read_to_string(&vocab).map_err(|e| {
+            vec![Diagnostic::error(&T0010, format!("{} cannot be read: {e}", vocab.display()))]
+        })?;
         let file = self.dir.join("text_encoder.safetensors");
         let set = WeightFiles::open_file(&file).map_err(|d| vec![d])?.resolve_as_is()?;
         let table = set.read_whole_f32("words.weight").map_err(|d| vec![d])?;
@@ -132,7 +133,13 @@ impl Weights {
 }
 
 impl WeightSource for Weights {
-    fn read(&mut self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Result<Vec<f32>, Diagnostic> {
+    fn read(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        load: Option<&str>,
+        seat: &Seat,
+    ) -> Result<Vec<f32>, Diagnostic> {
         let piece: Vec<Range<u64>> = ty
             .layout
             .ranges(&ty.shape, &seat.mesh, seat.coord())

@@ -6,7 +6,7 @@ use std::path::Path;
 use tessera_ir::{cost, print};
 use tessera_mesh::Rank;
 use tessera_report::apng::png_frame;
-use tessera_report::html::{Clip, Page, PlanView, ProgramView, MemoryRow, CollectiveRow, SheetFrame, report};
+use tessera_report::html::{Clip, CollectiveRow, MemoryRow, Page, PlanView, ProgramView, SheetFrame, report};
 use tessera_report::perfetto::trace;
 use tessera_report::record::Record;
 use tessera_report::timeline::Timeline;
@@ -113,7 +113,13 @@ fn plan_view(plan: &Plan) -> PlanView {
         .collect();
     let collectives = collectives
         .into_iter()
-        .map(|((i, op, axis), (count, bytes))| CollectiveRow { phase: sealed.phases()[i].clone(), op, axis, count, bytes })
+        .map(|((i, op, axis), (count, bytes))| CollectiveRow {
+            phase: sealed.phases()[i].clone(),
+            op,
+            axis,
+            count,
+            bytes,
+        })
         .collect();
     PlanView { mapping: plan.mapping.text(), programs, memory, collectives }
 }

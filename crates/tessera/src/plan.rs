@@ -48,12 +48,23 @@ pub struct Plan {
 ///
 /// # Errors
 /// Why the mapping does not fit, or what the judge refuses.
-pub fn make(video: &VideoModel, model: &str, model_dir: &str, mapping: &Mapping) -> Result<Plan, Diagnostics> {
+pub fn make(
+    video: &VideoModel,
+    model: &str,
+    model_dir: &str,
+    mapping: &Mapping,
+) -> Result<Plan, Diagnostics> {
     let mut mapping = mapping.clone();
     let mut bundle = lower(&logical(video), &mut mapping)?;
     bundle.mapping = sealed_text(&mapping, video);
     let sealed = seal(bundle, &Limits::default())?;
-    Ok(Plan { video: video.clone(), model: model.to_string(), model_dir: model_dir.to_string(), mapping, sealed })
+    Ok(Plan {
+        video: video.clone(),
+        model: model.to_string(),
+        model_dir: model_dir.to_string(),
+        mapping,
+        sealed,
+    })
 }
 
 fn logical(m: &VideoModel) -> Logical {
@@ -121,7 +132,8 @@ impl Plan {
         for phase in self.sealed.phases() {
             for role in self.sealed.roles() {
                 let rank = role.ranks[0];
-                if let (Some(p), Some(s)) = (self.sealed.program(phase, rank), self.sealed.slots(phase, rank)) {
+                if let (Some(p), Some(s)) = (self.sealed.program(phase, rank), self.sealed.slots(phase, rank))
+                {
                     write(&program_file(phase, &role.role), print(p).as_bytes())?;
                     slots.push(SlotsFile {
                         phase: phase.clone(),
@@ -137,7 +149,12 @@ impl Plan {
             digest: self.sealed.digest_hex(),
             model: self.model.clone(),
             model_dir: self.model_dir.clone(),
-            roles: self.sealed.roles().iter().map(|r| (r.role.clone(), r.ranks.iter().map(|r| r.0).collect())).collect(),
+            roles: self
+                .sealed
+                .roles()
+                .iter()
+                .map(|r| (r.role.clone(), r.ranks.iter().map(|r| r.0).collect()))
+                .collect(),
             devices: self.sealed.rank_map().devices().to_vec(),
             phases: self.sealed.phases().to_vec(),
             calls: self.sealed.calls().to_vec(),
@@ -205,7 +222,9 @@ fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Di
                     phase.memory.push(Slots { bytes: m.bytes.clone(), of: m.of.clone() });
                 }
                 (Err(e), _) => ds.extend(e),
-                (_, None) => ds.push(Diagnostic::error(&T0011, format!("no memory plan for @{name} of {role}"))),
+                (_, None) => {
+                    ds.push(Diagnostic::error(&T0011, format!("no memory plan for @{name} of {role}")))
+                }
             }
         }
         phases.push(phase);
@@ -216,7 +235,10 @@ fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Di
     let roles = seal_file
         .roles
         .iter()
-        .map(|(role, ranks)| RoleRanks { role: role.clone(), ranks: ranks.iter().map(|r| Rank(*r)).collect() })
+        .map(|(role, ranks)| RoleRanks {
+            role: role.clone(),
+            ranks: ranks.iter().map(|r| Rank(*r)).collect(),
+        })
         .collect();
     let bundle = Bundle {
         mesh: mapping.mesh,
@@ -244,6 +266,7 @@ fn json<T: Serialize>(value: &T) -> String {
 }
 
 fn from_json<T: for<'a> Deserialize<'a>>(file: &str, text: &str) -> Result<T, Diagnostics> {
-    serde_json::from_str(text)
-        .map_err(|e| vec![Diagnostic::error(&T0011, format!("{file} cannot be read: {e}")).at(file.to_string(), "here")])
+    serde_json::from_str(text).map_err(|e| {
+        vec![Diagnostic::error(&T0011, format!("{file} cannot be read: {e}")).at(file.to_string(), "here")]
+    })
 }

@@ -14,7 +14,8 @@ use tessera_runtime::cache::{CacheSpec, Regime};
 use tessera_runtime::census::Census;
 use tessera_runtime::decide::{Step, StreamSpec};
 use tessera_runtime::driver::{
-    EngineFactory, Joined, LeaderParts, RecordEntry, StreamRequest, WorkerParts, exit, join, run_leader, run_worker,
+    EngineFactory, Joined, LeaderParts, RecordEntry, StreamRequest, WorkerParts, exit, join, run_leader,
+    run_worker,
 };
 use tessera_runtime::engine::{Engine, Studio};
 use tessera_runtime::leader::LeaderConfig;
@@ -25,7 +26,7 @@ use crate::engine::{MeshEngine, census};
 use crate::plan::Plan;
 use crate::record::{Asked, RecordWriter};
 use crate::studio::{Reel, lock};
-use crate::{Model, Overrides, comm};
+use crate::{Model, Overrides, Weights, comm};
 
 /// Longest wait inside one collective. The lockstep's own limits are shorter; this ends a wait that nobody watches.
 const COLLECTIVE_PATIENCE: Duration = Duration::from_secs(30);
@@ -166,21 +167,13 @@ impl Common {
         let plan = Arc::clone(&self.plan);
         let (model, threads) = (orders.model.clone(), orders.threads);
         Box::new(move || {
-            let first = |mut ds: Diagnostics| ds.remove(0);
-            let model = Model::open(&model, &Overrides::default()).map_err(first)?;
-            // The plan's sizes decide; the folder is only where the weights are.
-            let model = Model { video: plan.video.clone(), ..model };
-            let mut weights = model.weights().map_err(first)?;
+            let mut weights = model_of(&model, &plan)?.weights().map_err(first)?;
             let groups = comm::attach(&plan.sealed, rank, arenas)?;
             let pool = Pool::new(threads)
                 .map_err(|e| Diagnostic::error(&comm::T0017, format!("threads of rank {rank}: {e}")))?;
             let seat = Seat { mesh: *plan.sealed.mesh(), rank };
             let backend: Box<dyn Backend> = Box::new(Cpu::new(seat, pool, groups, COLLECTIVE_PATIENCE));
-            let parity = Parity::default()
-                .with("backend", ParityClass::AtInit, "cpu")
-                .with("kernels", ParityClass::AtInit, env!("CARGO_PKG_VERSION"))
-                .with("weights", ParityClass::AtInit, Digest(weights.header_digest()).to_string())
-                .with("threads", ParityClass::BestEffort, threads.to_string());
+            let parity = parity(&weights, threads);
             let engine = MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?;
             Ok((Box::new(engine) as Box<dyn Engine>, parity))
         })
@@ -236,7 +229,11 @@ fn lead(mut joined: Joined, orders: &Orders) -> Result<Option<Failure>, Diagnost
     outcome
 }
 
-fn lead_with(joined: &mut Joined, orders: &Orders, record: &Arc<Mutex<RecordWriter>>) -> Result<LeaderParts, Diagnostics> {
+fn lead_with(
+    joined: &mut Joined,
+    orders: &Orders,
+    record: &Arc<Mutex<RecordWriter>>,
+) -> Result<LeaderParts, Diagnostics> {
     let common = Common::new(orders)?;
     let mesh = *common.plan.sealed.mesh();
     let silent = mesh.iter().filter(|r| mesh.coord_of(*r).on(Axis::Pp) > 0).map(|r| r.0).collect();
@@ -246,7 +243,12 @@ fn lead_with(joined: &mut Joined, orders: &Orders, record: &Arc<Mutex<RecordWrit
         session: joined.welcome.session,
         build: common.build.clone(),
         silent,
-        parity: Parity::default(),
+        parity: parity(
+            &model_of(&orders.model, &common.plan)
+                .and_then(|m| m.weights().map_err(first))
+                .map_err(|d| vec![d])?,
+            orders.threads,
+        ),
         census: Arc::clone(&common.census),
         stream: common.stream.clone(),
         limits: common.limits.clone(),
@@ -256,7 +258,7 @@ fn lead_with(joined: &mut Joined, orders: &Orders, record: &Arc<Mutex<RecordWrit
     let studio = {
         let (plan, orders, record) = (Arc::clone(&common.plan), orders.clone(), Arc::clone(record));
         Box::new(move || {
-            let words = words(&orders.model, &plan)?;
+            let words = model_of(&orders.model, &plan)?.words().map_err(first)?;
             let scenes = std::iter::once(0).chain(orders.cuts.iter().copied()).collect();
             let reel = Reel::new(&plan, words, &orders.out, orders.png, scenes, record)?;
             Ok(Box::new(reel) as Box<dyn Studio>)
@@ -281,13 +283,31 @@ fn lead_with(joined: &mut Joined, orders: &Orders, record: &Arc<Mutex<RecordWrit
             };
         })
     };
-    Ok(LeaderParts { config, engine: Some((common.worker(Rank(0)), engine)), studio, requests, record: entries })
+    Ok(LeaderParts {
+        config,
+        engine: Some((common.worker(Rank(0)), engine)),
+        studio,
+        requests,
+        record: entries,
+    })
 }
 
-fn words(model: &Path, plan: &Plan) -> Result<tessera_models::Words, Diagnostic> {
-    let first = |mut ds: Diagnostics| ds.remove(0);
-    let model = Model::open(model, &Overrides::default()).map_err(first)?;
-    Model { video: plan.video.clone(), ..model }.words().map_err(first)
+/// What every rank must have alike besides its plan and build, on effective values.
+fn parity(weights: &Weights, threads: usize) -> Parity {
+    Parity::default()
+        .with("backend", ParityClass::AtInit, "cpu")
+        .with("weights", ParityClass::AtInit, Digest(weights.header_digest()).to_string())
+        .with("threads", ParityClass::BestEffort, threads.to_string())
+}
+
+/// The model's folder read under the plan's own settings: the folder only says where the weights are.
+fn model_of(dir: &Path, plan: &Plan) -> Result<Model, Diagnostic> {
+    let model = Model::open(dir, &Overrides::default()).map_err(first)?;
+    Ok(Model { video: plan.video.clone(), ..model })
+}
+
+fn first(mut ds: Diagnostics) -> Diagnostic {
+    ds.remove(0)
 }
 
 #[cfg(test)]
@@ -298,6 +318,9 @@ mod tests {
     fn changes_hold_from_their_chunk_on() {
         let changes = [(0, "a"), (4, "b"), (2, "c")];
         let at = |c| in_force(&changes, c).copied();
-        assert_eq!([at(0), at(1), at(2), at(3), at(4), at(99)].map(Option::unwrap), ["a", "a", "c", "c", "b", "b"]);
+        assert_eq!(
+            [at(0), at(1), at(2), at(3), at(4), at(99)].map(Option::unwrap),
+            ["a", "a", "c", "c", "b", "b"]
+        );
     }
 }

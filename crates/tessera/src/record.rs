@@ -134,7 +134,13 @@ impl RecordWriter {
     }
 
     /// A chunk is on disk: `frames` frames, decoded and written between two instants of [`Self::now_ns`].
-    pub(crate) fn delivered(&mut self, chunk: u32, frames: u32, latents: &[u8], begun: u64) -> Result<(), Diagnostic> {
+    pub(crate) fn delivered(
+        &mut self,
+        chunk: u32,
+        frames: u32,
+        latents: &[u8],
+        begun: u64,
+    ) -> Result<(), Diagnostic> {
         let end = self.now_ns();
         self.golden.update(latents);
         self.chunks += 1;

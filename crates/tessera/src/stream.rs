@@ -127,13 +127,16 @@ pub fn run(
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     check(plan, model, options, ranks, cores)?;
     let specs = comm::groups(&plan.sealed);
-    let arenas: Vec<Arc<OwnedFd>> = comm::create(&specs).map_err(|d| vec![d])?.into_iter().map(Arc::new).collect();
+    let arenas: Vec<Arc<OwnedFd>> =
+        comm::create(&specs).map_err(|d| vec![d])?.into_iter().map(Arc::new).collect();
     let orders = write_folder(plan, model, options, (cores / ranks as usize).max(1)).map_err(|d| vec![d])?;
     let spec = LaunchSpec {
         argv,
         ranks,
         session: session(plan),
-        extras: (0..ranks).map(|r| comm::of_rank(&specs, Rank(r)).map(|i| Arc::clone(&arenas[i])).collect()).collect(),
+        extras: (0..ranks)
+            .map(|r| comm::of_rank(&specs, Rank(r)).map(|i| Arc::clone(&arenas[i])).collect())
+            .collect(),
         payload: serde_json::to_vec(&orders).unwrap_or_default(),
         limits: Limits::default(),
     };
@@ -177,7 +180,13 @@ impl Tally {
 }
 
 /// Everything that can be known to be wrong before anything is written.
-fn check(plan: &Plan, model: &Model, options: &StreamOptions, ranks: u32, cores: usize) -> Result<(), Diagnostics> {
+fn check(
+    plan: &Plan,
+    model: &Model,
+    options: &StreamOptions,
+    ranks: u32,
+    cores: usize,
+) -> Result<(), Diagnostics> {
     let mut ds = Vec::new();
     if ranks as usize > cores && !options.oversubscribe {
         ds.push(
@@ -189,14 +198,20 @@ fn check(plan: &Plan, model: &Model, options: &StreamOptions, ranks: u32, cores:
     let changes = options.prompts_at.iter().map(|(c, _)| *c).chain(options.seeds_at.iter().map(|(c, _)| *c));
     for c in changes.chain(options.cuts_at.iter().copied()) {
         if c >= options.chunks {
-            ds.push(Diagnostic::error(&T0018, format!("a change at chunk {c} of a stream of {}", options.chunks)));
+            ds.push(Diagnostic::error(
+                &T0018,
+                format!("a change at chunk {c} of a stream of {}", options.chunks),
+            ));
         }
     }
     if options.chunks == 0 {
         ds.push(Diagnostic::error(&T0018, "a stream of no chunks"));
     }
     if plan.video.stream.recompute && plan.sealed.program("encode", Rank(0)).is_none() {
-        ds.push(Diagnostic::error(&T0016, "the recompute regime needs a decoder for its anchor").hint("use --cache resident"));
+        ds.push(
+            Diagnostic::error(&T0016, "the recompute regime needs a decoder for its anchor")
+                .hint("use --cache resident"),
+        );
     }
     ds.extend(refuse_existing(&options.out).err());
     let model = Model { video: plan.video.clone(), ..model.clone() };
@@ -212,7 +227,12 @@ fn check(plan: &Plan, model: &Model, options: &StreamOptions, ranks: u32, cores:
 }
 
 /// The run's folder with its plan and the first line of its record; it appears whole.
-fn write_folder(plan: &Plan, model: &Model, options: &StreamOptions, threads: usize) -> Result<Orders, Diagnostic> {
+fn write_folder(
+    plan: &Plan,
+    model: &Model,
+    options: &StreamOptions,
+    threads: usize,
+) -> Result<Orders, Diagnostic> {
     let mut prompts = vec![(0, options.prompt.clone())];
     prompts.extend(options.prompts_at.iter().cloned());
     let mut seeds = vec![(0, options.seed)];

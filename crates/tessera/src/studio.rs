@@ -157,7 +157,8 @@ impl Codec {
 
     fn run(&mut self, phase: &str, input: &str, data: &[f32], output: &str) -> Result<Vec<f32>, Diagnostic> {
         let failed = |why: String| Diagnostic::error(&T0016, format!("{phase} of a chunk: {why}"));
-        let program = *self.loaded.get(phase).ok_or_else(|| failed("the plan holds no such program".into()))?;
+        let program =
+            *self.loaded.get(phase).ok_or_else(|| failed("the plan holds no such program".into()))?;
         let call = CallData { inputs: BTreeMap::from([(input, data)]), ..CallData::default() };
         self.cpu.run(program, &call, &mut Unwatched).map_err(|f| match f {
             Fault::Failed(t) | Fault::Stalled(t) | Fault::Aborted(t) => failed(t),
@@ -210,7 +211,8 @@ impl Out {
         let frame = (self.size.0 * self.size.1 * 3) as usize;
         let mut count = 0;
         for values in pixels.chunks_exact(frame) {
-            let rgb: Vec<u8> = values.iter().map(|v| ((v.clamp(-1.0, 1.0) + 1.0) * 127.5).round() as u8).collect();
+            let rgb: Vec<u8> =
+                values.iter().map(|v| ((v.clamp(-1.0, 1.0) + 1.0) * 127.5).round() as u8).collect();
             if self.png {
                 let path = self.dir.join("frames").join(format!("{:06}.png", self.written));
                 write_file(&path, &png_frame(&rgb, self.size.0, self.size.1)?)?;
@@ -249,5 +251,9 @@ impl Out {
 
 /// Frames per second as a fraction that a frame header can hold.
 fn rate(fps: f64) -> (u32, u32) {
-    if fps.fract() == 0.0 && fps <= 1000.0 { (fps as u32, 1) } else { ((fps * 100.0).round().min(65_000.0) as u32, 100) }
+    if fps.fract() == 0.0 && fps <= 1000.0 {
+        (fps as u32, 1)
+    } else {
+        ((fps * 100.0).round().min(65_000.0) as u32, 100)
+    }
 }

@@ -189,7 +189,8 @@ fn position(list: &mut Vec<CollectiveSummary>, op: String, axis: String) -> usiz
 }
 
 fn call(name: &str, list: &[String], phases: &[PhaseSummary]) -> CallSummary {
-    let mut out = CallSummary { name: name.to_string(), phases: list.to_vec(), collectives: 0, bytes: 0, flops: 0 };
+    let mut out =
+        CallSummary { name: name.to_string(), phases: list.to_vec(), collectives: 0, bytes: 0, flops: 0 };
     for phase in list.iter().filter_map(|n| phases.iter().find(|p| p.name == *n)) {
         out.flops += phase.flops;
         out.collectives += phase.collectives.iter().map(|c| c.count).sum::<u64>();

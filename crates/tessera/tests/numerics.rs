@@ -3,6 +3,8 @@
 //! The fixtures' expected flows come from PyTorch (fixtures/README.md). Ranks are threads here; the programs,
 //! arenas and kernels are those of a run.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -56,7 +58,11 @@ fn tokens(set: &WeightSet, name: &str) -> Vec<f32> {
 
 #[derive(Clone)]
 enum Step {
-    Phase { name: String, scalars: Vec<(&'static str, Scalar)>, inputs: Vec<(&'static str, Vec<f32>)> },
+    Phase {
+        name: String,
+        scalars: Vec<(&'static str, Scalar)>,
+        inputs: Vec<(&'static str, Vec<f32>)>,
+    },
     /// Sets the chunk's noisy or clean latents: buffer `x` or `latent`.
     Set(&'static str, Vec<f32>),
     /// Runs `emit` and keeps what it puts out.
@@ -153,7 +159,15 @@ fn frames(set: &WeightSet, name: &str) -> Scalar {
 }
 
 /// One denoising pass over x; what it emits is x − flow, because sigma is 1.
-fn denoise(m: &Model, set: &WeightSet, case: &str, fill: u64, start: i64, row: i64, bias: Option<f32>) -> Vec<Step> {
+fn denoise(
+    m: &Model,
+    set: &WeightSet,
+    case: &str,
+    fill: u64,
+    start: i64,
+    row: i64,
+    bias: Option<f32>,
+) -> Vec<Step> {
     let rows = m.video.frame_tokens() as i64;
     let mut scalars = vec![
         ("t", frames(set, &format!("{case}.t"))),
@@ -194,10 +208,17 @@ fn cases(m: &Model, set: &WeightSet, recompute: bool) -> (Vec<Step>, Vec<String>
                 if !has(&format!("{chunk}.context")) {
                     break;
                 }
-                let scalars =
-                    vec![("t", Scalar::F32s(vec![0.0; 3])), ("start", Scalar::I64(0)), ("row", Scalar::I64(0))];
+                let scalars = vec![
+                    ("t", Scalar::F32s(vec![0.0; 3])),
+                    ("start", Scalar::I64(0)),
+                    ("row", Scalar::I64(0)),
+                ];
                 let context = tokens(set, &format!("{chunk}.context"));
-                script.push(Step::Phase { name: "recompute".into(), scalars, inputs: vec![("context", context)] });
+                script.push(Step::Phase {
+                    name: "recompute".into(),
+                    scalars,
+                    inputs: vec![("context", context)],
+                });
                 for s in (0..).take_while(|s| has(&format!("{chunk}.s{s}.x"))) {
                     let case = format!("{chunk}.s{s}");
                     script.extend(denoise(m, set, &case, 3, 3, 3, Some(bias)));
@@ -295,7 +316,9 @@ fn ulysses_and_stages_are_bit_identical_to_one_rank() {
 
 #[test]
 fn megatron_agrees_within_rounding() {
-    for (dir, meshes) in [("wan-odd", &["tp=2", "tp=4", "tp=2,pp=2"][..]), ("wan-even", &["tp=2", "tp=4"][..])] {
+    for (dir, meshes) in
+        [("wan-odd", &["tp=2", "tp=4", "tp=2,pp=2"][..]), ("wan-even", &["tp=2", "tp=4"][..])]
+    {
         let (m, set) = (model(dir, false), expected(dir));
         let one = flows(&m, &set, false, &make(&m, "tp=1", Strategy::Megatron, Numerics::Standard));
         for mesh in meshes {

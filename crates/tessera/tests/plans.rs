@@ -1,5 +1,7 @@
 //! Sealed plans of the fixture models: what the judge accepts, what the folder keeps, what the digest depends on.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
 use std::path::{Path, PathBuf};
 
 use tessera::{Model, Overrides, Plan, plan};

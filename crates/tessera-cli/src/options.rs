@@ -1,0 +1,162 @@
+//! Options that say what to plan: a model's folder, a mapping, and what changes it.
+
+use std::path::{Path, PathBuf};
+
+use clap::ValueEnum;
+use tessera::{Mapping, Model, Numerics, Overrides, Plan, Strategy, plan};
+use tessera_base::{Code, Diagnostic};
+
+use crate::say::Refusal;
+use crate::values;
+
+/// Nothing to plan.
+pub static T0031: Code = Code {
+    id: "T0031",
+    title: "no model named",
+    page: "The verb needs the folder of a model: config.json, stream.toml and weights as safetensors. The one that comes with \
+the project is models/demo. Where a plan is given with --plan, the model is the one that the plan names.",
+};
+
+/// What to plan and how.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Planning {
+    /// Axes and their sizes: tp (heads or tokens), pp (blocks), for example tp=2,pp=1 [default: tp=1]
+    #[arg(long, value_name = "MESH")]
+    pub mesh: Option<String>,
+
+    /// How tp cuts a block: tokens (ulysses, exact) or weights (megatron) [default: ulysses]
+    #[arg(long)]
+    pub strategy: Option<StrategyName>,
+
+    /// Whether sums may depend on the mesh [default: standard]
+    #[arg(long)]
+    pub numerics: Option<NumericsName>,
+
+    /// How past frames are kept: in caches, or recomputed before each chunk [default: what the model says]
+    #[arg(long)]
+    pub cache: Option<CacheName>,
+
+    /// Denoising timesteps, falling, for example 1000,750,500,250 [default: what the model says]
+    #[arg(long, value_name = "LIST")]
+    pub steps: Option<String>,
+}
+
+impl Planning {
+    /// The first option that was given, for a message.
+    pub fn given(&self) -> Option<&'static str> {
+        [
+            ("--mesh", self.mesh.is_some()),
+            ("--strategy", self.strategy.is_some()),
+            ("--numerics", self.numerics.is_some()),
+            ("--cache", self.cache.is_some()),
+            ("--steps", self.steps.is_some()),
+        ]
+        .into_iter()
+        .find_map(|(name, given)| given.then_some(name))
+    }
+
+    /// Opens the model and plans it under a mapping file, if any, and these options.
+    pub fn plan(&self, dir: Option<&Path>, mapping: Option<&Path>) -> Result<(Model, Plan), Refusal> {
+        let dir = dir.ok_or_else(no_model)?;
+        // Every slip of the command line at once.
+        let (mesh, steps) = (self.mesh.as_deref().map(values::mesh), self.steps.as_deref().map(values::steps));
+        let (mesh, steps) = match (mesh.transpose(), steps.transpose()) {
+            (Ok(mesh), Ok(steps)) => (mesh, steps),
+            (mesh, steps) => {
+                return Err(Refusal::usage([mesh.err(), steps.err()].into_iter().flatten().collect::<Vec<_>>()));
+            }
+        };
+        let mut map = match mapping {
+            Some(file) => mapping_file(file)?,
+            None => Mapping::default(),
+        };
+        map.mesh = mesh.unwrap_or(map.mesh);
+        map.strategy = self.strategy.map_or(map.strategy, Into::into);
+        map.numerics = self.numerics.map_or(map.numerics, Into::into);
+        let recompute = self.cache.map(|c| c == CacheName::Recompute);
+        let model = Model::open(dir, &Overrides { recompute, steps })?;
+        let plan = plan::make(&model.video, &model.name, &dir.display().to_string(), &map)?;
+        Ok((model, plan))
+    }
+}
+
+fn mapping_file(file: &Path) -> Result<Mapping, Refusal> {
+    let name = file.display().to_string();
+    match std::fs::read_to_string(file) {
+        Ok(text) => Ok(Mapping::parse(&name, &text)?),
+        Err(e) => Err(Refusal::usage(vec![
+            Diagnostic::error(&values::T0030, format!("--mapping {name} cannot be read: {e}"))
+                .hint("name a mapping in TOML, such as the mapping.toml of a plan's folder"),
+        ])),
+    }
+}
+
+/// The refusal of a command line without a model.
+pub fn no_model() -> Refusal {
+    Refusal::usage(vec![
+        Diagnostic::error(&T0031, "no model named").hint("give the folder of one, for example models/demo"),
+    ])
+}
+
+/// Reads a plan's folder; with it the model, from `dir` or from where the plan says.
+pub fn sealed(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), Refusal> {
+    let plan = Plan::read(folder)?;
+    let place = dir.cloned().unwrap_or_else(|| PathBuf::from(&plan.model_dir));
+    let stream = &plan.video.stream;
+    let overrides = Overrides { recompute: Some(stream.recompute), steps: Some(stream.steps.clone()) };
+    let model = Model::open(&place, &overrides).map_err(|mut ds| {
+        if dir.is_none() {
+            for d in &mut ds {
+                d.notes.push(format!("{} names this folder; it was planned where that path led to it", folder.display()));
+                d.hint = Some("give the model's folder too: tessera stream MODEL --plan PLAN".to_string());
+            }
+        }
+        ds
+    })?;
+    Ok((model, plan))
+}
+
+/// `--strategy`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum StrategyName {
+    /// Tokens over ranks; all-to-all into heads around attention
+    Ulysses,
+    /// Weights over ranks by column, then by row; all-reduce
+    Megatron,
+}
+
+impl From<StrategyName> for Strategy {
+    fn from(name: StrategyName) -> Strategy {
+        match name {
+            StrategyName::Ulysses => Strategy::Ulysses,
+            StrategyName::Megatron => Strategy::Megatron,
+        }
+    }
+}
+
+/// `--numerics`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum NumericsName {
+    /// Ranks add their parts in rank order
+    Standard,
+    /// Sums in one fixed tree: no result depends on the mesh
+    MeshInvariant,
+}
+
+impl From<NumericsName> for Numerics {
+    fn from(name: NumericsName) -> Numerics {
+        match name {
+            NumericsName::Standard => Numerics::Standard,
+            NumericsName::MeshInvariant => Numerics::MeshInvariant,
+        }
+    }
+}
+
+/// `--cache`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum CacheName {
+    /// Keys and values of past frames stay in memory
+    Resident,
+    /// They are computed anew from past frames before each chunk
+    Recompute,
+}

@@ -1,0 +1,279 @@
+//! `tessera stream`: runs a plan as processes on this host.
+
+use std::path::{Path, PathBuf};
+
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tessera::Interrupt;
+use tessera::stream::{StreamOptions, StreamReport};
+use tessera_base::Diagnostic;
+
+use crate::options::{self, Planning};
+use crate::progress::Progress;
+use crate::say::{Outcome, Refusal, Shape, out};
+use crate::values::{self, T0030};
+
+const EXAMPLES: &str = "\
+Examples:
+  tessera stream models/demo
+  tessera stream models/demo --mesh tp=2 --chunks 24 --prompt 'a blue square moves left'
+  tessera stream models/demo --chunks 12 --at 4:'a green circle moves up' --cut-at 8
+  tessera stream --plan my-plan --out my-run
+
+Chunks count from 0. Ctrl-C stops after the chunk under way and leaves a whole folder; a second one kills.
+Exit status 10 and above says how a run failed; the message names a code for `tessera explain`.";
+
+/// Exit status of a process that was told to stop.
+const INTERRUPTED: i32 = 130;
+
+/// Stream a video from a model over ranks of this machine
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Folder of the model, for example models/demo
+    pub model: Option<PathBuf>,
+
+    /// Run the plan in this folder instead of making one
+    #[arg(long, value_name = "DIR")]
+    pub plan: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub planning: Planning,
+
+    /// Chunks to make
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub chunks: u32,
+
+    /// What to show first
+    #[arg(long, value_name = "TEXT", default_value = "a red circle moves right")]
+    pub prompt: String,
+
+    /// Seed of the noise
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+
+    /// Another prompt from a chunk on; may be repeated
+    #[arg(long, value_name = "CHUNK:TEXT")]
+    pub at: Vec<String>,
+
+    /// Another seed from a chunk on; may be repeated
+    #[arg(long, value_name = "CHUNK:SEED")]
+    pub seed_at: Vec<String>,
+
+    /// Forget all frames before this chunk; may be repeated
+    #[arg(long, value_name = "CHUNK")]
+    pub cut_at: Vec<u32>,
+
+    /// New folder for what comes out [default: out/MODEL-1, or the next free number]
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+
+    /// Write every frame as a PNG too
+    #[arg(long)]
+    pub png: bool,
+
+    /// Allow more ranks than cores
+    #[arg(long)]
+    pub oversubscribe: bool,
+
+    /// No progress
+    #[arg(long, short)]
+    pub quiet: bool,
+
+    /// How to print the result
+    #[arg(long, value_enum, default_value_t)]
+    pub format: Shape,
+}
+
+/// Runs the verb.
+pub fn run(args: &Args) -> Outcome {
+    let changes = changes(args)?;
+    let (model, plan) = match &args.plan {
+        None => args.planning.plan(args.model.as_deref(), None)?,
+        Some(folder) => {
+            if let Some(option) = args.planning.given() {
+                return Err(contradiction(option));
+            }
+            options::sealed(folder, args.model.as_ref())?
+        }
+    };
+    let options = StreamOptions {
+        chunks: args.chunks,
+        prompt: args.prompt.clone(),
+        seed: args.seed,
+        prompts_at: changes.prompts,
+        seeds_at: changes.seeds,
+        cuts_at: args.cut_at.clone(),
+        out: args.out.clone().unwrap_or_else(|| free_folder(Path::new("out"), &plan.model)),
+        png: args.png,
+        oversubscribe: args.oversubscribe,
+        command: std::env::args().collect(),
+    };
+    let rank = vec![own_path()?, "rank".to_string()];
+    let progress = Progress::new(args.quiet, args.chunks);
+    let interrupt = Interrupt::default();
+    let listener = listen(&interrupt, &progress);
+    let report = tessera::stream::run(&plan, &model, &options, rank, &interrupt, &mut |e| progress.on(&e));
+    if let Some(listener) = listener {
+        listener.close();
+    }
+    progress.end();
+    tell(&report?, args.format)
+}
+
+struct Changes {
+    prompts: Vec<(u32, String)>,
+    seeds: Vec<(u32, u64)>,
+}
+
+/// Reads `--at` and `--seed-at`, and tells every slip at once.
+fn changes(args: &Args) -> Result<Changes, Refusal> {
+    let mut wrong = Vec::new();
+    let mut out = Changes { prompts: Vec::new(), seeds: Vec::new() };
+    for text in &args.at {
+        values::prompt_at(text).map_or_else(|d| wrong.push(d), |p| out.prompts.push(p));
+    }
+    for text in &args.seed_at {
+        values::seed_at(text).map_or_else(|d| wrong.push(d), |s| out.seeds.push(s));
+    }
+    wrong.extend(twice("--at", out.prompts.iter().map(|(c, _)| *c)));
+    wrong.extend(twice("--seed-at", out.seeds.iter().map(|(c, _)| *c)));
+    wrong.extend(twice("--cut-at", args.cut_at.iter().copied()));
+    if wrong.is_empty() { Ok(out) } else { Err(Refusal::usage(wrong)) }
+}
+
+fn twice(option: &str, chunks: impl Iterator<Item = u32>) -> Option<Diagnostic> {
+    let mut seen = std::collections::BTreeSet::new();
+    let again = chunks.into_iter().find(|c| !seen.insert(*c))?;
+    Some(Diagnostic::error(&T0030, format!("{option} names chunk {again} twice")).hint("leave one of them out"))
+}
+
+fn contradiction(option: &str) -> Refusal {
+    Refusal::usage(vec![
+        Diagnostic::error(&T0030, format!("{option} cannot be given with --plan: a sealed plan is not changed"))
+            .hint(format!("leave {option} out, or plan again without --plan")),
+    ])
+}
+
+/// The first of `out/demo-1`, `out/demo-2`… that does not exist.
+fn free_folder(parent: &Path, model: &str) -> PathBuf {
+    let folder = |n: u32| parent.join(format!("{model}-{n}"));
+    (1..u32::MAX).map(folder).find(|p| p.symlink_metadata().is_err()).unwrap_or_else(|| folder(u32::MAX))
+}
+
+/// The path of this very binary, which ranks run too.
+fn own_path() -> Result<String, Diagnostic> {
+    let why = |why: String| Diagnostic::error(&T0030, format!("the path of this binary cannot be told: {why}"));
+    let path = std::env::current_exe().map_err(|e| why(e.to_string()))?;
+    path.to_str().map(str::to_string).ok_or_else(|| why("it is not UTF-8".to_string()))
+}
+
+/// Turns Ctrl-C and a request to terminate into requests to stop. Without it they end the launcher at once, and
+/// the ranks with it.
+fn listen(interrupt: &Interrupt, progress: &Progress) -> Option<signal_hook::iterator::Handle> {
+    let mut signals = Signals::new([SIGINT, SIGTERM]).ok()?;
+    let handle = signals.handle();
+    let (interrupt, progress) = (interrupt.clone(), progress.clone());
+    let listen = move || {
+        for (count, _) in signals.forever().enumerate() {
+            interrupt.interrupt();
+            match count {
+                0 => progress.say("stopping after the chunk under way; again to kill"),
+                1 => progress.say("killing the ranks"),
+                // Ranks die with their launcher.
+                _ => std::process::exit(INTERRUPTED),
+            }
+        }
+    };
+    std::thread::Builder::new().name("signals".to_string()).spawn(listen).ok()?;
+    Some(handle)
+}
+
+fn tell(report: &StreamReport, format: Shape) -> Outcome {
+    let text = match format {
+        Shape::Json => json(report),
+        Shape::Text => text(report),
+    };
+    out(&text)?;
+    if format == Shape::Text
+        && let Some(f) = &report.failure
+    {
+        let rank = f.rank.map_or(String::new(), |r| format!(", rank {r}"));
+        eprintln!(
+            "failed[{}]: {}{rank}\n  {}\n\nmore: tessera explain {}",
+            f.code,
+            f.class.words(),
+            f.text.replace("; ", "\n  "),
+            f.code
+        );
+    }
+    Ok(report.exit_code)
+}
+
+/// What a run's folder may hold, in the order in which a person looks.
+const CONTENTS: &[(&str, &str)] = &[
+    ("clip.png", "the video, an animated PNG for any browser"),
+    ("latents.f32", "latents: the model has no decoder"),
+    ("frames", "each frame as a PNG"),
+    ("report.html", "what happened, for a browser"),
+    ("trace.json", "a timeline for ui.perfetto.dev"),
+    ("record.jsonl", "every chunk, for programs"),
+];
+
+fn text(r: &StreamReport) -> String {
+    let state = match (&r.failure, r.interrupted) {
+        (Some(_), _) => ", failed",
+        (None, true) => ", stopped on request",
+        (None, false) => "",
+    };
+    let chunks = if r.chunks == 1 { "1 chunk".to_string() } else { format!("{} chunks", r.chunks) };
+    let frames = if r.frames > 0 { format!(", {} frames, {:.1} frames per second", r.frames, r.fps) } else { String::new() };
+    let mut out = format!("{}: {chunks}{frames}{state}\n", r.out.display());
+    if let Some(golden) = &r.golden {
+        out += &format!("golden {golden}\n");
+    }
+    let there: Vec<Vec<String>> = CONTENTS
+        .iter()
+        .map(|(name, what)| (r.out.join(name), what))
+        .filter(|(path, _)| path.exists())
+        .map(|(path, what)| vec![path.display().to_string(), what.to_string()])
+        .collect();
+    out + &crate::say::table(&there, &[false, false])
+}
+
+fn json(r: &StreamReport) -> String {
+    let failure = r.failure.as_ref().map(|f| {
+        serde_json::json!({"class": f.class.words(), "rank": f.rank, "code": f.code, "text": f.text})
+    });
+    let fields = serde_json::json!({
+        "out": r.out.display().to_string(),
+        "chunks": r.chunks,
+        "frames": r.frames,
+        "fps": r.fps,
+        "golden": r.golden,
+        "interrupted": r.interrupted,
+        "exit_code": r.exit_code,
+        "failure": failure,
+    });
+    fields.to_string() + "\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_free_folder_is_taken() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(free_folder(dir.path(), "demo"), dir.path().join("demo-1"));
+        std::fs::create_dir(dir.path().join("demo-1")).unwrap();
+        std::fs::write(dir.path().join("demo-2"), "").unwrap();
+        assert_eq!(free_folder(dir.path(), "demo"), dir.path().join("demo-3"));
+    }
+
+    #[test]
+    fn a_chunk_named_twice_is_found() {
+        assert!(twice("--at", [3, 1, 3].into_iter()).unwrap().message.contains("chunk 3 twice"));
+        assert!(twice("--at", [3, 1].into_iter()).is_none());
+    }
+}
