@@ -246,7 +246,7 @@ def train(args):
         for block in demo.wan.blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
     if args.muon:
-        hidden = [p for n, p in demo.named_parameters() if n.startswith("wan.blocks") and p.ndim == 2]
+        hidden = [p for p in demo.wan.blocks.parameters() if p.ndim == 2]
         ids = {id(p) for p in hidden}
         rest = groups(demo, args.rate)
         for g in rest:
@@ -266,6 +266,7 @@ def train(args):
     step = 0
     total = torch.zeros(4, 2, device=device)
     lost_total = torch.zeros((), device=device)
+
     def forward_backward():
         with torch.autocast(device, torch.bfloat16, enabled=args.bf16):
             loss, losses, lost = streams.step()
@@ -299,7 +300,8 @@ def train(args):
         if done >= 1 or step == args.max_steps:
             break
         # Warm up, hold, then fall as a cosine; the hold is where the hard parts are learned.
-        scale = min(1, (step + 1) / 200) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * ramp(done, args.hold, 1))))
+        fall = 0.5 * (1 + math.cos(math.pi * ramp(done, args.hold, 1)))
+        scale = min(1, (step + 1) / 200) * (0.01 + 0.99 * fall)
         for o, base in zip(optimizers, rates):
             for g, r in zip(o.param_groups, base):
                 g["lr"] = r * scale
@@ -352,31 +354,33 @@ def save(demo, out):
     config |= {"text_len": cfg.text_len, "text_dim": cfg.text_dim, "patch_size": [1, 2, 2]}
     config["eps"] = cfg.eps
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    state = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in demo.wan.state_dict().items()}
+    state = demo.wan.state_dict().items()
+    state = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in state}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    save_file({"words.weight": demo.words.weight.detach().float().cpu()}, out / "text_encoder.safetensors")
+    words = {"words.weight": demo.words.weight.detach().float().cpu()}
+    save_file(words, out / "text_encoder.safetensors")
     (out / "vocab.txt").write_text("\n".join(VOCAB) + "\n")
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", default="out", help="folder for the model, checkpoints and the log")
-    p.add_argument("--minutes", type=float, default=25.0)
+    p.add_argument("--minutes", type=float, default=20.0)
     p.add_argument("--max-steps", type=int, default=-1)
     p.add_argument("--dim", type=int, default=128)
     p.add_argument("--layers", type=int, default=4)
-    p.add_argument("--each", type=int, default=96, help="streams per cache regime")
-    p.add_argument("--fresh", type=int, default=64, help="new streams per step")
+    p.add_argument("--each", type=int, default=64, help="streams per cache regime")
+    p.add_argument("--fresh", type=int, default=48, help="new streams per step")
     p.add_argument("--rate", type=float, default=2e-3)
-    p.add_argument("--hold", type=float, default=0.3, help="share of the time at the full rate")
-    p.add_argument("--own-start", type=float, default=0.1)
+    p.add_argument("--hold", type=float, default=0.4, help="share of the time at the full rate")
+    p.add_argument("--own-start", type=float, default=0.15)
     p.add_argument("--own-end", type=float, default=0.4)
     p.add_argument("--resume", help="a raw.pt to start from")
     p.add_argument("--every", type=int, default=100)
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for flag in ("compile", "bf16", "muon"):
-        p.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=flag != "muon")
+        p.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=True)
     train(p.parse_args())
 
 

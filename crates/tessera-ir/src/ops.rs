@@ -75,7 +75,7 @@ Input "input" Source (0, 0), [], [], 1, true,
 Call "call" Source (0, 0), [], [], 1, true,
     "A scalar (or one number per latent frame) of the call. It feeds arithmetic, rope offsets, random keys and cache rows; never a shape, a group, a branch or the choice of an op.";
 Weight "weight" Source (0, 0), [], ["load?", "part?", "unit?"], 1, true,
-    "A slice of a named tensor of the model. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C). `part` (column, row, vector) and `unit` say in a logical program how a strategy may cut it.";
+    "A slice of a named tensor of the model. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C). `part` (col, row, whole) and `unit` say in a logical program how a strategy may cut it.";
 Output "output" Sink (1, 1), [], [], 0, false,
     "Hands a value to the host.";
 CacheRead "cache.read" Source (0, 0), [], ["row?", "rows?"], 1, true,

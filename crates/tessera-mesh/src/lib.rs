@@ -6,12 +6,14 @@
 mod layout;
 mod mesh;
 mod shard;
+mod spec;
 
 pub use layout::{AxisLayout, Layout, Reduction};
 pub use mesh::{Axis, Coord, Mesh, MeshError, Rank, RankMap};
 pub use shard::{Shard, Uneven, split};
+pub use spec::{DimName, ShardSpec};
 
 use tessera_base::Code;
 
 /// Codes this room raises.
-pub const CODES: &[&Code] = &[&mesh::T0101, &mesh::T0102, &mesh::T0103, &mesh::T0104];
+pub const CODES: &[&Code] = &[&mesh::T0101, &mesh::T0102, &mesh::T0103, &mesh::T0104, &spec::T0105, &spec::T0106];

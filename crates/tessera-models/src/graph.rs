@@ -171,7 +171,7 @@ impl<'a> Graph<'a> {
         self.b.label(name).weight(name, Type::new(DType::F32, shape))
     }
 
-    /// x · wᵀ + b. `part` says how a strategy may cut the weight: by its rows (`column`: output features), by
+    /// x · wᵀ + b. `part` says how a strategy may cut the weight: by its rows (`col`: output features), by
     /// its columns (`row`: input features), or not at all.
     fn linear(
         &mut self,
@@ -184,7 +184,7 @@ impl<'a> Graph<'a> {
     ) -> ValueId {
         let k = self.b.ty(x).shape[1];
         let w = self.weight(&format!("{name}.weight"), &[out, k], part, unit);
-        let bias_part = if part == "column" { "column" } else { "whole" };
+        let bias_part = if part == "col" { "col" } else { "whole" };
         let b = self.weight(&format!("{name}.bias"), &[out], bias_part, unit);
         if let Some(act) = act {
             self.b.attr("act", act);
@@ -236,7 +236,7 @@ impl<'a> Graph<'a> {
 
     fn rms(&mut self, x: ValueId, name: &str) -> ValueId {
         let (d, hd, eps) = (self.m.wan.dim, self.heads(), self.m.wan.eps);
-        let w = self.weight(&format!("{name}.weight"), &[d], "column", hd);
+        let w = self.weight(&format!("{name}.weight"), &[d], "col", hd);
         self.b.attr("eps", eps);
         self.op(Opcode::RmsNorm, &[x, w])
     }
@@ -297,10 +297,10 @@ impl<'a> Graph<'a> {
         let table = self.weight(&format!("{n}.modulation"), &[1, 6, d], "whole", 1);
         let m = self.op(Opcode::Modulation, &[table, e0]);
         let a = self.norm_modulate(x, m, 0, 1);
-        let k = self.linear(&format!("{n}.self_attn.k"), a, d, "column", hd, None);
+        let k = self.linear(&format!("{n}.self_attn.k"), a, d, "col", hd, None);
         let k = self.rms(k, &format!("{n}.self_attn.norm_k"));
         let k = self.rope(k, at.start);
-        let v = self.linear(&format!("{n}.self_attn.v"), a, d, "column", hd, None);
+        let v = self.linear(&format!("{n}.self_attn.v"), a, d, "col", hd, None);
         let cache = self.self_cache();
         self.write(&format!("kv.{i}.k"), cache.clone(), k, Some(at.row));
         self.write(&format!("kv.{i}.v"), cache, v, Some(at.row));
@@ -316,9 +316,9 @@ impl<'a> Graph<'a> {
         let table = self.weight(&format!("{n}.modulation"), &[1, 6, d], "whole", 1);
         let m = self.op(Opcode::Modulation, &[table, e0]);
         let a = self.norm_modulate(x, m, 0, 1);
-        let q = self.linear(&format!("{n}.self_attn.q"), a, d, "column", hd, None);
-        let k = self.linear(&format!("{n}.self_attn.k"), a, d, "column", hd, None);
-        let v = self.linear(&format!("{n}.self_attn.v"), a, d, "column", hd, None);
+        let q = self.linear(&format!("{n}.self_attn.q"), a, d, "col", hd, None);
+        let k = self.linear(&format!("{n}.self_attn.k"), a, d, "col", hd, None);
+        let v = self.linear(&format!("{n}.self_attn.v"), a, d, "col", hd, None);
         let q = self.rms(q, &format!("{n}.self_attn.norm_q"));
         let k = self.rms(k, &format!("{n}.self_attn.norm_k"));
         let q = self.rope(q, at.start);
@@ -343,7 +343,7 @@ impl<'a> Graph<'a> {
         let b = self.weight(&format!("{n}.norm3.bias"), &[d], "whole", 1);
         self.b.attr("eps", eps);
         let c = self.op(Opcode::LayerNorm, &[x, w, b]);
-        let q = self.linear(&format!("{n}.cross_attn.q"), c, d, "column", hd, None);
+        let q = self.linear(&format!("{n}.cross_attn.q"), c, d, "col", hd, None);
         let q = self.rms(q, &format!("{n}.cross_attn.norm_q"));
         let cross = self.cross_cache();
         let len = self.m.wan.text_len;
@@ -354,7 +354,7 @@ impl<'a> Graph<'a> {
         let x = self.op(Opcode::GateResidual, &[x, o]);
 
         let a = self.norm_modulate(x, m, 3, 4);
-        let h = self.linear(&format!("{n}.ffn.0"), a, f, "column", 1, Some("gelu_tanh"));
+        let h = self.linear(&format!("{n}.ffn.0"), a, f, "col", 1, Some("gelu_tanh"));
         let y = self.linear(&format!("{n}.ffn.2"), h, d, "row", 1, None);
         self.gate(x, y, m, 5)
     }
@@ -393,9 +393,9 @@ fn text(m: &VideoModel) -> Program {
     for i in 0..m.wan.layers {
         g.at(&format!("block.{i}"));
         let n = format!("blocks.{i}.cross_attn");
-        let k = g.linear(&format!("{n}.k"), c, d, "column", hd, None);
+        let k = g.linear(&format!("{n}.k"), c, d, "col", hd, None);
         let k = g.rms(k, &format!("{n}.norm_k"));
-        let v = g.linear(&format!("{n}.v"), c, d, "column", hd, None);
+        let v = g.linear(&format!("{n}.v"), c, d, "col", hd, None);
         let cross = g.cross_cache();
         g.write(&format!("cross.{i}.k"), cross.clone(), k, None);
         g.write(&format!("cross.{i}.v"), cross, v, None);

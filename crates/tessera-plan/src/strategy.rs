@@ -1,7 +1,7 @@
 //! What each strategy asks of weights, buffers and inputs.
 
 use tessera_ir::{Op, Program};
-use tessera_mesh::{AxisLayout, Shard};
+use tessera_mesh::{AxisLayout, DimName, Shard};
 
 use crate::Strategy;
 
@@ -17,9 +17,9 @@ impl Cut {
     /// Layout over tp of a weight, by its `part`.
     pub(crate) fn weight(&self, op: &Op, shape: &[u64]) -> AxisLayout {
         let unit = op.int("unit").and_then(|u| u64::try_from(u).ok()).unwrap_or(1);
-        match (self.strategy, op.str("part")) {
-            (Strategy::Megatron, Some("column")) => self.shard(0, shape[0], unit),
-            (Strategy::Megatron, Some("row")) => self.shard(1, shape[1], unit),
+        let part = op.str("part").and_then(|p| p.parse::<DimName>().ok());
+        match (self.strategy, part.and_then(|p| p.of(shape.len()))) {
+            (Strategy::Megatron, Some(dim)) => self.shard(dim, shape[dim], unit),
             _ => AxisLayout::Replicated,
         }
     }

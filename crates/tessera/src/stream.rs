@@ -315,7 +315,7 @@ fn close(plan: &Plan, options: &StreamOptions, failure: Option<Failure>, interru
         (None, true) => 130,
         (None, false) => 0,
     };
-    let golden = end.filter(|e| e.chunks > 0).map(|e| e.golden);
+    let golden = end.filter(|e| !e.golden.is_empty() && e.chunks > 0).map(|e| e.golden);
     StreamReport { exit_code, failure, interrupted, chunks, frames, fps, golden, out: options.out.clone() }
 }
 

@@ -91,3 +91,22 @@ fn the_digest_names_the_plan_and_nothing_else() {
         assert_ne!(other, digest(&m, &base));
     }
 }
+
+#[test]
+fn published_sizes_plan_from_their_config_alone() {
+    for (name, mesh, strategy) in [
+        ("wan2.1-1.3b", "tp=4", Strategy::Ulysses),
+        ("wan2.1-1.3b", "tp=8", Strategy::Megatron), // 12 heads over 8 ranks: uneven
+        ("wan2.1-14b", "tp=8", Strategy::Ulysses),
+        ("wan2.1-14b", "tp=5,pp=2", Strategy::Ulysses),
+    ] {
+        let m = Model::open(&fixture("../models").join(name), &Overrides::default()).unwrap();
+        let p = make(&m, &mapping(mesh, strategy));
+        let [weights, caches, temporaries] = p.memory(tessera_mesh::Rank(0));
+        assert!(weights.0 > 0 && caches.0 > 0 && temporaries.0 > 0);
+    }
+    let m = Model::open(&fixture("../models/wan2.1-1.3b"), &Overrides::default()).unwrap();
+    let refused = plan::make(&m.video, "m", "", &mapping("tp=13", Strategy::Ulysses)).unwrap_err();
+    assert_eq!(refused[0].code.id, "T0602");
+    assert!(refused[0].hint.as_deref().unwrap().contains("1, 2, 3, 4, 6 or 12"), "{refused:#?}");
+}

@@ -1,0 +1,147 @@
+//! A stream from the binary: what it leaves, how it can be stopped, how it fails.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Longest wait of a test for something that takes a second or two.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn command(args: &[&str]) -> Command {
+    let mut c = Command::new(env!("CARGO_BIN_EXE_tessera"));
+    c.current_dir(root()).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
+    c
+}
+
+fn run(args: &[&str]) -> Output {
+    command(args).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn field(json: &str, name: &str) -> String {
+    let mark = format!("\"{name}\":");
+    let rest = json.split(&mark).nth(1).unwrap_or_else(|| panic!("no {name} in {json}"));
+    rest.split([',', '}']).next().unwrap().trim_matches('"').to_string()
+}
+
+/// Streams and gives the JSON line of its result.
+fn stream(out: &Path, more: &[&str]) -> String {
+    let fixed = ["stream", "--out", out.to_str().unwrap(), "--format", "json", "--quiet", "--oversubscribe"];
+    let o = run(&[&fixed, more].concat());
+    assert_eq!(o.status.code(), Some(0), "{}{}", text(&o.stdout), text(&o.stderr));
+    assert!(o.stderr.is_empty(), "{}", text(&o.stderr));
+    text(&o.stdout)
+}
+
+#[test]
+fn ranks_and_a_kept_plan_do_not_show_in_what_comes_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let what = ["--chunks", "3", "--prompt", "a red square", "--at", "1:square moves left", "--seed-at", "2:7"];
+    let one = stream(&at("one"), &[&["fixtures/wan-odd"], &what[..]].concat());
+    assert_eq!(field(&one, "chunks"), "3");
+    assert_eq!(field(&one, "golden").len(), 64);
+    let latents = fs::read(at("one").join("latents.f32")).unwrap();
+    assert_eq!(latents.len(), 3 * 4 * 3 * 6 * 10 * 4, "three chunks of [4, 3, 6, 10] in f32");
+
+    let plan = at("plan");
+    let o = run(&["plan", "fixtures/wan-odd", "--mesh", "tp=2", "--out", plan.to_str().unwrap()]);
+    assert_eq!(o.status.code(), Some(0), "{}", text(&o.stderr));
+    let two = stream(&at("two"), &[&["--plan", plan.to_str().unwrap()], &what[..]].concat());
+    assert_eq!(field(&one, "golden"), field(&two, "golden"));
+    assert_eq!(latents, fs::read(at("two").join("latents.f32")).unwrap());
+
+    let other = stream(&at("other"), &["fixtures/wan-odd", "--chunks", "3", "--prompt", "a red square"]);
+    assert_ne!(field(&one, "golden"), field(&other, "golden"));
+}
+
+#[test]
+fn the_end_says_where_things_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = root().join("fixtures/wan-odd");
+    let mut c = command(&["stream", model.to_str().unwrap(), "--chunks", "2", "--prompt", "red"]);
+    let o = c.current_dir(dir.path()).output().unwrap();
+    let (out, err) = (text(&o.stdout), text(&o.stderr));
+    assert_eq!(o.status.code(), Some(0), "{err}");
+    assert!(out.starts_with("out/wan-odd-1: 2 chunks"), "{out}");
+    for name in ["golden ", "out/wan-odd-1/latents.f32", "out/wan-odd-1/record.jsonl"] {
+        assert!(out.contains(name), "no {name} in {out}");
+    }
+    assert!(err.contains("chunk 1/2") && err.contains("chunk 2/2") && err.contains("denoise"), "{err}");
+}
+
+/// Starts a stream that will not end by itself, and waits until a chunk is on disk.
+fn endless(out: &Path) -> Child {
+    let args = ["stream", "fixtures/wan-odd", "--mesh", "tp=2", "--oversubscribe", "--chunks", "1000000"];
+    let child = command(&[&args[..], &["--prompt", "red", "--out", out.to_str().unwrap()]].concat()).spawn().unwrap();
+    let begun = Instant::now();
+    while fs::metadata(out.join("latents.f32")).map_or(0, |m| m.len()) == 0 {
+        assert!(begun.elapsed() < PATIENCE, "no chunk was written");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child
+}
+
+fn signal(pid: u32, name: &str) {
+    assert!(Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap().success());
+}
+
+/// Processes that were started for ranks by this process.
+fn children(of: u32) -> Vec<u32> {
+    let list = fs::read_to_string(format!("/proc/{of}/task/{of}/children")).unwrap_or_default();
+    list.split_whitespace().filter_map(|p| p.parse().ok()).collect()
+}
+
+fn ended(child: Child) -> Output {
+    let begun = Instant::now();
+    let mut child = child;
+    while child.try_wait().unwrap().is_none() {
+        if begun.elapsed() > PATIENCE {
+            let _ = child.kill();
+            panic!("it did not end");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+fn a_request_to_stop_leaves_a_whole_folder() {
+    for name in ["INT", "TERM"] {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("run");
+        let child = endless(&out);
+        signal(child.id(), name);
+        let o = ended(child);
+        assert_eq!(o.status.code(), Some(130), "{name}: {}", text(&o.stderr));
+        assert!(text(&o.stderr).contains("stopping after the chunk under way"), "{}", text(&o.stderr));
+        assert!(text(&o.stdout).contains("stopped on request"), "{}", text(&o.stdout));
+        let record = fs::read_to_string(out.join("record.jsonl")).unwrap();
+        assert!(record.lines().last().unwrap().contains("interrupted"), "{record}");
+    }
+}
+
+#[test]
+fn a_killed_rank_is_the_one_cause() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let child = endless(&out);
+    let ranks = children(child.id());
+    assert_eq!(ranks.len(), 2);
+    signal(ranks[1], "KILL");
+    let o = ended(child);
+    let err = text(&o.stderr);
+    assert_eq!(o.status.code(), Some(10), "{err}");
+    assert_eq!(err.matches("failed[").count(), 1, "{err}");
+    assert!(err.contains("a rank died, rank 1") && err.contains("more: tessera explain T07"), "{err}");
+    assert!(text(&o.stdout).contains("failed"), "{}", text(&o.stdout));
+    assert!(ranks.iter().all(|p| !Path::new(&format!("/proc/{p}")).exists()), "a rank was left behind");
+}

@@ -1,0 +1,265 @@
+//! The binary as a person runs it: what each verb prints and returns for good and bad input.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn fixture(name: &str) -> String {
+    root().join("fixtures").join(name).display().to_string()
+}
+
+/// Runs the binary in a folder.
+fn tessera_in(dir: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_tessera")).current_dir(dir).args(args).output().unwrap()
+}
+
+fn tessera(args: &[&str]) -> Output {
+    tessera_in(&root(), args)
+}
+
+fn stdout(o: &Output) -> String {
+    String::from_utf8(o.stdout.clone()).unwrap()
+}
+
+fn stderr(o: &Output) -> String {
+    String::from_utf8(o.stderr.clone()).unwrap()
+}
+
+/// It ends with a status and tells all these words on standard error.
+#[track_caller]
+fn refused(args: &[&str], status: i32, words: &[&str]) -> Output {
+    let o = tessera(args);
+    expect(&o, status, words);
+    o
+}
+
+#[track_caller]
+fn expect(o: &Output, status: i32, words: &[&str]) {
+    let text = stderr(o);
+    assert_eq!(o.status.code(), Some(status), "{text}");
+    for w in words {
+        assert!(text.contains(w), "no `{w}` in:\n{text}");
+    }
+}
+
+#[track_caller]
+fn fine(o: &Output) -> String {
+    assert_eq!(o.status.code(), Some(0), "{}", stderr(o));
+    stdout(o)
+}
+
+/// A copy of a fixture that may be spoiled.
+fn copy(name: &str, dir: &TempDir) -> PathBuf {
+    let to = dir.path().join(name);
+    fs::create_dir(&to).unwrap();
+    for e in fs::read_dir(fixture(name)).unwrap() {
+        let from = e.unwrap().path();
+        if from.is_file() {
+            fs::write(to.join(from.file_name().unwrap()), fs::read(&from).unwrap()).unwrap();
+        }
+    }
+    to
+}
+
+fn path(p: &Path) -> &str {
+    p.to_str().unwrap()
+}
+
+#[test]
+fn three_processes_name_one_plan_by_one_digest() {
+    let digest = |_| {
+        let text = fine(&tessera(&["plan", "fixtures/wan-odd", "--mesh", "tp=2,pp=2", "--format", "json"]));
+        let at = text.find("\"digest\":\"").unwrap() + 10;
+        text[at..at + 64].to_string()
+    };
+    let all: Vec<String> = (0..3).map(digest).collect();
+    assert!(all[0].bytes().all(|b| b.is_ascii_hexdigit()));
+    assert!(all.iter().all(|d| *d == all[0]), "{all:?}");
+}
+
+#[test]
+fn a_plan_is_summed_up_kept_and_checked() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("plan");
+    let text = fine(&tessera(&["plan", "fixtures/wan-odd", "--mesh", "tp=2", "--out", path(&folder)]));
+    for words in ["tp=2", "2 ranks", "ulysses", "all_to_all", "rank0", "resident", "KiB", "denoise.fill3", "digest"] {
+        assert!(text.contains(words), "no `{words}` in:\n{text}");
+    }
+    let digest = text.lines().find_map(|l| l.trim().strip_prefix("digest")).unwrap().trim().to_string();
+    let checked = fine(&tessera(&["check", path(&folder)]));
+    assert_eq!(checked, format!("{}: verified, digest {digest}\n", folder.display()));
+    refused(&["plan", "fixtures/wan-odd", "--out", path(&folder)], 1, &["T0013", "hint: name another folder"]);
+    // The mapping that was sealed gives the same plan again.
+    let mapping = folder.join("mapping.toml");
+    let again = fine(&tessera(&["plan", "fixtures/wan-odd", "--mapping", path(&mapping)]));
+    assert!(again.contains(&digest));
+
+    let file = folder.join("stream.toml");
+    let edited = fs::read_to_string(&file).unwrap().replace("fps = 24.0", "fps = 25.0");
+    fs::write(&file, edited).unwrap();
+    refused(&["check", path(&folder)], 1, &["T0012", &digest, "plan again", "tessera explain T0012"]);
+    refused(&["stream", "--plan", path(&folder)], 1, &["T0012"]);
+}
+
+#[test]
+fn bad_models_are_refused_with_the_file_named() {
+    refused(&["plan", "no/such/model"], 1, &["T0010", "no/such/model", "models/demo"]);
+    refused(&["plan"], 2, &["T0031", "models/demo"]);
+    refused(&["stream"], 2, &["T0031", "models/demo"]);
+
+    let dir = tempfile::tempdir().unwrap();
+    let model = copy("wan-odd", &dir);
+    let config = model.join("config.json");
+    fs::write(&config, fs::read_to_string(&config).unwrap().replace("\"eps\"", "\"epps\"")).unwrap();
+    refused(&["plan", path(&model)], 1, &["T0002", "epps", "did you mean `eps`?", "config.json"]);
+}
+
+#[test]
+fn truncated_weights_are_found_before_anything_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = copy("wan-odd", &dir);
+    let file = model.join("model.safetensors");
+    let bytes = fs::read(&file).unwrap();
+    let out = dir.path().join("run");
+    for keep in [0, 5, 1000, bytes.len() - 1] {
+        fs::write(&file, &bytes[..keep]).unwrap();
+        let o = tessera(&["stream", path(&model), "--prompt", "red square", "--out", path(&out)]);
+        expect(&o, 1, &["error[T05", "model.safetensors"]);
+        assert!(!out.exists());
+    }
+}
+
+#[test]
+fn meshes_that_cannot_be_are_refused() {
+    refused(&["plan", "fixtures/wan-odd", "--mesh", "mp=2"], 2, &["T0101", "tp, ep, pp or dp"]);
+    refused(&["plan", "fixtures/wan-odd", "--mesh", "tp"], 2, &["T0102", "tp=2,pp=2"]);
+    refused(&["plan", "fixtures/wan-odd", "--mesh", "tp=6"], 1, &["T0602", "5 heads"]);
+    // Both slips at once.
+    refused(&["plan", "fixtures/wan-odd", "--mesh", "tp=0", "--steps", "9,x"], 2, &["T0102", "T0030", "`x`"]);
+    refused(&["plan", "fixtures/wan-odd", "--strategy", "ulises"], 2, &["ulysses"]);
+
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let out = tempfile::tempdir().unwrap();
+    let run = out.path().join("run");
+    // The largest mesh that fits the model; a machine that has the cores runs it.
+    if cores < 24 {
+        let args = ["stream", "fixtures/wan-even", "--mesh", "tp=8,pp=3", "--prompt", "red", "--out", path(&run)];
+        refused(&args, 1, &["T0015", "24 ranks", "--oversubscribe"]);
+        assert!(!run.exists());
+    }
+}
+
+#[test]
+fn prompts_and_changes_that_mean_nothing_are_refused() {
+    let stream = |more: &[&str], status, words: &[&str]| {
+        let args = [&["stream", "fixtures/wan-odd", "--out", "/nonexistent/run"], more].concat();
+        refused(&args, status, words);
+    };
+    stream(&["--prompt", ""], 1, &["T0420", "known words"]);
+    stream(&["--prompt", "a red sqare"], 1, &["T0421", "did you mean `square`?"]);
+    stream(&["--prompt", "red", "--at", "2:a blue"], 1, &["T0421", "blue"]);
+    stream(&["--at", "a red square"], 2, &["T0030", "--at 4:'a blue square moves left'"]);
+    stream(&["--at", "x:red", "--seed-at", "1:-1"], 2, &["`x` is no chunk", "the seed is no whole number"]);
+    stream(&["--at", "1:red", "--at", "1:square"], 2, &["chunk 1 twice"]);
+    stream(&["--prompt", "red", "--cut-at", "8"], 1, &["T0018", "chunk 8", "of 8"]);
+    stream(&["--prompt", "red", "--chunks", "0"], 1, &["T0018"]);
+    stream(&["--chunks", "-1"], 2, &["--chunks"]);
+    stream(&["--plan", "p", "--mesh", "tp=2"], 2, &["T0030", "--mesh", "--plan"]);
+    stream(&["--prompt", "red", "--cache", "recompute"], 1, &["T0016"]);
+}
+
+#[test]
+fn an_output_folder_that_exists_is_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = path(dir.path());
+    refused(&["stream", "fixtures/wan-odd", "--prompt", "red", "--out", out], 1, &["T0013", out]);
+    assert_eq!(fs::read_dir(out).unwrap().count(), 0);
+}
+
+/// A shell that may write files of at most one block: what a full disk does, without one.
+fn small_files(dir: &Path, args: &str) -> Output {
+    let script = format!("ulimit -f 1; exec '{}' {args}", env!("CARGO_BIN_EXE_tessera"));
+    Command::new("sh").arg("-c").arg(script).current_dir(dir).output().unwrap()
+}
+
+#[test]
+fn a_disk_that_takes_no_more_is_told_and_leaves_no_half_plan() {
+    let dir = tempfile::tempdir().unwrap();
+    let o = small_files(dir.path(), &format!("plan '{}' --out plan", fixture("wan-odd")));
+    expect(&o, 1, &["T0014", "cannot be written"]);
+    let left: Vec<_> = fs::read_dir(dir.path()).unwrap().collect();
+    assert!(left.is_empty(), "{left:?}");
+    let o = small_files(dir.path(), &format!("stream '{}' --prompt red --out run", fixture("wan-odd")));
+    assert_ne!(o.status.code(), Some(0));
+    expect(&o, o.status.code().unwrap(), &["T0014"]);
+
+    let full = Command::new("sh")
+        .args(["-c", &format!("exec '{}' explain > /dev/full", env!("CARGO_BIN_EXE_tessera"))])
+        .output()
+        .unwrap();
+    expect(&full, 1, &["T0033", "standard output"]);
+    // A place where no folder can be made, whoever asks.
+    refused(&["plan", "fixtures/wan-odd", "--out", "/proc/nothing/plan"], 1, &["T0014", "/proc/nothing"]);
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let script = format!("'{}' explain | head -1", env!("CARGO_BIN_EXE_tessera"));
+    let o = Command::new("sh").args(["-c", &script]).output().unwrap();
+    assert!(stderr(&o).is_empty() && stdout(&o).lines().count() == 1, "{}", stderr(&o));
+}
+
+#[test]
+fn programs_are_checked_with_their_ranks() {
+    let good = fine(&tessera(&["check", "filetests/check/pipeline.tir", "filetests/check/linear_pair.tir"]));
+    assert_eq!(good.matches("verified, digest ").count(), 2);
+    let o = refused(
+        &["check", "filetests/check/two_orders.tir"],
+        1,
+        &["error[T0301]", "--> filetests/check/two_orders.tir:5:", "tessera explain T0301"],
+    );
+    assert!(stdout(&o).is_empty());
+
+    let o = tessera(&["check", "--format", "github", "filetests/check/both_receive_first.tir"]);
+    assert!(stdout(&o).starts_with("::error file=filetests/check/both_receive_first.tir,line=3,"), "{}", stdout(&o));
+    let o = tessera(&["check", "--format", "json", "filetests/check/never_waited.tir", "filetests/check/pipeline.tir"]);
+    assert_eq!(o.status.code(), Some(1));
+    let lines: Vec<String> = stdout(&o).lines().map(str::to_string).collect();
+    assert!(lines[0].starts_with("{\"code\":\"T0313\""), "{lines:?}");
+    assert!(lines.last().unwrap().contains("\"verified\":true"), "{lines:?}");
+    refused(&["check", "no/such.tir"], 1, &["T0025", "no/such.tir"]);
+    refused(&["check", "fixtures"], 1, &["T0011", "seal.json"]);
+    refused(&["check"], 2, &["PATH"]);
+}
+
+#[test]
+fn every_code_has_a_page_and_is_listed() {
+    let list = fine(&tessera(&["explain"]));
+    let json = fine(&tessera(&["explain", "--format", "json"]));
+    assert!(json.lines().count() > 80, "{}", json.lines().count());
+    for line in json.lines() {
+        let id = line.split("\"code\":\"").nth(1).unwrap().split('"').next().unwrap();
+        assert!(list.contains(&format!("  {id}  ")), "{id} is not in the list");
+    }
+    let page = fine(&tessera(&["explain", "t0602"]));
+    assert!(page.starts_with("T0602: tp does not fit the model\n\n") && page.contains("Raised by: mappings"), "{page}");
+    refused(&["explain", "T0603x"], 2, &["T0032", "T0603"]);
+    refused(&["explain", "E0308"], 2, &["T0032", "T0304"]);
+}
+
+#[test]
+fn help_is_there_for_every_verb_and_shows_examples() {
+    for verb in ["plan", "check", "explain", "stream"] {
+        let help = fine(&tessera(&[verb, "--help"]));
+        assert!(help.contains("Examples:\n  tessera ") && help.contains("Usage: tessera "), "{help}");
+    }
+    let help = fine(&tessera(&["--help"]));
+    assert!(!help.contains("rank ") || !help.contains("  rank"), "the verb of a rank is not for people:\n{help}");
+    refused(&["strem"], 2, &["stream"]);
+}
