@@ -115,9 +115,12 @@ impl Rank {
         let wanted = ["text", "denoise.", "clean."];
         let mut loaded = BTreeMap::new();
         for name in sealed.phases().iter().filter(|n| wanted.iter().any(|w| n.starts_with(w))) {
-            let (Some(program), Some(slots)) = (sealed.program(name, rank), sealed.slots(name, rank)) else { continue };
+            let (Some(program), Some(slots)) = (sealed.program(name, rank), sealed.slots(name, rank)) else {
+                continue;
+            };
             let program = Arc::new((**program).clone());
-            loaded.insert(name.clone(), cpu.load(&program, slots, &mut weights).map_err(|d| refused(vec![d]))?);
+            loaded
+                .insert(name.clone(), cpu.load(&program, slots, &mut weights).map_err(|d| refused(vec![d]))?);
         }
         let draw = |len: u64, draw| {
             let mut out = vec![0.0; len as usize];
@@ -141,7 +144,10 @@ impl Rank {
         let text = std::mem::take(&mut self.text);
         self.go("text", CallData { inputs: BTreeMap::from([("text", &text[..])]), ..CallData::default() })?;
         ensure!(self.cpu.write_buffer("x", &self.noise), "the plan has no buffer x of a chunk's latents");
-        ensure!(self.cpu.write_buffer("latent", &self.noise), "the plan has no buffer latent of a chunk's latents");
+        ensure!(
+            self.cpu.write_buffer("latent", &self.noise),
+            "the plan has no buffer latent of a chunk's latents"
+        );
         for fill in (0..self.window_frames).step_by(self.chunk_frames as usize) {
             self.clean(fill, fill)?;
         }

@@ -66,14 +66,16 @@ pub fn run(args: &Args) -> anyhow::Result<Measured> {
         command: std::env::args().collect(),
     };
     let this = std::env::current_exe()?;
-    let rank = vec![this.to_str().context("the path of this binary is not UTF-8")?.to_string(), "rank".to_string()];
+    let rank =
+        vec![this.to_str().context("the path of this binary is not UTF-8")?.to_string(), "rank".to_string()];
     let mut arrivals = Vec::new();
     let mut on = |event| {
         if let StreamEvent::Chunk(_) = event {
             arrivals.push(Instant::now());
         }
     };
-    let report = tessera::stream::run(&plan, &model, &options, rank, &Interrupt::default(), &mut on).map_err(refused)?;
+    let report = tessera::stream::run(&plan, &model, &options, rank, &Interrupt::default(), &mut on)
+        .map_err(refused)?;
     if let Some(failure) = report.failure {
         bail!("the stream failed: {failure}");
     }

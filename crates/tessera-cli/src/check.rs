@@ -68,7 +68,9 @@ pub fn run(args: &Args) -> Outcome {
 fn verified(path: &Path, digest: &str, format: CheckFormat) -> String {
     let path = path.display().to_string();
     match format {
-        CheckFormat::Json => serde_json::json!({"path": path, "verified": true, "digest": digest}).to_string() + "\n",
+        CheckFormat::Json => {
+            serde_json::json!({"path": path, "verified": true, "digest": digest}).to_string() + "\n"
+        }
         _ => format!("{path}: verified, digest {digest}\n"),
     }
 }

@@ -82,7 +82,8 @@ fn list(registry: &Registry) -> String {
 }
 
 fn json(code: &'static Code) -> String {
-    let fields = serde_json::json!({"code": code.id, "title": code.title, "room": range(code), "page": code.page});
+    let fields =
+        serde_json::json!({"code": code.id, "title": code.title, "room": range(code), "page": code.page});
     fields.to_string() + "\n"
 }
 
@@ -114,14 +115,16 @@ fn wrap(paragraph: &str) -> String {
 }
 
 fn unknown(id: &str, registry: &Registry) -> Refusal {
-    let digits = |s: &str| s.chars().filter_map(|c| c.to_digit(10)).fold(0i64, |n, d| (n * 10 + i64::from(d)) % 1_000_000);
+    let digits = |s: &str| {
+        s.chars().filter_map(|c| c.to_digit(10)).fold(0i64, |n, d| (n * 10 + i64::from(d)) % 1_000_000)
+    };
     let wanted = digits(id);
     let mut near: Vec<&Code> = registry.iter().collect();
     near.sort_by_key(|c| ((digits(c.id) - wanted).abs(), c.id));
-    let d = near.into_iter().take(SUGGESTIONS).fold(
-        Diagnostic::error(&T0032, format!("no code `{id}` in this build")),
-        |d, c| d.at(c.id, c.title),
-    );
+    let d = near
+        .into_iter()
+        .take(SUGGESTIONS)
+        .fold(Diagnostic::error(&T0032, format!("no code `{id}` in this build")), |d, c| d.at(c.id, c.title));
     Refusal::usage(vec![d.hint("`tessera explain` lists every code")])
 }
 
@@ -132,7 +135,10 @@ mod tests {
     #[test]
     fn paragraphs_are_wrapped_between_words() {
         let text = wrap(&"word ".repeat(60));
-        assert!(text.lines().all(|l| l.len() <= WIDTH && !l.ends_with(' ')) && text.lines().count() == 3, "{text}");
+        assert!(
+            text.lines().all(|l| l.len() <= WIDTH && !l.ends_with(' ')) && text.lines().count() == 3,
+            "{text}"
+        );
     }
 
     #[test]

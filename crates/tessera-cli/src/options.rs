@@ -59,11 +59,14 @@ impl Planning {
     pub fn plan(&self, dir: Option<&Path>, mapping: Option<&Path>) -> Result<(Model, Plan), Refusal> {
         let dir = dir.ok_or_else(no_model)?;
         // Every slip of the command line at once.
-        let (mesh, steps) = (self.mesh.as_deref().map(values::mesh), self.steps.as_deref().map(values::steps));
+        let (mesh, steps) =
+            (self.mesh.as_deref().map(values::mesh), self.steps.as_deref().map(values::steps));
         let (mesh, steps) = match (mesh.transpose(), steps.transpose()) {
             (Ok(mesh), Ok(steps)) => (mesh, steps),
             (mesh, steps) => {
-                return Err(Refusal::usage([mesh.err(), steps.err()].into_iter().flatten().collect::<Vec<_>>()));
+                return Err(Refusal::usage(
+                    [mesh.err(), steps.err()].into_iter().flatten().collect::<Vec<_>>(),
+                ));
             }
         };
         let mut map = match mapping {
@@ -107,7 +110,10 @@ pub fn sealed(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), Ref
     let model = Model::open(&place, &overrides).map_err(|mut ds| {
         if dir.is_none() {
             for d in &mut ds {
-                d.notes.push(format!("{} names this folder; it was planned where that path led to it", folder.display()));
+                d.notes.push(format!(
+                    "{} names this folder; it was planned where that path led to it",
+                    folder.display()
+                ));
                 d.hint = Some("give the model's folder too: tessera stream MODEL --plan PLAN".to_string());
             }
         }

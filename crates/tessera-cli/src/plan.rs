@@ -63,17 +63,32 @@ fn text(s: &Summary, folder: Option<String>) -> String {
     let ranks = if s.ranks.len() == 1 { "1 rank".to_string() } else { format!("{} ranks", s.ranks.len()) };
     let mut facts = vec![
         ("mesh", format!("{}: {ranks}, {} strategy, {} numerics", s.mesh, s.strategy, s.numerics)),
-        ("stream", format!(
-            "{}x{} at {} frames per second, {} frames a chunk, {} cache, steps {}",
-            s.picture[0], s.picture[1], s.fps, s.frames_per_chunk, s.cache, list(&s.steps)
-        )),
+        (
+            "stream",
+            format!(
+                "{}x{} at {} frames per second, {} frames a chunk, {} cache, steps {}",
+                s.picture[0],
+                s.picture[1],
+                s.fps,
+                s.frames_per_chunk,
+                s.cache,
+                list(&s.steps)
+            ),
+        ),
         ("blocks", format!("{} on each stage in turn", blocks.join(", "))),
     ];
     if let Some(call) = s.steady_call() {
-        facts.push(("chunk", format!(
-            "{} phases, {} on the busiest ranks, {} collectives, {} over links ({})",
-            call.phases.len(), Flops(call.flops), call.collectives, Bytes(call.bytes), call.name
-        )));
+        facts.push((
+            "chunk",
+            format!(
+                "{} phases, {} on the busiest ranks, {} collectives, {} over links ({})",
+                call.phases.len(),
+                Flops(call.flops),
+                call.collectives,
+                Bytes(call.bytes),
+                call.name
+            ),
+        ));
     }
     facts.push(("digest", s.digest.clone()));
     if let Some(folder) = folder {

@@ -5,18 +5,23 @@ use std::io::IsTerminal;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tessera::stream::{ChunkProgress, StreamEvent};
 
-/// Lines of a stream that is not on a terminal, whatever its length.
+/// Lines of a stream that is not on a terminal, if it is not long.
 const LINES: u32 = 10;
+/// Most chunks without a line.
+const CHUNKS_A_LINE: u32 = 25;
+/// Phases that take less are not named.
+const WORTH_NAMING_NS: u64 = 50_000;
 /// Phases named with their time.
 const PHASES_SHOWN: usize = 4;
 
 /// Shows progress on standard error.
+#[derive(Clone)]
 pub enum Progress {
     /// Nothing.
     Silent,
     /// A line each so many chunks.
     Lines(u32),
-    /// A bar.
+    /// A bar; clones are handles of the same one.
     Bar(ProgressBar),
 }
 
@@ -27,7 +32,7 @@ impl Progress {
             return Progress::Silent;
         }
         if !std::io::stderr().is_terminal() {
-            return Progress::Lines(chunks.div_ceil(LINES).max(1));
+            return Progress::Lines(chunks.div_ceil(LINES).clamp(1, CHUNKS_A_LINE));
         }
         let bar = ProgressBar::with_draw_target(Some(u64::from(chunks)), ProgressDrawTarget::stderr());
         if let Ok(style) = ProgressStyle::with_template("{bar:24} chunk {pos}/{len}  {wide_msg}") {
@@ -51,8 +56,8 @@ impl Progress {
                 bar.set_message(format!("{}, loading", started(pids)));
             }
             (Progress::Bar(bar), StreamEvent::Chunk(c)) => {
-                bar.set_position(u64::from(c.chunk) + 1);
                 bar.set_message(line(c));
+                bar.set_position(u64::from(c.chunk) + 1);
             }
         }
     }
@@ -69,17 +74,6 @@ impl Progress {
     pub fn end(&self) {
         if let Progress::Bar(bar) = self {
             bar.finish_and_clear();
-        }
-    }
-}
-
-impl Clone for Progress {
-    fn clone(&self) -> Progress {
-        match self {
-            Progress::Silent => Progress::Silent,
-            Progress::Lines(each) => Progress::Lines(*each),
-            // A second handle of the same bar.
-            Progress::Bar(bar) => Progress::Bar(bar.clone()),
         }
     }
 }
@@ -102,9 +96,13 @@ fn line(c: &ChunkProgress) -> String {
             None => sums.push((name, *ns)),
         }
     }
+    sums.retain(|(_, ns)| *ns >= WORTH_NAMING_NS);
     sums.sort_by_key(|(_, ns)| std::cmp::Reverse(*ns));
-    let times: Vec<String> =
-        sums.iter().take(PHASES_SHOWN).map(|(name, ns)| format!("{name} {:.1} ms", *ns as f64 / 1e6)).collect();
+    let times: Vec<String> = sums
+        .iter()
+        .take(PHASES_SHOWN)
+        .map(|(name, ns)| format!("{name} {:.1} ms", *ns as f64 / 1e6))
+        .collect();
     let speed = if c.frames > 0 { format!("{:.1} frames/s  ", c.fps) } else { String::new() };
     format!("{speed}{}  waiting: {} in, {} out", times.join(", "), c.queued_in, c.queued_out)
 }
@@ -115,7 +113,13 @@ mod tests {
 
     #[test]
     fn variants_of_a_phase_are_added_up() {
-        let phases = [("text", 500_000), ("denoise.fill3", 2_000_000), ("clean.fill3", 900_000), ("denoise.fill3", 2_500_000)];
+        let phases = [
+            ("emit", 40_000),
+            ("text", 500_000),
+            ("denoise.fill3", 2_000_000),
+            ("clean.fill3", 900_000),
+            ("denoise.fill3", 2_500_000),
+        ];
         let c = ChunkProgress {
             chunk: 1,
             chunks: 8,
@@ -125,6 +129,9 @@ mod tests {
             queued_in: 1,
             queued_out: 0,
         };
-        assert_eq!(line(&c), "23.4 frames/s  denoise 4.5 ms, clean 0.9 ms, text 0.5 ms  waiting: 1 in, 0 out");
+        assert_eq!(
+            line(&c),
+            "23.4 frames/s  denoise 4.5 ms, clean 0.9 ms, text 0.5 ms  waiting: 1 in, 0 out"
+        );
     }
 }

@@ -83,7 +83,7 @@ pub fn diagnostics(ds: &[Diagnostic], format: Format, source: &dyn Fn(&str) -> O
         [first, ..] => format!("tessera explain {first} (also {})", rest(&codes[1..])),
         [] => return,
     };
-    eprint!("{text}more: {more}\n");
+    eprintln!("{text}more: {more}");
 }
 
 fn rest(codes: &[&str]) -> String {
@@ -131,9 +131,11 @@ pub fn table(rows: &[Vec<String>], right: &[bool]) -> String {
     let width = |i: usize| rows.iter().filter_map(|r| r.get(i)).map(|c| c.chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..right.len()).map(width).collect();
     let line = |row: &Vec<String>| {
-        let cells = row.iter().zip(&widths).zip(right).map(|((cell, w), right)| {
-            if *right { format!("{cell:>w$}") } else { format!("{cell:<w$}") }
-        });
+        let cells = row
+            .iter()
+            .zip(&widths)
+            .zip(right)
+            .map(|((cell, w), right)| if *right { format!("{cell:>w$}") } else { format!("{cell:<w$}") });
         format!("  {}", cells.collect::<Vec<_>>().join("  ")).trim_end().to_string() + "\n"
     };
     rows.iter().map(line).collect()

@@ -28,7 +28,7 @@ const INTERRUPTED: i32 = 130;
 
 /// Stream a video from a model over ranks of this machine
 #[derive(Debug, clap::Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, allow_negative_numbers = true)]
 pub struct Args {
     /// Folder of the model, for example models/demo
     pub model: Option<PathBuf>,
@@ -145,13 +145,19 @@ fn changes(args: &Args) -> Result<Changes, Refusal> {
 fn twice(option: &str, chunks: impl Iterator<Item = u32>) -> Option<Diagnostic> {
     let mut seen = std::collections::BTreeSet::new();
     let again = chunks.into_iter().find(|c| !seen.insert(*c))?;
-    Some(Diagnostic::error(&T0030, format!("{option} names chunk {again} twice")).hint("leave one of them out"))
+    Some(
+        Diagnostic::error(&T0030, format!("{option} names chunk {again} twice"))
+            .hint("leave one of them out"),
+    )
 }
 
 fn contradiction(option: &str) -> Refusal {
     Refusal::usage(vec![
-        Diagnostic::error(&T0030, format!("{option} cannot be given with --plan: a sealed plan is not changed"))
-            .hint(format!("leave {option} out, or plan again without --plan")),
+        Diagnostic::error(
+            &T0030,
+            format!("{option} cannot be given with --plan: a sealed plan is not changed"),
+        )
+        .hint(format!("leave {option} out, or plan again without --plan")),
     ])
 }
 
@@ -163,7 +169,8 @@ fn free_folder(parent: &Path, model: &str) -> PathBuf {
 
 /// The path of this very binary, which ranks run too.
 fn own_path() -> Result<String, Diagnostic> {
-    let why = |why: String| Diagnostic::error(&T0030, format!("the path of this binary cannot be told: {why}"));
+    let why =
+        |why: String| Diagnostic::error(&T0030, format!("the path of this binary cannot be told: {why}"));
     let path = std::env::current_exe().map_err(|e| why(e.to_string()))?;
     path.to_str().map(str::to_string).ok_or_else(|| why("it is not UTF-8".to_string()))
 }
@@ -227,7 +234,11 @@ fn text(r: &StreamReport) -> String {
         (None, false) => "",
     };
     let chunks = if r.chunks == 1 { "1 chunk".to_string() } else { format!("{} chunks", r.chunks) };
-    let frames = if r.frames > 0 { format!(", {} frames, {:.1} frames per second", r.frames, r.fps) } else { String::new() };
+    let frames = if r.frames > 0 {
+        format!(", {} frames, {:.1} frames per second", r.frames, r.fps)
+    } else {
+        String::new()
+    };
     let mut out = format!("{}: {chunks}{frames}{state}\n", r.out.display());
     if let Some(golden) = &r.golden {
         out += &format!("golden {golden}\n");
@@ -242,9 +253,9 @@ fn text(r: &StreamReport) -> String {
 }
 
 fn json(r: &StreamReport) -> String {
-    let failure = r.failure.as_ref().map(|f| {
-        serde_json::json!({"class": f.class.words(), "rank": f.rank, "code": f.code, "text": f.text})
-    });
+    let failure = r.failure.as_ref().map(
+        |f| serde_json::json!({"class": f.class.words(), "rank": f.rank, "code": f.code, "text": f.text}),
+    );
     let fields = serde_json::json!({
         "out": r.out.display().to_string(),
         "chunks": r.chunks,

@@ -23,7 +23,9 @@ pub fn steps(text: &str) -> Result<Vec<f64>, Diagnostic> {
     text.split(',')
         .map(|word| word.trim().parse::<f64>().map_err(|_| word))
         .collect::<Result<_, _>>()
-        .map_err(|word| refuse("--steps", text, &format!("`{word}` is no number"), "--steps 1000,750,500,250"))
+        .map_err(|word| {
+            refuse("--steps", text, &format!("`{word}` is no number"), "--steps 1000,750,500,250")
+        })
 }
 
 /// A prompt that holds from a chunk on, such as `4:a blue square`.
@@ -37,14 +39,16 @@ pub fn seed_at(text: &str) -> Result<(u32, u64), Diagnostic> {
     let example = "--seed-at 4:7";
     let (chunk, seed) = at(text, "--seed-at", example)?;
     let seed = seed.trim().parse();
-    seed.map(|s| (chunk, s)).map_err(|_| refuse("--seed-at", text, "the seed is no whole number from 0", example))
+    seed.map(|s| (chunk, s))
+        .map_err(|_| refuse("--seed-at", text, "the seed is no whole number from 0", example))
 }
 
 fn at<'a>(text: &'a str, option: &str, example: &str) -> Result<(u32, &'a str), Diagnostic> {
     let (chunk, value) =
         text.split_once(':').ok_or_else(|| refuse(option, text, "no `:` after the chunk", example))?;
     let chunk = chunk.trim();
-    let number = chunk.parse().map_err(|_| refuse(option, text, &format!("`{chunk}` is no chunk"), example))?;
+    let number =
+        chunk.parse().map_err(|_| refuse(option, text, &format!("`{chunk}` is no chunk"), example))?;
     Ok((number, value))
 }
 

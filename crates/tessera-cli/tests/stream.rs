@@ -1,5 +1,7 @@
 //! A stream from the binary: what it leaves, how it can be stopped, how it fails.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -45,7 +47,8 @@ fn stream(out: &Path, more: &[&str]) -> String {
 fn ranks_and_a_kept_plan_do_not_show_in_what_comes_out() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
-    let what = ["--chunks", "3", "--prompt", "a red square", "--at", "1:square moves left", "--seed-at", "2:7"];
+    let what =
+        ["--chunks", "3", "--prompt", "a red square", "--at", "1:square moves left", "--seed-at", "2:7"];
     let one = stream(&at("one"), &[&["fixtures/wan-odd"], &what[..]].concat());
     assert_eq!(field(&one, "chunks"), "3");
     assert_eq!(field(&one, "golden").len(), 64);
@@ -81,7 +84,8 @@ fn the_end_says_where_things_are() {
 /// Starts a stream that will not end by itself, and waits until a chunk is on disk.
 fn endless(out: &Path) -> Child {
     let args = ["stream", "fixtures/wan-odd", "--mesh", "tp=2", "--oversubscribe", "--chunks", "1000000"];
-    let child = command(&[&args[..], &["--prompt", "red", "--out", out.to_str().unwrap()]].concat()).spawn().unwrap();
+    let child =
+        command(&[&args[..], &["--prompt", "red", "--out", out.to_str().unwrap()]].concat()).spawn().unwrap();
     let begun = Instant::now();
     while fs::metadata(out.join("latents.f32")).map_or(0, |m| m.len()) == 0 {
         assert!(begun.elapsed() < PATIENCE, "no chunk was written");

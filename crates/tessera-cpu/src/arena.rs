@@ -20,8 +20,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Most members of one arena.
-pub const MAX_MEMBERS: usize = 64;
+/// Most members of one arena: more than the largest NVLink domain of today, 72, so that one host can stand in for it.
+pub const MAX_MEMBERS: usize = 128;
 
 /// Shape of an arena; the same on every member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -25,10 +25,16 @@ pub fn fingerprint(description: &[u8]) -> u64 {
     xxh3_64(description)
 }
 
-/// `out = Σ views`.
-pub fn all_reduce(out: &mut [f32], views: &[&[f32]], order: SumOrder) {
+/// Terms whose magnitudes add up to more than this many times their sum have cancelled at least three decimal
+/// digits, and their sum is taken again with compensation.
+pub const CANCELLED: f32 = 1024.0;
+
+/// `out = Σ views`; how many elements were summed with compensation because their terms cancelled. In rank order
+/// three terms or more can lose what a fixed order alone cannot give back; two terms round once and lose nothing.
+pub fn all_reduce(out: &mut [f32], views: &[&[f32]], order: SumOrder) -> u64 {
     assert!(views.iter().all(|v| v.len() == out.len()), "all_reduce of {} elements", out.len());
     sum_run(out, views, 0, order);
+    if order == SumOrder::Rank && views.len() > 2 { compensate(out, views) } else { 0 }
 }
 
 /// `out`: the part `range` along `dim` of Σ views, each `[rows, columns]`.
@@ -131,6 +137,36 @@ fn sum_run(out: &mut [f32], views: &[&[f32]], offset: usize, order: SumOrder) {
     }
 }
 
+/// Sums again, after Neumaier, each element whose terms cancelled. The same on every member: all see the same terms.
+fn compensate(out: &mut [f32], views: &[&[f32]]) -> u64 {
+    let mut count = 0;
+    let mut magnitude = [0.0; RUN];
+    for (i, o) in out.chunks_mut(RUN).enumerate() {
+        let (at, m) = (i * RUN, &mut magnitude[..o.len()]);
+        m.fill(0.0);
+        for v in views {
+            add_magnitude(m, &v[at..at + o.len()]);
+        }
+        for (j, o) in o.iter_mut().enumerate() {
+            if m[j] > CANCELLED * o.abs() {
+                *o = neumaier(views.iter().map(|v| v[at + j]));
+                count += 1;
+            }
+        }
+    }
+    count
+}
+
+fn neumaier(terms: impl Iterator<Item = f32>) -> f32 {
+    let (mut sum, mut lost) = (0.0f32, 0.0f32);
+    for x in terms {
+        let next = sum + x;
+        lost += if sum.abs() >= x.abs() { (sum - next) + x } else { (x - next) + sum };
+        sum = next;
+    }
+    sum + lost
+}
+
 fn tree(out: &mut [f32], views: &[&[f32]], at: usize) {
     let [view] = views else {
         let (left, right) = views.split_at(views.len() / 2);
@@ -147,9 +183,67 @@ fn tree(out: &mut [f32], views: &[&[f32]], at: usize) {
 }
 
 vectorized! {
+    fn add_magnitude(out: &mut [f32], x: &[f32]) {
+        for (o, x) in out.iter_mut().zip(x) {
+            *o += x.abs();
+        }
+    }
+}
+
+vectorized! {
     fn add_into(out: &mut [f32], x: &[f32]) {
         for (o, x) in out.iter_mut().zip(x) {
             *o += x;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Members' terms that cancel: large ones of both signs around small ones.
+    fn cancelling(members: usize, elements: usize) -> Vec<Vec<f32>> {
+        let term = |m: usize, e: usize| {
+            let small = 1.0 + (m * 31 + e * 17) as f32 / 1000.0;
+            let large = 3.0e6 * (1.0 + (e % 7) as f32 + (m / 2) as f32);
+            match m % 2 {
+                0 if m + 1 < members => large + small,
+                1 => -large,
+                _ => small,
+            }
+        };
+        (0..members).map(|m| (0..elements).map(|e| term(m, e)).collect()).collect()
+    }
+
+    #[test]
+    fn cancelling_terms_are_summed_with_compensation_and_counted() {
+        let terms = cancelling(72, 1500);
+        let views: Vec<&[f32]> = terms.iter().map(Vec::as_slice).collect();
+        let mut out = vec![0.0; 1500];
+        assert_eq!(all_reduce(&mut out, &views, SumOrder::Rank), 1500);
+        let (mut worst, mut worst_plain) = (0.0f64, 0.0f64);
+        for (e, o) in out.iter().enumerate() {
+            let exact: f64 = terms.iter().map(|t| f64::from(t[e])).sum();
+            let plain = terms.iter().fold(0.0f32, |s, t| s + t[e]);
+            worst = worst.max((f64::from(*o) - exact).abs() / exact.abs());
+            worst_plain = worst_plain.max((f64::from(plain) - exact).abs() / exact.abs());
+        }
+        assert!(worst < 4.0 * f64::from(f32::EPSILON), "{worst:e}");
+        assert!(worst_plain > 1000.0 * worst, "the series is ill-conditioned: {worst_plain:e}");
+    }
+
+    #[test]
+    fn ordinary_terms_keep_their_rank_order_sum() {
+        let terms: Vec<Vec<f32>> =
+            (0..5).map(|m| (0..300).map(|e| (m * e) as f32 * 0.37 + 1.0).collect()).collect();
+        let views: Vec<&[f32]> = terms.iter().map(Vec::as_slice).collect();
+        let mut out = vec![0.0; 300];
+        assert_eq!(all_reduce(&mut out, &views, SumOrder::Rank), 0);
+        assert!(
+            out.iter()
+                .enumerate()
+                .all(|(e, o)| *o == terms.iter().skip(1).fold(terms[0][e], |s, t| s + t[e]))
+        );
     }
 }

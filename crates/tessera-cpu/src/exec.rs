@@ -49,6 +49,7 @@ pub struct Cpu {
     scratch: Scratch,
     tables: RopeCache,
     outputs: BTreeMap<String, Vec<f32>>,
+    compensated: u64,
 }
 
 /// What values live in.
@@ -106,6 +107,7 @@ impl Cpu {
             scratch: Scratch::new(),
             tables: RopeCache::new(),
             outputs: BTreeMap::new(),
+            compensated: 0,
         }
     }
 
@@ -258,6 +260,10 @@ impl Backend for Cpu {
         ]
     }
 
+    fn compensated(&self) -> u64 {
+        self.compensated
+    }
+
     fn abort(&self) -> Abort {
         let aborters: Vec<Aborter> = self.groups.iter().map(|g| g.arena.aborter()).collect();
         Arc::new(move |reason| aborters.iter().for_each(|a| a.abort(reason)))
@@ -277,6 +283,10 @@ fn unsupported(p: &Program, op: &Op) -> Option<String> {
         let t = p.ty(op.operands[0]);
         p.mesh.axes().any(|a| matches!(t.layout.on(a), AxisLayout::Shard(s) if s.dim != 0))
     };
+    let deep = |operand: usize| {
+        let dims = p.ty(op.operands[operand]).shape.len();
+        (dims > 2).then(|| format!("pieces of a tensor of {dims} dims"))
+    };
     match op.opcode {
         Opcode::Renoise if first_sharded_by_columns() => Some("noise for a value cut by columns".into()),
         Opcode::Matmul if !matches!(op.int("segments").unwrap_or(1), 1 | 2 | 4 | 8) => {
@@ -285,6 +295,17 @@ fn unsupported(p: &Program, op: &Op) -> Option<String> {
         Opcode::SpaceTimeToDepth | Opcode::DepthToSpaceTime if op.ints("patch") != Some(&[2, 2]) => {
             Some("a patch other than 2 × 2".into())
         }
+        Opcode::AllReduce | Opcode::ReduceScatter => {
+            let members = op.axis().map_or(1, |a| p.mesh.size(a));
+            match op.reduction() {
+                Some(Reduction::Max) => Some("the reduction max".into()),
+                Some(Reduction::Tree) if !members.is_power_of_two() => {
+                    Some(format!("a tree over {members} ranks, which is no power of two"))
+                }
+                _ => deep(0).filter(|_| op.opcode == Opcode::ReduceScatter),
+            }
+        }
+        Opcode::AllGather | Opcode::AllToAll | Opcode::TakeShard => deep(0),
         _ => None,
     }
 }
@@ -597,17 +618,25 @@ impl Cpu {
         };
         let group = &mut self.groups[at];
         let me = group.arena.me();
-        let outcome = group.arena.collect(ticket, deadline, |views| {
-            if let Some(r) = result {
-                finish(p, issue, p.ty(*r), &seat, me, &mut memory[..len], views);
-            }
+        let outcome = group.arena.collect(ticket, deadline, |views| match result {
+            Some(r) => finish(p, issue, p.ty(*r), &seat, me, &mut memory[..len], views),
+            None => 0,
         });
-        outcome.map_err(|e| fault(p, issue, &self.groups[at], &e))
+        self.compensated += outcome.map_err(|e| fault(p, issue, &self.groups[at], &e))?;
+        Ok(())
     }
 }
 
-/// Writes a collective's result from the members' contributions.
-fn finish(p: &Program, op: &Op, out_ty: &Type, seat: &Seat, me: usize, out: &mut [f32], views: &[&[f32]]) {
+/// Writes a collective's result from the members' contributions; how many sums were compensated.
+fn finish(
+    p: &Program,
+    op: &Op,
+    out_ty: &Type,
+    seat: &Seat,
+    me: usize,
+    out: &mut [f32],
+    views: &[&[f32]],
+) -> u64 {
     let order = if op.reduction() == Some(Reduction::Tree) { SumOrder::Tree } else { SumOrder::Rank };
     let axis = op.axis().unwrap_or(Axis::Tp);
     let parts = seat.mesh.size(axis);
@@ -620,7 +649,7 @@ fn finish(p: &Program, op: &Op, out_ty: &Type, seat: &Seat, me: usize, out: &mut
         (shard.dim, (0..parts).map(|at| span(shard, local, parts, at)).collect())
     };
     match (op.opcode, operand) {
-        (Opcode::AllReduce, _) => collectives::all_reduce(out, views, order),
+        (Opcode::AllReduce, _) => return collectives::all_reduce(out, views, order),
         (Opcode::AllGather, Some(x)) => {
             let (dim, parts) = pieces(x);
             collectives::all_gather(out, views, two(&out_ty.shape), dim, &parts);
@@ -639,6 +668,7 @@ fn finish(p: &Program, op: &Op, out_ty: &Type, seat: &Seat, me: usize, out: &mut
         // Of a pair, the other end.
         _ => collectives::receive(out, views, 1 - me),
     }
+    0
 }
 
 fn span(shard: Shard, local: u64, parts: u32, at: u32) -> Range<usize> {

@@ -144,6 +144,9 @@ pub trait Backend {
     /// Bytes held: weights, buffers, temporaries.
     fn memory(&self) -> [u64; 3];
 
+    /// Sums over ranks so far whose terms cancelled and were added with compensation.
+    fn compensated(&self) -> u64;
+
     /// Ends blocked collectives.
     fn abort(&self) -> Abort;
 }

@@ -32,6 +32,16 @@ pub(crate) struct Header {
     pub fault: Option<String>,
     /// Largest difference between numbers that count as equal.
     pub tolerance: f64,
+    /// Names of the collectives that every program of a role issues, in order.
+    pub collectives: Option<Vec<String>>,
+    /// Values that are put into one memory slot, the first one's.
+    pub share: Vec<Vec<String>>,
+    /// Values that get no memory slot.
+    pub homeless: Vec<String>,
+    /// Bytes of a device.
+    pub device_bytes: Option<u64>,
+    /// Calls that may be made: lists of phases.
+    pub calls: Vec<(String, Vec<String>)>,
 }
 
 impl Header {
@@ -43,6 +53,11 @@ impl Header {
             weights: BTreeMap::new(),
             fault: None,
             tolerance: 1e-9,
+            collectives: None,
+            share: Vec::new(),
+            homeless: Vec::new(),
+            device_bytes: None,
+            calls: Vec::new(),
         };
         let mut wrong = Vec::new();
         let mut first = true;
@@ -105,6 +120,13 @@ impl Header {
             }
             "fault" => self.fault = Some(value.to_string()),
             "tolerance" => self.tolerance = value.parse().map_err(|_| format!("tolerance `{value}`"))?,
+            "collectives" => self.collectives = Some(words(value)),
+            "share" => self.share.push(words(value)),
+            "homeless" => self.homeless.extend(words(value)),
+            "device-bytes" => {
+                self.device_bytes = Some(value.parse().map_err(|_| format!("bytes `{value}`"))?);
+            }
+            "phases" => self.calls.push((name.to_string(), words(value))),
             "note" | "error-anywhere" => {}
             other => return Err(format!("unknown key `{other}`")),
         }
@@ -115,14 +137,22 @@ impl Header {
     pub(crate) fn cast<'a>(&self, mesh: &Mesh, phase: &[&'a Program]) -> Result<Vec<&'a Program>, String> {
         mesh.iter()
             .map(|rank| {
-                let written = |p: &&&Program| self.ranks.get(&p.role).is_some_and(|r| r.contains(&rank));
-                let by_name =
-                    |p: &&&Program| !self.ranks.contains_key(&p.role) && plays(&p.role, mesh, rank, phase);
-                let found = phase.iter().find(written).or_else(|| phase.iter().find(by_name));
-                found.copied().ok_or_else(|| format!("no program for rank {rank}"))
+                self.program_of(mesh, phase, rank).ok_or_else(|| format!("no program for rank {rank}"))
             })
             .collect()
     }
+
+    /// The program that a rank runs, of those of one phase.
+    pub(crate) fn program_of<'a>(&self, mesh: &Mesh, phase: &[&'a Program], rank: Rank) -> Option<&'a Program> {
+        let written = |p: &&&Program| self.ranks.get(&p.role).is_some_and(|r| r.contains(&rank));
+        let by_name =
+            |p: &&&Program| !self.ranks.contains_key(&p.role) && plays(&p.role, mesh, rank, phase);
+        phase.iter().find(written).or_else(|| phase.iter().find(by_name)).copied()
+    }
+}
+
+fn words(text: &str) -> Vec<String> {
+    text.split_whitespace().map(|w| w.trim_start_matches('%').to_string()).collect()
 }
 
 /// Whether a rank plays a role by its name: `r@tp1` begins at position 1 of tp and goes on to the next such role.

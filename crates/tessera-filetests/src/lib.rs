@@ -1,16 +1,21 @@
 //! Runs `.tir` files that say themselves what is to be tested and what must come out.
 //!
 //! A file begins with comment lines `// key: value`; `filetests/README.md` lists the keys. What went wrong comes
-//! back as sentences. This room reads no files and no environment: its test binary does, and writes what
-//! [`bless`] returns.
+//! back as sentences. [`conformance`] runs the evaluations on a backend. This room reads no files and no
+//! environment and names no backend: its test binaries do, and write what [`bless`] returns.
 
+mod conformance;
 mod eval;
 mod expected;
 mod header;
 mod judge;
+mod slots;
+
+pub use conformance::{Maker, Open, Report, Subject, Tolerance, conformance};
+pub use slots::own_slots;
 
 use tessera_base::{Diagnostic, Diagnostics, Severity};
-use tessera_ir::{Program, parse_all, print};
+use tessera_ir::{Dialect, Program, parse_all, print};
 
 use header::{Header, Kind};
 
@@ -46,7 +51,7 @@ fn outcome(text: &str, name: &str) -> Result<Option<String>, Vec<String>> {
         Err(ds) => (Vec::new(), ds),
     };
     if found.is_empty() && header.kind == Kind::Check {
-        found = judge::judge(&header, &programs)?;
+        found = judge::judge(&header, &programs);
     }
     let refused = found.iter().any(Diagnostic::is_error);
     let wrong = compare_diagnostics(text, &found);
@@ -60,11 +65,25 @@ fn outcome(text: &str, name: &str) -> Result<Option<String>, Vec<String>> {
     if !unstable.is_empty() {
         return Err(unstable);
     }
+    let miscounted: Vec<String> = programs.iter().filter_map(|p| census(&header, p).err()).collect();
+    if !miscounted.is_empty() {
+        return Err(miscounted);
+    }
     match header.kind {
         Kind::Parse | Kind::Check => Ok(None),
         Kind::Print => Ok(Some(programs.iter().map(print).collect())),
         Kind::Eval => eval::eval(&header, &programs),
     }
+}
+
+/// The collectives of a role's program are those that the file names.
+fn census(header: &Header, p: &Program) -> Result<(), String> {
+    let Some(expected) = header.collectives.as_ref().filter(|_| p.dialect == Dialect::Role) else { return Ok(()) };
+    let found: Vec<&str> = p.collectives().map(|(_, op)| op.opcode.name()).collect();
+    if found.iter().eq(expected.iter()) {
+        return Ok(());
+    }
+    Err(format!("@{} of {} issues {found:?}, not {expected:?}", p.name, p.role))
 }
 
 /// Printing and reading back gives the same program, and the same text.

@@ -107,6 +107,34 @@ impl Machine {
         self.weights.extend(weights);
     }
 
+    /// What an input of this type is on a rank.
+    ///
+    /// # Errors
+    /// A sentence: the call does not bring it, or it cannot be cut so.
+    pub fn input(&self, name: &str, ty: &Type, rank: Rank, call: &Call) -> Result<Tensor, String> {
+        match call.inputs.get(name) {
+            None => Err(format!("the call brings no tensor \"{name}\"")),
+            Some(Feed::Whole(t)) => self.cut(t, ty, self.mesh.coord_of(rank)),
+            Some(Feed::PerRank(all)) => {
+                let own = all.get(rank.0 as usize);
+                own.cloned().ok_or_else(|| format!("the call brings no \"{name}\" for this rank"))
+            }
+        }
+    }
+
+    /// What a weight of this type is at a coordinate, `load` being the op's reordering.
+    ///
+    /// # Errors
+    /// A sentence: there is no such weight, or it cannot be reordered or cut so.
+    pub fn weight(&self, name: &str, ty: &Type, load: Option<&str>, coord: Coord) -> Result<Tensor, String> {
+        let whole = self.weights.get(name).ok_or_else(|| format!("there is no weight \"{name}\""))?;
+        match load {
+            None => self.cut(whole, ty, coord),
+            Some("patch") => self.cut(&compute::patch_rows(whole)?, ty, coord),
+            Some(other) => Err(format!("load = \"{other}\" has no meaning")),
+        }
+    }
+
     /// A rank's piece of a buffer, if the rank has run a program that declares it.
     #[must_use]
     pub fn buffer(&self, rank: Rank, name: &str) -> Option<&Tensor> {
@@ -245,33 +273,13 @@ impl Machine {
             |i: usize| op.results.get(i).map(|v| r.program.ty(*v)).ok_or_else(|| "has no result".to_string());
         let tensor = |t: Tensor| Ok(Some(Slot::Tensor(t)));
         match op.opcode {
-            Opcode::Input => {
-                let name = name()?;
-                match call.inputs.get(&name) {
-                    None => Err(format!("the call brings no tensor \"{name}\"")),
-                    Some(Feed::Whole(t)) => tensor(self.cut(t, ty(0)?, coord)?),
-                    Some(Feed::PerRank(all)) => match all.get(r.rank.0 as usize) {
-                        Some(t) => tensor(t.clone()),
-                        None => Err(format!("the call brings no \"{name}\" for this rank")),
-                    },
-                }
-            }
+            Opcode::Input => tensor(self.input(&name()?, ty(0)?, r.rank, call)?),
             Opcode::Call => match call.scalars.get(&name()?) {
                 None => Err(format!("the call brings no scalar \"{}\"", name()?)),
                 Some(Arg::Int(i)) => Ok(Some(Slot::Int(*i))),
                 Some(Arg::Float(t)) => tensor(t.clone()),
             },
-            Opcode::Weight => {
-                let name = name()?;
-                let whole =
-                    self.weights.get(&name).ok_or_else(|| format!("there is no weight \"{name}\""))?;
-                let whole = match op.str("load") {
-                    None => whole.clone(),
-                    Some("patch") => compute::patch_rows(whole)?,
-                    Some(other) => return Err(format!("load = \"{other}\" has no meaning")),
-                };
-                tensor(self.cut(&whole, ty(0)?, coord)?)
-            }
+            Opcode::Weight => tensor(self.weight(&name()?, ty(0)?, op.str("load"), coord)?),
             Opcode::Output => {
                 let value = r.tensor(*op.operands.first().ok_or("has no operand")?)?.clone();
                 match r.outputs.insert(name()?, value) {

@@ -361,6 +361,25 @@ impl Cache {
         self.oldest()..self.oldest() + len
     }
 
+    /// Chunks whose keys and values are held between calls, oldest first, each with its cache rows: the time index
+    /// of every shard alike. Nothing is held in the recompute regime.
+    #[must_use]
+    pub fn held(&self) -> Vec<(u32, Range<u64>)> {
+        if self.spec.regime == Regime::Recompute {
+            return Vec::new();
+        }
+        let (frames, rows) = (self.spec.chunk_frames, u64::from(self.spec.tokens_per_frame));
+        // An evict that is due has not happened yet.
+        let fill = if self.stage == Stage::Full { self.spec.window_frames } else { self.fill };
+        (1..=fill / frames)
+            .rev()
+            .map(|back| {
+                let frame = (self.head + self.spec.window_frames - back * frames) % self.spec.window_frames;
+                (self.chunk - back, u64::from(frame) * rows..u64::from(frame + frames) * rows)
+            })
+            .collect()
+    }
+
     /// Where in its life the cache is.
     #[must_use]
     pub fn stage(&self) -> Stage {
@@ -407,13 +426,14 @@ impl Cache {
     #[must_use]
     pub fn describe(&self) -> String {
         format!(
-            "epoch {}, chunk {}, {:?}, start frame {}, {} of {} frames, prompt epoch {}",
+            "epoch {}, chunk {}, {:?}, start frame {}, {} of {} frames, chunks in rows {:?}, prompt epoch {}",
             self.epoch,
             self.chunk,
             self.stage,
             self.start_frame(),
             self.fill,
             self.spec.window_frames,
+            self.held(),
             self.prompt_epoch
         )
     }
@@ -546,6 +566,31 @@ mod tests {
             assert_eq!((cache.start_frame(), cache.row(), cache.rebase_due()), (3, 30, None));
             cache.apply(Transition::Append).expect("legal");
             cache.apply(Transition::Advance).expect("legal");
+        }
+    }
+
+    #[test]
+    fn every_written_chunk_is_found_in_its_rows_until_it_is_evicted() {
+        let spec = CacheSpec {
+            regime: Regime::Resident,
+            chunk_frames: 3,
+            window_frames: 9,
+            table_frames: 1024,
+            tokens_per_frame: 10,
+        };
+        let mut cache = Cache::new(spec).expect("legal");
+        for k in 0..7u32 {
+            cache.begin_call(k == 0).expect("legal");
+            let row = cache.row();
+            cache.apply(Transition::Append).expect("legal");
+            cache.apply(Transition::Advance).expect("legal");
+            let held = cache.held();
+            assert_eq!(held.iter().map(|(c, _)| *c).collect::<Vec<_>>(), (k.saturating_sub(2)..=k).collect::<Vec<_>>());
+            assert_eq!(held.last().expect("the newest").1, row..row + 30);
+            let mut rows: Vec<u64> = held.iter().flat_map(|(_, r)| r.clone()).collect();
+            rows.sort_unstable();
+            rows.dedup();
+            assert_eq!(rows.len(), held.len() * 30, "no row belongs to two chunks");
         }
     }
 

@@ -41,6 +41,8 @@ pub struct PhaseReport {
     pub collectives: u64,
     /// Digest of the collective trace.
     pub trace: Digest,
+    /// Sums over ranks whose terms cancelled and were added with compensation.
+    pub compensated: u64,
 }
 
 /// Why an engine cannot go on.
@@ -181,7 +183,7 @@ pub fn run_call(
     } else if reset {
         cache.apply(Transition::Reset).map_err(refused)?;
     }
-    let (mut generator_calls, mut collectives) = (0, 0);
+    let (mut generator_calls, mut collectives, mut compensated) = (0, 0, 0);
     let mut trace = Vec::with_capacity(phases.len());
     let mut phase_ns = Vec::with_capacity(phases.len());
     for (i, phase) in phases.iter().enumerate() {
@@ -207,6 +209,7 @@ pub fn run_call(
             )));
         }
         collectives += report.collectives;
+        compensated += report.compensated;
         trace.push((name, report.trace));
         phase_ns.push(report.ns);
     }
@@ -222,6 +225,7 @@ pub fn run_call(
         trace: Digest::of_trace(trace),
         state: cache.digest(),
         output: output.as_ref().map_or(Digest::default(), |t| Digest::of(t.data())),
+        compensated,
         phase_ns,
     };
     Ok(CallReport { observed, output })

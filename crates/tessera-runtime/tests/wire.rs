@@ -43,7 +43,7 @@ fn every_message() -> Vec<Message> {
         trace: plan(),
         state: plan(),
         output: plan(),
-        phase_ns: vec![1, u64::MAX],
+        compensated: 0, phase_ns: vec![1, u64::MAX],
     };
     vec![
         Message::Welcome(Welcome {
@@ -77,7 +77,13 @@ fn every_message() -> Vec<Message> {
             secondary: true,
         }),
         Message::Heartbeat(Heartbeat { mark: 1 << 40 }),
-        Message::Progress(Progress { chunk: 1, frames: 12, phases: vec![("text".into(), 5)], queued_in: 2, queued_out: 1 }),
+        Message::Progress(Progress {
+            chunk: 1,
+            frames: 12,
+            phases: vec![("text".into(), 5)],
+            queued_in: 2,
+            queued_out: 1,
+        }),
         Message::Finished,
         Message::Failed(failure()),
     ]

@@ -199,7 +199,7 @@ impl Engine for MeshEngine {
             data.inputs.insert(name, values);
         }
         let mut trace = Trace { hash: blake3::Hasher::new(), lines: &phase.lines, progress };
-        let start = Instant::now();
+        let (start, before) = (Instant::now(), self.backend.compensated());
         self.backend.run(phase.loaded, &data, &mut trace).map_err(|f| match f {
             Fault::Failed(text) => EngineFault::failed(text),
             Fault::Stalled(text) => EngineFault { kind: FaultKind::Stalled, ..EngineFault::failed(text) },
@@ -221,6 +221,7 @@ impl Engine for MeshEngine {
             ns: u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
             collectives: phase.whole.collectives,
             trace: phase.whole.trace,
+            compensated: self.backend.compensated() - before,
         })
     }
 

@@ -1,12 +1,13 @@
 //! The door: config → model → plan → verify → run. The only place that names a backend.
 //!
 //! [`Model`] reads a model's folder, [`plan::make`] plans and seals it, [`Plan::write`] and [`Plan::read`] keep a
-//! plan in a folder, [`stream`] runs it as processes on this host.
+//! plan in a folder, [`stream`] runs it as processes on this host, [`local`] within this process.
 
 pub mod check;
 pub mod comm;
 pub mod engine;
 mod files;
+pub mod local;
 mod model;
 mod page;
 pub mod plan;
@@ -21,7 +22,7 @@ pub use plan::Plan;
 pub use rank::rank_main;
 pub use tessera_mesh::Mesh;
 pub use tessera_plan::{Mapping, Numerics, Strategy};
-pub use tessera_runtime::driver::Interrupt;
+pub use tessera_runtime::driver::{Interrupt, StreamRequest};
 pub use tessera_runtime::{Failure, FailureClass};
 
 use tessera_base::{Code, Registry};
@@ -37,6 +38,7 @@ pub const CODES: &[&Code] = &[
     &model::T0016,
     &comm::T0017,
     &stream::T0018,
+    &local::T0019,
     &check::T0025,
     &check::T0026,
 ];

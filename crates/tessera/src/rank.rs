@@ -1,5 +1,6 @@
 //! What a rank's process does: join, judge the plan again, load, run, close the record.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -126,27 +127,25 @@ fn load_plan(orders: &Orders) -> Result<Arc<Plan>, Diagnostics> {
 }
 
 /// Settings that leader and workers take from the seal alone.
-struct Common {
+pub(crate) struct Common {
     plan: Arc<Plan>,
     digest: Digest,
-    census: Arc<Census>,
-    stream: StreamSpec,
+    pub(crate) census: Arc<Census>,
+    pub(crate) stream: StreamSpec,
     limits: Limits,
     build: String,
 }
 
 impl Common {
-    fn new(orders: &Orders) -> Result<Common, Diagnostics> {
-        let plan = load_plan(orders)?;
-        let limits = limits(&plan);
-        Ok(Common {
+    pub(crate) fn new(plan: Arc<Plan>) -> Common {
+        Common {
             digest: Digest(plan.sealed.digest()),
             census: Arc::new(census(&plan.sealed)),
             stream: stream_spec(&plan),
-            limits,
+            limits: limits(&plan),
             build: format!("tessera {}", env!("CARGO_PKG_VERSION")),
             plan,
-        })
+        }
     }
 
     fn worker(&self, rank: Rank) -> WorkerConfig {
@@ -163,9 +162,14 @@ impl Common {
     }
 
     /// Loads programs and weights on the engine's thread.
-    fn engine(&self, rank: Rank, orders: &Orders, arenas: Vec<std::os::fd::OwnedFd>) -> EngineFactory {
-        let plan = Arc::clone(&self.plan);
-        let (model, threads) = (orders.model.clone(), orders.threads);
+    pub(crate) fn engine(
+        &self,
+        rank: Rank,
+        model: &Path,
+        threads: usize,
+        arenas: Vec<OwnedFd>,
+    ) -> EngineFactory {
+        let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
         Box::new(move || {
             let mut weights = model_of(&model, &plan)?.weights().map_err(first)?;
             let groups = comm::attach(&plan.sealed, rank, arenas)?;
@@ -205,9 +209,9 @@ fn stream_spec(plan: &Plan) -> StreamSpec {
 }
 
 fn follow(mut joined: Joined, orders: &Orders, rank: Rank) -> Result<Option<Failure>, Diagnostics> {
-    let common = Common::new(orders)?;
+    let common = Common::new(load_plan(orders)?);
     let arenas = std::mem::take(&mut joined.extras);
-    let engine = common.engine(rank, orders, arenas);
+    let engine = common.engine(rank, &orders.model, orders.threads, arenas);
     run_worker(joined, WorkerParts { config: common.worker(rank), engine })
 }
 
@@ -234,7 +238,7 @@ fn lead_with(
     orders: &Orders,
     record: &Arc<Mutex<RecordWriter>>,
 ) -> Result<LeaderParts, Diagnostics> {
-    let common = Common::new(orders)?;
+    let common = Common::new(load_plan(orders)?);
     let mesh = *common.plan.sealed.mesh();
     let silent = mesh.iter().filter(|r| mesh.coord_of(*r).on(Axis::Pp) > 0).map(|r| r.0).collect();
     let config = LeaderConfig {
@@ -254,7 +258,7 @@ fn lead_with(
         limits: common.limits.clone(),
     };
     let arenas = std::mem::take(&mut joined.extras);
-    let engine = common.engine(Rank(0), orders, arenas);
+    let engine = common.engine(Rank(0), &orders.model, orders.threads, arenas);
     let studio = {
         let (plan, orders, record) = (Arc::clone(&common.plan), orders.clone(), Arc::clone(record));
         Box::new(move || {

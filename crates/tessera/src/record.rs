@@ -81,6 +81,13 @@ impl RecordWriter {
     /// Every rank finished a call. Phases are laid end to end from its commit: ranks send durations, not clocks.
     pub(crate) fn call(&mut self, call: &CallRecord, asked: &Asked) {
         let Some(meta) = &call.plan.meta else { return };
+        if let Some(n) = call.observed.values().map(|o| o.compensated).max().filter(|n| *n > 0) {
+            // What cannot be written here cannot be delivered either: the delivery reports it.
+            let _ = self.event(
+                "compensated sums",
+                &format!("chunk {}: {n} sums over ranks cancelled", call.plan.chunk),
+            );
+        }
         let end = self.now_ns();
         let start_ns = end.saturating_sub(call.run_ns);
         self.span.get_or_insert((start_ns, end));

@@ -25,17 +25,14 @@ use crate::record::RecordWriter;
 /// The clip's file name in a run's folder.
 pub(crate) const CLIP: &str = "clip.png";
 
-/// Text encoder, decoder and output folder of a run.
+/// Codec and output folder of a run.
 pub(crate) struct Reel {
-    video: VideoModel,
-    words: Words,
     codec: Codec,
+    decoder: Decoder,
     out: Out,
-    /// First chunks of scenes: the chunk after one has the latent itself as its anchor.
+    /// First chunks of scenes.
     scenes: Vec<u32>,
     record: Arc<Mutex<RecordWriter>>,
-    /// The newest decoded chunk.
-    decoded: Option<(u32, Vec<f32>)>,
 }
 
 impl Reel {
@@ -48,60 +45,30 @@ impl Reel {
         record: Arc<Mutex<RecordWriter>>,
     ) -> Result<Reel, Diagnostic> {
         Ok(Reel {
-            video: plan.video.clone(),
-            words,
-            codec: Codec::load(plan)?,
+            codec: Codec::load(plan, words)?,
+            decoder: plan.video.stream.decoder,
             out: Out::create(&plan.video, dir, png)?,
             scenes,
             record,
-            decoded: None,
         })
     }
-
-    fn pixels(&mut self, chunk: u32, latents: &Tensor) -> Result<Vec<f32>, Diagnostic> {
-        if let Some((c, p)) = &self.decoded
-            && *c == chunk
-        {
-            return Ok(p.clone());
-        }
-        let pixels = self.codec.run("decode", "latents", &values(latents), "pixels")?;
-        self.decoded = Some((chunk, pixels.clone()));
-        Ok(pixels)
-    }
-}
-
-fn values(t: &Tensor) -> Vec<f32> {
-    t.to_f32().unwrap_or_default()
 }
 
 impl Studio for Reel {
     fn text(&mut self, prompt: &str) -> Result<Tensor, Diagnostic> {
-        let rows = self.words.encode(prompt).map_err(|d| *d)?;
-        Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], &rows)
+        self.codec.text(prompt)
     }
 
-    /// [anchor, z₋₂, z₋₁] of the chunk before. The anchor is the encoding of one decoded frame, the last pixel
-    /// frame of latent 0, repeated over the temporal stride; after a scene's first chunk it is latent 0 itself.
     fn context(&mut self, chunk: u32, previous: &Tensor) -> Result<Tensor, Diagnostic> {
-        let mut context = values(previous);
         let before = chunk.saturating_sub(1);
-        if !self.scenes.contains(&before) {
-            let stride = self.video.stream.stride[0] as usize;
-            let pixels = self.pixels(before, previous)?;
-            let frame = pixels.len() / self.video.stream.frames_per_chunk() as usize;
-            let anchor = &pixels[(stride - 1) * frame..stride * frame];
-            let repeated = anchor.repeat(stride);
-            let latents = self.codec.run("encode", "pixels", &repeated, "latents")?;
-            context[..latents.len()].copy_from_slice(&latents);
-        }
-        Tensor::from_f32("context", &[self.video.chunk_tokens(), self.video.wan.token_width()], &context)
+        self.codec.context(before, previous, self.scenes.contains(&before))
     }
 
     fn deliver(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic> {
         let begun = lock(&self.record).now_ns();
-        let frames = match self.video.stream.decoder {
+        let frames = match self.decoder {
             Decoder::SpaceTimeDepth => {
-                let pixels = self.pixels(chunk, latents)?;
+                let pixels = self.codec.pixels(chunk, latents)?;
                 self.out.frames(&pixels)?
             }
             Decoder::None => {
@@ -122,10 +89,19 @@ pub(crate) fn lock(record: &Mutex<RecordWriter>) -> std::sync::MutexGuard<'_, Re
     record.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The plan's decoder and encoder programs on a backend of their own, beside the mesh's.
-struct Codec {
+/// Prompts to rows, latents to pixels and to context: the text encoder, and the plan's decoder and encoder programs
+/// on a backend of their own, beside the mesh's.
+pub(crate) struct Codec {
+    video: VideoModel,
+    words: Words,
     cpu: Cpu,
     loaded: BTreeMap<String, Loaded>,
+    /// The newest decoded chunk.
+    decoded: Option<(u32, Vec<f32>)>,
+}
+
+fn values(t: &Tensor) -> Vec<f32> {
+    t.to_f32().unwrap_or_default()
 }
 
 struct NoWeights;
@@ -142,7 +118,7 @@ impl Observer for Unwatched {
 }
 
 impl Codec {
-    fn load(plan: &Plan) -> Result<Codec, Diagnostic> {
+    pub(crate) fn load(plan: &Plan, words: Words) -> Result<Codec, Diagnostic> {
         let (rank, sealed) = (Rank(0), &plan.sealed);
         let seat = Seat { mesh: *sealed.mesh(), rank };
         let mut cpu = Cpu::new(seat, Pool::single(), Vec::new(), Duration::from_secs(1));
@@ -152,7 +128,46 @@ impl Codec {
                 loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut NoWeights)?);
             }
         }
-        Ok(Codec { cpu, loaded })
+        Ok(Codec { video: plan.video.clone(), words, cpu, loaded, decoded: None })
+    }
+
+    pub(crate) fn text(&self, prompt: &str) -> Result<Tensor, Diagnostic> {
+        let rows = self.words.encode(prompt).map_err(|d| *d)?;
+        Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], &rows)
+    }
+
+    /// Pixels [frames, height, width, 3] of a chunk.
+    pub(crate) fn pixels(&mut self, chunk: u32, latents: &Tensor) -> Result<Vec<f32>, Diagnostic> {
+        if let Some((c, p)) = &self.decoded
+            && *c == chunk
+        {
+            return Ok(p.clone());
+        }
+        let pixels = self.run("decode", "latents", &values(latents), "pixels")?;
+        self.decoded = Some((chunk, pixels.clone()));
+        Ok(pixels)
+    }
+
+    /// [anchor, z₋₂, z₋₁] of chunk `before`, for the chunk after it. The anchor is the encoding of one decoded frame,
+    /// the last pixel frame of latent 0, repeated over the temporal stride; after a scene's first chunk it is latent
+    /// 0 itself.
+    pub(crate) fn context(
+        &mut self,
+        before: u32,
+        latents: &Tensor,
+        opens_scene: bool,
+    ) -> Result<Tensor, Diagnostic> {
+        let mut context = values(latents);
+        if !opens_scene {
+            let stride = self.video.stream.stride[0] as usize;
+            let pixels = self.pixels(before, latents)?;
+            let frame = pixels.len() / self.video.stream.frames_per_chunk() as usize;
+            let anchor = &pixels[(stride - 1) * frame..stride * frame];
+            let repeated = anchor.repeat(stride);
+            let encoded = self.run("encode", "pixels", &repeated, "latents")?;
+            context[..encoded.len()].copy_from_slice(&encoded);
+        }
+        Tensor::from_f32("context", &[self.video.chunk_tokens(), self.video.wan.token_width()], &context)
     }
 
     fn run(&mut self, phase: &str, input: &str, data: &[f32], output: &str) -> Result<Vec<f32>, Diagnostic> {

@@ -5,7 +5,7 @@
 
 use super::{Scratch, borrow_buffer};
 use crate::Pool;
-use crate::simd::{Left, PANEL, Right, TILE_ROWS, Target, exp, pack_panel, tile, vectorized};
+use crate::simd::{BLOCK, Left, PANEL, Right, TILE_ROWS, Target, exp, pack_panel, tile, vectorized};
 use std::ops::Range;
 
 /// A constant added to the scores of some keys.
@@ -68,23 +68,32 @@ pub fn attention(
             let (queries, scores) = buffer.split_at_mut(head_dim * PANEL);
             pack_panel(&q[first * dl + head * head_dim..], dl, rows, head_dim, queries);
             let right = Right { data: queries, k_step: PANEL };
+            let scale = (head_dim as f32).sqrt().recip();
+            let (log_b, biased) = bias.map_or((0.0, 0..0), |b| (b.log_b, b.rows.clone()));
+            let mut top = [f32::NEG_INFINITY; PANEL];
             for key in (0..keys).step_by(TILE_ROWS) {
                 let left = Left { data: &k[key * dl + head * head_dim..], row_step: dl, k_step: 1 };
                 let count = TILE_ROWS.min(keys - key);
-                let to = Target { data: &mut scores[key * PANEL..], row_step: PANEL, add: false };
-                tile(count, left, right, head_dim, to);
+                let data = &mut scores[key * PANEL..(key + count) * PANEL];
+                tile(count, left, right, head_dim, Target { data, row_step: PANEL, add: false, bias: None });
+                let data = &mut scores[key * PANEL..(key + count) * PANEL];
+                scale_scores(data, scale, log_b, biased.start, biased.end, key, &mut top);
             }
-            let (log_b, biased) = bias.map_or((0.0, 0..0), |b| (b.log_b, b.rows.clone()));
+            // Weights of one block of keys are used while the nearest cache holds them.
             let mut sums = [0.0; PANEL];
-            softmax_columns(scores, (head_dim as f32).sqrt().recip(), log_b, biased, &mut sums);
-            for lane in (0..rows).step_by(TILE_ROWS) {
-                let count = TILE_ROWS.min(rows - lane);
-                let left = Left { data: &scores[lane..], row_step: 1, k_step: PANEL };
+            for key in (0..keys).step_by(BLOCK) {
+                let count = BLOCK.min(keys - key);
+                let weights = &mut scores[key * PANEL..(key + count) * PANEL];
+                exp_scores(weights, &top, &mut sums);
                 for panel in 0..panels {
-                    let data = &values[(head * panels + panel) * keys * PANEL..][..keys * PANEL];
+                    let data = &values[((head * panels + panel) * keys + key) * PANEL..][..count * PANEL];
                     let right = Right { data, k_step: PANEL };
-                    let data = &mut o[lane * padded + panel * PANEL..];
-                    tile(count, left, right, keys, Target { data, row_step: padded, add: false });
+                    for lane in (0..rows).step_by(TILE_ROWS) {
+                        let left = Left { data: &weights[lane..], row_step: 1, k_step: PANEL };
+                        let data = &mut o[lane * padded + panel * PANEL..];
+                        let target = Target { data, row_step: padded, add: key > 0, bias: None };
+                        tile(TILE_ROWS.min(rows - lane), left, right, count, target);
+                    }
                 }
             }
             for (row, sum) in o.chunks_exact_mut(padded).zip(&sums[..rows]) {
@@ -103,24 +112,35 @@ pub fn attention(
 }
 
 vectorized! {
-    /// Turns raw scores `[keys, 32]` into weights before division by their sums. A lane's largest weight is 1.
-    fn softmax_columns(
+    /// Scales raw scores `[keys, 32]` of the keys from `first`, adds `log_b` to those of the keys
+    /// `from..to`, and raises each lane's maximum.
+    fn scale_scores(
         scores: &mut [f32],
         factor: f32,
         log_b: f32,
-        biased: Range<usize>,
-        sums: &mut [f32; PANEL],
+        from: usize,
+        to: usize,
+        first: usize,
+        top: &mut [f32; PANEL],
     ) {
         let (rows, _) = scores.as_chunks_mut::<PANEL>();
-        let mut top = [f32::NEG_INFINITY; PANEL];
+        let mut most = *top;
         for (i, row) in rows.iter_mut().enumerate() {
-            let add = if biased.contains(&i) { log_b } else { 0.0 };
+            let add = if first + i >= from && first + i < to { log_b } else { 0.0 };
             for l in 0..PANEL {
                 row[l] = row[l].mul_add(factor, add);
-                top[l] = if row[l] > top[l] { row[l] } else { top[l] };
+                most[l] = if row[l] > most[l] { row[l] } else { most[l] };
             }
         }
-        *sums = [0.0; PANEL];
+        *top = most;
+    }
+}
+
+vectorized! {
+    /// Turns scores `[keys, 32]` into weights before division by their sums, to which it adds them. A lane's
+    /// largest weight is 1.
+    fn exp_scores(scores: &mut [f32], top: &[f32; PANEL], sums: &mut [f32; PANEL]) {
+        let (rows, _) = scores.as_chunks_mut::<PANEL>();
         // Sums of 64 at a time: a running sum over thousands of keys would lose their last bits.
         for block in rows.chunks_mut(64) {
             let mut part = [0.0f32; PANEL];

@@ -3,7 +3,7 @@
 use super::Act;
 use crate::Pool;
 use crate::simd::{gelu_tanh, silu as silu_of, vectorized};
-use tessera_base::random::{DrawKey, normals};
+use tessera_base::random::{DrawKey, normals_inline};
 
 /// Elements of one block of work.
 const BLOCK: usize = 4096;
@@ -32,11 +32,8 @@ pub fn silu(pool: &Pool, out: &mut [f32], x: &[f32]) {
 /// `out = (1 − σ) · x0 + σ · noise`, where element i of `out` is element `first_element + i` of the draw.
 pub fn renoise(pool: &Pool, out: &mut [f32], x0: &[f32], sigma: f32, key: DrawKey, first_element: u64) {
     assert_eq!(out.len(), x0.len());
-    pool.blocks(out, BLOCK, 40 * x0.len(), |i, o| {
-        normals(key, first_element + (i * BLOCK) as u64, o);
-        for (o, x) in o.iter_mut().zip(&x0[i * BLOCK..]) {
-            *o = (1.0 - sigma) * x + sigma * *o;
-        }
+    pool.blocks(out, BLOCK, 50 * x0.len(), |i, o| {
+        renoise_block(o, &x0[i * BLOCK..], sigma, key, first_element + (i * BLOCK) as u64);
     });
 }
 
@@ -93,6 +90,15 @@ vectorized! {
     fn silu_block(out: &mut [f32], x: &[f32]) {
         for (o, x) in out.iter_mut().zip(x) {
             *o = silu_of(*x);
+        }
+    }
+}
+
+vectorized! {
+    fn renoise_block(out: &mut [f32], x0: &[f32], sigma: f32, key: DrawKey, first: u64) {
+        normals_inline(key, first, out);
+        for (o, x) in out.iter_mut().zip(x0) {
+            *o = (1.0 - sigma) * x + sigma * *o;
         }
     }
 }

@@ -155,16 +155,44 @@ impl Product<'_> {
             for column in range.clone().step_by(PANEL) {
                 let panel = &self.panels[column * k..][..PANEL * k];
                 let columns = PANEL.min(range.end - column);
-                let bias = if self.bias.is_empty() { &[] } else { &self.bias[column..column + columns] };
+                let mut bias = [0.0f32; PANEL];
+                if !self.bias.is_empty() {
+                    bias[..columns].copy_from_slice(&self.bias[column..column + columns]);
+                }
+                let at = |row: usize| row * step + column - range.start;
+                if self.segments == 1 && columns == PANEL {
+                    let (x, out) = (&x[first_row * k..last_row * k], &mut out[at(first_row)..]);
+                    self.whole(x, panel, &bias, out, step);
+                    continue;
+                }
                 for row in (first_row..last_row).step_by(TILE_ROWS) {
                     let rows = TILE_ROWS.min(last_row - row);
                     self.tile(rows, &x[row * k..], panel, &mut sums);
-                    let o = &mut out[row * step + column - range.start..];
-                    finish(&sums[0], rows, columns, bias, self.act, o, step);
+                    finish(&sums[0], rows, columns, &bias, self.act, &mut out[at(row)..], step);
                 }
             }
         }
         debug_assert!(range.end <= self.n);
+    }
+
+    /// Rows of one block against a full panel, straight to `out`. A block of k is done for all rows before the
+    /// next, so that its part of the panel stays in the nearest cache.
+    fn whole(&self, x: &[f32], panel: &[f32], bias: &[f32; PANEL], out: &mut [f32], step: usize) {
+        let k = self.k;
+        let rows = x.len() / k;
+        for k0 in (0..k).step_by(BLOCK) {
+            let length = BLOCK.min(k - k0);
+            let bias = (k0 + length == k).then_some(bias);
+            for row in (0..rows).step_by(TILE_ROWS) {
+                let left = Left { data: &x[row * k + k0..], row_step: k, k_step: 1 };
+                let right = Right { data: &panel[k0 * PANEL..], k_step: PANEL };
+                let target = Target { data: &mut out[row * step..], row_step: step, add: k0 > 0, bias };
+                tile(TILE_ROWS.min(rows - row), left, right, length, target);
+            }
+        }
+        if self.act != Act::None {
+            activate(out, rows, step, self.act);
+        }
     }
 
     /// One tile into `waiting[0]`; the others are room for the sums of the tree.
@@ -173,7 +201,7 @@ impl Product<'_> {
         let segment = |s: usize, data: &mut Tile, add: bool| {
             let left = Left { data: &x[s * k..], row_step: self.k, k_step: 1 };
             let right = Right { data: &panel[s * k * PANEL..][..k * PANEL], k_step: PANEL };
-            tile(rows, left, right, k, Target { data, row_step: PANEL, add });
+            tile(rows, left, right, k, Target { data, row_step: PANEL, add, bias: None });
         };
         // A binary counter: the tiles waiting are the sums of the set bits of the segments so far.
         let mut depth = 0;
@@ -207,28 +235,46 @@ vectorized! {
 
 vectorized! {
     /// Bias and activation of a tile on its way to `out`, rows `step` apart.
-    fn finish(sums: &Tile, rows: usize, columns: usize, bias: &[f32], act: Act, out: &mut [f32], step: usize) {
-        let mut padded = [0.0f32; PANEL];
-        padded[..bias.len()].copy_from_slice(bias);
-        for r in 0..rows {
-            let row: &[f32; PANEL] = match sums[r * PANEL..].first_chunk() {
-                Some(row) => row,
-                None => return,
-            };
+    fn finish(
+        sums: &Tile,
+        rows: usize,
+        columns: usize,
+        bias: &[f32; PANEL],
+        act: Act,
+        out: &mut [f32],
+        step: usize,
+    ) {
+        let (sums, _) = sums.as_chunks::<PANEL>();
+        for (r, sums) in sums[..rows].iter().enumerate() {
             let mut y = [0.0f32; PANEL];
             for c in 0..PANEL {
-                y[c] = row[c] + padded[c];
+                y[c] = sums[c] + bias[c];
             }
-            match act {
-                Act::None => {}
-                Act::Silu => y.iter_mut().for_each(|v| *v = silu(*v)),
-                Act::GeluTanh => y.iter_mut().for_each(|v| *v = gelu_tanh(*v)),
-            }
-            if columns == PANEL {
-                out[r * step..][..PANEL].copy_from_slice(&y);
-            } else {
-                out[r * step..][..columns].copy_from_slice(&y[..columns]);
+            apply(&mut y, act);
+            match out[r * step..].first_chunk_mut::<PANEL>() {
+                Some(out) if columns == PANEL => *out = y,
+                _ => out[r * step..][..columns].copy_from_slice(&y[..columns]),
             }
         }
+    }
+}
+
+vectorized! {
+    /// Activation of a panel's columns of `out`, rows `step` apart.
+    fn activate(out: &mut [f32], rows: usize, step: usize, act: Act) {
+        for r in 0..rows {
+            if let Some(row) = out[r * step..].first_chunk_mut::<PANEL>() {
+                apply(row, act);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn apply(row: &mut [f32; PANEL], act: Act) {
+    match act {
+        Act::None => {}
+        Act::Silu => row.iter_mut().for_each(|v| *v = silu(*v)),
+        Act::GeluTanh => row.iter_mut().for_each(|v| *v = gelu_tanh(*v)),
     }
 }

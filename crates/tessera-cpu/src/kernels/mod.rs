@@ -44,3 +44,68 @@ fn borrow_buffer<R>(spare: &Mutex<Vec<Aligned>>, len: usize, f: impl FnOnce(&mut
     spare.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
     result
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Pool;
+    use crate::simd::{levels, with_level};
+    use tessera_base::random::{DrawKey, normals};
+
+    fn numbers(n: usize, seed: u64) -> Vec<f32> {
+        let mut out = vec![0.0; n];
+        normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut out);
+        out
+    }
+
+    /// Results of the kernels at odd sizes, one after the other.
+    fn all() -> Vec<Vec<f32>> {
+        let (pool, mut scratch, mut results) = (Pool::single(), Scratch::new(), Vec::new());
+        let (rows, d) = (37, 3 * 44);
+        let (x, y, m) = (numbers(rows * d, 1), numbers(rows * d, 2), numbers(3 * 2 * d, 3));
+        let frames = Frames { first_row: 5, rows_per_frame: 17 };
+        let mut keep = |len: usize, f: &mut dyn FnMut(&mut [f32])| {
+            let mut out = vec![f32::NAN; len];
+            f(&mut out);
+            results.push(out);
+        };
+        for (n, k, segments) in [(70, 520, 1), (70, 520, 8), (33, 100, 2), (64, 300, 1)] {
+            let (a, w, b) = (numbers(rows * k, 4), numbers(n * k, 5), numbers(n, 6));
+            for act in [Act::None, Act::Silu, Act::GeluTanh] {
+                let (w, mnk) = (Weight::Plain(&w), (rows, n, k));
+                keep(rows * n, &mut |o| matmul(&pool, &mut scratch, o, &a, w, mnk, Some(&b), act, segments));
+            }
+        }
+        let (k, v) = (numbers(301 * d, 7), numbers(301 * d, 8));
+        let bias = KeyBias { log_b: -1.5, rows: 100..290 };
+        keep(rows * d, &mut |o| attention(&pool, &mut scratch, o, &x, &k, &v, (d, 44), Some(&bias)));
+        keep(rows * d, &mut |o| layer_norm(&pool, o, &x, &m[..d], &m[d..2 * d], 1e-6));
+        keep(rows * d, &mut |o| norm_modulate(&pool, o, &x, d, &m, 2, (0, 1), frames, 1e-6));
+        keep(rows * d, &mut |o| gate_residual(&pool, o, &x, &y, d, &m, 2, 1, frames));
+        keep(rows * d, &mut |o| rms_norm(&pool, o, &x, &m[..d], 4, 1e-6));
+        keep(rows * 2, &mut |o| row_square_sum(&pool, o, &[&x, &y], d, 2));
+        keep(rows * d, &mut |o| add(&pool, o, &x, &y));
+        keep(rows * d, &mut |o| bias_act(&pool, o, &x, &m[..d], Act::GeluTanh));
+        keep(rows * d, &mut |o| silu(&pool, o, &x));
+        let key = DrawKey { seed: 9, chunk: 1, draw: 2 };
+        keep(rows * d, &mut |o| renoise(&pool, o, &x, 0.3, key, 7));
+        keep(rows * d, &mut |o| to_x0(&pool, o, &x, &y, 0.7));
+        let spec = RopeSpec { head_dim: 44, grid: [1, 1, rows], start: 3, frame_stride: 1 };
+        keep(rows * d, &mut |o| rope(&pool, o, &x, d, 0, &RopeTables::new(spec)));
+        results
+    }
+
+    #[test]
+    fn every_vector_unit_gives_the_same_bits() {
+        let bits = |r: Vec<Vec<f32>>| -> Vec<Vec<u32>> {
+            r.into_iter().map(|r| r.into_iter().map(f32::to_bits).collect()).collect()
+        };
+        let plain = bits(with_level(levels()[0], all));
+        assert!(plain.iter().flatten().all(|b| f32::from_bits(*b).is_finite()));
+        for level in levels() {
+            for (i, (got, want)) in bits(with_level(level, all)).iter().zip(&plain).enumerate() {
+                assert!(got == want, "result {i} on {level:?}");
+            }
+        }
+    }
+}

@@ -25,6 +25,10 @@ pub(crate) enum Level {
 /// The widest unit of this machine. The answer is cached by the standard library.
 #[inline]
 pub(crate) fn level() -> Level {
+    #[cfg(test)]
+    if let Some(level) = CHOSEN.get() {
+        return level;
+    }
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512f")
@@ -39,6 +43,37 @@ pub(crate) fn level() -> Level {
         }
     }
     Level::Portable
+}
+
+#[cfg(test)]
+thread_local! {
+    /// What a test runs this thread's loops on.
+    static CHOSEN: std::cell::Cell<Option<Level>> = const { std::cell::Cell::new(None) };
+}
+
+/// Every unit of this machine.
+#[cfg(test)]
+pub(crate) fn levels() -> Vec<Level> {
+    let mut all = vec![Level::Portable];
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            all.push(Level::Avx2);
+        }
+        if level() == Level::Avx512 {
+            all.push(Level::Avx512);
+        }
+    }
+    all
+}
+
+/// Runs `f` with the loops of this thread on one of [`levels`].
+#[cfg(test)]
+pub(crate) fn with_level<R>(level: Level, f: impl FnOnce() -> R) -> R {
+    CHOSEN.set(Some(level));
+    let result = f();
+    CHOSEN.set(None);
+    result
 }
 
 /// Defines a function whose body is compiled for each vector unit and chosen at run time.

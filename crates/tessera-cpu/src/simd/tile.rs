@@ -36,62 +36,88 @@ pub(crate) struct Target<'a> {
     pub(crate) row_step: usize,
     /// Adds the product to what is there, for products of at most [`BLOCK`] steps.
     pub(crate) add: bool,
+    /// Added to every finished row.
+    pub(crate) bias: Option<&'a [f32; PANEL]>,
 }
 
 /// Writes the product of `rows` (1 to 12) rows of `a` with 32 columns of `b` over `k` steps to `out`.
 ///
 /// # Panics
 /// If a slice is too short for what would be read or written.
+// Inlined, because operands handed over in memory are read back sooner than the stores of them are done.
+#[inline(always)]
 pub(crate) fn tile(rows: usize, a: Left<'_>, b: Right<'_>, k: usize, out: Target<'_>) {
-    let Target { data: out, row_step: out_step, add } = out;
-    assert!((1..=TILE_ROWS).contains(&rows) && k > 0 && (!add || k <= BLOCK));
+    assert!((1..=TILE_ROWS).contains(&rows) && k > 0 && (!out.add || k <= BLOCK));
     assert!((rows - 1) * a.row_step + (k - 1) * a.k_step < a.data.len());
     assert!((k - 1) * b.k_step + PANEL <= b.data.len());
-    assert!((rows - 1) * out_step + PANEL <= out.len());
+    assert!((rows - 1) * out.row_step + PANEL <= out.data.len());
     match level() {
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 => {
-            let mut r = 0;
+            let (mut r, bias) = (0, out.bias.map_or(std::ptr::null(), |b| b.as_ptr()));
             while r < rows {
-                let left = Left { data: &a.data[r * a.row_step..], ..a };
-                let o = &mut out[r * out_step..];
-                // SAFETY: the asserts above bound every access of rows r..rows, and `level` saw the feature.
+                let kernel = match rows - r {
+                    12.. => x86::tile512::<12>,
+                    8.. => x86::tile512::<8>,
+                    6.. => x86::tile512::<6>,
+                    4.. => x86::tile512::<4>,
+                    3 => x86::tile512::<3>,
+                    2 => x86::tile512::<2>,
+                    _ => x86::tile512::<1>,
+                };
+                let (ap, op) = (&a.data[r * a.row_step], &mut out.data[r * out.row_step]);
+                // SAFETY: the asserts above bound every access of rows r..rows, `bias` is null or 32 elements,
+                // and `level` saw the feature.
                 r += unsafe {
-                    match rows - r {
-                        12.. => x86::tile512::<12>(left, b, k, o, out_step, add),
-                        8.. => x86::tile512::<8>(left, b, k, o, out_step, add),
-                        6.. => x86::tile512::<6>(left, b, k, o, out_step, add),
-                        4.. => x86::tile512::<4>(left, b, k, o, out_step, add),
-                        3 => x86::tile512::<3>(left, b, k, o, out_step, add),
-                        2 => x86::tile512::<2>(left, b, k, o, out_step, add),
-                        _ => x86::tile512::<1>(left, b, k, o, out_step, add),
-                    }
+                    kernel(
+                        ap,
+                        a.row_step,
+                        a.k_step,
+                        b.data.as_ptr(),
+                        b.k_step,
+                        k,
+                        op,
+                        out.row_step,
+                        out.add,
+                        bias,
+                    )
                 };
             }
         }
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => {
-            let mut r = 0;
+            let (mut r, bias) = (0, out.bias.map_or(std::ptr::null(), |b| b.as_ptr()));
             while r < rows {
-                let left = Left { data: &a.data[r * a.row_step..], ..a };
-                let o = &mut out[r * out_step..];
+                let kernel = match rows - r {
+                    3.. => x86::tile256::<3>,
+                    2 => x86::tile256::<2>,
+                    _ => x86::tile256::<1>,
+                };
+                let (ap, op) = (&a.data[r * a.row_step], &mut out.data[r * out.row_step]);
                 // SAFETY: as above.
                 r += unsafe {
-                    match rows - r {
-                        3.. => x86::tile256::<3>(left, b, k, o, out_step, add),
-                        2 => x86::tile256::<2>(left, b, k, o, out_step, add),
-                        _ => x86::tile256::<1>(left, b, k, o, out_step, add),
-                    }
+                    kernel(
+                        ap,
+                        a.row_step,
+                        a.k_step,
+                        b.data.as_ptr(),
+                        b.k_step,
+                        k,
+                        op,
+                        out.row_step,
+                        out.add,
+                        bias,
+                    )
                 };
             }
         }
-        Level::Portable => portable(rows, a, b, k, out, out_step, add),
+        Level::Portable => portable(rows, a, b, k, out),
     }
 }
 
-fn portable(rows: usize, a: Left<'_>, b: Right<'_>, k: usize, out: &mut [f32], out_step: usize, add: bool) {
+fn portable(rows: usize, a: Left<'_>, b: Right<'_>, k: usize, out: Target<'_>) {
     for r in 0..rows {
-        let o = &mut out[r * out_step..][..PANEL];
+        let o = &mut out.data[r * out.row_step..][..PANEL];
         for k0 in (0..k).step_by(BLOCK) {
             let mut acc = [0.0f32; PANEL];
             for i in k0..(k0 + BLOCK).min(k) {
@@ -101,15 +127,18 @@ fn portable(rows: usize, a: Left<'_>, b: Right<'_>, k: usize, out: &mut [f32], o
                 }
             }
             for (o, s) in o.iter_mut().zip(&acc) {
-                *o = if k0 == 0 && !add { *s } else { *o + *s };
+                *o = if k0 == 0 && !out.add { *s } else { *o + *s };
             }
+        }
+        for (o, b) in o.iter_mut().zip(out.bias.into_iter().flatten()) {
+            *o += b;
         }
     }
 }
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{BLOCK, Left, PANEL, Right};
+    use super::{BLOCK, PANEL};
     use std::arch::x86_64::*;
 
     macro_rules! tile_kernel {
@@ -118,18 +147,23 @@ mod x86 {
             /// `R` rows; returns `R`.
             ///
             /// # Safety
-            /// The machine has the features, and the bounds that [`super::tile`] asserts hold for `R` rows.
+            /// The machine has the features, the bounds that [`super::tile`] asserts hold for `R` rows from
+            /// `a` and `out`, and `bias` is null or points to 32 elements.
             #[target_feature(enable = $features)]
+            #[allow(clippy::too_many_arguments)]
             pub(super) unsafe fn $name<const R: usize>(
-                a: Left<'_>,
-                b: Right<'_>,
+                a: *const f32,
+                a_row: usize,
+                a_k: usize,
+                b: *const f32,
+                b_k: usize,
                 k: usize,
-                out: &mut [f32],
-                out_step: usize,
+                out: *mut f32,
+                out_row: usize,
                 add: bool,
+                bias: *const f32,
             ) -> usize {
                 const V: usize = PANEL / $lanes;
-                let (ap, bp, op) = (a.data.as_ptr(), b.data.as_ptr(), out.as_mut_ptr());
                 let mut k0 = 0;
                 while k0 < k {
                     let end = (k0 + BLOCK).min(k);
@@ -137,11 +171,11 @@ mod x86 {
                     for i in k0..end {
                         let w: [_; V] = std::array::from_fn(|v| {
                             // SAFETY: i < k, so all 32 columns of step i lie inside `b`.
-                            unsafe { $load(bp.add(i * b.k_step + v * $lanes)) }
+                            unsafe { $load(b.add(i * b_k + v * $lanes)) }
                         });
                         for (r, row) in acc.iter_mut().enumerate() {
                             // SAFETY: r < R and i < k lie inside `a`.
-                            let x = $splat(unsafe { *ap.add(r * a.row_step + i * a.k_step) });
+                            let x = $splat(unsafe { *a.add(r * a_row + i * a_k) });
                             for v in 0..V {
                                 row[v] = $fma(x, w[v], row[v]);
                             }
@@ -149,10 +183,12 @@ mod x86 {
                     }
                     for (r, row) in acc.iter().enumerate() {
                         for v in 0..V {
-                            // SAFETY: r < R, so 32 columns from r * out_step lie inside `out`.
+                            // SAFETY: r < R, so 32 columns from r * out_row lie inside `out`; `bias` has 32.
                             unsafe {
-                                let o = op.add(r * out_step + v * $lanes);
-                                $store(o, if k0 == 0 && !add { row[v] } else { $add($load(o), row[v]) });
+                                let o = out.add(r * out_row + v * $lanes);
+                                let y = if k0 == 0 && !add { row[v] } else { $add($load(o), row[v]) };
+                                let last = end == k && !bias.is_null();
+                                $store(o, if last { $add(y, $load(bias.add(v * $lanes))) } else { y });
                             }
                         }
                     }
@@ -280,22 +316,25 @@ mod tests {
             let (a, w) = (numbers(rows * k, 1), numbers(PANEL * k, 2));
             let mut b = vec![0.0; k * PANEL];
             pack_panel(&w, k, PANEL, k, &mut b);
-            let left = Left { data: &a, row_step: k, k_step: 1 };
-            let right = Right { data: &b, k_step: PANEL };
-            let (mut fast, mut plain) = ([0.0; TILE_ROWS * PANEL], [0.0; TILE_ROWS * PANEL]);
-            let to = Target { data: &mut fast, row_step: PANEL, add: false };
-            tile(rows, left, right, k, to);
-            portable(rows, left, right, k, &mut plain, PANEL, false);
-            assert_eq!(fast, plain);
-            #[cfg(target_arch = "x86_64")]
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                let mut narrow = [0.0; TILE_ROWS * PANEL];
-                for r in 0..rows {
-                    let row = Left { data: &a[r * k..], ..left };
-                    // SAFETY: one row lies inside the slices, and the features are there.
-                    unsafe { x86::tile256::<1>(row, right, k, &mut narrow[r * PANEL..], PANEL, false) };
+            let bias = [0.25; PANEL];
+            let run = |level: Level, height: usize| {
+                let mut out = [0.0; TILE_ROWS * PANEL];
+                super::super::with_level(level, || {
+                    for r in (0..rows).step_by(height) {
+                        let left = Left { data: &a[r * k..], row_step: k, k_step: 1 };
+                        let right = Right { data: &b, k_step: PANEL };
+                        let data = &mut out[r * PANEL..];
+                        let to = Target { data, row_step: PANEL, add: false, bias: Some(&bias) };
+                        tile(height.min(rows - r), left, right, k, to);
+                    }
+                });
+                out
+            };
+            let plain = run(Level::Portable, TILE_ROWS);
+            for level in super::super::levels() {
+                for height in [1, 5, TILE_ROWS] {
+                    assert_eq!(run(level, height), plain, "{level:?}");
                 }
-                assert_eq!(narrow, plain);
             }
         }
     }

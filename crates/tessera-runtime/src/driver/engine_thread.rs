@@ -17,20 +17,32 @@ use crate::{Failure, FailureClass, Parity};
 pub type EngineFactory = Box<dyn FnOnce() -> Result<(Box<dyn Engine>, Parity), Diagnostic> + Send>;
 
 /// What the thread tells.
-pub(crate) enum EngineEvent {
-    Loaded { abort: AbortHandle, parity: Parity },
+pub enum EngineEvent {
+    /// The engine is made.
+    Loaded {
+        /// Ends its collectives.
+        abort: AbortHandle,
+        /// What it adds to the parity table.
+        parity: Parity,
+    },
+    /// The engine could not be made; the thread has ended.
     NotLoaded(Failure),
+    /// A call is over.
     Ended(Result<CallReport, EngineFault>),
 }
 
-/// The control thread's end.
-pub(crate) struct EngineThread {
+/// The other end of an engine's thread, which lives until this is dropped and its call is over.
+pub struct EngineThread {
     calls: SyncSender<Box<ReadyCall>>,
     mark: Arc<AtomicU64>,
 }
 
 impl EngineThread {
-    pub(crate) fn spawn(
+    /// Starts the thread, which makes the engine and then waits for calls.
+    ///
+    /// # Errors
+    /// When the system starts no thread.
+    pub fn spawn(
         rank: u32,
         factory: EngineFactory,
         census: Arc<Census>,
@@ -74,8 +86,9 @@ impl EngineThread {
         Ok(EngineThread { calls, mark })
     }
 
-    /// Hands over a call. The machine never runs two, so the thread's queue of one has room.
-    pub(crate) fn run(&self, call: Box<ReadyCall>) -> bool {
+    /// Hands over a call; false if the thread is gone or has one waiting. Nobody hands over a second one before
+    /// the first has ended, so the thread's queue of one has room.
+    pub fn run(&self, call: Box<ReadyCall>) -> bool {
         self.mark.store(0, Ordering::Relaxed);
         self.calls.try_send(call).is_ok()
     }

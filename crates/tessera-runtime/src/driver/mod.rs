@@ -14,7 +14,7 @@ mod link;
 mod studio_thread;
 mod worker_process;
 
-pub use engine_thread::EngineFactory;
+pub use engine_thread::{EngineEvent, EngineFactory, EngineThread};
 pub use exit::exit;
 pub use fds::{Joined, join};
 pub use launcher::{Interrupt, LaunchEvent, LaunchReport, LaunchSpec, RankExit, launch};

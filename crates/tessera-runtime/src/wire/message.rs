@@ -242,6 +242,8 @@ pub struct Observed {
     pub state: Digest,
     /// Digest of the replicated output.
     pub output: Digest,
+    /// Sums over ranks whose terms cancelled and were added with compensation.
+    pub compensated: u64,
     /// Duration of each phase, in nanoseconds.
     pub phase_ns: Vec<u64>,
 }

@@ -182,6 +182,7 @@ impl Engine for FakeEngine {
         let mut report = PhaseReport {
             ns: self.phase_ns,
             collectives: collectives_of(&phase.program),
+            compensated: 0,
             trace: trace_of(&phase.program),
         };
         let mut bytes = std::mem::take(&mut self.state);

@@ -1,0 +1,86 @@
+//! The files, and CPU backends for the ranks of one.
+
+#![allow(dead_code, clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tessera_cpu::arena::{Arena, ArenaLayout};
+use tessera_cpu::{Cpu, Group, Pool};
+use tessera_filetests::{Maker, Subject, Tolerance};
+use tessera_ir::Program;
+use tessera_mesh::{Axis, Mesh, Rank};
+
+/// Every file of `filetests/`, by its path there.
+pub fn files() -> Vec<(String, PathBuf)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../filetests");
+    let mut out = Vec::new();
+    let mut folders = vec![root.clone()];
+    while let Some(dir) = folders.pop() {
+        for path in std::fs::read_dir(dir).expect("filetests/ is there").map(|e| e.expect("an entry").path()) {
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|e| e == "tir") {
+                out.push((path.strip_prefix(&root).expect("below the root").display().to_string(), path));
+            }
+        }
+    }
+    out.sort();
+    out
+}
+
+/// Name and text of every file.
+pub fn texts() -> Vec<(String, String)> {
+    files().into_iter().map(|(name, path)| (name, std::fs::read_to_string(path).expect("text"))).collect()
+}
+
+/// Longest wait in one collective of [`cpu`].
+pub const PATIENCE: Duration = Duration::from_secs(2);
+
+/// The CPU backend with an arena for each group that the programs use.
+///
+/// About four units in the last place: a product accumulates in one f32 chain, and polynomials stand for the
+/// transcendental functions.
+pub fn cpu(name: &str) -> Subject<'_, Cpu> {
+    Subject { name, open: &open, tolerance: Tolerance { relative: 5e-7 }, patience: PATIENCE }
+}
+
+pub fn open(mesh: &Mesh, programs: &[Vec<Arc<Program>>]) -> Result<Vec<Maker<Cpu>>, String> {
+    /// Bytes of the largest contribution, and collectives at most in flight.
+    type Needs = BTreeMap<(Axis, bool, Vec<Rank>), (u64, usize)>;
+    let mut needs = Needs::new();
+    for (rank, programs) in mesh.iter().zip(programs) {
+        for p in programs {
+            for (_, op) in p.collectives() {
+                let axis = op.axis().ok_or("a collective without an axis")?;
+                let key = match op.int("to").or(op.int("from")) {
+                    None => (axis, false, mesh.group_of(rank, axis)),
+                    Some(peer) => {
+                        let other = mesh.rank_at(mesh.coord_of(rank).with(axis, u32::try_from(peer).unwrap()));
+                        (axis, true, vec![rank.min(other), rank.max(other)])
+                    }
+                };
+                let need = needs.entry(key).or_default();
+                need.0 = need.0.max(op.operands.first().map_or(0, |v| p.ty(*v).bytes().0));
+                need.1 += 1;
+            }
+        }
+    }
+    let mut groups: Vec<Vec<Group>> = mesh.iter().map(|_| Vec::new()).collect();
+    for ((axis, pair, members), (bytes, flight)) in needs {
+        let layout =
+            ArenaLayout { members: members.len(), slots: flight + 1, slot_bytes: bytes.max(4) as usize };
+        let fd = Arena::create(layout).map_err(|e| e.to_string())?;
+        for (at, rank) in members.iter().enumerate() {
+            let arena = Arena::attach(&fd, layout, at).map_err(|e| e.to_string())?;
+            let peer = pair.then(|| mesh.coord_of(members[1 - at]).on(axis));
+            groups[rank.0 as usize].push(Group { axis, peer, arena });
+        }
+    }
+    let maker = |groups: Vec<Group>| -> Maker<Cpu> {
+        Box::new(move |seat| Ok(Cpu::new(seat, Pool::single(), groups, PATIENCE)))
+    };
+    Ok(groups.into_iter().map(maker).collect())
+}

@@ -1,0 +1,343 @@
+//! What the demo model shows: the asked colour, shape and direction for every prompt of its vocabulary, still at
+//! chunk 200, the same on one rank and on several.
+//!
+//! Plans are sealed and run with the decisions, engines and decoder of a stream; ranks are threads. What a clip shows
+//! is measured from its pixels and from models/demo/palette.json alone (support/mod.rs). One thread per rank, because
+//! the tests of this file run beside each other.
+//!
+//! Every prompt for 200 chunks in both regimes, a table at the end (about 20 minutes on two cores):
+//!
+//! ```text
+//! cargo test --release -p tessera --test demo -- --ignored --nocapture
+//! ```
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use support::{Prompt, Seen, World, render};
+use tessera::local::{self, Chunk};
+use tessera::{Mapping, Model, Overrides, Plan, Strategy, StreamRequest, plan};
+
+const FRAMES: i64 = 12;
+const SEED: u64 = 1;
+
+fn demo() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
+}
+
+fn world() -> World {
+    World::open(&demo().join("palette.json"))
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Regime {
+    Resident,
+    Recompute,
+}
+
+/// Streams on a mesh; `on` sees each chunk.
+fn stream(
+    regime: Regime,
+    (mesh, strategy): (&str, Strategy),
+    requests: impl IntoIterator<Item = StreamRequest>,
+    on: impl FnMut(Chunk<'_>),
+) {
+    let overrides = Overrides { recompute: Some(regime == Regime::Recompute), ..Overrides::default() };
+    let model = Model::open(&demo(), &overrides).unwrap_or_else(|ds| panic!("{ds:#?}"));
+    let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() };
+    let plan: Plan =
+        plan::make(&model.video, &model.name, "", &mapping).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
+    local::run(&Arc::new(plan), &model, 1, requests, on).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
+}
+
+const ONE: (&str, Strategy) = ("tp=1", Strategy::Ulysses);
+
+fn ask(prompt: Option<Prompt>, seed: u64, cut: bool) -> StreamRequest {
+    StreamRequest { prompt: prompt.map(Prompt::text), seed, cut }
+}
+
+/// Requests for a prompt per chunk; a request names it only where it changes.
+fn requests(asked: &[Prompt], seed: u64) -> Vec<StreamRequest> {
+    (0..asked.len())
+        .map(|i| ask((i == 0 || asked[i] != asked[i - 1]).then_some(asked[i]), seed, false))
+        .collect()
+}
+
+/// Measures chunks as they come, holds each to its prompt and to the one before, and keeps the extremes.
+struct Watch<'a> {
+    world: &'a World,
+    last: Option<(u32, Prompt, Seen)>,
+    faults: Vec<String>,
+    measured: usize,
+    psnr: (f64, f64),
+    overlap: f64,
+    purity: f64,
+}
+
+impl Watch<'_> {
+    fn new(world: &World) -> Watch<'_> {
+        Watch {
+            world,
+            last: None,
+            faults: Vec::new(),
+            measured: 0,
+            psnr: (f64::INFINITY, 0.0),
+            overlap: 1.0,
+            purity: 1.0,
+        }
+    }
+
+    fn see(&mut self, chunk: &Chunk<'_>, asked: Prompt) -> Seen {
+        let seen = self.world.measure(chunk.pixels);
+        let mut faults = seen.faults(self.world, asked);
+        if chunk.meta.reset_kv {
+            self.last = None;
+        }
+        if let Some((at, prompt, before)) = self.last {
+            // An object goes on in its own direction to the end of a chunk, whatever the next one brings.
+            let frames = FRAMES * i64::from(chunk.chunk - at);
+            let there = self.world.moved(before.position, prompt.direction, frames);
+            if self.world.apart(there, seen.position) > 1 || before.background != seen.background {
+                faults.push(format!(
+                    "the scene jumps: {there:?} on {} becomes {:?} on {}",
+                    before.background, seen.position, seen.background
+                ));
+            }
+        }
+        if !faults.is_empty() {
+            let text = faults.join(", ");
+            self.faults.push(format!("chunk {}, {}: {text}", chunk.chunk, asked.text()));
+        }
+        self.last = Some((chunk.chunk, asked, seen));
+        self.measured += 1;
+        self.psnr = (self.psnr.0.min(seen.psnr), self.psnr.1 + seen.psnr);
+        self.overlap = self.overlap.min(seen.overlap);
+        self.purity = self.purity.min(seen.purity);
+        seen
+    }
+
+    /// What was measured, in a line.
+    fn summary(&self) -> String {
+        format!(
+            "{} chunks measured, {} faulty; PSNR mean {:.1} dB, worst {:.1} dB; worst overlap {:.3}, purity {:.3}",
+            self.measured,
+            self.faults.len(),
+            self.psnr.1 / self.measured as f64,
+            self.psnr.0,
+            self.overlap,
+            self.purity
+        )
+    }
+
+    fn close(self, name: &str) {
+        println!("{name}: {}", self.summary());
+        assert!(self.measured > 0 && self.faults.is_empty(), "{name}: {:#?}", self.faults);
+    }
+}
+
+#[test]
+fn measuring_tells_every_valid_clip_and_refuses_others() {
+    let world = world();
+    for i in 0..Prompt::COUNT {
+        let (prompt, background) = (Prompt::nth(i), i % 8);
+        let position = [(i * 37 % 128) as i64, (i * 59 % 128) as i64];
+        let mut pixels = render(&world, prompt, background, position);
+        let seen = world.measure(&pixels);
+        assert_eq!(seen.faults(&world, prompt), [""; 0], "{prompt:?}");
+        assert_eq!((seen.position, seen.background), (position, background));
+        assert!(seen.psnr > 100.0 && seen.overlap > 0.999 && seen.purity > 0.999, "{seen:?}");
+        for other in (0..Prompt::COUNT).filter(|o| *o != i) {
+            assert!(!seen.faults(&world, Prompt::nth(other)).is_empty(), "{i} passes as {other}");
+        }
+        // Standing still in the second half is no valid movement.
+        let half = pixels.len() / 2;
+        let frame = pixels.len() / FRAMES as usize;
+        for n in FRAMES as usize / 2..FRAMES as usize {
+            pixels.copy_within(half - frame..half, n * frame);
+        }
+        assert!(!world.measure(&pixels).faults(&world, prompt).is_empty());
+    }
+}
+
+#[test]
+fn resident_shows_every_prompt_at_once_after_200_chunks_and_across_a_rebase() {
+    let world = world();
+    let mut asked = vec![Prompt::nth(0); 200];
+    asked.extend((0..Prompt::COUNT).flat_map(|i| [Prompt::nth(i); 3]));
+    asked.extend([Prompt::nth(Prompt::COUNT - 1); 6]);
+    let mut watch = Watch::new(&world);
+    let mut rebased = Vec::new();
+    stream(Regime::Resident, ONE, requests(&asked, SEED), |chunk| {
+        if chunk.meta.phases.iter().any(|p| p.program == "rebase") {
+            rebased.push(chunk.chunk);
+        }
+        if chunk.chunk % 10 == 0 || chunk.chunk >= 199 {
+            watch.see(&chunk, asked[chunk.chunk as usize]);
+        }
+    });
+    assert!(rebased.len() == 1 && (330..asked.len() as u32 - 3).contains(&rebased[0]), "{rebased:?}");
+    watch.close(&format!("resident, every prompt, rebase at {}", rebased[0]));
+}
+
+#[test]
+fn recompute_shows_every_prompt_at_once() {
+    let world = world();
+    let mut asked = vec![Prompt::nth(Prompt::COUNT - 1); 24];
+    asked.extend((0..Prompt::COUNT).flat_map(|i| [Prompt::nth(i); 3]));
+    let mut watch = Watch::new(&world);
+    stream(Regime::Recompute, ONE, requests(&asked, SEED), |chunk| {
+        watch.see(&chunk, asked[chunk.chunk as usize]);
+    });
+    watch.close("recompute, every prompt");
+}
+
+/// Holds prompts for 200 chunks each, and looks now and then.
+fn hold(regime: Regime, prompts: [Prompt; 2]) {
+    let world = world();
+    for prompt in prompts {
+        let mut watch = Watch::new(&world);
+        let mut at = Vec::new();
+        stream(regime, ONE, requests(&[prompt; 200], SEED), |chunk| {
+            if [0, 1, 50, 100, 150, 199].contains(&chunk.chunk) {
+                at.push(format!("{}: {:.1} dB", chunk.chunk, watch.see(&chunk, prompt).psnr));
+            }
+        });
+        watch.close(&format!("{regime:?}, {} ({})", prompt.text(), at.join(", ")));
+    }
+}
+
+// Together the four prompts show every colour, shape and direction.
+
+#[test]
+fn resident_holds_a_prompt_for_200_chunks() {
+    let prompt = |color, shape, direction| Prompt { color, shape, direction };
+    hold(Regime::Resident, [prompt(0, 2, 2), prompt(1, 1, 1)]);
+}
+
+#[test]
+fn recompute_holds_a_prompt_for_200_chunks() {
+    let prompt = |color, shape, direction| Prompt { color, shape, direction };
+    hold(Regime::Recompute, [prompt(2, 0, 0), prompt(3, 2, 3)]);
+}
+
+#[test]
+fn a_cut_begins_the_scene_of_its_seed_and_a_seed_alone_does_not() {
+    let world = world();
+    let prompt = Prompt::nth(17);
+    // Two chunks per scene; the second has the next scene's seed already, which alone changes nothing.
+    let script: Vec<StreamRequest> =
+        (0..24).map(|c| ask((c == 0).then_some(prompt), SEED + (c + 1) / 2, c > 0 && c % 2 == 0)).collect();
+    let play = || {
+        let (mut watch, mut scenes, mut clips) = (Watch::new(&world), Vec::new(), Vec::new());
+        stream(Regime::Resident, ONE, script.clone(), |chunk| {
+            let seen = watch.see(&chunk, prompt);
+            if chunk.chunk % 2 == 0 {
+                scenes.push((seen.position, seen.background));
+            }
+            clips.push(chunk.latents.data().to_vec());
+        });
+        watch.close("cuts");
+        (scenes, clips)
+    };
+    let (scenes, clips) = play();
+    let distinct = |mut keys: Vec<i64>| {
+        keys.sort_unstable();
+        keys.dedup();
+        keys.len()
+    };
+    let positions = distinct(scenes.iter().map(|(p, _)| p[0] * 1000 + p[1]).collect());
+    let backgrounds = distinct(scenes.iter().map(|(_, b)| *b as i64).collect());
+    println!("{} scenes: {positions} positions, {backgrounds} backgrounds", scenes.len());
+    assert!(positions >= 6 && backgrounds >= 4, "{scenes:?}");
+    assert!(play().1 == clips, "the same seeds gave another clip");
+
+    // Seeds of a stream's own beginning do the same as those of a cut.
+    let begin = |seed| {
+        let mut seen = None;
+        stream(Regime::Resident, ONE, [ask(Some(prompt), seed, false)], |chunk| {
+            let s = world.measure(chunk.pixels);
+            seen = Some((s.position, s.background));
+        });
+        seen.unwrap()
+    };
+    assert_eq!(begin(SEED), scenes[0]);
+    assert!((2..6).any(|seed| begin(seed) != scenes[0]));
+}
+
+/// Latents and pixels of nine chunks with a new prompt at 3 and a cut at 6.
+fn clip(regime: Regime, on: (&str, Strategy)) -> (Vec<Vec<u8>>, Vec<Vec<f32>>) {
+    let script = (0..9).map(|c| match c {
+        0 => ask(Some(Prompt::nth(5)), SEED, false),
+        3 => ask(Some(Prompt::nth(42)), SEED, false),
+        _ => ask(None, SEED + u64::from(c >= 6), c == 6),
+    });
+    let (mut latents, mut pixels) = (Vec::new(), Vec::new());
+    stream(regime, on, script, |chunk| {
+        latents.push(chunk.latents.data().to_vec());
+        pixels.push(chunk.pixels.to_vec());
+    });
+    assert_eq!(latents.len(), 9);
+    (latents, pixels)
+}
+
+#[test]
+fn several_ranks_stream_the_clip_of_one() {
+    for regime in [Regime::Resident, Regime::Recompute] {
+        let (latents, pixels) = clip(regime, ONE);
+        for mesh in ["tp=2", "pp=2"] {
+            let several = clip(regime, (mesh, Strategy::Ulysses)).0;
+            let differs = several.iter().zip(&latents).position(|(a, b)| a != b);
+            assert_eq!(differs, None, "{regime:?} {mesh}: first chunk whose latents differ");
+        }
+        let several = clip(regime, ("tp=2", Strategy::Megatron)).1;
+        let error = several
+            .iter()
+            .flatten()
+            .zip(pixels.iter().flatten())
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max);
+        println!("{regime:?} tp=2 megatron: max abs pixel error {error:e}");
+        assert!(error < 0.01, "{regime:?}: pixels differ by up to {error:e}");
+    }
+}
+
+#[test]
+#[ignore = "about 20 minutes; see the head of this file"]
+fn every_prompt_holds_for_200_chunks() {
+    let world = world();
+    println!("| cache | prompt | faulty chunks | PSNR at 0, 1, 50, 199 | worst | overlap |");
+    println!("| --- | --- | --- | --- | --- | --- |");
+    let row = |regime: Regime, prompt: Prompt| {
+        let mut watch = Watch::new(&world);
+        let mut at = Vec::new();
+        stream(regime, ONE, requests(&[prompt; 200], SEED + prompt.color as u64), |chunk| {
+            let seen = watch.see(&chunk, prompt);
+            if [0, 1, 50, 199].contains(&chunk.chunk) {
+                at.push(format!("{:.1}", seen.psnr));
+            }
+        });
+        let faulty = watch.faults.len();
+        println!(
+            "| {regime:?} | {} | {faulty} | {} dB | {:.1} dB | {:.3} |",
+            prompt.text(),
+            at.join(", "),
+            watch.psnr.0,
+            watch.overlap
+        );
+        watch.faults
+    };
+    let faults: Vec<String> = std::thread::scope(|scope| {
+        let regimes = [Regime::Resident, Regime::Recompute].map(|regime| {
+            let row = &row;
+            scope.spawn(move || {
+                (0..Prompt::COUNT).flat_map(|i| row(regime, Prompt::nth(i))).collect::<Vec<_>>()
+            })
+        });
+        regimes.into_iter().flat_map(|r| r.join().unwrap()).collect()
+    });
+    assert!(faults.is_empty(), "{faults:#?}");
+}

@@ -1,0 +1,354 @@
+//! Tells from pixels alone what a clip of the demo's world shows.
+//!
+//! Everything here comes from models/demo/palette.json: nothing is asked of the model, its latents or its training
+//! code. The plane is a torus; positions are those of the object's centre, in pixels.
+
+use std::f64::consts::TAU;
+use std::path::Path;
+
+use serde_json::Value;
+
+pub const COLORS: [&str; 4] = ["red", "green", "blue", "yellow"];
+pub const SHAPES: [&str; 3] = ["circle", "square", "triangle"];
+pub const DIRECTIONS: [&str; 4] = ["left", "right", "up", "down"];
+
+/// Squared distance on [−1, 1]³ beyond which a pixel is not of the background.
+const FOREIGN: f32 = 0.15;
+/// Frames of a chunk in which the shape is looked for.
+const SAMPLED: [usize; 3] = [0, 6, 11];
+
+type Rgb = [f32; 3];
+
+/// Indices into [`COLORS`], [`SHAPES`], [`DIRECTIONS`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Prompt {
+    pub color: usize,
+    pub shape: usize,
+    pub direction: usize,
+}
+
+impl Prompt {
+    pub const COUNT: usize = 48;
+
+    pub fn nth(i: usize) -> Prompt {
+        Prompt { color: i / 12, shape: i / 4 % 3, direction: i % 4 }
+    }
+
+    pub fn text(self) -> String {
+        let (c, s, d) = (COLORS[self.color], SHAPES[self.shape], DIRECTIONS[self.direction]);
+        format!("a {c} {s} moves {d}")
+    }
+}
+
+/// Object and scene of a chunk.
+#[derive(Debug, Clone, Copy)]
+pub struct Seen {
+    pub shown: Prompt,
+    /// Share of the foreign pixels that are nearest to the colour.
+    pub purity: f64,
+    /// Intersection over union with the shape, mean of the sampled frames.
+    pub overlap: f64,
+    /// Mean movement of the centroid in pixels per frame, x and y.
+    pub step: [f64; 2],
+    /// The centroid's largest departure from that movement between two frames.
+    pub unsteady: f64,
+    /// Index of the background.
+    pub background: usize,
+    /// Centre in the first frame of the nearest valid clip.
+    pub position: [i64; 2],
+    /// Decibels against that clip, for a peak of 2.
+    pub psnr: f64,
+}
+
+impl Seen {
+    /// What is wrong with it as a clip of `asked`, in a few words.
+    pub fn faults(&self, world: &World, asked: Prompt) -> Vec<String> {
+        let mut found = Vec::new();
+        if self.shown != asked {
+            found.push(format!("shows {}", self.shown.text()));
+        }
+        let want = world.step(asked.direction);
+        if (0..2).any(|i| (self.step[i] - want[i] as f64).abs() > 0.25) || self.unsteady > 1.5 {
+            found.push(format!("moves {:.2?} a frame, {:.2} unsteady", self.step, self.unsteady));
+        }
+        if self.purity < 0.95 {
+            found.push(format!("{:.3} of its object has the colour", self.purity));
+        }
+        if self.overlap < 0.9 {
+            found.push(format!("overlaps its shape by {:.3}", self.overlap));
+        }
+        if self.psnr < 25.0 {
+            found.push(format!("{:.1} dB from a valid clip", self.psnr));
+        }
+        found
+    }
+}
+
+/// The palette, rendered.
+pub struct World {
+    pub size: usize,
+    speed: i64,
+    colors: Vec<Rgb>,
+    directions: Vec<[i64; 2]>,
+    /// Whole frames of each background.
+    backgrounds: Vec<Vec<Rgb>>,
+    /// Coverage of each shape centred on pixel corner (0, 0), wrapped.
+    shapes: Vec<Vec<f32>>,
+    /// Centroid of each shape's pixels, from its centre.
+    offsets: Vec<[f64; 2]>,
+}
+
+impl World {
+    pub fn open(palette: &Path) -> World {
+        let spec: Value = serde_json::from_str(&std::fs::read_to_string(palette).unwrap()).unwrap();
+        let size = spec["size"].as_u64().unwrap() as usize;
+        let edge = number(&spec["edge"]);
+        let shapes: Vec<Vec<f32>> =
+            SHAPES.iter().map(|s| template(s, &spec["shapes"][*s], edge, size)).collect();
+        let offsets = shapes.iter().map(|s| centroid(size, |i| s[i] >= 0.5)).collect();
+        World {
+            size,
+            speed: spec["speed"].as_i64().unwrap(),
+            colors: COLORS.iter().map(|c| rgb(&spec["colors"][*c])).collect(),
+            directions: DIRECTIONS
+                .iter()
+                .map(|d| [0, 1].map(|i| spec["directions"][*d][i].as_i64().unwrap()))
+                .collect(),
+            backgrounds: spec["backgrounds"].as_array().unwrap().iter().map(|b| ground(b, size)).collect(),
+            shapes,
+            offsets,
+        }
+    }
+
+    /// Pixels per frame, x and y.
+    pub fn step(&self, direction: usize) -> [i64; 2] {
+        self.directions[direction].map(|d| d * self.speed)
+    }
+
+    /// Where the object stands after `frames` frames.
+    pub fn moved(&self, position: [i64; 2], direction: usize, frames: i64) -> [i64; 2] {
+        let step = self.step(direction);
+        [0, 1].map(|i| (position[i] + frames * step[i]).rem_euclid(self.size as i64))
+    }
+
+    /// Largest difference of two positions along x or y, the short way round.
+    pub fn apart(&self, a: [i64; 2], b: [i64; 2]) -> i64 {
+        (0..2).map(|i| wrapped((a[i] - b[i]) as f64, self.size).abs() as i64).max().unwrap()
+    }
+
+    /// Pixels [frames, y, x, 3] in [−1, 1].
+    pub fn measure(&self, pixels: &[f32]) -> Seen {
+        let area = self.size * self.size;
+        let pixels = pixels.as_chunks::<3>().0;
+        let frames: Vec<&[Rgb]> = pixels.chunks_exact(area).collect();
+        let background = self.background(&frames);
+        let ground = &self.backgrounds[background];
+
+        let mut votes = [0usize; COLORS.len()];
+        for n in SAMPLED {
+            for (p, g) in frames[n].iter().zip(ground).filter(|(p, g)| distance(p, g) > FOREIGN) {
+                let _ = g;
+                votes[least(self.colors.iter().map(|c| f64::from(distance(p, c))))] += 1;
+            }
+        }
+        let color = least(votes.iter().map(|v| -(*v as f64)));
+        let purity = votes[color] as f64 / votes.iter().sum::<usize>().max(1) as f64;
+
+        let paint = self.colors[color];
+        let masks: Vec<Vec<bool>> = frames
+            .iter()
+            .map(|f| f.iter().zip(ground).map(|(p, g)| distance(p, &paint) < distance(p, g)).collect())
+            .collect();
+        let centers: Vec<[f64; 2]> = masks.iter().map(|m| centroid(self.size, |i| m[i])).collect();
+        let steps: Vec<[f64; 2]> =
+            centers.windows(2).map(|w| [0, 1].map(|i| wrapped(w[1][i] - w[0][i], self.size))).collect();
+        let step = [0, 1].map(|i| steps.iter().map(|s| s[i]).sum::<f64>() / steps.len() as f64);
+        let unsteady =
+            steps.iter().flat_map(|s| [s[0] - step[0], s[1] - step[1]]).map(f64::abs).fold(0.0, f64::max);
+        let direction =
+            least(self.directions.iter().map(|d| -(step[0] * d[0] as f64 + step[1] * d[1] as f64)));
+
+        let fits: Vec<Vec<(f64, [i64; 2])>> = (0..SHAPES.len())
+            .map(|s| SAMPLED.iter().map(|n| self.fit(&masks[*n], s, centers[*n])).collect())
+            .collect();
+        let overlaps =
+            fits.iter().map(|f| f.iter().map(|(overlap, _)| overlap).sum::<f64>() / f.len() as f64);
+        let overlaps: Vec<f64> = overlaps.collect();
+        let shape = least(overlaps.iter().map(|o| -o));
+        let shown = Prompt { color, shape, direction };
+
+        // Each sampled frame says where the clip began; the nearest of these clips counts.
+        let mut starts: Vec<[i64; 2]> = fits[shape]
+            .iter()
+            .zip(SAMPLED)
+            .map(|((_, at), n)| self.moved(*at, direction, -(n as i64)))
+            .collect();
+        starts.sort_unstable();
+        starts.dedup();
+        let (psnr, position) = starts
+            .into_iter()
+            .map(|p| (self.psnr(&frames, shown, background, p), p))
+            .max_by(|a, b| a.0.total_cmp(&b.0))
+            .unwrap();
+        Seen { shown, purity, overlap: overlaps[shape], step, unsteady, background, position, psnr }
+    }
+
+    /// The background that most pixels are nearest to; an object covers few.
+    fn background(&self, frames: &[&[Rgb]]) -> usize {
+        least(self.backgrounds.iter().map(|ground| {
+            let cost = |f: &[Rgb]| -> f64 {
+                f.iter().zip(ground).step_by(3).map(|(p, g)| f64::from(distance(p, g).min(0.05))).sum()
+            };
+            SAMPLED.iter().map(|n| cost(frames[*n])).sum()
+        }))
+    }
+
+    /// Best overlap of a shape with a mask near the mask's centroid, and the centre there.
+    fn fit(&self, mask: &[bool], shape: usize, center: [f64; 2]) -> (f64, [i64; 2]) {
+        let size = self.size as i64;
+        let near = [0, 1].map(|i| (center[i] - self.offsets[shape][i]).round() as i64);
+        let total = mask.iter().filter(|m| **m).count();
+        let inside: Vec<[i64; 2]> = (0..size * size)
+            .filter(|i| self.shapes[shape][*i as usize] >= 0.5)
+            .map(|i| [i % size, i / size])
+            .collect();
+        let shifts = (-2..=2).flat_map(|y| (-2..=2).map(move |x| [x, y]));
+        shifts
+            .map(|shift| {
+                let at = [0, 1].map(|i| (near[i] + shift[i]).rem_euclid(size));
+                let shared = inside
+                    .iter()
+                    .filter(|[x, y]| mask[((y + at[1]) % size * size + (x + at[0]) % size) as usize])
+                    .count();
+                (shared as f64 / (total + inside.len() - shared) as f64, at)
+            })
+            .max_by(|a, b| a.0.total_cmp(&b.0))
+            .unwrap()
+    }
+
+    /// Decibels between frames and the valid clip that begins at `position`.
+    fn psnr(&self, frames: &[&[Rgb]], shown: Prompt, background: usize, position: [i64; 2]) -> f64 {
+        let size = self.size;
+        let (ground, cover) = (&self.backgrounds[background], &self.shapes[shown.shape]);
+        let paint = self.colors[shown.color];
+        let mut sum = 0.0f64;
+        for (n, frame) in frames.iter().enumerate() {
+            let [cx, cy] = self.moved(position, shown.direction, n as i64).map(|c| c as usize);
+            for y in 0..size {
+                let row = (y + size - cy) % size * size;
+                let mut of_row = 0.0f32;
+                for x in 0..size {
+                    let share = cover[row + (x + size - cx) % size];
+                    let (p, g) = (&frame[y * size + x], &ground[y * size + x]);
+                    let valid = [0, 1, 2].map(|i| g[i] + share * (paint[i] - g[i]));
+                    of_row += distance(p, &valid);
+                }
+                sum += f64::from(of_row);
+            }
+        }
+        let mean = sum / (frames.len() * size * size * 3) as f64;
+        10.0 * (4.0 / mean.max(1e-12)).log10()
+    }
+}
+
+fn number(v: &Value) -> f32 {
+    v.as_f64().unwrap() as f32
+}
+
+fn rgb(v: &Value) -> Rgb {
+    [0, 1, 2].map(|i| number(&v[i]) / 127.5 - 1.0)
+}
+
+fn distance(a: &Rgb, b: &Rgb) -> f32 {
+    (a[0] - b[0]).powi(2) + (a[1] - b[1]).powi(2) + (a[2] - b[2]).powi(2)
+}
+
+/// Index of the least value, the first of equals.
+fn least(values: impl Iterator<Item = f64>) -> usize {
+    values.enumerate().min_by(|a, b| a.1.total_cmp(&b.1)).unwrap().0
+}
+
+/// A difference on the torus, in [−size/2, size/2).
+fn wrapped(difference: f64, size: usize) -> f64 {
+    let (d, size) = (difference, size as f64);
+    (d + size / 2.0).rem_euclid(size) - size / 2.0
+}
+
+/// Centroid (x, y) of the marked pixels on the torus, in [−size/2, size/2]: the angle of their mean phase. A pixel's
+/// place is its middle.
+fn centroid(size: usize, marked: impl Fn(usize) -> bool) -> [f64; 2] {
+    let (mut columns, mut rows) = (vec![0u32; size], vec![0u32; size]);
+    for y in 0..size {
+        for x in 0..size {
+            if marked(y * size + x) {
+                columns[x] += 1;
+                rows[y] += 1;
+            }
+        }
+    }
+    [columns, rows].map(|counts| {
+        let (mut re, mut im) = (0.0, 0.0);
+        for (i, n) in counts.into_iter().enumerate() {
+            let angle = TAU * (i as f64 + 0.5) / size as f64;
+            re += f64::from(n) * angle.cos();
+            im += f64::from(n) * angle.sin();
+        }
+        im.atan2(re) * size as f64 / TAU
+    })
+}
+
+/// Coverage of a shape: a ramp `edge` pixels wide along its outline.
+fn template(shape: &str, spec: &Value, edge: f32, size: usize) -> Vec<f32> {
+    let side = size as f32;
+    let from_center = |i: usize| (i as f32 + 0.5 + side / 2.0) % side - side / 2.0;
+    let inside = |x: f32, y: f32| match shape {
+        "circle" => number(&spec["radius"]) - x.hypot(y),
+        "square" => number(&spec["half"]) - x.abs().max(y.abs()),
+        "triangle" => {
+            let [top, bottom, half] = ["top", "bottom", "half_base"].map(|k| number(&spec[k]));
+            let height = bottom - top;
+            let slant = (half * (y - top) / height - x.abs()) * height / height.hypot(half);
+            slant.min(bottom - y)
+        }
+        other => panic!("no geometry for a {other}"),
+    };
+    (0..size * size)
+        .map(|i| (inside(from_center(i % size), from_center(i / size)) / edge + 0.5).clamp(0.0, 1.0))
+        .collect()
+}
+
+/// A background: tiles of 16 × 16 pixels.
+fn ground(spec: &Value, size: usize) -> Vec<Rgb> {
+    let (base, accent) = (rgb(&spec["base"]), rgb(&spec["accent"]));
+    let pattern = spec["pattern"].as_str().unwrap();
+    (0..size * size)
+        .map(|i| {
+            let (x, y) = (i % size % 16, i / size % 16);
+            let share = match pattern {
+                "dots" => (3.5 - (x as f32 - 7.5).hypot(y as f32 - 7.5)).clamp(0.0, 1.0),
+                "diagonal" => f32::from((x + y) % 16 < 5),
+                "checks" => f32::from((x < 8) == (y < 8)),
+                "lines" => f32::from(y % 8 < 3),
+                other => panic!("no pattern {other}"),
+            };
+            [0, 1, 2].map(|c| base[c] + share * (accent[c] - base[c]))
+        })
+        .collect()
+}
+
+/// A valid clip of one chunk, to try the measuring itself.
+pub fn render(world: &World, prompt: Prompt, background: usize, position: [i64; 2]) -> Vec<f32> {
+    let size = world.size as i64;
+    let mut out = Vec::new();
+    for n in 0..12 {
+        let [cx, cy] = world.moved(position, prompt.direction, n);
+        for (y, x) in (0..size).flat_map(|y| (0..size).map(move |x| (y, x))) {
+            let at = (y - cy).rem_euclid(size) * size + (x - cx).rem_euclid(size);
+            let share = world.shapes[prompt.shape][at as usize];
+            let ground = world.backgrounds[background][(y * size + x) as usize];
+            let paint = world.colors[prompt.color];
+            out.extend([0, 1, 2].map(|c| ground[c] + share * (paint[c] - ground[c])));
+        }
+    }
+    out
+}
