@@ -552,7 +552,13 @@ impl Cpu {
             Opcode::SpaceTimeToDepth => space_time_to_depth(out, x(0)?, geometry(op, &ty(0).shape)),
             Opcode::DepthToSpaceTime => depth_to_space_time(out, x(0)?, geometry(op, &out_ty.shape)),
             Opcode::TakeShard => {
-                let ranges = out_ty.layout.ranges(&out_ty.shape, &self.seat.mesh, self.seat.coord());
+                // The operand may be cut over other axes already; only this op's axis cuts it here.
+                let mut ranges: Vec<(u64, u64)> = ty(0).shape.iter().map(|n| (0, *n)).collect();
+                let axis = op.axis().unwrap_or(Axis::Tp);
+                if let AxisLayout::Shard(s) = out_ty.layout.on(axis) {
+                    let (parts, at) = (self.seat.mesh.size(axis), self.seat.coord().on(axis));
+                    ranges[s.dim] = s.range(out_ty.shape[s.dim], parts, at);
+                }
                 take(out, x(0)?, width(0), &ranges);
             }
             Opcode::Pad => {

@@ -73,14 +73,20 @@ pub(crate) fn refuse_existing(target: &Path) -> Result<(), Diagnostic> {
     Ok(())
 }
 
-/// Writes a file and brings it to disk.
+/// Writes a file that appears whole or not at all.
 pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Diagnostic> {
+    let name = path.file_name().map_or("file".into(), |n| n.to_string_lossy().into_owned());
+    let staging = path.with_file_name(format!(".{name}.part"));
     let write = || -> std::io::Result<()> {
-        let mut f = File::create(path)?;
+        let mut f = File::create(&staging)?;
         f.write_all(bytes)?;
-        f.sync_data()
+        f.sync_data()?;
+        std::fs::rename(&staging, path)
     };
-    write().map_err(|e| unwritable(path, &e))
+    write().map_err(|e| {
+        let _ = std::fs::remove_file(&staging);
+        unwritable(path, &e)
+    })
 }
 
 /// Reads a text file.
