@@ -113,7 +113,11 @@ enum Unfit {
 }
 
 /// `None` for a file that is no evaluation; otherwise the largest error in units of its bound.
-fn file<B: Backend + 'static>(subject: &Subject<'_, B>, name: &str, text: &str) -> Option<Result<f64, Unfit>> {
+fn file<B: Backend + 'static>(
+    subject: &Subject<'_, B>,
+    name: &str,
+    text: &str,
+) -> Option<Result<f64, Unfit>> {
     let header = match Header::read(text) {
         Ok(h) => h,
         Err(why) => return Some(Err(Unfit::Wrong(why.join("; ")))),

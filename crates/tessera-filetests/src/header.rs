@@ -143,10 +143,14 @@ impl Header {
     }
 
     /// The program that a rank runs, of those of one phase.
-    pub(crate) fn program_of<'a>(&self, mesh: &Mesh, phase: &[&'a Program], rank: Rank) -> Option<&'a Program> {
+    pub(crate) fn program_of<'a>(
+        &self,
+        mesh: &Mesh,
+        phase: &[&'a Program],
+        rank: Rank,
+    ) -> Option<&'a Program> {
         let written = |p: &&&Program| self.ranks.get(&p.role).is_some_and(|r| r.contains(&rank));
-        let by_name =
-            |p: &&&Program| !self.ranks.contains_key(&p.role) && plays(&p.role, mesh, rank, phase);
+        let by_name = |p: &&&Program| !self.ranks.contains_key(&p.role) && plays(&p.role, mesh, rank, phase);
         phase.iter().find(written).or_else(|| phase.iter().find(by_name)).copied()
     }
 }

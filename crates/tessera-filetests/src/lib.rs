@@ -78,7 +78,9 @@ fn outcome(text: &str, name: &str) -> Result<Option<String>, Vec<String>> {
 
 /// The collectives of a role's program are those that the file names.
 fn census(header: &Header, p: &Program) -> Result<(), String> {
-    let Some(expected) = header.collectives.as_ref().filter(|_| p.dialect == Dialect::Role) else { return Ok(()) };
+    let Some(expected) = header.collectives.as_ref().filter(|_| p.dialect == Dialect::Role) else {
+        return Ok(());
+    };
     let found: Vec<&str> = p.collectives().map(|(_, op)| op.opcode.name()).collect();
     if found.iter().eq(expected.iter()) {
         return Ok(());

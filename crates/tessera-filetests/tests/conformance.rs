@@ -102,6 +102,10 @@ impl Backend for Bent {
         self.inner.memory()
     }
 
+    fn compensated(&self) -> u64 {
+        self.inner.compensated()
+    }
+
     fn abort(&self) -> Abort {
         self.inner.abort()
     }

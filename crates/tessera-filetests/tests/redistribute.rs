@@ -121,8 +121,7 @@ fn program(subject: &Subject, rank: Rank, from: Spec, to: Spec) -> Program {
 /// The six programs as a file: each rank's outputs must be that piece of the whole.
 fn text(subject: &Subject, from: Spec, to: Spec, test: &str) -> String {
     let [rows, columns] = subject.extents;
-    let header =
-        format!("// test: {test}\n// tolerance: 0\n// weight x: [{rows}, {columns}] = normal 7\n");
+    let header = format!("// test: {test}\n// tolerance: 0\n// weight x: [{rows}, {columns}] = normal 7\n");
     let whole = "program @p {\n  %x = weight \"x\" : ";
     let shape = format!("f32[{rows}, {columns}]\n");
     let outputs = "  output \"there\", %x\n  output \"back\", %x\n}\n";
@@ -134,7 +133,8 @@ fn text(subject: &Subject, from: Spec, to: Spec, test: &str) -> String {
 fn exact_and_accepted(subject: &Subject, from: Spec, to: Spec) -> Result<(), String> {
     let evaluation = text(subject, from, to, "eval");
     // Blessing fails where any rank holds another piece than the whole's.
-    let blessed = bless(&evaluation, "redistribute").ok_or_else(|| run(&evaluation, "redistribute").join("; "))?;
+    let blessed =
+        bless(&evaluation, "redistribute").ok_or_else(|| run(&evaluation, "redistribute").join("; "))?;
     let pieces = blessed.lines().filter(|l| l.starts_with("// rank")).count();
     let judged = run(&text(subject, from, to, "check"), "redistribute");
     match (pieces, judged.is_empty()) {
@@ -144,7 +144,7 @@ fn exact_and_accepted(subject: &Subject, from: Spec, to: Spec) -> Result<(), Str
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(40))]
+    #![proptest_config(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn any_layout_to_any_other_and_back(
         counts in [3u64..9, 3u64..9], units in [1u64..3, 1u64..4], from in 0usize..7, to in 0usize..7,

@@ -1,5 +1,7 @@
 //! Plans of a small video model: which collectives, on which roles, with which memory.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
 use std::collections::BTreeMap;
 
 use tessera_ir::{Bundle, Opcode, print};

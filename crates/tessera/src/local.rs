@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
+use tessera_models::Decoder;
 use tessera_runtime::Digest;
 use tessera_runtime::decide::{ChunkRequest, Director};
 use tessera_runtime::driver::{EngineEvent, EngineThread, StreamRequest};
@@ -44,7 +45,7 @@ pub struct Chunk<'a> {
     pub meta: &'a CallMeta,
     /// Latents [tokens, width] as the network's patches.
     pub latents: &'a Tensor,
-    /// Pixels [frames, height, width, 3] in [−1, 1].
+    /// Pixels [frames, height, width, 3] in [−1, 1]; none for a model without a decoder.
     pub pixels: &'a [f32],
 }
 
@@ -107,7 +108,10 @@ struct Finished {
 
 impl Finished {
     fn hand_over(&self, codec: &mut Codec, on: &mut impl FnMut(Chunk<'_>)) -> Result<(), Diagnostic> {
-        let pixels = codec.pixels(self.chunk, &self.latents)?;
+        let pixels = match codec.decoder() {
+            Decoder::SpaceTimeDepth => codec.pixels(self.chunk, &self.latents)?,
+            Decoder::None => Vec::new(),
+        };
         on(Chunk { chunk: self.chunk, meta: &self.meta, latents: &self.latents, pixels: &pixels });
         Ok(())
     }

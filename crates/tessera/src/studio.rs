@@ -28,7 +28,6 @@ pub(crate) const CLIP: &str = "clip.png";
 /// Codec and output folder of a run.
 pub(crate) struct Reel {
     codec: Codec,
-    decoder: Decoder,
     out: Out,
     /// First chunks of scenes.
     scenes: Vec<u32>,
@@ -46,7 +45,6 @@ impl Reel {
     ) -> Result<Reel, Diagnostic> {
         Ok(Reel {
             codec: Codec::load(plan, words)?,
-            decoder: plan.video.stream.decoder,
             out: Out::create(&plan.video, dir, png)?,
             scenes,
             record,
@@ -66,7 +64,7 @@ impl Studio for Reel {
 
     fn deliver(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic> {
         let begun = lock(&self.record).now_ns();
-        let frames = match self.decoder {
+        let frames = match self.codec.decoder() {
             Decoder::SpaceTimeDepth => {
                 let pixels = self.codec.pixels(chunk, latents)?;
                 self.out.frames(&pixels)?
@@ -129,6 +127,10 @@ impl Codec {
             }
         }
         Ok(Codec { video: plan.video.clone(), words, cpu, loaded, decoded: None })
+    }
+
+    pub(crate) fn decoder(&self) -> Decoder {
+        self.video.stream.decoder
     }
 
     pub(crate) fn text(&self, prompt: &str) -> Result<Tensor, Diagnostic> {

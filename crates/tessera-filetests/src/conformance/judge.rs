@@ -35,8 +35,11 @@ pub(super) fn part<B: Backend + 'static>(
         observable(fault, &casts).map_err(Unfit::Skipped)?;
     }
     let machine = Arc::new(machine);
-    let work: Vec<Work> =
-        mesh.iter().map(|r| work(header, &machine, &casts, r)).collect::<Result<_, _>>().map_err(Unfit::Wrong)?;
+    let work: Vec<Work> = mesh
+        .iter()
+        .map(|r| work(header, &machine, &casts, r))
+        .collect::<Result<_, _>>()
+        .map_err(Unfit::Wrong)?;
     let loads: Vec<Vec<Arc<Program>>> = work.iter().map(|w| w.programs.clone()).collect();
     let makers = (subject.open)(&mesh, &loads).map_err(Unfit::Wrong)?;
     let limit = subject.patience * 5 + Duration::from_secs(5);
@@ -55,7 +58,9 @@ fn observable(fault: &Exact, casts: &[Vec<&Program>]) -> Result<(), String> {
     let at = |rank: &Rank, op: usize| casts.iter().find_map(|c| c.get(rank.0 as usize)?.ops.get(op));
     match fault {
         Exact::Setup(why) => Err(why.clone()),
-        Exact::Op { rank, op, message } if at(rank, *op).is_some_and(|o| o.opcode.row().kind == Kind::Source) => {
+        Exact::Op { rank, op, message }
+            if at(rank, *op).is_some_and(|o| o.opcode.row().kind == Kind::Source) =>
+        {
             Err(format!("what a call brings is checked before a backend sees it: {message}"))
         }
         _ if casts.iter().flatten().any(|p| leaves_an_issue(p)) => {
@@ -150,7 +155,8 @@ fn roundings(cast: &[&Program]) -> f64 {
     let of = |p: &&Program| {
         let (mut ops, mut longest) = (0u64, 0u64);
         for op in &p.ops {
-            let extent = |operand: usize, dim: usize| p.ty(op.operands[operand]).shape.get(dim).copied().unwrap_or(1);
+            let extent =
+                |operand: usize, dim: usize| p.ty(op.operands[operand]).shape.get(dim).copied().unwrap_or(1);
             let terms = match op.opcode {
                 Opcode::Pad | Opcode::Compact | Opcode::TakeShard => continue,
                 Opcode::SpaceTimeToDepth | Opcode::DepthToSpaceTime => continue,

@@ -19,7 +19,8 @@ pub fn files() -> Vec<(String, PathBuf)> {
     let mut out = Vec::new();
     let mut folders = vec![root.clone()];
     while let Some(dir) = folders.pop() {
-        for path in std::fs::read_dir(dir).expect("filetests/ is there").map(|e| e.expect("an entry").path()) {
+        for path in std::fs::read_dir(dir).expect("filetests/ is there").map(|e| e.expect("an entry").path())
+        {
             if path.is_dir() {
                 folders.push(path);
             } else if path.extension().is_some_and(|e| e == "tir") {
@@ -58,7 +59,8 @@ pub fn open(mesh: &Mesh, programs: &[Vec<Arc<Program>>]) -> Result<Vec<Maker<Cpu
                 let key = match op.int("to").or(op.int("from")) {
                     None => (axis, false, mesh.group_of(rank, axis)),
                     Some(peer) => {
-                        let other = mesh.rank_at(mesh.coord_of(rank).with(axis, u32::try_from(peer).unwrap()));
+                        let other =
+                            mesh.rank_at(mesh.coord_of(rank).with(axis, u32::try_from(peer).unwrap()));
                         (axis, true, vec![rank.min(other), rank.max(other)])
                     }
                 };

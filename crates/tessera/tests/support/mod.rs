@@ -44,7 +44,7 @@ impl Prompt {
 #[derive(Debug, Clone, Copy)]
 pub struct Seen {
     pub shown: Prompt,
-    /// Share of the foreign pixels that are nearest to the colour.
+    /// Share of the object's pixels, its outline aside, that are nearest to the colour.
     pub purity: f64,
     /// Intersection over union with the shape, mean of the sampled frames.
     pub overlap: f64,
@@ -146,8 +146,9 @@ impl World {
 
         let mut votes = [0usize; COLORS.len()];
         for n in SAMPLED {
-            for (p, g) in frames[n].iter().zip(ground).filter(|(p, g)| distance(p, g) > FOREIGN) {
-                let _ = g;
+            let foreign: Vec<bool> =
+                frames[n].iter().zip(ground).map(|(p, g)| distance(p, g) > FOREIGN).collect();
+            for (_, p) in frames[n].iter().enumerate().filter(|(i, _)| self.within(&foreign, *i)) {
                 votes[least(self.colors.iter().map(|c| f64::from(distance(p, c))))] += 1;
             }
         }
@@ -171,9 +172,8 @@ impl World {
         let fits: Vec<Vec<(f64, [i64; 2])>> = (0..SHAPES.len())
             .map(|s| SAMPLED.iter().map(|n| self.fit(&masks[*n], s, centers[*n])).collect())
             .collect();
-        let overlaps =
-            fits.iter().map(|f| f.iter().map(|(overlap, _)| overlap).sum::<f64>() / f.len() as f64);
-        let overlaps: Vec<f64> = overlaps.collect();
+        let mean = |f: &[(f64, [i64; 2])]| f.iter().map(|(overlap, _)| overlap).sum::<f64>() / f.len() as f64;
+        let overlaps: Vec<f64> = fits.iter().map(|f| mean(f)).collect();
         let shape = least(overlaps.iter().map(|o| -o));
         let shown = Prompt { color, shape, direction };
 
@@ -191,6 +191,14 @@ impl World {
             .max_by(|a, b| a.0.total_cmp(&b.0))
             .unwrap();
         Seen { shown, purity, overlap: overlaps[shape], step, unsteady, background, position, psnr }
+    }
+
+    /// Whether a pixel and its four neighbours are marked: a pixel on an outline is a blend and has no colour.
+    fn within(&self, marked: &[bool], i: usize) -> bool {
+        let size = self.size;
+        let (x, y) = (i % size, i / size);
+        let around = [(1, 0), (size - 1, 0), (0, 1), (0, size - 1)];
+        marked[i] && around.iter().all(|(dx, dy)| marked[(y + dy) % size * size + (x + dx) % size])
     }
 
     /// The background that most pixels are nearest to; an object covers few.
