@@ -62,6 +62,7 @@ const GROUP: usize = 64;
 
 /// The normals of blocks `first..first + 64`.
 #[inline(always)]
+#[allow(clippy::needless_range_loop)]
 fn normal_group(key: DrawKey, first: u64) -> [[f32; 4]; GROUP] {
     // Three loops, each over independent lanes of one width: what a compiler turns into vectors.
     let mut words = [[0u32; GROUP]; 4];

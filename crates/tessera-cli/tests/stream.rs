@@ -66,6 +66,30 @@ fn ranks_and_a_kept_plan_do_not_show_in_what_comes_out() {
     assert_ne!(field(&one, "golden"), field(&other, "golden"));
 }
 
+/// The golden hash of the demo model's first chunks, kept in the repository. Whoever changes it on purpose writes the
+/// new one there and says why.
+#[test]
+fn three_fresh_processes_give_the_stored_hash_and_another_order_of_sums_does_not() {
+    let stored = fs::read_to_string(root().join("golden/demo.txt")).unwrap();
+    let stored: Vec<(&str, &str)> = stored.lines().filter_map(|l| l.split_once(' ')).collect();
+    let dir = tempfile::tempdir().unwrap();
+    let mut n = 0;
+    let mut golden = |more: &[&str]| {
+        n += 1;
+        let fixed = ["models/demo", "--chunks", "3", "--seed", "1"];
+        field(&stream(&dir.path().join(n.to_string()), &[&fixed, more].concat()), "golden")
+    };
+    for (regime, hash) in &stored {
+        for mesh in ["tp=1", "tp=2", "pp=2"] {
+            assert_eq!(golden(&["--cache", regime, "--mesh", mesh]), *hash, "{regime} {mesh}");
+        }
+    }
+    let invariant = ["--numerics", "mesh-invariant"];
+    let tree = golden(&invariant);
+    assert_eq!(golden(&[&invariant[..], &["--mesh", "tp=2", "--strategy", "megatron"]].concat()), tree);
+    assert_ne!(tree, stored[0].1, "another order of sums is another result");
+}
+
 #[test]
 fn the_end_says_where_things_are() {
     let dir = tempfile::tempdir().unwrap();

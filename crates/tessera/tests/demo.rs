@@ -44,14 +44,19 @@ fn stream(
     regime: Regime,
     (mesh, strategy): (&str, Strategy),
     requests: impl IntoIterator<Item = StreamRequest>,
-    on: impl FnMut(Chunk<'_>),
+    mut on: impl FnMut(Chunk<'_>),
 ) {
     let overrides = Overrides { recompute: Some(regime == Regime::Recompute), ..Overrides::default() };
     let model = Model::open(&demo(), &overrides).unwrap_or_else(|ds| panic!("{ds:#?}"));
     let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() };
     let plan: Plan =
         plan::make(&model.video, &model.name, "", &mapping).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
-    local::run(&Arc::new(plan), &model, 1, requests, on).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
+    local::run(&Arc::new(plan), &model, 1, requests, |chunk| {
+        let opens_scene = chunk.chunk == 0 || chunk.meta.reset_kv;
+        assert_eq!(chunk.meta.recompute, regime == Regime::Recompute && !opens_scene, "{regime:?}");
+        on(chunk);
+    })
+    .unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
 }
 
 const ONE: (&str, Strategy) = ("tp=1", Strategy::Ulysses);
@@ -229,8 +234,9 @@ fn a_cut_begins_the_scene_of_its_seed_and_a_seed_alone_does_not() {
     let world = world();
     let prompt = Prompt::nth(17);
     // Two chunks per scene; the second has the next scene's seed already, which alone changes nothing.
-    let script: Vec<StreamRequest> =
-        (0..24).map(|c| ask((c == 0).then_some(prompt), SEED + (c + 1) / 2, c > 0 && c % 2 == 0)).collect();
+    let script: Vec<StreamRequest> = (0..24)
+        .map(|c| ask((c == 0).then_some(prompt), SEED + u64::div_ceil(c, 2), c > 0 && c % 2 == 0))
+        .collect();
     let play = || {
         let (mut watch, mut scenes, mut clips) = (Watch::new(&world), Vec::new(), Vec::new());
         stream(Regime::Resident, ONE, script.clone(), |chunk| {

@@ -286,13 +286,9 @@ fn wrapped(difference: f64, size: usize) -> f64 {
 /// place is its middle.
 fn centroid(size: usize, marked: impl Fn(usize) -> bool) -> [f64; 2] {
     let (mut columns, mut rows) = (vec![0u32; size], vec![0u32; size]);
-    for y in 0..size {
-        for x in 0..size {
-            if marked(y * size + x) {
-                columns[x] += 1;
-                rows[y] += 1;
-            }
-        }
+    for i in (0..size * size).filter(|i| marked(*i)) {
+        columns[i % size] += 1;
+        rows[i / size] += 1;
     }
     [columns, rows].map(|counts| {
         let (mut re, mut im) = (0.0, 0.0);
