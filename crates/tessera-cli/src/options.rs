@@ -105,19 +105,15 @@ pub fn no_model() -> Refusal {
 pub fn sealed(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), Refusal> {
     let plan = Plan::read(folder)?;
     let place = dir.cloned().unwrap_or_else(|| PathBuf::from(&plan.model_dir));
-    let stream = &plan.video.stream;
-    let overrides = Overrides { recompute: Some(stream.recompute), steps: Some(stream.steps.clone()) };
-    let model = Model::open(&place, &overrides).map_err(|mut ds| {
+    let model = Model::under(&place, &plan).map_err(|mut d| {
         if dir.is_none() {
-            for d in &mut ds {
-                d.notes.push(format!(
-                    "{} names this folder; it was planned where that path led to it",
-                    folder.display()
-                ));
-                d.hint = Some("give the model's folder too: tessera stream MODEL --plan PLAN".to_string());
-            }
+            d.notes.push(format!(
+                "{} names this folder; it was planned where that path led to it",
+                folder.display()
+            ));
+            d.hint = Some("give the model's folder too: tessera stream MODEL --plan PLAN".to_string());
         }
-        ds
+        vec![d]
     })?;
     Ok((model, plan))
 }

@@ -107,7 +107,7 @@ pub fn run(args: &Args) -> Outcome {
         out: args.out.clone().unwrap_or_else(|| free_folder(Path::new("out"), &plan.model)),
         png: args.png,
         oversubscribe: args.oversubscribe,
-        command: std::env::args().collect(),
+        command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
     let rank = vec![own_path()?, "rank".to_string()];
     let progress = Progress::new(args.quiet, args.chunks);

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use tessera_base::Code;
 use tessera_mesh::Mesh;
 
-use crate::rules::{RuleError, infer};
+use crate::rules::{RuleError, T0210, T0215, infer};
 use crate::{
     Attr, Attrs, Buffer, BufferId, DType, Dialect, Op, Opcode, Program, StreamId, Type, Value, ValueId,
 };
@@ -113,10 +114,12 @@ impl Builder {
         self
     }
 
-    /// Declares a buffer, or finds it by name.
+    /// Declares a buffer, or finds it by name; a type that differs from the first is a mistake.
     pub fn buffer(&mut self, name: &str, ty: Type) -> BufferId {
-        if let Some(b) = self.buffers.get(name) {
-            return *b;
+        if let Some(b) = self.buffers.get(name).copied() {
+            let known = self.program.buffer(b).ty.clone();
+            self.same_type(&format!("buffer `{name}`"), &known, &ty);
+            return b;
         }
         let id = BufferId(self.program.buffers.len() as u32);
         self.program.buffers.push(Buffer { name: name.to_string(), ty });
@@ -143,10 +146,29 @@ impl Builder {
         // A source that is asked for twice is the same value.
         let known = self.program.ops.iter().find(|o| o.opcode == opcode && o.name.as_deref() == Some(name));
         if let Some(op) = known {
-            self.pending = Pending::default();
-            return op.results[0];
+            let (result, loaded) = (op.results[0], op.attrs.get("load").cloned());
+            let load = std::mem::take(&mut self.pending).attrs.remove("load");
+            let what = format!("{} `{name}`", opcode.name());
+            let known = self.ty(result).clone();
+            self.same_type(&what, &known, &ty);
+            if load != loaded {
+                let say = |l: Option<Attr>| l.map_or("plain".to_string(), |l| format!("load = {l:?}"));
+                self.mistake(&T0215, format!("{what} is asked for as {} and as {}", say(loaded), say(load)));
+            }
+            return result;
         }
         self.push(opcode, false, Some(name.to_string()), None, &[], vec![ty])[0]
+    }
+
+    fn same_type(&mut self, what: &str, known: &Type, ty: &Type) {
+        if known != ty {
+            let [known, ty] = [known, ty].map(|t| t.display(&self.program.mesh));
+            self.mistake(&T0210, format!("{what} is asked for as {known} and as {ty}"));
+        }
+    }
+
+    fn mistake(&mut self, code: &'static Code, message: String) {
+        self.errors.push(RuleError { code, message: format!("@{}: {message}", self.program.name) });
     }
 
     /// Hands a value to the host.
@@ -293,6 +315,36 @@ impl From<Vec<i64>> for Attr {
 mod tests {
     use super::*;
     use crate::{parse, print};
+
+    #[test]
+    fn a_name_has_one_type() {
+        let (a, b) = (Type::new(DType::F32, [2, 2]), Type::new(DType::F32, [2, 3]));
+        let messages = |f: &dyn Fn(&mut Builder)| -> Vec<String> {
+            let mut b = Builder::logical("p");
+            f(&mut b);
+            b.finish().err().unwrap_or_default().into_iter().map(|e| e.message).collect()
+        };
+        let twice = |x: &Type, y: &Type| {
+            let sources = messages(&|p| {
+                p.weight("w", x.clone());
+                p.weight("w", y.clone());
+            });
+            let buffers = messages(&|p| {
+                p.buffer("w", x.clone());
+                p.buffer("w", y.clone());
+            });
+            (sources, buffers)
+        };
+        assert_eq!(twice(&a, &a), (vec![], vec![]));
+        let said = |what: &str| vec![format!("@p: {what} `w` is asked for as f32[2, 2] and as f32[2, 3]")];
+        assert_eq!(twice(&a, &b), (said("weight"), said("buffer")));
+        let loads = messages(&|p| {
+            p.attr("load", "patch").weight("w", a.clone());
+            p.weight("w", a.clone());
+        });
+        assert_eq!(loads.len(), 1, "{loads:?}");
+        assert!(loads[0].contains("load") && loads[0].contains("plain"), "{loads:?}");
+    }
 
     #[test]
     fn what_is_built_reads_back() {

@@ -16,4 +16,5 @@ pub use spec::{DimName, ShardSpec};
 use tessera_base::Code;
 
 /// Codes this room raises.
-pub const CODES: &[&Code] = &[&mesh::T0101, &mesh::T0102, &mesh::T0103, &mesh::T0104, &spec::T0105, &spec::T0106];
+pub const CODES: &[&Code] =
+    &[&mesh::T0101, &mesh::T0102, &mesh::T0103, &mesh::T0104, &spec::T0105, &spec::T0106];

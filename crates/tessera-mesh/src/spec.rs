@@ -95,7 +95,8 @@ impl ShardSpec {
         if partition.len() != mesh_axes.len() {
             return Err(refuse(&format!("{} dims for {} axes", partition.len(), mesh_axes.len())));
         }
-        let twice = |n: usize, same: &dyn Fn(usize, usize) -> bool| (0..n).any(|i| (0..i).any(|j| same(i, j)));
+        let twice =
+            |n: usize, same: &dyn Fn(usize, usize) -> bool| (0..n).any(|i| (0..i).any(|j| same(i, j)));
         if twice(partition.len(), &|i, j| partition[i] == partition[j]) {
             return Err(refuse("a dim is named twice"));
         }
@@ -141,7 +142,10 @@ mod tests {
         assert_eq!(local(&[DimName::Col], &[Axis::Tp], &[64, 32]), [16, 32]);
         assert_eq!(local(&[DimName::Row], &[Axis::Tp], &[64, 32]), [64, 8]);
         assert_eq!(local(&[DimName::Col], &[Axis::Tp], &[64]), [16]);
-        assert_eq!(local(&[DimName::Experts, DimName::Col], &[Axis::Ep, Axis::Tp], &[9, 64, 32]), [3, 16, 32]);
+        assert_eq!(
+            local(&[DimName::Experts, DimName::Col], &[Axis::Ep, Axis::Tp], &[9, 64, 32]),
+            [3, 16, 32]
+        );
         assert_eq!(local(&[], &[], &[64, 32]), [64, 32]);
     }
 
@@ -149,7 +153,10 @@ mod tests {
     fn what_does_not_pair_up_is_refused() {
         assert_eq!("column".parse::<DimName>().unwrap_err().code.id, "T0105");
         assert_eq!(ShardSpec::new(&[DimName::Col], &[]).unwrap_err().code.id, "T0106");
-        assert_eq!(ShardSpec::new(&[DimName::Col, DimName::Row], &[Axis::Tp, Axis::Tp]).unwrap_err().code.id, "T0106");
+        assert_eq!(
+            ShardSpec::new(&[DimName::Col, DimName::Row], &[Axis::Tp, Axis::Tp]).unwrap_err().code.id,
+            "T0106"
+        );
         let mesh: Mesh = "tp=4".parse().unwrap();
         let row = ShardSpec::new(&[DimName::Row], &[Axis::Tp]).unwrap();
         assert_eq!(row.layout(&[64], 1, &mesh).unwrap_err().code.id, "T0106");

@@ -4,6 +4,7 @@ use tessera_base::fields::{Fields, toml};
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
 use crate::WanConfig;
+use crate::config::{ELEMENTS_MAX, STRIDE_MAX, elements};
 
 /// Stream settings that contradict the model or each other.
 pub static T0411: Code = Code {
@@ -11,7 +12,10 @@ pub static T0411: Code = Code {
     title: "stream settings contradict each other",
     page: "stream.toml says how a model is streamed: the picture must be a whole number of patches of the latent, the \
 cache window a whole number of chunks and at least one, the recompute regime needs a window of exactly two chunks, the \
-decoder's channels must be the model's. The message shows the numbers.",
+decoder's channels must be the model's. The window may not be longer than the model's rotary table (rope_max_seq_len \
+of config.json), which is where positions come from. A tensor of more than 2^40 numbers, a call of more than 2^60 \
+operations, more than 64 chunks in the window or more than 100 steps are taken for slips. The message shows the \
+numbers.",
 };
 
 /// What the network's output means.
@@ -40,6 +44,15 @@ pub enum Decoder {
     /// None: a stream writes latents only.
     None,
 }
+
+/// Most chunks of a cache window: each is a fill level with programs of its own.
+const CHUNKS_MAX: u64 = 64;
+
+/// Most denoising steps of a chunk.
+const STEPS_MAX: usize = 100;
+
+/// Most operations of a pass: sums of costs stay within 64 bits.
+const OPERATIONS_MAX: u128 = 1 << 60;
 
 /// Settings of a stream. Source: `stream.toml` in the model's folder.
 #[derive(Debug, Clone, PartialEq)]
@@ -91,7 +104,7 @@ impl StreamConfig {
             height: video.count("height", None),
             fps: video.number("fps", Some(16.0)),
             stride: match stride[..] {
-                [t, h, w] if stride.iter().all(|s| *s >= 1.0 && s.fract() == 0.0) => {
+                [t, h, w] if stride.iter().all(|s| (1.0..=STRIDE_MAX).contains(s) && s.fract() == 0.0) => {
                     [t as u64, h as u64, w as u64]
                 }
                 _ => [0, 0, 0],
@@ -157,7 +170,7 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
         let mut refuse = |m: String| ds.push(Diagnostic::error(&T0411, m).at(file, "these settings"));
         let [st, sh, sw] = self.stride;
         if st * sh * sw == 0 {
-            refuse("latent.stride must be three whole numbers ≥ 1".into());
+            refuse(format!("latent.stride must be three whole numbers from 1 to {STRIDE_MAX}"));
             return ds;
         }
         let (bh, bw) = (sh * model.patch[0], sw * model.patch[1]);
@@ -179,11 +192,30 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
                 self.chunk_frames, self.chunk_frames, self.window_frames
             ));
         }
+        let chunks = self.window_frames.checked_div(self.chunk_frames).unwrap_or(0);
+        if chunks > CHUNKS_MAX {
+            refuse(format!(
+                "a window of {} frames holds {chunks} chunks of {}, at most {CHUNKS_MAX} are planned for",
+                self.window_frames, self.chunk_frames
+            ));
+        }
+        if self.window_frames > model.rope_frames {
+            refuse(format!(
+                "a window of {} frames is longer than the model's rotary table of {}",
+                self.window_frames, model.rope_frames
+            ));
+        }
         if !(self.bias > 0.0 && self.bias <= 1.0) {
             refuse(format!("cache.bias {} must be in (0, 1]", self.bias));
         }
         if self.fps <= 0.0 || self.shift <= 0.0 {
             refuse(format!("fps {} and shift {} must be positive", self.fps, self.shift));
+        }
+        if self.steps.len() > STEPS_MAX {
+            refuse(format!(
+                "schedule.steps has {} entries, at most {STEPS_MAX} are planned for",
+                self.steps.len()
+            ));
         }
         let falling = self.steps.windows(2).all(|p| p[0] > p[1]);
         if self.steps.is_empty() || !falling || self.steps.iter().any(|t| !(*t > 0.0 && *t <= 1000.0)) {
@@ -196,7 +228,39 @@ prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind
                 model.channels
             ));
         }
+        if let Some(message) = self.too_large(model) {
+            refuse(message);
+        }
         ds
+    }
+
+    /// The first tensor, or the work of a call, that nothing here could hold or count.
+    fn too_large(&self, model: &WanConfig) -> Option<String> {
+        let [chunk, rows, cols] = self.grid(model);
+        let (d, width) = (model.dim, model.ffn_dim.max(model.token_width()).max(model.dim));
+        let tensors: [(&str, &[u64]); 5] = [
+            ("the cache, window_frames · rows · columns · dim", &[self.window_frames, rows, cols, d]),
+            ("the chunk, chunk_frames · rows · columns · width", &[chunk, rows, cols, width]),
+            ("the chunk's pixels", &[chunk, self.stride[0], self.height, self.width, 3]),
+            ("the time columns, chunk_frames · 6 · dim", &[chunk, 6, d]),
+            ("the time sinusoids, chunk_frames · freq_dim", &[chunk, model.freq_dim]),
+        ];
+        for (what, extents) in tensors {
+            if elements(extents).is_none() {
+                return Some(format!("{what} = {extents:?} has more than {ELEMENTS_MAX} numbers"));
+            }
+        }
+        // Every product below is of few tensors within bounds: far from the end of 128 bits.
+        let big = u128::from;
+        let (d, ffn, frame) = (big(d), big(model.ffn_dim), big(rows * cols));
+        let (tokens, seen) = (big(chunk) * frame, big(self.window_frames) * frame + big(model.text_len));
+        let block = tokens * d * (12 * d + 4 * ffn + 6 * seen);
+        let text = 2 * big(model.text_len) * d * (big(model.text_dim) + d);
+        let time = 2 * big(chunk) * d * (big(model.freq_dim) + 7 * d);
+        let ends = 4 * tokens * d * big(model.token_width());
+        let total = big(model.layers) * (block + 4 * big(model.text_len) * d * d) + text + time + ends;
+        (total > OPERATIONS_MAX)
+            .then(|| format!("one pass over a chunk is {total} operations, more than 2^60"))
     }
 
     /// Token grid of a chunk: frames, rows, columns.
@@ -226,6 +290,40 @@ mod tests {
         let s = StreamConfig::parse("s", "[video]\nwidth = 16\nheight = 32\n[cache]\nbias = 0.3\n", &wan)
             .unwrap();
         assert_eq!(StreamConfig::parse("t", &s.text(), &wan).unwrap(), s);
+    }
+
+    #[test]
+    fn huge_streams_are_refused_not_planned() {
+        let text = |rope: u64, ffn: u64| {
+            format!(r#"{{"dim":12,"ffn_dim":{ffn},"num_heads":1,"num_layers":1,"rope_max_seq_len":{rope}}}"#)
+        };
+        let refused = |rope: u64, ffn: u64, stream: &str| {
+            let wan = WanConfig::parse("c", &text(rope, ffn)).unwrap();
+            match StreamConfig::parse("s", stream, &wan) {
+                Ok(_) => Vec::new(),
+                Err(ds) => ds.into_iter().map(|d| (d.code.id, d.message)).collect(),
+            }
+        };
+        let steps: Vec<String> = (0..101).map(|i| format!("{}", 1000 - i)).collect();
+        let small = "[video]\nwidth = 16\nheight = 16\n";
+        let large = "[video]\nwidth = 4294967280\nheight = 4294967280\n";
+        let many = format!("{small}[cache]\nwindow_frames = 195\n");
+        let long = format!("{small}[cache]\nwindow_frames = 12\n");
+        let stride = format!("{small}[latent]\nstride = [4, 8, 1e18]\n");
+        let wide = "[video]\nwidth = 131072\nheight = 65536\n";
+        for (rope, ffn, stream, says) in [
+            (1024, 8, large, "more than"),
+            (1024, 8, many.as_str(), "65 chunks"),
+            (11, 8, long.as_str(), "rotary table of 11"),
+            (1024, 8, stride.as_str(), "65536"),
+            (1024, 8, &format!("{small}[schedule]\nsteps = [{}]\n", steps.join(",")), "101 entries"),
+            (1024, 4_000_000_000, wide, "more than"),
+            (1024, 8, wide, "operations"),
+        ] {
+            let found = refused(rope, ffn, stream);
+            assert!(found.iter().any(|(id, m)| *id == "T0411" && m.contains(says)), "{says}: {found:?}");
+        }
+        assert!(refused(12, 8, &long).is_empty());
     }
 
     #[test]

@@ -23,7 +23,8 @@ pub static T0422: Code = Code {
     id: "T0422",
     title: "text does not fit the model",
     page: "A prompt may have at most text_len words (config.json), and the word table must have one row of text_dim \
-numbers per line of vocab.txt.",
+numbers per line of vocab.txt. A word may stand there once, whatever its letters' case: a second row would never be \
+read, and every row after it would be another word's.",
 };
 
 /// A word table.
@@ -39,23 +40,30 @@ impl Words {
     /// From the lines of a vocabulary and a table [words, dim], row-major.
     ///
     /// # Errors
-    /// T0422 when the two do not fit.
+    /// T0422 when the two do not fit or a word stands twice.
     pub fn new(vocabulary: &str, table: Vec<f32>, dim: u64, text_len: u64) -> Result<Words, Box<Diagnostic>> {
-        let rows: BTreeMap<String, usize> = vocabulary
-            .lines()
-            .map(str::trim)
-            .filter(|l| !l.is_empty())
-            .map(str::to_lowercase)
-            .zip(0..)
-            .collect();
+        let mut rows = BTreeMap::new();
+        let mut lines = Vec::new();
+        for (number, line) in (1..).zip(vocabulary.lines()).filter(|(_, l)| !l.trim().is_empty()) {
+            if let Some(first) = rows.insert(line.trim().to_lowercase(), lines.len()) {
+                let (at, word): (usize, &str) = lines[first];
+                return Err(Box::new(
+                    Diagnostic::error(&T0422, format!("`{}` stands twice in the vocabulary", line.trim()))
+                        .at(format!("line {at}"), word)
+                        .at(format!("line {number}"), line.trim())
+                        .hint("upper and lower case are one word; remove the line and its row of the table"),
+                ));
+            }
+            lines.push((number, line.trim()));
+        }
         let (dim, text_len) = (dim as usize, text_len as usize);
-        if rows.len() * dim != table.len() {
+        if lines.len().checked_mul(dim) != Some(table.len()) {
             return Err(Box::new(Diagnostic::error(
                 &T0422,
                 format!(
                     "{} words of {dim} numbers need {}, the table has {}",
-                    rows.len(),
-                    rows.len() * dim,
+                    lines.len(),
+                    lines.len().saturating_mul(dim),
                     table.len()
                 ),
             )));
@@ -120,6 +128,14 @@ mod tests {
     #[test]
     fn a_prompt_is_its_rows_and_padding() {
         assert_eq!(words().encode("A circle").unwrap(), [0.0, 1.0, 4.0, 5.0, 0.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn a_word_stands_once() {
+        let d = Words::new("a\nRed\n\nred\n", vec![0.0; 6], 2, 4).unwrap_err();
+        let places: Vec<&str> = d.places.iter().map(|p| p.at.as_str()).collect();
+        assert_eq!((d.code.id, places), ("T0422", vec!["line 2", "line 4"]));
+        assert_eq!(Words::new("a\nred\n", vec![0.0; 6], 2, 4).unwrap_err().code.id, "T0422");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use tessera_ir::{
 use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
 
 use crate::mapping::Extents;
-use crate::strategy::{Cut, reads_self_cache, wanted_by_heads};
+use crate::strategy::{Cut, reads_self_cache, unknown_part, wanted_by_heads};
 use crate::{Mapping, Numerics, balance, memory};
 
 /// Lowering made a program that its rules refuse.
@@ -20,7 +20,8 @@ pub static T0606: Code = Code {
     id: "T0606",
     title: "strategy has no rule for this op",
     page: "The strategy met an op with operands in layouts that no rule covers, so no correct program could be made. \
-The message names the op and the layouts. Another strategy, or tp=1, may do; the refusal itself is a gap in the planner.",
+The message names the op and the layouts. A hint `part` that no strategy knows is refused with this code too: taken for \
+`whole`, it would run right and waste the ranks. Another strategy, or tp=1, may do; the refusal itself is a gap in the planner.",
 };
 
 /// Segments of a split contraction under the mesh-invariant policy.
@@ -56,7 +57,8 @@ impl Logical {
 /// # Errors
 /// Every reason why the mapping does not fit, or T0606.
 pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnostics> {
-    let ds = mapping.misfits(&logical.extents());
+    let mut ds = mapping.misfits(&logical.extents());
+    ds.extend(unknown_parts(&logical.phases));
     if !ds.is_empty() {
         return Err(ds);
     }
@@ -94,6 +96,24 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
         })
         .collect();
     Ok(Bundle { mesh, rank_map, roles, phases, calls: logical.calls.clone(), mapping: mapping.text() })
+}
+
+fn unknown_parts(phases: &[Program]) -> Diagnostics {
+    let mut ds = Vec::new();
+    for (p, op) in phases.iter().flat_map(|p| p.ops.iter().map(move |op| (p, op))) {
+        if let (Some(want), Some(part)) = (unknown_part(p, op), op.attrs.get("part")) {
+            let name = op.name.as_deref().unwrap_or_default();
+            ds.push(
+                Diagnostic::error(
+                    &T0606,
+                    format!("part {part:?} of `{name}` is not one that a strategy can cut"),
+                )
+                .at(format!("@{}", p.name), format!("{} `{name}`", op.opcode.name()))
+                .hint(want),
+            );
+        }
+    }
+    ds
 }
 
 /// Blocks per stage, balanced by the flops of the costliest phase.

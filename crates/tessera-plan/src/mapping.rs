@@ -1,6 +1,6 @@
 //! What a person reads and edits: mesh, strategy, numerics policy, stages, queue depths.
 
-use tessera_base::fields::{Fields, toml};
+use tessera_base::fields::{Fields, T0004, toml};
 use tessera_base::{Code, Diagnostic, Diagnostics, choices};
 use tessera_mesh::{Axis, Mesh, RankMap};
 
@@ -39,7 +39,8 @@ pub static T0605: Code = Code {
     id: "T0605",
     title: "mapping contradicts itself",
     page: "The mapping's device list, stages or queue depths do not fit its mesh. Queue depths are bounds: 0 would \
-stop the stream and no bound would hide a slow consumer, so each is 1 to 64.",
+stop the stream and no bound would hide a slow consumer, so each is 1 to 64. Blocks per stage are whole numbers from 1. \
+A device name is printed in quotes into the sealed mapping, so it may hold no quote, backslash or control character.",
 };
 
 /// How tp cuts a transformer block.
@@ -142,12 +143,32 @@ impl Mapping {
             "standard" => Numerics::Standard,
             _ => Numerics::MeshInvariant,
         };
-        out.blocks = stages.numbers("blocks", &[]).iter().map(|n| *n as u64).collect();
-        if let Some(list) = devices.take("order") {
-            out.devices = list
+        for (i, n) in stages.numbers("blocks", &[]).into_iter().enumerate() {
+            // From here on every sum of 65,536 entries fits 64 bits.
+            if n.fract() == 0.0 && (1.0..4_294_967_296.0).contains(&n) {
+                out.blocks.push(n as u64);
+            } else {
+                stages.diagnostics.push(
+                    Diagnostic::error(
+                        &T0605,
+                        format!("stages.blocks[{i}] = {n} is not a whole number of blocks"),
+                    )
+                    .at(file, format!("found {n}"))
+                    .hint("each stage holds a whole number of blocks, from 1"),
+                );
+            }
+        }
+        if let Some(found) = devices.take("order") {
+            let names = found
                 .as_array()
-                .map(|a| a.iter().filter_map(|v| v.as_str().map(str::to_string)).collect())
-                .unwrap_or_default();
+                .and_then(|a| a.iter().map(|v| v.as_str().map(str::to_string)).collect::<Option<Vec<_>>>());
+            match names {
+                Some(list) => out.devices = list,
+                None => devices.diagnostics.push(
+                    Diagnostic::error(&T0004, "`devices.order` must be a list of strings")
+                        .at(file, format!("found {found}")),
+                ),
+            }
         }
         let mut depth = |name, default| u32::try_from(queues.count(name, Some(default))).unwrap_or(u32::MAX);
         (out.d_in, out.d_out, out.max_outstanding) =
@@ -222,6 +243,15 @@ impl Mapping {
                 format!("{} entries of blocks for pp = {stages}", self.blocks.len()),
             ));
         }
+        for (i, name) in self.devices.iter().enumerate() {
+            if name.contains(|c: char| c == '"' || c == '\\' || c.is_control()) {
+                ds.push(
+                    Diagnostic::error(&T0605, format!("device name {name:?} cannot be written in a mapping"))
+                        .at(format!("rank {i}"), format!("{name:?}"))
+                        .hint("use a name without quotes, backslashes and control characters"),
+                );
+            }
+        }
         if let Err(d) = self.rank_map() {
             ds.push(*d);
         }
@@ -269,20 +299,22 @@ impl Mapping {
         };
         if tp > e.heads.min(units) {
             let most = e.heads.min(units);
+            let scarce = if e.heads <= units { "heads" } else { what };
             let even: Vec<u64> =
                 (1..=most).filter(|n| e.heads.is_multiple_of(*n) && units.is_multiple_of(*n)).collect();
             ds.push(
                 Diagnostic::error(
                     &T0602,
-                    format!("tp = {tp} over {} heads leaves a rank without one", e.heads),
+                    format!("tp = {tp} over {most} {scarce} leaves a rank without one"),
                 )
                 .at("model", format!("{} heads, {units} {what}", e.heads))
                 .at("mesh", self.mesh.to_string())
                 .hint(format!("even shards: tp = {}; uneven ones up to tp = {most}", choices(&even))),
             );
         }
-        let total: u64 = self.blocks.iter().sum();
-        if pp > e.blocks || (!self.blocks.is_empty() && (total != e.blocks || self.blocks.contains(&0))) {
+        let total = self.blocks.iter().try_fold(0u64, |sum, n| sum.checked_add(*n));
+        if pp > e.blocks || (!self.blocks.is_empty() && (total != Some(e.blocks) || self.blocks.contains(&0)))
+        {
             ds.push(
                 Diagnostic::error(&T0603, format!("{} blocks over pp = {pp} stages", e.blocks))
                     .at("mapping", format!("blocks = {:?}", self.blocks))
@@ -328,6 +360,35 @@ mod tests {
         assert_eq!(Mapping::parse("m", "").unwrap(), Mapping::default());
         let ds = Mapping::parse("m", "[mesh]\ntpp = 2\n").unwrap_err();
         assert_eq!((ds[0].code.id, ds[0].hint.as_deref()), ("T0002", Some("did you mean `mesh.tp`?")));
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused() {
+        for (text, code, says) in [
+            ("[mesh]\npp = 2\n[stages]\nblocks = [1.5, 2]\n", "T0605", "1.5"),
+            ("[mesh]\npp = 2\n[stages]\nblocks = [-3, 2]\n", "T0605", "-3"),
+            ("[mesh]\npp = 2\n[stages]\nblocks = [1e30, 2]\n", "T0605", "1000000000000"),
+            ("[devices]\norder = [1]\n", "T0004", "devices.order"),
+            ("[devices]\norder = \"cpu0\"\n", "T0004", "devices.order"),
+            ("[devices]\norder = ['a\"b']\n", "T0605", "a\\\"b"),
+            ("[devices]\norder = ['a\\b']\n", "T0605", "a\\\\b"),
+            ("[devices]\norder = [\"a\\n\"]\n", "T0605", "a\\n"),
+        ] {
+            let ds = Mapping::parse("m", text).unwrap_err();
+            assert!(ds.iter().any(|d| d.code.id == code && d.message.contains(says)), "{text}: {ds:#?}");
+        }
+        assert_eq!(with("pp=2", |m| m.blocks = vec![u64::MAX, 31]), ["T0603"]);
+    }
+
+    #[test]
+    fn the_scarcer_unit_is_named() {
+        let m = Mapping { mesh: "tp=5".parse().unwrap(), ..Mapping::default() };
+        let says = |e: Extents| m.misfits(&e)[0].message.clone();
+        assert_eq!(
+            says(Extents { tokens: 4, ..E }),
+            "tp = 5 over 4 tokens of a chunk leaves a rank without one"
+        );
+        assert_eq!(says(Extents { heads: 3, ..E }), "tp = 5 over 3 heads leaves a rank without one");
     }
 
     #[test]

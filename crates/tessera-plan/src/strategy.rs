@@ -1,9 +1,25 @@
 //! What each strategy asks of weights, buffers and inputs.
 
-use tessera_ir::{Op, Program};
+use tessera_ir::{Op, Opcode, Program};
 use tessera_mesh::{AxisLayout, DimName, Shard};
 
 use crate::Strategy;
+
+/// What a source's `part` may say, in words, if it says something else.
+pub(crate) fn unknown_part(p: &Program, op: &Op) -> Option<&'static str> {
+    op.attrs.get("part")?;
+    let part = op.str("part").unwrap_or_default();
+    let dims = op.results.first().map_or(0, |r| p.ty(*r).shape.len());
+    let (fits, want) = match op.opcode {
+        Opcode::Weight => {
+            let cut = part.parse::<DimName>().is_ok_and(|d| d.of(dims).is_some());
+            (cut || part == "whole", "a weight's part is `col`, `row`, `experts` or `whole`, of a dim it has")
+        }
+        Opcode::Input => (part == "tokens", "an input's part is `tokens`"),
+        _ => (false, "only weights and inputs have a part"),
+    };
+    (!fits).then_some(want)
+}
 
 /// What a logical program says about how a source may be cut, and over how many ranks.
 pub(crate) struct Cut {
@@ -64,8 +80,8 @@ pub(crate) fn wanted_by_heads(p: &Program, producer: usize) -> bool {
     let mut readers = p.ops.iter().filter(|o| o.uses().any(|u| u == *v)).peekable();
     readers.peek().is_some()
         && readers.all(|o| match o.opcode {
-            tessera_ir::Opcode::CacheWrite => o.buffer.is_some_and(|b| p.buffer(b).name.starts_with("kv.")),
-            tessera_ir::Opcode::Attention => o.operands[0] == *v && reads_self_cache(p, o.operands[1]),
+            Opcode::CacheWrite => o.buffer.is_some_and(|b| p.buffer(b).name.starts_with("kv.")),
+            Opcode::Attention => o.operands[0] == *v && reads_self_cache(p, o.operands[1]),
             _ => false,
         })
 }

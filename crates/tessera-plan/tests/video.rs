@@ -67,6 +67,24 @@ fn ulysses_exchanges_around_attention_only() {
 }
 
 #[test]
+fn an_unknown_part_is_refused() {
+    let mut mapping = Mapping { mesh: "tp=5".parse().unwrap(), ..Mapping::default() };
+    for (part, of) in [
+        ("column", Opcode::Weight),
+        ("tokens", Opcode::Weight),
+        ("experts", Opcode::Weight),
+        ("row", Opcode::Input),
+    ] {
+        let mut l = logical(&model("[cache]\nmode = \"recompute\"\n"));
+        let op = l.phases.iter_mut().flat_map(|p| &mut p.ops).find(|o| o.opcode == of).unwrap();
+        op.attrs.insert("part".into(), part.into());
+        let ds = lower(&l, &mut mapping).unwrap_err();
+        assert_eq!((ds.len(), ds[0].code.id), (1, "T0606"), "{ds:#?}");
+        assert!(ds[0].message.contains(part), "{ds:#?}");
+    }
+}
+
+#[test]
 fn uneven_shards_make_two_roles() {
     for strategy in [Strategy::Megatron, Strategy::Ulysses] {
         let b = plan("tp=2", strategy);

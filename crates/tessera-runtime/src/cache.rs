@@ -585,7 +585,10 @@ mod tests {
             cache.apply(Transition::Append).expect("legal");
             cache.apply(Transition::Advance).expect("legal");
             let held = cache.held();
-            assert_eq!(held.iter().map(|(c, _)| *c).collect::<Vec<_>>(), (k.saturating_sub(2)..=k).collect::<Vec<_>>());
+            assert_eq!(
+                held.iter().map(|(c, _)| *c).collect::<Vec<_>>(),
+                (k.saturating_sub(2)..=k).collect::<Vec<_>>()
+            );
             assert_eq!(held.last().expect("the newest").1, row..row + 30);
             let mut rows: Vec<u64> = held.iter().flat_map(|(_, r)| r.clone()).collect();
             rows.sort_unstable();

@@ -66,7 +66,8 @@ mod tests {
             trace: Digest::of_trace([]),
             state: Digest::default(),
             output: Digest([output; 32]),
-            compensated: 0, phase_ns: Vec::new(),
+            compensated: 0,
+            phase_ns: Vec::new(),
         }
     }
 

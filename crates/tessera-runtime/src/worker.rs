@@ -371,7 +371,8 @@ impl Worker {
             trace: Digest::of_trace([]),
             state: self.predicted.digest(),
             output: Digest::default(),
-            compensated: 0, phase_ns: Vec::new(),
+            compensated: 0,
+            phase_ns: Vec::new(),
         };
         let done = Done { call_id, observed, output: Tensors::default() };
         out.push(Action::Send(Message::Done(Box::new(done))));

@@ -43,7 +43,8 @@ fn every_message() -> Vec<Message> {
         trace: plan(),
         state: plan(),
         output: plan(),
-        compensated: 0, phase_ns: vec![1, u64::MAX],
+        compensated: 0,
+        phase_ns: vec![1, u64::MAX],
     };
     vec![
         Message::Welcome(Welcome {

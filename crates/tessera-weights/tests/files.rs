@@ -377,3 +377,14 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_sample_tells_checkpoints_of_one_shape_apart() {
+    let of = |first: f32| {
+        folder(&[f32s("a", &[300, 20], first), f32s("b", &[3], first)]).1.resolve_as_is().unwrap()
+    };
+    let (one, same, other) = (of(0.0), of(0.0), of(1.0));
+    assert_eq!(one.header_digest(), other.header_digest());
+    assert_eq!(one.sample_digest(), same.sample_digest());
+    assert_ne!(one.sample_digest(), other.sample_digest());
+}

@@ -33,8 +33,8 @@ plan holds. The text is that rank's own. Running the same plan with `tessera str
 a record of what happened.",
 };
 
-/// Longest wait for one rank's next answer; a collective that waits in vain gives up sooner.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// Longest wait for one rank's next answer: it ends a wait for a rank that hangs, not one for a slow machine.
+const PATIENCE: Duration = Duration::from_secs(3600);
 
 /// A finished chunk.
 #[derive(Debug, Clone, Copy)]
@@ -61,7 +61,7 @@ pub fn run(
     requests: impl IntoIterator<Item = StreamRequest>,
     mut on: impl FnMut(Chunk<'_>),
 ) -> Result<(), Diagnostics> {
-    let words = Model { video: plan.video.clone(), ..model.clone() }.words()?;
+    let words = Model::under(&model.dir, plan).map_err(|d| vec![d])?.words()?;
     let mut codec = Codec::load(plan, words).map_err(|d| vec![d])?;
     let common = Common::new(Arc::clone(plan));
     let mut director = Director::new(common.stream.clone())?;

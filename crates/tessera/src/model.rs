@@ -9,12 +9,14 @@ use tessera_ir::Type;
 use tessera_models::{TextEncoder, VideoModel, WanConfig, Words, expected_weights};
 use tessera_weights::{Expected, WeightFiles, WeightSet};
 
+use crate::Plan;
+
 /// No model there.
 pub static T0010: Code = Code {
     id: "T0010",
     title: "no model in this folder",
     page: "A model is a folder with config.json (the model's own), stream.toml (how it is streamed) and weights as \
-safetensors. The folder, or one of the first two, is not there or cannot be read. The demo model lies in models/demo.",
+safetensors. The folder, one of the first two, or the vocab.txt of a word-table text encoder is not there or cannot be read. The demo model lies in models/demo.",
 };
 /// The model cannot be streamed.
 pub static T0016: Code = Code {
@@ -50,13 +52,7 @@ impl Model {
     /// # Errors
     /// T0010, or everything that is wrong with either config.
     pub fn open(dir: &Path, overrides: &Overrides) -> Result<Model, Diagnostics> {
-        if !dir.is_dir() {
-            let shown = dir.display().to_string();
-            return Err(vec![
-                Diagnostic::error(&T0010, format!("there is no folder {shown}"))
-                    .hint("give the path of a model's folder, for example models/demo"),
-            ]);
-        }
+        no_folder(dir).map_err(|d| vec![d])?;
         let read = |file: &str| {
             let path = dir.join(file);
             std::fs::read_to_string(&path)
@@ -80,6 +76,15 @@ impl Model {
         }
         let name = dir.file_name().map_or("model".to_string(), |n| n.to_string_lossy().into_owned());
         Ok(Model { name, dir: dir.to_path_buf(), video })
+    }
+
+    /// A model's folder under a sealed plan: the plan's settings hold, the folder only says where the files are.
+    ///
+    /// # Errors
+    /// T0010 when there is no such folder.
+    pub fn under(dir: &Path, plan: &Plan) -> Result<Model, Diagnostic> {
+        no_folder(dir)?;
+        Ok(Model { name: plan.model.clone(), dir: dir.to_path_buf(), video: plan.video.clone() })
     }
 
     /// Opens the weights and compares them with what the config asks for.
@@ -117,6 +122,14 @@ impl Model {
     }
 }
 
+fn no_folder(dir: &Path) -> Result<(), Diagnostic> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    Err(Diagnostic::error(&T0010, format!("there is no folder {}", dir.display()))
+        .hint("give the path of a model's folder, for example models/demo"))
+}
+
 /// A model's weights, read slice by slice.
 #[derive(Debug, Clone)]
 pub struct Weights {
@@ -125,10 +138,11 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Digest of names, dtypes and shapes: equal for both spellings of one checkpoint.
+    /// Digest of names, dtypes, shapes and the ends of every tensor: equal for both spellings of one checkpoint, and
+    /// different for another checkpoint of the same shapes.
     #[must_use]
-    pub fn header_digest(&self) -> [u8; 32] {
-        self.set.header_digest()
+    pub fn digest(&self) -> [u8; 32] {
+        self.set.sample_digest()
     }
 }
 

@@ -27,10 +27,11 @@ use crate::engine::{MeshEngine, census};
 use crate::plan::Plan;
 use crate::record::{Asked, RecordWriter};
 use crate::studio::{Reel, lock};
-use crate::{Model, Overrides, Weights, comm};
+use crate::{Model, Weights, comm};
 
-/// Longest wait inside one collective. The lockstep's own limits are shorter; this ends a wait that nobody watches.
-const COLLECTIVE_PATIENCE: Duration = Duration::from_secs(30);
+/// Longest wait inside one collective. The lockstep decides what is a stall, by marks and learned limits; this only
+/// ends a wait that nobody watches any more.
+const COLLECTIVE_PATIENCE: Duration = Duration::from_secs(3600);
 
 /// What the launcher tells every rank. Decisions of the stream are the leader's; workers read paths and digests.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -171,7 +172,7 @@ impl Common {
     ) -> EngineFactory {
         let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
         Box::new(move || {
-            let mut weights = model_of(&model, &plan)?.weights().map_err(first)?;
+            let mut weights = Model::under(&model, &plan)?.weights().map_err(first)?;
             let groups = comm::attach(&plan.sealed, rank, arenas)?;
             let pool = Pool::new(threads)
                 .map_err(|e| Diagnostic::error(&comm::T0017, format!("threads of rank {rank}: {e}")))?;
@@ -193,7 +194,7 @@ fn limits(plan: &Plan) -> Limits {
     }
 }
 
-fn stream_spec(plan: &Plan) -> StreamSpec {
+pub(crate) fn stream_spec(plan: &Plan) -> StreamSpec {
     let (s, wan) = (&plan.video.stream, &plan.video.wan);
     StreamSpec {
         cache: CacheSpec {
@@ -228,7 +229,8 @@ fn lead(mut joined: Joined, orders: &Orders) -> Result<Option<Failure>, Diagnost
     };
     let mut record = lock(&record);
     let complete = record.chunks() == orders.chunks;
-    // A record that cannot be closed is closed by the launcher, which finds it without an end.
+    // A clean end was written when the output was closed. A record that cannot be closed here is closed by the
+    // launcher, which finds it without an end.
     let _ = record.end(failure.as_ref(), complete);
     outcome
 }
@@ -239,6 +241,7 @@ fn lead_with(
     record: &Arc<Mutex<RecordWriter>>,
 ) -> Result<LeaderParts, Diagnostics> {
     let common = Common::new(load_plan(orders)?);
+    lock(record).census(&common.plan.sealed);
     let mesh = *common.plan.sealed.mesh();
     let silent = mesh.iter().filter(|r| mesh.coord_of(*r).on(Axis::Pp) > 0).map(|r| r.0).collect();
     let config = LeaderConfig {
@@ -248,9 +251,7 @@ fn lead_with(
         build: common.build.clone(),
         silent,
         parity: parity(
-            &model_of(&orders.model, &common.plan)
-                .and_then(|m| m.weights().map_err(first))
-                .map_err(|d| vec![d])?,
+            &Model::under(&orders.model, &common.plan).map_err(|d| vec![d])?.weights()?,
             orders.threads,
         ),
         census: Arc::clone(&common.census),
@@ -262,9 +263,8 @@ fn lead_with(
     let studio = {
         let (plan, orders, record) = (Arc::clone(&common.plan), orders.clone(), Arc::clone(record));
         Box::new(move || {
-            let words = model_of(&orders.model, &plan)?.words().map_err(first)?;
-            let scenes = std::iter::once(0).chain(orders.cuts.iter().copied()).collect();
-            let reel = Reel::new(&plan, words, &orders.out, orders.png, scenes, record)?;
+            let words = Model::under(&orders.model, &plan)?.words().map_err(first)?;
+            let reel = Reel::new(&plan, words, &orders, record)?;
             Ok(Box::new(reel) as Box<dyn Studio>)
         })
     };
@@ -300,18 +300,15 @@ fn lead_with(
 fn parity(weights: &Weights, threads: usize) -> Parity {
     Parity::default()
         .with("backend", ParityClass::AtInit, "cpu")
-        .with("weights", ParityClass::AtInit, Digest(weights.header_digest()).to_string())
+        .with("weights", ParityClass::AtInit, Digest(weights.digest()).to_string())
         .with("threads", ParityClass::BestEffort, threads.to_string())
 }
 
-/// The model's folder read under the plan's own settings: the folder only says where the weights are.
-fn model_of(dir: &Path, plan: &Plan) -> Result<Model, Diagnostic> {
-    let model = Model::open(dir, &Overrides::default()).map_err(first)?;
-    Ok(Model { video: plan.video.clone(), ..model })
-}
-
-fn first(mut ds: Diagnostics) -> Diagnostic {
-    ds.remove(0)
+/// The first of many: a thread that loads something reports one.
+fn first(ds: Diagnostics) -> Diagnostic {
+    ds.into_iter()
+        .next()
+        .unwrap_or_else(|| Diagnostic::error(&crate::model::T0010, "nothing was said about it"))
 }
 
 #[cfg(test)]

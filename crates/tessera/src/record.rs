@@ -12,6 +12,7 @@ use tessera_base::Diagnostic;
 use tessera_report::record::{Cause, Chunk, End, Event, Line, Phase, RankChunk, Status};
 use tessera_runtime::leader::CallRecord;
 use tessera_runtime::{Failure, FailureClass};
+use tessera_verify::SealedPlan;
 
 use crate::files::unwritable;
 
@@ -31,6 +32,10 @@ pub(crate) struct RecordWriter {
     frames: u64,
     /// When the first call began and the last delivery ended.
     span: Option<(u64, u64)>,
+    /// Collectives of each phase on each rank, from the seal.
+    collectives: BTreeMap<(String, u32), u32>,
+    /// Nothing follows the end.
+    ended: bool,
 }
 
 /// What a chunk was asked to be.
@@ -55,7 +60,20 @@ impl RecordWriter {
             chunks: 0,
             frames: 0,
             span: None,
+            collectives: BTreeMap::new(),
+            ended: false,
         })
+    }
+
+    /// What the seal says of each phase on each rank.
+    pub(crate) fn census(&mut self, plan: &SealedPlan) {
+        for phase in plan.phases() {
+            for rank in plan.mesh().iter() {
+                let n =
+                    plan.census(phase, rank).map_or(0, |c| u32::try_from(c.collectives).unwrap_or(u32::MAX));
+                self.collectives.insert((phase.clone(), rank.0), n);
+            }
+        }
     }
 
     /// Chunks on disk.
@@ -69,6 +87,9 @@ impl RecordWriter {
     }
 
     fn line(&mut self, line: &Line) -> Result<(), Diagnostic> {
+        if self.ended {
+            return Ok(());
+        }
         // One write a line, so that a killed process leaves at most one cut line.
         self.file.write_all(line.to_json().as_bytes()).map_err(|e| unwritable(&self.path, &e))
     }
@@ -108,7 +129,11 @@ impl RecordWriter {
                             stream: "compute".into(),
                             start_ns: begun,
                             end_ns: at,
-                            collectives: 0,
+                            collectives: self
+                                .collectives
+                                .get(&(p.program.clone(), *rank))
+                                .copied()
+                                .unwrap_or(0),
                         }
                     })
                     .collect();
@@ -148,6 +173,9 @@ impl RecordWriter {
         latents: &[u8],
         begun: u64,
     ) -> Result<(), Diagnostic> {
+        if self.ended {
+            return Ok(());
+        }
         let end = self.now_ns();
         self.golden.update(latents);
         self.chunks += 1;
@@ -169,8 +197,11 @@ impl RecordWriter {
         self.line(&Line::Chunk(line))
     }
 
-    /// Writes the end. `complete` says whether every chunk that was asked for is on disk.
+    /// Writes the end, once. `complete` says whether every chunk that was asked for is on disk.
     pub(crate) fn end(&mut self, failure: Option<&Failure>, complete: bool) -> Result<(), Diagnostic> {
+        if self.ended {
+            return Ok(());
+        }
         let wall_ns = self.span.map_or(0, |(a, b)| b.saturating_sub(a));
         let status = match (failure, complete) {
             (Some(_), _) => Status::Failed,
@@ -188,6 +219,7 @@ impl RecordWriter {
             golden: self.golden.finalize().to_hex().to_string(),
         };
         self.line(&Line::End(end))?;
+        self.ended = true;
         self.file.sync_data().map_err(|e| unwritable(&self.path, &e))
     }
 }

@@ -7,6 +7,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
+use tessera_models::Decoder;
 use tessera_report::record::{End, Line, PromptAt, RankRole, Record, SCHEMA, Start, Status};
 use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, launch};
 use tessera_runtime::{Failure, FailureClass, Limits};
@@ -14,8 +15,9 @@ use tessera_runtime::{Failure, FailureClass, Limits};
 use crate::files::{Folder, refuse_existing, unwritable};
 use crate::model::T0016;
 use crate::plan::Plan;
-use crate::rank::Orders;
+use crate::rank::{Orders, stream_spec};
 use crate::record::{RECORD, cause};
+use crate::studio::clip;
 use crate::{Model, comm, page};
 
 /// More ranks than cores.
@@ -129,7 +131,10 @@ pub fn run(
     let specs = comm::groups(&plan.sealed);
     let arenas: Vec<Arc<OwnedFd>> =
         comm::create(&specs).map_err(|d| vec![d])?.into_iter().map(Arc::new).collect();
-    let orders = write_folder(plan, model, options, (cores / ranks as usize).max(1)).map_err(|d| vec![d])?;
+    let orders = orders(plan, model, options, (cores / ranks as usize).max(1)).map_err(|d| vec![d])?;
+    let payload = serde_json::to_vec(&orders)
+        .map_err(|e| vec![Diagnostic::error(&T0018, format!("the orders cannot be written down: {e}"))])?;
+    write_folder(plan, &orders, options).map_err(|d| vec![d])?;
     let spec = LaunchSpec {
         argv,
         ranks,
@@ -137,7 +142,7 @@ pub fn run(
         extras: (0..ranks)
             .map(|r| comm::of_rank(&specs, Rank(r)).map(|i| Arc::clone(&arenas[i])).collect())
             .collect(),
-        payload: serde_json::to_vec(&orders).unwrap_or_default(),
+        payload,
         limits: Limits::default(),
     };
     let mut tally = Tally { begun: Instant::now(), first: None, frames: 0, chunks: options.chunks };
@@ -147,7 +152,11 @@ pub fn run(
     });
     let (failure, interrupted) = match launched {
         Ok(report) => (report.failure, report.interrupted),
-        Err(ds) => (ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, None, d)), false),
+        Err(ds) => {
+            let d =
+                ds.into_iter().next().unwrap_or_else(|| Diagnostic::error(&T0018, "the launch was refused"));
+            (Some(Failure::from_diagnostic(FailureClass::Preflight, None, &d)), false)
+        }
     };
     Ok(close(plan, options, failure, interrupted))
 }
@@ -214,7 +223,7 @@ fn check(
         );
     }
     ds.extend(refuse_existing(&options.out).err());
-    let model = Model { video: plan.video.clone(), ..model.clone() };
+    let model = Model::under(&model.dir, plan).map_err(|d| vec![d])?;
     match model.words() {
         Ok(words) => {
             let prompts = std::iter::once(&options.prompt).chain(options.prompts_at.iter().map(|(_, p)| p));
@@ -223,21 +232,37 @@ fn check(
         Err(e) => ds.extend(e),
     }
     ds.extend(model.weights().err().into_iter().flatten());
+    ds.extend(stream_spec(plan).check());
+    if plan.video.stream.decoder == Decoder::SpaceTimeDepth {
+        ds.extend(clip(&plan.video).err());
+    }
     if ds.is_empty() { Ok(()) } else { Err(ds) }
 }
 
-/// The run's folder with its plan and the first line of its record; it appears whole.
-fn write_folder(
-    plan: &Plan,
-    model: &Model,
-    options: &StreamOptions,
-    threads: usize,
-) -> Result<Orders, Diagnostic> {
+/// What every rank is told.
+fn orders(plan: &Plan, model: &Model, options: &StreamOptions, threads: usize) -> Result<Orders, Diagnostic> {
     let mut prompts = vec![(0, options.prompt.clone())];
     prompts.extend(options.prompts_at.iter().cloned());
     let mut seeds = vec![(0, options.seed)];
     seeds.extend(options.seeds_at.iter().copied());
     let absolute = |p: &Path| std::path::absolute(p).map_err(|e| unwritable(p, &e));
+    let out = absolute(&options.out)?;
+    Ok(Orders {
+        plan: out.join("plan"),
+        digest: plan.sealed.digest_hex(),
+        model: absolute(&model.dir)?,
+        out,
+        threads,
+        chunks: options.chunks,
+        prompts,
+        seeds,
+        cuts: options.cuts_at.clone(),
+        png: options.png,
+    })
+}
+
+/// The run's folder with its plan and the first line of its record; it appears whole.
+fn write_folder(plan: &Plan, orders: &Orders, options: &StreamOptions) -> Result<(), Diagnostic> {
     let stream = &plan.video.stream;
     let sealed = &plan.sealed;
     let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
@@ -252,7 +277,11 @@ fn write_folder(
         cache: if stream.recompute { "recompute" } else { "resident" }.into(),
         topology: "mesh".into(),
         seed: options.seed,
-        prompts: prompts.iter().map(|(chunk, text)| PromptAt { chunk: *chunk, text: text.clone() }).collect(),
+        prompts: orders
+            .prompts
+            .iter()
+            .map(|(chunk, text)| PromptAt { chunk: *chunk, text: text.clone() })
+            .collect(),
         chunks: Some(options.chunks),
         fps: stream.fps,
         width: stream.width as u32,
@@ -270,20 +299,7 @@ fn write_folder(
     let mut folder = Folder::create(&options.out)?;
     folder.write(RECORD, Line::Start(start).to_json().as_bytes())?;
     plan.write_into(&mut folder, "plan/")?;
-    folder.finish()?;
-    let out = absolute(&options.out)?;
-    Ok(Orders {
-        plan: out.join("plan"),
-        digest: sealed.digest_hex(),
-        model: absolute(&model.dir)?,
-        out,
-        threads,
-        chunks: options.chunks,
-        prompts,
-        seeds,
-        cuts: options.cuts_at.clone(),
-        png: options.png,
-    })
+    folder.finish()
 }
 
 /// A session id: the plan and the moment. It only keeps two runs' messages apart.

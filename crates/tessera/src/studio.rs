@@ -20,6 +20,7 @@ use tessera_runtime::wire::Tensor;
 use crate::files::{unwritable, write_file};
 use crate::model::T0016;
 use crate::plan::Plan;
+use crate::rank::Orders;
 use crate::record::RecordWriter;
 
 /// The clip's file name in a run's folder.
@@ -31,6 +32,8 @@ pub(crate) struct Reel {
     out: Out,
     /// First chunks of scenes.
     scenes: Vec<u32>,
+    /// Chunks asked for.
+    chunks: u32,
     record: Arc<Mutex<RecordWriter>>,
 }
 
@@ -38,15 +41,14 @@ impl Reel {
     pub(crate) fn new(
         plan: &Plan,
         words: Words,
-        dir: &Path,
-        png: bool,
-        scenes: Vec<u32>,
+        orders: &Orders,
         record: Arc<Mutex<RecordWriter>>,
     ) -> Result<Reel, Diagnostic> {
         Ok(Reel {
             codec: Codec::load(plan, words)?,
-            out: Out::create(&plan.video, dir, png)?,
-            scenes,
+            out: Out::create(&plan.video, &orders.out, orders.png)?,
+            scenes: std::iter::once(0).chain(orders.cuts.iter().copied()).collect(),
+            chunks: orders.chunks,
             record,
         })
     }
@@ -79,7 +81,11 @@ impl Studio for Reel {
     }
 
     fn finish(&mut self) -> Result<(), Diagnostic> {
-        self.out.sync()
+        self.out.sync()?;
+        // Before anybody is told that the run has finished: a record that cannot be closed is a failed output.
+        let mut record = lock(&self.record);
+        let complete = record.chunks() == self.chunks;
+        record.end(None, complete)
     }
 }
 
@@ -201,8 +207,7 @@ impl Out {
         let size = (video.stream.width as u32, video.stream.height as u32);
         let (name, clip, header) = match video.stream.decoder {
             Decoder::SpaceTimeDepth => {
-                let (fps, per) = rate(video.stream.fps);
-                let (stream, header) = ApngStream::new(size.0, size.1, fps, per)?;
+                let (stream, header) = clip(video)?;
                 (CLIP, Some(stream), header)
             }
             Decoder::None => ("latents.f32", None, Vec::new()),
@@ -266,11 +271,13 @@ impl Out {
     }
 }
 
-/// Frames per second as a fraction that a frame header can hold.
+/// An animation of the model's size and rate, and the bytes it begins with.
+pub(crate) fn clip(video: &VideoModel) -> Result<(ApngStream, Vec<u8>), Diagnostic> {
+    let (fps, per) = rate(video.stream.fps);
+    ApngStream::new(video.stream.width as u32, video.stream.height as u32, fps, per)
+}
+
+/// Frames per second as a fraction of whole numbers.
 fn rate(fps: f64) -> (u32, u32) {
-    if fps.fract() == 0.0 && fps <= 1000.0 {
-        (fps as u32, 1)
-    } else {
-        ((fps * 100.0).round().min(65_000.0) as u32, 100)
-    }
+    if fps.fract() == 0.0 { (fps as u32, 1) } else { ((fps * 100.0).round().min(65_000.0) as u32, 100) }
 }

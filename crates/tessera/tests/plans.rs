@@ -59,6 +59,19 @@ fn a_folder_keeps_the_plan_and_its_digest() {
 }
 
 #[test]
+fn the_rotary_table_is_part_of_the_seal() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut m = model("wan-odd", false);
+    let base = make(&m, &mapping("tp=2", Strategy::Ulysses));
+    m.video.wan.rope_frames = 77;
+    let made = make(&m, &mapping("tp=2", Strategy::Ulysses));
+    assert_ne!(made.sealed.digest_hex(), base.sealed.digest_hex());
+    made.write(&dir.path().join("plan")).unwrap();
+    let read = Plan::read(&dir.path().join("plan")).unwrap_or_else(|ds| panic!("{ds:#?}"));
+    assert_eq!(read.video.wan.rope_frames, 77);
+}
+
+#[test]
 fn an_edited_plan_is_not_the_sealed_one() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("plan");
@@ -95,6 +108,7 @@ fn the_digest_names_the_plan_and_nothing_else() {
 #[test]
 fn published_sizes_plan_from_their_config_alone() {
     for (name, mesh, strategy) in [
+        ("demo", "tp=4", Strategy::Megatron),
         ("wan2.1-1.3b", "tp=4", Strategy::Ulysses),
         ("wan2.1-1.3b", "tp=8", Strategy::Megatron), // 12 heads over 8 ranks: uneven
         ("wan2.1-14b", "tp=8", Strategy::Ulysses),
