@@ -3,6 +3,8 @@
 //! Streams are run in program order on one thread, which any order of events allows. An issue hands its operand
 //! to the arena and goes on; the peers' work between issue and wait is what overlaps.
 
+mod admit;
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,6 +15,8 @@ use tessera_base::random::DrawKey;
 use tessera_device::{Abort, Backend, CallData, Fault, Loaded, Observer, Scalar, Seat, T0801, WeightSource};
 use tessera_ir::{DType, Kind, Op, Opcode, Program, Slots, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Reduction, Shard};
+
+use admit::{brought, unsupported};
 
 use crate::Pool;
 use crate::arena::{Aborter, Arena, CommFault, Ticket};
@@ -44,12 +48,29 @@ pub struct Cpu {
     patience: Duration,
     programs: Vec<Arc<Prepared>>,
     memory: Memory,
-    weight_index: BTreeMap<String, usize>,
+    weight_index: BTreeMap<WeightKey, usize>,
     buffer_index: BTreeMap<String, usize>,
     scratch: Scratch,
     tables: RopeCache,
-    outputs: BTreeMap<String, Vec<f32>>,
+    outputs: BTreeMap<String, Output>,
     compensated: u64,
+}
+
+/// Which piece of which tensor, and how it is held.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct WeightKey {
+    name: String,
+    ty: String,
+    load: Option<String>,
+    packed: bool,
+}
+
+/// A value put out; its memory is kept from run to run.
+#[derive(Debug)]
+struct Output {
+    /// Whether the last run wrote it.
+    fresh: bool,
+    values: Vec<f32>,
 }
 
 /// What values live in.
@@ -119,20 +140,31 @@ impl Cpu {
     ) -> Result<usize, Diagnostic> {
         let (name, v) = (op.name.clone().unwrap_or_default(), op.results[0]);
         let ty = p.ty(v);
-        let key = format!("{name} {}", ty.display(&p.mesh));
+        let only_products = p.ops.iter().filter(|o| o.uses().any(|u| u == v)).all(|o| {
+            let elsewhere = o.uses().filter(|u| *u == v).count() > 1;
+            o.opcode == Opcode::Matmul && o.operands[1] == v && !elsewhere
+        });
+        let packed = only_products && ty.shape.len() == 2;
+        let mut key = WeightKey {
+            ty: ty.display(&p.mesh).to_string(),
+            load: op.str("load").map(str::to_string),
+            packed,
+            name,
+        };
         if let Some(i) = self.weight_index.get(&key) {
             return Ok(*i);
         }
-        let data = source.read(&name, ty, op.str("load"), &self.seat)?;
-        let only_products = p
-            .ops
-            .iter()
-            .filter(|o| o.uses().any(|u| u == v))
-            .all(|o| o.opcode == Opcode::Matmul && o.operands[1] == v);
-        let held = match ty.shape[..] {
-            [n, k] if only_products => {
-                Held::Packed(PackedWeight::new(&self.pool, &data, n as usize, k as usize))
+        if packed {
+            // A product reads a plain weight too; the other way round it is read once more.
+            key.packed = false;
+            if let Some(i) = self.weight_index.get(&key) {
+                return Ok(*i);
             }
+            key.packed = true;
+        }
+        let data = source.read(&key.name, ty, op.str("load"), &self.seat)?;
+        let held = match ty.shape[..] {
+            [n, k] if packed => Held::Packed(PackedWeight::new(&self.pool, &data, n as usize, k as usize)),
             _ => Held::Plain(data),
         };
         self.memory.weights.push(held);
@@ -219,7 +251,7 @@ impl Backend for Cpu {
     }
 
     fn output(&self, name: &str) -> Option<&[f32]> {
-        self.outputs.get(name).map(Vec::as_slice)
+        self.outputs.get(name).filter(|o| o.fresh).map(|o| o.values.as_slice())
     }
 
     fn read_buffer(&self, name: &str) -> Option<Vec<f32>> {
@@ -270,46 +302,6 @@ impl Backend for Cpu {
     }
 }
 
-/// What the kernels here do not cover, in words.
-fn unsupported(p: &Program, op: &Op) -> Option<String> {
-    let floats = |v: &ValueId| {
-        let t = p.ty(*v);
-        t.is_token() || t.dtype == DType::F32 || t.shape.is_empty()
-    };
-    if let Some(v) = op.operands.iter().chain(&op.results).find(|v| !floats(v)) {
-        return Some(format!("dtype {} (this backend computes in f32)", p.ty(*v).dtype));
-    }
-    let first_sharded_by_columns = || {
-        let t = p.ty(op.operands[0]);
-        p.mesh.axes().any(|a| matches!(t.layout.on(a), AxisLayout::Shard(s) if s.dim != 0))
-    };
-    let deep = |operand: usize| {
-        let dims = p.ty(op.operands[operand]).shape.len();
-        (dims > 2).then(|| format!("pieces of a tensor of {dims} dims"))
-    };
-    match op.opcode {
-        Opcode::Renoise if first_sharded_by_columns() => Some("noise for a value cut by columns".into()),
-        Opcode::Matmul if !matches!(op.int("segments").unwrap_or(1), 1 | 2 | 4 | 8) => {
-            Some("segments above 8".into())
-        }
-        Opcode::SpaceTimeToDepth | Opcode::DepthToSpaceTime if op.ints("patch") != Some(&[2, 2]) => {
-            Some("a patch other than 2 × 2".into())
-        }
-        Opcode::AllReduce | Opcode::ReduceScatter => {
-            let members = op.axis().map_or(1, |a| p.mesh.size(a));
-            match op.reduction() {
-                Some(Reduction::Max) => Some("the reduction max".into()),
-                Some(Reduction::Tree) if !members.is_power_of_two() => {
-                    Some(format!("a tree over {members} ranks, which is no power of two"))
-                }
-                _ => deep(0).filter(|_| op.opcode == Opcode::ReduceScatter),
-            }
-        }
-        Opcode::AllGather | Opcode::AllToAll | Opcode::TakeShard => deep(0),
-        _ => None,
-    }
-}
-
 impl Memory {
     /// Elements of a value.
     fn view<'a>(&'a self, place: &Place, call: &'a CallData<'_>) -> Result<&'a [f32], Fault> {
@@ -343,6 +335,10 @@ impl Cpu {
         call: &CallData<'_>,
         observer: &mut dyn Observer,
     ) -> Result<(), Fault> {
+        for op in p.ops.iter().filter(|o| matches!(o.opcode, Opcode::Input | Opcode::Call)) {
+            brought(p, op, call)?;
+        }
+        self.outputs.values_mut().for_each(|o| o.fresh = false);
         let mut pending = Pending::new();
         for (i, op) in p.ops.iter().enumerate() {
             observer.progress(i as u32);
@@ -374,8 +370,15 @@ impl Cpu {
     fn sink(&mut self, p: &Program, prepared: &Prepared, op: &Op, call: &CallData<'_>) -> Result<(), Fault> {
         let source = &prepared.places[op.operands[0].0 as usize];
         if op.opcode == Opcode::Output {
-            let data = self.memory.view(source, call)?.to_vec();
-            self.outputs.insert(op.name.clone().unwrap_or_default(), data);
+            let data = self.memory.view(source, call)?;
+            let name = op.name.as_deref().unwrap_or_default();
+            if let Some(out) = self.outputs.get_mut(name) {
+                out.fresh = true;
+                out.values.clear();
+                out.values.extend_from_slice(data);
+            } else {
+                self.outputs.insert(name.to_string(), Output { fresh: true, values: data.to_vec() });
+            }
             return Ok(());
         }
         let width: usize = p.ty(op.operands[0]).shape[1..].iter().product::<u64>() as usize;

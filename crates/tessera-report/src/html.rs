@@ -41,9 +41,11 @@ pub struct Page<'a> {
 /// The animation.
 #[derive(Debug, Clone, Copy)]
 pub struct Clip<'a> {
-    /// The whole APNG file.
-    pub apng: &'a [u8],
-    /// Its name in the same folder, for a clip above [`MAX_INLINE_CLIP_BYTES`].
+    /// The whole APNG file; may be absent for a clip above [`MAX_INLINE_CLIP_BYTES`], which is linked.
+    pub apng: Option<&'a [u8]>,
+    /// Length of the file in bytes.
+    pub bytes: u64,
+    /// Its name in the same folder.
     pub href: &'a str,
 }
 
@@ -179,9 +181,9 @@ fn hero(out: &mut String, page: &Page<'_>, times: Option<&ChunkTimes>) {
     let prompt =
         r.chunks.first().map(|c| c.prompt.as_str()).or(r.start.prompts.first().map(|p| p.text.as_str()));
     let mut figure = String::new();
-    if let Some(clip) = page.clip.filter(|c| !c.apng.is_empty()) {
+    if let Some(clip) = page.clip.filter(|c| c.bytes > 0) {
         let alt = text(prompt.unwrap_or("the clip"));
-        if clip.apng.len() <= MAX_INLINE_CLIP_BYTES {
+        if let Some(apng) = clip.apng.filter(|a| a.len() <= MAX_INLINE_CLIP_BYTES) {
             // A reader who asked for less motion gets a still.
             let still = page.frames.first().map_or(String::new(), |f| {
                 format!("<source media=\"(prefers-reduced-motion: reduce)\" srcset=\"{}\">", png_uri(&f.png))
@@ -189,7 +191,7 @@ fn hero(out: &mut String, page: &Page<'_>, times: Option<&ChunkTimes>) {
             let _ = write!(
                 figure,
                 "<picture>{still}<img src=\"{}\" width=\"{}\" height=\"{}\" alt=\"{alt}\"></picture>",
-                png_uri(clip.apng),
+                png_uri(apng),
                 r.start.width,
                 r.start.height
             );
@@ -197,7 +199,7 @@ fn hero(out: &mut String, page: &Page<'_>, times: Option<&ChunkTimes>) {
             if let Some(f) = page.frames.first() {
                 let _ = write!(figure, "<img src=\"{}\" alt=\"{alt}\">", png_uri(&f.png));
             }
-            let size = Bytes(clip.apng.len() as u64);
+            let size = Bytes(clip.bytes);
             let _ = write!(
                 figure,
                 "<figcaption>The clip is in <a href=\"{0}\">{0}</a> ({size}).</figcaption>",
@@ -553,7 +555,7 @@ mod tests {
         let gates =
             [Gate { name: "overlap".into(), value: "0.42".into(), bar: "≥ 0.60".into(), met: false }];
         report(&Page {
-            clip: Some(Clip { apng: &png, href: "clip.png" }),
+            clip: Some(Clip { apng: Some(&png), bytes: png.len() as u64, href: "clip.png" }),
             frames: &frames,
             plan: Some(&plan),
             gates: &gates,
@@ -650,9 +652,12 @@ mod tests {
         let mut record = sample(2);
         let event = record.events[0].clone();
         record.events = (0..250).map(|i| crate::record::Event { at_ns: i, ..event.clone() }).collect();
-        let clip = vec![0; MAX_INLINE_CLIP_BYTES + 1];
-        let page = report(&Page { clip: Some(Clip { apng: &clip, href: "clip.png" }), ..bare(&record) });
+        let data = vec![0; MAX_INLINE_CLIP_BYTES + 1];
+        let clip = Clip { apng: Some(&data), bytes: data.len() as u64, href: "clip.png" };
+        let page = report(&Page { clip: Some(clip), ..bare(&record) });
         assert!(page.contains("<a href=\"clip.png\">clip.png</a> (12.0 MiB)"));
+        let unread = report(&Page { clip: Some(Clip { apng: None, ..clip }), ..bare(&record) });
+        assert!(unread == page);
         assert!(page.contains("<td colspan=\"4\">50 more</td>"));
         assert_eq!(page.matches("now &lt;/script&gt;").count(), 201);
         assert!(page.contains(", and 249 more</title>"));

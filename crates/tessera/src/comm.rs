@@ -39,33 +39,29 @@ pub struct GroupSpec {
 #[must_use]
 pub fn groups(plan: &SealedPlan) -> Vec<GroupSpec> {
     let mesh = plan.mesh();
-    // (axis, pair, members) to (largest contribution, most in flight).
-    let mut needs: BTreeMap<(Axis, bool, Vec<Rank>), (u64, usize)> = BTreeMap::new();
-    for rank in mesh.iter() {
-        for phase in plan.phases() {
-            let Some(p) = plan.program(phase, rank) else { continue };
-            let coord = mesh.coord_of(rank);
-            for (i, op) in p.collectives() {
-                let Some(axis) = op.axis() else { continue };
-                let members = match op.int("to").or(op.int("from")) {
-                    Some(peer) => {
-                        let other = mesh.rank_at(coord.with(axis, u32::try_from(peer).unwrap_or(0)));
-                        let mut pair = vec![rank, other];
-                        pair.sort();
-                        (axis, true, pair)
-                    }
-                    None => (axis, false, mesh.group_of(rank, axis)),
-                };
-                let bytes = op.operands.first().map_or(0, |v| p.ty(*v).bytes().0);
-                let need = needs.entry(members).or_insert((0, 0));
-                need.0 = need.0.max(bytes);
-                need.1 = need.1.max(in_flight(p, i));
+    let mut needs: BTreeMap<(Axis, bool, Vec<Rank>), Need> = BTreeMap::new();
+    for phase in plan.phases() {
+        for role in plan.roles() {
+            let Some(p) = role.ranks.first().and_then(|r| plan.program(phase, *r)) else { continue };
+            for ((axis, peer), need) in program_needs(p) {
+                for rank in &role.ranks {
+                    let members = match peer {
+                        Some(peer) => {
+                            let other = mesh.rank_at(mesh.coord_of(*rank).with(axis, peer));
+                            vec![(*rank).min(other), (*rank).max(other)]
+                        }
+                        None => mesh.group_of(*rank, axis),
+                    };
+                    let most = needs.entry((axis, peer.is_some(), members)).or_default();
+                    most.bytes = most.bytes.max(need.bytes);
+                    most.flight = most.flight.max(need.flight);
+                }
             }
         }
     }
     needs
         .into_iter()
-        .map(|((axis, pair, members), (bytes, flight))| GroupSpec {
+        .map(|((axis, pair, members), Need { bytes, flight })| GroupSpec {
             axis,
             pair,
             // One more than are ever in flight: a fast member may begin the next while a slow one still reads.
@@ -79,14 +75,50 @@ pub fn groups(plan: &SealedPlan) -> Vec<GroupSpec> {
         .collect()
 }
 
-/// Collectives issued and not waited for when op `at` was issued, itself included.
-fn in_flight(p: &Program, at: usize) -> usize {
-    let waited: BTreeSet<_> = p.ops[..at]
-        .iter()
-        .filter(|o| o.opcode == Opcode::Wait)
-        .flat_map(|o| o.operands.iter().copied())
-        .collect();
-    p.ops[..=at].iter().filter(|o| o.issue && !o.results.iter().any(|r| waited.contains(r))).count().max(1)
+/// What a group asks of its arena.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Need {
+    /// Largest contribution.
+    bytes: u64,
+    /// Most collectives from the oldest one not waited for to the one begun, both counted. Slots are taken in
+    /// turn, so those waited for in between hold theirs too.
+    flight: usize,
+}
+
+/// Collectives begun in one group so far, and those of them not waited for.
+#[derive(Debug, Default)]
+struct Begun {
+    next: usize,
+    open: BTreeSet<usize>,
+}
+
+/// Needs of a program by axis and, for a pair, the other end's position.
+fn program_needs(p: &Program) -> BTreeMap<(Axis, Option<u32>), Need> {
+    let mut needs: BTreeMap<(Axis, Option<u32>), Need> = BTreeMap::new();
+    let mut begun: BTreeMap<(Axis, Option<u32>), Begun> = BTreeMap::new();
+    let mut tickets = BTreeMap::new();
+    for op in &p.ops {
+        if op.opcode == Opcode::Wait
+            && let Some((group, at)) = op.operands.first().and_then(|t| tickets.remove(t))
+            && let Some(b) = begun.get_mut(&group)
+        {
+            b.open.remove(&at);
+        }
+        let Some(axis) = op.axis().filter(|_| op.opcode.is_collective()) else { continue };
+        let peer = op.int("to").or(op.int("from"));
+        let group = (axis, peer.map(|k| u32::try_from(k).unwrap_or(0)));
+        let b = begun.entry(group).or_default();
+        let at = b.next;
+        b.next += 1;
+        let need = needs.entry(group).or_default();
+        need.bytes = need.bytes.max(op.operands.first().map_or(0, |v| p.ty(*v).bytes().0));
+        need.flight = need.flight.max(at + 1 - b.open.first().map_or(at, |oldest| *oldest));
+        if let (true, Some(ticket)) = (op.issue, op.results.first()) {
+            b.open.insert(at);
+            tickets.insert(*ticket, (group, at));
+        }
+    }
+    needs
 }
 
 /// Makes every arena.
@@ -132,4 +164,31 @@ pub fn attach(plan: &SealedPlan, rank: Rank, fds: Vec<OwnedFd>) -> Result<Vec<Gr
             Ok(Group { axis: spec.axis, peer, arena })
         })
         .collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_group_counts_its_own_tickets_from_the_oldest_open_one() {
+        let text = "program @p role(r) mesh(tp=2, pp=2) streams(compute, tp_collective) {
+            %x = input : f32[4, 4] {tp: partial(sum)}
+            %z = input : f32[2, 4]
+            %a = ttile.collective.issue all_reduce %x {axis = \"tp\", reduction = \"sum\"} @tp_collective
+            %s = ttile.collective.issue send %z {axis = \"pp\", to = 1} @tp_collective
+            %b = ttile.collective.issue all_reduce %x {axis = \"tp\", reduction = \"sum\"} @tp_collective
+            %u = ttile.collective.wait %b : f32[4, 4] @compute
+            %c = ttile.collective.issue all_reduce %x {axis = \"tp\", reduction = \"sum\"} @tp_collective
+            %v = ttile.collective.wait %a : f32[4, 4] @compute
+            %w = ttile.collective.wait %c : f32[4, 4] @compute
+            ttile.collective.wait %s @compute
+        }";
+        let p = tessera_ir::parse_all(text, "p").unwrap_or_else(|d| panic!("{d:#?}")).remove(0);
+        let needs: Vec<_> = program_needs(&p).into_iter().collect();
+        let tp = ((Axis::Tp, None), Need { bytes: 64, flight: 3 });
+        let pp = ((Axis::Pp, Some(1)), Need { bytes: 32, flight: 1 });
+        assert!(needs.len() == 2 && needs.contains(&tp) && needs.contains(&pp), "{needs:?}");
+    }
 }

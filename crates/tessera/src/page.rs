@@ -1,12 +1,16 @@
 //! What is made from a record once a run is over: the trace and the page a person reads.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::BufReader;
 use std::path::Path;
 
 use tessera_ir::{cost, print};
 use tessera_mesh::Rank;
 use tessera_report::apng::png_frame;
-use tessera_report::html::{Clip, CollectiveRow, MemoryRow, Page, PlanView, ProgramView, SheetFrame, report};
+use tessera_report::html::{
+    Clip, CollectiveRow, MAX_INLINE_CLIP_BYTES, MemoryRow, Page, PlanView, ProgramView, SheetFrame, report,
+};
 use tessera_report::perfetto::trace;
 use tessera_report::record::Record;
 use tessera_report::timeline::Timeline;
@@ -16,18 +20,26 @@ use crate::plan::Plan;
 use crate::studio::CLIP;
 
 /// Frames of the contact sheet.
-const SHEET_FRAMES: usize = 24;
+const SHEET_FRAMES: u64 = 24;
+/// Most frames decoded for the contact sheet: frames hold only what changed, so every one before the last shown is
+/// decoded. Of a longer clip the sheet shows the beginning, as the numbers of its chunks say.
+const MAX_DECODED_FRAMES: u64 = 4000;
 
 /// Writes trace.json and report.html. The record is what counts: a page that cannot be written is left out.
 pub(crate) fn write(plan: &Plan, record: &Record, out: &Path) {
     let timeline = Timeline::from_record(record);
     let _ = write_file(&out.join("trace.json"), trace(&timeline).as_bytes());
-    let clip = std::fs::read(out.join(CLIP)).ok();
-    let frames = clip.as_deref().map_or(Vec::new(), |c| sheet(record, c));
+    let path = out.join(CLIP);
+    let bytes = std::fs::metadata(&path).map_or(0, |m| m.len());
+    let inline = bytes <= MAX_INLINE_CLIP_BYTES as u64;
+    let frames = sheet(record, &path);
+    let apng = if inline && !frames.is_empty() { std::fs::read(&path).ok() } else { None };
+    // A clip that should be in the page and cannot be read is left out of it.
+    let shown = !frames.is_empty() && (apng.is_some() || !inline);
     let view = plan_view(plan);
     let html = report(&Page {
         record,
-        clip: clip.as_deref().filter(|_| !frames.is_empty()).map(|apng| Clip { apng, href: CLIP }),
+        clip: shown.then_some(Clip { apng: apng.as_deref(), bytes, href: CLIP }),
         frames: &frames,
         plan: Some(&view),
         gates: &[],
@@ -36,18 +48,25 @@ pub(crate) fn write(plan: &Plan, record: &Record, out: &Path) {
     let _ = write_file(&out.join("report.html"), html.as_bytes());
 }
 
+/// Frames of the contact sheet, evenly spaced over the first of a clip's `total`.
+fn wanted(total: u64) -> Vec<u64> {
+    let within = total.min(MAX_DECODED_FRAMES);
+    (0..SHEET_FRAMES).map(|i| i * within / SHEET_FRAMES).collect()
+}
+
 /// Evenly spaced frames of a clip, each with its chunk and prompt.
-fn sheet(record: &Record, clip: &[u8]) -> Vec<SheetFrame> {
-    let total: u64 = record.chunks.iter().map(|c| u64::from(c.frames)).sum();
-    let wanted: Vec<u64> = (0..SHEET_FRAMES as u64).map(|i| i * total / SHEET_FRAMES as u64).collect();
+fn sheet(record: &Record, clip: &Path) -> Vec<SheetFrame> {
+    let wanted = wanted(record.chunks.iter().map(|c| u64::from(c.frames)).sum());
+    let last = wanted.last().copied().unwrap_or(0);
     let mut out: Vec<SheetFrame> = Vec::new();
-    let Ok(mut reader) = png::Decoder::new(std::io::Cursor::new(clip)).read_info() else { return out };
+    let Ok(file) = File::open(clip) else { return out };
+    let Ok(mut reader) = png::Decoder::new(BufReader::new(file)).read_info() else { return out };
     let (w, h) = (reader.info().width, reader.info().height);
     let Some(size) = reader.output_buffer_size() else { return out };
     let mut canvas = vec![0; w as usize * h as usize * 3];
     let mut buffer = vec![0; size];
     let (mut chunk, mut left) = (0, 0);
-    for i in 0..total {
+    for i in 0..=last {
         let Ok(frame) = reader.next_frame(&mut buffer) else { break };
         let (x, y) = reader.info().frame_control().map_or((0, 0), |f| (f.x_offset, f.y_offset));
         for row in 0..frame.height {
@@ -59,6 +78,9 @@ fn sheet(record: &Record, clip: &[u8]) -> Vec<SheetFrame> {
         while left == 0 && chunk < record.chunks.len() {
             left = record.chunks[chunk].frames;
             chunk += 1;
+        }
+        if left == 0 {
+            break;
         }
         left -= 1;
         if wanted.contains(&i)
@@ -98,14 +120,16 @@ fn plan_view(plan: &Plan) -> PlanView {
         .roles()
         .iter()
         .map(|role| {
-            let [weights, buffers, temporaries] = plan.memory(role.ranks[0]);
+            // The parts of what `tessera plan` adds up.
+            let m = sealed.memory(role.ranks[0]).unwrap_or_default();
             MemoryRow {
                 role: role.role.clone(),
                 ranks: role.ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", "),
                 items: vec![
-                    ("weights".into(), weights.0),
-                    ("caches".into(), buffers.0),
-                    ("temporaries".into(), temporaries.0),
+                    ("weights".into(), m.weights.0),
+                    ("caches".into(), m.buffers.0),
+                    ("inputs".into(), m.inputs.0),
+                    ("temporaries".into(), m.temporaries.0),
                 ],
                 capacity: None,
             }
@@ -122,4 +146,17 @@ fn plan_view(plan: &Plan) -> PlanView {
         })
         .collect();
     PlanView { mapping: plan.mapping.text(), programs, memory, collectives }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sheet_of_a_long_clip_decodes_a_bounded_beginning() {
+        assert_eq!(wanted(48)[..3], [0, 2, 4]);
+        let long = wanted(10_000_000);
+        assert!(long.len() == 24 && long.last().is_some_and(|l| *l < MAX_DECODED_FRAMES), "{long:?}");
+        assert_eq!(wanted(0).last(), Some(&0));
+    }
 }

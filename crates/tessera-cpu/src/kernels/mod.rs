@@ -15,7 +15,7 @@ pub use elementwise::{add, bias_act, renoise, silu, time_embed, to_x0};
 pub use matmul::{Act, PackedWeight, Weight, matmul};
 pub use norm::{Frames, gate_residual, layer_norm, norm_modulate, rms_norm, rms_scale, row_square_sum};
 pub use pixels::{PixelGeometry, depth_to_space_time, space_time_to_depth};
-pub use rope::{RopeCache, RopeSpec, RopeTables, rope};
+pub use rope::{MAX_HEAD, RopeCache, RopeSpec, RopeTables, rope};
 
 use crate::simd::Aligned;
 use std::sync::{Mutex, PoisonError};

@@ -101,8 +101,8 @@ impl RopeCache {
 
 /// Rows of one block of work.
 const ROWS: usize = 16;
-/// Largest head.
-const MAX_HEAD: usize = 512;
+/// Largest head that [`rope`] turns, in elements.
+pub const MAX_HEAD: usize = 512;
 
 /// `out[N, dl]`: each head of each row turned to its token's position; row r is token `first_row + r`.
 ///

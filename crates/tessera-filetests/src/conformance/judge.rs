@@ -32,7 +32,7 @@ pub(super) fn part<B: Backend + 'static>(
     }
     let expected: Result<Expected, Exact> = casts.iter().map(|c| machine.run(c, &header.call)).collect();
     if let Err(fault) = &expected {
-        observable(fault, &casts).map_err(Unfit::Skipped)?;
+        observable(fault, header, &machine, &casts).map_err(Unfit::Skipped)?;
     }
     let machine = Arc::new(machine);
     let work: Vec<Work> = mesh
@@ -54,13 +54,30 @@ pub(super) fn part<B: Backend + 'static>(
 }
 
 /// Whether a backend could come upon this fault; if not, why.
-fn observable(fault: &Exact, casts: &[Vec<&Program>]) -> Result<(), String> {
-    let at = |rank: &Rank, op: usize| casts.iter().find_map(|c| c.get(rank.0 as usize)?.ops.get(op));
+fn observable(
+    fault: &Exact,
+    header: &Header,
+    machine: &Machine,
+    casts: &[Vec<&Program>],
+) -> Result<(), String> {
+    // Of what a call brings, a backend sees how many numbers there are.
+    let unseen = |rank: &Rank, op: usize| {
+        let here = |c: &Vec<&Program>| {
+            let p = *c.get(rank.0 as usize)?;
+            let o = p.ops.get(op)?;
+            let ty = p.ty(*o.results.first()?);
+            let piece = |name| machine.input(name, ty, *rank, &header.call).ok();
+            let count = match o.opcode {
+                Opcode::Input => o.name.as_deref().and_then(piece).map(|t| t.data().len() as u64),
+                _ => None,
+            };
+            Some(o.opcode.row().kind == Kind::Source && count.is_none_or(|n| n == ty.elements()))
+        };
+        casts.iter().find_map(here).unwrap_or(false)
+    };
     match fault {
         Exact::Setup(why) => Err(why.clone()),
-        Exact::Op { rank, op, message }
-            if at(rank, *op).is_some_and(|o| o.opcode.row().kind == Kind::Source) =>
-        {
+        Exact::Op { rank, op, message } if unseen(rank, *op) => {
             Err(format!("what a call brings is checked before a backend sees it: {message}"))
         }
         _ if casts.iter().flatten().any(|p| leaves_an_issue(p)) => {

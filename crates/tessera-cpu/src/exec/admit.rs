@@ -1,0 +1,74 @@
+//! What is refused before anything runs: a program with an op beyond the kernels, a call that does not bring what a
+//! program reads.
+
+use tessera_device::{CallData, Fault, Scalar, T0802};
+use tessera_ir::{DType, Op, Opcode, Program, ValueId};
+use tessera_mesh::{AxisLayout, Reduction};
+
+use crate::kernels::MAX_HEAD;
+
+/// What the kernels here do not cover, in words.
+pub(super) fn unsupported(p: &Program, op: &Op) -> Option<String> {
+    let floats = |v: &ValueId| {
+        let t = p.ty(*v);
+        t.is_token() || t.dtype == DType::F32 || t.shape.is_empty()
+    };
+    if let Some(v) = op.operands.iter().chain(&op.results).find(|v| !floats(v)) {
+        return Some(format!("dtype {} (this backend computes in f32)", p.ty(*v).dtype));
+    }
+    let first_sharded_by_columns = || {
+        let t = p.ty(op.operands[0]);
+        p.mesh.axes().any(|a| matches!(t.layout.on(a), AxisLayout::Shard(s) if s.dim != 0))
+    };
+    let deep = |operand: usize| {
+        let dims = p.ty(op.operands[operand]).shape.len();
+        (dims > 2).then(|| format!("pieces of a tensor of {dims} dims"))
+    };
+    match op.opcode {
+        Opcode::Renoise if first_sharded_by_columns() => Some("noise for a value cut by columns".into()),
+        Opcode::Matmul if !matches!(op.int("segments").unwrap_or(1), 1 | 2 | 4 | 8) => {
+            Some("segments above 8".into())
+        }
+        Opcode::Rope if op.int("head_dim").unwrap_or(0) > MAX_HEAD as i64 => {
+            Some(format!("heads of {} elements, above {MAX_HEAD}", op.int("head_dim").unwrap_or(0)))
+        }
+        Opcode::SpaceTimeToDepth | Opcode::DepthToSpaceTime if op.ints("patch") != Some(&[2, 2]) => {
+            Some("a patch other than 2 × 2".into())
+        }
+        Opcode::AllReduce | Opcode::ReduceScatter => {
+            let members = op.axis().map_or(1, |a| p.mesh.size(a));
+            match op.reduction() {
+                Some(Reduction::Max) => Some("the reduction max".into()),
+                Some(Reduction::Tree) if !members.is_power_of_two() => {
+                    Some(format!("a tree over {members} ranks, which is no power of two"))
+                }
+                _ => deep(0).filter(|_| op.opcode == Opcode::ReduceScatter),
+            }
+        }
+        Opcode::AllGather | Opcode::AllToAll | Opcode::TakeShard => deep(0),
+        _ => None,
+    }
+}
+
+/// Whether the call brings what a source op reads: there, of its kind, as many numbers as its type has.
+pub(super) fn brought(p: &Program, op: &Op, call: &CallData<'_>) -> Result<(), Fault> {
+    let (name, ty) = (op.name.as_deref().unwrap_or_default(), p.ty(op.results[0]));
+    let fault = |found: &str| {
+        let want = match (op.opcode, ty.dtype) {
+            (Opcode::Call, DType::I64) => "a whole number".to_string(),
+            _ => format!("{} numbers", ty.elements()),
+        };
+        let id = T0802.id;
+        Err(Fault::Failed(format!("{id}: @{} reads {want} as `{name}`, the call brings {found}", p.name)))
+    };
+    let found = match (op.opcode, call.scalars.get(name), call.inputs.get(name)) {
+        (Opcode::Input, _, Some(values)) => values.len(),
+        (Opcode::Call, Some(Scalar::I64(_)), _) if ty.dtype == DType::I64 => return Ok(()),
+        (Opcode::Call, Some(Scalar::I64(_)), _) => return fault("a whole number"),
+        (Opcode::Call, Some(Scalar::F32(_)), _) if ty.dtype != DType::I64 => 1,
+        (Opcode::Call, Some(Scalar::F32s(values)), _) if ty.dtype != DType::I64 => values.len(),
+        (Opcode::Call, Some(_), _) => return fault("numbers that need not be whole"),
+        _ => return fault("nothing"),
+    };
+    if found as u64 == ty.elements() { Ok(()) } else { fault(&found.to_string()) }
+}
