@@ -67,15 +67,7 @@ fn text_of(program: &str, args: &[&str]) -> Option<String> {
 
 /// `2026-11-20` from days since 1970.
 fn date(days: u64) -> String {
-    // Days to a civil date, by eras of 400 years beginning on 1 March.
-    let z = days + 719_468;
-    let (era, day) = (z / 146_097, z % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let date = day - (153 * month + 2) / 5 + 1;
-    let month = if month < 10 { month + 3 } else { month - 9 };
-    format!("{:04}-{month:02}-{date:02}", year + era * 400 + u64::from(month <= 2))
+    tessera::stream::utc(days * 86_400).chars().take_while(|c| *c != 'T').collect()
 }
 
 #[cfg(test)]

@@ -367,7 +367,8 @@ fn append(path: &Path, truncated: bool, line: &Line) {
 }
 
 /// `2026-11-20T23:51:00Z` from seconds since 1970.
-fn utc(seconds: u64) -> String {
+#[must_use]
+pub fn utc(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
     // Days to a civil date, by eras of 400 years beginning on 1 March.
     let z = days + 719_468;
