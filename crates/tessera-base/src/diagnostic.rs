@@ -1,6 +1,6 @@
 //! One type for everything Tessera has to say about an input: what, where, the other where, and what to do.
 
-use crate::Code;
+use crate::{Code, Counterexample};
 
 /// How bad it is. Only errors stop a verb.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,6 +46,8 @@ pub struct Diagnostic {
     pub notes: Vec<String>,
     /// What to do next.
     pub hint: Option<String>,
+    /// For a refusal across ranks, the facts behind its words. Boxed: few diagnostics have one.
+    pub counterexample: Option<Box<Counterexample>>,
 }
 
 /// What a checker collects. Checkers return these beside a value and do not stop at the first.
@@ -62,6 +64,7 @@ impl Diagnostic {
             places: Vec::new(),
             notes: Vec::new(),
             hint: None,
+            counterexample: None,
         }
     }
 
@@ -96,6 +99,13 @@ impl Diagnostic {
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Diagnostic {
         self.hint = Some(hint.into());
+        self
+    }
+
+    /// Adds the facts behind a refusal across ranks.
+    #[must_use]
+    pub fn proof(mut self, counterexample: Counterexample) -> Diagnostic {
+        self.counterexample = Some(Box::new(counterexample));
         self
     }
 

@@ -5,6 +5,7 @@
 //! bytes on every machine.
 
 mod code;
+mod counterexample;
 mod diagnostic;
 pub mod fields;
 mod nearest;
@@ -13,6 +14,7 @@ mod render;
 mod units;
 
 pub use code::{Code, Registry};
+pub use counterexample::{Counterexample, Link, Mismatch, Step};
 pub use diagnostic::{Diagnostic, Diagnostics, Place, Severity, Span};
 pub use nearest::{choices, nearest};
 pub use render::{Format, render, render_all};
