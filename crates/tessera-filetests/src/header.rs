@@ -40,6 +40,8 @@ pub(crate) struct Header {
     pub homeless: Vec<String>,
     /// Bytes of a device.
     pub device_bytes: Option<u64>,
+    /// Whether communicators serve one graph at a time.
+    pub graph_mixing_off: bool,
     /// Calls that may be made: lists of phases.
     pub calls: Vec<(String, Vec<String>)>,
 }
@@ -57,6 +59,7 @@ impl Header {
             share: Vec::new(),
             homeless: Vec::new(),
             device_bytes: None,
+            graph_mixing_off: false,
             calls: Vec::new(),
         };
         let mut wrong = Vec::new();
@@ -125,6 +128,13 @@ impl Header {
             "homeless" => self.homeless.extend(words(value)),
             "device-bytes" => {
                 self.device_bytes = Some(value.parse().map_err(|_| format!("bytes `{value}`"))?);
+            }
+            "graph-mixing" => {
+                self.graph_mixing_off = match value {
+                    "off" => true,
+                    "on" => false,
+                    other => return Err(format!("graph-mixing `{other}`: write on or off")),
+                }
             }
             "phases" => self.calls.push((name.to_string(), words(value))),
             "note" | "error-anywhere" => {}

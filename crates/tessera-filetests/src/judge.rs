@@ -16,7 +16,7 @@ pub(crate) fn judge(header: &Header, programs: &[Program]) -> Diagnostics {
     if !out.is_empty() || of_roles.is_empty() {
         return out;
     }
-    let limits = Limits { device_bytes: header.device_bytes };
+    let limits = Limits { device_bytes: header.device_bytes, graph_mixing_off: header.graph_mixing_off };
     seal(bundle(header, &of_roles), &limits).err().unwrap_or_default()
 }
 

@@ -134,19 +134,19 @@ AllToAll "all_to_all" Collective (1, 1), [], ["axis", "concat", "split", "unit?"
     "From sharded over dim `concat` to sharded over dim `split`; with uneven shards each peer has its own count.";
 Broadcast "broadcast" Collective (1, 1), [], ["axis", "root"], 1, true,
     "The root's value on every member.";
-Send "send" Collective (1, 1), [], ["axis", "to"], 0, true,
-    "Hands a value to the member at position `to` of the axis.";
-Recv "recv" Collective (0, 0), [], ["axis", "from"], 1, true,
-    "Takes a value from the member at position `from` of the axis.";
+Send "send" Collective (1, 1), [], ["axis", "batch?", "to"], 0, true,
+    "Hands a value to the member at position `to` of the axis. Sends and receives with one `batch` number are one launch.";
+Recv "recv" Collective (0, 0), [], ["axis", "batch?", "from"], 1, true,
+    "Takes a value from the member at position `from` of the axis. `batch` as for a send.";
 Wait "wait" Order (1, 1), [], [], 1, true,
     "The result of an issued collective; every issue is waited exactly once. A send's wait has no result.";
 EventRecord "event.record" Order (0, 0), [], [], 1, true,
     "A point on a stream that ops of other streams can come after.";
 }
 
-/// Constants any op may carry: in a logical program they say where an op may run and how a strategy may cut its
-/// value. They change no number.
-pub const HINTS: &[&str] = &["at", "part", "unit"];
+/// Constants any op may carry; they change no number. In a logical program `at`, `part` and `unit` say where an op may
+/// run and how a strategy may cut its value; in a program of a role `graph` names the captured graph it belongs to.
+pub const HINTS: &[&str] = &["at", "graph", "part", "unit"];
 
 impl Opcode {
     /// The op's row.

@@ -8,11 +8,16 @@
 //! everything a run may execute. Only here is a [`Verified`] made, and it never crosses a wire: whoever loads a
 //! plan judges it again.
 
+mod graph;
+mod group;
 mod launch;
+mod meet;
 mod memory;
+mod observed;
 mod order;
 mod phase;
 mod program;
+mod ranks;
 mod say;
 mod seal;
 mod sequence;
@@ -21,6 +26,7 @@ mod trace;
 mod verified;
 
 pub use memory::{Limits, RoleMemory, check_slots};
+pub use observed::{Call, GroupId, Traces, check_traces};
 pub use phase::check_phase;
 pub use program::check_program;
 pub use seal::{SealedPlan, seal};
@@ -63,4 +69,13 @@ pub const CODES: &[&Code] = &[
     &seal::T0330,
     &phase::T0331,
     &phase::T0332,
+    &sequence::T0333,
+    &sequence::T0334,
+    &graph::T0335,
+    &graph::T0336,
+    &observed::T0338,
+    &program::T0339,
+    &memory::T0340,
+    &observed::T0341,
+    &observed::T0342,
 ];

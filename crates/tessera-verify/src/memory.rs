@@ -49,11 +49,23 @@ from local shapes; libraries' workspaces and the driver's own use come on top, s
 More shards (a larger tp or pp), a smaller dtype for weights or caches, or a shorter cache make it fit.",
 };
 
+/// A collective over its own operand.
+pub static T0340: Code = Code {
+    id: "T0340",
+    title: "collective cannot work in place",
+    page: "A collective's operand and result share a memory slot. An all_reduce or a broadcast may do so, if nothing else \
+reads the operand from the issue on: each element is replaced by its own reduction. A gather, scatter or exchange may not: \
+there the operand is a piece that belongs elsewhere in the result (at its rank's offset), so that on all ranks but the \
+first, pieces that are still to be sent would be overwritten.\n\nGive the result a slot of its own.",
+};
+
 /// What the plan must fit into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Limits {
     /// Memory of one device in bytes; `None` does not check.
     pub device_bytes: Option<u64>,
+    /// Communicators serve one graph at a time, or eager collectives: NCCL_GRAPH_MIXING_SUPPORT=0.
+    pub graph_mixing_off: bool,
 }
 
 /// Bytes that a rank needs, from local shapes alone.
@@ -143,6 +155,10 @@ fn aliases(p: &Program, definitions: &[Option<usize>], residents: Vec<Vec<Life>>
         for pair in lives.windows(2) {
             let (a, b) = (&pair[0], &pair[1]);
             let (x, y) = (say::value(p, a.value), say::value(p, b.value));
+            if p.ops[b.start].opcode.is_collective() && p.ops[b.start].operands.contains(&a.value) {
+                out.extend(in_place(p, &order, &uses[a.value.0 as usize], slot, [a, b]));
+                continue;
+            }
             if a.end >= b.start {
                 let message = format!("slot {slot} holds {x} until op {} and {y} from op {}", a.end, b.start);
                 let d = say::refuse(&T0327, p, b.start, message);
@@ -171,6 +187,27 @@ fn aliases(p: &Program, definitions: &[Option<usize>], residents: Vec<Vec<Life>>
         }
     }
     out
+}
+
+/// A collective that writes where it reads.
+fn in_place(
+    p: &Program,
+    order: &Order,
+    uses: &[usize],
+    slot: usize,
+    [a, b]: [&Life; 2],
+) -> Option<Diagnostic> {
+    let op = &p.ops[b.start];
+    let (x, y) = (say::value(p, a.value), say::value(p, b.value));
+    let message = format!("{} of {x} writes {y} into the same slot {slot}", op.opcode.name());
+    if !matches!(op.opcode, Opcode::AllReduce | Opcode::Broadcast) {
+        let d = say::refuse(&T0340, p, b.start, message);
+        return Some(d.hint(format!("give {y} a slot of its own")));
+    }
+    let disturbed = |t: &&usize| **t != b.start && !order.before(**t, b.start);
+    let t = uses.iter().chain([&a.def]).find(disturbed)?;
+    let d = say::refuse(&T0340, p, b.start, message);
+    Some(say::at_op(d, p, *t, format!("may still touch {x}: {}", say::describe(p, *t))))
 }
 
 /// What a role needs over all phases, and where phases disagree about a buffer. Slots are taken as they are.

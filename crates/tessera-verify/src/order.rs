@@ -4,7 +4,7 @@
 use tessera_base::{Code, Diagnostics};
 use tessera_ir::{BufferId, Op, Opcode, Program, ValueId};
 
-use crate::say;
+use crate::{graph, say};
 
 /// Data crosses streams without an order.
 pub static T0316: Code = Code {
@@ -26,51 +26,121 @@ under its readers. A collective's operand counts as in use until its wait. A wri
 any row.\n\nMove the write after the last use, or copy the rows first.",
 };
 
-/// Happens-before between the ops of one program, by one clock per op with a component per stream.
+/// Happens-before between the ops of one program, by one clock per op with a component per lane.
+///
+/// A lane is a stream, or the part of a captured graph that ran on a stream other than the one that the graph is
+/// launched on: a graph is one launch on the stream of its first op, so the stream says nothing about the order of
+/// such ops against those outside.
 pub(crate) struct Order {
-    streams: usize,
-    /// Position on its stream, from 1; 0 for what is there before the program starts.
+    lanes: usize,
+    /// Position on its lane, from 1; 0 for what is there before the program starts. Launches issued as one share it.
     at: Vec<u32>,
-    stream: Vec<usize>,
-    /// Per op and stream: how many ops of the stream have finished once the op has.
+    lane: Vec<u32>,
+    /// Per op, the first op of those issued as one with it.
+    launch: Vec<usize>,
+    /// Per op and lane: how many ops of the lane have finished once the op has.
     done: Vec<u32>,
 }
 
 impl Order {
     /// Clocks of a well-formed program.
     pub(crate) fn of(p: &Program, definitions: &[Option<usize>]) -> Order {
-        let streams = p.streams.len();
+        let runs = graph::runs(p);
+        let (lane, lanes) = lanes(p, &runs);
         let mut order = Order {
-            streams,
+            lanes,
             at: vec![0; p.ops.len()],
-            stream: p.ops.iter().map(|o| o.stream.0 as usize).collect(),
-            done: vec![0; p.ops.len() * streams],
+            lane,
+            launch: (0..p.ops.len()).collect(),
+            done: vec![0; p.ops.len() * lanes],
         };
-        let mut last: Vec<Option<usize>> = vec![None; streams];
+        // Ops that the next op of a lane comes after.
+        let mut last: Vec<Vec<usize>> = vec![Vec::new(); lanes];
+        // The same for the first op of those issued as one, with their number.
+        let mut batch: Vec<Option<(i64, Vec<usize>)>> = vec![None; lanes];
+        let mut next_run = runs.iter().peekable();
+        let mut open: Option<(&graph::Run, usize, Vec<usize>)> = None;
         for (i, op) in p.ops.iter().enumerate() {
             if say::is_given(op) {
                 continue;
             }
-            let on = order.stream[i];
+            if let Some((run, launch, _)) = &open
+                && i >= run.end
+            {
+                let inner = run.lanes.iter().flat_map(|l| last[*l as usize].clone());
+                let all: Vec<usize> = inner.collect();
+                last[*launch].extend(all);
+                open = None;
+            }
+            if let Some(run) = next_run.next_if(|r| r.start == i) {
+                let launch = order.lane[i] as usize;
+                open = Some((run, launch, last[launch].clone()));
+            }
+            let on = order.lane[i] as usize;
+            // A graph's other lanes begin when it is launched.
+            if let Some((run, _, entry)) = &open
+                && last[on].is_empty()
+                && run.lanes.contains(&(on as u32))
+            {
+                last[on].clone_from(entry);
+            }
+            let mates = op.int("batch").filter(|b| batch[on].as_ref().is_some_and(|(n, _)| n == b)).is_some();
+            let earlier = match &batch[on] {
+                Some((_, before)) if mates => before.clone(),
+                _ => std::mem::take(&mut last[on]),
+            };
             let ticket = if op.opcode == Opcode::Wait { op.operands.first() } else { None };
-            let before = op.after.iter().chain(ticket).filter_map(|v| definitions[v.0 as usize]);
-            for b in last[on].into_iter().chain(before) {
-                for s in 0..streams {
-                    order.done[i * streams + s] =
-                        order.done[i * streams + s].max(order.done[b * streams + s]);
+            let events = op.after.iter().chain(ticket).filter_map(|v| definitions[v.0 as usize]);
+            for b in earlier.iter().copied().chain(events) {
+                for l in 0..lanes {
+                    order.done[i * lanes + l] = order.done[i * lanes + l].max(order.done[b * lanes + l]);
                 }
             }
-            order.at[i] = last[on].map_or(1, |l| order.at[l] + 1);
-            order.done[i * streams + on] = order.at[i];
-            last[on] = Some(i);
+            if mates {
+                let first = last[on].first().copied().unwrap_or(i);
+                (order.at[i], order.launch[i]) = (order.at[first], order.launch[first]);
+                last[on].push(i);
+            } else {
+                let of_lane = |e: &&usize| order.lane[**e] as usize == on;
+                order.at[i] = earlier.iter().filter(of_lane).map(|e| order.at[*e]).max().unwrap_or(0) + 1;
+                batch[on] = op.int("batch").map(|b| (b, earlier));
+                last[on] = vec![i];
+            }
+            order.done[i * lanes + on] = order.at[i];
         }
         order
     }
 
     /// Whether `a` has finished whenever `b` starts, `a` before `b` in program order.
     pub(crate) fn before(&self, a: usize, b: usize) -> bool {
-        self.done[b * self.streams + self.stream[a]] >= self.at[a]
+        !self.together(a, b) && self.done[b * self.lanes + self.lane[a] as usize] >= self.at[a]
     }
+
+    /// Whether two ops are issued as one.
+    pub(crate) fn together(&self, a: usize, b: usize) -> bool {
+        a != b && self.launch[a] == self.launch[b]
+    }
+
+    /// The lane of an op.
+    pub(crate) fn lane(&self, op: usize) -> u32 {
+        self.lane[op]
+    }
+}
+
+/// Lane of every op, and how many there are.
+fn lanes(p: &Program, runs: &[graph::Run]) -> (Vec<u32>, usize) {
+    let mut lane: Vec<u32> = p.ops.iter().map(|o| o.stream.0).collect();
+    let mut count = p.streams.len();
+    for run in runs {
+        let launch = p.ops[run.start].stream.0;
+        for (i, op) in p.ops.iter().enumerate().take(run.end).skip(run.start) {
+            if op.stream.0 != launch && !say::is_given(op) {
+                lane[i] = run.lane_of(op.stream.0);
+                count = count.max(lane[i] as usize + 1);
+            }
+        }
+    }
+    (lane, count)
 }
 
 /// Reads of values and buffers that no order makes safe.

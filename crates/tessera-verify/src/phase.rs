@@ -1,10 +1,11 @@
 //! Whether the programs of all ranks fit together in one phase.
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::{Kind, Opcode, Phase, Program, RoleRanks};
+use tessera_ir::{Opcode, Phase, Program, RoleRanks};
 use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
 
-use crate::trace::{Item, trace};
+use crate::group::{MeshGroup, OpGroup};
+use crate::ranks::Ranks;
 use crate::{launch, program, say, sequence, structure};
 
 /// Roles, ranks or programs that do not line up.
@@ -32,30 +33,6 @@ pub static T0332: Code = Code {
 an input of one name with one dtype and shape. Correct the role whose declaration differs; the message shows both.",
 };
 
-/// The programs of a phase with what the checks across ranks need to know, each worked out once per role.
-pub(crate) struct Ranks<'a> {
-    pub(crate) mesh: &'a Mesh,
-    pub(crate) roles: &'a [RoleRanks],
-    pub(crate) programs: &'a [Program],
-    /// Role of each rank.
-    pub(crate) role_of: Vec<usize>,
-    /// Collectives of each role.
-    pub(crate) traces: Vec<Vec<Item>>,
-}
-
-impl Ranks<'_> {
-    /// Place of a rank's collective: rank, stream, op.
-    pub(crate) fn at(&self, d: Diagnostic, rank: Rank, item: usize, says: impl Into<String>) -> Diagnostic {
-        let p = &self.programs[self.role_of[rank.0 as usize]];
-        let op = self.traces[self.role_of[rank.0 as usize]][item].op;
-        let at = format!("rank {rank}, {}, stream {}", say::place(p, op), say::stream(p, &p.ops[op]));
-        match p.ops[op].span {
-            Some(span) => d.at_span(at, says, span),
-            None => d.at(at, says),
-        }
-    }
-}
-
 /// Judges the programs of one phase across ranks: groups agree position by position, sends meet receives, no
 /// cycle of waits, one order of launches. Each program is taken to be right by itself ([`crate::check_program`]).
 ///
@@ -71,20 +48,15 @@ pub fn check_phase(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnosti
     if !out.is_empty() {
         return out;
     }
-    let mut role_of = vec![0; mesh.ranks() as usize];
-    for (i, role) in roles.iter().enumerate() {
-        role.ranks.iter().for_each(|r| role_of[r.0 as usize] = i);
-    }
-    let traces = phase.programs.iter().map(trace).collect();
-    let ranks = Ranks { mesh, roles, programs: &phase.programs, role_of, traces };
+    let ranks = Ranks::of(mesh, roles, &phase.programs);
     out.extend(peers(&ranks));
     out.extend(pieces(&ranks));
     out.extend(inputs(&phase.programs));
     if !out.is_empty() {
         return out;
     }
-    let matched = sequence::check(&ranks);
-    if matched.diagnostics.is_empty() { launch::check(&ranks, &matched) } else { matched.diagnostics }
+    let out = sequence::check(&ranks);
+    if out.is_empty() { launch::check(&ranks, || ranks.held()) } else { out }
 }
 
 /// Every rank has one role.
@@ -153,37 +125,40 @@ fn check_programs(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostic
     out
 }
 
-/// No rank sends to itself or beyond the axis.
+/// No rank sends to itself or beyond its group, and no group is of one rank.
 fn peers(ranks: &Ranks<'_>) -> Diagnostics {
     let mut out = Vec::new();
-    for (role, trace) in ranks.traces.iter().enumerate() {
+    for (role, p) in ranks.programs.iter().enumerate() {
         let mut seen = std::collections::BTreeSet::new();
-        for item in trace.iter() {
-            let (axis, Some(k)) = (item.signature.axis, item.signature.peer) else { continue };
+        for (i, op) in p.collectives() {
+            let Some(group) = op.group() else { continue };
+            let key = match op.opcode {
+                Opcode::Send => "to",
+                Opcode::Recv => "from",
+                _ => "",
+            };
+            let peer = op.int(key);
             // One refusal per peer is enough: the others say the same.
-            if !seen.insert((axis, k)) {
+            if !seen.insert((group, peer)) {
                 continue;
             }
-            let mine = ranks.roles[role].ranks.iter().find(|r| ranks.mesh.coord_of(**r).on(axis) == k);
-            if k >= ranks.mesh.size(axis) || mine.is_some() {
+            let size = ranks.mesh.group_size(group);
+            if size < 2 {
+                let message = format!("{} over {group} of one rank", op.opcode.name());
+                out.push(say::refuse(&program::T0310, p, i, message));
+                continue;
+            }
+            if key.is_empty() {
+                continue;
+            }
+            let peer = peer.and_then(|k| u32::try_from(k).ok()).unwrap_or(u32::MAX);
+            let stands = |r: &&Rank| ranks.mesh.position(**r, group) == Some(peer);
+            let mine = ranks.roles[role].ranks.iter().find(stands);
+            if peer >= size || mine.is_some() {
                 let who =
                     mine.map_or("no rank".to_string(), |r| format!("rank {r}, which runs the program,"));
-                let message = format!("{}: {who} stands there", item.signature.short());
-                out.push(say::refuse(&program::T0309, &ranks.programs[role], item.op, message));
-            }
-        }
-        let p = &ranks.programs[role];
-        let groups = p.ops.iter().enumerate().filter(|(_, o)| o.opcode.row().kind == Kind::Collective);
-        for (i, op) in groups {
-            if let Some(a) = op.axis()
-                && ranks.mesh.size(a) < 2
-            {
-                out.push(say::refuse(
-                    &program::T0310,
-                    p,
-                    i,
-                    format!("{} over {a} of one rank", op.opcode.name()),
-                ));
+                let message = format!("{} {key} {group} {peer}: {who} stands there", op.opcode.name());
+                out.push(say::refuse(&program::T0309, p, i, message));
             }
         }
     }

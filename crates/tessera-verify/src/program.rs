@@ -5,7 +5,7 @@ use tessera_ir::rules::infer;
 use tessera_ir::{DType, Kind, Opcode, Program, Type};
 use tessera_mesh::{AxisLayout, Reduction};
 
-use crate::{order, say, structure};
+use crate::{graph, order, say, structure};
 
 /// A peer that is not there.
 pub static T0309: Code = Code {
@@ -47,6 +47,15 @@ pub static T0315: Code = Code {
     page: "Tickets (of issued collectives) may only be waited for, events only stand in `after(…)`, and neither is \
 data: it cannot be computed with, sent or written to a buffer. `wait` takes a ticket and `after` takes events recorded \
 earlier, nothing else.",
+};
+/// Sends and receives that cannot be one launch.
+pub static T0339: Code = Code {
+    id: "T0339",
+    title: "sends and receives cannot be issued as one",
+    page: "`batch = 1` makes sends and receives one launch (ncclGroupStart and ncclGroupEnd): they are in flight together, so two \
+neighbours may both send first. The members of a batch stand together in the program, with nothing but sources between \
+them, on one stream, and the number (1 or more) is used once in a program.\n\n\
+Wait for the tickets after the whole batch.",
 };
 /// A partial value leaves the program.
 pub static T0317: Code = Code {
@@ -107,7 +116,9 @@ pub fn check_program(p: &Program) -> Diagnostics {
         out.extend(found);
     }
     out.extend(waits(p));
+    out.extend(batches(p));
     if out.is_empty() {
+        out.extend(graph::check(p, &definitions));
         out.extend(order::check(p, &definitions));
     }
     out
@@ -181,6 +192,36 @@ fn waits(p: &Program) -> Diagnostics {
             let message = format!("{} is issued and never waited for", op.opcode.name());
             out.push(say::refuse(&T0313, p, i, message).hint("wait for the ticket before the program ends"));
         }
+    }
+    out
+}
+
+fn batches(p: &Program) -> Diagnostics {
+    let mut out = Vec::new();
+    let mut first: std::collections::BTreeMap<i64, usize> = std::collections::BTreeMap::new();
+    let mut open: Option<i64> = None;
+    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| !say::is_given(o)) {
+        let Some(attr) = op.attrs.get("batch") else {
+            open = None;
+            continue;
+        };
+        let number = op.int("batch").filter(|n| (1..=i64::from(u32::MAX)).contains(n));
+        let pair = matches!(op.opcode, Opcode::Send | Opcode::Recv);
+        let Some(n) = number.filter(|_| pair) else {
+            let message =
+                format!("batch {attr:?} of {}: sends and receives have numbers from 1 on", op.opcode.name());
+            out.push(say::refuse(&T0339, p, i, message));
+            continue;
+        };
+        let begin = *first.entry(n).or_insert(i);
+        if begin != i && open != Some(n) {
+            let d = say::refuse(&T0339, p, i, format!("batch {n} is left and entered again"));
+            out.push(say::at_op(d, p, begin, "it begins here"));
+        } else if op.stream != p.ops[begin].stream {
+            let d = say::refuse(&T0339, p, i, format!("batch {n} is on two streams"));
+            out.push(say::at_op(d, p, begin, "it begins here"));
+        }
+        open = Some(n);
     }
     out
 }

@@ -45,6 +45,11 @@ pub(crate) fn value(p: &Program, v: ValueId) -> String {
     p.values.get(v.0 as usize).map_or_else(|| format!("value {}", v.0), |x| format!("%{}", x.name))
 }
 
+/// [`ranks`] of bare numbers.
+pub(crate) fn numbers(members: &[u32]) -> String {
+    ranks(&members.iter().copied().map(Rank).collect::<Vec<_>>())
+}
+
 /// A group's members, shortened where there are many.
 pub(crate) fn ranks(members: &[Rank]) -> String {
     const SHOWN: usize = 8;

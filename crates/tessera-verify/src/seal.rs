@@ -9,7 +9,7 @@ use tessera_mesh::{Mesh, Rank, RankMap};
 use crate::memory::{check_limits, check_slots, of_role};
 use crate::phase::{T0329, check_roles};
 use crate::trace::hex;
-use crate::{Census, Limits, RoleMemory, Verified, check_phase, check_program};
+use crate::{Census, Limits, RoleMemory, Verified, check_phase, check_program, graph};
 
 /// A call that lists a phase which is not there.
 pub static T0330: Code = Code {
@@ -37,6 +37,9 @@ pub fn seal(bundle: Bundle, limits: &Limits) -> Result<SealedPlan, Diagnostics> 
         if own.is_empty() {
             out.extend(check_phase(&bundle.mesh, &bundle.roles, phase));
             out.extend(phase.programs.iter().zip(&phase.memory).flat_map(|(p, s)| check_slots(p, s)));
+            if limits.graph_mixing_off {
+                out.extend(phase.programs.iter().flat_map(graph::check_unmixed));
+            }
         }
         out.extend(own);
     }

@@ -1,14 +1,9 @@
 //! Every member of a group calls the same collectives, in the same order, with the same arguments.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use tessera_base::{Code, Counterexample, Diagnostic, Diagnostics, Mismatch, Step};
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::Opcode;
-use tessera_mesh::{Axis, Rank};
-
-use crate::phase::Ranks;
+use crate::meet::Meetings;
 use crate::say;
-use crate::trace::Signature;
 
 /// Two ops at one position.
 pub static T0301: Code = Code {
@@ -23,8 +18,8 @@ just before that op: an op moved, inserted or left out on one role.",
 /// Counts, shapes or layouts differ.
 pub static T0302: Code = Code {
     id: "T0302",
-    title: "members of a group disagree about count or shape",
-    page: "The members call the same collective with tensors of different size or layout. With NCCL that is undefined \
+    title: "members of a group disagree about the count",
+    page: "The members call the same collective with tensors of different size. With NCCL that is undefined \
 behaviour: a hang, a crash, or a silently wrong tail. Extents are local, except that a dim sharded over the group's \
 own axis is shown with its global extent; uneven exchanges are right when that and the unit agree.\n\n\
 Usually one role was lowered for another sequence length, batch or fill level.",
@@ -71,248 +66,183 @@ on one side of a pipeline.",
 pub static T0308: Code = Code {
     id: "T0308",
     title: "send and receive do not match",
-    page: "The n-th send from one rank to another meets the n-th receive there. Their dtype, local shape and layout must \
-be equal; the receiver would otherwise read past the message or take bytes for another type.\n\n\
+    page: "The n-th send from one rank to another over one group meets the n-th receive there. Their dtype and count must \
+be equal; the receiver would otherwise read past the message, wait for the rest of it, or take bytes for another type.\n\n\
 Check the order of the receives too: two swapped receives of different shapes show up here.",
 };
 
-/// What the comparison found: refusals, and where none, which collectives of the roles meet.
-#[derive(Default)]
-pub(crate) struct Matched {
-    pub(crate) diagnostics: Diagnostics,
-    /// Pairs ((role, item), (role, item)) that are one collective on some group. Sparse: enough to join all.
-    pub(crate) meets: Vec<[(usize, usize); 2]>,
+/// Equal counts, other shapes.
+pub static T0333: Code = Code {
+    id: "T0333",
+    title: "same count, but another shape or layout",
+    page: "Both sides move the same number of elements of the same dtype, so nothing hangs and no library complains; but \
+one side takes them for [4, 8] and the other for [8, 4], or for a piece of another dim. Rows arrive where columns \
+belong, on some ranks only.\n\nGive both roles the same type. A program that means to reinterpret the bytes has no op for it.",
+};
+/// Captured here, eager there.
+pub static T0334: Code = Code {
+    id: "T0334",
+    title: "collective is captured on one member and eager, or of another graph, on another",
+    page: "Whether a collective is captured into a graph is a property that all members share: a rank that replays it and \
+a rank that launches it eagerly use the communicator in two ways and wait for each other. Where all capture it, each must \
+replay the graph of that same capture; graphs are compared by name (`graph = \"denoise\"`).\n\n\
+The usual cause is a decision taken per rank: padding to a captured size from a local count, a capture that failed on \
+one rank, or a flag that one host lacks. Decide once, in the plan.",
+};
+
+/// Who can say what the numbers of [`Meetings`] stand for.
+pub(crate) trait Witness {
+    /// What is compared.
+    fn meetings(&self) -> &Meetings;
+    /// The group of a line without its members: `tp`.
+    fn group(&self, line: usize) -> String;
+    /// A rank and what it runs.
+    fn title(&self, rank: u32) -> String;
+    /// A launch, for a picture.
+    fn step(&self, rank: u32, at: usize) -> Step;
+    /// A launch with everything that is compared.
+    fn full(&self, rank: u32, at: usize) -> String;
+    /// Adds the place of a launch.
+    fn at(&self, d: Diagnostic, rank: u32, at: usize, says: String) -> Diagnostic;
+    /// The first thing in which two launches differ, and its code.
+    fn difference(&self, a: (u32, usize), b: (u32, usize)) -> (&'static Code, &'static str);
 }
 
-pub(crate) fn check(ranks: &Ranks<'_>) -> Matched {
-    let mut out = Matched::default();
-    for axis in ranks.mesh.axes() {
-        groups(ranks, axis, &mut out);
-        pairs(ranks, axis, &mut out);
-    }
-    out
+/// Lines whose members do not launch the same.
+pub(crate) fn check(w: &impl Witness) -> Diagnostics {
+    let found = w.meetings().departures();
+    let one = |(line, times): &(usize, usize)| {
+        if w.meetings().lines[*line].pair { pair_differs(w, *line) } else { group_differs(w, *line, *times) }
+    };
+    found.iter().map(one).collect()
 }
 
-fn groups(ranks: &Ranks<'_>, axis: Axis, out: &mut Matched) {
-    let sequences: Vec<Vec<usize>> = ranks
-        .traces
-        .iter()
-        .map(|t| {
-            (0..t.len()).filter(|i| t[*i].signature.axis == axis && !t[*i].signature.is_pair()).collect()
-        })
-        .collect();
-    // Roles with equal sequences share a class; ids follow the order of roles, so they are the same everywhere.
-    let mut classes: HashMap<Vec<&Signature>, usize> = HashMap::new();
-    let class: Vec<usize> = sequences
-        .iter()
-        .enumerate()
-        .map(|(role, s)| {
-            let key = s.iter().map(|i| &ranks.traces[role][*i].signature).collect();
-            let next = classes.len();
-            *classes.entry(key).or_insert(next)
-        })
-        .collect();
-    let mut refused: BTreeMap<Vec<usize>, (Vec<Rank>, u32)> = BTreeMap::new();
-    let mut joined = BTreeSet::new();
-    for group in ranks.mesh.groups(axis) {
-        let roles: Vec<usize> = group.iter().map(|r| ranks.role_of[r.0 as usize]).collect();
-        if roles.iter().any(|r| class[*r] != class[roles[0]]) {
-            let mut key = roles.clone();
-            key.sort_unstable();
-            key.dedup();
-            refused.entry(key).or_insert((group, 0)).1 += 1;
-            continue;
-        }
-        for r in &roles[1..] {
-            if *r != roles[0] && joined.insert((roles[0], *r)) {
-                let both = sequences[roles[0]].iter().zip(&sequences[*r]);
-                out.meets.extend(both.map(|(a, b)| [(roles[0], *a), (*r, *b)]));
-            }
-        }
-    }
-    for (group, times) in refused.values() {
-        out.diagnostics.push(group_differs(ranks, axis, group, &sequences, &class, *times));
+/// A member of a line with what it launches there.
+struct Member<'a> {
+    rank: u32,
+    channel: Option<u32>,
+    sequence: &'a [u32],
+}
+
+impl Member<'_> {
+    /// Index of its n-th launch on the line.
+    fn nth(&self, w: &impl Witness, n: usize) -> Option<usize> {
+        w.meetings().scripts[w.meetings().role_of[self.rank as usize]].nth(self.channel?, n)
     }
 }
 
-fn group_differs(
-    ranks: &Ranks<'_>,
-    axis: Axis,
-    group: &[Rank],
-    sequences: &[Vec<usize>],
-    class: &[usize],
-    times: u32,
-) -> Diagnostic {
-    let role = |r: Rank| ranks.role_of[r.0 as usize];
+fn members<'a>(w: &'a impl Witness, line: usize) -> Vec<Member<'a>> {
+    let m = w.meetings();
+    let one = |m2: &(u32, Option<u32>)| Member { rank: m2.0, channel: m2.1, sequence: m.sequence(*m2) };
+    m.lines[line].members.iter().map(one).collect()
+}
+
+/// First position at which two sequences differ.
+fn first_difference(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).position(|(x, y)| x != y).unwrap_or(a.len().min(b.len()))
+}
+
+fn group_differs(w: &impl Witness, line: usize, times: usize) -> Diagnostic {
+    let all = members(w, line);
     // Most members are taken to be right, and among equals the lowest rank.
-    let votes = |c: usize| group.iter().filter(|r| class[role(**r)] == c).count();
-    let right = group.iter().copied().max_by_key(|r| (votes(class[role(*r)]), std::cmp::Reverse(*r)));
-    let right = right.unwrap_or_default();
-    let item = |r: Rank, at: usize| sequences[role(r)].get(at).map(|i| &ranks.traces[role(r)][*i].signature);
-    let length = |r: Rank| sequences[role(r)].len();
-    let first = |r: Rank| (0..).find(|at| item(r, *at) != item(right, *at)).unwrap_or(0);
-    let wrong: Vec<Rank> = group.iter().copied().filter(|r| class[role(*r)] != class[role(right)]).collect();
-    let Some(odd) = wrong.iter().copied().min_by_key(|r| (first(*r), *r)) else {
+    let votes = |m: &Member<'_>| all.iter().filter(|o| o.sequence == m.sequence).count();
+    let right = all.iter().max_by_key(|m| (votes(m), std::cmp::Reverse(m.rank)));
+    let wrong = |r: &Member<'_>| all.iter().filter(|m| m.sequence != r.sequence).map(|m| m.rank).collect();
+    let wrong: Vec<u32> = right.map(wrong).unwrap_or_default();
+    let differs = |r: &Member<'_>| {
+        let odd = all.iter().filter(|m| m.sequence != r.sequence);
+        odd.min_by_key(|m| (first_difference(m.sequence, r.sequence), m.rank))
+    };
+    let (Some(right), Some(odd)) = (right, right.and_then(differs)) else {
         return Diagnostic::error(&T0301, "equal sequences compared as different");
     };
-    let at = first(odd);
-    let mut agree: Vec<Rank> =
-        group.iter().copied().filter(|r| class[role(*r)] == class[role(right)]).collect();
-    let whole = format!("position {at} of the {axis} group of {}", say::ranks(group));
-    let place = |d: Diagnostic, r: Rank, note: &str| match (item(r, at), sequences[role(r)].get(at)) {
-        (Some(s), Some(i)) => ranks.at(d, r, *i, format!("{note}{}", full(s))),
-        _ => d.at(
-            format!("rank {r}, {}", say::title(&ranks.programs[role(r)])),
-            "its sequence ends before this",
-        ),
+    let at = first_difference(right.sequence, odd.sequence);
+    let ranks: Vec<u32> = all.iter().map(|m| m.rank).collect();
+    let group = w.group(line);
+    let whole = format!("position {at} of the {group} group of {}", say::numbers(&ranks));
+    let place = |d: Diagnostic, m: &Member<'_>, note: &str| match m.nth(w, at) {
+        Some(i) => w.at(d, m.rank, i, format!("{note}{}", w.full(m.rank, i))),
+        None => d.at(w.title(m.rank), "its sequence ends before this"),
     };
-    let mut d = match (item(right, at), item(odd, at)) {
-        (a, b) if length(right) != length(odd) => {
-            // A shorter sequence lacks the other side's op at the first difference.
-            let (lacks, has, missing) =
-                if length(odd) < length(right) { (odd, right, a) } else { (right, odd, b) };
-            let what = missing.map_or("a collective".to_string(), Signature::short);
-            let d = Diagnostic::error(&T0307, format!("rank {lacks} lacks {what} at {whole}"));
-            place(place(d, has, "calls "), lacks, "has here ").note(format!(
-                "rank {has} calls {}, rank {lacks} calls {} in all",
-                length(has),
-                length(lacks)
-            ))
-        }
-        (Some(a), Some(b)) => {
-            let (code, field) = difference(a, b);
-            let message = format!("rank {odd} departs from rank {right} in the {field} at {whole}");
-            place(place(Diagnostic::error(code, message), right, ""), odd, "")
-        }
-        _ => Diagnostic::error(&T0307, format!("rank {odd} lacks a collective at {whole}")),
+    let (here, there) = (right.nth(w, at), odd.nth(w, at));
+    let (mut d, field) = if right.sequence.len() == odd.sequence.len()
+        && let (Some(a), Some(b)) = (here, there)
+    {
+        let (code, field) = w.difference((right.rank, a), (odd.rank, b));
+        let message = format!("rank {} departs from rank {} in the {field} at {whole}", odd.rank, right.rank);
+        (place(place(Diagnostic::error(code, message), right, ""), odd, ""), field)
+    } else {
+        // A shorter sequence lacks the other side's op at the first difference.
+        let (lacks, has) =
+            if odd.sequence.len() < right.sequence.len() { (odd, right) } else { (right, odd) };
+        let missing = has.nth(w, at).map_or("a collective".to_string(), |i| w.step(has.rank, i).what);
+        let d = Diagnostic::error(&T0307, format!("rank {} lacks {missing} at {whole}", lacks.rank));
+        let d = place(place(d, has, "calls "), lacks, "has here ").note(format!(
+            "rank {} calls {}, rank {} calls {} in all",
+            has.rank,
+            has.sequence.len(),
+            lacks.rank,
+            lacks.sequence.len()
+        ));
+        (d, "number of calls")
     };
-    agree.retain(|r| *r != right);
+    let side = |m: &Member<'_>, i: Option<usize>| (m.rank, i.map(|i| w.step(m.rank, i)));
+    d = d.proof(Counterexample::Mismatch(Mismatch {
+        group: format!("{group} of {}", say::numbers(&ranks)),
+        position: at,
+        field: field.to_string(),
+        sides: [side(right, here), side(odd, there)],
+    }));
+    let agrees = |m: &&Member<'_>| m.rank != right.rank && m.sequence == right.sequence;
+    let agree: Vec<u32> = all.iter().filter(agrees).map(|m| m.rank).collect();
     if !agree.is_empty() {
-        d = d.note(format!("{} agree with rank {right}", say::ranks(&agree)));
+        d = d.note(format!("{} agree with rank {}", say::numbers(&agree), right.rank));
     }
     if wrong.len() > 1 {
-        d = d.note(format!("{} of the group depart from rank {right}", say::ranks(&wrong)));
+        d = d.note(format!("{} of the group depart from rank {}", say::numbers(&wrong), right.rank));
     }
     if times > 1 {
         d = d.note(format!(
-            "{} further groups of {axis} with the same roles differ in the same way",
+            "{} further groups of {group} with the same roles differ in the same way",
             times - 1
         ));
     }
     d
 }
 
-/// A signature with all its fields, for comparing two by eye.
-fn full(s: &Signature) -> String {
-    let mut out = format!("{} {{{}}}", s.short(), s.layout());
-    if let Some(r) = s.root {
-        out += &format!(" root {r}");
-    }
-    for (name, at) in &s.dims {
-        out += &format!(" {name} {at}");
-    }
-    out
-}
-
-/// The first field that differs and its code.
-fn difference(a: &Signature, b: &Signature) -> (&'static Code, &'static str) {
-    if a.opcode != b.opcode {
-        (&T0301, "op")
-    } else if a.dtype != b.dtype {
-        (&T0303, "dtype")
-    } else if a.reduction != b.reduction {
-        (&T0304, "reduction")
-    } else if a.root != b.root {
-        (&T0305, "root")
-    } else if a.dims != b.dims {
-        (&T0306, "tensor dim")
-    } else if a.extents != b.extents {
-        (&T0302, "shape")
-    } else {
-        (&T0302, "layout")
-    }
-}
-
-/// Sends from every rank to every peer against the receives there.
-fn pairs(ranks: &Ranks<'_>, axis: Axis, out: &mut Matched) {
-    let by_peer = |opcode: Opcode| -> Vec<BTreeMap<u32, Vec<usize>>> {
-        let one = |trace: &Vec<crate::trace::Item>| {
-            let mut map: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-            for (i, item) in trace.iter().enumerate().filter(|(_, t)| t.signature.axis == axis) {
-                if let (true, Some(k)) = (item.signature.opcode == opcode, item.signature.peer) {
-                    map.entry(k).or_default().push(i);
-                }
-            }
-            map
-        };
-        ranks.traces.iter().map(one).collect()
+/// Sends from one rank to another against the receives there.
+fn pair_differs(w: &impl Witness, line: usize) -> Diagnostic {
+    let all = members(w, line);
+    let [from, to] = &all[..] else {
+        return Diagnostic::error(&T0308, "a pair without two sides");
     };
-    let (sends, recvs) = (by_peer(Opcode::Send), by_peer(Opcode::Recv));
-    let mut compared = BTreeSet::new();
-    for rank in ranks.mesh.iter() {
-        let (coord, role) = (ranks.mesh.coord_of(rank), ranks.role_of[rank.0 as usize]);
-        let here = coord.on(axis);
-        let other = |k: u32| {
-            let peer = ranks.mesh.rank_at(coord.with(axis, k));
-            (peer, ranks.role_of[peer.0 as usize])
-        };
-        for (k, sent) in &sends[role] {
-            let (peer, theirs) = other(*k);
-            if compared.insert((role, *k, theirs, here)) {
-                let taken = recvs[theirs].get(&here).map_or(&[][..], Vec::as_slice);
-                pair(ranks, (rank, sent), (peer, taken), out);
-            }
-        }
-        for (k, taken) in &recvs[role] {
-            let (peer, theirs) = other(*k);
-            if !sends[theirs].contains_key(&here) && compared.insert((theirs, here, role, *k)) {
-                pair(ranks, (peer, &[]), (rank, taken), out);
-            }
-        }
-    }
-}
-
-fn pair(ranks: &Ranks<'_>, from: (Rank, &[usize]), to: (Rank, &[usize]), out: &mut Matched) {
-    let role = |r: Rank| ranks.role_of[r.0 as usize];
-    let signature = |r: Rank, i: usize| &ranks.traces[role(r)][i].signature;
-    for (at, (s, t)) in from.1.iter().zip(to.1).enumerate() {
-        let (a, b) = (signature(from.0, *s), signature(to.0, *t));
-        let data = |x: &Signature| (x.dtype, x.extents.clone(), x.layout);
-        if data(a) != data(b) {
-            let field = if a.dtype != b.dtype {
-                "dtype"
-            } else if a.extents != b.extents {
-                "shape"
-            } else {
-                "layout"
-            };
-            let message = format!(
-                "send {at} of rank {} to rank {} differs from its receive in the {field}",
-                from.0, to.0
-            );
-            let d = ranks.at(Diagnostic::error(&T0308, message), from.0, *s, full(a));
-            out.diagnostics.push(ranks.at(d, to.0, *t, full(b)));
-            return;
-        }
-    }
-    if from.1.len() != to.1.len() {
-        let (has, lacks) = if from.1.len() > to.1.len() { (from, to) } else { (to, from) };
-        let at = lacks.1.len();
-        let word = if from.1.len() > to.1.len() { "receive" } else { "send" };
-        let what = signature(has.0, has.1[at]);
+    let at = first_difference(from.sequence, to.sequence);
+    let (sent, taken) = (from.nth(w, at), to.nth(w, at));
+    let side = |m: &Member<'_>, i: Option<usize>| (m.rank, i.map(|i| w.step(m.rank, i)));
+    let proof = |d: Diagnostic, field: &str| {
+        d.proof(Counterexample::Mismatch(Mismatch {
+            group: format!("{} from rank {} to rank {}", w.group(line), from.rank, to.rank),
+            position: at,
+            field: field.to_string(),
+            sides: [side(from, sent), side(to, taken)],
+        }))
+    };
+    if let (Some(a), Some(b)) = (sent, taken) {
+        let (code, field) = w.difference((from.rank, a), (to.rank, b));
+        let code = if [T0333.id, T0334.id].contains(&code.id) { code } else { &T0308 };
         let message = format!(
-            "rank {} lacks the {word} that meets {} {at} of rank {}",
-            lacks.0,
-            what.opcode.name(),
-            has.0
+            "send {at} of rank {} to rank {} differs from its receive in the {field}",
+            from.rank, to.rank
         );
-        let d = ranks.at(Diagnostic::error(&T0307, message), has.0, has.1[at], full(what));
-        out.diagnostics.push(d.at(
-            format!("rank {}, {}", lacks.0, say::title(&ranks.programs[role(lacks.0)])),
-            format!("has {at} against {}", has.1.len()),
-        ));
-        return;
+        let d = w.at(Diagnostic::error(code, message), from.rank, a, w.full(from.rank, a));
+        return proof(w.at(d, to.rank, b, w.full(to.rank, b)), field);
     }
-    let both = from.1.iter().zip(to.1);
-    out.meets.extend(both.map(|(s, t)| [(role(from.0), *s), (role(to.0), *t)]));
+    let (has, lacks, word) = if sent.is_some() { (from, to, "receive") } else { (to, from, "send") };
+    let Some(i) = has.nth(w, at) else {
+        return Diagnostic::error(&T0308, "equal pairs compared as different");
+    };
+    let op = w.step(has.rank, i).op;
+    let message = format!("rank {} lacks the {word} that meets {op} {at} of rank {}", lacks.rank, has.rank);
+    let d = w.at(Diagnostic::error(&T0307, message), has.rank, i, w.full(has.rank, i));
+    proof(d.at(w.title(lacks.rank), format!("has {at} against {}", has.sequence.len())), "number of calls")
 }

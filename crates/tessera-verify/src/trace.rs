@@ -2,8 +2,12 @@
 
 use std::fmt::Write;
 
+use tessera_base::Code;
 use tessera_ir::{DType, Op, Opcode, Program, Type};
 use tessera_mesh::{Axis, AxisLayout, Layout, Reduction};
+
+use crate::group::{Group, OpGroup};
+use crate::sequence;
 
 /// What a rank's collectives come to in one phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +51,7 @@ pub(crate) struct Item {
 /// Everything that the members of a group must agree on.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Signature {
-    pub(crate) axis: Axis,
+    pub(crate) group: Group,
     pub(crate) opcode: Opcode,
     pub(crate) dtype: DType,
     /// Local extents, except that a dim sharded over the group's own axis has its global one: pieces may
@@ -58,28 +62,59 @@ pub(crate) struct Signature {
     pub(crate) root: Option<i64>,
     /// Tensor dims and units, by name.
     pub(crate) dims: Vec<(&'static str, i64)>,
+    /// Name of the graph that it is captured into.
+    pub(crate) graph: Option<String>,
     /// Position of the other side of a send or receive.
     pub(crate) peer: Option<u32>,
 }
 
 impl Signature {
-    pub(crate) fn is_pair(&self) -> bool {
-        self.peer.is_some()
+    /// What both sides of a meeting have in common.
+    pub(crate) fn common(&self) -> Signature {
+        match self.peer {
+            None => self.clone(),
+            Some(_) => Signature { opcode: Opcode::Send, peer: None, ..self.clone() },
+        }
+    }
+
+    /// Elements moved, whatever their shape.
+    pub(crate) fn count(&self) -> u64 {
+        self.extents.iter().product()
     }
 
     /// The op with what a person needs to tell it from its neighbours.
     pub(crate) fn short(&self) -> String {
         let reduction = self.reduction.map_or(String::new(), |r| format!("({})", r.name()));
         match (self.opcode, self.peer) {
-            (Opcode::Send, Some(k)) => format!("send to {} {k} of {}", self.axis, self.shape()),
-            (Opcode::Recv, Some(k)) => format!("recv from {} {k} of {}", self.axis, self.shape()),
-            _ => format!("{}{reduction} over {} of {}", self.opcode.name(), self.axis, self.shape()),
+            (Opcode::Send, Some(k)) => format!("send to {} {k} of {}", self.group, self.shape()),
+            (Opcode::Recv, Some(k)) => format!("recv from {} {k} of {}", self.group, self.shape()),
+            _ => format!("{}{reduction} over {} of {}", self.opcode.name(), self.group, self.shape()),
+        }
+    }
+
+    /// A signature with all its fields, for comparing two by eye.
+    pub(crate) fn full(&self) -> String {
+        let mut out = format!("{} {{{}}}", self.short(), self.layout());
+        if let Some(r) = self.root {
+            out += &format!(" root {r}");
+        }
+        for (name, at) in &self.dims {
+            out += &format!(" {name} {at}");
+        }
+        match &self.graph {
+            Some(g) => out + &format!(" captured in graph {g}"),
+            None => out,
         }
     }
 
     fn shape(&self) -> String {
+        format!("{}{}", self.dtype, self.extents())
+    }
+
+    /// `[4, 8]`.
+    pub(crate) fn extents(&self) -> String {
         let dims: Vec<String> = self.extents.iter().map(u64::to_string).collect();
-        format!("{}[{}]", self.dtype, dims.join(", "))
+        format!("[{}]", dims.join(", "))
     }
 
     /// Layout in words, leaving out axes on which it is replicated.
@@ -91,11 +126,34 @@ impl Signature {
             .collect();
         if parts.is_empty() { "replicated".to_string() } else { parts.join(", ") }
     }
+
+    /// The first field that differs and its code.
+    pub(crate) fn difference(&self, b: &Signature) -> (&'static Code, &'static str) {
+        if self.peer.is_none() && self.opcode != b.opcode {
+            (&sequence::T0301, "op")
+        } else if self.dtype != b.dtype {
+            (&sequence::T0303, "dtype")
+        } else if self.reduction != b.reduction {
+            (&sequence::T0304, "reduction")
+        } else if self.root != b.root {
+            (&sequence::T0305, "root")
+        } else if self.count() != b.count() {
+            (&sequence::T0302, "count")
+        } else if self.graph != b.graph {
+            (&sequence::T0334, "graph")
+        } else if self.dims != b.dims {
+            (&sequence::T0306, "tensor dim")
+        } else if self.extents != b.extents {
+            (&sequence::T0333, "shape")
+        } else {
+            (&sequence::T0333, "layout")
+        }
+    }
 }
 
 impl std::fmt::Display for Signature {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {} {} {{{}}}", self.axis, self.opcode.name(), self.shape(), self.layout())?;
+        write!(f, "{} {} {} {{{}}}", self.group, self.opcode.name(), self.shape(), self.layout())?;
         if let Some(r) = self.reduction {
             write!(f, " reduction={}", r.name())?;
         }
@@ -105,11 +163,14 @@ impl std::fmt::Display for Signature {
         for (name, at) in &self.dims {
             write!(f, " {name}={at}")?;
         }
+        if let Some(g) = &self.graph {
+            write!(f, " graph={g}")?;
+        }
         self.peer.map_or(Ok(()), |k| write!(f, " peer={k}"))
     }
 }
 
-/// A program's collectives in program order. Ops without an axis or a type are left out: the judge of the
+/// A program's collectives in program order. Ops without a group or a type are left out: the judge of the
 /// program refuses those.
 pub(crate) fn trace(p: &Program) -> Vec<Item> {
     // A receive's type is written where it is waited for.
@@ -119,22 +180,23 @@ pub(crate) fn trace(p: &Program) -> Vec<Item> {
             waits[t.0 as usize] = Some(*r);
         }
     }
-    let moved = |op: &Op| -> Option<Type> {
+    let moved = |op: &Op| -> Option<&Type> {
         let v = match (op.opcode, op.issue) {
             (Opcode::Recv, true) => waits[op.results.first()?.0 as usize]?,
             (Opcode::Recv, false) => *op.results.first()?,
             _ => *op.operands.first()?,
         };
-        Some(p.ty(v).clone())
+        Some(p.ty(v))
     };
     p.collectives()
-        .filter_map(|(i, op)| Some(Item { op: i, signature: signature(p, op, op.axis()?, &moved(op)?) }))
+        .filter_map(|(i, op)| Some(Item { op: i, signature: signature(p, op, op.group()?, moved(op)?) }))
         .collect()
 }
 
-fn signature(p: &Program, op: &Op, axis: Axis, moved: &Type) -> Signature {
+fn signature(p: &Program, op: &Op, group: Group, moved: &Type) -> Signature {
     let mut extents = moved.shape.clone();
-    if let AxisLayout::Shard(s) = moved.layout.on(axis)
+    if let Group::Axis { axis, .. } = group
+        && let AxisLayout::Shard(s) = moved.layout.on(axis)
         && let Some(n) = extents.get_mut(s.dim)
     {
         *n = s.extent(*n, p.mesh.size(axis));
@@ -149,7 +211,7 @@ fn signature(p: &Program, op: &Op, axis: Axis, moved: &Type) -> Signature {
         _ => None,
     };
     Signature {
-        axis,
+        group,
         opcode: op.opcode,
         dtype: moved.dtype,
         extents,
@@ -157,6 +219,7 @@ fn signature(p: &Program, op: &Op, axis: Axis, moved: &Type) -> Signature {
         reduction: op.reduction(),
         root: op.int("root"),
         dims: ["concat", "dim", "split", "unit"].into_iter().filter_map(|n| Some((n, op.int(n)?))).collect(),
+        graph: op.str("graph").map(str::to_string),
         // A position that does not exist is refused with the program; it must still read as a pair here.
         peer: key.map(|k| op.int(k).and_then(|i| u32::try_from(i).ok()).unwrap_or(u32::MAX)),
     }

@@ -395,3 +395,52 @@ fn any_damage_is_answered() {
     }
     assert!(answers > 1000, "{answers}");
 }
+
+#[test]
+fn t0335_a_graph_keeps_its_tickets_and_stands_together() {
+    let graphs = |names: [&'static str; 3]| {
+        judge(|b| {
+            let p = partial(b, Axis::Tp);
+            b.attr("axis", "tp").attr("reduction", "sum");
+            let set = |b: &mut Builder, n: &'static str| {
+                if !n.is_empty() {
+                    b.attr("graph", n);
+                }
+            };
+            set(b, names[0]);
+            let t = b.issue(Opcode::AllReduce, &[p]);
+            set(b, names[1]);
+            let y = b.wait(t, None).unwrap();
+            set(b, names[2]);
+            b.op(Opcode::Silu, &[y]);
+        })
+    };
+    clean(&graphs(["", "", ""]));
+    clean(&graphs(["g", "g", ""]));
+    clean(&graphs(["g", "g", "h"]));
+    only(&graphs(["g", "h", ""]), "T0335");
+    only(&graphs(["g", "", "g"]), "T0335");
+    only(&graphs(["", "g", "g"]), "T0335");
+}
+
+#[test]
+fn t0339_a_batch_is_one_launch() {
+    let exchange = |numbers: [i64; 2], between: bool| {
+        let mut b = builder("stage0", two());
+        let x = b.weight("x", f32s(&[4]));
+        b.attr("axis", "tp").attr("to", 1i64).attr("batch", numbers[0]);
+        let s = b.issue(Opcode::Send, &[x]);
+        if between {
+            b.op(Opcode::Silu, &[x]);
+        }
+        b.attr("axis", "tp").attr("from", 1i64).attr("batch", numbers[1]);
+        let r = b.recv(f32s(&[4]));
+        b.wait(s, None);
+        b.wait(r, Some(f32s(&[4])));
+        check_program(&done(b))
+    };
+    clean(&exchange([1, 1], false));
+    clean(&exchange([1, 2], true));
+    only(&exchange([1, 1], true), "T0339");
+    only(&exchange([0, 0], false), "T0339");
+}

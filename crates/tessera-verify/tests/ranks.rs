@@ -127,7 +127,7 @@ fn t0302_shapes_and_layouts_agree() {
         })
     };
     let found = layout(true);
-    only(&found, "T0302");
+    only(&found, "T0333");
     assert!(text(&found).contains("in the layout"), "{}", text(&found));
     clean(&layout(false));
 }
@@ -432,7 +432,7 @@ fn a_rank_that_departs_is_named_with_its_place_and_field() {
     says(
         &permuted,
         "T0302",
-        &["rank 2 departs from rank 0", "shape at position 1 of the tp group of ranks 0, 1, 2, 3"],
+        &["rank 2 departs from rank 0", "count at position 1 of the tp group of ranks 0, 1, 2, 3"],
     );
     let dtype = with(5, &|p| {
         let v = p.ops[broadcasts[3]].operands[0].0 as usize;

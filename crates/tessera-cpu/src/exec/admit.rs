@@ -35,6 +35,9 @@ pub(super) fn unsupported(p: &Program, op: &Op) -> Option<String> {
         Opcode::SpaceTimeToDepth | Opcode::DepthToSpaceTime if op.ints("patch") != Some(&[2, 2]) => {
             Some("a patch other than 2 × 2".into())
         }
+        Opcode::Send | Opcode::Recv if op.attrs.contains_key("batch") => {
+            Some("sends and receives issued as one launch".into())
+        }
         Opcode::AllReduce | Opcode::ReduceScatter => {
             let members = op.axis().map_or(1, |a| p.mesh.size(a));
             match op.reduction() {

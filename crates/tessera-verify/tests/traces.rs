@@ -1,0 +1,141 @@
+//! Observed sequences under the rules for plans.
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{clean, only, text};
+use tessera_base::{Counterexample, Diagnostics, Span};
+use tessera_verify::{Call, Traces, check_traces};
+
+/// `op group dtype count [key=value…]` per launch.
+fn judge(groups: &[(&str, &[u32])], ranks: &[&[&str]]) -> Diagnostics {
+    let mut t = Traces::new();
+    for (rank, lines) in ranks.iter().enumerate() {
+        let at = t.rank(rank as u32, &format!("rank{rank}.jsonl"));
+        for (n, line) in lines.iter().enumerate() {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let mut call = Call {
+                op: words[0].into(),
+                dtype: words[2].into(),
+                count: words[3].parse().unwrap(),
+                ..Call::default()
+            };
+            let (mut stream, mut batch) = (words[1], 0);
+            let counts = |v: &str| v.split(',').map(|n| n.parse().unwrap()).collect::<Vec<u64>>();
+            for (k, v) in words[4..].iter().map(|w| w.split_once('=').unwrap()) {
+                match k {
+                    "reduction" => call.reduction = Some(v.into()),
+                    "root" => call.root = v.parse().ok(),
+                    "peer" => call.peer = v.parse().ok(),
+                    "graph" => call.graph = Some(v.into()),
+                    "send" => call.per_peer.get_or_insert_default().0 = counts(v),
+                    "take" => call.per_peer.get_or_insert_default().1 = counts(v),
+                    "stream" => stream = v,
+                    "batch" => batch = v.parse().unwrap(),
+                    _ => panic!("{k}"),
+                }
+            }
+            let members = groups.iter().find(|g| g.0 == words[1]).unwrap().1;
+            let group = t.group(words[1], members);
+            t.push(at, group, call, stream, batch, Span { start: n, end: n + 1 });
+        }
+    }
+    check_traces(&t)
+}
+
+const TP: &[(&str, &[u32])] = &[("tp", &[0, 1])];
+
+#[test]
+fn equal_sequences_pass() {
+    let lines: &[&str] = &["all_reduce tp bf16 8 reduction=sum", "all_gather tp bf16 4"];
+    clean(&judge(TP, &[lines, lines]));
+}
+
+#[test]
+fn every_field_is_compared_and_shapes_are_not() {
+    let base = "all_reduce tp bf16 8 reduction=sum";
+    for (other, code) in [
+        ("all_gather tp bf16 8 reduction=sum", "T0301"),
+        ("all_reduce tp bf16 16 reduction=sum", "T0302"),
+        ("all_reduce tp f32 8 reduction=sum", "T0303"),
+        ("all_reduce tp bf16 8 reduction=max", "T0304"),
+        ("all_reduce tp bf16 8 reduction=sum root=1", "T0305"),
+        ("all_reduce tp bf16 8 reduction=sum graph=g", "T0334"),
+    ] {
+        let found = judge(TP, &[&[base, base], &[base, other]]);
+        only(&found, code);
+        assert!(text(&found).contains("position 1 of the tp group"), "{}", text(&found));
+        let Some(Counterexample::Mismatch(m)) = found[0].counterexample.as_deref() else { panic!() };
+        assert_eq!((m.position, m.sides[1].0), (1, 1));
+    }
+    only(&judge(TP, &[&[base, base], &[base]]), "T0307");
+}
+
+#[test]
+fn the_odd_rank_is_named_even_if_it_is_the_first() {
+    let groups: &[(&str, &[u32])] = &[("ep", &[0, 1, 2, 3])];
+    let (odd, right): (&[&str], &[&str]) = (&["all_gather ep f32 7"], &["all_gather ep f32 8"]);
+    let found = judge(groups, &[odd, right, right, right]);
+    only(&found, "T0302");
+    assert!(found[0].message.starts_with("rank 0 departs from rank 1"), "{}", text(&found));
+}
+
+#[test]
+fn orders_over_two_groups_contradict() {
+    let groups: &[(&str, &[u32])] = &[("tp0", &[0, 1]), ("tp1", &[2, 3]), ("dp0", &[0, 2]), ("dp1", &[1, 3])];
+    let order = |tp: &'static str, dp: &'static str, first_tp: bool| -> [String; 2] {
+        let (t, d) = (format!("all_reduce {tp} f32 4"), format!("all_reduce {dp} f32 4"));
+        if first_tp { [t, d] } else { [d, t] }
+    };
+    let run = |last: bool, stream: &str| {
+        let of = |l: [String; 2]| l.map(|l| format!("{l}{stream}"));
+        let all = [
+            of(order("tp0", "dp0", true)),
+            of(order("tp0", "dp1", false)),
+            of(order("tp1", "dp0", false)),
+            of(order("tp1", "dp1", last)),
+        ];
+        let lines: Vec<Vec<&str>> = all.iter().map(|l| l.iter().map(String::as_str).collect()).collect();
+        judge(groups, &lines.iter().map(Vec::as_slice).collect::<Vec<_>>())
+    };
+    // Each group on a stream of its own: only the order of launches contradicts.
+    only(&run(true, ""), "T0312");
+    only(&run(true, " stream=7"), "T0311");
+    clean(&run(false, ""));
+    let found = run(true, " stream=7");
+    let Some(Counterexample::Circle(links)) = found[0].counterexample.as_deref() else { panic!() };
+    assert_eq!(links.len(), 4, "{}", text(&found));
+}
+
+#[test]
+fn grouped_sends_and_receives_are_one_launch() {
+    let both = |batch: &str| {
+        let lines = |peer: u32| {
+            [format!("send tp f32 4 peer={peer}{batch}"), format!("recv tp f32 4 peer={peer}{batch}")]
+        };
+        let all = [lines(1), lines(0)];
+        let lines: Vec<Vec<&str>> = all.iter().map(|l| l.iter().map(String::as_str).collect()).collect();
+        judge(TP, &lines.iter().map(Vec::as_slice).collect::<Vec<_>>())
+    };
+    only(&both(""), "T0311");
+    clean(&both(" batch=1"));
+}
+
+#[test]
+fn exchanged_counts_fit_both_ways() {
+    let run = |b: &str| judge(TP, &[&["all_to_all tp bf16 5 send=2,3 take=2,1"], &[b]]);
+    clean(&run("all_to_all tp bf16 5 send=1,4 take=3,4"));
+    only(&run("all_to_all tp bf16 5 send=1,4 take=2,4"), "T0338");
+    only(&run("all_to_all tp bf16 5 send=1,4,0 take=3,4,0"), "T0338");
+}
+
+#[test]
+fn a_rank_outside_of_a_group_and_a_missing_trace_are_told() {
+    let groups: &[(&str, &[u32])] = &[("mesh", &[1, 2])];
+    let call: &[&str] = &["broadcast mesh f32 4 root=1"];
+    only(&judge(groups, &[call, call, call]), "T0342");
+    clean(&judge(groups, &[&[], call, call]));
+    only(&judge(groups, &[&[], call]), "T0341");
+    only(&judge(TP, &[&["send tp f32 4"], &[]]), "T0342");
+    only(&judge(TP, &[&["send tp f32 4 peer=0"], &[]]), "T0342");
+}
