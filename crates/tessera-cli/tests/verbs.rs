@@ -256,6 +256,8 @@ fn programs_are_checked_with_their_ranks() {
     let lines: Vec<String> = stdout(&o).lines().map(str::to_string).collect();
     assert!(lines[0].starts_with("{\"code\":\"T0313\""), "{lines:?}");
     assert!(lines.last().unwrap().contains("\"verified\":true"), "{lines:?}");
+    let fragment = "filetests/fragment/rs_mm_ag.tir";
+    refused(&["check", fragment], 1, &["T0215", "which dim is scattered", "T0206", "%S_partial"]);
     refused(&["check", "no/such.tir"], 1, &["T0025", "no/such.tir"]);
     refused(&["check", "fixtures"], 1, &["T0011", "seal.json"]);
     refused(&["check"], 2, &["PATH"]);

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tessera_base::Diagnostic;
 use tessera_base::random::DrawKey;
 use tessera_device::{Abort, Backend, CallData, Fault, Loaded, Observer, Scalar, Seat, T0801, WeightSource};
-use tessera_ir::{DType, Kind, Op, Opcode, Program, Slots, Type, ValueId};
+use tessera_ir::{Attr, DType, Kind, Op, Opcode, Program, Slots, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Reduction, Shard};
 
 use admit::{brought, unsupported};
@@ -23,8 +23,8 @@ use crate::arena::{Aborter, Arena, CommFault, Ticket};
 use crate::collectives::{self, SumOrder};
 use crate::kernels::{
     Act, Frames, KeyBias, PackedWeight, PixelGeometry, RopeCache, RopeSpec, Scratch, Weight, add, attention,
-    bias_act, depth_to_space_time, gate_residual, layer_norm, matmul, norm_modulate, renoise, rms_norm,
-    rms_scale, rope, row_square_sum, silu, space_time_to_depth, time_embed, to_x0,
+    bias_act, depth_to_space_time, dot, gate_residual, layer_norm, matmul, norm_modulate, renoise, rms_norm,
+    rms_scale, rope, row_square_sum, silu, softmax, space_time_to_depth, time_embed, to_x0,
 };
 
 /// One end of a group's arena.
@@ -534,6 +534,14 @@ impl Cpu {
                     bias.as_ref(),
                 );
             }
+            Opcode::Softmax => softmax(pool, out, x(0)?, width(0)),
+            Opcode::Dot => {
+                let (n, k) = (ty(0).shape[ty(0).shape.len() - 2] as usize, width(0));
+                let m = out_ty.shape.last().copied().unwrap_or(1) as usize;
+                let transposed = op.attrs.get("transposed") == Some(&Attr::Bool(true));
+                let scale = op.float("scale").unwrap_or(1.0) as f32;
+                dot(pool, out, x(0)?, x(1)?, [n, k, m], transposed, scale);
+            }
             Opcode::TimeEmbed => time_embed(out, x(0)?),
             Opcode::Renoise => {
                 let key = |name| op.key(name).map_or(Ok(0), |v| whole(prepared, call, v));
@@ -555,14 +563,16 @@ impl Cpu {
             Opcode::SpaceTimeToDepth => space_time_to_depth(out, x(0)?, geometry(op, &ty(0).shape)),
             Opcode::DepthToSpaceTime => depth_to_space_time(out, x(0)?, geometry(op, &out_ty.shape)),
             Opcode::TakeShard => {
-                // The operand may be cut over other axes already; only this op's axis cuts it here.
-                let mut ranges: Vec<(u64, u64)> = ty(0).shape.iter().map(|n| (0, *n)).collect();
                 let axis = op.axis().unwrap_or(Axis::Tp);
-                if let AxisLayout::Shard(s) = out_ty.layout.on(axis) {
-                    let (parts, at) = (self.seat.mesh.size(axis), self.seat.coord().on(axis));
-                    ranges[s.dim] = s.range(out_ty.shape[s.dim], parts, at);
-                }
-                take(out, x(0)?, width(0), &ranges);
+                // The operand may be cut over other axes already; only this op's axis cuts it here.
+                let (dim, range) = match out_ty.layout.on(axis) {
+                    AxisLayout::Shard(s) => {
+                        let (parts, at) = (self.seat.mesh.size(axis), self.seat.coord().on(axis));
+                        (s.dim, span(s, out_ty.shape[s.dim], parts, at))
+                    }
+                    _ => (0, 0..ty(0).shape[0] as usize),
+                };
+                take(out, x(0)?, &ty(0).shape, dim, range);
             }
             Opcode::Pad => {
                 let data = x(0)?;
@@ -650,28 +660,35 @@ fn finish(
     let axis = op.axis().unwrap_or(Axis::Tp);
     let parts = seat.mesh.size(axis);
     let operand = op.operands.first().map(|v| p.ty(*v));
-    let two = |shape: &[u64]| (shape[0] as usize, shape.get(1).copied().unwrap_or(1) as usize);
-    // Pieces of every member along the dim that a type is cut by.
+    // A tensor cut by its first dim is a matrix of long rows; one cut by a later dim, of that dim and what follows.
+    let two = |shape: &[u64], dim: usize| -> (usize, usize) {
+        let (rows, columns) = shape.split_at(dim.max(1).min(shape.len()));
+        (rows.iter().product::<u64>() as usize, columns.iter().product::<u64>() as usize)
+    };
+    // The dim that a type is cut by, and the pieces of every member along it in that matrix.
     let pieces = |ty: &Type| -> (usize, Vec<Range<usize>>) {
         let AxisLayout::Shard(shard) = ty.layout.on(axis) else { return (0, Vec::new()) };
         let local = ty.shape[shard.dim];
-        (shard.dim, (0..parts).map(|at| span(shard, local, parts, at)).collect())
+        let run = if shard.dim == 0 { 1 } else { ty.shape[shard.dim + 1..].iter().product::<u64>() as usize };
+        let wide = |r: Range<usize>| r.start * run..r.end * run;
+        (shard.dim, (0..parts).map(|at| wide(span(shard, local, parts, at))).collect())
     };
     match (op.opcode, operand) {
         (Opcode::AllReduce, _) => return collectives::all_reduce(out, views, order),
         (Opcode::AllGather, Some(x)) => {
             let (dim, parts) = pieces(x);
-            collectives::all_gather(out, views, two(&out_ty.shape), dim, &parts);
+            collectives::all_gather(out, views, two(&out_ty.shape, dim), dim.min(1), &parts);
         }
         (Opcode::ReduceScatter, Some(x)) => {
             let (dim, parts) = pieces(out_ty);
-            collectives::reduce_scatter(out, views, two(&x.shape), dim, parts[me].clone(), order);
+            let shape = two(&x.shape, dim);
+            collectives::reduce_scatter(out, views, shape, dim.min(1), parts[me].clone(), order);
         }
         (Opcode::AllToAll, Some(x)) => {
             let (dim, concat) = pieces(x);
             let (_, split) = pieces(out_ty);
             let whole = x.layout.global(&x.shape, &seat.mesh);
-            collectives::all_to_all(out, views, me, two(&whole), dim, &concat, &split);
+            collectives::all_to_all(out, views, me, two(&whole, 1), dim, &concat, &split);
         }
         (Opcode::Broadcast, _) => collectives::receive(out, views, op.int("root").unwrap_or(0) as usize),
         // Of a pair, the other end.
@@ -732,16 +749,12 @@ fn modulation(out: &mut [f32], table: &[f32], embedding: &[f32], width: usize) {
     }
 }
 
-/// The rows and columns of a matrix that a shard covers; a value of another rank is one long row per index.
-fn take(out: &mut [f32], x: &[f32], width: usize, ranges: &[(u64, u64)]) {
-    let (row, rows) = (ranges[0].0 as usize, ranges[0].1 as usize);
-    let (column, columns) = ranges.get(1).map_or((0, width), |r| (r.0 as usize, r.1 as usize));
-    if ranges.len() == 1 {
-        out.copy_from_slice(&x[row..row + rows]);
-        return;
-    }
-    for (r, o) in out.chunks_exact_mut(columns).enumerate() {
-        o.copy_from_slice(&x[(row + r) * width + column..][..columns]);
+/// The part of `x` that a range of one dim covers.
+fn take(out: &mut [f32], x: &[f32], shape: &[u64], dim: usize, range: Range<usize>) {
+    let run = shape[dim + 1..].iter().product::<u64>() as usize;
+    let (whole, part) = (shape[dim] as usize * run, range.len() * run);
+    for (o, x) in out.chunks_exact_mut(part).zip(x.chunks_exact(whole)) {
+        o.copy_from_slice(&x[range.start * run..][..part]);
     }
 }
 

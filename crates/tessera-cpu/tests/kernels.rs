@@ -444,3 +444,43 @@ fn pixels_go_to_tokens_and_back() {
     depth_to_space_time(&mut back, &tokens, g);
     assert!(back[0] == 1.0 && back[1] == -1.0 && back[2].is_nan());
 }
+
+#[test]
+fn softmax_and_dot_agree_with_double_precision_and_know_no_other_row() {
+    let pool = Pool::single();
+    let (batch, n, k, m) = (3, 5, 7, 4);
+    let (x, y) = (numbers(batch * n * k, 1), numbers(batch * k * m, 2));
+    let run = |x: &[f32], y: &[f32], n: usize, transposed: bool| {
+        let mut out = vec![0.0; x.len() / k * m];
+        dot(&pool, &mut out, x, y, [n, k, m], transposed, 0.25);
+        out
+    };
+    let got = run(&x, &y, n, false);
+    let want: Vec<f64> = (0..batch * n * m)
+        .map(|i| {
+            let (of, row, c) = (i / (n * m), i / m, i % m);
+            (0..k).map(|j| 0.25 * f64::from(x[row * k + j]) * f64::from(y[(of * k + j) * m + c])).sum()
+        })
+        .collect();
+    close(&got, &want, 1e-6, "dot");
+    let turned: Vec<f32> = (0..y.len()).map(|i| y[i / (k * m) * (k * m) + i % k * m + i / k % m]).collect();
+    assert_eq!(bits(&run(&x, &turned, n, true)), bits(&got));
+    // The second batch alone, and its third row alone.
+    let (own_x, own_y) = (&x[n * k..2 * n * k], &y[k * m..2 * k * m]);
+    assert_eq!(bits(&run(own_x, own_y, n, false)), bits(&got[n * m..2 * n * m]));
+    assert_eq!(bits(&run(&own_x[2 * k..3 * k], own_y, 1, false)), bits(&got[(n + 2) * m..(n + 3) * m]));
+
+    let mut soft = vec![0.0; x.len()];
+    softmax(&pool, &mut soft, &x, k);
+    let want: Vec<f64> = (0..x.len())
+        .map(|i| {
+            let row = &x[i / k * k..][..k];
+            let total: f64 = row.iter().map(|v| f64::from(*v).exp()).sum();
+            f64::from(x[i]).exp() / total
+        })
+        .collect();
+    close(&soft, &want, 1e-6, "softmax");
+    let mut one = vec![0.0; k];
+    softmax(&pool, &mut one, &x[4 * k..5 * k], k);
+    assert_eq!(bits(&one), bits(&soft[4 * k..5 * k]));
+}

@@ -12,6 +12,8 @@ use tessera_reference::{Arg, Call, Feed, Tensor};
 pub(crate) enum Kind {
     /// It can be read, or cannot for the reasons marked.
     Parse,
+    /// It is a fragment, and its review is as marked.
+    Fragment,
     /// Its canonical text.
     Print,
     /// What the judge says.
@@ -74,7 +76,7 @@ impl Header {
             first = false;
         }
         if first {
-            wrong.push("a file begins with `// test: parse`, print, check or eval".to_string());
+            wrong.push("a file begins with `// test: parse`, fragment, print, check or eval".to_string());
         }
         h.call.inputs.extend(local.into_iter().map(|(k, v)| (k, Feed::PerRank(v))));
         if wrong.is_empty() { Ok(h) } else { Err(wrong) }
@@ -95,6 +97,7 @@ impl Header {
             "test" => {
                 self.kind = match value {
                     "parse" => Kind::Parse,
+                    "fragment" => Kind::Fragment,
                     "print" => Kind::Print,
                     "check" => Kind::Check,
                     "eval" => Kind::Eval,

@@ -7,6 +7,7 @@
 mod conformance;
 mod eval;
 mod expected;
+mod fragment;
 mod header;
 mod judge;
 mod slots;
@@ -45,6 +46,9 @@ pub fn bless(text: &str, name: &str) -> Option<String> {
 /// Everything but the comparison with the written output, which is returned.
 fn outcome(text: &str, name: &str) -> Result<Option<String>, Vec<String>> {
     let header = Header::read(text)?;
+    if header.kind == Kind::Fragment {
+        return fragment::fragment(text, name);
+    }
     let parsed = parse_all(text, name);
     let (programs, mut found) = match parsed {
         Ok(p) => (p, Vec::new()),
@@ -70,7 +74,7 @@ fn outcome(text: &str, name: &str) -> Result<Option<String>, Vec<String>> {
         return Err(miscounted);
     }
     match header.kind {
-        Kind::Parse | Kind::Check => Ok(None),
+        Kind::Parse | Kind::Check | Kind::Fragment => Ok(None),
         Kind::Print => Ok(Some(programs.iter().map(print).collect())),
         Kind::Eval => eval::eval(&header, &programs),
     }

@@ -29,6 +29,13 @@ pub fn cost(p: &Program, op: &Op) -> Cost {
             let heads = d / op.int("head_dim").and_then(|h| u64::try_from(h).ok()).unwrap_or(d).max(1);
             4 * n * d * r + 10 * n * r * heads
         }
+        Opcode::Softmax => 12 * out,
+        Opcode::Dot => {
+            let k = op.operands.first().and_then(|v| p.ty(*v).shape.last().copied()).unwrap_or(0);
+            2 * out * k
+        }
+        // Every token at every expert it asks for, none dropped.
+        Opcode::MoeRoute => 2 * out * extent(0, 1) * op.int("top_k").map_or(2, i64::unsigned_abs),
         Opcode::Renoise | Opcode::TimeEmbed => 16 * out,
         Opcode::Silu | Opcode::BiasAct => 10 * out,
         Opcode::LayerNorm | Opcode::NormModulate | Opcode::RmsNorm => 8 * out,
@@ -48,8 +55,14 @@ pub fn cost(p: &Program, op: &Op) -> Cost {
     );
     let read: u64 =
         op.operands.iter().chain(op.keyed.iter().map(|(_, v)| v)).map(|v| p.ty(*v).bytes().0).sum();
+    // A buffer that an op computes with is read like an operand.
+    let bank = op.buffer.filter(|_| op.opcode == Opcode::MoeRoute).map_or(0, |b| p.buffer(b).ty.bytes().0);
     let written: u64 = op.results.iter().map(|r| p.ty(*r).bytes().0).sum();
     let wire =
         if op.opcode.is_collective() { op.operands.first().map_or(0, |v| p.ty(*v).bytes().0) } else { 0 };
-    Cost { flops: Flops(flops), bytes: Bytes(if moves { read + written } else { 0 }), wire: Bytes(wire) }
+    Cost {
+        flops: Flops(flops),
+        bytes: Bytes(if moves { read + bank + written } else { 0 }),
+        wire: Bytes(wire),
+    }
 }

@@ -6,6 +6,7 @@
 mod build;
 mod bundle;
 mod cost;
+mod fragment;
 mod ops;
 mod parse;
 mod print;
@@ -16,8 +17,9 @@ mod types;
 pub use build::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};
 pub use cost::{Cost, cost};
+pub use fragment::{Fragment, FragmentOp, Name, print_fragment};
 pub use ops::{HINTS, Kind, OpRow, Opcode, TABLE};
-pub use parse::{parse, parse_all};
+pub use parse::{is_fragment, parse, parse_all, parse_fragment};
 pub use print::{canonical, digest, print};
 pub use program::{Attr, Attrs, Buffer, BufferId, Dialect, Op, Program, StreamId, Value, ValueId};
 pub use types::{DType, Type};
@@ -31,6 +33,7 @@ pub const CODES: &[&Code] = &[
     &parse::T0203,
     &parse::T0204,
     &parse::T0205,
+    &fragment::T0206,
     &rules::T0210,
     &rules::T0211,
     &rules::T0212,

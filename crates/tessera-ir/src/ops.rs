@@ -13,7 +13,7 @@ pub enum Opcode {
     Matmul, BiasAct, Add, Silu,
     LayerNorm, Modulation, NormModulate, GateResidual,
     RmsNorm, RowSquareSum, RmsScale,
-    Rope, Attention, TimeEmbed, Renoise, ToX0,
+    Rope, Attention, Softmax, Dot, MoeRoute, TimeEmbed, Renoise, ToX0,
     SpaceTimeToDepth, DepthToSpaceTime,
     TakeShard, Pad, Compact,
     AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast, Send, Recv,
@@ -108,6 +108,12 @@ Rope "rope" Compute (1, 1), ["start"], ["frame_stride?", "grid", "head_dim"], 1,
     "3-D rotary embedding over (frame, row, column) of the token grid, interleaved pairs; frame f stands at start + frame_stride · f. With frame_stride 0 every row turns by `start` frames alone.";
 Attention "attention" Compute (3, 3), ["bias?"], ["bias_rows?", "head_dim"], 1, false,
     "softmax(q · kᵀ / √head_dim + bias) · v per head; the bias is added to the scores of key rows bias_rows[0]..bias_rows[1].";
+Softmax "softmax" Compute (1, 1), [], ["dim?"], 1, false,
+    "exp(x) over its sum along `dim`, the last one where absent; the maximum is subtracted first.";
+Dot "dot" Compute (2, 2), [], ["scale?", "transposed?"], 1, false,
+    "scale · x · y for x [..., n, k] and y [..., k, m], batch by batch; with `transposed = true` y is [..., m, k].";
+MoeRoute "moe_route" Compute (2, 2), [], ["a2a_axis", "capacity_factor", "pack_fused?", "policy?", "quantize_fp8?", "top_k?"], 1, false,
+    "Σ g · (x · Wᵉᵀ) over a token's `top_k` experts of largest weight g (2 where absent, ties to the lower expert); x [tokens, d], g [tokens, experts], the buffer W [experts, d_out, d]. An expert takes tokens in their order, ⌈capacity_factor · tokens · top_k / experts⌉ at most; the rest is dropped. Logical: `a2a_axis` says where tokens travel, `pack_fused` and `quantize_fp8` how.";
 TimeEmbed "time_embed" Compute (1, 1), [], ["width"], 1, false,
     "Sinusoids of each timestep in f64: cosines, then sines; base 10000.";
 Renoise "renoise" Compute (1, 1), ["sigma", "seed", "chunk", "draw"], [], 1, false,
@@ -165,6 +171,12 @@ impl Opcode {
     #[must_use]
     pub fn parse(name: &str) -> Option<Opcode> {
         TABLE.iter().find(|r| r.name == name).map(|r| r.opcode)
+    }
+
+    /// Whether it names a buffer (`@name`) of the program.
+    #[must_use]
+    pub fn takes_buffer(self) -> bool {
+        matches!(self, Opcode::CacheRead | Opcode::CacheWrite | Opcode::MoeRoute)
     }
 
     /// Whether every member of a group must call it.

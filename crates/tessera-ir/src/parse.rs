@@ -5,6 +5,8 @@
 //! first. A mistake costs its own op alone: the parser goes on with the next one, and does not report what
 //! follows from a mistake already reported.
 
+mod branch;
+mod fragment;
 mod lex;
 mod resolve;
 mod types;
@@ -14,6 +16,7 @@ use tessera_mesh::Mesh;
 
 use crate::rules::{T0211, check_type};
 use crate::{Attr, Attrs, Buffer, Dialect, Kind, Opcode, Program, TABLE, Type};
+pub use fragment::{is_fragment, parse_fragment};
 use lex::{Tok, Token, lex};
 use resolve::{Names, define};
 
@@ -39,6 +42,9 @@ pub static T0202: Code = Code {
 `toperator.*` and have no collectives; programs of a role compute with `ttile.*` and call collectives as \
 `ttile.collective.*`, or `ttile.collective.issue` with a later `ttile.collective.wait`. Sources and sinks (input, \
 call, weight, output, cache.read, cache.write, event.record) have no prefix.\n\n\
+There is no `if`, no loop and no `select`. What a program issues may not depend on data: a rank that skips a collective \
+leaves the others waiting. A decision belongs to the leader, as a call's list of phases or another phase; a collective \
+is always called, with an empty payload if need be.\n\n\
 The nearest known name is shown where there is one.",
 };
 /// Operands or constants.
@@ -302,6 +308,7 @@ impl Parser<'_> {
                         .any(|r| matches!(r.kind, Kind::Source | Kind::Sink | Kind::Order) && r.name == w)
                     || w.starts_with("ttile.")
                     || w.starts_with("toperator.")
+                    || (branch::is_branch(w) && self.peek_at(1) != Some(&Tok::Punct('=')))
             }
             Some(Tok::Punct('}')) | None => true,
             _ => false,
@@ -433,7 +440,9 @@ impl Parser<'_> {
                     self.at += if self.peek_at(1) == Some(&Tok::Punct(',')) { 2 } else { 1 };
                 }
                 self.at = taken;
-                self.recover(begin);
+                if !self.skip_branch(begin, &mut names) {
+                    self.recover(begin);
+                }
             }
         }
     }
@@ -565,7 +574,7 @@ impl Parser<'_> {
     }
 
     fn operands(&mut self, w: &mut Written) -> Parsed<()> {
-        let takes_buffer = matches!(w.opcode, Opcode::CacheRead | Opcode::CacheWrite);
+        let takes_buffer = w.opcode.takes_buffer();
         let mut more = match self.peek() {
             Some(Tok::Str(_)) => true,
             Some(Tok::At(_)) => takes_buffer,
@@ -647,7 +656,9 @@ impl Parser<'_> {
                 let near = same
                     .map(|(s, _)| s.as_str())
                     .or_else(|| nearest(spelled, known.iter().map(|(s, _)| s.as_str())));
-                if let Some(n) = near {
+                if branch::is_branch(spelled) {
+                    *d = d.hint(branch::NO_BRANCHES);
+                } else if let Some(n) = near {
                     *d = d.hint(format!("did you mean `{n}`?"));
                 }
                 Err(d)
@@ -691,7 +702,7 @@ impl Parser<'_> {
 }
 
 /// How an op is written in a dialect.
-fn spelling(op: Opcode, dialect: Dialect) -> String {
+pub(crate) fn spelling(op: Opcode, dialect: Dialect) -> String {
     let row = op.row();
     match row.kind {
         Kind::Collective => format!("ttile.collective.{}", row.name),

@@ -3,7 +3,8 @@
 //! `print` keeps the names a person gave. `canonical` renumbers values in order of definition, so that two
 //! programs that differ in names alone have one digest. Source positions appear in neither.
 
-use crate::{Attr, Dialect, Kind, Op, Opcode, Program, ValueId};
+use crate::parse::spelling;
+use crate::{Attr, Dialect, Op, Opcode, Program, ValueId};
 
 /// The text of a program; [`crate::parse`] reads it back to an equal program.
 #[must_use]
@@ -52,22 +53,17 @@ impl Printer<'_> {
             let names: Vec<String> = op.results.iter().map(|r| format!("%{}", (self.name)(*r))).collect();
             out += &format!("{} = ", names.join(", "));
         }
-        out += &match (row.kind, op.issue) {
-            (Kind::Collective, true) => format!("ttile.collective.issue {}", row.name),
-            (Kind::Collective, false) => format!("ttile.collective.{}", row.name),
-            (Kind::Order, _) if op.opcode == Opcode::Wait => "ttile.collective.wait".to_string(),
-            (Kind::Compute, _) if self.p.dialect == Dialect::Logical => format!("toperator.{}", row.name),
-            (Kind::Compute, _) => format!("ttile.{}", row.name),
-            _ => row.name.to_string(),
+        out += &match op.issue {
+            true => format!("ttile.collective.issue {}", row.name),
+            false => spelling(op.opcode, self.p.dialect),
         };
         let mut operands = Vec::new();
         if let Some(n) = &op.name {
             operands.push(quoted(n));
         }
-        if let Some(b) = op.buffer {
-            operands.push(format!("@{}", self.p.buffer(b).name));
-        }
-        operands.extend(op.operands.iter().map(|v| format!("%{}", (self.name)(*v))));
+        let values = op.operands.iter().map(|v| format!("%{}", (self.name)(*v)));
+        let buffer = op.buffer.map(|b| format!("@{}", self.p.buffer(b).name));
+        operands.extend(with_buffer(op.opcode, buffer, values));
         operands.extend(op.keyed.iter().map(|(k, v)| format!("{k}=%{}", (self.name)(*v))));
         if !operands.is_empty() {
             out += &format!(" {}", operands.join(", "));
@@ -97,7 +93,17 @@ impl Printer<'_> {
     }
 }
 
-fn attr(a: &Attr) -> String {
+/// Operands by position: a cache stands before what is written to it, experts after what is routed to them.
+pub(crate) fn with_buffer(
+    opcode: Opcode,
+    buffer: Option<String>,
+    values: impl Iterator<Item = String>,
+) -> Vec<String> {
+    let (before, after) = if opcode == Opcode::MoeRoute { (None, buffer) } else { (buffer, None) };
+    before.into_iter().chain(values).chain(after).collect()
+}
+
+pub(crate) fn attr(a: &Attr) -> String {
     match a {
         Attr::Int(i) => i.to_string(),
         Attr::Float(x) => float(*x),
@@ -107,7 +113,7 @@ fn attr(a: &Attr) -> String {
     }
 }
 
-fn quoted(s: &str) -> String {
+pub(crate) fn quoted(s: &str) -> String {
     let mut out = String::from("\"");
     for c in s.chars() {
         match c {

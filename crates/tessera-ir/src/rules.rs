@@ -6,6 +6,7 @@
 mod compute;
 mod exchange;
 mod row;
+mod tile;
 
 use tessera_base::Code;
 use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, Shard, Uneven};
@@ -13,6 +14,7 @@ use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, Shard, Uneven};
 use crate::parse::T0203;
 use crate::{Attr, DType, Op, Opcode, Program, Type};
 use row::well_formed;
+pub(crate) use tile::moe_constants;
 
 /// A shape that an op cannot take.
 pub static T0210: Code = Code {
@@ -240,6 +242,9 @@ impl Cx<'_> {
             O::RmsScale => one(self.rms_scale()?),
             O::Rope => one(self.rope()?),
             O::Attention => one(self.attention()?),
+            O::Softmax => one(self.softmax()?),
+            O::Dot => one(self.dot()?),
+            O::MoeRoute => one(self.moe_route()?),
             O::TimeEmbed => one(self.time_embed()?),
             O::SpaceTimeToDepth => one(self.space_time_to_depth()?),
             O::DepthToSpaceTime => one(self.depth_to_space_time()?),

@@ -59,6 +59,7 @@ impl Logical {
 pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnostics> {
     let mut ds = mapping.misfits(&logical.extents());
     ds.extend(unknown_parts(&logical.phases));
+    ds.extend(without_strategy(&logical.phases));
     if !ds.is_empty() {
         return Err(ds);
     }
@@ -114,6 +115,17 @@ fn unknown_parts(phases: &[Program]) -> Diagnostics {
         }
     }
     ds
+}
+
+/// Ops that no strategy cuts. Taken for ops that work row by row they might pass their rules and be slow or wrong.
+fn without_strategy(phases: &[Program]) -> Diagnostics {
+    let cut_by_none = |op: &&Op| matches!(op.opcode, Opcode::Softmax | Opcode::Dot | Opcode::MoeRoute);
+    let refuse = |p: &Program, op: &Op| {
+        Diagnostic::error(&T0606, format!("no strategy cuts {}", op.opcode.name()))
+            .at(format!("@{}", p.name), "this phase")
+            .hint("write the programs of the roles by hand and check them, or use attention and matmul")
+    };
+    phases.iter().flat_map(|p| p.ops.iter().filter(cut_by_none).map(move |op| refuse(p, op))).collect()
 }
 
 /// Blocks per stage, balanced by the flops of the costliest phase.

@@ -85,6 +85,19 @@ fn an_unknown_part_is_refused() {
 }
 
 #[test]
+fn an_op_without_a_strategy_is_refused() {
+    let mut mapping = Mapping { mesh: "tp=5".parse().unwrap(), ..Mapping::default() };
+    for opcode in [Opcode::Softmax, Opcode::Dot, Opcode::MoeRoute] {
+        let mut l = logical(&model("[cache]\nmode = \"recompute\"\n"));
+        l.phases.iter_mut().flat_map(|p| &mut p.ops).find(|o| o.opcode == Opcode::Silu).unwrap().opcode =
+            opcode;
+        let ds = lower(&l, &mut mapping).unwrap_err();
+        assert_eq!((ds.len(), ds[0].code.id), (1, "T0606"), "{ds:#?}");
+        assert!(ds[0].message.contains(opcode.name()), "{ds:#?}");
+    }
+}
+
+#[test]
 fn uneven_shards_make_two_roles() {
     for strategy in [Strategy::Megatron, Strategy::Ulysses] {
         let b = plan("tp=2", strategy);

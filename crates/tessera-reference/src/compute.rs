@@ -4,7 +4,7 @@ use tessera_base::random::{DrawKey, normals};
 use tessera_ir::{Op, Opcode, Type};
 use tessera_mesh::{Coord, Mesh};
 
-use crate::Tensor;
+use crate::{Tensor, tile};
 
 /// Where an operand lies in the global tensor: the start of each dim here, and the global extents.
 #[derive(Debug, Default)]
@@ -80,6 +80,8 @@ pub(crate) fn evaluate<'a>(
         Opcode::RmsScale => cx.rms_scale(),
         Opcode::Rope => cx.rope(whole("start")? as f64),
         Opcode::Attention => cx.attention(float("bias").map(|_| scalar("bias")).transpose()?),
+        Opcode::Softmax => tile::softmax(op, x[0]),
+        Opcode::Dot => tile::dot(op, x[0], x[1]),
         Opcode::TimeEmbed => cx.time_embed(),
         Opcode::Renoise => {
             let small =

@@ -22,6 +22,7 @@ mod exchange;
 mod fault;
 mod machine;
 mod tensor;
+mod tile;
 
 pub use fault::Fault;
 pub use machine::{Arg, Call, Feed, Machine};

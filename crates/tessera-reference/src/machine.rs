@@ -7,7 +7,7 @@ use tessera_mesh::{AxisLayout, Coord, Mesh, Rank};
 
 use crate::compute::{self, Place};
 use crate::exchange::{Fabric, State, Ticket, piece};
-use crate::{Fault, Tensor};
+use crate::{Fault, Tensor, tile};
 
 /// A scalar of a call, or one number per frame.
 #[derive(Debug, Clone, PartialEq)]
@@ -318,6 +318,11 @@ impl Machine {
                 let width: usize = have[1..].iter().product();
                 b.data_mut()[row * width..][..value.data().len()].copy_from_slice(value.data());
                 Ok(None)
+            }
+            Opcode::MoeRoute => {
+                let x = op.operands.iter().map(|v| r.tensor(*v).cloned()).collect::<Result<Vec<_>, _>>()?;
+                let [x, g] = &x[..] else { return Err(format!("{} operands", x.len())) };
+                tensor(tile::moe_route(op, x, g, self.buffer_of(r, op)?)?)
             }
             Opcode::EventRecord => Ok(Some(Slot::Event)),
             Opcode::TakeShard => {

@@ -221,7 +221,8 @@ fn crossing(p: &Program, op: usize, earlier: usize, what: &str, there: &str) -> 
 
 /// The buffer that a value is a view of.
 fn view_of(p: &Program, definitions: &[Option<usize>], v: ValueId) -> Option<BufferId> {
-    p.ops[definitions[v.0 as usize]?].buffer
+    let read = Some(&p.ops[definitions[v.0 as usize]?]).filter(|o| o.opcode == Opcode::CacheRead);
+    read.and_then(|o| o.buffer)
 }
 
 /// First row and end of the rows that a read or write touches; a dynamic row may be any.

@@ -177,9 +177,9 @@ fn form(p: &Program, op: &Op) -> Result<(), String> {
     if !results.contains(&op.results.len()) {
         return Err(format!("{name} gives {} results, has {}", row.results, op.results.len()));
     }
-    let takes_buffer = matches!(op.opcode, Opcode::CacheRead | Opcode::CacheWrite);
+    let takes_buffer = op.opcode.takes_buffer();
     if takes_buffer != op.buffer.is_some() {
-        return Err(format!("{name} {} a buffer", if takes_buffer { "needs" } else { "takes no" }));
+        return Err(format!("{name} {} a buffer", if takes_buffer { "needs" } else { "does not take" }));
     }
     let takes_name = say::is_given(op) || op.opcode == Opcode::Output;
     match &op.name {

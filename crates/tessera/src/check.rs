@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::{Phase, Program, RoleRanks, Slots, digest, parse_all};
+use tessera_ir::{Phase, Program, RoleRanks, Slots, digest, is_fragment, parse_all, parse_fragment};
 use tessera_mesh::{Axis, Mesh, Rank};
 use tessera_verify::{check_phase, check_program};
 
@@ -61,6 +61,10 @@ pub fn check_file(path: &Path) -> Checked {
 /// Judges a text; `name` stands in diagnostics.
 #[must_use]
 pub fn check_text(source: String, name: &str) -> Checked {
+    if is_fragment(&source) {
+        let diagnostics = parse_fragment(&source, name).map_or_else(|ds| ds, |f| f.review(name));
+        return Checked { diagnostics, source, ..Checked::default() };
+    }
     let programs = match parse_all(&source, name) {
         Ok(programs) => programs,
         Err(diagnostics) => return Checked { diagnostics, source, ..Checked::default() },

@@ -29,6 +29,12 @@ pub(super) fn unsupported(p: &Program, op: &Op) -> Option<String> {
         Opcode::Matmul if !matches!(op.int("segments").unwrap_or(1), 1 | 2 | 4 | 8) => {
             Some("segments above 8".into())
         }
+        Opcode::Softmax
+            if op.int("dim").is_some_and(|d| d + 1 != p.ty(op.operands[0]).shape.len() as i64) =>
+        {
+            Some("a softmax over a dim other than the last".into())
+        }
+        Opcode::MoeRoute => Some("the route to experts as one op".into()),
         Opcode::Rope if op.int("head_dim").unwrap_or(0) > MAX_HEAD as i64 => {
             Some(format!("heads of {} elements, above {MAX_HEAD}", op.int("head_dim").unwrap_or(0)))
         }
@@ -45,10 +51,10 @@ pub(super) fn unsupported(p: &Program, op: &Op) -> Option<String> {
                 Some(Reduction::Tree) if !members.is_power_of_two() => {
                     Some(format!("a tree over {members} ranks, which is no power of two"))
                 }
-                _ => deep(0).filter(|_| op.opcode == Opcode::ReduceScatter),
+                _ => None,
             }
         }
-        Opcode::AllGather | Opcode::AllToAll | Opcode::TakeShard => deep(0),
+        Opcode::AllToAll => deep(0),
         _ => None,
     }
 }

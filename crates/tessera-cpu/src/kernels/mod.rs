@@ -4,6 +4,7 @@
 //! panics. NaN passes through every kernel: hiding one would hide a fault.
 
 mod attention;
+mod dot;
 mod elementwise;
 mod matmul;
 mod norm;
@@ -11,6 +12,7 @@ mod pixels;
 mod rope;
 
 pub use attention::{KeyBias, attention};
+pub use dot::{dot, softmax};
 pub use elementwise::{add, bias_act, renoise, silu, time_embed, to_x0};
 pub use matmul::{Act, PackedWeight, Weight, matmul};
 pub use norm::{Frames, gate_residual, layer_norm, norm_modulate, rms_norm, rms_scale, row_square_sum};

@@ -182,6 +182,7 @@ fn roundings(cast: &[&Program]) -> f64 {
                 }
                 Opcode::Matmul | Opcode::LayerNorm | Opcode::NormModulate => extent(0, 1),
                 Opcode::RmsNorm | Opcode::RowSquareSum => extent(0, 1),
+                Opcode::Softmax | Opcode::Dot => p.ty(op.operands[0]).shape.last().copied().unwrap_or(1),
                 Opcode::Attention => extent(1, 0) + op.int("head_dim").map_or(1, i64::unsigned_abs),
                 _ if op.opcode.row().kind == Kind::Compute => 1,
                 _ => continue,

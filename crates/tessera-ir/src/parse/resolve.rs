@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use tessera_base::{Span, choices, nearest};
 
+use super::branch::{NO_BRANCHES, is_branch};
 use super::{Parsed, Parser, T0203, T0204, T0205, Written};
 use crate::rules::infer;
-use crate::{BufferId, Op, Opcode, Program, StreamId, Type, Value, ValueId};
+use crate::{BufferId, Op, OpRow, Opcode, Program, StreamId, Type, Value, ValueId};
 
 /// What is known of a name: the value, or nothing where its op was refused; and where it was defined.
 pub(super) type Names = BTreeMap<String, (Option<ValueId>, Span)>;
@@ -42,13 +43,7 @@ impl Parser<'_> {
         let after = w.after.iter().map(|o| look(self, o)).collect::<Parsed<Vec<_>>>()?;
         let mut keyed: Vec<(&'static str, ValueId)> = Vec::new();
         for (key, value, span) in &w.keyed {
-            let Some(at) = row.keyed.iter().map(|k| k.trim_end_matches('?')).find(|k| k == key) else {
-                let known: Vec<&str> = row.keyed.iter().map(|k| k.trim_end_matches('?')).collect();
-                let m = format!("{} has no operand `{key}`", row.name);
-                let mut d = self.error(&T0203, m, "this one", *span);
-                *d = d.hint(format!("its keyed operands: {}", choices(&known)));
-                return Err(d);
-            };
+            let at = self.keyed_operand(row, key, *span)?;
             keyed.push((at, look(self, &(value.clone(), *span))?));
         }
         keyed.sort_by_key(|(k, _)| row.keyed.iter().position(|o| o.trim_end_matches('?') == *k));
@@ -140,6 +135,23 @@ impl Parser<'_> {
         op.results = (0..types.len()).map(|i| ValueId((p.values.len() + i) as u32)).collect();
         p.ops.push(op);
         Ok(Some(types))
+    }
+}
+
+impl Parser<'_> {
+    /// The key as the op's row has it.
+    pub(super) fn keyed_operand(&self, row: &OpRow, key: &str, span: Span) -> Parsed<&'static str> {
+        let known: Vec<&'static str> = row.keyed.iter().map(|k| k.trim_end_matches('?')).collect();
+        if let Some(at) = known.iter().find(|k| **k == key) {
+            return Ok(at);
+        }
+        let m = format!("{} has no operand `{key}`", row.name);
+        let mut d = self.error(&T0203, m, "this one", span);
+        *d = d.hint(match is_branch(key) {
+            true => NO_BRANCHES.to_string(),
+            false => format!("its keyed operands: {}", choices(&known)),
+        });
+        Err(d)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reading by hand, reading back, and reading rubbish.
 
 use super::*;
-use crate::print;
+use crate::{print, print_fragment};
 use proptest::prelude::*;
 
 const TWO: &str = r#"
@@ -94,10 +94,72 @@ fn several_programs_in_one_text() {
     assert!(parse_all("", "t").unwrap().is_empty());
 }
 
+const FRAGMENT: &str = r#"%S_rs  = ttile.collective.reduce_scatter %S_partial {axis="tp"}  // logits shards
+%P     = ttile.softmax %S_rs                                    // local softmax
+%Y = toperator.moe_route %P, %G, @Experts
+     { a2a_axis="ep", quantize_fp8=true, capacity_factor=1.25, pack_fused=true }
+"#;
+
+#[test]
+fn ops_without_a_program_are_a_fragment() {
+    let f = parse_fragment(FRAGMENT, "t").unwrap();
+    let free: Vec<&str> = f.free().iter().map(|n| n.text.as_str()).collect();
+    assert_eq!(free, ["S_partial", "G"]);
+    assert_eq!(f.ops[2].symbol.as_ref().map(|s| &FRAGMENT[s.span.start..s.span.end]), Some("@Experts"));
+    assert_eq!(&FRAGMENT[f.ops[1].span.start..f.ops[1].span.end], "%P     = ttile.softmax %S_rs");
+    assert!(f.ops[2].attrs["pack_fused"] == Attr::Bool(true));
+    let review = f.review("t");
+    let codes: Vec<&str> = review.iter().map(|d| d.code.id).collect();
+    assert_eq!(codes, ["T0215", "T0215", "T0215", "T0206"]);
+    assert!(review[0].notes[0].contains("wrong by O(1)"), "{review:#?}");
+    // Both are there: a fragment that mixes dialects goes into no program as it is.
+    assert!(review[3].notes.iter().any(|n| n.contains("do not go into one program")), "{review:#?}");
+    assert!(review[3].notes[0].contains("mesh(tp=…, ep=…)"), "{review:#?}");
+}
+
+#[test]
+fn a_program_is_no_fragment() {
+    for text in
+        ["", "// nothing", "program @p {}", "// a\nprogram @p {}", "progam @p {}", "}", "buffer @b : f32"]
+    {
+        assert!(!is_fragment(text), "{text}");
+    }
+    for text in [FRAGMENT, "// a\n%x, %y = q", "output \"y\", %y", "if %x {", "ttile.silu"] {
+        assert!(is_fragment(text), "{text}");
+    }
+}
+
+#[test]
+fn branches_get_the_reason() {
+    for body in ["if %x { }", "%y = ttile.select %x, %x", "%y = ttile.silu %x, when=%x", "ttile.while %x"] {
+        let text = format!("program @p role(r) mesh(tp=2) {{ %x = input : f32[2]\n{body}\n}}");
+        let ds = parse(&text, "t").unwrap_err();
+        assert_eq!(ds.len(), 1, "{body}: {ds:#?}");
+        assert!(ds[0].hint.as_deref().is_some_and(|h| h.contains("no branches")), "{body}: {ds:#?}");
+    }
+}
+
 proptest! {
     #[test]
     fn arbitrary_text_never_panics(text in "\\PC{0,200}") {
         let _ = parse_all(&text, "t");
+        let _ = (is_fragment(&text), parse_fragment(&text, "t").map(|f| f.review("t")));
+    }
+
+    #[test]
+    fn damaged_fragments_never_panic(at in 0usize..330, del in 0usize..40, ins in "[-%@{}()\\[\\],=:0-9a-z \n\"]{0,12}") {
+        let mut text: Vec<char> = FRAGMENT.chars().collect();
+        let at = at.min(text.len());
+        let end = (at + del).min(text.len());
+        text.splice(at..end, ins.chars());
+        let text: String = text.into_iter().collect();
+        if let Ok(f) = parse_fragment(&text, "t") {
+            let _ = f.review("t");
+            let printed = print_fragment(&f);
+            let again = parse_fragment(&printed, "again").map_err(|d| TestCaseError::fail(format!("{d:?}\n{printed}")))?;
+            prop_assert_eq!(print_fragment(&again), printed);
+            prop_assert_eq!(again.without_spans(), f.without_spans());
+        }
     }
 
     #[test]

@@ -42,7 +42,7 @@ pub(super) fn well_formed(program: &Program, op: &Op) -> Rule<()> {
     if named != op.name.is_some() {
         return refuse(&T0203, if named { "needs a name in quotes" } else { "takes no name" });
     }
-    if matches!(op.opcode, Opcode::CacheRead | Opcode::CacheWrite) != op.buffer.is_some() {
+    if op.opcode.takes_buffer() != op.buffer.is_some() {
         return refuse(
             &T0203,
             if op.buffer.is_some() { "takes no buffer" } else { "needs a buffer (`@name`)" },
