@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use tessera_base::random::{DrawKey, normals};
-use tessera_ir::Program;
-use tessera_mesh::{Axis, Mesh, Rank};
+use tessera_ir::{Program, RoleRanks};
+use tessera_mesh::{Mesh, Rank};
 use tessera_reference::{Arg, Call, Feed, Tensor};
 
 /// What a file tests.
@@ -163,26 +163,15 @@ impl Header {
         rank: Rank,
     ) -> Option<&'a Program> {
         let written = |p: &&&Program| self.ranks.get(&p.role).is_some_and(|r| r.contains(&rank));
-        let by_name = |p: &&&Program| !self.ranks.contains_key(&p.role) && plays(&p.role, mesh, rank, phase);
+        let roles: Vec<&str> = phase.iter().map(|p| p.role.as_str()).collect();
+        let by_name =
+            |p: &&&Program| !self.ranks.contains_key(&p.role) && RoleRanks::fits(&p.role, &roles, mesh, rank);
         phase.iter().find(written).or_else(|| phase.iter().find(by_name)).copied()
     }
 }
 
 fn words(text: &str) -> Vec<String> {
     text.split_whitespace().map(|w| w.trim_start_matches('%').to_string()).collect()
-}
-
-/// Whether a rank plays a role by its name: `r@tp1` begins at position 1 of tp and goes on to the next such role.
-fn plays(role: &str, mesh: &Mesh, rank: Rank, phase: &[&Program]) -> bool {
-    let coordinate = |role: &str, axis: Axis| {
-        role.split('@').skip(1).find_map(|p| p.strip_prefix(axis.name()).and_then(|k| k.parse::<u32>().ok()))
-    };
-    mesh.axes().all(|axis| {
-        let Some(from) = coordinate(role, axis) else { return true };
-        let at = mesh.coord_of(rank).on(axis);
-        let next = phase.iter().filter_map(|p| coordinate(&p.role, axis)).filter(|k| *k > from).min();
-        at >= from && next.is_none_or(|n| at < n)
-    })
 }
 
 /// `[2, 2] = 1 2 3 4`, `[2, 2] = iota`, `full 3` or `normal 7`; a scalar is a bare number.

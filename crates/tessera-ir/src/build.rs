@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use tessera_base::Code;
 use tessera_mesh::Mesh;
 
-use crate::rules::{RuleError, T0210, T0215, infer};
+use crate::rules::{RuleError, T0210, T0215, infer_with};
 use crate::{
     Attr, Attrs, Buffer, BufferId, DType, Dialect, Op, Opcode, Program, StreamId, Type, Value, ValueId,
 };
@@ -17,6 +17,12 @@ pub struct Builder {
     program: Program,
     buffers: BTreeMap<String, BufferId>,
     names: BTreeSet<String>,
+    /// The first number behind each label that may still be free.
+    numbers: BTreeMap<String, u64>,
+    /// Sources by op and name.
+    sources: BTreeMap<(Opcode, String), usize>,
+    /// The op that defines each value.
+    definitions: Vec<Option<usize>>,
     errors: Vec<RuleError>,
     pending: Pending,
 }
@@ -57,6 +63,9 @@ impl Builder {
             },
             buffers: BTreeMap::new(),
             names: BTreeSet::new(),
+            numbers: BTreeMap::new(),
+            sources: BTreeMap::new(),
+            definitions: Vec::new(),
             errors: Vec::new(),
             pending: Pending::default(),
         }
@@ -144,8 +153,8 @@ impl Builder {
 
     fn source(&mut self, opcode: Opcode, name: &str, ty: Type) -> ValueId {
         // A source that is asked for twice is the same value.
-        let known = self.program.ops.iter().find(|o| o.opcode == opcode && o.name.as_deref() == Some(name));
-        if let Some(op) = known {
+        let key = (opcode, name.to_string());
+        if let Some(op) = self.sources.get(&key).map(|i| &self.program.ops[*i]) {
             let (result, loaded) = (op.results[0], op.attrs.get("load").cloned());
             let load = std::mem::take(&mut self.pending).attrs.remove("load");
             let what = format!("{} `{name}`", opcode.name());
@@ -157,6 +166,7 @@ impl Builder {
             }
             return result;
         }
+        self.sources.insert(key, self.program.ops.len());
         self.push(opcode, false, Some(name.to_string()), None, &[], vec![ty])[0]
     }
 
@@ -236,7 +246,7 @@ impl Builder {
             after: pending.after,
             span: None,
         };
-        let types = infer(&self.program, &op, &declared).unwrap_or_else(|mut e| {
+        let types = infer_with(&self.program, &op, &declared, &self.definitions).unwrap_or_else(|mut e| {
             e.message = format!(
                 "{} ({} of @{}): {}",
                 opcode.name(),
@@ -257,6 +267,7 @@ impl Builder {
                     _ => self.unique(&id.0.to_string()),
                 };
                 self.program.values.push(Value { name, ty });
+                self.definitions.push(Some(self.program.ops.len()));
                 id
             })
             .collect();
@@ -269,11 +280,17 @@ impl Builder {
     fn unique(&mut self, label: &str) -> String {
         let plain = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '-') { c } else { '_' };
         let label: String = label.chars().map(plain).collect();
-        let numbered = (1..).map(|i| format!("{label}.{i}"));
-        let mut candidates = std::iter::once(label.clone()).filter(|l| !l.is_empty()).chain(numbered);
-        let name = candidates.find(|n| !self.names.contains(n)).unwrap_or_default();
-        self.names.insert(name.clone());
-        name
+        if !label.is_empty() && self.names.insert(label.clone()) {
+            return label;
+        }
+        let number = self.numbers.entry(label.clone()).or_insert(1);
+        loop {
+            let name = format!("{label}.{number}");
+            *number += 1;
+            if self.names.insert(name.clone()) {
+                return name;
+            }
+        }
     }
 
     /// The program, or what its rules refused.
@@ -344,6 +361,36 @@ mod tests {
         });
         assert_eq!(loads.len(), 1, "{loads:?}");
         assert!(loads[0].contains("load") && loads[0].contains("plain"), "{loads:?}");
+    }
+
+    #[test]
+    fn a_wait_finds_its_issue_wherever_it_stands() {
+        let mesh: Mesh = "tp=2".parse().unwrap();
+        let mut b = Builder::role("p", "r", mesh, &["compute"]);
+        let x = b.weight("x", Type::new(DType::F32, [4]));
+        let mut tickets = Vec::new();
+        for i in 0..1000u64 {
+            b.weight("x", Type::new(DType::F32, [4]));
+            let y = b.label("cut").attr("axis", "tp").attr("dim", 0u64).op(Opcode::TakeShard, &[x]);
+            let (collective, operand) =
+                if i % 2 == 0 { (Opcode::AllGather, y) } else { (Opcode::Broadcast, x) };
+            let key = if i % 2 == 0 { "dim" } else { "root" };
+            tickets.push(b.label("ticket").attr("axis", "tp").attr(key, 0u64).issue(collective, &[operand]));
+        }
+        for t in tickets.into_iter().rev() {
+            b.label("y").wait(t, None);
+        }
+        let p = b.finish().unwrap();
+        assert_eq!((p.ops.len(), p.values[3000].name.as_str()), (3001, "y.999"));
+        assert_eq!(parse(&print(&p), "p").unwrap().without_spans(), p);
+        let definitions = p.definitions();
+        for op in &p.ops {
+            let written: Vec<Type> = op.results.iter().map(|r| p.ty(*r).clone()).collect();
+            let scanned = crate::rules::infer(&p, op, &written).unwrap();
+            assert_eq!(infer_with(&p, op, &written, &definitions).unwrap(), scanned);
+            // Without its issue a wait has no type.
+            assert_eq!(infer_with(&p, op, &written, &[]).is_err(), op.opcode == Opcode::Wait);
+        }
     }
 
     #[test]

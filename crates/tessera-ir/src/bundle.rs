@@ -1,8 +1,11 @@
 //! What the planner hands to the judge: every phase's programs, one per role, and which ranks play the role.
 
-use tessera_mesh::{Mesh, Rank, RankMap};
+use std::ops::Range;
+
+use tessera_mesh::{Axis, Mesh, Rank, RankMap};
 
 use crate::Program;
+use crate::rules::place;
 
 /// The ranks that run one program of each phase.
 #[derive(Debug, Clone, PartialEq)]
@@ -11,6 +14,57 @@ pub struct RoleRanks {
     pub role: String,
     /// Its ranks, ascending.
     pub ranks: Vec<Rank>,
+}
+
+impl RoleRanks {
+    /// The ranks that each of these roles plays by its name, in the order of `roles`. A coordinate `@tp1` begins at
+    /// position 1 of tp and goes on to the next role that names tp; `@out0` begins at rank 0 of those outside the
+    /// mesh likewise. A role without `@out…` plays ranks of the mesh alone, and one without coordinates all of
+    /// them. A rank that two names fit plays the first; one that none fits is in no list.
+    #[must_use]
+    pub fn by_name(mesh: &Mesh, roles: &[&str]) -> Vec<RoleRanks> {
+        let reaches: Vec<Reach> = roles.iter().map(|r| Reach::of(r, roles)).collect();
+        let mut out: Vec<RoleRanks> =
+            roles.iter().map(|r| RoleRanks { role: (*r).to_string(), ranks: Vec::new() }).collect();
+        for rank in mesh.iter() {
+            if let Some(at) = reaches.iter().position(|r| r.holds(mesh, rank)) {
+                out[at].ranks.push(rank);
+            }
+        }
+        out
+    }
+
+    /// Whether a rank plays a role by its name, `roles` being all of them: see [`RoleRanks::by_name`].
+    #[must_use]
+    pub fn fits(role: &str, roles: &[&str], mesh: &Mesh, rank: Rank) -> bool {
+        Reach::of(role, roles).holds(mesh, rank)
+    }
+}
+
+/// From which position on, and up to which, a role's name reaches: outside the mesh, or on each axis.
+struct Reach {
+    outside: Option<Range<u32>>,
+    axes: [Option<Range<u32>>; 4],
+}
+
+impl Reach {
+    fn of(role: &str, roles: &[&str]) -> Reach {
+        let range = |what: &str| {
+            let from = place(role, what)?;
+            let next = roles.iter().filter_map(|r| place(r, what)).filter(|k| *k > from).min();
+            Some(from..next.unwrap_or(u32::MAX))
+        };
+        Reach { outside: range("out"), axes: Axis::ALL.map(|a| range(a.name())) }
+    }
+
+    fn holds(&self, mesh: &Mesh, rank: Rank) -> bool {
+        if let Some(outside) = &self.outside {
+            return rank.0 < mesh.outside() && outside.contains(&rank.0);
+        }
+        let c = mesh.coord_of(rank);
+        mesh.contains(rank)
+            && mesh.axes().all(|a| self.axes[a as usize].as_ref().is_none_or(|r| r.contains(&c.on(a))))
+    }
 }
 
 /// One phase of a call: a program for each role, in the order of [`Bundle::roles`].
@@ -70,5 +124,39 @@ impl Bundle {
     #[must_use]
     pub fn phase(&self, name: &str) -> Option<&Phase> {
         self.phases.iter().find(|p| p.name == name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cast(mesh: &str, roles: &[&str]) -> Vec<Vec<u32>> {
+        let mesh: Mesh = mesh.parse().unwrap();
+        let cast = RoleRanks::by_name(&mesh, roles);
+        for r in mesh.iter() {
+            let first = roles.iter().position(|role| RoleRanks::fits(role, roles, &mesh, r));
+            assert_eq!(first, cast.iter().position(|c| c.ranks.contains(&r)));
+        }
+        cast.into_iter().map(|r| r.ranks.into_iter().map(|r| r.0).collect()).collect()
+    }
+
+    #[test]
+    fn a_role_reaches_to_the_next_of_its_axis() {
+        assert_eq!(cast("tp=4", &["r"]), [vec![0, 1, 2, 3]]);
+        assert_eq!(cast("tp=4", &["r@tp0", "r@tp1"]), [vec![0], vec![1, 2, 3]]);
+        assert_eq!(cast("tp=2, pp=2", &["a@pp0", "a@pp1@tp1", "a@pp1@tp0"]), [vec![0, 1], vec![3], vec![2]]);
+        assert_eq!(cast("tp=2", &["r", "s"]), [vec![0, 1], vec![]]);
+    }
+
+    #[test]
+    fn roles_outside_are_named_so() {
+        assert_eq!(cast("tp=2, outside=1", &["leader@out0", "r"]), [vec![0], vec![1, 2]]);
+        assert_eq!(
+            cast("tp=2, outside=3", &["r@tp0", "a@out0", "b@out1", "r@tp1"]),
+            [vec![3], vec![0], vec![1, 2], vec![4]]
+        );
+        assert_eq!(cast("tp=2, outside=1", &["r"]), [vec![1, 2]]);
+        assert_eq!(cast("tp=2", &["r", "leader@out0"]), [vec![0, 1], vec![]]);
     }
 }

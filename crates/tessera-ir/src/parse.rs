@@ -31,7 +31,8 @@ pub static T0201: Code = Code {
     }\n\n\
 A logical program has neither role nor mesh. Order inside an op: results, name, operands, constants in braces, \
 result types after a colon, stream, events. Layouts are replicated, shard(dim), shard(dim, of=extent, unit=u) and \
-partial(sum|tree|max), one per mesh axis; an axis left out is replicated.\n\n\
+partial(sum|tree|max), one per mesh axis; an axis left out is replicated. `ways=w` last in a shard or partial means that \
+each block of w positions of the axis holds the whole value. mesh(tp=2, outside=1) has a rank 0 outside the mesh.\n\n\
 After a mistake the parser goes on at the next line that begins an op. `tessera check` reports all of them at once.",
 };
 /// Unknown op.
@@ -112,7 +113,7 @@ pub fn parse_all(text: &str, file: &str) -> Result<Vec<Program>, Diagnostics> {
         let m = format!("text of {} bytes; at most {TEXT_BYTES_MAX} are read", text.len());
         return Err(vec![Diagnostic::error(&T0201, m).at(file, "too large")]);
     }
-    let mut p = Parser { text, file, tokens: lex(text), at: 0, found: Vec::new() };
+    let mut p = Parser { text, file, tokens: lex(text), at: 0, found: Vec::new(), definitions: Vec::new() };
     let mut programs = Vec::new();
     while p.at < p.tokens.len() && p.found.len() < DIAGNOSTICS_MAX {
         match p.program() {
@@ -134,6 +135,8 @@ struct Parser<'a> {
     tokens: Vec<Token>,
     at: usize,
     found: Diagnostics,
+    /// The op that defines each value of the program being read.
+    definitions: Vec<Option<usize>>,
 }
 
 /// An op as written, before its names are looked up.
@@ -416,6 +419,7 @@ impl Parser<'_> {
 
     fn body(&mut self, p: &mut Program) {
         let mut names = Names::new();
+        self.definitions.clear();
         loop {
             if self.found.len() >= DIAGNOSTICS_MAX {
                 self.at = self.tokens.len();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use tessera_base::Span;
-use tessera_mesh::{Axis, Mesh, Reduction};
+use tessera_mesh::{Axis, Group, Mesh, Reduction};
 
 use crate::{Opcode, Type};
 
@@ -140,10 +140,25 @@ impl Op {
         self.keyed.iter().find(|(k, _)| *k == name).map(|(_, v)| *v)
     }
 
-    /// Mesh axis of a collective.
+    /// Mesh axis of a collective; none for one over the world. With `ways` the group is not the whole axis:
+    /// [`Op::group`] says what it is.
     #[must_use]
     pub fn axis(&self) -> Option<Axis> {
         self.str("axis")?.parse().ok()
+    }
+
+    /// The group that a collective is over, or whose positions an op goes by. None where the constants name none.
+    #[must_use]
+    pub fn group(&self) -> Option<Group> {
+        let ways = self.attrs.get("ways");
+        if self.str("axis") == Some("world") {
+            return ways.is_none().then_some(Group::World);
+        }
+        let axis = self.axis()?;
+        match ways {
+            None => Some(Group::of(axis)),
+            Some(_) => Some(Group::Axis { axis, ways: Some(u32::try_from(self.int("ways")?).ok()?) }),
+        }
     }
 
     /// Reduction of a collective.

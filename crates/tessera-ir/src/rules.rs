@@ -9,10 +9,10 @@ mod row;
 mod tile;
 
 use tessera_base::Code;
-use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, Shard, Uneven};
+use tessera_mesh::{Axis, AxisLayout, Group, Layout, Mesh, Reduction, Shard, Uneven};
 
 use crate::parse::T0203;
-use crate::{Attr, DType, Op, Opcode, Program, Type};
+use crate::{Attr, DType, Op, Opcode, Program, Type, ValueId};
 use row::well_formed;
 pub(crate) use tile::moe_constants;
 
@@ -21,7 +21,9 @@ pub static T0210: Code = Code {
     id: "T0210",
     title: "shapes do not fit the op",
     page: "The operands' local shapes break the op's shape rule: for instance a matmul whose inner extents differ, \
-or a cache write past the buffer's rows. The message shows both shapes.",
+or a cache write past the buffer's rows. The message shows both shapes.\n\n\
+A type must be possible on the mesh too: a dim is cut over one axis at most, `ways` cuts an axis into blocks of at least \
+2 positions, more than one of them, and a role outside the mesh holds whole values.",
 };
 /// A partial value reached an op that needs the reduced one.
 pub static T0211: Code = Code {
@@ -38,7 +40,11 @@ pub static T0212: Code = Code {
     title: "collective does not match the operand's layout",
     page: "all_gather needs a value sharded over the named dim; all_reduce and reduce_scatter need a partial one; \
 all_to_all needs the `concat` dim sharded. Gathering a replicated value would concatenate copies; reducing one would \
-multiply it by the group's size.",
+multiply it by the group's size.\n\n\
+A collective with `ways = 2` works on blocks of 2 positions of the axis and needs a layout with the same ways: across \
+blocks the pieces repeat. Over `world` a broadcast, send or receive moves a value that is replicated on every axis, and \
+all_reduce needs one that is partial on every axis, on a mesh without ranks outside. To gather, scatter or exchange, go \
+axis by axis: no layout says which piece a rank of the world holds. A rank outside the mesh is in no group of an axis.",
 };
 /// Reduction inside a rank over a dim that is spread over ranks.
 pub static T0213: Code = Code {
@@ -61,8 +67,10 @@ pub static T0215: Code = Code {
     id: "T0215",
     title: "constant missing or impossible",
     page: "A constant (attribute) of the op is absent or has a value the op cannot take. A collective must name its \
-mesh axis and, where it moves pieces of a tensor, the tensor dim: scattered over the wrong dim before a local softmax a \
-program runs and is wrong everywhere.",
+mesh axis (or `world`) and, where it moves pieces of a tensor, the tensor dim: scattered over the wrong dim before a \
+local softmax a program runs and is wrong everywhere.\n\n\
+`ways` is at least 2, less than the axis's size, and divides it. `root`, `to` and `from` are positions in the group: on \
+the axis, in the block, or in the world, where a position is a rank.",
 };
 
 /// Why a rule refuses.
@@ -83,12 +91,42 @@ fn refuse<T>(code: &'static Code, message: impl Into<String>) -> Rule<T> {
 /// Result types of an op of `program`. `declared` are the types written at the results: sources, receives and
 /// their waits take them as given.
 ///
+/// A wait looks through the whole program for what it waits for; whoever asks about every op of a program uses
+/// [`infer_with`].
+///
 /// # Errors
 /// T0203 for what the op's row does not allow, T0210 to T0215 for what its rule refuses.
 pub fn infer(program: &Program, op: &Op, declared: &[Type]) -> Rule<Vec<Type>> {
+    infer_by(program, op, declared, |ticket| program.ops.iter().find(|o| o.results.contains(&ticket)))
+}
+
+/// [`infer`] in time that does not depend on the program's length. `definitions` says which op defines each value,
+/// as [`Program::definitions`] does; it may end before values that the op does not read.
+///
+/// # Errors
+/// As [`infer`].
+pub fn infer_with(
+    program: &Program,
+    op: &Op,
+    declared: &[Type],
+    definitions: &[Option<usize>],
+) -> Rule<Vec<Type>> {
+    infer_by(program, op, declared, |ticket| program.ops.get((*definitions.get(ticket.0 as usize)?)?))
+}
+
+/// `definition` gives the op that defines a value.
+fn infer_by<'p>(
+    program: &'p Program,
+    op: &Op,
+    declared: &[Type],
+    definition: impl FnOnce(ValueId) -> Option<&'p Op>,
+) -> Rule<Vec<Type>> {
     well_formed(program, op)?;
     if op.opcode == Opcode::Wait {
-        return infer_wait(program, op, declared);
+        return match definition(op.operands[0]).filter(|o| o.issue) {
+            None => refuse(&T0212, "waits for something that is not an issued collective"),
+            Some(issue) => infer_whole(program, issue, declared),
+        };
     }
     let ticket = vec![Type::scalar(DType::Ticket)];
     // The type of an issued receive is known at its wait alone.
@@ -104,7 +142,7 @@ pub fn infer(program: &Program, op: &Op, declared: &[Type]) -> Rule<Vec<Type>> {
 const ELEMENTS_MAX: u64 = 1 << 40;
 
 /// Whether a type can be: extents within bounds, every sharded dim there, cut over one axis alone and, where it
-/// is uneven, of the length that this role holds.
+/// is uneven, of the length that this role holds; blocks that cut their axis; no pieces or terms outside the mesh.
 ///
 /// # Errors
 /// T0210 with the dim and both numbers.
@@ -117,7 +155,18 @@ pub fn check_type(program: &Program, ty: &Type) -> Rule<()> {
     }
     let mut cut: Vec<(usize, Axis)> = Vec::new();
     for axis in mesh.axes() {
-        let AxisLayout::Shard(s) = ty.layout.on(axis) else { continue };
+        let on = ty.layout.on(axis);
+        if on != AxisLayout::Replicated && role_outside(&program.role).is_some() {
+            let role = &program.role;
+            return refuse(
+                &T0210,
+                format!("{}: role({role}) stands outside the mesh and holds whole values", shown()),
+            );
+        }
+        if let Some(w) = on.ways().filter(|w| !mesh.cuts(axis, *w)) {
+            return refuse(&T0210, format!("{}: {}", shown(), no_cut(mesh, axis, i64::from(w))));
+        }
+        let AxisLayout::Shard(s) = on else { continue };
         let Some(local) = ty.shape.get(s.dim) else {
             return refuse(&T0210, format!("{} has no dim {} to shard over {axis}", shown(), s.dim));
         };
@@ -129,9 +178,10 @@ pub fn check_type(program: &Program, ty: &Type) -> Rule<()> {
         }
         cut.push((s.dim, axis));
         let Some(u) = s.uneven else { continue };
-        match Shard::of(s.dim, u.extent, u.unit, mesh.size(axis)) {
+        let parts = s.parts(mesh.size(axis));
+        match Shard::of(s.dim, u.extent, u.unit, parts) {
             Some(Shard { uneven: Some(_), .. }) if u.extent <= ELEMENTS_MAX => {
-                let piece = role_piece(program, axis, u);
+                let piece = role_piece(program, axis, u, s.ways);
                 if piece != *local {
                     return refuse(
                         &T0210,
@@ -154,27 +204,17 @@ pub fn check_type(program: &Program, ty: &Type) -> Rule<()> {
                 return refuse(
                     &T0210,
                     format!(
-                        "dim {} of {}: extent {} in units of {} over {} ranks",
+                        "dim {} of {}: extent {} in units of {} over {parts} ranks",
                         s.dim,
                         shown(),
                         u.extent,
-                        u.unit,
-                        mesh.size(axis)
+                        u.unit
                     ),
                 );
             }
         }
     }
     Ok(())
-}
-
-fn infer_wait(program: &Program, op: &Op, declared: &[Type]) -> Rule<Vec<Type>> {
-    let ticket = op.operands[0];
-    let issue = program.ops.iter().find(|o| o.results.contains(&ticket) && o.issue);
-    match issue {
-        None => refuse(&T0212, "waits for something that is not an issued collective"),
-        Some(issue) => infer_whole(program, issue, declared),
-    }
 }
 
 fn infer_whole(program: &Program, op: &Op, declared: &[Type]) -> Rule<Vec<Type>> {
@@ -218,7 +258,7 @@ impl Cx<'_> {
                 [t] if t.is_token() => refuse(&T0203, format!("{} of {}", self.op.opcode.name(), t.dtype)),
                 [t] => {
                     if self.op.opcode == O::Recv {
-                        self.peer("from")?;
+                        self.whole_over_world(self.peer("from")?, t)?;
                     }
                     one(t.clone())
                 }
@@ -256,7 +296,7 @@ impl Cx<'_> {
             O::ReduceScatter => one(self.reduce_scatter()?),
             O::AllToAll => one(self.all_to_all()?),
             O::Broadcast => one(self.broadcast()?),
-            O::Send => self.peer("to").map(|_| vec![]),
+            O::Send => self.whole_over_world(self.peer("to")?, self.x[0]).map(|()| vec![]),
             O::EventRecord => one(Type::scalar(DType::Event)),
             O::Wait => refuse(&T0212, "a wait has no rule of its own"),
         }
@@ -303,13 +343,29 @@ impl Cx<'_> {
         }
     }
 
-    /// A member's position on the collective's axis.
-    fn peer(&self, name: &str) -> Rule<(Axis, u32)> {
-        let axis = self.axis()?;
-        let size = self.mesh.size(axis);
+    /// The group of an op that names a member of it by position.
+    fn peer(&self, name: &str) -> Rule<Group> {
+        let group = self.group()?;
+        let size = self.mesh.group_size(group);
         match self.op.int(name).and_then(|i| u32::try_from(i).ok()).filter(|i| *i < size) {
-            Some(i) => Ok((axis, i)),
-            None => refuse(&T0215, format!("`{name}` must be a position on {axis}, 0 to {}", size - 1)),
+            Some(_) => Ok(group),
+            None => refuse(&T0215, format!("`{name}` must be a position on {group}, 0 to {}", size - 1)),
+        }
+    }
+
+    /// What a single rank of the world hands on must be whole there.
+    fn whole_over_world(&self, group: Group, t: &Type) -> Rule<()> {
+        let cut = self.mesh.axes().find(|a| t.layout.on(*a) != AxisLayout::Replicated);
+        match cut.filter(|_| group == Group::World) {
+            None => Ok(()),
+            Some(axis) => refuse(
+                &T0212,
+                format!(
+                    "{} over world of a value that is {} on {axis}; make it replicated on every axis first",
+                    self.op.opcode.name(),
+                    t.layout.on(axis)
+                ),
+            ),
         }
     }
 
@@ -340,11 +396,45 @@ impl Cx<'_> {
         self.x[operand].display(self.mesh)
     }
 
-    /// The group's axis of a collective.
-    fn axis(&self) -> Rule<Axis> {
-        match self.op.axis() {
-            Some(a) => Ok(a),
-            None => refuse(&T0215, format!("{} names no mesh axis", self.op.opcode.name())),
+    /// The group of a collective, or of an op that goes by positions in one.
+    fn group(&self) -> Rule<Group> {
+        let name = self.op.opcode.name();
+        match (self.op.group(), self.op.axis()) {
+            (Some(Group::Axis { axis, ways: Some(w) }), _) if !self.mesh.cuts(axis, w) => {
+                refuse(&T0215, format!("{name}: {}", no_cut(self.mesh, axis, i64::from(w))))
+            }
+            (Some(Group::Axis { axis, .. }), _) if role_outside(&self.program.role).is_some() => refuse(
+                &T0212,
+                format!(
+                    "{name} over {axis}: role({}) stands outside the mesh, in no group of an axis",
+                    self.program.role
+                ),
+            ),
+            (Some(group), _) => Ok(group),
+            (None, Some(axis)) => match self.op.int("ways") {
+                Some(w) => refuse(&T0215, format!("{name}: {}", no_cut(self.mesh, axis, w))),
+                None => refuse(&T0215, format!("{name}: `ways` must be a whole number")),
+            },
+            (None, None) if self.op.str("axis") == Some("world") => {
+                refuse(&T0215, format!("{name}: `ways` cuts an axis, and the world is none"))
+            }
+            (None, None) => refuse(&T0215, format!("{name} names no mesh axis")),
+        }
+    }
+
+    /// The group of an op that moves or makes pieces of a dim.
+    fn over_axis(&self) -> Rule<Over> {
+        match self.group()? {
+            Group::Axis { axis, ways } => {
+                Ok(Over { axis, ways, parts: ways.unwrap_or(self.mesh.size(axis)) })
+            }
+            Group::World => refuse(
+                &T0212,
+                format!(
+                    "{} over world: no layout says which piece of a dim a rank of the world holds; go axis by axis",
+                    self.op.opcode.name()
+                ),
+            ),
         }
     }
 
@@ -400,7 +490,10 @@ impl Cx<'_> {
 
     fn add(&self) -> Rule<Type> {
         // The maximum of sums is not the sum of maxima.
-        if let Some((axis, tessera_mesh::Reduction::Max)) = self.x[0].layout.partial() {
+        let max = |a: &Axis| {
+            matches!(self.x[0].layout.on(*a), AxisLayout::Partial { reduction: Reduction::Max, .. })
+        };
+        if let Some(axis) = self.mesh.axes().find(max) {
             return refuse(&T0211, format!("a sum of values that are partial(max) over {axis}"));
         }
         self.same(0, 1)
@@ -417,10 +510,14 @@ impl Cx<'_> {
     }
 
     fn broadcast(&self) -> Rule<Type> {
-        let (axis, _) = self.peer("root")?;
-        match self.x[0].layout.on(axis) {
-            AxisLayout::Replicated => Ok(self.x[0].clone()),
-            have => refuse(&T0212, format!("broadcast over {axis} of a value that is {have}")),
+        let group = self.peer("root")?;
+        self.whole_over_world(group, self.x[0])?;
+        match group {
+            Group::Axis { axis, .. } if self.x[0].layout.on(axis) != AxisLayout::Replicated => {
+                let have = self.x[0].layout.on(axis);
+                refuse(&T0212, format!("broadcast over {group} of a value that is {have}"))
+            }
+            _ => Ok(self.x[0].clone()),
         }
     }
 
@@ -476,6 +573,27 @@ impl Cx<'_> {
     }
 }
 
+/// The part of an axis that an op works over.
+#[derive(Clone, Copy)]
+struct Over {
+    axis: Axis,
+    ways: Option<u32>,
+    /// Members of each group.
+    parts: u32,
+}
+
+impl std::fmt::Display for Over {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        Group::Axis { axis: self.axis, ways: self.ways }.fmt(f)
+    }
+}
+
+/// Why blocks of so many positions do not cut an axis.
+fn no_cut(mesh: &Mesh, axis: Axis, ways: i64) -> String {
+    let may = tessera_base::choices(&mesh.cuts_of(axis));
+    format!("blocks of {ways} positions do not cut {axis} of {}; possible ways: {may}", mesh.size(axis))
+}
+
 /// Activations of `act`; gelu is the tanh form.
 const ACTS: &[&str] = &["gelu_tanh", "silu"];
 
@@ -496,17 +614,30 @@ fn widest(u: Uneven, parts: u32) -> u64 {
     tessera_mesh::split(u.extent / u.unit, parts, 0).1 * u.unit
 }
 
-/// Which piece of an uneven dim this role holds. A role's name ends in its coordinate class, `…@k`, when
-/// shards are uneven: k is the coordinate of the first rank of the class on `axis`.
+/// Which piece of an uneven dim this role holds, cut over `axis` or over each block of `ways` positions of it. A
+/// role's name ends in its coordinate class, `…@k`, when shards are uneven: k is the coordinate of the first rank of
+/// the class on `axis`.
 #[must_use]
-pub fn role_piece(program: &Program, axis: Axis, u: Uneven) -> u64 {
-    let parts = program.mesh.size(axis);
-    let at = role_coord(&program.role, axis).min(parts - 1);
-    tessera_mesh::split(u.extent / u.unit, parts, at).1 * u.unit
+pub fn role_piece(program: &Program, axis: Axis, u: Uneven, ways: Option<u32>) -> u64 {
+    let size = program.mesh.size(axis);
+    let at = role_coord(&program.role, axis).min(size - 1);
+    Shard { dim: 0, uneven: Some(u), ways }.range(0, size, at).1
 }
 
 /// The coordinate on `axis` that a role's name stands for: `stage0@tp1` gives 1 on tp. 0 when not named.
 #[must_use]
 pub fn role_coord(role: &str, axis: Axis) -> u32 {
-    role.split('@').skip(1).find_map(|p| p.strip_prefix(axis.name())?.parse().ok()).unwrap_or(0)
+    place(role, axis.name()).unwrap_or(0)
+}
+
+/// The first rank outside the mesh that a role's name stands for: `leader@out0` gives 0. None for a role of the
+/// mesh.
+#[must_use]
+pub fn role_outside(role: &str) -> Option<u32> {
+    place(role, "out")
+}
+
+/// The number behind `@what` in a role's name.
+pub(crate) fn place(role: &str, what: &str) -> Option<u32> {
+    role.split('@').skip(1).find_map(|p| p.strip_prefix(what)?.parse().ok())
 }

@@ -42,19 +42,44 @@ pub enum AxisLayout {
     /// Each rank holds a contiguous piece of a dim.
     Shard(Shard),
     /// Each rank holds a term; the value is their reduction.
-    Partial(Reduction),
+    Partial {
+        /// How the terms combine.
+        reduction: Reduction,
+        /// Positions of a block where the terms of each block combine to the whole value; those of the whole axis
+        /// where absent.
+        ways: Option<u32>,
+    },
+}
+
+impl AxisLayout {
+    /// Terms over the whole axis.
+    #[must_use]
+    pub fn partial(reduction: Reduction) -> AxisLayout {
+        AxisLayout::Partial { reduction, ways: None }
+    }
+
+    /// Positions of a block, where the layout is over blocks of the axis.
+    #[must_use]
+    pub fn ways(self) -> Option<u32> {
+        match self {
+            AxisLayout::Replicated => None,
+            AxisLayout::Shard(Shard { ways, .. }) | AxisLayout::Partial { ways, .. } => ways,
+        }
+    }
 }
 
 impl fmt::Display for AxisLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            AxisLayout::Replicated => f.write_str("replicated"),
-            AxisLayout::Shard(Shard { dim, uneven: None }) => write!(f, "shard({dim})"),
-            AxisLayout::Shard(Shard { dim, uneven: Some(u) }) => {
-                write!(f, "shard({dim}, of={}, unit={})", u.extent, u.unit)
+            AxisLayout::Replicated => return f.write_str("replicated"),
+            AxisLayout::Shard(Shard { dim, uneven: None, .. }) => write!(f, "shard({dim}")?,
+            AxisLayout::Shard(Shard { dim, uneven: Some(u), .. }) => {
+                write!(f, "shard({dim}, of={}, unit={}", u.extent, u.unit)?;
             }
-            AxisLayout::Partial(r) => write!(f, "partial({})", r.name()),
+            AxisLayout::Partial { reduction, .. } => write!(f, "partial({}", reduction.name())?,
         }
+        self.ways().map_or(Ok(()), |w| write!(f, ", ways={w}"))?;
+        f.write_str(")")
     }
 }
 
@@ -87,11 +112,11 @@ impl Layout {
         *self == Layout::REPLICATED
     }
 
-    /// The axis over which the value is partial, if any.
+    /// The first axis over which the value is partial, if any, and how its terms combine.
     #[must_use]
     pub fn partial(&self) -> Option<(Axis, Reduction)> {
         Axis::ALL.into_iter().find_map(|a| match self.on(a) {
-            AxisLayout::Partial(r) => Some((a, r)),
+            AxisLayout::Partial { reduction, .. } => Some((a, reduction)),
             _ => None,
         })
     }
@@ -133,7 +158,7 @@ impl Layout {
             if let AxisLayout::Shard(s) = self.on(axis)
                 && let Some(n) = shape.get_mut(s.dim)
             {
-                let even = *n / u64::from(mesh.size(axis));
+                let even = *n / u64::from(s.parts(mesh.size(axis)));
                 *n = s.range(even, mesh.size(axis), coord.on(axis)).1;
             }
         }
@@ -164,6 +189,45 @@ mod tests {
             }
         }
         assert_eq!(cells.len(), 7 * 60);
+    }
+
+    #[test]
+    fn every_block_holds_the_whole() {
+        let mesh: Mesh = "tp=6,dp=2,outside=1".parse().unwrap();
+        let layout = Layout::REPLICATED
+            .with(Axis::Tp, AxisLayout::Shard(Shard::of(0, 7, 1, 3).unwrap().over(Some(3))))
+            .with(Axis::Dp, AxisLayout::Shard(Shard::of(1, 4, 1, 2).unwrap()));
+        for block in [0, 3] {
+            let mut rows = Vec::new();
+            for at in block..block + 3 {
+                let c = Coord::default().with(Axis::Tp, at);
+                let local = layout.local(&[7, 4], &mesh, c);
+                assert_eq!(layout.global(&local, &mesh), [7, 4]);
+                let (start, len) = layout.ranges(&local, &mesh, c)[0];
+                rows.extend(start..start + len);
+            }
+            assert_eq!(rows, (0..7).collect::<Vec<_>>());
+        }
+        // A rank outside stands at the origin, and holds what is replicated whole.
+        assert_eq!(
+            Layout::REPLICATED.ranges(&[7, 4], &mesh, mesh.coord_of(crate::Rank(0))),
+            [(0, 7), (0, 4)]
+        );
+    }
+
+    #[test]
+    fn layouts_in_words() {
+        let words = |l: AxisLayout| l.to_string();
+        let s = Shard::of(0, 7, 1, 2).unwrap();
+        assert_eq!(words(AxisLayout::Shard(s)), "shard(0, of=7, unit=1)");
+        assert_eq!(words(AxisLayout::Shard(s.over(Some(2)))), "shard(0, of=7, unit=1, ways=2)");
+        assert_eq!(
+            words(AxisLayout::Shard(Shard { dim: 0, uneven: None, ways: Some(2) })),
+            "shard(0, ways=2)"
+        );
+        assert_eq!(words(AxisLayout::partial(Reduction::Sum)), "partial(sum)");
+        let block = AxisLayout::Partial { reduction: Reduction::Max, ways: Some(4) };
+        assert_eq!((words(block), block.ways()), ("partial(max, ways=4)".to_string(), Some(4)));
     }
 
     #[test]

@@ -3,11 +3,13 @@
 //! This room knows no tensor's meaning, no op, no device and no process. Everything here is a pure function
 //! of a few small integers.
 
+mod group;
 mod layout;
 mod mesh;
 mod shard;
 mod spec;
 
+pub use group::Group;
 pub use layout::{AxisLayout, Layout, Reduction};
 pub use mesh::{Axis, Coord, Mesh, MeshError, Rank, RankMap};
 pub use shard::{Shard, Uneven, split};

@@ -19,7 +19,9 @@ pub static T0102: Code = Code {
     id: "T0102",
     title: "mesh text cannot be read",
     page: "A mesh is a comma-separated list of axis=size, each axis at most once, each size a whole number of at \
-least 1: `tp=2`, `tp=2,pp=3`. Axes that are not named have size 1.",
+least 1: `tp=2`, `tp=2,pp=3`. Axes that are not named have size 1.\n\n\
+`outside=1` beside the axes counts ranks that stand outside the mesh, such as a leader that encodes and decodes while \
+the mesh generates. They come first: with `tp=2,outside=1`, rank 0 is outside and ranks 1 and 2 are tp 0 and 1.",
 };
 
 /// Devices do not fit the mesh.
@@ -27,18 +29,19 @@ pub static T0103: Code = Code {
     id: "T0103",
     title: "device list does not fit the mesh",
     page: "The rank map gives every rank one device, in rank order: rank = tp + TP·(ep + EP·(pp + PP·dp)), so tp \
-varies fastest. The list must have exactly as many entries as the mesh has ranks, and no device twice.",
+varies fastest, after the ranks outside the mesh, if it has any. The list must have exactly as many entries as there \
+are ranks, and no device twice.",
 };
 
 /// A mesh larger than can be addressed.
 pub static T0104: Code = Code {
     id: "T0104",
     title: "mesh is too large",
-    page: "The product of the axis sizes is the number of ranks. Tessera plans for at most 65,536 of them; a \
-larger number is taken for a slip.",
+    page: "The product of the axis sizes, and the ranks outside the mesh, are the number of ranks. Tessera plans for \
+at most 65,536 of them; a larger number is taken for a slip.",
 };
 
-/// Largest number of ranks of a mesh.
+/// Largest number of ranks of a mesh, those outside it included.
 pub const RANKS_MAX: u32 = 65_536;
 
 /// An axis of a mesh. In rank order the first listed varies fastest.
@@ -89,7 +92,7 @@ impl FromStr for Axis {
 /// Why a mesh was refused.
 pub type MeshError = Box<Diagnostic>;
 
-/// A rank: the position of a process in the mesh.
+/// A rank: the number of a process in the world. Ranks outside the mesh come first, those of the mesh follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Rank(pub u32);
 
@@ -118,20 +121,22 @@ impl Coord {
     }
 }
 
-/// Sizes of the four axes; every size is at least 1.
+/// Sizes of the four axes, every size at least 1, and how many ranks stand outside the mesh. Those of the mesh
+/// and those outside it are the *world*.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Mesh {
     sizes: [u32; 4],
+    outside: u32,
 }
 
 impl Default for Mesh {
     fn default() -> Mesh {
-        Mesh { sizes: [1; 4] }
+        Mesh { sizes: [1; 4], outside: 0 }
     }
 }
 
 impl Mesh {
-    /// A mesh from sizes in the order of [`Axis::ALL`].
+    /// A mesh from sizes in the order of [`Axis::ALL`], with no rank outside it.
     ///
     /// # Errors
     /// T0102 for a size of 0, T0104 for more than [`RANKS_MAX`] ranks.
@@ -145,10 +150,27 @@ impl Mesh {
         }
         let ranks = sizes.iter().try_fold(1u32, |n, s| n.checked_mul(*s)).filter(|n| *n <= RANKS_MAX);
         match ranks {
-            Some(_) => Ok(Mesh { sizes }),
+            Some(_) => Ok(Mesh { sizes, outside: 0 }),
             None => Err(Box::new(Diagnostic::error(
                 &T0104,
                 format!("a mesh of {sizes:?} (tp, ep, pp, dp) has more than {RANKS_MAX} ranks"),
+            ))),
+        }
+    }
+
+    /// The same mesh with this many ranks outside it.
+    ///
+    /// # Errors
+    /// T0104 for more than [`RANKS_MAX`] ranks in all.
+    pub fn with_outside(self, outside: u32) -> Result<Mesh, MeshError> {
+        match self.inside().checked_add(outside).filter(|n| *n <= RANKS_MAX) {
+            Some(_) => Ok(Mesh { outside, ..self }),
+            None => Err(Box::new(Diagnostic::error(
+                &T0104,
+                format!(
+                    "{} ranks of a mesh and {outside} outside it are more than {RANKS_MAX}",
+                    self.inside()
+                ),
             ))),
         }
     }
@@ -159,10 +181,28 @@ impl Mesh {
         self.sizes[axis as usize]
     }
 
-    /// Number of ranks.
+    /// Number of ranks of the world: those of the mesh and those outside it.
     #[must_use]
     pub fn ranks(&self) -> u32 {
+        self.outside + self.inside()
+    }
+
+    /// Number of ranks of the mesh: the product of its sizes.
+    #[must_use]
+    pub fn inside(&self) -> u32 {
         self.sizes.iter().product()
+    }
+
+    /// Number of ranks outside the mesh; they are ranks 0 and up.
+    #[must_use]
+    pub fn outside(&self) -> u32 {
+        self.outside
+    }
+
+    /// Whether a rank has a place in the mesh: neither outside it nor beyond the world.
+    #[must_use]
+    pub fn contains(&self, rank: Rank) -> bool {
+        (self.outside..self.ranks()).contains(&rank.0)
     }
 
     /// Axes with more than one position, fastest first.
@@ -170,16 +210,17 @@ impl Mesh {
         Axis::ALL.into_iter().filter(|a| self.size(*a) > 1)
     }
 
-    /// The rank at a coordinate: tp + TP·(ep + EP·(pp + PP·dp)).
+    /// The rank at a coordinate: tp + TP·(ep + EP·(pp + PP·dp)), after the ranks outside the mesh.
     #[must_use]
     pub fn rank_at(&self, c: Coord) -> Rank {
-        Rank(Axis::ALL.iter().rev().fold(0, |r, a| r * self.size(*a) + c.on(*a)))
+        Rank(self.outside + Axis::ALL.iter().rev().fold(0, |r, a| r * self.size(*a) + c.on(*a)))
     }
 
-    /// The coordinate of a rank.
+    /// The coordinate of a rank. A rank outside the mesh holds whole values and has none: it is given the origin,
+    /// where a layout that is replicated on every axis says just that. [`Mesh::contains`] tells the two apart.
     #[must_use]
     pub fn coord_of(&self, rank: Rank) -> Coord {
-        let mut rest = rank.0;
+        let mut rest = rank.0.saturating_sub(self.outside);
         Coord(self.sizes.map(|s| {
             let at = rest % s;
             rest /= s;
@@ -187,30 +228,39 @@ impl Mesh {
         }))
     }
 
-    /// All ranks in order.
+    /// All ranks of the world in order.
     pub fn iter(&self) -> impl Iterator<Item = Rank> + use<> {
         (0..self.ranks()).map(Rank)
     }
 
-    /// The ranks that differ from `rank` on `axis` alone, itself included, in order of their position.
+    /// The ranks that differ from `rank` on `axis` alone, itself included, in order of their position. Empty for a
+    /// rank that is not in the mesh.
     #[must_use]
     pub fn group_of(&self, rank: Rank, axis: Axis) -> Vec<Rank> {
+        if !self.contains(rank) {
+            return Vec::new();
+        }
         let c = self.coord_of(rank);
         (0..self.size(axis)).map(|i| self.rank_at(c.with(axis, i))).collect()
     }
 
-    /// Every group of an axis; together they partition the ranks.
+    /// Every group of an axis; together they partition the ranks of the mesh.
     #[must_use]
     pub fn groups(&self, axis: Axis) -> Vec<Vec<Rank>> {
-        self.iter().filter(|r| self.coord_of(*r).on(axis) == 0).map(|r| self.group_of(r, axis)).collect()
+        let first = |r: &Rank| self.contains(*r) && self.coord_of(*r).on(axis) == 0;
+        self.iter().filter(first).map(|r| self.group_of(r, axis)).collect()
     }
 }
 
+/// What stands for the ranks outside the mesh in its text.
+const OUTSIDE: &str = "outside";
+
 impl fmt::Display for Mesh {
-    /// `tp=2, pp=3`; the mesh of one rank prints as `tp=1`.
+    /// `tp=2, pp=3`, with `outside=1` behind where ranks stand outside; the mesh of one rank prints as `tp=1`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts: Vec<String> = self.axes().map(|a| format!("{a}={}", self.size(a))).collect();
-        if parts.is_empty() { f.write_str("tp=1") } else { f.write_str(&parts.join(", ")) }
+        f.write_str(&if parts.is_empty() { "tp=1".to_string() } else { parts.join(", ") })?;
+        if self.outside > 0 { write!(f, ", {OUTSIDE}={}", self.outside) } else { Ok(()) }
     }
 }
 
@@ -218,6 +268,7 @@ impl FromStr for Mesh {
     type Err = MeshError;
     fn from_str(s: &str) -> Result<Mesh, MeshError> {
         let mut sizes = [0u32; 4];
+        let mut outside = None;
         for part in s.split(',').map(str::trim).filter(|p| !p.is_empty()) {
             let refuse = |why: &str| -> MeshError {
                 Box::new(
@@ -226,6 +277,13 @@ impl FromStr for Mesh {
                 )
             };
             let (name, size) = part.split_once('=').ok_or_else(|| refuse("no `=`"))?;
+            if name.trim() == OUTSIDE {
+                let ranks = size.trim().parse().map_err(|_| refuse("not a number of ranks"))?;
+                if outside.replace(ranks).is_some() {
+                    return Err(refuse("given twice"));
+                }
+                continue;
+            }
             let axis: Axis = name.trim().parse()?;
             let size: u32 = size.trim().parse().map_err(|_| refuse("the size is not a whole number"))?;
             if sizes[axis as usize] != 0 {
@@ -236,7 +294,7 @@ impl FromStr for Mesh {
             }
             sizes[axis as usize] = size;
         }
-        Mesh::new(sizes.map(|s| s.max(1)))
+        Mesh::new(sizes.map(|s| s.max(1)))?.with_outside(outside.unwrap_or(0))
     }
 }
 
@@ -331,13 +389,42 @@ mod tests {
         assert_eq!(code("tp=0"), "T0102");
         assert_eq!(code("tp=-1"), "T0102");
         assert_eq!(code("tp=65536,pp=65536"), "T0104");
+        assert_eq!(code("tp=65536,outside=1"), "T0104");
+        assert_eq!(code("tp=2,outside=4294967295"), "T0104");
+        assert_eq!(code("tp=2,outside=1,outside=1"), "T0102");
+        assert_eq!(code("tp=2,outside=-1"), "T0102");
     }
 
     #[test]
     fn text_round_trips() {
-        for s in ["tp=1", "tp=2", "tp=2, pp=3", "ep=9, dp=2"] {
+        for s in ["tp=1", "tp=2", "tp=2, pp=3", "ep=9, dp=2", "tp=2, outside=1", "tp=1, outside=3"] {
             assert_eq!(s.parse::<Mesh>().unwrap().to_string(), s);
         }
+        assert_eq!("outside=0, tp=2".parse::<Mesh>().unwrap(), "tp=2".parse().unwrap());
+    }
+
+    #[test]
+    fn ranks_outside_come_first_and_are_in_no_group() {
+        let mesh: Mesh = "tp=3, dp=2, outside=2".parse().unwrap();
+        assert_eq!((mesh.ranks(), mesh.inside(), mesh.outside()), (8, 6, 2));
+        let inside: Vec<Rank> = mesh.iter().filter(|r| mesh.contains(*r)).collect();
+        assert_eq!(inside, (2..8).map(Rank).collect::<Vec<_>>());
+        for r in &inside {
+            assert_eq!(mesh.rank_at(mesh.coord_of(*r)), *r);
+        }
+        assert_eq!(mesh.coord_of(Rank(2)), Coord::default());
+        assert_eq!(mesh.coord_of(Rank(7)), Coord([2, 0, 0, 1]));
+        for outside in [Rank(0), Rank(1)] {
+            assert_eq!(mesh.coord_of(outside), Coord::default());
+            assert!(mesh.group_of(outside, Axis::Tp).is_empty());
+        }
+        assert!(mesh.group_of(Rank(8), Axis::Tp).is_empty());
+        for axis in Axis::ALL {
+            let mut all: Vec<Rank> = mesh.groups(axis).concat();
+            all.sort();
+            assert_eq!(all, inside);
+        }
+        assert_eq!(RankMap::logical(&mesh, "cpu").devices().len(), 8);
     }
 
     #[test]

@@ -384,8 +384,8 @@ impl<'a> Lower<'a> {
         let mut ty = logical.clone().on(Axis::Tp, layout);
         if let AxisLayout::Shard(shard) = layout {
             ty.shape[shard.dim] = match shard.uneven {
-                None => ty.shape[shard.dim] / u64::from(self.mesh.size(Axis::Tp)),
-                Some(u) => tessera_ir::rules::role_piece(program, Axis::Tp, u),
+                None => ty.shape[shard.dim] / u64::from(shard.parts(self.mesh.size(Axis::Tp))),
+                Some(u) => tessera_ir::rules::role_piece(program, Axis::Tp, u, shard.ways),
             };
         }
         ty
@@ -429,7 +429,7 @@ impl<'a> Lower<'a> {
     }
 
     fn all_reduce(&mut self, x: ValueId, s: usize) -> ValueId {
-        let AxisLayout::Partial(r) = self.layout(x, s) else { return x };
+        let AxisLayout::Partial { reduction: r, .. } = self.layout(x, s) else { return x };
         self.stages[s].b.stream("compute");
         let b = &mut self.stages[s].b;
         let event = b.op(Opcode::EventRecord, &[]);
@@ -443,7 +443,7 @@ impl<'a> Lower<'a> {
         use AxisLayout::{Partial, Replicated, Shard as S};
         match (self.layout(x, s), want) {
             (have, want) if have == want => x,
-            (Partial(_), want) => {
+            (Partial { .. }, want) => {
                 let y = self.all_reduce(x, s);
                 self.reshard(y, want, s, unit)
             }

@@ -40,7 +40,8 @@ pub static T0605: Code = Code {
     title: "mapping contradicts itself",
     page: "The mapping's device list, stages or queue depths do not fit its mesh. Queue depths are bounds: 0 would \
 stop the stream and no bound would hide a slow consumer, so each is 1 to 64. Blocks per stage are whole numbers from 1. \
-A device name is printed in quotes into the sealed mapping, so it may hold no quote, backslash or control character.",
+A device name is printed in quotes into the sealed mapping, so it may hold no quote, backslash or control character. \
+Every rank has a place in the mesh: ranks outside it are part of the IR, but the planner makes no programs for them.",
 };
 
 /// How tp cuts a transformer block.
@@ -236,6 +237,16 @@ impl Mapping {
                 ));
             }
         }
+        if self.mesh.outside() > 0 {
+            ds.push(
+                Diagnostic::error(
+                    &T0605,
+                    format!("{} ranks outside the mesh, which a mapping cannot say", self.mesh.outside()),
+                )
+                .at("mesh", self.mesh.to_string())
+                .hint("leave `outside` away: the planner gives every rank a place in the mesh"),
+            );
+        }
         let stages = self.mesh.size(Axis::Pp) as usize;
         if !self.blocks.is_empty() && self.blocks.len() != stages {
             ds.push(Diagnostic::error(
@@ -368,6 +379,7 @@ mod tests {
             ("[mesh]\npp = 2\n[stages]\nblocks = [1.5, 2]\n", "T0605", "1.5"),
             ("[mesh]\npp = 2\n[stages]\nblocks = [-3, 2]\n", "T0605", "-3"),
             ("[mesh]\npp = 2\n[stages]\nblocks = [1e30, 2]\n", "T0605", "1000000000000"),
+            ("[mesh]\noutside = 1\n", "T0002", "outside"),
             ("[devices]\norder = [1]\n", "T0004", "devices.order"),
             ("[devices]\norder = \"cpu0\"\n", "T0004", "devices.order"),
             ("[devices]\norder = ['a\"b']\n", "T0605", "a\\\"b"),
@@ -378,6 +390,7 @@ mod tests {
             assert!(ds.iter().any(|d| d.code.id == code && d.message.contains(says)), "{text}: {ds:#?}");
         }
         assert_eq!(with("pp=2", |m| m.blocks = vec![u64::MAX, 31]), ["T0603"]);
+        assert_eq!(with("tp=2, outside=1", |_| {}), ["T0605"]);
     }
 
     #[test]

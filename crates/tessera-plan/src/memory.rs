@@ -71,7 +71,7 @@ mod tests {
     fn an_unread_result_keeps_its_slot_until_its_wait() {
         let mut b = Builder::role("p", "r", "tp=2".parse().unwrap(), &["compute", "tp_collective"]);
         let ty = Type::new(DType::F32, [4, 4]);
-        let x = b.input("x", ty.clone().on(Axis::Tp, AxisLayout::Partial(Reduction::Sum)));
+        let x = b.input("x", ty.clone().on(Axis::Tp, AxisLayout::partial(Reduction::Sum)));
         let y = b.input("y", ty);
         b.attr("axis", "tp").attr("reduction", "sum").stream("tp_collective");
         let ticket = b.issue(Opcode::AllReduce, &[x]);

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use tessera_ir::{Attr, Op, Opcode};
-use tessera_mesh::{Axis, Rank, split};
+use tessera_mesh::{Group, Rank, split};
 
 use crate::{Fault, Tensor};
 
@@ -11,8 +11,11 @@ use crate::{Fault, Tensor};
 #[derive(Debug, Default)]
 pub(crate) struct Fabric {
     /// The sequence of collectives of each group, and of transfers from a rank to another.
-    lanes: BTreeMap<(Axis, Vec<Rank>, bool), Vec<Meeting>>,
+    lanes: BTreeMap<Lane, Vec<Meeting>>,
 }
+
+/// A group with its members, or the two ranks of a transfer over it.
+type Lane = (Group, Vec<Rank>, bool);
 
 /// One position of a lane: what each member brought, and then what each takes.
 #[derive(Debug)]
@@ -31,7 +34,7 @@ struct Brought {
 /// What an issue leaves: its place in a lane.
 #[derive(Debug, Clone)]
 pub(crate) struct Ticket {
-    lane: (Axis, Vec<Rank>, bool),
+    lane: Lane,
     position: usize,
     member: usize,
     opcode: Opcode,
@@ -46,12 +49,12 @@ pub(crate) enum State {
 }
 
 impl Fabric {
-    /// Brings a rank's operand to the next meeting of its lane.
+    /// Brings a rank's operand to the next meeting of its lane. `group` are the members of `over`, by position.
     pub(crate) fn issue(
         &mut self,
         rank: Rank,
         group: Vec<Rank>,
-        axis: Axis,
+        over: Group,
         op: &Op,
         tensor: Option<Tensor>,
     ) -> Result<Ticket, Result<Fault, String>> {
@@ -74,13 +77,13 @@ impl Fabric {
                 .position(|m| *m == rank)
                 .ok_or_else(|| Err("is outside the group".to_string()))?,
         };
-        let attrs = op.attrs.iter().filter(|(k, _)| !direct || *k == "axis");
+        let attrs = op.attrs.iter().filter(|(k, _)| !direct || matches!(k.as_str(), "axis" | "ways"));
         let brought = Brought {
             opcode: op.opcode,
             attrs: attrs.map(|(k, v)| (k.clone(), v.clone())).collect(),
             tensor,
         };
-        let lane = (axis, members, direct);
+        let lane = (over, members, direct);
         let meetings = self.lanes.entry(lane.clone()).or_default();
         let position = match meetings.iter().position(|m| m.brought[member].is_none()) {
             Some(p) => p,
@@ -96,14 +99,14 @@ impl Fabric {
             && !other.agrees(&brought)
         {
             return Err(Ok(Fault::Mismatch {
-                here: (lane.1[i], other.show(axis)),
-                there: (rank, brought.show(axis)),
+                here: (lane.1[i], other.show(over)),
+                there: (rank, brought.show(over)),
             }));
         }
         meeting.brought[member] = Some(brought);
         if meeting.brought.iter().all(Option::is_some) {
             let all: Vec<Brought> = meeting.brought.iter().flatten().cloned().collect();
-            meeting.results = Some(meet(&all).map_err(Err)?);
+            meeting.results = Some(meet(over, &all).map_err(Err)?);
         }
         Ok(Ticket { lane, position, member, opcode: op.opcode })
     }
@@ -120,7 +123,7 @@ impl Fabric {
 
     /// In words: what is waited for, and who is missing.
     pub(crate) fn describe(&self, t: &Ticket) -> String {
-        let (axis, members, _) = &t.lane;
+        let (over, members, _) = &t.lane;
         let meeting = self.lanes.get(&t.lane).and_then(|l| l.get(t.position));
         let missing: Vec<String> = members
             .iter()
@@ -128,7 +131,7 @@ impl Fabric {
             .filter(|(i, _)| meeting.is_none_or(|m| m.brought[*i].is_none()))
             .map(|(_, r)| r.to_string())
             .collect();
-        format!("{} number {} over {axis}, rank {} missing", t.opcode.name(), t.position, missing.join(", "))
+        format!("{} number {} over {over}, rank {} missing", t.opcode.name(), t.position, missing.join(", "))
     }
 
     /// A collective that some members issued and others never will.
@@ -154,9 +157,9 @@ impl Brought {
         self.opcode == other.opcode && self.attrs == other.attrs
     }
 
-    fn show(&self, axis: Axis) -> String {
+    fn show(&self, over: Group) -> String {
         let attrs: Vec<String> = self.attrs.iter().map(|(k, v)| format!("{k}={v:?}")).collect();
-        format!("{} over {axis} {{{}}}", self.opcode.name(), attrs.join(", "))
+        format!("{} over {over} {{{}}}", self.opcode.name(), attrs.join(", "))
     }
 
     fn int(&self, name: &str) -> Result<usize, String> {
@@ -172,8 +175,8 @@ impl Brought {
     }
 }
 
-/// Results of all members, from what all brought.
-fn meet(all: &[Brought]) -> Result<Vec<Tensor>, String> {
+/// Results of all members, from what all brought, by position.
+fn meet(over: Group, all: &[Brought]) -> Result<Vec<Tensor>, String> {
     let n = all.len();
     let first = &all[0];
     let tensors: Vec<Tensor> = all.iter().filter_map(|b| b.tensor.clone()).collect();
@@ -182,6 +185,9 @@ fn meet(all: &[Brought]) -> Result<Vec<Tensor>, String> {
     }
     let shapes = || tensors.iter().map(|t| format!("{:?}", t.shape())).collect::<Vec<_>>().join(" and ");
     match first.opcode {
+        Opcode::AllGather | Opcode::ReduceScatter | Opcode::AllToAll if over == Group::World => {
+            Err("over world no rank's piece of a dim is told by its layout".to_string())
+        }
         Opcode::AllReduce => Ok(vec![reduce(&tensors, first.is_max())?; n]),
         Opcode::AllGather => {
             let dim = first.int("dim")?;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use tessera_ir::{DType, Op, Opcode, Program, Type, ValueId};
-use tessera_mesh::{AxisLayout, Coord, Mesh, Rank};
+use tessera_mesh::{AxisLayout, Coord, Group, Mesh, Rank};
 
 use crate::compute::{self, Place};
 use crate::exchange::{Fabric, State, Ticket, piece};
@@ -107,7 +107,7 @@ impl Machine {
         self.weights.extend(weights);
     }
 
-    /// What an input of this type is on a rank.
+    /// What an input of this type is on a rank. A rank outside the mesh takes whole ones.
     ///
     /// # Errors
     /// A sentence: the call does not bring it, or it cannot be cut so.
@@ -205,6 +205,10 @@ impl Machine {
         let op = &r.program.ops[at];
         let fault =
             |message: String| Fault::Op { rank, op: at, message: format!("{}: {message}", op.opcode.name()) };
+        let whole = |v: &ValueId| r.program.ty(*v).layout.is_replicated();
+        if !self.mesh.contains(r.rank) && !op.results.iter().all(whole) {
+            return Err(fault("gives a piece or a term to a rank outside the mesh".to_string()));
+        }
         let done = if op.opcode.is_collective() {
             self.collective(r, op, fabric).map_err(|e| e.unwrap_or_else(&fault))?
         } else if op.opcode == Opcode::Wait {
@@ -241,12 +245,16 @@ impl Machine {
         let ticket = match r.inside.clone() {
             Some(t) => t,
             None => {
-                let axis = op.axis().ok_or_else(|| Err("names no mesh axis".to_string()))?;
+                let group = op.group().ok_or_else(|| Err("names no group".to_string()))?;
+                let members = self.mesh.members(r.rank, group);
+                if members.is_empty() {
+                    return Err(Err(format!("is in no group of {group} in mesh({})", self.mesh)));
+                }
                 let tensor = match op.operands.first() {
                     Some(v) => Some(r.tensor(*v).map_err(Err)?.clone()),
                     None => None,
                 };
-                fabric.issue(r.rank, self.mesh.group_of(r.rank, axis), axis, op, tensor)?
+                fabric.issue(r.rank, members, group, op, tensor)?
             }
         };
         if op.issue {
@@ -326,11 +334,14 @@ impl Machine {
             }
             Opcode::EventRecord => Ok(Some(Slot::Event)),
             Opcode::TakeShard => {
-                let axis = op.axis().ok_or("names no mesh axis")?;
+                let group = op.group().filter(|g| *g != Group::World).ok_or("names no mesh axis")?;
+                let at = self.mesh.position(r.rank, group);
+                let at = at.ok_or_else(|| format!("is in no group of {group} in mesh({})", self.mesh))?;
+                let parts = self.mesh.group_size(group);
                 let x = r.tensor(*op.operands.first().ok_or("has no operand")?)?;
                 let dim = op.int("dim").and_then(|d| usize::try_from(d).ok()).ok_or("names no dim")?;
                 let unit = op.int("unit").and_then(|d| usize::try_from(d).ok()).unwrap_or(1);
-                match piece(x, dim, unit, self.mesh.size(axis) as usize, coord.on(axis) as usize) {
+                match piece(x, dim, unit, parts as usize, at as usize) {
                     Some(t) => tensor(t),
                     None => Err(format!("dim {dim} of {:?} in units of {unit}", x.shape())),
                 }
@@ -374,14 +385,19 @@ impl Machine {
         let mut t = whole.clone();
         for axis in self.mesh.axes() {
             let AxisLayout::Shard(s) = ty.layout.on(axis) else { continue };
+            // Each block of the axis holds all pieces; without blocks the axis is one.
+            let group = Group::Axis { axis, ways: s.ways };
+            if s.ways.is_some_and(|w| !self.mesh.cuts(axis, w)) {
+                return Err(format!("{group} in mesh({})", self.mesh));
+            }
+            let parts = self.mesh.group_size(group) as usize;
             let unit = s.uneven.map_or(1, |u| u.unit as usize);
             let extent = t.shape().get(s.dim).copied();
-            if s.uneven.is_none() && !extent.is_some_and(|e| e.is_multiple_of(self.mesh.size(axis) as usize))
-            {
-                return Err(format!("{:?} cut evenly at dim {} over {axis}", whole.shape(), s.dim));
+            if s.uneven.is_none() && !extent.is_some_and(|e| e.is_multiple_of(parts)) {
+                return Err(format!("{:?} cut evenly at dim {} over {group}", whole.shape(), s.dim));
             }
-            t = piece(&t, s.dim, unit, self.mesh.size(axis) as usize, coord.on(axis) as usize)
-                .ok_or_else(|| format!("{:?} cut at dim {} over {axis}", whole.shape(), s.dim))?;
+            t = piece(&t, s.dim, unit, parts, coord.on(axis) as usize % parts)
+                .ok_or_else(|| format!("{:?} cut at dim {} over {group}", whole.shape(), s.dim))?;
         }
         Ok(t)
     }

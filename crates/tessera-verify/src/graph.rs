@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_ir::{Attr, DType, Opcode, Program};
+use tessera_mesh::Group;
 
-use crate::group::{Group, OpGroup};
 use crate::order::Order;
 use crate::say;
 

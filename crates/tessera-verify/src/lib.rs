@@ -9,7 +9,6 @@
 //! plan judges it again.
 
 mod graph;
-mod group;
 mod launch;
 mod meet;
 mod memory;
@@ -73,6 +72,7 @@ pub const CODES: &[&Code] = &[
     &sequence::T0334,
     &graph::T0335,
     &graph::T0336,
+    &phase::T0337,
     &observed::T0338,
     &program::T0339,
     &memory::T0340,

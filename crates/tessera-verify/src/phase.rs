@@ -4,7 +4,6 @@ use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_ir::{Opcode, Phase, Program, RoleRanks};
 use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
 
-use crate::group::{MeshGroup, OpGroup};
 use crate::ranks::Ranks;
 use crate::{launch, program, say, sequence, structure};
 
@@ -31,6 +30,17 @@ pub static T0332: Code = Code {
     title: "roles disagree about an input",
     page: "The tensors and scalars of a call are sent to every rank as they are, so all roles of a phase must declare \
 an input of one name with one dtype and shape. Correct the role whose declaration differs; the message shows both.",
+};
+
+/// A rank outside the mesh in the mesh's affairs.
+pub static T0337: Code = Code {
+    id: "T0337",
+    title: "rank outside the mesh plays a part of the mesh",
+    page: "With `mesh(tp=2, outside=1)` rank 0 stands outside the mesh: it may encode, decode and lead, and it talks to the mesh \
+over the world. It is in no group of an axis and holds no piece of a cut value, so a role that it plays is named `…@out0`, \
+calls collectives over `world` alone, and nobody in the mesh plays that role. Called over a mesh axis by such a rank, a \
+collective would either hang in a group that does not expect it or complete on the wrong one.\n\n\
+Send over the world to a rank of the mesh, and broadcast from there over the axis.",
 };
 
 /// Judges the programs of one phase across ranks: groups agree position by position, sends meet receives, no
@@ -72,6 +82,18 @@ pub(crate) fn check_roles(mesh: &Mesh, roles: &[RoleRanks]) -> Diagnostics {
         }
         if !role.ranks.windows(2).all(|w| w[0] < w[1]) {
             out.push(Diagnostic::error(&T0329, format!("ranks of role {} are not ascending", role.role)));
+        }
+        let leads = tessera_ir::rules::role_outside(&role.role).is_some();
+        let astray = |r: &&Rank| r.0 < mesh.ranks() && mesh.contains(**r) == leads;
+        if let Some(r) = role.ranks.iter().find(astray) {
+            let stands = if leads { "in" } else { "outside" };
+            out.push(
+                Diagnostic::error(
+                    &T0337,
+                    format!("role {} is played by rank {r}, {stands} the mesh", role.role),
+                )
+                .at("mesh", mesh.to_string()),
+            );
         }
         for r in &role.ranks {
             match owner.get_mut(r.0 as usize) {

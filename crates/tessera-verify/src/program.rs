@@ -1,7 +1,7 @@
 //! What one program must satisfy on its own, whatever the other ranks do.
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::rules::infer;
+use tessera_ir::rules::infer_with;
 use tessera_ir::{DType, Kind, Opcode, Program, Type};
 use tessera_mesh::{AxisLayout, Reduction};
 
@@ -110,7 +110,7 @@ pub fn check_program(p: &Program) -> Diagnostics {
         found.extend(scalars(p, i, &definitions));
         // The rule would repeat what these said in other words.
         if found.is_empty() {
-            found.extend(types(p, i));
+            found.extend(types(p, i, &definitions));
         }
         refused[i] = !found.is_empty();
         out.extend(found);
@@ -124,10 +124,10 @@ pub fn check_program(p: &Program) -> Diagnostics {
     out
 }
 
-fn types(p: &Program, i: usize) -> Option<Diagnostic> {
+fn types(p: &Program, i: usize, definitions: &[Option<usize>]) -> Option<Diagnostic> {
     let op = &p.ops[i];
     let written: Vec<Type> = op.results.iter().map(|r| p.ty(*r).clone()).collect();
-    let derived = match infer(p, op, &written) {
+    let derived = match infer_with(p, op, &written, definitions) {
         Ok(t) => t,
         Err(e) => return Some(say::refuse(e.code, p, i, e.message)),
     };
@@ -260,22 +260,22 @@ fn groups(p: &Program, i: usize) -> Option<Diagnostic> {
         return None;
     }
     let name = op.opcode.name();
-    // A missing or unknown axis is the rule's to refuse.
-    let axis = op.axis()?;
-    let size = p.mesh.size(axis);
+    // A missing or unknown group is the rule's to refuse.
+    let group = op.group()?;
+    let size = p.mesh.group_size(group);
     if size < 2 {
-        let message = format!("{name} over {axis}, which has {size} rank in mesh {}", p.mesh);
+        let message = format!("{name} over {group}, which has {size} rank in mesh {}", p.mesh);
         return Some(say::refuse(&T0310, p, i, message));
     }
     let position = |key: &str| op.int(key).filter(|at| (0..i64::from(size)).contains(at));
     match op.opcode {
         Opcode::Broadcast if position("root").is_none() => {
-            let message = format!("root {:?} of a group of {size} over {axis}", op.int("root"));
+            let message = format!("root {:?} of a group of {size} over {group}", op.int("root"));
             Some(say::refuse(&T0310, p, i, message))
         }
         Opcode::Send | Opcode::Recv => {
             let key = if op.opcode == Opcode::Send { "to" } else { "from" };
-            let message = format!("{name} {key} position {:?} of {axis}, which has {size}", op.int(key));
+            let message = format!("{name} {key} position {:?} of {group}, which has {size}", op.int(key));
             position(key).is_none().then(|| say::refuse(&T0309, p, i, message))
         }
         _ => None,

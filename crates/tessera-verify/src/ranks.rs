@@ -4,9 +4,8 @@ use std::collections::{BTreeMap, HashMap};
 
 use tessera_base::{Code, Diagnostic, Step};
 use tessera_ir::{Opcode, Program, RoleRanks};
-use tessera_mesh::{Mesh, Rank};
+use tessera_mesh::{Group, Mesh, Rank};
 
-use crate::group::{Group, MeshGroup};
 use crate::meet::{Edges, Line, Meetings, Script};
 use crate::order::Order;
 use crate::say;

@@ -116,6 +116,10 @@ fn header(p: &Program, out: &mut Diagnostics) {
             ));
         }
     }
+    let outside = p.mesh.outside();
+    if let Some(at) = tessera_ir::rules::role_outside(&p.role).filter(|at| *at >= outside) {
+        bad(format!("role {} stands for rank {at} of those outside the mesh, which are {outside}", p.role));
+    }
     if p.dialect == Dialect::Role && p.role.is_empty() {
         bad("a program of the tile dialect names no role".to_string());
     }
@@ -140,6 +144,9 @@ fn type_form(t: &Type, mesh: &Mesh) -> Result<(), String> {
         return Err(format!("{:?} has more than {ELEMENTS_MAX} elements", t.shape));
     }
     for axis in mesh.axes() {
+        if let Some(w) = t.layout.on(axis).ways().filter(|w| !mesh.cuts(axis, *w)) {
+            return Err(format!("blocks of {w} positions on {axis} of {}", mesh.size(axis)));
+        }
         let AxisLayout::Shard(s) = t.layout.on(axis) else { continue };
         if s.dim >= t.shape.len() {
             return Err(format!("sharded over dim {} of {} dims", s.dim, t.shape.len()));

@@ -4,9 +4,8 @@ use std::fmt::Write;
 
 use tessera_base::Code;
 use tessera_ir::{DType, Op, Opcode, Program, Type};
-use tessera_mesh::{Axis, AxisLayout, Layout, Reduction};
+use tessera_mesh::{Axis, AxisLayout, Group, Layout, Reduction};
 
-use crate::group::{Group, OpGroup};
 use crate::sequence;
 
 /// What a rank's collectives come to in one phase.

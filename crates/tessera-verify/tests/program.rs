@@ -177,7 +177,7 @@ fn t0317_partial_values_do_not_escape() {
         let p = block("stage0", two(), 1);
         changed(&p, |p| {
             let w = p.ops[0].results[0].0 as usize;
-            p.values[w].ty = f32s(&[4, 4]).on(Axis::Tp, AxisLayout::Partial(reduction));
+            p.values[w].ty = f32s(&[4, 4]).on(Axis::Tp, AxisLayout::partial(reduction));
         })
     };
     assert!(codes(&max(Reduction::Max)).contains(&"T0317"), "a source is never partial");
@@ -386,9 +386,17 @@ fn any_damage_is_answered() {
                 answers += changed(&p, |p| p.values[v].ty.shape = shape).len();
             }
         }
-        let layouts = [shard(0), shard(usize::MAX), AxisLayout::Partial(Reduction::Tree)];
+        let blocks = Shard { dim: 0, uneven: None, ways: Some(u32::MAX) };
+        let layouts = [
+            shard(0),
+            shard(usize::MAX),
+            AxisLayout::partial(Reduction::Tree),
+            AxisLayout::Shard(blocks),
+            AxisLayout::Partial { reduction: Reduction::Sum, ways: Some(0) },
+        ];
         let uneven = [(0, 0), (5, 1), (u64::MAX, 1), (1 << 46, 1 << 45)]
-            .map(|(extent, unit)| AxisLayout::Shard(Shard { dim: 0, uneven: Some(Uneven { extent, unit }) }));
+            .map(|(extent, unit)| Shard { dim: 0, uneven: Some(Uneven { extent, unit }), ways: None })
+            .map(AxisLayout::Shard);
         for l in layouts.into_iter().chain(uneven) {
             answers += changed(&p, |p| p.values[v].ty.layout = p.values[v].ty.layout.with(Axis::Tp, l)).len();
         }

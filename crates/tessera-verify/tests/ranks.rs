@@ -459,3 +459,45 @@ fn a_rank_that_departs_is_named_with_its_place_and_field() {
     });
     says(&short, "T0307", &["rank 3 lacks broadcast over tp of f32[8] at position 3"]);
 }
+
+#[test]
+fn t0337_ranks_outside_the_mesh_play_their_own_roles() {
+    let m = mesh("tp=2,outside=1");
+    let program = |role: &str| done(builder(role, m));
+    let check = |names: [(&str, &[u32]); 2]| {
+        let roles = names.map(|(role, ranks)| RoleRanks {
+            role: role.into(),
+            ranks: ranks.iter().map(|r| Rank(*r)).collect(),
+        });
+        check_phase(&m, &roles, &phase(names.map(|(role, _)| program(role)).into()))
+    };
+    clean(&check([("leader@out0", &[0]), ("r", &[1, 2])]));
+    only(&check([("leader", &[0]), ("r", &[1, 2])]), "T0337");
+    only(&check([("leader@out0", &[0, 1]), ("r", &[2])]), "T0337");
+}
+
+#[test]
+fn blocks_and_the_world_are_groups_of_their_own() {
+    let m = mesh("tp=4,outside=1");
+    let run = |ways: [Option<i64>; 2], root: i64| {
+        let programs = (0..5).map(|r: usize| {
+            let mut b = builder(&if r == 0 { "leader@out0".into() } else { format!("r{r}@tp{}", r - 1) }, m);
+            let x = b.input("x", f32s(&[4]));
+            b.attr("axis", "world").attr("root", if r == 3 { root } else { 0 }).op(Opcode::Broadcast, &[x]);
+            if r > 0 {
+                b.attr("axis", "tp").attr("root", 0i64);
+                if let Some(w) = ways[usize::from(r > 2)] {
+                    b.attr("ways", w);
+                }
+                b.op(Opcode::Broadcast, &[x]);
+            }
+            done(b)
+        });
+        judge(programs.collect())
+    };
+    clean(&run([None, None], 0));
+    clean(&run([Some(2), Some(2)], 0));
+    only(&run([None, None], 1), "T0305");
+    // Half of the ranks call over the axis, half over its blocks.
+    only(&run([Some(2), None], 0), "T0307");
+}

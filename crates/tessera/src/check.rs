@@ -4,7 +4,7 @@ use std::path::Path;
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_ir::{Phase, Program, RoleRanks, Slots, digest, is_fragment, parse_all, parse_fragment};
-use tessera_mesh::{Axis, Mesh, Rank};
+use tessera_mesh::Mesh;
 use tessera_verify::{check_phase, check_program};
 
 use crate::files::read_text;
@@ -22,7 +22,8 @@ pub static T0026: Code = Code {
     title: "ranks of a phase were not compared",
     page: "A file's programs can be judged across ranks only when every rank of their mesh plays one of them. The name of a \
 role says which ranks play it: `role(a@tp1)` begins at position 1 of tp and goes on to the next role that names tp; a name \
-without coordinates means every rank. Here a rank has no role, or a role has no rank, so each program was judged by \
+without coordinates means every rank of the mesh. Where ranks stand outside the mesh, `role(a@out0)` begins at the first \
+of them likewise, and they play no other role. Here a rank has no role, or a role has no rank, so each program was judged by \
 itself only: whether the ranks would wait for each other is not known. Put the programs of all roles into one file, or \
 check a plan's folder, which lists the ranks of each role.",
 };
@@ -120,30 +121,16 @@ fn judge(programs: &[Program]) -> Diagnostics {
 
 /// Which ranks play each program of a phase, or why that is not clear.
 fn cast(mesh: &Mesh, phase: &[&Program]) -> Result<Vec<RoleRanks>, String> {
-    let mut roles: Vec<RoleRanks> =
-        phase.iter().map(|p| RoleRanks { role: p.role.clone(), ranks: Vec::new() }).collect();
-    for rank in mesh.iter() {
-        let found = phase.iter().position(|p| plays(&p.role, mesh, rank, phase));
-        let Some(found) = found else { return Err(format!("no program for rank {rank}")) };
-        roles[found].ranks.push(rank);
+    let names: Vec<&str> = phase.iter().map(|p| p.role.as_str()).collect();
+    let roles = RoleRanks::by_name(mesh, &names);
+    let played: std::collections::BTreeSet<_> = roles.iter().flat_map(|r| &r.ranks).collect();
+    if let Some(rank) = mesh.iter().find(|r| !played.contains(r)) {
+        return Err(format!("no program for rank {rank}"));
     }
     match roles.iter().find(|r| r.ranks.is_empty()) {
         Some(idle) => Err(format!("no rank for role {}", idle.role)),
         None => Ok(roles),
     }
-}
-
-/// Whether a rank plays a role by its name: `r@tp1` begins at position 1 of tp and goes on to the next such role.
-fn plays(role: &str, mesh: &Mesh, rank: Rank, phase: &[&Program]) -> bool {
-    let place = |role: &str, axis: Axis| {
-        role.split('@').skip(1).find_map(|p| p.strip_prefix(axis.name()).and_then(|k| k.parse::<u32>().ok()))
-    };
-    mesh.axes().all(|axis| {
-        let Some(from) = place(role, axis) else { return true };
-        let at = mesh.coord_of(rank).on(axis);
-        let next = phase.iter().filter_map(|p| place(&p.role, axis)).filter(|k| *k > from).min();
-        at >= from && next.is_none_or(|n| at < n)
-    })
 }
 
 #[cfg(test)]
@@ -165,6 +152,22 @@ mod tests {
         let half = check(STAGE1);
         assert!(half.verified());
         assert_eq!(half.diagnostics[0].code, &T0026);
+    }
+
+    #[test]
+    fn ranks_outside_the_mesh_need_a_role_of_their_own() {
+        let program = |role: &str| {
+            format!(
+                "program @p role({role}) mesh(tp=2, outside=1) {{\n  %x = input : f32[3]\n  output \"x\", %x\n}}\n"
+            )
+        };
+        let both = check(&format!("{}{}", program("r"), program("leader@out0")));
+        assert!(both.diagnostics.is_empty(), "{:#?}", both.diagnostics);
+        let mesh_alone = check(&program("r"));
+        assert_eq!(mesh_alone.diagnostics[0].code, &T0026);
+        assert!(mesh_alone.diagnostics[0].message.ends_with("no program for rank 0"));
+        // The name stands for a rank that there is not.
+        assert!(!check(&program("leader@out1")).verified());
     }
 
     #[test]

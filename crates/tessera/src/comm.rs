@@ -10,7 +10,7 @@ use tessera_base::{Code, Diagnostic};
 use tessera_cpu::Group;
 use tessera_cpu::arena::{Arena, ArenaLayout};
 use tessera_ir::{Opcode, Program};
-use tessera_mesh::{Axis, Rank};
+use tessera_mesh::{Axis, Group as Members, Rank};
 use tessera_verify::SealedPlan;
 
 /// Shared memory that cannot be had.
@@ -104,7 +104,11 @@ fn program_needs(p: &Program) -> BTreeMap<(Axis, Option<u32>), Need> {
         {
             b.open.remove(&at);
         }
-        let Some(axis) = op.axis().filter(|_| op.opcode.is_collective()) else { continue };
+        // The backend refuses what is over anything but a whole axis.
+        let Some(Members::Axis { axis, ways: None }) = op.group() else { continue };
+        if !op.opcode.is_collective() {
+            continue;
+        }
         let peer = op.int("to").or(op.int("from"));
         let group = (axis, peer.map(|k| u32::try_from(k).unwrap_or(0)));
         let b = begun.entry(group).or_default();

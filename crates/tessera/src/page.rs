@@ -105,7 +105,7 @@ fn plan_view(plan: &Plan) -> PlanView {
             programs.push(ProgramView { name: format!("{phase} · {}", role.role), text: print(p) });
             let mut own: BTreeMap<(usize, String, String), (u64, u64)> = BTreeMap::new();
             for (_, op) in p.collectives() {
-                let axis = op.axis().map_or(String::new(), |a| a.name().to_string());
+                let axis = op.group().map_or(String::new(), |g| g.to_string());
                 let row = own.entry((i, op.opcode.name().to_string(), axis)).or_default();
                 *row = (row.0 + 1, row.1 + cost(p, op).wire.0);
             }

@@ -44,7 +44,7 @@ pub struct Summary {
 pub struct RankSummary {
     /// The rank.
     pub rank: u32,
-    /// Position on each axis of more than one rank, such as `tp=1, pp=0`.
+    /// Position on each axis of more than one rank, such as `tp=1, pp=0`; `outside` for a rank outside the mesh.
     pub coordinates: String,
     /// Role it plays.
     pub role: String,
@@ -78,7 +78,7 @@ pub struct PhaseSummary {
 pub struct CollectiveSummary {
     /// Op, such as `all_to_all`.
     pub op: String,
-    /// Mesh axis.
+    /// What it is over: a mesh axis, blocks of one (`tp/2`) or `world`.
     pub axis: String,
     /// How many the rank that has most of them issues.
     pub count: u64,
@@ -144,7 +144,7 @@ fn rank(plan: &Plan, rank: Rank) -> RankSummary {
     let bytes = |f: fn(&tessera_verify::RoleMemory) -> u64| memory.as_ref().map_or(0, f);
     RankSummary {
         rank: rank.0,
-        coordinates: coordinates.join(", "),
+        coordinates: if mesh.contains(rank) { coordinates.join(", ") } else { "outside".to_string() },
         role: sealed.role_of(rank).map_or(String::new(), |i| sealed.roles()[i].role.clone()),
         device: sealed.rank_map().device(rank).unwrap_or_default().to_string(),
         weights_bytes: bytes(|m| m.weights.0),
@@ -164,7 +164,7 @@ fn phase(plan: &Plan, name: &str) -> PhaseSummary {
         let mut own: Vec<CollectiveSummary> = Vec::new();
         for (_, op) in program.collectives() {
             let name = op.opcode.name().trim_start_matches("collective.").to_string();
-            let axis = op.axis().map_or(String::new(), |a| a.to_string());
+            let axis = op.group().map_or(String::new(), |g| g.to_string());
             let bytes = cost(program, op).wire.0;
             let at = position(&mut own, name, axis);
             own[at].count += 1;

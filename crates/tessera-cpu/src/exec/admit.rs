@@ -3,7 +3,7 @@
 
 use tessera_device::{CallData, Fault, Scalar, T0802};
 use tessera_ir::{DType, Op, Opcode, Program, ValueId};
-use tessera_mesh::{AxisLayout, Reduction};
+use tessera_mesh::{AxisLayout, Group, Reduction};
 
 use crate::kernels::MAX_HEAD;
 
@@ -24,6 +24,10 @@ pub(super) fn unsupported(p: &Program, op: &Op) -> Option<String> {
         let dims = p.ty(op.operands[operand]).shape.len();
         (dims > 2).then(|| format!("pieces of a tensor of {dims} dims"))
     };
+    if op.attrs.contains_key("axis") && !matches!(op.group(), Some(Group::Axis { ways: None, .. })) {
+        let over = op.group().map_or("no group".to_string(), |g| g.to_string());
+        return Some(format!("{} over {over} (groups here are whole axes of the mesh)", op.opcode.name()));
+    }
     match op.opcode {
         Opcode::Renoise if first_sharded_by_columns() => Some("noise for a value cut by columns".into()),
         Opcode::Matmul if !matches!(op.int("segments").unwrap_or(1), 1 | 2 | 4 | 8) => {

@@ -178,7 +178,7 @@ fn roundings(cast: &[&Program]) -> f64 {
                 Opcode::Pad | Opcode::Compact | Opcode::TakeShard => continue,
                 Opcode::SpaceTimeToDepth | Opcode::DepthToSpaceTime => continue,
                 Opcode::AllReduce | Opcode::ReduceScatter => {
-                    op.axis().map_or(1, |a| u64::from(p.mesh.size(a)))
+                    op.group().map_or(1, |g| u64::from(p.mesh.group_size(g)))
                 }
                 Opcode::Matmul | Opcode::LayerNorm | Opcode::NormModulate => extent(0, 1),
                 Opcode::RmsNorm | Opcode::RowSquareSum => extent(0, 1),

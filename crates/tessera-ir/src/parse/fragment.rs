@@ -59,7 +59,7 @@ pub fn parse_fragment(text: &str, file: &str) -> Result<Fragment, Diagnostics> {
 const FIRST_OP_CHARS_MAX: usize = 1 << 16;
 
 fn parser<'a>(text: &'a str, file: &'a str) -> Parser<'a> {
-    Parser { text, file, tokens: lex(text), at: 0, found: Vec::new() }
+    Parser { text, file, tokens: lex(text), at: 0, found: Vec::new(), definitions: Vec::new() }
 }
 
 impl Parser<'_> {

@@ -6,7 +6,7 @@ use tessera_base::{Span, choices, nearest};
 
 use super::branch::{NO_BRANCHES, is_branch};
 use super::{Parsed, Parser, T0203, T0204, T0205, Written};
-use crate::rules::infer;
+use crate::rules::infer_with;
 use crate::{BufferId, Op, OpRow, Opcode, Program, StreamId, Type, Value, ValueId};
 
 /// What is known of a name: the value, or nothing where its op was refused; and where it was defined.
@@ -113,7 +113,7 @@ impl Parser<'_> {
             span: Some(w.span),
         };
         let written: Vec<Type> = w.types.iter().map(|(t, _)| t.clone()).collect();
-        let types = infer(p, &op, &written).map_err(|e| {
+        let types = infer_with(p, &op, &written, &self.definitions).map_err(|e| {
             let m = format!("{}: {}", row.name, e.message);
             self.error(e.code, m, "refused", w.op_span)
         })?;
@@ -133,6 +133,9 @@ impl Parser<'_> {
             return Err(d);
         }
         op.results = (0..types.len()).map(|i| ValueId((p.values.len() + i) as u32)).collect();
+        // Values without an op are results of refused ones.
+        self.definitions.resize(p.values.len(), None);
+        self.definitions.extend(types.iter().map(|_| Some(p.ops.len())));
         p.ops.push(op);
         Ok(Some(types))
     }

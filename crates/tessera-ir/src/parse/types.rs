@@ -2,7 +2,7 @@
 
 use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, MeshError, Reduction, Shard, Uneven};
 
-use super::{Parsed, Parser, T0201};
+use super::{Parsed, Parser, T0201, Tok};
 use crate::{DType, Type};
 use tessera_base::Span;
 
@@ -55,8 +55,9 @@ impl Parser<'_> {
                     self.at -= 1;
                     return self.expected("sum, tree or max");
                 };
+                let ways = if self.eat(',') { Some(self.ways()?) } else { None };
                 self.need(')')?;
-                AxisLayout::Partial(r)
+                AxisLayout::Partial { reduction: r, ways }
             }
             _ => {
                 self.at -= 1;
@@ -66,12 +67,29 @@ impl Parser<'_> {
         Ok((axis, on, self.since(start)))
     }
 
+    /// `ways=2`: positions of a block of the axis.
+    fn ways(&mut self) -> Parsed<u32> {
+        if !self.eat_word("ways") {
+            return self.expected("ways=…");
+        }
+        self.need('=')?;
+        let n = self.natural("a number of positions")?;
+        Ok(u32::try_from(n).unwrap_or(u32::MAX))
+    }
+
     fn shard(&mut self) -> Parsed<Shard> {
         let start = self.span();
         let dim = self.natural("a tensor dim")? as usize;
-        let (mut of, mut unit) = (None, None);
+        let (mut of, mut unit, mut ways) = (None, None, None);
         while self.eat(',') {
-            let key = self.word("of=… or unit=…")?;
+            if ways.is_some() {
+                return self.expected("`)`: ways= stands last");
+            }
+            if matches!(self.peek(), Some(Tok::Word(w)) if w == "ways") {
+                ways = Some(self.ways()?);
+                continue;
+            }
+            let key = self.word("of=…, unit=… or ways=…")?;
             self.need('=')?;
             let n = self.natural("a whole number")?;
             match key.as_str() {
@@ -81,7 +99,7 @@ impl Parser<'_> {
                     return Err(self.error(
                         &T0201,
                         format!("`{key}` in a shard"),
-                        "of= or unit=",
+                        "of=, unit= or ways=",
                         self.since(start),
                     ));
                 }
@@ -89,9 +107,9 @@ impl Parser<'_> {
         }
         self.need(')')?;
         match (of, unit) {
-            (None, None) => Ok(Shard { dim, uneven: None }),
+            (None, None) => Ok(Shard { dim, uneven: None, ways }),
             (Some(extent), unit) => {
-                Ok(Shard { dim, uneven: Some(Uneven { extent, unit: unit.unwrap_or(1) }) })
+                Ok(Shard { dim, uneven: Some(Uneven { extent, unit: unit.unwrap_or(1) }), ways })
             }
             (None, Some(_)) => {
                 Err(self.error(&T0201, "unit= without of=", "an even shard needs neither", self.since(start)))

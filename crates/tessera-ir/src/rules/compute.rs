@@ -50,8 +50,8 @@ impl Cx<'_> {
     pub(super) fn partial_of(&self, s: Shard) -> Option<AxisLayout> {
         use tessera_mesh::Reduction::{Sum, Tree};
         match (segments_tree(self.op), s.uneven) {
-            (false, _) => Some(AxisLayout::Partial(Sum)),
-            (true, None) => Some(AxisLayout::Partial(Tree)),
+            (false, _) => Some(AxisLayout::Partial { reduction: Sum, ways: s.ways }),
+            (true, None) => Some(AxisLayout::Partial { reduction: Tree, ways: s.ways }),
             (true, Some(_)) => None,
         }
     }
@@ -161,7 +161,7 @@ impl Cx<'_> {
             R => Some(R),
             S(s) if s.dim == 0 => Some(S(s)),
             S(s) => self.partial_of(s),
-            Partial(_) => None,
+            Partial { .. } => None,
         })?;
         Ok(Type { dtype: DType::F32, shape: vec![n, self.x.len() as u64], layout })
     }

@@ -20,7 +20,7 @@ pub fn i64s() -> Type {
 }
 
 pub fn shard(dim: usize) -> AxisLayout {
-    AxisLayout::Shard(Shard { dim, uneven: None })
+    AxisLayout::Shard(Shard { dim, uneven: None, ways: None })
 }
 
 pub fn builder(role: &str, mesh: Mesh) -> Builder {
