@@ -42,7 +42,11 @@ pub(crate) fn check(w: &impl Witness, held: impl FnOnce() -> Vec<Edges>) -> Diag
     if let Some(circle) = m.circle(&held()) {
         return vec![report(w, &T0311, &circle)];
     }
-    m.circle(&m.host_order()).map(|circle| report(w, &T0312, &circle)).into_iter().collect()
+    match m.circle(&m.host_order()) {
+        Some(circle) => vec![report(w, &T0312, &circle)],
+        // Whoever does not complete is refused, even where nobody can be named.
+        None => vec![Diagnostic::error(&T0311, "some collective never completes, and no circle explains it")],
+    }
 }
 
 fn report(w: &impl Witness, code: &'static Code, circle: &[Hold]) -> Diagnostic {

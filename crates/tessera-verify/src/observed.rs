@@ -104,9 +104,12 @@ impl Traces {
         Traces::default()
     }
 
-    /// A group by name and members (ascending world ranks). Groups of one name and other members are two groups.
+    /// A group by name and members, world ranks in ascending order. Groups of one name and other members are two groups.
     pub fn group(&mut self, name: &str, ranks: &[u32]) -> GroupId {
-        let key = (name.to_string(), ranks.to_vec());
+        let mut ranks = ranks.to_vec();
+        ranks.sort_unstable();
+        ranks.dedup();
+        let key = (name.to_string(), ranks);
         let next = self.groups.len() as u32;
         let id = *self.known_groups.entry(key.clone()).or_insert(next);
         if id == next {

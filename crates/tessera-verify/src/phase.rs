@@ -165,6 +165,13 @@ fn peers(ranks: &Ranks<'_>) -> Diagnostics {
                 continue;
             }
             let size = ranks.mesh.group_size(group);
+            let astray = ranks.roles[role].ranks.iter().find(|r| ranks.mesh.position(**r, group).is_none());
+            if let Some(r) = astray {
+                let message =
+                    format!("{} over {group} by rank {r}, which is in no such group", op.opcode.name());
+                out.push(say::refuse(&T0337, p, i, message));
+                continue;
+            }
             if size < 2 {
                 let message = format!("{} over {group} of one rank", op.opcode.name());
                 out.push(say::refuse(&program::T0310, p, i, message));
