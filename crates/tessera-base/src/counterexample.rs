@@ -6,6 +6,7 @@ use crate::Span;
 
 /// Proof that ranks would hang or take bytes for something else.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(clippy::large_enum_variant, reason = "a diagnostic boxes it as a whole")]
 pub enum Counterexample {
     /// Each link waits for the one before it, the first for the last.
     Circle(Vec<Link>),

@@ -1,6 +1,6 @@
 //! One diagnostic, three renderings: text for a person, one JSON line for a program, a GitHub annotation.
 
-use crate::{Diagnostic, Place, Severity};
+use crate::{Counterexample, Diagnostic, Link, Mismatch, Severity, Span, Step};
 
 /// How to write diagnostics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -38,9 +38,13 @@ fn word(s: Severity) -> &'static str {
 }
 
 /// 1-based line and column, and the line itself.
-fn locate(place: &Place, source: &dyn Fn(&str) -> Option<String>) -> Option<(usize, usize, String)> {
-    let span = place.span?;
-    let text = source(&place.at)?;
+fn locate(
+    at: &str,
+    span: Option<Span>,
+    source: &dyn Fn(&str) -> Option<String>,
+) -> Option<(usize, usize, String)> {
+    let span = span?;
+    let text = source(at)?;
     let start = span.start.min(text.len());
     let before = text.get(..start)?;
     let line = before.matches('\n').count();
@@ -50,18 +54,37 @@ fn locate(place: &Place, source: &dyn Fn(&str) -> Option<String>) -> Option<(usi
 
 /// A person reads no more notes than this; JSON has them all.
 const TEXT_NOTES: usize = 40;
+/// A person sees no more of a line than this many characters around the place.
+const TEXT_LINE: usize = 200;
+
+/// The part of a long line around byte `start`, and how many bytes were cut off before it.
+fn around(code: &str, start: usize) -> (&str, usize) {
+    if code.len() <= TEXT_LINE {
+        return (code, 0);
+    }
+    let mut from = start.saturating_sub(TEXT_LINE / 4).min(code.len());
+    while !code.is_char_boundary(from) {
+        from -= 1;
+    }
+    let rest = &code[from..];
+    let end = rest.char_indices().nth(TEXT_LINE).map_or(rest.len(), |(i, _)| i);
+    (&rest[..end], from)
+}
 
 fn text(d: &Diagnostic, source: &dyn Fn(&str) -> Option<String>) -> String {
     let mut out = format!("{}[{}]: {}\n", word(d.severity), d.code.id, d.message);
     for p in &d.places {
-        match locate(p, source) {
+        match locate(&p.at, p.span, source) {
             Some((line, column, code)) => {
-                let width = p.span.map_or(1, |s| s.end.saturating_sub(s.start));
-                let width = width.clamp(1, code.len().saturating_sub(column - 1).max(1));
+                let (shown, cut) = around(&code, column - 1);
+                let (before, marked) = shown.split_at_checked(column - 1 - cut).unwrap_or((shown, ""));
+                let length = p.span.map_or(1, |s| s.end.saturating_sub(s.start));
+                let marked = marked.char_indices().take_while(|(i, _)| *i < length);
+                let (indent, width) = (before.chars().count(), marked.count().max(1));
                 let gutter = " ".repeat(line.to_string().len());
                 out += &format!("{gutter}--> {}:{line}:{column}\n", p.at);
-                out += &format!("{line} | {code}\n");
-                out += &format!("{gutter} | {}{} {}\n", " ".repeat(column - 1), "^".repeat(width), p.says);
+                out += &format!("{line} | {shown}\n");
+                out += &format!("{gutter} | {}{} {}\n", " ".repeat(indent), "^".repeat(width), p.says);
             }
             None => out += &format!("  at {}: {}\n", p.at, p.says),
         }
@@ -83,27 +106,75 @@ fn json(d: &Diagnostic, source: &dyn Fn(&str) -> Option<String>) -> String {
         .places
         .iter()
         .map(|p| {
-            let position = locate(p, source)
+            let position = locate(&p.at, p.span, source)
                 .map_or(String::new(), |(line, column, _)| format!(",\"line\":{line},\"column\":{column}"));
             format!("{{\"at\":{},\"says\":{}{position}}}", quote(&p.at), quote(&p.says))
         })
         .collect();
     let notes: Vec<String> = d.notes.iter().map(|n| quote(n)).collect();
     format!(
-        "{{\"code\":\"{}\",\"severity\":\"{}\",\"message\":{},\"places\":[{}],\"notes\":[{}],\"hint\":{}}}\n",
+        "{{\"code\":\"{}\",\"severity\":\"{}\",\"message\":{},\"places\":[{}],\"notes\":[{}],\"hint\":{},\"counterexample\":{}}}\n",
         d.code.id,
         word(d.severity),
         quote(&d.message),
         places.join(","),
         notes.join(","),
         d.hint.as_deref().map_or("null".to_string(), quote),
+        d.counterexample.as_deref().map_or("null".to_string(), |c| counterexample(c, source)),
+    )
+}
+
+fn counterexample(c: &Counterexample, source: &dyn Fn(&str) -> Option<String>) -> String {
+    match c {
+        Counterexample::Circle(links) => {
+            let link = |l: &Link| {
+                format!(
+                    "{{\"rank\":{},\"holds\":{},\"wants\":{}}}",
+                    l.rank,
+                    step(&l.holds, source),
+                    step(&l.wants, source)
+                )
+            };
+            let links: Vec<String> = links.iter().map(link).collect();
+            format!("{{\"kind\":\"circle\",\"links\":[{}]}}", links.join(","))
+        }
+        Counterexample::Mismatch(Mismatch { group, position, field, sides }) => {
+            let sides = sides.each_ref().map(|(rank, call)| {
+                let call = call.as_ref().map_or("null".to_string(), |s| step(s, source));
+                format!("{{\"rank\":{rank},\"call\":{call}}}")
+            });
+            format!(
+                "{{\"kind\":\"mismatch\",\"group\":{},\"position\":{position},\"field\":{},\"sides\":[{}]}}",
+                quote(group),
+                quote(field),
+                sides.join(",")
+            )
+        }
+    }
+}
+
+fn step(s: &Step, source: &dyn Fn(&str) -> Option<String>) -> String {
+    let ranks: Vec<String> = s.ranks.iter().map(u32::to_string).collect();
+    let null = || "null".to_string();
+    let line = s.source.as_ref().and_then(|(at, span)| locate(at, Some(*span), source));
+    format!(
+        "{{\"what\":{},\"op\":{},\"dtype\":{},\"shape\":{},\"ranks\":[{}],\"stream\":{},\"index\":{},\"file\":{},\"line\":{}}}",
+        quote(&s.what),
+        quote(&s.op),
+        quote(&s.dtype),
+        quote(&s.shape),
+        ranks.join(","),
+        quote(&s.stream),
+        s.index,
+        s.source.as_ref().map_or_else(null, |(at, _)| quote(at)),
+        line.map_or_else(null, |(line, _, _)| line.to_string()),
     )
 }
 
 fn github(d: &Diagnostic, source: &dyn Fn(&str) -> Option<String>) -> String {
     let escape = |s: &str| s.replace('%', "%25").replace('\r', "%0D").replace('\n', "%0A");
     let place = d.places.first();
-    let position = place.map_or(String::new(), |p| match locate(p, source) {
+    let position = place.map_or(String::new(), |p| match locate(&p.at, p.span, source) {
         Some((line, column, _)) => format!("file={},line={line},col={column},", p.at),
         None => String::new(),
     });
@@ -170,6 +241,65 @@ mod tests {
     fn json_is_one_line_and_escaped() {
         let out = render(&sample(), Format::Json, &|_| None);
         assert_eq!(out.matches('\n').count(), 1);
-        assert!(out.contains(r#""says":"says \"no\"""#));
+        assert!(out.contains(r#""says":"says \"no\"""#) && out.ends_with(",\"counterexample\":null}\n"));
+    }
+
+    fn call(op: &str, span: Option<Span>) -> Step {
+        Step {
+            what: format!("{op} over \"tp\""),
+            op: op.into(),
+            dtype: "bf16".into(),
+            shape: "[4, 8]".into(),
+            ranks: vec![0, 1],
+            stream: "comm".into(),
+            index: 3,
+            source: span.map(|s| ("a.tir".into(), s)),
+        }
+    }
+
+    #[test]
+    fn json_has_the_circle_with_lines_where_the_text_is_at_hand() {
+        let holds = call("recv", Some(Span { start: 6, end: 9 }));
+        let link = Link { rank: 7, holds, wants: call("send", None) };
+        let d = sample().proof(Counterexample::Circle(vec![link]));
+        let held = |line: &str| {
+            format!(
+                "\"counterexample\":{{\"kind\":\"circle\",\"links\":[{{\"rank\":7,\"holds\":{{\"what\":\"recv over \\\"tp\\\"\",\
+                 \"op\":\"recv\",\"dtype\":\"bf16\",\"shape\":\"[4, 8]\",\"ranks\":[0,1],\"stream\":\"comm\",\"index\":3,\
+                 \"file\":\"a.tir\",\"line\":{line}}},\"wants\":{{"
+            )
+        };
+        let out = render(&d, Format::Json, &|_| Some("first\nsec\n".into()));
+        assert!(out.contains(&held("2")), "{out}");
+        assert!(out.ends_with("\"index\":3,\"file\":null,\"line\":null}}]}}\n"), "{out}");
+        assert!(render(&d, Format::Json, &|_| None).contains(&held("null")));
+        assert_eq!(out.matches('\n').count(), 1);
+    }
+
+    #[test]
+    fn json_has_both_sides_of_a_mismatch() {
+        let d = sample().proof(Counterexample::Mismatch(Mismatch {
+            group: "tp of ranks 0, 1".into(),
+            position: 4,
+            field: "dtype".into(),
+            sides: [(0, Some(call("send", None))), (1, None)],
+        }));
+        let out = render(&d, Format::Json, &|_| None);
+        let head = "{\"kind\":\"mismatch\",\"group\":\"tp of ranks 0, 1\",\"position\":4,\"field\":\"dtype\",\"sides\":[{\"rank\":0,\"call\":{\"what\"";
+        assert!(out.contains(head), "{out}");
+        assert!(out.ends_with("{\"rank\":1,\"call\":null}]}}\n"), "{out}");
+        // A person reads places; the facts are for programs.
+        assert_eq!(render(&d, Format::Text, &|_| None), render(&sample(), Format::Text, &|_| None));
+    }
+
+    #[test]
+    fn text_shows_the_part_of_a_long_line_that_matters() {
+        let mut line = "é".repeat(5000);
+        line += "here";
+        let start = line.len() - 4;
+        let d = Diagnostic::error(&C, "m").at_span("a", "this", Span { start, end: start + 4 });
+        let out = render(&d, Format::Text, &|_| Some(line.clone()));
+        assert!(out.len() < 1000 && out.contains("here\n") && out.contains("^^^^ this"), "{out}");
+        assert!(out.contains(&format!("a:1:{}", start + 1)), "{out}");
     }
 }

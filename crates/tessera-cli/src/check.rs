@@ -1,11 +1,13 @@
-//! `tessera check`: judges plans' folders and program files again.
+//! `tessera check`: judges plans' folders, program files, and traces of collectives.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::ValueEnum;
 use tessera::Plan;
-use tessera::check::check_file;
-use tessera_base::Format;
+use tessera::check::{T0026, check_file};
+use tessera::drawings::Drawings;
+use tessera::trace::{self, check_trace};
+use tessera_base::{Diagnostic, Diagnostics, Format};
 
 use crate::say::{DIAGNOSED, Outcome, diagnostics, out};
 
@@ -13,22 +15,30 @@ const EXAMPLES: &str = "\
 Examples:
   tessera check my-plan
   tessera check filetests/check/pipeline.tir my-plan/programs/*.tir
-  tessera check my-plan --format github        annotations in a workflow
+  tessera check trace/rank-*.jsonl            what ranks of any program launched
+  tessera check my-plan --svg why             draws each counterexample, as why/T0311-1.svg
+  tessera check my-plan --format github       annotations in a workflow
 
-A folder is a plan: it must be the one that was sealed. A file holds programs: each is judged alone, and all ranks
-together where every rank has a program. Exit status 1 when anything is refused.";
+A folder with seal.json is a plan: it must be the one that was sealed. A .tir file holds programs: each is judged alone,
+and all ranks together where every rank has a program. A trace is one .jsonl file per rank: the .jsonl files named
+together are one trace, and so is a folder of them (docs/guides/trace-door.md). Exit status 1 when anything is refused;
+warnings refuse nothing.";
 
-/// Judge plans and programs: would the ranks wait for each other, drift, or run out of memory?
+/// Judge plans, programs and traces: would the ranks wait for each other, drift, or run out of memory?
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Folders of plans, and .tir files
+    /// Folders of plans or traces, .tir files, and .jsonl files
     #[arg(required = true, value_name = "PATH")]
     pub paths: Vec<PathBuf>,
 
     /// How to print
     #[arg(long, value_enum, default_value_t)]
     pub format: CheckFormat,
+
+    /// Folder for drawings of counterexamples; drawings of the same name are replaced
+    #[arg(long, value_name = "DIR")]
+    pub svg: Option<PathBuf>,
 }
 
 /// `--format` of this verb.
@@ -55,36 +65,150 @@ impl From<CheckFormat> for Format {
 
 /// Runs the verb.
 pub fn run(args: &Args) -> Outcome {
+    let mut drawings = args.svg.as_deref().map(Drawings::create).transpose()?;
     let mut status = 0;
-    for path in &args.paths {
-        match judge(path, args.format.into()) {
-            Some(digest) => out(&verified(path, &digest, args.format))?,
-            None => status = DIAGNOSED,
+    for input in inputs(&args.paths) {
+        let found = judge(&input);
+        diagnostics(&found.diagnostics, args.format.into(), &*found.source);
+        if let Some(drawings) = &mut drawings {
+            for file in drawings.add(&found.diagnostics, &*found.source)? {
+                eprintln!("wrote {}", file.display());
+            }
+        }
+        if found.diagnostics.iter().any(Diagnostic::is_error) {
+            status = DIAGNOSED;
+        } else if let Some(what) = found.verified {
+            out(&verified(&input, &what, args.format))?;
         }
     }
     Ok(status)
 }
 
-fn verified(path: &Path, digest: &str, format: CheckFormat) -> String {
-    let path = path.display().to_string();
-    match format {
-        CheckFormat::Json => {
-            serde_json::json!({"path": path, "verified": true, "digest": digest}).to_string() + "\n"
+/// One thing to judge.
+#[derive(Debug, PartialEq, Eq)]
+enum Input {
+    Plan(PathBuf),
+    Programs(PathBuf),
+    /// What it is called, and its files.
+    Trace(String, Vec<PathBuf>),
+}
+
+/// What the paths name, in their order; loose files of traces stand together where the first of them does.
+fn inputs(paths: &[PathBuf]) -> Vec<Input> {
+    let loose: Vec<PathBuf> = paths.iter().filter(|p| trace::is_trace(p) && !p.is_dir()).cloned().collect();
+    let mut told = false;
+    let mut out = Vec::new();
+    for path in paths {
+        if path.is_dir() {
+            let files = if path.join("seal.json").exists() { None } else { trace::files_of(path).ok() };
+            out.push(match files {
+                Some(files) if !files.is_empty() => Input::Trace(path.display().to_string(), files),
+                _ => Input::Plan(path.clone()),
+            });
+        } else if !trace::is_trace(path) {
+            out.push(Input::Programs(path.clone()));
+        } else if !told {
+            told = true;
+            let first = path.display();
+            let name = match loose.len() {
+                1 => first.to_string(),
+                n => format!("{first} and {} more", n - 1),
+            };
+            out.push(Input::Trace(name, loose.clone()));
         }
-        _ => format!("{path}: verified, digest {digest}\n"),
+    }
+    out
+}
+
+/// Text of a named file, where it is at hand.
+type Source = Box<dyn Fn(&str) -> Option<String>>;
+
+/// What the judge says of an input.
+struct Found {
+    diagnostics: Diagnostics,
+    source: Source,
+    /// Only without errors.
+    verified: Option<Verified>,
+}
+
+enum Verified {
+    Digest(String),
+    /// Programs by themselves; whether their ranks would wait for each other is not known.
+    Alone(String),
+    Trace {
+        ranks: usize,
+        launches: usize,
+        groups: usize,
+    },
+}
+
+fn judge(input: &Input) -> Found {
+    match input {
+        Input::Plan(folder) => {
+            let source = Box::new(|at: &str| std::fs::read_to_string(at).ok());
+            match Plan::read(folder) {
+                Ok(plan) => {
+                    let verified = Some(Verified::Digest(plan.sealed.digest_hex()));
+                    Found { diagnostics: Vec::new(), source, verified }
+                }
+                Err(diagnostics) => Found { diagnostics, source, verified: None },
+            }
+        }
+        Input::Programs(file) => {
+            let checked = check_file(file);
+            let alone = checked.diagnostics.iter().any(|d| d.code == &T0026);
+            let digest = checked.digest.clone().filter(|_| checked.verified());
+            let verified = digest.map(if alone { Verified::Alone } else { Verified::Digest });
+            let (name, text) = (file.display().to_string(), checked.source);
+            let source = Box::new(move |at: &str| (at == name).then(|| text.clone()));
+            Found { diagnostics: checked.diagnostics, source, verified }
+        }
+        Input::Trace(_, files) => {
+            let judged = check_trace(files);
+            let verified = judged.verified().then_some(Verified::Trace {
+                ranks: judged.ranks,
+                launches: judged.launches,
+                groups: judged.groups,
+            });
+            Found { diagnostics: judged.diagnostics, source: Box::new(trace::text), verified }
+        }
     }
 }
 
-/// The digest of what was verified; otherwise why not has been printed.
-fn judge(path: &Path, format: Format) -> Option<String> {
-    if path.is_dir() {
-        let plan = Plan::read(path);
-        let read = |at: &str| std::fs::read_to_string(at).ok();
-        plan.map_err(|ds| diagnostics(&ds, format, &read)).ok().map(|p| p.sealed.digest_hex())
-    } else {
-        let checked = check_file(path);
-        let name = path.display().to_string();
-        diagnostics(&checked.diagnostics, format, &|at| (at == name).then(|| checked.source.clone()));
-        if checked.verified() { checked.digest } else { None }
+fn verified(input: &Input, what: &Verified, format: CheckFormat) -> String {
+    let path = match input {
+        Input::Plan(path) | Input::Programs(path) => path.display().to_string(),
+        Input::Trace(name, _) => name.clone(),
+    };
+    match (what, format) {
+        (Verified::Digest(digest), CheckFormat::Json) => {
+            serde_json::json!({"path": path, "verified": true, "digest": digest}).to_string() + "\n"
+        }
+        (Verified::Digest(digest), _) => format!("{path}: verified, digest {digest}\n"),
+        (Verified::Alone(digest), CheckFormat::Json) => {
+            let line = serde_json::json!({
+                "path": path, "verified": true, "ranks_compared": false, "digest": digest,
+            });
+            line.to_string() + "\n"
+        }
+        (Verified::Alone(digest), _) => {
+            format!("{path}: each program verified by itself, ranks not compared, digest {digest}\n")
+        }
+        (Verified::Trace { ranks, launches, groups }, CheckFormat::Json) => {
+            let line = serde_json::json!({
+                "path": path, "verified": true, "ranks": ranks, "collectives": launches, "groups": groups,
+            });
+            line.to_string() + "\n"
+        }
+        (Verified::Trace { ranks, launches, groups }, _) => format!(
+            "{path}: {}, {}, {}: no hang or mismatch in what was seen\n",
+            plural(*ranks, "rank"),
+            plural(*launches, "collective"),
+            plural(*groups, "group"),
+        ),
     }
+}
+
+fn plural(n: usize, word: &str) -> String {
+    format!("{n} {word}{}", if n == 1 { "" } else { "s" })
 }

@@ -20,7 +20,7 @@ Examples:
 
 /// Where the codes of a range are raised: what the first two digits say.
 const RANGES: &[(&str, &str)] = &[
-    ("T00", "command line, model folders, plan folders"),
+    ("T00", "command line, model folders, plan folders, traces"),
     ("T01", "mesh"),
     ("T02", "program text, types and layouts"),
     ("T03", "the judge"),

@@ -4,6 +4,7 @@
 //! back bytes; the same input gives the same bytes on every machine. Doors write them where they belong.
 
 pub mod apng;
+mod counterexample;
 pub mod html;
 mod markup;
 pub mod mermaid;
@@ -12,6 +13,8 @@ pub mod record;
 mod stats;
 mod svg;
 pub mod timeline;
+
+pub use counterexample::{counterexample, counterexample_with_lines};
 
 use tessera_base::Code;
 

@@ -73,5 +73,11 @@ fn report(w: &impl Witness, code: &'static Code, circle: &[Hold]) -> Diagnostic 
         };
         d = w.at(d, link.rank, circle[n].holds, says);
     }
-    d.hint("give these collectives the same order on every rank named").proof(Counterexample::Circle(links))
+    let pair = |s: &tessera_base::Step| matches!(s.op.as_str(), "send" | "recv");
+    let hint = if links.iter().all(|l| pair(&l.holds) && pair(&l.wants)) {
+        "let one side receive first, or issue each rank's send and receive as one launch (batch = 1)"
+    } else {
+        "give these collectives the same order on every rank named"
+    };
+    d.hint(hint).proof(Counterexample::Circle(links))
 }

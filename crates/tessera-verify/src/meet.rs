@@ -59,11 +59,17 @@ impl Script {
     }
 }
 
+/// A rank of a line, with the channel of its role; `None` where the role never launches there.
+pub(crate) type Member = (u32, Option<u32>);
+
+/// The same by role.
+type RoleChannel = (usize, Option<u32>);
+
 /// Ranks that must launch the same, position by position.
 #[derive(Debug)]
 pub(crate) struct Line {
-    /// Members with the channel of their role; `None` where the role never launches there.
-    pub(crate) members: Vec<(u32, Option<u32>)>,
+    /// Sender and receiver, or a group in order of position.
+    pub(crate) members: Vec<Member>,
     /// A sender and its receiver instead of a group.
     pub(crate) pair: bool,
 }
@@ -98,18 +104,19 @@ impl Meetings {
     }
 
     /// What a member of a line launches on it.
-    pub(crate) fn sequence(&self, member: (u32, Option<u32>)) -> &[u32] {
+    pub(crate) fn sequence(&self, member: Member) -> &[u32] {
         self.script(member.0).on(member.1)
     }
 
     /// Lines whose members do not launch the same, one per set of roles, with how many lines share it.
     pub(crate) fn departures(&self) -> Vec<(usize, usize)> {
-        let mut equal: HashMap<[(usize, Option<u32>); 2], bool> = HashMap::new();
-        let mut found: BTreeMap<(bool, Vec<(usize, Option<u32>)>), (usize, usize)> = BTreeMap::new();
+        let mut equal: HashMap<[RoleChannel; 2], bool> = HashMap::new();
+        // By roles and channels: the first such line, and how many there are.
+        let mut found: BTreeMap<(bool, Vec<RoleChannel>), (usize, usize)> = BTreeMap::new();
         for (at, line) in self.lines.iter().enumerate() {
-            let key = |m: &(u32, Option<u32>)| (self.role_of[m.0 as usize], m.1);
+            let key = |m: &Member| (self.role_of[m.0 as usize], m.1);
             let Some(first) = line.members.first() else { continue };
-            let agree = |m: &(u32, Option<u32>)| self.sequence(*first) == self.sequence(*m);
+            let agree = |m: &Member| self.sequence(*first) == self.sequence(*m);
             let mut all = line.members[1..].iter();
             if all.all(|m| {
                 key(m) == key(first) || *equal.entry([key(first), key(m)]).or_insert_with(|| agree(m))
@@ -140,7 +147,7 @@ impl Meetings {
         for s in &self.scripts {
             first.push(first.last().copied().unwrap_or(0) + s.signatures.len());
         }
-        let node = |m: &(u32, Option<u32>)| {
+        let node = |m: &Member| {
             let role = self.role_of[m.0 as usize];
             m.1.map(|c| first[role] + c as usize)
         };
@@ -289,7 +296,7 @@ impl<'a> Stuck<'a> {
         let lines = meetings.lines_of_ranks();
         let ordinal: Vec<Vec<u32>> = meetings.scripts.iter().map(ordinals).collect();
         let places: Vec<Vec<Vec<usize>>> = meetings.scripts.iter().map(places).collect();
-        let before: Vec<Edges> = held.iter().map(|e| reversed(e)).collect();
+        let before: Vec<Edges> = held.iter().map(reversed).collect();
         let ranks = meetings.role_of.len();
         let mut blocked: Vec<Vec<u32>> =
             meetings.role_of.iter().map(|r| before[*r].iter().map(|b| b.len() as u32).collect()).collect();
@@ -301,8 +308,8 @@ impl<'a> Stuck<'a> {
             .map(|l| vec![0; l.members.iter().map(|m| meetings.sequence(*m).len()).max().unwrap_or(0)])
             .collect();
         let mut work: Vec<Node> = Vec::new();
-        for rank in 0..ranks {
-            let free = (0..blocked[rank].len()).rev().filter(|i| blocked[rank][*i] == 0);
+        for (rank, blocked) in blocked.iter().enumerate() {
+            let free = (0..blocked.len()).rev().filter(|i| blocked[*i] == 0);
             work.extend(free.map(|i| (rank as u32, i)));
         }
         let mut left: usize = started.iter().map(Vec::len).sum();

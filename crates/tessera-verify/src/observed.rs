@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use tessera_base::{Code, Counterexample, Diagnostic, Diagnostics, Mismatch, Span, Step};
 
-use crate::meet::{Edges, Line, Meetings, Script};
+use crate::meet::{Edges, Line, Meetings, Member, Script};
 use crate::sequence::{T0301, T0302, T0303, T0304, T0305, T0334, Witness};
 use crate::{launch, say, sequence};
 
@@ -25,7 +25,7 @@ pub static T0341: Code = Code {
     page: "A group names a rank of which there is no trace, or there are two, or its number cannot be one. The members that are there are \
 compared; whether everyone gets through cannot be known, since the rank that leaves no trace is often the one that hung \
 or died first.\n\n\
-Add its file. A rank that launched nothing has an empty file with its number in the name.",
+Add its file. Of a rank that launched nothing the file holds one line, `{\"rank\": 3}`.",
 };
 /// A rank in a group that is not its own.
 pub static T0342: Code = Code {
@@ -343,7 +343,7 @@ impl<'a> Observed<'a> {
         }
         let mut out = Vec::new();
         for (line, group) in self.meetings.lines.iter().zip(&self.groups).filter(|(l, _)| !l.pair) {
-            let steps = |m: &(u32, Option<u32>)| -> Vec<usize> {
+            let steps = |m: &Member| -> Vec<usize> {
                 let script = &self.meetings.scripts[self.meetings.role_of[m.0 as usize]].steps;
                 (0..script.len()).filter(|i| Some(script[*i].channel) == m.1).collect()
             };

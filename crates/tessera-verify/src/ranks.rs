@@ -82,7 +82,7 @@ impl<'a> Ranks<'a> {
             }
         }
         for rank in mesh.iter() {
-            for ((group, pair), _) in &channels[role_of[rank.0 as usize]] {
+            for (group, pair) in channels[role_of[rank.0 as usize]].keys() {
                 let Some((peer, sends)) = *pair else { continue };
                 let (Some(here), Some(other)) =
                     (mesh.position(rank, *group), mesh.members(rank, *group).get(peer as usize).copied())

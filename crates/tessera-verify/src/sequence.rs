@@ -2,7 +2,7 @@
 
 use tessera_base::{Code, Counterexample, Diagnostic, Diagnostics, Mismatch, Step};
 
-use crate::meet::Meetings;
+use crate::meet::{self, Meetings};
 use crate::say;
 
 /// Two ops at one position.
@@ -133,7 +133,8 @@ impl Member<'_> {
 
 fn members<'a>(w: &'a impl Witness, line: usize) -> Vec<Member<'a>> {
     let m = w.meetings();
-    let one = |m2: &(u32, Option<u32>)| Member { rank: m2.0, channel: m2.1, sequence: m.sequence(*m2) };
+    let one =
+        |member: &meet::Member| Member { rank: member.0, channel: member.1, sequence: m.sequence(*member) };
     m.lines[line].members.iter().map(one).collect()
 }
 

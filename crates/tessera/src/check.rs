@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Code, Counterexample, Diagnostic, Diagnostics, Step};
 use tessera_ir::{Phase, Program, RoleRanks, Slots, digest, is_fragment, parse_all, parse_fragment};
 use tessera_mesh::Mesh;
 use tessera_verify::{check_phase, check_program};
@@ -71,19 +71,39 @@ pub fn check_text(source: String, name: &str) -> Checked {
         Err(diagnostics) => return Checked { diagnostics, source, ..Checked::default() },
     };
     let mut diagnostics = judge(&programs);
-    for place in diagnostics.iter_mut().flat_map(|d| &mut d.places) {
-        // The judge names an op; its span is of this file.
-        if place.span.is_some() && place.at != name {
-            place.says = format!("{}: {}", place.at, place.says);
-            place.at = name.to_string();
-        }
-    }
+    // The judge names an op; its span is of this file.
+    name_files(&mut diagnostics, &|_| Some(name.to_string()));
     let mut hash = blake3::Hasher::new();
     programs.iter().for_each(|p| {
         hash.update(&digest(p));
     });
     let digest = Some(hash.finalize().to_hex().to_string());
     Checked { diagnostics, source, programs: programs.len(), digest }
+}
+
+/// Turns places in ops, as the judge names them, into places in files: `file_of` gives the file of an op, named as
+/// `@phase role(r) op 3` with or without more around it. Counterexamples follow.
+pub(crate) fn name_files(diagnostics: &mut [Diagnostic], file_of: &dyn Fn(&str) -> Option<String>) {
+    for d in diagnostics {
+        for place in d.places.iter_mut().filter(|p| p.span.is_some()) {
+            if let Some(file) = file_of(&place.at).filter(|f| *f != place.at) {
+                place.says = format!("{}: {}", place.at, place.says);
+                place.at = file;
+            }
+        }
+        let steps: Vec<&mut Step> = match d.counterexample.as_deref_mut() {
+            None => Vec::new(),
+            Some(Counterexample::Circle(links)) => {
+                links.iter_mut().flat_map(|l| [&mut l.holds, &mut l.wants]).collect()
+            }
+            Some(Counterexample::Mismatch(m)) => m.sides.iter_mut().filter_map(|s| s.1.as_mut()).collect(),
+        };
+        for (at, _) in steps.into_iter().filter_map(|s| s.source.as_mut()) {
+            if let Some(file) = file_of(at) {
+                *at = file;
+            }
+        }
+    }
 }
 
 fn judge(programs: &[Program]) -> Diagnostics {
@@ -135,6 +155,8 @@ fn cast(mesh: &Mesh, phase: &[&Program]) -> Result<Vec<RoleRanks>, String> {
 
 #[cfg(test)]
 mod tests {
+    use tessera_base::{Link, Mismatch, Span};
+
     use super::*;
 
     const STAGE0: &str = "program @p role(a@pp0) mesh(pp=2) {\n  %x = input : f32[3]\n  ttile.collective.send %x {axis = \"pp\", to = 1}\n}\n";
@@ -168,6 +190,42 @@ mod tests {
         assert!(mesh_alone.diagnostics[0].message.ends_with("no program for rank 0"));
         // The name stands for a rank that there is not.
         assert!(!check(&program("leader@out1")).verified());
+    }
+
+    #[test]
+    fn counterexamples_point_into_the_file_too() {
+        let step = |at: &str| Step {
+            what: String::new(),
+            op: String::new(),
+            dtype: String::new(),
+            shape: String::new(),
+            ranks: vec![0],
+            stream: String::new(),
+            index: 0,
+            source: Some((at.to_string(), Span { start: 3, end: 4 })),
+        };
+        let link = Link { rank: 0, holds: step("@p role(a) op 1"), wants: step("@p role(b) op 2") };
+        let sides = [(0, Some(step("@p role(b) op 3"))), (1, None)];
+        let m = Mismatch { group: String::new(), position: 0, field: String::new(), sides };
+        let d = || {
+            Diagnostic::error(&T0026, "").at_span("rank 0, @p role(a) op 1, stream s", "x", Span::default())
+        };
+        let mut ds = [
+            d().at("@p role(a) op 1", "no span").proof(Counterexample::Circle(vec![link])),
+            d().proof(Counterexample::Mismatch(m)),
+        ];
+        name_files(&mut ds, &|at| at.contains("@p role(a)").then(|| "a.tir".to_string()));
+        assert_eq!((&*ds[0].places[0].at, &*ds[0].places[1].at), ("a.tir", "@p role(a) op 1"));
+        assert_eq!(ds[0].places[0].says, "rank 0, @p role(a) op 1, stream s: x");
+        let Some(Counterexample::Circle(links)) = ds[0].counterexample.as_deref() else { panic!() };
+        let at = |s: &Step| s.source.as_ref().map(|s| s.0.clone());
+        assert_eq!(
+            (at(&links[0].holds), at(&links[0].wants)),
+            (Some("a.tir".into()), Some("@p role(b) op 2".into()))
+        );
+        name_files(&mut ds, &|_| Some("b.tir".to_string()));
+        let Some(Counterexample::Mismatch(m)) = ds[1].counterexample.as_deref() else { panic!() };
+        assert_eq!(m.sides[0].1.as_ref().and_then(at), Some("b.tir".into()));
     }
 
     #[test]

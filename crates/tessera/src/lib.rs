@@ -5,6 +5,7 @@
 
 pub mod check;
 pub mod comm;
+pub mod drawings;
 pub mod engine;
 mod files;
 pub mod local;
@@ -16,6 +17,7 @@ mod record;
 pub mod stream;
 mod studio;
 pub mod summary;
+pub mod trace;
 
 pub use model::{Model, Overrides, Weights};
 pub use plan::Plan;
@@ -39,8 +41,14 @@ pub const CODES: &[&Code] = &[
     &comm::T0017,
     &stream::T0018,
     &local::T0019,
+    &trace::T0020,
+    &trace::T0021,
+    &trace::T0022,
+    &trace::T0023,
+    &trace::T0024,
     &check::T0025,
     &check::T0026,
+    &trace::T0028,
 ];
 
 /// Every code of this build.

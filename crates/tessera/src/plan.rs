@@ -10,6 +10,7 @@ use tessera_models::{VideoModel, calls, phases};
 use tessera_plan::{Logical, Mapping, lower};
 use tessera_verify::{Limits, SealedPlan, seal};
 
+use crate::check::name_files;
 use crate::files::{Folder, read_text};
 
 /// A plan folder that cannot be taken.
@@ -98,6 +99,17 @@ struct SealFile {
     calls: Vec<(String, Vec<String>)>,
 }
 
+impl SealFile {
+    /// The program file of an op, as the judge names it.
+    fn file_of(&self, at: &str) -> Option<String> {
+        let pairs = self.phases.iter().flat_map(|p| self.roles.iter().map(move |(r, _)| (p, r)));
+        pairs
+            .filter(|(phase, role)| at.contains(&format!("@{phase} role({role})")))
+            .map(|(phase, role)| program_file(phase, role))
+            .next()
+    }
+}
+
 /// One program's memory plan in `memory.json`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -172,7 +184,10 @@ impl Plan {
     /// T0011, T0012, or what the judge refuses.
     pub fn read(dir: &Path) -> Result<Plan, Diagnostics> {
         let (bundle, video, mapping, seal_file) = read_bundle(dir)?;
-        let sealed = seal(bundle, &Limits::default())?;
+        let sealed = seal(bundle, &Limits::default()).map_err(|mut ds| {
+            name_files(&mut ds, &|at| seal_file.file_of(at).map(|f| dir.join(f).display().to_string()));
+            ds
+        })?;
         if sealed.digest_hex() != seal_file.digest {
             return Err(vec![
                 Diagnostic::error(&T0012, "the plan is not the one that was sealed")
