@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::ValueEnum;
 use tessera::Plan;
-use tessera::check::{T0026, check_file};
+use tessera::check::{Limits, T0026, check_file};
 use tessera::drawings::Drawings;
 use tessera::trace::{self, check_trace};
 use tessera_base::{Diagnostic, Diagnostics, Format};
@@ -39,6 +39,13 @@ pub struct Args {
     /// Folder for drawings of counterexamples; drawings of the same name are replaced
     #[arg(long, value_name = "DIR")]
     pub svg: Option<PathBuf>,
+
+    /// Judge for a run with NCCL_GRAPH_MIXING_SUPPORT=0
+    ///
+    /// A communicator then serves one captured graph at a time, and no eager collective while a graph that uses it is
+    /// outstanding. Traces are not judged for it: they do not say when a graph ended.
+    #[arg(long)]
+    pub no_graph_mixing: bool,
 }
 
 /// `--format` of this verb.
@@ -66,9 +73,10 @@ impl From<CheckFormat> for Format {
 /// Runs the verb.
 pub fn run(args: &Args) -> Outcome {
     let mut drawings = args.svg.as_deref().map(Drawings::create).transpose()?;
+    let limits = Limits { graph_mixing_off: args.no_graph_mixing, ..Limits::default() };
     let mut status = 0;
     for input in inputs(&args.paths) {
-        let found = judge(&input);
+        let found = judge(&input, &limits);
         diagnostics(&found.diagnostics, args.format.into(), &*found.source);
         if let Some(drawings) = &mut drawings {
             for file in drawings.add(&found.diagnostics, &*found.source)? {
@@ -142,11 +150,11 @@ enum Verified {
     },
 }
 
-fn judge(input: &Input) -> Found {
+fn judge(input: &Input, limits: &Limits) -> Found {
     match input {
         Input::Plan(folder) => {
             let source = Box::new(|at: &str| std::fs::read_to_string(at).ok());
-            match Plan::read(folder) {
+            match Plan::read_within(folder, limits) {
                 Ok(plan) => {
                     let verified = Some(Verified::Digest(plan.sealed.digest_hex()));
                     Found { diagnostics: Vec::new(), source, verified }
@@ -155,7 +163,7 @@ fn judge(input: &Input) -> Found {
             }
         }
         Input::Programs(file) => {
-            let checked = check_file(file);
+            let checked = check_file(file, limits);
             let alone = checked.diagnostics.iter().any(|d| d.code == &T0026);
             let digest = checked.digest.clone().filter(|_| checked.verified());
             let verified = digest.map(if alone { Verified::Alone } else { Verified::Digest });

@@ -124,8 +124,10 @@ pub(crate) fn check(p: &Program, definitions: &[Option<usize>]) -> Diagnostics {
     out
 }
 
-/// One graph at a time on each communicator, for plans that run without graph mixing.
-pub(crate) fn check_unmixed(p: &Program) -> Diagnostics {
+/// Judges one program for communicators that serve one graph at a time or eager collectives
+/// ([`crate::Limits::graph_mixing_off`]), beyond what [`crate::check_program`] asks for.
+#[must_use]
+pub fn check_graph_mixing(p: &Program) -> Diagnostics {
     let runs = runs(p);
     if runs.is_empty() {
         return Vec::new();

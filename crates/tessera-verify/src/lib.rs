@@ -24,6 +24,7 @@ mod structure;
 mod trace;
 mod verified;
 
+pub use graph::check_graph_mixing;
 pub use memory::{Limits, RoleMemory, check_slots};
 pub use observed::{Call, GroupId, Traces, check_traces};
 pub use phase::check_phase;

@@ -38,7 +38,7 @@ pub fn seal(bundle: Bundle, limits: &Limits) -> Result<SealedPlan, Diagnostics> 
             out.extend(check_phase(&bundle.mesh, &bundle.roles, phase));
             out.extend(phase.programs.iter().zip(&phase.memory).flat_map(|(p, s)| check_slots(p, s)));
             if limits.graph_mixing_off {
-                out.extend(phase.programs.iter().flat_map(graph::check_unmixed));
+                out.extend(phase.programs.iter().flat_map(graph::check_graph_mixing));
             }
         }
         out.extend(own);

@@ -5,7 +5,8 @@ use std::path::Path;
 use tessera_base::{Code, Counterexample, Diagnostic, Diagnostics, Step};
 use tessera_ir::{Phase, Program, RoleRanks, Slots, digest, is_fragment, parse_all, parse_fragment};
 use tessera_mesh::Mesh;
-use tessera_verify::{check_phase, check_program};
+pub use tessera_verify::Limits;
+use tessera_verify::{check_graph_mixing, check_phase, check_program};
 
 use crate::files::read_text;
 
@@ -49,19 +50,19 @@ impl Checked {
     }
 }
 
-/// Reads and judges a file. Whatever is wrong is in the result.
+/// Reads and judges a file; of `limits` only the mixing of graphs applies to it. Whatever is wrong is in the result.
 #[must_use]
-pub fn check_file(path: &Path) -> Checked {
+pub fn check_file(path: &Path, limits: &Limits) -> Checked {
     let name = path.display().to_string();
     match read_text(path, &T0025) {
-        Ok(text) => check_text(text, &name),
+        Ok(text) => check_text(text, &name, limits),
         Err(d) => Checked { diagnostics: vec![d], ..Checked::default() },
     }
 }
 
 /// Judges a text; `name` stands in diagnostics.
 #[must_use]
-pub fn check_text(source: String, name: &str) -> Checked {
+pub fn check_text(source: String, name: &str, limits: &Limits) -> Checked {
     if is_fragment(&source) {
         let diagnostics = parse_fragment(&source, name).map_or_else(|ds| ds, |f| f.review(name));
         return Checked { diagnostics, source, ..Checked::default() };
@@ -70,7 +71,7 @@ pub fn check_text(source: String, name: &str) -> Checked {
         Ok(programs) => programs,
         Err(diagnostics) => return Checked { diagnostics, source, ..Checked::default() },
     };
-    let mut diagnostics = judge(&programs);
+    let mut diagnostics = judge(&programs, limits);
     // The judge names an op; its span is of this file.
     name_files(&mut diagnostics, &|_| Some(name.to_string()));
     let mut hash = blake3::Hasher::new();
@@ -106,8 +107,11 @@ pub(crate) fn name_files(diagnostics: &mut [Diagnostic], file_of: &dyn Fn(&str) 
     }
 }
 
-fn judge(programs: &[Program]) -> Diagnostics {
+fn judge(programs: &[Program], limits: &Limits) -> Diagnostics {
     let mut out: Diagnostics = programs.iter().flat_map(check_program).collect();
+    if out.is_empty() && limits.graph_mixing_off {
+        out.extend(programs.iter().flat_map(check_graph_mixing));
+    }
     if !out.is_empty() {
         return out;
     }
@@ -163,7 +167,7 @@ mod tests {
     const STAGE1: &str = "program @p role(a@pp1) mesh(pp=2) {\n  %x = ttile.collective.recv {axis = \"pp\", from = 0} : f32[3]\n  output \"x\", %x\n}\n";
 
     fn check(text: &str) -> Checked {
-        check_text(text.to_string(), "x.tir")
+        check_text(text.to_string(), "x.tir", &Limits::default())
     }
 
     #[test]

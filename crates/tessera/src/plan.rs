@@ -183,8 +183,16 @@ impl Plan {
     /// # Errors
     /// T0011, T0012, or what the judge refuses.
     pub fn read(dir: &Path) -> Result<Plan, Diagnostics> {
+        Plan::read_within(dir, &Limits::default())
+    }
+
+    /// The same under limits of the machine that it is to run on.
+    ///
+    /// # Errors
+    /// T0011, T0012, or what the judge refuses.
+    pub fn read_within(dir: &Path, limits: &Limits) -> Result<Plan, Diagnostics> {
         let (bundle, video, mapping, seal_file) = read_bundle(dir)?;
-        let sealed = seal(bundle, &Limits::default()).map_err(|mut ds| {
+        let sealed = seal(bundle, limits).map_err(|mut ds| {
             name_files(&mut ds, &|at| seal_file.file_of(at).map(|f| dir.join(f).display().to_string()));
             ds
         })?;
