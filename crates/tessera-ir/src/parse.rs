@@ -495,15 +495,17 @@ impl Parser<'_> {
                 self.since(start),
             ));
         }
-        if let Err(e) = check_type(p, &ty) {
-            return Err(self.error(e.code, e.message, "this type", self.since(start)));
-        }
-        if let Some((axis, r)) = ty.layout.partial() {
+        let refused = if let Err(e) = check_type(p, &ty) {
+            Err(self.error(e.code, e.message, "this type", self.since(start)))
+        } else if let Some((axis, r)) = ty.layout.partial() {
             let m = format!("a buffer that is partial({}) over {axis}", r.name());
-            return Err(self.error(&T0211, m, "reduce before writing", self.since(start)));
-        }
+            Err(self.error(&T0211, m, "reduce before writing", self.since(start)))
+        } else {
+            Ok(())
+        };
+        // Known even if it is refused, so that its uses are not reported as well.
         p.buffers.push(Buffer { name, ty });
-        Ok(())
+        refused
     }
 
     fn op(&mut self, p: &Program) -> Parsed<Written> {

@@ -406,7 +406,7 @@ impl Cx<'_> {
             (Some(Group::Axis { axis, .. }), _) if role_outside(&self.program.role).is_some() => refuse(
                 &T0212,
                 format!(
-                    "{name} over {axis}: role({}) stands outside the mesh, in no group of an axis",
+                    "{name} over {axis}: role({}) stands outside the mesh, in no group of an axis; send over world and broadcast from there",
                     self.program.role
                 ),
             ),

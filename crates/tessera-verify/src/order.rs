@@ -160,7 +160,19 @@ fn values(p: &Program, order: &Order, definitions: &[Option<usize>]) -> Diagnost
                 && !p.ty(*v).is_token()
                 && !order.before(d, i)
             {
-                out.push(crossing(p, i, d, &format!("{} is read", say::value(p, *v)), "made here"));
+                let what = format!("{} is read", say::value(p, *v));
+                out.push(if order.together(d, i) {
+                    let message = format!("{what} by an op that is issued as one with the op that makes it");
+                    say::at_op(
+                        say::refuse(&T0316, p, i, message),
+                        p,
+                        d,
+                        "made here, once the whole batch is done",
+                    )
+                    .hint("issue the reader after the batch, in a batch of its own if need be")
+                } else {
+                    crossing(p, i, d, &what, "made here")
+                });
             }
         }
     }

@@ -53,8 +53,8 @@ pub static T0339: Code = Code {
     id: "T0339",
     title: "sends and receives cannot be issued as one",
     page: "`batch = 1` makes sends and receives one launch (ncclGroupStart and ncclGroupEnd): they are in flight together, so two \
-neighbours may both send first. The members of a batch stand together in the program, with nothing but sources between \
-them, on one stream, and the number (1 or more) is used once in a program.\n\n\
+neighbours may both send first. The members of a batch stand together in the program, with nothing but inputs, call scalars and \
+weights between them, on one stream, and the number (1 or more) is used once in a program.\n\n\
 Wait for the tickets after the whole batch.",
 };
 /// A partial value leaves the program.
@@ -200,9 +200,12 @@ fn batches(p: &Program) -> Diagnostics {
     let mut out = Vec::new();
     let mut first: std::collections::BTreeMap<i64, usize> = std::collections::BTreeMap::new();
     let mut open: Option<i64> = None;
+    let mut between: Option<usize> = None;
     for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| !say::is_given(o)) {
         let Some(attr) = op.attrs.get("batch") else {
-            open = None;
+            if open.take().is_some() {
+                between = Some(i);
+            }
             continue;
         };
         let number = op.int("batch").filter(|n| (1..=i64::from(u32::MAX)).contains(n));
@@ -216,7 +219,11 @@ fn batches(p: &Program) -> Diagnostics {
         let begin = *first.entry(n).or_insert(i);
         if begin != i && open != Some(n) {
             let d = say::refuse(&T0339, p, i, format!("batch {n} is left and entered again"));
-            out.push(say::at_op(d, p, begin, "it begins here"));
+            let d = say::at_op(d, p, begin, "it begins here");
+            out.push(match between {
+                Some(b) => say::at_op(d, p, b, format!("stands between: {}", say::describe(p, b))),
+                None => d,
+            });
         } else if op.stream != p.ops[begin].stream {
             let d = say::refuse(&T0339, p, i, format!("batch {n} is on two streams"));
             out.push(say::at_op(d, p, begin, "it begins here"));

@@ -197,7 +197,8 @@ fn group_differs(w: &impl Witness, line: usize, times: usize) -> Diagnostic {
     let agrees = |m: &&Member<'_>| m.rank != right.rank && m.sequence == right.sequence;
     let agree: Vec<u32> = all.iter().filter(agrees).map(|m| m.rank).collect();
     if !agree.is_empty() {
-        d = d.note(format!("{} agree with rank {}", say::numbers(&agree), right.rank));
+        let verb = if agree.len() == 1 { "agrees" } else { "agree" };
+        d = d.note(format!("{} {verb} with rank {}", say::numbers(&agree), right.rank));
     }
     if wrong.len() > 1 {
         d = d.note(format!("{} of the group depart from rank {}", say::numbers(&wrong), right.rank));

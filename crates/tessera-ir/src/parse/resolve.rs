@@ -114,7 +114,12 @@ impl Parser<'_> {
         };
         let written: Vec<Type> = w.types.iter().map(|(t, _)| t.clone()).collect();
         let types = infer_with(p, &op, &written, &self.definitions).map_err(|e| {
-            let m = format!("{}: {}", row.name, e.message);
+            // Most rules begin with the op's name themselves.
+            let m = if e.message.starts_with(row.name) {
+                e.message
+            } else {
+                format!("{}: {}", row.name, e.message)
+            };
             self.error(e.code, m, "refused", w.op_span)
         })?;
         if types.len() != w.results.len() {

@@ -65,10 +65,11 @@ pub(super) fn well_formed(program: &Program, op: &Op) -> Rule<()> {
             return refuse(&T0203, format!("operand %{} is {d}", program.value(*v).name));
         }
         if row.kind == Kind::Compute && d == DType::I64 {
-            return refuse(
-                &T0203,
-                format!("operand %{} is {d}: call scalars go to keyed operands", program.value(*v).name),
-            );
+            let why = match program.ty(*v).shape[..] {
+                [] => "call scalars go to keyed operands",
+                _ => "whole numbers are handed on, not computed with or cut",
+            };
+            return refuse(&T0203, format!("operand %{} is {d}: {why}", program.value(*v).name));
         }
     }
     for (k, v) in &op.keyed {
