@@ -4,10 +4,11 @@ use rustix::time::{ClockId, clock_gettime};
 use std::time::{Duration, Instant};
 use tessera_cpu::Pool;
 use tessera_cpu::arena::{Arena, ArenaLayout, CommFault};
-use tessera_cpu::collectives::{SumOrder, all_reduce};
+use tessera_cpu::collectives::all_reduce;
 use tessera_cpu::kernels::{
     Act, PackedWeight, RopeCache, RopeSpec, Scratch, Weight, attention, layer_norm, matmul, renoise, rope,
 };
+use tessera_mesh::Reduction;
 
 fn main() {
     let threads: usize = std::env::args().nth(1).and_then(|a| a.parse().ok()).unwrap_or(1);
@@ -91,7 +92,7 @@ fn all_reduces(members: usize, elements: usize, rounds: usize) -> Result<(), Box
                     for _ in 0..rounds {
                         let t = Instant::now();
                         let deadline = t + Duration::from_secs(10);
-                        arena.exchange(1, &x, deadline, |v| all_reduce(&mut out, v, SumOrder::Rank))?;
+                        arena.exchange(1, &x, deadline, |v| all_reduce(&mut out, v, Reduction::Sum))?;
                         times.push(t.elapsed().as_nanos() as f64 / 1e3);
                     }
                     Ok::<_, CommFault>(times)

@@ -7,17 +7,8 @@
 use crate::arena::MAX_MEMBERS;
 use crate::simd::vectorized;
 use std::ops::Range;
+use tessera_mesh::Reduction;
 use xxhash_rust::xxh3::xxh3_64;
-
-/// In which order a sum over members is taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum SumOrder {
-    /// ((m0 + m1) + m2) + …
-    #[default]
-    Rank,
-    /// (m0 + m1) + (m2 + m3), and so on upwards; for a power of two of members.
-    Tree,
-}
 
 /// Names a collective for the comparison between members: a hash of whatever describes it.
 #[must_use]
@@ -29,35 +20,41 @@ pub fn fingerprint(description: &[u8]) -> u64 {
 /// digits, and their sum is taken again with compensation.
 pub const CANCELLED: f32 = 1024.0;
 
-/// `out = Σ views`; how many elements were summed with compensation because their terms cancelled. In rank order
-/// three terms or more can lose what a fixed order alone cannot give back; two terms round once and lose nothing.
-pub fn all_reduce(out: &mut [f32], views: &[&[f32]], order: SumOrder) -> u64 {
+/// `out`: all views as one, by
+///
+/// - `Sum`: ((v0 + v1) + v2) + …
+/// - `Tree`: (v0 + v1) + (v2 + v3), and so on upwards; a last one without a neighbour goes up as it is
+/// - `Max`: the largest; what is no number counts only where all are none, and of two zeros the first stays
+///
+/// Gives back how many elements were summed with compensation because their terms cancelled. In rank order three
+/// terms or more can lose what a fixed order alone cannot give back; two terms round once and lose nothing.
+pub fn all_reduce(out: &mut [f32], views: &[&[f32]], reduction: Reduction) -> u64 {
     assert!(views.iter().all(|v| v.len() == out.len()), "all_reduce of {} elements", out.len());
-    sum_run(out, views, 0, order);
-    if order == SumOrder::Rank && views.len() > 2 { compensate(out, views) } else { 0 }
+    reduce_run(out, views, 0, reduction);
+    if reduction == Reduction::Sum && views.len() > 2 { compensate(out, views) } else { 0 }
 }
 
-/// `out`: the part `range` along `dim` of Σ views, each `[rows, columns]`.
+/// `out`: the part `range` along `dim` of all views as one, each `[rows, columns]`.
 pub fn reduce_scatter(
     out: &mut [f32],
     views: &[&[f32]],
     (rows, columns): (usize, usize),
     dim: usize,
     range: Range<usize>,
-    order: SumOrder,
+    reduction: Reduction,
 ) {
     assert!(dim < 2 && range.end <= [rows, columns][dim]);
     assert!(views.iter().all(|v| v.len() == rows * columns));
     if dim == 0 {
         assert_eq!(out.len(), range.len() * columns);
-        return sum_run(out, views, range.start * columns, order);
+        return reduce_run(out, views, range.start * columns, reduction);
     }
     assert_eq!(out.len(), range.len() * rows);
     if range.is_empty() {
         return;
     }
     for (r, row) in out.chunks_exact_mut(range.len()).enumerate() {
-        sum_run(row, views, r * columns + range.start, order);
+        reduce_run(row, views, r * columns + range.start, reduction);
     }
 }
 
@@ -116,23 +113,25 @@ pub fn receive(out: &mut [f32], views: &[&[f32]], from: usize) {
     out.copy_from_slice(views[from]);
 }
 
-/// Elements summed at a time: all the views' pieces stay in the nearest cache.
+/// Elements reduced at a time: all the views' pieces stay in the nearest cache.
 const RUN: usize = 1024;
 
-/// `out` = Σ of the views from `offset` on.
-fn sum_run(out: &mut [f32], views: &[&[f32]], offset: usize, order: SumOrder) {
+/// `out`: the views from `offset` on as one.
+fn reduce_run(out: &mut [f32], views: &[&[f32]], offset: usize, reduction: Reduction) {
     assert!((1..=MAX_MEMBERS).contains(&views.len()));
-    assert!(order == SumOrder::Rank || views.len().is_power_of_two(), "a tree of {} members", views.len());
     for (i, o) in out.chunks_mut(RUN).enumerate() {
         let at = offset + i * RUN;
-        match order {
-            SumOrder::Rank => {
-                o.copy_from_slice(&views[0][at..at + o.len()]);
-                for v in &views[1..] {
-                    add_into(o, &v[at..at + o.len()]);
-                }
+        let into: fn(&mut [f32], &[f32]) = match reduction {
+            Reduction::Sum => add_into,
+            Reduction::Max => max_into,
+            Reduction::Tree => {
+                tree(o, views, at);
+                continue;
             }
-            SumOrder::Tree => tree(o, views, at),
+        };
+        o.copy_from_slice(&views[0][at..at + o.len()]);
+        for v in &views[1..] {
+            into(o, &v[at..at + o.len()]);
         }
     }
 }
@@ -169,7 +168,7 @@ fn neumaier(terms: impl Iterator<Item = f32>) -> f32 {
 
 fn tree(out: &mut [f32], views: &[&[f32]], at: usize) {
     let [view] = views else {
-        let (left, right) = views.split_at(views.len() / 2);
+        let (left, right) = views.split_at(views.len().next_power_of_two() / 2);
         tree(out, left, at);
         if let [right] = right {
             return add_into(out, &right[at..at + out.len()]);
@@ -198,6 +197,15 @@ vectorized! {
     }
 }
 
+vectorized! {
+    // Spelled out: what `f32::max` makes of two zeros is the vector unit's to choose.
+    fn max_into(out: &mut [f32], x: &[f32]) {
+        for (o, x) in out.iter_mut().zip(x) {
+            *o = if *x > *o || o.is_nan() { *x } else { *o };
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -221,7 +229,7 @@ mod tests {
         let terms = cancelling(72, 1500);
         let views: Vec<&[f32]> = terms.iter().map(Vec::as_slice).collect();
         let mut out = vec![0.0; 1500];
-        assert_eq!(all_reduce(&mut out, &views, SumOrder::Rank), 1500);
+        assert_eq!(all_reduce(&mut out, &views, Reduction::Sum), 1500);
         let (mut worst, mut worst_plain) = (0.0f64, 0.0f64);
         for (e, o) in out.iter().enumerate() {
             let exact: f64 = terms.iter().map(|t| f64::from(t[e])).sum();
@@ -239,11 +247,48 @@ mod tests {
             (0..5).map(|m| (0..300).map(|e| (m * e) as f32 * 0.37 + 1.0).collect()).collect();
         let views: Vec<&[f32]> = terms.iter().map(Vec::as_slice).collect();
         let mut out = vec![0.0; 300];
-        assert_eq!(all_reduce(&mut out, &views, SumOrder::Rank), 0);
+        assert_eq!(all_reduce(&mut out, &views, Reduction::Sum), 0);
         assert!(
             out.iter()
                 .enumerate()
                 .all(|(e, o)| *o == terms.iter().skip(1).fold(terms[0][e], |s, t| s + t[e]))
         );
+    }
+    #[test]
+    fn the_largest_is_the_same_whatever_stands_beside_it() {
+        let nan = f32::NAN;
+        let views: [&[f32]; 3] = [
+            &[1.0, -3.0, nan, nan, 0.0, -0.0],
+            &[2.0, -1.0, nan, 5.0, -0.0, 0.0],
+            &[-9.0, -2.0, nan, nan, 0.0, 0.0],
+        ];
+        let mut out = [0.0; 6];
+        assert_eq!(all_reduce(&mut out, &views, Reduction::Max), 0);
+        assert_eq!((&out[..2], out[2].is_nan(), &out[3..]), (&[2.0, -1.0][..], true, &[5.0, 0.0, 0.0][..]));
+        assert_eq!([out[4], out[5]].map(f32::to_bits), [0.0f32, -0.0].map(f32::to_bits));
+        let mut half = [0.0; 3];
+        reduce_scatter(&mut half, &views, (2, 3), 0, 1..2, Reduction::Max);
+        assert_eq!(half.map(f32::to_bits), [out[3], out[4], out[5]].map(f32::to_bits));
+    }
+
+    #[test]
+    fn a_tree_need_not_be_full() {
+        let terms: Vec<[f32; 2]> =
+            (0..7).map(|m| [10f32.powi(m - 3) * 1.7, 1.0 / (m as f32 - 2.3)]).collect();
+        let views: Vec<&[f32]> = terms.iter().map(|t| &t[..]).collect();
+        for members in [1, 3, 5, 6, 7] {
+            let mut out = [0.0; 2];
+            all_reduce(&mut out, &views[..members], Reduction::Tree);
+            let t = |m: usize, e: usize| terms[m][e];
+            let pair = |m: usize, e: usize| t(m, e) + t(m + 1, e);
+            let want = [0, 1].map(|e| match members {
+                1 => t(0, e),
+                3 => pair(0, e) + t(2, e),
+                5 => (pair(0, e) + pair(2, e)) + t(4, e),
+                6 => (pair(0, e) + pair(2, e)) + pair(4, e),
+                _ => (pair(0, e) + pair(2, e)) + (pair(4, e) + t(6, e)),
+            });
+            assert_eq!(out.map(f32::to_bits), want.map(f32::to_bits), "{members} members");
+        }
     }
 }

@@ -19,31 +19,21 @@ use tessera_mesh::{Axis, AxisLayout, Reduction, Shard};
 use admit::{brought, unsupported};
 
 use crate::Pool;
-use crate::arena::{Aborter, Arena, CommFault, Ticket};
-use crate::collectives::{self, SumOrder};
+use crate::arena::{Aborter, CommFault, Ticket};
+use crate::collectives;
 use crate::kernels::{
     Act, Frames, KeyBias, PackedWeight, PixelGeometry, RopeCache, RopeSpec, Scratch, Weight, add, attention,
     bias_act, depth_to_space_time, dot, gate_residual, layer_norm, matmul, norm_modulate, renoise, rms_norm,
     rms_scale, rope, row_square_sum, silu, softmax, space_time_to_depth, time_embed, to_x0,
 };
-
-/// One end of a group's arena.
-#[derive(Debug)]
-pub struct Group {
-    /// Mesh axis.
-    pub axis: Axis,
-    /// For a pair on a pipeline: the other end's position on the axis. `None` for a whole group.
-    pub peer: Option<u32>,
-    /// The arena; members are indexed by their position in the group, the lower position of a pair first.
-    pub arena: Arena,
-}
+use crate::lane::{End, Route};
 
 /// The CPU backend.
 #[derive(Debug)]
 pub struct Cpu {
     seat: Seat,
     pool: Pool,
-    groups: Vec<Group>,
+    ends: Vec<End>,
     /// Longest wait for a peer in one collective.
     patience: Duration,
     programs: Vec<Arc<Prepared>>,
@@ -113,13 +103,13 @@ struct Prepared {
 type Pending = BTreeMap<ValueId, (usize, Ticket)>;
 
 impl Cpu {
-    /// A backend for a seat, with one end of every group it belongs to.
+    /// A backend for a seat, with its end of every lane that its programs use.
     #[must_use]
-    pub fn new(seat: Seat, pool: Pool, groups: Vec<Group>, patience: Duration) -> Cpu {
+    pub fn new(seat: Seat, pool: Pool, ends: Vec<End>, patience: Duration) -> Cpu {
         Cpu {
             seat,
             pool,
-            groups,
+            ends,
             patience,
             programs: Vec::new(),
             memory: Memory::default(),
@@ -297,7 +287,7 @@ impl Backend for Cpu {
     }
 
     fn abort(&self) -> Abort {
-        let aborters: Vec<Aborter> = self.groups.iter().map(|g| g.arena.aborter()).collect();
+        let aborters: Vec<Aborter> = self.ends.iter().map(|e| e.arena.aborter()).collect();
         Arc::new(move |reason| aborters.iter().for_each(|a| a.abort(reason)))
     }
 }
@@ -587,12 +577,9 @@ impl Cpu {
 
     // Collectives.
 
-    fn group(&self, op: &Op) -> Result<usize, Fault> {
-        let axis = op.axis();
-        let peer = op.int("to").or(op.int("from")).map(|p| p as u32);
-        self.groups
-            .iter()
-            .position(|g| Some(g.axis) == axis && g.peer == peer)
+    fn end(&self, op: &Op) -> Result<usize, Fault> {
+        Route::of(op)
+            .and_then(|route| self.ends.iter().position(|e| e.route == route))
             .ok_or_else(|| Fault::Failed(format!("no communicator for {} {:?}", op.opcode.name(), op.attrs)))
     }
 
@@ -603,19 +590,19 @@ impl Cpu {
         op: &Op,
         call: &CallData<'_>,
     ) -> Result<(usize, Ticket), Fault> {
-        let at = self.group(op)?;
+        let at = self.end(op)?;
         let deadline = Instant::now() + self.patience;
-        let fingerprint = collectives::fingerprint(describe(p, op, &self.seat).as_bytes());
-        let group = &mut self.groups[at];
+        let fingerprint = collectives::fingerprint(describe(p, op).as_bytes());
+        let end = &mut self.ends[at];
         let empty: &[f32] = &[];
         let brings = op.opcode != Opcode::Recv
-            && !(op.opcode == Opcode::Broadcast && op.int("root") != Some(group.arena.me() as i64));
+            && !(op.opcode == Opcode::Broadcast && op.int("root") != Some(end.arena.me() as i64));
         let data = match op.operands.first() {
             Some(v) if brings => self.memory.view(&prepared.places[v.0 as usize], call),
             _ => Ok(empty),
         };
         let ticket =
-            group.arena.publish(fingerprint, data?, deadline).map_err(|e| fault(p, op, group, &e))?;
+            end.arena.publish(fingerprint, data?, deadline).map_err(|e| fault(p, op, end.route, &e))?;
         Ok((at, ticket))
     }
 
@@ -635,13 +622,13 @@ impl Cpu {
             Some(Place::Slot(slot, len)) => (&mut self.memory.slots[*slot], *len),
             _ => (&mut none, 0),
         };
-        let group = &mut self.groups[at];
-        let me = group.arena.me();
-        let outcome = group.arena.collect(ticket, deadline, |views| match result {
+        let end = &mut self.ends[at];
+        let me = end.arena.me();
+        let outcome = end.arena.collect(ticket, deadline, |views| match result {
             Some(r) => finish(p, issue, p.ty(*r), &seat, me, &mut memory[..len], views),
             None => 0,
         });
-        self.compensated += outcome.map_err(|e| fault(p, issue, &self.groups[at], &e))?;
+        self.compensated += outcome.map_err(|e| fault(p, issue, end.route, &e))?;
         Ok(())
     }
 }
@@ -656,9 +643,8 @@ fn finish(
     out: &mut [f32],
     views: &[&[f32]],
 ) -> u64 {
-    let order = if op.reduction() == Some(Reduction::Tree) { SumOrder::Tree } else { SumOrder::Rank };
-    let axis = op.axis().unwrap_or(Axis::Tp);
-    let parts = seat.mesh.size(axis);
+    let reduction = op.reduction().unwrap_or(Reduction::Sum);
+    let (axis, parts) = (op.axis().unwrap_or(Axis::Tp), views.len() as u32);
     let operand = op.operands.first().map(|v| p.ty(*v));
     // A tensor cut by its first dim is a matrix of long rows; one cut by a later dim, of that dim and what follows.
     let two = |shape: &[u64], dim: usize| -> (usize, usize) {
@@ -674,7 +660,7 @@ fn finish(
         (shard.dim, (0..parts).map(|at| wide(span(shard, local, parts, at))).collect())
     };
     match (op.opcode, operand) {
-        (Opcode::AllReduce, _) => return collectives::all_reduce(out, views, order),
+        (Opcode::AllReduce, _) => return collectives::all_reduce(out, views, reduction),
         (Opcode::AllGather, Some(x)) => {
             let (dim, parts) = pieces(x);
             collectives::all_gather(out, views, two(&out_ty.shape, dim), dim.min(1), &parts);
@@ -682,7 +668,7 @@ fn finish(
         (Opcode::ReduceScatter, Some(x)) => {
             let (dim, parts) = pieces(out_ty);
             let shape = two(&x.shape, dim);
-            collectives::reduce_scatter(out, views, shape, dim.min(1), parts[me].clone(), order);
+            collectives::reduce_scatter(out, views, shape, dim.min(1), parts[me].clone(), reduction);
         }
         (Opcode::AllToAll, Some(x)) => {
             let (dim, concat) = pieces(x);
@@ -691,8 +677,8 @@ fn finish(
             collectives::all_to_all(out, views, me, two(&whole, 1), dim, &concat, &split);
         }
         (Opcode::Broadcast, _) => collectives::receive(out, views, op.int("root").unwrap_or(0) as usize),
-        // Of a pair, the other end.
-        _ => collectives::receive(out, views, 1 - me),
+        // Of a transfer, the sender.
+        _ => collectives::receive(out, views, 0),
     }
     0
 }
@@ -703,9 +689,7 @@ fn span(shard: Shard, local: u64, parts: u32, at: u32) -> Range<usize> {
 }
 
 /// What every member of a collective must agree on.
-fn describe(p: &Program, op: &Op, seat: &Seat) -> String {
-    let here = |axis: Axis| seat.coord().on(axis);
-    let axis = op.axis().unwrap_or(Axis::Tp);
+fn describe(p: &Program, op: &Op) -> String {
     let ty = match (op.opcode, op.operands.first()) {
         (_, Some(v)) => Some(p.ty(*v)),
         (Opcode::Recv, None) => p
@@ -719,15 +703,14 @@ fn describe(p: &Program, op: &Op, seat: &Seat) -> String {
     };
     let shape = ty.map(|t| (t.dtype, t.layout.global(&t.shape, &p.mesh)));
     match op.opcode {
-        Opcode::Send => format!("{axis} {}>{} {shape:?}", here(axis), op.int("to").unwrap_or(-1)),
-        Opcode::Recv => format!("{axis} {}>{} {shape:?}", op.int("from").unwrap_or(-1), here(axis)),
+        // The lane says who and where to.
+        Opcode::Send | Opcode::Recv => format!("transfer {shape:?}"),
         other => format!("{} {:?} {shape:?} {:?}", other.name(), op.attrs, ty.map(|t| t.layout)),
     }
 }
 
-fn fault(p: &Program, op: &Op, group: &Group, e: &CommFault) -> Fault {
-    let pair = group.peer.map_or(String::new(), |k| format!(" with position {k}"));
-    let text = format!("{} over {}{pair} in @{}: {e}", op.opcode.name(), group.axis, p.name);
+fn fault(p: &Program, op: &Op, route: Route, e: &CommFault) -> Fault {
+    let text = format!("{} over {route} in @{}: {e}", op.opcode.name(), p.name);
     match e {
         CommFault::Aborted { .. } => Fault::Aborted(text),
         CommFault::Timeout { .. } => Fault::Stalled(text),

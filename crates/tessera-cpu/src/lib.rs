@@ -11,8 +11,10 @@ pub mod arena;
 pub mod collectives;
 mod exec;
 pub mod kernels;
+mod lane;
 mod pool;
 mod simd;
 
-pub use exec::{Cpu, Group};
+pub use exec::Cpu;
+pub use lane::{End, Lane, Peer, Route};
 pub use pool::Pool;

@@ -4,9 +4,8 @@
 
 use std::time::{Duration, Instant};
 use tessera_cpu::arena::{Arena, ArenaError, ArenaLayout, Awaited, CommFault, MAX_MEMBERS};
-use tessera_cpu::collectives::{
-    SumOrder, all_gather, all_reduce, all_to_all, fingerprint, receive, reduce_scatter,
-};
+use tessera_cpu::collectives::{all_gather, all_reduce, all_to_all, fingerprint, receive, reduce_scatter};
+use tessera_mesh::Reduction;
 
 fn layout(members: usize, slots: usize) -> ArenaLayout {
     ArenaLayout { members, slots, slot_bytes: 4096 }
@@ -211,7 +210,7 @@ fn two_processes_reduce() {
         let mut out = [0.0; 8];
         for s in 0..1000 {
             let data = [me + s as f32; 8];
-            arena.exchange(3, &data, soon(), |v| all_reduce(&mut out, v, SumOrder::Rank)).unwrap();
+            arena.exchange(3, &data, soon(), |v| all_reduce(&mut out, v, Reduction::Sum)).unwrap();
             assert_eq!(out, [1.0 + 2.0 * s as f32; 8]);
         }
     };
@@ -238,8 +237,8 @@ fn reductions_keep_their_order() {
         .collect();
     let views: Vec<&[f32]> = views.iter().map(Vec::as_slice).collect();
     let (mut rank, mut tree) = (vec![0.0; 2500], vec![0.0; 2500]);
-    all_reduce(&mut rank, &views, SumOrder::Rank);
-    all_reduce(&mut tree, &views, SumOrder::Tree);
+    all_reduce(&mut rank, &views, Reduction::Sum);
+    all_reduce(&mut tree, &views, Reduction::Tree);
     for i in 0..2500 {
         let v: Vec<f32> = views.iter().map(|x| x[i]).collect();
         assert_eq!(rank[i], v.iter().skip(1).fold(v[0], |a, b| a + b));
@@ -248,10 +247,10 @@ fn reductions_keep_their_order() {
     // Members that reduced their own subtree first give the same bits.
     let mut halves = [vec![0.0; 2500], vec![0.0; 2500]];
     for (half, views) in halves.iter_mut().zip(views.chunks(4)) {
-        all_reduce(half, views, SumOrder::Tree);
+        all_reduce(half, views, Reduction::Tree);
     }
     let mut joined = vec![0.0; 2500];
-    all_reduce(&mut joined, &[&halves[0], &halves[1]], SumOrder::Tree);
+    all_reduce(&mut joined, &[&halves[0], &halves[1]], Reduction::Tree);
     assert_eq!(joined, tree);
     // Scattered parts are slices of the whole, along both dims.
     for (shape, dim, range) in [((25, 100), 0, 3..11), ((25, 100), 1, 40..75), ((5, 500), 1, 7..7)] {
@@ -262,7 +261,7 @@ fn reductions_keep_their_order() {
             .map(|i| whole[i])
             .collect();
         let mut got = vec![0.0; want.len()];
-        reduce_scatter(&mut got, &views, shape, dim, range, SumOrder::Tree);
+        reduce_scatter(&mut got, &views, shape, dim, range, Reduction::Tree);
         assert_eq!(got, want);
     }
 }

@@ -65,6 +65,23 @@ fn a_head_above_the_kernels_is_refused_at_load() {
 }
 
 #[test]
+fn sends_in_one_launch_are_taken_where_none_of_them_waits() {
+    let program = |issue: &str, wait: &str| {
+        format!(
+            "program @p role(r@tp0) mesh(tp=2) {{ %x = input : f32[2] \
+             {issue}send %x {{axis = \"tp\", batch = 1, to = 1}} {wait} }}"
+        )
+    };
+    let issued = program("%t = ttile.collective.issue ", "ttile.collective.wait %t");
+    assert!(loaded(&issued, &mut Ones { reads: 0 }).is_ok());
+    let d = loaded(&program("ttile.collective.", ""), &mut Ones { reads: 0 }).unwrap_err();
+    assert!(
+        d.code.id == "T0801" && d.message.contains("send in @p") && d.message.contains("one launch"),
+        "{d:?}"
+    );
+}
+
+#[test]
 fn a_call_of_other_lengths_is_a_fault_and_outputs_are_of_the_last_run() {
     let text = "program @p { %x = input : f32[2, 2] %b = call : f32[2] output \"y\", %x output \"b\", %b }
                 program @q { %x = input : f32[1, 2] output \"z\", %x }";

@@ -25,6 +25,10 @@ fn the_cpu_backend_means_what_the_reference_means() {
         let file = format!("eval/{fault}.tir");
         assert!(report.passed.contains(&file), "{file} must end in its fault\n{report}");
     }
+    for group in ["all_reduce_max", "blocks", "both_send_first", "world_all_reduce", "world_leader"] {
+        let file = format!("eval/{group}.tir");
+        assert!(report.passed.contains(&file), "{file} must run\n{report}");
+    }
 }
 
 /// A CPU backend with something wrong about it.

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use tessera_base::random::{DrawKey, normals};
 use tessera_cpu::arena::{Arena, ArenaLayout};
-use tessera_cpu::collectives::{SumOrder, all_reduce, fingerprint, reduce_scatter};
+use tessera_cpu::collectives::{all_reduce, fingerprint, reduce_scatter};
+use tessera_mesh::Reduction;
 
 const ELEMENTS: usize = 100;
 
@@ -29,7 +30,7 @@ fn delays(ranks: usize, run: u32) -> Vec<Duration> {
 }
 
 /// All ranks on threads, in the order that their delays make; every rank's sum.
-fn one_run(terms: &[Vec<f32>], run: u32, order: SumOrder) -> Vec<Vec<f32>> {
+fn one_run(terms: &[Vec<f32>], run: u32, reduction: Reduction) -> Vec<Vec<f32>> {
     let layout = ArenaLayout { members: terms.len(), slots: 2, slot_bytes: ELEMENTS * 4 };
     let fd = Arena::create(layout).unwrap();
     let arenas: Vec<Arena> = (0..terms.len()).map(|m| Arena::attach(&fd, layout, m).unwrap()).collect();
@@ -41,7 +42,7 @@ fn one_run(terms: &[Vec<f32>], run: u32, order: SumOrder) -> Vec<Vec<f32>> {
                     std::thread::sleep(delay);
                     let mut out = vec![0.0; ELEMENTS];
                     let (mine, until) = (&terms[arena.me()], Instant::now() + Duration::from_secs(30));
-                    let sum = |views: &[&[f32]]| all_reduce(&mut out, views, order);
+                    let sum = |views: &[&[f32]]| all_reduce(&mut out, views, reduction);
                     arena.exchange(fingerprint(b"sum"), mine, until, sum).unwrap();
                     out
                 })
@@ -55,12 +56,12 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|v| v.to_bits()).collect()
 }
 
-fn always_the_same(ranks: usize, order: SumOrder, by_hand: &dyn Fn(&[f32]) -> f32) {
+fn always_the_same(ranks: usize, reduction: Reduction, by_hand: &dyn Fn(&[f32]) -> f32) {
     let terms = terms(ranks);
     let expected: Vec<f32> =
         (0..ELEMENTS).map(|i| by_hand(&terms.iter().map(|t| t[i]).collect::<Vec<_>>())).collect();
     for run in 0..20 {
-        for (rank, sum) in one_run(&terms, run, order).iter().enumerate() {
+        for (rank, sum) in one_run(&terms, run, reduction).iter().enumerate() {
             assert_eq!(bits(sum), bits(&expected), "run {run}, rank {rank} of {ranks}");
         }
     }
@@ -68,7 +69,7 @@ fn always_the_same(ranks: usize, order: SumOrder, by_hand: &dyn Fn(&[f32]) -> f3
 
 #[test]
 fn a_sum_over_72_ranks_has_the_same_bits_whoever_comes_first() {
-    always_the_same(72, SumOrder::Rank, &|x| x[1..].iter().fold(x[0], |s, v| s + v));
+    always_the_same(72, Reduction::Sum, &|x| x[1..].iter().fold(x[0], |s, v| s + v));
 }
 
 #[test]
@@ -76,7 +77,7 @@ fn a_tree_over_64_ranks_has_the_same_bits_whoever_comes_first() {
     fn tree(x: &[f32]) -> f32 {
         if x.len() == 1 { x[0] } else { tree(&x[..x.len() / 2]) + tree(&x[x.len() / 2..]) }
     }
-    always_the_same(64, SumOrder::Tree, &tree);
+    always_the_same(64, Reduction::Tree, &tree);
 }
 
 #[test]
@@ -85,8 +86,8 @@ fn these_terms_would_show_another_order() {
     let views: Vec<&[f32]> = terms.iter().map(Vec::as_slice).collect();
     let backwards: Vec<&[f32]> = views.iter().rev().copied().collect();
     let (mut a, mut b) = (vec![0.0; ELEMENTS], vec![0.0; ELEMENTS]);
-    all_reduce(&mut a, &views, SumOrder::Rank);
-    all_reduce(&mut b, &backwards, SumOrder::Rank);
+    all_reduce(&mut a, &views, Reduction::Sum);
+    all_reduce(&mut b, &backwards, Reduction::Sum);
     assert_ne!(bits(&a), bits(&b));
 }
 
@@ -95,11 +96,11 @@ fn a_scattered_sum_is_a_piece_of_the_whole_one() {
     let terms = terms(72);
     let views: Vec<&[f32]> = terms.iter().map(Vec::as_slice).collect();
     let mut whole = vec![0.0; ELEMENTS];
-    all_reduce(&mut whole, &views, SumOrder::Rank);
+    all_reduce(&mut whole, &views, Reduction::Sum);
     let mut pieces = Vec::new();
     for part in 0..10 {
         let mut out = vec![0.0; ELEMENTS / 10];
-        reduce_scatter(&mut out, &views, (ELEMENTS, 1), 0, part * 10..part * 10 + 10, SumOrder::Rank);
+        reduce_scatter(&mut out, &views, (ELEMENTS, 1), 0, part * 10..part * 10 + 10, Reduction::Sum);
         pieces.extend(out);
     }
     assert_eq!(bits(&pieces), bits(&whole));

@@ -173,11 +173,11 @@ impl Common {
         let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
         Box::new(move || {
             let mut weights = Model::under(&model, &plan)?.weights().map_err(first)?;
-            let groups = comm::attach(&plan.sealed, rank, arenas)?;
+            let ends = comm::attach(&plan.sealed, rank, arenas)?;
             let pool = Pool::new(threads)
                 .map_err(|e| Diagnostic::error(&comm::T0017, format!("threads of rank {rank}: {e}")))?;
             let seat = Seat { mesh: *plan.sealed.mesh(), rank };
-            let backend: Box<dyn Backend> = Box::new(Cpu::new(seat, pool, groups, COLLECTIVE_PATIENCE));
+            let backend: Box<dyn Backend> = Box::new(Cpu::new(seat, pool, ends, COLLECTIVE_PATIENCE));
             let parity = parity(&weights, threads);
             let engine = MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?;
             Ok((Box::new(engine) as Box<dyn Engine>, parity))

@@ -3,7 +3,7 @@
 
 use tessera_device::{CallData, Fault, Scalar, T0802};
 use tessera_ir::{DType, Op, Opcode, Program, ValueId};
-use tessera_mesh::{AxisLayout, Group, Reduction};
+use tessera_mesh::AxisLayout;
 
 use crate::kernels::MAX_HEAD;
 
@@ -24,10 +24,6 @@ pub(super) fn unsupported(p: &Program, op: &Op) -> Option<String> {
         let dims = p.ty(op.operands[operand]).shape.len();
         (dims > 2).then(|| format!("pieces of a tensor of {dims} dims"))
     };
-    if op.attrs.contains_key("axis") && !matches!(op.group(), Some(Group::Axis { ways: None, .. })) {
-        let over = op.group().map_or("no group".to_string(), |g| g.to_string());
-        return Some(format!("{} over {over} (groups here are whole axes of the mesh)", op.opcode.name()));
-    }
     match op.opcode {
         Opcode::Renoise if first_sharded_by_columns() => Some("noise for a value cut by columns".into()),
         Opcode::Matmul if !matches!(op.int("segments").unwrap_or(1), 1 | 2 | 4 | 8) => {
@@ -45,18 +41,9 @@ pub(super) fn unsupported(p: &Program, op: &Op) -> Option<String> {
         Opcode::SpaceTimeToDepth | Opcode::DepthToSpaceTime if op.ints("patch") != Some(&[2, 2]) => {
             Some("a patch other than 2 × 2".into())
         }
-        Opcode::Send | Opcode::Recv if op.attrs.contains_key("batch") => {
-            Some("sends and receives issued as one launch".into())
-        }
-        Opcode::AllReduce | Opcode::ReduceScatter => {
-            let members = op.axis().map_or(1, |a| p.mesh.size(a));
-            match op.reduction() {
-                Some(Reduction::Max) => Some("the reduction max".into()),
-                Some(Reduction::Tree) if !members.is_power_of_two() => {
-                    Some(format!("a tree over {members} ranks, which is no power of two"))
-                }
-                _ => None,
-            }
+        // An issue does not wait, so those of a batch are in flight together; one that waits would hold up the rest.
+        Opcode::Send | Opcode::Recv if op.attrs.contains_key("batch") && !op.issue => {
+            Some("one of several sends and receives in one launch that waits for its end".into())
         }
         Opcode::AllToAll => deep(0),
         _ => None,

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_cpu::arena::{Arena, ArenaLayout};
-use tessera_cpu::{Cpu, Group, Pool};
+use tessera_cpu::{Cpu, End, Lane, Pool, Route};
 use tessera_filetests::{Maker, Subject, Tolerance};
 use tessera_ir::Program;
-use tessera_mesh::{Axis, Group as Members, Mesh, Rank};
+use tessera_mesh::Mesh;
 
 /// Every file of `filetests/`, by its path there.
 pub fn files() -> Vec<(String, PathBuf)> {
@@ -40,7 +40,7 @@ pub fn texts() -> Vec<(String, String)> {
 /// Longest wait in one collective of [`cpu`].
 pub const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The CPU backend with an arena for each group that the programs use.
+/// The CPU backend with an arena for each lane that the programs use.
 ///
 /// About four units in the last place: a product accumulates in one f32 chain, and polynomials stand for the
 /// transcendental functions.
@@ -50,40 +50,32 @@ pub fn cpu(name: &str) -> Subject<'_, Cpu> {
 
 pub fn open(mesh: &Mesh, programs: &[Vec<Arc<Program>>]) -> Result<Vec<Maker<Cpu>>, String> {
     /// Bytes of the largest contribution, and collectives at most in flight.
-    type Needs = BTreeMap<(Axis, bool, Vec<Rank>), (u64, usize)>;
+    type Needs = BTreeMap<Lane, (u64, usize)>;
     let mut needs = Needs::new();
     for (rank, programs) in mesh.iter().zip(programs) {
         for p in programs {
             for (_, op) in p.collectives() {
-                // What is over anything but a whole axis is for the backend to refuse.
-                let Some(Members::Axis { axis, ways: None }) = op.group() else { continue };
-                let key = match op.int("to").or(op.int("from")) {
-                    None => (axis, false, mesh.group_of(rank, axis)),
-                    Some(peer) => {
-                        let other =
-                            mesh.rank_at(mesh.coord_of(rank).with(axis, u32::try_from(peer).unwrap()));
-                        (axis, true, vec![rank.min(other), rank.max(other)])
-                    }
-                };
-                let need = needs.entry(key).or_default();
+                // What names no lane is for the backend to refuse.
+                let Some(lane) = Route::of(op).and_then(|r| r.lane(mesh, rank)) else { continue };
+                let need = needs.entry(lane).or_default();
                 need.0 = need.0.max(op.operands.first().map_or(0, |v| p.ty(*v).bytes().0));
                 need.1 += 1;
             }
         }
     }
-    let mut groups: Vec<Vec<Group>> = mesh.iter().map(|_| Vec::new()).collect();
-    for ((axis, pair, members), (bytes, flight)) in needs {
+    let mut ends: Vec<Vec<End>> = mesh.iter().map(|_| Vec::new()).collect();
+    for (lane, (bytes, flight)) in needs {
         let layout =
-            ArenaLayout { members: members.len(), slots: flight + 1, slot_bytes: bytes.max(4) as usize };
+            ArenaLayout { members: lane.members.len(), slots: flight + 1, slot_bytes: bytes.max(4) as usize };
         let fd = Arena::create(layout).map_err(|e| e.to_string())?;
-        for (at, rank) in members.iter().enumerate() {
+        for (at, rank) in lane.members.iter().enumerate() {
             let arena = Arena::attach(&fd, layout, at).map_err(|e| e.to_string())?;
-            let peer = pair.then(|| mesh.coord_of(members[1 - at]).on(axis));
-            groups[rank.0 as usize].push(Group { axis, peer, arena });
+            let route = lane.route(mesh, at).ok_or("a lane without a group")?;
+            ends[rank.0 as usize].push(End { route, arena });
         }
     }
-    let maker = |groups: Vec<Group>| -> Maker<Cpu> {
-        Box::new(move |seat| Ok(Cpu::new(seat, Pool::single(), groups, PATIENCE)))
+    let maker = |ends: Vec<End>| -> Maker<Cpu> {
+        Box::new(move |seat| Ok(Cpu::new(seat, Pool::single(), ends, PATIENCE)))
     };
-    Ok(groups.into_iter().map(maker).collect())
+    Ok(ends.into_iter().map(maker).collect())
 }
