@@ -17,6 +17,7 @@ mod order;
 mod phase;
 mod program;
 mod ranks;
+mod same;
 mod say;
 mod seal;
 mod sequence;
@@ -79,4 +80,5 @@ pub const CODES: &[&Code] = &[
     &memory::T0340,
     &observed::T0341,
     &observed::T0342,
+    &same::T0343,
 ];

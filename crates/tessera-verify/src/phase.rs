@@ -5,7 +5,7 @@ use tessera_ir::{Opcode, Phase, Program, RoleRanks};
 use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
 
 use crate::ranks::Ranks;
-use crate::{launch, program, say, sequence, structure};
+use crate::{launch, program, same, say, sequence, structure};
 
 /// Roles, ranks or programs that do not line up.
 pub static T0329: Code = Code {
@@ -65,8 +65,11 @@ pub fn check_phase(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnosti
     if !out.is_empty() {
         return out;
     }
-    let out = sequence::check(&ranks);
-    if out.is_empty() { launch::check(&ranks, || ranks.held()) } else { out }
+    let mut out = sequence::check(&ranks);
+    if out.is_empty() {
+        out = launch::check(&ranks, || ranks.held());
+    }
+    if out.is_empty() { same::check(&ranks) } else { out }
 }
 
 /// Every rank has one role.

@@ -107,6 +107,26 @@ impl<'a> Ranks<'a> {
         self.programs.iter().zip(&self.launches).map(|(p, l)| held_by(p, l)).collect()
     }
 
+    /// What a role launches.
+    pub(crate) fn script(&self, role: usize) -> &Script {
+        &self.meetings.scripts[role]
+    }
+
+    /// Ops of a role's launches, in order.
+    pub(crate) fn ops_launched(&self, role: usize) -> impl Iterator<Item = usize> + '_ {
+        self.launches[role].iter().map(|l| l.0)
+    }
+
+    /// A launch of a role in words.
+    pub(crate) fn what(&self, role: usize, at: usize) -> String {
+        self.signatures[self.launches[role][at].1 as usize].short()
+    }
+
+    /// The ranks of a role in words.
+    pub(crate) fn who(&self, role: usize) -> String {
+        say::ranks(&self.roles[role].ranks)
+    }
+
     fn signature(&self, rank: u32, at: usize) -> &Signature {
         &self.signatures[self.launch(rank, at).1 as usize]
     }

@@ -32,7 +32,12 @@ pub(crate) fn describe(p: &Program, op: usize) -> String {
     let Some(o) = p.ops.get(op) else { return "no such op".to_string() };
     let result = o.results.first().and_then(|r| p.values.get(r.0 as usize));
     let left = result.map_or(String::new(), |v| format!("%{} = ", v.name));
-    format!("{left}{}{} on stream {}", if o.issue { "issue " } else { "" }, o.opcode.name(), stream(p, o))
+    let name = o.name.as_ref().map_or(String::new(), |n| format!(" \"{n}\""));
+    if is_given(o) {
+        return format!("{left}{}{name}", o.opcode.name());
+    }
+    let issue = if o.issue { "issue " } else { "" };
+    format!("{left}{issue}{}{name} on stream {}", o.opcode.name(), stream(p, o))
 }
 
 /// Name of an op's stream.

@@ -501,3 +501,40 @@ fn blocks_and_the_world_are_groups_of_their_own() {
     // Half of the ranks call over the axis, half over its blocks.
     only(&run([Some(2), None], 0), "T0307");
 }
+
+#[test]
+fn t0343_members_of_tp_compute_one_thing() {
+    let run = |swap: bool, through_pp: bool| {
+        each(mesh("tp=2,pp=2"), |r, b| {
+            let (x, y) = (b.weight("x", f32s(&[4, 4])), b.weight("y", f32s(&[4, 4])));
+            let mine = if swap && r == 3 { y } else { x };
+            // Stage 0 sends what stage 1 exchanges.
+            let value = match (through_pp, r < 2) {
+                (false, _) => mine,
+                (true, true) => {
+                    let mine = if swap && r == 1 { y } else { x };
+                    let t = b.attr("axis", "pp").attr("to", 1i64).issue(Opcode::Send, &[mine]);
+                    b.wait(t, None);
+                    return;
+                }
+                (true, false) => {
+                    let t = b.attr("axis", "pp").attr("from", 0i64).recv(f32s(&[4, 4]));
+                    b.wait(t, Some(f32s(&[4, 4]))).unwrap()
+                }
+            };
+            let s = b.attr("axis", "tp").attr("dim", 0i64).op(Opcode::TakeShard, &[value]);
+            b.attr("axis", "tp").attr("dim", 0i64).op(Opcode::AllGather, &[s]);
+        })
+    };
+    clean(&run(false, false));
+    clean(&run(false, true));
+    let found = run(true, false);
+    only(&found, "T0343");
+    assert!(
+        text(&found).contains("weight \"x\"") && text(&found).contains("weight \"y\""),
+        "{}",
+        text(&found)
+    );
+    // The difference is made on another stage and travels in a message.
+    only(&run(true, true), "T0343");
+}

@@ -1,0 +1,378 @@
+//! Whether ranks compute the same thing: every value gets a number from how it was made, and ranks that must hold
+//! the same, or pieces of the same, must have equal numbers.
+//!
+//! A number knows names of inputs, weights and buffers, ops with their constants, and what was received, but no local
+//! extent: pieces of one value have one number on all ranks. This finds drift that types cannot see.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_ir::{Attr, Kind, Op, Opcode, Program, RoleRanks, ValueId};
+use tessera_mesh::{Axis, Group};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::ranks::Ranks;
+use crate::say;
+use crate::sequence::Witness;
+
+/// Two computations where one is meant.
+pub static T0343: Code = Code {
+    id: "T0343",
+    title: "ranks compute different things where one is meant",
+    page: "The calls of all ranks fit, and still the ranks do not work on one model. Members of tp hold pieces of one computation, \
+but what one of them brings to a collective was computed in another way than what the others bring; or two roles of one replica hand \
+out or cache different values under one name. (Over dp and ep every member may bring data of its own.) Typical: \
+two tensors of one shape reduced in another order, a context that reached the first rank of a mesh and was not broadcast, random \
+draws keyed by another scalar, an activation left out on one role.\n\n\
+The judge follows each value back through its ops, names and messages, and shows the first two ops that differ. Pieces of one value \
+count as the same: only names, ops and constants are compared, never numbers in tensors. If two roles mean the same \
+thing under two names, give it one name.",
+};
+
+/// What a value is, for comparing; equal numbers are equal computations.
+type Number = u128;
+
+/// Members of a line: role and channel.
+type Members = Vec<(usize, Option<u32>)>;
+
+/// Refuses groups whose members bring different computations. Expects ranks that meet and get through.
+pub(crate) fn check(ranks: &Ranks<'_>) -> Diagnostics {
+    // One role cannot differ from itself.
+    if ranks.programs.len() < 2 {
+        return Vec::new();
+    }
+    let mut roles: Vec<Role<'_>> = (0..ranks.programs.len()).map(|r| Role::of(ranks, r)).collect();
+    let lines = lines(ranks);
+    let mut out = Vec::new();
+    loop {
+        let mut moved = false;
+        for r in 0..roles.len() {
+            while advance(ranks, &mut roles, &lines, r, &mut out) {
+                moved = true;
+            }
+        }
+        if !moved {
+            break;
+        }
+    }
+    if out.is_empty() {
+        out.extend(handed_out(&roles, &replicas(ranks)));
+    }
+    out
+}
+
+/// Positions on ep and dp of each role's ranks; none for ranks outside the mesh, which serve all of them.
+fn replicas(ranks: &Ranks<'_>) -> Vec<BTreeSet<(u32, u32)>> {
+    let inside = |role: &RoleRanks| -> BTreeSet<(u32, u32)> {
+        let within = role.ranks.iter().filter(|r| ranks.mesh.contains(**r)).map(|r| ranks.mesh.coord_of(*r));
+        within.map(|c| (c.on(Axis::Ep), c.on(Axis::Dp))).collect()
+    };
+    ranks.roles.iter().map(inside).collect()
+}
+
+/// A role as far as its values are known.
+struct Role<'a> {
+    p: &'a Program,
+    definitions: Vec<Option<usize>>,
+    /// Next op.
+    next: usize,
+    numbers: Vec<Option<Number>>,
+    /// Contents of each buffer, and the last op that wrote it here.
+    buffers: Vec<(Number, Option<usize>)>,
+    /// Launch of each op that is one.
+    launch: BTreeMap<usize, usize>,
+    launches: Vec<Launch>,
+    /// Per channel, its launches.
+    places: Vec<Vec<usize>>,
+}
+
+struct Launch {
+    op: usize,
+    channel: u32,
+    /// Place on the channel.
+    n: usize,
+    /// What it brought, once it was issued.
+    brought: Option<Number>,
+}
+
+impl<'a> Role<'a> {
+    fn of(ranks: &Ranks<'a>, role: usize) -> Role<'a> {
+        let p = &ranks.programs[role];
+        let script = ranks.script(role);
+        let mut places: Vec<Vec<usize>> = vec![Vec::new(); script.signatures.len()];
+        let mut launches = Vec::new();
+        for (i, (step, op)) in script.steps.iter().zip(ranks.ops_launched(role)).enumerate() {
+            let on = &mut places[step.channel as usize];
+            launches.push(Launch { op, channel: step.channel, n: on.len(), brought: None });
+            on.push(i);
+        }
+        Role {
+            p,
+            definitions: p.definitions(),
+            next: 0,
+            numbers: vec![None; p.values.len()],
+            buffers: p.buffers.iter().map(|b| (number(&[b"buffer", b.name.as_bytes()]), None)).collect(),
+            launch: ranks.ops_launched(role).enumerate().map(|(i, op)| (op, i)).collect(),
+            launches,
+            places,
+        }
+    }
+
+    fn known(&self, v: ValueId) -> Number {
+        self.numbers[v.0 as usize].unwrap_or_default()
+    }
+}
+
+/// Per role and channel, the different sets of members that its ranks meet there.
+fn lines(ranks: &Ranks<'_>) -> BTreeMap<(usize, u32), Vec<Members>> {
+    let m = ranks.meetings();
+    let mut sets: BTreeMap<(usize, u32), BTreeSet<Members>> = BTreeMap::new();
+    for line in &m.lines {
+        let members: Members = line.members.iter().map(|(r, c)| (m.role_of[*r as usize], *c)).collect();
+        let keys: BTreeSet<(usize, u32)> = members.iter().filter_map(|(r, c)| Some((*r, (*c)?))).collect();
+        for key in keys {
+            let known = sets.entry(key).or_default();
+            if !known.contains(&members) {
+                known.insert(members.clone());
+            }
+        }
+    }
+    sets.into_iter().map(|(k, v)| (k, v.into_iter().collect())).collect()
+}
+
+/// Takes a role one op further; `false` at its end, or while it waits for what another has not brought yet.
+fn advance(
+    ranks: &Ranks<'_>,
+    roles: &mut [Role<'_>],
+    lines: &BTreeMap<(usize, u32), Vec<Members>>,
+    r: usize,
+    out: &mut Diagnostics,
+) -> bool {
+    let p = roles[r].p;
+    let i = roles[r].next;
+    let Some(op) = p.ops.get(i) else { return false };
+    if op.opcode.is_collective() {
+        let Some(launch) = roles[r].launch.get(&i).copied() else { return false };
+        if roles[r].launches[launch].brought.is_none() {
+            let brings = op.operands.first().map_or(0, |v| roles[r].known(*v));
+            roles[r].launches[launch].brought = Some(brings);
+            check_alike(ranks, roles, lines, (r, launch), out);
+        }
+        if !op.issue {
+            let Some(number) = taken(roles, lines, r, launch) else { return false };
+            set(&mut roles[r], op, number);
+        }
+    } else if op.opcode == Opcode::Wait {
+        let issue = op.operands.first().and_then(|t| roles[r].definitions[t.0 as usize]);
+        let Some(launch) = issue.and_then(|d| roles[r].launch.get(&d).copied()) else { return false };
+        let Some(number) = taken(roles, lines, r, launch) else { return false };
+        set(&mut roles[r], op, number);
+    } else {
+        compute(&mut roles[r], op, i);
+    }
+    roles[r].next += 1;
+    true
+}
+
+fn set(role: &mut Role<'_>, op: &Op, number: Number) {
+    for v in &op.results {
+        role.numbers[v.0 as usize] = Some(number);
+    }
+}
+
+/// An op of one rank.
+fn compute(role: &mut Role<'_>, op: &Op, at: usize) {
+    let made = made_of(role, op);
+    match (op.opcode, op.buffer) {
+        (Opcode::CacheWrite, Some(b)) => {
+            let before = role.buffers[b.0 as usize].0;
+            role.buffers[b.0 as usize] = (number(&[&before.to_le_bytes(), &made.to_le_bytes()]), Some(at));
+        }
+        (_, Some(b)) => {
+            let contents = role.buffers[b.0 as usize].0;
+            set(role, op, number(&[&contents.to_le_bytes(), &made.to_le_bytes()]));
+        }
+        _ => set(role, op, made),
+    }
+}
+
+/// Op, name, constants and operands in one number.
+fn made_of(role: &Role<'_>, op: &Op) -> Number {
+    let mut parts: Vec<Vec<u8>> = vec![op.opcode.name().into()];
+    parts.push(op.name.clone().unwrap_or_default().into());
+    for (name, value) in op.attrs.iter().filter(|(n, _)| !PLACEMENT.contains(&n.as_str())) {
+        parts.push(format!("{name}={}", word(value)).into());
+    }
+    if op.opcode.row().kind == Kind::Source {
+        // What a rank holds of it: another cut is another value.
+        parts.extend(op.results.iter().map(|v| format!("{:?}", role.p.ty(*v).layout).into()));
+    }
+    parts.extend(op.operands.iter().map(|v| role.known(*v).to_le_bytes().to_vec()));
+    for (key, v) in &op.keyed {
+        parts.push((*key).into());
+        parts.push(role.known(*v).to_le_bytes().to_vec());
+    }
+    number(&parts.iter().map(Vec::as_slice).collect::<Vec<_>>())
+}
+
+/// Constants that say where and how an op is launched, and change no number.
+const PLACEMENT: &[&str] = &["at", "batch", "graph", "part"];
+
+fn word(a: &Attr) -> String {
+    match a {
+        Attr::Float(x) => format!("{:016x}", x.to_bits()),
+        a => format!("{a:?}"),
+    }
+}
+
+fn number(parts: &[&[u8]]) -> Number {
+    let mut hash = Xxh3::new();
+    for part in parts {
+        hash.update(&(part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hash.digest128()
+}
+
+/// What a member of a line brought at one place of it.
+fn brought(roles: &[Role<'_>], member: (usize, Option<u32>), n: usize) -> Option<Number> {
+    let role = &roles[member.0];
+    role.launches[*role.places[member.1? as usize].get(n)?].brought
+}
+
+/// The result of a launch; `None` while a member that it depends on has not issued its own.
+fn taken(
+    roles: &[Role<'_>],
+    lines: &BTreeMap<(usize, u32), Vec<Members>>,
+    r: usize,
+    launch: usize,
+) -> Option<Number> {
+    let Launch { channel, n, brought: own, .. } = roles[r].launches[launch];
+    let op = op_of(&roles[r], launch);
+    let meets = lines.get(&(r, channel)).map_or(&[][..], Vec::as_slice);
+    let from = match op.opcode {
+        Opcode::Recv => 0,
+        Opcode::Broadcast => usize::try_from(op.int("root").unwrap_or(0)).unwrap_or(0),
+        // All members bring the same; what comes out is named by that and the op.
+        _ => return Some(number(&[&own?.to_le_bytes(), &made_of(&roles[r], op).to_le_bytes()])),
+    };
+    // The value of whoever gave it. Ranks of a role that are given different ones are told apart when it matters.
+    let mut given = meets.iter().map(|members| brought(roles, *members.get(from)?, n));
+    let first = given.next()??;
+    given.try_fold(first, |all, one| {
+        let one = one?;
+        Some(if one == all { all } else { number(&[&all.to_le_bytes(), &one.to_le_bytes()]) })
+    })
+}
+
+fn op_of<'a>(role: &Role<'a>, launch: usize) -> &'a Op {
+    &role.p.ops[role.launches[launch].op]
+}
+
+/// Compares what a role just brought with what the others brought to the same meeting.
+fn check_alike(
+    ranks: &Ranks<'_>,
+    roles: &[Role<'_>],
+    lines: &BTreeMap<(usize, u32), Vec<Members>>,
+    (r, launch): (usize, usize),
+    out: &mut Diagnostics,
+) {
+    let op = op_of(&roles[r], launch);
+    let shared = matches!(op.group(), Some(Group::Axis { axis: Axis::Tp, .. }));
+    if !shared || matches!(op.opcode, Opcode::Broadcast | Opcode::Send | Opcode::Recv) || !out.is_empty() {
+        return;
+    }
+    let Launch { channel, n, brought: own, .. } = roles[r].launches[launch];
+    let meets = lines.get(&(r, channel)).map_or(&[][..], Vec::as_slice);
+    let other = meets.iter().flatten().find(|m| {
+        let theirs = brought(roles, **m, n);
+        theirs.is_some() && theirs != own
+    });
+    let Some((other, Some(c))) = other else { return };
+    let theirs = roles[*other].places[*c as usize][n];
+    let (a, b) = (op_of(&roles[*other], theirs), op);
+    let Some((x, y)) = a.operands.first().zip(b.operands.first()) else { return };
+    let message = format!(
+        "{} and {} bring different values to {}",
+        ranks.who(*other),
+        ranks.who(r),
+        ranks.what(r, launch)
+    );
+    let d = Diagnostic::error(&T0343, message);
+    out.push(differs(d, &roles[*other], *x, &roles[r], *y));
+}
+
+/// Adds the first two ops in which two values' histories differ.
+fn differs(d: Diagnostic, a: &Role<'_>, mut x: ValueId, b: &Role<'_>, mut y: ValueId) -> Diagnostic {
+    while let (Some(i), Some(j)) = (a.definitions[x.0 as usize], b.definitions[y.0 as usize]) {
+        let (f, g) = (&a.p.ops[i], &b.p.ops[j]);
+        let operands =
+            |o: &Op| o.operands.iter().copied().chain(o.keyed.iter().map(|(_, v)| *v)).collect::<Vec<_>>();
+        let pairs = operands(f).into_iter().zip(operands(g));
+        let alike = f.opcode == g.opcode && f.name == g.name && f.operands.len() == g.operands.len();
+        let deeper = pairs.into_iter().find(|(v, w)| {
+            let token = a.p.ty(*v).is_token() || b.p.ty(*w).is_token();
+            !token && a.numbers[v.0 as usize] != b.numbers[w.0 as usize]
+        });
+        match deeper {
+            Some((v, w)) if alike => (x, y) = (v, w),
+            _ => {
+                let d = say::at_op(
+                    d,
+                    a.p,
+                    i,
+                    format!("one has {}: {}", say::value(a.p, x), say::describe(a.p, i)),
+                );
+                return say::at_op(
+                    d,
+                    b.p,
+                    j,
+                    format!("the other {}: {}", say::value(b.p, y), say::describe(b.p, j)),
+                );
+            }
+        }
+    }
+    d
+}
+
+/// Outputs and buffers of one name are one value on all roles of a replica that make them.
+fn handed_out(roles: &[Role<'_>], replicas: &[BTreeSet<(u32, u32)>]) -> Diagnostics {
+    let apart = |q: usize, r: usize| {
+        !replicas[q].is_empty() && !replicas[r].is_empty() && replicas[q].is_disjoint(&replicas[r])
+    };
+    let mut out = Vec::new();
+    let mut outputs: BTreeMap<&str, (usize, usize, ValueId)> = BTreeMap::new();
+    let mut buffers: BTreeMap<&str, (usize, usize, Number)> = BTreeMap::new();
+    for (r, role) in roles.iter().enumerate() {
+        for (i, op) in role.p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::Output) {
+            let (Some(name), Some(v)) = (op.name.as_deref(), op.operands.first()) else { continue };
+            let (q, _, w) = *outputs.entry(name).or_insert((r, i, *v));
+            if !apart(q, r) && roles[q].known(w) != role.known(*v) {
+                let d =
+                    Diagnostic::error(&T0343, format!("two roles hand out different values as \"{name}\""));
+                out.push(differs(d, &roles[q], w, role, *v));
+            }
+        }
+        for (b, (contents, written)) in role.p.buffers.iter().zip(&role.buffers) {
+            let Some(at) = *written else { continue };
+            let (q, first, there) = *buffers.entry(&b.name).or_insert((r, at, *contents));
+            if !apart(q, r) && there != *contents {
+                let d = Diagnostic::error(
+                    &T0343,
+                    format!("two roles leave different contents in buffer @{}", b.name),
+                );
+                let values = (roles[q].p.ops[first].operands.first(), role.p.ops[at].operands.first());
+                out.push(match values {
+                    (Some(x), Some(y)) if roles[q].known(*x) != role.known(*y) => {
+                        differs(d, &roles[q], *x, role, *y)
+                    }
+                    _ => {
+                        let d = say::at_op(d, roles[q].p, first, "the last write of one");
+                        say::at_op(d, role.p, at, "the last write of the other")
+                    }
+                });
+            }
+        }
+    }
+    out
+}
