@@ -14,12 +14,8 @@ pub type Judge<'a> = &'a dyn Fn(&Mesh, &[Program]) -> Vec<&'static str>;
 pub const EXACT: &[&str] =
     &["T0301", "T0302", "T0303", "T0304", "T0305", "T0307", "T0308", "T0311", "T0312", "T0334"];
 
-/// Splits "same count, but another shape or layout" off from [`SHAPES`]: where a judge has it, those are exact.
-pub const SHAPE_CODE: &str = "T0333";
-/// Counts that differ; without [`SHAPE_CODE`] also shapes and layouts of equal counts.
-const SHAPES: &[&str] = &["T0302", "T0308"];
-
-/// Codes that refuse what may complete, and why the judge is right to refuse.
+/// Codes that refuse what may complete, and why the judge is right to refuse. A code in neither table may refuse
+/// nothing that completes.
 pub const CONSERVATIVE: &[(&str, &str)] = &[
     ("T0203", "form: the op table does not have it, whatever a device would do with it"),
     ("T0210", "types: bytes arrive, but not the tensor that the text says"),
@@ -28,9 +24,8 @@ pub const CONSERVATIVE: &[(&str, &str)] = &[
     ("T0213", "types: the run ends, with each rank's piece normalised by itself"),
     ("T0214", "types: the run ends, with pieces combined that do not belong together"),
     ("T0215", "types: a constant that the op cannot take"),
-    ("T0302", "bytes agree, shapes or layouts do not: the run ends, with elements in other places"),
     ("T0306", "bytes agree, tensor dims do not: the run ends, with elements in other places"),
-    ("T0308", "bytes agree, shapes or layouts do not: the run ends, with elements in other places"),
+    ("T0309", "a send to the rank itself meets a receive in the same launch, and nowhere else"),
     ("T0310", "a group of one: the run ends, with nobody to talk to"),
     ("T0313", "nothing waits: this run ends, but the next program may overwrite what is still in flight"),
     ("T0314", "a second wait finds a finished collective here; a backend may have freed it"),
@@ -52,29 +47,22 @@ pub const CONSERVATIVE: &[(&str, &str)] = &[
     ("T0332", "roles read one input differently: the run ends, with bytes taken for another tensor"),
     ("T0333", "bytes agree, shapes or layouts do not: the run ends, with elements in other places"),
     ("T0335", "the device would run these ops so; capture loses what crosses the edge of a graph"),
+    ("T0337", "a role on the wrong side of the mesh's edge: its collectives meet, over the world alone"),
     ("T0339", "a batch that is torn or numbered twice: launched in parts, which this time get through"),
+    (
+        "T0343",
+        "every call meets: the run ends, with ranks that computed different things where one was meant",
+    ),
 ];
 
-/// Which codes are exact for a judge.
-#[derive(Debug, Clone, Copy)]
-pub struct Rules {
-    shapes_are_exact: bool,
-}
+/// Codes that answer another question than whether a run gets through: a set that they alone refuse counts as accepted, so
+/// that they hide nothing.
+pub const BESIDE: &[&str] = &["T0343"];
 
-impl Rules {
-    /// From all codes that the judge can raise.
-    #[must_use]
-    pub fn of(codes: &[&str]) -> Rules {
-        Rules { shapes_are_exact: codes.contains(&SHAPE_CODE) }
-    }
-
-    /// Why a code may refuse what completes; `None` for one that may not.
-    #[must_use]
-    pub fn reason(&self, code: &str) -> Option<&'static str> {
-        let exact = EXACT.contains(&code) && (self.shapes_are_exact || !SHAPES.contains(&code));
-        let row = CONSERVATIVE.iter().find(|(c, _)| *c == code);
-        row.filter(|_| !exact).map(|(_, why)| *why)
-    }
+/// Why a code may refuse what completes; `None` for one that may not.
+#[must_use]
+pub fn reason(code: &str) -> Option<&'static str> {
+    CONSERVATIVE.iter().find(|(c, _)| *c == code).map(|(_, why)| *why)
 }
 
 /// One set, judged and played.
@@ -96,13 +84,19 @@ pub enum Violation {
 }
 
 impl Compared {
+    /// Whether the judge expects the set to get through.
+    #[must_use]
+    pub fn accepted(&self) -> bool {
+        self.codes.iter().all(|c| BESIDE.contains(c))
+    }
+
     /// What is wrong, if anything.
     #[must_use]
-    pub fn violation(&self, rules: Rules) -> Option<Violation> {
+    pub fn violation(&self) -> Option<Violation> {
         if self.outcome.fails() {
-            return self.codes.is_empty().then_some(Violation::AcceptedFails);
+            return self.accepted().then_some(Violation::AcceptedFails);
         }
-        let wrong = self.codes.iter().find(|c| rules.reason(c).is_none());
+        let wrong = self.codes.iter().find(|c| reason(c).is_none());
         wrong.map(|c| Violation::RefusedCompletes(c))
     }
 }
@@ -120,10 +114,10 @@ pub fn compare(mesh: &Mesh, programs: &[Program], judge: Judge<'_>) -> Compared 
 /// The smallest set found on which judge and run still part in the same way: meetings, single calls, mutations and
 /// edits are left out one by one while they do.
 #[must_use]
-pub fn shrink(case: &Case, judge: Judge<'_>, rules: Rules) -> Case {
+pub fn shrink(case: &Case, judge: Judge<'_>) -> Case {
     let violation = |c: &Case| {
         let programs = c.programs().ok()?;
-        compare(&c.mesh, &programs, judge).violation(rules)
+        compare(&c.mesh, &programs, judge).violation()
     };
     let Some(wanted) = violation(case) else { return case.clone() };
     let mut best = case.clone();
@@ -217,5 +211,19 @@ fn expected(outcome: &Outcome) -> &'static str {
         },
         Outcome::Race { .. } => "T0316",
         _ => "T0311",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_code_stands_in_one_table_once() {
+        let mut all: Vec<&str> = EXACT.iter().copied().chain(CONSERVATIVE.iter().map(|c| c.0)).collect();
+        let codes = all.len();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), codes);
     }
 }

@@ -24,25 +24,29 @@ pub struct Edit {
 pub enum EditKind {
     DropEvent,
     DropAfter,
+    DropEvents,
     DropWait,
     RepeatWait,
     MoveStream,
     SwapOps,
     EarlyWrite,
     SwapGraph,
+    OtherRole,
 }
 
 impl EditKind {
     /// All of them.
-    pub const ALL: [EditKind; 8] = [
+    pub const ALL: [EditKind; 10] = [
         EditKind::DropEvent,
         EditKind::DropAfter,
+        EditKind::DropEvents,
         EditKind::DropWait,
         EditKind::RepeatWait,
         EditKind::MoveStream,
         EditKind::SwapOps,
         EditKind::EarlyWrite,
         EditKind::SwapGraph,
+        EditKind::OtherRole,
     ];
 
     /// In words.
@@ -51,12 +55,14 @@ impl EditKind {
         match self {
             EditKind::DropEvent => "event dropped from after",
             EditKind::DropAfter => "after dropped",
+            EditKind::DropEvents => "a stream's events dropped",
             EditKind::DropWait => "wait dropped",
             EditKind::RepeatWait => "wait repeated",
             EditKind::MoveStream => "op on another stream",
             EditKind::SwapOps => "ops swapped",
             EditKind::EarlyWrite => "cache written earlier",
             EditKind::SwapGraph => "graph constant swapped",
+            EditKind::OtherRole => "role in or outside the mesh",
         }
     }
 
@@ -74,7 +80,9 @@ impl Edit {
     }
 
     pub(crate) fn random(d: &mut Dice, mesh: &Mesh) -> Edit {
-        let kinds: Vec<EditKind> = EditKind::ALL.into_iter().filter(|k| k.is_possible()).collect();
+        let outside = |k: &EditKind| *k != EditKind::OtherRole || mesh.outside() > 0;
+        let kinds = EditKind::ALL.into_iter().filter(|k| k.is_possible() && outside(k));
+        let kinds: Vec<EditKind> = kinds.collect();
         Edit {
             kind: d.pick(&kinds),
             rank: d.below(mesh.ranks() as usize),
@@ -87,11 +95,19 @@ impl Edit {
 /// Changes a program, if there is something to change.
 pub(crate) fn apply(e: &Edit, programs: &mut [Program]) {
     let p = &mut programs[e.rank];
+    if e.kind == EditKind::OtherRole {
+        match p.role.find("@out") {
+            Some(at) => p.role.truncate(at),
+            None => p.role += "@out0",
+        }
+        return;
+    }
     let given =
         |p: &Program, i: usize| matches!(p.ops[i].opcode, Opcode::Input | Opcode::Call | Opcode::Weight);
     let fitting: Vec<usize> = (0..p.ops.len())
         .filter(|i| match e.kind {
             EditKind::DropEvent | EditKind::DropAfter => !p.ops[*i].after.is_empty(),
+            EditKind::DropEvents => p.ops[*i].opcode == Opcode::EventRecord,
             EditKind::DropWait | EditKind::RepeatWait => p.ops[*i].opcode == Opcode::Wait,
             EditKind::MoveStream => p.streams.len() > 1 && !given(p, *i),
             // What is made stays before what reads it, but for now and then.
@@ -102,6 +118,7 @@ pub(crate) fn apply(e: &Edit, programs: &mut [Program]) {
             }
             EditKind::EarlyWrite => p.ops[*i].opcode == Opcode::CacheWrite,
             EditKind::SwapGraph => p.ops[*i].opcode.is_collective(),
+            EditKind::OtherRole => false,
         })
         .collect();
     if fitting.is_empty() {
@@ -112,6 +129,12 @@ pub(crate) fn apply(e: &Edit, programs: &mut [Program]) {
     match e.kind {
         EditKind::DropEvent => drop(op.after.remove(e.arg % op.after.len())),
         EditKind::DropAfter => op.after.clear(),
+        EditKind::DropEvents => {
+            let stream = op.stream;
+            let recorded = p.ops.iter().filter(|o| o.opcode == Opcode::EventRecord && o.stream == stream);
+            let events: BTreeSet<ValueId> = recorded.flat_map(|o| o.results.iter().copied()).collect();
+            p.ops.iter_mut().for_each(|o| o.after.retain(|e| !events.contains(e)));
+        }
         EditKind::DropWait => remove(p, at),
         EditKind::RepeatWait => {
             let mut again = op.clone();
@@ -149,6 +172,7 @@ pub(crate) fn apply(e: &Edit, programs: &mut [Program]) {
                 op.attrs.insert("graph".to_string(), Attr::Str(format!("g{}", e.arg % 3)));
             }
         }
+        EditKind::OtherRole => {}
     }
 }
 

@@ -12,8 +12,8 @@ pub(crate) struct Group {
 }
 
 /// Ranks before those of the mesh, which take part in collectives over `world` alone.
-pub(crate) fn outside(_mesh: &Mesh) -> usize {
-    0
+pub(crate) fn outside(mesh: &Mesh) -> usize {
+    mesh.outside() as usize
 }
 
 /// All ranks of a run.

@@ -1,6 +1,7 @@
 //! The judge of `tessera-verify` as the comparison wants it: each program alone, then all as roles of one phase. Ranks with
 //! equal programs share a role.
 
+use tessera_ir::rules::role_outside;
 use tessera_ir::{Phase, Program, RoleRanks, Slots};
 use tessera_mesh::{Mesh, Rank};
 use tessera_verify::{check_phase, check_program};
@@ -40,12 +41,12 @@ pub fn judge_as(
     found.iter().filter(|d| d.is_error()).map(|d| d.code.id).collect()
 }
 
-/// All codes that it can raise.
-pub fn codes() -> Vec<&'static str> {
-    tessera_verify::CODES.iter().map(|c| c.id).collect()
-}
-
-/// Equal but for the role's name.
+/// Equal but for the role's name, which must agree about standing outside the mesh.
 pub fn same(a: &Program, b: &Program) -> bool {
-    a.ops == b.ops && a.values == b.values && a.buffers == b.buffers && a.streams == b.streams
+    let leads = |p: &Program| role_outside(&p.role).is_some();
+    leads(a) == leads(b)
+        && a.ops == b.ops
+        && a.values == b.values
+        && a.buffers == b.buffers
+        && a.streams == b.streams
 }

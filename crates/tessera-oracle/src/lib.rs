@@ -8,7 +8,8 @@
 //! begins. Ops run on their streams, first in, first out, when what they come after has finished; inputs, call
 //! scalars and weights are there from the start. Collectives launch from one queue per device in program order, one in
 //! flight at a time: the head launches when everything before it on its stream and its events have finished, and
-//! nothing behind it launches until it has retired. Consecutive sends and receives with one `batch` number are one launch.
+//! nothing behind it launches until it has retired. Consecutive sends and receives with one `batch` number, in one
+//! graph or none, are one launch.
 //! Ops in a row with one `graph` are launched on the stream of the first; other streams are lanes of the graph's own,
 //! which begin with it and end before the next op there.
 //! A symmetric collective is done when every member of its group has its own call to that group in flight; a send when
@@ -33,14 +34,12 @@ mod run;
 mod set;
 mod table;
 
-pub use compare::{
-    CONSERVATIVE, Compared, EXACT, Judge, Rules, SHAPE_CODE, Violation, compare, filetest, shrink,
-};
+pub use compare::{CONSERVATIVE, Compared, EXACT, Judge, Violation, compare, filetest, reason, shrink};
 pub use dice::Dice;
 pub use edit::{Edit, EditKind};
 pub use every::explore_all;
 pub use mutate::{Mutation, MutationKind};
 pub use outcome::{Field, Outcome};
 pub use run::explore;
-pub use set::{Case, Meeting, What};
+pub use set::{Case, Held, Meeting, What};
 pub use table::Table;

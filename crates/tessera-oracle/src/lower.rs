@@ -2,15 +2,18 @@
 //! that make it right.
 
 use tessera_ir::{Attr, BufferId, Builder, DType, Op, Opcode, Program, Type, ValueId};
-use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
+use tessera_mesh::{Axis, AxisLayout, Group, Mesh, Rank, Shard};
 
 use crate::dice::Dice;
 use crate::edit::fuse;
-use crate::set::{Call, Cut, SHAPES, What};
+use crate::set::{Call, Cut, Held, SHAPES, What};
 
 const STREAMS: [&str; 3] = ["compute", "comm", "io"];
 /// An extent that 2, 3 and 4 ranks cut unevenly.
 const UNEVEN: u64 = 7;
+
+/// An axis, or with a number of positions each block of it.
+type Over = (Axis, Option<u32>);
 
 /// What all ranks of a set share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +28,11 @@ pub(crate) struct Style {
 pub(crate) fn lower(mesh: &Mesh, rank: usize, style: Style, calls: &[Call]) -> Result<Program, String> {
     let streams = style.streams;
     let coord = mesh.coord_of(Rank(rank as u32));
-    let at: Vec<String> = mesh.axes().map(|a| format!("@{a}{}", coord.on(a))).collect();
+    let at: Vec<String> = if mesh.contains(Rank(rank as u32)) {
+        mesh.axes().map(|a| format!("@{a}{}", coord.on(a))).collect()
+    } else {
+        vec![format!("@out{rank}")]
+    };
     let role = format!("r{rank}{}", at.concat());
     let mut l = Lower {
         b: Builder::role("denoise", &role, *mesh, &STREAMS[..streams]),
@@ -107,7 +114,7 @@ impl Lower<'_> {
         // Members of a batch are one launch: nothing may come between them on their streams.
         let batched = call.batch.is_some();
         if call.graph != self.graph {
-            self.enter(call.graph);
+            self.enter(d, call.graph);
         }
         let goes_on = batched && self.batch == call.batch && self.batched.is_some();
         if !goes_on {
@@ -122,7 +129,14 @@ impl Lower<'_> {
             operands.push(self.operand(d, call, stream));
         }
         self.events(stream, &operands, None);
-        let b = self.b.attr("axis", call.axis.name());
+        let (axis, ways) = match call.group {
+            Group::World => ("world", None),
+            Group::Axis { axis, ways } => (axis.name(), ways),
+        };
+        let b = self.b.attr("axis", axis);
+        if let Some(w) = ways {
+            b.attr("ways", i64::from(w));
+        }
         if let Some(n) = call.batch {
             b.attr("batch", i64::from(n));
         }
@@ -161,7 +175,7 @@ impl Lower<'_> {
         let op = self.b.program().ops.len();
         let (ticket, ty) = match opcode {
             Opcode::Recv => {
-                let ty = Type::new(call.dtype, SHAPES[call.shape]);
+                let ty = self.held(call);
                 (self.b.recv(ty.clone()), Some(ty))
             }
             _ => (self.b.issue(opcode, &operands), None),
@@ -182,7 +196,7 @@ impl Lower<'_> {
     }
 
     /// Leaves the graph, and enters another or none. Tickets and events do not cross the edge: all streams meet there.
-    fn enter(&mut self, graph: Option<u32>) {
+    fn enter(&mut self, d: &mut Dice, graph: Option<u32>) {
         self.wait_all();
         self.leave();
         let record = |l: &mut Self, stream: usize, after: &[ValueId]| {
@@ -194,8 +208,11 @@ impl Lower<'_> {
         };
         let others: Vec<ValueId> = (1..self.streams).map(|s| record(self, s, &[])).collect();
         let all = record(self, 0, &others);
-        for s in 1..self.streams {
-            record(self, s, &[all]);
+        // In a graph, what is on other streams begins with it in any case.
+        if graph.is_none() || d.chance(1, 2) {
+            for s in 1..self.streams {
+                record(self, s, &[all]);
+            }
         }
         self.events.clear();
         self.edge = self.b.program().ops.len();
@@ -296,49 +313,84 @@ impl Lower<'_> {
     /// A value of the layout that the call needs.
     fn operand(&mut self, d: &mut Dice, call: &Call, stream: usize) -> ValueId {
         let shape = SHAPES[call.shape];
-        let even = |dim: usize| self.even(call.axis, dim, shape[dim]);
         let whole = Type::new(call.dtype, shape);
+        let Group::Axis { axis, ways } = call.group else {
+            return match call.what {
+                What::AllReduce { tree } => {
+                    let axis = self.mesh.axes().next().unwrap_or(Axis::Tp);
+                    self.partial(d, (axis, None), shape, call.dtype, tree)
+                }
+                _ => self.handed(d, call, stream),
+            };
+        };
+        let even = |dim: usize| self.even((axis, ways), dim, shape[dim]);
         match call.what {
             What::AllReduce { tree } | What::ReduceScatter { tree, .. } => {
-                self.partial(d, call.axis, shape, call.dtype, tree)
+                self.partial(d, (axis, ways), shape, call.dtype, tree)
             }
-            What::AllGather { dim } => self.tensor(d, whole.on(call.axis, even(dim)), stream),
+            What::AllGather { dim } => self.tensor(d, whole.on(axis, even(dim)), stream),
             What::AllToAll { concat, cut } => {
-                let parts = self.mesh.size(call.axis);
                 let mut ty = whole;
                 let mut on = even(concat);
                 match cut {
                     Cut::Even => {}
-                    Cut::Concat => {
-                        if let Some(s) = Shard::of(concat, UNEVEN, 1, parts) {
-                            ty.shape[concat] = s.range(0, parts, self.coord[call.axis as usize]).1;
-                            on = AxisLayout::Shard(s);
-                        }
-                    }
+                    Cut::Concat => (ty.shape[concat], on) = self.uneven((axis, ways), concat),
                     Cut::Split => ty.shape[1 - concat] = UNEVEN,
                 }
-                self.tensor(d, ty.on(call.axis, on), stream)
+                self.tensor(d, ty.on(axis, on), stream)
             }
-            _ if call.batch.is_some() => {
-                let name = format!("w{}", self.next_name());
-                self.b.weight(&name, whole)
-            }
-            _ => self.tensor(d, whole, stream),
+            _ => self.handed(d, call, stream),
         }
     }
 
-    /// Pieces of one length along a dim.
-    fn even(&self, axis: Axis, dim: usize, local: u64) -> AxisLayout {
-        let parts = self.mesh.size(axis);
-        Shard::of(dim, local * u64::from(parts), 1, parts).map_or(AxisLayout::Replicated, AxisLayout::Shard)
+    /// What a broadcast or a send moves.
+    fn handed(&mut self, d: &mut Dice, call: &Call, stream: usize) -> ValueId {
+        let ty = self.held(call);
+        if call.batch.is_some() {
+            let name = format!("w{}", self.next_name());
+            self.b.weight(&name, ty)
+        } else {
+            self.tensor(d, ty, stream)
+        }
     }
 
-    /// Terms of a sum over an axis.
-    fn partial(&mut self, d: &mut Dice, axis: Axis, shape: [u64; 2], dtype: DType, tree: bool) -> ValueId {
-        let on = self.even(axis, 1, 4);
+    /// Its type.
+    fn held(&self, call: &Call) -> Type {
+        let mut ty = Type::new(call.dtype, SHAPES[call.shape]);
+        let Held::Pieces { axis, ways, dim, uneven } = call.held else { return ty };
+        let mut on = self.even((axis, ways), dim, ty.shape[dim]);
+        if uneven {
+            (ty.shape[dim], on) = self.uneven((axis, ways), dim);
+        }
+        ty.on(axis, on)
+    }
+
+    /// Number of pieces of a dim over an axis or blocks of it.
+    fn parts(&self, (axis, ways): Over) -> u32 {
+        ways.unwrap_or(self.mesh.size(axis))
+    }
+
+    /// Pieces of one length along a dim.
+    fn even(&self, over: Over, dim: usize, local: u64) -> AxisLayout {
+        let parts = self.parts(over);
+        Shard::of(dim, local * u64::from(parts), 1, parts)
+            .map_or(AxisLayout::Replicated, |s| AxisLayout::Shard(s.over(over.1)))
+    }
+
+    /// Pieces of [`UNEVEN`], and how long this rank's is.
+    fn uneven(&self, over: Over, dim: usize) -> (u64, AxisLayout) {
+        let parts = self.parts(over);
+        let Some(s) = Shard::of(dim, UNEVEN, 1, parts) else { return (UNEVEN, AxisLayout::Replicated) };
+        let at = self.coord[over.0 as usize] % parts;
+        (s.range(0, parts, at).1, AxisLayout::Shard(s.over(over.1)))
+    }
+
+    /// Terms of a sum over an axis or over each block of it.
+    fn partial(&mut self, d: &mut Dice, over: Over, shape: [u64; 2], dtype: DType, tree: bool) -> ValueId {
+        let on = self.even(over, 1, 4);
         let term = |l: &mut Self, rows| {
             let name = format!("w{}", l.next_name());
-            l.b.weight(&name, Type::new(dtype, [rows, 4]).on(axis, on))
+            l.b.weight(&name, Type::new(dtype, [rows, 4]).on(over.0, on))
         };
         let (x, w) = (term(self, shape[0]), term(self, shape[1]));
         if tree {

@@ -200,10 +200,12 @@ impl<'a> Machine<'a> {
         self.streams.len() - 1
     }
 
-    /// Puts a collective into its rank's queue: into the last launch if both belong to one batch.
+    /// Puts a collective into its rank's queue: into the last launch if both belong to one batch and graph.
     fn enqueue(&mut self, queue: &mut Vec<usize>, first: usize, p: &Program, op: &Op, node: usize) -> usize {
         let batch = |o: &Op| {
-            o.attrs.get("batch").filter(|_| matches!(o.opcode, Opcode::Send | Opcode::Recv)).cloned()
+            let number = o.attrs.get("batch").filter(|_| matches!(o.opcode, Opcode::Send | Opcode::Recv));
+            // What a graph launches, nothing outside it does.
+            number.map(|n| (n.clone(), o.attrs.get("graph").cloned()))
         };
         let joins = queue.last().copied().filter(|l| {
             let last = self.launches[*l].members[0];

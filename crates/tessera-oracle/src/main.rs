@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use tessera_oracle::{Case, Rules, Table, Violation, compare, filetest, shrink};
+use tessera_oracle::{Case, Table, Violation, compare, filetest, shrink};
 
 const USAGE: &str = "usage: tessera-oracle [--programs SETS] [--seed N] [--from INDEX] [--keep DIR]";
 /// Disagreements of one kind that are shrunk and shown; more are counted alone.
@@ -51,7 +51,6 @@ fn arguments() -> Result<Arguments, String> {
 
 /// How many sets the judge was wrong about.
 fn run(args: &Arguments) -> Result<u64, String> {
-    let rules = Rules::of(&judge::codes());
     let mut table = Table::new();
     let mut wrong = 0;
     let mut shown: BTreeMap<Violation, usize> = BTreeMap::new();
@@ -60,16 +59,16 @@ fn run(args: &Arguments) -> Result<u64, String> {
         let case = Case::random(args.seed, index);
         let programs = case.programs().map_err(|e| format!("set {index} cannot be built: {e}"))?;
         let found = compare(&case.mesh, &programs, &judge::judge);
-        let Some(violation) = table.add(&case, &found, rules) else { continue };
+        let Some(violation) = table.add(&case, &found) else { continue };
         wrong += 1;
         let shown = shown.entry(violation).or_default();
         if *shown < SHOWN {
             *shown += 1;
-            show(args, index, &case, violation, rules)?;
+            show(args, index, &case, violation)?;
         }
     }
     let seconds = start.elapsed().as_secs_f64();
-    print!("{}", table.show(rules));
+    print!("{}", table.show());
     let rate = |n: u64| n as f64 / seconds;
     println!("\n{seconds:.1} s, {:.0} sets/s, {:.0} programs/s", rate(table.sets), rate(table.programs));
     if wrong > 0 {
@@ -78,8 +77,8 @@ fn run(args: &Arguments) -> Result<u64, String> {
     Ok(wrong)
 }
 
-fn show(a: &Arguments, index: u32, case: &Case, violation: Violation, rules: Rules) -> Result<(), String> {
-    let small = shrink(case, &judge::judge, rules);
+fn show(a: &Arguments, index: u32, case: &Case, violation: Violation) -> Result<(), String> {
+    let small = shrink(case, &judge::judge);
     let programs = small.programs()?;
     let found = compare(&small.mesh, &programs, &judge::judge);
     let what = match violation {

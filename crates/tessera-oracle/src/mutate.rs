@@ -1,10 +1,10 @@
 //! Changes to the list of collectives of one rank, or of all that take part in one meeting.
 
 use tessera_ir::{DType, Opcode};
-use tessera_mesh::{Axis, Mesh};
+use tessera_mesh::{Group, Mesh, Rank};
 
 use crate::dice::Dice;
-use crate::set::{ALIKE, Call, SHAPES, What, knows};
+use crate::set::{ALIKE, Call, Held, SHAPES, What, has_layout, holds, kinds, knows};
 
 /// One change. Places are taken modulo what is there, so that it still means something in a smaller set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +27,7 @@ pub enum MutationKind {
     Duplicate,
     OtherCount,
     OtherShape,
+    OtherLayout,
     OtherDim,
     Regroup,
     OtherRoot,
@@ -39,12 +40,13 @@ pub enum MutationKind {
 
 impl MutationKind {
     /// All of them.
-    pub const ALL: [MutationKind; 13] = [
+    pub const ALL: [MutationKind; 14] = [
         MutationKind::Drop,
         MutationKind::Swap,
         MutationKind::Duplicate,
         MutationKind::OtherCount,
         MutationKind::OtherShape,
+        MutationKind::OtherLayout,
         MutationKind::OtherDim,
         MutationKind::Regroup,
         MutationKind::OtherRoot,
@@ -64,8 +66,9 @@ impl MutationKind {
             MutationKind::Duplicate => "call repeated",
             MutationKind::OtherCount => "other count",
             MutationKind::OtherShape => "same count, other shape",
+            MutationKind::OtherLayout => "other layout",
             MutationKind::OtherDim => "other tensor dim",
-            MutationKind::Regroup => "other axis",
+            MutationKind::Regroup => "other group",
             MutationKind::OtherRoot => "other root",
             MutationKind::OtherReduction => "other reduction",
             MutationKind::OtherDtype => "other dtype",
@@ -108,7 +111,7 @@ impl Mutation {
 /// Changes the lists, if there is something to change.
 pub(crate) fn apply(m: &Mutation, mesh: &Mesh, lists: &mut [Vec<Call>]) {
     let list = &lists[m.rank];
-    let fitting: Vec<usize> = (0..list.len()).filter(|i| fits(m.kind, mesh, list, *i)).collect();
+    let fitting: Vec<usize> = (0..list.len()).filter(|i| fits(m.kind, mesh, m.rank, list, *i)).collect();
     if fitting.is_empty() {
         return;
     }
@@ -120,37 +123,44 @@ pub(crate) fn apply(m: &Mutation, mesh: &Mesh, lists: &mut [Vec<Call>]) {
     let salt = list[at].salt;
     for (rank, list) in lists.iter_mut().enumerate() {
         if let Some(at) = list.iter().position(|c| c.salt == salt)
-            && fits(m.kind, mesh, list, at)
+            && fits(m.kind, mesh, rank, list, at)
         {
             change(m, mesh, rank, list, at);
         }
     }
 }
 
-fn fits(kind: MutationKind, mesh: &Mesh, list: &[Call], at: usize) -> bool {
+fn fits(kind: MutationKind, mesh: &Mesh, rank: usize, list: &[Call], at: usize) -> bool {
     let c = &list[at];
+    let pair = matches!(c.what, What::Send { .. } | What::Recv { .. });
     match kind {
         MutationKind::Swap => at + 1 < list.len(),
         MutationKind::OtherShape => c.shape < ALIKE,
+        MutationKind::OtherLayout => {
+            (pair || matches!(c.what, What::Broadcast { .. })) && holds(mesh, c.what, c.group).len() > 1
+        }
         MutationKind::OtherDim => {
             matches!(c.what, What::AllGather { .. } | What::ReduceScatter { .. } | What::AllToAll { .. })
         }
-        MutationKind::Regroup => mesh.axes().count() > 1,
+        MutationKind::Regroup => groups(mesh, rank, c).len() > 1,
         MutationKind::OtherRoot => matches!(c.what, What::Broadcast { .. }),
         MutationKind::OtherReduction => {
             matches!(c.what, What::AllReduce { .. } | What::ReduceScatter { .. })
         }
-        MutationKind::OtherPeer => {
-            matches!(c.what, What::Send { .. } | What::Recv { .. }) && mesh.size(c.axis) > 2
-        }
+        MutationKind::OtherPeer => pair,
         MutationKind::SplitBatch => c.batch.is_some(),
         _ => true,
     }
 }
 
+/// Every kind of group over which a rank can call this.
+fn groups(mesh: &Mesh, rank: usize, c: &Call) -> Vec<Group> {
+    let can = |g: &Group| mesh.position(Rank(rank as u32), *g).is_some() && has_layout(mesh, c.what, *g);
+    kinds(mesh).into_iter().filter(can).collect()
+}
+
 fn change(m: &Mutation, mesh: &Mesh, rank: usize, list: &mut Vec<Call>, at: usize) {
-    let axes: Vec<Axis> = mesh.axes().collect();
-    let here = |axis: Axis| mesh.coord_of(tessera_mesh::Rank(rank as u32)).on(axis) as usize;
+    let here = |g: Group| mesh.position(Rank(rank as u32), g).unwrap_or(0) as usize;
     match m.kind {
         MutationKind::Drop => drop(list.remove(at)),
         MutationKind::Swap => list.swap(at, at + 1),
@@ -161,7 +171,8 @@ fn change(m: &Mutation, mesh: &Mesh, rank: usize, list: &mut Vec<Call>, at: usiz
         _ => {}
     }
     let Some(c) = list.get_mut(at) else { return };
-    let parts = mesh.size(c.axis) as usize;
+    let parts = mesh.group_size(c.group) as usize;
+    let groups = groups(mesh, rank, c);
     match (m.kind, &mut c.what) {
         (MutationKind::OtherCount, _) => {
             let other: Vec<usize> = (0..SHAPES.len())
@@ -174,15 +185,29 @@ fn change(m: &Mutation, mesh: &Mesh, rank: usize, list: &mut Vec<Call>, at: usiz
             MutationKind::OtherDim,
             What::AllGather { dim } | What::ReduceScatter { dim, .. } | What::AllToAll { concat: dim, .. },
         ) => *dim = 1 - *dim,
+        (MutationKind::OtherLayout, what) => {
+            let others: Vec<_> = holds(mesh, *what, c.group).into_iter().filter(|h| *h != c.held).collect();
+            c.held = others[m.arg % others.len()];
+        }
         (MutationKind::Regroup, what) => {
-            let now = axes.iter().position(|a| *a == c.axis).unwrap_or(0);
-            c.axis = axes[(now + 1 + m.arg % (axes.len() - 1)) % axes.len()];
-            let (parts, here) = (mesh.size(c.axis) as usize, here(c.axis));
+            let now = groups.iter().position(|g| *g == c.group).unwrap_or(0);
+            let to = groups[(now + 1 + m.arg % (groups.len() - 1)) % groups.len()];
+            let parts = mesh.group_size(to) as usize;
             match what {
                 What::Broadcast { root } => *root %= parts,
-                // The other one of two, or the next.
-                What::Send { to: peer } | What::Recv { from: peer } => *peer = (here + 1) % parts,
+                What::Send { to: peer } | What::Recv { from: peer } => {
+                    // The same rank where the group has it, else the next.
+                    let ranks = mesh.members(Rank(rank as u32), c.group);
+                    let same = ranks
+                        .get(*peer)
+                        .and_then(|r| mesh.members(Rank(rank as u32), to).iter().position(|o| o == r));
+                    *peer = same.unwrap_or((here(to) + 1) % parts);
+                }
                 _ => {}
+            }
+            c.group = to;
+            if !holds(mesh, *what, to).contains(&c.held) {
+                c.held = Held::Whole;
             }
         }
         (MutationKind::OtherRoot, What::Broadcast { root }) => {
@@ -195,8 +220,9 @@ fn change(m: &Mutation, mesh: &Mesh, rank: usize, list: &mut Vec<Call>, at: usiz
             c.dtype = if c.dtype == DType::F32 { DType::Bf16 } else { DType::F32 };
         }
         (MutationKind::OtherPeer, What::Send { to: peer } | What::Recv { from: peer }) => {
-            let here = here(c.axis);
-            let others: Vec<usize> = (0..parts).filter(|p| *p != here && *p != *peer).collect();
+            // Now and then the rank itself.
+            let own = (parts > 2 && !m.arg.is_multiple_of(4)).then_some(here(c.group));
+            let others: Vec<usize> = (0..parts).filter(|p| Some(*p) != own && *p != *peer).collect();
             *peer = others[m.arg % others.len()];
         }
         (MutationKind::SplitBatch, _) => c.batch = c.batch.map(|b| b + 7),

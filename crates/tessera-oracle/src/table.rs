@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::{self, Write};
 
-use crate::compare::{Compared, Rules, Violation};
+use crate::compare::{CONSERVATIVE, Compared, EXACT, Violation};
 use crate::edit::EditKind;
 use crate::mutate::MutationKind;
 use crate::outcome::Outcome;
@@ -51,7 +51,7 @@ impl Table {
     }
 
     /// Counts a set; what is wrong with it, if anything.
-    pub fn add(&mut self, case: &Case, found: &Compared, rules: Rules) -> Option<Violation> {
+    pub fn add(&mut self, case: &Case, found: &Compared) -> Option<Violation> {
         self.sets += 1;
         self.programs += u64::from(case.mesh.ranks());
         let word = match &found.outcome {
@@ -73,19 +73,19 @@ impl Table {
         let by_code =
             if found.outcome.fails() { &mut self.refused_fails } else { &mut self.refused_completes };
         found.codes.iter().for_each(|c| *by_code.entry(c).or_default() += 1);
-        found.violation(rules)
+        found.violation()
     }
 
     /// The table as text.
     #[must_use]
-    pub fn show(&self, rules: Rules) -> String {
+    pub fn show(&self) -> String {
         let mut out = String::new();
         // Writing to a string cannot fail.
-        let _ = self.write(&mut out, rules);
+        let _ = self.write(&mut out);
         out
     }
 
-    fn write(&self, out: &mut String, rules: Rules) -> fmt::Result {
+    fn write(&self, out: &mut String) -> fmt::Result {
         writeln!(out, "{} sets, {} programs", self.sets, self.programs)?;
         for (word, n) in &self.outcomes {
             writeln!(out, "  {word:24} {n:>9}")?;
@@ -96,29 +96,35 @@ impl Table {
             let [a, b, c, d] = [q.accepted_completes, q.refused_fails, q.accepted_fails, q.refused_completes];
             writeln!(out, "{name:26} {a:>9} {b:>9} {c:>9} {d:>9}")?;
         }
-        writeln!(out, "\n{:26} {:>9} {:>10} {:>9}", "refused, by code", "fails", "by it only", "completes")?;
-        let mut codes: Vec<&str> =
-            self.refused_fails.keys().chain(self.refused_completes.keys()).copied().collect();
-        codes.sort_unstable();
-        codes.dedup();
-        for c in codes {
-            let n = |of: &BTreeMap<&str, u64>| of.get(c).copied().unwrap_or(0);
-            let (fails, completes) = (n(&self.refused_fails), n(&self.refused_completes));
-            let alone = n(&self.alone);
-            let why = match (completes, rules.reason(c)) {
-                (0, _) => "",
-                (_, Some(why)) => why,
-                (_, None) => "MUST NOT REFUSE WHAT COMPLETES",
-            };
-            writeln!(out, "  {c:24} {fails:>9} {alone:>10} {completes:>9}  {why}")?;
+        let tables = EXACT.iter().chain(CONSERVATIVE.iter().map(|(c, _)| c));
+        let known: Vec<&str> = tables.copied().collect();
+        let seen = self.refused_fails.keys().chain(self.refused_completes.keys()).copied();
+        let mut others: Vec<&str> = seen.filter(|c| !known.contains(c)).collect();
+        others.sort_unstable();
+        others.dedup();
+        writeln!(out, "\n{:26} {:>9} {:>10} {:>9}", "refused exactly", "fails", "by it only", "COMPLETES")?;
+        for code in EXACT.iter().copied().chain(others) {
+            writeln!(out, "{}", self.line(code))?;
+        }
+        let head = "refused to be safe";
+        writeln!(out, "\n{head:26} {:>9} {:>10} {:>9}  although", "fails", "by it only", "completes")?;
+        for (code, why) in CONSERVATIVE {
+            writeln!(out, "{}  {why}", self.line(code))?;
         }
         Ok(())
+    }
+
+    /// A code and how many sets it refused.
+    fn line(&self, code: &str) -> String {
+        let n = |of: &BTreeMap<&str, u64>| of.get(code).copied().unwrap_or(0);
+        let (fails, alone, completes) = (n(&self.refused_fails), n(&self.alone), n(&self.refused_completes));
+        format!("  {code:24} {fails:>9} {alone:>10} {completes:>9}")
     }
 }
 
 impl Quadrants {
     fn count(&mut self, found: &Compared) {
-        let cell = match (found.codes.is_empty(), found.outcome.fails()) {
+        let cell = match (found.accepted(), found.outcome.fails()) {
             (true, false) => &mut self.accepted_completes,
             (false, true) => &mut self.refused_fails,
             (true, true) => &mut self.accepted_fails,

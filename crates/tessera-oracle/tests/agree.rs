@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use tessera_ir::{Program, parse_all, print};
 use tessera_mesh::Mesh;
-use tessera_oracle::{Case, Rules, Violation, compare, explore, explore_all, shrink};
+use tessera_oracle::{Case, Violation, compare, explore, explore_all, shrink};
 
 const SEED: u64 = 11;
 
@@ -52,17 +52,16 @@ fn a_seed_and_an_index_give_one_set() {
 fn a_disagreement_shrinks_to_what_it_needs() {
     // A judge that accepts everything is wrong about every failing set.
     let lenient = |_: &Mesh, _: &[Program]| Vec::new();
-    let rules = Rules::of(&[]);
     let mut shrunk = 0;
     for index in (1..400).step_by(2) {
         let case = Case::random(SEED, index);
         let found = compare(&case.mesh, &case.programs().unwrap(), &lenient);
-        if found.violation(rules) != Some(Violation::AcceptedFails) {
+        if found.violation() != Some(Violation::AcceptedFails) {
             continue;
         }
-        let small = shrink(&case, &lenient, rules);
+        let small = shrink(&case, &lenient);
         let found = compare(&small.mesh, &small.programs().unwrap(), &lenient);
-        assert_eq!(found.violation(rules), Some(Violation::AcceptedFails));
+        assert_eq!(found.violation(), Some(Violation::AcceptedFails));
         assert!(small.meetings.len() <= 4, "set {index}: {small:?}");
         assert!((1..=2).contains(&(small.mutations.len() + small.edits.len())), "set {index}");
         shrunk += usize::from(small.meetings.len() < case.meetings.len());

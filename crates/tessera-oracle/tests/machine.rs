@@ -358,6 +358,38 @@ fn a_write_under_a_view_in_flight_is_a_race() {
 }
 
 #[test]
+fn what_a_graph_launches_is_not_one_launch_with_what_it_does_not() {
+    let bodies = [pairs(&[("send", 1, 4), ("recv", 1, 4)]), pairs(&[("send", 0, 4), ("recv", 0, 4)])];
+    let mut programs = batched(set(TWO, &[&bodies[0], &bodies[1]]), &[0, 1]);
+    for p in &mut programs {
+        constant(p, 0, "graph", Attr::Str("g".into()));
+    }
+    // The sends are captured, and the receives come after the graphs.
+    assert_eq!(play(&programs).kind(), "hang");
+    for p in &mut programs {
+        constant(p, 1, "graph", Attr::Str("g".into()));
+    }
+    assert_eq!(play(&programs), Outcome::Completes);
+}
+
+#[test]
+fn who_stands_outside_meets_the_world_alone() {
+    let body = |axis: &str, root: u8| {
+        format!(
+            "%x = weight \"x\" : f32[4]
+             %y = ttile.collective.broadcast %x {{axis = \"{axis}\", root = {root}}} : f32[4]"
+        )
+    };
+    let (tp, world) = (body("tp", 0), body("world", 2));
+    let header = "mesh(tp=2, outside=1)";
+    assert_eq!(kind(header, &["", &tp, &tp]), "completes");
+    assert_eq!(kind(header, &[&world, &world, &world]), "completes");
+    assert_eq!(kind(header, &["", &world, &world]), "hang");
+    assert_eq!(kind(header, &[&tp, &tp, &tp]), "hang");
+    assert_eq!(field(&play(&set(header, &[&world, &body("world", 1), &world]))), Some(Field::Root));
+}
+
+#[test]
 fn constants_alone_name_the_group() {
     let body = |axis: &str| {
         format!(

@@ -179,7 +179,7 @@ fn values(p: &Program, order: &Order, definitions: &[Option<usize>]) -> Diagnost
     out
 }
 
-/// The last accesses of one buffer per stream: writes, and everything that touches it.
+/// The last accesses of one buffer per lane: writes, and everything that touches it.
 #[derive(Clone)]
 struct Accesses {
     writes: Vec<Option<usize>>,
@@ -188,10 +188,10 @@ struct Accesses {
 
 fn buffers(p: &Program, order: &Order, definitions: &[Option<usize>]) -> Diagnostics {
     let mut out = Vec::new();
-    let none = vec![None; p.streams.len()];
+    let none = vec![None; order.lanes];
     let mut seen = vec![Accesses { writes: none.clone(), all: none }; p.buffers.len()];
     for (i, op) in p.ops.iter().enumerate() {
-        let on = op.stream.0 as usize;
+        let on = order.lane(i) as usize;
         let viewed = op.operands.iter().chain(op.keyed.iter().map(|(_, v)| v));
         for b in viewed.filter_map(|v| view_of(p, definitions, *v)) {
             seen[b.0 as usize].all[on] = Some(i);

@@ -54,7 +54,7 @@ pub static T0339: Code = Code {
     title: "sends and receives cannot be issued as one",
     page: "`batch = 1` makes sends and receives one launch (ncclGroupStart and ncclGroupEnd): they are in flight together, so two \
 neighbours may both send first. The members of a batch stand together in the program, with nothing but inputs, call scalars and \
-weights between them, on one stream, and the number (1 or more) is used once in a program.\n\n\
+weights between them, on one stream and in one graph or none, and the number (1 or more) is used once in a program.\n\n\
 Wait for the tickets after the whole batch.",
 };
 /// A partial value leaves the program.
@@ -226,6 +226,9 @@ fn batches(p: &Program) -> Diagnostics {
             });
         } else if op.stream != p.ops[begin].stream {
             let d = say::refuse(&T0339, p, i, format!("batch {n} is on two streams"));
+            out.push(say::at_op(d, p, begin, "it begins here"));
+        } else if op.attrs.get("graph") != p.ops[begin].attrs.get("graph") {
+            let d = say::refuse(&T0339, p, i, format!("batch {n} crosses the edge of a graph"));
             out.push(say::at_op(d, p, begin, "it begins here"));
         }
         open = Some(n);

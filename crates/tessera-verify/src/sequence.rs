@@ -21,7 +21,8 @@ pub static T0302: Code = Code {
     title: "members of a group disagree about the count",
     page: "The members call the same collective with tensors of different size. With NCCL that is undefined \
 behaviour: a hang, a crash, or a silently wrong tail. Extents are local, except that a dim sharded over the group's \
-own axis is shown with its global extent; uneven exchanges are right when that and the unit agree.\n\n\
+own axis is shown with its global extent; uneven exchanges are right when that and the unit agree. Sends and receives show \
+what the rank holds.\n\n\
 Usually one role was lowered for another sequence length, batch or fill level.",
 };
 /// Element types differ.

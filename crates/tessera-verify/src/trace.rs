@@ -53,8 +53,8 @@ pub(crate) struct Signature {
     pub(crate) group: Group,
     pub(crate) opcode: Opcode,
     pub(crate) dtype: DType,
-    /// Local extents, except that a dim sharded over the group's own axis has its global one: pieces may
-    /// differ there, and with one global extent and unit every per-peer count follows.
+    /// Local extents, except that in what a whole group calls a dim sharded over its own axis has its global one:
+    /// pieces may differ there, and with one global extent and unit every per-peer count follows.
     pub(crate) extents: Vec<u64>,
     pub(crate) layout: Layout,
     pub(crate) reduction: Option<Reduction>,
@@ -193,8 +193,14 @@ pub(crate) fn trace(p: &Program) -> Vec<Item> {
 }
 
 fn signature(p: &Program, op: &Op, group: Group, moved: &Type) -> Signature {
+    let key = match op.opcode {
+        Opcode::Send => Some("to"),
+        Opcode::Recv => Some("from"),
+        _ => None,
+    };
     let mut extents = moved.shape.clone();
-    if let Group::Axis { axis, .. } = group
+    // A pair moves what the sender holds, wherever it belongs.
+    if let (Group::Axis { axis, .. }, None) = (group, key)
         && let AxisLayout::Shard(s) = moved.layout.on(axis)
         && let Some(n) = extents.get_mut(s.dim)
     {
@@ -204,11 +210,6 @@ fn signature(p: &Program, op: &Op, group: Group, moved: &Type) -> Signature {
     for a in p.mesh.axes() {
         layout = layout.with(a, moved.layout.on(a));
     }
-    let key = match op.opcode {
-        Opcode::Send => Some("to"),
-        Opcode::Recv => Some("from"),
-        _ => None,
-    };
     Signature {
         group,
         opcode: op.opcode,
