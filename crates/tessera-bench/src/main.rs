@@ -1,9 +1,10 @@
-//! What is measured: the network alone on one rank, and a whole stream up to frames on disk.
+//! What is measured: the network alone on one rank, a whole stream up to frames on disk, and the judge.
 //!
 //! Each benchmark prints its result, as JSON on one last line when asked, and keeps it with facts of the host in
 //! `bench/runs/` only when told to.
 
 mod dit;
+mod judge;
 mod save;
 mod stats;
 mod stream;
@@ -24,6 +25,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum What {
     Dit(dit::Args),
+    Judge(judge::Args),
     Stream(stream::Args),
     /// One rank of a stream. Started by the benchmark, never by hand.
     #[command(hide = true)]
@@ -45,6 +47,7 @@ struct Output {
 fn main() -> ExitCode {
     let (name, output, outcome) = match Cli::parse().what {
         What::Dit(args) => ("dit", args.output.clone(), dit::run(&args)),
+        What::Judge(args) => ("judge", args.output.clone(), judge::run(&args)),
         What::Stream(args) => ("stream", args.output.clone(), stream::run(&args)),
         What::Rank => return ExitCode::from(u8::try_from(tessera::rank_main()).unwrap_or(1)),
     };

@@ -22,7 +22,7 @@ pub(crate) fn judge(header: &Header, programs: &[Program]) -> Diagnostics {
 
 /// A phase for each name, a role for each name of the first phase, a call of all phases unless the file lists
 /// its own.
-fn bundle(header: &Header, programs: &[&Program]) -> Bundle {
+pub(crate) fn bundle(header: &Header, programs: &[&Program]) -> Bundle {
     let phases = phases(programs);
     let (mesh, first) = (programs[0].mesh, &phases[0].1);
     let plays = |p: &Program, rank| header.program_of(&mesh, first, rank).is_some_and(|q| std::ptr::eq(p, q));

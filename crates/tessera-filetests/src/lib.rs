@@ -9,6 +9,7 @@ mod eval;
 mod expected;
 mod fragment;
 mod header;
+pub mod hostile;
 mod judge;
 mod slots;
 

@@ -150,11 +150,11 @@ impl Op {
     /// The group that a collective is over, or whose positions an op goes by. None where the constants name none.
     #[must_use]
     pub fn group(&self) -> Option<Group> {
-        let ways = self.attrs.get("ways");
-        if self.str("axis") == Some("world") {
+        let (axis, ways) = (self.str("axis")?, self.attrs.get("ways"));
+        if axis == "world" {
             return ways.is_none().then_some(Group::World);
         }
-        let axis = self.axis()?;
+        let axis = axis.parse().ok()?;
         match ways {
             None => Some(Group::of(axis)),
             Some(_) => Some(Group::Axis { axis, ways: Some(u32::try_from(self.int("ways")?).ok()?) }),

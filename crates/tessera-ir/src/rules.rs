@@ -128,14 +128,14 @@ fn infer_by<'p>(
             Some(issue) => infer_whole(program, issue, declared),
         };
     }
-    let ticket = vec![Type::scalar(DType::Ticket)];
+    let ticket = || Ok(vec![Type::scalar(DType::Ticket)]);
     // The type of an issued receive is known at its wait alone.
     if op.issue && op.opcode == Opcode::Recv {
         Cx { program, op, mesh: &program.mesh, x: vec![] }.peer("from")?;
-        return Ok(ticket);
+        return ticket();
     }
     let results = infer_whole(program, op, declared)?;
-    if op.issue { Ok(ticket) } else { Ok(results) }
+    if op.issue { ticket() } else { Ok(results) }
 }
 
 /// Most elements of a value on one rank; a larger number is taken for a slip.
@@ -399,7 +399,9 @@ impl Cx<'_> {
     /// The group of a collective, or of an op that goes by positions in one.
     fn group(&self) -> Rule<Group> {
         let name = self.op.opcode.name();
-        match (self.op.group(), self.op.axis()) {
+        let group = self.op.group();
+        // The axis is looked up again only to say what is wrong with the group.
+        match (group, if group.is_none() { self.op.axis() } else { None }) {
             (Some(Group::Axis { axis, ways: Some(w) }), _) if !self.mesh.cuts(axis, w) => {
                 refuse(&T0215, format!("{name}: {}", no_cut(self.mesh, axis, i64::from(w))))
             }
@@ -449,8 +451,10 @@ impl Cx<'_> {
     /// Combines layouts axis by axis with `f`.
     fn combine(&self, layouts: &[Layout], f: impl Fn(&[AxisLayout]) -> Option<AxisLayout>) -> Rule<Layout> {
         let mut out = Layout::REPLICATED;
+        let mut on: Vec<AxisLayout> = Vec::with_capacity(layouts.len());
         for axis in self.mesh.axes() {
-            let on: Vec<AxisLayout> = layouts.iter().map(|l| l.on(axis)).collect();
+            on.clear();
+            on.extend(layouts.iter().map(|l| l.on(axis)));
             match f(&on) {
                 Some(l) => out = out.with(axis, l),
                 None => {

@@ -115,7 +115,8 @@ impl Type {
             out += &format!("[{}]", dims.join(", "));
         }
         let axes: Vec<String> = mesh.axes().map(|a| format!("{a}: {}", self.layout.on(a))).collect();
-        let scalar = self.shape.is_empty() && self.layout.is_replicated();
+        let scalar =
+            self.shape.is_empty() && mesh.axes().all(|a| self.layout.on(a) == AxisLayout::Replicated);
         if !axes.is_empty() && !scalar {
             out += &format!(" {{{}}}", axes.join(", "));
         }
@@ -126,5 +127,20 @@ impl Type {
 impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_axis_of_one_rank_says_nothing() {
+        let mesh: Mesh = "pp=2".parse().unwrap();
+        let term = AxisLayout::partial(tessera_mesh::Reduction::Sum);
+        let shown = |t: Type| [t.display(&mesh), t.clone().on(Axis::Tp, term).display(&mesh)];
+        assert_eq!(shown(Type::scalar(DType::F32)), ["f32"; 2]);
+        assert_eq!(shown(Type::new(DType::F32, [2])), ["f32[2] {pp: replicated}"; 2]);
+        assert_eq!(shown(Type::scalar(DType::F32).on(Axis::Pp, term)), ["f32 {pp: partial(sum)}"; 2]);
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::{Attr, DType, Opcode, Program};
+use tessera_ir::{DType, Opcode, Program};
 use tessera_mesh::Group;
 
 use crate::order::Order;
@@ -81,11 +81,13 @@ pub(crate) fn runs(p: &Program) -> Vec<Run> {
 }
 
 /// Graphs that stand together and keep their tickets and events.
-pub(crate) fn check(p: &Program, definitions: &[Option<usize>]) -> Diagnostics {
+pub(crate) fn check(p: &Program, definitions: &[Option<usize>], runs: &[Run]) -> Diagnostics {
     let mut out = Vec::new();
+    if runs.is_empty() {
+        return out;
+    }
     let mut first: BTreeMap<&str, usize> = BTreeMap::new();
-    let runs = runs(p);
-    for run in &runs {
+    for run in runs {
         if let Some(earlier) = first.insert(&run.name, run.start) {
             let message = format!("graph {} is left and entered again", run.name);
             let d = say::refuse(&T0335, p, run.start, message);
@@ -95,14 +97,7 @@ pub(crate) fn check(p: &Program, definitions: &[Option<usize>]) -> Diagnostics {
         }
     }
     for (i, op) in p.ops.iter().enumerate() {
-        let name = match op.attrs.get("graph") {
-            None => None,
-            Some(Attr::Str(name)) if !name.is_empty() => Some(name.as_str()),
-            Some(_) => {
-                out.push(say::refuse(&T0335, p, i, "`graph` is the name of a graph, in quotes"));
-                continue;
-            }
-        };
+        let name = op.str("graph");
         let ticket = if op.opcode == Opcode::Wait { op.operands.first() } else { None };
         for v in ticket.into_iter().chain(&op.after) {
             let Some(d) = definitions[v.0 as usize] else { continue };
@@ -132,7 +127,7 @@ pub fn check_graph_mixing(p: &Program) -> Diagnostics {
     if runs.is_empty() {
         return Vec::new();
     }
-    let order = Order::of(p, &p.definitions());
+    let order = Order::of(p, &p.definitions(), &runs);
     let mut out = Vec::new();
     // Graphs that use a group so far, each with its collectives over it.
     let mut used: BTreeMap<Group, Vec<(usize, Vec<usize>)>> = BTreeMap::new();

@@ -6,7 +6,7 @@ use tessera_base::{Bytes, Code, Diagnostic, Diagnostics};
 use tessera_ir::{Attr, Opcode, Phase, Program, Slots, Type, ValueId};
 
 use crate::order::Order;
-use crate::say;
+use crate::{graph, say};
 
 /// Phases that see one buffer differently.
 pub static T0324: Code = Code {
@@ -144,7 +144,7 @@ struct Life {
 }
 
 fn aliases(p: &Program, definitions: &[Option<usize>], residents: Vec<Vec<Life>>) -> Diagnostics {
-    let order = Order::of(p, definitions);
+    let order = Order::of(p, definitions, &graph::runs(p));
     let mut uses: Vec<Vec<usize>> = vec![Vec::new(); p.values.len()];
     for (i, op) in p.ops.iter().enumerate() {
         op.uses().for_each(|v| uses[v.0 as usize].push(i));

@@ -104,7 +104,8 @@ impl Traces {
         Traces::default()
     }
 
-    /// A group by name and members, world ranks in ascending order. Groups of one name and other members are two groups.
+    /// A group by name and members (world ranks, taken in ascending order and once each). Groups of one name and other
+    /// members are two groups.
     pub fn group(&mut self, name: &str, ranks: &[u32]) -> GroupId {
         let mut ranks = ranks.to_vec();
         ranks.sort_unstable();
@@ -125,7 +126,8 @@ impl Traces {
     }
 
     /// Adds a launch to the trace at `trace`. `batch` numbers launches that are issued as one (grouped sends and
-    /// receives), 0 for one of its own; `span` is where it stands in the source.
+    /// receives), 0 for one of its own; `span` is where it stands in the source. A place or a group that is not of
+    /// these traces takes nothing.
     pub fn push(&mut self, trace: usize, group: GroupId, call: Call, stream: &str, batch: u32, span: Span) {
         let next = self.calls.len() as u32;
         let call = match self.known_calls.get(&call) {
@@ -145,7 +147,8 @@ impl Traces {
                 next
             }
         };
-        if let Some(t) = self.ranks.get_mut(trace) {
+        let known = (group.0 as usize) < self.groups.len();
+        if let Some(t) = self.ranks.get_mut(trace).filter(|_| known) {
             t.items.push(Seen { group: group.0, call, stream, batch, span });
         }
     }
@@ -158,7 +161,9 @@ pub fn check_traces(traces: &Traces) -> Diagnostics {
     let mut out = complete(traces);
     let whole = out.is_empty();
     out.extend(memberships(traces));
-    if out.len() > usize::from(!whole) {
+    // A table of ranks is as long as the largest number.
+    let numbered = traces.ranks.iter().all(|t| t.rank < RANKS_MAX);
+    if out.len() > usize::from(!whole) || !numbered {
         return out;
     }
     let witness = Observed::of(traces);
@@ -421,7 +426,7 @@ impl<'a> Observed<'a> {
 fn common(calls: &[Call]) -> Vec<u32> {
     let mut known: HashMap<Call, u32> = HashMap::new();
     let one = |c: &Call| {
-        let op = if c.peer.is_some() { "send" } else { &c.op };
+        let op = one_sided(c);
         // With a count per member the whole differs from rank to rank.
         let count = if c.per_peer.is_some() { 0 } else { c.count };
         let per_peer = c.per_peer.as_ref().map(|_| Default::default());
@@ -430,6 +435,11 @@ fn common(calls: &[Call]) -> Vec<u32> {
         *known.entry(key).or_insert(next)
     };
     calls.iter().map(one).collect()
+}
+
+/// The op, a receive by the name of what it meets.
+fn one_sided(c: &Call) -> &str {
+    if c.op == "recv" { "send" } else { &c.op }
 }
 
 fn what(c: &Call, group: &str) -> String {
@@ -504,7 +514,7 @@ impl Witness for Observed<'_> {
 
     fn difference(&self, a: (u32, usize), b: (u32, usize)) -> (&'static Code, &'static str) {
         let (a, b) = (self.call(a.0, a.1), self.call(b.0, b.1));
-        if a.peer.is_none() && a.op != b.op {
+        if one_sided(a) != one_sided(b) {
             (&T0301, "op")
         } else if a.dtype != b.dtype {
             (&T0303, "dtype")

@@ -43,10 +43,9 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Clocks of a well-formed program.
-    pub(crate) fn of(p: &Program, definitions: &[Option<usize>]) -> Order {
-        let runs = graph::runs(p);
-        let (lane, lanes) = lanes(p, &runs);
+    /// Clocks of a well-formed program and its graphs.
+    pub(crate) fn of(p: &Program, definitions: &[Option<usize>], runs: &[graph::Run]) -> Order {
+        let (lane, lanes) = lanes(p, runs);
         let mut order = Order {
             lanes,
             at: vec![0; p.ops.len()],
@@ -58,6 +57,7 @@ impl Order {
         let mut last: Vec<Vec<usize>> = vec![Vec::new(); lanes];
         // The same for the first op of those issued as one, with their number.
         let mut batch: Vec<Option<(i64, Vec<usize>)>> = vec![None; lanes];
+        let mut earlier: Vec<usize> = Vec::new();
         let mut next_run = runs.iter().peekable();
         let mut open: Option<(&graph::Run, usize, Vec<usize>)> = None;
         for (i, op) in p.ops.iter().enumerate() {
@@ -84,11 +84,13 @@ impl Order {
             {
                 last[on].clone_from(entry);
             }
-            let mates = op.int("batch").filter(|b| batch[on].as_ref().is_some_and(|(n, _)| n == b)).is_some();
-            let earlier = match &batch[on] {
-                Some((_, before)) if mates => before.clone(),
-                _ => std::mem::take(&mut last[on]),
-            };
+            let number = say::batch(op);
+            let mates = number.is_some_and(|b| batch[on].as_ref().is_some_and(|(n, _)| *n == b));
+            earlier.clear();
+            match &batch[on] {
+                Some((_, before)) if mates => earlier.extend(before),
+                _ => earlier.append(&mut last[on]),
+            }
             let ticket = if op.opcode == Opcode::Wait { op.operands.first() } else { None };
             let events = op.after.iter().chain(ticket).filter_map(|v| definitions[v.0 as usize]);
             for b in earlier.iter().copied().chain(events) {
@@ -103,8 +105,8 @@ impl Order {
             } else {
                 let of_lane = |e: &&usize| order.lane[**e] as usize == on;
                 order.at[i] = earlier.iter().filter(of_lane).map(|e| order.at[*e]).max().unwrap_or(0) + 1;
-                batch[on] = op.int("batch").map(|b| (b, earlier));
-                last[on] = vec![i];
+                batch[on] = number.map(|b| (b, earlier.clone()));
+                last[on].push(i);
             }
             order.done[i * lanes + on] = order.at[i];
         }
@@ -144,11 +146,13 @@ fn lanes(p: &Program, runs: &[graph::Run]) -> (Vec<u32>, usize) {
 }
 
 /// Reads of values and buffers that no order makes safe.
-pub(crate) fn check(p: &Program, definitions: &[Option<usize>]) -> Diagnostics {
-    let order = Order::of(p, definitions);
+pub(crate) fn check(p: &Program, definitions: &[Option<usize>], runs: &[graph::Run]) -> Diagnostics {
+    let order = Order::of(p, definitions, runs);
     let mut out = values(p, &order, definitions);
-    out.extend(buffers(p, &order, definitions));
-    out.extend(views(p));
+    if !p.buffers.is_empty() {
+        out.extend(buffers(p, &order, definitions));
+        out.extend(views(p));
+    }
     out
 }
 

@@ -72,6 +72,9 @@ pub fn check_phase(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnosti
     if out.is_empty() { same::check(&ranks) } else { out }
 }
 
+/// Most ranks of one role that are told of; more would say the same.
+const SLIPS_MAX: usize = 8;
+
 /// Every rank has one role.
 pub(crate) fn check_roles(mesh: &Mesh, roles: &[RoleRanks]) -> Diagnostics {
     let mut out = Vec::new();
@@ -98,19 +101,23 @@ pub(crate) fn check_roles(mesh: &Mesh, roles: &[RoleRanks]) -> Diagnostics {
                 .at("mesh", mesh.to_string()),
             );
         }
+        let told = out.len();
         for r in &role.ranks {
-            match owner.get_mut(r.0 as usize) {
+            let slip = match owner.get_mut(r.0 as usize) {
                 None => {
                     let message = format!("role {} names rank {r} of a mesh of {}", role.role, mesh.ranks());
-                    out.push(Diagnostic::error(&T0329, message).at("mesh", mesh.to_string()));
+                    Diagnostic::error(&T0329, message).at("mesh", mesh.to_string())
                 }
                 Some(Some(first)) if *first != role.role => {
-                    out.push(Diagnostic::error(
-                        &T0329,
-                        format!("rank {r} plays both {first} and {}", role.role),
-                    ));
+                    Diagnostic::error(&T0329, format!("rank {r} plays both {first} and {}", role.role))
                 }
-                Some(slot) => *slot = Some(&role.role),
+                Some(slot) => {
+                    *slot = Some(&role.role);
+                    continue;
+                }
+            };
+            if out.len() < told + SLIPS_MAX {
+                out.push(slip);
             }
         }
     }
@@ -155,8 +162,8 @@ fn peers(ranks: &Ranks<'_>) -> Diagnostics {
     let mut out = Vec::new();
     for (role, p) in ranks.programs.iter().enumerate() {
         let mut seen = std::collections::BTreeSet::new();
-        for (i, op) in p.collectives() {
-            let Some(group) = op.group() else { continue };
+        for (i, signature) in ranks.kinds(role) {
+            let (op, group) = (&p.ops[i], signature.group);
             let key = match op.opcode {
                 Opcode::Send => "to",
                 Opcode::Recv => "from",
@@ -200,7 +207,12 @@ fn peers(ranks: &Ranks<'_>) -> Diagnostics {
 /// Local extents of uneven shards are those of every rank of the role.
 fn pieces(ranks: &Ranks<'_>) -> Diagnostics {
     let mut out = Vec::new();
-    for (role, p) in ranks.programs.iter().enumerate() {
+    let cut = |p: &&Program| {
+        let types = p.values.iter().map(|v| &v.ty).chain(p.buffers.iter().map(|b| &b.ty));
+        let uneven = |l: AxisLayout| matches!(l, AxisLayout::Shard(Shard { uneven: Some(_), .. }));
+        types.into_iter().any(|t| Axis::ALL.into_iter().any(|a| uneven(t.layout.on(a))))
+    };
+    for (role, p) in ranks.programs.iter().enumerate().filter(|(_, p)| cut(p)) {
         for axis in ranks.mesh.axes() {
             let found = uneven(p, axis);
             if found.is_empty() {

@@ -118,24 +118,28 @@ pub fn check_program(p: &Program) -> Diagnostics {
     out.extend(waits(p));
     out.extend(batches(p));
     if out.is_empty() {
-        out.extend(graph::check(p, &definitions));
-        out.extend(order::check(p, &definitions));
+        let runs = graph::runs(p);
+        out.extend(graph::check(p, &definitions, &runs));
+        out.extend(order::check(p, &definitions, &runs));
     }
     out
 }
 
 fn types(p: &Program, i: usize, definitions: &[Option<usize>]) -> Option<Diagnostic> {
     let op = &p.ops[i];
-    let written: Vec<Type> = op.results.iter().map(|r| p.ty(*r).clone()).collect();
-    let derived = match infer_with(p, op, &written, definitions) {
+    let written = || op.results.iter().map(|r| p.ty(*r));
+    // Only what comes from elsewhere is taken as it is written.
+    let given = say::is_given(op) || matches!(op.opcode, Opcode::Recv | Opcode::Wait);
+    let declared: Vec<Type> = written().filter(|_| given).cloned().collect();
+    let derived = match infer_with(p, op, &declared, definitions) {
         Ok(t) => t,
         Err(e) => return Some(say::refuse(e.code, p, i, e.message)),
     };
-    if derived.len() != written.len() {
-        let message = format!("{} results written where the op gives {}", written.len(), derived.len());
+    if derived.len() != op.results.len() {
+        let message = format!("{} results written where the op gives {}", op.results.len(), derived.len());
         return Some(say::refuse(&T0321, p, i, message));
     }
-    let (d, w) = derived.iter().zip(&written).find(|(d, w)| !same(p, d, w))?;
+    let (d, w) = derived.iter().zip(written()).find(|(d, w)| !same(p, d, w))?;
     let message = format!(
         "{} is written {}, derived {}",
         say::value(p, op.results[0]),
@@ -176,8 +180,12 @@ fn tokens(p: &Program, i: usize) -> Diagnostics {
 fn waits(p: &Program) -> Diagnostics {
     let mut out = Vec::new();
     let mut waited: Vec<Option<usize>> = vec![None; p.values.len()];
-    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::Wait) {
-        let Some(t) = op.operands.first() else { continue };
+    let mut issues = Vec::new();
+    for (i, op) in p.ops.iter().enumerate() {
+        if op.issue {
+            issues.push(i);
+        }
+        let Some(t) = op.operands.first().filter(|_| op.opcode == Opcode::Wait) else { continue };
         match waited[t.0 as usize] {
             Some(first) => {
                 let d =
@@ -187,7 +195,8 @@ fn waits(p: &Program) -> Diagnostics {
             None => waited[t.0 as usize] = Some(i),
         }
     }
-    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| o.issue) {
+    for i in issues {
+        let op = &p.ops[i];
         if op.results.first().is_some_and(|t| waited[t.0 as usize].is_none()) {
             let message = format!("{} is issued and never waited for", op.opcode.name());
             out.push(say::refuse(&T0313, p, i, message).hint("wait for the ticket before the program ends"));
@@ -202,15 +211,15 @@ fn batches(p: &Program) -> Diagnostics {
     let mut open: Option<i64> = None;
     let mut between: Option<usize> = None;
     for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| !say::is_given(o)) {
-        let Some(attr) = op.attrs.get("batch") else {
+        // No other op has such a constant.
+        let pair = Some(op).filter(|o| matches!(o.opcode, Opcode::Send | Opcode::Recv));
+        let Some(attr) = pair.and_then(|o| o.attrs.get("batch")) else {
             if open.take().is_some() {
                 between = Some(i);
             }
             continue;
         };
-        let number = op.int("batch").filter(|n| (1..=i64::from(u32::MAX)).contains(n));
-        let pair = matches!(op.opcode, Opcode::Send | Opcode::Recv);
-        let Some(n) = number.filter(|_| pair) else {
+        let Some(n) = say::batch(op).filter(|n| (1..=i64::from(u32::MAX)).contains(n)) else {
             let message =
                 format!("batch {attr:?} of {}: sends and receives have numbers from 1 on", op.opcode.name());
             out.push(say::refuse(&T0339, p, i, message));
@@ -285,8 +294,8 @@ fn groups(p: &Program, i: usize) -> Option<Diagnostic> {
         }
         Opcode::Send | Opcode::Recv => {
             let key = if op.opcode == Opcode::Send { "to" } else { "from" };
-            let message = format!("{name} {key} position {:?} of {group}, which has {size}", op.int(key));
-            position(key).is_none().then(|| say::refuse(&T0309, p, i, message))
+            let message = || format!("{name} {key} position {:?} of {group}, which has {size}", op.int(key));
+            position(key).is_none().then(|| say::refuse(&T0309, p, i, message()))
         }
         _ => None,
     }

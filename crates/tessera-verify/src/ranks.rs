@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, HashMap};
 
 use tessera_base::{Code, Diagnostic, Step};
 use tessera_ir::{Opcode, Program, RoleRanks};
-use tessera_mesh::{Group, Mesh, Rank};
+use tessera_mesh::{Axis, Group, Mesh, Rank};
 
 use crate::meet::{Edges, Line, Meetings, Script};
 use crate::order::Order;
-use crate::say;
 use crate::sequence::Witness;
 use crate::trace::{Signature, trace};
+use crate::{graph, say};
 
 /// The programs of a phase with what the checks across ranks need to know, each worked out once per role.
 pub(crate) struct Ranks<'a> {
@@ -50,7 +50,7 @@ impl<'a> Ranks<'a> {
                     Some(ids) => *ids,
                     None => intern(&mut known, &mut signatures, s),
                 };
-                let batch = p.ops[item.op].int("batch").and_then(|b| u32::try_from(b).ok()).unwrap_or(0);
+                let batch = item.batch.and_then(|b| u32::try_from(b).ok()).unwrap_or(0);
                 script.push(channel, common, batch);
                 list.push((item.op, own));
             }
@@ -84,9 +84,8 @@ impl<'a> Ranks<'a> {
         for rank in mesh.iter() {
             for (group, pair) in channels[role_of[rank.0 as usize]].keys() {
                 let Some((peer, sends)) = *pair else { continue };
-                let (Some(here), Some(other)) =
-                    (mesh.position(rank, *group), mesh.members(rank, *group).get(peer as usize).copied())
-                else {
+                let other = at_position(mesh, rank, *group, peer);
+                let (Some(here), Some(other)) = (mesh.position(rank, *group), other) else {
                     continue;
                 };
                 let mine = member(rank, (*group, *pair));
@@ -105,6 +104,11 @@ impl<'a> Ranks<'a> {
     /// For each launch of a role, those that its streams, events and waits hold back until it has finished.
     pub(crate) fn held(&self) -> Vec<Edges> {
         self.programs.iter().zip(&self.launches).map(|(p, l)| held_by(p, l)).collect()
+    }
+
+    /// Whether a line is a group of tp or of its blocks.
+    pub(crate) fn is_over_tp(&self, line: usize) -> bool {
+        matches!(self.groups[line], Group::Axis { axis: Axis::Tp, .. })
     }
 
     /// What a role launches.
@@ -127,6 +131,14 @@ impl<'a> Ranks<'a> {
         say::ranks(&self.roles[role].ranks)
     }
 
+    /// One launch of each kind that a role makes: its op and signature, in order of first appearance.
+    pub(crate) fn kinds(&self, role: usize) -> Vec<(usize, &Signature)> {
+        let mut seen = vec![false; self.signatures.len()];
+        let first = |(_, own): &&(usize, u32)| !std::mem::replace(&mut seen[*own as usize], true);
+        let launches = self.launches[role].iter().filter(first);
+        launches.map(|(op, own)| (*op, &self.signatures[*own as usize])).collect()
+    }
+
     fn signature(&self, rank: u32, at: usize) -> &Signature {
         &self.signatures[self.launch(rank, at).1 as usize]
     }
@@ -137,6 +149,19 @@ impl<'a> Ranks<'a> {
 
     fn program(&self, rank: u32) -> &Program {
         &self.programs[self.meetings.role_of[rank as usize]]
+    }
+}
+
+/// The member of a rank's group that stands at a position. To list all members of each rank would take the square of
+/// their number.
+fn at_position(mesh: &Mesh, rank: Rank, group: Group, at: u32) -> Option<Rank> {
+    let here = mesh.position(rank, group).filter(|_| at < mesh.group_size(group))?;
+    match group {
+        Group::World => Some(Rank(at)),
+        Group::Axis { axis, .. } => {
+            let c = mesh.coord_of(rank);
+            Some(mesh.rank_at(c.with(axis, c.on(axis) - here + at)))
+        }
     }
 }
 
@@ -166,7 +191,7 @@ fn intern(
 }
 
 fn held_by(p: &Program, launches: &[(usize, u32)]) -> Edges {
-    let order = Order::of(p, &p.definitions());
+    let order = Order::of(p, &p.definitions(), &graph::runs(p));
     let mut edges = vec![Vec::new(); launches.len()];
     // Collectives of each stream so far, in program order, which is the order in which they finish.
     let mut lanes: BTreeMap<u32, Vec<usize>> = BTreeMap::new();

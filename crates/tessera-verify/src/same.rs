@@ -8,9 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_ir::{Attr, Kind, Op, Opcode, Program, RoleRanks, ValueId};
-use tessera_mesh::{Axis, Group};
-use xxhash_rust::xxh3::Xxh3;
+use tessera_mesh::{Axis, AxisLayout, Group};
+use xxhash_rust::xxh3::xxh3_128;
 
+use crate::meet::Line;
 use crate::ranks::Ranks;
 use crate::say;
 use crate::sequence::Witness;
@@ -37,12 +38,12 @@ type Members = Vec<(usize, Option<u32>)>;
 
 /// Refuses groups whose members bring different computations. Expects ranks that meet and get through.
 pub(crate) fn check(ranks: &Ranks<'_>) -> Diagnostics {
-    // One role cannot differ from itself.
-    if ranks.programs.len() < 2 {
+    let replicas = replicas(ranks);
+    if !compares(ranks, &replicas) {
         return Vec::new();
     }
-    let mut roles: Vec<Role<'_>> = (0..ranks.programs.len()).map(|r| Role::of(ranks, r)).collect();
     let lines = lines(ranks);
+    let mut roles: Vec<Role<'_>> = (0..ranks.programs.len()).map(|r| Role::of(ranks, r)).collect();
     let mut out = Vec::new();
     loop {
         let mut moved = false;
@@ -56,13 +57,48 @@ pub(crate) fn check(ranks: &Ranks<'_>) -> Diagnostics {
         }
     }
     if out.is_empty() {
-        out.extend(handed_out(&roles, &replicas(ranks)));
+        out.extend(handed_out(&roles, &replicas));
     }
     out
 }
 
+/// Whether two roles have anything that must be the same: a group of tp, or the name of an output or a buffer.
+fn compares(ranks: &Ranks<'_>, replicas: &Replicas) -> bool {
+    let m = ranks.meetings();
+    let mixed = |line: &Line| {
+        let mut roles = line.members.iter().map(|m2| m.role_of[m2.0 as usize]);
+        let first = roles.next();
+        roles.any(|r| Some(r) != first)
+    };
+    if m.lines.iter().enumerate().any(|(i, l)| !l.pair && ranks.is_over_tp(i) && mixed(l)) {
+        return true;
+    }
+    let mut named: BTreeMap<(Opcode, &str), Vec<usize>> = BTreeMap::new();
+    for (r, p) in ranks.programs.iter().enumerate() {
+        let outputs = p.ops.iter().filter(|o| o.opcode == Opcode::Output);
+        let outputs = outputs.filter_map(|o| Some((Opcode::Output, o.name.as_deref()?)));
+        let writes = p.ops.iter().filter(|o| o.opcode == Opcode::CacheWrite);
+        let written: BTreeSet<_> = writes.filter_map(|o| o.buffer).collect();
+        for key in outputs.chain(written.iter().map(|b| (Opcode::CacheWrite, p.buffer(*b).name.as_str()))) {
+            let roles = named.entry(key).or_default();
+            if roles.iter().any(|q| !apart(replicas, *q, r)) && !roles.contains(&r) {
+                return true;
+            }
+            roles.push(r);
+        }
+    }
+    false
+}
+
+/// Whether no rank of one role is in a replica of the other.
+fn apart(replicas: &Replicas, q: usize, r: usize) -> bool {
+    !replicas[q].is_empty() && !replicas[r].is_empty() && replicas[q].is_disjoint(&replicas[r])
+}
+
 /// Positions on ep and dp of each role's ranks; none for ranks outside the mesh, which serve all of them.
-fn replicas(ranks: &Ranks<'_>) -> Vec<BTreeSet<(u32, u32)>> {
+type Replicas = Vec<BTreeSet<(u32, u32)>>;
+
+fn replicas(ranks: &Ranks<'_>) -> Replicas {
     let inside = |role: &RoleRanks| -> BTreeSet<(u32, u32)> {
         let within = role.ranks.iter().filter(|r| ranks.mesh.contains(**r)).map(|r| ranks.mesh.coord_of(*r));
         within.map(|c| (c.on(Axis::Ep), c.on(Axis::Dp))).collect()
@@ -111,7 +147,7 @@ impl<'a> Role<'a> {
             definitions: p.definitions(),
             next: 0,
             numbers: vec![None; p.values.len()],
-            buffers: p.buffers.iter().map(|b| (number(&[b"buffer", b.name.as_bytes()]), None)).collect(),
+            buffers: p.buffers.iter().map(|b| (xxh3_128(b.name.as_bytes()), None)).collect(),
             launch: ranks.ops_launched(role).enumerate().map(|(i, op)| (op, i)).collect(),
             launches,
             places,
@@ -186,11 +222,11 @@ fn compute(role: &mut Role<'_>, op: &Op, at: usize) {
     match (op.opcode, op.buffer) {
         (Opcode::CacheWrite, Some(b)) => {
             let before = role.buffers[b.0 as usize].0;
-            role.buffers[b.0 as usize] = (number(&[&before.to_le_bytes(), &made.to_le_bytes()]), Some(at));
+            role.buffers[b.0 as usize] = (joined(&[before, made]), Some(at));
         }
         (_, Some(b)) => {
             let contents = role.buffers[b.0 as usize].0;
-            set(role, op, number(&[&contents.to_le_bytes(), &made.to_le_bytes()]));
+            set(role, op, joined(&[contents, made]));
         }
         _ => set(role, op, made),
     }
@@ -198,40 +234,59 @@ fn compute(role: &mut Role<'_>, op: &Op, at: usize) {
 
 /// Op, name, constants and operands in one number.
 fn made_of(role: &Role<'_>, op: &Op) -> Number {
-    let mut parts: Vec<Vec<u8>> = vec![op.opcode.name().into()];
-    parts.push(op.name.clone().unwrap_or_default().into());
+    let mut parts = Parts::default();
+    parts.add(op.opcode.name().as_bytes());
+    parts.add(op.name.as_deref().unwrap_or_default().as_bytes());
     for (name, value) in op.attrs.iter().filter(|(n, _)| !PLACEMENT.contains(&n.as_str())) {
-        parts.push(format!("{name}={}", word(value)).into());
+        parts.add(name.as_bytes());
+        match value {
+            Attr::Int(i) => parts.add(&i.to_le_bytes()),
+            Attr::Float(x) => parts.add(&x.to_bits().to_le_bytes()),
+            Attr::Str(s) => parts.add(s.as_bytes()),
+            Attr::Bool(b) => parts.add(&[u8::from(*b)]),
+            Attr::Ints(list) => list.iter().for_each(|i| parts.add(&i.to_le_bytes())),
+        }
     }
     if op.opcode.row().kind == Kind::Source {
         // What a rank holds of it: another cut is another value.
-        parts.extend(op.results.iter().map(|v| format!("{:?}", role.p.ty(*v).layout).into()));
+        for (axis, v) in role.p.mesh.axes().flat_map(|a| op.results.iter().map(move |v| (a, v))) {
+            let on = role.p.ty(*v).layout.on(axis);
+            if on != AxisLayout::Replicated {
+                parts.add(format!("{axis} {on}").as_bytes());
+            }
+        }
     }
-    parts.extend(op.operands.iter().map(|v| role.known(*v).to_le_bytes().to_vec()));
+    op.operands.iter().for_each(|v| parts.add(&role.known(*v).to_le_bytes()));
     for (key, v) in &op.keyed {
-        parts.push((*key).into());
-        parts.push(role.known(*v).to_le_bytes().to_vec());
+        parts.add(key.as_bytes());
+        parts.add(&role.known(*v).to_le_bytes());
     }
-    number(&parts.iter().map(Vec::as_slice).collect::<Vec<_>>())
+    parts.number()
 }
 
 /// Constants that say where and how an op is launched, and change no number.
 const PLACEMENT: &[&str] = &["at", "batch", "graph", "part"];
 
-fn word(a: &Attr) -> String {
-    match a {
-        Attr::Float(x) => format!("{:016x}", x.to_bits()),
-        a => format!("{a:?}"),
+/// What a number is made of, each part with its length.
+#[derive(Default)]
+struct Parts(Vec<u8>);
+
+impl Parts {
+    fn add(&mut self, part: &[u8]) {
+        self.0.extend_from_slice(&(part.len() as u32).to_le_bytes());
+        self.0.extend_from_slice(part);
+    }
+
+    fn number(&self) -> Number {
+        xxh3_128(&self.0)
     }
 }
 
-fn number(parts: &[&[u8]]) -> Number {
-    let mut hash = Xxh3::new();
-    for part in parts {
-        hash.update(&(part.len() as u64).to_le_bytes());
-        hash.update(part);
-    }
-    hash.digest128()
+/// One number of several.
+fn joined(numbers: &[Number]) -> Number {
+    let mut parts = Parts::default();
+    numbers.iter().for_each(|n| parts.add(&n.to_le_bytes()));
+    parts.number()
 }
 
 /// What a member of a line brought at one place of it.
@@ -254,14 +309,14 @@ fn taken(
         Opcode::Recv => 0,
         Opcode::Broadcast => usize::try_from(op.int("root").unwrap_or(0)).unwrap_or(0),
         // All members bring the same; what comes out is named by that and the op.
-        _ => return Some(number(&[&own?.to_le_bytes(), &made_of(&roles[r], op).to_le_bytes()])),
+        _ => return Some(joined(&[own?, made_of(&roles[r], op)])),
     };
     // The value of whoever gave it. Ranks of a role that are given different ones are told apart when it matters.
     let mut given = meets.iter().map(|members| brought(roles, *members.get(from)?, n));
     let first = given.next()??;
     given.try_fold(first, |all, one| {
         let one = one?;
-        Some(if one == all { all } else { number(&[&all.to_le_bytes(), &one.to_le_bytes()]) })
+        Some(if one == all { all } else { joined(&[all, one]) })
     })
 }
 
@@ -336,10 +391,7 @@ fn differs(d: Diagnostic, a: &Role<'_>, mut x: ValueId, b: &Role<'_>, mut y: Val
 }
 
 /// Outputs and buffers of one name are one value on all roles of a replica that make them.
-fn handed_out(roles: &[Role<'_>], replicas: &[BTreeSet<(u32, u32)>]) -> Diagnostics {
-    let apart = |q: usize, r: usize| {
-        !replicas[q].is_empty() && !replicas[r].is_empty() && replicas[q].is_disjoint(&replicas[r])
-    };
+fn handed_out(roles: &[Role<'_>], replicas: &Replicas) -> Diagnostics {
     let mut out = Vec::new();
     let mut outputs: BTreeMap<&str, (usize, usize, ValueId)> = BTreeMap::new();
     let mut buffers: BTreeMap<&str, (usize, usize, Number)> = BTreeMap::new();
@@ -347,7 +399,7 @@ fn handed_out(roles: &[Role<'_>], replicas: &[BTreeSet<(u32, u32)>]) -> Diagnost
         for (i, op) in role.p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::Output) {
             let (Some(name), Some(v)) = (op.name.as_deref(), op.operands.first()) else { continue };
             let (q, _, w) = *outputs.entry(name).or_insert((r, i, *v));
-            if !apart(q, r) && roles[q].known(w) != role.known(*v) {
+            if !apart(replicas, q, r) && roles[q].known(w) != role.known(*v) {
                 let d =
                     Diagnostic::error(&T0343, format!("two roles hand out different values as \"{name}\""));
                 out.push(differs(d, &roles[q], w, role, *v));
@@ -356,7 +408,7 @@ fn handed_out(roles: &[Role<'_>], replicas: &[BTreeSet<(u32, u32)>]) -> Diagnost
         for (b, (contents, written)) in role.p.buffers.iter().zip(&role.buffers) {
             let Some(at) = *written else { continue };
             let (q, first, there) = *buffers.entry(&b.name).or_insert((r, at, *contents));
-            if !apart(q, r) && there != *contents {
+            if !apart(replicas, q, r) && there != *contents {
                 let d = Diagnostic::error(
                     &T0343,
                     format!("two roles leave different contents in buffer @{}", b.name),

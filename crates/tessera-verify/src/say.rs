@@ -66,6 +66,11 @@ pub(crate) fn ranks(members: &[Rank]) -> String {
     }
 }
 
+/// Number of the sends and receives that an op is issued as one with. Other ops have none.
+pub(crate) fn batch(op: &Op) -> Option<i64> {
+    if matches!(op.opcode, Opcode::Send | Opcode::Recv) { op.int("batch") } else { None }
+}
+
 /// Whether the op brings a value in before the program starts, and so has no place on a stream.
 pub(crate) fn is_given(op: &Op) -> bool {
     matches!(op.opcode, Opcode::Input | Opcode::Call | Opcode::Weight)

@@ -3,9 +3,10 @@
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_ir::rules::T0215;
-use tessera_ir::{Dialect, HINTS, Kind, Op, Opcode, Program, Type, ValueId};
+use tessera_ir::{Attr, Dialect, HINTS, Kind, Op, Opcode, Program, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Mesh};
 
+use crate::graph::T0335;
 use crate::say;
 
 /// A value read before it exists.
@@ -51,6 +52,9 @@ pub(crate) fn check(p: &Program) -> Diagnostics {
         if let Some(a) = missing_constant(op) {
             out.push(say::refuse(&T0215, p, i, format!("{} needs the constant `{a}`", op.opcode.name())));
         }
+        if op.attrs.iter().any(|(k, v)| k == "graph" && !matches!(v, Attr::Str(g) if !g.is_empty())) {
+            out.push(say::refuse(&T0335, p, i, "`graph` is the name of a graph, in quotes"));
+        }
         for v in op.uses() {
             if v.0 as usize >= next {
                 out.push(undefined(p, i, v));
@@ -82,10 +86,10 @@ pub(crate) fn check(p: &Program) -> Diagnostics {
 
 fn header(p: &Program, out: &mut Diagnostics) {
     let mut bad = |why: String| out.push(Diagnostic::error(&T0322, why).at(say::title(p), "its header"));
-    for name in [&p.name, &p.role].into_iter().chain(&p.streams).chain(p.buffers.iter().map(|b| &b.name)) {
-        if !is_plain(name) {
-            bad(format!("the name {name:?} has characters that the text form cannot carry"));
-        }
+    let names = [&p.name].into_iter().chain(p.buffers.iter().map(|b| &b.name)).map(|n| (n, is_name(n)));
+    let words = p.streams.iter().map(|s| (s, is_word(s)));
+    for (name, _) in names.chain(words).chain([(&p.role, is_role(&p.role))]).filter(|(_, fits)| !fits) {
+        bad(format!("the name {name:?} is empty or has characters that the text form cannot carry"));
     }
     if p.streams.is_empty() || p.streams.len() > STREAMS_MAX {
         bad(format!("{} streams; between 1 and {STREAMS_MAX} are possible", p.streams.len()));
@@ -120,6 +124,9 @@ fn header(p: &Program, out: &mut Diagnostics) {
     if let Some(at) = tessera_ir::rules::role_outside(&p.role).filter(|at| *at >= outside) {
         bad(format!("role {} stands for rank {at} of those outside the mesh, which are {outside}", p.role));
     }
+    if p.dialect == Dialect::Logical && (p.mesh != Mesh::default() || !p.role.is_empty()) {
+        bad("a logical program has neither role nor mesh".to_string());
+    }
     if p.dialect == Dialect::Role && p.role.is_empty() {
         bad("a program of the tile dialect names no role".to_string());
     }
@@ -130,9 +137,20 @@ fn header(p: &Program, out: &mut Diagnostics) {
     }
 }
 
-/// Characters that neither end a word of the text form nor need quoting.
-fn is_plain(name: &str) -> bool {
-    name.chars().all(|c| c.is_alphanumeric() || "._-@/+".contains(c))
+/// What may stand behind `@` in the text form.
+fn is_name(name: &str) -> bool {
+    !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
+}
+
+/// What may stand there without a sign in front.
+fn is_word(name: &str) -> bool {
+    is_name(name) && name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
+}
+
+/// A word with coordinates; empty in a logical program.
+fn is_role(name: &str) -> bool {
+    let mut parts = name.split('@');
+    parts.next().is_some_and(|first| first.is_empty() || is_word(first)) && parts.all(is_name)
 }
 
 fn type_form(t: &Type, mesh: &Mesh) -> Result<(), String> {
@@ -143,7 +161,8 @@ fn type_form(t: &Type, mesh: &Mesh) -> Result<(), String> {
     if elements.is_none_or(|e| e > ELEMENTS_MAX) {
         return Err(format!("{:?} has more than {ELEMENTS_MAX} elements", t.shape));
     }
-    for axis in mesh.axes() {
+    // On an axis of one rank too: its text leaves the layout out, so that a cut there must come to nothing.
+    for axis in Axis::ALL {
         if let Some(w) = t.layout.on(axis).ways().filter(|w| !mesh.cuts(axis, *w)) {
             return Err(format!("blocks of {w} positions on {axis} of {}", mesh.size(axis)));
         }
@@ -152,7 +171,10 @@ fn type_form(t: &Type, mesh: &Mesh) -> Result<(), String> {
             return Err(format!("sharded over dim {} of {} dims", s.dim, t.shape.len()));
         }
         if let Some(u) = s.uneven
-            && (u.unit == 0 || !u.extent.is_multiple_of(u.unit) || u.extent > ELEMENTS_MAX)
+            && (mesh.size(axis) == 1
+                || u.unit == 0
+                || !u.extent.is_multiple_of(u.unit)
+                || u.extent > ELEMENTS_MAX)
         {
             return Err(format!("an uneven dim of {} in units of {}", u.extent, u.unit));
         }
@@ -202,7 +224,7 @@ fn keys(op: &Op) -> Result<(), String> {
     let row = op.opcode.row();
     let mut last = None;
     for (key, _) in &op.keyed {
-        let at = row.keyed.iter().position(|k| k.trim_end_matches('?') == *key);
+        let at = row.keyed.iter().position(|k| stem(k) == *key);
         match at {
             None => return Err(format!("{} has no operand `{key}`", row.name)),
             Some(at) if last.is_some_and(|l| at <= l) => {
@@ -217,11 +239,16 @@ fn keys(op: &Op) -> Result<(), String> {
 
 fn constants(op: &Op) -> Result<(), String> {
     let row = op.opcode.row();
-    let known = |a: &str| row.attrs.iter().any(|k| k.trim_end_matches('?') == a) || HINTS.contains(&a);
+    let known = |a: &str| row.attrs.iter().any(|k| stem(k) == a) || HINTS.contains(&a);
     match op.attrs.keys().find(|a| !known(a)) {
         Some(a) => Err(format!("{} has no constant `{a}`", row.name)),
         None => Ok(()),
     }
+}
+
+/// A name of the op table without the mark of what may be absent.
+fn stem(name: &'static str) -> &'static str {
+    name.strip_suffix('?').unwrap_or(name)
 }
 
 /// A constant that the op table asks for and the op lacks.

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use tessera_base::Code;
-use tessera_ir::{DType, Op, Opcode, Program, Type};
+use tessera_ir::{Attr, DType, Op, Opcode, Program, Type};
 use tessera_mesh::{Axis, AxisLayout, Group, Layout, Reduction};
 
 use crate::sequence;
@@ -37,7 +37,7 @@ impl Census {
 /// lines for a symmetric op. Costs one pass over the program: ask once, not per call.
 #[must_use]
 pub fn collective_line(p: &Program, op: usize) -> Option<String> {
-    trace(p).into_iter().find(|i| i.op == op).map(|i| i.signature.to_string())
+    trace(p).find(|i| i.op == op).map(|i| i.signature.to_string())
 }
 
 /// One collective of a program.
@@ -45,6 +45,8 @@ pub fn collective_line(p: &Program, op: usize) -> Option<String> {
 pub(crate) struct Item {
     pub(crate) op: usize,
     pub(crate) signature: Signature,
+    /// Number of the sends and receives that it is issued as one with.
+    pub(crate) batch: Option<i64>,
 }
 
 /// Everything that the members of a group must agree on.
@@ -171,7 +173,7 @@ impl std::fmt::Display for Signature {
 
 /// A program's collectives in program order. Ops without a group or a type are left out: the judge of the
 /// program refuses those.
-pub(crate) fn trace(p: &Program) -> Vec<Item> {
+pub(crate) fn trace(p: &Program) -> impl Iterator<Item = Item> {
     // A receive's type is written where it is waited for.
     let mut waits = vec![None; p.values.len()];
     for op in p.ops.iter().filter(|o| o.opcode == Opcode::Wait) {
@@ -179,7 +181,7 @@ pub(crate) fn trace(p: &Program) -> Vec<Item> {
             waits[t.0 as usize] = Some(*r);
         }
     }
-    let moved = |op: &Op| -> Option<&Type> {
+    let moved = move |op: &Op| -> Option<&Type> {
         let v = match (op.opcode, op.issue) {
             (Opcode::Recv, true) => waits[op.results.first()?.0 as usize]?,
             (Opcode::Recv, false) => *op.results.first()?,
@@ -187,20 +189,22 @@ pub(crate) fn trace(p: &Program) -> Vec<Item> {
         };
         Some(p.ty(v))
     };
-    p.collectives()
-        .filter_map(|(i, op)| Some(Item { op: i, signature: signature(p, op, op.group()?, moved(op)?) }))
-        .collect()
+    p.collectives().filter_map(move |(i, op)| {
+        let (signature, batch) = signature(p, op, op.group()?, moved(op)?);
+        Some(Item { op: i, signature, batch })
+    })
 }
 
-fn signature(p: &Program, op: &Op, group: Group, moved: &Type) -> Signature {
+/// A collective's signature, and its `batch`.
+fn signature(p: &Program, op: &Op, group: Group, moved: &Type) -> (Signature, Option<i64>) {
     let key = match op.opcode {
-        Opcode::Send => Some("to"),
-        Opcode::Recv => Some("from"),
-        _ => None,
+        Opcode::Send => "to",
+        Opcode::Recv => "from",
+        _ => "",
     };
     let mut extents = moved.shape.clone();
     // A pair moves what the sender holds, wherever it belongs.
-    if let (Group::Axis { axis, .. }, None) = (group, key)
+    if let (Group::Axis { axis, .. }, "") = (group, key)
         && let AxisLayout::Shard(s) = moved.layout.on(axis)
         && let Some(n) = extents.get_mut(s.dim)
     {
@@ -210,19 +214,36 @@ fn signature(p: &Program, op: &Op, group: Group, moved: &Type) -> Signature {
     for a in p.mesh.axes() {
         layout = layout.with(a, moved.layout.on(a));
     }
-    Signature {
+    let mut out = Signature {
         group,
         opcode: op.opcode,
         dtype: moved.dtype,
         extents,
         layout,
-        reduction: op.reduction(),
-        root: op.int("root"),
-        dims: ["concat", "dim", "split", "unit"].into_iter().filter_map(|n| Some((n, op.int(n)?))).collect(),
-        graph: op.str("graph").map(str::to_string),
+        reduction: None,
+        root: None,
+        dims: Vec::new(),
+        graph: None,
         // A position that does not exist is refused with the program; it must still read as a pair here.
-        peer: key.map(|k| op.int(k).and_then(|i| u32::try_from(i).ok()).unwrap_or(u32::MAX)),
+        peer: (!key.is_empty()).then_some(u32::MAX),
+    };
+    let mut batch = None;
+    // One walk: plans have many collectives, and each look-up goes through the names again.
+    for (name, value) in &op.attrs {
+        match (name.as_str(), value) {
+            ("reduction", Attr::Str(r)) => out.reduction = Reduction::parse(r),
+            ("root", Attr::Int(i)) => out.root = Some(*i),
+            ("graph", Attr::Str(g)) => out.graph = Some(g.clone()),
+            ("batch", Attr::Int(i)) => batch = Some(*i),
+            ("concat", Attr::Int(i)) => out.dims.push(("concat", *i)),
+            ("dim", Attr::Int(i)) => out.dims.push(("dim", *i)),
+            ("split", Attr::Int(i)) => out.dims.push(("split", *i)),
+            ("unit", Attr::Int(i)) => out.dims.push(("unit", *i)),
+            (n, Attr::Int(i)) if n == key => out.peer = u32::try_from(*i).ok().or(out.peer),
+            _ => {}
+        }
     }
+    (out, batch)
 }
 
 /// Bytes as hex digits.

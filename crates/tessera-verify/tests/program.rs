@@ -288,6 +288,10 @@ fn t0321_written_types_are_derived_again() {
 
 #[test]
 fn t0322_malformed_programs_are_refused_and_never_panic() {
+    fn cut(extent: Option<u64>, ways: Option<u32>) -> AxisLayout {
+        let uneven = extent.map(|extent| tessera_mesh::Uneven { extent, unit: 1 });
+        AxisLayout::Shard(Shard { dim: 0, uneven, ways })
+    }
     let p = block("stage0", two(), 1);
     let broken: Vec<fn(&mut Program)> = vec![
         |p| p.ops[2].operands.clear(),
@@ -303,6 +307,14 @@ fn t0322_malformed_programs_are_refused_and_never_panic() {
         |p| p.streams.clear(),
         |p| p.role = "stage0@tp9".into(),
         |p| p.streams[0] = "compute) {".into(),
+        |p| p.streams[0] = "0".into(),
+        |p| p.name = "denoise@tp1".into(),
+        |p| p.name.clear(),
+        |p| p.role = "r\u{e9}le".into(),
+        |p| p.dialect = tessera_ir::Dialect::Logical,
+        // pp has one rank, and a text says nothing about it.
+        |p| p.values[0].ty = f32s(&[4]).on(Axis::Pp, cut(None, Some(2))),
+        |p| p.values[0].ty = f32s(&[4]).on(Axis::Pp, cut(Some(7), None)),
         |p| p.values.push(p.values[0].clone()),
     ];
     for (i, change) in broken.into_iter().enumerate() {

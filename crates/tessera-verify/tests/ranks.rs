@@ -538,3 +538,14 @@ fn t0343_members_of_tp_compute_one_thing() {
     // The difference is made on another stage and travels in a message.
     only(&run(true, true), "T0343");
 }
+
+#[test]
+fn t0329_is_told_of_a_few_ranks_of_a_role() {
+    let m = mesh("tp=64");
+    let every: Vec<Rank> = m.iter().collect();
+    let roles = ["r@tp0", "s"].map(|role| RoleRanks { role: role.into(), ranks: every.clone() });
+    let programs = ["r@tp0", "s"].map(|role| done(builder(role, m))).to_vec();
+    let found = check_phase(&m, &roles, &phase(programs));
+    only(&found, "T0329");
+    assert_eq!(found.len(), 8, "{}", text(&found));
+}

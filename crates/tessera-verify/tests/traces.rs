@@ -139,3 +139,33 @@ fn a_rank_outside_of_a_group_and_a_missing_trace_are_told() {
     only(&judge(TP, &[&["send tp f32 4"], &[]]), "T0342");
     only(&judge(TP, &[&["send tp f32 4 peer=0"], &[]]), "T0342");
 }
+
+#[test]
+fn a_rank_number_that_cannot_be_one_takes_no_memory() {
+    let mut t = Traces::new();
+    t.rank(u32::MAX, "rank4294967295.jsonl");
+    only(&check_traces(&t), "T0341");
+}
+
+#[test]
+fn members_of_a_group_are_a_set() {
+    let twice: &[(&str, &[u32])] = &[("tp", &[1, 0, 1])];
+    let call: &[&str] = &["all_reduce tp f32 4"];
+    clean(&judge(twice, &[call, call]));
+    only(&judge(twice, &[call, &[]]), "T0307");
+}
+
+#[test]
+fn a_send_meets_receives_alone() {
+    only(&judge(TP, &[&["send tp f32 4 peer=1"], &["all_reduce tp f32 4 peer=0"]]), "T0308");
+    clean(&judge(TP, &[&["send tp f32 4 peer=1"], &["recv tp f32 4 peer=0"]]));
+}
+
+#[test]
+fn a_group_of_other_traces_takes_nothing() {
+    let (mut t, mut other) = (Traces::new(), Traces::new());
+    let group = other.group("tp", &[0]);
+    let at = t.rank(0, "rank0.jsonl");
+    t.push(at, group, Call::default(), "", 0, Span::default());
+    clean(&check_traces(&t));
+}

@@ -13,7 +13,7 @@ pub(super) fn well_formed(program: &Program, op: &Op) -> Rule<()> {
         let want = if least == most { least.to_string() } else { format!("{least} to {most}") };
         return refuse(&T0203, format!("{n} operands, takes {want}"));
     }
-    let stem = |k: &&'static str| k.trim_end_matches('?');
+    let stem = |k: &&'static str| k.strip_suffix('?').unwrap_or(k);
     for (i, (k, _)) in op.keyed.iter().enumerate() {
         if !row.keyed.iter().any(|known| stem(known) == *k) {
             return refuse(&T0203, format!("has no operand `{k}`"));
