@@ -16,7 +16,7 @@ use anyhow::{Context, anyhow, ensure};
 use tessera_base::{Diagnostics, Span};
 use tessera_ir::{Builder, DType, Opcode, Phase, Program, RoleRanks, Slots, Type};
 use tessera_mesh::{Axis, AxisLayout, Mesh, Shard};
-use tessera_verify::{Call, Traces, check_phase, check_program, check_traces};
+use tessera_verify::{Call, Traces, check_traces, judge};
 
 use crate::stats::{least, median, round};
 use crate::{Measured, Output, refused};
@@ -228,8 +228,7 @@ impl Planned {
     }
 
     fn judge(&self) -> anyhow::Result<()> {
-        let mut found: Diagnostics = self.phase.programs.iter().flat_map(check_program).collect();
-        found.extend(check_phase(&self.mesh, &self.roles, &self.phase));
+        let found = judge(&self.mesh, &self.roles, &self.phase);
         clean(found)
     }
 }

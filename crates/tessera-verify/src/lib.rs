@@ -4,7 +4,7 @@
 //! I/O, and refuses to know how a program came to be: the planner is not among its imports, nor is any device.
 //! A program has no branches, so "no collective under a condition" holds by construction.
 //!
-//! [`check_program`] judges one role's program, [`check_phase`] the programs of all ranks together, [`seal`]
+//! [`check_program`] judges one role's program, [`check_phase`] the programs of all ranks together, [`judge`] both, [`seal`]
 //! everything a run may execute. Only here is a [`Verified`] made, and it never crosses a wire: whoever loads a
 //! plan judges it again.
 
@@ -28,7 +28,7 @@ mod verified;
 pub use graph::check_graph_mixing;
 pub use memory::{Limits, RoleMemory, check_slots};
 pub use observed::{Call, GroupId, Traces, check_traces};
-pub use phase::check_phase;
+pub use phase::{check_phase, judge};
 pub use program::check_program;
 pub use seal::{SealedPlan, seal};
 pub use trace::{Census, collective_line};

@@ -49,12 +49,21 @@ Send over the world to a rank of the mesh, and broadcast from there over the axi
 /// The work is by roles; ranks of one role cost only their place in a table.
 #[must_use]
 pub fn check_phase(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostics {
+    let malformed: Diagnostics = phase.programs.iter().flat_map(structure::check).collect();
+    if malformed.is_empty() { together(mesh, roles, phase) } else { malformed }
+}
+
+/// Judges each program of a phase by itself and, where all are right, all of them together.
+#[must_use]
+pub fn judge(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostics {
+    let own: Diagnostics = phase.programs.iter().flat_map(program::check_program).collect();
+    if own.is_empty() { together(mesh, roles, phase) } else { own }
+}
+
+/// [`check_phase`] of programs that are known to be well-formed.
+fn together(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostics {
     let mut out = check_roles(mesh, roles);
     out.extend(check_programs(mesh, roles, phase));
-    if !out.is_empty() {
-        return out;
-    }
-    out.extend(phase.programs.iter().flat_map(structure::check));
     if !out.is_empty() {
         return out;
     }

@@ -9,7 +9,7 @@ use tessera_mesh::{Mesh, Rank, RankMap};
 use crate::memory::{check_limits, check_slots, of_role};
 use crate::phase::{T0329, check_roles};
 use crate::trace::hex;
-use crate::{Census, Limits, RoleMemory, Verified, check_phase, check_program, graph};
+use crate::{Census, Limits, RoleMemory, Verified, graph, judge};
 
 /// A call that lists a phase which is not there.
 pub static T0330: Code = Code {
@@ -33,15 +33,14 @@ pub fn seal(bundle: Bundle, limits: &Limits) -> Result<SealedPlan, Diagnostics> 
         return Err(out);
     }
     for phase in &bundle.phases {
-        let own: Diagnostics = phase.programs.iter().flat_map(check_program).collect();
-        if own.is_empty() {
-            out.extend(check_phase(&bundle.mesh, &bundle.roles, phase));
+        let found = judge(&bundle.mesh, &bundle.roles, phase);
+        if found.is_empty() {
             out.extend(phase.programs.iter().zip(&phase.memory).flat_map(|(p, s)| check_slots(p, s)));
             if limits.graph_mixing_off {
                 out.extend(phase.programs.iter().flat_map(graph::check_graph_mixing));
             }
         }
-        out.extend(own);
+        out.extend(found);
     }
     if !out.is_empty() {
         return Err(out);
