@@ -88,8 +88,9 @@ const SLIPS_MAX: usize = 8;
 pub(crate) fn check_roles(mesh: &Mesh, roles: &[RoleRanks]) -> Diagnostics {
     let mut out = Vec::new();
     let mut owner: Vec<Option<&str>> = vec![None; mesh.ranks() as usize];
-    for (i, role) in roles.iter().enumerate() {
-        if roles[..i].iter().any(|r| r.role == role.role) {
+    let mut names = std::collections::BTreeSet::new();
+    for role in roles {
+        if !names.insert(&role.role) {
             out.push(Diagnostic::error(&T0329, format!("two roles are called {}", role.role)));
         }
         if role.ranks.is_empty() {

@@ -73,26 +73,54 @@ fn compares(ranks: &Ranks<'_>, replicas: &Replicas) -> bool {
     if m.lines.iter().enumerate().any(|(i, l)| !l.pair && ranks.is_over_tp(i) && mixed(l)) {
         return true;
     }
-    let mut named: BTreeMap<(Opcode, &str), Vec<usize>> = BTreeMap::new();
-    for (r, p) in ranks.programs.iter().enumerate() {
+    let mut firsts: Firsts<'_, (Opcode, &str), ()> = Firsts::new(replicas);
+    ranks.programs.iter().enumerate().any(|(r, p)| {
         let outputs = p.ops.iter().filter(|o| o.opcode == Opcode::Output);
         let outputs = outputs.filter_map(|o| Some((Opcode::Output, o.name.as_deref()?)));
         let writes = p.ops.iter().filter(|o| o.opcode == Opcode::CacheWrite);
         let written: BTreeSet<_> = writes.filter_map(|o| o.buffer).collect();
-        for key in outputs.chain(written.iter().map(|b| (Opcode::CacheWrite, p.buffer(*b).name.as_str()))) {
-            let roles = named.entry(key).or_default();
-            if roles.iter().any(|q| !apart(replicas, *q, r)) && !roles.contains(&r) {
-                return true;
-            }
-            roles.push(r);
-        }
-    }
-    false
+        let buffers = written.iter().map(|b| (Opcode::CacheWrite, p.buffer(*b).name.as_str()));
+        let names: BTreeSet<(Opcode, &str)> = outputs.chain(buffers).collect();
+        names.into_iter().any(|name| !firsts.met(r, name, ()).is_empty())
+    })
 }
 
-/// Whether no rank of one role is in a replica of the other.
-fn apart(replicas: &Replicas, q: usize, r: usize) -> bool {
-    !replicas[q].is_empty() && !replicas[r].is_empty() && replicas[q].is_disjoint(&replicas[r])
+/// The first role of each replica that has something of a name.
+struct Firsts<'a, K, T> {
+    replicas: &'a Replicas,
+    /// By name and replica; no replica for roles outside the mesh.
+    by_replica: BTreeMap<(K, Option<(u32, u32)>), T>,
+    any: BTreeMap<K, T>,
+}
+
+impl<'a, K: Ord + Copy, T: Copy + PartialEq> Firsts<'a, K, T> {
+    fn new(replicas: &'a Replicas) -> Firsts<'a, K, T> {
+        Firsts { replicas, by_replica: BTreeMap::new(), any: BTreeMap::new() }
+    }
+
+    /// What earlier roles of the role's replicas have under a name, each once; remembers `mine` where it is the first.
+    fn met(&mut self, role: usize, name: K, mine: T) -> Vec<T> {
+        let mut out: Vec<T> = Vec::new();
+        let mut meet = |other: Option<&T>| {
+            if let Some(o) = other.filter(|o| !out.contains(o)) {
+                out.push(*o);
+            }
+        };
+        let replicas = &self.replicas[role];
+        if replicas.is_empty() {
+            // It serves all replicas, so any of them will do.
+            meet(self.any.get(&name));
+            self.by_replica.entry((name, None)).or_insert(mine);
+        } else {
+            meet(self.by_replica.get(&(name, None)));
+        }
+        for at in replicas {
+            meet(self.by_replica.get(&(name, Some(*at))));
+            self.by_replica.entry((name, Some(*at))).or_insert(mine);
+        }
+        self.any.entry(name).or_insert(mine);
+        out
+    }
 }
 
 /// Positions on ep and dp of each role's ranks; none for ranks outside the mesh, which serve all of them.
@@ -393,13 +421,15 @@ fn differs(d: Diagnostic, a: &Role<'_>, mut x: ValueId, b: &Role<'_>, mut y: Val
 /// Outputs and buffers of one name are one value on all roles of a replica that make them.
 fn handed_out(roles: &[Role<'_>], replicas: &Replicas) -> Diagnostics {
     let mut out = Vec::new();
-    let mut outputs: BTreeMap<&str, (usize, usize, ValueId)> = BTreeMap::new();
-    let mut buffers: BTreeMap<&str, (usize, usize, Number)> = BTreeMap::new();
+    let mut outputs: Firsts<'_, &str, (usize, ValueId)> = Firsts::new(replicas);
+    let mut buffers: Firsts<'_, &str, (usize, usize, Number)> = Firsts::new(replicas);
     for (r, role) in roles.iter().enumerate() {
-        for (i, op) in role.p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::Output) {
+        for op in role.p.ops.iter().filter(|o| o.opcode == Opcode::Output) {
             let (Some(name), Some(v)) = (op.name.as_deref(), op.operands.first()) else { continue };
-            let (q, _, w) = *outputs.entry(name).or_insert((r, i, *v));
-            if !apart(replicas, q, r) && roles[q].known(w) != role.known(*v) {
+            let others = outputs.met(r, name, (r, *v));
+            if let Some((q, w)) =
+                others.into_iter().find(|(q, w)| *q != r && roles[*q].known(*w) != role.known(*v))
+            {
                 let d =
                     Diagnostic::error(&T0343, format!("two roles hand out different values as \"{name}\""));
                 out.push(differs(d, &roles[q], w, role, *v));
@@ -407,23 +437,20 @@ fn handed_out(roles: &[Role<'_>], replicas: &Replicas) -> Diagnostics {
         }
         for (b, (contents, written)) in role.p.buffers.iter().zip(&role.buffers) {
             let Some(at) = *written else { continue };
-            let (q, first, there) = *buffers.entry(&b.name).or_insert((r, at, *contents));
-            if !apart(replicas, q, r) && there != *contents {
-                let d = Diagnostic::error(
-                    &T0343,
-                    format!("two roles leave different contents in buffer @{}", b.name),
-                );
-                let values = (roles[q].p.ops[first].operands.first(), role.p.ops[at].operands.first());
-                out.push(match values {
-                    (Some(x), Some(y)) if roles[q].known(*x) != role.known(*y) => {
-                        differs(d, &roles[q], *x, role, *y)
-                    }
-                    _ => {
-                        let d = say::at_op(d, roles[q].p, first, "the last write of one");
-                        say::at_op(d, role.p, at, "the last write of the other")
-                    }
-                });
-            }
+            let others = buffers.met(r, &b.name, (r, at, *contents));
+            let Some((q, first, _)) = others.into_iter().find(|o| o.2 != *contents) else { continue };
+            let message = format!("two roles leave different contents in buffer @{}", b.name);
+            let d = Diagnostic::error(&T0343, message);
+            let values = (roles[q].p.ops[first].operands.first(), role.p.ops[at].operands.first());
+            out.push(match values {
+                (Some(x), Some(y)) if roles[q].known(*x) != role.known(*y) => {
+                    differs(d, &roles[q], *x, role, *y)
+                }
+                _ => {
+                    let d = say::at_op(d, roles[q].p, first, "the last write of one");
+                    say::at_op(d, role.p, at, "the last write of the other")
+                }
+            });
         }
     }
     out

@@ -99,8 +99,9 @@ fn header(p: &Program, out: &mut Diagnostics) {
             bad(format!("stream {s} is declared twice"));
         }
     }
-    for (i, b) in p.buffers.iter().enumerate() {
-        if p.buffers[..i].iter().any(|o| o.name == b.name) {
+    let mut buffers = std::collections::BTreeSet::new();
+    for b in &p.buffers {
+        if !buffers.insert(&b.name) {
             bad(format!("buffer @{} is declared twice", b.name));
         }
         if let Err(why) = type_form(&b.ty, &p.mesh) {
