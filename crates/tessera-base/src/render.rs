@@ -52,6 +52,8 @@ fn locate(
     Some((line + 1, column + 1, text.lines().nth(line).unwrap_or("").to_string()))
 }
 
+/// Longest line for a person, in characters; JSON has all of it.
+const TEXT_WIDE: usize = 1000;
 /// A person reads no more notes than this; JSON has them all.
 const TEXT_NOTES: usize = 40;
 /// A person sees no more of a line than this many characters around the place.
@@ -98,7 +100,17 @@ fn text(d: &Diagnostic, source: &dyn Fn(&str) -> Option<String>) -> String {
     if let Some(h) = &d.hint {
         out += &format!("\nhint: {h}\n");
     }
-    out
+    printable(&out)
+}
+
+/// A file may hold anything, and a terminal obeys some of it; a name may be longer than anyone reads.
+fn printable(text: &str) -> String {
+    let line = |l: &str| -> String {
+        let shown: String = l.chars().take(TEXT_WIDE).collect();
+        let cut = if shown.len() < l.len() { "…" } else { "" };
+        shown.chars().map(|c| if c.is_control() && c != '\t' { '·' } else { c }).collect::<String>() + cut
+    };
+    text.split('\n').map(line).collect::<Vec<_>>().join("\n")
 }
 
 fn json(d: &Diagnostic, source: &dyn Fn(&str) -> Option<String>) -> String {
@@ -235,6 +247,15 @@ mod tests {
         let out = render(&d, Format::Text, &|_| None);
         assert!(out.contains("#39#") && !out.contains("#40#") && out.contains("and 3 more"));
         assert!(render(&d, Format::Json, &|_| None).contains("#42#"));
+    }
+
+    #[test]
+    fn text_obeys_no_file() {
+        let mut d = sample();
+        d.message = format!("\u{1b}[2J{}", "x".repeat(5000));
+        let out = render(&d, Format::Text, &|_| Some("first\ns\u{7}c\n".into()));
+        assert!(!out.contains('\u{1b}') && !out.contains('\u{7}') && out.contains("·[2Jx"), "{out}");
+        assert!(out.lines().all(|l| l.chars().count() <= TEXT_WIDE + 1));
     }
 
     #[test]

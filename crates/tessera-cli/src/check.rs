@@ -14,7 +14,7 @@ use crate::say::{DIAGNOSED, Outcome, diagnostics, out};
 const EXAMPLES: &str = "\
 Examples:
   tessera check my-plan
-  tessera check filetests/check/pipeline.tir my-plan/programs/*.tir
+  tessera check filetests/check/pipeline.tir
   tessera check trace/rank-*.jsonl            what ranks of any program launched
   tessera check my-plan --svg why             draws each counterexample, as why/T0311-1.svg
   tessera check my-plan --format github       annotations in a workflow
@@ -108,9 +108,9 @@ fn inputs(paths: &[PathBuf]) -> Vec<Input> {
     let mut out = Vec::new();
     for path in paths {
         if path.is_dir() {
-            let files = if path.join("seal.json").exists() { None } else { trace::files_of(path).ok() };
-            out.push(match files {
-                Some(files) if !files.is_empty() => Input::Trace(path.display().to_string(), files),
+            let plan = ["seal.json", "mapping.toml", "programs"].iter().any(|f| path.join(f).exists());
+            out.push(match trace::files_of(path) {
+                Ok(files) if !plan => Input::Trace(path.display().to_string(), files),
                 _ => Input::Plan(path.clone()),
             });
         } else if !trace::is_trace(path) {
@@ -171,8 +171,12 @@ fn judge(input: &Input, limits: &Limits) -> Found {
             let source = Box::new(move |at: &str| (at == name).then(|| text.clone()));
             Found { diagnostics: checked.diagnostics, source, verified }
         }
-        Input::Trace(_, files) => {
-            let judged = check_trace(files);
+        Input::Trace(name, files) => {
+            let mut judged = check_trace(files);
+            if files.is_empty() {
+                judged.diagnostics =
+                    judged.diagnostics.into_iter().map(|d| d.at(name, "this folder")).collect();
+            }
             let verified = judged.verified().then_some(Verified::Trace {
                 ranks: judged.ranks,
                 launches: judged.launches,

@@ -76,21 +76,17 @@ pub fn diagnostics(ds: &[Diagnostic], format: Format, source: &dyn Fn(&str) -> O
         let _ = out(&text);
         return;
     }
-    let mut codes: Vec<&str> = ds.iter().map(|d| d.code.id).collect();
-    codes.dedup();
+    // What refuses is worth more than what warns.
+    let (errors, warnings): (Vec<&Diagnostic>, Vec<&Diagnostic>) = ds.iter().partition(|d| d.is_error());
+    let mut codes: Vec<&str> = errors.into_iter().chain(warnings).map(|d| d.code.id).collect();
+    let mut told = std::collections::BTreeSet::new();
+    codes.retain(|c| told.insert(*c));
     let more = match codes[..] {
         [one] => format!("tessera explain {one}"),
-        [first, ..] => format!("tessera explain {first} (also {})", rest(&codes[1..])),
+        [first, ..] => format!("tessera explain {first} (also {})", codes[1..].join(", ")),
         [] => return,
     };
     eprintln!("{text}more: {more}");
-}
-
-fn rest(codes: &[&str]) -> String {
-    let mut seen: Vec<&str> = codes.to_vec();
-    seen.sort_unstable();
-    seen.dedup();
-    seen.join(", ")
 }
 
 /// Writes to standard output. A reader that has gone away, as in `tessera explain | head`, is no failure.

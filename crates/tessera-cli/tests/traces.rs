@@ -242,14 +242,21 @@ fn ring(rank: usize, of: usize) -> String {
 fn a_ring_of_sends_is_refused_and_drawn() {
     let texts: Vec<(String, String)> = (0..3).map(|r| (format!("rank-{r}.jsonl"), ring(r, 3))).collect();
     let files: Vec<(&str, &[u8])> = texts.iter().map(|(n, t)| (n.as_str(), t.as_bytes())).collect();
-    let text = refused(
-        &files,
-        &["error[T0311]", "wait for each other", "t/rank-2.jsonl:1:18", "tessera explain T0311"],
-    );
-    assert!(!text.contains("wrote"), "{text}");
+    let dir = trace(&files);
+    let o = tessera_in(dir.path(), &["check", "t"]);
+    assert_eq!(o.status.code(), Some(1));
+    let words = [
+        "error[T0311]",
+        "wait for each other",
+        "t/rank-2.jsonl:1:18",
+        "tessera explain T0311",
+        "0 → 1 → 2 → 0",
+    ];
+    assert!(words.iter().all(|w| stderr(&o).contains(w)) && !stderr(&o).contains("wrote"), "{}", stderr(&o));
     let dir = trace(&files);
     let o = tessera_in(dir.path(), &["check", "t", "--format", "json", "--svg", "why"]);
-    let line: String = stdout(&o);
+    // The first line warns that nobody declares the world.
+    let line = stdout(&o).lines().last().unwrap().to_string();
     let proof = serde_json::from_str::<serde_json::Value>(&line).unwrap()["counterexample"].clone();
     assert_eq!((proof["kind"].as_str(), proof["links"].as_array().map(Vec::len)), (Some("circle"), Some(3)));
     for link in proof["links"].as_array().unwrap() {
@@ -290,13 +297,28 @@ fn calls_that_differ_are_told_with_both_lines() {
 }
 
 #[test]
-fn a_hole_in_the_ranks_is_a_warning() {
+fn a_world_that_nobody_declares_is_a_warning_and_one_with_holes_is_refused() {
     let world: &[u8] = b"{\"group\":\"world\",\"op\":\"barrier\"}\n";
     let dir = trace(&[("rank-0.jsonl", world), ("rank-2.jsonl", world)]);
     let o = tessera_in(dir.path(), &["check", "t"]);
     assert_eq!(o.status.code(), Some(0));
-    assert!(stderr(&o).contains("warning[T0028]: no file of rank 1"), "{}", stderr(&o));
+    assert!(stderr(&o).contains("warning[T0028]: world is taken to be ranks 0, 2"), "{}", stderr(&o));
     assert!(stdout(&o).contains("2 ranks, 2 collectives, 1 group: no hang"), "{}", stdout(&o));
+    let sized = |rank: usize, size: usize| {
+        format!("{{\"rank\":{rank},\"world_size\":{size}}}\n")
+            .into_bytes()
+            .into_iter()
+            .chain(world.to_vec())
+            .collect::<Vec<u8>>()
+    };
+    let (a, c) = (sized(0, 3), sized(2, 3));
+    refused(&[("rank-0.jsonl", &a), ("rank-2.jsonl", &c)], &["T0028", "no file of rank 1", "a world of 3"]);
+    let c = sized(2, 4);
+    refused(
+        &[("rank-0.jsonl", &a), ("rank-2.jsonl", &c)],
+        &["T0028", "world_size is 3 for rank 0 and 4 for rank 2"],
+    );
+    refused(&[("rank-2.jsonl", &sized(2, 2))], &["T0022", "rank 2 of a world of 2"]);
 }
 
 #[test]

@@ -32,6 +32,9 @@ under load, when both operations no longer fit on the device together.\n\n\
 Give the issues the same order on all ranks. Putting them on different streams does not help.",
 };
 
+/// Most ranks of a circle that are named in its order.
+const RING_SHOWN: usize = 16;
+
 /// Refuses what has no order. Expects sequences that match. `held` gives, per role, what streams, events and waits
 /// hold back.
 pub(crate) fn check(w: &impl Witness, held: impl FnOnce() -> Vec<Edges>) -> Diagnostics {
@@ -74,6 +77,13 @@ fn report(w: &impl Witness, code: &'static Code, circle: &[Hold]) -> Diagnostic 
         d = w.at(d, link.rank, circle[n].holds, says);
     }
     let pair = |s: &tessera_base::Step| matches!(s.op.as_str(), "send" | "recv");
+    // Against the order of the links, each waits for the one after it.
+    let mut waits: Vec<u32> = members.iter().rev().copied().collect();
+    let lowest = waits.iter().enumerate().min_by_key(|(_, r)| **r).map_or(0, |(i, _)| i);
+    waits.rotate_left(lowest);
+    let shown = waits.iter().chain(waits.first()).take(RING_SHOWN).map(u32::to_string).collect::<Vec<_>>();
+    let rest = if waits.len() >= RING_SHOWN { " → …" } else { "" };
+    d = d.note(format!("who waits for whom: {}{rest}", shown.join(" → ")));
     let hint = if links.iter().all(|l| pair(&l.holds) && pair(&l.wants)) {
         "let one side receive first, or issue each rank's send and receive as one launch (batch = 1)"
     } else {

@@ -444,10 +444,14 @@ fn one_sided(c: &Call) -> &str {
 
 fn what(c: &Call, group: &str) -> String {
     let reduction = c.reduction.as_ref().map_or(String::new(), |r| format!("({r})"));
-    let moved = format!("{}{}", c.dtype, extents(c));
+    let moved = match &c.per_peer {
+        Some((sends, takes)) => format!("{} {sends:?} to and {takes:?} from the members", c.dtype),
+        None => format!("{}{}", c.dtype, extents(c)),
+    };
     match (c.op.as_str(), c.peer) {
         ("send", Some(p)) => format!("send to rank {p} over {group} of {moved}"),
         (op, Some(p)) => format!("{op} from rank {p} over {group} of {moved}"),
+        (op, None) if c.count == 0 && c.dtype.is_empty() => format!("{op} over {group}"),
         (op, None) => format!("{op}{reduction} over {group} of {moved}"),
     }
 }

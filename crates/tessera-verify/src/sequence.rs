@@ -1,5 +1,7 @@
 //! Every member of a group calls the same collectives, in the same order, with the same arguments.
 
+use std::collections::HashMap;
+
 use tessera_base::{Code, Counterexample, Diagnostic, Diagnostics, Mismatch, Step};
 
 use crate::meet::{self, Meetings};
@@ -58,7 +60,8 @@ pub static T0307: Code = Code {
     id: "T0307",
     title: "a member of a group lacks a collective",
     page: "One member's sequence is shorter: somewhere it does not call a collective that the others call, and they \
-would wait for it for ever. The message names the first call that is missing. For a send without a receive, or a \
+would wait for it for ever. The message names the first call that is missing; among equal calls in a row it cannot know which one was \
+skipped, and names the last. For a send without a receive, or a \
 receive without a send, the other side is the one that lacks it.\n\n\
 Typical causes: a role that skips an op for its layer range, a phase given to a subset of the ranks, or an early exit \
 on one side of a pipeline.",
@@ -147,8 +150,9 @@ fn first_difference(a: &[u32], b: &[u32]) -> usize {
 fn group_differs(w: &impl Witness, line: usize, times: usize) -> Diagnostic {
     let all = members(w, line);
     // Most members are taken to be right, and among equals the lowest rank.
-    let votes = |m: &Member<'_>| all.iter().filter(|o| o.sequence == m.sequence).count();
-    let right = all.iter().max_by_key(|m| (votes(m), std::cmp::Reverse(m.rank)));
+    let mut votes: HashMap<&[u32], usize> = HashMap::new();
+    all.iter().for_each(|m| *votes.entry(m.sequence).or_default() += 1);
+    let right = all.iter().max_by_key(|m| (votes[m.sequence], std::cmp::Reverse(m.rank)));
     let wrong = |r: &Member<'_>| all.iter().filter(|m| m.sequence != r.sequence).map(|m| m.rank).collect();
     let wrong: Vec<u32> = right.map(wrong).unwrap_or_default();
     let differs = |r: &Member<'_>| {

@@ -1,10 +1,11 @@
 //! Judges the programs of a `.tir` file: each alone, then all ranks of each phase where every rank has one.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use tessera_base::{Code, Counterexample, Diagnostic, Diagnostics, Step};
 use tessera_ir::{Phase, Program, RoleRanks, Slots, digest, is_fragment, parse_all, parse_fragment};
-use tessera_mesh::Mesh;
+use tessera_mesh::{Mesh, Rank};
 pub use tessera_verify::Limits;
 use tessera_verify::{check_graph_mixing, check_phase, check_program};
 
@@ -15,7 +16,7 @@ pub static T0025: Code = Code {
     id: "T0025",
     title: "program file cannot be read",
     page: "A program file is UTF-8 text, usually named .tir, with one program or more. The operating system refused to \
-open it, or it holds something else. To check a whole plan, name the plan's folder instead.",
+open it, or it holds something else or nothing. To check a whole plan, name the plan's folder instead.",
 };
 /// Ranks that nobody plays, so that ranks cannot be compared.
 pub static T0026: Code = Code {
@@ -24,9 +25,9 @@ pub static T0026: Code = Code {
     page: "A file's programs can be judged across ranks only when every rank of their mesh plays one of them. The name of a \
 role says which ranks play it: `role(a@tp1)` begins at position 1 of tp and goes on to the next role that names tp; a name \
 without coordinates means every rank of the mesh. Where ranks stand outside the mesh, `role(a@out0)` begins at the first \
-of them likewise, and they play no other role. Here a rank has no role, or a role has no rank, so each program was judged by \
+of them likewise, and they play no other role. A comment at the head of the file says it outright: `// ranks a: 0 3`. Here a rank has no role, or a role has no rank, so each program was judged by \
 itself only: whether the ranks would wait for each other is not known. Put the programs of all roles into one file, or \
-check a plan's folder, which lists the ranks of each role.",
+check a plan's folder, which lists the ranks of each role: a single program of a plan is judged by itself.",
 };
 
 /// What was found in a file.
@@ -55,7 +56,11 @@ impl Checked {
 pub fn check_file(path: &Path, limits: &Limits) -> Checked {
     let name = path.display().to_string();
     match read_text(path, &T0025) {
-        Ok(text) => check_text(text, &name, limits),
+        Ok(text) => match path.parent().and_then(Path::parent).filter(|p| p.join("seal.json").exists()) {
+            // The plan says which ranks play its roles; a single program of it cannot be compared with others.
+            Some(plan) => check(text, &name, Some(plan), limits),
+            None => check_text(text, &name, limits),
+        },
         Err(d) => Checked { diagnostics: vec![d], ..Checked::default() },
     }
 }
@@ -63,6 +68,10 @@ pub fn check_file(path: &Path, limits: &Limits) -> Checked {
 /// Judges a text; `name` stands in diagnostics.
 #[must_use]
 pub fn check_text(source: String, name: &str, limits: &Limits) -> Checked {
+    check(source, name, None, limits)
+}
+
+fn check(source: String, name: &str, plan: Option<&Path>, limits: &Limits) -> Checked {
     if is_fragment(&source) {
         let diagnostics = parse_fragment(&source, name).map_or_else(|ds| ds, |f| f.review(name));
         return Checked { diagnostics, source, ..Checked::default() };
@@ -71,7 +80,21 @@ pub fn check_text(source: String, name: &str, limits: &Limits) -> Checked {
         Ok(programs) => programs,
         Err(diagnostics) => return Checked { diagnostics, source, ..Checked::default() },
     };
-    let mut diagnostics = judge(&programs, limits);
+    if programs.is_empty() {
+        let d = Diagnostic::error(&T0025, format!("{name} holds no program"));
+        let d = d.at(name, format!("{} bytes", source.len())).hint("a program begins with `program @name`");
+        return Checked { diagnostics: vec![d], source, ..Checked::default() };
+    }
+    let mut diagnostics = alone(&programs, limits);
+    match plan {
+        Some(plan) if diagnostics.is_empty() => {
+            let message = format!("ranks were not compared: {name} belongs to the plan {}", plan.display());
+            let d = Diagnostic::warning(&T0026, message).at(name, "one program of the plan");
+            diagnostics.push(d.hint(format!("tessera check {}", plan.display())));
+        }
+        None if diagnostics.is_empty() => diagnostics = together(&programs, &written_ranks(&source)),
+        _ => {}
+    }
     // The judge names an op; its span is of this file.
     name_files(&mut diagnostics, &|_| Some(name.to_string()));
     let mut hash = blake3::Hasher::new();
@@ -107,14 +130,18 @@ pub(crate) fn name_files(diagnostics: &mut [Diagnostic], file_of: &dyn Fn(&str) 
     }
 }
 
-fn judge(programs: &[Program], limits: &Limits) -> Diagnostics {
+/// Each program by itself.
+fn alone(programs: &[Program], limits: &Limits) -> Diagnostics {
     let mut out: Diagnostics = programs.iter().flat_map(check_program).collect();
     if out.is_empty() && limits.graph_mixing_off {
         out.extend(programs.iter().flat_map(check_graph_mixing));
     }
-    if !out.is_empty() {
-        return out;
-    }
+    out
+}
+
+/// All ranks of each phase, where every rank has a program.
+fn together(programs: &[Program], written: &BTreeMap<String, Vec<Rank>>) -> Diagnostics {
+    let mut out = Vec::new();
     let mut names: Vec<&str> = Vec::new();
     for p in programs.iter().filter(|p| !p.role.is_empty()) {
         if !names.contains(&p.name.as_str()) {
@@ -124,7 +151,7 @@ fn judge(programs: &[Program], limits: &Limits) -> Diagnostics {
     for name in names {
         let phase: Vec<&Program> = programs.iter().filter(|p| !p.role.is_empty() && p.name == name).collect();
         let mesh = phase[0].mesh;
-        match cast(&mesh, &phase) {
+        match cast(&mesh, &phase, written) {
             Ok(roles) => {
                 let phase = Phase {
                     name: name.to_string(),
@@ -143,10 +170,37 @@ fn judge(programs: &[Program], limits: &Limits) -> Diagnostics {
     out
 }
 
+/// Ranks of roles as comments at the head of a file say: `// ranks b: 1 2`.
+fn written_ranks(source: &str) -> BTreeMap<String, Vec<Rank>> {
+    let head = source.lines().map_while(|l| l.strip_prefix("//"));
+    let ranks = head.filter_map(|l| l.trim().strip_prefix("ranks ")?.split_once(':'));
+    ranks
+        .filter_map(|(role, list)| {
+            let list: Option<Vec<Rank>> = list.split_whitespace().map(|r| r.parse().ok().map(Rank)).collect();
+            Some((role.trim().to_string(), list?))
+        })
+        .collect()
+}
+
 /// Which ranks play each program of a phase, or why that is not clear.
-fn cast(mesh: &Mesh, phase: &[&Program]) -> Result<Vec<RoleRanks>, String> {
+fn cast(
+    mesh: &Mesh,
+    phase: &[&Program],
+    written: &BTreeMap<String, Vec<Rank>>,
+) -> Result<Vec<RoleRanks>, String> {
     let names: Vec<&str> = phase.iter().map(|p| p.role.as_str()).collect();
-    let roles = RoleRanks::by_name(mesh, &names);
+    let mut roles = RoleRanks::by_name(mesh, &names);
+    for role in &mut roles {
+        if let Some(ranks) = written.get(&role.role) {
+            role.ranks.clone_from(ranks);
+        }
+    }
+    // What is written goes before what names say.
+    let taken: BTreeSet<Rank> =
+        written.iter().filter(|(r, _)| names.contains(&r.as_str())).flat_map(|(_, r)| r.clone()).collect();
+    for role in roles.iter_mut().filter(|r| !written.contains_key(&r.role)) {
+        role.ranks.retain(|r| !taken.contains(r));
+    }
     let played: std::collections::BTreeSet<_> = roles.iter().flat_map(|r| &r.ranks).collect();
     if let Some(rank) = mesh.iter().find(|r| !played.contains(r)) {
         return Err(format!("no program for rank {rank}"));

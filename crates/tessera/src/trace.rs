@@ -66,7 +66,8 @@ pub static T0028: Code = Code {
     id: "T0028",
     title: "files of a trace are not one per rank",
     page: "Every rank has one file. Its number is the last one in the file's name (rank-03.jsonl, trace_3.jsonl), or stands on \
-the first line as {\"rank\": 3}; where both are there they agree. Here a file has no number or two, two files have the \
+the first line as {\"rank\": 3}; where both are there they agree. {\"rank\": 3, \"world_size\": 8} also says how many there are, \
+so that a file that is missing is noticed even if no group names its rank. Here a file has no number or two, two files have the \
 same one, or a rank that a group names has no file. In the last case the ranks that are there are compared all the same, but \
 whether everyone gets through is not known: the rank that leaves no trace is often the one that hung or died first.",
 };
@@ -105,6 +106,13 @@ impl Judged {
 /// is given.
 #[must_use]
 pub fn check_trace(files: &[PathBuf]) -> Judged {
+    if files.is_empty() {
+        let d =
+            Diagnostic::error(&T0020, "neither a plan nor a trace: there is no seal.json and no .jsonl file");
+        let d =
+            d.hint("a trace is one .jsonl file per rank; a plan's folder is made by `tessera plan --out`");
+        return Judged { diagnostics: vec![d], ranks: 0, launches: 0, groups: 0 };
+    }
     let (mut ranks, mut diagnostics) = assign(files);
     ranks.sort_by_key(|r| r.rank);
     let mut reader = Reader {
@@ -119,8 +127,9 @@ pub fn check_trace(files: &[PathBuf]) -> Judged {
     }
     diagnostics.append(&mut reader.found);
     diagnostics.extend(reader.disagreements());
+    diagnostics.extend(sizes(&ranks));
     let readable = !diagnostics.iter().any(Diagnostic::is_error);
-    let missing = reader.missing();
+    let missing = reader.missing(ranks.iter().find(|r| r.world_size.is_some()));
     if readable {
         let mut judged = check_traces(&reader.traces);
         if missing.iter().any(Diagnostic::is_error) {
@@ -186,6 +195,8 @@ struct File {
     path: PathBuf,
     name: String,
     rank: u32,
+    /// How many ranks there are, by its own account, and where it says so.
+    world_size: Option<(u32, Span)>,
 }
 
 /// A declaration of a group, in the file of a rank.
@@ -215,10 +226,10 @@ fn assign(files: &[PathBuf]) -> (Vec<File>, Diagnostics) {
         let named = path.file_stem().and_then(|s| last_number(&s.to_string_lossy()));
         let refuse = |message: String| Diagnostic::error(&T0028, message);
         let rank = match (declared, named) {
-            (Some((rank, _)), None) => u64::from(rank),
+            (Some((rank, ..)), None) => u64::from(rank),
             (None, Some(rank)) => rank,
-            (Some((rank, _)), Some(of_name)) if u64::from(rank) == of_name => of_name,
-            (Some((rank, span)), Some(of_name)) => {
+            (Some((rank, ..)), Some(of_name)) if u64::from(rank) == of_name => of_name,
+            (Some((rank, span, _)), Some(of_name)) => {
                 found.push(
                     refuse(format!("{name} says it is of rank {rank}, its name {of_name}"))
                         .at_span(&name, format!("rank {rank}"), span)
@@ -250,21 +261,38 @@ fn assign(files: &[PathBuf]) -> (Vec<File>, Diagnostics) {
             continue;
         }
         taken.insert(rank, name.clone());
-        out.push(File { path: path.clone(), name, rank });
+        let world_size = declared.and_then(|(_, span, size)| Some((size?, span)));
+        out.push(File { path: path.clone(), name, rank, world_size });
     }
     (out, found)
 }
 
+/// Files that do not agree about the size of the world.
+fn sizes(files: &[File]) -> Option<Diagnostic> {
+    let mut said = files.iter().filter_map(|f| Some((f, f.world_size?)));
+    let (first, (size, span)) = said.next()?;
+    let (other, (theirs, there)) = said.find(|(_, (n, _))| *n != size)?;
+    let d = Diagnostic::error(
+        &T0028,
+        format!("world_size is {size} for rank {} and {theirs} for rank {}", first.rank, other.rank),
+    );
+    Some(d.at_span(&first.name, format!("{size} ranks"), span).at_span(
+        &other.name,
+        format!("{theirs} ranks"),
+        there,
+    ))
+}
+
 /// The rank on the first line, if it is one that declares it.
-fn declared_rank(path: &Path) -> std::io::Result<Option<(u32, Span)>> {
+fn declared_rank(path: &Path) -> std::io::Result<Option<(u32, Span, Option<u32>)>> {
     let mut lines = Lines::open(path)?;
     while let Some(line) = lines.next()? {
         if let Line::Whole { bytes, span } = line {
             if bytes.trim_ascii().is_empty() {
                 continue;
             }
-            if let Ok(Said::Rank(rank)) = line::read(bytes) {
-                return Ok(Some((rank, span)));
+            if let Ok(Said::Rank(rank, size)) = line::read(bytes) {
+                return Ok(Some((rank, span, size)));
             }
         }
         break;
@@ -334,8 +362,8 @@ impl Reader {
                     let d = Diagnostic::error(x.code, x.message).at_span(&f.name, "this line", place);
                     Diagnostic { hint: x.hint, ..d }
                 })),
-                Ok(Said::Rank(_)) if read == 1 => {}
-                Ok(Said::Rank(rank)) => self.found.push(
+                Ok(Said::Rank(..)) if read == 1 => {}
+                Ok(Said::Rank(rank, _)) => self.found.push(
                     Diagnostic::error(&T0022, format!("rank {rank} is declared after other lines"))
                         .at_span(&f.name, "this line", span)
                         .hint("a file is of one rank; it may say so on its first line only"),
@@ -482,8 +510,8 @@ impl Reader {
         out
     }
 
-    /// Ranks that a group names and that have no file; a hole in the numbers, which `world` would hide.
-    fn missing(&self) -> Diagnostics {
+    /// Ranks that a group or the world's size names and that have no file; a world that nobody declares.
+    fn missing(&self, sized: Option<&File>) -> Diagnostics {
         let mut out = Vec::new();
         let mut told = std::collections::BTreeSet::new();
         for (name, all) in &self.groups {
@@ -500,23 +528,25 @@ impl Reader {
                 }
             }
         }
-        let implied = self.groups.get("world").and_then(|all| all.iter().find(|d| d.implied));
-        if let (Some(world), Some(last)) = (implied, self.world.last()) {
-            let holes: Vec<u32> = (0..*last).filter(|r| self.world.binary_search(r).is_err()).collect();
-            if !holes.is_empty() && told.is_empty() {
+        if let Some((file, (size, span))) = sized.and_then(|f| Some((f, f.world_size?))) {
+            let gone: Vec<u32> = (0..size).filter(|r| self.world.binary_search(r).is_err()).collect();
+            if !gone.is_empty() && gone.iter().any(|r| !told.contains(r)) {
                 out.push(
-                    Diagnostic::warning(
-                        &T0028,
-                        format!(
-                            "no file of {}; world is taken to be the {} ranks that have one",
-                            numbers(&holes),
-                            self.world.len()
-                        ),
-                    )
-                    .at_span(&world.file, "world is used here first", world.span)
-                    .hint("declare world with its ranks if this is a part of the run"),
+                    Diagnostic::error(&T0028, format!("no file of {}", numbers(&gone)))
+                        .at_span(&file.name, format!("a world of {size}"), span)
+                        .at("files", numbers(&self.world))
+                        .hint("add the files that are missing; a rank that launched nothing has the one line {\"rank\": …}"),
                 );
             }
+            return out;
+        }
+        let implied = self.groups.get("world").and_then(|all| all.iter().find(|d| d.implied));
+        if let (Some(world), true) = (implied, told.is_empty()) {
+            out.push(
+                Diagnostic::warning(&T0028, format!("world is taken to be {}, which have a file", numbers(&self.world)))
+                    .at_span(&world.file, "world is used here first", world.span)
+                    .hint("say how many ranks there are on the first line of a file: {\"rank\": 0, \"world_size\": 4}"),
+            );
         }
         out
     }

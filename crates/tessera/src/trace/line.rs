@@ -14,8 +14,8 @@ use super::{MAX_RANKS, T0021, T0022};
 /// What a line says.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Said<'a> {
-    /// `{"rank": 0}`.
-    Rank(u32),
+    /// `{"rank": 0, "world_size": 4}`; the size may be left out.
+    Rank(u32, Option<u32>),
     /// `{"group": "tp0", "ranks": [0, 1]}`.
     Group(Cow<'a, str>, Vec<u32>),
     /// A launch, with the members of its group where the line has them.
@@ -59,6 +59,7 @@ const STREAM: &str = "0";
 #[serde(deny_unknown_fields)]
 struct Fields<'a> {
     rank: Option<u32>,
+    world_size: Option<u32>,
     #[serde(borrow)]
     group: Option<Text<'a>>,
     ranks: Option<Vec<u32>>,
@@ -94,8 +95,9 @@ enum Holds {
 }
 
 /// Every key, in the order of the guide.
-const KEYS: [(&str, Holds); 16] = [
+const KEYS: [(&str, Holds); 17] = [
     ("rank", Holds::Rank),
+    ("world_size", Holds::Number),
     ("group", Holds::Text),
     ("ranks", Holds::Ranks),
     ("op", Holds::Text),
@@ -115,18 +117,27 @@ const KEYS: [(&str, Holds); 16] = [
 
 fn said<'a>(f: Fields<'a>, line: &[u8]) -> Result<Said<'a>, Vec<Fault>> {
     // Asked for only where a line is not a whole launch.
-    let partly = f.rank.is_some() || f.group.is_none() || f.op.is_none();
+    let partly = f.rank.is_some() || f.world_size.is_some() || f.group.is_none() || f.op.is_none();
     let given = if partly { f.given() } else { Vec::new() };
     let fault = |key: &str, message: String, hint: &str| {
         let hint = (!hint.is_empty()).then(|| hint.to_string());
         Fault { code: &T0022, message, bytes: find(line, key), hint }
     };
     if let Some(rank) = f.rank {
-        if let Some(other) = given.iter().find(|k| **k != "rank") {
-            let hint = "rank stands alone, on the first line: {\"rank\": 0}";
+        if let Some(other) = given.iter().find(|k| !matches!(**k, "rank" | "world_size")) {
+            let hint =
+                "rank stands alone, or with world_size, on the first line: {\"rank\": 0, \"world_size\": 4}";
             return Err(vec![fault("rank", format!("rank beside {other}"), hint)]);
         }
-        return Ok(Said::Rank(rank));
+        if let Some(size) = f.world_size.filter(|n| *n <= rank || *n > MAX_RANKS) {
+            let message = format!("rank {rank} of a world of {size}");
+            return Err(vec![fault("world_size", message, "ranks are numbered from 0")]);
+        }
+        return Ok(Said::Rank(rank, f.world_size));
+    }
+    if f.world_size.is_some() {
+        let hint = "it stands beside rank, on the first line: {\"rank\": 0, \"world_size\": 4}";
+        return Err(vec![fault("world_size", "world_size without rank".to_string(), hint)]);
     }
     let Some(group) = f.group else {
         let message = if given.is_empty() { "the line says nothing" } else { "no group" };
@@ -238,6 +249,7 @@ impl Fields<'_> {
     fn given(&self) -> Vec<&'static str> {
         let here = [
             self.rank.is_some(),
+            self.world_size.is_some(),
             self.group.is_some(),
             self.ranks.is_some(),
             self.op.is_some(),
@@ -274,7 +286,11 @@ fn explain(line: &[u8], e: &serde_json::Error) -> Vec<Fault> {
         Ok(other) => return vec![bad(format!("the line is {}, not an object", shown(&other)), whole)],
         Err(e) => {
             let at = e.column().saturating_sub(1).min(line.len().saturating_sub(1));
-            return vec![bad(format!("not JSON: {}", reason(&e)), (at, line.len()))];
+            let mut fault = bad(format!("not JSON: {}", reason(&e)), (at, line.len()));
+            fault.hint = e.is_eof().then(|| {
+                "a line that was cut off: if the job was killed while writing, remove it".to_string()
+            });
+            return vec![fault];
         }
     };
     let mut faults = Vec::new();
