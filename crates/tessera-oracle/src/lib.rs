@@ -34,7 +34,9 @@ mod run;
 mod set;
 mod table;
 
-pub use compare::{CONSERVATIVE, Compared, EXACT, Judge, Violation, compare, filetest, reason, shrink};
+pub use compare::{
+    BESIDE, CONSERVATIVE, Compared, EXACT, Judge, Violation, compare, filetest, reason, shrink,
+};
 pub use dice::Dice;
 pub use edit::{Edit, EditKind};
 pub use every::explore_all;

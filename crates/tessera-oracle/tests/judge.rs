@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_ir::Program;
 use tessera_mesh::{Group, Mesh, Rank};
-use tessera_oracle::{Case, EXACT, Table, compare, filetest, shrink};
+use tessera_oracle::{BESIDE, Case, EXACT, Table, compare, filetest, shrink};
 
 const SETS: u32 = 12_000;
 
@@ -128,7 +128,9 @@ fn ranks_of_one_role_are_judged_as_if_apart() {
         }
         let together = judge::judge(&case.mesh, &programs);
         let apart = judge::judge_as(&case.mesh, &programs, &|_, _| false);
-        assert_eq!(together.is_empty(), apart.is_empty(), "set {index}: {together:?} against {apart:?}");
+        // What a role's ranks compute is followed role by role, so that they may be told apart in one way alone.
+        let through = |codes: &[&str]| codes.iter().all(|c| BESIDE.contains(c));
+        assert_eq!(through(&together), through(&apart), "set {index}: {together:?} against {apart:?}");
         shared += 1;
     }
     assert!(shared >= 300, "{shared}");

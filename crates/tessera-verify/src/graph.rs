@@ -7,7 +7,7 @@ use tessera_ir::{DType, Opcode, Program};
 use tessera_mesh::Group;
 
 use crate::order::Order;
-use crate::say;
+use crate::{say, structure};
 
 /// A graph that cannot be captured as it is written.
 pub static T0335: Code = Code {
@@ -123,6 +123,10 @@ pub(crate) fn check(p: &Program, definitions: &[Option<usize>], runs: &[Run]) ->
 /// ([`crate::Limits::graph_mixing_off`]), beyond what [`crate::check_program`] asks for.
 #[must_use]
 pub fn check_graph_mixing(p: &Program) -> Diagnostics {
+    let malformed = structure::check(p);
+    if !malformed.is_empty() {
+        return malformed;
+    }
     let runs = runs(p);
     if runs.is_empty() {
         return Vec::new();

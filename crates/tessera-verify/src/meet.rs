@@ -46,7 +46,7 @@ impl Script {
     }
 
     /// The launches that begin at `at` and are issued as one.
-    fn launch(&self, at: usize) -> std::ops::Range<usize> {
+    pub(crate) fn launch(&self, at: usize) -> std::ops::Range<usize> {
         let end = match self.steps.get(at) {
             None => at,
             Some(s) if s.batch == 0 => at + 1,

@@ -6,7 +6,7 @@ use tessera_base::{Bytes, Code, Diagnostic, Diagnostics};
 use tessera_ir::{Attr, Opcode, Phase, Program, Slots, Type, ValueId};
 
 use crate::order::Order;
-use crate::{graph, say};
+use crate::{graph, say, structure};
 
 /// Phases that see one buffer differently.
 pub static T0324: Code = Code {
@@ -92,6 +92,10 @@ impl RoleMemory {
 /// Judges a memory plan against its program, which was judged by [`crate::check_program`] before.
 #[must_use]
 pub fn check_slots(p: &Program, slots: &Slots) -> Diagnostics {
+    let malformed = structure::check(p);
+    if !malformed.is_empty() {
+        return malformed;
+    }
     if slots.of.len() != p.values.len() {
         let message =
             format!("{} entries in the table of slots for {} values", slots.of.len(), p.values.len());

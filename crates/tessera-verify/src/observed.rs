@@ -158,12 +158,13 @@ impl Traces {
 /// fit, no circle of waits, one order of launches. Layouts, events and memory are not in a trace.
 #[must_use]
 pub fn check_traces(traces: &Traces) -> Diagnostics {
+    let astray = memberships(traces);
     let mut out = complete(traces);
-    let whole = out.is_empty();
-    out.extend(memberships(traces));
-    // A table of ranks is as long as the largest number.
-    let numbered = traces.ranks.iter().all(|t| t.rank < RANKS_MAX);
-    if out.len() > usize::from(!whole) || !numbered {
+    // A table of ranks is as long as the largest number, and has one place for each.
+    let ranks: BTreeSet<u32> = traces.ranks.iter().map(|t| t.rank).collect();
+    let numbered = ranks.len() == traces.ranks.len() && ranks.last().is_none_or(|r| *r < RANKS_MAX);
+    if !astray.is_empty() || !numbered {
+        out.extend(astray);
         return out;
     }
     let witness = Observed::of(traces);
@@ -221,7 +222,7 @@ fn memberships(traces: &Traces) -> Diagnostics {
             let (group, ranks) = &traces.groups[item.group as usize];
             let call = &traces.calls[item.call as usize];
             let bare = matches!(call.op.as_str(), "send" | "recv") && call.peer.is_none();
-            let outside = |r: &u32| !ranks.contains(r);
+            let outside = |r: &u32| ranks.binary_search(r).is_err();
             let why = if outside(&t.rank) {
                 format!("rank {} is not in it", t.rank)
             } else if let Some(root) = call.root.filter(|r| outside(r)) {

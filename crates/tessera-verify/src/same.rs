@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_ir::{Attr, Kind, Op, Opcode, Program, RoleRanks, ValueId};
-use tessera_mesh::{Axis, AxisLayout, Group};
+use tessera_mesh::{Axis, AxisLayout, Group, Rank};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::meet::Line;
@@ -38,11 +38,11 @@ type Members = Vec<(usize, Option<u32>)>;
 
 /// Refuses groups whose members bring different computations. Expects ranks that meet and get through.
 pub(crate) fn check(ranks: &Ranks<'_>) -> Diagnostics {
-    let replicas = replicas(ranks);
-    if !compares(ranks, &replicas) {
+    let (replicas, lines) = (replicas(ranks), lines(ranks));
+    // A role that is given something by several others, or all must be looked at.
+    if lines.values().all(|sets| sets.len() == 1) && !compares(ranks, &replicas) {
         return Vec::new();
     }
-    let lines = lines(ranks);
     let mut roles: Vec<Role<'_>> = (0..ranks.programs.len()).map(|r| Role::of(ranks, r)).collect();
     let mut out = Vec::new();
     loop {
@@ -56,7 +56,9 @@ pub(crate) fn check(ranks: &Ranks<'_>) -> Diagnostics {
             break;
         }
     }
-    if out.is_empty() {
+    // Ranks of a role seen as one can wait for each other although the ranks do not: nothing is known of the rest then.
+    let finished = roles.iter().all(|r| r.next == r.p.ops.len());
+    if out.is_empty() && finished {
         out.extend(handed_out(&roles, &replicas));
     }
     out
@@ -187,7 +189,7 @@ impl<'a> Role<'a> {
     }
 }
 
-/// Per role and channel, the different sets of members that its ranks meet there.
+/// Per role and channel, the different lists of roles that its ranks meet there.
 fn lines(ranks: &Ranks<'_>) -> BTreeMap<(usize, u32), Vec<Members>> {
     let m = ranks.meetings();
     let mut sets: BTreeMap<(usize, u32), BTreeSet<Members>> = BTreeMap::new();
@@ -218,18 +220,23 @@ fn advance(
     if op.opcode.is_collective() {
         let Some(launch) = roles[r].launch.get(&i).copied() else { return false };
         if roles[r].launches[launch].brought.is_none() {
-            let brings = op.operands.first().map_or(0, |v| roles[r].known(*v));
-            roles[r].launches[launch].brought = Some(brings);
+            // Those issued as one are in flight together.
+            for mate in ranks.script(r).launch(launch) {
+                let brings = op_of(&roles[r], mate).operands.first().map_or(0, |v| roles[r].known(*v));
+                roles[r].launches[mate].brought = Some(brings);
+            }
             check_alike(ranks, roles, lines, (r, launch), out);
         }
         if !op.issue {
             let Some(number) = taken(roles, lines, r, launch) else { return false };
+            out.extend(given_apart(ranks, roles, lines, (r, launch)).filter(|_| out.is_empty()));
             set(&mut roles[r], op, number);
         }
     } else if op.opcode == Opcode::Wait {
         let issue = op.operands.first().and_then(|t| roles[r].definitions[t.0 as usize]);
         let Some(launch) = issue.and_then(|d| roles[r].launch.get(&d).copied()) else { return false };
         let Some(number) = taken(roles, lines, r, launch) else { return false };
+        out.extend(given_apart(ranks, roles, lines, (r, launch)).filter(|_| out.is_empty()));
         set(&mut roles[r], op, number);
     } else {
         compute(&mut roles[r], op, i);
@@ -265,9 +272,21 @@ fn made_of(role: &Role<'_>, op: &Op) -> Number {
     let mut parts = Parts::default();
     parts.add(op.opcode.name().as_bytes());
     parts.add(op.name.as_deref().unwrap_or_default().as_bytes());
+    let whole = reads_all(role, op);
     for (name, value) in op.attrs.iter().filter(|(n, _)| !PLACEMENT.contains(&n.as_str())) {
+        // Constants that say what holds without them.
+        let idle = match name.as_str() {
+            "unit" | "segments" => *value == Attr::Int(1),
+            "row" | "rows" => whole,
+            _ => false,
+        };
+        if idle {
+            continue;
+        }
         parts.add(name.as_bytes());
         match value {
+            // `1` and `1.0` are one number.
+            Attr::Int(i) if i.unsigned_abs() < 1 << 53 => parts.add(&(*i as f64).to_bits().to_le_bytes()),
             Attr::Int(i) => parts.add(&i.to_le_bytes()),
             Attr::Float(x) => parts.add(&x.to_bits().to_le_bytes()),
             Attr::Str(s) => parts.add(s.as_bytes()),
@@ -284,12 +303,25 @@ fn made_of(role: &Role<'_>, op: &Op) -> Number {
             }
         }
     }
-    op.operands.iter().for_each(|v| parts.add(&role.known(*v).to_le_bytes()));
+    // What a collective is given is compared, or joined with what the others give, by whoever asks.
+    let given = if op.opcode.is_collective() { &[][..] } else { &op.operands[..] };
+    let mut operands: Vec<Number> = given.iter().map(|v| role.known(*v)).collect();
+    if op.opcode == Opcode::Add {
+        operands.sort_unstable();
+    }
+    operands.iter().for_each(|n| parts.add(&n.to_le_bytes()));
     for (key, v) in &op.keyed {
         parts.add(key.as_bytes());
         parts.add(&role.known(*v).to_le_bytes());
     }
     parts.number()
+}
+
+/// Whether a read of a buffer takes all of its rows, said or not.
+fn reads_all(role: &Role<'_>, op: &Op) -> bool {
+    let rows = op.buffer.and_then(|b| role.p.buffer(b).ty.shape.first().copied());
+    let said = op.int("rows").and_then(|n| u64::try_from(n).ok());
+    op.int("row").unwrap_or(0) == 0 && rows.is_some() && said.is_none_or(|n| Some(n) == rows)
 }
 
 /// Constants that say where and how an op is launched, and change no number.
@@ -336,20 +368,77 @@ fn taken(
     let from = match op.opcode {
         Opcode::Recv => 0,
         Opcode::Broadcast => usize::try_from(op.int("root").unwrap_or(0)).unwrap_or(0),
-        // All members bring the same; what comes out is named by that and the op.
-        _ => return Some(joined(&[own?, made_of(&roles[r], op)])),
+        // Over tp all members bring the same, which was compared.
+        _ if is_over_tp(op) => return Some(joined(&[own?, made_of(&roles[r], op)])),
+        _ => {
+            // Elsewhere each brings its own, and what comes out is made of all of it, in order of position.
+            let made = made_of(&roles[r], op);
+            let whole = |members: &Members| -> Option<Number> {
+                let all: Option<Vec<Number>> = members.iter().map(|m| brought(roles, *m, n)).collect();
+                Some(joined(&[joined(&all?), made]))
+            };
+            return one_of(meets.iter().map(whole));
+        }
     };
-    // The value of whoever gave it. Ranks of a role that are given different ones are told apart when it matters.
-    let mut given = meets.iter().map(|members| brought(roles, *members.get(from)?, n));
-    let first = given.next()??;
-    given.try_fold(first, |all, one| {
-        let one = one?;
-        Some(if one == all { all } else { joined(&[all, one]) })
-    })
+    // The value of whoever gave it.
+    one_of(meets.iter().map(|members| brought(roles, *members.get(from)?, n)))
+}
+
+/// The number that all ranks of a role have; where they have several, one for all of these together, so that the role
+/// differs from one whose ranks have another. `None` while one is missing.
+fn one_of(numbers: impl Iterator<Item = Option<Number>>) -> Option<Number> {
+    let all: BTreeSet<Number> = numbers.collect::<Option<_>>()?;
+    match all.first() {
+        Some(one) if all.len() == 1 => Some(*one),
+        Some(_) => Some(joined(&all.into_iter().collect::<Vec<_>>())),
+        None => None,
+    }
+}
+
+fn is_over_tp(op: &Op) -> bool {
+    matches!(op.group(), Some(Group::Axis { axis: Axis::Tp, .. }))
 }
 
 fn op_of<'a>(role: &Role<'a>, launch: usize) -> &'a Op {
     &role.p.ops[role.launches[launch].op]
+}
+
+/// Two ranks of one role and one group of tp that receive different values.
+fn given_apart(
+    ranks: &Ranks<'_>,
+    roles: &[Role<'_>],
+    lines: &BTreeMap<(usize, u32), Vec<Members>>,
+    (r, launch): (usize, usize),
+) -> Option<Diagnostic> {
+    let givers = lines.get(&(r, roles[r].launches[launch].channel)).map_or(0, Vec::len);
+    if givers < 2 || op_of(&roles[r], launch).opcode != Opcode::Recv {
+        return None;
+    }
+    let (Launch { channel, n, op, .. }, m) = (&roles[r].launches[launch], ranks.meetings());
+    let mut first: BTreeMap<u32, (Rank, Number, (usize, usize))> = BTreeMap::new();
+    for line in m.lines.iter().filter(|l| l.pair) {
+        let [from, to] = line.members[..] else { continue };
+        let role = m.role_of[from.0 as usize];
+        let rank = Rank(to.0);
+        if m.role_of[to.0 as usize] != r || to.1 != Some(*channel) || !ranks.mesh.contains(rank) {
+            continue;
+        }
+        let number = brought(roles, (role, from.1), *n)?;
+        let sent = *roles[role].places.get(from.1? as usize)?.get(*n)?;
+        let group = ranks.mesh.rank_at(ranks.mesh.coord_of(rank).with(Axis::Tp, 0)).0;
+        let (other, theirs, there) = *first.entry(group).or_insert((rank, number, (role, sent)));
+        if theirs != number {
+            let message =
+                format!("{} of one group of tp are given different values", say::ranks(&[other, rank]));
+            let d = say::at_op(Diagnostic::error(&T0343, message), roles[r].p, *op, "received here");
+            let (a, b) = (op_of(&roles[there.0], there.1), op_of(&roles[role], sent));
+            return Some(match (a.operands.first(), b.operands.first()) {
+                (Some(x), Some(y)) => differs(d, &roles[there.0], *x, &roles[role], *y),
+                _ => d,
+            });
+        }
+    }
+    None
 }
 
 /// Compares what a role just brought with what the others brought to the same meeting.
@@ -361,8 +450,10 @@ fn check_alike(
     out: &mut Diagnostics,
 ) {
     let op = op_of(&roles[r], launch);
-    let shared = matches!(op.group(), Some(Group::Axis { axis: Axis::Tp, .. }));
-    if !shared || matches!(op.opcode, Opcode::Broadcast | Opcode::Send | Opcode::Recv) || !out.is_empty() {
+    if !is_over_tp(op)
+        || matches!(op.opcode, Opcode::Broadcast | Opcode::Send | Opcode::Recv)
+        || !out.is_empty()
+    {
         return;
     }
     let Launch { channel, n, brought: own, .. } = roles[r].launches[launch];

@@ -76,7 +76,7 @@ pub(crate) fn check(p: &Program) -> Diagnostics {
         out.push(
             Diagnostic::error(
                 &T0322,
-                format!("{} of {} values have no definition", p.values.len() - next, next),
+                format!("{} of {} values have no definition", p.values.len() - next, p.values.len()),
             )
             .at(say::title(p), say::value(p, ValueId(next as u32))),
         );

@@ -6,7 +6,7 @@ use tessera_base::Code;
 use tessera_ir::{Attr, DType, Op, Opcode, Program, Type};
 use tessera_mesh::{Axis, AxisLayout, Group, Layout, Reduction};
 
-use crate::sequence;
+use crate::{sequence, structure};
 
 /// What a rank's collectives come to in one phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,6 +37,9 @@ impl Census {
 /// lines for a symmetric op. Costs one pass over the program: ask once, not per call.
 #[must_use]
 pub fn collective_line(p: &Program, op: usize) -> Option<String> {
+    if !structure::check(p).is_empty() {
+        return None;
+    }
     trace(p).find(|i| i.op == op).map(|i| i.signature.to_string())
 }
 
@@ -238,7 +241,8 @@ fn signature(p: &Program, op: &Op, group: Group, moved: &Type) -> (Signature, Op
             ("concat", Attr::Int(i)) => out.dims.push(("concat", *i)),
             ("dim", Attr::Int(i)) => out.dims.push(("dim", *i)),
             ("split", Attr::Int(i)) => out.dims.push(("split", *i)),
-            ("unit", Attr::Int(i)) => out.dims.push(("unit", *i)),
+            // A unit of 1 is none.
+            ("unit", Attr::Int(i)) if *i != 1 => out.dims.push(("unit", *i)),
             (n, Attr::Int(i)) if n == key => out.peer = u32::try_from(*i).ok().or(out.peer),
             _ => {}
         }
