@@ -26,8 +26,8 @@ pub static T0012: Code = Code {
     id: "T0012",
     title: "plan differs from its seal",
     page: "seal.json holds the digest of everything in the plan at the time it was made. What is there now has another \
-digest: a program, the mapping or the memory plan was edited, or the folder is a mix of two plans. `tessera check` judges \
-the programs as they are; to run them, plan again so that they are sealed.",
+digest: a program, the mapping or the memory plan was edited, or the folder is a mix of two plans. `tessera check` of \
+a single program in it judges that program as it is; to run what was edited, plan again so that it is sealed.",
 };
 
 /// A sealed plan with what it was made from.
