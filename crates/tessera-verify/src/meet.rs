@@ -45,6 +45,36 @@ impl Script {
         on.nth(n).map(|(i, _)| i)
     }
 
+    /// Per channel, the indices of its launches.
+    pub(crate) fn places(&self) -> Vec<Vec<usize>> {
+        let mut out = vec![Vec::new(); self.signatures.len()];
+        for (i, step) in self.steps.iter().enumerate() {
+            out[step.channel as usize].push(i);
+        }
+        out
+    }
+
+    /// Per launch, its place in its channel's sequence.
+    pub(crate) fn ordinals(&self) -> Vec<u32> {
+        let mut count = vec![0u32; self.signatures.len()];
+        let place = |step: &Step| {
+            let n = &mut count[step.channel as usize];
+            *n += 1;
+            *n - 1
+        };
+        self.steps.iter().map(place).collect()
+    }
+
+    /// Launches in order, each with those that are issued as one with it.
+    pub(crate) fn launches(&self) -> impl Iterator<Item = std::ops::Range<usize>> + '_ {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            let launch = self.launch(at);
+            at = launch.end;
+            (!launch.is_empty()).then_some(launch)
+        })
+    }
+
     /// The launches that begin at `at` and are issued as one.
     pub(crate) fn launch(&self, at: usize) -> std::ops::Range<usize> {
         let end = match self.steps.get(at) {
@@ -72,6 +102,19 @@ pub(crate) struct Line {
     pub(crate) members: Vec<Member>,
     /// A sender and its receiver instead of a group.
     pub(crate) pair: bool,
+}
+
+impl Line {
+    /// The line of a rank that sends to another or receives from it. The sender tells of both; a receiver only of
+    /// sends that nobody makes.
+    pub(crate) fn pair(mine: Member, theirs: Member, sends: bool) -> Option<Line> {
+        let members = match (sends, theirs.1) {
+            (true, _) => vec![mine, theirs],
+            (false, None) => vec![theirs, mine],
+            (false, Some(_)) => return None,
+        };
+        Some(Line { members, pair: true })
+    }
 }
 
 /// The scripts of all roles and the lines between ranks.
@@ -195,11 +238,9 @@ impl Meetings {
     pub(crate) fn host_order(&self) -> Vec<Edges> {
         let one = |s: &Script| {
             let mut edges = vec![Vec::new(); s.steps.len()];
-            let mut launch = s.launch(0);
-            while !launch.is_empty() {
+            for launch in s.launches() {
                 let next = s.launch(launch.end);
                 launch.for_each(|i| edges[i] = next.clone().collect());
-                launch = next;
             }
             edges
         };
@@ -280,6 +321,8 @@ struct Stuck<'a> {
     lines: Vec<Vec<u32>>,
     /// Per role and launch: its place in its channel's sequence.
     ordinal: Vec<Vec<u32>>,
+    /// Per role and channel: its launches.
+    places: Vec<Vec<Vec<usize>>>,
     /// Per role and launch: launches that hold it.
     before: Vec<Edges>,
     /// Per rank: launches that are neither finished nor held, ascending.
@@ -294,8 +337,8 @@ type Node = (u32, usize);
 impl<'a> Stuck<'a> {
     fn of(meetings: &'a Meetings, held: &[Edges]) -> Option<Stuck<'a>> {
         let lines = meetings.lines_of_ranks();
-        let ordinal: Vec<Vec<u32>> = meetings.scripts.iter().map(ordinals).collect();
-        let places: Vec<Vec<Vec<usize>>> = meetings.scripts.iter().map(places).collect();
+        let ordinal: Vec<Vec<u32>> = meetings.scripts.iter().map(Script::ordinals).collect();
+        let places: Vec<Vec<Vec<usize>>> = meetings.scripts.iter().map(Script::places).collect();
         let before: Vec<Edges> = held.iter().map(reversed).collect();
         let ranks = meetings.role_of.len();
         let mut blocked: Vec<Vec<u32>> =
@@ -343,7 +386,7 @@ impl<'a> Stuck<'a> {
         }
         let waits = |r: usize| (0..started[r].len()).filter(|i| started[r][*i] && !finished[r][*i]).collect();
         let in_flight = (0..ranks).map(waits).collect();
-        Some(Stuck { meetings, lines, ordinal, before, in_flight, started })
+        Some(Stuck { meetings, lines, ordinal, places, before, in_flight, started })
     }
 
     /// Launches in flight that keep members from joining `node`, each with the member's launch that would join.
@@ -355,7 +398,9 @@ impl<'a> Stuck<'a> {
         let mut out = Vec::new();
         for (m, channel) in &self.meetings.lines[line].members {
             let role = self.meetings.role_of[*m as usize];
-            let Some(join) = channel.and_then(|c| self.meetings.scripts[role].nth(c, n)) else { continue };
+            let Some(join) = channel.and_then(|c| self.places[role][c as usize].get(n).copied()) else {
+                continue;
+            };
             if self.started[*m as usize][join] {
                 continue;
             }
@@ -417,25 +462,6 @@ impl<'a> Stuck<'a> {
         }
         best
     }
-}
-
-fn ordinals(s: &Script) -> Vec<u32> {
-    let mut count = vec![0u32; s.signatures.len()];
-    let place = |step: &Step| {
-        let n = &mut count[step.channel as usize];
-        *n += 1;
-        *n - 1
-    };
-    s.steps.iter().map(place).collect()
-}
-
-/// Per channel, the indices of its launches.
-fn places(s: &Script) -> Vec<Vec<usize>> {
-    let mut out = vec![Vec::new(); s.signatures.len()];
-    for (i, step) in s.steps.iter().enumerate() {
-        out[step.channel as usize].push(i);
-    }
-    out
 }
 
 fn reversed(edges: &Edges) -> Edges {

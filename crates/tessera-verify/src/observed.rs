@@ -110,13 +110,7 @@ impl Traces {
         let mut ranks = ranks.to_vec();
         ranks.sort_unstable();
         ranks.dedup();
-        let key = (name.to_string(), ranks);
-        let next = self.groups.len() as u32;
-        let id = *self.known_groups.entry(key.clone()).or_insert(next);
-        if id == next {
-            self.groups.push(key);
-        }
-        GroupId(id)
+        GroupId(intern(&mut self.known_groups, &mut self.groups, &(name.to_string(), ranks)))
     }
 
     /// Begins the trace of a rank, read from `source`, and gives its place among the traces.
@@ -129,29 +123,28 @@ impl Traces {
     /// receives), 0 for one of its own; `span` is where it stands in the source. A place or a group that is not of
     /// these traces takes nothing.
     pub fn push(&mut self, trace: usize, group: GroupId, call: Call, stream: &str, batch: u32, span: Span) {
-        let next = self.calls.len() as u32;
-        let call = match self.known_calls.get(&call) {
-            Some(id) => *id,
-            None => {
-                self.calls.push(call.clone());
-                self.known_calls.insert(call, next);
-                next
-            }
-        };
-        let next = self.streams.len() as u32;
-        let stream = match self.known_streams.get(stream) {
-            Some(id) => *id,
-            None => {
-                self.streams.push(stream.to_string());
-                self.known_streams.insert(stream.to_string(), next);
-                next
-            }
-        };
+        let call = intern(&mut self.known_calls, &mut self.calls, &call);
+        let stream = intern(&mut self.known_streams, &mut self.streams, stream);
         let known = (group.0 as usize) < self.groups.len();
         if let Some(t) = self.ranks.get_mut(trace).filter(|_| known) {
             t.items.push(Seen { group: group.0, call, stream, batch, span });
         }
     }
+}
+
+/// The number of an item, which is its place in `list`.
+fn intern<T, Q>(known: &mut HashMap<T, u32>, list: &mut Vec<T>, item: &Q) -> u32
+where
+    T: std::borrow::Borrow<Q> + std::hash::Hash + Eq + Clone,
+    Q: ToOwned<Owned = T> + std::hash::Hash + Eq + ?Sized,
+{
+    if let Some(id) = known.get(item) {
+        return *id;
+    }
+    let id = list.len() as u32;
+    list.push(item.to_owned());
+    known.insert(item.to_owned(), id);
+    id
 }
 
 /// Judges observed sequences across ranks: groups agree position by position, sends meet receives, exchanged counts
@@ -300,43 +293,32 @@ impl<'a> Observed<'a> {
         }
         for rank in &present {
             let mine = &channels[self.meetings.role_of[*rank as usize]];
-            for ((group, pair), _) in
-                mine.iter().filter(|((_, p), _)| p.is_some_and(|(k, _)| present.contains(&k)))
-            {
-                let Some((peer, sends)) = *pair else { continue };
+            for (group, pair) in mine.keys() {
+                let Some((peer, sends)) = pair.filter(|(k, _)| present.contains(k)) else { continue };
                 let (here, there) = (of(*rank, (*group, *pair)), of(peer, (*group, Some((*rank, !sends)))));
-                // The sender tells of both, a receiver only of sends that nobody makes.
-                let members = match (sends, there.1) {
-                    (true, _) => vec![here, there],
-                    (false, None) => vec![there, here],
-                    (false, Some(_)) => continue,
-                };
-                self.meetings.lines.push(Line { members, pair: true });
-                self.groups.push(*group);
+                if let Some(line) = Line::pair(here, there, sends) {
+                    self.meetings.lines.push(line);
+                    self.groups.push(*group);
+                }
             }
         }
     }
 
     /// Streams run one launch after the other.
     fn held(&self) -> Vec<Edges> {
-        let one = |items: &[Seen]| {
-            let mut edges: Edges = vec![Vec::new(); items.len()];
+        let one = |(script, t): (&Script, &RankTrace)| {
+            let mut edges: Edges = vec![Vec::new(); t.items.len()];
             let mut last: HashMap<u32, Vec<usize>> = HashMap::new();
-            let mut start = 0;
-            while start < items.len() {
-                let batch = items[start].batch;
-                let run = items[start..].iter().take_while(|i| batch != 0 && i.batch == batch).count().max(1);
-                let launch = start..start + run;
-                let streams: BTreeSet<u32> = items[launch.clone()].iter().map(|i| i.stream).collect();
+            for launch in script.launches() {
+                let streams: BTreeSet<u32> = t.items[launch.clone()].iter().map(|i| i.stream).collect();
                 let before: BTreeSet<usize> =
                     streams.iter().filter_map(|s| last.get(s)).flatten().copied().collect();
                 before.into_iter().for_each(|e| edges[e].extend(launch.clone()));
                 streams.into_iter().for_each(|s| drop(last.insert(s, launch.clone().collect())));
-                start = launch.end;
             }
             edges
         };
-        let mut out: Vec<Edges> = self.traces.ranks.iter().map(|t| one(&t.items)).collect();
+        let mut out: Vec<Edges> = self.meetings.scripts.iter().zip(&self.traces.ranks).map(one).collect();
         out.push(Vec::new());
         out
     }
@@ -348,13 +330,13 @@ impl<'a> Observed<'a> {
             return Vec::new();
         }
         let mut out = Vec::new();
+        let places: Vec<Vec<Vec<usize>>> = self.meetings.scripts.iter().map(Script::places).collect();
         for (line, group) in self.meetings.lines.iter().zip(&self.groups).filter(|(l, _)| !l.pair) {
-            let steps = |m: &Member| -> Vec<usize> {
-                let script = &self.meetings.scripts[self.meetings.role_of[m.0 as usize]].steps;
-                (0..script.len()).filter(|i| Some(script[*i].channel) == m.1).collect()
+            let steps = |m: &Member| -> &[usize] {
+                m.1.map_or(&[], |c| &places[self.meetings.role_of[m.0 as usize]][c as usize])
             };
-            let all: Vec<Vec<usize>> = line.members.iter().map(steps).collect();
-            let found = (0..all.first().map_or(0, Vec::len)).find_map(|n| {
+            let all: Vec<&[usize]> = line.members.iter().map(steps).collect();
+            let found = (0..all.first().map_or(0, |s| s.len())).find_map(|n| {
                 let at: Vec<(u32, usize)> = line.members.iter().zip(&all).map(|(m, s)| (m.0, s[n])).collect();
                 self.exchange(*group, n, &at)
             });

@@ -90,12 +90,7 @@ impl<'a> Ranks<'a> {
                 };
                 let mine = member(rank, (*group, *pair));
                 let theirs = member(other, (*group, Some((here, !sends))));
-                // The sender tells of both, a receiver only of sends that nobody makes.
-                if sends {
-                    lines.push((*group, Line { members: vec![mine, theirs], pair: true }));
-                } else if theirs.1.is_none() {
-                    lines.push((*group, Line { members: vec![theirs, mine], pair: true }));
-                }
+                lines.extend(Line::pair(mine, theirs, sends).map(|line| (*group, line)));
             }
         }
         (self.groups, self.meetings.lines) = lines.into_iter().unzip();

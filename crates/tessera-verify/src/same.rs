@@ -11,7 +11,7 @@ use tessera_ir::{Attr, Kind, Op, Opcode, Program, RoleRanks, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Group, Rank};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::meet::Line;
+use crate::meet::{Line, Step};
 use crate::ranks::Ranks;
 use crate::say;
 use crate::sequence::Witness;
@@ -165,13 +165,13 @@ impl<'a> Role<'a> {
     fn of(ranks: &Ranks<'a>, role: usize) -> Role<'a> {
         let p = &ranks.programs[role];
         let script = ranks.script(role);
-        let mut places: Vec<Vec<usize>> = vec![Vec::new(); script.signatures.len()];
-        let mut launches = Vec::new();
-        for (i, (step, op)) in script.steps.iter().zip(ranks.ops_launched(role)).enumerate() {
-            let on = &mut places[step.channel as usize];
-            launches.push(Launch { op, channel: step.channel, n: on.len(), brought: None });
-            on.push(i);
-        }
+        let steps = script.steps.iter().zip(script.ordinals()).zip(ranks.ops_launched(role));
+        let launch = |((step, n), op): ((&Step, u32), usize)| Launch {
+            op,
+            channel: step.channel,
+            n: n as usize,
+            brought: None,
+        };
         Role {
             p,
             definitions: p.definitions(),
@@ -179,8 +179,8 @@ impl<'a> Role<'a> {
             numbers: vec![None; p.values.len()],
             buffers: p.buffers.iter().map(|b| (xxh3_128(b.name.as_bytes()), None)).collect(),
             launch: ranks.ops_launched(role).enumerate().map(|(i, op)| (op, i)).collect(),
-            launches,
-            places,
+            launches: steps.map(launch).collect(),
+            places: script.places(),
         }
     }
 
@@ -217,29 +217,29 @@ fn advance(
     let p = roles[r].p;
     let i = roles[r].next;
     let Some(op) = p.ops.get(i) else { return false };
-    if op.opcode.is_collective() {
-        let Some(launch) = roles[r].launch.get(&i).copied() else { return false };
-        if roles[r].launches[launch].brought.is_none() {
-            // Those issued as one are in flight together.
-            for mate in ranks.script(r).launch(launch) {
-                let brings = op_of(&roles[r], mate).operands.first().map_or(0, |v| roles[r].known(*v));
-                roles[r].launches[mate].brought = Some(brings);
-            }
-            check_alike(ranks, roles, lines, (r, launch), out);
+    // Whose launch it is that begins or ends here.
+    let launched = match op.opcode {
+        Opcode::Wait => op.operands.first().and_then(|t| roles[r].definitions[t.0 as usize]),
+        _ => op.opcode.is_collective().then_some(i),
+    };
+    let Some(launched) = launched else {
+        compute(&mut roles[r], op, i);
+        roles[r].next += 1;
+        return true;
+    };
+    let Some(launch) = roles[r].launch.get(&launched).copied() else { return false };
+    if roles[r].launches[launch].brought.is_none() {
+        // Those issued as one are in flight together.
+        for mate in ranks.script(r).launch(launch) {
+            let brings = op_of(&roles[r], mate).operands.first().map_or(0, |v| roles[r].known(*v));
+            roles[r].launches[mate].brought = Some(brings);
         }
-        if !op.issue {
-            let Some(number) = taken(roles, lines, r, launch) else { return false };
-            out.extend(given_apart(ranks, roles, lines, (r, launch)).filter(|_| out.is_empty()));
-            set(&mut roles[r], op, number);
-        }
-    } else if op.opcode == Opcode::Wait {
-        let issue = op.operands.first().and_then(|t| roles[r].definitions[t.0 as usize]);
-        let Some(launch) = issue.and_then(|d| roles[r].launch.get(&d).copied()) else { return false };
+        check_alike(ranks, roles, lines, (r, launch), out);
+    }
+    if !op.issue {
         let Some(number) = taken(roles, lines, r, launch) else { return false };
         out.extend(given_apart(ranks, roles, lines, (r, launch)).filter(|_| out.is_empty()));
         set(&mut roles[r], op, number);
-    } else {
-        compute(&mut roles[r], op, i);
     }
     roles[r].next += 1;
     true
