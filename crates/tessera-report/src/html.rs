@@ -1,5 +1,6 @@
 //! `report.html`: one file a person reads after a run, with nothing outside it to load.
 
+mod pipeline;
 mod plan;
 
 pub use plan::{CollectiveRow, MAX_TEXT_BYTES, MemoryRow, PlanView, ProgramView};
@@ -92,6 +93,7 @@ pub fn report(page: &Page<'_>) -> String {
     sheet(&mut out, page);
     time(&mut out, page, &timeline, times.as_ref());
     phases(&mut out, &timeline);
+    pipeline::pipeline(&mut out, page.record);
     gates(&mut out, page.gates);
     facts(&mut out, page.record);
     if let Some(plan) = page.plan {

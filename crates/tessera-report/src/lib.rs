@@ -8,6 +8,7 @@ mod counterexample;
 pub mod html;
 mod markup;
 pub mod mermaid;
+pub mod overlap;
 pub mod perfetto;
 pub mod record;
 mod stats;

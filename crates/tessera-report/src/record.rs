@@ -167,6 +167,39 @@ pub struct Chunk {
     pub queue_out: u32,
     /// What each rank did, in order of rank.
     pub ranks: Vec<RankChunk>,
+    /// How the stages took turns, where the driver tells.
+    #[serde(default)]
+    pub pipeline: Option<Pipeline>,
+}
+
+/// How a chunk went through the two stages of a stream: the leader's own work, and the generator on the mesh.
+/// Instants are nanoseconds since the run's start; all of them on the leader's clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pipeline {
+    /// When the leader had decided the call.
+    pub decided_ns: u64,
+    /// When the last rank was ready for it.
+    pub ready_ns: u64,
+    /// When the last rank was done.
+    pub done_ns: u64,
+    /// From the commit of the chunk before to this one's, in nanoseconds; 0 for the first.
+    pub period_ns: u64,
+    /// The leader's own work for the chunk, in nanoseconds: text, context, decode, write.
+    pub stage0_ns: u64,
+    /// From commit to done, in nanoseconds.
+    pub stage1_ns: u64,
+    /// How long the mesh had waited when the call was committed, in nanoseconds.
+    pub idle_ns: u64,
+    /// Time spent on digests by the rank that spent most, in nanoseconds.
+    pub digest_ns: u64,
+}
+
+impl Pipeline {
+    /// See [`crate::overlap::score`].
+    #[must_use]
+    pub fn score(&self) -> f64 {
+        crate::overlap::score(self.stage0_ns, self.stage1_ns, self.period_ns)
+    }
 }
 
 /// One rank's part of a chunk.

@@ -260,6 +260,7 @@ pub(crate) mod tests {
                                 trace_digest: "dd".into(),
                             },
                         ],
+                        pipeline: None,
                     }
                 })
                 .collect(),

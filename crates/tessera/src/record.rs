@@ -161,6 +161,7 @@ impl RecordWriter {
             queue_in: call.queued_in,
             queue_out: call.queued_out,
             ranks,
+            pipeline: None,
         };
         self.finished.insert(call.plan.chunk, chunk);
     }

@@ -1,0 +1,73 @@
+//! The page's section on how the two stages of the stream ran beside each other.
+
+use std::fmt::Write;
+
+use tessera_base::Nanoseconds;
+
+use crate::markup::plural;
+use crate::overlap::{OVERLAP_GATE, Overlap};
+use crate::record::Record;
+
+/// A table of medians and a verdict; nothing for a record without a chunk to count.
+pub(super) fn pipeline(out: &mut String, record: &Record) {
+    let Some(o) = Overlap::of(&record.chunks) else { return };
+    let (class, verdict) = if o.passes() { ("good", "overlapped") } else { ("bad", "in turn") };
+    let _ = write!(
+        out,
+        "<section>\n<h2>Pipeline</h2>\n<p class=\"note\">Medians over {}, the first of each scene left out. Stage 0 is \
+         the leader’s own work for a chunk, stage 1 the generator. OverlapScore is max(0, stage 0 + stage 1 − period) / \
+         min(stage 0, stage 1).</p>\n<div class=\"scroll\"><table>\n<thead><tr><th>measure</th><th>value</th><th></th></tr></thead>\n<tbody>\n",
+        plural(u64::from(o.chunks), "chunk")
+    );
+    let mut row = |name: &str, value: String, says: &str| {
+        let _ = writeln!(out, "<tr><td class=\"words\">{name}</td><td>{value}</td><td>{says}</td></tr>");
+    };
+    row(
+        "OverlapScore",
+        format!("{:.2}", o.score),
+        &format!("<span class=\"{class}\">{verdict}</span>, gate {OVERLAP_GATE:.2}"),
+    );
+    row("period", Nanoseconds(o.period_ns).to_string(), "from one commit to the next");
+    row("stage 0", Nanoseconds(o.stage0_ns).to_string(), "text, context, decode, write");
+    row("stage 1", Nanoseconds(o.stage1_ns).to_string(), "from commit to the last rank’s done");
+    row("idle", Nanoseconds(o.idle_ns).to_string(), "the mesh waits before a commit");
+    row("queue in", o.queue_in.to_string(), "most requests that waited");
+    row("queue out", o.queue_out.to_string(), "most finished chunks that waited");
+    row("digests", format!("{:.2} %", o.digest_share * 100.0), "of the period");
+    out.push_str("</tbody>\n</table></div>\n</section>\n");
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::record::Pipeline;
+    use crate::timeline::tests::sample;
+
+    #[test]
+    fn the_section_gives_a_verdict_or_is_absent() {
+        let mut record = sample(3);
+        let page = |record: &Record| {
+            let mut out = String::new();
+            pipeline(&mut out, record);
+            out
+        };
+        assert_eq!(page(&record), "");
+        for (period_ns, says) in [(800, "1.00</td><td><span class=\"good\">overlapped"), (1000, "in turn")] {
+            for chunk in &mut record.chunks {
+                chunk.pipeline = Some(Pipeline {
+                    decided_ns: 0,
+                    ready_ns: 0,
+                    done_ns: 0,
+                    period_ns,
+                    stage0_ns: 200,
+                    stage1_ns: 800,
+                    idle_ns: 3,
+                    digest_ns: 4,
+                });
+            }
+            let html = page(&record);
+            assert!(html.contains(says) && html.contains(" %</td><td>of the period"), "{html}");
+        }
+    }
+}
