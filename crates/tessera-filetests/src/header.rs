@@ -148,25 +148,19 @@ impl Header {
 
     /// The program of each rank, for programs of one phase.
     pub(crate) fn cast<'a>(&self, mesh: &Mesh, phase: &[&'a Program]) -> Result<Vec<&'a Program>, String> {
+        let roles = self.roles(mesh, phase);
         mesh.iter()
             .map(|rank| {
-                self.program_of(mesh, phase, rank).ok_or_else(|| format!("no program for rank {rank}"))
+                let at = roles.iter().position(|r| r.ranks.contains(&rank));
+                at.map(|at| phase[at]).ok_or_else(|| format!("no program for rank {rank}"))
             })
             .collect()
     }
 
-    /// The program that a rank runs, of those of one phase.
-    pub(crate) fn program_of<'a>(
-        &self,
-        mesh: &Mesh,
-        phase: &[&'a Program],
-        rank: Rank,
-    ) -> Option<&'a Program> {
-        let written = |p: &&&Program| self.ranks.get(&p.role).is_some_and(|r| r.contains(&rank));
-        let roles: Vec<&str> = phase.iter().map(|p| p.role.as_str()).collect();
-        let by_name =
-            |p: &&&Program| !self.ranks.contains_key(&p.role) && RoleRanks::fits(&p.role, &roles, mesh, rank);
-        phase.iter().find(written).or_else(|| phase.iter().find(by_name)).copied()
+    /// The ranks of each program's role, for programs of one phase.
+    pub(crate) fn roles(&self, mesh: &Mesh, phase: &[&Program]) -> Vec<RoleRanks> {
+        let names: Vec<&str> = phase.iter().map(|p| p.role.as_str()).collect();
+        RoleRanks::cast(mesh, &names, &self.ranks)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Hands a file's programs to the judge.
 
 use tessera_base::Diagnostics;
-use tessera_ir::{Bundle, Dialect, Phase, Program, RoleRanks, Slots};
+use tessera_ir::{Bundle, Dialect, Phase, Program, Slots};
 use tessera_mesh::RankMap;
 use tessera_verify::{Limits, check_program, seal};
 
@@ -25,11 +25,7 @@ pub(crate) fn judge(header: &Header, programs: &[Program]) -> Diagnostics {
 pub(crate) fn bundle(header: &Header, programs: &[&Program]) -> Bundle {
     let phases = phases(programs);
     let (mesh, first) = (programs[0].mesh, &phases[0].1);
-    let plays = |p: &Program, rank| header.program_of(&mesh, first, rank).is_some_and(|q| std::ptr::eq(p, q));
-    let roles = first
-        .iter()
-        .map(|p| RoleRanks { role: p.role.clone(), ranks: mesh.iter().filter(|r| plays(p, *r)).collect() })
-        .collect();
+    let roles = header.roles(&mesh, first);
     let names: Vec<String> = phases.iter().map(|(name, _)| name.clone()).collect();
     let calls =
         if header.calls.is_empty() { vec![("call".to_string(), names)] } else { header.calls.clone() };

@@ -1,5 +1,6 @@
 //! What the planner hands to the judge: every phase's programs, one per role, and which ranks play the role.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use tessera_mesh::{Axis, Mesh, Rank, RankMap};
@@ -23,21 +24,27 @@ impl RoleRanks {
     /// them. A rank that two names fit plays the first; one that none fits is in no list.
     #[must_use]
     pub fn by_name(mesh: &Mesh, roles: &[&str]) -> Vec<RoleRanks> {
-        let reaches: Vec<Reach> = roles.iter().map(|r| Reach::of(r, roles)).collect();
-        let mut out: Vec<RoleRanks> =
-            roles.iter().map(|r| RoleRanks { role: (*r).to_string(), ranks: Vec::new() }).collect();
-        for rank in mesh.iter() {
-            if let Some(at) = reaches.iter().position(|r| r.holds(mesh, rank)) {
+        RoleRanks::cast(mesh, roles, &BTreeMap::new())
+    }
+
+    /// The same where somebody wrote the ranks of some roles down: those stand as written, even where the mesh has
+    /// no such rank, and names cast the rest of the ranks over the rest of the roles.
+    #[must_use]
+    pub fn cast(mesh: &Mesh, roles: &[&str], written: &BTreeMap<String, Vec<Rank>>) -> Vec<RoleRanks> {
+        let of = |role: &str| written.get(role).cloned();
+        let mut out: Vec<RoleRanks> = roles
+            .iter()
+            .map(|r| RoleRanks { role: (*r).to_string(), ranks: of(r).unwrap_or_default() })
+            .collect();
+        let taken: BTreeSet<Rank> = out.iter().flat_map(|r| &r.ranks).copied().collect();
+        let by_name: Vec<Option<Reach>> =
+            roles.iter().map(|r| (!written.contains_key(*r)).then(|| Reach::of(r, roles))).collect();
+        for rank in mesh.iter().filter(|r| !taken.contains(r)) {
+            if let Some(at) = by_name.iter().position(|r| r.as_ref().is_some_and(|r| r.holds(mesh, rank))) {
                 out[at].ranks.push(rank);
             }
         }
         out
-    }
-
-    /// Whether a rank plays a role by its name, `roles` being all of them: see [`RoleRanks::by_name`].
-    #[must_use]
-    pub fn fits(role: &str, roles: &[&str], mesh: &Mesh, rank: Rank) -> bool {
-        Reach::of(role, roles).holds(mesh, rank)
     }
 }
 
@@ -133,12 +140,10 @@ mod tests {
 
     fn cast(mesh: &str, roles: &[&str]) -> Vec<Vec<u32>> {
         let mesh: Mesh = mesh.parse().unwrap();
-        let cast = RoleRanks::by_name(&mesh, roles);
-        for r in mesh.iter() {
-            let first = roles.iter().position(|role| RoleRanks::fits(role, roles, &mesh, r));
-            assert_eq!(first, cast.iter().position(|c| c.ranks.contains(&r)));
-        }
-        cast.into_iter().map(|r| r.ranks.into_iter().map(|r| r.0).collect()).collect()
+        RoleRanks::by_name(&mesh, roles)
+            .into_iter()
+            .map(|r| r.ranks.into_iter().map(|r| r.0).collect())
+            .collect()
     }
 
     #[test]
@@ -147,6 +152,15 @@ mod tests {
         assert_eq!(cast("tp=4", &["r@tp0", "r@tp1"]), [vec![0], vec![1, 2, 3]]);
         assert_eq!(cast("tp=2, pp=2", &["a@pp0", "a@pp1@tp1", "a@pp1@tp0"]), [vec![0, 1], vec![3], vec![2]]);
         assert_eq!(cast("tp=2", &["r", "s"]), [vec![0, 1], vec![]]);
+    }
+
+    #[test]
+    fn written_ranks_stand_and_names_share_the_rest() {
+        let mesh: Mesh = "tp=4".parse().unwrap();
+        let written = BTreeMap::from([("r".to_string(), vec![Rank(3), Rank(9)])]);
+        let cast = RoleRanks::cast(&mesh, &["r", "s", "t@tp2"], &written);
+        let ranks: Vec<Vec<u32>> = cast.iter().map(|r| r.ranks.iter().map(|r| r.0).collect()).collect();
+        assert_eq!(ranks, [vec![3, 9], vec![0, 1, 2], vec![]]);
     }
 
     #[test]

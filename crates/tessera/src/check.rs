@@ -189,19 +189,8 @@ fn cast(
     written: &BTreeMap<String, Vec<Rank>>,
 ) -> Result<Vec<RoleRanks>, String> {
     let names: Vec<&str> = phase.iter().map(|p| p.role.as_str()).collect();
-    let mut roles = RoleRanks::by_name(mesh, &names);
-    for role in &mut roles {
-        if let Some(ranks) = written.get(&role.role) {
-            role.ranks.clone_from(ranks);
-        }
-    }
-    // What is written goes before what names say.
-    let taken: BTreeSet<Rank> =
-        written.iter().filter(|(r, _)| names.contains(&r.as_str())).flat_map(|(_, r)| r.clone()).collect();
-    for role in roles.iter_mut().filter(|r| !written.contains_key(&r.role)) {
-        role.ranks.retain(|r| !taken.contains(r));
-    }
-    let played: std::collections::BTreeSet<_> = roles.iter().flat_map(|r| &r.ranks).collect();
+    let roles = RoleRanks::cast(mesh, &names, written);
+    let played: BTreeSet<_> = roles.iter().flat_map(|r| &r.ranks).collect();
     if let Some(rank) = mesh.iter().find(|r| !played.contains(r)) {
         return Err(format!("no program for rank {rank}"));
     }
