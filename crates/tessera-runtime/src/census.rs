@@ -66,6 +66,19 @@ impl PhaseKind {
     }
 }
 
+impl PhaseKind {
+    /// Every kind, in an order in which each finds what an earlier one leaves.
+    const ORDER: [PhaseKind; 7] = [
+        PhaseKind::Text,
+        PhaseKind::Recompute,
+        PhaseKind::Renoise,
+        PhaseKind::Denoise,
+        PhaseKind::Clean,
+        PhaseKind::Rebase,
+        PhaseKind::Emit,
+    ];
+}
+
 /// Kind of a scalar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ArgKind {
@@ -194,6 +207,35 @@ impl Census {
             found.push(refuse("does not list its scalars once each in ascending order of name".into()));
         }
         found
+    }
+
+    /// Every program that calls may use, once, with harmless scalars: noise level 1, everything else 0.
+    #[must_use]
+    pub fn warmup(&self) -> Vec<PhaseCall> {
+        let mut phases: Vec<(usize, PhaseCall)> = Vec::new();
+        for (name, facts) in &self.programs {
+            let order = PhaseKind::of(name).and_then(|k| PhaseKind::ORDER.iter().position(|o| *o == k));
+            let Some(order) = order else { continue };
+            let args = facts.scalars.iter().map(|(scalar, kind)| {
+                let value = if scalar == "sigma" { 1.0 } else { 0.0 };
+                let arg = match kind {
+                    ArgKind::I64 => Arg::I64(0),
+                    ArgKind::F32 => Arg::f32(value),
+                    ArgKind::F32s(n) => Arg::f32s(&vec![value; *n as usize]),
+                };
+                (scalar.clone(), arg)
+            });
+            phases.push((order, PhaseCall::new(name.as_str(), args.collect())));
+        }
+        // Stable: programs of one kind stay in order of name.
+        phases.sort_by_key(|(order, _)| *order);
+        phases.into_iter().map(|(_, p)| p).collect()
+    }
+
+    /// Digest of the warm-up, which every rank must agree on.
+    #[must_use]
+    pub fn warmup_digest(&self) -> Digest {
+        Digest::of_value("warm-up", &self.warmup())
     }
 
     /// Tensors that the phases of a call read, each once, in order of first use.

@@ -8,6 +8,8 @@ use tessera_base::{Code, Diagnostic, Diagnostics};
 use crate::Digest;
 use crate::cache::{Cache, T0712, Transition};
 use crate::census::{Census, InputFacts, PhaseKind};
+use crate::decide::warmup_meta;
+use crate::tripwire::Tripwires;
 use crate::wire::{CallAction, CallMeta, Envelope, MAX_PHASES, T0701, Tensors, WIRE_VERSION};
 
 /// An id out of turn.
@@ -34,12 +36,13 @@ pub(crate) static T0732: Code = Code {
 field, what it says and what the rest of the envelope requires. The leader checks the same before it sends, so on a \
 worker this means that leader and worker are different builds, or that the envelope was made by something else.",
 };
-/// An action nobody serves.
+/// An action out of place.
 pub(crate) static T0733: Code = Code {
     id: "T0733",
-    title: "an action that this version refuses",
-    page: "RELOAD is reserved for exchanging weights in a running session, which must replace them on every rank \
-between the same two calls. No rank of this version serves it: end the session and start one with the new weights.",
+    title: "an action that this rank refuses at this place",
+    page: "WARMUP is the first call of a session and comes once. RELOAD exchanges the weights on every rank between \
+the same two calls, so it comes when no other call is open and nothing follows before it is done. This rank was sent one \
+of them at another place: the leader lost its own order, or the message was made by something else.",
 };
 /// Counts that the seal contradicts.
 pub(crate) static T0734: Code = Code {
@@ -75,13 +78,17 @@ pub struct Local<'a> {
     pub cache: &'a Cache,
     /// The seal's programs.
     pub census: &'a Census,
+    /// Calls that are open here.
+    pub open: usize,
+    /// What is not checked.
+    pub tripwires: &'a Tripwires,
 }
 
 /// The cache state after the call, or everything that is wrong with it. The context tensor is checked by
 /// [`check_context`] when it comes.
 pub fn check_envelope(e: &Envelope, local: &Local<'_>) -> Result<Cache, Diagnostics> {
     let h = &e.header;
-    if h.version != WIRE_VERSION {
+    if h.version != WIRE_VERSION && local.tripwires.armed(&T0701) {
         return Err(vec![both(&T0701, "envelope version", h.version, WIRE_VERSION)]);
     }
     let mut found = Vec::new();
@@ -102,42 +109,132 @@ pub fn check_envelope(e: &Envelope, local: &Local<'_>) -> Result<Cache, Diagnost
         found.push(both(&T0712, "chunk", h.chunk, local.cache.chunk()));
     }
     let mut after = local.cache.clone();
-    match (h.action, &e.meta) {
-        (CallAction::Reload, _) => found.push(Diagnostic::error(&T0733, "RELOAD is not served")),
-        (CallAction::Infer, None) => found.push(Diagnostic::error(&T0732, "an INFER envelope has no meta")),
+    let action = h.action;
+    found.extend(payload(e));
+    found.extend(out_of_place(action, local));
+    match (action, &e.meta) {
         (CallAction::Infer, Some(meta)) => infer(meta, &e.tensors, local, &mut after, &mut found),
-        (action, meta) => {
-            if meta.is_some() || !e.tensors.0.is_empty() {
-                found.push(Diagnostic::error(
-                    &T0732,
-                    format!("a {} envelope carries a payload", action.name()),
-                ));
-            }
-            if action == CallAction::Reset
-                && let Err(d) = after.apply(Transition::Reset)
-            {
+        (CallAction::Warmup, Some(meta)) => warmup(meta, &e.tensors, local, &mut found),
+        (CallAction::Reset | CallAction::Reload, _) => {
+            if let Err(d) = after.apply(Transition::Reset) {
                 found.push(d);
             }
         }
+        _ => {}
     }
     if h.cache_epoch != after.epoch() {
         found.push(both(&T0712, "cache_epoch", h.cache_epoch, after.epoch()));
     }
+    local.tripwires.filter(&mut found);
     if found.is_empty() { Ok(after) } else { Err(found) }
 }
 
 /// Whether the tensors that follow an envelope are those that its call waits for.
-pub fn check_context(meta: &CallMeta, tensors: &Tensors, census: &Census) -> Result<(), Diagnostics> {
+pub fn check_context(
+    meta: &CallMeta,
+    tensors: &Tensors,
+    census: &Census,
+    tripwires: &Tripwires,
+) -> Result<(), Diagnostics> {
     let inputs = census.inputs(&meta.phases);
     let late: Vec<_> = inputs.into_iter().filter(|i| i.name == CONTEXT).collect();
-    let found = manifest(&late, tensors);
+    let mut found = manifest(&late, tensors);
+    tripwires.filter(&mut found);
     if found.is_empty() { Ok(()) } else { Err(found) }
 }
 
 /// Digest of a call's header, meta and tensors: what must be the same on every rank.
 #[must_use]
 pub fn input_digest(e: &Envelope, context: &Tensors) -> Digest {
-    Digest::of_value("inputs", &(&e.header, &e.meta, e.tensors.specs(), context.specs()))
+    Digest::of_value("inputs", &(&e.header, &e.meta, &e.reload, e.tensors.specs(), context.specs()))
+}
+
+/// Whether the envelope carries the payload of its action and no other.
+fn payload(e: &Envelope) -> Diagnostics {
+    let action = e.header.action;
+    let with_meta = matches!(action, CallAction::Infer | CallAction::Warmup);
+    let mut found = Vec::new();
+    let mut check = |what: &str, is: bool, must: bool| {
+        if is != must {
+            let words = if must { "lacks its" } else { "carries a" };
+            let text = format!("a {} envelope {words} {what}", action.name());
+            found.push(Diagnostic::error(&T0732, text));
+        }
+    };
+    check("meta", e.meta.is_some(), with_meta);
+    check("reload", e.reload.is_some(), action == CallAction::Reload);
+    if !with_meta {
+        check("tensor", !e.tensors.0.is_empty(), false);
+    }
+    found
+}
+
+/// Whether the action may come now.
+fn out_of_place(action: CallAction, local: &Local<'_>) -> Option<Diagnostic> {
+    let refuse = |what: &str, is: String| {
+        Some(Diagnostic::error(&T0733, format!("{} {what}", action.name())).at("this rank", is))
+    };
+    match action {
+        CallAction::Warmup if local.last_call_id != 0 => {
+            refuse("is not the first call", format!("last call {}", local.last_call_id))
+        }
+        CallAction::Reload if local.open > 0 => {
+            refuse("came while other calls are open", format!("{} open calls", local.open))
+        }
+        _ => None,
+    }
+}
+
+fn warmup(m: &CallMeta, tensors: &Tensors, local: &Local<'_>, found: &mut Diagnostics) {
+    let want = match warmup_meta(local.census, local.cache) {
+        Ok(want) => want,
+        Err(ds) => return found.extend(ds),
+    };
+    if m.phases != want.phases {
+        found.push(
+            Diagnostic::error(&T0732, "phases is not every program of the plan, once each")
+                .at("envelope", format!("{} phases", m.phases.len()))
+                .at("this rank", format!("{} programs", want.phases.len())),
+        );
+    }
+    counts(m, local.census, found);
+    if m.predicted_state != want.predicted_state {
+        found.push(both(&T0712, "predicted_state", m.predicted_state, want.predicted_state));
+    }
+    let settings = |m: &CallMeta| CallMeta {
+        phases: Vec::new(),
+        expected_generator_calls: 0,
+        expected_collectives: 0,
+        expected_trace_digest: Digest::default(),
+        predicted_state: Digest::default(),
+        ..m.clone()
+    };
+    if settings(m) != settings(&want) {
+        found.push(Diagnostic::error(&T0732, "a WARMUP envelope carries settings of a chunk"));
+    }
+    found.extend(manifest(&local.census.inputs(&want.phases), tensors));
+}
+
+/// Whether the counts of a call are those of its phases.
+fn counts(m: &CallMeta, census: &Census, found: &mut Diagnostics) {
+    // Unknown programs are reported with their scalars.
+    let Ok(want) = census.expect(&m.phases) else { return };
+    let mut count = |field: &str, differs: bool, says: &dyn Display, adds_up: &dyn Display| {
+        if differs {
+            found.push(
+                Diagnostic::error(&T0734, format!("{field} differs from the phases"))
+                    .at("envelope", says.to_string())
+                    .at("its phases", adds_up.to_string()),
+            );
+        }
+    };
+    let (calls, collectives) = (m.expected_generator_calls, m.expected_collectives);
+    let trace = m.expected_trace_digest;
+    let differs = calls != want.generator_calls;
+    count("expected_generator_calls", differs, &calls, &want.generator_calls);
+    let differs = collectives != want.collectives;
+    count("expected_collectives", differs, &collectives, &want.collectives);
+    count("expected_trace_digest", trace != want.trace, &trace, &want.trace);
 }
 
 fn infer(m: &CallMeta, tensors: &Tensors, local: &Local<'_>, after: &mut Cache, found: &mut Diagnostics) {
@@ -177,27 +274,7 @@ fn infer(m: &CallMeta, tensors: &Tensors, local: &Local<'_>, after: &mut Cache, 
             found.push(both(&T0732, "seed", m.seed, format!("{seed} in phase `{}`", phase.program)));
         }
     }
-    match local.census.expect(&m.phases) {
-        Err(_) => {} // the unknown programs were reported with their scalars
-        Ok(want) => {
-            let mut count = |field: &str, differs: bool, says: &dyn Display, adds_up: &dyn Display| {
-                if differs {
-                    found.push(
-                        Diagnostic::error(&T0734, format!("{field} differs from the phases"))
-                            .at("envelope", says.to_string())
-                            .at("its phases", adds_up.to_string()),
-                    );
-                }
-            };
-            let (calls, collectives) = (m.expected_generator_calls, m.expected_collectives);
-            let trace = m.expected_trace_digest;
-            let differs = calls != want.generator_calls;
-            count("expected_generator_calls", differs, &calls, &want.generator_calls);
-            let differs = collectives != want.collectives;
-            count("expected_collectives", differs, &collectives, &want.collectives);
-            count("expected_trace_digest", trace != want.trace, &trace, &want.trace);
-        }
-    }
+    counts(m, local.census, found);
     if let Err(d) = replay(m, after, found) {
         found.push(d);
         return;

@@ -4,9 +4,11 @@
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
-use crate::cache::{Cache, CacheSpec, Regime, Transition};
+use crate::cache::{Cache, CacheSpec, Regime, Stage, Transition};
 use crate::census::Census;
 use crate::wire::{Arg, CallAction, CallMeta, F32Bits, PhaseCall};
+
+use serde::{Deserialize, Serialize};
 
 /// A stream that cannot be.
 pub(crate) static T0720: Code = Code {
@@ -79,6 +81,26 @@ impl StreamSpec {
     }
 }
 
+/// Whether a chunk begins a new scene, and what becomes of the chunks before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum Cut {
+    /// The scene goes on.
+    #[default]
+    None,
+    /// A new scene, after everything that was asked for before it.
+    Ordered,
+    /// A new scene now: what was asked for before it and is not delivered yet is drained and discarded.
+    Flush,
+}
+
+impl Cut {
+    /// Whether a scene begins.
+    #[must_use]
+    pub fn is_cut(self) -> bool {
+        self != Cut::None
+    }
+}
+
 /// What a person asked of one chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkRequest {
@@ -87,7 +109,7 @@ pub struct ChunkRequest {
     /// Seed of the chunk's random draws.
     pub seed: u64,
     /// Hard cut before this chunk.
-    pub cut: bool,
+    pub cut: Cut,
 }
 
 /// A call as the leader decided it.
@@ -99,8 +121,10 @@ pub struct CallPlan {
     pub chunk: u32,
     /// Life of the caches in which it runs.
     pub cache_epoch: u32,
-    /// The payload of a chunk.
+    /// The payload of a chunk or of the warm-up.
     pub meta: Option<CallMeta>,
+    /// Whether the chunk is the first of its scene.
+    pub opens_scene: bool,
 }
 
 /// Plans the calls of a stream one after the other, ahead of their running.
@@ -125,9 +149,12 @@ impl Director {
     /// Plans the next chunk. A refusal leaves the director as it was.
     pub fn next(&mut self, request: &ChunkRequest, census: &Census) -> Result<CallPlan, Diagnostics> {
         let mut draft = Draft { cache: self.cache.clone(), phases: Vec::new(), census, found: Vec::new() };
-        draft.cache.begin_call(request.cut).map_err(|d| vec![d])?;
+        let cut = request.cut.is_cut();
+        draft.cache.begin_call(cut).map_err(|d| vec![d])?;
         let chunk = draft.cache.chunk();
-        let text = request.prompt_change || request.cut;
+        let opens_scene = draft.cache.stage() == Stage::Empty;
+        // A cut forgets the text keys and values too, also one that came without a chunk.
+        let text = request.prompt_change || opens_scene;
         if draft.cache.prompt_epoch() == 0 && !request.prompt_change {
             return Err(vec![
                 Diagnostic::error(&T0721, "the first chunk of a session brings no prompt")
@@ -142,8 +169,7 @@ impl Director {
             draft.phase("rebase", &[("shift", Arg::I64(-i64::from(frames)))]);
         }
         let zeros = Arg::f32s(&vec![0.0; self.spec.cache.chunk_frames as usize]);
-        let recompute = self.spec.cache.regime == Regime::Recompute
-            && draft.cache.stage() == crate::cache::Stage::Holding;
+        let recompute = self.spec.cache.regime == Regime::Recompute && draft.cache.stage() == Stage::Holding;
         if recompute {
             let args = [("t", zeros.clone()), ("start", Arg::I64(0)), ("row", Arg::I64(0))];
             draft.phase("recompute", &args);
@@ -187,7 +213,7 @@ impl Director {
             expected_generator_calls: expected.generator_calls,
             expected_collectives: expected.collectives,
             expected_trace_digest: expected.trace,
-            reset_kv: request.cut,
+            reset_kv: cut,
             reset_cross: text,
             recompute,
             start_frame,
@@ -197,18 +223,41 @@ impl Director {
             phases,
             predicted_state: cache.digest(),
         };
-        let plan =
-            CallPlan { action: CallAction::Infer, chunk, cache_epoch: cache.epoch(), meta: Some(meta) };
+        let plan = CallPlan {
+            action: CallAction::Infer,
+            chunk,
+            cache_epoch: cache.epoch(),
+            meta: Some(meta),
+            opens_scene,
+        };
         self.cache = cache;
         Ok(plan)
     }
 
-    /// Plans a hard cut without a chunk, or a call that does nothing.
+    /// Plans the call that runs every program of the plan once. It leaves the state as it is.
+    pub fn warmup(&self, census: &Census) -> Result<CallPlan, Diagnostics> {
+        let meta = warmup_meta(census, &self.cache)?;
+        Ok(CallPlan {
+            action: CallAction::Warmup,
+            chunk: self.cache.chunk(),
+            cache_epoch: self.cache.epoch(),
+            meta: Some(meta),
+            opens_scene: false,
+        })
+    }
+
+    /// Plans a call without a chunk: one that cuts, reloads, ends, or does nothing.
     pub fn control(&mut self, action: CallAction) -> Result<CallPlan, Diagnostics> {
-        if action == CallAction::Reset {
+        if matches!(action, CallAction::Reset | CallAction::Reload) {
             self.cache.apply(Transition::Reset).map_err(|d| vec![d])?;
         }
-        Ok(CallPlan { action, chunk: self.cache.chunk(), cache_epoch: self.cache.epoch(), meta: None })
+        Ok(CallPlan {
+            action,
+            chunk: self.cache.chunk(),
+            cache_epoch: self.cache.epoch(),
+            meta: None,
+            opens_scene: false,
+        })
     }
 
     /// State after the last planned call.
@@ -216,6 +265,27 @@ impl Director {
     pub fn cache(&self) -> &Cache {
         &self.cache
     }
+}
+
+/// The payload of a warm-up in this state: the one that leader and workers compute alike.
+pub(crate) fn warmup_meta(census: &Census, cache: &Cache) -> Result<CallMeta, Diagnostics> {
+    let phases = census.warmup();
+    let expected = census.expect(&phases)?;
+    Ok(CallMeta {
+        n_steps: 0,
+        expected_generator_calls: expected.generator_calls,
+        expected_collectives: expected.collectives,
+        expected_trace_digest: expected.trace,
+        reset_kv: false,
+        reset_cross: false,
+        recompute: false,
+        start_frame: 0,
+        seed: 0,
+        prompt_epoch: cache.prompt_epoch(),
+        kv_bias: F32Bits::new(1.0),
+        phases,
+        predicted_state: cache.digest(),
+    })
 }
 
 /// A call under construction.
@@ -292,8 +362,8 @@ mod tests {
         plan.meta.iter().flat_map(|m| &m.phases).map(|p| p.program.as_str()).collect()
     }
 
-    const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, seed: 7, cut: false };
-    const NEXT: ChunkRequest = ChunkRequest { prompt_change: false, seed: 7, cut: false };
+    const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, seed: 7, cut: Cut::None };
+    const NEXT: ChunkRequest = ChunkRequest { prompt_change: false, seed: 7, cut: Cut::None };
 
     #[test]
     fn resident_chunks_fill_the_ring_then_stay_in_steady_state() {
@@ -347,11 +417,41 @@ mod tests {
         let meta = next.meta.expect("a chunk");
         assert_eq!((meta.start_frame, meta.expected_generator_calls, meta.recompute), (3, 3, true));
         assert_eq!(meta.phases[2].arg("bias"), Some(&Arg::f32(0.3f32.ln())));
-        let cut = ChunkRequest { cut: true, ..NEXT };
+        let cut = ChunkRequest { cut: Cut::Ordered, ..NEXT };
         let plan = d.next(&cut, &census).expect("planned");
         assert_eq!((plan.cache_epoch, plan.chunk), (1, 2), "the stream's chunk number goes on");
         assert_eq!(programs(&plan)[..3], ["text", "renoise", "denoise.fill0"]);
         assert_eq!(plan.meta.expect("a chunk").phases[1].int("chunk"), Some(2));
+    }
+
+    #[test]
+    fn a_reset_without_a_chunk_opens_a_scene_and_brings_the_text_again() {
+        let (mut d, census) = (Director::new(spec(Regime::Recompute, 6)).expect("legal"), census());
+        assert!(d.next(&FIRST, &census).expect("planned").opens_scene);
+        assert!(!d.next(&NEXT, &census).expect("planned").opens_scene);
+        assert_eq!(d.control(CallAction::Noop).expect("planned").cache_epoch, 0);
+        assert_eq!(d.control(CallAction::Reset).expect("planned").cache_epoch, 1);
+        assert_eq!(d.control(CallAction::Reload).expect("planned").cache_epoch, 2);
+        let plan = d.next(&NEXT, &census).expect("planned");
+        assert!(plan.opens_scene && programs(&plan)[0] == "text");
+        assert_eq!((plan.chunk, plan.cache_epoch), (2, 2));
+        assert!(plan.meta.is_some_and(|m| m.reset_cross && !m.reset_kv && !m.recompute));
+    }
+
+    #[test]
+    fn a_warm_up_runs_each_program_once_and_moves_nothing() {
+        let (d, census) = (Director::new(spec(Regime::Resident, 9)).expect("legal"), census());
+        let before = d.cache().digest();
+        let plan = d.warmup(&census).expect("planned");
+        let mut names = programs(&plan);
+        assert_eq!((names.len(), names[0], names[names.len() - 1]), (11, "text", "emit"));
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), 11);
+        let meta = plan.meta.expect("a payload");
+        let renoise = meta.phases.iter().find(|p| p.program == "renoise").expect("one");
+        assert_eq!((renoise.arg("sigma"), renoise.int("draw")), (Some(&Arg::f32(1.0)), Some(0)));
+        assert_eq!((meta.predicted_state, d.cache().digest()), (before, before));
     }
 
     #[test]

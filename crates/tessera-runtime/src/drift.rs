@@ -1,21 +1,41 @@
-//! What ranks report of a call, compared with the plan and with each other.
+//! What ranks report of a call and of their weights, compared with the plan and with each other.
 
 use std::collections::BTreeMap;
 
 use tessera_base::Code;
 
 use crate::Digest;
-use crate::wire::{CallMeta, Observed};
+use crate::wire::{CallMeta, Observed, ShardPrint};
 
 /// Different results.
 pub(crate) static T0744: Code = Code {
     id: "T0744",
     title: "ranks drifted apart",
-    page: "Every rank reports what it received and what it did: a digest of its inputs, generator passes, collectives, \
-their trace, the cache state they led to, and the output. One of these differs from the plan or from the other ranks. \
-The message names the first key that differs and the rank that stands alone.\n\nDifferent inputs are a fault of the \
-exchange or of memory; different counts or traces are another code path; equal traces and different outputs are \
-arithmetic: another library, device or weight file on that rank.",
+    page: "Every rank reports what it did: generator passes, collectives, their trace, the cache state they led to, and \
+the output. One of these differs from the plan or from the other ranks. The message names the first key that differs \
+and the rank that stands alone.\n\nDifferent counts or traces are another code path; a different state is a reset or \
+a call that only one rank saw; equal traces and different outputs are arithmetic: another library, device or weight file \
+on that rank.",
+};
+/// Weights that are not what they must be.
+pub static T0754: Code = Code {
+    id: "T0754",
+    title: "a rank holds other weights than it should",
+    page: "Each rank shows a digest of every weight slice that it loaded. The same slice must have the same digest on \
+every rank that holds it; two different slices of one tensor with one digest are refused too, unless all their elements \
+are equal, because that is what a shard looks like that was loaded twice. While a run goes on each rank hashes its weights \
+again, a part per call, and compares with what it loaded.\n\nThe message names the tensor, the slices and the ranks. \
+A difference at the hello is another weight file or a wrong slice on that rank; a change later is memory that was \
+written: a merge or a reload on one rank alone, a kernel out of bounds, or faulty memory.",
+};
+/// Inputs that are not what was sent.
+pub(crate) static T0759: Code = Code {
+    id: "T0759",
+    title: "the inputs of a call differ on a rank",
+    page: "Every rank answers with a digest of the header, meta and tensors of the call as they arrived there. This one \
+is not the digest of what the leader sent. The call was not committed, so nothing ran on the wrong inputs.\n\nThe \
+bytes changed between the leader's memory and that rank's, and their checksums were made after the change: faulty \
+memory, or a program between the two that writes messages anew.",
 };
 
 /// The first key in which a rank departs from the call, with both values.
@@ -55,20 +75,46 @@ pub(crate) fn outputs_differ(done: &BTreeMap<u32, Observed>, silent: &[u32]) -> 
     Some((odd, format!("output differs: {}", says.join(", "))))
 }
 
+/// Where the ranks' weights contradict each other: the odd rank, with words.
+pub(crate) fn shards_differ(prints: &BTreeMap<u32, Vec<ShardPrint>>) -> Option<(u32, String)> {
+    type Holders<'a> = BTreeMap<Digest, Vec<u32>>;
+    let mut slices: BTreeMap<(&str, &str), Holders<'_>> = BTreeMap::new();
+    for (rank, list) in prints {
+        for p in list {
+            slices.entry((&p.tensor, &p.slice)).or_default().entry(p.digest).or_default().push(*rank);
+        }
+    }
+    if let Some(((tensor, slice), holders)) = slices.iter().find(|(_, h)| h.len() > 1) {
+        let winner = holders.values().max_by_key(|r| (r.len(), std::cmp::Reverse(r[0])))?;
+        let odd = holders.values().flatten().copied().filter(|r| !winner.contains(r)).min()?;
+        let says: Vec<String> = holders.iter().map(|(d, ranks)| format!("ranks {ranks:?} {d}")).collect();
+        return Some((
+            odd,
+            format!("`{tensor}` {slice}: different bytes for one slice: {}", says.join(", ")),
+        ));
+    }
+    let mut seen: BTreeMap<(&str, Digest), (&str, u32)> = BTreeMap::new();
+    for (rank, list) in prints {
+        for p in list.iter().filter(|p| !p.constant) {
+            let (slice, first) = *seen.entry((&p.tensor, p.digest)).or_insert((&p.slice, *rank));
+            if slice != p.slice {
+                let text = format!(
+                    "`{}`: equal bytes for different slices: {slice} on rank {first} and {} on rank {rank}, both {}",
+                    p.tensor, p.slice, p.digest
+                );
+                return Some((*rank, text));
+            }
+        }
+    }
+    None
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn seen(output: u8) -> Observed {
-        Observed {
-            generator_calls: 0,
-            collectives: 0,
-            trace: Digest::of_trace([]),
-            state: Digest::default(),
-            output: Digest([output; 32]),
-            compensated: 0,
-            phase_ns: Vec::new(),
-        }
+        Observed { trace: Digest::of_trace([]), output: Digest([output; 32]), ..Observed::default() }
     }
 
     #[test]
@@ -84,6 +130,30 @@ mod tests {
         );
         let (odd, text) = outputs_differ(&done(&[5, 6]), &[]).expect("differ");
         assert!(odd == 1 && text.contains("ranks [0]") && text.contains("ranks [1]"), "{text}");
+    }
+
+    fn print(slice: &str, digest: u8, constant: bool) -> ShardPrint {
+        let digest = Digest([digest; 32]);
+        ShardPrint { tensor: "blocks.0.ffn.0.weight".into(), slice: slice.into(), digest, constant }
+    }
+
+    #[test]
+    fn shards_must_be_the_same_where_they_are_one_slice_and_differ_where_they_are_two() {
+        let shards = |own: [ShardPrint; 3]| (0..).zip(own.map(|p| vec![p, print("all", 9, false)])).collect();
+        let ok = [print("[0..4]", 1, false), print("[4..8]", 2, false), print("[0..4]", 1, false)];
+        assert_eq!(shards_differ(&shards(ok.clone())), None);
+        let mut other = ok.clone();
+        other[2].digest = Digest([7; 32]);
+        let (odd, text) = shards_differ(&shards(other)).expect("differ");
+        assert!(odd == 2 && text.contains("blocks.0.ffn.0.weight") && text.contains("[0..4]"), "{text}");
+        let mut twice = ok.clone();
+        twice[1].digest = Digest([1; 32]);
+        let (odd, text) = shards_differ(&shards(twice.clone())).expect("differ");
+        assert!(odd == 1 && text.contains("[4..8] on rank 1") && text.contains("rank 0"), "{text}");
+        for p in &mut twice {
+            p.constant = true;
+        }
+        assert_eq!(shards_differ(&shards(twice)), None, "zeros are zeros");
     }
 
     #[test]

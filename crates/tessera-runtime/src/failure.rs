@@ -3,6 +3,8 @@
 use serde::{Deserialize, Serialize};
 use tessera_base::{Code, Diagnostic};
 
+use crate::tripwire::{self, Place};
+
 /// Why a run ended. Each class has its own exit status between 10 and 29.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FailureClass {
@@ -24,11 +26,13 @@ pub enum FailureClass {
     Output,
     /// The launching process went away.
     LauncherGone,
+    /// A peer did not prove that it belongs to the run.
+    Peer,
 }
 
 impl FailureClass {
     /// Every class, in order of exit status.
-    pub const ALL: [FailureClass; 9] = [
+    pub const ALL: [FailureClass; 10] = [
         FailureClass::RankDied,
         FailureClass::Stall,
         FailureClass::Protocol,
@@ -38,6 +42,7 @@ impl FailureClass {
         FailureClass::Engine,
         FailureClass::Output,
         FailureClass::LauncherGone,
+        FailureClass::Peer,
     ];
 
     /// The exit status of a process that ends for this reason.
@@ -65,6 +70,7 @@ impl FailureClass {
             FailureClass::Engine => "an engine failed",
             FailureClass::Output => "the output could not be delivered",
             FailureClass::LauncherGone => "the launching process is gone",
+            FailureClass::Peer => "a peer did not prove that it belongs to the run",
         }
     }
 }
@@ -76,6 +82,8 @@ pub struct Failure {
     pub class: FailureClass,
     /// The rank that departed first, where one can be named.
     pub rank: Option<u32>,
+    /// Where it was found.
+    pub place: Place,
     /// Id of the diagnostic's code, for `tessera explain`.
     pub code: String,
     /// What happened, with both sides' numbers.
@@ -83,10 +91,31 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// A failure with a code of this build.
+    /// A failure with a code of this build, found at the first place of its tripwire.
     #[must_use]
     pub fn new(class: FailureClass, rank: Option<u32>, code: &Code, text: impl Into<String>) -> Failure {
-        Failure { class, rank, code: code.id.to_string(), text: text.into() }
+        let place = tripwire::first_place(code);
+        Failure { class, rank, place, code: code.id.to_string(), text: text.into() }
+    }
+
+    /// The same failure, found elsewhere.
+    #[must_use]
+    pub fn at(self, place: Place) -> Failure {
+        Failure { place, ..self }
+    }
+
+    /// The first of several findings, with the others named beside it.
+    #[must_use]
+    pub(crate) fn from_diagnostics(
+        class: FailureClass,
+        rank: Option<u32>,
+        found: &[Diagnostic],
+    ) -> Option<Failure> {
+        let mut failure = Failure::from_diagnostic(class, rank, found.first()?);
+        for d in &found[1..] {
+            failure.text += &format!("; also [{}] {}", d.code.id, d.message);
+        }
+        Some(failure)
     }
 
     /// Flattens a diagnostic into text that can travel.
@@ -125,6 +154,7 @@ mod tests {
         }
         assert_eq!(FailureClass::LauncherGone.exit_code(), 18);
         assert_eq!(FailureClass::from_exit_code(9), None);
-        assert_eq!(FailureClass::from_exit_code(19), None);
+        assert_eq!(FailureClass::Peer.exit_code(), 19);
+        assert_eq!(FailureClass::from_exit_code(20), None);
     }
 }

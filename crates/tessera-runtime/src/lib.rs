@@ -9,7 +9,8 @@
 //! - [`census`]: what the seal says of each program.
 //! - [`decide`]: which phases a call has.
 //! - [`check`]: whether an envelope may run.
-//! - [`leader`], [`worker`]: the two sides of lockstep.
+//! - [`leader`], [`worker`]: the two sides of lockstep; [`mesh_leader`] between them where the leader stands outside.
+//! - [`tripwire`]: every check that ends a run, and where it is made.
 //! - [`engine`]: what the door implements.
 //! - [`driver`]: processes, sockets, threads.
 
@@ -24,7 +25,9 @@ pub mod engine;
 mod failure;
 pub mod leader;
 mod limits;
-mod parity;
+pub mod mesh_leader;
+pub mod parity;
+pub mod tripwire;
 pub mod wire;
 pub mod worker;
 
@@ -32,6 +35,7 @@ pub use digest::Digest;
 pub use failure::{Failure, FailureClass};
 pub use limits::Limits;
 pub use parity::{Parity, ParityClass, ParityKey};
+pub use tripwire::{Place, TRIPWIRES, Tripwire, Tripwires};
 
 /// Codes that this room raises.
 pub const CODES: &[&tessera_base::Code] = &[
@@ -55,6 +59,8 @@ pub const CODES: &[&tessera_base::Code] = &[
     &check::T0733,
     &check::T0734,
     &check::T0735,
+    &leader::T0736,
+    &engine::T0737,
     &parity::T0740,
     &limits::T0741,
     &worker::T0742,
@@ -66,6 +72,14 @@ pub const CODES: &[&tessera_base::Code] = &[
     &leader::T0748,
     &worker::T0749,
     &driver::T0750,
+    &tripwire::T0751,
+    &engine::T0752,
+    &engine::T0753,
+    &drift::T0754,
+    &mesh_leader::T0755,
+    &tripwire::T0756,
+    &tripwire::T0757,
+    &drift::T0759,
 ];
 
 #[cfg(test)]

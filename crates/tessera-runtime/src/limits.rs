@@ -29,11 +29,11 @@ pub struct Limits {
     pub ready_ns: u64,
     /// Longest time without progress inside a call before anything was learned, in nanoseconds.
     pub done_floor_ns: u64,
-    /// The learned limit is this many times the longest time without progress seen so far.
+    /// The learned limit of a program is this many times the 99th percentile of the times without progress in it.
     pub done_factor: u32,
     /// Interval of heartbeats, in nanoseconds.
     pub heartbeat_ns: u64,
-    /// A rank from which nothing was heard for so long has stopped, in nanoseconds.
+    /// A rank, or a leader, from which nothing was heard for so long has stopped, in nanoseconds.
     pub stale_ns: u64,
     /// How long the leader waits for the cause after hearing an echo of a failure, in nanoseconds.
     pub blame_ns: u64,
@@ -53,8 +53,8 @@ impl Default for Limits {
             ready_ns: 5 * SECOND,
             done_floor_ns: 5 * SECOND,
             done_factor: 4,
-            heartbeat_ns: SECOND,
-            stale_ns: 5 * SECOND,
+            heartbeat_ns: SECOND / 4,
+            stale_ns: 3 * SECOND,
             blame_ns: SECOND / 5,
             unwind_ns: SECOND / 2,
             reap_ns: SECOND,
@@ -129,6 +129,11 @@ impl AwakeClock {
     pub(crate) fn now(&self) -> u64 {
         self.awake_ns
     }
+}
+
+/// Nanoseconds for a person.
+pub(crate) fn ms(ns: u64) -> String {
+    format!("{} ms", ns / 1_000_000)
 }
 
 #[cfg(test)]

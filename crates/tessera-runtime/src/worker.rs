@@ -5,14 +5,17 @@ use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
-use crate::cache::{Cache, CacheSpec, T0712};
+use crate::cache::{Cache, CacheSpec, T0710, T0712};
 use crate::census::Census;
 use crate::check::{Local, T0731, check_context, check_envelope, input_digest};
 use crate::engine::{CallReport, EngineFault, FaultKind, ReadyCall};
-use crate::limits::AwakeClock;
+use crate::leader::T0743;
+use crate::limits::{AwakeClock, ms};
+use crate::parity::identity;
+use crate::tripwire::{Place, Tripwires};
 use crate::wire::{
-    CallAction, Context, Done, Envelope, Fault, Heartbeat, HelloAck, Init, Message, Observed, Ready, Refused,
-    Role, Tensors,
+    CallAction, Context, Done, Envelope, Fault, Heartbeat, HelloAck, Init, Kind, Message, Observed, Ready,
+    Refused, Role, ShardPrint, Tensors,
 };
 use crate::{Digest, Failure, FailureClass, Limits, Parity};
 
@@ -67,6 +70,8 @@ pub struct WorkerConfig {
     pub limits: Limits,
     /// Whether this rank sends the chunk's latents to the leader.
     pub delivers: bool,
+    /// What is not checked.
+    pub tripwires: Tripwires,
 }
 
 /// What happened.
@@ -79,8 +84,13 @@ pub enum Event {
     },
     /// A message from the leader.
     Message(Message),
-    /// The engine is loaded, with what it adds to the parity table.
-    EngineReady(Parity),
+    /// The engine is loaded.
+    EngineReady {
+        /// What it adds to the parity table.
+        parity: Parity,
+        /// What it holds of the weights.
+        fingerprints: Vec<ShardPrint>,
+    },
     /// The engine could not be loaded.
     EngineFailed(Failure),
     /// The committed call ended.
@@ -110,14 +120,17 @@ pub struct Worker {
     config: WorkerConfig,
     clock: AwakeClock,
     last_beat_ns: u64,
+    /// When the leader was last heard of.
+    heard_ns: u64,
     init: Option<Init>,
-    loaded: bool,
+    /// What the loaded engine holds of the weights.
+    loaded: Option<Vec<ShardPrint>>,
     last_call_id: u64,
     last_commit: u64,
     /// State after the last accepted envelope.
     predicted: Cache,
     pending: VecDeque<Pending>,
-    running: Option<u64>,
+    running: Option<Running>,
     ended: bool,
 }
 
@@ -130,10 +143,20 @@ struct Pending {
     ready: bool,
 }
 
+#[derive(Debug)]
+struct Running {
+    call_id: u64,
+    cache_epoch: u32,
+    deadline_ns: u64,
+    mark: u64,
+    marked_ns: u64,
+}
+
 impl Worker {
     /// Refuses limits without bounds and impossible caches.
     pub fn new(config: WorkerConfig) -> Result<Worker, Diagnostics> {
-        let found = config.limits.check();
+        let mut found = config.limits.check();
+        config.tripwires.filter(&mut found);
         if !found.is_empty() {
             return Err(found);
         }
@@ -142,8 +165,9 @@ impl Worker {
             config,
             clock: AwakeClock::default(),
             last_beat_ns: 0,
+            heard_ns: 0,
             init: None,
-            loaded: false,
+            loaded: None,
             last_call_id: 0,
             last_commit: 0,
             predicted,
@@ -161,21 +185,11 @@ impl Worker {
         }
         self.clock.advance(now_ns, self.config.limits.heartbeat_ns);
         match event {
-            Event::Tick { mark } => {
-                if self.clock.now() >= self.last_beat_ns + self.config.limits.heartbeat_ns {
-                    self.last_beat_ns = self.clock.now();
-                    // The mark of a finished call must not be taken for progress of the next one.
-                    let mark = if self.running.is_some() { mark } else { 0 };
-                    out.push(Action::Send(Message::Heartbeat(Heartbeat { mark })));
-                }
-            }
+            Event::Tick { mark } => self.tick(mark, &mut out),
             Event::Message(message) => self.message(message, &mut out),
-            Event::EngineReady(extra) => {
-                for k in extra.keys() {
-                    let parity = std::mem::take(&mut self.config.parity);
-                    self.config.parity = parity.with(k.key.clone(), k.class, k.value.clone());
-                }
-                self.loaded = true;
+            Event::EngineReady { parity, fingerprints } => {
+                self.config.parity = std::mem::take(&mut self.config.parity).join(&parity);
+                self.loaded = Some(fingerprints);
                 self.hello(&mut out);
             }
             Event::EngineFailed(failure) => self.fault(failure, false, &mut out),
@@ -184,26 +198,21 @@ impl Worker {
                 let failure = Failure {
                     class: fault.class(),
                     rank: Some(self.config.rank),
+                    place: Place::Worker,
                     code: fault.code,
                     text: fault.text,
                 };
                 self.fault(failure, fault.kind == FaultKind::Aborted, &mut out);
             }
-            Event::LeaderGone(how) => {
-                self.end(
-                    Failure::new(
-                        FailureClass::RankDied,
-                        Some(0),
-                        &T0742,
-                        format!("the leader is gone: {how}"),
-                    ),
-                    &mut out,
-                );
+            Event::LeaderGone(how) if self.armed(&T0742) => {
+                let text = format!("the leader is gone: {how}");
+                self.end(self.here(FailureClass::RankDied, Some(0), &T0742, text), &mut out);
             }
-            Event::LauncherGone => {
-                let text = "the launching process closed its socket";
-                self.end(Failure::new(FailureClass::LauncherGone, None, &T0749, text), &mut out);
+            Event::LauncherGone if self.armed(&T0749) => {
+                let text = "the launching process closed its socket".to_string();
+                self.end(self.here(FailureClass::LauncherGone, None, &T0749, text), &mut out);
             }
+            Event::LeaderGone(_) | Event::LauncherGone => {}
         }
         out
     }
@@ -214,10 +223,46 @@ impl Worker {
         self.ended
     }
 
+    fn tick(&mut self, mark: u64, out: &mut Vec<Action>) {
+        let now = self.clock.now();
+        if now >= self.last_beat_ns + self.config.limits.heartbeat_ns {
+            self.last_beat_ns = now;
+            // The mark of a finished call must not be taken for progress of the next one.
+            let mark = if self.running.is_some() { mark } else { 0 };
+            out.push(Action::Send(Message::Heartbeat(Heartbeat { mark })));
+        }
+        if let Some(running) = &mut self.running
+            && running.mark != mark
+        {
+            (running.mark, running.marked_ns) = (mark, now);
+        }
+        if !self.armed(&T0743) {
+            return;
+        }
+        // Before its first message a leader may be loading, as long as anybody may.
+        let limits = &self.config.limits;
+        let patience = if self.init.is_some() { limits.stale_ns } else { limits.hello_ns };
+        let quiet = now.saturating_sub(self.heard_ns);
+        if quiet > patience {
+            let text = format!("nothing was heard of the leader for {}, limit {}", ms(quiet), ms(patience));
+            return self.end(self.here(FailureClass::Stall, Some(0), &T0743, text), out);
+        }
+        if let Some(r) = &self.running
+            && now.saturating_sub(r.marked_ns) > r.deadline_ns
+        {
+            let (quiet, limit) = (ms(now - r.marked_ns), ms(r.deadline_ns));
+            let text = format!("call {}: no progress here for {quiet}, deadline {limit}", r.call_id);
+            // It may be waiting for another rank: only the leader sees all marks.
+            let failure = self.here(FailureClass::Stall, Some(self.config.rank), &T0743, text);
+            self.fault(failure, true, out);
+        }
+    }
+
     fn message(&mut self, message: Message, out: &mut Vec<Action>) {
-        if message.kind().sender() != Role::Leader {
-            let text = format!("a {:?} message arrived at a worker", message.kind());
-            return self.refuse(0, self.protocol(text), out);
+        self.heard_ns = self.clock.now();
+        let kind = message.kind();
+        if kind.sender() != Role::Leader && !matches!(kind, Kind::Heartbeat | Kind::Dump) {
+            return self.broken(0, format!("a {kind:?} message arrived at a worker"), out);
         }
         match message {
             Message::Init(init) if self.init.is_none() => {
@@ -228,54 +273,52 @@ impl Worker {
             Message::Context(c) => self.context(c, out),
             Message::Commit(c) => self.commit(c.call_id, out),
             Message::Abort(a) => self.end(a.failure, out),
-            other => {
-                let text = format!("a {:?} message arrived out of place", other.kind());
-                self.refuse(0, self.protocol(text), out);
-            }
+            Message::Heartbeat(_) | Message::Dump => {}
+            _ => self.broken(0, format!("a {kind:?} message arrived out of place"), out),
         }
     }
 
     fn hello(&mut self, out: &mut Vec<Action>) {
-        if self.init.is_some() && self.loaded {
-            out.push(Action::Send(Message::HelloAck(HelloAck {
-                build: self.config.build.clone(),
-                plan: self.config.plan,
-                parity: self.config.parity.clone(),
-            })));
-        }
+        let (Some(_), Some(fingerprints)) = (&self.init, &self.loaded) else { return };
+        let c = &self.config;
+        out.push(Action::Send(Message::HelloAck(HelloAck {
+            build: c.build.clone(),
+            plan: c.plan,
+            parity: identity(&c.build, c.plan, &c.census, &c.tripwires).join(&c.parity),
+            fingerprints: fingerprints.clone(),
+        })));
     }
 
     fn envelope(&mut self, e: Envelope, out: &mut Vec<Action>) {
         let call_id = e.header.call_id;
         let Some(init) = &self.init else {
-            return self.refuse(call_id, self.protocol("an envelope came before the hello".into()), out);
+            return self.broken(call_id, "an envelope came before the hello".into(), out);
         };
         let shutdown = e.header.action == CallAction::Shutdown;
-        if !shutdown && !self.loaded {
-            return self.refuse(
-                call_id,
-                self.protocol("an envelope came before this rank was loaded".into()),
-                out,
-            );
+        if !shutdown && self.loaded.is_none() {
+            let text = "an envelope came before this rank was loaded".into();
+            return self.broken(call_id, text, out);
         }
+        let open = self.pending.len() + usize::from(self.running.is_some());
         let local = Local {
             plan: self.config.plan,
             session: init.session,
             last_call_id: self.last_call_id,
             cache: &self.predicted,
             census: &self.config.census,
+            open,
+            tripwires: &self.config.tripwires,
         };
         let after = match check_envelope(&e, &local) {
             Ok(after) => after,
             Err(found) => return self.refuse(call_id, self.failure(&found), out),
         };
         if shutdown {
-            return self.shutdown(call_id, out);
+            return self.shutdown(&e, out);
         }
-        let open = self.pending.len() + usize::from(self.running.is_some());
         if open >= self.config.limits.max_outstanding as usize {
             let text = format!("envelope {call_id} came while {open} calls are open, the limit");
-            return self.refuse(call_id, self.protocol(text), out);
+            return self.broken(call_id, text, out);
         }
         self.last_call_id = call_id;
         let digest = after.digest();
@@ -299,10 +342,10 @@ impl Worker {
             .position(|p| p.envelope.header.call_id == c.call_id && !p.ready && wants_context(&p.envelope));
         let Some(at) = at else {
             let text = format!("context came for call {}, which does not wait for it", c.call_id);
-            return self.refuse(c.call_id, self.protocol(text), out);
+            return self.broken(c.call_id, text, out);
         };
         if let Some(meta) = &self.pending[at].envelope.meta
-            && let Err(found) = check_context(meta, &c.tensors, &self.config.census)
+            && let Err(found) = check_context(meta, &c.tensors, &self.config.census, &self.config.tripwires)
         {
             return self.refuse(c.call_id, self.failure(&found), out);
         }
@@ -324,18 +367,27 @@ impl Worker {
         let front = self.pending.front();
         let open = front.is_some_and(|p| p.envelope.header.call_id == call_id && p.ready);
         if self.running.is_some() || !open {
+            let code = if call_id <= self.last_commit { &T0746 } else { &T0707 };
+            if !self.armed(code) {
+                return;
+            }
             let text = format!(
                 "commit of call {call_id}; running {:?}, next {:?}, last committed {}",
-                self.running,
+                self.running.as_ref().map(|r| r.call_id),
                 front.map(|p| p.envelope.header.call_id),
                 self.last_commit
             );
-            let code = if call_id <= self.last_commit { &T0746 } else { &T0707 };
-            let failure = Failure::new(FailureClass::Protocol, Some(self.config.rank), code, text);
+            let failure = self.here(FailureClass::Protocol, Some(self.config.rank), code, text);
             return self.refuse(call_id, failure, out);
         }
         let Some(p) = self.pending.pop_front() else { return };
-        self.running = Some(call_id);
+        self.running = Some(Running {
+            call_id,
+            cache_epoch: p.envelope.header.cache_epoch,
+            deadline_ns: u64::from(p.envelope.header.deadline_ms) * 1_000_000,
+            mark: 0,
+            marked_ns: self.clock.now(),
+        });
         self.last_commit = call_id;
         let mut inputs = p.envelope.tensors;
         inputs.0.extend(p.context.0);
@@ -343,41 +395,51 @@ impl Worker {
             call_id,
             action: p.envelope.header.action,
             meta: p.envelope.meta,
+            reload: p.envelope.reload,
             inputs,
         })));
     }
 
     fn call_ended(&mut self, report: CallReport, out: &mut Vec<Action>) {
-        let Some(call_id) = self.running.take() else {
-            let text = "the engine ended a call that was not running".to_string();
-            return self.refuse(0, self.protocol(text), out);
+        let Some(Running { call_id, cache_epoch, .. }) = self.running.take() else {
+            return self.broken(0, "the engine ended a call that was not running".into(), out);
         };
         let output = if self.config.delivers { report.output.into_iter().collect() } else { Vec::new() };
         out.push(Action::Send(Message::Done(Box::new(Done {
             call_id,
+            cache_epoch,
             observed: report.observed,
+            fingerprints: report.fingerprints,
             output: Tensors(output),
         }))));
     }
 
-    fn shutdown(&mut self, call_id: u64, out: &mut Vec<Action>) {
-        if let Some(running) = self.running {
-            let text = format!("shutdown came while call {running} runs");
-            return self.refuse(call_id, self.protocol(text), out);
+    fn shutdown(&mut self, e: &Envelope, out: &mut Vec<Action>) {
+        let call_id = e.header.call_id;
+        if let Some(running) = &self.running {
+            let text = format!("shutdown came while call {} runs", running.call_id);
+            return self.broken(call_id, text, out);
         }
-        let observed = Observed {
-            generator_calls: 0,
-            collectives: 0,
-            trace: Digest::of_trace([]),
-            state: self.predicted.digest(),
-            output: Digest::default(),
-            compensated: 0,
-            phase_ns: Vec::new(),
+        let observed =
+            Observed { trace: Digest::of_trace([]), state: self.predicted.digest(), ..Observed::default() };
+        let done = Done {
+            call_id,
+            cache_epoch: e.header.cache_epoch,
+            observed,
+            fingerprints: Vec::new(),
+            output: Tensors::default(),
         };
-        let done = Done { call_id, observed, output: Tensors::default() };
         out.push(Action::Send(Message::Done(Box::new(done))));
         out.push(Action::Exit(None));
         self.ended = true;
+    }
+
+    /// A message that may not come here now: the end, unless nobody checks.
+    fn broken(&mut self, call_id: u64, text: String, out: &mut Vec<Action>) {
+        if self.armed(&T0707) {
+            let failure = self.here(FailureClass::Protocol, Some(self.config.rank), &T0707, text);
+            self.refuse(call_id, failure, out);
+        }
     }
 
     /// Says why a call is not run here, then leaves.
@@ -388,12 +450,7 @@ impl Worker {
 
     /// Says why this rank cannot go on, then leaves.
     fn fault(&mut self, failure: Failure, secondary: bool, out: &mut Vec<Action>) {
-        out.push(Action::Send(Message::Fault(Fault {
-            class: failure.class,
-            code: failure.code.clone(),
-            text: failure.text.clone(),
-            secondary,
-        })));
+        out.push(Action::Send(Message::Fault(Fault { failure: failure.clone(), secondary })));
         self.end(failure, out);
     }
 
@@ -403,35 +460,37 @@ impl Worker {
         self.ended = true;
     }
 
-    fn protocol(&self, text: String) -> Failure {
-        Failure::new(FailureClass::Protocol, Some(self.config.rank), &T0707, text)
+    fn armed(&self, code: &Code) -> bool {
+        self.config.tripwires.armed(code)
     }
 
-    /// The first finding as a failure: the rest follow from it or stand beside it in the text.
-    fn failure(&self, found: &Diagnostics) -> Failure {
-        let rank = Some(self.config.rank);
-        let Some(first) = found.first() else { return self.protocol("refused without a reason".into()) };
-        let class = if first.code == &T0731 {
-            FailureClass::Parity
-        } else if first.code == &T0712 {
-            FailureClass::Drift
-        } else {
-            FailureClass::Protocol
-        };
-        let mut failure = Failure::from_diagnostic(class, rank, first);
-        for d in &found[1..] {
-            failure.text += &format!("; also [{}] {}", d.code.id, d.message);
-        }
-        failure
+    fn here(&self, class: FailureClass, rank: Option<u32>, code: &Code, text: String) -> Failure {
+        Failure::new(class, rank, code, text).at(Place::Worker)
     }
+
+    fn failure(&self, found: &Diagnostics) -> Failure {
+        refusal(Some(self.config.rank), Place::Worker, found)
+    }
+}
+
+/// The first finding about an envelope as a failure: the rest follow from it or stand beside it in the text.
+pub(crate) fn refusal(rank: Option<u32>, place: Place, found: &Diagnostics) -> Failure {
+    let class = match found.first() {
+        Some(d) if d.code == &T0731 => FailureClass::Parity,
+        Some(d) if d.code == &T0712 || d.code == &T0710 => FailureClass::Drift,
+        _ => FailureClass::Protocol,
+    };
+    Failure::from_diagnostics(class, rank, found)
+        .unwrap_or_else(|| Failure::new(class, rank, &T0707, "refused without a reason"))
+        .at(place)
 }
 
 /// An engine that could not be loaded, as a failure of this rank.
 #[must_use]
 pub fn load_failure(rank: u32, d: &tessera_base::Diagnostic) -> Failure {
-    Failure::from_diagnostic(FailureClass::Engine, Some(rank), d)
+    Failure::from_diagnostic(FailureClass::Engine, Some(rank), d).at(Place::Init)
 }
 
 pub(crate) fn wants_context(e: &Envelope) -> bool {
-    e.meta.as_ref().is_some_and(|m| m.recompute)
+    e.header.action == CallAction::Infer && e.meta.as_ref().is_some_and(|m| m.recompute)
 }

@@ -3,18 +3,18 @@
 mod support;
 
 use support::{SESSION, census, context, plan, stream, text};
-use tessera_runtime::Digest;
 use tessera_runtime::cache::{Cache, Regime};
 use tessera_runtime::check::{Local, check_context, check_envelope};
-use tessera_runtime::decide::{ChunkRequest, Director};
+use tessera_runtime::decide::{ChunkRequest, Cut, Director};
 use tessera_runtime::wire::{
-    CallAction, CallMeta, Envelope, EnvelopeHeader, F32Bits, FIELDS, Tensor, Tensors, WIRE_VERSION,
+    CallAction, CallMeta, Envelope, EnvelopeHeader, F32Bits, FIELDS, Reload, Tensor, Tensors, WIRE_VERSION,
 };
+use tessera_runtime::{Digest, Tripwires};
 
 /// The second call of a recompute stream with a new prompt, and the state before it.
 fn second_call() -> (Envelope, Cache) {
     let mut director = Director::new(stream(Regime::Recompute)).expect("legal");
-    let request = ChunkRequest { prompt_change: true, seed: 7, cut: false };
+    let request = ChunkRequest { prompt_change: true, seed: 7, cut: Cut::None };
     director.next(&request, &census()).expect("planned");
     let before = director.cache().clone();
     let call = director.next(&request, &census()).expect("planned");
@@ -28,21 +28,34 @@ fn second_call() -> (Envelope, Cache) {
         cache_epoch: call.cache_epoch,
         deadline_ms: 5000,
     };
-    (Envelope { header, meta: call.meta, tensors: Tensors(vec![text(1)]) }, before)
+    (Envelope { header, meta: call.meta, reload: None, tensors: Tensors(vec![text(1)]) }, before)
 }
 
 fn codes(e: &Envelope, before: &Cache) -> Vec<&'static str> {
+    codes_without(e, before, &Tripwires::default())
+}
+
+fn codes_without(e: &Envelope, before: &Cache, tripwires: &Tripwires) -> Vec<&'static str> {
     let census = census();
-    let local = Local { plan: plan(), session: SESSION, last_call_id: 1, cache: before, census: &census };
+    let local = Local {
+        plan: plan(),
+        session: SESSION,
+        last_call_id: 1,
+        cache: before,
+        census: &census,
+        open: 0,
+        tripwires,
+    };
     check_envelope(e, &local).err().unwrap_or_default().iter().map(|d| d.code.id).collect()
 }
 
 fn break_field(e: &mut Envelope, field: &str) {
-    let Envelope { header: h, meta, tensors } = e;
+    let Envelope { header: h, meta, reload, tensors } = e;
     let m: &mut CallMeta = meta.as_mut().expect("a chunk");
     match field {
         "version" => h.version += 1,
-        "action" => h.action = CallAction::Reload,
+        "action" => h.action = CallAction::Warmup,
+        "reload" => *reload = Some(Reload { source: "elsewhere".into(), weights: plan() }),
         "plan" => h.plan = Digest::default(),
         "session" => h.session += 1,
         "call_id" => h.call_id = 1,
@@ -81,6 +94,8 @@ fn each_field_broken_once_is_refused_with_the_promised_code() {
         break_field(&mut e, field.name);
         let found = codes(&e, &before);
         assert!(found.contains(&field.checked), "`{}`: {found:?} lacks {}", field.name, field.checked);
+        let off = codes_without(&e, &before, &Tripwires::off([field.checked]));
+        assert!(!off.contains(&field.checked), "`{}` is found by a tripwire that is off", field.name);
     }
 }
 
@@ -89,7 +104,7 @@ fn a_recompute_call_takes_its_context_and_no_other() {
     let (e, _) = second_call();
     let meta = e.meta.expect("a chunk");
     let check = |tensors: Vec<Tensor>| {
-        check_context(&meta, &Tensors(tensors), &census())
+        check_context(&meta, &Tensors(tensors), &census(), &Tripwires::default())
             .err()
             .unwrap_or_default()
             .first()
@@ -108,7 +123,7 @@ fn actions_without_payload_carry_none() {
     for action in [CallAction::Noop, CallAction::Reset, CallAction::Shutdown] {
         let epoch = u32::from(action == CallAction::Reset);
         let header = EnvelopeHeader { action, cache_epoch: epoch, ..e.header.clone() };
-        let bare = Envelope { header, meta: None, tensors: Tensors::default() };
+        let bare = Envelope { header, meta: None, reload: None, tensors: Tensors::default() };
         assert_eq!(codes(&bare, &before), [] as [&str; 0], "{action:?}");
         assert_eq!(codes(&Envelope { tensors: Tensors(vec![text(1)]), ..bare.clone() }, &before), ["T0732"]);
         assert_eq!(codes(&Envelope { meta: e.meta.clone(), ..bare }, &before), ["T0732"]);

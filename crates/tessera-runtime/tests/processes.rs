@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use support::{Bug, FakeEngine, context, leader_config, text, worker_config};
+use support::{Bug, FakeEngine, Shape, context, leader_config, text, worker_config};
 use tessera_base::Diagnostic;
 use tessera_runtime::cache::Regime;
+use tessera_runtime::decide::Cut;
 use tessera_runtime::driver::{
     EngineFactory, Interrupt, LaunchEvent, LaunchReport, LaunchSpec, LeaderParts, StreamRequest, WorkerParts,
     exit, join, launch, run_leader, run_worker,
@@ -67,17 +68,17 @@ fn as_rank() -> ! {
         engine.sleep = Duration::from_millis(2);
         Ok((Box::new(engine) as Box<dyn Engine>, Parity::default()))
     });
-    let mut config = worker_config(rank, regime);
+    let mut config = worker_config(Shape::Mesh, rank, regime);
     config.limits = limits();
     let outcome = if rank == 0 {
-        let mut leader = leader_config(RANKS, regime);
+        let mut leader = leader_config(Shape::Mesh, RANKS, regime);
         leader.limits = limits();
         leader.session = joined.welcome.session;
         let chunks = if scenario == "short" { 12 } else { u32::MAX };
         let requests = (0..chunks).map(|k| StreamRequest {
             prompt: (k % 5 == 0).then(|| "a lighthouse".to_string()),
             seed: 7,
-            cut: k > 0 && k % 10 == 0,
+            cut: if k > 0 && k % 10 == 0 { Cut::Ordered } else { Cut::None },
         });
         let parts = LeaderParts {
             config: leader,
@@ -103,7 +104,7 @@ impl Studio for Desk {
         Ok(text(prompt.len() as u32))
     }
 
-    fn context(&mut self, _: u32, previous: &Tensor) -> Result<Tensor, Diagnostic> {
+    fn context(&mut self, _: u32, previous: &Tensor, _: bool) -> Result<Tensor, Diagnostic> {
         Ok(context(previous))
     }
 

@@ -5,22 +5,28 @@ mod support;
 use proptest::prelude::*;
 use support::{census, plan, stream, text};
 use tessera_runtime::cache::Regime;
-use tessera_runtime::decide::{ChunkRequest, Director};
+use tessera_runtime::decide::{ChunkRequest, Cut, Director};
 use tessera_runtime::wire::{
     Abort, Arg, CallAction, Commit, Context, Done, Dtype, Envelope, EnvelopeHeader, F32Bits, FIELDS, Fault,
     HEADER_BYTES, Heartbeat, HelloAck, Init, Kind, MAX_META_BYTES, MAX_TENSORS, Message, Observed, PhaseCall,
-    Progress, Ready, Refused, Role, Tensor, Tensors, WIRE_VERSION, Welcome, decode, decode_header, encode,
-    envelope_reference,
+    Progress, Ready, Refused, Reload, Role, ShardPrint, Tensor, Tensors, WIRE_VERSION, Welcome, decode,
+    decode_header, encode, envelope_reference,
 };
-use tessera_runtime::{Digest, Failure, FailureClass, Parity, ParityClass};
+use tessera_runtime::{Digest, Failure, FailureClass, Parity, ParityClass, Place};
 
 fn failure() -> Failure {
-    Failure { class: FailureClass::Drift, rank: Some(1), code: "T0744".into(), text: "output differs".into() }
+    Failure {
+        class: FailureClass::Drift,
+        rank: Some(1),
+        place: Place::Leader,
+        code: "T0744".into(),
+        text: "output differs".into(),
+    }
 }
 
 fn envelope() -> Envelope {
     let mut director = Director::new(stream(Regime::Resident)).expect("legal");
-    let request = ChunkRequest { prompt_change: true, seed: 7, cut: false };
+    let request = ChunkRequest { prompt_change: true, seed: 7, cut: Cut::None };
     let plan_of = director.next(&request, &census()).expect("planned");
     let header = EnvelopeHeader {
         version: WIRE_VERSION,
@@ -32,7 +38,7 @@ fn envelope() -> Envelope {
         cache_epoch: 0,
         deadline_ms: 5000,
     };
-    Envelope { header, meta: plan_of.meta, tensors: Tensors(vec![text(3)]) }
+    Envelope { header, meta: plan_of.meta, reload: None, tensors: Tensors(vec![text(3)]) }
 }
 
 fn every_message() -> Vec<Message> {
@@ -45,7 +51,12 @@ fn every_message() -> Vec<Message> {
         output: plan(),
         compensated: 0,
         phase_ns: vec![1, u64::MAX],
+        new_programs: 2,
+        digest_ns: 77,
+        weights: plan(),
     };
+    let print = ShardPrint { tensor: "ffn".into(), slice: "[0..4]".into(), digest: plan(), constant: true };
+    let fingerprints = vec![print];
     vec![
         Message::Welcome(Welcome {
             rank: 1,
@@ -56,6 +67,7 @@ fn every_message() -> Vec<Message> {
             payload: vec![0; 9],
         }),
         Message::Stop,
+        Message::Dump,
         Message::Init(Init {
             wire_version: WIRE_VERSION,
             build: "b".into(),
@@ -67,16 +79,22 @@ fn every_message() -> Vec<Message> {
         Message::Context(Context { call_id: 2, tensors: Tensors(vec![text(1)]) }),
         Message::Commit(Commit { call_id: 2 }),
         Message::Abort(Abort { failure: failure() }),
-        Message::HelloAck(HelloAck { build: "b".into(), plan: plan(), parity }),
+        Message::HelloAck(HelloAck {
+            build: "b".into(),
+            plan: plan(),
+            parity,
+            fingerprints: fingerprints.clone(),
+        }),
         Message::Ready(Ready { call_id: 2, predicted_state: plan(), inputs: Digest::default() }),
         Message::Refused(Refused { call_id: 2, failure: failure() }),
-        Message::Done(Box::new(Done { call_id: 2, observed, output: Tensors(vec![text(2)]) })),
-        Message::Fault(Fault {
-            class: FailureClass::Engine,
-            code: "T0745".into(),
-            text: "x".into(),
-            secondary: true,
-        }),
+        Message::Done(Box::new(Done {
+            call_id: 2,
+            cache_epoch: 1,
+            observed,
+            fingerprints,
+            output: Tensors(vec![text(2)]),
+        })),
+        Message::Fault(Fault { failure: failure(), secondary: true }),
         Message::Heartbeat(Heartbeat { mark: 1 << 40 }),
         Message::Progress(Progress {
             chunk: 1,
@@ -95,9 +113,9 @@ fn every_message_makes_the_round_trip_and_has_a_sender() {
     let all = every_message();
     assert_eq!(all.len(), Kind::ALL.len());
     for m in all {
-        let frame = encode(&m).expect("within limits");
-        assert_eq!(decode(&frame).expect("reads"), m);
-        assert_eq!(encode(&m).expect("within limits"), frame, "equal content has equal bytes");
+        let frame = encode(3, &m).expect("within limits");
+        assert_eq!(decode(&frame).expect("reads"), (3, m.clone()));
+        assert_eq!(encode(3, &m).expect("within limits"), frame, "equal content has equal bytes");
         let worker_speaks = matches!(
             m,
             Message::HelloAck(_)
@@ -112,10 +130,10 @@ fn every_message_makes_the_round_trip_and_has_a_sender() {
 
 #[test]
 fn an_unknown_version_is_refused_from_the_header_alone_with_both_versions() {
-    let mut frame = encode(&Message::Stop).expect("within limits");
+    let mut frame = encode(0, &Message::Stop).expect("within limits");
     frame[4..6].copy_from_slice(&7u16.to_le_bytes());
     // Lengths that nobody could allocate.
-    frame[8..16].fill(0xff);
+    frame[8..20].fill(0xff);
     let head: [u8; HEADER_BYTES] = frame[..HEADER_BYTES].try_into().expect("long enough");
     let d = decode_header(&head).expect_err("refused");
     assert_eq!(d.code.id, "T0701");
@@ -123,8 +141,18 @@ fn an_unknown_version_is_refused_from_the_header_alone_with_both_versions() {
 }
 
 #[test]
+fn a_reload_envelope_makes_the_round_trip() {
+    let Envelope { header, .. } = envelope();
+    let reload = Reload { source: "models/other".into(), weights: plan() };
+    let header = EnvelopeHeader { action: CallAction::Reload, ..header };
+    let e = Envelope { header, meta: None, reload: Some(reload), tensors: Tensors::default() };
+    let m = Message::Envelope(Box::new(e));
+    assert_eq!(decode(&encode(0, &m).expect("within limits")).expect("reads"), (0, m));
+}
+
+#[test]
 fn damaged_frames_are_refused_by_the_code_that_fits() {
-    let good = encode(&Message::Envelope(Box::new(envelope()))).expect("within limits");
+    let good = encode(0, &Message::Envelope(Box::new(envelope()))).expect("within limits");
     let code = |frame: &[u8]| decode(frame).expect_err("refused").code.id;
     let with = |at: usize, bytes: &[u8]| {
         let mut frame = good.clone();
@@ -133,8 +161,9 @@ fn damaged_frames_are_refused_by_the_code_that_fits() {
     };
     assert_eq!(code(&with(0, b"HTTP")), "T0702");
     assert_eq!(code(&with(6, &999u16.to_le_bytes())), "T0702");
-    assert_eq!(code(&with(8, &(MAX_META_BYTES + 1).to_le_bytes())), "T0703");
-    assert_eq!(code(&with(12, &u32::MAX.to_le_bytes())), "T0703");
+    assert_eq!(code(&with(8, &9u32.to_le_bytes())), "T0704", "the origin is covered");
+    assert_eq!(code(&with(12, &(MAX_META_BYTES + 1).to_le_bytes())), "T0703");
+    assert_eq!(code(&with(16, &u32::MAX.to_le_bytes())), "T0703");
     assert_eq!(code(&with(good.len() - 1, &[good[good.len() - 1] ^ 1])), "T0704");
     assert_eq!(code(&good[..10]), "T0702");
     assert_eq!(code(&good[..good.len() - 1]), "T0705");
@@ -143,11 +172,11 @@ fn damaged_frames_are_refused_by_the_code_that_fits() {
 
 /// Rewrites a frame's meta and puts the right lengths and checksum around it.
 fn reframe(frame: &[u8], edit: impl Fn(&mut Vec<u8>, &mut Vec<u8>)) -> Vec<u8> {
-    let meta_len = u32::from_le_bytes(frame[8..12].try_into().expect("four")) as usize;
+    let meta_len = u32::from_le_bytes(frame[12..16].try_into().expect("four")) as usize;
     let mut meta = frame[HEADER_BYTES..HEADER_BYTES + meta_len].to_vec();
     let mut tensors = frame[HEADER_BYTES + meta_len..].to_vec();
     edit(&mut meta, &mut tensors);
-    let mut head = frame[..8].to_vec();
+    let mut head = frame[..12].to_vec();
     head.extend((meta.len() as u32).to_le_bytes());
     head.extend((tensors.len() as u32).to_le_bytes());
     let sum = xxhash(&[&head[..], &meta, &tensors].concat());
@@ -160,17 +189,20 @@ fn xxhash(bytes: &[u8]) -> u64 {
 
 #[test]
 fn well_framed_nonsense_is_refused_too() {
-    let commit = encode(&Message::Commit(Commit { call_id: 1 })).expect("within limits");
+    let commit = encode(0, &Message::Commit(Commit { call_id: 1 })).expect("within limits");
     assert_eq!(reframe(&commit, |_, _| {}), commit, "the test's framing is the real one");
     let code = |frame: Vec<u8>| decode(&frame).expect_err("refused").code.id;
     assert_eq!(code(reframe(&commit, |m, _| m.push(0))), "T0705", "trailing bytes");
     assert_eq!(code(reframe(&commit, |m, _| m.clear())), "T0705", "a missing field");
     assert_eq!(code(reframe(&commit, |m, _| *m = vec![0x81, 0x00])), "T0705", "a longer integer than needed");
     assert_eq!(code(reframe(&commit, |_, t| t.push(0))), "T0706", "tensors where none may be");
-    let context = encode(&Message::Context(Context {
-        call_id: 1,
-        tensors: Tensors(vec![text(1), Tensor::from_f32("other", &[8], &[9.0; 8]).expect("fits")]),
-    }))
+    let context = encode(
+        0,
+        &Message::Context(Context {
+            call_id: 1,
+            tensors: Tensors(vec![text(1), Tensor::from_f32("other", &[8], &[9.0; 8]).expect("fits")]),
+        }),
+    )
     .expect("within limits");
     assert_eq!(code(reframe(&context, |_, t| t.rotate_left(32))), "T0706", "tensors in another order");
     assert_eq!(code(reframe(&context, |_, t| t.truncate(32))), "T0706", "a tensor that did not travel");
@@ -189,8 +221,8 @@ fn a_nan_has_one_form_on_the_wire() {
         }))
     };
     let (a, b) = (f32::from_bits(0x7fc0_0001), f32::from_bits(0xffff_ffff));
-    assert_eq!(encode(&call(a)), encode(&call(b)));
-    assert_ne!(encode(&call(0.0)), encode(&call(-0.0)));
+    assert_eq!(encode(0, &call(a)), encode(0, &call(b)));
+    assert_ne!(encode(0, &call(0.0)), encode(0, &call(-0.0)));
     assert!(F32Bits::try_from(0x7fc0_0001).is_err() && F32Bits::try_from(0x7fc0_0000).is_ok());
 }
 
@@ -203,8 +235,8 @@ fn tensors_that_do_not_fit_their_shape_or_the_limits_are_not_made() {
     assert_eq!(bf16.to_f32(), Some(vec![1.0]));
     let many = (0..=MAX_TENSORS).map(|i| Tensor::from_f32(&i.to_string(), &[1], &[0.0]).expect("fits"));
     let message = |tensors| Message::Context(Context { call_id: 1, tensors: Tensors(tensors) });
-    assert_eq!(encode(&message(many.collect())).expect_err("refused").code.id, "T0706");
-    assert_eq!(encode(&message(vec![text(1), text(1)])).expect_err("refused").code.id, "T0706");
+    assert_eq!(encode(0, &message(many.collect())).expect_err("refused").code.id, "T0706");
+    assert_eq!(encode(0, &message(vec![text(1), text(1)])).expect_err("refused").code.id, "T0706");
 }
 
 #[test]
@@ -233,23 +265,23 @@ proptest! {
         meta in proptest::collection::vec(any::<u8>(), 0..300),
         tensors in proptest::collection::vec(any::<u8>(), 0..40),
     ) {
-        let mut frame = encode(&Message::Stop).expect("within limits");
+        let mut frame = encode(0, &Message::Stop).expect("within limits");
         frame[6..8].copy_from_slice(&(Kind::ALL[kind] as u16).to_le_bytes());
         let frame = reframe(&frame, |m, t| (m.clone_from(&meta), t.clone_from(&tensors)).0);
-        if let Ok(message) = decode(&frame) {
-            prop_assert_eq!(encode(&message).expect("it was read"), frame);
+        if let Ok((origin, message)) = decode(&frame) {
+            prop_assert_eq!(encode(origin, &message).expect("it was read"), frame);
         }
     }
 
     #[test]
     fn a_flipped_byte_in_the_meta_reads_as_itself_or_not_at_all(at in 0usize..600, with in any::<u8>()) {
-        let good = encode(&Message::Envelope(Box::new(envelope()))).expect("within limits");
+        let good = encode(0, &Message::Envelope(Box::new(envelope()))).expect("within limits");
         let frame = reframe(&good, |m, _| {
             let at = at % m.len();
             m[at] = with;
         });
-        if let Ok(message) = decode(&frame) {
-            prop_assert_eq!(encode(&message).expect("it was read"), frame);
+        if let Ok((origin, message)) = decode(&frame) {
+            prop_assert_eq!(encode(origin, &message).expect("it was read"), frame);
         }
     }
 }

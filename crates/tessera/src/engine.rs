@@ -10,7 +10,7 @@ use tessera_ir::{DType, Opcode, Program};
 use tessera_mesh::Rank;
 use tessera_runtime::Digest;
 use tessera_runtime::census::{ArgKind, Census, InputFacts, ProgramFacts};
-use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, FaultKind, PhaseReport};
+use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, FaultKind, PhaseReport, ProgramCount};
 use tessera_runtime::wire::{Arg, Dtype, PhaseCall, Tensor, Tensors};
 use tessera_verify::{SealedPlan, collective_line};
 
@@ -86,6 +86,10 @@ pub struct MeshEngine {
     phases: BTreeMap<String, Phase>,
     /// Shape of the chunk's latents where this rank puts them out.
     latents: Option<Vec<u64>>,
+    count: ProgramCount,
+    /// Programs that have run.
+    ran: BTreeSet<String>,
+    warm: bool,
 }
 
 impl MeshEngine {
@@ -139,7 +143,9 @@ impl MeshEngine {
             };
             phases.insert(name.clone(), phase);
         }
-        Ok(MeshEngine { backend, phases, latents })
+        let loaded = u32::try_from(phases.len()).unwrap_or(u32::MAX);
+        let count = ProgramCount { loaded, ..ProgramCount::default() };
+        Ok(MeshEngine { backend, phases, latents, count, ran: BTreeSet::new(), warm: false })
     }
 
     /// Bytes held: weights, buffers, temporaries.
@@ -205,6 +211,10 @@ impl Engine for MeshEngine {
             Fault::Stalled(text) => EngineFault { kind: FaultKind::Stalled, ..EngineFault::failed(text) },
             Fault::Aborted(text) => EngineFault::aborted(text),
         })?;
+        if self.ran.insert(call.program.clone()) {
+            let new = if self.warm { &mut self.count.new_since_warmup } else { &mut self.count.warmed };
+            *new += 1;
+        }
         let seen = *trace.hash.finalize().as_bytes();
         if seen != phase.trace {
             return Err(EngineFault::failed(format!(
@@ -234,6 +244,14 @@ impl Engine for MeshEngine {
             return Ok(None);
         };
         Tensor::from_f32("latents", shape, values).map(Some).map_err(|d| EngineFault::failed(d.message))
+    }
+
+    fn programs(&self) -> ProgramCount {
+        self.count
+    }
+
+    fn warmed(&mut self) {
+        self.warm = true;
     }
 
     fn abort_handle(&self) -> AbortHandle {

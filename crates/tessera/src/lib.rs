@@ -24,6 +24,7 @@ pub use plan::Plan;
 pub use rank::rank_main;
 pub use tessera_mesh::Mesh;
 pub use tessera_plan::{Mapping, Numerics, Strategy};
+pub use tessera_runtime::decide::Cut;
 pub use tessera_runtime::driver::{Interrupt, StreamRequest};
 pub use tessera_runtime::{Failure, FailureClass};
 

@@ -13,11 +13,11 @@ use std::time::Duration;
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_models::Decoder;
-use tessera_runtime::Digest;
 use tessera_runtime::decide::{ChunkRequest, Director};
 use tessera_runtime::driver::{EngineEvent, EngineThread, StreamRequest};
 use tessera_runtime::engine::{AbortHandle, CallReport, ReadyCall};
 use tessera_runtime::wire::{CallMeta, Tensor, Tensors};
+use tessera_runtime::{Digest, Tripwires};
 
 use crate::plan::Plan;
 use crate::rank::Common;
@@ -83,15 +83,19 @@ pub fn run(
         if let Some(last) = last.as_ref().filter(|_| meta.recompute) {
             inputs.push(codec.context(last.chunk, &last.latents, last.opens_scene).map_err(|d| vec![d])?);
         }
-        let ready =
-            ReadyCall { call_id, action: call.action, meta: Some(meta.clone()), inputs: Tensors(inputs) };
+        let ready = ReadyCall {
+            call_id,
+            action: call.action,
+            meta: Some(meta.clone()),
+            reload: None,
+            inputs: Tensors(inputs),
+        };
         ranks.begin(&ready).map_err(|d| vec![d])?;
         if let Some(last) = last.take() {
             last.hand_over(&mut codec, &mut on).map_err(|d| vec![d])?;
         }
         let latents = ranks.end(&meta).map_err(|d| vec![d])?;
-        let opens_scene = call.chunk == 0 || meta.reset_kv;
-        last = Some(Finished { chunk: call.chunk, opens_scene, latents, meta });
+        last = Some(Finished { chunk: call.chunk, opens_scene: call.opens_scene, latents, meta });
     }
     match last {
         Some(last) => last.hand_over(&mut codec, &mut on).map_err(|d| vec![d]),
@@ -144,8 +148,9 @@ impl Ranks {
                 let _ = tell.send((rank.0, event));
             };
             let census = Arc::clone(&common.census);
-            let thread = EngineThread::spawn(rank.0, factory, census, common.stream.cache, said)
-                .map_err(|e| failed(rank, format!("no thread for it: {e}")))?;
+            let thread =
+                EngineThread::spawn(rank.0, factory, census, common.stream.cache, Tripwires::default(), said)
+                    .map_err(|e| failed(rank, format!("no thread for it: {e}")))?;
             ranks.threads.push(thread);
         }
         while ranks.aborts.len() < ranks.threads.len() {

@@ -13,7 +13,7 @@ use tessera_mesh::{Axis, Rank};
 use tessera_models::steps;
 use tessera_runtime::cache::{CacheSpec, Regime};
 use tessera_runtime::census::Census;
-use tessera_runtime::decide::{Step, StreamSpec};
+use tessera_runtime::decide::{Cut, Step, StreamSpec};
 use tessera_runtime::driver::{
     EngineFactory, Joined, LeaderParts, RecordEntry, StreamRequest, WorkerParts, exit, join, run_leader,
     run_worker,
@@ -21,7 +21,7 @@ use tessera_runtime::driver::{
 use tessera_runtime::engine::{Engine, Studio};
 use tessera_runtime::leader::LeaderConfig;
 use tessera_runtime::worker::WorkerConfig;
-use tessera_runtime::{Digest, Failure, FailureClass, Limits, Parity, ParityClass};
+use tessera_runtime::{Digest, Failure, FailureClass, Limits, Parity, ParityClass, Tripwires};
 
 use crate::engine::{MeshEngine, census};
 use crate::plan::Plan;
@@ -70,7 +70,8 @@ impl Orders {
     fn request(&self, chunk: u32) -> StreamRequest {
         let prompt = self.prompts.iter().rev().find(|(c, _)| *c == chunk).map(|(_, p)| p.clone());
         let asked = self.asked(chunk);
-        StreamRequest { prompt, seed: asked.seed, cut: asked.cut }
+        let cut = if asked.cut { Cut::Ordered } else { Cut::None };
+        StreamRequest { prompt, seed: asked.seed, cut }
     }
 }
 
@@ -159,6 +160,7 @@ impl Common {
             cache: self.stream.cache,
             limits: self.limits.clone(),
             delivers: rank.0 == 0,
+            tripwires: Tripwires::default(),
         }
     }
 
@@ -257,6 +259,7 @@ fn lead_with(
         census: Arc::clone(&common.census),
         stream: common.stream.clone(),
         limits: common.limits.clone(),
+        tripwires: Tripwires::default(),
     };
     let arenas = std::mem::take(&mut joined.extras);
     let engine = common.engine(Rank(0), &orders.model, orders.threads, arenas);
@@ -284,6 +287,13 @@ fn lead_with(
                 }
                 RecordEntry::Note(note) => record.event("note", note),
                 RecordEntry::Failed(f) => record.event("failed", &f.text),
+                RecordEntry::Dropped { request, epoch, why, .. } => {
+                    record.event("dropped", &format!("request {request} of epoch {epoch}: {why}"))
+                }
+                RecordEntry::Lost { call_id, chunk, epoch, ready, done } => record.event(
+                    "lost",
+                    &format!("call {call_id}, chunk {chunk}, epoch {epoch}: ready {ready:?}, done {done:?}"),
+                ),
             };
         })
     };

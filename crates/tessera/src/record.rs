@@ -101,7 +101,9 @@ impl RecordWriter {
 
     /// Every rank finished a call. Phases are laid end to end from its commit: ranks send durations, not clocks.
     pub(crate) fn call(&mut self, call: &CallRecord, asked: &Asked) {
-        let Some(meta) = &call.plan.meta else { return };
+        let Some(meta) = call.plan.meta.as_ref().filter(|_| call.request.is_some() && !call.discarded) else {
+            return;
+        };
         if let Some(n) = call.observed.values().map(|o| o.compensated).max().filter(|n| *n > 0) {
             // What cannot be written here cannot be delivered either: the delivery reports it.
             let _ = self.event(

@@ -30,8 +30,6 @@ pub(crate) const CLIP: &str = "clip.png";
 pub(crate) struct Reel {
     codec: Codec,
     out: Out,
-    /// First chunks of scenes.
-    scenes: Vec<u32>,
     /// Chunks asked for.
     chunks: u32,
     record: Arc<Mutex<RecordWriter>>,
@@ -47,7 +45,6 @@ impl Reel {
         Ok(Reel {
             codec: Codec::load(plan, words)?,
             out: Out::create(&plan.video, &orders.out, orders.png)?,
-            scenes: std::iter::once(0).chain(orders.cuts.iter().copied()).collect(),
             chunks: orders.chunks,
             record,
         })
@@ -59,9 +56,8 @@ impl Studio for Reel {
         self.codec.text(prompt)
     }
 
-    fn context(&mut self, chunk: u32, previous: &Tensor) -> Result<Tensor, Diagnostic> {
-        let before = chunk.saturating_sub(1);
-        self.codec.context(before, previous, self.scenes.contains(&before))
+    fn context(&mut self, chunk: u32, previous: &Tensor, opens_scene: bool) -> Result<Tensor, Diagnostic> {
+        self.codec.context(chunk.saturating_sub(1), previous, opens_scene)
     }
 
     fn deliver(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic> {

@@ -62,6 +62,7 @@ fn stream(
 const ONE: (&str, Strategy) = ("tp=1", Strategy::Ulysses);
 
 fn ask(prompt: Option<Prompt>, seed: u64, cut: bool) -> StreamRequest {
+    let cut = if cut { tessera::Cut::Ordered } else { tessera::Cut::None };
     StreamRequest { prompt: prompt.map(Prompt::text), seed, cut }
 }
 

@@ -10,6 +10,8 @@ use tessera_base::Diagnostic;
 use crate::cache::{Cache, CacheSpec};
 use crate::census::Census;
 use crate::engine::{AbortHandle, CallReport, Engine, EngineFault, ReadyCall, T0745, run_call};
+use crate::tripwire::Tripwires;
+use crate::wire::ShardPrint;
 use crate::worker::load_failure;
 use crate::{Failure, FailureClass, Parity};
 
@@ -17,6 +19,7 @@ use crate::{Failure, FailureClass, Parity};
 pub type EngineFactory = Box<dyn FnOnce() -> Result<(Box<dyn Engine>, Parity), Diagnostic> + Send>;
 
 /// What the thread tells.
+#[allow(clippy::large_enum_variant, reason = "one event per call")]
 pub enum EngineEvent {
     /// The engine is made.
     Loaded {
@@ -24,6 +27,8 @@ pub enum EngineEvent {
         abort: AbortHandle,
         /// What it adds to the parity table.
         parity: Parity,
+        /// What it holds of the weights.
+        fingerprints: Vec<ShardPrint>,
     },
     /// The engine could not be made; the thread has ended.
     NotLoaded(Failure),
@@ -47,6 +52,7 @@ impl EngineThread {
         factory: EngineFactory,
         census: Arc<Census>,
         cache: CacheSpec,
+        tripwires: Tripwires,
         tell: impl Fn(EngineEvent) + Send + 'static,
     ) -> std::io::Result<EngineThread> {
         let (calls, inbox) = sync_channel::<Box<ReadyCall>>(1);
@@ -71,11 +77,12 @@ impl EngineThread {
                 Ok(cache) => cache,
                 Err(d) => return tell(EngineEvent::NotLoaded(load_failure(rank, &d))),
             };
-            tell(EngineEvent::Loaded { abort: engine.abort_handle(), parity });
+            let (abort, fingerprints) = (engine.abort_handle(), engine.fingerprints());
+            tell(EngineEvent::Loaded { abort, parity, fingerprints });
             while let Ok(call) = inbox.recv() {
                 let progress = |m: u64| shared.store(m, Ordering::Relaxed);
                 let ran = catch_unwind(AssertUnwindSafe(|| {
-                    run_call(engine.as_mut(), &call, &census, &mut cache, &progress)
+                    run_call(engine.as_mut(), &call, &census, &mut cache, &tripwires, &progress)
                 }));
                 let outcome = ran.unwrap_or_else(|panic| {
                     Err(EngineFault::failed(format!("the engine panicked: {}", panic_text(&*panic))))

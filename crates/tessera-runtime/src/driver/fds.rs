@@ -14,7 +14,7 @@ use tessera_base::Diagnostic;
 
 use super::T0750;
 use super::link::{self, LinkEnd};
-use crate::wire::{self, HEADER_BYTES, Message, Welcome};
+use crate::wire::{self, HEADER_BYTES, LAUNCHER, Message, Welcome};
 
 /// The kernel's limit on descriptors in one message.
 pub(crate) const MAX_FDS: usize = 253;
@@ -55,7 +55,7 @@ pub(crate) fn send_welcome(
             .at(format!("rank {}", welcome.rank), format!("{} descriptors", fds.len()))
             .at("limit", MAX_FDS.to_string()));
     }
-    let frame = wire::encode(&Message::Welcome(welcome))?;
+    let frame = wire::encode(LAUNCHER, &Message::Welcome(welcome))?;
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(fds)) {
@@ -89,8 +89,8 @@ pub(crate) fn receive_welcome(mut stream: UnixStream) -> Result<Joined, Diagnost
         }
     }
     let welcome = match link::receive_rest(&head, &mut stream) {
-        Ok(Message::Welcome(w)) => w,
-        Ok(other) => {
+        Ok((_, Message::Welcome(w))) => w,
+        Ok((_, other)) => {
             return Err(Diagnostic::error(
                 &T0750,
                 format!("a {:?} came instead of the welcome", other.kind()),

@@ -17,7 +17,7 @@ use super::fds::{failed, send_welcome};
 use super::link::{self, LinkEnd, spawn_reader};
 use crate::leader::T0743;
 use crate::limits::AwakeClock;
-use crate::wire::{self, Message, Progress, Welcome};
+use crate::wire::{self, LAUNCHER, Message, Progress, Welcome};
 use crate::worker::T0742;
 use crate::{Failure, FailureClass, Limits};
 
@@ -287,7 +287,9 @@ fn watch(
         }
         if interrupt.count() > 0 && !stop_sent {
             stop_sent = true;
-            drop(wire::encode(&Message::Stop).map(|frame| link::send(&ranks.list[0].socket, &frame)));
+            drop(
+                wire::encode(LAUNCHER, &Message::Stop).map(|frame| link::send(&ranks.list[0].socket, &frame)),
+            );
         }
         let silent = heard_ns.is_some_and(|h| now_ns.saturating_sub(h) > spec.limits.stale_ns);
         if silent && failure.is_none() && !finished && !leader_closed {
@@ -348,7 +350,7 @@ fn read_leader(stream: UnixStream) -> std::io::Result<Receiver<Report>> {
     let (tx, rx) = sync_channel(super::worker_process::EVENTS);
     spawn_reader("from leader".into(), stream, move |message| {
         tx.send(match message {
-            Ok(message) => Report::Message(message),
+            Ok((_, message)) => Report::Message(message),
             Err(end) => Report::Ended(end),
         })
         .is_ok()

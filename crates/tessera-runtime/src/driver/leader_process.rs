@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
 use std::time::{Duration, Instant};
 
@@ -45,6 +47,30 @@ pub enum RecordEntry<'a> {
     Call(&'a CallRecord),
     /// Worth knowing.
     Note(&'a str),
+    /// A request or a finished chunk was given up for a hard cut.
+    Dropped {
+        /// The request, counted from 0.
+        request: u64,
+        /// Its chunk, if it had become one.
+        chunk: Option<u32>,
+        /// The life of the caches that is over.
+        epoch: u32,
+        /// Where it was.
+        why: &'static str,
+    },
+    /// A call was open when the run failed.
+    Lost {
+        /// Its id.
+        call_id: u64,
+        /// Its chunk.
+        chunk: u32,
+        /// Its life of the caches.
+        epoch: u32,
+        /// Ranks that were ready.
+        ready: &'a [u32],
+        /// Ranks that had finished.
+        done: &'a [u32],
+    },
     /// The run failed.
     Failed(&'a Failure),
 }
@@ -73,6 +99,8 @@ struct Process {
     launcher: UnixStream,
     inbox: Receiver<Input>,
     studio: SyncSender<StudioCommand>,
+    /// Chunks of an epoch below this one are not written any more.
+    fence: Arc<AtomicU32>,
     permits: SyncSender<()>,
     intake: Intake,
     record: Box<dyn FnMut(RecordEntry<'_>)>,
@@ -117,7 +145,7 @@ impl Process {
             let events = events.clone();
             spawn_reader(format!("from rank {rank}"), reading, move |message| {
                 let event = match message {
-                    Ok(message) => leader::Event::Message { rank, message },
+                    Ok((origin, message)) => leader::Event::Message { rank: origin, message },
                     Err(LinkEnd::Closed(how)) => leader::Event::Gone { rank, how },
                     Err(LinkEnd::Broken(d)) => {
                         leader::Event::Failed(Failure { rank: Some(rank), ..broken(&d) })
@@ -134,7 +162,7 @@ impl Process {
         let tell = events.clone();
         spawn_reader("from launcher".into(), reading, move |message| {
             let event = match message {
-                Ok(Message::Stop) => leader::Event::Stop,
+                Ok((_, Message::Stop)) => leader::Event::Stop,
                 Ok(_) | Err(_) => leader::Event::LauncherGone,
             };
             tell.send(Input::Leader(event)).is_ok()
@@ -146,21 +174,29 @@ impl Process {
                 let rank = config.rank;
                 let machine = Worker::new(config.clone())?;
                 let tell = events.clone();
-                let thread = EngineThread::spawn(rank, factory, config.census, config.cache, move |event| {
-                    let _ = tell.send(match event {
-                        EngineEvent::Loaded { abort, parity } => {
-                            Input::Loaded(abort, worker::Event::EngineReady(parity))
-                        }
-                        EngineEvent::NotLoaded(f) => Input::Local(worker::Event::EngineFailed(f)),
-                        EngineEvent::Ended(outcome) => Input::Local(worker::Event::CallEnded(outcome)),
-                    });
-                })
+                let thread = EngineThread::spawn(
+                    rank,
+                    factory,
+                    config.census,
+                    config.cache,
+                    config.tripwires,
+                    move |event| {
+                        let _ = tell.send(match event {
+                            EngineEvent::Loaded { abort, parity, fingerprints } => {
+                                Input::Loaded(abort, worker::Event::EngineReady { parity, fingerprints })
+                            }
+                            EngineEvent::NotLoaded(f) => Input::Local(worker::Event::EngineFailed(f)),
+                            EngineEvent::Ended(outcome) => Input::Local(worker::Event::CallEnded(outcome)),
+                        });
+                    },
+                )
                 .map_err(|e| io("engine thread", &e))?;
                 Some((machine, thread, rank))
             }
         };
         let tell = events.clone();
-        let studio = spawn_studio(studio, Leader::studio_depth(&limits), move |event| {
+        let fence = Arc::new(AtomicU32::new(0));
+        let studio = spawn_studio(studio, Leader::studio_depth(&limits), Arc::clone(&fence), move |event| {
             let _ = tell.send(Input::Studio(event));
         })
         .map_err(|e| io("studio thread", &e))?;
@@ -176,6 +212,7 @@ impl Process {
             launcher: joined.launcher,
             inbox,
             studio,
+            fence,
             permits,
             intake: Intake::default(),
             record,
@@ -233,7 +270,7 @@ impl Process {
     fn act(&mut self, action: leader::Action) {
         match action {
             leader::Action::Broadcast(message) => {
-                match wire::encode(&message) {
+                match wire::encode(0, &message) {
                     Ok(frame) => {
                         for (rank, stream) in &self.peers {
                             if let Err(e) = link::send(stream, &frame) {
@@ -251,11 +288,18 @@ impl Process {
                     self.queue.push_back(Input::Local(worker::Event::Message(message)));
                 }
             }
-            leader::Action::MakeContext { chunk, previous } => {
-                self.command(StudioCommand::Context { chunk, previous });
+            leader::Action::MakeContext { chunk, previous, opens_scene } => {
+                self.command(StudioCommand::Context { chunk, previous, opens_scene });
             }
-            leader::Action::Deliver { chunk, latents } => {
-                self.command(StudioCommand::Deliver { chunk, latents });
+            leader::Action::Deliver { chunk, epoch, latents } => {
+                self.command(StudioCommand::Deliver { chunk, epoch, latents });
+            }
+            leader::Action::Fence { epoch } => self.fence.store(epoch, Ordering::Release),
+            leader::Action::Dropped { request, chunk, epoch, why } => {
+                (self.record)(RecordEntry::Dropped { request, chunk, epoch, why });
+            }
+            leader::Action::Lost { call_id, chunk, epoch, ready, done } => {
+                (self.record)(RecordEntry::Lost { call_id, chunk, epoch, ready: &ready, done: &done });
             }
             leader::Action::Record(record) => (self.record)(RecordEntry::Call(&record)),
             leader::Action::Note(note) => (self.record)(RecordEntry::Note(&note)),
@@ -331,6 +375,9 @@ impl Process {
             StudioEvent::Delivered { chunk, frames } => {
                 self.queue.push_back(Input::Leader(leader::Event::Delivered { chunk, frames }));
             }
+            StudioEvent::Discarded { chunk } => {
+                self.queue.push_back(Input::Leader(leader::Event::Discarded { chunk }));
+            }
             StudioEvent::Finished => {}
             StudioEvent::Failed(failure) => {
                 self.queue.push_back(Input::Leader(leader::Event::Failed(failure)));
@@ -357,7 +404,7 @@ impl Process {
 
     fn report(&self, message: &Message) {
         // A launcher that cannot be written to is one whose socket is about to report its end.
-        drop(wire::encode(message).map(|frame| link::send(&self.launcher, &frame)));
+        drop(wire::encode(0, message).map(|frame| link::send(&self.launcher, &frame)));
     }
 
     fn close(mut self, outcome: Option<Failure>) -> Option<Failure> {

@@ -27,25 +27,29 @@ pub(crate) fn send(mut stream: &UnixStream, frame: &[u8]) -> std::io::Result<()>
     stream.write_all(frame)
 }
 
-pub(crate) fn receive(stream: &mut impl Read) -> Result<Message, LinkEnd> {
+/// A frame's origin and message.
+pub(crate) fn receive(stream: &mut impl Read) -> Result<(u32, Message), LinkEnd> {
     let mut head = [0; HEADER_BYTES];
     stream.read_exact(&mut head).map_err(|e| closed(&e))?;
     receive_rest(&head, stream)
 }
 
 /// Reads the body of a frame whose header came another way.
-pub(crate) fn receive_rest(head: &[u8; HEADER_BYTES], stream: &mut impl Read) -> Result<Message, LinkEnd> {
+pub(crate) fn receive_rest(
+    head: &[u8; HEADER_BYTES],
+    stream: &mut impl Read,
+) -> Result<(u32, Message), LinkEnd> {
     let header = decode_header(head).map_err(LinkEnd::Broken)?;
     let mut body = vec![0; header.body_bytes()];
     stream.read_exact(&mut body).map_err(|e| closed(&e))?;
-    decode_body(&header, &body).map_err(LinkEnd::Broken)
+    decode_body(&header, &body).map(|message| (header.origin, message)).map_err(LinkEnd::Broken)
 }
 
 /// Reads on a thread until the peer is gone. `deliver` returns false to stop.
 pub(crate) fn spawn_reader(
     name: String,
     mut stream: UnixStream,
-    deliver: impl Fn(Result<Message, LinkEnd>) -> bool + Send + 'static,
+    deliver: impl Fn(Result<(u32, Message), LinkEnd>) -> bool + Send + 'static,
 ) -> std::io::Result<()> {
     thread::Builder::new()
         .name(name)

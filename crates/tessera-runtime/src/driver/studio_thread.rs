@@ -1,11 +1,14 @@
 //! The thread on which the leader embeds prompts, makes contexts, decodes and writes, beside the running call.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 
 use tessera_base::Diagnostic;
 
 use super::engine_thread::panic_text;
+use crate::decide::Cut;
 use crate::engine::Studio;
 use crate::leader::T0748;
 use crate::wire::Tensor;
@@ -22,13 +25,13 @@ pub struct StreamRequest {
     /// Seed of the chunk's random draws.
     pub seed: u64,
     /// Hard cut before this chunk.
-    pub cut: bool,
+    pub cut: Cut,
 }
 
 pub(crate) enum StudioCommand {
     Text { prompt: String },
-    Context { chunk: u32, previous: Tensor },
-    Deliver { chunk: u32, latents: Tensor },
+    Context { chunk: u32, previous: Tensor, opens_scene: bool },
+    Deliver { chunk: u32, epoch: u32, latents: Tensor },
     Finish,
 }
 
@@ -36,14 +39,16 @@ pub(crate) enum StudioEvent {
     Text(Tensor),
     Context { chunk: u32, tensor: Tensor },
     Delivered { chunk: u32, frames: u32 },
+    Discarded { chunk: u32 },
     Finished,
     Failed(Failure),
 }
 
-/// Starts the thread; its queue holds `depth` commands.
+/// Starts the thread; its queue holds `depth` commands. Chunks of an epoch below `fence` are not written.
 pub(crate) fn spawn_studio(
     factory: StudioFactory,
     depth: usize,
+    fence: Arc<AtomicU32>,
     tell: impl Fn(StudioEvent) + Send + 'static,
 ) -> std::io::Result<SyncSender<StudioCommand>> {
     let (commands, inbox) = sync_channel::<StudioCommand>(depth);
@@ -58,11 +63,16 @@ pub(crate) fn spawn_studio(
                     StudioCommand::Text { prompt } => {
                         (FailureClass::Preflight, studio.text(&prompt).map(StudioEvent::Text))
                     }
-                    StudioCommand::Context { chunk, previous } => (
+                    StudioCommand::Context { chunk, previous, opens_scene } => (
                         FailureClass::Output,
-                        studio.context(chunk, &previous).map(|tensor| StudioEvent::Context { chunk, tensor }),
+                        studio
+                            .context(chunk, &previous, opens_scene)
+                            .map(|tensor| StudioEvent::Context { chunk, tensor }),
                     ),
-                    StudioCommand::Deliver { chunk, latents } => (
+                    StudioCommand::Deliver { chunk, epoch, .. } if epoch < fence.load(Ordering::Acquire) => {
+                        (FailureClass::Output, Ok(StudioEvent::Discarded { chunk }))
+                    }
+                    StudioCommand::Deliver { chunk, latents, .. } => (
                         FailureClass::Output,
                         studio
                             .deliver(chunk, &latents)

@@ -11,6 +11,7 @@ use super::exit::exit_within;
 use super::fds::{Joined, failed};
 use super::link::{self, LinkEnd, spawn_reader};
 use crate::engine::AbortHandle;
+use crate::tripwire::Place;
 use crate::wire;
 use crate::worker::{Action, Event, Worker, WorkerConfig};
 use crate::{Failure, FailureClass};
@@ -56,14 +57,14 @@ pub fn run_worker(joined: Joined, parts: WorkerParts) -> Result<Option<Failure>,
     read_launcher(joined.launcher, events.clone()).map_err(|e| io("launcher socket", &e))?;
     let tell = move |event| {
         let _ = events.send(match event {
-            EngineEvent::Loaded { abort, parity } => {
-                Input::Loaded { abort, event: Event::EngineReady(parity) }
+            EngineEvent::Loaded { abort, parity, fingerprints } => {
+                Input::Loaded { abort, event: Event::EngineReady { parity, fingerprints } }
             }
             EngineEvent::NotLoaded(failure) => Input::Machine(Event::EngineFailed(failure)),
             EngineEvent::Ended(outcome) => Input::Machine(Event::CallEnded(outcome)),
         });
     };
-    let engine = EngineThread::spawn(rank, engine, config.census, config.cache, tell)
+    let engine = EngineThread::spawn(rank, engine, config.census, config.cache, config.tripwires, tell)
         .map_err(|e| io("engine thread", &e))?;
 
     let mut abort: Option<AbortHandle> = None;
@@ -87,7 +88,7 @@ pub fn run_worker(joined: Joined, parts: WorkerParts) -> Result<Option<Failure>,
         for action in actions {
             match action {
                 // A leader that cannot be written to is one whose socket is about to report its end.
-                Action::Send(message) => drop(wire::encode(&message).map(|f| link::send(&leader, &f))),
+                Action::Send(message) => drop(wire::encode(rank, &message).map(|f| link::send(&leader, &f))),
                 Action::Run(call) => running = engine.run(call),
                 Action::AbortEngine => {
                     if let Some(abort) = &abort {
@@ -116,9 +117,9 @@ pub fn run_worker(joined: Joined, parts: WorkerParts) -> Result<Option<Failure>,
 fn read_leader(stream: std::os::unix::net::UnixStream, events: SyncSender<Input>) -> std::io::Result<()> {
     spawn_reader("from leader".into(), stream, move |message| {
         let event = match message {
-            Ok(message) => Event::Message(message),
+            Ok((_, message)) => Event::Message(message),
             Err(LinkEnd::Closed(how)) => Event::LeaderGone(how),
-            Err(LinkEnd::Broken(d)) => Event::EngineFailed(broken(&d)),
+            Err(LinkEnd::Broken(d)) => Event::EngineFailed(broken(&d).at(Place::Worker)),
         };
         events.send(Input::Machine(event)).is_ok()
     })

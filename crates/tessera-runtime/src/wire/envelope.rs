@@ -14,8 +14,10 @@ pub enum CallAction {
     Infer,
     /// A hard cut without producing a chunk.
     Reset,
-    /// Reserved for exchanging weights; refused by every rank of this version.
+    /// Exchange the weights on every rank, between the same two calls; a hard cut as well.
     Reload,
+    /// Run every program once before the first request; the first id of a session.
+    Warmup,
     /// End the session; the last id of it.
     Shutdown,
 }
@@ -29,6 +31,7 @@ impl CallAction {
             CallAction::Infer => "INFER",
             CallAction::Reset => "RESET",
             CallAction::Reload => "RELOAD",
+            CallAction::Warmup => "WARMUP",
             CallAction::Shutdown => "SHUTDOWN",
         }
     }
@@ -55,7 +58,7 @@ pub struct EnvelopeHeader {
     pub deadline_ms: u32,
 }
 
-/// The payload of an `INFER` envelope.
+/// The payload of an `INFER` or `WARMUP` envelope.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallMeta {
     /// Denoise steps.
@@ -86,13 +89,24 @@ pub struct CallMeta {
     pub predicted_state: Digest,
 }
 
+/// The payload of a `RELOAD` envelope.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reload {
+    /// Where the weights are, in the words of the door; the same on every rank.
+    pub source: String,
+    /// Digest of the weights as a whole, which every rank must find there.
+    pub weights: Digest,
+}
+
 /// One envelope. The context tensor of a recompute call follows in a message of its own.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Envelope {
     /// Always there.
     pub header: EnvelopeHeader,
-    /// There for `INFER` and for nothing else.
+    /// There for `INFER` and `WARMUP` and for nothing else.
     pub meta: Option<CallMeta>,
+    /// There for `RELOAD` and for nothing else.
+    pub reload: Option<Reload>,
     /// What the manifest lists.
     pub tensors: Tensors,
 }

@@ -29,14 +29,14 @@ const fn field(
 #[rustfmt::skip]
 pub const FIELDS: &[Field] = &[
     field("version", "u16", "always", "Fields and their meaning are never guessed across versions", "T0701"),
-    field("action", "enum", "always", "NOOP, INFER, RESET, SHUTDOWN; RELOAD is reserved", "T0733"),
+    field("action", "enum", "always", "NOOP, INFER, RESET, RELOAD, WARMUP or SHUTDOWN, each in its place", "T0733"),
     field("plan", "digest", "always", "What a rank runs is compared with one sealed plan", "T0731"),
     field("session", "u64", "always", "A process of an earlier run cannot speak into this one", "T0731"),
     field("call_id", "u64", "always", "Grows by one over all actions, so nothing is lost or handled twice", "T0730"),
     field("chunk", "u32", "always", "Names the output and the random draws", "T0712"),
-    field("cache_epoch", "u32", "always", "Grows at a hard cut and at nothing else", "T0712"),
+    field("cache_epoch", "u32", "always", "Grows at a hard cut, a reset or a reload and at nothing else", "T0712"),
     field("deadline_ms", "u32", "always, not 0", "Every wait has a limit", "T0732"),
-    field("meta", "struct", "INFER, nothing else", "The leader's decisions; no action without payload carries any", "T0732"),
+    field("meta", "struct", "INFER and WARMUP, nothing else", "The leader's decisions; no action without payload carries any", "T0732"),
     field("n_steps", "u32", "INFER", "Denoise passes of the call", "T0732"),
     field("expected_generator_calls", "u32", "INFER", "A rank that would run one more or one less stops before the first extra collective", "T0734"),
     field("expected_collectives", "u64", "INFER", "Compared with what each rank issued", "T0734"),
@@ -50,6 +50,7 @@ pub const FIELDS: &[Field] = &[
     field("kv_bias", "f32 bits", "INFER, finite and above 0", "Selects the weight of context keys", "T0732"),
     field("phases", "list of (program, scalars)", "INFER", "What runs, in order; a program outside the seal is refused", "T0722"),
     field("predicted_state", "digest", "INFER", "Leader and rank predict the same cache state", "T0712"),
+    field("reload", "struct", "RELOAD, nothing else", "Source and digest of the weights that every rank loads between the same two calls", "T0732"),
     field("text", "tensor", "reset_cross", "Prompt embedding, on change only", "T0735"),
     field("context", "tensor, in a second message", "recompute", "Context latents; depend on the previous chunk's output", "T0735"),
 ];

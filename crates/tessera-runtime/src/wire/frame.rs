@@ -1,13 +1,14 @@
-//! Frames: 24 bytes of header, meta bytes, tensor bytes.
+//! Frames: 28 bytes of header, meta bytes, tensor bytes.
 //!
 //! | bytes | field |
 //! | --- | --- |
 //! | 0..4 | magic |
 //! | 4..6 | wire version, little-endian as all that follows |
 //! | 6..8 | kind |
-//! | 8..12 | length of meta |
-//! | 12..16 | length of tensors |
-//! | 16..24 | xxh3 of bytes 0..16, meta and tensors |
+//! | 8..12 | origin: the rank that made the frame, whoever passes it on |
+//! | 12..16 | length of meta |
+//! | 16..20 | length of tensors |
+//! | 20..28 | xxh3 of bytes 0..20, meta and tensors |
 
 use serde::{Serialize, de::DeserializeOwned};
 use tessera_base::{Code, Diagnostic};
@@ -17,7 +18,7 @@ use super::message::Kind;
 use super::tensor::{T0706, check_manifest};
 use super::{
     CallMeta, Context, Done, Envelope, EnvelopeHeader, HEADER_BYTES, MAGIC, MAX_META_BYTES, MAX_TENSOR_BYTES,
-    Message, Observed, TensorSpec, Tensors, WIRE_VERSION,
+    Message, Observed, Reload, ShardPrint, TensorSpec, Tensors, WIRE_VERSION,
 };
 use crate::digest::canonical_bytes;
 
@@ -68,13 +69,18 @@ frame whose checksum happens to match.",
 pub struct FrameHeader {
     /// What the frame is.
     pub kind: Kind,
+    /// The rank that made it; [`LAUNCHER`](super::LAUNCHER) for the launching process.
+    pub origin: u32,
     /// Length of the meta.
     pub meta_bytes: u32,
     /// Length of the tensors.
     pub tensor_bytes: u32,
     checksum: u64,
-    head: [u8; 16],
+    head: [u8; HEAD_BYTES],
 }
+
+/// Header bytes before the checksum.
+const HEAD_BYTES: usize = HEADER_BYTES - 8;
 
 impl FrameHeader {
     /// Bytes that follow the header.
@@ -84,21 +90,26 @@ impl FrameHeader {
     }
 }
 
-/// Writes a message as one frame. Refused before a byte exists if it is over a limit.
-pub fn encode(message: &Message) -> Result<Vec<u8>, Diagnostic> {
+/// Writes a message of `origin` as one frame. Refused before a byte exists if it is over a limit.
+pub fn encode(origin: u32, message: &Message) -> Result<Vec<u8>, Diagnostic> {
     let none = Tensors::default();
     let (meta, tensors) = match message {
         Message::Welcome(m) => (canonical_bytes(m), &none),
-        Message::Stop | Message::Finished => (Vec::new(), &none),
+        Message::Stop | Message::Dump | Message::Finished => (Vec::new(), &none),
         Message::Init(m) => (canonical_bytes(m), &none),
-        Message::Envelope(m) => (canonical_bytes(&(&m.header, &m.meta, m.tensors.specs())), &m.tensors),
+        Message::Envelope(m) => {
+            (canonical_bytes(&(&m.header, &m.meta, &m.reload, m.tensors.specs())), &m.tensors)
+        }
         Message::Context(m) => (canonical_bytes(&(m.call_id, m.tensors.specs())), &m.tensors),
         Message::Commit(m) => (canonical_bytes(m), &none),
         Message::Abort(m) => (canonical_bytes(m), &none),
         Message::HelloAck(m) => (canonical_bytes(m), &none),
         Message::Ready(m) => (canonical_bytes(m), &none),
         Message::Refused(m) => (canonical_bytes(m), &none),
-        Message::Done(m) => (canonical_bytes(&(m.call_id, &m.observed, m.output.specs())), &m.output),
+        Message::Done(m) => {
+            let rest = (&m.observed, &m.fingerprints, m.output.specs());
+            (canonical_bytes(&(m.call_id, m.cache_epoch, rest)), &m.output)
+        }
         Message::Fault(m) => (canonical_bytes(m), &none),
         Message::Heartbeat(m) => (canonical_bytes(m), &none),
         Message::Progress(m) => (canonical_bytes(m), &none),
@@ -111,6 +122,7 @@ pub fn encode(message: &Message) -> Result<Vec<u8>, Diagnostic> {
     frame.extend_from_slice(&MAGIC);
     frame.extend_from_slice(&WIRE_VERSION.to_le_bytes());
     frame.extend_from_slice(&(message.kind() as u16).to_le_bytes());
+    frame.extend_from_slice(&origin.to_le_bytes());
     frame.extend_from_slice(&meta_bytes.to_le_bytes());
     frame.extend_from_slice(&tensor_bytes.to_le_bytes());
     let checksum_at = frame.len();
@@ -126,8 +138,8 @@ pub fn encode(message: &Message) -> Result<Vec<u8>, Diagnostic> {
 
 /// Reads a header. Nothing of the frame's size has been allocated yet.
 pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<FrameHeader, Diagnostic> {
-    let mut head = [0; 16];
-    head.copy_from_slice(&bytes[..16]);
+    let mut head = [0; HEAD_BYTES];
+    head.copy_from_slice(&bytes[..HEAD_BYTES]);
     let u16_at = |i: usize| u16::from_le_bytes([bytes[i], bytes[i + 1]]);
     let u32_at = |i: usize| u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
     if head[..4] != MAGIC {
@@ -148,11 +160,12 @@ pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<FrameHeader, Diagnost
     let Some(kind) = Kind::from_u16(u16_at(6)) else {
         return Err(Diagnostic::error(&T0702, format!("unknown message kind {}", u16_at(6))));
     };
-    let meta_bytes = within("meta", u64::from(u32_at(8)), MAX_META_BYTES)?;
-    let tensor_bytes = within("tensors", u64::from(u32_at(12)), MAX_TENSOR_BYTES)?;
+    let meta_bytes = within("meta", u64::from(u32_at(12)), MAX_META_BYTES)?;
+    let tensor_bytes = within("tensors", u64::from(u32_at(16)), MAX_TENSOR_BYTES)?;
     let mut sum = [0; 8];
-    sum.copy_from_slice(&bytes[16..]);
-    Ok(FrameHeader { kind, meta_bytes, tensor_bytes, checksum: u64::from_le_bytes(sum), head })
+    sum.copy_from_slice(&bytes[HEAD_BYTES..]);
+    let checksum = u64::from_le_bytes(sum);
+    Ok(FrameHeader { kind, origin: u32_at(8), meta_bytes, tensor_bytes, checksum, head })
 }
 
 /// Reads what follows a header.
@@ -177,12 +190,13 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
     Ok(match kind {
         Kind::Welcome => Message::Welcome(read(kind, meta)?),
         Kind::Stop => empty(kind, meta, Message::Stop)?,
+        Kind::Dump => empty(kind, meta, Message::Dump)?,
         Kind::Init => Message::Init(read(kind, meta)?),
         Kind::Envelope => {
-            let (header, meta, specs): (EnvelopeHeader, Option<CallMeta>, Vec<TensorSpec>) =
-                read(kind, meta)?;
+            type Parts = (EnvelopeHeader, Option<CallMeta>, Option<Reload>, Vec<TensorSpec>);
+            let (header, meta, reload, specs): Parts = read(kind, meta)?;
             let tensors = Tensors::cut(specs, tensors)?;
-            Message::Envelope(Box::new(Envelope { header, meta, tensors }))
+            Message::Envelope(Box::new(Envelope { header, meta, reload, tensors }))
         }
         Kind::Context => {
             let (call_id, specs): (u64, Vec<TensorSpec>) = read(kind, meta)?;
@@ -194,8 +208,10 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
         Kind::Ready => Message::Ready(read(kind, meta)?),
         Kind::Refused => Message::Refused(read(kind, meta)?),
         Kind::Done => {
-            let (call_id, observed, specs): (u64, Observed, Vec<TensorSpec>) = read(kind, meta)?;
-            Message::Done(Box::new(Done { call_id, observed, output: Tensors::cut(specs, tensors)? }))
+            type Parts = (u64, u32, (Observed, Vec<ShardPrint>, Vec<TensorSpec>));
+            let (call_id, cache_epoch, (observed, fingerprints, specs)): Parts = read(kind, meta)?;
+            let output = Tensors::cut(specs, tensors)?;
+            Message::Done(Box::new(Done { call_id, cache_epoch, observed, fingerprints, output }))
         }
         Kind::Fault => Message::Fault(read(kind, meta)?),
         Kind::Heartbeat => Message::Heartbeat(read(kind, meta)?),
@@ -205,14 +221,15 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
     })
 }
 
-/// Reads one whole frame and nothing after it.
-pub fn decode(bytes: &[u8]) -> Result<Message, Diagnostic> {
+/// Reads one whole frame and nothing after it: its origin and its message.
+pub fn decode(bytes: &[u8]) -> Result<(u32, Message), Diagnostic> {
     let Some((head, body)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
         return Err(Diagnostic::error(&T0702, "the bytes end inside a frame's header")
             .at("received", format!("{} bytes", bytes.len()))
             .at("header", format!("{HEADER_BYTES} bytes")));
     };
-    decode_body(&decode_header(head)?, body)
+    let header = decode_header(head)?;
+    Ok((header.origin, decode_body(&header, body)?))
 }
 
 fn within(what: &str, bytes: u64, limit: u32) -> Result<u32, Diagnostic> {

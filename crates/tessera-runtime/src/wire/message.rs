@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Envelope, Tensors};
-use crate::{Digest, Failure, FailureClass, Parity};
+use crate::{Digest, Failure, Parity};
 
 /// A message. The set is closed: an unknown kind is refused.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -12,6 +12,8 @@ pub enum Message {
     Welcome(Welcome),
     /// Launcher to leader: end at the next chunk boundary.
     Stop,
+    /// Launcher to leader and on to workers: write the flight record now. The machines do nothing with it.
+    Dump,
     /// Leader to workers: what must be equal before anything runs.
     Init(Init),
     /// Leader to workers: one call, fully decided.
@@ -32,7 +34,7 @@ pub enum Message {
     Done(Box<Done>),
     /// Worker to leader: this rank cannot go on.
     Fault(Fault),
-    /// A rank's sign of life, to the leader or, from the leader, to the launcher.
+    /// A sign of life: of a rank to the leader, of the leader to its workers and to the launcher.
     Heartbeat(Heartbeat),
     /// Leader to launcher: a chunk was delivered.
     Progress(Progress),
@@ -62,6 +64,7 @@ pub enum Role {
 pub enum Kind {
     Welcome = 1,
     Stop = 2,
+    Dump = 3,
     Init = 16,
     Envelope = 17,
     Context = 18,
@@ -80,9 +83,10 @@ pub enum Kind {
 
 impl Kind {
     /// Every kind.
-    pub const ALL: [Kind; 16] = [
+    pub const ALL: [Kind; 17] = [
         Kind::Welcome,
         Kind::Stop,
+        Kind::Dump,
         Kind::Init,
         Kind::Envelope,
         Kind::Context,
@@ -125,6 +129,7 @@ impl Message {
         match self {
             Message::Welcome(_) => Kind::Welcome,
             Message::Stop => Kind::Stop,
+            Message::Dump => Kind::Dump,
             Message::Init(_) => Kind::Init,
             Message::Envelope(_) => Kind::Envelope,
             Message::Context(_) => Kind::Context,
@@ -207,6 +212,21 @@ pub struct HelloAck {
     pub plan: Digest,
     /// The worker's parity table.
     pub parity: Parity,
+    /// What it loaded, shard by shard.
+    pub fingerprints: Vec<ShardPrint>,
+}
+
+/// What a rank holds of one weight tensor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardPrint {
+    /// Name of the tensor.
+    pub tensor: String,
+    /// Which part of it, such as `[0..64, ..]`; equal text is the same part.
+    pub slice: String,
+    /// Digest of the part's bytes.
+    pub digest: Digest,
+    /// Whether all its elements are equal, so that other parts may have the same digest.
+    pub constant: bool,
 }
 
 /// A rank's consent.
@@ -230,7 +250,7 @@ pub struct Refused {
 }
 
 /// What a rank saw while it ran a call.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Observed {
     /// Generator forward passes.
     pub generator_calls: u32,
@@ -240,12 +260,18 @@ pub struct Observed {
     pub trace: Digest,
     /// Cache state that the phases led to.
     pub state: Digest,
-    /// Digest of the replicated output.
+    /// Digest of the replicated output; of zeros in a warm-up, which puts nothing out.
     pub output: Digest,
     /// Sums over ranks whose terms cancelled and were added with compensation.
     pub compensated: u64,
     /// Duration of each phase, in nanoseconds.
     pub phase_ns: Vec<u64>,
+    /// Programs compiled, captured or first run since the warm-up; in the warm-up itself, those that it ran.
+    pub new_programs: u32,
+    /// CPU time spent on digests, in nanoseconds.
+    pub digest_ns: u64,
+    /// Of weights that were hashed again in this call, or loaded by it; zeros when none were due.
+    pub weights: Digest,
 }
 
 /// The close of a call on one rank.
@@ -253,8 +279,12 @@ pub struct Observed {
 pub struct Done {
     /// The call.
     pub call_id: u64,
+    /// Life of the caches in which it ran.
+    pub cache_epoch: u32,
     /// What was seen.
     pub observed: Observed,
+    /// What a `RELOAD` loaded, shard by shard; empty otherwise.
+    pub fingerprints: Vec<ShardPrint>,
     /// The chunk's latents, from the one rank that delivers; empty from the others.
     pub output: Tensors,
 }
@@ -263,11 +293,7 @@ pub struct Done {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
     /// Why the run should end.
-    pub class: FailureClass,
-    /// Code for `tessera explain`.
-    pub code: String,
-    /// What happened.
-    pub text: String,
+    pub failure: Failure,
     /// Whether this is only the echo of another rank's failure, such as an aborted collective.
     pub secondary: bool,
 }
@@ -275,7 +301,8 @@ pub struct Fault {
 /// A sign of life with a progress mark.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Heartbeat {
-    /// Grows as the engine advances: phase number in the upper half, the engine's own mark in the lower.
+    /// Of a rank, grows as its engine advances: phase number in the upper half, the engine's own mark in the lower.
+    /// Of the leader, chunks delivered.
     pub mark: u64,
 }
 

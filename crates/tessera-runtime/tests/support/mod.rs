@@ -9,11 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tessera_runtime::cache::{CacheSpec, Regime};
 use tessera_runtime::census::{ArgKind, Census, InputFacts, ProgramFacts};
 use tessera_runtime::decide::{Step, StreamSpec};
-use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, PhaseReport};
+use tessera_runtime::engine::{
+    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, Rehash, Reloaded,
+};
 use tessera_runtime::leader::LeaderConfig;
-use tessera_runtime::wire::{Dtype, PhaseCall, Tensor, Tensors};
+use tessera_runtime::mesh_leader::MeshLeaderConfig;
+use tessera_runtime::wire::{Dtype, PhaseCall, ShardPrint, Tensor, Tensors};
 use tessera_runtime::worker::WorkerConfig;
-use tessera_runtime::{Digest, Limits, Parity, ParityClass};
+use tessera_runtime::{Digest, Limits, Parity, ParityClass, Tripwires};
 
 pub const CHUNK: u32 = 3;
 pub const SESSION: u64 = 42;
@@ -88,9 +91,37 @@ pub fn parity() -> Parity {
     Parity::default().with("backend.matmul", ParityClass::AtInit, "naive")
 }
 
-pub fn leader_config(ranks: u32, regime: Regime) -> LeaderConfig {
+/// Where the leader is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shape {
+    /// Rank 0 leads and computes.
+    Mesh,
+    /// Rank 0 leads, rank 1 computes and relays, the others are its members.
+    Pp,
+}
+
+impl Shape {
+    /// The first rank that computes.
+    pub fn first(self) -> u32 {
+        u32::from(self == Shape::Pp)
+    }
+}
+
+pub fn mesh_leader_config(ranks: u32, regime: Regime) -> MeshLeaderConfig {
+    MeshLeaderConfig {
+        rank: 1,
+        members: (2..=ranks).collect(),
+        plan: plan(),
+        census: Arc::new(census()),
+        cache: stream(regime).cache,
+        limits: Limits::default(),
+        tripwires: Tripwires::default(),
+    }
+}
+
+pub fn leader_config(shape: Shape, ranks: u32, regime: Regime) -> LeaderConfig {
     LeaderConfig {
-        ranks: (0..ranks).collect(),
+        ranks: (shape.first()..shape.first() + ranks).collect(),
         plan: plan(),
         session: SESSION,
         build: "test".into(),
@@ -99,10 +130,11 @@ pub fn leader_config(ranks: u32, regime: Regime) -> LeaderConfig {
         census: Arc::new(census()),
         stream: stream(regime),
         limits: Limits { hello_ns: 5_000_000_000, ..Limits::default() },
+        tripwires: Tripwires::default(),
     }
 }
 
-pub fn worker_config(rank: u32, regime: Regime) -> WorkerConfig {
+pub fn worker_config(shape: Shape, rank: u32, regime: Regime) -> WorkerConfig {
     WorkerConfig {
         rank,
         plan: plan(),
@@ -111,7 +143,8 @@ pub fn worker_config(rank: u32, regime: Regime) -> WorkerConfig {
         census: Arc::new(census()),
         cache: stream(regime).cache,
         limits: Limits::default(),
-        delivers: rank == 0,
+        delivers: rank == shape.first(),
+        tripwires: Tripwires::default(),
     }
 }
 
@@ -125,10 +158,20 @@ pub fn context(previous: &Tensor) -> Tensor {
     Tensor::from_f32("context", &[2, 2], &last[..4]).expect("fits")
 }
 
-/// What an engine should do wrong, and in which call.
+/// What an engine should do wrong, and when: its life begins after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bug {
     None,
+    /// The warm-up misses one program.
+    WarmsLess,
+    /// The nth phase of its life compiles something.
+    CompilesAt(u32),
+    /// The nth phase of its life finds weights changed.
+    ForgetsAt(u32),
+    /// A reload finds other weights than announced.
+    ReloadsOthers,
+    /// A reload loads other shards than the peers.
+    ReloadsOtherShards,
     /// The nth phase of its life fails.
     FailAt(u32),
     /// The nth phase of its life panics.
@@ -151,17 +194,44 @@ pub struct FakeEngine {
     pub phase_ns: u64,
     pub sleep: std::time::Duration,
     pub phases_run: u32,
+    pub prints: Vec<ShardPrint>,
+    count: ProgramCount,
+    ran: std::collections::BTreeSet<String>,
+    warm: bool,
+    changed: bool,
     state: Vec<u8>,
     aborted: Arc<AtomicBool>,
 }
 
+/// Digest of the weights that a reload from `source` loads.
+pub fn weights_at(source: &str) -> Digest {
+    Digest::of(source.as_bytes())
+}
+
 impl FakeEngine {
+    /// Holds a shard of its own and what all hold.
+    pub fn of_rank(rank: u32, bug: Bug) -> FakeEngine {
+        let print = |tensor: &str, slice: String, of: &str| ShardPrint {
+            tensor: tensor.into(),
+            digest: Digest::of(of.as_bytes()),
+            slice,
+            constant: false,
+        };
+        let own = print("ffn", format!("[{rank}]"), &format!("shard {rank}"));
+        FakeEngine { prints: vec![own, print("norm", "all".into(), "norm")], ..FakeEngine::new(bug) }
+    }
+
     pub fn new(bug: Bug) -> FakeEngine {
         FakeEngine {
             bug,
             phase_ns: 1_000_000,
             sleep: std::time::Duration::ZERO,
             phases_run: 0,
+            prints: Vec::new(),
+            count: ProgramCount::default(),
+            ran: std::collections::BTreeSet::new(),
+            warm: false,
+            changed: false,
             state: Vec::new(),
             aborted: Arc::new(AtomicBool::new(false)),
         }
@@ -175,8 +245,12 @@ impl Engine for FakeEngine {
         inputs: &Tensors,
         progress: &(dyn Fn(u32) + Sync),
     ) -> Result<PhaseReport, EngineFault> {
-        let n = self.phases_run;
+        let n = if self.warm { self.phases_run } else { u32::MAX };
         self.phases_run += 1;
+        if self.ran.insert(phase.program.clone()) {
+            let warmed = &mut self.count.warmed;
+            *if self.warm { &mut self.count.new_since_warmup } else { warmed } += 1;
+        }
         progress(1);
         std::thread::sleep(self.sleep);
         let mut report = PhaseReport {
@@ -206,6 +280,8 @@ impl Engine for FakeEngine {
             Bug::ExtraCollective(k) if k == n => report.collectives += 1,
             Bug::OtherTrace(k) if k == n => report.trace = Digest::of(b"another branch"),
             Bug::OtherNumbers(k) if k == n => bytes.push(1),
+            Bug::CompilesAt(k) if k == n => self.count.new_since_warmup += 1,
+            Bug::ForgetsAt(k) if k == n => self.changed = true,
             _ => {}
         }
         self.state = Digest::of(&bytes).0.to_vec();
@@ -219,6 +295,37 @@ impl Engine for FakeEngine {
     fn output(&mut self) -> Result<Option<Tensor>, EngineFault> {
         let values: Vec<f32> = self.state.iter().map(|b| f32::from(*b)).collect();
         Ok(Some(Tensor::from_f32("output", &[values.len() as u64], &values).expect("fits")))
+    }
+
+    fn fingerprints(&self) -> Vec<ShardPrint> {
+        self.prints.clone()
+    }
+
+    fn programs(&self) -> ProgramCount {
+        let less = u32::from(self.bug == Bug::WarmsLess);
+        ProgramCount { warmed: self.count.warmed - less, ..self.count }
+    }
+
+    fn warmed(&mut self) {
+        self.warm = true;
+        self.phases_run = 0;
+    }
+
+    fn rehash(&mut self) -> Option<Rehash> {
+        let (loaded, changed) = (Digest::of(b"loaded"), Digest::of(b"changed"));
+        let now = if self.changed { changed } else { loaded };
+        Some(Rehash { what: "`ffn` [0]".into(), loaded, now })
+    }
+
+    fn reload(&mut self, source: &str) -> Result<Reloaded, EngineFault> {
+        let other = if self.bug == Bug::ReloadsOthers { "elsewhere" } else { source };
+        for p in &mut self.prints {
+            p.digest = Digest::of(format!("{} {} of {other}", p.tensor, p.slice).as_bytes());
+        }
+        if self.bug == Bug::ReloadsOtherShards {
+            self.prints[1].digest = Digest::of(b"stale");
+        }
+        Ok(Reloaded { weights: weights_at(other), fingerprints: self.prints.clone() })
     }
 
     fn abort_handle(&self) -> AbortHandle {
