@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 use tessera_ir::{Attr, Opcode, Program, StreamId, ValueId};
 use tessera_mesh::Mesh;
 
-use crate::dice::Dice;
 use crate::set::knows;
+use tessera_base::random::Dice;
 
 /// One change to one rank's program. The place is taken modulo what is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

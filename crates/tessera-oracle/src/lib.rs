@@ -22,7 +22,6 @@
 
 mod call;
 mod compare;
-mod dice;
 mod edit;
 mod every;
 mod group;
@@ -37,7 +36,6 @@ mod table;
 pub use compare::{
     BESIDE, CONSERVATIVE, Compared, EXACT, Judge, Violation, compare, filetest, reason, shrink,
 };
-pub use dice::Dice;
 pub use edit::{Edit, EditKind};
 pub use every::explore_all;
 pub use mutate::{Mutation, MutationKind};
@@ -45,3 +43,4 @@ pub use outcome::{Field, Outcome};
 pub use run::explore;
 pub use set::{Case, Held, Meeting, What};
 pub use table::Table;
+pub use tessera_base::random::Dice;

@@ -4,9 +4,9 @@
 use tessera_ir::{Attr, BufferId, Builder, DType, Op, Opcode, Program, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Group, Mesh, Rank, Shard};
 
-use crate::dice::Dice;
 use crate::edit::fuse;
 use crate::set::{Call, Cut, Held, SHAPES, What};
+use tessera_base::random::Dice;
 
 const STREAMS: [&str; 3] = ["compute", "comm", "io"];
 /// An extent that 2, 3 and 4 ranks cut unevenly.

@@ -3,8 +3,8 @@
 use tessera_ir::{DType, Opcode};
 use tessera_mesh::{Group, Mesh, Rank};
 
-use crate::dice::Dice;
 use crate::set::{ALIKE, Call, Held, SHAPES, What, has_layout, holds, kinds, knows};
+use tessera_base::random::Dice;
 
 /// One change. Places are taken modulo what is there, so that it still means something in a smaller set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,10 +3,10 @@
 use tessera_ir::{DType, HINTS, Opcode, Program};
 use tessera_mesh::{Axis, Group, Mesh, Rank};
 
-use crate::dice::Dice;
 use crate::edit::{self, Edit};
 use crate::lower::{self, Style};
 use crate::mutate::{self, Mutation};
+use tessera_base::random::Dice;
 
 /// A set of programs before it is lowered. Everything else follows from these fields.
 #[derive(Debug, Clone, PartialEq)]

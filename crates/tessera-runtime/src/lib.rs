@@ -12,6 +12,7 @@
 //! - [`leader`], [`worker`]: the two sides of lockstep; [`mesh_leader`] between them where the leader stands outside.
 //! - [`tripwire`]: every check that ends a run, and where it is made.
 //! - [`engine`]: what the door implements.
+//! - [`sim`]: all of it on a made-up clock.
 //! - [`driver`]: processes, sockets, threads.
 
 pub mod cache;
@@ -27,6 +28,7 @@ pub mod leader;
 mod limits;
 pub mod mesh_leader;
 pub mod parity;
+pub mod sim;
 pub mod tripwire;
 pub mod wire;
 pub mod worker;

@@ -122,6 +122,8 @@ pub struct Worker {
     last_beat_ns: u64,
     /// When the leader was last heard of.
     heard_ns: u64,
+    /// The leader's count of progress, over all ranks.
+    progress: u64,
     init: Option<Init>,
     /// What the loaded engine holds of the weights.
     loaded: Option<Vec<ShardPrint>>,
@@ -166,6 +168,7 @@ impl Worker {
             clock: AwakeClock::default(),
             last_beat_ns: 0,
             heard_ns: 0,
+            progress: 0,
             init: None,
             loaded: None,
             last_call_id: 0,
@@ -273,8 +276,19 @@ impl Worker {
             Message::Context(c) => self.context(c, out),
             Message::Commit(c) => self.commit(c.call_id, out),
             Message::Abort(a) => self.end(a.failure, out),
-            Message::Heartbeat(_) | Message::Dump => {}
+            Message::Heartbeat(h) => self.leader_beats(h.mark),
+            Message::Dump => {}
             _ => self.broken(0, format!("a {kind:?} message arrived out of place"), out),
+        }
+    }
+
+    /// Progress anywhere is progress here: this rank may wait in a collective for a peer that is slow and goes on.
+    fn leader_beats(&mut self, progress: u64) {
+        if progress != self.progress {
+            self.progress = progress;
+            if let Some(running) = &mut self.running {
+                running.marked_ns = self.clock.now();
+            }
         }
     }
 

@@ -263,7 +263,8 @@ pub struct Leader {
     last_output: Option<(Tensor, bool)>,
     /// Finished chunks that are not delivered, oldest first.
     undelivered: VecDeque<Finished>,
-    delivered: u64,
+    /// Grows whenever any rank shows progress or a chunk is delivered; workers hear of it by the heartbeat.
+    progress: u64,
     learned: Learned,
     last_beat_ns: u64,
     /// An echo of a failure whose cause may still be on its way, and until when to wait for it.
@@ -379,7 +380,7 @@ impl Leader {
             text: None,
             last_output: None,
             undelivered: VecDeque::new(),
-            delivered: 0,
+            progress: 0,
             learned: Learned::default(),
             last_beat_ns: 0,
             echo: None,
@@ -486,7 +487,7 @@ impl Leader {
 
     fn delivered(&mut self, chunk: u32, frames: u32, out: &mut Vec<Action>) {
         let Some(finished) = self.leaves(chunk, out) else { return };
-        self.delivered += 1;
+        self.progress += 1;
         out.push(Action::Report(Message::Progress(Progress {
             chunk,
             frames,

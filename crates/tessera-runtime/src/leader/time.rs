@@ -51,7 +51,7 @@ impl Leader {
     pub(super) fn tick(&mut self, now: u64, out: &mut Vec<Action>) {
         if now >= self.last_beat_ns + self.config.limits.heartbeat_ns {
             self.last_beat_ns = now;
-            let beat = Heartbeat { mark: self.delivered };
+            let beat = Heartbeat { mark: self.progress };
             out.push(Action::Report(Message::Heartbeat(beat.clone())));
             out.push(Action::Broadcast(Message::Heartbeat(beat)));
         }
@@ -78,6 +78,7 @@ impl Leader {
             self.learned.add(program, now.saturating_sub(peer.marked_ns.max(since)));
         }
         (peer.mark, peer.marked_ns) = (mark, now);
+        self.progress += 1;
     }
 
     /// The time that an envelope allows between two marks. Twice the leader's own limit: the leader sees all marks
