@@ -52,7 +52,8 @@ impl fmt::Debug for Digest {
 
 /// The one byte string of a fixed-order struct of integers, strings and lists.
 pub(crate) fn canonical_bytes<T: Serialize>(value: &T) -> Vec<u8> {
-    postcard::to_stdvec(value)
+    // Room for an envelope's meta: growing it step by step costs more than writing it.
+    postcard::to_extend(value, Vec::with_capacity(1024))
         .unwrap_or_else(|e| unreachable!("structs of integers, strings and sized lists always encode: {e}"))
 }
 

@@ -24,6 +24,7 @@ mod drift;
 pub mod driver;
 pub mod engine;
 mod failure;
+pub mod flight;
 pub mod leader;
 mod limits;
 pub mod mesh_leader;

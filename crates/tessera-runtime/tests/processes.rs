@@ -5,40 +5,82 @@ mod support;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use support::{Bug, FakeEngine, Shape, context, leader_config, text, worker_config};
+use support::{Bug, FakeEngine, Shape, context, leader_config, mesh_leader_config, text, worker_config};
 use tessera_base::Diagnostic;
 use tessera_runtime::cache::Regime;
 use tessera_runtime::decide::Cut;
 use tessera_runtime::driver::{
-    EngineFactory, Interrupt, LaunchEvent, LaunchReport, LaunchSpec, LeaderParts, StreamRequest, WorkerParts,
-    exit, join, launch, run_leader, run_worker,
+    EngineFactory, Interrupt, Joined, LaunchEvent, LaunchReport, LaunchSpec, LeaderParts, MeshLeaderParts,
+    StreamRequest, Topology, WorkerParts, exit, join, launch, run_leader, run_mesh_leader, run_worker,
 };
-use tessera_runtime::engine::{Engine, Studio};
-use tessera_runtime::wire::Tensor;
+use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, Studio};
+use tessera_runtime::wire::{Heartbeat, Init, Message, PhaseCall, Tensor, Tensors, WIRE_VERSION, encode};
+use tessera_runtime::worker::{self, Worker};
 use tessera_runtime::{Failure, FailureClass, Limits, Parity};
 
-const RANKS: u32 = 3;
+/// Who the processes of a run are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum World {
+    /// Three ranks, of which rank 0 leads.
+    Mesh,
+    /// A leader and the one mesh rank.
+    Pp0,
+    /// A leader, the mesh leader and two members.
+    Pp1,
+}
+
+use World::{Mesh, Pp0, Pp1};
+
+impl World {
+    fn ranks(self) -> u32 {
+        match self {
+            Mesh => 3,
+            Pp0 => 2,
+            Pp1 => 4,
+        }
+    }
+
+    fn topology(self) -> Topology {
+        if self == Mesh { Topology::Mesh } else { Topology::Outside }
+    }
+}
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().collect();
     match args.get(1).map(String::as_str) {
         Some("as-rank") => as_rank(),
-        Some("as-launcher") => as_launcher(),
+        Some("as-launcher") => as_launcher(args.get(2).is_some_and(|w| w == "pp")),
         _ => {}
     }
-    let tests: [(&str, fn()); 9] = [
-        ("a_clean_run_ends_with_zero_everywhere", a_clean_run_ends_with_zero_everywhere),
-        ("a_killed_worker_is_named", a_killed_worker_is_named),
-        ("a_killed_leader_is_named", a_killed_leader_is_named),
-        ("a_killed_launcher_leaves_nobody", a_killed_launcher_leaves_nobody),
-        ("a_stop_ends_at_a_chunk_boundary", a_stop_ends_at_a_chunk_boundary),
-        ("a_second_stop_kills", a_second_stop_kills),
-        ("a_panicking_engine_is_named", a_panicking_engine_is_named),
-        ("a_stopped_process_is_a_stall", a_stopped_process_is_a_stall),
-        ("a_full_disk_is_an_output_failure", a_full_disk_is_an_output_failure),
+    macro_rules! tests {
+        ($($name:ident)*) => { [$((stringify!($name), $name as fn())),*] };
+    }
+    let tests: &[(&str, fn())] = &tests![
+        a_clean_run_ends_with_zero_everywhere
+        clean_runs_with_the_leader_outside
+        a_killed_worker_is_named
+        a_killed_member_is_named
+        a_killed_mesh_leader_is_named
+        a_killed_leader_is_named
+        a_killed_launcher_leaves_nobody
+        a_killed_launcher_leaves_no_stopped_leader
+        a_stop_ends_at_a_chunk_boundary
+        a_second_stop_kills
+        a_stop_while_loading_ends_cleanly
+        a_stop_before_the_launch_starts_nobody
+        a_panicking_engine_is_named
+        a_stopped_process_is_a_stall
+        a_stopped_leader_is_a_stall
+        a_stopped_mesh_leader_or_member_is_a_stall
+        an_engine_deaf_to_aborts_is_left_behind
+        a_peer_that_does_not_read_is_a_stall
+        a_process_that_hangs_on_its_way_out_is_ended
+        a_loaded_host_is_not_a_stall
+        a_full_disk_is_an_output_failure
     ];
     if args.iter().any(|a| a == "--list") {
         tests.iter().for_each(|(name, _)| println!("{name}: test"));
@@ -59,22 +101,37 @@ fn main() -> ExitCode {
 
 fn as_rank() -> ! {
     let joined = join().expect("a welcome");
-    let rank = joined.welcome.rank;
-    let scenario = String::from_utf8(joined.welcome.payload.clone()).expect("text");
+    let (rank, world) = (joined.welcome.rank, joined.welcome.world);
+    let payload = String::from_utf8(joined.welcome.payload.clone()).expect("text");
+    let (shape, scenario) = match payload.strip_prefix("pp ") {
+        Some(rest) => (Shape::Pp, rest.to_string()),
+        None => (Shape::Mesh, payload),
+    };
+    let topology = if shape == Shape::Mesh { Topology::Mesh } else { Topology::Outside };
+    if scenario == "mute" && rank == 2 {
+        never_read(joined);
+    }
     let bug = if scenario == "panic" && rank == 2 { Bug::PanicAt(20) } else { Bug::None };
+    let (deaf, loads) = (scenario == "deaf" && rank == 2, scenario == "loading");
     let regime = Regime::Recompute;
     let engine: EngineFactory = Box::new(move || {
+        if loads {
+            std::thread::sleep(Duration::from_secs(2));
+        }
         let mut engine = FakeEngine::new(bug);
         engine.sleep = Duration::from_millis(2);
-        Ok((Box::new(engine) as Box<dyn Engine>, Parity::default()))
+        let engine: Box<dyn Engine> =
+            if deaf { Box::new(Deaf { engine, left: 40 }) } else { Box::new(engine) };
+        Ok((engine, Parity::default()))
     });
-    let mut config = worker_config(Shape::Mesh, rank, regime);
+    let mut config = worker_config(shape, rank, regime);
     config.limits = limits();
+    let ranks = world - shape.first();
     let outcome = if rank == 0 {
-        let mut leader = leader_config(Shape::Mesh, RANKS, regime);
+        let mut leader = leader_config(shape, ranks, regime);
         leader.limits = limits();
         leader.session = joined.welcome.session;
-        let chunks = if scenario == "short" { 12 } else { u32::MAX };
+        let chunks = if scenario.starts_with("short") { 12 } else { u32::MAX };
         let requests = (0..chunks).map(|k| StreamRequest {
             prompt: (k % 5 == 0).then(|| "a lighthouse".to_string()),
             seed: 7,
@@ -82,17 +139,102 @@ fn as_rank() -> ! {
         });
         let parts = LeaderParts {
             config: leader,
-            engine: Some((config, engine)),
+            engine: (shape == Shape::Mesh).then_some((config, engine)),
+            topology,
             studio: Box::new(move || Ok(Box::new(Desk { full: scenario == "full" }))),
             requests: Box::new(requests),
             record: Box::new(|_| {}),
+            interrupt: None,
+            flight: None,
+            tap: None,
         };
         run_leader(joined, parts)
+    } else if shape == Shape::Pp && rank == 1 {
+        let mut relay = mesh_leader_config(ranks, regime);
+        relay.limits = limits();
+        run_mesh_leader(
+            joined,
+            MeshLeaderParts { config: relay, engine: (config, engine), flight: None, tap: None },
+        )
     } else {
-        run_worker(joined, WorkerParts { config, engine })
+        let outcome = run_worker(joined, WorkerParts { config, engine, topology, flight: None, tap: None });
+        if scenario == "hang on exit" {
+            std::thread::sleep(Duration::from_secs(3600));
+        }
+        outcome
     };
     let failure = outcome.expect("legal");
     exit(failure.map_or(0, |f| f.class.exit_code()))
+}
+
+/// A rank that shows signs of life and answers the hello, but reads nothing.
+fn never_read(joined: Joined) -> ! {
+    let rank = joined.welcome.rank;
+    let mut link = joined.into_links().remove(0);
+    let config = worker_config(Shape::Mesh, rank, Regime::Recompute);
+    let mut machine = Worker::new(config).expect("legal");
+    let init = Init {
+        wire_version: WIRE_VERSION,
+        build: "test".into(),
+        plan: support::plan(),
+        session: 77,
+        parity: Parity::default(),
+    };
+    let loaded = worker::Event::EngineReady { parity: Parity::default(), fingerprints: Vec::new() };
+    let mut said = machine.step(0, loaded);
+    said.extend(machine.step(0, worker::Event::Message(Message::Init(init))));
+    for k in 1_u64.. {
+        for action in said.drain(..) {
+            let worker::Action::Send(message) = action else { continue };
+            let _ = link.write(&encode(rank, &message).expect("within limits"));
+        }
+        std::thread::sleep(Duration::from_millis(50));
+        said = vec![worker::Action::Send(Message::Heartbeat(Heartbeat { mark: k }))];
+    }
+    unreachable!("it beats until it is killed")
+}
+
+/// Gets stuck in a library that knows nothing of aborts.
+struct Deaf {
+    engine: FakeEngine,
+    left: u32,
+}
+
+impl Engine for Deaf {
+    fn run(
+        &mut self,
+        phase: &PhaseCall,
+        inputs: &Tensors,
+        progress: &(dyn Fn(u32) + Sync),
+    ) -> Result<PhaseReport, EngineFault> {
+        self.left -= 1;
+        if self.left == 0 {
+            loop {
+                std::thread::sleep(Duration::from_secs(3600));
+            }
+        }
+        self.engine.run(phase, inputs, progress)
+    }
+
+    fn reset(&mut self) {
+        self.engine.reset();
+    }
+
+    fn output(&mut self) -> Result<Option<Tensor>, EngineFault> {
+        self.engine.output()
+    }
+
+    fn abort_handle(&self) -> AbortHandle {
+        Arc::new(|| {})
+    }
+
+    fn programs(&self) -> ProgramCount {
+        self.engine.programs()
+    }
+
+    fn warmed(&mut self) {
+        self.engine.warmed();
+    }
 }
 
 struct Desk {
@@ -123,24 +265,28 @@ impl Studio for Desk {
 }
 
 fn limits() -> Limits {
-    Limits { heartbeat_ns: 200_000_000, stale_ns: 2_000_000_000, ..Limits::default() }
+    Limits { done_floor_ns: 2_000_000_000, ready_ns: 2_000_000_000, ..Limits::default() }
 }
 
-fn spec(scenario: &str) -> LaunchSpec {
+fn spec(world: World, scenario: &str) -> LaunchSpec {
     let me = std::env::current_exe().expect("a path").to_string_lossy().into_owned();
+    let ranks = world.ranks();
+    let payload = if world == Mesh { scenario.to_string() } else { format!("pp {scenario}") };
     LaunchSpec {
         argv: vec![me, "as-rank".into()],
-        ranks: RANKS,
+        ranks,
+        topology: world.topology(),
         session: 77,
-        extras: vec![vec![Arc::new(std::fs::File::open("/dev/null").expect("there").into())]; RANKS as usize],
-        payload: scenario.as_bytes().to_vec(),
+        extras: vec![vec![Arc::new(std::fs::File::open("/dev/null").expect("there").into())]; ranks as usize],
+        payload: payload.into_bytes(),
         limits: limits(),
     }
 }
 
 /// Prints its ranks' process ids and its progress, for the test that will kill it.
-fn as_launcher() -> ! {
-    let report = launch(&spec("endless"), &Interrupt::default(), &mut |event| match event {
+fn as_launcher(pp: bool) -> ! {
+    let world = if pp { Pp1 } else { Mesh };
+    let report = launch(&spec(world, "endless"), &Interrupt::default(), &mut |event| match event {
         LaunchEvent::Started(pids) => {
             println!("{}", pids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "));
         }
@@ -151,11 +297,18 @@ fn as_launcher() -> ! {
 
 // Helpers.
 
-/// Launches and does something once chunk 5 was delivered; returns the report and the time from then to the end.
-fn launch_and(scenario: &str, act: impl Fn(&[u32], &Interrupt)) -> (LaunchReport, Duration, Vec<u32>) {
+/// How a run ended, how long after something was done to it, and the chunks that it delivered.
+struct Ended {
+    report: LaunchReport,
+    took: Duration,
+    chunks: Vec<u32>,
+}
+
+/// Launches and does something once chunk 5 was delivered.
+fn launch_and(world: World, scenario: &str, act: impl Fn(&[u32], &Interrupt)) -> Ended {
     let interrupt = Interrupt::default();
     let (mut pids, mut since, mut chunks) = (Vec::new(), None, Vec::new());
-    let report = launch(&spec(scenario), &interrupt, &mut |event| match event {
+    let report = launch(&spec(world, scenario), &interrupt, &mut |event| match event {
         LaunchEvent::Started(list) => pids = list.to_vec(),
         LaunchEvent::Progress(p) => {
             chunks.push(p.chunk);
@@ -169,7 +322,19 @@ fn launch_and(scenario: &str, act: impl Fn(&[u32], &Interrupt)) -> (LaunchReport
     assert!(chunks.iter().copied().eq(0..chunks.len() as u32), "{chunks:?}");
     let took = since.map_or(Duration::ZERO, |s| s.elapsed());
     assert!(pids.iter().all(|p| gone(*p)), "a rank outlived its launcher: {report:?}");
-    (report, took, chunks)
+    Ended { report, took, chunks }
+}
+
+/// Sends a signal to a rank of a running world, which must end within `limit_s` and name that rank.
+fn hit(world: World, rank: u32, what: Signal, class: FailureClass, limit_s: u64) -> LaunchReport {
+    let ended = launch_and(world, "endless", |pids, _| signal(pids[rank as usize], what));
+    let f = failure(&ended.report);
+    assert_eq!((f.class, f.rank), (class, Some(rank)), "{f}");
+    if what == Signal::KILL {
+        assert!(f.text.contains("killed by signal 9"), "{f}");
+    }
+    assert!(ended.took < Duration::from_secs(limit_s), "{:?}: {f}", ended.took);
+    ended.report
 }
 
 fn failure(report: &LaunchReport) -> &Failure {
@@ -192,39 +357,64 @@ fn gone(pid: u32) -> bool {
 // The tests.
 
 fn a_clean_run_ends_with_zero_everywhere() {
-    let (report, _, chunks) = launch_and("short", |_, _| {});
+    clean(Mesh, "short");
+}
+
+fn clean_runs_with_the_leader_outside() {
+    clean(Pp0, "short");
+    clean(Pp1, "short");
+}
+
+fn clean(world: World, scenario: &str) {
+    let Ended { report, chunks, .. } = launch_and(world, scenario, |_, _| {});
     assert_eq!(report.failure, None);
     assert_eq!(chunks.len(), 12);
     assert!(report.exits.iter().all(|e| e.status == Some(0)), "{report:?}");
 }
 
 fn a_killed_worker_is_named() {
-    let (report, took, _) = launch_and("endless", |pids, _| signal(pids[2], Signal::KILL));
-    let f = failure(&report);
-    assert_eq!((f.class, f.rank), (FailureClass::RankDied, Some(2)), "{f}");
-    assert!(f.text.contains("killed by signal 9"), "{f}");
-    assert!(took < Duration::from_secs(2), "{took:?}");
+    let report = hit(Mesh, 2, Signal::KILL, FailureClass::RankDied, 2);
     assert_eq!(report.exits[0].status, Some(10), "{report:?}");
 }
 
+fn a_killed_member_is_named() {
+    let report = hit(Pp1, 3, Signal::KILL, FailureClass::RankDied, 2);
+    assert!(report.exits[..3].iter().all(|e| e.status == Some(10)), "{report:?}");
+}
+
+fn a_killed_mesh_leader_is_named() {
+    hit(Pp1, 1, Signal::KILL, FailureClass::RankDied, 2);
+    hit(Pp0, 1, Signal::KILL, FailureClass::RankDied, 2);
+}
+
 fn a_killed_leader_is_named() {
-    let (report, took, _) = launch_and("endless", |pids, _| signal(pids[0], Signal::KILL));
-    let f = failure(&report);
-    assert_eq!((f.class, f.rank), (FailureClass::RankDied, Some(0)), "{f}");
-    assert!(f.text.contains("killed by signal 9"), "{f}");
-    assert!(took < Duration::from_secs(2), "{took:?}");
+    hit(Mesh, 0, Signal::KILL, FailureClass::RankDied, 2);
+    hit(Pp1, 0, Signal::KILL, FailureClass::RankDied, 2);
+    hit(Pp0, 0, Signal::KILL, FailureClass::RankDied, 2);
 }
 
 fn a_killed_launcher_leaves_nobody() {
+    kill_launcher("mesh", |_| {});
+    kill_launcher("pp", |_| {});
+}
+
+/// A stopped process does not see a socket close.
+fn a_killed_launcher_leaves_no_stopped_leader() {
+    kill_launcher("mesh", |pids| signal(pids[0], Signal::STOP));
+    kill_launcher("pp", |pids| pids.iter().for_each(|p| signal(*p, Signal::STOP)));
+}
+
+fn kill_launcher(world: &str, before: impl Fn(&[u32])) {
     let me = std::env::current_exe().expect("a path");
     let mut launcher: Child =
-        Command::new(me).arg("as-launcher").stdout(Stdio::piped()).spawn().expect("spawned");
+        Command::new(me).args(["as-launcher", world]).stdout(Stdio::piped()).spawn().expect("spawned");
     let out = launcher.stdout.take().expect("piped");
     let mut lines = BufReader::new(out).lines();
     let mut next = || lines.next().expect("a line").expect("text");
     let pids: Vec<u32> = next().split(' ').map(|p| p.parse().expect("a number")).collect();
     while next() != "chunk 5" {}
     assert!(pids.iter().all(|p| !gone(*p)));
+    before(&pids);
     launcher.kill().expect("it lives");
     let since = Instant::now();
     while !pids.iter().all(|p| gone(*p)) {
@@ -235,14 +425,16 @@ fn a_killed_launcher_leaves_nobody() {
 }
 
 fn a_stop_ends_at_a_chunk_boundary() {
-    let (report, took, chunks) = launch_and("endless", |_, interrupt| interrupt.interrupt());
-    assert_eq!(report.failure, None, "{report:?}");
-    assert!(report.interrupted && report.exits.iter().all(|e| e.status == Some(0)), "{report:?}");
-    assert!(took < Duration::from_secs(5) && chunks.len() < 12, "{took:?} {chunks:?}");
+    for world in [Mesh, Pp1] {
+        let Ended { report, took, chunks } = launch_and(world, "endless", |_, i| i.interrupt());
+        assert_eq!(report.failure, None, "{report:?}");
+        assert!(report.interrupted && report.exits.iter().all(|e| e.status == Some(0)), "{report:?}");
+        assert!(took < Duration::from_secs(5) && chunks.len() < 12, "{took:?} {chunks:?}");
+    }
 }
 
 fn a_second_stop_kills() {
-    let (report, took, _) = launch_and("endless", |pids, interrupt| {
+    let Ended { report, took, .. } = launch_and(Mesh, "endless", |pids, interrupt| {
         signal(pids[0], Signal::STOP);
         interrupt.interrupt();
         interrupt.interrupt();
@@ -251,24 +443,106 @@ fn a_second_stop_kills() {
     assert!(report.exits.iter().any(|e| e.signal == Some(9)), "{report:?}");
 }
 
+fn a_stop_while_loading_ends_cleanly() {
+    for (world, after_ms) in [(Mesh, 0), (Mesh, 300), (Pp0, 300), (Pp1, 0), (Pp1, 300)] {
+        let interrupt = Interrupt::default();
+        let begun = Instant::now();
+        let report = launch(&spec(world, "loading"), &interrupt, &mut |event| {
+            if let LaunchEvent::Started(_) = event {
+                let interrupt = interrupt.clone();
+                std::thread::spawn(move || {
+                    std::thread::sleep(Duration::from_millis(after_ms));
+                    interrupt.interrupt();
+                });
+            }
+        })
+        .expect("launched");
+        assert_eq!(report.failure, None, "{report:?}");
+        assert!(report.interrupted && report.exits.iter().all(|e| e.status == Some(0)), "{report:?}");
+        assert!(begun.elapsed() < Duration::from_secs(10));
+    }
+}
+
+fn a_stop_before_the_launch_starts_nobody() {
+    let interrupt = Interrupt::default();
+    interrupt.interrupt();
+    let report = launch(&spec(Mesh, "endless"), &interrupt, &mut |_| {}).expect("legal");
+    assert!(report.interrupted && report.failure.is_none() && report.exits.is_empty(), "{report:?}");
+}
+
 fn a_panicking_engine_is_named() {
-    let (report, _, _) = launch_and("panic", |_, _| {});
-    let f = failure(&report);
-    assert_eq!((f.class, f.rank), (FailureClass::Engine, Some(2)), "{f}");
-    assert!(f.text.contains("index out of bounds"), "{f}");
-    assert!(report.exits.iter().all(|e| e.status == Some(16)), "{report:?}");
+    for world in [Mesh, Pp1] {
+        let Ended { report, .. } = launch_and(world, "panic", |_, _| {});
+        let f = failure(&report);
+        assert_eq!((f.class, f.rank), (FailureClass::Engine, Some(2)), "{f}");
+        assert!(f.text.contains("index out of bounds"), "{f}");
+        assert!(report.exits.iter().all(|e| e.status == Some(16)), "{report:?}");
+    }
 }
 
 fn a_stopped_process_is_a_stall() {
-    let (report, took, _) = launch_and("endless", |pids, _| signal(pids[1], Signal::STOP));
+    hit(Mesh, 1, Signal::STOP, FailureClass::Stall, 5);
+}
+
+fn a_stopped_leader_is_a_stall() {
+    hit(Mesh, 0, Signal::STOP, FailureClass::Stall, 5);
+    hit(Pp1, 0, Signal::STOP, FailureClass::Stall, 5);
+}
+
+fn a_stopped_mesh_leader_or_member_is_a_stall() {
+    hit(Pp1, 1, Signal::STOP, FailureClass::Stall, 5);
+    hit(Pp1, 3, Signal::STOP, FailureClass::Stall, 5);
+    hit(Pp0, 1, Signal::STOP, FailureClass::Stall, 5);
+}
+
+fn an_engine_deaf_to_aborts_is_left_behind() {
+    for world in [Mesh, Pp1] {
+        let begun = Instant::now();
+        let Ended { report, .. } = launch_and(world, "deaf", |_, _| {});
+        let f = failure(&report);
+        assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(2)), "{f}");
+        assert!(report.exits.iter().all(|e| e.status == Some(11)), "{report:?}");
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    }
+}
+
+fn a_peer_that_does_not_read_is_a_stall() {
+    let begun = Instant::now();
+    let Ended { report, .. } = launch_and(Mesh, "mute", |_, _| {});
     let f = failure(&report);
-    assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(1)), "{f}");
-    assert!(took < Duration::from_secs(5), "{took:?}");
+    assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(2)), "{f}");
+    assert_eq!((report.exits[0].status, report.exits[1].status), (Some(11), Some(11)), "{report:?}");
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+}
+
+fn a_process_that_hangs_on_its_way_out_is_ended() {
+    let Ended { report, took, .. } =
+        launch_and(Mesh, "hang on exit", |pids, _| signal(pids[2], Signal::KILL));
+    assert_eq!(failure(&report).rank, Some(2), "{report:?}");
+    assert_eq!(report.exits[1].status, Some(10), "{report:?}");
+    assert!(took < Duration::from_secs(3), "{took:?}");
+}
+
+fn a_loaded_host_is_not_a_stall() {
+    let cores = std::thread::available_parallelism().map_or(2, usize::from);
+    let done = Arc::new(AtomicBool::new(false));
+    let busy: Vec<_> = (0..2 * cores)
+        .map(|_| {
+            let done = Arc::clone(&done);
+            std::thread::spawn(move || while !done.load(Ordering::Relaxed) {})
+        })
+        .collect();
+    clean(Pp1, "short");
+    clean(Mesh, "short");
+    done.store(true, Ordering::Relaxed);
+    busy.into_iter().for_each(|b| b.join().expect("no panic"));
 }
 
 fn a_full_disk_is_an_output_failure() {
-    let (report, _, chunks) = launch_and("full", |_, _| {});
-    let f = failure(&report);
-    assert_eq!((f.class, chunks.len()), (FailureClass::Output, 3), "{f}");
-    assert!(f.text.contains("no space left"), "{f}");
+    for world in [Mesh, Pp1] {
+        let Ended { report, chunks, .. } = launch_and(world, "full", |_, _| {});
+        let f = failure(&report);
+        assert_eq!((f.class, chunks.len()), (FailureClass::Output, 3), "{f}");
+        assert!(f.text.contains("no space left"), "{f}");
+    }
 }

@@ -15,7 +15,7 @@ use tessera_runtime::cache::{CacheSpec, Regime};
 use tessera_runtime::census::Census;
 use tessera_runtime::decide::{Cut, Step, StreamSpec};
 use tessera_runtime::driver::{
-    EngineFactory, Joined, LeaderParts, RecordEntry, StreamRequest, WorkerParts, exit, join, run_leader,
+    EngineFactory, Joined, LeaderParts, RecordEntry, StreamRequest, Topology, WorkerParts, exit, join, run_leader,
     run_worker,
 };
 use tessera_runtime::engine::{Engine, Studio};
@@ -215,7 +215,8 @@ fn follow(mut joined: Joined, orders: &Orders, rank: Rank) -> Result<Option<Fail
     let common = Common::new(load_plan(orders)?);
     let arenas = std::mem::take(&mut joined.extras);
     let engine = common.engine(rank, &orders.model, orders.threads, arenas);
-    run_worker(joined, WorkerParts { config: common.worker(rank), engine })
+    let config = common.worker(rank);
+    run_worker(joined, WorkerParts { config, engine, topology: Topology::Mesh, flight: None, tap: None })
 }
 
 fn lead(mut joined: Joined, orders: &Orders) -> Result<Option<Failure>, Diagnostics> {
@@ -285,6 +286,7 @@ fn lead_with(
                     record.call(call, &orders.asked(call.plan.chunk));
                     Ok(())
                 }
+                RecordEntry::Progress(_) => Ok(()),
                 RecordEntry::Note(note) => record.event("note", note),
                 RecordEntry::Failed(f) => record.event("failed", &f.text),
                 RecordEntry::Dropped { request, epoch, why, .. } => {
@@ -300,9 +302,13 @@ fn lead_with(
     Ok(LeaderParts {
         config,
         engine: Some((common.worker(Rank(0)), engine)),
+        topology: Topology::Mesh,
         studio,
         requests,
         record: entries,
+        interrupt: None,
+        flight: None,
+        tap: None,
     })
 }
 

@@ -9,7 +9,7 @@ use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_models::Decoder;
 use tessera_report::record::{End, Line, PromptAt, RankRole, Record, SCHEMA, Start, Status};
-use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, launch};
+use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, Topology, launch};
 use tessera_runtime::{Failure, FailureClass, Limits};
 
 use crate::files::{Folder, refuse_existing, unwritable};
@@ -138,6 +138,7 @@ pub fn run(
     let spec = LaunchSpec {
         argv,
         ranks,
+        topology: Topology::Mesh,
         session: session(plan),
         extras: (0..ranks)
             .map(|r| comm::of_rank(&specs, Rank(r)).map(|i| Arc::clone(&arenas[i])).collect())

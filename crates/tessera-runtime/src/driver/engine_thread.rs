@@ -19,7 +19,6 @@ use crate::{Failure, FailureClass, Parity};
 pub type EngineFactory = Box<dyn FnOnce() -> Result<(Box<dyn Engine>, Parity), Diagnostic> + Send>;
 
 /// What the thread tells.
-#[allow(clippy::large_enum_variant, reason = "one event per call")]
 pub enum EngineEvent {
     /// The engine is made.
     Loaded {
@@ -33,7 +32,7 @@ pub enum EngineEvent {
     /// The engine could not be made; the thread has ended.
     NotLoaded(Failure),
     /// A call is over.
-    Ended(Result<CallReport, EngineFault>),
+    Ended(Box<Result<CallReport, EngineFault>>),
 }
 
 /// The other end of an engine's thread, which lives until this is dropped and its call is over.
@@ -87,7 +86,7 @@ impl EngineThread {
                 let outcome = ran.unwrap_or_else(|panic| {
                     Err(EngineFault::failed(format!("the engine panicked: {}", panic_text(&*panic))))
                 });
-                tell(EngineEvent::Ended(outcome));
+                tell(EngineEvent::Ended(Box::new(outcome)));
             }
         })?;
         Ok(EngineThread { calls, mark })

@@ -4,25 +4,24 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid,
+};
 use tessera_base::{Diagnostic, Diagnostics};
 
-use super::T0750;
 use super::fds::{failed, send_welcome};
-use super::link::{self, LinkEnd, spawn_reader};
+use super::hub::{Frame, Hub, HubEvent, LinkEnd, LinkId, Waker};
+use super::{T0750, TICK, Topology};
 use crate::leader::T0743;
 use crate::limits::AwakeClock;
-use crate::wire::{self, LAUNCHER, Message, Progress, Welcome};
+use crate::wire::{LAUNCHER, Message, Progress, Welcome};
 use crate::worker::T0742;
 use crate::{Failure, FailureClass, Limits};
 
-/// How often children are looked at.
-const POLL: Duration = Duration::from_millis(10);
 /// Ranks that have finished get so many times `reap_ns` to unload their devices.
 const FINISH_FACTOR: u32 = 3;
 
@@ -33,6 +32,8 @@ pub struct LaunchSpec {
     pub argv: Vec<String>,
     /// How many ranks.
     pub ranks: u32,
+    /// Who speaks with whom.
+    pub topology: Topology,
     /// The session that every envelope names.
     pub session: u64,
     /// Descriptors for each rank, such as the arenas of its groups; one list per rank, or none at all.
@@ -46,16 +47,30 @@ pub struct LaunchSpec {
 /// Asks a launch to stop, from any thread or a signal handler's thread. The first request ends at a chunk
 /// boundary, the second kills.
 #[derive(Debug, Clone, Default)]
-pub struct Interrupt(Arc<AtomicU32>);
+pub struct Interrupt(Arc<Requests>);
+
+#[derive(Debug, Default)]
+struct Requests {
+    count: AtomicU32,
+    waker: OnceLock<Waker>,
+}
 
 impl Interrupt {
     /// One more request to stop.
     pub fn interrupt(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
+        self.0.count.fetch_add(1, Ordering::Relaxed);
+        if let Some(waker) = self.0.waker.get() {
+            waker.wake();
+        }
     }
 
-    fn count(&self) -> u32 {
-        self.0.load(Ordering::Relaxed)
+    pub(super) fn count(&self) -> u32 {
+        self.0.count.load(Ordering::Relaxed)
+    }
+
+    /// From now on a request wakes this hub. It is looked at regularly as well.
+    pub(super) fn wakes(&self, hub: &Hub) {
+        let _ = self.0.waker.set(hub.waker());
     }
 }
 
@@ -105,7 +120,7 @@ pub struct LaunchReport {
 }
 
 /// Spawns the ranks and stays until the last is gone. Blocks the calling thread, which must live as long:
-/// the kernel ties the workers' parent-death signal to it.
+/// the kernel ties the ranks' parent-death signal to it.
 pub fn launch(
     spec: &LaunchSpec,
     interrupt: &Interrupt,
@@ -115,27 +130,19 @@ pub fn launch(
     if !found.is_empty() {
         return Err(found);
     }
-    let mut ranks = Ranks { list: Vec::new() };
+    if interrupt.count() > 0 {
+        return Ok(LaunchReport { failure: None, exits: Vec::new(), interrupted: true });
+    }
+    let hub = Hub::new(&spec.limits).map_err(|e| vec![failed("the launcher's sockets", &e)])?;
+    interrupt.wakes(&hub);
+    let mut ranks = Ranks { hub, list: Vec::new() };
     if let Err(d) = ranks.spawn(spec) {
         ranks.kill_all();
         return Err(vec![d]);
     }
     let pids: Vec<u32> = ranks.list.iter().map(|r| r.child.id()).collect();
-    let reading = ranks.list[0].socket.try_clone();
-    let reports = match reading.and_then(read_leader) {
-        Ok(reports) => reports,
-        Err(e) => {
-            ranks.kill_all();
-            return Err(vec![failed("launcher socket", &e)]);
-        }
-    };
     on_event(LaunchEvent::Started(&pids));
-    Ok(watch(spec, interrupt, on_event, ranks, &reports))
-}
-
-enum Report {
-    Message(Message),
-    Ended(LinkEnd),
+    Ok(watch(spec, interrupt, on_event, ranks))
 }
 
 fn check(spec: &LaunchSpec) -> Diagnostics {
@@ -147,6 +154,9 @@ fn check(spec: &LaunchSpec) -> Diagnostics {
     if spec.argv.is_empty() {
         refuse("a launch needs a command line".into());
     }
+    if spec.topology == Topology::Outside && spec.ranks < 2 {
+        refuse("a leader outside the mesh needs a rank inside".into());
+    }
     if !spec.extras.is_empty() && spec.extras.len() != spec.ranks as usize {
         refuse(format!("{} lists of descriptors for {} ranks", spec.extras.len(), spec.ranks));
     }
@@ -156,39 +166,39 @@ fn check(spec: &LaunchSpec) -> Diagnostics {
 struct Rank {
     child: Child,
     /// Open as long as the launcher lives; its closing tells the rank.
-    socket: UnixStream,
+    link: LinkId,
     exit: Option<RankExit>,
 }
 
 struct Ranks {
+    hub: Hub,
     list: Vec<Rank>,
 }
 
 impl Ranks {
     fn spawn(&mut self, spec: &LaunchSpec) -> Result<(), Diagnostic> {
-        let pair = || UnixStream::pair().map_err(|e| failed("a socket pair", &e));
-        let mut leader_ends = Vec::new();
-        let mut worker_ends = Vec::new();
-        for _ in 1..spec.ranks {
-            let (a, b) = pair()?;
-            leader_ends.push(a);
-            worker_ends.push(b);
-        }
+        let mut ends = control_sockets(spec)?;
+        let mut streams = Vec::new();
         for rank in 0..spec.ranks {
             let (here, there) = pair()?;
+            let stream = here.try_clone().map_err(|e| failed("launcher socket", &e))?;
+            let link = self.hub.add(Box::new(here), [rank]).map_err(|e| failed("launcher socket", &e))?;
             let child = Command::new(&spec.argv[0])
                 .args(&spec.argv[1..])
                 .stdin(Stdio::from(OwnedFd::from(there)))
                 .process_group(0)
                 .spawn()
                 .map_err(|e| failed(&format!("starting rank {rank} as `{}`", spec.argv.join(" ")), &e))?;
-            self.list.push(Rank { child, socket: here, exit: None });
+            let pid = child.id();
+            self.list.push(Rank { child, link, exit: None });
+            streams.push(stream);
+            // Without it a death is seen at the next tick.
+            if let Some(fd) = pid_of(pid).and_then(|p| pidfd_open(p, PidfdFlags::empty()).ok()) {
+                self.hub.watch(rank as usize, fd);
+            }
         }
-        for (i, rank) in self.list.iter().enumerate() {
-            link::set_write_limit(&rank.socket, Duration::from_nanos(spec.limits.ready_ns))
-                .map_err(|e| failed("launcher socket", &e))?;
-            let sockets: Vec<_> =
-                if i == 0 { leader_ends.iter().collect() } else { vec![&worker_ends[i - 1]] };
+        for (i, stream) in streams.iter().enumerate() {
+            let sockets = std::mem::take(&mut ends[i]);
             let extras = spec.extras.get(i).map_or(&[][..], |e| e);
             let mut fds: Vec<_> = sockets.iter().map(|s| s.as_fd()).collect();
             fds.extend(extras.iter().map(|e| e.as_fd()));
@@ -200,17 +210,21 @@ impl Ranks {
                 extras: extras.len() as u32,
                 payload: spec.payload.clone(),
             };
-            send_welcome(&rank.socket, welcome, &fds)?;
+            send_welcome(&mut self.hub, self.list[i].link, stream, welcome, &fds)?;
         }
         Ok(())
     }
 
-    /// Collects the ranks that ended; true when none is left.
+    /// Collects the ranks that ended, with whatever they left running in their groups; true when none is left.
     fn reap(&mut self) -> bool {
-        for (i, rank) in self.list.iter_mut().enumerate() {
-            if rank.exit.is_none()
-                && let Ok(Some(status)) = rank.child.try_wait()
-            {
+        for (i, rank) in self.list.iter_mut().enumerate().filter(|(_, r)| r.exit.is_none()) {
+            let Some(pid) = pid_of(rank.child.id()) else { continue };
+            let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+            if matches!(waitid(WaitId::Pid(pid), look), Ok(Some(_))) {
+                // Not collected yet, so the id still names its group.
+                let _ = kill_process_group(pid, Signal::KILL);
+            }
+            if let Ok(Some(status)) = rank.child.try_wait() {
                 rank.exit = Some(ended(i as u32, status));
             }
         }
@@ -221,7 +235,7 @@ impl Ranks {
     fn kill_left(&self) {
         for rank in self.list.iter().filter(|r| r.exit.is_none()) {
             // The child is not reaped, so its id still names it and its group.
-            if let Some(pid) = i32::try_from(rank.child.id()).ok().and_then(Pid::from_raw) {
+            if let Some(pid) = pid_of(rank.child.id()) {
                 let _ = kill_process_group(pid, Signal::KILL);
             }
         }
@@ -241,62 +255,95 @@ impl Ranks {
     }
 }
 
+/// Each rank's control sockets, in the order in which it expects them.
+fn control_sockets(spec: &LaunchSpec) -> Result<Vec<Vec<UnixStream>>, Diagnostic> {
+    let mut ends: Vec<Vec<UnixStream>> = (0..spec.ranks).map(|_| Vec::new()).collect();
+    for (upper, lower) in spec.topology.links(spec.ranks) {
+        let (up, down) = pair()?;
+        ends[upper as usize].push(up);
+        ends[lower as usize].push(down);
+    }
+    Ok(ends)
+}
+
+fn pair() -> Result<(UnixStream, UnixStream), Diagnostic> {
+    UnixStream::pair().map_err(|e| failed("a socket pair", &e))
+}
+
+fn pid_of(id: u32) -> Option<Pid> {
+    i32::try_from(id).ok().and_then(Pid::from_raw)
+}
+
 fn watch(
     spec: &LaunchSpec,
     interrupt: &Interrupt,
     on_event: &mut dyn FnMut(LaunchEvent<'_>),
     mut ranks: Ranks,
-    reports: &Receiver<Report>,
 ) -> LaunchReport {
     let start = Instant::now();
     let reap = Duration::from_nanos(spec.limits.reap_ns);
+    let leader = ranks.list[0].link;
     let mut clock = AwakeClock::default();
     let mut failure: Option<Failure> = None;
     let (mut finished, mut leader_closed, mut stop_sent, mut killed) = (false, false, false, false);
     let mut first_bad: Option<RankExit> = None;
     let mut heard_ns: Option<u64> = None;
     let mut ending: Option<Instant> = None;
+    let (mut all_gone, mut reaped) = (false, start);
+    let mut events = Vec::new();
     loop {
-        let mut report = if leader_closed {
-            std::thread::sleep(POLL);
-            None
-        } else {
-            reports.recv_timeout(POLL).ok()
-        };
+        ranks.hub.wait(TICK, &mut events);
+        // Progress alone is no reason to look at every child.
+        let mut look = reaped.elapsed() >= TICK;
         let now_ns = clock.advance(start.elapsed().as_nanos() as u64, spec.limits.heartbeat_ns);
-        while let Some(r) = report {
+        for event in events.drain(..) {
+            let message = match event {
+                HubEvent::Frame { link, frame } if link == leader => frame.message(),
+                HubEvent::Ended { link, end } if link == leader => {
+                    (leader_closed, look) = (true, true);
+                    match end {
+                        LinkEnd::Broken(d) => Err(d),
+                        _ => continue,
+                    }
+                }
+                HubEvent::Frame { .. } => continue,
+                HubEvent::Watched(_) | HubEvent::Ended { .. } => {
+                    look = true;
+                    continue;
+                }
+            };
             heard_ns = Some(now_ns);
-            match r {
-                Report::Message(Message::Progress(p)) => on_event(LaunchEvent::Progress(&p)),
-                Report::Message(Message::Finished) => finished = true,
-                Report::Message(Message::Failed(f)) => {
+            match message {
+                Ok(Message::Progress(p)) => on_event(LaunchEvent::Progress(&p)),
+                Ok(Message::Finished) => finished = true,
+                Ok(Message::Failed(f)) => {
                     failure.get_or_insert(f);
                 }
-                Report::Message(_) => {}
-                Report::Ended(LinkEnd::Closed(_)) => leader_closed = true,
-                Report::Ended(LinkEnd::Broken(d)) => {
+                Ok(_) => {}
+                Err(d) => {
                     leader_closed = true;
                     failure.get_or_insert(Failure::from_diagnostic(FailureClass::Protocol, Some(0), &d));
                 }
             }
-            report = reports.try_recv().ok();
         }
-        let all_gone = ranks.reap();
-        if first_bad.is_none() {
+        if look {
+            all_gone = ranks.reap();
+            reaped = Instant::now();
+        }
+        if first_bad.is_none_or(|b| b.signal.is_none()) {
             first_bad = ranks.first_bad();
         }
         if interrupt.count() > 0 && !stop_sent {
             stop_sent = true;
-            drop(
-                wire::encode(LAUNCHER, &Message::Stop).map(|frame| link::send(&ranks.list[0].socket, &frame)),
-            );
+            if let Ok(frame) = Frame::new(LAUNCHER, &Message::Stop) {
+                ranks.hub.send(leader, &frame);
+            }
         }
-        let silent = heard_ns.is_some_and(|h| now_ns.saturating_sub(h) > spec.limits.stale_ns);
-        if silent && failure.is_none() && !finished && !leader_closed {
-            let text =
-                format!("no sign of life of the leader for {} s", spec.limits.stale_ns / 1_000_000_000);
-            failure = Some(Failure::new(FailureClass::Stall, Some(0), &T0743, text));
-            ranks.kill_left();
+        if failure.is_none() && !finished && !leader_closed {
+            failure = silence(heard_ns, now_ns, &spec.limits);
+            if failure.is_some() {
+                ranks.kill_left();
+            }
         }
         if interrupt.count() > 1 && !killed {
             killed = true;
@@ -327,6 +374,15 @@ fn watch(
     LaunchReport { failure, exits, interrupted: interrupt.count() > 0 }
 }
 
+/// A leader that says nothing, although it shows a sign of life every heartbeat once it is up.
+fn silence(heard_ns: Option<u64>, now_ns: u64, limits: &Limits) -> Option<Failure> {
+    let (since, limit) = heard_ns.map_or((0, limits.hello_ns), |heard| (heard, limits.stale_ns));
+    (now_ns.saturating_sub(since) > limit).then(|| {
+        let text = format!("no sign of life of the leader for {} ms", limit / 1_000_000);
+        Failure::new(FailureClass::Stall, Some(0), &T0743, text)
+    })
+}
+
 /// The failure of a run whose leader did not live to name one. A rank that chose its status chose its class.
 fn unreported(bad: Option<RankExit>) -> Failure {
     match bad {
@@ -344,16 +400,4 @@ fn unreported(bad: Option<RankExit>) -> Failure {
 
 fn ended(rank: u32, status: ExitStatus) -> RankExit {
     RankExit { rank, status: status.code(), signal: status.signal() }
-}
-
-fn read_leader(stream: UnixStream) -> std::io::Result<Receiver<Report>> {
-    let (tx, rx) = sync_channel(super::worker_process::EVENTS);
-    spawn_reader("from leader".into(), stream, move |message| {
-        tx.send(match message {
-            Ok((_, message)) => Report::Message(message),
-            Err(end) => Report::Ended(end),
-        })
-        .is_ok()
-    })?;
-    Ok(rx)
 }

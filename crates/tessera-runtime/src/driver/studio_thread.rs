@@ -3,11 +3,12 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 
 use tessera_base::Diagnostic;
 
 use super::engine_thread::panic_text;
+use super::hub::{Hub, Post};
 use crate::decide::Cut;
 use crate::engine::Studio;
 use crate::leader::T0748;
@@ -44,58 +45,87 @@ pub(crate) enum StudioEvent {
     Failed(Failure),
 }
 
-/// Starts the thread; its queue holds `depth` commands. Chunks of an epoch below `fence` are not written.
-pub(crate) fn spawn_studio(
-    factory: StudioFactory,
-    depth: usize,
+/// The other end of the studio's thread.
+pub(super) struct Desk {
+    commands: SyncSender<StudioCommand>,
+    inbox: Receiver<StudioEvent>,
+    /// Chunks of an epoch below this one are not written any more.
     fence: Arc<AtomicU32>,
-    tell: impl Fn(StudioEvent) + Send + 'static,
-) -> std::io::Result<SyncSender<StudioCommand>> {
-    let (commands, inbox) = sync_channel::<StudioCommand>(depth);
-    std::thread::Builder::new().name("studio".into()).spawn(move || {
-        let ran = catch_unwind(AssertUnwindSafe(|| {
-            let mut studio = match factory() {
-                Ok(studio) => studio,
-                Err(d) => return tell(failed(FailureClass::Output, &d)),
-            };
-            while let Ok(command) = inbox.recv() {
-                let (class, outcome) = match command {
-                    StudioCommand::Text { prompt } => {
-                        (FailureClass::Preflight, studio.text(&prompt).map(StudioEvent::Text))
-                    }
-                    StudioCommand::Context { chunk, previous, opens_scene } => (
-                        FailureClass::Output,
-                        studio
-                            .context(chunk, &previous, opens_scene)
-                            .map(|tensor| StudioEvent::Context { chunk, tensor }),
-                    ),
-                    StudioCommand::Deliver { chunk, epoch, .. } if epoch < fence.load(Ordering::Acquire) => {
-                        (FailureClass::Output, Ok(StudioEvent::Discarded { chunk }))
-                    }
-                    StudioCommand::Deliver { chunk, latents, .. } => (
-                        FailureClass::Output,
-                        studio
-                            .deliver(chunk, &latents)
-                            .map(|frames| StudioEvent::Delivered { chunk, frames }),
-                    ),
-                    StudioCommand::Finish => {
-                        (FailureClass::Output, studio.finish().map(|()| StudioEvent::Finished))
-                    }
-                };
-                match outcome {
-                    Ok(event) => tell(event),
-                    Err(d) => return tell(failed(class, &d)),
-                }
-            }
-        }));
-        if let Err(panic) = ran {
-            let text = format!("the studio panicked: {}", panic_text(&*panic));
-            tell(StudioEvent::Failed(Failure::new(FailureClass::Output, Some(0), &T0748, text)));
-        }
-    })?;
-    Ok(commands)
 }
 
-fn failed(class: FailureClass, d: &Diagnostic) -> StudioEvent {
-    StudioEvent::Failed(Failure::from_diagnostic(class, Some(0), d))
+impl Desk {
+    /// Starts the thread; its queue holds `depth` commands.
+    pub(super) fn spawn(factory: StudioFactory, depth: usize, hub: &Hub) -> std::io::Result<Desk> {
+        let (commands, orders) = sync_channel::<StudioCommand>(depth);
+        let (post, inbox) = hub.inbox();
+        let fence = Arc::new(AtomicU32::new(0));
+        let shared = Arc::clone(&fence);
+        std::thread::Builder::new().name("studio".into()).spawn(move || {
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| work(factory, &orders, &shared, &post))) {
+                let text = format!("the studio panicked: {}", panic_text(&*panic));
+                let failure = Failure::new(FailureClass::Output, Some(0), &T0748, text);
+                post.send(StudioEvent::Failed(failure));
+            }
+        })?;
+        Ok(Desk { commands, inbox, fence })
+    }
+
+    /// Hands over a command without waiting.
+    pub(super) fn command(&self, command: StudioCommand) -> Result<(), Failure> {
+        let why = match self.commands.try_send(command) {
+            Ok(()) => return Ok(()),
+            Err(TrySendError::Full(_)) => "the studio's queue is full",
+            Err(TrySendError::Disconnected(_)) => "the studio's thread has ended",
+        };
+        Err(Failure::new(FailureClass::Output, Some(0), &T0748, why))
+    }
+
+    /// From now on only chunks of this epoch and later ones are written.
+    pub(super) fn fence(&self, epoch: u32) {
+        self.fence.store(epoch, Ordering::Release);
+    }
+
+    pub(super) fn heard(&self) -> Option<StudioEvent> {
+        self.inbox.try_recv().ok()
+    }
+}
+
+fn work(
+    factory: StudioFactory,
+    orders: &Receiver<StudioCommand>,
+    fence: &AtomicU32,
+    post: &Post<StudioEvent>,
+) {
+    let failed = |class, d: &Diagnostic| {
+        post.send(StudioEvent::Failed(Failure::from_diagnostic(class, Some(0), d)));
+    };
+    let mut studio = match factory() {
+        Ok(studio) => studio,
+        Err(d) => return failed(FailureClass::Output, &d),
+    };
+    while let Ok(command) = orders.recv() {
+        let (class, outcome) = match command {
+            StudioCommand::Text { prompt } => {
+                (FailureClass::Preflight, studio.text(&prompt).map(StudioEvent::Text))
+            }
+            StudioCommand::Context { chunk, previous, opens_scene } => (
+                FailureClass::Output,
+                studio
+                    .context(chunk, &previous, opens_scene)
+                    .map(|tensor| StudioEvent::Context { chunk, tensor }),
+            ),
+            StudioCommand::Deliver { chunk, epoch, .. } if epoch < fence.load(Ordering::Acquire) => {
+                (FailureClass::Output, Ok(StudioEvent::Discarded { chunk }))
+            }
+            StudioCommand::Deliver { chunk, latents, .. } => (
+                FailureClass::Output,
+                studio.deliver(chunk, &latents).map(|frames| StudioEvent::Delivered { chunk, frames }),
+            ),
+            StudioCommand::Finish => (FailureClass::Output, studio.finish().map(|()| StudioEvent::Finished)),
+        };
+        match outcome {
+            Ok(event) => drop(post.send(event)),
+            Err(d) => return failed(class, &d),
+        }
+    }
 }

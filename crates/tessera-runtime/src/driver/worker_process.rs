@@ -1,25 +1,22 @@
-//! The control thread of a worker process.
+//! The control thread of a rank that is led and leads nobody.
 
-use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tessera_base::{Diagnostic, Diagnostics};
 
-use super::T0750;
-use super::engine_thread::{EngineEvent, EngineFactory, EngineThread};
-use super::exit::exit_within;
+use super::engine_thread::EngineFactory;
+use super::exit::Keeper;
 use super::fds::{Joined, failed};
-use super::link::{self, LinkEnd, spawn_reader};
-use crate::engine::AbortHandle;
+use super::gate::{Gate, Tap};
+use super::hub::{Hub, HubEvent, LinkEnd, LinkId};
+use super::local_rank::{LocalRank, Todo};
+use super::{T0750, TICK, Topology};
+use crate::flight::Sink;
+use crate::leader::T0743;
 use crate::tripwire::Place;
-use crate::wire;
-use crate::worker::{Action, Event, Worker, WorkerConfig};
-use crate::{Failure, FailureClass};
-
-/// How often the machines are told that time passed.
-pub(super) const TICK: Duration = Duration::from_millis(20);
-/// Events that may wait for the control thread.
-pub(super) const EVENTS: usize = 256;
+use crate::worker::{Event, WorkerConfig};
+use crate::{Failure, FailureClass, Limits};
 
 /// What the door supplies.
 pub struct WorkerParts {
@@ -27,113 +24,129 @@ pub struct WorkerParts {
     pub config: WorkerConfig,
     /// Makes the engine.
     pub engine: EngineFactory,
-}
-
-enum Input {
-    Machine(Event),
-    Loaded { abort: AbortHandle, event: Event },
+    /// Who speaks with whom.
+    pub topology: Topology,
+    /// Keeps the rank's flight record.
+    pub flight: Option<Arc<dyn Sink>>,
+    /// Meddles with messages in a drill.
+    pub tap: Option<Tap>,
 }
 
 /// Runs a worker until the session ends. `Ok(None)` is a clean shutdown. After a failure the process lives only
 /// as long as the limits allow; the caller closes its record and calls [`super::exit`].
 pub fn run_worker(joined: Joined, parts: WorkerParts) -> Result<Option<Failure>, Diagnostics> {
+    let WorkerParts { config, engine, topology, flight, tap } = parts;
     let start = Instant::now();
-    let WorkerParts { config, engine } = parts;
-    let limits = config.limits.clone();
-    let rank = config.rank;
-    let mut machine = Worker::new(config.clone())?;
-    let (events, inbox) = sync_channel::<Input>(EVENTS);
-    let io = |what: &str, e: &std::io::Error| vec![failed(what, e)];
-    let [leader] = <[_; 1]>::try_from(joined.sockets).map_err(|sockets| {
+    let (limits, rank) = (config.limits.clone(), config.rank);
+    let keeper = Keeper::start(&limits).map_err(|e| vec![failed("keeper thread", &e)])?;
+    let mut hub = Hub::new(&limits).map_err(|e| vec![failed("control sockets", &e)])?;
+    let [leader] = <[_; 1]>::try_from(joined.links).map_err(|links| {
         vec![
             Diagnostic::error(&T0750, "a worker holds one socket to its leader")
-                .at(format!("rank {rank}"), format!("{} sockets", sockets.len())),
+                .at(format!("rank {rank}"), format!("{} sockets", links.len())),
         ]
     })?;
-    link::set_write_limit(&leader, Duration::from_nanos(limits.ready_ns))
-        .map_err(|e| io("control socket", &e))?;
-    let reading = leader.try_clone().map_err(|e| io("control socket", &e))?;
-    read_leader(reading, events.clone()).map_err(|e| io("control socket", &e))?;
-    read_launcher(joined.launcher, events.clone()).map_err(|e| io("launcher socket", &e))?;
-    let tell = move |event| {
-        let _ = events.send(match event {
-            EngineEvent::Loaded { abort, parity, fingerprints } => {
-                Input::Loaded { abort, event: Event::EngineReady { parity, fingerprints } }
-            }
-            EngineEvent::NotLoaded(failure) => Input::Machine(Event::EngineFailed(failure)),
-            EngineEvent::Ended(outcome) => Input::Machine(Event::CallEnded(outcome)),
-        });
-    };
-    let engine = EngineThread::spawn(rank, engine, config.census, config.cache, config.tripwires, tell)
-        .map_err(|e| io("engine thread", &e))?;
-
-    let mut abort: Option<AbortHandle> = None;
-    let mut running = false;
+    let add = |e: std::io::Error| vec![failed("control socket", &e)];
+    let above = topology.leads(rank).unwrap_or(0);
+    let up = hub.add(leader, topology.origins_above(rank)).map_err(add)?;
+    // The launcher tells a worker nothing; its socket exists to close.
+    let launcher = joined.launcher.map(|l| hub.add(l, [])).transpose().map_err(add)?;
+    let mut local = LocalRank::start(config, engine, &hub)?;
+    let mut gate = Gate::new(rank, hub, flight, tap);
+    let mut events = Vec::new();
+    let mut todo = Vec::new();
     loop {
-        let mark = engine.mark();
-        let event = match inbox.recv_timeout(TICK) {
-            Ok(Input::Machine(event)) => event,
-            Ok(Input::Loaded { abort: handle, event }) => {
-                abort = Some(handle);
-                event
-            }
-            Err(RecvTimeoutError::Timeout) => Event::Tick { mark },
-            Err(RecvTimeoutError::Disconnected) => Event::LauncherGone,
-        };
-        running &= !matches!(event, Event::CallEnded(_));
-        let now_ns = start.elapsed().as_nanos() as u64;
-        // A busy inbox must not keep the heartbeat from going out.
-        let mut actions = machine.step(now_ns, Event::Tick { mark });
-        actions.extend(machine.step(now_ns, event));
-        for action in actions {
-            match action {
-                // A leader that cannot be written to is one whose socket is about to report its end.
-                Action::Send(message) => drop(wire::encode(rank, &message).map(|f| link::send(&leader, &f))),
-                Action::Run(call) => running = engine.run(call),
-                Action::AbortEngine => {
-                    if let Some(abort) = &abort {
-                        abort();
-                    }
-                }
-                Action::Exit(None) => return Ok(None),
-                Action::Exit(Some(failure)) => {
-                    let unwind = Duration::from_nanos(limits.unwind_ns);
-                    exit_within(unwind + Duration::from_nanos(limits.reap_ns) / 2, failure.class.exit_code());
-                    let until = Instant::now() + unwind;
-                    while running {
-                        let left = until.saturating_duration_since(Instant::now());
-                        match inbox.recv_timeout(left) {
-                            Ok(Input::Machine(Event::CallEnded(_))) | Err(_) => running = false,
-                            Ok(_) => {}
+        keeper.round();
+        gate.hub.wait(TICK, &mut events);
+        for event in events.drain(..) {
+            let now_ns = start.elapsed().as_nanos() as u64;
+            match event {
+                HubEvent::Frame { frame, .. } => match gate.receive(&frame) {
+                    Ok(messages) => {
+                        for message in messages {
+                            todo.extend(local.step(now_ns, Event::Message(message)));
                         }
                     }
-                    return Ok(Some(failure));
+                    Err(d) => {
+                        todo.extend(local.step(now_ns, Event::EngineFailed(broken(&d).at(Place::Worker))))
+                    }
+                },
+                HubEvent::Ended { link, .. } if Some(link) == launcher => {
+                    todo.extend(local.step(now_ns, Event::LauncherGone));
                 }
+                HubEvent::Ended { end, .. } => todo.extend(local.step(now_ns, lost_leader(above, end))),
+                HubEvent::Watched(_) => {}
             }
+            // An answer does not wait for what else has arrived.
+            if let Some(outcome) = act(&mut gate, up, above, &mut todo) {
+                return Ok(leave(gate, Some(local), &keeper, &limits, outcome));
+            }
+        }
+        while let Some(event) = local.heard() {
+            todo.extend(local.step(start.elapsed().as_nanos() as u64, event));
+        }
+        todo.extend(local.step(start.elapsed().as_nanos() as u64, local.tick()));
+        if let Some(outcome) = act(&mut gate, up, above, &mut todo) {
+            return Ok(leave(gate, Some(local), &keeper, &limits, outcome));
         }
     }
 }
 
-fn read_leader(stream: std::os::unix::net::UnixStream, events: SyncSender<Input>) -> std::io::Result<()> {
-    spawn_reader("from leader".into(), stream, move |message| {
-        let event = match message {
-            Ok((_, message)) => Event::Message(message),
-            Err(LinkEnd::Closed(how)) => Event::LeaderGone(how),
-            Err(LinkEnd::Broken(d)) => Event::EngineFailed(broken(&d).at(Place::Worker)),
-        };
-        events.send(Input::Machine(event)).is_ok()
-    })
+/// Does what the machine asked for; the outcome once it has ended.
+fn act(gate: &mut Gate, up: LinkId, above: u32, todo: &mut Vec<Todo>) -> Option<Option<Failure>> {
+    for todo in todo.drain(..) {
+        match todo {
+            // A message over the wire's limits is one that this build never makes.
+            Todo::Send(message) => drop(gate.send([(&above, &up)], &message)),
+            Todo::Exit(outcome) => return Some(outcome),
+        }
+    }
+    None
 }
 
-/// The launcher tells a worker nothing; its socket exists to close.
-fn read_launcher(stream: std::os::unix::net::UnixStream, events: SyncSender<Input>) -> std::io::Result<()> {
-    spawn_reader("from launcher".into(), stream, move |message| match message {
-        Ok(_) => true,
-        Err(_) => events.send(Input::Machine(Event::LauncherGone)).is_ok(),
-    })
+/// The last steps of a rank: what it said leaves, its engine comes back or not, and neither takes long.
+pub(super) fn leave(
+    mut gate: Gate,
+    mut local: Option<LocalRank>,
+    keeper: &Keeper,
+    limits: &Limits,
+    outcome: Option<Failure>,
+) -> Option<Failure> {
+    let unwind = Duration::from_nanos(limits.unwind_ns);
+    if let Some(failure) = &outcome {
+        keeper.exit_within(bound(limits), failure.class.exit_code());
+    }
+    gate.ends(outcome.as_ref());
+    let until = Instant::now() + unwind;
+    let mut ignored = Vec::new();
+    while (local.as_mut().is_some_and(LocalRank::busy) || !gate.hub.flushed()) && Instant::now() < until {
+        keeper.round();
+        gate.hub.wait(TICK.min(until.saturating_duration_since(Instant::now())), &mut ignored);
+        ignored.clear();
+    }
+    outcome
+}
+
+/// How long a process may live that has failed: its engine has its time, and the launcher still finds its status.
+pub(super) fn bound(limits: &Limits) -> Duration {
+    Duration::from_nanos(limits.unwind_ns + limits.reap_ns / 4)
+}
+
+/// How the rank above left, as the machine's event.
+fn lost_leader(above: u32, end: LinkEnd) -> Event {
+    match end {
+        LinkEnd::Closed(how) => Event::LeaderGone(how),
+        LinkEnd::Broken(d) => Event::EngineFailed(broken(&d).at(Place::Worker)),
+        LinkEnd::Stuck(how) => Event::EngineFailed(stuck(above, &how).at(Place::Worker)),
+    }
 }
 
 /// A frame that does not decode, as a failure.
 pub(super) fn broken(d: &Diagnostic) -> Failure {
     Failure::from_diagnostic(FailureClass::Protocol, None, d)
+}
+
+/// A peer that does not read, as a failure of that peer.
+pub(super) fn stuck(rank: u32, how: &str) -> Failure {
+    Failure::new(FailureClass::Stall, Some(rank), &T0743, format!("rank {rank} takes no messages: {how}"))
 }

@@ -1,6 +1,7 @@
 //! A seal of made-up programs and an engine that computes something cheap and deterministic.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+pub mod latency;
 pub mod net;
 
 use std::sync::Arc;
