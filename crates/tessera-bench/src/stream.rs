@@ -56,14 +56,10 @@ pub fn run(args: &Args) -> anyhow::Result<Measured> {
     let options = StreamOptions {
         chunks: args.chunks,
         prompt: args.prompt.clone(),
-        seed: 0,
-        prompts_at: Vec::new(),
-        seeds_at: Vec::new(),
-        cuts_at: Vec::new(),
         out: dir.path().join("run"),
-        png: false,
         oversubscribe: true,
         command: std::env::args().collect(),
+        ..StreamOptions::default()
     };
     let this = std::env::current_exe()?;
     let rank =

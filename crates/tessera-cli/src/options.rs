@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use tessera::{Mapping, Model, Numerics, Overrides, Plan, Strategy, plan};
+use tessera::{Mapping, Model, Numerics, Overrides, Plan, Strategy, Topology, plan};
 use tessera_base::{Code, Diagnostic};
 
 use crate::say::Refusal;
@@ -24,6 +24,10 @@ pub struct Planning {
     #[arg(long, value_name = "MESH")]
     pub mesh: Option<String>,
 
+    /// Where the leader stands, that encodes and decodes: in the mesh, or outside it [default: mesh]
+    #[arg(long)]
+    pub topology: Option<TopologyName>,
+
     /// How tp cuts a block: tokens (ulysses, exact) or weights (megatron) [default: ulysses]
     #[arg(long)]
     pub strategy: Option<StrategyName>,
@@ -39,17 +43,35 @@ pub struct Planning {
     /// Denoising timesteps, falling, for example 1000,750,500,250 [default: what the model says]
     #[arg(long, value_name = "LIST")]
     pub steps: Option<String>,
+
+    /// Requests that may wait at the leader, 1 to 64 [default: 2]
+    #[arg(long, value_name = "N", help_heading = QUEUES)]
+    pub d_in: Option<u32>,
+
+    /// Finished chunks that may wait for decode and write, 1 to 64 [default: 2]
+    #[arg(long, value_name = "N", help_heading = QUEUES)]
+    pub d_out: Option<u32>,
+
+    /// Calls that may be sent and not done, 1 to 64 [default: 2]
+    #[arg(long, value_name = "N", help_heading = QUEUES)]
+    pub max_outstanding: Option<u32>,
 }
+
+const QUEUES: &str = "Queues of the plan";
 
 impl Planning {
     /// The first option that was given, for a message.
     pub fn given(&self) -> Option<&'static str> {
         [
             ("--mesh", self.mesh.is_some()),
+            ("--topology", self.topology.is_some()),
             ("--strategy", self.strategy.is_some()),
             ("--numerics", self.numerics.is_some()),
             ("--cache", self.cache.is_some()),
             ("--steps", self.steps.is_some()),
+            ("--d-in", self.d_in.is_some()),
+            ("--d-out", self.d_out.is_some()),
+            ("--max-outstanding", self.max_outstanding.is_some()),
         ]
         .into_iter()
         .find_map(|(name, given)| given.then_some(name))
@@ -74,8 +96,12 @@ impl Planning {
             None => Mapping::default(),
         };
         map.mesh = mesh.unwrap_or(map.mesh);
+        map.topology = self.topology.map_or(map.topology, Into::into);
         map.strategy = self.strategy.map_or(map.strategy, Into::into);
         map.numerics = self.numerics.map_or(map.numerics, Into::into);
+        map.d_in = self.d_in.unwrap_or(map.d_in);
+        map.d_out = self.d_out.unwrap_or(map.d_out);
+        map.max_outstanding = self.max_outstanding.unwrap_or(map.max_outstanding);
         let recompute = self.cache.map(|c| c == CacheName::Recompute);
         let model = Model::open(dir, &Overrides { recompute, steps })?;
         let plan = plan::make(&model.video, &model.name, &dir.display().to_string(), &map)?;
@@ -116,6 +142,27 @@ pub fn sealed(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), Ref
         vec![d]
     })?;
     Ok((model, plan))
+}
+
+/// `--topology`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum TopologyName {
+    /// Rank 0 leads and computes
+    Mesh,
+    /// A leader outside, and a mesh of one rank
+    Pp0,
+    /// A leader outside, and a mesh of two ranks or more
+    Pp1,
+}
+
+impl From<TopologyName> for Topology {
+    fn from(name: TopologyName) -> Topology {
+        match name {
+            TopologyName::Mesh => Topology::Mesh,
+            TopologyName::Pp0 => Topology::Pp0,
+            TopologyName::Pp1 => Topology::Pp1,
+        }
+    }
 }
 
 /// `--strategy`.

@@ -12,6 +12,7 @@ const EXAMPLES: &str = "\
 Examples:
   tessera plan models/demo --mesh tp=2
   tessera plan models/demo --mesh tp=2,pp=2 --strategy megatron --out my-plan
+  tessera plan models/demo --mesh tp=2 --topology pp1
   tessera plan models/demo --mapping my-plan/mapping.toml --mesh tp=4
   tessera plan models/demo --mesh tp=2 --format json | jq .ranks[0].total_bytes
 
@@ -63,6 +64,7 @@ fn text(s: &Summary, folder: Option<String>) -> String {
     let ranks = if s.ranks.len() == 1 { "1 rank".to_string() } else { format!("{} ranks", s.ranks.len()) };
     let mut facts = vec![
         ("mesh", format!("{}: {ranks}, {} strategy, {} numerics", s.mesh, s.strategy, s.numerics)),
+        ("topology", format!("{}: {}", s.topology, stands(s.topology))),
         (
             "stream",
             format!(
@@ -101,6 +103,17 @@ fn text(s: &Summary, folder: Option<String>) -> String {
     out += "\nphases: work and bytes of the busiest rank, bytes of all ranks\n";
     out += &phases_table(&s.phases);
     out
+}
+
+/// Where the leader of a topology stands.
+fn stands(topology: &str) -> &'static str {
+    match topology {
+        "pp0" => "rank 0 leads, encodes and decodes outside the mesh; rank 1 generates",
+        "pp1" => {
+            "rank 0 leads, encodes and decodes outside the mesh; rank 1 relays to the others, and all generate"
+        }
+        _ => "rank 0 leads, encodes and decodes, and generates with the others",
+    }
 }
 
 fn ranks_table(ranks: &[RankSummary]) -> String {

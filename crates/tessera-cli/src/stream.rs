@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tessera::Interrupt;
+use tessera::modelled::Modelled;
 use tessera::stream::{StreamOptions, StreamReport};
 use tessera_base::Diagnostic;
 
@@ -17,6 +18,7 @@ const EXAMPLES: &str = "\
 Examples:
   tessera stream models/demo
   tessera stream models/demo --mesh tp=2 --chunks 24 --prompt 'a blue square moves left'
+  tessera stream models/demo --mesh tp=2 --topology pp1 --cache recompute
   tessera stream models/demo --chunks 12 --at 4:'a green circle moves up' --cut-at 8
   tessera stream --plan my-plan --out my-run
 
@@ -64,6 +66,14 @@ pub struct Args {
     #[arg(long, value_name = "CHUNK")]
     pub cut_at: Vec<u32>,
 
+    /// Forget all frames before this chunk, and drop what is under way; may be repeated
+    #[arg(long, value_name = "CHUNK")]
+    pub flush_at: Vec<u32>,
+
+    /// Have every rank load other weights of the same shapes before this chunk, which begins a scene; may be repeated
+    #[arg(long, value_name = "CHUNK:DIR")]
+    pub weights_at: Vec<String>,
+
     /// New folder for what comes out [default: out/MODEL-1, or the next free number]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
@@ -76,6 +86,15 @@ pub struct Args {
     #[arg(long)]
     pub oversubscribe: bool,
 
+    /// Have decode and encode last at least so many milliseconds a chunk: of its first latent, of the others together,
+    /// of the anchor
+    #[arg(long, value_name = "FIRST[,REST[,ENCODE]]", help_heading = MEASURING)]
+    pub model_decode: Option<String>,
+
+    /// Have the generator's passes of a chunk last at least so many milliseconds together
+    #[arg(long, value_name = "MS", help_heading = MEASURING)]
+    pub model_generate: Option<String>,
+
     /// No progress
     #[arg(long, short)]
     pub quiet: bool,
@@ -84,6 +103,8 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t)]
     pub format: Shape,
 }
+
+const MEASURING: &str = "Modelled times, to measure overlap";
 
 /// Runs the verb.
 pub fn run(args: &Args) -> Outcome {
@@ -97,6 +118,7 @@ pub fn run(args: &Args) -> Outcome {
             options::sealed(folder, args.model.as_ref())?
         }
     };
+    let modelled = modelled(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
     let options = StreamOptions {
         chunks: args.chunks,
         prompt: args.prompt.clone(),
@@ -104,9 +126,12 @@ pub fn run(args: &Args) -> Outcome {
         prompts_at: changes.prompts,
         seeds_at: changes.seeds,
         cuts_at: args.cut_at.clone(),
+        flushes_at: args.flush_at.clone(),
+        weights_at: changes.weights,
         out: args.out.clone().unwrap_or_else(|| free_folder(Path::new("out"), &plan.model)),
         png: args.png,
         oversubscribe: args.oversubscribe,
+        modelled,
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
     let rank = vec![own_path()?, "rank".to_string()];
@@ -124,22 +149,38 @@ pub fn run(args: &Args) -> Outcome {
 struct Changes {
     prompts: Vec<(u32, String)>,
     seeds: Vec<(u32, u64)>,
+    weights: Vec<(u32, PathBuf)>,
 }
 
-/// Reads `--at` and `--seed-at`, and tells every slip at once.
+/// Reads `--at`, `--seed-at` and `--weights-at`, and tells every slip at once.
 fn changes(args: &Args) -> Result<Changes, Refusal> {
     let mut wrong = Vec::new();
-    let mut out = Changes { prompts: Vec::new(), seeds: Vec::new() };
+    let mut out = Changes { prompts: Vec::new(), seeds: Vec::new(), weights: Vec::new() };
     for text in &args.at {
         values::prompt_at(text).map_or_else(|d| wrong.push(d), |p| out.prompts.push(p));
     }
     for text in &args.seed_at {
         values::seed_at(text).map_or_else(|d| wrong.push(d), |s| out.seeds.push(s));
     }
+    for text in &args.weights_at {
+        values::weights_at(text).map_or_else(|d| wrong.push(d), |w| out.weights.push(w));
+    }
     wrong.extend(twice("--at", out.prompts.iter().map(|(c, _)| *c)));
     wrong.extend(twice("--seed-at", out.seeds.iter().map(|(c, _)| *c)));
     wrong.extend(twice("--cut-at", args.cut_at.iter().copied()));
+    wrong.extend(twice("--flush-at", args.flush_at.iter().copied()));
+    wrong.extend(twice("--weights-at", out.weights.iter().map(|(c, _)| *c)));
     if wrong.is_empty() { Ok(out) } else { Err(Refusal::usage(wrong)) }
+}
+
+fn modelled(args: &Args, others: u64) -> Result<Modelled, Refusal> {
+    let studio = args.model_decode.as_deref().map(|text| values::model_decode(text, others)).transpose();
+    let generate = args.model_generate.as_deref();
+    let generate = generate.map(|text| values::milliseconds("--model-generate", text)).transpose();
+    match (studio, generate) {
+        (Ok(studio), Ok(generate_ns)) => Ok(Modelled { studio, generate_ns }),
+        (a, b) => Err(Refusal::usage([a.err(), b.err()].into_iter().flatten().collect::<Vec<_>>())),
+    }
 }
 
 fn twice(option: &str, chunks: impl Iterator<Item = u32>) -> Option<Diagnostic> {
@@ -239,7 +280,8 @@ fn text(r: &StreamReport) -> String {
     } else {
         String::new()
     };
-    let mut out = format!("{}: {chunks}{frames}{state}\n", r.out.display());
+    let dropped = if r.dropped > 0 { format!(", {} dropped", r.dropped) } else { String::new() };
+    let mut out = format!("{}: {chunks}{dropped}{frames}{state}\n", r.out.display());
     if let Some(golden) = &r.golden {
         out += &format!("golden {golden}\n");
     }
@@ -259,6 +301,7 @@ fn json(r: &StreamReport) -> String {
     let fields = serde_json::json!({
         "out": r.out.display().to_string(),
         "chunks": r.chunks,
+        "dropped": r.dropped,
         "frames": r.frames,
         "fps": r.fps,
         "golden": r.golden,

@@ -91,6 +91,57 @@ fn three_fresh_processes_give_the_stored_hash_and_another_order_of_sums_does_not
 }
 
 #[test]
+fn a_leader_outside_the_mesh_and_modelled_times_change_no_bit() {
+    let stored = fs::read_to_string(root().join("golden/demo.txt")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    for (regime, hash) in stored.lines().filter_map(|l| l.split_once(' ')) {
+        let clip = |name: &str, more: &[&str]| {
+            let out = dir.path().join(format!("{regime}-{name}"));
+            let fixed = ["models/demo", "--chunks", "3", "--seed", "1", "--cache", regime];
+            let golden = field(&stream(&out, &[&fixed, more].concat()), "golden");
+            assert_eq!(golden, hash, "{regime} {name}");
+            (fs::read(out.join("clip.png")).unwrap(), fs::read_to_string(out.join("record.jsonl")).unwrap())
+        };
+        let (pictures, _) = clip("mesh", &["--mesh", "tp=2"]);
+        let modelled = ["--model-decode", "20,40,5", "--model-generate", "100"];
+        for (name, topology, mesh, world) in [("pp0", "pp0", "tp=1", 2), ("pp1", "pp1", "tp=2", 3)] {
+            let more = [&["--topology", topology, "--mesh", mesh], &modelled[..]].concat();
+            let (same, record) = clip(name, &more);
+            assert!(same == pictures, "{regime} {name}: other pictures");
+            let start = record.lines().next().unwrap();
+            assert_eq!(field(start, "topology"), topology);
+            assert_eq!(start.matches("\"rank\":").count(), world, "{start}");
+            assert!(start.contains("\"role\":\"leader@out0\""), "{start}");
+            let chunk = record.lines().find(|l| l.contains("\"kind\":\"chunk\"")).unwrap();
+            assert_eq!(chunk.matches("\"rank\":").count(), world, "{chunk}");
+        }
+    }
+}
+
+#[test]
+fn a_flush_drops_what_was_under_way_and_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let slow = ["--model-generate", "80", "--model-decode", "80"];
+    let json = stream(&out, &[&["models/demo", "--chunks", "8", "--flush-at", "5"], &slow[..]].concat());
+    let record = fs::read_to_string(out.join("record.jsonl")).unwrap();
+    let dropped = record.matches("\"what\":\"dropped\"").count();
+    let kept: usize = field(&json, "chunks").parse().unwrap();
+    assert_eq!((kept + dropped, field(&json, "exit_code")), (8, "0".to_string()), "{json}");
+    assert_eq!(field(&json, "dropped"), dropped.to_string());
+    assert!((1..=5).contains(&dropped), "{dropped} dropped");
+    assert!(record.lines().last().unwrap().contains("\"status\":\"complete\""));
+    // The scene after it is one of its own, and nothing of the one before comes after it.
+    let chunks: Vec<&str> = record.lines().filter(|l| l.contains("\"kind\":\"chunk\"")).collect();
+    let epochs: Vec<String> = chunks.iter().map(|l| field(l, "cache_epoch")).collect();
+    assert_eq!(epochs.len(), kept);
+    assert!(epochs.is_sorted() && epochs.ends_with(&["1".to_string(), "1".to_string(), "1".to_string()]));
+    let cuts: Vec<bool> = chunks.iter().map(|l| field(l, "cut") == "true").collect();
+    assert_eq!(cuts.iter().filter(|c| **c).count(), 1, "{cuts:?}");
+    assert!(cuts[kept - 3], "{cuts:?}");
+}
+
+#[test]
 fn the_end_says_where_things_are() {
     let dir = tempfile::tempdir().unwrap();
     let model = root().join("fixtures/wan-odd");

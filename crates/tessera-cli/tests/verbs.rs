@@ -116,6 +116,25 @@ fn a_plan_is_summed_up_kept_and_checked() {
 }
 
 #[test]
+fn a_leader_outside_the_mesh_is_in_the_plan() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("plan");
+    let asked = ["plan", "models/demo", "--mesh", "tp=2", "--topology", "pp1", "--out", path(&folder)];
+    let text = fine(&tessera(&asked));
+    for words in ["tp=2, outside=1: 3 ranks", "pp1: rank 0 leads", "outside", "leader@out0"] {
+        assert!(text.contains(words), "no `{words}` in:\n{text}");
+    }
+    assert!(fs::read_to_string(folder.join("mapping.toml")).unwrap().contains("topology = \"pp1\""));
+    fine(&tessera(&["check", path(&folder)]));
+    // The mapping alone says it too, and an option changes it.
+    let mapping = folder.join("mapping.toml");
+    let again = ["plan", "models/demo", "--mapping", path(&mapping), "--format", "json"];
+    assert!(fine(&tessera(&again)).contains("\"topology\":\"pp1\""));
+    let back = fine(&tessera(&[&again[..], &["--topology", "mesh"]].concat()));
+    assert!(back.contains("\"topology\":\"mesh\"") && back.contains("\"mesh\":\"tp=2\""));
+}
+
+#[test]
 fn bad_models_are_refused_with_the_file_named() {
     refused(&["plan", "no/such/model"], 1, &["T0010", "no/such/model", "models/demo"]);
     refused(&["plan"], 2, &["T0031", "models/demo"]);
@@ -151,6 +170,16 @@ fn meshes_that_cannot_be_are_refused() {
     // Both slips at once.
     refused(&["plan", "fixtures/wan-odd", "--mesh", "tp=0", "--steps", "9,x"], 2, &["T0102", "T0030", "`x`"]);
     refused(&["plan", "fixtures/wan-odd", "--strategy", "ulises"], 2, &["ulysses"]);
+    // A leader outside the mesh, and how many ranks may stand beside it.
+    refused(
+        &["plan", "fixtures/wan-odd", "--topology", "pp1"],
+        1,
+        &["T0605", "1 rank", "pp0", "tp=2 and up"],
+    );
+    refused(&["plan", "fixtures/wan-odd", "--mesh", "tp=2", "--topology", "pp0"], 1, &["T0605", "pp1"]);
+    refused(&["plan", "fixtures/wan-odd", "--mesh", "tp=2,outside=1"], 1, &["T0605", "topology pp0 or pp1"]);
+    refused(&["plan", "fixtures/wan-odd", "--topology", "pp2"], 2, &["pp1"]);
+    refused(&["plan", "fixtures/wan-odd", "--d-in", "65"], 1, &["T0605", "d_in = 65"]);
 
     let cores = std::thread::available_parallelism().unwrap().get();
     let out = tempfile::tempdir().unwrap();
@@ -160,6 +189,8 @@ fn meshes_that_cannot_be_are_refused() {
         let args =
             ["stream", "fixtures/wan-even", "--mesh", "tp=8,pp=3", "--prompt", "red", "--out", path(&run)];
         refused(&args, 1, &["T0015", "24 ranks", "--oversubscribe"]);
+        // A leader beside the mesh only encodes and decodes.
+        refused(&[&args[..], &["--topology", "pp1"]].concat(), 1, &["T0015", "24 ranks", "outside=1"]);
         assert!(!run.exists());
     }
 }
@@ -178,8 +209,21 @@ fn prompts_and_changes_that_mean_nothing_are_refused() {
     stream(&["--at", "1:red", "--at", "1:square"], 2, &["chunk 1 twice"]);
     stream(&["--prompt", "red", "--cut-at", "8"], 1, &["T0018", "chunk 8", "of 8"]);
     stream(&["--prompt", "red", "--chunks", "0"], 1, &["T0018"]);
+    stream(&["--prompt", "red", "--cut-at", "3", "--flush-at", "3"], 1, &["T0018", "cut in two ways"]);
+    stream(&["--prompt", "red", "--flush-at", "9"], 1, &["T0018", "chunk 9"]);
+    stream(&["--prompt", "red", "--weights-at", "3:no/such"], 1, &["T0010", "no/such"]);
+    // Weights of other shapes.
+    stream(&["--prompt", "red", "--weights-at", "3:models/demo"], 1, &["T05"]);
+    stream(
+        &["--weights-at", "no/such", "--flush-at", "1", "--flush-at", "1"],
+        2,
+        &["T0030", "chunk 1 twice"],
+    );
     stream(&["--chunks", "-1"], 2, &["--chunks"]);
     stream(&["--plan", "p", "--mesh", "tp=2"], 2, &["T0030", "--mesh", "--plan"]);
+    stream(&["--plan", "p", "--topology", "pp1"], 2, &["T0030", "--topology", "--plan"]);
+    stream(&["--plan", "p", "--d-out", "4"], 2, &["T0030", "--d-out", "--plan"]);
+    stream(&["--model-decode", "60,x", "--model-generate", "-1"], 2, &["T0030", "`x`", "`-1`"]);
     stream(&["--prompt", "red", "--cache", "recompute"], 1, &["T0016"]);
 }
 

@@ -511,14 +511,15 @@ fn emit(m: &VideoModel) -> Program {
     g.finish()
 }
 
-/// Latents to pixels, on the leader.
+/// One latent frame to pixels, on the leader: run for each latent of a chunk, in order. The first alone is what the
+/// next chunk's anchor waits for.
 fn decode(m: &VideoModel) -> Program {
     let mut g = Graph::new(m, "decode");
-    let tokens = g.tokens();
     g.at("leader");
-    let x = g.b.label("latents").input("latents", tokens);
-    let grid = m.stream.grid(&m.wan).map(|x| x as i64).to_vec();
-    g.b.attr("grid", grid);
+    let frame = Type::new(DType::F32, [m.frame_tokens(), m.wan.token_width()]);
+    let x = g.b.label("latents").input("latents", frame);
+    let [_, h, w] = m.stream.grid(&m.wan).map(|x| x as i64);
+    g.b.attr("grid", vec![1, h, w]);
     let pixels = video_op(&mut g, Opcode::DepthToSpaceTime, x);
     g.b.attr("at", "leader");
     g.b.output("pixels", pixels);

@@ -11,7 +11,7 @@ mod stages;
 mod strategy;
 
 pub use lower::{Logical, lower};
-pub use mapping::{Mapping, Numerics, Strategy};
+pub use mapping::{Mapping, Numerics, Strategy, Topology};
 pub use memory::place;
 pub use stages::balance;
 

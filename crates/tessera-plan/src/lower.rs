@@ -1,7 +1,9 @@
 //! From logical programs to one program per role: layouts, collectives, local shapes, stages.
 //!
 //! All stages of one tp coordinate are lowered in a single walk over the logical program, so that both ends of
-//! a send see the same type at the same position. Coordinates whose programs come out equal are one role.
+//! a send see the same type at the same position. Coordinates whose programs come out equal are one role. Where the
+//! leader stands outside the mesh, it is a role of its own: it has the phases that encode and decode, the mesh has the
+//! others, and each has an empty program where the other works.
 
 use std::collections::BTreeMap;
 
@@ -23,6 +25,9 @@ pub static T0606: Code = Code {
 The message names the op and the layouts. A hint `part` that no strategy knows is refused with this code too: taken for \
 `whole`, it would run right and waste the ranks. Another strategy, or tp=1, may do; the refusal itself is a gap in the planner.",
 };
+
+/// The role of the leader outside the mesh.
+const LEADER: &str = "leader@out0";
 
 /// Segments of a split contraction under the mesh-invariant policy.
 const SEGMENTS: i64 = 8;
@@ -69,6 +74,7 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
         mapping.blocks = cut_stages(logical, stages);
     }
     let rank_map = mapping.rank_map().map_err(|d| vec![*d])?;
+    let world = mapping.world().map_err(|d| vec![*d])?;
 
     // programs[stage][coordinate][phase]
     let tp = mesh.size(Axis::Tp);
@@ -76,7 +82,7 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
     for at in 0..tp {
         let mut per_stage: Vec<Vec<Program>> = vec![Vec::new(); stages as usize];
         for phase in &logical.phases {
-            let lowered = Lower::new(logical, mapping, phase, at).run()?;
+            let lowered = Lower::new(logical, mapping, world, phase, Place::Mesh { tp: at }).run()?;
             for (stage, p) in lowered.into_iter().enumerate() {
                 per_stage[stage].push(p);
             }
@@ -85,7 +91,18 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
             programs[stage].push(ps);
         }
     }
-    let (roles, of_role) = group_roles(&mesh, programs);
+    let (mut roles, mut of_role) = group_roles(&world, programs);
+    if world.outside() > 0 {
+        let mut own = Vec::new();
+        for phase in &logical.phases {
+            own.extend(Lower::new(logical, mapping, world, phase, Place::Outside).run()?);
+        }
+        roles.insert(
+            0,
+            RoleRanks { role: LEADER.to_string(), ranks: (0..world.outside()).map(Rank).collect() },
+        );
+        of_role.insert(0, own);
+    }
     let phases = logical
         .phases
         .iter()
@@ -96,7 +113,7 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
             Phase { name: l.name.clone(), programs, memory }
         })
         .collect();
-    Ok(Bundle { mesh, rank_map, roles, phases, calls: logical.calls.clone(), mapping: mapping.text() })
+    Ok(Bundle { mesh: world, rank_map, roles, phases, calls: logical.calls.clone(), mapping: mapping.text() })
 }
 
 fn unknown_parts(phases: &[Program]) -> Diagnostics {
@@ -167,7 +184,7 @@ fn group_roles(mesh: &Mesh, programs: Vec<Vec<Vec<Program>>>) -> (Vec<RoleRanks>
                 .iter()
                 .filter(|r| {
                     let c = mesh.coord_of(*r);
-                    c.on(Axis::Pp) as usize == stage && members.contains(&c.on(Axis::Tp))
+                    mesh.contains(*r) && c.on(Axis::Pp) as usize == stage && members.contains(&c.on(Axis::Tp))
                 })
                 .collect();
             roles.push(RoleRanks { role, ranks });
@@ -186,8 +203,24 @@ enum Held {
     Pending(ValueId),
 }
 
+/// Whose programs are made.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// All stages at this position of tp.
+    Mesh { tp: u32 },
+    /// The leader outside the mesh.
+    Outside,
+}
+
+/// Whether a phase is the leader's own, wherever it stands: encode or decode.
+fn is_leaders(p: &Program) -> bool {
+    p.ops.iter().any(|o| o.str("at") == Some("leader"))
+}
+
 struct Lower<'a> {
     source: &'a Program,
+    /// Whether the phase runs here at all.
+    runs: bool,
     cut: Cut,
     invariant: bool,
     /// First block of each stage, and one past the last block.
@@ -206,32 +239,36 @@ struct Stage {
 }
 
 impl<'a> Lower<'a> {
-    fn new(logical: &Logical, mapping: &Mapping, source: &'a Program, at: u32) -> Lower<'a> {
-        let mesh = mapping.mesh;
+    fn new(logical: &Logical, mapping: &Mapping, mesh: Mesh, source: &'a Program, place: Place) -> Lower<'a> {
         let mut bounds = vec![0];
         for n in &mapping.blocks {
             bounds.push(bounds[bounds.len() - 1] + n);
         }
-        let streams: &[&str] = match (mesh.size(Axis::Tp) > 1, mesh.size(Axis::Pp) > 1) {
+        let (tp, pp) = match place {
+            Place::Mesh { .. } => (mesh.size(Axis::Tp), mesh.size(Axis::Pp)),
+            Place::Outside => (1, 1),
+        };
+        let streams: &[&str] = match (tp > 1, pp > 1) {
             (false, false) => &["compute"],
             (true, false) => &["compute", "tp_collective"],
             (false, true) => &["compute", "pp"],
             (true, true) => &["compute", "tp_collective", "pp"],
         };
-        let stages = (0..mesh.size(Axis::Pp))
+        let role = |s| match place {
+            Place::Mesh { tp } => format!("stage{s}@tp{tp}"),
+            Place::Outside => LEADER.to_string(),
+        };
+        let stages = (0..pp)
             .map(|s| Stage {
-                b: Builder::role(&source.name, &format!("stage{s}@tp{at}"), mesh, streams),
+                b: Builder::role(&source.name, &role(s), mesh, streams),
                 held: BTreeMap::new(),
                 sends: Vec::new(),
             })
             .collect();
         Lower {
             source,
-            cut: Cut {
-                strategy: mapping.strategy,
-                tp: mesh.size(Axis::Tp),
-                head_dim: logical.dim / logical.heads,
-            },
+            runs: mesh.outside() == 0 || is_leaders(source) == (place == Place::Outside),
+            cut: Cut { strategy: mapping.strategy, tp, head_dim: logical.dim / logical.heads },
             invariant: mapping.numerics == Numerics::MeshInvariant,
             bounds,
             stages,
@@ -241,7 +278,7 @@ impl<'a> Lower<'a> {
     }
 
     fn run(mut self) -> Result<Vec<Program>, Diagnostics> {
-        let mut done = vec![false; self.source.ops.len()];
+        let mut done = vec![!self.runs; self.source.ops.len()];
         for i in 0..self.source.ops.len() {
             let op = &self.source.ops[i];
             if done[i] || op.opcode.row().kind == Kind::Source && op.opcode != Opcode::CacheRead {

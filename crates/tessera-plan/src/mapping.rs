@@ -1,4 +1,4 @@
-//! What a person reads and edits: mesh, strategy, numerics policy, stages, queue depths.
+//! What a person reads and edits: topology, mesh, strategy, numerics policy, stages, queue depths.
 
 use tessera_base::fields::{Fields, T0004, toml};
 use tessera_base::{Code, Diagnostic, Diagnostics, choices};
@@ -41,8 +41,39 @@ pub static T0605: Code = Code {
     page: "The mapping's device list, stages or queue depths do not fit its mesh. Queue depths are bounds: 0 would \
 stop the stream and no bound would hide a slow consumer, so each is 1 to 64. Blocks per stage are whole numbers from 1. \
 A device name is printed in quotes into the sealed mapping, so it may hold no quote, backslash or control character. \
-Every rank has a place in the mesh: ranks outside it are part of the IR, but the planner makes no programs for them.",
+A list of devices names every rank's, the leader outside the mesh first.\n\n\
+Whether a rank stands outside the mesh is what `topology` says, not the mesh: in `mesh` rank 0 leads and computes; in `pp0` \
+rank 0 encodes and decodes beside a mesh of one rank; in `pp1` beside a mesh of two ranks or more, the first of which relays. \
+That is a pipeline over phases; `pp` of the mesh is one over blocks, and a mapping may have both.",
 };
+
+/// Where the leader stands: which ranks encode and decode, and which generate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Topology {
+    /// Rank 0 leads, encodes, decodes and has a place in the mesh.
+    Mesh,
+    /// Rank 0 outside the mesh leads, encodes and decodes; rank 1 is the mesh.
+    Pp0,
+    /// Rank 0 outside the mesh leads, encodes and decodes; two ranks or more are the mesh, and rank 1 relays to them.
+    Pp1,
+}
+
+impl Topology {
+    /// All topologies.
+    pub const ALL: [Topology; 3] = [Topology::Mesh, Topology::Pp0, Topology::Pp1];
+
+    /// Spelling.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        ["mesh", "pp0", "pp1"][self as usize]
+    }
+
+    /// Ranks outside the mesh.
+    #[must_use]
+    pub fn outside(self) -> u32 {
+        u32::from(self != Topology::Mesh)
+    }
+}
 
 /// How tp cuts a transformer block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,7 +118,9 @@ impl Numerics {
 /// A mapping.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mapping {
-    /// Mesh.
+    /// Where the leader stands.
+    pub topology: Topology,
+    /// Mesh, without the ranks outside it: [`Mapping::world`] has those too.
     pub mesh: Mesh,
     /// Strategy over tp.
     pub strategy: Strategy,
@@ -108,6 +141,7 @@ pub struct Mapping {
 impl Default for Mapping {
     fn default() -> Mapping {
         Mapping {
+            topology: Topology::Mesh,
             mesh: Mesh::default(),
             // Ulysses moves 1.5·tp times less than megatron at a video chunk's token counts, and is exact.
             strategy: Strategy::Ulysses,
@@ -129,6 +163,8 @@ impl Mapping {
     pub fn parse(file: &str, text: &str) -> Result<Mapping, Diagnostics> {
         let mut root = Fields::new(file, "", toml(file, text)?);
         let mut out = Mapping::default();
+        let word = root.word("topology", &Topology::ALL.map(Topology::name), "mesh");
+        out.topology = Topology::ALL.into_iter().find(|t| t.name() == word).unwrap_or(Topology::Mesh);
         let (mut mesh, mut strategy) = (root.table("mesh"), root.table("strategy"));
         let (mut numerics, mut stages) = (root.table("numerics"), root.table("stages"));
         let (mut devices, mut queues) = (root.table("devices"), root.table("queues"));
@@ -188,14 +224,19 @@ impl Mapping {
         if ds.is_empty() { Ok(out) } else { Err(ds) }
     }
 
-    /// The canonical text: every key, in a fixed order. [`Mapping::parse`] reads it back.
+    /// The canonical text: every key, in a fixed order, but for a topology of `mesh`, which is what a text without
+    /// the key means. [`Mapping::parse`] reads it back.
     #[must_use]
     pub fn text(&self) -> String {
         let list = |v: &[u64]| v.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
         let devices: Vec<String> = self.devices.iter().map(|d| format!("\"{d}\"")).collect();
         let size = |a| self.mesh.size(a);
+        let topology = match self.topology {
+            Topology::Mesh => String::new(),
+            other => format!("topology = \"{}\"\n\n", other.name()),
+        };
         format!(
-            "[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n\n\
+            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n\n\
 [stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n",
             size(Axis::Tp),
             size(Axis::Ep),
@@ -211,15 +252,24 @@ impl Mapping {
         )
     }
 
+    /// The mesh and the ranks that the topology puts outside it.
+    ///
+    /// # Errors
+    /// T0104 when they are too many.
+    pub fn world(&self) -> Result<Mesh, Box<Diagnostic>> {
+        self.mesh.with_outside(self.topology.outside())
+    }
+
     /// The rank map: the mapping's devices, or logical names.
     ///
     /// # Errors
-    /// T0103 when the list does not fit the mesh.
+    /// T0103 when the list does not fit the ranks.
     pub fn rank_map(&self) -> Result<RankMap, Box<Diagnostic>> {
+        let world = self.world()?;
         if self.devices.is_empty() {
-            Ok(RankMap::logical(&self.mesh, "rank"))
+            Ok(RankMap::logical(&world, "rank"))
         } else {
-            RankMap::new(&self.mesh, self.devices.clone())
+            RankMap::new(&world, self.devices.clone())
         }
     }
 
@@ -244,7 +294,28 @@ impl Mapping {
                     format!("{} ranks outside the mesh, which a mapping cannot say", self.mesh.outside()),
                 )
                 .at("mesh", self.mesh.to_string())
-                .hint("leave `outside` away: the planner gives every rank a place in the mesh"),
+                .hint("leave `outside` away; topology pp0 or pp1 puts the leader outside the mesh"),
+            );
+        }
+        let inside = self.mesh.inside();
+        let misplaced = match self.topology {
+            Topology::Pp0 if inside != 1 => {
+                Some("topology pp1 takes a mesh of two ranks or more; pp0 takes tp=1 alone; mesh takes any")
+            }
+            Topology::Pp1 if inside < 2 => Some(
+                "topology pp0 is a leader and one rank; pp1 takes tp=2 and up, or pp=2 and up; mesh takes any",
+            ),
+            _ => None,
+        };
+        if let Some(hint) = misplaced {
+            let ranks = if inside == 1 { "1 rank".to_string() } else { format!("{inside} ranks") };
+            ds.push(
+                Diagnostic::error(
+                    &T0605,
+                    format!("topology {} beside a mesh of {ranks}", self.topology.name()),
+                )
+                .at("mesh", self.mesh.to_string())
+                .hint(hint),
             );
         }
         let stages = self.mesh.size(Axis::Pp) as usize;
@@ -369,6 +440,10 @@ mod tests {
         let m = Mapping { mesh: "tp=2,pp=3".parse().unwrap(), blocks: vec![1, 2, 3], ..Mapping::default() };
         assert_eq!(Mapping::parse("m", &m.text()).unwrap(), m);
         assert_eq!(Mapping::parse("m", "").unwrap(), Mapping::default());
+        assert!(!m.text().contains("topology"));
+        let pp1 = Mapping { topology: Topology::Pp1, ..m };
+        assert!(pp1.text().starts_with("topology = \"pp1\"\n"));
+        assert_eq!(Mapping::parse("m", &pp1.text()).unwrap(), pp1);
         let ds = Mapping::parse("m", "[mesh]\ntpp = 2\n").unwrap_err();
         assert_eq!((ds[0].code.id, ds[0].hint.as_deref()), ("T0002", Some("did you mean `mesh.tp`?")));
     }
@@ -380,6 +455,10 @@ mod tests {
             ("[mesh]\npp = 2\n[stages]\nblocks = [-3, 2]\n", "T0605", "-3"),
             ("[mesh]\npp = 2\n[stages]\nblocks = [1e30, 2]\n", "T0605", "1000000000000"),
             ("[mesh]\noutside = 1\n", "T0002", "outside"),
+            ("topology = \"pp2\"\n", "T0004", "topology"),
+            ("topology = \"pp0\"\n[mesh]\ntp = 2\n", "T0605", "pp0 beside a mesh of 2 ranks"),
+            ("topology = \"pp1\"\n", "T0605", "pp1 beside a mesh of 1 rank"),
+            ("topology = \"pp1\"\n[mesh]\ntp = 2\n[devices]\norder = [\"a\", \"b\"]\n", "T0103", "3 ranks"),
             ("[devices]\norder = [1]\n", "T0004", "devices.order"),
             ("[devices]\norder = \"cpu0\"\n", "T0004", "devices.order"),
             ("[devices]\norder = ['a\"b']\n", "T0605", "a\\\"b"),
@@ -391,6 +470,8 @@ mod tests {
         }
         assert_eq!(with("pp=2", |m| m.blocks = vec![u64::MAX, 31]), ["T0603"]);
         assert_eq!(with("tp=2, outside=1", |_| {}), ["T0605"]);
+        assert_eq!(with("pp=2", |m| m.topology = Topology::Pp1), Vec::<&str>::new());
+        assert_eq!(with("tp=1", |m| m.topology = Topology::Pp0), Vec::<&str>::new());
     }
 
     #[test]

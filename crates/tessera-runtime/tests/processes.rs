@@ -136,6 +136,7 @@ fn as_rank() -> ! {
             prompt: (k % 5 == 0).then(|| "a lighthouse".to_string()),
             seed: 7,
             cut: if k > 0 && k % 10 == 0 { Cut::Ordered } else { Cut::None },
+            reload: None,
         });
         let parts = LeaderParts {
             config: leader,

@@ -17,11 +17,16 @@ use tessera_verify::{SealedPlan, collective_line};
 /// Phases that the leader runs beside the lockstep.
 pub(crate) const LEADER_PHASES: [&str; 2] = ["decode", "encode"];
 
-/// What a sealed plan's programs add up to over all ranks, for the envelope. A rank compares its own sequence
+/// Phases that ranks of the mesh run in calls.
+pub(crate) fn mesh_phases(plan: &SealedPlan) -> impl Iterator<Item = &str> {
+    plan.phases().iter().map(String::as_str).filter(|p| !LEADER_PHASES.contains(p))
+}
+
+/// What a sealed plan's programs add up to over all ranks of the mesh, for the envelope. A rank compares its own sequence
 /// with its own part of the seal and then answers with these, so that ranks of different roles can be compared.
 #[must_use]
 pub fn census(plan: &SealedPlan) -> Census {
-    let ranks: Vec<Rank> = plan.mesh().iter().collect();
+    let ranks: Vec<Rank> = plan.mesh().iter().filter(|r| plan.mesh().contains(*r)).collect();
     Census::new(plan.phases().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())).map(|phase| {
         let mut hash = blake3::Hasher::new();
         let mut facts = ProgramFacts::default();
@@ -146,6 +151,11 @@ impl MeshEngine {
         let loaded = u32::try_from(phases.len()).unwrap_or(u32::MAX);
         let count = ProgramCount { loaded, ..ProgramCount::default() };
         Ok(MeshEngine { backend, phases, latents, count, ran: BTreeSet::new(), warm: false })
+    }
+
+    /// Names of the programs that are loaded.
+    pub(crate) fn program_names(&self) -> impl Iterator<Item = &str> {
+        self.phases.keys().map(String::as_str)
     }
 
     /// Bytes held: weights, buffers, temporaries.

@@ -2,7 +2,7 @@
 //!
 //! For tests and for programs that want the pictures rather than a folder. Decisions, engines and the checks of what
 //! a rank did are those of a run by processes; what is absent is what processes need: messages, heartbeats, deadlines
-//! per call, a record.
+//! per call, a record. A leader outside the mesh is the calling thread.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -12,13 +12,13 @@ use std::time::Duration;
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
-use tessera_models::Decoder;
 use tessera_runtime::decide::{ChunkRequest, Director};
 use tessera_runtime::driver::{EngineEvent, EngineThread, StreamRequest};
 use tessera_runtime::engine::{AbortHandle, CallReport, ReadyCall};
 use tessera_runtime::wire::{CallMeta, Tensor, Tensors};
 use tessera_runtime::{Digest, Tripwires};
 
+use crate::modelled::Modelled;
 use crate::plan::Plan;
 use crate::rank::Common;
 use crate::studio::Codec;
@@ -43,6 +43,9 @@ pub struct Chunk<'a> {
     pub chunk: u32,
     /// What was decided for it: phases, scalars, seed.
     pub meta: &'a CallMeta,
+    /// Context latents [tokens, width] that its call was given; none in a scene's first chunk and where caches are
+    /// resident.
+    pub context: Option<&'a Tensor>,
     /// Latents [tokens, width] as the network's patches.
     pub latents: &'a Tensor,
     /// Pixels [frames, height, width, 3] in [−1, 1]; none for a model without a decoder.
@@ -53,7 +56,7 @@ pub struct Chunk<'a> {
 /// looks at the last, so `requests` is asked one chunk ahead.
 ///
 /// # Errors
-/// Why a request is refused, or how a rank failed (T0019).
+/// Why a request is refused, or how a rank failed (T0019). Weights cannot be loaded again here.
 pub fn run(
     plan: &Arc<Plan>,
     model: &Model,
@@ -62,8 +65,8 @@ pub fn run(
     mut on: impl FnMut(Chunk<'_>),
 ) -> Result<(), Diagnostics> {
     let words = Model::under(&model.dir, plan).map_err(|d| vec![d])?.words()?;
-    let mut codec = Codec::load(plan, words).map_err(|d| vec![d])?;
-    let common = Common::new(Arc::clone(plan));
+    let mut codec = Codec::load(plan, words, None).map_err(|d| vec![d])?;
+    let common = Common::new(Arc::clone(plan), Modelled::default());
     let mut director = Director::new(common.stream.clone())?;
     let mut ranks = Ranks::start(plan, model, threads, &common).map_err(|d| vec![d])?;
     let mut text: Option<Tensor> = None;
@@ -71,6 +74,9 @@ pub fn run(
     for (request, call_id) in requests.into_iter().zip(1..) {
         let asked =
             ChunkRequest { prompt_change: request.prompt.is_some(), seed: request.seed, cut: request.cut };
+        if request.reload.is_some() {
+            return Err(vec![Diagnostic::error(&T0019, "weights are not loaded again within one process")]);
+        }
         if let Some(prompt) = &request.prompt {
             text = Some(codec.text(prompt).map_err(|d| vec![d])?);
         }
@@ -80,8 +86,11 @@ pub fn run(
         if meta.reset_cross {
             inputs.extend(text.clone());
         }
+        let mut context = None;
         if let Some(last) = last.as_ref().filter(|_| meta.recompute) {
-            inputs.push(codec.context(last.chunk, &last.latents, last.opens_scene).map_err(|d| vec![d])?);
+            let made = codec.context(last.chunk, &last.latents, last.opens_scene).map_err(|d| vec![d])?;
+            inputs.push(made.clone());
+            context = Some(made);
         }
         let ready = ReadyCall {
             call_id,
@@ -95,7 +104,7 @@ pub fn run(
             last.hand_over(&mut codec, &mut on).map_err(|d| vec![d])?;
         }
         let latents = ranks.end(&meta).map_err(|d| vec![d])?;
-        last = Some(Finished { chunk: call.chunk, opens_scene: call.opens_scene, latents, meta });
+        last = Some(Finished { chunk: call.chunk, opens_scene: call.opens_scene, context, latents, meta });
     }
     match last {
         Some(last) => last.hand_over(&mut codec, &mut on).map_err(|d| vec![d]),
@@ -106,24 +115,28 @@ pub fn run(
 struct Finished {
     chunk: u32,
     opens_scene: bool,
+    context: Option<Tensor>,
     latents: Tensor,
     meta: CallMeta,
 }
 
 impl Finished {
     fn hand_over(&self, codec: &mut Codec, on: &mut impl FnMut(Chunk<'_>)) -> Result<(), Diagnostic> {
-        let pixels = match codec.decoder() {
-            Decoder::SpaceTimeDepth => codec.pixels(self.chunk, &self.latents)?,
-            Decoder::None => Vec::new(),
-        };
-        on(Chunk { chunk: self.chunk, meta: &self.meta, latents: &self.latents, pixels: &pixels });
+        let pixels = codec.pixels(self.chunk, &self.latents)?;
+        on(Chunk {
+            chunk: self.chunk,
+            meta: &self.meta,
+            context: self.context.as_ref(),
+            latents: &self.latents,
+            pixels: &pixels,
+        });
         Ok(())
     }
 }
 
 /// Engines on threads of their own. Dropping it ends them, also when a call is under way.
 struct Ranks {
-    threads: Vec<EngineThread>,
+    threads: Vec<(Rank, EngineThread)>,
     aborts: Vec<AbortHandle>,
     events: Receiver<(u32, EngineEvent)>,
     /// Whether every rank waits for a call.
@@ -139,7 +152,7 @@ impl Ranks {
         };
         let (tell, events) = channel();
         let mut ranks = Ranks { threads: Vec::new(), aborts: Vec::new(), events, idle: false };
-        for rank in plan.sealed.mesh().iter() {
+        for rank in plan.mesh_ranks() {
             let mine =
                 comm::of_rank(&specs, rank).map(|i| share(&arenas[i])).collect::<Result<Vec<_>, _>>()?;
             let factory = common.engine(rank, &model.dir, threads, mine);
@@ -151,7 +164,7 @@ impl Ranks {
             let thread =
                 EngineThread::spawn(rank.0, factory, census, common.stream.cache, Tripwires::default(), said)
                     .map_err(|e| failed(rank, format!("no thread for it: {e}")))?;
-            ranks.threads.push(thread);
+            ranks.threads.push((rank, thread));
         }
         while ranks.aborts.len() < ranks.threads.len() {
             match ranks.wait()? {
@@ -173,8 +186,8 @@ impl Ranks {
     /// Has every rank begin a call.
     fn begin(&mut self, call: &ReadyCall) -> Result<(), Diagnostic> {
         self.idle = false;
-        match self.threads.iter().position(|t| !t.run(Box::new(call.clone()))) {
-            Some(rank) => Err(failed(Rank(rank as u32), "its thread takes no call")),
+        match self.threads.iter().find(|(_, t)| !t.run(Box::new(call.clone()))) {
+            Some((rank, _)) => Err(failed(*rank, "its thread takes no call")),
             None => Ok(()),
         }
     }

@@ -207,6 +207,12 @@ impl Plan {
         Ok(Plan { video, model: seal_file.model, model_dir: seal_file.model_dir, mapping, sealed })
     }
 
+    /// The ranks that compute, ascending: all but those outside the mesh.
+    pub fn mesh_ranks(&self) -> impl Iterator<Item = Rank> + use<> {
+        let mesh = *self.sealed.mesh();
+        mesh.iter().filter(move |r| mesh.contains(*r))
+    }
+
     /// Weights, buffers and temporaries of a rank.
     #[must_use]
     pub fn memory(&self, rank: Rank) -> [Bytes; 3] {
@@ -230,7 +236,8 @@ fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Di
         (&shown("stream.toml"), &text("stream.toml")?),
     )?;
     let mapping = Mapping::parse(&shown("mapping.toml"), &text("mapping.toml")?)?;
-    let rank_map = RankMap::new(&mapping.mesh, seal_file.devices.clone()).map_err(|d| vec![*d])?;
+    let world = mapping.world().map_err(|d| vec![*d])?;
+    let rank_map = RankMap::new(&world, seal_file.devices.clone()).map_err(|d| vec![*d])?;
     let mut ds = Vec::new();
     let mut phases = Vec::new();
     for name in &seal_file.phases {
@@ -264,7 +271,7 @@ fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Di
         })
         .collect();
     let bundle = Bundle {
-        mesh: mapping.mesh,
+        mesh: world,
         rank_map,
         roles,
         phases,

@@ -15,19 +15,23 @@ use tessera_runtime::cache::{CacheSpec, Regime};
 use tessera_runtime::census::Census;
 use tessera_runtime::decide::{Cut, Step, StreamSpec};
 use tessera_runtime::driver::{
-    EngineFactory, Joined, LeaderParts, RecordEntry, StreamRequest, Topology, WorkerParts, exit, join, run_leader,
-    run_worker,
+    EngineFactory, Joined, LeaderParts, MeshLeaderParts, RecordEntry, StreamRequest, Topology, WorkerParts,
+    exit, join, run_leader, run_mesh_leader, run_worker,
 };
 use tessera_runtime::engine::{Engine, Studio};
 use tessera_runtime::leader::LeaderConfig;
+use tessera_runtime::mesh_leader::MeshLeaderConfig;
+use tessera_runtime::wire::Reload;
 use tessera_runtime::worker::WorkerConfig;
-use tessera_runtime::{Digest, Failure, FailureClass, Limits, Parity, ParityClass, Tripwires};
+use tessera_runtime::{Digest, Failure, FailureClass, Limits, Parity, Tripwires};
 
-use crate::engine::{MeshEngine, census};
+use crate::engine::{MeshEngine, census, mesh_phases};
+use crate::modelled::{Modelled, ModelledEngine};
+use crate::parity::shown;
 use crate::plan::Plan;
 use crate::record::{Asked, RecordWriter};
 use crate::studio::{Reel, lock};
-use crate::{Model, Weights, comm};
+use crate::{Model, comm};
 
 /// Longest wait inside one collective. The lockstep decides what is a stall, by marks and learned limits; this only
 /// ends a wait that nobody watches any more.
@@ -54,24 +58,44 @@ pub(crate) struct Orders {
     pub(crate) seeds: Vec<(u32, u64)>,
     /// Chunks before which the scene is cut.
     pub(crate) cuts: Vec<u32>,
+    /// Chunks before which the scene is cut without waiting.
+    pub(crate) flushes: Vec<u32>,
+    /// Folders of weights to load before a chunk, and what their digest must be.
+    pub(crate) weights: Vec<(u32, String, Digest)>,
     /// Whether to write every frame as a PNG.
     pub(crate) png: bool,
+    /// Times that stand for work.
+    pub(crate) modelled: Modelled,
 }
 
 impl Orders {
-    fn asked(&self, chunk: u32) -> Asked {
+    /// What was asked of a request, counted from 0: of a chunk, as the command line counts them.
+    fn asked(&self, request: u64) -> Asked {
+        let chunk = u32::try_from(request).unwrap_or(u32::MAX);
         Asked {
             prompt: in_force(&self.prompts, chunk).cloned().unwrap_or_default(),
             seed: in_force(&self.seeds, chunk).copied().unwrap_or(0),
-            cut: self.cuts.contains(&chunk),
+            cut: self.cut(chunk).is_cut() || self.reload(chunk).is_some(),
         }
     }
 
     fn request(&self, chunk: u32) -> StreamRequest {
         let prompt = self.prompts.iter().rev().find(|(c, _)| *c == chunk).map(|(_, p)| p.clone());
-        let asked = self.asked(chunk);
-        let cut = if asked.cut { Cut::Ordered } else { Cut::None };
-        StreamRequest { prompt, seed: asked.seed, cut }
+        let seed = self.asked(u64::from(chunk)).seed;
+        StreamRequest { prompt, seed, cut: self.cut(chunk), reload: self.reload(chunk) }
+    }
+
+    fn cut(&self, chunk: u32) -> Cut {
+        match (self.flushes.contains(&chunk), self.cuts.contains(&chunk)) {
+            (true, _) => Cut::Flush,
+            (_, true) => Cut::Ordered,
+            _ => Cut::None,
+        }
+    }
+
+    fn reload(&self, chunk: u32) -> Option<Reload> {
+        let found = self.weights.iter().find(|(c, ..)| *c == chunk);
+        found.map(|(_, source, weights)| Reload { source: source.clone(), weights: *weights })
     }
 }
 
@@ -136,16 +160,21 @@ pub(crate) struct Common {
     pub(crate) stream: StreamSpec,
     limits: Limits,
     build: String,
+    modelled: Modelled,
+    /// Who speaks with whom.
+    links: Topology,
 }
 
 impl Common {
-    pub(crate) fn new(plan: Arc<Plan>) -> Common {
+    pub(crate) fn new(plan: Arc<Plan>, modelled: Modelled) -> Common {
         Common {
             digest: Digest(plan.sealed.digest()),
             census: Arc::new(census(&plan.sealed)),
             stream: stream_spec(&plan),
             limits: limits(&plan),
             build: format!("tessera {}", env!("CARGO_PKG_VERSION")),
+            modelled,
+            links: links(&plan),
             plan,
         }
     }
@@ -159,7 +188,19 @@ impl Common {
             census: Arc::clone(&self.census),
             cache: self.stream.cache,
             limits: self.limits.clone(),
-            delivers: rank.0 == 0,
+            delivers: self.plan.mesh_ranks().next() == Some(rank),
+            tripwires: Tripwires::default(),
+        }
+    }
+
+    fn mesh_leader(&self, rank: Rank) -> MeshLeaderConfig {
+        MeshLeaderConfig {
+            rank: rank.0,
+            members: self.plan.mesh_ranks().filter(|r| *r != rank).map(|r| r.0).collect(),
+            plan: self.digest,
+            census: Arc::clone(&self.census),
+            cache: self.stream.cache,
+            limits: self.limits.clone(),
             tripwires: Tripwires::default(),
         }
     }
@@ -173,6 +214,7 @@ impl Common {
         arenas: Vec<OwnedFd>,
     ) -> EngineFactory {
         let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
+        let (modelled, passes) = (self.modelled, self.stream.steps.len() as u64 + 1);
         Box::new(move || {
             let mut weights = Model::under(&model, &plan)?.weights().map_err(first)?;
             let ends = comm::attach(&plan.sealed, rank, arenas)?;
@@ -180,11 +222,22 @@ impl Common {
                 .map_err(|e| Diagnostic::error(&comm::T0017, format!("threads of rank {rank}: {e}")))?;
             let seat = Seat { mesh: *plan.sealed.mesh(), rank };
             let backend: Box<dyn Backend> = Box::new(Cpu::new(seat, pool, ends, COLLECTIVE_PATIENCE));
-            let parity = parity(&weights, threads);
             let engine = MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?;
-            Ok((Box::new(engine) as Box<dyn Engine>, parity))
+            let parity = shown(&plan, weights.digest(), &modelled, engine.program_names(), Some(threads));
+            let engine: Box<dyn Engine> = Box::new(engine);
+            let engine = match modelled.generate_ns {
+                // A steady chunk's passes: each step, and the one that makes or keeps the context.
+                Some(ns) => Box::new(ModelledEngine::new(engine, ns, passes)),
+                None => engine,
+            };
+            Ok((engine, parity))
         })
     }
+}
+
+/// Control links of a plan's ranks.
+pub(crate) fn links(plan: &Plan) -> Topology {
+    if plan.mapping.topology.outside() == 0 { Topology::Mesh } else { Topology::Outside }
 }
 
 fn limits(plan: &Plan) -> Limits {
@@ -212,11 +265,16 @@ pub(crate) fn stream_spec(plan: &Plan) -> StreamSpec {
 }
 
 fn follow(mut joined: Joined, orders: &Orders, rank: Rank) -> Result<Option<Failure>, Diagnostics> {
-    let common = Common::new(load_plan(orders)?);
+    let common = Common::new(load_plan(orders)?, orders.modelled);
     let arenas = std::mem::take(&mut joined.extras);
     let engine = common.engine(rank, &orders.model, orders.threads, arenas);
     let config = common.worker(rank);
-    run_worker(joined, WorkerParts { config, engine, topology: Topology::Mesh, flight: None, tap: None })
+    // The first rank of a mesh whose leader stands outside speaks for the others.
+    if common.links == Topology::Outside && common.plan.mesh_ranks().next() == Some(rank) {
+        let (relay, engine) = (common.mesh_leader(rank), (config, engine));
+        return run_mesh_leader(joined, MeshLeaderParts { config: relay, engine, flight: None, tap: None });
+    }
+    run_worker(joined, WorkerParts { config, engine, topology: common.links, flight: None, tap: None })
 }
 
 fn lead(mut joined: Joined, orders: &Orders) -> Result<Option<Failure>, Diagnostics> {
@@ -231,7 +289,7 @@ fn lead(mut joined: Joined, orders: &Orders) -> Result<Option<Failure>, Diagnost
         Err(ds) => ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, Some(0), d)),
     };
     let mut record = lock(&record);
-    let complete = record.chunks() == orders.chunks;
+    let complete = record.settled() == orders.chunks;
     // A clean end was written when the output was closed. A record that cannot be closed here is closed by the
     // launcher, which finds it without an end.
     let _ = record.end(failure.as_ref(), complete);
@@ -243,19 +301,23 @@ fn lead_with(
     orders: &Orders,
     record: &Arc<Mutex<RecordWriter>>,
 ) -> Result<LeaderParts, Diagnostics> {
-    let common = Common::new(load_plan(orders)?);
+    let common = Common::new(load_plan(orders)?, orders.modelled);
     lock(record).census(&common.plan.sealed);
     let mesh = *common.plan.sealed.mesh();
-    let silent = mesh.iter().filter(|r| mesh.coord_of(*r).on(Axis::Pp) > 0).map(|r| r.0).collect();
+    let ranks: Vec<Rank> = common.plan.mesh_ranks().collect();
+    let silent = ranks.iter().filter(|r| mesh.coord_of(**r).on(Axis::Pp) > 0).map(|r| r.0).collect();
     let config = LeaderConfig {
-        ranks: mesh.iter().map(|r| r.0).collect(),
+        ranks: ranks.iter().map(|r| r.0).collect(),
         plan: common.digest,
         session: joined.welcome.session,
         build: common.build.clone(),
         silent,
-        parity: parity(
-            &Model::under(&orders.model, &common.plan).map_err(|d| vec![d])?.weights()?,
-            orders.threads,
+        parity: shown(
+            &common.plan,
+            Model::under(&orders.model, &common.plan).map_err(|d| vec![d])?.weights()?.digest(),
+            &orders.modelled,
+            mesh_phases(&common.plan.sealed),
+            ranks.contains(&Rank(0)).then_some(orders.threads),
         ),
         census: Arc::clone(&common.census),
         stream: common.stream.clone(),
@@ -263,7 +325,10 @@ fn lead_with(
         tripwires: Tripwires::default(),
     };
     let arenas = std::mem::take(&mut joined.extras);
-    let engine = common.engine(Rank(0), &orders.model, orders.threads, arenas);
+    let own = ranks.contains(&Rank(0)).then(|| {
+        let engine = common.engine(Rank(0), &orders.model, orders.threads, arenas);
+        (common.worker(Rank(0)), engine)
+    });
     let studio = {
         let (plan, orders, record) = (Arc::clone(&common.plan), orders.clone(), Arc::clone(record));
         Box::new(move || {
@@ -283,15 +348,16 @@ fn lead_with(
             // What cannot be written here cannot be delivered either: the studio reports it.
             let _ = match entry {
                 RecordEntry::Call(call) => {
-                    record.call(call, &orders.asked(call.plan.chunk));
+                    if let Some(request) = call.request.filter(|_| !call.discarded) {
+                        record.call(call, &orders.asked(request));
+                    }
                     Ok(())
                 }
+                // The studio tells the record itself.
                 RecordEntry::Progress(_) => Ok(()),
                 RecordEntry::Note(note) => record.event("note", note),
                 RecordEntry::Failed(f) => record.event("failed", &f.text),
-                RecordEntry::Dropped { request, epoch, why, .. } => {
-                    record.event("dropped", &format!("request {request} of epoch {epoch}: {why}"))
-                }
+                RecordEntry::Dropped { request, epoch, why, .. } => record.dropped(request, epoch, why),
                 RecordEntry::Lost { call_id, chunk, epoch, ready, done } => record.event(
                     "lost",
                     &format!("call {call_id}, chunk {chunk}, epoch {epoch}: ready {ready:?}, done {done:?}"),
@@ -301,8 +367,8 @@ fn lead_with(
     };
     Ok(LeaderParts {
         config,
-        engine: Some((common.worker(Rank(0)), engine)),
-        topology: Topology::Mesh,
+        engine: own,
+        topology: common.links,
         studio,
         requests,
         record: entries,
@@ -312,16 +378,8 @@ fn lead_with(
     })
 }
 
-/// What every rank must have alike besides its plan and build, on effective values.
-fn parity(weights: &Weights, threads: usize) -> Parity {
-    Parity::default()
-        .with("backend", ParityClass::AtInit, "cpu")
-        .with("weights", ParityClass::AtInit, Digest(weights.digest()).to_string())
-        .with("threads", ParityClass::BestEffort, threads.to_string())
-}
-
 /// The first of many: a thread that loads something reports one.
-fn first(ds: Diagnostics) -> Diagnostic {
+pub(crate) fn first(ds: Diagnostics) -> Diagnostic {
     ds.into_iter()
         .next()
         .unwrap_or_else(|| Diagnostic::error(&crate::model::T0010, "nothing was said about it"))

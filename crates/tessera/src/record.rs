@@ -15,9 +15,13 @@ use tessera_runtime::{Failure, FailureClass};
 use tessera_verify::SealedPlan;
 
 use crate::files::unwritable;
+use crate::studio::Lap;
 
 /// File name in a run's folder.
 pub(crate) const RECORD: &str = "record.jsonl";
+
+/// What the event of a chunk that was given up for a cut is called.
+pub(crate) const DROPPED: &str = "dropped";
 
 /// Appends to a run's record.
 #[derive(Debug)]
@@ -27,8 +31,11 @@ pub(crate) struct RecordWriter {
     start: Instant,
     /// Chunks that every rank has finished and that are not delivered.
     finished: BTreeMap<u32, Chunk>,
+    /// The leader's own work on chunks that are not delivered.
+    studio: BTreeMap<u32, Vec<Phase>>,
     golden: blake3::Hasher,
     chunks: u32,
+    dropped: u32,
     frames: u64,
     /// When the first call began and the last delivery ended.
     span: Option<(u64, u64)>,
@@ -56,8 +63,10 @@ impl RecordWriter {
             file,
             start: Instant::now(),
             finished: BTreeMap::new(),
+            studio: BTreeMap::new(),
             golden: blake3::Hasher::new(),
             chunks: 0,
+            dropped: 0,
             frames: 0,
             span: None,
             collectives: BTreeMap::new(),
@@ -76,9 +85,15 @@ impl RecordWriter {
         }
     }
 
-    /// Chunks on disk.
-    pub(crate) fn chunks(&self) -> u32 {
-        self.chunks
+    /// Requests that came to an end: chunks on disk, and those that were given up for a cut.
+    pub(crate) fn settled(&self) -> u32 {
+        self.chunks + self.dropped
+    }
+
+    /// A request was given up for a cut.
+    pub(crate) fn dropped(&mut self, request: u64, epoch: u32, why: &str) -> Result<(), Diagnostic> {
+        self.dropped += 1;
+        self.event(DROPPED, &format!("chunk {request} as asked for, of epoch {epoch}: {why}"))
     }
 
     /// Nanoseconds since this writer began: the clock of the record.
@@ -168,14 +183,21 @@ impl RecordWriter {
         self.finished.insert(call.plan.chunk, chunk);
     }
 
-    /// A chunk is on disk: `frames` frames, decoded and written between two instants of [`Self::now_ns`].
-    pub(crate) fn delivered(
-        &mut self,
-        chunk: u32,
-        frames: u32,
-        latents: &[u8],
-        begun: u64,
-    ) -> Result<(), Diagnostic> {
+    /// Work of the leader on a chunk, beside the mesh.
+    pub(crate) fn studio(&mut self, chunk: u32, laps: Vec<Lap>) {
+        let ns = |at: Instant| u64::try_from(at.duration_since(self.start).as_nanos()).unwrap_or(u64::MAX);
+        let phases = laps.into_iter().map(|lap| Phase {
+            name: lap.name.into(),
+            stream: "decode".into(),
+            start_ns: ns(lap.begun),
+            end_ns: ns(lap.ended),
+            collectives: 0,
+        });
+        self.studio.entry(chunk).or_default().extend(phases);
+    }
+
+    /// A chunk is on disk, as so many frames.
+    pub(crate) fn delivered(&mut self, chunk: u32, frames: u32, latents: &[u8]) -> Result<(), Diagnostic> {
         if self.ended {
             return Ok(());
         }
@@ -186,16 +208,19 @@ impl RecordWriter {
         if let Some(span) = &mut self.span {
             span.1 = end;
         }
+        let own = self.studio.remove(&chunk).unwrap_or_default();
+        // Chunks come in order: what is left of earlier ones was discarded by a cut.
+        self.studio.retain(|c, _| *c > chunk);
+        self.finished.retain(|c, _| *c >= chunk);
         let Some(mut line) = self.finished.remove(&chunk) else { return Ok(()) };
         line.frames = frames;
-        if let Some(leader) = line.ranks.first_mut() {
-            leader.phases.push(Phase {
-                name: "decode".into(),
-                stream: "decode".into(),
-                start_ns: begun,
-                end_ns: end,
-                collectives: 0,
-            });
+        match line.ranks.first_mut().filter(|r| r.rank == 0) {
+            Some(leader) => leader.phases.extend(own),
+            // A leader outside the mesh holds no caches and issues no collectives.
+            None => line.ranks.insert(
+                0,
+                RankChunk { rank: 0, phases: own, state_digest: String::new(), trace_digest: String::new() },
+            ),
         }
         self.line(&Line::Chunk(line))
     }

@@ -9,14 +9,15 @@ use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_models::Decoder;
 use tessera_report::record::{End, Line, PromptAt, RankRole, Record, SCHEMA, Start, Status};
-use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, Topology, launch};
-use tessera_runtime::{Failure, FailureClass, Limits};
+use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, launch};
+use tessera_runtime::{Digest, Failure, FailureClass, Limits};
 
 use crate::files::{Folder, refuse_existing, unwritable};
 use crate::model::T0016;
+use crate::modelled::Modelled;
 use crate::plan::Plan;
-use crate::rank::{Orders, stream_spec};
-use crate::record::{RECORD, cause};
+use crate::rank::{Orders, first, links, stream_spec};
+use crate::record::{DROPPED, RECORD, cause};
 use crate::studio::clip;
 use crate::{Model, comm, page};
 
@@ -24,19 +25,19 @@ use crate::{Model, comm, page};
 pub static T0015: Code = Code {
     id: "T0015",
     title: "mesh is larger than this machine",
-    page: "Each rank is a process that computes; more ranks than cores take turns and run slower than fewer would. Use \
-a smaller mesh, or --oversubscribe if you want it so, for instance to try a plan for another machine.",
+    page: "Each rank is a process that computes; more ranks than cores take turns and run slower than fewer would. \
+A leader outside the mesh only encodes and decodes and is not counted. Use a smaller mesh, or --oversubscribe if you want it so, for instance to try a plan for another machine.",
 };
 /// Options that contradict each other.
 pub static T0018: Code = Code {
     id: "T0018",
     title: "stream options contradict each other",
-    page: "The options ask for something that cannot be: no chunks at all, or a change at a chunk that the stream never \
+    page: "The options ask for something that cannot be: no chunks at all, a chunk that is cut in two ways, or a change at a chunk that the stream never \
 reaches. Chunks are counted from 0; a change at chunk N takes effect when chunk N begins.",
 };
 
 /// What to stream.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct StreamOptions {
     /// Chunks.
     pub chunks: u32,
@@ -50,12 +51,18 @@ pub struct StreamOptions {
     pub seeds_at: Vec<(u32, u64)>,
     /// Chunks before which the scene is cut.
     pub cuts_at: Vec<u32>,
+    /// Chunks before which the scene is cut at once: what was asked for before and is not delivered is discarded.
+    pub flushes_at: Vec<u32>,
+    /// Folders of weights that every rank loads before a chunk, which opens a scene.
+    pub weights_at: Vec<(u32, PathBuf)>,
     /// Folder of the run; must not exist.
     pub out: PathBuf,
     /// Whether to write every frame as a PNG too.
     pub png: bool,
     /// Whether to run more ranks than cores.
     pub oversubscribe: bool,
+    /// Times that stand for work, to measure overlap.
+    pub modelled: Modelled,
     /// The command line, for the record.
     pub command: Vec<String>,
 }
@@ -102,6 +109,8 @@ pub struct StreamReport {
     pub interrupted: bool,
     /// Chunks on disk.
     pub chunks: u32,
+    /// Chunks that were asked for and given up for a cut.
+    pub dropped: u32,
     /// Frames on disk.
     pub frames: u64,
     /// Frames per second from the first call to the last delivery.
@@ -127,18 +136,19 @@ pub fn run(
 ) -> Result<StreamReport, Diagnostics> {
     let ranks = plan.sealed.mesh().ranks();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    check(plan, model, options, ranks, cores)?;
+    let computing = plan.sealed.mesh().inside();
+    check(plan, model, options, computing, cores)?;
     let specs = comm::groups(&plan.sealed);
     let arenas: Vec<Arc<OwnedFd>> =
         comm::create(&specs).map_err(|d| vec![d])?.into_iter().map(Arc::new).collect();
-    let orders = orders(plan, model, options, (cores / ranks as usize).max(1)).map_err(|d| vec![d])?;
+    let orders = orders(plan, model, options, (cores / computing as usize).max(1)).map_err(|d| vec![d])?;
     let payload = serde_json::to_vec(&orders)
         .map_err(|e| vec![Diagnostic::error(&T0018, format!("the orders cannot be written down: {e}"))])?;
     write_folder(plan, &orders, options).map_err(|d| vec![d])?;
     let spec = LaunchSpec {
         argv,
         ranks,
-        topology: Topology::Mesh,
+        topology: links(plan),
         session: session(plan),
         extras: (0..ranks)
             .map(|r| comm::of_rank(&specs, Rank(r)).map(|i| Arc::clone(&arenas[i])).collect())
@@ -206,13 +216,20 @@ fn check(
         );
     }
     let changes = options.prompts_at.iter().map(|(c, _)| *c).chain(options.seeds_at.iter().map(|(c, _)| *c));
-    for c in changes.chain(options.cuts_at.iter().copied()) {
+    let cuts = options.cuts_at.iter().chain(&options.flushes_at).copied();
+    for c in changes.chain(cuts).chain(options.weights_at.iter().map(|(c, _)| *c)) {
         if c >= options.chunks {
             ds.push(Diagnostic::error(
                 &T0018,
                 format!("a change at chunk {c} of a stream of {}", options.chunks),
             ));
         }
+    }
+    for c in options.flushes_at.iter().filter(|c| options.cuts_at.contains(c)) {
+        ds.push(
+            Diagnostic::error(&T0018, format!("chunk {c} is cut in two ways"))
+                .hint("a flush is a cut that waits for nothing: name the chunk in one of the two"),
+        );
     }
     if options.chunks == 0 {
         ds.push(Diagnostic::error(&T0018, "a stream of no chunks"));
@@ -233,6 +250,10 @@ fn check(
         Err(e) => ds.extend(e),
     }
     ds.extend(model.weights().err().into_iter().flatten());
+    for (_, folder) in &options.weights_at {
+        let opened = Model::under(folder, plan).map_err(|d| vec![d]).and_then(|m| m.weights());
+        ds.extend(opened.err().into_iter().flatten());
+    }
     ds.extend(stream_spec(plan).check());
     if plan.video.stream.decoder == Decoder::SpaceTimeDepth {
         ds.extend(clip(&plan.video).err());
@@ -248,6 +269,11 @@ fn orders(plan: &Plan, model: &Model, options: &StreamOptions, threads: usize) -
     seeds.extend(options.seeds_at.iter().copied());
     let absolute = |p: &Path| std::path::absolute(p).map_err(|e| unwritable(p, &e));
     let out = absolute(&options.out)?;
+    let weights = options.weights_at.iter().map(|(chunk, folder)| {
+        let digest = Model::under(folder, plan)?.weights().map_err(first)?.digest();
+        Ok((*chunk, absolute(folder)?.display().to_string(), Digest(digest)))
+    });
+    let weights = weights.collect::<Result<Vec<_>, Diagnostic>>()?;
     Ok(Orders {
         plan: out.join("plan"),
         digest: plan.sealed.digest_hex(),
@@ -258,7 +284,10 @@ fn orders(plan: &Plan, model: &Model, options: &StreamOptions, threads: usize) -
         prompts,
         seeds,
         cuts: options.cuts_at.clone(),
+        flushes: options.flushes_at.clone(),
+        weights,
         png: options.png,
+        modelled: options.modelled,
     })
 }
 
@@ -276,7 +305,7 @@ fn write_folder(plan: &Plan, orders: &Orders, options: &StreamOptions) -> Result
         strategy: plan.mapping.strategy.name().into(),
         numerics: plan.mapping.numerics.name().into(),
         cache: if stream.recompute { "recompute" } else { "resident" }.into(),
-        topology: "mesh".into(),
+        topology: plan.mapping.topology.name().into(),
         seed: options.seed,
         prompts: orders
             .prompts
@@ -325,6 +354,8 @@ fn close(plan: &Plan, options: &StreamOptions, failure: Option<Failure>, interru
     if let Some(record) = &record {
         page::write(plan, record, &options.out);
     }
+    let events = record.as_ref().map_or(&[][..], |r| &r.events);
+    let dropped = events.iter().filter(|e| e.what == DROPPED).count() as u32;
     let end = record.and_then(|r| r.end);
     let (chunks, frames, fps) = end.as_ref().map_or((0, 0, 0.0), |e| (e.chunks, e.frames, e.fps));
     let exit_code = match (&failure, interrupted) {
@@ -333,7 +364,8 @@ fn close(plan: &Plan, options: &StreamOptions, failure: Option<Failure>, interru
         (None, false) => 0,
     };
     let golden = end.filter(|e| !e.golden.is_empty() && e.chunks > 0).map(|e| e.golden);
-    StreamReport { exit_code, failure, interrupted, chunks, frames, fps, golden, out: options.out.clone() }
+    let out = options.out.clone();
+    StreamReport { exit_code, failure, interrupted, chunks, dropped, frames, fps, golden, out }
 }
 
 /// The end of a record whose leader wrote none.

@@ -1,11 +1,14 @@
 //! The leader's own work: prompts to rows, latents to context, latents to frames on disk.
+//!
+//! A chunk is decoded latent by latent, in order. In the recompute regime its first is decoded before the next chunk's
+//! call, which waits for the anchor; the others under that call.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tessera_base::Diagnostic;
 use tessera_cpu::{Cpu, Pool};
@@ -19,6 +22,7 @@ use tessera_runtime::wire::Tensor;
 
 use crate::files::{unwritable, write_file};
 use crate::model::T0016;
+use crate::modelled::{ModelledStudio, fill};
 use crate::plan::Plan;
 use crate::rank::Orders;
 use crate::record::RecordWriter;
@@ -43,7 +47,7 @@ impl Reel {
         record: Arc<Mutex<RecordWriter>>,
     ) -> Result<Reel, Diagnostic> {
         Ok(Reel {
-            codec: Codec::load(plan, words)?,
+            codec: Codec::load(plan, words, orders.modelled.studio)?,
             out: Out::create(&plan.video, &orders.out, orders.png)?,
             chunks: orders.chunks,
             record,
@@ -57,22 +61,26 @@ impl Studio for Reel {
     }
 
     fn context(&mut self, chunk: u32, previous: &Tensor, opens_scene: bool) -> Result<Tensor, Diagnostic> {
-        self.codec.context(chunk.saturating_sub(1), previous, opens_scene)
+        let before = chunk.saturating_sub(1);
+        let context = self.codec.context(before, previous, opens_scene)?;
+        lock(&self.record).studio(before, self.codec.laps());
+        Ok(context)
     }
 
     fn deliver(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic> {
-        let begun = lock(&self.record).now_ns();
+        let pixels = self.codec.pixels(chunk, latents)?;
+        let written = Instant::now();
         let frames = match self.codec.decoder() {
-            Decoder::SpaceTimeDepth => {
-                let pixels = self.codec.pixels(chunk, latents)?;
-                self.out.frames(&pixels)?
-            }
+            Decoder::SpaceTimeDepth => self.out.frames(&pixels)?,
             Decoder::None => {
                 self.out.latents(latents.data())?;
                 0
             }
         };
-        lock(&self.record).delivered(chunk, frames, latents.data(), begun)?;
+        self.codec.lap("write", written);
+        let mut record = lock(&self.record);
+        record.studio(chunk, self.codec.laps());
+        record.delivered(chunk, frames, latents.data())?;
         Ok(frames)
     }
 
@@ -80,7 +88,7 @@ impl Studio for Reel {
         self.out.sync()?;
         // Before anybody is told that the run has finished: a record that cannot be closed is a failed output.
         let mut record = lock(&self.record);
-        let complete = record.chunks() == self.chunks;
+        let complete = record.settled() == self.chunks;
         record.end(None, complete)
     }
 }
@@ -96,8 +104,18 @@ pub(crate) struct Codec {
     words: Words,
     cpu: Cpu,
     loaded: BTreeMap<String, Loaded>,
-    /// The newest decoded chunk.
-    decoded: Option<(u32, Vec<f32>)>,
+    /// The chunk whose first latent is decoded and whose others are not, with the pixels of that one.
+    begun: Option<(u32, Vec<f32>)>,
+    modelled: Option<ModelledStudio>,
+    laps: Vec<Lap>,
+}
+
+/// A piece of the leader's own work: `decode`, or `decode.first` and `decode.rest`, `encode`, `write`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Lap {
+    pub(crate) name: &'static str,
+    pub(crate) begun: Instant,
+    pub(crate) ended: Instant,
 }
 
 fn values(t: &Tensor) -> Vec<f32> {
@@ -118,7 +136,11 @@ impl Observer for Unwatched {
 }
 
 impl Codec {
-    pub(crate) fn load(plan: &Plan, words: Words) -> Result<Codec, Diagnostic> {
+    pub(crate) fn load(
+        plan: &Plan,
+        words: Words,
+        modelled: Option<ModelledStudio>,
+    ) -> Result<Codec, Diagnostic> {
         let (rank, sealed) = (Rank(0), &plan.sealed);
         let seat = Seat { mesh: *sealed.mesh(), rank };
         let mut cpu = Cpu::new(seat, Pool::single(), Vec::new(), Duration::from_secs(1));
@@ -128,7 +150,7 @@ impl Codec {
                 loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut NoWeights)?);
             }
         }
-        Ok(Codec { video: plan.video.clone(), words, cpu, loaded, decoded: None })
+        Ok(Codec { video: plan.video.clone(), words, cpu, loaded, begun: None, modelled, laps: Vec::new() })
     }
 
     pub(crate) fn decoder(&self) -> Decoder {
@@ -140,38 +162,86 @@ impl Codec {
         Tensor::from_f32("text", &[self.video.wan.text_len, self.video.wan.text_dim], &rows)
     }
 
-    /// Pixels [frames, height, width, 3] of a chunk.
+    /// Pixels [frames, height, width, 3] of a chunk; none for a model without a decoder. Decodes what
+    /// [`Codec::context`] has not.
     pub(crate) fn pixels(&mut self, chunk: u32, latents: &Tensor) -> Result<Vec<f32>, Diagnostic> {
-        if let Some((c, p)) = &self.decoded
-            && *c == chunk
-        {
-            return Ok(p.clone());
+        self.laps.clear();
+        let latents = values(latents);
+        let whole = Instant::now();
+        let (mut pixels, name) = match self.begun.take() {
+            Some((c, first)) if c == chunk => (first, "decode.rest"),
+            _ => (self.decode_first(&latents)?, "decode"),
+        };
+        let begun = Instant::now();
+        for frame in latents.chunks_exact(self.frame_len()).skip(1) {
+            pixels.extend(self.decode(frame)?);
         }
-        let pixels = self.run("decode", "latents", &values(latents), "pixels")?;
-        self.decoded = Some((chunk, pixels.clone()));
+        self.stand_for(begun, |m| m.rest_ns);
+        self.lap(name, whole);
         Ok(pixels)
     }
 
     /// [anchor, z₋₂, z₋₁] of chunk `before`, for the chunk after it. The anchor is the encoding of one decoded frame,
     /// the last pixel frame of latent 0, repeated over the temporal stride; after a scene's first chunk it is latent
-    /// 0 itself.
+    /// 0 itself. No other latent is decoded for it.
     pub(crate) fn context(
         &mut self,
         before: u32,
         latents: &Tensor,
         opens_scene: bool,
     ) -> Result<Tensor, Diagnostic> {
+        self.laps.clear();
         let mut context = values(latents);
         if !opens_scene {
+            let begun = Instant::now();
+            let first = self.decode_first(&context)?;
+            self.lap("decode.first", begun);
+            let begun = Instant::now();
             let stride = self.video.stream.stride[0] as usize;
-            let pixels = self.pixels(before, latents)?;
-            let frame = pixels.len() / self.video.stream.frames_per_chunk() as usize;
-            let anchor = &pixels[(stride - 1) * frame..stride * frame];
-            let repeated = anchor.repeat(stride);
-            let encoded = self.run("encode", "pixels", &repeated, "latents")?;
+            let anchor = &first[first.len() - first.len() / stride..];
+            let encoded = self.run("encode", "pixels", &anchor.repeat(stride), "latents")?;
             context[..encoded.len()].copy_from_slice(&encoded);
+            self.stand_for(begun, |m| m.encode_ns);
+            self.lap("encode", begun);
+            self.begun = Some((before, first));
         }
         Tensor::from_f32("context", &[self.video.chunk_tokens(), self.video.wan.token_width()], &context)
+    }
+
+    /// Closes a piece of work that began at an instant.
+    fn lap(&mut self, name: &'static str, begun: Instant) {
+        self.laps.push(Lap { name, begun, ended: Instant::now() });
+    }
+
+    /// The work of the last context or delivery.
+    fn laps(&mut self) -> Vec<Lap> {
+        std::mem::take(&mut self.laps)
+    }
+
+    /// Numbers of one latent frame.
+    fn frame_len(&self) -> usize {
+        (self.video.frame_tokens() * self.video.wan.token_width()) as usize
+    }
+
+    fn decode_first(&mut self, latents: &[f32]) -> Result<Vec<f32>, Diagnostic> {
+        let begun = Instant::now();
+        let pixels = self.decode(&latents[..self.frame_len().min(latents.len())])?;
+        self.stand_for(begun, |m| m.first_ns);
+        Ok(pixels)
+    }
+
+    /// Pixels of one latent frame.
+    fn decode(&mut self, frame: &[f32]) -> Result<Vec<f32>, Diagnostic> {
+        match self.decoder() {
+            Decoder::SpaceTimeDepth => self.run("decode", "latents", frame, "pixels"),
+            Decoder::None => Ok(Vec::new()),
+        }
+    }
+
+    fn stand_for(&self, begun: Instant, ns: impl Fn(&ModelledStudio) -> u64) {
+        if let Some(m) = &self.modelled {
+            fill(begun, ns(m));
+        }
     }
 
     fn run(&mut self, phase: &str, input: &str, data: &[f32], output: &str) -> Result<Vec<f32>, Diagnostic> {

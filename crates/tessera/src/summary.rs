@@ -13,7 +13,9 @@ pub struct Summary {
     pub model: String,
     /// The seal's digest, 64 hex digits.
     pub digest: String,
-    /// Mesh, such as `tp=2, pp=3`.
+    /// Where the leader stands: `mesh`, `pp0` or `pp1`.
+    pub topology: &'static str,
+    /// Mesh, such as `tp=2, pp=3`, with `outside=1` behind where the leader stands outside it.
     pub mesh: String,
     /// Strategy over tp.
     pub strategy: &'static str,
@@ -113,6 +115,7 @@ impl Summary {
         Summary {
             model: plan.model.clone(),
             digest: sealed.digest_hex(),
+            topology: plan.mapping.topology.name(),
             mesh: sealed.mesh().to_string(),
             strategy: plan.mapping.strategy.name(),
             numerics: plan.mapping.numerics.name(),

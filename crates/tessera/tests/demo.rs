@@ -20,7 +20,8 @@ use std::sync::Arc;
 
 use support::{Prompt, Seen, World, render};
 use tessera::local::{self, Chunk};
-use tessera::{Mapping, Model, Overrides, Plan, Strategy, StreamRequest, plan};
+use tessera::{Mapping, Model, Overrides, Plan, Strategy, StreamRequest, Topology, plan};
+use tessera_cpu::kernels::{PixelGeometry, depth_to_space_time, space_time_to_depth};
 
 const FRAMES: i64 = 12;
 const SEED: u64 = 1;
@@ -44,13 +45,23 @@ fn stream(
     regime: Regime,
     (mesh, strategy): (&str, Strategy),
     requests: impl IntoIterator<Item = StreamRequest>,
+    on: impl FnMut(Chunk<'_>),
+) {
+    let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() };
+    stream_mapped(regime, &mapping, requests, on);
+}
+
+fn stream_mapped(
+    regime: Regime,
+    mapping: &Mapping,
+    requests: impl IntoIterator<Item = StreamRequest>,
     mut on: impl FnMut(Chunk<'_>),
 ) {
+    let mesh = mapping.mesh;
     let overrides = Overrides { recompute: Some(regime == Regime::Recompute), ..Overrides::default() };
     let model = Model::open(&demo(), &overrides).unwrap_or_else(|ds| panic!("{ds:#?}"));
-    let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() };
     let plan: Plan =
-        plan::make(&model.video, &model.name, "", &mapping).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
+        plan::make(&model.video, &model.name, "", mapping).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
     local::run(&Arc::new(plan), &model, 1, requests, |chunk| {
         let opens_scene = chunk.chunk == 0 || chunk.meta.reset_kv;
         assert_eq!(chunk.meta.recompute, regime == Regime::Recompute && !opens_scene, "{regime:?}");
@@ -63,7 +74,7 @@ const ONE: (&str, Strategy) = ("tp=1", Strategy::Ulysses);
 
 fn ask(prompt: Option<Prompt>, seed: u64, cut: bool) -> StreamRequest {
     let cut = if cut { tessera::Cut::Ordered } else { tessera::Cut::None };
-    StreamRequest { prompt: prompt.map(Prompt::text), seed, cut }
+    StreamRequest { prompt: prompt.map(Prompt::text), seed, cut, ..StreamRequest::default() }
 }
 
 /// Requests for a prompt per chunk; a request names it only where it changes.
@@ -276,14 +287,18 @@ fn a_cut_begins_the_scene_of_its_seed_and_a_seed_alone_does_not() {
 }
 
 /// Latents and pixels of nine chunks with a new prompt at 3 and a cut at 6.
-fn clip(regime: Regime, on: (&str, Strategy)) -> (Vec<Vec<u8>>, Vec<Vec<f32>>) {
+fn clip(regime: Regime, (mesh, strategy): (&str, Strategy)) -> (Vec<Vec<u8>>, Vec<Vec<f32>>) {
+    clip_mapped(regime, &Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() })
+}
+
+fn clip_mapped(regime: Regime, mapping: &Mapping) -> (Vec<Vec<u8>>, Vec<Vec<f32>>) {
     let script = (0..9).map(|c| match c {
         0 => ask(Some(Prompt::nth(5)), SEED, false),
         3 => ask(Some(Prompt::nth(42)), SEED, false),
         _ => ask(None, SEED + u64::from(c >= 6), c == 6),
     });
     let (mut latents, mut pixels) = (Vec::new(), Vec::new());
-    stream(regime, on, script, |chunk| {
+    stream_mapped(regime, mapping, script, |chunk| {
         latents.push(chunk.latents.data().to_vec());
         pixels.push(chunk.pixels.to_vec());
     });
@@ -310,6 +325,60 @@ fn several_ranks_stream_the_clip_of_one() {
         println!("{regime:?} tp=2 megatron: max abs pixel error {error:e}");
         assert!(error < 0.01, "{regime:?}: pixels differ by up to {error:e}");
     }
+}
+
+#[test]
+fn a_leader_outside_the_mesh_streams_the_same_clip() {
+    for regime in [Regime::Resident, Regime::Recompute] {
+        for (topology, mesh, strategy) in [
+            (Topology::Pp0, "tp=1", Strategy::Ulysses),
+            (Topology::Pp1, "tp=2", Strategy::Ulysses),
+            (Topology::Pp1, "tp=2", Strategy::Megatron),
+            (Topology::Pp1, "pp=2", Strategy::Ulysses),
+        ] {
+            let mapping = Mapping { topology, mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() };
+            let within = clip(regime, (mesh, strategy));
+            assert!(clip_mapped(regime, &mapping) == within, "{regime:?} {topology:?} {mesh} {strategy:?}");
+        }
+    }
+}
+
+/// A chunk of the demo model, as its whole decode takes it.
+const LATENT: PixelGeometry = PixelGeometry { frames: 3, height: 16, width: 16, stride: [4, 8, 8] };
+
+#[test]
+fn the_anchor_first_decode_is_the_decode_of_whole_chunks() {
+    let mut before: Option<(Vec<f32>, bool)> = None;
+    let mut anchored = 0;
+    let script = (0..9).map(|c| ask((c == 0).then_some(Prompt::nth(5)), SEED, c == 5));
+    let overrides = Overrides { recompute: Some(true), ..Overrides::default() };
+    let model = Model::open(&demo(), &overrides).unwrap_or_else(|ds| panic!("{ds:#?}"));
+    let plan = plan::make(&model.video, &model.name, "", &Mapping::default()).unwrap();
+    local::run(&Arc::new(plan), &model, 1, script, |chunk| {
+        let latents = chunk.latents.to_f32().unwrap();
+        let mut whole = vec![0.0; latents.len()];
+        depth_to_space_time(&mut whole, &latents, LATENT);
+        assert!(chunk.pixels == whole, "chunk {}", chunk.chunk);
+        let opens_scene = chunk.meta.reset_kv || chunk.chunk == 0;
+        if let (Some((previous, opened)), Some(context)) = (&before, chunk.context) {
+            let mut expected = previous.clone();
+            if !opened {
+                // The last pixel frame of latent 0, repeated, is what the anchor encodes.
+                let mut pixels = vec![0.0; previous.len()];
+                depth_to_space_time(&mut pixels, previous, LATENT);
+                let frame = pixels.len() / FRAMES as usize;
+                let anchor = pixels[3 * frame..4 * frame].repeat(4);
+                let first = previous.len() / 3;
+                space_time_to_depth(&mut expected[..first], &anchor, PixelGeometry { frames: 1, ..LATENT });
+                anchored += 1;
+            }
+            assert!(context.to_f32().unwrap() == expected, "context of chunk {}", chunk.chunk);
+        }
+        assert_eq!(chunk.context.is_some(), !opens_scene);
+        before = Some((latents, opens_scene));
+    })
+    .unwrap_or_else(|ds| panic!("{ds:#?}"));
+    assert_eq!(anchored, 5, "chunks 2 to 4 and 7 to 8");
 }
 
 #[test]

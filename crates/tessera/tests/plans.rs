@@ -5,7 +5,8 @@
 use std::path::{Path, PathBuf};
 
 use tessera::{Model, Overrides, Plan, plan};
-use tessera_plan::{Mapping, Numerics, Strategy};
+use tessera_mesh::Rank;
+use tessera_plan::{Mapping, Numerics, Strategy, Topology};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
@@ -42,6 +43,60 @@ fn every_mesh_and_strategy_seals() {
     make(&model("wan-even", false), &mapping("pp=3", Strategy::Ulysses));
     let invariant = Mapping { numerics: Numerics::MeshInvariant, ..mapping("tp=4", Strategy::Megatron) };
     make(&model("wan-even", false), &invariant);
+}
+
+/// Plans of the demo model, which has a decoder, with the leader outside the mesh.
+#[test]
+fn a_leader_outside_the_mesh_holds_what_encodes_and_decodes() {
+    let dir = tempfile::tempdir().unwrap();
+    for (i, (topology, mesh)) in [
+        (Topology::Pp0, "tp=1"),
+        (Topology::Pp1, "tp=2"),
+        (Topology::Pp1, "tp=3"),
+        (Topology::Pp1, "tp=2,pp=2"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for strategy in [Strategy::Ulysses, Strategy::Megatron] {
+            for recompute in [false, true] {
+                let m = model("../models/demo", recompute);
+                let within = make(&m, &mapping(mesh, strategy));
+                let made = make(&m, &Mapping { topology, ..mapping(mesh, strategy) });
+                assert_ne!(made.sealed.digest_hex(), within.sealed.digest_hex());
+                let ranks = made.sealed.mesh().ranks();
+                assert_eq!(ranks, within.sealed.mesh().ranks() + 1);
+                assert!(made.mesh_ranks().map(|r| r.0).eq(1..ranks));
+                let roles = made.sealed.roles();
+                assert_eq!((roles[0].role.as_str(), &roles[0].ranks[..]), ("leader@out0", &[Rank(0)][..]));
+                for phase in made.sealed.phases() {
+                    let own = ["decode", "encode"].contains(&phase.as_str());
+                    for rank in made.sealed.mesh().iter() {
+                        let nothing = made.sealed.program(phase, rank).unwrap().ops.is_empty();
+                        // A later stage has nothing to do in some phases of the mesh either.
+                        assert!(nothing || own == (rank == Rank(0)), "@{phase} of rank {rank}");
+                        assert!(rank > Rank(1) || !nothing || own != (rank == Rank(0)));
+                    }
+                }
+                // A rank of the mesh holds what it holds where the first one leads, but for decode and encode.
+                let [weights, caches, _] = made.memory(Rank(0));
+                assert_eq!((weights.0, caches.0), (0, 0));
+                for rank in within.sealed.mesh().iter() {
+                    let [there, here] = [within.memory(rank), made.memory(Rank(rank.0 + 1))];
+                    assert_eq!(there[..2], here[..2]);
+                    assert!(here[2] <= there[2]);
+                }
+                assert_eq!(tessera::engine::census(&made.sealed), tessera::engine::census(&within.sealed));
+            }
+        }
+        let at = dir.path().join(format!("plan{i}"));
+        let made =
+            make(&model("../models/demo", true), &Mapping { topology, ..mapping(mesh, Strategy::Ulysses) });
+        made.write(&at).unwrap();
+        let read = Plan::read(&at).unwrap_or_else(|ds| panic!("{ds:#?}"));
+        assert_eq!(read.sealed.digest_hex(), made.sealed.digest_hex());
+        assert_eq!(read.mapping, made.mapping);
+    }
 }
 
 #[test]

@@ -19,6 +19,12 @@ pub use norm::{Frames, gate_residual, layer_norm, norm_modulate, rms_norm, rms_s
 pub use pixels::{PixelGeometry, depth_to_space_time, space_time_to_depth};
 pub use rope::{MAX_HEAD, RopeCache, RopeSpec, RopeTables, rope};
 
+/// The vector unit that kernels run on here: `avx512`, `avx2` or `portable`. Results do not depend on it.
+#[must_use]
+pub fn vector_unit() -> &'static str {
+    crate::simd::level().name()
+}
+
 use crate::simd::Aligned;
 use std::sync::{Mutex, PoisonError};
 

@@ -22,6 +22,19 @@ pub(crate) enum Level {
     Portable,
 }
 
+impl Level {
+    /// Its name, as in lists of a machine's features.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => "avx2",
+            Level::Portable => "portable",
+        }
+    }
+}
+
 /// The widest unit of this machine. The answer is cached by the standard library.
 #[inline]
 pub(crate) fn level() -> Level {

@@ -22,7 +22,7 @@ use super::{T0750, TICK, Topology};
 use crate::decide::ChunkRequest;
 use crate::flight::{Mark, Sink};
 use crate::leader::{self, CallRecord, Leader, LeaderConfig, T0748};
-use crate::wire::{Heartbeat, LAUNCHER, Message, Progress};
+use crate::wire::{Heartbeat, LAUNCHER, Message, Progress, Reload};
 use crate::worker::{self, T0749, WorkerConfig};
 use crate::{Failure, FailureClass, Limits};
 
@@ -291,7 +291,10 @@ impl Process {
             match taken {
                 Taken::Text(prompt) => self.command(StudioCommand::Text { prompt }),
                 Taken::Request(request, text) => {
-                    let StreamRequest { prompt, seed, cut } = request;
+                    let StreamRequest { prompt, seed, cut, reload } = request;
+                    if let Some(Reload { source, weights }) = reload {
+                        self.tell(leader::Event::Reload { source, weights });
+                    }
                     let request = ChunkRequest { prompt_change: prompt.is_some(), seed, cut };
                     self.tell(leader::Event::Request { request, text });
                 }

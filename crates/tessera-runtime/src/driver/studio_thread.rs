@@ -12,7 +12,7 @@ use super::hub::{Hub, Post};
 use crate::decide::Cut;
 use crate::engine::Studio;
 use crate::leader::T0748;
-use crate::wire::Tensor;
+use crate::wire::{Reload, Tensor};
 use crate::{Failure, FailureClass};
 
 /// Makes the studio on its own thread.
@@ -27,6 +27,8 @@ pub struct StreamRequest {
     pub seed: u64,
     /// Hard cut before this chunk.
     pub cut: Cut,
+    /// Weights that every rank loads before this chunk, which opens a scene.
+    pub reload: Option<Reload>,
 }
 
 pub(crate) enum StudioCommand {

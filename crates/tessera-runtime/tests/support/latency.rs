@@ -174,6 +174,7 @@ fn as_rank() -> ! {
             prompt: (k == 0).then(|| "a lighthouse".to_string()),
             seed: 7,
             cut: Cut::None,
+            reload: None,
         });
         let parts = LeaderParts {
             config: leader,
