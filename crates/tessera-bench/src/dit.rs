@@ -189,7 +189,9 @@ impl Rank {
         let program = *self.loaded.get(phase).ok_or_else(|| anyhow!("the plan has no phase {phase}"))?;
         let begun = Instant::now();
         self.cpu.run(program, &call, &mut Unwatched).map_err(|f| match f {
-            Fault::Failed(t) | Fault::Stalled(t) | Fault::Aborted(t) => anyhow!("{phase}: {t}"),
+            Fault::Failed(t) | Fault::Stalled(t) | Fault::Aborted(t) | Fault::Refused(t) => {
+                anyhow!("{phase}: {t}")
+            }
         })?;
         Ok(begun.elapsed().as_secs_f64() * 1e3)
     }

@@ -4,6 +4,7 @@
 //!
 //! Exit status: 0 fine, 1 diagnostics, 2 usage, 130 interrupted, 10 to 29 one per class of failure of a run.
 
+mod autopsy;
 mod check;
 mod explain;
 mod options;
@@ -28,6 +29,7 @@ Examples:
   tessera stream models/demo --mesh tp=2 --chunks 24      the same over two ranks
   tessera plan models/demo --mesh tp=2 --out my-plan      plan only, and keep it
   tessera check my-plan                                   judge a plan again
+  tessera autopsy out/demo-1                              who broke a run, or hangs it now
   tessera explain T0602                                   what a code means
 
 Exit status: 0 fine, 1 diagnostics, 2 usage, 130 interrupted, 10-29 a run failed (one number per kind of failure).";
@@ -44,6 +46,7 @@ struct Cli {
 enum Verb {
     Plan(plan::Args),
     Check(check::Args),
+    Autopsy(autopsy::Args),
     Explain(explain::Args),
     Stream(stream::Args),
     /// One rank of a stream. Started by `tessera stream`, never by hand.
@@ -56,6 +59,7 @@ fn main() -> ExitCode {
     let (format, outcome): (_, Outcome) = match Cli::parse().verb {
         Verb::Plan(args) => (args.format.into(), plan::run(&args)),
         Verb::Check(args) => (args.format.into(), check::run(&args)),
+        Verb::Autopsy(args) => (args.format.into(), autopsy::run(&args)),
         Verb::Explain(args) => (args.format.into(), explain::run(&args)),
         Verb::Stream(args) => (args.format.into(), stream::run(&args)),
         Verb::Rank => return ExitCode::from(u8::try_from(tessera::rank_main()).unwrap_or(1)),

@@ -4,6 +4,7 @@
 //! to the arena and goes on; the peers' work between issue and wait is what overlaps.
 
 mod admit;
+mod weights;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -12,11 +13,15 @@ use std::time::{Duration, Instant};
 
 use tessera_base::Diagnostic;
 use tessera_base::random::DrawKey;
-use tessera_device::{Abort, Backend, CallData, Fault, Loaded, Observer, Scalar, Seat, T0801, WeightSource};
+use tessera_device::{
+    Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Scalar, Seat, T0801,
+    WeightSource,
+};
 use tessera_ir::{Attr, DType, Kind, Op, Opcode, Program, Slots, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Reduction, Shard};
 
 use admit::{brought, unsupported};
+use weights::{Cursor, Piece};
 
 use crate::Pool;
 use crate::arena::{Aborter, CommFault, Ticket};
@@ -39,6 +44,11 @@ pub struct Cpu {
     programs: Vec<Arc<Prepared>>,
     memory: Memory,
     weight_index: BTreeMap<WeightKey, usize>,
+    /// Of each held weight, where it came from.
+    pieces: Vec<Piece>,
+    /// Fingerprints of tables that kernels derive.
+    derived: Vec<Fingerprint>,
+    cursor: Cursor,
     buffer_index: BTreeMap<String, usize>,
     scratch: Scratch,
     tables: RopeCache,
@@ -114,52 +124,15 @@ impl Cpu {
             programs: Vec::new(),
             memory: Memory::default(),
             weight_index: BTreeMap::new(),
+            pieces: Vec::new(),
+            derived: Vec::new(),
+            cursor: Cursor::default(),
             buffer_index: BTreeMap::new(),
             scratch: Scratch::new(),
             tables: RopeCache::new(),
             outputs: BTreeMap::new(),
             compensated: 0,
         }
-    }
-
-    fn load_weight(
-        &mut self,
-        p: &Program,
-        op: &Op,
-        source: &mut dyn WeightSource,
-    ) -> Result<usize, Diagnostic> {
-        let (name, v) = (op.name.clone().unwrap_or_default(), op.results[0]);
-        let ty = p.ty(v);
-        let only_products = p.ops.iter().filter(|o| o.uses().any(|u| u == v)).all(|o| {
-            let elsewhere = o.uses().filter(|u| *u == v).count() > 1;
-            o.opcode == Opcode::Matmul && o.operands[1] == v && !elsewhere
-        });
-        let packed = only_products && ty.shape.len() == 2;
-        let mut key = WeightKey {
-            ty: ty.display(&p.mesh).to_string(),
-            load: op.str("load").map(str::to_string),
-            packed,
-            name,
-        };
-        if let Some(i) = self.weight_index.get(&key) {
-            return Ok(*i);
-        }
-        if packed {
-            // A product reads a plain weight too; the other way round it is read once more.
-            key.packed = false;
-            if let Some(i) = self.weight_index.get(&key) {
-                return Ok(*i);
-            }
-            key.packed = true;
-        }
-        let data = source.read(&key.name, ty, op.str("load"), &self.seat)?;
-        let held = match ty.shape[..] {
-            [n, k] if packed => Held::Packed(PackedWeight::new(&self.pool, &data, n as usize, k as usize)),
-            _ => Held::Plain(data),
-        };
-        self.memory.weights.push(held);
-        self.weight_index.insert(key, self.memory.weights.len() - 1);
-        Ok(self.memory.weights.len() - 1)
     }
 
     fn refuse(p: &Program, op: &Op, why: &str) -> Diagnostic {
@@ -199,6 +172,7 @@ impl Backend for Cpu {
             if let Some(why) = unsupported(p, op) {
                 return Err(Cpu::refuse(p, op, &why));
             }
+            self.derive(p, op);
             for r in &op.results {
                 let ty = p.ty(*r);
                 let len = ty.elements() as usize;
@@ -226,6 +200,30 @@ impl Backend for Cpu {
         }
         self.programs.push(Arc::new(Prepared { program: Arc::clone(program), places, issues, buffers }));
         Ok(Loaded(self.programs.len() - 1))
+    }
+
+    fn fingerprints(&self) -> Vec<Fingerprint> {
+        self.prints()
+    }
+
+    fn audit(&mut self, bytes: u64) -> Audited {
+        self.look(bytes)
+    }
+
+    fn reload(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {
+        self.exchange(weights)?;
+        self.reset();
+        Ok(())
+    }
+
+    fn write_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
+        self.poke(name, index, value)
+    }
+
+    fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint> {
+        let mut hash = Hasher::default();
+        hash.update(&self.memory.buffers[*self.buffer_index.get(name)?]);
+        Some(hash.finish(name, slice))
     }
 
     fn run(
@@ -337,19 +335,23 @@ impl Cpu {
                 Kind::Sink => self.sink(p, prepared, op, call)?,
                 Kind::Compute => self.compute(p, prepared, op, call)?,
                 Kind::Collective => {
+                    observer.issuing(i).map_err(Fault::Refused)?;
                     let ticket = self.issue(p, prepared, op, call)?;
                     observer.issued(i);
                     if op.issue {
                         pending.insert(op.results[0], ticket);
                     } else {
                         self.complete(p, prepared, op, op, ticket)?;
+                        observer.completed(i);
                     }
                 }
                 Kind::Order if op.opcode == Opcode::Wait => {
                     let missing = || Fault::Failed(format!("@{} op {i} waits for nothing", p.name));
                     let ticket = pending.remove(&op.operands[0]).ok_or_else(missing)?;
                     let issue = prepared.issues.get(&op.operands[0]).ok_or_else(missing)?;
+                    observer.waiting(*issue);
                     self.complete(p, prepared, &p.ops[*issue], op, ticket)?;
+                    observer.completed(*issue);
                 }
                 Kind::Order => {}
             }

@@ -118,3 +118,98 @@ fn a_weight_of_products_is_read_again_for_another_use() {
         assert_eq!(cpu.output("y").unwrap(), [want; 4]);
     }
 }
+
+/// Elements that tell their tensor, position and generation apart.
+struct Counted {
+    generation: u32,
+    refuses: Option<&'static str>,
+}
+
+impl WeightSource for Counted {
+    fn read(&mut self, name: &str, ty: &Type, _: Option<&str>, _: &Seat) -> Result<Vec<f32>, Diagnostic> {
+        let first = (name.len() as u32 * 1000 + self.generation * 77) as f32;
+        Ok((0..ty.elements()).map(|i| first + i as f32).collect())
+    }
+
+    fn check(&mut self, name: &str, _: &Type, _: Option<&str>, _: &Seat) -> Result<(), Diagnostic> {
+        match self.refuses {
+            Some(refused) if refused == name => {
+                Err(Diagnostic::error(&tessera_device::T0802, "not this one"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Two programs that share a weight, which one reads packed and the other as it is.
+const SHARED: &str = "program @a { %x = input : f32[4, 40] %w = weight \"w\" : f32[70, 40] %c = weight \"cc\" : f32[40] \
+    %n = toperator.add %x, %x %y = toperator.matmul %n, %w output \"y\", %y } \
+    program @b { %x = input : f32[4, 40] %w = weight \"w\" : f32[70, 40] %v = toperator.add %w, %w \
+    %y = toperator.matmul %x, %v output \"y\", %y }";
+
+fn counted() -> Cpu {
+    let seat = Seat { mesh: Mesh::default(), rank: Rank(0) };
+    let mut cpu = Cpu::new(seat, Pool::single(), Vec::new(), Duration::from_secs(1));
+    for p in parse_all(SHARED, "test").unwrap() {
+        let bytes = p.values.iter().map(|v| if v.ty.is_token() { 4 } else { v.ty.bytes().0 }).collect();
+        let of = (0..p.values.len() as u32).map(Some).collect();
+        let mut source = Counted { generation: 0, refuses: None };
+        cpu.load(&Arc::new(p), &Slots { bytes, of }, &mut source).unwrap();
+    }
+    cpu
+}
+
+#[test]
+fn a_weight_is_printed_once_whatever_layout_it_is_held_in() {
+    let mut cpu = counted();
+    let prints = cpu.fingerprints();
+    let names: Vec<&str> = prints.iter().map(|p| p.tensor.as_str()).collect();
+    assert_eq!(names, ["cc", "w"], "held packed and plain, one piece");
+    let bytes: Vec<u8> = (0..70 * 40).flat_map(|i| (1000.0 + i as f32).to_le_bytes()).collect();
+    let mut whole = tessera_device::Hasher::default();
+    whole.update(&bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>());
+    assert_eq!(prints[1], whole.finish("w", "whole"));
+
+    // A round, however it is divided; the largest unit here is the plain weight.
+    for budget in [70 * 40 * 4, 12_000, 1 << 20] {
+        let (mut looks, mut bytes) = (0, 0);
+        loop {
+            let seen = cpu.audit(budget);
+            assert!(seen.bytes <= budget && seen.changed.is_none());
+            (looks, bytes) = (looks + 1, bytes + seen.bytes);
+            assert!(looks < 100, "no end");
+            if seen.rounds == 1 {
+                break;
+            }
+        }
+        assert_eq!(bytes, (2 * 70 * 40 + 40) * 4, "{looks} looks at {budget} bytes");
+    }
+    assert_eq!(cpu.audit(100).bytes, 0, "less than a unit");
+}
+
+#[test]
+fn every_element_of_a_weight_is_watched() {
+    for (name, elements) in [("w", 70 * 40), ("cc", 40)] {
+        for index in (0..elements).step_by(7).chain([elements - 1]) {
+            let mut cpu = counted();
+            assert!(cpu.write_weight(name, index, -1.0));
+            let (print, now) = cpu.audit(u64::MAX).changed.unwrap_or_else(|| panic!("{name}[{index}]"));
+            assert!(print.tensor == name && print.digest != now);
+        }
+        assert!(!counted().write_weight(name, elements, 0.0));
+    }
+}
+
+#[test]
+fn a_reload_takes_all_or_nothing() {
+    let mut cpu = counted();
+    let before = cpu.fingerprints();
+    assert!(cpu.reload(&mut Counted { generation: 1, refuses: Some("cc") }).is_err());
+    assert_eq!(cpu.fingerprints(), before);
+    assert_eq!(cpu.audit(u64::MAX).changed, None);
+    cpu.audit(3000);
+    cpu.reload(&mut Counted { generation: 1, refuses: None }).unwrap();
+    assert!(cpu.fingerprints().iter().zip(&before).all(|(a, b)| a.digest != b.digest && a.slice == b.slice));
+    let seen = cpu.audit(u64::MAX);
+    assert!(seen.changed.is_none() && seen.rounds == 1, "a round begins anew");
+}

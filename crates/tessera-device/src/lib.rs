@@ -4,6 +4,10 @@
 //! as long as the program's order and events hold. This room knows no model, no plan and no process, and names no
 //! backend.
 
+mod fingerprint;
+
+pub use fingerprint::{Audited, Fingerprint, Hasher, slice_words};
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -81,6 +85,15 @@ pub trait WeightSource {
         load: Option<&str>,
         seat: &Seat,
     ) -> Result<Vec<f32>, Diagnostic>;
+
+    /// Whether [`WeightSource::read`] of the same piece would give it, without reading: where this is granted for every
+    /// piece, no read of them fails.
+    ///
+    /// # Errors
+    /// Whatever is wrong with the tensor.
+    fn check(&mut self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Result<(), Diagnostic> {
+        self.read(name, ty, load, seat).map(drop)
+    }
 }
 
 /// A loaded program.
@@ -96,12 +109,27 @@ pub enum Fault {
     Stalled(String),
     /// Somebody else ended the run.
     Aborted(String),
+    /// The observer refused a collective before it was issued; the text is its own.
+    Refused(String),
 }
 
 /// What a backend saw while it ran a program. A backend may call from a thread of its own.
 pub trait Observer: Send {
+    /// A collective is about to be issued: index of its op in the program. Asked before any communication of it,
+    /// for every op of a batch by itself.
+    ///
+    /// # Errors
+    /// Why it must not be. The backend then ends the program with [`Fault::Refused`] and has sent nothing of it.
+    fn issuing(&mut self, _op: usize) -> Result<(), String> {
+        Ok(())
+    }
     /// A collective was issued: index of its op in the program.
     fn issued(&mut self, op: usize);
+    /// The host begins to wait for a collective that was issued before: index of the issuing op. Not told of one that
+    /// is waited for as it is issued.
+    fn waiting(&mut self, _op: usize) {}
+    /// A collective is complete on this rank: index of the issuing op.
+    fn completed(&mut self, _op: usize) {}
     /// Progress, for whoever watches: ops done so far.
     fn progress(&mut self, ops: u32);
 }
@@ -121,6 +149,28 @@ pub trait Backend {
         slots: &Slots,
         weights: &mut dyn WeightSource,
     ) -> Result<Loaded, Diagnostic>;
+
+    /// Fingerprints of what this rank must hold as others do: every weight piece, once however many programs read
+    /// it, as of the last load; and tables that the backend derives by itself.
+    fn fingerprints(&self) -> Vec<Fingerprint>;
+
+    /// Hashes the next weights in turn, at most `bytes` of them, and compares each piece with its fingerprint when
+    /// it is whole. Less than a backend's smallest step of work does nothing.
+    fn audit(&mut self, bytes: u64) -> Audited;
+
+    /// Reads every weight again from another source, then zeroes every buffer. Everything is checked before the first
+    /// piece is replaced.
+    ///
+    /// # Errors
+    /// What the source refuses; the old weights are still there.
+    fn reload(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic>;
+
+    /// Sets one element of a weight in memory, behind the back of its fingerprint; `false` when there is no such
+    /// element. For drills alone: this is the fault that [`Backend::audit`] must find.
+    fn write_weight(&mut self, name: &str, index: u64, value: f32) -> bool;
+
+    /// Fingerprint of a buffer's contents; `slice` says which piece it is.
+    fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint>;
 
     /// Runs a loaded program to its end.
     ///

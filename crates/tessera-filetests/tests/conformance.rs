@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use common::{cpu, open, texts};
 use tessera_base::Diagnostic;
 use tessera_cpu::Cpu;
-use tessera_device::{Abort, Backend, CallData, Fault, Loaded, Observer, T0801, WeightSource};
+use tessera_device::{
+    Abort, Audited, Backend, CallData, Fault, Fingerprint, Loaded, Observer, T0801, WeightSource,
+};
 use tessera_filetests::{Maker, Report, Subject, Tolerance, conformance};
 use tessera_ir::{Program, Slots};
 use tessera_mesh::Mesh;
@@ -83,6 +85,26 @@ impl Backend for Bent {
             *last *= 1.0 + 1e-4;
         }
         Ok(())
+    }
+
+    fn fingerprints(&self) -> Vec<Fingerprint> {
+        self.inner.fingerprints()
+    }
+
+    fn audit(&mut self, bytes: u64) -> Audited {
+        self.inner.audit(bytes)
+    }
+
+    fn reload(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {
+        self.inner.reload(weights)
+    }
+
+    fn write_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
+        self.inner.write_weight(name, index, value)
+    }
+
+    fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint> {
+        self.inner.fingerprint_buffer(name, slice)
     }
 
     fn output(&self, name: &str) -> Option<&[f32]> {

@@ -4,7 +4,9 @@
 //! back bytes; the same input gives the same bytes on every machine. Doors write them where they belong.
 
 pub mod apng;
+pub mod autopsy;
 mod counterexample;
+pub mod flight;
 pub mod html;
 mod markup;
 pub mod mermaid;
@@ -20,4 +22,4 @@ pub use counterexample::{counterexample, counterexample_with_lines};
 use tessera_base::Code;
 
 /// Codes that this room raises.
-pub const CODES: &[&Code] = &[&record::T0901, &record::T0902, &apng::T0903, &apng::T0904];
+pub const CODES: &[&Code] = &[&record::T0901, &record::T0902, &apng::T0903, &apng::T0904, &flight::T0905];

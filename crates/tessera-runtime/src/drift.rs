@@ -75,38 +75,47 @@ pub(crate) fn outputs_differ(done: &BTreeMap<u32, Observed>, silent: &[u32]) -> 
     Some((odd, format!("output differs: {}", says.join(", "))))
 }
 
-/// Where the ranks' weights contradict each other: the odd rank, with words.
-pub(crate) fn shards_differ(prints: &BTreeMap<u32, Vec<ShardPrint>>) -> Option<(u32, String)> {
-    type Holders<'a> = BTreeMap<Digest, Vec<u32>>;
-    let mut slices: BTreeMap<(&str, &str), Holders<'_>> = BTreeMap::new();
-    for (rank, list) in prints {
-        for p in list {
-            slices.entry((&p.tensor, &p.slice)).or_default().entry(p.digest).or_default().push(*rank);
+/// Where the ranks' weights contradict each other: the odd rank, with words. A rank may also print slices that it does
+/// not hold, as its own files have them.
+#[must_use]
+pub fn shards_differ(prints: &BTreeMap<u32, Vec<ShardPrint>>) -> Option<(u32, String)> {
+    type Groups<K> = BTreeMap<K, Vec<u32>>;
+    // The largest group wins, then the one that holds the lowest rank.
+    fn odd<K: Ord>(groups: &Groups<K>) -> Option<u32> {
+        let winner = groups.values().max_by_key(|r| (r.len(), std::cmp::Reverse(r[0])))?;
+        let beside = groups.values().flatten().copied().filter(|r| !winner.contains(r)).min();
+        beside.or_else(|| winner.iter().copied().max())
+    }
+    fn on(ranks: &[u32]) -> String {
+        format!("rank {}", ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
+    }
+    let mut contents: BTreeMap<(&str, Digest), Groups<&str>> = BTreeMap::new();
+    let mut slices: BTreeMap<(&str, &str), Groups<Digest>> = BTreeMap::new();
+    for (rank, p) in prints.iter().flat_map(|(rank, list)| list.iter().map(move |p| (*rank, p))) {
+        slices.entry((&p.tensor, &p.slice)).or_default().entry(p.digest).or_default().push(rank);
+        if !p.constant {
+            contents.entry((&p.tensor, p.digest)).or_default().entry(&p.slice).or_default().push(rank);
         }
     }
-    if let Some(((tensor, slice), holders)) = slices.iter().find(|(_, h)| h.len() > 1) {
-        let winner = holders.values().max_by_key(|r| (r.len(), std::cmp::Reverse(r[0])))?;
-        let odd = holders.values().flatten().copied().filter(|r| !winner.contains(r)).min()?;
-        let says: Vec<String> = holders.iter().map(|(d, ranks)| format!("ranks {ranks:?} {d}")).collect();
+    // A shard loaded twice is also other bytes for a slice; the first says what happened.
+    let mut twice = contents.iter().filter(|(_, groups)| groups.len() > 1);
+    if let Some(((tensor, digest), groups)) = twice.next() {
+        let says: Vec<String> = groups.iter().map(|(slice, r)| format!("{slice} on {}", on(r))).collect();
+        let (says, more) = (says.join(" and "), more(twice.count()));
         return Some((
-            odd,
-            format!("`{tensor}` {slice}: different bytes for one slice: {}", says.join(", ")),
+            odd(groups)?,
+            format!("`{tensor}`: equal bytes for different slices: {says}, both {digest}{more}"),
         ));
     }
-    let mut seen: BTreeMap<(&str, Digest), (&str, u32)> = BTreeMap::new();
-    for (rank, list) in prints {
-        for p in list.iter().filter(|p| !p.constant) {
-            let (slice, first) = *seen.entry((&p.tensor, p.digest)).or_insert((&p.slice, *rank));
-            if slice != p.slice {
-                let text = format!(
-                    "`{}`: equal bytes for different slices: {slice} on rank {first} and {} on rank {rank}, both {}",
-                    p.tensor, p.slice, p.digest
-                );
-                return Some((*rank, text));
-            }
-        }
-    }
-    None
+    let mut other = slices.iter().filter(|(_, groups)| groups.len() > 1);
+    let ((tensor, slice), groups) = other.next()?;
+    let says: Vec<String> = groups.iter().map(|(digest, r)| format!("{digest} on {}", on(r))).collect();
+    let (says, more) = (says.join(", "), more(other.count()));
+    Some((odd(groups)?, format!("`{tensor}` {slice}: different bytes for one slice: {says}{more}")))
+}
+
+fn more(count: usize) -> String {
+    if count == 0 { String::new() } else { format!("; and {count} more pieces likewise") }
 }
 
 #[cfg(test)]

@@ -30,7 +30,6 @@ run ended on every rank, because a rank that leaves a call cannot rejoin it.\n\n
 device are the usual reasons; the text says which. A failure that only echoes another rank's is never shown as the \
 cause.",
 };
-
 /// Other weights than were announced.
 pub static T0737: Code = Code {
     id: "T0737",
@@ -161,6 +160,9 @@ pub struct Rehash {
 
 /// Runs verified programs on one rank. Lives on one thread and never leaves it.
 pub trait Engine {
+    /// A committed call begins: told before its first phase.
+    fn begin(&mut self, _call: &ReadyCall) {}
+
     /// Runs one phase to its end. `inputs` are the call's tensors; `progress` takes a mark that grows within
     /// the phase, as often as is convenient: a phase longer than the stall limit needs several.
     fn run(
@@ -230,6 +232,10 @@ pub struct ReadyCall {
     pub call_id: u64,
     /// What it is for.
     pub action: CallAction,
+    /// Chunk that it makes.
+    pub chunk: u32,
+    /// Epoch of the caches that it runs in.
+    pub cache_epoch: u32,
     /// Payload of a chunk or of the warm-up.
     pub meta: Option<CallMeta>,
     /// Payload of a reload.
@@ -262,6 +268,7 @@ pub fn run_call(
     let mut run = Run { call, cache, tripwires, progress, generator_calls: 0 };
     let mut observed = Observed::default();
     let mut report = CallReport::default();
+    engine.begin(call);
     run.begin(engine)?;
     if let Some(reload) = &call.reload {
         let loaded = engine.reload(&reload.source)?;

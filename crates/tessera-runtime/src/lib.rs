@@ -35,6 +35,7 @@ pub mod wire;
 pub mod worker;
 
 pub use digest::Digest;
+pub use drift::{T0754, shards_differ};
 pub use failure::{Failure, FailureClass};
 pub use limits::Limits;
 pub use parity::{Parity, ParityClass, ParityKey};

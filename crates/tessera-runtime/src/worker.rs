@@ -408,6 +408,8 @@ impl Worker {
         out.push(Action::Run(Box::new(ReadyCall {
             call_id,
             action: p.envelope.header.action,
+            chunk: p.envelope.header.chunk,
+            cache_epoch: p.envelope.header.cache_epoch,
             meta: p.envelope.meta,
             reload: p.envelope.reload,
             inputs,

@@ -31,7 +31,7 @@ pub use observed::{Call, GroupId, Traces, check_traces};
 pub use phase::{check_phase, judge};
 pub use program::check_program;
 pub use seal::{SealedPlan, seal};
-pub use trace::{Census, collective_line};
+pub use trace::{Census, collective_line, collective_lines};
 pub use verified::Verified;
 
 use tessera_base::Code;

@@ -43,6 +43,16 @@ pub fn collective_line(p: &Program, op: usize) -> Option<String> {
     trace(p).find(|i| i.op == op).map(|i| i.signature.to_string())
 }
 
+/// The lines of all collectives of a program in program order, each with the index of its op: [`collective_line`] in
+/// one pass. Empty for a program that is not well-formed.
+#[must_use]
+pub fn collective_lines(p: &Program) -> Vec<(usize, String)> {
+    if !structure::check(p).is_empty() {
+        return Vec::new();
+    }
+    trace(p).map(|i| (i.op, i.signature.to_string())).collect()
+}
+
 /// One collective of a program.
 #[derive(Debug, Clone)]
 pub(crate) struct Item {

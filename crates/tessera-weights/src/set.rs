@@ -1,13 +1,14 @@
 //! Resolved weights: reading slices, fingerprints of slices, and a digest of what the whole set is.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use tessera_base::{Bytes, Code, Diagnostic, nearest};
 
 use crate::dtype::FileDtype;
 use crate::files::Stored;
-use crate::resolve::Resolved;
+use crate::resolve::{Resolved, T0506};
 use crate::slice::{self, Runs};
 
 /// Bytes sampled at each end of a tensor: a page.
@@ -59,6 +60,44 @@ impl WeightSet {
             dtype.widen(&t.raw()[run], &mut out);
         }
         Ok(out)
+    }
+
+    /// Whether a slice can be read: where this is granted, no read of it fails.
+    ///
+    /// # Errors
+    /// T0507: no such tensor, or ranges that do not fit its shape.
+    pub fn check(&self, name: &str, ranges: &[Range<u64>]) -> Result<(), Diagnostic> {
+        self.slice(name, ranges).map(drop)
+    }
+
+    /// Whether another set has the same tensors with the same dtypes and shapes, so that it may take this one's place.
+    ///
+    /// # Errors
+    /// T0506 with a note per tensor that differs.
+    pub fn may_become(&self, other: &WeightSet) -> Result<(), Diagnostic> {
+        let what = |set: &WeightSet, name: &str| match set.tensors.get(name) {
+            Some((dtype, t)) => format!("{dtype}{:?}", t.shape),
+            None => "missing".to_string(),
+        };
+        let names: BTreeSet<&str> = self.names().chain(other.names()).collect();
+        let differ: Vec<String> = names
+            .iter()
+            .map(|name| (name, what(self, name), what(other, name)))
+            .filter(|(_, here, there)| here != there)
+            .map(|(name, here, there)| format!("{name}: {here} in use, {there} in the new weights"))
+            .collect();
+        if differ.is_empty() {
+            return Ok(());
+        }
+        let mut d = Diagnostic::error(&T0506, "the new weights cannot take the place of those in use")
+            .at("in use", format!("{} tensors", self.tensors.len()))
+            .at(
+                "new weights",
+                format!("{} of {} tensors differ in dtype or shape", differ.len(), names.len()),
+            )
+            .hint("end the stream and start another one with the new weights");
+        d.notes = differ;
+        Err(d)
     }
 
     /// A whole tensor as f32, row-major.

@@ -388,3 +388,34 @@ fn a_sample_tells_checkpoints_of_one_shape_apart() {
     assert_eq!(one.sample_digest(), same.sample_digest());
     assert_ne!(one.sample_digest(), other.sample_digest());
 }
+
+#[test]
+fn weights_give_way_to_others_of_the_same_names_dtypes_and_shapes_alone() {
+    let set = |tensors: &[Tensor]| folder(tensors).1.resolve_as_is().unwrap();
+    let old = set(&[f32s("a", &[2, 3], 0.0), f32s("b", &[4], 0.0)]);
+    assert!(old.may_become(&set(&[f32s("a", &[2, 3], 7.0), f32s("b", &[4], 8.0)])).is_ok());
+    let half = ("b", Dtype::BF16, vec![4], vec![0; 8]);
+    let d = old.may_become(&set(&[f32s("a", &[3, 2], 0.0), half, f32s("c", &[1], 0.0)])).unwrap_err();
+    assert_eq!(d.code.id, "T0506");
+    assert_eq!(
+        d.notes,
+        [
+            "a: F32[2, 3] in use, F32[3, 2] in the new weights",
+            "b: F32[4] in use, BF16[4] in the new weights",
+            "c: missing in use, F32[1] in the new weights"
+        ]
+    );
+}
+
+#[test]
+fn a_slice_that_passes_the_check_can_be_read() {
+    let (_dir, files) = folder(&[f32s("a", &[2, 3], 0.0)]);
+    let set = files.resolve_as_is().unwrap();
+    for rows in 0..3 {
+        for end in 0..5 {
+            let ranges = [0..rows, 1..end];
+            assert_eq!(set.check("a", &ranges).is_ok(), set.read_f32("a", &ranges).is_ok(), "{ranges:?}");
+        }
+    }
+    assert_eq!(set.check("b", &[0..1]).unwrap_err().code.id, "T0507");
+}

@@ -5,14 +5,21 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_device::{Abort, Backend, CallData, Fault, Loaded, Observer, Scalar, WeightSource};
+use tessera_device::{Abort, Backend, CallData, Fault, Loaded, Scalar, Seat, WeightSource, slice_words};
 use tessera_ir::{DType, Opcode, Program};
 use tessera_mesh::Rank;
-use tessera_runtime::Digest;
 use tessera_runtime::census::{ArgKind, Census, InputFacts, ProgramFacts};
-use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, FaultKind, PhaseReport, ProgramCount};
-use tessera_runtime::wire::{Arg, Dtype, PhaseCall, Tensor, Tensors};
-use tessera_verify::{SealedPlan, collective_line};
+use tessera_runtime::engine::{
+    AbortHandle, Engine, EngineFault, FaultKind, PhaseReport, ProgramCount, ReadyCall, Rehash, Reloaded,
+};
+use tessera_runtime::tripwire::T0751;
+use tessera_runtime::wire::{Arg, Dtype, PhaseCall, ShardPrint, Tensor, Tensors};
+use tessera_runtime::{Digest, Failure, FailureClass};
+use tessera_verify::SealedPlan;
+
+use crate::flight::FlightRecord;
+use crate::guard::{At, Guard, Sequence};
+use crate::shards::{OpenWeights, Shards, print, thread_ns};
 
 /// Phases that the leader runs beside the lockstep.
 pub(crate) const LEADER_PHASES: [&str; 2] = ["decode", "encode"];
@@ -75,8 +82,8 @@ fn collect_sources(
 
 struct Phase {
     loaded: Loaded,
-    /// Trace line of each collective, by op.
-    lines: BTreeMap<usize, String>,
+    /// Collectives that it may issue.
+    sequence: Sequence,
     scalars: BTreeSet<String>,
     inputs: BTreeSet<String>,
     trace: [u8; 32],
@@ -91,14 +98,25 @@ pub struct MeshEngine {
     phases: BTreeMap<String, Phase>,
     /// Shape of the chunk's latents where this rank puts them out.
     latents: Option<Vec<u64>>,
+    flight: Option<Arc<FlightRecord>>,
+    /// Whether a collective that the plan does not hold is refused before it is issued.
+    armed: bool,
+    at: At,
     count: ProgramCount,
     /// Programs that have run.
     ran: BTreeSet<String>,
     warm: bool,
+    shards: Shards,
+    /// Every buffer, and which slice of it is here.
+    buffers: BTreeMap<String, String>,
+    /// Time of the phases since weights were last looked at.
+    phases_ns: u64,
+    /// When the output was handed out, in this thread's CPU time: digests follow.
+    output_at_ns: u64,
 }
 
 impl MeshEngine {
-    /// Loads every program of the rank.
+    /// Loads every program of the rank, and takes the fingerprints of its weights.
     ///
     /// # Errors
     /// What the backend or the weights refuse.
@@ -111,6 +129,8 @@ impl MeshEngine {
         let whole = census(plan);
         let mut phases = BTreeMap::new();
         let mut latents = None;
+        let mut buffers = BTreeMap::new();
+        let seat = Seat { mesh: *plan.mesh(), rank };
         for name in plan.phases().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())) {
             let (Some(program), Some(slots), Some(own)) =
                 (plan.program(name, rank), plan.slots(name, rank), plan.census(name, rank))
@@ -119,10 +139,11 @@ impl MeshEngine {
             };
             let program: Arc<Program> = Arc::new((**program).clone());
             let loaded = backend.load(&program, slots, weights)?;
-            let lines = program
-                .collectives()
-                .filter_map(|(i, _)| collective_line(&program, i).map(|l| (i, l)))
-                .collect();
+            for b in &program.buffers {
+                buffers.entry(b.name.clone()).or_insert_with(|| slice_words(&b.ty, None, &seat));
+            }
+            let sealed = plan.program(name, rank).map_or(&*program, |p| p);
+            let sequence = Sequence::new(name, plan.mesh(), rank, sealed, &program);
             let names = |opcode| {
                 program
                     .ops
@@ -139,7 +160,7 @@ impl MeshEngine {
             latents = latents.or(shape.clone());
             let phase = Phase {
                 loaded,
-                lines,
+                sequence,
                 scalars: names(Opcode::Call),
                 inputs: names(Opcode::Input),
                 trace: own.trace_digest,
@@ -148,9 +169,63 @@ impl MeshEngine {
             };
             phases.insert(name.clone(), phase);
         }
+        let mut shards = Shards::new(plan, rank);
+        shards.take(&*backend, weights)?;
         let loaded = u32::try_from(phases.len()).unwrap_or(u32::MAX);
         let count = ProgramCount { loaded, ..ProgramCount::default() };
-        Ok(MeshEngine { backend, phases, latents, count, ran: BTreeSet::new(), warm: false })
+        Ok(MeshEngine {
+            backend,
+            phases,
+            latents,
+            count,
+            ran: BTreeSet::new(),
+            warm: false,
+            shards,
+            buffers,
+            phases_ns: 0,
+            output_at_ns: 0,
+            flight: None,
+            armed: true,
+            at: At::default(),
+        })
+    }
+
+    /// Writes what it issues into a flight record.
+    pub(crate) fn record(&mut self, flight: Option<Arc<FlightRecord>>) {
+        self.flight = flight;
+    }
+
+    /// Arms or disarms the refusal of collectives that the plan does not hold; armed unless told otherwise.
+    pub fn guard(&mut self, armed: bool) {
+        self.armed = armed;
+    }
+
+    /// Lets the engine exchange its weights for those that `open` finds.
+    #[must_use]
+    pub fn reloads(mut self, open: OpenWeights) -> MeshEngine {
+        self.shards.opens(open);
+        self
+    }
+
+    /// Arms or disarms the refusal of a reload outside of a RELOAD; armed unless told otherwise.
+    pub fn guard_reload(&mut self, armed: bool) {
+        self.shards.guard(armed);
+    }
+
+    /// Sets one element of a weight in memory, behind the back of its fingerprint: a fault for drills, nothing else
+    /// calls it. `false` when there is no such element.
+    pub fn mutate_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
+        self.backend.write_weight(name, index, value)
+    }
+
+    /// Digests of what each buffer holds, by name and slice: for a flight record, on a cadence of chunks that is the
+    /// same on all ranks, since it reads every buffer. Equal slices are equal on all ranks; a shard of a cache is
+    /// compared with the same shard of a replay.
+    #[must_use]
+    pub fn cache_contents(&self) -> Vec<ShardPrint> {
+        let held =
+            self.buffers.iter().filter_map(|(name, slice)| self.backend.fingerprint_buffer(name, slice));
+        held.map(print).collect()
     }
 
     /// Names of the programs that are loaded.
@@ -165,33 +240,19 @@ impl MeshEngine {
     }
 }
 
-struct Trace<'a> {
-    hash: blake3::Hasher,
-    lines: &'a BTreeMap<usize, String>,
-    progress: &'a (dyn Fn(u32) + Sync),
-}
-
-impl Observer for Trace<'_> {
-    fn issued(&mut self, op: usize) {
-        if let Some(line) = self.lines.get(&op) {
-            self.hash.update(line.as_bytes());
-            self.hash.update(b"\n");
-        }
-    }
-
-    fn progress(&mut self, ops: u32) {
-        (self.progress)(ops);
-    }
-}
-
 impl Engine for MeshEngine {
+    fn begin(&mut self, call: &ReadyCall) {
+        self.shards.begin(call.action);
+        self.at = At::call(call);
+    }
+
     fn run(
         &mut self,
         call: &PhaseCall,
         inputs: &Tensors,
         progress: &(dyn Fn(u32) + Sync),
     ) -> Result<PhaseReport, EngineFault> {
-        let Some(phase) = self.phases.get(&call.program) else {
+        let Some(phase) = self.phases.get_mut(&call.program) else {
             return Err(EngineFault::failed(format!("this rank holds no program @{}", call.program)));
         };
         let mut data = CallData::default();
@@ -214,9 +275,11 @@ impl Engine for MeshEngine {
         for (name, values) in phase.inputs.iter().zip(&tensors) {
             data.inputs.insert(name, values);
         }
-        let mut trace = Trace { hash: blake3::Hasher::new(), lines: &phase.lines, progress };
+        let flight = self.flight.as_ref();
+        let mut guard = Guard::begin(&mut phase.sequence, &mut self.at, self.armed, flight, progress);
         let (start, before) = (Instant::now(), self.backend.compensated());
-        self.backend.run(phase.loaded, &data, &mut trace).map_err(|f| match f {
+        self.backend.run(phase.loaded, &data, &mut guard).map_err(|f| match f {
+            Fault::Refused(text) => EngineFault::tripped(&T0751, text),
             Fault::Failed(text) => EngineFault::failed(text),
             Fault::Stalled(text) => EngineFault { kind: FaultKind::Stalled, ..EngineFault::failed(text) },
             Fault::Aborted(text) => EngineFault::aborted(text),
@@ -225,7 +288,7 @@ impl Engine for MeshEngine {
             let new = if self.warm { &mut self.count.new_since_warmup } else { &mut self.count.warmed };
             *new += 1;
         }
-        let seen = *trace.hash.finalize().as_bytes();
+        let seen = guard.end().map_err(|text| EngineFault::tripped(&T0751, text))?;
         if seen != phase.trace {
             return Err(EngineFault::failed(format!(
                 "@{} issued collectives with trace {}, the sealed plan holds {} for this rank",
@@ -237,8 +300,10 @@ impl Engine for MeshEngine {
         if phase.latents.is_some() {
             self.latents.clone_from(&phase.latents);
         }
+        let ns = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.phases_ns = self.phases_ns.saturating_add(ns);
         Ok(PhaseReport {
-            ns: u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            ns,
             collectives: phase.whole.collectives,
             trace: phase.whole.trace,
             compensated: self.backend.compensated() - before,
@@ -251,9 +316,12 @@ impl Engine for MeshEngine {
 
     fn output(&mut self) -> Result<Option<Tensor>, EngineFault> {
         let (Some(shape), Some(values)) = (&self.latents, self.backend.output("latents")) else {
+            self.output_at_ns = thread_ns();
             return Ok(None);
         };
-        Tensor::from_f32("latents", shape, values).map(Some).map_err(|d| EngineFault::failed(d.message))
+        let output = Tensor::from_f32("latents", shape, values);
+        self.output_at_ns = thread_ns();
+        output.map(Some).map_err(|d| EngineFault::failed(d.message))
     }
 
     fn programs(&self) -> ProgramCount {
@@ -262,6 +330,26 @@ impl Engine for MeshEngine {
 
     fn warmed(&mut self) {
         self.warm = true;
+    }
+
+    fn fingerprints(&self) -> Vec<ShardPrint> {
+        self.shards.prints().to_vec()
+    }
+
+    fn rehash(&mut self) -> Option<Rehash> {
+        let digest_ns = thread_ns().saturating_sub(self.output_at_ns);
+        self.shards.rehash(&mut *self.backend, std::mem::take(&mut self.phases_ns), digest_ns)
+    }
+
+    fn reload(&mut self, source: &str) -> Result<Reloaded, EngineFault> {
+        self.shards.reload(&mut *self.backend, source).map_err(|d| {
+            let Failure { code, text, .. } = Failure::from_diagnostic(FailureClass::Engine, None, &d);
+            EngineFault { kind: FaultKind::Failed, code, text }
+        })
+    }
+
+    fn cpu_ns(&self) -> u64 {
+        thread_ns()
     }
 
     fn abort_handle(&self) -> AbortHandle {

@@ -3,11 +3,14 @@
 //! [`Model`] reads a model's folder, [`plan::make`] plans and seals it, [`Plan::write`] and [`Plan::read`] keep a
 //! plan in a folder, [`stream`] runs it as processes on this host, [`local`] within this process.
 
+pub mod autopsy;
 pub mod check;
 pub mod comm;
 pub mod drawings;
 pub mod engine;
 mod files;
+mod flight;
+mod guard;
 pub mod local;
 mod model;
 pub mod modelled;
@@ -16,6 +19,7 @@ mod parity;
 pub mod plan;
 mod rank;
 mod record;
+pub mod shards;
 pub mod stream;
 mod studio;
 pub mod summary;
@@ -24,6 +28,7 @@ pub mod trace;
 pub use model::{Model, Overrides, Weights};
 pub use plan::Plan;
 pub use rank::rank_main;
+pub use shards::preflight_reload;
 pub use tessera_mesh::Mesh;
 pub use tessera_plan::{Mapping, Numerics, Strategy, Topology};
 pub use tessera_runtime::decide::Cut;
@@ -52,6 +57,7 @@ pub const CODES: &[&Code] = &[
     &check::T0025,
     &check::T0026,
     &trace::T0028,
+    &autopsy::T0036,
 ];
 
 /// Every code of this build.

@@ -95,6 +95,8 @@ pub fn run(
         let ready = ReadyCall {
             call_id,
             action: call.action,
+            chunk: call.chunk,
+            cache_epoch: call.cache_epoch,
             meta: Some(meta.clone()),
             reload: None,
             inputs: Tensors(inputs),

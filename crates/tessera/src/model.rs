@@ -144,6 +144,27 @@ impl Weights {
     pub fn digest(&self) -> [u8; 32] {
         self.set.sample_digest()
     }
+
+    /// Whether other weights have the same names, dtypes and shapes.
+    ///
+    /// # Errors
+    /// T0506 with everything that differs.
+    pub fn may_become(&self, other: &Weights) -> Result<(), Diagnostic> {
+        self.set.may_become(&other.set)
+    }
+
+    /// Which part of the tensor in the file a piece is.
+    fn ranges(&self, ty: &Type, load: Option<&str>, seat: &Seat) -> Vec<Range<u64>> {
+        let pieces = ty.layout.ranges(&ty.shape, &seat.mesh, seat.coord());
+        let piece = pieces.into_iter().map(|(start, len)| start..start + len);
+        match load {
+            Some("patch") => {
+                let [ph, pw] = self.wan.patch;
+                piece.take(1).chain([0..self.wan.channels, 0..1, 0..ph, 0..pw]).collect()
+            }
+            _ => piece.collect(),
+        }
+    }
 }
 
 impl WeightSource for Weights {
@@ -154,22 +175,18 @@ impl WeightSource for Weights {
         load: Option<&str>,
         seat: &Seat,
     ) -> Result<Vec<f32>, Diagnostic> {
-        let piece: Vec<Range<u64>> = ty
-            .layout
-            .ranges(&ty.shape, &seat.mesh, seat.coord())
-            .into_iter()
-            .map(|(start, len)| start..start + len)
-            .collect();
-        match load {
+        let raw = self.set.read_f32(name, &self.ranges(ty, load, seat))?;
+        Ok(match load {
             Some("patch") => {
                 let [ph, pw] = self.wan.patch;
-                let c = self.wan.channels;
-                let rows = piece[0].clone();
-                let raw = self.set.read_f32(name, &[rows, 0..c, 0..1, 0..ph, 0..pw])?;
-                Ok(patch_rows(&raw, c as usize, (ph * pw) as usize))
+                patch_rows(&raw, self.wan.channels as usize, (ph * pw) as usize)
             }
-            _ => self.set.read_f32(name, &piece),
-        }
+            _ => raw,
+        })
+    }
+
+    fn check(&mut self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Result<(), Diagnostic> {
+        self.set.check(name, &self.ranges(ty, load, seat))
     }
 }
 

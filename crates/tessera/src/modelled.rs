@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tessera_runtime::census::PhaseKind;
 use tessera_runtime::engine::{
-    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, Rehash, Reloaded,
+    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, ReadyCall, Rehash, Reloaded,
 };
 use tessera_runtime::wire::{PhaseCall, ShardPrint, Tensor, Tensors};
 
@@ -101,6 +101,10 @@ impl Engine for ModelledEngine {
             report.ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         }
         Ok(report)
+    }
+
+    fn begin(&mut self, call: &ReadyCall) {
+        self.inner.begin(call);
     }
 
     fn reset(&mut self) {

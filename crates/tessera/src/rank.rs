@@ -18,18 +18,22 @@ use tessera_runtime::driver::{
     EngineFactory, Joined, LeaderParts, MeshLeaderParts, RecordEntry, StreamRequest, Topology, WorkerParts,
     exit, join, run_leader, run_mesh_leader, run_worker,
 };
-use tessera_runtime::engine::{Engine, Studio};
+use tessera_runtime::engine::{Engine, Studio, T0737};
+use tessera_runtime::flight::{Mark, Sink};
 use tessera_runtime::leader::LeaderConfig;
 use tessera_runtime::mesh_leader::MeshLeaderConfig;
+use tessera_runtime::tripwire::T0751;
 use tessera_runtime::wire::Reload;
 use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{Digest, Failure, FailureClass, Limits, Parity, Tripwires};
 
 use crate::engine::{MeshEngine, census, mesh_phases};
+use crate::flight::FlightRecord;
 use crate::modelled::{Modelled, ModelledEngine};
 use crate::parity::shown;
 use crate::plan::Plan;
 use crate::record::{Asked, RecordWriter};
+use crate::shards::opener;
 use crate::studio::{Reel, lock};
 use crate::{Model, comm};
 
@@ -163,6 +167,10 @@ pub(crate) struct Common {
     modelled: Modelled,
     /// Who speaks with whom.
     links: Topology,
+    /// What is not checked.
+    tripwires: Tripwires,
+    /// Of a rank that is a process of its own.
+    flight: Option<Arc<FlightRecord>>,
 }
 
 impl Common {
@@ -175,8 +183,38 @@ impl Common {
             build: format!("tessera {}", env!("CARGO_PKG_VERSION")),
             modelled,
             links: links(&plan),
+            tripwires: Tripwires::default(),
+            flight: None,
             plan,
         }
+    }
+
+    /// Begins this process's flight record.
+    fn begin_flight(&mut self, orders: &Orders, session: u64, rank: Rank) {
+        self.flight = FlightRecord::open(&orders.out, session, &self.plan.sealed, rank).map(Arc::new);
+        self.mark(Mark::Joined);
+    }
+
+    fn sink(&self) -> Option<Arc<dyn Sink>> {
+        self.flight.clone().map(|f| f as Arc<dyn Sink>)
+    }
+
+    fn mark(&self, mark: Mark<'_>) {
+        if let Some(flight) = &self.flight {
+            flight.mark(mark);
+        }
+    }
+
+    /// Marks how this process is about to end.
+    fn end_flight(&self, outcome: &Result<Option<Failure>, Diagnostics>) {
+        let failure = match outcome {
+            Ok(failure) => failure.clone(),
+            Err(ds) => ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, None, d)),
+        };
+        if let Some(f) = &failure {
+            self.mark(Mark::failed(f));
+        }
+        self.mark(Mark::Exit { status: failure.map_or(0, |f| f.class.exit_code()) });
     }
 
     fn worker(&self, rank: Rank) -> WorkerConfig {
@@ -189,7 +227,7 @@ impl Common {
             cache: self.stream.cache,
             limits: self.limits.clone(),
             delivers: self.plan.mesh_ranks().next() == Some(rank),
-            tripwires: Tripwires::default(),
+            tripwires: self.tripwires.clone(),
         }
     }
 
@@ -201,7 +239,7 @@ impl Common {
             census: Arc::clone(&self.census),
             cache: self.stream.cache,
             limits: self.limits.clone(),
-            tripwires: Tripwires::default(),
+            tripwires: self.tripwires.clone(),
         }
     }
 
@@ -214,6 +252,7 @@ impl Common {
         arenas: Vec<OwnedFd>,
     ) -> EngineFactory {
         let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
+        let (flight, tripwires) = (self.flight.clone(), self.tripwires.clone());
         let (modelled, passes) = (self.modelled, self.stream.steps.len() as u64 + 1);
         Box::new(move || {
             let mut weights = Model::under(&model, &plan)?.weights().map_err(first)?;
@@ -223,7 +262,12 @@ impl Common {
             let seat = Seat { mesh: *plan.sealed.mesh(), rank };
             let backend: Box<dyn Backend> = Box::new(Cpu::new(seat, pool, ends, COLLECTIVE_PATIENCE));
             let engine = MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?;
-            let parity = shown(&plan, weights.digest(), &modelled, engine.program_names(), Some(threads));
+            let weights_digest = weights.digest();
+            let mut engine = engine.reloads(opener(Arc::clone(&plan), weights));
+            engine.record(flight);
+            engine.guard(tripwires.armed(&T0751));
+            engine.guard_reload(tripwires.armed(&T0737));
+            let parity = shown(&plan, weights_digest, &modelled, engine.program_names(), Some(threads));
             let engine: Box<dyn Engine> = Box::new(engine);
             let engine = match modelled.generate_ns {
                 // A steady chunk's passes: each step, and the one that makes or keeps the context.
@@ -265,23 +309,35 @@ pub(crate) fn stream_spec(plan: &Plan) -> StreamSpec {
 }
 
 fn follow(mut joined: Joined, orders: &Orders, rank: Rank) -> Result<Option<Failure>, Diagnostics> {
-    let common = Common::new(load_plan(orders)?, orders.modelled);
+    let mut common = Common::new(load_plan(orders)?, orders.modelled);
+    common.begin_flight(orders, joined.welcome.session, rank);
     let arenas = std::mem::take(&mut joined.extras);
     let engine = common.engine(rank, &orders.model, orders.threads, arenas);
-    let config = common.worker(rank);
+    let (config, flight) = (common.worker(rank), common.sink());
     // The first rank of a mesh whose leader stands outside speaks for the others.
-    if common.links == Topology::Outside && common.plan.mesh_ranks().next() == Some(rank) {
+    let outcome = if common.links == Topology::Outside && common.plan.mesh_ranks().next() == Some(rank) {
         let (relay, engine) = (common.mesh_leader(rank), (config, engine));
-        return run_mesh_leader(joined, MeshLeaderParts { config: relay, engine, flight: None, tap: None });
-    }
-    run_worker(joined, WorkerParts { config, engine, topology: common.links, flight: None, tap: None })
+        run_mesh_leader(joined, MeshLeaderParts { config: relay, engine, flight, tap: None })
+    } else {
+        run_worker(joined, WorkerParts { config, engine, topology: common.links, flight, tap: None })
+    };
+    common.end_flight(&outcome);
+    outcome
 }
 
 fn lead(mut joined: Joined, orders: &Orders) -> Result<Option<Failure>, Diagnostics> {
     let record = Arc::new(Mutex::new(RecordWriter::open(&orders.out).map_err(|d| vec![d])?));
-    let led = lead_with(&mut joined, orders, &record);
+    let led = load_plan(orders).and_then(|plan| {
+        let mut common = Common::new(plan, orders.modelled);
+        common.begin_flight(orders, joined.welcome.session, Rank(0));
+        lead_with(&mut joined, orders, &common, &record).map(|parts| (common, parts))
+    });
     let outcome = match led {
-        Ok(parts) => run_leader(joined, parts),
+        Ok((common, parts)) => {
+            let outcome = run_leader(joined, parts);
+            common.end_flight(&outcome);
+            outcome
+        }
         Err(ds) => Err(ds),
     };
     let failure = match &outcome {
@@ -299,9 +355,9 @@ fn lead(mut joined: Joined, orders: &Orders) -> Result<Option<Failure>, Diagnost
 fn lead_with(
     joined: &mut Joined,
     orders: &Orders,
+    common: &Common,
     record: &Arc<Mutex<RecordWriter>>,
 ) -> Result<LeaderParts, Diagnostics> {
-    let common = Common::new(load_plan(orders)?, orders.modelled);
     lock(record).census(&common.plan.sealed);
     let mesh = *common.plan.sealed.mesh();
     let ranks: Vec<Rank> = common.plan.mesh_ranks().collect();
@@ -322,7 +378,7 @@ fn lead_with(
         census: Arc::clone(&common.census),
         stream: common.stream.clone(),
         limits: common.limits.clone(),
-        tripwires: Tripwires::default(),
+        tripwires: common.tripwires.clone(),
     };
     let arenas = std::mem::take(&mut joined.extras);
     let own = ranks.contains(&Rank(0)).then(|| {
@@ -373,7 +429,7 @@ fn lead_with(
         requests,
         record: entries,
         interrupt: None,
-        flight: None,
+        flight: common.sink(),
         tap: None,
     })
 }

@@ -10,7 +10,7 @@ use tessera_mesh::Rank;
 use tessera_models::Decoder;
 use tessera_report::record::{End, Line, PromptAt, RankRole, Record, SCHEMA, Start, Status};
 use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, launch};
-use tessera_runtime::{Digest, Failure, FailureClass, Limits};
+use tessera_runtime::{Failure, FailureClass, Limits};
 
 use crate::files::{Folder, refuse_existing, unwritable};
 use crate::model::T0016;
@@ -19,7 +19,7 @@ use crate::plan::Plan;
 use crate::rank::{Orders, first, links, stream_spec};
 use crate::record::{DROPPED, RECORD, cause};
 use crate::studio::clip;
-use crate::{Model, comm, page};
+use crate::{Model, comm, flight, page, preflight_reload};
 
 /// More ranks than cores.
 pub static T0015: Code = Code {
@@ -162,7 +162,10 @@ pub fn run(
         LaunchEvent::Progress(p) => on(StreamEvent::Chunk(tally.chunk(p))),
     });
     let (failure, interrupted) = match launched {
-        Ok(report) => (report.failure, report.interrupted),
+        Ok(report) => {
+            flight::write_exits(&options.out, &report.exits);
+            (report.failure, report.interrupted)
+        }
         Err(ds) => {
             let d =
                 ds.into_iter().next().unwrap_or_else(|| Diagnostic::error(&T0018, "the launch was refused"));
@@ -251,8 +254,7 @@ fn check(
     }
     ds.extend(model.weights().err().into_iter().flatten());
     for (_, folder) in &options.weights_at {
-        let opened = Model::under(folder, plan).map_err(|d| vec![d]).and_then(|m| m.weights());
-        ds.extend(opened.err().into_iter().flatten());
+        ds.extend(preflight_reload(plan, &model.dir, folder).err().into_iter().flatten());
     }
     ds.extend(stream_spec(plan).check());
     if plan.video.stream.decoder == Decoder::SpaceTimeDepth {
@@ -270,8 +272,8 @@ fn orders(plan: &Plan, model: &Model, options: &StreamOptions, threads: usize) -
     let absolute = |p: &Path| std::path::absolute(p).map_err(|e| unwritable(p, &e));
     let out = absolute(&options.out)?;
     let weights = options.weights_at.iter().map(|(chunk, folder)| {
-        let digest = Model::under(folder, plan)?.weights().map_err(first)?.digest();
-        Ok((*chunk, absolute(folder)?.display().to_string(), Digest(digest)))
+        let digest = preflight_reload(plan, &model.dir, folder).map_err(first)?;
+        Ok((*chunk, absolute(folder)?.display().to_string(), digest))
     });
     let weights = weights.collect::<Result<Vec<_>, Diagnostic>>()?;
     Ok(Orders {

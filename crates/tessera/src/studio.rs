@@ -250,7 +250,7 @@ impl Codec {
             *self.loaded.get(phase).ok_or_else(|| failed("the plan holds no such program".into()))?;
         let call = CallData { inputs: BTreeMap::from([(input, data)]), ..CallData::default() };
         self.cpu.run(program, &call, &mut Unwatched).map_err(|f| match f {
-            Fault::Failed(t) | Fault::Stalled(t) | Fault::Aborted(t) => failed(t),
+            Fault::Failed(t) | Fault::Stalled(t) | Fault::Aborted(t) | Fault::Refused(t) => failed(t),
         })?;
         self.cpu.output(output).map(<[f32]>::to_vec).ok_or_else(|| failed(format!("no {output} came out")))
     }

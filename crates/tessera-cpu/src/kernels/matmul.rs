@@ -53,7 +53,42 @@ impl PackedWeight {
     pub fn shape(&self) -> (usize, usize) {
         (self.n, self.k)
     }
+
+    /// The next rows from row `first` on, a multiple of [`ROWS_AT_ONCE`], as they were before packing: at most so
+    /// many, row-major.
+    ///
+    /// # Panics
+    /// If there is no such row.
+    pub fn unpack(&self, first: usize, out: &mut Vec<f32>) {
+        let (rows, k) = (ROWS_AT_ONCE.min(self.n - first), self.k);
+        let panel = &self.panels.get()[first / PANEL * PANEL * k..][..PANEL * k];
+        let column = first % PANEL;
+        out.clear();
+        out.resize(rows * k, 0.0);
+        // In tiles, so that lines of both sides stay at hand.
+        for (at, tile) in panel.chunks(ROWS_AT_ONCE * PANEL).enumerate() {
+            for (r, row) in out.chunks_exact_mut(k.max(1)).enumerate() {
+                let row = &mut row[at * ROWS_AT_ONCE..];
+                for (o, line) in row.iter_mut().zip(tile.chunks_exact(PANEL)) {
+                    *o = line[column + r];
+                }
+            }
+        }
+    }
+
+    /// Sets an element by its index in `[N, K]`; false beyond the end.
+    pub fn set(&mut self, index: usize, value: f32) -> bool {
+        let (row, k) = (index / self.k.max(1), index % self.k.max(1));
+        if row >= self.n {
+            return false;
+        }
+        self.panels.get_mut()[row / PANEL * PANEL * self.k + k * PANEL + row % PANEL] = value;
+        true
+    }
 }
+
+/// Rows that are unpacked together: half a panel.
+pub const ROWS_AT_ONCE: usize = PANEL / 2;
 
 /// Rows that share one pass over a panel.
 const ROW_BLOCK: usize = 48;

@@ -14,7 +14,7 @@ mod rope;
 pub use attention::{KeyBias, attention};
 pub use dot::{dot, softmax};
 pub use elementwise::{add, bias_act, renoise, silu, time_embed, to_x0};
-pub use matmul::{Act, PackedWeight, Weight, matmul};
+pub use matmul::{Act, PackedWeight, ROWS_AT_ONCE, Weight, matmul};
 pub use norm::{Frames, gate_residual, layer_norm, norm_modulate, rms_norm, rms_scale, row_square_sum};
 pub use pixels::{PixelGeometry, depth_to_space_time, space_time_to_depth};
 pub use rope::{MAX_HEAD, RopeCache, RopeSpec, RopeTables, rope};

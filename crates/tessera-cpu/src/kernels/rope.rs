@@ -57,6 +57,11 @@ impl RopeTables {
         RopeTables { spec, axes, pairs }
     }
 
+    /// Every cosine and sine.
+    pub(crate) fn turns(&self) -> impl Iterator<Item = f64> + '_ {
+        self.axes.iter().flatten().flat_map(|(c, s)| [*c, *s])
+    }
+
     /// The (cos, sin) of a token's pairs, `head_dim / 2` of them, as one interleaved row.
     fn row(&self, token: usize, out: &mut [f64]) {
         let [_, h, w] = self.spec.grid;

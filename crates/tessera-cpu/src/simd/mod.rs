@@ -148,4 +148,9 @@ impl Aligned {
     pub(crate) fn get(&self) -> &[f32] {
         &self.data[self.start..self.start + self.len]
     }
+
+    /// The same, to change it.
+    pub(crate) fn get_mut(&mut self) -> &mut [f32] {
+        &mut self.data[self.start..self.start + self.len]
+    }
 }

@@ -202,6 +202,7 @@ fn words(rank: usize, end: &End) -> Option<String> {
         End::Fault(Fault::Failed(why)) => Some(format!("rank {rank} failed: {why}")),
         End::Fault(Fault::Stalled(why)) => Some(format!("rank {rank} stalled: {why}")),
         End::Fault(Fault::Aborted(why)) => Some(format!("rank {rank} was aborted: {why}")),
+        End::Fault(Fault::Refused(why)) => Some(format!("rank {rank} was refused a collective: {why}")),
         End::Panicked(why) => Some(format!("rank {rank} panicked: {why}")),
         End::Hangs => Some(format!("rank {rank} hangs")),
     }

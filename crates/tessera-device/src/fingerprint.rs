@@ -1,0 +1,161 @@
+//! Fingerprints of weights as a backend holds them, so that ranks can compare what they compute with.
+
+use tessera_ir::{DType, Type};
+
+use crate::Seat;
+
+/// One piece of a tensor as a backend holds it.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Fingerprint {
+    /// Name of the tensor, or of a table that the backend derives.
+    pub tensor: String,
+    /// Which piece, in the words of [`slice_words`]: equal words on two ranks mean equal bytes.
+    pub slice: String,
+    /// BLAKE3 of the elements in row-major order, little-endian, in the dtype in which they are held: what is computed
+    /// with, whatever the layout in memory. A backend that digests otherwise says so in a parity key.
+    pub digest: [u8; 32],
+    /// Whether all elements are bit-equal: pieces of such a tensor have equal bytes by right.
+    pub constant: bool,
+    /// Bytes digested.
+    pub bytes: u64,
+}
+
+/// What a look at part of the weights found.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Audited {
+    /// Bytes hashed.
+    pub bytes: u64,
+    /// Rounds over all weights that ended in this look.
+    pub rounds: u32,
+    /// A piece that is no longer what was loaded, by its fingerprint then, and its digest now.
+    pub changed: Option<(Fingerprint, [u8; 32])>,
+}
+
+/// Digests elements as they come, piece by piece.
+#[derive(Debug, Clone)]
+pub struct Hasher {
+    hash: blake3::Hasher,
+    first: Option<u32>,
+    /// Bits in which any element differs from the first.
+    differ: u32,
+    elements: u64,
+}
+
+impl Default for Hasher {
+    fn default() -> Hasher {
+        Hasher { hash: blake3::Hasher::new(), first: None, differ: 0, elements: 0 }
+    }
+}
+
+/// Bytes brought into file order at once: enough for a full-width hash, and on the stack.
+const STAGE: usize = 16 << 10;
+
+impl Hasher {
+    /// The next elements.
+    pub fn update(&mut self, values: &[f32]) {
+        let Some(v) = values.first() else { return };
+        let first = *self.first.get_or_insert(v.to_bits());
+        let mut stage = [0u8; STAGE];
+        for part in values.chunks(STAGE / 4) {
+            let mut differ = 0;
+            for (o, x) in stage.as_chunks_mut::<4>().0.iter_mut().zip(part) {
+                *o = x.to_bits().to_le_bytes();
+                differ |= x.to_bits() ^ first;
+            }
+            self.differ |= differ;
+            self.hash.update(&stage[..part.len() * 4]);
+        }
+        self.elements += values.len() as u64;
+    }
+
+    /// Elements of double width, such as a table of angles.
+    pub fn update_wide(&mut self, values: impl IntoIterator<Item = f64>) {
+        for v in values {
+            self.hash.update(&v.to_bits().to_le_bytes());
+            self.elements += 2;
+        }
+    }
+
+    /// The digest of all elements so far.
+    #[must_use]
+    pub fn digest(&self) -> [u8; 32] {
+        *self.hash.finalize().as_bytes()
+    }
+
+    /// The fingerprint of all elements so far.
+    #[must_use]
+    pub fn finish(&self, tensor: impl Into<String>, slice: impl Into<String>) -> Fingerprint {
+        Fingerprint {
+            tensor: tensor.into(),
+            slice: slice.into(),
+            digest: self.digest(),
+            constant: self.first.is_some() && self.differ == 0,
+            bytes: self.elements * 4,
+        }
+    }
+}
+
+/// Which piece of a tensor a seat holds: `dim 0 [24..48) of 96`, `whole` if all of it; then the reordering and the
+/// dtype, where they are not the usual ones: `whole, as patch, bf16`.
+#[must_use]
+pub fn slice_words(ty: &Type, load: Option<&str>, seat: &Seat) -> String {
+    let whole = ty.layout.global(&ty.shape, &seat.mesh);
+    let ranges = ty.layout.ranges(&ty.shape, &seat.mesh, seat.coord());
+    let mut words: Vec<String> = ranges
+        .iter()
+        .zip(&whole)
+        .enumerate()
+        .filter(|(_, ((start, len), n))| (*start, *len) != (0, **n))
+        .map(|(dim, ((start, len), n))| format!("dim {dim} [{start}..{}) of {n}", start + len))
+        .collect();
+    if words.is_empty() {
+        words.push("whole".to_string());
+    }
+    words.extend(load.map(|l| format!("as {l}")));
+    words.extend((ty.dtype != DType::F32).then(|| ty.dtype.to_string()));
+    words.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
+
+    #[test]
+    fn a_digest_is_that_of_the_bytes_however_they_come() {
+        let values: Vec<f32> = (0..10_000).map(|i| i as f32 * 0.5).collect();
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let (mut at_once, mut in_parts) = (Hasher::default(), Hasher::default());
+        at_once.update(&values);
+        values.chunks(333).for_each(|part| in_parts.update(part));
+        assert_eq!(at_once.digest(), *blake3::hash(&bytes).as_bytes());
+        assert_eq!(at_once.finish("w", "whole"), in_parts.finish("w", "whole"));
+        let print = at_once.finish("w", "whole");
+        assert!(!print.constant && print.bytes == 40_000);
+    }
+
+    #[test]
+    fn only_equal_bits_are_constant() {
+        let constant = |values: &[f32]| {
+            let mut hash = Hasher::default();
+            values.chunks(2).for_each(|part| hash.update(part));
+            hash.finish("w", "whole").constant
+        };
+        assert!(constant(&[0.0; 5]) && constant(&[1.5]) && constant(&[f32::NAN; 3]));
+        assert!(!constant(&[0.0, 0.0, -0.0]) && !constant(&[1.0, 1.0, 1.0, 1.0, 2.0]) && !constant(&[]));
+    }
+
+    #[test]
+    fn slices_are_told_by_dim_and_extent() {
+        let mesh = Mesh::new([4, 1, 1, 1]).unwrap_or_default();
+        let seat = |rank| Seat { mesh, rank: Rank(rank) };
+        let whole = Type::new(DType::F32, [24, 8]);
+        let shard = Shard { dim: 0, uneven: None, ways: None };
+        let cut = whole.clone().on(Axis::Tp, AxisLayout::Shard(shard));
+        assert_eq!(slice_words(&whole, None, &seat(1)), "whole");
+        assert_eq!(slice_words(&cut, None, &seat(1)), "dim 0 [24..48) of 96");
+        assert_eq!(slice_words(&cut, Some("patch"), &seat(3)), "dim 0 [72..96) of 96, as patch");
+        let half = Type { dtype: DType::Bf16, ..whole };
+        assert_eq!(slice_words(&half, None, &seat(0)), "whole, bf16");
+    }
+}
