@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_report::record::{Cause, Chunk, End, Event, Line, Phase, RankChunk, Status};
+use tessera_report::record::{Cause, Chunk, End, Event, Line, Phase, Pipeline, RankChunk, Status};
 use tessera_runtime::leader::CallRecord;
 use tessera_runtime::{Failure, FailureClass};
 use tessera_verify::SealedPlan;
@@ -39,6 +39,8 @@ pub(crate) struct RecordWriter {
     frames: u64,
     /// When the first call began and the last delivery ended.
     span: Option<(u64, u64)>,
+    /// When the chunk before was committed and done, on the leader's clock.
+    before: Option<(u64, u64)>,
     /// Collectives of each phase on each rank, from the seal.
     collectives: BTreeMap<(String, u32), u32>,
     /// Nothing follows the end.
@@ -69,6 +71,7 @@ impl RecordWriter {
             dropped: 0,
             frames: 0,
             span: None,
+            before: None,
             collectives: BTreeMap::new(),
             ended: false,
         })
@@ -178,9 +181,27 @@ impl RecordWriter {
             queue_in: call.queued_in,
             queue_out: call.queued_out,
             ranks,
-            pipeline: None,
+            pipeline: Some(self.pipeline(call, end)),
         };
         self.finished.insert(call.plan.chunk, chunk);
+    }
+
+    /// The instants of a call that ended at `end`, on the clock of the record. What the leader does for the chunk
+    /// is not known yet.
+    fn pipeline(&mut self, call: &CallRecord, end: u64) -> Pipeline {
+        let at = |ns: u64| end.saturating_sub(call.done_ns.saturating_sub(ns));
+        let before = self.before.replace((call.committed_ns, call.done_ns));
+        let since = |ns: u64| call.committed_ns.saturating_sub(ns);
+        Pipeline {
+            decided_ns: at(call.decided_ns),
+            ready_ns: at(call.ready_ns),
+            done_ns: end,
+            period_ns: before.map_or(0, |(committed, _)| since(committed)),
+            stage0_ns: 0,
+            stage1_ns: call.done_ns.saturating_sub(call.committed_ns),
+            idle_ns: before.map_or(0, |(_, done)| since(done)),
+            digest_ns: call.observed.values().map(|o| o.digest_ns).max().unwrap_or(0),
+        }
     }
 
     /// Work of the leader on a chunk, beside the mesh.
@@ -214,6 +235,9 @@ impl RecordWriter {
         self.finished.retain(|c, _| *c >= chunk);
         let Some(mut line) = self.finished.remove(&chunk) else { return Ok(()) };
         line.frames = frames;
+        if let Some(pipeline) = &mut line.pipeline {
+            pipeline.stage0_ns = own.iter().map(|p| p.end_ns.saturating_sub(p.start_ns)).sum();
+        }
         match line.ranks.first_mut().filter(|r| r.rank == 0) {
             Some(leader) => leader.phases.extend(own),
             // A leader outside the mesh holds no caches and issues no collectives.

@@ -14,7 +14,8 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 use tessera_base::Diagnostic;
 
 use super::T0750;
-use super::hub::{Frame, Hub, LinkId};
+use super::hub::{Hub, LinkId};
+use super::link::Frame;
 use super::stream::Stream;
 use crate::wire::{HEADER_BYTES, LAUNCHER, Message, Welcome, decode_body, decode_header};
 

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use tessera_base::Diagnostic;
 
-use super::hub::{Frame, Hub, LinkId};
+use super::hub::{Hub, LinkId};
+use super::link::Frame;
 use crate::flight::{Mark, Sink};
 use crate::wire::Message;
 

@@ -4,8 +4,7 @@
 //! make it wait: what a peer does not read waits in a bounded queue, and a peer that reads nothing for the
 //! write limit has failed. Other threads of the process wake it through a [`Waker`].
 
-use std::collections::{BTreeSet, VecDeque};
-use std::io::ErrorKind;
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -13,90 +12,20 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::{Errno, ioctl_fionbio};
-use tessera_base::Diagnostic;
 
+use super::link::{Frame, Link, LinkEnd, OUT_BYTES, OUT_FRAMES};
 use super::stream::Stream;
 use crate::Limits;
 use crate::limits::AwakeClock;
-use crate::wire::{self, FrameHeader, HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_body, decode_header};
-use crate::worker::T0707;
 
-/// Frames that may wait for one peer.
-pub const OUT_FRAMES: usize = 256;
-/// Bytes that may wait for one peer: the largest frame behind another of its size.
-pub const OUT_BYTES: usize = 2 * MAX_FRAME_BYTES;
-/// Bytes taken from one peer before the others have their turn.
-const IN_TURN: usize = 4 << 20;
-/// Bytes given to one peer before the others have their turn.
-const OUT_TURN: usize = 4 << 20;
-/// A frame's memory grows with what has arrived of it, by at most so much at a time.
-const IN_STEP: usize = 1 << 20;
 /// Bytes taken from a socket at a time.
 const SCRATCH: usize = 64 << 10;
 /// Messages of other threads that may wait.
 const POSTED: usize = 256;
 
-/// One frame, whole: forwarded as it came, or read. Clones share the bytes.
-#[derive(Debug, Clone)]
-pub struct Frame {
-    header: FrameHeader,
-    bytes: Arc<Vec<u8>>,
-}
-
-impl Frame {
-    /// Writes a message of `origin`.
-    ///
-    /// # Errors
-    /// When it is over a limit of the wire.
-    pub fn new(origin: u32, message: &Message) -> Result<Frame, Diagnostic> {
-        let bytes = wire::encode(origin, message)?;
-        let Some(head) = bytes.first_chunk::<HEADER_BYTES>() else {
-            return Err(Diagnostic::error(&T0707, "a frame without a header"));
-        };
-        Ok(Frame { header: decode_header(head)?, bytes: Arc::new(bytes) })
-    }
-
-    /// The rank that made it.
-    #[must_use]
-    pub fn origin(&self) -> u32 {
-        self.header.origin
-    }
-
-    /// Its header.
-    #[must_use]
-    pub fn header(&self) -> &FrameHeader {
-        &self.header
-    }
-
-    /// Its bytes, header first.
-    #[must_use]
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes
-    }
-
-    /// Reads it.
-    ///
-    /// # Errors
-    /// When its bytes are not what its header says, or not canonical.
-    pub fn message(&self) -> Result<Message, Diagnostic> {
-        decode_body(&self.header, self.bytes.get(HEADER_BYTES..).unwrap_or_default())
-    }
-}
-
 /// Names a link for the life of its hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LinkId(usize);
-
-/// How a link ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum LinkEnd {
-    /// The peer closed, or its process is gone.
-    Closed(String),
-    /// The peer sent something that is not a frame, or one that it may not send.
-    Broken(Diagnostic),
-    /// The peer reads nothing.
-    Stuck(String),
-}
 
 /// What polling found.
 #[derive(Debug)]
@@ -165,26 +94,6 @@ pub struct Hub {
     scratch: Vec<u8>,
     /// Links that ended while they were written to.
     ended: VecDeque<(LinkId, LinkEnd)>,
-    /// How long a wait looks again and again before it sleeps.
-    spin: Duration,
-}
-
-struct Link {
-    stream: Box<dyn Stream>,
-    origins: BTreeSet<u32>,
-    head: Vec<u8>,
-    part: Option<(FrameHeader, Vec<u8>)>,
-    queue: VecDeque<Frame>,
-    /// Bytes of the first queued frame that left.
-    sent: usize,
-    queued_bytes: usize,
-    /// Since when nothing left although something waits.
-    stuck_ns: Option<u64>,
-    /// Why writing failed; what the peer said before is still read.
-    unwritable: Option<String>,
-    /// Input was left in the stream when its turn was over.
-    more: bool,
-    patient: bool,
 }
 
 impl Hub {
@@ -204,13 +113,7 @@ impl Hub {
             write_limit_ns: limits.ready_ns,
             scratch: vec![0; SCRATCH],
             ended: VecDeque::new(),
-            spin: Duration::ZERO,
         })
-    }
-
-    /// Lets every wait look for so long before it sleeps. Worth it only where a core is free for this thread.
-    pub fn set_spin(&mut self, spin: Duration) {
-        self.spin = spin;
     }
 
     /// Takes a stream over. Frames of other origins than these break the link.
@@ -223,20 +126,7 @@ impl Hub {
         origins: impl IntoIterator<Item = u32>,
     ) -> std::io::Result<LinkId> {
         ioctl_fionbio(stream.fd(), true)?;
-        let more = stream.holds_input();
-        self.links.push(Some(Link {
-            stream,
-            origins: origins.into_iter().collect(),
-            head: Vec::with_capacity(HEADER_BYTES),
-            part: None,
-            queue: VecDeque::new(),
-            sent: 0,
-            queued_bytes: 0,
-            stuck_ns: None,
-            unwritable: None,
-            more,
-            patient: false,
-        }));
+        self.links.push(Some(Link::new(stream, origins.into_iter().collect())));
         Ok(LinkId(self.links.len() - 1))
     }
 
@@ -275,7 +165,7 @@ impl Hub {
     pub(crate) fn send_rest(&mut self, link: LinkId, frame: &Frame, sent: usize) {
         let now_ns = self.now_ns();
         let Some(l) = self.link(link).filter(|l| l.unwritable.is_none()) else { return };
-        let bytes = l.queued_bytes + frame.bytes.len();
+        let bytes = l.queued_bytes + frame.bytes().len();
         if !l.queue.is_empty() && (l.queue.len() >= OUT_FRAMES || bytes > OUT_BYTES) {
             if l.patient {
                 return;
@@ -299,7 +189,7 @@ impl Hub {
     pub fn send_last(&mut self, link: LinkId, frame: &Frame) {
         if let Some(l) = self.link(link) {
             l.queue.truncate(1);
-            l.queued_bytes = l.queue.front().map_or(0, |f| f.bytes.len());
+            l.queued_bytes = l.queue.front().map_or(0, |f| f.bytes().len());
         }
         self.send(link, frame);
     }
@@ -322,18 +212,7 @@ impl Hub {
             !self.ended.is_empty() || self.links.iter().flatten().any(|l| l.more || l.unwritable.is_some());
         let limit = if eager { Duration::ZERO } else { limit };
         let mut ready = Vec::new();
-        if self.spin.is_zero() || limit.is_zero() {
-            self.poll(limit, &mut ready);
-        } else {
-            let begun = Instant::now();
-            while !self.poll(Duration::ZERO, &mut ready) {
-                if begun.elapsed() >= self.spin {
-                    self.poll(limit, &mut ready);
-                    break;
-                }
-                std::hint::spin_loop();
-            }
-        }
+        self.poll(limit, &mut ready);
         let now_ns = self.now_ns();
         for (at, flags) in ready {
             match at {
@@ -399,8 +278,8 @@ impl Hub {
         self.links.get_mut(link.0).and_then(Option::as_mut)
     }
 
-    /// True when something is ready.
-    fn poll(&self, limit: Duration, ready: &mut Vec<(Polled, PollFlags)>) -> bool {
+    /// What is ready. It sleeps at once: looking again first made commits slower even with a core for each rank.
+    fn poll(&self, limit: Duration, ready: &mut Vec<(Polled, PollFlags)>) {
         let mut fds = Vec::with_capacity(1 + self.links.len() + self.watched.len());
         let mut names = Vec::with_capacity(fds.capacity());
         let mut ask = |name, fd, flags| {
@@ -421,14 +300,13 @@ impl Hub {
             ask(Polled::Watched(*number), fd.as_fd(), PollFlags::IN);
         }
         match poll(&mut fds, Some(&timespec(limit))) {
-            Ok(0) | Err(Errno::INTR) => return false,
+            Ok(0) | Err(Errno::INTR) => return,
             Ok(_) => {}
             // The kernel has no memory for it now: later it may.
             Err(_) => std::thread::sleep(Duration::from_millis(1)),
         }
         let found = names.into_iter().zip(&fds).filter(|(_, fd)| !fd.revents().is_empty());
         ready.extend(found.map(|(name, fd)| (name, fd.revents())));
-        !ready.is_empty()
     }
 
     fn read(&mut self, i: usize, out: &mut Vec<HubEvent>) {
@@ -473,135 +351,6 @@ enum Polled {
     Watched(usize),
 }
 
-impl Link {
-    fn wants_write(&self) -> bool {
-        !self.queue.is_empty() || self.stream.wants_write()
-    }
-
-    fn write_out(&mut self, now_ns: u64) {
-        if self.unwritable.is_some() {
-            return;
-        }
-        let mut turn = 0;
-        while let Some(frame) = self.queue.front() {
-            let rest = &frame.bytes[self.sent..];
-            match self.stream.write(rest) {
-                Ok(0) => return self.cannot_write("its socket takes nothing".into()),
-                Ok(n) => {
-                    self.sent += n;
-                    self.stuck_ns = None;
-                    turn += n;
-                    if self.sent == frame.bytes.len() {
-                        self.queued_bytes -= self.sent;
-                        self.sent = 0;
-                        self.queue.pop_front();
-                    } else if turn >= OUT_TURN {
-                        break;
-                    }
-                }
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == ErrorKind::WouldBlock => break,
-                Err(e) => return self.cannot_write(words(&e)),
-            }
-        }
-        match self.stream.flush() {
-            Ok(()) => {}
-            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-            Err(e) => return self.cannot_write(words(&e)),
-        }
-        if self.wants_write() {
-            self.stuck_ns.get_or_insert(now_ns);
-        } else {
-            self.stuck_ns = None;
-        }
-    }
-
-    fn cannot_write(&mut self, why: String) {
-        self.queue.clear();
-        (self.sent, self.queued_bytes, self.stuck_ns) = (0, 0, None);
-        self.unwritable = Some(why);
-    }
-
-    /// Takes what has arrived, for one turn.
-    fn read_in(&mut self, scratch: &mut [u8], mut whole: impl FnMut(Frame)) -> Option<LinkEnd> {
-        let mut turn = 0;
-        self.more = false;
-        loop {
-            match self.stream.read(scratch) {
-                Ok(0) => {
-                    return Some(LinkEnd::Closed(match (self.head.is_empty(), &self.part) {
-                        (true, None) => "its socket closed".to_string(),
-                        _ => "its socket closed inside a frame".to_string(),
-                    }));
-                }
-                Ok(n) => {
-                    if let Err(d) = self.assemble(&scratch[..n], &mut whole) {
-                        return Some(LinkEnd::Broken(d));
-                    }
-                    turn += n;
-                    if n < scratch.len() && !self.stream.holds_input() {
-                        return None;
-                    }
-                    if turn >= IN_TURN {
-                        self.more = true;
-                        return None;
-                    }
-                }
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == ErrorKind::WouldBlock => return None,
-                Err(e) => return Some(LinkEnd::Closed(words(&e))),
-            }
-        }
-    }
-
-    fn assemble(&mut self, mut bytes: &[u8], whole: &mut impl FnMut(Frame)) -> Result<(), Diagnostic> {
-        while !bytes.is_empty() {
-            let (header, mut frame) = match self.part.take() {
-                Some(part) => part,
-                None => {
-                    let take = bytes.len().min(HEADER_BYTES - self.head.len());
-                    self.head.extend_from_slice(&bytes[..take]);
-                    bytes = &bytes[take..];
-                    let Some(head) = self.head.first_chunk::<HEADER_BYTES>() else { return Ok(()) };
-                    let header = decode_header(head)?;
-                    if !self.origins.contains(&header.origin) {
-                        return Err(Diagnostic::error(
-                            &T0707,
-                            format!("a {:?} frame names an origin that this link may not carry", header.kind),
-                        )
-                        .at("frame", format!("rank {}", header.origin))
-                        .at("link", format!("ranks {:?}", self.origins)));
-                    }
-                    (header, std::mem::take(&mut self.head))
-                }
-            };
-            let total = HEADER_BYTES + header.body_bytes();
-            let take = bytes.len().min(total - frame.len());
-            if frame.capacity() < frame.len() + take {
-                frame.reserve_exact((total - frame.len()).min(take.max(frame.len()).max(IN_STEP)));
-            }
-            frame.extend_from_slice(&bytes[..take]);
-            bytes = &bytes[take..];
-            if frame.len() == total {
-                whole(Frame { header, bytes: Arc::new(frame) });
-            } else {
-                self.part = Some((header, frame));
-            }
-        }
-        Ok(())
-    }
-}
-
-/// An I/O error in the words of a report.
-fn words(e: &std::io::Error) -> String {
-    match e.kind() {
-        ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => {
-            "its socket closed".to_string()
-        }
-        _ => e.to_string(),
-    }
-}
-
 fn timespec(d: Duration) -> Timespec {
     Timespec { tv_sec: i64::try_from(d.as_secs()).unwrap_or(i64::MAX), tv_nsec: i64::from(d.subsec_nanos()) }
 }
@@ -624,9 +373,13 @@ mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
+    use super::super::link::IN_STEP;
     use super::*;
     use crate::Digest;
-    use crate::wire::{Abort, Commit, Context, Dtype, Heartbeat, Tensor, Tensors};
+    use crate::wire::{
+        self, Abort, Commit, Context, Dtype, HEADER_BYTES, Heartbeat, Message, Tensor, Tensors,
+    };
+    use crate::worker::T0707;
     use crate::{Failure, FailureClass};
 
     fn limits() -> Limits {

@@ -14,7 +14,8 @@ use rustix::process::{
 use tessera_base::{Diagnostic, Diagnostics};
 
 use super::fds::{failed, send_welcome};
-use super::hub::{Frame, Hub, HubEvent, LinkEnd, LinkId, Waker};
+use super::hub::{Hub, HubEvent, LinkId, Waker};
+use super::link::{Frame, LinkEnd};
 use super::{T0750, TICK, Topology};
 use crate::leader::T0743;
 use crate::limits::AwakeClock;

@@ -12,9 +12,10 @@ use super::exit::Keeper;
 use super::fds::{Joined, failed, outlive_launcher};
 use super::gate::{Gate, Tap, Way};
 use super::gone::Gone;
-use super::hub::{Frame, Hub, HubEvent, LinkEnd, LinkId};
+use super::hub::{Hub, HubEvent, LinkId};
 use super::intake::{Intake, Taken};
 use super::launcher::Interrupt;
+use super::link::{Frame, LinkEnd};
 use super::local_rank::{LocalRank, Todo};
 use super::studio_thread::{Desk, StreamRequest, StudioCommand, StudioEvent, StudioFactory};
 use super::worker_process::{bound, broken, leave, stuck};
@@ -406,6 +407,7 @@ impl Process {
                 self.local_step(self.start.elapsed().as_nanos() as u64, event);
             }
         }
+        self.gate.mark(Some(Mark::failed(&failure)));
         // Whatever the record waits for, peers and launcher hear of it first.
         self.gate.hub.flush(TICK);
         (self.record)(RecordEntry::Failed(&failure));
