@@ -14,6 +14,8 @@
 //! - [`engine`]: what the door implements.
 //! - [`sim`]: all of it on a made-up clock.
 //! - [`driver`]: processes, sockets, threads.
+//!
+//! [`tripwire_reference`] and [`parity_reference`] print two pages of docs/reference from the tables.
 
 pub mod cache;
 pub mod census;
@@ -29,6 +31,7 @@ pub mod leader;
 mod limits;
 pub mod mesh_leader;
 pub mod parity;
+mod reference;
 pub mod sim;
 pub mod tripwire;
 pub mod wire;
@@ -39,6 +42,7 @@ pub use drift::{T0754, shards_differ};
 pub use failure::{Failure, FailureClass};
 pub use limits::Limits;
 pub use parity::{Parity, ParityClass, ParityKey};
+pub use reference::{parity_reference, tripwire_reference};
 pub use tripwire::{Place, TRIPWIRES, Tripwire, Tripwires};
 
 /// Codes that this room raises.

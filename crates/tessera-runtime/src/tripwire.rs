@@ -81,10 +81,10 @@ const fn wire(code: &'static Code, places: &'static [Place], page: &'static str)
     Tripwire { code, places, page }
 }
 
-const CONTROL: &str = "control-plane-contract";
-const GROUPS: &str = "multi-group-deadlocks";
-const OVERLAP: &str = "backpressure-and-overlap";
-const CACHES: &str = "kv-lifecycle";
+const CONTROL: &str = "control-plane";
+const GROUPS: &str = "groups";
+const OVERLAP: &str = "overlap";
+const CACHES: &str = "kv";
 const SHUTDOWN: &str = "shutdown";
 const DETERMINISM: &str = "determinism";
 const REPLAY: &str = "replay";
@@ -93,10 +93,15 @@ const REPLAY: &str = "replay";
 pub static TRIPWIRES: &[Tripwire] = {
     use Place::{Init, Leader, MeshLeader, Worker};
     const ENVELOPE: &[Place] = &[Worker, Leader, MeshLeader];
+    /// Whoever reads the bytes; nothing can be done with bytes that do not read, so these cannot be left out.
+    const READ: &[Place] = &[Worker, Leader, MeshLeader];
     &[
         wire(&wire::T0701, ENVELOPE, CONTROL),
-        wire(&wire::T0703, &[Leader], CONTROL),
-        wire(&wire::T0706, &[Leader], CONTROL),
+        wire(&wire::T0702, READ, CONTROL),
+        wire(&wire::T0703, &[Leader, Worker, MeshLeader], CONTROL),
+        wire(&wire::T0704, READ, CONTROL),
+        wire(&wire::T0705, READ, CONTROL),
+        wire(&wire::T0706, READ, CONTROL),
         wire(&worker::T0707, &[Leader, Worker, MeshLeader], CONTROL),
         wire(&cache::T0710, ENVELOPE, CACHES),
         wire(&cache::T0712, ENVELOPE, CACHES),
@@ -112,7 +117,7 @@ pub static TRIPWIRES: &[Tripwire] = {
         wire(&leader::T0736, &[Leader], OVERLAP),
         wire(&engine::T0737, &[Worker, Leader], DETERMINISM),
         wire(&parity::T0740, &[Init], DETERMINISM),
-        wire(&limits::T0741, &[Init], OVERLAP),
+        wire(&limits::T0741, &[Leader, Init], OVERLAP),
         wire(&worker::T0742, &[Leader, Worker, MeshLeader], SHUTDOWN),
         wire(&leader::T0743, &[Leader, Worker, MeshLeader], SHUTDOWN),
         wire(&drift::T0744, &[Leader], DETERMINISM),

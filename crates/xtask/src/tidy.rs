@@ -6,10 +6,12 @@
 mod arrows;
 mod codes;
 mod manifest;
+mod manual;
 mod page;
 mod rooms;
 mod rust;
 mod text;
+mod wording;
 
 use std::fmt;
 
@@ -50,6 +52,8 @@ pub(crate) fn problems(tree: &Tree) -> Vec<Problem> {
     rooms::check(&sources, &table, &unsafe_files(tree, &mut found), &mut found);
     codes::check(tree, &sources, &mut found);
     text::check(tree, &long_files(tree, &mut found), &mut found);
+    manual::check(tree, &mut found);
+    wording::check(tree, &mut found);
     found.sort();
     found.dedup();
     found

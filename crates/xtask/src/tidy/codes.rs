@@ -75,7 +75,7 @@ pub(super) fn check(tree: &Tree, sources: &[Source<'_>], found: &mut Vec<Problem
 }
 
 /// Every `T` with four digits that stands as a word.
-fn ids(text: &str) -> impl Iterator<Item = (usize, &str)> {
+pub(super) fn ids(text: &str) -> impl Iterator<Item = (usize, &str)> {
     text.match_indices('T').map(|(at, _)| at).filter_map(move |at| {
         let id = text.get(at..at + 5)?;
         let edge = |c: Option<char>| !c.is_some_and(|c| c.is_alphanumeric() || c == '_');

@@ -87,7 +87,7 @@ fn links(tree: &Tree, path: &str, text: &str, found: &mut Vec<Problem>) {
 }
 
 /// A link of a page as a path from the root; `None` where it leaves the project.
-fn resolve(page: &str, link: &str) -> Option<String> {
+pub(super) fn resolve(page: &str, link: &str) -> Option<String> {
     let mut at: Vec<&str> = page.split('/').collect();
     at.pop();
     for part in link.split('/') {

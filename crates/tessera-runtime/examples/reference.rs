@@ -1,0 +1,9 @@
+//! Prints docs/reference/tripwires.md or docs/reference/parity.md.
+
+fn main() {
+    match std::env::args().nth(1).as_deref() {
+        Some("tripwires") => print!("{}", tessera_runtime::tripwire_reference()),
+        Some("parity") => print!("{}", tessera_runtime::parity_reference()),
+        _ => eprintln!("usage: reference tripwires|parity"),
+    }
+}
