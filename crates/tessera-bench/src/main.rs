@@ -1,10 +1,19 @@
-//! What is measured: the network alone on one rank, a whole stream up to frames on disk, and the judge.
+//! What is measured: the network alone on one rank, a whole stream up to frames on disk, the judge, and what a run costs
+//! and survives: killed and cut-off processes, busy cores, long streams, and the time of an agreement.
 //!
 //! Each benchmark prints its result, as JSON on one last line when asked, and keeps it with facts of the host in
 //! `bench/runs/` only when told to.
 
+mod calm;
+mod child;
 mod dit;
 mod judge;
+mod kills;
+mod lockstep;
+mod long;
+mod partition;
+mod procs;
+mod rig;
 mod save;
 mod stats;
 mod stream;
@@ -24,12 +33,20 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum What {
+    Calm(calm::Args),
     Dit(dit::Args),
     Judge(judge::Args),
+    Kills(kills::Args),
+    Lockstep(lockstep::Args),
+    Long(long::Args),
+    Partition(partition::Args),
     Stream(stream::Args),
     /// One rank of a stream. Started by the benchmark, never by hand.
     #[command(hide = true)]
     Rank,
+    /// One rank with programs that do nothing. Started by the benchmark, never by hand.
+    #[command(hide = true)]
+    RigRank,
 }
 
 /// How every benchmark gives its result.
@@ -46,10 +63,16 @@ struct Output {
 
 fn main() -> ExitCode {
     let (name, output, outcome) = match Cli::parse().what {
+        What::Calm(args) => ("calm", args.output.clone(), calm::run(&args)),
         What::Dit(args) => ("dit", args.output.clone(), dit::run(&args)),
         What::Judge(args) => ("judge", args.output.clone(), judge::run(&args)),
+        What::Kills(args) => ("kills", args.output.clone(), kills::run(&args)),
+        What::Lockstep(args) => ("lockstep", args.output.clone(), lockstep::run(&args)),
+        What::Long(args) => ("long", args.output.clone(), long::run(&args)),
+        What::Partition(args) => ("partition", args.output.clone(), partition::run(&args)),
         What::Stream(args) => ("stream", args.output.clone(), stream::run(&args)),
         What::Rank => return ExitCode::from(u8::try_from(tessera::rank_main()).unwrap_or(1)),
+        What::RigRank => return ExitCode::from(u8::try_from(rig::rank_main()).unwrap_or(1)),
     };
     let told = outcome.and_then(|result| tell(name, &output, &result));
     match told {
