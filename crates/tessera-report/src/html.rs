@@ -253,8 +253,8 @@ fn numbers(r: &Record, times: Option<&ChunkTimes>) -> String {
         timed(t.first_ns, "to the first chunk");
         timed(t.median_ns, &format!("median chunk, 95\u{a0}% within {}", whole(t.p95_ns)));
     }
-    let frames: u64 = r.chunks.iter().map(|c| u64::from(c.frames)).sum();
-    let chunks = plural(r.chunks.len() as u64, "chunk");
+    let frames = r.frame_count();
+    let chunks = plural(u64::from(r.chunk_count()), "chunk");
     let plays = frames as f64 / r.start.fps;
     let plays = if plays.is_finite() {
         format!("in {chunks}; they play for {plays:.1}\u{a0}s")

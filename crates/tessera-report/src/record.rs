@@ -5,6 +5,8 @@
 //! nanoseconds since the run's start on one clock; the driver maps each rank's clock onto it. Fields are
 //! added with a default, which keeps the schema number; anything else raises it.
 
+use std::collections::VecDeque;
+
 use serde::{Deserialize, Serialize, Serializer};
 use tessera_base::{Code, Diagnostic};
 
@@ -284,8 +286,10 @@ pub struct Cause {
 pub struct Record {
     /// The first line.
     pub start: Start,
-    /// Chunks in the order of the file.
+    /// Chunks in the order of the file; of a long run its beginning and its end.
     pub chunks: Vec<Chunk>,
+    /// Chunks between those two that were read and not kept.
+    pub left_out: LeftOut,
     /// Events in the order of the file.
     pub events: Vec<Event>,
     /// The end line, if the run lived to write it.
@@ -294,7 +298,28 @@ pub struct Record {
     pub truncated: bool,
 }
 
+/// Chunks that were read and not kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LeftOut {
+    /// How many.
+    pub chunks: u32,
+    /// Frames of them.
+    pub frames: u64,
+}
+
 impl Record {
+    /// Chunks in the file.
+    #[must_use]
+    pub fn chunk_count(&self) -> u32 {
+        self.chunks.len() as u32 + self.left_out.chunks
+    }
+
+    /// Frames in the file.
+    #[must_use]
+    pub fn frame_count(&self) -> u64 {
+        self.chunks.iter().map(|c| u64::from(c.frames)).sum::<u64>() + self.left_out.frames
+    }
+
     /// Reads a whole file.
     ///
     /// A last line that has no newline and does not parse is left out and noted in `truncated`; it may end
@@ -303,45 +328,11 @@ impl Record {
     /// # Errors
     /// [`T0901`] where the first line is no start line of this schema, [`T0902`] for any other broken line.
     pub fn parse(file: &[u8]) -> Result<Record, Diagnostic> {
-        let mut record: Option<Record> = None;
-        let mut rest = file;
-        let mut number = 0;
-        while !rest.is_empty() {
-            let end = rest.iter().position(|b| *b == b'\n');
-            let (line, tail) = rest.split_at(end.unwrap_or(rest.len()));
-            rest = tail.get(1..).unwrap_or(&[]);
-            number += 1;
-            if line.iter().all(u8::is_ascii_whitespace) {
-                continue;
-            }
-            let place = format!("record.jsonl:{number}");
-            let Some(record) = &mut record else {
-                record = Some(Record::open(line, &place)?);
-                continue;
-            };
-            match serde_json::from_slice(line) {
-                Ok(Line::Start(_)) => {
-                    return Err(Diagnostic::error(&T0902, "a second start line")
-                        .at(place, "kind is \"start\"")
-                        .at("record.jsonl:1", "the record began here")
-                        .hint("give each run its own --out folder"));
-                }
-                Ok(Line::Chunk(chunk)) => record.chunks.push(chunk),
-                Ok(Line::Event(event)) => record.events.push(event),
-                Ok(Line::End(end)) => record.end = Some(end),
-                Err(_) if end.is_none() => record.truncated = true,
-                Err(error) => {
-                    return Err(Diagnostic::error(&T0902, "this line of the record cannot be read")
-                        .at(place, error.to_string())
-                        .hint("delete the line to read the rest"));
-                }
-            }
+        let mut reader = Reader::new(usize::MAX);
+        for line in file.split_inclusive(|b| *b == b'\n') {
+            reader.line(line)?;
         }
-        record.ok_or_else(|| {
-            Diagnostic::error(&T0901, "the record is empty")
-                .at("record.jsonl", format!("{} bytes, no start line", file.len()))
-                .hint("the run died before its first line: see the leader's log")
-        })
+        reader.end()
     }
 
     /// How the run stands: its end line's word, or running where there is none.
@@ -349,7 +340,90 @@ impl Record {
     pub fn status(&self) -> Status {
         self.end.as_ref().map_or(Status::Running, |e| e.status)
     }
+}
 
+/// Reads a record line by line, in bounded memory.
+#[derive(Debug)]
+pub struct Reader {
+    record: Option<Record>,
+    /// Most chunks that are kept.
+    keep: usize,
+    /// The newest chunks, once the older half is kept.
+    tail: VecDeque<Chunk>,
+    lines: usize,
+    bytes: usize,
+}
+
+impl Reader {
+    /// Keeps at most so many chunks, half of them the first and half the last, and every event and the end.
+    #[must_use]
+    pub fn new(keep: usize) -> Reader {
+        Reader { record: None, keep, tail: VecDeque::new(), lines: 0, bytes: 0 }
+    }
+
+    /// Takes the next line with its newline; the last may lack it.
+    ///
+    /// # Errors
+    /// [`T0901`] where the first line is no start line of this schema, [`T0902`] for any other broken line.
+    pub fn line(&mut self, line: &[u8]) -> Result<(), Diagnostic> {
+        self.bytes += line.len();
+        self.lines += 1;
+        if line.iter().all(u8::is_ascii_whitespace) {
+            return Ok(());
+        }
+        let whole = line.last() == Some(&b'\n');
+        let place = format!("record.jsonl:{}", self.lines);
+        let Some(record) = &mut self.record else {
+            self.record = Some(Record::open(line.trim_ascii_end(), &place)?);
+            return Ok(());
+        };
+        match serde_json::from_slice(line) {
+            Ok(Line::Start(_)) => {
+                return Err(Diagnostic::error(&T0902, "a second start line")
+                    .at(place, "kind is \"start\"")
+                    .at("record.jsonl:1", "the record began here")
+                    .hint("give each run its own --out folder"));
+            }
+            Ok(Line::Chunk(chunk)) if record.chunks.len() < self.keep.div_ceil(2) => {
+                record.chunks.push(chunk);
+            }
+            Ok(Line::Chunk(chunk)) => {
+                self.tail.push_back(chunk);
+                if self.tail.len() > self.keep / 2
+                    && let Some(old) = self.tail.pop_front()
+                {
+                    record.left_out.chunks += 1;
+                    record.left_out.frames += u64::from(old.frames);
+                }
+            }
+            Ok(Line::Event(event)) => record.events.push(event),
+            Ok(Line::End(end)) => record.end = Some(end),
+            Err(_) if !whole => record.truncated = true,
+            Err(error) => {
+                return Err(Diagnostic::error(&T0902, "this line of the record cannot be read")
+                    .at(place, error.to_string())
+                    .hint("delete the line to read the rest"));
+            }
+        }
+        Ok(())
+    }
+
+    /// What was read.
+    ///
+    /// # Errors
+    /// [`T0901`] where there was nothing.
+    pub fn end(self) -> Result<Record, Diagnostic> {
+        let Some(mut record) = self.record else {
+            return Err(Diagnostic::error(&T0901, "the record is empty")
+                .at("record.jsonl", format!("{} bytes, no start line", self.bytes))
+                .hint("the run died before its first line: see the leader's log"));
+        };
+        record.chunks.extend(self.tail);
+        Ok(record)
+    }
+}
+
+impl Record {
     fn open(line: &[u8], place: &str) -> Result<Record, Diagnostic> {
         #[derive(Deserialize)]
         struct Head {
@@ -371,9 +445,14 @@ impl Record {
                 .hint("read it with the tessera whose version the first line names"));
         }
         match serde_json::from_slice(line) {
-            Ok(Line::Start(start)) => {
-                Ok(Record { start, chunks: Vec::new(), events: Vec::new(), end: None, truncated: false })
-            }
+            Ok(Line::Start(start)) => Ok(Record {
+                start,
+                chunks: Vec::new(),
+                left_out: LeftOut::default(),
+                events: Vec::new(),
+                end: None,
+                truncated: false,
+            }),
             Ok(_) => Err(broken("the first line is no start line of a record", "another kind".to_string())),
             Err(e) => Err(broken("the first line is no start line of a record", e.to_string())),
         }
@@ -449,6 +528,21 @@ mod tests {
         assert_eq!(id(text.replacen("\"schema\":1", "\"schema\":2", 1).as_bytes()), "T0901");
         assert_eq!(id(text.replacen("\"kind\":\"chunk\"", "\"kind\":\"crumb\"", 1).as_bytes()), "T0902");
         assert_eq!(id(format!("{text}{text}").as_bytes()), "T0902");
+    }
+
+    #[test]
+    fn a_long_run_keeps_its_beginning_and_its_end() {
+        let record = sample(100);
+        let mut reader = Reader::new(11);
+        for line in lines(&record).split_inclusive('\n') {
+            reader.line(line.as_bytes()).unwrap();
+        }
+        let back = reader.end().unwrap();
+        let kept: Vec<u32> = back.chunks.iter().map(|c| c.chunk).collect();
+        assert_eq!(kept, [0, 1, 2, 3, 4, 5, 95, 96, 97, 98, 99]);
+        assert_eq!(back.left_out, LeftOut { chunks: 89, frames: 89 * 12 });
+        assert_eq!((back.chunk_count(), back.frame_count()), (100, 1200));
+        assert_eq!(back.end, record.end);
     }
 
     #[test]

@@ -76,7 +76,7 @@ pub(crate) fn chunk_times(t: &Timeline) -> Option<ChunkTimes> {
     let (first, rest) = t.chunks.split_first()?;
     let steady = if rest.is_empty() { &t.chunks[..] } else { rest };
     let walls: Vec<u64> = steady.iter().map(wall).collect();
-    let frames: f64 = rest.iter().map(|c| f64::from(c.frames)).sum();
+    let frames: f64 = rest.iter().map(|c| f64::from(c.frames)).sum::<f64>() + t.left_out_frames as f64;
     let span = rest.last().map_or(0, |c| c.end_ns.saturating_sub(first.end_ns));
     Some(ChunkTimes {
         first_ns: first.end_ns,

@@ -13,6 +13,8 @@ pub struct Timeline {
     pub spans: Vec<Span>,
     /// Marks in order of time.
     pub marks: Vec<Mark>,
+    /// Frames of chunks between the first and the last that are not here.
+    pub left_out_frames: u64,
 }
 
 /// A rank and its name.
@@ -82,7 +84,7 @@ impl Timeline {
     /// The timeline of a recorded run.
     #[must_use]
     pub fn from_record(record: &Record) -> Timeline {
-        let mut t = Timeline::default();
+        let mut t = Timeline { left_out_frames: record.left_out.frames, ..Timeline::default() };
         for c in &record.chunks {
             t.chunks.push(ChunkSpan {
                 chunk: c.chunk,
@@ -264,6 +266,7 @@ pub(crate) mod tests {
                     }
                 })
                 .collect(),
+            left_out: crate::record::LeftOut::default(),
             events: vec![Event {
                 at_ns: 2 * ms,
                 what: "prompt".into(),

@@ -23,7 +23,7 @@ use crate::studio::CLIP;
 const SHEET_FRAMES: u64 = 24;
 /// Most frames decoded for the contact sheet: frames hold only what changed, so every one before the last shown is
 /// decoded. Of a longer clip the sheet shows the beginning, as the numbers of its chunks say.
-const MAX_DECODED_FRAMES: u64 = 4000;
+const MAX_DECODED_FRAMES: u64 = 1200;
 
 /// Writes trace.json and report.html. The record is what counts: a page that cannot be written is left out.
 pub(crate) fn write(plan: &Plan, record: &Record, out: &Path) {
@@ -56,7 +56,7 @@ fn wanted(total: u64) -> Vec<u64> {
 
 /// Evenly spaced frames of a clip, each with its chunk and prompt.
 fn sheet(record: &Record, clip: &Path) -> Vec<SheetFrame> {
-    let wanted = wanted(record.chunks.iter().map(|c| u64::from(c.frames)).sum());
+    let wanted = wanted(record.frame_count());
     let last = wanted.last().copied().unwrap_or(0);
     let mut out: Vec<SheetFrame> = Vec::new();
     let Ok(file) = File::open(clip) else { return out };

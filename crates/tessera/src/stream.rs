@@ -1,5 +1,6 @@
 //! Runs a sealed plan as processes on this host and leaves a folder a person can read.
 
+use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_models::Decoder;
-use tessera_report::record::{End, Line, PromptAt, RankRole, Record, SCHEMA, Start, Status};
+use tessera_report::record::{End, Line, PromptAt, RankRole, Reader, Record, SCHEMA, Start, Status};
 use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, launch};
 use tessera_runtime::{Failure, FailureClass, Limits};
 
@@ -35,6 +36,9 @@ pub static T0018: Code = Code {
     page: "The options ask for something that cannot be: no chunks at all, a chunk that is cut in two ways, or a change at a chunk that the stream never \
 reaches. Chunks are counted from 0; a change at chunk N takes effect when chunk N begins.",
 };
+
+/// Chunks of a run that its page and its trace look at: the first and the last of them.
+const KEPT_CHUNKS: usize = 1_000;
 
 /// What to stream.
 #[derive(Debug, Clone, Default)]
@@ -345,7 +349,7 @@ fn session(plan: &Plan) -> u64 {
 /// Closes the record if the leader could not, and writes what is made from it.
 fn close(plan: &Plan, options: &StreamOptions, failure: Option<Failure>, interrupted: bool) -> StreamReport {
     let path = options.out.join(RECORD);
-    let mut record = std::fs::read(&path).ok().and_then(|bytes| Record::parse(&bytes).ok());
+    let mut record = read(&path);
     if let Some(record) = &mut record
         && record.end.is_none()
     {
@@ -370,10 +374,21 @@ fn close(plan: &Plan, options: &StreamOptions, failure: Option<Failure>, interru
     StreamReport { exit_code, failure, interrupted, chunks, dropped, frames, fps, golden, out }
 }
 
+/// A run's record; of a long run its beginning and its end, so that closing takes no more memory than running.
+fn read(path: &Path) -> Option<Record> {
+    let mut file = BufReader::new(std::fs::File::open(path).ok()?);
+    let mut reader = Reader::new(KEPT_CHUNKS);
+    let mut line = Vec::new();
+    while file.read_until(b'\n', &mut line).ok()? > 0 {
+        reader.line(&line).ok()?;
+        line.clear();
+    }
+    reader.end().ok()
+}
+
 /// The end of a record whose leader wrote none.
 fn ending(record: &Record, failure: Option<&Failure>) -> End {
-    let chunks = record.chunks.len() as u32;
-    let frames = record.chunks.iter().map(|c| u64::from(c.frames)).sum();
+    let (chunks, frames) = (record.chunk_count(), record.frame_count());
     let begun = record.chunks.first().map_or(0, |c| c.start_ns);
     let ended = record.chunks.last().map_or(0, |c| c.start_ns + c.wall_ns);
     let wall_ns = ended.saturating_sub(begun);

@@ -234,11 +234,14 @@ impl Ranks {
 
     /// Kills the process group of every rank that is left.
     fn kill_left(&self) {
-        for rank in self.list.iter().filter(|r| r.exit.is_none()) {
-            // The child is not reaped, so its id still names it and its group.
-            if let Some(pid) = pid_of(rank.child.id()) {
-                let _ = kill_process_group(pid, Signal::KILL);
-            }
+        (0..self.list.len() as u32).for_each(|rank| self.kill(rank));
+    }
+
+    /// Kills a rank's process group, if it is left. The child is not reaped, so its id still names it and its group.
+    fn kill(&self, rank: u32) {
+        let left = self.list.get(rank as usize).filter(|r| r.exit.is_none());
+        if let Some(pid) = left.and_then(|r| pid_of(r.child.id())) {
+            let _ = kill_process_group(pid, Signal::KILL);
         }
     }
 
@@ -318,6 +321,10 @@ fn watch(
                 Ok(Message::Progress(p)) => on_event(LaunchEvent::Progress(&p)),
                 Ok(Message::Finished) => finished = true,
                 Ok(Message::Failed(f)) => {
+                    // A rank that stands still will not go by itself.
+                    if let (FailureClass::Stall, Some(rank)) = (f.class, f.rank) {
+                        ranks.kill(rank);
+                    }
                     failure.get_or_insert(f);
                 }
                 Ok(_) => {}
