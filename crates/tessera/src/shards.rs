@@ -22,7 +22,7 @@ use crate::{Model, Plan, Weights};
 const MAX_PRINT_BYTES: usize = 512 << 10;
 
 /// One part in this many of a call's time may go into digests.
-const DIGEST_SHARE: u64 = 100;
+const DIGEST_SHARE: u64 = 160;
 
 /// One part in this many of that share belongs to weights, whatever other digests take.
 const LEAST: u64 = 4;
