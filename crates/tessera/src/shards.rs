@@ -53,6 +53,8 @@ pub(crate) struct Shards {
     credit_ns: i64,
     /// Bytes per nanosecond, as measured last.
     rate: f64,
+    /// CPU time of this thread in nanoseconds.
+    clock: fn() -> u64,
     open: Option<OpenWeights>,
     /// Whether weights may change now: during a RELOAD.
     due: bool,
@@ -84,6 +86,7 @@ impl Shards {
             bytes: 0,
             credit_ns: 0,
             rate: FIRST_RATE,
+            clock: thread_ns,
             open: None,
             due: false,
             armed: true,
@@ -160,9 +163,9 @@ impl Shards {
         if self.credit_ns <= 0 {
             return None;
         }
-        let before = thread_ns();
+        let before = (self.clock)();
         let seen = backend.audit((self.credit_ns as f64 * self.rate) as u64);
-        let ns = thread_ns().saturating_sub(before);
+        let ns = (self.clock)().saturating_sub(before);
         self.credit_ns = self.credit_ns.saturating_sub(signed(ns));
         if seen.bytes > 0 && ns > 0 {
             self.rate = (self.rate + seen.bytes as f64 / ns as f64) / 2.0;

@@ -243,19 +243,23 @@ fn a_weight_changed_in_memory_is_found_within_a_round() {
 
 #[test]
 fn what_is_not_spent_is_kept_and_what_is_overspent_is_owed() {
+    thread_local!(static READS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
+    /// Every look at the weights takes as long, however little it is.
+    const LOOK_NS: u64 = 20_000;
     let plan = planned("tp=1", Strategy::Ulysses);
     let (mut cpu, mut shards) = held(&plan, Rank(0));
-    let (mut allowed, mut rounds, begun) = (0, 0, thread_ns());
+    shards.clock = || READS.replace(READS.get() + 1) * LOOK_NS;
+    let (mut allowed, mut rounds) = (0, 0);
     for call in 0..4000u64 {
         // A call in a hundred is long; in the others, other digests take more than there is.
         let (call_ns, digest_ns) = if call % 100 == 0 { (30_000_000, 100_000) } else { (120_000, 5000) };
         rounds += u32::from(shards.rehash(&mut cpu, call_ns, digest_ns).is_some());
-        allowed += if call % 100 == 0 { 200_000 } else { 300 };
-        let spent = thread_ns() - begun;
-        assert!(spent <= allowed + 2_000 * (call + 1) + 1_000_000, "call {call}: {spent} ns of {allowed} ns");
+        let share = call_ns / DIGEST_SHARE;
+        allowed += share.saturating_sub(digest_ns).max(share / LEAST);
+        let spent = READS.get() / 2 * LOOK_NS;
+        assert!(spent <= allowed + LOOK_NS, "call {call}: {spent} ns of {allowed} ns");
     }
-    println!("{rounds} rounds in {} µs of {} µs", (thread_ns() - begun) / 1000, allowed / 1000);
-    assert!(rounds > 0);
+    assert!(rounds > 0 && READS.get() > 100, "{rounds} rounds in {} looks", READS.get() / 2);
 }
 
 #[test]
