@@ -7,6 +7,7 @@
 mod autopsy;
 mod check;
 mod explain;
+mod join;
 mod options;
 mod plan;
 mod progress;
@@ -48,7 +49,7 @@ enum Verb {
     Check(check::Args),
     Autopsy(autopsy::Args),
     Explain(explain::Args),
-    Stream(stream::Args),
+    Stream(Box<stream::Args>),
     /// One rank of a stream. Started by `tessera stream`, never by hand.
     #[command(hide = true)]
     Rank,

@@ -36,6 +36,11 @@ impl Refusal {
         Refusal { diagnostics: diagnostics.into(), status: USAGE }
     }
 
+    /// A run was refused for a reason that has an exit status of its own.
+    pub fn with_status(diagnostics: Diagnostics, status: u8) -> Refusal {
+        Refusal { diagnostics, status }
+    }
+
     /// Prints it once: JSON to standard output, anything else to standard error.
     pub fn tell(self, format: Format) -> ExitCode {
         // Standard output that cannot be written cannot carry the diagnostic either.

@@ -95,6 +95,9 @@ pub struct Args {
     #[arg(long, value_name = "MS", help_heading = MEASURING)]
     pub model_generate: Option<String>,
 
+    #[command(flatten)]
+    pub joining: crate::join::Joining,
+
     /// No progress
     #[arg(long, short)]
     pub quiet: bool,
@@ -134,6 +137,9 @@ pub fn run(args: &Args) -> Outcome {
         modelled,
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
+    if let Some(place) = args.joining.place()? {
+        return crate::join::run(plan, &model, &options, &place, args.quiet, args.format);
+    }
     let rank = vec![own_path()?, "rank".to_string()];
     let progress = Progress::new(args.quiet, args.chunks);
     let interrupt = Interrupt::default();
@@ -143,7 +149,7 @@ pub fn run(args: &Args) -> Outcome {
         listener.close();
     }
     progress.end();
-    tell(&report?, args.format)
+    tell(&report?, args.format, false)
 }
 
 struct Changes {
@@ -218,7 +224,7 @@ fn own_path() -> Result<String, Diagnostic> {
 
 /// Turns Ctrl-C and a request to terminate into requests to stop. Without it they end the launcher at once, and
 /// the ranks with it.
-fn listen(interrupt: &Interrupt, progress: &Progress) -> Option<signal_hook::iterator::Handle> {
+pub fn listen(interrupt: &Interrupt, progress: &Progress) -> Option<signal_hook::iterator::Handle> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).ok()?;
     let handle = signals.handle();
     let (interrupt, progress) = (interrupt.clone(), progress.clone());
@@ -237,25 +243,29 @@ fn listen(interrupt: &Interrupt, progress: &Progress) -> Option<signal_hook::ite
     Some(handle)
 }
 
-fn tell(report: &StreamReport, format: Shape) -> Outcome {
+/// Prints how a run ended; `told`: not the failure, which was told when it came.
+pub fn tell(report: &StreamReport, format: Shape, told: bool) -> Outcome {
     let text = match format {
         Shape::Json => json(report),
         Shape::Text => text(report),
     };
     out(&text)?;
-    if format == Shape::Text
-        && let Some(f) = &report.failure
-    {
-        let rank = f.rank.map_or(String::new(), |r| format!(", rank {r}"));
-        eprintln!(
-            "failed[{}]: {}{rank}\n  {}\n\nmore: tessera explain {}",
-            f.code,
-            f.class.words(),
-            f.text.replace("; ", "\n  "),
-            f.code
-        );
+    if let Some(f) = report.failure.as_ref().filter(|_| format == Shape::Text && !told) {
+        tell_failure(f);
     }
     Ok(report.exit_code)
+}
+
+/// Prints how a run failed.
+pub fn tell_failure(f: &tessera::Failure) {
+    let rank = f.rank.map_or(String::new(), |r| format!(", rank {r}"));
+    eprintln!(
+        "failed[{}]: {}{rank}\n  {}\n\nmore: tessera explain {}",
+        f.code,
+        f.class.words(),
+        f.text.replace("; ", "\n  "),
+        f.code
+    );
 }
 
 /// What a run's folder may hold, in the order in which a person looks.

@@ -1,13 +1,16 @@
 //! Prints the rates of the heavy kernels and of collectives on this machine: `cargo run --release --example rates -- [THREADS]`.
 
 use rustix::time::{ClockId, clock_gettime};
+use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 use tessera_cpu::Pool;
-use tessera_cpu::arena::{Arena, ArenaLayout, CommFault};
+use tessera_cpu::arena::{Arena, ArenaLayout};
 use tessera_cpu::collectives::all_reduce;
+use tessera_cpu::exchange::{CommFault, Exchange};
 use tessera_cpu::kernels::{
     Act, PackedWeight, RopeCache, RopeSpec, Scratch, Weight, attention, layer_norm, matmul, renoise, rope,
 };
+use tessera_cpu::tcp::{Tcp, Wire};
 use tessera_mesh::Reduction;
 
 fn main() {
@@ -71,17 +74,46 @@ fn main() {
     for (members, elements, rounds) in
         [(2, 64, 100_000), (2, 18_432, 10_000), (2, 294_912, 1000), (4, 64, 5000), (4, 18_432, 2000)]
     {
-        if let Err(fault) = all_reduces(members, elements, rounds) {
-            eprintln!("all_reduce among {members}: {fault}");
+        for (through, ends) in [("memory", memory as Make), ("streams", streams)] {
+            if let Err(fault) = all_reduces(through, ends, members, elements, rounds) {
+                eprintln!("all_reduce among {members} through {through}: {fault}");
+            }
         }
     }
 }
 
-/// Median time of an all-reduce between threads.
-fn all_reduces(members: usize, elements: usize, rounds: usize) -> Result<(), Box<dyn std::error::Error>> {
-    let layout = ArenaLayout { members, slots: 4, slot_bytes: 4 * elements };
+type Make = fn(ArenaLayout) -> Result<Vec<Exchange>, Box<dyn std::error::Error>>;
+
+fn memory(layout: ArenaLayout) -> Result<Vec<Exchange>, Box<dyn std::error::Error>> {
     let fd = Arena::create(layout)?;
-    let arenas = (0..members).map(|m| Arena::attach(&fd, layout, m)).collect::<Result<Vec<_>, _>>()?;
+    (0..layout.members).map(|m| Ok(Arena::attach(&fd, layout, m)?.into())).collect()
+}
+
+fn streams(layout: ArenaLayout) -> Result<Vec<Exchange>, Box<dyn std::error::Error>> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let mut wires: Vec<Vec<Option<Box<dyn Wire>>>> =
+        (0..layout.members).map(|_| (0..layout.members).map(|_| None).collect()).collect();
+    let members = layout.members;
+    for (low, high) in (0..members).flat_map(|low| (low + 1..members).map(move |high| (low, high))) {
+        let a = TcpStream::connect(listener.local_addr()?)?;
+        let b = listener.accept()?.0;
+        a.set_nodelay(true)?;
+        b.set_nodelay(true)?;
+        wires[low][high] = Some(Box::new(a));
+        wires[high][low] = Some(Box::new(b));
+    }
+    wires.into_iter().enumerate().map(|(m, w)| Ok(Tcp::new(layout, m, w)?.into())).collect()
+}
+
+/// Median time of an all-reduce between threads.
+fn all_reduces(
+    through: &str,
+    ends: Make,
+    members: usize,
+    elements: usize,
+    rounds: usize,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let arenas = ends(ArenaLayout { members, slots: 4, slot_bytes: 4 * elements })?;
     let times = std::thread::scope(|s| {
         let threads: Vec<_> = arenas
             .into_iter()
@@ -106,7 +138,7 @@ fn all_reduces(members: usize, elements: usize, rounds: usize) -> Result<(), Box
     let at = |q: f64| times.get((times.len() as f64 * q) as usize).copied().unwrap_or(f64::NAN);
     let mean = times.iter().sum::<f64>() / times.len() as f64;
     println!(
-        "all_reduce of {elements} among {members}: p10 {:.1} us, median {:.1} us, mean {mean:.1} us",
+        "all_reduce of {elements} among {members} through {through}: p10 {:.1} us, median {:.1} us, mean {mean:.1} us",
         at(0.1),
         at(0.5)
     );

@@ -20,6 +20,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::exchange::{Awaited, CommFault, REASON_BYTES, Ticket, clipped};
+
 /// Most members of one arena: more than the largest NVLink domain of today, 72, so that one host can stand in for it.
 pub const MAX_MEMBERS: usize = 128;
 
@@ -83,93 +85,6 @@ pub enum ArenaError {
     /// The operating system refused.
     #[error("shared memory: {0}")]
     Io(#[from] std::io::Error),
-}
-
-/// How a collective ended badly. Members are named by their index in the group.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum CommFault {
-    /// A peer brought a different collective to the same position.
-    #[error("collective {seq}: member {peer} brings {theirs:#018x}, this one {mine:#018x}")]
-    Mismatch {
-        /// The first peer that differs.
-        peer: usize,
-        /// Fingerprint of this member's collective.
-        mine: u64,
-        /// Fingerprint of the peer's.
-        theirs: u64,
-        /// Position in the group's sequence.
-        seq: u64,
-    },
-    /// The deadline passed.
-    #[error("collective {seq}: members {missing:?} did not {awaited} in time")]
-    Timeout {
-        /// Who had not come.
-        missing: Vec<usize>,
-        /// Position in the group's sequence.
-        seq: u64,
-        /// What was waited for.
-        awaited: Awaited,
-    },
-    /// Somebody ended the run.
-    #[error("aborted by member {by}: {reason}")]
-    Aborted {
-        /// Who.
-        by: usize,
-        /// In their words, cut to 240 bytes.
-        reason: String,
-    },
-    /// A contribution larger than a slot.
-    #[error("collective {seq}: a contribution of {bytes} bytes does not fit a slot of {slot_bytes}")]
-    TooLarge {
-        /// Position in the group's sequence.
-        seq: u64,
-        /// Size of the contribution.
-        bytes: usize,
-        /// Size of a slot.
-        slot_bytes: usize,
-    },
-    /// This member has not collected an earlier collective whose slot is needed, and so would wait for itself.
-    #[error("collective {seq} needs the slot of collective {uncollected}, which is not collected yet")]
-    InFlight {
-        /// Position in the group's sequence.
-        seq: u64,
-        /// The collective to collect first.
-        uncollected: u64,
-    },
-}
-
-/// What a member did not do in time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Awaited {
-    /// Bring its contribution.
-    Publish,
-    /// Read the contributions of an earlier collective, whose slot is needed.
-    Read,
-}
-
-impl std::fmt::Display for Awaited {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Awaited::Publish => "publish",
-            Awaited::Read => "finish reading",
-        })
-    }
-}
-
-/// A published contribution, to be collected once.
-#[derive(Debug)]
-#[must_use = "peers wait for the slot of a collective that is never collected"]
-pub struct Ticket {
-    seq: u64,
-    fingerprint: u64,
-}
-
-impl Ticket {
-    /// Position of the collective in the group's sequence, from 0.
-    #[must_use]
-    pub fn seq(&self) -> u64 {
-        self.seq
-    }
 }
 
 /// One member's end of the arena.
@@ -417,7 +332,6 @@ impl Arena {
 }
 
 const MAGIC: u64 = 0x3161_6e65_7261_7374;
-const REASON_BYTES: usize = 240;
 /// No sleep is longer, so that even a wake lost to a dying peer costs little.
 const LONGEST_SLEEP: Duration = Duration::from_millis(50);
 
@@ -575,14 +489,11 @@ impl Shared {
     fn abort(&self, by: usize, reason: &str) {
         let header = self.header();
         if header.abort.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            let mut end = reason.len().min(REASON_BYTES);
-            while !reason.is_char_boundary(end) {
-                end -= 1;
-            }
-            for (to, from) in header.reason.iter().zip(&reason.as_bytes()[..end]) {
+            let reason = clipped(reason).as_bytes();
+            for (to, from) in header.reason.iter().zip(reason) {
                 to.store(*from, Ordering::Relaxed);
             }
-            header.reason_len.store(end as u32, Ordering::Relaxed);
+            header.reason_len.store(reason.len() as u32, Ordering::Relaxed);
             header.by.store(by as u32, Ordering::Relaxed);
             header.abort.store(2, Ordering::Release);
         }

@@ -1,7 +1,7 @@
-//! Runs role programs on the CPU: kernels over planned slots, collectives over shared-memory arenas.
+//! Runs role programs on the CPU: kernels over planned slots, collectives over shared memory or streams.
 //!
 //! Streams are run in program order on one thread, which any order of events allows. An issue hands its operand
-//! to the arena and goes on; the peers' work between issue and wait is what overlaps.
+//! to the lane and goes on; the peers' work between issue and wait is what overlaps.
 
 mod admit;
 mod weights;
@@ -24,8 +24,8 @@ use admit::{brought, unsupported};
 use weights::{Cursor, Piece};
 
 use crate::Pool;
-use crate::arena::{Aborter, CommFault, Ticket};
 use crate::collectives;
+use crate::exchange::{Aborter, CommFault, Ticket};
 use crate::kernels::{
     Act, Frames, KeyBias, PackedWeight, PixelGeometry, RopeCache, RopeSpec, Scratch, Weight, add, attention,
     bias_act, depth_to_space_time, dot, gate_residual, layer_norm, matmul, norm_modulate, renoise, rms_norm,
@@ -285,7 +285,7 @@ impl Backend for Cpu {
     }
 
     fn abort(&self) -> Abort {
-        let aborters: Vec<Aborter> = self.ends.iter().map(|e| e.arena.aborter()).collect();
+        let aborters: Vec<Aborter> = self.ends.iter().map(|e| e.exchange.aborter()).collect();
         Arc::new(move |reason| aborters.iter().for_each(|a| a.abort(reason)))
     }
 }
@@ -598,13 +598,13 @@ impl Cpu {
         let end = &mut self.ends[at];
         let empty: &[f32] = &[];
         let brings = op.opcode != Opcode::Recv
-            && !(op.opcode == Opcode::Broadcast && op.int("root") != Some(end.arena.me() as i64));
+            && !(op.opcode == Opcode::Broadcast && op.int("root") != Some(end.exchange.me() as i64));
         let data = match op.operands.first() {
             Some(v) if brings => self.memory.view(&prepared.places[v.0 as usize], call),
             _ => Ok(empty),
         };
         let ticket =
-            end.arena.publish(fingerprint, data?, deadline).map_err(|e| fault(p, op, end.route, &e))?;
+            end.exchange.publish(fingerprint, data?, deadline).map_err(|e| fault(p, op, end.route, &e))?;
         Ok((at, ticket))
     }
 
@@ -625,8 +625,8 @@ impl Cpu {
             _ => (&mut none, 0),
         };
         let end = &mut self.ends[at];
-        let me = end.arena.me();
-        let outcome = end.arena.collect(ticket, deadline, |views| match result {
+        let me = end.exchange.me();
+        let outcome = end.exchange.collect(ticket, deadline, |views| match result {
             Some(r) => finish(p, issue, p.ty(*r), &seat, me, &mut memory[..len], views),
             None => 0,
         });
@@ -714,7 +714,8 @@ fn describe(p: &Program, op: &Op) -> String {
 fn fault(p: &Program, op: &Op, route: Route, e: &CommFault) -> Fault {
     let text = format!("{} over {route} in @{}: {e}", op.opcode.name(), p.name);
     match e {
-        CommFault::Aborted { .. } => Fault::Aborted(text),
+        // Who is gone did not depart here: its own end is told on another way.
+        CommFault::Aborted { .. } | CommFault::Gone { .. } => Fault::Aborted(text),
         CommFault::Timeout { .. } => Fault::Stalled(text),
         _ => Fault::Failed(text),
     }

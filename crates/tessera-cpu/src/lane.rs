@@ -1,13 +1,13 @@
-//! Where collectives meet: which ranks share an arena, and what one of them calls it.
+//! Where collectives meet: which ranks share a lane, and what one of them calls it.
 
 use std::fmt;
 
 use tessera_ir::{Op, Opcode};
 use tessera_mesh::{Group, Mesh, Rank};
 
-use crate::arena::Arena;
+use crate::exchange::Exchange;
 
-/// One sequence of collectives with an arena of its own: those of a group, or the transfers over a group from one
+/// One sequence of collectives with an exchange of its own: those of a group, or the transfers over a group from one
 /// member to another. The order of lanes is the same on every rank.
 ///
 /// A transfer's lane has one direction, so two members that both send first do not stand in each other's way.
@@ -17,7 +17,7 @@ pub struct Lane {
     pub over: Group,
     /// Whether it is of transfers.
     pub transfer: bool,
-    /// Members by position; of transfers the sender and then the receiver. They are the arena's members, in order.
+    /// Members by position; of transfers the sender and then the receiver. They are the exchange's members, in order.
     pub members: Vec<Rank>,
 }
 
@@ -44,8 +44,8 @@ pub enum Peer {
 pub struct End {
     /// How the rank's ops name the lane.
     pub route: Route,
-    /// The arena, attached as the member that the rank is.
-    pub arena: Arena,
+    /// Where it meets the others, as the member that the rank is.
+    pub exchange: Exchange,
 }
 
 impl Lane {

@@ -1,4 +1,5 @@
-//! The CPU backend's parts: f32 kernels on slices, and collectives through shared memory.
+//! The CPU backend's parts: f32 kernels on slices, and collectives through shared memory or
+//! through streams that a door has opened.
 //!
 //! Every kernel is *row-invariant*: the bits of a row depend neither on how many rows there are nor on the
 //! number of threads, and the bits of a column of a product do not depend on the other columns. So a shard
@@ -9,12 +10,15 @@
 
 pub mod arena;
 pub mod collectives;
+pub mod exchange;
 mod exec;
 pub mod kernels;
 mod lane;
 mod pool;
 mod simd;
+pub mod tcp;
 
+pub use exchange::Exchange;
 pub use exec::Cpu;
 pub use lane::{End, Lane, Peer, Route};
 pub use pool::Pool;

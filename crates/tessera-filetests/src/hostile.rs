@@ -1,5 +1,5 @@
-//! Hostile input: any bytes as a text, as edits of good plans, as observed traces. Whatever they are, the parser and
-//! the judge answer; they never panic, and what they accept keeps its promises.
+//! Hostile input: any bytes as a text, as edits of good plans, as observed traces, as what comes over a socket. Whatever
+//! they are, the parser, the judge and the wire answer; they never panic, and what they accept keeps its promises.
 //!
 //! Each function panics where a promise is broken. Fuzzers call them with bytes of their choosing, a test with bytes
 //! drawn from a seed.
@@ -7,6 +7,7 @@
 mod bend;
 mod choices;
 mod watch;
+mod wire;
 
 use tessera_base::{Diagnostic, Format, render_all};
 use tessera_ir::{Bundle, Dialect, Program, canonical, is_fragment, parse, parse_all, parse_fragment};
@@ -161,6 +162,23 @@ pub fn traces(bytes: &[u8]) {
         assert!(watched.completes(), "accepted, and ranks wait for ever: {watched:?}");
     } else if found.iter().all(|d| ["T0311", "T0312"].contains(&d.code.id)) {
         assert!(!watched.completes(), "refused for its order, and all ranks get through: {watched:?}");
+    }
+}
+
+/// Bytes as what a stranger sends: frames as they are and with their sums made right, one by one and put together from a
+/// socket, a hello, records of a session. They are refused, or read to what writes back to the same bytes.
+///
+/// # Panics
+/// Where a promise is broken.
+pub fn wire(bytes: &[u8]) {
+    wire::frames(bytes);
+    wire::peer(bytes);
+    match wire::sealed(bytes) {
+        Some(frame) => {
+            wire::frames(&frame);
+            wire::assembled(&[&frame, bytes].concat());
+        }
+        None => wire::assembled(bytes),
     }
 }
 

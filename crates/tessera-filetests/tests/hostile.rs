@@ -92,3 +92,19 @@ fn any_traces_are_judged() {
         hostile::traces(&draws.bytes(120));
     }
 }
+
+#[test]
+fn bent_frames_are_read_or_refused() {
+    let mut draws = Draws { seed: 4, drawn: 0 };
+    for i in 0..4000 {
+        let mut bytes = draws.bytes(200);
+        // The kinds are few; what is beneath them is what is asked about.
+        if let Some(kind) = bytes.first_mut().filter(|_| i % 4 != 0) {
+            *kind %= 52;
+        }
+        if let Some(cut) = bytes.get_mut(1).filter(|_| i % 8 != 0) {
+            *cut = 255;
+        }
+        hostile::wire(&bytes);
+    }
+}

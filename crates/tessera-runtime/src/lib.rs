@@ -87,6 +87,7 @@ pub const CODES: &[&tessera_base::Code] = &[
     &mesh_leader::T0755,
     &tripwire::T0756,
     &tripwire::T0757,
+    &driver::rendezvous::T0758,
     &drift::T0759,
 ];
 

@@ -1,16 +1,20 @@
-//! Which shared-memory arenas a plan's collectives need on one host, and each rank's ends of them.
+//! Which lanes a plan's collectives need, and each rank's ends of them: arenas of shared memory on one host, streams
+//! among ranks that joined.
 //!
 //! A pure function of the sealed plan, so that the launcher that makes the arenas and the ranks that attach to
 //! them agree without a word about it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::fd::OwnedFd;
+use std::io::{ErrorKind, Result as IoResult};
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use tessera_base::{Code, Diagnostic};
 use tessera_cpu::arena::{Arena, ArenaLayout};
-use tessera_cpu::{End, Lane, Route};
+use tessera_cpu::tcp::{Tcp, Wire};
+use tessera_cpu::{End, Exchange, Lane, Route};
 use tessera_ir::{Opcode, Program};
 use tessera_mesh::Rank;
+use tessera_runtime::driver::Stream;
 use tessera_verify::SealedPlan;
 
 /// Shared memory that cannot be had.
@@ -122,30 +126,121 @@ pub fn of_rank(specs: &[GroupSpec], rank: Rank) -> impl Iterator<Item = usize> +
     specs.iter().enumerate().filter(move |(_, s)| s.lane.members.contains(&rank)).map(|(i, _)| i)
 }
 
+/// What a rank's ends are made of.
+pub enum Lanes {
+    /// Descriptors of arenas, in the order of [`of_rank`].
+    Memory(Vec<OwnedFd>),
+    /// Lanes by index in that order, each with a stream to every other member in order of member.
+    Streams(Vec<(usize, Vec<Box<dyn Stream>>)>),
+}
+
+impl From<Vec<OwnedFd>> for Lanes {
+    fn from(fds: Vec<OwnedFd>) -> Lanes {
+        Lanes::Memory(fds)
+    }
+}
+
 /// A rank's ends of its arenas, from descriptors in the order of [`of_rank`].
 ///
 /// # Errors
 /// T0017.
 pub fn attach(plan: &SealedPlan, rank: Rank, fds: Vec<OwnedFd>) -> Result<Vec<End>, Diagnostic> {
+    attach_lanes(plan, rank, Lanes::Memory(fds))
+}
+
+/// A rank's ends of its lanes.
+///
+/// # Errors
+/// T0017.
+pub fn attach_lanes(plan: &SealedPlan, rank: Rank, lanes: Lanes) -> Result<Vec<End>, Diagnostic> {
     let specs = groups(plan);
-    let mine: Vec<&GroupSpec> = of_rank(&specs, rank).map(|i| &specs[i]).collect();
-    if mine.len() != fds.len() {
+    let mine: Vec<usize> = of_rank(&specs, rank).collect();
+    let given: Vec<Given> = match lanes {
+        Lanes::Memory(fds) => fds.into_iter().map(Given::Arena).collect(),
+        Lanes::Streams(lanes) => {
+            let named: Vec<usize> = lanes.iter().map(|(i, _)| *i).collect();
+            if named != mine {
+                return Err(Diagnostic::error(
+                    &T0017,
+                    format!("rank {rank} is in lanes {mine:?} and was given lanes {named:?}"),
+                ));
+            }
+            lanes.into_iter().map(|(_, streams)| Given::Streams(streams)).collect()
+        }
+    };
+    if mine.len() != given.len() {
         return Err(Diagnostic::error(
             &T0017,
-            format!("rank {rank} needs {} arenas and was given {}", mine.len(), fds.len()),
+            format!("rank {rank} needs {} arenas and was given {}", mine.len(), given.len()),
         ));
     }
     mine.into_iter()
-        .zip(fds)
-        .map(|(spec, fd)| {
+        .zip(given)
+        .map(|(i, given)| {
+            let spec = &specs[i];
             let failed = |why: &str| Diagnostic::error(&T0017, format!("rank {rank}, {}: {why}", who(spec)));
             let at = spec.lane.members.iter().position(|m| *m == rank).unwrap_or(0);
             let route =
                 spec.lane.route(plan.mesh(), at).ok_or_else(|| failed("the mesh has no such group"))?;
-            let arena = Arena::attach(fd, spec.layout, at).map_err(|e| failed(&e.to_string()))?;
-            Ok(End { route, arena })
+            let exchange = given.exchange(spec.layout, at).map_err(|e| failed(&e.to_string()))?;
+            Ok(End { route, exchange })
         })
         .collect()
+}
+
+/// Members of every lane, in order.
+#[must_use]
+pub fn members(specs: &[GroupSpec]) -> Vec<Vec<u32>> {
+    specs.iter().map(|s| s.lane.members.iter().map(|m| m.0).collect()).collect()
+}
+
+enum Given {
+    Arena(OwnedFd),
+    Streams(Vec<Box<dyn Stream>>),
+}
+
+impl Given {
+    fn exchange(self, layout: ArenaLayout, at: usize) -> Result<Exchange, tessera_cpu::arena::ArenaError> {
+        match self {
+            Given::Arena(fd) => Arena::attach(fd, layout, at).map(Exchange::from),
+            Given::Streams(streams) => {
+                let wire = |s| Some(Box::new(Link(s)) as Box<dyn Wire>);
+                let mut wires: Vec<_> = streams.into_iter().map(wire).collect();
+                wires.insert(at.min(wires.len()), None);
+                Tcp::new(layout, at, wires).map(Exchange::from)
+            }
+        }
+    }
+}
+
+/// A driver's stream, as a backend takes it.
+struct Link(Box<dyn Stream>);
+
+impl Wire for Link {
+    fn read(&mut self, into: &mut [u8]) -> IoResult<usize> {
+        self.0.read(into)
+    }
+
+    fn write(&mut self, from: &[u8]) -> IoResult<usize> {
+        self.0.write(from)
+    }
+
+    fn flush(&mut self) -> IoResult<bool> {
+        match self.0.flush() {
+            Ok(()) => Ok(true),
+            Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+
+    fn close(&mut self) {
+        // What is under it may be more than a socket; the socket alone is told.
+        let _ = rustix::net::shutdown(self.0.fd(), rustix::net::Shutdown::Write);
+    }
+
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.fd()
+    }
 }
 
 fn who(spec: &GroupSpec) -> String {

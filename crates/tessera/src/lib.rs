@@ -11,6 +11,7 @@ pub mod engine;
 mod files;
 mod flight;
 mod guard;
+pub mod join;
 pub mod local;
 mod model;
 pub mod modelled;
@@ -32,7 +33,7 @@ pub use shards::preflight_reload;
 pub use tessera_mesh::Mesh;
 pub use tessera_plan::{Mapping, Numerics, Strategy, Topology};
 pub use tessera_runtime::decide::Cut;
-pub use tessera_runtime::driver::{Interrupt, StreamRequest};
+pub use tessera_runtime::driver::{Interrupt, StreamRequest, exit};
 pub use tessera_runtime::{Failure, FailureClass};
 
 use tessera_base::{Code, Registry};
@@ -57,6 +58,8 @@ pub const CODES: &[&Code] = &[
     &check::T0025,
     &check::T0026,
     &trace::T0028,
+    &join::T0034,
+    &join::T0035,
     &autopsy::T0036,
 ];
 

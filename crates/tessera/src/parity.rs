@@ -39,6 +39,14 @@ pub(crate) fn shown<'a>(
     }
 }
 
+/// The groups of ranks that found each other: with where they are.
+pub(crate) fn groups_among(parity: Parity, plan: &Plan, peers: Option<Digest>) -> Parity {
+    match peers {
+        None => parity,
+        Some(peers) => parity.set("groups", format!("{}, peers {peers}", groups(plan))),
+    }
+}
+
 /// Names of programs, however they are ordered.
 fn set<'a>(programs: impl IntoIterator<Item = &'a str>) -> String {
     let mut names: Vec<&str> = programs.into_iter().collect();

@@ -1,6 +1,5 @@
 //! What a rank's process does: join, judge the plan again, load, run, close the record.
 
-use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -15,22 +14,23 @@ use tessera_runtime::cache::{CacheSpec, Regime};
 use tessera_runtime::census::Census;
 use tessera_runtime::decide::{Cut, Step, StreamSpec};
 use tessera_runtime::driver::{
-    EngineFactory, Joined, LeaderParts, MeshLeaderParts, RecordEntry, StreamRequest, Topology, WorkerParts,
-    exit, join, run_leader, run_mesh_leader, run_worker,
+    EngineFactory, Interrupt, Joined, LeaderParts, MeshLeaderParts, RecordEntry, StreamRequest, Topology,
+    WorkerParts, exit, join, run_leader, run_mesh_leader, run_worker,
 };
 use tessera_runtime::engine::{Engine, Studio, T0737};
 use tessera_runtime::flight::{Mark, Sink};
 use tessera_runtime::leader::LeaderConfig;
 use tessera_runtime::mesh_leader::MeshLeaderConfig;
 use tessera_runtime::tripwire::T0751;
-use tessera_runtime::wire::Reload;
+use tessera_runtime::wire::{Progress, Reload};
 use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{Digest, Failure, FailureClass, Limits, Parity, Tripwires};
 
+use crate::comm::Lanes;
 use crate::engine::{MeshEngine, census, mesh_phases};
 use crate::flight::FlightRecord;
 use crate::modelled::{Modelled, ModelledEngine};
-use crate::parity::shown;
+use crate::parity::{groups_among, shown};
 use crate::plan::Plan;
 use crate::record::{Asked, RecordWriter};
 use crate::shards::opener;
@@ -123,7 +123,8 @@ pub fn rank_main() -> i32 {
         }
     };
     let rank = Rank(joined.welcome.rank);
-    let outcome = if rank.0 == 0 { lead(joined, &orders) } else { follow(joined, &orders, rank) };
+    let arrive = || Arrival::launched(joined, &orders);
+    let outcome = if rank.0 == 0 { lead(arrive, &orders) } else { follow(arrive, &orders, rank) };
     match outcome {
         Ok(None) => 0,
         // The launcher prints the cause, once. Only when it is gone does the leader speak.
@@ -140,6 +141,39 @@ pub fn rank_main() -> i32 {
 fn report(ds: &[Diagnostic]) -> i32 {
     eprint!("{}", render_all(ds, Format::Text, &|_| None));
     FailureClass::Preflight.exit_code()
+}
+
+/// How a rank came into its run.
+pub(crate) struct Arrival {
+    /// Who it is, with its links.
+    pub(crate) joined: Joined,
+    /// Its ends of collectives.
+    pub(crate) lanes: Lanes,
+    /// Its plan.
+    pub(crate) common: Common,
+    /// Stops a leader that nobody launched.
+    pub(crate) interrupt: Option<Interrupt>,
+    /// Told by a leader that nobody launched what a launcher would hear.
+    pub(crate) tell: Option<Tell>,
+}
+
+/// Hears of a leader, in its own thread.
+pub(crate) type Tell = Box<dyn FnMut(Told<'_>)>;
+
+/// What a launcher would hear of a leader.
+pub(crate) enum Told<'a> {
+    /// A chunk was delivered.
+    Chunk(&'a Progress),
+    /// The run failed.
+    Failed(&'a Failure),
+}
+
+impl Arrival {
+    fn launched(mut joined: Joined, orders: &Orders) -> Result<Arrival, Diagnostics> {
+        let common = Common::new(load_plan(orders)?, orders.modelled);
+        let lanes = std::mem::take(&mut joined.extras).into();
+        Ok(Arrival { joined, lanes, common, interrupt: None, tell: None })
+    }
 }
 
 /// The plan as this rank judges it, which must be the one that was ordered.
@@ -171,6 +205,8 @@ pub(crate) struct Common {
     tripwires: Tripwires,
     /// Of a rank that is a process of its own.
     flight: Option<Arc<FlightRecord>>,
+    /// Digest of who is where, among ranks that joined.
+    peers: Option<Digest>,
 }
 
 impl Common {
@@ -185,8 +221,14 @@ impl Common {
             links: links(&plan),
             tripwires: Tripwires::default(),
             flight: None,
+            peers: None,
             plan,
         }
+    }
+
+    /// Among peers that found each other.
+    pub(crate) fn among(self, peers: Digest) -> Common {
+        Common { peers: Some(peers), ..self }
     }
 
     /// Begins this process's flight record.
@@ -249,14 +291,15 @@ impl Common {
         rank: Rank,
         model: &Path,
         threads: usize,
-        arenas: Vec<OwnedFd>,
+        lanes: impl Into<Lanes>,
     ) -> EngineFactory {
+        let (lanes, peers) = (lanes.into(), self.peers);
         let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
         let (flight, tripwires) = (self.flight.clone(), self.tripwires.clone());
         let (modelled, passes) = (self.modelled, self.stream.steps.len() as u64 + 1);
         Box::new(move || {
             let mut weights = Model::under(&model, &plan)?.weights().map_err(first)?;
-            let ends = comm::attach(&plan.sealed, rank, arenas)?;
+            let ends = comm::attach_lanes(&plan.sealed, rank, lanes)?;
             let pool = Pool::new(threads)
                 .map_err(|e| Diagnostic::error(&comm::T0017, format!("threads of rank {rank}: {e}")))?;
             let seat = Seat { mesh: *plan.sealed.mesh(), rank };
@@ -268,6 +311,7 @@ impl Common {
             engine.guard(tripwires.armed(&T0751));
             engine.guard_reload(tripwires.armed(&T0737));
             let parity = shown(&plan, weights_digest, &modelled, engine.program_names(), Some(threads));
+            let parity = groups_among(parity, &plan, peers);
             let engine: Box<dyn Engine> = Box::new(engine);
             let engine = match modelled.generate_ns {
                 // A steady chunk's passes: each step, and the one that makes or keeps the context.
@@ -308,11 +352,15 @@ pub(crate) fn stream_spec(plan: &Plan) -> StreamSpec {
     }
 }
 
-fn follow(mut joined: Joined, orders: &Orders, rank: Rank) -> Result<Option<Failure>, Diagnostics> {
-    let mut common = Common::new(load_plan(orders)?, orders.modelled);
+/// A rank other than the leader.
+pub(crate) fn follow(
+    arrive: impl FnOnce() -> Result<Arrival, Diagnostics>,
+    orders: &Orders,
+    rank: Rank,
+) -> Result<Option<Failure>, Diagnostics> {
+    let Arrival { joined, lanes, mut common, .. } = arrive()?;
     common.begin_flight(orders, joined.welcome.session, rank);
-    let arenas = std::mem::take(&mut joined.extras);
-    let engine = common.engine(rank, &orders.model, orders.threads, arenas);
+    let engine = common.engine(rank, &orders.model, orders.threads, lanes);
     let (config, flight) = (common.worker(rank), common.sink());
     // The first rank of a mesh whose leader stands outside speaks for the others.
     let outcome = if common.links == Topology::Outside && common.plan.mesh_ranks().next() == Some(rank) {
@@ -325,15 +373,21 @@ fn follow(mut joined: Joined, orders: &Orders, rank: Rank) -> Result<Option<Fail
     outcome
 }
 
-fn lead(mut joined: Joined, orders: &Orders) -> Result<Option<Failure>, Diagnostics> {
+/// The leader, which keeps the record.
+pub(crate) fn lead(
+    arrive: impl FnOnce() -> Result<Arrival, Diagnostics>,
+    orders: &Orders,
+) -> Result<Option<Failure>, Diagnostics> {
     let record = Arc::new(Mutex::new(RecordWriter::open(&orders.out).map_err(|d| vec![d])?));
-    let led = load_plan(orders).and_then(|plan| {
-        let mut common = Common::new(plan, orders.modelled);
-        common.begin_flight(orders, joined.welcome.session, Rank(0));
-        lead_with(&mut joined, orders, &common, &record).map(|parts| (common, parts))
+    let led = arrive().and_then(|arrival| {
+        let Arrival { joined, lanes, mut common, interrupt, tell } = arrival;
+        let session = joined.welcome.session;
+        common.begin_flight(orders, session, Rank(0));
+        let parts = lead_with(session, lanes, orders, &common, &record, tell)?;
+        Ok((joined, common, LeaderParts { interrupt, ..parts }))
     });
     let outcome = match led {
-        Ok((common, parts)) => {
+        Ok((joined, common, parts)) => {
             let outcome = run_leader(joined, parts);
             common.end_flight(&outcome);
             outcome
@@ -353,36 +407,38 @@ fn lead(mut joined: Joined, orders: &Orders) -> Result<Option<Failure>, Diagnost
 }
 
 fn lead_with(
-    joined: &mut Joined,
+    session: u64,
+    lanes: Lanes,
     orders: &Orders,
     common: &Common,
     record: &Arc<Mutex<RecordWriter>>,
+    mut tell: Option<Tell>,
 ) -> Result<LeaderParts, Diagnostics> {
     lock(record).census(&common.plan.sealed);
     let mesh = *common.plan.sealed.mesh();
     let ranks: Vec<Rank> = common.plan.mesh_ranks().collect();
     let silent = ranks.iter().filter(|r| mesh.coord_of(**r).on(Axis::Pp) > 0).map(|r| r.0).collect();
+    let parity = shown(
+        &common.plan,
+        Model::under(&orders.model, &common.plan).map_err(|d| vec![d])?.weights()?.digest(),
+        &orders.modelled,
+        mesh_phases(&common.plan.sealed),
+        ranks.contains(&Rank(0)).then_some(orders.threads),
+    );
     let config = LeaderConfig {
         ranks: ranks.iter().map(|r| r.0).collect(),
         plan: common.digest,
-        session: joined.welcome.session,
+        session,
         build: common.build.clone(),
         silent,
-        parity: shown(
-            &common.plan,
-            Model::under(&orders.model, &common.plan).map_err(|d| vec![d])?.weights()?.digest(),
-            &orders.modelled,
-            mesh_phases(&common.plan.sealed),
-            ranks.contains(&Rank(0)).then_some(orders.threads),
-        ),
+        parity: groups_among(parity, &common.plan, common.peers),
         census: Arc::clone(&common.census),
         stream: common.stream.clone(),
         limits: common.limits.clone(),
         tripwires: common.tripwires.clone(),
     };
-    let arenas = std::mem::take(&mut joined.extras);
     let own = ranks.contains(&Rank(0)).then(|| {
-        let engine = common.engine(Rank(0), &orders.model, orders.threads, arenas);
+        let engine = common.engine(Rank(0), &orders.model, orders.threads, lanes);
         (common.worker(Rank(0)), engine)
     });
     let studio = {
@@ -400,6 +456,13 @@ fn lead_with(
     let entries = {
         let (orders, record) = (orders.clone(), Arc::clone(record));
         Box::new(move |entry: RecordEntry<'_>| {
+            if let Some(tell) = &mut tell {
+                match &entry {
+                    RecordEntry::Progress(p) => tell(Told::Chunk(p)),
+                    RecordEntry::Failed(f) => tell(Told::Failed(f)),
+                    _ => {}
+                }
+            }
             let mut record = lock(&record);
             // What cannot be written here cannot be delivered either: the studio reports it.
             let _ = match entry {

@@ -160,7 +160,7 @@ pub fn run(
         payload,
         limits: Limits::default(),
     };
-    let mut tally = Tally { begun: Instant::now(), first: None, frames: 0, chunks: options.chunks };
+    let mut tally = Tally::new(options.chunks);
     let launched = launch(&spec, interrupt, &mut |event| match event {
         LaunchEvent::Started(pids) => on(StreamEvent::Started { pids: pids.to_vec() }),
         LaunchEvent::Progress(p) => on(StreamEvent::Chunk(tally.chunk(p))),
@@ -179,7 +179,7 @@ pub fn run(
     Ok(close(plan, options, failure, interrupted))
 }
 
-struct Tally {
+pub(crate) struct Tally {
     begun: Instant,
     /// When the first chunk was delivered, and its frames.
     first: Option<(Instant, u64)>,
@@ -188,7 +188,11 @@ struct Tally {
 }
 
 impl Tally {
-    fn chunk(&mut self, p: &tessera_runtime::wire::Progress) -> ChunkProgress {
+    pub(crate) fn new(chunks: u32) -> Tally {
+        Tally { begun: Instant::now(), first: None, frames: 0, chunks }
+    }
+
+    pub(crate) fn chunk(&mut self, p: &tessera_runtime::wire::Progress) -> ChunkProgress {
         self.frames += u64::from(p.frames);
         let now = Instant::now();
         let (since, before) = self.first.map_or((self.begun, 0), |f| f);
@@ -207,7 +211,7 @@ impl Tally {
 }
 
 /// Everything that can be known to be wrong before anything is written.
-fn check(
+pub(crate) fn check(
     plan: &Plan,
     model: &Model,
     options: &StreamOptions,
@@ -268,7 +272,12 @@ fn check(
 }
 
 /// What every rank is told.
-fn orders(plan: &Plan, model: &Model, options: &StreamOptions, threads: usize) -> Result<Orders, Diagnostic> {
+pub(crate) fn orders(
+    plan: &Plan,
+    model: &Model,
+    options: &StreamOptions,
+    threads: usize,
+) -> Result<Orders, Diagnostic> {
     let mut prompts = vec![(0, options.prompt.clone())];
     prompts.extend(options.prompts_at.iter().cloned());
     let mut seeds = vec![(0, options.seed)];
@@ -298,7 +307,7 @@ fn orders(plan: &Plan, model: &Model, options: &StreamOptions, threads: usize) -
 }
 
 /// The run's folder with its plan and the first line of its record; it appears whole.
-fn write_folder(plan: &Plan, orders: &Orders, options: &StreamOptions) -> Result<(), Diagnostic> {
+pub(crate) fn write_folder(plan: &Plan, orders: &Orders, options: &StreamOptions) -> Result<(), Diagnostic> {
     let stream = &plan.video.stream;
     let sealed = &plan.sealed;
     let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
@@ -339,7 +348,7 @@ fn write_folder(plan: &Plan, orders: &Orders, options: &StreamOptions) -> Result
 }
 
 /// A session id: the plan and the moment. It only keeps two runs' messages apart.
-fn session(plan: &Plan) -> u64 {
+pub(crate) fn session(plan: &Plan) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
     let digest = plan.sealed.digest();
     let head = digest.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
@@ -347,7 +356,12 @@ fn session(plan: &Plan) -> u64 {
 }
 
 /// Closes the record if the leader could not, and writes what is made from it.
-fn close(plan: &Plan, options: &StreamOptions, failure: Option<Failure>, interrupted: bool) -> StreamReport {
+pub(crate) fn close(
+    plan: &Plan,
+    options: &StreamOptions,
+    failure: Option<Failure>,
+    interrupted: bool,
+) -> StreamReport {
     let path = options.out.join(RECORD);
     let mut record = read(&path);
     if let Some(record) = &mut record

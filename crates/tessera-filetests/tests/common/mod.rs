@@ -71,7 +71,7 @@ pub fn open(mesh: &Mesh, programs: &[Vec<Arc<Program>>]) -> Result<Vec<Maker<Cpu
         for (at, rank) in lane.members.iter().enumerate() {
             let arena = Arena::attach(&fd, layout, at).map_err(|e| e.to_string())?;
             let route = lane.route(mesh, at).ok_or("a lane without a group")?;
-            ends[rank.0 as usize].push(End { route, arena });
+            ends[rank.0 as usize].push(End { route, exchange: arena.into() });
         }
     }
     let maker = |ends: Vec<End>| -> Maker<Cpu> {

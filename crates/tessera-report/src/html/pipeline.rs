@@ -20,7 +20,10 @@ pub(super) fn pipeline(out: &mut String, record: &Record) {
         plural(u64::from(o.chunks), "chunk")
     );
     let mut row = |name: &str, value: String, says: &str| {
-        let _ = writeln!(out, "<tr><td class=\"words\">{name}</td><td>{value}</td><td class=\"l\">{says}</td></tr>");
+        let _ = writeln!(
+            out,
+            "<tr><td class=\"words\">{name}</td><td>{value}</td><td class=\"l\">{says}</td></tr>"
+        );
     };
     row(
         "OverlapScore",
@@ -53,7 +56,9 @@ mod tests {
             out
         };
         assert_eq!(page(&record), "");
-        for (period_ns, says) in [(800, "1.00</td><td class=\"l\"><span class=\"good\">overlapped"), (1000, "in turn")] {
+        for (period_ns, says) in
+            [(800, "1.00</td><td class=\"l\"><span class=\"good\">overlapped"), (1000, "in turn")]
+        {
             for chunk in &mut record.chunks {
                 chunk.pipeline = Some(Pipeline {
                     decided_ns: 0,

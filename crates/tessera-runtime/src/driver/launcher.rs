@@ -65,6 +65,12 @@ impl Interrupt {
         }
     }
 
+    /// Whether a request has come.
+    #[must_use]
+    pub fn asked(&self) -> bool {
+        self.count() > 0
+    }
+
     pub(super) fn count(&self) -> u32 {
         self.0.count.load(Ordering::Relaxed)
     }

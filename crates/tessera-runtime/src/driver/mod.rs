@@ -18,6 +18,8 @@ mod leader_process;
 mod link;
 mod local_rank;
 mod mesh_process;
+pub mod rendezvous;
+pub mod secure;
 mod stream;
 mod studio_thread;
 mod worker_process;
