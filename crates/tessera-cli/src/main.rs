@@ -6,6 +6,7 @@
 
 mod autopsy;
 mod check;
+mod drill;
 mod explain;
 mod join;
 mod options;
@@ -22,7 +23,8 @@ use clap::{Parser, Subcommand};
 use say::Outcome;
 
 /// Codes this binary raises.
-pub const CODES: &[&tessera_base::Code] = &[&values::T0030, &options::T0031, &explain::T0032, &say::T0033];
+pub const CODES: &[&tessera_base::Code] =
+    &[&values::T0030, &options::T0031, &explain::T0032, &say::T0033, &drill::T0038];
 
 const EXAMPLES: &str = "\
 Examples:
@@ -47,6 +49,7 @@ struct Cli {
 enum Verb {
     Plan(plan::Args),
     Check(check::Args),
+    Drill(drill::Args),
     Autopsy(autopsy::Args),
     Explain(explain::Args),
     Stream(Box<stream::Args>),
@@ -60,6 +63,7 @@ fn main() -> ExitCode {
     let (format, outcome): (_, Outcome) = match Cli::parse().verb {
         Verb::Plan(args) => (args.format.into(), plan::run(&args)),
         Verb::Check(args) => (args.format.into(), check::run(&args)),
+        Verb::Drill(args) => (args.format.into(), drill::run(&args)),
         Verb::Autopsy(args) => (args.format.into(), autopsy::run(&args)),
         Verb::Explain(args) => (args.format.into(), explain::run(&args)),
         Verb::Stream(args) => (args.format.into(), stream::run(&args)),

@@ -44,7 +44,7 @@ impl Progress {
     /// Something happened.
     pub fn on(&self, event: &StreamEvent) {
         match (self, event) {
-            (Progress::Silent, _) => {}
+            (Progress::Silent, _) | (_, StreamEvent::Gone) => {}
             (Progress::Lines(_), StreamEvent::Started { pids }) => eprintln!("{}", started(pids)),
             (Progress::Lines(each), StreamEvent::Chunk(c)) => {
                 if (c.chunk + 1).is_multiple_of(*each) || c.chunk + 1 == c.chunks {

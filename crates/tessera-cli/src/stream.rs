@@ -135,6 +135,7 @@ pub fn run(args: &Args) -> Outcome {
         png: args.png,
         oversubscribe: args.oversubscribe,
         modelled,
+        drill: None,
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
     if let Some(place) = args.joining.place()? {
@@ -215,7 +216,7 @@ fn free_folder(parent: &Path, model: &str) -> PathBuf {
 }
 
 /// The path of this very binary, which ranks run too.
-fn own_path() -> Result<String, Diagnostic> {
+pub fn own_path() -> Result<String, Diagnostic> {
     let why =
         |why: String| Diagnostic::error(&T0030, format!("the path of this binary cannot be told: {why}"));
     let path = std::env::current_exe().map_err(|e| why(e.to_string()))?;

@@ -172,6 +172,9 @@ pub trait Engine {
         progress: &(dyn Fn(u32) + Sync),
     ) -> Result<PhaseReport, EngineFault>;
 
+    /// Lets a drill change a committed call before it runs on this rank; nothing else does.
+    fn tampers(&mut self, _call: &mut ReadyCall) {}
+
     /// Forgets everything cached. Called at a hard cut, before the first phase.
     fn reset(&mut self);
 

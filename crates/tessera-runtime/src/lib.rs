@@ -23,6 +23,7 @@ pub mod check;
 pub mod decide;
 mod digest;
 mod drift;
+pub mod drill;
 pub mod driver;
 pub mod engine;
 mod failure;

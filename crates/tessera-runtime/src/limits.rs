@@ -1,5 +1,6 @@
 //! Every queue and wait of a session, by name.
 
+use serde::{Deserialize, Serialize};
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
 /// A queue or wait without a bound.
@@ -15,7 +16,7 @@ and hides nothing more.",
 const SECOND: u64 = 1_000_000_000;
 
 /// Bounds of a session. The defaults suit one host.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// Requests that may wait at the leader.
     pub d_in: u32,

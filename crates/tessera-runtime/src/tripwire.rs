@@ -93,7 +93,7 @@ const REPLAY: &str = "replay";
 pub static TRIPWIRES: &[Tripwire] = {
     use Place::{Init, Leader, MeshLeader, Worker};
     const ENVELOPE: &[Place] = &[Worker, Leader, MeshLeader];
-    /// Whoever reads the bytes; nothing can be done with bytes that do not read, so these cannot be left out.
+    /// Whoever reads the bytes. Nothing can be done with bytes that do not read: switched off, they are dropped.
     const READ: &[Place] = &[Worker, Leader, MeshLeader];
     &[
         wire(&wire::T0701, ENVELOPE, CONTROL),

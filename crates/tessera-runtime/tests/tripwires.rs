@@ -245,9 +245,9 @@ fn each_fires_at_its_place_and_not_when_it_is_off() {
         assert!(listed.places.contains(&c.place), "{} {:?}", c.code, c.place);
         fired.insert(c.code);
     }
-    // Those below have tests of their own; three are raised beside the machines: by an engine's guard, by the
-    // proof of a peer, by the writer of frames.
-    fired.extend(["T0703", "T0740", "T0741", "T0757", "T0751", "T0756", "T0706"]);
+    // Those below have tests of their own; some are raised beside the machines: by an engine's guard, by the proof of
+    // a peer, by the writer and the reader of frames.
+    fired.extend(["T0702", "T0703", "T0704", "T0705", "T0706", "T0740", "T0741", "T0751", "T0756", "T0757"]);
     for t in TRIPWIRES {
         assert!(fired.contains(t.code.id), "{} has no test", t.code.id);
     }

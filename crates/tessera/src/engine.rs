@@ -123,8 +123,23 @@ impl MeshEngine {
     pub fn load(
         plan: &SealedPlan,
         rank: Rank,
+        backend: Box<dyn Backend>,
+        weights: &mut dyn WeightSource,
+    ) -> Result<MeshEngine, Diagnostic> {
+        MeshEngine::load_changed(plan, rank, backend, weights, &|_| {})
+    }
+
+    /// The same with this rank's copy of each program changed before it is loaded, for a drill: what it runs is held to
+    /// the sealed one all the same.
+    ///
+    /// # Errors
+    /// What the backend or the weights refuse.
+    pub(crate) fn load_changed(
+        plan: &SealedPlan,
+        rank: Rank,
         mut backend: Box<dyn Backend>,
         weights: &mut dyn WeightSource,
+        change: &dyn Fn(&mut Program),
     ) -> Result<MeshEngine, Diagnostic> {
         let whole = census(plan);
         let mut phases = BTreeMap::new();
@@ -137,7 +152,9 @@ impl MeshEngine {
             else {
                 continue;
             };
-            let program: Arc<Program> = Arc::new((**program).clone());
+            let mut program: Program = (**program).clone();
+            change(&mut program);
+            let program = Arc::new(program);
             let loaded = backend.load(&program, slots, weights)?;
             for b in &program.buffers {
                 buffers.entry(b.name.clone()).or_insert_with(|| slice_words(&b.ty, None, &seat));

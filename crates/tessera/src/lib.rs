@@ -7,6 +7,7 @@ pub mod autopsy;
 pub mod check;
 pub mod comm;
 pub mod drawings;
+pub mod drill;
 pub mod engine;
 mod files;
 mod flight;
@@ -58,6 +59,7 @@ pub const CODES: &[&Code] = &[
     &check::T0025,
     &check::T0026,
     &trace::T0028,
+    &drill::T0029,
     &join::T0034,
     &join::T0035,
     &autopsy::T0036,

@@ -107,6 +107,10 @@ impl Engine for ModelledEngine {
         self.inner.begin(call);
     }
 
+    fn tampers(&mut self, call: &mut ReadyCall) {
+        self.inner.tampers(call);
+    }
+
     fn reset(&mut self) {
         self.inner.reset();
     }

@@ -8,14 +8,15 @@ use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics, Format, render_all};
 use tessera_cpu::{Cpu, Pool};
 use tessera_device::{Backend, Seat};
+use tessera_ir::Program;
 use tessera_mesh::{Axis, Rank};
 use tessera_models::steps;
 use tessera_runtime::cache::{CacheSpec, Regime};
 use tessera_runtime::census::Census;
 use tessera_runtime::decide::{Cut, Step, StreamSpec};
 use tessera_runtime::driver::{
-    EngineFactory, Interrupt, Joined, LeaderParts, MeshLeaderParts, RecordEntry, StreamRequest, Topology,
-    WorkerParts, exit, join, run_leader, run_mesh_leader, run_worker,
+    EngineFactory, Interrupt, Joined, LeaderParts, MeshLeaderParts, RecordEntry, StreamRequest, Tap,
+    Topology, WorkerParts, exit, join, run_leader, run_mesh_leader, run_worker,
 };
 use tessera_runtime::engine::{Engine, Studio, T0737};
 use tessera_runtime::flight::{Mark, Sink};
@@ -24,9 +25,10 @@ use tessera_runtime::mesh_leader::MeshLeaderConfig;
 use tessera_runtime::tripwire::T0751;
 use tessera_runtime::wire::{Progress, Reload};
 use tessera_runtime::worker::WorkerConfig;
-use tessera_runtime::{Digest, Failure, FailureClass, Limits, Parity, Tripwires};
+use tessera_runtime::{Digest, Failure, FailureClass, Limits, Parity, Place, Tripwires};
 
 use crate::comm::Lanes;
+use crate::drill::{Arming, Hand};
 use crate::engine::{MeshEngine, census, mesh_phases};
 use crate::flight::FlightRecord;
 use crate::modelled::{Modelled, ModelledEngine};
@@ -70,6 +72,8 @@ pub(crate) struct Orders {
     pub(crate) png: bool,
     /// Times that stand for work.
     pub(crate) modelled: Modelled,
+    /// A fault that is armed on purpose.
+    pub(crate) drill: Option<Arming>,
 }
 
 impl Orders {
@@ -123,8 +127,11 @@ pub fn rank_main() -> i32 {
         }
     };
     let rank = Rank(joined.welcome.rank);
-    let arrive = || Arrival::launched(joined, &orders);
-    let outcome = if rank.0 == 0 { lead(arrive, &orders) } else { follow(arrive, &orders, rank) };
+    let outcome = match Arrival::launched(joined, &orders) {
+        Ok(arrival) if rank.0 == 0 => lead(|| Ok(arrival), &orders),
+        Ok(arrival) => follow(|| Ok(arrival), &orders, rank),
+        Err(refused) => refused.map(Some),
+    };
     match outcome {
         Ok(None) => 0,
         // The launcher prints the cause, once. Only when it is gone does the leader speak.
@@ -169,11 +176,22 @@ pub(crate) enum Told<'a> {
 }
 
 impl Arrival {
-    fn launched(mut joined: Joined, orders: &Orders) -> Result<Arrival, Diagnostics> {
-        let common = Common::new(load_plan(orders)?, orders.modelled);
+    /// A failure where the launcher or the leader was told why this rank does not begin.
+    fn launched(mut joined: Joined, orders: &Orders) -> Result<Arrival, Result<Failure, Diagnostics>> {
+        let plan = load_plan(orders).map_err(|ds| refuse(&mut joined, ds))?;
+        let common = Common::new(plan, orders.modelled);
         let lanes = std::mem::take(&mut joined.extras).into();
         Ok(Arrival { joined, lanes, common, interrupt: None, tell: None })
     }
+}
+
+/// What this rank found before it could begin, as a failure of the run where somebody waits to be told of it.
+fn refuse(joined: &mut Joined, ds: Diagnostics) -> Result<Failure, Diagnostics> {
+    let Some(d) = ds.first() else { return Err(ds) };
+    let rank = joined.welcome.rank;
+    let place = if rank == 0 { Place::Leader } else { Place::Init };
+    let failure = Failure::from_diagnostic(FailureClass::Preflight, Some(rank), d).at(place);
+    if joined.refuse(&failure) { Ok(failure) } else { Err(ds) }
 }
 
 /// The plan as this rank judges it, which must be the one that was ordered.
@@ -207,6 +225,8 @@ pub(crate) struct Common {
     flight: Option<Arc<FlightRecord>>,
     /// Digest of who is where, among ranks that joined.
     peers: Option<Digest>,
+    /// Breaks things on purpose.
+    drill: Option<Hand>,
 }
 
 impl Common {
@@ -222,6 +242,7 @@ impl Common {
             tripwires: Tripwires::default(),
             flight: None,
             peers: None,
+            drill: None,
             plan,
         }
     }
@@ -229,6 +250,24 @@ impl Common {
     /// Among peers that found each other.
     pub(crate) fn among(self, peers: Digest) -> Common {
         Common { peers: Some(peers), ..self }
+    }
+
+    /// Takes over what a drill says to this rank.
+    fn arm(&mut self, orders: &Orders, rank: Rank) {
+        let Some(arming) = &orders.drill else { return };
+        let hand = Hand::new(arming, rank, &orders.out);
+        let Limits { d_in, d_out, max_outstanding, .. } = self.limits;
+        self.limits = Limits { d_in, d_out, max_outstanding, ..hand.limits().clone() };
+        self.tripwires = hand.off().clone();
+        self.drill = Some(hand);
+    }
+
+    fn shows(&self, parity: Parity) -> Parity {
+        self.drill.iter().fold(parity, |parity, hand| hand.shows(parity))
+    }
+
+    fn tap(&self) -> Option<Tap> {
+        self.drill.as_ref().and_then(Hand::tap)
     }
 
     /// Begins this process's flight record.
@@ -262,7 +301,7 @@ impl Common {
     fn worker(&self, rank: Rank) -> WorkerConfig {
         WorkerConfig {
             rank: rank.0,
-            plan: self.digest,
+            plan: self.drill.iter().fold(self.digest, |plan, hand| hand.plan(plan)),
             build: self.build.clone(),
             parity: Parity::default(),
             census: Arc::clone(&self.census),
@@ -297,6 +336,7 @@ impl Common {
         let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
         let (flight, tripwires) = (self.flight.clone(), self.tripwires.clone());
         let (modelled, passes) = (self.modelled, self.stream.steps.len() as u64 + 1);
+        let (drill, census) = (self.drill.clone(), Arc::clone(&self.census));
         Box::new(move || {
             let mut weights = Model::under(&model, &plan)?.weights().map_err(first)?;
             let ends = comm::attach_lanes(&plan.sealed, rank, lanes)?;
@@ -304,7 +344,14 @@ impl Common {
                 .map_err(|e| Diagnostic::error(&comm::T0017, format!("threads of rank {rank}: {e}")))?;
             let seat = Seat { mesh: *plan.sealed.mesh(), rank };
             let backend: Box<dyn Backend> = Box::new(Cpu::new(seat, pool, ends, COLLECTIVE_PATIENCE));
-            let engine = MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?;
+            let engine = match &drill {
+                None => MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?,
+                Some(hand) => {
+                    let mut source = hand.source(&mut weights, seat.mesh);
+                    let change = |p: &mut Program| hand.program(p);
+                    MeshEngine::load_changed(&plan.sealed, rank, backend, &mut *source, &change)?
+                }
+            };
             let weights_digest = weights.digest();
             let mut engine = engine.reloads(opener(Arc::clone(&plan), weights));
             engine.record(flight);
@@ -312,7 +359,11 @@ impl Common {
             engine.guard_reload(tripwires.armed(&T0737));
             let parity = shown(&plan, weights_digest, &modelled, engine.program_names(), Some(threads));
             let parity = groups_among(parity, &plan, peers);
-            let engine: Box<dyn Engine> = Box::new(engine);
+            let parity = drill.iter().fold(parity, |parity, hand| hand.shows(parity));
+            let engine: Box<dyn Engine> = match &drill {
+                None => Box::new(engine),
+                Some(hand) => hand.engine(engine, &census),
+            };
             let engine = match modelled.generate_ns {
                 // A steady chunk's passes: each step, and the one that makes or keeps the context.
                 Some(ns) => Box::new(ModelledEngine::new(engine, ns, passes)),
@@ -359,15 +410,16 @@ pub(crate) fn follow(
     rank: Rank,
 ) -> Result<Option<Failure>, Diagnostics> {
     let Arrival { joined, lanes, mut common, .. } = arrive()?;
+    common.arm(orders, rank);
     common.begin_flight(orders, joined.welcome.session, rank);
     let engine = common.engine(rank, &orders.model, orders.threads, lanes);
-    let (config, flight) = (common.worker(rank), common.sink());
+    let (config, flight, tap) = (common.worker(rank), common.sink(), common.tap());
     // The first rank of a mesh whose leader stands outside speaks for the others.
     let outcome = if common.links == Topology::Outside && common.plan.mesh_ranks().next() == Some(rank) {
         let (relay, engine) = (common.mesh_leader(rank), (config, engine));
-        run_mesh_leader(joined, MeshLeaderParts { config: relay, engine, flight, tap: None })
+        run_mesh_leader(joined, MeshLeaderParts { config: relay, engine, flight, tap })
     } else {
-        run_worker(joined, WorkerParts { config, engine, topology: common.links, flight, tap: None })
+        run_worker(joined, WorkerParts { config, engine, topology: common.links, flight, tap })
     };
     common.end_flight(&outcome);
     outcome
@@ -379,19 +431,21 @@ pub(crate) fn lead(
     orders: &Orders,
 ) -> Result<Option<Failure>, Diagnostics> {
     let record = Arc::new(Mutex::new(RecordWriter::open(&orders.out).map_err(|d| vec![d])?));
-    let led = arrive().and_then(|arrival| {
+    let led = arrive().map(|arrival| {
         let Arrival { joined, lanes, mut common, interrupt, tell } = arrival;
         let session = joined.welcome.session;
+        common.arm(orders, Rank(0));
         common.begin_flight(orders, session, Rank(0));
-        let parts = lead_with(session, lanes, orders, &common, &record, tell)?;
-        Ok((joined, common, LeaderParts { interrupt, ..parts }))
+        let parts = lead_with(session, lanes, orders, &common, &record, tell);
+        (joined, common, parts.map(|parts| LeaderParts { interrupt, ..parts }))
     });
     let outcome = match led {
-        Ok((joined, common, parts)) => {
+        Ok((joined, common, Ok(parts))) => {
             let outcome = run_leader(joined, parts);
             common.end_flight(&outcome);
             outcome
         }
+        Ok((mut joined, _, Err(ds))) => refuse(&mut joined, ds).map(Some),
         Err(ds) => Err(ds),
     };
     let failure = match &outcome {
@@ -431,10 +485,10 @@ fn lead_with(
         session,
         build: common.build.clone(),
         silent,
-        parity: groups_among(parity, &common.plan, common.peers),
+        parity: common.shows(groups_among(parity, &common.plan, common.peers)),
         census: Arc::clone(&common.census),
         stream: common.stream.clone(),
-        limits: common.limits.clone(),
+        limits: common.drill.iter().fold(common.limits.clone(), |limits, hand| hand.leader_limits(limits)),
         tripwires: common.tripwires.clone(),
     };
     let own = ranks.contains(&Rank(0)).then(|| {
@@ -443,15 +497,19 @@ fn lead_with(
     });
     let studio = {
         let (plan, orders, record) = (Arc::clone(&common.plan), orders.clone(), Arc::clone(record));
+        let drill = common.drill.clone();
         Box::new(move || {
             let words = Model::under(&orders.model, &plan)?.words().map_err(first)?;
             let reel = Reel::new(&plan, words, &orders, record)?;
-            Ok(Box::new(reel) as Box<dyn Studio>)
+            let reel: Box<dyn Studio> = Box::new(reel);
+            Ok(drill.iter().fold(reel, |reel, hand| hand.studio(reel)))
         })
     };
     let requests = {
-        let orders = orders.clone();
-        Box::new((0..orders.chunks).map(move |c| orders.request(c)))
+        let chunks = orders.chunks;
+        let (orders, drill) = (orders.clone(), common.drill.clone());
+        let asked = move |c| drill.iter().fold(orders.request(c), |asked, hand| hand.request(c, asked));
+        Box::new((0..chunks).map(asked))
     };
     let entries = {
         let (orders, record) = (orders.clone(), Arc::clone(record));
@@ -493,7 +551,7 @@ fn lead_with(
         record: entries,
         interrupt: None,
         flight: common.sink(),
-        tap: None,
+        tap: common.tap(),
     })
 }
 

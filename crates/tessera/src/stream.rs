@@ -13,6 +13,7 @@ use tessera_report::record::{End, Line, PromptAt, RankRole, Reader, Record, SCHE
 use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, launch};
 use tessera_runtime::{Failure, FailureClass, Limits};
 
+use crate::drill::Arming;
 use crate::files::{Folder, refuse_existing, unwritable};
 use crate::model::T0016;
 use crate::modelled::Modelled;
@@ -67,6 +68,8 @@ pub struct StreamOptions {
     pub oversubscribe: bool,
     /// Times that stand for work, to measure overlap.
     pub modelled: Modelled,
+    /// A fault that is armed on purpose.
+    pub drill: Option<Arming>,
     /// The command line, for the record.
     pub command: Vec<String>,
 }
@@ -81,6 +84,8 @@ pub enum StreamEvent {
     },
     /// A chunk is on disk.
     Chunk(ChunkProgress),
+    /// No process of it is left; the folder is closed now.
+    Gone,
 }
 
 /// A delivered chunk.
@@ -158,13 +163,14 @@ pub fn run(
             .map(|r| comm::of_rank(&specs, Rank(r)).map(|i| Arc::clone(&arenas[i])).collect())
             .collect(),
         payload,
-        limits: Limits::default(),
+        limits: options.drill.as_ref().map_or_else(Limits::default, |d| d.limits.clone()),
     };
     let mut tally = Tally::new(options.chunks);
     let launched = launch(&spec, interrupt, &mut |event| match event {
         LaunchEvent::Started(pids) => on(StreamEvent::Started { pids: pids.to_vec() }),
         LaunchEvent::Progress(p) => on(StreamEvent::Chunk(tally.chunk(p))),
     });
+    on(StreamEvent::Gone);
     let (failure, interrupted) = match launched {
         Ok(report) => {
             flight::write_exits(&options.out, &report.exits);
@@ -303,6 +309,7 @@ pub(crate) fn orders(
         weights,
         png: options.png,
         modelled: options.modelled,
+        drill: options.drill.clone(),
     })
 }
 

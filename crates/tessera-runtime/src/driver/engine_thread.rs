@@ -78,7 +78,8 @@ impl EngineThread {
             };
             let (abort, fingerprints) = (engine.abort_handle(), engine.fingerprints());
             tell(EngineEvent::Loaded { abort, parity, fingerprints });
-            while let Ok(call) = inbox.recv() {
+            while let Ok(mut call) = inbox.recv() {
+                engine.tampers(&mut call);
                 let progress = |m: u64| shared.store(m, Ordering::Relaxed);
                 let ran = catch_unwind(AssertUnwindSafe(|| {
                     run_call(engine.as_mut(), &call, &census, &mut cache, &tripwires, &progress)

@@ -17,7 +17,8 @@ use super::T0750;
 use super::hub::{Hub, LinkId};
 use super::link::Frame;
 use super::stream::Stream;
-use crate::wire::{HEADER_BYTES, LAUNCHER, Message, Welcome, decode_body, decode_header};
+use crate::Failure;
+use crate::wire::{Fault, HEADER_BYTES, LAUNCHER, Message, Welcome, decode_body, decode_header};
 
 /// The kernel's limit on descriptors in one message.
 pub(crate) const MAX_FDS: usize = 253;
@@ -41,6 +42,22 @@ impl Joined {
     #[must_use]
     pub fn over(welcome: Welcome, extras: Vec<OwnedFd>, links: Vec<Box<dyn Stream>>) -> Joined {
         Joined { welcome, extras, launcher: None, links }
+    }
+
+    /// Tells those who wait for this rank why it does not begin: the leader its launcher, a rank its leader. A rank that
+    /// only left would be named as dead. Whether there is anybody to be told.
+    pub fn refuse(&mut self, failure: &Failure) -> bool {
+        let rank = self.welcome.rank;
+        let (stream, message) = match rank {
+            0 => (self.launcher.as_mut(), Message::Failed(failure.clone())),
+            _ => {
+                let fault = Fault { failure: failure.clone(), secondary: false };
+                (self.links.first_mut(), Message::Fault(fault))
+            }
+        };
+        let (Some(stream), Ok(frame)) = (stream, Frame::new(rank, &message)) else { return false };
+        // A few hundred bytes into an empty socket; whoever does not read them sees this process end.
+        stream.write(frame.bytes()).is_ok_and(|n| n == frame.bytes().len())
     }
 
     /// The links alone, for a process that speaks with its peers in another way.

@@ -19,6 +19,7 @@ use super::link::{Frame, LinkEnd};
 use super::{T0750, TICK, Topology};
 use crate::leader::T0743;
 use crate::limits::AwakeClock;
+use crate::tripwire::Place;
 use crate::wire::{LAUNCHER, Message, Progress, Welcome};
 use crate::worker::T0742;
 use crate::{Failure, FailureClass, Limits};
@@ -378,7 +379,7 @@ fn watch(
     }
     let exits: Vec<RankExit> = ranks.list.iter().filter_map(|r| r.exit).collect();
     if failure.is_none() && !finished && !killed {
-        failure = Some(unreported(first_bad));
+        failure = Some(unreported(first_bad, &exits));
     }
     if let Some(f) = &mut failure
         && let Some(exit) = exits.iter().find(|e| Some(e.rank) == f.rank)
@@ -397,13 +398,18 @@ fn silence(heard_ns: Option<u64>, now_ns: u64, limits: &Limits) -> Option<Failur
     })
 }
 
-/// The failure of a run whose leader did not live to name one. A rank that chose its status chose its class.
-fn unreported(bad: Option<RankExit>) -> Failure {
+/// The failure of a run whose leader did not live to name one. A rank that chose its status chose its class. The place
+/// is that of the check which found it: the ranks', where they say that their leader died; else nobody's but the rank's
+/// own, unless it is the leader's.
+fn unreported(bad: Option<RankExit>, exits: &[RankExit]) -> Failure {
+    let died = Some(FailureClass::RankDied.exit_code());
     match bad {
         Some(exit) => {
             let class = exit.status.and_then(FailureClass::from_exit_code).unwrap_or(FailureClass::RankDied);
             let text = format!("rank {} is gone and the leader reported nothing", exit.rank);
-            Failure::new(class, Some(exit.rank), &T0742, text)
+            let seen = exit.rank != 0 || exits.iter().any(|e| e.rank != 0 && e.status == died);
+            let place = if seen { Place::Worker } else { Place::Leader };
+            Failure::new(class, Some(exit.rank), &T0742, text).at(place)
         }
         None => {
             let text = "every rank exited with status 0 and the leader never said that it finished";

@@ -23,6 +23,7 @@ use super::{T0750, TICK, Topology};
 use crate::decide::ChunkRequest;
 use crate::flight::{Mark, Sink};
 use crate::leader::{self, CallRecord, Leader, LeaderConfig, T0748};
+use crate::tripwire::Place;
 use crate::wire::{Heartbeat, LAUNCHER, Message, Progress, Reload};
 use crate::worker::{self, T0749, WorkerConfig};
 use crate::{Failure, FailureClass, Limits};
@@ -90,7 +91,16 @@ pub enum RecordEntry<'a> {
 }
 
 /// Runs the leader until the session ends; see [`super::run_worker`] for how it returns.
-pub fn run_leader(joined: Joined, parts: LeaderParts) -> Result<Option<Failure>, Diagnostics> {
+pub fn run_leader(mut joined: Joined, parts: LeaderParts) -> Result<Option<Failure>, Diagnostics> {
+    if let Err(found) = Leader::new(parts.config.clone()) {
+        if let Some(d) = found.first() {
+            let failure = Failure::from_diagnostic(FailureClass::Preflight, Some(0), d).at(Place::Leader);
+            if joined.refuse(&failure) {
+                return Ok(Some(failure));
+            }
+        }
+        return Err(found);
+    }
     Process::start(joined, parts)?.run()
 }
 
@@ -171,7 +181,7 @@ impl Process {
             leader,
             rank,
             local,
-            gate: Gate::new(rank, hub, flight, tap),
+            gate: Gate::new(rank, hub, flight, tap, config.tripwires.clone()),
             keeper,
             peers,
             launcher,
@@ -323,8 +333,11 @@ impl Process {
                     return self.fails(Failure::from_diagnostic(FailureClass::Preflight, None, &d));
                 }
                 if self.local.is_some() {
-                    for message in self.gate.pass(Way::Out, self.rank, message) {
-                        self.queue.push_back(Input::Local(worker::Event::Message(message)));
+                    match self.gate.pass(Way::Out, self.rank, message) {
+                        Ok(messages) => self
+                            .queue
+                            .extend(messages.into_iter().map(|m| Input::Local(worker::Event::Message(m)))),
+                        Err(d) => self.fails(Failure { rank: Some(self.rank), ..broken(&d) }),
                     }
                 }
             }
@@ -361,9 +374,13 @@ impl Process {
             // The leader's machine decides when this process ends.
             let Todo::Send(message) = todo else { continue };
             self.gate.mark(Mark::sent(self.rank, &message));
-            for message in self.gate.pass(Way::In, self.rank, message) {
-                let event = leader::Event::Message { rank: self.rank, message };
-                self.queue.push_back(Input::Leader(event));
+            match self.gate.pass(Way::In, self.rank, message) {
+                Ok(messages) => {
+                    for message in messages {
+                        self.tell(leader::Event::Message { rank: self.rank, message });
+                    }
+                }
+                Err(d) => self.fails(Failure { rank: Some(self.rank), ..broken(&d) }),
             }
         }
     }

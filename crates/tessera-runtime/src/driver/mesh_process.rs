@@ -97,7 +97,7 @@ impl Process {
             rank,
             relay,
             local,
-            gate: Gate::new(rank, hub, flight, tap),
+            gate: Gate::new(rank, hub, flight, tap, config.tripwires.clone()),
             keeper,
             up,
             members,

@@ -38,7 +38,7 @@ pub struct WorkerParts {
 pub fn run_worker(joined: Joined, parts: WorkerParts) -> Result<Option<Failure>, Diagnostics> {
     let WorkerParts { config, engine, topology, flight, tap } = parts;
     let start = Instant::now();
-    let (limits, rank) = (config.limits.clone(), config.rank);
+    let (limits, rank, tripwires) = (config.limits.clone(), config.rank, config.tripwires.clone());
     let keeper = Keeper::start(&limits).map_err(|e| vec![failed("keeper thread", &e)])?;
     let mut hub = Hub::new(&limits).map_err(|e| vec![failed("control sockets", &e)])?;
     let [leader] = <[_; 1]>::try_from(joined.links).map_err(|links| {
@@ -53,7 +53,7 @@ pub fn run_worker(joined: Joined, parts: WorkerParts) -> Result<Option<Failure>,
     // The launcher tells a worker nothing; its socket exists to close.
     let launcher = joined.launcher.map(|l| hub.add(l, [])).transpose().map_err(add)?;
     let mut local = LocalRank::start(config, engine, &hub)?;
-    let mut gate = Gate::new(rank, hub, flight, tap);
+    let mut gate = Gate::new(rank, hub, flight, tap, tripwires);
     let mut events = Vec::new();
     let mut todo = Vec::new();
     loop {

@@ -136,6 +136,17 @@ pub fn encode(origin: u32, message: &Message) -> Result<Vec<u8>, Diagnostic> {
     Ok(frame)
 }
 
+/// The same frame with bytes behind its tensors that no manifest lists, and all lengths and checksums right: for a drill.
+pub(crate) fn with_unlisted_bytes(mut frame: Vec<u8>, more: &[u8]) -> Vec<u8> {
+    frame.extend_from_slice(more);
+    let Some(length) = frame.get(16..20).and_then(|b| b.first_chunk::<4>()) else { return frame };
+    let length = u32::from_le_bytes(*length) + more.len() as u32;
+    frame[16..20].copy_from_slice(&length.to_le_bytes());
+    let checksum = checksum(&frame[..HEAD_BYTES], &frame[HEADER_BYTES..]);
+    frame[HEAD_BYTES..HEADER_BYTES].copy_from_slice(&checksum.to_le_bytes());
+    frame
+}
+
 /// Reads a header. Nothing of the frame's size has been allocated yet.
 pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<FrameHeader, Diagnostic> {
     let mut head = [0; HEAD_BYTES];

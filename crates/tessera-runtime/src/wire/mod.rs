@@ -11,6 +11,7 @@ mod tensor;
 
 pub use envelope::{Arg, CallAction, CallMeta, Envelope, EnvelopeHeader, F32Bits, PhaseCall, Reload};
 pub use fields::{FIELDS, Field, envelope_reference};
+pub(crate) use frame::with_unlisted_bytes;
 pub use frame::{FrameHeader, decode, decode_body, decode_header, encode};
 pub use message::{
     Abort, Commit, Context, Done, Fault, Heartbeat, HelloAck, Init, Kind, Message, Observed, Progress, Ready,
