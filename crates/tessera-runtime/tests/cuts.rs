@@ -176,6 +176,17 @@ fn a_step_that_makes_progress_lives_and_one_that_does_not_ends_in_time() {
 }
 
 #[test]
+fn a_rank_that_waited_for_a_slow_one_has_time_to_finish_after_it() {
+    for shape in BOTH {
+        // Rank 1 works for ten seconds and shows it; rank 2 waits for it in a collective and ends a moment later.
+        let mut net = Net::shaped(shape, 3, Regime::Resident, 4);
+        net.slow.insert((1, 4), (200, 20));
+        net.slow.insert((2, 4), (203, 5000));
+        assert_eq!(net.run(120), None);
+    }
+}
+
+#[test]
 fn limits_are_learned_from_the_program_that_was_slow() {
     // Gaps of 2 s in one program make 7 s there bearable, and nowhere else.
     let mut net = Net::new(2, Regime::Resident, 4);

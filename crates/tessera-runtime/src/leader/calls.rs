@@ -299,6 +299,10 @@ impl Leader {
             }
         }
         let ranks = self.config.ranks.len();
+        self.progress += 1;
+        if let Some(peer) = self.peers.get_mut(&rank) {
+            peer.marked_ns = self.clock.now();
+        }
         let Some(open) = self.open.front_mut() else { return };
         open.done.insert(rank, d.observed);
         open.fingerprints.insert(rank, d.fingerprints);

@@ -144,11 +144,12 @@ impl Leader {
         }
         let running = self.open.front().filter(|o| o.committed_ns.is_some())?;
         let busy = || self.peers.iter().filter(|(r, _)| !running.done.contains_key(r));
-        // Ranks that wait inside a collective for a slower one are quiet as well: all must be, and the one
-        // that came least far is named.
+        // Ranks that wait inside a collective for a slower one are quiet as long as it works, and have their own time
+        // when it is done: what counts is the last progress of anybody. The one that came least far is named.
+        let progress = self.peers.values().map(|p| p.marked_ns).max()?;
         let floor = self.first_limit(running.plan.action);
-        if !busy().all(|(_, p)| late(p.marked_ns, floor))
-            || !busy().all(|(_, p)| late(p.marked_ns, self.quiet_limit_ns(running, p.mark)))
+        if !late(progress, floor)
+            || !busy().all(|(_, p)| late(progress, self.quiet_limit_ns(running, p.mark)))
         {
             return None;
         }
