@@ -296,6 +296,17 @@ fn text(r: &StreamReport) -> String {
     if let Some(golden) = &r.golden {
         out += &format!("golden {golden}\n");
     }
+    if let Some(o) = &r.overlap {
+        let ms = |ns: u64| ns as f64 / 1e6;
+        out += &format!(
+            "period {:.1} ms: leader {:.1} ms, generator {:.1} ms, mesh idle {:.1} ms; OverlapScore {:.2}\n",
+            ms(o.period_ns),
+            ms(o.stage0_ns),
+            ms(o.stage1_ns),
+            ms(o.idle_ns),
+            o.score
+        );
+    }
     let there: Vec<Vec<String>> = CONTENTS
         .iter()
         .map(|(name, what)| (r.out.join(name), what))
@@ -316,6 +327,18 @@ fn json(r: &StreamReport) -> String {
         "frames": r.frames,
         "fps": r.fps,
         "golden": r.golden,
+        "pipeline": r.overlap.as_ref().map(|o| serde_json::json!({
+            "chunks": o.chunks,
+            "overlap_score": o.score,
+            "passes": o.passes(),
+            "period_ns": o.period_ns,
+            "stage0_ns": o.stage0_ns,
+            "stage1_ns": o.stage1_ns,
+            "idle_ns": o.idle_ns,
+            "queue_in": o.queue_in,
+            "queue_out": o.queue_out,
+            "digest_share": o.digest_share,
+        })),
         "interrupted": r.interrupted,
         "exit_code": r.exit_code,
         "failure": failure,

@@ -1,7 +1,7 @@
 //! How well the two stages of a stream hide each other: the OverlapScore of a run, and the arithmetic of a filled
 //! pipeline.
 //!
-//! Stage 0 is what the leader does for a chunk beside the mesh: text, context, decode, write. Stage 1 is the
+//! Stage 0 is what the leader does for a chunk beside the mesh: context, decode, write. Stage 1 is the
 //! generator. Each stage is timed on its own clock and the period on the leader's, so no clocks are compared. This is
 //! not the *overlap ratio* of a device, which is hidden time of collectives over their time.
 

@@ -143,6 +143,9 @@ pub enum Status {
 pub struct Chunk {
     /// Index in the stream, from 0.
     pub chunk: u32,
+    /// Which request it serves, from 0; other than its index after a cut that discarded some.
+    #[serde(default)]
+    pub request: Option<u64>,
     /// Call that made it.
     pub call_id: u64,
     /// Epoch of the caches it ran in.
@@ -186,7 +189,7 @@ pub struct Pipeline {
     pub done_ns: u64,
     /// From the commit of the chunk before to this one's, in nanoseconds; 0 for the first.
     pub period_ns: u64,
-    /// The leader's own work for the chunk, in nanoseconds: text, context, decode, write.
+    /// The leader's own work for the chunk, in nanoseconds: context, decode, write.
     pub stage0_ns: u64,
     /// From commit to done, in nanoseconds.
     pub stage1_ns: u64,

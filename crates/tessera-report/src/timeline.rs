@@ -232,6 +232,7 @@ pub(crate) mod tests {
                     let t = ms + u64::from(i) * 10 * ms;
                     Chunk {
                         chunk: i,
+                        request: Some(u64::from(i)),
                         call_id: u64::from(i) + 1,
                         cache_epoch: 0,
                         start_frame: u64::from(i) * 12,

@@ -525,9 +525,8 @@ fn lead_with(
             // What cannot be written here cannot be delivered either: the studio reports it.
             let _ = match entry {
                 RecordEntry::Call(call) => {
-                    if let Some(request) = call.request.filter(|_| !call.discarded) {
-                        record.call(call, &orders.asked(request));
-                    }
+                    let asked = call.request.filter(|_| !call.discarded).map(|r| orders.asked(r));
+                    record.call(call, asked.as_ref());
                     Ok(())
                 }
                 // The studio tells the record itself.

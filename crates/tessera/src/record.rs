@@ -96,7 +96,7 @@ impl RecordWriter {
     /// A request was given up for a cut.
     pub(crate) fn dropped(&mut self, request: u64, epoch: u32, why: &str) -> Result<(), Diagnostic> {
         self.dropped += 1;
-        self.event(DROPPED, &format!("chunk {request} as asked for, of epoch {epoch}: {why}"))
+        self.event(DROPPED, &format!("request {request}, of epoch {epoch}: {why}"))
     }
 
     /// Nanoseconds since this writer began: the clock of the record.
@@ -118,18 +118,22 @@ impl RecordWriter {
     }
 
     /// Every rank finished a call. Phases are laid end to end from its commit: ranks send durations, not clocks.
-    pub(crate) fn call(&mut self, call: &CallRecord, asked: &Asked) {
-        let Some(meta) = call.plan.meta.as_ref().filter(|_| call.request.is_some() && !call.discarded) else {
-            return;
-        };
-        if let Some(n) = call.observed.values().map(|o| o.compensated).max().filter(|n| *n > 0) {
-            // What cannot be written here cannot be delivered either: the delivery reports it.
-            let _ = self.event(
-                "compensated sums",
-                &format!("chunk {}: {n} sums over ranks cancelled", call.plan.chunk),
-            );
-        }
+    /// `asked` is what its chunk was asked to be; none for a call without a chunk, and for one that is given up.
+    pub(crate) fn call(&mut self, call: &CallRecord, asked: Option<&Asked>) {
         let end = self.now_ns();
+        let pipeline = self.pipeline(call, end);
+        let (Some(meta), Some(request), Some(asked)) = (&call.plan.meta, call.request, asked) else { return };
+        let chunk = call.plan.chunk;
+        // What cannot be written here cannot be delivered either: the delivery reports it.
+        if asked.cut {
+            let _ = self.event("cut", &format!("chunk {chunk} begins epoch {}", call.plan.cache_epoch));
+        }
+        if let Some(shift) = meta.phases.iter().find(|p| p.program == "rebase").and_then(|p| p.int("shift")) {
+            let _ = self.event("rebase", &format!("chunk {chunk}: positions move by {shift} frames"));
+        }
+        if let Some(n) = call.observed.values().map(|o| o.compensated).max().filter(|n| *n > 0) {
+            let _ = self.event("compensated sums", &format!("chunk {chunk}: {n} sums over ranks cancelled"));
+        }
         let start_ns = end.saturating_sub(call.run_ns);
         self.span.get_or_insert((start_ns, end));
         let ranks = call
@@ -166,8 +170,9 @@ impl RecordWriter {
             })
             .collect();
         let output = call.observed.values().next().map_or(String::new(), |o| o.output.to_string());
-        let chunk = Chunk {
-            chunk: call.plan.chunk,
+        let line = Chunk {
+            chunk,
+            request: Some(request),
             call_id: call.call_id,
             cache_epoch: call.plan.cache_epoch,
             start_frame: u64::from(meta.start_frame),
@@ -181,9 +186,9 @@ impl RecordWriter {
             queue_in: call.queued_in,
             queue_out: call.queued_out,
             ranks,
-            pipeline: Some(self.pipeline(call, end)),
+            pipeline: Some(pipeline),
         };
-        self.finished.insert(call.plan.chunk, chunk);
+        self.finished.insert(chunk, line);
     }
 
     /// The instants of a call that ended at `end`, on the clock of the record. What the leader does for the chunk
@@ -235,6 +240,7 @@ impl RecordWriter {
         self.finished.retain(|c, _| *c >= chunk);
         let Some(mut line) = self.finished.remove(&chunk) else { return Ok(()) };
         line.frames = frames;
+        line.wall_ns = end.saturating_sub(line.start_ns);
         if let Some(pipeline) = &mut line.pipeline {
             pipeline.stage0_ns = own.iter().map(|p| p.end_ns.saturating_sub(p.start_ns)).sum();
         }

@@ -73,7 +73,7 @@ impl Shards {
         let own = words(&pieces(plan, rank), seat(rank));
         // Each rank's shards are read a second time, by the rank before it: a damaged copy shows though no other
         // rank holds the shard. What several ranks hold by plan needs no second reader.
-        let ranks: Vec<Rank> = mesh.iter().collect();
+        let ranks: Vec<Rank> = mesh.iter().filter(|r| mesh.contains(*r)).collect();
         let at = ranks.iter().position(|r| *r == rank).unwrap_or(0);
         let next = ranks.get((at + 1) % ranks.len().max(1)).copied().unwrap_or(rank);
         let mut seen = own.clone();

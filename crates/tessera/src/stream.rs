@@ -9,6 +9,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_models::Decoder;
+use tessera_report::overlap::Overlap;
 use tessera_report::record::{End, Line, PromptAt, RankRole, Reader, Record, SCHEMA, Start, Status};
 use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, launch};
 use tessera_runtime::{Failure, FailureClass, Limits};
@@ -126,6 +127,8 @@ pub struct StreamReport {
     pub fps: f64,
     /// Hash of all latents, if any chunk was delivered.
     pub golden: Option<String>,
+    /// How its stages overlapped; none for a run of one chunk.
+    pub overlap: Option<Overlap>,
     /// The run's folder.
     pub out: PathBuf,
 }
@@ -383,6 +386,7 @@ pub(crate) fn close(
     }
     let events = record.as_ref().map_or(&[][..], |r| &r.events);
     let dropped = events.iter().filter(|e| e.what == DROPPED).count() as u32;
+    let overlap = record.as_ref().and_then(|r| Overlap::of(&r.chunks));
     let end = record.and_then(|r| r.end);
     let (chunks, frames, fps) = end.as_ref().map_or((0, 0, 0.0), |e| (e.chunks, e.frames, e.fps));
     let exit_code = match (&failure, interrupted) {
@@ -392,7 +396,7 @@ pub(crate) fn close(
     };
     let golden = end.filter(|e| !e.golden.is_empty() && e.chunks > 0).map(|e| e.golden);
     let out = options.out.clone();
-    StreamReport { exit_code, failure, interrupted, chunks, dropped, frames, fps, golden, out }
+    StreamReport { exit_code, failure, interrupted, chunks, dropped, frames, fps, golden, overlap, out }
 }
 
 /// A run's record; of a long run its beginning and its end, so that closing takes no more memory than running.

@@ -31,7 +31,7 @@ pub(super) fn pipeline(out: &mut String, record: &Record) {
         &format!("<span class=\"{class}\">{verdict}</span>, gate {OVERLAP_GATE:.2}"),
     );
     row("period", Nanoseconds(o.period_ns).to_string(), "from one commit to the next");
-    row("stage 0", Nanoseconds(o.stage0_ns).to_string(), "text, context, decode, write");
+    row("stage 0", Nanoseconds(o.stage0_ns).to_string(), "context, decode, write");
     row("stage 1", Nanoseconds(o.stage1_ns).to_string(), "from commit to the last rank’s done");
     row("idle", Nanoseconds(o.idle_ns).to_string(), "the mesh waits before a commit");
     row("queue in", o.queue_in.to_string(), "most requests that waited");

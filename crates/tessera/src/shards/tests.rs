@@ -8,7 +8,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use tempfile::TempDir;
 use tessera_cpu::{Cpu, Pool};
-use tessera_plan::{Mapping, Numerics, Strategy};
+use tessera_plan::{Mapping, Numerics, Strategy, Topology};
 use tessera_runtime::decide::{ChunkRequest, Cut, Director};
 use tessera_runtime::engine::{Engine, ReadyCall, run_call};
 use tessera_runtime::wire::{CallAction, MAX_META_BYTES, Reload, Tensors};
@@ -28,7 +28,12 @@ fn planned(mesh: &str, strategy: Strategy) -> Arc<Plan> {
     let model = Model::open(&demo(), &Overrides::default()).unwrap_or_else(|ds| panic!("{ds:#?}"));
     let numerics = Mapping::default().numerics;
     let numerics = if strategy == Strategy::Megatron { Numerics::MeshInvariant } else { numerics };
-    let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, numerics, ..Mapping::default() };
+    // A leader outside the mesh holds no weights.
+    let (topology, mesh) = match mesh.strip_prefix("pp1 ") {
+        Some(mesh) => (Topology::Pp1, mesh),
+        None => (Topology::Mesh, mesh),
+    };
+    let mapping = Mapping { mesh: mesh.parse().unwrap(), topology, strategy, numerics, ..Mapping::default() };
     Arc::new(
         plan::make(&model.video, &model.name, "", &mapping).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}")),
     )
@@ -79,8 +84,7 @@ fn lone(plan: &Plan, rank: Rank, source: &mut dyn WeightSource) -> MeshEngine {
 
 /// Every rank's fingerprints, each rank with a source of its own.
 fn prints<S: WeightSource>(plan: &Plan, mut source: impl FnMut(Rank) -> S) -> BTreeMap<u32, Vec<ShardPrint>> {
-    let ranks = plan.sealed.mesh().iter();
-    ranks.map(|r| (r.0, lone(plan, r, &mut source(r)).fingerprints())).collect()
+    plan.mesh_ranks().map(|r| (r.0, lone(plan, r, &mut source(r)).fingerprints())).collect()
 }
 
 /// What is wrong with them, and whose fault it is taken for.
@@ -102,6 +106,8 @@ fn sound_ranks_agree_on_every_mesh_and_constant_pieces_raise_nothing() {
         ("tp=4", Strategy::Megatron),
         ("pp=2", Strategy::Ulysses),
         ("tp=2,pp=2", Strategy::Megatron),
+        ("pp1 tp=2", Strategy::Megatron),
+        ("pp1 tp=4", Strategy::Ulysses),
     ] {
         let plan = planned(mesh, strategy);
         let all = prints(&plan, |_| weights(&plan, folder.path()));
