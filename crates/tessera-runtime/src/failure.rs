@@ -90,12 +90,17 @@ pub struct Failure {
     pub text: String,
 }
 
+/// Most bytes of a failure's text: it travels, and a message that is over a limit tells nobody anything.
+const MAX_TEXT_BYTES: usize = 64 << 10;
+
 impl Failure {
     /// A failure with a code of this build, found at the first place of its tripwire.
     #[must_use]
     pub fn new(class: FailureClass, rank: Option<u32>, code: &Code, text: impl Into<String>) -> Failure {
         let place = tripwire::first_place(code);
-        Failure { class, rank, place, code: code.id.to_string(), text: text.into() }
+        let mut text = text.into();
+        text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
+        Failure { class, rank, place, code: code.id.to_string(), text }
     }
 
     /// The same failure, found elsewhere.

@@ -38,6 +38,8 @@ pub struct Limits {
     pub stale_ns: u64,
     /// How long the leader waits for the cause after hearing an echo of a failure, in nanoseconds.
     pub blame_ns: u64,
+    /// Longest time in which the studio answers nothing that it was asked, in nanoseconds.
+    pub studio_ns: u64,
     /// How long a failing process waits for its engine before it exits hard, in nanoseconds.
     pub unwind_ns: u64,
     /// How long the launcher waits for a leader's report and for ranks to go before it kills, in nanoseconds.
@@ -57,6 +59,7 @@ impl Default for Limits {
             heartbeat_ns: SECOND / 4,
             stale_ns: 3 * SECOND,
             blame_ns: SECOND / 5,
+            studio_ns: 60 * SECOND,
             unwind_ns: SECOND / 2,
             reap_ns: SECOND,
         }
@@ -85,6 +88,7 @@ impl Limits {
             ("heartbeat_ns", self.heartbeat_ns),
             ("stale_ns", self.stale_ns),
             ("blame_ns", self.blame_ns),
+            ("studio_ns", self.studio_ns),
             ("unwind_ns", self.unwind_ns),
             ("reap_ns", self.reap_ns),
         ];
@@ -100,7 +104,7 @@ impl Limits {
                 }
             }
         }
-        if self.stale_ns < 2 * self.heartbeat_ns {
+        if self.stale_ns < self.heartbeat_ns.saturating_mul(2) {
             found.push(
                 Diagnostic::error(&T0741, "`stale_ns` is shorter than two heartbeats")
                     .at("stale_ns", self.stale_ns.to_string())

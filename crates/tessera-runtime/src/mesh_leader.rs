@@ -227,7 +227,7 @@ impl MeshLeader {
             Message::Envelope(e) => self.envelope(e).map(|f| (e.header.call_id, f)),
             Message::Context(c) => self.context(c).map(|f| (c.call_id, f)),
             Message::Commit(c) => self.commit(c.call_id).map(|f| (c.call_id, f)),
-            Message::Heartbeat(_) | Message::Dump => None,
+            Message::Heartbeat(_) => None,
             Message::Abort(a) => {
                 out.push(Action::ForwardDown);
                 out.push(Action::Exit(Some(a.failure.clone())));

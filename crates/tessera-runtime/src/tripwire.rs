@@ -127,7 +127,7 @@ pub static TRIPWIRES: &[Tripwire] = {
         wire(&T0751, &[Worker], GROUPS),
         wire(&engine::T0752, &[Leader], DETERMINISM),
         wire(&engine::T0753, &[Leader], DETERMINISM),
-        wire(&drift::T0754, &[Init, Worker], DETERMINISM),
+        wire(&drift::T0754, &[Init, Worker, Leader], DETERMINISM),
         wire(&mesh_leader::T0755, &[MeshLeader], GROUPS),
         wire(&T0756, &[Init], CONTROL),
         wire(&T0757, &[Init], GROUPS),

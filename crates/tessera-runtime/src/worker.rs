@@ -264,7 +264,7 @@ impl Worker {
     fn message(&mut self, message: Message, out: &mut Vec<Action>) {
         self.heard_ns = self.clock.now();
         let kind = message.kind();
-        if kind.sender() != Role::Leader && !matches!(kind, Kind::Heartbeat | Kind::Dump) {
+        if kind.sender() != Role::Leader && kind != Kind::Heartbeat {
             return self.broken(0, format!("a {kind:?} message arrived at a worker"), out);
         }
         match message {
@@ -277,7 +277,6 @@ impl Worker {
             Message::Commit(c) => self.commit(c.call_id, out),
             Message::Abort(a) => self.end(a.failure, out),
             Message::Heartbeat(h) => self.leader_beats(h.mark),
-            Message::Dump => {}
             _ => self.broken(0, format!("a {kind:?} message arrived out of place"), out),
         }
     }

@@ -82,6 +82,7 @@ fn main() -> ExitCode {
         a_process_that_hangs_on_its_way_out_is_ended
         a_loaded_host_is_not_a_stall
         a_full_disk_is_an_output_failure
+        a_studio_that_never_answers_is_named
     ];
     if args.iter().any(|a| a == "--list") {
         tests.iter().for_each(|(name, _)| println!("{name}: test"));
@@ -143,7 +144,9 @@ fn as_rank() -> ! {
             config: leader,
             engine: (shape == Shape::Mesh).then_some((config, engine)),
             topology,
-            studio: Box::new(move || Ok(Box::new(Desk { full: scenario == "full" }))),
+            studio: Box::new(move || {
+                Ok(Box::new(Desk { full: scenario == "full", stuck: scenario == "stuck studio" }))
+            }),
             requests: Box::new(requests),
             record: Box::new(|_| {}),
             interrupt: None,
@@ -241,6 +244,7 @@ impl Engine for Deaf {
 
 struct Desk {
     full: bool,
+    stuck: bool,
 }
 
 impl Studio for Desk {
@@ -258,6 +262,9 @@ impl Studio for Desk {
             let code = tessera_runtime::CODES.iter().find(|c| c.id == "T0748").expect("listed");
             return Err(Diagnostic::error(code, "no space left on device"));
         }
+        if self.stuck && chunk == 3 {
+            std::thread::sleep(Duration::from_secs(3600));
+        }
         Ok(12)
     }
 
@@ -267,7 +274,8 @@ impl Studio for Desk {
 }
 
 fn limits() -> Limits {
-    Limits { done_floor_ns: 2_000_000_000, ready_ns: 2_000_000_000, ..Limits::default() }
+    let second = 1_000_000_000;
+    Limits { done_floor_ns: 2 * second, ready_ns: 2 * second, studio_ns: second, ..Limits::default() }
 }
 
 fn spec(world: World, scenario: &str) -> LaunchSpec {
@@ -540,6 +548,15 @@ fn a_loaded_host_is_not_a_stall() {
     clean(Mesh, "short");
     done.store(true, Ordering::Relaxed);
     busy.into_iter().for_each(|b| b.join().expect("no panic"));
+}
+
+fn a_studio_that_never_answers_is_named() {
+    for world in [Mesh, Pp1] {
+        let Ended { report, chunks, .. } = launch_and(world, "stuck studio", |_, _| {});
+        let f = failure(&report);
+        assert_eq!((f.class, f.rank, chunks.len()), (FailureClass::Output, Some(0), 3), "{f}");
+        assert!(f.text.contains("the studio has not answered for"), "{f}");
+    }
 }
 
 fn a_full_disk_is_an_output_failure() {

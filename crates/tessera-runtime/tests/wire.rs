@@ -67,7 +67,6 @@ fn every_message() -> Vec<Message> {
             payload: vec![0; 9],
         }),
         Message::Stop,
-        Message::Dump,
         Message::Init(Init {
             wire_version: WIRE_VERSION,
             build: "b".into(),

@@ -72,7 +72,7 @@ mod tests {
                 });
             }
             let html = page(&record);
-            assert!(html.contains(says) && html.contains(" %</td><td>of the period"), "{html}");
+            assert!(html.contains(says) && html.contains(" %</td><td class=\"l\">of the period"), "{html}");
         }
     }
 }

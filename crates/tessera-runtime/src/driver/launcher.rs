@@ -329,7 +329,9 @@ fn watch(
                 Ok(Message::Finished) => finished = true,
                 Ok(Message::Failed(f)) => {
                     // A rank that stands still will not go by itself.
-                    if let (FailureClass::Stall, Some(rank)) = (f.class, f.rank) {
+                    if let (FailureClass::Stall, Some(rank)) = (f.class, f.rank)
+                        && rank > 0
+                    {
                         ranks.kill(rank);
                     }
                     failure.get_or_insert(f);
@@ -364,7 +366,9 @@ fn watch(
             killed = true;
             ranks.kill_left();
         }
-        if failure.is_some() || finished || leader_closed || first_bad.is_some() || all_gone {
+        // The end of any other rank is the leader's to report: it may have answered the shutdown.
+        let leader_bad = first_bad.is_some_and(|b| b.rank == 0);
+        if failure.is_some() || finished || leader_closed || leader_bad || all_gone {
             ending.get_or_insert_with(Instant::now);
         }
         let patience = if finished { reap * FINISH_FACTOR } else { reap };

@@ -293,9 +293,13 @@ impl Process {
                     self.tell(leader::Event::Delivered { chunk, frames });
                 }
                 StudioEvent::Discarded { chunk } => self.tell(leader::Event::Discarded { chunk }),
-                StudioEvent::Finished => {}
+                StudioEvent::Made | StudioEvent::Finished => {}
                 StudioEvent::Failed(failure) => self.fails(failure),
             }
+        }
+        let now_ns = self.start.elapsed().as_nanos() as u64;
+        if let Some(failure) = self.desk.stuck(now_ns, &self.limits) {
+            self.fails(failure);
         }
         self.intake.heard(&mut taken);
         for taken in taken {
@@ -414,7 +418,12 @@ impl Process {
         let Some(failure) = outcome else {
             self.report(&Message::Finished);
             self.gate.ends(None);
-            self.gate.hub.flush(FINISH_LIMIT);
+            // A launcher that is stopped reads later; until then this process shows that it goes round.
+            let until = Instant::now() + FINISH_LIMIT;
+            while !self.gate.hub.flushed() && Instant::now() < until {
+                self.keeper.round();
+                self.gate.hub.flush(TICK);
+            }
             return None;
         };
         self.keeper.exit_within(bound(&self.limits), failure.class.exit_code());

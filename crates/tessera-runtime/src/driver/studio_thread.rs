@@ -12,8 +12,9 @@ use super::hub::{Hub, Post};
 use crate::decide::Cut;
 use crate::engine::Studio;
 use crate::leader::T0748;
+use crate::limits::{AwakeClock, ms};
 use crate::wire::{Reload, Tensor};
-use crate::{Failure, FailureClass};
+use crate::{Failure, FailureClass, Limits};
 
 /// Makes the studio on its own thread.
 pub type StudioFactory = Box<dyn FnOnce() -> Result<Box<dyn Studio>, Diagnostic> + Send>;
@@ -39,10 +40,20 @@ pub(crate) enum StudioCommand {
 }
 
 pub(crate) enum StudioEvent {
+    /// The studio is made.
+    Made,
     Text(Tensor),
-    Context { chunk: u32, tensor: Tensor },
-    Delivered { chunk: u32, frames: u32 },
-    Discarded { chunk: u32 },
+    Context {
+        chunk: u32,
+        tensor: Tensor,
+    },
+    Delivered {
+        chunk: u32,
+        frames: u32,
+    },
+    Discarded {
+        chunk: u32,
+    },
     Finished,
     Failed(Failure),
 }
@@ -53,6 +64,12 @@ pub(super) struct Desk {
     inbox: Receiver<StudioEvent>,
     /// Chunks of an epoch below this one are not written any more.
     fence: Arc<AtomicU32>,
+    /// Its making, and commands that it has not answered.
+    pending: u32,
+    made: bool,
+    clock: AwakeClock,
+    /// When it last answered, or was first asked for something.
+    moved_ns: u64,
 }
 
 impl Desk {
@@ -69,13 +86,20 @@ impl Desk {
                 post.send(StudioEvent::Failed(failure));
             }
         })?;
-        Ok(Desk { commands, inbox, fence })
+        let clock = AwakeClock::default();
+        Ok(Desk { commands, inbox, fence, pending: 1, made: false, clock, moved_ns: 0 })
     }
 
     /// Hands over a command without waiting.
-    pub(super) fn command(&self, command: StudioCommand) -> Result<(), Failure> {
+    pub(super) fn command(&mut self, command: StudioCommand) -> Result<(), Failure> {
         let why = match self.commands.try_send(command) {
-            Ok(()) => return Ok(()),
+            Ok(()) => {
+                if self.pending == 0 {
+                    self.moved_ns = self.clock.now();
+                }
+                self.pending += 1;
+                return Ok(());
+            }
             Err(TrySendError::Full(_)) => "the studio's queue is full",
             Err(TrySendError::Disconnected(_)) => "the studio's thread has ended",
         };
@@ -87,8 +111,23 @@ impl Desk {
         self.fence.store(epoch, Ordering::Release);
     }
 
-    pub(super) fn heard(&self) -> Option<StudioEvent> {
-        self.inbox.try_recv().ok()
+    pub(super) fn heard(&mut self) -> Option<StudioEvent> {
+        let event = self.inbox.try_recv().ok()?;
+        self.pending = self.pending.saturating_sub(1);
+        self.moved_ns = self.clock.now();
+        self.made = true;
+        Some(event)
+    }
+
+    /// A studio that does not answer: nobody else would notice, for the ranks wait with it.
+    pub(super) fn stuck(&mut self, now_ns: u64, limits: &Limits) -> Option<Failure> {
+        let quiet_ns = self.clock.advance(now_ns, limits.heartbeat_ns).saturating_sub(self.moved_ns);
+        let limit_ns = if self.made { limits.studio_ns } else { limits.hello_ns };
+        if self.pending == 0 || quiet_ns <= limit_ns {
+            return None;
+        }
+        let text = format!("the studio has not answered for {}, limit {}", ms(quiet_ns), ms(limit_ns));
+        Some(Failure::new(FailureClass::Output, Some(0), &T0748, text))
     }
 }
 
@@ -105,6 +144,7 @@ fn work(
         Ok(studio) => studio,
         Err(d) => return failed(FailureClass::Output, &d),
     };
+    post.send(StudioEvent::Made);
     while let Ok(command) = orders.recv() {
         let (class, outcome) = match command {
             StudioCommand::Text { prompt } => {

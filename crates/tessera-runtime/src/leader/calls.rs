@@ -12,6 +12,7 @@ use crate::check::{Local, check_context, check_envelope, input_digest};
 use crate::decide::{CallPlan, ChunkRequest};
 use crate::drift::{T0744, T0759, departs, outputs_differ};
 use crate::engine::{T0737, T0752, T0753};
+use crate::tripwire::Place;
 use crate::wire::{
     self, CallAction, Commit, Context, Done, Envelope, EnvelopeHeader, Message, Ready, Reload, Tensor,
     Tensors, WIRE_VERSION,
@@ -328,7 +329,7 @@ impl Leader {
             }
             CallAction::Reload => {
                 let prints = open.fingerprints.clone();
-                self.shards_agree(&prints, out)
+                self.shards_agree(&prints, (FailureClass::Drift, Place::Leader), out)
             }
             _ => true,
         }

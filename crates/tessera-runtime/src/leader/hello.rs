@@ -56,7 +56,7 @@ impl Leader {
             let failure = Failure::new(FailureClass::Parity, rank, first.code, text).at(Place::Init);
             return self.fail(failure, out);
         }
-        if self.shards_agree(&prints, out) {
+        if self.shards_agree(&prints, (FailureClass::Parity, Place::Init), out) {
             self.stage = Stage::Running;
         }
     }
@@ -65,13 +65,14 @@ impl Leader {
     pub(super) fn shards_agree(
         &mut self,
         prints: &BTreeMap<u32, Vec<ShardPrint>>,
+        (class, place): (FailureClass, Place),
         out: &mut Vec<Action>,
     ) -> bool {
         if !self.armed(&T0754) {
             return true;
         }
         let Some((rank, text)) = shards_differ(prints) else { return true };
-        self.fail(Failure::new(FailureClass::Parity, Some(rank), &T0754, text).at(Place::Init), out);
+        self.fail(Failure::new(class, Some(rank), &T0754, text).at(place), out);
         false
     }
 }

@@ -111,6 +111,12 @@ impl Leader {
         self.learned.p99(program).saturating_mul(u64::from(self.config.limits.done_factor))
     }
 
+    /// How long a rank may take to answer the shutdown; one that has said nothing yet may be loading.
+    fn stop_limit_ns(&self) -> u64 {
+        let loading = self.peers.values().any(|p| !p.stopped && p.heard_ns.is_none());
+        if loading { self.config.limits.hello_ns } else { self.config.limits.ready_ns }
+    }
+
     /// The rank that is furthest behind a deadline, with words.
     fn stalled(&self, now: u64) -> Option<(u32, String)> {
         if let Some(found) = self.silent(now) {
@@ -128,7 +134,7 @@ impl Leader {
             Stage::Hello { since_ns } if late(since_ns, limits.hello_ns) => {
                 return blame(missing(&|r, _| self.hellos.contains_key(&r)), "hello".into());
             }
-            Stage::Stopping { since_ns, .. } if late(since_ns, limits.ready_ns) => {
+            Stage::Stopping { since_ns, .. } if late(since_ns, self.stop_limit_ns()) => {
                 return blame(missing(&|_, p| p.stopped), "answer to the shutdown".into());
             }
             _ => {}

@@ -375,6 +375,7 @@ impl<W: World> Sim<W> {
                 self.store(rank, item);
             }
             Item::StudioEnds { .. } if self.stopped(0) => self.store(0, item),
+            Item::Loaded(rank) if self.stopped(rank) => self.store(rank, item),
             Item::Frame(frame) => self.arrives(frame),
             Item::Closed { from, to } => self.closed(from, to),
             Item::Loaded(rank) => self.loaded(rank),

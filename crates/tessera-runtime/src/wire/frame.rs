@@ -95,7 +95,7 @@ pub fn encode(origin: u32, message: &Message) -> Result<Vec<u8>, Diagnostic> {
     let none = Tensors::default();
     let (meta, tensors) = match message {
         Message::Welcome(m) => (canonical_bytes(m), &none),
-        Message::Stop | Message::Dump | Message::Finished => (Vec::new(), &none),
+        Message::Stop | Message::Finished => (Vec::new(), &none),
         Message::Init(m) => (canonical_bytes(m), &none),
         Message::Envelope(m) => {
             (canonical_bytes(&(&m.header, &m.meta, &m.reload, m.tensors.specs())), &m.tensors)
@@ -201,7 +201,6 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
     Ok(match kind {
         Kind::Welcome => Message::Welcome(read(kind, meta)?),
         Kind::Stop => empty(kind, meta, Message::Stop)?,
-        Kind::Dump => empty(kind, meta, Message::Dump)?,
         Kind::Init => Message::Init(read(kind, meta)?),
         Kind::Envelope => {
             type Parts = (EnvelopeHeader, Option<CallMeta>, Option<Reload>, Vec<TensorSpec>);

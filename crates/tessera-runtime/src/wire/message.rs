@@ -12,8 +12,6 @@ pub enum Message {
     Welcome(Welcome),
     /// Launcher to leader: end at the next chunk boundary.
     Stop,
-    /// Launcher to leader and on to workers: write the flight record now. The machines do nothing with it.
-    Dump,
     /// Leader to workers: what must be equal before anything runs.
     Init(Init),
     /// Leader to workers: one call, fully decided.
@@ -64,7 +62,6 @@ pub enum Role {
 pub enum Kind {
     Welcome = 1,
     Stop = 2,
-    Dump = 3,
     Init = 16,
     Envelope = 17,
     Context = 18,
@@ -83,10 +80,9 @@ pub enum Kind {
 
 impl Kind {
     /// Every kind.
-    pub const ALL: [Kind; 17] = [
+    pub const ALL: [Kind; 16] = [
         Kind::Welcome,
         Kind::Stop,
-        Kind::Dump,
         Kind::Init,
         Kind::Envelope,
         Kind::Context,
@@ -129,7 +125,6 @@ impl Message {
         match self {
             Message::Welcome(_) => Kind::Welcome,
             Message::Stop => Kind::Stop,
-            Message::Dump => Kind::Dump,
             Message::Init(_) => Kind::Init,
             Message::Envelope(_) => Kind::Envelope,
             Message::Context(_) => Kind::Context,
@@ -157,7 +152,7 @@ pub struct Welcome {
     pub world: u32,
     /// The session id that every envelope carries.
     pub session: u64,
-    /// Control sockets among the descriptors: one per worker for the leader, one for a worker.
+    /// Control sockets among the descriptors: one per rank that this one speaks with.
     pub sockets: u32,
     /// Further descriptors, after the sockets, in the order in which the door gave them.
     pub extras: u32,
@@ -302,7 +297,7 @@ pub struct Fault {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Heartbeat {
     /// Of a rank, grows as its engine advances: phase number in the upper half, the engine's own mark in the lower.
-    /// Of the leader, chunks delivered.
+    /// Of the leader, how often anybody made progress.
     pub mark: u64,
 }
 
