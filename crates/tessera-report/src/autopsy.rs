@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use tessera_base::Counterexample;
 
-use crate::flight::{Flight, Mark};
+use crate::flight::{Flight, Header, Mark, write_ranks};
 use crate::record::{Record, Status};
 
 use graph::Waits;
@@ -25,6 +25,8 @@ use view::{Departure, RankView};
 const SILENCE_FLOOR_NS: u64 = 2_000_000_000;
 /// How many times the longest quiet time of a healthy stretch a silence must last.
 const SILENCE_FACTOR: u64 = 4;
+/// A header that tells of more ranks than that is damaged.
+const MOST_RANKS: u32 = 65_536;
 
 /// How a process is at the moment of the autopsy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,8 +140,8 @@ pub struct RankState {
     pub state: String,
     /// The last thing it began.
     pub at: String,
-    /// Nanoseconds from its last line to the end of the run, or to now.
-    pub silent_ns: u64,
+    /// Nanoseconds from its last line to the end of the run, or to now; nothing without a flight record.
+    pub silent_ns: Option<u64>,
     /// For whom it waits.
     pub waits_for: Vec<u32>,
 }
@@ -211,15 +213,22 @@ pub fn autopsy(evidence: &Evidence) -> Autopsy {
     let end_ns = end_ns(evidence, &views);
     let case = Case { evidence, waits: Waits::of(&views), views, state, end_ns };
     let findings = case.findings(&mut notes);
+    let mut absent = Vec::new();
     for v in &case.views {
         match v.flight {
             None if findings.iter().any(|f| f.ranks == [v.rank]) => {}
-            None => notes.push(format!("rank {} has no flight record", v.rank)),
+            None => absent.push(v.rank),
             Some(f) if f.torn > 0 => {
                 notes.push(format!("{} of rank {} cannot be read", lines(f.torn), v.rank))
             }
             Some(_) => {}
         }
+    }
+    match (&absent[..], write_ranks(&absent)) {
+        ([], _) => {}
+        ([one], _) => notes.push(format!("rank {one} has no flight record")),
+        (many, said) if said.is_empty() => notes.push(format!("{} ranks have no flight record", many.len())),
+        (_, said) => notes.push(format!("ranks {said} have no flight record")),
     }
     let (agreement, record_says) = case.agreement(&findings);
     let (triage, next) = say::next(&case, &findings);
@@ -240,13 +249,19 @@ pub fn autopsy(evidence: &Evidence) -> Autopsy {
 fn own<'a>(evidence: &'a Evidence, notes: &mut Vec<String>) -> BTreeMap<u32, &'a Flight> {
     let mut sessions: BTreeMap<&str, (bool, usize, u64)> = BTreeMap::new();
     let planned = |f: &Flight| evidence.record.as_ref().is_none_or(|r| r.start.plan == f.header.plan);
-    for f in &evidence.flights {
+    let (whole, damaged): (Vec<&Flight>, Vec<&Flight>) =
+        evidence.flights.iter().partition(|f| is_possible(&f.header));
+    for f in damaged {
+        let (rank, world) = (f.header.rank, f.header.world);
+        notes.push(format!("a record says that it is of rank {rank} of {world}: it is damaged and left out"));
+    }
+    for f in &whole {
         let s = sessions.entry(&f.header.session).or_default();
         *s = (s.0 || planned(f), s.1 + 1, s.2.max(f.header.wall_ns));
     }
     let run = sessions.iter().max_by_key(|(_, weight)| **weight).map(|(s, _)| *s);
     let mut own: BTreeMap<u32, &Flight> = BTreeMap::new();
-    for f in &evidence.flights {
+    for f in whole {
         let rank = f.header.rank;
         if Some(f.header.session.as_str()) != run {
             notes.push(format!("a record of rank {rank} is of another run (session {})", f.header.session));
@@ -259,12 +274,18 @@ fn own<'a>(evidence: &'a Evidence, notes: &mut Vec<String>) -> BTreeMap<u32, &'a
     own
 }
 
+/// Whether there can be such a rank.
+fn is_possible(header: &Header) -> bool {
+    let (rank, world) = (header.rank, header.world);
+    // A world of 0 is one that its rank did not know.
+    rank < MOST_RANKS && world <= MOST_RANKS && (world == 0 || rank < world)
+}
+
+/// Ranks of the run, at most [`MOST_RANKS`].
 fn world(evidence: &Evidence, flights: &BTreeMap<u32, &Flight>) -> u32 {
-    /// More ranks than that are a slip in a header.
-    const MOST: u32 = 65_536;
-    let recorded = evidence.record.iter().flat_map(|r| &r.start.ranks).map(|r| r.rank + 1).max();
-    let said = flights.values().map(|f| f.header.world.max(f.header.rank + 1)).max();
-    recorded.unwrap_or(0).max(said.unwrap_or(0)).min(MOST)
+    let recorded = evidence.record.iter().flat_map(|r| &r.start.ranks).map(|r| r.rank.saturating_add(1));
+    let said = flights.values().map(|f| f.header.world.max(f.header.rank.saturating_add(1)));
+    recorded.filter(|n| *n <= MOST_RANKS).chain(said).max().unwrap_or(0).min(MOST_RANKS)
 }
 
 fn state(evidence: &Evidence, views: &[RankView<'_>]) -> RunState {
@@ -373,7 +394,7 @@ impl Case<'_> {
         let named: Vec<&RankView<'_>> = suspects.iter().copied().filter(|v| told.contains(&v.rank)).collect();
         if !named.is_empty() {
             suspects = named;
-        } else if suspects.len() == self.views.len() {
+        } else if self.views.iter().all(|v| v.flight.is_none() || self.is_gone(v)) {
             // All went at once: nothing tells the first from the rest.
             return Vec::new();
         } else if self.state != RunState::Running {
@@ -400,7 +421,11 @@ impl Case<'_> {
                 matches!(vitals, Some(Vitals::Stopped | Vitals::Gone))
                     || (v.flight.is_none() && self.waits.roots().contains(&v.rank) && self.is_long(v))
             }
-            _ => true,
+            // A record that is not here says nothing: somebody must have missed its rank.
+            _ => {
+                let killed = self.evidence.ends.iter().any(|e| e.rank == v.rank && e.signal.is_some());
+                v.flight.is_some() || killed || self.is_long(v) || self.testimony().contains(&v.rank)
+            }
         }
     }
 
@@ -444,7 +469,9 @@ impl Case<'_> {
                 out.push(say::behind(self, v));
             }
         }
-        let long = |ranks: &[u32]| ranks.iter().all(|r| self.is_long(&self.views[*r as usize]));
+        let long = |ranks: &[u32]| {
+            ranks.iter().all(|r| self.views.get(*r as usize).is_some_and(|v| self.is_long(v)))
+        };
         // What is over cannot go on by itself, however short it was.
         let over = self.state != RunState::Running;
         for circle in self.waits.circles.iter().filter(|c| over || long(c)) {
@@ -458,15 +485,21 @@ impl Case<'_> {
         out
     }
 
-    /// Whether a rank has been silent for longer than work explains.
+    /// Whether a rank has been silent for longer than work explains; of one without a record, whether another waits
+    /// for it for so long.
     fn is_long(&self, v: &RankView<'_>) -> bool {
         let gaps = self.views.iter().map(|v| v.longest_gap_ns).max().unwrap_or(0);
         let limit = SILENCE_FLOOR_NS.max(gaps.saturating_mul(SILENCE_FACTOR));
-        self.silent_ns(v) > limit
-    }
-
-    fn silent_ns(&self, v: &RankView<'_>) -> u64 {
-        self.end_ns.saturating_sub(v.engine_wall_ns)
+        let long = |v: &RankView<'_>| self.end_ns.saturating_sub(v.engine_wall_ns) > limit;
+        match v.flight {
+            Some(_) => long(v),
+            None => self
+                .waits
+                .waiters(v.rank)
+                .into_iter()
+                .filter_map(|r| self.views.get(r as usize))
+                .any(|waiter| waiter.flight.is_some() && long(waiter)),
+        }
     }
 
     fn agreement(&self, findings: &[Finding]) -> (Agreement, String) {

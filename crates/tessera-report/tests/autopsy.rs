@@ -55,6 +55,44 @@ fn a_healthy_run_stays_healthy_with_any_record_cut_or_missing() {
     }
 }
 
+/// Ranks on hosts whose records are not at hand are not guilty of it, in whatever state the others are.
+#[test]
+fn nobody_is_blamed_for_a_record_that_lies_elsewhere() {
+    for name in ["healthy-and-running", "healthy-and-idle-between-calls"] {
+        let healthy = CASES.split("\ncase ").find(|c| c.starts_with(name)).unwrap();
+        let (evidence, _) = read(healthy.split_once('\n').unwrap().1);
+        for rank in 0..evidence.flights.len() {
+            let mut missing = evidence.clone();
+            missing.flights.remove(rank);
+            missing.vitals.remove(&(rank as u32));
+            let a = autopsy(&missing);
+            assert_eq!((a.culprits(), a.ranks.len()), (Vec::new(), evidence.flights.len()), "{name}, {rank}");
+            assert!(a.to_json()["ranks"][rank]["silent_ns"].is_null(), "{a:#?}");
+        }
+    }
+}
+
+#[test]
+fn a_damaged_header_costs_its_own_record_and_no_other() {
+    let (evidence, _) =
+        read("0: k1 [p tp.0-1.all_reduce=d ] !exit:0\n1: k1 [p tp.0-1.all_reduce=d ] !exit:0");
+    for (rank, world) in [(u32::MAX, 2), (u32::MAX, u32::MAX), (2, 2), (65_536, 0), (0, u32::MAX)] {
+        let mut damaged = evidence.clone();
+        damaged.flights[1].header.rank = rank;
+        damaged.flights[1].header.world = world;
+        let a = autopsy(&damaged);
+        assert_eq!(a.ranks.len(), 2, "{rank} of {world}");
+        let why = format!("of rank {rank} of {world}: it is damaged");
+        assert!(a.notes.iter().any(|n| n.contains(&why)), "{:?}", a.notes);
+    }
+    // Many that are missing are one note, and members that there are not are nobody.
+    let (mut wide, _) = read("0: k1 [p tp.0-9.all_reduce=w\nvitals 0=alive\nnow 30000");
+    wide.flights[0].header.world = 65_536;
+    assert!(autopsy(&wide).notes.contains(&"ranks 10-65535 have no flight record".to_string()));
+    wide.flights[0].header.world = 1;
+    assert_eq!(autopsy(&wide).culprits(), Vec::<u32>::new());
+}
+
 #[test]
 fn nothing_is_an_answer_too() {
     let a = autopsy(&Evidence::default());
@@ -74,6 +112,10 @@ fn holds(a: &Autopsy, expect: &str) -> Result<(), String> {
         "says" => {
             let text = a.text("run");
             return if text.contains(value) { Ok(()) } else { Err(format!("the text is\n{text}")) };
+        }
+        "lacks" => {
+            let text = a.text("run");
+            return if text.contains(value) { Err(format!("the text is\n{text}")) } else { Ok(()) };
         }
         _ => panic!("{what}"),
     };

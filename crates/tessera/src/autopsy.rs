@@ -8,13 +8,13 @@ use tessera_mesh::Rank;
 use tessera_report::autopsy::{Autopsy, Evidence, Vitals, autopsy};
 use tessera_report::counterexample;
 use tessera_report::flight::{Entry, Flight};
-use tessera_report::record::Record;
 use tessera_verify::collective_lines;
 
 use crate::files::{unwritable, write_file};
 use crate::flight::{EXITS, FLIGHT, MAX_FILE_BYTES, now_ns, vitals};
 use crate::plan::Plan;
 use crate::record::RECORD;
+use crate::stream;
 
 /// Nothing to examine.
 pub static T0036: Code = Code {
@@ -25,28 +25,32 @@ folder of flight records alone does too, as when they were gathered from several
 Files that are missing, cut, or of another run are no hindrance: they are noted, and the rest is read.",
 };
 
-/// Longest record that is read.
-const MAX_RECORD_BYTES: u64 = 1 << 30;
-
 /// Examines a run's folder.
 ///
 /// # Errors
 /// T0036 where nothing in it is of a run.
 pub fn examine(dir: &Path) -> Result<Autopsy, Diagnostic> {
     let mut evidence = Evidence { record: None, ..Evidence::default() };
-    let record = read(&dir.join(RECORD), MAX_RECORD_BYTES);
-    match record.as_deref().map(Record::parse) {
+    let record = stream::read(&dir.join(RECORD));
+    let recorded = record.is_some();
+    match record {
         Some(Ok(record)) => evidence.record = Some(record),
         Some(Err(d)) => evidence.notes.push(format!("{RECORD}: {}", d.message)),
         None => evidence.notes.push(format!("there is no {RECORD}")),
     }
     let inside = dir.join(FLIGHT);
     let folder = if inside.is_dir() { inside } else { dir.to_path_buf() };
-    let files = rank_files(&folder);
-    if files.is_empty() && record.is_none() {
+    let (files, older) = rank_files(&folder);
+    if files.is_empty() && !recorded {
         return Err(Diagnostic::error(&T0036, format!("{} is not the folder of a run", dir.display()))
             .at(dir.display().to_string(), format!("no {RECORD} and no {FLIGHT}/rank-N.jsonl"))
             .hint("name the folder that `tessera stream --out` made"));
+    }
+    if !older.is_empty() {
+        evidence.notes.push(format!(
+            "left out, of earlier runs: {}; to examine one, name those of its session rank-N.jsonl in a folder of their own",
+            older.join(", ")
+        ));
     }
     for path in files {
         let name = path.file_name().map_or(String::new(), |n| n.to_string_lossy().into_owned());
@@ -98,16 +102,22 @@ pub fn draw(autopsy: &Autopsy, folder: &Path) -> Result<Vec<PathBuf>, Diagnostic
     Ok(written)
 }
 
-/// Files named `rank-N.jsonl`, by name.
-fn rank_files(folder: &Path) -> Vec<PathBuf> {
+/// Files named `rank-N.jsonl` in order of rank, and names of those that a later run put aside.
+fn rank_files(folder: &Path) -> (Vec<PathBuf>, Vec<String>) {
     let entries = std::fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
-    let rank = |p: &Path| {
-        let name = p.file_name()?.to_str()?;
-        name.strip_prefix("rank-")?.strip_suffix(".jsonl")?.parse::<u32>().ok()
-    };
-    let mut files: Vec<(u32, PathBuf)> = entries.filter_map(|e| Some((rank(&e.path())?, e.path()))).collect();
+    let (mut files, mut older): (Vec<(u32, PathBuf)>, Vec<String>) = Default::default();
+    for path in entries.map(|e| e.path()) {
+        let Some(name) = path.file_name().and_then(|n| n.to_str()) else { continue };
+        let Some(stem) = name.strip_prefix("rank-").and_then(|n| n.strip_suffix(".jsonl")) else { continue };
+        match stem.split_once('.') {
+            None => files.extend(stem.parse().ok().map(|rank| (rank, path.clone()))),
+            Some((rank, _)) if rank.parse::<u32>().is_ok() => older.push(name.to_string()),
+            Some(_) => {}
+        }
+    }
     files.sort();
-    files.into_iter().map(|(_, path)| path).collect()
+    older.sort();
+    (files.into_iter().map(|(_, path)| path).collect(), older)
 }
 
 fn read(path: &Path, most: u64) -> Option<Vec<u8>> {
@@ -160,6 +170,8 @@ fn plan(dir: &Path, evidence: &mut Evidence) {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use tessera_report::flight::{Header, SCHEMA};
+
     use super::*;
 
     #[test]
@@ -168,6 +180,37 @@ mod tests {
         std::fs::write(dir.path().join("rank-x.jsonl"), "{}").unwrap();
         assert_eq!(examine(dir.path()).unwrap_err().code, &T0036);
         assert_eq!(examine(&dir.path().join("nowhere")).unwrap_err().code, &T0036);
+    }
+
+    #[test]
+    fn records_that_were_put_aside_are_named_and_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let header = Header { schema: SCHEMA, kind: "flight".into(), world: 1, ..Header::default() };
+        let now = Header { session: "2".into(), ..header.clone() };
+        std::fs::write(dir.path().join("rank-0.jsonl"), now.to_bytes()).unwrap();
+        let before = Header { session: "1".into(), rank: 7, world: 9, ..header };
+        std::fs::write(dir.path().join("rank-7.0000000000000001.jsonl"), before.to_bytes()).unwrap();
+        let a = examine(dir.path()).unwrap();
+        assert_eq!(a.ranks.len(), 1);
+        assert!(a.notes.iter().any(|n| n.contains("rank-7.0000000000000001.jsonl")), "{:?}", a.notes);
+    }
+
+    #[test]
+    fn a_long_record_is_read_by_the_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(RECORD);
+        let start = r#"{"kind":"start","schema":1,"tessera":"0","plan":"p","model":"m","mesh":"tp=2","strategy":"s","numerics":"n","cache":"c","topology":"mesh","seed":0,"prompts":[],"chunks":null,"fps":1.0,"width":1,"height":1,"steps":1,"command":[],"started_at":"","status":"running"}"#;
+        let chunk = |n: u32| {
+            format!(
+                "{{\"kind\":\"chunk\",\"chunk\":{n},\"call_id\":{n},\"cache_epoch\":0,\"start_frame\":0,\"prompt\":\"\",\"seed\":0,\"cut\":false,\"latents_digest\":\"\",\"frames\":3,\"start_ns\":{n},\"wall_ns\":1,\"queue_in\":0,\"queue_out\":0,\"ranks\":[]}}\n"
+            )
+        };
+        let chunks: String = (0..3000).map(chunk).collect();
+        std::fs::write(&path, format!("{start}\n{chunks}")).unwrap();
+        let record = stream::read(&path).unwrap().unwrap();
+        assert_eq!((record.chunks.len(), record.chunk_count(), record.frame_count()), (1000, 3000, 9000));
+        assert!(examine(dir.path()).unwrap().record_says.contains("no end line"));
+        assert!(stream::read(dir.path()).is_none());
     }
 
     #[test]

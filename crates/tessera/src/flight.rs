@@ -4,6 +4,7 @@
 //! that takes no more costs the record and never the run.
 
 use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,7 +13,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use rustix::time::{ClockId, clock_gettime};
 use tessera_mesh::Rank;
 use tessera_report::autopsy::{ProcessEnd, Vitals};
-use tessera_report::flight::{Entry, HEADER_BYTES, Header, LINES, Mark, SCHEMA, offset, to_bytes};
+use tessera_report::flight::{Entry, Flight, HEADER_BYTES, Header, LINES, Mark, SCHEMA, offset, to_bytes};
 use tessera_runtime::driver::RankExit;
 use tessera_runtime::flight::{self, Sink};
 use tessera_verify::SealedPlan;
@@ -38,6 +39,7 @@ impl FlightRecord {
         let path = out.join(FLIGHT).join(format!("rank-{}.jsonl", rank.0));
         let header = header(session, plan, rank);
         let made = std::fs::create_dir_all(out.join(FLIGHT)).and_then(|()| {
+            put_aside(&path, &header.session)?;
             let file = OpenOptions::new().create(true).write(true).truncate(true).open(&path)?;
             file.write_all_at(&header.to_bytes(), 0)?;
             Ok(file)
@@ -83,6 +85,31 @@ impl FlightRecord {
 impl Sink for FlightRecord {
     fn mark(&self, mark: flight::Mark<'_>) {
         self.write(now_ns(), &Entry::Mark(words(mark)));
+    }
+}
+
+/// Renames a record of another session to `rank-N.<session>.jsonl`: a rank that starts again must not take with it
+/// what the one before it left to tell.
+fn put_aside(path: &Path, session: &str) -> std::io::Result<()> {
+    match std::fs::metadata(path) {
+        Ok(m) if m.is_file() => {}
+        Ok(_) => return Ok(()),
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(e),
+    }
+    let mut head = Vec::new();
+    File::open(path)?.take(HEADER_BYTES as u64).read_to_end(&mut head)?;
+    if head.is_empty() {
+        return Ok(());
+    }
+    let theirs = Flight::parse("", &head).map(|f| f.header.session).ok();
+    let is_id = |s: &String| (1..=16).contains(&s.len()) && s.bytes().all(|b| b.is_ascii_hexdigit());
+    match theirs {
+        Some(same) if same == session => Ok(()),
+        theirs => {
+            let name = theirs.filter(is_id).unwrap_or_else(|| "damaged".to_string());
+            std::fs::rename(path, path.with_extension(format!("{name}.jsonl")))
+        }
     }
 }
 
@@ -190,7 +217,7 @@ pub(crate) const MAX_FILE_BYTES: u64 = offset(LINES - 1) + 2 * HEADER_BYTES as u
 mod tests {
     use std::sync::Arc;
 
-    use tessera_report::flight::{Collective, Flight};
+    use tessera_report::flight::Collective;
 
     use super::*;
 
@@ -250,6 +277,39 @@ mod tests {
         let each_ns = (cpu() - begun) / u64::from(WRITES);
         assert!(each_ns < 20_000, "{each_ns} ns a line");
         println!("{each_ns} ns a line");
+    }
+
+    #[test]
+    fn a_restart_puts_the_record_of_the_crash_aside() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("rank-1.jsonl");
+        let kept = |name: &str| std::fs::read(dir.path().join(name)).ok();
+        let whole = |session: &str| {
+            let header = Header {
+                schema: SCHEMA,
+                kind: "flight".into(),
+                session: session.into(),
+                ..Header::default()
+            };
+            let mark = Entry::Mark(Mark { mark: "joined".into(), ..Mark::default() });
+            [header.to_bytes(), to_bytes(0, 1, &mark)].concat()
+        };
+        // Nothing there, an empty file, and the same session again are no evidence of another.
+        put_aside(&path, "ab").unwrap();
+        for same in [Vec::new(), whole("ab")] {
+            std::fs::write(&path, &same).unwrap();
+            put_aside(&path, "ab").unwrap();
+            assert_eq!(kept("rank-1.jsonl"), Some(same));
+        }
+        put_aside(&path, "cd").unwrap();
+        assert_eq!((kept("rank-1.jsonl"), kept("rank-1.ab.jsonl")), (None, Some(whole("ab"))));
+        // What cannot be read, and what is no id, leaves no name of its own choice.
+        for odd in [b"not a header\n".to_vec(), whole("../../x")] {
+            std::fs::write(&path, &odd).unwrap();
+            put_aside(&path, "cd").unwrap();
+            assert_eq!(kept("rank-1.damaged.jsonl"), Some(odd));
+        }
+        assert_eq!(kept("rank-1.ab.jsonl"), Some(whole("ab")));
     }
 
     #[test]

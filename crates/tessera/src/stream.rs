@@ -1,6 +1,6 @@
 //! Runs a sealed plan as processes on this host and leaves a folder a person can read.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -41,6 +41,8 @@ reaches. Chunks are counted from 0; a change at chunk N takes effect when chunk 
 
 /// Chunks of a run that its page and its trace look at: the first and the last of them.
 const KEPT_CHUNKS: usize = 1_000;
+/// Longest line of a record that is read as one: the ranks of the largest mesh take a tenth of it.
+const MAX_LINE_BYTES: u64 = 64 << 20;
 
 /// What to stream.
 #[derive(Debug, Clone, Default)]
@@ -373,7 +375,7 @@ pub(crate) fn close(
     interrupted: bool,
 ) -> StreamReport {
     let path = options.out.join(RECORD);
-    let mut record = read(&path);
+    let mut record = read(&path).and_then(Result::ok);
     if let Some(record) = &mut record
         && record.end.is_none()
     {
@@ -399,16 +401,23 @@ pub(crate) fn close(
     StreamReport { exit_code, failure, interrupted, chunks, dropped, frames, fps, golden, overlap, out }
 }
 
-/// A run's record; of a long run its beginning and its end, so that closing takes no more memory than running.
-fn read(path: &Path) -> Option<Record> {
+/// A run's record, or what is wrong with it; nothing where there is no such file. Of a long run its beginning and its
+/// end are kept, so that reading it takes no more memory than running.
+pub(crate) fn read(path: &Path) -> Option<Result<Record, Diagnostic>> {
+    // A pipe of that name would never end.
+    std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file)?;
     let mut file = BufReader::new(std::fs::File::open(path).ok()?);
     let mut reader = Reader::new(KEPT_CHUNKS);
     let mut line = Vec::new();
-    while file.read_until(b'\n', &mut line).ok()? > 0 {
-        reader.line(&line).ok()?;
+    loop {
         line.clear();
+        if file.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut line).ok()? == 0 {
+            return Some(reader.end());
+        }
+        if let Err(d) = reader.line(&line) {
+            return Some(Err(d));
+        }
     }
-    reader.end().ok()
 }
 
 /// The end of a record whose leader wrote none.

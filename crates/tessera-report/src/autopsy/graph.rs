@@ -88,6 +88,12 @@ impl Waits {
         ranks.into_iter().collect()
     }
 
+    /// Ranks whose host or device waits for a rank.
+    pub(super) fn waiters(&self, rank: u32) -> BTreeSet<u32> {
+        let waits = |to: &[Node]| to.iter().any(|n| n.rank() == rank);
+        self.edges.iter().filter(|(_, to)| waits(to)).map(|(from, _)| from.rank()).collect()
+    }
+
     /// A chain of waits that ends at a rank, from as far away as there is one.
     pub(super) fn chain(&self, to: u32) -> Vec<Node> {
         let mut before: BTreeMap<Node, Node> = BTreeMap::new();

@@ -60,7 +60,8 @@ impl Autopsy {
                 [] => String::new(),
                 _ => format!(" for {}", write_ranks(&r.waits_for)),
             };
-            rows.push([r.rank.to_string(), r.state.clone() + &waits, seconds(r.silent_ns), r.at.clone()]);
+            let silent = r.silent_ns.map_or("–".to_string(), seconds);
+            rows.push([r.rank.to_string(), r.state.clone() + &waits, silent, r.at.clone()]);
         }
         if rows.len() > 1 {
             out += "\n";

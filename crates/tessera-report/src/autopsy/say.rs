@@ -5,7 +5,8 @@ use tessera_base::{Counterexample, Link, Mismatch, Step};
 use super::graph::{Difference, Node, dtype};
 use super::view::{Call, Departure, RankView};
 use super::{
-    Case, Class, Finding, GroupState, LAUNCHER_GONE, RankState, RunState, Vitals, is_death, is_own_failure,
+    Case, Class, Finding, GroupState, LAUNCHER_GONE, ProcessEnd, RankState, RunState, Vitals, is_death,
+    is_own_failure,
 };
 use crate::flight::{Collective, State, write_ranks};
 
@@ -165,11 +166,13 @@ pub(super) fn silent(case: &Case<'_>, v: &RankView<'_>) -> Finding {
     let rank = v.rank;
     let waiter = case.views.iter().find(|w| case.waits.direct(w.rank).contains(&rank));
     let wanted = waiter.and_then(|w| w.waiting()).map(|c| c.c);
-    let never = wanted.is_some_and(|c| v.last_call < c.call);
+    // Of a rank without a record nobody knows how far it came.
+    let never = v.flight.is_some() && wanted.is_some_and(|c| v.last_call < c.call);
     let mut evidence = Vec::new();
     match v.flight {
         None => evidence.push(
-            "it left no flight record: it died before it joined, or its file did not come along".to_string(),
+            "it left no flight record here: it died before it joined, or its file is on another host"
+                .to_string(),
         ),
         Some(_) => evidence.push(format!(
             "its last word: {}, {} before {}",
@@ -179,17 +182,15 @@ pub(super) fn silent(case: &Case<'_>, v: &RankView<'_>) -> Finding {
         )),
     }
     let died = told(case, rank, "a rank died");
-    match case.evidence.vitals.get(&rank) {
+    match vitals(case, rank) {
         Some(Vitals::Stopped) => {
-            evidence.push(format!("its process{} is stopped (SIGSTOP or a debugger)", pid(v)))
+            evidence.push(format!("its process{} is stopped (SIGSTOP or a debugger)", pid(case, v)))
         }
-        Some(Vitals::Gone) if case.state == RunState::Running => {
-            evidence.push(format!("its process{} is gone", pid(v)))
-        }
-        Some(Vitals::Alive) => evidence.push(format!("its process{} is alive", pid(v))),
-        _ => {}
+        Some(Vitals::Gone) => evidence.push("its process is gone".to_string()),
+        Some(Vitals::Alive) => evidence.push(format!("its process{} is alive", pid(case, v))),
+        None => {}
     }
-    if let Some(end) = case.evidence.ends.iter().find(|e| e.rank == rank) {
+    if let Some(end) = end_of(case, rank) {
         match (end.signal, end.status) {
             (Some(9), _) if !died && told(case, rank, "a rank stalled") => {
                 evidence.push("it did not answer, and was killed (signal 9) when the run ended".to_string());
@@ -207,6 +208,9 @@ pub(super) fn silent(case: &Case<'_>, v: &RankView<'_>) -> Finding {
             "rank {rank} never began call {} (chunk {}), in which others wait for it",
             c.call, c.chunk
         ),
+        (_, Some(_)) if v.flight.is_none() && !died => {
+            format!("others wait for rank {rank}, of which there is no record")
+        }
         _ if !case.waits.direct(rank).is_empty() => {
             format!("rank {rank} fell silent while it waited for {}", named(&case.waits.direct(rank)))
         }
@@ -233,8 +237,38 @@ fn told(case: &Case<'_>, rank: u32, class: &str) -> bool {
     by_rank || cause.is_some_and(|c| c.rank == Some(rank) && c.class == class)
 }
 
-fn pid(v: &RankView<'_>) -> String {
-    v.flight.map_or(String::new(), |f| format!(" {}", f.header.pid))
+/// How its launcher saw a rank's process end.
+fn end_of<'a>(case: &'a Case<'_>, rank: u32) -> Option<&'a ProcessEnd> {
+    case.evidence.ends.iter().find(|e| e.rank == rank)
+}
+
+/// How a rank's process is. Whose end was seen is gone, whoever has its number now.
+fn vitals(case: &Case<'_>, rank: u32) -> Option<Vitals> {
+    let ended = end_of(case, rank).map(|_| Vitals::Gone);
+    ended.or_else(|| case.evidence.vitals.get(&rank).copied())
+}
+
+/// The number of a rank's process with a space before it; nothing of one that is gone, or that may well be: a run that
+/// is over leaves none behind.
+fn pid(case: &Case<'_>, v: &RankView<'_>) -> String {
+    let there = match vitals(case, v.rank) {
+        Some(Vitals::Gone) => false,
+        Some(_) => true,
+        None => case.state == RunState::Running,
+    };
+    v.flight.filter(|_| there).map_or(String::new(), |f| format!(" {}", f.header.pid))
+}
+
+/// Whether a rank went before the others did: some rank, the launcher or the system told so.
+fn is_dead(case: &Case<'_>, rank: u32) -> bool {
+    if told(case, rank, "a rank died") {
+        return true;
+    }
+    // Who did not answer is killed when the run ends.
+    let stalled = told(case, rank, "a rank stalled");
+    let killed = end_of(case, rank).is_some_and(|e| e.signal.is_some());
+    let alone = case.state == RunState::Running && vitals(case, rank) == Some(Vitals::Gone);
+    !stalled && (killed || alone)
 }
 
 fn signal_name(n: i32) -> &'static str {
@@ -348,10 +382,7 @@ pub(super) fn next(case: &Case<'_>, findings: &[Finding]) -> (&'static str, Stri
         );
     };
     let ranks = named(&f.ranks);
-    let gone = f.ranks.iter().any(|r| {
-        case.evidence.ends.iter().any(|e| e.rank == *r && e.signal.is_some())
-            && !told(case, *r, "a rank stalled")
-    });
+    let dead = f.ranks.iter().any(|r| is_dead(case, *r));
     match f.class {
         Class::Departed => (
             "drift",
@@ -377,32 +408,13 @@ pub(super) fn next(case: &Case<'_>, findings: &[Finding]) -> (&'static str, Stri
                 code_of(f, "T0745")
             ),
         ),
-        Class::HostSilent | Class::NeverReached if gone => (
+        Class::HostSilent | Class::NeverReached if dead => (
             "crash",
             format!(
                 "find out who killed {ranks}: dmesg for the OOM killer, the core dump, its standard error"
             ),
         ),
-        Class::HostSilent | Class::NeverReached => {
-            let stopped = f.ranks.iter().any(|r| case.evidence.vitals.get(r) == Some(&Vitals::Stopped));
-            if stopped {
-                (
-                    "hang",
-                    format!(
-                        "{ranks} is stopped: kill -CONT{} lets it go on, if the run still waits",
-                        pids(case, f)
-                    ),
-                )
-            } else {
-                (
-                    "hang",
-                    format!(
-                        "look at what the process of {ranks} does: its stack (gdb -p{}), its disk, its memory",
-                        pids(case, f)
-                    ),
-                )
-            }
-        }
+        Class::HostSilent | Class::NeverReached => ("hang", unstick(case, f, &ranks)),
         Class::DeviceBehind => {
             ("hang", format!("look at the device of {ranks}: a stuck kernel, its errors, its clock"))
         }
@@ -420,9 +432,27 @@ pub(super) fn next(case: &Case<'_>, findings: &[Finding]) -> (&'static str, Stri
     }
 }
 
-/// Process ids of a finding's ranks, each with a space before it.
-fn pids(case: &Case<'_>, f: &Finding) -> String {
-    f.ranks.iter().filter_map(|r| case.views.get(*r as usize)).map(pid).collect()
+/// What to do about ranks that do not come.
+fn unstick(case: &Case<'_>, f: &Finding, ranks: &str) -> String {
+    let views = || f.ranks.iter().filter_map(|r| case.views.get(*r as usize));
+    let pids: String = views().map(|v| pid(case, v)).collect();
+    if f.ranks.iter().any(|r| vitals(case, *r) == Some(Vitals::Stopped)) {
+        format!("{ranks} is stopped: kill -CONT{pids} lets it go on, if the run still waits")
+    } else if !pids.is_empty() {
+        format!("look at what the process of {ranks} does: its stack (gdb -p{pids}), its disk, its memory")
+    } else if views().any(|v| v.flight.is_none()) {
+        format!(
+            "bring the flight record of {ranks} from its host and ask again; there look at its process, its disk, its memory"
+        )
+    } else {
+        let how = match views().all(|v| vitals(case, v.rank) == Some(Vitals::Gone)) {
+            true => "is gone, and its stack with it",
+            false => "is of a run that is over",
+        };
+        format!(
+            "the process of {ranks} {how}: look at its standard error, its disk, its memory; if it comes again, ask while it hangs"
+        )
+    }
 }
 
 /// The code in a finding's first fact, as `[T0744] …`.
@@ -460,7 +490,7 @@ impl Case<'_> {
             rank: v.rank,
             state: state.to_string(),
             at: last_word(v),
-            silent_ns: self.end_ns.saturating_sub(v.last_wall_ns),
+            silent_ns: v.flight.map(|_| self.end_ns.saturating_sub(v.last_wall_ns)),
             waits_for: self.waits.direct(v.rank),
         }
     }
