@@ -71,7 +71,7 @@ fn main() -> ExitCode {
         What::Long(args) => ("long", args.output.clone(), long::run(&args)),
         What::Partition(args) => ("partition", args.output.clone(), partition::run(&args)),
         What::Stream(args) => ("stream", args.output.clone(), stream::run(&args)),
-        What::Rank => return ExitCode::from(u8::try_from(tessera::rank_main()).unwrap_or(1)),
+        What::Rank => return ExitCode::from(u8::try_from(tessera::rank_main(|| {})).unwrap_or(1)),
         What::RigRank => return ExitCode::from(u8::try_from(rig::rank_main()).unwrap_or(1)),
     };
     let told = outcome.and_then(|result| tell(name, &output, &result));

@@ -477,6 +477,7 @@ fn leader_config(orders: &Orders) -> LeaderConfig {
 fn worker_config(orders: &Orders, rank: u32) -> WorkerConfig {
     WorkerConfig {
         rank,
+        above: u32::from(orders.mesh().start == 1 && rank > 1),
         plan: plan_digest(),
         build: build(),
         parity: Parity::default(),

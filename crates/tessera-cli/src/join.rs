@@ -3,8 +3,12 @@
 
 use std::net::IpAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::{Handle, Signals};
 use tessera::join::{JoinEvent, JoinOptions, JoinReport, T0034, TlsFiles};
 use tessera::stream::{StreamEvent, StreamOptions};
 use tessera::{Interrupt, Model, Plan};
@@ -12,9 +16,11 @@ use tessera_base::{Diagnostic, Format, render_all};
 
 use crate::progress::Progress;
 use crate::say::{Outcome, Refusal, Shape};
-use crate::stream::{listen, tell};
+use crate::stream::{INTERRUPTED, STOPPING, listen, tell};
 
 const JOINING: &str = "Ranks on several hosts (with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set)";
+/// How long other ranks are waited for by default.
+const JOIN_LIMIT_S: u64 = 300;
 const ALL: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
 
 /// Options of a rank that joins.
@@ -41,9 +47,9 @@ pub struct Joining {
     #[arg(long, value_name = "ADDRESS", help_heading = JOINING)]
     pub bind: Option<IpAddr>,
 
-    /// How long to wait for the other ranks, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=86_400), help_heading = JOINING)]
-    pub join_timeout: u64,
+    /// How long to wait for the other ranks, in seconds [default: 300]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400), help_heading = JOINING)]
+    pub join_timeout: Option<u64>,
 }
 
 impl Joining {
@@ -63,6 +69,7 @@ impl Joining {
                 ("--tls-key", self.tls_key.is_some()),
                 ("--tls-ca", self.tls_ca.is_some()),
                 ("--bind", self.bind.is_some()),
+                ("--join-timeout", self.join_timeout.is_some()),
             ];
             return match given.into_iter().find(|(_, given)| *given) {
                 Some((option, _)) => Err(Box::new(
@@ -117,7 +124,7 @@ impl Joining {
             bind: self.bind,
             secret: self.secret.clone(),
             tls,
-            timeout: Duration::from_secs(self.join_timeout),
+            timeout: Duration::from_secs(self.join_timeout.unwrap_or(JOIN_LIMIT_S)),
         }))
     }
 }
@@ -134,14 +141,23 @@ pub fn run(
     let leads = place.rank == 0;
     let progress = Progress::new(quiet || !leads, options.chunks);
     let interrupt = Interrupt::default();
-    // A request to end another rank ends it at once: the others see it leave.
-    let listener = if leads { listen(&interrupt, &progress) } else { None };
+    let met = Arc::new(AtomicBool::new(false));
+    let first = {
+        let met = Arc::clone(&met);
+        move || if met.load(Ordering::Relaxed) { STOPPING } else { "stopping before all ranks have met" }
+    };
+    // Until they have met, a request to end another rank ends it at once: rank 0 sees it leave.
+    let mut listener = if leads { listen(&interrupt, &progress, first) } else { None };
     let report = tessera::join::run(plan, model, options, place, &interrupt, &mut |e| match e {
         JoinEvent::Note(d) => eprint!("{}", render_all(&[d], Format::Text, &|_| None)),
-        JoinEvent::Met(addresses) if leads && !quiet => {
-            progress.say(&format!("all {} ranks have met at {}", place.world, addresses.join(", ")));
+        JoinEvent::Met(addresses) => {
+            met.store(true, Ordering::Relaxed);
+            if !leads {
+                listener = leave_to_leader(place.rank);
+            } else if !quiet {
+                progress.say(&format!("all {} ranks have met at {}", place.world, addresses.join(", ")));
+            }
         }
-        JoinEvent::Met(_) => {}
         JoinEvent::Chunk(chunk) => progress.on(&StreamEvent::Chunk(chunk)),
         JoinEvent::Failed(failure) => crate::stream::tell_failure(&failure),
     });
@@ -151,17 +167,40 @@ pub fn run(
     progress.end();
     let report = report.map_err(|ds| match tessera::join::class(&ds) {
         Some(class) => Refusal::with_status(ds, u8::try_from(class.exit_code()).unwrap_or(1)),
+        None if interrupt.asked() => Refusal::with_status(ds, INTERRUPTED),
         None => ds.into(),
     })?;
     match report {
         JoinReport::Leader(report) => tell(&report, format, report.failure.is_some()),
         JoinReport::Rank(None) => Ok(0),
+        JoinReport::Cut => {
+            eprintln!("rank {}: rank 0 was asked twice to stop", place.rank);
+            tessera::exit(INTERRUPTED.into())
+        }
         JoinReport::Rank(Some(failure)) => {
             eprintln!("rank {}:", place.rank);
             crate::stream::tell_failure(&failure);
             tessera::exit(failure.class.exit_code())
         }
     }
+}
+
+/// A request to stop that reaches every rank is rank 0's to answer: it drains, and the others leave with it. A second one
+/// ends this rank at once.
+fn leave_to_leader(rank: u32) -> Option<Handle> {
+    let mut signals = Signals::new([SIGINT, SIGTERM]).ok()?;
+    let handle = signals.handle();
+    let listen = move || {
+        let mut signals = signals.forever();
+        if signals.next().is_some() {
+            eprintln!("rank {rank}: rank 0 stops all ranks when it is asked to; again to leave at once");
+        }
+        if signals.next().is_some() {
+            tessera::exit(INTERRUPTED.into());
+        }
+    };
+    std::thread::Builder::new().name("signals".to_string()).spawn(listen).ok()?;
+    Some(handle)
 }
 
 #[cfg(test)]
@@ -175,7 +214,7 @@ mod tests {
             tls_key: None,
             tls_ca: None,
             bind: None,
-            join_timeout: 5,
+            join_timeout: Some(5),
         };
         let get = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_string());
         joining.place_in(&get).map_err(|d| {
@@ -196,6 +235,16 @@ mod tests {
                 .contains("RANK and WORLD_SIZE is set and MASTER_ADDR and MASTER_PORT")
         );
         assert!(place(&[]).unwrap_err().contains("--secret is for ranks that join"));
+        let timeout = Joining {
+            secret: None,
+            tls_cert: None,
+            tls_key: None,
+            tls_ca: None,
+            bind: None,
+            join_timeout: Some(5),
+        };
+        let refused = timeout.place_in(&|_| None).unwrap_err();
+        assert!(refused.message.contains("--join-timeout is for ranks that join"), "{refused:?}");
         let port = [&whole[..3], &[("MASTER_PORT", "65536")]].concat();
         assert!(place(&port).unwrap_err().contains("MASTER_PORT is no whole number from 0 to 65535"));
         let rank = [&[("RANK", "-1")], &whole[1..]].concat();

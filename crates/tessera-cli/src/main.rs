@@ -67,7 +67,9 @@ fn main() -> ExitCode {
         Verb::Autopsy(args) => (args.format.into(), autopsy::run(&args)),
         Verb::Explain(args) => (args.format.into(), explain::run(&args)),
         Verb::Stream(args) => (args.format.into(), stream::run(&args)),
-        Verb::Rank => return ExitCode::from(u8::try_from(tessera::rank_main()).unwrap_or(1)),
+        Verb::Rank => {
+            return ExitCode::from(u8::try_from(tessera::rank_main(leave_to_launcher)).unwrap_or(1));
+        }
     };
     match outcome {
         Ok(status) => ExitCode::from(status),
@@ -81,6 +83,18 @@ fn outlive_file_size_limit() {
     let seen = std::sync::Arc::default();
     // Where it cannot be handled the signal does what it always did.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, seen);
+}
+
+/// A request to stop that reaches every process of a run is the launcher's to answer: it has the leader drain. A second one
+/// ends a rank as if nothing handled it.
+fn leave_to_launcher() {
+    use signal_hook::consts::{SIGINT, SIGTERM};
+    let asked = std::sync::Arc::<std::sync::atomic::AtomicBool>::default();
+    for signal in [SIGINT, SIGTERM] {
+        // In this order: what looks at the flag runs before what sets it.
+        let _ = signal_hook::flag::register_conditional_default(signal, std::sync::Arc::clone(&asked))
+            .and_then(|_| signal_hook::flag::register(signal, std::sync::Arc::clone(&asked)));
+    }
 }
 
 #[cfg(test)]

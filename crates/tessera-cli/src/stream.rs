@@ -26,7 +26,9 @@ Chunks count from 0. Ctrl-C stops after the chunk under way and leaves a whole f
 Exit status 10 and above says how a run failed; the message names a code for `tessera explain`.";
 
 /// Exit status of a process that was told to stop.
-const INTERRUPTED: i32 = 130;
+pub const INTERRUPTED: u8 = 130;
+/// What a first request to stop does to ranks that stream.
+pub const STOPPING: &str = "stopping after the chunk under way; again to kill";
 
 /// Stream a video from a model over ranks of this machine
 #[derive(Debug, clap::Args)]
@@ -144,7 +146,7 @@ pub fn run(args: &Args) -> Outcome {
     let rank = vec![own_path()?, "rank".to_string()];
     let progress = Progress::new(args.quiet, args.chunks);
     let interrupt = Interrupt::default();
-    let listener = listen(&interrupt, &progress);
+    let listener = listen(&interrupt, &progress, || STOPPING);
     let report = tessera::stream::run(&plan, &model, &options, rank, &interrupt, &mut |e| progress.on(&e));
     if let Some(listener) = listener {
         listener.close();
@@ -224,8 +226,12 @@ pub fn own_path() -> Result<String, Diagnostic> {
 }
 
 /// Turns Ctrl-C and a request to terminate into requests to stop. Without it they end the launcher at once, and
-/// the ranks with it.
-pub fn listen(interrupt: &Interrupt, progress: &Progress) -> Option<signal_hook::iterator::Handle> {
+/// the ranks with it. `first` says what the first request does.
+pub fn listen(
+    interrupt: &Interrupt,
+    progress: &Progress,
+    first: impl Fn() -> &'static str + Send + 'static,
+) -> Option<signal_hook::iterator::Handle> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).ok()?;
     let handle = signals.handle();
     let (interrupt, progress) = (interrupt.clone(), progress.clone());
@@ -233,10 +239,10 @@ pub fn listen(interrupt: &Interrupt, progress: &Progress) -> Option<signal_hook:
         for (count, _) in signals.forever().enumerate() {
             interrupt.interrupt();
             match count {
-                0 => progress.say("stopping after the chunk under way; again to kill"),
+                0 => progress.say(first()),
                 1 => progress.say("killing the ranks"),
                 // Ranks die with their launcher.
-                _ => std::process::exit(INTERRUPTED),
+                _ => std::process::exit(INTERRUPTED.into()),
             }
         }
     };

@@ -208,6 +208,50 @@ fn a_request_to_stop_leaves_a_whole_folder() {
     }
 }
 
+/// As a container or a job's manager stops everything in it.
+#[test]
+fn a_request_that_reaches_ranks_too_drains() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let child = endless(&out);
+    let ranks = children(child.id());
+    assert_eq!(ranks.len(), 2);
+    ranks.iter().for_each(|r| signal(*r, "TERM"));
+    signal(child.id(), "TERM");
+    let o = ended(child);
+    assert_eq!(o.status.code(), Some(130), "{}", text(&o.stderr));
+    assert!(text(&o.stdout).contains("stopped on request"), "{}", text(&o.stdout));
+    // Twice to a rank alone ends that rank.
+    let out = dir.path().join("again");
+    let child = endless(&out);
+    let ranks = children(child.id());
+    signal(ranks[1], "TERM");
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(Path::new(&format!("/proc/{}", ranks[1])).exists(), "the first request ended it");
+    signal(ranks[1], "TERM");
+    let o = ended(child);
+    assert_eq!(o.status.code(), Some(10), "{}", text(&o.stderr));
+    assert!(text(&o.stderr).contains("killed by signal 15"), "{}", text(&o.stderr));
+}
+
+#[test]
+fn a_second_request_to_stop_kills() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let child = endless(&out);
+    let ranks = children(child.id());
+    // It cannot drain.
+    signal(ranks[0], "STOP");
+    signal(child.id(), "INT");
+    std::thread::sleep(Duration::from_millis(200));
+    signal(child.id(), "INT");
+    let o = ended(child);
+    assert_eq!(o.status.code(), Some(130), "{}", text(&o.stderr));
+    assert!(!text(&o.stderr).contains("failed["), "{}", text(&o.stderr));
+    let record = fs::read_to_string(out.join("record.jsonl")).unwrap();
+    assert!(record.lines().last().unwrap().contains("interrupted"), "{record}");
+}
+
 #[test]
 fn a_killed_rank_is_the_one_cause() {
     let dir = tempfile::tempdir().unwrap();

@@ -56,6 +56,8 @@ having sent it is usually the kernel's out-of-memory killer; the kernel log says
 pub struct WorkerConfig {
     /// This rank.
     pub rank: u32,
+    /// The rank that its socket leads to: 0, or the mesh leader of a member behind one.
+    pub above: u32,
     /// Digest of the sealed plan it holds.
     pub plan: Digest,
     /// Its build.
@@ -95,7 +97,7 @@ pub enum Event {
     EngineFailed(Failure),
     /// The committed call ended.
     CallEnded(Result<CallReport, EngineFault>),
-    /// The leader's socket closed.
+    /// The socket to the rank above closed.
     LeaderGone(String),
     /// The launcher's socket closed.
     LauncherGone,
@@ -208,8 +210,9 @@ impl Worker {
                 self.fault(failure, fault.kind == FaultKind::Aborted, &mut out);
             }
             Event::LeaderGone(how) if self.armed(&T0742) => {
-                let text = format!("the leader is gone: {how}");
-                self.end(self.here(FailureClass::RankDied, Some(0), &T0742, text), &mut out);
+                let (above, who) = self.above();
+                let text = format!("{who} is gone: {how}");
+                self.end(self.here(FailureClass::RankDied, Some(above), &T0742, text), &mut out);
             }
             Event::LauncherGone if self.armed(&T0749) => {
                 let text = "the launching process closed its socket".to_string();
@@ -245,10 +248,13 @@ impl Worker {
         // Before its first message a leader may be loading, as long as anybody may.
         let limits = &self.config.limits;
         let patience = if self.init.is_some() { limits.stale_ns } else { limits.hello_ns };
+        // A mesh leader misses a silent leader first, and says so.
+        let patience = patience + if self.config.above == 0 { 0 } else { limits.heartbeat_ns };
         let quiet = now.saturating_sub(self.heard_ns);
         if quiet > patience {
-            let text = format!("nothing was heard of the leader for {}, limit {}", ms(quiet), ms(patience));
-            return self.end(self.here(FailureClass::Stall, Some(0), &T0743, text), out);
+            let (above, who) = self.above();
+            let text = format!("nothing was heard of {who} for {}, limit {}", ms(quiet), ms(patience));
+            return self.end(self.here(FailureClass::Stall, Some(above), &T0743, text), out);
         }
         if let Some(r) = &self.running
             && now.saturating_sub(r.marked_ns) > r.deadline_ns
@@ -477,6 +483,12 @@ impl Worker {
 
     fn armed(&self, code: &Code) -> bool {
         self.config.tripwires.armed(code)
+    }
+
+    /// Who leads this rank directly, and what it is called.
+    fn above(&self) -> (u32, &'static str) {
+        let above = self.config.above;
+        (above, if above == 0 { "the leader" } else { "the mesh leader" })
     }
 
     fn here(&self, class: FailureClass, rank: Option<u32>, code: &Code, text: String) -> Failure {

@@ -11,6 +11,7 @@ use tessera_runtime::cache::{Regime, Transition};
 use tessera_runtime::decide::{ChunkRequest, Cut};
 use tessera_runtime::leader::Leader;
 use tessera_runtime::wire::{CallAction, Commit, Message, PhaseCall, Tensor};
+use tessera_runtime::worker::{Action, Event, Worker};
 use tessera_runtime::{Digest, Failure, FailureClass, Limits, ParityClass};
 
 const BOTH: [Regime; 2] = [Regime::Resident, Regime::Recompute];
@@ -253,6 +254,34 @@ fn a_leader_that_stops_is_missed_by_every_rank() {
             let f = rank.outcome.clone().flatten().expect("a failure");
             assert_eq!((f.class, f.rank, f.code.as_str()), (FailureClass::Stall, Some(0), "T0743"), "{f}");
         }
+    }
+}
+
+#[test]
+fn a_rank_names_the_one_that_leads_it() {
+    let end = |actions: Vec<Action>| {
+        let ends = actions.into_iter().find_map(|a| if let Action::Exit(end) = a { end } else { None });
+        ends.expect("a failure")
+    };
+    for (shape, rank, above, who) in [
+        (Shape::Mesh, 2, 0, "the leader"),
+        (Shape::Pp, 1, 0, "the leader"),
+        (Shape::Pp, 2, 1, "the mesh leader"),
+    ] {
+        let config = worker_config(shape, rank, Regime::Resident);
+        let hello_ns = config.limits.hello_ns;
+        let mut worker = Worker::new(config.clone()).expect("legal");
+        let f = end(worker.step(1, Event::LeaderGone("its socket closed".into())));
+        assert_eq!((f.class, f.rank), (FailureClass::RankDied, Some(above)), "{f}");
+        assert!(f.text.starts_with(&format!("{who} is gone")), "{f}");
+        let mut worker = Worker::new(config).expect("legal");
+        let mut silent = (0..).map(|n| n * 200_000_000).flat_map(|now_ns| {
+            assert!(now_ns < 2 * hello_ns, "it waits for ever");
+            worker.step(now_ns, Event::Tick { mark: 0 })
+        });
+        let f = end(silent.find(|a| matches!(a, Action::Exit(_))).into_iter().collect());
+        assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(above)), "{f}");
+        assert!(f.text.contains(&format!("nothing was heard of {who} for")), "{f}");
     }
 }
 

@@ -99,6 +99,8 @@ pub enum JoinReport {
     Leader(StreamReport),
     /// Another rank, and how the run failed for it.
     Rank(Option<Failure>),
+    /// Another rank, cut off because rank 0 was asked twice to stop.
+    Cut,
 }
 
 /// The class of a refusal that the ranks came to together, if they did.
@@ -140,7 +142,11 @@ pub fn run(
         return leader(&plan, &orders, options, &spec, peers, interrupt, on);
     }
     let arrive = || Ok(arrival(Arc::new(plan), &orders, &spec, peers));
-    follow(arrive, &orders, Rank(spec.rank)).map(JoinReport::Rank)
+    Ok(match follow(arrive, &orders, Rank(spec.rank))? {
+        // Nobody launched these ranks: only rank 0 says so, when it is told to leave at once.
+        Some(f) if f.class == FailureClass::LauncherGone => JoinReport::Cut,
+        failure => JoinReport::Rank(failure),
+    })
 }
 
 fn leader(

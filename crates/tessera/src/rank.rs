@@ -112,13 +112,15 @@ fn in_force<T>(changes: &[(u32, T)], chunk: u32) -> Option<&T> {
     changes.iter().filter(|(c, _)| *c <= chunk).max_by_key(|(c, _)| *c).map(|(_, v)| v)
 }
 
-/// Runs one rank to its end; the exit status of its process.
+/// Runs one rank to its end; the exit status of its process. `met` is called once the rank holds its links: from then on
+/// a first request to stop is the launcher's to answer.
 #[must_use]
-pub fn rank_main() -> i32 {
+pub fn rank_main(met: impl FnOnce()) -> i32 {
     let joined = match join() {
         Ok(j) => j,
         Err(d) => return report(&[d]),
     };
+    met();
     let orders: Orders = match serde_json::from_slice(&joined.welcome.payload) {
         Ok(o) => o,
         Err(e) => {
@@ -301,6 +303,7 @@ impl Common {
     fn worker(&self, rank: Rank) -> WorkerConfig {
         WorkerConfig {
             rank: rank.0,
+            above: self.links.leads(rank.0).unwrap_or(0),
             plan: self.drill.iter().fold(self.digest, |plan, hand| hand.plan(plan)),
             build: self.build.clone(),
             parity: Parity::default(),
@@ -445,7 +448,11 @@ pub(crate) fn lead(
             common.end_flight(&outcome);
             outcome
         }
-        Ok((mut joined, _, Err(ds))) => refuse(&mut joined, ds).map(Some),
+        Ok((mut joined, common, Err(ds))) => {
+            let outcome = refuse(&mut joined, ds).map(Some);
+            common.end_flight(&outcome);
+            outcome
+        }
         Err(ds) => Err(ds),
     };
     let failure = match &outcome {
@@ -564,6 +571,42 @@ pub(crate) fn first(ds: Diagnostics) -> Diagnostic {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_leader_that_cannot_begin_marks_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+        let model = Model::open(&demo, &crate::Overrides::default()).unwrap();
+        let plan = crate::plan::make(&model.video, &model.name, "", &crate::Mapping::default()).unwrap();
+        let options = crate::stream::StreamOptions {
+            chunks: 1,
+            out: dir.path().join("out"),
+            ..crate::stream::StreamOptions::default()
+        };
+        let mut orders = crate::stream::orders(&plan, &model, &options, 1).unwrap();
+        crate::stream::write_folder(&plan, &orders, &options).unwrap();
+        // The model's folder is gone once the ranks have met.
+        orders.model = dir.path().join("gone");
+        let welcome = tessera_runtime::wire::Welcome {
+            rank: 0,
+            world: 1,
+            session: 7,
+            sockets: 0,
+            extras: 0,
+            payload: Vec::new(),
+        };
+        let arrival = Arrival {
+            joined: Joined::over(welcome, Vec::new(), Vec::new()),
+            lanes: Vec::new().into(),
+            common: Common::new(Arc::new(plan), orders.modelled),
+            interrupt: None,
+            tell: None,
+        };
+        let refused = lead(|| Ok(arrival), &orders).unwrap_err();
+        assert_eq!(refused[0].code.id, "T0010");
+        let flight = std::fs::read_to_string(options.out.join("flight/rank-0.jsonl")).unwrap();
+        assert!(flight.contains("failed") && flight.contains("T0010") && flight.contains("exit"), "{flight}");
+    }
 
     #[test]
     fn changes_hold_from_their_chunk_on() {

@@ -17,6 +17,11 @@ impl Gone {
         Gone { wait: if launched { LAUNCHER_FIRST } else { Duration::ZERO }, seen: Vec::new() }
     }
 
+    /// From now on peers are kept back although nobody launched them.
+    pub(super) fn keep_back(&mut self) {
+        self.wait = LAUNCHER_FIRST;
+    }
+
     pub(super) fn saw(&mut self, rank: u32, how: String) {
         self.seen.push((Instant::now(), rank, how));
     }

@@ -382,7 +382,11 @@ fn watch(
         }
     }
     let exits: Vec<RankExit> = ranks.list.iter().filter_map(|r| r.exit).collect();
-    if failure.is_none() && !finished && !killed {
+    // A second request that reaches every process takes ranks away before they are killed.
+    if interrupt.count() > 1 && failure.as_ref().is_some_and(|f| f.class == FailureClass::RankDied) {
+        failure = None;
+    }
+    if failure.is_none() && !finished && interrupt.count() < 2 {
         failure = Some(unreported(first_bad, &exits));
     }
     if let Some(f) = &mut failure

@@ -28,6 +28,8 @@ use crate::wire::{Heartbeat, LAUNCHER, Message, Progress, Reload};
 use crate::worker::{self, T0749, WorkerConfig};
 use crate::{Failure, FailureClass, Limits};
 
+/// Exit status of a process that was asked to stop.
+const INTERRUPTED: i32 = 130;
 /// Longest time that closing the output may take.
 const FINISH_LIMIT: Duration = Duration::from_secs(60);
 
@@ -320,11 +322,12 @@ impl Process {
             let count = interrupt.count();
             if count > self.interrupts {
                 self.interrupts = count;
+                // A second one that reaches every rank reaches this one too.
+                self.gone.keep_back();
                 if count == 1 {
                     self.tell(leader::Event::Stop);
                 } else {
-                    let text = "a second request to stop came";
-                    self.fails(Failure::new(FailureClass::LauncherGone, None, &T0749, text));
+                    self.fails(asked_twice());
                 }
             }
         }
@@ -426,12 +429,21 @@ impl Process {
             }
             return None;
         };
-        self.keeper.exit_within(bound(&self.limits), failure.class.exit_code());
+        // Ranks that the second request reached too are gone because of it.
+        let asked_twice = self.interrupt.as_ref().is_some_and(|i| i.count() > 1)
+            && matches!(failure.class, FailureClass::LauncherGone | FailureClass::RankDied);
+        let status = if asked_twice { INTERRUPTED } else { failure.class.exit_code() };
+        self.keeper.exit_within(bound(&self.limits), status);
         // The last broadcast went to the local rank through the queue; it aborts the engine there.
         while let Some(input) = self.queue.pop_front() {
             if let Input::Local(event) = input {
                 self.local_step(self.start.elapsed().as_nanos() as u64, event);
             }
+        }
+        if asked_twice {
+            // The others were told to leave; nothing failed.
+            self.gate.hub.flush(TICK);
+            return leave(self.gate, self.local, &self.keeper, &self.limits, None);
         }
         self.gate.mark(Some(Mark::failed(&failure)));
         // Whatever the record waits for, peers and launcher hear of it first.
@@ -447,6 +459,9 @@ impl Process {
         let (mut beaten, mut events) = (Instant::now(), Vec::new());
         while why.is_none() {
             self.keeper.round();
+            if self.interrupt.as_ref().is_some_and(|i| i.count() > 1) {
+                return Some(asked_twice());
+            }
             while let Some(event) = self.desk.heard() {
                 match event {
                     StudioEvent::Finished => return None,
@@ -476,4 +491,9 @@ impl Process {
         }
         why
     }
+}
+
+/// What ends a leader that nobody launched when it is asked to stop again; the other ranks hear it as a failure.
+fn asked_twice() -> Failure {
+    Failure::new(FailureClass::LauncherGone, None, &T0749, "a second request to stop came")
 }

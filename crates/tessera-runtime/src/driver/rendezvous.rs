@@ -156,7 +156,7 @@ impl Watch<'_> {
     /// What ends a wait, if anything does by now.
     fn over(&self, waited_for: &str) -> Option<Diagnostic> {
         if self.stop.count() > 0 {
-            return Some(Diagnostic::error(&T0758, format!("stopped on request, waiting for {waited_for}")));
+            return Some(stopped(waited_for));
         }
         let late = Instant::now() >= self.until;
         late.then(|| Diagnostic::error(&T0758, format!("{waited_for} did not come in time")))
@@ -165,6 +165,11 @@ impl Watch<'_> {
     fn left(&self) -> Duration {
         self.until.saturating_duration_since(Instant::now())
     }
+}
+
+/// Somebody asked to stop.
+fn stopped(waited_for: &str) -> Diagnostic {
+    Diagnostic::error(&T0758, format!("stopped on request, waiting for {waited_for}"))
 }
 
 /// A handshake's own limit.
@@ -181,6 +186,9 @@ fn follow(
     let (mut leader, here, there) = reach_master(spec, watch).map_err(|d| vec![d])?;
     let session = leader.claim.session;
     let fail = |what: &str, e: &std::io::Error| {
+        if e.kind() == ErrorKind::Interrupted {
+            return vec![stopped("the other ranks")];
+        }
         vec![
             Diagnostic::error(&T0758, format!("rank 0 left while {what}"))
                 .at(format!("rank 0 at {}", spec.master()), e.to_string())

@@ -250,6 +250,7 @@ impl<W: World> Sim<W> {
                 Some(Seat {
                     machine: Worker::new(WorkerConfig {
                         rank,
+                        above: u32::from(outside && rank > 1),
                         plan,
                         build: "sim".into(),
                         parity: Parity::default(),

@@ -138,6 +138,7 @@ pub fn leader_config(shape: Shape, ranks: u32, regime: Regime) -> LeaderConfig {
 pub fn worker_config(shape: Shape, rank: u32, regime: Regime) -> WorkerConfig {
     WorkerConfig {
         rank,
+        above: u32::from(shape.first() == 1 && rank > 1),
         plan: plan(),
         build: "test".into(),
         parity: parity(),

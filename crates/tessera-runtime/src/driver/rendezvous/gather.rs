@@ -13,6 +13,7 @@ use tessera_base::{Diagnostic, Diagnostics};
 use super::card::{Card, Said, Table, Word, hear, say};
 use super::{
     CUT_LIMIT, LINK_LIMIT, Peers, Rendezvous, T0758, Watch, handshake_until, links, list, listen, resolve,
+    stopped,
 };
 use crate::driver::launcher::Interrupt;
 use crate::driver::secure::{self, Claim, Credentials, Proved, Purpose};
@@ -135,6 +136,9 @@ fn host(
 }
 
 fn left(rank: u32, e: &std::io::Error) -> Diagnostics {
+    if e.kind() == ErrorKind::Interrupted {
+        return vec![stopped(&format!("rank {rank}"))];
+    }
     vec![
         Diagnostic::error(&T0758, format!("rank {rank} left before all ranks had met"))
             .at(format!("rank {rank}"), e.to_string())
