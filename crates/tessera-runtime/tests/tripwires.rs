@@ -178,7 +178,7 @@ fn cases() -> Vec<Case> {
             let first = n.rank(0).engine.prints[0].digest;
             n.rank(2).engine.prints[0].digest = first;
         }),
-        case("T0754", Init, Some(2), |n| {
+        case("T0754", Lead, Some(2), |n| {
             n.inject.insert(30, reload());
             n.rank(2).engine.bug = Bug::ReloadsOtherShards;
         }),
