@@ -6,7 +6,7 @@
 /// One kind of diagnostic.
 ///
 /// Ranges: `T00` door and command line, `T01` mesh, `T02` IR text and types, `T03` judge, `T04` models,
-/// `T05` weights, `T06` plan, `T07` lockstep, `T08` devices, `T09` output folders.
+/// `T05` weights, `T06` plan, `T07` lockstep, `T08` devices, `T09` output folders, `T11` clusters and what things take, `T12` the search over mappings.
 #[derive(Debug)]
 pub struct Code {
     /// Stable id such as `T0312`.

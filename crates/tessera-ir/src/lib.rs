@@ -13,6 +13,7 @@ mod print;
 mod program;
 pub mod rules;
 mod types;
+pub mod work;
 
 pub use build::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};

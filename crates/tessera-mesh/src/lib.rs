@@ -3,12 +3,14 @@
 //! This room knows no tensor's meaning, no op, no device and no process. Everything here is a pure function
 //! of a few small integers.
 
+mod cluster;
 mod group;
 mod layout;
 mod mesh;
 mod shard;
 mod spec;
 
+pub use cluster::{Cluster, Device, Figure, Link, LinkClass, Precision, Tier};
 pub use group::Group;
 pub use layout::{AxisLayout, Layout, Reduction};
 pub use mesh::{Axis, Coord, Mesh, MeshError, Rank, RankMap};

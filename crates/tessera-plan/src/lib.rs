@@ -7,6 +7,7 @@
 mod lower;
 mod mapping;
 mod memory;
+pub mod search;
 mod stages;
 mod strategy;
 
