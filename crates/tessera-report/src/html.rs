@@ -1,8 +1,12 @@
 //! `report.html`: one file a person reads after a run, with nothing outside it to load.
 
+mod estimate;
 mod pipeline;
 mod plan;
 
+pub use estimate::{
+    Drawing, EstimatePage, GateVerdict, MAX_MAPPINGS, Number, PlanGate, Remedy, Standing, estimate,
+};
 pub use plan::{CollectiveRow, MAX_TEXT_BYTES, MemoryRow, PlanView, ProgramView};
 
 use crate::markup::{count, plural, png_uri, shell, text};

@@ -7,6 +7,7 @@ pub mod apng;
 pub mod autopsy;
 mod counterexample;
 pub mod flight;
+pub mod gantt;
 pub mod html;
 mod markup;
 pub mod mermaid;
@@ -22,4 +23,5 @@ pub use counterexample::{counterexample, counterexample_with_lines};
 use tessera_base::Code;
 
 /// Codes that this room raises.
-pub const CODES: &[&Code] = &[&record::T0901, &record::T0902, &apng::T0903, &apng::T0904, &flight::T0905];
+pub const CODES: &[&Code] =
+    &[&record::T0901, &record::T0902, &apng::T0903, &apng::T0904, &flight::T0905, &gantt::T0906];
