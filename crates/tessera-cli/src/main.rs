@@ -5,6 +5,7 @@
 //! Exit status: 0 fine, 1 diagnostics, 2 usage, 130 interrupted, 10 to 29 one per class of failure of a run.
 
 mod autopsy;
+mod bringup;
 mod check;
 mod drill;
 mod explain;
@@ -51,6 +52,7 @@ enum Verb {
     Check(check::Args),
     Drill(drill::Args),
     Autopsy(autopsy::Args),
+    Bringup(bringup::Args),
     Explain(explain::Args),
     Stream(Box<stream::Args>),
     /// One rank of a stream. Started by `tessera stream`, never by hand.
@@ -65,6 +67,7 @@ fn main() -> ExitCode {
         Verb::Check(args) => (args.format.into(), check::run(&args)),
         Verb::Drill(args) => (args.format.into(), drill::run(&args)),
         Verb::Autopsy(args) => (args.format.into(), autopsy::run(&args)),
+        Verb::Bringup(args) => (args.format.into(), bringup::run(&args)),
         Verb::Explain(args) => (args.format.into(), explain::run(&args)),
         Verb::Stream(args) => (args.format.into(), stream::run(&args)),
         Verb::Rank => {

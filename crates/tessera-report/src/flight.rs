@@ -137,6 +137,9 @@ pub struct Collective {
     /// When it was complete on this rank; 0 before.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub end_ns: u64,
+    /// Of its time, what the host spent waiting for it, in nanoseconds: what no other work of this rank hid.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub exposed_ns: u64,
 }
 
 /// State of a collective on one rank.
@@ -450,6 +453,26 @@ fn is_zero(n: &u64) -> bool {
     *n == 0
 }
 
+/// Share of the time of collectives that other work of their rank hid: of the rank where it is least, over all that are
+/// complete in these records. The overlap ratio; [`crate::overlap::score`] is another measure.
+#[must_use]
+pub fn overlap_ratio(flights: &[Flight]) -> Option<f64> {
+    let ratio = |f: &Flight| {
+        let (mut all_ns, mut exposed_ns) = (0u64, 0u64);
+        for line in &f.lines {
+            if let Entry::Collective(c) = &line.entry
+                && c.state == State::Done
+                && c.end_ns > line.at_ns
+            {
+                all_ns += c.end_ns - line.at_ns;
+                exposed_ns += c.exposed_ns.min(c.end_ns - line.at_ns);
+            }
+        }
+        (all_ns > 0).then(|| 1.0 - exposed_ns as f64 / all_ns as f64)
+    };
+    flights.iter().filter_map(ratio).min_by(f64::total_cmp)
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -492,6 +515,7 @@ mod tests {
             index: 12_345,
             plan: Fit::Yes,
             end_ns: 1_795_219_200_000_000_000,
+            exposed_ns: 12_345_678,
             ..Collective::default()
         })
     }

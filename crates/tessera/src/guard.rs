@@ -97,10 +97,21 @@ pub(crate) struct Guard<'a> {
     hash: blake3::Hasher,
     /// Collectives issued so far.
     next: usize,
-    /// Number and instant of the flight's line of each collective that is not complete, by op.
-    open: BTreeMap<usize, (u64, u64)>,
-    /// Those of the phase itself.
+    /// The flight's line of each collective that is not complete, by op.
+    open: BTreeMap<usize, Open>,
+    /// Number and instant of the line of the phase itself.
     begun: (u64, u64),
+}
+
+/// A line that is to be written again.
+#[derive(Debug, Clone, Copy)]
+struct Open {
+    /// Its number.
+    line: u64,
+    /// When it was issued.
+    issued_ns: u64,
+    /// Since when the host waits; nothing before.
+    waits_ns: Option<u64>,
 }
 
 impl<'a> Guard<'a> {
@@ -173,14 +184,18 @@ impl<'a> Guard<'a> {
     /// Writes an open collective's line again; a complete one is open no more.
     fn change(&mut self, op: usize, state: State) {
         let (Some(flight), Some(own)) = (self.flight, self.sequence.own.get_mut(&op)) else { return };
-        let Some((n, issued)) = self.open.get(&op).copied() else { return };
+        let Some(open) = self.open.get_mut(&op) else { return };
+        let (now, line, issued_ns) = (now_ns(), open.line, open.issued_ns);
         own.entry.state = state;
-        own.entry.end_ns = 0;
         if state == State::Done {
-            own.entry.end_ns = now_ns();
+            own.entry.end_ns = now;
+            own.entry.exposed_ns = open.waits_ns.map_or(0, |since| now.saturating_sub(since));
             self.open.remove(&op);
+        } else {
+            open.waits_ns = Some(now);
+            (own.entry.end_ns, own.entry.exposed_ns) = (0, 0);
         }
-        flight.again(n, issued, &Entry::Collective(own.entry.clone()));
+        flight.again(line, issued_ns, &Entry::Collective(own.entry.clone()));
     }
 }
 
@@ -216,12 +231,15 @@ impl Observer for Guard<'_> {
             };
             (entry.call, entry.chunk, entry.epoch, entry.step) =
                 (self.at.call, self.at.chunk, self.at.epoch, self.at.step);
-            (entry.pos, entry.of, entry.end_ns) = (small(self.next), small(of), 0);
+            (entry.pos, entry.of) = (small(self.next), small(of));
+            (entry.end_ns, entry.exposed_ns) = (0, 0);
             entry.plan = fit;
             let line = planned.map(|(_, line)| line);
             entry.wants = line.filter(|_| fit == Fit::No).cloned();
-            let now = now_ns();
-            self.open.insert(op, (flight.write(now, &Entry::Collective(entry.clone())), now));
+            let issued_ns = now_ns();
+            let waits_ns = (entry.state == State::Waiting).then_some(issued_ns);
+            let line = flight.write(issued_ns, &Entry::Collective(entry.clone()));
+            self.open.insert(op, Open { line, issued_ns, waits_ns });
         }
         self.next += 1;
         refusal.map_or(Ok(()), Err)

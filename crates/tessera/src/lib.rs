@@ -4,6 +4,7 @@
 //! plan in a folder, [`stream`] runs it as processes on this host, [`local`] within this process.
 
 pub mod autopsy;
+pub mod bringup;
 pub mod check;
 pub mod comm;
 pub mod drawings;
@@ -64,6 +65,7 @@ pub const CODES: &[&Code] = &[
     &join::T0034,
     &join::T0035,
     &autopsy::T0036,
+    &bringup::T0045,
 ];
 
 /// Every code of this build.
