@@ -62,7 +62,9 @@ impl<'a> Fields<'a> {
         Fields { file, path: path.to_string(), map, known: Vec::new(), diagnostics }
     }
 
-    fn full(&self, key: &str) -> String {
+    /// A key with the tables around it, as diagnostics name it.
+    #[must_use]
+    pub fn full(&self, key: &str) -> String {
         if self.path.is_empty() { key.to_string() } else { format!("{}.{key}", self.path) }
     }
 
@@ -158,6 +160,22 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// Any text.
+    pub fn text(&mut self, key: &'static str, default: Option<&str>) -> String {
+        match (self.take(key), default) {
+            (Some(Value::String(s)), _) => s,
+            (Some(v), _) => {
+                self.wrong(key, &v, "text");
+                String::new()
+            }
+            (None, Some(d)) => d.to_string(),
+            (None, None) => {
+                self.missing(key);
+                String::new()
+            }
+        }
+    }
+
     /// One of a few words.
     pub fn word(
         &mut self,
@@ -183,6 +201,35 @@ impl<'a> Fields<'a> {
         Fields::new(self.file, &self.full(key), value)
     }
 
+    /// The tables inside a list or a table of free names, each with its name or position; empty if absent.
+    pub fn each(&mut self, key: &'static str) -> Vec<(String, Fields<'a>)> {
+        let entries: Vec<(String, Value)> = match self.take(key) {
+            None => Vec::new(),
+            Some(Value::Object(map)) => map.into_iter().collect(),
+            Some(Value::Array(list)) => {
+                list.into_iter().enumerate().map(|(i, v)| (i.to_string(), v)).collect()
+            }
+            Some(v) => {
+                self.wrong(key, &v, "a list of tables");
+                Vec::new()
+            }
+        };
+        let path = self.full(key);
+        entries
+            .into_iter()
+            .map(|(name, value)| {
+                let fields = Fields::new(self.file, &format!("{path}.{name}"), value);
+                (name, fields)
+            })
+            .collect()
+    }
+
+    /// A table inside this one, if it is there.
+    pub fn table_if(&mut self, key: &'static str) -> Option<Fields<'a>> {
+        let value = self.take(key)?;
+        Some(Fields::new(self.file, &self.full(key), value))
+    }
+
     /// Ends reading: what is left is unknown.
     #[must_use]
     pub fn finish(mut self) -> Diagnostics {
@@ -205,6 +252,22 @@ fn show(v: &Value) -> String {
     if s.chars().count() > 60 { format!("{}…", s.chars().take(60).collect::<String>()) } else { s }
 }
 
+/// Text as a TOML string, quotes included.
+#[must_use]
+pub fn quoted(text: &str) -> String {
+    let mut out = String::from("\"");
+    for c in text.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            c if c.is_control() => out.push_str(&format!("\\u{:04x}", c as u32)),
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+    out
+}
+
 /// JSON text as a value.
 ///
 /// # Errors
@@ -223,4 +286,34 @@ pub fn toml(file: &str, text: &str) -> Result<Value, Diagnostics> {
         |e: String| vec![Diagnostic::error(&T0001, format!("not valid TOML: {}", e.trim())).at(file, "here")];
     let table: toml::Table = toml::from_str(text).map_err(|e| refuse(e.to_string()))?;
     serde_json::to_value(table).map_err(|e| refuse(e.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quoted_text_reads_back() {
+        for text in ["plain", "a \"quote\" and a \\", "two\nlines\u{1}", "µs, 80 %"] {
+            let file = format!("key = {}", quoted(text));
+            let mut fields = Fields::new("f", "", toml("f", &file).unwrap());
+            assert_eq!(fields.text("key", None), text);
+        }
+    }
+
+    #[test]
+    fn tables_of_free_names_and_lists_of_tables_name_their_place() {
+        let value = toml("f", "list = [{ a = 1 }, { b = 2 }]\n[names.x]\na = 3\n").unwrap();
+        let mut fields = Fields::new("f", "", value);
+        let mut found = Vec::new();
+        let mut seen = Vec::new();
+        for (name, mut table) in fields.each("list").into_iter().chain(fields.each("names")) {
+            seen.push((name, table.number("a", Some(0.0))));
+            found.extend(table.finish());
+        }
+        assert_eq!(seen, [("0".into(), 1.0), ("1".into(), 0.0), ("x".into(), 3.0)]);
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].message, "unknown key `list.1.b`");
+        assert!(fields.table_if("absent").is_none() && fields.finish().is_empty());
+    }
 }

@@ -1,6 +1,12 @@
 //! Clusters: how many devices stand where, what each can do at best, and over which links they reach each other.
 //! Every figure says where it comes from.
 
+pub(crate) mod check;
+mod place;
+mod text;
+
+pub use place::Seat;
+
 /// A number and its source.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Figure {
@@ -108,6 +114,8 @@ impl Tier {
 pub struct Device {
     /// Name, such as `NVIDIA H200 SXM`.
     pub name: String,
+    /// What an executor's curves may differ by: `ampere`, `hopper`, `blackwell`, `cpu`.
+    pub family: String,
     /// Memory.
     pub memory_bytes: Figure,
     /// Memory bandwidth at best.
@@ -129,6 +137,8 @@ pub struct Cluster {
     pub hosts_per_rack: u32,
     /// Devices of a host.
     pub devices_per_host: u32,
+    /// Devices of one processor of the host, which share its memory: 2 of a Grace, 4 of a socket.
+    pub devices_per_socket: u32,
     /// Devices of one domain of switches: 8 for a host with NVLink, 72 for a rack.
     pub domain: u32,
     /// The device.
@@ -156,6 +166,39 @@ impl Cluster {
     #[must_use]
     pub fn link(&self, class: LinkClass) -> &Link {
         &self.links[class as usize]
+    }
+
+    /// The same cluster with this many racks; at least one.
+    #[must_use]
+    pub fn with_racks(mut self, racks: u32) -> Cluster {
+        self.racks = racks.max(1);
+        self
+    }
+
+    /// Devices of one rack.
+    #[must_use]
+    pub fn devices_per_rack(&self) -> u32 {
+        self.hosts_per_rack * self.devices_per_host
+    }
+
+    /// Domains of all racks; the last may be smaller.
+    #[must_use]
+    pub fn domains(&self) -> u32 {
+        self.devices().div_ceil(self.domain.max(1))
+    }
+
+    /// Rate at which one device reads a tier while its neighbours do the same, at best.
+    #[must_use]
+    pub fn tier_bytes_per_s(&self, tier: Tier) -> f64 {
+        let reach = |class: LinkClass| {
+            let link = self.link(class);
+            link.bytes_per_s.value * link.achievable.value
+        };
+        match tier {
+            Tier::Hbm => self.device.memory_bytes_per_s.value,
+            Tier::Peer => reach(LinkClass::Domain),
+            Tier::Host => reach(LinkClass::Host).min(self.host_bytes_per_s.value),
+        }
     }
 
     /// Dense peak at a precision, in operations per second.

@@ -4,13 +4,14 @@
 //! of a few small integers.
 
 mod cluster;
+pub mod clusters;
 mod group;
 mod layout;
 mod mesh;
 mod shard;
 mod spec;
 
-pub use cluster::{Cluster, Device, Figure, Link, LinkClass, Precision, Tier};
+pub use cluster::{Cluster, Device, Figure, Link, LinkClass, Precision, Seat, Tier};
 pub use group::Group;
 pub use layout::{AxisLayout, Layout, Reduction};
 pub use mesh::{Axis, Coord, Mesh, MeshError, Rank, RankMap};
@@ -20,5 +21,15 @@ pub use spec::{DimName, ShardSpec};
 use tessera_base::Code;
 
 /// Codes this room raises.
-pub const CODES: &[&Code] =
-    &[&mesh::T0101, &mesh::T0102, &mesh::T0103, &mesh::T0104, &spec::T0105, &spec::T0106];
+pub const CODES: &[&Code] = &[
+    &mesh::T0101,
+    &mesh::T0102,
+    &mesh::T0103,
+    &mesh::T0104,
+    &spec::T0105,
+    &spec::T0106,
+    &cluster::check::T1101,
+    &cluster::check::T1102,
+    &cluster::check::T1103,
+    &clusters::T1104,
+];
