@@ -4,6 +4,18 @@
 
 use tessera_base::Bytes;
 
+/// Names of the rows around routed experts: what [`Work::routed`] changes with them.
+pub mod names {
+    /// Product that scores every expert.
+    pub const ROUTER: &str = "moe.router";
+    /// Softmax or sigmoid over all experts, at four bytes a number, and the choice.
+    pub const GATE: &str = "moe.gate";
+    /// A token copied once per expert that it asks for.
+    pub const PACK: &str = "moe.pack";
+    /// What its experts give, added up.
+    pub const UNPACK: &str = "moe.unpack";
+}
+
 /// A model as rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Work {
@@ -48,23 +60,41 @@ pub struct Row {
     /// How the op divides over tp.
     pub cut: RowCut,
     /// Bytes that a token leaves behind for the backward pass at two bytes a number: inputs and masks that no earlier
-    /// row has counted. What attention keeps per query and key stands in [`RowOp::Attention`].
+    /// row has counted. What attention keeps per query and key stands in [`RowOp::Attention`]. How a rank's share
+    /// follows from the cut: [`RowCut::keep_share`].
     pub keep_bytes: u64,
 }
 
 /// How a row divides over tp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum RowCut {
-    /// Every rank has all of it; its tokens may be divided (sequence parallel).
+    /// Every rank has all of its weights; its tokens may be divided (sequence parallel).
     Whole,
     /// By output features: needs whole tokens, gives a piece of the width.
     Col,
-    /// By input features: gives a partial sum that is reduced over tp.
+    /// By input features, or by the words of a table: gives a partial sum that is reduced over tp.
     Row,
-    /// By heads: follows a `Col` row.
+    /// By heads, or by the features of the `Col` row that it follows.
     Heads,
-    /// Experts over the expert ranks, and each expert's inner width over the expert tp.
+    /// Experts over the expert ranks, and each expert's inner width over the expert tp. Numbers and bytes of such a
+    /// row count all `top_k` copies of a token.
     Experts,
+}
+
+impl RowCut {
+    /// Share of a row's kept bytes that one of `tp` ranks holds. What stands before a product by column is kept whole
+    /// by every rank, unless tokens are divided: then it is kept in pieces and gathered again.
+    ///
+    /// For [`RowCut::Experts`] this is the share of an even routing over experts that are not cut: copies lie where
+    /// their experts do. An expert tp cuts all that such rows keep but the inputs of a [`RowOp::Experts`] row, which
+    /// are `2 · top_k · k` bytes and stand on each of its ranks.
+    #[must_use]
+    pub fn keep_share(self, tp: u32, tokens_divided: bool) -> f64 {
+        match self {
+            RowCut::Whole | RowCut::Col if !tokens_divided => 1.0,
+            _ => 1.0 / f64::from(tp),
+        }
+    }
 }
 
 /// What a row does. Widths are in numbers per token.
@@ -93,9 +123,12 @@ pub enum RowOp {
         cache: u64,
         /// Whether a query sees no later key.
         causal: bool,
-        /// Bytes kept for the backward pass per head, query and key: 5 where scores are stored with a dropout mask, 0
-        /// for a fused kernel.
+        /// Bytes kept for the backward pass per head, query and key: 5 where scores are stored with a dropout mask, 2
+        /// where they are stored without, 0 for a fused kernel.
         scores_bytes: u64,
+        /// Where keys and values of all heads come from one latent in the cache: the widths at which queries may meet
+        /// that latent itself, which spares a decoding step the expansion of every cached token.
+        latent: Option<Latent>,
     },
     /// Routed experts; router and shared experts are rows of their own.
     Experts {
@@ -128,6 +161,15 @@ pub enum RowOp {
     },
 }
 
+/// Widths of attention on a shared latent: as if of one head of keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Latent {
+    /// Width of a query head.
+    pub qk: u64,
+    /// Width of what a query head gathers.
+    pub v: u64,
+}
+
 impl Row {
     /// Weights of the row, in numbers.
     #[must_use]
@@ -158,6 +200,40 @@ impl Work {
         })
     }
 
+    /// The same model with another number of routed experts in each layer, or another number for each token.
+    #[must_use]
+    pub fn routed(&self, experts: u64, top_k: u64) -> Work {
+        let mut work = self.clone();
+        for row in work.stacks.iter_mut().flat_map(|s| {
+            let was = s.rows.iter().find_map(|r| match r.op {
+                RowOp::Experts { top_k, .. } => Some(top_k.max(1)),
+                _ => None,
+            });
+            s.rows.iter_mut().map(move |r| (r, was))
+        }) {
+            let (row, Some(was)) = row else { continue };
+            let name = row.name;
+            match &mut row.op {
+                RowOp::Experts { experts: e, top_k: k, .. } => (*e, *k) = (experts, top_k),
+                RowOp::Matmul { n, .. } if name == names::ROUTER => *n = experts,
+                RowOp::Pass { reads, writes, .. } if name == names::GATE => {
+                    row.keep_bytes = 4 * experts;
+                    (*reads, *writes) = (2 * experts, 2 * experts);
+                }
+                RowOp::Pass { writes, .. } if name == names::PACK => *writes = *writes / was * top_k,
+                RowOp::Pass { reads, .. } if name == names::UNPACK => *reads = *reads / was * top_k,
+                RowOp::Pass { reads, writes, .. } if row.cut == RowCut::Experts => {
+                    (*reads, *writes) = (*reads / was * top_k, *writes / was * top_k);
+                }
+                _ => {}
+            }
+            if row.cut == RowCut::Experts {
+                row.keep_bytes = row.keep_bytes / was * top_k;
+            }
+        }
+        work
+    }
+
     /// Weights of the whole model, in numbers; tied ones once.
     #[must_use]
     pub fn parameters(&self) -> u64 {
@@ -165,6 +241,20 @@ impl Work {
         let head = if self.tied { self.vocab * self.width } else { 0 };
         let layers: u64 = self.stacks.iter().map(|s| s.count * rows(&s.rows)).sum();
         (rows(&self.first) + layers + rows(&self.last)).saturating_sub(head)
+    }
+
+    /// Weights that one token meets, in numbers: of routed experts those it asks for, and no table that is only looked
+    /// up.
+    #[must_use]
+    pub fn active_parameters(&self) -> u64 {
+        let of = |r: &Row| match r.op {
+            RowOp::Embed { .. } => 0,
+            RowOp::Experts { experts, top_k, .. } => r.weights() / experts * top_k,
+            _ => r.weights(),
+        };
+        let rows = |rows: &[Row]| rows.iter().map(of).sum::<u64>();
+        let layers: u64 = self.stacks.iter().map(|s| s.count * rows(&s.rows)).sum();
+        rows(&self.first) + layers + rows(&self.last)
     }
 
     /// Cache bytes of one token over all layers, at this many bytes a number.
