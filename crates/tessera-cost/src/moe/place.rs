@@ -1,0 +1,165 @@
+//! Placing experts by their popularity: the hottest are copied, and copies are packed onto ranks so that none has much
+//! more than another.
+
+use super::ExpertLoad;
+
+/// Where copies of experts lie.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Placement {
+    /// Experts of each rank, by number; a rank may hold no more than one copy more than another.
+    pub ranks: Vec<Vec<usize>>,
+    /// Copies of each expert; tokens are dealt evenly over them.
+    pub copies: Vec<usize>,
+}
+
+impl Placement {
+    /// Contiguous pieces, one copy each.
+    #[must_use]
+    pub fn contiguous(experts: usize, ranks: usize) -> Placement {
+        let cut = |r: usize| {
+            let (start, held) = tessera_mesh::split(experts as u64, ranks.max(1) as u32, r as u32);
+            (start as usize..(start + held) as usize).collect()
+        };
+        Placement { ranks: (0..ranks.max(1)).map(cut).collect(), copies: vec![1; experts] }
+    }
+
+    /// Popularity on each rank: the sum over its copies of what one copy is asked for.
+    #[must_use]
+    pub fn loads(&self, popularity: &[f64]) -> Vec<f64> {
+        let of = |e: &usize| popularity[*e] / self.copies[*e] as f64;
+        self.ranks.iter().map(|held| held.iter().map(of).sum()).collect()
+    }
+}
+
+/// Places `slots` copies of experts (at least one of each) over `ranks` ranks of `nodes` nodes, which divide the ranks.
+///
+/// In three greedy steps: whole experts are packed onto nodes, the heaviest first, each onto the lightest node with
+/// room; within a node every further slot copies the expert whose copies have most to do; the copies of a node are
+/// packed onto its ranks like experts onto nodes. Ties go to the lower number. With one node the first step does
+/// nothing. Fewer slots than experts are taken as one each.
+#[must_use]
+pub fn rebalance(popularity: &[f64], slots: usize, ranks: usize, nodes: usize) -> Placement {
+    let (experts, ranks) = (popularity.len(), ranks.max(1));
+    let nodes = if nodes > 0 && ranks.is_multiple_of(nodes) { nodes } else { 1 };
+    let slots = slots.max(experts);
+    let all: Vec<(usize, f64)> = popularity.iter().copied().enumerate().collect();
+    let mut placement = Placement { ranks: vec![Vec::new(); ranks], copies: vec![1; experts] };
+    for (node, own) in pack(&all, nodes).into_iter().enumerate() {
+        let per_node = slots / nodes + usize::from(node < slots % nodes);
+        for _ in own.len()..per_node {
+            let load = |e: usize| popularity[e] / placement.copies[e] as f64;
+            let heaviest = own.iter().copied().reduce(|a, b| if load(b) > load(a) { b } else { a });
+            if let Some(e) = heaviest {
+                placement.copies[e] += 1;
+            }
+        }
+        let copies: Vec<(usize, f64)> = own
+            .iter()
+            .flat_map(|e| {
+                let n = placement.copies[*e];
+                std::iter::repeat_n((*e, popularity[*e] / n as f64), n)
+            })
+            .collect();
+        for (i, held) in pack(&copies, ranks / nodes).into_iter().enumerate() {
+            placement.ranks[node * (ranks / nodes) + i] = held;
+        }
+    }
+    placement
+}
+
+/// The heaviest first, each into the lightest bin that has room; bins differ by at most one item.
+fn pack(items: &[(usize, f64)], bins: usize) -> Vec<Vec<usize>> {
+    let mut order: Vec<usize> = (0..items.len()).collect();
+    order.sort_by(|a, b| items[*b].1.total_cmp(&items[*a].1).then(a.cmp(b)));
+    let (room, mut spare) = (items.len() / bins, items.len() % bins);
+    let mut loads = vec![0.0; bins];
+    let mut held = vec![Vec::new(); bins];
+    for i in order {
+        let open = |b: &usize| held[*b].len() < room || (held[*b].len() == room && spare > 0);
+        let lightest = (0..bins).filter(open).reduce(|a, b| if loads[b] < loads[a] { b } else { a });
+        if let Some(b) = lightest {
+            spare -= usize::from(held[b].len() == room);
+            loads[b] += items[i].1;
+            held[b].push(items[i].0);
+        }
+    }
+    held
+}
+
+/// Load of one batch under a placement, by popularity alone: no variation of counts, no capacity. `popularity` adds up
+/// to `top_k`.
+#[must_use]
+pub fn placed(placement: &Placement, popularity: &[f64], tokens: f64) -> ExpertLoad {
+    let loads = placement.loads(popularity);
+    let top_k: f64 = popularity.iter().sum();
+    let ep = loads.len() as f64;
+    let mean = top_k / ep;
+    if mean <= 0.0 || tokens.is_nan() || tokens <= 0.0 {
+        return ExpertLoad::NONE;
+    }
+    let slowest = (0..loads.len()).reduce(|a, b| if loads[b] > loads[a] { b } else { a }).unwrap_or(0);
+    let touched = |e: &usize| (tokens * popularity[*e] / placement.copies[*e] as f64).min(1.0);
+    let missed = |load: &f64| (1.0 - (load / top_k).min(1.0)).powf(top_k);
+    let reached: f64 = loads.iter().map(|l| 1.0 - missed(l)).sum();
+    let even = top_k / popularity.len() as f64;
+    let spread = |of: &[f64], mean: f64| {
+        (of.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / of.len() as f64).sqrt() / mean
+    };
+    ExpertLoad {
+        slowest: loads[slowest] / mean,
+        dropped: 0.0,
+        rows: tokens * mean,
+        active: placement.ranks[slowest].iter().map(touched).sum(),
+        copies: reached * (ep - 1.0) / ep,
+        busiest_link: ((1.0 - missed(&loads[slowest])) * ep / reached).max(1.0),
+        std_over_mean: spread(popularity, even),
+        rank_std_over_mean: spread(&loads, mean),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_heaviest_goes_to_the_lightest_with_room() {
+        // By hand: 9→0, 8→1, 7→1 would be 15 but rank 1 (8) is lighter than rank 0 (9), so 7→1, 5→0; 4: ranks 14 and
+        // 15 → 0, which is then full at 3; 1→1.
+        let p = rebalance(&[9.0, 1.0, 8.0, 7.0, 5.0, 4.0], 6, 2, 1);
+        assert_eq!(p.ranks, [vec![0, 4, 5], vec![2, 3, 1]]);
+        assert_eq!(p.copies, [1; 6]);
+    }
+
+    #[test]
+    fn further_slots_copy_whoever_has_most_to_do() {
+        // 12 is halved to 6; 7 is then the heaviest and halved to 3.5; the next would be 6 again. Copies in order of
+        // weight: 6, 6, 5, 3.5, 3.5, 2 → 6|6, 5→0 (ties low), 3.5→1, 3.5→1 (9.5 < 11), 2→0.
+        let p = rebalance(&[12.0, 7.0, 5.0, 2.0], 6, 2, 1);
+        assert_eq!(p.copies, [2, 2, 1, 1]);
+        assert_eq!(p.ranks, [vec![0, 2, 3], vec![0, 1, 1]]);
+        assert_eq!(p.loads(&[12.0, 7.0, 5.0, 2.0]), [13.0, 13.0]);
+    }
+
+    #[test]
+    fn copies_stay_in_the_node_of_their_expert() {
+        // Nodes first: 10→0, 9→1, 3→1 (9 < 10), 2→0: 12 and 12. One further slot each: 10 and 9 are copied.
+        let p = rebalance(&[10.0, 2.0, 9.0, 3.0], 6, 4, 2);
+        assert_eq!(p.copies, [2, 1, 2, 1]);
+        assert_eq!(p.ranks, [vec![0, 1], vec![0], vec![2, 3], vec![2]]);
+    }
+
+    #[test]
+    fn copies_even_out_what_order_alone_cannot() {
+        let popularity = crate::moe::popularity(256, 8, 32, 4096.0, crate::moe::Routing::PowerLaw(1.2), 0);
+        let slowest = |p: &Placement| placed(p, &popularity, 4096.0).slowest;
+        let plain = slowest(&Placement::contiguous(256, 32));
+        let packed = slowest(&rebalance(&popularity, 256, 32, 1));
+        let copied = slowest(&rebalance(&popularity, 288, 32, 1));
+        assert!(
+            plain > 2.0 && packed < plain && copied < 1.1 && copied < packed,
+            "{plain} {packed} {copied}"
+        );
+        let all: Vec<usize> = rebalance(&popularity, 288, 32, 1).ranks.iter().map(Vec::len).collect();
+        assert_eq!(all, [9; 32]);
+    }
+}

@@ -1,0 +1,394 @@
+//! What the ops of a lowered program take, under a machine and the habits of its executor.
+//!
+//! Prices are of one rank: work of an op on its own device, and of a collective from when its last member is there.
+//! Where an executor makes one kernel of several ops, the first of them carries the time of all and the others take none:
+//! whatever the kernel reads exists by then.
+
+mod kernels;
+
+use std::collections::BTreeSet;
+
+use tessera_ir::{DType, Op, Opcode, Program, ValueId, cost};
+use tessera_mesh::{Cluster, Group, Mesh, Precision, Rank};
+
+use crate::habits::Habits;
+use crate::{AttentionWork, CollectiveOp, Machine, Span, Transfer};
+
+/// What an op mostly does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Doing {
+    /// A matrix product.
+    Product,
+    /// Attention.
+    Attention,
+    /// A pass over memory.
+    Pass,
+    /// Moves data between ranks; its price is what it does on the device beforehand.
+    Exchange,
+    /// Takes what was moved; its price is what it does on the device afterwards.
+    Taking,
+    /// Nothing on the device.
+    Nothing,
+}
+
+/// What one op takes on its own device.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Price {
+    /// What it does.
+    pub doing: Doing,
+    /// Time on the device in nanoseconds, without launches.
+    pub ns: f64,
+    /// Kernels the host launches for it.
+    pub launches: u32,
+    /// Floating-point operations.
+    pub flops: f64,
+}
+
+impl Price {
+    const NOTHING: Price = Price { doing: Doing::Nothing, ns: 0.0, launches: 0, flops: 0.0 };
+}
+
+/// A program with its prices under a machine.
+#[derive(Debug, Clone)]
+pub struct Priced<'a> {
+    /// The price of each op, in their order.
+    pub ops: Vec<Price>,
+    machine: &'a Machine,
+    program: &'a Program,
+    widths: Widths,
+}
+
+impl<'a> Priced<'a> {
+    /// Prices a program whose products and attention run at a share `pace` of full speed.
+    #[must_use]
+    pub fn of(machine: &'a Machine, program: &'a Program, pace: f64) -> Priced<'a> {
+        let habits = &machine.profile.habits;
+        let widths = Widths::of(program, habits.precision);
+        let mut ops: Vec<Price> =
+            program.ops.iter().map(|op| alone(machine, program, &widths, op, pace)).collect();
+        if habits.joins_products {
+            for set in kernels::joined_products(program) {
+                let joined = joined_ns(machine, program, &set) / pace;
+                // What each does besides its product stays.
+                let apart: f64 = set.iter().map(|i| joined_ns(machine, program, &[*i]) / pace).sum();
+                ops[set[0]].ns = joined + set.iter().map(|i| ops[*i].ns).sum::<f64>() - apart;
+                for i in &set[1..] {
+                    (ops[*i].ns, ops[*i].launches) = (0.0, 0);
+                }
+            }
+        }
+        if habits.fuses_passes {
+            for set in kernels::fused_passes(program) {
+                let bytes = kernels::traffic(program, &widths, &set);
+                for (at, i) in set.iter().enumerate() {
+                    ops[*i].ns = if at == 0 { working_pass_ns(machine, bytes) } else { 0.0 };
+                    ops[*i].launches = u32::from(at == 0);
+                }
+            }
+        }
+        Priced { ops, machine, program, widths }
+    }
+
+    /// What a collective, send or receive takes from when its last member is there, and what this rank sends. None for
+    /// other ops.
+    #[must_use]
+    pub fn exchange(&self, op: usize, span: Span) -> Option<Transfer> {
+        let (p, op) = (self.program, self.program.ops.get(op)?);
+        let operand = || op.operands.first().map_or(0.0, |v| self.widths.bytes(p, *v));
+        let (what, bytes) = match op.opcode {
+            Opcode::AllReduce => (CollectiveOp::AllReduce, operand()),
+            // Equal pieces: the whole is as many as there are members.
+            Opcode::AllGather => (CollectiveOp::AllGather, operand() * f64::from(span.ranks)),
+            Opcode::ReduceScatter => (CollectiveOp::ReduceScatter, operand()),
+            Opcode::AllToAll => (CollectiveOp::AllToAll, operand()),
+            Opcode::Broadcast => (CollectiveOp::Broadcast, operand()),
+            Opcode::Send => (CollectiveOp::SendRecv, operand()),
+            Opcode::Recv => (CollectiveOp::SendRecv, self.received(op)),
+            _ => return None,
+        };
+        let mut transfer = self.machine.collective(what, bytes, span);
+        if op.opcode == Opcode::Recv {
+            transfer.sent = [0.0; 3];
+        }
+        Some(transfer)
+    }
+
+    fn received(&self, op: &Op) -> f64 {
+        let waits = |o: &&Op| o.opcode == Opcode::Wait && o.operands.first() == op.results.first();
+        let taker = if op.issue { self.program.ops.iter().find(waits) } else { Some(op) };
+        taker.and_then(|t| t.results.first()).map_or(0.0, |r| self.widths.bytes(self.program, *r))
+    }
+}
+
+/// The ranks of a group and how many domains of the cluster they touch, seen from one of its members. Ranks stand on the
+/// cluster's devices in order. A send or receive spans its two ends alone.
+#[must_use]
+pub fn span(cluster: &Cluster, mesh: &Mesh, rank: Rank, op: &Op) -> Span {
+    let members = op.group().map_or_else(Vec::new, |g: Group| mesh.members(rank, g));
+    let peer = ["to", "from"].into_iter().find_map(|k| op.int(k)).and_then(|at| usize::try_from(at).ok());
+    let met: Vec<Rank> = match (op.opcode, peer.and_then(|at| members.get(at))) {
+        (Opcode::Send | Opcode::Recv, Some(other)) => vec![rank, *other],
+        _ => members,
+    };
+    let domains: BTreeSet<u32> = met.iter().map(|r| r.0 / cluster.domain.max(1)).collect();
+    Span { ranks: met.len().max(1) as u32, domains: domains.len().max(1) as u32 }
+}
+
+/// Bytes that numbers of a program take under an executor's precision.
+#[derive(Debug, Clone)]
+pub(crate) struct Widths {
+    precision: Precision,
+    /// Values that stay f32 whatever the precision.
+    exact: Vec<bool>,
+}
+
+impl Widths {
+    pub(crate) fn of(p: &Program, precision: Precision) -> Widths {
+        let mut exact = vec![false; p.values.len()];
+        for op in &p.ops {
+            let keeps = match op.opcode {
+                Opcode::RowSquareSum | Opcode::TimeEmbed => true,
+                Opcode::AllReduce | Opcode::Wait => op.operands.iter().any(|v| exact[v.0 as usize]),
+                _ => false,
+            };
+            for r in op.results.iter().filter(|_| keeps) {
+                exact[r.0 as usize] = true;
+            }
+        }
+        Widths { precision, exact }
+    }
+
+    pub(crate) fn bytes(&self, p: &Program, v: ValueId) -> f64 {
+        let ty = p.ty(v);
+        let of = if ty.dtype == DType::F32 && !self.exact[v.0 as usize] {
+            self.precision.bytes()
+        } else {
+            ty.dtype.bytes() as f64
+        };
+        ty.elements() as f64 * of
+    }
+}
+
+/// An op by itself, one kernel if any.
+fn alone(m: &Machine, p: &Program, widths: &Widths, op: &Op, pace: f64) -> Price {
+    let habits = &m.profile.habits;
+    let kernel = |doing, ns: f64| Price { doing, ns, launches: 1, flops: cost(p, op).flops.0 as f64 };
+    match op.opcode {
+        Opcode::Matmul => product(m, p, widths, op, pace),
+        Opcode::Attention => kernel(Doing::Attention, m.attention_ns(&attention(habits, p, op)) / pace),
+        Opcode::Dot => {
+            let (x, y) = (op.operands[0], op.operands[1]);
+            let k = p.ty(x).shape.last().map_or(1.0, |k| *k as f64);
+            let rows = p.ty(x).elements() as f64 / k;
+            let columns = op.results.first().map_or(1.0, |r| p.ty(*r).elements() as f64 / rows);
+            let batch = (p.ty(y).elements() as f64 / (k * columns)).max(1.0);
+            kernel(Doing::Product, m.grouped_ns(batch, rows / batch, columns, k, habits.precision) / pace)
+        }
+        Opcode::MoeRoute => {
+            let bank: Vec<f64> =
+                op.buffer.map_or_else(Vec::new, |b| p.buffer(b).ty.shape.iter().map(|n| *n as f64).collect());
+            let [experts, out, k] = bank[..] else { return Price::NOTHING };
+            let top_k = op.int("top_k").unwrap_or(2) as f64;
+            let rows = extent(p, op.operands[0], 0) * top_k / experts.max(1.0);
+            kernel(Doing::Product, m.grouped_ns(experts, rows, out, k, habits.precision) / pace)
+        }
+        Opcode::AllToAll => Price { doing: Doing::Exchange, ns: 0.0, launches: 1, flops: 0.0 }
+            .with(repack(m, p, widths, op, true)),
+        Opcode::Wait => Price { doing: Doing::Taking, ..Price::NOTHING }.with(unpack(m, p, widths, op)),
+        _ if op.opcode.is_collective() => Price { doing: Doing::Exchange, ns: 0.0, launches: 1, flops: 0.0 },
+        _ if kernels::is_pass(op.opcode) => {
+            let bytes = kernels::traffic_alone(p, widths, op);
+            let copies = kernels::only_copies(op.opcode);
+            kernel(Doing::Pass, if copies { m.pass_ns(bytes) } else { working_pass_ns(m, bytes) })
+        }
+        _ => Price::NOTHING,
+    }
+}
+
+impl Price {
+    /// One more kernel, if it takes any time.
+    fn with(self, pass: Option<f64>) -> Price {
+        match pass {
+            Some(ns) => Price { ns: self.ns + ns, launches: self.launches + 1, ..self },
+            None => self,
+        }
+    }
+}
+
+/// Products of one left operand as one; `set` has one at least.
+fn joined_ns(m: &Machine, p: &Program, set: &[usize]) -> f64 {
+    let [rows, k] = [0, 1].map(|d| extent(p, p.ops[set[0]].operands[0], d));
+    let columns: f64 = set.iter().map(|i| extent(p, p.ops[*i].operands[1], 0)).sum();
+    m.matmul_ns(rows, columns, k, m.profile.habits.precision)
+}
+
+fn product(m: &Machine, p: &Program, widths: &Widths, op: &Op, pace: f64) -> Price {
+    let habits = &m.profile.habits;
+    let [rows, k] = [0, 1].map(|d| extent(p, op.operands[0], d));
+    let columns = extent(p, op.operands[1], 0);
+    let price = Price {
+        doing: Doing::Product,
+        ns: m.matmul_ns(rows, columns, k, habits.precision) / pace,
+        launches: 1,
+        flops: cost(p, op).flops.0 as f64,
+    };
+    let bias = op.key("bias").is_some() && !habits.bias_in_product;
+    let act = op.str("act").is_some() && !habits.act_in_product;
+    let written = op.results.first().map_or(0.0, |r| widths.bytes(p, *r));
+    price.with((bias || act).then(|| working_pass_ns(m, 2.0 * written)))
+}
+
+/// A pass that computes on the way.
+fn working_pass_ns(m: &Machine, bytes: f64) -> f64 {
+    m.pass_ns(bytes / m.profile.habits.pass_share)
+}
+
+fn attention(habits: &Habits, p: &Program, op: &Op) -> AttentionWork {
+    let width = extent(p, op.operands[0], 1);
+    let head = op.int("head_dim").map_or(width, |h| h as f64).max(1.0);
+    AttentionWork {
+        queries: extent(p, op.operands[0], 0),
+        keys: extent(p, op.operands[1], 0),
+        heads: width / head,
+        kv_heads: extent(p, op.operands[1], 1) / head,
+        qk: head,
+        v: head,
+        causal: false,
+        precision: habits.precision,
+    }
+}
+
+/// The pass that brings the pieces of an all-to-all together before it goes out: where columns are cut, each peer's piece
+/// lies scattered over the rows.
+fn repack(m: &Machine, p: &Program, widths: &Widths, op: &Op, before: bool) -> Option<f64> {
+    let habits = &m.profile.habits;
+    let cut = op.int(if before { "split" } else { "concat" })?;
+    let bytes = widths.bytes(p, *op.operands.first()?);
+    (habits.packs_exchanges && cut > 0).then(|| m.pass_ns(2.0 * bytes))
+}
+
+/// The pass that spreads what came over the rows, where columns were joined.
+fn unpack(m: &Machine, p: &Program, widths: &Widths, wait: &Op) -> Option<f64> {
+    let ticket = wait.operands.first()?;
+    let issue = p.ops.iter().find(|o| o.results.contains(ticket) && o.opcode == Opcode::AllToAll)?;
+    repack(m, p, widths, issue, false)
+}
+
+fn extent(p: &Program, v: ValueId, dim: usize) -> f64 {
+    p.ty(v).shape.get(dim).map_or(1.0, |n| *n as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Profile;
+    use tessera_ir::{Builder, Type};
+    use tessera_mesh::{Axis, AxisLayout, Reduction, Shard, clusters};
+
+    fn machine(habits: Habits) -> Machine {
+        let profile = Profile { habits, ..Profile::named("torch-2.11").unwrap() };
+        Machine::new(clusters::named("hgx-h200").unwrap(), profile)
+    }
+
+    fn fusing() -> Habits {
+        Habits { precision: Precision::Bf16, fuses_passes: true, joins_products: true, ..Habits::default() }
+    }
+
+    fn f32(shape: &[u64]) -> Type {
+        Type::new(DType::F32, shape)
+    }
+
+    /// Queries, keys and values of 8 rows, 64 wide; keys normed, turned and kept.
+    fn keys() -> Program {
+        let mut b = Builder::logical("p");
+        let x = b.input("x", f32(&[8, 64]));
+        let start = b.call("start", Type::scalar(DType::I64));
+        let made = ["q", "k", "v"].map(|n| {
+            let w = b.weight(n, f32(&[64, 64]));
+            b.op(Opcode::Matmul, &[x, w])
+        });
+        let norm = b.weight("norm", f32(&[64]));
+        b.attr("eps", 1e-6);
+        let k = b.op(Opcode::RmsNorm, &[made[1], norm]);
+        b.attr("head_dim", 32u64).attr("grid", vec![2, 2, 2]).key("start", start);
+        let k = b.op(Opcode::Rope, &[k]);
+        let buffer = b.buffer("kv.0.k", f32(&[8, 64]));
+        b.write(buffer, k);
+        b.finish().unwrap()
+    }
+
+    fn of(p: &Program, prices: &Priced<'_>, opcode: Opcode) -> Vec<f64> {
+        p.ops.iter().zip(&prices.ops).filter(|(o, _)| o.opcode == opcode).map(|(_, x)| x.ns).collect()
+    }
+
+    #[test]
+    fn neighbours_are_one_kernel() {
+        let p = keys();
+        let m = machine(fusing());
+        let prices = Priced::of(&m, &p, 1.0);
+        assert_eq!(
+            of(&p, &prices, Opcode::Matmul),
+            [m.matmul_ns(8.0, 192.0, 64.0, Precision::Bf16), 0.0, 0.0]
+        );
+        // Keys in, weights in, the start, keys out: the two values between never reach memory.
+        let bytes = 8.0 * 64.0 * 2.0 + 64.0 * 2.0 + 8.0 + 8.0 * 64.0 * 2.0;
+        assert_eq!(of(&p, &prices, Opcode::RmsNorm), [m.pass_ns(bytes)]);
+        assert_eq!([of(&p, &prices, Opcode::Rope), of(&p, &prices, Opcode::CacheWrite)].concat(), [0.0, 0.0]);
+        assert_eq!(prices.ops.iter().map(|o| o.launches).sum::<u32>(), 2);
+
+        let plain = machine(Habits { precision: Precision::Bf16, ..Habits::default() });
+        let apart = Priced::of(&plain, &p, 1.0);
+        assert_eq!(apart.ops.iter().map(|o| o.launches).sum::<u32>(), 6);
+        let sum = |p: &Priced<'_>| p.ops.iter().map(|o| o.ns).sum::<f64>();
+        assert!(sum(&apart) > sum(&prices));
+        let twice = Priced::of(&plain, &p, 0.5);
+        assert_eq!(of(&p, &twice, Opcode::Matmul)[0], 2.0 * of(&p, &apart, Opcode::Matmul)[0]);
+        assert_eq!(of(&p, &twice, Opcode::Rope), of(&p, &apart, Opcode::Rope));
+    }
+
+    #[test]
+    fn what_a_product_leaves_to_a_pass_costs_one() {
+        let mut b = Builder::logical("p");
+        let (x, w) = (b.input("x", f32(&[8, 64])), b.weight("w", f32(&[64, 64])));
+        let bias = b.weight("b", f32(&[64]));
+        b.attr("act", "gelu_tanh").key("bias", bias);
+        b.op(Opcode::Matmul, &[x, w]);
+        let p = b.finish().unwrap();
+        let ns = |h: Habits| of(&p, &Priced::of(&machine(h), &p, 1.0), Opcode::Matmul)[0];
+        let all = Habits::default();
+        let (one, other) =
+            (Habits { act_in_product: false, ..all }, Habits { bias_in_product: false, ..all });
+        let pass = machine(all).pass_ns(2.0 * 8.0 * 64.0 * 4.0);
+        assert!((ns(one) - ns(all) - pass).abs() < 1e-6 * pass);
+        assert_eq!(ns(one), ns(other));
+    }
+
+    #[test]
+    fn sums_of_squares_travel_whole_and_columns_are_packed() {
+        let mut b = Builder::role("p", "r", "tp=2".parse().unwrap(), &["compute", "tp_collective"]);
+        let by_rows = AxisLayout::Shard(Shard::of(0, 8, 1, 2).unwrap());
+        let x =
+            b.input("x", f32(&[8, 64]).on(Axis::Tp, AxisLayout::Shard(Shard::of(1, 128, 64, 2).unwrap())));
+        let y = b.input("y", f32(&[4, 128]).on(Axis::Tp, by_rows));
+        let sums = b.op(Opcode::RowSquareSum, &[x]);
+        b.attr("axis", "tp").attr("reduction", Reduction::Sum.name());
+        let t = b.issue(Opcode::AllReduce, &[sums]);
+        b.wait(t, None);
+        b.attr("axis", "tp").attr("concat", 0u64).attr("split", 1u64).attr("unit", 64u64);
+        let t = b.issue(Opcode::AllToAll, &[y]);
+        let z = b.wait(t, None).unwrap();
+        b.attr("axis", "tp").attr("concat", 1u64).attr("split", 0u64);
+        let t = b.issue(Opcode::AllToAll, &[z]);
+        b.wait(t, None);
+        let p = b.finish().unwrap();
+        let m = machine(Habits { packs_exchanges: true, ..fusing() });
+        let prices = Priced::of(&m, &p, 1.0);
+        let two = Span { ranks: 2, domains: 1 };
+        let sent: Vec<f64> =
+            (0..p.ops.len()).filter_map(|i| prices.exchange(i, two)).map(|t| t.sent[0]).collect();
+        assert_eq!(sent, [8.0 * 4.0, 4.0 * 128.0 * 2.0 / 2.0, 8.0 * 64.0 * 2.0 / 2.0]);
+        let copy = m.pass_ns(2.0 * 4.0 * 128.0 * 2.0);
+        assert_eq!(of(&p, &prices, Opcode::AllToAll), [copy, 0.0], "packed before the first");
+        assert_eq!(of(&p, &prices, Opcode::Wait), [0.0, 0.0, copy], "unpacked after the second");
+    }
+}

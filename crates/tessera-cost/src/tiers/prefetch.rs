@@ -1,0 +1,100 @@
+//! Fetching the bytes of later layers on a stream of their own while earlier ones compute.
+
+/// One layer, for one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct LayerTimes {
+    /// Computation before the fetched bytes are needed (attention before experts; projections before old keys).
+    pub before_ns: f64,
+    /// Computation that needs them.
+    pub after_ns: f64,
+    /// Time of the fetch by itself.
+    pub fetch_ns: f64,
+}
+
+/// A pass over all layers in steady state: the pass before fetched the first layers of this one.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Prefetch {
+    /// Layers whose fetched bytes have room at once, the one that computes included; 0 fetches when bytes are needed.
+    pub window: usize,
+    /// Time that computation waits for fetches.
+    pub stall_ns: f64,
+    /// The pass, waiting included.
+    pub pass_ns: f64,
+}
+
+/// Runs the layers with room for the bytes of `window` layers. Fetches run one after another in order of layers; one
+/// starts as soon as there is room, and room comes back when the layer that used it ends.
+#[must_use]
+pub fn prefetch(layers: &[LayerTimes], window: usize) -> Prefetch {
+    let n = layers.len();
+    // Fetches slower than computation pile up over passes; by the third the waits repeat.
+    let passes = 3;
+    let mut ends: Vec<f64> = Vec::with_capacity(n * passes);
+    let (mut now, mut fetched, mut stall, mut begun) = (0.0f64, 0.0f64, 0.0, 0.0);
+    for i in 0..n * passes {
+        if i + n == n * passes {
+            (stall, begun) = (0.0, now);
+        }
+        let l = &layers[i % n];
+        let needed = now + l.before_ns;
+        let room = match window {
+            0 => needed,
+            w if i < w => 0.0,
+            w => ends[i - w],
+        };
+        fetched = fetched.max(room) + l.fetch_ns;
+        let start = if l.fetch_ns > 0.0 { needed.max(fetched) } else { needed };
+        stall += start - needed;
+        now = start + l.after_ns;
+        ends.push(now);
+    }
+    Prefetch { window, stall_ns: stall, pass_ns: now - begun }
+}
+
+/// The smallest window up to `most` whose wait is within a thousandth of the shortest: room is memory.
+#[must_use]
+pub fn choose_window(layers: &[LayerTimes], most: usize) -> Prefetch {
+    let all: Vec<Prefetch> = (1..=most.max(1)).map(|w| prefetch(layers, w)).collect();
+    let least = all.iter().fold(f64::INFINITY, |m, p| m.min(p.pass_ns));
+    all.iter().find(|p| p.pass_ns <= least * 1.001).copied().unwrap_or_else(|| prefetch(layers, 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// 100 MB of cold experts a layer at 200 GB/s: what one device reads from Grace while its neighbour does too.
+    fn reference() -> Vec<LayerTimes> {
+        vec![LayerTimes { before_ns: 300e3, after_ns: 300e3, fetch_ns: 100e6 / 200.0 }; 24]
+    }
+
+    #[test]
+    fn two_layers_hide_what_one_cannot() {
+        let stall = |window| prefetch(&reference(), window).stall_ns;
+        // Alone, a fetch of 500 µs has the 300 µs before the experts to hide behind.
+        assert!((stall(1) - 24.0 * 200e3).abs() < 1.0, "{}", stall(1));
+        assert_eq!((stall(2), stall(3)), (0.0, 0.0));
+        assert!((stall(0) - 24.0 * 500e3).abs() < 1.0);
+        assert_eq!(choose_window(&reference(), 3).window, 2);
+    }
+
+    #[test]
+    fn a_third_layer_evens_out_fetches_that_vary() {
+        let mut layers = reference();
+        for (i, l) in layers.iter_mut().enumerate() {
+            l.fetch_ns = if i % 4 < 2 { 950e3 } else { 150e3 };
+        }
+        let stall = |window| prefetch(&layers, window).stall_ns;
+        assert!(stall(1) > stall(2) && stall(2) > stall(3) && stall(3) == 0.0, "{} {}", stall(2), stall(3));
+        assert_eq!(choose_window(&layers, 3).window, 3);
+    }
+
+    #[test]
+    fn no_window_hides_more_than_there_is() {
+        let layers: Vec<LayerTimes> =
+            reference().iter().map(|l| LayerTimes { fetch_ns: 900e3, ..*l }).collect();
+        let p = prefetch(&layers, 3);
+        // Bound by the fetches: 900 µs a layer instead of 600.
+        assert!((p.pass_ns - 24.0 * 900e3).abs() < 1e-3 * p.pass_ns, "{p:?}");
+    }
+}
