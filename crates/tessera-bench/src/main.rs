@@ -1,5 +1,6 @@
 //! What is measured: the network alone on one rank, a whole stream up to frames on disk, the judge, and what a run costs
-//! and survives: killed and cut-off processes, busy cores, long streams, and the time of an agreement.
+//! and survives: killed and cut-off processes, busy cores, long streams, and the time of an agreement; the search over
+//! mappings of a rack and of many.
 //!
 //! Each benchmark prints its result, as JSON on one last line when asked, and keeps it with facts of the host in
 //! `bench/runs/` only when told to.
@@ -15,6 +16,7 @@ mod partition;
 mod procs;
 mod rig;
 mod save;
+mod search;
 mod stats;
 mod stream;
 
@@ -40,6 +42,7 @@ enum What {
     Lockstep(lockstep::Args),
     Long(long::Args),
     Partition(partition::Args),
+    Search(search::Args),
     Stream(stream::Args),
     /// One rank of a stream. Started by the benchmark, never by hand.
     #[command(hide = true)]
@@ -70,6 +73,7 @@ fn main() -> ExitCode {
         What::Lockstep(args) => ("lockstep", args.output.clone(), lockstep::run(&args)),
         What::Long(args) => ("long", args.output.clone(), long::run(&args)),
         What::Partition(args) => ("partition", args.output.clone(), partition::run(&args)),
+        What::Search(args) => ("search", args.output.clone(), search::run(&args)),
         What::Stream(args) => ("stream", args.output.clone(), stream::run(&args)),
         What::Rank => return ExitCode::from(u8::try_from(tessera::rank_main(|| {})).unwrap_or(1)),
         What::RigRank => return ExitCode::from(u8::try_from(rig::rank_main()).unwrap_or(1)),

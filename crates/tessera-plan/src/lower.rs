@@ -5,13 +5,13 @@
 //! leader stands outside the mesh, it is a role of its own: it has the phases that encode and decode, the mesh has the
 //! others, and each has an empty program where the other works.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_ir::{
     Builder, Bundle, Kind, Op, Opcode, Phase, Program, RoleRanks, Slots, Type, ValueId, cost, print,
 };
-use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
+use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard, Uneven};
 
 use crate::mapping::Extents;
 use crate::strategy::{Cut, reads_self_cache, unknown_part, wanted_by_heads};
@@ -52,7 +52,7 @@ pub struct Logical {
 }
 
 impl Logical {
-    fn extents(&self) -> Extents {
+    pub(crate) fn extents(&self) -> Extents {
         Extents { heads: self.heads, dim: self.dim, ffn: self.ffn, tokens: self.tokens, blocks: self.blocks }
     }
 }
@@ -76,10 +76,21 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
     let rank_map = mapping.rank_map().map_err(|d| vec![*d])?;
     let world = mapping.world().map_err(|d| vec![*d])?;
 
-    // programs[stage][coordinate][phase]
+    // A coordinate tells in nothing but the sizes of uneven pieces: where those agree, one is lowered for all.
     let tp = mesh.size(Axis::Tp);
-    let mut programs: Vec<Vec<Vec<Program>>> = vec![Vec::new(); stages as usize];
+    let mut kinds: Vec<Kinds> = Vec::new();
+    let mut uneven: BTreeSet<(Uneven, Option<u32>)> = BTreeSet::new();
     for at in 0..tp {
+        let size = |(u, ways): &(Uneven, Option<u32>)| {
+            Shard { dim: 0, uneven: Some(*u), ways: *ways }.range(0, tp, at).1
+        };
+        let sizes: Vec<u64> = uneven.iter().map(size).collect();
+        if at > 0
+            && let Some(kind) = kinds.iter_mut().find(|k| k.sizes == sizes)
+        {
+            kind.coordinates.push(at);
+            continue;
+        }
         let mut per_stage: Vec<Vec<Program>> = vec![Vec::new(); stages as usize];
         for phase in &logical.phases {
             let lowered = Lower::new(logical, mapping, world, phase, Place::Mesh { tp: at }).run()?;
@@ -87,11 +98,11 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
                 per_stage[stage].push(p);
             }
         }
-        for (stage, ps) in per_stage.into_iter().enumerate() {
-            programs[stage].push(ps);
-        }
+        uneven.extend(per_stage.iter().flatten().flat_map(uneven_pieces));
+        let sizes = uneven.iter().map(size).collect();
+        kinds.push(Kinds { sizes, coordinates: vec![at], per_stage });
     }
-    let (mut roles, mut of_role) = group_roles(&world, programs);
+    let (mut roles, mut of_role) = group_roles(&world, kinds);
     if world.outside() > 0 {
         let mut own = Vec::new();
         for phase in &logical.phases {
@@ -158,20 +169,45 @@ fn cut_stages(logical: &Logical, stages: u64) -> Vec<u64> {
     }
 }
 
+/// Coordinates of tp whose uneven pieces are of the same sizes, and their programs by stage and phase.
+struct Kinds {
+    sizes: Vec<u64>,
+    coordinates: Vec<u32>,
+    per_stage: Vec<Vec<Program>>,
+}
+
+/// What a program holds pieces of whose sizes differ over tp.
+fn uneven_pieces(p: &Program) -> Vec<(Uneven, Option<u32>)> {
+    let types = p.values.iter().map(|v| &v.ty).chain(p.buffers.iter().map(|b| &b.ty));
+    let piece = |ty: &Type| match ty.layout.on(Axis::Tp) {
+        AxisLayout::Shard(s) => s.uneven.map(|u| (u, s.ways)),
+        _ => None,
+    };
+    types.filter_map(piece).collect()
+}
+
 /// Joins coordinates whose programs are equal into roles: `stage0` when all of tp agree, `stage0@tp2` for the
 /// class that begins at coordinate 2.
-fn group_roles(mesh: &Mesh, programs: Vec<Vec<Vec<Program>>>) -> (Vec<RoleRanks>, Vec<Vec<Program>>) {
+fn group_roles(mesh: &Mesh, kinds: Vec<Kinds>) -> (Vec<RoleRanks>, Vec<Vec<Program>>) {
     let (mut roles, mut of_role) = (Vec::new(), Vec::new());
-    for (stage, coords) in programs.into_iter().enumerate() {
+    let mut stages: Vec<Vec<(Vec<u32>, Vec<Program>)>> = Vec::new();
+    for kind in kinds {
+        stages.resize_with(kind.per_stage.len(), Vec::new);
+        for (stage, ps) in kind.per_stage.into_iter().enumerate() {
+            stages[stage].push((kind.coordinates.clone(), ps));
+        }
+    }
+    for (stage, kinds) in stages.into_iter().enumerate() {
         let anonymous = |ps: &[Program]| -> String {
             ps.iter().map(|p| print(&Program { role: String::new(), ..p.clone() })).collect()
         };
+        let alone = kinds.len() == 1;
         let mut classes: Vec<(String, u32, Vec<u32>, Vec<Program>)> = Vec::new();
-        for (at, ps) in (0u32..).zip(coords) {
-            let text = anonymous(&ps);
+        for (coordinates, ps) in kinds {
+            let text = if alone { String::new() } else { anonymous(&ps) };
             match classes.iter_mut().find(|c| c.0 == text) {
-                Some(c) => c.2.push(at),
-                None => classes.push((text, at, vec![at], ps)),
+                Some(c) => c.2.extend(coordinates),
+                None => classes.push((text, coordinates[0], coordinates, ps)),
             }
         }
         let even = classes.len() == 1;

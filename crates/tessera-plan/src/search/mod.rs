@@ -1,10 +1,127 @@
 //! The search over mappings of a model that is counted as rows: what is asked, what may be chosen, what comes out.
+//!
+//! Every arrangement is counted: it is legal and has an estimate, or it is refused for a reason that has a page. What is
+//! made from rows cannot be run; where a lowered program exists, the estimate is made from that instead.
+
+pub mod advice;
+pub mod axes;
+pub mod budget;
+mod estimate;
+mod facts;
+mod front;
+pub mod gates;
+mod legal;
+pub mod memory_table;
+pub mod placement;
+mod reasons;
+pub mod recipe;
+pub mod remedy;
+mod space;
+mod stages;
+pub mod thresholds;
+pub mod timeline;
+mod walk;
+mod why;
 
 use std::collections::BTreeMap;
 
 use tessera_base::{Bytes, Nanoseconds};
+use tessera_cost::Machine;
 use tessera_cost::knobs::{CacheAt, ExpertsAt, Layout, Optimizer, Recompute, Schedule};
+use tessera_cost::moe::Routing;
+use tessera_ir::work::Work;
 use tessera_mesh::{LinkClass, Tier};
+
+pub use reasons::{
+    Reason, T1201, T1202, T1203, T1204, T1205, T1206, T1207, T1208, T1209, T1210, T1211, T1212, T1213, T1214,
+    T1215, T1216, T1217, T1218,
+};
+pub use space::{Pins, Space, T1200};
+pub use walk::{estimate, search};
+pub use why::{Answer, Neighbour, Term, Verdict, why};
+
+/// What is asked of a search.
+#[derive(Debug, Clone)]
+pub struct Question {
+    /// The model.
+    pub work: Work,
+    /// What the ranks are to do.
+    pub job: Job,
+    /// What is wanted.
+    pub objective: Objective,
+    /// Where, and under which executor.
+    pub machine: Machine,
+    /// How tokens choose experts.
+    pub routing: Routing,
+    /// What is decided already.
+    pub pins: Pins,
+    /// What may be chosen.
+    pub space: Space,
+}
+
+/// What a search finds.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcome {
+    /// Devices used.
+    pub devices: u32,
+    /// Devices left idle, because nothing was legal on more.
+    pub idle: u32,
+    /// Arrangements counted: the legal ones and all that were refused.
+    pub considered: u64,
+    /// Of these, how many had their memory computed one by one; the others fell with a choice above them.
+    pub priced: u64,
+    /// Arrangements that may run.
+    pub legal: u64,
+    /// The others, by the first rule that each breaks.
+    pub rejected: BTreeMap<Reason, Rejected>,
+    /// The best by the objective, best first.
+    pub best: Vec<Ranked>,
+    /// Some of those that no other beats in step, rate and memory at once, in order of step.
+    pub front: Vec<Ranked>,
+    /// What a reader should know: idle devices, a deadline that nothing meets, figures that nobody measured.
+    pub notes: Vec<String>,
+}
+
+/// Arrangements that break one rule.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rejected {
+    /// How many.
+    pub count: u64,
+    /// The first of them.
+    pub example: Candidate,
+    /// Its arithmetic.
+    pub says: String,
+}
+
+/// A legal arrangement with its estimate.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Ranked {
+    /// The arrangement.
+    pub candidate: Candidate,
+    /// What it comes to.
+    pub estimate: Estimate,
+    /// The gates and their numbers.
+    pub gates: Vec<gates::Gate>,
+    /// Layers of each stage.
+    pub stages: Vec<StageShare>,
+    /// Micro-batches of a step on each replica.
+    pub micro_batches: u32,
+    /// Share of the assignments to experts that are dropped.
+    pub dropped: f64,
+}
+
+/// What one stage holds.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StageShare {
+    /// Layers, as ranges of one piece each.
+    pub pieces: Vec<std::ops::Range<u64>>,
+    /// Whether the embedding is here.
+    pub first: bool,
+    /// Whether the head is here.
+    pub last: bool,
+    /// One micro-batch, forward and backward.
+    pub ns: f64,
+}
 
 /// What the ranks are to do.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -30,6 +147,34 @@ pub enum Job {
         /// Tokens already in the cache of each.
         context: u64,
     },
+}
+
+impl Job {
+    /// Sequences over all replicas.
+    #[must_use]
+    pub fn batch(&self) -> u64 {
+        match *self {
+            Job::Train { batch, .. } | Job::Prefill { batch, .. } | Job::Decode { batch, .. } => batch,
+        }
+    }
+
+    /// Tokens of a sequence that go through the layers.
+    #[must_use]
+    pub fn queries(&self) -> u64 {
+        match *self {
+            Job::Train { sequence, .. } | Job::Prefill { sequence, .. } => sequence,
+            Job::Decode { .. } => 1,
+        }
+    }
+
+    /// Tokens of a sequence that attention may look at.
+    #[must_use]
+    pub fn context(&self) -> u64 {
+        match *self {
+            Job::Train { sequence, .. } | Job::Prefill { sequence, .. } => sequence,
+            Job::Decode { context, .. } => context + 1,
+        }
+    }
 }
 
 /// What is wanted of a mapping.

@@ -1,0 +1,611 @@
+//! What one arrangement takes: layers priced once per kind, put together into stages, stages into a step.
+//!
+//! Three levels, so that a search computes each only once: a [`Node`] is the layers of one layout and micro-batch, a
+//! [`Pipe`] those layers over stages under a schedule, and the rest (who holds the optimizer, where experts and old
+//! keys lie) is arithmetic on that.
+
+mod total;
+
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+use tessera_cost::knobs::{Layout, Recompute, Schedule, Scheme};
+use tessera_cost::layer::{LayerCost, Load, Spans, layer};
+use tessera_cost::moe::{ExpertLoad, experts};
+use tessera_cost::rows::Part;
+use tessera_cost::schedule::{Pace, bubble_ns, in_flight};
+use tessera_cost::{CollectiveOp, Span, Transfer};
+use tessera_ir::work::{Row, RowCut, RowOp, Work};
+use tessera_mesh::Precision;
+
+use super::budget::{Held, Totals, cache_share};
+use super::legal::Rules;
+use super::stages::{Balance, Kinds, dearest};
+use super::{Candidate, Job, Question, Times};
+
+/// Prices under one question, each layer's kept.
+pub(super) struct Prices<'a> {
+    pub q: &'a Question,
+    pub rules: Rules<'a>,
+    pub kinds: Kinds,
+    /// Rows of each kind outside of routed experts, and of routed experts.
+    rows: Vec<(Vec<Row>, Vec<Row>)>,
+    /// Numbers that a token leaves in the cache of one layer of each kind.
+    cache: Vec<f64>,
+    /// Routed experts of a layer, and how many a token asks for.
+    routed: Option<(u64, u64)>,
+    /// Operations of a step that are of use: no recomputation, no padding.
+    flops: f64,
+    /// Weights of the whole model outside of routed experts, and of those.
+    numbers: [f64; 2],
+    /// Numbers that a token leaves in all caches.
+    cached: f64,
+    dense: Memo<DenseKey, Brief>,
+    moe: Memo<MoeKey, Brief>,
+    loads: Memo<(u32, u64, u32), ExpertLoad>,
+    wires: Memo<(u32, u64, u32, u32), Transfer>,
+    balance: Balance,
+    cuts: Memo<u32, Vec<Vec<u32>>>,
+}
+
+/// Looked up, never listed, so that its order is not seen.
+type Memo<K, V> = HashMap<K, V, BuildHasherDefault<Mix>>;
+
+/// Multiplies and rotates: keys are a few small numbers and no adversary chooses them.
+#[derive(Debug, Default, Clone, Copy)]
+struct Mix(u64);
+
+impl Hasher for Mix {
+    fn finish(&self) -> u64 {
+        self.0 ^ self.0 >> 29
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for chunk in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+    fn write_u64(&mut self, x: u64) {
+        self.0 = (self.0.rotate_left(5) ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+    fn write_u8(&mut self, x: u8) {
+        self.write_u64(u64::from(x));
+    }
+    fn write_u32(&mut self, x: u32) {
+        self.write_u64(u64::from(x));
+    }
+    fn write_isize(&mut self, x: isize) {
+        self.write_u64(x as u64);
+    }
+}
+
+type DenseKey = (u8, u32, u32, Scheme, Precision, u32, Recompute, u32);
+type MoeKey = (u8, (u32, u32, u32, u32), (Precision, Precision, u32), u64, Recompute, (u32, u32));
+
+/// Rows before all layers and after them, as kinds.
+const FIRST: u8 = 254;
+const LAST: u8 = 255;
+
+/// What a search needs of a [`LayerCost`].
+#[derive(Debug, Clone, Copy, Default)]
+struct Brief {
+    /// Forward, gradients of inputs with what is computed again for them, gradients of weights.
+    ns: [f64; 3],
+    /// Kernels of the same.
+    launches: [f64; 3],
+    keep_bytes: f64,
+    working_bytes: f64,
+    weights: f64,
+    expert_weights: f64,
+    weight_copies: f64,
+    /// All of it.
+    all: Part,
+}
+
+impl Brief {
+    fn of(c: &LayerCost) -> Brief {
+        let parts = [c.forward, c.backward_input + c.recompute, c.backward_weight];
+        Brief {
+            ns: parts.map(|p| p.ns()),
+            launches: parts.map(|p| p.launches),
+            keep_bytes: c.keep_bytes,
+            working_bytes: c.working_bytes,
+            weights: c.weights,
+            expert_weights: c.expert_weights,
+            weight_copies: c.weight_copies,
+            all: c.forward + c.backward(),
+        }
+    }
+
+    fn add(&mut self, b: &Brief) {
+        for i in 0..3 {
+            self.ns[i] += b.ns[i];
+            self.launches[i] += b.launches[i];
+        }
+        self.keep_bytes += b.keep_bytes;
+        self.working_bytes = self.working_bytes.max(b.working_bytes);
+        self.weights += b.weights;
+        self.expert_weights += b.expert_weights;
+        self.weight_copies = self.weight_copies.max(b.weight_copies);
+        self.all += b.all;
+    }
+}
+
+/// The layers of one layout, micro-batch and recomputation.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Node {
+    /// One layer of each kind.
+    layers: Vec<Brief>,
+    first: Brief,
+    last: Brief,
+    pub load: Option<ExpertLoad>,
+    /// Micro-batches of the fullest replica.
+    pub micro_batches: u32,
+    /// One boundary between stages, one direction.
+    send_ns: f64,
+    send_bytes: f64,
+    sent: [f64; 3],
+    /// Forward, backward and recomputation of one layer, by kind: what stages are balanced by.
+    cost: Vec<f64>,
+}
+
+/// Layers over stages.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Pipe {
+    /// Borders of pieces.
+    pub cuts: Vec<u32>,
+    /// Time of one micro-batch on each stage, all directions.
+    pub stages: Vec<f64>,
+    /// Everything that the slowest stage does with one micro-batch.
+    part: Part,
+    /// Its time, launches and hidden transfers considered.
+    work_ns: f64,
+    /// Of that, the forward pass.
+    forward_ns: f64,
+    /// Of that, launches that nothing hides.
+    launch_ns: f64,
+    /// What overlap takes off dispatch and combine, contention paid.
+    saved_ns: f64,
+    /// Waiting over the whole step, and sends between stages.
+    bubble_ns: f64,
+    sends_ns: f64,
+    /// What each stage holds.
+    held: Vec<Held>,
+    /// Stages that may be the fullest.
+    fullest: [usize; 4],
+    /// Stage with most weights.
+    heavy: usize,
+    /// Layers with experts on the stage that has most, and layers.
+    expert_layers: f64,
+    layers: f64,
+    /// Whether times are those of what is held.
+    timed: bool,
+}
+
+impl Pipe {
+    /// Bytes of keys and values on the stage that has most.
+    pub fn cache_bytes(&self) -> f64 {
+        self.held.iter().map(|h| h.cache_bytes).fold(0.0, f64::max)
+    }
+
+    /// Bytes kept for the backward pass on the stage that has most.
+    pub fn kept_bytes(&self) -> f64 {
+        self.held.iter().map(|h| h.keep_bytes * h.in_flight).fold(0.0, f64::max)
+    }
+
+    /// Micro-batches whose activations the first stage holds, of so many.
+    pub fn in_flight(&self, micro_batches: u32) -> f64 {
+        self.held.first().map_or(0.0, |h| h.in_flight).min(f64::from(micro_batches))
+    }
+}
+
+/// What the fullest rank holds, and which shares of experts and old keys lie elsewhere.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Fit {
+    /// Whether it fits.
+    pub fits: bool,
+    pub totals: Totals,
+    cold_share: f64,
+    old_share: f64,
+}
+
+/// One candidate's sums.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sum {
+    pub step_ns: f64,
+    pub times: Times,
+    pub totals: Totals,
+    pub sent: [f64; 3],
+    pub cold_share: f64,
+    pub old_share: f64,
+}
+
+impl<'a> Prices<'a> {
+    pub fn new(q: &'a Question, devices: u32) -> Prices<'a> {
+        let rules =
+            Rules { work: &q.work, job: q.job, cluster: &q.machine.cluster, space: &q.space, devices };
+        let kinds = Kinds::of(q);
+        let split = |i: &usize| {
+            q.work.stacks[*i].rows.iter().cloned().partition::<Vec<_>, _>(|r| r.cut != RowCut::Experts)
+        };
+        let cache = |i: &usize| {
+            let of = |r: &Row| match r.op {
+                RowOp::Attention { cache, .. } => cache,
+                _ => 0,
+            };
+            q.work.stacks[*i].rows.iter().map(of).sum::<u64>() as f64
+        };
+        Prices {
+            q,
+            rules,
+            rows: kinds.stacks.iter().map(split).collect(),
+            cache: kinds.stacks.iter().map(cache).collect(),
+            routed: q.work.experts(),
+            flops: useful_flops(&q.work, q.job),
+            numbers: numbers(&q.work),
+            cached: q.work.cache_bytes(1.0).0 as f64,
+            dense: Memo::default(),
+            moe: Memo::default(),
+            loads: Memo::default(),
+            wires: Memo::default(),
+            balance: Balance::of(q, &kinds),
+            cuts: Memo::default(),
+            kinds,
+        }
+    }
+
+    /// Prices the layers of a candidate's layout, micro-batch and recomputation.
+    pub fn node(&mut self, c: &Candidate, out: &mut Node) {
+        let (m, l) = (&self.q.machine, &c.layout);
+        let share = self.q.job.batch().div_ceil(u64::from(c.replicas));
+        out.micro_batches =
+            u32::try_from(share.div_ceil(u64::from(c.micro_batch.max(1)))).unwrap_or(u32::MAX);
+        let tokens = f64::from(c.micro_batch) * self.q.job.queries() as f64;
+        let spans = self.spans(c);
+
+        let group = tokens * f64::from(l.expert_tp * l.ep) / f64::from(l.tp);
+        out.load = self.routed.map(|(n, k)| {
+            let (routing, ep, cap) = (self.q.routing, l.ep, l.capacity_pct);
+            *self
+                .loads
+                .entry((ep, group.to_bits(), cap))
+                .or_insert_with(|| experts(n, k, ep, group, routing, cap))
+        });
+        let load = Load {
+            tokens,
+            sequences: f64::from(c.micro_batch),
+            keys: self.q.job.context() as f64,
+            training: matches!(self.q.job, Job::Train { .. }),
+            recompute: c.recompute,
+        };
+        // What experts do not see is set aside, so that it does not tell equal layers apart.
+        let plain = Layout { expert_tp: 1, ep: 1, wire: Precision::Bf16, capacity_pct: 0, ..*l };
+        let key = |kind: u8, recompute: Recompute| {
+            (kind, l.tp, l.ring, l.scheme, l.precision, c.micro_batch, recompute, spans.tp.domains)
+        };
+        out.layers.clear();
+        out.cost.clear();
+        for (kind, (dense, moe)) in self.rows.iter().enumerate() {
+            let kind = kind as u8;
+            let mut cost = *self
+                .dense
+                .entry(key(kind, c.recompute))
+                .or_insert_with(|| Brief::of(&layer(m, dense, &plain, &load, &spans, &ExpertLoad::NONE)));
+            if let (false, Some(routed)) = (moe.is_empty(), &out.load) {
+                // Only where tp keeps tokens whole do experts see it: each rank then needs all results.
+                let whole = matches!(l.scheme, Scheme::Megatron | Scheme::RsMmAg);
+                let (tp, micro_batch) = if whole { (l.tp, c.micro_batch) } else { (1, 0) };
+                let layout = Layout { tp, ring: 1, scheme: Scheme::Megatron, ..*l };
+                let key = (
+                    kind,
+                    (tp, micro_batch, l.expert_tp, l.ep),
+                    (l.precision, l.wire, l.capacity_pct),
+                    group.to_bits(),
+                    c.recompute,
+                    (spans.ep.domains, spans.expert_tp.domains),
+                );
+                cost.add(
+                    self.moe
+                        .entry(key)
+                        .or_insert_with(|| Brief::of(&layer(m, moe, &layout, &load, &spans, routed))),
+                );
+            }
+            out.cost.push(cost.all.ns());
+            out.layers.push(cost);
+        }
+        let ends = Load { recompute: Recompute::None, ..load };
+        let mut end = |kind, rows: &[Row]| {
+            *self
+                .dense
+                .entry(key(kind, Recompute::None))
+                .or_insert_with(|| Brief::of(&layer(m, rows, &plain, &ends, &spans, &ExpertLoad::NONE)))
+        };
+        out.first = end(FIRST, &self.q.work.first);
+        out.last = end(LAST, &self.q.work.last);
+
+        (out.send_ns, out.send_bytes, out.sent) = (0.0, 0.0, [0.0; 3]);
+        if c.pp > 1 {
+            out.send_bytes = (tokens / f64::from(l.tp)).ceil() * self.q.work.width as f64 * 2.0;
+            let domains = if self.crosses(c.unit() * c.pp) { 2 } else { 1 };
+            let send = self.wire(CollectiveOp::SendRecv, out.send_bytes, Span { ranks: 2, domains });
+            (out.send_ns, out.sent) = (send.ns, send.sent);
+            if matches!(l.scheme, Scheme::Megatron | Scheme::RsMmAg) && l.tp > 1 {
+                // Each rank of tp sends a piece, and the next stage's ranks put them together.
+                let whole = tokens * self.q.work.width as f64 * 2.0;
+                let gather = self.wire(CollectiveOp::AllGather, whole, spans.tp);
+                out.send_ns += gather.ns;
+                (0..3).for_each(|i| out.sent[i] += gather.sent[i]);
+            }
+        }
+    }
+
+    /// Puts a node's layers into stages under the candidate's schedule: who holds what.
+    pub fn pipe(&mut self, c: &Candidate, node: &Node, out: &mut Pipe) {
+        let pieces = c.pp * c.interleave.max(1);
+        let options = self.cuts.entry(pieces).or_insert_with(|| self.balance.cuts(&self.kinds, pieces));
+        let ends = (node.first.all.ns(), node.last.all.ns());
+        let mut least = f64::INFINITY;
+        for option in options.iter() {
+            let dearest =
+                if options.len() == 1 { 0.0 } else { dearest(&self.kinds, &node.cost, ends, c.pp, option) };
+            if dearest < least {
+                least = dearest;
+                out.cuts.clone_from(option);
+            }
+        }
+        self.hold(c, node, out);
+        out.timed = false;
+    }
+
+    /// Times of the stages, and what they wait.
+    pub fn time(&self, c: &Candidate, node: &Node, out: &mut Pipe) {
+        let m = &self.q.machine;
+        let (pp, v) = (c.pp, c.interleave.max(1));
+        out.timed = true;
+        out.stages.clear();
+        let launch = m.launch_ns();
+        let (mut slowest, mut at, mut mean) = ((-1.0, [0.0; 3], 0.0), 0, [0.0; 3]);
+        for stage in 0..pp {
+            let (mut device, mut host) = ([0.0; 3], [0.0; 3]);
+            self.each(c, node, &out.cuts, stage, |n, cost| {
+                for i in 0..3 {
+                    device[i] += n * cost.ns[i];
+                    host[i] += n * cost.launches[i] * launch;
+                }
+            });
+            let took = [0, 1, 2].map(|i| f64::max(device[i], host[i]));
+            let sum: f64 = took.iter().sum();
+            (0..3).for_each(|i| mean[i] += took[i] / f64::from(pp));
+            out.stages.push(sum);
+            if sum > slowest.0 {
+                slowest = (sum, took, sum - device.iter().sum::<f64>());
+                at = stage;
+            }
+        }
+        let (work_ns, took, launch_ns) = slowest;
+        let mut part = Part::default();
+        self.each(c, node, &out.cuts, at, |n, cost| part += cost.all * n);
+        out.part = part;
+
+        let hidden =
+            if self.beside(c, node) { part.ep_exposed_ns.min(part.compute_ns + part.memory_ns) } else { 0.0 };
+        out.saved_ns = (hidden * (2.0 - m.contention())).max(0.0);
+        let keep = if work_ns > 0.0 { 1.0 - out.saved_ns / work_ns } else { 1.0 };
+        out.stages.iter_mut().for_each(|s| *s *= keep);
+        out.work_ns = work_ns * keep;
+        out.forward_ns = took[0] * keep;
+        out.launch_ns = launch_ns;
+
+        let n = f64::from(node.micro_batches);
+        let send = node.send_ns;
+        if pp == 1 {
+            (out.bubble_ns, out.sends_ns) = (0.0, 0.0);
+        } else if self.train() {
+            let pace = Pace {
+                forward_ns: mean[0] * keep,
+                backward_input_ns: mean[1] * keep,
+                backward_weight_ns: mean[2] * keep,
+                send_ns: 0.0,
+            };
+            let passes = 2.0 * f64::from(v);
+            let fill = passes * f64::from(pp - 1) * send;
+            out.bubble_ns = bubble_ns(c.schedule, pp, v, node.micro_batches, &pace).max(0.0);
+            out.sends_ns = n * passes * send + fill;
+        } else {
+            // A wave: all stages once, and the slowest for each further micro-batch. A decoded token must leave the last
+            // stage before its sequence can enter the first again.
+            let through: f64 = out.stages.iter().sum::<f64>();
+            let step = match self.q.job {
+                Job::Decode { .. } => f64::max(n * (out.work_ns + send), through + f64::from(pp) * send),
+                _ => (n - 1.0) * (out.work_ns + send) + through + f64::from(pp - 1) * send,
+            };
+            out.sends_ns = n * send;
+            out.bubble_ns = (step - n * out.work_ns - out.sends_ns).max(0.0);
+        }
+    }
+
+    /// What each stage holds, and which may be the fullest: the first (most in flight, the embedding), its neighbour, the
+    /// last (the head) and the one with most weights.
+    fn hold(&self, c: &Candidate, node: &Node, out: &mut Pipe) {
+        let train = self.train();
+        let (pp, l) = (c.pp, &c.layout);
+        let most = if train { in_flight(c.schedule, pp, c.interleave, node.micro_batches) } else { 0.0 };
+        // One behind the other starts one later; where weight gradients wait, all hold alike.
+        let later = matches!(c.schedule, Schedule::OneFOneB | Schedule::Interleaved);
+        let sequences = self.q.job.batch().div_ceil(u64::from(c.replicas)) as f64;
+        let cached = if train { 0.0 } else { sequences * self.q.job.context() as f64 };
+        let cached = cached * cache_bytes(l.precision) * cache_share(self.q.work.kv_heads, l);
+
+        (out.expert_layers, out.layers, out.heavy) = (0.0, 0.0, 0);
+        out.held.clear();
+        let mut heaviest = -1.0;
+        for stage in 0..pp {
+            let ahead = if later { f64::from(stage) } else { 0.0 };
+            let mut h = Held {
+                send_bytes: node.send_bytes,
+                weight_shards: f64::from(c.replicas),
+                expert_shards: f64::from(c.expert_replicas),
+                in_flight: (most - ahead).max(most.min(1.0)),
+                ..Held::default()
+            };
+            self.each(c, node, &out.cuts, stage, |n, cost| {
+                h.weights += n * cost.weights;
+                h.expert_weights += n * cost.expert_weights;
+                h.keep_bytes += n * cost.keep_bytes;
+                h.working_bytes = h.working_bytes.max(cost.working_bytes);
+                h.layer_weights = h.layer_weights.max(cost.weights + cost.expert_weights);
+                h.weight_shards = h.weight_shards.max(f64::from(c.replicas) * cost.weight_copies);
+            });
+            let (mut moe, mut any) = (0.0, 0.0);
+            for (kind, (_, rows)) in self.rows.iter().enumerate() {
+                let n = self.layers_of(c, &out.cuts, stage, kind);
+                h.cache_bytes += n * self.cache[kind] * cached;
+                any += n;
+                moe += if rows.is_empty() { 0.0 } else { n };
+            }
+            out.expert_layers = out.expert_layers.max(moe);
+            out.layers = out.layers.max(any);
+            if h.weights + h.expert_weights > heaviest {
+                heaviest = h.weights + h.expert_weights;
+                out.heavy = stage as usize;
+            }
+            out.held.push(h);
+        }
+        let end = out.held.len() - 1;
+        out.fullest = [0, end.min(1), end, out.heavy];
+    }
+
+    /// Whether dispatch and combine of one micro-batch run beside another's products: two are under way at once.
+    fn beside(&self, c: &Candidate, node: &Node) -> bool {
+        match self.train() {
+            true => c.schedule == Schedule::DualPipe,
+            false => node.micro_batches >= 2 * c.pp,
+        }
+    }
+
+    /// One transfer, kept.
+    fn wire(&mut self, op: CollectiveOp, bytes: f64, span: Span) -> Transfer {
+        let m = &self.q.machine;
+        *self
+            .wires
+            .entry((op as u32, bytes.to_bits(), span.ranks, span.domains))
+            .or_insert_with(|| m.collective(op, bytes, span))
+    }
+
+    /// Tokens that a step makes or reads.
+    pub fn tokens(&self) -> f64 {
+        self.q.job.batch() as f64 * self.q.job.queries() as f64
+    }
+
+    /// Share of the peak of all devices that useful operations make.
+    pub fn mfu(&self, c: &Candidate, step_ns: f64) -> f64 {
+        let peak = self.q.machine.cluster.flops_per_s(c.layout.precision).unwrap_or(f64::INFINITY);
+        self.flops / (step_ns * 1e-9 * peak * f64::from(c.ranks()))
+    }
+
+    /// Layers of one stage, as ranges of one piece each.
+    pub fn pieces(&self, c: &Candidate, cuts: &[u32], stage: u32) -> Vec<std::ops::Range<u64>> {
+        let at = |i: u32| u64::from(cuts[i as usize]);
+        (0..c.interleave.max(1)).map(|v| v * c.pp + stage).map(|i| at(i)..at(i + 1)).collect()
+    }
+
+    fn train(&self) -> bool {
+        matches!(self.q.job, Job::Train { .. })
+    }
+
+    /// Layers of a kind on a stage.
+    fn layers_of(&self, c: &Candidate, cuts: &[u32], stage: u32, kind: usize) -> f64 {
+        let piece = |v: u32| (v * c.pp + stage) as usize;
+        (0..c.interleave.max(1)).map(|v| self.kinds.count(kind, cuts[piece(v)], cuts[piece(v) + 1])).sum()
+    }
+
+    /// What a stage runs: each layer's cost and how many there are, the ends included.
+    fn each(&self, c: &Candidate, node: &Node, cuts: &[u32], stage: u32, mut with: impl FnMut(f64, &Brief)) {
+        for (kind, cost) in node.layers.iter().enumerate() {
+            let n = self.layers_of(c, cuts, stage, kind);
+            if n > 0.0 {
+                with(n, cost);
+            }
+        }
+        if stage == 0 {
+            with(1.0, &node.first);
+        }
+        if stage + 1 == c.pp {
+            with(1.0, &node.last);
+        }
+    }
+
+    /// Where the groups of one layer stand: tp fastest, then ep.
+    pub fn spans(&self, c: &Candidate) -> Spans {
+        let cluster = &self.q.machine.cluster;
+        let l = &c.layout;
+        Spans {
+            tp: Span::of(l.tp, 1, cluster),
+            expert_tp: Span::of(l.expert_tp, 1, cluster),
+            ep: Span::of(l.ep, l.expert_tp, cluster),
+        }
+    }
+
+    /// Where `ranks` holders of the same weights stand: side by side within a unit, then one unit per copy of the model.
+    pub fn copies_span(&self, c: &Candidate, ranks: u32) -> Span {
+        let domain = self.q.machine.cluster.domain.max(1);
+        let apart = c.unit() * c.pp;
+        let copies = c.copies();
+        let domains = if apart * copies <= domain {
+            1
+        } else if apart >= domain {
+            copies * c.unit().div_ceil(domain)
+        } else {
+            (apart * copies).div_ceil(domain)
+        };
+        Span { ranks, domains: domains.clamp(1, ranks) }
+    }
+
+    /// Whether aligned blocks of so many ranks cross a border between domains.
+    pub fn crosses(&self, ranks: u32) -> bool {
+        let domain = self.q.machine.cluster.domain.max(1);
+        self.rules.devices > domain && !domain.is_multiple_of(ranks)
+    }
+}
+
+/// Bytes of a number in the cache: at the products' precision, but not below one.
+fn cache_bytes(p: Precision) -> f64 {
+    p.bytes().clamp(1.0, 2.0)
+}
+
+/// Weights outside of routed experts, and of those.
+fn numbers(work: &Work) -> [f64; 2] {
+    let mut sum = [0.0; 2];
+    let ends = [(1, &work.first), (1, &work.last)];
+    let layers = work.stacks.iter().map(|s| (s.count, &s.rows));
+    for (count, rows) in layers.chain(ends) {
+        for r in rows {
+            sum[usize::from(r.cut == RowCut::Experts)] += (count * r.weights()) as f64;
+        }
+    }
+    sum
+}
+
+/// Operations of a step without any that are done twice: products and attention, three times over in training.
+fn useful_flops(work: &Work, job: Job) -> f64 {
+    let rows = |rows: &[Row]| row_flops(rows, job);
+    let layers: f64 = work.stacks.iter().map(|s| s.count as f64 * rows(&s.rows)).sum();
+    let passes = if matches!(job, Job::Train { .. }) { 3.0 } else { 1.0 };
+    passes * job.batch() as f64 * job.queries() as f64 * (rows(&work.first) + layers + rows(&work.last))
+}
+
+/// Operations of some rows for one token, forward.
+pub(super) fn row_flops(rows: &[Row], job: Job) -> f64 {
+    let (queries, context) = (job.queries() as f64, job.context() as f64);
+    let row = |r: &Row| match r.op {
+        RowOp::Matmul { k, n, .. } => 2.0 * (k * n) as f64,
+        RowOp::Experts { top_k, k, n, matrices, .. } => 2.0 * (top_k * k * n * matrices) as f64,
+        RowOp::Attention { heads, qk, v, causal, .. } => {
+            let keys = if causal { context - (queries - 1.0) / 2.0 } else { context };
+            2.0 * (heads * (qk + v)) as f64 * keys
+        }
+        RowOp::Pass { .. } | RowOp::Embed { .. } => 0.0,
+    };
+    rows.iter().map(row).sum()
+}

@@ -1,0 +1,253 @@
+//! What one arrangement takes as a whole: what fits where, and the step.
+
+use tessera_cost::CollectiveOp;
+use tessera_cost::Span;
+use tessera_cost::knobs::{CacheAt, ExpertsAt, Optimizer};
+use tessera_cost::moe;
+use tessera_cost::profile::Hides;
+use tessera_cost::schedule::parameter_copies;
+use tessera_mesh::{LinkClass, Precision, Tier};
+
+use super::super::budget::{GRADIENT, Held, MASTER, MOMENTS, Totals, optimizer_ns, totals};
+use super::super::{Candidate, Times};
+use super::{Fit, Node, Pipe, Prices, Sum, cache_bytes};
+
+impl Prices<'_> {
+    /// A step takes at least this: all layers evenly over stages, and whatever may be hidden hidden.
+    pub fn least_ns(&self, c: &Candidate, node: &Node) -> f64 {
+        let (mut ns, mut ep) = (0.0, 0.0);
+        let layers = self.kinds.of.len() as u32;
+        for (kind, cost) in node.layers.iter().enumerate() {
+            let n = self.kinds.count(kind, 0, layers);
+            ns += n * node.cost[kind];
+            ep += n * cost.all.ep_exposed_ns;
+        }
+        let seen =
+            node.first.all.ns() + node.last.all.ns() + ns - if self.beside(c, node) { ep } else { 0.0 };
+        f64::from(node.micro_batches) * seen / f64::from(c.pp) * (1.0 - 1e-9)
+    }
+
+    /// The step of what fits.
+    pub fn sum(&mut self, c: &Candidate, node: &Node, pipe: &mut Pipe, fit: Fit) -> Sum {
+        let n = f64::from(node.micro_batches);
+        let Fit { totals, cold_share, old_share, .. } = fit;
+        if !pipe.timed {
+            self.time(c, node, pipe);
+        }
+        let pipe = &*pipe;
+        let mut sent = pipe.part.sent.map(|x| x * n);
+        let passes = if self.train() { 2.0 * f64::from(c.interleave.max(1)) } else { 1.0 };
+        (0..3).for_each(|i| sent[i] += node.sent[i] * n * passes);
+
+        let (mut shared_ns, mut shared_all_ns, mut step_ns) = (0.0, 0.0, 0.0);
+        if self.train() {
+            let h = &pipe.held[pipe.heavy];
+            let copies = f64::from(parameter_copies(c.schedule, c.pp));
+            for (numbers, shards) in
+                [(h.weights * copies, h.weight_shards), (h.expert_weights * copies, h.expert_shards)]
+            {
+                let own = if c.optimizer == Optimizer::Replicated { numbers } else { numbers / shards };
+                step_ns += optimizer_ns(&self.q.machine, own);
+                let ranks = shards.round() as u32;
+                if ranks > 1 && numbers > 0.0 {
+                    let span = self.copies_span(c, ranks);
+                    let (all, exposed) = self.share(c, pipe, numbers, span, n, &mut sent);
+                    shared_all_ns += all;
+                    shared_ns += exposed;
+                }
+            }
+        }
+        let steady = n * pipe.work_ns;
+        let fetch_ns = if self.train() {
+            0.0
+        } else {
+            self.fetch(c, node, pipe, (cold_share, old_share), steady, &mut sent)
+        };
+        let p = &pipe.part;
+        let times = Times {
+            compute_ns: n * p.compute_ns,
+            memory_ns: n * p.memory_ns,
+            tp_ns: n * p.tp_exposed_ns,
+            ep_ns: n * (p.ep_exposed_ns - pipe.saved_ns),
+            pp_dp_ns: pipe.sends_ns + shared_ns,
+            imbalance_ns: n * p.imbalance_ns,
+            bubble_ns: pipe.bubble_ns,
+            launch_ns: n * pipe.launch_ns,
+            fetch_ns,
+            optimizer_ns: step_ns,
+            collective_ns: n * (p.tp_ns + p.ep_ns) + pipe.sends_ns + shared_all_ns,
+        };
+        let step_ns = steady + pipe.bubble_ns + pipe.sends_ns + shared_ns + fetch_ns + step_ns;
+        Sum { step_ns, times, totals, sent, cold_share, old_share }
+    }
+
+    /// Gradients (and weights, where they are shared) of so many numbers over replicas: all of it, and what is seen.
+    fn share(
+        &mut self,
+        c: &Candidate,
+        pipe: &Pipe,
+        numbers: f64,
+        span: Span,
+        n: f64,
+        sent: &mut [f64; 3],
+    ) -> (f64, f64) {
+        let m = &self.q.machine;
+        let contention = m.contention();
+        let behind = m.curves().overlap.tp == Hides::Chunks;
+        let weight = c.layout.precision.bytes().clamp(1.0, 2.0);
+        let mut go = |op, bytes, times: f64| {
+            let t = self.wire(op, bytes, span);
+            (0..3).for_each(|i| sent[i] += t.sent[i] * times);
+            t.ns * times
+        };
+        // A transfer that runs beside compute slows it by the contention.
+        let seen = |ns: f64, room: f64| {
+            let hidden = ns.min(room);
+            ns - hidden + hidden * (contention - 1.0)
+        };
+        let layers = pipe.layers.max(1.0);
+        match c.optimizer {
+            Optimizer::Replicated | Optimizer::Sharded => {
+                let ns = if c.optimizer == Optimizer::Replicated {
+                    go(CollectiveOp::AllReduce, 4.0 * numbers, 1.0)
+                } else {
+                    go(CollectiveOp::ReduceScatter, 4.0 * numbers, 1.0)
+                        + go(CollectiveOp::AllGather, weight * numbers, 1.0)
+                };
+                // Layer by layer behind the last backward pass, where the executor does that.
+                let backward = pipe.work_ns - pipe.forward_ns;
+                let room = if behind { backward * (1.0 - 1.0 / layers) } else { 0.0 };
+                (ns, seen(ns, room))
+            }
+            Optimizer::Full => {
+                // Each layer's weights before it is used, forward and backward, and its gradients after; all but the first
+                // behind the neighbours' work.
+                let each = numbers / layers;
+                let ns = go(CollectiveOp::AllGather, weight * each, 2.0 * layers * n)
+                    + go(CollectiveOp::ReduceScatter, 4.0 * each, layers * n);
+                (ns, seen(ns, n * pipe.work_ns * (1.0 - 1.0 / layers)))
+            }
+        }
+    }
+
+    /// Bytes that the fullest rank has at least, whatever is chosen below: weights and what belongs to them evenly over
+    /// stages and ranks, and what the job caches.
+    pub fn least_bytes(&self, c: &Candidate) -> f64 {
+        let l = &c.layout;
+        let train = self.train();
+        let width = l.precision.bytes();
+        let whole = train && c.optimizer == Optimizer::Full;
+        let state = train && c.optimizer != Optimizer::Replicated;
+        let master = if l.precision == Precision::F32 { 0.0 } else { MASTER };
+        let each = |ranks: u32, shards: u32| {
+            let over = |on: bool| if on { f64::from(shards.max(1)) } else { 1.0 };
+            let training =
+                if train { GRADIENT / over(whole) + (MOMENTS + master) / over(state) } else { 0.0 };
+            (width / over(whole) + training) / f64::from(ranks)
+        };
+        let dense = self.numbers[0] * each(l.tp * c.pp, c.replicas);
+        let experts = match c.experts_at {
+            ExpertsAt::Hbm => self.numbers[1] * each(l.ep * l.expert_tp * c.pp, c.expert_replicas),
+            ExpertsAt::Host => 0.0,
+        };
+        let cache = if train || c.cache_at != CacheAt::Hbm {
+            0.0
+        } else {
+            let sequences = self.q.job.batch().div_ceil(u64::from(c.replicas)) as f64;
+            self.cached * cache_bytes(l.precision) * sequences * self.q.job.context() as f64
+                / f64::from(l.tp * c.pp)
+        };
+        dense + experts + cache + self.q.machine.reserved_bytes()
+    }
+
+    /// Bytes of the fullest stage, with as many experts and old keys elsewhere as must be: shares of both.
+    pub fn fit(&self, c: &Candidate, pipe: &Pipe) -> Fit {
+        let m = &self.q.machine;
+        let limit = m.cluster.device.memory_bytes.value;
+        let train = self.train();
+        let of = |stage: usize, cold: f64, old: f64| {
+            let h = Held { cold_share: cold, old_cache_share: old, ..pipe.held[stage] };
+            totals(m, c, train, &h)
+        };
+        let fullest = |cold: f64, old: f64| {
+            let mut most = of(pipe.fullest[0], cold, old);
+            let mut seen = [pipe.fullest[0]; 4];
+            for (i, stage) in pipe.fullest.iter().enumerate().skip(1) {
+                if !seen[..i].contains(stage) {
+                    let t = of(*stage, cold, old);
+                    if t.tier(Tier::Hbm) > most.tier(Tier::Hbm) {
+                        most = t;
+                    }
+                }
+                seen[i] = *stage;
+            }
+            most
+        };
+        let over = |t: &Totals| t.tier(Tier::Hbm) - limit;
+        // The least share that fits: bytes fall in proportion to it. A little more, so that rounding cannot undo it.
+        let least = |none: &Totals, all: &Totals| {
+            (over(none) / (none.tier(Tier::Hbm) - all.tier(Tier::Hbm)).max(1.0) * 1.001).clamp(0.0, 1.0)
+        };
+        let (mut cold, mut old) = (0.0, 0.0);
+        let mut t = fullest(0.0, 0.0);
+        if over(&t) > 0.0 && c.experts_at == ExpertsAt::Host {
+            let all = fullest(1.0, 0.0);
+            cold = least(&t, &all);
+            t = fullest(cold, 0.0);
+        }
+        if over(&t) > 0.0 && c.cache_at != CacheAt::Hbm {
+            let all = fullest(cold, 1.0);
+            old = least(&t, &all);
+            t = fullest(cold, old);
+        }
+        let mut fits = over(&t) <= 0.0 && t.tier(Tier::Host) <= m.cluster.host_bytes.value;
+        // What peers hold for others must fit beside their own.
+        if fits && t.tier(Tier::Peer) > 0.0 {
+            let all: f64 = (0..pipe.held.len())
+                .map(|s| {
+                    let t = of(s, cold, old);
+                    t.tier(Tier::Hbm) + t.tier(Tier::Peer)
+                })
+                .sum();
+            fits = all <= limit * pipe.held.len() as f64;
+        }
+        Fit { fits, totals: t, cold_share: cold, old_share: old }
+    }
+
+    /// What fetching from other tiers adds, beyond what layers before it hide.
+    fn fetch(
+        &self,
+        c: &Candidate,
+        node: &Node,
+        pipe: &Pipe,
+        (cold, old): (f64, f64),
+        steady: f64,
+        sent: &mut [f64; 3],
+    ) -> f64 {
+        let m = &self.q.machine;
+        let h = &pipe.held[pipe.heavy];
+        let mut ns = 0.0;
+        if let (true, Some(load), Some((experts, top_k))) = (cold > 0.0, &node.load, self.routed) {
+            let ep = f64::from(c.layout.ep);
+            let local = (experts as f64 / ep).ceil();
+            let one = h.expert_weights / pipe.expert_layers.max(1.0) / local * c.layout.precision.bytes();
+            let tokens = load.rows * ep / top_k as f64 / (1.0 - load.dropped).max(1e-9);
+            let asked = moe::cold(experts, top_k, c.layout.ep, tokens, self.q.routing, 1.0 - cold);
+            let bytes = asked.touched * one;
+            let times = pipe.expert_layers * f64::from(node.micro_batches);
+            let layer_ns = pipe.work_ns / pipe.layers.max(1.0);
+            ns += times * (m.tier_ns(Tier::Host, bytes) - layer_ns).max(0.0);
+            sent[LinkClass::Host as usize] += times * bytes;
+        }
+        if old > 0.0 && c.cache_at != CacheAt::Window {
+            let (tier, class) = match c.cache_at {
+                CacheAt::Peer => (Tier::Peer, LinkClass::Domain),
+                _ => (Tier::Host, LinkClass::Host),
+            };
+            let bytes = pipe.cache_bytes() * old;
+            ns += (m.tier_ns(tier, bytes) - steady).max(0.0);
+            sent[class as usize] += bytes;
+        }
+        ns
+    }
+}

@@ -1,0 +1,202 @@
+//! The guide's memory sums as a table: parameters per layer, activations and cache per token, experts, and the memory of
+//! one device, each term with its unit.
+
+use std::fmt;
+
+use tessera_base::Bytes;
+
+use super::gates::{Gate, GateFacts, MemoryFacts, gates};
+use super::thresholds::Thresholds;
+
+/// What is planned by hand. A and K are bytes per token: without token counts nothing can be said.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MemoryInputs {
+    /// P: parameters of a layer outside of routed experts, in numbers.
+    pub parameters: f64,
+    /// Bytes of a parameter, with what training adds to it.
+    pub bytes_per_parameter: f64,
+    /// Layers of the rank's stage.
+    pub layers: u64,
+    /// A: bytes that a token's activations keep in one layer.
+    pub activation_bytes: f64,
+    /// K: bytes of a token's keys and values in one layer.
+    pub cache_bytes: f64,
+    /// E: routed experts of a layer.
+    pub experts: u64,
+    /// Parameters of one expert, in numbers.
+    pub expert_parameters: f64,
+    /// H: memory of a device in bytes.
+    pub device_bytes: f64,
+    /// Tokens whose activations are alive at once.
+    pub tokens: f64,
+    /// Tokens in the cache.
+    pub cached_tokens: f64,
+    /// Ranks over which attention and dense rows are cut.
+    pub tp: u32,
+    /// Ranks over which experts are dealt.
+    pub ep: u32,
+}
+
+/// One line of the table.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MemoryLine {
+    /// What it is.
+    pub term: &'static str,
+    /// The product, with units.
+    pub sum: String,
+    /// Bytes on one rank.
+    pub bytes: Bytes,
+    /// Share of the device.
+    pub share: f64,
+}
+
+/// The table, and the gates that these terms decide.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MemoryTable {
+    /// Terms, then their total and what is left.
+    pub lines: Vec<MemoryLine>,
+    /// Of [`gates`], those on memory and density of experts.
+    pub gates: Vec<Gate>,
+}
+
+/// The budget of one rank: what divides over tp or ep is divided, the rank with the most experts counts.
+#[must_use]
+pub fn plan_memory(inputs: &MemoryInputs, training: bool, limits: &Thresholds) -> MemoryTable {
+    let i = inputs;
+    let (tp, layers) = (f64::from(i.tp.max(1)), i.layers as f64);
+    let held = i.experts.div_ceil(u64::from(i.ep.max(1))) as f64;
+    let dense = i.parameters * i.bytes_per_parameter * layers / tp;
+    let experts = i.expert_parameters * held * i.bytes_per_parameter * layers;
+    let activations = i.activation_bytes * i.tokens * layers / tp;
+    let cache = i.cache_bytes * i.cached_tokens * layers / tp;
+    let total = dense + experts + activations + cache;
+    let line = |term, sum, bytes: f64| MemoryLine {
+        term,
+        sum,
+        bytes: Bytes(bytes.max(0.0).round() as u64),
+        share: bytes / i.device_bytes.max(1.0),
+    };
+    let per = |what: f64| format!("{what:.0} B/token/layer");
+    let lines = vec![
+        line(
+            "parameters (P)",
+            format!(
+                "{:.0} numbers/layer × {} B × {} layers / tp {}",
+                i.parameters, i.bytes_per_parameter, i.layers, i.tp
+            ),
+            dense,
+        ),
+        line(
+            "experts (E)",
+            format!(
+                "{held:.0} of {} experts/rank × {:.0} numbers × {} B × {} layers",
+                i.experts, i.expert_parameters, i.bytes_per_parameter, i.layers
+            ),
+            experts,
+        ),
+        line(
+            "activations (A)",
+            format!(
+                "{} × {:.0} tokens × {} layers / tp {}",
+                per(i.activation_bytes),
+                i.tokens,
+                i.layers,
+                i.tp
+            ),
+            activations,
+        ),
+        line(
+            "cache (K)",
+            format!(
+                "{} × {:.0} tokens × {} layers / tp {}",
+                per(i.cache_bytes),
+                i.cached_tokens,
+                i.layers,
+                i.tp
+            ),
+            cache,
+        ),
+        line("total", "bytes on one rank".to_string(), total),
+        line("left of H", format!("of {}", Bytes(i.device_bytes.max(0.0) as u64)), i.device_bytes - total),
+    ];
+    let facts = GateFacts {
+        training,
+        memory: MemoryFacts {
+            device: i.device_bytes,
+            parameters: dense + experts,
+            activations,
+            activations_plain: activations,
+            cache,
+            activation_tokens: i.tokens,
+            cache_tokens: i.cached_tokens,
+            ..MemoryFacts::default()
+        },
+        experts: (i.experts > 0).then(|| super::gates::ExpertFacts {
+            experts: i.experts,
+            ep: i.ep,
+            ..super::gates::ExpertFacts::default()
+        }),
+        ..GateFacts::default()
+    };
+    let ours = |g: &Gate| g.id.starts_with("memory.") || g.id == "experts.density";
+    MemoryTable { lines, gates: gates(&facts, limits).into_iter().filter(ours).collect() }
+}
+
+impl fmt::Display for MemoryTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for l in &self.lines {
+            writeln!(f, "{:<16} {:>11} {:>6.1} %  {}", l.term, l.bytes.to_string(), l.share * 100.0, l.sum)?;
+        }
+        for g in &self.gates {
+            writeln!(f, "{:<4} {}: {}", g.verdict.name(), g.title, g.says)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn terms_are_per_token_and_say_so() {
+        // 61 layers' shape of a large mixture on one of 8 ranks, by hand.
+        let inputs = MemoryInputs {
+            parameters: 200e6,
+            bytes_per_parameter: 1.0,
+            layers: 10,
+            activation_bytes: 100_000.0,
+            cache_bytes: 1_152.0,
+            experts: 256,
+            expert_parameters: 44e6,
+            device_bytes: 186e9,
+            tokens: 4096.0,
+            cached_tokens: 1e6,
+            tp: 8,
+            ep: 9,
+        };
+        let table = plan_memory(&inputs, true, &Thresholds::default());
+        let bytes: Vec<u64> = table.lines.iter().map(|l| l.bytes.0).collect();
+        // 256 over 9 ranks: 29 on the fullest.
+        let want = [250e6, 44e6 * 29.0 * 10.0, 512e6, 1_440e6];
+        assert_eq!(bytes[..4], want.map(|b| b as u64));
+        assert_eq!(bytes[4], want.iter().sum::<f64>() as u64);
+        assert_eq!(bytes[5], 186_000_000_000 - bytes[4]);
+        let text = table.to_string();
+        for part in [
+            "100000 B/token/layer × 4096 tokens",
+            "1152 B/token/layer × 1000000 tokens",
+            "29 of 256",
+            "experts / ep 9",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        assert_eq!(table.gates.len(), 4);
+        let none = plan_memory(
+            &MemoryInputs { tokens: 0.0, cached_tokens: 0.0, ..inputs },
+            true,
+            &Thresholds::default(),
+        );
+        assert_eq!(none.gates[1].verdict, super::super::gates::Verdict::NotApplicable);
+    }
+}

@@ -1,0 +1,66 @@
+//! What each role of a bundle keeps in the memory of a device, in the executor's precision.
+
+use std::collections::BTreeMap;
+
+use tessera_base::Bytes;
+use tessera_ir::{Bundle, DType, Opcode, Type};
+use tessera_mesh::Precision;
+
+/// Bytes that a rank keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RankBytes {
+    /// Weights.
+    pub weights: Bytes,
+    /// Caches and latents.
+    pub buffers: Bytes,
+    /// What calls bring.
+    pub inputs: Bytes,
+    /// Slots of the largest phase.
+    pub temporaries: Bytes,
+}
+
+impl RankBytes {
+    /// All of it.
+    #[must_use]
+    pub fn total(&self) -> Bytes {
+        [self.weights, self.buffers, self.inputs, self.temporaries].into_iter().sum()
+    }
+}
+
+/// Bytes of one rank of each role, in the order of the bundle's roles. f32 values are kept at `precision`.
+#[must_use]
+pub fn bytes_of_roles(bundle: &Bundle, precision: Precision) -> Vec<RankBytes> {
+    (0..bundle.roles.len()).map(|role| bytes_of(bundle, role, precision)).collect()
+}
+
+fn bytes_of(bundle: &Bundle, role: usize, precision: Precision) -> RankBytes {
+    let scale = precision.bytes() / Precision::F32.bytes();
+    let kept = |ty: &Type| {
+        let full = ty.bytes().0;
+        if ty.dtype == DType::F32 { (full as f64 * scale).ceil() as u64 } else { full }
+    };
+    // One tensor of a name, whatever phases read it.
+    let (mut weights, mut buffers, mut inputs) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    let mut temporaries = 0;
+    for phase in &bundle.phases {
+        let program = &phase.programs[role];
+        for op in &program.ops {
+            let (Some(name), Some(result)) = (op.name.as_deref(), op.results.first()) else { continue };
+            let bytes = kept(program.ty(*result));
+            match op.opcode {
+                Opcode::Weight => weights.insert(name, bytes),
+                Opcode::Input => inputs.insert(name, bytes),
+                _ => None,
+            };
+        }
+        buffers.extend(program.buffers.iter().map(|b| (b.name.as_str(), kept(&b.ty))));
+        temporaries = temporaries.max(phase.memory[role].total().0);
+    }
+    let sum = |of: BTreeMap<&str, u64>| Bytes(of.into_values().sum());
+    RankBytes {
+        weights: sum(weights),
+        buffers: sum(buffers),
+        inputs: sum(inputs),
+        temporaries: Bytes((temporaries as f64 * scale).ceil() as u64),
+    }
+}

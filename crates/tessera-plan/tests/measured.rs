@@ -1,0 +1,76 @@
+//! Estimates under profile `torch-2.11` against measurements on hosts of H200s: PyTorch 2.11, compiled, functional
+//! collectives, cuDNN attention, captured in CUDA graphs; one forward of the 14B generator over a window of six frames,
+//! bf16, text keys cached. The profile was fitted on ceilings and curves of single ops and transfers alone.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+use tessera_cost::{Machine, Profile};
+use tessera_mesh::clusters;
+use tessera_models::{VideoModel, calls, phases};
+use tessera_plan::video::estimate_call;
+use tessera_plan::{Logical, Mapping, Strategy, lower};
+
+fn wan(width: u64, height: u64) -> Logical {
+    let config = include_str!("../../../models/wan2.1-14b/config.json");
+    let stream = include_str!("../../../models/wan2.1-14b/stream.toml")
+        .replace("width = 832", &format!("width = {width}"))
+        .replace("height = 480", &format!("height = {height}"));
+    let m = VideoModel::parse(("config.json", config), ("stream.toml", &stream)).unwrap();
+    Logical {
+        phases: phases(&m).into_iter().filter(|p| p.name == "denoise.fill3").collect(),
+        calls: calls(&m),
+        heads: m.wan.heads,
+        dim: m.wan.dim,
+        ffn: m.wan.ffn_dim,
+        tokens: m.chunk_tokens(),
+        blocks: m.wan.layers,
+    }
+}
+
+fn h200() -> Machine {
+    Machine::new(clusters::named("hgx-h200").unwrap(), Profile::named("torch-2.11").unwrap())
+}
+
+/// Frames per second of chunks of 12 frames and five forwards each.
+fn fps(logical: &Logical, machine: &Machine, tp: u32, strategy: Strategy) -> f64 {
+    let mut mapping = Mapping { mesh: format!("tp={tp}").parse().unwrap(), strategy, ..Mapping::default() };
+    let bundle = lower(logical, &mut mapping).unwrap();
+    let e = estimate_call(&bundle, "forward", &["denoise.fill3".into()], machine, false).unwrap();
+    12.0 / (5.0 * e.ns * 1e-9)
+}
+
+/// Devices, then measured frames per second: megatron and ulysses at 480×832, megatron and ulysses at 320×576.
+const MEASURED: [(u32, [f64; 4]); 4] = [
+    (1, [9.17, 9.17, 22.6, 22.6]),
+    (2, [15.5, 16.7, 35.7, 38.8]),
+    (4, [24.1, 31.3, 51.8, 68.2]),
+    (8, [31.3, 54.3, 62.5, 109.8]),
+];
+
+#[test]
+fn forwards_of_the_14b_generator() {
+    let (machine, large, small) = (h200(), wan(832, 480), wan(576, 320));
+    let (mut wrong, mut off) = (Vec::new(), Vec::new());
+    for (tp, measured) in MEASURED {
+        let estimated = [
+            (&large, Strategy::Megatron),
+            (&large, Strategy::Ulysses),
+            (&small, Strategy::Megatron),
+            (&small, Strategy::Ulysses),
+        ]
+        .map(|(model, strategy)| fps(model, &machine, tp, strategy));
+        for (e, m) in estimated.iter().zip(measured) {
+            off.push((e / m - 1.0).abs());
+            if off[off.len() - 1] > 0.10 {
+                wrong.push(format!("tp={tp}: {e:.1} for {m:.1}"));
+            }
+        }
+        for size in [0, 2] {
+            assert!(tp == 1 || estimated[size + 1] > estimated[size], "ulysses is faster on {tp}");
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+    // What the profile says of itself.
+    let mean = off.iter().sum::<f64>() / off.len() as f64;
+    assert!(mean < 0.015 && off.iter().all(|e| *e < 0.03), "mean {mean:.3}, {off:.3?}");
+}

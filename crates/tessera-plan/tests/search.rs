@@ -1,0 +1,418 @@
+//! The search: every arrangement is counted, the best is the best, refusals say why, and a better machine is never worse.
+
+use tessera_base::Nanoseconds;
+use tessera_cost::knobs::{CacheAt, ExpertsAt, Optimizer, Recompute, Schedule, Scheme};
+use tessera_cost::moe::Routing;
+use tessera_cost::{CollectiveOp, Machine, Profile, Span};
+use tessera_mesh::{Cluster, LinkClass, Precision, Tier, clusters};
+use tessera_models::zoo;
+use tessera_plan::search::{
+    Candidate, Job, Objective, Outcome, Pins, Question, Reason, Space, Verdict, estimate, search, why,
+};
+
+const TRAIN: Job = Job::Train { batch: 96, sequence: 2048 };
+const PREFILL: Job = Job::Prefill { batch: 40, sequence: 3000 };
+const DECODE: Job = Job::Decode { batch: 300, context: 5000 };
+
+fn machine(cluster: Cluster) -> Machine {
+    let profile = Profile::named(&cluster.profile).expect("a profile of the catalog");
+    Machine::new(cluster, profile)
+}
+
+fn on(model: &str, cluster: Cluster, job: Job, pins: &str) -> Question {
+    let work = zoo::named(model).expect("a model of the zoo").work(true);
+    let space = Space::of(&work, job, &cluster);
+    let pins = Pins::parse(pins).expect("pins");
+    Question {
+        work,
+        job,
+        objective: Objective::Throughput,
+        machine: machine(cluster),
+        routing: Routing::Random,
+        pins,
+        space,
+    }
+}
+
+fn question(model: &str, cluster: &str, job: Job, pins: &str) -> Question {
+    on(model, clusters::named(cluster).expect("a cluster of the catalog"), job, pins)
+}
+
+fn whole(out: &Outcome) {
+    let rejected: u64 = out.rejected.values().map(|r| r.count).sum();
+    assert_eq!(out.considered, out.legal + rejected);
+    assert_eq!(out.best.is_empty(), out.legal == 0);
+    for r in out.rejected.values() {
+        assert!(!r.says.is_empty());
+    }
+    for r in out.best.iter().chain(&out.front) {
+        let sum: f64 = r.estimate.times.parts().iter().map(|(_, ns)| ns).sum();
+        assert!((sum / r.estimate.step_ns - 1.0).abs() < 1e-9, "parts add up to the step");
+    }
+}
+
+fn hbm(r: &tessera_plan::search::Ranked) -> u64 {
+    r.estimate.budget.bytes.iter().filter(|((t, _), _)| *t == Tier::Hbm).map(|(_, b)| b.0).sum()
+}
+
+#[test]
+fn every_arrangement_is_legal_or_has_a_reason() {
+    for model in ["sr-moe", "deepseek-v3", "llama-3.1-70b"] {
+        for job in [TRAIN, PREFILL, DECODE] {
+            let out = search(&question(model, "gb200-nvl72", job, "micro_batch=1"));
+            whole(&out);
+            assert!(out.legal > 0, "{model} {job:?}: {:?}", out.rejected);
+            assert_eq!((out.devices, out.idle), (72, 0));
+            assert!(out.notes.iter().any(|n| n.contains("estimate")), "a rack that nobody measured says so");
+        }
+    }
+}
+
+/// All arrangements of a small space, one by one, by what the knobs mean and by nothing that the search uses.
+fn all(q: &Question) -> Vec<Candidate> {
+    let (n, s) = (q.space.devices, &q.space);
+    let moe = q.work.experts().is_some();
+    let mut out = Vec::new();
+    let divides = |d: u32, n: u32| n.is_multiple_of(d);
+    for (pp, tp, ep, expert_tp) in (1..=n).flat_map(|a| {
+        (1..=n).flat_map(move |b| (1..=n).flat_map(move |c| (1..=n).map(move |d| (a, b, c, d))))
+    }) {
+        let fits = divides(pp, n) && divides(tp, n / pp) && divides(ep * expert_tp, n / pp);
+        if !fits || !moe && ep * expert_tp > 1 {
+            continue;
+        }
+        let (replicas, expert_replicas) = (n / pp / tp, n / pp / ep / expert_tp);
+        let mut schemes = vec![];
+        for x in &s.schemes {
+            match x {
+                _ if tp == 1 && *x != s.schemes[0] => {}
+                Scheme::Ring | Scheme::Striped => {
+                    schemes.extend((2..=tp).filter(|r| divides(*r, tp)).map(|r| (*x, r)));
+                }
+                _ => schemes.push((*x, 1)),
+            }
+        }
+        let mut schedules = vec![];
+        for x in &s.schedules {
+            match x {
+                _ if pp == 1 && *x != s.schedules[0] => {}
+                Schedule::Interleaved => schedules.extend(s.interleaves.iter().map(|v| (*x, *v))),
+                _ => schedules.push((*x, 1)),
+            }
+        }
+        let optimizers = if replicas > 1 { &s.optimizers[..] } else { &s.optimizers[..1] };
+        let wires = if ep > 1 { &s.wires[..] } else { &s.wires[..1] };
+        for &(scheme, ring) in &schemes {
+            for &(schedule, interleave) in &schedules {
+                for &optimizer in optimizers {
+                    for &wire in wires {
+                        for &precision in &s.precisions {
+                            for &micro_batch in &s.micro_batches {
+                                for recompute in s.recompute.iter().filter(|r| **r != Recompute::Attention) {
+                                    let layout = tessera_cost::knobs::Layout {
+                                        tp,
+                                        ring,
+                                        scheme,
+                                        expert_tp,
+                                        ep,
+                                        precision,
+                                        wire,
+                                        capacity_pct: 0,
+                                    };
+                                    out.push(Candidate {
+                                        layout,
+                                        pp,
+                                        replicas,
+                                        expert_replicas,
+                                        schedule,
+                                        interleave,
+                                        micro_batch,
+                                        recompute: *recompute,
+                                        optimizer,
+                                        experts_at: ExpertsAt::Hbm,
+                                        cache_at: CacheAt::Hbm,
+                                    });
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    out
+}
+
+#[test]
+fn the_best_is_what_trying_all_of_them_finds() {
+    for (model, objective) in [
+        ("mixtral-8x7b", Objective::Throughput),
+        ("mixtral-8x7b", Objective::Memory),
+        ("llama-3.1-8b", Objective::Latency),
+        ("llama-3.1-8b", Objective::Deadline(Nanoseconds(9_000_000_000))),
+    ] {
+        let mut q = question(model, "hgx-h200", TRAIN, "");
+        q.objective = objective;
+        q.space.capacities_pct = vec![0];
+        let out = search(&q);
+        whole(&out);
+        let candidates = all(&q);
+        assert_eq!(out.considered, candidates.len() as u64, "{model}");
+        let legal: Vec<_> = candidates.iter().filter_map(|c| estimate(&q, c).ok()).collect();
+        assert_eq!(out.legal, legal.len() as u64, "{model}");
+        let best = &out.best[0];
+        let score = |r: &tessera_plan::search::Ranked| match objective {
+            Objective::Memory => hbm(r) as f64,
+            _ => r.estimate.step_ns,
+        };
+        let least = legal.iter().map(&score).fold(f64::INFINITY, f64::min);
+        assert_eq!(score(best), least, "{model} {objective:?}: {}", best.candidate.text());
+        // Nothing legal beats a point of the front in both.
+        for f in &out.front {
+            let beaten = legal.iter().any(|r| r.estimate.step_ns < f.estimate.step_ns && hbm(r) < hbm(f));
+            assert!(!beaten, "{}", f.candidate.text());
+        }
+    }
+}
+
+#[test]
+fn the_same_question_has_the_same_answer() {
+    let q = question("mixtral-8x7b", "hgx-h200", TRAIN, "");
+    assert_eq!(search(&q), search(&q));
+    let pins = Pins::parse("tp=4,ep=2").expect("pins");
+    assert_eq!(why(&q, &pins), why(&q, &pins));
+}
+
+/// Legal arrangements of all sorts.
+fn samples() -> Vec<(Question, Candidate)> {
+    let mut out = Vec::new();
+    for (model, cluster, racks) in
+        [("sr-moe", "gb200-nvl72", 1), ("deepseek-v3", "gb200-nvl72", 4), ("mixtral-8x7b", "hgx-h100", 4)]
+    {
+        for job in [TRAIN, PREFILL, DECODE] {
+            for (objective, pins) in [
+                (Objective::Latency, "micro_batch=1"),
+                (Objective::Memory, "micro_batch=2"),
+                (Objective::Throughput, "pp=2,micro_batch=1"),
+            ] {
+                let cluster = clusters::named(cluster).expect("a cluster").with_racks(racks);
+                let mut q = on(model, cluster, job, pins);
+                q.objective = objective;
+                let found = search(&q);
+                let some = found.best.iter().take(3).chain(found.front.iter().step_by(5));
+                out.extend(some.map(|r| (q.clone(), r.candidate)));
+            }
+        }
+    }
+    assert!(out.len() > 60);
+    out
+}
+
+#[test]
+fn more_bandwidth_is_never_slower_and_more_memory_never_forbids() {
+    type Change = fn(&mut Cluster);
+    let changes: [(&str, Change); 6] = [
+        ("links of a domain", |c| c.links[0].bytes_per_s.value *= 2.0),
+        ("links between domains", |c| c.links[1].bytes_per_s.value *= 1.7),
+        ("links to the host", |c| {
+            c.links[2].bytes_per_s.value *= 3.0;
+            c.host_bytes_per_s.value *= 3.0;
+        }),
+        ("memory bandwidth", |c| c.device.memory_bytes_per_s.value *= 1.3),
+        ("memory", |c| c.device.memory_bytes.value *= 1.1),
+        ("peak", |c| c.device.flops_per_s.iter_mut().flatten().for_each(|f| f.value *= 1.5)),
+    ];
+    for (q, c) in samples() {
+        let before = estimate(&q, &c).expect("it was legal").estimate.step_ns;
+        for (what, change) in changes {
+            let mut cluster = q.machine.cluster.clone();
+            change(&mut cluster);
+            let better = Question { machine: machine(cluster), ..q.clone() };
+            let after =
+                estimate(&better, &c).unwrap_or_else(|d| panic!("more {what} forbids {}: {d:?}", c.text()));
+            let after = after.estimate.step_ns;
+            assert!(after <= before * (1.0 + 1e-9), "more {what}: {before} to {after}, {}", c.text());
+        }
+    }
+}
+
+#[test]
+fn bytes_over_links_are_those_of_the_collectives() {
+    // 80 layers, two all-reduces each, and one for the table: tp=8 within a host, nothing else moves.
+    let q = question(
+        "llama-3.1-70b",
+        "hgx-h200",
+        PREFILL,
+        "tp=8,pp=1,scheme=megatron,micro_batch=5,precision=bf16",
+    );
+    let best = search(&q).best.remove(0);
+    let bytes = 5.0 * 3000.0 * 8192.0 * 2.0;
+    let one = q.machine.collective(CollectiveOp::AllReduce, bytes, Span { ranks: 8, domains: 1 });
+    let times = f64::from(best.micro_batches) * 161.0;
+    let got = best.estimate.link_bytes[&LinkClass::Domain];
+    assert!((got / (one.sent[0] * times) - 1.0).abs() < 1e-9, "{got} and {}", one.sent[0] * times);
+    assert_eq!(best.estimate.link_bytes.len(), 1);
+}
+
+#[test]
+fn twice_the_batch_is_twice_the_traffic_of_layers() {
+    let pins = "tp=2,ep=4,dp=1,pp=2,expert_tp=1,micro_batch=1,optimizer=replicated,schedule=1f1b,wire=bf16,scheme=megatron_sp,precision=bf16,capacity_pct=0,recompute=full";
+    let traffic = |batch: u64| {
+        let cluster = clusters::named("hgx-h200").expect("a cluster").with_racks(2);
+        let mut q = on("mixtral-8x7b", cluster, Job::Train { batch, sequence: 2048 }, pins);
+        q.space.devices = 8;
+        let out = search(&q);
+        let best = out.best.first().unwrap_or_else(|| panic!("{:?}", out.rejected)).estimate.clone();
+        best.link_bytes[&LinkClass::Domain]
+    };
+    let (one, two, three) = (traffic(8), traffic(16), traffic(24));
+    assert!(two - one > 0.0 && ((three - two) / (two - one) - 1.0).abs() < 1e-9, "{one} {two} {three}");
+}
+
+fn refused(q: &Question, pins: &str) -> (Vec<(Reason, String)>, Vec<String>) {
+    match why(q, &Pins::parse(pins).expect("pins")).verdict {
+        Verdict::Refused { reasons, neighbours } => (
+            reasons.into_iter().map(|(r, x)| (r, x.says)).collect(),
+            neighbours
+                .iter()
+                .map(|n| {
+                    let c = &n.ranked.candidate;
+                    assert!(
+                        estimate(q, c).is_ok() && !n.changed.is_empty(),
+                        "a neighbour is legal and differs"
+                    );
+                    format!("{},{},{},{}", c.layout.tp, c.layout.ep, c.pp, c.copies())
+                })
+                .collect(),
+        ),
+        Verdict::Legal { ranked, .. } => panic!("legal: {}", ranked.candidate.text()),
+    }
+}
+
+#[test]
+fn a_mesh_of_144_ranks_on_72_devices_is_refused_with_its_product_and_neighbours() {
+    let q = question("sr-moe", "gb200-nvl72", TRAIN, "");
+    let (reasons, near) = refused(&q, "tp=8,ep=6,pp=3,dp=1");
+    assert_eq!(reasons.len(), 1);
+    assert_eq!(reasons[0].0, Reason::Ranks);
+    assert!(reasons[0].1.contains("8·6·3·1 = 144 ranks, 72 devices"), "{}", reasons[0].1);
+    for mesh in ["8,3,3,1", "4,6,3,1", "12,2,3,1"] {
+        assert!(near.contains(&mesh.to_string()), "{mesh} is not among {near:?}");
+    }
+    // The experts of such a mesh may fold the ranks of attention: tp=8, ep=6 and pp=3 do fit then.
+    assert!(near.contains(&"8,6,3,1".to_string()), "{near:?}");
+
+    let two = clusters::named("gb200-nvl72").expect("a cluster").with_racks(2);
+    let q = on("sr-moe", two, TRAIN, "tp=8,ep=6,pp=3,dp=1");
+    let out = search(&q);
+    assert!(out.legal > 0, "{:?}", out.rejected);
+    assert!(out.best[0].estimate.link_bytes[&LinkClass::Out] > 0.0, "it crosses racks");
+}
+
+#[test]
+fn uneven_heads_run_and_are_refused_only_where_asked() {
+    let mut q = question("sr-moe", "gb200-nvl72", TRAIN, "");
+    let pins = Pins::parse("tp=12,ep=6,pp=1,dp=1").expect("pins");
+    let Verdict::Legal { ranked, better, legal, best, terms } = why(&q, &pins).verdict else {
+        panic!("12 ranks of 10 or 11 heads are legal")
+    };
+    assert!(better > 0 && better < legal);
+    assert!(ranked.estimate.step_ns > best.estimate.step_ns);
+    let lost: f64 = terms.iter().map(|t| t.here_ns - t.best_ns).sum();
+    assert!((lost / (ranked.estimate.step_ns - best.estimate.step_ns) - 1.0).abs() < 1e-6);
+    assert!(terms[0].here_ns - terms[0].best_ns >= terms[9].here_ns - terms[9].best_ns);
+
+    q.space.strict = true;
+    let (reasons, near) = refused(&q, "tp=12,ep=6,pp=1,dp=1");
+    assert!(
+        reasons.iter().any(|(_, says)| says.contains("4096 experts over ep = 6 are 682.67")),
+        "{reasons:?}"
+    );
+    // Neither 128 heads nor 4096 experts divide by 3, so the nine of 72 goes to stages or copies.
+    let divides = |m: &String| m.split(',').take(2).all(|x| x.parse::<u32>().is_ok_and(u32::is_power_of_two));
+    assert!(!near.is_empty() && near.iter().all(divides), "{near:?}");
+    let (reasons, _) = refused(&q, "tp=12,ep=1");
+    assert!(reasons.iter().any(|(_, says)| says.contains("over 12 ranks are 10.67 each")), "{reasons:?}");
+}
+
+#[test]
+fn precision_and_context_and_racks_have_their_rules() {
+    let q = question("sr-moe", "gb200-nvl72", TRAIN, "");
+    let (reasons, near) = refused(&q, "precision=fp4");
+    assert_eq!(reasons.iter().map(|r| r.0).filter(|r| *r == Reason::Fp4Training).count(), 1);
+    assert!(!near.is_empty(), "other precisions are legal");
+    let mut q = question("llama-3.1-8b", "gb200-nvl72", TRAIN, "precision=fp4,micro_batch=1,tp=1,pp=1");
+    assert_eq!(search(&q).legal, 0);
+    q.space.fp4_training = true;
+    assert!(search(&q).legal > 0);
+
+    let q = question("llama-3.1-8b", "hgx-a100", TRAIN, "");
+    let (reasons, _) = refused(&q, "precision=fp8");
+    assert!(reasons.iter().any(|(r, says)| *r == Reason::Precision && says.contains("bf16")), "{reasons:?}");
+
+    // Materialised scores of a long context do not fit; a decoding step's do.
+    let long = question("llama-3.1-8b", "hgx-h200", Job::Prefill { batch: 8, sequence: 131_072 }, "");
+    let (reasons, _) = refused(&long, "scheme=rs_mm_ag,tp=8,micro_batch=1");
+    assert!(
+        reasons.iter().any(|(r, says)| *r == Reason::Logits && says.contains("131072 keys")),
+        "{reasons:?}"
+    );
+    let short = question("llama-3.1-8b", "hgx-h200", DECODE, "scheme=rs_mm_ag,tp=8");
+    assert!(search(&short).legal > 0);
+
+    let two = clusters::named("gb200-nvl72").expect("a cluster").with_racks(2);
+    let racks = on("sr-moe", two, TRAIN, "");
+    let (reasons, _) = refused(&racks, "dp=9,ep=16,expert_tp=1,tp=1,pp=1,micro_batch=1");
+    assert!(reasons.iter().any(|(r, _)| *r == Reason::Rack), "16 ranks do not divide a rack: {reasons:?}");
+}
+
+#[test]
+fn devices_stay_idle_only_where_nothing_fits_on_all() {
+    let q = question("llama-3.1-8b", "gb200-nvl72", TRAIN, "dp=5,tp=1,micro_batch=1");
+    let out = search(&q);
+    whole(&out);
+    assert_eq!((out.devices, out.idle), (60, 12));
+    assert!(out.notes.iter().any(|n| n.contains("12 stay idle")), "{:?}", out.notes);
+    assert!(out.best.iter().all(|r| r.candidate.ranks() == 60));
+}
+
+#[test]
+fn stages_are_contiguous_complete_and_balanced() {
+    let q = question("deepseek-v3", "gb200-nvl72", PREFILL, "pp=4,micro_batch=1");
+    let best = &search(&q).best[0];
+    let mut next = 0;
+    for stage in &best.stages {
+        assert_eq!(stage.pieces.len(), 1);
+        assert_eq!(stage.pieces[0].start, next);
+        next = stage.pieces[0].end;
+    }
+    assert_eq!((next, best.stages.len()), (61, 4));
+    let most = best.stages.iter().map(|s| s.ns).fold(0.0, f64::max);
+    let mean = best.stages.iter().map(|s| s.ns).sum::<f64>() / 4.0;
+    assert!(most / mean < 1.08, "{most} against {mean}");
+}
+
+#[test]
+fn cold_experts_and_old_keys_leave_only_where_they_must() {
+    let full = question("sr-moe", "gb200-nvl72", Job::Decode { batch: 9216, context: 4096 }, "");
+    let out = search(&full);
+    let moved =
+        out.best.iter().find(|r| r.candidate.cache_at == CacheAt::Host).expect("the cache does not fit");
+    assert!(moved.estimate.budget.bytes.keys().any(|(t, _)| *t == Tier::Host));
+    let few = question("llama-3.1-8b", "gb200-nvl72", Job::Decode { batch: 144, context: 1000 }, "");
+    let best = &search(&few).best[0].candidate;
+    assert_eq!((best.cache_at, best.experts_at), (CacheAt::Hbm, ExpertsAt::Hbm));
+}
+
+#[test]
+fn pins_are_read_printed_and_refused() {
+    let text = "tp=12,ep=6,scheme=ring,ring=3,schedule=zb-h1,micro_batch=2,recompute=every_other,optimizer=sharded,experts_at=host,cache_at=window,precision=fp8,wire=fp4,capacity_pct=125";
+    let pins = Pins::parse(text).expect("pins");
+    assert_eq!(pins.text(), text);
+    assert_eq!(pins.optimizer, Some(Optimizer::Sharded));
+    assert_eq!(pins.wire, Some(Precision::Fp4));
+    let bad = Pins::parse("tpp=1,tp=0,scheme=mega,nothing").expect_err("all four are wrong");
+    assert_eq!(bad.len(), 4);
+    assert!(bad.iter().all(|d| d.code.id == "T1200"));
+    assert!(bad[0].hint.as_deref().is_some_and(|h| h.contains("`tp`")));
+}
