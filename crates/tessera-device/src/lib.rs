@@ -5,8 +5,10 @@
 //! backend.
 
 mod fingerprint;
+mod prices;
 
 pub use fingerprint::{Audited, Fingerprint, Hasher, slice_words};
+pub use prices::Prices;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

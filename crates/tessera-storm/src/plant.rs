@@ -1,6 +1,6 @@
 //! Known bugs, put in on purpose: a storm that does not find them finds nothing.
 
-use tessera_runtime::sim::Setup;
+use tessera_runtime::sim::{Facts, Setup, TICK_NS};
 use tessera_runtime::{Limits, tripwire::Tripwires};
 
 use crate::Case;
@@ -79,7 +79,8 @@ pub(crate) fn setup(case: &Case, plant: Option<Plant>) -> Setup {
         ranks: case.ranks,
         outside: case.outside,
         launcher: case.launcher,
-        regime: case.regime,
+        facts: Facts::made_up(case.regime),
+        tick_ns: TICK_NS,
         limits,
         tripwires: Tripwires::off(plant.map_or(&[][..], Plant::off).iter().copied()),
         requests: case.requests.clone(),

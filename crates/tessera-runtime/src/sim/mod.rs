@@ -15,7 +15,7 @@ mod work;
 
 pub use overlap::{ChunkTimes, Stages, pipeline};
 pub use studio::Work;
-pub use work::{FoldEngine, census, collectives, context, stream, text};
+pub use work::{Facts, FoldEngine, census, collectives, context, stream, text};
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
@@ -23,26 +23,28 @@ use std::sync::Arc;
 
 use tessera_base::Diagnostics;
 
-use crate::cache::{Cache, Regime};
+use crate::cache::Cache;
+use crate::census::Census;
 use crate::decide::ChunkRequest;
-use crate::engine::{EngineFault, ReadyCall};
-use crate::leader::{CallRecord, Leader, LeaderConfig, T0743};
+use crate::engine::{Engine, EngineFault, ReadyCall};
+use crate::leader::{Action, CallRecord, Leader, LeaderConfig, T0743};
 use crate::mesh_leader::{MeshLeader, MeshLeaderConfig};
 use crate::tripwire::Tripwires;
 use crate::wire::{Message, Tensor};
 use crate::worker::{T0742, Worker, WorkerConfig};
-use crate::{Digest, Failure, FailureClass, Limits, Parity};
+use crate::{Failure, FailureClass, Limits, Parity};
 
-use process::{Process, Seat, State};
+use process::{Fitted, Process, Seat, State};
 use studio::Studio;
 
-/// How often a process looks at the clock, in nanoseconds.
+/// How often a process usually looks at the clock, in nanoseconds.
 pub const TICK_NS: u64 = 50_000_000;
 /// A phase of this length never ends and shows no progress.
 pub const STUCK: u64 = u64::MAX;
+/// A phase of this length lasts until the world says that it ended, collectives and all: see [`World::advance`].
+pub const OPEN: u64 = u64::MAX - 1;
 /// Interval of an engine's progress marks, in nanoseconds.
 const MARK_NS: u64 = 20_000_000;
-const SESSION: u64 = 7;
 
 /// What is run.
 #[derive(Debug, Clone)]
@@ -53,8 +55,10 @@ pub struct Setup {
     pub outside: bool,
     /// Whether a launcher started the processes; without one each ends by itself.
     pub launcher: bool,
-    /// How the caches live.
-    pub regime: Regime,
+    /// What the ranks hold.
+    pub facts: Facts,
+    /// How often a process looks at the clock, in nanoseconds.
+    pub tick_ns: u64,
     /// Bounds.
     pub limits: Limits,
     /// What is not checked.
@@ -150,7 +154,8 @@ pub enum Seen<'a> {
 pub trait World {
     /// What arrives of a frame: delays in nanoseconds, each with what comes then. Nothing for a lost one.
     fn carry(&mut self, now_ns: u64, frame: Frame) -> Vec<(u64, Frame)>;
-    /// Length of a phase on a rank in nanoseconds, collectives apart; [`STUCK`] for one that never ends.
+    /// Length of a phase on a rank in nanoseconds, collectives apart; [`STUCK`] for one that never ends, [`OPEN`] for one
+    /// of which the world says when it ended.
     fn phase_ns(&mut self, now_ns: u64, rank: u32, call: &ReadyCall, phase: usize) -> u64;
     /// Length of a piece of the studio's work in nanoseconds.
     fn studio_ns(&mut self, now_ns: u64, work: &Work) -> u64;
@@ -162,6 +167,36 @@ pub trait World {
     fn writes(&mut self, epoch: u32, fence: u32) -> bool {
         epoch >= fence
     }
+    /// The engine of a rank.
+    fn engine(&mut self, _rank: u32, census: &Arc<Census>) -> Box<dyn Engine> {
+        Box::new(FoldEngine::new(Arc::clone(census)))
+    }
+    /// When an open phase may next come to something, in nanoseconds, no earlier than now.
+    fn next_ns(&mut self) -> Option<u64> {
+        None
+    }
+    /// Takes open phases up to now, and tells the ranks whose phase ended.
+    fn advance(&mut self, _now_ns: u64) -> Vec<u32> {
+        Vec::new()
+    }
+    /// Until when something went on in a rank's open phase, in nanoseconds.
+    fn active_ns(&mut self, now_ns: u64, _rank: u32) -> u64 {
+        now_ns
+    }
+    /// The embedding of the `n`th prompt.
+    fn text(&mut self, n: u32) -> Option<Tensor> {
+        text(n)
+    }
+    /// The context that follows from a chunk's output.
+    fn context(&mut self, previous: &Tensor) -> Option<Tensor> {
+        context(previous)
+    }
+    /// Frames of a chunk.
+    fn frames(&mut self) -> u32 {
+        12
+    }
+    /// What the leader decided, before it takes effect.
+    fn leads(&mut self, _now_ns: u64, _action: &Action) {}
     /// What happens.
     fn seen(&mut self, now_ns: u64, what: Seen<'_>);
 }
@@ -190,6 +225,8 @@ pub struct Sim<W> {
     processes: BTreeMap<u32, Process>,
     mesh: Vec<u32>,
     outside: bool,
+    parity: Parity,
+    tick_ns: u64,
     limits: Limits,
     tripwires: Tripwires,
     /// When the last frame of a link arrives.
@@ -239,11 +276,10 @@ impl<W: World> Sim<W> {
     ///
     /// # Errors
     /// Limits without bounds.
-    pub fn new(setup: Setup, world: W) -> Result<Sim<W>, Diagnostics> {
-        let Setup { ranks, outside, launcher, regime, limits, tripwires, requests, blows } = setup;
+    pub fn new(setup: Setup, mut world: W) -> Result<Sim<W>, Diagnostics> {
+        let Setup { ranks, outside, launcher, facts, tick_ns, limits, tripwires, requests, blows } = setup;
         let mesh: Vec<u32> = (u32::from(outside)..u32::from(outside) + ranks).collect();
-        let (census, stream) = (Arc::new(census()), stream(regime));
-        let plan = Digest::of(b"the plan of a simulated run");
+        let Facts { plan, session, build, parity, census, stream, silent } = facts;
         let mut processes = BTreeMap::new();
         for rank in mesh.iter().copied().chain(outside.then_some(0)) {
             let seat = if mesh.contains(&rank) {
@@ -252,15 +288,15 @@ impl<W: World> Sim<W> {
                         rank,
                         above: u32::from(outside && rank > 1),
                         plan,
-                        build: "sim".into(),
-                        parity: Parity::default(),
+                        build: build.clone(),
+                        parity: parity.clone(),
                         census: Arc::clone(&census),
                         cache: stream.cache,
                         limits: limits.clone(),
                         delivers: rank == mesh[0],
                         tripwires: tripwires.clone(),
                     })?,
-                    engine: FoldEngine::default(),
+                    engine: Fitted(world.engine(rank, &census)),
                     cache: Cache::new(stream.cache).map_err(|d| vec![d])?,
                     census: Arc::clone(&census),
                     running: None,
@@ -285,10 +321,10 @@ impl<W: World> Sim<W> {
                 Some(Leader::new(LeaderConfig {
                     ranks: mesh.clone(),
                     plan,
-                    session: SESSION,
-                    build: "sim".into(),
-                    silent: Vec::new(),
-                    parity: Parity::default(),
+                    session,
+                    build: build.clone(),
+                    silent: silent.clone(),
+                    parity: parity.clone(),
                     census: Arc::clone(&census),
                     stream: stream.clone(),
                     limits: limits.clone(),
@@ -307,6 +343,8 @@ impl<W: World> Sim<W> {
             processes,
             mesh,
             outside,
+            parity,
+            tick_ns,
             limits,
             tripwires,
             arrivals: BTreeMap::new(),
@@ -334,15 +372,23 @@ impl<W: World> Sim<W> {
         Ok(sim)
     }
 
-    /// Runs until every process is gone, or the clock reads `limit_ns`.
+    /// Runs until every process is gone, or to the end of what comes by `limit_ns`; it may be called again with a later one.
     pub fn run(&mut self, limit_ns: u64) -> Ending {
         let mut gone_ns = None;
-        while let Some(Reverse(due)) = self.queue.pop() {
-            if due.at_ns > limit_ns {
-                break;
+        while let Some(at_ns) = self.next_ns().filter(|at| *at <= limit_ns) {
+            self.now_ns = at_ns;
+            match self.queue.peek() {
+                Some(Reverse(due)) if due.at_ns <= at_ns => {
+                    if let Some(Reverse(due)) = self.queue.pop() {
+                        self.take(due.item);
+                    }
+                }
+                _ => {
+                    for rank in self.world.advance(at_ns) {
+                        self.open_ends(rank);
+                    }
+                }
             }
-            self.now_ns = due.at_ns;
-            self.take(due.item);
             if self.processes.values().all(|p| p.state == State::Gone) {
                 gone_ns = Some(self.now_ns);
                 break;
@@ -350,6 +396,17 @@ impl<W: World> Sim<W> {
         }
         let left = self.processes.iter().filter(|(_, p)| p.state != State::Gone).map(|(r, _)| *r).collect();
         Ending { failure: self.failure.clone(), gone_ns, left, finished: self.finished }
+    }
+
+    /// Something happens to processes from outside, now.
+    pub fn strikes(&mut self, blow: Blow) {
+        self.push(0, Item::Strikes(blow));
+    }
+
+    /// When something next happens, in the queue or in the world.
+    fn next_ns(&mut self) -> Option<u64> {
+        let own = self.queue.peek().map(|Reverse(due)| due.at_ns);
+        own.into_iter().chain(self.world.next_ns().map(|at| at.max(self.now_ns))).min()
     }
 
     /// Time on the clock, in nanoseconds.
@@ -535,9 +592,4 @@ impl Ord for Due {
     fn cmp(&self, other: &Due) -> std::cmp::Ordering {
         (self.at_ns, self.seq).cmp(&(other.at_ns, other.seq))
     }
-}
-
-/// The embedding of a request's prompt.
-fn embedding(prompt: Option<u32>) -> Option<Tensor> {
-    prompt.and_then(text)
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tessera_base::Diagnostics;
 use tessera_base::random::Dice;
 
-use super::{Frame, Seen, Setup, Sim, Work, World};
+use super::{Facts, Frame, Seen, Setup, Sim, TICK_NS, Work, World};
 use crate::Limits;
 use crate::cache::Regime;
 use crate::census::PhaseKind;
@@ -67,7 +67,8 @@ pub fn pipeline(
         ranks: 2,
         outside: true,
         launcher: true,
-        regime,
+        facts: Facts::made_up(regime),
+        tick_ns: TICK_NS,
         limits: Limits { done_floor_ns: limits.done_floor_ns.max(4 * longest), ..limits.clone() },
         tripwires: Tripwires::default(),
         requests: (0..chunks).map(request).collect(),

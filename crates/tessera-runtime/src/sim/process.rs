@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use super::{Frame, Item, MARK_NS, STUCK, Seen, Sim, TICK_NS, Work, World};
+use super::{Frame, Item, MARK_NS, OPEN, STUCK, Seen, Sim, Work, World};
 use crate::Failure;
 use crate::cache::Cache;
 use crate::census::Census;
 use crate::engine::{Engine, EngineFault, ReadyCall, run_call};
 use crate::leader::{self, Leader};
 use crate::mesh_leader::{self, MeshLeader};
-use crate::sim::FoldEngine;
 use crate::wire::Message;
 use crate::worker::{self, Worker};
 
@@ -38,10 +37,19 @@ pub(super) enum State {
 #[derive(Debug)]
 pub(super) struct Seat {
     pub(super) machine: Worker,
-    pub(super) engine: FoldEngine,
+    pub(super) engine: Fitted,
     pub(super) cache: Cache,
     pub(super) census: Arc<Census>,
     pub(super) running: Option<Running>,
+}
+
+/// An engine; what is in it is its own affair.
+pub(super) struct Fitted(pub(super) Box<dyn Engine>);
+
+impl std::fmt::Debug for Fitted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Fitted")
+    }
 }
 
 #[derive(Debug)]
@@ -60,12 +68,14 @@ impl Process {
 }
 
 impl Seat {
-    /// How far the engine has come; a phase that is stuck, and one that waits for its peers, show nothing new.
-    fn mark(&self, now_ns: u64) -> u64 {
+    /// How far the engine has come; a phase that is stuck, and one that waits for its peers, show nothing new. Of an open
+    /// phase the world knows until when something went on, in nanoseconds.
+    fn mark(&self, now_ns: u64, active_ns: u64) -> u64 {
         let Some(r) = &self.running else { return 0 };
         let inner = match r.takes_ns {
             0 => u64::from(u32::MAX),
             STUCK => 0,
+            OPEN => active_ns.saturating_sub(r.begun_ns) / MARK_NS,
             _ => now_ns.saturating_sub(r.begun_ns) / MARK_NS,
         };
         ((r.phase as u64 + 1) << 32) | inner
@@ -81,7 +91,7 @@ impl<W: World> Sim<W> {
         if self.processes.get(&rank).is_none_or(|p| p.state == State::Gone) {
             return;
         }
-        self.push(TICK_NS, Item::Tick(rank));
+        self.push(self.tick_ns, Item::Tick(rank));
         if self.stopped(rank) {
             return;
         }
@@ -90,8 +100,9 @@ impl<W: World> Sim<W> {
         }
         self.relay(rank, mesh_leader::Event::Tick, None);
         let now_ns = self.now_ns;
+        let active_ns = self.world.active_ns(now_ns, rank);
         if let Some(seat) = self.runs(rank).and_then(|p| p.seat.as_ref()) {
-            let mark = seat.mark(now_ns);
+            let mark = seat.mark(now_ns, active_ns);
             self.worker(rank, worker::Event::Tick { mark });
         }
     }
@@ -99,7 +110,7 @@ impl<W: World> Sim<W> {
     pub(super) fn loaded(&mut self, rank: u32) {
         self.worker(
             rank,
-            worker::Event::EngineReady { parity: crate::Parity::default(), fingerprints: Vec::new() },
+            worker::Event::EngineReady { parity: self.parity.clone(), fingerprints: Vec::new() },
         );
     }
 
@@ -137,10 +148,11 @@ impl<W: World> Sim<W> {
         let Some(machine) = self.runs(0).and_then(|p| p.leader.as_mut()) else { return };
         let actions = machine.step(now_ns, event);
         for action in actions {
+            self.world.leads(now_ns, &action);
             match action {
                 leader::Action::Broadcast(message) => self.broadcast(&message),
-                leader::Action::MakeContext { chunk, previous, .. } => {
-                    self.command(Work::Context { chunk, previous });
+                leader::Action::MakeContext { chunk, previous, opens_scene } => {
+                    self.command(Work::Context { chunk, previous, opens_scene });
                 }
                 leader::Action::Deliver { chunk, epoch, .. } => self.command(Work::Deliver { chunk, epoch }),
                 leader::Action::Fence { epoch } => {
@@ -283,7 +295,7 @@ impl<W: World> Sim<W> {
         }
         let takes_ns = self.world.phase_ns(now_ns, rank, &running.call, phase);
         (running.begun_ns, running.takes_ns) = (now_ns, takes_ns.max(1));
-        if takes_ns != STUCK {
+        if takes_ns < OPEN {
             self.push(takes_ns, Item::PhaseEnds { rank, call_id, phase });
         }
     }
@@ -294,9 +306,11 @@ impl<W: World> Sim<W> {
         else {
             return;
         };
-        running.takes_ns = 0;
-        let program = running.call.meta.as_ref().map(|m| m.phases[phase].program.clone());
-        if program.is_none_or(|p| super::collectives(&p) == 0) {
+        let open = std::mem::take(&mut running.takes_ns) == OPEN;
+        let program = running.call.meta.as_ref().map(|m| m.phases[phase].program.as_str());
+        let facts = program.and_then(|p| seat.census.get(p).ok());
+        // An open phase ends with its collectives behind it.
+        if open || facts.is_none_or(|f| f.collectives == 0) {
             return self.next_phase(rank);
         }
         self.world.seen(self.now_ns, Seen::Collectives { rank, call_id, phase });
@@ -307,6 +321,17 @@ impl<W: World> Sim<W> {
             for rank in self.mesh.clone() {
                 self.next_phase(rank);
             }
+        }
+    }
+
+    /// The world says that a rank came to the end of its open phase.
+    pub(super) fn open_ends(&mut self, rank: u32) {
+        let Some(running) = self.processes.get(&rank).and_then(|p| p.seat.as_ref()?.running.as_ref()) else {
+            return;
+        };
+        if running.takes_ns == OPEN {
+            let (call_id, phase) = (running.call.call_id, running.phase);
+            self.push(0, Item::PhaseEnds { rank, call_id, phase });
         }
     }
 
@@ -335,7 +360,7 @@ impl<W: World> Sim<W> {
         let outcome = match fault {
             Some(fault) => Err(fault),
             None => {
-                let engine: &mut dyn Engine = &mut seat.engine;
+                let engine: &mut dyn Engine = &mut *seat.engine.0;
                 run_call(engine, &running.call, &seat.census, &mut seat.cache, &tripwires, &|_| {})
             }
         };

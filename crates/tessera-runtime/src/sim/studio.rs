@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Item, Seen, Sim, World, context, embedding};
+use super::{Item, Seen, Sim, World};
 use crate::decide::ChunkRequest;
 use crate::leader;
 use crate::wire::Tensor;
@@ -18,6 +18,8 @@ pub enum Work {
         chunk: u32,
         /// Output of the chunk before.
         previous: Tensor,
+        /// Whether the chunk before is the first of its scene.
+        opens_scene: bool,
     },
     /// The rest of a chunk is decoded and written.
     Deliver {
@@ -71,13 +73,14 @@ impl<W: World> Sim<W> {
                 }
                 self.hand_over();
             }
-            Work::Context { chunk, previous } => {
-                if let Some(tensor) = context(&previous) {
+            Work::Context { chunk, previous, .. } => {
+                if let Some(tensor) = self.world.context(&previous) {
                     self.leader(leader::Event::Context { chunk, tensor });
                 }
             }
             Work::Deliver { chunk, .. } if emitted => {
-                self.leader(leader::Event::Delivered { chunk, frames: 12 });
+                let frames = self.world.frames();
+                self.leader(leader::Event::Delivered { chunk, frames });
             }
             Work::Deliver { chunk, .. } => self.leader(leader::Event::Discarded { chunk }),
         }
@@ -107,7 +110,8 @@ impl<W: World> Sim<W> {
             && (prompt.is_none() || *made)
         {
             let Some((request, prompt, _)) = self.studio.intake.pop_front() else { return };
-            self.leader(leader::Event::Request { request, text: embedding(prompt) });
+            let text = prompt.and_then(|n| self.world.text(n));
+            self.leader(leader::Event::Request { request, text });
         }
     }
 }

@@ -4,15 +4,50 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use crate::Digest;
 use crate::cache::{CacheSpec, Regime};
 use crate::census::{ArgKind, Census, InputFacts, ProgramFacts};
 use crate::decide::{Step, StreamSpec};
 use crate::engine::{AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount};
 use crate::wire::{Dtype, PhaseCall, Tensor, Tensors};
+use crate::{Digest, Parity};
 
 /// Latent frames of a chunk.
 pub const CHUNK_FRAMES: u32 = 3;
+
+/// What the ranks of a run hold: the programs of a plan, and the stream over them.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// Digest of the plan.
+    pub plan: Digest,
+    /// The session, as in every envelope.
+    pub session: u64,
+    /// Build of every rank.
+    pub build: String,
+    /// What every rank shows at the hello.
+    pub parity: Parity,
+    /// The plan's programs.
+    pub census: Arc<Census>,
+    /// The stream.
+    pub stream: StreamSpec,
+    /// Ranks that put out no latents.
+    pub silent: Vec<u32>,
+}
+
+impl Facts {
+    /// Of a plan that is made up: [`census`] and [`stream`].
+    #[must_use]
+    pub fn made_up(regime: Regime) -> Facts {
+        Facts {
+            plan: Digest::of(b"the plan of a simulated run"),
+            session: 7,
+            build: "sim".into(),
+            parity: Parity::default(),
+            census: Arc::new(census()),
+            stream: stream(regime),
+            silent: Vec::new(),
+        }
+    }
+}
 
 /// The stream of two denoise steps that goes with [`census`].
 #[must_use]
@@ -88,12 +123,21 @@ pub fn context(previous: &Tensor) -> Option<Tensor> {
     Tensor::from_f32(crate::check::CONTEXT, &[4], values.get(..4)?).ok()
 }
 
-/// The engine.
-#[derive(Debug, Default)]
+/// The engine. It does what the census holds of each program, and no more.
+#[derive(Debug)]
 pub struct FoldEngine {
+    census: Arc<Census>,
     state: Vec<u8>,
     ran: BTreeSet<String>,
     warmed: Option<u32>,
+}
+
+impl FoldEngine {
+    /// An engine that has run nothing.
+    #[must_use]
+    pub fn new(census: Arc<Census>) -> FoldEngine {
+        FoldEngine { census, state: Vec::new(), ran: BTreeSet::new(), warmed: None }
+    }
 }
 
 impl Engine for FoldEngine {
@@ -103,22 +147,15 @@ impl Engine for FoldEngine {
         inputs: &Tensors,
         _: &(dyn Fn(u32) + Sync),
     ) -> Result<PhaseReport, EngineFault> {
+        let facts = self.census.get(&phase.program).map_err(|d| EngineFault::failed(d.message))?;
         self.ran.insert(phase.program.clone());
         let mut bytes = std::mem::take(&mut self.state);
         bytes.extend(crate::digest::canonical_bytes(phase));
-        let read = match phase.program.as_str() {
-            "text" => inputs.get("text"),
-            "recompute" => inputs.get(crate::check::CONTEXT),
-            _ => None,
-        };
-        bytes.extend(read.iter().flat_map(|t| t.data()));
+        for tensor in facts.inputs.iter().filter_map(|i| inputs.get(&i.name)) {
+            bytes.extend(tensor.data());
+        }
         self.state = Digest::of(&bytes).0.to_vec();
-        Ok(PhaseReport {
-            ns: 0,
-            collectives: collectives(&phase.program),
-            compensated: 0,
-            trace: trace(&phase.program),
-        })
+        Ok(PhaseReport { ns: 0, collectives: facts.collectives, compensated: 0, trace: facts.trace })
     }
 
     fn reset(&mut self) {
