@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use tessera::bringup::{Goals, Standing, bringup};
+use tessera::search::thresholds;
 
 use crate::say::{DIAGNOSED, Outcome, Shape, out, table};
 
@@ -25,6 +26,10 @@ pub struct Args {
     #[arg(value_name = "RUN", required = true)]
     pub runs: Vec<PathBuf>,
 
+    /// File of limits for the gates, as of `tessera plan`
+    #[arg(long, value_name = "FILE")]
+    pub gates: Option<PathBuf>,
+
     /// How to print
     #[arg(long, value_enum, default_value_t)]
     pub format: Shape,
@@ -32,7 +37,7 @@ pub struct Args {
 
 /// Runs the verb.
 pub fn run(args: &Args) -> Outcome {
-    let items = bringup(&args.runs, &Goals::default())?;
+    let items = bringup(&args.runs, &Goals::from(&thresholds(args.gates.as_deref())?))?;
     match args.format {
         Shape::Text => {
             let rows: Vec<Vec<String>> = items

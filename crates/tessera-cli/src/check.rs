@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::ValueEnum;
 use tessera::Plan;
+use tessera::charts::{check_chart, is_chart};
 use tessera::check::{Limits, T0026, check_file};
 use tessera::drawings::Drawings;
 use tessera::trace::{self, check_trace};
@@ -16,11 +17,13 @@ Examples:
   tessera check my-plan
   tessera check filetests/check/pipeline.tir
   tessera check trace/rank-*.jsonl            what ranks of any program launched
+  tessera check layer.mmd                     a timeline that was drawn: its overlap, bubble and what cannot be
   tessera check my-plan --svg why             draws each counterexample, as why/T0311-1.svg
   tessera check my-plan --format github       annotations in a workflow
 
 A folder with seal.json is a plan: it must be the one that was sealed. A .tir file holds programs: each is judged alone,
-and all ranks together where every rank has a program. A trace is one .jsonl file per rank: the .jsonl files named
+and all ranks together where every rank has a program. A .mmd file is a Mermaid gantt chart of a block's streams or of a
+pipeline's stages (dateFormat X). A trace is one .jsonl file per rank: the .jsonl files named
 together are one trace, and so is a folder of them (docs/guides/trace-door.md). Exit status 1 when anything is refused;
 warnings refuse nothing.";
 
@@ -97,6 +100,7 @@ pub fn run(args: &Args) -> Outcome {
 enum Input {
     Plan(PathBuf),
     Programs(PathBuf),
+    Chart(PathBuf),
     /// What it is called, and its files.
     Trace(String, Vec<PathBuf>),
 }
@@ -113,6 +117,8 @@ fn inputs(paths: &[PathBuf]) -> Vec<Input> {
                 Ok(files) if !plan => Input::Trace(path.display().to_string(), files),
                 _ => Input::Plan(path.clone()),
             });
+        } else if is_chart(path) {
+            out.push(Input::Chart(path.clone()));
         } else if !trace::is_trace(path) {
             out.push(Input::Programs(path.clone()));
         } else if !told {
@@ -148,6 +154,8 @@ enum Verified {
         launches: usize,
         groups: usize,
     },
+    /// What was measured on a chart.
+    Chart(Vec<String>),
 }
 
 fn judge(input: &Input, limits: &Limits) -> Found {
@@ -171,6 +179,14 @@ fn judge(input: &Input, limits: &Limits) -> Found {
             let source = Box::new(move |at: &str| (at == name).then(|| text.clone()));
             Found { diagnostics: checked.diagnostics, source, verified }
         }
+        Input::Chart(file) => {
+            let found = check_chart(file);
+            let fine = !found.diagnostics.iter().any(Diagnostic::is_error);
+            let (name, text) = (file.display().to_string(), found.source);
+            let source = Box::new(move |at: &str| (at == name).then(|| text.clone()));
+            let verified = fine.then_some(Verified::Chart(found.measured));
+            Found { diagnostics: found.diagnostics, source, verified }
+        }
         Input::Trace(name, files) => {
             let mut judged = check_trace(files);
             if files.is_empty() {
@@ -189,7 +205,7 @@ fn judge(input: &Input, limits: &Limits) -> Found {
 
 fn verified(input: &Input, what: &Verified, format: CheckFormat) -> String {
     let path = match input {
-        Input::Plan(path) | Input::Programs(path) => path.display().to_string(),
+        Input::Plan(path) | Input::Programs(path) | Input::Chart(path) => path.display().to_string(),
         Input::Trace(name, _) => name.clone(),
     };
     match (what, format) {
@@ -206,6 +222,10 @@ fn verified(input: &Input, what: &Verified, format: CheckFormat) -> String {
         (Verified::Alone(digest), _) => {
             format!("{path}: each program verified by itself, ranks not compared, digest {digest}\n")
         }
+        (Verified::Chart(measured), CheckFormat::Json) => {
+            serde_json::json!({"path": path, "measured": measured}).to_string() + "\n"
+        }
+        (Verified::Chart(measured), _) => format!("{path}: {}\n", measured.join("; ")),
         (Verified::Trace { ranks, launches, groups }, CheckFormat::Json) => {
             let line = serde_json::json!({
                 "path": path, "verified": true, "ranks": ranks, "collectives": launches, "groups": groups,

@@ -30,6 +30,8 @@ const RANGES: &[(&str, &str)] = &[
     ("T07", "lockstep"),
     ("T08", "devices"),
     ("T09", "records and reports"),
+    ("T11", "clusters and what things take"),
+    ("T12", "the search over mappings"),
 ];
 
 /// How many near misses are named.

@@ -8,6 +8,7 @@ mod autopsy;
 mod bringup;
 mod check;
 mod drill;
+mod estimate;
 mod explain;
 mod join;
 mod options;
@@ -48,7 +49,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    Plan(plan::Args),
+    Plan(Box<plan::Args>),
     Check(check::Args),
     Drill(drill::Args),
     Autopsy(autopsy::Args),

@@ -3,11 +3,55 @@
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
+use tessera::sim::T0040;
 use tessera::{Mapping, Model, Numerics, Overrides, Plan, Strategy, Topology, plan};
 use tessera_base::{Code, Diagnostic};
 
 use crate::say::Refusal;
 use crate::values;
+
+/// What runs a plan.
+#[derive(Debug, Clone, clap::Args)]
+pub struct On {
+    /// What runs the plan: this machine's processors, or a modelled machine, where time passes and nothing is computed
+    #[arg(long, value_enum, default_value_t)]
+    pub device: DeviceName,
+
+    /// Modelled machine: a cluster of the catalog or its file [default: hgx-h200 for up to 8 ranks, else gb200-nvl72]
+    #[arg(long, value_name = "NAME|FILE", help_heading = MODELLED)]
+    pub cluster: Option<String>,
+
+    /// How well ops and collectives use the modelled machine: an executor's profile [default: the cluster's]
+    #[arg(long, value_name = "NAME|FILE", help_heading = MODELLED)]
+    pub profile: Option<String>,
+}
+
+const MODELLED: &str = "With --device sim";
+
+impl On {
+    /// Refuses a machine where none is modelled.
+    pub fn check(&self) -> Result<(), Refusal> {
+        let given = [("--cluster", self.cluster.is_some()), ("--profile", self.profile.is_some())];
+        match given.into_iter().find(|(_, given)| *given) {
+            Some((option, _)) if self.device != DeviceName::Sim => Err(Refusal::usage(vec![
+                Diagnostic::error(&T0040, format!("{option} names a machine to model, and none is modelled"))
+                    .at("--device", "cpu: ops take the time that they take here")
+                    .hint(format!("add --device sim, or leave {option} out")),
+            ])),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// `--device`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum DeviceName {
+    /// Processors of this machine
+    #[default]
+    Cpu,
+    /// A modelled machine; no weights are needed
+    Sim,
+}
 
 /// Nothing to plan.
 pub static T0031: Code = Code {
@@ -142,6 +186,13 @@ pub fn sealed(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), Ref
         vec![d]
     })?;
     Ok((model, plan))
+}
+
+/// Reads a plan's folder for a run that computes nothing: the plan says what there is to know of the model.
+pub fn sealed_alone(folder: &Path) -> Result<(Model, Plan), Refusal> {
+    let plan = Plan::read(folder)?;
+    let (name, dir) = (plan.model.clone(), PathBuf::from(&plan.model_dir));
+    Ok((Model { name, dir, video: plan.video.clone() }, plan))
 }
 
 /// `--topology`.

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use tessera::summary::{PhaseSummary, RankSummary, Summary};
 use tessera_base::{Bytes, Flops};
 
+use crate::estimate::Search;
 use crate::options::Planning;
 use crate::say::{Outcome, Shape, out, table};
 
@@ -31,6 +32,9 @@ pub struct Args {
     #[command(flatten)]
     pub planning: Planning,
 
+    #[command(flatten)]
+    pub search: Search,
+
     /// A mapping in TOML, such as the mapping.toml of a plan's folder; other options change it
     #[arg(long, value_name = "FILE")]
     pub mapping: Option<PathBuf>,
@@ -46,6 +50,9 @@ pub struct Args {
 
 /// Runs the verb.
 pub fn run(args: &Args) -> Outcome {
+    if args.search.wanted() {
+        return args.search.run(args.model.as_deref(), &args.planning, args.out.as_deref(), args.format);
+    }
     let (_, plan) = args.planning.plan(args.model.as_deref(), args.mapping.as_deref())?;
     if let Some(folder) = &args.out {
         plan.write(folder)?;

@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tessera::Interrupt;
+use tessera::Plan;
 use tessera::modelled::Modelled;
+use tessera::sim::{self, ClusterPrices, Machine, T0040};
 use tessera::stream::{StreamOptions, StreamReport};
 use tessera_base::Diagnostic;
 
-use crate::options::{self, Planning};
+use crate::options::{self, DeviceName, On, Planning};
 use crate::progress::Progress;
 use crate::say::{Outcome, Refusal, Shape, out};
 use crate::values::{self, T0030};
@@ -21,6 +23,7 @@ Examples:
   tessera stream models/demo --mesh tp=2 --topology pp1 --cache recompute
   tessera stream models/demo --chunks 12 --at 4:'a green circle moves up' --cut-at 8
   tessera stream --plan my-plan --out my-run
+  tessera stream models/wan2.1-14b --mesh tp=8,pp=9 --device sim --cluster gb200-nvl72
 
 Chunks count from 0. Ctrl-C stops after the chunk under way and leaves a whole folder; a second one kills.
 Exit status 10 and above says how a run failed; the message names a code for `tessera explain`.";
@@ -43,6 +46,9 @@ pub struct Args {
 
     #[command(flatten)]
     pub planning: Planning,
+
+    #[command(flatten)]
+    pub on: On,
 
     /// Chunks to make
     #[arg(long, value_name = "N", default_value_t = 8)]
@@ -114,13 +120,17 @@ const MEASURING: &str = "Modelled times, to measure overlap";
 /// Runs the verb.
 pub fn run(args: &Args) -> Outcome {
     let changes = changes(args)?;
+    args.on.check()?;
     let (model, plan) = match &args.plan {
         None => args.planning.plan(args.model.as_deref(), None)?,
         Some(folder) => {
             if let Some(option) = args.planning.given() {
                 return Err(contradiction(option));
             }
-            options::sealed(folder, args.model.as_ref())?
+            match args.on.device {
+                DeviceName::Cpu => options::sealed(folder, args.model.as_ref())?,
+                DeviceName::Sim => options::sealed_alone(folder)?,
+            }
         }
     };
     let modelled = modelled(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
@@ -140,6 +150,9 @@ pub fn run(args: &Args) -> Outcome {
         drill: None,
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
+    if args.on.device == DeviceName::Sim {
+        return modelled_run(args, &plan, &options);
+    }
     if let Some(place) = args.joining.place()? {
         return crate::join::run(plan, &model, &options, &place, args.quiet, args.format);
     }
@@ -148,6 +161,30 @@ pub fn run(args: &Args) -> Outcome {
     let interrupt = Interrupt::default();
     let listener = listen(&interrupt, &progress, || STOPPING);
     let report = tessera::stream::run(&plan, &model, &options, rank, &interrupt, &mut |e| progress.on(&e));
+    if let Some(listener) = listener {
+        listener.close();
+    }
+    progress.end();
+    tell(&report?, args.format, false)
+}
+
+/// Runs a plan on a modelled machine, in this process.
+fn modelled_run(args: &Args, plan: &Plan, options: &StreamOptions) -> Outcome {
+    if args.joining.place()?.is_some() {
+        return Err(Refusal::usage(vec![
+            Diagnostic::error(&T0040, "RANK and WORLD_SIZE ask this process to join others")
+                .at("--device sim", "all ranks are modelled in one process")
+                .hint("unset RANK and WORLD_SIZE, and start it once"),
+        ]));
+    }
+    let ranks = plan.sealed.mesh().ranks();
+    let machine = sim::machine(args.on.cluster.as_deref(), args.on.profile.as_deref(), ranks)?;
+    let prices = ClusterPrices::of(plan, &machine)?;
+    let machine = Machine { prices: &prices, name: prices.name() };
+    let progress = Progress::new(args.quiet, args.chunks);
+    let interrupt = Interrupt::default();
+    let listener = listen(&interrupt, &progress, || STOPPING);
+    let report = sim::run(plan, options, machine, &interrupt, &mut |e| progress.on(&e));
     if let Some(listener) = listener {
         listener.close();
     }
@@ -299,18 +336,24 @@ fn text(r: &StreamReport) -> String {
     };
     let dropped = if r.dropped > 0 { format!(", {} dropped", r.dropped) } else { String::new() };
     let mut out = format!("{}: {chunks}{dropped}{frames}{state}\n", r.out.display());
+    if let Some(machine) = &r.machine {
+        out += &format!("modelled time on {machine}; no numbers computed, so there is no clip\n");
+    }
     if let Some(golden) = &r.golden {
         out += &format!("golden {golden}\n");
     }
     if let Some(o) = &r.overlap {
         let ms = |ns: u64| ns as f64 / 1e6;
+        let score = match o.stage0_ns {
+            0 => "nothing to overlap".to_string(),
+            _ => format!("OverlapScore {:.2}", o.score),
+        };
         out += &format!(
-            "period {:.1} ms: leader {:.1} ms, generator {:.1} ms, mesh idle {:.1} ms; OverlapScore {:.2}\n",
+            "period {:.1} ms: leader {:.1} ms, generator {:.1} ms, mesh idle {:.1} ms; {score}\n",
             ms(o.period_ns),
             ms(o.stage0_ns),
             ms(o.stage1_ns),
             ms(o.idle_ns),
-            o.score
         );
     }
     let there: Vec<Vec<String>> = CONTENTS
@@ -333,6 +376,7 @@ fn json(r: &StreamReport) -> String {
         "frames": r.frames,
         "fps": r.fps,
         "golden": r.golden,
+        "machine": r.machine,
         "pipeline": r.overlap.as_ref().map(|o| serde_json::json!({
             "chunks": o.chunks,
             "overlap_score": o.score,

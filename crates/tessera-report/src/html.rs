@@ -10,7 +10,7 @@ pub use estimate::{
 pub use plan::{CollectiveRow, MAX_TEXT_BYTES, MemoryRow, PlanView, ProgramView};
 
 use crate::markup::{count, plural, png_uri, shell, text};
-use crate::record::{Chunk, End, Record, Status};
+use crate::record::{Chunk, Device, End, Record, Status};
 use crate::stats::{self, ChunkTimes};
 use crate::svg::{self, Palette};
 use crate::timeline::{Timeline, phase_kind};
@@ -167,6 +167,14 @@ fn header(out: &mut String, r: &Record, class: &str, word: &str, sentence: &str)
         text(&r.start.model),
         text(sentence)
     );
+    if r.start.device == Device::Sim {
+        let machine = r.start.machine.as_deref().map_or(String::new(), |m| format!(" of {}", text(m)));
+        let _ = writeln!(
+            out,
+            "<p class=\"note\"><b>Modelled time{machine}, no numbers computed.</b> The sealed plan ran through the real \
+             leader and workers; how long each op takes is an estimate, and there are no pictures.</p>"
+        );
+    }
     if let Some(cause) = r.end.as_ref().and_then(|e| e.cause.as_ref()) {
         let mut parts = vec![text(&cause.class)];
         parts.extend(cause.rank.map(|rank| format!("first seen at rank {rank}")));
@@ -445,6 +453,8 @@ fn facts(out: &mut String, r: &Record) {
             let _ = write!(out, "<div><dt>{name}</dt><dd{class}>{}</dd></div>", text(&value));
         }
     };
+    fact("Device", if s.device == Device::Sim { "sim: modelled time" } else { "" }.to_string(), false);
+    fact("Machine", s.machine.clone().unwrap_or_default(), false);
     fact("Mesh", s.mesh.clone(), false);
     fact("Strategy", s.strategy.clone(), false);
     fact("Topology", s.topology.clone(), false);
@@ -497,9 +507,13 @@ fn events(out: &mut String, r: &Record) {
 }
 
 fn reproduce(out: &mut String, r: &Record) {
+    let note = match r.start.device {
+        Device::Cpu => "On the same device and build, the same plan, seed and prompts give the same latents.",
+        Device::Sim => "The same plan and machine give the same times, on any machine.",
+    };
     let _ = write!(
         out,
-        "<section>\n<h2>Run it again</h2>\n<p class=\"note\">On the same device and build, the same plan, seed and prompts give the same latents.</p>\n\
+        "<section>\n<h2>Run it again</h2>\n<p class=\"note\">{note}</p>\n\
          <pre class=\"run\">{}</pre>\n</section>\n",
         text(&shell(&r.start.command))
     );
@@ -568,6 +582,20 @@ mod tests {
             trace_href: Some("trace.json"),
             ..bare(record)
         })
+    }
+
+    #[test]
+    fn modelled_time_is_told_at_the_top() {
+        let mut record = sample(2);
+        assert!(!report(&bare(&record)).contains("Modelled time"));
+        record.start.device = Device::Sim;
+        record.start.machine = Some("a <rack>".into());
+        let page = report(&bare(&record));
+        assert!(page.contains("<b>Modelled time of a &lt;rack&gt;, no numbers computed.</b>"), "{page}");
+        assert!(
+            page.contains("The same plan and machine give the same times")
+                && !page.contains("the same latents")
+        );
     }
 
     #[test]

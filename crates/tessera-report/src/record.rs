@@ -104,6 +104,23 @@ pub struct Start {
     /// The ranks and what each is for, in order of rank.
     #[serde(default)]
     pub ranks: Vec<RankRole>,
+    /// What ran it.
+    #[serde(default)]
+    pub device: Device,
+    /// The machine whose times were modelled, in words; none where time was real.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
+}
+
+/// What ran a plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Device {
+    /// Processors of this machine: numbers and time are real.
+    #[default]
+    Cpu,
+    /// A modelled machine: times alone, no number was computed.
+    Sim,
 }
 
 /// A prompt and the chunk from which it holds.
@@ -501,6 +518,18 @@ mod tests {
         );
         let start = Line::Start(sample(0).start).to_json();
         assert!(start.starts_with("{\"kind\":\"start\",\"schema\":1,\"tessera\":\""), "{start}");
+    }
+
+    #[test]
+    fn a_record_that_names_no_device_is_of_processors() {
+        let mut start = sample(0).start;
+        let text = Line::Start(start.clone()).to_json().replace(",\"device\":\"cpu\"", "");
+        assert!(!text.contains("device") && !text.contains("machine"), "{text}");
+        assert_eq!(Record::parse(text.as_bytes()).unwrap().start, start);
+        (start.device, start.machine) = (Device::Sim, Some("hgx-h200, profile ideal".into()));
+        let text = Line::Start(start.clone()).to_json();
+        assert!(text.contains("\"device\":\"sim\",\"machine\":\"hgx-h200, profile ideal\""), "{text}");
+        assert_eq!(Record::parse(text.as_bytes()).unwrap().start, start);
     }
 
     #[test]

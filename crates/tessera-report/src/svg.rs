@@ -34,7 +34,9 @@ impl Palette {
     pub(crate) fn new(t: &Timeline) -> Palette {
         const FIXED: [&str; 5] = ["recompute", "denoise", "clean", "encode", "decode"];
         let mut kinds: Vec<(String, usize)> = Vec::new();
-        let mut free = FIXED.len();
+        // A timeline without any of them has all colours to give.
+        let known = |s: &Span| FIXED.iter().any(|f| phase_kind(&s.name).starts_with(f));
+        let mut free = if t.spans.iter().any(known) { FIXED.len() } else { 0 };
         for s in &t.spans {
             let kind = phase_kind(&s.name);
             if kinds.iter().any(|(k, _)| k == kind) {

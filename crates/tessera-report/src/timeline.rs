@@ -226,6 +226,8 @@ pub(crate) mod tests {
                     RankRole { rank: 0, role: "lead".into() },
                     RankRole { rank: 1, role: "stage0".into() },
                 ],
+                device: crate::record::Device::Cpu,
+                machine: None,
             },
             chunks: (0..chunks)
                 .map(|i| {

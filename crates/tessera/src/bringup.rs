@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use tessera_base::{Bytes, Code, Diagnostic, Diagnostics};
 use tessera_ir::Opcode;
 use tessera_mesh::Axis;
+use tessera_plan::search::thresholds::Thresholds;
 use tessera_report::flight::{Entry, Flight, overlap_ratio};
 use tessera_report::overlap::Overlap;
 use tessera_report::record::{Record, Status};
@@ -40,14 +41,20 @@ pub struct Goals {
     pub cache_hit: f64,
 }
 
+impl From<&Thresholds> for Goals {
+    fn from(t: &Thresholds) -> Goals {
+        Goals {
+            overlap_ratio: t.overlap_least,
+            overlap_score: tessera_report::overlap::OVERLAP_GATE,
+            bubble: t.bubble_most,
+            cache_hit: t.hits_least,
+        }
+    }
+}
+
 impl Default for Goals {
     fn default() -> Goals {
-        Goals {
-            overlap_ratio: 0.6,
-            overlap_score: tessera_report::overlap::OVERLAP_GATE,
-            bubble: 0.10,
-            cache_hit: 0.9,
-        }
+        Goals::from(&Thresholds::default())
     }
 }
 

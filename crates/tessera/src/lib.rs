@@ -1,10 +1,12 @@
 //! The door: config → model → plan → verify → run. The only place that names a backend.
 //!
 //! [`Model`] reads a model's folder, [`plan::make`] plans and seals it, [`Plan::write`] and [`Plan::read`] keep a
-//! plan in a folder, [`stream`] runs it as processes on this host, [`local`] within this process.
+//! plan in a folder, [`stream`] runs it as processes on this host, [`local`] within this process, [`sim`] on a machine that is
+//! not here.
 
 pub mod autopsy;
 pub mod bringup;
+pub mod charts;
 pub mod check;
 pub mod comm;
 pub mod drawings;
@@ -22,7 +24,9 @@ mod parity;
 pub mod plan;
 mod rank;
 mod record;
+pub mod search;
 pub mod shards;
+pub mod sim;
 pub mod stream;
 mod studio;
 pub mod summary;
@@ -65,7 +69,10 @@ pub const CODES: &[&Code] = &[
     &join::T0034,
     &join::T0035,
     &autopsy::T0036,
+    &sim::T0040,
     &bringup::T0045,
+    &search::T0046,
+    &search::T0047,
 ];
 
 /// Every code of this build.
@@ -79,9 +86,11 @@ pub fn registry() -> Registry {
         tessera_verify::CODES,
         tessera_models::CODES,
         tessera_weights::CODES,
+        tessera_cost::CODES,
         tessera_plan::CODES,
         tessera_runtime::CODES,
         tessera_device::CODES,
+        tessera_sim::CODES,
         tessera_report::CODES,
     ])
 }

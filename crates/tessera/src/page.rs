@@ -13,7 +13,7 @@ use tessera_report::html::{
 };
 use tessera_report::perfetto::trace;
 use tessera_report::record::Record;
-use tessera_report::timeline::Timeline;
+use tessera_report::timeline::{Span, Timeline};
 
 use crate::files::write_file;
 use crate::plan::Plan;
@@ -25,9 +25,14 @@ const SHEET_FRAMES: u64 = 24;
 /// decoded. Of a longer clip the sheet shows the beginning, as the numbers of its chunks say.
 const MAX_DECODED_FRAMES: u64 = 1200;
 
-/// Writes trace.json and report.html. The record is what counts: a page that cannot be written is left out.
-pub(crate) fn write(plan: &Plan, record: &Record, out: &Path) {
-    let timeline = Timeline::from_record(record);
+/// Writes trace.json and report.html. The record is what counts: a page that cannot be written is left out. `ops` are
+/// shown in the trace inside of the phases.
+pub(crate) fn write(plan: &Plan, record: &Record, out: &Path, ops: Vec<Span>) {
+    let mut timeline = Timeline::from_record(record);
+    if !ops.is_empty() {
+        timeline.spans.extend(ops);
+        timeline.sort();
+    }
     let _ = write_file(&out.join("trace.json"), trace(&timeline).as_bytes());
     let path = out.join(CLIP);
     let bytes = std::fs::metadata(&path).map_or(0, |m| m.len());

@@ -68,7 +68,7 @@ pub fn make(
     })
 }
 
-fn logical(m: &VideoModel) -> Logical {
+pub(crate) fn logical(m: &VideoModel) -> Logical {
     Logical {
         phases: phases(m),
         calls: calls(m),

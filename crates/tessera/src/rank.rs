@@ -78,7 +78,7 @@ pub(crate) struct Orders {
 
 impl Orders {
     /// What was asked of a request, counted from 0: of a chunk, as the command line counts them.
-    fn asked(&self, request: u64) -> Asked {
+    pub(crate) fn asked(&self, request: u64) -> Asked {
         let chunk = u32::try_from(request).unwrap_or(u32::MAX);
         Asked {
             prompt: in_force(&self.prompts, chunk).cloned().unwrap_or_default(),
@@ -93,7 +93,7 @@ impl Orders {
         StreamRequest { prompt, seed, cut: self.cut(chunk), reload: self.reload(chunk) }
     }
 
-    fn cut(&self, chunk: u32) -> Cut {
+    pub(crate) fn cut(&self, chunk: u32) -> Cut {
         match (self.flushes.contains(&chunk), self.cuts.contains(&chunk)) {
             (true, _) => Cut::Flush,
             (_, true) => Cut::Ordered,
@@ -238,7 +238,7 @@ impl Common {
             census: Arc::new(census(&plan.sealed)),
             stream: stream_spec(&plan),
             limits: limits(&plan),
-            build: format!("tessera {}", env!("CARGO_PKG_VERSION")),
+            build: build(),
             modelled,
             links: links(&plan),
             tripwires: Tripwires::default(),
@@ -377,12 +377,18 @@ impl Common {
     }
 }
 
+/// The build that every rank shows.
+pub(crate) fn build() -> String {
+    format!("tessera {}", env!("CARGO_PKG_VERSION"))
+}
+
 /// Control links of a plan's ranks.
 pub(crate) fn links(plan: &Plan) -> Topology {
     if plan.mapping.topology.outside() == 0 { Topology::Mesh } else { Topology::Outside }
 }
 
-fn limits(plan: &Plan) -> Limits {
+/// Bounds of a run of a plan.
+pub(crate) fn limits(plan: &Plan) -> Limits {
     Limits {
         d_in: plan.mapping.d_in,
         d_out: plan.mapping.d_out,
@@ -467,6 +473,12 @@ pub(crate) fn lead(
     outcome
 }
 
+/// Ranks that put out no latents: those behind the first stage.
+pub(crate) fn silent(plan: &Plan) -> Vec<u32> {
+    let mesh = plan.sealed.mesh();
+    plan.mesh_ranks().filter(|r| mesh.coord_of(*r).on(Axis::Pp) > 0).map(|r| r.0).collect()
+}
+
 fn lead_with(
     session: u64,
     lanes: Lanes,
@@ -476,9 +488,7 @@ fn lead_with(
     mut tell: Option<Tell>,
 ) -> Result<LeaderParts, Diagnostics> {
     lock(record).census(&common.plan.sealed);
-    let mesh = *common.plan.sealed.mesh();
     let ranks: Vec<Rank> = common.plan.mesh_ranks().collect();
-    let silent = ranks.iter().filter(|r| mesh.coord_of(**r).on(Axis::Pp) > 0).map(|r| r.0).collect();
     let parity = shown(
         &common.plan,
         Model::under(&orders.model, &common.plan).map_err(|d| vec![d])?.weights()?.digest(),
@@ -491,7 +501,7 @@ fn lead_with(
         plan: common.digest,
         session,
         build: common.build.clone(),
-        silent,
+        silent: silent(&common.plan),
         parity: common.shows(groups_among(parity, &common.plan, common.peers)),
         census: Arc::clone(&common.census),
         stream: common.stream.clone(),
@@ -533,7 +543,7 @@ fn lead_with(
             let _ = match entry {
                 RecordEntry::Call(call) => {
                     let asked = call.request.filter(|_| !call.discarded).map(|r| orders.asked(r));
-                    record.call(call, asked.as_ref());
+                    record.call(call, asked.as_ref(), None);
                     Ok(())
                 }
                 // The studio tells the record itself.

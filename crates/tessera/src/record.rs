@@ -11,6 +11,7 @@ use std::time::Instant;
 use tessera_base::Diagnostic;
 use tessera_report::record::{Cause, Chunk, End, Event, Line, Phase, Pipeline, RankChunk, Status};
 use tessera_runtime::leader::CallRecord;
+use tessera_runtime::wire::CallMeta;
 use tessera_runtime::{Failure, FailureClass};
 use tessera_verify::SealedPlan;
 
@@ -28,12 +29,13 @@ pub(crate) const DROPPED: &str = "dropped";
 pub(crate) struct RecordWriter {
     path: PathBuf,
     file: File,
-    start: Instant,
+    clock: Clock,
     /// Chunks that every rank has finished and that are not delivered.
     finished: BTreeMap<u32, Chunk>,
     /// The leader's own work on chunks that are not delivered.
     studio: BTreeMap<u32, Vec<Phase>>,
-    golden: blake3::Hasher,
+    /// Of all latents; none where none are computed.
+    golden: Option<blake3::Hasher>,
     chunks: u32,
     dropped: u32,
     frames: u64,
@@ -46,6 +48,17 @@ pub(crate) struct RecordWriter {
     /// Nothing follows the end.
     ended: bool,
 }
+
+/// What tells the time of a record, in nanoseconds since the run's start.
+#[derive(Debug, Clone, Copy)]
+enum Clock {
+    Real(Instant),
+    /// The instant at which a modelled run is.
+    Modelled(u64),
+}
+
+/// What each rank did in a call, by the clock of the record.
+pub(crate) type Laid = BTreeMap<u32, Vec<Phase>>;
 
 /// What a chunk was asked to be.
 #[derive(Debug, Clone)]
@@ -63,10 +76,10 @@ impl RecordWriter {
         Ok(RecordWriter {
             path,
             file,
-            start: Instant::now(),
+            clock: Clock::Real(Instant::now()),
             finished: BTreeMap::new(),
             studio: BTreeMap::new(),
-            golden: blake3::Hasher::new(),
+            golden: Some(blake3::Hasher::new()),
             chunks: 0,
             dropped: 0,
             frames: 0,
@@ -75,6 +88,16 @@ impl RecordWriter {
             collectives: BTreeMap::new(),
             ended: false,
         })
+    }
+
+    /// The same for a modelled run, whose clock is [`RecordWriter::at`] and whose latents are no numbers.
+    pub(crate) fn modelled(dir: &Path) -> Result<RecordWriter, Diagnostic> {
+        Ok(RecordWriter { clock: Clock::Modelled(0), golden: None, ..RecordWriter::open(dir)? })
+    }
+
+    /// Sets the clock of a modelled run.
+    pub(crate) fn at(&mut self, now_ns: u64) {
+        self.clock = Clock::Modelled(now_ns);
     }
 
     /// What the seal says of each phase on each rank.
@@ -101,7 +124,10 @@ impl RecordWriter {
 
     /// Nanoseconds since this writer began: the clock of the record.
     pub(crate) fn now_ns(&self) -> u64 {
-        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        match self.clock {
+            Clock::Real(start) => u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            Clock::Modelled(now_ns) => now_ns,
+        }
     }
 
     fn line(&mut self, line: &Line) -> Result<(), Diagnostic> {
@@ -117,9 +143,10 @@ impl RecordWriter {
         self.line(&Line::Event(Event { at_ns, what: what.into(), detail: detail.into() }))
     }
 
-    /// Every rank finished a call. Phases are laid end to end from its commit: ranks send durations, not clocks.
-    /// `asked` is what its chunk was asked to be; none for a call without a chunk, and for one that is given up.
-    pub(crate) fn call(&mut self, call: &CallRecord, asked: Option<&Asked>) {
+    /// Every rank finished a call. `asked` is what its chunk was asked to be; none for a call without a chunk, and for one
+    /// that is given up. Without `laid`, phases are laid end to end from the call's commit: ranks send durations, not
+    /// clocks.
+    pub(crate) fn call(&mut self, call: &CallRecord, asked: Option<&Asked>, mut laid: Option<Laid>) {
         let end = self.now_ns();
         let pipeline = self.pipeline(call, end);
         let (Some(meta), Some(request), Some(asked)) = (&call.plan.meta, call.request, asked) else { return };
@@ -134,33 +161,18 @@ impl RecordWriter {
         if let Some(n) = call.observed.values().map(|o| o.compensated).max().filter(|n| *n > 0) {
             let _ = self.event("compensated sums", &format!("chunk {chunk}: {n} sums over ranks cancelled"));
         }
-        let start_ns = end.saturating_sub(call.run_ns);
+        let wall_ns = match self.clock {
+            Clock::Real(_) => call.run_ns,
+            Clock::Modelled(_) => call.done_ns.saturating_sub(call.committed_ns),
+        };
+        let start_ns = end.saturating_sub(wall_ns);
         self.span.get_or_insert((start_ns, end));
         let ranks = call
             .observed
             .iter()
             .map(|(rank, seen)| {
-                let mut at = start_ns;
-                let phases = meta
-                    .phases
-                    .iter()
-                    .zip(&seen.phase_ns)
-                    .map(|(p, ns)| {
-                        let begun = at;
-                        at += ns;
-                        Phase {
-                            name: p.program.clone(),
-                            stream: "compute".into(),
-                            start_ns: begun,
-                            end_ns: at,
-                            collectives: self
-                                .collectives
-                                .get(&(p.program.clone(), *rank))
-                                .copied()
-                                .unwrap_or(0),
-                        }
-                    })
-                    .collect();
+                let laid = laid.as_mut().map(|l| l.remove(rank).unwrap_or_default());
+                let phases = laid.unwrap_or_else(|| self.end_to_end(*rank, meta, &seen.phase_ns, start_ns));
                 RankChunk {
                     rank: *rank,
                     phases,
@@ -182,13 +194,30 @@ impl RecordWriter {
             latents_digest: output,
             frames: 0,
             start_ns,
-            wall_ns: call.run_ns,
+            wall_ns,
             queue_in: call.queued_in,
             queue_out: call.queued_out,
             ranks,
             pipeline: Some(pipeline),
         };
         self.finished.insert(chunk, line);
+    }
+
+    /// A rank's phases from an instant on, by their durations.
+    fn end_to_end(&self, rank: u32, meta: &CallMeta, durations: &[u64], start_ns: u64) -> Vec<Phase> {
+        let mut at = start_ns;
+        let phases = meta.phases.iter().zip(durations).map(|(p, ns)| {
+            let begun = at;
+            at += ns;
+            Phase {
+                name: p.program.clone(),
+                stream: "compute".into(),
+                start_ns: begun,
+                end_ns: at,
+                collectives: self.collectives.get(&(p.program.clone(), rank)).copied().unwrap_or(0),
+            }
+        });
+        phases.collect()
     }
 
     /// The instants of a call that ended at `end`, on the clock of the record. What the leader does for the chunk
@@ -211,15 +240,17 @@ impl RecordWriter {
 
     /// Work of the leader on a chunk, beside the mesh.
     pub(crate) fn studio(&mut self, chunk: u32, laps: Vec<Lap>) {
-        let ns = |at: Instant| u64::try_from(at.duration_since(self.start).as_nanos()).unwrap_or(u64::MAX);
-        let phases = laps.into_iter().map(|lap| Phase {
-            name: lap.name.into(),
-            stream: "decode".into(),
-            start_ns: ns(lap.begun),
-            end_ns: ns(lap.ended),
-            collectives: 0,
-        });
-        self.studio.entry(chunk).or_default().extend(phases);
+        let Clock::Real(start) = self.clock else { return };
+        let ns = |at: Instant| u64::try_from(at.duration_since(start).as_nanos()).unwrap_or(u64::MAX);
+        for lap in laps {
+            self.lap(chunk, lap.name, ns(lap.begun), ns(lap.ended));
+        }
+    }
+
+    /// The same, one piece between two instants of the record.
+    pub(crate) fn lap(&mut self, chunk: u32, name: &str, start_ns: u64, end_ns: u64) {
+        let phase = Phase { name: name.into(), stream: "decode".into(), start_ns, end_ns, collectives: 0 };
+        self.studio.entry(chunk).or_default().push(phase);
     }
 
     /// A chunk is on disk, as so many frames.
@@ -228,7 +259,9 @@ impl RecordWriter {
             return Ok(());
         }
         let end = self.now_ns();
-        self.golden.update(latents);
+        if let Some(golden) = &mut self.golden {
+            golden.update(latents);
+        }
         self.chunks += 1;
         self.frames += u64::from(frames);
         if let Some(span) = &mut self.span {
@@ -274,7 +307,7 @@ impl RecordWriter {
             wall_ns,
             fps: if wall_ns == 0 { 0.0 } else { self.frames as f64 / (wall_ns as f64 / 1e9) },
             output_complete: complete && failure.is_none(),
-            golden: self.golden.finalize().to_hex().to_string(),
+            golden: self.golden.as_ref().map_or(String::new(), |g| g.finalize().to_hex().to_string()),
         };
         self.line(&Line::End(end))?;
         self.ended = true;

@@ -10,7 +10,8 @@ use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_models::Decoder;
 use tessera_report::overlap::Overlap;
-use tessera_report::record::{End, Line, PromptAt, RankRole, Reader, Record, SCHEMA, Start, Status};
+use tessera_report::record::{Device, End, Line, PromptAt, RankRole, Reader, Record, SCHEMA, Start, Status};
+use tessera_report::timeline::Span;
 use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, launch};
 use tessera_runtime::{Failure, FailureClass, Limits};
 
@@ -131,6 +132,8 @@ pub struct StreamReport {
     pub golden: Option<String>,
     /// How its stages overlapped; none for a run of one chunk.
     pub overlap: Option<Overlap>,
+    /// The machine whose times were modelled, in words; none where ranks ran here.
+    pub machine: Option<String>,
     /// The run's folder.
     pub out: PathBuf,
 }
@@ -237,25 +240,7 @@ pub(crate) fn check(
                 .hint(format!("use a mesh of at most {cores} ranks, or --oversubscribe")),
         );
     }
-    let changes = options.prompts_at.iter().map(|(c, _)| *c).chain(options.seeds_at.iter().map(|(c, _)| *c));
-    let cuts = options.cuts_at.iter().chain(&options.flushes_at).copied();
-    for c in changes.chain(cuts).chain(options.weights_at.iter().map(|(c, _)| *c)) {
-        if c >= options.chunks {
-            ds.push(Diagnostic::error(
-                &T0018,
-                format!("a change at chunk {c} of a stream of {}", options.chunks),
-            ));
-        }
-    }
-    for c in options.flushes_at.iter().filter(|c| options.cuts_at.contains(c)) {
-        ds.push(
-            Diagnostic::error(&T0018, format!("chunk {c} is cut in two ways"))
-                .hint("a flush is a cut that waits for nothing: name the chunk in one of the two"),
-        );
-    }
-    if options.chunks == 0 {
-        ds.push(Diagnostic::error(&T0018, "a stream of no chunks"));
-    }
+    ds.extend(check_options(options));
     if plan.video.stream.recompute && plan.sealed.program("encode", Rank(0)).is_none() {
         ds.push(
             Diagnostic::error(&T0016, "the recompute regime needs a decoder for its anchor")
@@ -280,6 +265,31 @@ pub(crate) fn check(
         ds.extend(clip(&plan.video).err());
     }
     if ds.is_empty() { Ok(()) } else { Err(ds) }
+}
+
+/// What is wrong with the options by themselves.
+pub(crate) fn check_options(options: &StreamOptions) -> Diagnostics {
+    let mut ds = Vec::new();
+    let changes = options.prompts_at.iter().map(|(c, _)| *c).chain(options.seeds_at.iter().map(|(c, _)| *c));
+    let cuts = options.cuts_at.iter().chain(&options.flushes_at).copied();
+    for c in changes.chain(cuts).chain(options.weights_at.iter().map(|(c, _)| *c)) {
+        if c >= options.chunks {
+            ds.push(Diagnostic::error(
+                &T0018,
+                format!("a change at chunk {c} of a stream of {}", options.chunks),
+            ));
+        }
+    }
+    for c in options.flushes_at.iter().filter(|c| options.cuts_at.contains(c)) {
+        ds.push(
+            Diagnostic::error(&T0018, format!("chunk {c} is cut in two ways"))
+                .hint("a flush is a cut that waits for nothing: name the chunk in one of the two"),
+        );
+    }
+    if options.chunks == 0 {
+        ds.push(Diagnostic::error(&T0018, "a stream of no chunks"));
+    }
+    ds
 }
 
 /// What every rank is told.
@@ -320,10 +330,23 @@ pub(crate) fn orders(
 
 /// The run's folder with its plan and the first line of its record; it appears whole.
 pub(crate) fn write_folder(plan: &Plan, orders: &Orders, options: &StreamOptions) -> Result<(), Diagnostic> {
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    write_begun(plan, options, Start { started_at: utc(started), ..start(plan, orders, options) })
+}
+
+/// The same with a first line at hand.
+pub(crate) fn write_begun(plan: &Plan, options: &StreamOptions, start: Start) -> Result<(), Diagnostic> {
+    let mut folder = Folder::create(&options.out)?;
+    folder.write(RECORD, Line::Start(start).to_json().as_bytes())?;
+    plan.write_into(&mut folder, "plan/")?;
+    folder.finish()
+}
+
+/// The first line of a record, of no instant.
+pub(crate) fn start(plan: &Plan, orders: &Orders, options: &StreamOptions) -> Start {
     let stream = &plan.video.stream;
     let sealed = &plan.sealed;
-    let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let start = Start {
+    Start {
         schema: SCHEMA,
         tessera: env!("CARGO_PKG_VERSION").into(),
         plan: sealed.digest_hex(),
@@ -345,18 +368,16 @@ pub(crate) fn write_folder(plan: &Plan, orders: &Orders, options: &StreamOptions
         height: stream.height as u32,
         steps: stream.steps.len() as u32,
         command: options.command.clone(),
-        started_at: utc(started),
+        started_at: String::new(),
         status: Status::Running,
         ranks: sealed
             .roles()
             .iter()
             .flat_map(|r| r.ranks.iter().map(|rank| RankRole { rank: rank.0, role: r.role.clone() }))
             .collect(),
-    };
-    let mut folder = Folder::create(&options.out)?;
-    folder.write(RECORD, Line::Start(start).to_json().as_bytes())?;
-    plan.write_into(&mut folder, "plan/")?;
-    folder.finish()
+        device: Device::Cpu,
+        machine: None,
+    }
 }
 
 /// A session id: the plan and the moment. It only keeps two runs' messages apart.
@@ -374,6 +395,17 @@ pub(crate) fn close(
     failure: Option<Failure>,
     interrupted: bool,
 ) -> StreamReport {
+    close_with(plan, options, failure, interrupted, Vec::new())
+}
+
+/// The same with ops to show in the trace.
+pub(crate) fn close_with(
+    plan: &Plan,
+    options: &StreamOptions,
+    failure: Option<Failure>,
+    interrupted: bool,
+    ops: Vec<Span>,
+) -> StreamReport {
     let path = options.out.join(RECORD);
     let mut record = read(&path).and_then(Result::ok);
     if let Some(record) = &mut record
@@ -384,11 +416,12 @@ pub(crate) fn close(
         record.end = Some(end);
     }
     if let Some(record) = &record {
-        page::write(plan, record, &options.out);
+        page::write(plan, record, &options.out, ops);
     }
     let events = record.as_ref().map_or(&[][..], |r| &r.events);
     let dropped = events.iter().filter(|e| e.what == DROPPED).count() as u32;
     let overlap = record.as_ref().and_then(|r| Overlap::of(&r.chunks));
+    let machine = record.as_ref().and_then(|r| r.start.machine.clone());
     let end = record.and_then(|r| r.end);
     let (chunks, frames, fps) = end.as_ref().map_or((0, 0, 0.0), |e| (e.chunks, e.frames, e.fps));
     let exit_code = match (&failure, interrupted) {
@@ -398,7 +431,19 @@ pub(crate) fn close(
     };
     let golden = end.filter(|e| !e.golden.is_empty() && e.chunks > 0).map(|e| e.golden);
     let out = options.out.clone();
-    StreamReport { exit_code, failure, interrupted, chunks, dropped, frames, fps, golden, overlap, out }
+    StreamReport {
+        exit_code,
+        failure,
+        interrupted,
+        chunks,
+        dropped,
+        frames,
+        fps,
+        golden,
+        overlap,
+        machine,
+        out,
+    }
 }
 
 /// A run's record, or what is wrong with it; nothing where there is no such file. Of a long run its beginning and its

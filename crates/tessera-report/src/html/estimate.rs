@@ -263,7 +263,7 @@ fn gates(out: &mut String, gates: &[PlanGate]) {
     let _ = write!(
         out,
         "<section>\n<h2>Gates</h2>\n<p class=\"note\">{} pass, {} warn, {} fail, {} do not apply. Limits are indicative and stand in one file that may be replaced.</p>\n\
-         <div class=\"scroll\"><table>\n<thead><tr><th>gate</th><th>value</th><th>limit</th><th></th><th class=\"l\">why</th></tr></thead>\n<tbody>\n",
+         <div class=\"scroll\"><table>\n<thead><tr><th>gate</th><th>value</th><th>limit</th><th></th></tr></thead>\n<tbody>\n",
         of(GateVerdict::Pass),
         of(GateVerdict::Warn),
         of(GateVerdict::Fail),
@@ -278,11 +278,11 @@ fn gates(out: &mut String, gates: &[PlanGate]) {
         };
         let _ = writeln!(
             out,
-            "<tr><td>{}</td><td>{}</td><td>{}</td><td class=\"{class}\">{word}</td><td class=\"words\">{}</td></tr>",
+            "<tr><td class=\"words\">{}<small>{}</small></td><td>{}</td><td>{}</td><td class=\"{class}\">{word}</td></tr>",
             text(&g.title),
+            text(&g.says),
             text(&g.value),
-            text(&g.limit),
-            text(&g.says)
+            text(&g.limit)
         );
     }
     out.push_str("</tbody>\n</table></div>\n</section>\n");

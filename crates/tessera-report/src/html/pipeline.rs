@@ -11,7 +11,11 @@ use crate::record::Record;
 /// A table of medians and a verdict; nothing for a record without a chunk to count.
 pub(super) fn pipeline(out: &mut String, record: &Record) {
     let Some(o) = Overlap::of(&record.chunks) else { return };
-    let (class, verdict) = if o.passes() { ("good", "overlapped") } else { ("bad", "in turn") };
+    let (class, verdict) = match (o.stage0_ns, o.passes()) {
+        (0, _) => ("", "the leader has no work to hide"),
+        (_, true) => ("good", "overlapped"),
+        (_, false) => ("bad", "in turn"),
+    };
     let _ = write!(
         out,
         "<section>\n<h2>Pipeline</h2>\n<p class=\"note\">Medians over {}, the first of each scene left out. Stage 0 is \

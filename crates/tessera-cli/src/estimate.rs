@@ -1,0 +1,259 @@
+//! `tessera plan --cluster`, `--model`, `--recipe`: planning by estimate.
+
+use std::path::{Path, PathBuf};
+
+use clap::ValueEnum;
+use tessera::search::{
+    Asked, Sheet, Subject, VideoAsked, machine, rows, rows_why, thresholds, video, video_pins, video_why,
+};
+use tessera::{Model, Overrides, Plan, plan};
+use tessera_base::{Diagnostic, Nanoseconds};
+
+use crate::options::{CacheName, Planning, no_model};
+use crate::say::{DIAGNOSED, Outcome, Refusal, Shape, out};
+use crate::values;
+
+/// What to search for, and where.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Planning by estimate")]
+pub struct Search {
+    /// Machine: a name of the catalog (gb200-nvl72, hgx-h200, laptop…) or a file of `tessera measure`
+    #[arg(long, value_name = "NAME|FILE")]
+    pub cluster: Option<String>,
+
+    /// Language model of the zoo, such as deepseek-v3, in place of a folder
+    #[arg(long = "model", value_name = "NAME")]
+    pub zoo: Option<String>,
+
+    /// Recipe of the 72-GPU guide: A, B, C, sr-moe, long-context or throughput-training
+    #[arg(long, value_name = "NAME")]
+    pub recipe: Option<String>,
+
+    /// Whose curves: a name (torch-2.11, tessera, megatron, ideal) or a file [default: the cluster's]
+    #[arg(long, value_name = "NAME|FILE")]
+    pub profile: Option<String>,
+
+    /// Devices to use; more than a rack has takes several racks [default: all]
+    #[arg(long, value_name = "N")]
+    pub devices: Option<u32>,
+
+    /// What the ranks do: train, prefill or decode [default: decode, or the recipe's]
+    #[arg(long)]
+    pub job: Option<JobName>,
+
+    /// Sequences at once, over all replicas
+    #[arg(long, value_name = "N", requires = "job")]
+    pub batch: Option<u64>,
+
+    /// Tokens of a sequence, or already in its cache
+    #[arg(long, value_name = "N", requires = "job")]
+    pub sequence: Option<u64>,
+
+    /// What is wanted: throughput, latency, memory, or a deadline per step or chunk such as deadline=40ms
+    #[arg(long, value_name = "WHAT")]
+    pub objective: Option<String>,
+
+    /// Knobs that are decided, such as tp=8,scheme=ulysses
+    #[arg(long, value_name = "KNOB=VALUE,…")]
+    pub pin: Option<String>,
+
+    /// Answer for one mapping: why it is refused, or what it costs against the best
+    #[arg(long, value_name = "KNOB=VALUE,…")]
+    pub why: Option<String>,
+
+    /// How tokens choose experts: balanced, random, power:1.2, w0 to w7 [default: random]
+    #[arg(long, value_name = "NAME")]
+    pub routing: Option<String>,
+
+    /// Refuse pieces that differ by one unit
+    #[arg(long)]
+    pub strict: bool,
+
+    /// File of limits for the gates
+    #[arg(long, value_name = "FILE")]
+    pub gates: Option<PathBuf>,
+
+    /// Decode of one chunk on one device, in milliseconds, where the model has no decoder of its own
+    #[arg(long, value_name = "MS")]
+    pub decode_ms: Option<f64>,
+
+    /// Encode of the anchor, likewise
+    #[arg(long, value_name = "MS")]
+    pub encode_ms: Option<f64>,
+
+    /// Ranks may share decode and encode
+    #[arg(long)]
+    pub shared_decode: bool,
+}
+
+/// `--job`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum JobName {
+    /// Steps of training
+    Train,
+    /// Prompts in, first token out
+    Prefill,
+    /// One token for each of many sequences
+    Decode,
+}
+
+impl Search {
+    /// Whether any option asks for an estimate.
+    pub fn wanted(&self) -> bool {
+        self.cluster.is_some()
+            || self.zoo.is_some()
+            || self.recipe.is_some()
+            || self.profile.is_some()
+            || self.why.is_some()
+            || self.pin.is_some()
+            || self.devices.is_some()
+            || self.objective.is_some()
+    }
+
+    /// Runs the search.
+    pub fn run(
+        &self,
+        dir: Option<&Path>,
+        planning: &Planning,
+        folder: Option<&Path>,
+        format: Shape,
+    ) -> Outcome {
+        let default = if self.recipe.is_some() || self.zoo.is_some() { "gb200-nvl72" } else { "hgx-h200" };
+        let cluster = self.cluster.as_deref().unwrap_or(default);
+        let machine = machine(cluster, self.profile.as_deref(), self.devices)?;
+        let objective = self.objective.as_deref().map(objective).transpose()?;
+        let command = std::env::args().collect::<Vec<_>>().join(" ");
+        // The mesh of the command line is a pin like any other.
+        let pins = [planning.mesh.as_deref(), self.pin.as_deref()];
+        let pins = pins.into_iter().flatten().collect::<Vec<_>>().join(",");
+        if let Some(dir) = dir.filter(|d| d.join("stream.toml").exists()) {
+            let recompute = planning.cache.map(|c| c == CacheName::Recompute);
+            let model = Model::open(dir, &Overrides { recompute, steps: None })?;
+            let ns = |ms: Option<f64>| ms.map(|ms| ms * 1e6);
+            let asked = VideoAsked {
+                model: &model,
+                machine,
+                devices: self.devices,
+                objective,
+                pins: video_pins(&self.video(&pins, planning))?,
+                decode_ns: ns(self.decode_ms),
+                encode_ns: ns(self.encode_ms),
+                shared_decode: self.shared_decode,
+                command,
+            };
+            if let Some(why) = &self.why {
+                return answer(video_why(&asked, &video_pins(why)?)?);
+            }
+            let (sheet, mapping) = video(&asked)?;
+            if let (Some(folder), Some(mapping)) = (folder, &mapping) {
+                let plan: Plan = plan::make(&model.video, &model.name, &dir.display().to_string(), mapping)?;
+                sheet.write_with(&plan, folder)?;
+            }
+            return say(&sheet, folder, format, mapping.is_some());
+        }
+        let devices = u64::from(self.devices.unwrap_or(machine.cluster.devices()));
+        let subject = match (&self.recipe, &self.zoo, dir) {
+            (Some(recipe), None, None) => Subject::Recipe(recipe.clone()),
+            (None, Some(name), None) => Subject::Zoo(name.clone()),
+            (None, None, Some(dir)) if dir.is_dir() => Subject::Config(dir.join("config.json")),
+            (None, None, Some(file)) => Subject::Config(file.to_path_buf()),
+            (None, None, None) => return Err(no_model()),
+            _ => {
+                return Err(Refusal::usage(vec![Diagnostic::error(
+                    &values::T0030,
+                    "a folder, --model and --recipe each name a model; give one of them",
+                )]));
+            }
+        };
+        let asked = Asked {
+            subject,
+            machine,
+            devices: self.devices,
+            job: self.job.map(|j| self.job(j, devices)),
+            objective,
+            pins: tessera::search::row_pins(&pins)?,
+            routing: self.routing.as_deref().map(routing).transpose()?,
+            strict: self.strict,
+            limits: thresholds(self.gates.as_deref())?,
+            command,
+        };
+        if let Some(why) = &self.why {
+            return answer(rows_why(&asked, &tessera::search::row_pins(why)?)?);
+        }
+        let sheet = rows(&asked)?;
+        if let Some(folder) = folder {
+            sheet.write(folder)?;
+        }
+        say(&sheet, folder, format, false)
+    }
+
+    /// Pins of a video model: those of the options too.
+    fn video(&self, pins: &str, planning: &Planning) -> String {
+        let strategy = planning.strategy.map(|s| format!("strategy={}", tessera::Strategy::from(s).name()));
+        let topology = planning.topology.map(|t| format!("topology={}", tessera::Topology::from(t).name()));
+        [Some(pins.to_string()), strategy, topology].into_iter().flatten().collect::<Vec<_>>().join(",")
+    }
+
+    fn job(&self, name: JobName, devices: u64) -> tessera::search::Job {
+        use tessera::search::Job;
+        let tokens = self.sequence.unwrap_or(4096);
+        match name {
+            JobName::Train => Job::Train { batch: self.batch.unwrap_or(16 * devices), sequence: tokens },
+            JobName::Prefill => Job::Prefill { batch: self.batch.unwrap_or(2 * devices), sequence: tokens },
+            JobName::Decode => Job::Decode { batch: self.batch.unwrap_or(64 * devices), context: tokens },
+        }
+    }
+}
+
+fn answer((legal, text): (bool, String)) -> Outcome {
+    out(&text)?;
+    Ok(if legal { 0 } else { DIAGNOSED })
+}
+
+fn say(sheet: &Sheet, folder: Option<&Path>, format: Shape, runs: bool) -> Outcome {
+    let mut text = match format {
+        Shape::Json => format!("{}\n", sheet.json),
+        Shape::Text => sheet.text(),
+    };
+    if let (Some(folder), Shape::Text) = (folder, format) {
+        let at = folder.display();
+        text += &format!("\n  {at}/report.html    the same, for a browser\n");
+        if sheet.fits() {
+            text += &format!(
+                "  {at}/timeline.json  for ui.perfetto.dev\n  {at}/env.sh         hints for the ranks' environment\n"
+            );
+        }
+        if runs {
+            text += &format!("run it: tessera stream --plan {at}\n");
+        }
+    }
+    out(&text)?;
+    Ok(if sheet.fits() { 0 } else { DIAGNOSED })
+}
+
+fn objective(word: &str) -> Result<tessera::search::Objective, Refusal> {
+    use tessera::search::Objective;
+    let deadline =
+        word.strip_prefix("deadline=").and_then(|t| t.strip_suffix("ms")).and_then(|t| t.parse::<f64>().ok());
+    match (word, deadline) {
+        ("throughput", _) => Ok(Objective::Throughput),
+        ("latency", _) => Ok(Objective::Latency),
+        ("memory", _) => Ok(Objective::Memory),
+        (_, Some(ms)) if ms.is_finite() && ms > 0.0 => {
+            Ok(Objective::Deadline(Nanoseconds((ms * 1e6) as u64)))
+        }
+        _ => Err(Refusal::usage(vec![
+            Diagnostic::error(&values::T0030, format!("--objective {word} is not understood"))
+                .hint("throughput, latency, memory, or a deadline such as deadline=40ms"),
+        ])),
+    }
+}
+
+fn routing(word: &str) -> Result<tessera::search::Routing, Refusal> {
+    tessera::search::Routing::named(word).ok_or_else(|| {
+        Refusal::usage(vec![
+            Diagnostic::error(&values::T0030, format!("--routing {word} is not understood"))
+                .hint("balanced, random, power:1.2, or w0 to w7"),
+        ])
+    })
+}

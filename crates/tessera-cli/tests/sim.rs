@@ -1,0 +1,107 @@
+//! `tessera stream --device sim`: a machine that is not here, in one process and without weights.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn models() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models")
+}
+
+fn tessera(args: &[&str], dir: &Path) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tessera"));
+    command.args(args).current_dir(dir);
+    for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
+        command.env_remove(name);
+    }
+    command.output().unwrap()
+}
+
+fn words(o: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr))
+}
+
+#[test]
+fn a_plan_for_a_rack_runs_from_its_folder_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = models().join("wan2.1-14b");
+    let planned =
+        tessera(&["plan", model.to_str().unwrap(), "--mesh", "tp=8,pp=9", "--out", "plan"], dir.path());
+    assert!(planned.status.success(), "{}", words(&planned));
+    // Not even the model's folder is there where it runs.
+    let seal = dir.path().join("plan/seal.json");
+    let text = std::fs::read_to_string(&seal).unwrap().replace(model.to_str().unwrap(), "/nowhere");
+    std::fs::write(&seal, text).unwrap();
+    let args =
+        ["stream", "--plan", "plan", "--device", "sim", "--chunks", "3", "--out", "run", "--format", "json"];
+    let ran = tessera(&args, dir.path());
+    assert!(ran.status.success(), "{}", words(&ran));
+    let json: serde_json::Value = serde_json::from_slice(&ran.stdout).unwrap();
+    assert_eq!((&json["chunks"], &json["golden"]), (&3.into(), &serde_json::Value::Null), "{json}");
+    assert!(json["machine"].as_str().unwrap().starts_with("gb200-nvl72, profile "), "{json}");
+    assert!(json["fps"].as_f64().unwrap() > 0.0 && json["pipeline"]["period_ns"].as_u64().unwrap() > 0);
+    for file in ["record.jsonl", "trace.json", "report.html", "plan/seal.json"] {
+        assert!(dir.path().join("run").join(file).exists(), "{file}");
+    }
+    assert!(!dir.path().join("run/clip.png").exists());
+}
+
+#[test]
+fn the_summary_says_that_there_is_no_clip() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = models().join("demo");
+    let args = [
+        "stream",
+        model.to_str().unwrap(),
+        "--mesh",
+        "tp=2",
+        "--device",
+        "sim",
+        "--chunks",
+        "2",
+        "--out",
+        "run",
+    ];
+    // A file instead of a name.
+    let laptop = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tessera-mesh/clusters/laptop.toml");
+    std::fs::copy(laptop, dir.path().join("mine.toml")).unwrap();
+    let ran = tessera(&[&args[..], &["--cluster", "mine.toml"]].concat(), dir.path());
+    let text = String::from_utf8_lossy(&ran.stdout);
+    assert!(ran.status.success(), "{}", words(&ran));
+    assert!(
+        text.contains("modelled time on laptop, profile tessera; no numbers computed, so there is no clip"),
+        "{text}"
+    );
+    assert!(text.contains("report.html") && !text.contains("clip.png") && !text.contains("golden"), "{text}");
+}
+
+#[test]
+fn options_without_sense_are_refused_before_anything_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = models().join("demo");
+    let base = ["stream", model.to_str().unwrap(), "--out", "run"];
+    let sim = ["--device", "sim"];
+    for (args, code, says) in [
+        (vec!["--cluster", "hgx-h200"], "T0040", "--cluster names a machine to model, and none is modelled"),
+        ([&sim[..], &["--png"]].concat(), "T0040", "--png does not go with --device sim"),
+        (
+            [&sim[..], &["--model-generate", "5"]].concat(),
+            "T0040",
+            "--model-generate does not go with --device sim",
+        ),
+        ([&sim[..], &["--cluster", "hgx-h20"]].concat(), "T1104", "hgx-h200"),
+        ([&sim[..], &["--profile", "torch"]].concat(), "T1105", "torch-2.11"),
+        ([&sim[..], &["--cluster", "mine.toml"]].concat(), "T0046", "mine.toml cannot be read"),
+    ] {
+        let refused = tessera(&[&base[..], &args].concat(), dir.path());
+        let text = words(&refused);
+        assert!(!refused.status.success() && text.contains(code) && text.contains(says), "{args:?}: {text}");
+        assert!(!dir.path().join("run").exists());
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tessera"));
+    command.args([&base[..], &sim].concat()).current_dir(dir.path());
+    let places = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
+    let refused = command.envs(places).output().unwrap();
+    assert!(words(&refused).contains("T0040") && !refused.status.success(), "{}", words(&refused));
+}

@@ -1,0 +1,97 @@
+//! Planning by estimate: a model's config and a machine's name in; which mapping, what it comes to, and why not the
+//! others out. What a search finds becomes one [`Sheet`], which is printed, drawn and kept.
+
+mod folder;
+mod hints;
+mod rows;
+mod sheet;
+mod video;
+
+pub use hints::{Needs, hints};
+pub use rows::{Asked, Subject, rows, rows_why};
+pub use sheet::Sheet;
+pub use video::{VideoAsked, pins as video_pins, video, video_why};
+
+use std::path::Path;
+
+pub use tessera_cost::moe::Routing;
+pub use tessera_plan::search::{Job, Objective};
+
+use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_cost::{Machine, Profile};
+use tessera_mesh::{Cluster, clusters};
+use tessera_plan::search::Pins;
+use tessera_plan::search::thresholds::Thresholds;
+
+/// A file of a plan by estimate that cannot be read.
+pub static T0046: Code = Code {
+    id: "T0046",
+    title: "cluster, profile or limits cannot be read",
+    page: "A cluster, an executor profile and the limits of gates are given by a name of the catalog or by a file in TOML. \
+What was given is no such name, and no file of that path can be read. `tessera measure` writes a cluster and a profile for \
+the machine at hand, which may be edited: every figure names its source.",
+};
+/// A model that cannot be estimated.
+pub static T0047: Code = Code {
+    id: "T0047",
+    title: "model is not known",
+    page: "A model is named by a folder with its own config.json, by that file, or by a name of the zoo. The message lists \
+the zoo. Language models need nothing but config.json; video models also need stream.toml, which says how they are streamed.",
+};
+
+/// A machine by the names or files of its cluster and profile, with enough racks for so many devices.
+///
+/// # Errors
+/// T0046, T1101 and on.
+pub fn machine(cluster: &str, profile: Option<&str>, devices: Option<u32>) -> Result<Machine, Diagnostics> {
+    let mut found: Cluster = match file(cluster)? {
+        Some(text) => Cluster::parse(cluster, &text)?,
+        None => clusters::find(cluster).map_err(|d| vec![*d])?,
+    };
+    if let Some(n) = devices.filter(|n| *n > found.devices()) {
+        let racks = n.div_ceil(found.devices_per_rack().max(1));
+        found = found.with_racks(racks);
+    }
+    let profile = profile.unwrap_or(&found.profile).to_string();
+    let profile = match file(&profile)? {
+        Some(text) => Profile::parse(&profile, &text)?,
+        None => Profile::find(&profile).map_err(|d| vec![*d])?,
+    };
+    Ok(Machine::new(found, profile))
+}
+
+/// Limits of the gates: the defaults, or those of a file.
+///
+/// # Errors
+/// T0046, T1240.
+pub fn thresholds(path: Option<&Path>) -> Result<Thresholds, Diagnostics> {
+    match path {
+        None => Ok(Thresholds::default()),
+        Some(path) => {
+            let name = path.display().to_string();
+            let text = std::fs::read_to_string(path).map_err(|e| vec![unreadable(&name, &e)])?;
+            Thresholds::parse(&name, &text)
+        }
+    }
+}
+
+/// Pins of a language model.
+///
+/// # Errors
+/// T1200.
+pub fn row_pins(text: &str) -> Result<Pins, Diagnostics> {
+    Pins::parse(text)
+}
+
+/// The text of a file, where a name looks like one. Names of the catalogs may hold dots.
+fn file(name: &str) -> Result<Option<String>, Diagnostics> {
+    let path = Path::new(name);
+    if !name.ends_with(".toml") && !path.is_file() {
+        return Ok(None);
+    }
+    std::fs::read_to_string(path).map(Some).map_err(|e| vec![unreadable(name, &e)])
+}
+
+fn unreadable(name: &str, why: &std::io::Error) -> Diagnostic {
+    Diagnostic::error(&T0046, format!("{name} cannot be read: {why}")).at(name.to_string(), "this file")
+}
