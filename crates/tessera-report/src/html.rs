@@ -5,7 +5,7 @@ mod pipeline;
 mod plan;
 
 pub use estimate::{
-    Drawing, EstimatePage, GateVerdict, MAX_MAPPINGS, Number, PlanGate, Remedy, Standing, estimate,
+    Advice, Drawing, EstimatePage, GateVerdict, MAX_MAPPINGS, Number, PlanGate, Remedy, Standing, estimate,
 };
 pub use plan::{CollectiveRow, MAX_TEXT_BYTES, MemoryRow, PlanView, ProgramView};
 

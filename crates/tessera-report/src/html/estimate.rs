@@ -40,6 +40,8 @@ pub struct EstimatePage {
     pub timelines: Vec<Drawing>,
     /// Failure modes that threaten, and remedies with their numbers.
     pub remedies: Vec<Remedy>,
+    /// What is worth knowing beyond the gates.
+    pub advice: Vec<Advice>,
     /// Columns of the table of mappings.
     pub columns: Vec<String>,
     /// Mappings worth weighing, the chosen one first.
@@ -129,6 +131,32 @@ pub struct Remedy {
     pub actions: Vec<(String, String)>,
 }
 
+/// A table that is worth knowing, and what follows from it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Advice {
+    /// Its title.
+    pub title: String,
+    /// What follows from it, in a sentence or two.
+    pub note: String,
+    /// Names of the columns.
+    pub columns: Vec<String>,
+    /// Rows of as many cells.
+    pub rows: Vec<Vec<String>>,
+}
+
+/// Letters of a cell from which a column holds words.
+const WORDS: usize = 24;
+
+impl Advice {
+    /// Columns that hold numbers: all but the first and those with words in them.
+    #[must_use]
+    pub fn numbers(&self) -> Vec<usize> {
+        let wordy =
+            |c: &usize| self.rows.iter().any(|r| r.get(*c).is_some_and(|s| s.chars().count() >= WORDS));
+        (1..self.columns.len()).filter(|c| !wordy(c)).collect()
+    }
+}
+
 /// The page.
 #[must_use]
 pub fn estimate(page: &EstimatePage) -> String {
@@ -159,6 +187,7 @@ pub fn estimate(page: &EstimatePage) -> String {
     }
     gates(&mut out, &page.gates);
     remedies(&mut out, &page.remedies);
+    advice(&mut out, &page.advice);
     mappings(&mut out, page);
     refused(&mut out, page);
     sources(&mut out, page);
@@ -308,6 +337,40 @@ fn remedies(out: &mut String, remedies: &[Remedy]) {
     out.push_str("</section>\n");
 }
 
+/// What follows is seen, the tables behind it open on demand.
+fn advice(out: &mut String, advice: &[Advice]) {
+    if advice.is_empty() {
+        return;
+    }
+    out.push_str("<section>\n<h2>Worth knowing</h2>\n");
+    for a in advice {
+        let numbers = a.numbers();
+        let cell = |tag: &str, at: usize, words: &str| {
+            let class = match (at > 0 && !numbers.contains(&at), tag) {
+                (false, _) => "",
+                (true, "th") => " class=\"l\"",
+                (true, _) => " class=\"words\"",
+            };
+            format!("<{tag}{class}>{}</{tag}>", text(words))
+        };
+        let line = |tag: &str, cells: &[String]| -> String {
+            cells.iter().enumerate().map(|(at, words)| cell(tag, at, words)).collect()
+        };
+        let _ = write!(
+            out,
+            "<h3>{}</h3>\n<p class=\"note\">{}</p>\n<details><summary>Table</summary><div class=\"scroll\"><table>\n<thead><tr>{}</tr></thead>\n<tbody>\n",
+            text(&a.title),
+            text(&a.note),
+            line("th", &a.columns)
+        );
+        for row in &a.rows {
+            let _ = writeln!(out, "<tr>{}</tr>", line("td", row));
+        }
+        out.push_str("</tbody>\n</table></div></details>\n");
+    }
+    out.push_str("</section>\n");
+}
+
 fn mappings(out: &mut String, page: &EstimatePage) {
     if page.mappings.is_empty() {
         return;
@@ -440,6 +503,27 @@ mod tests {
         let html = estimate(&EstimatePage::default());
         for part in ["Gates", "Memory", "Timelines", "Refused", "Other mappings", "Where the time goes"] {
             assert!(!html.contains(&format!("<h2>{part}")), "{part}");
+        }
+    }
+
+    #[test]
+    fn what_is_worth_knowing_comes_before_its_table() {
+        assert!(!estimate(&page()).contains("Worth knowing"));
+        let sum = "44040192 numbers × 1 B × 58 layers".to_string();
+        let advice = Advice {
+            title: "Memory <by hand>".into(),
+            note: "One rank.".into(),
+            columns: vec!["term".into(), "bytes".into(), "sum".into()],
+            rows: vec![vec!["experts".into(), "2.55 GB".into(), sum.clone()]],
+        };
+        assert_eq!(advice.numbers(), [1]);
+        let html = estimate(&EstimatePage { advice: vec![advice], ..page() });
+        for part in [
+            "<h2>Worth knowing</h2>\n<h3>Memory &lt;by hand&gt;</h3>\n<p class=\"note\">One rank.</p>\n<details>",
+            "<th>term</th><th>bytes</th><th class=\"l\">sum</th>",
+            &format!("<td>experts</td><td>2.55 GB</td><td class=\"words\">{sum}</td>"),
+        ] {
+            assert!(html.contains(part), "{part}\nis not in\n{html}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Planning by estimate: a model's config and a machine's name in; which mapping, what it comes to, and why not the
 //! others out. What a search finds becomes one [`Sheet`], which is printed, drawn and kept.
 
+mod advice;
 mod folder;
 mod hints;
 mod rows;

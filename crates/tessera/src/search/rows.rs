@@ -23,6 +23,7 @@ use tessera_report::html::{
 use tessera_report::timeline::Timeline;
 
 use super::hints::Needs;
+use super::advice::advice;
 use super::sheet::timeline_of;
 use super::{Sheet, T0047, hints};
 
@@ -332,6 +333,7 @@ fn fill(sheet: &mut Sheet, q: &Question, outcome: &Outcome, best: &Ranked) {
         })
         .collect();
     page.remedies = remedies(q, best);
+    page.advice = advice(q, best, outcome.idle);
     page.columns = ["mapping", "step", "tokens/s/device", "memory", "knobs"].map(String::from).to_vec();
     page.mappings = std::iter::once(best)
         .chain(outcome.front.iter().filter(|r| r.candidate != best.candidate))

@@ -78,6 +78,11 @@ impl Sheet {
             let actions = r.actions.iter().map(|(what, then)| vec![what.clone(), then.clone()]);
             block(&mut out, &format!("{}: {}", r.mode, r.sign), actions.collect(), &[]);
         }
+        for a in &p.advice {
+            let mut rows = vec![a.columns.clone()];
+            rows.extend(a.rows.iter().cloned());
+            block(&mut out, &format!("worth knowing: {}\n  {}", a.title, a.note), rows, &a.numbers());
+        }
         if p.mappings.len() > 1 {
             let mut rows = vec![p.columns.clone()];
             rows.extend(p.mappings.iter().take(SHOWN).cloned());

@@ -1,0 +1,408 @@
+//! Planning by estimate as a person asks for it: recipes, language models and video models on machines that are not here.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn tessera(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_tessera")).current_dir(root()).args(args).output().unwrap()
+}
+
+/// What it prints, with this exit status.
+#[track_caller]
+fn said(status: i32, args: &[&str]) -> String {
+    let o = tessera(args);
+    let err = String::from_utf8_lossy(&o.stderr);
+    assert_eq!(o.status.code(), Some(status), "{args:?}: {err}");
+    String::from_utf8(o.stdout).unwrap()
+}
+
+/// It is refused with a status and all these words on standard error.
+#[track_caller]
+fn refused(status: i32, args: &[&str], words: &[&str]) -> String {
+    let o = tessera(args);
+    let err = String::from_utf8(o.stderr).unwrap();
+    assert_eq!(o.status.code(), Some(status), "{args:?}: {err}");
+    has(&err, words);
+    err
+}
+
+#[track_caller]
+fn has(text: &str, words: &[&str]) {
+    for w in words {
+        assert!(text.contains(w), "no `{w}` in:\n{text}");
+    }
+}
+
+fn text(p: &Path) -> &str {
+    p.to_str().unwrap()
+}
+
+fn json(args: &[&str]) -> Value {
+    let out = said(0, &[args, &["--format", "json"]].concat());
+    serde_json::from_str(&out).unwrap()
+}
+
+/// Legal and refused are all that was considered.
+#[track_caller]
+fn adds_up(v: &Value) {
+    let n = |k: &str| v[k].as_u64().unwrap();
+    let rejected = v["rejected"].as_array().unwrap();
+    let counts: u64 = rejected.iter().map(|r| r["count"].as_u64().unwrap()).sum();
+    assert_eq!(n("considered"), n("legal") + counts, "{rejected:#?}");
+    for r in rejected {
+        assert!(r["count"].as_u64().unwrap() > 0 && !r["says"].as_str().unwrap().is_empty(), "{r}");
+        let code = r["code"].as_str().unwrap();
+        has(&said(0, &["explain", code]), &[code]);
+    }
+}
+
+/// Pins of the best, by knob.
+fn best(v: &Value) -> Vec<(String, String)> {
+    let pins = v["best"][0]["pins"].as_str().unwrap();
+    pins.split(',').filter_map(|p| p.split_once('=')).map(|(k, v)| (k.to_string(), v.to_string())).collect()
+}
+
+fn pin(v: &Value, knob: &str) -> String {
+    best(v).into_iter().find(|(k, _)| k == knob).map(|(_, v)| v).unwrap()
+}
+
+#[test]
+fn every_recipe_is_a_plan_or_a_refusal_with_its_neighbours() {
+    for (name, tp, ep) in
+        [("A", "12", "6"), ("b", "8", "9"), ("sr-moe", "8", "9"), ("long-context", "12", "6")]
+    {
+        let v = json(&["plan", "--recipe", name]);
+        adds_up(&v);
+        assert_eq!((v["devices"].as_u64(), v["idle"].as_u64()), (Some(72), Some(0)), "{name}");
+        let mesh = ["tp", "ep", "pp", "dp"].map(|k| pin(&v, k));
+        assert_eq!(mesh, [tp, ep, "1", "1"], "{name}");
+        assert_eq!(pin(&v, "capacity_pct"), "125");
+        // One rack: nothing leaves it.
+        assert!(v["best"][0]["link_bytes"].get("out").is_none(), "{name}");
+    }
+    for name in ["C", "throughput-training"] {
+        refused(
+            1,
+            &["plan", "--recipe", name],
+            &[
+                "T1220",
+                "8·6·3·1 = 144 ranks, 72 devices",
+                "(8,3,3,1) keeps tp, pp, dp",
+                "(4,6,3,1) keeps ep, pp, dp",
+                "(12,2,3,1)",
+                "2 racks",
+            ],
+        );
+    }
+}
+
+#[test]
+fn recipes_of_144_ranks_build_on_two_racks_and_are_flagged() {
+    for name in ["C", "throughput-training"] {
+        let args = ["plan", "--recipe", name, "--devices", "144", "--pin", "scheme=megatron_sp"];
+        let v = json(&args);
+        adds_up(&v);
+        assert_eq!(v["devices"].as_u64(), Some(144));
+        let mesh = ["tp", "ep", "pp", "dp"].map(|k| pin(&v, k));
+        assert_eq!(mesh, ["8", "6", "3", "1"], "{name}");
+        let gates = v["best"][0]["gates"].as_array().unwrap();
+        let gate = |id: &str| gates.iter().find(|g| g["id"] == id).unwrap()["verdict"].as_str().unwrap();
+        assert_eq!(gate("mesh.domain"), "fail", "some ep groups stand in both racks");
+        assert!(v["best"][0]["link_bytes"]["out"].as_f64().unwrap() > 0.0);
+        // A warning of the recipe, in words.
+        has(&said(0, &args), &["T1223", "ep groups have members in several domains", "FAIL"]);
+    }
+    // Micro-batches of one fill three stages below the limit; the gate reads the same share.
+    let v = json(&["plan", "--recipe", "throughput-training", "--devices", "144", "--pin", "scheme=ulysses"]);
+    assert_eq!((pin(&v, "micro_batch"), pin(&v, "experts_at")), ("1".to_string(), "hbm".to_string()));
+    let bubble =
+        v["best"][0]["gates"].as_array().unwrap().iter().find(|g| g["id"] == "pipeline.bubble").unwrap();
+    assert_eq!(bubble["verdict"], "pass", "{bubble}");
+}
+
+#[test]
+fn uneven_heads_and_experts_are_priced_or_refused_where_that_was_asked() {
+    let priced =
+        ["128 heads over tp=12 are 10.67 each", "3.1 % longer", "4096 experts over ep=6 are 682.67 each"];
+    has(&said(0, &["plan", "--recipe", "A"]), &priced);
+    refused(
+        1,
+        &["plan", "--recipe", "A", "--strict"],
+        &["error[T1221]", "error[T1222]", priced[0], priced[2]],
+    );
+    has(
+        &said(0, &["plan", "--recipe", "sr-moe"]),
+        &["4096 experts over ep=9 are 455.11 each: 1 rank has 456"],
+    );
+}
+
+#[test]
+fn why_answers_for_one_mapping() {
+    // Another mesh than the recipe's: what it costs against it.
+    let out = said(0, &["plan", "--recipe", "sr-moe", "--why", "tp=12,ep=6"]);
+    has(
+        &out,
+        &["tp=12,ep=6 on 72 devices of GB200 NVL72", "legal; ", "this  step", "best  step", "what it costs"],
+    );
+    has(&out, &["tp=12, ep=6, pp=1, dp=1", "tp=8, ep=9, pp=1, dp=1", "expert_tp=12"]);
+    // The same pins leave freedom where no recipe fixes the rest.
+    let free = said(0, &["plan", "--model", "sr-moe", "--why", "tp=12,ep=6,precision=fp8,scheme=megatron"]);
+    has(&free, &["legal; ", "better", "tp=12"]);
+
+    let out = said(1, &["plan", "--recipe", "A", "--why", "tp=7,ep=9"]);
+    has(
+        &out,
+        &[
+            "refused",
+            "T1201",
+            "7·9·1·1 = 63 ranks, 72 devices",
+            "legal neighbours, nearest first",
+            "tp=8: step",
+        ],
+    );
+    // A recipe that cannot be does not answer for another: its own arithmetic comes first.
+    refused(1, &["plan", "--recipe", "C", "--why", "tp=12,ep=6"], &["T1220", "144 ranks"]);
+    // Only one reason for each, and the pins that were asked.
+    let out = said(
+        1,
+        &[
+            "plan",
+            "--model",
+            "llama-3.1-70b",
+            "--cluster",
+            "hgx-h200",
+            "--why",
+            "tp=1,pp=1,dp=8,precision=bf16",
+        ],
+    );
+    has(&out, &["refused", "T1217", "has too little memory"]);
+}
+
+#[test]
+fn counts_of_a_search_add_up() {
+    let args = ["plan", "--model", "deepseek-v3", "--pin", "tp=8,pp=1,precision=fp8"];
+    let v = json(&args);
+    adds_up(&v);
+    assert!(v["considered"].as_u64().unwrap() > 1000);
+    assert_eq!((v["from"].as_str(), v["profile"].as_str()), (Some("op rows"), Some("torch-2.11")));
+    assert_eq!((pin(&v, "tp"), pin(&v, "pp")), ("8".to_string(), "1".to_string()));
+    // What a person reads says where it comes from and how sure it is.
+    has(&said(0, &args), &["a step, ± ", "no program was lowered", "none was measured by this project"]);
+    // Parts add up to the step.
+    let e = &v["best"][0];
+    let parts: f64 = e["parts_ns"].as_object().unwrap().values().map(|p| p.as_f64().unwrap()).sum();
+    assert!((parts / e["step_ns"].as_f64().unwrap() - 1.0).abs() < 1e-6, "{e:#}");
+}
+
+#[test]
+fn a_folder_of_an_estimate_holds_page_numbers_timeline_and_hints() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("rack");
+    let args = ["plan", "--recipe", "throughput-training", "--devices", "144", "--pin", "scheme=ulysses"];
+    has(
+        &said(0, &[&args[..], &["--out", text(&folder)]].concat()),
+        &["report.html", "timeline.json", "env.sh"],
+    );
+    let read = |name: &str| fs::read_to_string(folder.join(name)).unwrap();
+
+    let page = read("report.html");
+    has(&page, &["<html", "Throughput training", "<svg", "T1223", "pipeline", "144 devices of GB200 NVL72"]);
+    assert!(!page.contains("http://") && !page.contains("<script src"), "a page needs no network");
+    adds_up(&serde_json::from_str(&read("estimate.json")).unwrap());
+
+    let trace: Value = serde_json::from_str(&read("timeline.json")).unwrap();
+    let bars = trace["traceEvents"].as_array().unwrap();
+    let bars: Vec<_> = bars.iter().filter(|e| e["ph"] == "X").collect();
+    assert!(bars.len() >= 3 * 24 && bars.iter().all(|b| b["dur"].as_f64().unwrap() >= 0.0), "{}", bars.len());
+    let chart = read("timeline.mmd");
+    assert!(chart.starts_with("gantt\n") && chart.matches("section").count() >= 3, "{chart}");
+
+    refused(1, &[&args[..], &["--out", text(&folder)]].concat(), &["T0013"]);
+    // Nothing was sealed, so nothing can be run from it.
+    assert!(!folder.join("seal.json").exists());
+    refused(1, &["stream", "--plan", text(&folder)], &[text(&folder)]);
+
+    let shell = |set: Option<&str>| {
+        let mut sh = Command::new("sh");
+        sh.args(["-c", ". ./env.sh; echo $NCCL_MIN_NCHANNELS"]).current_dir(&folder).env_clear();
+        if let Some(v) = set {
+            sh.env("NCCL_MIN_NCHANNELS", v);
+        }
+        String::from_utf8(sh.output().unwrap().stdout).unwrap()
+    };
+    assert_eq!((shell(None).trim(), shell(Some("8")).trim()), ("2", "8"), "a person's own value stays");
+}
+
+#[test]
+fn the_same_question_has_the_same_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = ["estimate.json", "timeline.json", "timeline.mmd", "env.sh"];
+    let ask = |name: &str, model: &[&str]| {
+        let folder = dir.path().join(name);
+        said(0, &[&["plan"], model, &["--out", text(&folder)]].concat());
+        files.map(|f| fs::read(folder.join(f)).unwrap())
+    };
+    let rack = ["--recipe", "sr-moe"];
+    assert!(ask("a", &rack) == ask("b", &rack));
+    let video = ["models/demo", "--cluster", "laptop"];
+    assert!(ask("c", &video) == ask("d", &video));
+}
+
+#[test]
+fn limits_come_from_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("gates.toml");
+    let overlap = |extra: &[&str]| {
+        let v = json(&[&["plan", "--recipe", "B"], extra].concat());
+        let gates = v["best"][0]["gates"].as_array().unwrap();
+        let g = gates.iter().find(|g| g["id"] == "collectives.overlap").unwrap();
+        (
+            g["verdict"].as_str().unwrap().to_string(),
+            g["value"].as_f64().unwrap(),
+            g["limit"].as_f64().unwrap(),
+        )
+    };
+    let (was, value, limit) = overlap(&[]);
+    assert_eq!(limit, 0.6);
+    let (other, fails) = if was == "pass" { (value + 0.05, "fail") } else { (value - 0.05, "pass") };
+    fs::write(&file, format!("[collectives]\noverlap_least = {other}\n")).unwrap();
+    let (now, same, _) = overlap(&["--gates", text(&file)]);
+    assert_eq!((now.as_str(), same), (fails, value), "the number stays, the verdict turns");
+
+    fs::write(&file, "[collectives]\noverlap_leest = 0.4\n").unwrap();
+    let unknown = ["overlap_leest", "did you mean `collectives.overlap_least`?"];
+    refused(1, &["plan", "--recipe", "B", "--gates", text(&file)], &unknown);
+}
+
+#[test]
+fn what_is_not_known_is_refused_with_the_nearest() {
+    let rack = ["plan", "--model", "sr-moe"];
+    let cases: [(i32, &[&str], &[&str]); 9] = [
+        (1, &["--cluster", "gb200-nvl7"], &["T1104", "gb200-nvl72", "laptop"]),
+        (1, &["--profile", "torch-2.1"], &["T1105", "torch-2.11", "ideal"]),
+        (1, &["--pin", "schem=ulysses"], &["T1200", "did you mean `scheme`?"]),
+        (1, &["--pin", "tp=x,ep=0"], &["`tp` cannot be `x`", "`ep` cannot be `0`"]),
+        (1, &["--pin", "schedule=2f2b"], &["T1200", "2f2b", "1f1b"]),
+        (1, &["--why", "tp"], &["T1200"]),
+        (2, &["--objective", "speed"], &["T0030", "throughput, latency, memory", "deadline=40ms"]),
+        (2, &["--routing", "w9"], &["T0030", "w0 to w7"]),
+        (2, &["--recipe", "A"], &["T0030", "give one of them"]),
+    ];
+    for (status, options, words) in cases {
+        refused(status, &[&rack[..], options].concat(), words);
+    }
+    refused(1, &["plan", "--model", "deepsek-v3"], &["T0047", "did you mean `deepseek-v3`?", "llama-3.1-8b"]);
+    refused(
+        1,
+        &["plan", "--recipe", "throughput"],
+        &["T1229", "did you mean `throughput-training`?", "sr-moe"],
+    );
+    refused(2, &["plan", "--cluster", "laptop"], &["T0031"]);
+    refused(
+        1,
+        &["plan", "models/demo", "--cluster", "laptop", "--pin", "strategy=ring"],
+        &["T1200", "ulysses or megatron"],
+    );
+    refused(
+        1,
+        &["plan", "models/demo", "--cluster", "laptop", "--pin", "ep=2"],
+        &["T1200", "ep and dp are 1"],
+    );
+}
+
+#[test]
+fn files_that_do_not_fit_are_refused_with_the_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, content: &str| {
+        let p = dir.path().join(name);
+        fs::write(&p, content).unwrap();
+        p
+    };
+    let laptop = fs::read_to_string(root().join("crates/tessera-mesh/clusters/laptop.toml")).unwrap();
+    let mine = write("mine.toml", &laptop);
+    said(0, &["plan", "models/demo", "--cluster", text(&mine), "--pin", "tp=2,pp=1"]);
+    let wrong = write("wrong.toml", &laptop.replacen("[device]", "[device]\nmemory_byte = 3", 1));
+    let unknown = ["memory_byte", "did you mean `device.memory_bytes`?", text(&wrong)];
+    refused(1, &["plan", "models/demo", "--cluster", text(&wrong)], &unknown);
+    let gone = dir.path().join("gone.toml");
+    refused(1, &["plan", "models/demo", "--cluster", text(&gone)], &["T0046", text(&gone)]);
+
+    let strange = r#"{"architectures": ["MambaForCausalLM"], "hidden_size": 4096}"#;
+    let config = write("config.json", strange);
+    let words = ["T0430", "MambaForCausalLM", "LlamaForCausalLM", text(&config)];
+    refused(1, &["plan", text(&config), "--cluster", "laptop"], &words);
+    // A folder with its config.json and no stream.toml is a language model too.
+    refused(1, &["plan", text(dir.path()), "--cluster", "laptop"], &words);
+}
+
+#[test]
+fn the_mapping_that_was_chosen_is_the_one_that_streams() {
+    let dir = tempfile::tempdir().unwrap();
+    let (plan, run) = (dir.path().join("plan"), dir.path().join("run"));
+    let out =
+        said(0, &["plan", "models/demo", "--cluster", "laptop", "--devices", "2", "--out", text(&plan)]);
+    has(&out, &["frames/s", "executor profile tessera at f32", "run it: tessera stream --plan"]);
+    has(&fs::read_to_string(plan.join("report.html")).unwrap(), &["<svg", "frames/s"]);
+    let digest = said(0, &["check", text(&plan)]);
+    assert!(digest.contains("verified, digest "), "{digest}");
+
+    // Cores may be fewer than a laptop of the catalog has.
+    said(0, &["stream", "--plan", text(&plan), "--chunks", "2", "--oversubscribe", "--out", text(&run)]);
+    for file in ["mapping.toml", "seal.json"] {
+        let [a, b] = [&plan, &run.join("plan")].map(|d| fs::read(d.join(file)).unwrap());
+        assert!(a == b, "{file} of the run is another");
+    }
+    let estimate: Value =
+        serde_json::from_str(&fs::read_to_string(plan.join("estimate.json")).unwrap()).unwrap();
+    adds_up(&estimate);
+    assert_eq!(estimate["from"], "lowered programs");
+    let mesh = estimate["best"][0]["mesh"].as_str().unwrap();
+    let (axis, size) = mesh.split_once('=').unwrap();
+    let mapping = fs::read_to_string(run.join("plan/mapping.toml")).unwrap();
+    assert!(mapping.contains(&format!("{axis} = {size}\n")), "{mesh} is not in:\n{mapping}");
+}
+
+#[test]
+fn fourteen_billion_on_eight_devices_shard_tokens() {
+    let rack = ["plan", "models/wan2.1-14b", "--cluster", "hgx-h200", "--devices", "8", "--pin", "tp=8,pp=1"];
+    let v = json(&rack);
+    adds_up(&v);
+    let best = &v["best"][0];
+    assert_eq!((best["strategy"].as_str(), best["mesh"].as_str()), (Some("ulysses"), Some("tp=8")));
+    let fps = |v: &Value| v["fps"].as_f64().unwrap();
+    let other = v["best"].as_array().unwrap().iter().find(|r| r["strategy"] == "megatron").unwrap();
+    assert!(fps(best) > 1.3 * fps(other), "{} against {}", fps(best), fps(other));
+
+    let out = said(0, &[&rack[..], &["--why", "tp=8,pp=1,strategy=megatron"]].concat());
+    has(&out, &["legal", "this  tp=8 megatron", "best  tp=8 ulysses", "frames/s"]);
+    let none = [&rack[..], &["--why", "tp=9,pp=1"]].concat();
+    has(&said(1, &none), &["refused", "8 devices or fewer"]);
+}
+
+#[test]
+fn charts_that_were_drawn_are_measured() {
+    let both = |file: &str| {
+        let o = tessera(&["check", file]);
+        assert_eq!(o.status.code(), Some(0), "warnings refuse nothing");
+        String::from_utf8(o.stdout).unwrap() + &String::from_utf8(o.stderr).unwrap()
+    };
+    let block = both("filetests/charts/block.mmd");
+    has(&block, &["overlap ratio 0.50 (goal 0.60), 0.40 with packing counted", "T1116", "T1117", "T1118"]);
+    has(&block, &["FFN GEMM and Unpack + Experts are both drawn from 9 to 12"]);
+    has(&block, &["RS logits starts 1 before its input QK^T GEMM ends"]);
+    let wave = both("filetests/charts/wave.mmd");
+    has(
+        &wave,
+        &["33 % of 18 units", "use 19 micro-batches or more", "3 bars are missing", "(p-1)/(m+p-1) = 2/6"],
+    );
+    has(&wave, &["Stage 1: MB3 belongs from 12 to 15", "Stage 2: MB3 belongs from 15 to 18"]);
+}
