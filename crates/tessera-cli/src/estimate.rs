@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use tessera::search::{
-    Asked, Sheet, Subject, VideoAsked, machine, rows, rows_why, thresholds, video, video_pins, video_why,
+    Asked, Machine, Sheet, Subject, VideoAsked, machine, rows, rows_why, thresholds, video, video_pins,
+    video_why,
 };
 use tessera::{Model, Overrides, Plan, plan};
 use tessera_base::{Diagnostic, Nanoseconds};
@@ -81,9 +82,9 @@ pub struct Search {
     #[arg(long, value_name = "MS")]
     pub encode_ms: Option<f64>,
 
-    /// Ranks may share decode and encode
+    /// One rank decodes and encodes whole chunks; otherwise ranks may share them
     #[arg(long)]
-    pub shared_decode: bool,
+    pub whole_decode: bool,
 }
 
 /// `--job`.
@@ -97,6 +98,9 @@ pub enum JobName {
     Decode,
 }
 
+/// Where language models are planned for, if nobody says.
+const RACK: &str = "gb200-nvl72";
+
 impl Search {
     /// Whether any option asks for an estimate.
     pub fn wanted(&self) -> bool {
@@ -108,6 +112,7 @@ impl Search {
             || self.pin.is_some()
             || self.devices.is_some()
             || self.objective.is_some()
+            || self.for_video().iter().chain(&self.for_rows()).any(|(_, given)| *given)
     }
 
     /// Runs the search.
@@ -118,28 +123,33 @@ impl Search {
         folder: Option<&Path>,
         format: Shape,
     ) -> Outcome {
-        let default = if self.recipe.is_some() || self.zoo.is_some() { "gb200-nvl72" } else { "hgx-h200" };
+        let default = if self.recipe.is_some() || self.zoo.is_some() { RACK } else { "hgx-h200" };
         let cluster = self.cluster.as_deref().unwrap_or(default);
         let machine = machine(cluster, self.profile.as_deref(), self.devices)?;
-        let objective = self.objective.as_deref().map(objective).transpose()?;
-        let command = std::env::args().collect::<Vec<_>>().join(" ");
         // The mesh of the command line is a pin like any other.
         let pins = [planning.mesh.as_deref(), self.pin.as_deref()];
         let pins = pins.into_iter().flatten().collect::<Vec<_>>().join(",");
         if let Some(dir) = dir.filter(|d| d.join("stream.toml").exists()) {
+            self.only("a video model", &self.for_rows())?;
             let recompute = planning.cache.map(|c| c == CacheName::Recompute);
-            let model = Model::open(dir, &Overrides { recompute, steps: None })?;
+            let steps = planning
+                .steps
+                .as_deref()
+                .map(values::steps)
+                .transpose()
+                .map_err(|d| Refusal::usage(vec![d]))?;
+            let model = Model::open(dir, &Overrides { recompute, steps })?;
             let ns = |ms: Option<f64>| ms.map(|ms| ms * 1e6);
             let asked = VideoAsked {
                 model: &model,
                 machine,
                 devices: self.devices,
-                objective,
+                objective: self.objective.as_deref().map(objective).transpose()?,
                 pins: video_pins(&self.video(&pins, planning))?,
                 decode_ns: ns(self.decode_ms),
                 encode_ns: ns(self.encode_ms),
-                shared_decode: self.shared_decode,
-                command,
+                whole_decode: self.whole_decode,
+                command: command(),
             };
             if let Some(why) = &self.why {
                 return answer(video_why(&asked, &video_pins(why)?)?);
@@ -151,32 +161,17 @@ impl Search {
             }
             return say(&sheet, folder, format, mapping.is_some());
         }
-        let devices = u64::from(self.devices.unwrap_or(machine.cluster.devices()));
         let subject = match (&self.recipe, &self.zoo, dir) {
             (Some(recipe), None, None) => Subject::Recipe(recipe.clone()),
             (None, Some(name), None) => Subject::Zoo(name.clone()),
             (None, None, Some(dir)) if dir.is_dir() => Subject::Config(dir.join("config.json")),
             (None, None, Some(file)) => Subject::Config(file.to_path_buf()),
             (None, None, None) => return Err(no_model()),
-            _ => {
-                return Err(Refusal::usage(vec![Diagnostic::error(
-                    &values::T0030,
-                    "a folder, --model and --recipe each name a model; give one of them",
-                )]));
-            }
+            _ => return Err(one_model()),
         };
-        let asked = Asked {
-            subject,
-            machine,
-            devices: self.devices,
-            job: self.job.map(|j| self.job(j, devices)),
-            objective,
-            pins: tessera::search::row_pins(&pins)?,
-            routing: self.routing.as_deref().map(routing).transpose()?,
-            strict: self.strict,
-            limits: thresholds(self.gates.as_deref())?,
-            command,
-        };
+        self.only("a language model", &self.for_video())?;
+        self.only("a language model", &planning.for_streams())?;
+        let asked = self.asked(subject, machine, &pins)?;
         if let Some(why) = &self.why {
             return answer(rows_why(&asked, &tessera::search::row_pins(why)?)?);
         }
@@ -185,6 +180,65 @@ impl Search {
             sheet.write(folder)?;
         }
         say(&sheet, folder, format, false)
+    }
+
+    /// The question about a model of the zoo or a recipe.
+    pub fn named(&self) -> Result<Asked, Refusal> {
+        let subject = match (&self.recipe, &self.zoo) {
+            (Some(recipe), None) => Subject::Recipe(recipe.clone()),
+            (None, Some(name)) => Subject::Zoo(name.clone()),
+            (None, None) => return Err(no_model()),
+            (Some(_), Some(_)) => return Err(one_model()),
+        };
+        let cluster = self.cluster.as_deref().unwrap_or(RACK);
+        let machine = machine(cluster, self.profile.as_deref(), self.devices)?;
+        self.asked(subject, machine, self.pin.as_deref().unwrap_or_default())
+    }
+
+    fn asked(&self, subject: Subject, machine: Machine, pins: &str) -> Result<Asked, Refusal> {
+        let devices = u64::from(self.devices.unwrap_or(machine.cluster.devices()));
+        Ok(Asked {
+            subject,
+            machine,
+            devices: self.devices,
+            job: self.job.map(|j| self.job(j, devices)),
+            objective: self.objective.as_deref().map(objective).transpose()?,
+            pins: tessera::search::row_pins(pins)?,
+            routing: self.routing.as_deref().map(routing).transpose()?,
+            strict: self.strict,
+            limits: thresholds(self.gates.as_deref())?,
+            command: command(),
+        })
+    }
+
+    /// Options that a video model alone has a use for, and whether they were given.
+    fn for_video(&self) -> [(&'static str, bool); 3] {
+        [
+            ("--decode-ms", self.decode_ms.is_some()),
+            ("--encode-ms", self.encode_ms.is_some()),
+            ("--whole-decode", self.whole_decode),
+        ]
+    }
+
+    /// Options that a language model alone has a use for.
+    fn for_rows(&self) -> [(&'static str, bool); 4] {
+        [
+            ("--job", self.job.is_some()),
+            ("--routing", self.routing.is_some()),
+            ("--strict", self.strict),
+            ("--gates", self.gates.is_some()),
+        ]
+    }
+
+    /// Refuses options that would be passed over.
+    fn only(&self, what: &str, others: &[(&'static str, bool)]) -> Result<(), Refusal> {
+        match others.iter().find(|(_, given)| *given) {
+            None => Ok(()),
+            Some((option, _)) => Err(Refusal::usage(vec![
+                Diagnostic::error(&values::T0030, format!("{option} says nothing about {what}"))
+                    .hint("leave it out"),
+            ])),
+        }
     }
 
     /// Pins of a video model: those of the options too.
@@ -203,6 +257,15 @@ impl Search {
             JobName::Decode => Job::Decode { batch: self.batch.unwrap_or(64 * devices), context: tokens },
         }
     }
+}
+
+fn command() -> String {
+    std::env::args().collect::<Vec<_>>().join(" ")
+}
+
+fn one_model() -> Refusal {
+    let says = "a folder, --model and --recipe each name a model; give one of them";
+    Refusal::usage(vec![Diagnostic::error(&values::T0030, says)])
 }
 
 fn answer((legal, text): (bool, String)) -> Outcome {

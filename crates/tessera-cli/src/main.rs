@@ -7,10 +7,12 @@
 mod autopsy;
 mod bringup;
 mod check;
+mod doctor;
 mod drill;
 mod estimate;
 mod explain;
 mod join;
+mod measure;
 mod options;
 mod plan;
 mod progress;
@@ -51,7 +53,9 @@ struct Cli {
 enum Verb {
     Plan(Box<plan::Args>),
     Check(check::Args),
+    Doctor(Box<doctor::Args>),
     Drill(drill::Args),
+    Measure(measure::Args),
     Autopsy(autopsy::Args),
     Bringup(bringup::Args),
     Explain(explain::Args),
@@ -66,6 +70,8 @@ fn main() -> ExitCode {
     let (format, outcome): (_, Outcome) = match Cli::parse().verb {
         Verb::Plan(args) => (args.format.into(), plan::run(&args)),
         Verb::Check(args) => (args.format.into(), check::run(&args)),
+        Verb::Doctor(args) => (args.format.into(), doctor::run(&args)),
+        Verb::Measure(args) => (args.format.into(), measure::run(&args)),
         Verb::Drill(args) => (args.format.into(), drill::run(&args)),
         Verb::Autopsy(args) => (args.format.into(), autopsy::run(&args)),
         Verb::Bringup(args) => (args.format.into(), bringup::run(&args)),

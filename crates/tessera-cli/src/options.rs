@@ -106,8 +106,15 @@ const QUEUES: &str = "Queues of the plan";
 impl Planning {
     /// The first option that was given, for a message.
     pub fn given(&self) -> Option<&'static str> {
+        [("--mesh", self.mesh.is_some())]
+            .into_iter()
+            .chain(self.for_streams())
+            .find_map(|(name, given)| given.then_some(name))
+    }
+
+    /// Options that shape a stream, and whether they were given: a language model has no use for them.
+    pub fn for_streams(&self) -> [(&'static str, bool); 8] {
         [
-            ("--mesh", self.mesh.is_some()),
             ("--topology", self.topology.is_some()),
             ("--strategy", self.strategy.is_some()),
             ("--numerics", self.numerics.is_some()),
@@ -117,8 +124,6 @@ impl Planning {
             ("--d-out", self.d_out.is_some()),
             ("--max-outstanding", self.max_outstanding.is_some()),
         ]
-        .into_iter()
-        .find_map(|(name, given)| given.then_some(name))
     }
 
     /// Opens the model and plans it under a mapping file, if any, and these options.

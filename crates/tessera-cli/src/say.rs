@@ -41,6 +41,11 @@ impl Refusal {
         Refusal { diagnostics, status }
     }
 
+    /// The same with the status of a wrong command line, where 1 says something else.
+    pub fn into_usage(self) -> Refusal {
+        Refusal { status: USAGE, ..self }
+    }
+
     /// Prints it once: JSON to standard output, anything else to standard error.
     pub fn tell(self, format: Format) -> ExitCode {
         // Standard output that cannot be written cannot carry the diagnostic either.

@@ -285,7 +285,8 @@ impl Wave {
 
 /// A number as a chart's reader wrote it: no digits beyond thousandths.
 fn short(x: f64) -> f64 {
-    (x * 1000.0).round() / 1000.0
+    // Adding zero takes the sign from a zero.
+    (x * 1000.0).round() / 1000.0 + 0.0
 }
 
 /// Pairs that overlap on one lane, or that both compute on one rank. Bars come in order of start.

@@ -32,8 +32,10 @@ pub struct AttentionWork {
     pub v: f64,
     /// Whether a query sees no later key.
     pub causal: bool,
-    /// Of products; keys and values are read at it too.
+    /// Of products, queries and results.
     pub precision: Precision,
+    /// Bytes of one key with its value, as they lie in memory, per head of keys and values.
+    pub key_bytes: f64,
 }
 
 impl AttentionWork {
@@ -58,9 +60,8 @@ impl AttentionWork {
     /// Bytes read and written, keys and values once.
     #[must_use]
     pub fn bytes(&self) -> f64 {
-        let numbers =
-            self.heads * self.queries * (self.qk + self.v) + self.kv_heads * self.keys * (self.qk + self.v);
-        numbers * self.precision.bytes()
+        let queries = self.heads * self.queries * (self.qk + self.v) * self.precision.bytes();
+        queries + self.kv_heads * self.keys * self.key_bytes
     }
 }
 
@@ -133,7 +134,7 @@ impl Machine {
         let share =
             curve.share * queries / (queries + curve.queries_half) * a.keys / (a.keys + curve.keys_half);
         let flops_ns = a.flops() / (self.peak(self.computes(a.precision)) * share);
-        let bytes_ns = a.bytes() / (self.cluster.device.memory_bytes_per_s.value / 1e9 * curve.memory_share);
+        let bytes_ns = self.through_ns(a.bytes(), curve.memory_share);
         curve.start_ns + flops_ns.max(bytes_ns)
     }
 
@@ -209,6 +210,14 @@ impl Machine {
 
     /// Bytes through memory, without a kernel's start.
     fn stream_ns(&self, bytes: f64) -> f64 {
-        bytes / (self.cluster.device.memory_bytes_per_s.value / 1e9 * self.curves.memory.share)
+        self.through_ns(bytes, self.curves.memory.share)
+    }
+
+    /// The same at a share of the bandwidth; what caches hold moves faster.
+    fn through_ns(&self, bytes: f64, share: f64) -> f64 {
+        let m = &self.curves.memory;
+        let near = bytes.min(m.cached_bytes);
+        (near / m.cached_times + (bytes - near))
+            / (self.cluster.device.memory_bytes_per_s.value / 1e9 * share)
     }
 }

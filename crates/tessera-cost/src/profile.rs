@@ -136,6 +136,10 @@ pub struct Memory {
     pub start_ns: f64,
     /// Bytes of a device that the executor and its libraries take for themselves.
     pub reserved_bytes: f64,
+    /// Bytes of a pass that caches hold from the kernel before; 0 where they hold none.
+    pub cached_bytes: f64,
+    /// How many times faster those move; at least 1.
+    pub cached_times: f64,
     /// Where the numbers come from.
     pub source: String,
 }

@@ -255,6 +255,7 @@ fn attention(habits: &Habits, p: &Program, op: &Op) -> AttentionWork {
         v: head,
         causal: false,
         precision: habits.precision,
+        key_bytes: 2.0 * head * habits.precision.bytes(),
     }
 }
 

@@ -435,7 +435,7 @@ impl Rank<'_> {
 
     /// Attention over the heads and queries of the slowest rank.
     fn attention(&self, op: &RowOp) -> RowCost {
-        let (&RowOp::Attention { causal, scores_bytes, .. }, Some(meets)) =
+        let (&RowOp::Attention { causal, scores_bytes, latent, .. }, Some(meets)) =
             (op, self.share.meets(op, self.load))
         else {
             return RowCost::default();
@@ -449,6 +449,11 @@ impl Rank<'_> {
         if scores_bytes > 0 {
             return self.stored_scores((heads * sequences, queries, qk, v), scores_bytes as f64);
         }
+        // A cache holds numbers as narrow as the products', a byte at least; one latent is key and value at once.
+        let width =
+            if load.training { ACTIVATION } else { self.layout.precision.bytes().clamp(1.0, ACTIVATION) };
+        let latent = latent.is_some_and(|l| l.qk as f64 == qk);
+        let key_bytes = width * if latent { qk } else { qk + v };
         let work = |keys: f64, causal: bool| AttentionWork {
             queries,
             keys,
@@ -458,6 +463,7 @@ impl Rank<'_> {
             v,
             causal,
             precision: Precision::Bf16,
+            key_bytes,
         };
         let seen = if causal { (load.keys - (own - 1.0).max(0.0) / 2.0).max(1.0) } else { load.keys };
         let (mean, slowest) = if share.ring == 1 {

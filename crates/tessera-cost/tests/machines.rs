@@ -143,6 +143,7 @@ proptest! {
         let attention = |queries, keys, heads| {
             m.attention_ns(&AttentionWork {
                 queries, keys, heads, kv_heads: 1.0, qk: 128.0, v: 128.0, causal: false, precision: p,
+                key_bytes: 256.0 * p.bytes(),
             })
         };
         prop_assert!(attention(a.0, a.1, a.2) <= attention(b[0], b[1], b[2]) * (1.0 + 1e-12));

@@ -24,7 +24,7 @@ fn work(r: &Recipe) -> Work {
 
 fn check(name: &str, racks: u32, strict: bool) -> Vec<Diagnostic> {
     let r = recipe::named(name).unwrap();
-    r.check(&work(&r), &rack(racks), strict)
+    r.check(&work(&r), &rack(racks), None, strict)
 }
 
 fn only<'a>(ds: &'a [Diagnostic], code: &str) -> &'a Diagnostic {
@@ -131,7 +131,7 @@ fn heads_over_twelve_are_uneven_and_priced() {
     // Eight ranks have sixteen heads each, whatever their width.
     let b = recipe::named("B").unwrap();
     for model in ["sr-moe", "sr-moe-wide"] {
-        let ds = b.check(&zoo::named(model).unwrap().work(true), &rack(1), false);
+        let ds = b.check(&zoo::named(model).unwrap().work(true), &rack(1), None, false);
         assert!(ds.iter().all(|d| d.code.id != "T1221"), "{ds:#?}");
     }
     // Rings of three cut heads over four ranks.
@@ -142,7 +142,7 @@ fn heads_over_twelve_are_uneven_and_priced() {
 fn more_parts_than_units_are_refused() {
     let r = recipe::named("A").unwrap().with_axes([1, 72, 1, 1]);
     let few = zoo::named("mixtral-8x7b").unwrap().work(true);
-    let ds = r.check(&few, &rack(1), false);
+    let ds = r.check(&few, &rack(1), None, false);
     let d = only(&ds, "T1222");
     assert!(d.is_error() && d.message.contains("64 ranks would have none"), "{d:#?}");
 }

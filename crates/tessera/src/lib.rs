@@ -9,6 +9,7 @@ pub mod bringup;
 pub mod charts;
 pub mod check;
 pub mod comm;
+pub mod doctor;
 pub mod drawings;
 pub mod drill;
 pub mod engine;
@@ -17,6 +18,7 @@ mod flight;
 mod guard;
 pub mod join;
 pub mod local;
+pub mod measure;
 mod model;
 pub mod modelled;
 mod page;
@@ -73,6 +75,12 @@ pub const CODES: &[&Code] = &[
     &bringup::T0045,
     &search::T0046,
     &search::T0047,
+    &measure::T0048,
+    &measure::T0049,
+    &measure::T0050,
+    &doctor::T0051,
+    &doctor::T0052,
+    &doctor::T0053,
 ];
 
 /// Every code of this build.

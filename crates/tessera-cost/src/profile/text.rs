@@ -179,6 +179,14 @@ impl Reader<'_> {
                 share: r.share(f, "share", b.map(|b| b.share)),
                 start_ns: r.positive(f, "start_ns", b.map(|b| b.start_ns)),
                 reserved_bytes: r.positive(f, "reserved_bytes", b.map(|b| b.reserved_bytes)),
+                cached_bytes: r.positive(f, "cached_bytes", Some(b.map_or(0.0, |b| b.cached_bytes))),
+                cached_times: r.ranged(
+                    f,
+                    "cached_times",
+                    Some(b.map_or(1.0, |b| b.cached_times)),
+                    1.0,
+                    1000.0,
+                ),
                 source: f.text("source", None),
             }),
             host: self.part(fields, "host", base.map(|b| &b.host), |r, f, b| Host {
@@ -337,7 +345,13 @@ fn tables(out: &mut String, path: &str, c: &Curves, base: Option<&Curves>) {
     table(
         "memory",
         base.is_some_and(|b| b.memory == *x),
-        &[("share", x.share), ("start_ns", x.start_ns), ("reserved_bytes", x.reserved_bytes)],
+        &[
+            ("share", x.share),
+            ("start_ns", x.start_ns),
+            ("reserved_bytes", x.reserved_bytes),
+            ("cached_bytes", x.cached_bytes),
+            ("cached_times", x.cached_times),
+        ],
         String::new(),
         &x.source,
     );

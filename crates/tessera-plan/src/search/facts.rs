@@ -122,10 +122,11 @@ impl Prices<'_> {
         let own = load.rows * f64::from(c.layout.ep) / top_k as f64 / (1.0 - load.dropped).max(1e-9) / ranks;
         let bytes = dispatch_bytes(own, width, load.copies * load.busiest_link, c.layout.wire);
         let span = self.spans(c).ep;
-        let op = CollectiveOp::AllToAll;
-        let ns = self.q.machine.collective(op, buffer_bytes(bytes, c.layout.ep), span).ns;
+        let t = self.q.machine.collective(CollectiveOp::AllToAll, buffer_bytes(bytes, c.layout.ep), span);
+        // Over several domains the slower links set the pace: what crosses them counts, against their rate.
         let class = if span.domains > 1 { LinkClass::Out } else { LinkClass::Domain };
-        let line_bytes_per_s = self.q.machine.cluster.link(class).bytes_per_s.value;
+        let bytes = if span.domains > 1 { t.sent[LinkClass::Out as usize] } else { bytes };
+        let (ns, line_bytes_per_s) = (t.ns, self.q.machine.cluster.link(class).bytes_per_s.value);
         Some(ExchangeFacts { bytes, ns, line_bytes_per_s })
     }
 }

@@ -393,8 +393,13 @@ fn capacity(experts: Option<&ExpertFacts>, t: &Thresholds) -> Gate {
         return gate(0.0, high, Verdict::NotApplicable, says.to_string());
     };
     let pct = f64::from(e.capacity_pct);
-    let verdict = if (low..=high).contains(&pct) { Verdict::Pass } else { Verdict::Warn };
-    let says = format!("{pct} % of {low} to {high} %; {:.2} % of assignments are dropped", e.dropped * 100.0);
+    let dropped = e.dropped * 100.0;
+    let inside = (low..=high).contains(&pct) && dropped <= t.dropped_most_pct;
+    let verdict = if inside { Verdict::Pass } else { Verdict::Warn };
+    let says = format!(
+        "{pct} % of {low} to {high} %; {dropped:.2} % of assignments are dropped, of {} % at most",
+        t.dropped_most_pct
+    );
     gate(pct, if pct < low { low } else { high }, verdict, says)
 }
 

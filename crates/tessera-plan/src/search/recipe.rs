@@ -122,7 +122,7 @@ factor of 1.25, e4m3 with f32 sums and fp8 on the wire.",
         job: Job::Train { batch: 144, sequence: 4096 },
         objective: Objective::Throughput,
         says: "tp=8, ep=6, pp=3, dp=1, which are 144 ranks; two or three stages and micro-batches to fill bubbles.",
-        ours: "144 sequences of 4,096 tokens a step, enough micro-batches for a bubble below a tenth.",
+        ours: "144 sequences of 4,096 tokens a step; the size of a micro-batch is left to the search.",
     },
     Recipe {
         name: "sr-moe",
@@ -236,11 +236,11 @@ impl Recipe {
     /// What its arithmetic comes to for a model on a cluster: the product of the axes, uneven heads and experts, and
     /// which groups leave a domain. An error refuses it; warnings are prices that it pays.
     #[must_use]
-    pub fn check(&self, work: &Work, cluster: &Cluster, strict: bool) -> Diagnostics {
+    pub fn check(&self, work: &Work, cluster: &Cluster, devices: Option<u32>, strict: bool) -> Diagnostics {
         let mut ds = Vec::new();
         let what = format!("recipe {}", self.name);
         let experts = work.experts().map_or(0, |(e, _)| e);
-        let devices = cluster.devices();
+        let devices = devices.unwrap_or(u32::MAX).min(cluster.devices());
         if self.ranks() > u64::from(devices) {
             let [tp, ep, pp, dp] = self.axes;
             let racks = self.ranks().div_ceil(u64::from((devices / cluster.racks.max(1)).max(1)));
@@ -321,7 +321,7 @@ fn uneven(
     let loss = 100.0 * (most * n) as f64 / units as f64 - 100.0;
     let have = |ranks: u64| if ranks == 1 { "1 rank has".to_string() } else { format!("{ranks} ranks have") };
     let message = format!(
-        "{units} {unit}s over {axis}={parts} are {each:.2} each: {} {most}, {} {}, and the slowest takes {loss:.1} % \
+        "{units} {unit}s over {axis}={parts} are {each:.2} each: {} {most}, {} {}, and the slowest takes {loss:.2} % \
 longer than an even cut",
         have(full),
         have(n - full),

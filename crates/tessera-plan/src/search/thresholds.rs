@@ -71,6 +71,8 @@ thresholds! {
         capacity_least_pct: Count,
         /// The same, at most.
         capacity_most_pct: Count,
+        /// Assignments to experts that are dropped, in per cent, at most.
+        dropped_most_pct: Count,
     }
     collectives {
         /// Share of collective time that is hidden, at least.

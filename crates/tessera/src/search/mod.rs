@@ -13,13 +13,17 @@ pub use rows::{Asked, Subject, rows, rows_why};
 pub use sheet::Sheet;
 pub use video::{VideoAsked, pins as video_pins, video, video_why};
 
+pub(crate) use rows::question;
+pub(crate) use video::found as video_found;
+
 use std::path::Path;
 
+pub use tessera_cost::Machine;
 pub use tessera_cost::moe::Routing;
 pub use tessera_plan::search::{Job, Objective};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_cost::{Machine, Profile};
+use tessera_cost::Profile;
 use tessera_mesh::{Cluster, clusters};
 use tessera_plan::search::Pins;
 use tessera_plan::search::thresholds::Thresholds;

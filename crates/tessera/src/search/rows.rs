@@ -6,6 +6,7 @@ use serde_json::json;
 use tessera_base::{Bytes, Diagnostic, Diagnostics, Nanoseconds, choices, nearest};
 use tessera_cost::Machine;
 use tessera_cost::bars::{Bar, Kind};
+use tessera_cost::knobs::Recompute;
 use tessera_cost::moe::Routing;
 use tessera_mesh::Tier;
 use tessera_models::{LanguageModel, zoo};
@@ -22,8 +23,8 @@ use tessera_report::html::{
 };
 use tessera_report::timeline::Timeline;
 
-use super::hints::Needs;
 use super::advice::advice;
+use super::hints::Needs;
 use super::sheet::timeline_of;
 use super::{Sheet, T0047, hints};
 
@@ -63,6 +64,9 @@ pub struct Asked {
     pub command: String,
 }
 
+/// Share of a step from which a difference is told.
+const WORTH_TELLING: f64 = 0.002;
+
 /// A question with what came with it.
 struct Posed {
     question: Question,
@@ -78,7 +82,16 @@ struct Posed {
 pub fn rows(asked: &Asked) -> Result<Sheet, Diagnostics> {
     let posed = pose(asked)?;
     let outcome = search(&posed.question);
-    Ok(sheet(asked, &posed, &outcome))
+    let mut sheet = sheet(asked, &posed, &outcome);
+    sheet.json["asked"] = crate::doctor::asked_json(asked);
+    Ok(sheet)
+}
+
+/// The question as a search takes it, and its title.
+pub(crate) fn question(asked: &Asked) -> Result<(Question, String), Diagnostics> {
+    let posed = pose(asked)?;
+    let title = title(&posed);
+    Ok((posed.question, title))
 }
 
 /// Says what becomes of one arrangement, or of those that some pins leave.
@@ -86,7 +99,7 @@ pub fn rows(asked: &Asked) -> Result<Sheet, Diagnostics> {
 /// # Errors
 /// What is wrong with the model's config, and why a recipe cannot be.
 pub fn rows_why(asked: &Asked, pins: &Pins) -> Result<(bool, String), Diagnostics> {
-    let posed = pose(asked)?;
+    let posed = pose_for(asked, true)?;
     let q = &posed.question;
     let answer = why(q, pins);
     let mut out = format!("{} on {}\n", pins.text(), place(q));
@@ -118,7 +131,8 @@ pub fn rows_why(asked: &Asked, pins: &Pins) -> Result<(bool, String), Diagnostic
             out += &format!("legal; {better} of {legal} legal arrangements are better\n");
             out += &format!("  this  {}\n        {}\n", short(ranked), Pins::of(&ranked.candidate).text());
             out += &format!("  best  {}\n        {}\n", short(best), Pins::of(&best.candidate).text());
-            let costs: Vec<_> = terms.iter().filter(|t| (t.here_ns - t.best_ns).abs() > 1.0).collect();
+            let least = best.estimate.step_ns * WORTH_TELLING;
+            let costs: Vec<_> = terms.iter().filter(|t| (t.here_ns - t.best_ns).abs() > least).collect();
             if !costs.is_empty() {
                 out += "what it costs against the best, per step\n";
             }
@@ -142,6 +156,11 @@ pub fn rows_why(asked: &Asked, pins: &Pins) -> Result<(bool, String), Diagnostic
 }
 
 fn pose(asked: &Asked) -> Result<Posed, Diagnostics> {
+    pose_for(asked, false)
+}
+
+/// `elsewhere`: what is asked about is another mesh than a recipe's own, which then only brings model, job and knobs.
+fn pose_for(asked: &Asked, elsewhere: bool) -> Result<Posed, Diagnostics> {
     let (recipe, model) = match &asked.subject {
         Subject::Recipe(name) => {
             let r = recipe::find(name).map_err(|d| vec![*d])?;
@@ -166,12 +185,18 @@ fn pose(asked: &Asked) -> Result<Posed, Diagnostics> {
     let mut warnings = Vec::new();
     let mut question = match recipe {
         Some(r) => {
-            let found = r.check(&work, &asked.machine.cluster, asked.strict);
-            if found.iter().any(Diagnostic::is_error) {
+            let found = r.check(&work, &asked.machine.cluster, asked.devices, asked.strict);
+            if !elsewhere && found.iter().any(Diagnostic::is_error) {
                 return Err(found);
             }
-            warnings = found;
-            r.question(work, asked.machine.clone(), routing, asked.strict)
+            let mut q = r.question(work, asked.machine.clone(), routing, asked.strict);
+            if elsewhere {
+                q.pins = Pins { tp: None, ep: None, pp: None, dp: None, ..q.pins };
+                q.space.devices = asked.machine.cluster.devices();
+            } else {
+                warnings = found;
+            }
+            q
         }
         None => {
             let mut space = Space::of(&work, job, &asked.machine.cluster);
@@ -212,7 +237,15 @@ fn config(path: &Path) -> Result<LanguageModel, Diagnostics> {
     let text = std::fs::read_to_string(path).map_err(|e| {
         vec![Diagnostic::error(&T0047, format!("{name} cannot be read: {e}")).at(name.clone(), "this file")]
     })?;
-    LanguageModel::parse(&name, &text)
+    let model = LanguageModel::parse(&name, &text)?;
+    // People know a model by its folder; its class is that of many.
+    let folder = path.parent().and_then(Path::file_name).map(|n| n.to_string_lossy().into_owned());
+    Ok(match folder {
+        Some(folder) if path.file_name().is_some_and(|n| n == "config.json") => {
+            LanguageModel { name: folder, ..model }
+        }
+        _ => model,
+    })
 }
 
 fn sheet(asked: &Asked, posed: &Posed, outcome: &Outcome) -> Sheet {
@@ -256,8 +289,12 @@ fn fill(sheet: &mut Sheet, q: &Question, outcome: &Outcome, best: &Ranked) {
     let missed = best.gates.iter().filter(|g| g.verdict == gates::Verdict::Fail).count();
     let warned = best.gates.iter().filter(|g| g.verdict == gates::Verdict::Warn).count();
     page.standing = if missed + warned > 0 { Standing::Warns } else { Standing::Good };
+    let dropped = match best.dropped * 100.0 {
+        pct if pct >= 1.0 => format!("; {pct:.0} % of the assignments to experts are dropped"),
+        _ => String::new(),
+    };
     page.says = format!(
-        "{}; {} of {} arrangements are legal{}",
+        "{}; {} of {} arrangements are legal{dropped}{}",
         mesh(&best.candidate),
         outcome.legal,
         outcome.considered,
@@ -443,7 +480,9 @@ fn knobs(c: &Candidate) -> String {
     }
     out.push(format!("micro-batch {}", c.micro_batch));
     out.push(l.precision.name().to_string());
-    out.push(format!("recompute {}", c.recompute.name()));
+    if c.recompute != Recompute::None {
+        out.push(format!("recompute {}", c.recompute.name()));
+    }
     out.join(", ")
 }
 
@@ -548,7 +587,7 @@ fn remedies(q: &Question, best: &Ranked) -> Vec<Remedy> {
 
 fn sources(p: &Posed, outcome: &Outcome) -> Vec<String> {
     let q = &p.question;
-    let (cluster, profile) = (&q.machine.cluster, &q.machine.profile);
+    let profile = &q.machine.profile;
     let mut out = vec![format!(
         "Estimated from op rows of {} under the executor profile {}: no program was lowered, nothing can be run from this.",
         q.work.name, profile.name
@@ -558,12 +597,6 @@ fn sources(p: &Posed, outcome: &Outcome) -> Vec<String> {
         if p.fused { "one fused kernel that keeps no scores" } else { "unfused" },
         q.routing.name()
     ));
-    if !cluster.measured {
-        out.push(format!(
-            "{}: every figure is published or assumed, none was measured by this project.",
-            cluster.title
-        ));
-    }
     if let Some(r) = &p.recipe {
         out.push(format!("The guide says: {} Ours: {}", r.says, r.ours));
     }

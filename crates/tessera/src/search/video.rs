@@ -43,8 +43,8 @@ pub struct VideoAsked<'a> {
     pub decode_ns: Option<f64>,
     /// Encode of the anchor, likewise.
     pub encode_ns: Option<f64>,
-    /// Whether ranks may share decode and encode.
-    pub shared_decode: bool,
+    /// Whether one rank decodes and encodes whole chunks; otherwise ranks may share them.
+    pub whole_decode: bool,
     /// The command, to be shown on the page.
     pub command: String,
 }
@@ -107,6 +107,20 @@ pub fn video_why(asked: &VideoAsked<'_>, pins: &Pins) -> Result<(bool, String), 
     }
 }
 
+/// What a search under other pins finds, with the question it answered handed to `then`.
+pub(crate) fn found<R>(
+    asked: &VideoAsked<'_>,
+    pins: &Pins,
+    then: impl FnOnce(&Question<'_>, Outcome) -> R,
+) -> R {
+    let logical = logical(&asked.model.video);
+    let call = steady(&logical);
+    let mut q = question(asked, &logical, &call, studio(asked, &logical));
+    q.pins = *pins;
+    let outcome = video::search(&q);
+    then(&q, outcome)
+}
+
 fn question<'a>(
     asked: &'a VideoAsked<'_>,
     logical: &'a Logical,
@@ -146,7 +160,7 @@ fn studio(asked: &VideoAsked<'_>, l: &Logical) -> Studio {
     };
     let decode_ns = asked.decode_ns.or_else(|| priced("decode"));
     let encode_ns = asked.encode_ns.or_else(|| priced("encode")).unwrap_or(0.0);
-    let shared = asked.shared_decode.then_some(SHARED);
+    let shared = (!asked.whole_decode).then_some(SHARED);
     match decode_ns {
         Some(ns) => Studio::of(stream.chunk_frames, ns, encode_ns, stream.recompute, shared),
         None => Studio::NONE,
@@ -389,6 +403,7 @@ fn numbers(asked: &VideoAsked<'_>, outcome: &Outcome) -> serde_json::Value {
     json!({
         "model": asked.model.name,
         "from": "lowered programs",
+        "asked": {"machine": crate::doctor::machine_json(&asked.machine)},
         "cluster": asked.machine.cluster.name,
         "profile": asked.machine.profile.name,
         "considered": outcome.considered,
