@@ -8,6 +8,7 @@ mod total;
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::ops::Range;
 
 use tessera_cost::knobs::{Layout, Recompute, Schedule, Scheme};
 use tessera_cost::layer::{LayerCost, Load, Spans, layer};
@@ -20,7 +21,7 @@ use tessera_mesh::Precision;
 
 use super::budget::{Held, Totals, cache_share};
 use super::legal::Rules;
-use super::stages::{Balance, Kinds, dearest};
+use super::stages::{Balance, Cut, Kinds};
 use super::{Candidate, Job, Question, Times};
 
 /// Prices under one question, each layer's kept.
@@ -45,7 +46,9 @@ pub(super) struct Prices<'a> {
     loads: Memo<(u32, u64, u32), ExpertLoad>,
     wires: Memo<(u32, u64, u32, u32), Transfer>,
     balance: Balance,
-    cuts: Memo<u32, Vec<Vec<u32>>>,
+    /// Cuts for so many stages of so many pieces each: a range of `cut`.
+    cuts: Memo<(u32, u32), Range<usize>>,
+    cut: Vec<Cut>,
 }
 
 /// Looked up, never listed, so that its order is not seen.
@@ -140,6 +143,8 @@ pub(super) struct Node {
     first: Brief,
     last: Brief,
     pub load: Option<ExpertLoad>,
+    /// Cuts that were chosen, by stages and pieces.
+    cuts: Vec<((u32, u32), usize)>,
     /// Micro-batches of the fullest replica.
     pub micro_batches: u32,
     /// One boundary between stages, one direction.
@@ -153,8 +158,8 @@ pub(super) struct Node {
 /// Layers over stages.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Pipe {
-    /// Borders of pieces.
-    pub cuts: Vec<u32>,
+    /// Which cut of the layers.
+    cut: usize,
     /// Time of one micro-batch on each stage, all directions.
     pub stages: Vec<f64>,
     /// Everything that the slowest stage does with one micro-batch.
@@ -170,15 +175,17 @@ pub(super) struct Pipe {
     /// Waiting over the whole step, and sends between stages.
     bubble_ns: f64,
     sends_ns: f64,
-    /// What each stage holds.
+    /// What the stages hold that may be the fullest: those that none of the others covers.
     held: Vec<Held>,
-    /// Stages that may be the fullest.
-    fullest: [usize; 4],
-    /// Stage with most weights.
-    heavy: usize,
+    /// What the stage holds that has most weights.
+    heavy: Held,
+    /// Most bytes of keys and values on a stage.
+    cache_bytes: f64,
     /// Layers with experts on the stage that has most, and layers.
     expert_layers: f64,
     layers: f64,
+    /// Micro-batches whose activations the first stage holds.
+    in_flight: f64,
     /// Whether times are those of what is held.
     timed: bool,
 }
@@ -186,7 +193,7 @@ pub(super) struct Pipe {
 impl Pipe {
     /// Bytes of keys and values on the stage that has most.
     pub fn cache_bytes(&self) -> f64 {
-        self.held.iter().map(|h| h.cache_bytes).fold(0.0, f64::max)
+        self.cache_bytes
     }
 
     /// Bytes kept for the backward pass on the stage that has most.
@@ -196,7 +203,7 @@ impl Pipe {
 
     /// Micro-batches whose activations the first stage holds, of so many.
     pub fn in_flight(&self, micro_batches: u32) -> f64 {
-        self.held.first().map_or(0.0, |h| h.in_flight).min(f64::from(micro_batches))
+        self.in_flight.min(f64::from(micro_batches))
     }
 }
 
@@ -251,6 +258,7 @@ impl<'a> Prices<'a> {
             wires: Memo::default(),
             balance: Balance::of(q, &kinds),
             cuts: Memo::default(),
+            cut: Vec::new(),
             kinds,
         }
     }
@@ -286,6 +294,7 @@ impl<'a> Prices<'a> {
         };
         out.layers.clear();
         out.cost.clear();
+        out.cuts.clear();
         for (kind, (dense, moe)) in self.rows.iter().enumerate() {
             let kind = kind as u8;
             let mut cost = *self
@@ -341,21 +350,38 @@ impl<'a> Prices<'a> {
     }
 
     /// Puts a node's layers into stages under the candidate's schedule: who holds what.
-    pub fn pipe(&mut self, c: &Candidate, node: &Node, out: &mut Pipe) {
-        let pieces = c.pp * c.interleave.max(1);
-        let options = self.cuts.entry(pieces).or_insert_with(|| self.balance.cuts(&self.kinds, pieces));
-        let ends = (node.first.all.ns(), node.last.all.ns());
-        let mut least = f64::INFINITY;
-        for option in options.iter() {
-            let dearest =
-                if options.len() == 1 { 0.0 } else { dearest(&self.kinds, &node.cost, ends, c.pp, option) };
-            if dearest < least {
-                least = dearest;
-                out.cuts.clone_from(option);
+    pub fn pipe(&mut self, c: &Candidate, node: &mut Node, out: &mut Pipe) {
+        let (pp, v) = (c.pp, c.interleave.max(1));
+        out.cut = match node.cuts.iter().find(|(key, _)| *key == (pp, v)) {
+            Some((_, cut)) => *cut,
+            None => {
+                let cut = self.choose(node, pp, v);
+                node.cuts.push(((pp, v), cut));
+                cut
             }
-        }
+        };
         self.hold(c, node, out);
         out.timed = false;
+    }
+
+    /// The cut over so many stages of so many pieces whose dearest stage takes least.
+    fn choose(&mut self, node: &Node, stages: u32, pieces: u32) -> usize {
+        let options = self.cuts.entry((stages, pieces)).or_insert_with(|| {
+            let begin = self.cut.len();
+            self.cut.extend(self.balance.cuts(&self.kinds, stages, pieces));
+            begin..self.cut.len()
+        });
+        let ends = (node.first.all.ns(), node.last.all.ns());
+        let (mut least, mut best) = (f64::INFINITY, options.start);
+        if options.len() > 1 {
+            for option in options.clone() {
+                let dearest = self.cut[option].dearest(&node.cost, ends);
+                if dearest < least {
+                    (least, best) = (dearest, option);
+                }
+            }
+        }
+        best
     }
 
     /// Times of the stages, and what they wait.
@@ -368,7 +394,7 @@ impl<'a> Prices<'a> {
         let (mut slowest, mut at, mut mean) = ((-1.0, [0.0; 3], 0.0), 0, [0.0; 3]);
         for stage in 0..pp {
             let (mut device, mut host) = ([0.0; 3], [0.0; 3]);
-            self.each(c, node, &out.cuts, stage, |n, cost| {
+            self.each(c, node, out.cut, stage, |n, cost| {
                 for i in 0..3 {
                     device[i] += n * cost.ns[i];
                     host[i] += n * cost.launches[i] * launch;
@@ -385,7 +411,7 @@ impl<'a> Prices<'a> {
         }
         let (work_ns, took, launch_ns) = slowest;
         let mut part = Part::default();
-        self.each(c, node, &out.cuts, at, |n, cost| part += cost.all * n);
+        self.each(c, node, out.cut, at, |n, cost| part += cost.all * n);
         out.part = part;
 
         let hidden =
@@ -425,55 +451,84 @@ impl<'a> Prices<'a> {
         }
     }
 
-    /// What each stage holds, and which may be the fullest: the first (most in flight, the embedding), its neighbour, the
-    /// last (the head) and the one with most weights.
+    /// What the stages hold that may be the fullest: the first (most in flight, the embedding), its neighbour, the last
+    /// (the head) and the one with most weights.
     fn hold(&self, c: &Candidate, node: &Node, out: &mut Pipe) {
-        let train = self.train();
-        let (pp, l) = (c.pp, &c.layout);
-        let most = if train { in_flight(c.schedule, pp, c.interleave, node.micro_batches) } else { 0.0 };
-        // One behind the other starts one later; where weight gradients wait, all hold alike.
-        let later = matches!(c.schedule, Schedule::OneFOneB | Schedule::Interleaved);
-        let sequences = self.q.job.batch().div_ceil(u64::from(c.replicas)) as f64;
-        let cached = if train { 0.0 } else { sequences * self.q.job.context() as f64 };
-        let cached = cached * cache_bytes(l.precision) * cache_share(self.q.work.kv_heads, l);
-
-        (out.expert_layers, out.layers, out.heavy) = (0.0, 0.0, 0);
-        out.held.clear();
-        let mut heaviest = -1.0;
-        for stage in 0..pp {
-            let ahead = if later { f64::from(stage) } else { 0.0 };
-            let mut h = Held {
-                send_bytes: node.send_bytes,
-                weight_shards: f64::from(c.replicas),
-                expert_shards: f64::from(c.expert_replicas),
-                in_flight: (most - ahead).max(most.min(1.0)),
-                ..Held::default()
-            };
-            self.each(c, node, &out.cuts, stage, |n, cost| {
-                h.weights += n * cost.weights;
-                h.expert_weights += n * cost.expert_weights;
-                h.keep_bytes += n * cost.keep_bytes;
-                h.working_bytes = h.working_bytes.max(cost.working_bytes);
-                h.layer_weights = h.layer_weights.max(cost.weights + cost.expert_weights);
-                h.weight_shards = h.weight_shards.max(f64::from(c.replicas) * cost.weight_copies);
-            });
-            let (mut moe, mut any) = (0.0, 0.0);
-            for (kind, (_, rows)) in self.rows.iter().enumerate() {
-                let n = self.layers_of(c, &out.cuts, stage, kind);
-                h.cache_bytes += n * self.cache[kind] * cached;
+        let cut = &self.cut[out.cut];
+        (out.expert_layers, out.layers, out.cache_bytes) = (0.0, 0.0, 0.0);
+        let cached = self.cache_of(c);
+        let (mut heaviest, mut heavy) = (-1.0, 0);
+        for stage in 0..c.pp {
+            let (mut moe, mut any, mut weights, mut cache) = (0.0, 0.0, 0.0, 0.0);
+            for (kind, n) in cut.layers(stage).iter().enumerate() {
                 any += n;
-                moe += if rows.is_empty() { 0.0 } else { n };
+                moe += if self.rows[kind].1.is_empty() { 0.0 } else { *n };
+                weights += n * (node.layers[kind].weights + node.layers[kind].expert_weights);
+                cache += n * self.cache[kind] * cached;
             }
+            weights += if stage == 0 { node.first.weights } else { 0.0 };
+            weights += if stage + 1 == c.pp { node.last.weights } else { 0.0 };
             out.expert_layers = out.expert_layers.max(moe);
             out.layers = out.layers.max(any);
-            if h.weights + h.expert_weights > heaviest {
-                heaviest = h.weights + h.expert_weights;
-                out.heavy = stage as usize;
+            out.cache_bytes = out.cache_bytes.max(cache);
+            if weights > heaviest {
+                (heaviest, heavy) = (weights, stage);
             }
-            out.held.push(h);
         }
-        let end = out.held.len() - 1;
-        out.fullest = [0, end.min(1), end, out.heavy];
+        let most = match self.train() {
+            true => in_flight(c.schedule, c.pp, c.interleave, node.micro_batches),
+            false => 0.0,
+        };
+        out.heavy = self.held(c, node, out.cut, heavy, most);
+        out.held.clear();
+        out.held.push(out.heavy);
+        for stage in [0, 1, c.pp - 1] {
+            if stage < c.pp && stage != heavy {
+                let h = self.held(c, node, out.cut, stage, most);
+                if !out.held.iter().any(|o| covers(o, &h)) {
+                    out.held.retain(|o| !covers(&h, o));
+                    out.held.push(h);
+                }
+            }
+        }
+        out.in_flight = most;
+    }
+
+    /// What one stage holds, with so many micro-batches in flight on the first.
+    fn held(&self, c: &Candidate, node: &Node, cut: usize, stage: u32, most: f64) -> Held {
+        // One behind the other starts one later; where weight gradients wait, all hold alike.
+        let later = matches!(c.schedule, Schedule::OneFOneB | Schedule::Interleaved);
+        let ahead = if later { f64::from(stage) } else { 0.0 };
+        let mut h = Held {
+            send_bytes: node.send_bytes,
+            weight_shards: f64::from(c.replicas),
+            expert_shards: f64::from(c.expert_replicas),
+            in_flight: (most - ahead).max(most.min(1.0)),
+            ..Held::default()
+        };
+        self.each(c, node, cut, stage, |n, cost| {
+            h.weights += n * cost.weights;
+            h.expert_weights += n * cost.expert_weights;
+            h.keep_bytes += n * cost.keep_bytes;
+            h.working_bytes = h.working_bytes.max(cost.working_bytes);
+            h.layer_weights = h.layer_weights.max(cost.weights + cost.expert_weights);
+            h.weight_shards = h.weight_shards.max(f64::from(c.replicas) * cost.weight_copies);
+        });
+        let cached = self.cache_of(c);
+        for (n, numbers) in self.cut[cut].layers(stage).iter().zip(&self.cache) {
+            h.cache_bytes += n * numbers * cached;
+        }
+        h
+    }
+
+    /// Bytes that one number of one token's keys and values comes to on a rank, over all its sequences.
+    fn cache_of(&self, c: &Candidate) -> f64 {
+        if self.train() {
+            return 0.0;
+        }
+        let sequences = self.q.job.batch().div_ceil(u64::from(c.replicas)) as f64;
+        let tokens = sequences * self.q.job.context() as f64;
+        tokens * cache_bytes(c.layout.precision) * cache_share(self.q.work.kv_heads, &c.layout)
     }
 
     /// Whether dispatch and combine of one micro-batch run beside another's products: two are under way at once.
@@ -505,8 +560,8 @@ impl<'a> Prices<'a> {
     }
 
     /// Layers of one stage, as ranges of one piece each.
-    pub fn pieces(&self, c: &Candidate, cuts: &[u32], stage: u32) -> Vec<std::ops::Range<u64>> {
-        let at = |i: u32| u64::from(cuts[i as usize]);
+    pub fn pieces(&self, c: &Candidate, pipe: &Pipe, stage: u32) -> Vec<Range<u64>> {
+        let at = |i: u32| u64::from(self.cut[pipe.cut].borders[i as usize]);
         (0..c.interleave.max(1)).map(|v| v * c.pp + stage).map(|i| at(i)..at(i + 1)).collect()
     }
 
@@ -514,18 +569,11 @@ impl<'a> Prices<'a> {
         matches!(self.q.job, Job::Train { .. })
     }
 
-    /// Layers of a kind on a stage.
-    fn layers_of(&self, c: &Candidate, cuts: &[u32], stage: u32, kind: usize) -> f64 {
-        let piece = |v: u32| (v * c.pp + stage) as usize;
-        (0..c.interleave.max(1)).map(|v| self.kinds.count(kind, cuts[piece(v)], cuts[piece(v) + 1])).sum()
-    }
-
     /// What a stage runs: each layer's cost and how many there are, the ends included.
-    fn each(&self, c: &Candidate, node: &Node, cuts: &[u32], stage: u32, mut with: impl FnMut(f64, &Brief)) {
-        for (kind, cost) in node.layers.iter().enumerate() {
-            let n = self.layers_of(c, cuts, stage, kind);
-            if n > 0.0 {
-                with(n, cost);
+    fn each(&self, c: &Candidate, node: &Node, cut: usize, stage: u32, mut with: impl FnMut(f64, &Brief)) {
+        for (n, cost) in self.cut[cut].layers(stage).iter().zip(&node.layers) {
+            if *n > 0.0 {
+                with(*n, cost);
             }
         }
         if stage == 0 {
@@ -567,6 +615,17 @@ impl<'a> Prices<'a> {
         let domain = self.q.machine.cluster.domain.max(1);
         self.rules.devices > domain && !domain.is_multiple_of(ranks)
     }
+}
+
+/// Whether one stage holds at least as much as another of everything.
+fn covers(a: &Held, b: &Held) -> bool {
+    a.weights >= b.weights
+        && a.expert_weights >= b.expert_weights
+        && a.keep_bytes * a.in_flight >= b.keep_bytes * b.in_flight
+        && a.working_bytes >= b.working_bytes
+        && a.layer_weights >= b.layer_weights
+        && a.cache_bytes >= b.cache_bytes
+        && a.weight_shards <= b.weight_shards
 }
 
 /// Bytes of a number in the cache: at the products' precision, but not below one.

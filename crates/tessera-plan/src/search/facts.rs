@@ -94,7 +94,7 @@ impl Prices<'_> {
             let whole = Candidate { recompute: Recompute::None, ..*c };
             let (mut n, mut p) = (Node::default(), Pipe::default());
             self.node(&whole, &mut n);
-            self.pipe(&whole, &n, &mut p);
+            self.pipe(&whole, &mut n, &mut p);
             plain = plain.max(p.kept_bytes());
         }
         let sequences = self.q.job.batch().div_ceil(u64::from(c.replicas)) as f64;

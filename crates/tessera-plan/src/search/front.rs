@@ -34,6 +34,11 @@ impl Point {
         (a.0.total_cmp(&b.0)).then(a.1.total_cmp(&b.1)).then(self.candidate.cmp(&other.candidate)).is_lt()
     }
 
+    /// Whether this is better by the objective alone.
+    pub fn ahead(&self, other: &Point, objective: Objective) -> bool {
+        self.score(objective) < other.score(objective)
+    }
+
     /// Whether this is at least as good in everything.
     fn covers(&self, other: &Point) -> bool {
         self.step_ns <= other.step_ns && self.rate >= other.rate && self.bytes <= other.bytes

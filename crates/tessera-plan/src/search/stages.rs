@@ -34,17 +34,17 @@ impl Balance {
         }
     }
 
-    /// Cuts into so many pieces, each once.
-    pub fn cuts(&self, kinds: &Kinds, pieces: u32) -> Vec<Vec<u32>> {
-        let mut out: Vec<Vec<u32>> = Vec::new();
+    /// Cuts over so many stages of so many pieces each, each cut once.
+    pub fn cuts(&self, kinds: &Kinds, stages: u32, pieces: u32) -> Vec<Cut> {
+        let mut out: Vec<Cut> = Vec::new();
         for ends in AGAINST_ENDS {
             for others in AGAINST_OTHERS {
                 let weigh = |(flops, moe): &(f64, bool)| flops * ends * if *moe { others } else { 1.0 };
                 let cost: Vec<f64> = self.layers.iter().map(weigh).collect();
-                let mut cuts = Vec::new();
-                cut(kinds, &cost, self.ends, pieces, &mut cuts);
-                if !out.contains(&cuts) {
-                    out.push(cuts);
+                let mut borders = Vec::new();
+                cut(kinds, &cost, self.ends, stages * pieces, &mut borders);
+                if !out.iter().any(|c| c.borders == borders) {
+                    out.push(Cut::new(kinds, stages, borders));
                 }
             }
         }
@@ -52,23 +52,46 @@ impl Balance {
     }
 }
 
-/// Time of the stage that takes longest, where stage s has pieces s, s + stages, s + 2 · stages…
-pub(super) fn dearest(kinds: &Kinds, cost: &[f64], ends: (f64, f64), stages: u32, cuts: &[u32]) -> f64 {
-    let pieces = cuts.len() - 1;
-    let mut most = 0.0_f64;
-    for stage in 0..stages as usize {
-        let mut sum = if stage == 0 { ends.0 } else { 0.0 };
-        if stage + 1 == stages as usize {
-            sum += ends.1;
-        }
-        for piece in (stage..pieces).step_by(stages as usize) {
-            for (kind, each) in cost.iter().enumerate() {
-                sum += each * kinds.count(kind, cuts[piece], cuts[piece + 1]);
+/// Layers over stages. Stage s has the pieces s, s + stages, s + 2 · stages…
+#[derive(Debug, Clone)]
+pub(super) struct Cut {
+    /// Borders of pieces, one more than there are pieces.
+    pub borders: Vec<u32>,
+    /// Layers of each kind, stage by stage.
+    layers: Vec<f64>,
+    kinds: usize,
+}
+
+impl Cut {
+    fn new(kinds: &Kinds, stages: u32, borders: Vec<u32>) -> Cut {
+        let (n, stages) = (kinds.stacks.len(), stages as usize);
+        let mut layers = vec![0.0; n * stages];
+        for (piece, ends) in borders.windows(2).enumerate() {
+            for kind in 0..n {
+                layers[piece % stages * n + kind] += kinds.count(kind, ends[0], ends[1]);
             }
         }
-        most = most.max(sum);
+        Cut { borders, layers, kinds: n }
     }
-    most
+
+    /// Layers of each kind on a stage.
+    pub fn layers(&self, stage: u32) -> &[f64] {
+        &self.layers[stage as usize * self.kinds..][..self.kinds]
+    }
+
+    /// Time of the stage that takes longest, by the time of one layer of each kind and of the ends.
+    pub fn dearest(&self, cost: &[f64], ends: (f64, f64)) -> f64 {
+        let stages = self.layers.len() / self.kinds.max(1);
+        let mut most = 0.0_f64;
+        for stage in 0..stages {
+            let layers = self.layers[stage * self.kinds..][..self.kinds].iter();
+            let mut sum: f64 = layers.zip(cost).map(|(n, each)| n * each).sum();
+            sum += if stage == 0 { ends.0 } else { 0.0 };
+            sum += if stage + 1 == stages { ends.1 } else { 0.0 };
+            most = most.max(sum);
+        }
+        most
+    }
 }
 
 /// Which layers are alike, so that each is priced once.

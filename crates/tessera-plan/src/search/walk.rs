@@ -123,7 +123,26 @@ pub(super) struct Walk {
     pub better: u64,
     mark: Option<Point>,
     objective: Objective,
-    capacity_pinned: bool,
+}
+
+/// Counts of a walk that everything below a micro-batch may change.
+#[derive(Debug, Clone, Copy)]
+struct Tally {
+    legal: u64,
+    better: u64,
+    rejected: [u64; BELOW.len()],
+}
+
+/// Reasons that are found below a micro-batch.
+const BELOW: [Reason; 3] = [Reason::Layers, Reason::Schedule, Reason::Memory];
+
+impl Tally {
+    fn since(mut self, before: &Tally) -> Tally {
+        self.legal -= before.legal;
+        self.better -= before.better;
+        self.rejected.iter_mut().zip(before.rejected).for_each(|(n, b)| *n -= b);
+        self
+    }
 }
 
 /// Who holds the optimizer, where experts and old keys lie.
@@ -147,7 +166,6 @@ impl Walk {
             better: 0,
             mark,
             objective: q.objective,
-            capacity_pinned: q.pins.capacity_pct.is_some(),
         };
         let matters = Matters::of(&q.work, q.routing);
         let mut prices = Prices::new(q, devices);
@@ -173,6 +191,7 @@ impl Walk {
             return self.reject(prices, reason, below.mesh, &c);
         }
         let mut places = Vec::with_capacity(lists.places.len());
+        let mut twins = Vec::new();
         for &(scheme, ring) in &lists.schemes {
             (c.layout.scheme, c.layout.ring, c.micro_batch) = (scheme, ring, 0);
             if let Some(reason) = prices.rules.scheme(&c) {
@@ -190,8 +209,13 @@ impl Walk {
                     continue;
                 }
                 let alive = places.len() as u64;
+                let mut twins_of = None;
                 for &(wire, capacity) in &lists.wires {
                     (c.layout.wire, c.layout.capacity_pct) = (wire, capacity);
+                    if twins_of != Some(wire) {
+                        twins_of = Some(wire);
+                        twins.clear();
+                    }
                     for &micro_batch in &lists.micro_batches {
                         c.micro_batch = micro_batch;
                         if let Some(reason) = prices.rules.micro_batch(&c) {
@@ -209,9 +233,20 @@ impl Walk {
                                 self.count(Reason::Drops, below.recompute * alive, &c, || says);
                                 continue;
                             }
+                            // A capacity that drops nothing is none: what became of that one is counted again.
+                            let none = node.load.is_none_or(|l| l.dropped == 0.0);
+                            let key = (micro_batch, recompute);
+                            if let Some((_, twin)) = twins.iter().find(|(k, _)| none && *k == key) {
+                                self.again(twin);
+                                continue;
+                            }
+                            let before = self.tally();
                             for &(schedule, interleave) in &lists.schedules {
                                 (c.schedule, c.interleave) = (schedule, interleave);
                                 self.pipe(prices, c, &places, node, pipe);
+                            }
+                            if capacity == 0 {
+                                twins.push((key, self.tally().since(&before)));
                             }
                         }
                     }
@@ -254,7 +289,7 @@ impl Walk {
         prices: &mut Prices,
         mut c: Candidate,
         places: &[Place],
-        node: &Node,
+        node: &mut Node,
         pipe: &mut Pipe,
     ) {
         for reason in [Reason::Layers, Reason::Schedule] {
@@ -270,9 +305,6 @@ impl Walk {
             Point { step_ns, rate, bytes, candidate }
         };
         let least_ns = prices.least_ns(&c, node);
-        // A capacity that drops nothing is none.
-        let idle =
-            c.layout.capacity_pct > 0 && !self.capacity_pinned && node.load.is_some_and(|l| l.dropped == 0.0);
         // What is moved elsewhere only where it must be is the same arrangement where nothing must.
         let mut here: Option<(Optimizer, Point)> = None;
         for &(optimizer, experts_at, cache_at) in places {
@@ -284,7 +316,7 @@ impl Walk {
                 self.accept(&Point { candidate: c, ..p }, false);
                 continue;
             }
-            let fit = prices.fit(&c, pipe);
+            let fit = prices.fit(&c, node, pipe);
             if !fit.fits {
                 self.count(Reason::Memory, 1, &c, || too_much(prices, &fit.totals));
                 continue;
@@ -298,7 +330,24 @@ impl Walk {
             if at_home {
                 here = Some((optimizer, p));
             }
-            self.accept(&p, hope && !idle);
+            self.accept(&p, hope);
+        }
+    }
+
+    fn tally(&self) -> Tally {
+        let rejected = BELOW.map(|r| self.rejected.get(&r).map_or(0, |x| x.count));
+        Tally { legal: self.legal, better: self.better, rejected }
+    }
+
+    /// Counts once more what has been counted of the same arrangements under another name.
+    fn again(&mut self, t: &Tally) {
+        self.considered += t.legal + t.rejected.iter().sum::<u64>();
+        self.legal += t.legal;
+        self.better += t.better;
+        for (reason, n) in BELOW.iter().zip(t.rejected) {
+            if let Some(r) = self.rejected.get_mut(reason) {
+                r.count += n;
+            }
         }
     }
 
@@ -306,7 +355,7 @@ impl Walk {
     fn hope(&self, least: &Point) -> bool {
         self.best.wants(least)
             || !self.front.covered(least)
-            || self.mark.as_ref().is_some_and(|m| least.beats(m, self.objective))
+            || self.mark.as_ref().is_some_and(|m| least.ahead(m, self.objective))
     }
 
     /// Counts a legal candidate, and keeps it where it is new and worth it.
@@ -317,7 +366,7 @@ impl Walk {
             self.best.offer(p);
             self.front.offer(p);
         }
-        if self.mark.as_ref().is_some_and(|m| p.beats(m, self.objective)) {
+        if self.mark.as_ref().is_some_and(|m| p.ahead(m, self.objective)) {
             self.better += 1;
         }
     }
@@ -344,15 +393,15 @@ impl Prices<'_> {
         }
         let (mut node, mut pipe) = (Node::default(), Pipe::default());
         self.node(c, &mut node);
-        self.pipe(c, &node, &mut pipe);
-        let fit = self.fit(c, &pipe);
+        self.pipe(c, &mut node, &mut pipe);
+        let fit = self.fit(c, &node, &pipe);
         if !fit.fits {
             return Err(vec![(Reason::Memory, too_much(self, &fit.totals))]);
         }
         let sum = self.sum(c, &node, &mut pipe, fit);
         let stages = (0..c.pp)
             .map(|s| StageShare {
-                pieces: self.pieces(c, &pipe.cuts, s),
+                pieces: self.pieces(c, &pipe, s),
                 first: s == 0,
                 last: s + 1 == c.pp,
                 ns: pipe.stages[s as usize],

@@ -41,7 +41,7 @@ impl Prices<'_> {
 
         let (mut shared_ns, mut shared_all_ns, mut step_ns) = (0.0, 0.0, 0.0);
         if self.train() {
-            let h = &pipe.held[pipe.heavy];
+            let h = &pipe.heavy;
             let copies = f64::from(parameter_copies(c.schedule, c.pp));
             for (numbers, shards) in
                 [(h.weights * copies, h.weight_shards), (h.expert_weights * copies, h.expert_shards)]
@@ -161,25 +161,20 @@ impl Prices<'_> {
     }
 
     /// Bytes of the fullest stage, with as many experts and old keys elsewhere as must be: shares of both.
-    pub fn fit(&self, c: &Candidate, pipe: &Pipe) -> Fit {
+    pub fn fit(&self, c: &Candidate, node: &Node, pipe: &Pipe) -> Fit {
         let m = &self.q.machine;
         let limit = m.cluster.device.memory_bytes.value;
         let train = self.train();
-        let of = |stage: usize, cold: f64, old: f64| {
-            let h = Held { cold_share: cold, old_cache_share: old, ..pipe.held[stage] };
-            totals(m, c, train, &h)
+        let of = |h: &Held, cold: f64, old: f64| {
+            totals(m, c, train, &Held { cold_share: cold, old_cache_share: old, ..*h })
         };
         let fullest = |cold: f64, old: f64| {
-            let mut most = of(pipe.fullest[0], cold, old);
-            let mut seen = [pipe.fullest[0]; 4];
-            for (i, stage) in pipe.fullest.iter().enumerate().skip(1) {
-                if !seen[..i].contains(stage) {
-                    let t = of(*stage, cold, old);
-                    if t.tier(Tier::Hbm) > most.tier(Tier::Hbm) {
-                        most = t;
-                    }
+            let mut most = of(&pipe.held[0], cold, old);
+            for h in &pipe.held[1..] {
+                let t = of(h, cold, old);
+                if t.tier(Tier::Hbm) > most.tier(Tier::Hbm) {
+                    most = t;
                 }
-                seen[i] = *stage;
             }
             most
         };
@@ -203,13 +198,13 @@ impl Prices<'_> {
         let mut fits = over(&t) <= 0.0 && t.tier(Tier::Host) <= m.cluster.host_bytes.value;
         // What peers hold for others must fit beside their own.
         if fits && t.tier(Tier::Peer) > 0.0 {
-            let all: f64 = (0..pipe.held.len())
-                .map(|s| {
-                    let t = of(s, cold, old);
+            let all: f64 = (0..c.pp)
+                .map(|stage| {
+                    let t = of(&self.held(c, node, pipe.cut, stage, pipe.in_flight), cold, old);
                     t.tier(Tier::Hbm) + t.tier(Tier::Peer)
                 })
                 .sum();
-            fits = all <= limit * pipe.held.len() as f64;
+            fits = all <= limit * f64::from(c.pp);
         }
         Fit { fits, totals: t, cold_share: cold, old_share: old }
     }
@@ -225,7 +220,7 @@ impl Prices<'_> {
         sent: &mut [f64; 3],
     ) -> f64 {
         let m = &self.q.machine;
-        let h = &pipe.held[pipe.heavy];
+        let h = &pipe.heavy;
         let mut ns = 0.0;
         if let (true, Some(load), Some((experts, top_k))) = (cold > 0.0, &node.load, self.routed) {
             let ep = f64::from(c.layout.ep);
