@@ -4,6 +4,7 @@
 //! into local shapes and places temporaries. It knows no model by name, runs nothing, and never asks the judge:
 //! what it makes is a claim until [`tessera_ir::Bundle`] is sealed by another room.
 
+pub mod attention;
 mod lower;
 mod mapping;
 mod memory;
@@ -27,6 +28,8 @@ pub const CODES: &[&Code] = &[
     &mapping::T0604,
     &mapping::T0605,
     &lower::T0606,
+    &attention::T0607,
+    &attention::T0608,
     &search::T1200,
     &search::T1201,
     &search::T1202,

@@ -24,7 +24,7 @@ fn iteration_times_of_the_recomputation_paper() {
 }
 
 #[test]
-fn one_layer_in_five_variants_which_nothing_was_fitted_on() {
+fn one_layer_in_five_variants_of_a_model_whose_whole_was_fitted() {
     let (_, layers) = recomputation();
     let all: Vec<Pair> = layers.iter().flat_map(|l| [l.forward, l.backward]).collect();
     assert_eq!(all.len(), 10);

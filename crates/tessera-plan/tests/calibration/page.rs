@@ -23,8 +23,8 @@ below their bars. No number belongs to one row.
 
 What was fitted is one number: 300, the size at which one dim of a product costs it half of its rate, on the four
 iteration times of the 22B and the 175B model. It goes with the share of the peak that the largest products reach, which
-was set to 0.87 (about 270 of an A100's 312 TFLOP/s); with shares from 0.80 to 0.90, each with its own fitted size, all bars
-hold too. Everything else is taken from data sheets or is a constant of the executor whose source the profile names,
+was set to 0.87 (about 270 of an A100's 312 TFLOP/s).
+Everything else is taken from data sheets or is a constant of the executor whose source the profile names,
 `crates/tessera-cost/profiles/megatron.toml`. What is not marked *fitted* was held out.
 ";
 
@@ -60,7 +60,7 @@ fn layer(out: &mut String, layers: &[Layer]) {
         "
 ## One layer
 
-The same, table 4: a layer of the 22B model, micro-batch 4, tp 8, milliseconds. Held out.
+The same, table 4: a layer of the 22B model, micro-batch 4, tp 8, milliseconds. Not fitted by itself; the model's whole iterations were.
 
 | variant | forward | estimated | error | backward | estimated | error |
 | --- | --- | --- | --- | --- | --- | --- |

@@ -7,7 +7,7 @@ use tessera_report::mermaid::gantt;
 use tessera_report::perfetto::trace;
 use tessera_report::timeline::Window;
 
-use super::Sheet;
+use super::{Sheet, module};
 use crate::files::Folder;
 use crate::plan::Plan;
 
@@ -42,6 +42,9 @@ impl Sheet {
             folder.write("timeline.json", trace(&self.timeline).as_bytes())?;
             let whole = Window { start_ns: 0, end_ns: u64::MAX };
             folder.write("timeline.mmd", gantt(&self.timeline, whole).as_bytes())?;
+        }
+        if let Some(text) = &self.module {
+            folder.write(module::FILE, text.as_bytes())?;
         }
         if self.fits() {
             folder.write("env.sh", self.env.as_bytes())?;

@@ -4,6 +4,7 @@
 mod advice;
 mod folder;
 mod hints;
+mod module;
 mod rows;
 mod sheet;
 mod video;

@@ -26,7 +26,7 @@ use tessera_report::timeline::Timeline;
 use super::advice::advice;
 use super::hints::Needs;
 use super::sheet::timeline_of;
-use super::{Sheet, T0047, hints};
+use super::{Sheet, T0047, hints, module};
 
 /// Which model.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,7 +65,7 @@ pub struct Asked {
 }
 
 /// Share of a step from which a difference is told.
-const WORTH_TELLING: f64 = 0.002;
+pub(super) const WORTH_TELLING: f64 = 0.002;
 
 /// A question with what came with it.
 struct Posed {
@@ -143,8 +143,8 @@ pub fn rows_why(asked: &Asked, pins: &Pins) -> Result<(bool, String), Diagnostic
                     ("-", t.best_ns - t.here_ns)
                 };
                 out += &format!(
-                    "  {:<10} {sign}{} ({} here, {} there)\n",
-                    t.name,
+                    "  {:<24} {sign}{} ({} here, {} there)\n",
+                    part(t.name),
                     ns_text(ns),
                     ns_text(t.here_ns),
                     ns_text(t.best_ns)
@@ -270,6 +270,7 @@ fn sheet(asked: &Asked, posed: &Posed, outcome: &Outcome) -> Sheet {
         json: numbers(q, outcome),
         timeline: Timeline::default(),
         env: hints(Needs { exchanges: q.work.experts().is_some(), deterministic: true }),
+        module: None,
     };
     let Some(best) = best else {
         sheet.page.standing = Standing::Refused;
@@ -281,6 +282,7 @@ fn sheet(asked: &Asked, posed: &Posed, outcome: &Outcome) -> Sheet {
         return sheet;
     };
     fill(&mut sheet, q, outcome, best);
+    module::add(&mut sheet, q, best);
     sheet
 }
 
@@ -321,7 +323,7 @@ fn fill(sheet: &mut Sheet, q: &Question, outcome: &Outcome, best: &Ranked) {
         number(format!("{:.0}", e.mfu * 100.0), "%", "of the peak in useful operations".to_string()),
     ];
     page.facts = facts(q, best);
-    page.parts = e.times.parts().into_iter().map(|(name, ns)| (name.to_string(), ns)).collect();
+    page.parts = e.times.parts().into_iter().map(|(name, ns)| (part(name).to_string(), ns)).collect();
     page.parts_note =
         "One step on the ranks that take longest. Communication counts only where nothing hides it."
             .to_string();
@@ -433,6 +435,22 @@ fn classed(b: &Bar) -> Bar {
     let rest = b.name.strip_prefix(class).map_or(b.name.as_str(), |r| r.trim_start_matches(['.', ' ']));
     let name = if rest.is_empty() { class.to_string() } else { format!("{class}.{rest}") };
     Bar { name, ..b.clone() }
+}
+
+/// A part of a step in words: products of few rows and attention over long contexts are bound by memory too.
+fn part(name: &str) -> &str {
+    match name {
+        "compute" => "products and attention",
+        "memory" => "passes over memory",
+        "tp" => "collectives of tp",
+        "ep" => "dispatch and combine",
+        "pp and dp" => "sends and gradients",
+        "imbalance" => "the slowest expert rank",
+        "bubble" => "waiting for stages",
+        "launch" => "launches",
+        "fetch" => "fetches from other tiers",
+        other => other,
+    }
 }
 
 fn title(p: &Posed) -> String {
@@ -551,7 +569,7 @@ fn facts(q: &Question, best: &Ranked) -> Vec<(String, String)> {
         .map(|(class, bytes)| format!("{} over {} links", Bytes(bytes.round() as u64), class.name()))
         .collect();
     if !links.is_empty() {
-        out.push(("sends".to_string(), format!("{} by the busiest rank in a step", links.join(", "))));
+        out.push(("sends".to_string(), format!("{} by a rank in a step, on the mean", links.join(", "))));
     }
     out
 }

@@ -18,6 +18,8 @@ pub struct Sheet {
     pub timeline: Timeline,
     /// Hints to the libraries below the ranks.
     pub env: String,
+    /// The program of one layer's attention, where the mapping's scheme has one.
+    pub module: Option<String>,
 }
 
 /// Mappings and reasons that a terminal shows; the page has more.

@@ -12,7 +12,7 @@ use tessera_report::html::{Drawing, EstimatePage, MemoryRow, Number, Standing};
 use tessera_report::timeline::Timeline;
 
 use super::hints::Needs;
-use super::rows::ns_text;
+use super::rows::{WORTH_TELLING, ns_text};
 use super::sheet::timeline_of;
 use super::{Sheet, hints};
 use crate::Model;
@@ -49,7 +49,8 @@ pub struct VideoAsked<'a> {
     pub command: String,
 }
 
-/// Searches the mappings of a model. The chosen one, if any fits, is what `tessera stream` runs.
+/// Searches the mappings of a model. The chosen one, if any fits, is what `tessera stream` runs; who decodes is not part of
+/// a mapping, and ranks that share a decoder are not run yet, as the sheet then says.
 ///
 /// # Errors
 /// Never today: what does not fit is on the sheet.
@@ -71,7 +72,8 @@ pub fn video_why(asked: &VideoAsked<'_>, pins: &Pins) -> Result<(bool, String), 
     let logical = logical(&asked.model.video);
     let call = steady(&logical);
     let studio = studio(asked, &logical);
-    let whole = question(asked, &logical, &call, studio);
+    // What is asked about is compared with everything, whatever else was pinned.
+    let whole = Question { pins: Pins::default(), ..question(asked, &logical, &call, studio) };
     let mut one = whole.clone();
     one.pins = *pins;
     // What was asked for is looked at, however few devices it takes.
@@ -80,7 +82,8 @@ pub fn video_why(asked: &VideoAsked<'_>, pins: &Pins) -> Result<(bool, String), 
     let mut out = format!("{} on {}\n", words(pins), place(asked));
     match (found.best.first(), all.best.first()) {
         (Some(this), Some(best)) => {
-            out += &format!("legal\n  this  {}\n  best  {}\n", short(this), short(best));
+            out +=
+                &format!("legal\n  this  {}\n  best  {}\n{}", short(this), short(best), against(this, best));
             Ok((true, out))
         }
         (Some(this), None) => Ok((true, out + &format!("legal\n  this  {}\n", short(this)))),
@@ -215,7 +218,15 @@ fn sheet(asked: &VideoAsked<'_>, q: &Question<'_>, outcome: &Outcome) -> Sheet {
         json: numbers(asked, outcome),
         timeline: Timeline::default(),
         env: hints(Needs { exchanges: true, deterministic: true }),
+        module: None,
     };
+    if outcome.best.first().is_some_and(|b| b.decode.shares()) {
+        sheet.page.sources.push(
+            "Ranks that share a decoder are planned for and not run yet: a stream of this mapping decodes on rank 0. \
+--whole-decode plans without."
+                .to_string(),
+        );
+    }
     match outcome.best.first() {
         Some(best) => fill(&mut sheet, asked, outcome, best),
         None => {
@@ -255,7 +266,7 @@ fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ran
         number(period, &unit, "from one chunk to the next".to_string()),
         number(latency, &latency_unit, "from a chunk's last input to its last pixel".to_string()),
         number(
-            format!("{:.1}", best.memory.total().0 as f64 / 1e9),
+            format!("{:.1}", (best.memory.total().0 as f64 + machine.reserved_bytes()) / 1e9),
             "GB",
             format!("on the fullest rank, of {:.0}", machine.cluster.device.memory_bytes.value / 1e9),
         ),
@@ -273,7 +284,7 @@ fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ran
             format!("{:.2} of collective time is hidden", best.call.overlap.ratio()),
         ),
         ("sends".to_string(), sent(best)),
-        ("computing at once".to_string(), format!("{} ranks at most", best.computing)),
+        ("computing at once".to_string(), format!("{:.1} ranks on the mean", best.computing)),
     ];
     page.parts = parts(best);
     page.parts_note = format!(
@@ -359,6 +370,34 @@ fn classed(b: &Bar) -> Bar {
     let rest = if class == "pass" { format!("{op} {what}") } else { what.to_string() };
     let rest = rest.trim();
     Bar { name: if rest.is_empty() { class.to_string() } else { format!("{class}.{rest}") }, ..b.clone() }
+}
+
+/// What a mapping costs against another, by what the busiest rank does, dearest first.
+fn against(this: &Ranked, best: &Ranked) -> String {
+    let (here, there) = (parts(this), parts(best));
+    let mut terms: Vec<(String, f64, f64)> = here
+        .into_iter()
+        .map(|(name, ns)| {
+            let other = there.iter().find(|(n, _)| *n == name).map_or(0.0, |(_, ns)| *ns);
+            (name, ns, other)
+        })
+        .filter(|(_, a, b)| (a - b).abs() > best.call.ns * WORTH_TELLING)
+        .collect();
+    if terms.is_empty() {
+        return String::new();
+    }
+    terms.sort_by(|a, b| (b.1 - b.2).total_cmp(&(a.1 - a.2)));
+    let mut out = String::from("what a call costs against the best\n");
+    for (name, here, there) in terms {
+        let sign = if here >= there { "+" } else { "-" };
+        out += &format!(
+            "  {name:<24} {sign}{} ({} here, {} there)\n",
+            ns_text((here - there).abs()),
+            ns_text(here),
+            ns_text(there)
+        );
+    }
+    out
 }
 
 /// Device time of the busiest rank by what it does, and what is left of the call.
