@@ -35,7 +35,7 @@ pub struct Search {
     pub profile: Option<String>,
 
     /// Devices to use; more than a rack has takes several racks [default: all]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub devices: Option<u32>,
 
     /// What the ranks do: train, prefill or decode [default: decode, or the recipe's]
@@ -43,11 +43,11 @@ pub struct Search {
     pub job: Option<JobName>,
 
     /// Sequences at once, over all replicas
-    #[arg(long, value_name = "N", requires = "job")]
+    #[arg(long, value_name = "N", requires = "job", value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     pub batch: Option<u64>,
 
     /// Tokens of a sequence, or already in its cache
-    #[arg(long, value_name = "N", requires = "job")]
+    #[arg(long, value_name = "N", requires = "job", value_parser = clap::value_parser!(u64).range(1..=1 << 32))]
     pub sequence: Option<u64>,
 
     /// What is wanted: throughput, latency, memory, or a deadline per step or chunk such as deadline=40ms
@@ -76,11 +76,11 @@ pub struct Search {
 
     /// Decode of one chunk on one device, in milliseconds, where the model has no decoder of its own
     #[arg(long, value_name = "MS")]
-    pub decode_ms: Option<f64>,
+    pub decode_ms: Option<String>,
 
     /// Encode of the anchor, likewise
     #[arg(long, value_name = "MS")]
-    pub encode_ms: Option<f64>,
+    pub encode_ms: Option<String>,
 
     /// One rank decodes and encodes whole chunks; otherwise ranks may share them
     #[arg(long)]
@@ -100,6 +100,10 @@ pub enum JobName {
 
 /// Where language models are planned for, if nobody says.
 const RACK: &str = "gb200-nvl72";
+/// Where video models are.
+const HOST: &str = "hgx-h200";
+/// Most devices a video model is planned over: every mesh of them is lowered.
+const VIDEO_DEVICES_MAX: u32 = 1024;
 
 impl Search {
     /// Whether any option asks for an estimate.
@@ -123,43 +127,19 @@ impl Search {
         folder: Option<&Path>,
         format: Shape,
     ) -> Outcome {
-        let default = if self.recipe.is_some() || self.zoo.is_some() { RACK } else { "hgx-h200" };
-        let cluster = self.cluster.as_deref().unwrap_or(default);
-        let machine = machine(cluster, self.profile.as_deref(), self.devices)?;
+        if folder.is_some() && self.why.is_some() {
+            return Err(usage("--why answers in words and leaves no folder", "leave --out out"));
+        }
+        if dir.is_some() && (self.recipe.is_some() || self.zoo.is_some()) {
+            return Err(one_model());
+        }
+        let usual = if self.recipe.is_some() || self.zoo.is_some() { RACK } else { HOST };
+        let machine =
+            machine(self.cluster.as_deref().unwrap_or(usual), self.profile.as_deref(), self.devices)?;
         // The mesh of the command line is a pin like any other.
-        let pins = [planning.mesh.as_deref(), self.pin.as_deref()];
-        let pins = pins.into_iter().flatten().collect::<Vec<_>>().join(",");
+        let pins = joined(&[planning.mesh.clone(), self.pin.clone()])?;
         if let Some(dir) = dir.filter(|d| d.join("stream.toml").exists()) {
-            self.only("a video model", &self.for_rows())?;
-            let recompute = planning.cache.map(|c| c == CacheName::Recompute);
-            let steps = planning
-                .steps
-                .as_deref()
-                .map(values::steps)
-                .transpose()
-                .map_err(|d| Refusal::usage(vec![d]))?;
-            let model = Model::open(dir, &Overrides { recompute, steps })?;
-            let ns = |ms: Option<f64>| ms.map(|ms| ms * 1e6);
-            let asked = VideoAsked {
-                model: &model,
-                machine,
-                devices: self.devices,
-                objective: self.objective.as_deref().map(objective).transpose()?,
-                pins: video_pins(&self.video(&pins, planning))?,
-                decode_ns: ns(self.decode_ms),
-                encode_ns: ns(self.encode_ms),
-                whole_decode: self.whole_decode,
-                command: command(),
-            };
-            if let Some(why) = &self.why {
-                return answer(video_why(&asked, &video_pins(why)?)?);
-            }
-            let (sheet, mapping) = video(&asked)?;
-            if let (Some(folder), Some(mapping)) = (folder, &mapping) {
-                let plan: Plan = plan::make(&model.video, &model.name, &dir.display().to_string(), mapping)?;
-                sheet.write_with(&plan, folder)?;
-            }
-            return say(&sheet, folder, format, mapping.is_some());
+            return self.video(dir, planning, machine, &pins, folder, format);
         }
         let subject = match (&self.recipe, &self.zoo, dir) {
             (Some(recipe), None, None) => Subject::Recipe(recipe.clone()),
@@ -173,13 +153,13 @@ impl Search {
         self.only("a language model", &planning.for_streams())?;
         let asked = self.asked(subject, machine, &pins)?;
         if let Some(why) = &self.why {
-            return answer(rows_why(&asked, &tessera::search::row_pins(why)?)?);
+            return answer(rows_why(&asked, &tessera::search::row_pins(why)?)?, format);
         }
         let sheet = rows(&asked)?;
         if let Some(folder) = folder {
             sheet.write(folder)?;
         }
-        say(&sheet, folder, format, false)
+        say(&sheet, folder, format, None)
     }
 
     /// The question about a model of the zoo or a recipe.
@@ -241,11 +221,57 @@ impl Search {
         }
     }
 
-    /// Pins of a video model: those of the options too.
-    fn video(&self, pins: &str, planning: &Planning) -> String {
-        let strategy = planning.strategy.map(|s| format!("strategy={}", tessera::Strategy::from(s).name()));
-        let topology = planning.topology.map(|t| format!("topology={}", tessera::Topology::from(t).name()));
-        [Some(pins.to_string()), strategy, topology].into_iter().flatten().collect::<Vec<_>>().join(",")
+    fn video(
+        &self,
+        dir: &Path,
+        planning: &Planning,
+        machine: Machine,
+        pins: &str,
+        folder: Option<&Path>,
+        format: Shape,
+    ) -> Outcome {
+        self.only("a video model", &self.for_rows())?;
+        let most = Some(VIDEO_DEVICES_MAX);
+        if self.devices > most {
+            return Err(usage("video models are planned over 1,024 devices at most", "give fewer --devices"));
+        }
+        let slip = |d: Diagnostic| Refusal::usage(vec![d]);
+        let recompute = planning.cache.map(|c| c == CacheName::Recompute);
+        let steps = planning.steps.as_deref().map(values::steps).transpose().map_err(slip)?;
+        let ns = |option, text: &Option<String>| {
+            let ns = text.as_deref().map(|t| values::milliseconds(option, t)).transpose();
+            ns.map(|ns| ns.map(|ns| ns as f64)).map_err(slip)
+        };
+        let (decode_ns, encode_ns) =
+            (ns("--decode-ms", &self.decode_ms)?, ns("--encode-ms", &self.encode_ms)?);
+        let model = Model::open(dir, &Overrides { recompute, steps })?;
+        let asked = VideoAsked {
+            model: &model,
+            machine,
+            devices: self.devices,
+            objective: self.objective.as_deref().map(objective).transpose()?,
+            pins: video_pins(&planning.pins(pins)?)?,
+            decode_ns,
+            encode_ns,
+            whole_decode: self.whole_decode,
+            command: command(),
+        };
+        if let Some(why) = &self.why {
+            return answer(video_why(&asked, &video_pins(why)?)?, format);
+        }
+        let (sheet, mapping) = video(&asked)?;
+        let Some(mut mapping) = mapping else {
+            if let Some(folder) = folder {
+                sheet.write(folder)?;
+            }
+            return say(&sheet, folder, format, None);
+        };
+        planning.shape(&mut mapping);
+        if let Some(folder) = folder {
+            let plan: Plan = plan::make(&model.video, &model.name, &dir.display().to_string(), &mapping)?;
+            sheet.write_with(&plan, folder)?;
+        }
+        say(&sheet, folder, format, Some(&asked.machine.cluster.name))
     }
 
     fn job(&self, name: JobName, devices: u64) -> tessera::search::Job {
@@ -268,12 +294,39 @@ fn one_model() -> Refusal {
     Refusal::usage(vec![Diagnostic::error(&values::T0030, says)])
 }
 
-fn answer((legal, text): (bool, String)) -> Outcome {
-    out(&text)?;
+fn answer((legal, text): (bool, String), format: Shape) -> Outcome {
+    out(&match format {
+        Shape::Text => text,
+        Shape::Json => {
+            format!("{}\n", serde_json::json!({"legal": legal, "says": text.lines().collect::<Vec<_>>()}))
+        }
+    })?;
     Ok(if legal { 0 } else { DIAGNOSED })
 }
 
-fn say(sheet: &Sheet, folder: Option<&Path>, format: Shape, runs: bool) -> Outcome {
+fn usage(says: &str, hint: &str) -> Refusal {
+    Refusal::usage(vec![Diagnostic::error(&values::T0030, says.to_string()).hint(hint)])
+}
+
+/// Pins from several options as one list; a knob that two of them set to different values is refused.
+pub fn joined(parts: &[Option<String>]) -> Result<String, Refusal> {
+    let mut seen: Vec<(&str, &str)> = Vec::new();
+    for item in parts.iter().flatten().flat_map(|p| p.split(',')).map(str::trim).filter(|i| !i.is_empty()) {
+        let (knob, value) = item.split_once('=').unwrap_or((item, ""));
+        match seen.iter().find(|(k, _)| *k == knob) {
+            Some((_, other)) if *other != value => {
+                let says = format!("{knob} is given as {other} and as {value}");
+                return Err(usage(&says, "say it once"));
+            }
+            Some(_) => {}
+            None => seen.push((knob, value)),
+        }
+    }
+    Ok(seen.iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>().join(","))
+}
+
+/// `on`: the cluster of a plan that a stream runs.
+fn say(sheet: &Sheet, folder: Option<&Path>, format: Shape, on: Option<&str>) -> Outcome {
     let mut text = match format {
         Shape::Json => format!("{}\n", sheet.json),
         Shape::Text => sheet.text(),
@@ -286,8 +339,10 @@ fn say(sheet: &Sheet, folder: Option<&Path>, format: Shape, runs: bool) -> Outco
                 "  {at}/timeline.json  for ui.perfetto.dev\n  {at}/env.sh         hints for the ranks' environment\n"
             );
         }
-        if runs {
-            text += &format!("run it: tessera stream --plan {at}\n");
+        if let Some(cluster) = on {
+            text += &format!(
+                "run it: tessera stream --plan {at}, or on a modelled machine: tessera stream --plan {at} --device sim --cluster {cluster}\n"
+            );
         }
     }
     out(&text)?;

@@ -126,6 +126,21 @@ impl Planning {
         ]
     }
 
+    /// Pins of a video model: a list, and the options that pin too.
+    pub fn pins(&self, list: &str) -> Result<String, Refusal> {
+        let strategy = self.strategy.map(|s| format!("strategy={}", Strategy::from(s).name()));
+        let topology = self.topology.map(|t| format!("topology={}", Topology::from(t).name()));
+        let ahead = self.max_outstanding.map(|n| format!("max_outstanding={n}"));
+        crate::estimate::joined(&[Some(list.to_string()), strategy, topology, ahead])
+    }
+
+    /// Puts into a mapping what a search does not choose.
+    pub fn shape(&self, mapping: &mut Mapping) {
+        mapping.numerics = self.numerics.map_or(mapping.numerics, Into::into);
+        mapping.d_in = self.d_in.unwrap_or(mapping.d_in);
+        mapping.d_out = self.d_out.unwrap_or(mapping.d_out);
+    }
+
     /// Opens the model and plans it under a mapping file, if any, and these options.
     pub fn plan(&self, dir: Option<&Path>, mapping: Option<&Path>) -> Result<(Model, Plan), Refusal> {
         let dir = dir.ok_or_else(no_model)?;

@@ -3,11 +3,12 @@
 use std::path::PathBuf;
 
 use tessera::summary::{PhaseSummary, RankSummary, Summary};
-use tessera_base::{Bytes, Flops};
+use tessera_base::{Bytes, Diagnostic, Flops};
 
 use crate::estimate::Search;
 use crate::options::Planning;
-use crate::say::{Outcome, Shape, out, table};
+use crate::say::{Outcome, Refusal, Shape, out, table};
+use crate::values::T0030;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -51,6 +52,12 @@ pub struct Args {
 /// Runs the verb.
 pub fn run(args: &Args) -> Outcome {
     if args.search.wanted() {
+        if args.mapping.is_some() {
+            let says = "--mapping fixes what a search would choose";
+            let d = Diagnostic::error(&T0030, says)
+                .hint("leave out --mapping, or the options of planning by estimate");
+            return Err(Refusal::usage(vec![d]));
+        }
         return args.search.run(args.model.as_deref(), &args.planning, args.out.as_deref(), args.format);
     }
     let (_, plan) = args.planning.plan(args.model.as_deref(), args.mapping.as_deref())?;

@@ -74,6 +74,8 @@ pub fn parse(file: &str, source: &str) -> Result<Chart, Diagnostics> {
         if let Some(format) = line.strip_prefix("dateFormat") {
             if format.trim() != "X" {
                 refuse(format!("dateFormat {} is not X, whole units of time", format.trim()));
+                // Every bar would be refused too, for the same reason.
+                break;
             }
         } else if let Some(title) = line.strip_prefix("title ") {
             chart.title = title.trim().to_string();

@@ -163,7 +163,13 @@ fn pose(asked: &Asked) -> Result<Posed, Diagnostics> {
 fn pose_for(asked: &Asked, elsewhere: bool) -> Result<Posed, Diagnostics> {
     let (recipe, model) = match &asked.subject {
         Subject::Recipe(name) => {
-            let r = recipe::find(name).map_err(|d| vec![*d])?;
+            let mut r = recipe::find(name).map_err(|d| vec![*d])?;
+            // An axis that is pinned takes the place of the recipe's.
+            for (axis, pin) in
+                r.axes.iter_mut().zip([asked.pins.tp, asked.pins.ep, asked.pins.pp, asked.pins.dp])
+            {
+                *axis = pin.unwrap_or(*axis);
+            }
             (Some(r), zoo_model(r.model)?)
         }
         Subject::Zoo(name) => (None, zoo_model(name)?),
@@ -307,6 +313,12 @@ fn fill(sheet: &mut Sheet, q: &Question, outcome: &Outcome, best: &Ranked) {
             (m, w) => format!("; gates failed: {m}, that warn: {w}"),
         }
     );
+    if let Objective::Deadline(limit) = q.objective
+        && best.estimate.step_ns > limit.0 as f64
+    {
+        page.standing = Standing::Refused;
+        page.says = format!("no arrangement ends within {limit}; the nearest is {}", page.says);
+    }
     let e = &best.estimate;
     let step = Nanoseconds(e.step_ns.round() as u64).to_string();
     let (value, unit) = step.split_once(' ').unwrap_or((&step, ""));
@@ -404,7 +416,7 @@ fn draw(sheet: &mut Sheet, q: &Question, best: &Ranked) {
     sheet.page.timelines.push(Drawing {
         title: format!("{LAYERS} layers ({}), forward, by stream", t.layer),
         note: format!(
-            "As they repeat in the steady state. Of the collectives' time {:.0} % is hidden behind computation.",
+            "As they repeat in the steady state. In these layers {:.0} % of the collectives' time is hidden behind computation; the gate below is of the whole step.",
             t.overlap.ratio() * 100.0
         ),
         timeline: block.clone(),

@@ -8,7 +8,7 @@ use tessera_cost::program::{Doing, Priced};
 use tessera_plan::search::Objective;
 use tessera_plan::video::{self, Decode, Outcome, Pins, Question, Ranked, Studio};
 use tessera_plan::{Logical, Mapping};
-use tessera_report::html::{Drawing, EstimatePage, MemoryRow, Number, Standing};
+use tessera_report::html::{Advice, Drawing, EstimatePage, MemoryRow, Number, Standing};
 use tessera_report::timeline::Timeline;
 
 use super::hints::Needs;
@@ -23,6 +23,8 @@ use crate::plan::logical;
 const MESSAGE_NS: f64 = 150_000.0;
 /// Share of an even split that a decoder keeps when ranks share it, where nobody says: rows of a picture and their halos.
 const SHARED: f64 = 0.85;
+/// Mappings in the table.
+const SHOWN: usize = 16;
 /// Ranks drawn on the page.
 const DRAWN: usize = 8;
 
@@ -60,8 +62,15 @@ pub fn video(asked: &VideoAsked<'_>) -> Result<(Sheet, Option<Mapping>), Diagnos
     let studio = studio(asked, &logical);
     let q = question(asked, &logical, &call, studio);
     let outcome = video::search(&q);
-    let mapping = outcome.best.first().map(|r| r.mapping.clone());
+    let mapping = chosen(&outcome).map(|r| r.mapping.clone());
     Ok((sheet(asked, &q, &outcome), mapping))
+}
+
+/// The best of those that a stream runs as they are estimated: ranks that share a decoder, a leader that waits for the
+/// whole chunk or has its anchor shared, are planned for and not run yet.
+fn chosen(outcome: &Outcome) -> Option<&Ranked> {
+    let runs = |r: &&Ranked| matches!(r.decode, Decode::OnMesh | Decode::AnchorFirst | Decode::Beside);
+    outcome.best.iter().find(runs)
 }
 
 /// Says what becomes of one mapping, and how far it is from the best.
@@ -142,7 +151,8 @@ fn question<'a>(
         studio,
         message_ns: MESSAGE_NS,
         pins: asked.pins,
-        keep: 16,
+        // Enough that one that runs today is among them.
+        keep: 64,
     }
 }
 
@@ -220,15 +230,12 @@ fn sheet(asked: &VideoAsked<'_>, q: &Question<'_>, outcome: &Outcome) -> Sheet {
         env: hints(Needs { exchanges: true, deterministic: true }),
         module: None,
     };
-    if outcome.best.first().is_some_and(|b| b.decode.shares()) {
-        sheet.page.sources.push(
-            "Ranks that share a decoder are planned for and not run yet: a stream of this mapping decodes on rank 0. \
---whole-decode plans without."
-                .to_string(),
-        );
-    }
-    match outcome.best.first() {
-        Some(best) => fill(&mut sheet, asked, outcome, best),
+    match chosen(outcome) {
+        // Bars have names only where somebody looks at them.
+        Some(best) => {
+            let named = video::estimate(q, &best.mapping, best.decode);
+            fill(&mut sheet, asked, outcome, named.as_ref().unwrap_or(best));
+        }
         None => {
             sheet.page.standing = Standing::Refused;
             sheet.page.says =
@@ -241,6 +248,9 @@ fn sheet(asked: &VideoAsked<'_>, q: &Question<'_>, outcome: &Outcome) -> Sheet {
 fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ranked) {
     let (machine, stream) = (&asked.machine, &asked.model.video.stream);
     let page = &mut sheet.page;
+    if let Some(first) = outcome.best.first().filter(|f| f.fps > best.fps) {
+        page.advice.push(not_yet(first, best));
+    }
     page.says = format!(
         "{}: {:.1} frames per second; {} of {} mappings fit",
         mapping(best),
@@ -310,6 +320,7 @@ fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ran
     page.mappings = outcome
         .best
         .iter()
+        .take(SHOWN)
         .map(|r| {
             vec![
                 mapping(r),
@@ -325,6 +336,39 @@ fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ran
     page.mapping = best.mapping.text();
     sheet.timeline = timeline_of(&best.call.expand(), |b| b.lane.clone());
     sheet.page.timelines.extend(drawing(best));
+}
+
+/// What a way of decoding would give that no stream runs yet.
+fn not_yet(first: &Ranked, best: &Ranked) -> Advice {
+    let dedicated = |r: &Ranked| r.decode.outside() > 0;
+    let default = match (dedicated(best), dedicated(first)) {
+        (true, false) => {
+            " A rank that only decodes is the wrong default here: it idles while the others generate."
+        }
+        _ => "",
+    };
+    let row = |r: &Ranked, runs: &str| {
+        vec![
+            mapping(r),
+            format!("{:.1}", r.fps),
+            ns_text(r.period.ns),
+            r.devices.to_string(),
+            runs.to_string(),
+        ]
+    };
+    Advice {
+        title: "Who decodes".to_string(),
+        note: format!(
+            "{}: with it {} would give {:.1} frames per second, not {:.1}.{default} A stream does not run that yet; \
+--whole-decode plans without.",
+            decode(first.decode),
+            mapping(first),
+            first.fps,
+            best.fps
+        ),
+        columns: ["mapping", "frames/s", "period", "devices", "runs today"].map(String::from).to_vec(),
+        rows: vec![row(first, "no"), row(best, "yes")],
+    }
 }
 
 /// Two blocks of one denoising step, on a rank of each role.
