@@ -132,7 +132,7 @@ fn recipes_of_144_ranks_build_on_two_racks_and_are_flagged() {
 #[test]
 fn uneven_heads_and_experts_are_priced_or_refused_where_that_was_asked() {
     let priced =
-        ["128 heads over tp=12 are 10.67 each", "3.1 % longer", "4096 experts over ep=6 are 682.67 each"];
+        ["128 heads over tp=12 are 10.67 each", "3.12 % longer", "4096 experts over ep=6 are 682.67 each"];
     has(&said(0, &["plan", "--recipe", "A"]), &priced);
     refused(
         1,
@@ -169,8 +169,9 @@ fn why_answers_for_one_mapping() {
             "tp=8: step",
         ],
     );
-    // A recipe that cannot be does not answer for another: its own arithmetic comes first.
-    refused(1, &["plan", "--recipe", "C", "--why", "tp=12,ep=6"], &["T1220", "144 ranks"]);
+    // A recipe that cannot be still brings its model, job and knobs to the question.
+    has(&said(0, &["plan", "--recipe", "C", "--why", "tp=12,ep=6,pp=1"]), &["legal; ", "tp=12", "ep=6"]);
+    refused(1, &["plan", "--recipe", "C"], &["T1220", "144 ranks"]);
     // Only one reason for each, and the pins that were asked.
     let out = said(
         1,
@@ -196,7 +197,7 @@ fn counts_of_a_search_add_up() {
     assert_eq!((v["from"].as_str(), v["profile"].as_str()), (Some("op rows"), Some("torch-2.11")));
     assert_eq!((pin(&v, "tp"), pin(&v, "pp")), ("8".to_string(), "1".to_string()));
     // What a person reads says where it comes from and how sure it is.
-    has(&said(0, &args), &["a step, ± ", "no program was lowered", "none was measured by this project"]);
+    has(&said(0, &args), &["a step, ± ", "no program was lowered", "was not measured by this project"]);
     // Parts add up to the step.
     let e = &v["best"][0];
     let parts: f64 = e["parts_ns"].as_object().unwrap().values().map(|p| p.as_f64().unwrap()).sum();

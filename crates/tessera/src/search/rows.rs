@@ -159,7 +159,7 @@ fn pose(asked: &Asked) -> Result<Posed, Diagnostics> {
     pose_for(asked, false)
 }
 
-/// `elsewhere`: what is asked about is another mesh than a recipe's own, which then only brings model, job and knobs.
+/// `elsewhere`: what is asked about is another mesh than the recipe's own; one that cannot be only brings model, job and knobs.
 fn pose_for(asked: &Asked, elsewhere: bool) -> Result<Posed, Diagnostics> {
     let (recipe, model) = match &asked.subject {
         Subject::Recipe(name) => {
@@ -192,11 +192,12 @@ fn pose_for(asked: &Asked, elsewhere: bool) -> Result<Posed, Diagnostics> {
     let mut question = match recipe {
         Some(r) => {
             let found = r.check(&work, &asked.machine.cluster, asked.devices, asked.strict);
-            if !elsewhere && found.iter().any(Diagnostic::is_error) {
+            let broken = found.iter().any(Diagnostic::is_error);
+            if broken && !elsewhere {
                 return Err(found);
             }
             let mut q = r.question(work, asked.machine.clone(), routing, asked.strict);
-            if elsewhere {
+            if broken {
                 q.pins = Pins { tp: None, ep: None, pp: None, dp: None, ..q.pins };
                 q.space.devices = asked.machine.cluster.devices();
             } else {
