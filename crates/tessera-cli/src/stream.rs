@@ -178,7 +178,8 @@ fn modelled_run(args: &Args, plan: &Plan, options: &StreamOptions) -> Outcome {
         ]));
     }
     let ranks = plan.sealed.mesh().ranks();
-    let machine = sim::machine(args.on.cluster.as_deref(), args.on.profile.as_deref(), ranks)?;
+    let machine =
+        sim::machine(args.on.cluster.as_deref(), args.on.profile.as_deref(), args.plan.as_deref(), ranks)?;
     let prices = ClusterPrices::of(plan, &machine)?;
     let machine = Machine { prices: &prices, name: prices.name() };
     let progress = Progress::new(args.quiet, args.chunks);

@@ -13,7 +13,7 @@ mod seat;
 
 pub use prices::{ClusterPrices, bundle};
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_device::Prices;
@@ -59,18 +59,29 @@ pub struct Machine<'a> {
     pub name: &'a str,
 }
 
-/// The machine that a command line names by the catalog or by files, or the usual one for so many ranks: one host of
-/// eight, else racks of 72. It has as many racks as the ranks need.
+/// The machine that a command line names by the catalog or by files; else the one that the plan in `folder` was made for by
+/// estimate; else the usual one for so many ranks: one host of eight, or racks of 72. It has as many racks as the ranks need.
 ///
 /// # Errors
 /// T1104 or T1105 for a name that is in no catalog, T0046 and what is wrong with a file for a file.
 pub fn machine(
     cluster: Option<&str>,
     profile: Option<&str>,
+    folder: Option<&Path>,
     ranks: u32,
 ) -> Result<tessera_cost::Machine, Diagnostics> {
+    if let (None, None, Some(planned)) = (cluster, profile, folder.and_then(planned_for)) {
+        return planned;
+    }
     let usual = if ranks <= 8 { "hgx-h200" } else { "gb200-nvl72" };
     crate::search::machine(cluster.unwrap_or(usual), profile, Some(ranks))
+}
+
+/// The machine that stands in a plan's estimate, where it has one.
+fn planned_for(folder: &Path) -> Option<Result<tessera_cost::Machine, Diagnostics>> {
+    let path = folder.join("estimate.json");
+    let json: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).ok()?).ok()?;
+    Some(crate::doctor::machine_of(&path.display().to_string(), &json["asked"]["machine"]))
 }
 
 /// Runs a plan on a modelled machine and leaves the folder of a run: record, trace and page. There is no clip. The plan

@@ -50,7 +50,7 @@ pub(crate) fn asked_json(a: &Asked) -> Value {
 }
 
 /// The machine of an `estimate.json`.
-pub(super) fn machine_of(file: &str, v: &Value) -> Result<Machine, Diagnostics> {
+pub(crate) fn machine_of(file: &str, v: &Value) -> Result<Machine, Diagnostics> {
     let text = |key: &str| v[key].as_str().ok_or_else(|| vec![lacks(file, key)]);
     let cluster = Cluster::parse(file, text("cluster")?)?;
     Ok(Machine::new(cluster, Profile::parse(file, text("profile")?)?))

@@ -8,7 +8,7 @@ mod runs;
 pub use estimates::{kept, rows};
 pub use runs::{Patient, open, video};
 
-pub(crate) use asked::{asked_json, machine_json};
+pub(crate) use asked::{asked_json, machine_json, machine_of};
 
 use std::path::Path;
 
