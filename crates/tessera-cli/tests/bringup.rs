@@ -58,7 +58,7 @@ fn no_item_is_green_before_the_one_above_it() {
     assert!(one[1].1.starts_with("held back by item 1: "));
     assert!(one[5].1.contains("1 of 3 runs"));
 
-    let meshes = items(&[&at("a"), &at("other"), &at("a")]);
+    let meshes = items(&[&at("a"), &at("other"), &at("b")]);
     assert_eq!(meshes[0].0, "fail");
     assert!(meshes[0].1.contains("tp=2"), "{meshes:#?}");
 
@@ -73,4 +73,9 @@ fn a_folder_that_is_no_run_is_refused() {
     assert_eq!(status, Some(1));
     assert!(said.contains("T0045") && said.contains("record.jsonl"), "{said}");
     assert_eq!(tessera(&["bringup"]).0, Some(2));
+    let run = dir.path().join("run");
+    stream(&run, &[]);
+    let (status, said) = tessera(&["bringup", run.to_str().unwrap(), run.to_str().unwrap()]);
+    assert_eq!(status, Some(1));
+    assert!(said.contains("named twice"), "{said}");
 }

@@ -25,10 +25,33 @@ pub struct Load {
     pub sequences: f64,
     /// Keys of one sequence at the end of the call, cached ones and the call's own.
     pub keys: f64,
+    /// Keys that a query sees at most, itself and those just before it; all where absent.
+    pub window: Option<f64>,
     /// Whether a backward pass follows.
     pub training: bool,
     /// What the backward pass computes again; nothing for rows before and after the layers.
     pub recompute: Recompute,
+}
+
+impl Load {
+    /// Keys of one sequence that the last of its queries sees.
+    #[must_use]
+    pub fn near(&self) -> f64 {
+        self.window.map_or(self.keys, |w| w.clamp(1.0, self.keys.max(1.0)))
+    }
+
+    /// Keys that one of the last `own` queries of a sequence sees, in the mean.
+    #[must_use]
+    pub fn seen(&self, own: f64, causal: bool) -> f64 {
+        let (near, first) = (self.near(), self.keys - (own - 1.0).max(0.0));
+        if !causal || first >= near {
+            return near;
+        }
+        // One key more for each query, until the window is full.
+        let rising = near - first;
+        let full = self.keys - near + 1.0;
+        (((rising * (first + near - 1.0) / 2.0) + full * near) / (rising + full)).max(1.0)
+    }
 }
 
 /// Where the groups of a layout stand.
@@ -316,7 +339,9 @@ impl Wires<'_> {
         }
         let steps = f64::from(ring - 1);
         let span = Span { ranks: 2, domains: if tp.domains > 1 { 2 } else { 1 } };
-        let block = meets.sequences * self.load.keys / f64::from(ring);
+        let cached = meets.own < self.load.keys;
+        let keys = if cached { self.load.near() } else { self.load.keys };
+        let block = meets.sequences * keys / f64::from(ring);
         let bytes = ACTIVATION * block * meets.kv_heads * (meets.qk + meets.v);
         // Backward their gradients go around with them.
         for (part, times) in [(&mut c.forward, 1.0), (&mut c.backward_input, 2.0)] {

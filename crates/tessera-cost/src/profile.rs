@@ -34,8 +34,12 @@ pub static T1106: Code = Code {
     page: "Shares lie above 0 and at most 1 (the factor of a product, which `most` cuts off, at most 2), halves and times \
 are not negative, contention is at least 1. A curve is `share · m/(m+m_half) · n/(n+n_half) · k/(k+k_half)`, cut \
 off at `most`; with halves that are not negative it never falls as a product grows, which the search relies on.\n\n\
-Each collective needs at least one line, and each table says in `source` where its numbers come from.",
+Each collective needs at least one line, and each table says in `source` where its numbers come from. \
+`validated` lists jobs of training, prefill, decode and stream.",
 };
+
+/// Jobs that a profile may be validated for: training steps, prompts, decoded tokens, video by the chunk.
+pub const JOBS: [&str; 4] = ["training", "prefill", "decode", "stream"];
 
 /// An executor.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,6 +50,8 @@ pub struct Profile {
     pub title: String,
     /// Half-width of the error bar of an estimate made with it, as a share; by what it was compared with.
     pub error: f64,
+    /// Jobs that estimates made with it were compared with measurements for, of [`JOBS`].
+    pub validated: Vec<String>,
     /// How it runs the ops of a program.
     pub habits: Habits,
     /// Curves on any device.
@@ -108,6 +114,8 @@ pub struct Attention {
     pub memory_share: f64,
     /// Device time of the smallest.
     pub start_ns: f64,
+    /// Whether training writes scores to memory and keeps them for the backward pass, as attention that is not fused does.
+    pub stores_scores: bool,
     /// Where the numbers come from.
     pub source: String,
 }
@@ -192,6 +200,12 @@ impl Profile {
             }
             Box::new(d)
         })
+    }
+
+    /// Whether it was compared with measurements of a job, one of [`JOBS`].
+    #[must_use]
+    pub fn validates(&self, job: &str) -> bool {
+        self.validated.iter().any(|v| v == job)
     }
 
     /// The curves on a family of devices.

@@ -197,7 +197,7 @@ impl Share {
             Some(l) if cached => (l.qk, l.v, 1.0),
             _ => (qk, v, kv_heads),
         };
-        let queries_travel = self.ring > 1 && cached && own * heads < load.keys * kv_heads;
+        let queries_travel = self.ring > 1 && cached && own * heads < load.near() * kv_heads;
         Some(Meets { queries_travel, sequences, own, heads, kv_heads, qk: qk as f64, v: v as f64 })
     }
 }
@@ -465,12 +465,13 @@ impl Rank<'_> {
             precision: Precision::Bf16,
             key_bytes,
         };
-        let seen = if causal { (load.keys - (own - 1.0).max(0.0) / 2.0).max(1.0) } else { load.keys };
+        let (near, seen) = (load.near(), load.seen(own, causal));
+        let windowed = near < load.keys;
         let (mean, slowest) = if share.ring == 1 {
-            let ns = m.attention_ns(&work(load.keys, causal));
+            let ns = m.attention_ns(&if windowed { work(seen, false) } else { work(load.keys, causal) });
             (ns, ns)
         } else if queries_travel {
-            let ns = m.attention_ns(&work(load.keys / ring, false));
+            let ns = m.attention_ns(&work(near / ring, false));
             (ns, ns)
         } else {
             // One block of keys per step. The last piece of a contiguous cut sees nearly all keys, and the ring goes
@@ -478,6 +479,7 @@ impl Rank<'_> {
             let full = ring * m.attention_ns(&work(load.keys / ring, false));
             let mean = full * seen / load.keys;
             let last = if causal { full * (1.0 - queries / 2.0 / load.keys) } else { full };
+            let last = last.min(full * near / load.keys);
             (mean, if self.layout.scheme == Scheme::Ring { last.max(mean) } else { mean })
         };
         let part = |times: f64| Part {
@@ -491,8 +493,7 @@ impl Rank<'_> {
         RowCost {
             forward: part(1.0),
             backward_input: part(FUSED_BACKWARD),
-            bytes: ACTIVATION
-                * (tokens * heads * (qk + v) + sequences * load.keys / ring * kv_heads * (qk + v)),
+            bytes: ACTIVATION * (tokens * heads * (qk + v) + sequences * near / ring * kv_heads * (qk + v)),
             working_bytes: ACTIVATION * tokens * (heads + kv_heads) * (qk + v),
             ..RowCost::default()
         }

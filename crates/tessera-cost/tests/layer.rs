@@ -87,7 +87,7 @@ fn spans(l: &Layout) -> Spans {
 }
 
 fn train(tokens: f64) -> Load {
-    Load { tokens, sequences: 1.0, keys: tokens, training: true, recompute: Recompute::None }
+    Load { tokens, sequences: 1.0, keys: tokens, window: None, training: true, recompute: Recompute::None }
 }
 
 fn cost(m: &Machine, rows: &[Row], l: &Layout, load: &Load) -> LayerCost {
@@ -215,8 +215,14 @@ fn a_causal_ring_waits_for_its_last_piece_and_a_striped_one_does_not() {
 #[test]
 fn a_decoding_ring_moves_queries_and_leaves_the_cache_where_it_lies() {
     let m = machine();
-    let load =
-        Load { tokens: 4.0, sequences: 4.0, keys: 131_072.0, training: false, recompute: Recompute::None };
+    let load = Load {
+        tokens: 4.0,
+        sequences: 4.0,
+        keys: 131_072.0,
+        window: None,
+        training: false,
+        recompute: Recompute::None,
+    };
     let of = |tp| {
         let l = layout(Scheme::Striped, tp);
         cost(&m, &[core(HEADS, 8, 0)], &l, &load).forward
@@ -227,8 +233,14 @@ fn a_decoding_ring_moves_queries_and_leaves_the_cache_where_it_lies() {
     assert!(ring.compute_ns < alone.compute_ns / 4.0, "{} of {}", ring.compute_ns, alone.compute_ns);
     near(ring.imbalance_ns, 0.0, "even");
     // A prompt of its own has as many keys as queries: those travel.
-    let prompt =
-        Load { tokens: 8192.0, sequences: 1.0, keys: 8192.0, training: false, recompute: Recompute::None };
+    let prompt = Load {
+        tokens: 8192.0,
+        sequences: 1.0,
+        keys: 8192.0,
+        window: None,
+        training: false,
+        recompute: Recompute::None,
+    };
     let c = cost(&m, &[core(HEADS, 8, 0)], &layout(Scheme::Striped, 8), &prompt).forward;
     near(c.sent[0], 7.0 * 2.0 * 1024.0 * 8.0 * 256.0, "blocks");
 }
@@ -287,8 +299,14 @@ fn the_slowest_rank_of_the_experts_is_waited_for() {
 #[test]
 fn a_memory_bound_row_gains_nothing_from_tp_unless_its_bytes_shrink() {
     let m = machine();
-    let load =
-        Load { tokens: 16.0, sequences: 16.0, keys: 32768.0, training: false, recompute: Recompute::None };
+    let load = Load {
+        tokens: 16.0,
+        sequences: 16.0,
+        keys: 32768.0,
+        window: None,
+        training: false,
+        recompute: Recompute::None,
+    };
     let at = |heads: u64, kv_heads: u64, tp: u32| {
         let rows = attention(heads, kv_heads, 0);
         let l = layout(Scheme::Megatron, tp);
@@ -312,8 +330,14 @@ fn a_memory_bound_row_gains_nothing_from_tp_unless_its_bytes_shrink() {
 
 #[test]
 fn inference_keeps_nothing_and_has_no_backward_pass() {
-    let load =
-        Load { tokens: 64.0, sequences: 64.0, keys: 4096.0, training: false, recompute: Recompute::None };
+    let load = Load {
+        tokens: 64.0,
+        sequences: 64.0,
+        keys: 4096.0,
+        window: None,
+        training: false,
+        recompute: Recompute::None,
+    };
     for &scheme in Scheme::ALL {
         let c = cost(&machine(), &dense(), &layout(scheme, 4), &load);
         assert_eq!((c.keep_bytes, c.backward().ns(), c.backward().flops), (0.0, 0.0, 0.0));

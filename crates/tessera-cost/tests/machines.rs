@@ -311,6 +311,7 @@ fn a_device_without_units_for_a_format_computes_at_the_next_wider() {
     assert_eq!(machine("laptop", "tessera").computes(Precision::Bf16), Precision::F32);
     assert_eq!(machine("gb200-nvl72", "torch-2.11").computes(Precision::Fp4), Precision::Fp4);
     // Weights of half the bytes are read in half the time by few rows all the same.
+    let m = machine("hgx-a100", "torch-2.11");
     assert!(
         m.matmul_ns(1.0, 8192.0, 8192.0, Precision::Fp8) < m.matmul_ns(1.0, 8192.0, 8192.0, Precision::Bf16)
     );

@@ -24,6 +24,21 @@ fn iteration_times_of_the_recomputation_paper() {
 }
 
 #[test]
+fn stored_scores_make_computing_attention_again_pay() {
+    let (trained, _) = recomputation();
+    let [full, attention] = trained.iter().find(|t| t.model == "gpt-22b").expect("the model").iteration;
+    assert_eq!((full.published, attention.published), (1.42, 1.10));
+    assert!(
+        full.error().abs() < 0.02 && attention.error().abs() < 0.02,
+        "{} {}",
+        full.error(),
+        attention.error()
+    );
+    assert!(Profile::named("megatron").is_some_and(|p| p.base.attention.stores_scores));
+    assert!(Profile::named("torch-2.11").is_some_and(|p| !p.base.attention.stores_scores));
+}
+
+#[test]
 fn one_layer_in_five_variants_of_a_model_whose_whole_was_fitted() {
     let (_, layers) = recomputation();
     let all: Vec<Pair> = layers.iter().flat_map(|l| [l.forward, l.backward]).collect();

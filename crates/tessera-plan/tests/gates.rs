@@ -65,7 +65,12 @@ fn what_does_not_fit_names_the_largest() {
     let gate = judge(&facts, "memory.fits");
     assert_eq!(gate.verdict, Verdict::Fail);
     assert!(gate.says.contains("9.31 GiB too much; the largest are cache"), "{}", gate.says);
-    assert_eq!(judge(&memory(10e9, 50e9), "memory.fits").verdict, Verdict::Pass);
+    let at = |cache| judge(&memory(10e9, cache), "memory.fits");
+    assert_eq!(
+        (at(44e9).verdict, at(46e9).verdict, at(50e9).verdict),
+        (Verdict::Pass, Verdict::Warn, Verdict::Warn)
+    );
+    assert_eq!((at(44e9).limit, at(60e9).limit), (0.95, 1.0));
 }
 
 fn with_experts(count: u64, top_k: u64, ep: u32, tokens: f64, routing: Routing) -> GateFacts {
@@ -124,6 +129,9 @@ fn windows_of_prefetch() {
     let verdicts: Vec<Verdict> = (1..=4).map(|w| at(w).verdict).collect();
     assert_eq!(verdicts, [Verdict::Fail, Verdict::Pass, Verdict::Pass, Verdict::Fail]);
     assert!(at(1).says.contains("waits 4800.0 µs"), "{}", at(1).says);
+    let none = at(0);
+    assert_eq!(none.verdict, Verdict::Fail);
+    assert!(none.says.contains("before the router"), "{}", none.says);
 }
 
 #[test]

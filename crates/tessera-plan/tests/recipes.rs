@@ -7,12 +7,12 @@ use tessera_cost::knobs::{CacheAt, ExpertsAt, Scheme};
 use tessera_cost::moe::Routing;
 use tessera_cost::{Machine, Profile};
 use tessera_ir::work::Work;
-use tessera_mesh::{Axis, Cluster, Mesh, clusters};
+use tessera_mesh::{Axis, Cluster, Mesh, Tier, clusters};
 use tessera_models::zoo;
 use tessera_plan::search::gates::Verdict;
 use tessera_plan::search::placement::placement;
 use tessera_plan::search::recipe::{self, Recipe, neighbours};
-use tessera_plan::search::{Outcome, Reason, search};
+use tessera_plan::search::{Outcome, Reason, Use, search};
 
 fn rack(racks: u32) -> Cluster {
     clusters::named("gb200-nvl72").unwrap().with_racks(racks)
@@ -68,7 +68,7 @@ fn recipe_b_has_nine_groups_of_eight() {
     let d = only(&ds, "T1222");
     assert_eq!(d.severity, Severity::Warning);
     assert!(
-        d.message.contains("455.11 each: 1 rank has 456, 8 ranks have 455") && d.message.contains("0.2 %"),
+        d.message.contains("455.11 each: 1 rank has 456, 8 ranks have 455") && d.message.contains("0.20 %"),
         "{d:#?}"
     );
 }
@@ -114,7 +114,7 @@ fn heads_over_twelve_are_uneven_and_priced() {
     let d = only(&ds, "T1221");
     assert_eq!(d.severity, Severity::Warning);
     assert!(d.message.contains("10.67 each: 8 ranks have 11, 4 ranks have 10"), "{}", d.message);
-    assert!(d.message.contains("3.1 % longer"), "{}", d.message);
+    assert!(d.message.contains("3.12 % longer"), "{}", d.message);
     assert!(d.notes[0].contains("1408 and 1280") && d.notes[0].contains("2731 and 2730"), "{:?}", d.notes);
     let experts = only(&ds, "T1222");
     assert!(
@@ -224,4 +224,24 @@ fn a_long_context_is_split_and_windowed() {
     assert_eq!((c.layout.scheme, c.layout.ring, c.cache_at), (Scheme::Striped, 3, CacheAt::Window));
     let cache = o.best[0].gates.iter().find(|g| g.id == "cache.hits").unwrap();
     assert_ne!(cache.verdict, Verdict::NotApplicable, "{}", cache.says);
+
+    // The cache is the window times K, and attention costs what it sees.
+    let r = recipe::named("long-context").unwrap();
+    let bytes = |o: &Outcome| o.best[0].estimate.budget.bytes[&(Tier::Hbm, Use::Cache)].0 as f64;
+    let mut q = r.question(work(&r), machine_of_a_rack(), Routing::Random, false);
+    assert_eq!((q.window(), q.pins.text().contains("window=32768")), (Some(32_768), true));
+    let keys = q.work.cache_bytes(1.0).0 as f64;
+    // Six replicas of two prompts; a rank has a quarter of the heads and a third of the tokens.
+    let said = 2.0 * 32_768.0 * keys / 4.0 / 3.0;
+    assert!((bytes(&o) / said - 1.0).abs() < 1e-6, "{} against {said}", bytes(&o));
+    q.pins = q.pins.without("window");
+    let all = search(&q);
+    assert!((bytes(&all) / bytes(&o) - 8.0).abs() < 0.01, "{} and {}", bytes(&all), bytes(&o));
+    assert!(o.best[0].estimate.times.compute_ns < all.best[0].estimate.times.compute_ns);
+}
+
+fn machine_of_a_rack() -> Machine {
+    let cluster = rack(1);
+    let profile = Profile::named(&cluster.profile).unwrap();
+    Machine::new(cluster, profile)
 }

@@ -7,7 +7,8 @@ use tessera_cost::{CollectiveOp, Machine, Profile, Span};
 use tessera_mesh::{Cluster, LinkClass, Precision, Tier, clusters};
 use tessera_models::zoo;
 use tessera_plan::search::{
-    Candidate, Job, Objective, Outcome, Pins, Question, Reason, Space, Verdict, estimate, search, why,
+    Candidate, Estimate, Job, Objective, Outcome, Pins, Question, Ranked, Reason, Space, Use, Verdict,
+    estimate, gates, search, why,
 };
 
 const TRAIN: Job = Job::Train { batch: 96, sequence: 2048 };
@@ -100,7 +101,7 @@ fn all(q: &Question) -> Vec<Candidate> {
                 _ => schedules.push((*x, 1)),
             }
         }
-        let optimizers = if replicas > 1 { &s.optimizers[..] } else { &s.optimizers[..1] };
+        let optimizers = if replicas > 1 || tp > 1 { &s.optimizers[..] } else { &s.optimizers[..1] };
         let wires = if ep > 1 { &s.wires[..] } else { &s.wires[..1] };
         for &(scheme, ring) in &schemes {
             for &(schedule, interleave) in &schedules {
@@ -415,4 +416,123 @@ fn pins_are_read_printed_and_refused() {
     assert_eq!(bad.len(), 4);
     assert!(bad.iter().all(|d| d.code.id == "T1200"));
     assert!(bad[0].hint.as_deref().is_some_and(|h| h.contains("`tp`")));
+}
+
+/// The first of a question's best, and what the same arrangement comes to after a change.
+fn against(mut q: Question, change: impl Fn(&mut Question)) -> (Estimate, Estimate) {
+    let out = search(&q);
+    let c = out.best.first().unwrap_or_else(|| panic!("{:?}", out.rejected)).candidate;
+    let before = out.best[0].estimate.clone();
+    change(&mut q);
+    (before, estimate(&q, &c).expect("it was legal").estimate)
+}
+
+fn overlap(q: &mut Question, change: impl Fn(&mut tessera_cost::profile::Overlap)) {
+    let mut profile = q.machine.profile.clone();
+    change(&mut profile.base.overlap);
+    profile.families.values_mut().for_each(|c| change(&mut c.overlap));
+    q.machine = Machine::new(q.machine.cluster.clone(), profile);
+}
+
+#[test]
+fn only_what_the_executor_overlaps_is_hidden() {
+    let prefill = Job::Prefill { batch: 4 * 72, sequence: 4096 };
+    let q = question("deepseek-v3", "gb200-nvl72", prefill, "tp=1,ep=72,pp=1,micro_batch=1");
+    let (waits, hides) = against(q, |q| overlap(q, |o| o.exchanges = true));
+    assert!(hides.times.ep_ns < waits.times.ep_ns && hides.step_ns < waits.step_ns);
+    assert_eq!(hides.times.collective_ns, waits.times.collective_ns);
+
+    let pins = "tp=1,pp=1,optimizer=full_shard,micro_batch=1,recompute=full";
+    let q = question("llama-3.1-8b", "hgx-h200", TRAIN, pins);
+    let (ahead, apart) = against(q, |q| overlap(q, |o| o.gathers = false));
+    assert!(apart.times.pp_dp_ns > 2.0 * ahead.times.pp_dp_ns && apart.step_ns > ahead.step_ns);
+    assert_eq!(apart.times.collective_ns, ahead.times.collective_ns);
+}
+
+#[test]
+fn bars_widen_for_what_nothing_validates() {
+    let error = |model, cluster, job| {
+        let out = search(&question(model, cluster, job, "micro_batch=1"));
+        (out.best[0].estimate.error, out.notes.join("; "))
+    };
+    let (decode, notes) = error("llama-3.1-8b", "hgx-h200", DECODE);
+    let torch = Profile::named("torch-2.11").expect("a profile").error;
+    assert_eq!(decode, 2.0 * torch);
+    assert!(notes.contains("nothing measured validates decode under the profile torch-2.11"), "{notes}");
+    let (rack, notes) = error("llama-3.1-8b", "gb200-nvl72", PREFILL);
+    assert_eq!(rack, 4.0 * torch);
+    assert!(notes.contains("was not measured by this project"), "{notes}");
+
+    let mut q = question("llama-3.1-8b", "hgx-h200", DECODE, "");
+    q.machine = Machine::new(q.machine.cluster.clone(), Profile::named("ideal").expect("a profile"));
+    let out = search(&q);
+    assert_eq!(out.best[0].estimate.error, 0.0);
+    assert!(out.notes.iter().any(|n| n.contains("is a floor")), "{:?}", out.notes);
+}
+
+#[test]
+fn cold_experts_hide_as_far_as_a_predictor_names_them() {
+    let job = Job::Decode { batch: 8 * 64, context: 4096 };
+    let q = question("deepseek-v3", "hgx-h200", job, "tp=1,ep=8,pp=1,experts_at=host,precision=bf16");
+    let at = |share: f64| {
+        let (blind, seen) = against(q.clone(), |q| q.space.forecast = share);
+        assert!(blind.times.fetch_ns > 0.0, "no experts on the host");
+        (blind.times.fetch_ns, seen.times.fetch_ns)
+    };
+    let (blind, half) = at(0.5);
+    let (_, all) = at(1.0);
+    assert!(all < half && half < blind, "{all} {half} {blind}");
+    let gate = |share: f64| {
+        let mut q = q.clone();
+        q.space.forecast = share;
+        let best = search(&q).best.remove(0);
+        let gate = best.gates.iter().find(|g| g.id == "experts.prefetch").expect("the gate");
+        (gate.value, gate.verdict)
+    };
+    assert_eq!(gate(0.0), (0.0, gates::Verdict::Fail));
+    let (window, _) = gate(1.0);
+    assert!(window >= 1.0, "{window}");
+}
+
+#[test]
+fn both_directions_of_a_pipeline_add_up_their_gradients() {
+    let of = |schedule: &str| {
+        let pins = format!(
+            "tp=2,pp=4,dp=1,scheme=megatron_sp,precision=bf16,micro_batch=1,recompute=full,schedule={schedule}"
+        );
+        search(&question("llama-3.1-8b", "hgx-h200", TRAIN, &pins)).best.remove(0)
+    };
+    let (one, both) = (of("1f1b"), of("dualpipe"));
+    let bytes = |r: &Ranked| r.estimate.link_bytes[&LinkClass::Domain];
+    // Each rank holds two of four stages of half the weights, and adds four bytes of each to its partner's.
+    let weights = zoo::named("llama-3.1-8b").expect("a model").work(true).parameters() as f64;
+    let more = bytes(&both) - bytes(&one);
+    assert!(more > 0.9 * weights && more < 1.3 * weights, "{more} against {weights}");
+    assert!(both.estimate.times.pp_dp_ns > one.estimate.times.pp_dp_ns);
+}
+
+#[test]
+fn a_tied_table_lies_once_on_a_single_stage() {
+    let of = |pp: u32| {
+        let pins = format!("tp=1,pp={pp},micro_batch=1,precision=bf16");
+        let best = search(&question("gpt-3.6b", "hgx-h200", PREFILL, &pins)).best.remove(0);
+        best.estimate.budget.bytes[&(Tier::Hbm, Use::Weights)].0 as f64
+    };
+    let work = zoo::named("gpt-3.6b").expect("a model").work(true);
+    assert!(work.tied);
+    assert_eq!(of(1), 2.0 * work.parameters() as f64);
+    assert!(of(2) > work.parameters() as f64);
+}
+
+#[test]
+fn ranks_that_hold_the_same_weights_may_share_the_optimizer() {
+    let pins = |scheme: &str| format!("tp=8,pp=1,scheme={scheme},optimizer=sharded,micro_batch=1");
+    let of = |scheme| search(&question("llama-3.1-8b", "hgx-h200", TRAIN, &pins(scheme)));
+    let ulysses = of("ulysses");
+    assert!(ulysses.legal > 0, "{:?}", ulysses.rejected);
+    let optimizer = |o: &Outcome| o.best[0].estimate.budget.bytes[&(Tier::Hbm, Use::Optimizer)].0 as f64;
+    let weights = zoo::named("llama-3.1-8b").expect("a model").work(true).parameters() as f64;
+    assert!((optimizer(&ulysses) / (12.0 * weights / 8.0) - 1.0).abs() < 0.01);
+    let cut = of("megatron_sp");
+    assert_eq!((cut.legal, cut.rejected.contains_key(&Reason::Optimizer)), (0, true));
 }

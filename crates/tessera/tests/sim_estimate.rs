@@ -24,7 +24,7 @@ fn planned(model: &str, mesh: &str, strategy: Strategy, topology: Topology) -> P
 
 /// The estimate of a plan's steady chunk, and what its programs take.
 fn estimated(plan: &Plan, cluster: Option<&str>, profile: Option<&str>) -> (CallEstimate, ClusterPrices) {
-    let machine = machine(cluster, profile, plan.sealed.mesh().ranks()).unwrap();
+    let machine = machine(cluster, profile, None, plan.sealed.mesh().ranks()).unwrap();
     let prices = ClusterPrices::of(plan, &machine).unwrap();
     let steady = Summary::of(plan).steady_call().map(|c| (c.name.clone(), c.phases.clone())).unwrap();
     let estimate = estimate_call(&bundle(&plan.sealed), &steady.0, &steady.1, &machine, false).unwrap();

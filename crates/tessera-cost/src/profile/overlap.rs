@@ -1,4 +1,4 @@
-//! What an executor lets run beside the transfers of tp, and how it adds up gradients of weights.
+//! What an executor lets run beside its transfers, and how it adds up gradients of weights.
 
 /// How much of a layer's transfers an executor hides.
 #[derive(Debug, Clone, PartialEq)]
@@ -9,6 +9,10 @@ pub struct Overlap {
     pub chunk_rows: f64,
     /// Whether gradients of weights add up within the product that makes them, and not in a pass of their own.
     pub weight_gradient_fused: bool,
+    /// Whether weights that ranks share are gathered a layer ahead, and gradients scattered while the next are made.
+    pub gathers: bool,
+    /// Whether another micro-batch runs beside dispatch and combine.
+    pub exchanges: bool,
     /// Where this is known from.
     pub source: String,
 }

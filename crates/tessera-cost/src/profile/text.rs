@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use tessera_base::fields::{Fields, quoted, toml};
-use tessera_base::{Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics, choices};
 use tessera_mesh::Precision;
 
 use super::{
-    Attention, Curves, Experts, Hides, Host, Library, Line, Lines, Memory, Overlap, Product, Profile, T1106,
+    Attention, Curves, Experts, Hides, Host, JOBS, Library, Line, Lines, Memory, Overlap, Product, Profile,
+    T1106,
 };
 use crate::habits::Habits;
 
@@ -23,6 +24,7 @@ impl Profile {
         let name = top.text("name", None);
         let title = top.text("title", None);
         let error = reader.ranged(&mut top, "error", None, 0.0, 10.0);
+        let validated = reader.jobs(&mut top);
         let mut table = top.table("habits");
         let habits = Habits::take(&mut table);
         reader.found.extend(table.finish());
@@ -38,7 +40,7 @@ impl Profile {
             .collect();
         reader.found.extend(top.finish());
         if reader.found.is_empty() {
-            Ok(Profile { name, title, error, habits, base, families })
+            Ok(Profile { name, title, error, validated, habits, base, families })
         } else {
             Err(reader.found)
         }
@@ -48,10 +50,11 @@ impl Profile {
     #[must_use]
     pub fn text(&self) -> String {
         let mut out = format!(
-            "name = {}\ntitle = {}\nerror = {:?}\n",
+            "name = {}\ntitle = {}\nerror = {:?}\nvalidated = [{}]\n",
             quoted(&self.name),
             quoted(&self.title),
-            self.error
+            self.error,
+            self.validated.iter().map(|v| quoted(v)).collect::<Vec<_>>().join(", ")
         );
         let _ = write!(out, "\n[habits]\n{}", self.habits.text());
         tables(&mut out, "", &self.base, None);
@@ -89,6 +92,25 @@ impl Reader<'_> {
             );
         }
         x
+    }
+
+    /// Jobs that the profile was validated for.
+    fn jobs(&mut self, fields: &mut Fields<'_>) -> Vec<String> {
+        let listed = fields.take("validated");
+        let jobs: Option<Vec<String>> = match listed.as_ref().map(|v| v.as_array()) {
+            None => Some(Vec::new()),
+            Some(items) => items.and_then(|items| {
+                let known = |job: &&str| JOBS.contains(job);
+                items.iter().map(|v| v.as_str().filter(known).map(str::to_string)).collect()
+            }),
+        };
+        jobs.unwrap_or_else(|| {
+            self.found.push(
+                Diagnostic::error(&T1106, "`validated` is not a list of jobs")
+                    .at(self.file, format!("jobs are {}", choices(&JOBS))),
+            );
+            Vec::new()
+        })
     }
 
     fn share(&mut self, fields: &mut Fields<'_>, key: &'static str, default: Option<f64>) -> f64 {
@@ -133,6 +155,8 @@ impl Reader<'_> {
             tp: Hides::Nothing,
             chunk_rows: 1024.0,
             weight_gradient_fused: false,
+            gathers: false,
+            exchanges: false,
             source: "nothing is said of it".to_string(),
         };
         let any = read.iter().flatten().next().cloned();
@@ -166,6 +190,7 @@ impl Reader<'_> {
                 keys_half: r.positive(f, "keys_half", b.map(|b| b.keys_half)),
                 memory_share: r.share(f, "memory_share", b.map(|b| b.memory_share)),
                 start_ns: r.positive(f, "start_ns", b.map(|b| b.start_ns)),
+                stores_scores: f.flag("stores_scores", b.is_some_and(|b| b.stores_scores)),
                 source: f.text("source", None),
             }),
             experts: self.part(fields, "experts", base.map(|b| &b.experts), |r, f, b| Experts {
@@ -204,6 +229,8 @@ impl Reader<'_> {
                     chunk_rows: r.positive(f, "chunk_rows", b.map(|b| b.chunk_rows)),
                     weight_gradient_fused: f
                         .flag("weight_gradient_fused", b.is_some_and(|b| b.weight_gradient_fused)),
+                    gathers: f.flag("gathers", b.is_some_and(|b| b.gathers)),
+                    exchanges: f.flag("exchanges", b.is_some_and(|b| b.exchanges)),
                     source: f.text("source", None),
                 }
             }),
@@ -325,7 +352,7 @@ fn tables(out: &mut String, path: &str, c: &Curves, base: Option<&Curves>) {
             ("memory_share", x.memory_share),
             ("start_ns", x.start_ns),
         ],
-        String::new(),
+        if x.stores_scores { "stores_scores = true\n".to_string() } else { String::new() },
         &x.source,
     );
     let x = &c.experts;
@@ -368,7 +395,13 @@ fn tables(out: &mut String, path: &str, c: &Curves, base: Option<&Curves>) {
         "overlap",
         base.is_some_and(|b| b.overlap == *x),
         &[("chunk_rows", x.chunk_rows)],
-        format!("tp = \"{}\"\nweight_gradient_fused = {}\n", x.tp.name(), x.weight_gradient_fused),
+        format!(
+            "tp = \"{}\"\nweight_gradient_fused = {}\ngathers = {}\nexchanges = {}\n",
+            x.tp.name(),
+            x.weight_gradient_fused,
+            x.gathers,
+            x.exchanges
+        ),
         &x.source,
     );
     let x = &c.library;

@@ -151,6 +151,21 @@ pub fn in_flight(schedule: Schedule, stages: u32, interleave: u32, micro_batches
     most.min(m)
 }
 
+/// The same of one stage, from 0: later stages of 1F1B and interleaving keep less. Where gradients of weights are put off
+/// all keep alike, at most.
+#[must_use]
+pub fn in_flight_on(schedule: Schedule, stages: u32, interleave: u32, micro_batches: u32, stage: u32) -> f64 {
+    let (p, m, s) = (f64::from(stages), f64::from(micro_batches), f64::from(stage));
+    match schedule {
+        Schedule::OneFOneB if stages > 1 => (p - s).min(m),
+        // One round is all forwards, then all backwards.
+        Schedule::Interleaved if stages > 1 && micro_batches > stages => {
+            (p + (p - 1.0 - 2.0 * s) / f64::from(interleave.max(1))).min(m)
+        }
+        _ => in_flight(schedule, stages, interleave, micro_batches),
+    }
+}
+
 /// How often a rank holds the parameters of a stage: twice where both directions run at once.
 #[must_use]
 pub fn parameter_copies(schedule: Schedule, stages: u32) -> u32 {

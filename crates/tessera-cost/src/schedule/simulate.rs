@@ -164,7 +164,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::schedule::{bubble_ns as bubble, closed_form, in_flight, legal};
+    use crate::schedule::{bubble_ns as bubble, closed_form, in_flight, in_flight_on, legal};
 
     const SCHEDULES: &[Schedule] = Schedule::ALL;
 
@@ -236,14 +236,19 @@ mod tests {
         #[test]
         fn a_stage_keeps_no_more_than_is_said((s, p, v, m, _) in arrangement(0.3)) {
             let mut most = 0.0f64;
-            for stage in orders(s, p, v, m, false) {
+            for (at, stage) in orders(s, p, v, m, false).iter().enumerate() {
+                let mut here = 0.0f64;
                 let mut kept = 0i64;
                 for op in stage.iter().flat_map(|t| [Some(t.op), t.beside]).flatten() {
                     kept += i64::from(op.work == Work::Forward);
-                    most = most.max(kept as f64 / f64::from(v));
+                    here = here.max(kept as f64 / f64::from(v));
                     kept -= i64::from(matches!(op.work, Work::Backward | Work::BackwardWeight));
                 }
                 prop_assert_eq!(kept, 0);
+                let said = in_flight_on(s, p, v, m, at as u32);
+                let exact = matches!(s, Schedule::OneFOneB | Schedule::Interleaved);
+                prop_assert!(if exact { close(here, said) } else { here <= said }, "stage {at}: {here}, {said} said");
+                most = most.max(here);
             }
             prop_assert!(close(most, in_flight(s, p, v, m)), "{most} kept, {} said", in_flight(s, p, v, m));
         }

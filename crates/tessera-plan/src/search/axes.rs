@@ -88,6 +88,7 @@ fn load(q: &Question) -> Load {
         tokens: (sequences * q.job.queries()) as f64,
         sequences: sequences as f64,
         keys: q.job.context() as f64,
+        window: q.window().map(|w| w as f64),
         training: false,
         recompute: Recompute::None,
     }

@@ -114,7 +114,8 @@ pub fn totals(m: &Machine, c: &Candidate, training: bool, held: &Held) -> Totals
     t.add(old.0, Use::Cache, held.cache_bytes * old.1);
 
     let sends = if c.pp > 1 { 2.0 * if training { 2.0 } else { 1.0 } } else { 0.0 };
-    let gathered = if whole { AHEAD * held.layer_weights * width } else { 0.0 };
+    // Gathered weights, and the whole gradients of the layer that is being reduced.
+    let gathered = if whole { (AHEAD * width + GRADIENT) * held.layer_weights } else { 0.0 };
     let fetched = if cold > 0.0 { AHEAD * held.layer_weights * width * cold } else { 0.0 };
     t.add(Tier::Hbm, Use::Buffers, held.working_bytes + sends * held.send_bytes + gathered + fetched);
     t.add(Tier::Hbm, Use::Library, m.reserved_bytes());
@@ -229,9 +230,9 @@ mod tests {
         assert_eq!(parameters(&shared), 6.0 * 5e9 + 12.0 * (1e9 / 8.0 + 4e9 / 2.0));
         let full = Candidate { optimizer: Optimizer::Full, ..PLAIN };
         assert_eq!(parameters(&full), 18.0 * (1e9 / 8.0 + 4e9 / 2.0));
-        // What is gathered for two layers at a time.
+        // What is gathered for two layers at a time, and one layer's gradients.
         let buffers = |c| totals(&machine(), c, true, &held()).of(Use::Buffers);
-        assert_eq!(buffers(&full) - buffers(&PLAIN), 2.0 * 1e8 * 2.0);
+        assert_eq!(buffers(&full) - buffers(&PLAIN), (2.0 * 2.0 + 4.0) * 1e8);
         let twice = Candidate { schedule: Schedule::DualPipe, ..PLAIN };
         assert_eq!(parameters(&twice), 2.0 * parameters(&PLAIN));
     }

@@ -14,7 +14,7 @@ use tessera_cost::knobs::{Layout, Recompute, Schedule, Scheme};
 use tessera_cost::layer::{LayerCost, Load, Spans, layer};
 use tessera_cost::moe::{ExpertLoad, experts};
 use tessera_cost::rows::Part;
-use tessera_cost::schedule::{Pace, bubble_ns, in_flight};
+use tessera_cost::schedule::{Pace, bubble_ns, in_flight_on, parameter_copies};
 use tessera_cost::{CollectiveOp, Span, Transfer};
 use tessera_ir::work::{Row, RowCut, RowOp, Work};
 use tessera_mesh::Precision;
@@ -39,6 +39,8 @@ pub(super) struct Prices<'a> {
     flops: f64,
     /// Weights of the whole model outside of routed experts, and of those.
     numbers: [f64; 2],
+    /// The head, where it reads the embedding's table.
+    tied_row: Vec<Row>,
     /// Numbers that a token leaves in all caches.
     cached: f64,
     dense: Memo<DenseKey, Brief>,
@@ -89,6 +91,8 @@ type MoeKey = (u8, (u32, u32, u32, u32), (Precision, Precision, u32), u64, Recom
 /// Rows before all layers and after them, as kinds.
 const FIRST: u8 = 254;
 const LAST: u8 = 255;
+/// The head alone, where it reads the embedding's table.
+const TIED: u8 = 253;
 
 /// What a search needs of a [`LayerCost`].
 #[derive(Debug, Clone, Copy, Default)]
@@ -142,6 +146,8 @@ pub(super) struct Node {
     layers: Vec<Brief>,
     first: Brief,
     last: Brief,
+    /// Weights of a head that reads the embedding's table, in numbers of a rank.
+    tied: f64,
     pub load: Option<ExpertLoad>,
     /// Cuts that were chosen, by stages and pieces.
     cuts: Vec<((u32, u32), usize)>,
@@ -153,6 +159,8 @@ pub(super) struct Node {
     sent: [f64; 3],
     /// Forward, backward and recomputation of one layer, by kind: what stages are balanced by.
     cost: Vec<f64>,
+    /// Of that, what does not wait for routed experts.
+    before: Vec<f64>,
 }
 
 /// Layers over stages.
@@ -224,8 +232,9 @@ pub(super) struct Sum {
     pub times: Times,
     pub totals: Totals,
     pub sent: [f64; 3],
-    pub cold_share: f64,
     pub old_share: f64,
+    /// Layers with room for fetched experts and the wait of a pass for cold ones; absent where none are cold.
+    pub prefetch: Option<(u32, f64)>,
 }
 
 impl<'a> Prices<'a> {
@@ -249,8 +258,9 @@ impl<'a> Prices<'a> {
             rows: kinds.stacks.iter().map(split).collect(),
             cache: kinds.stacks.iter().map(cache).collect(),
             routed: q.work.experts(),
-            flops: useful_flops(&q.work, q.job),
+            flops: useful_flops(&q.work, q),
             numbers: numbers(&q.work),
+            tied_row: if q.work.tied { head(&q.work) } else { Vec::new() },
             cached: q.work.cache_bytes(1.0).0 as f64,
             dense: Memo::default(),
             moe: Memo::default(),
@@ -284,6 +294,7 @@ impl<'a> Prices<'a> {
             tokens,
             sequences: f64::from(c.micro_batch),
             keys: self.q.job.context() as f64,
+            window: self.q.window().map(|w| w as f64),
             training: matches!(self.q.job, Job::Train { .. }),
             recompute: c.recompute,
         };
@@ -294,6 +305,7 @@ impl<'a> Prices<'a> {
         };
         out.layers.clear();
         out.cost.clear();
+        out.before.clear();
         out.cuts.clear();
         for (kind, (dense, moe)) in self.rows.iter().enumerate() {
             let kind = kind as u8;
@@ -301,6 +313,7 @@ impl<'a> Prices<'a> {
                 .dense
                 .entry(key(kind, c.recompute))
                 .or_insert_with(|| Brief::of(&layer(m, dense, &plain, &load, &spans, &ExpertLoad::NONE)));
+            out.before.push(cost.all.ns());
             if let (false, Some(routed)) = (moe.is_empty(), &out.load) {
                 // Only where tp keeps tokens whole do experts see it: each rank then needs all results.
                 let whole = matches!(l.scheme, Scheme::Megatron | Scheme::RsMmAg);
@@ -332,6 +345,7 @@ impl<'a> Prices<'a> {
         };
         out.first = end(FIRST, &self.q.work.first);
         out.last = end(LAST, &self.q.work.last);
+        out.tied = if self.tied_row.is_empty() { 0.0 } else { end(TIED, &self.tied_row).weights };
 
         (out.send_ns, out.send_bytes, out.sent) = (0.0, 0.0, [0.0; 3]);
         if c.pp > 1 {
@@ -475,35 +489,36 @@ impl<'a> Prices<'a> {
                 (heaviest, heavy) = (weights, stage);
             }
         }
-        let most = match self.train() {
-            true => in_flight(c.schedule, c.pp, c.interleave, node.micro_batches),
-            false => 0.0,
-        };
-        out.heavy = self.held(c, node, out.cut, heavy, most);
+        out.heavy = self.held(c, node, out.cut, heavy);
         out.held.clear();
         out.held.push(out.heavy);
         for stage in [0, 1, c.pp - 1] {
             if stage < c.pp && stage != heavy {
-                let h = self.held(c, node, out.cut, stage, most);
+                let h = self.held(c, node, out.cut, stage);
                 if !out.held.iter().any(|o| covers(o, &h)) {
                     out.held.retain(|o| !covers(&h, o));
                     out.held.push(h);
                 }
             }
         }
-        out.in_flight = most;
+        out.in_flight = self.in_flight(c, node, 0);
     }
 
-    /// What one stage holds, with so many micro-batches in flight on the first.
-    fn held(&self, c: &Candidate, node: &Node, cut: usize, stage: u32, most: f64) -> Held {
-        // One behind the other starts one later; where weight gradients wait, all hold alike.
-        let later = matches!(c.schedule, Schedule::OneFOneB | Schedule::Interleaved);
-        let ahead = if later { f64::from(stage) } else { 0.0 };
+    /// Micro-batches whose activations a stage holds.
+    fn in_flight(&self, c: &Candidate, node: &Node, stage: u32) -> f64 {
+        match self.train() {
+            true => in_flight_on(c.schedule, c.pp, c.interleave, node.micro_batches, stage),
+            false => 0.0,
+        }
+    }
+
+    /// What one stage holds.
+    fn held(&self, c: &Candidate, node: &Node, cut: usize, stage: u32) -> Held {
         let mut h = Held {
             send_bytes: node.send_bytes,
             weight_shards: f64::from(c.replicas),
             expert_shards: f64::from(c.expert_replicas),
-            in_flight: (most - ahead).max(most.min(1.0)),
+            in_flight: self.in_flight(c, node, stage),
             ..Held::default()
         };
         self.each(c, node, cut, stage, |n, cost| {
@@ -514,6 +529,10 @@ impl<'a> Prices<'a> {
             h.layer_weights = h.layer_weights.max(cost.weights + cost.expert_weights);
             h.weight_shards = h.weight_shards.max(f64::from(c.replicas) * cost.weight_copies);
         });
+        // One stage has the table once where the head reads it too.
+        if c.pp == 1 {
+            h.weights -= node.tied;
+        }
         let cached = self.cache_of(c);
         for (n, numbers) in self.cut[cut].layers(stage).iter().zip(&self.cache) {
             h.cache_bytes += n * numbers * cached;
@@ -527,12 +546,16 @@ impl<'a> Prices<'a> {
             return 0.0;
         }
         let sequences = self.q.job.batch().div_ceil(u64::from(c.replicas)) as f64;
-        let tokens = sequences * self.q.job.context() as f64;
+        let tokens = sequences * self.q.cached_tokens() as f64;
         tokens * cache_bytes(c.layout.precision) * cache_share(self.q.work.kv_heads, &c.layout)
     }
 
-    /// Whether dispatch and combine of one micro-batch run beside another's products: two are under way at once.
+    /// Whether dispatch and combine of one micro-batch run beside another's products: two are under way at once, and the
+    /// executor does that.
     fn beside(&self, c: &Candidate, node: &Node) -> bool {
+        if !self.q.machine.curves().overlap.exchanges {
+            return false;
+        }
         match self.train() {
             true => c.schedule == Schedule::DualPipe,
             false => node.micro_batches >= 2 * c.pp,
@@ -610,6 +633,17 @@ impl<'a> Prices<'a> {
         Span { ranks, domains: domains.clamp(1, ranks) }
     }
 
+    /// Where the ranks stand that add up gradients, of so many copies of the weights: both directions of a bidirectional
+    /// pipeline have one, on stages that lie opposite.
+    pub fn gradients_span(&self, c: &Candidate, shards: u32) -> Span {
+        let once = self.copies_span(c, shards);
+        let both = parameter_copies(c.schedule, c.pp);
+        let apart = both > 1 && self.crosses(c.unit() * c.pp);
+        let domains = if apart { once.domains * both } else { once.domains };
+        let ranks = shards * both;
+        Span { ranks, domains: domains.clamp(1, ranks) }
+    }
+
     /// Whether aligned blocks of so many ranks cross a border between domains.
     pub fn crosses(&self, ranks: u32) -> bool {
         let domain = self.q.machine.cluster.domain.max(1);
@@ -646,9 +680,16 @@ fn numbers(work: &Work) -> [f64; 2] {
     sum
 }
 
+/// The product over the whole vocabulary after the layers.
+fn head(work: &Work) -> Vec<Row> {
+    let reads = |r: &&Row| matches!(r.op, RowOp::Matmul { n, .. } if n == work.vocab);
+    work.last.iter().filter(reads).cloned().collect()
+}
+
 /// Operations of a step without any that are done twice: products and attention, three times over in training.
-fn useful_flops(work: &Work, job: Job) -> f64 {
-    let rows = |rows: &[Row]| row_flops(rows, job);
+fn useful_flops(work: &Work, q: &Question) -> f64 {
+    let job = q.job;
+    let rows = |rows: &[Row]| flops_seeing(rows, job, q.window());
     let layers: f64 = work.stacks.iter().map(|s| s.count as f64 * rows(&s.rows)).sum();
     let passes = if matches!(job, Job::Train { .. }) { 3.0 } else { 1.0 };
     passes * job.batch() as f64 * job.queries() as f64 * (rows(&work.first) + layers + rows(&work.last))
@@ -656,13 +697,24 @@ fn useful_flops(work: &Work, job: Job) -> f64 {
 
 /// Operations of some rows for one token, forward.
 pub(super) fn row_flops(rows: &[Row], job: Job) -> f64 {
-    let (queries, context) = (job.queries() as f64, job.context() as f64);
+    flops_seeing(rows, job, None)
+}
+
+fn flops_seeing(rows: &[Row], job: Job, window: Option<u64>) -> f64 {
+    let queries = job.queries() as f64;
+    let load = Load {
+        tokens: queries,
+        sequences: 1.0,
+        keys: job.context() as f64,
+        window: window.map(|w| w as f64),
+        training: false,
+        recompute: Recompute::None,
+    };
     let row = |r: &Row| match r.op {
         RowOp::Matmul { k, n, .. } => 2.0 * (k * n) as f64,
         RowOp::Experts { top_k, k, n, matrices, .. } => 2.0 * (top_k * k * n * matrices) as f64,
         RowOp::Attention { heads, qk, v, causal, .. } => {
-            let keys = if causal { context - (queries - 1.0) / 2.0 } else { context };
-            2.0 * (heads * (qk + v)) as f64 * keys
+            2.0 * (heads * (qk + v)) as f64 * load.seen(queries, causal)
         }
         RowOp::Pass { .. } | RowOp::Embed { .. } => 0.0,
     };

@@ -12,9 +12,6 @@ use super::gates::{
 };
 use super::{Candidate, Job, Use};
 
-/// Layers whose cold experts are on their way: a fetch begins that many layers ahead.
-const WINDOW: u32 = 2;
-
 impl Prices<'_> {
     /// All gates of a candidate.
     pub(super) fn gates(&mut self, c: &Candidate, node: &Node, pipe: &Pipe, sum: &Sum) -> Vec<Gate> {
@@ -46,8 +43,7 @@ impl Prices<'_> {
                 slowest: load.slowest,
                 capacity_pct: c.layout.capacity_pct,
                 dropped: load.dropped,
-                prefetch: (sum.cold_share > 0.0)
-                    .then(|| (WINDOW, t.fetch_ns / f64::from(node.micro_batches.max(1)))),
+                prefetch: sum.prefetch,
             }),
             exchange: self.exchange(c, node),
             hidden_ns: (t.collective_ns - t.tp_ns - t.ep_ns - t.pp_dp_ns).max(0.0),
@@ -107,7 +103,7 @@ impl Prices<'_> {
             cache: here(Use::Cache),
             other: here(Use::Buffers) + here(Use::Library),
             activation_tokens: if train { tokens * pipe.in_flight(node.micro_batches) } else { 0.0 },
-            cache_tokens: if train { 0.0 } else { sequences * self.q.job.context() as f64 },
+            cache_tokens: if train { 0.0 } else { sequences * self.q.cached_tokens() as f64 },
         }
     }
 

@@ -118,7 +118,7 @@ pub struct ExpertFacts {
     pub capacity_pct: u32,
     /// Share of assignments dropped.
     pub dropped: f64,
-    /// Window of prefetch in layers and the stall of a pass that is left; absent where all experts are in device memory.
+    /// Window of prefetch in layers (0 where nothing is fetched ahead) and the stall of a pass that is left; absent where all experts are in device memory.
     pub prefetch: Option<(u32, f64)>,
 }
 
@@ -188,7 +188,7 @@ pub struct GateFacts {
 #[must_use]
 pub fn gates(facts: &GateFacts, limits: &Thresholds) -> Vec<Gate> {
     vec![
-        fits(&facts.memory),
+        fits(&facts.memory, limits),
         activations_and_cache(&facts.memory, limits),
         recomputation(facts, limits),
         density(facts.experts.as_ref(), limits),
@@ -220,7 +220,7 @@ pub fn should_recompute(activations: f64, parameters: f64, limits: &Thresholds) 
     (over, says)
 }
 
-fn fits(m: &MemoryFacts) -> Gate {
+fn fits(m: &MemoryFacts, t: &Thresholds) -> Gate {
     let terms = [
         ("parameters", m.parameters),
         ("gradients and optimizer", m.training),
@@ -241,12 +241,16 @@ fn fits(m: &MemoryFacts) -> Gate {
         bytes(largest.1)
     );
     let share = used / m.device.max(1.0);
-    let verdict = if used <= m.device { Verdict::Pass } else { Verdict::Fail };
+    let (verdict, limit) = match share {
+        s if s > 1.0 => (Verdict::Fail, 1.0),
+        s if s > t.device_warn => (Verdict::Warn, t.device_warn),
+        _ => (Verdict::Pass, t.device_warn),
+    };
     Gate {
         id: "memory.fits",
         title: "memory within the device",
         value: share,
-        limit: 1.0,
+        limit,
         unit: SHARE,
         verdict,
         says,
@@ -418,10 +422,15 @@ fn prefetch(experts: Option<&ExpertFacts>, t: &Thresholds) -> Gate {
         let says = if experts.is_some() { "all experts are in device memory" } else { NO_EXPERTS };
         return gate(0.0, low, Verdict::NotApplicable, says.to_string());
     };
-    let window = f64::from(window);
-    let says =
-        format!("window of {window} layers, {low} to {high} advised; waits {:.1} µs a pass", stall_ns / 1e3);
-    let verdict = match (low..=high).contains(&window) {
+    let (window, waits) = (f64::from(window), format!("waits {:.1} µs a pass", stall_ns / 1e3));
+    let says = if window > 0.0 {
+        format!("window of {window} layers, {low} to {high} advised; {waits}")
+    } else {
+        format!(
+            "nothing is fetched before the router names it, {low} to {high} layers ahead advised; {waits}"
+        )
+    };
+    let verdict = match (low..=high).contains(&window) || window > 0.0 && window < low && stall_ns <= 0.0 {
         false => Verdict::Fail,
         true if stall_ns > 0.0 => Verdict::Warn,
         true => Verdict::Pass,

@@ -126,7 +126,9 @@ impl Rules<'_> {
             }
             Reason::Precision => self.cluster.flops_per_s(l.precision).is_none(),
             Reason::Fp4Training => train && l.precision == Precision::Fp4 && !self.space.fp4_training,
-            Reason::Optimizer => c.optimizer != Optimizer::Replicated && (c.replicas < 2 || !train),
+            Reason::Optimizer => {
+                c.optimizer != Optimizer::Replicated && (c.replicas * self.weight_copies(c) < 2 || !train)
+            }
             Reason::Tier => {
                 let experts = c.experts_at == ExpertsAt::Host && (train || self.experts().is_none());
                 let cache = c.cache_at != CacheAt::Hbm && train;
@@ -201,6 +203,7 @@ impl Rules<'_> {
                 let share = self.job.batch().div_ceil(u64::from(c.replicas.max(1)));
                 let micro = match c.micro_batch {
                     0 => String::new(),
+                    1 => ", in micro-batches of one".to_string(),
                     m => format!(", in micro-batches of {m}"),
                 };
                 format!(
@@ -255,7 +258,8 @@ impl Rules<'_> {
             Reason::Fp4Training => "fp4 in a training step, with no override".to_string(),
             Reason::Optimizer => match self.train() {
                 true => {
-                    format!("{} over {}", c.optimizer.name(), unit(c.replicas.into(), "replica"))
+                    let ranks = unit((c.replicas * self.weight_copies(c)).into(), "rank");
+                    format!("{} over {ranks} with the same weights", c.optimizer.name())
                 }
                 false => format!("{}, and inference has no optimizer", c.optimizer.name()),
             },
@@ -299,6 +303,15 @@ impl Rules<'_> {
     /// Ranks over which heads are cut.
     fn head_ranks(&self, c: &Candidate) -> u32 {
         (c.layout.tp / c.layout.ring.max(1)).max(1)
+    }
+
+    /// Ranks of one tp group that hold the same weights.
+    fn weight_copies(&self, c: &Candidate) -> u32 {
+        match c.layout.scheme {
+            Scheme::Ulysses => c.layout.tp,
+            Scheme::Ring | Scheme::Striped => c.layout.ring.max(1),
+            Scheme::Megatron | Scheme::MegatronSequence | Scheme::RsMmAg => 1,
+        }
     }
 
     /// Tokens of one micro-batch of one replica.

@@ -59,6 +59,25 @@ pub struct Question {
     pub space: Space,
 }
 
+impl Question {
+    /// Tokens that attention looks back at most, where old keys and values are dropped and it is said how many stay.
+    #[must_use]
+    pub fn window(&self) -> Option<u64> {
+        let dropped = match self.pins.cache_at {
+            Some(at) => at == CacheAt::Window,
+            None => self.space.caches_at == [CacheAt::Window],
+        };
+        self.pins.window.map(u64::from).or(self.space.window).filter(|_| dropped)
+    }
+
+    /// Tokens of a sequence in the cache.
+    #[must_use]
+    pub fn cached_tokens(&self) -> u64 {
+        let context = self.job.context();
+        self.window().map_or(context, |w| w.clamp(1, context))
+    }
+}
+
 /// What a search finds.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
@@ -150,6 +169,16 @@ pub enum Job {
 }
 
 impl Job {
+    /// Name, as profiles say for which jobs they were validated.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Job::Train { .. } => "training",
+            Job::Prefill { .. } => "prefill",
+            Job::Decode { .. } => "decode",
+        }
+    }
+
     /// Sequences over all replicas.
     #[must_use]
     pub fn batch(&self) -> u64 {

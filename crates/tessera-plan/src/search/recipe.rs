@@ -144,12 +144,12 @@ sr-moe-wide).",
         model: "sr-moe",
         cluster: "gb200-nvl72",
         axes: [12, 6, 1, 1],
-        knobs: fp8!(",scheme=striped,ring=3,cache_at=window"),
+        knobs: fp8!(",scheme=striped,ring=3,cache_at=window,window=32768"),
         job: Job::Prefill { batch: 12, sequence: 262_144 },
         objective: Objective::Throughput,
         says: "tp=12, ep=6, pp=1, dp=1; contexts split over sub-groups of tp; an aggressive window over old keys and \
 values.",
-        ours: "12 prompts of 262,144 tokens; rings of 3, so that heads are cut over 12 / 3 = 4 ranks, which divides 128; \
+        ours: "12 prompts of 262,144 tokens; a window of 32,768 of them; rings of 3, so that heads are cut over 12 / 3 = 4 ranks, which divides 128; \
 tokens dealt out in turn (striped), so that a causal mask is even.",
     },
     Recipe {

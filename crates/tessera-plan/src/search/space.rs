@@ -42,6 +42,8 @@ pub struct Space {
     pub experts_at: Vec<ExpertsAt>,
     /// Where old keys and values lie.
     pub caches_at: Vec<CacheAt>,
+    /// Tokens that stay where old keys and values are dropped; as many as there is room for where absent.
+    pub window: Option<u64>,
     /// Precision of products.
     pub precisions: Vec<Precision>,
     /// Precision of what experts are sent.
@@ -60,6 +62,9 @@ pub struct Space {
     pub ring_tokens: u64,
     /// Most assignments to experts that a capacity may drop, as a share, unless it is pinned.
     pub most_dropped: f64,
+    /// Share of the cold experts that a predictor names one layer before the router does; the others are fetched while their
+    /// layer waits.
+    pub forecast: f64,
     /// Limits of the gates.
     pub limits: Thresholds,
     /// How many of the best to give.
@@ -82,6 +87,10 @@ impl Space {
             precisions.push(Precision::Fp4);
         }
         precisions.retain(has);
+        if precisions.is_empty() {
+            // A device without units for narrow formats computes at the widest.
+            precisions.push(Precision::F32);
+        }
         wires.retain(|p| *p == Precision::Bf16 || has(p));
         Space {
             devices: cluster.devices(),
@@ -101,6 +110,7 @@ impl Space {
             } else {
                 vec![CacheAt::Hbm]
             },
+            window: None,
             precisions,
             wires,
             capacities_pct: vec![0, 125],
@@ -111,6 +121,7 @@ impl Space {
             inside_domain: false,
             ring_tokens: 1024,
             most_dropped: 0.01,
+            forecast: 0.0,
             limits: Thresholds::default(),
             keep: 10,
             show: 24,
@@ -211,6 +222,7 @@ pins! {
     precision: Precision = precision, |v| v.name().to_string(), words(&Precision::ALL, Precision::name);
     wire: Precision = precision, |v| v.name().to_string(), words(&Precision::ALL, Precision::name);
     capacity_pct: u32 = |t| t.parse().ok().filter(|n| *n == 0 || *n >= 100), |v| v.to_string(), "0 or a whole number from 100";
+    window: u32 = count, |v| v.to_string(), WHOLE;
 }
 
 impl Pins {
@@ -259,6 +271,8 @@ impl Pins {
             precision: Some(c.layout.precision),
             wire: Some(c.layout.wire),
             capacity_pct: Some(c.layout.capacity_pct),
+            // Of the question, not of an arrangement.
+            window: None,
         }
     }
 
@@ -428,7 +442,8 @@ impl Lists {
             self.wires.extend(capacities.iter().map(|c| (*wire, *c)));
         }
         self.places.clear();
-        for o in some(&pins.optimizer, &s.optimizers, f.replicas > 1) {
+        // Ranks of tp may hold the same weights too: that is for the scheme to say.
+        for o in some(&pins.optimizer, &s.optimizers, f.replicas > 1 || f.tp > 1) {
             for e in some(&pins.experts_at, &s.experts_at, moe) {
                 self.places.extend(some(&pins.cache_at, &s.caches_at, true).iter().map(|c| (*o, *e, *c)));
             }

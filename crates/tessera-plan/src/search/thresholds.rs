@@ -49,6 +49,8 @@ enum Kind {
 
 thresholds! {
     memory {
+        /// Share of a device's memory from which all that lies there draws a warning.
+        device_warn: Share,
         /// Share of a device's memory that activations and cache may take without a warning.
         activations_and_cache_warn: Share,
         /// Share that they may take at all.

@@ -107,6 +107,7 @@ impl<'a> Scene<'a> {
             tokens,
             sequences: f64::from(c.micro_batch),
             keys: q.job.context() as f64,
+            window: q.window().map(|w| w as f64),
             training: train,
             recompute: c.recompute,
         };
@@ -124,7 +125,8 @@ impl<'a> Scene<'a> {
             count: s.count,
             experts: s.rows.iter().any(|r| matches!(r.op, RowOp::Experts { .. })),
         };
-        let beside = if train { c.schedule == Schedule::DualPipe } else { ranked.micro_batches >= 2 * c.pp };
+        let two = if train { c.schedule == Schedule::DualPipe } else { ranked.micro_batches >= 2 * c.pp };
+        let beside = two && q.machine.curves().overlap.exchanges;
         let fetch_ns = if train { 0.0 } else { fetch_ns(q, ranked, &experts) };
         Scene {
             q,

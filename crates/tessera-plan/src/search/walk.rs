@@ -60,12 +60,8 @@ pub fn search(q: &Question) -> Outcome {
             b.estimate.step_ns / 1e6
         ));
     }
-    if !q.machine.cluster.measured {
-        notes.push(format!(
-            "{} was not measured by this project: every figure is an estimate",
-            q.machine.cluster.title
-        ));
-    }
+    let leaves = best.first().is_some_and(|b| b.estimate.link_bytes.contains_key(&LinkClass::Out));
+    notes.extend(error_bar(q, leaves).1);
     Outcome {
         devices,
         idle: cluster_devices(q) - devices.min(cluster_devices(q)),
@@ -414,7 +410,7 @@ impl Prices<'_> {
             mfu: self.mfu(c, sum.step_ns),
             budget: sum.totals.budget(),
             link_bytes: LinkClass::ALL.into_iter().zip(sum.sent).filter(|(_, b)| *b > 0.0).collect(),
-            error: error_bar(self.q),
+            error: error_bar(self.q, sum.sent[LinkClass::Out as usize] > 0.0).0,
         };
         let gates = self.gates(c, &node, &pipe, &sum);
         Ok(Ranked {
@@ -445,9 +441,35 @@ impl Prices<'_> {
     }
 }
 
-/// Half-width of the error bar: the profile's, on a machine of which nothing was measured twice that.
-fn error_bar(q: &Question) -> f64 {
-    q.machine.profile.error * if q.machine.cluster.measured { 1.0 } else { 2.0 }
+/// Half-width of the error bar, and why it is wider than the profile's: twice that for a job that nothing measured
+/// validates, and twice on a machine that was not measured or over links that leave a domain.
+fn error_bar(q: &Question, leaves: bool) -> (f64, Vec<String>) {
+    let (profile, cluster) = (&q.machine.profile, &q.machine.cluster);
+    if profile.error == 0.0 {
+        return (0.0, vec![format!("the profile {} is a floor: no error bar is given", profile.name)]);
+    }
+    let (mut error, mut notes) = (profile.error, Vec::new());
+    if !profile.validates(q.job.name()) {
+        error *= 2.0;
+        notes.push(format!(
+            "nothing measured validates {} under the profile {}: the bar is doubled",
+            q.job.name(),
+            profile.name
+        ));
+    }
+    if !cluster.measured {
+        error *= 2.0;
+        notes.push(format!(
+            "{} was not measured by this project: every figure is an estimate, and the bar is doubled",
+            cluster.title
+        ));
+    } else if leaves {
+        error *= 2.0;
+        notes.push(
+            "some groups leave their domain, over links that were not measured: the bar is doubled".into(),
+        );
+    }
+    (error, notes)
 }
 
 fn too_much(prices: &Prices, totals: &Totals) -> String {

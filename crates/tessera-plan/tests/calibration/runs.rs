@@ -123,8 +123,8 @@ pub fn megatron_2021() -> Profile {
     p
 }
 
-fn work(model: &str) -> Work {
-    zoo::named(model).expect("a model").work(false)
+fn work(model: &str, profile: &Profile) -> Work {
+    zoo::named(model).expect("a model").work(!profile.base.attention.stores_scores)
 }
 
 fn candidate(tp: u32, pp: u32, replicas: u32, interleave: u32, micro_batch: u32) -> Candidate {
@@ -144,7 +144,7 @@ fn candidate(tp: u32, pp: u32, replicas: u32, interleave: u32, micro_batch: u32)
 }
 
 fn question(model: &str, devices: u32, batch: u64, profile: Profile) -> Question {
-    let (work, machine) = (work(model), machine(devices, profile));
+    let (work, machine) = (work(model, &profile), machine(devices, profile));
     let job = Job::Train { batch, sequence: SEQUENCE };
     let space = Space { devices, ..Space::of(&work, job, &machine.cluster) };
     Question {
@@ -205,7 +205,10 @@ pub fn recomputation() -> (Vec<Trained>, Vec<Layer>) {
         };
         let (plain, both) = (Scheme::Megatron, Scheme::MegatronSequence);
         Trained {
-            arrangement: format!("tp {tp}, pp {pp}, {v} pieces, {batch} × 2048 tokens by {micro_batch}"),
+            arrangement: format!(
+                "tp {tp}, pp {pp}, {v} {}, {batch} × 2048 tokens by {micro_batch}",
+                if v == 1 { "piece" } else { "pieces" }
+            ),
             fitted: row["fitted"].as_bool().expect("a flag"),
             iteration: [
                 Pair { published: n("full_s"), estimated: seconds(&full) },
@@ -226,7 +229,7 @@ pub fn recomputation() -> (Vec<Trained>, Vec<Layer>) {
         }
     });
     let m = machine(8, megatron());
-    let w = work("gpt-22b");
+    let w = work("gpt-22b", &m.profile);
     let layers = of("layer").into_iter().map(|row| {
         let word = |key: &str| row[key].as_str().expect("a word").to_string();
         let n = |key: &str| row[key].as_f64().expect("a number");
@@ -249,6 +252,7 @@ fn one_layer(m: &Machine, w: &Work, layout: &Layout, recompute: Recompute, micro
         tokens: sequences * SEQUENCE as f64,
         sequences,
         keys: SEQUENCE as f64,
+        window: None,
         training: true,
         recompute,
     };

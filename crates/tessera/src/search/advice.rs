@@ -65,6 +65,7 @@ impl<'a> Seen<'a> {
             tokens,
             sequences: f64::from(c.micro_batch),
             keys: q.job.context() as f64,
+            window: None,
             training: matches!(q.job, Job::Train { .. }),
             recompute: c.recompute,
         };

@@ -175,8 +175,7 @@ fn pose_for(asked: &Asked, elsewhere: bool) -> Result<Posed, Diagnostics> {
         Subject::Zoo(name) => (None, zoo_model(name)?),
         Subject::Config(path) => (None, config(path)?),
     };
-    // Scores are kept only where an executor has no fused attention; every profile of this build has one.
-    let fused = true;
+    let fused = !asked.machine.curves().attention.stores_scores;
     let work = model.work(fused);
     let (job, objective) = match recipe {
         Some(r) => (asked.job.unwrap_or(r.job), asked.objective.unwrap_or(r.objective)),
@@ -325,8 +324,12 @@ fn fill(sheet: &mut Sheet, q: &Question, outcome: &Outcome, best: &Ranked) {
     let (value, unit) = step.split_once(' ').unwrap_or((&step, ""));
     let per_device = e.tokens_per_s / f64::from(outcome.devices.max(1));
     let number = |value: String, unit: &str, label: String| Number { value, unit: unit.to_string(), label };
+    let bar = match e.error {
+        e if e > 0.0 => format!("a step, ± {:.0} %", e * 100.0),
+        _ => "a step at least: a floor".to_string(),
+    };
     page.numbers = vec![
-        number(value.to_string(), unit, format!("a step, ± {:.0} %", e.error * 100.0)),
+        number(value.to_string(), unit, bar),
         number(format!("{per_device:.0}"), "tokens/s", "per device".to_string()),
         number(
             format!("{:.1}", held(best) / 1e9),
@@ -403,7 +406,7 @@ fn fill(sheet: &mut Sheet, q: &Question, outcome: &Outcome, best: &Ranked) {
     let page = &mut sheet.page;
     page.mapping = format!(
         "# Pins of this mapping, for --pin. Made from op rows: it is estimated, and no plan is sealed from it.\n{}\n",
-        Pins::of(&best.candidate).text().replace(',', "\n")
+        pins_of(q, best).text().replace(',', "\n")
     );
 }
 
@@ -427,7 +430,11 @@ fn draw(sheet: &mut Sheet, q: &Question, best: &Ranked) {
         let wave = timeline_of(&t.wave, |_| "compute".to_string());
         let waits: Vec<String> = t.idle.iter().map(|i| format!("{:.0}", i * 100.0)).collect();
         sheet.page.timelines.push(Drawing {
-            title: format!("{} micro-batches over {} stages", t.drawn, best.candidate.pp),
+            title: format!(
+                "{} over {} stages",
+                unit(t.drawn, "micro-batch", "micro-batches"),
+                best.candidate.pp
+            ),
             note: format!("Each stage in turn waits {} % of the whole step.", waits.join(", ")),
             timeline: wave.clone(),
         });
@@ -523,7 +530,12 @@ fn facts(q: &Question, best: &Ranked) -> Vec<(String, String)> {
         ("mesh".to_string(), mesh(c)),
         ("attention".to_string(), {
             let ring = if l.ring > 1 { format!(", rings of {}", l.ring) } else { String::new() };
-            format!("{} over tp={}{ring}, {} replicas a stage", l.scheme.name(), l.tp, c.replicas)
+            format!(
+                "{} over tp={}{ring}, {} a stage",
+                l.scheme.name(),
+                l.tp,
+                unit(c.replicas, "replica", "replicas")
+            )
         }),
     ];
     if q.work.experts().is_some() {
@@ -534,10 +546,10 @@ fn facts(q: &Question, best: &Ranked) -> Vec<(String, String)> {
         out.push((
             "experts".to_string(),
             format!(
-                "ep={} × tp={}, {} copies, in {}; {} wire; {capacity}; routing {}",
+                "ep={} × tp={}, {}, in {}; {} wire; {capacity}; routing {}",
                 l.ep,
                 l.expert_tp,
-                c.expert_replicas,
+                unit(c.expert_replicas, "copy", "copies"),
                 c.experts_at.name(),
                 l.wire.name(),
                 q.routing.name()
@@ -552,11 +564,11 @@ fn facts(q: &Question, best: &Ranked) -> Vec<(String, String)> {
     out.push((
         "stages".to_string(),
         format!(
-            "{}: {} layers each in turn; {} micro-batches of {} sequences",
+            "{}: {} layers each in turn; {} of {}",
             c.pp,
             layers.join(", "),
-            best.micro_batches,
-            c.micro_batch
+            unit(best.micro_batches, "micro-batch", "micro-batches"),
+            unit(c.micro_batch, "sequence", "sequences")
         ),
     ));
     if matches!(q.job, Job::Train { .. }) {
@@ -571,7 +583,9 @@ fn facts(q: &Question, best: &Ranked) -> Vec<(String, String)> {
             ),
         ));
     }
-    if matches!(q.job, Job::Decode { .. }) {
+    if let Some(window) = q.window() {
+        out.push(("cache".to_string(), format!("a window of {window} tokens")));
+    } else if matches!(q.job, Job::Decode { .. }) {
         out.push(("cache".to_string(), format!("in {}", c.cache_at.name())));
     }
     out.push(("precision".to_string(), l.precision.name().to_string()));
@@ -645,7 +659,7 @@ fn numbers(q: &Question, outcome: &Outcome) -> serde_json::Value {
     let ranked = |r: &Ranked| {
         let e = &r.estimate;
         json!({
-            "pins": Pins::of(&r.candidate).text(),
+            "pins": pins_of(q, r).text(),
             "step_ns": e.step_ns,
             "error": e.error,
             "tokens_per_s": e.tokens_per_s,
@@ -671,6 +685,16 @@ fn numbers(q: &Question, outcome: &Outcome) -> serde_json::Value {
         "rejected": outcome.rejected.iter().map(|(reason, r)| json!({"reason": reason.id(), "code": reason.code().id, "count": r.count, "says": r.says})).collect::<Vec<_>>(),
         "notes": outcome.notes,
     })
+}
+
+/// So many, and what of.
+fn unit(n: u32, one: &str, many: &str) -> String {
+    format!("{n} {}", if n == 1 { one } else { many })
+}
+
+/// Its knobs, with the window of the question.
+fn pins_of(q: &Question, r: &Ranked) -> Pins {
+    Pins { window: q.window().and(q.pins.window), ..Pins::of(&r.candidate) }
 }
 
 /// Bytes in device memory.

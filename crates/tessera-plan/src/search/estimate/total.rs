@@ -6,11 +6,16 @@ use tessera_cost::knobs::{CacheAt, ExpertsAt, Optimizer};
 use tessera_cost::moe;
 use tessera_cost::profile::Hides;
 use tessera_cost::schedule::parameter_copies;
+use tessera_cost::tiers::{LayerTimes, choose_window};
+use tessera_ir::work::Row;
 use tessera_mesh::{LinkClass, Precision, Tier};
 
 use super::super::budget::{GRADIENT, Held, MASTER, MOMENTS, Totals, optimizer_ns, totals};
 use super::super::{Candidate, Times};
 use super::{Fit, Node, Pipe, Prices, Sum, cache_bytes};
+
+/// Most layers whose fetched experts have room at once.
+const MOST_WINDOW: usize = 8;
 
 impl Prices<'_> {
     /// A step takes at least this: all layers evenly over stages, and whatever may be hidden hidden.
@@ -48,9 +53,8 @@ impl Prices<'_> {
             {
                 let own = if c.optimizer == Optimizer::Replicated { numbers } else { numbers / shards };
                 step_ns += optimizer_ns(&self.q.machine, own);
-                let ranks = shards.round() as u32;
-                if ranks > 1 && numbers > 0.0 {
-                    let span = self.copies_span(c, ranks);
+                let span = self.gradients_span(c, (shards.round() as u32).max(1));
+                if span.ranks > 1 && numbers > 0.0 {
                     let (all, exposed) = self.share(c, pipe, numbers, span, n, &mut sent);
                     shared_all_ns += all;
                     shared_ns += exposed;
@@ -58,8 +62,8 @@ impl Prices<'_> {
             }
         }
         let steady = n * pipe.work_ns;
-        let fetch_ns = if self.train() {
-            0.0
+        let (fetch_ns, prefetch) = if self.train() {
+            (0.0, None)
         } else {
             self.fetch(c, node, pipe, (cold_share, old_share), steady, &mut sent)
         };
@@ -78,7 +82,7 @@ impl Prices<'_> {
             collective_ns: n * (p.tp_ns + p.ep_ns) + pipe.sends_ns + shared_all_ns,
         };
         let step_ns = steady + pipe.bubble_ns + pipe.sends_ns + shared_ns + fetch_ns + step_ns;
-        Sum { step_ns, times, totals, sent, cold_share, old_share }
+        Sum { step_ns, times, totals, sent, old_share, prefetch }
     }
 
     /// Gradients (and weights, where they are shared) of so many numbers over replicas: all of it, and what is seen.
@@ -94,6 +98,7 @@ impl Prices<'_> {
         let m = &self.q.machine;
         let contention = m.contention();
         let behind = m.curves().overlap.tp == Hides::Chunks;
+        let ahead = m.curves().overlap.gathers;
         let weight = c.layout.precision.bytes().clamp(1.0, 2.0);
         let mut go = |op, bytes, times: f64| {
             let t = self.wire(op, bytes, span);
@@ -121,11 +126,12 @@ impl Prices<'_> {
             }
             Optimizer::Full => {
                 // Each layer's weights before it is used, forward and backward, and its gradients after; all but the first
-                // behind the neighbours' work.
+                // behind the neighbours' work, where the executor does that.
                 let each = numbers / layers;
                 let ns = go(CollectiveOp::AllGather, weight * each, 2.0 * layers * n)
                     + go(CollectiveOp::ReduceScatter, 4.0 * each, layers * n);
-                (ns, seen(ns, n * pipe.work_ns * (1.0 - 1.0 / layers)))
+                let room = if ahead { n * pipe.work_ns * (1.0 - 1.0 / layers) } else { 0.0 };
+                (ns, seen(ns, room))
             }
         }
     }
@@ -145,7 +151,8 @@ impl Prices<'_> {
                 if train { GRADIENT / over(whole) + (MOMENTS + master) / over(state) } else { 0.0 };
             (width / over(whole) + training) / f64::from(ranks)
         };
-        let dense = self.numbers[0] * each(l.tp * c.pp, c.replicas);
+        let tied = if c.pp == 1 { self.tied_row.iter().map(Row::weights).sum::<u64>() as f64 } else { 0.0 };
+        let dense = (self.numbers[0] - tied) * each(l.tp * c.pp, c.replicas);
         let experts = match c.experts_at {
             ExpertsAt::Hbm => self.numbers[1] * each(l.ep * l.expert_tp * c.pp, c.expert_replicas),
             ExpertsAt::Host => 0.0,
@@ -154,7 +161,7 @@ impl Prices<'_> {
             0.0
         } else {
             let sequences = self.q.job.batch().div_ceil(u64::from(c.replicas)) as f64;
-            self.cached * cache_bytes(l.precision) * sequences * self.q.job.context() as f64
+            self.cached * cache_bytes(l.precision) * sequences * self.q.cached_tokens() as f64
                 / f64::from(l.tp * c.pp)
         };
         dense + experts + cache + self.q.machine.reserved_bytes()
@@ -190,7 +197,9 @@ impl Prices<'_> {
             cold = least(&t, &all);
             t = fullest(cold, 0.0);
         }
-        if over(&t) > 0.0 && c.cache_at != CacheAt::Hbm {
+        // A window that is given is not made narrower.
+        let fixed = c.cache_at == CacheAt::Window && self.q.window().is_some();
+        if over(&t) > 0.0 && c.cache_at != CacheAt::Hbm && !fixed {
             let all = fullest(cold, 1.0);
             old = least(&t, &all);
             t = fullest(cold, old);
@@ -200,7 +209,7 @@ impl Prices<'_> {
         if fits && t.tier(Tier::Peer) > 0.0 {
             let all: f64 = (0..c.pp)
                 .map(|stage| {
-                    let t = of(&self.held(c, node, pipe.cut, stage, pipe.in_flight), cold, old);
+                    let t = of(&self.held(c, node, pipe.cut, stage), cold, old);
                     t.tier(Tier::Hbm) + t.tier(Tier::Peer)
                 })
                 .sum();
@@ -209,7 +218,8 @@ impl Prices<'_> {
         Fit { fits, totals: t, cold_share: cold, old_share: old }
     }
 
-    /// What fetching from other tiers adds, beyond what layers before it hide.
+    /// What fetching from other tiers adds beyond what the layer before hides, and of that for cold experts the window and
+    /// the wait of a pass. Only experts that a predictor names can be fetched before the router has.
     fn fetch(
         &self,
         c: &Candidate,
@@ -218,10 +228,10 @@ impl Prices<'_> {
         (cold, old): (f64, f64),
         steady: f64,
         sent: &mut [f64; 3],
-    ) -> f64 {
+    ) -> (f64, Option<(u32, f64)>) {
         let m = &self.q.machine;
         let h = &pipe.heavy;
-        let mut ns = 0.0;
+        let (mut ns, mut prefetch) = (0.0, None);
         if let (true, Some(load), Some((experts, top_k))) = (cold > 0.0, &node.load, self.routed) {
             let ep = f64::from(c.layout.ep);
             let local = (experts as f64 / ep).ceil();
@@ -231,7 +241,12 @@ impl Prices<'_> {
             let bytes = asked.touched * one;
             let times = pipe.expert_layers * f64::from(node.micro_batches);
             let layer_ns = pipe.work_ns / pipe.layers.max(1.0);
-            ns += times * (m.tier_ns(Tier::Host, bytes) - layer_ns).max(0.0);
+            let named = self.q.space.forecast.clamp(0.0, 1.0);
+            let ahead_ns = m.tier_ns(Tier::Host, bytes * named);
+            let late_ns = m.tier_ns(Tier::Host, bytes * (1.0 - named));
+            ns += times * ((ahead_ns - layer_ns).max(0.0) + late_ns);
+            prefetch =
+                Some((self.window(c, node, pipe, ahead_ns), ns / f64::from(node.micro_batches.max(1))));
             sent[LinkClass::Host as usize] += times * bytes;
         }
         if old > 0.0 && c.cache_at != CacheAt::Window {
@@ -243,6 +258,26 @@ impl Prices<'_> {
             ns += (m.tier_ns(tier, bytes) - steady).max(0.0);
             sent[class as usize] += bytes;
         }
-        ns
+        (ns, prefetch)
+    }
+
+    /// Layers with room for what is fetched ahead, on the stage that has most layers with experts; 0 where nothing is.
+    fn window(&self, c: &Candidate, node: &Node, pipe: &Pipe, fetch_ns: f64) -> u32 {
+        if fetch_ns <= 0.0 {
+            return 0;
+        }
+        let layers = |stage: u32| -> Vec<LayerTimes> {
+            let all = self.pieces(c, pipe, stage).into_iter().flatten();
+            all.map(|layer| {
+                let kind = self.kinds.of[layer as usize] as usize;
+                let (all_ns, before_ns) = (node.cost[kind], node.before[kind]);
+                let fetch_ns = if self.rows[kind].1.is_empty() { 0.0 } else { fetch_ns };
+                LayerTimes { before_ns, after_ns: (all_ns - before_ns).max(0.0), fetch_ns }
+            })
+            .collect()
+        };
+        let experts = |of: &Vec<LayerTimes>| of.iter().filter(|l| l.fetch_ns > 0.0).count();
+        let fullest = (0..c.pp).map(layers).max_by_key(experts).unwrap_or_default();
+        if fullest.is_empty() { 0 } else { choose_window(&fullest, MOST_WINDOW).window as u32 }
     }
 }
