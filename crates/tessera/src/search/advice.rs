@@ -286,7 +286,8 @@ mod tests {
             };
             let held: f64 = best.estimate.budget.bytes.values().map(|b| b.0 as f64).sum();
             let held = held / q.machine.cluster.device.memory_bytes.value * 100.0;
-            assert!(share("total") < held && share("total") > 0.3 * held, "{held} {memory:?}");
+            // Pieces of a stage are under way in different numbers, which a sum by hand passes over.
+            assert!(share("total") < 1.03 * held && share("total") > 0.3 * held, "{held} {memory:?}");
 
             let limits = titled(&all, "What limits");
             let decode = matches!(job, Job::Decode { .. });

@@ -3,7 +3,7 @@
 use tessera_cost::knobs::{Layout, Optimizer};
 use tessera_cost::pipeline::{Kernel, Limit, served, utilisation, utilisation_kept_full};
 use tessera_cost::rows::{RowCost, Share, row};
-use tessera_cost::schedule::{in_flight, parameter_copies};
+use tessera_cost::schedule::{in_flight_on, parameter_copies};
 use tessera_cost::{CollectiveOp, Span};
 use tessera_ir::work::RowOp;
 use tessera_mesh::{Precision, Tier};
@@ -148,7 +148,7 @@ fn memory(seen: &Seen) -> Option<Advice> {
     let held = experts.div_ceil(u64::from(l.ep.max(1))).max(1) as f64;
     let tokens = seen.load.tokens;
     let flight = if seen.training() {
-        in_flight(c.schedule, c.pp, c.interleave, seen.best.micro_batches)
+        in_flight_on(c.schedule, c.pp, c.interleave, seen.best.micro_batches, 0)
     } else {
         0.0
     };
