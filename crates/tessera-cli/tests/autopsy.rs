@@ -2,29 +2,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
+mod support;
+
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::path::Path;
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// Longest wait of a test for something that takes a second or two.
-const PATIENCE: Duration = Duration::from_secs(120);
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-fn command(args: &[&str]) -> Command {
-    let mut c = Command::new(env!("CARGO_BIN_EXE_tessera"));
-    c.current_dir(root()).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
-    c
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
+use support::{PATIENCE, command, ended, signal, text};
 
 /// The report as JSON, and the exit status.
 fn autopsy(dir: &Path) -> (Value, i32) {
@@ -50,22 +37,6 @@ fn endless(out: &Path) -> (Child, Vec<u32>) {
     let pid = child.id();
     let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
     (child, list.split_whitespace().filter_map(|p| p.parse().ok()).collect())
-}
-
-fn signal(pid: u32, name: &str) {
-    assert!(Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap().success());
-}
-
-fn ended(mut child: Child) -> Output {
-    let begun = Instant::now();
-    while child.try_wait().unwrap().is_none() {
-        if begun.elapsed() > PATIENCE {
-            let _ = child.kill();
-            panic!("it did not end");
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    child.wait_with_output().unwrap()
 }
 
 #[test]

@@ -2,23 +2,16 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+mod support;
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
+use std::path::Path;
 
-fn tessera(args: &[&str]) -> (Option<i32>, String) {
-    let out = Command::new(env!("CARGO_BIN_EXE_tessera")).current_dir(root()).args(args).output().unwrap();
-    let said = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
-    (out.status.code(), said)
-}
+use support::ask;
 
 fn stream(out: &Path, options: &[&str]) {
     let mut args = vec!["stream", "models/demo", "--chunks", "2", "--out", out.to_str().unwrap()];
     args.extend(options);
-    let (status, said) = tessera(&args);
+    let (status, said) = ask(&args);
     assert_eq!(status, Some(0), "{said}");
 }
 
@@ -26,7 +19,7 @@ fn stream(out: &Path, options: &[&str]) {
 fn items(runs: &[&Path]) -> Vec<(String, String)> {
     let mut args = vec!["bringup", "--format", "json"];
     args.extend(runs.iter().map(|r| r.to_str().unwrap()));
-    let (status, said) = tessera(&args);
+    let (status, said) = ask(&args);
     let json: serde_json::Value = serde_json::from_str(&said).unwrap_or_else(|e| panic!("{e}: {said}"));
     let list: Vec<(String, String)> = json
         .as_array()
@@ -69,13 +62,13 @@ fn no_item_is_green_before_the_one_above_it() {
 #[test]
 fn a_folder_that_is_no_run_is_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let (status, said) = tessera(&["bringup", dir.path().to_str().unwrap()]);
+    let (status, said) = ask(&["bringup", dir.path().to_str().unwrap()]);
     assert_eq!(status, Some(1));
     assert!(said.contains("T0045") && said.contains("record.jsonl"), "{said}");
-    assert_eq!(tessera(&["bringup"]).0, Some(2));
+    assert_eq!(ask(&["bringup"]).0, Some(2));
     let run = dir.path().join("run");
     stream(&run, &[]);
-    let (status, said) = tessera(&["bringup", run.to_str().unwrap(), run.to_str().unwrap()]);
+    let (status, said) = ask(&["bringup", run.to_str().unwrap(), run.to_str().unwrap()]);
     assert_eq!(status, Some(1));
     assert!(said.contains("named twice"), "{said}");
 }

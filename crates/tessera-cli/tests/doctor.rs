@@ -2,23 +2,14 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+mod support;
 
 use serde_json::Value;
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-fn tessera(args: &[&str]) -> (Option<i32>, String) {
-    let out = Command::new(env!("CARGO_BIN_EXE_tessera")).current_dir(root()).args(args).output().unwrap();
-    let said = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
-    (out.status.code(), said)
-}
+use support::{ask, root};
 
 fn doctor(args: &[&str]) -> (Option<i32>, Value) {
-    let (status, said) = tessera(&[&["doctor", "--format", "json"], args].concat());
+    let (status, said) = ask(&[&["doctor", "--format", "json"], args].concat());
     (status, serde_json::from_str(&said).unwrap_or_else(|e| panic!("{e}: {said}")))
 }
 
@@ -58,7 +49,7 @@ fn an_estimate_is_examined_from_its_folder_as_it_was_asked() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("estimate").display().to_string();
     let asked = ["--model", "mixtral-8x7b", "--cluster", "hgx-h200", "--job", "decode", "--pin", "tp=8"];
-    let (status, said) = tessera(&[&["plan"], &asked[..], &["--out", &folder]].concat());
+    let (status, said) = ask(&[&["plan"], &asked[..], &["--out", &folder]].concat());
     assert_eq!(status, Some(0), "{said}");
     let (of_folder, from_folder) = doctor(&[&folder]);
     let (of_words, from_words) = doctor(&asked);
@@ -76,7 +67,7 @@ fn runs_are_examined_by_what_they_recorded() {
     let stream = |out: &str, more: &[&str]| {
         let args =
             ["stream", "models/demo", "--mesh", "tp=2", "--oversubscribe", "--chunks", "2", "--out", out];
-        let (status, said) = tessera(&[&args[..], more].concat());
+        let (status, said) = ask(&[&args[..], more].concat());
         assert_eq!(status, Some(0), "{said}");
     };
     let (a, b, other) = (at("a"), at("b"), at("other"));
@@ -112,7 +103,7 @@ fn runs_are_examined_by_what_they_recorded() {
 fn a_sealed_plan_too_large_for_its_device_is_recognised() {
     let dir = tempfile::tempdir().unwrap();
     let plan = dir.path().join("plan").display().to_string();
-    let (status, said) = tessera(&["plan", "models/demo", "--mesh", "tp=2", "--out", &plan]);
+    let (status, said) = ask(&["plan", "models/demo", "--mesh", "tp=2", "--out", &plan]);
     assert_eq!(status, Some(0), "{said}");
     let (_, fine) = doctor(&[&plan, "--cluster", "hgx-h200"]);
     assert!(!codes(&fine).contains(&"T1226"), "{fine}");
@@ -138,7 +129,7 @@ fn what_cannot_be_examined_is_usage() {
         (vec!["doctor", empty.as_str(), "--recipe", "B"], "T0053"),
         (vec!["doctor", "--recipe", "no-such"], "T1229"),
     ] {
-        let (status, said) = tessera(&args);
+        let (status, said) = ask(&args);
         assert_eq!(status, Some(2), "{args:?}: {said}");
         assert!(said.contains(code), "{args:?}: {said}");
     }

@@ -2,8 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
+mod support;
+
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
+
+use support::text;
 
 /// A laptop with two cores needs a tenth of it; a machine that builds something else meanwhile needs more.
 const SUITE: Duration = Duration::from_secs(120);
@@ -11,10 +15,6 @@ const SUITE: Duration = Duration::from_secs(120);
 fn drill(args: &[&str]) -> Output {
     let away = tempfile::tempdir().unwrap();
     Command::new(env!("CARGO_BIN_EXE_tessera")).arg("drill").args(args).current_dir(&away).output().unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
 }
 
 #[test]

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
+mod support;
+
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -11,22 +13,10 @@ use std::{fs, thread};
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
+use support::{field, root, signal, text};
+
 /// A long stream is cut by the test, not by its end.
 const LONG: &str = "5000";
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn field(json: &str, name: &str) -> String {
-    let mark = format!("\"{name}\":");
-    let rest = json.split(&mark).nth(1).unwrap_or_else(|| panic!("no {name} in {json}"));
-    rest.split([',', '}']).next().unwrap().trim_matches('"').to_string()
-}
 
 /// A world to be: its folder, its master's address, its size.
 struct World {
@@ -265,11 +255,6 @@ fn a_request_to_stop_ends_at_a_chunk() {
     assert_eq!(field(&text(&outputs[0].stdout), "interrupted"), "true");
 }
 
-fn signal(rank: &Child, name: &str) {
-    let id = rank.id().to_string();
-    assert!(Command::new("kill").args([&format!("-{name}"), &id]).status().unwrap().success());
-}
-
 fn last_line(path: &Path) -> String {
     fs::read_to_string(path).unwrap().lines().last().unwrap().to_string()
 }
@@ -285,7 +270,7 @@ fn a_request_that_reaches_every_rank_drains() {
         let ranks: Vec<Child> = (0..size).map(|r| world.rank(r, &more)).collect();
         world.streams();
         // The others first: what they do must not hang on what rank 0 has done.
-        ranks.iter().rev().for_each(|r| signal(r, name));
+        ranks.iter().rev().for_each(|r| signal(r.id(), name));
         for (rank, o) in ends(ranks).iter().enumerate() {
             let said = text(&o.stdout) + &text(&o.stderr);
             assert_eq!(o.status.code(), Some(if rank == 0 { 130 } else { 0 }), "rank {rank}: {said}");
@@ -310,10 +295,10 @@ fn a_second_request_to_ranks_that_joined_ends_them() {
             thread::sleep(Duration::from_millis(20));
         }
         let asked: Vec<&Child> = ranks.iter().take(if all { 2 } else { 1 }).collect();
-        asked.iter().rev().for_each(|r| signal(r, "INT"));
+        asked.iter().rev().for_each(|r| signal(r.id(), "INT"));
         thread::sleep(Duration::from_millis(300));
         let begun = Instant::now();
-        asked.iter().rev().for_each(|r| signal(r, "INT"));
+        asked.iter().rev().for_each(|r| signal(r.id(), "INT"));
         let outputs = ends(ranks);
         assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
         for (rank, o) in outputs.iter().enumerate() {
@@ -340,7 +325,7 @@ fn a_request_to_stop_while_ranks_are_waited_for_is_no_refusal() {
         assert!(begun.elapsed() < Duration::from_secs(60), "rank 0 does not listen");
         thread::sleep(Duration::from_millis(20));
     }
-    signal(&zero, "INT");
+    signal(zero.id(), "INT");
     let o = zero.wait_with_output().unwrap();
     let said = text(&o.stdout) + &text(&o.stderr);
     assert_eq!(o.status.code(), Some(130), "{said}");

@@ -2,17 +2,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+mod support;
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
+use support::{tessera, text};
 
-fn tessera(args: &[&str]) -> (Option<i32>, String, String) {
-    let out = Command::new(env!("CARGO_BIN_EXE_tessera")).current_dir(root()).args(args).output().unwrap();
-    let text = |b: &[u8]| String::from_utf8_lossy(b).into_owned();
-    (out.status.code(), text(&out.stdout), text(&out.stderr))
+fn said(args: &[&str]) -> (Option<i32>, String, String) {
+    let o = tessera(args);
+    (o.status.code(), text(&o.stdout), text(&o.stderr))
 }
 
 #[test]
@@ -21,12 +17,12 @@ fn a_measured_machine_is_one_to_plan_for() {
     let at = |name: &str| dir.path().join(name).display().to_string();
     let here = at("here");
     let measure = ["measure", "--ranks", "1", "--quick", "--format", "json", "--out", &here];
-    let (status, out, err) = tessera(&measure);
+    let (status, out, err) = said(&measure);
     assert_eq!(status, Some(0), "{err}");
     assert!(err.contains("measuring products"), "{err}");
-    let said: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
     let curves: Vec<&str> =
-        said["fits"].as_array().unwrap().iter().map(|f| f["curve"].as_str().unwrap()).collect();
+        report["fits"].as_array().unwrap().iter().map(|f| f["curve"].as_str().unwrap()).collect();
     assert_eq!(
         curves,
         [
@@ -41,7 +37,7 @@ fn a_measured_machine_is_one_to_plan_for() {
             "send"
         ]
     );
-    let open = said["not_measured"].to_string();
+    let open = report["not_measured"].to_string();
     assert!(open.contains("links between hosts") && open.contains("one rank has nobody to meet"), "{open}");
     let cluster = std::fs::read_to_string(dir.path().join("here/cluster.toml")).unwrap();
     assert!(
@@ -51,13 +47,13 @@ fn a_measured_machine_is_one_to_plan_for() {
 
     let (cluster, profile) = (at("here/cluster.toml"), at("here/profile.toml"));
     let plan = ["plan", "models/demo", "--cluster", &cluster, "--profile", &profile, "--format", "json"];
-    let (status, out, err) = tessera(&plan);
+    let (status, out, err) = said(&plan);
     assert_eq!(status, Some(0), "{err}");
     let plan: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!((plan["cluster"].as_str(), plan["profile"].as_str()), (Some("here"), Some("tessera-here")));
     assert!(plan["best"][0]["fps"].as_f64().unwrap() > 0.0, "{plan}");
 
-    let (status, _, err) = tessera(&measure);
+    let (status, _, err) = said(&measure);
     assert_eq!(status, Some(1));
     assert!(err.contains("T0013") || err.is_empty(), "{err}");
 }
@@ -66,14 +62,14 @@ fn a_measured_machine_is_one_to_plan_for() {
 fn what_cannot_be_measured_is_refused_before_any_time_is_spent() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("x").display().to_string();
-    let (status, _, err) = tessera(&["measure", "--device", "gpu", "--out", &out]);
+    let (status, _, err) = said(&["measure", "--device", "gpu", "--out", &out]);
     assert_eq!(status, Some(2));
     assert!(err.contains("T0049") && err.contains("hgx-h200"), "{err}");
-    let (status, _, err) = tessera(&["measure", "--ranks", "100000", "--out", &out]);
+    let (status, _, err) = said(&["measure", "--ranks", "100000", "--out", &out]);
     assert_eq!(status, Some(1));
     assert!(err.contains("T0050") && err.contains("100000 ranks"), "{err}");
     let there = dir.path().display().to_string();
-    let (status, _, err) = tessera(&["measure", "--out", &there]);
+    let (status, _, err) = said(&["measure", "--out", &there]);
     assert_eq!(status, Some(1));
     assert!(err.contains("T0013") && !err.contains("measuring"), "{err}");
     assert!(!dir.path().join("x").exists());

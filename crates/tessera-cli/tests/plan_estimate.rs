@@ -2,19 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
+mod support;
+
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::path::Path;
+use std::process::Command;
 
 use serde_json::Value;
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-fn tessera(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_tessera")).current_dir(root()).args(args).output().unwrap()
-}
+use support::{root, tessera};
 
 /// What it prints, with this exit status.
 #[track_caller]

@@ -2,8 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
+mod support;
+
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+
+use support::words;
 
 fn models() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models")
@@ -16,10 +20,6 @@ fn tessera(args: &[&str], dir: &Path) -> Output {
         command.env_remove(name);
     }
     command.output().unwrap()
-}
-
-fn words(o: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr))
 }
 
 #[test]

@@ -2,36 +2,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
+mod support;
+
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::path::Path;
+use std::process::{Child, Output};
 use std::time::{Duration, Instant};
 
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
-
-/// Longest wait of a test for something that takes a second or two.
-const PATIENCE: Duration = Duration::from_secs(120);
-
-fn command(args: &[&str]) -> Command {
-    let mut c = Command::new(env!("CARGO_BIN_EXE_tessera"));
-    c.current_dir(root()).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
-    c
-}
+use support::{PATIENCE, command, ended, field, root, signal, text};
 
 fn run(args: &[&str]) -> Output {
     command(args).output().unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn field(json: &str, name: &str) -> String {
-    let mark = format!("\"{name}\":");
-    let rest = json.split(&mark).nth(1).unwrap_or_else(|| panic!("no {name} in {json}"));
-    rest.split([',', '}']).next().unwrap().trim_matches('"').to_string()
 }
 
 /// Streams and gives the JSON line of its result.
@@ -169,27 +150,10 @@ fn endless(out: &Path) -> Child {
     child
 }
 
-fn signal(pid: u32, name: &str) {
-    assert!(Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap().success());
-}
-
 /// Processes that were started for ranks by this process.
 fn children(of: u32) -> Vec<u32> {
     let list = fs::read_to_string(format!("/proc/{of}/task/{of}/children")).unwrap_or_default();
     list.split_whitespace().filter_map(|p| p.parse().ok()).collect()
-}
-
-fn ended(child: Child) -> Output {
-    let begun = Instant::now();
-    let mut child = child;
-    while child.try_wait().unwrap().is_none() {
-        if begun.elapsed() > PATIENCE {
-            let _ = child.kill();
-            panic!("it did not end");
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    child.wait_with_output().unwrap()
 }
 
 #[test]

@@ -11,10 +11,8 @@ use tessera_report::flight::{Entry, Flight, overlap_ratio};
 use tessera_report::overlap::Overlap;
 use tessera_report::record::{Device, Record, Status};
 
-use crate::flight::{FLIGHT, MAX_FILE_BYTES};
+use crate::opened::{self, Opened};
 use crate::plan::Plan;
-use crate::record::RECORD;
-use crate::stream;
 
 /// A folder that no item can be answered from.
 pub static T0045: Code = Code {
@@ -172,19 +170,7 @@ fn open(folder: &Path) -> Result<Run, Diagnostic> {
             .at(folder.display().to_string(), why)
             .hint("name the folder that `tessera stream --out` made")
     };
-    let record = stream::read(&folder.join(RECORD))
-        .ok_or_else(|| refuse(format!("no {RECORD}")))?
-        .map_err(|d| refuse(format!("{RECORD}: {}", d.message)))?;
-    let plan = Plan::read(&folder.join("plan"))
-        .map_err(|ds| refuse(ds.first().map_or("no plan".to_string(), |d| format!("plan: {}", d.message))))?;
-    let flights = (0..plan.sealed.mesh().ranks())
-        .filter_map(|rank| {
-            let path = folder.join(FLIGHT).join(format!("rank-{rank}.jsonl"));
-            let length = std::fs::metadata(&path).ok()?.len();
-            let bytes = (length <= MAX_FILE_BYTES).then(|| std::fs::read(&path).ok())??;
-            Flight::parse(&path.display().to_string(), &bytes).ok()
-        })
-        .collect();
+    let Opened { plan, record, flights } = opened::open(folder).map_err(refuse)?;
     Ok(Run { name: folder.display().to_string(), plan, record, flights })
 }
 

@@ -21,6 +21,7 @@ pub mod local;
 pub mod measure;
 mod model;
 pub mod modelled;
+mod opened;
 mod page;
 mod parity;
 pub mod plan;

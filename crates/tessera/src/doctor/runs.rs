@@ -13,11 +13,10 @@ use tessera_report::record::{Record, Status};
 
 use super::estimates::machine_beside;
 use super::{Action, Checkup, Found, Kind, T0051, T0053};
-use crate::flight::{FLIGHT, MAX_FILE_BYTES};
+use crate::Model;
+use crate::opened::{self, Opened};
 use crate::plan::Plan;
-use crate::record::RECORD;
 use crate::search::{VideoAsked, machine, video_found};
-use crate::{Model, stream};
 
 /// Ends of a run that say that ranks held different things.
 const DRIFT: [&str; 3] = ["T0744", "T0754", "T0759"];
@@ -81,19 +80,7 @@ fn run(folder: &Path) -> Result<(Plan, Run), Diagnostic> {
     let name = folder.display().to_string();
     let refuse =
         |why: String| Diagnostic::error(&T0051, format!("{name} cannot be examined")).at(name.clone(), why);
-    let record = stream::read(&folder.join(RECORD))
-        .ok_or_else(|| refuse(format!("no {RECORD}")))?
-        .map_err(|d| refuse(format!("{RECORD}: {}", d.message)))?;
-    let plan = Plan::read(&folder.join("plan"))
-        .map_err(|ds| refuse(ds.first().map_or("no plan".to_string(), |d| format!("plan: {}", d.message))))?;
-    let flights = (0..plan.sealed.mesh().ranks())
-        .filter_map(|rank| {
-            let path = folder.join(FLIGHT).join(format!("rank-{rank}.jsonl"));
-            let length = std::fs::metadata(&path).ok()?.len();
-            let bytes = (length <= MAX_FILE_BYTES).then(|| std::fs::read(&path).ok())??;
-            Flight::parse(&path.display().to_string(), &bytes).ok()
-        })
-        .collect();
+    let Opened { plan, record, flights } = opened::open(folder).map_err(refuse)?;
     Ok((plan, Run { name: name.clone(), record, flights }))
 }
 
