@@ -1,4 +1,4 @@
-//! Bytes that one rank holds, by tier and by use. The hot variant, [`totals`], allocates nothing.
+//! Bytes that one rank holds, by tier and by use. Nothing here that a search asks allocates.
 //!
 //! A parameter in training takes its precision's bytes as weight, 4 as gradient and 12 as optimizer state: an f32
 //! master and two f32 moments. With bf16 weights that is 18 bytes; the f32 master is there for fp8 too, and an f32
@@ -58,6 +58,14 @@ pub struct Held {
     pub expert_shards: f64,
 }
 
+impl Held {
+    /// The same with these shares of experts and of old keys and values elsewhere.
+    #[must_use]
+    pub fn away(&self, cold_share: f64, old_cache_share: f64) -> Held {
+        Held { cold_share, old_cache_share, ..*self }
+    }
+}
+
 /// Bytes of one rank by tier and use.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Totals {
@@ -80,6 +88,25 @@ const USES: [Use; 8] = [
 #[must_use]
 pub fn totals(m: &Machine, c: &Candidate, training: bool, held: &Held) -> Totals {
     let mut t = Totals::default();
+    spread(m, c, training, held, |tier, what, bytes| t.bytes[tier as usize][what as usize] += bytes);
+    t
+}
+
+/// The same, device memory alone: what a search asks most often.
+#[must_use]
+pub fn hbm_bytes(m: &Machine, c: &Candidate, training: bool, held: &Held) -> f64 {
+    let mut sum = 0.0;
+    spread(m, c, training, held, |tier, _, bytes| {
+        if tier == Tier::Hbm {
+            sum += bytes;
+        }
+    });
+    sum
+}
+
+/// Says what lies where, in the order of [`USES`].
+#[inline(always)]
+fn spread(m: &Machine, c: &Candidate, training: bool, held: &Held, mut add: impl FnMut(Tier, Use, f64)) {
     let width = c.layout.precision.bytes();
     // Both directions of a bidirectional pipeline keep the layers of two stages.
     let twice = if c.schedule == Schedule::DualPipe { 2.0 } else { 1.0 };
@@ -88,20 +115,20 @@ pub fn totals(m: &Machine, c: &Candidate, training: bool, held: &Held) -> Totals
     let whole = c.optimizer == Optimizer::Full && training;
     let state = c.optimizer != Optimizer::Replicated;
 
-    t.add(Tier::Hbm, Use::Weights, dense * width / shards(whole, held.weight_shards));
+    add(Tier::Hbm, Use::Weights, dense * width / shards(whole, held.weight_shards));
     let experts_here = experts * width / shards(whole, held.expert_shards);
     let cold = if c.experts_at == ExpertsAt::Host { held.cold_share } else { 0.0 };
-    t.add(Tier::Hbm, Use::Experts, experts_here * (1.0 - cold));
-    t.add(Tier::Host, Use::Experts, experts_here * cold);
+    add(Tier::Hbm, Use::Experts, experts_here * (1.0 - cold));
+    add(Tier::Host, Use::Experts, experts_here * cold);
     if training {
         let each = |dense_bytes: f64, expert_bytes: f64, on: bool| {
             dense * dense_bytes / shards(on, held.weight_shards)
                 + experts * expert_bytes / shards(on, held.expert_shards)
         };
-        t.add(Tier::Hbm, Use::Gradients, each(GRADIENT, GRADIENT, whole));
+        add(Tier::Hbm, Use::Gradients, each(GRADIENT, GRADIENT, whole));
         let master = if c.layout.precision == Precision::F32 { 0.0 } else { MASTER };
-        t.add(Tier::Hbm, Use::Optimizer, each(MOMENTS + master, MOMENTS + master, state));
-        t.add(Tier::Hbm, Use::Activations, held.keep_bytes * held.in_flight);
+        add(Tier::Hbm, Use::Optimizer, each(MOMENTS + master, MOMENTS + master, state));
+        add(Tier::Hbm, Use::Activations, held.keep_bytes * held.in_flight);
     }
     let old = match c.cache_at {
         CacheAt::Hbm => (Tier::Hbm, held.old_cache_share),
@@ -110,16 +137,15 @@ pub fn totals(m: &Machine, c: &Candidate, training: bool, held: &Held) -> Totals
         // Dropped, not moved.
         CacheAt::Window => (Tier::Hbm, 0.0),
     };
-    t.add(Tier::Hbm, Use::Cache, held.cache_bytes * (1.0 - held.old_cache_share));
-    t.add(old.0, Use::Cache, held.cache_bytes * old.1);
+    add(Tier::Hbm, Use::Cache, held.cache_bytes * (1.0 - held.old_cache_share));
+    add(old.0, Use::Cache, held.cache_bytes * old.1);
 
     let sends = if c.pp > 1 { 2.0 * if training { 2.0 } else { 1.0 } } else { 0.0 };
     // Gathered weights, and the whole gradients of the layer that is being reduced.
     let gathered = if whole { (AHEAD * width + GRADIENT) * held.layer_weights } else { 0.0 };
     let fetched = if cold > 0.0 { AHEAD * held.layer_weights * width * cold } else { 0.0 };
-    t.add(Tier::Hbm, Use::Buffers, held.working_bytes + sends * held.send_bytes + gathered + fetched);
-    t.add(Tier::Hbm, Use::Library, m.reserved_bytes());
-    t
+    add(Tier::Hbm, Use::Buffers, held.working_bytes + sends * held.send_bytes + gathered + fetched);
+    add(Tier::Hbm, Use::Library, m.reserved_bytes());
 }
 
 impl Totals {
@@ -148,10 +174,6 @@ impl Totals {
             }
         }
         Budget { bytes }
-    }
-
-    fn add(&mut self, tier: Tier, what: Use, bytes: f64) {
-        self.bytes[tier as usize][what as usize] += bytes;
     }
 }
 
@@ -235,6 +257,10 @@ mod tests {
         assert_eq!(buffers(&full) - buffers(&PLAIN), (2.0 * 2.0 + 4.0) * 1e8);
         let twice = Candidate { schedule: Schedule::DualPipe, ..PLAIN };
         assert_eq!(parameters(&twice), 2.0 * parameters(&PLAIN));
+        for c in [PLAIN, shared, full, twice] {
+            let all = totals(&machine(), &c, true, &held()).tier(Tier::Hbm);
+            assert_eq!(hbm_bytes(&machine(), &c, true, &held()), all);
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@
 mod total;
 
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::hash::{BuildHasherDefault, Hash, Hasher};
 use std::ops::Range;
 
 use tessera_cost::knobs::{Layout, Recompute, Schedule, Scheme};
@@ -53,8 +53,34 @@ pub(super) struct Prices<'a> {
     cut: Vec<Cut>,
 }
 
-/// Looked up, never listed, so that its order is not seen.
-type Memo<K, V> = HashMap<K, V, BuildHasherDefault<Mix>>;
+/// What is kept under keys. Looked up, never listed, so that its order is not seen; values lie apart, so that finding one
+/// moves none.
+#[derive(Debug)]
+struct Memo<K, V> {
+    at: HashMap<K, u32, BuildHasherDefault<Mix>>,
+    values: Vec<V>,
+}
+
+impl<K, V> Default for Memo<K, V> {
+    fn default() -> Memo<K, V> {
+        Memo { at: HashMap::default(), values: Vec::new() }
+    }
+}
+
+impl<K: Hash + Eq, V> Memo<K, V> {
+    /// What is kept under a key, made where it is not.
+    fn of(&mut self, key: K, make: impl FnOnce() -> V) -> &V {
+        let at = match self.at.get(&key) {
+            Some(at) => *at as usize,
+            None => {
+                self.values.push(make());
+                self.at.insert(key, self.values.len() as u32 - 1);
+                self.values.len() - 1
+            }
+        };
+        &self.values[at]
+    }
+}
 
 /// Multiplies and rotates: keys are a few small numbers and no adversary chooses them.
 #[derive(Debug, Default, Clone, Copy)]
@@ -142,6 +168,8 @@ impl Brief {
 /// The layers of one layout, micro-batch and recomputation.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Node {
+    /// Tells it from the nodes priced before it in the same place.
+    serial: u64,
     /// One layer of each kind.
     layers: Vec<Brief>,
     first: Brief,
@@ -151,6 +179,9 @@ pub(super) struct Node {
     pub load: Option<ExpertLoad>,
     /// Cuts that were chosen, by stages and pieces.
     cuts: Vec<((u32, u32), usize)>,
+    /// Bytes kept for the backward pass in all layers, and those that the narrowest layer works in.
+    keep_bytes: f64,
+    working_bytes: f64,
     /// Micro-batches of the fullest replica.
     pub micro_batches: u32,
     /// One boundary between stages, one direction.
@@ -183,8 +214,10 @@ pub(super) struct Pipe {
     /// Waiting over the whole step, and sends between stages.
     bubble_ns: f64,
     sends_ns: f64,
-    /// What the stages hold that may be the fullest: those that none of the others covers.
-    held: Vec<Held>,
+    /// Stages that may be the fullest, and what they hold.
+    held: Vec<(u32, Held)>,
+    /// Node and cut that those are of.
+    held_of: (u64, usize),
     /// What the stage holds that has most weights.
     heavy: Held,
     /// Most bytes of keys and values on a stage.
@@ -206,7 +239,7 @@ impl Pipe {
 
     /// Bytes kept for the backward pass on the stage that has most.
     pub fn kept_bytes(&self) -> f64 {
-        self.held.iter().map(|h| h.keep_bytes * h.in_flight).fold(0.0, f64::max)
+        self.held.iter().map(|(_, h)| h.keep_bytes * h.in_flight).fold(0.0, f64::max)
     }
 
     /// Micro-batches whose activations the first stage holds, of so many.
@@ -220,7 +253,10 @@ impl Pipe {
 pub(super) struct Fit {
     /// Whether it fits.
     pub fits: bool,
-    pub totals: Totals,
+    /// Bytes of the fullest stage in device memory.
+    pub hbm_bytes: f64,
+    /// Which of [`Pipe::held`] that is.
+    at: usize,
     cold_share: f64,
     old_share: f64,
 }
@@ -275,6 +311,7 @@ impl<'a> Prices<'a> {
 
     /// Prices the layers of a candidate's layout, micro-batch and recomputation.
     pub fn node(&mut self, c: &Candidate, out: &mut Node) {
+        out.serial += 1;
         let (m, l) = (&self.q.machine, &c.layout);
         let share = self.q.job.batch().div_ceil(u64::from(c.replicas));
         out.micro_batches =
@@ -285,10 +322,7 @@ impl<'a> Prices<'a> {
         let group = tokens * f64::from(l.expert_tp * l.ep) / f64::from(l.tp);
         out.load = self.routed.map(|(n, k)| {
             let (routing, ep, cap) = (self.q.routing, l.ep, l.capacity_pct);
-            *self
-                .loads
-                .entry((ep, group.to_bits(), cap))
-                .or_insert_with(|| experts(n, k, ep, group, routing, cap))
+            *self.loads.of((ep, group.to_bits(), cap), || experts(n, k, ep, group, routing, cap))
         });
         let load = Load {
             tokens,
@@ -309,11 +343,11 @@ impl<'a> Prices<'a> {
         out.cuts.clear();
         for (kind, (dense, moe)) in self.rows.iter().enumerate() {
             let kind = kind as u8;
-            let mut cost = *self
-                .dense
-                .entry(key(kind, c.recompute))
-                .or_insert_with(|| Brief::of(&layer(m, dense, &plain, &load, &spans, &ExpertLoad::NONE)));
+            let cost = self.dense.of(key(kind, c.recompute), || {
+                Brief::of(&layer(m, dense, &plain, &load, &spans, &ExpertLoad::NONE))
+            });
             out.before.push(cost.all.ns());
+            out.layers.push(*cost);
             if let (false, Some(routed)) = (moe.is_empty(), &out.load) {
                 // Only where tp keeps tokens whole do experts see it: each rank then needs all results.
                 let whole = matches!(l.scheme, Scheme::Megatron | Scheme::RsMmAg);
@@ -327,26 +361,26 @@ impl<'a> Prices<'a> {
                     c.recompute,
                     (spans.ep.domains, spans.expert_tp.domains),
                 );
-                cost.add(
-                    self.moe
-                        .entry(key)
-                        .or_insert_with(|| Brief::of(&layer(m, moe, &layout, &load, &spans, routed))),
-                );
+                let routed = self.moe.of(key, || Brief::of(&layer(m, moe, &layout, &load, &spans, routed)));
+                out.layers[usize::from(kind)].add(routed);
             }
-            out.cost.push(cost.all.ns());
-            out.layers.push(cost);
+            out.cost.push(out.layers[usize::from(kind)].all.ns());
         }
         let ends = Load { recompute: Recompute::None, ..load };
         let mut end = |kind, rows: &[Row]| {
-            *self
-                .dense
-                .entry(key(kind, Recompute::None))
-                .or_insert_with(|| Brief::of(&layer(m, rows, &plain, &ends, &spans, &ExpertLoad::NONE)))
+            *self.dense.of(key(kind, Recompute::None), || {
+                Brief::of(&layer(m, rows, &plain, &ends, &spans, &ExpertLoad::NONE))
+            })
         };
         out.first = end(FIRST, &self.q.work.first);
         out.last = end(LAST, &self.q.work.last);
         out.tied = if self.tied_row.is_empty() { 0.0 } else { end(TIED, &self.tied_row).weights };
 
+        let layers = self.kinds.of.len() as u32;
+        let kept = |(kind, c): (usize, &Brief)| self.kinds.count(kind, 0, layers) * c.keep_bytes;
+        out.keep_bytes = out.first.keep_bytes + out.last.keep_bytes;
+        out.keep_bytes += out.layers.iter().enumerate().map(kept).sum::<f64>();
+        out.working_bytes = out.layers.iter().map(|c| c.working_bytes).reduce(f64::min).unwrap_or(0.0);
         (out.send_ns, out.send_bytes, out.sent) = (0.0, 0.0, [0.0; 3]);
         if c.pp > 1 {
             out.send_bytes = (tokens / f64::from(l.tp)).ceil() * self.q.work.width as f64 * 2.0;
@@ -380,7 +414,7 @@ impl<'a> Prices<'a> {
 
     /// The cut over so many stages of so many pieces whose dearest stage takes least.
     fn choose(&mut self, node: &Node, stages: u32, pieces: u32) -> usize {
-        let options = self.cuts.entry((stages, pieces)).or_insert_with(|| {
+        let options = self.cuts.of((stages, pieces), || {
             let begin = self.cut.len();
             self.cut.extend(self.balance.cuts(&self.kinds, stages, pieces));
             begin..self.cut.len()
@@ -465,43 +499,42 @@ impl<'a> Prices<'a> {
         }
     }
 
-    /// What the stages hold that may be the fullest: the first (most in flight, the embedding), its neighbour, the last
-    /// (the head) and the one with most weights.
+    /// What the stages hold that may be the fullest.
     fn hold(&self, c: &Candidate, node: &Node, out: &mut Pipe) {
+        if out.held_of != (node.serial, out.cut) {
+            self.lay(c, node, out);
+            out.held_of = (node.serial, out.cut);
+        }
+        for (stage, h) in &mut out.held {
+            h.in_flight = self.in_flight(c, node, *stage);
+        }
+        out.in_flight = self.in_flight(c, node, 0);
+    }
+
+    /// Of a cut, whatever the schedule: the first stage of each that are unlike, but for those that an earlier one covers. No
+    /// schedule has more in flight on a later stage.
+    fn lay(&self, c: &Candidate, node: &Node, out: &mut Pipe) {
         let cut = &self.cut[out.cut];
         (out.expert_layers, out.layers, out.cache_bytes) = (0.0, 0.0, 0.0);
-        let cached = self.cache_of(c);
-        let (mut heaviest, mut heavy) = (-1.0, 0);
-        for stage in 0..c.pp {
-            let (mut moe, mut any, mut weights, mut cache) = (0.0, 0.0, 0.0, 0.0);
+        out.held.clear();
+        let mut heaviest = -1.0;
+        for &stage in &cut.unlike {
+            let h = self.held(c, node, out.cut, stage);
+            let (mut moe, mut any) = (0.0, 0.0);
             for (kind, n) in cut.layers(stage).iter().enumerate() {
                 any += n;
                 moe += if self.rows[kind].1.is_empty() { 0.0 } else { *n };
-                weights += n * (node.layers[kind].weights + node.layers[kind].expert_weights);
-                cache += n * self.cache[kind] * cached;
             }
-            weights += if stage == 0 { node.first.weights } else { 0.0 };
-            weights += if stage + 1 == c.pp { node.last.weights } else { 0.0 };
             out.expert_layers = out.expert_layers.max(moe);
             out.layers = out.layers.max(any);
-            out.cache_bytes = out.cache_bytes.max(cache);
-            if weights > heaviest {
-                (heaviest, heavy) = (weights, stage);
+            out.cache_bytes = out.cache_bytes.max(h.cache_bytes);
+            if h.weights + h.expert_weights > heaviest {
+                (heaviest, out.heavy) = (h.weights + h.expert_weights, h);
+            }
+            if !out.held.iter().any(|(_, o)| covers(o, &h)) {
+                out.held.push((stage, h));
             }
         }
-        out.heavy = self.held(c, node, out.cut, heavy);
-        out.held.clear();
-        out.held.push(out.heavy);
-        for stage in [0, 1, c.pp - 1] {
-            if stage < c.pp && stage != heavy {
-                let h = self.held(c, node, out.cut, stage);
-                if !out.held.iter().any(|o| covers(o, &h)) {
-                    out.held.retain(|o| !covers(&h, o));
-                    out.held.push(h);
-                }
-            }
-        }
-        out.in_flight = self.in_flight(c, node, 0);
     }
 
     /// Micro-batches whose activations a stage holds.
@@ -512,13 +545,12 @@ impl<'a> Prices<'a> {
         }
     }
 
-    /// What one stage holds.
+    /// What one stage holds, with nothing in flight.
     fn held(&self, c: &Candidate, node: &Node, cut: usize, stage: u32) -> Held {
         let mut h = Held {
             send_bytes: node.send_bytes,
             weight_shards: f64::from(c.replicas),
             expert_shards: f64::from(c.expert_replicas),
-            in_flight: self.in_flight(c, node, stage),
             ..Held::default()
         };
         self.each(c, node, cut, stage, |n, cost| {
@@ -567,8 +599,7 @@ impl<'a> Prices<'a> {
         let m = &self.q.machine;
         *self
             .wires
-            .entry((op as u32, bytes.to_bits(), span.ranks, span.domains))
-            .or_insert_with(|| m.collective(op, bytes, span))
+            .of((op as u32, bytes.to_bits(), span.ranks, span.domains), || m.collective(op, bytes, span))
     }
 
     /// Tokens that a step makes or reads.
@@ -651,11 +682,11 @@ impl<'a> Prices<'a> {
     }
 }
 
-/// Whether one stage holds at least as much as another of everything.
+/// Whether one stage holds at least as much as another of everything, with as many micro-batches in flight.
 fn covers(a: &Held, b: &Held) -> bool {
     a.weights >= b.weights
         && a.expert_weights >= b.expert_weights
-        && a.keep_bytes * a.in_flight >= b.keep_bytes * b.in_flight
+        && a.keep_bytes >= b.keep_bytes
         && a.working_bytes >= b.working_bytes
         && a.layer_weights >= b.layer_weights
         && a.cache_bytes >= b.cache_bytes

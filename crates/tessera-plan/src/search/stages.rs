@@ -60,6 +60,8 @@ pub(super) struct Cut {
     /// Layers of each kind, stage by stage.
     layers: Vec<f64>,
     kinds: usize,
+    /// The first and the last stage, and of those between the first with each number of layers of each kind.
+    pub unlike: Vec<u32>,
 }
 
 impl Cut {
@@ -71,7 +73,15 @@ impl Cut {
                 layers[piece % stages * n + kind] += kinds.count(kind, ends[0], ends[1]);
             }
         }
-        Cut { borders, layers, kinds: n }
+        let of = |stage: usize| &layers[stage * n..][..n];
+        let mut unlike: Vec<u32> = vec![0];
+        for stage in 1..stages {
+            let known = unlike[1..].iter().any(|s| of(*s as usize) == of(stage));
+            if !known || stage + 1 == stages {
+                unlike.push(stage as u32);
+            }
+        }
+        Cut { borders, layers, kinds: n, unlike }
     }
 
     /// Layers of each kind on a stage.
@@ -81,13 +91,11 @@ impl Cut {
 
     /// Time of the stage that takes longest, by the time of one layer of each kind and of the ends.
     pub fn dearest(&self, cost: &[f64], ends: (f64, f64)) -> f64 {
-        let stages = self.layers.len() / self.kinds.max(1);
-        let mut most = 0.0_f64;
-        for stage in 0..stages {
-            let layers = self.layers[stage * self.kinds..][..self.kinds].iter();
-            let mut sum: f64 = layers.zip(cost).map(|(n, each)| n * each).sum();
-            sum += if stage == 0 { ends.0 } else { 0.0 };
-            sum += if stage + 1 == stages { ends.1 } else { 0.0 };
+        let (mut most, last) = (0.0_f64, self.unlike.last());
+        for stage in &self.unlike {
+            let mut sum: f64 = self.layers(*stage).iter().zip(cost).map(|(n, each)| n * each).sum();
+            sum += if *stage == 0 { ends.0 } else { 0.0 };
+            sum += if Some(stage) == last { ends.1 } else { 0.0 };
             most = most.max(sum);
         }
         most

@@ -119,6 +119,8 @@ pub(super) struct Walk {
     pub better: u64,
     mark: Option<Point>,
     objective: Objective,
+    /// By reason: `rejected` is told when the walk ends.
+    counts: [u64; Reason::ALL.len()],
 }
 
 /// Counts of a walk that everything below a micro-batch may change.
@@ -142,7 +144,14 @@ impl Tally {
 }
 
 /// Who holds the optimizer, where experts and old keys lie.
-type Place = (Optimizer, ExpertsAt, CacheAt);
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    optimizer: Optimizer,
+    experts_at: ExpertsAt,
+    cache_at: CacheAt,
+    /// [`Prices::least_bytes`] of it.
+    least_bytes: f64,
+}
 
 impl Walk {
     /// All arrangements on so many devices. With a mark, those that beat it are counted.
@@ -162,6 +171,7 @@ impl Walk {
             better: 0,
             mark,
             objective: q.objective,
+            counts: [0; Reason::ALL.len()],
         };
         let matters = Matters::of(&q.work, q.routing);
         let mut prices = Prices::new(q, devices);
@@ -176,6 +186,9 @@ impl Walk {
         for f in &meshes {
             lists.fill(&q.space, &q.pins, f, q.job, matters);
             w.mesh(&mut prices, f, &lists, &mut node, &mut pipe);
+        }
+        for (reason, r) in &mut w.rejected {
+            r.count = w.counts[*reason as usize];
         }
         w
     }
@@ -225,8 +238,9 @@ impl Walk {
                                 continue;
                             }
                             prices.node(&c, node);
-                            if let Some(says) = prices.drops(&c, node) {
-                                self.count(Reason::Drops, below.recompute * alive, &c, || says);
+                            if prices.drops_too_many(node) {
+                                let says = || prices.drops(&c, node);
+                                self.count(Reason::Drops, below.recompute * alive, &c, says);
                                 continue;
                             }
                             // A capacity that drops nothing is none: what became of that one is counted again.
@@ -263,20 +277,13 @@ impl Walk {
                 self.reject(prices, reason, below, &c);
                 continue;
             }
-            let least = prices.least_bytes(&c);
-            if least > limit {
-                let says = || {
-                    format!(
-                        "weights, what training adds to them and cache are {} per rank, evenly spread; {} has {}",
-                        bytes(least),
-                        prices.q.machine.cluster.device.name,
-                        bytes(limit)
-                    )
-                };
-                self.count(Reason::Memory, below, &c, says);
+            let least_bytes = prices.least_bytes(&c);
+            if least_bytes > limit {
+                let what = "weights, what training adds to them and cache";
+                self.count(Reason::Memory, below, &c, || at_least(prices, what, least_bytes));
                 continue;
             }
-            places.push((optimizer, experts_at, cache_at));
+            places.push(Place { optimizer, experts_at, cache_at, least_bytes });
         }
     }
 
@@ -294,16 +301,18 @@ impl Walk {
             }
         }
         self.priced += places.len() as u64;
-        prices.pipe(&c, node, pipe);
         let (devices, tokens) = (f64::from(prices.rules.devices), prices.tokens());
         let point = |step_ns: f64, bytes: f64, candidate: Candidate| {
             let rate = tokens / (step_ns * 1e-9) / devices;
             Point { step_ns, rate, bytes, candidate }
         };
-        let least_ns = prices.least_ns(&c, node);
+        let limit = prices.q.machine.cluster.device.memory_bytes.value;
+        let kept_bytes = prices.least_kept_bytes(&c, node);
+        let mut least_ns = None;
         // What is moved elsewhere only where it must be is the same arrangement where nothing must.
         let mut here: Option<(Optimizer, Point)> = None;
-        for &(optimizer, experts_at, cache_at) in places {
+        for place in places {
+            let Place { optimizer, experts_at, cache_at, least_bytes } = *place;
             (c.optimizer, c.experts_at, c.cache_at) = (optimizer, experts_at, cache_at);
             let at_home = (experts_at, cache_at) == (ExpertsAt::Hbm, CacheAt::Hbm);
             if let Some((o, p)) = here
@@ -312,12 +321,22 @@ impl Walk {
                 self.accept(&Point { candidate: c, ..p }, false);
                 continue;
             }
-            let fit = prices.fit(&c, node, pipe);
-            if !fit.fits {
-                self.count(Reason::Memory, 1, &c, || too_much(prices, &fit.totals));
+            let least_bytes = least_bytes + kept_bytes;
+            if least_bytes > limit {
+                let what = "weights, what training adds to them, cache and activations";
+                self.count(Reason::Memory, 1, &c, || at_least(prices, what, least_bytes));
                 continue;
             }
-            let bytes = fit.totals.tier(Tier::Hbm);
+            let least_ns = *least_ns.get_or_insert_with(|| {
+                prices.pipe(&c, node, pipe);
+                prices.least_ns(&c, node)
+            });
+            let fit = prices.fit(&c, node, pipe);
+            if !fit.fits {
+                self.count(Reason::Memory, 1, &c, || too_much(prices, &prices.totals(&c, pipe, &fit)));
+                continue;
+            }
+            let bytes = fit.hbm_bytes;
             let mut p = point(least_ns, bytes, c);
             let hope = self.hope(&p);
             if hope {
@@ -331,7 +350,7 @@ impl Walk {
     }
 
     fn tally(&self) -> Tally {
-        let rejected = BELOW.map(|r| self.rejected.get(&r).map_or(0, |x| x.count));
+        let rejected = BELOW.map(|r| self.counts[r as usize]);
         Tally { legal: self.legal, better: self.better, rejected }
     }
 
@@ -341,9 +360,7 @@ impl Walk {
         self.legal += t.legal;
         self.better += t.better;
         for (reason, n) in BELOW.iter().zip(t.rejected) {
-            if let Some(r) = self.rejected.get_mut(reason) {
-                r.count += n;
-            }
+            self.counts[*reason as usize] += n;
         }
     }
 
@@ -373,10 +390,11 @@ impl Walk {
 
     fn count(&mut self, reason: Reason, count: u64, c: &Candidate, says: impl FnOnce() -> String) {
         self.considered += count;
-        self.rejected
-            .entry(reason)
-            .or_insert_with(|| Rejected { count: 0, example: *c, says: says() })
-            .count += count;
+        let seen = &mut self.counts[reason as usize];
+        if *seen == 0 && count > 0 {
+            self.rejected.insert(reason, Rejected { count: 0, example: *c, says: says() });
+        }
+        *seen += count;
     }
 }
 
@@ -392,7 +410,7 @@ impl Prices<'_> {
         self.pipe(c, &mut node, &mut pipe);
         let fit = self.fit(c, &node, &pipe);
         if !fit.fits {
-            return Err(vec![(Reason::Memory, too_much(self, &fit.totals))]);
+            return Err(vec![(Reason::Memory, too_much(self, &self.totals(c, &pipe, &fit)))]);
         }
         let sum = self.sum(c, &node, &mut pipe, fit);
         let stages = (0..c.pp)
@@ -425,19 +443,20 @@ impl Prices<'_> {
 }
 
 impl Prices<'_> {
-    /// That a capacity which nobody pinned drops more than the space allows.
-    fn drops(&self, c: &Candidate, node: &Node) -> Option<String> {
+    /// Whether a capacity which nobody pinned drops more than the space allows.
+    fn drops_too_many(&self, node: &Node) -> bool {
         let dropped = node.load.map_or(0.0, |l| l.dropped);
-        let most = self.q.space.most_dropped;
-        (dropped > most && self.q.pins.capacity_pct.is_none()).then(|| {
-            format!(
-                "a capacity of {} % drops {:.1} % of assignments under {} routing, more than {:.1} %",
-                c.layout.capacity_pct,
-                dropped * 100.0,
-                self.q.routing.name(),
-                most * 100.0
-            )
-        })
+        dropped > self.q.space.most_dropped && self.q.pins.capacity_pct.is_none()
+    }
+
+    fn drops(&self, c: &Candidate, node: &Node) -> String {
+        format!(
+            "a capacity of {} % drops {:.1} % of assignments under {} routing, more than {:.1} %",
+            c.layout.capacity_pct,
+            node.load.map_or(0.0, |l| l.dropped) * 100.0,
+            self.q.routing.name(),
+            self.q.space.most_dropped * 100.0
+        )
     }
 }
 
@@ -470,6 +489,17 @@ fn error_bar(q: &Question, leaves: bool) -> (f64, Vec<String>) {
         );
     }
     (error, notes)
+}
+
+/// That even the mean of all ranks is too much.
+fn at_least(prices: &Prices, what: &str, least: f64) -> String {
+    let device = &prices.q.machine.cluster.device;
+    format!(
+        "{what} are at least {} per rank, evenly spread; {} has {}",
+        bytes(least),
+        device.name,
+        bytes(device.memory_bytes.value)
+    )
 }
 
 fn too_much(prices: &Prices, totals: &Totals) -> String {

@@ -10,7 +10,7 @@ use tessera_cost::tiers::{LayerTimes, choose_window};
 use tessera_ir::work::Row;
 use tessera_mesh::{LinkClass, Precision, Tier};
 
-use super::super::budget::{GRADIENT, Held, MASTER, MOMENTS, Totals, optimizer_ns, totals};
+use super::super::budget::{GRADIENT, MASTER, MOMENTS, Totals, hbm_bytes, optimizer_ns, totals};
 use super::super::{Candidate, Times};
 use super::{Fit, Node, Pipe, Prices, Sum, cache_bytes};
 
@@ -35,7 +35,8 @@ impl Prices<'_> {
     /// The step of what fits.
     pub fn sum(&mut self, c: &Candidate, node: &Node, pipe: &mut Pipe, fit: Fit) -> Sum {
         let n = f64::from(node.micro_batches);
-        let Fit { totals, cold_share, old_share, .. } = fit;
+        let totals = self.totals(c, pipe, &fit);
+        let Fit { cold_share, old_share, .. } = fit;
         if !pipe.timed {
             self.time(c, node, pipe);
         }
@@ -167,55 +168,65 @@ impl Prices<'_> {
         dense + experts + cache + self.q.machine.reserved_bytes()
     }
 
+    /// Bytes beside those of [`Prices::least_bytes`] that the fullest rank has at least, however layers are cut: what the
+    /// backward pass needs, as if all stages kept as few micro-batches as the last, and what a layer works in.
+    pub fn least_kept_bytes(&self, c: &Candidate, node: &Node) -> f64 {
+        let few = self.in_flight(c, node, c.pp - 1);
+        (node.keep_bytes / f64::from(c.pp) * few + node.working_bytes) * (1.0 - 1e-9)
+    }
+
     /// Bytes of the fullest stage, with as many experts and old keys elsewhere as must be: shares of both.
     pub fn fit(&self, c: &Candidate, node: &Node, pipe: &Pipe) -> Fit {
         let m = &self.q.machine;
         let limit = m.cluster.device.memory_bytes.value;
         let train = self.train();
-        let of = |h: &Held, cold: f64, old: f64| {
-            totals(m, c, train, &Held { cold_share: cold, old_cache_share: old, ..*h })
-        };
         let fullest = |cold: f64, old: f64| {
-            let mut most = of(&pipe.held[0], cold, old);
-            for h in &pipe.held[1..] {
-                let t = of(h, cold, old);
-                if t.tier(Tier::Hbm) > most.tier(Tier::Hbm) {
-                    most = t;
+            let (mut most, mut at) = (f64::NEG_INFINITY, 0);
+            for (i, (_, h)) in pipe.held.iter().enumerate() {
+                let bytes = hbm_bytes(m, c, train, &h.away(cold, old));
+                if bytes > most {
+                    (most, at) = (bytes, i);
                 }
             }
-            most
+            (most, at)
         };
-        let over = |t: &Totals| t.tier(Tier::Hbm) - limit;
         // The least share that fits: bytes fall in proportion to it. A little more, so that rounding cannot undo it.
-        let least = |none: &Totals, all: &Totals| {
-            (over(none) / (none.tier(Tier::Hbm) - all.tier(Tier::Hbm)).max(1.0) * 1.001).clamp(0.0, 1.0)
-        };
+        let least = |none: f64, all: f64| ((none - limit) / (none - all).max(1.0) * 1.001).clamp(0.0, 1.0);
         let (mut cold, mut old) = (0.0, 0.0);
-        let mut t = fullest(0.0, 0.0);
-        if over(&t) > 0.0 && c.experts_at == ExpertsAt::Host {
-            let all = fullest(1.0, 0.0);
-            cold = least(&t, &all);
-            t = fullest(cold, 0.0);
+        let (mut bytes, mut at) = fullest(0.0, 0.0);
+        if bytes > limit && c.experts_at == ExpertsAt::Host {
+            cold = least(bytes, fullest(1.0, 0.0).0);
+            (bytes, at) = fullest(cold, 0.0);
         }
         // A window that is given is not made narrower.
         let fixed = c.cache_at == CacheAt::Window && self.q.window().is_some();
-        if over(&t) > 0.0 && c.cache_at != CacheAt::Hbm && !fixed {
-            let all = fullest(cold, 1.0);
-            old = least(&t, &all);
-            t = fullest(cold, old);
+        if bytes > limit && c.cache_at != CacheAt::Hbm && !fixed {
+            old = least(bytes, fullest(cold, 1.0).0);
+            (bytes, at) = fullest(cold, old);
         }
-        let mut fits = over(&t) <= 0.0 && t.tier(Tier::Host) <= m.cluster.host_bytes.value;
-        // What peers hold for others must fit beside their own.
-        if fits && t.tier(Tier::Peer) > 0.0 {
-            let all: f64 = (0..c.pp)
-                .map(|stage| {
-                    let t = of(&self.held(c, node, pipe.cut, stage), cold, old);
-                    t.tier(Tier::Hbm) + t.tier(Tier::Peer)
-                })
-                .sum();
-            fits = all <= limit * f64::from(c.pp);
+        let mut fit = Fit { fits: bytes <= limit, hbm_bytes: bytes, at, cold_share: cold, old_share: old };
+        if fit.fits && (cold > 0.0 || old > 0.0) {
+            let t = self.totals(c, pipe, &fit);
+            fit.fits = t.tier(Tier::Host) <= m.cluster.host_bytes.value;
+            // What peers hold for others must fit beside their own.
+            if fit.fits && t.tier(Tier::Peer) > 0.0 {
+                let all: f64 = (0..c.pp)
+                    .map(|stage| {
+                        let held = self.held(c, node, pipe.cut, stage).away(cold, old);
+                        let t = totals(m, c, train, &held);
+                        t.tier(Tier::Hbm) + t.tier(Tier::Peer)
+                    })
+                    .sum();
+                fit.fits = all <= limit * f64::from(c.pp);
+            }
         }
-        Fit { fits, totals: t, cold_share: cold, old_share: old }
+        fit
+    }
+
+    /// What the fullest stage holds, by tier and use.
+    pub fn totals(&self, c: &Candidate, pipe: &Pipe, fit: &Fit) -> Totals {
+        let held = pipe.held[fit.at].1.away(fit.cold_share, fit.old_share);
+        totals(&self.q.machine, c, self.train(), &held)
     }
 
     /// What fetching from other tiers adds beyond what the layer before hides, and of that for cold experts the window and
@@ -279,5 +290,77 @@ impl Prices<'_> {
         let experts = |of: &Vec<LayerTimes>| of.iter().filter(|l| l.fetch_ns > 0.0).count();
         let fullest = (0..c.pp).map(layers).max_by_key(experts).unwrap_or_default();
         if fullest.is_empty() { 0 } else { choose_window(&fullest, MOST_WINDOW).window as u32 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tessera_cost::knobs::{Layout, Recompute, Schedule};
+    use tessera_cost::moe::Routing;
+    use tessera_cost::{Machine, Profile};
+    use tessera_mesh::clusters;
+    use tessera_models::zoo;
+
+    use super::super::super::budget::Held;
+    use super::super::super::{Job, Objective, Pins, Question, Space};
+    use super::*;
+
+    /// Layers that differ, a head that outweighs them, and as many micro-batches in flight as there are stages: any of the
+    /// stages may be the fullest.
+    #[test]
+    fn the_fullest_stage_is_found_wherever_it_lies() {
+        let work = zoo::named("deepseek-v3").expect("a model").work(true);
+        let cluster = clusters::named("gb200-nvl72").expect("a cluster").with_racks(4);
+        let profile = Profile::named(&cluster.profile).expect("a profile");
+        let job = Job::Train { batch: 18_432, sequence: 4096 };
+        let space = Space::of(&work, job, &cluster);
+        let machine = Machine::new(cluster, profile);
+        let (objective, routing, pins) = (Objective::Throughput, Routing::Random, Pins::default());
+        let q = Question { work, job, objective, machine, routing, pins, space };
+        let mut p = Prices::new(&q, 288);
+        let (mut node, mut pipe) = (Node::default(), Pipe::default());
+        let mut where_found = std::collections::BTreeSet::new();
+        for pp in [1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 32, 36, 48] {
+            let stage = 288 / pp;
+            for (schedule, interleave) in [
+                (Schedule::OneFOneB, 1),
+                (Schedule::Interleaved, 2),
+                (Schedule::ZbH1, 1),
+                (Schedule::ZbH2, 1),
+                (Schedule::DualPipe, 1),
+            ] {
+                if pp * interleave > 61 {
+                    continue;
+                }
+                for optimizer in [Optimizer::Replicated, Optimizer::Sharded, Optimizer::Full] {
+                    let c = Candidate {
+                        layout: Layout { ep: stage, ..Layout::WHOLE },
+                        pp,
+                        replicas: stage,
+                        expert_replicas: 1,
+                        schedule,
+                        interleave,
+                        micro_batch: 1,
+                        recompute: Recompute::None,
+                        optimizer,
+                        experts_at: ExpertsAt::Hbm,
+                        cache_at: CacheAt::Hbm,
+                    };
+                    p.node(&c, &mut node);
+                    p.pipe(&c, &mut node, &mut pipe);
+                    let of = |stage: u32| {
+                        let held = p.held(&c, &node, pipe.cut, stage);
+                        let held = Held { in_flight: p.in_flight(&c, &node, stage), ..held };
+                        hbm_bytes(&q.machine, &c, true, &held)
+                    };
+                    let fit = p.fit(&c, &node, &pipe);
+                    let most = (0..pp).map(of).fold(0.0, f64::max);
+                    assert_eq!(fit.hbm_bytes, most, "{}", c.text());
+                    assert!(p.least_bytes(&c) + p.least_kept_bytes(&c, &node) <= most, "{}", c.text());
+                    where_found.insert(pipe.held[fit.at].0.min(2));
+                }
+            }
+        }
+        assert_eq!(where_found.len(), 3, "the first stage, its neighbour and later ones: {where_found:?}");
     }
 }
