@@ -23,7 +23,7 @@ Examples:
 
 A folder with seal.json is a plan: it must be the one that was sealed. A .tir file holds programs: each is judged alone,
 and all ranks together where every rank has a program. A .mmd file is a Mermaid gantt chart of a block's streams or of a
-pipeline's stages (dateFormat X). A trace is one .jsonl file per rank: the .jsonl files named
+pipeline's stages, such as the timeline.mmd of a plan's folder. A trace is one .jsonl file per rank: the .jsonl files named
 together are one trace, and so is a folder of them (docs/guides/trace-door.md). Exit status 1 when anything is refused;
 warnings refuse nothing.";
 

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use tessera::search::{
-    Asked, Machine, Sheet, Subject, VideoAsked, machine, rows, rows_why, thresholds, video, video_pins,
-    video_why,
+    Asked, HOST, JobKind, Machine, RACK, Sheet, Subject, VideoAsked, job, machine, rows, rows_why,
+    thresholds, video, video_pins, video_why,
 };
 use tessera::{Model, Overrides, Plan, plan};
 use tessera_base::{Diagnostic, Nanoseconds};
@@ -66,6 +66,10 @@ pub struct Search {
     #[arg(long, value_name = "NAME")]
     pub routing: Option<String>,
 
+    /// Share of the experts on the host that a predictor names a layer ahead, 0 to 1 [default: 0]
+    #[arg(long, value_name = "SHARE", allow_negative_numbers = true)]
+    pub forecast: Option<f64>,
+
     /// Refuse pieces that differ by one unit
     #[arg(long)]
     pub strict: bool,
@@ -98,10 +102,6 @@ pub enum JobName {
     Decode,
 }
 
-/// Where language models are planned for, if nobody says.
-const RACK: &str = "gb200-nvl72";
-/// Where video models are.
-const HOST: &str = "hgx-h200";
 /// Most devices a video model is planned over: every mesh of them is lowered.
 const VIDEO_DEVICES_MAX: u32 = 1024;
 
@@ -129,6 +129,9 @@ impl Search {
     ) -> Outcome {
         if folder.is_some() && self.why.is_some() {
             return Err(usage("--why answers in words and leaves no folder", "leave --out out"));
+        }
+        if self.why.as_ref().is_some_and(|why| why.split([',', ' ']).all(str::is_empty)) {
+            return Err(usage("--why names no mapping", "give some of its knobs, such as --why tp=8,pp=1"));
         }
         if dir.is_some() && (self.recipe.is_some() || self.zoo.is_some()) {
             return Err(one_model());
@@ -176,15 +179,16 @@ impl Search {
     }
 
     fn asked(&self, subject: Subject, machine: Machine, pins: &str) -> Result<Asked, Refusal> {
-        let devices = u64::from(self.devices.unwrap_or(machine.cluster.devices()));
+        let kind = self.job.map(JobKind::from);
         Ok(Asked {
+            job: kind.map(|k| job(k, self.batch, self.sequence, &machine, self.devices)),
             subject,
             machine,
             devices: self.devices,
-            job: self.job.map(|j| self.job(j, devices)),
             objective: self.objective.as_deref().map(objective).transpose()?,
             pins: tessera::search::row_pins(pins)?,
             routing: self.routing.as_deref().map(routing).transpose()?,
+            forecast: self.forecast,
             strict: self.strict,
             limits: thresholds(self.gates.as_deref())?,
             command: command(),
@@ -201,10 +205,11 @@ impl Search {
     }
 
     /// Options that a language model alone has a use for.
-    fn for_rows(&self) -> [(&'static str, bool); 4] {
+    fn for_rows(&self) -> [(&'static str, bool); 5] {
         [
             ("--job", self.job.is_some()),
             ("--routing", self.routing.is_some()),
+            ("--forecast", self.forecast.is_some()),
             ("--strict", self.strict),
             ("--gates", self.gates.is_some()),
         ]
@@ -273,14 +278,14 @@ impl Search {
         }
         say(&sheet, folder, format, Some(&asked.machine.cluster.name))
     }
+}
 
-    fn job(&self, name: JobName, devices: u64) -> tessera::search::Job {
-        use tessera::search::Job;
-        let tokens = self.sequence.unwrap_or(4096);
+impl From<JobName> for JobKind {
+    fn from(name: JobName) -> JobKind {
         match name {
-            JobName::Train => Job::Train { batch: self.batch.unwrap_or(16 * devices), sequence: tokens },
-            JobName::Prefill => Job::Prefill { batch: self.batch.unwrap_or(2 * devices), sequence: tokens },
-            JobName::Decode => Job::Decode { batch: self.batch.unwrap_or(64 * devices), context: tokens },
+            JobName::Train => JobKind::Train,
+            JobName::Prefill => JobKind::Prefill,
+            JobName::Decode => JobKind::Decode,
         }
     }
 }
@@ -336,7 +341,7 @@ fn say(sheet: &Sheet, folder: Option<&Path>, format: Shape, on: Option<&str>) ->
         text += &format!("\n  {at}/report.html    the same, for a browser\n");
         if sheet.fits() {
             text += &format!(
-                "  {at}/timeline.json  for ui.perfetto.dev\n  {at}/env.sh         hints for the ranks' environment\n"
+                "  {at}/timeline.json  for ui.perfetto.dev\n  {at}/ranks.txt      which rank sits on which device\n  {at}/env.sh         hints for the ranks' environment\n"
             );
         }
         if let Some(cluster) = on {

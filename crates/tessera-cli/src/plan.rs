@@ -18,7 +18,13 @@ Examples:
   tessera plan models/demo --mapping my-plan/mapping.toml --mesh tp=4
   tessera plan models/demo --mesh tp=2 --format json | jq .ranks[0].total_bytes
 
-The digest names the plan: it is the same on every machine, and every rank of a run proves that it holds it.";
+The digest names the plan: it is the same on every machine, and every rank of a run proves that it holds it.
+
+Exit status:
+  0  a plan, or with --why a legal mapping; gates that warn or fail change nothing here
+  1  the question stands and the answer is no: nothing legal, a recipe that does not fit,
+     a deadline missed, a file whose content is refused, a folder that cannot be written
+  2  the question is not understood: an option, a name, a pin or a file that is not known";
 
 /// Ranks listed for a person; JSON has all.
 const RANKS_SHOWN: usize = 32;
@@ -51,6 +57,10 @@ pub struct Args {
 
 /// Runs the verb.
 pub fn run(args: &Args) -> Outcome {
+    made(args).map_err(Refusal::of_question)
+}
+
+fn made(args: &Args) -> Outcome {
     if args.search.wanted() {
         if args.mapping.is_some() {
             let says = "--mapping fixes what a search would choose";

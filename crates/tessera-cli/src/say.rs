@@ -46,6 +46,12 @@ impl Refusal {
         Refusal { status: USAGE, ..self }
     }
 
+    /// A refusal of a question: the status of a wrong command line where the question is not understood.
+    pub fn of_question(self) -> Refusal {
+        let wrong = self.status == DIAGNOSED && self.diagnostics.iter().any(tessera::search::not_understood);
+        if wrong { self.into_usage() } else { self }
+    }
+
     /// Prints it once: JSON to standard output, anything else to standard error.
     pub fn tell(self, format: Format) -> ExitCode {
         // Standard output that cannot be written cannot carry the diagnostic either.

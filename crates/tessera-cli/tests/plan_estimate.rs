@@ -115,7 +115,12 @@ fn recipes_of_144_ranks_build_on_two_racks_and_are_flagged() {
         assert_eq!(gate("mesh.domain"), "fail", "some ep groups stand in both racks");
         assert!(v["best"][0]["link_bytes"]["out"].as_f64().unwrap() > 0.0);
         // A warning of the recipe, in words.
-        has(&said(0, &args), &["T1223", "ep groups have members in several domains", "FAIL"]);
+        let page = said(0, &args);
+        has(&page, &["T1223", "ep groups have members in several domains", "FAIL"]);
+        // What costs most is said at the top, with numbers.
+        let third = page.lines().nth(2).unwrap();
+        has(third, &["warning: ", "domain of 72 devices: ep (6 ranks over 2 domains)", "GB/s and not 900"]);
+        assert_eq!(v["warnings"][0].as_str().map(|w| format!("warning: {w}")).as_deref(), Some(third));
     }
     // Micro-batches of one fill three stages below the limit; the gate reads the same share.
     let v = json(&["plan", "--recipe", "throughput-training", "--devices", "144", "--pin", "scheme=ulysses"]);
@@ -223,6 +228,17 @@ fn a_folder_of_an_estimate_holds_page_numbers_timeline_and_hints() {
     let chart = read("timeline.mmd");
     assert!(chart.starts_with("gantt\n") && chart.matches("section").count() >= 3, "{chart}");
 
+    // The order of launch: 24 ranks of a stage in the first rack, and where the last one sits.
+    let ranks = read("ranks.txt");
+    let rows: Vec<Vec<&str>> =
+        ranks.lines().filter(|l| !l.starts_with('#')).map(|l| l.split('\t').collect()).collect();
+    assert_eq!(rows.len(), 1 + 144);
+    assert_eq!(rows[0][..7], ["rank", "rack", "host", "socket", "device", "domain", "port"]);
+    assert_eq!(rows[0][7..], ["dp", "pp", "tp", "expert_tp", "ep"]);
+    assert_eq!(rows[72][..7], ["71", "0", "17", "1", "3", "0", "71"]);
+    assert_eq!(rows[144][..7], ["143", "1", "17", "1", "3", "1", "71"]);
+    assert_eq!((rows[49][8], rows[144][8], rows[144][9], rows[144][11]), ("1", "2", "7", "5"));
+
     refused(1, &[&args[..], &["--out", text(&folder)]].concat(), &["T0013"]);
     // Nothing was sealed, so nothing can be run from it.
     assert!(!folder.join("seal.json").exists());
@@ -255,6 +271,135 @@ fn the_same_question_has_the_same_bytes() {
 }
 
 #[test]
+fn charts_of_a_plan_are_read_by_check() {
+    let dir = tempfile::tempdir().unwrap();
+    let cold = ["--model", "deepseek-v3", "--cluster", "hgx-h200", "--devices", "8"];
+    let cold = [&cold[..], &["--pin", "tp=1,ep=8,pp=1,experts_at=host,precision=bf16"]].concat();
+    let step = ["--recipe", "throughput-training", "--devices", "144", "--pin", "scheme=ulysses"];
+    let video = ["models/demo", "--cluster", "laptop", "--devices", "2"];
+    let cases: [(&str, &[&str], &str); 5] = [
+        ("block", &["--recipe", "sr-moe"], "overlap ratio 0."),
+        ("cold", &cold, "overlap ratio"),
+        ("named", &[&cold[..], &["--forecast", "0.8"]].concat(), "overlap ratio"),
+        ("wave", &step, "3 stages, "),
+        ("video", &video, "overlap ratio"),
+    ];
+    let mut charts = Vec::new();
+    for (name, asked, says) in cases {
+        let folder = dir.path().join(name);
+        said(0, &[&["plan"], asked, &["--out", text(&folder)]].concat());
+        let chart = folder.join("timeline.mmd");
+        let o = tessera(&["check", text(&chart)]);
+        let (out, err) = (String::from_utf8(o.stdout).unwrap(), String::from_utf8(o.stderr).unwrap());
+        assert_eq!(o.status.code(), Some(0), "{name}: {err}");
+        has(&out, &[says]);
+        // What is drawn is what the device does: nothing in two places at once.
+        assert!(
+            !err.contains("T1117") && !err.contains("T1118") && !err.contains("missing"),
+            "{name}: {err}"
+        );
+        charts.push(fs::read_to_string(&chart).unwrap());
+    }
+    // Without a forecast nothing is fetched before the router has spoken.
+    assert!(charts[1].contains("fetch.experts of layer 0") && !charts[1].contains("prefetch"));
+    assert!(
+        charts[2].contains("fetch.experts of layer 0") && charts[2].contains("prefetch experts of layer 1")
+    );
+}
+
+#[test]
+fn a_forecast_hides_what_it_names() {
+    let cold = ["plan", "--model", "deepseek-v3", "--cluster", "hgx-h200", "--devices", "8"];
+    let cold = [&cold[..], &["--pin", "tp=1,ep=8,pp=1,experts_at=host,precision=bf16"]].concat();
+    let fetch = |more: &[&str]| {
+        let v = json(&[&cold[..], more].concat());
+        v["best"][0]["parts_ns"]["fetch"].as_f64().unwrap()
+    };
+    let (blind, seen) = (fetch(&[]), fetch(&["--forecast", "0.8"]));
+    assert!(seen < blind && fetch(&["--forecast", "0"]) == blind, "{seen} {blind}");
+    has(
+        &said(0, &[&cold[..], &["--forecast", "0.8"]].concat()),
+        &["a predictor names 80 % of the cold ones"],
+    );
+}
+
+#[test]
+fn numbers_hold_what_the_page_says() {
+    let page = said(0, &["plan", "--recipe", "B", "--routing", "power:1.2"]);
+    let v = json(&["plan", "--recipe", "B", "--routing", "power:1.2"]);
+    let dropped = v["best"][0]["dropped"].as_f64().unwrap() * 100.0;
+    assert!(dropped > 50.0);
+    let rate =
+        format!("tokens/s, per device, of which {dropped:.1} % of the assignments to experts are dropped");
+    has(&page, &[rate.as_str()]);
+    assert_eq!(v["standing"], "warns");
+    has(&page, &[v["says"].as_str().unwrap()]);
+    let advice = v["advice"].as_array().unwrap();
+    let ids: Vec<&str> = advice.iter().map(|a| a["id"].as_str().unwrap()).collect();
+    for id in ["routing", "capacity", "memory-by-hand", "limits"] {
+        assert!(ids.contains(&id), "{ids:?}");
+    }
+    for a in advice {
+        let columns = a["columns"].as_array().unwrap();
+        let rows = a["rows"].as_array().unwrap();
+        assert!(!rows.is_empty() && rows.iter().all(|r| r.as_array().unwrap().len() == columns.len()), "{a}");
+        has(
+            &page,
+            &[&format!("worth knowing: {}", a["title"].as_str().unwrap()), a["note"].as_str().unwrap()],
+        );
+    }
+    for r in v["remedies"].as_array().unwrap() {
+        has(&page, &[r["mode"].as_str().unwrap(), r["actions"][0]["what"].as_str().unwrap()]);
+    }
+    let video = json(&["plan", "models/demo", "--cluster", "laptop", "--devices", "2"]);
+    assert!(video["standing"] == "good" && video["advice"].is_array(), "{video:#}");
+}
+
+#[test]
+fn exit_statuses_are_those_of_the_help() {
+    let help = said(0, &["plan", "--help"]);
+    let table =
+        ["Exit status:\n  0  a plan", "\n  1  the question stands", "\n  2  the question is not understood"];
+    has(&help, &table);
+    // Asked rightly, and the answer is no.
+    refused(1, &["plan", "--recipe", "C"], &["T1220"]);
+    said(1, &["plan", "--recipe", "A", "--why", "tp=7,ep=9"]);
+    said(
+        1,
+        &[
+            "plan",
+            "--model",
+            "llama-3.1-70b",
+            "--cluster",
+            "hgx-h200",
+            "--devices",
+            "1",
+            "--pin",
+            "precision=bf16",
+        ],
+    );
+    said(1, &["plan", "--recipe", "sr-moe", "--objective", "deadline=0.001ms"]);
+    // A gate that fails refuses nothing.
+    said(0, &["plan", "--recipe", "B", "--routing", "power:1.2"]);
+    // Not understood.
+    refused(2, &["plan", "no/such/model"], &["T0010"]);
+    refused(2, &["plan", "no/such/model", "--cluster", "laptop"], &["T0047"]);
+}
+
+#[test]
+fn pins_beyond_any_machine_are_refused_with_their_product() {
+    let why = |pins: &str, job: &str| said(1, &["plan", "--model", "sr-moe", "--job", job, "--why", pins]);
+    for job in ["decode", "train"] {
+        let four = "tp=16777216,ep=16777216,pp=16777216,dp=16777216";
+        has(&why(four, job), &["T1201", "= 79228162514264337593543950336 ranks, 72 devices"]);
+        has(&why("expert_tp=16777216,ep=16777216,optimizer=full_shard", job), &["T1201"]);
+        has(&why("pp=16777216,interleave=16777216,schedule=interleaved", job), &["T1201", "16777216 ranks"]);
+    }
+    let beyond = ["plan", "--model", "sr-moe", "--why", "tp=4294967295,ep=4294967295"];
+    refused(2, &beyond, &["T1200", "`tp` cannot be `4294967295`", "from 1 to 16777216", "`ep` cannot be"]);
+}
+
+#[test]
 fn limits_come_from_a_file() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("gates.toml");
@@ -284,13 +429,19 @@ fn limits_come_from_a_file() {
 #[test]
 fn what_is_not_known_is_refused_with_the_nearest() {
     let rack = ["plan", "--model", "sr-moe"];
-    let cases: [(i32, &[&str], &[&str]); 9] = [
-        (1, &["--cluster", "gb200-nvl7"], &["T1104", "gb200-nvl72", "laptop"]),
-        (1, &["--profile", "torch-2.1"], &["T1105", "torch-2.11", "ideal"]),
-        (1, &["--pin", "schem=ulysses"], &["T1200", "did you mean `scheme`?"]),
-        (1, &["--pin", "tp=x,ep=0"], &["`tp` cannot be `x`", "`ep` cannot be `0`"]),
-        (1, &["--pin", "schedule=2f2b"], &["T1200", "2f2b", "1f1b"]),
-        (1, &["--why", "tp"], &["T1200"]),
+    let cases: [(i32, &[&str], &[&str]); 15] = [
+        (2, &["--cluster", "gb200-nvl7"], &["T1104", "gb200-nvl72", "laptop"]),
+        (2, &["--profile", "torch-2.1"], &["T1105", "torch-2.11", "ideal"]),
+        (2, &["--pin", "schem=ulysses"], &["T1200", "did you mean `scheme`?"]),
+        (2, &["--pin", "tp=x,ep=0"], &["`tp` cannot be `x`", "`ep` cannot be `0`"]),
+        (2, &["--pin", "schedule=2f2b"], &["T1200", "2f2b", "1f1b"]),
+        (2, &["--why", "tp"], &["T1200"]),
+        (2, &["--why", ""], &["T0030", "names no mapping", "--why tp=8,pp=1"]),
+        (2, &["--why", " , "], &["T0030", "names no mapping"]),
+        (2, &["--forecast", "1.5"], &["T0056", "1.5 is no share from 0 to 1"]),
+        (2, &["--forecast", "-0.1"], &["T0056", "-0.1 is no share"]),
+        (2, &["--forecast", "nan"], &["T0056", "no share"]),
+        (2, &["--forecast", "0.5", "--job", "train"], &["T0056", "training keeps all experts"]),
         (2, &["--objective", "speed"], &["T0030", "throughput, latency, memory", "deadline=40ms"]),
         (2, &["--routing", "w9"], &["T0030", "w0 to w7"]),
         (2, &["--recipe", "A"], &["T0030", "give one of them"]),
@@ -298,20 +449,24 @@ fn what_is_not_known_is_refused_with_the_nearest() {
     for (status, options, words) in cases {
         refused(status, &[&rack[..], options].concat(), words);
     }
-    refused(1, &["plan", "--model", "deepsek-v3"], &["T0047", "did you mean `deepseek-v3`?", "llama-3.1-8b"]);
+    let dense = ["plan", "--model", "llama-3.1-8b", "--forecast", "0.5"];
+    refused(2, &dense, &["T0056", "llama-3.1-8b has no routed experts"]);
+    let video = ["plan", "models/demo", "--cluster", "laptop", "--forecast", "0.5"];
+    refused(2, &video, &["T0030", "--forecast says nothing about a video model"]);
+    refused(2, &["plan", "--model", "deepsek-v3"], &["T0047", "did you mean `deepseek-v3`?", "llama-3.1-8b"]);
     refused(
-        1,
+        2,
         &["plan", "--recipe", "throughput"],
         &["T1229", "did you mean `throughput-training`?", "sr-moe"],
     );
     refused(2, &["plan", "--cluster", "laptop"], &["T0031"]);
     refused(
-        1,
+        2,
         &["plan", "models/demo", "--cluster", "laptop", "--pin", "strategy=ring"],
         &["T1200", "ulysses or megatron"],
     );
     refused(
-        1,
+        2,
         &["plan", "models/demo", "--cluster", "laptop", "--pin", "ep=2"],
         &["T1200", "ep and dp are 1"],
     );
@@ -332,7 +487,8 @@ fn files_that_do_not_fit_are_refused_with_the_place() {
     let unknown = ["memory_byte", "did you mean `device.memory_bytes`?", text(&wrong)];
     refused(1, &["plan", "models/demo", "--cluster", text(&wrong)], &unknown);
     let gone = dir.path().join("gone.toml");
-    refused(1, &["plan", "models/demo", "--cluster", text(&gone)], &["T0046", text(&gone)]);
+    refused(2, &["plan", "models/demo", "--cluster", text(&gone)], &["T0046", text(&gone)]);
+    refused(2, &["plan", "--recipe", "B", "--gates", text(&gone)], &["T0046", text(&gone)]);
 
     let strange = r#"{"architectures": ["MambaForCausalLM"], "hidden_size": 4096}"#;
     let config = write("config.json", strange);

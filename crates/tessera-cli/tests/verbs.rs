@@ -136,7 +136,7 @@ fn a_leader_outside_the_mesh_is_in_the_plan() {
 
 #[test]
 fn bad_models_are_refused_with_the_file_named() {
-    refused(&["plan", "no/such/model"], 1, &["T0010", "no/such/model", "models/demo"]);
+    refused(&["plan", "no/such/model"], 2, &["T0010", "no/such/model", "models/demo"]);
     refused(&["plan"], 2, &["T0031", "models/demo"]);
     refused(&["stream"], 2, &["T0031", "models/demo"]);
 

@@ -3,7 +3,7 @@
 //!
 //! Nothing is assumed about where the bars come from; units are the chart's own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
@@ -122,8 +122,18 @@ impl Block {
                 format!("{} takes {} and {} of it are hidden", n.name, short(n.ns), short(n.hidden_ns))
             };
             let mut d = Diagnostic::warning(&T1116, says).at(at, format!("{packed:.2} with packing counted"));
-            for open in self.collectives.iter().filter(|c| c.hidden_ns < c.ns) {
-                d = d.note(whole(open));
+            let mut exposed: Vec<(String, u32)> = Vec::new();
+            for open in self.collectives.iter().filter(|c| c.hidden_ns < c.ns).map(whole) {
+                match exposed.iter_mut().find(|(says, _)| *says == open) {
+                    Some((_, times)) => *times += 1,
+                    None => exposed.push((open, 1)),
+                }
+            }
+            for (says, times) in exposed.iter().take(TOLD) {
+                d = d.note(if *times > 1 { format!("{says}, {times} times") } else { says.clone() });
+            }
+            if exposed.len() > TOLD {
+                d = d.note(format!("and {} others", exposed.len() - TOLD));
             }
             found.push(d.hint("cut the product before an exposed collective into chunks, or run another micro-batch beside it"));
         }
@@ -166,6 +176,9 @@ impl Block {
         found
     }
 }
+
+/// Exposed collectives that are told; charts of whole plans have hundreds.
+const TOLD: usize = 12;
 
 /// Findings on the chart of a wave of micro-batches: one bar per stage and micro-batch.
 #[derive(Debug, Clone, PartialEq)]
@@ -231,13 +244,20 @@ pub fn wave(bars: &[Bar], goals: Goals) -> Wave {
     let even = Pace { forward_ns: 1.0, ..Pace::default() };
     Wave {
         stages: count,
-        micro_batches: names.len() as u32,
+        micro_batches: names.iter().map(|n| micro_batch(n)).collect::<BTreeSet<_>>().len() as u32,
         missing,
         makespan_ns: makespan,
         bubble: stages.values().map(waits).collect(),
         needed: micro_batches_for(Schedule::OneFOneB, count, 1, &even, goals.bubble),
         goals,
     }
+}
+
+/// The micro-batch of a turn: forward, backward and weights of one (`F3`, `B3.1`, `W3`) are turns of the same.
+fn micro_batch(name: &str) -> &str {
+    let digits = name.trim_start_matches(['F', 'B', 'W']);
+    let number = digits.split('.').next().unwrap_or(digits);
+    if !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()) { number } else { name }
 }
 
 impl Wave {
@@ -440,6 +460,20 @@ mod tests {
         let said = audit.diagnostics("wave");
         assert_eq!(said.len(), 2);
         assert!(said[1].hint.as_ref().is_some_and(|h| h.contains("19")));
+    }
+
+    #[test]
+    fn turns_of_a_training_step_are_counted_by_micro_batch() {
+        let named = ["F0.0", "F0.1", "B0.0", "B0.1", "W0", "F12", "B12", "MB0", "B", "Bx3"];
+        let of: Vec<&str> = named.iter().map(|n| micro_batch(n)).collect();
+        assert_eq!(of, ["0", "0", "0", "0", "0", "12", "12", "MB0", "B", "Bx3"]);
+        let step = bars(&[
+            (0, "Stage 0", "F0", 0.0, 1.0),
+            (0, "Stage 0", "F1", 1.0, 1.0),
+            (0, "Stage 0", "B0", 4.0, 2.0),
+            (0, "Stage 0", "B1", 6.0, 2.0),
+        ]);
+        assert_eq!(wave(&step, Goals::default()).micro_batches, 2);
     }
 
     #[test]

@@ -29,9 +29,8 @@ impl Kind {
         let first = name.split(|c: char| !c.is_alphanumeric()).find(|w| !w.is_empty()).unwrap_or_default();
         match first {
             "rs" | "ag" | "ar" | "a2a" | "all" | "allreduce" | "allgather" | "alltoall" | "reduce"
-            | "gather" | "scatter" | "broadcast" | "dispatch" | "combine" | "send" | "recv" => {
-                Kind::Collective
-            }
+            | "gather" | "scatter" | "broadcast" | "dispatch" | "combine" | "send" | "recv" | "tp"
+            | "exchange" => Kind::Collective,
             "prefetch" | "fetch" | "load" | "spill" => Kind::Fetch,
             "pack" | "unpack" if !name.contains("expert") => Kind::Pack,
             "host" | "launch" | "wait" => Kind::Other,

@@ -225,25 +225,6 @@ pub struct RowCost {
     pub working_bytes: f64,
 }
 
-/// What limits a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Bound {
-    /// Operations.
-    Compute,
-    /// Memory bandwidth: cutting the row does not help unless each rank's bytes shrink.
-    Memory,
-}
-
-impl RowCost {
-    /// What limits the forward pass: whichever of operations and bytes takes longer at the device's own peaks.
-    #[must_use]
-    pub fn bound(&self, m: &Machine, precision: Precision) -> Bound {
-        let peak = m.cluster.flops_per_s(precision).unwrap_or(f64::INFINITY);
-        let bytes_s = self.bytes / m.cluster.device.memory_bytes_per_s.value;
-        if self.forward.flops / peak > bytes_s { Bound::Compute } else { Bound::Memory }
-    }
-}
-
 /// Row `at` of `rows` on the slowest rank.
 #[must_use]
 pub fn row(

@@ -8,5 +8,5 @@ mod experts;
 mod prefetch;
 
 pub use cache::{CacheHits, Reads, Residency, replay_cache, spill};
-pub use experts::{HotSet, Keep, Replay, Trace, hot_experts, replay, routing_trace};
+pub use experts::{HotSet, Keep, Trace, hit_rate, hot_experts, routing_trace};
 pub use prefetch::{LayerTimes, Prefetch, choose_window, prefetch};

@@ -155,23 +155,6 @@ fn two_micro_batches_at_once_hide_their_exchanges() {
 }
 
 #[test]
-fn cold_experts_are_fetched_layers_ahead_and_waited_for() {
-    let job = Job::Decode { batch: 8 * 64, context: 4096 };
-    let q = question(
-        "deepseek-v3",
-        "hgx-h200",
-        job,
-        "tp=1,ep=8,pp=1,experts_at=host,precision=bf16",
-        Hides::Nothing,
-    );
-    let (_, t) = drawn(&q);
-    let fetch: Vec<&Bar> = t.block.iter().filter(|b| b.kind == Kind::Fetch && b.rank == 0).collect();
-    assert!(!fetch.is_empty(), "no experts on the host");
-    // The io stream is busy with one layer's fetch per layer, and layers are no faster than it.
-    assert!(makespan_ns(&t.block) + 1.0 >= fetch.iter().map(|b| b.ns()).sum::<f64>());
-}
-
-#[test]
 fn a_wave_waits_as_its_schedule_says() {
     let job = Job::Train { batch: 64, sequence: 4096 };
     let q =
@@ -224,4 +207,34 @@ fn a_model_larger_than_a_device_is_cut_before_anything_else() {
     let choice = axes(&q).expect("a choice");
     // 810 GB over devices of 141 GB.
     assert!(choice.tp * choice.pp >= 6, "{choice:?}");
+}
+
+#[test]
+fn cold_experts_are_fetched_ahead_as_far_as_they_are_forecast() {
+    let job = Job::Decode { batch: 512, context: 4096 };
+    let pins = "tp=1,ep=8,pp=1,experts_at=host,precision=bf16";
+    let of = |share: f64| {
+        let mut q = question("deepseek-v3", "hgx-h200", job, pins, Hides::Nothing);
+        q.space.forecast = share;
+        drawn(&q).1
+    };
+    let (blind, half, all) = (of(0.0), of(0.5), of(1.0));
+    let fetched =
+        |t: &Timeline, word: &str| sum(&t.block, 0, |b| b.kind == Kind::Fetch && b.name.starts_with(word));
+    // What the router asks for, its layer waits for.
+    assert!(fetched(&blind, "prefetch") == 0.0 && fetched(&blind, "fetch") > 0.0);
+    for fetch in blind.block.iter().filter(|b| b.kind == Kind::Fetch) {
+        let beside =
+            |b: &&Bar| b.rank == fetch.rank && b.start_ns < fetch.end_ns && b.end_ns > fetch.start_ns;
+        let busy: Vec<&Bar> = blind.block.iter().filter(beside).filter(|b| b.kind == Kind::Compute).collect();
+        assert!(busy.is_empty(), "{} beside {busy:?}", fetch.name);
+    }
+    assert!(fetched(&all, "fetch") == 0.0 && fetched(&all, "prefetch") > 0.0);
+    // Two fetches begin where one did; no byte is moved twice.
+    let (both, one) = (fetched(&half, "fetch") + fetched(&half, "prefetch"), fetched(&blind, "fetch"));
+    assert!(both >= one && both < 1.001 * one, "{both} {one}");
+    // The io stream is busy with one layer's fetch per layer, and layers are no faster than it.
+    assert!(makespan_ns(&all.block) + 1.0 >= fetched(&all, "prefetch"));
+    let spans = [&all, &half, &blind].map(|t| makespan_ns(&t.block));
+    assert!(spans[0] < spans[1] && spans[1] < spans[2], "{spans:?}");
 }

@@ -45,10 +45,22 @@ pub fn check_chart(path: &Path) -> ChartFindings {
 
 fn judge(name: &str, chart: &Chart) -> (Vec<Diagnostic>, Vec<String>) {
     let goals = Goals::default();
-    // A chart whose every section is a stage is one of a pipeline; any other is one rank's streams.
+    // A chart whose every section is a stage is one of a pipeline; any other shows streams, of the ranks that sections name.
     let stages = chart.sections.iter().all(|s| s.name.to_lowercase().starts_with("stage"));
     let bars = bars(chart, stages);
     if stages {
+        if chart.left_out > 0 {
+            let drawn = bars.len();
+            let says = "the bubble of the whole is not seen";
+            return (
+                Vec::new(),
+                vec![format!(
+                    "{} of {} bars are left out: {says}",
+                    chart.left_out,
+                    drawn as u64 + chart.left_out
+                )],
+            );
+        }
         let w = wave(&bars, goals);
         let worst = w.bubble.iter().copied().fold(0.0, f64::max);
         let needed = w.needed.map_or(String::new(), |n| {
@@ -67,12 +79,15 @@ fn judge(name: &str, chart: &Chart) -> (Vec<Diagnostic>, Vec<String>) {
         return (w.diagnostics(name), measured);
     }
     let b = block(&bars, BLOCK_INPUTS, goals);
-    let measured = vec![format!(
+    let mut measured = vec![format!(
         "overlap ratio {:.2} (goal {:.2}), {:.2} with packing counted",
         b.overlap.ratio(),
         goals.overlap,
         b.packed.ratio()
     )];
+    if chart.left_out > 0 {
+        measured.push(format!("{} bars are left out of the chart", chart.left_out));
+    }
     (b.diagnostics(name), measured)
 }
 
@@ -82,14 +97,26 @@ fn bars(chart: &Chart, stages: bool) -> Vec<Bar> {
     for (i, section) in chart.sections.iter().enumerate() {
         for b in &section.bars {
             out.push(Bar {
-                rank: if stages { u32::try_from(i).unwrap_or(u32::MAX) } else { 0 },
+                rank: if stages { u32::try_from(i).unwrap_or(u32::MAX) } else { rank(&section.name) },
                 lane: section.name.clone(),
                 name: b.name.clone(),
-                kind: if stages { Kind::Compute } else { Kind::of_name(&b.name) },
+                kind: match stages {
+                    true => Kind::Compute,
+                    // Launches bear the names of what they launch.
+                    false if section.name.ends_with(" host") => Kind::Other,
+                    false => Kind::of_name(&b.name),
+                },
                 start_ns: b.start as f64,
                 end_ns: (b.start + b.length) as f64,
             });
         }
     }
     out
+}
+
+/// Whose stream a section is, such as `rank 3 compute`; of the one rank of the chart where none is named.
+fn rank(section: &str) -> u32 {
+    let name = section.to_lowercase();
+    let number = name.strip_prefix("rank ").and_then(|rest| rest.split(|c: char| !c.is_ascii_digit()).next());
+    number.and_then(|n| n.parse().ok()).unwrap_or(0)
 }

@@ -76,6 +76,7 @@ pub const CODES: &[&Code] = &[
     &bringup::T0045,
     &search::T0046,
     &search::T0047,
+    &search::T0056,
     &measure::T0048,
     &measure::T0049,
     &measure::T0050,

@@ -13,16 +13,6 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// Contiguous pieces, one copy each.
-    #[must_use]
-    pub fn contiguous(experts: usize, ranks: usize) -> Placement {
-        let cut = |r: usize| {
-            let (start, held) = tessera_mesh::split(experts as u64, ranks.max(1) as u32, r as u32);
-            (start as usize..(start + held) as usize).collect()
-        };
-        Placement { ranks: (0..ranks.max(1)).map(cut).collect(), copies: vec![1; experts] }
-    }
-
     /// Popularity on each rank: the sum over its copies of what one copy is asked for.
     #[must_use]
     pub fn loads(&self, popularity: &[f64]) -> Vec<f64> {
@@ -152,7 +142,8 @@ mod tests {
     fn copies_even_out_what_order_alone_cannot() {
         let popularity = crate::moe::popularity(256, 8, 32, 4096.0, crate::moe::Routing::PowerLaw(1.2), 0);
         let slowest = |p: &Placement| placed(p, &popularity, 4096.0).slowest;
-        let plain = slowest(&Placement::contiguous(256, 32));
+        let ranks = (0..32).map(|r| (8 * r..8 * (r + 1)).collect()).collect();
+        let plain = slowest(&Placement { ranks, copies: vec![1; 256] });
         let packed = slowest(&rebalance(&popularity, 256, 32, 1));
         let copied = slowest(&rebalance(&popularity, 288, 32, 1));
         assert!(

@@ -49,12 +49,6 @@ impl Residency {
     pub fn name(self) -> &'static str {
         ["window", "lru", "hotness"][self as usize]
     }
-
-    /// By its spelling.
-    #[must_use]
-    pub fn named(word: &str) -> Option<Residency> {
-        Residency::ALL.into_iter().find(|r| r.name() == word)
-    }
 }
 
 /// Where reads found their segments.
@@ -62,8 +56,6 @@ impl Residency {
 pub struct CacheHits {
     /// Share of reads by tier, in the order of [`tessera_mesh::Tier::ALL`]; they add up to 1.
     pub by_tier: [f64; 3],
-    /// Segments brought into device memory per step.
-    pub fetched_per_step: f64,
 }
 
 impl CacheHits {
@@ -87,7 +79,7 @@ pub fn replay_cache(reads: &Reads, policy: Residency, room: usize, peer_room: us
     }
     let mut state = Segments { last: vec![0; most], heat: vec![0.0; most], near: Vec::new() };
     state.choose(policy, reads.segments, room);
-    let (mut found, mut fetched, mut wanted) = ([0u64; 3], 0u64, Vec::new());
+    let (mut found, mut wanted) = ([0u64; 3], Vec::new());
     for step in 0..reads.steps {
         let count = reads.segments + step / reads.steps_per_segment.max(1);
         wanted.clear();
@@ -107,16 +99,10 @@ pub fn replay_cache(reads: &Reads, policy: Residency, room: usize, peer_room: us
             state.heat[*s] += 1.0;
         }
         state.heat.iter_mut().for_each(|h| *h *= 0.5f64.powf(1.0 / 64.0));
-        let before = state.near.clone();
         state.choose(policy, count + usize::from((step + 1) % reads.steps_per_segment.max(1) == 0), room);
-        fetched +=
-            state.near.iter().filter(|s| **s < count && before.binary_search(s).is_err()).count() as u64;
     }
     let all = found.iter().sum::<u64>().max(1) as f64;
-    CacheHits {
-        by_tier: found.map(|f| f as f64 / all),
-        fetched_per_step: fetched as f64 / reads.steps.max(1) as f64,
-    }
+    CacheHits { by_tier: found.map(|f| f as f64 / all) }
 }
 
 struct Segments {

@@ -9,12 +9,6 @@ use tessera_base::random::Dice;
 pub struct HotSet {
     /// Pinned in device memory, by number.
     pub hot: Vec<usize>,
-    /// On the host, by number.
-    pub cold: Vec<usize>,
-    /// Bytes pinned.
-    pub hot_bytes: f64,
-    /// Bytes on the host.
-    pub cold_bytes: f64,
     /// Share of assignments that ask for a cold one.
     pub cold_share: f64,
 }
@@ -25,19 +19,11 @@ pub fn hot_experts(popularity: &[f64], bytes_each: f64, budget_bytes: f64) -> Ho
     let mut order: Vec<usize> = (0..popularity.len()).collect();
     order.sort_by(|a, b| popularity[*b].total_cmp(&popularity[*a]).then(a.cmp(b)));
     let fit = if bytes_each > 0.0 { (budget_bytes.max(0.0) / bytes_each) as usize } else { order.len() };
-    let (mut hot, mut cold) =
-        (order[..fit.min(order.len())].to_vec(), order[fit.min(order.len())..].to_vec());
-    hot.sort_unstable();
-    cold.sort_unstable();
+    let cold = order.split_off(fit.min(order.len()));
+    order.sort_unstable();
     let all: f64 = popularity.iter().sum();
     let asked: f64 = cold.iter().map(|e| popularity[*e]).sum();
-    HotSet {
-        hot_bytes: hot.len() as f64 * bytes_each,
-        cold_bytes: cold.len() as f64 * bytes_each,
-        cold_share: if all > 0.0 { asked / all } else { 0.0 },
-        hot,
-        cold,
-    }
+    HotSet { hot: order, cold_share: if all > 0.0 { asked / all } else { 0.0 } }
 }
 
 /// Experts asked for step by step, and what the router of an earlier layer foretold of each.
@@ -108,29 +94,15 @@ pub fn routing_trace(
 pub enum Keep {
     /// The one that was asked for longest ago.
     Lru,
-    /// The one asked for least often.
-    Hotness,
     /// The one with the lowest count, halved for every 64 steps since it was asked for.
     LruHotness,
 }
 
-/// What a cache did on a trace.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Replay {
-    /// Share of requests that found their expert there.
-    pub hit_rate: f64,
-    /// Experts fetched, in time or late.
-    pub fetched: u64,
-    /// Experts fetched ahead and let go before anyone asked.
-    pub wasted: u64,
-}
-
-/// Replays a trace over a cache of `capacity` experts. With `ahead`, what is foretold of a step is fetched before the
+/// Share of requests that find their expert in a cache of `capacity` experts, on a trace. With `ahead`, what is foretold of a step is fetched before the
 /// step asks; never in place of another foretold one.
 #[must_use]
-pub fn replay(trace: &Trace, capacity: usize, keep: Keep, ahead: bool) -> Replay {
-    let mut cache =
-        Cache { capacity, keep, held: BTreeMap::new(), heat: BTreeMap::new(), fetched: 0, wasted: 0 };
+pub fn hit_rate(trace: &Trace, capacity: usize, keep: Keep, ahead: bool) -> f64 {
+    let mut cache = Cache { capacity, keep, held: BTreeMap::new(), heat: BTreeMap::new() };
     let (mut hits, mut requests) = (0u64, 0u64);
     for (step, (asked, foretold)) in trace.asked.iter().zip(&trace.foretold).enumerate() {
         let foretold: &[usize] = if ahead { foretold } else { &[] };
@@ -144,11 +116,7 @@ pub fn replay(trace: &Trace, capacity: usize, keep: Keep, ahead: bool) -> Replay
             cache.touch(*e, step);
         }
     }
-    Replay {
-        hit_rate: if requests > 0 { hits as f64 / requests as f64 } else { 0.0 },
-        fetched: cache.fetched,
-        wasted: cache.wasted,
-    }
+    if requests > 0 { hits as f64 / requests as f64 } else { 0.0 }
 }
 
 /// Steps after which a count is worth half.
@@ -157,12 +125,10 @@ const HALF_LIFE: f64 = 64.0;
 struct Cache {
     capacity: usize,
     keep: Keep,
-    /// Experts held: step of the last use, and whether anyone asked since they came.
-    held: BTreeMap<usize, (usize, bool)>,
+    /// Experts held, and the step of the last use.
+    held: BTreeMap<usize, usize>,
     /// Requests of an expert so far, and the last one's step.
     heat: BTreeMap<usize, (f64, usize)>,
-    fetched: u64,
-    wasted: u64,
 }
 
 impl Cache {
@@ -177,36 +143,31 @@ impl Cache {
             else {
                 return;
             };
-            let gone = self.held.remove(&least);
-            self.wasted += u64::from(gone.is_some_and(|(_, asked)| !asked));
+            self.held.remove(&least);
         }
-        self.fetched += 1;
-        self.held.insert(e, (step, false));
+        self.held.insert(e, step);
     }
 
     /// Counts a request.
     fn touch(&mut self, e: usize, step: usize) {
         if let Some(held) = self.held.get_mut(&e) {
-            *held = (step, true);
+            *held = step;
         }
         let (count, last) = self.heat.get(&e).copied().unwrap_or((0.0, step));
-        self.heat.insert(e, (self.faded(count, last, step) + 1.0, step));
+        self.heat.insert(e, (faded(count, step - last) + 1.0, step));
     }
 
     fn worth(&self, e: usize, step: usize) -> f64 {
         let (count, last) = self.heat.get(&e).copied().unwrap_or((0.0, step));
         match self.keep {
-            Keep::Lru => self.held.get(&e).map_or(0.0, |h| h.0 as f64),
-            Keep::Hotness | Keep::LruHotness => self.faded(count, last, step),
+            Keep::Lru => self.held.get(&e).map_or(0.0, |last| *last as f64),
+            Keep::LruHotness => faded(count, step - last),
         }
     }
+}
 
-    fn faded(&self, count: f64, last: usize, step: usize) -> f64 {
-        match self.keep {
-            Keep::LruHotness => count * 0.5f64.powf((step - last) as f64 / HALF_LIFE),
-            Keep::Lru | Keep::Hotness => count,
-        }
-    }
+fn faded(count: f64, steps: usize) -> f64 {
+    count * 0.5f64.powf(steps as f64 / HALF_LIFE)
 }
 
 #[cfg(test)]
@@ -219,28 +180,21 @@ mod tests {
         let set = hot_experts(&zipf, 10.0, 45.0);
         // Places 1 to 4: i·5 mod 16 = 0, 1, 2, 3.
         assert_eq!(set.hot, [0, 7, 10, 13]);
-        assert_eq!((set.hot_bytes, set.cold_bytes, set.cold.len()), (40.0, 120.0, 12));
         let all: f64 = (1..=16).map(|i| 1.0 / f64::from(i)).sum();
         assert!((set.cold_share - (all - 25.0 / 12.0) / all).abs() < 1e-12);
-        assert!(hot_experts(&zipf, 10.0, 1e9).cold.is_empty());
+        assert_eq!(hot_experts(&zipf, 10.0, 1e9).hot.len(), 16);
     }
 
     #[test]
     fn looking_ahead_beats_recency() {
         let trace = routing_trace(3, (64, 4), 800, 1.0, 4, 0.85);
-        let rate = |keep, ahead| replay(&trace, 16, keep, ahead);
+        let rate = |keep, ahead| hit_rate(&trace, 16, keep, ahead);
         let (lru, ahead) = (rate(Keep::Lru, false), rate(Keep::Lru, true));
-        println!(
-            "lru {lru:?}\nlook-ahead {ahead:?}\nhotness {:?}\nboth {:?}",
-            rate(Keep::Hotness, false),
-            rate(Keep::LruHotness, true)
-        );
-        assert!(ahead.hit_rate > lru.hit_rate + 0.2, "{} {}", ahead.hit_rate, lru.hit_rate);
-        assert!(ahead.fetched > lru.fetched && ahead.wasted > 0 && lru.wasted == 0);
-        assert!(rate(Keep::LruHotness, true).hit_rate >= 0.85);
+        assert!(ahead > lru + 0.2, "{ahead} {lru}");
+        assert!(rate(Keep::LruHotness, true) >= 0.85);
         // A prophecy that is never right does not help.
         let wrong = routing_trace(3, (64, 4), 800, 1.0, 4, 0.0);
-        assert!(replay(&wrong, 16, Keep::Lru, true).hit_rate < ahead.hit_rate - 0.2);
+        assert!(hit_rate(&wrong, 16, Keep::Lru, true) < ahead - 0.2);
     }
 
     #[test]
@@ -251,12 +205,12 @@ mod tests {
         };
         // 0 often, 1 lately: recency keeps 1 when 2 comes, hotness keeps 0.
         let t = trace(&[0, 0, 0, 1, 2, 0]);
-        assert_eq!(replay(&t, 2, Keep::Lru, false).hit_rate, 2.0 / 6.0);
-        assert_eq!(replay(&t, 2, Keep::Hotness, false).hit_rate, 3.0 / 6.0);
+        assert_eq!(hit_rate(&t, 2, Keep::Lru, false), 2.0 / 6.0);
+        assert_eq!(hit_rate(&t, 2, Keep::LruHotness, false), 3.0 / 6.0);
         // Long ago counts less: after 300 steps of 1, 0's three are as nothing.
         let mut steps = vec![0, 0, 0];
         steps.extend(std::iter::repeat_n(1, 2));
         steps.extend((0..400).map(|i| 3 + i % 2));
-        assert!(replay(&trace(&steps), 2, Keep::LruHotness, false).hit_rate > 0.9);
+        assert!(hit_rate(&trace(&steps), 2, Keep::LruHotness, false) > 0.9);
     }
 }

@@ -75,7 +75,7 @@ impl Rules<'_> {
         let (l, job, train) = (&c.layout, self.job, self.train());
         match reason {
             Reason::Ranks => {
-                let side = |a: u32, b: u32, n: u32| u64::from(a) * u64::from(b) * u64::from(n);
+                let side = |a: u32, b: u32, n: u32| u128::from(a) * u128::from(b) * u128::from(n);
                 let experts = side(l.expert_tp, l.ep, c.expert_replicas);
                 c.ranks() != self.devices || side(l.tp, c.replicas, 1) != experts
             }
@@ -127,7 +127,8 @@ impl Rules<'_> {
             Reason::Precision => self.cluster.flops_per_s(l.precision).is_none(),
             Reason::Fp4Training => train && l.precision == Precision::Fp4 && !self.space.fp4_training,
             Reason::Optimizer => {
-                c.optimizer != Optimizer::Replicated && (c.replicas * self.weight_copies(c) < 2 || !train)
+                c.optimizer != Optimizer::Replicated
+                    && (c.replicas.saturating_mul(self.weight_copies(c)) < 2 || !train)
             }
             Reason::Tier => {
                 let experts = c.experts_at == ExpertsAt::Host && (train || self.experts().is_none());
@@ -136,13 +137,14 @@ impl Rules<'_> {
             }
             Reason::Recompute => c.recompute != Recompute::None && !train,
             Reason::Domain => {
-                self.space.inside_domain && (self.straddles(l.tp) || self.straddles(l.expert_tp * l.ep))
+                self.space.inside_domain
+                    && (self.straddles(l.tp) || self.straddles(l.expert_tp.saturating_mul(l.ep)))
             }
             Reason::Rack => {
                 self.space.replica_in_rack
                     && c.copies() > 1
                     && self.devices > self.rack()
-                    && !self.rack().is_multiple_of(c.unit() * c.pp)
+                    && !self.rack().is_multiple_of(c.unit().saturating_mul(c.pp))
             }
             Reason::Drops | Reason::Memory => false,
         }
@@ -165,12 +167,14 @@ impl Rules<'_> {
                 } else {
                     format!("tp·pp·dp = {}·{}·{}", l.tp, c.pp, c.replicas)
                 };
+                // Pins go up to 2²⁴ each: four of them need more than 64 bits.
+                let product = |of: &[u32]| of.iter().map(|n| u128::from(*n)).product::<u128>();
                 let ranks = if moe && l.expert_tp == l.tp {
-                    u64::from(l.tp) * u64::from(l.ep) * u64::from(c.pp) * u64::from(c.expert_replicas)
+                    product(&[l.tp, l.ep, c.pp, c.expert_replicas])
                 } else {
-                    u64::from(c.ranks())
+                    product(&[l.tp, c.replicas, c.pp])
                 };
-                if ranks == u64::from(self.devices) {
+                if ranks == u128::from(self.devices) {
                     return format!("{axes} = {ranks} ranks, but the two sides of a stage differ");
                 }
                 format!("{axes} = {ranks} ranks, {} devices", self.devices)
@@ -179,7 +183,7 @@ impl Rules<'_> {
                 "{} of {} each need {} layers, the model has {}",
                 unit(c.pp.into(), "stage"),
                 unit(c.interleave.into(), "piece"),
-                c.pp * c.interleave,
+                u64::from(c.pp) * u64::from(c.interleave),
                 self.work.layers()
             ),
             Reason::Heads => {
@@ -258,7 +262,7 @@ impl Rules<'_> {
             Reason::Fp4Training => "fp4 in a training step, with no override".to_string(),
             Reason::Optimizer => match self.train() {
                 true => {
-                    let ranks = unit((c.replicas * self.weight_copies(c)).into(), "rank");
+                    let ranks = unit(u64::from(c.replicas) * u64::from(self.weight_copies(c)), "rank");
                     format!("{} over {ranks} with the same weights", c.optimizer.name())
                 }
                 false => format!("{}, and inference has no optimizer", c.optimizer.name()),
@@ -272,7 +276,7 @@ impl Rules<'_> {
             Reason::Domain => format!(
                 "groups of tp = {} and expert_tp·ep = {} in domains of {}",
                 l.tp,
-                l.expert_tp * l.ep,
+                u64::from(l.expert_tp) * u64::from(l.ep),
                 self.cluster.domain
             ),
             Reason::Rack => format!(
@@ -280,7 +284,7 @@ impl Rules<'_> {
                 unit(c.copies().into(), "copy").replace("copys", "copies"),
                 c.unit(),
                 c.pp,
-                c.unit() * c.pp,
+                u64::from(c.unit()) * u64::from(c.pp),
                 self.rack()
             ),
             Reason::Drops | Reason::Memory => String::new(),

@@ -1,12 +1,7 @@
 //! The guide's memory sums as a table: parameters per layer, activations and cache per token, experts, and the memory of
 //! one device, each term with its unit.
 
-use std::fmt;
-
 use tessera_base::Bytes;
-
-use super::gates::{Gate, GateFacts, MemoryFacts, gates};
-use super::thresholds::Thresholds;
 
 /// What is planned by hand. A and K are bytes per token: without token counts nothing can be said.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -50,18 +45,10 @@ pub struct MemoryLine {
     pub share: f64,
 }
 
-/// The table, and the gates that these terms decide.
-#[derive(Debug, Clone, PartialEq)]
-pub struct MemoryTable {
-    /// Terms, then their total and what is left.
-    pub lines: Vec<MemoryLine>,
-    /// Of [`gates`], those on memory and density of experts.
-    pub gates: Vec<Gate>,
-}
-
-/// The budget of one rank: what divides over tp or ep is divided, the rank with the most experts counts.
+/// The budget of one rank: terms, then their total and what is left. What divides over tp or ep is divided, the rank with the
+/// most experts counts.
 #[must_use]
-pub fn plan_memory(inputs: &MemoryInputs, training: bool, limits: &Thresholds) -> MemoryTable {
+pub fn plan_memory(inputs: &MemoryInputs) -> Vec<MemoryLine> {
     let i = inputs;
     let (tp, layers) = (f64::from(i.tp.max(1)), i.layers as f64);
     let held = i.experts.div_ceil(u64::from(i.ep.max(1))) as f64;
@@ -77,7 +64,7 @@ pub fn plan_memory(inputs: &MemoryInputs, training: bool, limits: &Thresholds) -
         share: bytes / i.device_bytes.max(1.0),
     };
     let per = |what: f64| format!("{what:.0} B/token/layer");
-    let lines = vec![
+    vec![
         line(
             "parameters (P)",
             format!(
@@ -118,40 +105,7 @@ pub fn plan_memory(inputs: &MemoryInputs, training: bool, limits: &Thresholds) -
         ),
         line("total", "bytes on one rank".to_string(), total),
         line("left of H", format!("of {}", Bytes(i.device_bytes.max(0.0) as u64)), i.device_bytes - total),
-    ];
-    let facts = GateFacts {
-        training,
-        memory: MemoryFacts {
-            device: i.device_bytes,
-            parameters: dense + experts,
-            activations,
-            activations_plain: activations,
-            cache,
-            activation_tokens: i.tokens,
-            cache_tokens: i.cached_tokens,
-            ..MemoryFacts::default()
-        },
-        experts: (i.experts > 0).then(|| super::gates::ExpertFacts {
-            experts: i.experts,
-            ep: i.ep,
-            ..super::gates::ExpertFacts::default()
-        }),
-        ..GateFacts::default()
-    };
-    let ours = |g: &Gate| g.id.starts_with("memory.") || g.id == "experts.density";
-    MemoryTable { lines, gates: gates(&facts, limits).into_iter().filter(ours).collect() }
-}
-
-impl fmt::Display for MemoryTable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for l in &self.lines {
-            writeln!(f, "{:<16} {:>11} {:>6.1} %  {}", l.term, l.bytes.to_string(), l.share * 100.0, l.sum)?;
-        }
-        for g in &self.gates {
-            writeln!(f, "{:<4} {}: {}", g.verdict.name(), g.title, g.says)?;
-        }
-        Ok(())
-    }
+    ]
 }
 
 #[cfg(test)]
@@ -175,28 +129,17 @@ mod tests {
             tp: 8,
             ep: 9,
         };
-        let table = plan_memory(&inputs, true, &Thresholds::default());
-        let bytes: Vec<u64> = table.lines.iter().map(|l| l.bytes.0).collect();
+        let table = plan_memory(&inputs);
+        let bytes: Vec<u64> = table.iter().map(|l| l.bytes.0).collect();
         // 256 over 9 ranks: 29 on the fullest.
         let want = [250e6, 44e6 * 29.0 * 10.0, 512e6, 1_440e6];
         assert_eq!(bytes[..4], want.map(|b| b as u64));
         assert_eq!(bytes[4], want.iter().sum::<f64>() as u64);
         assert_eq!(bytes[5], 186_000_000_000 - bytes[4]);
-        let text = table.to_string();
-        for part in [
-            "100000 B/token/layer × 4096 tokens",
-            "1152 B/token/layer × 1000000 tokens",
-            "29 of 256",
-            "experts / ep 9",
-        ] {
-            assert!(text.contains(part), "{text}");
+        let sums: Vec<&str> = table.iter().map(|l| l.sum.as_str()).collect();
+        for part in ["100000 B/token/layer × 4096 tokens", "1152 B/token/layer × 1000000 tokens", "29 of 256"]
+        {
+            assert!(sums.iter().any(|s| s.contains(part)), "{sums:?}");
         }
-        assert_eq!(table.gates.len(), 4);
-        let none = plan_memory(
-            &MemoryInputs { tokens: 0.0, cached_tokens: 0.0, ..inputs },
-            true,
-            &Thresholds::default(),
-        );
-        assert_eq!(none.gates[1].verdict, super::super::gates::Verdict::NotApplicable);
     }
 }

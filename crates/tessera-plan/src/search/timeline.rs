@@ -9,7 +9,7 @@ mod block;
 use tessera_cost::bars::{Bar, Kind, Overlap, overlap};
 use tessera_cost::knobs::{ExpertsAt, Recompute, Schedule, Scheme};
 use tessera_cost::layer::{LayerCost, Load, Spans, layer};
-use tessera_cost::moe::{ExpertLoad, experts};
+use tessera_cost::moe::{self, ExpertLoad, experts};
 use tessera_cost::schedule::{Pace, Slot, Work as Turn, simulate_uneven};
 use tessera_cost::{CollectiveOp, Span};
 use tessera_ir::work::{Row, RowOp};
@@ -87,8 +87,8 @@ struct Scene<'a> {
     stacks: Vec<Stack>,
     /// Whether two micro-batches are under way at once on a rank.
     beside: bool,
-    /// Fetch of the cold experts of one layer.
-    fetch_ns: f64,
+    /// Fetch of the cold experts of one layer: those that a predictor names ahead, and the others.
+    fetch_ns: [f64; 2],
 }
 
 struct Stack {
@@ -127,7 +127,7 @@ impl<'a> Scene<'a> {
         };
         let two = if train { c.schedule == Schedule::DualPipe } else { ranked.micro_batches >= 2 * c.pp };
         let beside = two && q.machine.curves().overlap.exchanges;
-        let fetch_ns = if train { 0.0 } else { fetch_ns(q, ranked, &experts) };
+        let fetch_ns = if train { [0.0; 2] } else { fetch_ns(q, ranked, group) };
         Scene {
             q,
             c,
@@ -199,22 +199,25 @@ impl<'a> Scene<'a> {
     }
 }
 
-/// Fetch of what one layer's batch asks of the experts that lie on the host.
-fn fetch_ns(q: &Question, ranked: &Ranked, load: &ExpertLoad) -> f64 {
+/// Fetch of what one layer's batch of `group` tokens of all ranks asks of the experts that lie on the host: of those that a
+/// predictor names before the router has, and of the others.
+fn fetch_ns(q: &Question, ranked: &Ranked, group: f64) -> [f64; 2] {
     let c = &ranked.candidate;
     let at = |tier| ranked.estimate.budget.bytes.get(&(tier, Use::Experts)).map_or(0.0, |b| b.0 as f64);
     let cold = at(Tier::Host) / (at(Tier::Host) + at(Tier::Hbm)).max(1.0);
     if c.experts_at != ExpertsAt::Host || cold == 0.0 {
-        return 0.0;
+        return [0.0; 2];
     }
     let one = q.work.stacks.iter().flat_map(|s| &s.rows).find_map(|r| match r.op {
-        RowOp::Experts { experts, .. } => Some((experts, r.weights() as f64 / experts as f64)),
+        RowOp::Experts { experts, top_k, .. } => Some((experts, top_k, r.weights() as f64 / experts as f64)),
         _ => None,
     });
-    let Some((count, numbers)) = one else { return 0.0 };
-    let local = (count as f64 / f64::from(c.layout.ep)).ceil();
-    let bytes = numbers / f64::from(c.layout.expert_tp) * c.layout.precision.bytes();
-    q.machine.tier_ns(Tier::Host, (load.active * cold).min(local * cold) * bytes)
+    let Some((count, top_k, numbers)) = one else { return [0.0; 2] };
+    let asked = moe::cold(count, top_k, c.layout.ep, group, q.routing, 1.0 - cold).touched;
+    let bytes = asked * numbers / f64::from(c.layout.expert_tp) * c.layout.precision.bytes();
+    let named = q.space.forecast.clamp(0.0, 1.0);
+    [named, 1.0 - named]
+        .map(|share| if share > 0.0 { q.machine.tier_ns(Tier::Host, share * bytes) } else { 0.0 })
 }
 
 fn bar(slot: &Slot, c: &Candidate) -> Bar {

@@ -3,9 +3,9 @@
 
 use std::fmt::Write;
 
-use tessera_base::Nanoseconds;
+use tessera_base::{Bytes, Nanoseconds};
 
-use super::{CSS, LOGO, MemoryRow, plan};
+use super::{CSS, LOGO, MemoryRow};
 use crate::markup::{count, plural, text};
 use crate::svg::{self, Palette};
 use crate::timeline::{Timeline, Window, phase_kind};
@@ -24,6 +24,8 @@ pub struct EstimatePage {
     pub standing: Standing,
     /// One sentence that says what to do.
     pub says: String,
+    /// What must not be overlooked, a sentence each.
+    pub warnings: Vec<String>,
     /// The few numbers to see first.
     pub numbers: Vec<Number>,
     /// What was chosen: a key and its value.
@@ -134,6 +136,8 @@ pub struct Remedy {
 /// A table that is worth knowing, and what follows from it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Advice {
+    /// What programs know it by, in small letters: it stays when the title is worded otherwise.
+    pub id: &'static str,
     /// Its title.
     pub title: String,
     /// What follows from it, in a sentence or two.
@@ -151,10 +155,13 @@ impl Advice {
     /// Columns that hold numbers: all but the first and those with words in them.
     #[must_use]
     pub fn numbers(&self) -> Vec<usize> {
-        let wordy =
-            |c: &usize| self.rows.iter().any(|r| r.get(*c).is_some_and(|s| s.chars().count() >= WORDS));
-        (1..self.columns.len()).filter(|c| !wordy(c)).collect()
+        numbers_of(&self.columns, &self.rows)
     }
+}
+
+fn numbers_of(columns: &[String], rows: &[Vec<String>]) -> Vec<usize> {
+    let wordy = |c: &usize| rows.iter().any(|r| r.get(*c).is_some_and(|s| s.chars().count() >= WORDS));
+    (1..columns.len()).filter(|c| !wordy(c)).collect()
 }
 
 /// The page.
@@ -172,18 +179,24 @@ pub fn estimate(page: &EstimatePage) -> String {
          <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n\
          <title>{0} · Tessera</title>\n<style>\n{CSS}</style>\n</head>\n<body>\n<main>\n\
          <header>\n<p class=\"brow\">{LOGO}<span>Tessera plan, estimated</span></p>\n<h1>{0}</h1>\n\
-         <p class=\"verdict {class}\"><span><b class=\"{class}\">{word}.</b> {1}</span></p>\n</header>\n",
+         <p class=\"verdict {class}\"><span><b class=\"{class}\">{word}.</b> {1}</span></p>\n",
         text(&page.title),
         text(&page.says)
     );
+    for warning in &page.warnings {
+        let _ = writeln!(
+            out,
+            "<p class=\"verdict warn\"><span><b class=\"warn\">Warning:</b> {}</span></p>",
+            text(warning)
+        );
+    }
+    out.push_str("</header>\n");
     numbers(&mut out, &page.numbers);
     facts(&mut out, &page.facts);
     parts(&mut out, page);
     drawings(&mut out, &page.timelines);
     if !page.memory.is_empty() {
-        out.push_str("<section>\n<h2>Memory</h2>\n");
-        plan::memory(&mut out, &page.memory);
-        out.push_str("</section>\n");
+        memory(&mut out, &page.memory);
     }
     gates(&mut out, &page.gates);
     remedies(&mut out, &page.remedies);
@@ -284,6 +297,53 @@ fn drawings(out: &mut String, drawings: &[Drawing]) {
     out.push_str("</section>\n");
 }
 
+/// What the fullest rank holds: a line for each use, a column for each tier, so that it is as wide as there are tiers.
+fn memory(out: &mut String, rows: &[MemoryRow]) {
+    let mut uses: Vec<&str> = Vec::new();
+    for (name, _) in rows.iter().flat_map(|r| &r.items) {
+        if !uses.contains(&name.as_str()) {
+            uses.push(name);
+        }
+    }
+    let line = |head: &str, cell: &dyn Fn(&MemoryRow) -> String| -> String {
+        let cells: String = rows.iter().map(|r| format!("<td>{}</td>", cell(r))).collect();
+        format!("<tr><td>{}</td>{cells}</tr>\n", text(head))
+    };
+    let heads: String = rows.iter().map(|r| format!("<th>{}</th>", text(&r.role))).collect();
+    let ranks = rows.first().map_or("", |r| r.ranks.as_str());
+    let _ = write!(
+        out,
+        "<section>\n<h2>Memory</h2>\n<p class=\"note\">One rank, {}.</p>\n<div class=\"scroll\"><table>\n\
+         <thead><tr><th></th>{heads}</tr></thead>\n<tbody>\n",
+        text(ranks)
+    );
+    let sum = |r: &MemoryRow| r.items.iter().fold(0u64, |a, (_, b)| a.saturating_add(*b));
+    for name in uses {
+        out.push_str(&line(name, &|r| {
+            let mut bytes = r.items.iter().filter(|(n, _)| n == name).map(|(_, b)| *b).peekable();
+            match bytes.peek() {
+                Some(_) => Bytes(bytes.fold(0, u64::saturating_add)).to_string(),
+                None => "–".to_string(),
+            }
+        }));
+    }
+    out.push_str(&line("sum", &|r| Bytes(sum(r)).to_string()));
+    if rows.iter().any(|r| r.capacity.is_some_and(|c| c > 0)) {
+        out.push_str(&line("of what is there", &|r| {
+            r.capacity.filter(|c| *c > 0).map_or("–".to_string(), |c| {
+                let share = sum(r) as f64 / c as f64 * 100.0;
+                let class = if share > 100.0 { "b4" } else { "b1" };
+                let wide = share.min(100.0);
+                format!(
+                    "{share:.0} % of {}<span class=\"meter\"><i class=\"{class}\" style=\"width:{wide:.1}%\"></i></span>",
+                    Bytes(c)
+                )
+            })
+        }));
+    }
+    out.push_str("</tbody>\n</table></div>\n</section>\n");
+}
+
 fn gates(out: &mut String, gates: &[PlanGate]) {
     if gates.is_empty() {
         return;
@@ -375,15 +435,26 @@ fn mappings(out: &mut String, page: &EstimatePage) {
     if page.mappings.is_empty() {
         return;
     }
-    let heads: String = page.columns.iter().map(|c| format!("<th>{}</th>", text(c))).collect();
+    let numbers = numbers_of(&page.columns, &page.mappings);
+    let cell = |tag: &str, at: usize, words: &str| {
+        let class = match (numbers.contains(&at), tag) {
+            (true, _) => "",
+            (false, "th") => " class=\"l\"",
+            (false, _) => " class=\"words\"",
+        };
+        format!("<{tag}{class}>{}</{tag}>", text(words))
+    };
+    let line = |tag: &str, cells: &[String]| -> String {
+        cells.iter().enumerate().map(|(at, words)| cell(tag, at, words)).collect()
+    };
+    let heads = line("th", &page.columns);
     let _ = write!(
         out,
         "<section>\n<h2>Other mappings</h2>\n<p class=\"note\">The chosen one first, then those that are better in something.</p>\n\
          <div class=\"scroll\"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n"
     );
     for row in page.mappings.iter().take(MAX_MAPPINGS) {
-        let cells: String = row.iter().map(|c| format!("<td>{}</td>", text(c))).collect();
-        let _ = writeln!(out, "<tr>{cells}</tr>");
+        let _ = writeln!(out, "<tr>{}</tr>", line("td", row));
     }
     out.push_str("</tbody>\n</table></div>\n");
     if page.mappings.len() > MAX_MAPPINGS {
@@ -507,10 +578,43 @@ mod tests {
     }
 
     #[test]
+    fn tables_are_as_wide_as_there_are_tiers_and_long_cells_wrap() {
+        let row = |role: &str, items: &[(&str, u64)], capacity| MemoryRow {
+            role: role.into(),
+            ranks: "the fullest".into(),
+            items: items.iter().map(|(n, b)| ((*n).to_string(), *b)).collect(),
+            capacity,
+        };
+        let memory = vec![
+            row("hbm", &[("weights", 1 << 30), ("cache", 1 << 20)], Some(4 << 30)),
+            row("host", &[("experts", 1 << 30)], None),
+        ];
+        let knobs = "striped, ring=2, zb-h2, micro-batch 1".to_string();
+        let html = estimate(&EstimatePage {
+            memory,
+            warnings: vec!["groups leave <their> domain".into()],
+            columns: vec!["mapping".into(), "step".into(), "knobs".into()],
+            mappings: vec![vec!["tp=8".into(), "1.1 s".into(), knobs.clone()]],
+            ..page()
+        });
+        for part in [
+            "<th></th><th>hbm</th><th>host</th>",
+            "<tr><td>weights</td><td>1.00 GiB</td><td>–</td></tr>",
+            "<tr><td>experts</td><td>–</td><td>1.00 GiB</td></tr>",
+            "<td>25 % of 4.00 GiB<span",
+            "<b class=\"warn\">Warning:</b> groups leave &lt;their&gt; domain",
+            &format!("<td>1.1 s</td><td class=\"words\">{knobs}</td>"),
+        ] {
+            assert!(html.contains(part), "{part}\nis not in\n{html}");
+        }
+    }
+
+    #[test]
     fn what_is_worth_knowing_comes_before_its_table() {
         assert!(!estimate(&page()).contains("Worth knowing"));
         let sum = "44040192 numbers × 1 B × 58 layers".to_string();
         let advice = Advice {
+            id: "memory-by-hand",
             title: "Memory <by hand>".into(),
             note: "One rank.".into(),
             columns: vec!["term".into(), "bytes".into(), "sum".into()],

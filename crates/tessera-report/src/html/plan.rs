@@ -97,7 +97,7 @@ pub(super) fn plan(out: &mut String, p: &PlanView) {
     out.push_str("</section>\n");
 }
 
-pub(super) fn memory(out: &mut String, rows: &[MemoryRow]) {
+fn memory(out: &mut String, rows: &[MemoryRow]) {
     if rows.is_empty() {
         return;
     }

@@ -44,6 +44,7 @@ pub(crate) fn asked_json(a: &Asked) -> Value {
         "objective": objective,
         "pins": a.pins.text(),
         "routing": a.routing.map(Routing::name),
+        "forecast": a.forecast,
         "strict": a.strict,
         "limits": a.limits.text(),
     })
@@ -84,6 +85,7 @@ pub(super) fn asked_of(file: &str, v: &Value) -> Result<Asked, Diagnostics> {
     });
     let devices = given("devices").map(|d| d.as_u64().and_then(|d| u32::try_from(d).ok()));
     let routing = given("routing").map(|r| r.as_str().and_then(Routing::named));
+    let forecast = given("forecast").map(Value::as_f64);
     // Given and not understood is not the same as not given.
     let whole = |key: &'static str| move || lacks(key);
     Ok(Asked {
@@ -94,6 +96,7 @@ pub(super) fn asked_of(file: &str, v: &Value) -> Result<Asked, Diagnostics> {
         objective: objective.map(|o| o.ok_or_else(whole("objective"))).transpose()?,
         pins: Pins::parse(v["pins"].as_str().ok_or_else(whole("pins"))?)?,
         routing: routing.map(|r| r.ok_or_else(whole("routing"))).transpose()?,
+        forecast: forecast.map(|f| f.ok_or_else(whole("forecast"))).transpose()?,
         strict: v["strict"].as_bool().unwrap_or(false),
         limits: Thresholds::parse(file, v["limits"].as_str().ok_or_else(whole("limits"))?)?,
         command: String::new(),
@@ -124,6 +127,7 @@ mod tests {
             objective: Some(Objective::Deadline(Nanoseconds(40_000_000))),
             pins: Pins::parse("tp=8,capacity_pct=125").unwrap_or_default(),
             routing: Some(Routing::PowerLaw(1.2)),
+            forecast: Some(0.8),
             strict: true,
             limits: Thresholds::default(),
             command: "tessera".into(),
@@ -137,7 +141,7 @@ mod tests {
         assert_eq!(again.machine, was.machine);
         assert_eq!((again.subject, again.devices, again.job), (was.subject, was.devices, was.job));
         assert_eq!((again.objective, again.pins, again.routing), (was.objective, was.pins, was.routing));
-        assert_eq!((again.strict, again.limits), (was.strict, was.limits));
+        assert_eq!((again.forecast, again.strict, again.limits), (was.forecast, was.strict, was.limits));
     }
 
     #[test]
@@ -151,9 +155,12 @@ mod tests {
                 && again.objective.is_none()
                 && again.routing.is_none()
         );
-        for (key, wrong) in
-            [("job", json!({"kind": "sleep"})), ("routing", json!("w9")), ("devices", json!(-1))]
-        {
+        for (key, wrong) in [
+            ("job", json!({"kind": "sleep"})),
+            ("routing", json!("w9")),
+            ("devices", json!(-1)),
+            ("forecast", json!("all")),
+        ] {
             let mut v = asked_json(&a);
             v[key] = wrong;
             let ds = asked_of("e", &v).unwrap_err();

@@ -226,7 +226,7 @@ mod tests {
         );
         let few = titled(&few, "Experts on");
         let hits: Vec<&Vec<String>> = few.rows.iter().filter(|r| r[7] != "–").collect();
-        assert!(!hits.is_empty() && hits.iter().all(|r| number(&r[8]) > number(&r[7])), "{few:?}");
+        assert!(!hits.is_empty() && hits.iter().all(|r| number(&r[9]) > number(&r[7])), "{few:?}");
     }
 
     #[test]

@@ -7,12 +7,12 @@ use tessera_report::mermaid::gantt;
 use tessera_report::perfetto::trace;
 use tessera_report::timeline::Window;
 
-use super::{Sheet, module};
+use super::{Sheet, module, ranks};
 use crate::files::Folder;
 use crate::plan::Plan;
 
 impl Sheet {
-    /// Writes the page, the numbers, the timeline as a trace and as a chart, and the environment. The folder appears
+    /// Writes the page, the numbers, the timeline as a trace and as a chart, who sits where, and the environment. The folder appears
     /// whole or not at all.
     ///
     /// # Errors
@@ -42,6 +42,9 @@ impl Sheet {
             folder.write("timeline.json", trace(&self.timeline).as_bytes())?;
             let whole = Window { start_ns: 0, end_ns: u64::MAX };
             folder.write("timeline.mmd", gantt(&self.timeline, whole).as_bytes())?;
+        }
+        if let Some(text) = &self.ranks {
+            folder.write(ranks::FILE, text.as_bytes())?;
         }
         if let Some(text) = &self.module {
             folder.write(module::FILE, text.as_bytes())?;

@@ -5,13 +5,16 @@ mod advice;
 mod folder;
 mod hints;
 mod module;
+mod ranks;
 mod rows;
 mod sheet;
+mod usual;
 mod video;
 
 pub use hints::{Needs, hints};
 pub use rows::{Asked, Subject, rows, rows_why};
 pub use sheet::Sheet;
+pub use usual::{HOST, JobKind, RACK, job};
 pub use video::{VideoAsked, pins as video_pins, video, video_why};
 
 pub(crate) use rows::question;
@@ -29,6 +32,8 @@ use tessera_mesh::{Cluster, clusters};
 use tessera_plan::search::Pins;
 use tessera_plan::search::thresholds::Thresholds;
 
+use crate::model::T0010;
+
 /// A file of a plan by estimate that cannot be read.
 pub static T0046: Code = Code {
     id: "T0046",
@@ -44,6 +49,33 @@ pub static T0047: Code = Code {
     page: "A model is named by a folder with its own config.json, by that file, or by a name of the zoo. The message lists \
 the zoo. Language models need nothing but config.json; video models also need stream.toml, which says how they are streamed.",
 };
+
+/// A forecast that nothing could follow.
+pub static T0056: Code = Code {
+    id: "T0056",
+    title: "forecast names no experts",
+    page: "A forecast is the share of the experts on the host that a predictor names a layer before the router asks for \
+them: 0 is no predictor, 1 one that is always right. What it names is fetched while the layer before computes; the rest is \
+fetched while its own layer waits.\n\nIt says something only of a model with routed experts in prefill or decode: training keeps \
+all experts in device memory, and a dense model fetches none. Leave it out there. The share must be from 0 to 1.",
+};
+
+/// Whether a refusal says that the question itself is not understood: a name, a pin or a file of it that is not known or not
+/// there. Otherwise the question stands, and the answer is no.
+#[must_use]
+pub fn not_understood(d: &Diagnostic) -> bool {
+    let codes: [&Code; 8] = [
+        &T0010,
+        &T0046,
+        &T0047,
+        &T0056,
+        &clusters::T1104,
+        &tessera_cost::profile::T1105,
+        &tessera_plan::search::T1200,
+        &tessera_plan::search::recipe::T1229,
+    ];
+    codes.contains(&d.code)
+}
 
 /// A machine by the names or files of its cluster and profile, with enough racks for so many devices.
 ///

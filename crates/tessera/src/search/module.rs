@@ -120,6 +120,7 @@ mod tests {
             objective: None,
             pins: row_pins("scheme=rs_mm_ag,tp=8,micro_batch=1").unwrap_or_else(|ds| panic!("{ds:#?}")),
             routing: None,
+            forecast: None,
             strict: false,
             limits: Thresholds::default(),
             command: String::new(),

@@ -8,7 +8,8 @@ use tessera_cost::Machine;
 use tessera_cost::bars::{Bar, Kind};
 use tessera_cost::knobs::Recompute;
 use tessera_cost::moe::Routing;
-use tessera_mesh::Tier;
+use tessera_ir::work::Work;
+use tessera_mesh::{LinkClass, Tier};
 use tessera_models::{LanguageModel, zoo};
 use tessera_plan::search::axes::axes;
 use tessera_plan::search::recipe::{self, Recipe};
@@ -26,7 +27,7 @@ use tessera_report::timeline::Timeline;
 use super::advice::advice;
 use super::hints::Needs;
 use super::sheet::timeline_of;
-use super::{Sheet, T0047, hints, module};
+use super::{JobKind, Sheet, T0047, T0056, hints, module, ranks, usual};
 
 /// Which model.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,6 +57,8 @@ pub struct Asked {
     pub pins: Pins,
     /// How tokens choose experts.
     pub routing: Option<Routing>,
+    /// Share of the cold experts that a predictor names a layer ahead, 0 to 1.
+    pub forecast: Option<f64>,
     /// Whether pieces that differ by one unit are refused.
     pub strict: bool,
     /// Limits of the gates.
@@ -83,6 +86,7 @@ pub fn rows(asked: &Asked) -> Result<Sheet, Diagnostics> {
     let posed = pose(asked)?;
     let outcome = search(&posed.question);
     let mut sheet = sheet(asked, &posed, &outcome);
+    sheet.tell();
     sheet.json["asked"] = crate::doctor::asked_json(asked);
     Ok(sheet)
 }
@@ -180,13 +184,12 @@ fn pose_for(asked: &Asked, elsewhere: bool) -> Result<Posed, Diagnostics> {
     let (job, objective) = match recipe {
         Some(r) => (asked.job.unwrap_or(r.job), asked.objective.unwrap_or(r.objective)),
         None => {
-            let devices = u64::from(asked.devices.unwrap_or(asked.machine.cluster.devices()));
-            let job = asked.job.unwrap_or(Job::Decode { batch: 64 * devices, context: 4096 });
-            (job, asked.objective.unwrap_or(Objective::Throughput))
+            let usual = || usual::job(JobKind::default(), None, None, &asked.machine, asked.devices);
+            (asked.job.unwrap_or_else(usual), asked.objective.unwrap_or(usual::OBJECTIVE))
         }
     };
-    // What a router that is trained to balance gives at best: every token an independent draw.
-    let routing = asked.routing.unwrap_or(Routing::Random);
+    let routing = asked.routing.unwrap_or(usual::ROUTING);
+    let forecast = asked.forecast.map(|share| forecast(share, &work, job)).transpose()?;
     let mut warnings = Vec::new();
     let mut question = match recipe {
         Some(r) => {
@@ -223,8 +226,25 @@ fn pose_for(asked: &Asked, elsewhere: bool) -> Result<Posed, Diagnostics> {
         question.space.devices = n;
     }
     question.space.limits = asked.limits.clone();
+    question.space.forecast = forecast.unwrap_or(question.space.forecast);
     question.pins = asked.pins.or(&question.pins);
     Ok(Posed { question, recipe, warnings, fused })
+}
+
+/// A share that says something of the model and the job.
+fn forecast(share: f64, work: &Work, job: Job) -> Result<f64, Diagnostics> {
+    let why = if !(0.0..=1.0).contains(&share) {
+        format!("{share} is no share from 0 to 1")
+    } else if work.experts().is_none() {
+        format!("{} has no routed experts", work.name)
+    } else if matches!(job, Job::Train { .. }) {
+        "training keeps all experts in device memory".to_string()
+    } else {
+        return Ok(share);
+    };
+    let d = Diagnostic::error(&T0056, format!("the forecast names no experts: {why}"))
+        .at("forecast", share.to_string());
+    Err(vec![d.hint("leave it out, or give a share such as 0.8 with a model that routes tokens to experts")])
 }
 
 fn zoo_model(name: &str) -> Result<LanguageModel, Diagnostics> {
@@ -276,6 +296,7 @@ fn sheet(asked: &Asked, posed: &Posed, outcome: &Outcome) -> Sheet {
         json: numbers(q, outcome),
         timeline: Timeline::default(),
         env: hints(Needs { exchanges: q.work.experts().is_some(), deterministic: true }),
+        ranks: None,
         module: None,
     };
     let Some(best) = best else {
@@ -288,6 +309,7 @@ fn sheet(asked: &Asked, posed: &Posed, outcome: &Outcome) -> Sheet {
         return sheet;
     };
     fill(&mut sheet, q, outcome, best);
+    sheet.ranks = ranks::of_candidate(&q.machine.cluster, &best.candidate);
     module::add(&mut sheet, q, best);
     sheet
 }
@@ -319,18 +341,25 @@ fn fill(sheet: &mut Sheet, q: &Question, outcome: &Outcome, best: &Ranked) {
         page.standing = Standing::Refused;
         page.says = format!("no arrangement ends within {limit}; the nearest is {}", page.says);
     }
+    page.warnings.extend(leaving(q, best));
     let e = &best.estimate;
     let step = Nanoseconds(e.step_ns.round() as u64).to_string();
     let (value, unit) = step.split_once(' ').unwrap_or((&step, ""));
     let per_device = e.tokens_per_s / f64::from(outcome.devices.max(1));
     let number = |value: String, unit: &str, label: String| Number { value, unit: unit.to_string(), label };
+    let rated = match best.dropped * 100.0 {
+        pct if pct >= 0.05 => {
+            format!("per device, of which {pct:.1} % of the assignments to experts are dropped")
+        }
+        _ => "per device".to_string(),
+    };
     let bar = match e.error {
         e if e > 0.0 => format!("a step, ± {:.0} %", e * 100.0),
         _ => "a step at least: a floor".to_string(),
     };
     page.numbers = vec![
         number(value.to_string(), unit, bar),
-        number(format!("{per_device:.0}"), "tokens/s", "per device".to_string()),
+        number(format!("{per_device:.0}"), "tokens/s", rated),
         number(
             format!("{:.1}", held(best) / 1e9),
             "GB",
@@ -410,6 +439,22 @@ fn fill(sheet: &mut Sheet, q: &Question, outcome: &Outcome, best: &Ranked) {
     );
 }
 
+/// Groups of tp and ep that leave a domain of switches, and what that takes over the links between domains.
+fn leaving(q: &Question, best: &Ranked) -> Option<String> {
+    let gate = best.gates.iter().find(|g| g.id == "mesh.domain" && g.verdict == gates::Verdict::Fail)?;
+    let cluster = &q.machine.cluster;
+    let out = best.estimate.link_bytes.get(&LinkClass::Out).copied().unwrap_or(0.0);
+    let rate = |class| cluster.link(class).bytes_per_s.value / 1e9;
+    Some(format!(
+        "groups leave their domain of {} devices: {}; a rank sends {} of a step over links between domains, at {:.0} GB/s and not {:.0}",
+        cluster.domain,
+        gate.says.trim_start_matches("leave their domain: "),
+        Bytes(out.round() as u64),
+        rate(LinkClass::Out),
+        rate(LinkClass::Domain)
+    ))
+}
+
 /// A layer by stream, and the wave of micro-batches where there are stages.
 fn draw(sheet: &mut Sheet, q: &Question, best: &Ranked) {
     let t = drawn(q, best);
@@ -427,7 +472,13 @@ fn draw(sheet: &mut Sheet, q: &Question, best: &Ranked) {
     });
     sheet.timeline = block;
     if best.candidate.pp > 1 {
-        let wave = timeline_of(&t.wave, |_| "compute".to_string());
+        let staged = |bars: &[Bar]| {
+            let mut wave = timeline_of(bars, |_| "compute".to_string());
+            for stage in &mut wave.ranks {
+                stage.name = format!("stage {}", stage.rank);
+            }
+            wave
+        };
         let waits: Vec<String> = t.idle.iter().map(|i| format!("{:.0}", i * 100.0)).collect();
         sheet.page.timelines.push(Drawing {
             title: format!(
@@ -436,10 +487,20 @@ fn draw(sheet: &mut Sheet, q: &Question, best: &Ranked) {
                 best.candidate.pp
             ),
             note: format!("Each stage in turn waits {} % of the whole step.", waits.join(", ")),
-            timeline: wave.clone(),
+            timeline: staged(&t.wave.iter().map(turn).collect::<Vec<_>>()),
         });
-        sheet.timeline = wave;
+        sheet.timeline = staged(&t.wave);
     }
+}
+
+/// A turn of a stage under the name of its kind, which gives it its colour.
+fn turn(b: &Bar) -> Bar {
+    let kind = match b.name.as_bytes().first() {
+        Some(b'B') => "backward",
+        Some(b'W') => "weights",
+        _ => "forward",
+    };
+    Bar { name: format!("{kind}.{}", b.name), ..b.clone() }
 }
 
 /// The bar under a name whose part before the point says what class it is of, which gives it its colour.
@@ -546,11 +607,16 @@ fn facts(q: &Question, best: &Ranked) -> Vec<(String, String)> {
         out.push((
             "experts".to_string(),
             format!(
-                "ep={} × tp={}, {}, in {}; {} wire; {capacity}; routing {}",
+                "ep={} × tp={}, {}, in {}{}; {} wire; {capacity}; routing {}",
                 l.ep,
                 l.expert_tp,
                 unit(c.expert_replicas, "copy", "copies"),
                 c.experts_at.name(),
+                match q.space.forecast * 100.0 {
+                    pct if pct > 0.0 =>
+                        format!(", a predictor names {pct:.0} % of the cold ones a layer ahead"),
+                    _ => String::new(),
+                },
                 l.wire.name(),
                 q.routing.name()
             ),
@@ -663,6 +729,7 @@ fn numbers(q: &Question, outcome: &Outcome) -> serde_json::Value {
             "step_ns": e.step_ns,
             "error": e.error,
             "tokens_per_s": e.tokens_per_s,
+            "dropped": r.dropped,
             "mfu": e.mfu,
             "parts_ns": e.times.parts().into_iter().map(|(k, v)| (k.to_string(), v.into())).collect::<serde_json::Map<_, _>>(),
             "collective_ns": e.times.collective_ns,

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
+use serde_json::json;
 use tessera_cost::bars::{Bar, Kind};
 use tessera_report::html::{EstimatePage, GateVerdict, Standing, estimate};
 use tessera_report::timeline::{RankName, Span, Timeline};
@@ -18,6 +19,8 @@ pub struct Sheet {
     pub timeline: Timeline,
     /// Hints to the libraries below the ranks.
     pub env: String,
+    /// Which rank sits on which device, where a mapping fits.
+    pub ranks: Option<String>,
     /// The program of one layer's attention, where the mapping's scheme has one.
     pub module: Option<String>,
 }
@@ -32,6 +35,34 @@ impl Sheet {
         self.page.standing != Standing::Refused
     }
 
+    /// Puts into the numbers what the page says beyond them: its verdict, what threatens and what helps, and the tables worth
+    /// knowing. A table has an id that stays when its title is worded otherwise; cells are as on the page, with units.
+    pub(super) fn tell(&mut self) {
+        let p = &self.page;
+        let standing = match p.standing {
+            Standing::Good => "good",
+            Standing::Warns => "warns",
+            Standing::Refused => "refused",
+        };
+        let action = |(what, then): &(String, String)| json!({"what": what, "says": then});
+        self.json["standing"] = standing.into();
+        self.json["says"] = p.says.clone().into();
+        self.json["warnings"] = p.warnings.clone().into();
+        self.json["remedies"] = p
+            .remedies
+            .iter()
+            .map(|r| {
+                let actions: Vec<_> = r.actions.iter().map(action).collect();
+                json!({"mode": r.mode, "sign": r.sign, "actions": actions})
+            })
+            .collect();
+        self.json["advice"] = p
+            .advice
+            .iter()
+            .map(|a| json!({"id": a.id, "title": a.title, "note": a.note, "columns": a.columns, "rows": a.rows}))
+            .collect();
+    }
+
     /// For a browser.
     #[must_use]
     pub fn html(&self) -> String {
@@ -43,6 +74,9 @@ impl Sheet {
     pub fn text(&self) -> String {
         let p = &self.page;
         let mut out = format!("{}\n{}\n", p.title, p.says);
+        for w in &p.warnings {
+            let _ = writeln!(out, "warning: {w}");
+        }
         if !p.numbers.is_empty() {
             let numbers: Vec<String> =
                 p.numbers.iter().map(|n| format!("{} {}, {}", n.value, n.unit, n.label)).collect();

@@ -5,6 +5,7 @@ use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_cost::Machine;
 use tessera_cost::bars::{Bar, Kind};
 use tessera_cost::program::{Doing, Priced};
+use tessera_mesh::Tier;
 use tessera_plan::search::Objective;
 use tessera_plan::video::{self, Decode, Outcome, Pins, Question, Ranked, Studio};
 use tessera_plan::{Logical, Mapping};
@@ -14,7 +15,7 @@ use tessera_report::timeline::Timeline;
 use super::hints::Needs;
 use super::rows::{WORTH_TELLING, ns_text};
 use super::sheet::timeline_of;
-use super::{Sheet, hints};
+use super::{Sheet, hints, ranks};
 use crate::Model;
 use crate::plan::logical;
 
@@ -63,7 +64,9 @@ pub fn video(asked: &VideoAsked<'_>) -> Result<(Sheet, Option<Mapping>), Diagnos
     let q = question(asked, &logical, &call, studio);
     let outcome = video::search(&q);
     let mapping = chosen(&outcome).map(|r| r.mapping.clone());
-    Ok((sheet(asked, &q, &outcome), mapping))
+    let mut sheet = sheet(asked, &q, &outcome);
+    sheet.tell();
+    Ok((sheet, mapping))
 }
 
 /// The best of those that a stream runs as they are estimated: ranks that share a decoder, a leader that waits for the
@@ -228,6 +231,7 @@ fn sheet(asked: &VideoAsked<'_>, q: &Question<'_>, outcome: &Outcome) -> Sheet {
         json: numbers(asked, outcome),
         timeline: Timeline::default(),
         env: hints(Needs { exchanges: true, deterministic: true }),
+        ranks: None,
         module: None,
     };
     match chosen(outcome) {
@@ -303,8 +307,8 @@ fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ran
     );
     let m = &best.memory;
     page.memory = vec![MemoryRow {
-        role: "fullest".to_string(),
-        ranks: "of the mesh".to_string(),
+        role: Tier::Hbm.name().to_string(),
+        ranks: "the fullest of the mesh".to_string(),
         items: vec![
             ("weights".to_string(), m.weights.0),
             ("caches".to_string(), m.buffers.0),
@@ -334,6 +338,7 @@ fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ran
         })
         .collect();
     page.mapping = best.mapping.text();
+    sheet.ranks = ranks::of_mesh(&machine.cluster, &best.mapping.mesh);
     sheet.timeline = timeline_of(&best.call.expand(), |b| b.lane.clone());
     sheet.page.timelines.extend(drawing(best));
 }
@@ -357,6 +362,7 @@ fn not_yet(first: &Ranked, best: &Ranked) -> Advice {
         ]
     };
     Advice {
+        id: "decoder",
         title: "Who decodes".to_string(),
         note: format!(
             "{}: with it {} would give {:.1} frames per second, not {:.1}.{default} A stream does not run that yet; \

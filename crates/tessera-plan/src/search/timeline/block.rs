@@ -2,6 +2,8 @@
 //! their chains are queued in turns, changing at each exchange between experts, so that one computes while the
 //! other's tokens travel.
 
+use std::collections::BTreeMap;
+
 use tessera_cost::bars::{Bar, Kind};
 use tessera_cost::knobs::Scheme;
 use tessera_cost::moe::{buffer_bytes, dispatch_bytes};
@@ -20,11 +22,11 @@ const TP: u8 = 1;
 const A2A: u8 = 2;
 const IO: u8 = 3;
 
-/// Layers between a fetch and its use.
-const WINDOW: u32 = 2;
+/// Layers between a fetch that a predictor begins and its use.
+const WINDOW: u32 = 1;
 
 /// Layers played before those drawn, so that all streams are in their stride.
-const LEAD: u32 = WINDOW + 2;
+const LEAD: u32 = 4;
 
 /// Bytes of a number of activations.
 const ACTIVATION: f64 = 2.0;
@@ -42,7 +44,8 @@ pub(super) fn play(scene: &Scene, rows: &[Row]) -> (Vec<Bar>, Vec<String>) {
         (true, false) => vec!["the rank with the most".to_owned()],
         _ => vec!["every rank".to_owned()],
     };
-    let mut play = Play { scene, tasks: Tasks::default(), labels: Vec::new(), meets: 0, fetched: Vec::new() };
+    let (tasks, labels, fetched) = (Tasks::default(), Vec::new(), BTreeMap::new());
+    let mut play = Play { scene, tasks, labels, meets: 0, fetched };
     let slow: Vec<bool> = if ranks.len() == 2 { vec![false, true] } else { vec![uneven] };
     let starts = play.queue(&steps, &slow);
     let contention = Contention { compute: scene.q.machine.contention(), links: true };
@@ -330,6 +333,11 @@ fn part(row: &str) -> &str {
     row.split('.').next().unwrap_or(row)
 }
 
+/// Tells the second of two micro-batches from the first.
+fn suffix(chain: usize) -> &'static str {
+    if chain > 0 { " (2)" } else { "" }
+}
+
 struct Label {
     rank: u32,
     lane: u8,
@@ -342,8 +350,8 @@ struct Play<'a> {
     tasks: Tasks,
     labels: Vec<Label>,
     meets: u32,
-    /// Fetches of each layer, by rank.
-    fetched: Vec<Vec<TaskId>>,
+    /// What the experts of a chain's layer wait for besides their tokens, by rank.
+    fetched: BTreeMap<(usize, u32), Vec<Vec<TaskId>>>,
 }
 
 impl Play<'_> {
@@ -353,17 +361,23 @@ impl Play<'_> {
         let chains = if self.scene.beside && exchanges { 2 } else { 1 };
         let all: Vec<(u32, usize)> =
             (0..LEAD + LAYERS + 1).flat_map(|layer| (0..steps.len()).map(move |i| (layer, i))).collect();
+        let routed = steps.iter().position(|s| s.experts);
         let mut starts = Vec::new();
         // For each chain and rank, what the next step waits for, piece by piece.
         let mut before: Vec<Vec<Vec<TaskId>>> = vec![vec![Vec::new(); slow.len()]; chains];
         // A turn ends with an exchange between experts, wherever the layer ends.
         for turn in all.split_inclusive(|(_, i)| steps[*i].lane == A2A) {
-            for chain in 0..chains {
+            for (chain, before) in before.iter_mut().enumerate() {
                 for &(layer, i) in turn {
-                    if chain == 0 && i == 0 {
-                        self.fetch(layer, slow.len(), &before[0]);
+                    let [ahead_ns, late_ns] = self.scene.fetch_ns;
+                    if i == 0 {
+                        self.fetch("prefetch", ahead_ns, chain, layer + WINDOW, before);
                     }
-                    let first = self.step(&steps[i], chain, layer, slow, &mut before[chain]);
+                    // Which of its experts are asked for a rank learns with their tokens.
+                    if Some(i) == routed {
+                        self.fetch("fetch", late_ns, chain, layer, before);
+                    }
+                    let first = self.step(&steps[i], chain, layer, slow, before);
                     if chain == 0 && i == 0 {
                         starts.push(first);
                     }
@@ -373,22 +387,22 @@ impl Play<'_> {
         starts
     }
 
-    /// Begins to fetch what a later layer needs.
-    fn fetch(&mut self, layer: u32, ranks: usize, before: &[Vec<TaskId>]) {
-        if self.scene.fetch_ns <= 0.0 {
+    /// Begins to fetch what the experts of a layer need, on every rank.
+    fn fetch(&mut self, word: &str, work_ns: f64, chain: usize, layer: u32, before: &[Vec<TaskId>]) {
+        if work_ns <= 0.0 {
             return;
         }
-        let mut fetches = Vec::new();
-        for rank in 0..ranks as u32 {
-            let work_ns = self.scene.fetch_ns;
+        for (rank, before) in (0..).zip(before) {
             let uses = Uses::Link(LinkClass::Host);
             let task = self.tasks.push(Task { rank, stream: IO, work_ns, uses, meets: None });
-            let name = format!("prefetch experts of layer {}", i64::from(layer + WINDOW) - i64::from(LEAD));
+            let of = i64::from(layer) - i64::from(LEAD);
+            let name = format!("{word} experts of layer {of}{}", suffix(chain));
             self.labels.push(Label { rank, lane: IO, name, kind: Kind::Fetch });
-            before[rank as usize].iter().for_each(|b| self.tasks.after(task, *b));
-            fetches.push(task);
+            before.iter().for_each(|b| self.tasks.after(task, *b));
+            let all = self.fetched.entry((chain, layer)).or_default();
+            all.resize(all.len().max(rank as usize + 1), Vec::new());
+            all[rank as usize].push(task);
         }
-        self.fetched.push(fetches);
     }
 
     /// Queues one step on all ranks: its first task. `before` gets what the step after it waits for.
@@ -413,8 +427,7 @@ impl Play<'_> {
                 };
                 let task =
                     self.tasks.push(Task { rank: rank as u32, stream: step.lane, work_ns, uses, meets });
-                let suffix = if chain > 0 { " (2)" } else { "" };
-                let name = format!("{}{suffix}", step.name);
+                let name = format!("{}{}", step.name, suffix(chain));
                 self.labels.push(Label { rank: rank as u32, lane: step.lane, name, kind: step.kind });
                 // Piece by piece; where the step has one piece more, its first needs nothing from the one before.
                 let handed = before[rank].len() as u32;
@@ -424,9 +437,8 @@ impl Play<'_> {
                         self.tasks.after(task, *b);
                     }
                 }
-                let fetched = layer.checked_sub(WINDOW).and_then(|l| self.fetched.get(l as usize));
-                if let (true, Some(fetched)) = (step.experts, fetched) {
-                    self.tasks.after(task, fetched[rank]);
+                if let (true, Some(fetched)) = (step.experts, self.fetched.get(&(chain, layer))) {
+                    fetched[rank].iter().for_each(|f| self.tasks.after(task, *f));
                 }
                 first.get_or_insert(task);
                 made.push(task);

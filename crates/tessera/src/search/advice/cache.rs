@@ -90,6 +90,7 @@ pub(super) fn advice(seen: &Seen) -> Option<Advice> {
         vec!["context", "device", "peers", "host", "fetch a step", "every key read: near / peers / host %"];
     names.extend(Residency::ALL.iter().map(|p| p.name()));
     Some(Advice {
+        id: "context",
         title: "Keys and values as the context grows".into(),
         note,
         columns: columns(&names),

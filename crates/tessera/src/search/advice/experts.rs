@@ -7,7 +7,7 @@ use tessera_cost::knobs::ExpertsAt;
 use tessera_cost::moe::{
     self, Item, Rounds, Routing, buffer_bytes, cold, dispatch_bytes, popularity, remote_share,
 };
-use tessera_cost::tiers::{Keep, LayerTimes, choose_window, hot_experts, prefetch, replay, routing_trace};
+use tessera_cost::tiers::{Keep, LayerTimes, choose_window, hit_rate, hot_experts, prefetch, routing_trace};
 use tessera_ir::work::RowOp;
 use tessera_mesh::Tier;
 use tessera_plan::search::advice::{ExpertsAsked, advise_experts};
@@ -72,7 +72,13 @@ fn routings(seen: &Seen, s: &Shape) -> Advice {
         format!("No routing takes longer than {}, for which the step is planned.", seen.q.routing.name())
     };
     let names = ["routing", "slowest rank / mean", "spread over experts", "dropped", "step"];
-    Advice { title: "If tokens choose experts otherwise".into(), note, columns: columns(&names), rows }
+    Advice {
+        id: "routing",
+        title: "If tokens choose experts otherwise".into(),
+        note,
+        columns: columns(&names),
+        rows,
+    }
 }
 
 fn capacities(seen: &Seen, s: &Shape) -> Advice {
@@ -112,6 +118,7 @@ fn capacities(seen: &Seen, s: &Shape) -> Advice {
     let note = format!("{has}. {}", says.iter().map(|s| sentence(s)).collect::<Vec<_>>().join(" "));
     let names = ["capacity factor", "dropped", "buffers of a dispatch", "slowest rank / mean"];
     Advice {
+        id: "capacity",
         title: "Capacity of experts".into(),
         note: note.trim_end().to_string(),
         columns: columns(&names),
@@ -149,6 +156,7 @@ fn locality(seen: &Seen, s: &Shape) -> Option<Advice> {
         " Inside one domain no expert is farther than another, so that this is worth it only for traffic between hosts.".to_string()
     };
     Some(Advice {
+        id: "router-penalty",
         title: format!("A router that prefers experts of its own {place}"),
         note: format!(
             "{} of a token's experts lie outside of its {place}; a penalty of 1 on their logits (of unit scale) leaves {}.{inside}",
@@ -199,7 +207,13 @@ fn lengths(seen: &Seen, s: &Shape) -> Option<Advice> {
         })
         .collect();
     let names = ["sequences", "exchanges", "longest wait", "all dispatches of a layer"];
-    Some(Advice { title: "Sequences of different lengths".into(), note, columns: columns(&names), rows })
+    Some(Advice {
+        id: "lengths",
+        title: "Sequences of different lengths".into(),
+        note,
+        columns: columns(&names),
+        rows,
+    })
 }
 
 /// Experts of which a rank keeps a part in device memory.
@@ -257,9 +271,11 @@ fn tiers(seen: &Seen, s: &Shape) -> Option<Advice> {
         first.window,
         ns_text(first.stalls[first.window - 1]),
         match first.hits {
-            Some((lru, ahead)) => format!(
-                " A cache finds {} where it keeps what was used last, and {} where a forecast that is right in 8 of 10 is fetched ahead (drawn).",
+            Some([lru, often, ahead]) => format!(
+                " A cache finds {} where it keeps what was used last, {} where it counts how often too, and {} where a forecast that is right in \
+                 8 of 10 is fetched ahead (drawn).",
                 percent(lru),
+                percent(often),
                 percent(ahead)
             ),
             None => " A batch asks for more of a rank's experts than there is room for: keeping what was used last would help nobody.".to_string(),
@@ -275,9 +291,16 @@ fn tiers(seen: &Seen, s: &Shape) -> Option<Advice> {
         "2",
         "3",
         "LRU hits",
+        "LRU and hotness",
         "with forecast",
     ];
-    Some(Advice { title: "Experts on the host".into(), note, columns: columns(&names), rows })
+    Some(Advice {
+        id: "experts-on-host",
+        title: "Experts on the host".into(),
+        note,
+        columns: columns(&names),
+        rows,
+    })
 }
 
 struct Looked {
@@ -287,12 +310,11 @@ struct Looked {
     fetched: f64,
     stalls: [f64; 3],
     window: usize,
-    hits: Option<(f64, f64)>,
+    hits: Option<[f64; 3]>,
 }
 
 impl Looked {
     fn row(&self) -> Vec<String> {
-        let hits = |f: fn((f64, f64)) -> f64| self.hits.map_or("–".to_string(), |h| percent(f(h)));
         let mut row = vec![
             percent(self.share),
             self.hot.to_string(),
@@ -300,14 +322,14 @@ impl Looked {
             Bytes(self.fetched as u64).to_string(),
         ];
         row.extend(self.stalls.iter().map(|ns| ns_text(*ns)));
-        row.extend([hits(|h| h.0), hits(|h| h.1)]);
+        row.extend((0..3).map(|at| self.hits.map_or("–".to_string(), |h| percent(h[at]))));
         row
     }
 }
 
-/// Hit rates without and with a forecast, on a short trace of one rank's experts; none where one step asks for more than
+/// Hit rates by recency, by recency and popularity, and by recency with a forecast, on a short trace of one rank's experts; none where one step asks for more than
 /// there is room for.
-fn looked_ahead(seen: &Seen, s: &Shape, share: f64) -> Option<(f64, f64)> {
+fn looked_ahead(seen: &Seen, s: &Shape, share: f64) -> Option<[f64; 3]> {
     let l = &seen.c.layout;
     let local = s.experts.div_ceil(u64::from(l.ep)) as f64;
     let touched = cold(s.experts, s.top_k, l.ep, seen.group, seen.q.routing, 0.0).touched;
@@ -320,6 +342,6 @@ fn looked_ahead(seen: &Seen, s: &Shape, share: f64) -> Option<(f64, f64)> {
     let popular = matches!(seen.q.routing, Routing::PowerLaw(_) | Routing::W(1..=3 | 6 | 7));
     let exponent = if popular { 1.0 } else { 0.0 };
     let trace = routing_trace(SEED, (drawn as usize, per_step), 64, exponent, 16, 0.8);
-    let rate = |ahead| replay(&trace, room, Keep::Lru, ahead).hit_rate;
-    Some((rate(false), rate(true)))
+    let rate = |keep, ahead| hit_rate(&trace, room, keep, ahead);
+    Some([rate(Keep::Lru, false), rate(Keep::LruHotness, false), rate(Keep::Lru, true)])
 }

@@ -73,7 +73,7 @@ fn limits(seen: &Seen) -> Option<Advice> {
         peak(&now) / peak(&then).max(f64::MIN_POSITIVE)
     );
     let names = ["row", "time", "share", "operations", "traffic", "limit", "twice the tp"];
-    Some(Advice { title: "What limits a layer".into(), note, columns: columns(&names), rows })
+    Some(Advice { id: "limits", title: "What limits a layer".into(), note, columns: columns(&names), rows })
 }
 
 /// One item and a stream of them, with stages and without.
@@ -120,7 +120,7 @@ fn stages(seen: &Seen) -> Option<Advice> {
     );
     let names =
         ["stages P", "under way B", "busy, B/(B+P−1)", "busy if kept full", "one takes", "one leaves every"];
-    Some(Advice { title: "What stages do".into(), note, columns: columns(&names), rows })
+    Some(Advice { id: "stages", title: "What stages do".into(), note, columns: columns(&names), rows })
 }
 
 /// The memory sums by hand: P, A, K, E and H.
@@ -168,9 +168,8 @@ fn memory(seen: &Seen) -> Option<Advice> {
         tp: 1,
         ep: l.ep,
     };
-    let table = plan_memory(&inputs, seen.training(), &q.space.limits);
+    let table = plan_memory(&inputs);
     let rows = table
-        .lines
         .iter()
         .filter(|line| line.bytes.0 > 0 || line.term.starts_with("left"))
         .map(|line| {
@@ -188,7 +187,13 @@ fn memory(seen: &Seen) -> Option<Advice> {
         if away > 0.0 { format!(" and {:.1} GB elsewhere", away / 1e9) } else { String::new() }
     );
     let names = ["term", "bytes", "of H", "sum"];
-    Some(Advice { title: "Memory by hand".into(), note, columns: columns(&names), rows })
+    Some(Advice {
+        id: "memory-by-hand",
+        title: "Memory by hand".into(),
+        note,
+        columns: columns(&names),
+        rows,
+    })
 }
 
 /// Of one layer of a rank, over the stage.
