@@ -89,6 +89,18 @@ impl<'a> Priced<'a> {
         Priced { ops, machine, program, widths }
     }
 
+    /// What the program takes by itself, nanoseconds from its first launch to its last end: its kernels one after another,
+    /// none before the host has launched it.
+    #[must_use]
+    pub fn alone_ns(&self) -> f64 {
+        let launch_ns = self.machine.launch_ns();
+        let (host_ns, device_ns) = self.ops.iter().fold((0.0, 0.0f64), |(host, device), op| {
+            let host = host + launch_ns * f64::from(op.launches);
+            (host, if op.ns > 0.0 { device.max(host) + op.ns } else { device })
+        });
+        device_ns.max(host_ns)
+    }
+
     /// What a collective, send or receive takes from when its last member is there, and what this rank sends. None for
     /// other ops.
     #[must_use]

@@ -4,8 +4,12 @@
 //! while the run goes on; it never grows. A collective has one line, which is written again as its state changes. Every
 //! line ends with a check of its own text, so a reader that comes in the middle of a write knows it.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use tessera_base::{Code, Diagnostic};
+
+use crate::record::{Record, Waits};
 
 /// Schema number of [`Header`].
 pub const SCHEMA: u32 = 1;
@@ -272,6 +276,24 @@ pub fn to_bytes(n: u64, at_ns: u64, entry: &Entry) -> Vec<u8> {
     framed(json(&plain), LINE_BYTES).unwrap_or_else(|_| vec![b' '; LINE_BYTES])
 }
 
+/// Puts what ranks waited for collectives by their flight records into a run's record, where that does not say.
+pub fn tell_waits(record: &mut Record, flights: &[Flight]) {
+    for chunk in &mut record.chunks {
+        for rank in &mut chunk.ranks {
+            let Some(flight) = flights.iter().find(|f| f.header.rank == rank.rank) else { continue };
+            let mut waits = flight.waits(chunk.call_id);
+            let phases = rank.phases.iter_mut().filter(|p| p.stream == "compute");
+            for (phase, step) in phases.zip(0..).filter(|(p, _)| p.waits.is_none()) {
+                let Some(mut own) = waits.remove(&step) else { continue };
+                for (from, to) in &mut own.longest {
+                    (*from, *to) = (*from + phase.start_ns, *to + phase.start_ns);
+                }
+                phase.waits = Some(own);
+            }
+        }
+    }
+}
+
 /// A record, read back.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Flight {
@@ -315,6 +337,38 @@ impl Flight {
         flight.lines.sort_by_key(|l: &Line| l.n);
         flight.lost = flight.lines.first().map_or(0, |l| l.n);
         Ok(flight)
+    }
+
+    /// What each phase of a call waited for collectives, by its step: see [`Collective::exposed_ns`]. Waits count from the
+    /// phase's own begin, and a phase of which the ring has lost a part has none.
+    #[must_use]
+    pub fn waits(&self, call: u64) -> BTreeMap<u32, Waits> {
+        let mut out = BTreeMap::new();
+        for line in &self.lines {
+            let Entry::Phase(p) = &line.entry else { continue };
+            if p.call != call || p.end_ns <= line.at_ns {
+                continue;
+            }
+            let own = self.lines.iter().filter_map(|l| match &l.entry {
+                Entry::Collective(c) if (c.call, c.step) == (call, p.step) && c.state == State::Done => {
+                    Some((c.end_ns.saturating_sub(c.exposed_ns).max(l.at_ns), c.end_ns))
+                }
+                _ => None,
+            });
+            let mut own: Vec<(u64, u64)> = own.collect();
+            if own.len() != p.of as usize {
+                continue;
+            }
+            own.sort_unstable();
+            // What lies between two waits was work.
+            let ends = own.iter().map(|(_, end)| *end);
+            let begins = own.iter().map(|(begin, _)| *begin).chain([p.end_ns]);
+            let work = [line.at_ns].into_iter().chain(ends).zip(begins);
+            let from_begin = |at: u64| at.saturating_sub(line.at_ns);
+            let work = work.map(|(from, to)| (from_begin(from), from_begin(to)));
+            out.insert(p.step, Waits::around(0, p.end_ns - line.at_ns, work));
+        }
+        out
     }
 
     /// The last instant of which it tells; that of its opening where it is empty.
@@ -518,6 +572,53 @@ mod tests {
             exposed_ns: 12_345_678,
             ..Collective::default()
         })
+    }
+
+    #[test]
+    fn a_phase_waited_as_long_as_its_collectives_were_in_the_open() {
+        let meeting = |pos, at_ns, end_ns, exposed_ns| Line {
+            n: u64::from(pos),
+            at_ns,
+            entry: Entry::Collective(Collective {
+                state: State::Done,
+                call: 4,
+                step: 0,
+                pos,
+                end_ns,
+                exposed_ns,
+                ..Collective::default()
+            }),
+        };
+        let phase = |of| Line {
+            n: 9,
+            at_ns: 50_000,
+            entry: Entry::Phase(Phase { call: 4, of, end_ns: 51_000, ..Phase::default() }),
+        };
+        // Hidden, half hidden, and waited for from its issue on.
+        let own =
+            [meeting(0, 50_100, 50_200, 0), meeting(1, 50_300, 50_500, 100), meeting(2, 50_600, 50_900, 300)];
+        let flight = |of, lines: &[Line]| Flight {
+            header: Header { rank: 1, ..header() },
+            lines: lines.iter().cloned().chain([phase(of)]).collect(),
+            ..Flight::default()
+        };
+        let whole = flight(3, &own);
+        let waits = Waits { ns: 400, longest: vec![(400, 500), (600, 900)] };
+        assert_eq!(whole.waits(4), BTreeMap::from([(0, waits)]));
+        assert!(whole.waits(5).is_empty() && flight(3, &own[1..]).waits(4).is_empty(), "the ring lost one");
+        // In the record they stand where the phase stands there.
+        let mut record = crate::timeline::tests::sample(4);
+        let before = record.clone();
+        tell_waits(&mut record, &[whole]);
+        let phases = &record.chunks[3].ranks[1].phases;
+        let start_ns = phases[0].start_ns;
+        let told = Waits {
+            ns: 400,
+            longest: vec![(start_ns + 400, start_ns + 500), (start_ns + 600, start_ns + 900)],
+        };
+        assert_eq!((phases[0].waits.as_ref(), &phases[1].waits), (Some(&told), &None));
+        record.chunks[3].ranks[1].phases[0].waits = None;
+        assert_eq!(record, before, "nothing else is known");
     }
 
     fn file(lines: u64) -> Vec<u8> {

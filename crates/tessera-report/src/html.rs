@@ -327,7 +327,13 @@ fn time(out: &mut String, page: &Page<'_>, t: &Timeline, times: Option<&ChunkTim
             format!(" The whole run is in <a href=\"{0}\">{0}</a>, for ui.perfetto.dev.", text(href))
         });
         let which = if broke { "The last chunks" } else { "A few chunks of the steady run" };
-        let _ = writeln!(out, "<p class=\"note\">{which}, by rank and stream.{trace}</p>");
+        let waits = match t.spans.iter().filter(inside).any(|s| s.waits.is_some()) {
+            true => {
+                " A thin line is a wait; a bar is as high as the share of its time in which its stream had work."
+            }
+            false => "",
+        };
+        let _ = writeln!(out, "<p class=\"note\">{which}, by rank and stream.{waits}{trace}</p>");
         out.push_str(
             &palette.legend(|kind| t.spans.iter().filter(inside).any(|s| phase_kind(&s.name) == kind)),
         );
@@ -382,16 +388,19 @@ fn phases(out: &mut String, t: &Timeline) {
     }
     let palette = Palette::new(t);
     let first = if t.chunks.len() > 1 { " The first chunk, which warms up, is left out." } else { "" };
+    let known = rows.iter().any(|r| r.waits.is_some());
+    let (waits, columns) = if known { ("<th>waiting</th>", 7) } else { ("", 6) };
     let _ = write!(
         out,
         "<section>\n<h2>Phases</h2>\n<p class=\"note\">Over all ranks; shares are of the time recorded on the same stream.{first}</p>\n\
-         <div class=\"scroll\"><table>\n<thead><tr><th>phase</th><th>times</th><th>median</th><th>95 %</th><th>collectives</th><th>share</th></tr></thead>\n<tbody>\n"
+         <div class=\"scroll\"><table>\n<thead><tr><th>phase</th><th>times</th><th>median</th><th>95 %</th>{waits}<th>collectives</th><th>share</th></tr></thead>\n<tbody>\n"
     );
     let mut stream = None;
     for r in &rows {
         if stream != Some(&r.stream) {
             stream = Some(&r.stream);
-            let _ = writeln!(out, "<tr class=\"group\"><td colspan=\"6\">{}</td></tr>", text(&r.stream));
+            let _ =
+                writeln!(out, "<tr class=\"group\"><td colspan=\"{columns}\">{}</td></tr>", text(&r.stream));
         }
         let class = palette.class(&r.kind);
         let collectives = match r.collectives {
@@ -399,13 +408,18 @@ fn phases(out: &mut String, t: &Timeline) {
             (low, high) if low == high => count(u64::from(low)),
             (low, high) => format!("{low}–{high}"),
         };
+        let waits = match r.waits.filter(|_| known) {
+            Some(share) => format!("<td>{:.0} %</td>", share * 100.0),
+            None if known => "<td>–</td>".to_string(),
+            None => String::new(),
+        };
         let share = match r.share * 100.0 {
             s if s > 0.0 && s < 0.5 => "&lt; 1".to_string(),
             s => format!("{s:.0}"),
         };
         let _ = writeln!(
             out,
-            "<tr><td><i class=\"dot b{class}\"></i>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{collectives}</td>\
+            "<tr><td><i class=\"dot b{class}\"></i>{}</td><td>{}</td><td>{}</td><td>{}</td>{waits}<td>{collectives}</td>\
              <td>{share} %<span class=\"meter\"><i class=\"b{class}\" style=\"width:{:.1}%\"></i></span></td></tr>",
             text(&r.kind),
             count(r.count),

@@ -116,6 +116,7 @@ mod tests {
             start_ns: 0,
             end_ns: 1,
             collectives: 0,
+            waits: None,
         };
         assert_eq!(section(&span("compute"), "stage 1"), "stage 1");
         assert_eq!(section(&span("a2a"), "rank 1 · lead"), "rank 1 · lead a2a");

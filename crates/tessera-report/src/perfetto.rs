@@ -75,7 +75,7 @@ impl Entry<'_> {
             Entry::End(c) => chunk('e', c.end_ns, c),
             Entry::Span(s) => write!(
                 out,
-                "{{\"ph\":\"X\",\"pid\":{},\"tid\":{},\"ts\":{},\"dur\":{},\"name\":{},\"cat\":{},\"args\":{{\"chunk\":{},\"collectives\":{}}}}}",
+                "{{\"ph\":\"X\",\"pid\":{},\"tid\":{},\"ts\":{},\"dur\":{},\"name\":{},\"cat\":{},\"args\":{{\"chunk\":{},\"collectives\":{}{}}}}}",
                 pid(s.rank),
                 threads.of(&s.stream),
                 micros(s.start_ns),
@@ -83,7 +83,10 @@ impl Entry<'_> {
                 quote(&s.name),
                 quote(&s.stream),
                 s.chunk,
-                s.collectives
+                s.collectives,
+                s.waits
+                    .as_ref()
+                    .map_or(String::new(), |waits| format!(",\"waited_us\":{}", micros(waits.ns)))
             ),
             Entry::Queues(c) => write!(
                 out,

@@ -208,7 +208,7 @@ pub struct Pipeline {
     pub period_ns: u64,
     /// The leader's own work for the chunk, in nanoseconds: context, decode, write.
     pub stage0_ns: u64,
-    /// From commit to done, in nanoseconds.
+    /// From commit to done, in nanoseconds, less what the leader's own work is known to have held a device of the mesh.
     pub stage1_ns: u64,
     /// How long the mesh had waited when the call was committed, in nanoseconds.
     pub idle_ns: u64,
@@ -238,7 +238,7 @@ pub struct RankChunk {
 }
 
 /// One phase on one stream of a rank.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Phase {
     /// Name; the part before the first dot is its kind, such as `denoise` of `denoise.1`.
     pub name: String,
@@ -250,6 +250,43 @@ pub struct Phase {
     pub end_ns: u64,
     /// Collectives issued in it.
     pub collectives: u32,
+    /// When its stream had nothing to do; none where nobody knows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits: Option<Waits>,
+}
+
+/// What of a phase was no work: its stream waited for other ranks, for data on its way, for its host or for its device.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Waits {
+    /// All of it together, in nanoseconds.
+    pub ns: u64,
+    /// The longest waits in order of time, each from when to when, in nanoseconds since the run's start.
+    pub longest: Vec<(u64, u64)>,
+}
+
+/// A wait shorter than this part of its phase is in the sum alone.
+const LONG: u64 = 50;
+
+impl Waits {
+    /// What `busy` leaves of a phase. Pieces are from when to when, in any order, and may overlap.
+    #[must_use]
+    pub fn around(start_ns: u64, end_ns: u64, busy: impl IntoIterator<Item = (u64, u64)>) -> Waits {
+        let mut busy: Vec<(u64, u64)> = busy.into_iter().collect();
+        busy.sort_unstable();
+        let mut out = Waits::default();
+        let mut at = start_ns;
+        for (from, to) in busy.into_iter().chain([(end_ns, end_ns)]) {
+            let from = from.min(end_ns);
+            if from > at {
+                out.ns += from - at;
+                if (from - at).saturating_mul(LONG) >= end_ns - start_ns {
+                    out.longest.push((at, from));
+                }
+            }
+            at = at.max(from).max(to);
+        }
+        out
+    }
 }
 
 /// Something worth a mark: a prompt change, a cut, a rebase, a stall.
@@ -507,6 +544,22 @@ mod tests {
         assert_eq!(back, record);
         assert_eq!(lines(&back), text);
         assert_eq!(back.status(), Status::Complete);
+    }
+
+    #[test]
+    fn waits_are_what_work_leaves_of_a_phase() {
+        let waits = Waits::around(100, 1100, [(500, 600), (100, 300), (250, 490), (600, 1105)]);
+        assert_eq!(waits, Waits { ns: 10, longest: Vec::new() }, "too short to be told apart");
+        let waits = Waits::around(100, 1100, [(90, 120), (700, 650), (1000, 1050)]);
+        assert_eq!(waits, Waits { ns: 930, longest: vec![(120, 700), (700, 1000), (1050, 1100)] });
+        assert_eq!(Waits::around(5, 5, []), Waits::default());
+        // A record without them is read as before, and written as before.
+        let phase: Phase = serde_json::from_str(
+            r#"{"name":"a","stream":"compute","start_ns":1,"end_ns":2,"collectives":0}"#,
+        )
+        .unwrap();
+        assert_eq!(phase.waits, None);
+        assert!(!serde_json::to_string(&phase).unwrap().contains("waits"));
     }
 
     #[test]

@@ -12,6 +12,8 @@ pub(crate) struct PhaseRow {
     pub(crate) p95_ns: u64,
     /// Of the time recorded on its stream, from 0 to 1.
     pub(crate) share: f64,
+    /// Share of its own time in which its stream had nothing to do, from 0 to 1; none where that is not known of all.
+    pub(crate) waits: Option<f64>,
     /// Collectives issued per phase, fewest and most.
     pub(crate) collectives: (u32, u32),
 }
@@ -33,32 +35,34 @@ pub(crate) struct ChunkTimes {
 pub(crate) fn phases(t: &Timeline) -> Vec<PhaseRow> {
     let first = t.chunks.first().filter(|_| t.chunks.len() > 1).map(|c| c.chunk);
     type Key = (String, String);
-    let mut groups: Vec<(Key, Vec<u64>, (u32, u32))> = Vec::new();
+    type Group = (Key, Vec<u64>, (u32, u32), Option<u64>);
+    let mut groups: Vec<Group> = Vec::new();
     for s in t.spans.iter().filter(|s| Some(s.chunk) != first) {
         let key = (s.stream.as_str(), phase_kind(&s.name));
-        let at =
-            groups.iter().position(|(k, _, _)| (k.0.as_str(), k.1.as_str()) == key).unwrap_or_else(|| {
-                groups.push(((key.0.into(), key.1.into()), Vec::new(), (s.collectives, s.collectives)));
-                groups.len() - 1
-            });
-        let (_, times, (low, high)) = &mut groups[at];
+        let at = groups.iter().position(|(k, ..)| (k.0.as_str(), k.1.as_str()) == key).unwrap_or_else(|| {
+            groups.push(((key.0.into(), key.1.into()), Vec::new(), (s.collectives, s.collectives), Some(0)));
+            groups.len() - 1
+        });
+        let (_, times, (low, high), waits) = &mut groups[at];
+        *waits = waits.zip(s.waits.as_ref()).map(|(sum, own)| sum + own.ns);
         times.push(s.end_ns.saturating_sub(s.start_ns));
         *low = (*low).min(s.collectives);
         *high = (*high).max(s.collectives);
     }
     let total = |times: &[u64]| times.iter().map(|t| *t as f64).sum::<f64>();
     let of_stream = |stream: &str| -> f64 {
-        groups.iter().filter(|(k, _, _)| k.0 == stream).map(|(_, times, _)| total(times)).sum()
+        groups.iter().filter(|(k, ..)| k.0 == stream).map(|(_, times, ..)| total(times)).sum()
     };
     let mut rows: Vec<PhaseRow> = groups
         .iter()
-        .map(|((stream, kind), times, collectives)| PhaseRow {
+        .map(|((stream, kind), times, collectives, waits)| PhaseRow {
             stream: stream.clone(),
             kind: kind.clone(),
             count: times.len() as u64,
             median_ns: quantile(times, 50),
             p95_ns: quantile(times, 95),
             share: total(times) / of_stream(stream).max(1.0),
+            waits: waits.map(|ns| ns as f64 / total(times).max(1.0)),
             collectives: *collectives,
         })
         .collect();

@@ -12,6 +12,8 @@ use tessera_base::Nanoseconds;
 pub(crate) const MAX_RANKS: usize = 24;
 /// Most bars drawn in one lane.
 const MAX_LANE_BARS: usize = 400;
+/// A wait of less than this part of the window is not drawn by itself.
+const WAIT_SHARE: u64 = 300;
 /// Most events flagged in the lanes.
 const MAX_FLAGS: usize = 100;
 /// Most bars of the strip; longer runs share bars.
@@ -201,7 +203,10 @@ fn bars(lane: &[Span], w: Window, x: &dyn Fn(u64) -> f64, palette: &Palette) -> 
     let mut previous = ("", 0);
     let mut odd = false;
     let inside = |s: &&Span| s.end_ns >= w.start_ns && s.start_ns < w.end_ns;
-    let wide = |s: &Span| gap(x(s.start_ns), x(s.end_ns));
+    let wide = |s: &Span| {
+        let work = worked(s, w);
+        work.iter().map(|(from, to)| gap(x(*from), x(*to))).fold(0.0, f64::max)
+    };
     // A name stands in all of its bars or in none.
     let mut narrowest: Vec<(&str, f64)> = Vec::new();
     for s in lane.iter().filter(inside).filter(|s| s.start_ns >= w.start_ns && s.end_ns <= w.end_ns) {
@@ -221,21 +226,80 @@ fn bars(lane: &[Span], w: Window, x: &dyn Fn(u64) -> f64, palette: &Palette) -> 
             1 => ", 1 collective".to_string(),
             n => format!(", {n} collectives"),
         };
-        let (from, label) = (x(s.start_ns), text(&s.name));
-        let _ = write!(
-            out,
-            "<rect class=\"p{}{tone}\" x=\"{from}%\" y=\"1\" width=\"{}%\" height=\"18\" rx=\"1.5\"><title>{label}, chunk {}: {}{ops}</title></rect>",
-            palette.class(kind),
-            wide(s).max(0.05),
+        let label = text(&s.name);
+        let waited = s.waits.as_ref().filter(|waits| waits.ns > 0);
+        let waited =
+            waited.map_or(String::new(), |waits| format!(", of which {} waiting", Nanoseconds(waits.ns)));
+        let title = format!(
+            "<title>{label}, chunk {}: {}{waited}{ops}</title>",
             s.chunk,
             Nanoseconds(s.end_ns - s.start_ns)
         );
+        let (class, work) = (palette.class(kind), worked(s, w));
+        let rect = |from: u64, to: u64, y: f64, height: f64| {
+            format!(
+                "x=\"{}%\" y=\"{}\" width=\"{}%\" height=\"{}\" rx=\"1.5\"",
+                x(from),
+                round(y),
+                gap(x(from), x(to)).max(0.05),
+                round(height)
+            )
+        };
+        let full = 18.0;
+        let height = full * share(s, &work);
+        if work[..] == [(s.start_ns, s.end_ns)] && height == full {
+            let whole = rect(s.start_ns, s.end_ns, 1.0, full);
+            let _ = write!(out, "<rect class=\"p{class}{tone}\" {whole}>{title}</rect>");
+        } else {
+            let _ = write!(out, "<g class=\"p{class}{tone}\">{title}");
+            // What takes the pointer also where nothing stands.
+            let _ = write!(out, "<rect class=\"none\" {}/>", rect(s.start_ns, s.end_ns, 1.0, full));
+            let _ = write!(out, "<rect class=\"idle\" {}/>", rect(s.start_ns, s.end_ns, 9.5, 1.0));
+            for (from, to) in &work {
+                let _ = write!(out, "<rect class=\"idle\" {}/>", rect(*from, *to, 1.0, full));
+                let _ = write!(out, "<rect {}/>", rect(*from, *to, 1.0 + full - height, height));
+            }
+            out.push_str("</g>");
+        }
         let least = narrowest.iter().find(|(name, _)| *name == s.name).map_or(0.0, |(_, least)| *least);
-        if let Some(class) = fits(least.min(wide(s)), s.name.chars().count() as f64 * 6.3 + 9.0) {
-            let _ = write!(out, "<text{class} x=\"{from}%\" dx=\"5\" y=\"14\">{label}</text>");
+        let longest = work.iter().max_by_key(|(from, to)| (to - from, std::cmp::Reverse(*from)));
+        if let Some((from, _)) = longest
+            && let Some(class) = fits(least.min(wide(s)), s.name.chars().count() as f64 * 6.3 + 9.0)
+        {
+            // On the pale part of a bar a pale name is not read.
+            let class = match (class, height < 0.7 * full) {
+                (class, false) => class,
+                ("", true) => " class=\"ink\"",
+                (_, true) => " class=\"ink wide\"",
+            };
+            let _ = write!(out, "<text{class} x=\"{}%\" dx=\"5\" y=\"14\">{label}</text>", x(*from));
         }
     }
     out
+}
+
+/// What a span is without its waits, as far as they can be seen in the window; all of it where nothing is known.
+fn worked(s: &Span, w: Window) -> Vec<(u64, u64)> {
+    let seen = |(from, to): &&(u64, u64)| {
+        to.saturating_sub(*from).saturating_mul(WAIT_SHARE) >= w.end_ns - w.start_ns
+    };
+    let waits = s.waits.iter().flat_map(|waits| waits.longest.iter().filter(seen));
+    let ends = waits.clone().map(|(_, to)| *to);
+    let begins = waits.map(|(from, _)| *from).chain([s.end_ns]);
+    let out: Vec<(u64, u64)> =
+        [s.start_ns].into_iter().chain(ends).zip(begins).filter(|(from, to)| to > from).collect();
+    // A span of no length is drawn all the same.
+    if out.is_empty() && s.waits.is_none() { vec![(s.start_ns, s.end_ns)] } else { out }
+}
+
+/// Share of those pieces in which the stream had work, from 0 to 1.
+fn share(s: &Span, work: &[(u64, u64)]) -> f64 {
+    let shown: u64 = work.iter().map(|(from, to)| to - from).sum();
+    let apart = (s.end_ns - s.start_ns).saturating_sub(shown);
+    let short = s.waits.as_ref().map_or(0, |waits| waits.ns.saturating_sub(apart));
+    let share = 1.0 - (short as f64 / shown.max(1) as f64).min(1.0);
+    // Less is not seen.
+    if share > 0.97 { 1.0 } else { share }
 }
 
 /// The class of a text of some pixels in a bar of some per cent: none to show it everywhere, one to show it
@@ -314,6 +378,7 @@ fn round(x: f64) -> f64 {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::record::Waits;
     use crate::timeline::tests::sample;
 
     #[test]
@@ -332,6 +397,33 @@ mod tests {
             assert!(svg.contains(part), "{part}\nis not in\n{svg}");
         }
         assert!(!svg.contains("chunk 2"));
+    }
+
+    #[test]
+    fn waits_are_no_bars() {
+        let mut t = Timeline::from_record(&sample(3));
+        let ms = 1_000_000;
+        let span = t.spans.iter_mut().find(|s| s.chunk == 1 && s.name == "denoise.1").unwrap();
+        // From 15 to 19 ms: one of two is told apart, and the rest is half of what it leaves.
+        span.waits = Some(Waits { ns: 3 * ms, longest: vec![(15 * ms, 17 * ms)] });
+        let w = t.steady(1).unwrap();
+        let svg = lanes(&t, w, &Palette::new(&t));
+        for part in [
+            "<g class=\"p1 odd\"><title>denoise.1, chunk 1: 4.0 ms, of which 3.0 ms waiting, 6 collectives</title>",
+            "<rect class=\"idle\" x=\"40%\" y=\"9.5\" width=\"40%\" height=\"1\" rx=\"1.5\"/>",
+            "<rect class=\"idle\" x=\"60%\" y=\"1\" width=\"20%\" height=\"18\" rx=\"1.5\"/>\
+             <rect x=\"60%\" y=\"10\" width=\"20%\" height=\"9\" rx=\"1.5\"/></g>",
+            "<text class=\"ink wide\" x=\"60%\" dx=\"5\" y=\"14\">denoise.1</text>",
+        ] {
+            assert!(svg.contains(part), "{part}\nis not in\n{svg}");
+        }
+        // Work without a pause is a bar as before, and a span that is all wait has none.
+        t.spans.iter_mut().for_each(|s| s.waits = Some(Waits::default()));
+        let span = t.spans.iter_mut().find(|s| s.chunk == 1 && s.name == "clean").unwrap();
+        span.waits = Some(Waits::around(span.start_ns, span.end_ns, []));
+        let svg = lanes(&t, w, &Palette::new(&t));
+        assert!(svg.contains("<rect class=\"p1 odd\" x=\"40%\" y=\"1\" width=\"40%\""), "{svg}");
+        assert!(svg.contains("rx=\"1.5\"/></g></svg>"), "no bar and no name: {svg}");
     }
 
     #[test]

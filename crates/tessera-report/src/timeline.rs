@@ -1,6 +1,6 @@
 //! One neutral timeline, of a run or of an estimate, that every drawing is made from.
 
-use crate::record::Record;
+use crate::record::{Record, Waits};
 
 /// What ran when, on which stream of which rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -58,6 +58,8 @@ pub struct Span {
     pub end_ns: u64,
     /// Collectives issued in it.
     pub collectives: u32,
+    /// When its stream had nothing to do in it; none where nobody knows.
+    pub waits: Option<Waits>,
 }
 
 /// A moment worth a flag.
@@ -102,6 +104,7 @@ impl Timeline {
                     start_ns: p.start_ns,
                     end_ns: p.end_ns.max(p.start_ns),
                     collectives: p.collectives,
+                    waits: p.waits.clone(),
                 }));
             }
         }
@@ -200,6 +203,7 @@ pub(crate) mod tests {
             start_ns: from,
             end_ns: to,
             collectives,
+            waits: None,
         };
         Record {
             start: Start {

@@ -218,7 +218,7 @@ pub trait Studio {
     fn text(&mut self, prompt: &str) -> Result<Tensor, Diagnostic>;
 
     /// The tensor `context` of `chunk`, from the output of the chunk before it, which may have been its scene's
-    /// first. Called before that output is delivered.
+    /// first. Called before that output is delivered, unless `chunk` is asked for later than that.
     fn context(&mut self, chunk: u32, previous: &Tensor, opens_scene: bool) -> Result<Tensor, Diagnostic>;
 
     /// Decodes and writes a chunk; returns how many frames it became. Called once per chunk, in order.

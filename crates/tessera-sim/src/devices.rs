@@ -1,7 +1,7 @@
 //! Devices of all ranks: streams, events, launches and meetings on one clock.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 use std::rc::Rc;
 
 use tessera_base::Diagnostic;
@@ -35,6 +35,17 @@ pub struct Ended {
     pub ended_ns: f64,
     /// Collectives, sends and receives that it went through, by op, in the order of their launch.
     pub met: Vec<usize>,
+}
+
+/// Work beside programs came to its end: see [`Devices::occupy`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Occupied {
+    /// The rank.
+    pub rank: Rank,
+    /// When it got the device, in nanoseconds.
+    pub begun_ns: f64,
+    /// When it gave it back, in nanoseconds.
+    pub ended_ns: f64,
 }
 
 /// What a stream of a device was busy with.
@@ -73,6 +84,7 @@ pub struct Devices {
     /// Ranks to which something happened at this instant.
     touched: BTreeSet<usize>,
     ended: Vec<Ended>,
+    freed: Vec<Occupied>,
     bars: Option<Vec<Bar>>,
 }
 
@@ -85,6 +97,8 @@ struct Seat {
     /// Its transfers under way.
     transfers: u32,
     busy: Option<Busy>,
+    /// Work beside programs that waits for the device, in the order of asking: since when, and how long it takes.
+    beside: VecDeque<(Instant, f64)>,
     /// Grows with every piece of work and every change of its pace, so that an end that was put off is known.
     version: u64,
     /// When something last went on here.
@@ -130,7 +144,8 @@ enum State {
 /// Work that has the device.
 #[derive(Debug)]
 struct Busy {
-    op: usize,
+    /// None for work beside programs.
+    op: Option<usize>,
     begun_ns: f64,
     /// Work that is left at `since_ns`, at full pace.
     left_ns: f64,
@@ -174,6 +189,7 @@ struct Due {
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum What {
     Begins(usize, Loaded),
+    Occupies { rank: usize, ns: u64 },
     Launches(usize),
     WorkEnds { rank: usize, version: u64 },
     MeetingEnds(LaneId, u64),
@@ -196,6 +212,7 @@ impl Devices {
             seq: 0,
             touched: BTreeSet::new(),
             ended: Vec::new(),
+            freed: Vec::new(),
             bars: None,
         }
     }
@@ -244,6 +261,19 @@ impl Devices {
     pub fn begin(&mut self, at_ns: u64, rank: Rank, program: Loaded) {
         let at = (at_ns as f64).max(self.now_ns);
         self.push(at, What::Begins(rank.0 as usize, program));
+    }
+
+    /// Has a rank do work of so many nanoseconds that belongs to no program, now or later. It takes the device whole, as an
+    /// op does: after the op that has it then, and before every op that asks for it later. What two kernels would share op
+    /// by op is served in turn here, which puts the same work on the device and fills no gap of either: an upper bound.
+    pub fn occupy(&mut self, at_ns: u64, rank: Rank, ns: u64) {
+        let at = (at_ns as f64).max(self.now_ns);
+        self.push(at, What::Occupies { rank: rank.0 as usize, ns });
+    }
+
+    /// Work beside programs that ended since the last time, in order.
+    pub fn take_freed(&mut self) -> Vec<Occupied> {
+        std::mem::take(&mut self.freed)
     }
 
     /// When something next happens, in whole nanoseconds; nothing where all stands still.
@@ -331,6 +361,12 @@ impl Devices {
     fn take(&mut self, what: What) {
         match what {
             What::Begins(rank, program) => self.begins(rank, program),
+            What::Occupies { rank, ns } => {
+                if let Some(seat) = self.seats.get_mut(rank) {
+                    seat.beside.push_back((Instant(self.now_ns), ns as f64));
+                    self.touched.insert(rank);
+                }
+            }
             What::Launches(rank) => {
                 if let Some(run) = self.seats[rank].run.as_mut() {
                     run.launched += 1;
@@ -413,15 +449,21 @@ impl Devices {
         }
     }
 
-    /// Gives a free device to the op that could have had it first.
+    /// Gives a free device to what could have had it first: an op, or work beside programs.
     fn device(&mut self, rank: usize) {
         let seat = &mut self.seats[rank];
         if seat.busy.is_some() {
             return;
         }
-        let Some(run) = seat.run.as_mut() else { return };
-        let Some((_, op)) = run.ready.pop_first() else { return };
-        let left_ns = run.script.steps[op].work_ns;
+        let first = seat.run.as_ref().and_then(|r| r.ready.first()).map(|(since, _)| *since);
+        let (op, left_ns) = match seat.beside.pop_front_if(|(asked, _)| first.is_none_or(|op| *asked <= op)) {
+            Some((_, ns)) => (None, ns),
+            None => {
+                let Some(run) = seat.run.as_mut() else { return };
+                let Some((_, op)) = run.ready.pop_first() else { return };
+                (Some(op), run.script.steps[op].work_ns)
+            }
+        };
         seat.busy = Some(Busy { op, begun_ns: self.now_ns, left_ns, since_ns: self.now_ns });
         self.due(rank);
     }
@@ -445,11 +487,15 @@ impl Devices {
 
     fn work_ends(&mut self, rank: usize) {
         let Some(busy) = self.seats[rank].busy.take() else { return };
-        let Some(run) = &self.seats[rank].run else { return };
-        let Some(at) = run.stream_of(busy.op) else { return };
-        self.bar(rank, busy.op, false, busy.begun_ns);
-        self.worked(rank, at, busy.op);
         self.touched.insert(rank);
+        let Some(op) = busy.op else {
+            let (rank, begun_ns, ended_ns) = (Rank(rank as u32), busy.begun_ns, self.now_ns);
+            return self.freed.push(Occupied { rank, begun_ns, ended_ns });
+        };
+        let Some(run) = &self.seats[rank].run else { return };
+        let Some(at) = run.stream_of(op) else { return };
+        self.bar(rank, op, false, busy.begun_ns);
+        self.worked(rank, at, op);
     }
 
     /// An op's own work is over: a collective now meets, everything else is done.

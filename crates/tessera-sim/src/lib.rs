@@ -4,7 +4,8 @@
 //! [`Devices`] is told when a rank begins a program and says when it has ended. Within a rank each stream takes its ops
 //! in order, an op waits for its events and for its launch, and ops that compute take turns on the device. Across ranks
 //! the n-th launch on a lane meets the n-th launch of every other member; nobody leaves before the last one came. So a
-//! program that would hang stands still here, and [`Devices::stalled`] says who waits for whom.
+//! program that would hang stands still here, and [`Devices::stalled`] says who waits for whom. Work that belongs to no
+//! program, such as a decoder's, has its turn on the device like an op, and what it holds up waits.
 //!
 //! This room knows no plan, no model, no call and no process. It is handed programs and prices and asks nothing else; it
 //! shares no code with whoever estimates the same programs, so that the two can be compared.
@@ -13,7 +14,7 @@ mod devices;
 mod lanes;
 mod script;
 
-pub use devices::{Bar, Devices, Ended, Loaded};
+pub use devices::{Bar, Devices, Ended, Loaded, Occupied};
 
 use tessera_base::Code;
 

@@ -5,7 +5,7 @@
 use tessera_device::Prices;
 use tessera_ir::{Opcode, Program, parse};
 use tessera_mesh::{Mesh, Rank};
-use tessera_sim::{Devices, Ended, Loaded};
+use tessera_sim::{Devices, Ended, Loaded, Occupied};
 
 /// Prices by kind of op.
 #[derive(Debug, Clone, Copy)]
@@ -100,6 +100,29 @@ fn a_transfer_runs_beside_the_work_that_does_not_wait_for_it() {
     let of = |op: usize| bars.iter().find(|b| b.rank == Rank(1) && b.op == op).unwrap();
     assert_eq!((of(3).start_ns, of(3).end_ns, of(3).transfer), (100.0, 160.0, true));
     assert_eq!((of(5).start_ns, of(5).end_ns, of(5).transfer), (100.0, 200.0, false));
+}
+
+#[test]
+fn work_of_no_program_takes_the_device_in_its_turn_and_the_others_wait_in_their_collective() {
+    let (mut d, loaded) = devices(&[overlapped(), overlapped()], PLAIN);
+    // Asked for at the same instant it goes first; asked for while an op runs, after that one and before the next.
+    d.occupy(0, Rank(0), 250);
+    (0..2).for_each(|r| d.begin(0, Rank(r), loaded[r as usize]));
+    d.occupy(260, Rank(0), 50);
+    let ended = run(&mut d);
+    assert_eq!(ends(&ended), [(0, 600.0), (1, 510.0)], "300 of its own and 300 of no program; 410 and an op");
+    let freed = d.take_freed();
+    let times: Vec<_> = freed.iter().map(|o| (o.rank, o.begun_ns, o.ended_ns)).collect();
+    assert_eq!(
+        times,
+        [(Rank(0), 0.0, 250.0), (Rank(0), 350.0, 400.0)],
+        "before the second op, which asked at 350"
+    );
+    assert!(d.take_freed().is_empty() && d.stalled().is_none());
+    // A device without a program takes it too.
+    d.occupy(1_000, Rank(1), 70);
+    assert!(run(&mut d).is_empty());
+    assert_eq!(d.take_freed(), [Occupied { rank: Rank(1), begun_ns: 1_000.0, ended_ns: 1_070.0 }]);
 }
 
 #[test]

@@ -29,13 +29,17 @@ pub(crate) fn open(folder: &Path) -> Result<Opened, String> {
         .map_err(|d| format!("{RECORD}: {}", d.message))?;
     let plan = Plan::read(&folder.join("plan"))
         .map_err(|ds| ds.first().map_or("no plan".to_string(), |d| format!("plan: {}", d.message)))?;
-    let flights = (0..plan.sealed.mesh().ranks())
-        .filter_map(|rank| {
-            let path = folder.join(FLIGHT).join(format!("rank-{rank}.jsonl"));
-            let length = std::fs::metadata(&path).ok()?.len();
-            let bytes = (length <= MAX_FILE_BYTES).then(|| std::fs::read(&path).ok())??;
-            Flight::parse(&path.display().to_string(), &bytes).ok()
-        })
-        .collect();
+    let flights = flights(folder, plan.sealed.mesh().ranks());
     Ok(Opened { plan, record, flights })
+}
+
+/// The flight records of a run's ranks, of those that left one.
+pub(crate) fn flights(folder: &Path, ranks: u32) -> Vec<Flight> {
+    let read = |rank: u32| {
+        let path = folder.join(FLIGHT).join(format!("rank-{rank}.jsonl"));
+        let length = std::fs::metadata(&path).ok()?.len();
+        let bytes = (length <= MAX_FILE_BYTES).then(|| std::fs::read(&path).ok())??;
+        Flight::parse(&path.display().to_string(), &bytes).ok()
+    };
+    (0..ranks).filter_map(read).collect()
 }

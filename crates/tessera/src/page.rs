@@ -8,6 +8,7 @@ use std::path::Path;
 use tessera_ir::{cost, print};
 use tessera_mesh::Rank;
 use tessera_report::apng::png_frame;
+use tessera_report::flight::tell_waits;
 use tessera_report::html::{
     Clip, CollectiveRow, MAX_INLINE_CLIP_BYTES, MemoryRow, Page, PlanView, ProgramView, SheetFrame, report,
 };
@@ -16,6 +17,7 @@ use tessera_report::record::Record;
 use tessera_report::timeline::{Span, Timeline};
 
 use crate::files::write_file;
+use crate::opened::flights;
 use crate::plan::Plan;
 use crate::studio::CLIP;
 
@@ -26,8 +28,11 @@ const SHEET_FRAMES: u64 = 24;
 const MAX_DECODED_FRAMES: u64 = 1200;
 
 /// Writes trace.json and report.html. The record is what counts: a page that cannot be written is left out. `ops` are
-/// shown in the trace inside of the phases.
+/// shown in the trace inside of the phases. What ranks waited is told by their flight records, as far as those reach.
 pub(crate) fn write(plan: &Plan, record: &Record, out: &Path, ops: Vec<Span>) {
+    let mut told = record.clone();
+    tell_waits(&mut told, &flights(out, plan.sealed.mesh().ranks()));
+    let record = &told;
     let mut timeline = Timeline::from_record(record);
     if !ops.is_empty() {
         timeline.spans.extend(ops);

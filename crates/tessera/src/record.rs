@@ -43,6 +43,9 @@ pub(crate) struct RecordWriter {
     span: Option<(u64, u64)>,
     /// When the chunk before was committed and done, on the leader's clock.
     before: Option<(u64, u64)>,
+    /// The leader's own work that had the device of a rank of the mesh, from when to when, since the last call ended; none
+    /// where it has one of its own or nobody knows.
+    held: Option<Vec<(u64, u64)>>,
     /// Collectives of each phase on each rank, from the seal.
     collectives: BTreeMap<(String, u32), u32>,
     /// Nothing follows the end.
@@ -85,14 +88,17 @@ impl RecordWriter {
             frames: 0,
             span: None,
             before: None,
+            held: None,
             collectives: BTreeMap::new(),
             ended: false,
         })
     }
 
-    /// The same for a modelled run, whose clock is [`RecordWriter::at`] and whose latents are no numbers.
-    pub(crate) fn modelled(dir: &Path) -> Result<RecordWriter, Diagnostic> {
-        Ok(RecordWriter { clock: Clock::Modelled(0), golden: None, ..RecordWriter::open(dir)? })
+    /// The same for a modelled run, whose clock is [`RecordWriter::at`] and whose latents are no numbers. `shares` says
+    /// whether the leader's own work is done on the device of a rank of the mesh.
+    pub(crate) fn modelled(dir: &Path, shares: bool) -> Result<RecordWriter, Diagnostic> {
+        let held = shares.then(Vec::new);
+        Ok(RecordWriter { clock: Clock::Modelled(0), golden: None, held, ..RecordWriter::open(dir)? })
     }
 
     /// Sets the clock of a modelled run.
@@ -215,6 +221,7 @@ impl RecordWriter {
                 start_ns: begun,
                 end_ns: at,
                 collectives: self.collectives.get(&(p.program.clone(), rank)).copied().unwrap_or(0),
+                waits: None,
             }
         });
         phases.collect()
@@ -226,13 +233,17 @@ impl RecordWriter {
         let at = |ns: u64| end.saturating_sub(call.done_ns.saturating_sub(ns));
         let before = self.before.replace((call.committed_ns, call.done_ns));
         let since = |ns: u64| call.committed_ns.saturating_sub(ns);
+        // The leader's own work is not the generator's, also where the generator waits for it.
+        let held = self.held.as_mut().map(std::mem::take).unwrap_or_default();
+        let own = held.iter().map(|(from, to)| to.saturating_sub(call.committed_ns.max(*from)));
+        let held_ns: u64 = own.sum();
         Pipeline {
             decided_ns: at(call.decided_ns),
             ready_ns: at(call.ready_ns),
             done_ns: end,
             period_ns: before.map_or(0, |(committed, _)| since(committed)),
             stage0_ns: 0,
-            stage1_ns: call.done_ns.saturating_sub(call.committed_ns),
+            stage1_ns: call.done_ns.saturating_sub(call.committed_ns).saturating_sub(held_ns),
             idle_ns: before.map_or(0, |(_, done)| since(done)),
             digest_ns: call.observed.values().map(|o| o.digest_ns).max().unwrap_or(0),
         }
@@ -249,7 +260,11 @@ impl RecordWriter {
 
     /// The same, one piece between two instants of the record.
     pub(crate) fn lap(&mut self, chunk: u32, name: &str, start_ns: u64, end_ns: u64) {
-        let phase = Phase { name: name.into(), stream: "decode".into(), start_ns, end_ns, collectives: 0 };
+        if let Some(held) = &mut self.held {
+            held.push((start_ns, end_ns));
+        }
+        let (name, stream) = (name.into(), "decode".into());
+        let phase = Phase { name, stream, start_ns, end_ns, ..Phase::default() };
         self.studio.entry(chunk).or_default().push(phase);
     }
 

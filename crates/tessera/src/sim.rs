@@ -5,6 +5,9 @@
 //! run, and every rank's collectives are folded into the trace that the seal holds of it. What is modelled is time: of ops
 //! and transfers by [`Prices`], of control messages by [`HOP_NS`]. No number of the model is computed: latents are digests of
 //! what a rank was told, prompts and contexts are placeholders of the right shape, and weights are not read.
+//!
+//! The leader decodes and encodes on rank 0's device. Where that is one of the mesh, decode and phases take turns on it and the
+//! other ranks wait in their next collective, as in the planner's estimate.
 
 mod ops;
 mod prices;
@@ -108,7 +111,8 @@ pub fn run(
         ..stream::start(plan, &orders, options)
     };
     stream::write_begun(plan, options, start).map_err(|d| vec![d])?;
-    let record = RecordWriter::modelled(&options.out).map_err(|d| vec![d])?;
+    let record =
+        RecordWriter::modelled(&options.out, plan.sealed.mesh().outside() == 0).map_err(|d| vec![d])?;
     let rack = Rack::new(plan, &orders, machine.prices, record, on).map_err(|d| vec![d])?;
     let mut sim = Sim::new(setup(plan, &orders), rack)?;
     let (ending, stopped) = play(&mut sim, interrupt);

@@ -1,4 +1,9 @@
 //! From a call and the work before and after it to the period of a stream: who decodes, and what waits for it.
+//!
+//! The leader's process decodes on a thread of its own beside its rank's engine, so the device decides what waits. On a rank of
+//! the mesh decode and phases need the same one, which works off either before the other, in the order in which they were
+//! asked for: the anchor before a call, the rest before that call's first op, while the other ranks wait in their first
+//! collective. A modelled run does the same, op by op; what kernels of both could fill of each other's gaps is not counted.
 
 use std::fmt;
 
@@ -41,6 +46,11 @@ impl Studio {
         if self.coupled { self.first_ns + self.encode_ns } else { 0.0 }
     }
 
+    /// Decode that is over when the next call begins.
+    fn before_ns(&self) -> f64 {
+        if self.coupled { self.first_ns } else { 0.0 }
+    }
+
     fn all_ns(&self) -> f64 {
         self.decode_ns() + if self.coupled { self.encode_ns } else { 0.0 }
     }
@@ -49,7 +59,7 @@ impl Studio {
 /// Who decodes, and when.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Decode {
-    /// Rank 0 of the mesh, while the mesh waits for it.
+    /// Rank 0 of the mesh, on the device on which it computes: the mesh waits for it.
     OnMesh,
     /// All ranks of the mesh share decode and encode, between two calls.
     AllHands,
@@ -131,7 +141,8 @@ pub fn period(generate_ns: f64, ranks: u32, studio: &Studio, decode: Decode) -> 
     let share = studio.shardable.unwrap_or(1.0).clamp(f64::MIN_POSITIVE, 1.0) * f64::from(ranks.max(1));
     let (all, anchor, pixels) = (studio.all_ns(), studio.anchor_ns(), studio.decode_ns());
     let (ns, latency_ns, outside) = match decode {
-        Decode::OnMesh => (generate_ns + all, generate_ns + pixels, 0.0),
+        // The call is under way and waits for what is left of the chunk before; the encode comes before the pixels.
+        Decode::OnMesh => (generate_ns + all, generate_ns + all + pixels - studio.before_ns(), 0.0),
         Decode::AllHands => (generate_ns + all / share, generate_ns + pixels / share, 0.0),
         Decode::Serial => (generate_ns + all, generate_ns + pixels, all),
         Decode::AnchorFirst => ((generate_ns + anchor).max(all), generate_ns + all, all),

@@ -316,8 +316,8 @@ fn finish(q: &Question<'_>, mapping: &Mapping, decode: Decode, p: &Played) -> Re
     if kept > has {
         return Err(vec![too_full(q, mapping, p)]);
     }
-    // Commit follows done; what comes before it is hidden where a second call is under way.
-    let messages = if mapping.max_outstanding > 1 { 2.0 } else { 4.0 };
+    // Commit follows done; what comes before it is hidden where a second call is under way and waits for no context.
+    let messages = if mapping.max_outstanding > 1 && !q.studio.coupled { 2.0 } else { 4.0 };
     let ranks = mapping.mesh.inside();
     let pace = period(p.call.ns + messages * q.message_ns, ranks, &q.studio, decode);
     if let Objective::Deadline(Nanoseconds(deadline)) = q.objective

@@ -525,6 +525,7 @@ mod tests {
             start_ns,
             end_ns,
             collectives: 0,
+            waits: None,
         };
         let mut timeline = Timeline {
             spans: vec![span("attention", "compute", 0, 30), span("all_to_all", "a2a", 10, 50)],

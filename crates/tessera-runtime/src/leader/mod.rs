@@ -429,6 +429,7 @@ impl Leader {
             }
         }
         self.pump(&mut out);
+        context_first(&mut out);
         out
     }
 
@@ -514,6 +515,19 @@ impl Leader {
                 None
             }
         }
+    }
+}
+
+/// Lets the context of the next chunk go before the delivery of this one, also where the next call was prepared last: the mesh
+/// waits for the one and not for the other.
+fn context_first(actions: &mut [Action]) {
+    let at = |of: fn(&Action) -> bool| actions.iter().position(of);
+    let deliver = at(|a| matches!(a, Action::Deliver { .. }));
+    let context = at(|a| matches!(a, Action::MakeContext { .. }));
+    if let (Some(deliver), Some(context)) = (deliver, context)
+        && deliver < context
+    {
+        actions[deliver..=context].rotate_left(1);
     }
 }
 

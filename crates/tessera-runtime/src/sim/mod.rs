@@ -157,7 +157,7 @@ pub trait World {
     /// Length of a phase on a rank in nanoseconds, collectives apart; [`STUCK`] for one that never ends, [`OPEN`] for one
     /// of which the world says when it ended.
     fn phase_ns(&mut self, now_ns: u64, rank: u32, call: &ReadyCall, phase: usize) -> u64;
-    /// Length of a piece of the studio's work in nanoseconds.
+    /// Length of a piece of the studio's work in nanoseconds; [`OPEN`] for one of which the world says when it ended.
     fn studio_ns(&mut self, now_ns: u64, work: &Work) -> u64;
     /// How long a process takes to end once it has decided to, in nanoseconds.
     fn exit_ns(&mut self, rank: u32) -> u64;
@@ -178,6 +178,10 @@ pub trait World {
     /// Takes open phases up to now, and tells the ranks whose phase ended.
     fn advance(&mut self, _now_ns: u64) -> Vec<u32> {
         Vec::new()
+    }
+    /// Whether the studio's open piece of work has ended by now. Asked after [`World::advance`].
+    fn studio_ended(&mut self) -> bool {
+        false
     }
     /// Until when something went on in a rank's open phase, in nanoseconds.
     fn active_ns(&mut self, now_ns: u64, _rank: u32) -> u64 {
@@ -387,6 +391,7 @@ impl<W: World> Sim<W> {
                     for rank in self.world.advance(at_ns) {
                         self.open_ends(rank);
                     }
+                    self.open_studio_ends();
                 }
             }
             if self.processes.values().all(|p| p.state == State::Gone) {

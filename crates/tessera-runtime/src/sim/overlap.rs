@@ -172,7 +172,14 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     fn period(stages: Stages, regime: Regime, depth: u32) -> u64 {
-        let limits = Limits { d_in: depth, d_out: depth, max_outstanding: depth, ..Limits::default() };
+        period_of(
+            stages,
+            regime,
+            Limits { d_in: depth, d_out: depth, max_outstanding: depth, ..Limits::default() },
+        )
+    }
+
+    fn period_of(stages: Stages, regime: Regime, limits: Limits) -> u64 {
         let times = pipeline(stages, regime, &limits, 20).expect("legal limits");
         assert_eq!(times.len(), 20);
         let mut periods: Vec<u64> = times[4..18].iter().map(|t| t.period_ns).collect();
@@ -195,8 +202,13 @@ mod tests {
         let anchored =
             Stages { first_ns: 60 * MS, rest_ns: 120 * MS, generate_ns: 400 * MS, jitter_percent: 0 };
         let whole = Stages { first_ns: 180 * MS, rest_ns: MS, ..anchored };
+        let stages = anchored;
         let (anchored, whole) = (period(anchored, Regime::Recompute, 2), period(whole, Regime::Recompute, 2));
         assert!((460..470).contains(&anchored), "{anchored}");
+        // The next call is prepared only when the one before is done: its context goes first all the same.
+        let alone = Limits { d_in: 1, max_outstanding: 1, ..Limits::default() };
+        let alone = period_of(stages, Regime::Recompute, alone);
+        assert!((460..470).contains(&alone), "{alone}");
         assert!((580..592).contains(&whole), "{whole}");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Item, Seen, Sim, World};
+use super::{Item, OPEN, Seen, Sim, World};
 use crate::decide::ChunkRequest;
 use crate::leader;
 use crate::wire::Tensor;
@@ -34,6 +34,8 @@ pub enum Work {
 pub(super) struct Studio {
     pub(super) work: VecDeque<Work>,
     pub(super) busy: bool,
+    /// When the work under way began, where the world says when it ends.
+    open_ns: Option<u64>,
     pub(super) fence: u32,
     /// Requests on their way to the leader, each with whether its prompt is embedded.
     intake: VecDeque<(ChunkRequest, Option<u32>, bool)>,
@@ -53,7 +55,20 @@ impl<W: World> Sim<W> {
         self.studio.busy = true;
         let ns = self.world.studio_ns(self.now_ns, work);
         let begun_ns = self.now_ns;
-        self.push(ns, Item::StudioEnds { begun_ns });
+        match ns {
+            OPEN => self.studio.open_ns = Some(begun_ns),
+            _ => self.push(ns, Item::StudioEnds { begun_ns }),
+        }
+    }
+
+    /// The world may say that the studio's open work has ended.
+    pub(super) fn open_studio_ends(&mut self) {
+        if self.studio.open_ns.is_some()
+            && self.world.studio_ended()
+            && let Some(begun_ns) = self.studio.open_ns.take()
+        {
+            self.push(0, Item::StudioEnds { begun_ns });
+        }
     }
 
     pub(super) fn studio_ends(&mut self, begun_ns: u64) {

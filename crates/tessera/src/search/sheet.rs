@@ -148,6 +148,7 @@ pub(super) fn timeline_of(bars: &[Bar], lane: impl Fn(&Bar) -> String) -> Timeli
         start_ns: at(b.start_ns),
         end_ns: at(b.end_ns).max(at(b.start_ns)),
         collectives: u32::from(b.kind == Kind::Collective),
+        waits: None,
     });
     let ranks: BTreeSet<u32> = bars.iter().map(|b| b.rank).collect();
     let mut t = Timeline {

@@ -171,10 +171,12 @@ fn studio(asked: &VideoAsked<'_>, l: &Logical) -> Studio {
     let priced = |name: &str| {
         l.phases.iter().find(|p| p.name == name).map(|p| {
             // One program by itself runs at full pace: it never heats the device for long.
-            Priced::of(&asked.machine, p, 1.0).ops.iter().map(|price| price.ns).sum::<f64>()
+            Priced::of(&asked.machine, p, 1.0).alone_ns()
         })
     };
-    let decode_ns = asked.decode_ns.or_else(|| priced("decode"));
+    // Its program is of one latent.
+    let whole = |ns: f64| ns * stream.chunk_frames as f64;
+    let decode_ns = asked.decode_ns.or_else(|| priced("decode").map(whole));
     let encode_ns = asked.encode_ns.or_else(|| priced("encode")).unwrap_or(0.0);
     let shared = (!asked.whole_decode).then_some(SHARED);
     match decode_ns {

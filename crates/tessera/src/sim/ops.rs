@@ -51,6 +51,7 @@ impl Ops {
                     start_ns: b.start_ns.round() as u64,
                     end_ns: b.end_ns.round() as u64,
                     collectives: u32::from(b.transfer),
+                    waits: None,
                 })
             }));
         }

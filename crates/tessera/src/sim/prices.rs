@@ -51,6 +51,8 @@ impl ClusterPrices {
         };
         let mut programs: BTreeMap<String, BTreeMap<String, Vec<OpPrice>>> = BTreeMap::new();
         for phase in sealed.phases() {
+            // One program of the leader by itself never heats the device for long.
+            let pace = if LEADER_PHASES.contains(&phase.as_str()) { 1.0 } else { pace };
             for role in sealed.roles() {
                 let Some(program) = role.ranks.first().and_then(|r| sealed.program(phase, *r)) else {
                     continue;

@@ -1,5 +1,10 @@
-//! The world in which a modelled run takes place: devices under the engines, links of one length, a studio that takes the
-//! time of its programs, and the record.
+//! The world in which a modelled run takes place: devices under the engines, links of one length, a studio that works on the
+//! leader's device, and the record.
+//!
+//! The leader's process has a thread for its engine and one for its studio, and nothing but the device keeps one from the
+//! other. So what the studio decodes and encodes takes rank 0's device in the order in which the leader asks: the anchor
+//! before the next call is committed, the rest before that call's first op. A rank 0 of the mesh computes when its device
+//! is free again, and its peers wait for it in their first collective. That is what the planner's estimate counts too.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,7 +14,7 @@ use std::sync::Arc;
 use tessera_base::Diagnostic;
 use tessera_device::Prices;
 use tessera_mesh::Rank;
-use tessera_report::record::Phase;
+use tessera_report::record::{Phase, Waits};
 use tessera_report::timeline::Span;
 use tessera_runtime::Failure;
 use tessera_runtime::census::{Census, InputFacts};
@@ -18,7 +23,7 @@ use tessera_runtime::engine::{Engine, ReadyCall};
 use tessera_runtime::leader::Action;
 use tessera_runtime::sim::{Ending, Frame, OPEN, Seen, Work, World};
 use tessera_runtime::wire::{Message, Progress, Tensor};
-use tessera_sim::{Bar, Devices, Ended, Loaded};
+use tessera_sim::{Bar, Devices, Ended, Loaded, Occupied};
 use tessera_verify::collective_lines;
 
 use super::engine::{census, mesh_phases};
@@ -77,6 +82,8 @@ struct Studio {
     begun: Option<u32>,
     /// The pieces of the work under way.
     laps: Vec<(&'static str, u64)>,
+    /// When the work had the device, once it has ended.
+    had: Option<Occupied>,
 }
 
 impl fmt::Debug for Rack<'_> {
@@ -194,7 +201,10 @@ impl<'a> Rack<'a> {
                 ),
             };
             let collectives = own().filter(|b| b.transfer).count() as u32;
-            Some(Phase { name: part.phase.clone(), stream: stream.clone(), start_ns, end_ns, collectives })
+            let busy = own().map(|b| (b.start_ns.round() as u64, b.end_ns.round() as u64));
+            let waits = Some(Waits::around(start_ns, end_ns, busy));
+            let (name, stream) = (part.phase.clone(), stream.clone());
+            Some(Phase { name, stream, start_ns, end_ns, collectives, waits })
         }));
         self.bars.extend(bars);
     }
@@ -240,8 +250,18 @@ impl World for Rack<'_> {
         OPEN
     }
 
-    fn studio_ns(&mut self, _: u64, work: &Work) -> u64 {
-        self.studio.begin(work)
+    fn studio_ns(&mut self, now_ns: u64, work: &Work) -> u64 {
+        let ns = self.studio.begin(work);
+        if ns == 0 {
+            return 0;
+        }
+        self.devices.occupy(now_ns, Rank(0), ns);
+        OPEN
+    }
+
+    fn studio_ended(&mut self) -> bool {
+        self.studio.had = self.devices.take_freed().pop();
+        self.studio.had.is_some()
     }
 
     fn exit_ns(&mut self, _: u32) -> u64 {
@@ -326,10 +346,17 @@ impl World for Rack<'_> {
                     Work::Context { chunk, .. } => chunk.saturating_sub(1),
                     Work::Deliver { chunk, .. } => *chunk,
                 };
-                let mut at = begun_ns;
-                for (name, ns) in std::mem::take(&mut self.studio.laps) {
-                    self.record.lap(chunk, name, at, at + ns);
-                    at += ns;
+                let had = self.studio.had.take();
+                let begun_ns = had.map_or(begun_ns as f64, |o| o.begun_ns);
+                let laps = std::mem::take(&mut self.studio.laps);
+                let whole: u64 = laps.iter().map(|(_, ns)| ns).sum();
+                // Beside a transfer it goes slower.
+                let slow = (now_ns as f64 - begun_ns) / whole.max(1) as f64;
+                let at = |done: u64| (begun_ns + done as f64 * slow).round() as u64;
+                let mut done = 0;
+                for (name, ns) in laps {
+                    self.record.lap(chunk, name, at(done), at(done + ns));
+                    done += ns;
                 }
                 if emitted && matches!(work, Work::Deliver { .. }) {
                     let frames = self.plan.video.stream.frames_per_chunk() as u32;
