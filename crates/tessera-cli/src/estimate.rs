@@ -11,6 +11,7 @@ use tessera::{Model, Overrides, Plan, plan};
 use tessera_base::{Diagnostic, Nanoseconds};
 
 use crate::options::{CacheName, Planning, no_model};
+use crate::progress::Searching;
 use crate::say::{DIAGNOSED, Outcome, Refusal, Shape, out};
 use crate::values;
 
@@ -102,7 +103,7 @@ pub enum JobName {
     Decode,
 }
 
-/// Most devices a video model is planned over: every mesh of them is lowered.
+/// Most devices a video model is planned over: a call of every mesh of them is played.
 const VIDEO_DEVICES_MAX: u32 = 1024;
 
 impl Search {
@@ -261,10 +262,16 @@ impl Search {
             whole_decode: self.whole_decode,
             command: command(),
         };
+        let searching = Searching::new();
+        let tell = &mut |done, all| searching.tell(done, all);
         if let Some(why) = &self.why {
-            return answer(video_why(&asked, &video_pins(why)?)?, format);
+            let said = video_why(&asked, &video_pins(why)?, tell);
+            searching.end();
+            return answer(said?, format);
         }
-        let (sheet, mapping) = video(&asked)?;
+        let found = video(&asked, tell);
+        searching.end();
+        let (sheet, mapping) = found?;
         let Some(mut mapping) = mapping else {
             if let Some(folder) = folder {
                 sheet.write(folder)?;

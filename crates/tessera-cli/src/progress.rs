@@ -1,4 +1,4 @@
-//! What a person sees while a stream runs: a bar on a terminal, a line now and then elsewhere.
+//! What a person sees while a stream runs: a bar on a terminal, a line now and then elsewhere; and during a search.
 
 use std::io::IsTerminal;
 
@@ -75,6 +75,31 @@ impl Progress {
         if let Progress::Bar(bar) = self {
             bar.finish_and_clear();
         }
+    }
+}
+
+/// Meshes of a search on a terminal; elsewhere nothing, since it takes seconds at most.
+pub struct Searching(ProgressBar);
+
+impl Searching {
+    /// A search that has not begun.
+    pub fn new() -> Searching {
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+        if let Ok(style) = ProgressStyle::with_template("{bar:24} mesh {pos}/{len}") {
+            bar.set_style(style);
+        }
+        Searching(bar)
+    }
+
+    /// So many meshes of so many have been looked at.
+    pub fn tell(&self, done: usize, all: usize) {
+        self.0.set_length(all as u64);
+        self.0.set_position(done as u64);
+    }
+
+    /// Removes the bar.
+    pub fn end(&self) {
+        self.0.finish_and_clear();
     }
 }
 

@@ -38,6 +38,8 @@ pub struct Price {
     pub doing: Doing,
     /// Time on the device in nanoseconds, without launches.
     pub ns: f64,
+    /// Of a price at full speed the part that a slower pace stretches: products and attention.
+    pub paced_ns: f64,
     /// Kernels the host launches for it.
     pub launches: u32,
     /// Floating-point operations.
@@ -45,7 +47,13 @@ pub struct Price {
 }
 
 impl Price {
-    const NOTHING: Price = Price { doing: Doing::Nothing, ns: 0.0, launches: 0, flops: 0.0 };
+    const NOTHING: Price = Price { doing: Doing::Nothing, ns: 0.0, paced_ns: 0.0, launches: 0, flops: 0.0 };
+
+    /// What an op that was priced at full speed takes at a share `pace` of it, in nanoseconds.
+    #[must_use]
+    pub fn at(&self, pace: f64) -> f64 {
+        if pace == 1.0 { self.ns } else { self.paced_ns / pace + (self.ns - self.paced_ns) }
+    }
 }
 
 /// A program with its prices under a machine.
@@ -64,27 +72,33 @@ impl<'a> Priced<'a> {
     pub fn of(machine: &'a Machine, program: &'a Program, pace: f64) -> Priced<'a> {
         let habits = &machine.profile.habits;
         let widths = Widths::of(program, habits.precision);
+        let defs = program.definitions();
         let mut ops: Vec<Price> =
-            program.ops.iter().map(|op| alone(machine, program, &widths, op, pace)).collect();
+            program.ops.iter().map(|op| alone(machine, program, &widths, &defs, op)).collect();
         if habits.joins_products {
             for set in kernels::joined_products(program) {
-                let joined = joined_ns(machine, program, &set) / pace;
+                let joined = joined_ns(machine, program, &set);
                 // What each does besides its product stays.
-                let apart: f64 = set.iter().map(|i| joined_ns(machine, program, &[*i]) / pace).sum();
-                ops[set[0]].ns = joined + set.iter().map(|i| ops[*i].ns).sum::<f64>() - apart;
+                let besides: f64 = set.iter().map(|i| ops[*i].ns - ops[*i].paced_ns).sum();
                 for i in &set[1..] {
-                    (ops[*i].ns, ops[*i].launches) = (0.0, 0);
+                    (ops[*i].ns, ops[*i].paced_ns, ops[*i].launches) = (0.0, 0.0, 0);
                 }
+                let first = &mut ops[set[0]];
+                (first.ns, first.paced_ns) = (joined + besides, joined);
             }
         }
         if habits.fuses_passes {
-            for set in kernels::fused_passes(program) {
-                let bytes = kernels::traffic(program, &widths, &set);
+            let readers = kernels::readers(program);
+            for set in kernels::fused_passes(program, &defs) {
+                let bytes = kernels::traffic(program, &widths, &readers, &set);
                 for (at, i) in set.iter().enumerate() {
                     ops[*i].ns = if at == 0 { working_pass_ns(machine, bytes) } else { 0.0 };
                     ops[*i].launches = u32::from(at == 0);
                 }
             }
+        }
+        for price in &mut ops {
+            price.ns = price.at(pace);
         }
         Priced { ops, machine, program, widths }
     }
@@ -105,24 +119,33 @@ impl<'a> Priced<'a> {
     /// other ops.
     #[must_use]
     pub fn exchange(&self, op: usize, span: Span) -> Option<Transfer> {
+        let (what, bytes) = self.payload(op)?;
+        let mut transfer = self.machine.collective(what, bytes, span);
+        if self.program.ops[op].opcode == Opcode::Recv {
+            transfer.sent = [0.0; 3];
+        }
+        Some(transfer)
+    }
+
+    /// What a collective, send or receive is, and its full buffer in bytes as [`Machine::collective`] counts it. None for
+    /// other ops, and for an all-gather over no group.
+    #[must_use]
+    pub fn payload(&self, op: usize) -> Option<(CollectiveOp, f64)> {
         let (p, op) = (self.program, self.program.ops.get(op)?);
         let operand = || op.operands.first().map_or(0.0, |v| self.widths.bytes(p, *v));
-        let (what, bytes) = match op.opcode {
+        Some(match op.opcode {
             Opcode::AllReduce => (CollectiveOp::AllReduce, operand()),
             // Equal pieces: the whole is as many as there are members.
-            Opcode::AllGather => (CollectiveOp::AllGather, operand() * f64::from(span.ranks)),
+            Opcode::AllGather => {
+                (CollectiveOp::AllGather, operand() * f64::from(p.mesh.group_size(op.group()?)))
+            }
             Opcode::ReduceScatter => (CollectiveOp::ReduceScatter, operand()),
             Opcode::AllToAll => (CollectiveOp::AllToAll, operand()),
             Opcode::Broadcast => (CollectiveOp::Broadcast, operand()),
             Opcode::Send => (CollectiveOp::SendRecv, operand()),
             Opcode::Recv => (CollectiveOp::SendRecv, self.received(op)),
             _ => return None,
-        };
-        let mut transfer = self.machine.collective(what, bytes, span);
-        if op.opcode == Opcode::Recv {
-            transfer.sent = [0.0; 3];
-        }
-        Some(transfer)
+        })
     }
 
     fn received(&self, op: &Op) -> f64 {
@@ -132,16 +155,21 @@ impl<'a> Priced<'a> {
     }
 }
 
-/// The ranks of a group and how many domains of the cluster they touch, seen from one of its members. Ranks stand on the
-/// cluster's devices in order. A send or receive spans its two ends alone.
+/// The ranks that an op meets and how many domains of the cluster they touch, seen from one of them. A send or receive
+/// meets its two ends alone.
 #[must_use]
 pub fn span(cluster: &Cluster, mesh: &Mesh, rank: Rank, op: &Op) -> Span {
     let members = op.group().map_or_else(Vec::new, |g: Group| mesh.members(rank, g));
     let peer = ["to", "from"].into_iter().find_map(|k| op.int(k)).and_then(|at| usize::try_from(at).ok());
-    let met: Vec<Rank> = match (op.opcode, peer.and_then(|at| members.get(at))) {
-        (Opcode::Send | Opcode::Recv, Some(other)) => vec![rank, *other],
-        _ => members,
-    };
+    match (op.opcode, peer.and_then(|at| members.get(at))) {
+        (Opcode::Send | Opcode::Recv, Some(other)) => span_of(cluster, &[rank, *other]),
+        _ => span_of(cluster, &members),
+    }
+}
+
+/// How many ranks, and how many domains of the cluster they touch. Ranks stand on the cluster's devices in order.
+#[must_use]
+pub fn span_of(cluster: &Cluster, met: &[Rank]) -> Span {
     let domains: BTreeSet<u32> = met.iter().map(|r| r.0 / cluster.domain.max(1)).collect();
     Span { ranks: met.len().max(1) as u32, domains: domains.len().max(1) as u32 }
 }
@@ -182,19 +210,26 @@ impl Widths {
 }
 
 /// An op by itself, one kernel if any.
-fn alone(m: &Machine, p: &Program, widths: &Widths, op: &Op, pace: f64) -> Price {
+fn alone(m: &Machine, p: &Program, widths: &Widths, defs: &[Option<usize>], op: &Op) -> Price {
     let habits = &m.profile.habits;
-    let kernel = |doing, ns: f64| Price { doing, ns, launches: 1, flops: cost(p, op).flops.0 as f64 };
+    let kernel = |doing, ns: f64| Price {
+        doing,
+        ns,
+        paced_ns: if doing == Doing::Pass { 0.0 } else { ns },
+        launches: 1,
+        flops: cost(p, op).flops.0 as f64,
+    };
+    let exchange = Price { doing: Doing::Exchange, launches: 1, ..Price::NOTHING };
     match op.opcode {
-        Opcode::Matmul => product(m, p, widths, op, pace),
-        Opcode::Attention => kernel(Doing::Attention, m.attention_ns(&attention(habits, p, op)) / pace),
+        Opcode::Matmul => product(m, p, widths, op),
+        Opcode::Attention => kernel(Doing::Attention, m.attention_ns(&attention(habits, p, op))),
         Opcode::Dot => {
             let (x, y) = (op.operands[0], op.operands[1]);
             let k = p.ty(x).shape.last().map_or(1.0, |k| *k as f64);
             let rows = p.ty(x).elements() as f64 / k;
             let columns = op.results.first().map_or(1.0, |r| p.ty(*r).elements() as f64 / rows);
             let batch = (p.ty(y).elements() as f64 / (k * columns)).max(1.0);
-            kernel(Doing::Product, m.grouped_ns(batch, rows / batch, columns, k, habits.precision) / pace)
+            kernel(Doing::Product, m.grouped_ns(batch, rows / batch, columns, k, habits.precision))
         }
         Opcode::MoeRoute => {
             let bank: Vec<f64> =
@@ -202,12 +237,11 @@ fn alone(m: &Machine, p: &Program, widths: &Widths, op: &Op, pace: f64) -> Price
             let [experts, out, k] = bank[..] else { return Price::NOTHING };
             let top_k = op.int("top_k").unwrap_or(2) as f64;
             let rows = extent(p, op.operands[0], 0) * top_k / experts.max(1.0);
-            kernel(Doing::Product, m.grouped_ns(experts, rows, out, k, habits.precision) / pace)
+            kernel(Doing::Product, m.grouped_ns(experts, rows, out, k, habits.precision))
         }
-        Opcode::AllToAll => Price { doing: Doing::Exchange, ns: 0.0, launches: 1, flops: 0.0 }
-            .with(repack(m, p, widths, op, true)),
-        Opcode::Wait => Price { doing: Doing::Taking, ..Price::NOTHING }.with(unpack(m, p, widths, op)),
-        _ if op.opcode.is_collective() => Price { doing: Doing::Exchange, ns: 0.0, launches: 1, flops: 0.0 },
+        Opcode::AllToAll => exchange.with(repack(m, p, widths, op, true)),
+        Opcode::Wait => Price { doing: Doing::Taking, ..Price::NOTHING }.with(unpack(m, p, widths, defs, op)),
+        _ if op.opcode.is_collective() => exchange,
         _ if kernels::is_pass(op.opcode) => {
             let bytes = kernels::traffic_alone(p, widths, op);
             let copies = kernels::only_copies(op.opcode);
@@ -234,16 +268,13 @@ fn joined_ns(m: &Machine, p: &Program, set: &[usize]) -> f64 {
     m.matmul_ns(rows, columns, k, m.profile.habits.precision)
 }
 
-fn product(m: &Machine, p: &Program, widths: &Widths, op: &Op, pace: f64) -> Price {
+fn product(m: &Machine, p: &Program, widths: &Widths, op: &Op) -> Price {
     let habits = &m.profile.habits;
     let [rows, k] = [0, 1].map(|d| extent(p, op.operands[0], d));
     let columns = extent(p, op.operands[1], 0);
-    let price = Price {
-        doing: Doing::Product,
-        ns: m.matmul_ns(rows, columns, k, habits.precision) / pace,
-        launches: 1,
-        flops: cost(p, op).flops.0 as f64,
-    };
+    let ns = m.matmul_ns(rows, columns, k, habits.precision);
+    let price =
+        Price { doing: Doing::Product, ns, paced_ns: ns, launches: 1, flops: cost(p, op).flops.0 as f64 };
     let bias = op.key("bias").is_some() && !habits.bias_in_product;
     let act = op.str("act").is_some() && !habits.act_in_product;
     let written = op.results.first().map_or(0.0, |r| widths.bytes(p, *r));
@@ -281,10 +312,10 @@ fn repack(m: &Machine, p: &Program, widths: &Widths, op: &Op, before: bool) -> O
 }
 
 /// The pass that spreads what came over the rows, where columns were joined.
-fn unpack(m: &Machine, p: &Program, widths: &Widths, wait: &Op) -> Option<f64> {
+fn unpack(m: &Machine, p: &Program, widths: &Widths, defs: &[Option<usize>], wait: &Op) -> Option<f64> {
     let ticket = wait.operands.first()?;
-    let issue = p.ops.iter().find(|o| o.results.contains(ticket) && o.opcode == Opcode::AllToAll)?;
-    repack(m, p, widths, issue, false)
+    let issue = defs.get(ticket.0 as usize).copied().flatten().map(|i| &p.ops[i])?;
+    if issue.opcode == Opcode::AllToAll { repack(m, p, widths, issue, false) } else { None }
 }
 
 fn extent(p: &Program, v: ValueId, dim: usize) -> f64 {

@@ -95,6 +95,19 @@ impl Tasks {
         self.edges.push((later.0, earlier.0));
     }
 
+    /// Makes room for so many tasks more, each after one other.
+    pub fn reserve(&mut self, tasks: usize) {
+        self.tasks.reserve(tasks);
+        self.edges.reserve(tasks);
+    }
+
+    /// Gives a task other work.
+    pub fn set_work(&mut self, task: TaskId, work_ns: f64) {
+        if let Some(task) = self.tasks.get_mut(task.0 as usize) {
+            task.work_ns = work_ns;
+        }
+    }
+
     /// The task of a number.
     #[must_use]
     pub fn get(&self, task: TaskId) -> Option<&Task> {

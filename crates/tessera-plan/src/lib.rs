@@ -9,6 +9,7 @@ mod lower;
 mod mapping;
 mod memory;
 pub mod search;
+mod source;
 mod stages;
 mod strategy;
 pub mod video;

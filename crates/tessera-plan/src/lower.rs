@@ -8,13 +8,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::{
-    Builder, Bundle, Kind, Op, Opcode, Phase, Program, RoleRanks, Slots, Type, ValueId, cost, print,
-};
+use tessera_ir::{Builder, Bundle, Kind, Op, Opcode, Phase, Program, RoleRanks, Slots, Type, ValueId, cost};
 use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard, Uneven};
 
 use crate::mapping::Extents;
-use crate::strategy::{Cut, reads_self_cache, unknown_part, wanted_by_heads};
+use crate::source::{Owner, Source};
+use crate::strategy::{Cut, reads_self_cache, unknown_part};
 use crate::{Mapping, Numerics, balance, memory};
 
 /// Lowering made a program that its rules refuse.
@@ -71,11 +70,12 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
     let mesh = mapping.mesh;
     let stages = u64::from(mesh.size(Axis::Pp));
     if mapping.blocks.is_empty() {
-        mapping.blocks = cut_stages(logical, stages);
+        mapping.blocks = Weights::of(logical).cut(stages);
     }
     let rank_map = mapping.rank_map().map_err(|d| vec![*d])?;
     let world = mapping.world().map_err(|d| vec![*d])?;
 
+    let sources: Vec<Source<'_>> = logical.phases.iter().map(Source::of).collect();
     // A coordinate tells in nothing but the sizes of uneven pieces: where those agree, one is lowered for all.
     let tp = mesh.size(Axis::Tp);
     let mut kinds: Vec<Kinds> = Vec::new();
@@ -92,7 +92,7 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
             continue;
         }
         let mut per_stage: Vec<Vec<Program>> = vec![Vec::new(); stages as usize];
-        for phase in &logical.phases {
+        for phase in &sources {
             let lowered = Lower::new(logical, mapping, world, phase, Place::Mesh { tp: at }).run()?;
             for (stage, p) in lowered.into_iter().enumerate() {
                 per_stage[stage].push(p);
@@ -105,7 +105,7 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
     let (mut roles, mut of_role) = group_roles(&world, kinds);
     if world.outside() > 0 {
         let mut own = Vec::new();
-        for phase in &logical.phases {
+        for phase in &sources {
             own.extend(Lower::new(logical, mapping, world, phase, Place::Outside).run()?);
         }
         roles.insert(
@@ -114,12 +114,12 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
         );
         of_role.insert(0, own);
     }
+    let mut of_role: Vec<std::vec::IntoIter<Program>> = of_role.into_iter().map(Vec::into_iter).collect();
     let phases = logical
         .phases
         .iter()
-        .enumerate()
-        .map(|(i, l)| {
-            let programs: Vec<Program> = of_role.iter().map(|r| r[i].clone()).collect();
+        .map(|l| {
+            let programs: Vec<Program> = of_role.iter_mut().filter_map(Iterator::next).collect();
             let memory: Vec<Slots> = programs.iter().map(memory::place).collect();
             Phase { name: l.name.clone(), programs, memory }
         })
@@ -156,16 +156,28 @@ fn without_strategy(phases: &[Program]) -> Diagnostics {
     phases.iter().flat_map(|p| p.ops.iter().filter(cut_by_none).map(move |op| refuse(p, op))).collect()
 }
 
-/// Blocks per stage, balanced by the flops of the costliest phase.
-fn cut_stages(logical: &Logical, stages: u64) -> Vec<u64> {
-    let of = |p: &Program, at: &str| -> u64 {
-        p.ops.iter().filter(|o| o.str("at") == Some(at)).map(|o| cost(p, o).flops.0).sum()
-    };
-    let heaviest =
-        logical.phases.iter().max_by_key(|p| p.ops.iter().map(|o| cost(p, o).flops.0).sum::<u64>());
-    match heaviest {
-        Some(p) => balance(logical.blocks, stages, of(p, "block.0").max(1), of(p, "first"), of(p, "last")),
-        None => balance(logical.blocks, stages, 1, 0, 0),
+/// What stages are balanced by: flops of the costliest phase.
+pub(crate) struct Weights {
+    blocks: u64,
+    block: u64,
+    first: u64,
+    last: u64,
+}
+
+impl Weights {
+    pub(crate) fn of(logical: &Logical) -> Weights {
+        let of = |p: &Program, at: &str| -> u64 {
+            p.ops.iter().filter(|o| o.str("at") == Some(at)).map(|o| cost(p, o).flops.0).sum()
+        };
+        let heaviest =
+            logical.phases.iter().max_by_key(|p| p.ops.iter().map(|o| cost(p, o).flops.0).sum::<u64>());
+        let [block, first, last] = ["block.0", "first", "last"].map(|at| heaviest.map_or(0, |p| of(p, at)));
+        Weights { blocks: logical.blocks, block: block.max(1), first, last }
+    }
+
+    /// Blocks per stage.
+    pub(crate) fn cut(&self, stages: u64) -> Vec<u64> {
+        balance(self.blocks, stages, self.block, self.first, self.last)
     }
 }
 
@@ -198,20 +210,16 @@ fn group_roles(mesh: &Mesh, kinds: Vec<Kinds>) -> (Vec<RoleRanks>, Vec<Vec<Progr
         }
     }
     for (stage, kinds) in stages.into_iter().enumerate() {
-        let anonymous = |ps: &[Program]| -> String {
-            ps.iter().map(|p| print(&Program { role: String::new(), ..p.clone() })).collect()
-        };
-        let alone = kinds.len() == 1;
-        let mut classes: Vec<(String, u32, Vec<u32>, Vec<Program>)> = Vec::new();
-        for (coordinates, ps) in kinds {
-            let text = if alone { String::new() } else { anonymous(&ps) };
-            match classes.iter_mut().find(|c| c.0 == text) {
-                Some(c) => c.2.extend(coordinates),
-                None => classes.push((text, coordinates[0], coordinates, ps)),
+        let mut classes: Vec<(u32, Vec<u32>, Vec<Program>)> = Vec::new();
+        for (coordinates, mut ps) in kinds {
+            ps.iter_mut().for_each(|p| p.role.clear());
+            match classes.iter_mut().find(|c| c.2 == ps) {
+                Some(c) => c.1.extend(coordinates),
+                None => classes.push((coordinates[0], coordinates, ps)),
             }
         }
         let even = classes.len() == 1;
-        for (_, first, members, mut ps) in classes {
+        for (first, members, mut ps) in classes {
             let role = if even { format!("stage{stage}") } else { format!("stage{stage}@tp{first}") };
             for p in &mut ps {
                 p.role.clone_from(&role);
@@ -248,13 +256,9 @@ enum Place {
     Outside,
 }
 
-/// Whether a phase is the leader's own, wherever it stands: encode or decode.
-fn is_leaders(p: &Program) -> bool {
-    p.ops.iter().any(|o| o.str("at") == Some("leader"))
-}
-
 struct Lower<'a> {
     source: &'a Program,
+    facts: &'a Source<'a>,
     /// Whether the phase runs here at all.
     runs: bool,
     cut: Cut,
@@ -262,8 +266,6 @@ struct Lower<'a> {
     /// First block of each stage, and one past the last block.
     bounds: Vec<u64>,
     stages: Vec<Stage>,
-    /// Definition site of each logical value.
-    defs: Vec<Option<usize>>,
     mesh: Mesh,
 }
 
@@ -275,7 +277,14 @@ struct Stage {
 }
 
 impl<'a> Lower<'a> {
-    fn new(logical: &Logical, mapping: &Mapping, mesh: Mesh, source: &'a Program, place: Place) -> Lower<'a> {
+    fn new(
+        logical: &Logical,
+        mapping: &Mapping,
+        mesh: Mesh,
+        facts: &'a Source<'a>,
+        place: Place,
+    ) -> Lower<'a> {
+        let source = facts.program;
         let mut bounds = vec![0];
         for n in &mapping.blocks {
             bounds.push(bounds[bounds.len() - 1] + n);
@@ -303,12 +312,12 @@ impl<'a> Lower<'a> {
             .collect();
         Lower {
             source,
-            runs: mesh.outside() == 0 || is_leaders(source) == (place == Place::Outside),
+            facts,
+            runs: mesh.outside() == 0 || facts.is_leaders == (place == Place::Outside),
             cut: Cut { strategy: mapping.strategy, tp, head_dim: logical.dim / logical.heads },
             invariant: mapping.numerics == Numerics::MeshInvariant,
             bounds,
             stages,
-            defs: source.definitions(),
             mesh,
         }
     }
@@ -320,8 +329,8 @@ impl<'a> Lower<'a> {
             if done[i] || op.opcode.row().kind == Kind::Source && op.opcode != Opcode::CacheRead {
                 continue;
             }
-            for s in self.owners(op) {
-                if op.str("at") == Some("all") && !self.needed(i, s) {
+            for s in self.owners(i) {
+                if self.facts.owners[i] == Owner::All && !self.needed(i, s) {
                     continue;
                 }
                 if let Some(also) = self.lower_op(i, s) {
@@ -347,40 +356,37 @@ impl<'a> Lower<'a> {
     }
 
     /// Stages that run an op. Ops beside the blocks run on every stage that needs them.
-    fn owners(&self, op: &Op) -> Vec<usize> {
+    fn owners(&self, i: usize) -> std::ops::RangeInclusive<usize> {
         let last = self.stages.len() - 1;
-        match op.str("at") {
-            Some("all") => (0..=last).collect(),
-            Some("last") => vec![last],
-            Some(at) => match at.strip_prefix("block.").and_then(|b| b.parse::<u64>().ok()) {
-                Some(block) => vec![self.bounds.iter().rposition(|b| *b <= block).unwrap_or(0).min(last)],
-                None => vec![0],
-            },
-            None => vec![0],
+        match self.facts.owners[i] {
+            Owner::All => 0..=last,
+            Owner::Last => last..=last,
+            Owner::Block(block) => {
+                let stage = self.bounds.iter().rposition(|b| *b <= block).unwrap_or(0).min(last);
+                stage..=stage
+            }
+            Owner::First => 0..=0,
         }
     }
 
     /// Whether a stage has a use for an `all` op: some op it owns, or an `all` op it needs, reads a result.
     fn needed(&self, i: usize, s: usize) -> bool {
-        let results = &self.source.ops[i].results;
-        self.source.ops.iter().enumerate().any(|(j, o)| {
-            o.uses().any(|u| results.contains(&u))
-                && self.owners(o).contains(&s)
-                && (o.str("at") != Some("all") || self.needed(j, s))
-        })
+        let readers = self.source.ops[i].results.iter().flat_map(|r| self.facts.readers.of_value(*r));
+        let mut owned = readers.filter(|j| self.owners(**j).contains(&s));
+        owned.any(|j| self.facts.owners[*j] != Owner::All || self.needed(*j, s))
     }
 
     /// Lowers one op on one stage; the index of another op that was lowered with it.
     fn lower_op(&mut self, i: usize, s: usize) -> Option<usize> {
         let op = &self.source.ops[i];
         match op.opcode {
-            Opcode::Matmul => self.matmul(op, s, wanted_by_heads(self.source, i)),
+            Opcode::Matmul => self.matmul(op, s, self.facts.by_heads[i]),
             Opcode::RmsNorm => return self.rms_norm(i, s),
             Opcode::CacheWrite => self.cache_write(op, s),
             Opcode::CacheRead => self.cache_read(op, s),
             Opcode::Attention => self.attention(op, s),
             Opcode::Output => self.output(op, s),
-            _ => self.rowwise(op, s, wanted_by_heads(self.source, i)),
+            _ => self.rowwise(op, s, self.facts.by_heads[i]),
         }
         None
     }
@@ -399,7 +405,7 @@ impl<'a> Lower<'a> {
             }
             None => {}
         }
-        let x = match self.defs[v.0 as usize].map(|d| &self.source.ops[d]) {
+        let x = match self.facts.defs[v.0 as usize].map(|d| &self.source.ops[d]) {
             Some(op) if op.opcode.row().kind == Kind::Source && op.opcode != Opcode::CacheRead => {
                 self.source_op(op, s)
             }
@@ -609,7 +615,7 @@ impl<'a> Lower<'a> {
     }
 
     fn part(&self, weight: ValueId) -> Option<&str> {
-        self.defs[weight.0 as usize].and_then(|d| self.source.ops[d].str("part"))
+        self.facts.defs[weight.0 as usize].and_then(|d| self.source.ops[d].str("part"))
     }
 
     /// Keeps a result; if every reader wants it by heads and it is cut by tokens, its exchange starts now.
@@ -634,7 +640,7 @@ impl<'a> Lower<'a> {
         let op = &self.source.ops[i];
         let x = self.get(op.operands[0], s);
         let sharded = matches!(self.layout(x, s), AxisLayout::Shard(shard) if shard.dim == 1);
-        let by_heads = wanted_by_heads(self.source, i);
+        let by_heads = self.facts.by_heads[i];
         if !sharded {
             let w = self.get(op.operands[1], s);
             let segmented = self.invariant;
@@ -652,7 +658,7 @@ impl<'a> Lower<'a> {
         let ahead = (i + 1..self.source.ops.len()).find(|j| self.source.ops[*j].opcode != Opcode::Weight);
         if let Some(j) = ahead
             && self.source.ops[j].opcode == Opcode::RmsNorm
-            && self.owners(&self.source.ops[j]) == [s]
+            && self.owners(j) == (s..=s)
         {
             let next = &self.source.ops[j];
             let y = self.get(next.operands[0], s);
@@ -718,7 +724,7 @@ impl<'a> Lower<'a> {
     }
 
     fn attention(&mut self, op: &Op, s: usize) {
-        let own = reads_self_cache(self.source, op.operands[1]);
+        let own = reads_self_cache(self.source, self.facts.defs[op.operands[1].0 as usize]);
         let mut q = self.get(op.operands[0], s);
         let (k, v) = (self.get(op.operands[1], s), self.get(op.operands[2], s));
         if own {

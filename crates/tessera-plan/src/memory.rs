@@ -1,40 +1,133 @@
 //! Places for temporaries: values whose lives do not meet share a slot.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::rc::Rc;
 
-use tessera_ir::{Kind, Opcode, Program, Slots, ValueId};
+use tessera_base::Bytes;
+use tessera_ir::{Kind, Op, Opcode, Program, Slots, ValueId};
 
 /// Assigns slots by one pass over the program: best fit among free slots, else grow the largest free one, else
 /// a new one. An issued collective reads its operand until its wait and may write its result from the issue on,
 /// so both slots stay taken so long, the result's also where nobody reads it.
 #[must_use]
 pub fn place(p: &Program) -> Slots {
-    let last = p.last_uses();
+    let lives = lives(p);
     let mut slots = Slots { bytes: Vec::new(), of: vec![None; p.values.len()] };
     let mut free: Vec<u32> = Vec::new();
     // Values whose last reader is op i.
     let mut ending: Vec<Vec<u32>> = vec![Vec::new(); p.ops.len()];
-    let waits = results_of_waits(p);
-    for (i, op) in p.ops.iter().enumerate() {
-        let (written, made) = if op.issue {
-            waits.get(&op.results[0]).copied().unwrap_or((i, &[]))
-        } else {
-            (i, &op.results[..])
-        };
-        for r in made {
-            let ty = p.ty(*r);
-            if ty.is_token() || matches!(op.opcode.row().kind, Kind::Source) || op.opcode == Opcode::Wait {
-                continue;
-            }
-            let need = ty.bytes().0;
-            let slot = take(&mut free, &mut slots.bytes, need);
-            slots.of[r.0 as usize] = Some(slot);
-            ending[last[r.0 as usize].unwrap_or(written)].push(slot);
+    for (i, made) in lives.iter().enumerate() {
+        for life in made {
+            let slot = take(&mut free, &mut slots.bytes, life.bytes);
+            slots.of[life.value.0 as usize] = Some(slot);
+            ending[life.end].push(slot);
         }
         // Freed after the results were placed: an op never writes over its own operand.
         free.append(&mut ending[i]);
     }
     slots
+}
+
+/// The temporaries of a program of which a range of ops, equal to those that follow it, is repeated some times.
+pub(crate) struct Repeated {
+    lives: Rc<Lives>,
+    again: Range<usize>,
+}
+
+impl Repeated {
+    pub(crate) fn new(lives: Rc<Lives>, again: Range<usize>) -> Repeated {
+        Repeated { lives, again }
+    }
+
+    /// Bytes of all slots with `times` repetitions more, as [`place`] would assign them.
+    pub(crate) fn bytes(&self, times: u64) -> Bytes {
+        let mut now = Placing::default();
+        (0..self.again.end).for_each(|i| self.op(&mut now, i));
+        let mut before = now.seen();
+        for _ in 0..times {
+            self.again.clone().for_each(|i| self.op(&mut now, i));
+            let after = now.seen();
+            // What comes next depends on nothing else.
+            if before == after {
+                break;
+            }
+            before = after;
+        }
+        (self.again.end..self.lives.len()).for_each(|i| self.op(&mut now, i));
+        Bytes(now.bytes.iter().sum())
+    }
+
+    fn op(&self, now: &mut Placing, i: usize) {
+        for life in &self.lives[i] {
+            let slot = take(&mut now.free, &mut now.bytes, life.bytes);
+            // What outlives the range ends where it ended, however often the range is repeated.
+            if i < self.again.start && life.end >= self.again.end {
+                now.far.entry(life.end).or_default().push(slot);
+            } else {
+                let back = life.end - i;
+                now.near.resize_with(now.near.len().max(back + 1), Vec::new);
+                now.near[back].push(slot);
+            }
+        }
+        if i >= self.again.end {
+            now.free.extend(now.far.remove(&i).unwrap_or_default());
+        }
+        now.free.extend(now.near.pop_front().unwrap_or_default());
+    }
+}
+
+/// How slots stand after an op.
+#[derive(Default)]
+struct Placing {
+    bytes: Vec<u64>,
+    free: Vec<u32>,
+    /// Slots that are freed after so many ops more.
+    near: VecDeque<Vec<u32>>,
+    /// Slots that are freed after an op behind the repeated range.
+    far: BTreeMap<usize, Vec<u32>>,
+}
+
+impl Placing {
+    /// Sizes of the free slots in order, and of those that will be free.
+    fn seen(&self) -> (Vec<u64>, Vec<Vec<u64>>) {
+        let sizes = |slots: &Vec<u32>| slots.iter().map(|s| self.bytes[*s as usize]).collect::<Vec<u64>>();
+        let near = self.near.iter().rev().skip_while(|n| n.is_empty());
+        (sizes(&self.free), near.map(sizes).collect())
+    }
+}
+
+/// The values that each op of a program takes slots for.
+pub(crate) type Lives = Vec<Vec<Life>>;
+
+/// A value that needs a slot.
+pub(crate) struct Life {
+    value: ValueId,
+    bytes: u64,
+    /// Its last reader.
+    end: usize,
+}
+
+pub(crate) fn lives(p: &Program) -> Lives {
+    let last = p.last_uses();
+    let waits = results_of_waits(p);
+    let of = |(i, op): (usize, &Op)| {
+        let (written, made) = if op.issue {
+            waits.get(&op.results[0]).copied().unwrap_or((i, &[]))
+        } else {
+            (i, &op.results[..])
+        };
+        let needs = |r: &&ValueId| {
+            !p.ty(**r).is_token() && op.opcode.row().kind != Kind::Source && op.opcode != Opcode::Wait
+        };
+        let life = |r: &ValueId| Life {
+            value: *r,
+            bytes: p.ty(*r).bytes().0,
+            end: last[r.0 as usize].unwrap_or(written),
+        };
+        made.iter().filter(needs).map(life).collect()
+    };
+    p.ops.iter().enumerate().map(of).collect()
 }
 
 /// The wait of each ticket: its place and what it gives.

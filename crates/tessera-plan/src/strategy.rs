@@ -1,9 +1,12 @@
 //! What each strategy asks of weights, buffers and inputs.
 
-use tessera_ir::{Op, Opcode, Program};
+use tessera_ir::{Op, Opcode, Program, ValueId};
 use tessera_mesh::{AxisLayout, DimName, Shard};
 
 use crate::Strategy;
+
+/// The `part` of a weight that nobody cuts.
+const WHOLE: &str = "whole";
 
 /// What a source's `part` may say, in words, if it says something else.
 pub(crate) fn unknown_part(p: &Program, op: &Op) -> Option<&'static str> {
@@ -12,8 +15,8 @@ pub(crate) fn unknown_part(p: &Program, op: &Op) -> Option<&'static str> {
     let dims = op.results.first().map_or(0, |r| p.ty(*r).shape.len());
     let (fits, want) = match op.opcode {
         Opcode::Weight => {
-            let cut = part.parse::<DimName>().is_ok_and(|d| d.of(dims).is_some());
-            (cut || part == "whole", "a weight's part is `col`, `row`, `experts` or `whole`, of a dim it has")
+            let cut = || part.parse::<DimName>().is_ok_and(|d| d.of(dims).is_some());
+            (part == WHOLE || cut(), "a weight's part is `col`, `row`, `experts` or `whole`, of a dim it has")
         }
         Opcode::Input => (part == "tokens", "an input's part is `tokens`"),
         _ => (false, "only weights and inputs have a part"),
@@ -33,10 +36,13 @@ impl Cut {
     /// Layout over tp of a weight, by its `part`.
     pub(crate) fn weight(&self, op: &Op, shape: &[u64]) -> AxisLayout {
         let unit = op.int("unit").and_then(|u| u64::try_from(u).ok()).unwrap_or(1);
-        let part = op.str("part").and_then(|p| p.parse::<DimName>().ok());
-        match (self.strategy, part.and_then(|p| p.of(shape.len()))) {
-            (Strategy::Megatron, Some(dim)) => self.shard(dim, shape[dim], unit),
-            _ => AxisLayout::Replicated,
+        if self.strategy == Strategy::Ulysses || self.tp == 1 {
+            return AxisLayout::Replicated;
+        }
+        let part = op.str("part").filter(|p| *p != WHOLE).and_then(|p| p.parse::<DimName>().ok());
+        match part.and_then(|p| p.of(shape.len())) {
+            Some(dim) => self.shard(dim, shape[dim], unit),
+            None => AxisLayout::Replicated,
         }
     }
 
@@ -73,22 +79,46 @@ impl Cut {
     }
 }
 
+/// The ops that read each value of a program.
+pub(crate) struct Readers {
+    of: Vec<Vec<usize>>,
+}
+
+impl Readers {
+    pub(crate) fn of(p: &Program) -> Readers {
+        let mut of = vec![Vec::new(); p.values.len()];
+        for (i, op) in p.ops.iter().enumerate() {
+            for v in op.uses() {
+                of[v.0 as usize].push(i);
+            }
+        }
+        Readers { of }
+    }
+
+    pub(crate) fn of_value(&self, v: ValueId) -> &[usize] {
+        &self.of[v.0 as usize]
+    }
+}
+
 /// Whether every reader of a logical value wants it cut by heads: attention over a cache that is, or that
 /// cache itself. Such a value's exchange can begin the moment it exists.
-pub(crate) fn wanted_by_heads(p: &Program, producer: usize) -> bool {
+pub(crate) fn wanted_by_heads(
+    p: &Program,
+    readers: &Readers,
+    defs: &[Option<usize>],
+    producer: usize,
+) -> bool {
     let Some(v) = p.ops[producer].results.first() else { return false };
-    let mut readers = p.ops.iter().filter(|o| o.uses().any(|u| u == *v)).peekable();
-    readers.peek().is_some()
-        && readers.all(|o| match o.opcode {
+    let readers = readers.of_value(*v);
+    !readers.is_empty()
+        && readers.iter().map(|i| &p.ops[*i]).all(|o| match o.opcode {
             Opcode::CacheWrite => o.buffer.is_some_and(|b| p.buffer(b).name.starts_with("kv.")),
-            Opcode::Attention => o.operands[0] == *v && reads_self_cache(p, o.operands[1]),
+            Opcode::Attention => o.operands[0] == *v && reads_self_cache(p, defs[o.operands[1].0 as usize]),
             _ => false,
         })
 }
 
-/// Whether a value is a read of a block's own keys and values.
-pub(crate) fn reads_self_cache(p: &Program, v: tessera_ir::ValueId) -> bool {
-    p.ops
-        .iter()
-        .any(|o| o.results.contains(&v) && o.buffer.is_some_and(|b| p.buffer(b).name.starts_with("kv.")))
+/// Whether the op that makes a value reads a block's own keys and values.
+pub(crate) fn reads_self_cache(p: &Program, maker: Option<usize>) -> bool {
+    maker.and_then(|i| p.ops[i].buffer).is_some_and(|b| p.buffer(b).name.starts_with("kv."))
 }

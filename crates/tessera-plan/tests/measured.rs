@@ -6,9 +6,13 @@
 
 use tessera_cost::{Machine, Profile};
 use tessera_mesh::clusters;
-use tessera_models::{VideoModel, calls, phases};
+use tessera_models::VideoModel;
 use tessera_plan::video::estimate_call;
 use tessera_plan::{Logical, Mapping, Strategy, lower};
+
+use crate::support::logical;
+
+mod support;
 
 fn wan(width: u64, height: u64) -> Logical {
     let config = include_str!("../../../models/wan2.1-14b/config.json");
@@ -16,15 +20,9 @@ fn wan(width: u64, height: u64) -> Logical {
         .replace("width = 832", &format!("width = {width}"))
         .replace("height = 480", &format!("height = {height}"));
     let m = VideoModel::parse(("config.json", config), ("stream.toml", &stream)).unwrap();
-    Logical {
-        phases: phases(&m).into_iter().filter(|p| p.name == "denoise.fill3").collect(),
-        calls: calls(&m),
-        heads: m.wan.heads,
-        dim: m.wan.dim,
-        ffn: m.wan.ffn_dim,
-        tokens: m.chunk_tokens(),
-        blocks: m.wan.layers,
-    }
+    let mut all = logical(&m);
+    all.phases.retain(|p| p.name == "denoise.fill3");
+    all
 }
 
 fn h200() -> Machine {

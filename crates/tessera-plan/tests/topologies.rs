@@ -7,8 +7,12 @@ use std::path::Path;
 
 use tessera_ir::{Bundle, print};
 use tessera_mesh::Rank;
-use tessera_models::{VideoModel, calls, phases};
-use tessera_plan::{Logical, Mapping, Topology, lower};
+use tessera_models::VideoModel;
+use tessera_plan::{Mapping, Topology, lower};
+
+use crate::support::logical;
+
+mod support;
 
 fn bundle(topology: Topology, mesh: &str) -> Bundle {
     let config = r#"{"dim":12,"ffn_dim":8,"num_heads":2,"num_layers":2,"in_dim":24,"out_dim":24,"text_len":2,
@@ -16,15 +20,7 @@ fn bundle(topology: Topology, mesh: &str) -> Bundle {
     let stream = "[video]\nwidth = 8\nheight = 4\n[latent]\nstride = [2, 2, 2]\n[cache]\nmode = \"recompute\"\n\
         [decoder]\nkind = \"space_time_depth\"\n";
     let m = VideoModel::parse(("config.json", config), ("stream.toml", stream)).unwrap();
-    let logical = Logical {
-        phases: phases(&m),
-        calls: calls(&m),
-        heads: m.wan.heads,
-        dim: m.wan.dim,
-        ffn: m.wan.ffn_dim,
-        tokens: m.chunk_tokens(),
-        blocks: m.wan.layers,
-    };
+    let logical = logical(&m);
     let mut mapping = Mapping { topology, mesh: mesh.parse().unwrap(), ..Mapping::default() };
     lower(&logical, &mut mapping).unwrap_or_else(|ds| panic!("{ds:#?}"))
 }

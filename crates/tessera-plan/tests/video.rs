@@ -5,26 +5,18 @@
 use std::collections::BTreeMap;
 
 use tessera_ir::{Bundle, Opcode, print};
-use tessera_models::{VideoModel, calls, phases};
-use tessera_plan::{Logical, Mapping, Numerics, Strategy, lower};
+use tessera_models::VideoModel;
+use tessera_plan::{Mapping, Numerics, Strategy, lower};
+
+use crate::support::logical;
+
+mod support;
 
 fn model(extra: &str) -> VideoModel {
     let config = r#"{"dim":60,"ffn_dim":104,"num_heads":5,"num_layers":3,"in_dim":4,"out_dim":4,"text_len":7,
         "text_dim":20,"freq_dim":32}"#;
     let stream = format!("[video]\nwidth = 80\nheight = 48\n{extra}");
     VideoModel::parse(("config.json", config), ("stream.toml", &stream)).unwrap()
-}
-
-fn logical(m: &VideoModel) -> Logical {
-    Logical {
-        phases: phases(m),
-        calls: calls(m),
-        heads: m.wan.heads,
-        dim: m.wan.dim,
-        ffn: m.wan.ffn_dim,
-        tokens: m.chunk_tokens(),
-        blocks: m.wan.layers,
-    }
 }
 
 fn plan(mesh: &str, strategy: Strategy) -> Bundle {

@@ -9,24 +9,16 @@ use tessera_cost::bars::Bar;
 use tessera_cost::{Machine, Profile};
 use tessera_ir::{Bundle, Phase, RoleRanks};
 use tessera_mesh::{Axis, Rank, clusters};
-use tessera_models::{VideoModel, calls, phases};
+use tessera_models::VideoModel;
 use tessera_plan::search::Objective;
 use tessera_plan::video::{
-    Decode, Outcome, Pins, Question, Ranked, Studio, estimate, estimate_call, players, search,
+    Decode, Outcome, Pins, Question, Ranked, Studio, estimate, estimate_call, players, search, search_telling,
 };
 use tessera_plan::{Logical, Mapping, Strategy, Topology, lower};
 
-fn logical(m: &VideoModel) -> Logical {
-    Logical {
-        phases: phases(m),
-        calls: calls(m),
-        heads: m.wan.heads,
-        dim: m.wan.dim,
-        ffn: m.wan.ffn_dim,
-        tokens: m.chunk_tokens(),
-        blocks: m.wan.layers,
-    }
-}
+use crate::support::logical;
+
+mod support;
 
 /// The 14B generator at 480×832 with four steps; its context is recomputed from the last chunk's pixels.
 fn wan() -> Logical {
@@ -308,4 +300,30 @@ fn the_demo_on_a_laptop_has_an_estimate() {
     let out = search(&q);
     assert!(out.best.iter().all(|r| r.call.ns > 0.0 && r.fps.is_finite()));
     assert!(out.best.iter().any(|r| r.mapping.mesh.to_string() == "tp=2"));
+}
+
+#[test]
+fn what_a_search_finds_is_what_the_whole_model_gives() {
+    let (model, machine) = (tiny(), machine("hgx-h200", "torch-2.11"));
+    let mut q = ask(&model, &machine, 8, Studio::NONE);
+    q.at_least = 1;
+    let out = search(&q);
+    let meshes: BTreeSet<String> = out.best.iter().map(|r| r.mapping.mesh.to_string()).collect();
+    assert!(
+        meshes.contains("tp=5") && meshes.contains("tp=3, pp=2") && meshes.contains("pp=6"),
+        "{meshes:?}"
+    );
+    // The first has the bars of a chart, the others none.
+    for found in &out.best {
+        let mut whole = estimate(&q, &found.mapping, found.decode).unwrap();
+        let mut found = found.clone();
+        whole.call.bars.clear();
+        found.call.bars.clear();
+        assert_eq!(found, whole);
+    }
+    let mut told = Vec::new();
+    let again = search_telling(&q, &mut |done, all| told.push((done, all)));
+    assert_eq!(again, out);
+    let all = told.len() - 1;
+    assert_eq!(told, (0..=all).map(|done| (done, all)).collect::<Vec<_>>());
 }

@@ -204,7 +204,7 @@ fn paces(way: Way, coupled: bool, outstanding: u32, studios: &[ModelledStudio], 
     for (n, studio) in studios.iter().enumerate() {
         asked.decode_ns = Some((studio.first_ns + studio.rest_ns) as f64);
         asked.encode_ns = Some(studio.encode_ns as f64);
-        let (sheet, mapping) = video(&asked).unwrap();
+        let (sheet, mapping) = video(&asked, &mut |_, _| ()).unwrap();
         let best = &sheet.json["best"][0];
         assert_eq!((&best["decode"], &sheet.json["legal"]), (&decode.name().into(), &1.into()));
         let (plan, prices) = planned.get_or_insert_with(|| {

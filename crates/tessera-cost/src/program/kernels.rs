@@ -21,8 +21,7 @@ pub(super) fn only_copies(op: Opcode) -> bool {
 /// Sets of passes that can be one kernel, each in program order. A pass joins the kernel of a neighbour that makes what
 /// it reads, if both go over as many rows on one stream and all else that it reads existed before that kernel began: then
 /// nothing waits for anything in a circle.
-pub(super) fn fused_passes(p: &Program) -> Vec<Vec<usize>> {
-    let defs = p.definitions();
+pub(super) fn fused_passes(p: &Program, defs: &[Option<usize>]) -> Vec<Vec<usize>> {
     let mut kernels: Vec<Vec<usize>> = Vec::new();
     let mut kernel_of: Vec<Option<usize>> = vec![None; p.ops.len()];
     for (i, op) in p.ops.iter().enumerate().filter(|(_, op)| is_pass(op.opcode)) {
@@ -72,8 +71,19 @@ pub(super) fn joined_products(p: &Program) -> Vec<Vec<usize>> {
     sets
 }
 
+/// The ops that read each value.
+pub(super) fn readers(p: &Program) -> Vec<Vec<usize>> {
+    let mut of = vec![Vec::new(); p.values.len()];
+    for (i, op) in p.ops.iter().enumerate() {
+        for v in op.uses() {
+            of[v.0 as usize].push(i);
+        }
+    }
+    of
+}
+
 /// Bytes that a kernel of passes moves: what it reads that others made, what it makes that others read.
-pub(super) fn traffic(p: &Program, widths: &Widths, set: &[usize]) -> f64 {
+pub(super) fn traffic(p: &Program, widths: &Widths, readers: &[Vec<usize>], set: &[usize]) -> f64 {
     let inside: BTreeSet<usize> = set.iter().copied().collect();
     let made: BTreeSet<ValueId> = set.iter().flat_map(|i| p.ops[*i].results.iter().copied()).collect();
     let mut read: BTreeSet<ValueId> = BTreeSet::new();
@@ -87,8 +97,7 @@ pub(super) fn traffic(p: &Program, widths: &Widths, set: &[usize]) -> f64 {
     }
     let last = set.last().copied().unwrap_or(0);
     let kept = made.iter().filter(|v| {
-        p.ops.iter().enumerate().skip(set[0]).any(|(j, o)| !inside.contains(&j) && o.uses().any(|u| u == **v))
-            || p.ops[last].results.contains(v)
+        readers[v.0 as usize].iter().any(|j| !inside.contains(j)) || p.ops[last].results.contains(v)
     });
     bytes
         + kept.map(|v| widths.bytes(p, *v)).sum::<f64>()

@@ -112,20 +112,36 @@ impl<'a> Engine<'a> {
     fn new(tasks: &'a [Task], edges: &[(u32, u32)], contention: Contention) -> Engine<'a> {
         let n = tasks.len();
         let mut edges: Vec<(u32, u32)> = edges.to_vec();
-        let mut last_of: BTreeMap<(u32, u8), u32> = BTreeMap::new();
+        edges.reserve(n);
+        // Last task of each stream, by device.
+        let mut last_of: Vec<Vec<(u8, u32)>> = Vec::new();
         let mut devices: BTreeMap<u32, u32> = BTreeMap::new();
-        let mut meets: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-        let mut device_of = Vec::with_capacity(n);
+        let mut device_of: Vec<u32> = Vec::with_capacity(n);
+        let mut meets: Vec<(u32, u32)> = Vec::new();
         for (i, task) in tasks.iter().enumerate() {
-            if let Some(before) = last_of.insert((task.rank, task.stream), i as u32) {
-                edges.push((i as u32, before));
+            // Tasks of a rank mostly come together.
+            let device = match i.checked_sub(1) {
+                Some(before) if tasks[before].rank == task.rank => device_of[before],
+                _ => {
+                    let next = devices.len() as u32;
+                    *devices.entry(task.rank).or_insert(next)
+                }
+            };
+            device_of.push(device);
+            last_of.resize_with(devices.len(), Vec::new);
+            let streams = &mut last_of[device as usize];
+            match streams.iter_mut().find(|(s, _)| *s == task.stream) {
+                Some((_, last)) => {
+                    edges.push((i as u32, *last));
+                    *last = i as u32;
+                }
+                None => streams.push((task.stream, i as u32)),
             }
-            let next = devices.len() as u32;
-            device_of.push(*devices.entry(task.rank).or_insert(next));
             if let Some(meet) = task.meets {
-                meets.entry(meet).or_default().push(i as u32);
+                meets.push((meet, i as u32));
             }
         }
+        meets.sort_unstable();
         let mut pending = vec![0; n];
         let mut later_from = vec![0u32; n + 1];
         for &(later, earlier) in &edges {
@@ -142,28 +158,33 @@ impl<'a> Engine<'a> {
             fill[earlier as usize] += 1;
         }
         let mut members = Vec::with_capacity(n);
-        let mut instances = Vec::new();
+        let mut instances = Vec::with_capacity(n);
         let mut instance_of = vec![0; n];
-        let alone = (0..n as u32).filter(|&t| tasks[t as usize].meets.is_none()).map(|t| vec![t]);
-        for group in meets.into_values().chain(alone) {
-            let work = group.iter().map(|&t| tasks[t as usize].work_ns).fold(0.0, f64::max);
+        let mut instance = |group: &mut dyn Iterator<Item = u32>| {
             let first = members.len() as u32;
-            for &t in &group {
+            let mut work: f64 = 0.0;
+            for t in group {
+                work = work.max(tasks[t as usize].work_ns);
                 instance_of[t as usize] = instances.len() as u32;
                 members.push(t);
             }
             let last = members.len() as u32;
-            let missing = last - first;
             instances.push(Instance {
                 first,
                 last,
-                missing,
+                missing: last - first,
                 left_ns: work,
                 slower: 1.0,
                 since_ns: 0.0,
                 stamp: 0,
                 seen: 0,
             });
+        };
+        for group in meets.chunk_by(|a, b| a.0 == b.0) {
+            instance(&mut group.iter().map(|m| m.1));
+        }
+        for t in (0..n as u32).filter(|&t| tasks[t as usize].meets.is_none()) {
+            instance(&mut std::iter::once(t));
         }
         Engine {
             tasks,

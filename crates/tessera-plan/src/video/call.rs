@@ -4,14 +4,15 @@
 use std::collections::BTreeMap;
 
 use tessera_base::Diagnostic;
-use tessera_cost::Machine;
 use tessera_cost::bars::{Bar, Kind, Overlap, overlap};
-use tessera_cost::program::{Doing, Price, Priced, span};
+use tessera_cost::program::{Doing, Price, span_of};
 use tessera_cost::streams::{Contention, Task, TaskId, Tasks, Uses, Window};
-use tessera_ir::{Bundle, Op, Opcode, Program, ValueId};
-use tessera_mesh::{LinkClass, Rank};
+use tessera_cost::{CollectiveOp, Machine, Span, Transfer};
+use tessera_ir::Bundle;
+use tessera_mesh::{Group, LinkClass, Rank};
 
-use super::players::{Player, met, players};
+use super::players::{Player, players_of};
+use super::score::{Does, Movement, Score, Step, Way, Whom};
 
 /// What one call comes to.
 #[derive(Debug, Clone, PartialEq)]
@@ -84,15 +85,39 @@ pub fn estimate_call(
     machine: &Machine,
     named: bool,
 ) -> Result<CallEstimate, Box<Diagnostic>> {
-    let players = players(bundle, &machine.cluster);
+    play(&Score::of(bundle, machine, named), call, phases, machine)
+}
+
+/// Plays a call of a score.
+///
+/// # Errors
+/// T1115.
+pub(super) fn play(
+    score: &Score,
+    call: &str,
+    phases: &[String],
+    machine: &Machine,
+) -> Result<CallEstimate, Box<Diagnostic>> {
+    let players = players_of(score, &machine.cluster);
+    let mut cast = Cast::new(score, &players, machine);
+    cast.reserve(phases);
+    for name in phases {
+        cast.phase(name);
+    }
+    let run = |cast: &Cast<'_>| {
+        let contention = Contention { compute: machine.contention(), links: false };
+        cast.tasks.run(contention).map_err(|stuck| Box::new(stuck.diagnostic(|t| cast.said(t).1.to_string())))
+    };
     // Power depends on what fills the call, so it is played once at full speed to see how busy it is.
-    let free = play(bundle, &players, phases, machine, 1.0, false)?;
-    let heavy: f64 =
-        [Doing::Product, Doing::Attention].iter().filter_map(|d| busiest(&free.0.work).get(d).copied()).sum();
+    let mut windows = run(&cast)?;
     let end = |windows: &[Window]| windows.iter().map(|w| w.end_ns).fold(0.0, f64::max);
-    let pace = machine.profile.habits.pace(heavy / end(&free.1).max(f64::MIN_POSITIVE));
-    let (cast, windows) =
-        if pace < 1.0 || named { play(bundle, &players, phases, machine, pace, named)? } else { free };
+    let busy = busiest(&cast.work, 1.0);
+    let heavy: f64 = [Doing::Product, Doing::Attention].iter().filter_map(|d| busy.get(d)).sum();
+    let pace = machine.profile.habits.pace(heavy / end(&windows).max(f64::MIN_POSITIVE));
+    if pace < 1.0 {
+        cast.pace(pace);
+        windows = run(&cast)?;
+    }
     let at = |t: &TaskId| windows[t.0 as usize];
     let spans = cast.spans.iter().map(|(name, begin, end)| PhaseSpan {
         name: name.clone(),
@@ -100,82 +125,64 @@ pub fn estimate_call(
         end_ns: end.iter().map(|t| at(t).end_ns).fold(0.0, f64::max),
     });
     let phases: Vec<PhaseSpan> = spans.collect();
-    let bars: Vec<Bar> = cast
-        .drawn
-        .iter()
-        .zip(&windows)
-        .filter(|(d, w)| d.shown && w.end_ns > w.start_ns)
-        .map(|(d, w)| Bar {
-            rank: players[d.player].rank.0,
-            lane: if named { d.lane.clone() } else { String::new() },
-            name: d.name.clone(),
-            kind: d.kind,
-            start_ns: w.start_ns,
-            end_ns: w.end_ns,
-        })
-        .collect();
+    // By player, so that each has its own in one piece.
+    let mut bars: Vec<Vec<Bar>> = vec![Vec::new(); players.len()];
+    for (i, (drawn, w)) in cast.drawn.iter().zip(&windows).enumerate() {
+        if drawn.step.is_some() && w.end_ns > w.start_ns {
+            let (lane, name) = cast.said(TaskId(i as u32));
+            bars[drawn.player].push(Bar {
+                rank: players[drawn.player].rank.0,
+                lane: lane.to_string(),
+                name: name.to_string(),
+                kind: drawn.kind,
+                start_ns: w.start_ns,
+                end_ns: w.end_ns,
+            });
+        }
+    }
+    let exchanging = |own: &Vec<Bar>| own.iter().filter(|b| b.kind == Kind::Collective).map(Bar::ns).sum();
     Ok(CallEstimate {
         call: call.to_string(),
         ns: end(&windows),
         pace,
         phases,
         overlap: over_ranks(&players, &bars),
-        collective_ns: most(&players, |p| {
-            bars.iter().filter(|b| b.rank == p.rank.0 && b.kind == Kind::Collective).map(Bar::ns).sum()
-        }),
-        bars,
-        work_ns: busiest(&cast.work),
+        collective_ns: bars.iter().map(exchanging).fold(0.0, f64::max),
+        bars: bars.into_iter().flatten().collect(),
+        work_ns: busiest(&cast.work, pace),
         sent: cast.sent,
         flops: cast.flops,
-        players: players.clone(),
+        players,
     })
 }
 
-/// The tasks of a call and when they ran.
-fn play<'a>(
-    bundle: &'a Bundle,
-    players: &'a [Player],
-    phases: &[String],
-    machine: &'a Machine,
-    pace: f64,
-    named: bool,
-) -> Result<(Cast<'a>, Vec<Window>), Box<Diagnostic>> {
-    let mut cast = Cast::new(bundle, players, machine, pace);
-    for name in phases {
-        cast.phase(name, named);
-    }
-    let windows = cast
-        .tasks
-        .run(Contention { compute: machine.contention(), links: false })
-        .map_err(|stuck| Box::new(stuck.diagnostic(|t| cast.drawn[t.0 as usize].name.clone())))?;
-    Ok((cast, windows))
-}
-
 /// Overlap summed over all ranks, each with its player's.
-fn over_ranks(players: &[Player], bars: &[Bar]) -> Overlap {
-    players.iter().fold(Overlap::default(), |sum, p| {
-        let own: Vec<Bar> = bars.iter().filter(|b| b.rank == p.rank.0).cloned().collect();
-        let (one, n) = (overlap(&own, false), p.stands_for.len() as f64);
+fn over_ranks(players: &[Player], bars: &[Vec<Bar>]) -> Overlap {
+    players.iter().zip(bars).fold(Overlap::default(), |sum, (p, own)| {
+        let (one, n) = (overlap(own, false), p.stands_for.len() as f64);
         Overlap { total_ns: sum.total_ns + n * one.total_ns, hidden_ns: sum.hidden_ns + n * one.hidden_ns }
     })
 }
 
-fn most(players: &[Player], of: impl Fn(&Player) -> f64) -> f64 {
-    players.iter().map(of).fold(0.0, f64::max)
-}
+/// Device time of a player by what it does, and the part of it that pace stretches.
+type Work = BTreeMap<Doing, (f64, f64)>;
 
-fn busiest(work: &[BTreeMap<Doing, f64>]) -> BTreeMap<Doing, f64> {
-    let sum = |w: &BTreeMap<Doing, f64>| w.values().sum::<f64>();
-    work.iter().max_by(|a, b| sum(a).total_cmp(&sum(b))).cloned().unwrap_or_default()
+/// The work of the player that has most.
+fn busiest(work: &[Work], pace: f64) -> BTreeMap<Doing, f64> {
+    let at = |(ns, paced): &(f64, f64)| paced / pace + (ns - paced);
+    let sum = |w: &Work| w.values().map(at).sum::<f64>();
+    let most = work.iter().max_by(|a, b| sum(a).total_cmp(&sum(b)));
+    most.map_or_else(BTreeMap::new, |w| w.iter().map(|(d, x)| (*d, at(x))).collect())
 }
 
 /// What a task is drawn as.
 struct Drawn {
     player: usize,
-    lane: String,
-    name: String,
     kind: Kind,
-    shown: bool,
+    /// Phase of the score and step of the player's part in it; none for a mark, which is not drawn.
+    step: Option<(usize, usize)>,
+    /// Whether it is the host's launch of the step.
+    launch: bool,
 }
 
 /// Stream of a rank on which its host launches.
@@ -185,25 +192,30 @@ const JOIN: u8 = u8::MAX - 1;
 
 /// Tasks of all players under construction.
 struct Cast<'a> {
-    bundle: &'a Bundle,
+    score: &'a Score,
     players: &'a [Player],
     machine: &'a Machine,
-    pace: f64,
     tasks: Tasks,
     drawn: Vec<Drawn>,
     /// Where each player's last phase ended.
     joined: Vec<Option<TaskId>>,
     /// Player that stands for each rank.
     player_of: BTreeMap<Rank, usize>,
-    /// How many collectives of each kind of meeting each player has launched.
-    launched: BTreeMap<(usize, Meeting), u32>,
-    /// Numbers of meetings.
-    meetings: BTreeMap<(Meeting, u32), u32>,
-    /// Programs with their prices, by phase and role: a call runs some phases several times.
-    priced: BTreeMap<(String, usize), Priced<'a>>,
+    /// Whom each player meets.
+    doors: Vec<Vec<(Whom, Door)>>,
+    /// Kinds of meetings.
+    meetings: BTreeMap<Meeting, u32>,
+    /// Number of each meeting, by kind.
+    numbers: Vec<Vec<u32>>,
+    /// Meetings so far.
+    met: u32,
+    /// What was priced already.
+    transfers: Vec<((CollectiveOp, u64, Span), Transfer)>,
+    /// Tasks whose work depends on the pace.
+    paced: Vec<(TaskId, Price)>,
     /// Begin and end marks of the players, by phase.
     spans: Vec<(String, Vec<TaskId>, Vec<TaskId>)>,
-    work: Vec<BTreeMap<Doing, f64>>,
+    work: Vec<Work>,
     sent: [f64; 3],
     flops: f64,
 }
@@ -211,38 +223,48 @@ struct Cast<'a> {
 /// Who meets: the players concerned, in order, and for a send and its receive the direction.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 enum Meeting {
-    Of(String, Vec<usize>),
+    Of(Option<Group>, Vec<usize>),
     FromTo(usize, usize),
 }
 
+/// A meeting as a player comes to it again and again.
+#[derive(Debug, Clone, Copy)]
+struct Door {
+    span: Span,
+    /// Its kind; none where nobody else comes.
+    kind: Option<u32>,
+    /// How often the player came.
+    came: usize,
+}
+
 /// One phase of one player under construction.
-struct Part<'a> {
+struct Now {
     player: usize,
-    program: &'a Program,
-    defs: Vec<Option<usize>>,
+    phase: usize,
     begin: TaskId,
     /// Last task of each stream.
-    last: BTreeMap<u8, TaskId>,
-    /// Tasks behind events and tickets.
-    behind: BTreeMap<ValueId, TaskId>,
-    named: bool,
+    last: Vec<(u8, TaskId)>,
+    /// Tasks behind the steps so far: of points and exchanges.
+    behind: Vec<Option<TaskId>>,
 }
 
 impl<'a> Cast<'a> {
-    fn new(bundle: &'a Bundle, players: &'a [Player], machine: &'a Machine, pace: f64) -> Cast<'a> {
+    fn new(score: &'a Score, players: &'a [Player], machine: &'a Machine) -> Cast<'a> {
         let stands = |(i, p): (usize, &Player)| p.stands_for.iter().map(move |r| (*r, i)).collect::<Vec<_>>();
         Cast {
-            bundle,
+            score,
             players,
             machine,
-            pace,
             tasks: Tasks::default(),
             drawn: Vec::new(),
             joined: vec![None; players.len()],
             player_of: players.iter().enumerate().flat_map(stands).collect(),
-            launched: BTreeMap::new(),
+            doors: vec![Vec::new(); players.len()],
             meetings: BTreeMap::new(),
-            priced: BTreeMap::new(),
+            numbers: Vec::new(),
+            met: 0,
+            transfers: Vec::new(),
+            paced: Vec::new(),
             spans: Vec::new(),
             work: vec![BTreeMap::new(); players.len()],
             sent: [0.0; 3],
@@ -250,31 +272,29 @@ impl<'a> Cast<'a> {
         }
     }
 
-    fn phase(&mut self, name: &str, named: bool) {
-        let bundle = self.bundle;
-        let Some(phase) = bundle.phase(name) else { return };
+    /// Makes room for a call's tasks.
+    fn reserve(&mut self, phases: &[String]) {
+        let found = phases.iter().filter_map(|name| self.score.phase(name)).map(|at| &self.score.phases[at]);
+        let steps =
+            |phase: &Movement| -> usize { self.players.iter().map(|p| phase.parts[p.role].len()).sum() };
+        let tasks = found.map(steps).sum();
+        self.tasks.reserve(tasks);
+        self.drawn.reserve(tasks);
+    }
+
+    fn phase(&mut self, name: &str) {
+        let score = self.score;
+        let Some(phase) = score.phase(name) else { return };
         let (mut begins, mut ends) = (Vec::new(), Vec::new());
         for (i, player) in self.players.iter().enumerate() {
-            let program = &phase.programs[player.role];
-            let key = (name.to_string(), player.role);
-            let priced =
-                self.priced.remove(&key).unwrap_or_else(|| Priced::of(self.machine, program, self.pace));
+            let part = &score.phases[phase].parts[player.role];
             let begin = self.mark(i, self.joined[i]);
-            let mut part = Part {
-                player: i,
-                program,
-                defs: program.definitions(),
-                begin,
-                last: BTreeMap::new(),
-                behind: BTreeMap::new(),
-                named,
-            };
-            for (at, (op, price)) in program.ops.iter().zip(&priced.ops).enumerate() {
-                self.op(&mut part, &priced, (at, op), price);
+            let mut now = Now { player: i, phase, begin, last: Vec::new(), behind: Vec::new() };
+            for at in part.order() {
+                self.step(&mut now, at, &part.steps[at]);
             }
-            self.priced.insert(key, priced);
             let end = self.mark(i, Some(begin));
-            for last in part.last.values() {
+            for (_, last) in &now.last {
                 self.tasks.after(end, *last);
             }
             self.joined[i] = Some(end);
@@ -286,8 +306,7 @@ impl<'a> Cast<'a> {
 
     /// A point in a player's time.
     fn mark(&mut self, player: usize, after: Option<TaskId>) -> TaskId {
-        let drawn =
-            Drawn { player, lane: String::new(), name: String::new(), kind: Kind::Other, shown: false };
+        let drawn = Drawn { player, kind: Kind::Other, step: None, launch: false };
         let task = self.push(drawn, JOIN, 0.0, Uses::Nothing, None);
         if let Some(after) = after {
             self.tasks.after(task, after);
@@ -301,129 +320,171 @@ impl<'a> Cast<'a> {
         self.tasks.push(Task { rank, stream, work_ns, uses, meets })
     }
 
-    fn op(&mut self, part: &mut Part<'_>, priced: &Priced, (at, op): (usize, &Op), price: &Price) {
-        let stream = op.stream.0 as u8;
-        let people = self.players[part.player].stands_for.len() as f64;
+    fn step(&mut self, now: &mut Now, at: usize, step: &Step) {
+        let price = &step.price;
+        let people = self.players[now.player].stands_for.len() as f64;
         self.flops += price.flops * people;
         if price.ns > 0.0 {
-            *self.work[part.player].entry(price.doing).or_insert(0.0) += price.ns;
+            let work = self.work[now.player].entry(price.doing).or_insert((0.0, 0.0));
+            (work.0, work.1) = (work.0 + price.ns, work.1 + price.paced_ns);
         }
-        let mut after: Vec<TaskId> = op.after.iter().filter_map(|e| part.behind.get(e)).copied().collect();
+        let here = now.behind.len();
+        let earlier = |back: &u32| now.behind.get(here - *back as usize).copied().flatten();
+        let mut after: Vec<TaskId> = step.after.iter().filter_map(earlier).collect();
         let host = self.machine.launch_ns() * f64::from(price.launches);
         if host > 0.0 {
-            let launch = self.push(part.drawn(op, Kind::Other, "host"), HOST, host, Uses::Nothing, None);
-            self.order(part, HOST, launch, &[]);
+            let drawn =
+                Drawn { player: now.player, kind: Kind::Other, step: Some((now.phase, at)), launch: true };
+            let launch = self.push(drawn, HOST, host, Uses::Nothing, None);
+            self.order(now, HOST, launch, &[]);
             after.push(launch);
         }
-        match op.opcode {
-            Opcode::EventRecord => {
-                let point = part.last.get(&stream).copied().unwrap_or(part.begin);
-                part.behind.extend(op.results.iter().map(|r| (*r, point)));
+        let works = price.ns > 0.0;
+        let behind = match step.does {
+            Does::Point => {
+                let last = now.last.iter().find(|(s, _)| *s == step.stream);
+                Some(last.map_or(now.begin, |(_, t)| *t))
             }
-            Opcode::Wait => {
-                let ticket = op.operands.first().and_then(|t| part.behind.get(t)).copied();
-                after.extend(ticket);
-                let uses = if price.ns > 0.0 { Uses::Compute } else { Uses::Nothing };
-                self.step(part, op, stream, Kind::Pack, price.ns, uses, &after);
+            Does::Take => {
+                let uses = if works { Uses::Compute } else { Uses::Nothing };
+                self.work(now, (at, step), Kind::Pack, uses, &after);
+                None
             }
-            _ if op.opcode.is_collective() => {
-                if price.ns > 0.0 {
-                    self.step(part, op, stream, Kind::Pack, price.ns, Uses::Compute, &after);
+            Does::Exchange { whom, what, bytes, issue } => {
+                if works {
+                    self.work(now, (at, step), Kind::Pack, Uses::Compute, &after);
                     after.clear();
                 }
-                self.collective(part, priced, (at, op), &after);
+                let task = self.exchange(now, (at, step), whom, (what, bytes), &after);
+                issue.then_some(task)
             }
-            _ if price.ns > 0.0 || !after.is_empty() => {
-                self.step(part, op, stream, Kind::Compute, price.ns, Uses::Compute, &after);
+            Does::Work => {
+                if works || !after.is_empty() {
+                    self.work(now, (at, step), Kind::Compute, Uses::Compute, &after);
+                }
+                None
             }
-            _ => {}
-        }
+        };
+        now.behind.push(behind);
     }
 
-    #[allow(clippy::too_many_arguments, reason = "one task has as many facts")]
-    fn step(
+    /// What a step does on its own device.
+    fn work(&mut self, now: &mut Now, (at, step): (usize, &Step), kind: Kind, uses: Uses, after: &[TaskId]) {
+        let drawn = Drawn { player: now.player, kind, step: Some((now.phase, at)), launch: false };
+        let task = self.push(drawn, step.stream, step.price.ns, uses, None);
+        if step.price.paced_ns > 0.0 {
+            self.paced.push((task, step.price));
+        }
+        self.order(now, step.stream, task, after);
+    }
+
+    fn exchange(
         &mut self,
-        part: &mut Part<'_>,
-        op: &Op,
-        stream: u8,
-        kind: Kind,
-        ns: f64,
-        uses: Uses,
+        now: &mut Now,
+        (at, step): (usize, &Step),
+        whom: Whom,
+        (what, bytes): (CollectiveOp, f64),
         after: &[TaskId],
-    ) {
-        let lane = part.program.streams.get(usize::from(stream)).map_or("", String::as_str);
-        let task = self.push(part.drawn(op, kind, lane), stream, ns, uses, None);
-        self.order(part, stream, task, after);
-    }
-
-    fn collective(&mut self, part: &mut Part<'_>, priced: &Priced, (at, op): (usize, &Op), after: &[TaskId]) {
-        let player = &self.players[part.player];
-        let (stream, people) = (op.stream.0 as u8, player.stands_for.len() as f64);
-        let others = met(self.bundle, player.rank, op);
-        let span = span(&self.machine.cluster, &self.bundle.mesh, player.rank, op);
-        let Some(transfer) = priced.exchange(at, span) else { return };
-        for (sum, sent) in self.sent.iter_mut().zip(transfer.sent) {
-            *sum += sent * people;
+    ) -> TaskId {
+        let people = self.players[now.player].stands_for.len() as f64;
+        let (span, meets) = self.come(now.player, whom);
+        let transfer = self.transfer(what, bytes, span);
+        if !matches!(whom.way, Way::From(_)) {
+            for (sum, sent) in self.sent.iter_mut().zip(transfer.sent) {
+                *sum += sent * people;
+            }
         }
-        let meets = (others.len() > 1).then(|| self.meeting(part.player, op, &others));
         let class = if span.domains > 1 { LinkClass::Out } else { LinkClass::Domain };
-        let lane = part.program.streams.get(usize::from(stream)).map_or("", String::as_str);
-        let drawn = part.drawn(op, Kind::Collective, lane);
-        let task = self.push(drawn, stream, transfer.ns, Uses::Link(class), meets);
-        self.order(part, stream, task, after);
-        if op.issue {
-            part.behind.extend(op.results.iter().map(|r| (*r, task)));
-        }
+        let drawn =
+            Drawn { player: now.player, kind: Kind::Collective, step: Some((now.phase, at)), launch: false };
+        let task = self.push(drawn, step.stream, transfer.ns, Uses::Link(class), meets);
+        self.order(now, step.stream, task, after);
+        task
     }
 
-    /// The number of a meeting: the how many-th of its kind the player comes to.
-    fn meeting(&mut self, player: usize, op: &Op, others: &[Rank]) -> u32 {
+    fn transfer(&mut self, what: CollectiveOp, bytes: f64, span: Span) -> Transfer {
+        let key = (what, bytes.to_bits(), span);
+        if let Some((_, known)) = self.transfers.iter().find(|(k, _)| *k == key) {
+            return *known;
+        }
+        let transfer = self.machine.collective(what, bytes, span);
+        self.transfers.push((key, transfer));
+        transfer
+    }
+
+    /// The span of a meeting that a player comes to, and its number if others come too: the how many-th of its kind it is
+    /// to the player.
+    fn come(&mut self, player: usize, whom: Whom) -> (Span, Option<u32>) {
+        let at = match self.doors[player].iter().position(|(w, _)| *w == whom) {
+            Some(at) => at,
+            None => {
+                let door = self.door(player, whom);
+                self.doors[player].push((whom, door));
+                self.doors[player].len() - 1
+            }
+        };
+        let door = &mut self.doors[player][at].1;
+        let Some(kind) = door.kind else { return (door.span, None) };
+        door.came += 1;
+        let numbers = &mut self.numbers[kind as usize];
+        if numbers.len() < door.came {
+            numbers.push(self.met);
+            self.met += 1;
+        }
+        (door.span, Some(numbers[door.came - 1]))
+    }
+
+    fn door(&mut self, player: usize, whom: Whom) -> Door {
+        let others = whom.met(&self.score.mesh, self.players[player].rank);
         let of = |r: &Rank| self.player_of.get(r).copied().unwrap_or(player);
-        let kind = match op.opcode {
-            Opcode::Send => Meeting::FromTo(player, of(&others[1])),
-            Opcode::Recv => Meeting::FromTo(of(&others[1]), player),
-            _ => {
+        let kind = (others.len() > 1).then(|| match whom.way {
+            Way::To(_) => Meeting::FromTo(player, of(&others[1])),
+            Way::From(_) => Meeting::FromTo(of(&others[1]), player),
+            Way::All => {
                 let mut all: Vec<usize> = others.iter().map(of).collect();
                 all.sort_unstable();
                 all.dedup();
-                Meeting::Of(op.group().map_or_else(String::new, |g| g.to_string()), all)
+                Meeting::Of(whom.group, all)
             }
-        };
-        let count = self.launched.entry((player, kind.clone())).or_insert(0);
-        *count += 1;
-        let (at, next) = (*count, self.meetings.len() as u32);
-        *self.meetings.entry((kind, at)).or_insert(next)
+        });
+        let kind = kind.map(|kind| {
+            let next = self.meetings.len() as u32;
+            *self.meetings.entry(kind).or_insert(next)
+        });
+        self.numbers.resize(self.meetings.len(), Vec::new());
+        Door { span: span_of(&self.machine.cluster, &others), kind, came: 0 }
     }
 
     /// Puts a task behind its phase's begin, if it is its stream's first, and behind what it comes after.
-    fn order(&mut self, part: &mut Part<'_>, stream: u8, task: TaskId, after: &[TaskId]) {
-        if part.last.insert(stream, task).is_none() {
-            self.tasks.after(task, part.begin);
+    fn order(&mut self, now: &mut Now, stream: u8, task: TaskId, after: &[TaskId]) {
+        match now.last.iter_mut().find(|(s, _)| *s == stream) {
+            Some((_, last)) => *last = task,
+            None => {
+                now.last.push((stream, task));
+                self.tasks.after(task, now.begin);
+            }
         }
         for earlier in after {
             self.tasks.after(task, *earlier);
         }
     }
-}
 
-impl Part<'_> {
-    fn drawn(&self, op: &Op, kind: Kind, lane: &str) -> Drawn {
-        let (lane, name) =
-            if self.named { (lane.to_string(), self.what(op)) } else { (String::new(), String::new()) };
-        Drawn { player: self.player, lane, name, kind, shown: true }
+    /// Gives products and attention the time they take at a share of full speed.
+    fn pace(&mut self, pace: f64) {
+        for (task, price) in &self.paced {
+            self.tasks.set_work(*task, price.at(pace));
+        }
     }
 
-    /// What an op is called on a chart: its name and what it works with.
-    fn what(&self, op: &Op) -> String {
-        let p = self.program;
-        let maker = |v: &ValueId| self.defs[v.0 as usize].map(|d| &p.ops[d]);
-        let weight = op.operands.iter().filter_map(maker).find(|o| o.opcode == Opcode::Weight);
-        let buffer = op.buffer.or_else(|| op.operands.get(1).and_then(maker)?.buffer);
-        let verb = op.opcode.name();
-        match (weight.and_then(|w| w.name.as_deref()), buffer) {
-            (Some(w), _) => format!("{verb} {}", w.trim_end_matches(".weight")),
-            (None, Some(b)) => format!("{verb} {}", p.buffer(b).name),
-            (None, None) => verb.to_string(),
+    /// Lane and name of a task, if its score has names.
+    fn said(&self, task: TaskId) -> (&'a str, &'a str) {
+        let drawn = &self.drawn[task.0 as usize];
+        let Some((phase, step)) = drawn.step else { return ("", "") };
+        let part = &self.score.phases[phase].parts[self.players[drawn.player].role];
+        match &part.names {
+            Some(names) if drawn.launch => ("host", &names[step].1),
+            Some(names) => (&names[step].0, &names[step].1),
+            None => ("", ""),
         }
     }
 }

@@ -34,10 +34,9 @@ pub fn bytes_of_roles(bundle: &Bundle, precision: Precision) -> Vec<RankBytes> {
 }
 
 fn bytes_of(bundle: &Bundle, role: usize, precision: Precision) -> RankBytes {
-    let scale = precision.bytes() / Precision::F32.bytes();
     let kept = |ty: &Type| {
-        let full = ty.bytes().0;
-        if ty.dtype == DType::F32 { (full as f64 * scale).ceil() as u64 } else { full }
+        let full = ty.bytes();
+        if ty.dtype == DType::F32 { at_precision(full, precision).0 } else { full.0 }
     };
     // One tensor of a name, whatever phases read it.
     let (mut weights, mut buffers, mut inputs) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
@@ -61,6 +60,12 @@ fn bytes_of(bundle: &Bundle, role: usize, precision: Precision) -> RankBytes {
         weights: sum(weights),
         buffers: sum(buffers),
         inputs: sum(inputs),
-        temporaries: Bytes((temporaries as f64 * scale).ceil() as u64),
+        temporaries: at_precision(Bytes(temporaries), precision),
     }
+}
+
+/// Bytes of f32 values when they are kept at a precision.
+pub(super) fn at_precision(full: Bytes, precision: Precision) -> Bytes {
+    let scale = precision.bytes() / Precision::F32.bytes();
+    Bytes((full.0 as f64 * scale).ceil() as u64)
 }

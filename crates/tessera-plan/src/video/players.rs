@@ -4,9 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_cost::Span;
-use tessera_cost::program::span;
-use tessera_ir::{Bundle, Op, Opcode};
-use tessera_mesh::{Cluster, Rank};
+use tessera_cost::program::span_of;
+use tessera_ir::Bundle;
+use tessera_mesh::{Cluster, Mesh, Rank};
+
+use super::score::{Does, Score, Whom};
 
 /// A rank that is followed, and the ranks that have its times.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,55 +26,60 @@ pub struct Player {
 /// are then equal. Else every rank plays for itself.
 #[must_use]
 pub fn players(bundle: &Bundle, cluster: &Cluster) -> Vec<Player> {
-    let alike = (0..bundle.roles.len()).all(|role| meet_alike(bundle, cluster, role));
+    let roles: Vec<&[Rank]> = bundle.roles.iter().map(|r| &r.ranks[..]).collect();
+    let meets = |role: usize| {
+        let programs = bundle.phases.iter().map(move |p| &p.programs[role]);
+        programs.flat_map(|p| p.collectives().map(|(_, op)| Whom::of(op))).collect()
+    };
+    cast(&bundle.mesh, &roles, &(0..roles.len()).map(meets).collect::<Vec<_>>(), cluster)
+}
+
+/// The players of a score.
+pub(super) fn players_of(score: &Score, cluster: &Cluster) -> Vec<Player> {
+    let roles: Vec<&[Rank]> = score.roles.iter().map(|r| &r[..]).collect();
+    let mut meets: Vec<BTreeSet<Whom>> = vec![BTreeSet::new(); roles.len()];
+    for phase in &score.phases {
+        for (part, meets) in phase.parts.iter().zip(&mut meets) {
+            for step in part.steps.iter() {
+                if let Does::Exchange { whom, .. } = step.does {
+                    meets.insert(whom);
+                }
+            }
+        }
+    }
+    cast(&score.mesh, &roles, &meets, cluster)
+}
+
+fn cast(mesh: &Mesh, roles: &[&[Rank]], meets: &[BTreeSet<Whom>], cluster: &Cluster) -> Vec<Player> {
+    let mut role_of = vec![None; mesh.ranks() as usize];
+    for (role, rank) in roles.iter().enumerate().flat_map(|(i, r)| r.iter().map(move |rank| (i, *rank))) {
+        if let Some(of) = role_of.get_mut(rank.0 as usize) {
+            *of = Some(role);
+        }
+    }
+    let seen = |rank: Rank, whom: Whom| -> (BTreeMap<Option<usize>, usize>, Span) {
+        let met = whom.met(mesh, rank);
+        let mut roles = BTreeMap::new();
+        for other in &met {
+            *roles.entry(role_of.get(other.0 as usize).copied().flatten()).or_insert(0) += 1;
+        }
+        (roles, span_of(cluster, &met))
+    };
+    let alike = roles.iter().zip(meets).all(|(ranks, meets)| {
+        meets.iter().all(|whom| {
+            let first = ranks.first().map(|r| seen(*r, *whom));
+            ranks.iter().all(|r| Some(seen(*r, *whom)) == first)
+        })
+    });
     let mut out = Vec::new();
-    for (role, r) in bundle.roles.iter().enumerate() {
+    for (role, ranks) in roles.iter().enumerate() {
         if alike {
-            if let Some(first) = r.ranks.first() {
-                out.push(Player { rank: *first, role, stands_for: r.ranks.clone() });
+            if let Some(first) = ranks.first() {
+                out.push(Player { rank: *first, role, stands_for: ranks.to_vec() });
             }
         } else {
-            out.extend(r.ranks.iter().map(|rank| Player { rank: *rank, role, stands_for: vec![*rank] }));
+            out.extend(ranks.iter().map(|rank| Player { rank: *rank, role, stands_for: vec![*rank] }));
         }
     }
     out
-}
-
-/// The members that an op meets, seen from a rank: of a send or receive its two ends.
-pub(crate) fn met(bundle: &Bundle, rank: Rank, op: &Op) -> Vec<Rank> {
-    let members = op.group().map_or_else(Vec::new, |g| bundle.mesh.members(rank, g));
-    match op.opcode {
-        Opcode::Send | Opcode::Recv => {
-            let key = if op.opcode == Opcode::Send { "to" } else { "from" };
-            let other = op.int(key).and_then(|at| usize::try_from(at).ok()).and_then(|at| members.get(at));
-            std::iter::once(rank).chain(other.copied()).collect()
-        }
-        _ => members,
-    }
-}
-
-fn meet_alike(bundle: &Bundle, cluster: &Cluster, role: usize) -> bool {
-    let ranks = &bundle.roles[role].ranks;
-    let mut seen: BTreeSet<(String, Option<i64>, bool)> = BTreeSet::new();
-    for program in bundle.phases.iter().map(|p| &p.programs[role]) {
-        for (_, op) in program.collectives() {
-            let group = op.group().map_or_else(String::new, |g| g.to_string());
-            let key = (group, op.int("to").or(op.int("from")), op.opcode == Opcode::Send);
-            if !seen.insert(key) {
-                continue;
-            }
-            let whom = |rank: &Rank| -> (BTreeMap<Option<usize>, usize>, Span) {
-                let mut roles = BTreeMap::new();
-                for other in met(bundle, *rank, op) {
-                    *roles.entry(bundle.role_of(other)).or_insert(0) += 1;
-                }
-                (roles, span(cluster, &bundle.mesh, *rank, op))
-            };
-            let first = ranks.first().map(whom);
-            if ranks.iter().any(|r| Some(whom(r)) != first) {
-                return false;
-            }
-        }
-    }
-    true
 }

@@ -7,9 +7,10 @@ use tessera_cost::Machine;
 use tessera_cost::bars::Kind;
 use tessera_mesh::{Axis, Mesh};
 
-use super::call::{CallEstimate, estimate_call};
+use super::call::{self, CallEstimate, estimate_call};
 use super::memory::{RankBytes, bytes_of_roles};
 use super::period::{Decode, Period, Studio, period};
+use super::shelf::Shelf;
 use crate::search::Objective;
 use crate::{Logical, Mapping, Strategy, Topology, lower};
 
@@ -92,7 +93,7 @@ pub struct Ranked {
     pub decode: Decode,
     /// Devices in use.
     pub devices: u32,
-    /// One call.
+    /// One call. A search keeps bars of the best alone.
     pub call: CallEstimate,
     /// The pace of the stream.
     pub period: Period,
@@ -134,8 +135,18 @@ pub struct Outcome {
 /// Tries every mapping of the devices. No candidate is dropped without being counted under a reason.
 #[must_use]
 pub fn search(q: &Question<'_>) -> Outcome {
+    search_telling(q, &mut |_, _| ())
+}
+
+/// The same, and tells how many meshes of how many are done.
+#[must_use]
+pub fn search_telling(q: &Question<'_>, tell: &mut dyn FnMut(usize, usize)) -> Outcome {
     let mut out = Outcome { considered: 0, legal: 0, refused: BTreeMap::new(), best: Vec::new() };
-    for (tp, pp, strategy) in meshes(q) {
+    let needed = steady(q).map(|(_, phases)| needed(q.logical, phases));
+    let mut shelf = needed.as_ref().ok().map(|l| Shelf::new(l, q.machine));
+    let meshes = meshes(q);
+    for (done, (tp, pp, strategy)) in meshes.iter().copied().enumerate() {
+        tell(done, meshes.len());
         // What lies outside the mesh changes neither its programs nor its memory.
         let mut played: Option<Result<Played, Diagnostics>> = None;
         for (topology, decode, outstanding) in surroundings(q, tp * pp) {
@@ -149,7 +160,7 @@ pub fn search(q: &Question<'_>) -> Outcome {
             };
             let wrong = mapping.misfits(&q.logical.extents());
             let ranked = if wrong.is_empty() {
-                match played.get_or_insert_with(|| play(q, &mapping)) {
+                match played.get_or_insert_with(|| play_shortly(q, &mapping, shelf.as_mut())) {
                     Ok(p) => finish(q, &mapping, decode, p),
                     Err(ds) => Err(ds.clone()),
                 }
@@ -174,6 +185,7 @@ pub fn search(q: &Question<'_>) -> Outcome {
     if let Some(best) = out.best.first_mut() {
         name_bars(q, best);
     }
+    tell(meshes.len(), meshes.len());
     out
 }
 
@@ -266,6 +278,32 @@ struct Played {
     computing: f64,
 }
 
+impl Played {
+    fn of(blocks: Vec<u64>, call: CallEstimate, bytes: Vec<RankBytes>) -> Played {
+        let fullest = bytes.into_iter().max_by_key(|b| b.total());
+        let computing = computing(&call);
+        // Thousands of bars without names would be kept for each mapping, and nobody looks at them.
+        let call = CallEstimate { bars: Vec::new(), ..call };
+        Played { blocks, computing, call, memory: fullest.unwrap_or_default() }
+    }
+}
+
+/// The same as [`play`], from few lowerings where that can be.
+fn play_shortly(
+    q: &Question<'_>,
+    mapping: &Mapping,
+    shelf: Option<&mut Shelf<'_>>,
+) -> Result<Played, Diagnostics> {
+    let (call, phases) = steady(q)?;
+    match shelf.and_then(|s| s.score(mapping.mesh, mapping.strategy)) {
+        Some(scored) => {
+            let estimate = call::play(&scored.score, call, phases, q.machine).map_err(|d| vec![*d])?;
+            Ok(Played::of(scored.blocks, estimate, scored.bytes))
+        }
+        None => play(q, mapping),
+    }
+}
+
 fn play(q: &Question<'_>, mapping: &Mapping) -> Result<Played, Diagnostics> {
     let (call, phases) = steady(q)?;
     let inside = Topology::Mesh;
@@ -273,13 +311,7 @@ fn play(q: &Question<'_>, mapping: &Mapping) -> Result<Played, Diagnostics> {
     let bundle = lower(&needed(q.logical, phases), &mut mapping)?;
     let estimate = estimate_call(&bundle, call, phases, q.machine, false).map_err(|d| vec![*d])?;
     let precision = q.machine.profile.habits.precision;
-    let fullest = bytes_of_roles(&bundle, precision).into_iter().max_by_key(|b| b.total());
-    Ok(Played {
-        blocks: mapping.blocks,
-        computing: computing(&estimate),
-        call: estimate,
-        memory: fullest.unwrap_or_default(),
-    })
+    Ok(Played::of(mapping.blocks, estimate, bytes_of_roles(&bundle, precision)))
 }
 
 fn steady<'a>(q: &'a Question<'_>) -> Result<(&'a str, &'a [String]), Diagnostics> {
@@ -429,5 +461,82 @@ impl Outcome {
     fn refuse(&mut self, example: String, says: Diagnostic) {
         let entry = self.refused.entry(says.code.id).or_insert(Refused { count: 0, example, says });
         entry.count += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tessera_cost::Profile;
+    use tessera_mesh::clusters;
+    use tessera_models::{VideoModel, calls, phases};
+
+    use super::*;
+
+    fn logical(layers: u64, heads: u64, cache: &str) -> Logical {
+        let config = format!(
+            r#"{{"dim":{},"ffn_dim":104,"num_heads":{heads},"num_layers":{layers},"in_dim":4,"out_dim":4,"text_len":7,
+            "text_dim":20,"freq_dim":32}}"#,
+            heads * 12
+        );
+        let stream = format!("[video]\nwidth = 80\nheight = 48\n[cache]\nmode = \"{cache}\"\n");
+        let m = VideoModel::parse(("config.json", &config), ("stream.toml", &stream)).unwrap();
+        Logical {
+            phases: phases(&m),
+            calls: calls(&m),
+            heads: m.wan.heads,
+            dim: m.wan.dim,
+            ffn: m.wan.ffn_dim,
+            tokens: m.chunk_tokens(),
+            blocks: m.wan.layers,
+        }
+    }
+
+    /// Every mesh of a question by both ways, which must agree to the last bit; how many came off the shelf.
+    fn compare(l: &Logical, machine: &Machine, meshes: &[(u32, u32)]) -> usize {
+        let call = l.calls.iter().find(|c| c.0 == "chunk.fill3").unwrap();
+        let l = &needed(l, &call.1);
+        let mut shelf = Shelf::new(l, machine);
+        let mut fast = 0;
+        for &(tp, pp) in meshes {
+            for strategy in [Strategy::Ulysses, Strategy::Megatron] {
+                let mut mapping = mapping(tp, pp, strategy, Topology::Mesh, 2).unwrap();
+                if !mapping.misfits(&l.extents()).is_empty() {
+                    continue;
+                }
+                let words = format!("{} {} of {} blocks", mapping.mesh, strategy.name(), l.blocks);
+                let bundle = lower(l, &mut mapping).unwrap();
+                let estimate = estimate_call(&bundle, &call.0, &call.1, machine, false).unwrap();
+                let bytes = bytes_of_roles(&bundle, machine.profile.habits.precision);
+                let Some(scored) = shelf.score(mapping.mesh, strategy) else { continue };
+                fast += 1;
+                assert_eq!(scored.blocks, mapping.blocks, "{words}");
+                assert_eq!(scored.bytes, bytes, "{words}");
+                let ranks: Vec<_> = bundle.roles.iter().map(|r| r.ranks.clone()).collect();
+                assert_eq!(scored.score.roles, ranks, "{words}");
+                let quick = call::play(&scored.score, &call.0, &call.1, machine).unwrap();
+                assert!(quick == estimate, "{words}: {} for {}", quick.ns, estimate.ns);
+            }
+        }
+        fast
+    }
+
+    fn machine(cluster: &str, profile: &str) -> Machine {
+        Machine::new(clusters::named(cluster).unwrap(), Profile::named(profile).unwrap())
+    }
+
+    #[test]
+    fn stages_off_the_shelf_are_those_of_the_whole_model() {
+        // Heads, columns and tokens that do not divide; stages of unequal numbers of blocks, one block among them.
+        let meshes: Vec<(u32, u32)> = (1..=5)
+            .flat_map(|tp| [1, 2, 3, 5, 7].map(|pp| (tp, pp)))
+            .chain([(2, 4), (3, 9), (2, 11), (1, 14)])
+            .collect();
+        for cache in ["resident", "recompute"] {
+            let l = logical(14, 5, cache);
+            for (cluster, profile) in [("gb200-nvl72", "torch-2.11"), ("hgx-h200", "tessera")] {
+                let fast = compare(&l, &machine(cluster, profile), &meshes);
+                assert_eq!(fast, 2 * meshes.len(), "{cache} {profile}: none needed the whole model");
+            }
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! Planning of video models: every mapping is lowered, and one call of it is played by discrete events.
+//! Planning of video models: one call of every mapping is played by discrete events.
 
 use serde_json::json;
 use tessera_base::{Bytes, Diagnostic, Diagnostics};
@@ -53,16 +53,20 @@ pub struct VideoAsked<'a> {
 }
 
 /// Searches the mappings of a model. The chosen one, if any fits, is what `tessera stream` runs; who decodes is not part of
-/// a mapping, and ranks that share a decoder are not run yet, as the sheet then says.
+/// a mapping, and ranks that share a decoder are not run yet, as the sheet then says. `tell` hears how many meshes of how
+/// many have been looked at.
 ///
 /// # Errors
 /// Never today: what does not fit is on the sheet.
-pub fn video(asked: &VideoAsked<'_>) -> Result<(Sheet, Option<Mapping>), Diagnostics> {
+pub fn video(
+    asked: &VideoAsked<'_>,
+    tell: &mut dyn FnMut(usize, usize),
+) -> Result<(Sheet, Option<Mapping>), Diagnostics> {
     let logical = logical(&asked.model.video);
     let call = steady(&logical);
     let studio = studio(asked, &logical);
     let q = question(asked, &logical, &call, studio);
-    let outcome = video::search(&q);
+    let outcome = video::search_telling(&q, tell);
     let mapping = chosen(&outcome).map(|r| r.mapping.clone());
     let mut sheet = sheet(asked, &q, &outcome);
     sheet.tell();
@@ -76,11 +80,16 @@ fn chosen(outcome: &Outcome) -> Option<&Ranked> {
     outcome.best.iter().find(runs)
 }
 
-/// Says what becomes of one mapping, and how far it is from the best.
+/// Says what becomes of one mapping, and how far it is from the best. `tell` hears how many meshes of how many have been
+/// looked at.
 ///
 /// # Errors
 /// Never today: what does not fit is in the text.
-pub fn video_why(asked: &VideoAsked<'_>, pins: &Pins) -> Result<(bool, String), Diagnostics> {
+pub fn video_why(
+    asked: &VideoAsked<'_>,
+    pins: &Pins,
+    tell: &mut dyn FnMut(usize, usize),
+) -> Result<(bool, String), Diagnostics> {
     let logical = logical(&asked.model.video);
     let call = steady(&logical);
     let studio = studio(asked, &logical);
@@ -90,7 +99,7 @@ pub fn video_why(asked: &VideoAsked<'_>, pins: &Pins) -> Result<(bool, String), 
     one.pins = *pins;
     // What was asked for is looked at, however few devices it takes.
     one.at_least = 1;
-    let (found, all) = (video::search(&one), video::search(&whole));
+    let (found, all) = (video::search(&one), video::search_telling(&whole, tell));
     let mut out = format!("{} on {}\n", words(pins), place(asked));
     match (found.best.first(), all.best.first()) {
         (Some(this), Some(best)) => {
@@ -212,7 +221,7 @@ fn sheet(asked: &VideoAsked<'_>, q: &Question<'_>, outcome: &Outcome) -> Sheet {
         })
         .collect();
     page.sources = vec![format!(
-        "Estimated from the programs that would be sealed, op by op, under the executor profile {} at {}; each mapping was lowered and one call of it played by discrete events.",
+        "Estimated from the programs that would be sealed, op by op, under the executor profile {} at {}; one call of each mapping was played by discrete events.",
         machine.profile.name,
         machine.profile.habits.precision.name()
     )];
