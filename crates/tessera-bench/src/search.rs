@@ -20,8 +20,8 @@ use crate::{Measured, Output};
 /// Time the search over mappings of a rack and of many
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Times that each search of one rack is repeated; growth is measured once
-    #[arg(long, value_name = "N", default_value_t = 5)]
+    /// Times that each search is repeated
+    #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: u32,
 
     /// Racks of the largest machine, 72 devices each
@@ -63,7 +63,7 @@ pub fn run(args: &Args) -> anyhow::Result<Measured> {
             let mut points = Vec::new();
             let mut timings = Vec::new();
             for racks in racks.chain([args.racks]) {
-                let timed = Timed::of(&question(model, job, racks)?, 1);
+                let timed = Timed::of(&question(model, job, racks)?, args.rounds);
                 lines.push(format!("{model:12} {name:8} {:>5} devices: {}", racks * 72, timed.line()));
                 points.push((f64::from(racks).ln(), timed.cpu_s().ln()));
                 timings.push(serde_json::json!({"devices": racks * 72, "search": timed.json()}));
