@@ -96,13 +96,12 @@ fn examine(args: &Args) -> Outcome {
 fn here(format: Shape) -> Outcome {
     let facts = machine_at_hand();
     out(&match format {
-        Shape::Text => table(
-            &facts.iter().map(|(k, v)| vec![(*k).to_string(), v.clone()]).collect::<Vec<_>>(),
-            &[false, false],
-        ),
+        Shape::Text => {
+            table(&facts.iter().map(|(k, v)| vec![k.clone(), v.clone()]).collect::<Vec<_>>(), &[false, false])
+        }
         Shape::Json => {
             let map: serde_json::Map<_, _> =
-                facts.iter().map(|(k, v)| ((*k).to_string(), v.clone().into())).collect();
+                facts.iter().map(|(k, v)| (k.clone(), v.clone().into())).collect();
             serde_json::Value::from(map).to_string() + "\n"
         }
     })?;

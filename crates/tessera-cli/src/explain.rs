@@ -32,6 +32,7 @@ const RANGES: &[(&str, &str)] = &[
     ("T09", "records and reports"),
     ("T11", "clusters and what things take"),
     ("T12", "the search over mappings"),
+    ("T13", "GPUs and their libraries"),
 ];
 
 /// How many near misses are named.

@@ -15,6 +15,7 @@ pub mod drill;
 pub mod engine;
 mod files;
 mod flight;
+pub mod gpus;
 mod guard;
 pub mod join;
 pub mod local;
@@ -97,6 +98,7 @@ pub fn registry() -> Registry {
         tessera_models::CODES,
         tessera_weights::CODES,
         tessera_cost::CODES,
+        tessera_cuda::CODES,
         tessera_plan::CODES,
         tessera_runtime::CODES,
         tessera_device::CODES,

@@ -20,6 +20,7 @@ use tessera_models::zoo;
 use tessera_plan::search::recipe;
 use tessera_plan::search::remedy::Mode;
 
+use crate::gpus::Gpus;
 use crate::measure::Host;
 use crate::record::RECORD;
 
@@ -143,38 +144,27 @@ pub const MODES: [Mode; 4] = [Mode::Congestion, Mode::Memory, Mode::Fp8, Mode::D
 
 /// What this machine has and what this build knows, by name.
 #[must_use]
-pub fn machine_at_hand() -> Vec<(&'static str, String)> {
+pub fn machine_at_hand() -> Vec<(String, String)> {
     let host = Host::look();
     let list = |names: Vec<&str>| names.join(", ");
-    let gpus = match (&host.gpus[..], &host.cuda[..]) {
-        ([], []) => "none seen, nor a CUDA library; this build runs on the CPU".to_string(),
-        ([], cuda) => {
-            format!("none seen, though CUDA libraries are: {}; this build runs on the CPU", cuda.join(", "))
-        }
-        (gpus, []) => format!("{}; no CUDA library seen; this build runs on the CPU", gpus.join(", ")),
-        (gpus, cuda) => format!("{}; {}; this build runs on the CPU", gpus.join(", "), cuda.join(", ")),
-    };
     let memory = host
         .memory_bytes
         .map_or("the system does not say".to_string(), |b| format!("{:.1} GB", b as f64 / 1e9));
-    vec![
-        ("processor", host.cpu),
-        ("cores", host.cores.to_string()),
-        ("memory", memory),
-        ("kernels", format!("{}, the same bits on every vector unit", vector_unit())),
-        ("GPUs", gpus),
-        (
-            "tessera",
-            format!(
-                "{} for {} on {}",
-                env!("CARGO_PKG_VERSION"),
-                std::env::consts::ARCH,
-                std::env::consts::OS
-            ),
-        ),
-        ("clusters", list(clusters::names().collect())),
-        ("profiles", list(Profile::names().collect())),
-        ("models", list(zoo::names().into_iter().collect())),
-        ("recipes", list(recipe::names())),
-    ]
+    let fact = |name: &str, text: String| (name.to_string(), text);
+    let mut out = vec![
+        fact("processor", host.cpu),
+        fact("cores", host.cores.to_string()),
+        fact("memory", memory),
+        fact("kernels", format!("{}, the same bits on every vector unit", vector_unit())),
+    ];
+    out.extend(Gpus::look().facts());
+    let (version, arch, os) = (env!("CARGO_PKG_VERSION"), std::env::consts::ARCH, std::env::consts::OS);
+    out.extend([
+        fact("tessera", format!("{version} for {arch} on {os}")),
+        fact("clusters", list(clusters::names().collect())),
+        fact("profiles", list(Profile::names().collect())),
+        fact("models", list(zoo::names().into_iter().collect())),
+        fact("recipes", list(recipe::names())),
+    ]);
+    out
 }

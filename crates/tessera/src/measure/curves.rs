@@ -531,7 +531,7 @@ mod tests {
     use super::*;
 
     fn host() -> Host {
-        Host { cpu: "A Processor".into(), cores: 4, memory_bytes: Some(16 << 30), gpus: vec![], cuda: vec![] }
+        Host { cpu: "A Processor".into(), cores: 4, memory_bytes: Some(16 << 30) }
     }
 
     /// Samples of a machine whose laws are known.

@@ -1,7 +1,5 @@
 //! What the machine at hand is, by what its operating system says.
 
-use std::path::Path;
-
 /// The machine at hand.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
@@ -12,10 +10,6 @@ pub struct Host {
     /// Memory that this process may use: the machine's, or its container's if that is less. None where the system does
     /// not say.
     pub memory_bytes: Option<u64>,
-    /// GPUs that are seen, by what shows them.
-    pub gpus: Vec<String>,
-    /// Libraries of CUDA that are seen.
-    pub cuda: Vec<String>,
 }
 
 impl Host {
@@ -29,8 +23,6 @@ impl Host {
             cpu: cpu_of(&read("/proc/cpuinfo")).unwrap_or_else(|| std::env::consts::ARCH.to_string()),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             memory_bytes: total.into_iter().chain(limit).min(),
-            gpus: gpus(),
-            cuda: cuda(),
         }
     }
 }
@@ -57,49 +49,6 @@ fn memory_of(meminfo: &str) -> Option<u64> {
 fn kilobytes(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find(|l| l.starts_with(key))?;
     line.split_whitespace().nth(1)?.parse::<u64>().ok().map(|kb| kb * 1024)
-}
-
-fn gpus() -> Vec<String> {
-    let mut out = Vec::new();
-    for entry in entries("/proc/driver/nvidia/gpus") {
-        let text =
-            std::fs::read_to_string(Path::new("/proc/driver/nvidia/gpus").join(&entry).join("information"));
-        let model = text
-            .ok()
-            .and_then(|t| t.lines().find_map(|l| l.strip_prefix("Model:")).map(|m| m.trim().to_string()));
-        out.push(format!("{} at {entry}", model.unwrap_or_else(|| "a GPU".to_string())));
-    }
-    if out.is_empty() {
-        let device = |name: &String| name.strip_prefix("nvidia").is_some_and(|n| n.parse::<u32>().is_ok());
-        out.extend(entries("/dev").into_iter().filter(device).map(|name| format!("/dev/{name}")));
-    }
-    out
-}
-
-fn cuda() -> Vec<String> {
-    let places =
-        ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/local/cuda/lib64"];
-    let wanted = ["libcuda.so.1", "libcudart.so", "libcublas.so", "libnccl.so.2"];
-    let mut out = Vec::new();
-    for place in places {
-        out.extend(
-            wanted
-                .iter()
-                .map(|w| Path::new(place).join(w))
-                .filter(|p| p.exists())
-                .map(|p| p.display().to_string()),
-        );
-    }
-    out
-}
-
-/// Names in a folder, sorted; none where it cannot be read.
-fn entries(folder: &str) -> Vec<String> {
-    let mut names: Vec<String> = std::fs::read_dir(folder)
-        .map(|d| d.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect())
-        .unwrap_or_default();
-    names.sort();
-    names
 }
 
 #[cfg(test)]

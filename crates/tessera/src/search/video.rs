@@ -103,11 +103,15 @@ pub fn video_why(
     let mut out = format!("{} on {}\n", words(pins), place(asked));
     match (found.best.first(), all.best.first()) {
         (Some(this), Some(best)) => {
-            out +=
-                &format!("legal\n  this  {}\n  best  {}\n{}", short(this), short(best), against(this, best));
+            out += &format!(
+                "legal\n  this  {}\n  best  {}\n{}",
+                short(asked, this),
+                short(asked, best),
+                against(this, best)
+            );
             Ok((true, out))
         }
-        (Some(this), None) => Ok((true, out + &format!("legal\n  this  {}\n", short(this)))),
+        (Some(this), None) => Ok((true, out + &format!("legal\n  this  {}\n", short(asked, this)))),
         (None, _) if found.considered == 0 => {
             let most = asked.devices.unwrap_or(asked.machine.cluster.devices());
             Ok((false, out + &format!("refused: no mapping of these pins takes {most} devices or fewer\n")))
@@ -124,7 +128,7 @@ pub fn video_why(
                 }
             }
             if let Some(best) = best {
-                out += &format!("  best  {}\n", short(best));
+                out += &format!("  best  {}\n", short(asked, best));
             }
             Ok((false, out))
         }
@@ -291,7 +295,7 @@ fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ran
         number(period, &unit, "from one chunk to the next".to_string()),
         number(latency, &latency_unit, "from a chunk's last input to its last pixel".to_string()),
         number(
-            format!("{:.1}", (best.memory.total().0 as f64 + machine.reserved_bytes()) / 1e9),
+            format!("{:.1}", held_bytes(asked, best) / 1e9),
             "GB",
             format!("on the fullest rank, of {:.0}", machine.cluster.device.memory_bytes.value / 1e9),
         ),
@@ -344,7 +348,7 @@ fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ran
                 ns_text(r.latency_ns),
                 r.mapping.max_outstanding.to_string(),
                 r.devices.to_string(),
-                r.memory.total().to_string(),
+                format!("{:.1} GB", held_bytes(asked, r) / 1e9),
             ]
         })
         .collect();
@@ -496,7 +500,7 @@ fn numbers(asked: &VideoAsked<'_>, outcome: &Outcome) -> serde_json::Value {
             "call_ns": r.call.ns,
             "collective_ns": r.call.collective_ns,
             "overlap_ratio": r.call.overlap.ratio(),
-            "bytes": r.memory.total().0,
+            "bytes": held_bytes(asked, r) as u64,
             "phases": r.call.phases.iter().map(|p| json!({"name": p.name, "start_ns": p.start_ns, "end_ns": p.end_ns})).collect::<Vec<_>>(),
         })
     };
@@ -522,15 +526,20 @@ fn mapping(r: &Ranked) -> String {
     format!("{} {} {} {}", r.mapping.mesh, r.mapping.strategy.name(), r.mapping.topology.name(), r.decode)
 }
 
-fn short(r: &Ranked) -> String {
+/// Bytes on the fullest rank, the executor's own among them.
+fn held_bytes(asked: &VideoAsked<'_>, r: &Ranked) -> f64 {
+    r.memory.total().0 as f64 + asked.machine.reserved_bytes()
+}
+
+fn short(asked: &VideoAsked<'_>, r: &Ranked) -> String {
     format!(
-        "{}: {:.1} frames/s, a chunk every {}, latency {}, {} devices, {}",
+        "{}: {:.1} frames/s, a chunk every {}, latency {}, {} devices, {:.1} GB",
         mapping(r),
         r.fps,
         ns_text(r.period.ns),
         ns_text(r.latency_ns),
         r.devices,
-        r.memory.total()
+        held_bytes(asked, r) / 1e9
     )
 }
 

@@ -1,0 +1,183 @@
+//! NVIDIA GPUs of the machine at hand: where their libraries may lie, and what was found.
+
+use std::path::{Path, PathBuf};
+
+use tessera_base::Diagnostic;
+use tessera_cuda::{Devices, Libraries, devices};
+
+/// Names further folders with libraries, separated by colons; they come first.
+pub const FOLDERS: &str = "TESSERA_CUDA_LIBS";
+
+/// What was found.
+#[derive(Debug)]
+pub struct Gpus {
+    /// Folders that were looked in, in order.
+    pub folders: Vec<PathBuf>,
+    /// Libraries that are here, and those that are not.
+    pub libraries: Libraries,
+    /// GPUs, or why the driver tells of none.
+    pub devices: Result<Devices, Diagnostic>,
+}
+
+impl Gpus {
+    /// Looks.
+    #[must_use]
+    pub fn look() -> Gpus {
+        let split = |name: &str| -> Vec<PathBuf> {
+            std::env::var_os(name).map(|v| std::env::split_paths(&v).collect()).unwrap_or_default()
+        };
+        let folders = folders(split(FOLDERS), &split("PATH"));
+        let libraries = Libraries::load(&folders);
+        let devices = devices(&libraries);
+        Gpus { folders, libraries, devices }
+    }
+
+    /// The same by name, for people.
+    #[must_use]
+    pub fn facts(&self) -> Vec<(String, String)> {
+        let mut out = Vec::new();
+        match &self.devices {
+            Ok(all) => {
+                out.push(("GPUs".to_string(), all.gpus.len().to_string()));
+                for (i, g) in all.gpus.iter().enumerate() {
+                    let links = match g.nvlinks {
+                        Some(0) => ", no NVLink".to_string(),
+                        Some(n) => format!(", {n} NVLinks up"),
+                        None => String::new(),
+                    };
+                    let (major, minor) = g.capability;
+                    out.push((
+                        format!("GPU {i}"),
+                        format!(
+                            "{}, {}, {} multiprocessors, sm_{major}{minor}, {}{links}",
+                            g.name, g.memory, g.multiprocessors, g.bus
+                        ),
+                    ));
+                }
+                if all.gpus.len() > 1 {
+                    out.push(("peer access".to_string(), peers(all)));
+                }
+            }
+            // The driver's absence is told among the libraries.
+            Err(d) if d.code.id == tessera_cuda::T1301.id => {
+                out.push(("GPUs".to_string(), "none: no driver is here".to_string()));
+            }
+            Err(d) => out.push(("GPUs".to_string(), format!("none: {} ({})", d.message, d.code.id))),
+        }
+        for f in &self.libraries.found {
+            let version = f.version.clone().unwrap_or_else(|| "of no version".to_string());
+            out.push((f.library.name().to_string(), format!("{version}, {}", f.path.display())));
+        }
+        for l in &self.libraries.lost {
+            let mut text = format!("no {}", l.library.file());
+            for (path, why) in &l.refused {
+                text += &format!("; {} would not load: {why}", path.display());
+            }
+            out.push((l.library.name().to_string(), text));
+        }
+        out
+    }
+}
+
+fn peers(all: &Devices) -> String {
+    let pairs = |with: fn(&tessera_cuda::Link) -> bool| all.links.iter().filter(|l| with(l)).count();
+    let (access, atomics) = (pairs(|l| l.access), pairs(|l| l.atomics));
+    match (access, atomics) {
+        (0, _) => "none between any two".to_string(),
+        (n, a) if n == all.links.len() && a == n => "between all, atomics too".to_string(),
+        (n, a) => {
+            let lacking = all.links.iter().filter(|l| !l.access).map(|l| format!("{}→{}", l.from, l.to));
+            let lacking: Vec<String> = lacking.collect();
+            let but = if lacking.is_empty() { String::new() } else { format!(", not {}", lacking.join(" ")) };
+            format!("{n} of {} ordered pairs{but}; atomics on {a}", all.links.len())
+        }
+    }
+}
+
+/// Folders that may hold libraries: those told, those of wheels beside each Python on the path, those of a toolkit.
+fn folders(told: Vec<PathBuf>, path: &[PathBuf]) -> Vec<PathBuf> {
+    let mut out = told;
+    let mut prefixes: Vec<PathBuf> = Vec::new();
+    for bin in path {
+        let python = bin.join("python3");
+        // An environment's Python is a link to another's, and both may have wheels.
+        for python in [Some(python.clone()), std::fs::canonicalize(&python).ok()].into_iter().flatten() {
+            if python.exists()
+                && let Some(prefix) = python.parent().and_then(Path::parent)
+                && !prefixes.iter().any(|p| p == prefix)
+            {
+                prefixes.push(prefix.to_path_buf());
+            }
+        }
+    }
+    let mut sites = Vec::new();
+    for prefix in prefixes {
+        for lib in ["lib", "lib64", "local/lib"] {
+            for python in entries(&prefix.join(lib)) {
+                if python.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3")) {
+                    sites.extend(["site-packages", "dist-packages"].map(|s| python.join(s).join("nvidia")));
+                }
+            }
+        }
+    }
+    for site in sites {
+        out.extend(entries(&site).into_iter().map(|wheel| wheel.join("lib")).filter(|p| p.is_dir()));
+    }
+    let toolkit = ["/usr/local/cuda/lib64", "/usr/local/nvidia/lib64"].map(PathBuf::from);
+    out.extend(toolkit.into_iter().filter(|p| p.is_dir()));
+    out.dedup();
+    out
+}
+
+/// What lies in a folder, sorted; nothing where it cannot be read.
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> =
+        std::fs::read_dir(folder).map(|d| d.flatten().map(|e| e.path()).collect()).unwrap_or_default();
+    all.sort();
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use tessera_base::Bytes;
+    use tessera_cuda::{Gpu, Link};
+
+    use super::*;
+
+    #[test]
+    fn wheels_of_an_environment_come_after_what_was_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |p: &str| dir.path().join(p);
+        for p in ["env/bin", "env/lib/python3.12/site-packages/nvidia/cu13/lib", "mine"] {
+            std::fs::create_dir_all(at(p)).unwrap();
+        }
+        std::fs::create_dir_all(at("env/lib/python3.12/site-packages/nvidia/cudnn/lib")).unwrap();
+        std::fs::create_dir_all(at("env/lib/python3.12/site-packages/nvidia/headers")).unwrap();
+        std::fs::write(at("env/bin/python3"), "").unwrap();
+        let found = folders(vec![at("mine")], &[at("nowhere"), at("env/bin"), at("env/bin")]);
+        let site = at("env/lib/python3.12/site-packages/nvidia");
+        let begin = [at("mine"), site.join("cu13/lib"), site.join("cudnn/lib")];
+        assert_eq!(found[..3], begin);
+        assert!(found[3..].iter().all(|p| !p.starts_with(dir.path())), "{found:?}");
+    }
+
+    #[test]
+    fn pairs_that_cannot_reach_each_other_are_named() {
+        let gpu = Gpu {
+            name: "a GPU".into(),
+            bus: "0000:00:00.0".into(),
+            memory: Bytes(1 << 30),
+            multiprocessors: 1,
+            capability: (9, 0),
+            nvlinks: None,
+        };
+        let link = |from, to, access| Link { from, to, access, atomics: access };
+        let gpus = vec![gpu.clone(), gpu];
+        let both = Devices { gpus, links: vec![link(0, 1, true), link(1, 0, true)] };
+        assert_eq!(peers(&both), "between all, atomics too");
+        let one = Devices { links: vec![link(0, 1, true), link(1, 0, false)], ..both.clone() };
+        assert_eq!(peers(&one), "1 of 2 ordered pairs, not 1→0; atomics on 1");
+        let none = Devices { links: vec![link(0, 1, false), link(1, 0, false)], ..both };
+        assert_eq!(peers(&none), "none between any two");
+    }
+}
