@@ -24,7 +24,7 @@ pub(super) struct Team {
 }
 
 impl Team {
-    /// Nanoseconds of what `make` makes for each rank: the least of its repetitions, on the rank where that is most.
+    /// Nanoseconds of what `make` makes for each rank: the median of its repetitions, on the rank where that is most.
     /// Ranks do not wait for each other in between.
     pub(super) fn time<W: FnMut()>(
         &self,
@@ -42,7 +42,7 @@ impl Team {
                 }
             };
             begin.wait();
-            work.as_mut().map_or(0.0, |w| least(self.budget, w))
+            work.as_mut().map_or(0.0, |w| usual_ns(self.budget, w))
         };
         let most = std::thread::scope(|scope| {
             let all: Vec<_> = (1..self.ranks).map(|r| scope.spawn(move || each_of(&each, r))).collect();
@@ -60,8 +60,8 @@ fn each_of(each: &(impl Fn(usize) -> f64 + Sync), rank: usize) -> f64 {
     each(rank)
 }
 
-/// Nanoseconds of the fastest repetition within a time: what the machine does when nothing else asks for it.
-pub(super) fn least(budget: Duration, work: &mut impl FnMut()) -> f64 {
+/// Nanoseconds of the median repetition within a time: what a run meets, not what it could meet at best.
+pub(super) fn usual_ns(budget: Duration, work: &mut impl FnMut()) -> f64 {
     work();
     let mut at_once = 1u32;
     loop {
@@ -72,12 +72,12 @@ pub(super) fn least(budget: Duration, work: &mut impl FnMut()) -> f64 {
         }
         at_once *= 2;
     }
-    let (begun, mut best, mut turns) = (Instant::now(), f64::INFINITY, 0);
-    while turns < LEAST || begun.elapsed() < budget {
+    let (begun, mut turns) = (Instant::now(), Vec::new());
+    while turns.len() < LEAST || begun.elapsed() < budget {
         let turn = Instant::now();
         (0..at_once).for_each(|_| work());
-        best = best.min(turn.elapsed().as_nanos() as f64 / f64::from(at_once));
-        turns += 1;
+        turns.push(turn.elapsed().as_nanos() as f64 / f64::from(at_once));
     }
-    best.max(1.0)
+    turns.sort_by(f64::total_cmp);
+    turns[turns.len() / 2].max(1.0)
 }
