@@ -311,6 +311,22 @@ fn a_mesh_of_144_ranks_on_72_devices_is_refused_with_its_product_and_neighbours(
 }
 
 #[test]
+fn copies_that_do_not_divide_the_devices_are_in_the_product() {
+    let q = question("deepseek-v3", "gb200-nvl72", DECODE, "");
+    for (pins, says) in [
+        ("dp=5", "tp·ep·pp·dp = 1·1·1·5 = 5 ranks, 72 devices"),
+        ("dp=5,pp=2", "tp·ep·pp·dp = 1·1·2·5 = 10 ranks, 72 devices"),
+        (
+            "dp=5,tp=2,ep=3",
+            "pp·tp·replicas = 1·2·15, pp·expert_tp·ep·expert replicas = 1·1·3·10 = 30 ranks, 72 devices",
+        ),
+    ] {
+        let (reasons, _) = refused(&q, pins);
+        assert_eq!(reasons, [(Reason::Ranks, says.to_string())]);
+    }
+}
+
+#[test]
 fn uneven_heads_run_and_are_refused_only_where_asked() {
     let mut q = question("sr-moe", "gb200-nvl72", TRAIN, "");
     let pins = Pins::parse("tp=12,ep=6,pp=1,dp=1").expect("pins");

@@ -366,7 +366,7 @@ pub(super) fn divisors(n: u32) -> impl Iterator<Item = u32> {
     (1..=n).filter(move |d| n.is_multiple_of(*d))
 }
 
-fn lcm(a: u32, b: u32) -> u32 {
+pub(super) fn lcm(a: u32, b: u32) -> u32 {
     let (mut x, mut y) = (a, b);
     while y != 0 {
         (x, y) = (y, x % y);

@@ -10,7 +10,7 @@ use super::budget::Totals;
 use super::estimate::{Node, Pipe, Prices};
 use super::front::{Best, Front, Point};
 use super::legal::bytes;
-use super::space::{Factors, Lists, Matters, factors};
+use super::space::{Factors, Lists, Matters, factors, lcm};
 use super::{
     Candidate, Estimate, Objective, Outcome, Pins, Question, Ranked, Reason, Rejected, StageShare, Use,
 };
@@ -557,6 +557,12 @@ fn pinned(pins: &Pins, devices: u32, axes: bool) -> Factors {
         return Factors { pp, tp, ep, expert_tp: tp, replicas: ep.saturating_mul(dp), expert_replicas: dp };
     }
     let expert_tp = one(pins.expert_tp);
+    if let Some(dp) = pins.dp {
+        let unit = lcm(tp, expert_tp.saturating_mul(ep));
+        let copies = |ranks: u32| (unit / ranks.max(1)).saturating_mul(dp);
+        let (replicas, expert_replicas) = (copies(tp), copies(expert_tp.saturating_mul(ep)));
+        return Factors { pp, tp, ep, expert_tp, replicas, expert_replicas };
+    }
     let stage = (devices / pp).max(1);
     Factors {
         pp,
