@@ -10,7 +10,7 @@ use tessera::search::{
 use tessera::{Model, Overrides, Plan, plan};
 use tessera_base::{Diagnostic, Nanoseconds};
 
-use crate::options::{CacheName, Planning, no_model};
+use crate::options::{CacheName, Planning, T0031};
 use crate::progress::Searching;
 use crate::say::{DIAGNOSED, Outcome, Refusal, Shape, out};
 use crate::values;
@@ -150,7 +150,7 @@ impl Search {
             (None, Some(name), None) => Subject::Zoo(name.clone()),
             (None, None, Some(dir)) if dir.is_dir() => Subject::Config(dir.join("config.json")),
             (None, None, Some(file)) => Subject::Config(file.to_path_buf()),
-            (None, None, None) => return Err(no_model()),
+            (None, None, None) => return Err(nothing_named()),
             _ => return Err(one_model()),
         };
         self.only("a language model", &self.for_video())?;
@@ -171,7 +171,7 @@ impl Search {
         let subject = match (&self.recipe, &self.zoo) {
             (Some(recipe), None) => Subject::Recipe(recipe.clone()),
             (None, Some(name)) => Subject::Zoo(name.clone()),
-            (None, None) => return Err(no_model()),
+            (None, None) => return Err(nothing_named()),
             (Some(_), Some(_)) => return Err(one_model()),
         };
         let cluster = self.cluster.as_deref().unwrap_or(RACK);
@@ -299,6 +299,11 @@ impl From<JobName> for JobKind {
 
 fn command() -> String {
     std::env::args().collect::<Vec<_>>().join(" ")
+}
+
+fn nothing_named() -> Refusal {
+    let hint = "name one: --recipe sr-moe, --model deepseek-v3, or the folder of a model such as models/demo";
+    Refusal::usage(vec![Diagnostic::error(&T0031, "no model named").hint(hint)])
 }
 
 fn one_model() -> Refusal {

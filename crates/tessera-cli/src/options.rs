@@ -57,8 +57,9 @@ pub enum DeviceName {
 pub static T0031: Code = Code {
     id: "T0031",
     title: "no model named",
-    page: "The verb needs the folder of a model: config.json, stream.toml and weights as safetensors. The one that comes with \
-the project is models/demo. Where a plan is given with --plan, the model is the one that the plan names.",
+    page: "A plan is of a model: one of the zoo by --model, one of the guide's recipes by --recipe, a config.json, or the folder of a \
+video model with config.json, stream.toml and, to stream it, weights as safetensors. The one that comes with the project is \
+models/demo. Where a plan is given with --plan, the model is the one that the plan names.",
 };
 
 /// What to plan and how.
@@ -185,7 +186,7 @@ fn mapping_file(file: &Path) -> Result<Mapping, Refusal> {
 }
 
 /// The refusal of a command line without a model.
-pub fn no_model() -> Refusal {
+fn no_model() -> Refusal {
     Refusal::usage(vec![
         Diagnostic::error(&T0031, "no model named").hint("give the folder of one, for example models/demo"),
     ])

@@ -88,7 +88,7 @@ impl<'a> Priced<'a> {
             }
         }
         if habits.fuses_passes {
-            let readers = kernels::readers(program);
+            let readers = program.readers();
             for set in kernels::fused_passes(program, &defs) {
                 let bytes = kernels::traffic(program, &widths, &readers, &set);
                 for (at, i) in set.iter().enumerate() {

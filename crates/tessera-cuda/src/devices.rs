@@ -18,8 +18,13 @@ pub static T1302: Code = Code {
     page: "The driver's library loaded, and then refused to start or to tell of its GPUs. The message carries its own word for \
 why. NO_DEVICE: no GPU is visible, as when CUDA_VISIBLE_DEVICES hides all or a container was started without any. \
 SYSTEM_DRIVER_MISMATCH: the library is of another version than the kernel's module, as after an update without a reboot. \
-SYSTEM_NOT_READY: the fabric manager of NVSwitch machines does not run. `nvidia-smi` shows what the driver itself sees.",
+SYSTEM_NOT_READY: the fabric manager of NVSwitch machines does not run. STUB_LIBRARY: a toolkit's folder of stubs is on \
+LD_LIBRARY_PATH and hides the driver; take it off. `nvidia-smi` shows what the driver itself sees.",
 };
+
+/// NVML's words for a link that a GPU does not have, and for GPUs without any.
+const NO_SUCH_LINK: c_int = 2;
+const NOT_SUPPORTED: c_int = 3;
 
 /// Most links that a GPU has.
 const MOST_LINKS: u32 = 36;
@@ -69,7 +74,7 @@ pub struct Devices {
 /// T1301 without a driver, T1302 where it refuses.
 pub fn devices(libraries: &Libraries) -> Result<Devices, Diagnostic> {
     if let Some(lost) = libraries.lost.iter().find(|l| l.library == Library::Driver) {
-        return Err(lost.diagnostic(&[]));
+        return Err(lost.diagnostic());
     }
     ask(libraries).map_err(|e| {
         let word = format!("{:?}", e.0);
@@ -102,8 +107,8 @@ fn ask(libraries: &Libraries) -> Result<Devices, DriverError> {
             out.links.push(Link {
                 from,
                 to,
-                access: between(*a, *b, P2p::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED)?,
-                atomics: between(*a, *b, P2p::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED)?,
+                access: between(*a, *b, P2p::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED),
+                atomics: between(*a, *b, P2p::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED),
             });
         }
     }
@@ -115,11 +120,12 @@ fn attribute(d: CUdevice, which: Attribute) -> Result<u32, DriverError> {
     unsafe { device::get_attribute(d, which) }.map(|v| v.max(0) as u32)
 }
 
-fn between(a: CUdevice, b: CUdevice, which: P2p) -> Result<bool, DriverError> {
+/// What the driver does not say of two devices, they cannot.
+fn between(a: CUdevice, b: CUdevice, which: P2p) -> bool {
     let mut value: c_int = 0;
     // SAFETY: the driver is up, gave both devices, and writes one int.
-    unsafe { sys::cuDeviceGetP2PAttribute(&mut value, which, a, b) }.result()?;
-    Ok(value != 0)
+    let said = unsafe { sys::cuDeviceGetP2PAttribute(&mut value, which, a, b) }.result();
+    said.is_ok() && value != 0
 }
 
 fn bus(d: CUdevice) -> Result<String, DriverError> {
@@ -144,10 +150,15 @@ fn nvlinks(libraries: &Libraries, bus: &str) -> Option<u32> {
         if handle(bus.as_ptr(), &mut device) != 0 {
             return None;
         }
-        let up = |link: &u32| {
+        let states = (0..MOST_LINKS).filter_map(|link| {
             let mut on = 0;
-            state(device, *link, &mut on) == 0 && on == 1
-        };
-        Some((0..MOST_LINKS).filter(up).count() as u32)
+            match state(device, link, &mut on) {
+                0 => Some(Some(on == 1)),
+                NO_SUCH_LINK | NOT_SUPPORTED => None,
+                _ => Some(None),
+            }
+        });
+        let all: Option<Vec<bool>> = states.collect();
+        all.map(|s| s.iter().filter(|up| **up).count() as u32)
     }
 }

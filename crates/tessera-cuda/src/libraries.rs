@@ -16,9 +16,9 @@ pub static T1301: Code = Code {
     id: "T1301",
     title: "a CUDA library is not here",
     page: "Runs on GPUs need the driver's libcuda.so.1 and, of CUDA 13, NVRTC, cuBLASLt, cuDNN 9 and, for more than one GPU, NCCL. \
-They are looked for in the folders of TESSERA_CUDA_LIBS (separated by colons), in the nvidia/*/lib folders of the Pythons on \
-PATH (where wheels of PyTorch put them), in /usr/local/cuda, and where the system's loader looks. The first that loads is \
-used.\n\nThe driver comes with the machine: in a container it is there only if the container was started with GPUs. The others \
+The driver's own, libcuda.so.1 and libnvidia-ml.so.1, are looked for where the system's loader looks and nowhere else; the \
+others in the folders of TESSERA_CUDA_LIBS (separated by colons), in the nvidia/*/lib folders of the Pythons on PATH (where \
+wheels of PyTorch put them), in /usr/local/cuda, and then where the loader looks. The first that loads is used.\n\nThe driver comes with the machine: in a container it is there only if the container was started with GPUs. The others \
 come with `pip install torch`, or as the wheels nvidia-cuda-nvrtc, nvidia-cublas, nvidia-cudnn-cu13 and nvidia-nccl-cu13. \
 `tessera doctor` lists what was found where. The CPU backend needs none of them.",
 };
@@ -71,16 +71,22 @@ impl Library {
         }
     }
 
+    /// Whether it belongs to the running kernel's driver, so that only the system's loader knows the right one.
+    #[must_use]
+    pub fn of_driver(self) -> bool {
+        matches!(self, Library::Driver | Library::Nvml)
+    }
+
     /// What it is needed for.
     #[must_use]
     pub fn purpose(self) -> &'static str {
         match self {
-            Library::Driver => "everything on a GPU",
-            Library::Nvml => "what links there are",
-            Library::Nvrtc => "fused kernels",
-            Library::CublasLt => "products",
-            Library::Cudnn => "attention and convolutions",
-            Library::Nccl => "collectives between GPUs",
+            Library::Driver => "all work on a GPU",
+            Library::Nvml => "the list of links",
+            Library::Nvrtc => "compiling fused kernels",
+            Library::CublasLt => "every product",
+            Library::Cudnn => "attention or convolution",
+            Library::Nccl => "communication between GPUs",
         }
     }
 }
@@ -108,19 +114,17 @@ pub struct Lost {
 impl Lost {
     /// What to tell whoever needs it.
     #[must_use]
-    pub fn diagnostic(&self, folders: &[PathBuf]) -> Diagnostic {
+    pub fn diagnostic(&self) -> Diagnostic {
         let library = self.library;
-        let what = format!("no {} ({}), which {} needs", library.file(), library.name(), library.purpose());
+        let what = format!("no {}, which {} needs", library.file(), library.purpose());
         let mut d = Diagnostic::error(&T1301, what);
         for (path, why) in &self.refused {
             d = d.at(path.display().to_string(), why.clone());
         }
-        if library == Library::Driver {
-            return d.hint("it comes with the machine's driver, and into a container with its GPUs");
-        }
-        let looked: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
-        let looked = if looked.is_empty() { "the system's folders alone".into() } else { looked.join(", ") };
-        d.hint(format!("looked in {looked}; TESSERA_CUDA_LIBS names further folders"))
+        d.hint(match library.of_driver() {
+            true => "it comes with the machine's driver, and into a container with its GPUs",
+            false => "`tessera doctor` says where was looked; TESSERA_CUDA_LIBS names further folders",
+        })
     }
 }
 
@@ -142,11 +146,10 @@ impl Libraries {
         let mut out = Libraries { found: Vec::new(), lost: Vec::new(), handles: Vec::new() };
         for library in Library::ALL {
             let file = library.file();
-            // Another driver than the running kernel's does not work: the loader knows that one, and folders of toolkits hold
-            // stubs of it.
+            // Folders of toolkits hold stubs of the driver.
             let system = [PathBuf::from(file)];
-            let of_driver = matches!(library, Library::Driver | Library::Nvml);
-            let told = folders.iter().filter(|_| !of_driver).map(|f| f.join(file)).filter(|p| p.exists());
+            let told =
+                folders.iter().filter(|_| !library.of_driver()).map(|f| f.join(file)).filter(|p| p.exists());
             let mut refused = Vec::new();
             let loaded = told.chain(system).find_map(|path| match open(&path) {
                 Ok(handle) => Some((path, handle)),
@@ -167,12 +170,6 @@ impl Libraries {
             }
         }
         out
-    }
-
-    /// Whether it is here.
-    #[must_use]
-    pub fn has(&self, library: Library) -> bool {
-        self.found.iter().any(|f| f.library == library)
     }
 
     /// A function of one.
@@ -259,8 +256,8 @@ mod tests {
         // Where the system has one of its own, that one is taken.
         let Some(lost) = all.lost.iter().find(|l| l.library == Library::Nccl) else { return };
         assert_eq!(lost.refused.len(), 1);
-        let said = lost.diagnostic(&[dir.path().to_path_buf()]);
-        assert!(said.message.contains("libnccl.so.2") && said.message.contains("collectives"), "{said:?}");
+        let said = lost.diagnostic();
+        assert!(said.message.contains("libnccl.so.2") && said.message.contains("communication"), "{said:?}");
         assert!(format!("{said:?}").contains(&file.display().to_string()), "{said:?}");
     }
 }

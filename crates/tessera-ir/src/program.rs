@@ -245,6 +245,18 @@ impl Program {
         defs
     }
 
+    /// The ops that read each value, in program order.
+    #[must_use]
+    pub fn readers(&self) -> Vec<Vec<usize>> {
+        let mut of = vec![Vec::new(); self.values.len()];
+        for (i, op) in self.ops.iter().enumerate() {
+            for v in op.uses() {
+                of[v.0 as usize].push(i);
+            }
+        }
+        of
+    }
+
     /// The last op that reads each value. A collective's operand is read until its wait.
     #[must_use]
     pub fn last_uses(&self) -> Vec<Option<usize>> {

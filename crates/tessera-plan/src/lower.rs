@@ -371,7 +371,7 @@ impl<'a> Lower<'a> {
 
     /// Whether a stage has a use for an `all` op: some op it owns, or an `all` op it needs, reads a result.
     fn needed(&self, i: usize, s: usize) -> bool {
-        let readers = self.source.ops[i].results.iter().flat_map(|r| self.facts.readers.of_value(*r));
+        let readers = self.source.ops[i].results.iter().flat_map(|r| &self.facts.readers[r.0 as usize]);
         let mut owned = readers.filter(|j| self.owners(**j).contains(&s));
         owned.any(|j| self.facts.owners[*j] != Owner::All || self.needed(*j, s))
     }

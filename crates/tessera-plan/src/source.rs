@@ -2,14 +2,15 @@
 
 use tessera_ir::{Op, Program};
 
-use crate::strategy::{Readers, wanted_by_heads};
+use crate::strategy::wanted_by_heads;
 
 /// A logical program, and what is asked of it again and again.
 pub(crate) struct Source<'a> {
     pub(crate) program: &'a Program,
     /// Definition site of each value.
     pub(crate) defs: Vec<Option<usize>>,
-    pub(crate) readers: Readers,
+    /// The ops that read each value.
+    pub(crate) readers: Vec<Vec<usize>>,
     /// Whose each op is.
     pub(crate) owners: Vec<Owner>,
     /// Whether every reader of an op's result wants it by heads.
@@ -39,7 +40,7 @@ impl<'a> Source<'a> {
             },
             None => Owner::First,
         };
-        let (defs, readers) = (program.definitions(), Readers::of(program));
+        let (defs, readers) = (program.definitions(), program.readers());
         Source {
             program,
             owners: program.ops.iter().map(owner).collect(),

@@ -1,6 +1,6 @@
 //! What each strategy asks of weights, buffers and inputs.
 
-use tessera_ir::{Op, Opcode, Program, ValueId};
+use tessera_ir::{Op, Opcode, Program};
 use tessera_mesh::{AxisLayout, DimName, Shard};
 
 use crate::Strategy;
@@ -79,37 +79,16 @@ impl Cut {
     }
 }
 
-/// The ops that read each value of a program.
-pub(crate) struct Readers {
-    of: Vec<Vec<usize>>,
-}
-
-impl Readers {
-    pub(crate) fn of(p: &Program) -> Readers {
-        let mut of = vec![Vec::new(); p.values.len()];
-        for (i, op) in p.ops.iter().enumerate() {
-            for v in op.uses() {
-                of[v.0 as usize].push(i);
-            }
-        }
-        Readers { of }
-    }
-
-    pub(crate) fn of_value(&self, v: ValueId) -> &[usize] {
-        &self.of[v.0 as usize]
-    }
-}
-
 /// Whether every reader of a logical value wants it cut by heads: attention over a cache that is, or that
 /// cache itself. Such a value's exchange can begin the moment it exists.
 pub(crate) fn wanted_by_heads(
     p: &Program,
-    readers: &Readers,
+    readers: &[Vec<usize>],
     defs: &[Option<usize>],
     producer: usize,
 ) -> bool {
     let Some(v) = p.ops[producer].results.first() else { return false };
-    let readers = readers.of_value(*v);
+    let readers = &readers[v.0 as usize];
     !readers.is_empty()
         && readers.iter().map(|i| &p.ops[*i]).all(|o| match o.opcode {
             Opcode::CacheWrite => o.buffer.is_some_and(|b| p.buffer(b).name.starts_with("kv.")),

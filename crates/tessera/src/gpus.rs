@@ -1,5 +1,6 @@
 //! NVIDIA GPUs of the machine at hand: where their libraries may lie, and what was found.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use tessera_base::Diagnostic;
@@ -69,11 +70,18 @@ impl Gpus {
             out.push((f.library.name().to_string(), format!("{version}, {}", f.path.display())));
         }
         for l in &self.libraries.lost {
-            let mut text = format!("no {}", l.library.file());
+            let told = l.diagnostic();
+            let mut text = format!("{} ({})", told.message, told.code.id);
             for (path, why) in &l.refused {
                 text += &format!("; {} would not load: {why}", path.display());
             }
             out.push((l.library.name().to_string(), text));
+        }
+        if self.libraries.lost.iter().any(|l| !l.library.of_driver()) {
+            let folders = self.folders.iter().map(|f| f.display().to_string());
+            let all: Vec<String> =
+                folders.chain(["the folders of the system's loader".to_string()]).collect();
+            out.push(("looked in".to_string(), all.join(", ")));
         }
         out
     }
@@ -125,7 +133,12 @@ fn folders(told: Vec<PathBuf>, path: &[PathBuf]) -> Vec<PathBuf> {
     }
     let toolkit = ["/usr/local/cuda/lib64", "/usr/local/nvidia/lib64"].map(PathBuf::from);
     out.extend(toolkit.into_iter().filter(|p| p.is_dir()));
-    out.dedup();
+    // A folder may be there under two names: it is looked in once, and an empty name is none.
+    let mut seen = BTreeSet::new();
+    out.retain(|p| {
+        let same = std::fs::canonicalize(p).unwrap_or_else(|_| p.clone());
+        !p.as_os_str().is_empty() && seen.insert(same)
+    });
     out
 }
 

@@ -71,17 +71,6 @@ pub(super) fn joined_products(p: &Program) -> Vec<Vec<usize>> {
     sets
 }
 
-/// The ops that read each value.
-pub(super) fn readers(p: &Program) -> Vec<Vec<usize>> {
-    let mut of = vec![Vec::new(); p.values.len()];
-    for (i, op) in p.ops.iter().enumerate() {
-        for v in op.uses() {
-            of[v.0 as usize].push(i);
-        }
-    }
-    of
-}
-
 /// Bytes that a kernel of passes moves: what it reads that others made, what it makes that others read.
 pub(super) fn traffic(p: &Program, widths: &Widths, readers: &[Vec<usize>], set: &[usize]) -> f64 {
     let inside: BTreeSet<usize> = set.iter().copied().collect();

@@ -8,11 +8,11 @@ use tessera_ir::{Attr, Op, Program, Type, ValueId};
 use crate::Logical;
 use crate::source::{Owner, Source};
 
-/// Fewest blocks that a shortened model has: the first and the last may differ from those between.
+/// Fewest blocks that a shortened model has: the first may read and the last may be something else than those between.
 pub(super) const FEWEST: u64 = 3;
 
 /// A model whose blocks from the second to the last but one are alike in every phase: op by op the same, of the same
-/// shapes, reading their own values, those of the block before at the same places, and what stands outside all blocks.
+/// shapes, reading their own values, what the last op of the block before made, and what stands outside all blocks.
 /// Lowering sees no more of them than that, so it says the same of each.
 pub(super) struct Alike<'a> {
     logical: &'a Logical,
@@ -115,10 +115,12 @@ fn blocks_of(p: &Program, blocks: u64) -> Option<Vec<Range<usize>>> {
     }
     let last = (spans.len() as u64 == blocks).then(|| spans.len() - 1)?;
     for (i, op) in p.ops.iter().enumerate() {
-        let makers = op.uses().filter_map(|v| source.defs[v.0 as usize]).filter_map(|d| block_of[d]);
-        let near = |from: usize| match block_of[i] {
-            Some(here) => from == here || from + 1 == here,
-            None => from == last,
+        let makers = op.uses().filter_map(|v| source.defs[v.0 as usize]);
+        // Of the block before only what its last op made: nothing lives longer than a block, and all stages hand on the same.
+        let near = |d: usize| match (block_of[i], block_of[d]) {
+            (_, None) => true,
+            (Some(here), Some(from)) => from == here || from + 1 == here && d + 1 == spans[from].end,
+            (None, Some(from)) => from == last,
         };
         if !op.after.is_empty() || !makers.into_iter().all(near) {
             return None;
@@ -129,7 +131,10 @@ fn blocks_of(p: &Program, blocks: u64) -> Option<Vec<Range<usize>>> {
         let (one, other) = (spans[1].clone(), spans[at].clone());
         one.len() == other.len() && one.zip(other).all(|(i, j)| facts.same(i, j))
     };
-    (2..last).all(like_the_second).then_some(spans)
+    // A stage behind the first block is stood for by one behind a block in the middle.
+    let (zeroth, first) = (spans[0].clone(), spans[1].clone());
+    let begins_alike = zeroth.len() == first.len() && zeroth.zip(first).all(|(i, j)| facts.same_op(i, j));
+    (begins_alike && (2..last).all(like_the_second)).then_some(spans)
 }
 
 struct Facts<'a> {
@@ -151,12 +156,17 @@ impl Facts<'_> {
     /// Whether two ops of two blocks are the same, each seen from its own.
     fn same(&self, i: usize, j: usize) -> bool {
         let (a, b) = (&self.p.ops[i], &self.p.ops[j]);
+        self.same_op(i, j) && a.uses().map(|v| self.seen(i, v)).eq(b.uses().map(|v| self.seen(j, v)))
+    }
+
+    /// The same, whatever they read.
+    fn same_op(&self, i: usize, j: usize) -> bool {
+        let (a, b) = (&self.p.ops[i], &self.p.ops[j]);
         let types = |op: &Op| op.results.iter().map(|r| self.p.ty(*r)).collect::<Vec<_>>();
         let keys = |op: &Op| op.keyed.iter().map(|(k, _)| *k).collect::<Vec<_>>();
         a.opcode == b.opcode
             && (a.issue, a.stream, a.name.is_some()) == (b.issue, b.stream, b.name.is_some())
             && keys(a) == keys(b)
-            && a.uses().map(|v| self.seen(i, v)).eq(b.uses().map(|v| self.seen(j, v)))
             && types(a) == types(b)
             && constants(a).eq(constants(b))
             && self.buffer(a) == self.buffer(b)
@@ -227,6 +237,15 @@ mod tests {
         let mut middle = chain(6, |_| 8, |i| i);
         middle.phases[0].ops[6].attrs.insert("act".to_string(), "silu".into());
         assert!(Alike::of(&middle).is_none());
+        let mut zeroth = chain(6, |_| 8, |i| i);
+        zeroth.phases[0].ops[2].attrs.insert("act".to_string(), "silu".into());
+        assert!(Alike::of(&zeroth).is_none(), "what stands behind it would be stood for wrongly");
+        let mut early = chain(6, |_| 8, |i| i);
+        for block in 1..6 {
+            let weight_before = early.phases[0].ops[2 * block - 1].results[0];
+            early.phases[0].ops[2 * block + 2].operands[1] = weight_before;
+        }
+        assert!(Alike::of(&early).is_none(), "a value that is not the block's last lives into the next");
         let far = chain(6, |_| 8, |i| i.saturating_sub(u64::from(i == 4)));
         assert!(Alike::of(&far).is_none(), "one reads the block before the last");
         let mut shared = chain(6, |_| 8, |i| i);

@@ -203,6 +203,8 @@ struct Cast<'a> {
     player_of: BTreeMap<Rank, usize>,
     /// Whom each player meets.
     doors: Vec<Vec<(Whom, Door)>>,
+    /// How often each player came to each kind of meeting: several of whom it meets may be one kind.
+    came: Vec<Vec<usize>>,
     /// Kinds of meetings.
     meetings: BTreeMap<Meeting, u32>,
     /// Number of each meeting, by kind.
@@ -233,8 +235,6 @@ struct Door {
     span: Span,
     /// Its kind; none where nobody else comes.
     kind: Option<u32>,
-    /// How often the player came.
-    came: usize,
 }
 
 /// One phase of one player under construction.
@@ -260,6 +260,7 @@ impl<'a> Cast<'a> {
             joined: vec![None; players.len()],
             player_of: players.iter().enumerate().flat_map(stands).collect(),
             doors: vec![Vec::new(); players.len()],
+            came: vec![Vec::new(); players.len()],
             meetings: BTreeMap::new(),
             numbers: Vec::new(),
             met: 0,
@@ -423,15 +424,18 @@ impl<'a> Cast<'a> {
                 self.doors[player].len() - 1
             }
         };
-        let door = &mut self.doors[player][at].1;
-        let Some(kind) = door.kind else { return (door.span, None) };
-        door.came += 1;
-        let numbers = &mut self.numbers[kind as usize];
-        if numbers.len() < door.came {
+        let door = self.doors[player][at].1;
+        let Some(kind) = door.kind.map(|k| k as usize) else { return (door.span, None) };
+        let came = &mut self.came[player];
+        came.resize(came.len().max(kind + 1), 0);
+        let nth = came[kind];
+        came[kind] += 1;
+        let numbers = &mut self.numbers[kind];
+        if numbers.len() <= nth {
             numbers.push(self.met);
             self.met += 1;
         }
-        (door.span, Some(numbers[door.came - 1]))
+        (door.span, Some(numbers[nth]))
     }
 
     fn door(&mut self, player: usize, whom: Whom) -> Door {
@@ -452,7 +456,7 @@ impl<'a> Cast<'a> {
             *self.meetings.entry(kind).or_insert(next)
         });
         self.numbers.resize(self.meetings.len(), Vec::new());
-        Door { span: span_of(&self.machine.cluster, &others), kind, came: 0 }
+        Door { span: span_of(&self.machine.cluster, &others), kind }
     }
 
     /// Puts a task behind its phase's begin, if it is its stream's first, and behind what it comes after.

@@ -42,7 +42,7 @@ pub(super) struct Step {
     pub price: Price,
     /// The steps that it comes after, besides those of its stream: how many steps back each is.
     pub after: Vec<u32>,
-    /// Bytes of its results.
+    /// Bytes of its results: steps that are equal need equal slots.
     pub made: u64,
 }
 

@@ -295,13 +295,13 @@ fn play_shortly(
     shelf: Option<&mut Shelf<'_>>,
 ) -> Result<Played, Diagnostics> {
     let (call, phases) = steady(q)?;
-    match shelf.and_then(|s| s.score(mapping.mesh, mapping.strategy)) {
-        Some(scored) => {
-            let estimate = call::play(&scored.score, call, phases, q.machine).map_err(|d| vec![*d])?;
-            Ok(Played::of(scored.blocks, estimate, scored.bytes))
-        }
-        None => play(q, mapping),
+    if let Some(scored) = shelf.and_then(|s| s.score(mapping.mesh, mapping.strategy))
+        // Where a score does not come to its end, the whole program says why.
+        && let Ok(estimate) = call::play(&scored.score, call, phases, q.machine)
+    {
+        return Ok(Played::of(scored.blocks, estimate, scored.bytes));
     }
+    play(q, mapping)
 }
 
 fn play(q: &Question<'_>, mapping: &Mapping) -> Result<Played, Diagnostics> {

@@ -38,6 +38,9 @@ impl Leader {
                     None => break,
                 }
             }
+            if self.ended() {
+                return;
+            }
             self.ask_context(out);
             self.commit(out);
         }
@@ -372,8 +375,6 @@ impl Leader {
             return;
         };
         self.last_output = Some((latents.clone(), opens_scene));
-        // The next chunk's context is on the critical path; delivery is not.
-        self.ask_context(out);
         if discarded {
             let why = "a hard cut came while it was computed";
             out.push(Action::Dropped { request, chunk: Some(chunk), epoch, why });
