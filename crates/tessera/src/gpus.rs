@@ -42,7 +42,7 @@ impl Gpus {
                 out.push(("GPUs".to_string(), all.gpus.len().to_string()));
                 for (i, g) in all.gpus.iter().enumerate() {
                     let links = match g.nvlinks {
-                        Some(0) => ", no NVLink".to_string(),
+                        Some(0) => ", no NVLink up".to_string(),
                         Some(n) => format!(", {n} NVLinks up"),
                         None => String::new(),
                     };
