@@ -21,6 +21,18 @@ pub enum CollectiveOp {
     SendRecv,
 }
 
+impl CollectiveOp {
+    /// All, in the order of their declaration.
+    pub const ALL: [CollectiveOp; 6] = [
+        CollectiveOp::AllReduce,
+        CollectiveOp::AllGather,
+        CollectiveOp::ReduceScatter,
+        CollectiveOp::AllToAll,
+        CollectiveOp::Broadcast,
+        CollectiveOp::SendRecv,
+    ];
+}
+
 /// How a collective is done. A program's tag of the same name stands for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Algorithm {

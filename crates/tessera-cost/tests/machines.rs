@@ -7,15 +7,6 @@ use proptest::prelude::*;
 use tessera_cost::{Algorithm, AttentionWork, CollectiveOp, Machine, Profile, Span};
 use tessera_mesh::{LinkClass, Precision, Tier, clusters};
 
-const OPS: [CollectiveOp; 6] = [
-    CollectiveOp::AllReduce,
-    CollectiveOp::AllGather,
-    CollectiveOp::ReduceScatter,
-    CollectiveOp::AllToAll,
-    CollectiveOp::Broadcast,
-    CollectiveOp::SendRecv,
-];
-
 fn machine(cluster: &str, profile: &str) -> Machine {
     Machine::new(clusters::named(cluster).unwrap(), Profile::named(profile).unwrap())
 }
@@ -36,7 +27,7 @@ fn any_span() -> impl Strategy<Value = Span> {
 }
 
 fn any_op() -> impl Strategy<Value = CollectiveOp> {
-    prop::sample::select(OPS.to_vec())
+    prop::sample::select(CollectiveOp::ALL.to_vec())
 }
 
 fn bytes() -> impl Strategy<Value = f64> {

@@ -52,6 +52,17 @@ def sustained(fn, n, seconds):
     except Exception as e: smi = str(e)
     return sum(spans[:k]) / k, sum(spans[-k:]) / k, smi
 
+def product(M, N, K):
+    """a product with bias that goes round four weights"""
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    ws = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(4)]
+    b = torch.zeros(N, device="cuda", dtype=torch.bfloat16)
+    it = [0]
+    def f():
+        it[0] += 1
+        return F.linear(x, ws[it[0] % 4], b)
+    return f
+
 def products():
     say("## products, bf16, F.linear with bias: M N K  burst us TFLOP/s")
     shapes = []
@@ -63,30 +74,14 @@ def products():
     # a few for the form of the curve
     shapes += [(8192, 8192, 8192), (256, 5120, 5120), (128, 5120, 5120), (64, 5120, 5120), (16, 5120, 5120), (512, 5120, 4096)]
     for M, N, K in shapes:
-        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-        ws = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(4)]
-        b = torch.zeros(N, device="cuda", dtype=torch.bfloat16)
-        it = [0]
-        def f():
-            it[0] += 1
-            return F.linear(x, ws[it[0] % 4], b)
-        us = time_graph(f, n=8, reps=8)
+        us = time_graph(product(M, N, K), n=8, reps=8)
         say(f"mm {M} {N} {K} {us:.1f} {2*M*N*K/us/1e6:.0f}")
-        del x, ws
 
 def sustained_products():
     say("## sustained 2.5 s back to back: first third us, last third us, TFLOP/s last; clock power temp")
     for M, N, K in ((4680, 15360, 5120), (4680, 5120, 5120), (4680, 13824, 5120), (4680, 5120, 13824), (2160, 13824, 5120), (1170, 13824, 5120), (585, 13824, 5120)):
-        x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
-        ws = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(4)]
-        b = torch.zeros(N, device="cuda", dtype=torch.bfloat16)
-        it = [0]
-        def f():
-            it[0] += 1
-            return F.linear(x, ws[it[0] % 4], b)
-        u0, u1, smi = sustained(f, 8, 2.5)
+        u0, u1, smi = sustained(product(M, N, K), 8, 2.5)
         say(f"smm {M} {N} {K} {u0:.1f} {u1:.1f} {2*M*N*K/u1/1e6:.0f} | {smi}")
-        del x, ws
 
 def attention():
     from torch.nn.attention import sdpa_kernel, SDPBackend

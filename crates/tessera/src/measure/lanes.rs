@@ -39,14 +39,7 @@ pub(super) fn meetings(team: &Team, quick: bool) -> Result<Vec<Timed<Meeting>>, 
     let sizes: &[usize] = if quick { &[16 << 10, 1 << 20] } else { &[4 << 10, 32 << 10, 256 << 10, 2 << 20] };
     let mut out = Vec::new();
     for members in groups(team.ranks) {
-        for op in [
-            CollectiveOp::AllReduce,
-            CollectiveOp::AllGather,
-            CollectiveOp::ReduceScatter,
-            CollectiveOp::AllToAll,
-            CollectiveOp::Broadcast,
-            CollectiveOp::SendRecv,
-        ] {
+        for op in CollectiveOp::ALL {
             if op == CollectiveOp::SendRecv && members > 2 {
                 continue;
             }
