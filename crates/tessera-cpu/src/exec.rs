@@ -14,24 +14,23 @@ use std::time::{Duration, Instant};
 use tessera_base::Diagnostic;
 use tessera_base::random::DrawKey;
 use tessera_device::{
-    Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Scalar, Seat, T0801,
-    WeightSource,
+    Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Route, Scalar, Seat,
+    T0801, WeightSource, brought,
 };
 use tessera_ir::{Attr, DType, Kind, Op, Opcode, Program, Slots, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Reduction, Shard};
 
-use admit::{brought, unsupported};
+use admit::unsupported;
 use weights::{Cursor, Piece};
 
 use crate::Pool;
 use crate::collectives;
-use crate::exchange::{Aborter, CommFault, Ticket};
+use crate::exchange::{Aborter, CommFault, Exchange, Ticket};
 use crate::kernels::{
     Act, Frames, KeyBias, PackedWeight, PixelGeometry, RopeCache, RopeSpec, Scratch, Weight, add, attention,
     bias_act, depth_to_space_time, dot, gate_residual, layer_norm, matmul, norm_modulate, renoise, rms_norm,
     rms_scale, rope, row_square_sum, silu, softmax, space_time_to_depth, time_embed, to_x0,
 };
-use crate::lane::{End, Route};
 
 /// The CPU backend.
 #[derive(Debug)]
@@ -54,6 +53,15 @@ pub struct Cpu {
     tables: RopeCache,
     outputs: BTreeMap<String, Output>,
     compensated: u64,
+}
+
+/// A rank's end of a lane.
+#[derive(Debug)]
+pub struct End {
+    /// How the rank's ops name the lane.
+    pub route: Route,
+    /// Where it meets the others, as the member that the rank is.
+    pub exchange: Exchange,
 }
 
 /// Which piece of which tensor, and how it is held.

@@ -13,12 +13,10 @@ pub mod collectives;
 pub mod exchange;
 mod exec;
 pub mod kernels;
-mod lane;
 mod pool;
 mod simd;
 pub mod tcp;
 
 pub use exchange::Exchange;
-pub use exec::Cpu;
-pub use lane::{End, Lane, Peer, Route};
+pub use exec::{Cpu, End};
 pub use pool::Pool;

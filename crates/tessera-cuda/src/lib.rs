@@ -4,13 +4,31 @@
 //! This room reads no environment: where to look is told by whoever opens it. It knows nothing of models, plans or other
 //! ranks.
 
+mod attention;
+mod compile;
 mod devices;
+mod driver;
+mod exec;
+mod kernels;
 mod libraries;
+mod products;
+mod tables;
 
 use tessera_base::Code;
 
+/// A library's call that failed while a backend was opened or loaded.
+pub static T1304: Code = Code {
+    id: "T1304",
+    title: "the GPU or one of its libraries refused a call",
+    page: "A call of the driver, NVRTC, cuBLASLt or cuDNN failed while a rank was made ready. The text is the library's own, with \
+the call and the shape that was asked for.\n\nToo little free memory is the usual reason: another process may hold some, which \
+nvidia-smi lists, or an earlier run may not be gone yet. A shape that a library has no algorithm for is named with its sizes; \
+another mesh or dtype may do. A device that is lost says so in every call until it is reset by whoever runs the machine.",
+};
+
 pub use devices::{Devices, Gpu, Link, T1302, devices};
+pub use exec::{Counts, Cuda, Options};
 pub use libraries::{Found, Libraries, Library, Lost, T1301};
 
 /// Codes this room raises.
-pub const CODES: &[&Code] = &[&T1301, &T1302];
+pub const CODES: &[&Code] = &[&T1301, &T1302, &T1304];

@@ -172,6 +172,17 @@ impl Libraries {
         out
     }
 
+    /// What to tell whoever needs one that is not here.
+    ///
+    /// # Errors
+    /// T1301.
+    pub(crate) fn need(&self, library: Library) -> Result<(), Diagnostic> {
+        match self.lost.iter().find(|l| l.library == library) {
+            Some(lost) => Err(lost.diagnostic()),
+            None => Ok(()),
+        }
+    }
+
     /// A function of one.
     ///
     /// # Safety

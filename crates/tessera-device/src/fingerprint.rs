@@ -38,12 +38,12 @@ pub struct Hasher {
     first: Option<u32>,
     /// Bits in which any element differs from the first.
     differ: u32,
-    elements: u64,
+    bytes: u64,
 }
 
 impl Default for Hasher {
     fn default() -> Hasher {
-        Hasher { hash: blake3::Hasher::new(), first: None, differ: 0, elements: 0 }
+        Hasher { hash: blake3::Hasher::new(), first: None, differ: 0, bytes: 0 }
     }
 }
 
@@ -65,14 +65,27 @@ impl Hasher {
             self.differ |= differ;
             self.hash.update(&stage[..part.len() * 4]);
         }
-        self.elements += values.len() as u64;
+        self.bytes += values.len() as u64 * 4;
+    }
+
+    /// Elements as they are held, little-endian, of 1, 2 or 4 bytes each.
+    pub fn update_held(&mut self, bytes: &[u8], width: usize) {
+        let word = |e: &[u8]| e.iter().rev().fold(0_u32, |w, b| w << 8 | u32::from(*b));
+        let Some(v) = bytes.get(..width) else { return };
+        let first = *self.first.get_or_insert(word(v));
+        // Two elements that differ are found early in nearly every tensor.
+        if self.differ == 0 {
+            self.differ = bytes.chunks_exact(width).fold(0, |d, e| d | (word(e) ^ first));
+        }
+        self.hash.update(bytes);
+        self.bytes += bytes.len() as u64;
     }
 
     /// Elements of double width, such as a table of angles.
     pub fn update_wide(&mut self, values: impl IntoIterator<Item = f64>) {
         for v in values {
             self.hash.update(&v.to_bits().to_le_bytes());
-            self.elements += 2;
+            self.bytes += 8;
         }
     }
 
@@ -90,7 +103,7 @@ impl Hasher {
             slice: slice.into(),
             digest: self.digest(),
             constant: self.first.is_some() && self.differ == 0,
-            bytes: self.elements * 4,
+            bytes: self.bytes,
         }
     }
 }
@@ -132,6 +145,9 @@ mod tests {
         assert_eq!(at_once.finish("w", "whole"), in_parts.finish("w", "whole"));
         let print = at_once.finish("w", "whole");
         assert!(!print.constant && print.bytes == 40_000);
+        let mut held = Hasher::default();
+        bytes.chunks(1200).for_each(|part| held.update_held(part, 4));
+        assert_eq!(held.finish("w", "whole"), print);
     }
 
     #[test]
@@ -141,6 +157,12 @@ mod tests {
             values.chunks(2).for_each(|part| hash.update(part));
             hash.finish("w", "whole").constant
         };
+        let held = |bytes: &[u8], width| {
+            let mut hash = Hasher::default();
+            bytes.chunks(2 * width).for_each(|part| hash.update_held(part, width));
+            hash.finish("w", "whole").constant
+        };
+        assert!(held(&[7, 8, 7, 8, 7, 8], 2) && !held(&[7, 8, 7, 9], 2) && held(&[3; 5], 1));
         assert!(constant(&[0.0; 5]) && constant(&[1.5]) && constant(&[f32::NAN; 3]));
         assert!(!constant(&[0.0, 0.0, -0.0]) && !constant(&[1.0, 1.0, 1.0, 1.0, 2.0]) && !constant(&[]));
     }

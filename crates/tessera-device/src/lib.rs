@@ -4,13 +4,16 @@
 //! as long as the program's order and events hold. This room knows no model, no plan and no process, and names no
 //! backend.
 
+mod call;
 mod fingerprint;
+mod lane;
 mod prices;
 
+pub use call::{CallData, Scalar, T0802, brought};
 pub use fingerprint::{Audited, Fingerprint, Hasher, slice_words};
+pub use lane::{Lane, Peer, Route};
 pub use prices::Prices;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostic};
@@ -24,15 +27,6 @@ pub static T0801: Code = Code {
     page: "The program is well formed, but this backend has no kernel for one of its ops in the dtype and layout at \
 hand. The message names the op. Another backend, strategy or dtype may do.",
 };
-/// A call that does not bring what a program reads.
-pub static T0802: Code = Code {
-    id: "T0802",
-    title: "call does not bring what the program reads",
-    page: "A program reads its call scalars and input tensors by name. One is missing, has the wrong kind, or the wrong \
-number of elements. Leader and worker validate envelopes against the plan before this can happen; seen here it means that \
-the plan and the programs differ.",
-};
-
 /// Codes this room raises.
 pub const CODES: &[&Code] = &[&T0801, &T0802];
 
@@ -51,26 +45,6 @@ impl Seat {
     pub fn coord(&self) -> Coord {
         self.mesh.coord_of(self.rank)
     }
-}
-
-/// A scalar of a call.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Scalar {
-    /// A whole number.
-    I64(i64),
-    /// A number.
-    F32(f32),
-    /// One number per latent frame.
-    F32s(Vec<f32>),
-}
-
-/// What a call brings to a program.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct CallData<'a> {
-    /// Scalars by name.
-    pub scalars: BTreeMap<&'a str, Scalar>,
-    /// Whole tensors by name, row-major f32.
-    pub inputs: BTreeMap<&'a str, &'a [f32]>,
 }
 
 /// Reads weights for a backend: the piece of a named tensor that a seat holds, row-major f32.

@@ -11,7 +11,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use tessera_base::{Code, Diagnostic};
 use tessera_cpu::arena::{Arena, ArenaLayout};
 use tessera_cpu::tcp::{Tcp, Wire};
-use tessera_cpu::{End, Exchange, Lane, Route};
+use tessera_cpu::{End, Exchange};
+use tessera_device::{Lane, Route};
 use tessera_ir::{Opcode, Program};
 use tessera_mesh::Rank;
 use tessera_runtime::driver::Stream;
@@ -253,7 +254,7 @@ fn who(spec: &GroupSpec) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use tessera_cpu::Peer;
+    use tessera_device::Peer;
     use tessera_ir::{Bundle, Phase, RoleRanks, Slots};
     use tessera_mesh::{Axis, Group, RankMap};
     use tessera_verify::{Limits, seal};

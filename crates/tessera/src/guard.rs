@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tessera_cpu::Route;
 use tessera_device::Observer;
+use tessera_device::Route;
 use tessera_ir::{Op, Program};
 use tessera_mesh::{Mesh, Rank};
 use tessera_report::flight::{Collective, Entry, Fit, Phase, State, write_ranks};

@@ -1,7 +1,5 @@
-//! What is refused before anything runs: a program with an op beyond the kernels, a call that does not bring what a
-//! program reads.
+//! What is refused before anything runs: a program with an op beyond the kernels.
 
-use tessera_device::{CallData, Fault, Scalar, T0802};
 use tessera_ir::{DType, Op, Opcode, Program, ValueId};
 use tessera_mesh::AxisLayout;
 
@@ -48,27 +46,4 @@ pub(super) fn unsupported(p: &Program, op: &Op) -> Option<String> {
         Opcode::AllToAll => deep(0),
         _ => None,
     }
-}
-
-/// Whether the call brings what a source op reads: there, of its kind, as many numbers as its type has.
-pub(super) fn brought(p: &Program, op: &Op, call: &CallData<'_>) -> Result<(), Fault> {
-    let (name, ty) = (op.name.as_deref().unwrap_or_default(), p.ty(op.results[0]));
-    let fault = |found: &str| {
-        let want = match (op.opcode, ty.dtype) {
-            (Opcode::Call, DType::I64) => "a whole number".to_string(),
-            _ => format!("{} numbers", ty.elements()),
-        };
-        let id = T0802.id;
-        Err(Fault::Failed(format!("{id}: @{} reads {want} as `{name}`, the call brings {found}", p.name)))
-    };
-    let found = match (op.opcode, call.scalars.get(name), call.inputs.get(name)) {
-        (Opcode::Input, _, Some(values)) => values.len(),
-        (Opcode::Call, Some(Scalar::I64(_)), _) if ty.dtype == DType::I64 => return Ok(()),
-        (Opcode::Call, Some(Scalar::I64(_)), _) => return fault("a whole number"),
-        (Opcode::Call, Some(Scalar::F32(_)), _) if ty.dtype != DType::I64 => 1,
-        (Opcode::Call, Some(Scalar::F32s(values)), _) if ty.dtype != DType::I64 => values.len(),
-        (Opcode::Call, Some(_), _) => return fault("numbers that need not be whole"),
-        _ => return fault("nothing"),
-    };
-    if found as u64 == ty.elements() { Ok(()) } else { fault(&found.to_string()) }
 }

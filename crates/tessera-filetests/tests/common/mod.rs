@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_cpu::arena::{Arena, ArenaLayout};
-use tessera_cpu::{Cpu, End, Lane, Pool, Route};
+use tessera_cpu::{Cpu, End, Pool};
+use tessera_device::{Lane, Route};
 use tessera_filetests::{Maker, Subject, Tolerance};
 use tessera_ir::Program;
 use tessera_mesh::Mesh;

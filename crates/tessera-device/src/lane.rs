@@ -5,9 +5,7 @@ use std::fmt;
 use tessera_ir::{Op, Opcode};
 use tessera_mesh::{Group, Mesh, Rank};
 
-use crate::exchange::Exchange;
-
-/// One sequence of collectives with an exchange of its own: those of a group, or the transfers over a group from one
+/// One sequence of collectives with a meeting place of its own: those of a group, or the transfers over a group from one
 /// member to another. The order of lanes is the same on every rank.
 ///
 /// A transfer's lane has one direction, so two members that both send first do not stand in each other's way.
@@ -17,7 +15,7 @@ pub struct Lane {
     pub over: Group,
     /// Whether it is of transfers.
     pub transfer: bool,
-    /// Members by position; of transfers the sender and then the receiver. They are the exchange's members, in order.
+    /// Members by position; of transfers the sender and then the receiver. They meet in this order.
     pub members: Vec<Rank>,
 }
 
@@ -37,15 +35,6 @@ pub enum Peer {
     To(u32),
     /// It gives.
     From(u32),
-}
-
-/// A rank's end of a lane.
-#[derive(Debug)]
-pub struct End {
-    /// How the rank's ops name the lane.
-    pub route: Route,
-    /// Where it meets the others, as the member that the rank is.
-    pub exchange: Exchange,
 }
 
 impl Lane {

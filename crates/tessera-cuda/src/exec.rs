@@ -1,0 +1,616 @@
+//! Runs role programs on one GPU: each program captured once as a graph over planned memory, then replayed.
+//!
+//! What a call brings lies in one area per program, copied at the head of its graph; kernels read call scalars there, so
+//! that a graph serves every call. Streams and events are the program's own. The first run after a load captures; a run
+//! after that allocates nothing, compiles nothing and captures nothing.
+
+mod admit;
+mod enqueue;
+mod steps;
+mod weights;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tessera_base::Diagnostic;
+use tessera_device::{
+    Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Route, Scalar, Seat,
+    T0801, WeightSource, brought,
+};
+use tessera_ir::{DType, Op, Opcode, Program, Slots, Type, ValueId};
+
+use crate::T1304;
+use crate::attention::{self, Attentions};
+use crate::compile::Compiler;
+use crate::driver::{Context, Done, Event, Failed, Graph, Memory, Pinned, Stream, download, upload};
+use crate::kernels::Kernels;
+use crate::libraries::Libraries;
+use crate::products::{self, Products};
+use crate::tables::{CublasLt, Cudnn, Nvrtc};
+
+use admit::unsupported;
+use steps::{Step, steps};
+use weights::Weights;
+
+/// How a backend is opened.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Which of the visible devices.
+    pub device: u32,
+    /// Where compiled kernels are kept from run to run, if anywhere.
+    pub kernels: Option<PathBuf>,
+    /// Longest wait for a peer in one collective.
+    pub patience: Duration,
+    /// Whether programs are captured as graphs, or launched op by op: slower, for looking at.
+    pub graphs: bool,
+}
+
+/// The CUDA backend: one rank on one GPU.
+#[derive(Debug)]
+pub struct Cuda {
+    seat: Seat,
+    options: Options,
+    programs: Vec<Prepared>,
+    weights: Weights,
+    buffers: Vec<Buffer>,
+    buffer_index: BTreeMap<String, usize>,
+    /// Bytes that each slot needs, over all programs: only one runs at a time.
+    slot_bytes: Vec<usize>,
+    slots: Option<Placed>,
+    outputs: BTreeMap<String, Output>,
+    streams: BTreeMap<String, Stream>,
+    done: Event,
+    kernels: Kernels,
+    products: Products,
+    attentions: Attentions,
+    counts: Counts,
+    context: Arc<Context>,
+}
+
+/// What a backend made so far. After the warm-up none of them grows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counts {
+    /// Kernels compiled by this process.
+    pub compiled: u32,
+    /// Graphs captured.
+    pub captured: u32,
+    /// Allocations of temporaries.
+    pub allocated: u32,
+}
+
+/// Slots in memory.
+#[derive(Debug)]
+struct Placed {
+    memory: Memory,
+    offsets: Vec<u64>,
+    /// Where steps keep what no value is, behind the slots.
+    scratch: u64,
+}
+
+#[derive(Debug)]
+struct Buffer {
+    name: String,
+    ty: Type,
+    memory: Memory,
+}
+
+/// Where a value put out lies on the host.
+#[derive(Debug)]
+struct Output {
+    program: usize,
+    offset: usize,
+    len: usize,
+    fresh: bool,
+}
+
+/// Where a value's elements are.
+#[derive(Debug, Clone, Copy)]
+enum Place {
+    Nowhere,
+    Slot(usize),
+    /// A buffer, and bytes into it.
+    Buffer(usize, u64),
+    Weight(usize),
+    /// Bytes into the program's area.
+    Area(u64),
+}
+
+#[derive(Debug)]
+struct Prepared {
+    program: Arc<Program>,
+    places: Vec<Place>,
+    /// Issuing op of each ticket.
+    issues: BTreeMap<ValueId, usize>,
+    /// Backend's buffer of each of the program's.
+    buffers: Vec<usize>,
+    steps: Vec<Step>,
+    turns: Vec<Turns>,
+    scratch_bytes: usize,
+    area: Memory,
+    /// What is copied into the area before a run, and its length.
+    staged: Pinned,
+    staged_bytes: usize,
+    /// What outputs are copied to.
+    put_out: Pinned,
+    graph: Option<Graph>,
+}
+
+/// Tables of one rotary embedding in the area.
+#[derive(Debug)]
+struct Turns {
+    op: usize,
+    head: u64,
+    /// Rows and columns of a frame.
+    grid: [u64; 2],
+    frames: u64,
+    stride: i64,
+    by_frame: u64,
+    by_row: u64,
+    by_column: u64,
+}
+
+impl Cuda {
+    /// Opens a device for a seat.
+    ///
+    /// # Errors
+    /// T1301 for a library that is missing, T1304 for what a library refuses.
+    pub fn open(libraries: &Libraries, seat: Seat, options: Options) -> Result<Cuda, Diagnostic> {
+        libraries.need(crate::Library::Driver)?;
+        let (nvrtc, lt, dnn) = (Nvrtc::load(libraries)?, CublasLt::load(libraries)?, Cudnn::load(libraries)?);
+        let device = options.device;
+        Cuda::with(nvrtc, lt, dnn, seat, options).map_err(|e| refused(&format!("device {device}"), &e))
+    }
+
+    fn with(nvrtc: Nvrtc, lt: CublasLt, dnn: Cudnn, seat: Seat, options: Options) -> Done<Cuda> {
+        use cudarc::driver::sys::CUdevice_attribute as Attribute;
+        let context = Arc::new(Context::open(options.device)?);
+        let capability = (
+            context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let compiler = Compiler::new(nvrtc, capability, options.kernels.as_deref())?;
+        Ok(Cuda {
+            seat,
+            options,
+            programs: Vec::new(),
+            weights: Weights::default(),
+            buffers: Vec::new(),
+            buffer_index: BTreeMap::new(),
+            slot_bytes: Vec::new(),
+            slots: None,
+            outputs: BTreeMap::new(),
+            streams: BTreeMap::new(),
+            done: Event::new()?,
+            kernels: Kernels::new(compiler)?,
+            products: Products::new(lt)?,
+            attentions: Attentions::new(dnn)?,
+            counts: Counts::default(),
+            context,
+        })
+    }
+
+    /// What was made so far.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        Counts { compiled: self.kernels.compiler.compiled, ..self.counts }
+    }
+
+    /// Bytes of the device in use by everybody, and in all, as the driver says.
+    ///
+    /// # Errors
+    /// T1304.
+    pub fn device_memory(&self) -> Result<(u64, u64), Diagnostic> {
+        let (free, all) = self.context.memory().map_err(|e| refused("memory", &e))?;
+        Ok(((all - free) as u64, all as u64))
+    }
+
+    fn refuse(p: &Program, op: &Op, why: &str) -> Diagnostic {
+        Diagnostic::error(&T0801, format!("{} in @{} of {}: {why}", op.opcode.name(), p.name, p.role))
+            .at("backend", "cuda")
+    }
+
+    /// Gives every slot its place, once all programs that will run are loaded.
+    fn place(&mut self) -> Done<()> {
+        if self.slots.is_some() {
+            return Ok(());
+        }
+        let (mut offsets, mut end) = (Vec::new(), 0_u64);
+        for bytes in &self.slot_bytes {
+            offsets.push(end);
+            end += (*bytes as u64).next_multiple_of(ALIGNMENT);
+        }
+        let scratch = self.programs.iter().map(|p| p.scratch_bytes).max().unwrap_or(0);
+        let memory = Memory::new(end as usize + scratch)?;
+        memory.zero()?;
+        self.counts.allocated += 1;
+        self.slots = Some(Placed { memory, offsets, scratch: end });
+        // Addresses have changed.
+        self.programs.iter_mut().for_each(|p| p.graph = None);
+        Ok(())
+    }
+
+    fn prepare(
+        &mut self,
+        program: &Arc<Program>,
+        slots: &Slots,
+        source: &mut dyn WeightSource,
+    ) -> Result<Prepared, Diagnostic> {
+        let p = &**program;
+        let broken = |e: Failed| refused(&format!("@{}", p.name), &e);
+        let mut buffers = Vec::new();
+        for b in &p.buffers {
+            let next = self.buffers.len();
+            let i = *self.buffer_index.entry(b.name.clone()).or_insert(next);
+            if i == next {
+                let memory = Memory::new(b.ty.bytes().0 as usize).map_err(broken)?;
+                memory.zero().map_err(broken)?;
+                self.buffers.push(Buffer { name: b.name.clone(), ty: b.ty.clone(), memory });
+            }
+            buffers.push(i);
+        }
+        let mut places = vec![Place::Nowhere; p.values.len()];
+        let mut issues = BTreeMap::new();
+        let (mut area, mut put_out) = (0_u64, 0_usize);
+        for (i, op) in p.ops.iter().enumerate() {
+            if let Some(why) = unsupported(p, op) {
+                return Err(Cuda::refuse(p, op, &why));
+            }
+            for r in &op.results {
+                let ty = p.ty(*r);
+                places[r.0 as usize] = match op.opcode {
+                    _ if ty.is_token() => {
+                        if ty.dtype == DType::Ticket {
+                            issues.insert(*r, i);
+                        }
+                        Place::Nowhere
+                    }
+                    Opcode::Weight => Place::Weight(self.weights.load(&self.seat, p, op, source)?),
+                    Opcode::Input | Opcode::Call => {
+                        let at = area;
+                        area = (area + ty.bytes().0).next_multiple_of(ALIGNMENT);
+                        Place::Area(at)
+                    }
+                    Opcode::CacheRead => {
+                        let width: u64 = ty.shape[1..].iter().product::<u64>() * ty.dtype.bytes();
+                        let row = op.int("row").unwrap_or(0) as u64;
+                        Place::Buffer(op.buffer.map_or(0, |b| buffers[b.0 as usize]), row * width)
+                    }
+                    _ => match slots.of.get(r.0 as usize).copied().flatten() {
+                        Some(s) => Place::Slot(s as usize),
+                        None => return Err(Cuda::refuse(p, op, "the plan gives its result no memory")),
+                    },
+                };
+            }
+            if op.opcode == Opcode::Output {
+                let len = p.ty(op.operands[0]).elements() as usize;
+                let name = op.name.clone().unwrap_or_default();
+                let output = Output { program: self.programs.len(), offset: put_out, len, fresh: false };
+                self.outputs.insert(format!("{}/{name}", self.programs.len()), output);
+                put_out += (len * 4).next_multiple_of(ALIGNMENT as usize);
+            }
+            self.prepare_op(p, op).map_err(broken)?;
+        }
+        let staged_bytes = area as usize;
+        let turns = turns(p, &mut area);
+        let memory = Memory::new(area as usize).map_err(broken)?;
+        for t in &turns {
+            t.upload(&memory).map_err(broken)?;
+        }
+        for name in p.streams.iter() {
+            if !self.streams.contains_key(name) {
+                // Transfers go first where both could run: peers wait for them.
+                let urgent = name != "compute";
+                self.streams.insert(name.clone(), Stream::new(urgent).map_err(broken)?);
+            }
+        }
+        Ok(Prepared {
+            steps: steps(p, slots),
+            scratch_bytes: p.ops.iter().map(|o| scratch_bytes(p, o)).max().unwrap_or(0),
+            program: Arc::clone(program),
+            places,
+            issues,
+            buffers,
+            turns,
+            area: memory,
+            staged: Pinned::new(staged_bytes).map_err(broken)?,
+            staged_bytes,
+            put_out: Pinned::new(put_out).map_err(broken)?,
+            graph: None,
+        })
+    }
+
+    /// Brings what a call brings to the place that the graph copies from.
+    fn stage(&mut self, program: usize, call: &CallData<'_>) -> Result<(), Fault> {
+        let prepared = &mut self.programs[program];
+        let p = Arc::clone(&prepared.program);
+        for op in p.ops.iter().filter(|o| matches!(o.opcode, Opcode::Input | Opcode::Call)) {
+            brought(&p, op, call)?;
+            let Place::Area(at) = prepared.places[op.results[0].0 as usize] else { continue };
+            let (at, name) = (at as usize, op.name.as_deref().unwrap_or_default());
+            match (call.inputs.get(name), call.scalars.get(name)) {
+                (Some(x), _) if op.opcode == Opcode::Input => {
+                    prepared.staged.slice_mut::<f32>(at, x.len()).copy_from_slice(x);
+                }
+                (_, Some(Scalar::I64(v))) => prepared.staged.slice_mut::<i64>(at, 1)[0] = *v,
+                (_, Some(Scalar::F32(v))) => prepared.staged.slice_mut::<f32>(at, 1)[0] = *v,
+                (_, Some(Scalar::F32s(v))) => {
+                    prepared.staged.slice_mut::<f32>(at, v.len()).copy_from_slice(v);
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn run_program(
+        &mut self,
+        program: usize,
+        call: &CallData<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), Fault> {
+        let broken = |e: Failed| Fault::Failed(e.0);
+        self.context.bind().map_err(broken)?;
+        self.stage(program, call)?;
+        let p = Arc::clone(&self.programs[program].program);
+        let collectives: Vec<usize> = p.collectives().map(|(i, _)| i).collect();
+        for i in &collectives {
+            observer.issuing(*i).map_err(Fault::Refused)?;
+        }
+        self.place().map_err(broken)?;
+        if self.options.graphs {
+            if self.programs[program].graph.is_none() {
+                let graph = self.capture(program).map_err(broken)?;
+                self.counts.captured += 1;
+                self.programs[program].graph = Some(graph);
+            }
+            let main = self.main(&p).map_err(broken)?;
+            let graph = self.programs[program].graph.as_ref();
+            graph.map_or(Ok(()), |g| main.replay(g)).map_err(broken)?;
+        } else {
+            self.enqueue(program, &mut |_, _, _| Ok(())).map_err(broken)?;
+        }
+        for i in &collectives {
+            observer.issued(*i);
+        }
+        self.main(&p).and_then(|s| s.record(&self.done)).map_err(broken)?;
+        self.wait(&p)?;
+        for i in &collectives {
+            observer.completed(*i);
+        }
+        observer.progress(p.ops.len() as u32);
+        for o in self.outputs.values_mut() {
+            o.fresh = o.program == program;
+        }
+        Ok(())
+    }
+
+    /// Waits until the device is done: looking all the time at first, since a phase may be short.
+    fn wait(&self, p: &Program) -> Result<(), Fault> {
+        let began = Instant::now();
+        loop {
+            match self.done.passed() {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(e) => return Err(Fault::Failed(format!("@{}: {e}", p.name))),
+            }
+            if began.elapsed() < Duration::from_micros(200) {
+                std::hint::spin_loop();
+            } else {
+                std::thread::sleep(Duration::from_micros(20));
+            }
+        }
+    }
+
+    /// The stream that a program begins and ends on.
+    fn main(&self, p: &Program) -> Done<&Stream> {
+        let name = p.streams.first().map_or("compute", String::as_str);
+        self.streams.get(name).ok_or_else(|| Failed(format!("no stream {name}")))
+    }
+}
+
+impl Backend for Cuda {
+    fn load(
+        &mut self,
+        program: &Arc<Program>,
+        slots: &Slots,
+        weights: &mut dyn WeightSource,
+    ) -> Result<Loaded, Diagnostic> {
+        self.context.bind().map_err(|e| refused("context", &e))?;
+        let prepared = self.prepare(program, slots, weights)?;
+        for (i, bytes) in slots.bytes.iter().enumerate() {
+            match self.slot_bytes.get_mut(i) {
+                Some(b) => *b = (*b).max(*bytes as usize),
+                None => self.slot_bytes.push(*bytes as usize),
+            }
+        }
+        self.slots = None;
+        self.programs.push(prepared);
+        Ok(Loaded(self.programs.len() - 1))
+    }
+
+    fn fingerprints(&self) -> Vec<Fingerprint> {
+        self.weights.prints()
+    }
+
+    fn audit(&mut self, bytes: u64) -> Audited {
+        // A device that cannot be read any more fails the next run, which has words for it.
+        match self.context.bind() {
+            Ok(()) => self.weights.look(bytes),
+            Err(_) => Audited::default(),
+        }
+    }
+
+    fn reload(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {
+        self.context.bind().map_err(|e| refused("context", &e))?;
+        self.weights.exchange(&self.seat, weights)?;
+        self.reset();
+        Ok(())
+    }
+
+    fn write_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
+        self.context.bind().is_ok() && self.weights.poke(name, index, value)
+    }
+
+    fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint> {
+        let values = self.read_buffer(name)?;
+        let mut hash = Hasher::default();
+        hash.update(&values);
+        Some(hash.finish(name, slice))
+    }
+
+    fn run(
+        &mut self,
+        program: Loaded,
+        call: &CallData<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), Fault> {
+        self.run_program(program.0, call, observer)
+    }
+
+    fn output(&self, name: &str) -> Option<&[f32]> {
+        let named =
+            self.outputs.iter().filter(|(n, o)| o.fresh && n.split_once('/').is_some_and(|(_, n)| n == name));
+        let (_, o) = named.last()?;
+        Some(self.programs[o.program].put_out.slice(o.offset, o.len))
+    }
+
+    fn read_buffer(&self, name: &str) -> Option<Vec<f32>> {
+        let b = &self.buffers[*self.buffer_index.get(name)?];
+        self.context.bind().ok()?;
+        let n = b.ty.elements() as usize;
+        if b.ty.dtype == DType::Bf16 {
+            let mut bits = vec![0_u16; n];
+            download(&mut bits, b.memory.at()).ok()?;
+            return Some(bits.into_iter().map(widened).collect());
+        }
+        let mut out = vec![0.0_f32; n];
+        download(&mut out, b.memory.at()).ok()?;
+        Some(out)
+    }
+
+    fn write_buffer(&mut self, name: &str, data: &[f32]) -> bool {
+        let Some(b) = self.buffer_index.get(name).map(|i| &self.buffers[*i]) else { return false };
+        if b.ty.elements() as usize != data.len() || self.context.bind().is_err() {
+            return false;
+        }
+        match b.ty.dtype {
+            DType::Bf16 => upload(b.memory.at(), &narrowed(data)).is_ok(),
+            _ => upload(b.memory.at(), data).is_ok(),
+        }
+    }
+
+    fn reset(&mut self) {
+        if self.context.bind().is_ok() {
+            for b in &self.buffers {
+                // As in `audit`.
+                let _ = b.memory.zero();
+            }
+        }
+    }
+
+    fn memory(&self) -> [u64; 3] {
+        [
+            self.weights.bytes(),
+            self.buffers.iter().map(|b| b.memory.bytes() as u64).sum(),
+            self.slot_bytes.iter().map(|b| *b as u64).sum(),
+        ]
+    }
+
+    fn compensated(&self) -> u64 {
+        0
+    }
+
+    fn abort(&self) -> Abort {
+        Arc::new(|_| {})
+    }
+}
+
+/// Boundaries of values in memory: what every library and vector access asks for at most.
+const ALIGNMENT: u64 = 256;
+
+fn refused(what: &str, e: &Failed) -> Diagnostic {
+    Diagnostic::error(&T1304, e.0.clone()).at("cuda", what.to_string())
+}
+
+/// A bf16 as f32.
+fn widened(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+/// To the nearest bf16s.
+fn narrowed(values: &[f32]) -> Vec<u16> {
+    values.iter().map(|v| half::bf16::from_f32(*v).to_bits()).collect()
+}
+
+/// Bytes of scratch that an op needs.
+fn scratch_bytes(p: &Program, op: &Op) -> usize {
+    match (op.opcode, op.operands.first()) {
+        (Opcode::Attention, Some(q)) if op.key("bias").is_some() && p.ty(*q).dtype == DType::Bf16 => {
+            let (ty, head) = (p.ty(*q), op.int("head_dim").unwrap_or(1).max(1) as u64);
+            let heads = ty.shape[1] / head;
+            let outs = (ty.bytes().0 as usize).next_multiple_of(ALIGNMENT as usize);
+            let sums = (heads * ty.shape[0] * 4) as usize;
+            MOST_PIECES * (outs + sums)
+        }
+        _ => 0,
+    }
+}
+
+/// Before, among and after the keys that a bias is added to.
+const MOST_PIECES: usize = 3;
+
+/// The tables that a program's rotary embeddings need, and their places behind what a call brings.
+fn turns(p: &Program, area: &mut u64) -> Vec<Turns> {
+    let mut out = Vec::new();
+    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::Rope) {
+        let grid = op.ints("grid").unwrap_or(&[1, 1, 1]);
+        let (head, stride) = (op.int("head_dim").unwrap_or(2) as u64, op.int("frame_stride").unwrap_or(1));
+        // Where frames do not move, every row stands at the origin of rows and columns.
+        let [frames, high, wide] = match stride {
+            0 => [1; 3],
+            _ => [grid[0] as u64, grid[1] as u64, grid[2] as u64],
+        };
+        let mut take = |n: u64| {
+            let at = *area;
+            *area = (*area + n * 8).next_multiple_of(ALIGNMENT);
+            at
+        };
+        let side = head / 6;
+        out.push(Turns {
+            op: i,
+            head,
+            grid: [high, wide],
+            frames,
+            stride,
+            by_frame: take(frames * (head / 2 - 2 * side)),
+            by_row: take(high * side),
+            by_column: take(wide * side),
+        });
+    }
+    out
+}
+
+impl Turns {
+    /// Pairs of a head that turn by frame; a third of the head, rounded up, and the rest by row and by column.
+    fn pairs(&self) -> u64 {
+        self.head / 2 - 2 * (self.head / 6)
+    }
+
+    /// Turns by row and column depend on no call.
+    fn upload(&self, area: &Memory) -> Done<()> {
+        let side = self.head / 6;
+        for (at, extent) in [(self.by_row, self.grid[0]), (self.by_column, self.grid[1])] {
+            let table: Vec<[f32; 2]> = (0..extent)
+                .flat_map(|i| (0..side).map(move |j| (i, j)))
+                .map(|(i, j)| {
+                    let angle = i as f64 * 10_000_f64.powf(-(j as f64) / side as f64);
+                    [angle.cos() as f32, angle.sin() as f32]
+                })
+                .collect();
+            upload(area.at() + at, &table)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,263 @@
+//! What is launched for which ops: one kernel for several where that saves reading and writing whole rows.
+//!
+//! A fused step runs where its last op stands and writes only what others read. Whether memory allows that is not assumed:
+//! the steps are walked once over the planned slots, and a fusion under which some value would not be where its reader looks is
+//! undone.
+
+use std::collections::BTreeMap;
+
+use tessera_ir::{Kind, Op, Opcode, Program, Slots, ValueId};
+
+/// One launch, or a few that belong together. Numbers are indices of ops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// An op by itself.
+    One(usize),
+    /// A residual added, and the norm of the sum.
+    ResidualNorm { add: usize, norm: usize },
+    /// A norm or the second half of one, rotary embedding, and the row's way into a buffer; at least two of them.
+    Turned { scale: Option<usize>, rope: Option<usize>, write: Option<usize> },
+    /// A product and the residual that it is added to.
+    ProductAdd { product: usize, add: usize },
+}
+
+impl Step {
+    /// Its ops, in order.
+    pub(super) fn ops(&self) -> Vec<usize> {
+        match *self {
+            Step::One(i) => vec![i],
+            Step::ResidualNorm { add, norm } => vec![add, norm],
+            Step::Turned { scale, rope, write } => [scale, rope, write].into_iter().flatten().collect(),
+            Step::ProductAdd { product, add } => vec![product, add],
+        }
+    }
+
+    /// The op at whose place it runs, and by whose stream.
+    pub(super) fn at(&self) -> usize {
+        self.ops().last().copied().unwrap_or(0)
+    }
+}
+
+/// The steps of a program, in order.
+pub(super) fn steps(p: &Program, slots: &Slots) -> Vec<Step> {
+    let readers = p.readers();
+    let mut fused: Vec<Step> = Vec::new();
+    let mut taken = vec![false; p.ops.len()];
+    for i in 0..p.ops.len() {
+        if taken[i] {
+            continue;
+        }
+        let Some(step) = begin(p, &readers, &taken, i) else { continue };
+        let mut tried = fused.clone();
+        tried.push(step);
+        if holds(p, slots, &arranged(p, &tried)) {
+            step.ops().iter().for_each(|o| taken[*o] = true);
+            fused = tried;
+        }
+    }
+    arranged(p, &fused)
+}
+
+/// The longest fusion that an op may begin.
+fn begin(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: usize) -> Option<Step> {
+    let op = &p.ops[i];
+    let plain = |j: usize| !taken[j] && p.ops[j].stream == op.stream && p.ops[j].after.is_empty();
+    // The only reader of an op's result.
+    let only = |j: usize| -> Option<usize> {
+        let r = *p.ops[j].results.first()?;
+        match readers[r.0 as usize][..] {
+            [reader] if plain(reader) => Some(reader),
+            _ => None,
+        }
+    };
+    let reads_first = |j: usize, from: usize| p.ops[j].operands.first() == p.ops[from].results.first();
+    match op.opcode {
+        Opcode::GateResidual => {
+            let result = *op.results.first()?;
+            // The norm that follows; others read the sum too.
+            let norm = *readers[result.0 as usize].first()?;
+            let fits = matches!(p.ops[norm].opcode, Opcode::NormModulate | Opcode::LayerNorm)
+                && plain(norm)
+                && reads_first(norm, i)
+                && same_frames(op, &p.ops[norm]);
+            fits.then_some(Step::ResidualNorm { add: i, norm })
+        }
+        Opcode::RmsNorm | Opcode::RmsScale => {
+            let rope = only(i).filter(|j| p.ops[*j].opcode == Opcode::Rope);
+            let last = rope.unwrap_or(i);
+            let write = only(last).filter(|j| writes_rows(p, *j));
+            (rope.is_some() || write.is_some()).then_some(Step::Turned { scale: Some(i), rope, write })
+        }
+        Opcode::Rope => {
+            let write = only(i).filter(|j| writes_rows(p, *j))?;
+            Some(Step::Turned { scale: None, rope: Some(i), write: Some(write) })
+        }
+        Opcode::Matmul if op.str("act").is_none() => {
+            let add = only(i)?;
+            let sum = &p.ops[add];
+            let fits = sum.opcode == Opcode::GateResidual
+                && sum.operands.len() == 2
+                && sum.operands[1] == op.results[0]
+                && sum.operands[0] != op.results[0];
+            fits.then_some(Step::ProductAdd { product: i, add })
+        }
+        _ => None,
+    }
+}
+
+/// Whether rows of the op's operand go to a buffer of as wide rows.
+fn writes_rows(p: &Program, j: usize) -> bool {
+    let op = &p.ops[j];
+    let Some(b) = op.buffer else { return false };
+    let (from, to) = (p.ty(op.operands[0]), &p.buffer(b).ty);
+    op.opcode == Opcode::CacheWrite && from.shape.len() == 2 && from.shape[1..] == to.shape[1..]
+}
+
+/// Whether both count frames alike, where both do.
+fn same_frames(add: &Op, norm: &Op) -> bool {
+    match (add.int("frame_rows"), norm.int("frame_rows")) {
+        (Some(a), Some(b)) => a == b && add.operands.get(2) == norm.operands.get(1),
+        _ => true,
+    }
+}
+
+/// Every op that launches anything, each fusion at its place.
+fn arranged(p: &Program, fused: &[Step]) -> Vec<Step> {
+    let mut at: BTreeMap<usize, Step> = BTreeMap::new();
+    let mut inside = vec![false; p.ops.len()];
+    for step in fused {
+        step.ops().iter().for_each(|o| inside[*o] = true);
+        at.insert(step.at(), *step);
+    }
+    let one = |i: usize| match at.get(&i) {
+        Some(step) => Some(*step),
+        None => (!inside[i] && p.ops[i].opcode.row().kind != Kind::Source).then_some(Step::One(i)),
+    };
+    (0..p.ops.len()).filter_map(one).collect()
+}
+
+/// Whether every value is in its slot when it is read, if these steps run in this order. A slot that a collective in flight
+/// reads or writes may not be written until its wait.
+fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
+    let slot = |v: ValueId| slots.of.get(v.0 as usize).copied().flatten();
+    let mut holds: BTreeMap<u32, ValueId> = BTreeMap::new();
+    // Slots in flight, and the ticket that frees them.
+    let mut flying: BTreeMap<u32, ValueId> = BTreeMap::new();
+    let results_of_wait = |ticket: ValueId| {
+        let wait = p.ops.iter().find(|o| o.opcode == Opcode::Wait && o.operands[0] == ticket);
+        wait.map(|w| w.results.clone()).unwrap_or_default()
+    };
+    for step in steps {
+        let ops = step.ops();
+        let inner: Vec<ValueId> =
+            ops[..ops.len() - 1].iter().flat_map(|o| p.ops[*o].results.iter().copied()).collect();
+        let read = ops.iter().flat_map(|o| p.ops[*o].uses()).filter(|v| !inner.contains(v));
+        for v in read {
+            if p.ty(v).is_token() {
+                continue;
+            }
+            if let Some(s) = slot(v)
+                && holds.get(&s) != Some(&v)
+            {
+                return false;
+            }
+        }
+        let last = &p.ops[step.at()];
+        let mut wrote: Vec<ValueId> = last.results.clone();
+        // Of a sum that is normed, the sum is written as well.
+        if let Step::ResidualNorm { add, .. } = step {
+            wrote.extend(&p.ops[*add].results);
+        }
+        if last.opcode == Opcode::Wait {
+            flying.retain(|_, t| *t != last.operands[0]);
+        }
+        if last.issue {
+            let ticket = last.results[0];
+            let results = results_of_wait(ticket);
+            for v in last.operands.iter().chain(&results) {
+                if let Some(s) = slot(*v)
+                    && flying.insert(s, ticket).is_some_and(|t| t != ticket)
+                {
+                    return false;
+                }
+            }
+            wrote = results;
+        } else {
+            let written = wrote.iter().filter(|v| last.opcode != Opcode::Wait && !p.ty(**v).is_token());
+            if written.filter_map(|v| slot(*v)).any(|s| flying.contains_key(&s)) {
+                return false;
+            }
+        }
+        // Rows are read whole before they are written, so a step may write over an operand of as many bytes; others
+        // may not, and two results may not meet.
+        if ops.len() > 1 {
+            let outer = ops.iter().flat_map(|o| p.ops[*o].uses()).filter(|v| !inner.contains(v));
+            let rows = matches!(step, Step::ResidualNorm { .. } | Step::Turned { .. });
+            for v in outer {
+                for w in &wrote {
+                    let meets = slot(v).is_some() && slot(v) == slot(*w) && v != *w;
+                    if meets && !(rows && p.ty(v).bytes() == p.ty(*w).bytes()) {
+                        return false;
+                    }
+                }
+            }
+            let places: Vec<u32> = wrote.iter().filter_map(|w| slot(*w)).collect();
+            if places.len() == 2 && places[0] == places[1] {
+                return false;
+            }
+        }
+        for v in wrote {
+            if let Some(s) = slot(v) {
+                holds.insert(s, v);
+            }
+        }
+    }
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tessera_ir::parse_all;
+
+    fn program(text: &str) -> Program {
+        parse_all(text, "test").expect("a program").remove(0)
+    }
+
+    /// A slot for every value, but where the pairs say that two share one.
+    fn own(p: &Program, shared: &[(u32, u32)]) -> Slots {
+        let of = (0..p.values.len() as u32)
+            .map(|v| Some(shared.iter().find(|(a, _)| *a == v).map_or(v, |(_, b)| *b)))
+            .collect();
+        Slots { bytes: vec![1 << 20; p.values.len()], of }
+    }
+
+    const NORMS: &str = "program @p { %x = input : f32[4, 8] %y = input : f32[4, 8] %w = weight \"w\" : f32[8] \
+        %s = toperator.gate_residual %x, %y : f32[4, 8] \
+        %n = toperator.layer_norm %s, %w, %w {eps = 1e-6} : f32[4, 8] \
+        %r = toperator.rms_norm %n, %w {eps = 1e-6} : f32[4, 8] \
+        %z = toperator.add %s, %r : f32[4, 8] output \"z\", %z }";
+
+    #[test]
+    fn a_sum_and_its_norm_are_one_step_unless_memory_forbids_it() {
+        let p = program(NORMS);
+        let op = |name: &str| p.ops.iter().position(|o| o.opcode.name() == name).expect("an op");
+        let fused = Step::ResidualNorm { add: op("gate_residual"), norm: op("layer_norm") };
+        assert!(steps(&p, &own(&p, &[])).contains(&fused));
+        // The norm over an operand of the sum: each row is read before it is written.
+        let value = |name: &str| p.values.iter().position(|v| v.name == name).expect("a value") as u32;
+        assert!(steps(&p, &own(&p, &[(value("n"), value("y"))])).contains(&fused));
+        // The norm over the sum itself, which others still read.
+        assert!(!steps(&p, &own(&p, &[(value("n"), value("s"))])).contains(&fused));
+    }
+
+    #[test]
+    fn every_op_but_sources_is_in_one_step() {
+        let p = program(NORMS);
+        let mut seen: Vec<usize> = steps(&p, &own(&p, &[])).iter().flat_map(Step::ops).collect();
+        seen.sort_unstable();
+        let want: Vec<usize> =
+            (0..p.ops.len()).filter(|i| p.ops[*i].opcode.row().kind != Kind::Source).collect();
+        assert_eq!(seen, want);
+    }
+}

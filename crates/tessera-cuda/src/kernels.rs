@@ -1,0 +1,110 @@
+//! Kernels of this crate, compiled for the device and, where they hold whole rows, for a row's width.
+
+use std::collections::BTreeMap;
+
+use tessera_ir::DType;
+
+use crate::compile::Compiler;
+use crate::driver::{Args, Done, Failed, Function, Module, Stream};
+
+const COMMON: &str = include_str!("kernels/common.cuh");
+const ROWS: &str = include_str!("kernels/rows.cu");
+const ELEMENTS: &str = include_str!("kernels/elements.cu");
+
+/// Threads of a block that works on elements.
+const BLOCK: u32 = 256;
+
+/// All kernels of one device.
+#[derive(Debug)]
+pub(crate) struct Kernels {
+    pub(crate) compiler: Compiler,
+    elements: Module,
+    found: BTreeMap<&'static str, Function>,
+    rows: BTreeMap<(u64, bool), Rows>,
+}
+
+/// Kernels for rows of one width and dtype.
+#[derive(Debug)]
+struct Rows {
+    threads: u32,
+    found: BTreeMap<&'static str, Function>,
+    _module: Module,
+}
+
+impl Kernels {
+    pub(crate) fn new(mut compiler: Compiler) -> Done<Kernels> {
+        let elements = compiler.module("elements", &format!("{COMMON}{ELEMENTS}"), &[])?;
+        Ok(Kernels { compiler, elements, found: BTreeMap::new(), rows: BTreeMap::new() })
+    }
+
+    /// Compiles what rows of a width need.
+    pub(crate) fn prepare_rows(&mut self, width: u64, dtype: DType) -> Done<()> {
+        let half = dtype == DType::Bf16;
+        if self.rows.contains_key(&(width, half)) {
+            return Ok(());
+        }
+        // Sixteen bytes at once where the width allows, and about four of those a thread: many loads in flight, no row
+        // beyond a block.
+        let most = if half { 8 } else { 4 };
+        let vector = [most, 4, 2, 1].into_iter().find(|v| width.is_multiple_of(*v)).unwrap_or(1);
+        let threads = (width / vector).div_ceil(4).next_multiple_of(32).min(1024);
+        let defines = [
+            ("WIDTH", width.to_string()),
+            ("BF16", u8::from(half).to_string()),
+            ("ROW_VECTOR", vector.to_string()),
+            ("ROW_THREADS", threads.to_string()),
+        ];
+        let module = self.compiler.module("rows", &format!("{COMMON}{ROWS}"), &defines)?;
+        let mut found = BTreeMap::new();
+        for name in ["residual_norm", "rms_rope", "row_square_sum", "quantize"] {
+            found.insert(name, module.function(name)?);
+        }
+        self.rows.insert((width, half), Rows { threads: threads as u32, found, _module: module });
+        Ok(())
+    }
+
+    /// Launches a kernel that gives each row a block.
+    pub(crate) fn rows(
+        &self,
+        name: &'static str,
+        (rows, width, dtype): (u64, u64, DType),
+        args: Args,
+        stream: &Stream,
+    ) -> Done<()> {
+        let prepared = self.rows.get(&(width, dtype == DType::Bf16));
+        let Some((f, r)) = prepared.and_then(|r| Some((r.found.get(name)?, r))) else {
+            return Err(Failed(format!("{name} was not compiled for rows of {width} {dtype}")));
+        };
+        stream.launch(*f, [rows as u32, 1, 1], r.threads, 0, args)
+    }
+
+    /// Makes a kernel of elements ready, so that no call looks for it.
+    pub(crate) fn prepare(&mut self, name: &'static str) -> Done<()> {
+        if !self.found.contains_key(name) {
+            self.found.insert(name, self.elements.function(name)?);
+        }
+        Ok(())
+    }
+
+    /// Launches a kernel that gives each of `n` elements a thread.
+    pub(crate) fn elements(&mut self, name: &'static str, n: u64, args: Args, stream: &Stream) -> Done<()> {
+        self.blocks(name, n.div_ceil(u64::from(BLOCK)), BLOCK, 0, args, stream)
+    }
+
+    /// Launches a kernel of `n` blocks.
+    pub(crate) fn blocks(
+        &mut self,
+        name: &'static str,
+        n: u64,
+        threads: u32,
+        shared: u32,
+        args: Args,
+        stream: &Stream,
+    ) -> Done<()> {
+        if n == 0 {
+            return Ok(());
+        }
+        self.prepare(name)?;
+        stream.launch(self.found[name], [n as u32, 1, 1], threads, shared, args)
+    }
+}

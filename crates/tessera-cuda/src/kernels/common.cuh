@@ -1,0 +1,86 @@
+// What every kernel shares. NVRTC has no headers of the toolkit at hand, so conversions are spelled out.
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+#define INFINITY __int_as_float(0x7f800000)
+
+struct bf16 {
+    u16 bits;
+};
+struct e4m3 {
+    unsigned char bits;
+};
+
+__device__ __forceinline__ float up(float x) {
+    return x;
+}
+__device__ __forceinline__ float up(bf16 x) {
+    return __uint_as_float((u32)x.bits << 16);
+}
+__device__ __forceinline__ void down(float x, float &out) {
+    out = x;
+}
+__device__ __forceinline__ void down(float x, bf16 &out) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
+}
+// To the nearest e4m3, the largest for what lies beyond.
+__device__ __forceinline__ void down(float x, e4m3 &out) {
+    u16 pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+    out.bits = (unsigned char)pair;
+}
+// A number as it is once stored in T.
+template <typename T> __device__ __forceinline__ float rounded(float x) {
+    T t;
+    down(x, t);
+    return up(t);
+}
+
+template <typename T, int N> struct alignas(sizeof(T) * N) Vec {
+    T e[N];
+};
+
+__device__ __forceinline__ float warp_sum(float x) {
+    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+    for (int o = 16; o > 0; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
+    return x;
+}
+
+// The sum over a block of whole warps, the same bits in every thread.
+template <int THREADS> __device__ __forceinline__ float block_sum(float x) {
+    constexpr int WARPS = THREADS / 32;
+    __shared__ float part[WARPS];
+    x = warp_sum(x);
+    if (WARPS == 1) return x;
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
+    __syncthreads();
+    float s = part[0];
+    for (int i = 1; i < WARPS; i++) s += part[i];
+    return s;
+}
+template <int THREADS> __device__ __forceinline__ float block_max(float x) {
+    constexpr int WARPS = THREADS / 32;
+    __shared__ float part[WARPS];
+    x = warp_max(x);
+    if (WARPS == 1) return x;
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
+    __syncthreads();
+    float s = part[0];
+    for (int i = 1; i < WARPS; i++) s = fmaxf(s, part[i]);
+    return s;
+}
+
+// Both as one expression each, of f32 alone.
+__device__ __forceinline__ float silu_of(float x) {
+    return x / (1.0f + expf(-x));
+}
+__device__ __forceinline__ float gelu_of(float x) {
+    float t = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    return 0.5f * x * (1.0f + tanhf(t));
+}

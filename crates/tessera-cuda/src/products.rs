@@ -1,0 +1,258 @@
+//! Products through cuBLASLt: out = act(x · wᵀ + bias) + residual, rows of x beside rows of out.
+//!
+//! The algorithm of a shape is the first that the library lists among those that do not split the contraction: the same
+//! on every rank and in every process, and a row's bits depend on the row alone. Measured, it is within 3 % of the best
+//! (docs/design/0009). Once frozen, a shape that was not seen before is refused.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+
+use cudarc::cublaslt::sys::{
+    cublasComputeType_t, cublasLtEpilogue_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
+    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulHeuristicResult_t,
+    cublasLtMatmulMatrixScale_t, cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t,
+    cublasStatus_t, cudaDataType,
+};
+use tessera_ir::DType;
+
+use crate::driver::{Done, Memory, Stream, failed};
+use crate::tables::CublasLt;
+
+/// What one product is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Shape {
+    /// Rows of x and out.
+    pub(crate) rows: u64,
+    /// The extent that is summed over.
+    pub(crate) inner: u64,
+    /// Rows of w, columns of out.
+    pub(crate) columns: u64,
+    /// Of x and w: f32, bf16 or e4m3. The result is f32 for f32 and bf16 otherwise.
+    pub(crate) dtype: DType,
+    /// Whether a bias of the result's dtype is added.
+    pub(crate) bias: bool,
+    /// Whether the tanh form of GELU follows.
+    pub(crate) gelu: bool,
+    /// Whether a value of the result's shape is added at the end.
+    pub(crate) residual: bool,
+}
+
+/// Where its operands lie.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct At {
+    pub(crate) x: u64,
+    pub(crate) w: u64,
+    pub(crate) bias: u64,
+    pub(crate) residual: u64,
+    pub(crate) out: u64,
+    /// Scales of rows of x and of w, for e4m3.
+    pub(crate) scales: (u64, u64),
+}
+
+#[derive(Debug)]
+struct Plan {
+    desc: cublasLtMatmulDesc_t,
+    x: cublasLtMatrixLayout_t,
+    w: cublasLtMatrixLayout_t,
+    out: cublasLtMatrixLayout_t,
+    algo: cublasLtMatmulAlgo_t,
+}
+
+/// Products of one device.
+#[derive(Debug)]
+pub(crate) struct Products {
+    lt: CublasLt,
+    handle: *mut c_void,
+    workspace: Memory,
+    plans: BTreeMap<Shape, Plan>,
+    frozen: bool,
+}
+
+/// CUBLAS_OP_T, which is cuBLAS's and not among cuBLASLt's names.
+const TRANSPOSED: i32 = 1;
+
+/// What NVIDIA advises for Hopper.
+const WORKSPACE_BYTES: usize = 32 << 20;
+
+// SAFETY: the library's objects are used by whoever owns this alone.
+#[allow(unsafe_code, reason = "raw handles are owned")]
+// SAFETY: as above.
+unsafe impl Send for Products {}
+
+impl Products {
+    pub(crate) fn new(lt: CublasLt) -> Done<Products> {
+        let mut handle = std::ptr::null_mut();
+        check((lt.create)(&mut handle), "cublasLtCreate")?;
+        let workspace = Memory::new(WORKSPACE_BYTES)?;
+        Ok(Products { lt, handle: handle.cast(), workspace, plans: BTreeMap::new(), frozen: false })
+    }
+
+    /// Chooses an algorithm for a shape.
+    pub(crate) fn prepare(&mut self, shape: Shape) -> Done<()> {
+        if self.plans.contains_key(&shape) {
+            return Ok(());
+        }
+        if self.frozen {
+            return failed(format!("a product of {shape:?} after warm-up"));
+        }
+        let plan = self.plan(shape)?;
+        self.plans.insert(shape, plan);
+        Ok(())
+    }
+
+    /// From here on no algorithm is chosen.
+    pub(crate) fn freeze(&mut self) {
+        self.frozen = true;
+    }
+
+    pub(crate) fn run(&mut self, shape: Shape, at: At, stream: &Stream) -> Done<()> {
+        let Some(plan) = self.plans.get(&shape) else {
+            return failed(format!("no algorithm was chosen for a product of {shape:?}"));
+        };
+        if shape.bias {
+            set(&self.lt, plan.desc, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at.bias)?;
+        }
+        if shape.dtype == DType::E4m3 {
+            set(&self.lt, plan.desc, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &at.scales.1)?;
+            set(&self.lt, plan.desc, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &at.scales.0)?;
+        }
+        let (one, beta) = (1.0_f32, if shape.residual { 1.0_f32 } else { 0.0 });
+        let number = |v: &f32| std::ptr::from_ref(v).cast::<c_void>();
+        let address = |v: u64| v as *const c_void;
+        let added = if shape.residual { at.residual } else { at.out };
+        check(
+            (self.lt.matmul)(
+                self.handle.cast(),
+                plan.desc,
+                number(&one),
+                address(at.w),
+                plan.w,
+                address(at.x),
+                plan.x,
+                number(&beta),
+                address(added),
+                plan.out,
+                at.out as *mut c_void,
+                plan.out,
+                &plan.algo,
+                self.workspace.at() as *mut c_void,
+                self.workspace.bytes(),
+                stream.raw().cast(),
+            ),
+            "cublasLtMatmul",
+        )
+    }
+
+    /// The library counts columns first: out and x are read as their transposes, and w stands on the left.
+    fn plan(&self, s: Shape) -> Done<Plan> {
+        let lt = &self.lt;
+        let (input, output) = match s.dtype {
+            DType::F32 => (cudaDataType::CUDA_R_32F, cudaDataType::CUDA_R_32F),
+            DType::Bf16 => (cudaDataType::CUDA_R_16BF, cudaDataType::CUDA_R_16BF),
+            DType::E4m3 => (cudaDataType::CUDA_R_8F_E4M3, cudaDataType::CUDA_R_16BF),
+            other => return failed(format!("products in {other}")),
+        };
+        let mut desc = std::ptr::null_mut();
+        check(
+            (lt.desc_create)(&mut desc, cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F),
+            "cublasLtMatmulDescCreate",
+        )?;
+        set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &TRANSPOSED)?;
+        let epilogue = match (s.bias, s.gelu) {
+            (false, false) => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT,
+            (true, false) => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS,
+            (false, true) => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_GELU,
+            (true, true) => cublasLtEpilogue_t::CUBLASLT_EPILOGUE_GELU_BIAS,
+        };
+        set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &(epilogue as u32))?;
+        if s.bias {
+            set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &(output as i32))?;
+        }
+        if s.dtype == DType::E4m3 {
+            let outer = cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F as i32;
+            set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &outer)?;
+            set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &outer)?;
+        }
+        let layout = |ty: cudaDataType, rows: u64, columns: u64| -> Done<cublasLtMatrixLayout_t> {
+            let mut l = std::ptr::null_mut();
+            check((lt.layout_create)(&mut l, ty, rows, columns, rows as i64), "cublasLtMatrixLayoutCreate")?;
+            Ok(l)
+        };
+        let (w, x) = (layout(input, s.inner, s.columns)?, layout(input, s.inner, s.rows)?);
+        let out = layout(output, s.columns, s.rows)?;
+        let mut pref = std::ptr::null_mut();
+        check((lt.pref_create)(&mut pref), "cublasLtMatmulPreferenceCreate")?;
+        let mut limit = |which, value: &dyn Bytes| {
+            let (at, size) = value.bytes();
+            check((lt.pref_set)(pref, which, at, size), "cublasLtMatmulPreferenceSetAttribute")
+        };
+        limit(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES)?;
+        // None: the contraction is one chain, and no row's bits depend on how many rows there are.
+        limit(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &0_u32)?;
+        let mut found: [cublasLtMatmulHeuristicResult_t; 1] = [EMPTY];
+        let mut count = 0;
+        let asked = (lt.heuristic)(
+            self.handle.cast(),
+            desc,
+            w,
+            x,
+            out,
+            out,
+            pref,
+            found.len() as i32,
+            found.as_mut_ptr(),
+            &mut count,
+        );
+        (lt.pref_destroy)(pref);
+        if asked != cublasStatus_t::CUBLAS_STATUS_SUCCESS || count == 0 {
+            return failed(format!("cuBLASLt has no algorithm for a product of {s:?}: {asked:?}"));
+        }
+        Ok(Plan { desc, x, w, out, algo: found[0].algo })
+    }
+}
+
+impl Drop for Products {
+    fn drop(&mut self) {
+        for plan in self.plans.values() {
+            (self.lt.desc_destroy)(plan.desc);
+            for l in [plan.x, plan.w, plan.out] {
+                (self.lt.layout_destroy)(l);
+            }
+        }
+        (self.lt.destroy)(self.handle.cast());
+    }
+}
+
+const EMPTY: cublasLtMatmulHeuristicResult_t = cublasLtMatmulHeuristicResult_t {
+    algo: cublasLtMatmulAlgo_t { data: [0; 8] },
+    workspaceSize: 0,
+    state: cublasStatus_t::CUBLAS_STATUS_SUCCESS,
+    wavesCount: 0.0,
+    reserved: [0; 4],
+};
+
+/// A value that a library copies.
+trait Bytes {
+    fn bytes(&self) -> (*const c_void, usize);
+}
+
+impl<T: Copy> Bytes for T {
+    fn bytes(&self) -> (*const c_void, usize) {
+        (std::ptr::from_ref(self).cast(), size_of::<T>())
+    }
+}
+
+fn set(lt: &CublasLt, desc: cublasLtMatmulDesc_t, which: Attribute, value: &dyn Bytes) -> Done<()> {
+    let (at, size) = value.bytes();
+    match (lt.desc_set)(desc, which, at, size) {
+        cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
+        other => failed(format!("cublasLtMatmulDescSetAttribute {which:?}: {other:?}")),
+    }
+}
+
+fn check(status: cublasStatus_t, call: &str) -> Done<()> {
+    match status {
+        cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
+        other => failed(format!("{call}: {other:?}")),
+    }
+}

@@ -1,0 +1,583 @@
+"""One denoise forward of the video generator for dit_gpu.py: sizes, synthetic weights, the fast path by strategy, and the
+same forward in float64 by tools/pytorch/wan.py.
+
+Written for speed. Three frames of context are in the caches and three are denoised. Passes over memory are compiled
+functions, cut where a product, an exchange or attention stands between them anyway; the last pass of a block makes the
+next block's input too. Strategies over P GPUs:
+
+ulysses   each rank has 1/P of every frame's tokens and all weights. q, k, v travel in one all-to-all that lands in the
+          cache, which has a lane for q beside k and v: nothing is unpacked. Rows of this chunk are in the order
+          (rank, frame, place); attention does not depend on the order of keys.
+megatron  each rank has all tokens and 1/P of every weight's heads or columns. Sums of squares for the norms of q and k,
+          which span heads, are added over the ranks, and so are the results of o, o and the second FFN product.
+"""
+
+import json
+import struct
+import sys
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.attention
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools/pytorch"))
+import wan
+
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    dim: int = 5120
+    ffn: int = 13824
+    heads: int = 40
+    layers: int = 40
+    grid: tuple = (30, 52)
+    text_len: int = 512
+    freq: int = 256
+    width: int = 64
+    frames: int = 3
+    eps: float = 1e-6
+
+    @classmethod
+    def of(cls, size, layers=None, tiny=False):
+        """`size` is HxW in pixels: 8 to a latent, 2 latents to a token, each way."""
+        height, width = (int(x) for x in size.split("x"))
+        assert height % 16 == 0 and width % 16 == 0, f"{size}: not multiples of 16"
+        sizes = cls(dim=160, ffn=384, heads=8, layers=2, text_len=24, freq=32) if tiny else cls()
+        sizes = replace(sizes, grid=(height // 16, width // 16))
+        return replace(sizes, layers=layers) if layers else sizes
+
+    head_dim = property(lambda s: s.dim // s.heads)
+    frame_tokens = property(lambda s: s.grid[0] * s.grid[1])
+    tokens = property(lambda s: s.frames * s.frame_tokens)
+
+
+class Source:
+    """Every tensor by its name, drawn on `device` from the seed: the same on each rank, whatever is asked for first."""
+
+    def __init__(self, sizes, seed, device, dtype):
+        self.sizes, self.seed, self.device, self.dtype = sizes, seed, device, dtype
+
+    def draw(self, name, shape, std=1.0, mean=0.0):
+        generator = torch.Generator(self.device).manual_seed((self.seed << 32) ^ zlib.crc32(name.encode()))
+        x = torch.randn(shape, generator=generator, device=self.device)
+        # All values are those of bf16, in whatever type they are kept.
+        return x.mul_(std).add_(mean).bfloat16().to(self.dtype)
+
+    def weight(self, name, *shape):
+        if name.endswith("modulation"):
+            # Gates as in trained models, so that an error in a branch shows in the result.
+            return self.draw(name, shape, 0.3)
+        if "norm" in name:
+            return self.draw(name, shape, 0.1, 1.0 if name.endswith("weight") else 0.0)
+        return self.draw(name, shape, 0.02)
+
+    def linear(self, name, out, inner):
+        return self.weight(f"{name}.weight", out, inner), self.weight(f"{name}.bias", out)
+
+    def attention(self, i, which, rows):
+        """Cached K and V [rows, heads, head_dim]; keys as after norm and rope."""
+        shape = (rows, self.sizes.heads, self.sizes.head_dim)
+        return tuple(self.draw(f"{which}.{i}.{n}", shape) for n in "kv")
+
+    def call(self):
+        """Latent tokens in float32, and one timestep for each frame. The noise level is one for all."""
+        x = self.draw("x", (self.sizes.tokens, self.sizes.width)).float()
+        t = torch.tensor([937.5, 833.25, 625.0], device=self.device)[: self.sizes.frames]
+        return x, t, 0.9375
+
+
+# Passes over memory, to be compiled. Arithmetic in float32; x and products in the stream's type. `quant` asks for
+# rows in e4m3 with a scale each instead.
+
+
+def rows8(y):
+    scale = (y.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp_min(1e-12)
+    return (y / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+def out(y, like, quant):
+    return rows8(y) if quant else y.to(like.dtype)
+
+
+def by_frame(m, column, n):
+    """Column of m [frames, columns, dim] for rows ordered by frame."""
+    return m[:, column, None].expand(-1, n // m.shape[0], -1).reshape(n, -1)
+
+
+def modulated(x, m, shift, scale, eps):
+    y = F.layer_norm(x, x.shape[-1:], eps=eps)
+    return y * (1 + by_frame(m, scale, len(x))) + by_frame(m, shift, len(x))
+
+
+def enter(x, m, eps, quant):
+    return out(modulated(x.float(), m, 0, 1, eps), x, quant)
+
+
+def plus(x, y, bias, gate):
+    y = y.float() if bias is None else y.float() + bias.float()
+    return (x.float() + (y if gate is None else y * gate)).to(x.dtype)
+
+
+def after_self(x, y, bias, m, weight, norm_bias, eps, quant):
+    x = plus(x, y, bias, by_frame(m, 2, len(x)))
+    c = F.layer_norm(x.float(), x.shape[-1:], weight.float(), norm_bias.float(), eps)
+    return x, out(c, x, quant)
+
+
+def after_cross(x, y, bias, m, eps, quant):
+    x = plus(x, y, bias, None)
+    return x, out(modulated(x.float(), m, 3, 4, eps), x, quant)
+
+
+def after_ffn(x, y, bias, m, following, eps, quant):
+    x = plus(x, y, bias, by_frame(m, 5, len(x)))
+    return x, out(modulated(x.float(), following, 0, 1, eps), x, quant)
+
+
+def squares(x, parts):
+    """Sums of squares of each of `parts` lanes of x [n, ...]: [n, parts] in float32."""
+    return x.float().reshape(len(x), parts, -1).square().sum(-1)
+
+
+def normed(x, weight, total, width, eps):
+    """RMS norm of x [n, ..., width here]; `total` [n, ...] holds the sums over all ranks if this is a part."""
+    x = x.float()
+    mean = x.square().mean(-1) if total is None else total / width
+    return x * torch.rsqrt(mean + eps)[..., None] * weight.float()
+
+
+def turned(x, rope):
+    """Pairs of x [n, ..., head_dim] turned; rope [2, n, head_dim]: cosines, and sines with the sign of their place."""
+    cos, sin = (r.view(len(r), *[1] * (x.dim() - 2), -1) for r in rope)
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x * cos + swapped * sin
+
+
+def qk_here(qkv, weight, rope, total, keys, width, eps):
+    """q as a new tensor, k into rows of the cache [n, heads, head_dim]; qkv [n, 3, width here]."""
+
+    def one(i):
+        # Apart: what both shared would be written out in float32.
+        y = normed(qkv[:, i], weight[i], None if total is None else total[:, i], width, eps)
+        return turned(y.unflatten(-1, keys.shape[1:]), rope).to(qkv.dtype)
+
+    keys.copy_(one(1))
+    return one(0)
+
+
+def qk_packed(qkv, weight, rope, lanes, eps):
+    """q and k into lanes [P, n, 2, heads here * head_dim] of what is sent; qkv [n, 3, width]."""
+    y = normed(qkv[:, :2], weight, None, None, eps).unflatten(-1, (-1, rope.shape[-1]))
+    y = turned(y, rope).to(qkv.dtype)
+    lanes.copy_(y.view(len(qkv), 2, len(lanes), -1).permute(2, 0, 1, 3))
+
+
+def v_packed(qkv, lane):
+    lane.copy_(qkv[:, 2].view(len(qkv), len(lane), -1).transpose(0, 1))
+
+
+def q_cross(q, weight, total, width, eps):
+    return normed(q, weight, None if total is None else total[:, 0], width, eps).to(q.dtype)
+
+
+def gathered(o, quant):
+    """Heads of all ranks [P, n, w] -> [n, P * w]."""
+    y = o.transpose(0, 1).flatten(1)
+    return rows8(y.float()) if quant else y.contiguous()
+
+
+def quantised(o):
+    return rows8(o.float())
+
+
+def gelu(h, quant):
+    return out(F.gelu(h.float(), approximate="tanh"), h, quant)
+
+
+def finish(x, flow, sigma):
+    return x - sigma * flow.float()
+
+
+PASSES = (enter, after_self, after_cross, after_ffn, squares, qk_here, qk_packed, v_packed, q_cross, gathered, quantised,
+          gelu, finish)
+
+
+class Products:
+    """x · wᵀ + b in the ways that PyTorch has; `tune` keeps the fastest for each use.
+
+    fused     addmm, bias and GELU in cuBLASLt's epilogue
+    bare      mm; the pass that follows adds the bias, or makes the GELU
+    searched  torch.compile with max-autotune, Triton's products among its choices"""
+
+    def __init__(self, fp8, autotune, gelu_pass, device):
+        self.fp8, self.autotune, self.gelu_pass = fp8, autotune, gelu_pass
+        # Only CUDA has the epilogue's tanh.
+        self.choice = {"up": "fused" if device.type == "cuda" else "bare"}
+        self.times = {}
+        if autotune:
+            compiled = dict(mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False)
+            self.searched = torch.compile(lambda x, w, b: F.linear(x, w, b), **compiled)
+            self.searched_up = torch.compile(lambda x, w, b: F.gelu(F.linear(x, w, b), approximate="tanh"), **compiled)
+
+    def weight(self, w):
+        """As products want it: itself, or e4m3 by rows."""
+        return rows8(w.float()) if self.fp8 else w
+
+    def __call__(self, use, x, w, b, into=None, how=None):
+        """(result, bias left to add). b None: no bias, for a part of a sum over ranks."""
+        if self.fp8:
+            (x, sx), (w, sw) = x, w
+            y = torch._scaled_mm(x, w.t(), scale_a=sx, scale_b=sw.t(), bias=b, out_dtype=torch.bfloat16, use_fast_accum=True)
+            if use == "up":
+                return self.gelu_pass(y, True), None
+            return (y if into is None else into.copy_(y)), None
+        how = how or self.choice.get(use, "fused")
+        if use == "up":
+            if how == "fused":
+                return torch._addmm_activation(b, x, w.t(), use_gelu=True), None
+            if how == "searched":
+                return self.searched_up(x, w, b), None
+            return self.gelu_pass(torch.addmm(b, x, w.t()), False), None
+        if how == "searched":
+            y = self.searched(x, w, b)
+            return (y if into is None else into.copy_(y)), None
+        if into is not None:
+            return torch.addmm(b, x, w.t(), out=into), None
+        if b is None or how == "bare":
+            return torch.mm(x, w.t()), b
+        return torch.addmm(b, x, w.t()), None
+
+    def tune(self, uses, time_us):
+        """`uses`: name -> (rows, [(w, b), ...], whether into a given place)."""
+        for use, (rows, weights, placed) in uses.items():
+            w, b = weights[0]
+            x = torch.randn(rows, w.shape[1], device=w.device).to(w.dtype)
+            into = x.new_empty(rows, len(w)) if placed else None
+            ways = ["fused"]
+            if b is not None and (use == "up" or not placed):
+                ways.append("bare")
+            if self.autotune:
+                ways.append("searched")
+            if len(ways) == 1:
+                continue
+            self.times[use] = {how: time_us(lambda i: self(use, x, *weights[i % len(weights)], into, how)) for how in ways}
+            self.choice[use] = min(self.times[use], key=self.times[use].get)
+
+
+class Forward:
+    """The forward on one rank. `run()` reads self.x and self.t and writes self.x0, by fixed addresses.
+
+    cut: "pieces" compiles each pass alone, or nothing with compiled=False; "block" compiles whole blocks with functional
+    collectives inside, without a break."""
+
+    def __init__(self, sizes, source, strategy, rank, ranks, cut="pieces", compiled=True, fp8=False, autotune=False):
+        assert sizes.heads % ranks == 0 and sizes.ffn % ranks == 0 and sizes.frame_tokens % ranks == 0, "does not divide"
+        assert not (fp8 and strategy == "megatron" and ranks > 1), "fp8 is for one GPU or ulysses"
+        self.sizes, self.strategy, self.rank, self.ranks = sizes, strategy if ranks > 1 else "one", rank, ranks
+        self.device, self.dtype, self.fp8 = source.device, source.dtype, fp8
+        self.whole = cut == "block"
+        mode = "max-autotune-no-cudagraphs" if autotune and self.whole else None
+        compile_ = lambda f: torch.compile(f, fullgraph=True, dynamic=False, mode=mode)
+        for f in PASSES:
+            setattr(self, f.__name__, compile_(f) if compiled and not self.whole else f)
+        self.products = Products(fp8, autotune and not self.whole, self.gelu, self.device)
+        if self.whole:
+            self.products.choice["up"] = "bare"
+            self.group = dist.group.WORLD.group_name if ranks > 1 else None
+        self.step = compile_(self.block) if compiled and self.whole else self.block
+        self.place(source)
+
+    def part(self, x, dim=0):
+        """This rank's part of heads or columns under megatron, else all."""
+        return x.chunk(self.ranks, dim)[self.rank].contiguous() if self.strategy == "megatron" else x
+
+    def place(self, source):
+        s, d, w = self.sizes, self.sizes.dim, source
+        self.heads = s.heads // self.ranks
+        here = self.heads * s.head_dim
+        share = self.ranks if self.strategy == "ulysses" else 1
+        self.rows = s.tokens // share
+        order = torch.arange(s.tokens, device=self.device).view(s.frames, share, -1).transpose(0, 1).flatten(1)
+        self.tokens = order[self.rank if share > 1 else 0]
+        # Which token each of this chunk's rows in the cache is.
+        self.row_tokens = order.flatten()
+
+        self.patch = w.linear("patch_embedding", d, s.width)
+        self.time = [w.linear("time_embedding.0", d, s.freq), w.linear("time_embedding.2", d, d),
+                     w.linear("time_projection.1", 6 * d, d)]
+        self.head = w.linear("head.head", s.width, d)
+        self.head_table = w.weight("head.modulation", 1, 2, d).float()
+        self.tables = torch.cat([w.weight(f"blocks.{i}.modulation", 1, 6, d) for i in range(s.layers)])[:, None].float()
+        half = s.freq // 2
+        self.rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=self.device) / half)
+        angles = wan.rope_angles(s.head_dim, s.frames, s.frames, *s.grid, self.device)[0][self.tokens]
+        sign = torch.tensor([-1.0, 1.0], dtype=torch.float64, device=self.device).repeat(s.head_dim // 2)
+        self.rope = torch.stack([angles.cos().repeat_interleave(2, 1), angles.sin().repeat_interleave(2, 1) * sign]).float()
+
+        self.layers, self.send = [], None
+        if self.strategy == "ulysses":
+            self.send = torch.empty(self.ranks, self.rows, 3, here, dtype=self.dtype, device=self.device)
+        for i in range(s.layers):
+            b, layer = f"blocks.{i}", {}
+
+            def keep(use, weight, bias, layer=layer):
+                layer[use] = (self.products.weight(weight.contiguous()), bias)
+
+            qkv = [w.linear(f"{b}.self_attn.{n}", d, d) for n in "qkv"]
+            keep("qkv", *(torch.cat([self.part(x[j]) for x in qkv]) for j in (0, 1)))
+            del qkv
+            for use, name, inner in (("o", "self_attn.o", d), ("co", "cross_attn.o", d), ("down", "ffn.2", s.ffn)):
+                weight, bias = w.linear(f"{b}.{name}", d, inner)
+                keep(use, self.part(weight, 1), bias)
+            for use, name, width in (("cq", "cross_attn.q", d), ("up", "ffn.0", s.ffn)):
+                keep(use, *(self.part(x) for x in w.linear(f"{b}.{name}", width, d)))
+            layer["qk_norm"] = torch.stack([self.part(w.weight(f"{b}.self_attn.norm_{n}.weight", d)) for n in "qk"])
+            layer["cq_norm"] = self.part(w.weight(f"{b}.cross_attn.norm_q.weight", d))
+            layer["norm3"] = (w.weight(f"{b}.norm3.weight", d), w.weight(f"{b}.norm3.bias", d))
+
+            mine = lambda x: x.chunk(self.ranks, 1)[self.rank].flatten(1)
+            k, v = (mine(x) for x in source.attention(i, "context", s.tokens))
+            # Products and exchanges end in the cache: [rows, (q, k, v), width here] has room for the query too.
+            cache = torch.zeros(2 * s.tokens, 3, here, dtype=self.dtype, device=self.device)
+            cache[: s.tokens, 1], cache[: s.tokens, 2] = k, v
+            layer["cache"] = cache
+            if self.strategy != "ulysses" or self.whole:
+                # A pass that turns pairs cannot write where it reads.
+                layer["keys"] = torch.zeros(2 * s.tokens, here, dtype=self.dtype, device=self.device)
+                layer["keys"][: s.tokens] = k
+            text = source.attention(i, "text", s.text_len)
+            layer["text"] = tuple((x if self.strategy == "ulysses" else x.chunk(self.ranks, 1)[self.rank]).contiguous() for x in text)
+            self.layers.append(layer)
+
+        x, t, self.sigma = source.call()
+        self.x, self.t = x[self.tokens].contiguous(), t
+        self.x0 = torch.zeros_like(self.x)
+
+    def reduce(self, x):
+        if self.strategy != "megatron":
+            return x
+        if self.whole:
+            return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", self.group))
+        dist.all_reduce(x)
+        return x
+
+    def exchange(self, x, into):
+        """[P, ...] by destination -> by source, into the flat `into` if that can be."""
+        if self.whole:
+            sizes = [1] * self.ranks
+            return torch.ops._c10d_functional.wait_tensor(
+                torch.ops._c10d_functional.all_to_all_single(x, sizes, sizes, self.group))
+        dist.all_to_all_single(into, x)
+        return into
+
+    def attend(self, q, k, v):
+        """[rows, heads, head_dim] each -> [rows, heads * head_dim]."""
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1)
+
+    def self_attention(self, a, layer):
+        """The input of the o product."""
+        s, n = self.sizes, self.sizes.tokens
+        split = lambda x: x.unflatten(-1, (-1, s.head_dim))
+        cache, here = layer["cache"], self.heads * s.head_dim
+        if self.strategy == "ulysses":
+            qkv = self.products("qkv", a, *layer["qkv"])[0].view(-1, 3, s.dim)
+            if self.whole:
+                y = normed(qkv[:, :2], layer["qk_norm"], None, None, s.eps).unflatten(-1, (-1, s.head_dim))
+                y = torch.cat([turned(y, self.rope).flatten(2).to(qkv.dtype), qkv[:, 2:]], 1)
+                y = y.view(-1, 3, self.ranks, here).permute(2, 0, 1, 3).contiguous()
+                y = self.exchange(y, None).flatten(0, 1)
+                layer["keys"][n:].copy_(y[:, 1])
+                cache[n:, 2].copy_(y[:, 2])
+                q, k = y[:, 0], layer["keys"]
+            else:
+                self.qk_packed(qkv, layer["qk_norm"], self.rope, self.send[:, :, :2], s.eps)
+                self.v_packed(qkv, self.send[:, :, 2])
+                self.exchange(self.send, cache[n:].view(self.send.shape))
+                q, k = cache[n:, 0], cache[:, 1]
+            o = self.attend(split(q), split(k), split(cache[:, 2])).view(self.ranks, self.rows, here)
+            return self.gathered(self.exchange(o, torch.empty_like(o)), self.fp8)
+        if self.whole:
+            qkv = self.products("qkv", a, *layer["qkv"])[0].view(-1, 3, here)
+            cache[n:, 2].copy_(qkv[:, 2])
+        else:
+            qkv = cache[n:]
+            self.products("qkv", a, *layer["qkv"], into=qkv.view(n, 3 * here))
+        total = self.reduce(self.squares(qkv[:, :2], 2)) if self.strategy == "megatron" else None
+        q = self.qk_here(qkv, layer["qk_norm"], self.rope, total, split(layer["keys"][n:]), s.dim, s.eps)
+        o = self.attend(q, split(layer["keys"]), split(cache[:, 2]))
+        return self.quantised(o) if self.fp8 else o
+
+    def cross_attention(self, c, layer):
+        s = self.sizes
+        q = self.products("cq", c, *layer["cq"])[0]
+        total = self.reduce(self.squares(q, 1)) if self.strategy == "megatron" else None
+        q = self.q_cross(q, layer["cq_norm"], total, s.dim, s.eps)
+        o = self.attend(q.unflatten(-1, (-1, s.head_dim)), *layer["text"])
+        return self.quantised(o) if self.fp8 else o
+
+    def to_stream(self, use, x, layer):
+        """A product back to the width of the stream: (result, bias left to add)."""
+        w, b = layer[use]
+        if self.strategy == "megatron":
+            return self.reduce(self.products(use, x, w, None)[0]), b
+        return self.products(use, x, w, b)
+
+    def block(self, x, a, m, following, layer):
+        """x [rows, dim] and its modulated form -> the same after the block, modulated by what follows."""
+        eps, quant = self.sizes.eps, self.fp8
+        y, b = self.to_stream("o", self.self_attention(a, layer), layer)
+        x, c = self.after_self(x, y, b, m, *layer["norm3"], eps, quant)
+        y, b = self.to_stream("co", self.cross_attention(c, layer), layer)
+        x, a = self.after_cross(x, y, b, m, eps, quant)
+        h = self.products("up", a, *layer["up"])[0]
+        y, b = self.to_stream("down", h, layer)
+        return self.after_ffn(x, y, b, m, following, eps, quant and following.shape[1] > 2)
+
+    def run(self):
+        s = self.sizes
+        angle = self.t.double()[:, None] * self.rates
+        h = torch.cat([angle.cos(), angle.sin()], 1).to(self.dtype)
+        h = F.silu(F.linear(h, *self.time[0]))
+        e = F.linear(h, *self.time[1])
+        e0 = F.linear(F.silu(e), *self.time[2]).view(-1, 6, s.dim)
+        m = self.tables + e0
+        last = self.head_table + e[:, None]
+
+        x = F.linear(self.x.to(self.dtype), *self.patch)
+        a = self.enter(x, m[0], s.eps, self.fp8)
+        for i, layer in enumerate(self.layers):
+            x, a = self.step(x, a, m[i], m[i + 1] if i + 1 < s.layers else last, layer)
+        self.x0.copy_(self.finish(self.x, F.linear(a, *self.head), self.sigma))
+
+    def new_rows(self, i):
+        """K and V of this chunk as written, [rows, width here], in the order of `row_tokens`."""
+        layer, n = self.layers[i], self.sizes.tokens
+        return (layer["keys"][n:] if "keys" in layer else layer["cache"][n:, 1]), layer["cache"][n:, 2]
+
+    def tune(self, time_us):
+        placed = self.strategy != "ulysses"
+        uses = {use: (self.rows, [l[use] for l in self.layers[:4]], placed and use == "qkv")
+                for use in ("qkv", "o", "cq", "co", "up", "down")}
+        if self.strategy == "megatron":
+            uses |= {use: (rows, [(w, None) for w, _ in weights], placed)
+                     for use, (rows, weights, placed) in uses.items() if use in ("o", "co", "down")}
+        self.products.tune(uses, time_us)
+
+
+def parameters(source):
+    """Wan's names -> tensors, but for the text's: the forward begins with cached text K and V."""
+    s, d, out_ = source.sizes, source.sizes.dim, {}
+
+    def linear(name, rows, inner):
+        out_[f"{name}.weight"], out_[f"{name}.bias"] = source.linear(name, rows, inner)
+
+    linear("patch_embedding", d, s.width)
+    # Tokens are (row, column, channel); the checkpoints' kernel is [dim, channel, 1, row, column].
+    out_["patch_embedding.weight"] = out_["patch_embedding.weight"].view(d, 2, 2, -1).permute(0, 3, 1, 2)[:, :, None].contiguous()
+    for name, rows, inner in (("time_embedding.0", d, s.freq), ("time_embedding.2", d, d), ("time_projection.1", 6 * d, d),
+                              ("head.head", s.width, d)):
+        linear(name, rows, inner)
+    out_["head.modulation"] = source.weight("head.modulation", 1, 2, d)
+    for b in (f"blocks.{i}" for i in range(s.layers)):
+        out_[f"{b}.modulation"] = source.weight(f"{b}.modulation", 1, 6, d)
+        for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "cross_attn.q", "cross_attn.o"):
+            linear(f"{b}.{name}", d, d)
+        for name in ("self_attn.norm_q", "self_attn.norm_k", "cross_attn.norm_q", "norm3"):
+            out_[f"{b}.{name}.weight"] = source.weight(f"{b}.{name}.weight", d)
+        out_[f"{b}.norm3.bias"] = source.weight(f"{b}.norm3.bias", d)
+        linear(f"{b}.ffn.0", s.ffn, d)
+        linear(f"{b}.ffn.2", d, s.ffn)
+    return out_
+
+
+@torch.inference_mode()
+def reference(source):
+    """x0 [tokens, width] and per layer the chunk's K and V [tokens, dim], in float64 by wan.py."""
+    s = source.sizes
+    cfg = wan.Config(dim=s.dim, ffn_dim=s.ffn, freq_dim=s.freq, in_dim=s.width // 4, out_dim=s.width // 4, num_heads=s.heads,
+                     num_layers=s.layers, text_len=s.text_len, text_dim=1, eps=s.eps)
+    with torch.device("meta"):
+        model = wan.Wan(cfg).double()
+    missing, unknown = model.load_state_dict({k: v.double() for k, v in parameters(source).items()}, strict=False, assign=True)
+    unused = ("text_embedding", "cross_attn.k", "cross_attn.v", "cross_attn.norm_k")
+    assert not unknown and all(any(u in name for u in unused) for name in missing), (missing, unknown)
+    model.text_embedding = torch.nn.Identity()
+    caches = []
+    for i, block in enumerate(model.blocks):
+        k, v = (x.double()[None] for x in source.attention(i, "text", s.text_len))
+        block.cross_attn.keys, block.cross_attn.values = (lambda _, k=k: k), (lambda _, v=v: v)
+        caches.append(tuple(x.double()[None] for x in source.attention(i, "context", s.tokens)))
+    x, t, sigma = source.call()
+    x = x.double()[None]
+    text = x.new_zeros(1, s.text_len, 1)
+    # Whatever attention the fast path has been given.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        flow, own = model.on_tokens(x, t.double()[None], text, *s.grid, start_frame=s.frames, kv=caches)
+    return (x - sigma * flow)[0], [tuple(y[0].flatten(1) for y in pair) for pair in own]
+
+
+def errors(forward, source):
+    """Relative errors (largest, root mean square) of x0 and of this chunk's K and V rows on this rank."""
+    x0, own = reference(source)
+    width = forward.heads * forward.sizes.head_dim
+    lanes = slice(forward.rank * width, (forward.rank + 1) * width)
+    pairs = {"x0": [(forward.x0, x0[forward.tokens])], "k": [], "v": []}
+    for i, rows in enumerate(own):
+        for name, got, want in zip("kv", forward.new_rows(i), rows):
+            pairs[name].append((got, want[forward.row_tokens][:, lanes]))
+    worst = {}
+    for name, both in pairs.items():
+        each = [((got.double() - want), want) for got, want in both]
+        worst[name] = [max((e.abs().max() / w.abs().max()).item() for e, w in each),
+                       max((e.square().mean().sqrt() / w.square().mean().sqrt()).item() for e, w in each)]
+    return worst
+
+
+TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def write_tensors(path, tensors):
+    """A safetensors file; the package need not be there."""
+    header, at = {}, 0
+    for name, x in tensors.items():
+        size = x.numel() * x.element_size()
+        header[name] = {"dtype": TYPES[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for x in tensors.values():
+            file.write(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
+def dump(folder, forward, source):
+    """Weights under Wan's names, inputs, and x0 and K/V rows in float64, to compare another implementation with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    s, (x, t, sigma) = source.sizes, source.call()
+    write_tensors(folder / "model.safetensors", {k: v.bfloat16() for k, v in parameters(source).items()})
+    inputs = {"x": x, "t": t.float()}
+    for which, rows in (("context", s.tokens), ("text", s.text_len)):
+        for i in range(s.layers):
+            for name, y in zip("kv", source.attention(i, which, rows)):
+                inputs[f"{which}.{i}.{name}"] = y.flatten(1).bfloat16()
+    write_tensors(folder / "inputs.safetensors", inputs)
+    x0, own = reference(source)
+    expected = {"x0": x0} | {f"{n}.{i}": y for i, pair in enumerate(own) for n, y in zip("kv", pair)}
+    write_tensors(folder / "expected.safetensors", expected)
+    (folder / "case.json").write_text(json.dumps({
+        "what": "one denoise forward: x0 = x - sigma * flow; k.i and v.i are this chunk's rows as cached (k after norm and rope)",
+        "dim": s.dim, "ffn_dim": s.ffn, "num_heads": s.heads, "num_layers": s.layers, "freq_dim": s.freq, "eps": s.eps,
+        "text_len": s.text_len, "in_dim": s.width // 4, "out_dim": s.width // 4, "patch_size": [1, 2, 2],
+        "grid": [s.frames, *s.grid], "tokens": s.tokens, "context_rows": s.tokens, "start_frame": s.frames, "sigma": sigma,
+        "t": t.tolist(), "seed": source.seed, "token": "(row, column, channel), channel fastest",
+        "files": {"model": "BF16", "inputs": "x and t F32 (values of bf16), context.i and text.i BF16 [rows, dim]", "expected": "F64"},
+        "pytorch_error": errors(forward, source),
+    }, indent=1) + "\n")
