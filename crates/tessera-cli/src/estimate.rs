@@ -256,6 +256,7 @@ impl Search {
             machine,
             devices: self.devices,
             objective: self.objective.as_deref().map(objective).transpose()?,
+            dtype: planning.dtype.map_or_else(Default::default, Into::into),
             pins: video_pins(&planning.pins(pins)?)?,
             decode_ns,
             encode_ns,

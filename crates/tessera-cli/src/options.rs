@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use tessera::sim::T0040;
-use tessera::{Mapping, Model, Numerics, Overrides, Plan, Strategy, Topology, plan};
+use tessera::{DtypePolicy, Mapping, Model, Numerics, Overrides, Plan, Strategy, Topology, plan};
 use tessera_base::{Code, Diagnostic};
 
 use crate::say::Refusal;
@@ -81,6 +81,10 @@ pub struct Planning {
     #[arg(long)]
     pub numerics: Option<NumericsName>,
 
+    /// What products and what works on their results compute in [default: f32]
+    #[arg(long)]
+    pub dtype: Option<DtypeName>,
+
     /// How past frames are kept: in caches, or recomputed before each chunk [default: what the model says]
     #[arg(long)]
     pub cache: Option<CacheName>,
@@ -114,11 +118,12 @@ impl Planning {
     }
 
     /// Options that shape a stream, and whether they were given: a language model has no use for them.
-    pub fn for_streams(&self) -> [(&'static str, bool); 8] {
+    pub fn for_streams(&self) -> [(&'static str, bool); 9] {
         [
             ("--topology", self.topology.is_some()),
             ("--strategy", self.strategy.is_some()),
             ("--numerics", self.numerics.is_some()),
+            ("--dtype", self.dtype.is_some()),
             ("--cache", self.cache.is_some()),
             ("--steps", self.steps.is_some()),
             ("--d-in", self.d_in.is_some()),
@@ -138,6 +143,7 @@ impl Planning {
     /// Puts into a mapping what a search does not choose.
     pub fn shape(&self, mapping: &mut Mapping) {
         mapping.numerics = self.numerics.map_or(mapping.numerics, Into::into);
+        mapping.dtype = self.dtype.map_or(mapping.dtype, Into::into);
         mapping.d_in = self.d_in.unwrap_or(mapping.d_in);
         mapping.d_out = self.d_out.unwrap_or(mapping.d_out);
     }
@@ -164,6 +170,7 @@ impl Planning {
         map.topology = self.topology.map_or(map.topology, Into::into);
         map.strategy = self.strategy.map_or(map.strategy, Into::into);
         map.numerics = self.numerics.map_or(map.numerics, Into::into);
+        map.dtype = self.dtype.map_or(map.dtype, Into::into);
         map.d_in = self.d_in.unwrap_or(map.d_in);
         map.d_out = self.d_out.unwrap_or(map.d_out);
         map.max_outstanding = self.max_outstanding.unwrap_or(map.max_outstanding);
@@ -269,6 +276,24 @@ impl From<NumericsName> for Numerics {
         match name {
             NumericsName::Standard => Numerics::Standard,
             NumericsName::MeshInvariant => Numerics::MeshInvariant,
+        }
+    }
+}
+
+/// `--dtype`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DtypeName {
+    /// f32 throughout
+    F32,
+    /// bf16, but for conditioning, latents and norm vectors
+    Bf16,
+}
+
+impl From<DtypeName> for DtypePolicy {
+    fn from(name: DtypeName) -> DtypePolicy {
+        match name {
+            DtypeName::F32 => DtypePolicy::F32,
+            DtypeName::Bf16 => DtypePolicy::Bf16,
         }
     }
 }

@@ -87,7 +87,10 @@ fn text(s: &Summary, folder: Option<String>) -> String {
     let blocks: Vec<String> = s.blocks_per_stage.iter().map(u64::to_string).collect();
     let ranks = if s.ranks.len() == 1 { "1 rank".to_string() } else { format!("{} ranks", s.ranks.len()) };
     let mut facts = vec![
-        ("mesh", format!("{}: {ranks}, {} strategy, {} numerics", s.mesh, s.strategy, s.numerics)),
+        (
+            "mesh",
+            format!("{}: {ranks}, {} strategy, {} numerics in {}", s.mesh, s.strategy, s.numerics, s.dtype),
+        ),
         ("topology", format!("{}: {}", s.topology, stands(s.topology))),
         (
             "stream",

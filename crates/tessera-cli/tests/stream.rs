@@ -72,6 +72,25 @@ fn three_fresh_processes_give_the_stored_hash_and_another_order_of_sums_does_not
 }
 
 #[test]
+fn a_dtype_beyond_the_processors_kernels_is_refused_before_anything_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let at = out.to_str().unwrap();
+    let bf16 = ["stream", "models/demo", "--dtype", "bf16", "--chunks", "2", "--quiet", "--out", at];
+    let o = run(&[&bf16[..], &["--device", "cpu"]].concat());
+    let said = text(&o.stderr);
+    assert_eq!((o.status.code(), out.exists()), (Some(1), false), "{said}");
+    assert_eq!(said.matches("error").count(), 1, "{said}");
+    for word in ["T0801", "computes in f32", "dtype = \"bf16\"", "--dtype f32"] {
+        assert!(said.contains(word), "{word}: {said}");
+    }
+    let o = run(&[&bf16[..], &["--device", "sim", "--mesh", "tp=2"]].concat());
+    assert_eq!(o.status.code(), Some(0), "{}", text(&o.stderr));
+    let record = fs::read_to_string(out.join("record.jsonl")).unwrap();
+    assert_eq!(field(record.lines().next().unwrap(), "dtype"), "bf16");
+}
+
+#[test]
 fn a_leader_outside_the_mesh_and_modelled_times_change_no_bit() {
     let stored = fs::read_to_string(root().join("golden/demo.txt")).unwrap();
     let dir = tempfile::tempdir().unwrap();

@@ -11,7 +11,6 @@ use std::collections::BTreeSet;
 use tessera_ir::{DType, Op, Opcode, Program, ValueId, cost};
 use tessera_mesh::{Cluster, Group, Mesh, Precision, Rank};
 
-use crate::habits::Habits;
 use crate::{AttentionWork, CollectiveOp, Machine, Span, Transfer};
 
 /// What an op mostly does.
@@ -77,7 +76,7 @@ impl<'a> Priced<'a> {
             program.ops.iter().map(|op| alone(machine, program, &widths, &defs, op)).collect();
         if habits.joins_products {
             for set in kernels::joined_products(program) {
-                let joined = joined_ns(machine, program, &set);
+                let joined = joined_ns(machine, program, &widths, &set);
                 // What each does besides its product stays.
                 let besides: f64 = set.iter().map(|i| ops[*i].ns - ops[*i].paced_ns).sum();
                 for i in &set[1..] {
@@ -174,10 +173,12 @@ pub fn span_of(cluster: &Cluster, met: &[Rank]) -> Span {
     Span { ranks: met.len().max(1) as u32, domains: domains.len().max(1) as u32 }
 }
 
-/// Bytes that numbers of a program take under an executor's precision.
+/// Bytes that numbers of a program take: as its types say where one of them is narrower than f32; a program all in f32 leaves
+/// the choice to its executor.
 #[derive(Debug, Clone)]
 pub(crate) struct Widths {
-    precision: Precision,
+    /// The executor's precision, where the choice is left to it.
+    precision: Option<Precision>,
     /// Values that stay f32 whatever the precision.
     exact: Vec<bool>,
 }
@@ -195,15 +196,25 @@ impl Widths {
                 exact[r.0 as usize] = true;
             }
         }
-        Widths { precision, exact }
+        let types = p.values.iter().map(|v| &v.ty).chain(p.buffers.iter().map(|b| &b.ty));
+        let left = types.into_iter().all(|t| !matches!(t.dtype, DType::Bf16 | DType::F16 | DType::E4m3));
+        Widths { precision: left.then_some(precision), exact }
+    }
+
+    /// What an op on this value is computed in.
+    pub(crate) fn precision(&self, p: &Program, v: ValueId) -> Precision {
+        self.precision.unwrap_or(match p.ty(v).dtype {
+            DType::E4m3 => Precision::Fp8,
+            DType::Bf16 | DType::F16 => Precision::Bf16,
+            _ => Precision::F32,
+        })
     }
 
     pub(crate) fn bytes(&self, p: &Program, v: ValueId) -> f64 {
         let ty = p.ty(v);
-        let of = if ty.dtype == DType::F32 && !self.exact[v.0 as usize] {
-            self.precision.bytes()
-        } else {
-            ty.dtype.bytes() as f64
+        let of = match self.precision {
+            Some(precision) if ty.dtype == DType::F32 && !self.exact[v.0 as usize] => precision.bytes(),
+            _ => ty.dtype.bytes() as f64,
         };
         ty.elements() as f64 * of
     }
@@ -211,7 +222,6 @@ impl Widths {
 
 /// An op by itself, one kernel if any.
 fn alone(m: &Machine, p: &Program, widths: &Widths, defs: &[Option<usize>], op: &Op) -> Price {
-    let habits = &m.profile.habits;
     let kernel = |doing, ns: f64| Price {
         doing,
         ns,
@@ -222,14 +232,14 @@ fn alone(m: &Machine, p: &Program, widths: &Widths, defs: &[Option<usize>], op: 
     let exchange = Price { doing: Doing::Exchange, launches: 1, ..Price::NOTHING };
     match op.opcode {
         Opcode::Matmul => product(m, p, widths, op),
-        Opcode::Attention => kernel(Doing::Attention, m.attention_ns(&attention(habits, p, op))),
+        Opcode::Attention => kernel(Doing::Attention, m.attention_ns(&attention(widths, p, op))),
         Opcode::Dot => {
             let (x, y) = (op.operands[0], op.operands[1]);
             let k = p.ty(x).shape.last().map_or(1.0, |k| *k as f64);
             let rows = p.ty(x).elements() as f64 / k;
             let columns = op.results.first().map_or(1.0, |r| p.ty(*r).elements() as f64 / rows);
             let batch = (p.ty(y).elements() as f64 / (k * columns)).max(1.0);
-            kernel(Doing::Product, m.grouped_ns(batch, rows / batch, columns, k, habits.precision))
+            kernel(Doing::Product, m.grouped_ns(batch, rows / batch, columns, k, widths.precision(p, x)))
         }
         Opcode::MoeRoute => {
             let bank: Vec<f64> =
@@ -237,7 +247,7 @@ fn alone(m: &Machine, p: &Program, widths: &Widths, defs: &[Option<usize>], op: 
             let [experts, out, k] = bank[..] else { return Price::NOTHING };
             let top_k = op.int("top_k").unwrap_or(2) as f64;
             let rows = extent(p, op.operands[0], 0) * top_k / experts.max(1.0);
-            kernel(Doing::Product, m.grouped_ns(experts, rows, out, k, habits.precision))
+            kernel(Doing::Product, m.grouped_ns(experts, rows, out, k, widths.precision(p, op.operands[0])))
         }
         Opcode::AllToAll => exchange.with(repack(m, p, widths, op, true)),
         Opcode::Wait => Price { doing: Doing::Taking, ..Price::NOTHING }.with(unpack(m, p, widths, defs, op)),
@@ -262,17 +272,18 @@ impl Price {
 }
 
 /// Products of one left operand as one; `set` has one at least.
-fn joined_ns(m: &Machine, p: &Program, set: &[usize]) -> f64 {
-    let [rows, k] = [0, 1].map(|d| extent(p, p.ops[set[0]].operands[0], d));
+fn joined_ns(m: &Machine, p: &Program, widths: &Widths, set: &[usize]) -> f64 {
+    let x = p.ops[set[0]].operands[0];
+    let [rows, k] = [0, 1].map(|d| extent(p, x, d));
     let columns: f64 = set.iter().map(|i| extent(p, p.ops[*i].operands[1], 0)).sum();
-    m.matmul_ns(rows, columns, k, m.profile.habits.precision)
+    m.matmul_ns(rows, columns, k, widths.precision(p, x))
 }
 
 fn product(m: &Machine, p: &Program, widths: &Widths, op: &Op) -> Price {
     let habits = &m.profile.habits;
     let [rows, k] = [0, 1].map(|d| extent(p, op.operands[0], d));
     let columns = extent(p, op.operands[1], 0);
-    let ns = m.matmul_ns(rows, columns, k, habits.precision);
+    let ns = m.matmul_ns(rows, columns, k, widths.precision(p, op.operands[0]));
     let price =
         Price { doing: Doing::Product, ns, paced_ns: ns, launches: 1, flops: cost(p, op).flops.0 as f64 };
     let bias = op.key("bias").is_some() && !habits.bias_in_product;
@@ -286,7 +297,8 @@ fn working_pass_ns(m: &Machine, bytes: f64) -> f64 {
     m.pass_ns(bytes / m.profile.habits.pass_share)
 }
 
-fn attention(habits: &Habits, p: &Program, op: &Op) -> AttentionWork {
+fn attention(widths: &Widths, p: &Program, op: &Op) -> AttentionWork {
+    let precision = widths.precision(p, op.operands[0]);
     let width = extent(p, op.operands[0], 1);
     let head = op.int("head_dim").map_or(width, |h| h as f64).max(1.0);
     AttentionWork {
@@ -297,8 +309,8 @@ fn attention(habits: &Habits, p: &Program, op: &Op) -> AttentionWork {
         qk: head,
         v: head,
         causal: false,
-        precision: habits.precision,
-        key_bytes: 2.0 * head * habits.precision.bytes(),
+        precision,
+        key_bytes: 2.0 * head * precision.bytes(),
     }
 }
 
@@ -326,6 +338,7 @@ fn extent(p: &Program, v: ValueId, dim: usize) -> f64 {
 mod tests {
     use super::*;
     use crate::Profile;
+    use crate::habits::Habits;
     use tessera_ir::{Builder, Type};
     use tessera_mesh::{Axis, AxisLayout, Reduction, Shard, clusters};
 
@@ -388,6 +401,31 @@ mod tests {
         let twice = Priced::of(&plain, &p, 0.5);
         assert_eq!(of(&p, &twice, Opcode::Matmul)[0], 2.0 * of(&p, &apart, Opcode::Matmul)[0]);
         assert_eq!(of(&p, &twice, Opcode::Rope), of(&p, &apart, Opcode::Rope));
+    }
+
+    #[test]
+    fn a_program_that_says_its_dtypes_is_priced_by_them() {
+        let of_dtype = |dtype| {
+            let mut b = Builder::logical("p");
+            let ty = |shape: &[u64]| Type::new(dtype, shape);
+            let (x, w) = (b.input("x", ty(&[4096, 4096])), b.weight("w", ty(&[4096, 4096])));
+            let y = b.op(Opcode::Matmul, &[x, w]);
+            let y = b.attr("to", if dtype == DType::F32 { "bf16" } else { "f32" }).op(Opcode::Cast, &[y]);
+            b.op(Opcode::Silu, &[y]);
+            b.finish().unwrap()
+        };
+        let (f32, bf16) = (of_dtype(DType::F32), of_dtype(DType::Bf16));
+        let m = machine(Habits { precision: Precision::Bf16, ..Habits::default() });
+        let ns = |p: &Program| {
+            let prices = Priced::of(&m, p, 1.0);
+            [Opcode::Matmul, Opcode::Cast, Opcode::Silu].map(|o| of(p, &prices, o)[0])
+        };
+        let n = 4096.0 * 4096.0;
+        let product = |p| m.matmul_ns(4096.0, 4096.0, 4096.0, p);
+        let passes = |bytes: f64| working_pass_ns(&m, bytes * n);
+        assert_eq!(ns(&bf16), [product(Precision::Bf16), m.pass_ns(6.0 * n), passes(8.0)]);
+        // Its product is of f32 operands, for it holds narrower values elsewhere.
+        assert_eq!(ns(&f32), [product(Precision::F32), m.pass_ns(6.0 * n), passes(4.0)]);
     }
 
     #[test]

@@ -143,6 +143,13 @@ impl Cpu {
         }
     }
 
+    /// What no kernel here covers, of a whole program, before any rank is started: T0801 for its first such op, as
+    /// [`Backend::load`] refuses it.
+    #[must_use]
+    pub fn refusal(p: &Program) -> Option<Diagnostic> {
+        p.ops.iter().find_map(|op| unsupported(p, op).map(|why| Cpu::refuse(p, op, &why)))
+    }
+
     fn refuse(p: &Program, op: &Op, why: &str) -> Diagnostic {
         Diagnostic::error(&T0801, format!("{} in @{} of {}: {why}", op.opcode.name(), p.name, p.role))
             .at("backend", "cpu")

@@ -3,6 +3,7 @@
 use tessera_ir::{DType, Type};
 
 use crate::Seat;
+use crate::numbers::{bf16, f16};
 
 /// One piece of a tensor as a backend holds it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -81,6 +82,30 @@ impl Hasher {
         self.bytes += bytes.len() as u64;
     }
 
+    /// The next elements as a device holds them in a dtype: rounded to it, in as many bytes as it has.
+    pub fn update_as(&mut self, values: &[f32], dtype: DType) {
+        match dtype {
+            DType::Bf16 => self.update_narrow(values, bf16),
+            DType::F16 => self.update_narrow(values, f16),
+            _ => self.update(values),
+        }
+    }
+
+    fn update_narrow(&mut self, values: &[f32], narrow: fn(f32) -> u16) {
+        let Some(v) = values.first() else { return };
+        let first = *self.first.get_or_insert(u32::from(narrow(*v)));
+        let mut stage = [0u8; STAGE];
+        for part in values.chunks(STAGE / 2) {
+            for (o, x) in stage.as_chunks_mut::<2>().0.iter_mut().zip(part) {
+                let bits = narrow(*x);
+                *o = bits.to_le_bytes();
+                self.differ |= u32::from(bits) ^ first;
+            }
+            self.hash.update(&stage[..part.len() * 2]);
+        }
+        self.bytes += values.len() as u64 * 2;
+    }
+
     /// Elements of double width, such as a table of angles.
     pub fn update_wide(&mut self, values: impl IntoIterator<Item = f64>) {
         for v in values {
@@ -148,6 +173,25 @@ mod tests {
         let mut held = Hasher::default();
         bytes.chunks(1200).for_each(|part| held.update_held(part, 4));
         assert_eq!(held.finish("w", "whole"), print);
+    }
+
+    #[test]
+    fn what_is_held_in_another_dtype_is_digested_in_it() {
+        let values: Vec<f32> = (0..20_000).map(|i| 1.0 + i as f32 * 1e-4).collect();
+        let bytes: Vec<u8> = values.iter().flat_map(|v| bf16(*v).to_le_bytes()).collect();
+        let mut hash = Hasher::default();
+        values.chunks(3333).for_each(|part| hash.update_as(part, DType::Bf16));
+        let print = hash.finish("w", "whole, bf16");
+        assert_eq!(print.digest, *blake3::hash(&bytes).as_bytes());
+        assert!(!print.constant && print.bytes == 40_000);
+        let mut alike = Hasher::default();
+        alike.update_as(&[1.0, 1.0001, 0.9999], DType::Bf16);
+        assert!(alike.finish("w", "whole, bf16").constant, "equal where they are held");
+        let mut whole = Hasher::default();
+        whole.update_as(&values, DType::F32);
+        let mut same = Hasher::default();
+        same.update(&values);
+        assert_eq!(whole.digest(), same.digest());
     }
 
     #[test]

@@ -7,6 +7,7 @@
 mod call;
 mod fingerprint;
 mod lane;
+pub mod numbers;
 mod prices;
 
 pub use call::{CallData, Scalar, T0802, brought};
@@ -47,7 +48,8 @@ impl Seat {
     }
 }
 
-/// Reads weights for a backend: the piece of a named tensor that a seat holds, row-major f32.
+/// Reads weights for a backend: the piece of a named tensor that a seat holds, row-major f32 whatever the dtype of the type or
+/// the file. Rounding it to the type's dtype is the backend's last step, and fingerprints are of what comes of it.
 pub trait WeightSource {
     /// The piece of `name` with this local type at `coord`. `load` is the weight op's reordering, if any; the
     /// type is that of the reordered tensor.

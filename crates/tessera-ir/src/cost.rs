@@ -42,6 +42,7 @@ pub fn cost(p: &Program, op: &Op) -> Cost {
         Opcode::Rope | Opcode::RmsScale => 3 * out,
         Opcode::Add | Opcode::GateResidual | Opcode::Modulation | Opcode::ToX0 => 2 * out,
         Opcode::RowSquareSum => 2 * (size(0) + size(1)),
+        Opcode::Cast => out,
         _ => 0,
     };
     let moves = !matches!(

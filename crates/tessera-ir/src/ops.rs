@@ -10,7 +10,7 @@
 pub enum Opcode {
     Input, Call, Weight, Output,
     CacheRead, CacheWrite,
-    Matmul, BiasAct, Add, Silu,
+    Matmul, BiasAct, Add, Silu, Cast,
     LayerNorm, Modulation, NormModulate, GateResidual,
     RmsNorm, RowSquareSum, RmsScale,
     Rope, Attention, Softmax, Dot, MoeRoute, TimeEmbed, Renoise, ToX0,
@@ -90,6 +90,8 @@ Add "add" Compute (2, 2), [], [], 1, true,
     "Elementwise sum.";
 Silu "silu" Compute (1, 1), [], [], 1, false,
     "x · sigmoid(x).";
+Cast "cast" Compute (1, 1), [], ["to"], 1, false,
+    "x in another dtype, `to`: f32, f64, bf16 or f16; rounded to the nearest, ties to even.";
 LayerNorm "layer_norm" Compute (3, 3), [], ["eps"], 1, false,
     "Rows of x to zero mean and unit variance, times w [d], plus b [d].";
 Modulation "modulation" Compute (2, 2), [], [], 1, false,

@@ -271,6 +271,7 @@ impl Cx<'_> {
             O::BiasAct => one(self.bias_act()?),
             O::Add => one(self.add()?),
             O::Silu => one(self.x[0].clone()),
+            O::Cast => one(self.cast()?),
             O::ToX0 => one(self.same(0, 1)?),
             O::Renoise => one(self.x[0].clone()),
             O::LayerNorm => one(self.row_norm(&[1, 2], 1)?),

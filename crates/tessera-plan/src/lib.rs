@@ -8,6 +8,7 @@ pub mod attention;
 mod lower;
 mod mapping;
 mod memory;
+pub mod precision;
 pub mod search;
 mod source;
 mod stages;
@@ -15,7 +16,7 @@ mod strategy;
 pub mod video;
 
 pub use lower::{Logical, lower};
-pub use mapping::{Mapping, Numerics, Strategy, Topology};
+pub use mapping::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
 pub use memory::place;
 pub use stages::balance;
 

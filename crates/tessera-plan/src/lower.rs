@@ -14,7 +14,7 @@ use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard, Uneven};
 use crate::mapping::Extents;
 use crate::source::{Owner, Source};
 use crate::strategy::{Cut, reads_self_cache, unknown_part};
-use crate::{Mapping, Numerics, balance, memory};
+use crate::{DtypePolicy, Mapping, Numerics, balance, memory, precision};
 
 /// Lowering made a program that its rules refuse.
 pub static T0606: Code = Code {
@@ -67,6 +67,16 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
     if !ds.is_empty() {
         return Err(ds);
     }
+    let rounded;
+    let logical = match mapping.dtype {
+        DtypePolicy::F32 => logical,
+        dtype => {
+            let phases =
+                logical.phases.iter().map(|p| precision::apply(p, dtype)).collect::<Result<_, _>>()?;
+            rounded = Logical { phases, ..logical.clone() };
+            &rounded
+        }
+    };
     let mesh = mapping.mesh;
     let stages = u64::from(mesh.size(Axis::Pp));
     if mapping.blocks.is_empty() {

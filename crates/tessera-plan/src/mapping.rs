@@ -32,7 +32,8 @@ pub static T0604: Code = Code {
     title: "mesh-invariant numerics are not possible here",
     page: "Under `mesh-invariant` every contraction that some mesh may split is cut into 8 equal segments summed in one \
 binary tree, so that no result depends on the mesh. That needs tp to divide 8, the heads to divide by tp, and both the \
-model width and the feed-forward width to divide by 8. Use the standard policy or one of the sizes in the hint.",
+model width and the feed-forward width to divide by 8. The tree is one of f32 sums, so `dtype` must be f32 too. Use the \
+standard policy or one of the sizes in the hint.",
 };
 /// The mapping does not fit the mesh.
 pub static T0605: Code = Code {
@@ -115,6 +116,27 @@ impl Numerics {
     }
 }
 
+/// What programs compute in. [`crate::precision`] says which values that concerns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub enum DtypePolicy {
+    /// f32 throughout.
+    #[default]
+    F32,
+    /// Products and what works on their results in bf16; conditioning, latents and norm vectors in f32.
+    Bf16,
+}
+
+impl DtypePolicy {
+    /// All policies.
+    pub const ALL: [DtypePolicy; 2] = [DtypePolicy::F32, DtypePolicy::Bf16];
+
+    /// Spelling.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        ["f32", "bf16"][self as usize]
+    }
+}
+
 /// A mapping.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mapping {
@@ -126,6 +148,8 @@ pub struct Mapping {
     pub strategy: Strategy,
     /// Numerics policy.
     pub numerics: Numerics,
+    /// What programs compute in.
+    pub dtype: DtypePolicy,
     /// Blocks per stage; empty for a balanced cut.
     pub blocks: Vec<u64>,
     /// Devices in rank order; empty for logical names.
@@ -146,6 +170,7 @@ impl Default for Mapping {
             // Ulysses moves 1.5·tp times less than megatron at a video chunk's token counts, and is exact.
             strategy: Strategy::Ulysses,
             numerics: Numerics::Standard,
+            dtype: DtypePolicy::F32,
             blocks: Vec::new(),
             devices: Vec::new(),
             d_in: 2,
@@ -180,6 +205,8 @@ impl Mapping {
             "standard" => Numerics::Standard,
             _ => Numerics::MeshInvariant,
         };
+        let dtype = numerics.word("dtype", &DtypePolicy::ALL.map(DtypePolicy::name), "f32");
+        out.dtype = DtypePolicy::ALL.into_iter().find(|d| d.name() == dtype).unwrap_or_default();
         for (i, n) in stages.numbers("blocks", &[]).into_iter().enumerate() {
             // From here on every sum of 65,536 entries fits 64 bits.
             if n.fract() == 0.0 && (1.0..4_294_967_296.0).contains(&n) {
@@ -224,8 +251,8 @@ impl Mapping {
         if ds.is_empty() { Ok(out) } else { Err(ds) }
     }
 
-    /// The canonical text: every key, in a fixed order, but for a topology of `mesh`, which is what a text without
-    /// the key means. [`Mapping::parse`] reads it back.
+    /// The canonical text: every key, in a fixed order, but for a topology of `mesh` and a dtype of f32, which are what a
+    /// text without the key means. [`Mapping::parse`] reads it back.
     #[must_use]
     pub fn text(&self) -> String {
         let list = |v: &[u64]| v.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
@@ -235,8 +262,12 @@ impl Mapping {
             Topology::Mesh => String::new(),
             other => format!("topology = \"{}\"\n\n", other.name()),
         };
+        let dtype = match self.dtype {
+            DtypePolicy::F32 => String::new(),
+            other => format!("dtype = \"{}\"\n", other.name()),
+        };
         format!(
-            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n\n\
+            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n\
 [stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n",
             size(Axis::Tp),
             size(Axis::Ep),
@@ -418,6 +449,13 @@ impl Mapping {
                 });
                 ds.push(d);
             }
+            if self.dtype != DtypePolicy::F32 {
+                let dtype = self.dtype.name();
+                let says = format!("numerics mesh-invariant in {dtype}: its trees are sums of f32");
+                ds.push(Diagnostic::error(&T0604, says).hint(format!(
+                    "dtype = \"f32\" under mesh-invariant, or numerics = \"standard\" in {dtype}; ulysses in {dtype} is bit-identical on any tp"
+                )));
+            }
         }
         ds
     }
@@ -440,10 +478,13 @@ mod tests {
         let m = Mapping { mesh: "tp=2,pp=3".parse().unwrap(), blocks: vec![1, 2, 3], ..Mapping::default() };
         assert_eq!(Mapping::parse("m", &m.text()).unwrap(), m);
         assert_eq!(Mapping::parse("m", "").unwrap(), Mapping::default());
-        assert!(!m.text().contains("topology"));
-        let pp1 = Mapping { topology: Topology::Pp1, ..m };
+        assert!(!m.text().contains("topology") && !m.text().contains("dtype"));
+        let pp1 = Mapping { topology: Topology::Pp1, ..m.clone() };
         assert!(pp1.text().starts_with("topology = \"pp1\"\n"));
         assert_eq!(Mapping::parse("m", &pp1.text()).unwrap(), pp1);
+        let bf16 = Mapping { dtype: DtypePolicy::Bf16, ..m };
+        assert!(bf16.text().contains("policy = \"standard\"\ndtype = \"bf16\"\n"), "{}", bf16.text());
+        assert_eq!(Mapping::parse("m", &bf16.text()).unwrap(), bf16);
         let ds = Mapping::parse("m", "[mesh]\ntpp = 2\n").unwrap_err();
         assert_eq!((ds[0].code.id, ds[0].hint.as_deref()), ("T0002", Some("did you mean `mesh.tp`?")));
     }
@@ -459,6 +500,7 @@ mod tests {
             ("topology = \"pp0\"\n[mesh]\ntp = 2\n", "T0605", "pp0 beside a mesh of 2 ranks"),
             ("topology = \"pp1\"\n", "T0605", "pp1 beside a mesh of 1 rank"),
             ("topology = \"pp1\"\n[mesh]\ntp = 2\n[devices]\norder = [\"a\", \"b\"]\n", "T0103", "3 ranks"),
+            ("[numerics]\ndtype = \"f16\"\n", "T0004", "dtype"),
             ("[devices]\norder = [1]\n", "T0004", "devices.order"),
             ("[devices]\norder = \"cpu0\"\n", "T0004", "devices.order"),
             ("[devices]\norder = ['a\"b']\n", "T0605", "a\\\"b"),
@@ -495,5 +537,8 @@ mod tests {
         assert_eq!(with("tp=3", |m| m.numerics = Numerics::MeshInvariant), ["T0604"]);
         assert_eq!(with("tp=4", |m| m.numerics = Numerics::MeshInvariant), Vec::<&str>::new());
         assert_eq!(with("tp=2", |m| m.d_in = 0), ["T0605"]);
+        let both = |m: &mut Mapping| (m.numerics, m.dtype) = (Numerics::MeshInvariant, DtypePolicy::Bf16);
+        assert_eq!(with("tp=4", both), ["T0604"]);
+        assert_eq!(with("tp=4", |m| m.dtype = DtypePolicy::Bf16), Vec::<&str>::new());
     }
 }

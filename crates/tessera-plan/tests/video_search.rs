@@ -14,7 +14,7 @@ use tessera_plan::search::Objective;
 use tessera_plan::video::{
     Decode, Outcome, Pins, Question, Ranked, Studio, estimate, estimate_call, players, search, search_telling,
 };
-use tessera_plan::{Logical, Mapping, Strategy, Topology, lower};
+use tessera_plan::{DtypePolicy, Logical, Mapping, Strategy, Topology, lower};
 
 use crate::support::logical;
 
@@ -58,6 +58,7 @@ fn ask<'a>(logical: &'a Logical, machine: &'a Machine, devices: u32, studio: Stu
         objective: Objective::Throughput,
         studio,
         message_ns: 50_000.0,
+        dtype: DtypePolicy::F32,
         pins: Pins::default(),
         keep: 1000,
     }

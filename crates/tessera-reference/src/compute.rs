@@ -1,9 +1,10 @@
 //! What the ops of one rank compute, written out element by element.
 
 use tessera_base::random::{DrawKey, normals};
-use tessera_ir::{Op, Opcode, Type};
+use tessera_ir::{DType, Op, Opcode, Type};
 use tessera_mesh::{Coord, Mesh};
 
+use crate::round::rounding;
 use crate::{Tensor, tile};
 
 /// Where an operand lies in the global tensor: the start of each dim here, and the global extents.
@@ -71,6 +72,11 @@ pub(crate) fn evaluate<'a>(
         Opcode::BiasAct => cx.bias_act(x[0], Some(x[1])),
         Opcode::Add => zip(x[0], x[1], |a, b| a + b),
         Opcode::Silu => Ok(map(x[0], silu)),
+        Opcode::Cast => {
+            let round = op.str("to").and_then(DType::parse).and_then(rounding);
+            let round = round.ok_or_else(|| "`to` names no dtype to round to".to_string())?;
+            Ok(map(x[0], |x| round.nearest(x)))
+        }
         Opcode::LayerNorm => cx.layer_norm(),
         Opcode::Modulation => cx.modulation(),
         Opcode::NormModulate => cx.norm_modulate(),

@@ -3,8 +3,8 @@
 //!
 //! What this evaluator says is what an op means; backends and lowerings are compared with it. It therefore
 //! shares no code with the shape and shard rules or with any backend, computes every result's shape from the
-//! operands at hand and refuses a program whose written types say otherwise. It rounds nothing: dtypes are
-//! names here. Ranks outside the mesh run programs of their own, on whole values. Streams and events order nothing either, since each rank runs its ops in program order; that
+//! operands at hand and refuses a program whose written types say otherwise. It rounds where an op says so; elsewhere
+//! dtypes are names here. Ranks outside the mesh run programs of their own, on whole values. Streams and events order nothing either, since each rank runs its ops in program order; that
 //! a program is right under every legal order is for the judge to show.
 //!
 //! ```
@@ -21,9 +21,11 @@ mod compute;
 mod exchange;
 mod fault;
 mod machine;
+mod round;
 mod tensor;
 mod tile;
 
 pub use fault::Fault;
 pub use machine::{Arg, Call, Feed, Machine};
+pub use round::{Rounding, rounding};
 pub use tensor::Tensor;

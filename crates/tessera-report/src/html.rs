@@ -473,6 +473,7 @@ fn facts(out: &mut String, r: &Record) {
     fact("Strategy", s.strategy.clone(), false);
     fact("Topology", s.topology.clone(), false);
     fact("Numerics", s.numerics.clone(), false);
+    fact("Dtype", s.dtype.clone(), false);
     fact("Caches", s.cache.clone(), false);
     fact("Frames", format!("{} × {} at {} frames/s", s.width, s.height, s.fps), false);
     fact("Steps", s.steps.to_string(), false);

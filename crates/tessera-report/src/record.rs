@@ -76,6 +76,9 @@ pub struct Start {
     pub strategy: String,
     /// Numerics policy.
     pub numerics: String,
+    /// What programs compute in; records of earlier builds do not say, and are of f32.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub dtype: String,
     /// Cache regime: `resident` or `recompute`.
     pub cache: String,
     /// Topology: `mesh`, `pp0` or `pp1`.

@@ -26,7 +26,10 @@ pub(crate) fn shown<'a>(
         .set("drill", NONE)
         .set("groups", groups(plan))
         .set("modelled decoder", modelled.announced())
-        .set("numerics", format!("{}, sums in f32", plan.mapping.numerics.name()))
+        .set(
+            "numerics",
+            format!("{} in {}, sums in f32", plan.mapping.numerics.name(), plan.mapping.dtype.name()),
+        )
         .set("program set", set(programs))
         .set("topology", plan.mapping.topology.name())
         .set("weights", Digest(weights).to_string())

@@ -118,7 +118,8 @@ impl Shards {
         let mut next = Vec::new();
         for p in pieces {
             let mut hash = Hasher::default();
-            hash.update(&source.read(&p.tensor, &p.ty, p.load.as_deref(), seat)?);
+            let rows = source.read(&p.tensor, &p.ty, p.load.as_deref(), seat)?;
+            hash.update_as(&rows, p.ty.dtype);
             next.push(print(hash.finish(&p.tensor, p.words(seat))));
         }
         next.sort_by(|a, b| (&a.tensor, &a.slice).cmp(&(&b.tensor, &b.slice)));

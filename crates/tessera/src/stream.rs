@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_cpu::Cpu;
 use tessera_mesh::Rank;
 use tessera_models::Decoder;
 use tessera_report::overlap::Overlap;
@@ -23,7 +24,7 @@ use crate::plan::Plan;
 use crate::rank::{Orders, first, links, stream_spec};
 use crate::record::{DROPPED, RECORD, cause};
 use crate::studio::clip;
-use crate::{Model, comm, flight, page, preflight_reload};
+use crate::{DtypePolicy, Model, comm, flight, page, preflight_reload};
 
 /// More ranks than cores.
 pub static T0015: Code = Code {
@@ -241,6 +242,7 @@ pub(crate) fn check(
         );
     }
     ds.extend(check_options(options));
+    ds.extend(beyond_the_kernels(plan));
     if plan.video.stream.recompute && plan.sealed.program("encode", Rank(0)).is_none() {
         ds.push(
             Diagnostic::error(&T0016, "the recompute regime needs a decoder for its anchor")
@@ -265,6 +267,21 @@ pub(crate) fn check(
         ds.extend(clip(&plan.video).err());
     }
     if ds.is_empty() { Ok(()) } else { Err(ds) }
+}
+
+/// The first op of a plan that processors have no kernel for: every rank would refuse it after the start.
+fn beyond_the_kernels(plan: &Plan) -> Option<Diagnostic> {
+    let firsts = plan.sealed.roles().iter().filter_map(|role| role.ranks.first());
+    let mut programs = firsts.flat_map(|rank| {
+        plan.sealed.phases().iter().filter_map(move |phase| plan.sealed.program(phase, *rank))
+    });
+    let refused = programs.find_map(|p| Cpu::refusal(p))?;
+    Some(match plan.mapping.dtype {
+        DtypePolicy::F32 => refused,
+        other => refused.at("plan", format!("dtype = \"{}\"", other.name())).hint(
+            "plan it with --dtype f32, or run it on another device: sim takes any dtype, and computes no numbers",
+        ),
+    })
 }
 
 /// What is wrong with the options by themselves.
@@ -354,6 +371,7 @@ pub(crate) fn start(plan: &Plan, orders: &Orders, options: &StreamOptions) -> St
         mesh: sealed.mesh().to_string(),
         strategy: plan.mapping.strategy.name().into(),
         numerics: plan.mapping.numerics.name().into(),
+        dtype: plan.mapping.dtype.name().into(),
         cache: if stream.recompute { "recompute" } else { "resident" }.into(),
         topology: plan.mapping.topology.name().into(),
         seed: options.seed,

@@ -21,6 +21,8 @@ pub struct Summary {
     pub strategy: &'static str,
     /// Numerics policy.
     pub numerics: &'static str,
+    /// What programs compute in: `f32`, or `bf16` where products and what works on their results do.
+    pub dtype: &'static str,
     /// `resident` or `recompute`.
     pub cache: &'static str,
     /// Timesteps before the warp.
@@ -119,6 +121,7 @@ impl Summary {
             mesh: sealed.mesh().to_string(),
             strategy: plan.mapping.strategy.name(),
             numerics: plan.mapping.numerics.name(),
+            dtype: plan.mapping.dtype.name(),
             cache: if stream.recompute { "recompute" } else { "resident" },
             steps: stream.steps.clone(),
             picture: [stream.width, stream.height],

@@ -4,9 +4,10 @@
 
 use std::path::{Path, PathBuf};
 
+use tessera::summary::Summary;
 use tessera::{Model, Overrides, Plan, plan};
 use tessera_mesh::Rank;
-use tessera_plan::{Mapping, Numerics, Strategy, Topology};
+use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(name)
@@ -43,6 +44,45 @@ fn every_mesh_and_strategy_seals() {
     make(&model("wan-even", false), &mapping("pp=3", Strategy::Ulysses));
     let invariant = Mapping { numerics: Numerics::MeshInvariant, ..mapping("tp=4", Strategy::Megatron) };
     make(&model("wan-even", false), &invariant);
+}
+
+#[test]
+fn a_dtype_is_part_of_the_plan() {
+    let dir = tempfile::tempdir().unwrap();
+    for (i, strategy) in [Strategy::Ulysses, Strategy::Megatron].into_iter().enumerate() {
+        for recompute in [false, true] {
+            for mesh in ["tp=1", "tp=3,pp=2"] {
+                let m = model("wan-odd", recompute);
+                let whole = make(&m, &mapping(mesh, strategy));
+                let bf16 = make(&m, &Mapping { dtype: DtypePolicy::Bf16, ..mapping(mesh, strategy) });
+                assert_ne!(whole.sealed.digest_hex(), bf16.sealed.digest_hex());
+                let at = dir.path().join(format!("{i}-{recompute}-{mesh}"));
+                bf16.write(&at).unwrap();
+                let read = Plan::read(&at).unwrap_or_else(|ds| panic!("{ds:#?}"));
+                assert_eq!(read.mapping.dtype, DtypePolicy::Bf16);
+                assert_eq!(read.sealed.digest_hex(), bf16.sealed.digest_hex());
+                let (a, b) = (Summary::of(&whole), Summary::of(&read));
+                assert_eq!((a.dtype, b.dtype), ("f32", "bf16"));
+                for (a, b) in a.ranks.iter().zip(&b.ranks) {
+                    let share = b.weights_bytes as f64 / a.weights_bytes as f64;
+                    assert!((0.5..0.9).contains(&share), "{share} of {}", a.weights_bytes);
+                    assert!(b.buffers_bytes < a.buffers_bytes && b.inputs_bytes == a.inputs_bytes);
+                }
+            }
+        }
+    }
+    let both = Mapping {
+        dtype: DtypePolicy::Bf16,
+        numerics: Numerics::MeshInvariant,
+        ..mapping("tp=2", Strategy::Ulysses)
+    };
+    let ds = plan::make(&model("wan-even", false).video, "wan-even", "", &both).unwrap_err();
+    assert_eq!((ds.len(), ds[0].code.id), (1, "T0604"));
+    assert!(
+        ds[0].hint.as_ref().is_some_and(|h| h.contains("standard") && h.contains("f32")),
+        "{:?}",
+        ds[0].hint
+    );
 }
 
 /// Plans of the demo model, which has a decoder, with the leader outside the mesh.

@@ -10,7 +10,7 @@ use tessera::search::{VideoAsked, video};
 use tessera::sim::{ClusterPrices, HOP_NS, Machine, bundle, machine};
 use tessera::stream::StreamOptions;
 use tessera::summary::Summary;
-use tessera::{Interrupt, Mapping, Model, Overrides, Plan, Strategy, Topology, plan};
+use tessera::{DtypePolicy, Interrupt, Mapping, Model, Overrides, Plan, Strategy, Topology, plan};
 use tessera_device::Prices;
 use tessera_mesh::Rank;
 use tessera_plan::video::{CallEstimate, Decode, Pins, estimate_call};
@@ -186,6 +186,7 @@ fn paces(way: Way, coupled: bool, outstanding: u32, studios: &[ModelledStudio], 
         machine: machine.clone(),
         devices: Some(3),
         objective: None,
+        dtype: DtypePolicy::F32,
         pins: Pins {
             tp: Some(tp),
             pp: Some(pp),

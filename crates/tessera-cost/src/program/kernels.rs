@@ -15,7 +15,8 @@ pub(super) fn is_pass(op: Opcode) -> bool {
 
 /// Whether a pass only moves numbers.
 pub(super) fn only_copies(op: Opcode) -> bool {
-    matches!(op, Opcode::CacheWrite | Opcode::TakeShard | Opcode::Pad | Opcode::Compact | Opcode::Add)
+    use Opcode as O;
+    matches!(op, O::CacheWrite | O::TakeShard | O::Pad | O::Compact | O::Add | O::Cast)
 }
 
 /// Sets of passes that can be one kernel, each in program order. A pass joins the kernel of a neighbour that makes what

@@ -304,7 +304,7 @@ impl Cuda {
                 }
                 Ok(())
             }
-            other if other.name() == "cast" => {
+            Opcode::Cast => {
                 let name = match (ty(0).dtype, p.ty(op.results[0]).dtype) {
                     (DType::F32, DType::Bf16) => "cast_f32_bf16",
                     (DType::Bf16, DType::F32) => "cast_bf16_f32",

@@ -21,6 +21,12 @@ impl Cx<'_> {
         {
             return refuse(&T0210, format!("bias {} for {m} columns", b.display(self.mesh)));
         }
+        if let Some(b) = bias
+            && b.dtype != self.x[0].dtype
+        {
+            let (b, result) = (b.display(self.mesh), self.x[0].dtype);
+            return refuse(&T0210, format!("bias {b} for a product that gives {result}"));
+        }
         let plain = bias.is_none() && self.op.str("act").is_none();
         let layout = self.combine(&self.layouts(), |l| match (l[0], l[1]) {
             (R, R) => Some(R),
@@ -62,6 +68,7 @@ impl Cx<'_> {
         if self.x[1].shape != [m] {
             return refuse(&T0210, format!("bias {} for {m} columns", self.show(1)));
         }
+        self.same_dtype(0, 1)?;
         use AxisLayout::{Replicated as R, Shard as S};
         let layout = self.combine(&self.layouts(), |l| match (l[0], l[1]) {
             (R, R) => Some(R),
@@ -87,6 +94,7 @@ impl Cx<'_> {
             if self.x[*v].shape != [d] || !self.x[*v].layout.is_replicated() {
                 return refuse(&T0210, format!("vector {} for rows of {d}", self.show(*v)));
             }
+            self.beside(*v, 0)?;
         }
         Ok(self.x[0].clone())
     }
@@ -110,6 +118,7 @@ impl Cx<'_> {
                 format!("{rows} rows of {frame_rows} a frame, more frames than {} has", self.show(m)),
             );
         }
+        self.beside(m, x)?;
         if !self.x[m].layout.is_replicated() {
             return refuse(&T0214, format!("per-frame columns must be whole, are {}", self.show(m)));
         }
@@ -120,6 +129,17 @@ impl Cx<'_> {
             );
         }
         Ok(self.x[x].clone())
+    }
+
+    /// Vectors and columns beside rows are of the rows' dtype or f32: they are few, and kept exact beside rounded rows.
+    fn beside(&self, vector: usize, rows: usize) -> Rule<()> {
+        let (of, rows_of) = (self.x[vector].dtype, self.x[rows].dtype);
+        if of == rows_of || of == DType::F32 {
+            return Ok(());
+        }
+        let says =
+            format!("{} beside rows {}: f32 or {rows_of} would do", self.show(vector), self.show(rows));
+        refuse(&T0210, says)
     }
 
     pub(super) fn norm_modulate(&self) -> Rule<Type> {
@@ -138,6 +158,7 @@ impl Cx<'_> {
 
     pub(super) fn modulation(&self) -> Rule<Type> {
         let [f, width] = self.matrix(1)?;
+        self.same_dtype(0, 1)?;
         match self.x[0].shape[..] {
             [1, c, d] if width == c.saturating_mul(d) || width == d => {
                 let layout = self.combine(&self.layouts(), |l| {
@@ -187,6 +208,10 @@ impl Cx<'_> {
                 ),
             );
         }
+        if self.x[1].dtype != DType::F32 {
+            return refuse(&T0210, format!("sums of squares are f32, are {}", self.show(1)));
+        }
+        self.beside(2, 0)?;
         let layout = self.combine(&self.layouts(), |l| match (l[0], l[1], l[2]) {
             (R, R, R) => Some(R),
             (S(s), S(t), R) if s == t && s.dim == 0 => Some(S(s)),
@@ -226,6 +251,9 @@ impl Cx<'_> {
         }
         self.same_dtype(0, 1)?;
         self.same_dtype(0, 2)?;
+        if let Some(b) = self.op.key("bias").map(|b| self.program.ty(b)).filter(|b| b.dtype != DType::F32) {
+            return refuse(&T0210, format!("a bias of scores is f32, is {}", b.display(self.mesh)));
+        }
         match (self.op.key("bias").is_some(), self.op.ints("bias_rows")) {
             (false, None) if !self.op.attrs.contains_key("bias_rows") => {}
             (true, Some(&[from, to]))
@@ -247,6 +275,19 @@ impl Cx<'_> {
             _ => None,
         })?;
         Ok(self.typed([n, d], layout))
+    }
+
+    pub(super) fn cast(&self) -> Rule<Type> {
+        const TO: [DType; 4] = [DType::F32, DType::F64, DType::Bf16, DType::F16];
+        let from = self.x[0].dtype;
+        let to = self.op.str("to").and_then(DType::parse).filter(|to| TO.contains(to));
+        match to {
+            // Numbers in 8 bits mean nothing without their scale.
+            _ if !TO.contains(&from) => refuse(&T0210, format!("a cast of {}", self.show(0))),
+            None => refuse(&T0215, format!("`to` must be {}", tessera_base::choices(&TO.map(DType::name)))),
+            Some(to) if to == from => refuse(&T0215, format!("a cast of {} to what it is", self.show(0))),
+            Some(to) => Ok(Type { dtype: to, ..self.x[0].clone() }),
+        }
     }
 
     /// A list of `n` whole numbers ≥ 1.

@@ -1,10 +1,13 @@
-//! What each role of a bundle keeps in the memory of a device, in the executor's precision.
+//! What each role of a bundle keeps in the memory of a device: in the dtypes of its programs, or in the executor's precision
+//! where they are all f32.
 
 use std::collections::BTreeMap;
 
 use tessera_base::Bytes;
 use tessera_ir::{Bundle, DType, Opcode, Type};
 use tessera_mesh::Precision;
+
+use crate::DtypePolicy;
 
 /// Bytes that a rank keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -27,9 +30,11 @@ impl RankBytes {
     }
 }
 
-/// Bytes of one rank of each role, in the order of the bundle's roles. f32 values are kept at `precision`.
+/// Bytes of one rank of each role, in the order of the bundle's roles. Where the mapping's dtype is f32, f32 values are kept
+/// at `precision`, the executor's; otherwise the programs' types say what is kept.
 #[must_use]
-pub fn bytes_of_roles(bundle: &Bundle, precision: Precision) -> Vec<RankBytes> {
+pub fn bytes_of_roles(bundle: &Bundle, dtype: DtypePolicy, precision: Precision) -> Vec<RankBytes> {
+    let precision = kept_at(dtype, precision);
     (0..bundle.roles.len()).map(|role| bytes_of(bundle, role, precision)).collect()
 }
 
@@ -62,6 +67,11 @@ fn bytes_of(bundle: &Bundle, role: usize, precision: Precision) -> RankBytes {
         inputs: sum(inputs),
         temporaries: at_precision(Bytes(temporaries), precision),
     }
+}
+
+/// What f32 values are kept at.
+pub(super) fn kept_at(dtype: DtypePolicy, precision: Precision) -> Precision {
+    if dtype == DtypePolicy::F32 { precision } else { Precision::F32 }
 }
 
 /// Bytes of f32 values when they are kept at a precision.

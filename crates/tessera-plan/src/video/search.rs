@@ -12,7 +12,7 @@ use super::memory::{RankBytes, bytes_of_roles};
 use super::period::{Decode, Period, Studio, period};
 use super::shelf::Shelf;
 use crate::search::Objective;
-use crate::{Logical, Mapping, Strategy, Topology, lower};
+use crate::{DtypePolicy, Logical, Mapping, Strategy, Topology, lower};
 
 /// More memory than a device has.
 pub static T1230: Code = Code {
@@ -61,6 +61,8 @@ pub struct Question<'a> {
     pub studio: Studio,
     /// Time of one message between leader and workers, in nanoseconds.
     pub message_ns: f64,
+    /// What programs compute in.
+    pub dtype: DtypePolicy,
     /// What is fixed.
     pub pins: Pins,
     /// How many of the best are told.
@@ -143,7 +145,7 @@ pub fn search(q: &Question<'_>) -> Outcome {
 pub fn search_telling(q: &Question<'_>, tell: &mut dyn FnMut(usize, usize)) -> Outcome {
     let mut out = Outcome { considered: 0, legal: 0, refused: BTreeMap::new(), best: Vec::new() };
     let needed = steady(q).map(|(_, phases)| needed(q.logical, phases));
-    let mut shelf = needed.as_ref().ok().map(|l| Shelf::new(l, q.machine));
+    let mut shelf = needed.as_ref().ok().map(|l| Shelf::new(l, q.dtype, q.machine));
     let meshes = meshes(q);
     for (done, (tp, pp, strategy)) in meshes.iter().copied().enumerate() {
         tell(done, meshes.len());
@@ -151,7 +153,7 @@ pub fn search_telling(q: &Question<'_>, tell: &mut dyn FnMut(usize, usize)) -> O
         let mut played: Option<Result<Played, Diagnostics>> = None;
         for (topology, decode, outstanding) in surroundings(q, tp * pp) {
             out.considered += 1;
-            let mapping = match mapping(tp, pp, strategy, topology, outstanding) {
+            let mapping = match mapping(tp, pp, strategy, topology, outstanding, q.dtype) {
                 Ok(m) => m,
                 Err(d) => {
                     out.refuse(format!("tp={tp},pp={pp}"), *d);
@@ -255,6 +257,7 @@ fn mapping(
     strategy: Strategy,
     topology: Topology,
     outstanding: u32,
+    dtype: DtypePolicy,
 ) -> Result<Mapping, Box<Diagnostic>> {
     let mut sizes = [1; 4];
     (sizes[Axis::Tp as usize], sizes[Axis::Pp as usize]) = (tp, pp);
@@ -264,6 +267,7 @@ fn mapping(
         topology,
         mesh,
         strategy,
+        dtype,
         d_in: outstanding,
         max_outstanding: outstanding,
         ..Mapping::default()
@@ -311,7 +315,8 @@ fn play(q: &Question<'_>, mapping: &Mapping) -> Result<Played, Diagnostics> {
     let bundle = lower(&needed(q.logical, phases), &mut mapping)?;
     let estimate = estimate_call(&bundle, call, phases, q.machine, false).map_err(|d| vec![*d])?;
     let precision = q.machine.profile.habits.precision;
-    Ok(Played::of(mapping.blocks, estimate, bytes_of_roles(&bundle, precision)))
+    let dtype = mapping.dtype;
+    Ok(Played::of(mapping.blocks, estimate, bytes_of_roles(&bundle, dtype, precision)))
 }
 
 fn steady<'a>(q: &'a Question<'_>) -> Result<(&'a str, &'a [String]), Diagnostics> {
@@ -492,21 +497,21 @@ mod tests {
     }
 
     /// Every mesh of a question by both ways, which must agree to the last bit; how many came off the shelf.
-    fn compare(l: &Logical, machine: &Machine, meshes: &[(u32, u32)]) -> usize {
+    fn compare(l: &Logical, dtype: DtypePolicy, machine: &Machine, meshes: &[(u32, u32)]) -> usize {
         let call = l.calls.iter().find(|c| c.0 == "chunk.fill3").unwrap();
         let l = &needed(l, &call.1);
-        let mut shelf = Shelf::new(l, machine);
+        let mut shelf = Shelf::new(l, dtype, machine);
         let mut fast = 0;
         for &(tp, pp) in meshes {
             for strategy in [Strategy::Ulysses, Strategy::Megatron] {
-                let mut mapping = mapping(tp, pp, strategy, Topology::Mesh, 2).unwrap();
+                let mut mapping = mapping(tp, pp, strategy, Topology::Mesh, 2, dtype).unwrap();
                 if !mapping.misfits(&l.extents()).is_empty() {
                     continue;
                 }
                 let words = format!("{} {} of {} blocks", mapping.mesh, strategy.name(), l.blocks);
                 let bundle = lower(l, &mut mapping).unwrap();
                 let estimate = estimate_call(&bundle, &call.0, &call.1, machine, false).unwrap();
-                let bytes = bytes_of_roles(&bundle, machine.profile.habits.precision);
+                let bytes = bytes_of_roles(&bundle, dtype, machine.profile.habits.precision);
                 let Some(scored) = shelf.score(mapping.mesh, strategy) else { continue };
                 fast += 1;
                 assert_eq!(scored.blocks, mapping.blocks, "{words}");
@@ -534,7 +539,7 @@ mod tests {
         for cache in ["resident", "recompute"] {
             let l = logical(14, 5, cache);
             for (cluster, profile) in [("gb200-nvl72", "torch-2.11"), ("hgx-h200", "tessera")] {
-                let fast = compare(&l, &machine(cluster, profile), &meshes);
+                let fast = compare(&l, DtypePolicy::F32, &machine(cluster, profile), &meshes);
                 assert_eq!(fast, 2 * meshes.len(), "{cache} {profile}: none needed the whole model");
             }
         }

@@ -16,11 +16,11 @@ use tessera_ir::Bundle;
 use tessera_mesh::{Axis, Group, Mesh, Precision, Rank};
 
 use super::alike::{Alike, FEWEST};
-use super::memory::{RankBytes, at_precision, bytes_of_roles};
+use super::memory::{RankBytes, at_precision, bytes_of_roles, kept_at};
 use super::score::{Does, Movement, Part, Peer, Score, Step, Way, steps};
 use crate::lower::Weights;
 use crate::memory::{Lives, Repeated, lives};
-use crate::{Logical, Mapping, Strategy, lower};
+use crate::{DtypePolicy, Logical, Mapping, Strategy, lower};
 
 /// Stages of the pipeline that stands for all.
 const STAGES: u32 = 5;
@@ -30,6 +30,7 @@ pub(super) struct Shelf<'a> {
     machine: &'a Machine,
     alike: Option<Alike<'a>>,
     logical: &'a Logical,
+    dtype: DtypePolicy,
     weights: Weights,
     short: BTreeMap<u64, Logical>,
     lowered: BTreeMap<(bool, u32, bool, u64), Lowered>,
@@ -84,12 +85,13 @@ struct Growing {
 }
 
 impl<'a> Shelf<'a> {
-    /// An empty shelf for a model.
-    pub fn new(logical: &'a Logical, machine: &'a Machine) -> Shelf<'a> {
+    /// An empty shelf for a model in a dtype.
+    pub fn new(logical: &'a Logical, dtype: DtypePolicy, machine: &'a Machine) -> Shelf<'a> {
         Shelf {
             machine,
             alike: Alike::of(logical),
             logical,
+            dtype,
             weights: Weights::of(logical),
             short: BTreeMap::new(),
             lowered: BTreeMap::new(),
@@ -141,7 +143,7 @@ impl<'a> Shelf<'a> {
 
     fn stage_of_many(&mut self, strategy: Strategy, tp: u32, place: Place, blocks: u64) -> Option<Stage> {
         let more = blocks - place.several() - 1;
-        let precision = self.machine.profile.habits.precision;
+        let precision = kept_at(self.dtype, self.machine.profile.habits.precision);
         let many = |g: &Growing| Role {
             coordinates: g.role.coordinates.clone(),
             parts: g.role.parts.iter().map(|p| Part { times: more, ..p.clone() }).collect(),
@@ -183,10 +185,10 @@ impl<'a> Shelf<'a> {
         }
         let short = self.short.entry(all).or_insert_with(|| alike.shortened(all));
         let mesh = Mesh::new([tp, 1, if only { 1 } else { STAGES }, 1]).ok()?;
-        let mut mapping = Mapping { mesh, strategy, blocks: cut, ..Mapping::default() };
+        let mut mapping = Mapping { mesh, strategy, dtype: self.dtype, blocks: cut, ..Mapping::default() };
         // A refusal comes again, with the whole model's places, where that is lowered.
         let bundle = lower(short, &mut mapping).ok()?;
-        let bytes = bytes_of_roles(&bundle, self.machine.profile.habits.precision);
+        let bytes = bytes_of_roles(&bundle, self.dtype, self.machine.profile.habits.precision);
         let places: &[Place] =
             if only { &[Place::Only] } else { &[Place::First, Place::Middle, Place::Last] };
         let stage = |place: &Place| (*place, place.stage_of(&bundle, &bytes, self.machine).map(Rc::new));

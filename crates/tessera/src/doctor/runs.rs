@@ -103,6 +103,7 @@ pub fn video(patient: &Patient, on: Option<Machine>) -> Result<Checkup, Diagnost
         machine: machine.clone(),
         devices: Some(ranks),
         objective: None,
+        dtype: plan.mapping.dtype,
         pins: Pins::default(),
         decode_ns: None,
         encode_ns: None,

@@ -8,7 +8,7 @@ use tessera_cost::program::{Doing, Priced};
 use tessera_mesh::Tier;
 use tessera_plan::search::Objective;
 use tessera_plan::video::{self, Decode, Outcome, Pins, Question, Ranked, Studio};
-use tessera_plan::{Logical, Mapping};
+use tessera_plan::{DtypePolicy, Logical, Mapping};
 use tessera_report::html::{Advice, Drawing, EstimatePage, MemoryRow, Number, Standing};
 use tessera_report::timeline::Timeline;
 
@@ -40,6 +40,8 @@ pub struct VideoAsked<'a> {
     pub devices: Option<u32>,
     /// What is wanted.
     pub objective: Option<Objective>,
+    /// What programs compute in.
+    pub dtype: DtypePolicy,
     /// What is decided already.
     pub pins: Pins,
     /// Decode of a chunk on one device in nanoseconds, where the model has no decoder of its own.
@@ -166,6 +168,7 @@ fn question<'a>(
         objective: asked.objective.unwrap_or(Objective::Throughput),
         studio,
         message_ns: MESSAGE_NS,
+        dtype: asked.dtype,
         pins: asked.pins,
         // Enough that one that runs today is among them.
         keep: 64,
@@ -227,7 +230,10 @@ fn sheet(asked: &VideoAsked<'_>, q: &Question<'_>, outcome: &Outcome) -> Sheet {
     page.sources = vec![format!(
         "Estimated from the programs that would be sealed, op by op, under the executor profile {} at {}; one call of each mapping was played by discrete events.",
         machine.profile.name,
-        machine.profile.habits.precision.name()
+        match asked.dtype {
+            DtypePolicy::F32 => machine.profile.habits.precision.name(),
+            own => own.name(),
+        }
     )];
     if !machine.cluster.measured {
         page.sources.push(format!(
@@ -304,6 +310,7 @@ fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ran
     page.facts = vec![
         ("mesh".to_string(), best.mapping.mesh.to_string()),
         ("strategy".to_string(), best.mapping.strategy.name().to_string()),
+        ("dtype".to_string(), best.mapping.dtype.name().to_string()),
         ("topology".to_string(), best.mapping.topology.name().to_string()),
         ("decode".to_string(), decode(best.decode)),
         ("blocks".to_string(), format!("{} on each stage in turn", blocks.join(", "))),
@@ -491,6 +498,7 @@ fn numbers(asked: &VideoAsked<'_>, outcome: &Outcome) -> serde_json::Value {
         json!({
             "mesh": r.mapping.mesh.to_string(),
             "strategy": r.mapping.strategy.name(),
+            "dtype": r.mapping.dtype.name(),
             "topology": r.mapping.topology.name(),
             "decode": r.decode.name(),
             "devices": r.devices,
