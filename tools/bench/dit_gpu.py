@@ -232,7 +232,7 @@ class Rank:
             for _ in range(2):
                 self.replay()
             self.torch.cuda.synchronize()
-        return {"profile": p.key_averages().table(sort_by="cuda_time_total", row_limit=30, max_name_column_width=90)}
+        return {"profile": p.key_averages().table(sort_by="device_time_total", row_limit=30, max_name_column_width=90)}
 
 
 def rank_main(rank, args, port, pipe, parent):

@@ -172,10 +172,10 @@ def qk_here(qkv, weight, rope, total, keys, width, eps):
 
 
 def qk_packed(qkv, weight, rope, lanes, eps):
-    """q and k into lanes [P, n, 2, heads here * head_dim] of what is sent; qkv [n, 3, width]."""
+    """q and k into lanes [n, 2, P, heads here * head_dim] of what is sent; qkv [n, 3, width]."""
     y = normed(qkv[:, :2], weight, None, None, eps).unflatten(-1, (-1, rope.shape[-1]))
     y = turned(y, rope).to(qkv.dtype)
-    lanes.copy_(y.view(len(qkv), 2, len(lanes), -1).permute(2, 0, 1, 3))
+    lanes.copy_(y.view(lanes.shape))
 
 
 def v_packed(qkv, lane):
@@ -397,7 +397,7 @@ class Forward:
                 cache[n:, 2].copy_(y[:, 2])
                 q, k = y[:, 0], layer["keys"]
             else:
-                self.qk_packed(qkv, layer["qk_norm"], self.rope, self.send[:, :, :2], s.eps)
+                self.qk_packed(qkv, layer["qk_norm"], self.rope, self.send[:, :, :2].permute(1, 2, 0, 3), s.eps)
                 self.v_packed(qkv, self.send[:, :, 2])
                 self.exchange(self.send, cache[n:].view(self.send.shape))
                 q, k = cache[n:, 0], cache[:, 1]

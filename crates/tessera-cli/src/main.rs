@@ -5,6 +5,7 @@
 //! Exit status: 0 fine, 1 diagnostics, 2 usage, 130 interrupted, 10 to 29 one per class of failure of a run.
 
 mod autopsy;
+mod bench;
 mod bringup;
 mod check;
 mod doctor;
@@ -58,11 +59,18 @@ enum Verb {
     Measure(measure::Args),
     Autopsy(autopsy::Args),
     Bringup(bringup::Args),
+    Bench(Box<bench::Args>),
     Explain(explain::Args),
     Stream(Box<stream::Args>),
     /// One rank of a stream. Started by `tessera stream`, never by hand.
     #[command(hide = true)]
     Rank,
+    /// One rank of a benchmark. Started by `tessera bench`, never by hand.
+    #[command(hide = true)]
+    BenchRank {
+        rank: u32,
+        orders: String,
+    },
 }
 
 fn main() -> ExitCode {
@@ -77,6 +85,8 @@ fn main() -> ExitCode {
         Verb::Bringup(args) => (args.format.into(), bringup::run(&args)),
         Verb::Explain(args) => (args.format.into(), explain::run(&args)),
         Verb::Stream(args) => (args.format.into(), stream::run(&args)),
+        Verb::Bench(args) => (args.format().into(), bench::run(&args)),
+        Verb::BenchRank { rank, orders } => return ExitCode::from(bench::rank(rank, &orders)),
         Verb::Rank => {
             return ExitCode::from(u8::try_from(tessera::rank_main(leave_to_launcher)).unwrap_or(1));
         }

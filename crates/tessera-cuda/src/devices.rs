@@ -137,6 +137,21 @@ fn bus(d: CUdevice) -> Result<String, DriverError> {
     Ok(String::from_utf8_lossy(&text[..end]).into_owned())
 }
 
+/// Bytes of a GPU in use by anybody, by NVML: what a process took is the difference of two.
+pub(crate) fn used_bytes(libraries: &Libraries, ordinal: u32) -> Option<u64> {
+    type Handle = extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
+    type Info = extern "C" fn(*mut c_void, *mut [u64; 3]) -> c_int;
+    let bus = CString::new(bus(device::get(ordinal as c_int).ok()?).ok()?).ok()?;
+    // SAFETY: NVML documents these types; it reads a text that ends with a zero, writes a handle, and then total, free and
+    // used.
+    unsafe {
+        let handle: Symbol<Handle> = libraries.symbol(Library::Nvml, "nvmlDeviceGetHandleByPciBusId_v2")?;
+        let info: Symbol<Info> = libraries.symbol(Library::Nvml, "nvmlDeviceGetMemoryInfo")?;
+        let (mut device, mut memory) = (std::ptr::null_mut(), [0; 3]);
+        (handle(bus.as_ptr(), &mut device) == 0 && info(device, &mut memory) == 0).then_some(memory[2])
+    }
+}
+
 /// Links of a GPU that are up, by NVML, whose first call was made when its version was asked.
 fn nvlinks(libraries: &Libraries, bus: &str) -> Option<u32> {
     type Handle = extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;

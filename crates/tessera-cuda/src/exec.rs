@@ -16,18 +16,19 @@ use std::time::{Duration, Instant};
 
 use tessera_base::Diagnostic;
 use tessera_device::{
-    Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Route, Scalar, Seat,
-    T0801, WeightSource, brought,
+    Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Scalar, Seat, T0801,
+    WeightSource, brought,
 };
 use tessera_ir::{DType, Op, Opcode, Program, Slots, Type, ValueId};
 
 use crate::T1304;
-use crate::attention::{self, Attentions};
+use crate::attention::Attentions;
 use crate::compile::Compiler;
+use crate::devices::used_bytes;
 use crate::driver::{Context, Done, Event, Failed, Graph, Memory, Pinned, Stream, download, upload};
 use crate::kernels::Kernels;
 use crate::libraries::Libraries;
-use crate::products::{self, Products};
+use crate::products::Products;
 use crate::tables::{CublasLt, Cudnn, Nvrtc};
 
 use admit::unsupported;
@@ -66,7 +67,21 @@ pub struct Cuda {
     products: Products,
     attentions: Attentions,
     counts: Counts,
+    /// Asks how many bytes of the device are in use.
+    used: Used,
     context: Arc<Context>,
+}
+
+/// Bytes of the device in use, and how many were before this process opened it.
+struct Used {
+    now: Box<dyn Fn() -> Option<u64> + Send>,
+    before: Option<u64>,
+}
+
+impl std::fmt::Debug for Used {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?} bytes in use before", self.before)
+    }
 }
 
 /// What a backend made so far. After the warm-up none of them grows.
@@ -160,10 +175,15 @@ impl Cuda {
         libraries.need(crate::Library::Driver)?;
         let (nvrtc, lt, dnn) = (Nvrtc::load(libraries)?, CublasLt::load(libraries)?, Cudnn::load(libraries)?);
         let device = options.device;
-        Cuda::with(nvrtc, lt, dnn, seat, options).map_err(|e| refused(&format!("device {device}"), &e))
+        // The driver must be up before a device is asked for.
+        cudarc::driver::result::init().map_err(|e| refused("driver", &e.into()))?;
+        let of = libraries.shared();
+        let now = Box::new(move || used_bytes(&of, device));
+        let used = Used { before: now(), now };
+        Cuda::with(nvrtc, lt, dnn, seat, options, used).map_err(|e| refused(&format!("device {device}"), &e))
     }
 
-    fn with(nvrtc: Nvrtc, lt: CublasLt, dnn: Cudnn, seat: Seat, options: Options) -> Done<Cuda> {
+    fn with(nvrtc: Nvrtc, lt: CublasLt, dnn: Cudnn, seat: Seat, options: Options, used: Used) -> Done<Cuda> {
         use cudarc::driver::sys::CUdevice_attribute as Attribute;
         let context = Arc::new(Context::open(options.device)?);
         let capability = (
@@ -187,6 +207,7 @@ impl Cuda {
             products: Products::new(lt)?,
             attentions: Attentions::new(dnn)?,
             counts: Counts::default(),
+            used,
             context,
         })
     }
@@ -197,13 +218,47 @@ impl Cuda {
         Counts { compiled: self.kernels.compiler.compiled, ..self.counts }
     }
 
-    /// Bytes of the device in use by everybody, and in all, as the driver says.
+    /// Bytes of the device that this process took, its context and the libraries' own included: what is in use now beyond
+    /// what was before it opened the device. Another process that comes or goes meanwhile is counted in.
+    #[must_use]
+    pub fn process_memory(&self) -> Option<u64> {
+        (self.used.now)()?.checked_sub(self.used.before?)
+    }
+
+    /// Runs a loaded program op by op: how often each op came, and its microseconds on the device in all. A launch is not
+    /// captured and each is timed alone, so the sum is more than a captured run takes.
     ///
     /// # Errors
-    /// T1304.
-    pub fn device_memory(&self) -> Result<(u64, u64), Diagnostic> {
-        let (free, all) = self.context.memory().map_err(|e| refused("memory", &e))?;
-        Ok(((all - free) as u64, all as u64))
+    /// As for [`Backend::run`].
+    pub fn timed(
+        &mut self,
+        program: Loaded,
+        call: &CallData<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<BTreeMap<String, (u32, f64)>, Fault> {
+        // Whatever must be made is made first.
+        self.run(program, call, observer)?;
+        let broken = |e: Failed| Fault::Failed(e.0);
+        let p = Arc::clone(&self.programs[program.0].program);
+        let mut marks: Vec<(usize, Event)> = Vec::new();
+        let mut mark = |op: usize, stream: &Stream, _: bool| -> Done<()> {
+            let e = Event::timed()?;
+            stream.record(&e)?;
+            marks.push((op, e));
+            Ok(())
+        };
+        self.enqueue(program.0, &mut mark).map_err(broken)?;
+        self.main(&p).and_then(|s| s.record(&self.done)).map_err(broken)?;
+        self.wait(&p)?;
+        let mut out: BTreeMap<String, (u32, f64)> = BTreeMap::new();
+        for pair in marks.chunks_exact(2) {
+            let op = &p.ops[pair[0].0];
+            let shape = op.results.first().or(op.operands.first()).map(|v| format!("{:?}", p.ty(*v).shape));
+            let entry = out.entry(format!("{} {}", op.opcode.name(), shape.unwrap_or_default())).or_default();
+            entry.0 += 1;
+            entry.1 += f64::from(pair[0].1.until_ms(&pair[1].1).map_err(broken)?) * 1e3;
+        }
+        Ok(out)
     }
 
     fn refuse(p: &Program, op: &Op, why: &str) -> Diagnostic {
@@ -541,7 +596,7 @@ fn widened(bits: u16) -> f32 {
 
 /// To the nearest bf16s.
 fn narrowed(values: &[f32]) -> Vec<u16> {
-    values.iter().map(|v| half::bf16::from_f32(*v).to_bits()).collect()
+    values.iter().map(|v| tessera_device::numbers::bf16(*v)).collect()
 }
 
 /// Bytes of scratch that an op needs.

@@ -7,6 +7,7 @@
 
 use std::ffi::{c_char, c_int};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use libloading::os::unix::{Library as Handle, RTLD_GLOBAL, RTLD_NOW, Symbol};
 use tessera_base::{Code, Diagnostic};
@@ -135,8 +136,12 @@ pub struct Libraries {
     pub found: Vec<Found>,
     /// Not here.
     pub lost: Vec<Lost>,
-    handles: Vec<(Library, Handle)>,
+    handles: Vec<(Library, Arc<Kept>)>,
 }
+
+/// A loaded library, never unloaded: one that has made threads or handlers must not be unmapped under them.
+#[derive(Debug)]
+struct Kept(std::mem::ManuallyDrop<Handle>);
 
 impl Libraries {
     /// Loads what there is: each library from the first folder whose file of its name loads, or from where the system's loader
@@ -164,7 +169,7 @@ impl Libraries {
                 Some((path, handle)) => {
                     let version = version(library, &handle);
                     out.found.push(Found { library, path, version });
-                    out.handles.push((library, handle));
+                    out.handles.push((library, Arc::new(Kept(std::mem::ManuallyDrop::new(handle)))));
                 }
                 None => out.lost.push(Lost { library, refused }),
             }
@@ -183,6 +188,11 @@ impl Libraries {
         }
     }
 
+    /// The same libraries for another owner.
+    pub(crate) fn shared(&self) -> Libraries {
+        Libraries { found: self.found.clone(), lost: self.lost.clone(), handles: self.handles.clone() }
+    }
+
     /// A function of one.
     ///
     /// # Safety
@@ -190,16 +200,7 @@ impl Libraries {
     pub(crate) unsafe fn symbol<T>(&self, library: Library, name: &str) -> Option<Symbol<T>> {
         let (_, handle) = self.handles.iter().find(|(l, _)| *l == library)?;
         // SAFETY: the caller answers for the type.
-        unsafe { handle.get(name.as_bytes()) }.ok()
-    }
-}
-
-impl Drop for Libraries {
-    fn drop(&mut self) {
-        // A library that has made threads or handlers must not be unmapped under them.
-        for (_, handle) in self.handles.drain(..) {
-            std::mem::forget(handle);
-        }
+        unsafe { handle.0.get(name.as_bytes()) }.ok()
     }
 }
 

@@ -182,7 +182,7 @@ impl Products {
         let out = layout(output, s.columns, s.rows)?;
         let mut pref = std::ptr::null_mut();
         check((lt.pref_create)(&mut pref), "cublasLtMatmulPreferenceCreate")?;
-        let mut limit = |which, value: &dyn Bytes| {
+        let limit = |which, value: &dyn Bytes| {
             let (at, size) = value.bytes();
             check((lt.pref_set)(pref, which, at, size), "cublasLtMatmulPreferenceSetAttribute")
         };

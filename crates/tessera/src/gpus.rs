@@ -9,6 +9,20 @@ use tessera_cuda::{Devices, Libraries, devices};
 /// Names further folders with libraries, separated by colons; they come first.
 pub const FOLDERS: &str = "TESSERA_CUDA_LIBS";
 
+/// Names the folder where compiled kernels are kept; an empty name keeps none.
+pub const KERNELS: &str = "TESSERA_KERNELS";
+
+/// Where compiled kernels are kept from run to run: a folder of the user's cache, unless told otherwise.
+#[must_use]
+pub fn kernels_folder() -> Option<PathBuf> {
+    if let Some(told) = std::env::var_os(KERNELS) {
+        return (!told.is_empty()).then(|| PathBuf::from(told));
+    }
+    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let home = || std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache"));
+    Some(cache.filter(|c| c.is_absolute()).or_else(home)?.join("tessera").join("kernels"))
+}
+
 /// What was found.
 #[derive(Debug)]
 pub struct Gpus {

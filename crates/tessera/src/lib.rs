@@ -5,6 +5,7 @@
 //! not here.
 
 pub mod autopsy;
+pub mod bench;
 pub mod bringup;
 pub mod charts;
 pub mod check;
@@ -74,6 +75,7 @@ pub const CODES: &[&Code] = &[
     &join::T0035,
     &autopsy::T0036,
     &sim::T0040,
+    &bench::T0061,
     &bringup::T0045,
     &search::T0046,
     &search::T0047,
