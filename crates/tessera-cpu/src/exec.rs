@@ -15,7 +15,7 @@ use tessera_base::Diagnostic;
 use tessera_base::random::DrawKey;
 use tessera_device::{
     Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Route, Scalar, Seat,
-    T0801, WeightSource, brought,
+    T0801, WeightSource, agreed, brought,
 };
 use tessera_ir::{Attr, DType, Kind, Op, Opcode, Program, Slots, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Reduction, Shard};
@@ -609,7 +609,7 @@ impl Cpu {
     ) -> Result<(usize, Ticket), Fault> {
         let at = self.end(op)?;
         let deadline = Instant::now() + self.patience;
-        let fingerprint = collectives::fingerprint(describe(p, op).as_bytes());
+        let fingerprint = collectives::fingerprint(agreed(p, op).as_bytes());
         let end = &mut self.ends[at];
         let empty: &[f32] = &[];
         let brings = op.opcode != Opcode::Recv
@@ -703,27 +703,6 @@ fn finish(
 fn span(shard: Shard, local: u64, parts: u32, at: u32) -> Range<usize> {
     let (start, len) = shard.range(local, parts, at);
     start as usize..(start + len) as usize
-}
-
-/// What every member of a collective must agree on.
-fn describe(p: &Program, op: &Op) -> String {
-    let ty = match (op.opcode, op.operands.first()) {
-        (_, Some(v)) => Some(p.ty(*v)),
-        (Opcode::Recv, None) => p
-            .ops
-            .iter()
-            .find(|o| o.opcode == Opcode::Wait && o.operands.first() == op.results.first())
-            .and_then(|o| o.results.first())
-            .or(op.results.first())
-            .map(|v| p.ty(*v)),
-        _ => None,
-    };
-    let shape = ty.map(|t| (t.dtype, t.layout.global(&t.shape, &p.mesh)));
-    match op.opcode {
-        // The lane says who and where to.
-        Opcode::Send | Opcode::Recv => format!("transfer {shape:?}"),
-        other => format!("{} {:?} {shape:?} {:?}", other.name(), op.attrs, ty.map(|t| t.layout)),
-    }
 }
 
 fn fault(p: &Program, op: &Op, route: Route, e: &CommFault) -> Fault {

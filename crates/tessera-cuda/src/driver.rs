@@ -187,9 +187,11 @@ impl Memory {
         self.bytes
     }
 
+    /// Zeroes it; returns when it is done.
     pub(crate) fn zero(&self) -> Done<()> {
         // SAFETY: the range is this allocation's.
-        Ok(unsafe { result::memset_d8_sync(self.at, 0, self.bytes) }?)
+        unsafe { result::memset_d8_sync(self.at, 0, self.bytes) }?;
+        settled()
     }
 }
 
@@ -200,13 +202,21 @@ impl Drop for Memory {
     }
 }
 
-/// Copies to the device; returns when the source may be reused.
+/// Waits for work of the default stream. Streams of this crate are not ordered after it, and a copy from pageable memory may
+/// still be on its way when its call returns.
+fn settled() -> Done<()> {
+    // SAFETY: the default stream always is.
+    Ok(unsafe { result::stream::synchronize(result::stream::null()) }?)
+}
+
+/// Copies to the device; returns when it is there.
 pub(crate) fn upload<T: Copy>(to: u64, from: &[T]) -> Done<()> {
     if from.is_empty() {
         return Ok(());
     }
     // SAFETY: the caller's range on the device is at least as long as the slice.
-    Ok(unsafe { result::memcpy_htod_sync(to, from) }?)
+    unsafe { result::memcpy_htod_sync(to, from) }?;
+    settled()
 }
 
 /// Copies from the device; returns when it is there.
@@ -459,6 +469,10 @@ impl Drop for Module {
 }
 
 impl Function {
+    pub(crate) fn raw(self) -> sys::CUfunction {
+        self.0
+    }
+
     /// Allows it more dynamic shared memory than the 48 KiB that every kernel may have.
     pub(crate) fn allow_shared(self, bytes: u32) -> Done<()> {
         let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;

@@ -6,6 +6,7 @@
 
 mod admit;
 mod enqueue;
+mod groups;
 mod steps;
 mod weights;
 
@@ -16,8 +17,8 @@ use std::time::{Duration, Instant};
 
 use tessera_base::Diagnostic;
 use tessera_device::{
-    Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Scalar, Seat, T0801,
-    WeightSource, brought,
+    Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Route, Scalar, Seat,
+    T0801, WeightSource, brought,
 };
 use tessera_ir::{DType, Op, Opcode, Program, Slots, Type, ValueId};
 
@@ -28,10 +29,12 @@ use crate::devices::used_bytes;
 use crate::driver::{Context, Done, Event, Failed, Graph, Memory, Pinned, Stream, download, upload};
 use crate::kernels::Kernels;
 use crate::libraries::Libraries;
+use crate::nccl::UniqueId;
 use crate::products::Products;
 use crate::tables::{CublasLt, Cudnn, Nvrtc};
 
 use admit::unsupported;
+use groups::{Groups, PAGE_BYTES, Told};
 use steps::{Step, steps};
 use weights::Weights;
 
@@ -44,8 +47,26 @@ pub struct Options {
     pub kernels: Option<PathBuf>,
     /// Longest wait for a peer in one collective.
     pub patience: Duration,
+    /// Longest wait for peers to come, before the first collective.
+    pub setup: Duration,
+    /// Names this host: ranks of one host have one number, others another. Ranks of one host meet in one another's memory
+    /// where their GPUs can.
+    pub host: u64,
     /// Whether programs are captured as graphs, or launched op by op: slower, for looking at.
     pub graphs: bool,
+}
+
+/// A rank's end of a lane.
+#[derive(Debug, Clone)]
+pub struct End {
+    /// How the rank's ops name the lane.
+    pub route: Route,
+    /// Names the lane among all processes: made by one, told to all.
+    pub id: UniqueId,
+    /// Which member this rank is.
+    pub me: usize,
+    /// How many there are.
+    pub members: usize,
 }
 
 /// The CUDA backend: one rank on one GPU.
@@ -53,7 +74,9 @@ pub struct Options {
 pub struct Cuda {
     seat: Seat,
     options: Options,
+    // Graphs go before groups, whose work they hold, and groups before the memory that they share.
     programs: Vec<Prepared>,
+    groups: Groups,
     weights: Weights,
     buffers: Vec<Buffer>,
     buffer_index: BTreeMap<String, usize>,
@@ -150,6 +173,8 @@ struct Prepared {
     /// What outputs are copied to.
     put_out: Pinned,
     graph: Option<Graph>,
+    /// Whether it has run since its memory was placed.
+    ran: bool,
 }
 
 /// Tables of one rotary embedding in the area.
@@ -167,11 +192,16 @@ struct Turns {
 }
 
 impl Cuda {
-    /// Opens a device for a seat.
+    /// Opens a device for a seat and meets the other members of every lane, in the order given: the same on all ranks.
     ///
     /// # Errors
-    /// T1301 for a library that is missing, T1304 for what a library refuses.
-    pub fn open(libraries: &Libraries, seat: Seat, options: Options) -> Result<Cuda, Diagnostic> {
+    /// T1301 for a library that is missing, T1304 for what a library refuses, T1303 where ranks do not meet.
+    pub fn open(
+        libraries: &Libraries,
+        seat: Seat,
+        ends: Vec<End>,
+        options: Options,
+    ) -> Result<Cuda, Diagnostic> {
         libraries.need(crate::Library::Driver)?;
         let (nvrtc, lt, dnn) = (Nvrtc::load(libraries)?, CublasLt::load(libraries)?, Cudnn::load(libraries)?);
         let device = options.device;
@@ -180,17 +210,26 @@ impl Cuda {
         let of = libraries.shared();
         let now = Box::new(move || used_bytes(&of, device));
         let used = Used { before: now(), now };
-        Cuda::with(nvrtc, lt, dnn, seat, options, used).map_err(|e| refused(&format!("device {device}"), &e))
+        let (tables, seated) = ((nvrtc, lt, dnn), (seat, ends));
+        Cuda::with(libraries, tables, seated, options, used)
+            .map_err(|e| refused(&format!("device {device}"), &e))
     }
 
-    fn with(nvrtc: Nvrtc, lt: CublasLt, dnn: Cudnn, seat: Seat, options: Options, used: Used) -> Done<Cuda> {
+    fn with(
+        libraries: &Libraries,
+        (nvrtc, lt, dnn): (Nvrtc, CublasLt, Cudnn),
+        (seat, ends): (Seat, Vec<End>),
+        options: Options,
+        used: Used,
+    ) -> Done<Cuda> {
         use cudarc::driver::sys::CUdevice_attribute as Attribute;
         let context = Arc::new(Context::open(options.device)?);
         let capability = (
             context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        let compiler = Compiler::new(nvrtc, capability, options.kernels.as_deref())?;
+        let mut compiler = Compiler::new(nvrtc, capability, options.kernels.as_deref())?;
+        let groups = Groups::join(libraries, &mut compiler, seat, ends, &options)?;
         Ok(Cuda {
             seat,
             options,
@@ -202,6 +241,7 @@ impl Cuda {
             slots: None,
             outputs: BTreeMap::new(),
             streams: BTreeMap::new(),
+            groups,
             done: Event::new()?,
             kernels: Kernels::new(compiler)?,
             products: Products::new(lt)?,
@@ -249,7 +289,7 @@ impl Cuda {
         };
         self.enqueue(program.0, &mut mark).map_err(broken)?;
         self.main(&p).and_then(|s| s.record(&self.done)).map_err(broken)?;
-        self.wait(&p)?;
+        self.wait(&p, observer)?;
         let mut out: BTreeMap<String, (u32, f64)> = BTreeMap::new();
         for pair in marks.chunks_exact(2) {
             let op = &p.ops[pair[0].0];
@@ -277,12 +317,13 @@ impl Cuda {
             end += (*bytes as u64).next_multiple_of(ALIGNMENT);
         }
         let scratch = self.programs.iter().map(|p| p.scratch_bytes).max().unwrap_or(0);
-        let memory = Memory::new(end as usize + scratch)?;
+        let memory = Memory::new((end as usize + scratch).next_multiple_of(PAGE_BYTES))?;
         memory.zero()?;
         self.counts.allocated += 1;
+        self.share(&memory, &offsets)?;
         self.slots = Some(Placed { memory, offsets, scratch: end });
         // Addresses have changed.
-        self.programs.iter_mut().for_each(|p| p.graph = None);
+        self.programs.iter_mut().for_each(|p| (p.graph, p.ran) = (None, false));
         Ok(())
     }
 
@@ -373,6 +414,7 @@ impl Cuda {
             staged_bytes,
             put_out: Pinned::new(put_out).map_err(broken)?,
             graph: None,
+            ran: false,
         })
     }
 
@@ -409,46 +451,59 @@ impl Cuda {
         self.context.bind().map_err(broken)?;
         self.stage(program, call)?;
         let p = Arc::clone(&self.programs[program].program);
-        let collectives: Vec<usize> = p.collectives().map(|(i, _)| i).collect();
-        for i in &collectives {
-            observer.issuing(*i).map_err(Fault::Refused)?;
+        for (i, _) in p.collectives() {
+            observer.issuing(i).map_err(Fault::Refused)?;
         }
         self.place().map_err(broken)?;
-        if self.options.graphs {
-            if self.programs[program].graph.is_none() {
+        self.groups.rewind();
+        // A library that connects at first use is let do so before anything is captured.
+        let first = self.programs[program].graph.is_none();
+        let eager = !self.options.graphs || (first && self.groups.lazy() && !self.programs[program].ran);
+        if eager {
+            self.enqueue(program, &mut |_, _, _| Ok(())).map_err(broken)?;
+        } else {
+            if first {
                 let graph = self.capture(program).map_err(broken)?;
                 self.counts.captured += 1;
                 self.programs[program].graph = Some(graph);
             }
-            let main = self.main(&p).map_err(broken)?;
-            let graph = self.programs[program].graph.as_ref();
+            let (main, graph) = (self.main(&p).map_err(broken)?, self.programs[program].graph.as_ref());
             graph.map_or(Ok(()), |g| main.replay(g)).map_err(broken)?;
-        } else {
-            self.enqueue(program, &mut |_, _, _| Ok(())).map_err(broken)?;
         }
-        for i in &collectives {
-            observer.issued(*i);
-        }
+        self.programs[program].ran = true;
         self.main(&p).and_then(|s| s.record(&self.done)).map_err(broken)?;
-        self.wait(&p)?;
-        for i in &collectives {
-            observer.completed(*i);
-        }
-        observer.progress(p.ops.len() as u32);
+        self.wait(&p, observer)?;
         for o in self.outputs.values_mut() {
             o.fresh = o.program == program;
         }
         Ok(())
     }
 
-    /// Waits until the device is done: looking all the time at first, since a phase may be short.
-    fn wait(&self, p: &Program) -> Result<(), Fault> {
-        let began = Instant::now();
+    /// Waits until the device is done: looking all the time at first, since a phase may be short. Tells how far it is, and
+    /// ends where a collective ended badly or nothing moves for as long as a peer may take.
+    fn wait(&self, p: &Program, observer: &mut dyn Observer) -> Result<(), Fault> {
+        let mut told = Told::new(p);
+        let mut moved = Instant::now();
+        let began = moved;
         loop {
             match self.done.passed() {
-                Ok(true) => return Ok(()),
+                Ok(true) => break,
                 Ok(false) => {}
                 Err(e) => return Err(Fault::Failed(format!("@{}: {e}", p.name))),
+            }
+            if told.look(&self.groups, observer) {
+                moved = Instant::now();
+            }
+            if let Some(fault) = self.groups.fault(p) {
+                return Err(fault);
+            }
+            // Kernels over peers' memory keep the time themselves; this is for NCCL, and for a kernel that never ends.
+            if moved.elapsed() > self.options.patience + STUCK {
+                return Err(Fault::Stalled(format!(
+                    "@{}: nothing moved on the GPU for {:?}",
+                    p.name,
+                    moved.elapsed()
+                )));
             }
             if began.elapsed() < Duration::from_micros(200) {
                 std::hint::spin_loop();
@@ -456,6 +511,12 @@ impl Cuda {
                 std::thread::sleep(Duration::from_micros(20));
             }
         }
+        // A kernel whose wait failed has ended, and so may all the rest.
+        if let Some(fault) = self.groups.fault(p) {
+            return Err(fault);
+        }
+        told.rest(observer);
+        Ok(())
     }
 
     /// The stream that a program begins and ends on.
@@ -578,9 +639,12 @@ impl Backend for Cuda {
     }
 
     fn abort(&self) -> Abort {
-        Arc::new(|_| {})
+        self.groups.abort()
     }
 }
+
+/// What a device may take between two collectives, beyond the wait for a peer.
+const STUCK: Duration = Duration::from_secs(2);
 
 /// Boundaries of values in memory: what every library and vector access asks for at most.
 const ALIGNMENT: u64 = 256;

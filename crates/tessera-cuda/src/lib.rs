@@ -8,9 +8,11 @@ mod attention;
 mod compile;
 mod devices;
 mod driver;
+mod exchange;
 mod exec;
 mod kernels;
 mod libraries;
+mod nccl;
 mod products;
 mod tables;
 
@@ -27,8 +29,9 @@ another mesh or dtype may do. A device that is lost says so in every call until 
 };
 
 pub use devices::{Devices, Gpu, Link, T1302, devices};
-pub use exec::{Counts, Cuda, Options};
+pub use exec::{Counts, Cuda, End, Options};
 pub use libraries::{Found, Libraries, Library, Lost, T1301};
+pub use nccl::{T1303, UniqueId, unique_id};
 
 /// Codes this room raises.
-pub const CODES: &[&Code] = &[&T1301, &T1302, &T1304];
+pub const CODES: &[&Code] = &[&T1301, &T1302, &T1303, &T1304];

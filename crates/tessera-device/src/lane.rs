@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use tessera_ir::{Op, Opcode};
+use tessera_ir::{Op, Opcode, Program};
 use tessera_mesh::{Group, Mesh, Rank};
 
 /// One sequence of collectives with a meeting place of its own: those of a group, or the transfers over a group from one
@@ -35,6 +35,28 @@ pub enum Peer {
     To(u32),
     /// It gives.
     From(u32),
+}
+
+/// What every member of a collective must agree on, in words.
+#[must_use]
+pub fn agreed(p: &Program, op: &Op) -> String {
+    let ty = match (op.opcode, op.operands.first()) {
+        (_, Some(v)) => Some(p.ty(*v)),
+        (Opcode::Recv, None) => p
+            .ops
+            .iter()
+            .find(|o| o.opcode == Opcode::Wait && o.operands.first() == op.results.first())
+            .and_then(|o| o.results.first())
+            .or(op.results.first())
+            .map(|v| p.ty(*v)),
+        _ => None,
+    };
+    let shape = ty.map(|t| (t.dtype, t.layout.global(&t.shape, &p.mesh)));
+    match op.opcode {
+        // The lane says who and where to.
+        Opcode::Send | Opcode::Recv => format!("transfer {shape:?}"),
+        other => format!("{} {:?} {shape:?} {:?}", other.name(), op.attrs, ty.map(|t| t.layout)),
+    }
 }
 
 impl Lane {

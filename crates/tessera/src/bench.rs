@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -14,14 +14,14 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tessera_base::random::{DrawKey, normals};
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_cuda::{Counts, Cuda, Options};
+use tessera_cuda::{Counts, Cuda};
 use tessera_device::{Backend, CallData, Fault, Loaded, Observer, Scalar, Seat, WeightSource};
 use tessera_ir::Type;
 use tessera_mesh::Rank;
 use tessera_models::steps;
 
-use crate::gpus::{Gpus, kernels_folder};
-use crate::{Mapping, Model, Overrides, Plan, plan};
+use crate::gpus::Gpus;
+use crate::{Mapping, Model, Overrides, Plan, cuda, plan};
 
 /// A benchmark's rank that ended.
 pub static T0061: Code = Code {
@@ -80,6 +80,9 @@ struct Running {
 
 /// Longest silence of a rank while it loads 28 GB of weights or runs steps.
 const SILENCE: Duration = Duration::from_secs(180);
+
+/// Longest wait for a peer in one collective.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Forwards of a step.
 pub const FORWARDS: usize = 5;
@@ -212,7 +215,23 @@ pub fn rank_main(rank: u32, orders: &str) -> Result<(), Diagnostics> {
     let (model, plan) = planned(&asked)?;
     let rank = Rank(rank);
     let gpus = Gpus::look();
-    let mut dit = Dit::load(&gpus, &model, &plan, rank)?;
+    let world = plan.sealed.mesh().iter().count();
+    cuda::check(&gpus, world)?;
+    // The first names the lanes, and whoever started it tells the others.
+    let ids: Vec<String> = match (world, rank.0) {
+        (1, _) => Vec::new(),
+        (_, 0) => {
+            let ids = cuda::lane_ids(&gpus, &plan.sealed).map_err(|d| vec![d])?;
+            say(&ids.join(" "));
+            ids
+        }
+        _ => {
+            let mut line = String::new();
+            std::io::stdin().read_line(&mut line).map_err(|e| one(format!("no names of lanes: {e}")))?;
+            line.split_whitespace().map(str::to_string).collect()
+        }
+    };
+    let mut dit = Dit::load(&gpus, &model, &plan, rank, &ids)?;
     let warm = Instant::now();
     let mut counts = dit.backend.counts();
     // At least twice: the first captures.
@@ -289,19 +308,12 @@ impl Observer for Unwatched {
 }
 
 impl Dit {
-    fn load(gpus: &Gpus, model: &Model, plan: &Plan, rank: Rank) -> Result<Dit, Diagnostics> {
+    fn load(gpus: &Gpus, model: &Model, plan: &Plan, rank: Rank, ids: &[String]) -> Result<Dit, Diagnostics> {
         let sealed = &plan.sealed;
-        let seat = Seat { mesh: *sealed.mesh(), rank };
         let video = &model.video;
         let fill = video.stream.window_frames - video.stream.chunk_frames;
         let name = format!("denoise.fill{fill}");
-        let options = Options {
-            device: rank.0,
-            kernels: kernels_folder(),
-            patience: Duration::from_secs(30),
-            graphs: true,
-        };
-        let mut backend = Cuda::open(&gpus.libraries, seat, options).map_err(|d| vec![d])?;
+        let mut backend = cuda::open(gpus, sealed, rank, rank.0, ids, PATIENCE).map_err(|d| vec![d])?;
         let (Some(program), Some(slots)) = (sealed.program(&name, rank), sealed.slots(&name, rank)) else {
             return Err(one(format!("the plan has no {name} for rank {rank}")));
         };
@@ -427,10 +439,4 @@ pub fn spread(times: &[f64]) -> (f64, f64, f64) {
         sorted.get(((sorted.len() as f64 - 1.0) * share).round() as usize).copied().unwrap_or(0.0)
     };
     (at(0.5), at(0.1), at(0.9))
-}
-
-/// The mapping of so many GPUs.
-#[must_use]
-pub fn default_model() -> &'static Path {
-    Path::new("models/wan2.1-14b")
 }

@@ -10,6 +10,7 @@ pub mod bringup;
 pub mod charts;
 pub mod check;
 pub mod comm;
+pub mod cuda;
 pub mod doctor;
 pub mod drawings;
 pub mod drill;

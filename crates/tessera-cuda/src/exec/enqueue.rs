@@ -520,11 +520,6 @@ impl Cuda {
     fn first_row(&self, ty: &Type) -> u64 {
         ty.layout.ranges(&ty.shape, &self.seat.mesh, self.seat.coord()).first().map_or(0, |r| r.0)
     }
-
-    fn exchange(&mut self, program: usize, i: usize, _stream: &Stream) -> Done<()> {
-        let p = &self.programs[program].program;
-        failed(format!("no communicator for {} of @{}", p.ops[i].opcode.name(), p.name))
-    }
 }
 
 const SILU: i64 = 1;
