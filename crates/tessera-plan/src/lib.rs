@@ -8,6 +8,7 @@ pub mod attention;
 mod lower;
 mod mapping;
 mod memory;
+mod order;
 pub mod precision;
 pub mod search;
 mod source;

@@ -5,6 +5,7 @@
 //! leader stands outside the mesh, it is a role of its own: it has the phases that encode and decode, the mesh has the
 //! others, and each has an empty program where the other works.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
@@ -14,7 +15,7 @@ use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard, Uneven};
 use crate::mapping::Extents;
 use crate::source::{Owner, Source};
 use crate::strategy::{Cut, reads_self_cache, unknown_part};
-use crate::{DtypePolicy, Mapping, Numerics, balance, memory, precision};
+use crate::{DtypePolicy, Mapping, Numerics, Strategy, balance, memory, order, precision};
 
 /// Lowering made a program that its rules refuse.
 pub static T0606: Code = Code {
@@ -85,7 +86,11 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
     let rank_map = mapping.rank_map().map_err(|d| vec![*d])?;
     let world = mapping.world().map_err(|d| vec![*d])?;
 
-    let sources: Vec<Source<'_>> = logical.phases.iter().map(Source::of).collect();
+    // Where ranks hold parts of a row, the sums of squares of queries and keys travel together: both are made first.
+    let together = mapping.strategy == Strategy::Megatron && mesh.size(Axis::Tp) > 1;
+    let ordered: Vec<Cow<'_, Program>> =
+        logical.phases.iter().map(|p| if together { Cow::Borrowed(p) } else { order::chained(p) }).collect();
+    let sources: Vec<Source<'_>> = ordered.iter().map(|p| Source::of(p)).collect();
     // A coordinate tells in nothing but the sizes of uneven pieces: where those agree, one is lowered for all.
     let tp = mesh.size(Axis::Tp);
     let mut kinds: Vec<Kinds> = Vec::new();

@@ -384,17 +384,20 @@ impl Cuda {
         let int = |op: Option<&Op>, name: &str| op.and_then(|o| o.int(name));
         let affine = norm.is_some_and(|o| o.opcode == Opcode::LayerNorm);
         let modulated = norm.filter(|_| !affine);
-        // Both read their columns of the same value, or only one reads any.
-        let table = add.and_then(|o| o.operands.get(2)).or(modulated.and_then(|o| o.operands.get(1)));
-        let (m, columns) = match table {
-            Some(v) => (self.at(program, *v)?, p.ty(*v).shape.last().copied().unwrap_or(0)),
-            None => (0, 0),
+        let table = |v: Option<&ValueId>| -> Done<(u64, u64)> {
+            match v {
+                Some(v) => Ok((self.at(program, *v)?, p.ty(*v).shape.last().copied().unwrap_or(0))),
+                None => Ok((0, 0)),
+            }
         };
-        let gate = if add.is_some_and(|o| o.operands.len() > 2) { int(add, "gate").unwrap_or(0) } else { -1 };
+        let (gates, gate_columns) = table(add.and_then(|o| o.operands.get(2)))?;
+        let (m, columns) = table(modulated.and_then(|o| o.operands.get(1)))?;
+        let gate = int(add, "gate").unwrap_or(0);
         let frame_rows = int(add, "frame_rows").or(int(norm, "frame_rows")).unwrap_or(1).max(1);
         let eps = norm.and_then(|o| o.float("eps")).unwrap_or(1e-6) as f32;
         let affine = if affine { norm } else { None };
-        let args = Args::new().at(at(Some(first), 0)?).at(at(add, 1)?).at(m).int(columns as i64).int(gate);
+        let args = Args::new().at(at(Some(first), 0)?).at(at(add, 1)?);
+        let args = args.at(gates).int(gate_columns as i64).int(gate).at(m).int(columns as i64);
         let args = args.int(int(modulated, "shift").unwrap_or(0)).int(int(modulated, "scale").unwrap_or(0));
         let args = args.at(at(affine, 1)?).at(at(affine, 2)?).at(result(add)?).at(result(norm)?);
         let args = args.int(self.first_row(ty) as i64).int(frame_rows).float(eps);

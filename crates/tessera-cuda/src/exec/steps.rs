@@ -116,7 +116,7 @@ fn writes_rows(p: &Program, j: usize) -> bool {
 /// Whether both count frames alike, where both do.
 fn same_frames(add: &Op, norm: &Op) -> bool {
     match (add.int("frame_rows"), norm.int("frame_rows")) {
-        (Some(a), Some(b)) => a == b && add.operands.get(2) == norm.operands.get(1),
+        (Some(a), Some(b)) => a == b,
         _ => true,
     }
 }

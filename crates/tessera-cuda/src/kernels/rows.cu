@@ -43,6 +43,23 @@ __device__ __forceinline__ void store(T *to, const Row &r) {
     }
 }
 
+// Columns of a vector of f32, as the row's elements lie in this thread: read once a row, from the nearest cache.
+__device__ __forceinline__ Vec<float, V> columns(const float *from, int p) {
+    return ((const Vec<float, V> *)from)[p * THREADS + threadIdx.x];
+}
+
+// For every element of this thread and its columns of two vectors: f(value, a, b).
+template <typename F> __device__ __forceinline__ void each_with(Row &r, const float *a, const float *b, F f) {
+#pragma unroll
+    for (int p = 0; p < PER; p++) {
+        if (p * THREADS + threadIdx.x < VECTORS) {
+            Vec<float, V> x = columns(a, p), y = columns(b, p);
+#pragma unroll
+            for (int i = 0; i < V; i++) f(r.e[p][i], x.e[i], y.e[i]);
+        }
+    }
+}
+
 // For every element of this thread: f(value, index in the row).
 template <typename F> __device__ __forceinline__ void each(Row &r, F f) {
 #pragma unroll
@@ -75,42 +92,50 @@ __device__ __forceinline__ void normalize(Row &r, float eps) {
     each(r, [&](float &x, int) { x *= scale; });
 }
 
-// x (+ y (· gate)) to `sum`, and its norm (affine by w and b, or modulated by columns of m) to `out`. What is absent is
-// null. m has a row of `columns` numbers a frame.
+// x (+ y (· gate)) to `total`, and its norm (affine by w and b, or modulated by columns of m) to `out`. What is absent is
+// null. Tables of gates and of m have a row of so many columns a frame.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    residual_norm(const T *x, const T *y, const float *m, int columns, int gate, int shift, int scale, const float *w,
-                  const float *b, T *total, T *out, int first_row, int frame_rows, float eps) {
+    residual_norm(const T *x, const T *y, const float *gates, int gate_columns, int gate, const float *m, int columns_of_m,
+                  int shift, int scale, const float *w, const float *b, T *total, T *out, int first_row, int frame_rows,
+                  float eps) {
     i64 at = (i64)blockIdx.x * WIDTH;
-    const float *frame = m ? m + (i64)((first_row + (int)blockIdx.x) / frame_rows) * columns : nullptr;
+    i64 frame = (first_row + (int)blockIdx.x) / frame_rows;
     Row r;
     load(r, x + at);
     if (y) {
         Row o;
         load(o, y + at);
-        const float *g = frame && gate >= 0 ? frame + gate * WIDTH : nullptr;
+        if (gates) {
+            const float *g = gates + frame * gate_columns + gate * WIDTH;
 #pragma unroll
-        for (int p = 0; p < PER; p++) {
-            int v = p * THREADS + threadIdx.x;
-            if (v < VECTORS) {
+            for (int p = 0; p < PER; p++) {
+                if (p * THREADS + threadIdx.x < VECTORS) {
+                    Vec<float, V> c = columns(g, p);
 #pragma unroll
-                for (int i = 0; i < V; i++) {
-                    float add = g ? o.e[p][i] * g[v * V + i] : o.e[p][i];
-                    r.e[p][i] = rounded<T>(r.e[p][i] + add);
+                    for (int i = 0; i < V; i++) o.e[p][i] *= c.e[i];
                 }
             }
+        }
+#pragma unroll
+        for (int p = 0; p < PER; p++) {
+#pragma unroll
+            for (int i = 0; i < V; i++) r.e[p][i] = rounded<T>(r.e[p][i] + o.e[p][i]);
         }
         if (total) store(total + at, r);
     }
     if (!out) return;
     normalize(r, eps);
     if (w) {
-        each(r, [&](float &v, int i) { v = v * w[i] + b[i]; });
+        each_with(r, w, b, [&](float &v, float c, float d) { v = v * c + d; });
     } else {
-        const float *sh = frame + shift * WIDTH, *sc = frame + scale * WIDTH;
-        each(r, [&](float &v, int i) { v = v * (1.0f + sc[i]) + sh[i]; });
+        const float *columns_here = m + frame * columns_of_m;
+        each_with(r, columns_here + scale * WIDTH, columns_here + shift * WIDTH,
+                  [&](float &v, float c, float d) { v = v * (1.0f + c) + d; });
     }
     store(out + at, r);
 }
+
+constexpr int MOST_PAIRS = 256;
 
 // RMS norm (w not null: over this row, or with sums of squares that ranks brought together), then rotary embedding
 // (head > 0), to row `*to_row` + own of out. Turns are (cos, sin): those of frames were made for this call.
@@ -118,29 +143,38 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     rms_rope(const T *x, const float *w, const float *sums, int sum_columns, int sum_column, float whole, float eps,
              T *out, const i64 *to_row, int head, const float2 *by_frame, const float2 *by_row,
              const float2 *by_column, int first_row, int high, int wide, int moves) {
+    __shared__ float2 turn[MOST_PAIRS];
     Row r;
     load(r, x + (i64)blockIdx.x * WIDTH);
-    if (w) {
-        float ss = sums ? sums[(i64)blockIdx.x * sum_columns + sum_column] : square_sum(r);
-        float scale = rsqrtf(ss / whole + eps);
-        each(r, [&](float &v, int i) { v = v * scale * w[i]; });
-    }
     if (head > 0) {
         int token = moves ? first_row + (int)blockIdx.x : 0;
         int side = head / 6, first = head / 2 - 2 * side;
-        const float2 *f = by_frame + token / (high * wide) * first;
-        const float2 *h = by_row + token / wide % high * side;
-        const float2 *c = by_column + token % wide * side;
+        for (int pair = threadIdx.x; pair < head / 2; pair += THREADS) {
+            const float2 *from = by_frame + token / (high * wide) * first + pair;
+            if (pair >= first) from = by_row + token / wide % high * side + pair - first;
+            if (pair >= first + side) from = by_column + token % wide * side + pair - first - side;
+            turn[pair] = *from;
+        }
+        __syncthreads();
+    }
+    if (w) {
+        float ss = sums ? sums[(i64)blockIdx.x * sum_columns + sum_column] : square_sum(r);
+        float scale = rsqrtf(ss / whole + eps);
+        each_with(r, w, w, [&](float &v, float c, float) { v = v * scale * c; });
+    }
+    if (head > 0) {
         if (w) each(r, [&](float &v, int) { v = rounded<T>(v); });
 #if WIDTH % 2 == 0
 #pragma unroll
         for (int p = 0; p < PER; p++) {
             int v = p * THREADS + threadIdx.x;
             if (v < VECTORS) {
+                int pair = v * V % head / 2;
 #pragma unroll
-                for (int i = 0; i < V; i += 2) {
-                    int pair = (v * V + i) % head / 2;
-                    float2 t = pair < first ? f[pair] : (pair < first + side ? h[pair - first] : c[pair - first - side]);
+                for (int i = 0; i + 1 < V; i += 2) {
+                    // A vector may reach into the next head.
+                    if (pair == head / 2) pair = 0;
+                    float2 t = turn[pair++];
                     float a = r.e[p][i], b = r.e[p][i + 1];
                     r.e[p][i] = a * t.x - b * t.y;
                     r.e[p][i + 1] = a * t.y + b * t.x;
