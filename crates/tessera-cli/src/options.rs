@@ -287,6 +287,8 @@ pub enum DtypeName {
     F32,
     /// bf16, but for conditioning, latents and norm vectors
     Bf16,
+    /// As bf16, with the products of blocks in e4m3
+    Fp8,
 }
 
 impl From<DtypeName> for DtypePolicy {
@@ -294,6 +296,7 @@ impl From<DtypeName> for DtypePolicy {
         match name {
             DtypeName::F32 => DtypePolicy::F32,
             DtypeName::Bf16 => DtypePolicy::Bf16,
+            DtypeName::Fp8 => DtypePolicy::Fp8,
         }
     }
 }

@@ -3,7 +3,7 @@
 use tessera_ir::{DType, Type};
 
 use crate::Seat;
-use crate::numbers::{bf16, f16};
+use crate::numbers::{bf16, e4m3, f16};
 
 /// One piece of a tensor as a backend holds it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -87,6 +87,7 @@ impl Hasher {
         match dtype {
             DType::Bf16 => self.update_narrow(values, bf16),
             DType::F16 => self.update_narrow(values, f16),
+            DType::E4m3 => self.update_bytes(values),
             _ => self.update(values),
         }
     }
@@ -104,6 +105,15 @@ impl Hasher {
             self.hash.update(&stage[..part.len() * 2]);
         }
         self.bytes += values.len() as u64 * 2;
+    }
+
+    fn update_bytes(&mut self, values: &[f32]) {
+        let bytes: Vec<u8> = values.iter().map(|x| e4m3(*x)).collect();
+        let Some(first) = bytes.first() else { return };
+        let first = *self.first.get_or_insert(u32::from(*first));
+        self.differ |= bytes.iter().fold(0, |differ, b| differ | (u32::from(*b) ^ first));
+        self.hash.update(&bytes);
+        self.bytes += bytes.len() as u64;
     }
 
     /// Elements of double width, such as a table of angles.

@@ -19,8 +19,8 @@ pub struct Builder {
     names: BTreeSet<String>,
     /// The first number behind each label that may still be free.
     numbers: BTreeMap<String, u64>,
-    /// Sources by op and name.
-    sources: BTreeMap<(Opcode, String), usize>,
+    /// Sources by op and name, and by what is loaded beside the tensor itself.
+    sources: BTreeMap<(Opcode, String, Option<String>), usize>,
     /// The op that defines each value.
     definitions: Vec<Option<usize>>,
     errors: Vec<RuleError>,
@@ -153,7 +153,12 @@ impl Builder {
 
     fn source(&mut self, opcode: Opcode, name: &str, ty: Type) -> ValueId {
         // A source that is asked for twice is the same value.
-        let key = (opcode, name.to_string());
+        let derived = self.pending.attrs.get("load").and_then(|l| match l {
+            // Numbers and scales are two tensors, made of one.
+            Attr::Str(l) if l.starts_with("e4m3") => Some(l.clone()),
+            _ => None,
+        });
+        let key = (opcode, name.to_string(), derived);
         if let Some(op) = self.sources.get(&key).map(|i| &self.program.ops[*i]) {
             let (result, loaded) = (op.results[0], op.attrs.get("load").cloned());
             let load = std::mem::take(&mut self.pending).attrs.remove("load");
@@ -199,6 +204,12 @@ impl Builder {
     /// Any op with one result.
     pub fn op(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
         self.push(opcode, false, None, None, operands, vec![])[0]
+    }
+
+    /// Rows in e4m3 and their scales.
+    pub fn quantize(&mut self, x: ValueId) -> [ValueId; 2] {
+        let made = self.push(Opcode::Quantize, false, None, None, &[x], vec![]);
+        [made[0], made[1]]
     }
 
     /// A receive, whose type is what the sender sends.

@@ -43,6 +43,7 @@ pub fn cost(p: &Program, op: &Op) -> Cost {
         Opcode::Add | Opcode::GateResidual | Opcode::Modulation | Opcode::ToX0 => 2 * out,
         Opcode::RowSquareSum => 2 * (size(0) + size(1)),
         Opcode::Cast => out,
+        Opcode::Quantize => 3 * size(0),
         _ => 0,
     };
     let moves = !matches!(

@@ -10,7 +10,7 @@
 pub enum Opcode {
     Input, Call, Weight, Output,
     CacheRead, CacheWrite,
-    Matmul, BiasAct, Add, Silu, Cast,
+    Matmul, BiasAct, Add, Silu, Cast, Quantize,
     LayerNorm, Modulation, NormModulate, GateResidual,
     RmsNorm, RowSquareSum, RmsScale,
     Rope, Attention, Softmax, Dot, MoeRoute, TimeEmbed, Renoise, ToX0,
@@ -75,15 +75,15 @@ Input "input" Source (0, 0), [], [], 1, true,
 Call "call" Source (0, 0), [], [], 1, true,
     "A scalar (or one number per latent frame) of the call. It feeds arithmetic, rope offsets, random keys and cache rows; never a shape, a group, a branch or the choice of an op.";
 Weight "weight" Source (0, 0), [], ["load?", "part?", "unit?"], 1, true,
-    "A slice of a named tensor of the model. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C). `part` (col, row, whole) and `unit` say in a logical program how a strategy may cut it.";
+    "A slice of a named tensor of the model. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C); `\"e4m3\"` and `\"e4m3.scale\"` are the two results of `quantize` on the whole tensor's rows. `part` (col, row, whole) and `unit` say in a logical program how a strategy may cut it.";
 Output "output" Sink (1, 1), [], [], 0, false,
     "Hands a value to the host.";
 CacheRead "cache.read" Source (0, 0), [], ["row?", "rows?"], 1, true,
     "Rows `row..row + rows` of a buffer, without a copy. No later op may write the buffer before the value's last use.";
 CacheWrite "cache.write" Sink (1, 1), ["row?"], [], 0, false,
     "Writes the operand over the buffer's rows from `row` (0 if absent).";
-Matmul "matmul" Compute (2, 2), ["bias?"], ["act?", "segments?"], 1, false,
-    "y = act(x · wᵀ + bias), x [n, k], w [m, k]. `segments` cuts k into that many equal pieces summed in one binary tree.";
+Matmul "matmul" Compute (2, 2), ["bias?", "x_scale?", "w_scale?"], ["act?", "segments?"], 1, false,
+    "y = act(x · wᵀ + bias), x [n, k], w [m, k]. `segments` cuts k into that many equal pieces summed in one binary tree. In e4m3 the sum of row i and column j is multiplied by x_scale[i] · w_scale[j] before the bias, and y is bf16.";
 BiasAct "bias_act" Compute (2, 2), [], ["act?"], 1, false,
     "y = act(x + bias), bias [m] over the rows of x [n, m].";
 Add "add" Compute (2, 2), [], [], 1, true,
@@ -92,6 +92,8 @@ Silu "silu" Compute (1, 1), [], [], 1, false,
     "x · sigmoid(x).";
 Cast "cast" Compute (1, 1), [], ["to"], 1, false,
     "x in another dtype, `to`: f32, f64, bf16 or f16; rounded to the nearest, ties to even.";
+Quantize "quantize" Compute (1, 1), [], [], 2, false,
+    "Rows of x [n, k] in e4m3, and a scale [n] for each: the largest of |x| in the row over 448 (1 where all are 0). Scales and x over its scale are f32; that is rounded to the nearest, ties to even, at most ±448.";
 LayerNorm "layer_norm" Compute (3, 3), [], ["eps"], 1, false,
     "Rows of x to zero mean and unit variance, times w [d], plus b [d].";
 Modulation "modulation" Compute (2, 2), [], [], 1, false,

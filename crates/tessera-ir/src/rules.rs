@@ -257,6 +257,9 @@ impl Cx<'_> {
             O::Input | O::Call | O::Weight | O::Recv => match declared {
                 [t] if t.is_token() => refuse(&T0203, format!("{} of {}", self.op.opcode.name(), t.dtype)),
                 [t] => {
+                    if self.op.opcode == O::Weight {
+                        self.loaded(t)?;
+                    }
                     if self.op.opcode == O::Recv {
                         self.whole_over_world(self.peer("from")?, t)?;
                     }
@@ -272,6 +275,7 @@ impl Cx<'_> {
             O::Add => one(self.add()?),
             O::Silu => one(self.x[0].clone()),
             O::Cast => one(self.cast()?),
+            O::Quantize => self.quantize(),
             O::ToX0 => one(self.same(0, 1)?),
             O::Renoise => one(self.x[0].clone()),
             O::LayerNorm => one(self.row_norm(&[1, 2], 1)?),

@@ -14,7 +14,7 @@ use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard, Uneven};
 
 use crate::mapping::Extents;
 use crate::source::{Owner, Source};
-use crate::strategy::{Cut, reads_self_cache, unknown_part};
+use crate::strategy::{Cut, reads_self_cache, unknown_parts, without_strategy};
 use crate::{DtypePolicy, Mapping, Numerics, Strategy, balance, memory, order, precision};
 
 /// Lowering made a program that its rules refuse.
@@ -72,8 +72,11 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
     let logical = match mapping.dtype {
         DtypePolicy::F32 => logical,
         dtype => {
-            let phases =
-                logical.phases.iter().map(|p| precision::apply(p, dtype)).collect::<Result<_, _>>()?;
+            let phases = logical
+                .phases
+                .iter()
+                .map(|p| precision::apply(p, dtype, mapping.strategy))
+                .collect::<Result<_, _>>()?;
             rounded = Logical { phases, ..logical.clone() };
             &rounded
         }
@@ -140,35 +143,6 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
         })
         .collect();
     Ok(Bundle { mesh: world, rank_map, roles, phases, calls: logical.calls.clone(), mapping: mapping.text() })
-}
-
-fn unknown_parts(phases: &[Program]) -> Diagnostics {
-    let mut ds = Vec::new();
-    for (p, op) in phases.iter().flat_map(|p| p.ops.iter().map(move |op| (p, op))) {
-        if let (Some(want), Some(part)) = (unknown_part(p, op), op.attrs.get("part")) {
-            let name = op.name.as_deref().unwrap_or_default();
-            ds.push(
-                Diagnostic::error(
-                    &T0606,
-                    format!("part {part:?} of `{name}` is not one that a strategy can cut"),
-                )
-                .at(format!("@{}", p.name), format!("{} `{name}`", op.opcode.name()))
-                .hint(want),
-            );
-        }
-    }
-    ds
-}
-
-/// Ops that no strategy cuts. Taken for ops that work row by row they might pass their rules and be slow or wrong.
-fn without_strategy(phases: &[Program]) -> Diagnostics {
-    let cut_by_none = |op: &&Op| matches!(op.opcode, Opcode::Softmax | Opcode::Dot | Opcode::MoeRoute);
-    let refuse = |p: &Program, op: &Op| {
-        Diagnostic::error(&T0606, format!("no strategy cuts {}", op.opcode.name()))
-            .at(format!("@{}", p.name), "this phase")
-            .hint("write the programs of the roles by hand and check them, or use attention and matmul")
-    };
-    phases.iter().flat_map(|p| p.ops.iter().filter(cut_by_none).map(move |op| refuse(p, op))).collect()
 }
 
 /// What stages are balanced by: flops of the costliest phase.
@@ -401,6 +375,7 @@ impl<'a> Lower<'a> {
             Opcode::CacheRead => self.cache_read(op, s),
             Opcode::Attention => self.attention(op, s),
             Opcode::Output => self.output(op, s),
+            Opcode::Quantize => self.quantize(op, s),
             _ => self.rowwise(op, s, self.facts.by_heads[i]),
         }
         None
@@ -599,6 +574,7 @@ impl<'a> Lower<'a> {
             x = self.reshard(x, want, s, 1);
         }
         let bias = op.key("bias").map(|b| self.get(b, s));
+        let scales = ["x_scale", "w_scale"].map(|k| op.key(k).map(|v| (k, self.get(v, s))));
         let act = op.str("act").map(str::to_string);
         let segmented = self.invariant && self.part(op.operands[1]) == Some("row");
         let b = &mut self.stages[s].b;
@@ -624,9 +600,25 @@ impl<'a> Lower<'a> {
             if let Some(bias) = bias {
                 b.key("bias", bias);
             }
+            for (k, scale) in scales.into_iter().flatten() {
+                b.key(k, scale);
+            }
             b.op(Opcode::Matmul, &[x, w])
         };
         self.finish_row_op(op, s, y, by_heads);
+    }
+
+    /// Whole rows: where columns are cut, rows are cut instead, as the product would ask that reads them.
+    fn quantize(&mut self, op: &Op, s: usize) {
+        let mut x = self.get(op.operands[0], s);
+        if matches!(self.layout(x, s), AxisLayout::Shard(shard) if shard.dim == 1) {
+            let want = self.cut.tokens(&self.source.ty(op.operands[0]).shape);
+            x = self.reshard(x, want, s, 1);
+        }
+        let made = self.stages[s].b.quantize(x);
+        for (logical, local) in op.results.iter().zip(made) {
+            self.stages[s].held.insert(*logical, Held::Ready(local));
+        }
     }
 
     fn part(&self, weight: ValueId) -> Option<&str> {

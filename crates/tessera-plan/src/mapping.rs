@@ -124,16 +124,18 @@ pub enum DtypePolicy {
     F32,
     /// Products and what works on their results in bf16; conditioning, latents and norm vectors in f32.
     Bf16,
+    /// As bf16, with the products of blocks in e4m3 under a scale per row.
+    Fp8,
 }
 
 impl DtypePolicy {
     /// All policies.
-    pub const ALL: [DtypePolicy; 2] = [DtypePolicy::F32, DtypePolicy::Bf16];
+    pub const ALL: [DtypePolicy; 3] = [DtypePolicy::F32, DtypePolicy::Bf16, DtypePolicy::Fp8];
 
     /// Spelling.
     #[must_use]
     pub fn name(self) -> &'static str {
-        ["f32", "bf16"][self as usize]
+        ["f32", "bf16", "fp8"][self as usize]
     }
 }
 

@@ -1,4 +1,4 @@
-//! Which values of a logical program are bf16: a pass over it, before it is cut.
+//! Which values of a logical program are bf16 or e4m3: a pass over it, before it is cut.
 //!
 //! Under `dtype = "bf16"`:
 //!
@@ -11,7 +11,12 @@
 //! - Where a value meets an op that wants it otherwise stands one `cast`, shared by all who want the same. A value that
 //!   becomes narrower does so where it is made, one that becomes wider where it is read: a stage sends the narrower.
 //!
-//! Weights keep their names, and so do all ops but casts their order: with casts dropped and every dtype f32 it is the
+//! Under `dtype = "fp8"` it is the same, but for products of blocks on values made in blocks: their operands are e4m3 with a
+//! scale per row. What they read is quantized once, for all who read it, where it is made; the weight is loaded so. What stands
+//! before and after the blocks stays bf16, and so do keys and values of the prompt, made once a scene. Under `megatron` products
+//! cut by input features stay bf16, on any number of ranks: no rank sees the largest of a row there.
+//!
+//! Weights keep their names, and all ops but casts their order: with casts and scales dropped and every dtype f32 it is the
 //! program that was. Collectives come later and carry what their operand is.
 
 use std::collections::BTreeMap;
@@ -19,17 +24,22 @@ use std::collections::BTreeMap;
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::{Builder, DType, Kind, Op, Opcode, Program, Type, ValueId};
 
-use crate::DtypePolicy;
 use crate::lower::T0606;
+use crate::{DtypePolicy, Strategy};
 
-/// The program under a dtype policy; itself under f32.
+/// The program under a dtype policy, to be cut by a strategy; itself under f32.
 ///
 /// # Errors
 /// T0606 where an op takes no operands of the dtypes that the policy gives them.
-pub fn apply(p: &Program, dtype: DtypePolicy) -> Result<Program, Diagnostics> {
+pub fn apply(p: &Program, dtype: DtypePolicy, strategy: Strategy) -> Result<Program, Diagnostics> {
     match dtype {
         DtypePolicy::F32 => Ok(p.clone()),
         DtypePolicy::Bf16 => Pass::new(p).emit(),
+        DtypePolicy::Fp8 => {
+            let mut pass = Pass::new(p);
+            pass.quantize(strategy);
+            pass.emit()
+        }
     }
 }
 
@@ -44,6 +54,8 @@ struct Pass<'a> {
     conditioning: Vec<bool>,
     /// Dtype of each value after the pass.
     dtypes: Vec<DType>,
+    /// Weights that are loaded in e4m3 with scales.
+    quantized: Vec<bool>,
 }
 
 impl<'a> Pass<'a> {
@@ -54,6 +66,7 @@ impl<'a> Pass<'a> {
             readers: p.readers(),
             conditioning: vec![false; p.values.len()],
             dtypes: p.values.iter().map(|v| v.ty.dtype).collect(),
+            quantized: vec![false; p.values.len()],
         };
         for op in &p.ops {
             pass.visit(op);
@@ -89,6 +102,28 @@ impl<'a> Pass<'a> {
             _ => DType::F32,
         };
         self.dtypes[result] = is;
+    }
+
+    /// Has the weights of blocks' own products loaded in e4m3.
+    fn quantize(&mut self, strategy: Strategy) {
+        for weight in self.p.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
+            let v = weight.results[0];
+            let cut_by_inputs = strategy == Strategy::Megatron && weight.str("part") == Some("row");
+            let plain = !cut_by_inputs && !weight.attrs.contains_key("load");
+            let readers = &self.readers[v.0 as usize];
+            let reads = |i: &usize| self.is_of_a_block(&self.p.ops[*i]) && self.p.ops[*i].operands[1] == v;
+            self.quantized[v.0 as usize] = plain && !readers.is_empty() && readers.iter().all(reads);
+        }
+    }
+
+    /// Whether an op is a rounded product of a block on a value that a block made.
+    fn is_of_a_block(&self, op: &Op) -> bool {
+        let in_block = |op: &Op| op.str("at").is_some_and(|at| at.starts_with("block."));
+        let maker = op.operands.first().and_then(|x| self.defs[x.0 as usize]).map(|d| &self.p.ops[d]);
+        op.opcode == Opcode::Matmul
+            && in_block(op)
+            && maker.is_some_and(in_block)
+            && self.want(op, 0) == Some(DType::Bf16)
     }
 
     fn is_weight(&self, v: ValueId) -> bool {
@@ -132,7 +167,12 @@ impl<'a> Pass<'a> {
 
     fn emit(self) -> Result<Program, Diagnostics> {
         let p = self.p;
-        let mut out = Out { b: Builder::logical(&p.name), of: BTreeMap::new(), casts: BTreeMap::new() };
+        let mut out = Out {
+            b: Builder::logical(&p.name),
+            of: BTreeMap::new(),
+            casts: BTreeMap::new(),
+            scaled: BTreeMap::new(),
+        };
         for i in 0..p.buffers.len() {
             let b = tessera_ir::BufferId(i as u32);
             out.b.buffer(&p.buffer(b).name, buffer_type(p, b));
@@ -142,21 +182,33 @@ impl<'a> Pass<'a> {
         }
         out.b.finish().map_err(|es| {
             let says = |message: String| {
-                Diagnostic::error(&T0606, message).at(format!("@{}", p.name), "this phase, in bf16")
+                Diagnostic::error(&T0606, message)
+                    .at(format!("@{}", p.name), "this phase, in dtypes of its own")
             };
             es.into_iter().map(|e| says(e.message).note(e.code.title)).collect()
         })
     }
 
     fn emit_op(&self, op: &Op, out: &mut Out) {
-        let operands: Vec<ValueId> = op
+        if op.opcode == Opcode::Weight && self.quantized[op.results[0].0 as usize] {
+            return self.load_quantized(op, out);
+        }
+        let mut operands: Vec<ValueId> = op
             .operands
             .iter()
             .enumerate()
             .map(|(at, v)| self.as_wanted(*v, self.want(op, at), out))
             .collect();
-        let keyed: Vec<(&'static str, ValueId)> =
+        let mut keyed: Vec<(&'static str, ValueId)> =
             op.keyed.iter().map(|(k, v)| (*k, self.as_wanted(*v, self.want_keyed(op), out))).collect();
+        if let (Opcode::Matmul, [x, w]) = (op.opcode, &op.operands[..])
+            && self.quantized[w.0 as usize]
+            && let Some([w, w_scale]) = out.scaled.get(w).copied()
+        {
+            let [x, x_scale] = self.as_quantized(*x, operands[0], out);
+            operands = vec![x, w];
+            keyed.extend([("x_scale", x_scale), ("w_scale", w_scale)]);
+        }
         let after: Vec<ValueId> = op.after.iter().filter_map(|v| out.of.get(v).copied()).collect();
         let b = &mut out.b;
         b.attrs(op.attrs.clone()).stream(&self.p.streams[op.stream.0 as usize]);
@@ -182,6 +234,33 @@ impl<'a> Pass<'a> {
             _ => b.op(op.opcode, &operands),
         };
         out.of.extend(result.map(|r| (r, made)));
+    }
+
+    /// The numbers of a weight and their scales.
+    fn load_quantized(&self, op: &Op, out: &mut Out) {
+        let (name, v) = (op.name.as_deref().unwrap_or_default(), op.results[0]);
+        let label = &self.p.value(v).name;
+        let (of, rows) = (self.p.ty(v), self.p.ty(v).shape[0]);
+        let mut load = |load: &str, label: &str, ty| {
+            out.b.attrs(op.attrs.clone()).attr("load", load).label(label).weight(name, ty)
+        };
+        let numbers = load("e4m3", label, Type { dtype: DType::E4m3, ..of.clone() });
+        let scales = load("e4m3.scale", &format!("{label}.scale"), Type::new(DType::F32, [rows]));
+        out.of.insert(v, numbers);
+        out.scaled.insert(v, [numbers, scales]);
+    }
+
+    /// A value that products read in e4m3, with the scales of its rows: once, where it is made. `rounded` is it in bf16.
+    fn as_quantized(&self, v: ValueId, rounded: ValueId, out: &mut Out) -> [ValueId; 2] {
+        if let Some(made) = out.scaled.get(&v) {
+            return *made;
+        }
+        if let Some(at) = self.defs[v.0 as usize].and_then(|d| self.p.ops[d].str("at")) {
+            out.b.attr("at", at);
+        }
+        let made = out.b.label(&format!("{}.e4m3", self.p.value(v).name)).quantize(rounded);
+        out.scaled.insert(v, made);
+        made
     }
 
     /// The value as an op wants it: itself, or its one cast.
@@ -230,6 +309,8 @@ struct Out {
     b: Builder,
     of: BTreeMap<ValueId, ValueId>,
     casts: BTreeMap<(ValueId, DType), ValueId>,
+    /// Values in e4m3, and their scales.
+    scaled: BTreeMap<ValueId, [ValueId; 2]>,
 }
 
 /// Ops that give the dtype of their first operand, whatever it is.

@@ -1,15 +1,47 @@
 //! What each strategy asks of weights, buffers and inputs.
 
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::{Op, Opcode, Program};
 use tessera_mesh::{AxisLayout, DimName, Shard};
 
 use crate::Strategy;
+use crate::lower::T0606;
 
 /// The `part` of a weight that nobody cuts.
 const WHOLE: &str = "whole";
 
+/// Hints of sources that no strategy knows.
+pub(crate) fn unknown_parts(phases: &[Program]) -> Diagnostics {
+    let mut ds = Vec::new();
+    for (p, op) in phases.iter().flat_map(|p| p.ops.iter().map(move |op| (p, op))) {
+        if let (Some(want), Some(part)) = (unknown_part(p, op), op.attrs.get("part")) {
+            let name = op.name.as_deref().unwrap_or_default();
+            ds.push(
+                Diagnostic::error(
+                    &T0606,
+                    format!("part {part:?} of `{name}` is not one that a strategy can cut"),
+                )
+                .at(format!("@{}", p.name), format!("{} `{name}`", op.opcode.name()))
+                .hint(want),
+            );
+        }
+    }
+    ds
+}
+
+/// Ops that no strategy cuts. Taken for ops that work row by row they might pass their rules and be slow or wrong.
+pub(crate) fn without_strategy(phases: &[Program]) -> Diagnostics {
+    let cut_by_none = |op: &&Op| matches!(op.opcode, Opcode::Softmax | Opcode::Dot | Opcode::MoeRoute);
+    let refuse = |p: &Program, op: &Op| {
+        Diagnostic::error(&T0606, format!("no strategy cuts {}", op.opcode.name()))
+            .at(format!("@{}", p.name), "this phase")
+            .hint("write the programs of the roles by hand and check them, or use attention and matmul")
+    };
+    phases.iter().flat_map(|p| p.ops.iter().filter(cut_by_none).map(move |op| refuse(p, op))).collect()
+}
+
 /// What a source's `part` may say, in words, if it says something else.
-pub(crate) fn unknown_part(p: &Program, op: &Op) -> Option<&'static str> {
+fn unknown_part(p: &Program, op: &Op) -> Option<&'static str> {
     op.attrs.get("part")?;
     let part = op.str("part").unwrap_or_default();
     let dims = op.results.first().map_or(0, |r| p.ty(*r).shape.len());

@@ -45,6 +45,21 @@ pub(crate) fn patch_rows(w: &Tensor) -> Meaning {
     }))
 }
 
+/// Rows in e4m3, and the scale of each.
+pub(crate) fn quantized(x: &Tensor) -> Result<(Tensor, Tensor), String> {
+    let (n, k) = matrix(x)?;
+    let (Some(f32), Some(e4m3)) = (rounding(DType::F32), rounding(DType::E4m3)) else {
+        return Err("no rounding".to_string());
+    };
+    let scale = |i: usize| match x.row(i).iter().fold(0.0, |most: f64, x| most.max(x.abs())) {
+        0.0 => 1.0,
+        most => f32.nearest(most / 448.0),
+    };
+    let scales = Tensor::from_fn(&[n], scale);
+    let rows = Tensor::from_fn(&[n, k], |i| e4m3.nearest(f32.nearest(x.data()[i] / scales.data()[i / k])));
+    Ok((rows, scales))
+}
+
 /// The result of a compute op.
 pub(crate) fn evaluate<'a>(
     op: &Op,
@@ -68,7 +83,7 @@ pub(crate) fn evaluate<'a>(
         return Err(format!("{} operands", x.len()));
     }
     match op.opcode {
-        Opcode::Matmul => cx.matmul(float("bias")),
+        Opcode::Matmul => cx.matmul(float("bias"), [float("x_scale"), float("w_scale")]),
         Opcode::BiasAct => cx.bias_act(x[0], Some(x[1])),
         Opcode::Add => zip(x[0], x[1], |a, b| a + b),
         Opcode::Silu => Ok(map(x[0], silu)),
@@ -190,13 +205,19 @@ impl Cx<'_> {
         }
     }
 
-    fn matmul(&self, bias: Option<&Tensor>) -> Meaning {
+    fn matmul(&self, bias: Option<&Tensor>, [x_scale, w_scale]: [Option<&Tensor>; 2]) -> Meaning {
         let ((n, k), (m, k2)) = (matrix(self.x[0])?, matrix(self.x[1])?);
         if k != k2 {
             return Err(format!("inner extents {k} and {k2}"));
         }
+        let scale = |of: Option<&Tensor>, rows| match of {
+            Some(s) => vector(s, rows).map(<[f64]>::to_vec),
+            None => Ok(vec![1.0; rows]),
+        };
+        let (xs, ws) = (scale(x_scale, n)?, scale(w_scale, m)?);
         let y = Tensor::from_fn(&[n, m], |i| {
-            self.x[0].row(i / m).iter().zip(self.x[1].row(i % m)).map(|(a, b)| a * b).sum()
+            let sum: f64 = self.x[0].row(i / m).iter().zip(self.x[1].row(i % m)).map(|(a, b)| a * b).sum();
+            sum * xs[i / m] * ws[i % m]
         });
         self.bias_act(&y, bias)
     }

@@ -131,6 +131,8 @@ impl Machine {
         match load {
             None => self.cut(whole, ty, coord),
             Some("patch") => self.cut(&compute::patch_rows(whole)?, ty, coord),
+            Some("e4m3") => self.cut(&compute::quantized(whole)?.0, ty, coord),
+            Some("e4m3.scale") => self.cut(&compute::quantized(whole)?.1, ty, coord),
             Some(other) => Err(format!("load = \"{other}\" has no meaning")),
         }
     }
@@ -214,22 +216,18 @@ impl Machine {
         } else if op.opcode == Opcode::Wait {
             match fabric.state(&r.ticket(op.operands.first()).map_err(&fault)?) {
                 State::Open => None,
-                State::Done(result) => Some(result.map(Slot::Tensor)),
+                State::Done(result) => Some(result.map(Slot::Tensor).into_iter().collect()),
             }
         } else {
             Some(self.local(r, op, call).map_err(&fault)?)
         };
-        let Some(result) = done else { return Ok(false) };
-        match (result, op.results.first()) {
-            (None, None) => {}
-            (Some(slot), Some(v)) => {
-                slot.check(r.program.ty(*v)).map_err(fault)?;
-                r.slots[v.0 as usize] = slot;
-            }
-            (have, _) => {
-                let have = usize::from(have.is_some());
-                return Err(fault(format!("{} results written, the op gives {have}", op.results.len())));
-            }
+        let Some(made) = done else { return Ok(false) };
+        if made.len() != op.results.len() {
+            return Err(fault(format!("{} results written, the op gives {}", op.results.len(), made.len())));
+        }
+        for (slot, v) in made.into_iter().zip(&op.results) {
+            slot.check(r.program.ty(*v)).map_err(fault)?;
+            r.slots[v.0 as usize] = slot;
         }
         r.next += 1;
         Ok(true)
@@ -241,7 +239,7 @@ impl Machine {
         r: &mut Runner<'_>,
         op: &Op,
         fabric: &mut Fabric,
-    ) -> Result<Option<Option<Slot>>, Result<Fault, String>> {
+    ) -> Result<Option<Vec<Slot>>, Result<Fault, String>> {
         let ticket = match r.inside.clone() {
             Some(t) => t,
             None => {
@@ -258,7 +256,7 @@ impl Machine {
             }
         };
         if op.issue {
-            return Ok(Some(Some(Slot::Ticket(ticket))));
+            return Ok(Some(vec![Slot::Ticket(ticket)]));
         }
         let done = match fabric.state(&ticket) {
             State::Open => {
@@ -267,31 +265,31 @@ impl Machine {
             }
             State::Done(result) => {
                 r.inside = None;
-                Some(result.map(Slot::Tensor))
+                Some(result.map(Slot::Tensor).into_iter().collect())
             }
         };
         Ok(done)
     }
 
-    /// An op that concerns one rank.
-    fn local(&mut self, r: &mut Runner<'_>, op: &Op, call: &Call) -> Result<Option<Slot>, String> {
+    /// An op that concerns one rank: its results.
+    fn local(&mut self, r: &mut Runner<'_>, op: &Op, call: &Call) -> Result<Vec<Slot>, String> {
         let coord = self.mesh.coord_of(r.rank);
         let name = || op.name.clone().ok_or_else(|| "has no name".to_string());
         let ty =
             |i: usize| op.results.get(i).map(|v| r.program.ty(*v)).ok_or_else(|| "has no result".to_string());
-        let tensor = |t: Tensor| Ok(Some(Slot::Tensor(t)));
+        let tensor = |t: Tensor| Ok(vec![Slot::Tensor(t)]);
         match op.opcode {
             Opcode::Input => tensor(self.input(&name()?, ty(0)?, r.rank, call)?),
             Opcode::Call => match call.scalars.get(&name()?) {
                 None => Err(format!("the call brings no scalar \"{}\"", name()?)),
-                Some(Arg::Int(i)) => Ok(Some(Slot::Int(*i))),
+                Some(Arg::Int(i)) => Ok(vec![Slot::Int(*i)]),
                 Some(Arg::Float(t)) => tensor(t.clone()),
             },
             Opcode::Weight => tensor(self.weight(&name()?, ty(0)?, op.str("load"), coord)?),
             Opcode::Output => {
                 let value = r.tensor(*op.operands.first().ok_or("has no operand")?)?.clone();
                 match r.outputs.insert(name()?, value) {
-                    None => Ok(None),
+                    None => Ok(vec![]),
                     Some(_) => Err(format!("output \"{}\" is given twice", name()?)),
                 }
             }
@@ -325,14 +323,19 @@ impl Machine {
                 }
                 let width: usize = have[1..].iter().product();
                 b.data_mut()[row * width..][..value.data().len()].copy_from_slice(value.data());
-                Ok(None)
+                Ok(vec![])
             }
             Opcode::MoeRoute => {
                 let x = op.operands.iter().map(|v| r.tensor(*v).cloned()).collect::<Result<Vec<_>, _>>()?;
                 let [x, g] = &x[..] else { return Err(format!("{} operands", x.len())) };
                 tensor(tile::moe_route(op, x, g, self.buffer_of(r, op)?)?)
             }
-            Opcode::EventRecord => Ok(Some(Slot::Event)),
+            Opcode::EventRecord => Ok(vec![Slot::Event]),
+            Opcode::Quantize => {
+                let (rows, scales) =
+                    compute::quantized(r.tensor(*op.operands.first().ok_or("has no operand")?)?)?;
+                Ok(vec![Slot::Tensor(rows), Slot::Tensor(scales)])
+            }
             Opcode::TakeShard => {
                 let group = op.group().filter(|g| *g != Group::World).ok_or("names no mesh axis")?;
                 let at = self.mesh.position(r.rank, group);

@@ -322,8 +322,8 @@ fn scalars(p: &Program, i: usize, definitions: &[Option<usize>]) -> Option<Diagn
         let message = format!("call scalar {} is an operand of {}", say::value(p, *v), op.opcode.name());
         return Some(say::refuse(&T0323, p, i, message));
     }
-    // A matmul's bias is a vector of the model.
-    let keyed = op.keyed.iter().filter(|(k, _)| (*k, op.opcode) != ("bias", Opcode::Matmul));
+    // A matmul's bias is a vector of the model, and its scales go with its operands.
+    let keyed = op.keyed.iter().filter(|_| op.opcode != Opcode::Matmul);
     if let Some((key, v)) = keyed.into_iter().find(|(_, v)| !is_call(*v)) {
         let message = format!("`{key}` is {}, which is not a call scalar", say::value(p, *v));
         return Some(say::refuse(&T0323, p, i, message));

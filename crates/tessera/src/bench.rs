@@ -138,6 +138,11 @@ impl Ranks {
                 serde_json::from_str(&line).map_err(|e| one(format!("rank {} said {line:?}: {e}", r.rank)))
             })
             .collect::<Result<_, _>>()?;
+        // Ranks step together or not at all, so it is not theirs to say when they are warm.
+        let warm = Instant::now();
+        while warm.elapsed().as_secs_f64() < asked.warm_s {
+            all.steps(1)?;
+        }
         Ok(all)
     }
 
@@ -232,16 +237,10 @@ pub fn rank_main(rank: u32, orders: &str) -> Result<(), Diagnostics> {
         }
     };
     let mut dit = Dit::load(&gpus, &model, &plan, rank, &ids)?;
-    let warm = Instant::now();
-    let mut counts = dit.backend.counts();
-    // At least twice: the first captures.
-    for i in 0.. {
-        dit.step()?;
-        if i >= 1 && warm.elapsed().as_secs_f64() >= asked.warm_s {
-            break;
-        }
-        counts = dit.backend.counts();
-    }
+    // At least twice, on every rank alike: the first captures.
+    dit.step()?;
+    let counts = dit.backend.counts();
+    dit.step()?;
     let sealed = &plan.sealed;
     let Counts { compiled, captured, allocated } = counts;
     let ready = Ready {

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_device::numbers::{over_scales, scales_of};
 use tessera_device::{Seat, WeightSource};
 use tessera_ir::Type;
 use tessera_models::{TextEncoder, VideoModel, WanConfig, Words, expected_weights};
@@ -154,13 +155,18 @@ impl Weights {
     }
 
     /// Which part of the tensor in the file a piece is.
-    fn ranges(&self, ty: &Type, load: Option<&str>, seat: &Seat) -> Vec<Range<u64>> {
+    fn ranges(&self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Vec<Range<u64>> {
         let pieces = ty.layout.ranges(&ty.shape, &seat.mesh, seat.coord());
         let piece = pieces.into_iter().map(|(start, len)| start..start + len);
         match load {
             Some("patch") => {
                 let [ph, pw] = self.wan.patch;
                 piece.take(1).chain([0..self.wan.channels, 0..1, 0..ph, 0..pw]).collect()
+            }
+            // Whole rows, whichever columns are asked for: a scale is of the row.
+            Some("e4m3" | "e4m3.scale") => {
+                let columns = self.set.shape(name).and_then(|s| s.get(1)).copied();
+                piece.take(1).chain(columns.map(|n| 0..n)).collect()
             }
             _ => piece.collect(),
         }
@@ -175,8 +181,14 @@ impl WeightSource for Weights {
         load: Option<&str>,
         seat: &Seat,
     ) -> Result<Vec<f32>, Diagnostic> {
-        let raw = self.set.read_f32(name, &self.ranges(ty, load, seat))?;
+        let mut raw = self.set.read_f32(name, &self.ranges(name, ty, load, seat))?;
+        let width = || self.set.shape(name).and_then(|s| s.get(1)).map_or(1, |n| *n as usize);
         Ok(match load {
+            Some("e4m3") => {
+                over_scales(&mut raw, width());
+                columns(raw, width(), ty, seat)
+            }
+            Some("e4m3.scale") => scales_of(&raw, width()),
             Some("patch") => {
                 let [ph, pw] = self.wan.patch;
                 patch_rows(&raw, self.wan.channels as usize, (ph * pw) as usize)
@@ -186,7 +198,18 @@ impl WeightSource for Weights {
     }
 
     fn check(&mut self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Result<(), Diagnostic> {
-        self.set.check(name, &self.ranges(ty, load, seat))
+        self.set.check(name, &self.ranges(name, ty, load, seat))
+    }
+}
+
+/// Of whole rows the columns that a piece has.
+fn columns(rows: Vec<f32>, width: usize, ty: &Type, seat: &Seat) -> Vec<f32> {
+    let piece = ty.layout.ranges(&ty.shape, &seat.mesh, seat.coord()).get(1).copied();
+    match piece.map(|(start, len)| start as usize..(start + len) as usize) {
+        Some(piece) if piece.len() < width && piece.end <= width => {
+            rows.chunks_exact(width).flat_map(|row| &row[piece.clone()]).copied().collect()
+        }
+        _ => rows,
     }
 }
 
@@ -212,6 +235,44 @@ mod tests {
         let ds = Model::open(Path::new("/nowhere/at/all"), &Overrides::default()).unwrap_err();
         assert_eq!(ds[0].code.id, "T0010");
         assert!(ds[0].message.contains("/nowhere/at/all"));
+    }
+
+    #[test]
+    fn scales_are_of_the_whole_tensors_rows() {
+        use tessera_device::numbers::scale_of;
+        use tessera_ir::DType;
+        use tessera_mesh::{Axis, AxisLayout, Rank, Shard};
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/wan-odd");
+        let model = Model::open(&dir, &Overrides::default()).unwrap();
+        let mut weights = model.weights().unwrap();
+        let name = "blocks.0.ffn.0.weight";
+        let [m, k] = weights.set.shape(name).unwrap()[..] else { panic!("a matrix") };
+        let all = weights.set.read_whole_f32(name).unwrap();
+        let mesh: tessera_mesh::Mesh = "tp=2".parse().unwrap();
+        for rank in [0, 1] {
+            let seat = Seat { mesh, rank: Rank(rank) };
+            for dim in [0, 1] {
+                let shard = AxisLayout::Shard(Shard::of(dim, [m, k][dim], 1, 2).unwrap());
+                let mut shape = [m, k];
+                shape[dim] /= 2;
+                let ty = Type::new(DType::E4m3, shape).on(Axis::Tp, shard);
+                let piece = ty.layout.ranges(&ty.shape, &mesh, seat.coord());
+                let [rows, columns] = [0, 1].map(|d| piece[d].0 as usize..(piece[d].0 + piece[d].1) as usize);
+                let found = weights.read(name, &ty, Some("e4m3"), &seat).unwrap();
+                let row = |i: usize| &all[i * k as usize..][..k as usize];
+                let expected: Vec<f32> = rows
+                    .clone()
+                    .flat_map(|i| row(i)[columns.clone()].iter().map(move |x| x / scale_of(row(i))))
+                    .collect();
+                assert_eq!(found, expected, "dim {dim} of rank {rank}");
+                weights.check(name, &ty, Some("e4m3"), &seat).unwrap();
+                if dim == 0 {
+                    let ty = Type::new(DType::F32, [m / 2]).on(Axis::Tp, shard);
+                    let scales = weights.read(name, &ty, Some("e4m3.scale"), &seat).unwrap();
+                    assert_eq!(scales, rows.map(|i| scale_of(row(i))).collect::<Vec<_>>());
+                }
+            }
+        }
     }
 
     #[test]

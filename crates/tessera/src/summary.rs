@@ -21,7 +21,7 @@ pub struct Summary {
     pub strategy: &'static str,
     /// Numerics policy.
     pub numerics: &'static str,
-    /// What programs compute in: `f32`, or `bf16` where products and what works on their results do.
+    /// What programs compute in: `f32`; `bf16` where products and what works on their results do; `fp8` where products of blocks do.
     pub dtype: &'static str,
     /// `resident` or `recompute`.
     pub cache: &'static str,

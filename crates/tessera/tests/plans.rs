@@ -55,6 +55,11 @@ fn a_dtype_is_part_of_the_plan() {
                 let m = model("wan-odd", recompute);
                 let whole = make(&m, &mapping(mesh, strategy));
                 let bf16 = make(&m, &Mapping { dtype: DtypePolicy::Bf16, ..mapping(mesh, strategy) });
+                let fp8 = make(&m, &Mapping { dtype: DtypePolicy::Fp8, ..mapping(mesh, strategy) });
+                assert_ne!(bf16.sealed.digest_hex(), fp8.sealed.digest_hex());
+                for (a, b) in Summary::of(&bf16).ranks.iter().zip(&Summary::of(&fp8).ranks) {
+                    assert!(b.weights_bytes < a.weights_bytes && b.buffers_bytes == a.buffers_bytes);
+                }
                 assert_ne!(whole.sealed.digest_hex(), bf16.sealed.digest_hex());
                 let at = dir.path().join(format!("{i}-{recompute}-{mesh}"));
                 bf16.write(&at).unwrap();

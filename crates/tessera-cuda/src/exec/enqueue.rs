@@ -50,7 +50,7 @@ impl Cuda {
                 }
                 Ok(())
             }
-            other if other.name() == "quantize" => self.kernels.prepare_rows(width, x.dtype),
+            Opcode::Quantize => self.kernels.prepare_rows(width, x.dtype),
             _ => Ok(()),
         }
     }
@@ -314,7 +314,7 @@ impl Cuda {
                 let args = Args::new().at(x(0)?).at(out()?).long(elements as i64);
                 self.kernels.elements(name, elements, args, stream)
             }
-            other if other.name() == "quantize" => {
+            Opcode::Quantize => {
                 let args = Args::new().at(x(0)?).at(out()?).at(self.at(program, op.results[1])?);
                 self.kernels.rows("quantize", (ty(0).shape[0], width(0), ty(0).dtype), args, stream)
             }

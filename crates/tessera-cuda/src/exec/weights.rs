@@ -193,7 +193,7 @@ fn round(dtype: DType, from: &[f32], to: &mut [u8]) {
                 .zip(from)
                 .for_each(|(o, v)| *o = numbers::bf16(*v).to_le_bytes());
         }
-        DType::E4m3 => to.iter_mut().zip(from).for_each(|(o, v)| *o = e4m3(*v)),
+        DType::E4m3 => to.iter_mut().zip(from).for_each(|(o, v)| *o = numbers::e4m3(*v)),
         _ => to.as_chunks_mut::<4>().0.iter_mut().zip(from).for_each(|(o, v)| *o = v.to_le_bytes()),
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -206,54 +206,4 @@ fn round(dtype: DType, from: &[f32], to: &mut [u8]) {
             s.spawn(move || one(from, to));
         }
     });
-}
-
-/// To the nearest number of 4 exponent and 3 mantissa bits, ties to even, the largest (448) for what lies beyond.
-fn e4m3(v: f32) -> u8 {
-    let sign = if v.is_sign_negative() { 0x80 } else { 0 };
-    let a = v.abs();
-    if a.is_nan() {
-        return sign | 0x7f;
-    }
-    // Below 2^-6 steps are 2^-9; above, an eighth of the power of two.
-    let exponent = (a.to_bits() >> 23) as i32 - 127;
-    let step = (exponent.max(-6) - 3) as f32;
-    let units = (a / step.exp2()).round_ties_even();
-    let rounded = units * step.exp2();
-    if rounded >= 448.0 {
-        return sign | 0x7e;
-    }
-    if rounded < 2.0_f32.powi(-6) {
-        return sign | units as u8;
-    }
-    let e = (rounded.to_bits() >> 23) as i32 - 127;
-    let mantissa = (rounded / (e as f32).exp2() * 8.0) as u8 - 8;
-    sign | (((e + 7) as u8) << 3) | mantissa
-}
-
-#[cfg(test)]
-mod tests {
-    use super::e4m3;
-
-    /// What the bits mean.
-    fn value(bits: u8) -> f32 {
-        let (e, m) = (i32::from(bits >> 3 & 15), f32::from(bits & 7));
-        let v = if e == 0 { m * 2.0_f32.powi(-9) } else { (8.0 + m) * 2.0_f32.powi(e - 10) };
-        if bits & 0x80 == 0 { v } else { -v }
-    }
-
-    #[test]
-    fn every_number_is_its_own_nearest_and_those_between_go_to_the_nearer() {
-        for bits in (0..=0x7e_u8).chain(0x80..=0xfe) {
-            assert_eq!(e4m3(value(bits)), bits, "{bits:#x}");
-        }
-        for bits in 0..0x7e_u8 {
-            let (a, b) = (value(bits), value(bits + 1));
-            assert_eq!(e4m3(a + (b - a) * 0.49), bits);
-            assert_eq!(e4m3(a + (b - a) * 0.51), bits + 1);
-            let even = if bits % 2 == 0 { bits } else { bits + 1 };
-            assert_eq!(e4m3((a + b) / 2.0), even);
-        }
-        assert_eq!([e4m3(1e9), e4m3(-1e9), e4m3(460.0)], [0x7e, 0xfe, 0x7e]);
-    }
 }

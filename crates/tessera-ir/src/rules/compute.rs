@@ -13,6 +13,7 @@ impl Cx<'_> {
             return refuse(&T0210, format!("inner extents differ: x {} · w {}", self.show(0), self.show(1)));
         }
         self.same_dtype(0, 1)?;
+        let result = self.scaled([n, m])?;
         self.segments(k)?;
         self.act()?;
         let bias = self.op.key("bias").map(|b| self.program.ty(b));
@@ -22,12 +23,13 @@ impl Cx<'_> {
             return refuse(&T0210, format!("bias {} for {m} columns", b.display(self.mesh)));
         }
         if let Some(b) = bias
-            && b.dtype != self.x[0].dtype
+            && b.dtype != result
         {
-            let (b, result) = (b.display(self.mesh), self.x[0].dtype);
+            let b = b.display(self.mesh);
             return refuse(&T0210, format!("bias {b} for a product that gives {result}"));
         }
-        let plain = bias.is_none() && self.op.str("act").is_none();
+        let scaled = self.op.key("x_scale").is_some();
+        let plain = bias.is_none() && self.op.str("act").is_none() && !scaled;
         let layout = self.combine(&self.layouts(), |l| match (l[0], l[1]) {
             (R, R) => Some(R),
             (S(s), R) if s.dim == 0 => Some(S(s)),
@@ -35,21 +37,85 @@ impl Cx<'_> {
             (S(a), S(b)) if a == b && a.dim == 1 && plain => self.partial_of(a),
             _ => None,
         })?;
-        if let Some(b) = bias {
+        // A vector beside rows is cut as they are.
+        for (vector, rows) in [("bias", 1), ("x_scale", 0), ("w_scale", 1)] {
+            let Some(v) = self.op.key(vector).map(|v| self.program.ty(v)) else { continue };
             for axis in self.mesh.axes() {
-                let want = match self.x[1].layout.on(axis) {
+                let want = match self.x[rows].layout.on(axis) {
                     S(s) if s.dim == 0 => S(s),
                     _ => R,
                 };
-                if b.layout.on(axis) != want {
+                if v.layout.on(axis) != want {
+                    let beside = if rows == 0 { "rows" } else { "weight" };
                     return refuse(
                         &T0214,
-                        format!("bias {} beside weight {}", b.display(self.mesh), self.show(1)),
+                        format!("{vector} {} beside {beside} {}", v.display(self.mesh), self.show(rows)),
                     );
                 }
             }
         }
-        Ok(self.typed([n, m], layout))
+        Ok(Type { dtype: result, shape: vec![n, m], layout })
+    }
+
+    /// The dtype that a product gives; in e4m3 it takes a scale for each row of both operands, elsewhere none.
+    fn scaled(&self, rows: [u64; 2]) -> Rule<DType> {
+        let scales = ["x_scale", "w_scale"].map(|k| self.op.key(k).map(|v| self.program.ty(v)));
+        let dtype = self.x[0].dtype;
+        match scales {
+            [None, None] if dtype != DType::E4m3 => Ok(dtype),
+            [Some(x), Some(w)] if dtype == DType::E4m3 => {
+                for (scale, n) in [x, w].into_iter().zip(rows) {
+                    if scale.dtype != DType::F32 || scale.shape != [n] {
+                        let says =
+                            format!("scales {} for {n} rows: f32[{n}] expected", scale.display(self.mesh));
+                        return refuse(&T0210, says);
+                    }
+                }
+                Ok(DType::Bf16)
+            }
+            _ if dtype == DType::E4m3 => refuse(
+                &T0210,
+                "a product in e4m3 needs both x_scale and w_scale: its numbers mean nothing without",
+            ),
+            _ => {
+                refuse(&T0210, format!("scales beside operands in {dtype}: they belong to a product in e4m3"))
+            }
+        }
+    }
+
+    /// A weight that is loaded as one of the results of `quantize`.
+    pub(super) fn loaded(&self, declared: &Type) -> Rule<()> {
+        let (dtype, dims) = match self.op.str("load") {
+            Some("e4m3") => (DType::E4m3, 2),
+            Some("e4m3.scale") => (DType::F32, 1),
+            _ => return Ok(()),
+        };
+        if declared.dtype == dtype && declared.shape.len() == dims {
+            return Ok(());
+        }
+        let load = self.op.str("load").unwrap_or_default();
+        let says =
+            format!("load = \"{load}\" gives {dtype} of {dims} dims, not {}", declared.display(self.mesh));
+        refuse(&T0210, says)
+    }
+
+    pub(super) fn quantize(&self) -> Rule<Vec<Type>> {
+        use AxisLayout::{Replicated as R, Shard as S};
+        let [n, _] = self.matrix(0)?;
+        if self.x[0].dtype != DType::Bf16 {
+            return refuse(&T0210, format!("rows of bf16 are quantized, not {}", self.show(0)));
+        }
+        if let Some(axis) = self.shards_dim(&self.x[0].layout, 1) {
+            let says = format!("the largest of a row over dim 1, which is sharded over {axis}");
+            return refuse(&T0213, says);
+        }
+        let layout = self.combine(&self.layouts(), |l| match l[0] {
+            R => Some(R),
+            S(s) if s.dim == 0 => Some(S(s)),
+            _ => None,
+        })?;
+        let rows = Type { dtype: DType::E4m3, ..self.x[0].clone() };
+        Ok(vec![rows, Type { dtype: DType::F32, shape: vec![n], layout }])
     }
 
     /// The terms that ranks hold of a sum over a dim cut by `s`. A fixed tree needs equal pieces.

@@ -74,14 +74,18 @@ pub(super) fn well_formed(program: &Program, op: &Op) -> Rule<()> {
     }
     for (k, v) in &op.keyed {
         let t = program.ty(*v);
-        // A matmul's bias is a vector, checked by its rule; every other keyed operand is a scalar of the call.
+        // A matmul's bias and scales are vectors, checked by its rule; every other keyed operand is a scalar of the call.
         let fits = match (*k, op.opcode) {
-            ("bias", Opcode::Matmul) => is_float(t.dtype),
+            ("bias" | "x_scale" | "w_scale", Opcode::Matmul) => is_float(t.dtype),
             ("bias" | "sigma", _) => is_float(t.dtype) && t.shape.is_empty() && t.layout.is_replicated(),
             _ => t.dtype == DType::I64 && t.shape.is_empty() && t.layout.is_replicated(),
         };
         if !fits {
-            let want = if matches!(*k, "bias" | "sigma") { "a float scalar" } else { "an i64 scalar" };
+            let want = match *k {
+                "bias" | "sigma" => "a float scalar",
+                "x_scale" | "w_scale" => "a vector of f32",
+                _ => "an i64 scalar",
+            };
             return refuse(&T0203, format!("`{k}` is {}, must be {want}", t.display(&program.mesh)));
         }
     }

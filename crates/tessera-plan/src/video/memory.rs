@@ -52,7 +52,7 @@ fn bytes_of(bundle: &Bundle, role: usize, precision: Precision) -> RankBytes {
             let (Some(name), Some(result)) = (op.name.as_deref(), op.results.first()) else { continue };
             let bytes = kept(program.ty(*result));
             match op.opcode {
-                Opcode::Weight => weights.insert(name, bytes),
+                Opcode::Weight => weights.insert((name, op.str("load")), bytes),
                 Opcode::Input => inputs.insert(name, bytes),
                 _ => None,
             };
@@ -62,7 +62,7 @@ fn bytes_of(bundle: &Bundle, role: usize, precision: Precision) -> RankBytes {
     }
     let sum = |of: BTreeMap<&str, u64>| Bytes(of.into_values().sum());
     RankBytes {
-        weights: sum(weights),
+        weights: Bytes(weights.into_values().sum()),
         buffers: sum(buffers),
         inputs: sum(inputs),
         temporaries: at_precision(Bytes(temporaries), precision),

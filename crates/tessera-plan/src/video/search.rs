@@ -542,6 +542,10 @@ mod tests {
                 let fast = compare(&l, DtypePolicy::F32, &machine(cluster, profile), &meshes);
                 assert_eq!(fast, 2 * meshes.len(), "{cache} {profile}: none needed the whole model");
             }
+            for dtype in [DtypePolicy::Bf16, DtypePolicy::Fp8] {
+                let fast = compare(&l, dtype, &machine("hgx-h200", "torch-2.11"), &meshes[..10]);
+                assert_eq!(fast, 20, "{cache} {}", dtype.name());
+            }
         }
     }
 }
