@@ -43,11 +43,11 @@ impl Kernels {
         if self.rows.contains_key(&(width, half)) {
             return Ok(());
         }
-        // Sixteen bytes at once where the width allows, and about four of those a thread: many loads in flight, no row
-        // beyond a block.
+        // Sixteen bytes at once where the width allows, and about two of those a thread: many rows in flight on a
+        // multiprocessor, no row beyond a block.
         let most = if half { 8 } else { 4 };
         let vector = [most, 4, 2, 1].into_iter().find(|v| width.is_multiple_of(*v)).unwrap_or(1);
-        let threads = (width / vector).div_ceil(4).next_multiple_of(32).min(1024);
+        let threads = (width / vector).div_ceil(2).next_multiple_of(32).min(1024);
         let defines = [
             ("WIDTH", width.to_string()),
             ("BF16", u8::from(half).to_string()),

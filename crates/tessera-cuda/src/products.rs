@@ -65,6 +65,8 @@ pub(crate) struct Products {
     handle: *mut c_void,
     workspace: Memory,
     plans: BTreeMap<Shape, Plan>,
+    /// What is run for a shape that the library has no algorithm for: less of it in the epilogue.
+    instead: BTreeMap<Shape, Shape>,
     frozen: bool,
 }
 
@@ -84,20 +86,45 @@ impl Products {
         let mut handle = std::ptr::null_mut();
         check((lt.create)(&mut handle), "cublasLtCreate")?;
         let workspace = Memory::new(WORKSPACE_BYTES)?;
-        Ok(Products { lt, handle: handle.cast(), workspace, plans: BTreeMap::new(), frozen: false })
+        Ok(Products {
+            lt,
+            handle: handle.cast(),
+            workspace,
+            plans: BTreeMap::new(),
+            instead: BTreeMap::new(),
+            frozen: false,
+        })
     }
 
     /// Chooses an algorithm for a shape.
     pub(crate) fn prepare(&mut self, shape: Shape) -> Done<()> {
-        if self.plans.contains_key(&shape) {
+        if self.plans.contains_key(&self.form(shape)) {
             return Ok(());
         }
         if self.frozen {
             return failed(format!("a product of {shape:?} after warm-up"));
         }
-        let plan = self.plan(shape)?;
-        self.plans.insert(shape, plan);
-        Ok(())
+        // An epilogue is not there for every dtype: what it leaves, another pass does.
+        let less = [shape, Shape { gelu: false, ..shape }, Shape { gelu: false, bias: false, ..shape }];
+        let mut why = None;
+        for candidate in less {
+            match self.plan(candidate) {
+                Ok(plan) => {
+                    self.plans.insert(candidate, plan);
+                    if candidate != shape {
+                        self.instead.insert(shape, candidate);
+                    }
+                    return Ok(());
+                }
+                Err(e) => why = why.or(Some(e)),
+            }
+        }
+        why.map_or(Ok(()), Err)
+    }
+
+    /// The form in which a shape is run: its epilogue may do less than was asked.
+    pub(crate) fn form(&self, shape: Shape) -> Shape {
+        self.instead.get(&shape).copied().unwrap_or(shape)
     }
 
     /// From here on no algorithm is chosen.
@@ -172,6 +199,8 @@ impl Products {
             let outer = cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F as i32;
             set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &outer)?;
             set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &outer)?;
+            // Partial sums of the tensor cores are promoted less often: a few units of bf16's last place, a third of the time.
+            set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1_i8)?;
         }
         let layout = |ty: cudaDataType, rows: u64, columns: u64| -> Done<cublasLtMatrixLayout_t> {
             let mut l = std::ptr::null_mut();

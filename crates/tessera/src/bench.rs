@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use tessera_base::random::{DrawKey, normals};
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_cuda::{Counts, Cuda};
-use tessera_device::{Backend, CallData, Fault, Loaded, Observer, Scalar, Seat, WeightSource};
+use tessera_device::{Backend, CallData, Fault, Loaded, Observer, Scalar, Seat, WeightSource, numbers};
 use tessera_ir::Type;
 use tessera_mesh::Rank;
 use tessera_models::steps;
@@ -317,7 +317,7 @@ impl Dit {
             return Err(one(format!("the plan has no {name} for rank {rank}")));
         };
         let program = Arc::new((**program).clone());
-        let loaded = backend.load(&program, slots, &mut Synthetic).map_err(|d| vec![d])?;
+        let loaded = backend.load(&program, slots, &mut Synthetic::default()).map_err(|d| vec![d])?;
         for (i, b) in program.buffers.iter().enumerate() {
             let mut values = vec![0.0; b.ty.elements() as usize];
             fill_normals(DrawKey { seed: 7, chunk: i as u32, draw: 1 }, 0, &mut values);
@@ -368,8 +368,11 @@ fn faulty(f: &Fault) -> Diagnostics {
 }
 
 /// Weights that nobody trained: normals of a tensor's name, small as trained ones are; norms near one.
-#[derive(Debug, Clone, Copy)]
-pub struct Synthetic;
+#[derive(Debug, Clone, Default)]
+pub struct Synthetic {
+    /// Width of the rows of tensors that are scaled, by name: a tensor is read before its scales.
+    inner: BTreeMap<String, u64>,
+}
 
 /// Size of a weight.
 const DEVIATION: f32 = 0.02;
@@ -379,9 +382,22 @@ impl WeightSource for Synthetic {
         &mut self,
         name: &str,
         ty: &Type,
-        _load: Option<&str>,
+        load: Option<&str>,
         seat: &Seat,
     ) -> Result<Vec<f32>, Diagnostic> {
+        if load == Some("e4m3.scale") {
+            // Of the rows that this vector scales, which are whole on the rank.
+            let inner = self.inner.get(name).copied().unwrap_or(1);
+            let rows =
+                Type { dtype: tessera_ir::DType::F32, shape: vec![ty.shape[0], inner], layout: ty.layout };
+            return self.read(name, &rows, None, seat).map(|w| numbers::scales_of(&w, inner as usize));
+        }
+        if load == Some("e4m3") {
+            self.inner.insert(name.to_string(), ty.shape[1]);
+            let mut w = self.read(name, ty, None, seat)?;
+            numbers::over_scales(&mut w, ty.shape[1] as usize);
+            return Ok(w);
+        }
         let hash = name
             .bytes()
             .fold(0xcbf2_9ce4_8422_2325_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));

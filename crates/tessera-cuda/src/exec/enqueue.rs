@@ -352,14 +352,13 @@ impl Cuda {
             None => 0,
         };
         shape.residual = add.is_some();
+        let (wanted, shape) = (shape, self.products.form(shape));
         let scales = (self.key(program, op, "x_scale")?, self.key(program, op, "w_scale")?);
         self.products.run(shape, products::At { x, w, bias, residual, out, scales }, stream)?;
         // What the epilogue does not do follows, in place.
-        let (left_bias, left_act) = match shape.dtype {
-            DType::F32 => (bias, act(op)),
-            _ if act(op) == SILU => (0, SILU),
-            _ => (0, 0),
-        };
+        let f32 = shape.dtype == DType::F32;
+        let left_bias = if f32 || wanted.bias != shape.bias { bias } else { 0 };
+        let left_act = if f32 || act(op) == SILU || wanted.gelu != shape.gelu { act(op) } else { 0 };
         if left_bias == 0 && left_act == 0 {
             return Ok(());
         }
