@@ -13,6 +13,7 @@ megatron  each rank has all tokens and 1/P of every weight's heads or columns. S
 """
 
 import json
+import re
 import struct
 import sys
 import zlib
@@ -569,6 +570,12 @@ def dump(folder, forward, source):
             for name, y in zip("kv", source.attention(i, which, rows)):
                 inputs[f"{which}.{i}.{name}"] = y.flatten(1).bfloat16()
     write_tensors(folder / "inputs.safetensors", inputs)
+    # A model's folder, as `tessera bench dit --case` takes it.
+    model = Path(__file__).resolve().parents[2] / "models/wan2.1-14b"
+    config = json.loads((model / "config.json").read_text()) | {"num_layers": s.layers}
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    stream = re.sub(r"(?m)^width = .*$", f"width = {s.grid[1] * 16}", (model / "stream.toml").read_text())
+    (folder / "stream.toml").write_text(re.sub(r"(?m)^height = .*$", f"height = {s.grid[0] * 16}", stream))
     x0, own = reference(source)
     expected = {"x0": x0} | {f"{n}.{i}": y for i, pair in enumerate(own) for n, y in zip("kv", pair)}
     write_tensors(folder / "expected.safetensors", expected)

@@ -188,6 +188,7 @@ pub fn run(orders: &Orders, limits: &Limits) -> anyhow::Result<Ran> {
         session: now_ns(),
         extras,
         payload: serde_json::to_vec(orders)?,
+        env: Vec::new(),
         limits: limits.clone(),
     };
     let begun = Instant::now();

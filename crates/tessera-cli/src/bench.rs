@@ -82,6 +82,14 @@ pub struct DitArgs {
     #[arg(long, default_value = "cuda")]
     pub device: BenchDevice,
 
+    /// The folder is a case of tools/bench (dit_gpu.py --dump): run it once and write what comes out into its folder ours
+    #[arg(long)]
+    pub case: bool,
+
+    /// Print a digest of the latent that all ranks together predict: the same for the same bits
+    #[arg(long)]
+    pub digest: bool,
+
     /// Also time each kind of op by itself
     #[arg(long)]
     pub ops: bool,
@@ -115,6 +123,7 @@ pub fn run(args: &Args) -> Outcome {
         mapping: mapping.text(),
         size,
         layers: dit.layers,
+        case: dit.case,
         warm_s: dit.warm,
     };
     // What is wrong with the question is told before any process starts.
@@ -131,12 +140,16 @@ pub fn run(args: &Args) -> Outcome {
     let steps = ranks.steps(dit.steps)?;
     let (median, low, high) = spread(&steps);
     let fps = FRAMES as f64 * 1e3 / median;
+    let digest = match dit.digest {
+        true => Some(tessera::bench::digest(&ranks.ask("latent")?)),
+        false => None,
+    };
     let ops = if dit.ops { ranks.ask("ops")? } else { Vec::new() };
     let value = |line: &String| serde_json::from_str(line).unwrap_or(serde_json::Value::Null);
     out(&match dit.format {
         Shape::Json => {
             let told = serde_json::json!({
-                "bench": "dit", "facts": facts, "median_ms": median, "p10_ms": low, "p90_ms": high, "fps": fps,
+                "bench": "dit", "facts": facts, "median_ms": median, "p10_ms": low, "p90_ms": high, "fps": fps, "latent": digest,
                 "steps_ms": steps, "ops": ops.iter().map(value).collect::<Vec<serde_json::Value>>(),
             });
             format!("{told}\n")
@@ -160,6 +173,7 @@ pub fn run(args: &Args) -> Outcome {
                     r.load_s
                 );
             }
+            text += &digest.as_ref().map(|d| format!("  latent {d}\n")).unwrap_or_default();
             text + &ops.first().map(|o| table_of_ops(o)).unwrap_or_default()
         }
     })?;

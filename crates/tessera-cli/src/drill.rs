@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use tessera::cuda;
 use tessera::drill::{self, Bench, DRILLS, Drill, Gate, Outcome, Range, Seen};
+use tessera::gpus::Gpus;
+use tessera::stream::Device;
 use tessera_base::{Code, Diagnostic};
 
 use crate::say::{DIAGNOSED, Outcome as Said, Refusal, Shape, out, table};
@@ -23,6 +26,7 @@ Examples:
   tessera drill stopped-rank orphaned-worker      these two
   tessera drill depth-sweep                       how deep queues must be, as a table
   tessera drill --keep out/drills wrong-group     keep the runs, for `tessera autopsy`
+  tessera drill --device cuda member-dies         a rank on a GPU is killed; needs two GPUs
   tessera drill --self-test                       does each drill need its check? some minutes
 
 Each drill streams a small model over real processes of this machine, breaks one thing, and compares the failure that ends
@@ -52,6 +56,10 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
 
+    /// What the ranks compute on
+    #[arg(long, value_enum, default_value_t)]
+    pub device: DrillDevice,
+
     /// Keep the runs in this new folder
     #[arg(long, value_name = "DIR")]
     pub keep: Option<PathBuf>,
@@ -69,6 +77,28 @@ pub struct Args {
     pub launch: Option<PathBuf>,
 }
 
+/// Ranks of the largest mesh that a drill streams over.
+const MOST_RANKS: usize = 2;
+
+/// `--device`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum DrillDevice {
+    /// Processors of this machine
+    #[default]
+    Cpu,
+    /// Two GPUs of this machine
+    Cuda,
+}
+
+impl From<DrillDevice> for Device {
+    fn from(device: DrillDevice) -> Device {
+        match device {
+            DrillDevice::Cpu => Device::Cpu,
+            DrillDevice::Cuda => Device::Cuda,
+        }
+    }
+}
+
 /// Runs the verb.
 pub fn run(args: &Args) -> Said {
     let rank = vec![own_path()?, "rank".to_string()];
@@ -81,10 +111,14 @@ pub fn run(args: &Args) -> Said {
         return Ok(0);
     }
     let drills = wanted(&args.ids)?;
+    if args.device == DrillDevice::Cuda {
+        cuda::check(&Gpus::look(), MOST_RANKS)?;
+    }
     let folder = Folder::make(args.keep.as_deref())?;
     let launcher = vec![own_path()?, "drill".to_string(), "--launch".to_string()];
     let stream = vec![own_path()?, "stream".to_string()];
-    let bench = Bench { rank, stream, launcher, model: args.model.clone(), dir: folder.dir.clone() };
+    let (model, device) = (args.model.clone(), args.device.into());
+    let bench = Bench { rank, stream, launcher, model, device, dir: folder.dir.clone() };
     let mut range = Range::new(bench)?;
     if args.self_test { self_test(args, &mut range, &drills) } else { all(args, &mut range, &drills) }
 }
@@ -145,7 +179,7 @@ fn self_test(args: &Args, range: &mut Range, drills: &[&'static Drill]) -> Said 
 /// One drill for a person.
 fn line(o: &Outcome) -> String {
     let (verdict, id) = (if o.passes() { "ok " } else { "RED" }, o.drill.id);
-    let (took, limit) = (o.took.as_secs_f64(), o.drill.limit_ms as f64 / 1e3);
+    let (took, limit) = (o.took.as_secs_f64(), o.limit.as_secs_f64());
     let expected = o.drill.expect.map_or("gates".to_string(), |s| s.to_string());
     let mut text = format!("{verdict} {id:<25} {expected:<34} {took:.3} s (limit {limit:.0} s)\n");
     if let Seen::Gates(gates) = &o.seen {
@@ -197,7 +231,7 @@ fn json(o: &Outcome, turned_red: Option<bool>) -> String {
         "expected": expect,
         "seen": saw,
         "took_ms": o.took.as_millis() as u64,
-        "limit_ms": o.drill.limit_ms,
+        "limit_ms": o.limit.as_millis() as u64,
         "left": o.left,
     });
     format!("{line}\n")

@@ -10,7 +10,7 @@ use std::time::Duration;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use tessera::join::{JoinEvent, JoinOptions, JoinReport, T0034, TlsFiles};
-use tessera::stream::{StreamEvent, StreamOptions};
+use tessera::stream::{Device, StreamEvent, StreamOptions};
 use tessera::{Interrupt, Model, Plan};
 use tessera_base::{Diagnostic, Format, render_all};
 
@@ -115,12 +115,14 @@ impl Joining {
             Some(_) => number("LOCAL_WORLD_SIZE", u32::MAX)?,
             None => 1,
         };
+        let local_rank = set("LOCAL_RANK").map(|_| number("LOCAL_RANK", u32::MAX)).transpose()?;
         let port = number("MASTER_PORT", u32::from(u16::MAX))?;
         Ok(Some(JoinOptions {
             rank: number("RANK", u32::MAX)?,
             world: number("WORLD_SIZE", u32::MAX)?,
             master: (set("MASTER_ADDR").unwrap_or_default().trim().to_string(), port as u16),
             local_world,
+            local_rank,
             bind: self.bind,
             secret: self.secret.clone(),
             tls,
@@ -180,7 +182,9 @@ pub fn run(
         JoinReport::Rank(Some(failure)) => {
             eprintln!("rank {}:", place.rank);
             crate::stream::tell_failure(&failure);
-            tessera::exit(failure.class.exit_code())
+            // Handlers of a GPU's libraries would wait for work that does not end.
+            let leave = if options.device == Device::Cuda { tessera::exit_at_once } else { tessera::exit };
+            leave(failure.class.exit_code())
         }
     }
 }
@@ -234,6 +238,9 @@ mod tests {
                 .unwrap_err()
                 .contains("RANK and WORLD_SIZE is set and MASTER_ADDR and MASTER_PORT")
         );
+        assert_eq!(p.local_rank, None);
+        let local = [&whole[..], &[("LOCAL_RANK", "3")]].concat();
+        assert_eq!(place(&local).unwrap().unwrap().local_rank, Some(3));
         assert!(place(&[]).unwrap_err().contains("--secret is for ranks that join"));
         let timeout = Joining {
             secret: None,

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use tessera::sim::T0040;
+use tessera::stream::Device;
 use tessera::{DtypePolicy, Mapping, Model, Numerics, Overrides, Plan, Strategy, Topology, plan};
 use tessera_base::{Code, Diagnostic};
 
@@ -13,7 +14,7 @@ use crate::values;
 /// What runs a plan.
 #[derive(Debug, Clone, clap::Args)]
 pub struct On {
-    /// What runs the plan: this machine's processors, or a modelled machine, where time passes and nothing is computed
+    /// What runs the plan: this machine's processors, its GPUs, or a modelled machine, where time passes and nothing is computed
     #[arg(long, value_enum, default_value_t)]
     pub device: DeviceName,
 
@@ -35,7 +36,7 @@ impl On {
         match given.into_iter().find(|(_, given)| *given) {
             Some((option, _)) if self.device != DeviceName::Sim => Err(Refusal::usage(vec![
                 Diagnostic::error(&T0040, format!("{option} names a machine to model, and none is modelled"))
-                    .at("--device", "cpu: ops take the time that they take here")
+                    .at("--device", format!("{}: ops take the time that they take here", self.device.name()))
                     .hint(format!("add --device sim, or leave {option} out")),
             ])),
             _ => Ok(()),
@@ -51,6 +52,27 @@ pub enum DeviceName {
     Cpu,
     /// A modelled machine; no weights are needed
     Sim,
+    /// NVIDIA GPUs of this machine, one a rank; `tessera doctor` says what is here
+    Cuda,
+}
+
+impl DeviceName {
+    /// As on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            DeviceName::Cpu => "cpu",
+            DeviceName::Sim => "sim",
+            DeviceName::Cuda => "cuda",
+        }
+    }
+
+    /// What ranks that are processes compute on.
+    pub fn of_ranks(self) -> Device {
+        match self {
+            DeviceName::Cuda => Device::Cuda,
+            DeviceName::Cpu | DeviceName::Sim => Device::Cpu,
+        }
+    }
 }
 
 /// Nothing to plan.

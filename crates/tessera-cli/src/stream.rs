@@ -24,6 +24,7 @@ Examples:
   tessera stream models/demo --chunks 12 --at 4:'a green circle moves up' --cut-at 8
   tessera stream --plan my-plan --out my-run
   tessera stream models/wan2.1-14b --mesh tp=8,pp=9 --device sim --cluster gb200-nvl72
+  tessera stream models/demo --mesh tp=2 --device cuda      a GPU for each rank
 
 Chunks count from 0. Ctrl-C stops after the chunk under way and leaves a whole folder; a second one kills.
 Exit status 10 and above says how a run failed; the message names a code for `tessera explain`.";
@@ -128,7 +129,7 @@ pub fn run(args: &Args) -> Outcome {
                 return Err(contradiction(option));
             }
             match args.on.device {
-                DeviceName::Cpu => options::sealed(folder, args.model.as_ref())?,
+                DeviceName::Cpu | DeviceName::Cuda => options::sealed(folder, args.model.as_ref())?,
                 DeviceName::Sim => options::sealed_alone(folder)?,
             }
         }
@@ -147,6 +148,7 @@ pub fn run(args: &Args) -> Outcome {
         png: args.png,
         oversubscribe: args.oversubscribe,
         modelled,
+        device: args.on.device.of_ranks(),
         drill: None,
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };

@@ -21,7 +21,7 @@ fn codes(v: &Value) -> Vec<&str> {
 fn without_an_argument_it_is_this_machine() {
     let (status, here) = doctor(&[]);
     assert_eq!(status, Some(0));
-    for what in ["processor", "cores", "kernels", "GPUs", "clusters", "recipes"] {
+    for what in ["processor", "cores", "kernels", "GPUs", "--device cuda", "clusters", "recipes"] {
         assert!(here[what].as_str().is_some_and(|s| !s.is_empty()), "{what}: {here}");
     }
     assert!(here["clusters"].as_str().unwrap().contains("gb200-nvl72"));

@@ -72,6 +72,32 @@ fn three_fresh_processes_give_the_stored_hash_and_another_order_of_sums_does_not
 }
 
 #[test]
+fn without_gpus_one_diagnostic_says_what_is_missing_and_nothing_is_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let stream = |more: &[&str]| {
+        let fixed =
+            ["stream", "models/demo", "--device", "cuda", "--mesh", "tp=2", "--out", out.to_str().unwrap()];
+        // A machine that has GPUs hides them.
+        command(&[&fixed, more].concat()).env("CUDA_VISIBLE_DEVICES", "").output().unwrap()
+    };
+    for more in [&[][..], &["--dtype", "bf16"], &["--topology", "pp1", "--format", "json"]] {
+        let o = stream(more);
+        let said = text(&o.stdout) + &text(&o.stderr);
+        assert_eq!(o.status.code(), Some(1), "{more:?}: {said}");
+        let codes = ["T1301", "T1302", "T1304"].map(|c| said.contains(c));
+        assert!(codes.contains(&true), "{more:?}: {said}");
+        assert_eq!(said.matches("error").count(), 1, "{more:?}: {said}");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "{more:?}");
+    }
+    let o = run(&["drill", "--device", "cuda", "member-dies", "--keep", out.to_str().unwrap()]);
+    if !text(&o.stdout).contains("member-dies") {
+        assert_eq!(o.status.code(), Some(1), "{}", text(&o.stderr));
+        assert!(!out.exists() && text(&o.stderr).contains("error[T130"), "{}", text(&o.stderr));
+    }
+}
+
+#[test]
 fn a_dtype_beyond_the_processors_kernels_is_refused_before_anything_starts() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");

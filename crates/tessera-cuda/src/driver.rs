@@ -102,7 +102,11 @@ unsafe impl Send for Graph {}
 
 /// Arguments of a kernel, in order.
 #[derive(Debug, Default)]
-pub(crate) struct Args(Vec<u64>);
+pub(crate) struct Args {
+    words: Vec<u64>,
+    /// Arguments that are more than a word, by place.
+    maps: Vec<(usize, sys::CUtensorMap)>,
+}
 
 impl Args {
     pub(crate) fn new() -> Args {
@@ -111,25 +115,32 @@ impl Args {
 
     /// A device address.
     pub(crate) fn at(mut self, address: u64) -> Args {
-        self.0.push(address);
+        self.words.push(address);
+        self
+    }
+
+    /// A map of a tensor, by value.
+    pub(crate) fn map(mut self, map: sys::CUtensorMap) -> Args {
+        self.maps.push((self.words.len(), map));
+        self.words.push(0);
         self
     }
 
     /// An `int`.
     pub(crate) fn int(mut self, v: i64) -> Args {
-        self.0.push(u64::from(v as i32 as u32));
+        self.words.push(u64::from(v as i32 as u32));
         self
     }
 
     /// A `long long`.
     pub(crate) fn long(mut self, v: i64) -> Args {
-        self.0.push(v as u64);
+        self.words.push(v as u64);
         self
     }
 
     /// A `float`.
     pub(crate) fn float(mut self, v: f32) -> Args {
-        self.0.push(u64::from(v.to_bits()));
+        self.words.push(u64::from(v.to_bits()));
         self
     }
 }
@@ -365,8 +376,11 @@ impl Stream {
         mut args: Args,
     ) -> Done<()> {
         let mut pointers: Vec<*mut c_void> =
-            args.0.iter_mut().map(|a| std::ptr::from_mut(a).cast::<c_void>()).collect();
-        // SAFETY: the kernel's parameters are those that its wrapper gives, each no wider than a word.
+            args.words.iter_mut().map(|a| std::ptr::from_mut(a).cast::<c_void>()).collect();
+        for (place, map) in &mut args.maps {
+            pointers[*place] = std::ptr::from_mut(map).cast::<c_void>();
+        }
+        // SAFETY: the kernel's parameters are those that its wrapper gives, each as wide as its argument.
         Ok(unsafe {
             result::launch_kernel(
                 f.0,

@@ -26,7 +26,8 @@ use crate::T1304;
 use crate::attention::Attentions;
 use crate::compile::Compiler;
 use crate::devices::used_bytes;
-use crate::driver::{Context, Done, Event, Failed, Graph, Memory, Pinned, Stream, download, upload};
+use crate::driver::{Args, Context, Done, Event, Failed, Graph, Memory, Pinned, Stream, download, upload};
+use crate::flash::Flash;
 use crate::kernels::Kernels;
 use crate::libraries::Libraries;
 use crate::nccl::UniqueId;
@@ -89,7 +90,11 @@ pub struct Cuda {
     kernels: Kernels,
     products: Products,
     attentions: Attentions,
+    /// Where the device can.
+    flash: Option<Flash>,
     counts: Counts,
+    /// Whether runs begin with a kernel that never ends.
+    stuck: bool,
     /// Asks how many bytes of the device are in use.
     used: Used,
     context: Arc<Context>,
@@ -229,6 +234,8 @@ impl Cuda {
             context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
         let mut compiler = Compiler::new(nvrtc, capability, options.kernels.as_deref())?;
+        let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let flash = Flash::new(&mut compiler, capability, multiprocessors)?;
         let groups = Groups::join(libraries, &mut compiler, seat, ends, &options)?;
         Ok(Cuda {
             seat,
@@ -246,10 +253,19 @@ impl Cuda {
             kernels: Kernels::new(compiler)?,
             products: Products::new(lt)?,
             attentions: Attentions::new(dnn)?,
+            flash,
             counts: Counts::default(),
+            stuck: false,
             used,
             context,
         })
+    }
+
+    /// What no kernel here covers, of a whole program, before any rank is started: T0801 for its first such op, as
+    /// [`Backend::load`] refuses it.
+    #[must_use]
+    pub fn refusal(p: &Program) -> Option<Diagnostic> {
+        p.ops.iter().find_map(|op| unsupported(p, op).map(|why| Cuda::refuse(p, op, &why)))
     }
 
     /// What was made so far.
@@ -418,6 +434,26 @@ impl Cuda {
         })
     }
 
+    /// Whether every row that the call says lies in its buffer: a kernel does not look.
+    fn rows_fit(&self, program: usize, call: &CallData<'_>) -> Result<(), Fault> {
+        let prepared = &self.programs[program];
+        let p = &prepared.program;
+        for op in p.ops.iter().filter(|o| o.opcode == Opcode::CacheWrite) {
+            let (Some(row), Some(b)) = (op.key("row"), op.buffer) else { continue };
+            let named =
+                p.ops.iter().find(|o| o.results.first() == Some(&row)).and_then(|o| o.name.as_deref());
+            let Some(Scalar::I64(row)) = named.and_then(|n| call.scalars.get(n)) else { continue };
+            let (rows, all) = (p.ty(op.operands[0]).shape[0], p.buffer(b).ty.shape[0]);
+            if u64::try_from(*row).map_or(true, |r| r.saturating_add(rows) > all) {
+                return Err(Fault::Failed(format!(
+                    "@{}: row {row} + {rows} of a cache of {all} rows",
+                    p.name
+                )));
+            }
+        }
+        Ok(())
+    }
+
     /// Brings what a call brings to the place that the graph copies from.
     fn stage(&mut self, program: usize, call: &CallData<'_>) -> Result<(), Fault> {
         let prepared = &mut self.programs[program];
@@ -450,6 +486,7 @@ impl Cuda {
         let broken = |e: Failed| Fault::Failed(e.0);
         self.context.bind().map_err(broken)?;
         self.stage(program, call)?;
+        self.rows_fit(program, call)?;
         let p = Arc::clone(&self.programs[program].program);
         for (i, _) in p.collectives() {
             observer.issuing(i).map_err(Fault::Refused)?;
@@ -457,25 +494,47 @@ impl Cuda {
         self.place().map_err(broken)?;
         self.groups.rewind();
         // A library that connects at first use is let do so before anything is captured.
+        if self.stuck {
+            let streams = std::mem::take(&mut self.streams);
+            let name = p.streams.first().map_or("compute", String::as_str);
+            let spun = streams.get(name).map(|s| self.kernels.blocks("spin", 1, 1, 0, Args::new(), s));
+            self.streams = streams;
+            spun.unwrap_or(Ok(())).map_err(broken)?;
+        }
         let first = self.programs[program].graph.is_none();
         let eager = !self.options.graphs || (first && self.groups.lazy() && !self.programs[program].ran);
         if eager {
             self.enqueue(program, &mut |_, _, _| Ok(())).map_err(broken)?;
         } else {
             if first {
-                let graph = self.capture(program).map_err(broken)?;
-                self.counts.captured += 1;
-                self.programs[program].graph = Some(graph);
+                self.record(program).map_err(broken)?;
             }
             let (main, graph) = (self.main(&p).map_err(broken)?, self.programs[program].graph.as_ref());
             graph.map_or(Ok(()), |g| main.replay(g)).map_err(broken)?;
         }
         self.programs[program].ran = true;
         self.main(&p).and_then(|s| s.record(&self.done)).map_err(broken)?;
+        // A graph is launched as a whole, and so are all its collectives, in the program's order.
+        for (i, _) in p.collectives() {
+            observer.issued(i);
+        }
         self.wait(&p, observer)?;
+        if eager && self.options.graphs {
+            // Connected by now: the next run replays and makes nothing.
+            self.groups.rewind();
+            self.record(program).map_err(broken)?;
+        }
         for o in self.outputs.values_mut() {
             o.fresh = o.program == program;
         }
+        Ok(())
+    }
+
+    /// Captures a program as the graph that runs replay.
+    fn record(&mut self, program: usize) -> Done<()> {
+        let graph = self.capture(program)?;
+        self.counts.captured += 1;
+        self.programs[program].graph = Some(graph);
         Ok(())
     }
 
@@ -544,6 +603,16 @@ impl Backend for Cuda {
         self.slots = None;
         self.programs.push(prepared);
         Ok(Loaded(self.programs.len() - 1))
+    }
+
+    fn made(&self) -> u64 {
+        let Counts { compiled, captured, allocated } = self.counts();
+        u64::from(compiled) + u64::from(captured) + u64::from(allocated)
+    }
+
+    fn stick(&mut self) -> bool {
+        self.stuck = self.context.bind().is_ok() && self.kernels.prepare("spin").is_ok();
+        self.stuck
     }
 
     fn fingerprints(&self) -> Vec<Fingerprint> {

@@ -7,7 +7,7 @@ use tessera_ir::DType;
 use crate::compile::Compiler;
 use crate::driver::{Args, Done, Failed, Function, Module, Stream};
 
-const COMMON: &str = include_str!("kernels/common.cuh");
+pub(crate) const COMMON: &str = include_str!("kernels/common.cuh");
 const ROWS: &str = include_str!("kernels/rows.cu");
 const ELEMENTS: &str = include_str!("kernels/elements.cu");
 

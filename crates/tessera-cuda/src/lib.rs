@@ -10,6 +10,7 @@ mod devices;
 mod driver;
 mod exchange;
 mod exec;
+mod flash;
 mod kernels;
 mod libraries;
 mod nccl;

@@ -199,6 +199,10 @@ impl Products {
             let outer = cublasLtMatmulMatrixScale_t::CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F as i32;
             set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &outer)?;
             set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &outer)?;
+            // The library wants to see scales before it chooses; any address will do.
+            let somewhere = self.workspace.at();
+            set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &somewhere)?;
+            set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &somewhere)?;
             // Partial sums of the tensor cores are promoted less often: a few units of bf16's last place, a third of the time.
             set(lt, desc, Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1_i8)?;
         }

@@ -128,6 +128,17 @@ pub trait Backend {
         weights: &mut dyn WeightSource,
     ) -> Result<Loaded, Diagnostic>;
 
+    /// How many things were compiled, captured or allocated for runs so far. After every program has run once it stays
+    /// as it is.
+    fn made(&self) -> u64 {
+        0
+    }
+
+    /// From now on a run begins with work that never ends; `false` where nothing can be done about it. For drills alone.
+    fn stick(&mut self) -> bool {
+        false
+    }
+
     /// Fingerprints of what this rank must hold as others do: every weight piece, once however many programs read
     /// it, as of the last load; and tables that the backend derives by itself.
     fn fingerprints(&self) -> Vec<Fingerprint>;

@@ -467,7 +467,12 @@ fn facts(out: &mut String, r: &Record) {
             let _ = write!(out, "<div><dt>{name}</dt><dd{class}>{}</dd></div>", text(&value));
         }
     };
-    fact("Device", if s.device == Device::Sim { "sim: modelled time" } else { "" }.to_string(), false);
+    let device = match s.device {
+        Device::Cpu => "",
+        Device::Sim => "sim: modelled time",
+        Device::Cuda => "cuda: a GPU for each rank of the mesh",
+    };
+    fact("Device", device.to_string(), false);
     fact("Machine", s.machine.clone().unwrap_or_default(), false);
     fact("Mesh", s.mesh.clone(), false);
     fact("Strategy", s.strategy.clone(), false);
@@ -525,6 +530,9 @@ fn reproduce(out: &mut String, r: &Record) {
     let note = match r.start.device {
         Device::Cpu => "On the same device and build, the same plan, seed and prompts give the same latents.",
         Device::Sim => "The same plan and machine give the same times, on any machine.",
+        Device::Cuda => {
+            "On GPUs of the same kind with the same libraries and build, the same plan, seed and prompts give the same latents."
+        }
     };
     let _ = write!(
         out,

@@ -124,6 +124,8 @@ pub enum Device {
     Cpu,
     /// A modelled machine: times alone, no number was computed.
     Sim,
+    /// GPUs, one a rank of the mesh.
+    Cuda,
 }
 
 /// A prompt and the chunk from which it holds.

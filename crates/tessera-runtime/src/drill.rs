@@ -65,6 +65,8 @@ faults! {
     AdHocBroadcast "ad-hoc-broadcast",
     /// A collective over another group.
     WrongGroup "wrong-group",
+    /// A collective of another shape.
+    WrongShape "wrong-shape",
     /// Groups made in another order.
     GroupOrder "group-order",
     /// An envelope that is damaged before the mesh leader sees it.
@@ -93,6 +95,8 @@ faults! {
     StoppedRank "stopped-rank",
     /// An engine that does not come back and ignores its abort.
     StuckInLibrary "stuck-in-library",
+    /// A kernel that never ends.
+    StuckKernel "stuck-kernel",
     /// One bit of an input.
     PerturbedInput "perturbed-input",
     /// One element of a weight, in memory.

@@ -68,6 +68,8 @@ const fn best_effort(key: &'static str, why: &'static str) -> KeySpec {
 /// Keys that ranks show at the hello. Those of the class `in envelope` are the [`FIELDS`] of the envelope.
 #[rustfmt::skip]
 pub static KEYS: &[KeySpec] = &[
+    at_init("GPU", "Another GPU takes other kernels, and they decide the bits"),
+    at_init("GPU libraries", "Libraries choose kernels by their version"),
     at_init("backend", "Another backend orders sums and collectives in its own way"),
     at_init("build", "One build, one meaning of every field and every op"),
     at_init("captured regions", "A region captured on one rank alone replays what its peers do not"),

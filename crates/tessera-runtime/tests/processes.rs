@@ -289,6 +289,7 @@ fn spec(world: World, scenario: &str) -> LaunchSpec {
         session: 77,
         extras: vec![vec![Arc::new(std::fs::File::open("/dev/null").expect("there").into())]; ranks as usize],
         payload: payload.into_bytes(),
+        env: Vec::new(),
         limits: limits(),
     }
 }

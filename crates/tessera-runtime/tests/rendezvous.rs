@@ -25,6 +25,7 @@ fn rank(rank: u32, world: u32, port: u16) -> Rendezvous {
         lanes: vec![(0..world).collect(), vec![1, 0]],
         facts: vec![("plan".into(), "abc".into())],
         session: 77,
+        tells: vec![rank as u8; 3],
         limit: Duration::from_secs(20),
     }
 }
@@ -65,6 +66,8 @@ fn every_link_leads_to_who_it_names() {
             .collect();
         let mut peers: Vec<Peers> = all(specs).into_iter().map(|(p, _)| p.unwrap()).collect();
         assert!(peers.iter().all(|p| p.session == 77 && p.digest == peers[0].digest));
+        // Rank 0 tells, whatever the others hold.
+        assert!(peers.iter().all(|p| p.told == [0; 3]));
         assert_eq!(peers.iter().map(|p| p.control.len()).collect::<Vec<_>>(), counts);
         // Everybody says, on every link, who it is and which link it means.
         for (me, p) in peers.iter_mut().enumerate() {

@@ -21,6 +21,7 @@ use tessera_mesh::Rank;
 use tessera_models::steps;
 
 use crate::gpus::Gpus;
+use crate::model::Weights;
 use crate::{Mapping, Model, Overrides, Plan, cuda, plan};
 
 /// A benchmark's rank that ended.
@@ -43,6 +44,8 @@ pub struct Asked {
     pub size: Option<(u64, u64)>,
     /// Blocks, where not all.
     pub layers: Option<u64>,
+    /// Whether the folder is a case: weights and inputs are its own, and what comes out is written beside them.
+    pub case: bool,
     /// Least time of forwards before anything is timed: a GPU settles under its power limit.
     pub warm_s: f64,
 }
@@ -236,7 +239,10 @@ pub fn rank_main(rank: u32, orders: &str) -> Result<(), Diagnostics> {
             line.split_whitespace().map(str::to_string).collect()
         }
     };
-    let mut dit = Dit::load(&gpus, &model, &plan, rank, &ids)?;
+    let mut dit = Dit::load(&gpus, &model, &plan, (rank, asked.case), &ids)?;
+    if asked.case {
+        dit.written(&asked.model)?;
+    }
     // At least twice, on every rank alike: the first captures.
     dit.step()?;
     let counts = dit.backend.counts();
@@ -286,7 +292,7 @@ pub fn planned(asked: &Asked) -> Result<(Model, Plan), Diagnostics> {
         (s.height, s.width) = (height, width);
     }
     if let Some(layers) = asked.layers {
-        model.video.wan.layers = layers.clamp(2, model.video.wan.layers);
+        model.video.wan.layers = layers.clamp(1, model.video.wan.layers);
     }
     let mapping = Mapping::parse("mapping", &asked.mapping)?;
     let plan = plan::make(&model.video, &model.name, "", &mapping)?;
@@ -298,6 +304,10 @@ struct Dit {
     backend: Cuda,
     loaded: Loaded,
     scalars: Vec<(&'static str, Scalar)>,
+    buffers: Vec<String>,
+    /// First row and rows of this chunk in the caches.
+    chunk: (u64, u64),
+    rank: Rank,
 }
 
 struct Unwatched;
@@ -307,7 +317,13 @@ impl Observer for Unwatched {
 }
 
 impl Dit {
-    fn load(gpus: &Gpus, model: &Model, plan: &Plan, rank: Rank, ids: &[String]) -> Result<Dit, Diagnostics> {
+    fn load(
+        gpus: &Gpus,
+        model: &Model,
+        plan: &Plan,
+        (rank, case): (Rank, bool),
+        ids: &[String],
+    ) -> Result<Dit, Diagnostics> {
         let sealed = &plan.sealed;
         let video = &model.video;
         let fill = video.stream.window_frames - video.stream.chunk_frames;
@@ -317,23 +333,40 @@ impl Dit {
             return Err(one(format!("the plan has no {name} for rank {rank}")));
         };
         let program = Arc::new((**program).clone());
-        let loaded = backend.load(&program, slots, &mut Synthetic::default()).map_err(|d| vec![d])?;
-        for (i, b) in program.buffers.iter().enumerate() {
-            let mut values = vec![0.0; b.ty.elements() as usize];
-            fill_normals(DrawKey { seed: 7, chunk: i as u32, draw: 1 }, 0, &mut values);
+        let seat = Seat { mesh: *sealed.mesh(), rank };
+        let mut given = case.then(|| model.some_weights("model.safetensors")).transpose()?;
+        let inputs = case.then(|| model.some_weights("inputs.safetensors")).transpose()?;
+        let mut made = Synthetic::default();
+        let source: &mut dyn WeightSource = match &mut given {
+            Some(weights) => weights,
+            None => &mut made,
+        };
+        let loaded = backend.load(&program, slots, source).map_err(|d| vec![d])?;
+        for b in &program.buffers {
+            let values = match &inputs {
+                Some(inputs) => held(inputs, &b.name, &b.ty, &seat).map_err(|d| vec![d])?,
+                None => global_normals(&format!("buffer {}", b.name), &b.ty, &seat),
+            };
             if !backend.write_buffer(&b.name, &values) {
                 return Err(one(format!("buffer {} does not take what it should hold", b.name)));
             }
         }
         let step = steps(&video.stream).into_iter().next_back();
         let (t, sigma) = step.map_or((500.0, 0.5), |s| (s.timestep as f32, s.sigma as f32));
+        let sigma = if case { case_sigma(model)? } else { sigma };
+        let t = match &inputs {
+            Some(inputs) => inputs.whole("t").map_err(|d| vec![d])?,
+            None => vec![t; video.stream.chunk_frames as usize],
+        };
+        let buffers = program.buffers.iter().map(|b| b.name.clone()).collect();
+        let chunk = (fill * video.frame_tokens(), video.chunk_tokens());
         let scalars = vec![
-            ("t", Scalar::F32s(vec![t; video.stream.chunk_frames as usize])),
+            ("t", Scalar::F32s(t)),
             ("sigma", Scalar::F32(sigma)),
             ("start", Scalar::I64(fill as i64)),
             ("row", Scalar::I64((fill * video.frame_tokens()) as i64)),
         ];
-        Ok(Dit { backend, loaded, scalars })
+        Ok(Dit { backend, loaded, scalars, buffers, chunk, rank })
     }
 
     fn call(&self) -> CallData<'static> {
@@ -356,11 +389,65 @@ impl Dit {
         self.backend.timed(self.loaded, &call, &mut Unwatched).map_err(|f| faulty(&f))
     }
 
-    /// Digest of the predicted latent.
+    /// This rank's bits of the predicted latent.
     fn latent(&self) -> String {
-        let print = self.backend.fingerprint_buffer("latent", "");
-        print.map(|p| p.digest.iter().map(|b| format!("{b:02x}")).collect()).unwrap_or_default()
+        let values = self.backend.read_buffer("latent").unwrap_or_default();
+        values.iter().map(|v| format!("{:08x}", v.to_bits())).collect()
     }
+
+    /// Runs once and writes this rank's part of what came out: the latent, and this chunk's rows of keys and values.
+    fn written(&mut self, case: &std::path::Path) -> Result<(), Diagnostics> {
+        let call = self.call();
+        self.backend.run(self.loaded, &call, &mut Unwatched).map_err(|f| faulty(&f))?;
+        let folder = case.join("ours");
+        let unwritten = |e: std::io::Error| one(format!("{}: {e}", folder.display()));
+        std::fs::create_dir_all(&folder).map_err(unwritten)?;
+        for name in &self.buffers {
+            let Some(values) = self.backend.read_buffer(name) else { continue };
+            let (tensor, part) = match name.split('.').collect::<Vec<_>>()[..] {
+                ["latent"] => ("x0".to_string(), &values[..]),
+                ["kv", i, which] => {
+                    let width = values.len() as u64 / (self.chunk.0 + self.chunk.1).max(1);
+                    (format!("{which}.{i}"), &values[(self.chunk.0 * width) as usize..])
+                }
+                _ => continue,
+            };
+            let bytes: Vec<u8> = part.iter().flat_map(|v| v.to_le_bytes()).collect();
+            std::fs::write(folder.join(format!("{tensor}.rank{}.f32", self.rank.0)), bytes)
+                .map_err(unwritten)?;
+        }
+        Ok(())
+    }
+}
+
+/// What a case holds in a buffer of this rank.
+fn held(inputs: &Weights, name: &str, ty: &Type, seat: &Seat) -> Result<Vec<f32>, Diagnostic> {
+    let whole = ty.layout.global(&ty.shape, &seat.mesh);
+    let values = match name.split('.').collect::<Vec<_>>()[..] {
+        ["x"] => inputs.whole("x")?,
+        // The context's rows, and room for the chunk's.
+        ["kv", i, which] => {
+            let mut rows = inputs.whole(&format!("context.{i}.{which}"))?;
+            rows.resize(whole.iter().product::<u64>() as usize, 0.0);
+            rows
+        }
+        ["cross", i, which] => inputs.whole(&format!("text.{i}.{which}"))?,
+        _ => vec![0.0; whole.iter().product::<u64>() as usize],
+    };
+    let ranges = ty.layout.ranges(&ty.shape, &seat.mesh, seat.coord());
+    let [(row, rows), (column, columns)] = ranges[..] else { return Ok(values) };
+    let all = whole[1] as usize;
+    let part = |r: u64| &values[r as usize * all + column as usize..][..columns as usize];
+    Ok((row..row + rows).flat_map(part).copied().collect())
+}
+
+fn case_sigma(model: &Model) -> Result<f32, Diagnostics> {
+    let file = model.dir.join("case.json");
+    let text = std::fs::read_to_string(&file).map_err(|e| one(format!("{}: {e}", file.display())))?;
+    let case: serde_json::Value =
+        serde_json::from_str(&text).map_err(|e| one(format!("{}: {e}", file.display())))?;
+    let sigma = case.get("sigma").and_then(serde_json::Value::as_f64);
+    sigma.map(|s| s as f32).ok_or_else(|| one(format!("{} says no sigma", file.display())))
 }
 
 fn faulty(f: &Fault) -> Diagnostics {
@@ -398,32 +485,37 @@ impl WeightSource for Synthetic {
             numbers::over_scales(&mut w, ty.shape[1] as usize);
             return Ok(w);
         }
-        let hash = name
-            .bytes()
-            .fold(0xcbf2_9ce4_8422_2325_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
-        let key = DrawKey { seed: hash, chunk: 0, draw: 0 };
-        let whole = ty.layout.global(&ty.shape, &seat.mesh);
-        let ranges = ty.layout.ranges(&ty.shape, &seat.mesh, seat.coord());
-        let mut out = vec![0.0; ty.elements() as usize];
-        match (&ranges[..], &whole[..]) {
-            // Only columns are cut: row by row.
-            ([(row, _), (column, width)], [_, all]) if width != all => {
-                let each = *width as usize;
-                let rows: Vec<(usize, &mut [f32])> = out.chunks_mut(each.max(1)).enumerate().collect();
-                in_parallel(rows, &|(r, part): (usize, &mut [f32])| {
-                    normals(key, (row + r as u64) * all + column, part);
-                });
-            }
-            _ => {
-                let inner: u64 = whole.iter().skip(1).product();
-                fill_normals(key, ranges.first().map_or(0, |r| r.0 * inner), &mut out);
-            }
-        }
+        let mut out = global_normals(name, ty, seat);
         let norm = name.contains("norm") && name.ends_with(".weight");
         let center = if norm { 1.0 } else { 0.0 };
         out.iter_mut().for_each(|v| *v = center + DEVIATION * *v);
         Ok(out)
     }
+}
+
+/// This rank's piece of a tensor of standard normals that its name alone decides.
+fn global_normals(name: &str, ty: &Type, seat: &Seat) -> Vec<f32> {
+    let hash =
+        name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+    let key = DrawKey { seed: hash, chunk: 0, draw: 0 };
+    let whole = ty.layout.global(&ty.shape, &seat.mesh);
+    let ranges = ty.layout.ranges(&ty.shape, &seat.mesh, seat.coord());
+    let mut out = vec![0.0; ty.elements() as usize];
+    match (&ranges[..], &whole[..]) {
+        // Only columns are cut: row by row.
+        ([(row, _), (column, width)], [_, all]) if width != all => {
+            let each = *width as usize;
+            let rows: Vec<(usize, &mut [f32])> = out.chunks_mut(each.max(1)).enumerate().collect();
+            in_parallel(rows, &|(r, part): (usize, &mut [f32])| {
+                normals(key, (row + r as u64) * all + column, part);
+            });
+        }
+        _ => {
+            let inner: u64 = whole.iter().skip(1).product();
+            fill_normals(key, ranges.first().map_or(0, |r| r.0 * inner), &mut out);
+        }
+    }
+    out
 }
 
 /// Elements that one thread fills at a time.
@@ -443,6 +535,16 @@ fn in_parallel<T: Send>(mut work: Vec<T>, each: &(dyn Fn(T) + Sync)) {
             s.spawn(move || part.into_iter().for_each(each));
         }
     });
+}
+
+/// Digest of the bits that ranks hold of one tensor, by rows in order of rank; ranks that hold all of it count once.
+#[must_use]
+pub fn digest(parts: &[String]) -> String {
+    let whole = match parts {
+        [first, rest @ ..] if rest.iter().all(|r| r == first) => first.clone(),
+        parts => parts.concat(),
+    };
+    blake3::hash(whole.as_bytes()).to_hex()[..16].to_string()
 }
 
 /// Median, and the tenth and ninetieth of a hundred.

@@ -1,6 +1,7 @@
 //! A rank's engine: sealed programs on a backend, held to the sealed trace.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -92,9 +93,44 @@ struct Phase {
     latents: Option<Vec<u64>>,
 }
 
+/// An engine's backend.
+pub enum Held {
+    /// It goes with the engine.
+    Owned(Box<dyn Backend>),
+    /// It stays until the process ends, and the system takes back what it held: for one that would wait for its device or for
+    /// other ranks as it goes.
+    Kept(&'static mut dyn Backend),
+}
+
+impl<B: Backend + 'static> From<Box<B>> for Held {
+    fn from(backend: Box<B>) -> Held {
+        Held::Owned(backend)
+    }
+}
+
+impl Deref for Held {
+    type Target = dyn Backend;
+
+    fn deref(&self) -> &Self::Target {
+        match self {
+            Held::Owned(backend) => &**backend,
+            Held::Kept(backend) => &**backend,
+        }
+    }
+}
+
+impl DerefMut for Held {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        match self {
+            Held::Owned(backend) => &mut **backend,
+            Held::Kept(backend) => &mut **backend,
+        }
+    }
+}
+
 /// Runs a sealed plan's programs for one rank.
 pub struct MeshEngine {
-    backend: Box<dyn Backend>,
+    backend: Held,
     phases: BTreeMap<String, Phase>,
     /// Shape of the chunk's latents where this rank puts them out.
     latents: Option<Vec<u64>>,
@@ -106,6 +142,8 @@ pub struct MeshEngine {
     /// Programs that have run.
     ran: BTreeSet<String>,
     warm: bool,
+    /// What the backend had made when the warm-up was over.
+    made: u64,
     shards: Shards,
     /// Every buffer, and which slice of it is here.
     buffers: BTreeMap<String, String>,
@@ -123,10 +161,10 @@ impl MeshEngine {
     pub fn load(
         plan: &SealedPlan,
         rank: Rank,
-        backend: Box<dyn Backend>,
+        backend: impl Into<Held>,
         weights: &mut dyn WeightSource,
     ) -> Result<MeshEngine, Diagnostic> {
-        MeshEngine::load_changed(plan, rank, backend, weights, &|_| {})
+        MeshEngine::load_changed(plan, rank, backend.into(), weights, &|_| {})
     }
 
     /// The same with this rank's copy of each program changed before it is loaded, for a drill: what it runs is held to
@@ -137,7 +175,7 @@ impl MeshEngine {
     pub(crate) fn load_changed(
         plan: &SealedPlan,
         rank: Rank,
-        mut backend: Box<dyn Backend>,
+        mut backend: Held,
         weights: &mut dyn WeightSource,
         change: &dyn Fn(&mut Program),
     ) -> Result<MeshEngine, Diagnostic> {
@@ -197,6 +235,7 @@ impl MeshEngine {
             count,
             ran: BTreeSet::new(),
             warm: false,
+            made: 0,
             shards,
             buffers,
             phases_ns: 0,
@@ -233,6 +272,14 @@ impl MeshEngine {
     /// calls it. `false` when there is no such element.
     pub fn mutate_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
         self.backend.write_weight(name, index, value)
+    }
+
+    /// Has every run from now on begin with work that never ends: a fault for drills. Returns only where the backend has
+    /// work of its own; where the thread that calls is what works, it works from here on.
+    pub(crate) fn stick(&mut self) {
+        while !self.backend.stick() {
+            std::hint::spin_loop();
+        }
     }
 
     /// Digests of what each buffer holds, by name and slice: for a flight record, on a cadence of chunks that is the
@@ -342,11 +389,14 @@ impl Engine for MeshEngine {
     }
 
     fn programs(&self) -> ProgramCount {
-        self.count
+        let since = if self.warm { self.backend.made().saturating_sub(self.made) } else { 0 };
+        let new = u64::from(self.count.new_since_warmup) + since;
+        ProgramCount { new_since_warmup: u32::try_from(new).unwrap_or(u32::MAX), ..self.count }
     }
 
     fn warmed(&mut self) {
         self.warm = true;
+        self.made = self.backend.made();
     }
 
     fn fingerprints(&self) -> Vec<ShardPrint> {

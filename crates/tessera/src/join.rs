@@ -21,9 +21,10 @@ use tessera_runtime::{Failure, FailureClass};
 
 use crate::Model;
 use crate::comm::{self, Lanes};
+use crate::cuda::{self, OnGpus};
 use crate::plan::Plan;
 use crate::rank::{Arrival, Common, Orders, Tell, Told, follow, lead, links};
-use crate::stream::{self, StreamOptions, StreamReport, Tally};
+use crate::stream::{self, Device, StreamOptions, StreamReport, Tally};
 
 /// A place in the world that does not add up.
 pub static T0034: Code = Code {
@@ -58,6 +59,8 @@ pub struct JoinOptions {
     pub master: (String, u16),
     /// Ranks on this host, which share its cores.
     pub local_world: u32,
+    /// This rank's place among them, where somebody says.
+    pub local_rank: Option<u32>,
     /// Address of this host at which to listen instead.
     pub bind: Option<IpAddr>,
     /// File of the run's secret.
@@ -125,7 +128,18 @@ pub fn run(
     interrupt: &Interrupt,
     on: &mut dyn FnMut(JoinEvent),
 ) -> Result<JoinReport, Diagnostics> {
-    let spec = rendezvous(&plan, options, join)?;
+    let mut spec = rendezvous(&plan, options, join)?;
+    let first = first_of_host(join);
+    let on_gpus = options.device == Device::Cuda;
+    if on_gpus {
+        // This rank's device, and those before it.
+        let needed = cuda::device(plan.sealed.mesh(), first, Rank(join.rank + 1)) as usize;
+        let gpus = stream::gpus(&plan, options, needed)?;
+        if let Some(gpus) = gpus.filter(|_| join.rank == 0) {
+            let lanes = cuda::lane_ids(&gpus, &plan.sealed).map_err(|d| vec![d])?;
+            spec.tells = serde_json::to_vec(&lanes).map_err(|e| vec![unheard(&e)])?;
+        }
+    }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if join.rank == 0 {
         // Who shares these cores is not rank 0's to know.
@@ -133,10 +147,15 @@ pub fn run(
         stream::check(&plan, model, &options, spec.world, cores)?;
     }
     let threads = (cores / join.local_world.max(1) as usize).max(1);
-    let orders = stream::orders(&plan, model, options, threads).map_err(|d| vec![d])?;
+    let mut orders = stream::orders(&plan, model, options, threads).map_err(|d| vec![d])?;
     // Before any rank goes on: on a disk that ranks share the others find the folder there.
     let mut folder = || stream::write_folder(&plan, &orders, options).map_err(|d| vec![d]);
     let peers = meet(&spec, interrupt, &mut |d| on(JoinEvent::Note(d)), &mut folder)?;
+    if on_gpus {
+        // Rank 0 made the names by which ranks meet on GPUs.
+        let lanes = serde_json::from_slice(&peers.told).map_err(|e| vec![unheard(&e)])?;
+        orders.gpus = Some(OnGpus { lanes, first });
+    }
     on(JoinEvent::Met(peers.addresses.clone()));
     if join.rank == 0 {
         return leader(&plan, &orders, options, &spec, peers, interrupt, on);
@@ -147,6 +166,17 @@ pub fn run(
         Some(f) if f.class == FailureClass::LauncherGone => JoinReport::Cut,
         failure => JoinReport::Rank(failure),
     })
+}
+
+/// First rank of this rank's host: a launcher gives a host's ranks one after another.
+fn first_of_host(join: &JoinOptions) -> u32 {
+    let local = join.local_rank.unwrap_or(join.rank % join.local_world.max(1));
+    join.rank.saturating_sub(local)
+}
+
+fn unheard(e: &serde_json::Error) -> Diagnostic {
+    Diagnostic::error(&T0034, format!("names of the lanes on GPUs do not travel from rank 0: {e}"))
+        .hint("start every rank from the same build with the same --device")
 }
 
 fn leader(
@@ -245,7 +275,9 @@ fn rendezvous(plan: &Plan, options: &StreamOptions, join: &JoinOptions) -> Resul
     }
     let credentials = credentials(join).map_err(|d| wrong.push(d)).ok();
     let Some(credentials) = credentials.filter(|_| wrong.is_empty()) else { return Err(wrong) };
-    let specs = comm::groups(&plan.sealed);
+    // Ranks on GPUs meet there.
+    let on_gpus = options.device == Device::Cuda;
+    let specs = if on_gpus { Vec::new() } else { comm::groups(&plan.sealed) };
     Ok(Rendezvous {
         rank: join.rank,
         world: join.world,
@@ -260,8 +292,10 @@ fn rendezvous(plan: &Plan, options: &StreamOptions, join: &JoinOptions) -> Resul
             ("plan digest".into(), plan.sealed.digest_hex()),
             ("topology".into(), plan.mapping.topology.name().into()),
             ("modelled decoder".into(), options.modelled.announced()),
+            ("device".into(), if on_gpus { "cuda" } else { "cpu" }.into()),
         ],
         session: stream::session(plan),
+        tells: Vec::new(),
         limit: join.timeout,
     })
 }

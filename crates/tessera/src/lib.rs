@@ -46,7 +46,7 @@ pub use tessera_mesh::Mesh;
 pub use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
 pub use tessera_report::overlap::Overlap;
 pub use tessera_runtime::decide::Cut;
-pub use tessera_runtime::driver::{Interrupt, StreamRequest, exit};
+pub use tessera_runtime::driver::{Interrupt, StreamRequest, exit, exit_at_once};
 pub use tessera_runtime::{Failure, FailureClass};
 
 use tessera_base::{Code, Registry};

@@ -101,6 +101,12 @@ impl Model {
         Ok(Weights { set, wan: self.video.wan.clone() })
     }
 
+    /// Opens the weights of one file under the names that they have there, which need not be all.
+    pub(crate) fn some_weights(&self, file: &str) -> Result<Weights, Diagnostics> {
+        let set = WeightFiles::open_file(&self.dir.join(file)).map_err(|d| vec![d])?.resolve_as_is()?;
+        Ok(Weights { set, wan: self.video.wan.clone() })
+    }
+
     /// Opens the text encoder.
     ///
     /// # Errors
@@ -152,6 +158,11 @@ impl Weights {
     /// T0506 with everything that differs.
     pub fn may_become(&self, other: &Weights) -> Result<(), Diagnostic> {
         self.set.may_become(&other.set)
+    }
+
+    /// A whole tensor.
+    pub(crate) fn whole(&self, name: &str) -> Result<Vec<f32>, Diagnostic> {
+        self.set.read_whole_f32(name)
     }
 
     /// Which part of the tensor in the file a piece is.

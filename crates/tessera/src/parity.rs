@@ -11,18 +11,19 @@ use crate::plan::Plan;
 const NONE: &str = "none";
 
 /// Everything but what the machines of lockstep show by themselves. `programs` are the names of those that this rank
-/// holds ready; a leader outside the mesh names what it expects of the others. `threads` is absent where no call runs.
+/// holds ready; a leader outside the mesh names what it expects of the others. `gpus`: whether the mesh is on GPUs. `threads`
+/// is absent where no kernel of the processors runs calls.
 pub(crate) fn shown<'a>(
     plan: &Plan,
     weights: [u8; 32],
     modelled: &Modelled,
     programs: impl IntoIterator<Item = &'a str>,
-    threads: Option<usize>,
+    (gpus, threads): (bool, Option<usize>),
 ) -> Parity {
     let shown = Parity::default()
-        .set("backend", "cpu")
-        // This backend captures nothing: graphs of a program are run op by op.
-        .set("captured regions", NONE)
+        .set("backend", if gpus { "cuda" } else { "cpu" })
+        // Processors run a program op by op.
+        .set("captured regions", if gpus { "every program" } else { NONE })
         .set("drill", NONE)
         .set("groups", groups(plan))
         .set("modelled decoder", modelled.announced())

@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics, Format, render_all};
 use tessera_cpu::{Cpu, Pool};
-use tessera_device::{Backend, Seat};
+use tessera_device::Seat;
 use tessera_ir::Program;
 use tessera_mesh::{Axis, Rank};
 use tessera_models::steps;
@@ -16,7 +16,7 @@ use tessera_runtime::census::Census;
 use tessera_runtime::decide::{Cut, Step, StreamSpec};
 use tessera_runtime::driver::{
     EngineFactory, Interrupt, Joined, LeaderParts, MeshLeaderParts, RecordEntry, StreamRequest, Tap,
-    Topology, WorkerParts, exit, join, run_leader, run_mesh_leader, run_worker,
+    Topology, WorkerParts, exit, exit_at_once, join, run_leader, run_mesh_leader, run_worker,
 };
 use tessera_runtime::engine::{Engine, Studio, T0737};
 use tessera_runtime::flight::{Mark, Sink};
@@ -28,8 +28,9 @@ use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{Digest, Failure, FailureClass, Limits, Parity, Place, Tripwires};
 
 use crate::comm::Lanes;
+use crate::cuda::OnGpus;
 use crate::drill::{Arming, Hand};
-use crate::engine::{MeshEngine, census, mesh_phases};
+use crate::engine::{Held, MeshEngine, census, mesh_phases};
 use crate::flight::FlightRecord;
 use crate::modelled::{Modelled, ModelledEngine};
 use crate::parity::{groups_among, shown};
@@ -72,11 +73,18 @@ pub(crate) struct Orders {
     pub(crate) png: bool,
     /// Times that stand for work.
     pub(crate) modelled: Modelled,
+    /// What ranks of the mesh need on GPUs; none where all are on processors.
+    pub(crate) gpus: Option<OnGpus>,
     /// A fault that is armed on purpose.
     pub(crate) drill: Option<Arming>,
 }
 
 impl Orders {
+    /// Threads of a rank's own kernels; none where a GPU computes.
+    fn threads(&self) -> Option<usize> {
+        self.gpus.is_none().then_some(self.threads)
+    }
+
     /// What was asked of a request, counted from 0: of a chunk, as the command line counts them.
     pub(crate) fn asked(&self, request: u64) -> Asked {
         let chunk = u32::try_from(request).unwrap_or(u32::MAX);
@@ -134,14 +142,18 @@ pub fn rank_main(met: impl FnOnce()) -> i32 {
         Ok(arrival) => follow(|| Ok(arrival), &orders, rank),
         Err(refused) => refused.map(Some),
     };
+    // Handlers of a GPU's libraries would wait for work that does not end.
+    let leave = if orders.gpus.is_some() { exit_at_once } else { exit };
     match outcome {
+        // With a device they may still take their time.
+        Ok(None) if orders.gpus.is_some() => exit(0),
         Ok(None) => 0,
         // The launcher prints the cause, once. Only when it is gone does the leader speak.
         Ok(Some(f)) => {
             if rank.0 == 0 && f.class == FailureClass::LauncherGone {
                 eprintln!("tessera: {}: {} ({})", f.class.words(), f.text, f.code);
             }
-            exit(f.class.exit_code())
+            leave(f.class.exit_code())
         }
         Err(ds) => report(&ds),
     }
@@ -227,6 +239,8 @@ pub(crate) struct Common {
     flight: Option<Arc<FlightRecord>>,
     /// Digest of who is where, among ranks that joined.
     peers: Option<Digest>,
+    /// Where ranks of the mesh are on GPUs.
+    gpus: Option<OnGpus>,
     /// Breaks things on purpose.
     drill: Option<Hand>,
 }
@@ -244,6 +258,7 @@ impl Common {
             tripwires: Tripwires::default(),
             flight: None,
             peers: None,
+            gpus: None,
             drill: None,
             plan,
         }
@@ -254,8 +269,9 @@ impl Common {
         Common { peers: Some(peers), ..self }
     }
 
-    /// Takes over what a drill says to this rank.
+    /// Takes over where this rank runs, and what a drill says to it.
     fn arm(&mut self, orders: &Orders, rank: Rank) {
+        self.gpus.clone_from(&orders.gpus);
         let Some(arming) = &orders.drill else { return };
         let hand = Hand::new(arming, rank, &orders.out);
         let Limits { d_in, d_out, max_outstanding, .. } = self.limits;
@@ -339,18 +355,21 @@ impl Common {
         let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
         let (flight, tripwires) = (self.flight.clone(), self.tripwires.clone());
         let (modelled, passes) = (self.modelled, self.stream.steps.len() as u64 + 1);
-        let (drill, census) = (self.drill.clone(), Arc::clone(&self.census));
+        let (drill, census, gpus) = (self.drill.clone(), Arc::clone(&self.census), self.gpus.clone());
         Box::new(move || {
             let mut weights = Model::under(&model, &plan)?.weights().map_err(first)?;
-            let ends = comm::attach_lanes(&plan.sealed, rank, lanes)?;
-            let pool = Pool::new(threads)
-                .map_err(|e| Diagnostic::error(&comm::T0017, format!("threads of rank {rank}: {e}")))?;
-            let seat = Seat { mesh: *plan.sealed.mesh(), rank };
-            let backend: Box<dyn Backend> = Box::new(Cpu::new(seat, pool, ends, COLLECTIVE_PATIENCE));
+            let (backend, device) = match &gpus {
+                None => (on_processors(&plan, rank, threads, lanes)?, Vec::new()),
+                Some(on) => {
+                    let (cuda, device) = on.open(&plan.sealed, rank, COLLECTIVE_PATIENCE)?;
+                    // Its end would wait for peers and for the device; the process ends with it.
+                    (Held::Kept(Box::leak(Box::new(cuda))), device)
+                }
+            };
             let engine = match &drill {
                 None => MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?,
                 Some(hand) => {
-                    let mut source = hand.source(&mut weights, seat.mesh);
+                    let mut source = hand.source(&mut weights, *plan.sealed.mesh());
                     let change = |p: &mut Program| hand.program(p);
                     MeshEngine::load_changed(&plan.sealed, rank, backend, &mut *source, &change)?
                 }
@@ -360,7 +379,10 @@ impl Common {
             engine.record(flight);
             engine.guard(tripwires.armed(&T0751));
             engine.guard_reload(tripwires.armed(&T0737));
-            let parity = shown(&plan, weights_digest, &modelled, engine.program_names(), Some(threads));
+            let threads = gpus.is_none().then_some(threads);
+            let at = (gpus.is_some(), threads);
+            let parity = shown(&plan, weights_digest, &modelled, engine.program_names(), at);
+            let parity = device.into_iter().fold(parity, |parity, (key, value)| parity.set(key, value));
             let parity = groups_among(parity, &plan, peers);
             let parity = drill.iter().fold(parity, |parity, hand| hand.shows(parity));
             let engine: Box<dyn Engine> = match &drill {
@@ -375,6 +397,15 @@ impl Common {
             Ok((engine, parity))
         })
     }
+}
+
+/// A rank's backend on this host's processors.
+fn on_processors(plan: &Plan, rank: Rank, threads: usize, lanes: Lanes) -> Result<Held, Diagnostic> {
+    let ends = comm::attach_lanes(&plan.sealed, rank, lanes)?;
+    let pool = Pool::new(threads)
+        .map_err(|e| Diagnostic::error(&comm::T0017, format!("threads of rank {rank}: {e}")))?;
+    let seat = Seat { mesh: *plan.sealed.mesh(), rank };
+    Ok(Box::new(Cpu::new(seat, pool, ends, COLLECTIVE_PATIENCE)).into())
 }
 
 /// The build that every rank shows.
@@ -494,7 +525,7 @@ fn lead_with(
         Model::under(&orders.model, &common.plan).map_err(|d| vec![d])?.weights()?.digest(),
         &orders.modelled,
         mesh_phases(&common.plan.sealed),
-        ranks.contains(&Rank(0)).then_some(orders.threads),
+        (orders.gpus.is_some(), orders.threads().filter(|_| ranks.contains(&Rank(0)))),
     );
     let config = LeaderConfig {
         ranks: ranks.iter().map(|r| r.0).collect(),

@@ -8,16 +8,21 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_cpu::Cpu;
+use tessera_cuda::Cuda;
 use tessera_mesh::Rank;
 use tessera_models::Decoder;
 use tessera_report::overlap::Overlap;
-use tessera_report::record::{Device, End, Line, PromptAt, RankRole, Reader, Record, SCHEMA, Start, Status};
+pub use tessera_report::record::Device;
+use tessera_report::record::{End, Line, PromptAt, RankRole, Reader, Record, SCHEMA, Start, Status};
 use tessera_report::timeline::Span;
 use tessera_runtime::driver::{Interrupt, LaunchEvent, LaunchSpec, launch};
 use tessera_runtime::{Failure, FailureClass, Limits};
 
+use crate::cuda::{self, OnGpus};
 use crate::drill::Arming;
+use crate::engine::LEADER_PHASES;
 use crate::files::{Folder, refuse_existing, unwritable};
+use crate::gpus::Gpus;
 use crate::model::T0016;
 use crate::modelled::Modelled;
 use crate::plan::Plan;
@@ -73,6 +78,8 @@ pub struct StreamOptions {
     pub oversubscribe: bool,
     /// Times that stand for work, to measure overlap.
     pub modelled: Modelled,
+    /// What the ranks of the mesh compute on: processors or GPUs. A modelled run does not look at it.
+    pub device: Device,
     /// A fault that is armed on purpose.
     pub drill: Option<Arming>,
     /// The command line, for the record.
@@ -155,11 +162,17 @@ pub fn run(
     let ranks = plan.sealed.mesh().ranks();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let computing = plan.sealed.mesh().inside();
+    let gpus = gpus(plan, options, computing as usize)?;
     check(plan, model, options, computing, cores)?;
-    let specs = comm::groups(&plan.sealed);
+    let on_gpus = gpus.as_ref().map(|g| cuda::lane_ids(g, &plan.sealed)).transpose().map_err(|d| vec![d])?;
+    let on_gpus = on_gpus.map(|lanes| OnGpus { lanes, first: 0 });
+    // Ranks on GPUs meet there.
+    let specs = if on_gpus.is_some() { Vec::new() } else { comm::groups(&plan.sealed) };
     let arenas: Vec<Arc<OwnedFd>> =
         comm::create(&specs).map_err(|d| vec![d])?.into_iter().map(Arc::new).collect();
-    let orders = orders(plan, model, options, (cores / computing as usize).max(1)).map_err(|d| vec![d])?;
+    let threads = (cores / computing as usize).max(1);
+    let orders = orders(plan, model, options, threads).map_err(|d| vec![d])?;
+    let orders = Orders { gpus: on_gpus, ..orders };
     let payload = serde_json::to_vec(&orders)
         .map_err(|e| vec![Diagnostic::error(&T0018, format!("the orders cannot be written down: {e}"))])?;
     write_folder(plan, &orders, options).map_err(|d| vec![d])?;
@@ -172,6 +185,7 @@ pub fn run(
             .map(|r| comm::of_rank(&specs, Rank(r)).map(|i| Arc::clone(&arenas[i])).collect())
             .collect(),
         payload,
+        env: if gpus.is_some() { cuda::environment() } else { Vec::new() },
         limits: options.drill.as_ref().map_or_else(Limits::default, |d| d.limits.clone()),
     };
     let mut tally = Tally::new(options.chunks);
@@ -225,6 +239,19 @@ impl Tally {
     }
 }
 
+/// The GPUs of this host, where `options` want them for so many of its ranks.
+///
+/// # Errors
+/// The one thing that is missing.
+pub(crate) fn gpus(plan: &Plan, options: &StreamOptions, ranks: usize) -> Result<Option<Gpus>, Diagnostics> {
+    if options.device != Device::Cuda {
+        return Ok(None);
+    }
+    let gpus = Gpus::look();
+    cuda::check_plan(&gpus, &plan.sealed, ranks)?;
+    Ok(Some(gpus))
+}
+
 /// Everything that can be known to be wrong before anything is written.
 pub(crate) fn check(
     plan: &Plan,
@@ -234,7 +261,8 @@ pub(crate) fn check(
     cores: usize,
 ) -> Result<(), Diagnostics> {
     let mut ds = Vec::new();
-    if ranks as usize > cores && !options.oversubscribe {
+    let on_gpus = options.device == Device::Cuda;
+    if ranks as usize > cores && !options.oversubscribe && !on_gpus {
         ds.push(
             Diagnostic::error(&T0015, format!("{ranks} ranks on {cores} cores"))
                 .at("mesh", plan.sealed.mesh().to_string())
@@ -242,7 +270,7 @@ pub(crate) fn check(
         );
     }
     ds.extend(check_options(options));
-    ds.extend(beyond_the_kernels(plan));
+    ds.extend(beyond_the_kernels(plan, on_gpus));
     if plan.video.stream.recompute && plan.sealed.program("encode", Rank(0)).is_none() {
         ds.push(
             Diagnostic::error(&T0016, "the recompute regime needs a decoder for its anchor")
@@ -269,17 +297,24 @@ pub(crate) fn check(
     if ds.is_empty() { Ok(()) } else { Err(ds) }
 }
 
-/// The first op of a plan that processors have no kernel for: every rank would refuse it after the start.
-fn beyond_the_kernels(plan: &Plan) -> Option<Diagnostic> {
+/// The first op of a plan that those who run it have no kernel for: every rank would refuse it after the start. What the
+/// leader runs beside the mesh, processors run.
+fn beyond_the_kernels(plan: &Plan, on_gpus: bool) -> Option<Diagnostic> {
     let firsts = plan.sealed.roles().iter().filter_map(|role| role.ranks.first());
     let mut programs = firsts.flat_map(|rank| {
         plan.sealed.phases().iter().filter_map(move |phase| plan.sealed.program(phase, *rank))
     });
-    let refused = programs.find_map(|p| Cpu::refusal(p))?;
+    let refused = programs.find_map(|p| {
+        let beside = LEADER_PHASES.contains(&p.name.as_str());
+        if on_gpus && !beside { Cuda::refusal(p) } else { Cpu::refusal(p) }
+    })?;
+    if on_gpus {
+        return Some(refused);
+    }
     Some(match plan.mapping.dtype {
         DtypePolicy::F32 => refused,
         other => refused.at("plan", format!("dtype = \"{}\"", other.name())).hint(
-            "plan it with --dtype f32, or run it on another device: sim takes any dtype, and computes no numbers",
+            "plan it with --dtype f32, or run it on another device: cuda, or sim, which takes any dtype and computes no numbers",
         ),
     })
 }
@@ -341,6 +376,7 @@ pub(crate) fn orders(
         weights,
         png: options.png,
         modelled: options.modelled,
+        gpus: None,
         drill: options.drill.clone(),
     })
 }
@@ -393,7 +429,7 @@ pub(crate) fn start(plan: &Plan, orders: &Orders, options: &StreamOptions) -> St
             .iter()
             .flat_map(|r| r.ranks.iter().map(|rank| RankRole { rank: rank.0, role: r.role.clone() }))
             .collect(),
-        device: Device::Cpu,
+        device: options.device,
         machine: None,
     }
 }

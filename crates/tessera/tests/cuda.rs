@@ -7,10 +7,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera::gpus::Gpus;
-use tessera_cuda::{Cuda, Options};
+use tessera_cuda::{Cuda, End, Options, unique_id};
+use tessera_device::{Lane, Route};
 use tessera_filetests::{Maker, Subject, Tolerance, conformance};
 use tessera_ir::Program;
 use tessera_mesh::Mesh;
+
+/// A file wants more ranks than there are GPUs.
+const TOO_FEW: &str = "too few GPUs";
 
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -50,21 +54,42 @@ fn the_cuda_backend_means_what_the_reference_means() {
         Ok(g) => g,
         Err(why) => return println!("not run: {why}"),
     };
-    let open = |mesh: &Mesh, _: &[Vec<Arc<Program>>]| -> Result<Vec<Maker<Cuda>>, String> {
-        if mesh.iter().count() > 1 {
-            return Err(format!("a mesh of {} ranks", mesh.iter().count()));
+    let open = |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| -> Result<Vec<Maker<Cuda>>, String> {
+        let ranks = mesh.iter().count();
+        if ranks > count as usize {
+            return Err(format!("{TOO_FEW}: {ranks} ranks, {count} GPUs"));
         }
-        let maker = |device: u32| -> Maker<Cuda> {
+        let mut lanes: Vec<Lane> = mesh
+            .iter()
+            .zip(programs)
+            .flat_map(|(rank, programs)| programs.iter().map(move |p| (rank, p)))
+            .flat_map(|(rank, p)| p.collectives().map(move |(_, op)| (rank, op)))
+            .filter_map(|(rank, op)| Route::of(op)?.lane(mesh, rank))
+            .collect();
+        lanes.sort();
+        lanes.dedup();
+        let mut ends: Vec<Vec<End>> = mesh.iter().map(|_| Vec::new()).collect();
+        for lane in lanes {
+            let id = unique_id(&found.libraries).map_err(|d| d.message)?;
+            for (me, rank) in lane.members.iter().enumerate() {
+                let route = lane.route(mesh, me).ok_or("a lane without a group")?;
+                ends[rank.0 as usize].push(End { route, id, me, members: lane.members.len() });
+            }
+        }
+        let maker = |(device, ends): (u32, Vec<End>)| -> Maker<Cuda> {
             let found = Arc::clone(&found);
             let options = Options {
                 device,
                 kernels: Some(std::env::temp_dir().join("tessera-kernels")),
                 patience: PATIENCE,
+                setup: Duration::from_secs(20),
+                // Ranks are threads of one process here, whose memory is not handed around: they meet through NCCL.
+                host: 0,
                 graphs: true,
             };
-            Box::new(move |seat| Cuda::open(&found.libraries, seat, options).map_err(|d| d.message.clone()))
+            Box::new(move |seat| Cuda::open(&found.libraries, seat, ends, options).map_err(|d| d.message))
         };
-        Ok(mesh.iter().map(|r| maker(r.0 % count)).collect())
+        Ok(mesh.iter().map(|r| r.0).zip(ends).map(maker).collect())
     };
     // Sums are taken in another order than the reference's, and the device's transcendental functions are good to a few
     // units in the last place.
@@ -72,5 +97,6 @@ fn the_cuda_backend_means_what_the_reference_means() {
         Subject { name: "cuda", open: &open, tolerance: Tolerance { relative: 1e-6 }, patience: PATIENCE };
     let report = conformance(&subject, &texts());
     println!("{report}");
-    assert!(report.failed.is_empty(), "{report}");
+    let wrong: Vec<_> = report.failed.iter().filter(|(_, why)| !why.contains(TOO_FEW)).collect();
+    assert!(wrong.is_empty(), "{wrong:#?}");
 }

@@ -87,10 +87,20 @@ pub(crate) struct Aborter {
 }
 
 impl Aborter {
-    /// Ends waits in kernels, on the host and in NCCL, now and later; whether NCCL ended in time.
-    pub(crate) fn abort(&self, bound: Duration) -> bool {
+    /// Ends waits in kernels and on the host, at once.
+    pub(crate) fn stop(&self) {
         self.words.abort();
         self.abort.store(true, Ordering::Release);
+    }
+
+    /// Whether something of NCCL is to be ended too.
+    pub(crate) fn through_nccl(&self) -> bool {
+        self.ender.is_some()
+    }
+
+    /// Ends waits in kernels, on the host and in NCCL, now and later; whether NCCL ended in time.
+    pub(crate) fn abort(&self, bound: Duration) -> bool {
+        self.stop();
         self.ender.as_ref().is_none_or(|e| e.end(bound))
     }
 }
@@ -115,7 +125,7 @@ impl Group {
             1 => None,
             _ => Some(Comm::meet(libraries, id, (me, members), terms.setup, abort.clone())?),
         };
-        Ok(Group {
+        let mut group = Group {
             me,
             members,
             terms,
@@ -128,7 +138,10 @@ impl Group {
             flags: None,
             words,
             control,
-        })
+        };
+        // NCCL connects at its first use: here, where no call waits for it.
+        group.all(true)?;
+        Ok(group)
     }
 
     /// Says how much memory for packed pieces is needed, before it is shared.

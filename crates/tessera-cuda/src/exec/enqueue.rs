@@ -10,6 +10,7 @@ use super::steps::Step;
 use super::{ALIGNMENT, Cuda, MOST_PIECES, Place, Turns};
 use crate::attention;
 use crate::driver::{Args, Done, Event, Failed, Graph, Stream, failed};
+use crate::flash::Flash;
 use crate::products::{self, Shape};
 
 /// Told of each step, its stream, and whether it ends: for whoever records times.
@@ -44,7 +45,7 @@ impl Cuda {
             | Opcode::RowSquareSum => self.kernels.prepare_rows(width, x.dtype),
             Opcode::Attention => {
                 for (shape, _) in pieces(p, op) {
-                    if shape.fits() && x.dtype == DType::Bf16 {
+                    if shape.fits() && x.dtype == DType::Bf16 && !self.by_flash(&shape) {
                         self.attentions.prepare(shape)?;
                     }
                 }
@@ -486,7 +487,7 @@ impl Cuda {
             return self.kernels.blocks(name, (s.queries * s.heads).div_ceil(4), 128, shared, args, stream);
         }
         if let [(shape, _)] = parts[..] {
-            return self.attentions.run(shape, attention::At { q, k, v, out, sums: 0 }, stream);
+            return self.attention(shape, attention::At { q, k, v, out, sums: 0 }, stream);
         }
         // A bias that is the same for a range of keys is a weight of that range: each range by itself, then all as one.
         let scratch = self.slots.as_ref().map_or(0, |s| s.memory.at() + s.scratch);
@@ -505,11 +506,22 @@ impl Cuda {
                 out: scratch + i as u64 * whole,
                 sums: sums + i as u64 * heads * ty.shape[0] * 4,
             };
-            self.attentions.run(*shape, at, stream)?;
+            self.attention(*shape, at, stream)?;
         }
         let args = Args::new().at(scratch).at(sums).at(bias).int(biased as i64).int(parts.len() as i64);
         let args = args.int(heads as i64).int(parts[0].0.head as i64).long(ty.shape[0] as i64).at(out);
         self.kernels.elements("merge_bf16", ty.elements(), args, stream)
+    }
+
+    fn by_flash(&self, shape: &attention::Shape) -> bool {
+        self.flash.is_some() && Flash::fits(shape)
+    }
+
+    fn attention(&mut self, shape: attention::Shape, at: attention::At, stream: &Stream) -> Done<()> {
+        match &self.flash {
+            Some(flash) if Flash::fits(&shape) => flash.run(shape, at, stream),
+            _ => self.attentions.run(shape, at, stream),
+        }
     }
 
     fn put_out(&self, program: usize, op: &Op) -> Done<u64> {

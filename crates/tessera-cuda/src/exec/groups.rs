@@ -82,9 +82,16 @@ impl Groups {
     pub(super) fn abort(&self) -> Abort {
         let aborters: Vec<Aborter> = self.ends.iter().map(|e| e.group.aborter()).collect();
         Arc::new(move |_| {
-            aborters.iter().for_each(|a| {
-                a.abort(ENDING);
-            });
+            aborters.iter().for_each(Aborter::stop);
+            // Whoever aborts has to leave in time and waits for no library. Without a thread to wait on it, what NCCL has under
+            // way ends with the process.
+            for a in aborters.iter().filter(|a| a.through_nccl()).cloned() {
+                // Whether it ended in time changes nothing for a process that is about to.
+                let end = move || {
+                    a.abort(ENDING);
+                };
+                let _ = std::thread::Builder::new().name("nccl-abort".into()).spawn(end);
+            }
         })
     }
 
@@ -266,31 +273,34 @@ impl Cuda {
 pub(super) struct Told<'a> {
     p: &'a Program,
     collectives: Vec<(usize, Route)>,
-    /// How many of them were told begun, and ended.
-    begun: Vec<bool>,
+    /// Which of them were told ended.
     ended: Vec<bool>,
+    /// How far the device was seen to be: the furthest op that it began or ended.
+    furthest: u64,
 }
 
 impl<'a> Told<'a> {
     pub(super) fn new(p: &'a Program) -> Told<'a> {
         let collectives: Vec<(usize, Route)> =
             p.collectives().filter_map(|(i, op)| Some((i, Route::of(op)?))).collect();
-        let none = vec![false; collectives.len()];
-        Told { p, collectives, begun: none.clone(), ended: none }
+        let ended = vec![false; collectives.len()];
+        Told { p, collectives, ended, furthest: 0 }
     }
 
     /// Tells what is new; whether anything was.
     pub(super) fn look(&mut self, groups: &Groups, observer: &mut dyn Observer) -> bool {
         let mut news = false;
         for (route, arrived, done) in groups.reached() {
+            // Marks only grow, however far lanes are apart.
+            let far =
+                arrived.map_or(0, |a| 2 * u64::from(a) + 1).max(done.map_or(0, |d| 2 * u64::from(d) + 2));
+            if far > self.furthest {
+                self.furthest = far;
+                observer.progress((far / 2) as u32);
+                news = true;
+            }
             for (k, (i, of)) in self.collectives.iter().enumerate().filter(|(_, (_, r))| *r == route) {
                 debug_assert_eq!(*of, route);
-                if arrived.is_some_and(|a| *i <= a as usize) && !self.begun[k] {
-                    self.begun[k] = true;
-                    observer.issued(*i);
-                    observer.progress(*i as u32);
-                    news = true;
-                }
                 if done.is_some_and(|d| *i <= d as usize) && !self.ended[k] {
                     self.ended[k] = true;
                     observer.completed(*i);
@@ -304,9 +314,6 @@ impl<'a> Told<'a> {
     /// Tells all that is left: the device is done.
     pub(super) fn rest(&mut self, observer: &mut dyn Observer) {
         for (k, (i, _)) in self.collectives.iter().enumerate() {
-            if !std::mem::replace(&mut self.begun[k], true) {
-                observer.issued(*i);
-            }
             if !std::mem::replace(&mut self.ended[k], true) {
                 observer.completed(*i);
             }

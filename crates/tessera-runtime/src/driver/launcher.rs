@@ -42,6 +42,8 @@ pub struct LaunchSpec {
     pub extras: Vec<Vec<Arc<OwnedFd>>>,
     /// Bytes for every rank, handed over untouched.
     pub payload: Vec<u8>,
+    /// Environment of every rank beyond the launcher's own: name and value.
+    pub env: Vec<(&'static str, &'static str)>,
     /// Bounds.
     pub limits: Limits,
 }
@@ -193,6 +195,7 @@ impl Ranks {
             let link = self.hub.add(Box::new(here), [rank]).map_err(|e| failed("launcher socket", &e))?;
             let child = Command::new(&spec.argv[0])
                 .args(&spec.argv[1..])
+                .envs(spec.env.iter().copied())
                 .stdin(Stdio::from(OwnedFd::from(there)))
                 .process_group(0)
                 .spawn()

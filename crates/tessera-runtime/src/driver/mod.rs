@@ -27,7 +27,7 @@ mod worker_process;
 use std::time::Duration;
 
 pub use engine_thread::{EngineEvent, EngineFactory, EngineThread};
-pub use exit::exit;
+pub use exit::{exit, exit_at_once};
 pub use fds::{Joined, join};
 pub use gate::{Tap, Way};
 pub use hub::{Hub, HubEvent, LinkId, Post, Waker};

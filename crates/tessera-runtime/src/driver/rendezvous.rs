@@ -62,6 +62,8 @@ pub struct Rendezvous {
     pub facts: Vec<(String, String)>,
     /// The session, decided by rank 0; other ranks' is not looked at.
     pub session: u64,
+    /// What rank 0 tells all others once they have met; of another rank, not looked at.
+    pub tells: Vec<u8>,
     /// How long the others are waited for.
     pub limit: Duration,
 }
@@ -78,6 +80,8 @@ pub struct Peers {
     pub addresses: Vec<String>,
     /// Of who is where and in which lanes: a parity key.
     pub digest: Digest,
+    /// What rank 0 told all.
+    pub told: Vec<u8>,
 }
 
 impl std::fmt::Debug for Peers {

@@ -55,6 +55,7 @@ pub fn lockstep(topology: Topology, ranks: u32, calls: u32, dir: &Path) -> Vec<u
         session: 77,
         extras: Vec::new(),
         payload: payload.into_bytes(),
+        env: Vec::new(),
         limits: limits(),
     };
     let report = launch(&spec, &Interrupt::default(), &mut |_| {}).expect("launched");

@@ -20,6 +20,7 @@ use tessera_models::zoo;
 use tessera_plan::search::recipe;
 use tessera_plan::search::remedy::Mode;
 
+use crate::cuda::verdict;
 use crate::gpus::Gpus;
 use crate::measure::Host;
 use crate::record::RECORD;
@@ -157,7 +158,9 @@ pub fn machine_at_hand() -> Vec<(String, String)> {
         fact("memory", memory),
         fact("kernels", format!("{}, the same bits on every vector unit", vector_unit())),
     ];
-    out.extend(Gpus::look().facts());
+    let gpus = Gpus::look();
+    out.extend(gpus.facts());
+    out.push(fact("--device cuda", verdict(&gpus)));
     let (version, arch, os) = (env!("CARGO_PKG_VERSION"), std::env::consts::ARCH, std::env::consts::OS);
     out.extend([
         fact("tessera", format!("{version} for {arch} on {os}")),

@@ -81,7 +81,9 @@ impl Engine for DrillEngine {
         if self.strikes(Fault::MutatedWeight) {
             self.mutate();
         }
-        for fault in [Fault::ConditionalCollective, Fault::AdHocBroadcast, Fault::WrongGroup] {
+        for fault in
+            [Fault::ConditionalCollective, Fault::AdHocBroadcast, Fault::WrongGroup, Fault::WrongShape]
+        {
             self.strikes(fault);
         }
         self.inner.begin(call);
@@ -104,6 +106,9 @@ impl Engine for DrillEngine {
             loop {
                 std::thread::sleep(Duration::from_secs(1));
             }
+        }
+        if self.strikes(Fault::StuckKernel) {
+            self.inner.stick();
         }
         if self.strikes(Fault::PrivateReload) {
             self.inner.reload(NOWHERE)?;

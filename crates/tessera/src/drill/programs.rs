@@ -11,6 +11,7 @@ pub(super) const CHANGES: &[(Fault, Change)] = &[
     (Fault::ConditionalCollective, skip_one),
     (Fault::AdHocBroadcast, broadcast_too),
     (Fault::WrongGroup, other_group),
+    (Fault::WrongShape, other_shape),
 ];
 
 /// Leaves out the last collective whose result another one's can stand for.
@@ -70,5 +71,22 @@ fn other_group(p: &mut Program) {
     let at = p.collectives().next().map(|(at, _)| at);
     if let Some(op) = at.map(|at| &mut p.ops[at]) {
         op.attrs.insert("axis".to_string(), Attr::Str("world".to_string()));
+    }
+}
+
+/// Has the last collective for which there is such a value bring one of another shape, made before it and cut likewise.
+fn other_shape(p: &mut Program) {
+    let like = |a: ValueId, b: ValueId| {
+        let (a, b) = (p.ty(a), p.ty(b));
+        let same = (a.dtype, a.shape.len(), &a.layout) == (b.dtype, b.shape.len(), &b.layout);
+        same && a.shape != b.shape
+    };
+    let found = p.collectives().filter_map(|(at, op)| {
+        let own = *op.operands.first()?;
+        let made = p.ops[..at].iter().flat_map(|o| &o.results).copied();
+        Some((at, made.filter(|v| like(own, *v)).last()?))
+    });
+    if let Some((at, other)) = found.last() {
+        p.ops[at].operands[0] = other;
     }
 }

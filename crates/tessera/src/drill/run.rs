@@ -23,7 +23,7 @@ use crate::files::unwritable;
 use crate::modelled::{Modelled, ModelledStudio};
 use crate::plan::{self, Plan};
 use crate::record::RECORD;
-use crate::stream::{self, StreamEvent, StreamOptions};
+use crate::stream::{self, Device, StreamEvent, StreamOptions};
 use crate::{Mapping, Model, Overrides, Strategy, Topology};
 
 /// A drill that cannot be run.
@@ -44,6 +44,9 @@ const GRACE: Duration = Duration::from_secs(4);
 const START: Duration = Duration::from_secs(30);
 /// Bytes of a process' last words that are read.
 const MAX_SAID: u64 = 64 << 10;
+/// What a drill may take longer on GPUs: a stall is known within five seconds instead of one, and a driver ends a process
+/// slowly.
+const ON_GPUS: Duration = Duration::from_secs(6);
 /// How often processes are looked for.
 const LOOK: Duration = Duration::from_millis(2);
 
@@ -58,6 +61,8 @@ pub struct Bench {
     pub launcher: Vec<String>,
     /// A model to use instead of the minimal one.
     pub model: Option<PathBuf>,
+    /// What ranks compute on.
+    pub device: Device,
     /// Folder for the runs; it is there.
     pub dir: PathBuf,
 }
@@ -103,6 +108,8 @@ pub struct Outcome {
     pub seen: Seen,
     /// From the fault to the end of the last process; of a measurement, all of it.
     pub took: Duration,
+    /// How long it may take.
+    pub limit: Duration,
     /// Processes that were left, and were then killed.
     pub left: Vec<u32>,
     /// A table of a measurement.
@@ -125,7 +132,7 @@ impl Outcome {
     /// Whether all is as the table says: signature, time, nobody left.
     #[must_use]
     pub fn passes(&self) -> bool {
-        self.signed() && self.left.is_empty() && self.took <= Duration::from_millis(self.drill.limit_ms)
+        self.signed() && self.left.is_empty() && self.took <= self.limit
     }
 }
 
@@ -194,7 +201,12 @@ impl Range {
             cuts_at: drill.cut.into_iter().collect(),
             out: self.bench.dir.join(format!("{}-{}", self.runs, drill.id)),
             oversubscribe: true,
-            drill: drill.armed().map(|armed| Arming { armed, limits: limits(), off: off.clone() }),
+            drill: drill.armed().map(|armed| Arming {
+                armed,
+                limits: limits(self.bench.device),
+                off: off.clone(),
+            }),
+            device: self.bench.device,
             command: vec!["tessera".to_string(), "drill".to_string(), drill.id.to_string()],
             ..StreamOptions::default()
         }
@@ -202,9 +214,9 @@ impl Range {
 
     fn stream(&mut self, drill: &'static Drill, off: &Tripwires) -> Result<Outcome, Diagnostics> {
         let options = self.options(drill, off);
-        let rank = self.bench.rank.clone();
+        let (rank, limit) = (self.bench.rank.clone(), self.limit(drill));
         let (model, plan) = self.plan((drill.topology, drill.strategy, drill.recompute, 2))?;
-        let watch = Watch::new(&options.out, Duration::from_millis(drill.limit_ms) + GRACE);
+        let watch = Watch::new(&options.out, limit + GRACE, start(options.device));
         let begun = now_ns();
         let (mut pids, mut gone) = (Vec::new(), None);
         let report = stream::run(plan, model, &options, rank, &watch.interrupt, &mut |event| match event {
@@ -222,7 +234,7 @@ impl Range {
             None if killed => Seen::Killed,
             None => Seen::Nothing,
         };
-        Ok(Outcome { drill, seen, took, left, table: None })
+        Ok(Outcome { drill, seen, took, limit, left, table: None })
     }
 
     /// A launcher of its own is killed while its ranks stream.
@@ -230,17 +242,18 @@ impl Range {
         let options = self.options(drill, off);
         let (out, model) = (options.out.clone(), self.model.clone());
         let case = self.bench.dir.join(format!("{}-{}.json", self.runs, drill.id));
-        let orders = Case { model, out: out.clone(), arming: options.drill };
+        let orders = Case { model, out: out.clone(), device: options.device, arming: options.drill };
         let text = serde_json::to_vec(&orders)
             .map_err(|e| vec![failed(format!("the case cannot be written: {e}"))])?;
         std::fs::write(&case, text).map_err(|e| vec![unwritable(&case, &e)])?;
         let mut launcher = Launcher::start(&self.bench.launcher, &case).map_err(|d| vec![d])?;
-        let Some(pids) = launcher.ready() else {
+        let limit = self.limit(drill);
+        let Some(pids) = launcher.ready(start(options.device)) else {
             return Err(vec![failed("the launcher that is to be killed did not begin to stream")]);
         };
         let struck = now_ns();
         launcher.kill();
-        let until = Instant::now() + Duration::from_millis(drill.limit_ms) + GRACE;
+        let until = Instant::now() + limit + GRACE;
         while pids.iter().any(|p| alive(*p)) && Instant::now() < until {
             std::thread::sleep(LOOK);
         }
@@ -253,7 +266,7 @@ impl Range {
             Some((code, rank, text)) => Seen::Failure(Seal { code, rank, place: Place::Leader, text }),
             None => Seen::Killed,
         };
-        Ok(Outcome { drill, seen, took, left, table: None })
+        Ok(Outcome { drill, seen, took, limit, left, table: None })
     }
 
     /// Two ranks that somebody else started, one with another secret than the other's; with the same one where the
@@ -274,13 +287,14 @@ impl Range {
         // Free a moment ago; whoever takes it meanwhile makes this drill red, not wrong.
         let port = TcpListener::bind(("127.0.0.1", 0)).and_then(|l| l.local_addr());
         let port = port.map_err(|e| vec![failed(format!("no free port: {e}"))])?.port();
-        let begun = now_ns();
+        let (begun, limit) = (now_ns(), self.limit(drill));
         let mut ranks = Vec::new();
         for (rank, secret) in (0..).zip(&secrets) {
-            let run = Joining { rank, secret, port, model: &self.model, out: &out.join("run") };
+            let (model, device) = (&self.model, self.bench.device);
+            let run = Joining { rank, secret, port, model, device, out: &out.join("run") };
             ranks.push(run.start(&self.bench.stream).map_err(|d| vec![d])?);
         }
-        let until = Instant::now() + Duration::from_millis(drill.limit_ms) + GRACE;
+        let until = Instant::now() + limit + GRACE;
         let mut ended = [None, None];
         while ended.iter().any(Option::is_none) && Instant::now() < until {
             for (end, rank) in ended.iter_mut().zip(&mut ranks) {
@@ -302,7 +316,7 @@ impl Range {
             (_, None) => Seen::Killed,
             _ => Seen::Nothing,
         };
-        Ok(Outcome { drill, seen, took, left, table: None })
+        Ok(Outcome { drill, seen, took, limit, left, table: None })
     }
 
     fn measure(&mut self, drill: &'static Drill) -> Result<Outcome, Diagnostics> {
@@ -315,7 +329,8 @@ impl Range {
             "recompute-coupling" => (overlap::coupling_gates(&overlap::coupling()?), None),
             _ => (self.signature(drill)?, None),
         };
-        Ok(Outcome { drill, seen: Seen::Gates(gates), took: begun.elapsed(), left: Vec::new(), table })
+        let (took, limit) = (begun.elapsed(), self.limit(drill));
+        Ok(Outcome { drill, seen: Seen::Gates(gates), took, limit, left: Vec::new(), table })
     }
 
     /// The same modelled stages on processes with 2 places and with 1: what the records say.
@@ -329,9 +344,9 @@ impl Range {
                 drill: None,
                 ..self.options(drill, &Tripwires::default())
             };
-            let rank = self.bench.rank.clone();
+            let (rank, limit) = (self.bench.rank.clone(), self.limit(drill));
             let (model, plan) = self.plan((Topology::Pp0, Strategy::Ulysses, false, depth))?;
-            let watch = Watch::new(&options.out, Duration::from_millis(drill.limit_ms));
+            let watch = Watch::new(&options.out, limit, start(options.device));
             let report = stream::run(plan, model, &options, rank, &watch.interrupt, &mut |_| {})?;
             watch.end();
             if let Some(failure) = report.failure {
@@ -358,6 +373,12 @@ impl Range {
             }
         }
         Ok(gates)
+    }
+
+    /// How long a drill may take from its fault to the end of the last process.
+    fn limit(&self, drill: &Drill) -> Duration {
+        Duration::from_millis(drill.limit_ms)
+            + if self.bench.device == Device::Cuda { ON_GPUS } else { Duration::ZERO }
     }
 
     /// The plan of a drill, made once.
@@ -395,9 +416,15 @@ fn planned(
     Ok((model, plan))
 }
 
-/// Short waits, so that a drill ends while somebody looks at it.
-fn limits() -> Limits {
-    Limits {
+/// Longest time from the start to the fault: GPUs are opened and their kernels compiled, maybe for the first time.
+fn start(device: Device) -> Duration {
+    if device == Device::Cuda { START * 4 } else { START }
+}
+
+/// Short waits, so that a drill ends while somebody looks at it. On GPUs a stall is known within five seconds, and a driver
+/// takes its time to end a process.
+fn limits(device: Device) -> Limits {
+    let short = Limits {
         hello_ns: 20_000 * MS,
         ready_ns: 1_000 * MS,
         done_floor_ns: 1_000 * MS,
@@ -407,6 +434,16 @@ fn limits() -> Limits {
         unwind_ns: 300 * MS,
         reap_ns: 500 * MS,
         ..Limits::default()
+    };
+    match device {
+        Device::Cuda => Limits {
+            hello_ns: 120_000 * MS,
+            ready_ns: 4_000 * MS,
+            done_floor_ns: 4_000 * MS,
+            reap_ns: 1_000 * MS,
+            ..short
+        },
+        Device::Cpu | Device::Sim => short,
     }
 }
 
@@ -439,8 +476,8 @@ struct Watch {
 }
 
 impl Watch {
-    /// From the fault on a run has so long, and until the fault [`START`].
-    fn new(out: &Path, after: Duration) -> Watch {
+    /// From the fault on a run has so long, and until the fault `start`.
+    fn new(out: &Path, after: Duration, start: Duration) -> Watch {
         let (done, over) = mpsc::channel();
         let (interrupt, killed) = (Interrupt::default(), Arc::new(AtomicBool::new(false)));
         let (kill, flag, out) = (interrupt.clone(), Arc::clone(&killed), out.to_path_buf());
@@ -454,7 +491,7 @@ impl Watch {
                 if struck.is_none() && struck_ns(&out).is_some() {
                     struck = Some(Instant::now());
                 }
-                if struck.is_some_and(|at| at.elapsed() > after) || begun.elapsed() > START + after {
+                if struck.is_some_and(|at| at.elapsed() > after) || begun.elapsed() > start + after {
                     flag.store(true, Ordering::Relaxed);
                     kill.interrupt();
                     kill.interrupt();
@@ -480,6 +517,7 @@ impl Watch {
 struct Case {
     model: PathBuf,
     out: PathBuf,
+    device: Device,
     arming: Option<Arming>,
 }
 
@@ -497,6 +535,7 @@ pub fn launch(case: &Path, rank: Vec<String>) -> Result<(), Diagnostics> {
         prompt: minimal::PROMPT.to_string(),
         out: case.out,
         oversubscribe: true,
+        device: case.device,
         drill: case.arming,
         ..StreamOptions::default()
     };
@@ -524,6 +563,7 @@ struct Joining<'a> {
     secret: &'a Path,
     port: u16,
     model: &'a Path,
+    device: Device,
     out: &'a Path,
 }
 
@@ -541,6 +581,9 @@ impl Joining<'_> {
             "2",
         ]);
         command.args(["--prompt", minimal::PROMPT]).arg("--secret").arg(self.secret);
+        if self.device == Device::Cuda {
+            command.args(["--device", "cuda"]);
+        }
         if self.rank == 0 {
             command.arg("--out").arg(self.out);
         }
@@ -573,7 +616,7 @@ impl Launcher {
     }
 
     /// Process ids of its ranks, once a chunk is out.
-    fn ready(&mut self) -> Option<Vec<u32>> {
+    fn ready(&mut self, limit: Duration) -> Option<Vec<u32>> {
         let stdout = self.child.stdout.take()?;
         let (tell, said) = mpsc::channel();
         std::thread::spawn(move || {
@@ -582,7 +625,7 @@ impl Launcher {
                 let _ = tell.send(line);
             }
         });
-        let line = said.recv_timeout(START).ok()?;
+        let line = said.recv_timeout(limit).ok()?;
         let pids: Vec<u32> = line.split_whitespace().filter_map(|p| p.parse().ok()).collect();
         (!pids.is_empty()).then_some(pids)
     }

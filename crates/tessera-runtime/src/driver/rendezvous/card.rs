@@ -33,6 +33,8 @@ pub(super) struct Card {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Table {
     pub(super) addresses: Vec<String>,
+    /// What rank 0 has to tell beyond that.
+    pub(super) told: Vec<u8>,
 }
 
 /// A diagnostic that travels.

@@ -113,7 +113,7 @@ fn host(
         let ip = guest.card.address.as_deref().and_then(|a| a.parse().ok()).unwrap_or(guest.from.ip());
         addresses.push(SocketAddr::new(ip, guest.card.port).to_string());
     }
-    let table = Table { addresses };
+    let table = Table { addresses, told: spec.tells.clone() };
     let watch = Watch { stop: watch.stop, until: Instant::now() + LINK_LIMIT };
     for (rank, guest) in guests.iter_mut() {
         say(&mut *guest.stream, &Word::Table(table.clone()), watch.until).map_err(|e| left(*rank, &e))?;

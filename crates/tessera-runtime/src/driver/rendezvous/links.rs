@@ -138,9 +138,10 @@ impl Links {
         if let Some(first) = addresses.first_mut() {
             *first = spec.master();
         }
-        let told: Vec<&String> = addresses.iter().skip(1).collect();
-        let digest = Digest::of_value("peers of a run", &(spec.world, session, told, &spec.lanes));
-        Peers { session, control, lanes, addresses, digest }
+        let others: Vec<&String> = addresses.iter().skip(1).collect();
+        let told = table.told;
+        let digest = Digest::of_value("peers of a run", &(spec.world, session, others, &spec.lanes, &told));
+        Peers { session, control, lanes, addresses, digest, told }
     }
 }
 

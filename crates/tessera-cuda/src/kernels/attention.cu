@@ -1,0 +1,419 @@
+// softmax(Q Kᵀ / sqrt(128)) V without a mask, for Hopper: tiles arrive by the copy engine, products by warpgroup instructions.
+//
+// q and out are [rows, heads * 128], k and v [keys, heads * 128], bf16. A block holds WGS warpgroups that compute, 64 rows each,
+// and one that loads. It takes tiles of 64 * WGS rows of one head until none is left; blocks next to each other take tiles next to
+// each other, so that a head's K and V are read from L2. Keys go by KEYS at once, from the last tile, the one with a ragged end, to
+// the first: the order is a matter of `keys` alone, and a row's bits depend on neither the other rows nor the heads.
+//
+// A warpgroup issues the next tile's scores and this tile's P V together, and does the next softmax while P V runs; what remains idle
+// of the tensor cores another warpgroup fills. Two warpgroups do so best in turns (ORDERED), three by themselves: they need 80 keys a
+// tile, for 160 registers a thread hold O, one tile's scores and another's P. HANG_CHECK traps where a barrier is not passed for 2 s.
+constexpr int HEAD = 128, HALF = 64;
+constexpr int ROWS = 64 * WGS;
+constexpr int THREADS = 128 * (WGS + 1);
+// A thread's, of the 64 Ki of a multiprocessor.
+constexpr int COMPUTE_REGS = WGS == 3 ? 160 : 240, LOAD_REGS = WGS == 3 ? 32 : 24;
+constexpr u32 Q_BYTES = ROWS * HEAD * 2, TILE_BYTES = KEYS * HEAD * 2;
+constexpr int PER_THREAD = KEYS / 2;  // scores of a thread: of two rows, of each eight keys two
+// Powers of two of scaled scores; 1 / sqrt(128) * log2(e).
+constexpr float SCALE = 0.08838834764831845f;
+constexpr float SCALE_LOG2 = 0.12751743f;
+// P may exceed 1 by this power of two before O is scaled anew: a row's reference is seldom its maximum, the quotient is the same.
+constexpr float SLACK = 8.0f;
+
+// A CUtensorMap.
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+struct Barriers {
+    u64 q_full, q_empty;
+    u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+};
+
+__device__ __forceinline__ u32 shared_address(const void *p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ void barrier_init(u64 *bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void expect(u64 *bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u64 *bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+__device__ __forceinline__ bool passed(u64 *bar, u32 parity) {
+    u32 done;
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(shared_address(bar)), "r"(parity)
+                 : "memory");
+    return done;
+}
+__device__ __forceinline__ void await(u64 *bar, u32 parity) {
+    if (passed(bar, parity)) return;
+#if HANG_CHECK
+    u64 start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    while (!passed(bar, parity)) {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        if (now - start > 2000000000ull) asm volatile("trap;");
+    }
+#else
+    while (!passed(bar, parity)) {}
+#endif
+}
+
+// A warp is done with a tile.
+__device__ __forceinline__ void free_tile(u64 *bar) {
+    if (threadIdx.x % 32 == 0) arrive(bar);
+}
+
+// A box of [2 halves][box rows][64 columns] of one head, each half swizzled by 128 bytes; rows beyond the end are zeros.
+__device__ __forceinline__ void load(void *to, const TensorMap *map, u64 *bar, int row, int head) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+                     shared_address(to)),
+                 "l"(map), "r"(0), "r"(row), "r"(head * 2), "r"(shared_address(bar))
+                 : "memory");
+}
+
+// Which tile of a ring, and in which round.
+struct Place {
+    u32 stage, round;
+    __device__ __forceinline__ Place next() const {
+        return stage + 1 == STAGES ? Place{0, round ^ 1} : Place{stage + 1, round};
+    }
+    __device__ __forceinline__ Place last() const {
+        return stage == 0 ? Place{STAGES - 1, round ^ 1} : Place{stage - 1, round};
+    }
+};
+
+// Operands of a product in shared memory, swizzled by 128 bytes. `leading` and `stride` in bytes: for rows along the sum's dim
+// (Q, K), stride is from eight rows to the next; for V, whose rows are the sum's dim, leading is from half to half.
+__device__ __forceinline__ u64 operand(const void *p, u32 leading, u32 stride) {
+    return (u64)((shared_address(p) & 0x3ffff) >> 4) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | 1ull << 62;
+}
+
+#define R8(a, i) \
+    "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3]), "+f"(a[i + 4]), "+f"(a[i + 5]), "+f"(a[i + 6]), "+f"(a[i + 7])
+#define R40(a) R8(a, 0), R8(a, 8), R8(a, 16), R8(a, 24), R8(a, 32)
+#define R64(a) R40(a), R8(a, 40), R8(a, 48), R8(a, 56)
+#define T40                                                                                                                     \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
+    "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
+#define T64                                                                                                                     \
+    T40 ", %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SCORES_STEP(n, list, regs, x, y, z)                                                                                   \
+    asm volatile("{\n"                                                                                                        \
+                 ".reg .pred p;\n"                                                                                            \
+                 "setp.ne.b32 p, " z ", 0;\n"                                                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" list "}, " x ", " y ", p, 1, 1, 0, 0;\n"         \
+                 "}"                                                                                                          \
+                 : regs                                                                                                       \
+                 : "l"(q), "l"(k), "r"(more))
+
+// S (+)= Q Kᵀ over 16 columns.
+__device__ __forceinline__ void scores_step(float (&s)[PER_THREAD], u64 q, u64 k, int more) {
+#if KEYS == 80
+    SCORES_STEP("80", T40, R40(s), "%40", "%41", "%42");
+#elif KEYS == 128
+    SCORES_STEP("128", T64, R64(s), "%64", "%65", "%66");
+#endif
+}
+// O += P V over 16 keys.
+__device__ __forceinline__ void values_step(float (&o)[64], const u32 *p, u64 v) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" T64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 : R64(o)
+                 : "r"(p[0]), "r"(p[1]), "r"(p[2]), "r"(p[3]), "l"(v));
+}
+__device__ __forceinline__ void products_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void products_end() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until at most `LEFT` groups of products are under way.
+template <int LEFT> __device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+// Nothing that reads or writes these registers moves across.
+template <int N> __device__ __forceinline__ void hold(float (&r)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i])::"memory");
+}
+
+__device__ __forceinline__ void scores(float (&s)[PER_THREAD], u64 q, u64 k) {
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < HEAD / 16; i++) {
+        // Sixteen columns are 32 bytes within a half.
+        scores_step(s, q + i / 4 * (ROWS * HALF * 2 >> 4) + i % 4 * 2, k + i / 4 * (KEYS * HALF * 2 >> 4) + i % 4 * 2, i > 0);
+    }
+    products_end();
+}
+__device__ __forceinline__ void values(float (&o)[64], const u32 (&p)[KEYS / 4], u64 v) {
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; i++) values_step(o, p + 4 * i, v + i * (16 * HALF * 2 >> 4));
+    products_end();
+}
+
+__device__ __forceinline__ float power(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ u32 pair(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+__device__ __forceinline__ void pack(u32 (&p)[KEYS / 4], const float (&s)[PER_THREAD]) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; i++) p[i] = pair(s[2 * i], s[2 * i + 1]);
+}
+
+// What a thread knows of its two rows, 8 apart.
+struct Softmax {
+    float reference[2], sum[2], by[2];
+
+    // Scores to powers. Returns whether O must be multiplied by `by`, asked of the warp.
+    template <bool FIRST> __device__ __forceinline__ bool step(float (&s)[PER_THREAD]) {
+        float most[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float a = fmaxf(s[2 * r], s[2 * r + 1]), b = fmaxf(s[2 * r + 4], s[2 * r + 5]);
+#pragma unroll
+            for (int i = 8; i < PER_THREAD; i += 8) {
+                a = fmaxf(a, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+                b = fmaxf(b, fmaxf(s[i + 2 * r + 4], s[i + 2 * r + 5]));
+            }
+            a = fmaxf(a, b);
+            a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 1));
+            most[r] = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 2));
+        }
+        bool rescale = false;
+        if (FIRST) {
+            reference[0] = most[0], reference[1] = most[1];
+            sum[0] = sum[1] = 0.0f;
+        } else {
+            bool more[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) more[r] = (most[r] - reference[r]) * SCALE_LOG2 > SLACK;
+            rescale = __any_sync(0xffffffffu, more[0] || more[1]);
+            if (rescale) {
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    // By exactly one where the row's own reference stays.
+                    by[r] = more[r] ? power((reference[r] - most[r]) * SCALE_LOG2) : 1.0f;
+                    reference[r] = more[r] ? most[r] : reference[r];
+                    sum[r] *= by[r];
+                }
+            }
+        }
+        float zero[2] = {-reference[0] * SCALE_LOG2, -reference[1] * SCALE_LOG2};
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; i++) {
+            int r = i / 2 % 2;
+            s[i] = power(fmaf(s[i], SCALE_LOG2, zero[r]));
+            sum[r] += s[i];
+        }
+        return rescale;
+    }
+
+    __device__ __forceinline__ void rescale(float (&o)[64]) {
+#pragma unroll
+        for (int i = 0; i < 64; i++) o[i] *= by[i / 2 % 2];
+    }
+};
+
+// Of four lanes with four words each, lane i gets word i of every lane.
+__device__ __forceinline__ void transpose(u32 (&x)[4]) {
+    bool b1 = threadIdx.x & 2, b0 = threadIdx.x & 1;
+    u32 y0 = __shfl_xor_sync(0xffffffffu, b1 ? x[0] : x[2], 2);
+    u32 y1 = __shfl_xor_sync(0xffffffffu, b1 ? x[1] : x[3], 2);
+    if (b1) x[0] = y0, x[1] = y1;
+    else x[2] = y0, x[3] = y1;
+    y0 = __shfl_xor_sync(0xffffffffu, b0 ? x[0] : x[1], 1);
+    y1 = __shfl_xor_sync(0xffffffffu, b0 ? x[2] : x[3], 1);
+    if (b0) x[0] = y0, x[2] = y1;
+    else x[1] = y0, x[3] = y1;
+}
+
+#if ORDERED
+// Warpgroup w waits for its turn, and gives the turn to the next.
+__device__ __forceinline__ void turn(int w) {
+    asm volatile("bar.sync %0, 256;" ::"r"(1 + w) : "memory");
+}
+__device__ __forceinline__ void turn_over(int w) {
+    asm volatile("bar.arrive %0, 256;" ::"r"(1 + (w + 1) % WGS) : "memory");
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+              bf16 *out, float *lse, int rows, int keys, int heads) {
+    // As the swizzle wants it: on 1024 bytes.
+    extern __shared__ __align__(1024) unsigned char shared[];
+    unsigned char *q_tile = shared, *k_tiles = shared + Q_BYTES, *v_tiles = k_tiles + STAGES * TILE_BYTES;
+    Barriers &bars = *(Barriers *)(v_tiles + STAGES * TILE_BYTES);
+    int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    int per_head = (rows + ROWS - 1) / ROWS, tiles = per_head * heads;
+    int steps = (keys + KEYS - 1) / KEYS;
+    if (threadIdx.x == 0) {
+        barrier_init(&bars.q_full, 1);
+        barrier_init(&bars.q_empty, WGS * 4);
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(&bars.k_full[i], 1);
+            barrier_init(&bars.v_full[i], 1);
+            barrier_init(&bars.k_empty[i], WGS * 4);
+            barrier_init(&bars.v_empty[i], WGS * 4);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+
+    if (group == WGS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGS));
+        if (threadIdx.x == WGS * 128) {
+            Place at = {0, 0};
+            u32 round = 0;
+            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+                int head = tile / per_head, row = tile % per_head * ROWS;
+                for (int j = 0; j < steps; j++) {
+                    int key = (steps - 1 - j) * KEYS;
+                    await(&bars.k_empty[at.stage], at.round ^ 1);
+                    expect(&bars.k_full[at.stage], TILE_BYTES);
+                    load(k_tiles + at.stage * TILE_BYTES, &k_map, &bars.k_full[at.stage], key, head);
+                    if (j == 0) {
+                        await(&bars.q_empty, round ^ 1);
+                        expect(&bars.q_full, Q_BYTES);
+                        load(q_tile, &q_map, &bars.q_full, row, head);
+                        round ^= 1;
+                    }
+                    await(&bars.v_empty[at.stage], at.round ^ 1);
+                    expect(&bars.v_full[at.stage], TILE_BYTES);
+                    load(v_tiles + at.stage * TILE_BYTES, &v_map, &bars.v_full[at.stage], key, head);
+                    at = at.next();
+                }
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTE_REGS));
+        u64 q = operand(q_tile + group * 64 * HALF * 2, 16, 1024);
+        u64 k = operand(k_tiles, 16, 1024), v = operand(v_tiles, KEYS * HALF * 2, 1024);
+        bool speaks = threadIdx.x % 32 == 0;
+        Place at = {0, 0};
+        u32 round = 0;
+#if ORDERED
+        if (group == WGS - 1) turn_over(group);
+#endif
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, round ^= 1) {
+            int head = tile / per_head, row = tile % per_head * ROWS + group * 64;
+#if !ORDERED
+            if (row >= rows) {
+                // Nothing to compute: what the others use is given back with them.
+                await(&bars.q_full, round);
+                if (speaks) arrive(&bars.q_empty);
+                for (int j = 0; j < steps; j++, at = at.next()) {
+                    await(&bars.k_full[at.stage], at.round);
+                    free_tile(&bars.k_empty[at.stage]);
+                    await(&bars.v_full[at.stage], at.round);
+                    free_tile(&bars.v_empty[at.stage]);
+                }
+                continue;
+            }
+#endif
+            float s[PER_THREAD], o[64];
+            u32 p[KEYS / 4];
+            Softmax softmax;
+
+            await(&bars.q_full, round);
+            await(&bars.k_full[at.stage], at.round);
+            hold(s);
+            scores(s, q, k + at.stage * (TILE_BYTES >> 4));
+            products_wait<0>();
+            hold(s);
+            free_tile(&bars.k_empty[at.stage]);
+            // Of the first tile, the keys' last, what is beyond the end is out.
+            int left = keys - (steps - 1) * KEYS - threadIdx.x % 4 * 2;
+            if (keys % KEYS != 0) {
+#pragma unroll
+                for (int i = 0; i < PER_THREAD; i++) {
+                    if (i / 4 * 8 + i % 2 >= left) s[i] = -INFINITY;
+                }
+            }
+            softmax.step<true>(s);
+            hold(s);
+            pack(p, s);
+#pragma unroll
+            for (int i = 0; i < 64; i++) o[i] = 0.0f;
+            at = at.next();
+            if (steps > 1) await(&bars.k_full[at.stage], at.round);
+            for (int j = 1; j < steps; j++) {
+#if ORDERED
+                turn(group);
+#endif
+                hold(s);
+                scores(s, q, k + at.stage * (TILE_BYTES >> 4));
+                await(&bars.v_full[at.last().stage], at.last().round);
+                hold(o);
+                values(o, p, v + at.last().stage * (TILE_BYTES >> 4));
+#if ORDERED
+                turn_over(group);
+#endif
+                products_wait<1>();
+                hold(s);
+                free_tile(&bars.k_empty[at.stage]);
+                bool rescale = softmax.step<false>(s);
+                hold(s);
+                // Here, where it parts the softmax from the wait for P V: the compiler lets neither pass.
+                Place next = at.next();
+                if (j + 1 < steps) await(&bars.k_full[next.stage], next.round);
+                products_wait<0>();
+                hold(o);
+                free_tile(&bars.v_empty[at.last().stage]);
+                pack(p, s);
+                if (rescale) softmax.rescale(o);
+                at = at.next();
+            }
+            if (speaks) arrive(&bars.q_empty);
+            await(&bars.v_full[at.last().stage], at.last().round);
+            hold(o);
+            values(o, p, v + at.last().stage * (TILE_BYTES >> 4));
+            products_wait<0>();
+            hold(o);
+            free_tile(&bars.v_empty[at.last().stage]);
+
+            int lane = threadIdx.x % 32;
+            row += threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float sum = softmax.sum[r];
+                sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+                sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                float by = __fdividef(1.0f, sum);
+                int at_row = row + 8 * r;
+                bf16 *to = out + ((i64)at_row * heads + head) * HEAD + lane % 4 * 8;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    u32 x[4];
+#pragma unroll
+                    for (int c = 0; c < 4; c++) x[c] = pair(o[16 * i + 4 * c + 2 * r] * by, o[16 * i + 4 * c + 2 * r + 1] * by);
+                    transpose(x);
+                    if (at_row < rows) *(uint4 *)(to + 32 * i) = make_uint4(x[0], x[1], x[2], x[3]);
+                }
+                if (lse && at_row < rows && lane % 4 == 0) {
+                    lse[(i64)head * rows + at_row] = fmaf(softmax.reference[r], SCALE, __logf(sum));
+                }
+            }
+        }
+    }
+}
