@@ -167,7 +167,7 @@ pub fn run(args: &Args) -> Outcome {
             for (rank, r) in ranks.ready.iter().enumerate() {
                 let planned: u64 = r.planned.iter().sum();
                 text += &format!(
-                    "  rank {rank}: planned {:.2} GiB, measured {:.2} GiB with context and libraries, warm after {:.1} s\n",
+                    "  rank {rank}: planned {:.2} GiB with context and libraries, measured {:.2} GiB, warm after {:.1} s\n",
                     gib(planned),
                     gib(r.measured),
                     r.load_s

@@ -55,8 +55,8 @@ pub struct Asked {
 pub struct Ready {
     /// Digest of the plan.
     pub plan: String,
-    /// Bytes of weights, buffers and temporaries by plan.
-    pub planned: [u64; 3],
+    /// Bytes by plan: weights, buffers, temporaries, and what context and libraries take.
+    pub planned: [u64; 4],
     /// Bytes of the device that this process took, as the driver says.
     pub measured: u64,
     /// Seconds from start to here.
@@ -251,7 +251,11 @@ pub fn rank_main(rank: u32, orders: &str) -> Result<(), Diagnostics> {
     let Counts { compiled, captured, allocated } = counts;
     let ready = Ready {
         plan: sealed.digest_hex(),
-        planned: dit.backend.memory(),
+        planned: {
+            let [weights, buffers, slots] = dit.backend.memory();
+            let lanes = ids.len().min(crate::comm::groups(sealed).len());
+            [weights, buffers, slots, Cuda::overhead_bytes(lanes)]
+        },
         measured: dit.backend.process_memory().unwrap_or(0),
         load_s: began.elapsed().as_secs_f64(),
         counts: (compiled, captured, allocated),
@@ -488,7 +492,8 @@ impl WeightSource for Synthetic {
         let mut out = global_normals(name, ty, seat);
         let norm = name.contains("norm") && name.ends_with(".weight");
         let center = if norm { 1.0 } else { 0.0 };
-        out.iter_mut().for_each(|v| *v = center + DEVIATION * *v);
+        let parts: Vec<&mut [f32]> = out.chunks_mut(PIECE).collect();
+        in_parallel(parts, &|part: &mut [f32]| part.iter_mut().for_each(|v| *v = center + DEVIATION * *v));
         Ok(out)
     }
 }

@@ -30,7 +30,7 @@ impl Cuda {
                 if !few(&shape) {
                     self.products.prepare(shape)?;
                     // The residual form, should the step be fused.
-                    if shape.dtype != DType::F32 && !shape.gelu {
+                    if act(op) == 0 {
                         self.products.prepare(Shape { residual: true, ..shape })?;
                     }
                 }

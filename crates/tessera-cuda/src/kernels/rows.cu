@@ -137,13 +137,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 constexpr int MOST_PAIRS = 256;
 
+__device__ __forceinline__ void turn_one(float *pair, float cosine, float sine) {
+    float a = pair[0], b = pair[1];
+    pair[0] = a * cosine - b * sine;
+    pair[1] = a * sine + b * cosine;
+}
+__device__ __forceinline__ void turn_two(float *pairs, float4 turns) {
+    turn_one(pairs, turns.x, turns.y);
+    turn_one(pairs + 2, turns.z, turns.w);
+}
+
 // RMS norm (w not null: over this row, or with sums of squares that ranks brought together), then rotary embedding
 // (head > 0), to row `*to_row` + own of out. Turns are (cos, sin): those of frames were made for this call.
 extern "C" __global__ void __launch_bounds__(THREADS)
     rms_rope(const T *x, const float *w, const float *sums, int sum_columns, int sum_column, float whole, float eps,
              T *out, const i64 *to_row, int head, const float2 *by_frame, const float2 *by_row,
              const float2 *by_column, int first_row, int high, int wide, int moves) {
-    __shared__ float2 turn[MOST_PAIRS];
+    // As float4 where two pairs are read at once.
+    __shared__ __align__(16) float2 turn[MOST_PAIRS];
     Row r;
     load(r, x + (i64)blockIdx.x * WIDTH);
     if (head > 0) {
@@ -170,14 +181,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             int v = p * THREADS + threadIdx.x;
             if (v < VECTORS) {
                 int pair = v * V % head / 2;
+#if ROW_VECTOR % 4 == 0
+                // A vector lies in one head, if heads are whole vectors.
+                if (head % V == 0) {
+#pragma unroll
+                    for (int i = 0; i < V; i += 4) turn_two(r.e[p] + i, ((const float4 *)(turn + pair))[i / 4]);
+                    continue;
+                }
+#endif
 #pragma unroll
                 for (int i = 0; i + 1 < V; i += 2) {
-                    // A vector may reach into the next head.
                     if (pair == head / 2) pair = 0;
                     float2 t = turn[pair++];
-                    float a = r.e[p][i], b = r.e[p][i + 1];
-                    r.e[p][i] = a * t.x - b * t.y;
-                    r.e[p][i + 1] = a * t.y + b * t.x;
+                    turn_one(r.e[p] + i, t.x, t.y);
                 }
             }
         }
