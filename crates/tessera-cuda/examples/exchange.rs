@@ -25,8 +25,10 @@ mod exchange;
 mod libraries;
 #[path = "../src/nccl.rs"]
 mod nccl;
+#[path = "../src/tables.rs"]
+mod tables;
 
-use compile::Compiler;
+use compile::{Compiler, Shelf};
 use driver::{Context, Done, Event, Memory, Stream, download, failed, upload};
 use exchange::{Group, GroupFault, Kind, Move, Terms, Way};
 use libraries::Libraries;
@@ -131,6 +133,23 @@ fn stage(scene: &str, seconds: u64, gpus: usize, mib: usize, folder: &Path) -> b
     codes.len() == gpus && codes.iter().all(|c| *c == Some(0))
 }
 
+/// Kernels of this run, for processes that come later.
+#[derive(Debug)]
+struct Kept(PathBuf);
+
+impl Shelf for Kept {
+    fn find(&self, name: &str) -> Option<Vec<u8>> {
+        std::fs::read(self.0.join(name)).ok()
+    }
+
+    fn keep(&self, name: &str, image: &[u8]) {
+        let part = self.0.join(format!("{name}.part{}", std::process::id()));
+        let _ = std::fs::create_dir_all(&self.0)
+            .and_then(|()| std::fs::write(&part, image))
+            .and_then(|()| std::fs::rename(&part, self.0.join(name)));
+    }
+}
+
 /// One process: a GPU and what it needs.
 struct Seat {
     me: usize,
@@ -153,8 +172,9 @@ impl Seat {
             }
         }
         let context = Context::open(me as u32)?;
-        let kept = folder.join("kernels");
-        let compiler = Compiler::new((9, 0), Some(&kept))?;
+        let nvrtc = tables::Nvrtc::load(&libraries).or_else(|d| failed(d.message))?;
+        let kept = Arc::new(Kept(folder.join("kernels")));
+        let compiler = Compiler::new(nvrtc, (9, 0), Some(kept))?;
         Ok(Seat { me, members, folder: folder.into(), scene: scene.into(), libraries, context, compiler })
     }
 
@@ -184,19 +204,17 @@ impl Seat {
         let abort = Arc::new(AtomicBool::new(false));
         let place = (self.me, self.members);
         let began = Instant::now();
-        let free = self.context.memory()?.0;
         let mut group = Group::join(&self.libraries, &mut self.compiler, &id, place, terms, abort)?;
         let met = began.elapsed();
         group.share(memory)?;
         if self.me == 0 {
             println!(
-                "     {}: group {name} of {} meets by {:?} after {} + {} ms, {} MiB beside its memory{}",
+                "     {}: group {name} of {} meets by {:?} after {} + {} ms{}",
                 self.scene,
                 self.members,
                 group.way(),
                 met.as_millis(),
                 (began.elapsed() - met).as_millis(),
-                free.saturating_sub(self.context.memory()?.0) >> 20,
                 group.why_not_peers().map(|w| format!(" ({w})")).unwrap_or_default(),
             );
         }

@@ -99,9 +99,9 @@ impl Attentions {
         Ok(())
     }
 
-    /// From here on no plan is made.
-    pub(crate) fn freeze(&mut self) {
-        self.frozen = true;
+    /// Whether from here on no plan is made.
+    pub(crate) fn freeze(&mut self, frozen: bool) {
+        self.frozen = frozen;
     }
 
     pub(crate) fn run(&mut self, shape: Shape, at: At, stream: &Stream) -> Done<()> {

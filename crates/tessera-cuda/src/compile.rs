@@ -1,15 +1,24 @@
 //! Compiles kernels for the device at hand, and keeps what was compiled.
 //!
-//! A cubin is kept under the hash of everything that it depends on: source, options, the compiler's version. The folder is
-//! named by whoever opens the backend; without one, every process compiles anew.
+//! A cubin is kept under the hash of everything that it depends on: source, options, the compiler's version. Where is up to
+//! whoever opens the backend; without a shelf, every process compiles anew.
 
 use std::ffi::{CString, c_char, c_int};
-use std::path::{Path, PathBuf};
+use std::fmt::Debug;
+use std::sync::Arc;
 
 use cudarc::nvrtc::sys::nvrtcResult;
 
 use crate::driver::{Done, Failed, Module, failed};
 use crate::tables::Nvrtc;
+
+/// Where compiled kernels are kept from run to run.
+pub trait Shelf: Debug + Send + Sync {
+    /// What is kept under a name, if anything.
+    fn find(&self, name: &str) -> Option<Vec<u8>>;
+    /// Keeps it, or not: what is not found is compiled again.
+    fn keep(&self, name: &str, image: &[u8]);
+}
 
 /// Compiles for one kind of device.
 #[derive(Debug)]
@@ -17,26 +26,20 @@ pub(crate) struct Compiler {
     nvrtc: Nvrtc,
     arch: String,
     version: String,
-    kept: Option<PathBuf>,
+    kept: Option<Arc<dyn Shelf>>,
     /// Sources compiled by this process, those found on disk not counted.
     pub(crate) compiled: u32,
 }
 
 impl Compiler {
     /// For a compute capability, such as (9, 0).
-    pub(crate) fn new(nvrtc: Nvrtc, capability: (i32, i32), kept: Option<&Path>) -> Done<Compiler> {
+    pub(crate) fn new(nvrtc: Nvrtc, capability: (i32, i32), kept: Option<Arc<dyn Shelf>>) -> Done<Compiler> {
         let (mut major, mut minor) = (0, 0);
         check((nvrtc.version)(&mut major, &mut minor), "nvrtcVersion")?;
         // `a`: instructions of exactly this device may be used.
         let (x, y) = capability;
         let arch = if x >= 9 { format!("sm_{x}{y}a") } else { format!("sm_{x}{y}") };
-        Ok(Compiler {
-            nvrtc,
-            arch,
-            version: format!("{major}.{minor}"),
-            kept: kept.map(Path::to_path_buf),
-            compiled: 0,
-        })
+        Ok(Compiler { nvrtc, arch, version: format!("{major}.{minor}"), kept, compiled: 0 })
     }
 
     /// A module of a source with macros defined.
@@ -53,31 +56,18 @@ impl Compiler {
         for part in options.iter().chain([&self.version, &source.to_string()]) {
             hash.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
         }
-        let file =
-            self.kept.as_ref().map(|k| k.join(format!("{name}-{}.cubin", &hash.finalize().to_hex()[..32])));
-        if let Some(image) = file.as_ref().and_then(|f| std::fs::read(f).ok())
+        let file = format!("{name}-{}.cubin", &hash.finalize().to_hex()[..32]);
+        if let Some(image) = self.kept.as_ref().and_then(|k| k.find(&file))
             && let Ok(module) = Module::load(&image)
         {
             return Ok(module);
         }
         let image = compile(&self.nvrtc, name, source, &options)?;
         self.compiled += 1;
-        if let Some(file) = file {
-            keep(&file, &image);
+        if let Some(kept) = &self.kept {
+            kept.keep(&file, &image);
         }
         Module::load(&image)
-    }
-}
-
-/// Under another name first: a reader never sees half a file. What cannot be kept is compiled again next time.
-fn keep(file: &Path, image: &[u8]) {
-    let Some(folder) = file.parent() else { return };
-    let part = file.with_extension(format!("part{}", std::process::id()));
-    let written = std::fs::create_dir_all(folder)
-        .and_then(|()| std::fs::write(&part, image))
-        .and_then(|()| std::fs::rename(&part, file));
-    if written.is_err() {
-        let _ = std::fs::remove_file(&part);
     }
 }
 

@@ -166,12 +166,6 @@ impl Context {
         // SAFETY: the driver gave this device.
         Ok(unsafe { result::device::get_attribute(self.device, which) }?)
     }
-
-    /// Bytes free and in all, as the driver says.
-    pub(crate) fn memory(&self) -> Done<(usize, usize)> {
-        self.bind()?;
-        Ok(result::mem_get_info()?)
-    }
 }
 
 impl Drop for Context {
@@ -256,20 +250,16 @@ impl Pinned {
         self.at as u64
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
     /// Elements from a byte offset on. No work that writes them may be under way.
     pub(crate) fn slice<T: Copy>(&self, offset: usize, len: usize) -> &[T] {
-        assert!(offset % align_of::<T>() == 0 && offset + len * size_of::<T>() <= self.bytes);
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + len * size_of::<T>() <= self.bytes);
         // SAFETY: the range lies inside the allocation, is aligned and initialised; plain numbers have no invalid bits.
         unsafe { std::slice::from_raw_parts(self.at.add(offset).cast::<T>(), len) }
     }
 
     /// The same to write. No work that reads or writes them may be under way.
     pub(crate) fn slice_mut<T: Copy>(&mut self, offset: usize, len: usize) -> &mut [T] {
-        assert!(offset % align_of::<T>() == 0 && offset + len * size_of::<T>() <= self.bytes);
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + len * size_of::<T>() <= self.bytes);
         // SAFETY: as in `slice`, and borrowed alone.
         unsafe { std::slice::from_raw_parts_mut(self.at.add(offset).cast::<T>(), len) }
     }
@@ -311,11 +301,6 @@ impl Stream {
         Ok(unsafe {
             result::stream::wait_event(self.0, event.0, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT)
         }?)
-    }
-
-    pub(crate) fn synchronize(&self) -> Done<()> {
-        // SAFETY: it lives.
-        Ok(unsafe { result::stream::synchronize(self.0) }?)
     }
 
     /// Copies between device and host or within the device, whichever the addresses are of.

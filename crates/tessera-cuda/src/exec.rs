@@ -8,10 +8,10 @@ mod admit;
 mod enqueue;
 mod groups;
 mod steps;
+mod turns;
 mod weights;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -20,11 +20,11 @@ use tessera_device::{
     Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Route, Scalar, Seat,
     T0801, WeightSource, brought,
 };
-use tessera_ir::{DType, Op, Opcode, Program, Slots, Type, ValueId};
+use tessera_ir::{DType, Op, Opcode, Program, Slots, Type};
 
 use crate::T1304;
 use crate::attention::Attentions;
-use crate::compile::Compiler;
+use crate::compile::{Compiler, Shelf};
 use crate::devices::used_bytes;
 use crate::driver::{Args, Context, Done, Event, Failed, Graph, Memory, Pinned, Stream, download, upload};
 use crate::flash::Flash;
@@ -37,6 +37,7 @@ use crate::tables::{CublasLt, Cudnn, Nvrtc};
 use admit::unsupported;
 use groups::{Groups, PAGE_BYTES, Told};
 use steps::{Step, steps};
+use turns::{Turns, turns};
 use weights::Weights;
 
 /// How a backend is opened.
@@ -45,7 +46,7 @@ pub struct Options {
     /// Which of the visible devices.
     pub device: u32,
     /// Where compiled kernels are kept from run to run, if anywhere.
-    pub kernels: Option<PathBuf>,
+    pub kernels: Option<Arc<dyn Shelf>>,
     /// Longest wait for a peer in one collective.
     pub patience: Duration,
     /// Longest wait for peers to come, before the first collective.
@@ -134,7 +135,6 @@ struct Placed {
 
 #[derive(Debug)]
 struct Buffer {
-    name: String,
     ty: Type,
     memory: Memory,
 }
@@ -164,8 +164,6 @@ enum Place {
 struct Prepared {
     program: Arc<Program>,
     places: Vec<Place>,
-    /// Issuing op of each ticket.
-    issues: BTreeMap<ValueId, usize>,
     /// Backend's buffer of each of the program's.
     buffers: Vec<usize>,
     steps: Vec<Step>,
@@ -180,20 +178,6 @@ struct Prepared {
     graph: Option<Graph>,
     /// Whether it has run since its memory was placed.
     ran: bool,
-}
-
-/// Tables of one rotary embedding in the area.
-#[derive(Debug)]
-struct Turns {
-    op: usize,
-    head: u64,
-    /// Rows and columns of a frame.
-    grid: [u64; 2],
-    frames: u64,
-    stride: i64,
-    by_frame: u64,
-    by_row: u64,
-    by_column: u64,
 }
 
 impl Cuda {
@@ -233,7 +217,7 @@ impl Cuda {
             context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        let mut compiler = Compiler::new(nvrtc, capability, options.kernels.as_deref())?;
+        let mut compiler = Compiler::new(nvrtc, capability, options.kernels.clone())?;
         let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let flash = Flash::new(&mut compiler, capability, multiprocessors)?;
         let groups = Groups::join(libraries, &mut compiler, seat, ends, &options)?;
@@ -324,6 +308,12 @@ impl Cuda {
         (1100 + 760 * lanes as u64) << 20
     }
 
+    /// How ranks meet in each lane, in words.
+    #[must_use]
+    pub fn ways(&self) -> Vec<String> {
+        self.groups.ways()
+    }
+
     fn refuse(p: &Program, op: &Op, why: &str) -> Diagnostic {
         Diagnostic::error(&T0801, format!("{} in @{} of {}: {why}", op.opcode.name(), p.name, p.role))
             .at("backend", "cuda")
@@ -343,6 +333,8 @@ impl Cuda {
         let memory = Memory::new((end as usize + scratch).next_multiple_of(PAGE_BYTES))?;
         memory.zero()?;
         self.counts.allocated += 1;
+        self.products.freeze(true);
+        self.attentions.freeze(true);
         self.share(&memory, &offsets)?;
         self.slots = Some(Placed { memory, offsets, scratch: end });
         // Addresses have changed.
@@ -365,26 +357,20 @@ impl Cuda {
             if i == next {
                 let memory = Memory::new(b.ty.bytes().0 as usize).map_err(broken)?;
                 memory.zero().map_err(broken)?;
-                self.buffers.push(Buffer { name: b.name.clone(), ty: b.ty.clone(), memory });
+                self.buffers.push(Buffer { ty: b.ty.clone(), memory });
             }
             buffers.push(i);
         }
         let mut places = vec![Place::Nowhere; p.values.len()];
-        let mut issues = BTreeMap::new();
         let (mut area, mut put_out) = (0_u64, 0_usize);
-        for (i, op) in p.ops.iter().enumerate() {
+        for op in &p.ops {
             if let Some(why) = unsupported(p, op) {
                 return Err(Cuda::refuse(p, op, &why));
             }
             for r in &op.results {
                 let ty = p.ty(*r);
                 places[r.0 as usize] = match op.opcode {
-                    _ if ty.is_token() => {
-                        if ty.dtype == DType::Ticket {
-                            issues.insert(*r, i);
-                        }
-                        Place::Nowhere
-                    }
+                    _ if ty.is_token() => Place::Nowhere,
                     Opcode::Weight => Place::Weight(self.weights.load(&self.seat, p, op, source)?),
                     Opcode::Input | Opcode::Call => {
                         let at = area;
@@ -429,7 +415,6 @@ impl Cuda {
             scratch_bytes: p.ops.iter().map(|o| scratch_bytes(p, o)).max().unwrap_or(0),
             program: Arc::clone(program),
             places,
-            issues,
             buffers,
             turns,
             area: memory,
@@ -600,6 +585,8 @@ impl Backend for Cuda {
         weights: &mut dyn WeightSource,
     ) -> Result<Loaded, Diagnostic> {
         self.context.bind().map_err(|e| refused("context", &e))?;
+        self.products.freeze(false);
+        self.attentions.freeze(false);
         let prepared = self.prepare(program, slots, weights)?;
         for (i, bytes) in slots.bytes.iter().enumerate() {
             match self.slot_bytes.get_mut(i) {
@@ -664,7 +651,7 @@ impl Backend for Cuda {
     fn output(&self, name: &str) -> Option<&[f32]> {
         let named =
             self.outputs.iter().filter(|(n, o)| o.fresh && n.split_once('/').is_some_and(|(_, n)| n == name));
-        let (_, o) = named.last()?;
+        let (_, o) = named.max_by_key(|(_, o)| o.program)?;
         Some(self.programs[o.program].put_out.slice(o.offset, o.len))
     }
 
@@ -755,57 +742,3 @@ fn scratch_bytes(p: &Program, op: &Op) -> usize {
 
 /// Before, among and after the keys that a bias is added to.
 const MOST_PIECES: usize = 3;
-
-/// The tables that a program's rotary embeddings need, and their places behind what a call brings.
-fn turns(p: &Program, area: &mut u64) -> Vec<Turns> {
-    let mut out = Vec::new();
-    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::Rope) {
-        let grid = op.ints("grid").unwrap_or(&[1, 1, 1]);
-        let (head, stride) = (op.int("head_dim").unwrap_or(2) as u64, op.int("frame_stride").unwrap_or(1));
-        // Where frames do not move, every row stands at the origin of rows and columns.
-        let [frames, high, wide] = match stride {
-            0 => [1; 3],
-            _ => [grid[0] as u64, grid[1] as u64, grid[2] as u64],
-        };
-        let mut take = |n: u64| {
-            let at = *area;
-            *area = (*area + n * 8).next_multiple_of(ALIGNMENT);
-            at
-        };
-        let side = head / 6;
-        out.push(Turns {
-            op: i,
-            head,
-            grid: [high, wide],
-            frames,
-            stride,
-            by_frame: take(frames * (head / 2 - 2 * side)),
-            by_row: take(high * side),
-            by_column: take(wide * side),
-        });
-    }
-    out
-}
-
-impl Turns {
-    /// Pairs of a head that turn by frame; a third of the head, rounded up, and the rest by row and by column.
-    fn pairs(&self) -> u64 {
-        self.head / 2 - 2 * (self.head / 6)
-    }
-
-    /// Turns by row and column depend on no call.
-    fn upload(&self, area: &Memory) -> Done<()> {
-        let side = self.head / 6;
-        for (at, extent) in [(self.by_row, self.grid[0]), (self.by_column, self.grid[1])] {
-            let table: Vec<[f32; 2]> = (0..extent)
-                .flat_map(|i| (0..side).map(move |j| (i, j)))
-                .map(|(i, j)| {
-                    let angle = i as f64 * 10_000_f64.powf(-(j as f64) / side as f64);
-                    [angle.cos() as f32, angle.sin() as f32]
-                })
-                .collect();
-            upload(area.at() + at, &table)?;
-        }
-        Ok(())
-    }
-}

@@ -29,6 +29,7 @@ nvidia-smi lists, or an earlier run may not be gone yet. A shape that a library 
 another mesh or dtype may do. A device that is lost says so in every call until it is reset by whoever runs the machine.",
 };
 
+pub use compile::Shelf;
 pub use devices::{Devices, Gpu, Link, T1302, devices};
 pub use exec::{Counts, Cuda, End, Options};
 pub use libraries::{Found, Libraries, Library, Lost, T1301};

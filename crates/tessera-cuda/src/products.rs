@@ -127,9 +127,9 @@ impl Products {
         self.instead.get(&shape).copied().unwrap_or(shape)
     }
 
-    /// From here on no algorithm is chosen.
-    pub(crate) fn freeze(&mut self) {
-        self.frozen = true;
+    /// Whether from here on no algorithm is chosen.
+    pub(crate) fn freeze(&mut self, frozen: bool) {
+        self.frozen = frozen;
     }
 
     pub(crate) fn run(&mut self, shape: Shape, at: At, stream: &Stream) -> Done<()> {

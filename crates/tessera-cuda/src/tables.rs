@@ -62,7 +62,6 @@ table! {
         desc_set = "cublasLtMatmulDescSetAttribute": fn(lt::cublasLtMatmulDesc_t, lt::cublasLtMatmulDescAttributes_t, *const c_void, usize) -> lt::cublasStatus_t;
         layout_create = "cublasLtMatrixLayoutCreate": fn(*mut lt::cublasLtMatrixLayout_t, lt::cudaDataType, u64, u64, i64) -> lt::cublasStatus_t;
         layout_destroy = "cublasLtMatrixLayoutDestroy": fn(lt::cublasLtMatrixLayout_t) -> lt::cublasStatus_t;
-        layout_set = "cublasLtMatrixLayoutSetAttribute": fn(lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayoutAttribute_t, *const c_void, usize) -> lt::cublasStatus_t;
         pref_create = "cublasLtMatmulPreferenceCreate": fn(*mut lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
         pref_destroy = "cublasLtMatmulPreferenceDestroy": fn(lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
         pref_set = "cublasLtMatmulPreferenceSetAttribute": fn(lt::cublasLtMatmulPreference_t, lt::cublasLtMatmulPreferenceAttributes_t, *const c_void, usize) -> lt::cublasStatus_t;

@@ -89,7 +89,7 @@ mod tests {
     #[test]
     fn halves_go_to_the_even_neighbour() {
         let to = |x: f32| f32::from_bits(u32::from(bf16(x)) << 16);
-        assert_eq!([1.0, 1.00390625, 1.01171875, -2.5].map(to), [1.0, 1.0, 1.015625, -2.5]);
+        assert_eq!([1.0, 1.003_906_3, 1.011_718_8, -2.5].map(to), [1.0, 1.0, 1.015625, -2.5]);
         assert_eq!([f32::MAX, f32::INFINITY, 1e-45, -0.0].map(bf16), [0x7f80, 0x7f80, 0, 0x8000]);
         assert!(to(f32::from_bits(0x7f80_0001)).is_nan());
     }

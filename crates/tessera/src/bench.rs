@@ -59,6 +59,8 @@ pub struct Ready {
     pub planned: [u64; 4],
     /// Bytes of the device that this process took, as the driver says.
     pub measured: u64,
+    /// How ranks meet, by lane.
+    pub ways: Vec<String>,
     /// Seconds from start to here.
     pub load_s: f64,
     /// What was compiled, captured and allocated before.
@@ -257,6 +259,7 @@ pub fn rank_main(rank: u32, orders: &str) -> Result<(), Diagnostics> {
             [weights, buffers, slots, Cuda::overhead_bytes(lanes)]
         },
         measured: dit.backend.process_memory().unwrap_or(0),
+        ways: dit.backend.ways(),
         load_s: began.elapsed().as_secs_f64(),
         counts: (compiled, captured, allocated),
     };

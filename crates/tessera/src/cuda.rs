@@ -11,7 +11,7 @@ use tessera_mesh::{Mesh, Rank};
 use tessera_verify::SealedPlan;
 
 use crate::comm;
-use crate::gpus::{Gpus, kernels_folder};
+use crate::gpus::{Gpus, kernels};
 
 /// Longest wait for the other ranks of a lane before the first collective: they load weights meanwhile.
 const SETUP: Duration = Duration::from_secs(300);
@@ -85,8 +85,7 @@ pub fn open(
     patience: Duration,
 ) -> Result<Cuda, Diagnostic> {
     let seat = Seat { mesh: *sealed.mesh(), rank };
-    let options =
-        Options { device, kernels: kernels_folder(), patience, setup: SETUP, host: host(), graphs: true };
+    let options = Options { device, kernels: kernels(), patience, setup: SETUP, host: host(), graphs: true };
     Cuda::open(&gpus.libraries, seat, ends(sealed, rank, ids)?, options)
 }
 

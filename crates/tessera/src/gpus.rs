@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_cuda::{Devices, Libraries, devices};
+use tessera_cuda::{Devices, Libraries, Shelf, devices};
 
 /// Names further folders with libraries, separated by colons; they come first.
 pub const FOLDERS: &str = "TESSERA_CUDA_LIBS";
@@ -14,13 +15,38 @@ pub const KERNELS: &str = "TESSERA_KERNELS";
 
 /// Where compiled kernels are kept from run to run: a folder of the user's cache, unless told otherwise.
 #[must_use]
-pub fn kernels_folder() -> Option<PathBuf> {
-    if let Some(told) = std::env::var_os(KERNELS) {
-        return (!told.is_empty()).then(|| PathBuf::from(told));
+pub fn kernels() -> Option<Arc<dyn Shelf>> {
+    let folder = match std::env::var_os(KERNELS) {
+        Some(told) => (!told.is_empty()).then(|| PathBuf::from(told)),
+        None => {
+            let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+            let home = || std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache"));
+            let cache = cache.filter(|c| c.is_absolute()).or_else(home);
+            cache.map(|c| c.join("tessera").join("kernels"))
+        }
+    };
+    folder.map(|f| Arc::new(Folder(f)) as Arc<dyn Shelf>)
+}
+
+/// A folder of compiled kernels.
+#[derive(Debug)]
+pub struct Folder(pub PathBuf);
+
+impl Shelf for Folder {
+    fn find(&self, name: &str) -> Option<Vec<u8>> {
+        std::fs::read(self.0.join(name)).ok()
     }
-    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let home = || std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache"));
-    Some(cache.filter(|c| c.is_absolute()).or_else(home)?.join("tessera").join("kernels"))
+
+    /// Under another name first: a reader never sees half a file. What cannot be kept is compiled again next time.
+    fn keep(&self, name: &str, image: &[u8]) {
+        let part = self.0.join(format!("{name}.part{}", std::process::id()));
+        let written = std::fs::create_dir_all(&self.0)
+            .and_then(|()| std::fs::write(&part, image))
+            .and_then(|()| std::fs::rename(&part, self.0.join(name)));
+        if written.is_err() {
+            let _ = std::fs::remove_file(&part);
+        }
+    }
 }
 
 /// What was found.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tessera::gpus::Gpus;
+use tessera::gpus::{Folder, Gpus};
 use tessera_cuda::{Cuda, End, Options, unique_id};
 use tessera_device::{Lane, Route};
 use tessera_filetests::{Maker, Subject, Tolerance, conformance};
@@ -80,7 +80,7 @@ fn the_cuda_backend_means_what_the_reference_means() {
             let found = Arc::clone(&found);
             let options = Options {
                 device,
-                kernels: Some(std::env::temp_dir().join("tessera-kernels")),
+                kernels: Some(Arc::new(Folder(std::env::temp_dir().join("tessera-kernels")))),
                 patience: PATIENCE,
                 setup: Duration::from_secs(20),
                 // Ranks are threads of one process here, whose memory is not handed around: they meet through NCCL.

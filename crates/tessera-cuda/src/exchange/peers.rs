@@ -30,6 +30,7 @@ pub(super) struct Peers {
     /// Every member's flags.
     pub(super) flags: Vec<u64>,
     /// To be closed.
+    #[allow(dead_code, reason = "held open for as long as the addresses are used")]
     pub(super) opened: Vec<Opened>,
 }
 

@@ -70,6 +70,15 @@ impl Groups {
         Ok(Groups { ends: out, seat })
     }
 
+    /// How ranks meet in each lane, in words.
+    pub(super) fn ways(&self) -> Vec<String> {
+        let way = |e: &Lane| match e.group.why_not_peers() {
+            None => format!("{}: over peers' memory", e.route),
+            Some(why) => format!("{}: through NCCL, since {why}", e.route),
+        };
+        self.ends.iter().map(way).collect()
+    }
+
     /// Whether some lane goes through NCCL, which connects at the first use of each verb and then may be captured.
     pub(super) fn lazy(&self) -> bool {
         self.ends.iter().any(|e| e.group.way() == Way::Nccl)
@@ -85,7 +94,8 @@ impl Groups {
             aborters.iter().for_each(Aborter::stop);
             // Whoever aborts has to leave in time and waits for no library. Without a thread to wait on it, what NCCL has under
             // way ends with the process.
-            for a in aborters.iter().filter(|a| a.through_nccl()).cloned() {
+            for a in aborters.iter().filter(|a| a.through_nccl()) {
+                let a = a.clone();
                 // Whether it ended in time changes nothing for a process that is about to.
                 let end = move || {
                     a.abort(ENDING);
