@@ -26,7 +26,8 @@ pub static T1304: Code = Code {
     page: "A call of the driver, NVRTC, cuBLASLt or cuDNN failed while a rank was made ready. The text is the library's own, with \
 the call and the shape that was asked for.\n\nToo little free memory is the usual reason: another process may hold some, which \
 nvidia-smi lists, or an earlier run may not be gone yet. A shape that a library has no algorithm for is named with its sizes; \
-another mesh or dtype may do. A device that is lost says so in every call until it is reset by whoever runs the machine.",
+another mesh or dtype may do. Each rank wants a GPU of its own: more ranks than visible GPUs are refused with both numbers. A \
+device that is lost says so in every call until it is reset by whoever runs the machine.",
 };
 
 pub use compile::Shelf;

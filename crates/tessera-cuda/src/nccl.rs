@@ -54,6 +54,7 @@ type BytesMut = *mut c_void;
 type StreamRaw = cudarc::driver::sys::CUstream;
 
 const SUCCESS: c_int = 0;
+const REMOTE_ERROR: c_int = 6;
 const IN_PROGRESS: c_int = 7;
 
 /// `ncclConfig_t` of 2.28; a newer library reads as much of it as its `size` says.
@@ -233,8 +234,8 @@ impl Comm {
         Ender(self.shared.clone())
     }
 
-    /// What went wrong since, if anything did.
-    pub(crate) fn failure(&self) -> Option<String> {
+    /// What went wrong since, if anything did, and whether it did so at another member.
+    pub(crate) fn failure(&self) -> Option<(String, bool)> {
         let raw = self.shared.lock().map(|h| h.0)?;
         let mut state = SUCCESS;
         let asked = (self.shared.api.async_error)(raw, &mut state);
@@ -242,7 +243,8 @@ impl Comm {
         if state == IN_PROGRESS {
             return None;
         }
-        self.shared.api.check("NCCL", Some(raw), state).err().map(|e| e.0)
+        let why = self.shared.api.check("NCCL", Some(raw), state).err()?.0;
+        Some((why, state == REMOTE_ERROR))
     }
 
     /// Bytes of every member, in order of members, at `to`.

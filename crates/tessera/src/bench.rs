@@ -109,6 +109,7 @@ impl Ranks {
         for rank in 0..world {
             let mut child = Command::new(&program)
                 .args(["bench-rank", &rank.to_string(), &orders])
+                .envs(cuda::environment())
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()

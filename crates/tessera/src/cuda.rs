@@ -16,14 +16,17 @@ use crate::gpus::{Gpus, kernels};
 /// Longest wait for the other ranks of a lane before the first collective: they load weights meanwhile.
 const SETUP: Duration = Duration::from_secs(300);
 
-/// What a rank's process on GPUs runs under, where its user says nothing else: multicast over NVSwitch stays off, since an
-/// abort in the middle of it can leave the switch unusable for the next run.
+/// What a rank's process on GPUs runs under, where its user says nothing else: sums by multicast over NVSwitch depend on
+/// what was allocated before.
 pub(crate) const ENVIRONMENT: [(&str, &str); 1] = [("NCCL_NVLS_ENABLE", "0")];
 
 /// Those of [`ENVIRONMENT`] that the environment does not set already.
 pub(crate) fn environment() -> Vec<(&'static str, &'static str)> {
     ENVIRONMENT.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect()
 }
+
+/// Keys of the parity table and their values.
+pub(crate) type Shown = Vec<(&'static str, String)>;
 
 /// What ranks are told that run on GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,7 +47,7 @@ impl OnGpus {
         sealed: &SealedPlan,
         rank: Rank,
         patience: Duration,
-    ) -> Result<(Cuda, Vec<(&'static str, String)>), Diagnostic> {
+    ) -> Result<(Cuda, Shown), Diagnostic> {
         let gpus = Gpus::look();
         let device = device(sealed.mesh(), self.first, rank);
         let cuda = open(&gpus, sealed, rank, device, &self.lanes, patience)?;
@@ -131,7 +134,7 @@ fn host() -> u64 {
 }
 
 /// Parity keys of a rank's device and of the libraries that choose its kernels.
-fn shown(gpus: &Gpus, device: u32) -> Vec<(&'static str, String)> {
+fn shown(gpus: &Gpus, device: u32) -> Shown {
     let gpu = gpus.devices.as_ref().ok().and_then(|d| d.gpus.get(device as usize));
     let gpu = gpu.map_or("unknown".to_string(), |g| {
         let (major, minor) = g.capability;

@@ -243,7 +243,10 @@ impl Group {
     /// What went wrong first, if anything did. Through NCCL nobody on the device watches the time: the host compares
     /// [`progress`](Group::progress) with its own clock.
     pub(crate) fn fault(&self) -> Option<GroupFault> {
-        let nccl = || self.comm.as_ref().and_then(Comm::failure).map(GroupFault::Nccl);
+        let nccl = || {
+            let (why, remote) = self.comm.as_ref()?.failure()?;
+            Some(if remote { GroupFault::Remote(why) } else { GroupFault::Nccl(why) })
+        };
         self.words.fault().or_else(nccl)
     }
 

@@ -37,6 +37,8 @@ pub(crate) enum GroupFault {
     },
     /// NCCL says so.
     Nccl(String),
+    /// NCCL says that another member is gone or in trouble.
+    Remote(String),
 }
 
 /// What a member waits for.
@@ -73,7 +75,7 @@ impl fmt::Display for GroupFault {
                 write!(f, "op {op}: {many} {} {what} in time", who.join(", "))
             }
             GroupFault::Aborted { op } => write!(f, "op {op}: ended from outside"),
-            GroupFault::Nccl(why) => f.write_str(why),
+            GroupFault::Nccl(why) | GroupFault::Remote(why) => f.write_str(why),
         }
     }
 }

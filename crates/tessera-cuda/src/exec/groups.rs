@@ -129,6 +129,10 @@ impl Groups {
                     Fault::Stalled(format!("{}: {} did not come in time", at(*op), who.join(", ")))
                 }
                 GroupFault::Aborted { op } => Fault::Aborted(format!("{}: ended", at(*op))),
+                // The cause is another rank's, which will be heard of.
+                GroupFault::Remote(why) => {
+                    Fault::Aborted(format!("NCCL over {} in @{}: {why}", e.route, p.name))
+                }
                 GroupFault::Nccl(why) => {
                     Fault::Failed(format!("NCCL over {} in @{}: {why}", e.route, p.name))
                 }

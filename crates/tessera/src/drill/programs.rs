@@ -83,8 +83,8 @@ fn other_shape(p: &mut Program) {
     };
     let found = p.collectives().filter_map(|(at, op)| {
         let own = *op.operands.first()?;
-        let made = p.ops[..at].iter().flat_map(|o| &o.results).copied();
-        Some((at, made.filter(|v| like(own, *v)).last()?))
+        let mut made = p.ops[..at].iter().flat_map(|o| &o.results).copied();
+        Some((at, made.rfind(|v| like(own, *v))?))
     });
     if let Some((at, other)) = found.last() {
         p.ops[at].operands[0] = other;
