@@ -222,7 +222,7 @@ mod tests {
     use tessera_cuda::Libraries;
 
     use super::*;
-    use crate::{Mapping, Model, Overrides, Plan, Strategy, Topology, plan};
+    use crate::{DtypePolicy, Mapping, Model, Overrides, Plan, Strategy, Topology, plan};
 
     fn planned(mesh: &str, topology: Topology, strategy: Strategy) -> Plan {
         let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
@@ -263,6 +263,37 @@ mod tests {
     }
 
     #[test]
+    fn gpus_have_a_kernel_for_every_op_of_the_demo_and_of_both_fixtures() {
+        for (dir, meshes) in [
+            ("models/demo", &["tp=1", "tp=2", "tp=4", "tp=2,pp=2"][..]),
+            ("fixtures/wan-even", &["tp=1", "tp=2", "tp=4", "tp=2,pp=2"]),
+            ("fixtures/wan-odd", &["tp=1", "tp=2", "tp=4", "tp=2,pp=2"]),
+        ] {
+            let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(dir);
+            let model = Model::open(&dir, &Overrides::default()).unwrap();
+            for (mesh, strategy, dtype) in meshes.iter().flat_map(|m| {
+                let dtypes = [DtypePolicy::F32, DtypePolicy::Bf16];
+                let both = [Strategy::Ulysses, Strategy::Megatron];
+                both.into_iter().flat_map(move |s| dtypes.map(|d| (m, s, d)))
+            }) {
+                let map = Mapping { mesh: mesh.parse().unwrap(), strategy, dtype, ..Mapping::default() };
+                let plan = plan::make(&model.video, &model.name, "", &map).unwrap();
+                for rank in plan.mesh_ranks() {
+                    for phase in crate::engine::mesh_phases(&plan.sealed) {
+                        let Some(program) = plan.sealed.program(phase, rank) else { continue };
+                        let refused = Cuda::refusal(program);
+                        assert!(
+                            refused.is_none(),
+                            "{mesh} {strategy:?} {dtype:?} {}: {refused:?}",
+                            model.name
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
     fn names_of_lanes_are_read_as_they_were_written_or_refused() {
         let plan = planned("tp=2", Topology::Mesh, Strategy::Ulysses);
         let lanes = comm::groups(&plan.sealed).len();
@@ -278,13 +309,6 @@ mod tests {
         assert!(refused.message.contains("0 names for"), "{refused:?}");
         let one = planned("tp=1", Topology::Mesh, Strategy::Ulysses);
         assert_eq!(comm::groups(&one.sealed).len(), 0);
-    }
-
-    #[test]
-    fn orders_for_gpus_come_back_as_they_were_written() {
-        let on = OnGpus { lanes: vec!["00ff".into(), String::new()], first: 8 };
-        let text = serde_json::to_string(&on).unwrap();
-        assert_eq!(serde_json::from_str::<OnGpus>(&text).unwrap(), on);
     }
 
     #[test]

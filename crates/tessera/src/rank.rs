@@ -650,6 +650,27 @@ mod tests {
     }
 
     #[test]
+    fn orders_reach_a_rank_as_they_were_given() {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+        let model = Model::open(&demo, &crate::Overrides::default()).unwrap();
+        let plan = crate::plan::make(&model.video, &model.name, "", &crate::Mapping::default()).unwrap();
+        let options = crate::stream::StreamOptions {
+            chunks: 3,
+            seed: 7,
+            out: "run".into(),
+            ..crate::stream::StreamOptions::default()
+        };
+        let orders = crate::stream::orders(&plan, &model, &options, 2).unwrap();
+        assert_eq!(orders.threads(), Some(2));
+        let on = OnGpus { lanes: vec!["ab".repeat(128), String::new()], first: 0 };
+        let orders = Orders { gpus: Some(on.clone()), ..orders };
+        let payload = serde_json::to_vec(&orders).unwrap();
+        let read: Orders = serde_json::from_slice(&payload).unwrap();
+        assert_eq!((read.gpus.as_ref(), read.threads()), (Some(&on), None));
+        assert_eq!(serde_json::to_vec(&read).unwrap(), payload);
+    }
+
+    #[test]
     fn changes_hold_from_their_chunk_on() {
         let changes = [(0, "a"), (4, "b"), (2, "c")];
         let at = |c| in_force(&changes, c).copied();

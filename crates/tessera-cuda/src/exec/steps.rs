@@ -4,7 +4,7 @@
 //! the steps are walked once over the planned slots, and a fusion under which some value would not be where its reader looks is
 //! undone.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_ir::{Kind, Op, Opcode, Program, Slots, ValueId};
 
@@ -139,7 +139,14 @@ fn arranged(p: &Program, fused: &[Step]) -> Vec<Step> {
 /// Whether every value is in its slot when it is read, if these steps run in this order. A slot that a collective in flight
 /// reads or writes may not be written until its wait.
 fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
-    let slot = |v: ValueId| slots.of.get(v.0 as usize).copied().flatten();
+    // What a source brings lies where it came from.
+    let brought: BTreeSet<ValueId> = p
+        .ops
+        .iter()
+        .filter(|o| o.opcode.row().kind == Kind::Source)
+        .flat_map(|o| o.results.iter().copied())
+        .collect();
+    let slot = |v: ValueId| slots.of.get(v.0 as usize).copied().flatten().filter(|_| !brought.contains(&v));
     let mut holds: BTreeMap<u32, ValueId> = BTreeMap::new();
     // Slots in flight, and the ticket that frees them.
     let mut flying: BTreeMap<u32, ValueId> = BTreeMap::new();
