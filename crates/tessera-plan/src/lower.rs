@@ -92,7 +92,7 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
     // Where ranks hold parts of a row, the sums of squares of queries and keys travel together: both are made first.
     let together = mapping.strategy == Strategy::Megatron && mesh.size(Axis::Tp) > 1;
     let ordered: Vec<Cow<'_, Program>> =
-        logical.phases.iter().map(|p| order::ordered(p, !together)).collect();
+        logical.phases.iter().map(|p| if together { Cow::Borrowed(p) } else { order::chained(p) }).collect();
     let sources: Vec<Source<'_>> = ordered.iter().map(|p| Source::of(p)).collect();
     // A coordinate tells in nothing but the sizes of uneven pieces: where those agree, one is lowered for all.
     let tp = mesh.size(Axis::Tp);

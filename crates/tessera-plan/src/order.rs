@@ -2,22 +2,16 @@
 //!
 //! A model lists what it computes; when is the planner's to say. A value that one row op alone reads is made right before it:
 //! its pass over memory then finds the value in a near cache, backends may do both in one pass, and where the row op's result
-//! travels to other ranks, it leaves as early as it can while the next product still computes. Columns that depend on the call
-//! alone are made at the start: they are small, and nothing then stands between a residual and the norm that follows it.
+//! travels to other ranks, it leaves as early as it can while the next product still computes.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 
 use tessera_ir::{Opcode, Program};
 
-/// The program with columns made early and, where `chained`, every product and row op that only a norm or an embedding reads
-/// moved down to its reader.
-pub(crate) fn ordered(p: &Program, chained: bool) -> Cow<'_, Program> {
+/// The program with every product and row op that only a norm or an embedding reads moved down to its reader.
+pub(crate) fn chained(p: &Program) -> Cow<'_, Program> {
     let readers = p.readers();
     let waits_for = |i: usize| -> Option<usize> {
-        if !chained {
-            return None;
-        }
         let op = &p.ops[i];
         let [result] = op.results[..] else { return None };
         let [reader] = readers[result.0 as usize][..] else { return None };
@@ -27,19 +21,10 @@ pub(crate) fn ordered(p: &Program, chained: bool) -> Cow<'_, Program> {
     };
     let mut before: Vec<Vec<usize>> = vec![Vec::new(); p.ops.len()];
     let mut order = Vec::with_capacity(p.ops.len());
-    let mut put_down = vec![false; p.ops.len()];
-    let columns = columns(p);
     for i in 0..p.ops.len() {
         match waits_for(i) {
-            _ if put_down[i] => {}
             Some(reader) => before[reader].push(i),
-            None => {
-                put(i, &before, &mut order);
-                for c in columns.get(&i).into_iter().flatten() {
-                    put_down[*c] = true;
-                    order.push(*c);
-                }
-            }
+            None => put(i, &before, &mut order),
         }
     }
     if order.iter().copied().eq(0..p.ops.len()) {
@@ -47,20 +32,6 @@ pub(crate) fn ordered(p: &Program, chained: bool) -> Cow<'_, Program> {
     }
     let ops = order.iter().map(|i| p.ops[*i].clone()).collect();
     Cow::Owned(Program { ops, ..p.clone() })
-}
-
-/// The ops that give columns of a table and an embedding, by the op that makes the embedding; and the tables with them.
-fn columns(p: &Program) -> BTreeMap<usize, Vec<usize>> {
-    let defs = p.definitions();
-    let mut out: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::Modulation) {
-        let made = |at: usize| op.operands.get(at).and_then(|v| defs[v.0 as usize]);
-        if let (Some(table), Some(embedding)) = (made(0), made(1)) {
-            let later = (table > embedding).then_some(table);
-            out.entry(embedding).or_default().extend(later.into_iter().chain([i]));
-        }
-    }
-    out
 }
 
 /// An op after all that waits for it.
@@ -86,7 +57,7 @@ mod tests {
             %d = toperator.rope %b, start=%s {grid = [1, 2, 2], head_dim = 8} : f32[4, 8] \
             output \"c\", %c output \"d\", %d output \"v\", %v }";
         let p = parse_all(text, "test").expect("a program").remove(0);
-        let ordered = ordered(&p, true);
+        let ordered = chained(&p);
         let made: Vec<&str> = ordered
             .ops
             .iter()
@@ -99,7 +70,6 @@ mod tests {
             let defs = ordered.definitions();
             assert!(op.uses().all(|v| defs[v.0 as usize].is_some_and(|d| d < i)), "op {i}");
         }
-        assert_eq!(*super::ordered(&ordered, true), *ordered);
-        assert_eq!(*super::ordered(&p, false), p);
+        assert_eq!(*chained(&ordered), *ordered);
     }
 }

@@ -68,7 +68,7 @@ fn forwards_of_the_14b_generator() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
-    // What the profile says of itself.
+    // What the profile says of itself. PyTorch's forwards send after all three products, plans between them.
     let mean = off.iter().sum::<f64>() / off.len() as f64;
-    assert!(mean < 0.015 && off.iter().all(|e| *e < 0.03), "mean {mean:.3}, {off:.3?}");
+    assert!(mean < 0.02 && off.iter().all(|e| *e < 0.045), "mean {mean:.3}, {off:.3?}");
 }

@@ -360,7 +360,7 @@ impl Dit {
             }
         }
         let step = steps(&video.stream).into_iter().next_back();
-        let (t, sigma) = step.map_or((500.0, 0.5), |s| (s.timestep as f32, s.sigma as f32));
+        let (t, sigma) = step.map_or((500.0, 0.5), |s| (s.timestep, s.sigma));
         let sigma = if case { case_sigma(model)? } else { sigma };
         let t = match &inputs {
             Some(inputs) => inputs.whole("t").map_err(|d| vec![d])?,
