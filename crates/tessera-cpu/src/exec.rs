@@ -15,7 +15,7 @@ use tessera_base::Diagnostic;
 use tessera_base::random::DrawKey;
 use tessera_device::{
     Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Route, Scalar, Seat,
-    T0801, WeightSource, agreed, brought,
+    T0801, WeightSource, agreed, as_matrix, brought, pieces,
 };
 use tessera_ir::{Attr, DType, Kind, Op, Opcode, Program, Slots, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Reduction, Shard};
@@ -663,35 +663,23 @@ fn finish(
     let reduction = op.reduction().unwrap_or(Reduction::Sum);
     let (axis, parts) = (op.axis().unwrap_or(Axis::Tp), views.len() as u32);
     let operand = op.operands.first().map(|v| p.ty(*v));
-    // A tensor cut by its first dim is a matrix of long rows; one cut by a later dim, of that dim and what follows.
-    let two = |shape: &[u64], dim: usize| -> (usize, usize) {
-        let (rows, columns) = shape.split_at(dim.max(1).min(shape.len()));
-        (rows.iter().product::<u64>() as usize, columns.iter().product::<u64>() as usize)
-    };
-    // The dim that a type is cut by, and the pieces of every member along it in that matrix.
-    let pieces = |ty: &Type| -> (usize, Vec<Range<usize>>) {
-        let AxisLayout::Shard(shard) = ty.layout.on(axis) else { return (0, Vec::new()) };
-        let local = ty.shape[shard.dim];
-        let run = if shard.dim == 0 { 1 } else { ty.shape[shard.dim + 1..].iter().product::<u64>() as usize };
-        let wide = |r: Range<usize>| r.start * run..r.end * run;
-        (shard.dim, (0..parts).map(|at| wide(span(shard, local, parts, at))).collect())
-    };
+    let pieces = |ty: &Type| pieces(ty, axis, parts);
     match (op.opcode, operand) {
         (Opcode::AllReduce, _) => return collectives::all_reduce(out, views, reduction),
         (Opcode::AllGather, Some(x)) => {
             let (dim, parts) = pieces(x);
-            collectives::all_gather(out, views, two(&out_ty.shape, dim), dim.min(1), &parts);
+            collectives::all_gather(out, views, as_matrix(&out_ty.shape, dim), dim.min(1), &parts);
         }
         (Opcode::ReduceScatter, Some(x)) => {
             let (dim, parts) = pieces(out_ty);
-            let shape = two(&x.shape, dim);
+            let shape = as_matrix(&x.shape, dim);
             collectives::reduce_scatter(out, views, shape, dim.min(1), parts[me].clone(), reduction);
         }
         (Opcode::AllToAll, Some(x)) => {
             let (dim, concat) = pieces(x);
             let (_, split) = pieces(out_ty);
             let whole = x.layout.global(&x.shape, &seat.mesh);
-            collectives::all_to_all(out, views, me, two(&whole, 1), dim, &concat, &split);
+            collectives::all_to_all(out, views, me, as_matrix(&whole, 1), dim, &concat, &split);
         }
         (Opcode::Broadcast, _) => collectives::receive(out, views, op.int("root").unwrap_or(0) as usize),
         // Of a transfer, the sender.

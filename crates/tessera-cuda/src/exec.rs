@@ -26,7 +26,7 @@ use crate::T1304;
 use crate::attention::Attentions;
 use crate::compile::{Compiler, Shelf};
 use crate::devices::used_bytes;
-use crate::driver::{Args, Context, Done, Event, Failed, Graph, Memory, Pinned, Stream, download, upload};
+use crate::driver::{Args, Context, Done, Event, Failed, Graph, Memory, Pinned, Stream, download};
 use crate::flash::Flash;
 use crate::kernels::Kernels;
 use crate::libraries::Libraries;
@@ -674,10 +674,7 @@ impl Backend for Cuda {
         if b.ty.elements() as usize != data.len() || self.context.bind().is_err() {
             return false;
         }
-        match b.ty.dtype {
-            DType::Bf16 => upload(b.memory.at(), &narrowed(data)).is_ok(),
-            _ => upload(b.memory.at(), data).is_ok(),
-        }
+        weights::put(b.memory.at(), b.ty.dtype, data).is_ok()
     }
 
     fn reset(&mut self) {
@@ -719,11 +716,6 @@ fn refused(what: &str, e: &Failed) -> Diagnostic {
 /// A bf16 as f32.
 fn widened(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
-}
-
-/// To the nearest bf16s.
-fn narrowed(values: &[f32]) -> Vec<u16> {
-    values.iter().map(|v| tessera_device::numbers::bf16(*v)).collect()
 }
 
 /// Bytes of scratch that an op needs.

@@ -1,9 +1,10 @@
 //! Where collectives meet: which ranks share a lane, and what one of them calls it.
 
 use std::fmt;
+use std::ops::Range;
 
-use tessera_ir::{Op, Opcode, Program};
-use tessera_mesh::{Group, Mesh, Rank};
+use tessera_ir::{Op, Opcode, Program, Type};
+use tessera_mesh::{Axis, AxisLayout, Group, Mesh, Rank};
 
 /// One sequence of collectives with a meeting place of its own: those of a group, or the transfers over a group from one
 /// member to another. The order of lanes is the same on every rank.
@@ -57,6 +58,28 @@ pub fn agreed(p: &Program, op: &Op) -> String {
         Opcode::Send | Opcode::Recv => format!("transfer {shape:?}"),
         other => format!("{} {:?} {shape:?} {:?}", other.name(), op.attrs, ty.map(|t| t.layout)),
     }
+}
+
+/// A shape as a matrix for what is cut by a dim: one cut by its first dim has long rows; one cut by a later dim, rows of that dim
+/// and what follows.
+#[must_use]
+pub fn as_matrix(shape: &[u64], dim: usize) -> (usize, usize) {
+    let (rows, columns) = shape.split_at(dim.max(1).min(shape.len()));
+    (rows.iter().product::<u64>() as usize, columns.iter().product::<u64>() as usize)
+}
+
+/// The dim that a type is cut by over an axis, and the piece of every one of so many members along it in that matrix; no pieces
+/// where it is not cut.
+#[must_use]
+pub fn pieces(ty: &Type, axis: Axis, members: u32) -> (usize, Vec<Range<usize>>) {
+    let AxisLayout::Shard(shard) = ty.layout.on(axis) else { return (0, Vec::new()) };
+    let local = ty.shape[shard.dim];
+    let run = if shard.dim == 0 { 1 } else { ty.shape[shard.dim + 1..].iter().product::<u64>() as usize };
+    let piece = |at: u32| {
+        let (start, len) = shard.range(local, members, at);
+        start as usize * run..(start + len) as usize * run
+    };
+    (shard.dim, (0..members).map(piece).collect())
 }
 
 impl Lane {
@@ -118,7 +141,6 @@ impl fmt::Display for Route {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tessera_mesh::Axis;
 
     #[test]
     fn every_member_finds_the_lane_that_another_member_means() {

@@ -12,7 +12,7 @@ mod prices;
 
 pub use call::{CallData, Scalar, T0802, brought};
 pub use fingerprint::{Audited, Fingerprint, Hasher, slice_words};
-pub use lane::{Lane, Peer, Route, agreed};
+pub use lane::{Lane, Peer, Route, agreed, as_matrix, pieces};
 pub use prices::Prices;
 
 use std::sync::Arc;

@@ -28,7 +28,7 @@ use crate::{Mapping, Model, Overrides, Plan, cuda, plan};
 pub static T0061: Code = Code {
     id: "T0061",
     title: "a rank of a benchmark ended or fell silent",
-    page: "`tessera bench dit` runs one process for each GPU. One of them ended, or said nothing for two minutes. Its last words \
+    page: "`tessera bench dit` runs one process for each GPU. One of them ended, or said nothing for three minutes. Its last words \
 follow; the other ranks were ended with it. Too little free memory on a GPU that others use is the usual reason: `tessera doctor` \
 lists the GPUs, nvidia-smi who uses them.",
 };
@@ -459,7 +459,8 @@ fn case_sigma(model: &Model) -> Result<f32, Diagnostics> {
 }
 
 fn faulty(f: &Fault) -> Diagnostics {
-    one(format!("{f:?}"))
+    let (Fault::Failed(why) | Fault::Stalled(why) | Fault::Aborted(why) | Fault::Refused(why)) = f;
+    one(why.clone())
 }
 
 /// Weights that nobody trained: normals of a tensor's name, small as trained ones are; norms near one.

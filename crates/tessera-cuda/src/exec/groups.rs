@@ -1,14 +1,13 @@
 //! Where collectives meet: a group for each lane, the moves that ops mean, and faults in the words of ranks and ops.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use tessera_device::{Abort, Fault, Observer, Route, Seat, agreed};
+use tessera_device::{Abort, Fault, Observer, Route, Seat, agreed, as_matrix, pieces};
 use tessera_ir::{Op, Opcode, Program, Type, ValueId};
-use tessera_mesh::{Axis, AxisLayout, Reduction};
+use tessera_mesh::{Axis, Reduction};
 
 use super::{Cuda, End, Options, Place};
 use crate::compile::Compiler;
@@ -226,39 +225,23 @@ impl Cuda {
         let Some(ty) = operand.or(out) else { return failed("a collective of nothing") };
         let element = ty.dtype.bytes() as usize;
         let axis = op.axis().unwrap_or(Axis::Tp);
-        // A tensor cut by its first dim is a matrix of long rows; one cut by a later dim, of that dim and what follows.
-        let two = |shape: &[u64], dim: usize| -> (usize, usize) {
-            let (rows, columns) = shape.split_at(dim.max(1).min(shape.len()));
-            (rows.iter().product::<u64>() as usize, columns.iter().product::<u64>() as usize)
-        };
-        // The dim that a type is cut by, and the pieces of every member along it in that matrix.
-        let pieces = |ty: &Type| -> (usize, Vec<Range<usize>>) {
-            let AxisLayout::Shard(shard) = ty.layout.on(axis) else { return (0, Vec::new()) };
-            let local = ty.shape[shard.dim];
-            let run =
-                if shard.dim == 0 { 1 } else { ty.shape[shard.dim + 1..].iter().product::<u64>() as usize };
-            let piece = |at: u32| {
-                let (start, len) = shard.range(local, members as u32, at);
-                start as usize * run..(start + len) as usize * run
-            };
-            (shard.dim, (0..members as u32).map(piece).collect())
-        };
+        let pieces = |ty: &Type| pieces(ty, axis, members as u32);
         let reduction = op.reduction().unwrap_or(Reduction::Sum);
         let kind = match (op.opcode, operand, out) {
             (Opcode::AllReduce, Some(x), _) => Kind::AllReduce { elements: x.elements() as usize, reduction },
             (Opcode::AllGather, Some(x), Some(y)) => {
                 let (dim, parts) = pieces(x);
-                Kind::all_gather(me, two(&y.shape, dim), dim.min(1), &parts, element)
+                Kind::all_gather(me, as_matrix(&y.shape, dim), dim.min(1), &parts, element)
             }
             (Opcode::ReduceScatter, Some(x), Some(y)) => {
                 let (dim, parts) = pieces(y);
-                let (rows, columns) = two(&x.shape, dim);
+                let (rows, columns) = as_matrix(&x.shape, dim);
                 Kind::ReduceScatter { rows, columns, dim: dim.min(1), parts, reduction }
             }
             (Opcode::AllToAll, Some(x), Some(y)) => {
                 let ((dim, concat), (_, split)) = (pieces(x), pieces(y));
                 let whole = x.layout.global(&x.shape, &self.seat.mesh);
-                Kind::all_to_all(me, two(&whole, 1), dim, &concat, &split, element)
+                Kind::all_to_all(me, as_matrix(&whole, 1), dim, &concat, &split, element)
             }
             (Opcode::Broadcast, ..) => {
                 let root = op.int("root").unwrap_or(0) as usize;

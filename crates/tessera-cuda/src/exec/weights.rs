@@ -170,7 +170,7 @@ impl Held {
 const PART: usize = 16 << 20;
 
 /// Rounds elements, sends them, and digests what was sent: a look at the device compares with that.
-fn put(at: u64, dtype: DType, data: &[f32]) -> Done<Hasher> {
+pub(super) fn put(at: u64, dtype: DType, data: &[f32]) -> Done<Hasher> {
     let (mut hash, width) = (Hasher::default(), dtype.bytes() as usize);
     let mut bytes = Vec::new();
     for (i, part) in data.chunks(PART).enumerate() {
