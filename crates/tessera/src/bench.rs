@@ -103,6 +103,8 @@ impl Ranks {
     pub fn start(asked: &Asked) -> Result<Ranks, Diagnostics> {
         let mapping = Mapping::parse("mapping", &asked.mapping)?;
         let world = mapping.world().map_err(|d| vec![*d])?.iter().count() as u32;
+        // What is missing is said once, before any process starts.
+        cuda::check(&Gpus::look(), world as usize)?;
         let orders = serde_json::to_string(asked).map_err(|e| one(format!("orders: {e}")))?;
         let program = std::env::current_exe().map_err(|e| one(format!("this program's path: {e}")))?;
         let mut ranks = Vec::new();
