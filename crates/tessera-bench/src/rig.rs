@@ -234,11 +234,17 @@ fn rank() -> anyhow::Result<Option<Failure>> {
     let failure = if rank == 0 {
         lead(joined, &orders, echo, &stamps)
     } else {
+        let mut answers = Vec::new();
         for stream in echo {
             let (sizes, does, stamps) = (Sizes::of(&orders)?, orders.engine, Arc::clone(&stamps));
-            std::thread::spawn(move || answer(stream, &sizes, does, &stamps));
+            answers.push(std::thread::spawn(move || answer(stream, &sizes, does, &stamps)));
         }
-        follow(joined, &orders, rank, &stamps)
+        let failure = follow(joined, &orders, rank, &stamps)?;
+        // The run ends beside the last echo. Its thread ends with it, or with the leader's end of the socket.
+        for answer in answers {
+            let _ = answer.join();
+        }
+        Ok(failure)
     }?;
     let mut written = Ok(());
     stamps.with(|s| {
