@@ -16,7 +16,7 @@ use crate::check::{Local, check_context, check_envelope};
 use crate::leader::T0743;
 use crate::limits::{AwakeClock, ms};
 use crate::tripwire::{Place, Tripwires};
-use crate::wire::{Abort, CallAction, CallMeta, Context, Envelope, Fault, Message, Refused};
+use crate::wire::{Abort, CallAction, CallMeta, Context, Envelope, Fault, Heartbeat, Message, Refused};
 use crate::worker::{T0707, T0742, T0749, refusal, wants_context};
 use crate::{Digest, Failure, FailureClass, Limits};
 
@@ -111,6 +111,8 @@ pub struct MeshLeader {
     stopping: Option<(u64, u64)>,
     /// The own worker's answer to it.
     own_done: Option<Message>,
+    /// The mark of the own worker's latest heartbeat, and when it was passed on.
+    beat: (u64, u64),
     ended: bool,
 }
 
@@ -153,6 +155,7 @@ impl MeshLeader {
             peers,
             stopping: None,
             own_done: None,
+            beat: (0, 0),
             ended: false,
         })
     }
@@ -196,6 +199,11 @@ impl MeshLeader {
     }
 
     fn tick(&mut self, now: u64, out: &mut Vec<Action>) {
+        // The own worker has ended: a rank that only waits for its members is alive.
+        if self.own_done.is_some() && now >= self.beat.1 + self.config.limits.heartbeat_ns {
+            self.beat.1 = now;
+            out.push(Action::Up(Message::Heartbeat(Heartbeat { mark: self.beat.0 })));
+        }
         if !self.armed(&T0743) {
             return;
         }
@@ -351,6 +359,7 @@ impl MeshLeader {
                 }
             }
             Message::Refused(_) | Message::Fault(_) => peer.left = true,
+            Message::Heartbeat(h) if origin == self.config.rank => self.beat = (h.mark, self.clock.now()),
             _ => {}
         }
     }

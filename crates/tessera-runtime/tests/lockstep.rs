@@ -11,7 +11,7 @@ use tessera_runtime::cache::{Regime, Transition};
 use tessera_runtime::decide::{ChunkRequest, Cut};
 use tessera_runtime::leader::Leader;
 use tessera_runtime::wire::{CallAction, Commit, Message, PhaseCall, Tensor};
-use tessera_runtime::worker::{Action, Event, Worker};
+use tessera_runtime::worker::{Action, Event, Worker, WorkerConfig};
 use tessera_runtime::{Digest, Failure, FailureClass, Limits, ParityClass};
 
 const BOTH: [Regime; 2] = [Regime::Resident, Regime::Recompute];
@@ -220,6 +220,31 @@ fn a_rank_that_dies_at_any_message_is_named() {
                 }
                 // It had answered the shutdown.
                 None => assert!(n + 8 > all, "rank {who} died at message {n} of {all} and nobody noticed"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_stops_at_any_message_is_named_before_those_it_passes_on() {
+    for (shape, regime) in everywhere() {
+        let all = messages(shape, regime, 3, 3);
+        // With waits for a rank that end before it counts as silent, and the other way round.
+        for (n, who, ready_s) in (0..all).flat_map(|n| [(n, 1, 2), (n, 2, 2), (n, 1, 30), (n, 2, 30)]) {
+            let mut config = leader_config(shape, 3, regime);
+            config.limits.ready_ns = ready_s * 1_000_000_000;
+            config.limits.done_floor_ns = config.limits.ready_ns;
+            let limits = config.limits.clone();
+            let mut net = Net::with(shape, config, regime, 3, |r| WorkerConfig {
+                limits: limits.clone(),
+                ..worker_config(shape, r, regime)
+            });
+            net.freeze = Some((n, who));
+            match net.run(60) {
+                Some(f) => {
+                    assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(who)), "{shape:?} {n}: {f}");
+                }
+                None => assert!(n + 8 > all, "rank {who} stopped at message {n} of {all} and nobody noticed"),
             }
         }
     }

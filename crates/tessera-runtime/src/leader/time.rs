@@ -128,7 +128,8 @@ impl Leader {
             self.peers.iter().filter(|(r, p)| !has(**r, p)).map(|(r, _)| *r).collect()
         };
         let blame = |ranks: Vec<u32>, what: String| {
-            ranks.first().map(|r| (*r, format!("no {what} of ranks {ranks:?} within the limit")))
+            let rank = self.culprit(&ranks, now)?;
+            Some((rank, format!("no {what} of ranks {ranks:?} within the limit")))
         };
         match self.stage {
             Stage::Hello { since_ns } if late(since_ns, limits.hello_ns) => {
@@ -159,10 +160,12 @@ impl Leader {
         {
             return None;
         }
-        let (rank, p) = busy().min_by_key(|(r, p)| (p.mark, **r))?;
+        let (rank, _) = busy().min_by_key(|(r, p)| (p.mark, **r))?;
+        let rank = self.culprit(&[*rank], now)?;
+        let p = self.peers.get(&rank)?;
         let marks: Vec<String> = busy().map(|(r, p)| format!("rank {r} in {}", place(p.mark))).collect();
         Some((
-            *rank,
+            rank,
             format!(
                 "call {}, chunk {}: no progress of rank {rank} for {}, limit {}; {}",
                 running.call_id(),
@@ -172,6 +175,20 @@ impl Leader {
                 marks.join(", ")
             ),
         ))
+    }
+
+    /// Which of these late ranks is to blame: one that missed heartbeats before one that others keep waiting. It may
+    /// also be kept from being heard by a rank that passes it on and has stopped, which is the lowest that missed them.
+    fn culprit(&self, late: &[u32], now: u64) -> Option<u32> {
+        let missed = 2 * self.config.limits.heartbeat_ns;
+        let mut quiet = self
+            .peers
+            .iter()
+            .filter(|(_, p)| !p.stopped && p.heard_ns.is_some_and(|at| now.saturating_sub(at) > missed));
+        match quiet.clone().any(|(r, _)| late.contains(r)) {
+            true => quiet.next().map(|(r, _)| *r),
+            false => late.first().copied(),
+        }
     }
 
     /// A rank of which nothing was heard. One that passes others on takes them with it, each a little later or

@@ -48,6 +48,8 @@ pub struct Net {
     pub meddle: Meddle,
     /// Ranks whose process dies just before this message (counted over all) is carried; 0 is a leader outside.
     pub kill: Option<(u64, u32)>,
+    /// The same for ranks that stop being scheduled.
+    pub freeze: Option<(u64, u32)>,
     /// Events for the leader just before these messages are carried.
     pub inject: BTreeMap<u64, leader::Event>,
     /// The launcher's end, just before this message is carried.
@@ -138,7 +140,7 @@ impl Net {
             .collect();
         let relay = (shape == Shape::Pp).then(|| {
             let mut relay = mesh_leader_config(numbers.len() as u32, regime);
-            relay.tripwires = tripwires.clone();
+            (relay.tripwires, relay.limits) = (tripwires.clone(), config.limits.clone());
             MeshLeader::new(relay).expect("legal")
         });
         Net {
@@ -165,6 +167,7 @@ impl Net {
             tamper: Box::new(|_, _, m| vec![m]),
             meddle: Box::new(|_, _, _| {}),
             kill: None,
+            freeze: None,
             inject: BTreeMap::new(),
             launcher_gone_at: None,
             stuck: BTreeSet::new(),
@@ -367,6 +370,11 @@ impl Net {
                 Some(rank) => rank.alive = false,
                 None => self.leader_alive = false,
             }
+        }
+        if let Some((at, rank)) = self.freeze
+            && at == n
+        {
+            self.rank(rank).frozen = true;
         }
         for message in (self.tamper)(way, n, message) {
             let frame = encode(origin, &message).expect("within limits");
