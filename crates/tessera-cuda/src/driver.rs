@@ -106,6 +106,7 @@ pub(crate) struct Args {
     words: Vec<u64>,
     /// Arguments that are more than a word, by place.
     maps: Vec<(usize, sys::CUtensorMap)>,
+    structs: Vec<(usize, Vec<u64>)>,
 }
 
 impl Args {
@@ -122,6 +123,13 @@ impl Args {
     /// A map of a tensor, by value.
     pub(crate) fn map(mut self, map: sys::CUtensorMap) -> Args {
         self.maps.push((self.words.len(), map));
+        self.words.push(0);
+        self
+    }
+
+    /// A struct of so many words, by value.
+    pub(crate) fn words(mut self, words: Vec<u64>) -> Args {
+        self.structs.push((self.words.len(), words));
         self.words.push(0);
         self
     }
@@ -365,6 +373,9 @@ impl Stream {
         for (place, map) in &mut args.maps {
             pointers[*place] = std::ptr::from_mut(map).cast::<c_void>();
         }
+        for (place, words) in &mut args.structs {
+            pointers[*place] = words.as_mut_ptr().cast::<c_void>();
+        }
         // SAFETY: the kernel's parameters are those that its wrapper gives, each as wide as its argument.
         Ok(unsafe {
             result::launch_kernel(
@@ -470,6 +481,15 @@ impl Drop for Module {
 impl Function {
     pub(crate) fn raw(self) -> sys::CUfunction {
         self.0
+    }
+
+    /// Blocks of so many threads that a multiprocessor holds at once.
+    pub(crate) fn blocks_at_once(self, threads: u32) -> Done<u32> {
+        let mut blocks = 0;
+        // SAFETY: the function lives as long as its module.
+        unsafe { sys::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut blocks, self.0, threads as c_int, 0) }
+            .result()?;
+        Ok(blocks.max(1) as u32)
     }
 
     /// Allows it more dynamic shared memory than the 48 KiB that every kernel may have.

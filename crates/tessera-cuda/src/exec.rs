@@ -5,6 +5,7 @@
 //! after that allocates nothing, compiles nothing and captures nothing.
 
 mod admit;
+mod ahead;
 mod enqueue;
 mod groups;
 mod steps;
@@ -35,6 +36,7 @@ use crate::products::Products;
 use crate::tables::{CublasLt, Cudnn, Nvrtc};
 
 use admit::unsupported;
+use ahead::{Carried, carried};
 use groups::{Groups, PAGE_BYTES, Told};
 use steps::{Step, steps};
 use turns::{Turns, turns};
@@ -167,6 +169,8 @@ struct Prepared {
     /// Backend's buffer of each of the program's.
     buffers: Vec<usize>,
     steps: Vec<Step>,
+    /// Exchanges that others than their own launches carry, by op.
+    carried: BTreeMap<usize, Carried>,
     turns: Vec<Turns>,
     scratch_bytes: usize,
     area: Memory,
@@ -234,7 +238,7 @@ impl Cuda {
             streams: BTreeMap::new(),
             groups,
             done: Event::new()?,
-            kernels: Kernels::new(compiler)?,
+            kernels: Kernels::new(compiler, multiprocessors)?,
             products: Products::new(lt)?,
             attentions: Attentions::new(dnn)?,
             flash,
@@ -410,8 +414,10 @@ impl Cuda {
                 self.streams.insert(name.clone(), Stream::new(urgent).map_err(broken)?);
             }
         }
+        let steps = steps(p, slots);
         Ok(Prepared {
-            steps: steps(p, slots),
+            carried: carried(p, slots, &steps),
+            steps,
             scratch_bytes: p.ops.iter().map(|o| scratch_bytes(p, o)).max().unwrap_or(0),
             program: Arc::clone(program),
             places,

@@ -8,6 +8,7 @@ use cudarc::driver::sys;
 use crate::attention::{At, Shape};
 use crate::compile::Compiler;
 use crate::driver::{Args, Done, Failed, Function, Module, Stream};
+use crate::exchange::Targets;
 use crate::kernels::COMMON;
 
 const SOURCE: &str = include_str!("kernels/attention.cu");
@@ -67,7 +68,8 @@ impl Flash {
         shape.head == HEAD
     }
 
-    pub(crate) fn run(&self, s: Shape, at: At, stream: &Stream) -> Done<()> {
+    /// Attention, with rows to `targets` instead of `at.out` where there are any.
+    pub(crate) fn run(&self, s: Shape, at: At, targets: Option<&Targets>, stream: &Stream) -> Done<()> {
         let tiles = |v: &Variant| s.queries.div_ceil(64 * v.cut.warpgroups) * s.heads;
         let few = s.keys <= SHORT_KEYS && tiles(&self.long) < 4 * self.multiprocessors;
         let v = if few { &self.short } else { &self.long };
@@ -80,7 +82,8 @@ impl Flash {
             .at(at.sums)
             .int(s.queries as i64)
             .int(s.keys as i64)
-            .int(s.heads as i64);
+            .int(s.heads as i64)
+            .words(targets.copied().unwrap_or_default().words());
         let blocks = tiles(v).min(self.multiprocessors) as u32;
         let threads = 128 * (v.cut.warpgroups as u32 + 1);
         stream.launch(v.kernel, [blocks, 1, 1], threads, v.shared_bytes, args)

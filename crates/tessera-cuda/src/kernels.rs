@@ -21,20 +21,23 @@ pub(crate) struct Kernels {
     elements: Module,
     found: BTreeMap<&'static str, Function>,
     rows: BTreeMap<(u64, bool), Rows>,
+    multiprocessors: u32,
 }
 
 /// Kernels for rows of one width and dtype.
 #[derive(Debug)]
 struct Rows {
     threads: u32,
-    found: BTreeMap<&'static str, Function>,
+    /// With how many blocks the device holds at once.
+    found: BTreeMap<&'static str, (Function, u32)>,
     _module: Module,
 }
 
 impl Kernels {
-    pub(crate) fn new(mut compiler: Compiler) -> Done<Kernels> {
+    pub(crate) fn new(mut compiler: Compiler, multiprocessors: i32) -> Done<Kernels> {
         let elements = compiler.module("elements", &format!("{COMMON}{ELEMENTS}"), &[])?;
-        Ok(Kernels { compiler, elements, found: BTreeMap::new(), rows: BTreeMap::new() })
+        let multiprocessors = multiprocessors.max(1) as u32;
+        Ok(Kernels { compiler, elements, found: BTreeMap::new(), rows: BTreeMap::new(), multiprocessors })
     }
 
     /// Compiles what rows of a width need.
@@ -57,13 +60,14 @@ impl Kernels {
         let module = self.compiler.module("rows", &format!("{COMMON}{ROWS}"), &defines)?;
         let mut found = BTreeMap::new();
         for name in ["residual_norm", "rms_rope", "row_square_sum", "quantize"] {
-            found.insert(name, module.function(name)?);
+            let f = module.function(name)?;
+            found.insert(name, (f, f.blocks_at_once(threads as u32)? * self.multiprocessors));
         }
         self.rows.insert((width, half), Rows { threads: threads as u32, found, _module: module });
         Ok(())
     }
 
-    /// Launches a kernel that gives each row a block.
+    /// Launches a kernel over rows, which is told how many there are: as many blocks as the device holds at once.
     pub(crate) fn rows(
         &self,
         name: &'static str,
@@ -72,10 +76,13 @@ impl Kernels {
         stream: &Stream,
     ) -> Done<()> {
         let prepared = self.rows.get(&(width, dtype == DType::Bf16));
-        let Some((f, r)) = prepared.and_then(|r| Some((r.found.get(name)?, r))) else {
+        let Some(((f, most), r)) = prepared.and_then(|r| Some((r.found.get(name)?, r))) else {
             return Err(Failed(format!("{name} was not compiled for rows of {width} {dtype}")));
         };
-        stream.launch(*f, [rows as u32, 1, 1], r.threads, 0, args)
+        if rows == 0 {
+            return Ok(());
+        }
+        stream.launch(*f, [(rows as u32).min(*most), 1, 1], r.threads, 0, args)
     }
 
     /// Makes a kernel of elements ready, so that no call looks for it.

@@ -9,7 +9,8 @@ use tessera_ir::{Kind, Op, Opcode, Program, Slots, ValueId};
 
 /// Assigns slots by one pass over the program: best fit among free slots, else grow the largest free one, else
 /// a new one. An issued collective reads its operand until its wait and may write its result from the issue on,
-/// so both slots stay taken so long, the result's also where nobody reads it.
+/// so both slots stay taken so long, the result's also where nobody reads it. The result of an exchange that no product hides
+/// may be written from where its operand begins to be made: peers then write it there at once.
 #[must_use]
 pub fn place(p: &Program) -> Slots {
     let lives = lives(p);
@@ -109,7 +110,7 @@ pub(crate) struct Life {
 }
 
 pub(crate) fn lives(p: &Program) -> Lives {
-    let last = p.last_uses();
+    let last = last_uses(p);
     let waits = results_of_waits(p);
     let of = |(i, op): (usize, &Op)| {
         let (written, made) = if op.issue {
@@ -127,7 +128,68 @@ pub(crate) fn lives(p: &Program) -> Lives {
         };
         made.iter().filter(needs).map(life).collect()
     };
-    p.ops.iter().enumerate().map(of).collect()
+    let mut lives: Lives = p.ops.iter().enumerate().map(of).collect();
+    let exchanges = p.ops.iter().enumerate().filter(|(_, op)| op.issue && op.opcode == Opcode::AllToAll);
+    let defs = p.definitions();
+    let readers = p.readers();
+    for (i, op) in exchanges {
+        let wait = waits.get(&op.results[0]).map_or(i, |(w, _)| *w);
+        let hides = |o: &Op| matches!(o.opcode, Opcode::Matmul | Opcode::Attention);
+        if p.ops[i..wait].iter().any(hides) {
+            continue;
+        }
+        let begins = begins(p, &defs, &readers, op.operands[0]).unwrap_or(i);
+        let result = std::mem::take(&mut lives[i]);
+        lives[begins].extend(result);
+    }
+    lives
+}
+
+/// The last reader of each value. What a residual adds stays until the norm that reads the sum first, so that both may be one
+/// pass over memory, whatever small op stands between them.
+fn last_uses(p: &Program) -> Vec<Option<usize>> {
+    let mut last = p.last_uses();
+    let readers = p.readers();
+    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::GateResidual) {
+        let norm = op.results.first().and_then(|r| readers[r.0 as usize].first().map(|n| (r, *n)));
+        let Some((sum, norm)) = norm else { continue };
+        let row = matches!(p.ops[norm].opcode, Opcode::NormModulate | Opcode::LayerNorm);
+        let near = p.ops[i + 1..norm].iter().all(|o| {
+            o.opcode.row().kind == Kind::Source
+                || matches!(o.opcode, Opcode::Modulation | Opcode::EventRecord)
+        });
+        if row && near && p.ops[norm].operands.first() == Some(sum) {
+            for v in op.uses() {
+                let end = &mut last[v.0 as usize];
+                *end = (*end).max(Some(norm));
+            }
+        }
+    }
+    last
+}
+
+/// The op by which an exchange's operand begins to be made: attention with what only brings its operands, or the first of the
+/// row ops behind one another.
+fn begins(p: &Program, defs: &[Option<usize>], readers: &[Vec<usize>], operand: ValueId) -> Option<usize> {
+    let row = |op: &Op| matches!(op.opcode, Opcode::RmsNorm | Opcode::RmsScale | Opcode::Rope);
+    let mut at = defs[operand.0 as usize]?;
+    if p.ops[at].opcode == Opcode::Attention {
+        let brings = |op: &Op| {
+            let moves = [Opcode::Wait, Opcode::CacheWrite, Opcode::CacheRead, Opcode::EventRecord];
+            op.opcode.row().kind == Kind::Source || moves.contains(&op.opcode)
+        };
+        return Some(at - p.ops[..at].iter().rev().take_while(|op| brings(op)).count());
+    }
+    if !row(&p.ops[at]) {
+        return None;
+    }
+    while let Some(x) = p.ops[at].operands.first()
+        && let Some(before) = defs[x.0 as usize].filter(|d| row(&p.ops[*d]))
+        && readers[x.0 as usize].len() == 1
+    {
+        at = before;
+    }
+    Some(at)
 }
 
 /// The wait of each ticket: its place and what it gives.
@@ -159,6 +221,54 @@ mod tests {
     use super::*;
     use tessera_ir::{Builder, DType, Type};
     use tessera_mesh::{Axis, AxisLayout, Reduction};
+
+    fn program(text: &str) -> Program {
+        tessera_ir::parse_all(text, "test").expect("a program").remove(0)
+    }
+
+    fn slot(p: &Program, name: &str) -> u32 {
+        let v = p.values.iter().position(|v| v.name == name).expect("a value");
+        place(p).of[v].expect("a slot")
+    }
+
+    #[test]
+    fn what_peers_write_lies_over_nothing_that_its_maker_reads() {
+        let p = program(
+            "program @p role(r) mesh(tp=2) streams(compute, tp_collective) { \
+             %x = input : f32[4, 8] {tp: shard(0)} @compute \
+             %n = weight \"n\" : f32[8] {tp: replicated} @compute \
+             %k = ttile.silu %x : f32[4, 8] {tp: shard(0)} @compute \
+             %r = ttile.rms_norm %k, %n {eps = 1e-6} : f32[4, 8] {tp: shard(0)} @compute \
+             %e = event.record @compute \
+             %t = ttile.collective.issue all_to_all %r {axis = \"tp\", concat = 0, split = 1, unit = 4} @tp_collective after(%e) \
+             %q = ttile.collective.wait %t : f32[8, 4] {tp: shard(1)} @compute \
+             %a = ttile.attention %q, %q, %q {head_dim = 4} : f32[8, 4] {tp: shard(1)} @compute \
+             %f = event.record @compute \
+             %u = ttile.collective.issue all_to_all %a {axis = \"tp\", concat = 1, split = 0, unit = 1} @tp_collective after(%f) \
+             %o = ttile.collective.wait %u : f32[4, 8] {tp: shard(0)} @compute \
+             output \"o\", %o }",
+        );
+        for (result, read) in [("q", "k"), ("o", "q")] {
+            assert_ne!(slot(&p, result), slot(&p, read), "{result} over {read}");
+        }
+    }
+
+    #[test]
+    fn what_a_sum_reads_stays_for_the_norm_of_the_sum() {
+        let p = program(
+            "program @p { %x = input : f32[4, 8] %m = weight \"m\" : f32[1, 6, 8] %c = input : f32[1, 48] \
+             %g = toperator.modulation %m, %c : f32[1, 48] \
+             %s = toperator.silu %x : f32[4, 8] %y = toperator.silu %s : f32[4, 8] \
+             %t = toperator.gate_residual %s, %y, %g {frame_rows = 4, gate = 2} : f32[4, 8] \
+             %h = toperator.modulation %m, %c : f32[1, 48] \
+             %z = toperator.norm_modulate %t, %h {eps = 1e-6, frame_rows = 4, scale = 1, shift = 0} : f32[4, 8] \
+             %w = toperator.add %t, %z : f32[4, 8] output \"w\", %w }",
+        );
+        for read in ["s", "y", "g"] {
+            assert_ne!(slot(&p, "h"), slot(&p, read), "{read}");
+            assert_ne!(slot(&p, "z"), slot(&p, read), "{read}");
+        }
+    }
 
     #[test]
     fn an_unread_result_keeps_its_slot_until_its_wait() {

@@ -16,6 +16,8 @@ use crate::driver::{Args, Done, Function, Module, Stream, failed};
 pub(super) const MOST: usize = 16;
 
 const THREADS: u32 = 512;
+/// Threads of a launch that only meets.
+const WARP: u32 = 32;
 /// Bytes that are worth a block.
 const BLOCK_BYTES: usize = 16 << 10;
 
@@ -23,6 +25,8 @@ const BLOCK_BYTES: usize = 16 << 10;
 #[derive(Debug)]
 pub(super) struct Kernels {
     copy: Function,
+    open: Function,
+    close: Function,
     pack: Function,
     mark: Function,
     /// By dtype, f32 first, and reduction.
@@ -55,6 +59,12 @@ pub(super) struct Piece {
     multiplier: u32,
     shift: u32,
     pad: u32,
+}
+
+/// As `HeadArgs` of exchange.cu.
+#[repr(C)]
+struct HeadArgs {
+    head: Head,
 }
 
 /// As `CopyArgs` of exchange.cu.
@@ -100,6 +110,8 @@ impl Kernels {
         };
         Ok(Kernels {
             copy: module.function("copy")?,
+            open: module.function("open")?,
+            close: module.function("close")?,
             pack: module.function("pack")?,
             mark: module.function("mark")?,
             reduce: [of("f32")?, of("bf16")?],
@@ -112,7 +124,17 @@ impl Kernels {
         let bytes: usize = pieces.iter().map(Piece::bytes).sum();
         let mut args = CopyArgs { head, pieces: [Piece::default(); MOST] };
         args.pieces[..pieces.len()].copy_from_slice(pieces);
-        launch(self.copy, [blocks(bytes, most_blocks), 1], &mut args, stream)
+        launch(self.copy, [blocks(bytes, most_blocks), 1], THREADS, &mut args, stream)
+    }
+
+    /// Meets the other members before others than these kernels move a collective's pieces.
+    pub(super) fn open(&self, head: Head, stream: &Stream) -> Done<()> {
+        launch(self.open, [1, 1], WARP, &mut HeadArgs { head }, stream)
+    }
+
+    /// Meets them again when all is moved.
+    pub(super) fn close(&self, head: Head, stream: &Stream) -> Done<()> {
+        launch(self.close, [1, 1], WARP, &mut HeadArgs { head }, stream)
     }
 
     /// A collective that reduces.
@@ -134,7 +156,7 @@ impl Kernels {
         args.from[..r.from.len()].copy_from_slice(r.from);
         args.to[..r.to.len()].copy_from_slice(r.to);
         let blocks = (piece.per_row * piece.rows).div_ceil(THREADS).clamp(1, most_blocks);
-        launch(kernel, [blocks, 1], &mut args, stream)
+        launch(kernel, [blocks, 1], THREADS, &mut args, stream)
     }
 
     /// Copies on this device alone.
@@ -143,7 +165,7 @@ impl Kernels {
             let most = some.iter().map(Piece::bytes).max().unwrap_or(0);
             let mut args = CopyArgs { head: Head::none(), pieces: [Piece::default(); MOST] };
             args.pieces[..some.len()].copy_from_slice(some);
-            launch(self.pack, [blocks(most, most_blocks), some.len() as u32], &mut args, stream)?;
+            launch(self.pack, [blocks(most, most_blocks), some.len() as u32], THREADS, &mut args, stream)?;
         }
         Ok(())
     }
@@ -153,6 +175,9 @@ impl Kernels {
         stream.launch(self.mark, [1, 1, 1], 32, 0, Args::new().at(word).int(i64::from(op as i32)))
     }
 }
+
+/// Where the word that says whether a collective was opened lies in a member's flags.
+pub(super) const GOING_OFFSET: u64 = 268;
 
 impl Head {
     fn none() -> Head {
@@ -219,11 +244,11 @@ fn blocks(bytes: usize, most: u32) -> u32 {
     bytes.div_ceil(BLOCK_BYTES).clamp(1, most.max(1) as usize) as u32
 }
 
-fn launch<T>(f: Function, grid: [u32; 2], args: &mut T, stream: &Stream) -> Done<()> {
+fn launch<T>(f: Function, grid: [u32; 2], threads: u32, args: &mut T, stream: &Stream) -> Done<()> {
     let mut pointers = [std::ptr::from_mut(args).cast::<c_void>()];
     let grid = (grid[0], grid[1], 1);
     // SAFETY: the kernel has one parameter, the struct whose words `T` repeats; the driver copies it before it returns.
-    Ok(unsafe { result::launch_kernel(f.raw(), grid, (THREADS, 1, 1), 0, stream.raw(), &mut pointers) }?)
+    Ok(unsafe { result::launch_kernel(f.raw(), grid, (threads, 1, 1), 0, stream.raw(), &mut pointers) }?)
 }
 
 #[cfg(test)]

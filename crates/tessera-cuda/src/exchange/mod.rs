@@ -9,6 +9,7 @@
 mod launch;
 mod moves;
 mod peers;
+mod targets;
 mod verbs;
 mod words;
 
@@ -21,12 +22,13 @@ use crate::driver::{Done, Event, Failed, Memory, Stream, download, failed, uploa
 use crate::libraries::Libraries;
 use crate::nccl::{Comm, Ender, UniqueId};
 
-use launch::{Kernels, MOST};
+use launch::{Head, Kernels, MOST};
 use peers::{FLAGS_BYTES, Handle, Opened, Peers, TRIAL_OFFSET};
 use verbs::Verbs;
 use words::Words;
 
 pub(crate) use moves::{Kind, Move};
+pub(crate) use targets::{Along, Targets};
 pub(crate) use words::{GroupFault, Progress};
 
 /// How members meet.
@@ -170,7 +172,7 @@ impl Group {
         let willing =
             self.members <= MOST && cards.iter().all(|c| c.willing && c.host != 0 && c.host == card.host);
         let opened = match willing {
-            true => self.open(&cards).map_err(|e| why = Some(e.0)).ok(),
+            true => self.attached(&cards).map_err(|e| why = Some(e.0)).ok(),
             false => None,
         };
         // Each tells the others how far it came: all take the same way.
@@ -240,6 +242,33 @@ impl Group {
         verbs.issue(m, stream)
     }
 
+    /// Where a kernel that makes the operand of a collective may write it itself, between [`open`](Group::open) and
+    /// [`close`](Group::close): results of all members. None through NCCL, and where pieces are no whole words.
+    pub(crate) fn targets(&self, m: &Move, along: Along) -> Done<Option<Targets>> {
+        self.peers.as_ref().map_or(Ok(None), |p| p.targets(m, along))
+    }
+
+    /// Enqueues the beginning of a collective whose pieces others move: from here on members' results may be written, and
+    /// this member's may be written by them.
+    pub(crate) fn open(&self, m: &Move, stream: &Stream) -> Done<()> {
+        self.kernels.open(self.head(m)?, stream)
+    }
+
+    /// Enqueues copies of all pieces by the copy engines, between `open` and `close`.
+    pub(crate) fn carry(&self, m: &Move, stream: &Stream) -> Done<()> {
+        self.peers.as_ref().map_or_else(|| failed(NOT_PEERS), |p| p.carry(m, stream))
+    }
+
+    /// Enqueues the end of a collective that was opened: when it is done, all members' pieces are here.
+    pub(crate) fn close(&self, m: &Move, stream: &Stream) -> Done<()> {
+        self.kernels.close(self.head(m)?, stream)
+    }
+
+    fn head(&self, m: &Move) -> Done<Head> {
+        let patience_ns = u64::try_from(self.terms.patience.as_nanos()).unwrap_or(u64::MAX);
+        self.peers.as_ref().map_or_else(|| failed(NOT_PEERS), |p| Ok(p.head(m, self.words.at(), patience_ns)))
+    }
+
     /// What went wrong first, if anything did. Through NCCL nobody on the device watches the time: the host compares
     /// [`progress`](Group::progress) with its own clock.
     pub(crate) fn fault(&self) -> Option<GroupFault> {
@@ -269,7 +298,7 @@ impl Group {
         }
     }
 
-    fn open(&self, cards: &[Card]) -> Done<Vec<[Opened; 2]>> {
+    fn attached(&self, cards: &[Card]) -> Done<Vec<[Opened; 2]>> {
         let others = cards.iter().enumerate().filter(|(j, _)| *j != self.me);
         others
             .map(|(j, card)| {
@@ -350,6 +379,8 @@ impl Group {
         Ok(())
     }
 }
+
+const NOT_PEERS: &str = "members do not meet in one another's memory";
 
 /// What a member tells the others of its memory.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -5,8 +5,9 @@
 use cudarc::driver::sys;
 use tessera_mesh::Reduction;
 
-use super::launch::{Head, Kernels, MOST, Piece, Reduce};
+use super::launch::{GOING_OFFSET, Head, Kernels, MOST, Piece, Reduce};
 use super::moves::{Kind, Move, Rect};
+use super::targets::{Along, Targets};
 use crate::driver::{Done, Stream, failed};
 
 /// Of the flags of a member. A whole page of the driver's: a handle of a smaller allocation shows its neighbours too.
@@ -76,20 +77,13 @@ impl Peers {
         (host, patience_ns, blocks): (u64, u64, u32),
         stream: &Stream,
     ) -> Done<()> {
-        let mut flags = [0; MOST];
-        flags[..self.flags.len()].copy_from_slice(&self.flags);
-        let head = Head { flags, host, patience_ns, op: m.op, fingerprint: m.fingerprint };
+        let head = self.head(m, host, patience_ns);
         let element = m.dtype.bytes() as usize;
         match &m.kind {
             Kind::Copy { to, .. } => {
-                let pieces = to.iter().enumerate().map(|(j, rect)| {
-                    let result = match rect.bytes() {
-                        0 => 0,
-                        _ if j == self.me => m.result,
-                        _ => self.place(j, &m.peers_result, rect.ends().1)?,
-                    };
-                    Piece::copy(rect, m.operand, result)
-                });
+                let results = self.results(m, to)?;
+                let pieces =
+                    to.iter().zip(results).map(|(rect, result)| Piece::copy(rect, m.operand, result));
                 kernels.copy(head, &pieces.collect::<Done<Vec<Piece>>>()?, blocks, stream)
             }
             Kind::AllReduce { elements, reduction } => {
@@ -127,6 +121,53 @@ impl Peers {
                 self.reduce(m, head, kernels, *reduction, rect, extents, blocks, stream)
             }
         }
+    }
+
+    /// Arguments of every launch of a collective.
+    pub(super) fn head(&self, m: &Move, host: u64, patience_ns: u64) -> Head {
+        let mut flags = [0; MOST];
+        flags[..self.flags.len()].copy_from_slice(&self.flags);
+        Head { flags, host, patience_ns, op: m.op, fingerprint: m.fingerprint }
+    }
+
+    /// Where whatever makes this member's operand may write it once the collective was opened; none where pieces are
+    /// no whole words.
+    pub(super) fn targets(&self, m: &Move, along: Along) -> Done<Option<Targets>> {
+        let Kind::Copy { to, .. } = &m.kind else { return Ok(None) };
+        if to.len() > MOST {
+            return Ok(None);
+        }
+        let results = self.results(m, to)?;
+        let going = self.flags[self.me] + GOING_OFFSET;
+        Ok(Targets::of(to, &results, along, m.dtype.bytes(), going))
+    }
+
+    /// Enqueues copies of the pieces of a collective that was opened, by the copy engines: they leave the multiprocessors to
+    /// others.
+    pub(super) fn carry(&self, m: &Move, stream: &Stream) -> Done<()> {
+        let Kind::Copy { to, .. } = &m.kind else { return failed("a reduction by copy engines") };
+        let results = self.results(m, to)?;
+        // Each begins with another peer, so that no link has two at once.
+        for d in 1..=to.len() {
+            let j = (self.me + d) % to.len();
+            let (r, result) = (&to[j], results[j]);
+            let (to, from) = (result + r.to_offset as u64, m.operand + r.from_offset as u64);
+            match r.contiguous() {
+                (true, true) => stream.copy(to, from, r.bytes())?,
+                _ => stream.copy_rows((to, r.to_pitch), (from, r.from_pitch), r.row_bytes, r.rows)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Addresses of all members' results, of those that get a piece.
+    fn results(&self, m: &Move, to: &[Rect]) -> Done<Vec<u64>> {
+        let one = |(j, rect): (usize, &Rect)| match rect.bytes() {
+            0 => Ok(0),
+            _ if j == self.me => Ok(m.result),
+            _ => self.place(j, &m.peers_result, rect.ends().1),
+        };
+        to.iter().enumerate().map(one).collect()
     }
 
     #[expect(clippy::too_many_arguments, reason = "what a launch needs")]

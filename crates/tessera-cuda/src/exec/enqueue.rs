@@ -6,15 +6,26 @@ use std::ops::Range;
 use tessera_ir::{Attr, DType, Op, Opcode, Program, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout};
 
+use super::ahead::Carried;
 use super::steps::Step;
 use super::{ALIGNMENT, Cuda, MOST_PIECES, Place, Turns};
 use crate::attention;
 use crate::driver::{Args, Done, Event, Failed, Graph, Stream, failed};
+use crate::exchange::Targets;
 use crate::flash::Flash;
 use crate::products::{self, Shape};
 
 /// Told of each step, its stream, and whether it ends: for whoever records times.
 pub(super) type Watch<'a> = dyn FnMut(usize, &Stream, bool) -> Done<()> + 'a;
+
+/// An exchange whose pieces the step that makes them writes, step and place of its first half, and the event of that.
+struct Sent {
+    op: usize,
+    maker: usize,
+    opens: usize,
+    targets: Targets,
+    opened: Option<Event>,
+}
 
 /// Rows below which a product in f32 goes to the kernel that reads weights once.
 const FEW_ROWS: u64 = 8;
@@ -106,10 +117,19 @@ impl Cuda {
         }
         let mut events: BTreeMap<ValueId, Event> = BTreeMap::new();
         let steps = self.programs[program].steps.clone();
-        for step in &steps {
+        let mut sent = self.sent(program, &steps)?;
+        for (k, step) in steps.iter().enumerate() {
             let at = step.at();
             let op = &p.ops[at];
             let own = stream(op.stream.0 as usize)?;
+            for s in sent.iter_mut().filter(|s| s.opens == k) {
+                let (maker, lane) = (steps[s.maker].at(), stream(p.ops[s.op].stream.0 as usize)?);
+                let free = Event::new()?;
+                stream(p.ops[maker].stream.0 as usize)?.record(&free)?;
+                lane.wait(&free)?;
+                self.exchange_opens(program, s.op, lane)?;
+                lane.record(s.opened.insert(Event::new()?))?;
+            }
             for e in &op.after {
                 if let Some(e) = events.get(e) {
                     own.wait(e)?;
@@ -127,7 +147,15 @@ impl Cuda {
                 }
                 _ if op.opcode.is_collective() => {
                     watch(at, own, false)?;
-                    self.exchange(program, at, own)?;
+                    if sent.iter().any(|s| s.op == at) {
+                        self.exchange_closes(program, at, own)?;
+                    } else if self.programs[program].carried.get(&at) == Some(&Carried::Engines)
+                        && self.by_engines(program, at)?
+                    {
+                        self.exchange_by_engines(program, at, own)?;
+                    } else {
+                        self.exchange(program, at, own)?;
+                    }
                     watch(at, own, true)?;
                     if op.issue {
                         let e = Event::new()?;
@@ -136,8 +164,12 @@ impl Cuda {
                     }
                 }
                 _ => {
+                    let targets = sent.iter().find(|s| s.maker == k);
+                    if let Some(opened) = targets.and_then(|s| s.opened.as_ref()) {
+                        own.wait(opened)?;
+                    }
                     watch(at, own, false)?;
-                    self.step(program, *step, own)?;
+                    self.step(program, *step, targets.map(|s| &s.targets), own)?;
                     watch(at, own, true)?;
                 }
             }
@@ -180,16 +212,34 @@ impl Cuda {
         op.key(name).map_or(Ok(0), |v| self.at(program, v))
     }
 
-    fn step(&mut self, program: usize, step: Step, stream: &Stream) -> Done<()> {
+    /// The exchanges whose pieces the steps that make them write.
+    fn sent(&self, program: usize, steps: &[Step]) -> Done<Vec<Sent>> {
+        let own = &self.programs[program];
+        let mut out = Vec::new();
+        for (op, carried) in &own.carried {
+            let Carried::Maker { maker, opens, along } = *carried else { continue };
+            // Of the kernels for attention the one for Hopper alone knows where rows go.
+            let made = &own.program.ops[steps[maker].at()];
+            if made.opcode == Opcode::Attention && !self.by_one_flash(&own.program, made) {
+                continue;
+            }
+            if let Some(targets) = self.targets(program, *op, along)? {
+                out.push(Sent { op: *op, maker, opens, targets, opened: None });
+            }
+        }
+        Ok(out)
+    }
+
+    fn step(&mut self, program: usize, step: Step, targets: Option<&Targets>, stream: &Stream) -> Done<()> {
         match step {
-            Step::One(i) => self.one(program, i, stream),
+            Step::One(i) => self.one(program, i, targets, stream),
             Step::ResidualNorm { add, norm } => self.residual_norm(program, Some(add), Some(norm), stream),
-            Step::Turned { scale, rope, write } => self.turned(program, scale, rope, write, stream),
+            Step::Turned { scale, rope, write } => self.turned(program, scale, rope, write, targets, stream),
             Step::ProductAdd { product, add } => self.product(program, product, Some(add), stream),
         }
     }
 
-    fn one(&mut self, program: usize, i: usize, stream: &Stream) -> Done<()> {
+    fn one(&mut self, program: usize, i: usize, targets: Option<&Targets>, stream: &Stream) -> Done<()> {
         let p = std::sync::Arc::clone(&self.programs[program].program);
         let op = &p.ops[i];
         let x = |at: usize| self.at(program, op.operands[at]);
@@ -203,17 +253,18 @@ impl Cuda {
             Opcode::Matmul => self.product(program, i, None, stream),
             Opcode::GateResidual => self.residual_norm(program, Some(i), None, stream),
             Opcode::LayerNorm | Opcode::NormModulate => self.residual_norm(program, None, Some(i), stream),
-            Opcode::RmsNorm | Opcode::RmsScale => self.turned(program, Some(i), None, None, stream),
-            Opcode::Rope => self.turned(program, None, Some(i), None, stream),
+            Opcode::RmsNorm | Opcode::RmsScale => self.turned(program, Some(i), None, None, targets, stream),
+            Opcode::Rope => self.turned(program, None, Some(i), None, targets, stream),
             Opcode::CacheWrite => self.write(program, op, stream),
             Opcode::Output => {
                 let at = self.put_out(program, op)?;
                 stream.copy(at, x(0)?, ty(0).bytes().0 as usize)
             }
-            Opcode::Attention => self.attend(program, op, stream),
+            Opcode::Attention => self.attend(program, op, targets, stream),
             Opcode::RowSquareSum => {
                 let second = if op.operands.len() > 1 { x(1)? } else { 0 };
-                let args = Args::new().at(x(0)?).at(second).at(out()?).int(op.operands.len() as i64);
+                let args = Args::new().int(ty(0).shape[0] as i64).at(x(0)?).at(second).at(out()?);
+                let args = args.int(op.operands.len() as i64);
                 self.kernels.rows("row_square_sum", (ty(0).shape[0], width(0), ty(0).dtype), args, stream)
             }
             Opcode::Add => {
@@ -316,7 +367,8 @@ impl Cuda {
                 self.kernels.elements(name, elements, args, stream)
             }
             Opcode::Quantize => {
-                let args = Args::new().at(x(0)?).at(out()?).at(self.at(program, op.results[1])?);
+                let args = Args::new().int(ty(0).shape[0] as i64).at(x(0)?).at(out()?);
+                let args = args.at(self.at(program, op.results[1])?);
                 self.kernels.rows("quantize", (ty(0).shape[0], width(0), ty(0).dtype), args, stream)
             }
             other => failed(format!("{} is no kernel", other.name())),
@@ -396,7 +448,7 @@ impl Cuda {
         let frame_rows = int(add, "frame_rows").or(int(norm, "frame_rows")).unwrap_or(1).max(1);
         let eps = norm.and_then(|o| o.float("eps")).unwrap_or(1e-6) as f32;
         let affine = if affine { norm } else { None };
-        let args = Args::new().at(at(Some(first), 0)?).at(at(add, 1)?);
+        let args = Args::new().int(ty.shape[0] as i64).at(at(Some(first), 0)?).at(at(add, 1)?);
         let args = args.at(gates).int(gate_columns as i64).int(gate).at(m).int(columns as i64);
         let args = args.int(int(modulated, "shift").unwrap_or(0)).int(int(modulated, "scale").unwrap_or(0));
         let args = args.at(at(affine, 1)?).at(at(affine, 2)?).at(result(add)?).at(result(norm)?);
@@ -410,6 +462,7 @@ impl Cuda {
         scale: Option<usize>,
         rope: Option<usize>,
         write: Option<usize>,
+        targets: Option<&Targets>,
         stream: &Stream,
     ) -> Done<()> {
         let own = &self.programs[program];
@@ -420,7 +473,7 @@ impl Cuda {
             Some(op) => (self.buffer_of(program, op)?, self.key(program, op, "row")?),
             None => (self.at(program, p.ops[last].results[0])?, 0),
         };
-        let args = Args::new().at(self.at(program, p.ops[first].operands[0])?);
+        let args = Args::new().int(ty.shape[0] as i64).at(self.at(program, p.ops[first].operands[0])?);
         let args = match scale.map(|i| &p.ops[i]) {
             None => args.at(0).at(0).int(0).int(0).float(1.0).float(0.0),
             Some(op) => {
@@ -445,6 +498,7 @@ impl Cuda {
                 args.int(i64::from(*stride != 0))
             }
         };
+        let args = args.words(targets.copied().unwrap_or_default().words());
         self.kernels.rows("rms_rope", (ty.shape[0], ty.shape[1], ty.dtype), args, stream)
     }
 
@@ -470,7 +524,7 @@ impl Cuda {
         self.kernels.elements(name, n, args.long((row_bytes / word) as i64).long(n as i64), stream)
     }
 
-    fn attend(&mut self, program: usize, op: &Op, stream: &Stream) -> Done<()> {
+    fn attend(&mut self, program: usize, op: &Op, targets: Option<&Targets>, stream: &Stream) -> Done<()> {
         let p = std::sync::Arc::clone(&self.programs[program].program);
         let at = |i: usize| self.at(program, op.operands[i]);
         let (q, k, v, out) = (at(0)?, at(1)?, at(2)?, self.at(program, op.results[0])?);
@@ -487,7 +541,7 @@ impl Cuda {
             return self.kernels.blocks(name, (s.queries * s.heads).div_ceil(4), 128, shared, args, stream);
         }
         if let [(shape, _)] = parts[..] {
-            return self.attention(shape, attention::At { q, k, v, out, sums: 0 }, stream);
+            return self.attention(shape, attention::At { q, k, v, out, sums: 0 }, targets, stream);
         }
         // A bias that is the same for a range of keys is a weight of that range: each range by itself, then all as one.
         let scratch = self.slots.as_ref().map_or(0, |s| s.memory.at() + s.scratch);
@@ -506,7 +560,7 @@ impl Cuda {
                 out: scratch + i as u64 * whole,
                 sums: sums + i as u64 * heads * ty.shape[0] * 4,
             };
-            self.attention(*shape, at, stream)?;
+            self.attention(*shape, at, None, stream)?;
         }
         let args = Args::new().at(scratch).at(sums).at(bias).int(biased as i64).int(parts.len() as i64);
         let args = args.int(heads as i64).int(parts[0].0.head as i64).long(ty.shape[0] as i64).at(out);
@@ -517,9 +571,21 @@ impl Cuda {
         self.flash.is_some() && Flash::fits(shape)
     }
 
-    fn attention(&mut self, shape: attention::Shape, at: attention::At, stream: &Stream) -> Done<()> {
+    /// Whether attention is one launch of the kernel of this crate.
+    fn by_one_flash(&self, p: &Program, op: &Op) -> bool {
+        let half = p.ty(op.operands[0]).dtype == DType::Bf16;
+        half && matches!(&pieces(p, op)[..], [(shape, _)] if shape.fits() && self.by_flash(shape))
+    }
+
+    fn attention(
+        &mut self,
+        shape: attention::Shape,
+        at: attention::At,
+        targets: Option<&Targets>,
+        stream: &Stream,
+    ) -> Done<()> {
         match &self.flash {
-            Some(flash) if Flash::fits(&shape) => flash.run(shape, at, stream),
+            Some(flash) if Flash::fits(&shape) => flash.run(shape, at, targets, stream),
             _ => self.attentions.run(shape, at, stream),
         }
     }

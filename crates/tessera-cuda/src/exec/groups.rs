@@ -12,7 +12,7 @@ use tessera_mesh::{Axis, Reduction};
 use super::{Cuda, End, Options, Place};
 use crate::compile::Compiler;
 use crate::driver::{Done, Failed, Memory, Stream, failed};
-use crate::exchange::{Aborter, Group, GroupFault, Kind, Move, Terms, Way};
+use crate::exchange::{Aborter, Along, Group, GroupFault, Kind, Move, Targets, Terms, Way};
 use crate::libraries::Libraries;
 
 /// All lanes of a rank.
@@ -32,6 +32,10 @@ struct Lane {
 
 /// Blocks of a transfer's kernel: as many as fill the links (32 reach 220 GB/s of 16 MiB pieces, 8 half of that).
 const BLOCKS: u32 = 32;
+
+/// Bytes of a piece, and of a row of it, from which copy engines are worth their start.
+const ENGINE_BYTES: usize = 256 << 10;
+const ENGINE_ROW_BYTES: usize = 512;
 
 /// Bytes of exchange memory are whole pages of this size, as sharing wants them.
 pub(super) const PAGE_BYTES: usize = 2 << 20;
@@ -150,9 +154,9 @@ impl Groups {
             .collect()
     }
 
-    fn of(&mut self, op: &Op) -> Done<&mut Lane> {
+    fn of(&self, op: &Op) -> Done<usize> {
         let route = Route::of(op);
-        let found = self.ends.iter_mut().find(|e| Some(e.route) == route);
+        let found = self.ends.iter().position(|e| Some(e.route) == route);
         found.ok_or_else(|| Failed(format!("no communicator for {} {:?}", op.opcode.name(), op.attrs)))
     }
 }
@@ -201,16 +205,58 @@ impl Cuda {
 
     /// Enqueues a collective.
     pub(super) fn exchange(&mut self, program: usize, i: usize, stream: &Stream) -> Done<()> {
+        let (m, lane) = self.located(program, i)?;
+        self.groups.ends[lane].group.issue(&m, stream)
+    }
+
+    /// Enqueues a collective whose pieces copy engines move.
+    pub(super) fn exchange_by_engines(&self, program: usize, i: usize, stream: &Stream) -> Done<()> {
+        let (m, lane) = self.located(program, i)?;
+        let group = &self.groups.ends[lane].group;
+        group.open(&m, stream)?;
+        group.carry(&m, stream)?;
+        group.close(&m, stream)
+    }
+
+    /// Enqueues the first half of a collective whose pieces their maker writes.
+    pub(super) fn exchange_opens(&self, program: usize, i: usize, stream: &Stream) -> Done<()> {
+        let (m, lane) = self.located(program, i)?;
+        self.groups.ends[lane].group.open(&m, stream)
+    }
+
+    /// Enqueues its second half.
+    pub(super) fn exchange_closes(&self, program: usize, i: usize, stream: &Stream) -> Done<()> {
+        let (m, lane) = self.located(program, i)?;
+        self.groups.ends[lane].group.close(&m, stream)
+    }
+
+    /// Where the maker of a collective's operand writes it; none where it cannot.
+    pub(super) fn targets(&self, program: usize, i: usize, along: Along) -> Done<Option<Targets>> {
+        let (m, lane) = self.located(program, i)?;
+        self.groups.ends[lane].group.targets(&m, along)
+    }
+
+    /// Whether a collective is worth copy engines, which begin late, and has their addresses.
+    pub(super) fn by_engines(&self, program: usize, i: usize) -> Done<bool> {
+        let (m, lane) = self.located(program, i)?;
+        let worth = matches!(&m.kind, Kind::Copy { to, .. } if to.iter().all(|r| {
+            r.bytes() == 0 || (r.row_bytes >= ENGINE_ROW_BYTES && r.bytes() >= ENGINE_BYTES)
+        }));
+        Ok(worth && self.groups.ends[lane].group.way() == Way::Peers)
+    }
+
+    /// A collective with its addresses, and its lane.
+    fn located(&self, program: usize, i: usize) -> Done<(Move, usize)> {
         let p = Arc::clone(&self.programs[program].program);
         let op = &p.ops[i];
         let mut m = self.movement(&p, i)?;
         m.operand = op.operands.first().map_or(Ok(0), |v| self.at(program, *v))?;
         m.result = result(&p, op).map_or(Ok(0), |v| self.at(program, v))?;
         let lane = self.groups.of(op)?;
-        if let Some((operands, results)) = lane.offsets.get(&(program, i)) {
+        if let Some((operands, results)) = self.groups.ends[lane].offsets.get(&(program, i)) {
             (m.peers_operand, m.peers_result) = (operands.clone(), results.clone());
         }
-        lane.group.issue(&m, stream)
+        Ok((m, lane))
     }
 
     /// What a collective moves, without addresses.

@@ -1,6 +1,6 @@
 // softmax(Q Kᵀ / sqrt(128)) V without a mask, for Hopper: tiles arrive by the copy engine, products by warpgroup instructions.
 //
-// q and out are [rows, heads * 128], k and v [keys, heads * 128], bf16. A block holds WGS warpgroups that compute, 64 rows each,
+// q and out are [rows, heads * 128], k and v [keys, heads * 128], bf16; rows of out may go to members of a group instead. A block holds WGS warpgroups that compute, 64 rows each,
 // and one that loads. It takes tiles of 64 * WGS rows of one head until none is left; blocks next to each other take tiles next to
 // each other, so that a head's K and V are read from L2. Keys go by KEYS at once, from the last tile, the one with a ragged end, to
 // the first: the order is a matter of `keys` alone, and a row's bits depend on neither the other rows nor the heads.
@@ -258,7 +258,8 @@ __device__ __forceinline__ void turn_over(int w) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-              bf16 *out, float *lse, int rows, int keys, int heads) {
+              bf16 *out, float *lse, int rows, int keys, int heads, const __grid_constant__ Targets targets) {
+    if (targets.closed()) return;
     // As the swizzle wants it: on 1024 bytes.
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *q_tile = shared, *k_tiles = shared + Q_BYTES, *v_tiles = k_tiles + STAGES * TILE_BYTES;
@@ -401,14 +402,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 sum += __shfl_xor_sync(0xffffffffu, sum, 2);
                 float by = __fdividef(1.0f, sum);
                 int at_row = row + 8 * r;
-                bf16 *to = out + ((i64)at_row * heads + head) * HEAD + lane % 4 * 8;
+                u64 to = (u64)(out + (i64)at_row * heads * HEAD);
+                if (targets.members) {
+                    const Target &t = targets.with(at_row);
+                    to = t.to + (at_row - t.first) * t.pitch;
+                }
+                to += (head * HEAD + lane % 4 * 8) * sizeof(bf16);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     u32 x[4];
 #pragma unroll
                     for (int c = 0; c < 4; c++) x[c] = pair(o[16 * i + 4 * c + 2 * r] * by, o[16 * i + 4 * c + 2 * r + 1] * by);
                     transpose(x);
-                    if (at_row < rows) *(uint4 *)(to + 32 * i) = make_uint4(x[0], x[1], x[2], x[3]);
+                    if (at_row < rows) *(uint4 *)(to + 64 * i) = make_uint4(x[0], x[1], x[2], x[3]);
                 }
                 if (lse && at_row < rows && lane % 4 == 0) {
                     lse[(i64)head * rows + at_row] = fmaf(softmax.reference[r], SCALE, __logf(sum));

@@ -84,3 +84,25 @@ __device__ __forceinline__ float gelu_of(float x) {
     float t = 0.7978845608028654f * (x + 0.044715f * x * x * x);
     return 0.5f * x * (1.0f + tanhf(t));
 }
+
+// Where members of a group want a piece of a matrix that is made here: its columns, or its rows, [first, first + count).
+struct Target {
+    u64 to, pitch;  // of its first row; bytes from a row to the next
+    int first, count;
+};
+// Of all members; none where the matrix stays here.
+struct Targets {
+    Target of[16];
+    const u32 *going;  // whether the members have met, and the pieces may be written
+    u64 members;
+
+    __device__ __forceinline__ bool closed() const {
+        return members && *(const volatile u32 *)going == 0;
+    }
+    // The one that wants this row or column.
+    __device__ __forceinline__ const Target &with(int at) const {
+        int m = 0;
+        while (m + 1 < (int)members && (at < of[m].first || at >= of[m].first + of[m].count)) m++;
+        return of[m];
+    }
+};

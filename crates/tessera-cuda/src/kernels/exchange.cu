@@ -5,6 +5,8 @@
 // each peer and ends when it has n from all. So no member reads an operand that is not ready or writes into a result that
 // is still read, and an operand may be overwritten once the kernel has ended.
 //
+// What is moved by others than these kernels stands between two launches, one for each meeting.
+//
 // n is counted on the device, for launches are replayed. Whoever waits watches an abort word on the host, a deadline and
 // the group's own fault: after the first fault no launch of the group waits or moves anything.
 //
@@ -30,7 +32,9 @@ struct Flags {
     u32 sequence;        // collectives that have ended
     u32 finished;        // blocks of this one that have moved all that is theirs
     u32 fault;           // kind of the first one
+    u32 going;           // number of the collective that was opened, 0 where the group has failed
 };
+static_assert(__builtin_offsetof(Flags, going) == 268, "as the host says");
 
 // Words in the host's memory.
 struct Host {
@@ -58,6 +62,10 @@ struct Rect {
     u32 per_row, rows, width;
     u32 multiplier, shift;  // quotient by per_row: (high(i * multiplier) + i) >> shift
     u32 pad;
+};
+
+struct HeadArgs {
+    Head head;
 };
 
 struct CopyArgs {
@@ -400,6 +408,17 @@ REDUCE(max_f32, F32, Max)
 REDUCE(sum_bf16, Bf16, Sum)
 REDUCE(tree_bf16, Bf16, Tree)
 REDUCE(max_bf16, Bf16, Max)
+
+// A collective whose pieces are moved by others: by copy engines, or by the kernel that makes them. Between these two, members' results
+// may be written.
+extern "C" __global__ void open(const __grid_constant__ HeadArgs a) {
+    const u32 n = begin(a.head);
+    if (threadIdx.x == 0) tell(&a.head.flags[ME]->going, n);
+}
+extern "C" __global__ void close(const __grid_constant__ HeadArgs a) {
+    const u32 n = look(&a.head.flags[ME]->going);
+    if (n != 0) end(a.head, n);
+}
 
 // For a group whose members meet elsewhere: rects of this device alone, one per row of the grid.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pack(const __grid_constant__ CopyArgs a) {

@@ -1,4 +1,5 @@
-// Kernels that work on whole rows of the residual stream: one block a row, the row in registers, one read and one write.
+// Kernels that work on whole rows of the residual stream: blocks stay and take row after row, the row in registers, one read and one
+// write. The next row is under way while this one is worked on.
 //
 // Compiled for a width: WIDTH elements of T = BF16 ? bf16 : float, by vectors of ROW_VECTOR, by ROW_THREADS threads a row. A row's bits
 // depend on the row alone.
@@ -11,35 +12,51 @@ constexpr int V = ROW_VECTOR, THREADS = ROW_THREADS;
 constexpr int VECTORS = WIDTH / V;
 constexpr int PER = (VECTORS + THREADS - 1) / THREADS;
 
+// A row as it lies in memory, and as it is worked on.
+struct Raw {
+    Vec<T, V> e[PER];
+};
 struct Row {
     float e[PER][V];
 };
 
-__device__ __forceinline__ void load(Row &r, const T *from) {
+__device__ __forceinline__ void fetch(Raw &r, const T *from, i64 row) {
+    const Vec<T, V> *vectors = (const Vec<T, V> *)(from + row * WIDTH);
 #pragma unroll
     for (int p = 0; p < PER; p++) {
         int v = p * THREADS + threadIdx.x;
-        if (v < VECTORS) {
-            Vec<T, V> x = ((const Vec<T, V> *)from)[v];
-#pragma unroll
-            for (int i = 0; i < V; i++) r.e[p][i] = up(x.e[i]);
-        } else {
-#pragma unroll
-            for (int i = 0; i < V; i++) r.e[p][i] = 0.0f;
-        }
+        if (v < VECTORS) r.e[p] = vectors[v];
     }
 }
 
-__device__ __forceinline__ void store(T *to, const Row &r) {
+__device__ __forceinline__ void open(Row &r, const Raw &raw) {
+#pragma unroll
+    for (int p = 0; p < PER; p++) {
+        bool here = p * THREADS + threadIdx.x < VECTORS;
+#pragma unroll
+        for (int i = 0; i < V; i++) r.e[p][i] = here ? up(raw.e[p].e[i]) : 0.0f;
+    }
+}
+
+__device__ __forceinline__ void load(Row &r, const T *from, i64 row) {
+    Raw raw;
+    fetch(raw, from, row);
+    open(r, raw);
+}
+
+__device__ __forceinline__ Vec<T, V> closed(const Row &r, int p) {
+    Vec<T, V> x;
+#pragma unroll
+    for (int i = 0; i < V; i++) down(r.e[p][i], x.e[i]);
+    return x;
+}
+
+__device__ __forceinline__ void store(T *to, i64 row, const Row &r) {
+    Vec<T, V> *vectors = (Vec<T, V> *)(to + row * WIDTH);
 #pragma unroll
     for (int p = 0; p < PER; p++) {
         int v = p * THREADS + threadIdx.x;
-        if (v < VECTORS) {
-            Vec<T, V> x;
-#pragma unroll
-            for (int i = 0; i < V; i++) down(r.e[p][i], x.e[i]);
-            ((Vec<T, V> *)to)[v] = x;
-        }
+        if (v < VECTORS) vectors[v] = closed(r, p);
     }
 }
 
@@ -95,145 +112,169 @@ __device__ __forceinline__ void normalize(Row &r, float eps) {
 // x (+ y (· gate)) to `total`, and its norm (affine by w and b, or modulated by columns of m) to `out`. What is absent is
 // null. Tables of gates and of m have a row of so many columns a frame.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    residual_norm(const T *x, const T *y, const float *gates, int gate_columns, int gate, const float *m, int columns_of_m,
+    residual_norm(int rows, const T *x, const T *y, const float *gates, int gate_columns, int gate, const float *m, int columns_of_m,
                   int shift, int scale, const float *w, const float *b, T *total, T *out, int first_row, int frame_rows,
                   float eps) {
-    i64 at = (i64)blockIdx.x * WIDTH;
-    i64 frame = (first_row + (int)blockIdx.x) / frame_rows;
-    Row r;
-    load(r, x + at);
-    if (y) {
-        Row o;
-        load(o, y + at);
-        if (gates) {
-            const float *g = gates + frame * gate_columns + gate * WIDTH;
+    Raw next_x, next_y;
+    int row = blockIdx.x;
+    fetch(next_x, x, row);
+    if (y) fetch(next_y, y, row);
+    for (; row < rows; row += gridDim.x) {
+        int next = row + gridDim.x;
+        i64 frame = (first_row + row) / frame_rows;
+        Row r;
+        open(r, next_x);
+        if (next < rows) fetch(next_x, x, next);
+        if (y) {
+            Row o;
+            open(o, next_y);
+            if (next < rows) fetch(next_y, y, next);
+            if (gates) {
+                const float *g = gates + frame * gate_columns + gate * WIDTH;
 #pragma unroll
-            for (int p = 0; p < PER; p++) {
-                if (p * THREADS + threadIdx.x < VECTORS) {
-                    Vec<float, V> c = columns(g, p);
+                for (int p = 0; p < PER; p++) {
+                    if (p * THREADS + threadIdx.x < VECTORS) {
+                        Vec<float, V> c = columns(g, p);
 #pragma unroll
-                    for (int i = 0; i < V; i++) o.e[p][i] *= c.e[i];
+                        for (int i = 0; i < V; i++) o.e[p][i] *= c.e[i];
+                    }
                 }
             }
-        }
 #pragma unroll
-        for (int p = 0; p < PER; p++) {
+            for (int p = 0; p < PER; p++) {
 #pragma unroll
-            for (int i = 0; i < V; i++) r.e[p][i] = rounded<T>(r.e[p][i] + o.e[p][i]);
+                for (int i = 0; i < V; i++) r.e[p][i] = rounded<T>(r.e[p][i] + o.e[p][i]);
+            }
+            if (total) store(total, row, r);
         }
-        if (total) store(total + at, r);
+        if (!out) continue;
+        normalize(r, eps);
+        if (w) {
+            each_with(r, w, b, [&](float &v, float c, float d) { v = v * c + d; });
+        } else {
+            const float *columns_here = m + frame * columns_of_m;
+            each_with(r, columns_here + scale * WIDTH, columns_here + shift * WIDTH,
+                      [&](float &v, float c, float d) { v = v * (1.0f + c) + d; });
+        }
+        store(out, row, r);
     }
-    if (!out) return;
-    normalize(r, eps);
-    if (w) {
-        each_with(r, w, b, [&](float &v, float c, float d) { v = v * c + d; });
-    } else {
-        const float *columns_here = m + frame * columns_of_m;
-        each_with(r, columns_here + scale * WIDTH, columns_here + shift * WIDTH,
-                  [&](float &v, float c, float d) { v = v * (1.0f + c) + d; });
-    }
-    store(out + at, r);
 }
 
-constexpr int MOST_PAIRS = 256;
-
-__device__ __forceinline__ void turn_one(float *pair, float cosine, float sine) {
+__device__ __forceinline__ void turn_one(float *pair, float2 turn) {
     float a = pair[0], b = pair[1];
-    pair[0] = a * cosine - b * sine;
-    pair[1] = a * sine + b * cosine;
-}
-__device__ __forceinline__ void turn_two(float *pairs, float4 turns) {
-    turn_one(pairs, turns.x, turns.y);
-    turn_one(pairs + 2, turns.z, turns.w);
+    pair[0] = a * turn.x - b * turn.y;
+    pair[1] = a * turn.y + b * turn.x;
 }
 
 // RMS norm (w not null: over this row, or with sums of squares that ranks brought together), then rotary embedding
-// (head > 0), to row `*to_row` + own of out. Turns are (cos, sin): those of frames were made for this call.
+// (head > 0), to row `*to_row` + own of out, or column by column to where members of a group want it. Turns are (cos, sin): those of
+// frames were made for this call.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    rms_rope(const T *x, const float *w, const float *sums, int sum_columns, int sum_column, float whole, float eps,
+    rms_rope(int rows, const T *x, const float *w, const float *sums, int sum_columns, int sum_column, float whole, float eps,
              T *out, const i64 *to_row, int head, const float2 *by_frame, const float2 *by_row,
-             const float2 *by_column, int first_row, int high, int wide, int moves) {
-    // As float4 where two pairs are read at once.
-    __shared__ __align__(16) float2 turn[MOST_PAIRS];
-    Row r;
-    load(r, x + (i64)blockIdx.x * WIDTH);
-    if (head > 0) {
-        int token = moves ? first_row + (int)blockIdx.x : 0;
-        int side = head / 6, first = head / 2 - 2 * side;
-        for (int pair = threadIdx.x; pair < head / 2; pair += THREADS) {
-            const float2 *from = by_frame + token / (high * wide) * first + pair;
-            if (pair >= first) from = by_row + token / wide % high * side + pair - first;
-            if (pair >= first + side) from = by_column + token % wide * side + pair - first - side;
-            turn[pair] = *from;
+             const float2 *by_column, int first_row, int high, int wide, int moves, const __grid_constant__ Targets targets) {
+    if (targets.closed()) return;
+    Raw next_x;
+    int row = blockIdx.x;
+    fetch(next_x, x, row);
+    Vec<float, V> by[PER];
+    u64 to[PER], pitch[PER];
+#pragma unroll
+    for (int p = 0; p < PER; p++) {
+        int v = p * THREADS + threadIdx.x;
+        if (v >= VECTORS) continue;
+        if (w) by[p] = columns(w, p);
+        if (targets.members) {
+            const Target &t = targets.with(v * V);
+            to[p] = t.to + (v * V - t.first) * sizeof(T);
+            pitch[p] = t.pitch;
+        } else {
+            to[p] = (u64)(out + (to_row ? *to_row : 0) * WIDTH + v * V);
+            pitch[p] = WIDTH * sizeof(T);
         }
-        __syncthreads();
     }
-    if (w) {
-        float ss = sums ? sums[(i64)blockIdx.x * sum_columns + sum_column] : square_sum(r);
-        float scale = rsqrtf(ss / whole + eps);
-        each_with(r, w, w, [&](float &v, float c, float) { v = v * scale * c; });
-    }
-    if (head > 0) {
-        if (w) each(r, [&](float &v, int) { v = rounded<T>(v); });
+    for (; row < rows; row += gridDim.x) {
+        Row r;
+        open(r, next_x);
+        if (row + (int)gridDim.x < rows) fetch(next_x, x, row + gridDim.x);
+        if (w) {
+            float ss = sums ? sums[(i64)row * sum_columns + sum_column] : square_sum(r);
+            float scale = rsqrtf(ss / whole + eps);
+#pragma unroll
+            for (int p = 0; p < PER; p++) {
+#pragma unroll
+                for (int i = 0; i < V; i++) r.e[p][i] = r.e[p][i] * scale * by[p].e[i];
+            }
+        }
 #if WIDTH % 2 == 0
+        if (head > 0) {
+            if (w) each(r, [&](float &v, int) { v = rounded<T>(v); });
+            int token = moves ? first_row + row : 0;
+            int side = head / 6, first = head / 2 - 2 * side;
+            // Of a pair's index, where its turn lies for this row.
+            const float2 *of_frame = by_frame + token / (high * wide) * first;
+            const float2 *of_row = by_row + token / wide % high * side - first;
+            const float2 *of_column = by_column + token % wide * side - first - side;
 #pragma unroll
-        for (int p = 0; p < PER; p++) {
-            int v = p * THREADS + threadIdx.x;
-            if (v < VECTORS) {
+            for (int p = 0; p < PER; p++) {
+                int v = p * THREADS + threadIdx.x;
+                if (v >= VECTORS) continue;
                 int pair = v * V % head / 2;
-#if ROW_VECTOR % 4 == 0
-                // A vector lies in one head, if heads are whole vectors.
-                if (head % V == 0) {
-#pragma unroll
-                    for (int i = 0; i < V; i += 4) turn_two(r.e[p] + i, ((const float4 *)(turn + pair))[i / 4]);
-                    continue;
-                }
-#endif
 #pragma unroll
                 for (int i = 0; i + 1 < V; i += 2) {
                     if (pair == head / 2) pair = 0;
-                    float2 t = turn[pair++];
-                    turn_one(r.e[p] + i, t.x, t.y);
+                    const float2 *of = pair < first ? of_frame : pair < first + side ? of_row : of_column;
+                    turn_one(r.e[p] + i, of[pair++]);
                 }
             }
         }
 #endif
+#pragma unroll
+        for (int p = 0; p < PER; p++) {
+            if (p * THREADS + threadIdx.x < VECTORS) *(Vec<T, V> *)(to[p] + row * pitch[p]) = closed(r, p);
+        }
     }
-    i64 row = (i64)blockIdx.x + (to_row ? *to_row : 0);
-    store(out + row * WIDTH, r);
 }
 
 // Sums of squares of rows of one operand or two: [rows, columns].
 extern "C" __global__ void __launch_bounds__(THREADS)
-    row_square_sum(const T *x, const T *y, float *out, int columns) {
-    Row r;
-    load(r, x + (i64)blockIdx.x * WIDTH);
-    float s = square_sum(r);
-    if (threadIdx.x == 0) out[(i64)blockIdx.x * columns] = s;
-    if (y) {
-        load(r, y + (i64)blockIdx.x * WIDTH);
-        float t = square_sum(r);
-        if (threadIdx.x == 0) out[(i64)blockIdx.x * columns + 1] = t;
+    row_square_sum(int rows, const T *x, const T *y, float *out, int columns) {
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        Row r;
+        load(r, x, row);
+        float s = square_sum(r);
+        if (threadIdx.x == 0) out[row * columns] = s;
+        if (y) {
+            load(r, y, row);
+            float t = square_sum(r);
+            if (threadIdx.x == 0) out[row * columns + 1] = t;
+        }
     }
 }
 
 // Rows to e4m3 by a scale of their own: the largest magnitude becomes 448.
-extern "C" __global__ void __launch_bounds__(THREADS) quantize(const T *x, e4m3 *out, float *scales) {
-    Row r;
-    load(r, x + (i64)blockIdx.x * WIDTH);
-    float top = 0.0f;
-    each(r, [&](float &v, int) { top = fmaxf(top, fabsf(v)); });
-    top = block_max<THREADS>(top);
-    float scale = top > 0.0f ? top / 448.0f : 1.0f;
-    if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+extern "C" __global__ void __launch_bounds__(THREADS) quantize(int rows, const T *x, e4m3 *out, float *scales) {
+    Raw next_x;
+    i64 row = blockIdx.x;
+    fetch(next_x, x, row);
+    for (; row < rows; row += gridDim.x) {
+        Row r;
+        open(r, next_x);
+        if (row + gridDim.x < rows) fetch(next_x, x, row + gridDim.x);
+        float top = 0.0f;
+        each(r, [&](float &v, int) { top = fmaxf(top, fabsf(v)); });
+        top = block_max<THREADS>(top);
+        float scale = top > 0.0f ? top / 448.0f : 1.0f;
+        if (threadIdx.x == 0) scales[row] = scale;
 #pragma unroll
-    for (int p = 0; p < PER; p++) {
-        int v = p * THREADS + threadIdx.x;
-        if (v < VECTORS) {
-            Vec<e4m3, V> q;
+        for (int p = 0; p < PER; p++) {
+            int v = p * THREADS + threadIdx.x;
+            if (v < VECTORS) {
+                Vec<e4m3, V> q;
 #pragma unroll
-            for (int i = 0; i < V; i++) down(r.e[p][i] / scale, q.e[i]);
-            ((Vec<e4m3, V> *)(out + (i64)blockIdx.x * WIDTH))[v] = q;
+                for (int i = 0; i < V; i++) down(r.e[p][i] / scale, q.e[i]);
+                ((Vec<e4m3, V> *)(out + row * WIDTH))[v] = q;
+            }
         }
     }
 }
