@@ -145,24 +145,35 @@ pub(crate) fn lives(p: &Program) -> Lives {
     lives
 }
 
-/// The last reader of each value. What a residual adds stays until the norm that reads the sum first, so that both may be one
-/// pass over memory, whatever small op stands between them.
+/// The last reader of each value. What a residual adds stays until the norm that reads the sum first, and what a norm reads until
+/// its result is quantized, so that all of it may be one pass over memory, whatever small op stands between them.
 fn last_uses(p: &Program) -> Vec<Option<usize>> {
     let mut last = p.last_uses();
     let readers = p.readers();
-    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::GateResidual) {
+    let norms = |op: &Op| matches!(op.opcode, Opcode::NormModulate | Opcode::LayerNorm);
+    let mut stays = |op: &Op, until: usize| {
+        for v in op.uses() {
+            let end = &mut last[v.0 as usize];
+            *end = (*end).max(Some(until));
+        }
+    };
+    // Where a norm's result is last needed in wide numbers.
+    let ends = |norm: usize| match p.ops[norm].results.first().map(|r| &readers[r.0 as usize][..]) {
+        Some([only]) if p.ops[*only].opcode == Opcode::Quantize => *only,
+        _ => norm,
+    };
+    let small = |o: &Op| {
+        o.opcode.row().kind == Kind::Source || matches!(o.opcode, Opcode::Modulation | Opcode::EventRecord)
+    };
+    for (i, op) in p.ops.iter().enumerate() {
+        if norms(op) {
+            stays(op, ends(i));
+        }
         let norm = op.results.first().and_then(|r| readers[r.0 as usize].first().map(|n| (r, *n)));
-        let Some((sum, norm)) = norm else { continue };
-        let row = matches!(p.ops[norm].opcode, Opcode::NormModulate | Opcode::LayerNorm);
-        let near = p.ops[i + 1..norm].iter().all(|o| {
-            o.opcode.row().kind == Kind::Source
-                || matches!(o.opcode, Opcode::Modulation | Opcode::EventRecord)
-        });
-        if row && near && p.ops[norm].operands.first() == Some(sum) {
-            for v in op.uses() {
-                let end = &mut last[v.0 as usize];
-                *end = (*end).max(Some(norm));
-            }
+        let Some((sum, norm)) = norm.filter(|_| op.opcode == Opcode::GateResidual) else { continue };
+        let reads = norms(&p.ops[norm]) && p.ops[norm].operands.first() == Some(sum);
+        if reads && p.ops[i + 1..norm].iter().all(small) {
+            stays(op, ends(norm));
         }
     }
     last

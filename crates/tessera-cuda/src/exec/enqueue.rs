@@ -233,7 +233,9 @@ impl Cuda {
     fn step(&mut self, program: usize, step: Step, targets: Option<&Targets>, stream: &Stream) -> Done<()> {
         match step {
             Step::One(i) => self.one(program, i, targets, stream),
-            Step::ResidualNorm { add, norm } => self.residual_norm(program, Some(add), Some(norm), stream),
+            Step::ResidualNorm { add, norm, quantize } => {
+                self.residual_norm(program, add, Some(norm), quantize, stream)
+            }
             Step::Turned { scale, rope, write } => self.turned(program, scale, rope, write, targets, stream),
             Step::ProductAdd { product, add } => self.product(program, product, Some(add), stream),
         }
@@ -251,8 +253,10 @@ impl Cuda {
         let act = act(op);
         match op.opcode {
             Opcode::Matmul => self.product(program, i, None, stream),
-            Opcode::GateResidual => self.residual_norm(program, Some(i), None, stream),
-            Opcode::LayerNorm | Opcode::NormModulate => self.residual_norm(program, None, Some(i), stream),
+            Opcode::GateResidual => self.residual_norm(program, Some(i), None, None, stream),
+            Opcode::LayerNorm | Opcode::NormModulate => {
+                self.residual_norm(program, None, Some(i), None, stream)
+            }
             Opcode::RmsNorm | Opcode::RmsScale => self.turned(program, Some(i), None, None, targets, stream),
             Opcode::Rope => self.turned(program, None, Some(i), None, targets, stream),
             Opcode::CacheWrite => self.write(program, op, stream),
@@ -423,10 +427,12 @@ impl Cuda {
         program: usize,
         add: Option<usize>,
         norm: Option<usize>,
+        quantize: Option<usize>,
         stream: &Stream,
     ) -> Done<()> {
         let p = std::sync::Arc::clone(&self.programs[program].program);
         let (add, norm) = (add.map(|i| &p.ops[i]), norm.map(|i| &p.ops[i]));
+        let quantize = quantize.map(|i| &p.ops[i]);
         let Some(first) = add.or(norm) else { return Ok(()) };
         let ty = p.ty(first.operands[0]);
         let at = |op: Option<&Op>, i: usize| -> Done<u64> {
@@ -451,7 +457,10 @@ impl Cuda {
         let args = Args::new().int(ty.shape[0] as i64).at(at(Some(first), 0)?).at(at(add, 1)?);
         let args = args.at(gates).int(gate_columns as i64).int(gate).at(m).int(columns as i64);
         let args = args.int(int(modulated, "shift").unwrap_or(0)).int(int(modulated, "scale").unwrap_or(0));
-        let args = args.at(at(affine, 1)?).at(at(affine, 2)?).at(result(add)?).at(result(norm)?);
+        let args = args.at(at(affine, 1)?).at(at(affine, 2)?).at(result(add)?);
+        let narrow = |i: usize| quantize.map_or(Ok(0), |o| self.at(program, o.results[i]));
+        let wide = if quantize.is_some() { 0 } else { result(norm)? };
+        let args = args.at(wide).at(narrow(0)?).at(narrow(1)?);
         let args = args.int(self.first_row(ty) as i64).int(frame_rows).float(eps);
         self.kernels.rows("residual_norm", (ty.shape[0], ty.shape[1], ty.dtype), args, stream)
     }

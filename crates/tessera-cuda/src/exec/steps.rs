@@ -13,8 +13,8 @@ use tessera_ir::{Kind, Op, Opcode, Program, Slots, ValueId};
 pub(super) enum Step {
     /// An op by itself.
     One(usize),
-    /// A residual added, and the norm of the sum.
-    ResidualNorm { add: usize, norm: usize },
+    /// A residual added, the norm of the sum, and its way into e4m3; at least two of them.
+    ResidualNorm { add: Option<usize>, norm: usize, quantize: Option<usize> },
     /// A norm or the second half of one, rotary embedding, and the row's way into a buffer; at least two of them.
     Turned { scale: Option<usize>, rope: Option<usize>, write: Option<usize> },
     /// A product and the residual that it is added to.
@@ -26,7 +26,9 @@ impl Step {
     pub(super) fn ops(&self) -> Vec<usize> {
         match *self {
             Step::One(i) => vec![i],
-            Step::ResidualNorm { add, norm } => vec![add, norm],
+            Step::ResidualNorm { add, norm, quantize } => {
+                [add, Some(norm), quantize].into_iter().flatten().collect()
+            }
             Step::Turned { scale, rope, write } => [scale, rope, write].into_iter().flatten().collect(),
             Step::ProductAdd { product, add } => vec![product, add],
         }
@@ -70,6 +72,7 @@ fn begin(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: usize) -> Optio
             _ => None,
         }
     };
+    let quantized = |norm: usize| only(norm).filter(|j| p.ops[*j].opcode == Opcode::Quantize);
     let reads_first = |j: usize, from: usize| p.ops[j].operands.first() == p.ops[from].results.first();
     match op.opcode {
         Opcode::GateResidual => {
@@ -80,7 +83,11 @@ fn begin(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: usize) -> Optio
                 && plain(norm)
                 && reads_first(norm, i)
                 && same_frames(op, &p.ops[norm]);
-            fits.then_some(Step::ResidualNorm { add: i, norm })
+            fits.then_some(Step::ResidualNorm { add: Some(i), norm, quantize: quantized(norm) })
+        }
+        Opcode::NormModulate | Opcode::LayerNorm => {
+            let quantize = Some(quantized(i)?);
+            Some(Step::ResidualNorm { add: None, norm: i, quantize })
         }
         Opcode::RmsNorm | Opcode::RmsScale => {
             let rope = only(i).filter(|j| p.ops[*j].opcode == Opcode::Rope);
@@ -172,7 +179,7 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
         let last = &p.ops[step.at()];
         let mut wrote: Vec<ValueId> = last.results.clone();
         // Of a sum that is normed, the sum is written as well.
-        if let Step::ResidualNorm { add, .. } = step {
+        if let Step::ResidualNorm { add: Some(add), .. } = step {
             wrote.extend(&p.ops[*add].results);
         }
         if last.opcode == Opcode::Wait {
@@ -209,7 +216,7 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
                 }
             }
             let places: Vec<u32> = wrote.iter().filter_map(|w| slot(*w)).collect();
-            if places.len() == 2 && places[0] == places[1] {
+            if places.iter().collect::<BTreeSet<_>>().len() < places.len() {
                 return false;
             }
         }
@@ -249,13 +256,32 @@ mod tests {
     fn a_sum_and_its_norm_are_one_step_unless_memory_forbids_it() {
         let p = program(NORMS);
         let op = |name: &str| p.ops.iter().position(|o| o.opcode.name() == name).expect("an op");
-        let fused = Step::ResidualNorm { add: op("gate_residual"), norm: op("layer_norm") };
+        let fused =
+            Step::ResidualNorm { add: Some(op("gate_residual")), norm: op("layer_norm"), quantize: None };
         assert!(steps(&p, &own(&p, &[])).contains(&fused));
         // The norm over an operand of the sum: each row is read before it is written.
         let value = |name: &str| p.values.iter().position(|v| v.name == name).expect("a value") as u32;
         assert!(steps(&p, &own(&p, &[(value("n"), value("y"))])).contains(&fused));
         // The norm over the sum itself, which others still read.
         assert!(!steps(&p, &own(&p, &[(value("n"), value("s"))])).contains(&fused));
+    }
+
+    #[test]
+    fn a_norm_that_is_only_quantized_is_never_written_wide() {
+        let p = program(
+            "program @p { %x = input : bf16[4, 32] %y = toperator.silu %x : bf16[4, 32] %w = weight \"w\" : f32[32] \
+             %s = toperator.gate_residual %x, %y : bf16[4, 32] \
+             %n = toperator.layer_norm %s, %w, %w {eps = 1e-6} : bf16[4, 32] \
+             %q, %scale = toperator.quantize %n : e4m3[4, 32], f32[4] \
+             %z = toperator.add %s, %s : bf16[4, 32] output \"z\", %z }",
+        );
+        let op = |name: &str| p.ops.iter().position(|o| o.opcode.name() == name).expect("an op");
+        let (add, norm, quantize) = (Some(op("gate_residual")), op("layer_norm"), op("quantize"));
+        let fused = Step::ResidualNorm { add, norm, quantize: Some(quantize) };
+        assert!(steps(&p, &own(&p, &[])).contains(&fused));
+        // Scales over an operand of the sum are written before another row of it is read.
+        let value = |name: &str| p.values.iter().position(|v| v.name == name).expect("a value") as u32;
+        assert!(!steps(&p, &own(&p, &[(value("scale"), value("y"))])).contains(&fused));
     }
 
     #[test]

@@ -109,12 +109,31 @@ __device__ __forceinline__ void normalize(Row &r, float eps) {
     each(r, [&](float &x, int) { x *= scale; });
 }
 
-// x (+ y (· gate)) to `total`, and its norm (affine by w and b, or modulated by columns of m) to `out`. What is absent is
-// null. Tables of gates and of m have a row of so many columns a frame.
+// A row to e4m3 by a scale of its own: the largest magnitude becomes 448.
+__device__ __forceinline__ void quantize_row(Row &r, e4m3 *out, float *scales, i64 row) {
+    float top = 0.0f;
+    each(r, [&](float &v, int) { top = fmaxf(top, fabsf(v)); });
+    top = block_max<THREADS>(top);
+    float scale = top > 0.0f ? top / 448.0f : 1.0f;
+    if (threadIdx.x == 0) scales[row] = scale;
+#pragma unroll
+    for (int p = 0; p < PER; p++) {
+        int v = p * THREADS + threadIdx.x;
+        if (v < VECTORS) {
+            Vec<e4m3, V> q;
+#pragma unroll
+            for (int i = 0; i < V; i++) down(r.e[p][i] / scale, q.e[i]);
+            ((Vec<e4m3, V> *)(out + row * WIDTH))[v] = q;
+        }
+    }
+}
+
+// x (+ y (· gate)) to `total`, and its norm (affine by w and b, or modulated by columns of m) to `out`, or to e4m3 with a scale a
+// row. What is absent is null. Tables of gates and of m have a row of so many columns a frame.
 extern "C" __global__ void __launch_bounds__(THREADS)
     residual_norm(int rows, const T *x, const T *y, const float *gates, int gate_columns, int gate, const float *m, int columns_of_m,
-                  int shift, int scale, const float *w, const float *b, T *total, T *out, int first_row, int frame_rows,
-                  float eps) {
+                  int shift, int scale, const float *w, const float *b, T *total, T *out, e4m3 *narrow,
+                  float *scales, int first_row, int frame_rows, float eps) {
     Raw next_x, next_y;
     int row = blockIdx.x;
     fetch(next_x, x, row);
@@ -147,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
             if (total) store(total, row, r);
         }
-        if (!out) continue;
+        if (!out && !narrow) continue;
         normalize(r, eps);
         if (w) {
             each_with(r, w, b, [&](float &v, float c, float d) { v = v * c + d; });
@@ -156,7 +175,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             each_with(r, columns_here + scale * WIDTH, columns_here + shift * WIDTH,
                       [&](float &v, float c, float d) { v = v * (1.0f + c) + d; });
         }
-        store(out, row, r);
+        if (narrow) {
+            each(r, [&](float &v, int) { v = rounded<T>(v); });
+            quantize_row(r, narrow, scales, row);
+        } else {
+            store(out, row, r);
+        }
     }
 }
 
@@ -252,7 +276,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-// Rows to e4m3 by a scale of their own: the largest magnitude becomes 448.
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(int rows, const T *x, e4m3 *out, float *scales) {
     Raw next_x;
     i64 row = blockIdx.x;
@@ -261,20 +284,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(int rows, const T
         Row r;
         open(r, next_x);
         if (row + gridDim.x < rows) fetch(next_x, x, row + gridDim.x);
-        float top = 0.0f;
-        each(r, [&](float &v, int) { top = fmaxf(top, fabsf(v)); });
-        top = block_max<THREADS>(top);
-        float scale = top > 0.0f ? top / 448.0f : 1.0f;
-        if (threadIdx.x == 0) scales[row] = scale;
-#pragma unroll
-        for (int p = 0; p < PER; p++) {
-            int v = p * THREADS + threadIdx.x;
-            if (v < VECTORS) {
-                Vec<e4m3, V> q;
-#pragma unroll
-                for (int i = 0; i < V; i++) down(r.e[p][i] / scale, q.e[i]);
-                ((Vec<e4m3, V> *)(out + row * WIDTH))[v] = q;
-            }
-        }
+        quantize_row(r, out, scales, row);
     }
 }
