@@ -16,6 +16,7 @@ mod libraries;
 mod nccl;
 mod products;
 mod tables;
+mod tuning;
 
 use tessera_base::Code;
 

@@ -1,14 +1,15 @@
 //! Products through cuBLASLt: out = act(x · wᵀ + bias) + residual, rows of x beside rows of out.
 //!
-//! The algorithm of a shape is the first that the library lists among those that do not split the contraction: the same
-//! on every rank and in every process, and a row's bits depend on the row alone. Measured, it is within 3 % of the best
-//! (docs/design/0009). Once frozen, a shape that was not seen before is refused.
+//! The algorithm of a shape is the first that the library lists among those that do not split the contraction, so that a
+//! row's bits depend on the row alone, or one that is faster and gives the same bits ([`tuning`](crate::tuning)). Once frozen, a shape
+//! that was not seen before is refused.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 
 use cudarc::cublaslt::sys::{
-    cublasComputeType_t, cublasLtEpilogue_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
+    cublasComputeType_t, cublasLtEpilogue_t, cublasLtMatmulAlgo_t,
+    cublasLtMatmulAlgoConfigAttributes_t as Config, cublasLtMatmulDesc_t,
     cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulHeuristicResult_t,
     cublasLtMatmulMatrixScale_t, cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t,
     cublasStatus_t, cudaDataType,
@@ -17,6 +18,7 @@ use tessera_ir::DType;
 
 use crate::driver::{Done, Memory, Stream, failed};
 use crate::tables::CublasLt;
+use crate::tuning;
 
 /// What one product is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -49,13 +51,14 @@ pub(crate) struct At {
     pub(crate) scales: (u64, u64),
 }
 
+/// A product as the library sees it.
 #[derive(Debug)]
-struct Plan {
+pub(crate) struct Plan {
     desc: cublasLtMatmulDesc_t,
     x: cublasLtMatrixLayout_t,
     w: cublasLtMatrixLayout_t,
     out: cublasLtMatrixLayout_t,
-    algo: cublasLtMatmulAlgo_t,
+    pub(crate) algo: cublasLtMatmulAlgo_t,
 }
 
 /// Products of one device.
@@ -72,6 +75,9 @@ pub(crate) struct Products {
 
 /// CUBLAS_OP_T, which is cuBLAS's and not among cuBLASLt's names.
 const TRANSPOSED: i32 = 1;
+
+/// Algorithms that the library is asked for.
+const LISTED: usize = 16;
 
 /// What NVIDIA advises for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
@@ -133,9 +139,14 @@ impl Products {
     }
 
     pub(crate) fn run(&mut self, shape: Shape, at: At, stream: &Stream) -> Done<()> {
-        let Some(plan) = self.plans.get(&shape) else {
-            return failed(format!("no algorithm was chosen for a product of {shape:?}"));
-        };
+        match self.plans.get(&shape) {
+            Some(plan) => self.launch(shape, plan, at, stream),
+            None => failed(format!("no algorithm was chosen for a product of {shape:?}")),
+        }
+    }
+
+    /// Launches a product by a plan's algorithm.
+    pub(crate) fn launch(&self, shape: Shape, plan: &Plan, at: At, stream: &Stream) -> Done<()> {
         if shape.bias {
             set(&self.lt, plan.desc, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at.bias)?;
         }
@@ -168,6 +179,23 @@ impl Products {
             ),
             "cublasLtMatmul",
         )
+    }
+
+    /// An algorithm with its tiles in another order; none where the library does not take it.
+    pub(crate) fn reordered(&self, plan: &Plan, algo: &cublasLtMatmulAlgo_t) -> Option<cublasLtMatmulAlgo_t> {
+        let which = Config::CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING;
+        let (mut order, mut written) = (0_u32, 0);
+        let size = size_of::<u32>();
+        let read = (self.lt.algo_get)(algo, which, (&raw mut order).cast(), size, &mut written);
+        let mut other = *algo;
+        let order = 1 - order.min(1);
+        let set = (self.lt.algo_set)(&mut other, which, (&raw const order).cast(), size);
+        let mut found = EMPTY;
+        let Plan { desc, x, w, out, .. } = *plan;
+        let taken = (self.lt.algo_check)(self.handle.cast(), desc, w, x, out, out, &other, &mut found);
+        let good =
+            [read, set, taken, found.state].iter().all(|s| *s == cublasStatus_t::CUBLAS_STATUS_SUCCESS);
+        (good && found.workspaceSize <= WORKSPACE_BYTES).then_some(other)
     }
 
     /// The library counts columns first: out and x are read as their transposes, and w stands on the left.
@@ -222,7 +250,7 @@ impl Products {
         limit(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES)?;
         // None: the contraction is one chain, and no row's bits depend on how many rows there are.
         limit(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &0_u32)?;
-        let mut found: [cublasLtMatmulHeuristicResult_t; 1] = [EMPTY];
+        let mut found: [cublasLtMatmulHeuristicResult_t; LISTED] = [EMPTY; LISTED];
         let mut count = 0;
         let asked = (lt.heuristic)(
             self.handle.cast(),
@@ -240,7 +268,10 @@ impl Products {
         if asked != cublasStatus_t::CUBLAS_STATUS_SUCCESS || count == 0 {
             return failed(format!("cuBLASLt has no algorithm for a product of {s:?}: {asked:?}"));
         }
-        Ok(Plan { desc, x, w, out, algo: found[0].algo })
+        let mut plan = Plan { desc, x, w, out, algo: found[0].algo };
+        let listed: Vec<cublasLtMatmulAlgo_t> = found[..count as usize].iter().map(|f| f.algo).collect();
+        tuning::tune(self, s, &mut plan, &listed)?;
+        Ok(plan)
     }
 }
 

@@ -66,6 +66,9 @@ table! {
         pref_destroy = "cublasLtMatmulPreferenceDestroy": fn(lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
         pref_set = "cublasLtMatmulPreferenceSetAttribute": fn(lt::cublasLtMatmulPreference_t, lt::cublasLtMatmulPreferenceAttributes_t, *const c_void, usize) -> lt::cublasStatus_t;
         heuristic = "cublasLtMatmulAlgoGetHeuristic": fn(lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatmulPreference_t, c_int, *mut lt::cublasLtMatmulHeuristicResult_t, *mut c_int) -> lt::cublasStatus_t;
+        algo_get = "cublasLtMatmulAlgoConfigGetAttribute": fn(*const lt::cublasLtMatmulAlgo_t, lt::cublasLtMatmulAlgoConfigAttributes_t, *mut c_void, usize, *mut usize) -> lt::cublasStatus_t;
+        algo_set = "cublasLtMatmulAlgoConfigSetAttribute": fn(*mut lt::cublasLtMatmulAlgo_t, lt::cublasLtMatmulAlgoConfigAttributes_t, *const c_void, usize) -> lt::cublasStatus_t;
+        algo_check = "cublasLtMatmulAlgoCheck": fn(lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, *const lt::cublasLtMatmulAlgo_t, *mut lt::cublasLtMatmulHeuristicResult_t) -> lt::cublasStatus_t;
         matmul = "cublasLtMatmul": fn(lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, *const c_void, *const c_void, lt::cublasLtMatrixLayout_t, *const c_void, lt::cublasLtMatrixLayout_t, *const c_void, *const c_void, lt::cublasLtMatrixLayout_t, *mut c_void, lt::cublasLtMatrixLayout_t, *const lt::cublasLtMatmulAlgo_t, *mut c_void, usize, lt::cudaStream_t) -> lt::cublasStatus_t;
     }
 }

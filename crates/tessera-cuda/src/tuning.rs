@@ -1,0 +1,179 @@
+//! Which algorithm makes a large product: each that the library lists, in both orders of tiles, is timed on this device when a program is
+//! loaded. The fastest is taken if it is clearly faster than the first and gives the same bits: a choice by time may then differ
+//! between ranks and runs, and results do not.
+
+use cudarc::cublaslt::sys::cublasLtMatmulAlgo_t;
+use tessera_ir::DType;
+
+use crate::driver::{Done, Event, Memory, Stream, download, upload};
+use crate::products::{At, Plan, Products, Shape};
+
+/// Multiplications from which a choice is worth its time.
+const LARGE: u64 = 10_000_000_000;
+/// Rounds in which all candidates take turns, and calls of one in a round.
+const ROUNDS: usize = 3;
+const CALLS: usize = 3;
+/// How much shorter than the first a candidate must take.
+const WORTH: f32 = 0.98;
+/// Boundaries of operands, in bytes.
+const ALIGNMENT: u64 = 256;
+
+/// Exchanges the plan's algorithm for a faster one among those listed, of which the plan has the first.
+pub(crate) fn tune(
+    products: &Products,
+    s: Shape,
+    plan: &mut Plan,
+    listed: &[cublasLtMatmulAlgo_t],
+) -> Done<()> {
+    if s.rows * s.columns * s.inner < LARGE || s.dtype == DType::F32 {
+        return Ok(());
+    }
+    let mut candidates = listed.to_vec();
+    candidates.extend(listed.iter().filter_map(|a| products.reordered(plan, a)));
+    // Where memory is short the first will do.
+    let Ok(trial) = Trial::new(s) else { return Ok(()) };
+    let mut best = vec![f32::INFINITY; candidates.len()];
+    for round in 0..=ROUNDS {
+        for (algo, best) in candidates.iter().zip(&mut best) {
+            plan.algo = *algo;
+            // One that is listed and refuses to run is none.
+            let took = trial.calls_ms(products, plan).unwrap_or(f32::INFINITY);
+            // The first round loads kernels.
+            if round > 0 {
+                *best = best.min(took);
+            }
+        }
+    }
+    plan.algo = candidates[0];
+    let first = trial.result(products, plan, 0)?;
+    let mut order: Vec<usize> = (1..candidates.len()).filter(|i| best[*i] < WORTH * best[0]).collect();
+    order.sort_by(|a, b| best[*a].total_cmp(&best[*b]));
+    for i in order {
+        plan.algo = candidates[i];
+        if trial.same(first, trial.result(products, plan, 1)?)? {
+            return Ok(());
+        }
+    }
+    plan.algo = candidates[0];
+    Ok(())
+}
+
+/// Operands of one product, and two results.
+struct Trial {
+    shape: Shape,
+    at: At,
+    results: [u64; 2],
+    result_bytes: u64,
+    stream: Stream,
+    _memory: Memory,
+}
+
+impl Trial {
+    fn new(s: Shape) -> Done<Trial> {
+        let narrow = s.dtype == DType::E4m3;
+        let result_bytes = s.rows * s.columns * 2;
+        let extents = [
+            s.rows * s.inner * s.dtype.bytes(),
+            s.columns * s.inner * s.dtype.bytes(),
+            s.columns * 2,
+            if s.residual { result_bytes } else { 0 },
+            if narrow { 4 * s.rows.max(s.columns) } else { 0 },
+            result_bytes,
+            result_bytes,
+        ];
+        let mut places = [0; 7];
+        let mut end = 0;
+        for (place, bytes) in places.iter_mut().zip(extents) {
+            *place = end;
+            end += bytes.next_multiple_of(ALIGNMENT);
+        }
+        let memory = Memory::new(end as usize)?;
+        let [x, w, bias, residual, scales, one, two] = places.map(|p| memory.at() + p);
+        let stream = Stream::new(false)?;
+        for (at, bytes) in [(x, extents[0]), (w, extents[1])] {
+            fill(at, bytes, if narrow { tiny_words } else { half_words }, &stream)?;
+        }
+        for (at, bytes) in [(bias, extents[2]), (residual, extents[3])] {
+            fill(at, bytes, half_words, &stream)?;
+        }
+        fill(scales, extents[4], |_| 0x3f80_0000_3f80_0000, &stream)?;
+        let at = At { x, w, bias, residual, out: one, scales: (scales, scales) };
+        Ok(Trial { shape: s, at, results: [one, two], result_bytes, stream, _memory: memory })
+    }
+
+    fn calls_ms(&self, products: &Products, plan: &Plan) -> Done<f32> {
+        let (begin, end) = (Event::timed()?, Event::timed()?);
+        self.stream.record(&begin)?;
+        for _ in 0..CALLS {
+            products.launch(self.shape, plan, self.at, &self.stream)?;
+        }
+        self.stream.record(&end)?;
+        while !end.passed()? {
+            std::hint::spin_loop();
+        }
+        begin.until_ms(&end)
+    }
+
+    /// Runs once into one of the results, and waits for it.
+    fn result(&self, products: &Products, plan: &Plan, which: usize) -> Done<u64> {
+        let out = self.results[which];
+        products.launch(self.shape, plan, At { out, ..self.at }, &self.stream)?;
+        let end = Event::new()?;
+        self.stream.record(&end)?;
+        while !end.passed()? {
+            std::hint::spin_loop();
+        }
+        Ok(out)
+    }
+
+    fn same(&self, a: u64, b: u64) -> Done<bool> {
+        const PIECE: u64 = 16 << 20;
+        let (mut of_a, mut of_b) = (Vec::new(), Vec::new());
+        let mut at = 0;
+        while at < self.result_bytes {
+            let n = PIECE.min(self.result_bytes - at) as usize;
+            of_a.resize(n, 0_u8);
+            of_b.resize(n, 0_u8);
+            download(&mut of_a, a + at)?;
+            download(&mut of_b, b + at)?;
+            if of_a != of_b {
+                return Ok(false);
+            }
+            at += n as u64;
+        }
+        Ok(true)
+    }
+}
+
+/// Words of numbers that repeat after a length which no row has: a mebibyte written from here, and copied on.
+fn fill(at: u64, bytes: u64, word: fn(u64) -> u64, stream: &Stream) -> Done<()> {
+    const WORDS: u64 = (1 << 17) + 1;
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let words: Vec<u64> = (0..WORDS.min(bytes / 8))
+        .map(|_| {
+            // A step of xorshift.
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            word(state)
+        })
+        .collect();
+    upload(at, &words)?;
+    let mut written = words.len() as u64 * 8;
+    while 0 < written && written < bytes {
+        let n = written.min(bytes - written);
+        stream.copy(at + written, at, n as usize)?;
+        written += n;
+    }
+    Ok(())
+}
+
+/// Four bf16 of magnitudes from a half to one.
+fn half_words(bits: u64) -> u64 {
+    bits & 0x807f_807f_807f_807f | 0x3f00_3f00_3f00_3f00
+}
+
+/// Eight e4m3 of magnitudes from a half to one.
+fn tiny_words(bits: u64) -> u64 {
+    bits & 0x8787_8787_8787_8787 | 0x3030_3030_3030_3030
+}
