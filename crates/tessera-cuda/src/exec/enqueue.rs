@@ -27,6 +27,9 @@ struct Sent {
     opened: Option<Event>,
 }
 
+/// Words that a thread moves, as elements.cu says.
+const PUT: u64 = 4;
+
 /// Rows below which a product in f32 goes to the kernel that reads weights once.
 const FEW_ROWS: u64 = 8;
 
@@ -530,7 +533,8 @@ impl Cuda {
         };
         let n = ty.bytes().0 / word;
         let args = Args::new().at(from).at(to).at(self.at(program, row)?);
-        self.kernels.elements(name, n, args.long((row_bytes / word) as i64).long(n as i64), stream)
+        let args = args.long((row_bytes / word) as i64).long(n as i64);
+        self.kernels.elements(name, n.div_ceil(PUT), args, stream)
     }
 
     fn attend(&mut self, program: usize, op: &Op, targets: Option<&Targets>, stream: &Stream) -> Done<()> {

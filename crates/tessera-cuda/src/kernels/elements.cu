@@ -161,10 +161,22 @@ extern "C" __global__ void to_x0(const float *x, const float *flow, const float 
     out[i] = (float)((double)x[i] - (double)*sigma * (double)flow[i]);
 }
 
-// Rows of `bytes` each to a place whose row the call says; bytes by words of W.
+// Rows to a place whose row the call says, by words of W; each thread moves PUT of them.
+constexpr int PUT = 4;
 template <typename W> __device__ void put_rows_of(const W *from, W *to, const i64 *row, i64 words_a_row, i64 n) {
-    AT(n);
-    to[(row ? *row : 0) * words_a_row + i] = from[i];
+    i64 first = (i64)blockIdx.x * blockDim.x * PUT + threadIdx.x;
+    W word[PUT];
+#pragma unroll
+    for (int k = 0; k < PUT; k++) {
+        i64 i = first + k * blockDim.x;
+        if (i < n) word[k] = from[i];
+    }
+    to += (row ? *row : 0) * words_a_row;
+#pragma unroll
+    for (int k = 0; k < PUT; k++) {
+        i64 i = first + k * blockDim.x;
+        if (i < n) to[i] = word[k];
+    }
 }
 extern "C" __global__ void put_rows_16(const uint4 *from, uint4 *to, const i64 *row, i64 words, i64 n) {
     put_rows_of(from, to, row, words, n);
