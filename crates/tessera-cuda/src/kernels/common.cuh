@@ -41,39 +41,42 @@ template <typename T, int N> struct alignas(sizeof(T) * N) Vec {
     T e[N];
 };
 
-__device__ __forceinline__ float warp_sum(float x) {
-    for (int o = 16; o > 0; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
+struct Plus {
+    __device__ float operator()(float a, float b) const { return a + b; }
+};
+struct Larger {
+    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+template <typename F> __device__ __forceinline__ float over_warp(float x, F f) {
+    for (int o = 16; o > 0; o >>= 1) x = f(x, __shfl_xor_sync(0xffffffffu, x, o));
     return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+    return over_warp(x, Plus());
 }
 __device__ __forceinline__ float warp_max(float x) {
-    for (int o = 16; o > 0; o >>= 1) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
-    return x;
+    return over_warp(x, Larger());
 }
 
-// The sum over a block of whole warps, the same bits in every thread.
-template <int THREADS> __device__ __forceinline__ float block_sum(float x) {
+// Over a block of whole warps, the same bits in every thread.
+template <int THREADS, typename F> __device__ __forceinline__ float over_block(float x, F f) {
     constexpr int WARPS = THREADS / 32;
     __shared__ float part[WARPS];
-    x = warp_sum(x);
+    x = over_warp(x, f);
     if (WARPS == 1) return x;
     __syncthreads();
     if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
     __syncthreads();
     float s = part[0];
-    for (int i = 1; i < WARPS; i++) s += part[i];
+    for (int i = 1; i < WARPS; i++) s = f(s, part[i]);
     return s;
 }
+template <int THREADS> __device__ __forceinline__ float block_sum(float x) {
+    return over_block<THREADS>(x, Plus());
+}
 template <int THREADS> __device__ __forceinline__ float block_max(float x) {
-    constexpr int WARPS = THREADS / 32;
-    __shared__ float part[WARPS];
-    x = warp_max(x);
-    if (WARPS == 1) return x;
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
-    __syncthreads();
-    float s = part[0];
-    for (int i = 1; i < WARPS; i++) s = fmaxf(s, part[i]);
-    return s;
+    return over_block<THREADS>(x, Larger());
 }
 
 // Both as one expression each, of f32 alone.
