@@ -31,6 +31,19 @@ pub(crate) struct Compiler {
     pub(crate) compiled: u32,
 }
 
+/// How every source is compiled.
+fn options(arch: &str, defines: &[(&str, String)]) -> Vec<String> {
+    let mut options = vec![
+        format!("--gpu-architecture={arch}"),
+        "--std=c++17".to_string(),
+        "--device-as-default-execution-space".to_string(),
+        // Sums and products stay apart, as on the CPU; kernels that want them fused say so.
+        "--fmad=false".to_string(),
+    ];
+    options.extend(defines.iter().map(|(k, v)| format!("-D{k}={v}")));
+    options
+}
+
 impl Compiler {
     /// For a compute capability, such as (9, 0).
     pub(crate) fn new(nvrtc: Nvrtc, capability: (i32, i32), kept: Option<Arc<dyn Shelf>>) -> Done<Compiler> {
@@ -44,14 +57,7 @@ impl Compiler {
 
     /// A module of a source with macros defined.
     pub(crate) fn module(&mut self, name: &str, source: &str, defines: &[(&str, String)]) -> Done<Module> {
-        let mut options = vec![
-            format!("--gpu-architecture={}", self.arch),
-            "--std=c++17".to_string(),
-            "--device-as-default-execution-space".to_string(),
-            // Sums and products stay apart, as on the CPU; kernels that want them fused say so.
-            "--fmad=false".to_string(),
-        ];
-        options.extend(defines.iter().map(|(k, v)| format!("-D{k}={v}")));
+        let options = options(&self.arch, defines);
         let mut hash = blake3::Hasher::new();
         for part in options.iter().chain([&self.version, &source.to_string()]) {
             hash.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
@@ -103,5 +109,53 @@ fn check(result: nvrtcResult, call: &str) -> Done<()> {
     match result {
         nvrtcResult::NVRTC_SUCCESS => Ok(()),
         other => failed(format!("{call}: {other:?}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::libraries::Libraries;
+
+    const COMMON: &str = include_str!("kernels/common.cuh");
+
+    /// Compiles a source as a device of a kind would have it, if the compiler is here.
+    fn compiles(nvrtc: &Nvrtc, arch: &str, (name, source): (&str, &str), defines: &[(&str, u64)]) {
+        let defines: Vec<(&str, String)> = defines.iter().map(|(k, v)| (*k, v.to_string())).collect();
+        if let Err(e) = compile(nvrtc, name, source, &options(arch, &defines)) {
+            panic!("{name} for {arch} with {defines:?}: {}", e.0);
+        }
+    }
+
+    #[test]
+    fn every_kernel_compiles_where_the_compiler_is() {
+        let told = std::env::var_os("TESSERA_CUDA_LIBS").unwrap_or_default();
+        let libraries = Libraries::load(&std::env::split_paths(&told).collect::<Vec<_>>());
+        let Ok(nvrtc) = Nvrtc::load(&libraries) else {
+            eprintln!("skipped: no NVRTC here; TESSERA_CUDA_LIBS names folders to look in");
+            return;
+        };
+        let with_common = |source: &str| format!("{COMMON}{source}");
+        let (rows, elements) =
+            (with_common(include_str!("kernels/rows.cu")), with_common(include_str!("kernels/elements.cu")));
+        let attention = with_common(include_str!("kernels/attention.cu"));
+        let exchange = include_str!("kernels/exchange.cu");
+        for arch in ["sm_80", "sm_90a"] {
+            compiles(&nvrtc, arch, ("elements", &elements), &[]);
+            for (half, width, vector, threads) in
+                [(1, 5120, 8, 320), (1, 384, 8, 32), (0, 128, 4, 32), (0, 7, 1, 32)]
+            {
+                let cut =
+                    [("BF16", half), ("WIDTH", width), ("ROW_VECTOR", vector), ("ROW_THREADS", threads)];
+                compiles(&nvrtc, arch, ("rows", &rows), &cut);
+            }
+            for (members, me) in [(1, 0), (2, 1), (4, 2), (16, 15)] {
+                compiles(&nvrtc, arch, ("exchange", exchange), &[("MEMBERS", members), ("ME", me)]);
+            }
+        }
+        for (groups, keys, in_turns) in [(3, 80, 0), (2, 128, 1)] {
+            let cut = [("WGS", groups), ("KEYS", keys), ("STAGES", 3), ("ORDERED", in_turns)];
+            compiles(&nvrtc, "sm_90a", ("attention", &attention), &cut);
+        }
     }
 }

@@ -26,9 +26,19 @@ __device__ __forceinline__ void down(float x, bf16 &out) {
 }
 // To the nearest e4m3, the largest for what lies beyond.
 __device__ __forceinline__ void down(float x, e4m3 &out) {
+#if __CUDA_ARCH__ >= 890
     u16 pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
     out.bits = (unsigned char)pair;
+#else
+    u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80;
+    float size = fminf(fabsf(x), 448.0f);
+    u32 normal = __float_as_uint(size);
+    normal += 0x7ffff + (normal >> 20 & 1);
+    // Below 2^-6 in steps of 2^-9.
+    u32 e4m3_bits = size < 0.015625f ? (u32)rintf(size * 512.0f) : (normal >> 20) - (120 << 3);
+    out.bits = (unsigned char)(x != x ? 0x7f : sign | e4m3_bits);
+#endif
 }
 // A number as it is once stored in T.
 template <typename T> __device__ __forceinline__ float rounded(float x) {
