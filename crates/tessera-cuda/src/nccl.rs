@@ -52,6 +52,7 @@ type Raw = *mut c_void;
 type Bytes = *const c_void;
 type BytesMut = *mut c_void;
 type StreamRaw = cudarc::driver::sys::CUstream;
+type Reducing = extern "C" fn(Bytes, BytesMut, usize, c_int, c_int, Raw, StreamRaw) -> c_int;
 
 const SUCCESS: c_int = 0;
 const REMOTE_ERROR: c_int = 6;
@@ -272,21 +273,10 @@ impl Comm {
         from: u64,
         to: u64,
         elements: usize,
-        (dtype, reduction): (DType, Reduction),
+        how: (DType, Reduction),
         stream: &Stream,
     ) -> Done<()> {
-        let dtype = kind(dtype)?;
-        self.call("ncclAllReduce", |api, raw| {
-            (api.all_reduce)(
-                from as Bytes,
-                to as BytesMut,
-                elements,
-                dtype,
-                operator(reduction),
-                raw,
-                stream.raw(),
-            )
-        })
+        self.reduce(("ncclAllReduce", |api| api.all_reduce), (from, to, elements), how, stream)
     }
 
     /// `elements` is what every member gets.
@@ -295,20 +285,22 @@ impl Comm {
         from: u64,
         to: u64,
         elements: usize,
+        how: (DType, Reduction),
+        stream: &Stream,
+    ) -> Done<()> {
+        self.reduce(("ncclReduceScatter", |api| api.reduce_scatter), (from, to, elements), how, stream)
+    }
+
+    fn reduce(
+        &self,
+        (name, verb): (&'static str, fn(&Api) -> Reducing),
+        (from, to, elements): (u64, u64, usize),
         (dtype, reduction): (DType, Reduction),
         stream: &Stream,
     ) -> Done<()> {
-        let dtype = kind(dtype)?;
-        self.call("ncclReduceScatter", |api, raw| {
-            (api.reduce_scatter)(
-                from as Bytes,
-                to as BytesMut,
-                elements,
-                dtype,
-                operator(reduction),
-                raw,
-                stream.raw(),
-            )
+        let (dtype, operator) = (kind(dtype)?, operator(reduction));
+        self.call(name, |api, raw| {
+            verb(api)(from as Bytes, to as BytesMut, elements, dtype, operator, raw, stream.raw())
         })
     }
 
