@@ -27,7 +27,7 @@ use peers::{FLAGS_BYTES, Handle, Opened, Peers, TRIAL_OFFSET};
 use verbs::Verbs;
 use words::Words;
 
-pub(crate) use moves::{Kind, Move};
+pub(crate) use moves::{Kind, Move, Via};
 pub(crate) use targets::{Along, Targets};
 pub(crate) use words::{GroupFault, Progress};
 
@@ -55,9 +55,9 @@ pub(crate) struct Terms {
     pub(crate) setup: Duration,
     /// Names this host: two members have the same number exactly when they are of one host. 0: not known.
     pub(crate) host: u64,
-    /// Memory for pieces that are packed, taken if members meet through NCCL: the most that
-    /// [`staging_bytes`](Move::staging_bytes) says of any collective.
-    pub(crate) staging_bytes: usize,
+    /// Memory for pieces that are packed: the most that [`staging_bytes`](Move::staging_bytes) says of any collective that
+    /// goes through NCCL, where members meet in one another's memory and where they do not.
+    pub(crate) staging_bytes: [usize; 2],
 }
 
 /// One member's end. After a fault it is of no further use; while work of it is stuck on the device, dropping it waits for that
@@ -146,9 +146,14 @@ impl Group {
         Ok(group)
     }
 
-    /// Says how much memory for packed pieces is needed, before it is shared.
-    pub(crate) fn stage(&mut self, bytes: usize) {
-        self.terms.staging_bytes = self.terms.staging_bytes.max(bytes);
+    /// Looks how much memory for packed pieces a collective needs, before any is shared.
+    pub(crate) fn stage(&mut self, m: &Move) {
+        let bytes = m.staging_bytes(self.me);
+        let [with_peers, without] = &mut self.terms.staging_bytes;
+        *without = bytes.max(*without);
+        if m.via == Via::Nccl {
+            *with_peers = bytes.max(*with_peers);
+        }
     }
 
     /// Makes this member's exchange memory visible to the others and theirs to it, or agrees with them on NCCL. The memory
@@ -192,11 +197,11 @@ impl Group {
                 return failed(format!("members cannot meet in one another's memory: {why}"));
             }
             self.why_not_peers = Some(why);
-            self.staging = match self.terms.staging_bytes {
-                0 => None,
-                bytes => Some(Memory::new(bytes)?),
-            };
         }
+        self.staging = match self.terms.staging_bytes[usize::from(peers.is_none())] {
+            0 => None,
+            bytes => Some(Memory::new(bytes)?),
+        };
         self.peers = peers;
         Ok(())
     }
@@ -225,7 +230,7 @@ impl Group {
         {
             return failed(format!("pieces of {} members in a group of {}", to.len(), self.members));
         }
-        if let Some(peers) = &self.peers {
+        if let Some(peers) = self.peers.as_ref().filter(|_| m.via != Via::Nccl) {
             let patience_ns = u64::try_from(self.terms.patience.as_nanos()).unwrap_or(u64::MAX);
             let means = (self.words.at(), patience_ns, self.terms.blocks);
             return peers.issue(m, &self.kernels, means, stream);

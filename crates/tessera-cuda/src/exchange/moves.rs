@@ -26,6 +26,20 @@ pub(crate) struct Move {
     pub(crate) fingerprint: u32,
     /// Its number in reports; not `u32::MAX`.
     pub(crate) op: u32,
+    /// By what it is moved.
+    pub(crate) via: Via,
+}
+
+/// What moves a collective, where the program chooses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Via {
+    /// Whatever is best for ranks that can reach one another's memory, NCCL for others.
+    #[default]
+    Best,
+    /// A kernel of its own over peers' memory, NCCL for ranks that cannot reach one another's.
+    Kernels,
+    /// NCCL.
+    Nccl,
 }
 
 /// Kinds of collectives.
@@ -354,8 +368,19 @@ mod tests {
         let of = |kind: Kind, me: usize| {
             let dtype = DType::Bf16;
             let (peers_operand, peers_result) = (Vec::new(), Vec::new());
-            Move { kind, dtype, operand: 0, result: 0, peers_operand, peers_result, fingerprint: 0, op: 0 }
-                .staging_bytes(me)
+            let via = Via::Best;
+            Move {
+                kind,
+                dtype,
+                operand: 0,
+                result: 0,
+                peers_operand,
+                peers_result,
+                fingerprint: 0,
+                op: 0,
+                via,
+            }
+            .staging_bytes(me)
         };
         let (concat, split) = ([0..2, 2..4], [0..3, 3..6]);
         // Rows of 6 bytes out of rows of 12; they arrive one behind the other.

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tessera_ir::{Opcode, Program, Slots, ValueId};
+use tessera_ir::{Op, Opcode, Program, Slots, ValueId};
 
 use super::steps::Step;
 use crate::exchange::Along;
@@ -27,7 +27,7 @@ pub(super) fn carried(p: &Program, slots: &Slots, steps: &[Step]) -> BTreeMap<us
     let used = Used::of(p, slots, steps);
     let readers = p.readers();
     let exchanges = steps.iter().enumerate().filter_map(|(k, s)| match s {
-        Step::One(i) if p.ops[*i].opcode == Opcode::AllToAll && p.ops[*i].issue => Some((k, *i)),
+        Step::One(i) if may(&p.ops[*i]) => Some((k, *i)),
         _ => None,
     });
     exchanges.filter_map(|(k, i)| Some((i, one(p, &used, &readers, steps, (k, i))?))).collect()
@@ -72,6 +72,11 @@ fn one(
     let same_lane = |s: &Step| p.ops[s.at()].opcode.is_collective() && p.ops[s.at()].stream == op.stream;
     let opens = (0..maker).rev().take_while(|k| free(*k) && !same_lane(&steps[*k])).last().unwrap_or(maker);
     Some(Carried::Maker { maker, opens, along })
+}
+
+/// Whether others than its launch may carry it: unless the program says what does.
+fn may(op: &Op) -> bool {
+    op.opcode == Opcode::AllToAll && op.issue && !op.attrs.contains_key("via")
 }
 
 fn is_row_op(op: Opcode) -> bool {

@@ -12,7 +12,7 @@ use tessera_mesh::{Axis, Reduction};
 use super::{Cuda, End, Options, Place};
 use crate::compile::Compiler;
 use crate::driver::{Done, Failed, Memory, Stream, failed};
-use crate::exchange::{Aborter, Along, Group, GroupFault, Kind, Move, Targets, Terms, Way};
+use crate::exchange::{Aborter, Along, Group, GroupFault, Kind, Move, Targets, Terms, Via, Way};
 use crate::libraries::Libraries;
 
 /// All lanes of a rank.
@@ -20,6 +20,8 @@ use crate::libraries::Libraries;
 pub(super) struct Groups {
     ends: Vec<Lane>,
     seat: Seat,
+    /// Whether a program asks for NCCL.
+    nccl: bool,
 }
 
 #[derive(Debug)]
@@ -62,7 +64,7 @@ impl Groups {
             patience: options.patience,
             setup: options.setup,
             host: options.host,
-            staging_bytes: 0,
+            staging_bytes: [0; 2],
         };
         let mut out = Vec::new();
         for e in ends {
@@ -70,7 +72,7 @@ impl Groups {
                 .map_err(|why| Failed(format!("lane {}: {why}", e.route)))?;
             out.push(Lane { route: e.route, group, offsets: BTreeMap::new() });
         }
-        Ok(Groups { ends: out, seat })
+        Ok(Groups { ends: out, seat, nccl: false })
     }
 
     /// How ranks meet in each lane, in words.
@@ -84,7 +86,7 @@ impl Groups {
 
     /// Whether some lane goes through NCCL, which connects at the first use of each verb and then may be captured.
     pub(super) fn lazy(&self) -> bool {
-        self.ends.iter().any(|e| e.group.way() == Way::Nccl)
+        self.nccl || self.ends.iter().any(|e| e.group.way() == Way::Nccl)
     }
 
     pub(super) fn rewind(&self) {
@@ -164,7 +166,8 @@ impl Groups {
 impl Cuda {
     /// Makes exchange memory visible to the other members of every lane, and exchanges where operands and results lie.
     pub(super) fn share(&mut self, memory: &Memory, offsets: &[u64]) -> Done<()> {
-        let mut groups = std::mem::replace(&mut self.groups, Groups { ends: Vec::new(), seat: self.seat });
+        let mut groups =
+            std::mem::replace(&mut self.groups, Groups { ends: Vec::new(), seat: self.seat, nccl: false });
         let done = self.share_in(&mut groups, memory, offsets);
         self.groups = groups;
         done
@@ -185,8 +188,8 @@ impl Cuda {
                 let (operand, result) = (slot(op.operands.first().copied()), slot(result(p, op)));
                 wanted[lane].push((program, i, operand, result));
                 let m = self.movement(p, i)?;
-                let me = member(groups.ends[lane].route, &self.seat);
-                groups.ends[lane].group.stage(m.staging_bytes(me));
+                groups.nccl |= m.via == Via::Nccl;
+                groups.ends[lane].group.stage(&m);
             }
         }
         for (lane, wanted) in groups.ends.iter_mut().zip(wanted) {
@@ -307,6 +310,11 @@ impl Cuda {
             peers_result: Vec::new(),
             fingerprint: u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
             op: i as u32,
+            via: match op.str("via") {
+                Some("kernels") => Via::Kernels,
+                Some("nccl") => Via::Nccl,
+                _ => Via::Best,
+            },
         })
     }
 }

@@ -5,7 +5,6 @@
 //! as it should be. A scene that takes too long is ended.
 #![allow(dead_code, reason = "the room's own sources, of which this uses a part")]
 
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
 use std::sync::Arc;
@@ -15,24 +14,27 @@ use std::time::{Duration, Instant};
 use tessera_ir::DType;
 use tessera_mesh::Reduction;
 
-#[path = "../src/compile.rs"]
+#[path = "../../src/compile.rs"]
 mod compile;
-#[path = "../src/driver.rs"]
+#[path = "../../src/driver.rs"]
 mod driver;
-#[path = "../src/exchange/mod.rs"]
+#[path = "../../src/exchange/mod.rs"]
 mod exchange;
-#[path = "../src/libraries.rs"]
+#[path = "../../src/libraries.rs"]
 mod libraries;
-#[path = "../src/nccl.rs"]
+#[path = "../../src/nccl.rs"]
 mod nccl;
-#[path = "../src/tables.rs"]
+#[path = "../../src/tables.rs"]
 mod tables;
+
+mod values;
 
 use compile::{Compiler, Shelf};
 use driver::{Context, Done, Event, Memory, Stream, download, failed, upload};
-use exchange::{Group, GroupFault, Kind, Move, Terms, Way};
+use exchange::{Group, GroupFault, Kind, Move, Terms, Via, Way};
 use libraries::Libraries;
 use nccl::{UniqueId, unique_id};
+use values::{cut, data, decode, encode, reduce, take};
 
 /// Name, longest time in seconds.
 const SCENES: [(&str, u64); 8] = [
@@ -229,7 +231,7 @@ fn terms(way: Way, patience_ms: u64) -> Terms {
         patience: Duration::from_millis(patience_ms),
         setup: Duration::from_secs(30),
         host: host(),
-        staging_bytes: 256 << 20,
+        staging_bytes: [256 << 20; 2],
     }
 }
 
@@ -286,7 +288,9 @@ fn kinds(seat: &mut Seat, way: Way) -> Done<bool> {
             }
         }
     }
-    let there = there_and_back(seat, &mut group, &memory, &stream);
+    let there = [Group::issue, by_engines]
+        .into_iter()
+        .try_for_each(|issue: Issue| there_and_back(seat, &mut group, &memory, issue, &stream));
     if let Err(e) = &there {
         println!("FAIL {way:?} there and back: member {}: {e}", seat.me);
     }
@@ -318,6 +322,7 @@ fn try_case(
         peers_result: places.iter().map(|p| p[1]).collect(),
         fingerprint: 0x5eed_0000 + op,
         op,
+        via: Via::Best,
     };
     if m.staging_bytes(seat.me) > 256 << 20 {
         return failed("more staging memory than there is");
@@ -461,9 +466,28 @@ fn cases(me: usize, members: usize, way: Way) -> Vec<Case> {
     out
 }
 
+/// How a collective is enqueued.
+type Issue = fn(&mut Group, &Move, &Stream) -> Done<()>;
+
+/// By the copy engines, where members see one another's memory and bytes change places; as ever where not.
+fn by_engines(group: &mut Group, m: &Move, stream: &Stream) -> Done<()> {
+    if group.way() != Way::Peers || !matches!(m.kind, Kind::Copy { .. }) {
+        return group.issue(m, stream);
+    }
+    group.open(m, stream)?;
+    group.carry(m, stream)?;
+    group.close(m, stream)
+}
+
 /// An exchange and its way back, from one place to another and back again, twenty times in one graph that is replayed
 /// twenty times: an operand that is overwritten too early, or a result that is read too early, would show.
-fn there_and_back(seat: &Seat, group: &mut Group, memory: &Memory, stream: &Stream) -> Done<()> {
+fn there_and_back(
+    seat: &Seat,
+    group: &mut Group,
+    memory: &Memory,
+    issue: Issue,
+    stream: &Stream,
+) -> Done<()> {
     let (me, members) = (seat.me, seat.members);
     let shape = (members * 96, members * 128);
     let (rows, columns) = (cut(shape.0, members, true), cut(shape.1, members, true));
@@ -484,14 +508,15 @@ fn there_and_back(seat: &Seat, group: &mut Group, memory: &Memory, stream: &Stre
         peers_result: column(1 - way),
         fingerprint: 0xba5e + way as u32,
         op: 9000 + way as u32,
+        via: Via::Best,
     };
     upload(memory.at() + places[0], &mine)?;
     for way in [0, 1] {
-        group.issue(&step(way), stream)?;
+        issue(group, &step(way), stream)?;
     }
     drained(group, stream, 15)?;
     stream.begin_capture()?;
-    let issued = (0..40).try_for_each(|i| group.issue(&step(i % 2), stream));
+    let issued = (0..40).try_for_each(|i| issue(group, &step(i % 2), stream));
     let graph = stream.end_capture()?;
     issued?;
     for _ in 0..20 {
@@ -508,14 +533,17 @@ fn there_and_back(seat: &Seat, group: &mut Group, memory: &Memory, stream: &Stre
 fn speed(seat: &mut Seat, most: usize) -> Done<bool> {
     let memory = Memory::new(2 * most + (4 << 20))?;
     let stream = Stream::new(true)?;
-    let mut groups: Vec<(String, Group)> = Vec::new();
+    let mut groups: Vec<(String, Group, Issue)> = Vec::new();
     for blocks in [8, 16, 24, 32] {
         let terms = Terms { blocks, ..terms(Way::Peers, 5000) };
-        groups.push((format!("peers {blocks}"), seat.group(&format!("p{blocks}"), terms, &memory)?));
+        let group = seat.group(&format!("p{blocks}"), terms, &memory)?;
+        groups.push((format!("peers {blocks}"), group, Group::issue));
     }
-    groups.push(("NCCL".into(), seat.group("nccl", terms(Way::Nccl, 5000), &memory)?));
+    let group = seat.group("engines", terms(Way::Peers, 5000), &memory)?;
+    groups.push(("engines".into(), group, by_engines));
+    groups.push(("NCCL".into(), seat.group("nccl", terms(Way::Nccl, 5000), &memory)?, Group::issue));
     if seat.me == 0 {
-        let names: String = groups.iter().map(|(n, _)| format!("{n:>18}")).collect();
+        let names: String = groups.iter().map(|(n, ..)| format!("{n:>18}")).collect();
         println!("     µs per op in a graph of 20, bf16, {} GPUs (GB/s of the bus)", seat.members);
         println!("     {:<24}{names}", "");
     }
@@ -541,10 +569,11 @@ fn speed(seat: &mut Seat, most: usize) -> Done<bool> {
                 peers_result: vec![places[1]; members],
                 fingerprint: size as u32,
                 op: 1,
+                via: Via::Best,
             };
             let mut line = format!("     {what} {:>8} KiB   ", bytes >> 10);
-            for (_, group) in &mut groups {
-                let us = time(group, &m, &stream)?;
+            for (_, group, issue) in &mut groups {
+                let us = time(group, *issue, &m, &stream)?;
                 let share = (members - 1) as f64 / members as f64;
                 let moved = bytes as f64 * share * if what == "all_reduce" { 2.0 } else { 1.0 };
                 line += &format!("{us:>10.1} ({:>4.0}) ", moved / us / 1e3);
@@ -558,12 +587,12 @@ fn speed(seat: &mut Seat, most: usize) -> Done<bool> {
 }
 
 /// Median over replays, in µs per op.
-fn time(group: &mut Group, m: &Move, stream: &Stream) -> Done<f64> {
+fn time(group: &mut Group, issue: Issue, m: &Move, stream: &Stream) -> Done<f64> {
     const OPS: usize = 20;
-    group.issue(m, stream)?;
+    issue(group, m, stream)?;
     drained(group, stream, 15)?;
     stream.begin_capture()?;
-    let issued = (0..OPS).try_for_each(|_| group.issue(m, stream));
+    let issued = (0..OPS).try_for_each(|_| issue(group, m, stream));
     let graph = stream.end_capture()?;
     issued?;
     let events =
@@ -602,6 +631,7 @@ fn faults(seat: &mut Seat, scene: &str) -> Done<bool> {
         peers_result: vec![2 << 20; seat.members],
         fingerprint: 0,
         op: 0,
+        via: Via::Best,
     };
     memory.zero()?;
     for op in 0..3 {
@@ -709,91 +739,4 @@ fn drained_in(stream: &Stream, seconds: u64) -> Done<Duration> {
         std::thread::yield_now();
     }
     Ok(began.elapsed())
-}
-
-/// Parts of an extent; uneven ones grow, and the first of many is empty.
-fn cut(extent: usize, members: usize, even: bool) -> Vec<Range<usize>> {
-    let total = members * (members - 1) / 2;
-    let at = |m: usize| match even {
-        true => extent * m / members,
-        false if members < 3 => (extent / 3) * m,
-        false => extent * (m * m.saturating_sub(1) / 2) / total,
-    };
-    (0..members).map(|m| at(m)..if m + 1 == members { extent } else { at(m + 1) }).collect()
-}
-
-/// Elements that a part of a dim covers.
-fn take(x: &[f32], (rows, columns): (usize, usize), dim: usize, part: &Range<usize>) -> Vec<f32> {
-    if dim == 0 {
-        return x[part.start * columns..part.end * columns].to_vec();
-    }
-    (0..rows).flat_map(|r| x[r * columns..][part.clone()].iter().copied()).collect()
-}
-
-/// A member's elements, as exact as the dtype; strange ones are no numbers and zeros of both signs.
-fn data(seed: usize, member: usize, len: usize, dtype: DType, strange: bool) -> Vec<f32> {
-    let one = |i: usize| {
-        let mut h = (seed as u64 * 1009 + member as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ i as u64;
-        h = (h ^ (h >> 31)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        h = (h ^ (h >> 29)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        h ^= h >> 32;
-        match h % 16 {
-            0 if strange => f32::NAN,
-            1 if strange => 0.0,
-            2 if strange => -0.0,
-            _ => (h >> 40) as f32 / (1 << 23) as f32 - 1.0,
-        }
-    };
-    let exact = |v: f32| if dtype == DType::Bf16 { narrow(v) } else { v };
-    (0..len).map(|i| exact(one(i))).collect()
-}
-
-fn reduce(all: &[Vec<f32>], reduction: Reduction, dtype: DType) -> Vec<f32> {
-    fn tree(t: &[f32]) -> f32 {
-        if let [one] = t {
-            return *one;
-        }
-        let (left, right) = t.split_at(t.len().next_power_of_two() / 2);
-        tree(left) + tree(right)
-    }
-    let one = |i: usize| {
-        let terms: Vec<f32> = all.iter().map(|x| x[i]).collect();
-        let wide = match reduction {
-            Reduction::Sum => terms[1..].iter().fold(terms[0], |s, t| s + t),
-            Reduction::Tree => tree(&terms),
-            Reduction::Max => {
-                terms[1..].iter().fold(terms[0], |s, t| if *t > s || s.is_nan() { *t } else { s })
-            }
-        };
-        if dtype == DType::Bf16 { narrow(wide) } else { wide }
-    };
-    (0..all[0].len()).map(one).collect()
-}
-
-/// To the nearest bfloat16, halves to even.
-fn narrow(v: f32) -> f32 {
-    if v.is_nan() {
-        return v;
-    }
-    let bits = v.to_bits();
-    f32::from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
-}
-
-fn encode(x: &[f32], dtype: DType) -> Vec<u8> {
-    match dtype {
-        DType::Bf16 => x.iter().flat_map(|v| ((v.to_bits() >> 16) as u16).to_le_bytes()).collect(),
-        _ => x.iter().flat_map(|v| v.to_le_bytes()).collect(),
-    }
-}
-
-fn decode(x: &[u8], dtype: DType) -> Vec<f32> {
-    match dtype {
-        DType::Bf16 => x
-            .as_chunks::<2>()
-            .0
-            .iter()
-            .map(|b| f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16))
-            .collect(),
-        _ => x.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
-    }
 }
