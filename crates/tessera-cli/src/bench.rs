@@ -7,7 +7,7 @@ use clap::Subcommand;
 use tessera::bench::{Asked, FORWARDS, FRAMES, Ranks, T0061, planned, rank_main, spread};
 use tessera_base::{Diagnostic, Format, render_all};
 
-use crate::options::{DtypeName, StrategyName};
+use crate::options::{DtypeName, StrategyName, ViaName};
 use crate::say::{Outcome, Refusal, Shape, out};
 use crate::values;
 
@@ -61,6 +61,10 @@ pub struct DitArgs {
     /// What products and what works on their results compute in
     #[arg(long, default_value = "bf16")]
     pub dtype: DtypeName,
+
+    /// By what collectives are moved
+    #[arg(long, default_value = "best")]
+    pub via: ViaName,
 
     /// Height and width of the picture in pixels [default: the model's]
     #[arg(long, value_name = "HxW")]
@@ -117,7 +121,8 @@ pub fn run(args: &Args) -> Outcome {
     let strategy: tessera::Strategy = dit.strategy.into();
     let dtype: tessera::DtypePolicy = dit.dtype.into();
     let mesh = values::mesh(&dit.mesh).map_err(|d| Refusal::usage(vec![d]))?;
-    let mapping = tessera::Mapping { mesh, strategy, dtype, ..tessera::Mapping::default() };
+    let via = dit.via.into();
+    let mapping = tessera::Mapping { mesh, strategy, dtype, via, ..tessera::Mapping::default() };
     let asked = Asked {
         model: dit.model.clone(),
         mapping: mapping.text(),

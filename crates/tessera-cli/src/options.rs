@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::ValueEnum;
 use tessera::sim::T0040;
 use tessera::stream::Device;
-use tessera::{DtypePolicy, Mapping, Model, Numerics, Overrides, Plan, Strategy, Topology, plan};
+use tessera::{DtypePolicy, Mapping, Model, Numerics, Overrides, Plan, Strategy, Topology, Via, plan};
 use tessera_base::{Code, Diagnostic};
 
 use crate::say::Refusal;
@@ -107,6 +107,10 @@ pub struct Planning {
     #[arg(long)]
     pub dtype: Option<DtypeName>,
 
+    /// By what GPUs move collectives [default: best]
+    #[arg(long)]
+    pub via: Option<ViaName>,
+
     /// How past frames are kept: in caches, or recomputed before each chunk [default: what the model says]
     #[arg(long)]
     pub cache: Option<CacheName>,
@@ -140,12 +144,13 @@ impl Planning {
     }
 
     /// Options that shape a stream, and whether they were given: a language model has no use for them.
-    pub fn for_streams(&self) -> [(&'static str, bool); 9] {
+    pub fn for_streams(&self) -> [(&'static str, bool); 10] {
         [
             ("--topology", self.topology.is_some()),
             ("--strategy", self.strategy.is_some()),
             ("--numerics", self.numerics.is_some()),
             ("--dtype", self.dtype.is_some()),
+            ("--via", self.via.is_some()),
             ("--cache", self.cache.is_some()),
             ("--steps", self.steps.is_some()),
             ("--d-in", self.d_in.is_some()),
@@ -166,6 +171,7 @@ impl Planning {
     pub fn shape(&self, mapping: &mut Mapping) {
         mapping.numerics = self.numerics.map_or(mapping.numerics, Into::into);
         mapping.dtype = self.dtype.map_or(mapping.dtype, Into::into);
+        mapping.via = self.via.map_or(mapping.via, Into::into);
         mapping.d_in = self.d_in.unwrap_or(mapping.d_in);
         mapping.d_out = self.d_out.unwrap_or(mapping.d_out);
     }
@@ -193,6 +199,7 @@ impl Planning {
         map.strategy = self.strategy.map_or(map.strategy, Into::into);
         map.numerics = self.numerics.map_or(map.numerics, Into::into);
         map.dtype = self.dtype.map_or(map.dtype, Into::into);
+        map.via = self.via.map_or(map.via, Into::into);
         map.d_in = self.d_in.unwrap_or(map.d_in);
         map.d_out = self.d_out.unwrap_or(map.d_out);
         map.max_outstanding = self.max_outstanding.unwrap_or(map.max_outstanding);
@@ -319,6 +326,27 @@ impl From<DtypeName> for DtypePolicy {
             DtypeName::F32 => DtypePolicy::F32,
             DtypeName::Bf16 => DtypePolicy::Bf16,
             DtypeName::Fp8 => DtypePolicy::Fp8,
+        }
+    }
+}
+
+/// `--via`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ViaName {
+    /// Over memory of peers by whatever is best, through NCCL where ranks cannot reach it
+    Best,
+    /// By a kernel of its own for each
+    Kernels,
+    /// Through NCCL
+    Nccl,
+}
+
+impl From<ViaName> for Via {
+    fn from(name: ViaName) -> Via {
+        match name {
+            ViaName::Best => Via::Best,
+            ViaName::Kernels => Via::Kernels,
+            ViaName::Nccl => Via::Nccl,
         }
     }
 }

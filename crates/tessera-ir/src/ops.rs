@@ -134,19 +134,19 @@ Pad "pad" Compute (1, 1), [], ["axis", "dim", "rows", "ways?"], 1, true,
     "Zero rows up to `rows`, so that an uneven shard can join an equal-count collective.";
 Compact "compact" Compute (1, 1), [], ["extent", "parts", "unit"], 1, true,
     "Drops the padding rows of `parts` gathered uneven pieces.";
-AllReduce "all_reduce" Collective (1, 1), [], ["axis", "reduction", "ways?"], 1, true,
-    "The reduction of all members' partial values, on every member. As for every collective, `axis` is an axis of the mesh or `world`; with `ways` each block of so many consecutive positions of the axis is a group.";
-AllGather "all_gather" Collective (1, 1), [], ["axis", "dim", "ways?"], 1, true,
+AllReduce "all_reduce" Collective (1, 1), [], ["axis", "reduction", "via?", "ways?"], 1, true,
+    "The reduction of all members' partial values, on every member. As for every collective, `axis` is an axis of the mesh or `world`; with `ways` each block of so many consecutive positions of the axis is a group. `via` says by what it is moved: `kernels` over memory of peers or `nccl`, and where it is absent whatever is best for ranks that can reach one another.";
+AllGather "all_gather" Collective (1, 1), [], ["axis", "dim", "via?", "ways?"], 1, true,
     "All members' pieces of `dim`, in rank order, on every member.";
-ReduceScatter "reduce_scatter" Collective (1, 1), [], ["axis", "dim", "reduction", "ways?"], 1, true,
+ReduceScatter "reduce_scatter" Collective (1, 1), [], ["axis", "dim", "reduction", "via?", "ways?"], 1, true,
     "The reduction of partial values, each member keeping its piece of `dim`.";
-AllToAll "all_to_all" Collective (1, 1), [], ["axis", "concat", "split", "unit?", "ways?"], 1, true,
+AllToAll "all_to_all" Collective (1, 1), [], ["axis", "concat", "split", "unit?", "via?", "ways?"], 1, true,
     "From sharded over dim `concat` to sharded over dim `split`; with uneven shards each peer has its own count.";
-Broadcast "broadcast" Collective (1, 1), [], ["axis", "root", "ways?"], 1, true,
+Broadcast "broadcast" Collective (1, 1), [], ["axis", "root", "via?", "ways?"], 1, true,
     "The value of the member at position `root` of the group, on every member. A position in the world is a rank.";
-Send "send" Collective (1, 1), [], ["axis", "batch?", "to", "ways?"], 0, true,
+Send "send" Collective (1, 1), [], ["axis", "batch?", "to", "via?", "ways?"], 0, true,
     "Hands a value to the member at position `to` of the group. Sends and receives with one `batch` number are one launch.";
-Recv "recv" Collective (0, 0), [], ["axis", "batch?", "from", "ways?"], 1, true,
+Recv "recv" Collective (0, 0), [], ["axis", "batch?", "from", "via?", "ways?"], 1, true,
     "Takes a value from the member at position `from` of the group. `batch` as for a send.";
 Wait "wait" Order (1, 1), [], [], 1, true,
     "The result of an issued collective; every issue is waited exactly once. A send's wait has no result.";

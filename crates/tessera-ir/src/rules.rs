@@ -70,8 +70,11 @@ pub static T0215: Code = Code {
 mesh axis (or `world`) and, where it moves pieces of a tensor, the tensor dim: scattered over the wrong dim before a \
 local softmax a program runs and is wrong everywhere.\n\n\
 `ways` is at least 2, less than the axis's size, and divides it. `root`, `to` and `from` are positions in the group: on \
-the axis, in the block, or in the world, where a position is a rank.",
+the axis, in the block, or in the world, where a position is a rank. `via` is `kernels` or `nccl`.",
 };
+
+/// By what a program may say that a collective is moved.
+pub const VIA: [&str; 2] = ["kernels", "nccl"];
 
 /// Why a rule refuses.
 #[derive(Debug)]
@@ -404,6 +407,9 @@ impl Cx<'_> {
     /// The group of a collective, or of an op that goes by positions in one.
     fn group(&self) -> Rule<Group> {
         let name = self.op.opcode.name();
+        if self.op.attrs.contains_key("via") && !self.op.str("via").is_some_and(|v| VIA.contains(&v)) {
+            return refuse(&T0215, format!("{name}: `via` is one of {}", VIA.join(", ")));
+        }
         let group = self.op.group();
         // The axis is looked up again only to say what is wrong with the group.
         match (group, if group.is_none() { self.op.axis() } else { None }) {

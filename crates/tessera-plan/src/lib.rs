@@ -17,7 +17,7 @@ mod strategy;
 pub mod video;
 
 pub use lower::{Logical, lower};
-pub use mapping::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
+pub use mapping::{DtypePolicy, Mapping, Numerics, Strategy, Topology, Via};
 pub use memory::place;
 pub use stages::balance;
 

@@ -9,13 +9,15 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::{Builder, Bundle, Kind, Op, Opcode, Phase, Program, RoleRanks, Slots, Type, ValueId, cost};
+use tessera_ir::{
+    Attr, Builder, Bundle, Kind, Op, Opcode, Phase, Program, RoleRanks, Slots, Type, ValueId, cost,
+};
 use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard, Uneven};
 
 use crate::mapping::Extents;
 use crate::source::{Owner, Source};
 use crate::strategy::{Cut, reads_self_cache, unknown_parts, without_strategy};
-use crate::{DtypePolicy, Mapping, Numerics, Strategy, balance, memory, order, precision};
+use crate::{DtypePolicy, Mapping, Numerics, Strategy, Via, balance, memory, order, precision};
 
 /// Lowering made a program that its rules refuse.
 pub static T0606: Code = Code {
@@ -137,12 +139,23 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
         .phases
         .iter()
         .map(|l| {
-            let programs: Vec<Program> = of_role.iter_mut().filter_map(Iterator::next).collect();
+            let mut programs: Vec<Program> = of_role.iter_mut().filter_map(Iterator::next).collect();
+            programs.iter_mut().for_each(|p| move_by(p, mapping.via));
             let memory: Vec<Slots> = programs.iter().map(memory::place).collect();
             Phase { name: l.name.clone(), programs, memory }
         })
         .collect();
     Ok(Bundle { mesh: world, rank_map, roles, phases, calls: logical.calls.clone(), mapping: mapping.text() })
+}
+
+/// Writes into every collective by what it is moved, where that is not left open.
+fn move_by(p: &mut Program, via: Via) {
+    if via == Via::Best {
+        return;
+    }
+    for op in p.ops.iter_mut().filter(|op| op.opcode.is_collective()) {
+        op.attrs.insert("via".into(), Attr::Str(via.name().into()));
+    }
 }
 
 /// What stages are balanced by: flops of the costliest phase.

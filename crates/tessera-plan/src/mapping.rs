@@ -139,6 +139,30 @@ impl DtypePolicy {
     }
 }
 
+/// By what collectives are moved; GPUs alone have a choice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub enum Via {
+    /// Whatever is best for ranks that can reach one another's memory: kernels, copy engines, or the kernel that makes what is
+    /// sent. NCCL for others.
+    #[default]
+    Best,
+    /// A kernel of its own for each, over memory of peers where ranks can reach it.
+    Kernels,
+    /// NCCL.
+    Nccl,
+}
+
+impl Via {
+    /// All of them.
+    pub const ALL: [Via; 3] = [Via::Best, Via::Kernels, Via::Nccl];
+
+    /// Spelling.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        ["best", "kernels", "nccl"][self as usize]
+    }
+}
+
 /// A mapping.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mapping {
@@ -152,6 +176,8 @@ pub struct Mapping {
     pub numerics: Numerics,
     /// What programs compute in.
     pub dtype: DtypePolicy,
+    /// By what collectives are moved.
+    pub via: Via,
     /// Blocks per stage; empty for a balanced cut.
     pub blocks: Vec<u64>,
     /// Devices in rank order; empty for logical names.
@@ -173,6 +199,7 @@ impl Default for Mapping {
             strategy: Strategy::Ulysses,
             numerics: Numerics::Standard,
             dtype: DtypePolicy::F32,
+            via: Via::Best,
             blocks: Vec::new(),
             devices: Vec::new(),
             d_in: 2,
@@ -209,6 +236,9 @@ impl Mapping {
         };
         let dtype = numerics.word("dtype", &DtypePolicy::ALL.map(DtypePolicy::name), "f32");
         out.dtype = DtypePolicy::ALL.into_iter().find(|d| d.name() == dtype).unwrap_or_default();
+        let mut exchange = root.table("exchange");
+        let via = exchange.word("via", &Via::ALL.map(Via::name), "best");
+        out.via = Via::ALL.into_iter().find(|v| v.name() == via).unwrap_or_default();
         for (i, n) in stages.numbers("blocks", &[]).into_iter().enumerate() {
             // From here on every sum of 65,536 entries fits 64 bits.
             if n.fract() == 0.0 && (1.0..4_294_967_296.0).contains(&n) {
@@ -239,7 +269,7 @@ impl Mapping {
         let mut depth = |name, default| u32::try_from(queues.count(name, Some(default))).unwrap_or(u32::MAX);
         (out.d_in, out.d_out, out.max_outstanding) =
             (depth("d_in", 2), depth("d_out", 2), depth("max_outstanding", 2));
-        let mut ds: Diagnostics = [root, mesh, strategy, numerics, stages, devices, queues]
+        let mut ds: Diagnostics = [root, mesh, strategy, numerics, exchange, stages, devices, queues]
             .into_iter()
             .flat_map(Fields::finish)
             .collect();
@@ -253,8 +283,8 @@ impl Mapping {
         if ds.is_empty() { Ok(out) } else { Err(ds) }
     }
 
-    /// The canonical text: every key, in a fixed order, but for a topology of `mesh` and a dtype of f32, which are what a
-    /// text without the key means. [`Mapping::parse`] reads it back.
+    /// The canonical text: every key, in a fixed order, but for a topology of `mesh`, a dtype of f32 and the best
+    /// way of moving, which are what a text without the key means. [`Mapping::parse`] reads it back.
     #[must_use]
     pub fn text(&self) -> String {
         let list = |v: &[u64]| v.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
@@ -268,8 +298,12 @@ impl Mapping {
             DtypePolicy::F32 => String::new(),
             other => format!("dtype = \"{}\"\n", other.name()),
         };
+        let exchange = match self.via {
+            Via::Best => String::new(),
+            other => format!("[exchange]\nvia = \"{}\"\n\n", other.name()),
+        };
         format!(
-            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n\
+            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{exchange}\
 [stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n",
             size(Axis::Tp),
             size(Axis::Ep),
@@ -484,6 +518,8 @@ mod tests {
         let pp1 = Mapping { topology: Topology::Pp1, ..m.clone() };
         assert!(pp1.text().starts_with("topology = \"pp1\"\n"));
         assert_eq!(Mapping::parse("m", &pp1.text()).unwrap(), pp1);
+        let nccl = Mapping { via: Via::Nccl, ..m.clone() };
+        assert_eq!(Mapping::parse("m", &nccl.text()).unwrap(), nccl);
         let bf16 = Mapping { dtype: DtypePolicy::Bf16, ..m };
         assert!(bf16.text().contains("policy = \"standard\"\ndtype = \"bf16\"\n"), "{}", bf16.text());
         assert_eq!(Mapping::parse("m", &bf16.text()).unwrap(), bf16);
@@ -503,6 +539,7 @@ mod tests {
             ("topology = \"pp1\"\n", "T0605", "pp1 beside a mesh of 1 rank"),
             ("topology = \"pp1\"\n[mesh]\ntp = 2\n[devices]\norder = [\"a\", \"b\"]\n", "T0103", "3 ranks"),
             ("[numerics]\ndtype = \"f16\"\n", "T0004", "dtype"),
+            ("[exchange]\nvia = \"mpi\"\n", "T0004", "via"),
             ("[devices]\norder = [1]\n", "T0004", "devices.order"),
             ("[devices]\norder = \"cpu0\"\n", "T0004", "devices.order"),
             ("[devices]\norder = ['a\"b']\n", "T0605", "a\\\"b"),

@@ -43,7 +43,7 @@ pub use plan::Plan;
 pub use rank::rank_main;
 pub use shards::preflight_reload;
 pub use tessera_mesh::Mesh;
-pub use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
+pub use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology, Via};
 pub use tessera_report::overlap::Overlap;
 pub use tessera_runtime::decide::Cut;
 pub use tessera_runtime::driver::{Interrupt, StreamRequest, exit, exit_at_once};
