@@ -4,8 +4,9 @@ attention, NCCL, the whole forward replayed from a CUDA graph. Synthetic weights
 A step is the 5 forwards of a chunk of 12 frames. Its time is the slowest rank's, by events on the device around the five
 replays; before each step the ranks meet on the device. FPS = 12 / median step.
 
---serve answers on standard output, one JSON object to a line: first {"ready": true, ...} when it is built and warm, then
-for each line "run STEPS" of standard input {"steps_ms": [...], ...}; "quit" or the end of input ends it.
+--serve answers on standard output, one JSON object to a line: first {"ready": true, "points": {SIZE: {...}}, ...} when every
+size is built and the device is warm, then for each line "run SIZE STEPS" of standard input {"steps_ms": [...], ...}; "quit"
+or the end of input ends it. All sizes share one process per GPU and its weights; caches and graphs are each size's own.
 --check compares with float64 by tools/pytorch/wan.py and times nothing; --dump writes such a case for others.
 """
 
@@ -95,23 +96,43 @@ class Rank:
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo", rank=rank, world_size=args.gpus,
                                                  init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(minutes=15), **more)
         self.sampler = Sampler(rank) if self.cuda else None
-        self.graph = None
+        self.forward = None
 
     def build(self):
         torch, args = self.torch, self.args
-        began = time.time()
         if args.blas != "default":
             torch.backends.cuda.preferred_blas_library(args.blas)
-        sizes = self.model.Sizes.of(args.size, args.layers, args.tiny)
         dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[args.dtype]
-        self.source = self.model.Source(sizes, args.seed, self.device, dtype)
         if self.cuda:
             # Called before anything is compiled, so that attention is the same inside compiled blocks.
             self.backend = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
             if dtype == torch.bfloat16:
                 self.backend.__enter__()
+        sizes = args.size.split(",")
+        if len(sizes) > 1 and not args.eager:
+            # Each size has compiled forms of its own of the same functions.
+            from torch._dynamo import config
+            config.recompile_limit *= len(sizes)
+        self.built, points = {}, {}
+        for size in sizes:
+            points[size] = self.build_size(size, dtype)
+            self.built[size] = self.source, self.forward, self.graph
+        facts = {"layers": self.forward.sizes.layers, "points": points}
+        if self.cuda:
+            facts |= {
+                "gpu": torch.cuda.get_device_name(self.device), "torch": torch.__version__,
+                "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": self.sampler.driver,
+                "nccl": ".".join(map(str, torch.cuda.nccl.version())), "power_limit_w": self.sampler.limit_w,
+            } | self.memory()
+        return facts
+
+    def build_size(self, size, dtype):
+        torch, args = self.torch, self.args
+        began = time.time()
+        sizes = self.model.Sizes.of(size, args.layers, args.tiny)
+        self.source, self.graph = self.model.Source(sizes, args.seed, self.device, dtype), None
         self.forward = self.model.Forward(sizes, self.source, args.strategy, self.rank, args.gpus, args.cut,
-                                          not args.eager, args.fp8, args.autotune)
+                                          not args.eager, args.fp8, args.autotune, self.forward)
         placed = time.time()
         if self.cuda:
             # What drawing the weights left cached would count as the model's.
@@ -123,14 +144,9 @@ class Rank:
             self.forward.run()
         finite = bool(self.forward.x0.isfinite().all())
         assert finite, "the result is not finite"
-        facts = {"layers": sizes.layers, "tokens": sizes.tokens, "place_s": round(placed - began, 1), "compile_s": round(time.time() - placed, 1)}
+        facts = {"tokens": sizes.tokens, "place_s": round(placed - began, 1), "compile_s": round(time.time() - placed, 1)}
         if self.cuda:
-            facts |= {
-                "gpu": torch.cuda.get_device_name(self.device), "torch": torch.__version__,
-                "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": self.sampler.driver,
-                "nccl": ".".join(map(str, torch.cuda.nccl.version())), "power_limit_w": self.sampler.limit_w,
-                "products": self.forward.products.choice, "products_us": self.forward.products.times,
-            } | self.memory()
+            facts |= {"products": self.forward.products.choice, "products_us": self.forward.products.times}
         return facts
 
     def memory(self):
@@ -193,8 +209,9 @@ class Rank:
         else:
             self.graph.replay()
 
-    def run(self, steps):
+    def run(self, size, steps):
         torch = self.torch
+        self.source, self.forward, self.graph = self.built[size]
         if not self.cuda:
             spans = []
             for _ in range(steps):
@@ -318,8 +335,8 @@ class Ranks:
             p.join(20)
         self.kill()
 
-    def run(self, steps):
-        answers = self.ask("run", steps)
+    def run(self, size, steps):
+        answers = self.ask("run", size, steps)
         steps_ms = [round(max(x), 3) for x in zip(*(a["steps_ms"] for a in answers))]
         result = {"steps_ms": steps_ms}
         if answers[0].get("device"):
@@ -359,6 +376,9 @@ def one(args):
     ranks = Ranks(args)
     try:
         facts |= ranks.ask("build")[0]
+        sizes = args.size.split(",")
+        if not args.serve:
+            facts |= facts.pop("points")[args.size]
         if args.dump:
             return say(facts | ranks.ask("dump")[0], args.out)
         if args.check:
@@ -373,14 +393,14 @@ def one(args):
             print(ranks.ask("profile")[0]["profile"])
             return
         # H200s begin cool and fast, and are slowed by their power limit after a second or two.
-        first = ranks.run(2)["steps_ms"][-1]
-        ranks.run(max(1, round(args.warm_s * 1e3 / first)))
+        first = ranks.run(sizes[0], 2)["steps_ms"][-1]
+        ranks.run(sizes[0], max(1, round(args.warm_s * 1e3 / first)))
         if args.serve:
             say({"ready": True} | facts | {"forwards": FORWARDS, "frames": FRAMES})
             for line in lines(ranks):
                 match line.split():
-                    case ["run", steps] if steps.isdigit() and 0 < int(steps) <= 100_000:
-                        say(ranks.run(int(steps)))
+                    case ["run", size, steps] if size in sizes and steps.isdigit() and 0 < int(steps) <= 100_000:
+                        say(ranks.run(size, int(steps)))
                     case ["quit"]:
                         return
                     case []:
@@ -388,7 +408,7 @@ def one(args):
                     case _:
                         sys.exit(f"dit_gpu: not understood: {line!r}")
             return
-        result = ranks.run(args.steps)
+        result = ranks.run(args.size, args.steps)
         spans = sorted(result.pop("steps_ms"))
         at = lambda q: round(spans[min(len(spans) - 1, int(q * len(spans)))], 3)
         median = statistics.median(spans)
@@ -429,9 +449,9 @@ def main():
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "f32")
     if args.dump and args.gpus > 1:
         p.error("--dump is for one GPU")
-    if args.serve and ("," in args.size or "," in args.strategy):
-        p.error("--serve is for one configuration")
-    for size in args.size.split(","):
+    if args.serve and "," in args.strategy:
+        p.error("--serve is for one strategy")
+    for size in [args.size] if args.serve else args.size.split(","):
         for strategy in args.strategy.split(",") if args.gpus > 1 else ["ulysses"]:
             one(argparse.Namespace(**vars(args) | {"size": size, "strategy": strategy}))
 

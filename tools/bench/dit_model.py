@@ -275,9 +275,9 @@ class Forward:
     """The forward on one rank. `run()` reads self.x and self.t and writes self.x0, by fixed addresses.
 
     cut: "pieces" compiles each pass alone, or nothing with compiled=False; "block" compiles whole blocks with functional
-    collectives inside, without a break."""
+    collectives inside, without a break. `like`: a forward that differs in the picture's size alone; its weights are shared."""
 
-    def __init__(self, sizes, source, strategy, rank, ranks, cut="pieces", compiled=True, fp8=False, autotune=False):
+    def __init__(self, sizes, source, strategy, rank, ranks, cut="pieces", compiled=True, fp8=False, autotune=False, like=None):
         assert sizes.heads % ranks == 0 and sizes.ffn % ranks == 0 and sizes.frame_tokens % ranks == 0, "does not divide"
         assert not (fp8 and strategy == "megatron" and ranks > 1), "fp8 is for one GPU or ulysses"
         self.sizes, self.strategy, self.rank, self.ranks = sizes, strategy if ranks > 1 else "one", rank, ranks
@@ -292,14 +292,14 @@ class Forward:
             self.products.choice["up"] = "bare"
             self.group = dist.group.WORLD.group_name if ranks > 1 else None
         self.step = compile_(self.block) if compiled and self.whole else self.block
-        self.place(source)
+        self.place(source, like)
 
     def part(self, x, dim=0):
         """This rank's part of heads or columns under megatron, else all."""
         return x.chunk(self.ranks, dim)[self.rank].contiguous() if self.strategy == "megatron" else x
 
-    def place(self, source):
-        s, d, w = self.sizes, self.sizes.dim, source
+    def place(self, source, like):
+        s = self.sizes
         self.heads = s.heads // self.ranks
         here = self.heads * s.head_dim
         share = self.ranks if self.strategy == "ulysses" else 1
@@ -308,7 +308,37 @@ class Forward:
         self.tokens = order[self.rank if share > 1 else 0]
         # Which token each of this chunk's rows in the cache is.
         self.row_tokens = order.flatten()
+        angles = wan.rope_angles(s.head_dim, s.frames, s.frames, *s.grid, self.device)[0][self.tokens]
+        sign = torch.tensor([-1.0, 1.0], dtype=torch.float64, device=self.device).repeat(s.head_dim // 2)
+        self.rope = torch.stack([angles.cos().repeat_interleave(2, 1), angles.sin().repeat_interleave(2, 1) * sign]).float()
 
+        if like is None:
+            self.place_weights(source)
+        else:
+            for name in ("patch", "time", "head", "head_table", "tables", "rates"):
+                setattr(self, name, getattr(like, name))
+            self.layers = [dict(layer) for layer in like.layers]
+        self.send = None
+        if self.strategy == "ulysses":
+            self.send = torch.empty(self.ranks, self.rows, 3, here, dtype=self.dtype, device=self.device)
+        mine = lambda x: x.chunk(self.ranks, 1)[self.rank].flatten(1)
+        for i, layer in enumerate(self.layers):
+            k, v = (mine(x) for x in source.attention(i, "context", s.tokens))
+            # Products and exchanges end in the cache: [rows, (q, k, v), width here] has room for the query too.
+            cache = torch.zeros(2 * s.tokens, 3, here, dtype=self.dtype, device=self.device)
+            cache[: s.tokens, 1], cache[: s.tokens, 2] = k, v
+            layer["cache"] = cache
+            if self.strategy != "ulysses" or self.whole:
+                # A pass that turns pairs cannot write where it reads.
+                layer["keys"] = torch.zeros(2 * s.tokens, here, dtype=self.dtype, device=self.device)
+                layer["keys"][: s.tokens] = k
+
+        x, t, self.sigma = source.call()
+        self.x, self.t = x[self.tokens].contiguous(), t
+        self.x0 = torch.zeros_like(self.x)
+
+    def place_weights(self, source):
+        s, d, w = self.sizes, self.sizes.dim, source
         self.patch = w.linear("patch_embedding", d, s.width)
         self.time = [w.linear("time_embedding.0", d, s.freq), w.linear("time_embedding.2", d, d),
                      w.linear("time_projection.1", 6 * d, d)]
@@ -317,13 +347,8 @@ class Forward:
         self.tables = torch.cat([w.weight(f"blocks.{i}.modulation", 1, 6, d) for i in range(s.layers)])[:, None].float()
         half = s.freq // 2
         self.rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=self.device) / half)
-        angles = wan.rope_angles(s.head_dim, s.frames, s.frames, *s.grid, self.device)[0][self.tokens]
-        sign = torch.tensor([-1.0, 1.0], dtype=torch.float64, device=self.device).repeat(s.head_dim // 2)
-        self.rope = torch.stack([angles.cos().repeat_interleave(2, 1), angles.sin().repeat_interleave(2, 1) * sign]).float()
 
-        self.layers, self.send = [], None
-        if self.strategy == "ulysses":
-            self.send = torch.empty(self.ranks, self.rows, 3, here, dtype=self.dtype, device=self.device)
+        self.layers = []
         for i in range(s.layers):
             b, layer = f"blocks.{i}", {}
 
@@ -341,24 +366,9 @@ class Forward:
             layer["qk_norm"] = torch.stack([self.part(w.weight(f"{b}.self_attn.norm_{n}.weight", d)) for n in "qk"])
             layer["cq_norm"] = self.part(w.weight(f"{b}.cross_attn.norm_q.weight", d))
             layer["norm3"] = (w.weight(f"{b}.norm3.weight", d), w.weight(f"{b}.norm3.bias", d))
-
-            mine = lambda x: x.chunk(self.ranks, 1)[self.rank].flatten(1)
-            k, v = (mine(x) for x in source.attention(i, "context", s.tokens))
-            # Products and exchanges end in the cache: [rows, (q, k, v), width here] has room for the query too.
-            cache = torch.zeros(2 * s.tokens, 3, here, dtype=self.dtype, device=self.device)
-            cache[: s.tokens, 1], cache[: s.tokens, 2] = k, v
-            layer["cache"] = cache
-            if self.strategy != "ulysses" or self.whole:
-                # A pass that turns pairs cannot write where it reads.
-                layer["keys"] = torch.zeros(2 * s.tokens, here, dtype=self.dtype, device=self.device)
-                layer["keys"][: s.tokens] = k
             text = source.attention(i, "text", s.text_len)
             layer["text"] = tuple((x if self.strategy == "ulysses" else x.chunk(self.ranks, 1)[self.rank]).contiguous() for x in text)
             self.layers.append(layer)
-
-        x, t, self.sigma = source.call()
-        self.x, self.t = x[self.tokens].contiguous(), t
-        self.x0 = torch.zeros_like(self.x)
 
     def reduce(self, x):
         if self.strategy != "megatron":

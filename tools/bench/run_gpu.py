@@ -1,9 +1,9 @@
 """Times the denoise forwards of a chunk on GPUs, ours and PyTorch's in one run: both are built and stay on the same GPUs,
 and one replays while the others wait. Prints a table and writes a dated folder of bench/runs.
 
-A round asks each side in turn, first for steps that are not counted, until the GPU has settled under its power limit, then
-for those that are; the order turns with each round. The ratio is of medians over all counted steps, ours against the
-fastest PyTorch side.
+A side loads once and holds all sizes. For one size after another, a round asks each side in turn, first for steps that are
+not counted, until the GPU has settled under its power limit, then for those that are; the order turns with each round. The
+ratio is of medians over all counted steps, ours against the fastest PyTorch side.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 FRAMES = 12
-OURS = "bench dit --device cuda --mesh tp={gpus} --size {size} --dtype {dtype} --strategy {strategy} --serve"
+OURS = "bench dit --device cuda --mesh tp={gpus} --size {sizes} --dtype {dtype} --strategy {strategy} --serve"
 
 
 class Dead(Exception):
@@ -73,9 +73,9 @@ class Side:
             if isinstance(value, dict) and wanted in value:
                 return value
 
-    def run(self, steps, timeout_s):
+    def run(self, size, steps, timeout_s):
         try:
-            self.process.stdin.write(f"run {steps}\n".encode())
+            self.process.stdin.write(f"run {size} {steps}\n".encode())
             self.process.stdin.flush()
         except OSError:
             pass
@@ -101,15 +101,15 @@ class Side:
         self.process.wait()
 
 
-def sides_of(args, size, gpus):
-    """Name -> command of all that share the GPUs for one point."""
+def sides_of(args, gpus):
+    """Name -> command of all that share the GPUs."""
     sides = {}
     if not args.skip_ours:
         for strategy in args.ours_strategies.split(",") if gpus > 1 else ["ulysses"]:
-            words = args.ours_args.format(gpus=gpus, size=size, strategy=strategy, dtype="fp8" if args.fp8 else "bf16")
+            words = args.ours_args.format(gpus=gpus, sizes=args.sizes, strategy=strategy, dtype="fp8" if args.fp8 else "bf16")
             name = f"ours {strategy}" if gpus > 1 else "ours"
             sides[name + (" fp8" if args.fp8 else "")] = [args.ours.resolve(), *shlex.split(words)]
-    base = [args.python, REPO / "tools/bench/dit_gpu.py", "--serve", "--gpus", gpus, "--size", size, *shlex.split(args.pytorch_args)]
+    base = [args.python, REPO / "tools/bench/dit_gpu.py", "--serve", "--gpus", gpus, "--size", args.sizes, *shlex.split(args.pytorch_args)]
     for strategy in args.strategies.split(",") if gpus > 1 else ["ulysses"]:
         for cut in args.cuts.split(","):
             name = "pytorch" + (f" {strategy}" if gpus > 1 else "") + (f" {cut}" if "," in args.cuts else "")
@@ -120,24 +120,18 @@ def sides_of(args, size, gpus):
     return sides
 
 
-def point(args, size, gpus):
-    sides, facts, results, rounds = {}, {}, {}, {}
+def points_of(args, gpus):
+    """The points of every size, one after another: all sides are started once and ended with the last."""
+    sides, facts = {}, {}
     try:
-        for name, command in sides_of(args, size, gpus).items():
-            print(f"{size} {gpus} GPUs: starting {name}", file=sys.stderr, flush=True)
+        for name, command in sides_of(args, gpus).items():
+            print(f"{gpus} GPUs: starting {name}", file=sys.stderr, flush=True)
             sides[name] = Side(name, command, sides)
             facts[name] = sides[name].answer(args.start_timeout, "ready")
-        step_ms = {name: statistics.median(side.run(3, args.run_timeout)["steps_ms"]) for name, side in sides.items()}
-        rounds = {name: [] for name in sides}
-        for i in range(args.rounds):
-            order = list(sides)[i % len(sides):] + list(sides)[: i % len(sides)]
-            for name in order:
-                settle = math.ceil(args.settle_s * 1e3 / step_ms[name])
-                if settle:
-                    sides[name].run(settle, args.run_timeout)
-                rounds[name].append(sides[name].run(args.steps, args.run_timeout))
-            medians = ", ".join(f"{n} {statistics.median(rounds[n][-1]['steps_ms']):.1f}" for n in sides)
-            print(f"{size} {gpus} GPUs, round {i + 1}: {medians} ms", file=sys.stderr, flush=True)
+        for size in args.sizes.split(","):
+            rounds = rounds_of(args, size, gpus, sides)
+            of_size = {name: {k: v for k, v in f.items() if k != "points"} | f["points"][size] for name, f in facts.items()}
+            yield point(size, gpus, sides, of_size, rounds)
         for side in sides.values():
             side.quit()
     except Dead as e:
@@ -150,6 +144,25 @@ def point(args, size, gpus):
         for side in sides.values():
             side.kill()
 
+
+def rounds_of(args, size, gpus, sides):
+    """Name -> answers, one a round."""
+    step_ms = {name: statistics.median(side.run(size, 3, args.run_timeout)["steps_ms"]) for name, side in sides.items()}
+    rounds = {name: [] for name in sides}
+    for i in range(args.rounds):
+        order = list(sides)[i % len(sides):] + list(sides)[: i % len(sides)]
+        for name in order:
+            settle = math.ceil(args.settle_s * 1e3 / step_ms[name])
+            if settle:
+                sides[name].run(size, settle, args.run_timeout)
+            rounds[name].append(sides[name].run(size, args.steps, args.run_timeout))
+        medians = ", ".join(f"{n} {statistics.median(rounds[n][-1]['steps_ms']):.1f}" for n in sides)
+        print(f"{size} {gpus} GPUs, round {i + 1}: {medians} ms", file=sys.stderr, flush=True)
+    return rounds
+
+
+def point(size, gpus, sides, facts, rounds):
+    results = {}
     for name, answers in rounds.items():
         steps = sorted(x for a in answers for x in a["steps_ms"])
         at = lambda q: round(steps[min(len(steps) - 1, int(q * len(steps)))], 3)
@@ -197,7 +210,7 @@ def save(folder, args, points):
     host |= {k: facts[k] for k in ("gpu", "driver", "power_limit_w", "torch", "cuda", "cudnn", "nccl") if k in facts}
     what = ("denoise forwards of a 14B video generator, synthetic weights, KV window of 6 frames; a step is 5 forwards of a "
             "chunk of 12 frames, its time the slowest rank's by device events; all sides on the same GPUs in turn, "
-            f"{args.rounds} rounds of {args.steps} steps after {args.settle_s} s that are not counted")
+            f"{args.rounds} rounds of {args.steps} steps after {args.settle_s} s that are not counted; a side holds all sizes at once")
     lines = table(points)
     folder.mkdir(parents=True, exist_ok=True)
     result = {"bench": "dit", "commands": [shlex.join(["python3", "tools/bench/run_gpu.py", *sys.argv[1:]])], "host": host,
@@ -225,7 +238,7 @@ def main():
     p.add_argument("--rounds", type=int, default=6)
     p.add_argument("--steps", type=int, default=8, help="counted, per side and round")
     p.add_argument("--settle-s", type=float, default=1.5)
-    p.add_argument("--start-timeout", type=float, default=420)
+    p.add_argument("--start-timeout", type=float, default=600)
     p.add_argument("--run-timeout", type=float, default=180)
     p.add_argument("--runs", type=Path, default=REPO / "bench/runs", help="where the dated folder goes")
     args = p.parse_args()
@@ -236,9 +249,11 @@ def main():
     while (args.runs / f"{date}-h200-dit-{n}").exists():
         n += 1
     folder, points = args.runs / f"{date}-h200-dit-{n}", []
-    for size in args.sizes.split(","):
-        for gpus in map(int, args.gpus.split(",")):
-            points.append(point(args, size, gpus))
+    sizes = args.sizes.split(",")
+    for gpus in map(int, args.gpus.split(",")):
+        for one in points_of(args, gpus):
+            points.append(one)
+            points.sort(key=lambda p: (sizes.index(p["size"]), p["gpus"]))
             # After each, so that a run that is cut short keeps what it has.
             save(folder, args, points)
     print("\n".join(table(points)))

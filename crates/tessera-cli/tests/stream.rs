@@ -72,6 +72,36 @@ fn three_fresh_processes_give_the_stored_hash_and_another_order_of_sums_does_not
 }
 
 #[test]
+fn without_gpus_a_benchmark_says_what_is_missing_once_before_any_process_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("trace.json");
+    let bench = |more: &[&str]| {
+        let fixed = ["bench", "dit", "models/demo", "--size", "96x128,48x64", "--size", "64x64"];
+        command(&[&fixed, more].concat()).env("CUDA_VISIBLE_DEVICES", "").output().unwrap()
+    };
+    let trace = ["--mesh", "tp=2", "--trace", "3", "--trace-to", out.to_str().unwrap()];
+    for more in [&[][..], &trace, &["--serve"], &["--format", "json"]] {
+        let o = bench(more);
+        let said = text(&o.stdout) + &text(&o.stderr);
+        assert_eq!(o.status.code(), Some(1), "{more:?}: {said}");
+        assert!(["T1301", "T1302", "T1304"].iter().any(|c| said.contains(c)), "{more:?}: {said}");
+        assert_eq!(said.matches("error").count(), 1, "{more:?}: {said}");
+        assert!(!out.exists());
+    }
+    // What is wrong with the question comes first.
+    for (more, status, word) in [
+        (&["--trace", "--cluster", "hgx-h200", "--profile", "tesera"][..], 1, "T1105"),
+        (&["--size", "48x64"], 1, "twice"),
+        (&["--size", "48by64"], 2, "480x832"),
+        (&["--serve", "--trace"], 2, "--trace"),
+    ] {
+        let o = bench(more);
+        assert_eq!(o.status.code(), Some(status), "{more:?}: {}", text(&o.stderr));
+        assert!(text(&o.stderr).contains(word), "{more:?}: {}", text(&o.stderr));
+    }
+}
+
+#[test]
 fn without_gpus_one_diagnostic_says_what_is_missing_and_nothing_is_left() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("run");

@@ -11,6 +11,7 @@ pub mod knobs;
 pub mod layer;
 pub mod links;
 mod machine;
+pub mod measured;
 pub mod moe;
 pub mod pipeline;
 pub mod profile;

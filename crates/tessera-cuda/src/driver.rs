@@ -304,6 +304,13 @@ impl Stream {
         Ok(unsafe { result::event::record(event.0, self.0) }?)
     }
 
+    /// Inside a capture: makes a node that records a timed event whenever the graph comes by.
+    pub(crate) fn mark(&self, event: &Event) -> Done<()> {
+        let external = sys::CUevent_record_flags::CU_EVENT_RECORD_EXTERNAL as c_uint;
+        // SAFETY: both live; whoever keeps the graph keeps the event.
+        Ok(unsafe { sys::cuEventRecordWithFlags(event.0, self.0, external) }.result()?)
+    }
+
     pub(crate) fn wait(&self, event: &Event) -> Done<()> {
         // SAFETY: both live.
         Ok(unsafe {

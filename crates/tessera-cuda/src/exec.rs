@@ -9,6 +9,7 @@ mod ahead;
 mod enqueue;
 mod groups;
 mod steps;
+mod trace;
 mod turns;
 mod weights;
 
@@ -39,8 +40,11 @@ use admit::unsupported;
 use ahead::{Carried, carried};
 use groups::{Groups, PAGE_BYTES, Told};
 use steps::{Step, steps};
+use trace::Traced;
 use turns::{Turns, turns};
 use weights::Weights;
+
+pub use trace::Span;
 
 /// How a backend is opened.
 #[derive(Debug, Clone)]
@@ -120,7 +124,7 @@ impl std::fmt::Debug for Used {
 pub struct Counts {
     /// Kernels compiled by this process.
     pub compiled: u32,
-    /// Graphs captured.
+    /// Graphs captured for runs. One that [`Cuda::traced`] captures is asked for, not made by a run, and is not among them.
     pub captured: u32,
     /// Allocations of temporaries.
     pub allocated: u32,
@@ -180,6 +184,8 @@ struct Prepared {
     /// What outputs are copied to.
     put_out: Pinned,
     graph: Option<Graph>,
+    /// The same with marks, once somebody asked for it.
+    traced: Option<Traced>,
     /// Whether it has run since its memory was placed.
     ran: bool,
 }
@@ -269,42 +275,6 @@ impl Cuda {
         (self.used.now)()?.checked_sub(self.used.before?)
     }
 
-    /// Runs a loaded program op by op: how often each op came, and its microseconds on the device in all. A launch is not
-    /// captured and each is timed alone, so the sum is more than a captured run takes.
-    ///
-    /// # Errors
-    /// As for [`Backend::run`].
-    pub fn timed(
-        &mut self,
-        program: Loaded,
-        call: &CallData<'_>,
-        observer: &mut dyn Observer,
-    ) -> Result<BTreeMap<String, (u32, f64)>, Fault> {
-        // Whatever must be made is made first.
-        self.run(program, call, observer)?;
-        let broken = |e: Failed| Fault::Failed(e.0);
-        let p = Arc::clone(&self.programs[program.0].program);
-        let mut marks: Vec<(usize, Event)> = Vec::new();
-        let mut mark = |op: usize, stream: &Stream, _: bool| -> Done<()> {
-            let e = Event::timed()?;
-            stream.record(&e)?;
-            marks.push((op, e));
-            Ok(())
-        };
-        self.enqueue(program.0, &mut mark).map_err(broken)?;
-        self.main(&p).and_then(|s| s.record(&self.done)).map_err(broken)?;
-        self.wait(&p, observer)?;
-        let mut out: BTreeMap<String, (u32, f64)> = BTreeMap::new();
-        for pair in marks.chunks_exact(2) {
-            let op = &p.ops[pair[0].0];
-            let shape = op.results.first().or(op.operands.first()).map(|v| format!("{:?}", p.ty(*v).shape));
-            let entry = out.entry(format!("{} {}", op.opcode.name(), shape.unwrap_or_default())).or_default();
-            entry.0 += 1;
-            entry.1 += f64::from(pair[0].1.until_ms(&pair[1].1).map_err(broken)?) * 1e3;
-        }
-        Ok(out)
-    }
-
     /// Bytes that a process takes beside what its plan says: the context, the libraries' code and workspaces, and what NCCL
     /// holds for each lane. Measured on H200s with CUDA 13.0 and NCCL 2.28.
     #[must_use]
@@ -342,7 +312,7 @@ impl Cuda {
         self.share(&memory, &offsets)?;
         self.slots = Some(Placed { memory, offsets, scratch: end });
         // Addresses have changed.
-        self.programs.iter_mut().for_each(|p| (p.graph, p.ran) = (None, false));
+        self.programs.iter_mut().for_each(|p| (p.graph, p.traced, p.ran) = (None, None, false));
         Ok(())
     }
 
@@ -428,6 +398,7 @@ impl Cuda {
             staged_bytes,
             put_out: Pinned::new(put_out).map_err(broken)?,
             graph: None,
+            traced: None,
             ran: false,
         })
     }
@@ -482,15 +453,8 @@ impl Cuda {
         observer: &mut dyn Observer,
     ) -> Result<(), Fault> {
         let broken = |e: Failed| Fault::Failed(e.0);
-        self.context.bind().map_err(broken)?;
-        self.stage(program, call)?;
-        self.rows_fit(program, call)?;
+        self.ready(program, call, observer)?;
         let p = Arc::clone(&self.programs[program].program);
-        for (i, _) in p.collectives() {
-            observer.issuing(i).map_err(Fault::Refused)?;
-        }
-        self.place().map_err(broken)?;
-        self.groups.rewind();
         // A library that connects at first use is let do so before anything is captured.
         if self.stuck {
             let streams = std::mem::take(&mut self.streams);
@@ -511,17 +475,43 @@ impl Cuda {
             graph.map_or(Ok(()), |g| main.replay(g)).map_err(broken)?;
         }
         self.programs[program].ran = true;
-        self.main(&p).and_then(|s| s.record(&self.done)).map_err(broken)?;
-        // A graph is launched as a whole, and so are all its collectives, in the program's order.
-        for (i, _) in p.collectives() {
-            observer.issued(i);
-        }
-        self.wait(&p, observer)?;
+        self.finish(program, observer)?;
         if eager && self.options.graphs {
             // Connected by now: the next run replays and makes nothing.
             self.groups.rewind();
             self.record(program).map_err(broken)?;
         }
+        Ok(())
+    }
+
+    /// All that comes before the launch of a program.
+    fn ready(
+        &mut self,
+        program: usize,
+        call: &CallData<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), Fault> {
+        let broken = |e: Failed| Fault::Failed(e.0);
+        self.context.bind().map_err(broken)?;
+        self.stage(program, call)?;
+        self.rows_fit(program, call)?;
+        for (i, _) in self.programs[program].program.collectives() {
+            observer.issuing(i).map_err(Fault::Refused)?;
+        }
+        self.place().map_err(broken)?;
+        self.groups.rewind();
+        Ok(())
+    }
+
+    /// Waits for a program that was launched.
+    fn finish(&mut self, program: usize, observer: &mut dyn Observer) -> Result<(), Fault> {
+        let p = Arc::clone(&self.programs[program].program);
+        self.main(&p).and_then(|s| s.record(&self.done)).map_err(|e| Fault::Failed(e.0))?;
+        // A graph is launched as a whole, and so are all its collectives, in the program's order.
+        for (i, _) in p.collectives() {
+            observer.issued(i);
+        }
+        self.wait(&p, observer)?;
         for o in self.outputs.values_mut() {
             o.fresh = o.program == program;
         }
@@ -530,7 +520,7 @@ impl Cuda {
 
     /// Captures a program as the graph that runs replay.
     fn record(&mut self, program: usize) -> Done<()> {
-        let graph = self.capture(program)?;
+        let graph = self.capture(program, |own| own.enqueue(program, &mut |_, _, _| Ok(())))?;
         self.counts.captured += 1;
         self.programs[program].graph = Some(graph);
         Ok(())

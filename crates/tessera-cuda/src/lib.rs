@@ -33,7 +33,7 @@ device that is lost says so in every call until it is reset by whoever runs the 
 
 pub use compile::Shelf;
 pub use devices::{Devices, Gpu, Link, T1302, devices};
-pub use exec::{Counts, Cuda, End, Options};
+pub use exec::{Counts, Cuda, End, Options, Span};
 pub use libraries::{Found, Libraries, Library, Lost, T1301};
 pub use nccl::{T1303, UniqueId, unique_id};
 

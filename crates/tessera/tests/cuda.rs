@@ -2,16 +2,18 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use tessera::bench::Synthetic;
 use tessera::gpus::{Folder, Gpus};
 use tessera_cuda::{Cuda, End, Options, unique_id};
-use tessera_device::{Lane, Route};
+use tessera_device::{Backend, CallData, Lane, Observer, Route, Seat};
 use tessera_filetests::{Maker, Subject, Tolerance, conformance};
-use tessera_ir::Program;
-use tessera_mesh::Mesh;
+use tessera_ir::{Kind, Program, Slots, parse_all};
+use tessera_mesh::{Mesh, Rank};
 
 /// A file wants more ranks than there are GPUs.
 const TOO_FEW: &str = "too few GPUs";
@@ -27,6 +29,18 @@ fn gpus() -> Result<(Arc<Gpus>, u32), String> {
         Err(d) => return Err(d.message.clone()),
     };
     Ok((Arc::new(found), count))
+}
+
+fn options(device: u32) -> Options {
+    Options {
+        device,
+        kernels: Some(Arc::new(Folder(std::env::temp_dir().join("tessera-kernels")))),
+        patience: PATIENCE,
+        setup: Duration::from_secs(20),
+        // Ranks are threads of one process here, whose memory is not handed around: they meet through NCCL.
+        host: 0,
+        graphs: true,
+    }
 }
 
 /// Every file of `filetests/`.
@@ -78,16 +92,9 @@ fn the_cuda_backend_means_what_the_reference_means() {
         }
         let maker = |(device, ends): (u32, Vec<End>)| -> Maker<Cuda> {
             let found = Arc::clone(&found);
-            let options = Options {
-                device,
-                kernels: Some(Arc::new(Folder(std::env::temp_dir().join("tessera-kernels")))),
-                patience: PATIENCE,
-                setup: Duration::from_secs(20),
-                // Ranks are threads of one process here, whose memory is not handed around: they meet through NCCL.
-                host: 0,
-                graphs: true,
-            };
-            Box::new(move |seat| Cuda::open(&found.libraries, seat, ends, options).map_err(|d| d.message))
+            Box::new(move |seat| {
+                Cuda::open(&found.libraries, seat, ends, options(device)).map_err(|d| d.message)
+            })
         };
         Ok(mesh.iter().map(|r| r.0).zip(ends).map(maker).collect())
     };
@@ -99,4 +106,52 @@ fn the_cuda_backend_means_what_the_reference_means() {
     println!("{report}");
     let wrong: Vec<_> = report.failed.iter().filter(|(_, why)| !why.contains(TOO_FEW)).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// A residual and its norm are one launch, and what follows is not.
+const NORMS: &str = "program @p { %x = input : f32[64, 256] %y = input : f32[64, 256] %w = weight \"w\" : f32[256] \
+    %s = toperator.gate_residual %x, %y : f32[64, 256] \
+    %n = toperator.layer_norm %s, %w, %w {eps = 1e-6} : f32[64, 256] \
+    %r = toperator.rms_norm %n, %w {eps = 1e-6} : f32[64, 256] \
+    %z = toperator.add %s, %r : f32[64, 256] output \"z\", %z }";
+
+#[derive(Debug)]
+struct Unwatched;
+impl Observer for Unwatched {
+    fn issued(&mut self, _: usize) {}
+    fn progress(&mut self, _: u32) {}
+}
+
+#[test]
+fn a_trace_tells_of_every_step_and_leaves_runs_as_they_were() {
+    let found = match gpus() {
+        Ok((found, _)) => found,
+        Err(why) => return println!("not run: {why}"),
+    };
+    let program = Arc::new(parse_all(NORMS, "trace").unwrap().remove(0));
+    let values = program.values.len();
+    let slots = Slots { bytes: vec![1 << 20; values], of: (0..values as u32).map(Some).collect() };
+    let seat = Seat { mesh: program.mesh, rank: Rank(0) };
+    let mut cuda = Cuda::open(&found.libraries, seat, Vec::new(), options(0)).unwrap();
+    let loaded = cuda.load(&program, &slots, &mut Synthetic::default()).unwrap();
+    let x: Vec<f32> = (0..64 * 256).map(|i| (i % 97) as f32 / 97.0).collect();
+    let inputs = BTreeMap::from([("x", &x[..]), ("y", &x[..])]);
+    let call = CallData { scalars: BTreeMap::new(), inputs };
+    // Nobody has run it yet: the trace does so first.
+    cuda.traced(loaded, &call, &mut Unwatched).unwrap();
+    cuda.run(loaded, &call, &mut Unwatched).unwrap();
+    let (z, counts) = (cuda.output("z").unwrap().to_vec(), cuda.counts());
+    for _ in 0..3 {
+        let spans = cuda.traced(loaded, &call, &mut Unwatched).unwrap();
+        let ops: Vec<usize> = spans.iter().flat_map(|s| s.ops.clone()).collect();
+        let kinds = program.ops.iter().map(|o| o.opcode.row().kind).enumerate();
+        assert_eq!(ops, kinds.filter(|(_, k)| *k != Kind::Source).map(|(i, _)| i).collect::<Vec<_>>());
+        assert!(spans.len() < ops.len(), "nothing is fused: {spans:?}");
+        assert!(spans.iter().all(|s| s.stream == "compute" && 0.0 < s.begin_ns && s.begin_ns < s.end_ns));
+        assert!(spans.windows(2).all(|w| w[0].end_ns <= w[1].begin_ns), "{spans:?}");
+        assert_eq!(cuda.output("z").unwrap(), z);
+        cuda.run(loaded, &call, &mut Unwatched).unwrap();
+        assert_eq!(cuda.output("z").unwrap(), z);
+    }
+    assert_eq!(cuda.counts(), counts);
 }

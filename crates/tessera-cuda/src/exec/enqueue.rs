@@ -70,11 +70,15 @@ impl Cuda {
         }
     }
 
-    /// Records a program once.
-    pub(super) fn capture(&mut self, program: usize) -> Done<Graph> {
+    /// Records what is launched for a program.
+    pub(super) fn capture(
+        &mut self,
+        program: usize,
+        launch: impl FnOnce(&mut Cuda) -> Done<()>,
+    ) -> Done<Graph> {
         let p = std::sync::Arc::clone(&self.programs[program].program);
         self.main(&p)?.begin_capture()?;
-        let launched = self.enqueue(program, &mut |_, _, _| Ok(()));
+        let launched = launch(self);
         // A capture is ended whatever happened in it: the stream is of no use before.
         let graph = self.main(&p)?.end_capture();
         launched?;

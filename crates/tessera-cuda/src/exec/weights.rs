@@ -63,7 +63,7 @@ impl Weights {
         let data = source.read(&name, ty, load.as_deref(), seat)?;
         let broken = |e| refused(&format!("weight {name}"), &e);
         let at = self.take(ty.bytes().0 as usize).map_err(broken)?;
-        let hash = put(at, ty.dtype, &data).map_err(broken)?;
+        let hash = put_digested(at, ty.dtype, &data).map_err(broken)?;
         let print = hash.finish(&name, slice_words(ty, load.as_deref(), seat));
         self.held.push(Held { name: name.clone(), ty: ty.clone(), load, at, print });
         self.index.insert(key, self.held.len() - 1);
@@ -125,7 +125,7 @@ impl Weights {
             let data = source.read(&h.name, &h.ty, h.load.as_deref(), seat)?;
             let name = h.name.clone();
             let broken = |e| refused(&format!("weight {name}"), &e);
-            let hash = put(h.at, h.ty.dtype, &data).map_err(broken)?;
+            let hash = put_digested(h.at, h.ty.dtype, &data).map_err(broken)?;
             h.print = hash.finish(&h.name, slice_words(&h.ty, h.load.as_deref(), seat));
         }
         Ok(())
@@ -169,17 +169,32 @@ impl Held {
 /// Elements that are rounded and sent at once: the host works on the next while nothing waits, and no tensor is held twice.
 const PART: usize = 16 << 20;
 
-/// Rounds elements, sends them, and digests what was sent: a look at the device compares with that.
-pub(super) fn put(at: u64, dtype: DType, data: &[f32]) -> Done<Hasher> {
-    let (mut hash, width) = (Hasher::default(), dtype.bytes() as usize);
-    let mut bytes = Vec::new();
+/// Rounds elements and sends them.
+pub(super) fn put(at: u64, dtype: DType, data: &[f32]) -> Done<()> {
+    send(at, dtype, data, None)
+}
+
+/// The same, and digests what was sent: a look at the device compares with that.
+fn put_digested(at: u64, dtype: DType, data: &[f32]) -> Done<Hasher> {
+    let mut hash = Hasher::default();
+    send(at, dtype, data, Some(&mut hash))?;
+    Ok(hash)
+}
+
+fn send(at: u64, dtype: DType, data: &[f32], mut hash: Option<&mut Hasher>) -> Done<()> {
+    let (width, mut bytes) = (dtype.bytes() as usize, Vec::new());
     for (i, part) in data.chunks(PART).enumerate() {
         bytes.resize(part.len() * width, 0);
         round(dtype, part, &mut bytes);
-        upload(at + (i * PART * width) as u64, &bytes)?;
-        hash.update_held(&bytes, width);
+        // One core digests while another sends.
+        std::thread::scope(|s| {
+            if let Some(hash) = &mut hash {
+                s.spawn(|| hash.update_held(&bytes, width));
+            }
+            upload(at + (i * PART * width) as u64, &bytes)
+        })?;
     }
-    Ok(hash)
+    Ok(())
 }
 
 /// Elements in a dtype, little-endian, by all cores: 14 billion of them take one core half a minute.

@@ -12,7 +12,7 @@ use tessera_ir::Bundle;
 use tessera_mesh::{Group, LinkClass, Rank};
 
 use super::players::{Player, players_of};
-use super::score::{Does, Movement, Score, Step, Way, Whom};
+use super::score::{Called, Does, Movement, Score, Step, Way, Whom};
 
 /// What one call comes to.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,6 +27,8 @@ pub struct CallEstimate {
     pub players: Vec<Player>,
     /// What ran on the streams of the players; without names unless they were asked for.
     pub bars: Vec<Bar>,
+    /// Of each bar, the index of its op in its phase's program; none without names.
+    pub ops: Vec<usize>,
     /// Collective time of all ranks, and how much of it computing hides.
     pub overlap: Overlap,
     /// Device time of the busiest rank by what it does, in nanoseconds, without contention.
@@ -58,6 +60,21 @@ impl CallEstimate {
     pub fn exposed_ns(&self) -> f64 {
         let ranks: usize = self.players.iter().map(|p| p.stands_for.len()).sum();
         self.overlap.exposed_ns() / ranks.max(1) as f64
+    }
+
+    /// What each of the `ops` ops of a rank's program takes, in nanoseconds, in a call of one phase with names: of an exchange also
+    /// what is done on the device for it.
+    #[must_use]
+    pub fn ops_ns(&self, rank: Rank, ops: usize) -> Vec<f64> {
+        let mut out = vec![0.0; ops];
+        let player = self.players.iter().find(|p| p.stands_for.contains(&rank));
+        let own = |b: &Bar| player.is_some_and(|p| p.rank.0 == b.rank) && b.kind != Kind::Other;
+        for (bar, op) in self.bars.iter().zip(&self.ops).filter(|(b, _)| own(b)) {
+            if let Some(ns) = out.get_mut(*op) {
+                *ns += bar.ns();
+            }
+        }
+        out
     }
 
     /// The bars of every rank: those of its player.
@@ -106,7 +123,9 @@ pub(super) fn play(
     }
     let run = |cast: &Cast<'_>| {
         let contention = Contention { compute: machine.contention(), links: false };
-        cast.tasks.run(contention).map_err(|stuck| Box::new(stuck.diagnostic(|t| cast.said(t).1.to_string())))
+        cast.tasks
+            .run(contention)
+            .map_err(|stuck| Box::new(stuck.diagnostic(|t| cast.said(t).map_or("", |s| &s.name).to_string())))
     };
     // Power depends on what fills the call, so it is played once at full speed to see how busy it is.
     let mut windows = run(&cast)?;
@@ -127,13 +146,16 @@ pub(super) fn play(
     let phases: Vec<PhaseSpan> = spans.collect();
     // By player, so that each has its own in one piece.
     let mut bars: Vec<Vec<Bar>> = vec![Vec::new(); players.len()];
+    let mut ops: Vec<Vec<usize>> = vec![Vec::new(); players.len()];
     for (i, (drawn, w)) in cast.drawn.iter().zip(&windows).enumerate() {
         if drawn.step.is_some() && w.end_ns > w.start_ns {
-            let (lane, name) = cast.said(TaskId(i as u32));
+            let said = cast.said(TaskId(i as u32));
+            let lane = said.map_or("", |s| if drawn.launch { "host" } else { &s.lane });
+            ops[drawn.player].extend(said.map(|s| s.op));
             bars[drawn.player].push(Bar {
                 rank: players[drawn.player].rank.0,
                 lane: lane.to_string(),
-                name: name.to_string(),
+                name: said.map_or("", |s| &s.name).to_string(),
                 kind: drawn.kind,
                 start_ns: w.start_ns,
                 end_ns: w.end_ns,
@@ -149,6 +171,7 @@ pub(super) fn play(
         overlap: over_ranks(&players, &bars),
         collective_ns: bars.iter().map(exchanging).fold(0.0, f64::max),
         bars: bars.into_iter().flatten().collect(),
+        ops: ops.into_iter().flatten().collect(),
         work_ns: busiest(&cast.work, pace),
         sent: cast.sent,
         flops: cast.flops,
@@ -480,15 +503,11 @@ impl<'a> Cast<'a> {
         }
     }
 
-    /// Lane and name of a task, if its score has names.
-    fn said(&self, task: TaskId) -> (&'a str, &'a str) {
+    /// What a task is called, if its score has names.
+    fn said(&self, task: TaskId) -> Option<&'a Called> {
         let drawn = &self.drawn[task.0 as usize];
-        let Some((phase, step)) = drawn.step else { return ("", "") };
+        let (phase, step) = drawn.step?;
         let part = &self.score.phases[phase].parts[self.players[drawn.player].role];
-        match &part.names {
-            Some(names) if drawn.launch => ("host", &names[step].1),
-            Some(names) => (&names[step].0, &names[step].1),
-            None => ("", ""),
-        }
+        part.names.as_ref().map(|names| &names[step])
     }
 }

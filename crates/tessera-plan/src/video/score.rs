@@ -29,8 +29,16 @@ pub(super) struct Part {
     pub steps: Rc<[Step]>,
     pub again: Range<usize>,
     pub times: u64,
-    /// Lane and name of each step, where somebody looks at them.
-    pub names: Option<Rc<[(String, String)]>>,
+    /// What each step is called, where somebody looks at them.
+    pub names: Option<Rc<[Called]>>,
+}
+
+/// What a step is called.
+pub(super) struct Called {
+    pub lane: String,
+    pub name: String,
+    /// Index of its op in the program.
+    pub op: usize,
 }
 
 /// One op that is more than a name for what is there already.
@@ -95,8 +103,9 @@ impl Score {
             let names = named.then(|| {
                 let defs = program.definitions();
                 let lane = |op: &Op| program.streams.get(op.stream.0 as usize).cloned().unwrap_or_default();
-                let ops = at.iter().map(|i| &program.ops[*i]);
-                ops.map(|op| (lane(op), called(program, &defs, op))).collect()
+                let ops = at.iter().map(|i| (*i, &program.ops[*i]));
+                ops.map(|(i, op)| Called { lane: lane(op), name: called(program, &defs, op), op: i })
+                    .collect()
             });
             Part { again: 0..0, times: 0, steps: steps.into(), names }
         };

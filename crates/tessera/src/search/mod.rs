@@ -14,6 +14,7 @@ mod video;
 pub use hints::{Needs, hints};
 pub use rows::{Asked, Subject, rows, rows_why};
 pub use sheet::Sheet;
+pub(crate) use sheet::timeline_of;
 pub use usual::{HOST, JobKind, RACK, job};
 pub use video::{VideoAsked, pins as video_pins, video, video_why};
 

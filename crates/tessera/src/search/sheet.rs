@@ -138,7 +138,7 @@ impl Sheet {
 }
 
 /// Bars as a timeline; `lane` says which stream a bar stands on.
-pub(super) fn timeline_of(bars: &[Bar], lane: impl Fn(&Bar) -> String) -> Timeline {
+pub(crate) fn timeline_of(bars: &[Bar], lane: impl Fn(&Bar) -> String) -> Timeline {
     let at = |ns: f64| ns.max(0.0).round() as u64;
     let spans = bars.iter().map(|b| Span {
         rank: b.rank,
