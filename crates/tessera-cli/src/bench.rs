@@ -67,6 +67,10 @@ pub struct DitArgs {
     #[arg(long, default_value = "bf16")]
     pub dtype: DtypeName,
 
+    /// Pieces that rows are cut into under megatron: sums of one travel while another computes
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub pieces: u32,
+
     /// By what collectives are moved
     #[arg(long, default_value = "best")]
     pub via: ViaName,
@@ -139,8 +143,8 @@ pub fn run(args: &Args) -> Outcome {
     let strategy: tessera::Strategy = dit.strategy.into();
     let dtype: tessera::DtypePolicy = dit.dtype.into();
     let mesh = values::mesh(&dit.mesh).map_err(|d| Refusal::usage(vec![d]))?;
-    let via = dit.via.into();
-    let mapping = tessera::Mapping { mesh, strategy, dtype, via, ..tessera::Mapping::default() };
+    let (via, pieces) = (dit.via.into(), dit.pieces);
+    let mapping = tessera::Mapping { mesh, strategy, dtype, via, pieces, ..tessera::Mapping::default() };
     let asked = Asked {
         model: dit.model.clone(),
         mapping: mapping.text(),
@@ -156,7 +160,8 @@ pub fn run(args: &Args) -> Outcome {
     let traces = traces.map(|count| machine().map(|m| (count, m))).transpose()?;
     let mut ranks = Ranks::start(&asked)?;
     let facts = serde_json::json!({
-        "mesh": dit.mesh, "strategy": strategy.name(), "dtype": dtype.name(), "ranks": ranks.ready,
+        "mesh": dit.mesh, "strategy": strategy.name(), "dtype": dtype.name(), "pieces": pieces,
+        "ranks": ranks.ready,
     });
     if dit.serve {
         ranks.warm(0, dit.warm)?;
@@ -173,7 +178,7 @@ pub fn run(args: &Args) -> Outcome {
         }
         Shape::Text => {
             let what =
-                format!("{} on {}, {}, {}", dit.model.display(), dit.mesh, strategy.name(), dtype.name());
+                format!("{} on {}, {}, {}", dit.model.display(), dit.mesh, mapping.cut(), dtype.name());
             let mut text = format!("{what}\n");
             for (rank, r) in ranks.ready.iter().enumerate() {
                 text += &format!(

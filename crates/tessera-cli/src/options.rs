@@ -111,6 +111,10 @@ pub struct Planning {
     #[arg(long)]
     pub via: Option<ViaName>,
 
+    /// Pieces that rows are cut into under megatron: sums of one travel while another computes [default: 1]
+    #[arg(long, value_name = "N")]
+    pub pieces: Option<u32>,
+
     /// How past frames are kept: in caches, or recomputed before each chunk [default: what the model says]
     #[arg(long)]
     pub cache: Option<CacheName>,
@@ -144,13 +148,14 @@ impl Planning {
     }
 
     /// Options that shape a stream, and whether they were given: a language model has no use for them.
-    pub fn for_streams(&self) -> [(&'static str, bool); 10] {
+    pub fn for_streams(&self) -> [(&'static str, bool); 11] {
         [
             ("--topology", self.topology.is_some()),
             ("--strategy", self.strategy.is_some()),
             ("--numerics", self.numerics.is_some()),
             ("--dtype", self.dtype.is_some()),
             ("--via", self.via.is_some()),
+            ("--pieces", self.pieces.is_some()),
             ("--cache", self.cache.is_some()),
             ("--steps", self.steps.is_some()),
             ("--d-in", self.d_in.is_some()),
@@ -163,8 +168,9 @@ impl Planning {
     pub fn pins(&self, list: &str) -> Result<String, Refusal> {
         let strategy = self.strategy.map(|s| format!("strategy={}", Strategy::from(s).name()));
         let topology = self.topology.map(|t| format!("topology={}", Topology::from(t).name()));
+        let pieces = self.pieces.map(|n| format!("pieces={n}"));
         let ahead = self.max_outstanding.map(|n| format!("max_outstanding={n}"));
-        crate::estimate::joined(&[Some(list.to_string()), strategy, topology, ahead])
+        crate::estimate::joined(&[Some(list.to_string()), strategy, pieces, topology, ahead])
     }
 
     /// Puts into a mapping what a search does not choose.
@@ -200,6 +206,7 @@ impl Planning {
         map.numerics = self.numerics.map_or(map.numerics, Into::into);
         map.dtype = self.dtype.map_or(map.dtype, Into::into);
         map.via = self.via.map_or(map.via, Into::into);
+        map.pieces = self.pieces.unwrap_or(map.pieces);
         map.d_in = self.d_in.unwrap_or(map.d_in);
         map.d_out = self.d_out.unwrap_or(map.d_out);
         map.max_outstanding = self.max_outstanding.unwrap_or(map.max_outstanding);

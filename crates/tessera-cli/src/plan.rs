@@ -86,11 +86,10 @@ fn text(s: &Summary, folder: Option<String>) -> String {
     let list = |v: &[f64]| v.iter().map(f64::to_string).collect::<Vec<_>>().join(" ");
     let blocks: Vec<String> = s.blocks_per_stage.iter().map(u64::to_string).collect();
     let ranks = if s.ranks.len() == 1 { "1 rank".to_string() } else { format!("{} ranks", s.ranks.len()) };
+    let pieces = if s.pieces > 1 { format!(" in {} pieces", s.pieces) } else { String::new() };
+    let numbers = format!("{} numerics in {}", s.numerics, s.dtype);
     let mut facts = vec![
-        (
-            "mesh",
-            format!("{}: {ranks}, {} strategy, {} numerics in {}", s.mesh, s.strategy, s.numerics, s.dtype),
-        ),
+        ("mesh", format!("{}: {ranks}, {} strategy{pieces}, {numbers}", s.mesh, s.strategy)),
         ("topology", format!("{}: {}", s.topology, stands(s.topology))),
         (
             "stream",

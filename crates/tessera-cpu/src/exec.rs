@@ -393,6 +393,7 @@ impl Cpu {
             None => 0,
             Some(v) => whole(prepared, call, v)?,
         };
+        let row = row.saturating_add(op.int("first").unwrap_or(0));
         let b = op.buffer.map_or(0, |b| prepared.buffers[b.0 as usize]);
         // Taken out while its source is read: the source may be another buffer.
         let mut buffer = std::mem::take(&mut self.memory.buffers[b]);
@@ -419,13 +420,15 @@ impl Cpu {
     /// Index of the first global row and the number of tokens per frame.
     fn frames(&self, ty: &Type, op: &Op) -> Frames {
         Frames {
-            first_row: self.first_row(ty),
+            first_row: self.first_row(op, ty),
             rows_per_frame: op.int("frame_rows").unwrap_or(1).max(1) as usize,
         }
     }
 
-    fn first_row(&self, ty: &Type) -> usize {
-        ty.layout.ranges(&ty.shape, &self.seat.mesh, self.seat.coord())[0].0 as usize
+    /// Number of the first row here of a value of an op, in the whole of which it may be a piece.
+    fn first_row(&self, op: &Op, ty: &Type) -> usize {
+        let here = ty.layout.ranges(&ty.shape, &self.seat.mesh, self.seat.coord())[0].0;
+        here as usize + op.int("first").unwrap_or(0) as usize
     }
 
     fn compute(
@@ -520,7 +523,7 @@ impl Cpu {
                     start: op.key("start").map_or(Ok(0), |v| whole(prepared, call, v))?,
                     frame_stride: op.int("frame_stride").unwrap_or(1),
                 };
-                rope(pool, out, x(0)?, width(0), self.first_row(ty(0)), tables.get(spec));
+                rope(pool, out, x(0)?, width(0), self.first_row(op, ty(0)), tables.get(spec));
             }
             Opcode::Attention => {
                 let bias = match (op.key("bias"), op.ints("bias_rows")) {
@@ -559,7 +562,7 @@ impl Cpu {
                 };
                 let sigma =
                     op.key("sigma").map_or(Ok(0.0), |v| self.memory.view(place(v), call).map(|s| s[0]))?;
-                let first = (self.first_row(ty(0)) * width(0)) as u64;
+                let first = (self.first_row(op, ty(0)) * width(0)) as u64;
                 renoise(pool, out, x(0)?, sigma, draw, first);
             }
             Opcode::ToX0 => {
@@ -569,6 +572,10 @@ impl Cpu {
             }
             Opcode::SpaceTimeToDepth => space_time_to_depth(out, x(0)?, geometry(op, &ty(0).shape)),
             Opcode::DepthToSpaceTime => depth_to_space_time(out, x(0)?, geometry(op, &out_ty.shape)),
+            Opcode::TakeRows => {
+                let range = int("row")..int("row") + int("rows");
+                take(out, x(0)?, &ty(0).shape, 0, range);
+            }
             Opcode::TakeShard => {
                 let axis = op.axis().unwrap_or(Axis::Tp);
                 // The operand may be cut over other axes already; only this op's axis cuts it here.

@@ -15,7 +15,7 @@ pub enum Opcode {
     RmsNorm, RowSquareSum, RmsScale,
     Rope, Attention, Softmax, Dot, MoeRoute, TimeEmbed, Renoise, ToX0,
     SpaceTimeToDepth, DepthToSpaceTime,
-    TakeShard, Pad, Compact,
+    TakeRows, TakeShard, Pad, Compact,
     AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast, Send, Recv,
     Wait, EventRecord,
 }
@@ -80,8 +80,8 @@ Output "output" Sink (1, 1), [], [], 0, false,
     "Hands a value to the host.";
 CacheRead "cache.read" Source (0, 0), [], ["row?", "rows?"], 1, true,
     "Rows `row..row + rows` of a buffer, without a copy. No later op may write the buffer before the value's last use.";
-CacheWrite "cache.write" Sink (1, 1), ["row?"], [], 0, false,
-    "Writes the operand over the buffer's rows from `row` (0 if absent).";
+CacheWrite "cache.write" Sink (1, 1), ["row?"], ["first?"], 0, false,
+    "Writes the operand over the buffer's rows from `row` (0 if absent); with `first` that many rows further on.";
 Matmul "matmul" Compute (2, 2), ["bias?", "x_scale?", "w_scale?"], ["act?", "segments?"], 1, false,
     "y = act(x · wᵀ + bias), x [n, k], w [m, k]. `segments` cuts k into that many equal pieces summed in one binary tree. In e4m3 the sum of row i and column j is multiplied by x_scale[i] · w_scale[j] before the bias, and y is bf16.";
 BiasAct "bias_act" Compute (2, 2), [], ["act?"], 1, false,
@@ -98,18 +98,18 @@ LayerNorm "layer_norm" Compute (3, 3), [], ["eps"], 1, false,
     "Rows of x to zero mean and unit variance, times w [d], plus b [d].";
 Modulation "modulation" Compute (2, 2), [], [], 1, false,
     "Table [1, c, d] plus per-frame embedding: [f, c·d] when the embedding is [f, c·d], or [f, d] repeated c times.";
-NormModulate "norm_modulate" Compute (2, 2), [], ["eps", "frame_rows", "scale", "shift"], 1, false,
-    "Layer norm without weights, times (1 + scale), plus shift; both are d-wide columns of m [f, c·d], the row of m being the token's frame.";
-GateResidual "gate_residual" Compute (2, 3), [], ["frame_rows?", "gate?"], 1, false,
-    "x + y · gate with the gate a column block of m [f, c·d]; x + y when no m is given.";
+NormModulate "norm_modulate" Compute (2, 2), [], ["eps", "first?", "frame_rows", "scale", "shift"], 1, false,
+    "Layer norm without weights, times (1 + scale), plus shift; both are d-wide columns of m [f, c·d], the row of m being the token's frame. With `first` so many tokens come before the first row of x.";
+GateResidual "gate_residual" Compute (2, 3), [], ["first?", "frame_rows?", "gate?"], 1, false,
+    "x + y · gate with the gate a column block of m [f, c·d]; x + y when no m is given. `first` as in norm_modulate.";
 RmsNorm "rms_norm" Compute (2, 2), [], ["eps", "segments?"], 1, false,
     "Rows of x divided by their root mean square over the full width, times w [d].";
 RowSquareSum "row_square_sum" Compute (1, 2), [], ["segments?"], 1, false,
     "Per row the sum of squares of each operand: [n, operands].";
 RmsScale "rms_scale" Compute (3, 3), [], ["col", "eps", "width"], 1, false,
     "x · rsqrt(ss[:, col] / width + eps) · w: the second half of rms_norm, after the sums of all ranks met.";
-Rope "rope" Compute (1, 1), ["start"], ["frame_stride?", "grid", "head_dim"], 1, false,
-    "3-D rotary embedding over (frame, row, column) of the token grid, interleaved pairs; frame f stands at start + frame_stride · f. With frame_stride 0 every row turns by `start` frames alone.";
+Rope "rope" Compute (1, 1), ["start"], ["first?", "frame_stride?", "grid", "head_dim"], 1, false,
+    "3-D rotary embedding over (frame, row, column) of the token grid, interleaved pairs; frame f stands at start + frame_stride · f. With frame_stride 0 every row turns by `start` frames alone. With `first` the rows of x are those of the grid from that one on.";
 Attention "attention" Compute (3, 3), ["bias?"], ["bias_rows?", "head_dim"], 1, false,
     "softmax(q · kᵀ / √head_dim + bias) · v per head; the bias is added to the scores of key rows bias_rows[0]..bias_rows[1].";
 Softmax "softmax" Compute (1, 1), [], ["dim?"], 1, false,
@@ -128,6 +128,8 @@ SpaceTimeToDepth "space_time_to_depth" Compute (1, 1), [], ["patch", "stride"], 
     "Pixels [t, h, w, 3] to latent tokens [tokens, ph·pw·C]: the encoder of a lossless model.";
 DepthToSpaceTime "depth_to_space_time" Compute (1, 1), [], ["grid", "patch", "stride"], 1, false,
     "Latent tokens to pixels [t, h, w, 3], clamped to [−1, 1]: the decoder of a lossless model.";
+TakeRows "take_rows" Compute (1, 1), [], ["row", "rows"], 1, true,
+    "Rows `row..row + rows` of x.";
 TakeShard "take_shard" Compute (1, 1), [], ["axis", "dim", "unit?", "ways?"], 1, true,
     "This rank's piece of a replicated value; no communication. With `ways` each block of so many positions of the axis holds all pieces.";
 Pad "pad" Compute (1, 1), [], ["axis", "dim", "rows", "ways?"], 1, true,

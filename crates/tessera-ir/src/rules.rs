@@ -296,6 +296,7 @@ impl Cx<'_> {
             O::TimeEmbed => one(self.time_embed()?),
             O::SpaceTimeToDepth => one(self.space_time_to_depth()?),
             O::DepthToSpaceTime => one(self.depth_to_space_time()?),
+            O::TakeRows => one(self.take_rows()?),
             O::TakeShard => one(self.take_shard()?),
             O::Pad => one(self.pad()?),
             O::Compact => one(self.compact()?),
@@ -315,6 +316,20 @@ impl Cx<'_> {
         {
             Some(i) => Ok(i),
             None => refuse(&T0215, format!("{} needs a whole number `{name}` ≥ 1", self.op.opcode.name())),
+        }
+    }
+
+    /// `first`, 0 where absent: rows of the whole before the first of this piece.
+    fn first(&self) -> Rule<u64> {
+        let at = match self.op.attrs.get("first") {
+            None => Some(0),
+            Some(_) => self.op.int("first").and_then(|i| u64::try_from(i).ok()),
+        };
+        match at.filter(|i| *i <= ELEMENTS_MAX) {
+            Some(i) => Ok(i),
+            None => {
+                refuse(&T0215, format!("`first` of {} must be a whole number ≥ 0", self.op.opcode.name()))
+            }
         }
     }
 
@@ -548,6 +563,18 @@ impl Cx<'_> {
         let Some(have) = b.shape.first().copied() else {
             return refuse(&T0210, "a scalar buffer has no rows");
         };
+        self.some_rows(b, have, "a buffer")
+    }
+
+    fn take_rows(&self) -> Rule<Type> {
+        match self.x[0].shape.first() {
+            Some(have) => self.some_rows(self.x[0], *have, "a value"),
+            None => refuse(&T0210, "a scalar has no rows"),
+        }
+    }
+
+    /// Rows `row..row + rows` of the `have` that something has.
+    fn some_rows(&self, of: &Type, have: u64, what: &str) -> Rule<Type> {
         let whole = |name: &str, absent: u64, wrong: u64| match self.op.attrs.get(name) {
             None => absent,
             Some(Attr::Int(i)) => u64::try_from(*i).unwrap_or(wrong),
@@ -555,12 +582,12 @@ impl Cx<'_> {
         };
         let (row, rows) = (whole("row", 0, u64::MAX), whole("rows", have, 0));
         if rows == 0 || row.saturating_add(rows) > have {
-            return refuse(&T0210, format!("rows {row}..{} of a buffer of {have}", row.saturating_add(rows)));
+            return refuse(&T0210, format!("rows {row}..{} of {what} of {have}", row.saturating_add(rows)));
         }
-        if rows != have && self.shards_dim(&b.layout, 0).is_some() {
-            return refuse(&T0213, "part of the rows of a buffer sharded by rows");
+        if rows != have && self.shards_dim(&of.layout, 0).is_some() {
+            return refuse(&T0213, format!("part of the rows of {what} sharded by rows"));
         }
-        let mut t = b.clone();
+        let mut t = of.clone();
         t.shape[0] = rows;
         Ok(t)
     }
@@ -577,7 +604,15 @@ impl Cx<'_> {
         if b.layout != v.layout {
             return refuse(&T0214, format!("{} written to {}", self.show(0), b.display(self.mesh)));
         }
-        if self.shards_dim(&b.layout, 0).is_some() && (b.shape != v.shape || self.op.key("row").is_some()) {
+        let (first, rows, have) = (self.first()?, v.shape[0], b.shape[0]);
+        if first.saturating_add(rows) > have {
+            return refuse(
+                &T0210,
+                format!("rows {first}..{} of a buffer of {have}", first.saturating_add(rows)),
+            );
+        }
+        let part = b.shape != v.shape || self.op.key("row").is_some() || first > 0;
+        if self.shards_dim(&b.layout, 0).is_some() && part {
             return refuse(&T0213, "part of the rows of a buffer sharded by rows");
         }
         Ok(())

@@ -9,15 +9,15 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::{
-    Attr, Builder, Bundle, Kind, Op, Opcode, Phase, Program, RoleRanks, Slots, Type, ValueId, cost,
-};
+use tessera_ir::{Attr, Builder, Bundle, Kind, Op, Opcode, Phase, Program, RoleRanks, Slots, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard, Uneven};
 
 use crate::mapping::Extents;
+use crate::roles::{Kinds, group_roles, uneven_pieces};
 use crate::source::{Owner, Source};
+use crate::stages::Weights;
 use crate::strategy::{Cut, reads_self_cache, unknown_parts, without_strategy};
-use crate::{DtypePolicy, Mapping, Numerics, Strategy, Via, balance, memory, order, precision};
+use crate::{DtypePolicy, Mapping, Numerics, Strategy, Via, memory, order, pieces, precision};
 
 /// Lowering made a program that its rules refuse.
 pub static T0606: Code = Code {
@@ -88,6 +88,15 @@ pub fn lower(logical: &Logical, mapping: &mut Mapping) -> Result<Bundle, Diagnos
     if mapping.blocks.is_empty() {
         mapping.blocks = Weights::of(logical).cut(stages);
     }
+    let in_pieces;
+    let logical = match mapping.pieces {
+        1 => logical,
+        n => {
+            let phases = logical.phases.iter().map(|p| pieces::apply(p, n)).collect::<Result<_, _>>()?;
+            in_pieces = Logical { phases, ..logical.clone() };
+            &in_pieces
+        }
+    };
     let rank_map = mapping.rank_map().map_err(|d| vec![*d])?;
     let world = mapping.world().map_err(|d| vec![*d])?;
 
@@ -156,88 +165,6 @@ fn move_by(p: &mut Program, via: Via) {
     for op in p.ops.iter_mut().filter(|op| op.opcode.is_collective()) {
         op.attrs.insert("via".into(), Attr::Str(via.name().into()));
     }
-}
-
-/// What stages are balanced by: flops of the costliest phase.
-pub(crate) struct Weights {
-    blocks: u64,
-    block: u64,
-    first: u64,
-    last: u64,
-}
-
-impl Weights {
-    pub(crate) fn of(logical: &Logical) -> Weights {
-        let of = |p: &Program, at: &str| -> u64 {
-            p.ops.iter().filter(|o| o.str("at") == Some(at)).map(|o| cost(p, o).flops.0).sum()
-        };
-        let heaviest =
-            logical.phases.iter().max_by_key(|p| p.ops.iter().map(|o| cost(p, o).flops.0).sum::<u64>());
-        let [block, first, last] = ["block.0", "first", "last"].map(|at| heaviest.map_or(0, |p| of(p, at)));
-        Weights { blocks: logical.blocks, block: block.max(1), first, last }
-    }
-
-    /// Blocks per stage.
-    pub(crate) fn cut(&self, stages: u64) -> Vec<u64> {
-        balance(self.blocks, stages, self.block, self.first, self.last)
-    }
-}
-
-/// Coordinates of tp whose uneven pieces are of the same sizes, and their programs by stage and phase.
-struct Kinds {
-    sizes: Vec<u64>,
-    coordinates: Vec<u32>,
-    per_stage: Vec<Vec<Program>>,
-}
-
-/// What a program holds pieces of whose sizes differ over tp.
-fn uneven_pieces(p: &Program) -> Vec<(Uneven, Option<u32>)> {
-    let types = p.values.iter().map(|v| &v.ty).chain(p.buffers.iter().map(|b| &b.ty));
-    let piece = |ty: &Type| match ty.layout.on(Axis::Tp) {
-        AxisLayout::Shard(s) => s.uneven.map(|u| (u, s.ways)),
-        _ => None,
-    };
-    types.filter_map(piece).collect()
-}
-
-/// Joins coordinates whose programs are equal into roles: `stage0` when all of tp agree, `stage0@tp2` for the
-/// class that begins at coordinate 2.
-fn group_roles(mesh: &Mesh, kinds: Vec<Kinds>) -> (Vec<RoleRanks>, Vec<Vec<Program>>) {
-    let (mut roles, mut of_role) = (Vec::new(), Vec::new());
-    let mut stages: Vec<Vec<(Vec<u32>, Vec<Program>)>> = Vec::new();
-    for kind in kinds {
-        stages.resize_with(kind.per_stage.len(), Vec::new);
-        for (stage, ps) in kind.per_stage.into_iter().enumerate() {
-            stages[stage].push((kind.coordinates.clone(), ps));
-        }
-    }
-    for (stage, kinds) in stages.into_iter().enumerate() {
-        let mut classes: Vec<(u32, Vec<u32>, Vec<Program>)> = Vec::new();
-        for (coordinates, mut ps) in kinds {
-            ps.iter_mut().for_each(|p| p.role.clear());
-            match classes.iter_mut().find(|c| c.2 == ps) {
-                Some(c) => c.1.extend(coordinates),
-                None => classes.push((coordinates[0], coordinates, ps)),
-            }
-        }
-        let even = classes.len() == 1;
-        for (first, members, mut ps) in classes {
-            let role = if even { format!("stage{stage}") } else { format!("stage{stage}@tp{first}") };
-            for p in &mut ps {
-                p.role.clone_from(&role);
-            }
-            let ranks: Vec<Rank> = mesh
-                .iter()
-                .filter(|r| {
-                    let c = mesh.coord_of(*r);
-                    mesh.contains(*r) && c.on(Axis::Pp) as usize == stage && members.contains(&c.on(Axis::Tp))
-                })
-                .collect();
-            roles.push(RoleRanks { role, ranks });
-            of_role.push(ps);
-        }
-    }
-    (roles, of_role)
 }
 
 /// A logical value on one stage.
@@ -384,6 +311,7 @@ impl<'a> Lower<'a> {
         match op.opcode {
             Opcode::Matmul => self.matmul(op, s, self.facts.by_heads[i]),
             Opcode::RmsNorm => return self.rms_norm(i, s),
+            Opcode::RowSquareSum => self.row_square_sum(op, s),
             Opcode::CacheWrite => self.cache_write(op, s),
             Opcode::CacheRead => self.cache_read(op, s),
             Opcode::Attention => self.attention(op, s),
@@ -511,13 +439,30 @@ impl<'a> Lower<'a> {
     }
 
     fn all_reduce(&mut self, x: ValueId, s: usize) -> ValueId {
-        let AxisLayout::Partial { reduction: r, .. } = self.layout(x, s) else { return x };
-        self.stages[s].b.stream("compute");
+        match self.reducing(x, s) {
+            Held::Ready(x) => x,
+            Held::Pending(ticket) => self.wait(s, ticket, None),
+        }
+    }
+
+    /// Issues the reduction of a value, if it is partial.
+    fn reducing(&mut self, x: ValueId, s: usize) -> Held {
+        let AxisLayout::Partial { reduction: r, .. } = self.layout(x, s) else { return Held::Ready(x) };
         let b = &mut self.stages[s].b;
+        b.stream("compute");
         let event = b.op(Opcode::EventRecord, &[]);
         b.attr("axis", "tp").attr("reduction", r.name()).stream("tp_collective").after(event);
-        let ticket = b.issue(Opcode::AllReduce, &[x]);
-        self.wait(s, ticket, None)
+        Held::Pending(b.issue(Opcode::AllReduce, &[x]))
+    }
+
+    /// Keeps a result whose terms meet on the way to whoever reads it first.
+    fn set_reducing(&mut self, op: &Op, s: usize, y: ValueId) {
+        let is_read = !self.facts.readers[op.results[0].0 as usize].is_empty();
+        let held = match self.reducing(y, s) {
+            Held::Pending(ticket) if !is_read => Held::Ready(self.wait(s, ticket, None)),
+            held => held,
+        };
+        self.stages[s].held.insert(op.results[0], held);
     }
 
     /// Brings a value into a layout over tp. `unit` is what must stay together along the new shard's dim.
@@ -597,6 +542,9 @@ impl<'a> Lower<'a> {
         let y = if split {
             // A bias or activation inside would apply to each rank's term of the sum.
             let y = b.op(Opcode::Matmul, &[x, w]);
+            if bias.is_none() && act.is_none() {
+                return self.set_reducing(op, s, y);
+            }
             let mut y = self.all_reduce(y, s);
             if let Some(bias) = bias {
                 let b = &mut self.stages[s].b;
@@ -689,11 +637,7 @@ impl<'a> Lower<'a> {
         }
         let width = self.source.ty(op.results[0]).shape[1];
         let values: Vec<ValueId> = ops.iter().map(|o| o.1).collect();
-        if self.invariant {
-            let local = SEGMENTS / i64::from(self.cut.tp);
-            self.stages[s].b.attr("segments", local);
-        }
-        let sums = self.stages[s].b.op(Opcode::RowSquareSum, &values);
+        let sums = self.squares(&values, s);
         let sums = self.all_reduce(sums, s);
         for (col, (op, x)) in ops.iter().enumerate() {
             let w = self.get(op.operands[1], s);
@@ -703,6 +647,22 @@ impl<'a> Lower<'a> {
             self.set(op, s, y);
         }
         also
+    }
+
+    fn row_square_sum(&mut self, op: &Op, s: usize) {
+        let values: Vec<ValueId> = op.operands.iter().map(|v| self.get(*v, s)).collect();
+        let sums = self.squares(&values, s);
+        self.set_reducing(op, s, sums);
+    }
+
+    /// Per row the sums of squares of values that are cut alike; partial where their columns are cut.
+    fn squares(&mut self, values: &[ValueId], s: usize) -> ValueId {
+        let split = matches!(self.layout(values[0], s), AxisLayout::Shard(shard) if shard.dim == 1);
+        let b = &mut self.stages[s].b;
+        if self.invariant {
+            b.attr("segments", if split { SEGMENTS / i64::from(self.cut.tp) } else { SEGMENTS });
+        }
+        b.op(Opcode::RowSquareSum, values)
     }
 
     fn buffer(&mut self, op: &Op, s: usize) -> (tessera_ir::BufferId, Type) {
@@ -725,6 +685,9 @@ impl<'a> Lower<'a> {
         let x = self.reshard(x, ty.layout.on(Axis::Tp), s, unit);
         let row = op.key("row").map(|r| self.get(r, s));
         let b = &mut self.stages[s].b;
+        if let Some(first) = op.int("first") {
+            b.attr("first", first);
+        }
         if let Some(row) = row {
             b.key("row", row);
         }

@@ -43,6 +43,8 @@ pub static T0605: Code = Code {
 stop the stream and no bound would hide a slow consumer, so each is 1 to 64. Blocks per stage are whole numbers from 1. \
 A device name is printed in quotes into the sealed mapping, so it may hold no quote, backslash or control character. \
 A list of devices names every rank's, the leader outside the mesh first.\n\n\
+`pieces` of `overlap` cuts the rows of a call so that the sums of one piece travel while another computes. Only `megatron` over \
+more than one rank sums, and each piece needs a row.\n\n\
 Whether a rank stands outside the mesh is what `topology` says, not the mesh: in `mesh` rank 0 leads and computes; in `pp0` \
 rank 0 encodes and decodes beside a mesh of one rank; in `pp1` beside a mesh of two ranks or more, the first of which relays. \
 That is a pipeline over phases; `pp` of the mesh is one over blocks, and a mapping may have both.",
@@ -77,7 +79,7 @@ impl Topology {
 }
 
 /// How tp cuts a transformer block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Strategy {
     /// Weights by column, then by row; one all-reduce per pair.
     Megatron,
@@ -178,6 +180,9 @@ pub struct Mapping {
     pub dtype: DtypePolicy,
     /// By what collectives are moved.
     pub via: Via,
+    /// Pieces that the rows of a call are cut into under megatron, so that one piece's sums travel while another computes; 1
+    /// for whole rows.
+    pub pieces: u32,
     /// Blocks per stage; empty for a balanced cut.
     pub blocks: Vec<u64>,
     /// Devices in rank order; empty for logical names.
@@ -200,6 +205,7 @@ impl Default for Mapping {
             numerics: Numerics::Standard,
             dtype: DtypePolicy::F32,
             via: Via::Best,
+            pieces: 1,
             blocks: Vec::new(),
             devices: Vec::new(),
             d_in: 2,
@@ -222,6 +228,7 @@ impl Mapping {
         let (mut mesh, mut strategy) = (root.table("mesh"), root.table("strategy"));
         let (mut numerics, mut stages) = (root.table("numerics"), root.table("stages"));
         let (mut devices, mut queues) = (root.table("devices"), root.table("queues"));
+        let mut overlap = root.table("overlap");
         let mut sizes = [1u32; 4];
         for (axis, name) in Axis::ALL.into_iter().zip(["tp", "ep", "pp", "dp"]) {
             sizes[axis as usize] = u32::try_from(mesh.count(name, Some(1))).unwrap_or(u32::MAX);
@@ -239,6 +246,7 @@ impl Mapping {
         let mut exchange = root.table("exchange");
         let via = exchange.word("via", &Via::ALL.map(Via::name), "best");
         out.via = Via::ALL.into_iter().find(|v| v.name() == via).unwrap_or_default();
+        out.pieces = u32::try_from(overlap.count("pieces", Some(1))).unwrap_or(u32::MAX);
         for (i, n) in stages.numbers("blocks", &[]).into_iter().enumerate() {
             // From here on every sum of 65,536 entries fits 64 bits.
             if n.fract() == 0.0 && (1.0..4_294_967_296.0).contains(&n) {
@@ -269,10 +277,11 @@ impl Mapping {
         let mut depth = |name, default| u32::try_from(queues.count(name, Some(default))).unwrap_or(u32::MAX);
         (out.d_in, out.d_out, out.max_outstanding) =
             (depth("d_in", 2), depth("d_out", 2), depth("max_outstanding", 2));
-        let mut ds: Diagnostics = [root, mesh, strategy, numerics, exchange, stages, devices, queues]
-            .into_iter()
-            .flat_map(Fields::finish)
-            .collect();
+        let mut ds: Diagnostics =
+            [root, mesh, strategy, numerics, overlap, exchange, stages, devices, queues]
+                .into_iter()
+                .flat_map(Fields::finish)
+                .collect();
         match Mesh::new(sizes) {
             Ok(m) => out.mesh = m,
             Err(d) => ds.push(*d),
@@ -283,8 +292,8 @@ impl Mapping {
         if ds.is_empty() { Ok(out) } else { Err(ds) }
     }
 
-    /// The canonical text: every key, in a fixed order, but for a topology of `mesh`, a dtype of f32 and the best
-    /// way of moving, which are what a text without the key means. [`Mapping::parse`] reads it back.
+    /// The canonical text: every key, in a fixed order, but for a topology of `mesh`, a dtype of f32, rows in one piece and the
+    /// best way of moving, which are what a text without the key means. [`Mapping::parse`] reads it back.
     #[must_use]
     pub fn text(&self) -> String {
         let list = |v: &[u64]| v.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
@@ -302,8 +311,12 @@ impl Mapping {
             Via::Best => String::new(),
             other => format!("[exchange]\nvia = \"{}\"\n\n", other.name()),
         };
+        let overlap = match self.pieces {
+            1 => String::new(),
+            n => format!("[overlap]\npieces = {n}\n\n"),
+        };
         format!(
-            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{exchange}\
+            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{overlap}{exchange}\
 [stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n",
             size(Axis::Tp),
             size(Axis::Ep),
@@ -317,6 +330,15 @@ impl Mapping {
             self.d_out,
             self.max_outstanding,
         )
+    }
+
+    /// The strategy, and the pieces of rows where there are several.
+    #[must_use]
+    pub fn cut(&self) -> String {
+        match self.pieces {
+            1 => self.strategy.name().to_string(),
+            n => format!("{} in {n} pieces", self.strategy.name()),
+        }
     }
 
     /// The mesh and the ranks that the topology puts outside it.
@@ -362,6 +384,17 @@ impl Mapping {
                 )
                 .at("mesh", self.mesh.to_string())
                 .hint("leave `outside` away; topology pp0 or pp1 puts the leader outside the mesh"),
+            );
+        }
+        let tp = self.mesh.size(Axis::Tp);
+        if self.pieces == 0 {
+            ds.push(Diagnostic::error(&T0605, "overlap.pieces = 0 leaves no rows"));
+        } else if self.pieces > 1 && (self.strategy != Strategy::Megatron || tp < 2) {
+            let says = format!("overlap.pieces = {} where nothing is summed over tp", self.pieces);
+            ds.push(
+                Diagnostic::error(&T0605, says)
+                    .at("mapping", format!("{} over tp = {tp}", self.strategy.name()))
+                    .hint("leave `pieces` away, or use strategy megatron with tp=2 and up; ulysses overlaps its exchanges by itself"),
             );
         }
         let inside = self.mesh.inside();
@@ -461,6 +494,12 @@ impl Mapping {
                 .hint(format!("even shards: tp = {}; uneven ones up to tp = {most}", choices(&even))),
             );
         }
+        if u64::from(self.pieces) > e.tokens {
+            let says = format!("overlap.pieces = {} over {} tokens of a chunk", self.pieces, e.tokens);
+            ds.push(
+                Diagnostic::error(&T0605, says).hint("every piece has a token at least; 2 pieces hide most"),
+            );
+        }
         let total = self.blocks.iter().try_fold(0u64, |sum, n| sum.checked_add(*n));
         if pp > e.blocks || (!self.blocks.is_empty() && (total != Some(e.blocks) || self.blocks.contains(&0)))
         {
@@ -523,6 +562,11 @@ mod tests {
         let bf16 = Mapping { dtype: DtypePolicy::Bf16, ..m };
         assert!(bf16.text().contains("policy = \"standard\"\ndtype = \"bf16\"\n"), "{}", bf16.text());
         assert_eq!(Mapping::parse("m", &bf16.text()).unwrap(), bf16);
+        let strategy = Strategy::Megatron;
+        let pieces = Mapping { pieces: 2, strategy, ..bf16 };
+        assert!(pieces.text().contains("\n\n[overlap]\npieces = 2\n\n[stages]\n"), "{}", pieces.text());
+        assert_eq!(Mapping::parse("m", &pieces.text()).unwrap(), pieces);
+        assert_eq!(pieces.cut(), "megatron in 2 pieces");
         let ds = Mapping::parse("m", "[mesh]\ntpp = 2\n").unwrap_err();
         assert_eq!((ds[0].code.id, ds[0].hint.as_deref()), ("T0002", Some("did you mean `mesh.tp`?")));
     }
@@ -540,6 +584,13 @@ mod tests {
             ("topology = \"pp1\"\n[mesh]\ntp = 2\n[devices]\norder = [\"a\", \"b\"]\n", "T0103", "3 ranks"),
             ("[numerics]\ndtype = \"f16\"\n", "T0004", "dtype"),
             ("[exchange]\nvia = \"mpi\"\n", "T0004", "via"),
+            ("[overlap]\npieces = 0\n", "T0004", "overlap.pieces"),
+            ("[mesh]\ntp = 2\n[overlap]\npieces = 2\n", "T0605", "pieces = 2 where nothing is summed"),
+            (
+                "[strategy]\ntp = \"megatron\"\n[overlap]\npieces = 2\n",
+                "T0605",
+                "pieces = 2 where nothing is summed",
+            ),
             ("[devices]\norder = [1]\n", "T0004", "devices.order"),
             ("[devices]\norder = \"cpu0\"\n", "T0004", "devices.order"),
             ("[devices]\norder = ['a\"b']\n", "T0605", "a\\\"b"),
@@ -579,5 +630,8 @@ mod tests {
         let both = |m: &mut Mapping| (m.numerics, m.dtype) = (Numerics::MeshInvariant, DtypePolicy::Bf16);
         assert_eq!(with("tp=4", both), ["T0604"]);
         assert_eq!(with("tp=4", |m| m.dtype = DtypePolicy::Bf16), Vec::<&str>::new());
+        let pieces = |n| move |m: &mut Mapping| (m.strategy, m.pieces) = (Strategy::Megatron, n);
+        assert_eq!(with("tp=4", pieces(4680)), Vec::<&str>::new());
+        assert_eq!(with("tp=4", pieces(4681)), ["T0605"]);
     }
 }

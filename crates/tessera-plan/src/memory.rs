@@ -106,7 +106,7 @@ pub(crate) struct Life {
     value: ValueId,
     bytes: u64,
     /// Its last reader.
-    end: usize,
+    pub(crate) end: usize,
 }
 
 pub(crate) fn lives(p: &Program) -> Lives {

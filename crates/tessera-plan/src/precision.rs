@@ -330,6 +330,7 @@ fn by_rows(op: Opcode) -> bool {
             | O::Attention
             | O::Softmax
             | O::Dot
+            | O::TakeRows
             | O::TakeShard
             | O::Pad
             | O::Compact

@@ -1,5 +1,9 @@
 //! Cutting blocks into stages: contiguous, complete, and balanced by cost.
 
+use tessera_ir::{Program, cost};
+
+use crate::Logical;
+
 /// Blocks per stage so that the costliest stage is as cheap as can be. `before` and `after` are the costs of
 /// what the first and last stage do besides blocks, in the unit of `block`, the cost of one block.
 #[must_use]
@@ -15,6 +19,31 @@ pub fn balance(blocks: u64, stages: u64, block: u64, before: u64, after: u64) ->
         }
     }
     counts
+}
+
+/// What stages are balanced by: flops of the costliest phase.
+pub(crate) struct Weights {
+    blocks: u64,
+    block: u64,
+    first: u64,
+    last: u64,
+}
+
+impl Weights {
+    pub(crate) fn of(logical: &Logical) -> Weights {
+        let of = |p: &Program, at: &str| -> u64 {
+            p.ops.iter().filter(|o| o.str("at") == Some(at)).map(|o| cost(p, o).flops.0).sum()
+        };
+        let heaviest =
+            logical.phases.iter().max_by_key(|p| p.ops.iter().map(|o| cost(p, o).flops.0).sum::<u64>());
+        let [block, first, last] = ["block.0", "first", "last"].map(|at| heaviest.map_or(0, |p| of(p, at)));
+        Weights { blocks: logical.blocks, block: block.max(1), first, last }
+    }
+
+    /// Blocks per stage.
+    pub(crate) fn cut(&self, stages: u64) -> Vec<u64> {
+        balance(self.blocks, stages, self.block, self.first, self.last)
+    }
 }
 
 #[cfg(test)]

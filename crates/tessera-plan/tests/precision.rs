@@ -6,15 +6,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use tessera_base::random::{DrawKey, normals};
 use tessera_ir::{Bundle, DType, Kind, Op, Opcode, Program, ValueId, print};
-use tessera_mesh::Mesh;
 use tessera_models::VideoModel;
 use tessera_plan::{DtypePolicy, Logical, Mapping, Strategy, lower, precision};
-use tessera_reference::{Arg, Call, Machine, Tensor};
+use tessera_reference::Tensor;
 
+use crate::run::farthest;
 use crate::support::logical;
 
+#[path = "support/run.rs"]
+mod run;
 mod support;
 
 fn model(heads: u64, layers: u64, extra: &str) -> Logical {
@@ -177,56 +178,12 @@ fn fewer_bytes_are_kept() {
 
 /// Latents after every phase of a chunk's call, on every rank.
 fn latents(l: &Logical, mesh: &str, strategy: Strategy, dtype: DtypePolicy) -> Vec<Tensor> {
-    let bundle = plan(l, mesh, strategy, dtype);
-    let mesh: Mesh = mesh.parse().unwrap();
-    let mut machine = Machine::new(mesh);
-    machine.load_weights(weights(l));
-    let mut outputs = Vec::new();
-    for name in ["text", "renoise", "denoise.fill0", "clean.fill0", "renoise", "denoise.fill3", "emit"] {
-        let phase = bundle.phase(name).unwrap();
-        let programs: Vec<&Program> =
-            mesh.iter().map(|r| &phase.programs[bundle.role_of(r).unwrap()]).collect();
-        outputs = machine.run(&programs, &call(l)).unwrap_or_else(|f| panic!("@{name}: {f:?}"));
-    }
-    outputs.into_iter().filter_map(|mut o| o.remove("latents")).collect()
-}
-
-fn weights(l: &Logical) -> BTreeMap<String, Tensor> {
-    let mut out = BTreeMap::new();
-    for p in &l.phases {
-        for op in p.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
-            let shape = &p.ty(op.results[0]).shape;
-            // A patch convolution lies in the file as [d, C, 1, 2, 2].
-            let in_file = match op.str("load") {
-                Some("patch") => vec![shape[0], shape[1] / 4, 1, 2, 2],
-                _ => shape.clone(),
-            };
-            let seed = out.len() as u64;
-            out.entry(op.name.clone().unwrap()).or_insert_with(|| normal(&in_file, seed));
-        }
-    }
-    out
-}
-
-fn normal(shape: &[u64], seed: u64) -> Tensor {
-    let shape: Vec<usize> = shape.iter().map(|n| *n as usize).collect();
-    let mut x = vec![0.0f32; shape.iter().product()];
-    normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut x);
-    Tensor::new(&shape, x.into_iter().map(|x| 0.2 * f64::from(x)).collect())
-}
-
-fn call(l: &Logical) -> Call {
-    let text = l.phases.iter().flat_map(|p| p.ops.iter().map(move |o| (p, o)));
-    let (p, op) = text.into_iter().find(|(_, o)| o.opcode == Opcode::Input).unwrap();
-    let mut call = Call::default().input("text", normal(&p.ty(op.results[0]).shape, 99)).float("sigma", 0.7);
-    call.scalars.insert("t".into(), Arg::Float(Tensor::full(&[3], 640.0)));
-    [("seed", 3), ("chunk", 0), ("draw", 0), ("start", 0), ("row", 0)]
-        .into_iter()
-        .fold(call, |call, (name, x)| call.int(name, x))
-}
-
-fn farthest(a: &Tensor, b: &Tensor) -> f64 {
-    a.data().iter().zip(b.data()).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+    let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, dtype, ..Mapping::default() };
+    run::latents(
+        l,
+        &mapping,
+        &["text", "renoise", "denoise.fill0", "clean.fill0", "renoise", "denoise.fill3", "emit"],
+    )
 }
 
 #[test]

@@ -24,7 +24,7 @@ impl Place {
         }
     }
 
-    /// Global number of local row `i`.
+    /// Number of local row `i` in the value that the op is given.
     fn row(&self, i: usize) -> usize {
         self.start.first().copied().unwrap_or(0) + i
     }
@@ -116,6 +116,10 @@ pub(crate) fn evaluate<'a>(
         }
         Opcode::SpaceTimeToDepth => cx.to_depth(),
         Opcode::DepthToSpaceTime => cx.to_pixels(),
+        Opcode::TakeRows => {
+            let (row, rows) = (cx.natural("row")?, cx.natural("rows")?);
+            x[0].slice(0, row, rows).ok_or_else(|| format!("{rows} rows from {row} of {:?}", x[0].shape()))
+        }
         Opcode::Pad => cx.pad(),
         Opcode::Compact => cx.compact(),
         other => Err(format!("{} has no meaning on one rank", other.name())),
@@ -178,6 +182,12 @@ impl Cx<'_> {
             0 => Err(format!("`{name}` is 0")),
             n => Ok(n),
         }
+    }
+
+    /// Number of local row `i` in the whole of which the op's value may be a piece.
+    fn token(&self, i: usize) -> Result<usize, String> {
+        let first = if self.op.attrs.contains_key("first") { self.natural("first")? } else { 0 };
+        Ok(first + self.place.row(i))
     }
 
     fn eps(&self) -> Result<f64, String> {
@@ -260,7 +270,7 @@ impl Cx<'_> {
     /// Column block `block` of the frame that local row `i` belongs to.
     fn columns<'t>(&self, m: &'t Tensor, i: usize, d: usize, block: usize) -> Result<&'t [f64], String> {
         let (frames, width) = matrix(m)?;
-        let frame = self.place.row(i) / self.positive("frame_rows")?;
+        let frame = self.token(i)? / self.positive("frame_rows")?;
         if frame >= frames || (block + 1) * d > width {
             return Err(format!("frame {frame}, columns {block} of {:?}", m.shape()));
         }
@@ -338,7 +348,7 @@ impl Cx<'_> {
         let widths = [hd - 2 * spatial, spatial, spatial];
         let mut y = self.x[0].clone();
         for i in 0..n {
-            let row = self.place.row(i);
+            let row = self.token(i)?;
             // Rows that turn by frames alone have no place in the grid.
             let at = match stride {
                 0 => [start, 0.0, 0.0],

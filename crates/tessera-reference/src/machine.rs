@@ -310,8 +310,10 @@ impl Machine {
                 let value = r.tensor(*op.operands.first().ok_or("has no operand")?)?.clone();
                 let row = match op.key("row") {
                     None => 0,
-                    Some(v) => usize::try_from(r.int(v)?).map_err(|_| "a negative row".to_string())?,
+                    Some(v) => r.int(v)?,
                 };
+                let row = row.checked_add(op.int("first").unwrap_or(0)).map(usize::try_from);
+                let Some(Ok(row)) = row else { return Err("a negative row".to_string()) };
                 let b = self.buffer_of(r, op)?;
                 let (have, rows) = (b.shape().to_vec(), value.shape().to_vec());
                 let fits = have.len() == rows.len()

@@ -252,7 +252,11 @@ fn rows(p: &Program, op: &Op) -> (u64, u64) {
             (row, row.saturating_add(number("rows").unwrap_or(all)))
         }
         _ if op.key("row").is_some() => (0, all),
-        _ => (0, op.operands.first().and_then(|v| p.ty(*v).shape.first().copied()).unwrap_or(all)),
+        _ => {
+            let first = number("first").unwrap_or(0);
+            let written = op.operands.first().and_then(|v| p.ty(*v).shape.first().copied()).unwrap_or(all);
+            (first, first.saturating_add(written))
+        }
     }
 }
 

@@ -277,6 +277,7 @@ fn made_of(role: &Role<'_>, op: &Op) -> Number {
         // Constants that say what holds without them.
         let idle = match name.as_str() {
             "unit" | "segments" => *value == Attr::Int(1),
+            "first" => *value == Attr::Int(0),
             "row" | "rows" => whole,
             _ => false,
         };

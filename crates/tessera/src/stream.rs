@@ -405,7 +405,7 @@ pub(crate) fn start(plan: &Plan, orders: &Orders, options: &StreamOptions) -> St
         plan: sealed.digest_hex(),
         model: plan.model.clone(),
         mesh: sealed.mesh().to_string(),
-        strategy: plan.mapping.strategy.name().into(),
+        strategy: plan.mapping.cut(),
         numerics: plan.mapping.numerics.name().into(),
         dtype: plan.mapping.dtype.name().into(),
         cache: if stream.recompute { "recompute" } else { "resident" }.into(),

@@ -19,6 +19,8 @@ pub struct Summary {
     pub mesh: String,
     /// Strategy over tp.
     pub strategy: &'static str,
+    /// Pieces that rows are cut into; 1 for whole rows.
+    pub pieces: u32,
     /// Numerics policy.
     pub numerics: &'static str,
     /// What programs compute in: `f32`; `bf16` where products and what works on their results do; `fp8` where products of blocks do.
@@ -120,6 +122,7 @@ impl Summary {
             topology: plan.mapping.topology.name(),
             mesh: sealed.mesh().to_string(),
             strategy: plan.mapping.strategy.name(),
+            pieces: plan.mapping.pieces,
             numerics: plan.mapping.numerics.name(),
             dtype: plan.mapping.dtype.name(),
             cache: if stream.recompute { "recompute" } else { "resident" },

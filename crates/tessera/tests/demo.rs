@@ -343,6 +343,18 @@ fn a_leader_outside_the_mesh_streams_the_same_clip() {
     }
 }
 
+#[test]
+fn rows_in_pieces_stream_the_same_clip() {
+    for regime in [Regime::Resident, Regime::Recompute] {
+        for mesh in ["tp=2", "tp=4"] {
+            let strategy = Strategy::Megatron;
+            let whole = clip(regime, (mesh, strategy));
+            let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, pieces: 2, ..Mapping::default() };
+            assert!(clip_mapped(regime, &mapping) == whole, "{regime:?} {mesh}");
+        }
+    }
+}
+
 /// A chunk of the demo model, as its whole decode takes it.
 const LATENT: PixelGeometry = PixelGeometry { frames: 3, height: 16, width: 16, stride: [4, 8, 8] };
 

@@ -22,9 +22,16 @@ fn opened(model: &str, recompute: bool) -> Model {
     Model::open(&dir, &Overrides { recompute: Some(recompute), ..Overrides::default() }).unwrap()
 }
 
-fn planned(model: &str, mesh: &str, strategy: Strategy, topology: Topology) -> Plan {
+/// How tp cuts a block, and into how many pieces rows are cut.
+type Cut = (Strategy, u32);
+
+const ULYSSES: Cut = (Strategy::Ulysses, 1);
+const MEGATRON: Cut = (Strategy::Megatron, 1);
+const IN_PIECES: Cut = (Strategy::Megatron, 2);
+
+fn planned(model: &str, mesh: &str, (strategy, pieces): Cut, topology: Topology) -> Plan {
     let model = opened(model, false);
-    let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, topology, ..Mapping::default() };
+    let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, pieces, topology, ..Mapping::default() };
     plan::make(&model.video, &model.name, "", &mapping).unwrap_or_else(|ds| panic!("{ds:#?}"))
 }
 
@@ -72,25 +79,26 @@ fn played(plan: &Plan, prices: &ClusterPrices, phases: &[String]) -> Vec<f64> {
 const CHUNKS: u32 = 7;
 const STEADY: u32 = 4;
 
-/// Model, mesh, strategy, topology, cluster, profile.
-type Case = (&'static str, &'static str, Strategy, Topology, Option<&'static str>, Option<&'static str>);
+/// Model, mesh, cut, topology, cluster, profile.
+type Case = (&'static str, &'static str, Cut, Topology, Option<&'static str>, Option<&'static str>);
 
 #[test]
 fn modelled_devices_end_each_phase_when_the_estimate_says() {
-    use Strategy::{Megatron, Ulysses};
-    let cases: [Case; 9] = [
-        ("demo", "tp=2", Megatron, Topology::Mesh, None, None),
-        ("demo", "tp=2", Ulysses, Topology::Mesh, Some("laptop"), None),
-        ("demo", "pp=2", Ulysses, Topology::Mesh, None, Some("ideal")),
-        ("demo", "tp=2,pp=3", Megatron, Topology::Pp1, None, None),
-        ("wan2.1-1.3b", "tp=4", Ulysses, Topology::Mesh, Some("hgx-h100"), None),
-        ("wan2.1-1.3b", "tp=3", Megatron, Topology::Mesh, None, None),
-        ("wan2.1-14b", "tp=8", Ulysses, Topology::Mesh, None, None),
-        ("wan2.1-14b", "tp=4,pp=4", Megatron, Topology::Mesh, Some("hgx-h200"), None),
-        ("wan2.1-14b", "tp=8,pp=9", Ulysses, Topology::Mesh, None, Some("tessera")),
+    let cases: [Case; 11] = [
+        ("demo", "tp=2", MEGATRON, Topology::Mesh, None, None),
+        ("demo", "tp=2", ULYSSES, Topology::Mesh, Some("laptop"), None),
+        ("demo", "pp=2", ULYSSES, Topology::Mesh, None, Some("ideal")),
+        ("demo", "tp=2,pp=3", MEGATRON, Topology::Pp1, None, None),
+        ("wan2.1-1.3b", "tp=4", ULYSSES, Topology::Mesh, Some("hgx-h100"), None),
+        ("wan2.1-1.3b", "tp=3", MEGATRON, Topology::Mesh, None, None),
+        ("wan2.1-14b", "tp=8", ULYSSES, Topology::Mesh, None, None),
+        ("wan2.1-14b", "tp=4,pp=4", MEGATRON, Topology::Mesh, Some("hgx-h200"), None),
+        ("demo", "tp=2,pp=2", IN_PIECES, Topology::Pp1, None, None),
+        ("wan2.1-14b", "tp=4", IN_PIECES, Topology::Mesh, Some("hgx-h200"), None),
+        ("wan2.1-14b", "tp=8,pp=9", ULYSSES, Topology::Mesh, None, Some("tessera")),
     ];
-    for (model, mesh, strategy, topology, cluster, profile) in cases {
-        let plan = planned(model, mesh, strategy, topology);
+    for (model, mesh, cut, topology, cluster, profile) in cases {
+        let plan = planned(model, mesh, cut, topology);
         let (estimate, prices) = estimated(&plan, cluster, profile);
         let phases: Vec<String> = estimate.phases.iter().map(|p| p.name.clone()).collect();
         let ops: usize = phases
@@ -109,7 +117,7 @@ fn modelled_devices_end_each_phase_when_the_estimate_says() {
             most = most.max((phase.end_ns - end).abs());
         }
         println!(
-            "{model} {mesh} {strategy:?} on {}: {:.3} ms, off by {most:.1} ns over {ops} ops",
+            "{model} {mesh} {cut:?} on {}: {:.3} ms, off by {most:.1} ns over {ops} ops",
             prices.name(),
             estimate.ns / 1e6
         );
@@ -131,12 +139,12 @@ fn streamed(plan: &Plan, prices: &ClusterPrices, out: PathBuf, modelled: Modelle
 fn a_run_through_leader_and_workers_takes_the_estimate_and_the_way_of_its_messages() {
     let dir = tempfile::tempdir().unwrap();
     let cases = [
-        ("demo", "tp=2", Strategy::Megatron, Topology::Mesh),
-        ("demo", "tp=2,pp=2", Strategy::Ulysses, Topology::Pp1),
-        ("wan2.1-14b", "tp=8,pp=9", Strategy::Ulysses, Topology::Mesh),
+        ("demo", "tp=2", MEGATRON, Topology::Mesh),
+        ("demo", "tp=2,pp=2", ULYSSES, Topology::Pp1),
+        ("wan2.1-14b", "tp=8,pp=9", ULYSSES, Topology::Mesh),
     ];
-    for (n, (model, mesh, strategy, topology)) in cases.into_iter().enumerate() {
-        let plan = planned(model, mesh, strategy, topology);
+    for (n, (model, mesh, cut, topology)) in cases.into_iter().enumerate() {
+        let plan = planned(model, mesh, cut, topology);
         let (estimate, prices) = estimated(&plan, None, None);
         let record = streamed(&plan, &prices, dir.path().join(n.to_string()), Modelled::default());
         let steady: Vec<&Chunk> = record.chunks.iter().filter(|c| c.chunk >= 3).collect();
@@ -191,6 +199,7 @@ fn paces(way: Way, coupled: bool, outstanding: u32, studios: &[ModelledStudio], 
             tp: Some(tp),
             pp: Some(pp),
             strategy: Some(Strategy::Ulysses),
+            pieces: None,
             topology: Some(topology),
             decode: Some(decode),
             outstanding: Some(outstanding),

@@ -16,7 +16,7 @@ pub(super) fn is_pass(op: Opcode) -> bool {
 /// Whether a pass only moves numbers.
 pub(super) fn only_copies(op: Opcode) -> bool {
     use Opcode as O;
-    matches!(op, O::CacheWrite | O::TakeShard | O::Pad | O::Compact | O::Add | O::Cast)
+    matches!(op, O::CacheWrite | O::TakeRows | O::TakeShard | O::Pad | O::Compact | O::Add | O::Cast)
 }
 
 /// Sets of passes that can be one kernel, each in program order. A pass joins the kernel of a neighbour that makes what
@@ -100,7 +100,7 @@ pub(super) fn traffic_alone(p: &Program, widths: &Widths, op: &Op) -> f64 {
     let written = match op.opcode {
         Opcode::CacheWrite => op.operands.first().map_or(0.0, |v| widths.bytes(p, *v)),
         // A pass that takes a piece reads no more than it writes.
-        Opcode::TakeShard | Opcode::Compact => return 2.0 * results(p, widths, op),
+        Opcode::TakeRows | Opcode::TakeShard | Opcode::Compact => return 2.0 * results(p, widths, op),
         _ => results(p, widths, op),
     };
     read + written

@@ -114,7 +114,9 @@ impl Cuda {
         };
         main.copy(area, staged, bytes)?;
         for at in 0..self.programs[program].turns.len() {
-            self.turn(program, at, main)?;
+            if !self.programs[program].turns[at].shared {
+                self.turn(program, at, main)?;
+            }
         }
         // Other streams begin when what the call brought is there.
         let began = Event::new()?;
@@ -300,7 +302,7 @@ impl Cuda {
                 self.kernels.elements("time_embed", elements, args, stream)
             }
             Opcode::Renoise => {
-                let first = self.first_row(ty(0)) * width(0);
+                let first = self.first_row(op, ty(0)) * width(0);
                 let key = |name: &str| self.key(program, op, name);
                 let args = Args::new().at(x(0)?).at(key("sigma")?).at(key("seed")?).at(key("chunk")?);
                 let args = args.at(key("draw")?).long(first as i64).at(out()?).long(elements as i64);
@@ -334,6 +336,10 @@ impl Cuda {
                     Args::new().at(x(0)?).at(x(1)?).at(out()?).int(n as i64).int(k as i64).int(m as i64);
                 let args = args.int(i64::from(transposed)).float(op.float("scale").unwrap_or(1.0) as f32);
                 self.kernels.elements("dot", elements, args.long(elements as i64), stream)
+            }
+            Opcode::TakeRows => {
+                let row = int("row") as u64;
+                take(stream, (out()?, x(0)?), ty(0), 0, row..row + int("rows") as u64)
             }
             Opcode::TakeShard => {
                 let axis = op.axis().unwrap_or(Axis::Tp);
@@ -468,7 +474,9 @@ impl Cuda {
         let narrow = |i: usize| quantize.map_or(Ok(0), |o| self.at(program, o.results[i]));
         let wide = if quantize.is_some() { 0 } else { result(norm)? };
         let args = args.at(wide).at(narrow(0)?).at(narrow(1)?);
-        let args = args.int(self.first_row(ty) as i64).int(frame_rows).float(eps);
+        // Where both say which row is the first, they say the same.
+        let places = add.filter(|o| o.operands.len() > 2).or(norm).unwrap_or(first);
+        let args = args.int(self.first_row(places, ty) as i64).int(frame_rows).float(eps);
         self.kernels.rows("residual_norm", (ty.shape[0], ty.shape[1], ty.dtype), args, stream)
     }
 
@@ -486,7 +494,7 @@ impl Cuda {
         let (Some(first), Some(last)) = (scale.or(rope), write.or(rope).or(scale)) else { return Ok(()) };
         let ty = p.ty(p.ops[first].operands[0]);
         let (out, row) = match write.map(|i| &p.ops[i]) {
-            Some(op) => (self.buffer_of(program, op)?, self.key(program, op, "row")?),
+            Some(op) => (self.written_at(program, op)?, self.key(program, op, "row")?),
             None => (self.at(program, p.ops[last].results[0])?, 0),
         };
         let args = Args::new().int(ty.shape[0] as i64).at(self.at(program, p.ops[first].operands[0])?);
@@ -510,7 +518,8 @@ impl Cuda {
             Some(Turns { head, grid, stride, by_frame, by_row, by_column, .. }) => {
                 let area = own.area.at();
                 let args = args.int(*head as i64).at(area + by_frame).at(area + by_row).at(area + by_column);
-                let args = args.int(self.first_row(ty) as i64).int(grid[0] as i64).int(grid[1] as i64);
+                let row = rope.map_or(0, |i| self.first_row(&p.ops[i], ty));
+                let args = args.int(row as i64).int(grid[0] as i64).int(grid[1] as i64);
                 args.int(i64::from(*stride != 0))
             }
         };
@@ -523,11 +532,18 @@ impl Cuda {
         own.map(|i| self.buffers[*i].memory.at()).ok_or_else(|| Failed("a write to no buffer".into()))
     }
 
+    /// Where the first row that an op writes would lie, did the call not say how many come before.
+    fn written_at(&self, program: usize, op: &Op) -> Done<u64> {
+        let ty = self.programs[program].program.ty(op.operands[0]);
+        let row_bytes = ty.shape[1..].iter().product::<u64>() * ty.dtype.bytes();
+        Ok(self.buffer_of(program, op)? + op.int("first").unwrap_or(0) as u64 * row_bytes)
+    }
+
     /// Rows into a buffer, from a row that the call says.
     fn write(&mut self, program: usize, op: &Op, stream: &Stream) -> Done<()> {
         let p = std::sync::Arc::clone(&self.programs[program].program);
         let ty = p.ty(op.operands[0]);
-        let (from, to) = (self.at(program, op.operands[0])?, self.buffer_of(program, op)?);
+        let (from, to) = (self.at(program, op.operands[0])?, self.written_at(program, op)?);
         let row_bytes = ty.shape[1..].iter().product::<u64>() * ty.dtype.bytes();
         let Some(row) = op.key("row") else { return stream.copy(to, from, ty.bytes().0 as usize) };
         let (name, word) = match row_bytes {
@@ -613,9 +629,10 @@ impl Cuda {
         Ok(self.programs[program].put_out.at() + o.offset as u64)
     }
 
-    /// Index of the first row of this rank's piece in the whole.
-    fn first_row(&self, ty: &Type) -> u64 {
-        ty.layout.ranges(&ty.shape, &self.seat.mesh, self.seat.coord()).first().map_or(0, |r| r.0)
+    /// Number of the first row here of a value of an op, in the whole of which it may be a piece.
+    fn first_row(&self, op: &Op, ty: &Type) -> u64 {
+        let here = ty.layout.ranges(&ty.shape, &self.seat.mesh, self.seat.coord()).first().map_or(0, |r| r.0);
+        here + op.int("first").unwrap_or(0) as u64
     }
 }
 

@@ -122,7 +122,8 @@ fn writes_rows(p: &Program, j: usize) -> bool {
 
 /// Whether both count frames alike, where both do.
 fn same_frames(add: &Op, norm: &Op) -> bool {
-    match (add.int("frame_rows"), norm.int("frame_rows")) {
+    let counted = |op: &Op| op.int("frame_rows").map(|rows| (rows, op.int("first").unwrap_or(0)));
+    match (counted(add), counted(norm)) {
         (Some(a), Some(b)) => a == b,
         _ => true,
     }
@@ -282,6 +283,22 @@ mod tests {
         // Scales over an operand of the sum are written before another row of it is read.
         let value = |name: &str| p.values.iter().position(|v| v.name == name).expect("a value") as u32;
         assert!(!steps(&p, &own(&p, &[(value("scale"), value("y"))])).contains(&fused));
+    }
+
+    #[test]
+    fn a_sum_and_a_norm_of_other_rows_are_two_steps() {
+        let of = |first: u32| {
+            let text = format!(
+                "program @p {{ %x = input : f32[2, 8] %y = input : f32[2, 8] %m = input : f32[2, 16] \
+                %s = toperator.gate_residual %x, %y, %m {{first = 2, frame_rows = 2, gate = 0}} : f32[2, 8] \
+                %n = toperator.norm_modulate %s, %m {{eps = 1e-6, first = {first}, frame_rows = 2, scale = 0, shift = 1}} \
+                : f32[2, 8] output \"n\", %n }}"
+            );
+            let p = program(&text);
+            let is_fused = |s: &Step| matches!(s, Step::ResidualNorm { .. });
+            steps(&p, &own(&p, &[])).iter().any(is_fused)
+        };
+        assert!(of(2) && !of(1));
     }
 
     #[test]

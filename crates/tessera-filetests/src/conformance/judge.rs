@@ -175,7 +175,7 @@ fn roundings(cast: &[&Program]) -> f64 {
             let extent =
                 |operand: usize, dim: usize| p.ty(op.operands[operand]).shape.get(dim).copied().unwrap_or(1);
             let terms = match op.opcode {
-                Opcode::Pad | Opcode::Compact | Opcode::TakeShard => continue,
+                Opcode::Pad | Opcode::Compact | Opcode::TakeRows | Opcode::TakeShard => continue,
                 Opcode::SpaceTimeToDepth | Opcode::DepthToSpaceTime => continue,
                 Opcode::AllReduce | Opcode::ReduceScatter => {
                     op.group().map_or(1, |g| u64::from(p.mesh.group_size(g)))

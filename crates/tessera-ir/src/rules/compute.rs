@@ -178,10 +178,12 @@ impl Cx<'_> {
             }
         }
         let rows = self.x[x].layout.global(&self.x[x].shape, self.mesh)[0];
-        if rows > frame_rows.saturating_mul(self.x[m].shape[0]) {
+        let first = self.first()?;
+        if first.saturating_add(rows) > frame_rows.saturating_mul(self.x[m].shape[0]) {
+            let from = if first > 0 { format!(" from row {first}") } else { String::new() };
             return refuse(
                 &T0210,
-                format!("{rows} rows of {frame_rows} a frame, more frames than {} has", self.show(m)),
+                format!("{rows} rows{from} of {frame_rows} a frame, more frames than {} has", self.show(m)),
             );
         }
         self.beside(m, x)?;
@@ -215,10 +217,12 @@ impl Cx<'_> {
 
     pub(super) fn gate_residual(&self) -> Rule<Type> {
         let t = self.same(0, 1)?;
-        match (self.x.len() == 3, self.op.attrs.contains_key("gate")) {
-            (true, _) => self.modulated(0, 2, &["gate"]),
-            (false, false) => Ok(t),
-            (false, true) => refuse(&T0203, "a gate column without the operand that holds it"),
+        let given = |name: &str| self.op.attrs.contains_key(name);
+        match (self.x.len() == 3, given("gate"), given("first")) {
+            (true, ..) => self.modulated(0, 2, &["gate"]),
+            (false, false, false) => Ok(t),
+            (false, true, _) => refuse(&T0203, "a gate column without the operand that holds it"),
+            (false, _, true) => refuse(&T0203, "`first` without the operand that has a row per frame"),
         }
     }
 
@@ -299,8 +303,14 @@ impl Cx<'_> {
         }
         let rows: u64 = self.x[0].layout.global(&self.x[0].shape, self.mesh)[0];
         let tokens = product(&grid)?;
-        if tokens != rows && self.op.int("frame_stride") != Some(0) {
-            return refuse(&T0210, format!("grid {grid:?} has {tokens} tokens, the value {rows}"));
+        let first = self.first()?;
+        let fits = match self.op.attrs.contains_key("first") {
+            true => first.saturating_add(rows) <= tokens,
+            false => rows == tokens,
+        };
+        if !fits && self.op.int("frame_stride") != Some(0) {
+            let from = if first > 0 { format!(" from row {first}") } else { String::new() };
+            return refuse(&T0210, format!("grid {grid:?} has {tokens} tokens, the value {rows}{from}"));
         }
         Ok(self.x[0].clone())
     }

@@ -18,8 +18,8 @@ use tessera_mesh::{Axis, Group, Mesh, Precision, Rank};
 use super::alike::{Alike, FEWEST};
 use super::memory::{RankBytes, at_precision, bytes_of_roles, kept_at};
 use super::score::{Does, Movement, Part, Peer, Score, Step, Way, steps};
-use crate::lower::Weights;
 use crate::memory::{Lives, Repeated, lives};
+use crate::stages::Weights;
 use crate::{DtypePolicy, Logical, Mapping, Strategy, lower};
 
 /// Stages of the pipeline that stands for all.
@@ -33,10 +33,13 @@ pub(super) struct Shelf<'a> {
     dtype: DtypePolicy,
     weights: Weights,
     short: BTreeMap<u64, Logical>,
-    lowered: BTreeMap<(bool, u32, bool, u64), Lowered>,
-    stages: BTreeMap<(bool, u32, Place, u64), Found<Stage>>,
-    growing: BTreeMap<(bool, u32, Place), Found<Vec<Growing>>>,
+    lowered: BTreeMap<(Cut, u32, bool, u64), Lowered>,
+    stages: BTreeMap<(Cut, u32, Place, u64), Found<Stage>>,
+    growing: BTreeMap<(Cut, u32, Place), Found<Vec<Growing>>>,
 }
+
+/// How tp cuts a block, and into how many pieces its rows are cut.
+pub(super) type Cut = (Strategy, u32);
 
 /// None for what cannot be had this way.
 type Found<T> = Option<Rc<T>>;
@@ -101,7 +104,7 @@ impl<'a> Shelf<'a> {
     }
 
     /// The score of a mesh of tp and pp alone under the standard numerics, if it follows from few lowerings.
-    pub fn score(&mut self, mesh: Mesh, strategy: Strategy) -> Option<Scored> {
+    pub fn score(&mut self, mesh: Mesh, cut: Cut) -> Option<Scored> {
         let pp = mesh.size(Axis::Pp);
         let blocks = self.weights.cut(u64::from(pp));
         let names = self.logical.phases.iter().map(|p| p.name.clone());
@@ -114,7 +117,7 @@ impl<'a> Shelf<'a> {
                 (false, false) => Place::Middle,
                 (false, true) => Place::Last,
             };
-            let stage = self.stage(strategy, mesh.size(Axis::Tp), place, *n)?;
+            let stage = self.stage(cut, mesh.size(Axis::Tp), place, *n)?;
             let origin = mesh.coord_of(Rank(0)).with(Axis::Pp, at);
             for role in stage.iter() {
                 let ranks = role.coordinates.iter().map(|tp| mesh.rank_at(origin.with(Axis::Tp, *tp)));
@@ -128,21 +131,21 @@ impl<'a> Shelf<'a> {
         Some(Scored { score: Score { mesh, roles, phases }, blocks, bytes })
     }
 
-    fn stage(&mut self, strategy: Strategy, tp: u32, place: Place, blocks: u64) -> Found<Stage> {
-        if blocks <= place.several() + 1 {
-            return self.lowered(strategy, tp, place, blocks);
+    fn stage(&mut self, cut: Cut, tp: u32, place: Place, blocks: u64) -> Found<Stage> {
+        if blocks <= place.several(cut) + 1 {
+            return self.lowered(cut, tp, place, blocks);
         }
-        let key = (strategy == Strategy::Megatron, tp, place, blocks);
+        let key = (cut, tp, place, blocks);
         if let Some(known) = self.stages.get(&key) {
             return known.clone();
         }
-        let made = self.stage_of_many(strategy, tp, place, blocks).map(Rc::new);
+        let made = self.stage_of_many(cut, tp, place, blocks).map(Rc::new);
         self.stages.insert(key, made.clone());
         made
     }
 
-    fn stage_of_many(&mut self, strategy: Strategy, tp: u32, place: Place, blocks: u64) -> Option<Stage> {
-        let more = blocks - place.several() - 1;
+    fn stage_of_many(&mut self, cut: Cut, tp: u32, place: Place, blocks: u64) -> Option<Stage> {
+        let more = blocks - place.several(cut) - 1;
         let precision = kept_at(self.dtype, self.machine.profile.habits.precision);
         let many = |g: &Growing| Role {
             coordinates: g.role.coordinates.clone(),
@@ -150,42 +153,44 @@ impl<'a> Shelf<'a> {
             bytes: extended(g, more, precision),
             temporaries: Vec::new(),
         };
-        Some(self.growing(strategy, tp, place)?.iter().map(many).collect())
+        Some(self.growing(cut, tp, place)?.iter().map(many).collect())
     }
 
-    fn growing(&mut self, strategy: Strategy, tp: u32, place: Place) -> Found<Vec<Growing>> {
-        let key = (strategy == Strategy::Megatron, tp, place);
+    fn growing(&mut self, cut: Cut, tp: u32, place: Place) -> Found<Vec<Growing>> {
+        let key = (cut, tp, place);
         if let Some(known) = self.growing.get(&key) {
             return known.clone();
         }
-        let several = self.lowered(strategy, tp, place, place.several());
-        let one_more = self.lowered(strategy, tp, place, place.several() + 1);
+        let several = self.lowered(cut, tp, place, place.several(cut));
+        let one_more = self.lowered(cut, tp, place, place.several(cut) + 1);
         let made = several.zip(one_more).and_then(|(a, b)| grown(&a, &b)).map(Rc::new);
         self.growing.insert(key, made.clone());
         made
     }
 
     /// A stage of few blocks.
-    fn lowered(&mut self, strategy: Strategy, tp: u32, place: Place, blocks: u64) -> Found<Stage> {
+    fn lowered(&mut self, cut: Cut, tp: u32, place: Place, blocks: u64) -> Found<Stage> {
         let only = place == Place::Only;
-        let key = (strategy == Strategy::Megatron, tp, only, blocks);
+        let key = (cut, tp, only, blocks);
         if !self.lowered.contains_key(&key) {
-            let made = self.lower(strategy, tp, only, blocks).unwrap_or_default();
+            let made = self.lower(cut, tp, only, blocks).unwrap_or_default();
             self.lowered.insert(key, made);
         }
         self.lowered.get(&key).and_then(|l| l.get(&place).cloned().flatten())
     }
 
-    fn lower(&mut self, strategy: Strategy, tp: u32, only: bool, blocks: u64) -> Option<Lowered> {
-        let cut = if only { vec![blocks] } else { vec![blocks, 1, blocks, 1, blocks] };
-        let all: u64 = cut.iter().sum();
+    fn lower(&mut self, cut: Cut, tp: u32, only: bool, blocks: u64) -> Option<Lowered> {
+        let per_stage = if only { vec![blocks] } else { vec![blocks, 1, blocks, 1, blocks] };
+        let all: u64 = per_stage.iter().sum();
         let alike = self.alike.as_ref()?;
         if all < FEWEST || all > self.logical.blocks {
             return None;
         }
         let short = self.short.entry(all).or_insert_with(|| alike.shortened(all));
         let mesh = Mesh::new([tp, 1, if only { 1 } else { STAGES }, 1]).ok()?;
-        let mut mapping = Mapping { mesh, strategy, dtype: self.dtype, blocks: cut, ..Mapping::default() };
+        let (strategy, pieces) = cut;
+        let (dtype, blocks) = (self.dtype, per_stage);
+        let mut mapping = Mapping { mesh, strategy, pieces, dtype, blocks, ..Mapping::default() };
         // A refusal comes again, with the whole model's places, where that is lowered.
         let bundle = lower(short, &mut mapping).ok()?;
         let bytes = bytes_of_roles(&bundle, self.dtype, self.machine.profile.habits.precision);
@@ -197,9 +202,10 @@ impl<'a> Shelf<'a> {
 }
 
 impl Place {
-    /// Blocks from which on more of them are more of the same.
-    fn several(self) -> u64 {
-        if self == Place::Only { FEWEST } else { 2 }
+    /// Blocks from which on more of them are more of the same: one more where pieces of rows take turns across their border.
+    fn several(self, (_, pieces): Cut) -> u64 {
+        let whole = if self == Place::Only { FEWEST } else { 2 };
+        whole + u64::from(pieces > 1)
     }
 
     /// Which stage of the lowered pipeline stands for it.
@@ -262,8 +268,8 @@ fn grown(several: &Stage, one_more: &Stage) -> Option<Vec<Growing>> {
     let role = |(a, b): (&Role, &Role)| {
         let (mut parts, mut temporaries) = (Vec::new(), Vec::new());
         for ((a, b), (lives, at)) in a.parts.iter().zip(&b.parts).zip(&b.temporaries) {
-            let again = repeated(&a.steps, &b.steps)?;
             let op = |step: usize| at.get(step).copied().unwrap_or(lives.len());
+            let again = settled(repeated(&a.steps, &b.steps)?, &b.steps, lives, op)?;
             temporaries.push(Repeated::new(lives.clone(), op(again.start)..op(again.end)));
             parts.push(Part { again, ..b.clone() });
         }
@@ -283,6 +289,25 @@ fn repeated(short: &[Step], long: &[Step]) -> Option<Range<usize>> {
     let again = at.checked_sub(piece)?..at;
     let put_in = long[at + piece..] == short[at..] && long[at..at + piece] == long[again.clone()];
     put_in.then_some(again)
+}
+
+/// A repeated range, moved back to where all that is made in it has had its last reader in what repeats it: what stands
+/// behind that is not said to be the same.
+fn settled(
+    again: Range<usize>,
+    steps: &[Step],
+    lives: &Lives,
+    op: impl Fn(usize) -> usize,
+) -> Option<Range<usize>> {
+    let end = op(again.end + again.len());
+    let ends = |range: &Range<usize>| {
+        let made = lives.get(op(range.start)..op(range.end)).unwrap_or_default();
+        made.iter().flatten().all(|life| life.end < end)
+    };
+    (0..=again.start)
+        .take_while(|back| *back == 0 || steps[again.start - back] == steps[again.end - back])
+        .map(|back| again.start - back..again.end - back)
+        .find(ends)
 }
 
 /// Bytes with so many blocks more.

@@ -336,6 +336,7 @@ impl Ward<'_> {
             tp: Some(m.mesh.size(Axis::Tp)),
             pp: Some(m.mesh.size(Axis::Pp)),
             strategy: Some(m.strategy),
+            pieces: Some(m.pieces),
             topology: Some(m.topology),
             decode: None,
             outstanding: Some(m.max_outstanding),
@@ -397,11 +398,13 @@ impl Ward<'_> {
         if tp > 1 {
             let how =
                 format!("{} in place of {} over the same mesh", other.name(), self.mapping.strategy.name());
-            out.push(self.action("cut blocks another way", how, Pins { strategy: Some(other), ..own }));
+            let pins = Pins { strategy: Some(other), pieces: None, ..own };
+            out.push(self.action("cut blocks another way", how, pins));
         }
         if tp.is_multiple_of(2) {
             let how = format!("tp={}, pp={} in place of tp={tp}, pp={pp}", tp / 2, pp * 2);
-            out.push(self.action("smaller groups", how, Pins { tp: Some(tp / 2), pp: Some(pp * 2), ..own }));
+            let pins = Pins { tp: Some(tp / 2), pp: Some(pp * 2), pieces: None, ..own };
+            out.push(self.action("smaller groups", how, pins));
         }
         let best = self.priced(&Pins::default());
         let same = |r: &Ranked| before.is_some_and(|b| b.mapping == r.mapping && b.decode == r.decode);
@@ -416,7 +419,7 @@ impl Ward<'_> {
                 how: format!(
                     "{} {} {} {}",
                     r.mapping.mesh,
-                    r.mapping.strategy.name(),
+                    r.mapping.cut(),
                     r.mapping.topology.name(),
                     r.decode
                 ),
@@ -440,7 +443,7 @@ impl Ward<'_> {
             out.push(self.action(
                 "divide the weights",
                 how,
-                Pins { strategy: Some(Strategy::Megatron), ..own },
+                Pins { strategy: Some(Strategy::Megatron), pieces: None, ..own },
             ));
         }
         let mut wider = Ward { asked: self.asked.clone(), mapping: self.mapping, capacity: self.capacity };
@@ -452,7 +455,7 @@ impl Ward<'_> {
             out.push(self.action(
                 "stages in place of tp",
                 how,
-                Pins { tp: Some(tp / 2), pp: Some(pp * 2), ..own },
+                Pins { tp: Some(tp / 2), pp: Some(pp * 2), pieces: None, ..own },
             ));
         }
         let video = &self.asked.model.video;

@@ -309,7 +309,7 @@ fn fill(sheet: &mut Sheet, asked: &VideoAsked<'_>, outcome: &Outcome, best: &Ran
     let blocks: Vec<String> = best.mapping.blocks.iter().map(u64::to_string).collect();
     page.facts = vec![
         ("mesh".to_string(), best.mapping.mesh.to_string()),
-        ("strategy".to_string(), best.mapping.strategy.name().to_string()),
+        ("strategy".to_string(), best.mapping.cut()),
         ("dtype".to_string(), best.mapping.dtype.name().to_string()),
         ("topology".to_string(), best.mapping.topology.name().to_string()),
         ("decode".to_string(), decode(best.decode)),
@@ -498,6 +498,7 @@ fn numbers(asked: &VideoAsked<'_>, outcome: &Outcome) -> serde_json::Value {
         json!({
             "mesh": r.mapping.mesh.to_string(),
             "strategy": r.mapping.strategy.name(),
+            "pieces": r.mapping.pieces,
             "dtype": r.mapping.dtype.name(),
             "topology": r.mapping.topology.name(),
             "decode": r.decode.name(),
@@ -531,7 +532,7 @@ fn place(asked: &VideoAsked<'_>) -> String {
 }
 
 fn mapping(r: &Ranked) -> String {
-    format!("{} {} {} {}", r.mapping.mesh, r.mapping.strategy.name(), r.mapping.topology.name(), r.decode)
+    format!("{} {} {} {}", r.mapping.mesh, r.mapping.cut(), r.mapping.topology.name(), r.decode)
 }
 
 /// Bytes on the fullest rank, the executor's own among them.
@@ -556,6 +557,7 @@ fn words(p: &Pins) -> String {
     out.extend(p.tp.map(|n| format!("tp={n}")));
     out.extend(p.pp.map(|n| format!("pp={n}")));
     out.extend(p.strategy.map(|s| s.name().to_string()));
+    out.extend(p.pieces.map(|n| format!("pieces={n}")));
     out.extend(p.topology.map(|t| t.name().to_string()));
     out.extend(p.decode.map(|d| d.name().to_string()));
     out.join(",")
@@ -607,6 +609,10 @@ pub fn pins(text: &str) -> Result<Pins, Diagnostics> {
                 count.is_some()
             }
             "ep" | "dp" => count == Some(1),
+            "pieces" => {
+                out.pieces = count;
+                count.is_some()
+            }
             "max_outstanding" => {
                 out.outstanding = count;
                 count.is_some()
@@ -631,7 +637,7 @@ pub fn pins(text: &str) -> Result<Pins, Diagnostics> {
             ds.push(
                 Diagnostic::error(&tessera_plan::search::T1200, format!("`{item}` cannot be pinned for a video model"))
                     .at(format!("pin {item}"), "not understood")
-                    .hint("tp and pp are counts; strategy is ulysses or megatron; topology mesh, pp0 or pp1; decode on_mesh, all_hands, serial, anchor_first, anchor_shared or beside; ep and dp are 1"),
+                    .hint("tp, pp and pieces are counts; strategy is ulysses or megatron; topology mesh, pp0 or pp1; decode on_mesh, all_hands, serial, anchor_first, anchor_shared or beside; ep and dp are 1"),
             );
         }
     }
