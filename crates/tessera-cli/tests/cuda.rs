@@ -64,30 +64,43 @@ fn relative(seen: &[f32], right: &[f32]) -> f64 {
     apart / norm(&mut right.iter().map(|v| f64::from(*v)))
 }
 
-const MESHES: [(usize, &str, &str); 6] = [
-    (1, "tp=1", "ulysses"),
-    (2, "tp=2", "ulysses"),
-    (2, "tp=2", "megatron"),
-    (2, "pp=2", "ulysses"),
-    (4, "tp=4", "ulysses"),
-    (4, "tp=2,pp=2", "megatron"),
+/// Ranks, and how they are laid out.
+const LAYOUTS: [(usize, &str); 10] = [
+    (1, "--mesh tp=1"),
+    (2, "--mesh tp=2"),
+    (2, "--mesh tp=2 --via kernels"),
+    (2, "--mesh tp=2 --via nccl"),
+    (2, "--mesh tp=2 --strategy megatron"),
+    (2, "--mesh tp=2 --strategy megatron --pieces 2"),
+    (2, "--mesh pp=2"),
+    (4, "--mesh tp=4"),
+    (4, "--mesh tp=4 --strategy megatron --pieces 2"),
+    (4, "--mesh tp=2,pp=2 --strategy megatron"),
 ];
+
+/// The layouts for which there are GPUs.
+fn layouts() -> impl Iterator<Item = &'static str> {
+    LAYOUTS.into_iter().filter(|(ranks, _)| here(*ranks)).map(|(_, layout)| layout)
+}
+
+/// The options of a stream on GPUs.
+fn on_gpus<'a>(model: &'a str, layout: &'a str, dtype: &'a str) -> Vec<&'a str> {
+    [model, "--device", "cuda", "--dtype", dtype].into_iter().chain(layout.split(' ')).collect()
+}
 
 #[test]
 fn what_gpus_stream_is_what_processors_stream() {
     let dir = tempfile::tempdir().unwrap();
     for model in ["fixtures/wan-even", "fixtures/wan-odd"] {
-        let at = |name: &str| dir.path().join(format!("{}-{name}", model.replace('/', "-")));
+        let at = |name: &str| dir.path().join(format!("{model}-{name}").replace(['/', ' '], "-"));
         let mut right = None;
-        for (_, mesh, strategy) in MESHES.into_iter().filter(|(ranks, ..)| here(*ranks)) {
+        for layout in layouts() {
             let right = right.get_or_insert_with(|| stream(&at("cpu"), &[model]).1);
             for (dtype, most) in [("f32", 1e-4), ("bf16", 2e-2)] {
-                let name = format!("{mesh}-{strategy}-{dtype}");
-                let how = ["--device", "cuda", "--mesh", mesh, "--strategy", strategy, "--dtype", dtype];
-                let (_, seen) = stream(&at(&name), &[&[model], &how[..]].concat());
+                let (_, seen) = stream(&at(&format!("{layout}-{dtype}")), &on_gpus(model, layout, dtype));
                 let apart = relative(&seen, right);
-                println!("{model} {name}: {apart:.1e} from the processors' in f32");
-                assert!(apart <= most, "{model} {name}: {apart:e}, most {most:e}");
+                println!("{model} {layout} {dtype}: {apart:.1e} from the processors' in f32");
+                assert!(apart <= most, "{model} {layout} {dtype}: {apart:e}, most {most:e}");
             }
         }
     }
@@ -96,16 +109,13 @@ fn what_gpus_stream_is_what_processors_stream() {
 #[test]
 fn three_fresh_runs_on_gpus_give_one_hash() {
     let dir = tempfile::tempdir().unwrap();
-    for (_, mesh, strategy) in MESHES.into_iter().filter(|(ranks, ..)| here(*ranks)) {
-        for dtype in ["f32", "bf16"] {
-            let how = ["--device", "cuda", "--mesh", mesh, "--strategy", strategy, "--dtype", dtype];
-            let golden = |n: u32| {
-                let out = dir.path().join(format!("{mesh}-{strategy}-{dtype}-{n}"));
-                stream(&out, &[&["fixtures/wan-even"], &how[..]].concat()).0
-            };
-            let first = golden(0);
-            assert_eq!([golden(1), golden(2)], [first.clone(), first], "{mesh} {strategy} {dtype}");
-        }
+    for layout in layouts() {
+        let golden = |n: u32| {
+            let out = dir.path().join(format!("{layout}-{n}").replace(' ', "-"));
+            stream(&out, &on_gpus("fixtures/wan-even", layout, "bf16")).0
+        };
+        let first = golden(0);
+        assert_eq!([golden(1), golden(2)], [first.clone(), first], "{layout}");
     }
 }
 
