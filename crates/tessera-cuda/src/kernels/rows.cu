@@ -1,5 +1,6 @@
 // Kernels that work on whole rows of the residual stream: blocks stay and take row after row, the row in registers, one read and one
-// write. The next row is under way while this one is worked on.
+// write. The next row is under way while this one is worked on. Rows go from the last to the first: what a product wrote last is still
+// in the near cache, and so is then what the next one reads first.
 //
 // Compiled for a width: WIDTH elements of T = BF16 ? bf16 : float, by vectors of ROW_VECTOR, by ROW_THREADS threads a row. A row's bits
 // depend on the row alone.
@@ -135,19 +136,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                   int shift, int scale, const float *w, const float *b, T *total, T *out, e4m3 *narrow,
                   float *scales, int first_row, int frame_rows, float eps) {
     Raw next_x, next_y;
-    int row = blockIdx.x;
+    int row = rows - 1 - blockIdx.x;
     fetch(next_x, x, row);
     if (y) fetch(next_y, y, row);
-    for (; row < rows; row += gridDim.x) {
-        int next = row + gridDim.x;
+    for (; row >= 0; row -= gridDim.x) {
+        int next = row - gridDim.x;
         i64 frame = (first_row + row) / frame_rows;
         Row r;
         open(r, next_x);
-        if (next < rows) fetch(next_x, x, next);
+        if (next >= 0) fetch(next_x, x, next);
         if (y) {
             Row o;
             open(o, next_y);
-            if (next < rows) fetch(next_y, y, next);
+            if (next >= 0) fetch(next_y, y, next);
             if (gates) {
                 const float *g = gates + frame * gate_columns + gate * WIDTH;
 #pragma unroll
@@ -199,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
              const float2 *by_column, int first_row, int high, int wide, int moves, const __grid_constant__ Targets targets) {
     if (targets.closed()) return;
     Raw next_x;
-    int row = blockIdx.x;
+    int row = rows - 1 - blockIdx.x;
     fetch(next_x, x, row);
     Vec<float, V> by[PER];
     u64 to[PER], pitch[PER];
@@ -217,10 +218,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             pitch[p] = WIDTH * sizeof(T);
         }
     }
-    for (; row < rows; row += gridDim.x) {
+    for (; row >= 0; row -= gridDim.x) {
         Row r;
         open(r, next_x);
-        if (row + (int)gridDim.x < rows) fetch(next_x, x, row + gridDim.x);
+        int next = row - gridDim.x;
+        if (next >= 0) fetch(next_x, x, next);
         if (w) {
             float ss = sums ? sums[(i64)row * sum_columns + sum_column] : square_sum(r);
             float scale = rsqrtf(ss / whole + eps);
@@ -278,12 +280,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(int rows, const T *x, e4m3 *out, float *scales) {
     Raw next_x;
-    i64 row = blockIdx.x;
+    int row = rows - 1 - blockIdx.x;
     fetch(next_x, x, row);
-    for (; row < rows; row += gridDim.x) {
+    for (; row >= 0; row -= gridDim.x) {
         Row r;
         open(r, next_x);
-        if (row + gridDim.x < rows) fetch(next_x, x, row + gridDim.x);
+        int next = row - gridDim.x;
+        if (next >= 0) fetch(next_x, x, next);
         quantize_row(r, out, scales, row);
     }
 }
