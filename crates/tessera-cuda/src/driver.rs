@@ -327,7 +327,7 @@ impl Stream {
         Ok(unsafe { sys::cuMemcpyAsync(to, from, bytes, self.0) }.result()?)
     }
 
-    /// Copies `rows` runs of `bytes` each on the device; runs begin a pitch apart.
+    /// Copies `rows` runs of `bytes` each, on the device or between devices; runs begin a pitch apart.
     pub(crate) fn copy_rows(
         &self,
         to: (u64, usize),
@@ -338,18 +338,19 @@ impl Stream {
         if bytes == 0 || rows == 0 {
             return Ok(());
         }
-        let (device, none) = (sys::CUmemorytype::CU_MEMORYTYPE_DEVICE, std::ptr::null_mut());
+        // The driver looks up which device an address is of.
+        let (any, none) = (sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED, std::ptr::null_mut());
         let copy = sys::CUDA_MEMCPY2D_st {
             srcXInBytes: 0,
             srcY: 0,
-            srcMemoryType: device,
+            srcMemoryType: any,
             srcHost: none,
             srcDevice: from.0,
             srcArray: std::ptr::null_mut(),
             srcPitch: from.1,
             dstXInBytes: 0,
             dstY: 0,
-            dstMemoryType: device,
+            dstMemoryType: any,
             dstHost: none,
             dstDevice: to.0,
             dstArray: std::ptr::null_mut(),

@@ -412,7 +412,8 @@ impl Cuda {
             let named =
                 p.ops.iter().find(|o| o.results.first() == Some(&row)).and_then(|o| o.name.as_deref());
             let Some(Scalar::I64(row)) = named.and_then(|n| call.scalars.get(n)) else { continue };
-            let (rows, all) = (p.ty(op.operands[0]).shape[0], p.buffer(b).ty.shape[0]);
+            let first = op.int("first").unwrap_or(0) as u64;
+            let (rows, all) = (first + p.ty(op.operands[0]).shape[0], p.buffer(b).ty.shape[0]);
             if u64::try_from(*row).map_or(true, |r| r.saturating_add(rows) > all) {
                 return Err(Fault::Failed(format!(
                     "@{}: row {row} + {rows} of a cache of {all} rows",

@@ -230,7 +230,8 @@ impl Group {
         {
             return failed(format!("pieces of {} members in a group of {}", to.len(), self.members));
         }
-        if let Some(peers) = self.peers.as_ref().filter(|_| m.via != Via::Nccl) {
+        // A member alone has no communicator.
+        if let Some(peers) = self.peers.as_ref().filter(|_| m.via != Via::Nccl || self.comm.is_none()) {
             let patience_ns = u64::try_from(self.terms.patience.as_nanos()).unwrap_or(u64::MAX);
             let means = (self.words.at(), patience_ns, self.terms.blocks);
             return peers.issue(m, &self.kernels, means, stream);

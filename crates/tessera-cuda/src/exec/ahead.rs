@@ -63,13 +63,16 @@ fn one(
         (Some(1), Step::One(m)) if p.ops[m].opcode == Opcode::Attention => Along::Rows,
         _ => return None,
     };
+    // Collectives of a group begin in the program's order, one after the other; a group has one stream.
+    let same_lane = |s: &Step| p.ops[s.at()].opcode.is_collective() && p.ops[s.at()].stream == op.stream;
+    if steps[maker + 1..k].iter().any(same_lane) {
+        return None;
+    }
     let slot = used.slot(*p.ops[wait].results.first()?)?;
     let free = |k: usize| !used.by_step[k].contains(&slot);
     if !(maker..k).all(free) {
         return None;
     }
-    // Collectives of a group begin in the program's order.
-    let same_lane = |s: &Step| p.ops[s.at()].opcode.is_collective() && p.ops[s.at()].stream == op.stream;
     let opens = (0..maker).rev().take_while(|k| free(*k) && !same_lane(&steps[*k])).last().unwrap_or(maker);
     Some(Carried::Maker { maker, opens, along })
 }

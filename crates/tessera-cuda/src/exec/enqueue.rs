@@ -7,7 +7,7 @@ use tessera_ir::{Attr, DType, Op, Opcode, Program, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout};
 
 use super::ahead::Carried;
-use super::steps::Step;
+use super::steps::{Step, few_rows};
 use super::{ALIGNMENT, Cuda, MOST_PIECES, Place, Turns};
 use crate::attention;
 use crate::driver::{Args, Done, Event, Failed, Graph, Stream, failed};
@@ -30,9 +30,6 @@ struct Sent {
 /// Words that a thread moves, as elements.cu says.
 const PUT: u64 = 4;
 
-/// Rows below which a product in f32 goes to the kernel that reads weights once.
-const FEW_ROWS: u64 = 8;
-
 impl Cuda {
     /// Compiles and plans what an op will launch.
     pub(super) fn prepare_op(&mut self, p: &Program, op: &Op) -> Done<()> {
@@ -41,7 +38,7 @@ impl Cuda {
         match op.opcode {
             Opcode::Matmul => {
                 let shape = product(p, op);
-                if !few(&shape) {
+                if !few_rows(p, op) {
                     self.products.prepare(shape)?;
                     // The residual form, should the step be fused.
                     if act(op) == 0 {
@@ -411,7 +408,7 @@ impl Cuda {
         let mut shape = product(&p, op);
         let (x, w) = (self.at(program, op.operands[0])?, self.at(program, op.operands[1])?);
         let (bias, out) = (self.key(program, op, "bias")?, self.at(program, into.results[0])?);
-        if few(&shape) {
+        if few_rows(&p, op) {
             let args =
                 Args::new().at(x).at(w).at(bias).at(out).int(shape.rows as i64).int(shape.inner as i64);
             let args = args.int(shape.columns as i64).int(act(op));
@@ -664,10 +661,6 @@ fn product(p: &Program, op: &Op) -> Shape {
         gelu: fused && act(op) == GELU,
         residual: false,
     }
-}
-
-fn few(s: &Shape) -> bool {
-    s.dtype == DType::F32 && s.rows <= FEW_ROWS
 }
 
 fn attention_shape(p: &Program, op: &Op) -> (attention::Shape, u64) {

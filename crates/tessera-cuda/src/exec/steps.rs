@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tessera_ir::{Kind, Op, Opcode, Program, Slots, ValueId};
+use tessera_ir::{DType, Kind, Op, Opcode, Program, Slots, ValueId};
 
 /// One launch, or a few that belong together. Numbers are indices of ops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,7 +99,7 @@ fn begin(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: usize) -> Optio
             let write = only(i).filter(|j| writes_rows(p, *j))?;
             Some(Step::Turned { scale: None, rope: Some(i), write: Some(write) })
         }
-        Opcode::Matmul if op.str("act").is_none() => {
+        Opcode::Matmul if op.str("act").is_none() && !few_rows(p, op) => {
             let add = only(i)?;
             let sum = &p.ops[add];
             let fits = sum.opcode == Opcode::GateResidual
@@ -111,6 +111,15 @@ fn begin(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: usize) -> Optio
         _ => None,
     }
 }
+
+/// Whether a product goes to the kernel for few rows, which adds no residual.
+pub(super) fn few_rows(p: &Program, op: &Op) -> bool {
+    let x = p.ty(op.operands[0]);
+    x.dtype == DType::F32 && x.shape[0] <= FEW_ROWS
+}
+
+/// Rows up to which a product in f32 goes to the kernel that reads weights once.
+const FEW_ROWS: u64 = 8;
 
 /// Whether rows of the op's operand go to a buffer of as wide rows.
 fn writes_rows(p: &Program, j: usize) -> bool {
@@ -211,7 +220,9 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
             for v in outer {
                 for w in &wrote {
                     let meets = slot(v).is_some() && slot(v) == slot(*w) && v != *w;
-                    if meets && !(rows && p.ty(v).bytes() == p.ty(*w).bytes()) {
+                    // A table of as many bytes is read for every row.
+                    let alike = p.ty(v).shape == p.ty(*w).shape && p.ty(v).bytes() == p.ty(*w).bytes();
+                    if meets && !(rows && alike) {
                         return false;
                     }
                 }
@@ -299,6 +310,20 @@ mod tests {
             steps(&p, &own(&p, &[])).iter().any(is_fused)
         };
         assert!(of(2) && !of(1));
+    }
+
+    #[test]
+    fn a_residual_is_not_left_to_the_kernel_for_few_rows() {
+        let fused = |rows: u64| {
+            let text = format!(
+                "program @p {{ %x = input : f32[{rows}, 8] %y = input : f32[{rows}, 8] %w = weight \"w\" : f32[8, 8] \
+                 %p = toperator.matmul %x, %w : f32[{rows}, 8] %s = toperator.gate_residual %y, %p : f32[{rows}, 8] \
+                 output \"s\", %s }}"
+            );
+            let p = program(&text);
+            steps(&p, &own(&p, &[])).iter().any(|s| matches!(s, Step::ProductAdd { .. }))
+        };
+        assert!(!fused(8) && fused(9));
     }
 
     #[test]

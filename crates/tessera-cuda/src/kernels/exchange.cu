@@ -5,7 +5,8 @@
 // each peer and ends when it has n from all. So no member reads an operand that is not ready or writes into a result that
 // is still read, and an operand may be overwritten once the kernel has ended.
 //
-// What is moved by others than these kernels stands between two launches, one for each meeting.
+// What is moved by others than these kernels stands between two launches, one for each meeting. Copy engines do not look for
+// faults: after a failed meeting they still copy, and no member takes what came for a result.
 //
 // n is counted on the device, for launches are replayed. Whoever waits watches an abort word on the host, a deadline and
 // the group's own fault: after the first fault no launch of the group waits or moves anything.
@@ -34,7 +35,8 @@ struct Flags {
     u32 fault;           // kind of the first one
     u32 going;           // number of the collective that was opened, 0 where the group has failed
 };
-static_assert(__builtin_offsetof(Flags, going) == 268, "as the host says");
+// The host knows that `going` is the last word.
+static_assert(sizeof(Flags) == 272, "as the host says");
 
 // Words in the host's memory.
 struct Host {
