@@ -161,7 +161,7 @@ pub fn run(args: &Args) -> Outcome {
     let mut ranks = Ranks::start(&asked)?;
     let facts = serde_json::json!({
         "mesh": dit.mesh, "strategy": strategy.name(), "dtype": dtype.name(), "pieces": pieces,
-        "ranks": ranks.ready,
+        "via": mapping.via.name(), "ranks": ranks.ready,
     });
     if dit.serve {
         ranks.warm(0, dit.warm)?;

@@ -148,9 +148,7 @@ impl<'a> Priced<'a> {
     }
 
     fn received(&self, op: &Op) -> f64 {
-        let waits = |o: &&Op| o.opcode == Opcode::Wait && o.operands.first() == op.results.first();
-        let taker = if op.issue { self.program.ops.iter().find(waits) } else { Some(op) };
-        taker.and_then(|t| t.results.first()).map_or(0.0, |r| self.widths.bytes(self.program, *r))
+        self.program.given(op).map_or(0.0, |r| self.widths.bytes(self.program, r))
     }
 }
 

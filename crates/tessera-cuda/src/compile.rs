@@ -31,19 +31,6 @@ pub(crate) struct Compiler {
     pub(crate) compiled: u32,
 }
 
-/// How every source is compiled.
-fn options(arch: &str, defines: &[(&str, String)]) -> Vec<String> {
-    let mut options = vec![
-        format!("--gpu-architecture={arch}"),
-        "--std=c++17".to_string(),
-        "--device-as-default-execution-space".to_string(),
-        // Sums and products stay apart, as on the CPU; kernels that want them fused say so.
-        "--fmad=false".to_string(),
-    ];
-    options.extend(defines.iter().map(|(k, v)| format!("-D{k}={v}")));
-    options
-}
-
 impl Compiler {
     /// For a compute capability, such as (9, 0).
     pub(crate) fn new(nvrtc: Nvrtc, capability: (i32, i32), kept: Option<Arc<dyn Shelf>>) -> Done<Compiler> {
@@ -77,7 +64,21 @@ impl Compiler {
     }
 }
 
-fn compile(nvrtc: &Nvrtc, name: &str, source: &str, options: &[String]) -> Done<Vec<u8>> {
+/// How every source is compiled.
+pub(crate) fn options(arch: &str, defines: &[(&str, String)]) -> Vec<String> {
+    let mut options = vec![
+        format!("--gpu-architecture={arch}"),
+        "--std=c++17".to_string(),
+        "--device-as-default-execution-space".to_string(),
+        // Sums and products stay apart, as on the CPU; kernels that want them fused say so.
+        "--fmad=false".to_string(),
+    ];
+    options.extend(defines.iter().map(|(k, v)| format!("-D{k}={v}")));
+    options
+}
+
+/// The code of a source for a device, or what the compiler says of it.
+pub(crate) fn compile(nvrtc: &Nvrtc, name: &str, source: &str, options: &[String]) -> Done<Vec<u8>> {
     let text = |s: &str| CString::new(s).map_err(|_| Failed("a zero in a kernel's source".into()));
     let (code, file) = (text(source)?, text(&format!("{name}.cu"))?);
     let options = options.iter().map(|o| text(o)).collect::<Done<Vec<CString>>>()?;
@@ -109,53 +110,5 @@ fn check(result: nvrtcResult, call: &str) -> Done<()> {
     match result {
         nvrtcResult::NVRTC_SUCCESS => Ok(()),
         other => failed(format!("{call}: {other:?}")),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::libraries::Libraries;
-
-    const COMMON: &str = include_str!("kernels/common.cuh");
-
-    /// Compiles a source as a device of a kind would have it, if the compiler is here.
-    fn compiles(nvrtc: &Nvrtc, arch: &str, (name, source): (&str, &str), defines: &[(&str, u64)]) {
-        let defines: Vec<(&str, String)> = defines.iter().map(|(k, v)| (*k, v.to_string())).collect();
-        if let Err(e) = compile(nvrtc, name, source, &options(arch, &defines)) {
-            panic!("{name} for {arch} with {defines:?}: {}", e.0);
-        }
-    }
-
-    #[test]
-    fn every_kernel_compiles_where_the_compiler_is() {
-        let told = std::env::var_os("TESSERA_CUDA_LIBS").unwrap_or_default();
-        let libraries = Libraries::load(&std::env::split_paths(&told).collect::<Vec<_>>());
-        let Ok(nvrtc) = Nvrtc::load(&libraries) else {
-            eprintln!("skipped: no NVRTC here; TESSERA_CUDA_LIBS names folders to look in");
-            return;
-        };
-        let with_common = |source: &str| format!("{COMMON}{source}");
-        let (rows, elements) =
-            (with_common(include_str!("kernels/rows.cu")), with_common(include_str!("kernels/elements.cu")));
-        let attention = with_common(include_str!("kernels/attention.cu"));
-        let exchange = include_str!("kernels/exchange.cu");
-        for arch in ["sm_80", "sm_90a"] {
-            compiles(&nvrtc, arch, ("elements", &elements), &[]);
-            for (half, width, vector, threads) in
-                [(1, 5120, 8, 320), (1, 384, 8, 32), (0, 128, 4, 32), (0, 7, 1, 32)]
-            {
-                let cut =
-                    [("BF16", half), ("WIDTH", width), ("ROW_VECTOR", vector), ("ROW_THREADS", threads)];
-                compiles(&nvrtc, arch, ("rows", &rows), &cut);
-            }
-            for (members, me) in [(1, 0), (2, 1), (4, 2), (16, 15)] {
-                compiles(&nvrtc, arch, ("exchange", exchange), &[("MEMBERS", members), ("ME", me)]);
-            }
-        }
-        for (groups, keys, in_turns) in [(3, 80, 0), (2, 128, 1)] {
-            let cut = [("WGS", groups), ("KEYS", keys), ("STAGES", 3), ("ORDERED", in_turns)];
-            compiles(&nvrtc, "sm_90a", ("attention", &attention), &cut);
-        }
     }
 }

@@ -456,7 +456,6 @@ impl Cuda {
         let broken = |e: Failed| Fault::Failed(e.0);
         self.ready(program, call, observer)?;
         let p = Arc::clone(&self.programs[program].program);
-        // A library that connects at first use is let do so before anything is captured.
         if self.stuck {
             let streams = std::mem::take(&mut self.streams);
             let name = p.streams.first().map_or("compute", String::as_str);
@@ -464,6 +463,7 @@ impl Cuda {
             self.streams = streams;
             spun.unwrap_or(Ok(())).map_err(broken)?;
         }
+        // A library that connects at first use is let do so before anything is captured.
         let first = self.programs[program].graph.is_none();
         let eager = !self.options.graphs || (first && self.groups.lazy() && !self.programs[program].ran);
         if eager {

@@ -46,24 +46,14 @@ impl Kernels {
         if self.rows.contains_key(&(width, half)) {
             return Ok(());
         }
-        // Sixteen bytes at once where the width allows, and about two of those a thread: many rows in flight on a
-        // multiprocessor, no row beyond a block.
-        let most = if half { 8 } else { 4 };
-        let vector = [most, 4, 2, 1].into_iter().find(|v| width.is_multiple_of(*v)).unwrap_or(1);
-        let threads = (width / vector).div_ceil(2).next_multiple_of(32).min(1024);
-        let defines = [
-            ("WIDTH", width.to_string()),
-            ("BF16", u8::from(half).to_string()),
-            ("ROW_VECTOR", vector.to_string()),
-            ("ROW_THREADS", threads.to_string()),
-        ];
+        let (threads, defines) = row_cut(width, half);
         let module = self.compiler.module("rows", &format!("{COMMON}{ROWS}"), &defines)?;
         let mut found = BTreeMap::new();
         for name in ["residual_norm", "rms_rope", "row_square_sum", "quantize"] {
             let f = module.function(name)?;
-            found.insert(name, (f, f.blocks_at_once(threads as u32)? * self.multiprocessors));
+            found.insert(name, (f, f.blocks_at_once(threads)? * self.multiprocessors));
         }
-        self.rows.insert((width, half), Rows { threads: threads as u32, found, _module: module });
+        self.rows.insert((width, half), Rows { threads, found, _module: module });
         Ok(())
     }
 
@@ -113,5 +103,64 @@ impl Kernels {
         }
         self.prepare(name)?;
         stream.launch(self.found[name], [n as u32, 1, 1], threads, shared, args)
+    }
+}
+
+/// Threads a row of a width, and what its kernels are compiled with.
+fn row_cut(width: u64, half: bool) -> (u32, [(&'static str, String); 4]) {
+    // Sixteen bytes at once where the width allows, and about two of those a thread: many rows in flight on a
+    // multiprocessor, no row beyond a block.
+    let most = if half { 8 } else { 4 };
+    let vector = [most, 4, 2, 1].into_iter().find(|v| width.is_multiple_of(*v)).unwrap_or(1);
+    let threads = (width / vector).div_ceil(2).next_multiple_of(32).min(1024);
+    let defines = [
+        ("WIDTH", width.to_string()),
+        ("BF16", u8::from(half).to_string()),
+        ("ROW_VECTOR", vector.to_string()),
+        ("ROW_THREADS", threads.to_string()),
+    ];
+    (threads as u32, defines)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compile::{compile, options};
+    use crate::libraries::Libraries;
+    use crate::tables::Nvrtc;
+
+    /// Compiles a source as a device of a kind would have it.
+    fn compiles(nvrtc: &Nvrtc, arch: &str, (name, source): (&str, &str), defines: &[(&str, String)]) {
+        if let Err(e) = compile(nvrtc, name, source, &options(arch, defines)) {
+            panic!("{name} for {arch} with {defines:?}: {}", e.0);
+        }
+    }
+
+    #[test]
+    fn every_kernel_compiles_where_the_compiler_is() {
+        let told = std::env::var_os("TESSERA_CUDA_LIBS").unwrap_or_default();
+        let libraries = Libraries::load(&std::env::split_paths(&told).collect::<Vec<_>>());
+        let Ok(nvrtc) = Nvrtc::load(&libraries) else {
+            eprintln!("skipped: no NVRTC here; TESSERA_CUDA_LIBS names folders to look in");
+            return;
+        };
+        let (rows, elements) = (format!("{COMMON}{ROWS}"), format!("{COMMON}{ELEMENTS}"));
+        let attention = format!("{COMMON}{}", include_str!("kernels/attention.cu"));
+        let exchange = include_str!("kernels/exchange.cu");
+        let number = |(name, value): (&'static str, u64)| (name, value.to_string());
+        for arch in ["sm_80", "sm_90a"] {
+            compiles(&nvrtc, arch, ("elements", &elements), &[]);
+            for (width, half) in [(5120, true), (384, true), (128, false), (7, false)] {
+                compiles(&nvrtc, arch, ("rows", &rows), &row_cut(width, half).1);
+            }
+            for (members, me) in [(1, 0), (2, 1), (4, 2), (16, 15)] {
+                let place = [("MEMBERS", members), ("ME", me)].map(number);
+                compiles(&nvrtc, arch, ("exchange", exchange), &place);
+            }
+        }
+        for (groups, keys, in_turns) in [(3, 80, 0), (2, 128, 1)] {
+            let cut = [("WGS", groups), ("KEYS", keys), ("STAGES", 3), ("ORDERED", in_turns)].map(number);
+            compiles(&nvrtc, "sm_90a", ("attention", &attention), &cut);
+        }
     }
 }

@@ -107,10 +107,7 @@ impl Trial {
         for _ in 0..CALLS {
             products.launch(self.shape, plan, self.at, &self.stream)?;
         }
-        self.stream.record(&end)?;
-        while !end.passed()? {
-            std::hint::spin_loop();
-        }
+        self.wait_for(&end)?;
         begin.until_ms(&end)
     }
 
@@ -118,12 +115,17 @@ impl Trial {
     fn result(&self, products: &Products, plan: &Plan, which: usize) -> Done<u64> {
         let out = self.results[which];
         products.launch(self.shape, plan, At { out, ..self.at }, &self.stream)?;
-        let end = Event::new()?;
-        self.stream.record(&end)?;
+        self.wait_for(&Event::new()?)?;
+        Ok(out)
+    }
+
+    /// Until the stream has come to its end, which the event marks.
+    fn wait_for(&self, end: &Event) -> Done<()> {
+        self.stream.record(end)?;
         while !end.passed()? {
             std::hint::spin_loop();
         }
-        Ok(out)
+        Ok(())
     }
 
     fn same(&self, a: u64, b: u64) -> Done<bool> {

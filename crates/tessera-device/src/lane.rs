@@ -43,13 +43,7 @@ pub enum Peer {
 pub fn agreed(p: &Program, op: &Op) -> String {
     let ty = match (op.opcode, op.operands.first()) {
         (_, Some(v)) => Some(p.ty(*v)),
-        (Opcode::Recv, None) => p
-            .ops
-            .iter()
-            .find(|o| o.opcode == Opcode::Wait && o.operands.first() == op.results.first())
-            .and_then(|o| o.results.first())
-            .or(op.results.first())
-            .map(|v| p.ty(*v)),
+        (Opcode::Recv, None) => p.given(op).or(op.results.first().copied()).map(|v| p.ty(v)),
         _ => None,
     };
     let shape = ty.map(|t| (t.dtype, t.layout.global(&t.shape, &p.mesh)));

@@ -257,6 +257,20 @@ impl Program {
         of
     }
 
+    /// The op that waits for an issued collective.
+    #[must_use]
+    pub fn wait_of(&self, op: &Op) -> Option<usize> {
+        let ticket = op.results.first().filter(|_| op.issue)?;
+        self.ops.iter().position(|o| o.opcode == Opcode::Wait && o.operands.first() == Some(ticket))
+    }
+
+    /// The value that a collective gives, at once or at its wait.
+    #[must_use]
+    pub fn given(&self, op: &Op) -> Option<ValueId> {
+        let last = if op.issue { &self.ops[self.wait_of(op)?] } else { op };
+        last.results.first().copied()
+    }
+
     /// The last op that reads each value. A collective's operand is read until its wait.
     #[must_use]
     pub fn last_uses(&self) -> Vec<Option<usize>> {

@@ -13,7 +13,7 @@ use tessera_models::VideoModel;
 use tessera_plan::video::estimate_call;
 use tessera_plan::{DtypePolicy, Logical, Mapping, Numerics, Strategy, lower};
 
-use crate::run::{farthest, latents};
+use crate::run::{farthest, generator, latents};
 use crate::support::logical;
 
 #[path = "support/run.rs"]
@@ -22,17 +22,6 @@ mod support;
 
 const RESIDENT: &str = "";
 const RECOMPUTE: &str = "[cache]\nmode = \"recompute\"\n[schedule]\nprediction = \"x0\"\n";
-
-/// Two tokens a frame, so that half of a chunk's six are no whole frames.
-fn model(heads: u64, layers: u64, extra: &str) -> Logical {
-    let config = format!(
-        r#"{{"dim":{},"ffn_dim":16,"num_heads":{heads},"num_layers":{layers},"in_dim":4,"out_dim":4,"text_len":3,
-        "text_dim":5,"freq_dim":4}}"#,
-        heads * 12
-    );
-    let stream = format!("[video]\nwidth = 32\nheight = 16\n{extra}");
-    logical(&VideoModel::parse(("config.json", &config), ("stream.toml", &stream)).unwrap())
-}
 
 fn megatron(mesh: &str, pieces: u32) -> Mapping {
     Mapping { mesh: mesh.parse().unwrap(), strategy: Strategy::Megatron, pieces, ..Mapping::default() }
@@ -47,7 +36,7 @@ fn pieces_compute_what_whole_rows_do() {
     let resident = ["text", "renoise", "denoise.fill0", "clean.fill0", "renoise", "denoise.fill3", "emit"];
     let recompute = ["text", "renoise", "denoise.fill0", "recompute", "renoise", "denoise.fill3", "emit"];
     for (extra, phases) in [(RESIDENT, resident), (RECOMPUTE, recompute)] {
-        let l = model(4, 2, extra);
+        let l = generator(4, 2, 16, extra);
         for (mesh, pieces) in [("tp=2", 2), ("tp=3", 2), ("tp=4", 2), ("tp=4", 3), ("tp=2,pp=2", 2)] {
             for dtype in DtypePolicy::ALL {
                 let of = |pieces| latents(&l, &Mapping { dtype, ..megatron(mesh, pieces) }, &phases);
@@ -68,7 +57,7 @@ fn pieces_compute_what_whole_rows_do() {
 
 #[test]
 fn while_the_sum_of_one_piece_travels_another_computes() {
-    let l = model(4, 3, RESIDENT);
+    let l = generator(4, 3, 16, RESIDENT);
     let b = plan(&l, &megatron("tp=2", 2));
     for p in &b.phase("denoise.fill3").unwrap().programs {
         let sums = stretches(p);
@@ -127,7 +116,7 @@ fn stretches(p: &Program) -> Vec<Between> {
 
 #[test]
 fn what_reads_rows_whole_keeps_them_whole() {
-    let l = model(2, 2, RESIDENT);
+    let l = generator(2, 2, 16, RESIDENT);
     let of = |l: &Logical, phase: &str, pieces| {
         let b = plan(l, &megatron("tp=2", pieces));
         print(&b.phase(phase).unwrap().programs[0])
@@ -153,7 +142,7 @@ fn what_reads_rows_whole_keeps_them_whole() {
 
 #[test]
 fn pieces_that_hide_nothing_are_refused() {
-    let l = model(2, 1, RESIDENT);
+    let l = generator(2, 1, 16, RESIDENT);
     let ulysses = Mapping { strategy: Strategy::Ulysses, ..megatron("tp=2", 2) };
     for (mapping, says) in [
         (megatron("tp=1", 2), "nothing is summed over tp"),
@@ -169,7 +158,7 @@ fn pieces_that_hide_nothing_are_refused() {
 /// Rewritten by `TESSERA_BLESS=1`; look at the difference.
 #[test]
 fn the_kept_text_is_what_is_planned() {
-    let l = model(2, 1, RESIDENT);
+    let l = generator(2, 1, 16, RESIDENT);
     let b = plan(&l, &Mapping { dtype: DtypePolicy::Bf16, ..megatron("tp=2", 2) });
     let mut text = "// test: check\n// phases chunk: text denoise.fill3 clean.fill3\n// note: as planned in bf16 for tp=2, \
         megatron, rows in two pieces\n"

@@ -7,26 +7,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use tessera_ir::{Bundle, DType, Kind, Op, Opcode, Program, ValueId, print};
-use tessera_models::VideoModel;
 use tessera_plan::{DtypePolicy, Logical, Mapping, Strategy, lower, precision};
 use tessera_reference::Tensor;
 
-use crate::run::farthest;
-use crate::support::logical;
+use crate::run::{farthest, generator};
 
 #[path = "support/run.rs"]
 mod run;
 mod support;
-
-fn model(heads: u64, layers: u64, extra: &str) -> Logical {
-    let config = format!(
-        r#"{{"dim":{},"ffn_dim":14,"num_heads":{heads},"num_layers":{layers},"in_dim":4,"out_dim":4,"text_len":3,
-        "text_dim":5,"freq_dim":4}}"#,
-        heads * 12
-    );
-    let stream = format!("[video]\nwidth = 32\nheight = 16\n{extra}");
-    logical(&VideoModel::parse(("config.json", &config), ("stream.toml", &stream)).unwrap())
-}
 
 fn plan(l: &Logical, mesh: &str, strategy: Strategy, dtype: DtypePolicy) -> Bundle {
     let mut mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, dtype, ..Mapping::default() };
@@ -56,7 +44,7 @@ fn weight_of(p: &Program, op: &Op) -> String {
 #[test]
 fn products_are_rounded_and_what_must_last_is_not() {
     for extra in ["", "[cache]\nmode = \"recompute\"\n[schedule]\nprediction = \"x0\"\n"] {
-        let l = model(2, 2, extra);
+        let l = generator(2, 2, 14, extra);
         for phase in &l.phases {
             let p = precision::apply(phase, DtypePolicy::Bf16, Strategy::Ulysses).unwrap();
             for b in &p.buffers {
@@ -135,7 +123,7 @@ fn plain(p: &Program) -> Vec<String> {
 #[test]
 fn without_casts_it_is_the_program_in_f32() {
     for extra in ["", "[cache]\nmode = \"recompute\"\n"] {
-        let l = model(5, 3, extra);
+        let l = generator(5, 3, 14, extra);
         for (mesh, strategy) in WAYS {
             let [f32, bf16, fp8] = DtypePolicy::ALL.map(|d| plan(&l, mesh, strategy, d));
             assert_eq!((&f32.roles, &f32.roles), (&bf16.roles, &fp8.roles));
@@ -157,7 +145,7 @@ fn without_casts_it_is_the_program_in_f32() {
 
 #[test]
 fn fewer_bytes_are_kept() {
-    let l = model(4, 3, "");
+    let l = generator(4, 3, 14, "");
     for (mesh, strategy) in WAYS {
         let bytes = |dtype| {
             let b = plan(&l, mesh, strategy, dtype);
@@ -188,7 +176,7 @@ fn latents(l: &Logical, mesh: &str, strategy: Strategy, dtype: DtypePolicy) -> V
 
 #[test]
 fn cut_programs_in_bf16_compute_what_the_whole_one_does() {
-    let l = model(5, 2, "");
+    let l = generator(5, 2, 14, "");
     for dtype in DtypePolicy::ALL {
         // What is quantized depends on the strategy, on no mesh.
         let [ulysses, megatron] =
@@ -240,12 +228,12 @@ fn products_of_blocks_are_quantized() {
     let rows = ["self_attn.o", "cross_attn.o", "ffn.2"];
     let named = |of: &[&str]| of.iter().map(|n| format!("{n}.weight")).collect::<BTreeSet<_>>();
     for extra in ["", "[cache]\nmode = \"recompute\"\n"] {
-        let l = model(2, 3, extra);
+        let l = generator(2, 3, 14, extra);
         assert_eq!(in_e4m3(&l, Strategy::Ulysses), named(&[&columns[..], &rows].concat()));
         assert_eq!(in_e4m3(&l, Strategy::Megatron), named(&columns), "no rank has whole rows of the others");
     }
     // Queries, keys and values of a block read one value.
-    let l = model(2, 3, "");
+    let l = generator(2, 3, 14, "");
     let denoise = l.phases.iter().find(|p| p.name == "denoise.fill3").unwrap();
     let p = precision::apply(denoise, DtypePolicy::Fp8, Strategy::Ulysses).unwrap();
     let count = |o| p.ops.iter().filter(|op| op.opcode == o).count();
@@ -255,7 +243,7 @@ fn products_of_blocks_are_quantized() {
 /// Rewritten by `TESSERA_BLESS=1`; look at the difference.
 #[test]
 fn the_kept_texts_are_what_is_planned() {
-    let l = model(2, 1, "");
+    let l = generator(2, 1, 14, "");
     for (dtype, strategy) in [
         (DtypePolicy::Bf16, Strategy::Ulysses),
         (DtypePolicy::Bf16, Strategy::Megatron),

@@ -61,12 +61,6 @@ pub(super) struct Piece {
     pad: u32,
 }
 
-/// As `HeadArgs` of exchange.cu.
-#[repr(C)]
-struct HeadArgs {
-    head: Head,
-}
-
 /// As `CopyArgs` of exchange.cu.
 #[repr(C)]
 struct CopyArgs {
@@ -128,13 +122,13 @@ impl Kernels {
     }
 
     /// Meets the other members before others than these kernels move a collective's pieces.
-    pub(super) fn open(&self, head: Head, stream: &Stream) -> Done<()> {
-        launch(self.open, [1, 1], WARP, &mut HeadArgs { head }, stream)
+    pub(super) fn open(&self, mut head: Head, stream: &Stream) -> Done<()> {
+        launch(self.open, [1, 1], WARP, &mut head, stream)
     }
 
     /// Meets them again when all is moved.
-    pub(super) fn close(&self, head: Head, stream: &Stream) -> Done<()> {
-        launch(self.close, [1, 1], WARP, &mut HeadArgs { head }, stream)
+    pub(super) fn close(&self, mut head: Head, stream: &Stream) -> Done<()> {
+        launch(self.close, [1, 1], WARP, &mut head, stream)
     }
 
     /// A collective that reduces.

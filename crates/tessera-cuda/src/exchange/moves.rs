@@ -248,7 +248,18 @@ impl Move {
             }
         }
     }
+
+    /// Whether every piece is worth a copy engine, which begins late.
+    pub(crate) fn worth_engines(&self) -> bool {
+        let worth =
+            |r: &Rect| r.bytes() == 0 || (r.row_bytes >= ENGINE_ROW_BYTES && r.bytes() >= ENGINE_BYTES);
+        matches!(&self.kind, Kind::Copy { to, .. } if to.iter().all(worth))
+    }
 }
+
+/// Bytes of a piece, and of a row of it, from which copy engines are worth their start.
+const ENGINE_BYTES: usize = 256 << 10;
+const ENGINE_ROW_BYTES: usize = 512;
 
 /// Alignment of a piece in staging memory, in bytes.
 pub(crate) const STAGING_ALIGN: usize = 256;

@@ -41,7 +41,7 @@ fn one(
     (k, i): (usize, usize),
 ) -> Option<Carried> {
     let op = &p.ops[i];
-    let wait = wait_of(p, op.results[0])?;
+    let wait = p.wait_of(op)?;
     let waits = steps.iter().position(|s| s.at() == wait)?;
     let computes = |s: &Step| {
         let ops = s.ops();
@@ -68,7 +68,7 @@ fn one(
     if steps[maker + 1..k].iter().any(same_lane) {
         return None;
     }
-    let slot = used.slot(*p.ops[wait].results.first()?)?;
+    let slot = used.slot(p.given(op)?)?;
     let free = |k: usize| !used.by_step[k].contains(&slot);
     if !(maker..k).all(free) {
         return None;
@@ -84,10 +84,6 @@ fn may(op: &Op) -> bool {
 
 fn is_row_op(op: Opcode) -> bool {
     matches!(op, Opcode::Rope | Opcode::RmsNorm | Opcode::RmsScale)
-}
-
-fn wait_of(p: &Program, ticket: ValueId) -> Option<usize> {
-    p.ops.iter().position(|o| o.opcode == Opcode::Wait && o.operands.first() == Some(&ticket))
 }
 
 /// The slots that each step reads or writes, those of collectives under way included.
@@ -106,8 +102,8 @@ impl<'a> Used<'a> {
                 let op = &p.ops[o];
                 here.extend(op.uses().chain(op.results.iter().copied()).filter_map(|v| used.slot(v)));
                 if op.issue {
-                    let results = wait_of(p, op.results[0]).map_or(&[][..], |w| &p.ops[w].results);
-                    let held = op.operands.iter().chain(results).filter_map(|v| used.slot(*v)).collect();
+                    let held = op.operands.iter().copied().chain(p.given(op));
+                    let held = held.filter_map(|v| used.slot(v)).collect();
                     flying.insert(op.results[0], held);
                 }
             }

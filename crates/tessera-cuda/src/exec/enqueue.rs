@@ -155,10 +155,6 @@ impl Cuda {
                     watch(at, own, false)?;
                     if sent.iter().any(|s| s.op == at) {
                         self.exchange_closes(program, at, own)?;
-                    } else if self.programs[program].carried.get(&at) == Some(&Carried::Engines)
-                        && self.by_engines(program, at)?
-                    {
-                        self.exchange_by_engines(program, at, own)?;
                     } else {
                         self.exchange(program, at, own)?;
                     }

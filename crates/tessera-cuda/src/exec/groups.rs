@@ -9,7 +9,7 @@ use tessera_device::{Abort, Fault, Observer, Route, Seat, agreed, as_matrix, pie
 use tessera_ir::{Op, Opcode, Program, Type, ValueId};
 use tessera_mesh::{Axis, Reduction};
 
-use super::{Cuda, End, Options, Place};
+use super::{Carried, Cuda, End, Options, Place};
 use crate::compile::Compiler;
 use crate::driver::{Done, Failed, Memory, Stream, failed};
 use crate::exchange::{Aborter, Along, Group, GroupFault, Kind, Move, Targets, Terms, Via, Way};
@@ -34,10 +34,6 @@ struct Lane {
 
 /// Blocks of a transfer's kernel: as many as fill the links (32 reach 220 GB/s of 16 MiB pieces, 8 half of that).
 const BLOCKS: u32 = 32;
-
-/// Bytes of a piece, and of a row of it, from which copy engines are worth their start.
-const ENGINE_BYTES: usize = 256 << 10;
-const ENGINE_ROW_BYTES: usize = 512;
 
 /// Bytes of exchange memory are whole pages of this size, as sharing wants them.
 pub(super) const PAGE_BYTES: usize = 2 << 20;
@@ -185,7 +181,7 @@ impl Cuda {
                 let Some(lane) = groups.ends.iter().position(|e| Some(e.route) == Route::of(op)) else {
                     return failed(format!("no communicator for {} of @{}", op.opcode.name(), p.name));
                 };
-                let (operand, result) = (slot(op.operands.first().copied()), slot(result(p, op)));
+                let (operand, result) = (slot(op.operands.first().copied()), slot(p.given(op)));
                 wanted[lane].push((program, i, operand, result));
                 let m = self.movement(p, i)?;
                 groups.nccl |= m.via == Via::Nccl;
@@ -206,16 +202,15 @@ impl Cuda {
         Ok(())
     }
 
-    /// Enqueues a collective.
+    /// Enqueues a collective whole.
     pub(super) fn exchange(&mut self, program: usize, i: usize, stream: &Stream) -> Done<()> {
         let (m, lane) = self.located(program, i)?;
-        self.groups.ends[lane].group.issue(&m, stream)
-    }
-
-    /// Enqueues a collective whose pieces copy engines move.
-    pub(super) fn exchange_by_engines(&self, program: usize, i: usize, stream: &Stream) -> Done<()> {
-        let (m, lane) = self.located(program, i)?;
-        let group = &self.groups.ends[lane].group;
+        let by_engines =
+            self.programs[program].carried.get(&i) == Some(&Carried::Engines) && m.worth_engines();
+        let group = &mut self.groups.ends[lane].group;
+        if !by_engines || group.way() != Way::Peers {
+            return group.issue(&m, stream);
+        }
         group.open(&m, stream)?;
         group.carry(&m, stream)?;
         group.close(&m, stream)
@@ -239,22 +234,13 @@ impl Cuda {
         self.groups.ends[lane].group.targets(&m, along)
     }
 
-    /// Whether a collective is worth copy engines, which begin late, and has their addresses.
-    pub(super) fn by_engines(&self, program: usize, i: usize) -> Done<bool> {
-        let (m, lane) = self.located(program, i)?;
-        let worth = matches!(&m.kind, Kind::Copy { to, .. } if to.iter().all(|r| {
-            r.bytes() == 0 || (r.row_bytes >= ENGINE_ROW_BYTES && r.bytes() >= ENGINE_BYTES)
-        }));
-        Ok(worth && self.groups.ends[lane].group.way() == Way::Peers)
-    }
-
     /// A collective with its addresses, and its lane.
     fn located(&self, program: usize, i: usize) -> Done<(Move, usize)> {
         let p = Arc::clone(&self.programs[program].program);
         let op = &p.ops[i];
         let mut m = self.movement(&p, i)?;
         m.operand = op.operands.first().map_or(Ok(0), |v| self.at(program, *v))?;
-        m.result = result(&p, op).map_or(Ok(0), |v| self.at(program, v))?;
+        m.result = p.given(op).map_or(Ok(0), |v| self.at(program, v))?;
         let lane = self.groups.of(op)?;
         if let Some((operands, results)) = self.groups.ends[lane].offsets.get(&(program, i)) {
             (m.peers_operand, m.peers_result) = (operands.clone(), results.clone());
@@ -270,7 +256,7 @@ impl Cuda {
         let members = lane.map_or(1, |l| l.members.len());
         let me = member(route, &self.seat);
         let operand = op.operands.first().map(|v| p.ty(*v));
-        let out = result(p, op).map(|v| p.ty(v));
+        let out = p.given(op).map(|v| p.ty(v));
         let Some(ty) = operand.or(out) else { return failed("a collective of nothing") };
         let element = ty.dtype.bytes() as usize;
         let axis = op.axis().unwrap_or(Axis::Tp);
@@ -377,14 +363,4 @@ impl<'a> Told<'a> {
 fn member(route: Route, seat: &Seat) -> usize {
     let lane = route.lane(&seat.mesh, seat.rank);
     lane.and_then(|l| l.members.iter().position(|r| *r == seat.rank)).unwrap_or(0)
-}
-
-/// The value that a collective gives, at once or at its wait.
-fn result(p: &Program, op: &Op) -> Option<ValueId> {
-    let own = op.results.first().copied()?;
-    if !op.issue {
-        return Some(own);
-    }
-    let wait = p.ops.iter().find(|o| o.opcode == Opcode::Wait && o.operands.first() == Some(&own))?;
-    wait.results.first().copied()
 }

@@ -167,10 +167,6 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
     let mut holds: BTreeMap<u32, ValueId> = BTreeMap::new();
     // Slots in flight, and the ticket that frees them.
     let mut flying: BTreeMap<u32, ValueId> = BTreeMap::new();
-    let results_of_wait = |ticket: ValueId| {
-        let wait = p.ops.iter().find(|o| o.opcode == Opcode::Wait && o.operands[0] == ticket);
-        wait.map(|w| w.results.clone()).unwrap_or_default()
-    };
     for step in steps {
         let ops = step.ops();
         let inner: Vec<ValueId> =
@@ -197,7 +193,7 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
         }
         if last.issue {
             let ticket = last.results[0];
-            let results = results_of_wait(ticket);
+            let results: Vec<ValueId> = p.given(last).into_iter().collect();
             for v in last.operands.iter().chain(&results) {
                 if let Some(s) = slot(*v)
                     && flying.insert(s, ticket).is_some_and(|t| t != ticket)

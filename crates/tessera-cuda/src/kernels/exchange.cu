@@ -66,10 +66,6 @@ struct Rect {
     u32 pad;
 };
 
-struct HeadArgs {
-    Head head;
-};
-
 struct CopyArgs {
     Head head;
     Rect rects[MOST];    // by member that it goes to
@@ -413,13 +409,13 @@ REDUCE(max_bf16, Bf16, Max)
 
 // A collective whose pieces are moved by others: by copy engines, or by the kernel that makes them. Between these two, members' results
 // may be written.
-extern "C" __global__ void open(const __grid_constant__ HeadArgs a) {
-    const u32 n = begin(a.head);
-    if (threadIdx.x == 0) tell(&a.head.flags[ME]->going, n);
+extern "C" __global__ void open(const __grid_constant__ Head h) {
+    const u32 n = begin(h);
+    if (threadIdx.x == 0) tell(&h.flags[ME]->going, n);
 }
-extern "C" __global__ void close(const __grid_constant__ HeadArgs a) {
-    const u32 n = look(&a.head.flags[ME]->going);
-    if (n != 0) end(a.head, n);
+extern "C" __global__ void close(const __grid_constant__ Head h) {
+    const u32 n = look(&h.flags[ME]->going);
+    if (n != 0) end(h, n);
 }
 
 // For a group whose members meet elsewhere: rects of this device alone, one per row of the grid.

@@ -4,8 +4,23 @@ use std::collections::BTreeMap;
 
 use tessera_base::random::{DrawKey, normals};
 use tessera_ir::{Opcode, Program};
+use tessera_models::VideoModel;
 use tessera_plan::{Logical, Mapping, lower};
 use tessera_reference::{Arg, Call, Machine, Tensor};
+
+use crate::support::logical;
+
+/// A small generator of twelve columns a head, two tokens a frame, so that half of a chunk's six are no whole frames; `extra` are more
+/// keys of its stream.
+pub fn generator(heads: u64, layers: u64, ffn: u64, extra: &str) -> Logical {
+    let config = format!(
+        r#"{{"dim":{},"ffn_dim":{ffn},"num_heads":{heads},"num_layers":{layers},"in_dim":4,"out_dim":4,"text_len":3,
+        "text_dim":5,"freq_dim":4}}"#,
+        heads * 12
+    );
+    let stream = format!("[video]\nwidth = 32\nheight = 16\n{extra}");
+    logical(&VideoModel::parse(("config.json", &config), ("stream.toml", &stream)).unwrap())
+}
 
 /// The output `latents` of every rank that has one, after these phases.
 pub fn latents(l: &Logical, mapping: &Mapping, phases: &[&str]) -> Vec<Tensor> {

@@ -17,7 +17,7 @@ pub(super) const CHANGES: &[(Fault, Change)] = &[
 /// Leaves out the last collective whose result another one's can stand for.
 fn skip_one(p: &mut Program) {
     let made: Vec<(usize, Option<usize>, ValueId)> =
-        p.collectives().filter_map(|(at, op)| Some((at, waited(p, op), result(p, op)?))).collect();
+        p.collectives().filter_map(|(at, op)| Some((at, p.wait_of(op), p.given(op)?))).collect();
     let same = |a: ValueId, b: ValueId| a != b && p.ty(a) == p.ty(b);
     let found = made.iter().rev().find_map(|(at, wait, value)| {
         let other = made.iter().find(|(.., other)| same(*value, *other))?;
@@ -31,18 +31,6 @@ fn skip_one(p: &mut Program) {
     // From the back, so that the first index still holds.
     wait.into_iter().for_each(|wait| drop(p.ops.remove(wait)));
     p.ops.remove(at);
-}
-
-/// The op that waits for an issued collective.
-fn waited(p: &Program, op: &Op) -> Option<usize> {
-    let ticket = op.results.first().filter(|_| op.issue)?;
-    p.ops.iter().position(|o| o.opcode == Opcode::Wait && o.operands.first() == Some(ticket))
-}
-
-/// The value that comes of a collective in the end.
-fn result(p: &Program, op: &Op) -> Option<ValueId> {
-    let last = if op.issue { &p.ops[waited(p, op)?] } else { op };
-    last.results.first().copied()
 }
 
 /// Issues a broadcast of the first collective's operand before it, and waits for nothing.
