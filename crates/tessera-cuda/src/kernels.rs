@@ -8,7 +8,9 @@ use crate::compile::Compiler;
 use crate::driver::{Args, Done, Failed, Function, Module, Stream};
 
 pub(crate) const COMMON: &str = include_str!("kernels/common.cuh");
-const ROWS: &str = include_str!("kernels/rows.cu");
+const ROWS: &str = include_str!("kernels/rows.cuh");
+const NORMS: &str = include_str!("kernels/norms.cu");
+const TURNS: &str = include_str!("kernels/turns.cu");
 const ELEMENTS: &str = include_str!("kernels/elements.cu");
 
 /// Threads of a block that works on elements.
@@ -20,24 +22,34 @@ pub(crate) struct Kernels {
     pub(crate) compiler: Compiler,
     elements: Module,
     found: BTreeMap<&'static str, Function>,
-    rows: BTreeMap<(u64, bool), Rows>,
+    /// Kernels for rows of a width, in bf16 or in f32.
+    rows: BTreeMap<(u64, bool), BTreeMap<&'static str, Rows>>,
+    row_modules: Vec<Module>,
     multiprocessors: u32,
 }
 
-/// Kernels for rows of one width and dtype.
-#[derive(Debug)]
+/// A kernel for rows of one width and dtype.
+#[derive(Debug, Clone, Copy)]
 struct Rows {
+    kernel: Function,
     threads: u32,
-    /// With how many blocks the device holds at once.
-    found: BTreeMap<&'static str, (Function, u32)>,
-    _module: Module,
+    /// As many as the device holds at once.
+    most_blocks: u32,
 }
+
+/// Sources of kernels over rows: which they hold, and how many bytes of a bf16 row a thread takes at once. Rotations read the
+/// turns of a pair for every piece and want long ones; norms read two columns of f32 for every element, and a warp's lie
+/// side by side where pieces are of four.
+const ROW_SOURCES: [(&str, &str, u64, &[&str]); 2] = [
+    ("norms", NORMS, 8, &["residual_norm", "row_square_sum", "quantize"]),
+    ("turns", TURNS, 16, &["rms_rope"]),
+];
 
 impl Kernels {
     pub(crate) fn new(mut compiler: Compiler, multiprocessors: i32) -> Done<Kernels> {
         let elements = compiler.module("elements", &format!("{COMMON}{ELEMENTS}"), &[])?;
         let multiprocessors = multiprocessors.max(1) as u32;
-        Ok(Kernels { compiler, elements, found: BTreeMap::new(), rows: BTreeMap::new(), multiprocessors })
+        Ok(Kernels { compiler, elements, found: BTreeMap::new(), rows: BTreeMap::new(), row_modules: vec![], multiprocessors })
     }
 
     /// Compiles what rows of a width need.
@@ -46,14 +58,18 @@ impl Kernels {
         if self.rows.contains_key(&(width, half)) {
             return Ok(());
         }
-        let (threads, defines) = row_cut(width, half);
-        let module = self.compiler.module("rows", &format!("{COMMON}{ROWS}"), &defines)?;
         let mut found = BTreeMap::new();
-        for name in ["residual_norm", "rms_rope", "row_square_sum", "quantize"] {
-            let f = module.function(name)?;
-            found.insert(name, (f, f.blocks_at_once(threads)? * self.multiprocessors));
+        for (name, source, bytes, kernels) in ROW_SOURCES {
+            let (threads, defines) = row_cut(width, half, bytes);
+            let module = self.compiler.module(name, &format!("{COMMON}{ROWS}{source}"), &defines)?;
+            for name in kernels {
+                let kernel = module.function(name)?;
+                let most_blocks = kernel.blocks_at_once(threads)? * self.multiprocessors;
+                found.insert(*name, Rows { kernel, threads, most_blocks });
+            }
+            self.row_modules.push(module);
         }
-        self.rows.insert((width, half), Rows { threads, found, _module: module });
+        self.rows.insert((width, half), found);
         Ok(())
     }
 
@@ -65,14 +81,14 @@ impl Kernels {
         args: Args,
         stream: &Stream,
     ) -> Done<()> {
-        let prepared = self.rows.get(&(width, dtype == DType::Bf16));
-        let Some(((f, most), r)) = prepared.and_then(|r| Some((r.found.get(name)?, r))) else {
+        let prepared = self.rows.get(&(width, dtype == DType::Bf16)).and_then(|r| r.get(name));
+        let Some(r) = prepared else {
             return Err(Failed(format!("{name} was not compiled for rows of {width} {dtype}")));
         };
         if rows == 0 {
             return Ok(());
         }
-        stream.launch(*f, [(rows as u32).min(*most), 1, 1], r.threads, 0, args)
+        stream.launch(r.kernel, [(rows as u32).min(r.most_blocks), 1, 1], r.threads, 0, args)
     }
 
     /// Makes a kernel of elements ready, so that no call looks for it.
@@ -106,13 +122,13 @@ impl Kernels {
     }
 }
 
-/// Threads a row of a width, and what its kernels are compiled with.
-fn row_cut(width: u64, half: bool) -> (u32, [(&'static str, String); 4]) {
-    // Sixteen bytes at once where the width allows, and about two of those a thread: many rows in flight on a
-    // multiprocessor, no row beyond a block.
-    let most = if half { 8 } else { 4 };
+/// Threads a row of a width, and what its kernels are compiled with: pieces of at most so many bytes in bf16, of 16 in f32.
+fn row_cut(width: u64, half: bool, bytes: u64) -> (u32, [(&'static str, String); 4]) {
+    let most = if half { bytes / 2 } else { 4 };
     let vector = [most, 4, 2, 1].into_iter().find(|v| width.is_multiple_of(*v)).unwrap_or(1);
-    let threads = (width / vector).div_ceil(2).next_multiple_of(32).min(1024);
+    // About five pieces a thread: enough is read ahead, many rows fit a multiprocessor, and what is done once a row by every
+    // thread (places, turns, sums across warps) is done by few. Measured over 64 to 640 threads for rows of 5,120.
+    let threads = (width / vector).div_ceil(5).next_multiple_of(32).min(1024);
     let defines = [
         ("WIDTH", width.to_string()),
         ("BF16", u8::from(half).to_string()),
@@ -144,14 +160,17 @@ mod tests {
             eprintln!("skipped: no NVRTC here; TESSERA_CUDA_LIBS names folders to look in");
             return;
         };
-        let (rows, elements) = (format!("{COMMON}{ROWS}"), format!("{COMMON}{ELEMENTS}"));
+        let elements = format!("{COMMON}{ELEMENTS}");
         let attention = format!("{COMMON}{}", include_str!("kernels/attention.cu"));
         let exchange = include_str!("kernels/exchange.cu");
         let number = |(name, value): (&'static str, u64)| (name, value.to_string());
         for arch in ["sm_80", "sm_90a"] {
             compiles(&nvrtc, arch, ("elements", &elements), &[]);
-            for (width, half) in [(5120, true), (384, true), (128, false), (7, false)] {
-                compiles(&nvrtc, arch, ("rows", &rows), &row_cut(width, half).1);
+            for (name, source, bytes, _) in ROW_SOURCES {
+                let source = format!("{COMMON}{ROWS}{source}");
+                for (width, half) in [(5120, true), (384, true), (128, false), (7, false)] {
+                    compiles(&nvrtc, arch, (name, &source), &row_cut(width, half, bytes).1);
+                }
             }
             for (members, me) in [(1, 0), (2, 1), (4, 2), (16, 15)] {
                 let place = [("MEMBERS", members), ("ME", me)].map(number);
