@@ -27,10 +27,11 @@ struct Cut {
 
 /// For long rows of keys: three warpgroups keep the tensor cores busy by themselves.
 const LONG: Cut = Cut { warpgroups: 3, keys: 80, stages: 3, in_turns: false };
-/// For few keys and few rows: a smaller tile of rows leaves less of the device idle.
+/// For few keys, where a smaller tile of rows leaves less of the device idle.
 const SHORT: Cut = Cut { warpgroups: 2, keys: 128, stages: 3, in_turns: true };
 
-/// Keys and tiles of rows below which the short cut is the faster one.
+/// Keys up to which the short cut is at least as fast. Rows and heads have no say: a row's bits depend on the cut, and are
+/// the same on one GPU and on several.
 const SHORT_KEYS: u64 = 1024;
 
 /// The kernels of one device.
@@ -70,10 +71,9 @@ impl Flash {
 
     /// Attention, with rows to `targets` instead of `at.out` where there are any.
     pub(crate) fn run(&self, s: Shape, at: At, targets: Option<&Targets>, stream: &Stream) -> Done<()> {
-        let tiles = |v: &Variant| s.queries.div_ceil(64 * v.cut.warpgroups) * s.heads;
-        let few = s.keys <= SHORT_KEYS && tiles(&self.long) < 4 * self.multiprocessors;
-        let v = if few { &self.short } else { &self.long };
+        let v = if s.keys <= SHORT_KEYS { &self.short } else { &self.long };
         let rows = 64 * v.cut.warpgroups;
+        let long_heads = if v.cut.in_turns { s.heads } else { self.long_heads(s.queries, s.heads) };
         let args = Args::new()
             .map(map(at.q, s.queries, s.heads, rows)?)
             .map(map(at.k, s.keys, s.heads, v.cut.keys)?)
@@ -83,11 +83,38 @@ impl Flash {
             .int(s.queries as i64)
             .int(s.keys as i64)
             .int(s.heads as i64)
+            .int(long_heads as i64)
             .words(targets.copied().unwrap_or_default().words());
-        let blocks = tiles(v).min(self.multiprocessors) as u32;
+        let tiles = tiles_of(s.queries, s.heads, long_heads, v.cut.warpgroups).len() as u64;
+        let blocks = tiles.min(self.multiprocessors) as u32;
         let threads = 128 * (v.cut.warpgroups as u32 + 1);
         stream.launch(v.kernel, [blocks, 1, 1], threads, v.shared_bytes, args)
     }
+
+    /// How many heads are cut into the longer tiles, so that the last block ends soonest: blocks take tiles in turn.
+    fn long_heads(&self, queries: u64, heads: u64) -> u64 {
+        let last_end = |long_heads: &u64| {
+            let mut busy = vec![0; self.multiprocessors as usize];
+            for (i, warpgroups) in tiles_of(queries, heads, *long_heads, LONG.warpgroups).iter().enumerate() {
+                busy[i % self.multiprocessors as usize] += TILE_TIME[*warpgroups as usize];
+            }
+            busy.into_iter().max().unwrap_or(0)
+        };
+        (0..=heads).rev().min_by_key(last_end).unwrap_or(heads)
+    }
+}
+
+/// What a tile takes in which so many warpgroups have rows, in hundredths of one of all three: they share the tensor cores.
+const TILE_TIME: [u32; 4] = [0, 60, 80, 100];
+
+/// Of each tile, in order, how many warpgroups have rows.
+fn tiles_of(queries: u64, heads: u64, long_heads: u64, warpgroups: u64) -> Vec<u64> {
+    let of_head = |most: u64| {
+        let rows = 64 * most;
+        (0..queries.div_ceil(rows)).map(move |i| (queries - i * rows).div_ceil(64).min(most))
+    };
+    let longer = (0..long_heads).flat_map(|_| of_head(warpgroups));
+    longer.chain((long_heads..heads).flat_map(|_| of_head(warpgroups - 1))).collect()
 }
 
 impl Variant {
@@ -137,4 +164,18 @@ fn map(at: u64, rows: u64, heads: u64, box_rows: u64) -> Done<sys::CUtensorMap> 
     made.result()
         .map_err(|e| Failed(format!("a map of {rows} rows of {heads} heads: {}", Failed::from(e))))?;
     Ok(map)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_hold_every_row_once() {
+        for (queries, heads, long_heads) in [(1, 1, 1), (72, 3, 1), (4680, 40, 37), (2160, 5, 0)] {
+            let tiles = tiles_of(queries, heads, long_heads, 3);
+            assert!(tiles.iter().all(|warpgroups| (1..=3).contains(warpgroups)));
+            assert_eq!(tiles.iter().sum::<u64>(), queries.div_ceil(64) * heads);
+        }
+    }
 }

@@ -179,3 +179,49 @@ fn half_words(bits: u64) -> u64 {
 fn tiny_words(bits: u64) -> u64 {
     bits & 0x8787_8787_8787_8787 | 0x3030_3030_3030_3030
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::Context;
+    use crate::libraries::Libraries;
+    use crate::tables::CublasLt;
+
+    #[test]
+    fn a_row_is_the_same_however_many_there_are() {
+        let lt = CublasLt::load(&Libraries::load(&[]));
+        let (Ok(lt), Ok(_context)) = (lt, Context::open(0)) else {
+            eprintln!("skipped: no GPU, or no cuBLASLt");
+            return;
+        };
+        let mut products = Products::new(lt).unwrap();
+        let mut bad = Vec::new();
+        for dtype in [DType::Bf16, DType::E4m3] {
+            for (inner, columns, gelu, residual) in [
+                (5120, 5120, false, false),
+                (5120, 5120, false, true),
+                (5120, 13824, true, false),
+                (13824, 5120, false, false),
+            ] {
+                let mut most = Vec::new();
+                for rows in [4680, 2340, 1170, 585, 2160, 1080, 540, 270] {
+                    let s = Shape { rows, inner, columns, dtype, bias: true, gelu, residual };
+                    products.prepare(s).unwrap();
+                    let s = products.form(s);
+                    // Operands repeat from their beginning: fewer rows are the first ones of more.
+                    let trial = Trial::new(s).unwrap();
+                    products.run(s, trial.at, &trial.stream).unwrap();
+                    trial.wait_for(&Event::new().unwrap()).unwrap();
+                    let mut bytes = vec![0_u8; trial.result_bytes as usize];
+                    download(&mut bytes, trial.at.out).unwrap();
+                    if most.is_empty() {
+                        most = bytes;
+                    } else if most[..bytes.len()] != bytes {
+                        bad.push(s);
+                    }
+                }
+            }
+        }
+        assert!(bad.is_empty(), "other bits than with 4,680 rows: {bad:#?}");
+    }
+}

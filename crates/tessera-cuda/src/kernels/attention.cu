@@ -2,14 +2,15 @@
 //
 // q and out are [rows, heads * 128], k and v [keys, heads * 128], bf16; rows of out may go to members of a group instead. A block holds WGS warpgroups that compute, 64 rows each,
 // and one that loads. It takes tiles of 64 * WGS rows of one head until none is left; blocks next to each other take tiles next to
-// each other, so that a head's K and V are read from L2. Keys go by KEYS at once, from the last tile, the one with a ragged end, to
+// each other, so that a head's K and V are read from L2. Heads from `long_heads` on are cut into tiles of one warpgroup's rows less,
+// where the last tiles of all would leave blocks idle. Keys go by KEYS at once, from the last tile, the one with a ragged end, to
 // the first: the order is a matter of `keys` alone, and a row's bits depend on neither the other rows nor the heads.
 //
 // A warpgroup issues the next tile's scores and this tile's P V together, and does the next softmax while P V runs; what remains idle
 // of the tensor cores another warpgroup fills. Two warpgroups do so best in turns (ORDERED), three by themselves: they need 80 keys a
 // tile, for 160 registers a thread hold O, one tile's scores and another's P. HANG_CHECK traps where a barrier is not passed for 2 s.
 constexpr int HEAD = 128, HALF = 64;
-constexpr int ROWS = 64 * WGS;
+constexpr int ROWS = 64 * WGS, SHORT_ROWS = ROWS - 64;
 constexpr int THREADS = 128 * (WGS + 1);
 // A thread's, of the 64 Ki of a multiprocessor.
 constexpr int COMPUTE_REGS = WGS == 3 ? 160 : 240, LOAD_REGS = WGS == 3 ? 32 : 24;
@@ -20,6 +21,22 @@ constexpr float SCALE = 0.08838834764831845f;
 constexpr float SCALE_LOG2 = 0.12751743f;
 // P may exceed 1 by this power of two before O is scaled anew: a row's reference is seldom its maximum, the quotient is the same.
 constexpr float SLACK = 8.0f;
+
+// Where tiles lie: of `long_heads` heads so many longer ones each, of the others so many shorter ones.
+struct Tiles {
+    int longer, shorter, long_heads;
+
+    // Whether it is a shorter one.
+    __device__ __forceinline__ bool place(int tile, int &head, int &row) const {
+        int rest = tile - longer * long_heads;
+        if (rest < 0) {
+            head = tile / longer, row = tile % longer * ROWS;
+            return false;
+        }
+        head = long_heads + rest / shorter, row = rest % shorter * SHORT_ROWS;
+        return true;
+    }
+};
 
 // A CUtensorMap.
 struct alignas(64) TensorMap {
@@ -258,14 +275,15 @@ __device__ __forceinline__ void turn_over(int w) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-              bf16 *out, float *lse, int rows, int keys, int heads, const __grid_constant__ Targets targets) {
+              bf16 *out, float *lse, int rows, int keys, int heads, int long_heads, const __grid_constant__ Targets targets) {
     if (targets.closed()) return;
     // As the swizzle wants it: on 1024 bytes.
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *q_tile = shared, *k_tiles = shared + Q_BYTES, *v_tiles = k_tiles + STAGES * TILE_BYTES;
     Barriers &bars = *(Barriers *)(v_tiles + STAGES * TILE_BYTES);
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    int per_head = (rows + ROWS - 1) / ROWS, tiles = per_head * heads;
+    Tiles of = {(rows + ROWS - 1) / ROWS, (rows + SHORT_ROWS - 1) / SHORT_ROWS, long_heads};
+    int tiles = of.longer * long_heads + of.shorter * (heads - long_heads);
     int steps = (keys + KEYS - 1) / KEYS;
     if (threadIdx.x == 0) {
         barrier_init(&bars.q_full, 1);
@@ -287,7 +305,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             Place at = {0, 0};
             u32 round = 0;
             for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                int head = tile / per_head, row = tile % per_head * ROWS;
+                int head, row;
+                of.place(tile, head, row);
                 for (int j = 0; j < steps; j++) {
                     int key = (steps - 1 - j) * KEYS;
                     await(&bars.k_empty[at.stage], at.round ^ 1);
@@ -317,9 +336,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (group == WGS - 1) turn_over(group);
 #endif
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, round ^= 1) {
-            int head = tile / per_head, row = tile % per_head * ROWS + group * 64;
+            int head, row;
+            bool idle = of.place(tile, head, row) && group == WGS - 1;
+            row += group * 64;
 #if !ORDERED
-            if (row >= rows) {
+            if (idle || row >= rows) {
                 // Nothing to compute: what the others use is given back with them.
                 await(&bars.q_full, round);
                 if (speaks) arrive(&bars.q_empty);
