@@ -99,8 +99,9 @@ class Kernel:
         maps = [tensor_map(q, n, heads, self.rows, 2)] + [tensor_map(x, r, heads, self.v["KEYS"], 2) for x in (k, v)]
         grid = min(-(-n // self.rows) * heads, SMS)
         scal = [ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(lse.data_ptr() if lse is not None else 0), ctypes.c_int(n), ctypes.c_int(r), ctypes.c_int(heads),
+                ctypes.c_int(heads),  # all of them in the longer tiles
                 (ctypes.c_uint64 * 50)()]  # no members to send rows to
-        ptrs = (ctypes.c_void_p * 9)(*[m.addr for m in maps], *[ctypes.addressof(s) for s in scal])
+        ptrs = (ctypes.c_void_p * 10)(*[m.addr for m in maps], *[ctypes.addressof(s) for s in scal])
         keep = (maps, scal)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         def go(keep=keep):
