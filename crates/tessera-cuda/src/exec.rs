@@ -8,6 +8,7 @@ mod admit;
 mod ahead;
 mod enqueue;
 mod groups;
+mod joined;
 mod steps;
 mod trace;
 mod turns;
@@ -164,6 +165,8 @@ enum Place {
     Weight(usize),
     /// Bytes into the program's area.
     Area(u64),
+    /// Rows beside those of others behind the slots: bytes into what lies there, and elements from a row to the next.
+    Beside(u64, u64),
 }
 
 #[derive(Debug)]
@@ -303,8 +306,7 @@ impl Cuda {
             offsets.push(end);
             end += (*bytes as u64).next_multiple_of(ALIGNMENT);
         }
-        let scratch = self.programs.iter().map(|p| p.scratch_bytes).max().unwrap_or(0);
-        let memory = Memory::new((end as usize + scratch).next_multiple_of(PAGE_BYTES))?;
+        let memory = Memory::new((end as usize + self.scratch_bytes()).next_multiple_of(PAGE_BYTES))?;
         memory.zero()?;
         self.counts.allocated += 1;
         self.products.freeze(true);
@@ -314,6 +316,11 @@ impl Cuda {
         // Addresses have changed.
         self.programs.iter_mut().for_each(|p| (p.graph, p.traced, p.ran) = (None, None, false));
         Ok(())
+    }
+
+    /// Bytes behind the slots.
+    fn scratch_bytes(&self) -> usize {
+        self.programs.iter().map(|p| p.scratch_bytes).max().unwrap_or(0)
     }
 
     fn prepare(
@@ -335,6 +342,8 @@ impl Cuda {
             }
             buffers.push(i);
         }
+        let joined = self.join(p, source)?;
+        let steps = steps(p, slots, &joined);
         let mut places = vec![Place::Nowhere; p.values.len()];
         let (mut area, mut put_out) = (0_u64, 0_usize);
         for op in &p.ops {
@@ -384,11 +393,25 @@ impl Cuda {
                 self.streams.insert(name.clone(), Stream::new(urgent).map_err(broken)?);
             }
         }
-        let steps = steps(p, slots);
+        let of_ops = p.ops.iter().map(|o| scratch_bytes(p, o)).max().unwrap_or(0);
+        let of_ops = of_ops.next_multiple_of(ALIGNMENT as usize);
+        let mut scratch_bytes = of_ops;
+        for step in &steps {
+            let Step::Joined(triple) = step else { continue };
+            let (mut at, pitch) =
+                (of_ops as u64, triple.iter().map(|i| p.ty(p.ops[*i].results[0]).shape[1]).sum());
+            for i in triple {
+                let (result, ty) = (p.ops[*i].results[0], p.ty(p.ops[*i].results[0]));
+                places[result.0 as usize] = Place::Beside(at, pitch);
+                at += ty.shape[1] * ty.dtype.bytes();
+                self.kernels.prepare_rows(ty.shape[1], ty.dtype).map_err(broken)?;
+            }
+            scratch_bytes = scratch_bytes.max(of_ops + joined::bytes(p, *triple));
+        }
         Ok(Prepared {
             carried: carried(p, slots, &steps),
             steps,
-            scratch_bytes: p.ops.iter().map(|o| scratch_bytes(p, o)).max().unwrap_or(0),
+            scratch_bytes,
             program: Arc::clone(program),
             places,
             buffers,
@@ -687,7 +710,7 @@ impl Backend for Cuda {
         [
             self.weights.bytes(),
             self.buffers.iter().map(|b| b.memory.bytes() as u64).sum(),
-            self.slot_bytes.iter().map(|b| *b as u64).sum(),
+            self.slot_bytes.iter().map(|b| *b as u64).sum::<u64>() + self.scratch_bytes() as u64,
         ]
     }
 

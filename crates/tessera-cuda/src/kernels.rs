@@ -49,7 +49,14 @@ impl Kernels {
     pub(crate) fn new(mut compiler: Compiler, multiprocessors: i32) -> Done<Kernels> {
         let elements = compiler.module("elements", &format!("{COMMON}{ELEMENTS}"), &[])?;
         let multiprocessors = multiprocessors.max(1) as u32;
-        Ok(Kernels { compiler, elements, found: BTreeMap::new(), rows: BTreeMap::new(), row_modules: vec![], multiprocessors })
+        Ok(Kernels {
+            compiler,
+            elements,
+            found: BTreeMap::new(),
+            rows: BTreeMap::new(),
+            row_modules: vec![],
+            multiprocessors,
+        })
     }
 
     /// Compiles what rows of a width need.

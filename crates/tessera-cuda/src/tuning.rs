@@ -187,41 +187,80 @@ mod tests {
     use crate::libraries::Libraries;
     use crate::tables::CublasLt;
 
-    #[test]
-    fn a_row_is_the_same_however_many_there_are() {
-        let lt = CublasLt::load(&Libraries::load(&[]));
-        let (Ok(lt), Ok(_context)) = (lt, Context::open(0)) else {
-            eprintln!("skipped: no GPU, or no cuBLASLt");
+    /// cuBLASLt's products on the first GPU, if there is one.
+    fn on_a_gpu(test: impl FnOnce(Products)) {
+        let libraries = Libraries::load(&[]);
+        let driver = libraries.need(crate::Library::Driver);
+        let (Ok(_), Ok(lt)) = (driver, CublasLt::load(&libraries)) else {
+            eprintln!("skipped: no driver, or no cuBLASLt");
             return;
         };
-        let mut products = Products::new(lt).unwrap();
-        let mut bad = Vec::new();
-        for dtype in [DType::Bf16, DType::E4m3] {
-            for (inner, columns, gelu, residual) in [
-                (5120, 5120, false, false),
-                (5120, 5120, false, true),
-                (5120, 13824, true, false),
-                (13824, 5120, false, false),
-            ] {
-                let mut most = Vec::new();
-                for rows in [4680, 2340, 1170, 585, 2160, 1080, 540, 270] {
-                    let s = Shape { rows, inner, columns, dtype, bias: true, gelu, residual };
-                    products.prepare(s).unwrap();
-                    let s = products.form(s);
-                    // Operands repeat from their beginning: fewer rows are the first ones of more.
-                    let trial = Trial::new(s).unwrap();
-                    products.run(s, trial.at, &trial.stream).unwrap();
-                    trial.wait_for(&Event::new().unwrap()).unwrap();
-                    let mut bytes = vec![0_u8; trial.result_bytes as usize];
-                    download(&mut bytes, trial.at.out).unwrap();
-                    if most.is_empty() {
-                        most = bytes;
-                    } else if most[..bytes.len()] != bytes {
-                        bad.push(s);
+        let Ok(_context) = Context::open(0) else {
+            eprintln!("skipped: no GPU");
+            return;
+        };
+        test(Products::new(lt).unwrap());
+    }
+
+    /// The result of a product of operands that repeat from their beginning: fewer rows or columns are the first ones of more.
+    fn result(products: &mut Products, s: Shape) -> Vec<u8> {
+        products.prepare(s).unwrap();
+        let s = products.form(s);
+        let trial = Trial::new(s).unwrap();
+        products.run(s, trial.at, &trial.stream).unwrap();
+        trial.wait_for(&Event::new().unwrap()).unwrap();
+        let mut bytes = vec![0_u8; trial.result_bytes as usize];
+        download(&mut bytes, trial.at.out).unwrap();
+        bytes
+    }
+
+    const SQUARE: Shape = Shape {
+        rows: 4680,
+        inner: 5120,
+        columns: 5120,
+        dtype: DType::Bf16,
+        bias: true,
+        gelu: false,
+        residual: false,
+    };
+
+    #[test]
+    fn a_row_is_the_same_however_many_there_are() {
+        on_a_gpu(|mut products| {
+            let mut bad = Vec::new();
+            for dtype in [DType::Bf16, DType::E4m3] {
+                for like in [
+                    SQUARE,
+                    Shape { residual: true, ..SQUARE },
+                    Shape { columns: 13824, gelu: true, ..SQUARE },
+                    Shape { inner: 13824, ..SQUARE },
+                ] {
+                    let like = Shape { dtype, ..like };
+                    let most = result(&mut products, like);
+                    for rows in [2340, 1170, 585, 2160, 1080, 540, 270] {
+                        let s = Shape { rows, ..like };
+                        let bytes = result(&mut products, s);
+                        if most[..bytes.len()] != bytes {
+                            bad.push(s);
+                        }
                     }
                 }
             }
-        }
-        assert!(bad.is_empty(), "other bits than with 4,680 rows: {bad:#?}");
+            assert!(bad.is_empty(), "other bits than with 4,680 rows: {bad:#?}");
+        });
+    }
+
+    #[test]
+    fn a_column_is_the_same_however_many_there_are() {
+        on_a_gpu(|mut products| {
+            for (dtype, rows) in [(DType::Bf16, 4680), (DType::Bf16, 2160), (DType::E4m3, 4680)] {
+                let one = Shape { dtype, rows, ..SQUARE };
+                let few = result(&mut products, one);
+                let many = result(&mut products, Shape { columns: 3 * one.columns, ..one });
+                let row = 2 * one.columns as usize;
+                let same = few.chunks(row).zip(many.chunks(3 * row)).all(|(few, many)| few == &many[..row]);
+                assert!(same, "{one:?}: other bits with three times as many columns");
+            }
+        });
     }
 }

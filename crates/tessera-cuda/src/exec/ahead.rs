@@ -161,7 +161,7 @@ mod tests {
             bytes: vec![1 << 20; p.values.len()],
             of: (0..p.values.len() as u32).map(|v| Some(own(v))).collect(),
         };
-        let found = carried(&p, &slots, &steps(&p, &slots));
+        let found = carried(&p, &slots, &steps(&p, &slots, &[]));
         p.collectives().map(|(i, _)| found.get(&i).copied()).collect()
     }
 
@@ -182,7 +182,7 @@ mod tests {
         let p = program();
         let slots =
             Slots { bytes: vec![0; p.values.len()], of: (0..p.values.len() as u32).map(Some).collect() };
-        let steps = steps(&p, &slots);
+        let steps = steps(&p, &slots, &[]);
         let after = |i: usize| steps.iter().position(|s| s.at() == i).expect("a step") + 1;
         let issues: Vec<usize> = p.collectives().map(|(i, _)| i).collect();
         assert_eq!((opens(found[1]), opens(found[2])), (after(issues[0]), after(issues[1])));

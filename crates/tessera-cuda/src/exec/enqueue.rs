@@ -206,11 +206,27 @@ impl Cuda {
             Place::Buffer(b, bytes) => self.buffers[b].memory.at() + bytes,
             Place::Weight(w) => self.weights.at(w),
             Place::Area(bytes) => own.area.at() + bytes,
+            Place::Beside(bytes, _) => self.behind_slots()? + bytes,
             Place::Nowhere => return failed("a token read as data"),
         })
     }
 
-    fn key(&self, program: usize, op: &Op, name: &str) -> Done<u64> {
+    /// Where what lies behind the slots begins.
+    fn behind_slots(&self) -> Done<u64> {
+        let slots = self.slots.as_ref().ok_or_else(|| Failed("no memory for temporaries".into()))?;
+        Ok(slots.memory.at() + slots.scratch)
+    }
+
+    /// Elements from a row of a value to the next.
+    fn pitch(&self, program: usize, v: ValueId) -> u64 {
+        let own = &self.programs[program];
+        match own.places[v.0 as usize] {
+            Place::Beside(_, pitch) => pitch,
+            _ => own.program.ty(v).shape.last().copied().unwrap_or(1),
+        }
+    }
+
+    pub(super) fn key(&self, program: usize, op: &Op, name: &str) -> Done<u64> {
         op.key(name).map_or(Ok(0), |v| self.at(program, v))
     }
 
@@ -240,6 +256,7 @@ impl Cuda {
             }
             Step::Turned { scale, rope, write } => self.turned(program, scale, rope, write, targets, stream),
             Step::ProductAdd { product, add } => self.product(program, product, Some(add), stream),
+            Step::Joined(products) => self.joined(program, products, stream),
         }
     }
 
@@ -261,6 +278,9 @@ impl Cuda {
             }
             Opcode::RmsNorm | Opcode::RmsScale => self.turned(program, Some(i), None, None, targets, stream),
             Opcode::Rope => self.turned(program, None, Some(i), None, targets, stream),
+            Opcode::CacheWrite if self.pitch(program, op.operands[0]) != width(0) => {
+                self.turned(program, None, None, Some(i), targets, stream)
+            }
             Opcode::CacheWrite => self.write(program, op, stream),
             Opcode::Output => {
                 let at = self.put_out(program, op)?;
@@ -484,13 +504,17 @@ impl Cuda {
     ) -> Done<()> {
         let own = &self.programs[program];
         let p = std::sync::Arc::clone(&own.program);
-        let (Some(first), Some(last)) = (scale.or(rope), write.or(rope).or(scale)) else { return Ok(()) };
+        let (Some(first), Some(last)) = (scale.or(rope).or(write), write.or(rope).or(scale)) else {
+            return Ok(());
+        };
         let ty = p.ty(p.ops[first].operands[0]);
         let (out, row) = match write.map(|i| &p.ops[i]) {
             Some(op) => (self.written_at(program, op)?, self.key(program, op, "row")?),
             None => (self.at(program, p.ops[last].results[0])?, 0),
         };
-        let args = Args::new().int(ty.shape[0] as i64).at(self.at(program, p.ops[first].operands[0])?);
+        let x = p.ops[first].operands[0];
+        let args = Args::new().int(ty.shape[0] as i64).at(self.at(program, x)?);
+        let args = args.int(self.pitch(program, x) as i64);
         let args = match scale.map(|i| &p.ops[i]) {
             None => args.at(0).at(0).int(0).int(0).float(1.0).float(0.0),
             Some(op) => {
@@ -570,7 +594,7 @@ impl Cuda {
             return self.attention(shape, attention::At { q, k, v, out, sums: 0 }, targets, stream);
         }
         // A bias that is the same for a range of keys is a weight of that range: each range by itself, then all as one.
-        let scratch = self.slots.as_ref().map_or(0, |s| s.memory.at() + s.scratch);
+        let scratch = self.behind_slots()?;
         let (whole, row) = (ty.bytes().0, ty.shape[1] * ty.dtype.bytes());
         let sums = scratch + (MOST_PIECES as u64) * whole.next_multiple_of(ALIGNMENT);
         let rows = op.ints("bias_rows").unwrap_or(&[0, 0]);
@@ -632,7 +656,8 @@ impl Cuda {
 const SILU: i64 = 1;
 const GELU: i64 = 2;
 
-fn act(op: &Op) -> i64 {
+/// What a product ends with; 0 for nothing.
+pub(super) fn act(op: &Op) -> i64 {
     match op.str("act") {
         Some("silu") => SILU,
         Some("gelu_tanh") => GELU,
@@ -645,7 +670,8 @@ fn by(ty: &Type, single: &'static str, half: &'static str) -> &'static str {
     if ty.dtype == DType::Bf16 { half } else { single }
 }
 
-fn product(p: &Program, op: &Op) -> Shape {
+/// A product by what the program says of it, without a residual.
+pub(super) fn product(p: &Program, op: &Op) -> Shape {
     let (x, w) = (p.ty(op.operands[0]), p.ty(op.operands[1]));
     let fused = x.dtype != DType::F32;
     Shape {

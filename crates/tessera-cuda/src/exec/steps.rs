@@ -8,6 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_ir::{DType, Kind, Op, Opcode, Program, Slots, ValueId};
 
+use super::joined::Triple;
+
 /// One launch, or a few that belong together. Numbers are indices of ops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
@@ -19,6 +21,8 @@ pub(super) enum Step {
     Turned { scale: Option<usize>, rope: Option<usize>, write: Option<usize> },
     /// A product and the residual that it is added to.
     ProductAdd { product: usize, add: usize },
+    /// Three products of one operand as one, at the place of the first.
+    Joined(Triple),
 }
 
 impl Step {
@@ -31,17 +35,21 @@ impl Step {
             }
             Step::Turned { scale, rope, write } => [scale, rope, write].into_iter().flatten().collect(),
             Step::ProductAdd { product, add } => vec![product, add],
+            Step::Joined(products) => products.to_vec(),
         }
     }
 
     /// The op at whose place it runs, and by whose stream.
     pub(super) fn at(&self) -> usize {
-        self.ops().last().copied().unwrap_or(0)
+        match self {
+            Step::Joined([first, ..]) => *first,
+            _ => self.ops().last().copied().unwrap_or(0),
+        }
     }
 }
 
-/// The steps of a program, in order.
-pub(super) fn steps(p: &Program, slots: &Slots) -> Vec<Step> {
+/// The steps of a program, in order; these products may be one.
+pub(super) fn steps(p: &Program, slots: &Slots, joined: &[Triple]) -> Vec<Step> {
     let readers = p.readers();
     let mut fused: Vec<Step> = Vec::new();
     let mut taken = vec![false; p.ops.len()];
@@ -49,7 +57,8 @@ pub(super) fn steps(p: &Program, slots: &Slots) -> Vec<Step> {
         if taken[i] {
             continue;
         }
-        let Some(step) = begin(p, &readers, &taken, i) else { continue };
+        let one_of = joined.iter().find(|t| t[0] == i).map(|t| Step::Joined(*t));
+        let Some(step) = one_of.or_else(|| begin(p, &readers, &taken, i)) else { continue };
         let mut tried = fused.clone();
         tried.push(step);
         if holds(p, slots, &arranged(p, &tried)) {
@@ -122,7 +131,7 @@ pub(super) fn few_rows(p: &Program, op: &Op) -> bool {
 const FEW_ROWS: u64 = 8;
 
 /// Whether rows of the op's operand go to a buffer of as wide rows.
-fn writes_rows(p: &Program, j: usize) -> bool {
+pub(super) fn writes_rows(p: &Program, j: usize) -> bool {
     let op = &p.ops[j];
     let Some(b) = op.buffer else { return false };
     let (from, to) = (p.ty(op.operands[0]), &p.buffer(b).ty);
@@ -163,7 +172,16 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
         .filter(|o| o.opcode.row().kind == Kind::Source)
         .flat_map(|o| o.results.iter().copied())
         .collect();
-    let slot = |v: ValueId| slots.of.get(v.0 as usize).copied().flatten().filter(|_| !brought.contains(&v));
+    // What products made together lies behind the slots until the next three are made.
+    let mut together: BTreeMap<ValueId, Triple> = BTreeMap::new();
+    for step in steps {
+        if let Step::Joined(triple) = step {
+            together.extend(triple.iter().flat_map(|i| &p.ops[*i].results).map(|r| (*r, *triple)));
+        }
+    }
+    let mut lies_there: Option<Triple> = None;
+    let planned = |v: &ValueId| !brought.contains(v) && !together.contains_key(v);
+    let slot = |v: ValueId| slots.of.get(v.0 as usize).copied().flatten().filter(|_| planned(&v));
     let mut holds: BTreeMap<u32, ValueId> = BTreeMap::new();
     // Slots in flight, and the ticket that frees them.
     let mut flying: BTreeMap<u32, ValueId> = BTreeMap::new();
@@ -176,11 +194,17 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
             if p.ty(v).is_token() {
                 continue;
             }
+            if together.get(&v).is_some_and(|t| lies_there != Some(*t)) {
+                return false;
+            }
             if let Some(s) = slot(v)
                 && holds.get(&s) != Some(&v)
             {
                 return false;
             }
+        }
+        if let Step::Joined(t) = step {
+            lies_there = Some(*t);
         }
         let last = &p.ops[step.at()];
         let mut wrote: Vec<ValueId> = last.results.clone();
@@ -266,12 +290,12 @@ mod tests {
         let op = |name: &str| p.ops.iter().position(|o| o.opcode.name() == name).expect("an op");
         let fused =
             Step::ResidualNorm { add: Some(op("gate_residual")), norm: op("layer_norm"), quantize: None };
-        assert!(steps(&p, &own(&p, &[])).contains(&fused));
+        assert!(steps(&p, &own(&p, &[]), &[]).contains(&fused));
         // The norm over an operand of the sum: each row is read before it is written.
         let value = |name: &str| p.values.iter().position(|v| v.name == name).expect("a value") as u32;
-        assert!(steps(&p, &own(&p, &[(value("n"), value("y"))])).contains(&fused));
+        assert!(steps(&p, &own(&p, &[(value("n"), value("y"))]), &[]).contains(&fused));
         // The norm over the sum itself, which others still read.
-        assert!(!steps(&p, &own(&p, &[(value("n"), value("s"))])).contains(&fused));
+        assert!(!steps(&p, &own(&p, &[(value("n"), value("s"))]), &[]).contains(&fused));
     }
 
     #[test]
@@ -286,10 +310,10 @@ mod tests {
         let op = |name: &str| p.ops.iter().position(|o| o.opcode.name() == name).expect("an op");
         let (add, norm, quantize) = (Some(op("gate_residual")), op("layer_norm"), op("quantize"));
         let fused = Step::ResidualNorm { add, norm, quantize: Some(quantize) };
-        assert!(steps(&p, &own(&p, &[])).contains(&fused));
+        assert!(steps(&p, &own(&p, &[]), &[]).contains(&fused));
         // Scales over an operand of the sum are written before another row of it is read.
         let value = |name: &str| p.values.iter().position(|v| v.name == name).expect("a value") as u32;
-        assert!(!steps(&p, &own(&p, &[(value("scale"), value("y"))])).contains(&fused));
+        assert!(!steps(&p, &own(&p, &[(value("scale"), value("y"))]), &[]).contains(&fused));
     }
 
     #[test]
@@ -303,7 +327,7 @@ mod tests {
             );
             let p = program(&text);
             let is_fused = |s: &Step| matches!(s, Step::ResidualNorm { .. });
-            steps(&p, &own(&p, &[])).iter().any(is_fused)
+            steps(&p, &own(&p, &[]), &[]).iter().any(is_fused)
         };
         assert!(of(2) && !of(1));
     }
@@ -317,7 +341,7 @@ mod tests {
                  output \"s\", %s }}"
             );
             let p = program(&text);
-            steps(&p, &own(&p, &[])).iter().any(|s| matches!(s, Step::ProductAdd { .. }))
+            steps(&p, &own(&p, &[]), &[]).iter().any(|s| matches!(s, Step::ProductAdd { .. }))
         };
         assert!(!fused(8) && fused(9));
     }
@@ -325,7 +349,7 @@ mod tests {
     #[test]
     fn every_op_but_sources_is_in_one_step() {
         let p = program(NORMS);
-        let mut seen: Vec<usize> = steps(&p, &own(&p, &[])).iter().flat_map(Step::ops).collect();
+        let mut seen: Vec<usize> = steps(&p, &own(&p, &[]), &[]).iter().flat_map(Step::ops).collect();
         seen.sort_unstable();
         let want: Vec<usize> =
             (0..p.ops.len()).filter(|i| p.ops[*i].opcode.row().kind != Kind::Source).collect();

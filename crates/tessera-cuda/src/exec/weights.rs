@@ -13,12 +13,14 @@ use crate::driver::{Done, Memory, download, upload};
 #[derive(Debug, Default)]
 pub(super) struct Weights {
     held: Vec<Held>,
-    index: BTreeMap<(String, String, Option<String>), usize>,
+    index: BTreeMap<Key, usize>,
     /// The last block that small tensors share, and how far it is full.
     block: Option<(usize, usize)>,
     blocks: Vec<Memory>,
     cursor: Cursor,
 }
+
+type Key = (String, String, Option<String>);
 
 /// A piece of a tensor.
 #[derive(Debug)]
@@ -54,15 +56,53 @@ impl Weights {
         op: &Op,
         source: &mut dyn WeightSource,
     ) -> Result<usize, Diagnostic> {
-        let (name, ty) = (op.name.clone().unwrap_or_default(), p.ty(op.results[0]));
-        let load = op.str("load").map(str::to_string);
-        let key = (name.clone(), ty.display(&p.mesh), load.clone());
-        if let Some(i) = self.index.get(&key) {
-            return Ok(*i);
+        match self.index.get(&key(p, op)) {
+            Some(i) => Ok(*i),
+            None => {
+                let broken = |e| refused(&format!("weight {}", key(p, op).0), &e);
+                let at = self.take(p.ty(op.results[0]).bytes().0 as usize).map_err(broken)?;
+                self.read(seat, p, op, source, at)
+            }
         }
+    }
+
+    /// Reads weights that are not held yet behind one another. Whether they lie so: those that were held lie where they lie.
+    pub(super) fn beside(
+        &mut self,
+        seat: &Seat,
+        p: &Program,
+        ops: &[&Op],
+        source: &mut dyn WeightSource,
+    ) -> Result<bool, Diagnostic> {
+        let bytes = |op: &Op| p.ty(op.results[0]).bytes().0;
+        if ops.iter().all(|op| !self.index.contains_key(&key(p, op))) {
+            let all: u64 = ops.iter().map(|op| bytes(op)).sum();
+            let broken = |e| refused(&format!("weight {}", key(p, ops[0]).0), &e);
+            let mut at = self.take(all as usize).map_err(broken)?;
+            for op in ops {
+                self.read(seat, p, op, source, at)?;
+                at += bytes(op);
+            }
+        }
+        let found: Option<Vec<u64>> =
+            ops.iter().map(|op| Some(self.at(*self.index.get(&key(p, op))?))).collect();
+        let Some(found) = found else { return Ok(false) };
+        Ok(found.windows(2).zip(ops).all(|(pair, op)| pair[0] + bytes(op) == pair[1]))
+    }
+
+    /// Reads a weight to a place.
+    fn read(
+        &mut self,
+        seat: &Seat,
+        p: &Program,
+        op: &Op,
+        source: &mut dyn WeightSource,
+        at: u64,
+    ) -> Result<usize, Diagnostic> {
+        let (key, ty) = (key(p, op), p.ty(op.results[0]));
+        let (name, load) = (key.0.clone(), key.2.clone());
         let data = source.read(&name, ty, load.as_deref(), seat)?;
         let broken = |e| refused(&format!("weight {name}"), &e);
-        let at = self.take(ty.bytes().0 as usize).map_err(broken)?;
         let hash = put_digested(at, ty.dtype, &data).map_err(broken)?;
         let print = hash.finish(&name, slice_words(ty, load.as_deref(), seat));
         self.held.push(Held { name: name.clone(), ty: ty.clone(), load, at, print });
@@ -155,6 +195,12 @@ impl Weights {
         self.block = Some((block, full + need));
         Ok(self.blocks[block].at() + full as u64)
     }
+}
+
+/// What a weight op asks for: name, type, and how it is made of what is stored.
+fn key(p: &Program, op: &Op) -> Key {
+    let name = op.name.clone().unwrap_or_default();
+    (name, p.ty(op.results[0]).display(&p.mesh), op.str("load").map(str::to_string))
 }
 
 impl Held {

@@ -24,8 +24,9 @@ __device__ __forceinline__ bool here(int p) {
     return VECTORS % THREADS == 0 || vector_of(p) < VECTORS;
 }
 
-__device__ __forceinline__ void fetch(Row &r, const T *from, i64 row) {
-    const Piece *pieces = (const Piece *)(from + row * WIDTH);
+// Rows are `pitch` elements apart.
+__device__ __forceinline__ void fetch(Row &r, const T *from, i64 row, int pitch = WIDTH) {
+    const Piece *pieces = (const Piece *)(from + row * pitch);
 #pragma unroll
     for (int p = 0; p < PER; p++) {
         if (here(p)) r.e[p] = pieces[vector_of(p)];

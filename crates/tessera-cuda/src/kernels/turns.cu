@@ -32,9 +32,9 @@ __device__ __forceinline__ void turn(Piece &x, const float2 (&turns)[V / 2 + 1])
 }
 
 // RMS norm (w not null: over this row, or with sums of squares that ranks brought together), then rotary embedding
-// (head > 0), to row `*to_row` + own of out, or column by column to where members of a group want it.
+// (head > 0), of rows `pitch` elements apart, to row `*to_row` + own of out, or column by column to where members of a group want it.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    rms_rope(int rows, const T *x, const float *w, const float *sums, int sum_columns, int sum_column, float whole, float eps,
+    rms_rope(int rows, const T *x, int pitch, const float *w, const float *sums, int sum_columns, int sum_column, float whole, float eps,
              T *out, const i64 *to_row, int head, const float2 *by_frame, const float2 *by_row,
              const float2 *by_column, int first_row, int high, int wide, int moves, const __grid_constant__ Targets targets) {
     if (targets.closed()) return;
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     bool alike = head > 0 && THREADS * V % head == 0;
     for (int row = blockIdx.x; row < rows; row += gridDim.x) {
         Row r;
-        fetch(r, x, row);
+        fetch(r, x, row, pitch);
         float2 here_turns[V / 2 + 1];
         if (alike) turns.of(row, threadIdx.x * V % head / 2, here_turns);
         float by = 1.0f;
