@@ -120,6 +120,12 @@ def sides_of(args, gpus):
     return sides
 
 
+def chooses_by_time(name, command):
+    """Whether a side times ways to do things while it starts, and must have the GPUs to itself; the others start beside one another."""
+    words = [str(c) for c in command]
+    return name.startswith("ours") or "--autotune" in words or not {"--fp8", "block"} & set(words)
+
+
 def points_of(args, gpus):
     """The points of every size, one after another: all sides are started once and ended with the last."""
     sides, facts = {}, {}
@@ -128,8 +134,7 @@ def points_of(args, gpus):
         for name, command in sides_of(args, gpus).items():
             print(f"{gpus} GPUs: starting {name}", file=sys.stderr, flush=True)
             sides[name] = Side(name, command, sides)
-            # Ours chooses algorithms by time and has the GPUs to itself; PyTorch's sides compile beside one another.
-            if name.startswith("ours"):
+            if chooses_by_time(name, command):
                 ready(name)
         for name in sides:
             if name not in facts:

@@ -11,11 +11,17 @@ use std::process::{Command, Output};
 use tessera::cuda;
 use tessera::gpus::Gpus;
 
+fn told(name: &str, else_: &str) -> PathBuf {
+    std::env::var_os(name).map_or_else(|| PathBuf::from(else_), PathBuf::from)
+}
+
+fn root() -> PathBuf {
+    told("TESSERA_ROOT", concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+}
+
 fn command(args: &[&str]) -> Command {
-    let here =
-        |name: &str, else_: &str| std::env::var_os(name).map_or_else(|| PathBuf::from(else_), PathBuf::from);
-    let mut c = Command::new(here("TESSERA_BIN", env!("CARGO_BIN_EXE_tessera")));
-    c.current_dir(here("TESSERA_ROOT", concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))).args(args);
+    let mut c = Command::new(told("TESSERA_BIN", env!("CARGO_BIN_EXE_tessera")));
+    c.current_dir(root()).args(args);
     c
 }
 
@@ -88,11 +94,27 @@ fn on_gpus<'a>(model: &'a str, layout: &'a str, dtype: &'a str) -> Vec<&'a str> 
     [model, "--device", "cuda", "--dtype", dtype].into_iter().chain(layout.split(' ')).collect()
 }
 
+/// The demo without its decoder: rows wide enough for query, key and value to be one product.
+fn demo_in_latents(dir: &Path) -> String {
+    let (from, to) = (root().join("models/demo"), dir.join("demo"));
+    std::fs::create_dir(&to).unwrap();
+    for name in ["config.json", "model.safetensors", "text_encoder.safetensors", "vocab.txt"] {
+        std::fs::copy(from.join(name), to.join(name)).unwrap();
+    }
+    let stream = std::fs::read_to_string(from.join("stream.toml")).unwrap();
+    let (before, decoder) = stream.split_once("[decoder]").unwrap();
+    assert_eq!(decoder.trim(), "kind = \"space_time_depth\"");
+    std::fs::write(to.join("stream.toml"), format!("{before}[decoder]\nkind = \"none\"\n")).unwrap();
+    to.to_str().unwrap().to_string()
+}
+
 #[test]
 fn what_gpus_stream_is_what_processors_stream() {
     let dir = tempfile::tempdir().unwrap();
-    for model in ["fixtures/wan-even", "fixtures/wan-odd"] {
-        let at = |name: &str| dir.path().join(format!("{model}-{name}").replace(['/', ' '], "-"));
+    let demo = demo_in_latents(dir.path());
+    for model in ["fixtures/wan-even", "fixtures/wan-odd", &demo] {
+        let named = model.rsplit('/').next().unwrap();
+        let at = |name: &str| dir.path().join(format!("{named}-{name}").replace(' ', "-"));
         let mut right = None;
         for layout in layouts() {
             let right = right.get_or_insert_with(|| stream(&at("cpu"), &[model]).1);

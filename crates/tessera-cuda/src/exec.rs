@@ -330,6 +330,9 @@ impl Cuda {
         source: &mut dyn WeightSource,
     ) -> Result<Prepared, Diagnostic> {
         let p = &**program;
+        if let Some(refusal) = Cuda::refusal(p) {
+            return Err(refusal);
+        }
         let broken = |e: Failed| refused(&format!("@{}", p.name), &e);
         let mut buffers = Vec::new();
         for b in &p.buffers {
@@ -347,9 +350,6 @@ impl Cuda {
         let mut places = vec![Place::Nowhere; p.values.len()];
         let (mut area, mut put_out) = (0_u64, 0_usize);
         for op in &p.ops {
-            if let Some(why) = unsupported(p, op) {
-                return Err(Cuda::refuse(p, op, &why));
-            }
             for r in &op.results {
                 let ty = p.ty(*r);
                 places[r.0 as usize] = match op.opcode {
@@ -395,23 +395,15 @@ impl Cuda {
         }
         let of_ops = p.ops.iter().map(|o| scratch_bytes(p, o)).max().unwrap_or(0);
         let of_ops = of_ops.next_multiple_of(ALIGNMENT as usize);
-        let mut scratch_bytes = of_ops;
-        for step in &steps {
-            let Step::Joined(triple) = step else { continue };
-            let (mut at, pitch) =
-                (of_ops as u64, triple.iter().map(|i| p.ty(p.ops[*i].results[0]).shape[1]).sum());
-            for i in triple {
-                let (result, ty) = (p.ops[*i].results[0], p.ty(p.ops[*i].results[0]));
-                places[result.0 as usize] = Place::Beside(at, pitch);
-                at += ty.shape[1] * ty.dtype.bytes();
-                self.kernels.prepare_rows(ty.shape[1], ty.dtype).map_err(broken)?;
-            }
-            scratch_bytes = scratch_bytes.max(of_ops + joined::bytes(p, *triple));
+        let together = steps.iter().filter_map(|s| if let Step::Joined(j) = s { Some(j) } else { None });
+        let (beside, end) = joined::places(p, together, of_ops as u64);
+        for (v, place) in beside {
+            places[v.0 as usize] = place;
         }
         Ok(Prepared {
             carried: carried(p, slots, &steps),
             steps,
-            scratch_bytes,
+            scratch_bytes: end as usize,
             program: Arc::clone(program),
             places,
             buffers,

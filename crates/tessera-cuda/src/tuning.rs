@@ -202,15 +202,20 @@ mod tests {
         test(Products::new(lt).unwrap());
     }
 
-    /// The result of a product of operands that repeat from their beginning: fewer rows or columns are the first ones of more.
+    /// The result of a product of operands that repeat from their beginning: fewer rows are the first ones of more.
     fn result(products: &mut Products, s: Shape) -> Vec<u8> {
         products.prepare(s).unwrap();
-        let s = products.form(s);
-        let trial = Trial::new(s).unwrap();
-        products.run(s, trial.at, &trial.stream).unwrap();
+        let trial = Trial::new(products.form(s)).unwrap();
+        result_of(products, s, &trial, trial.at)
+    }
+
+    /// The result of a product of operands in a trial's memory, which may be of more columns.
+    fn result_of(products: &mut Products, s: Shape, trial: &Trial, at: At) -> Vec<u8> {
+        products.prepare(s).unwrap();
+        products.run(products.form(s), at, &trial.stream).unwrap();
         trial.wait_for(&Event::new().unwrap()).unwrap();
-        let mut bytes = vec![0_u8; trial.result_bytes as usize];
-        download(&mut bytes, trial.at.out).unwrap();
+        let mut bytes = vec![0_u8; (2 * s.rows * s.columns) as usize];
+        download(&mut bytes, at.out).unwrap();
         bytes
     }
 
@@ -255,11 +260,38 @@ mod tests {
         on_a_gpu(|mut products| {
             for (dtype, rows) in [(DType::Bf16, 4680), (DType::Bf16, 2160), (DType::E4m3, 4680)] {
                 let one = Shape { dtype, rows, ..SQUARE };
-                let few = result(&mut products, one);
-                let many = result(&mut products, Shape { columns: 3 * one.columns, ..one });
+                let whole = Shape { columns: 3 * one.columns, ..one };
+                products.prepare(whole).unwrap();
+                let trial = Trial::new(products.form(whole)).unwrap();
+                // Each column with a scale of its own.
+                if dtype == DType::E4m3 {
+                    let scales: Vec<f32> = (0..whole.columns).map(|i| 1.0 + i as f32 / 1e5).collect();
+                    trial.wait_for(&Event::new().unwrap()).unwrap();
+                    upload(trial.at.scales.1, &scales).unwrap();
+                }
+                let many = result_of(&mut products, whole, &trial, trial.at);
                 let row = 2 * one.columns as usize;
-                let same = few.chunks(row).zip(many.chunks(3 * row)).all(|(few, many)| few == &many[..row]);
-                assert!(same, "{one:?}: other bits with three times as many columns");
+                for third in 0..3 {
+                    let first = third * one.columns;
+                    let At { w, bias, scales: (of_rows, of_columns), .. } = trial.at;
+                    let at = At {
+                        w: w + first * one.inner * dtype.bytes(),
+                        bias: bias + 2 * first,
+                        scales: (of_rows, of_columns + 4 * first),
+                        out: trial.results[1],
+                        ..trial.at
+                    };
+                    let few = result_of(&mut products, one, &trial, at);
+                    let here = third as usize * row;
+                    let same = few
+                        .chunks(row)
+                        .zip(many.chunks(3 * row))
+                        .all(|(few, many)| few == &many[here..here + row]);
+                    assert!(
+                        same,
+                        "{one:?}: third {third} has other bits in a product of three times as many columns"
+                    );
+                }
             }
         });
     }

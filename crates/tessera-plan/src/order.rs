@@ -2,13 +2,16 @@
 //!
 //! A model lists what it computes; when is the planner's to say. A value that one row op alone reads is made right before it:
 //! its pass over memory then finds the value in a near cache, backends may do both in one pass, and where the row op's result
-//! travels to other ranks, it leaves as early as it can while the next product still computes.
+//! travels to other ranks, it leaves as early as it can while the next product still computes. Caches that are written one after
+//! another are so in the order in which their rows were made: what came first is written while what came last still travels.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 
 use tessera_ir::{Opcode, Program};
 
-/// The program with every product and row op that only a norm or an embedding reads moved down to its reader.
+/// The program with every product and row op that only a norm or an embedding reads moved down to its reader, and neighbouring
+/// writes of caches in the order of their making.
 pub(crate) fn chained(p: &Program) -> Cow<'_, Program> {
     let readers = p.readers();
     let waits_for = |i: usize| -> Option<usize> {
@@ -27,6 +30,7 @@ pub(crate) fn chained(p: &Program) -> Cow<'_, Program> {
             None => put(i, &before, &mut order),
         }
     }
+    by_making(p, &mut order);
     if order.iter().copied().eq(0..p.ops.len()) {
         return Cow::Borrowed(p);
     }
@@ -40,10 +44,44 @@ fn put(i: usize, before: &[Vec<usize>], order: &mut Vec<usize>) {
     order.push(i);
 }
 
+/// Puts each run of writes to different caches in the order in which what they write was made.
+fn by_making(p: &Program, order: &mut [usize]) {
+    let mut made = vec![0; p.values.len()];
+    for (place, i) in order.iter().enumerate() {
+        p.ops[*i].results.iter().for_each(|r| made[r.0 as usize] = place);
+    }
+    let writes = |i: &usize| p.ops[*i].opcode == Opcode::CacheWrite;
+    for run in order.chunk_by_mut(|a, b| writes(a) && writes(b)) {
+        let caches: BTreeSet<_> = run.iter().map(|i| p.ops[*i].buffer).collect();
+        if run.len() > 1 && caches.len() == run.len() {
+            run.sort_by_key(|i| made[p.ops[*i].operands[0].0 as usize]);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use tessera_ir::parse_all;
+
+    #[test]
+    fn what_was_made_first_is_written_first_unless_to_one_cache() {
+        let writes = |second: &str| {
+            let text = format!(
+                "program @p {{ buffer @a : f32[8, 8] buffer @b : f32[8, 8] %x = input : f32[4, 8] %r = call \"r\" : i64 \
+                 %v = toperator.silu %x : f32[4, 8] %k = toperator.silu %v : f32[4, 8] \
+                 cache.write @a, %k, row=%r cache.write @{second}, %v, row=%r }}"
+            );
+            let p = parse_all(&text, "test").expect("a program").remove(0);
+            let written = |p: &Program| -> Vec<String> {
+                let of = p.ops.iter().filter(|o| o.opcode == Opcode::CacheWrite);
+                of.map(|o| p.value(o.operands[0]).name.clone()).collect()
+            };
+            written(&chained(&p))
+        };
+        assert_eq!(writes("b"), ["v", "k"]);
+        assert_eq!(writes("a"), ["k", "v"]);
+    }
 
     #[test]
     fn each_chain_stands_together_and_nothing_is_read_before_it_is_made() {

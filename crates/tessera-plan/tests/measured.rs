@@ -70,9 +70,10 @@ fn forwards_of_the_14b_generator() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
-    // What the profile says of itself. PyTorch's forwards send after all three products, plans between them.
+    // What the profile says of itself. PyTorch's forwards send after all three products and write caches after that, plans send
+    // between products and write while the last is under way.
     let mean = off.iter().sum::<f64>() / off.len() as f64;
-    assert!(mean < 0.02 && off.iter().all(|e| *e < 0.045), "mean {mean:.3}, {off:.3?}");
+    assert!(mean < 0.021 && off.iter().all(|e| *e < 0.048), "mean {mean:.3}, {off:.3?}");
 }
 
 /// Devices, dtype, width and height, then measured frames per second: bench/runs/2026-11-21-h200-dit-2.

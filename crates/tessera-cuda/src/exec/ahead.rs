@@ -57,10 +57,10 @@ fn one(
         return None;
     }
     let maker = steps[..k].iter().rposition(|s| p.ops[s.at()].results.contains(&operand))?;
-    let along = match (op.int("concat"), steps[maker]) {
+    let along = match (op.int("concat"), &steps[maker]) {
         (Some(0), Step::Turned { write: None, .. }) => Along::Columns,
-        (Some(0), Step::One(m)) if is_row_op(p.ops[m].opcode) => Along::Columns,
-        (Some(1), Step::One(m)) if p.ops[m].opcode == Opcode::Attention => Along::Rows,
+        (Some(0), Step::One(m)) if is_row_op(p.ops[*m].opcode) => Along::Columns,
+        (Some(1), Step::One(m)) if p.ops[*m].opcode == Opcode::Attention => Along::Rows,
         _ => return None,
     };
     // Collectives of a group begin in the program's order, one after the other; a group has one stream.

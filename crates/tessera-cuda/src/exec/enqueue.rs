@@ -171,7 +171,7 @@ impl Cuda {
                         own.wait(opened)?;
                     }
                     watch(at, own, false)?;
-                    self.step(program, *step, targets.map(|s| &s.targets), own)?;
+                    self.step(program, step, targets.map(|s| &s.targets), own)?;
                     watch(at, own, true)?;
                 }
             }
@@ -248,15 +248,15 @@ impl Cuda {
         Ok(out)
     }
 
-    fn step(&mut self, program: usize, step: Step, targets: Option<&Targets>, stream: &Stream) -> Done<()> {
-        match step {
+    fn step(&mut self, program: usize, step: &Step, targets: Option<&Targets>, stream: &Stream) -> Done<()> {
+        match *step {
             Step::One(i) => self.one(program, i, targets, stream),
             Step::ResidualNorm { add, norm, quantize } => {
                 self.residual_norm(program, add, Some(norm), quantize, stream)
             }
             Step::Turned { scale, rope, write } => self.turned(program, scale, rope, write, targets, stream),
             Step::ProductAdd { product, add } => self.product(program, product, Some(add), stream),
-            Step::Joined(products) => self.joined(program, products, stream),
+            Step::Joined(ref joined) => self.joined(program, joined, stream),
         }
     }
 
@@ -303,12 +303,7 @@ impl Cuda {
                 let (x, out) = (x(0)?, out()?);
                 self.bias_act(ty(0), (x, bias, out), act, stream)
             }
-            Opcode::Modulation => {
-                let wide = ty(0).elements();
-                let args = Args::new().at(x(0)?).at(x(1)?).at(out()?);
-                let args = args.int(wide as i64).int(width(1) as i64).long(elements as i64);
-                self.kernels.elements("modulation", elements, args, stream)
-            }
+            Opcode::Modulation => self.modulate(program, op, 1, stream),
             Opcode::TimeEmbed => {
                 let wide = p.ty(op.results[0]).shape.last().copied().unwrap_or(2);
                 let args = Args::new().at(x(0)?).at(out()?).int(wide as i64).long(elements as i64);
@@ -403,6 +398,17 @@ impl Cuda {
             }
             other => failed(format!("{} is no kernel", other.name())),
         }
+    }
+
+    /// An op's table plus its embedding, and so with the tables behind it to behind its result.
+    pub(super) fn modulate(&mut self, program: usize, op: &Op, tables: u64, stream: &Stream) -> Done<()> {
+        let p = std::sync::Arc::clone(&self.programs[program].program);
+        let at = |v: ValueId| self.at(program, v);
+        let (wide, each) = (p.ty(op.operands[0]).elements(), p.ty(op.results[0]).elements());
+        let width = p.ty(op.operands[1]).shape.last().copied().unwrap_or(1);
+        let args = Args::new().at(at(op.operands[0])?).at(at(op.operands[1])?).at(at(op.results[0])?);
+        let args = args.int(wide as i64).int(width as i64).int(each as i64).long((tables * each) as i64);
+        self.kernels.elements("modulation", tables * each, args, stream)
     }
 
     fn bias_act(

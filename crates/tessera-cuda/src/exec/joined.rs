@@ -1,10 +1,14 @@
-//! Query, key and value of one operand as one product: its weights lie behind one another, its rows hold all three side by side, behind the
-//! slots, and the row kernels that read them know how far rows are apart.
+//! Ops of one kind as one launch, whose weights lie behind one another and whose results behind the slots.
 //!
-//! One product has fewer tiles left over at its end than three. Where an exchange carries one of the three away while the next
-//! computes, that is worth more, and they stay three.
+//! Query, key and value of one operand are one product: its rows hold all three side by side, and the row kernels that read them
+//! know how far rows are apart. One product has fewer tiles left over at its end than three. Where an exchange carries one of the
+//! three away while the next computes, that is worth more, and they stay three.
+//!
+//! The columns of all blocks that a call modulates by are one table after another: a launch for each block would take longer than its work,
+//! the longer the more ranks share a block.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use tessera_base::Diagnostic;
 use tessera_device::WeightSource;
@@ -12,36 +16,81 @@ use tessera_ir::{DType, Op, Opcode, Program, ValueId};
 
 use super::enqueue::{act, product};
 use super::steps::writes_rows;
-use super::{ALIGNMENT, Cuda};
+use super::{ALIGNMENT, Cuda, Place, refused};
 use crate::driver::{Done, Stream};
 use crate::products::{self, Shape};
 
-/// Three products, by op, in the program's order.
-pub(super) type Triple = [usize; 3];
+/// Ops that one launch does, in the program's order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Joined {
+    Products(Arc<[usize]>),
+    Tables(Arc<[usize]>),
+}
 
-/// The operands that each of the three has one of: weight, bias, scale of the weight.
+impl Joined {
+    pub(super) fn ops(&self) -> &[usize] {
+        match self {
+            Joined::Products(ops) | Joined::Tables(ops) => ops,
+        }
+    }
+
+    /// Whether its results lie where those of another lay.
+    pub(super) fn replaces(&self, other: &Joined) -> bool {
+        matches!((self, other), (Joined::Products(_), Joined::Products(_)))
+    }
+}
+
+/// The operands that products have one of, beside their weight.
 const PARTS: [&str; 2] = ["bias", "w_scale"];
 
-/// Products of one operand that one product may be made of, by what the program says alone.
-pub(super) fn triples(p: &Program) -> Vec<Triple> {
+/// What may be joined, by what the program says alone.
+pub(super) fn joined(p: &Program) -> Vec<Joined> {
+    let products = triples(p).into_iter().map(|ops| Joined::Products(Arc::new(ops)));
+    products.chain(tables(p).into_iter().map(|ops| Joined::Tables(ops.into()))).collect()
+}
+
+/// Modulations of one embedding by tables alike.
+fn tables(p: &Program) -> Vec<Vec<usize>> {
+    let mut of: Vec<Vec<usize>> = Vec::new();
+    for (i, op) in p.ops.iter().enumerate().filter(|(_, op)| op.opcode == Opcode::Modulation) {
+        let alike = |other: &Op| {
+            op.operands[1] == other.operands[1] && p.ty(op.operands[0]) == p.ty(other.operands[0])
+        };
+        match of.iter_mut().find(|ops| alike(&p.ops[ops[0]])) {
+            Some(ops) => ops.push(i),
+            None => of.push(vec![i]),
+        }
+    }
+    let whole = |i: usize| {
+        let op = &p.ops[i];
+        on_main(op)
+            && op.after.is_empty()
+            && [op.operands[0], op.results[0]].iter().all(|v| p.ty(*v).bytes().0.is_multiple_of(ALIGNMENT))
+    };
+    of.retain(|ops| ops.len() > 1 && ops.iter().all(|i| whole(*i)));
+    of
+}
+
+/// Products of one operand that one product may be made of.
+fn triples(p: &Program) -> Vec<[usize; 3]> {
     let readers = p.readers();
     let mut of: BTreeMap<ValueId, Vec<usize>> = BTreeMap::new();
     for (i, op) in p.ops.iter().enumerate().filter(|(_, op)| op.opcode == Opcode::Matmul) {
         of.entry(op.operands[0]).or_default().push(i);
     }
-    let three = of.into_values().filter_map(|ops| Triple::try_from(ops).ok());
-    let mut found: Vec<Triple> = three.filter(|t| may(p, &readers, *t)).collect();
+    let three = of.into_values().filter_map(|ops| <[usize; 3]>::try_from(ops).ok());
+    let mut found: Vec<[usize; 3]> = three.filter(|t| may(p, &readers, *t)).collect();
     found.sort_unstable();
     found
 }
 
-fn may(p: &Program, readers: &[Vec<usize>], triple: Triple) -> bool {
+fn may(p: &Program, readers: &[Vec<usize>], triple: [usize; 3]) -> bool {
     let [first, ..] = triple.map(|i| &p.ops[i]);
     let shape = product(p, first);
     triple.iter().all(|i| {
         let op = &p.ops[*i];
         let alike = product(p, op) == shape
-            && op.stream == first.stream
+            && on_main(op)
             && op.key("x_scale") == first.key("x_scale")
             && PARTS.iter().all(|k| op.key(k).is_some() == first.key(k).is_some());
         // As many bytes as the next one's boundary asks for.
@@ -53,6 +102,11 @@ fn may(p: &Program, readers: &[Vec<usize>], triple: Triple) -> bool {
             && shape.dtype != DType::F32
             && by_rows(p, readers, op)
     })
+}
+
+/// Whether it is on the stream that a program begins on: what follows in the program then follows in time.
+fn on_main(op: &Op) -> bool {
+    op.stream.0 == 0
 }
 
 /// Whether all that read a product's result are kernels over rows, on its stream.
@@ -69,94 +123,194 @@ fn by_rows(p: &Program, readers: &[Vec<usize>], op: &Op) -> bool {
     })
 }
 
-/// Weight, bias and scale of a product.
+/// The weights of an op: a table, or weight, bias and scale of a product.
 fn parts(op: &Op) -> Vec<ValueId> {
-    [op.operands[1]].into_iter().chain(PARTS.iter().filter_map(|k| op.key(k))).collect()
+    match op.opcode {
+        Opcode::Modulation => vec![op.operands[0]],
+        _ => [op.operands[1]].into_iter().chain(PARTS.iter().filter_map(|k| op.key(k))).collect(),
+    }
 }
 
-/// Shape of all three at once.
-fn whole(p: &Program, triple: Triple) -> Shape {
-    let one = product(p, &p.ops[triple[0]]);
-    Shape { columns: 3 * one.columns, ..one }
+/// Shape of all products at once.
+fn whole(p: &Program, ops: &[usize]) -> Shape {
+    let one = product(p, &p.ops[ops[0]]);
+    Shape { columns: ops.len() as u64 * one.columns, ..one }
 }
 
-/// Bytes of the rows of all three.
-pub(super) fn bytes(p: &Program, triple: Triple) -> usize {
-    triple.iter().map(|i| p.ty(p.ops[*i].results[0]).bytes().0 as usize).sum()
+/// Where results of joined ops lie behind the slots: by value, bytes from there and elements from a row to the next; and the
+/// end of all, from what already lies there.
+pub(super) fn places<'a>(
+    p: &Program,
+    all: impl Iterator<Item = &'a Joined> + Clone,
+    begin: u64,
+) -> (Vec<(ValueId, Place)>, u64) {
+    let (mut out, mut end) = (Vec::new(), begin);
+    let result = |i: &usize| p.ops[*i].results[0];
+    let bytes = |j: &Joined| j.ops().iter().map(|i| p.ty(result(i)).bytes().0).sum::<u64>();
+    for tables in all.clone().filter(|j| matches!(j, Joined::Tables(_))) {
+        for i in tables.ops() {
+            let ty = p.ty(result(i));
+            out.push((result(i), Place::Beside(end, ty.shape[1])));
+            end += ty.bytes().0;
+        }
+    }
+    // One set of products after another, in one place.
+    let (at, mut most) = (end, 0);
+    for products in all.filter(|j| matches!(j, Joined::Products(_))) {
+        let pitch = products.ops().iter().map(|i| p.ty(result(i)).shape[1]).sum();
+        let mut column = at;
+        for i in products.ops() {
+            let ty = p.ty(result(i));
+            out.push((result(i), Place::Beside(column, pitch)));
+            column += ty.shape[1] * ty.dtype.bytes();
+        }
+        most = most.max(bytes(products));
+    }
+    (out, at + most)
 }
 
 impl Cuda {
-    /// Of the triples those that can be: whose weights lie behind one another, and for which the library does all of it.
+    /// Of what may be joined that which can be: whose weights lie behind one another, and for which the library does all of it.
     pub(super) fn join(
         &mut self,
         p: &Program,
         source: &mut dyn WeightSource,
-    ) -> Result<Vec<Triple>, Diagnostic> {
-        let defs = p.definitions();
+    ) -> Result<Vec<Joined>, Diagnostic> {
         let mut out = Vec::new();
-        for triple in triples(p) {
-            let mut beside = true;
-            for k in 0..parts(&p.ops[triple[0]]).len() {
-                let made = triple.map(|i| defs[parts(&p.ops[i])[k].0 as usize].map(|d| &p.ops[d]));
-                let [Some(a), Some(b), Some(c)] = made else {
-                    beside = false;
-                    break;
-                };
-                let weights = [a, b, c];
-                beside &= weights.iter().all(|w| w.opcode == Opcode::Weight)
-                    && self.weights.beside(&self.seat, p, &weights, source)?;
-            }
-            let shape = whole(p, triple);
-            if beside && self.products.prepare(shape).is_ok() && self.products.form(shape) == shape {
-                out.push(triple);
+        for one in joined(p) {
+            if self.weights_beside(p, one.ops(), source)? && self.able(p, &one)? {
+                out.push(one);
             }
         }
         Ok(out)
     }
 
-    pub(super) fn joined(&mut self, program: usize, triple: Triple, stream: &Stream) -> Done<()> {
-        let p = std::sync::Arc::clone(&self.programs[program].program);
-        let first = &p.ops[triple[0]];
-        let at = products::At {
-            x: self.at(program, first.operands[0])?,
-            w: self.at(program, first.operands[1])?,
-            bias: self.key(program, first, "bias")?,
-            residual: 0,
-            out: self.at(program, first.results[0])?,
-            scales: (self.key(program, first, "x_scale")?, self.key(program, first, "w_scale")?),
-        };
-        self.products.run(whole(&p, triple), at, stream)
+    fn weights_beside(
+        &mut self,
+        p: &Program,
+        ops: &[usize],
+        source: &mut dyn WeightSource,
+    ) -> Result<bool, Diagnostic> {
+        let defs = p.definitions();
+        let mut all = true;
+        for k in 0..parts(&p.ops[ops[0]]).len() {
+            let made = ops.iter().map(|i| defs[parts(&p.ops[*i])[k].0 as usize].map(|d| &p.ops[d]));
+            let made: Option<Vec<&Op>> = made.collect();
+            let weights = made.filter(|m| m.iter().all(|w| w.opcode == Opcode::Weight));
+            all &= match weights {
+                Some(weights) => self.weights.beside(&self.seat, p, &weights, source)?,
+                None => false,
+            };
+        }
+        Ok(all)
+    }
+
+    /// Whether there is a kernel for it, made ready.
+    fn able(&mut self, p: &Program, one: &Joined) -> Result<bool, Diagnostic> {
+        let Joined::Products(ops) = one else { return Ok(true) };
+        let (shape, ty) = (whole(p, ops), p.ty(p.ops[ops[0]].results[0]));
+        let rows = self.kernels.prepare_rows(ty.shape[1], ty.dtype);
+        rows.map_err(|e| refused(&format!("@{}", p.name), &e))?;
+        Ok(self.products.prepare(shape).is_ok() && self.products.form(shape) == shape)
+    }
+
+    pub(super) fn joined(&mut self, program: usize, one: &Joined, stream: &Stream) -> Done<()> {
+        let p = Arc::clone(&self.programs[program].program);
+        let first = &p.ops[one.ops()[0]];
+        let out = self.at(program, first.results[0])?;
+        match one {
+            Joined::Products(ops) => {
+                let at = products::At {
+                    x: self.at(program, first.operands[0])?,
+                    w: self.at(program, first.operands[1])?,
+                    bias: self.key(program, first, "bias")?,
+                    residual: 0,
+                    out,
+                    scales: (self.key(program, first, "x_scale")?, self.key(program, first, "w_scale")?),
+                };
+                self.products.run(whole(&p, ops), at, stream)
+            }
+            Joined::Tables(ops) => self.modulate(program, first, ops.len() as u64, stream),
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::steps::{Step, steps};
     use super::*;
-    use tessera_ir::parse_all;
+    use tessera_ir::{Slots, parse_all};
 
-    /// q, k and v of one operand; what reads v is up to the test.
-    fn found(reads_v: &str) -> Vec<Triple> {
-        let product = |name: &str| {
-            format!(
-                "%w{name} = weight \"w{name}\" : bf16[128, 128] %b{name} = weight \"b{name}\" : bf16[128] \
-                 %{name} = toperator.matmul %x, %w{name}, bias=%b{name} : bf16[16, 128] "
-            )
-        };
-        let text = format!(
-            "program @p {{ buffer @c : bf16[32, 128] buffer @d : bf16[32, 128] %x = input : bf16[16, 128] \
-             %n = weight \"n\" : f32[128] {}{}{} \
-             %r = toperator.rms_norm %q, %n {{eps = 1e-6}} : bf16[16, 128] %row = call \"row\" : i64 cache.write @c, %k, row=%row {reads_v} output \"r\", %r }}",
-            product("v"),
-            product("q"),
-            product("k"),
-        );
-        triples(&parse_all(&text, "test").expect("a program")[0])
+    fn program(text: &str) -> Program {
+        parse_all(text, "test").expect("a program").remove(0)
+    }
+
+    /// A product of an operand with a weight of its own.
+    fn product_of(x: &str, name: &str) -> String {
+        format!(
+            "%w{name} = weight \"w{name}\" : bf16[128, 128] %b{name} = weight \"b{name}\" : bf16[128] \
+             %{name} = toperator.matmul %{x}, %w{name}, bias=%b{name} : bf16[16, 128] "
+        )
+    }
+
+    fn norm_of(name: &str) -> String {
+        format!("%{name}n = toperator.rms_norm %{name}, %n {{eps = 1e-6}} : bf16[16, 128] ")
+    }
+
+    fn named(p: &Program, joined: &[usize]) -> Vec<String> {
+        joined.iter().map(|i| p.value(p.ops[*i].results[0]).name.clone()).collect()
     }
 
     #[test]
     fn three_products_of_one_operand_are_one_where_row_kernels_read_them() {
-        let [triple] = found("cache.write @d, %v, row=%row")[..] else { panic!("one triple") };
-        assert!(triple.is_sorted());
+        let found = |reads_v: &str| -> Vec<Vec<String>> {
+            let text = format!(
+                "program @p {{ buffer @c : bf16[32, 128] buffer @d : bf16[32, 128] %x = input : bf16[16, 128] \
+                 %n = weight \"n\" : f32[128] %row = call \"row\" : i64 {}{}{}{} \
+                 cache.write @c, %k, row=%row {reads_v} output \"q\", %qn }}",
+                product_of("x", "v"),
+                product_of("x", "q"),
+                product_of("x", "k"),
+                norm_of("q"),
+            );
+            let p = program(&text);
+            triples(&p).iter().map(|t| named(&p, t)).collect()
+        };
+        assert_eq!(found("cache.write @d, %v, row=%row"), [["v", "q", "k"]]);
         assert!(found("%s = toperator.silu %v : bf16[16, 128] output \"s\", %s").is_empty());
+    }
+
+    #[test]
+    fn rows_of_products_are_read_before_the_next_ones_take_their_place() {
+        let joined_of = |before: &str, after: &str| -> usize {
+            let three = |x: &str, names: [&str; 3]| names.map(|n| product_of(x, n)).concat();
+            let text = format!(
+                "program @p {{ %x = input : bf16[16, 128] %y = input : bf16[16, 128] %n = weight \"n\" : f32[128] \
+                 {}{}{before}{}{after}{} output \"a\", %an }}",
+                three("x", ["q", "k", "v"]),
+                ["k", "v"].map(norm_of).concat(),
+                three("y", ["a", "b", "c"]),
+                ["a", "b", "c"].map(norm_of).concat(),
+            );
+            let p = program(&text);
+            let n = p.values.len();
+            let slots = Slots { bytes: vec![1 << 20; n], of: (0..n as u32).map(Some).collect() };
+            let all = steps(&p, &slots, &joined(&p));
+            all.iter().filter(|s| matches!(s, Step::Joined(_))).count()
+        };
+        assert_eq!(joined_of(&norm_of("q"), ""), 2);
+        assert_eq!(joined_of("", &norm_of("q")), 1);
+    }
+
+    #[test]
+    fn tables_of_one_embedding_are_made_at_once() {
+        let text = "program @p { %e = input : f32[2, 384] %f = input : f32[2, 64] %w = input : f32[2, 384] \
+            %a = weight \"a\" : f32[1, 6, 64] %b = weight \"b\" : f32[1, 6, 64] %c = weight \"c\" : f32[1, 2, 64] \
+            %x = toperator.modulation %a, %e : f32[2, 384] %y = toperator.modulation %b, %e : f32[2, 384] \
+            %z = toperator.modulation %c, %f : f32[2, 128] %o = toperator.modulation %b, %w : f32[2, 384] \
+            output \"x\", %x output \"y\", %y output \"z\", %z output \"o\", %o }";
+        let p = program(text);
+        let found: Vec<Vec<String>> = tables(&p).iter().map(|ops| named(&p, ops)).collect();
+        assert_eq!(found, [["x", "y"]]);
     }
 }

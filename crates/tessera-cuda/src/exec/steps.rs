@@ -8,10 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_ir::{DType, Kind, Op, Opcode, Program, Slots, ValueId};
 
-use super::joined::Triple;
+use super::joined::Joined;
 
 /// One launch, or a few that belong together. Numbers are indices of ops.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Step {
     /// An op by itself.
     One(usize),
@@ -21,8 +21,8 @@ pub(super) enum Step {
     Turned { scale: Option<usize>, rope: Option<usize>, write: Option<usize> },
     /// A product and the residual that it is added to.
     ProductAdd { product: usize, add: usize },
-    /// Three products of one operand as one, at the place of the first.
-    Joined(Triple),
+    /// Several ops of one kind as one, at the place of the first; their results lie behind the slots.
+    Joined(Joined),
 }
 
 impl Step {
@@ -35,21 +35,21 @@ impl Step {
             }
             Step::Turned { scale, rope, write } => [scale, rope, write].into_iter().flatten().collect(),
             Step::ProductAdd { product, add } => vec![product, add],
-            Step::Joined(products) => products.to_vec(),
+            Step::Joined(ref joined) => joined.ops().to_vec(),
         }
     }
 
     /// The op at whose place it runs, and by whose stream.
     pub(super) fn at(&self) -> usize {
         match self {
-            Step::Joined([first, ..]) => *first,
+            Step::Joined(joined) => joined.ops()[0],
             _ => self.ops().last().copied().unwrap_or(0),
         }
     }
 }
 
-/// The steps of a program, in order; these products may be one.
-pub(super) fn steps(p: &Program, slots: &Slots, joined: &[Triple]) -> Vec<Step> {
+/// The steps of a program, in order; these ops may be one launch.
+pub(super) fn steps(p: &Program, slots: &Slots, joined: &[Joined]) -> Vec<Step> {
     let readers = p.readers();
     let mut fused: Vec<Step> = Vec::new();
     let mut taken = vec![false; p.ops.len()];
@@ -57,10 +57,10 @@ pub(super) fn steps(p: &Program, slots: &Slots, joined: &[Triple]) -> Vec<Step> 
         if taken[i] {
             continue;
         }
-        let one_of = joined.iter().find(|t| t[0] == i).map(|t| Step::Joined(*t));
+        let one_of = joined.iter().find(|j| j.ops()[0] == i).map(|j| Step::Joined(j.clone()));
         let Some(step) = one_of.or_else(|| begin(p, &readers, &taken, i)) else { continue };
         let mut tried = fused.clone();
-        tried.push(step);
+        tried.push(step.clone());
         if holds(p, slots, &arranged(p, &tried)) {
             step.ops().iter().for_each(|o| taken[*o] = true);
             fused = tried;
@@ -153,10 +153,10 @@ fn arranged(p: &Program, fused: &[Step]) -> Vec<Step> {
     let mut inside = vec![false; p.ops.len()];
     for step in fused {
         step.ops().iter().for_each(|o| inside[*o] = true);
-        at.insert(step.at(), *step);
+        at.insert(step.at(), step.clone());
     }
     let one = |i: usize| match at.get(&i) {
-        Some(step) => Some(*step),
+        Some(step) => Some(step.clone()),
         None => (!inside[i] && p.ops[i].opcode.row().kind != Kind::Source).then_some(Step::One(i)),
     };
     (0..p.ops.len()).filter_map(one).collect()
@@ -172,14 +172,14 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
         .filter(|o| o.opcode.row().kind == Kind::Source)
         .flat_map(|o| o.results.iter().copied())
         .collect();
-    // What products made together lies behind the slots until the next three are made.
-    let mut together: BTreeMap<ValueId, Triple> = BTreeMap::new();
+    // What was made together lies behind the slots: rows of products until the next ones are made, tables for good.
+    let mut together: BTreeMap<ValueId, &Joined> = BTreeMap::new();
     for step in steps {
-        if let Step::Joined(triple) = step {
-            together.extend(triple.iter().flat_map(|i| &p.ops[*i].results).map(|r| (*r, *triple)));
+        if let Step::Joined(joined) = step {
+            together.extend(joined.ops().iter().flat_map(|i| &p.ops[*i].results).map(|r| (*r, joined)));
         }
     }
-    let mut lies_there: Option<Triple> = None;
+    let mut made: Vec<&Joined> = Vec::new();
     let planned = |v: &ValueId| !brought.contains(v) && !together.contains_key(v);
     let slot = |v: ValueId| slots.of.get(v.0 as usize).copied().flatten().filter(|_| planned(&v));
     let mut holds: BTreeMap<u32, ValueId> = BTreeMap::new();
@@ -194,7 +194,7 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
             if p.ty(v).is_token() {
                 continue;
             }
-            if together.get(&v).is_some_and(|t| lies_there != Some(*t)) {
+            if together.get(&v).is_some_and(|j| !made.contains(j)) {
                 return false;
             }
             if let Some(s) = slot(v)
@@ -203,8 +203,9 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
                 return false;
             }
         }
-        if let Step::Joined(t) = step {
-            lies_there = Some(*t);
+        if let Step::Joined(joined) = step {
+            made.retain(|other| !joined.replaces(other));
+            made.push(joined);
         }
         let last = &p.ops[step.at()];
         let mut wrote: Vec<ValueId> = last.results.clone();

@@ -45,11 +45,12 @@ extern "C" __global__ void add_bf16(const bf16 *x, const bf16 *y, bf16 *out, i64
     add_one(x, y, out, n);
 }
 
-// Table [wide] plus embedding [frames, width], repeated where it is narrower than the table.
-extern "C" __global__ void modulation(const float *table, const float *e, float *out, int wide, int width, i64 n) {
+// Tables [wide] one after another, each plus embedding [frames, width], repeated where it is narrower than a table; `each` elements of
+// out a table.
+extern "C" __global__ void modulation(const float *tables, const float *e, float *out, int wide, int width, int each, i64 n) {
     AT(n);
-    int column = (int)(i % wide);
-    out[i] = table[column] + e[i / wide * width + column % width];
+    int table = (int)(i / each), at = (int)(i % each), column = at % wide;
+    out[i] = tables[(i64)table * wide + column] + e[(i64)(at / wide) * width + column % width];
 }
 
 // A product of few rows, f32: one warp an output column, weights read once. Columns by the block's warps.
