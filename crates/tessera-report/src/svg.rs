@@ -21,7 +21,8 @@ const MAX_STRIP_BARS: usize = 240;
 
 const LANE_HEIGHT: u32 = 20;
 const STRIP_HEIGHT: f64 = 72.0;
-/// Widths for which labels are chosen, in pixels: a desktop's lane and a phone's.
+/// Widths for which labels are chosen, in pixels: a desktop's lane and a phone's. The style sheet hides a desktop's on pages whose lanes
+/// are narrower.
 const WIDE: f64 = 840.0;
 const NARROW: f64 = 300.0;
 
