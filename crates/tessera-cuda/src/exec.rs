@@ -36,6 +36,7 @@ use crate::libraries::Libraries;
 use crate::nccl::UniqueId;
 use crate::products::Products;
 use crate::tables::{CublasLt, Cudnn, Nvrtc};
+use crate::warpgroups::Warpgroups;
 
 use admit::unsupported;
 use ahead::{Carried, carried};
@@ -248,7 +249,7 @@ impl Cuda {
             groups,
             done: Event::new()?,
             kernels: Kernels::new(compiler, multiprocessors)?,
-            products: Products::new(lt)?,
+            products: Products::new(lt, Warpgroups::new(capability, multiprocessors))?,
             attentions: Attentions::new(dnn)?,
             flash,
             counts: Counts::default(),

@@ -1,15 +1,14 @@
 //! Attention by a kernel of this crate, for heads of 128 in bf16 on Hopper: tiles arrive by the copy engine, products by
 //! warpgroup instructions. Measured against cuDNN in docs/design/0011.
 
-#![allow(unsafe_code, reason = "maps of tensors for the copy engine")]
-
-use cudarc::driver::sys;
+use cudarc::driver::sys::CUtensorMap;
 
 use crate::attention::{At, Shape};
 use crate::compile::Compiler;
-use crate::driver::{Args, Done, Failed, Function, Module, Stream};
+use crate::driver::{Args, Done, Function, Module, Stream};
 use crate::exchange::Targets;
-use crate::kernels::COMMON;
+use crate::kernels::{COMMON, HOPPER};
+use crate::maps::{BOX_COLUMNS, map};
 
 const SOURCE: &str = include_str!("kernels/attention.cu");
 
@@ -75,9 +74,9 @@ impl Flash {
         let rows = 64 * v.cut.warpgroups;
         let long_heads = if v.cut.in_turns { s.heads } else { self.long_heads(s.queries, s.heads) };
         let args = Args::new()
-            .map(map(at.q, s.queries, s.heads, rows)?)
-            .map(map(at.k, s.keys, s.heads, v.cut.keys)?)
-            .map(map(at.v, s.keys, s.heads, v.cut.keys)?)
+            .map(rows_of_heads(at.q, s.queries, s.heads, rows)?)
+            .map(rows_of_heads(at.k, s.keys, s.heads, v.cut.keys)?)
+            .map(rows_of_heads(at.v, s.keys, s.heads, v.cut.keys)?)
             .at(at.out)
             .at(at.sums)
             .int(s.queries as i64)
@@ -125,7 +124,7 @@ impl Variant {
             ("STAGES", cut.stages.to_string()),
             ("ORDERED", u8::from(cut.in_turns).to_string()),
         ];
-        let module = compiler.module("attention", &format!("{COMMON}{SOURCE}"), &defines)?;
+        let module = compiler.module("attention", &format!("{COMMON}{HOPPER}{SOURCE}"), &defines)?;
         let kernel = module.function("attention")?;
         // Q, as many tiles of K and of V as are in flight, and their barriers.
         let row_bytes = 2 * HEAD;
@@ -136,34 +135,10 @@ impl Variant {
     }
 }
 
-/// Rows of all heads side by side, for boxes of one head's rows: a head is two halves of 64 elements, since the copy engine
-/// swizzles no more than 128 bytes.
-fn map(at: u64, rows: u64, heads: u64, box_rows: u64) -> Done<sys::CUtensorMap> {
-    let dims = [HEAD / 2, rows, 2 * heads];
-    let strides = [heads * HEAD * 2, HEAD];
-    let (tile, steps) = ([HEAD as u32 / 2, box_rows as u32, 2], [1_u32; 3]);
-    // SAFETY: the map is written before it is read; plain words have no invalid bits.
-    let mut map: sys::CUtensorMap = unsafe { std::mem::zeroed() };
-    // SAFETY: all arrays have as many entries as the map has dims, or one less for strides.
-    let made = unsafe {
-        sys::cuTensorMapEncodeTiled(
-            &mut map,
-            sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            3,
-            at as *mut std::ffi::c_void,
-            dims.as_ptr(),
-            strides.as_ptr(),
-            tile.as_ptr(),
-            steps.as_ptr(),
-            sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
-            sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    };
-    made.result()
-        .map_err(|e| Failed(format!("a map of {rows} rows of {heads} heads: {}", Failed::from(e))))?;
-    Ok(map)
+/// Rows of all heads side by side, for boxes of one head's rows, each in two halves.
+fn rows_of_heads(at: u64, rows: u64, heads: u64, box_rows: u64) -> Done<CUtensorMap> {
+    let halves = [BOX_COLUMNS, rows, 2 * heads];
+    map(at, halves, &[heads * HEAD * 2, HEAD], [BOX_COLUMNS as u32, box_rows as u32, 2])
 }
 
 #[cfg(test)]

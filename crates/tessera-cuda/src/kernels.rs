@@ -8,6 +8,8 @@ use crate::compile::Compiler;
 use crate::driver::{Args, Done, Failed, Function, Module, Stream};
 
 pub(crate) const COMMON: &str = include_str!("kernels/common.cuh");
+/// What kernels for Hopper share.
+pub(crate) const HOPPER: &str = include_str!("kernels/hopper.cuh");
 const ROWS: &str = include_str!("kernels/rows.cuh");
 const NORMS: &str = include_str!("kernels/norms.cu");
 const TURNS: &str = include_str!("kernels/turns.cu");
@@ -151,6 +153,7 @@ mod tests {
     use crate::compile::{compile, options};
     use crate::libraries::Libraries;
     use crate::tables::Nvrtc;
+    use crate::warpgroups;
 
     /// Compiles a source as a device of a kind would have it.
     fn compiles(nvrtc: &Nvrtc, arch: &str, (name, source): (&str, &str), defines: &[(&str, String)]) {
@@ -168,7 +171,7 @@ mod tests {
             return;
         };
         let elements = format!("{COMMON}{ELEMENTS}");
-        let attention = format!("{COMMON}{}", include_str!("kernels/attention.cu"));
+        let attention = format!("{COMMON}{HOPPER}{}", include_str!("kernels/attention.cu"));
         let exchange = include_str!("kernels/exchange.cu");
         let number = |(name, value): (&'static str, u64)| (name, value.to_string());
         for arch in ["sm_80", "sm_90a"] {
@@ -187,6 +190,10 @@ mod tests {
         for (groups, keys, in_turns) in [(3, 80, 0), (2, 128, 1)] {
             let cut = [("WGS", groups), ("KEYS", keys), ("STAGES", 3), ("ORDERED", in_turns)].map(number);
             compiles(&nvrtc, "sm_90a", ("attention", &attention), &cut);
+        }
+        for width in [96, 168, 184, 192] {
+            let (defines, _) = warpgroups::cut(width);
+            compiles(&nvrtc, "sm_90a", ("products", &warpgroups::source(width)), &defines);
         }
     }
 }

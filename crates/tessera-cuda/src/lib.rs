@@ -13,10 +13,12 @@ mod exec;
 mod flash;
 mod kernels;
 mod libraries;
+mod maps;
 mod nccl;
 mod products;
 mod tables;
 mod tuning;
+mod warpgroups;
 
 use tessera_base::Code;
 

@@ -1,6 +1,6 @@
-//! Products through cuBLASLt: out = act(x · wᵀ + bias) + residual, rows of x beside rows of out.
+//! Products, through cuBLASLt or by a kernel of this crate: out = act(x · wᵀ + bias) + residual, rows of x beside rows of out.
 //!
-//! The algorithm of a shape is the first that the library lists among those that do not split the contraction, so that a
+//! What makes a shape is the first algorithm that the library lists among those that do not split the contraction, so that a
 //! row's bits depend on the row alone, or one that is faster and gives the same bits ([`tuning`](crate::tuning)). Once frozen, a shape
 //! that was not seen before is refused.
 
@@ -16,9 +16,11 @@ use cudarc::cublaslt::sys::{
 };
 use tessera_ir::DType;
 
+use crate::compile::Compiler;
 use crate::driver::{Done, Memory, Stream, failed};
 use crate::tables::CublasLt;
 use crate::tuning;
+use crate::warpgroups::Warpgroups;
 
 /// What one product is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -51,20 +53,30 @@ pub(crate) struct At {
     pub(crate) scales: (u64, u64),
 }
 
-/// A product as the library sees it.
+/// What makes a product.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum By {
+    Library(cublasLtMatmulAlgo_t),
+    /// The kernel of this crate, in tiles of so many rows.
+    Own(u64),
+}
+
+/// A product as the library sees it, and what makes it.
 #[derive(Debug)]
 pub(crate) struct Plan {
     desc: cublasLtMatmulDesc_t,
     x: cublasLtMatrixLayout_t,
     w: cublasLtMatrixLayout_t,
     out: cublasLtMatrixLayout_t,
-    pub(crate) algo: cublasLtMatmulAlgo_t,
+    pub(crate) by: By,
 }
 
 /// Products of one device.
 #[derive(Debug)]
 pub(crate) struct Products {
     lt: CublasLt,
+    /// None on a device without the instructions.
+    own: Option<Warpgroups>,
     handle: *mut c_void,
     workspace: Memory,
     plans: BTreeMap<Shape, Plan>,
@@ -88,12 +100,13 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 unsafe impl Send for Products {}
 
 impl Products {
-    pub(crate) fn new(lt: CublasLt) -> Done<Products> {
+    pub(crate) fn new(lt: CublasLt, own: Option<Warpgroups>) -> Done<Products> {
         let mut handle = std::ptr::null_mut();
         check((lt.create)(&mut handle), "cublasLtCreate")?;
         let workspace = Memory::new(WORKSPACE_BYTES)?;
         Ok(Products {
             lt,
+            own,
             handle: handle.cast(),
             workspace,
             plans: BTreeMap::new(),
@@ -102,8 +115,8 @@ impl Products {
         })
     }
 
-    /// Chooses an algorithm for a shape.
-    pub(crate) fn prepare(&mut self, shape: Shape) -> Done<()> {
+    /// Chooses what makes a shape.
+    pub(crate) fn prepare(&mut self, shape: Shape, compiler: &mut Compiler) -> Done<()> {
         if self.plans.contains_key(&self.form(shape)) {
             return Ok(());
         }
@@ -114,7 +127,12 @@ impl Products {
         let less = [shape, Shape { gelu: false, ..shape }, Shape { gelu: false, bias: false, ..shape }];
         let mut why = None;
         for candidate in less {
-            match self.plan(candidate) {
+            let own = self.own.as_mut().filter(|_| tuning::is_large(&candidate));
+            let width = own.as_ref().and_then(|o| o.width(&candidate));
+            if let (Some(own), Some(width)) = (own, width) {
+                own.prepare(compiler, width)?;
+            }
+            match self.plan(candidate, width) {
                 Ok(plan) => {
                     self.plans.insert(candidate, plan);
                     if candidate != shape {
@@ -145,8 +163,13 @@ impl Products {
         }
     }
 
-    /// Launches a product by a plan's algorithm.
+    /// Launches a product as a plan says.
     pub(crate) fn launch(&self, shape: Shape, plan: &Plan, at: At, stream: &Stream) -> Done<()> {
+        let algo = match (&plan.by, &self.own) {
+            (By::Library(algo), _) => algo,
+            (By::Own(width), Some(own)) => return own.run(*width, shape, at, stream),
+            (By::Own(_), None) => return failed("a product by a kernel that this device has not"),
+        };
         if shape.bias {
             set(&self.lt, plan.desc, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at.bias)?;
         }
@@ -172,7 +195,7 @@ impl Products {
                 plan.out,
                 at.out as *mut c_void,
                 plan.out,
-                &plan.algo,
+                algo,
                 self.workspace.at() as *mut c_void,
                 self.workspace.bytes(),
                 stream.raw().cast(),
@@ -199,7 +222,7 @@ impl Products {
     }
 
     /// The library counts columns first: out and x are read as their transposes, and w stands on the left.
-    fn plan(&self, s: Shape) -> Done<Plan> {
+    pub(crate) fn plan(&self, s: Shape, own_width: Option<u64>) -> Done<Plan> {
         let lt = &self.lt;
         let (input, output) = match s.dtype {
             DType::F32 => (cudaDataType::CUDA_R_32F, cudaDataType::CUDA_R_32F),
@@ -268,9 +291,9 @@ impl Products {
         if asked != cublasStatus_t::CUBLAS_STATUS_SUCCESS || count == 0 {
             return failed(format!("cuBLASLt has no algorithm for a product of {s:?}: {asked:?}"));
         }
-        let mut plan = Plan { desc, x, w, out, algo: found[0].algo };
+        let mut plan = Plan { desc, x, w, out, by: By::Library(found[0].algo) };
         let listed: Vec<cublasLtMatmulAlgo_t> = found[..count as usize].iter().map(|f| f.algo).collect();
-        tuning::tune(self, s, &mut plan, &listed)?;
+        tuning::tune(self, s, &mut plan, &listed, own_width)?;
         Ok(plan)
     }
 }

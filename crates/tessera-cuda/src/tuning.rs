@@ -1,12 +1,13 @@
-//! Which algorithm makes a large product: each that the library lists, in both orders of tiles, is timed on this device when a program is
-//! loaded. The fastest is taken if it is clearly faster than the first and gives the same bits: a choice by time may then differ
-//! between ranks and runs, and results do not.
+//! What makes a large product: each algorithm that the library lists, in both orders of tiles, is timed on this device when a program is
+//! loaded. The fastest is taken if it is clearly faster than the first and gives the same bits. Then the kernel of this crate runs against
+//! it, turn by turn and long enough for the device's power limit to have its say, and is taken on the same terms. A choice by time may
+//! differ between ranks and runs, and results do not.
 
 use cudarc::cublaslt::sys::cublasLtMatmulAlgo_t;
 use tessera_ir::DType;
 
 use crate::driver::{Done, Event, Memory, Stream, download, upload};
-use crate::products::{At, Plan, Products, Shape};
+use crate::products::{At, By, Plan, Products, Shape};
 
 /// Multiplications from which a choice is worth its time.
 const LARGE: u64 = 10_000_000_000;
@@ -15,46 +16,67 @@ const ROUNDS: usize = 3;
 const CALLS: usize = 3;
 /// How much shorter than the first a candidate must take.
 const WORTH: f32 = 0.98;
+/// Turns of each of two that run against each other, how long one is, half of which counts, and how much shorter the second must take.
+const TURNS: usize = 3;
+const TURN_MS: f32 = 120.0;
+const WINS: f32 = 0.995;
 /// Boundaries of operands, in bytes.
 const ALIGNMENT: u64 = 256;
 
-/// Exchanges the plan's algorithm for a faster one among those listed, of which the plan has the first.
+/// Whether a choice is worth its time.
+pub(crate) fn is_large(s: &Shape) -> bool {
+    s.rows * s.columns * s.inner >= LARGE && s.dtype != DType::F32
+}
+
+/// Exchanges the plan's algorithm for a faster one among those listed, of which the plan has the first, or for the kernel of this crate
+/// in tiles of `own_width` rows.
 pub(crate) fn tune(
     products: &Products,
     s: Shape,
     plan: &mut Plan,
     listed: &[cublasLtMatmulAlgo_t],
+    own_width: Option<u64>,
 ) -> Done<()> {
-    if s.rows * s.columns * s.inner < LARGE || s.dtype == DType::F32 {
+    if !is_large(&s) {
         return Ok(());
     }
-    let mut candidates = listed.to_vec();
-    candidates.extend(listed.iter().filter_map(|a| products.reordered(plan, a)));
     // Where memory is short the first will do.
     let Ok(trial) = Trial::new(s) else { return Ok(()) };
+    let first_by = plan.by;
+    let first = trial.result(products, plan, 0)?;
+    let same = |plan: &Plan| trial.same(first, trial.result(products, plan, 1)?);
+    let mut candidates: Vec<By> = listed.iter().map(|a| By::Library(*a)).collect();
+    candidates.extend(listed.iter().filter_map(|a| products.reordered(plan, a)).map(By::Library));
     let mut best = vec![f32::INFINITY; candidates.len()];
     for round in 0..=ROUNDS {
-        for (algo, best) in candidates.iter().zip(&mut best) {
-            plan.algo = *algo;
+        for (by, best) in candidates.iter().zip(&mut best) {
+            plan.by = *by;
             // One that is listed and refuses to run is none.
-            let took = trial.calls_ms(products, plan).unwrap_or(f32::INFINITY);
+            let took = trial.calls_ms(products, plan, CALLS).unwrap_or(f32::INFINITY);
             // The first round loads kernels.
             if round > 0 {
                 *best = best.min(took);
             }
         }
     }
-    plan.algo = candidates[0];
-    let first = trial.result(products, plan, 0)?;
     let mut order: Vec<usize> = (1..candidates.len()).filter(|i| best[*i] < WORTH * best[0]).collect();
     order.sort_by(|a, b| best[*a].total_cmp(&best[*b]));
+    let mut chosen = first_by;
     for i in order {
-        plan.algo = candidates[i];
-        if trial.same(first, trial.result(products, plan, 1)?)? {
-            return Ok(());
+        plan.by = candidates[i];
+        if same(plan)? {
+            chosen = plan.by;
+            break;
         }
     }
-    plan.algo = candidates[0];
+    plan.by = chosen;
+    let Some(width) = own_width else { return Ok(()) };
+    plan.by = By::Own(width);
+    let wins = same(plan)? && {
+        let [library_ms, own_ms] = trial.against(products, plan, [chosen, By::Own(width)])?;
+        own_ms < WINS * library_ms
+    };
+    plan.by = if wins { By::Own(width) } else { chosen };
     Ok(())
 }
 
@@ -101,14 +123,30 @@ impl Trial {
         Ok(Trial { shape: s, at, results: [one, two], result_bytes, stream, _memory: memory })
     }
 
-    fn calls_ms(&self, products: &Products, plan: &Plan) -> Done<f32> {
+    /// Milliseconds of so many calls.
+    fn calls_ms(&self, products: &Products, plan: &Plan, calls: usize) -> Done<f32> {
         let (begin, end) = (Event::timed()?, Event::timed()?);
         self.stream.record(&begin)?;
-        for _ in 0..CALLS {
+        for _ in 0..calls {
             products.launch(self.shape, plan, self.at, &self.stream)?;
         }
         self.wait_for(&end)?;
         begin.until_ms(&end)
+    }
+
+    /// Milliseconds of as many calls of each of two, in turns; the first half of each turn does not count.
+    fn against(&self, products: &Products, plan: &mut Plan, both: [By; 2]) -> Done<[f32; 2]> {
+        let each_ms = self.calls_ms(products, plan, CALLS)? / CALLS as f32;
+        let calls = ((TURN_MS / 2.0 / each_ms.max(0.001)) as usize).max(1);
+        let mut took = [0.0; 2];
+        for _ in 0..TURNS {
+            for (by, took) in both.iter().zip(&mut took) {
+                plan.by = *by;
+                self.calls_ms(products, plan, calls)?;
+                *took += self.calls_ms(products, plan, calls)?;
+            }
+        }
+        Ok(took)
     }
 
     /// Runs once into one of the results, and waits for it.
@@ -183,39 +221,63 @@ fn tiny_words(bits: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::compile::Compiler;
     use crate::driver::Context;
     use crate::libraries::Libraries;
-    use crate::tables::CublasLt;
+    use crate::tables::{CublasLt, Nvrtc};
+    use crate::warpgroups::Warpgroups;
+    use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
-    /// cuBLASLt's products on the first GPU, if there is one.
-    fn on_a_gpu(test: impl FnOnce(Products)) {
+    /// Products on a GPU, and what compiles for it.
+    struct Here {
+        products: Products,
+        compiler: Compiler,
+        own: Option<Warpgroups>,
+    }
+
+    /// Products on the first GPU, if there is one.
+    fn on_a_gpu(test: impl FnOnce(Here)) {
         let libraries = Libraries::load(&[]);
         let driver = libraries.need(crate::Library::Driver);
-        let (Ok(_), Ok(lt)) = (driver, CublasLt::load(&libraries)) else {
-            eprintln!("skipped: no driver, or no cuBLASLt");
+        let (Ok(_), Ok(lt), Ok(nvrtc)) = (driver, CublasLt::load(&libraries), Nvrtc::load(&libraries)) else {
+            eprintln!("skipped: no driver, no cuBLASLt or no NVRTC");
             return;
         };
-        let Ok(_context) = Context::open(0) else {
+        let Ok(context) = Context::open(0) else {
             eprintln!("skipped: no GPU");
             return;
         };
-        test(Products::new(lt).unwrap());
+        let told = |which| context.attribute(which).unwrap();
+        let capability = (
+            told(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+            told(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+        );
+        let multiprocessors = told(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+        let own = || Warpgroups::new(capability, multiprocessors);
+        let products = Products::new(lt, own()).unwrap();
+        let compiler = Compiler::new(nvrtc, capability, None).unwrap();
+        test(Here { products, compiler, own: own() });
     }
 
     /// The result of a product of operands that repeat from their beginning: fewer rows are the first ones of more.
-    fn result(products: &mut Products, s: Shape) -> Vec<u8> {
-        products.prepare(s).unwrap();
-        let trial = Trial::new(products.form(s)).unwrap();
-        result_of(products, s, &trial, trial.at)
+    fn result(here: &mut Here, s: Shape) -> Vec<u8> {
+        here.products.prepare(s, &mut here.compiler).unwrap();
+        let trial = Trial::new(here.products.form(s)).unwrap();
+        result_of(here, s, &trial, trial.at)
     }
 
     /// The result of a product of operands in a trial's memory, which may be of more columns.
-    fn result_of(products: &mut Products, s: Shape, trial: &Trial, at: At) -> Vec<u8> {
-        products.prepare(s).unwrap();
+    fn result_of(here: &mut Here, s: Shape, trial: &Trial, at: At) -> Vec<u8> {
+        let Here { products, compiler, .. } = here;
+        products.prepare(s, compiler).unwrap();
         products.run(products.form(s), at, &trial.stream).unwrap();
         trial.wait_for(&Event::new().unwrap()).unwrap();
+        read(at.out, s)
+    }
+
+    fn read(out: u64, s: Shape) -> Vec<u8> {
         let mut bytes = vec![0_u8; (2 * s.rows * s.columns) as usize];
-        download(&mut bytes, at.out).unwrap();
+        download(&mut bytes, out).unwrap();
         bytes
     }
 
@@ -231,7 +293,7 @@ mod tests {
 
     #[test]
     fn a_row_is_the_same_however_many_there_are() {
-        on_a_gpu(|mut products| {
+        on_a_gpu(|mut here| {
             let mut bad = Vec::new();
             for dtype in [DType::Bf16, DType::E4m3] {
                 for like in [
@@ -241,10 +303,10 @@ mod tests {
                     Shape { inner: 13824, ..SQUARE },
                 ] {
                     let like = Shape { dtype, ..like };
-                    let most = result(&mut products, like);
+                    let most = result(&mut here, like);
                     for rows in [2340, 1170, 585, 2160, 1080, 540, 270] {
                         let s = Shape { rows, ..like };
-                        let bytes = result(&mut products, s);
+                        let bytes = result(&mut here, s);
                         if most[..bytes.len()] != bytes {
                             bad.push(s);
                         }
@@ -257,19 +319,19 @@ mod tests {
 
     #[test]
     fn a_column_is_the_same_however_many_there_are() {
-        on_a_gpu(|mut products| {
+        on_a_gpu(|mut here| {
             for (dtype, rows) in [(DType::Bf16, 4680), (DType::Bf16, 2160), (DType::E4m3, 4680)] {
                 let one = Shape { dtype, rows, ..SQUARE };
                 let whole = Shape { columns: 3 * one.columns, ..one };
-                products.prepare(whole).unwrap();
-                let trial = Trial::new(products.form(whole)).unwrap();
+                here.products.prepare(whole, &mut here.compiler).unwrap();
+                let trial = Trial::new(here.products.form(whole)).unwrap();
                 // Each column with a scale of its own.
                 if dtype == DType::E4m3 {
                     let scales: Vec<f32> = (0..whole.columns).map(|i| 1.0 + i as f32 / 1e5).collect();
                     trial.wait_for(&Event::new().unwrap()).unwrap();
                     upload(trial.at.scales.1, &scales).unwrap();
                 }
-                let many = result_of(&mut products, whole, &trial, trial.at);
+                let many = result_of(&mut here, whole, &trial, trial.at);
                 let row = 2 * one.columns as usize;
                 for third in 0..3 {
                     let first = third * one.columns;
@@ -281,7 +343,7 @@ mod tests {
                         out: trial.results[1],
                         ..trial.at
                     };
-                    let few = result_of(&mut products, one, &trial, at);
+                    let few = result_of(&mut here, one, &trial, at);
                     let here = third as usize * row;
                     let same = few
                         .chunks(row)
@@ -293,6 +355,38 @@ mod tests {
                     );
                 }
             }
+        });
+    }
+
+    #[test]
+    fn the_kernel_of_this_crate_gives_the_librarys_bits() {
+        on_a_gpu(|Here { products, mut compiler, own }| {
+            let Some(mut own) = own else {
+                eprintln!("skipped: not a Hopper");
+                return;
+            };
+            let mut bad = Vec::new();
+            for (rows, columns, inner) in
+                [(37, 544, 200), (184, 512, 64), (300, 1056, 5120), (2160, 5120, 5120), (4680, 5120, 13824)]
+            {
+                for bias in [false, true] {
+                    let s = Shape { rows, columns, inner, bias, ..SQUARE };
+                    let trial = Trial::new(s).unwrap();
+                    let plan = products.plan(s, None).unwrap();
+                    products.launch(s, &plan, trial.at, &trial.stream).unwrap();
+                    for width in [96, 104, 168, 184, 192, own.width(&s).unwrap()] {
+                        own.prepare(&mut compiler, width).unwrap();
+                        let at = At { out: trial.results[1], ..trial.at };
+                        fill(at.out, trial.result_bytes, |_| u64::MAX, &trial.stream).unwrap();
+                        own.run(width, s, at, &trial.stream).unwrap();
+                        trial.wait_for(&Event::new().unwrap()).unwrap();
+                        if read(trial.at.out, s) != read(at.out, s) {
+                            bad.push((width, s));
+                        }
+                    }
+                }
+            }
+            assert!(bad.is_empty(), "other bits than the library's: {bad:#?}");
         });
     }
 }

@@ -39,10 +39,11 @@ impl Cuda {
             Opcode::Matmul => {
                 let shape = product(p, op);
                 if !few_rows(p, op) {
-                    self.products.prepare(shape)?;
+                    self.products.prepare(shape, &mut self.kernels.compiler)?;
                     // The residual form, should the step be fused.
                     if act(op) == 0 {
-                        self.products.prepare(Shape { residual: true, ..shape })?;
+                        let added = Shape { residual: true, ..shape };
+                        self.products.prepare(added, &mut self.kernels.compiler)?;
                     }
                 }
                 Ok(())

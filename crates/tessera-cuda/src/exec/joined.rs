@@ -211,7 +211,8 @@ impl Cuda {
         let (shape, ty) = (whole(p, ops), p.ty(p.ops[ops[0]].results[0]));
         let rows = self.kernels.prepare_rows(ty.shape[1], ty.dtype);
         rows.map_err(|e| refused(&format!("@{}", p.name), &e))?;
-        Ok(self.products.prepare(shape).is_ok() && self.products.form(shape) == shape)
+        let chosen = self.products.prepare(shape, &mut self.kernels.compiler);
+        Ok(chosen.is_ok() && self.products.form(shape) == shape)
     }
 
     pub(super) fn joined(&mut self, program: usize, one: &Joined, stream: &Stream) -> Done<()> {

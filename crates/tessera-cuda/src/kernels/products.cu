@@ -1,0 +1,224 @@
+// out = x wᵀ + bias for Hopper: tiles arrive by the copy engine, products by warpgroup instructions.
+//
+// x is [rows, inner], w [columns, inner], out [rows, columns], bf16; columns a multiple of 32, inner of 8. The product is taken as its
+// transpose: columns of out lie along the tensor cores' rows, 256 a block, and rows of out along their columns, which may be any
+// multiple of eight: WIDTH is chosen for the rows there are, so that the last round of tiles leaves few blocks idle. What belongs to
+// a column, its bias, is then a register of a thread.
+//
+// Two blocks next to each other, a cluster, take the same rows and neighbouring columns; each loads half of the rows' tile for both.
+// Clusters stay and take tile after tile, neighbours those near each other, so that rows and columns come from L2. In a block one
+// warpgroup loads and two compute, each 128 columns by two products of 64: with as much of out in registers as there is, a byte from
+// L2 or from shared memory is multiplied more often than in smaller tiles, which is what counts under a power limit. The sum over
+// `inner` is one chain, in order: a row's bits depend on neither the other rows nor WIDTH.
+constexpr int COLUMNS = 256, INNER = 64;  // of a block's tile; elements of 128 bytes
+constexpr int GROUPS = 2, CLUSTER = 2;
+constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int FIRST = (WIDTH / 2 + 7) / 8 * 8;  // rows of a tile that the cluster's first block loads, the second the rest
+constexpr int COMPUTE_REGS = 240, LOAD_REGS = 24;  // a thread's, of the 64 Ki of a multiprocessor
+constexpr int PER_THREAD = WIDTH / 2;
+constexpr u32 W_BYTES = COLUMNS * INNER * 2, X_BYTES = WIDTH * INNER * 2;
+// Where columns of a tile of w lie in shared memory: of each 32 the first 16 in the first half, the others in the second, so that the
+// two products of a warp end with 32 columns side by side.
+constexpr u32 HALF_BYTES = W_BYTES / 2, GROUP_BYTES = 64 * INNER * 2;
+// Rows of out that a warp turns at once, on their way out: 64 bytes of each are its own.
+constexpr int PART = 32, ROW_BYTES = 64;
+
+struct Barriers {
+    u64 full[STAGES], empty[STAGES];
+};
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+    u32 r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// At the barrier of a block of the cluster. It tells that tiles were read, and orders nothing that was written: a release by name would
+// wait for all memory, at every step.
+__device__ __forceinline__ void arrive_at(u64 *bar, u32 block) {
+    asm volatile("{\n"
+                 ".reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+                 "}" ::"r"(shared_address(bar)),
+                 "r"(block)
+                 : "memory");
+}
+
+// Columns from `column`, in the order that HALF_BYTES tells of; those beyond the end are zeros.
+__device__ __forceinline__ void load_columns(void *to, const TensorMap *map, u64 *bar, int inner, int column) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %3}], [%5];" ::"r"(
+                     shared_address(to)),
+                 "l"(map), "r"(inner), "r"(0), "r"(column / 32), "r"(shared_address(bar))
+                 : "memory");
+}
+// Rows from `row`, into both blocks of the cluster; those beyond the end are zeros.
+__device__ __forceinline__ void load_rows(void *to, const TensorMap *map, u64 *bar, int inner, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+                 "%3}], [%4], %5;" ::"r"(shared_address(to)),
+                 "l"(map), "r"(inner), "r"(row), "r"(shared_address(bar)), "h"((u16)3)
+                 : "memory");
+}
+
+// Four matrices of eight by eight from a thread's pairs to shared memory, where they lie as their transposes.
+__device__ __forceinline__ void put(u32 at, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+__device__ __forceinline__ uint4 get(u32 at) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+    return x;
+}
+
+// Without a branch, which would wait for one store after another.
+__device__ __forceinline__ void store_if(bool wanted, void *to, uint4 x) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "setp.ne.b32 p, %5, 0;\n"
+                 "@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n"
+                 "}" ::"l"(to),
+                 "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"((int)wanted)
+                 : "memory");
+}
+
+// Where tiles lie: by bands of BAND tiles of rows, in a band by columns first.
+struct Tiles {
+    int along, across;  // tiles of rows, clusters' tiles of columns
+    __device__ __forceinline__ void place(int tile, int &row, int &column) const {
+        int band = tile / (BAND * across), rest = tile - band * BAND * across;
+        int wide = min(BAND, along - band * BAND);
+        row = (band * BAND + rest % wide) * WIDTH;
+        column = rest / wide * CLUSTER * COLUMNS;
+    }
+};
+
+// Where a piece of 16 bytes of a row lies among those that a warp turns; moved so that neither eight rows nor a row's four pieces meet
+// in a bank.
+__device__ __forceinline__ u32 piece(int row, int i) {
+    return row * ROW_BYTES + (i ^ row / 2 % 4) * 16;
+}
+
+// Sixteen rows of out of sixteen columns, from the accumulators `d`.
+__device__ __forceinline__ void turn(const float *d, u32 at, const float *bias) {
+    u32 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = pair(d[2 * i] + bias[i % 2], d[2 * i + 1] + bias[i % 2]);
+    put(at, x);
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    products(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap x_rest_map,
+             const bf16 *bias, bf16 *out, int rows, int columns, int inner) {
+    // As the swizzle wants it: on 1024 bytes.
+    extern __shared__ __align__(1024) unsigned char shared[];
+    unsigned char *w_tiles = shared, *x_tiles = w_tiles + STAGES * W_BYTES, *turned = x_tiles + STAGES * X_BYTES;
+    Barriers &bars = *(Barriers *)(turned + GROUPS * 4 * PART * ROW_BYTES);
+    int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+    u32 rank = rank_in_cluster();
+    Tiles of = {(rows + WIDTH - 1) / WIDTH, (columns + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS)};
+    i64 pitch = (i64)columns * sizeof(bf16);
+    int tiles = of.along * of.across, steps = (inner + INNER - 1) / INNER;
+    int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(&bars.full[i], 1);
+            // Every warp that computes, of both blocks: what one of them still reads, the other's half must not be written over.
+            barrier_init(&bars.empty[i], CLUSTER * GROUPS * 4);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+    cluster_wait();
+
+    if (group == GROUPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGS));
+        if (threadIdx.x == GROUPS * 128) {
+            Place at = {0, 0};
+            const TensorMap *own = rank ? &x_rest_map : &x_map;
+            for (int tile = first; tile < tiles; tile += stride) {
+                int row, column;
+                of.place(tile, row, column);
+                for (int j = 0; j < steps; j++, at = at.next()) {
+                    u64 *full = &bars.full[at.stage];
+                    await(&bars.empty[at.stage], at.round ^ 1);
+                    expect(full, W_BYTES + X_BYTES);
+                    load_columns(w_tiles + at.stage * W_BYTES, &w_map, full, j * INNER, column + rank * COLUMNS);
+                    load_rows(x_tiles + at.stage * X_BYTES + rank * FIRST * INNER * 2, own, full, j * INNER, row + rank * FIRST);
+                }
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTE_REGS));
+        int lane = threadIdx.x % 32, warp = group * 4 + threadIdx.x % 128 / 32;
+        u64 w = operand(w_tiles + group * GROUP_BYTES, 16, 1024), x = operand(x_tiles, 16, 1024);
+        u32 turned_at = shared_address(turned) + warp * PART * ROW_BYTES;
+        Place at = {0, 0};
+        for (int tile = first; tile < tiles; tile += stride) {
+            int row, column;
+            of.place(tile, row, column);
+            column += rank * COLUMNS + warp * 32;
+            bool here = column < columns;
+            // This lane's piece of a row, and how many rows are left from there.
+            unsigned char *to = (unsigned char *)(out + (i64)(row + lane / 4) * columns + column + lane % 4 * 8);
+            int left = here ? rows - row - lane / 4 : 0;
+            // Of columns lane / 4, and of those 8, 16 and 24 further.
+            float by_column[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (bias && here) by_column[i] = up(bias[column + lane / 4 + 8 * i]);
+            }
+            float a[PER_THREAD], b[PER_THREAD];
+            hold(a);
+            hold(b);
+            for (int j = 0; j < steps; j++) {
+                await(&bars.full[at.stage], at.round);
+                u64 a_at = w + at.stage * (W_BYTES >> 4), b_at = a_at + (HALF_BYTES >> 4), x_at = x + at.stage * (X_BYTES >> 4);
+                products_begin();
+                product_step(a, a_at, x_at, j > 0);
+                products_end();
+                // All of the last step is done: its tiles are given back while this step's are multiplied.
+                products_wait<1>();
+                if (j > 0 && lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
+                product_step(b, b_at, x_at, j > 0);
+#pragma unroll
+                for (int i = 1; i < INNER / 16; i++) {
+                    product_step(a, a_at + 2 * i, x_at + 2 * i, 1);
+                    product_step(b, b_at + 2 * i, x_at + 2 * i, 1);
+                }
+                products_end();
+                at = at.next();
+            }
+            products_wait<0>();
+            hold(a);
+            hold(b);
+            if (lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
+
+#pragma unroll
+            for (int p = 0; p < (WIDTH + PART - 1) / PART; p++) {
+                // The last part ends with the tile; what it shares with the one before is stored twice.
+                const int start = p * PART < WIDTH - PART ? p * PART : WIDTH - PART;
+#pragma unroll
+                for (int i = 0; i < PART; i += 16) {
+                    int to = i + lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
+                    turn(a + (start + i) / 2, turned_at + piece(to, half), by_column);
+                    turn(b + (start + i) / 2, turned_at + piece(to, 2 + half), by_column + 2);
+                }
+                __syncwarp();
+                uint4 pieces[PART / 8];
+#pragma unroll
+                for (int i = 0; i < PART / 8; i++) pieces[i] = get(turned_at + piece(8 * i + lane / 4, lane % 4));
+#pragma unroll
+                for (int i = 0; i < PART / 8; i++) {
+                    store_if(start + 8 * i < left, to + (start + 8 * i) * pitch, pieces[i]);
+                }
+                __syncwarp();
+            }
+        }
+    }
+    // No block ends before the other has told it all it has to tell.
+    cluster_wait();
+}

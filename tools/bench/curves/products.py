@@ -1,0 +1,221 @@
+"""Products on Hopper: products.cu against cuBLASLt through torch, exact and fast.
+
+python products.py [--shapes ROWSxCOLUMNSxINNER,...] [--widths 184,168,...], on a machine with one H100 or H200 and torch. The kernel
+is compiled as attention.py does it. First some widths are compared with a product in f64, each in a process of its own, for a trap
+ends a context, and with torch's to the bit; then each shape is timed beside torch, by graphs: a few calls on an idle device (cold), and
+without a pause until the power limit rules the clock (sustained).
+"""
+import argparse, ctypes, os, subprocess, sys, time
+
+import attention
+from attention import check, compiled, device, nvml, watchdog
+
+T0 = time.time()
+COLUMNS, CLUSTER, INNER = 256, 2, 64
+BAND, TILE_ROWS, MOST_STAGES, SHARED, TURNED = 13, 24, 5, 232448, 8 * 32 * 64
+
+
+def product_step(width):
+    """What crates/tessera-cuda/src/warpgroups.rs puts before the kernel: the instruction names every register."""
+    n = width // 2
+    names = ", ".join(f"%{i}" for i in range(n))
+    held = ", ".join(f'"+f"(d[{i}])' for i in range(n))
+    return (f"__device__ __forceinline__ void product_step(float (&d)[{n}], u64 w, u64 x, int more) {{\n"
+            f'asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{n + 2}, 0;\\n'
+            f'wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{names}}}, %{n}, %{n + 1}, p, 1, 1, 0, 0;\\n}}"'
+            f' : {held} : "l"(w), "l"(x), "r"(more));\n}}\n')
+
+
+def shared_of(width, stages):
+    return stages * ((COLUMNS + width) * 128 + 16) + TURNED
+
+
+def tiles_of(rows, columns, width):
+    return -(-rows // width) * -(-columns // (CLUSTER * COLUMNS))
+
+
+def rounds(rows, columns, width):
+    return -(-tiles_of(rows, columns, width) // (attention.SMS // CLUSTER))
+
+
+def widths(rows, columns, n):
+    """Those of least time, the first as warpgroups.rs takes it."""
+    return sorted(range(192, 95, -8), key=lambda w: rounds(rows, columns, w) * (w + TILE_ROWS))[:n]
+
+
+def tensor_map(t, extents, strides, box):
+    raw, n = (ctypes.c_uint8 * 256)(), len(extents)
+    addr = (ctypes.addressof(raw) + 63) // 64 * 64
+    words = lambda of, v: (of * len(v))(*v)
+    # BFLOAT16 = 9, interleave none = 0, swizzle 128B = 3, L2 promotion 256B = 3, no NaN fill = 0
+    check(attention.cu.cuTensorMapEncodeTiled(ctypes.c_void_p(addr), 9, n, ctypes.c_void_p(t.data_ptr()), words(ctypes.c_uint64, extents),
+                                              words(ctypes.c_uint64, strides), words(ctypes.c_uint32, box), words(ctypes.c_uint32, [1] * n), 0, 3, 3, 0), "map")
+    raw.addr = addr
+    return raw
+
+
+class Kernel:
+    def __init__(self, width, band=BAND, stages=None, hang=False):
+        self.width = width
+        self.stages = stages or max(s for s in range(2, MOST_STAGES + 1) if shared_of(width, s) <= SHARED)
+        image = compiled("products.cu", dict(WIDTH=width, STAGES=self.stages, BAND=band, HANG_CHECK=int(hang)), product_step(width))
+        self.mod, self.f, self.shared = ctypes.c_void_p(), ctypes.c_void_p(), shared_of(width, self.stages)
+        check(attention.cu.cuModuleLoadData(ctypes.byref(self.mod), image), "load")
+        check(attention.cu.cuModuleGetFunction(ctypes.byref(self.f), self.mod, b"products"), "function")
+        check(attention.cu.cuFuncSetAttribute(self.f, 8, self.shared), f"shared {self.shared}")
+
+    def prepare(self, x, w, out, bias=None):
+        (rows, inner), columns = x.shape, w.shape[0]
+        first = (self.width // 2 + 7) // 8 * 8
+        maps = [tensor_map(w, (inner, 16, columns // 32, 2), (2 * inner, 64 * inner, 32 * inner), (INNER, 16, COLUMNS // 32, 2))]
+        maps += [tensor_map(x, (inner, rows), (2 * inner,), (INNER, n)) for n in (first, self.width - first)]
+        grid = CLUSTER * min(tiles_of(rows, columns, self.width), attention.SMS // CLUSTER)
+        numbers = [ctypes.c_void_p(bias.data_ptr() if bias is not None else 0), ctypes.c_void_p(out.data_ptr())]
+        numbers += [ctypes.c_int(n) for n in (rows, columns, inner)]
+        ptrs = (ctypes.c_void_p * 8)(*[m.addr for m in maps], *[ctypes.addressof(n) for n in numbers])
+
+        def go(keep=(maps, numbers)):
+            stream = ctypes.c_void_p(attention.torch.cuda.current_stream().cuda_stream)
+            check(attention.cu.cuLaunchKernel(self.f, grid, 1, 1, 384, 1, 1, self.shared, stream, ptrs, None), "launch")
+        return go
+
+
+def operands(rows, columns, inner, seed=0):
+    torch = attention.torch
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    f = lambda *s: torch.randn(*s, generator=g, device="cuda", dtype=torch.float32)
+    return f(rows, inner).bfloat16(), (f(columns, inner) * 0.02).bfloat16(), f(columns).bfloat16()
+
+
+def correct(width):
+    device()
+    torch, bad, worst, same, of = attention.torch, 0, 0.0, 0, 0
+    kernel = Kernel(width, hang=True)
+    for rows, columns, inner in ((64, 512, 64), (37, 128, 128), (width, 256, 640), (300, 544, 200), (1170, 5120, 1024), (4680, 1536, 5120)):
+        for with_bias in (False, True):
+            x, w, b = operands(rows, columns, inner, rows)
+            b = b if with_bias else None
+            out = torch.full((rows + 64, columns), float("nan"), device="cuda", dtype=torch.bfloat16)
+            kernel.prepare(x, w, out, b)()
+            torch.cuda.synchronize()
+            clean = torch.isnan(out[rows:]).all().item()
+            y = x.double() @ w.double().T + (b.double() if with_bias else 0)
+            e = (out[:rows].double() - y).abs()
+            tol = y.abs() / 256 + 1e-3 * y.abs().max()
+            worst = max(worst, (e / tol).max().item())
+            if not clean or not (e <= tol).all():
+                bad += 1
+                print(f"  {width}, bias {with_bias}, {rows} x {columns} x {inner}: {(~(e <= tol)).sum().item()} of {e.numel()} wrong, beyond the end {'clean' if clean else 'written'}")
+                for i in range(0, min(rows, 128), 16): print("    " + " ".join(f"{e[i:i + 16, j:j + 16].max().item():8.3f}" for j in range(0, min(columns, 256), 16)))
+                if bad > 2: break
+            same += torch.equal(out[:rows], torch.nn.functional.linear(x, w, b))
+            of += 1
+            # The same row among fewer, and again.
+            few = torch.empty(rows // 2 + 1, columns, device="cuda", dtype=torch.bfloat16)
+            for _ in range(3):
+                kernel.prepare(x[:few.shape[0]], w, few, b)()
+                torch.cuda.synchronize()
+                if not torch.equal(few, out[: few.shape[0]]):
+                    bad += 1
+                    print(f"  {width}, {rows} x {columns} x {inner}: other bits among fewer rows")
+    print(f"{'BAD ' if bad else 'good'} {width} rows, {kernel.stages} stages: worst {worst:.2f} of what is allowed; torch's bits {same} of {of} times", flush=True)
+    os._exit(1 if bad else 0)
+
+
+def timing(a):
+    device()
+    torch, sample, made = attention.torch, nvml(), {}
+
+    def replayed(gos, n):
+        """A graph of n calls, so that no side waits for Python."""
+        for go in gos: go()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(n): gos[i % len(gos)]()
+
+        def go():
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            return lambda: end.synchronize() or begin.elapsed_time(end) / n
+        return go
+
+    def burst(gos):
+        torch.cuda.synchronize()
+        go, took = replayed(gos, 4), []
+        for _ in range(3):
+            time.sleep(0.05)
+            go()
+            took.append(go()())
+        return min(took)
+
+    def sustained(gos, ms):
+        go = replayed(gos, max(1, int(30 / ms)))
+        late, power, clock, t, last = [], [], [], time.time(), None
+        while time.time() - t < a.seconds:
+            this = go()
+            if last: last()
+            last = this
+            if time.time() - t > a.seconds / 2:
+                late.append(this)
+                p, c = sample()
+                power.append(p), clock.append(c)
+        return sorted(x() for x in late)[len(late) // 2], sum(power) / len(power), sum(clock) / len(clock)
+
+    for rows, columns, inner in [tuple(int(n) for n in s.split("x")) for s in a.shapes.split(",")]:
+        # As many weights as no cache holds.
+        x, _, bias = operands(rows, columns, inner)
+        ws = [operands(8, columns, inner, i)[1] for i in range(max(1, int(300e6 / (columns * inner * 2))))]
+        out = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
+        flop = 2 * rows * columns * inner
+        library = ("torch", [lambda w=w: torch.nn.functional.linear(x, w, bias) for w in ws])
+        sides = []
+        for width, band, stages in [(w, b, s) for w in a.widths or widths(rows, columns, a.best) for b in a.bands for s in a.stages]:
+            kernel = made.setdefault((width, band, stages), None) or Kernel(width, band, stages)
+            made[width, band, stages] = kernel
+            name = f"{width} rows, {kernel.stages} stages, band {band}, {rounds(rows, columns, width)} rounds"
+            sides.append((name, [kernel.prepare(x, w, out, bias) for w in ws]))
+        print(f"{rows} x {columns} x {inner}", flush=True)
+        # Torch first and last: the device grows warm meanwhile.
+        base = None
+        for name, gos in [library, *sides, library]:
+            if time.time() - T0 > a.budget: return print("  out of time")
+            cold = burst(gos)
+            ms, w, mhz = sustained(gos, cold)
+            base = base or (cold, ms)
+            # Tensor throughput as a share of 4096 FLOP per SM and cycle at the clock seen.
+            use = flop / (ms * 1e-3) / (attention.SMS * 4096 * mhz * 1e6) if mhz else 0
+            print(f"  {name:40s} cold {cold * 1e3:7.1f} us {flop / cold / 1e9:6.1f} x{base[0] / cold:5.3f}  sustained {ms * 1e3:7.1f} us {flop / ms / 1e9:6.1f} TFLOP/s x{base[1] / ms:5.3f}  {w:4.0f} W {mhz:5.0f} MHz {use:.3f} of peak/clk", flush=True)
+
+
+def numbers(s):
+    return [int(n) for n in s.split(",")]
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--correct", type=int, help=argparse.SUPPRESS)
+    p.add_argument("--check", type=numbers, default=[192, 184, 168, 104], help="widths to compare with f64")
+    p.add_argument("--shapes", default="4680x5120x5120,4680x15360x5120,4680x5120x13824,2340x5120x5120,2340x5120x13824,2160x5120x5120,2160x15360x5120,2160x5120x13824,1080x5120x5120,1170x5120x5120")
+    p.add_argument("--widths", type=numbers, help="rows of a tile (default: the --best ones)")
+    p.add_argument("--best", type=int, default=1)
+    p.add_argument("--bands", type=numbers, default=[BAND])
+    p.add_argument("--stages", type=numbers, default=[None])
+    p.add_argument("--seconds", type=float, default=0.5, help="of each side without a pause")
+    p.add_argument("--budget", type=float, default=100)
+    a = p.parse_args()
+    if a.correct:
+        watchdog(60)
+        correct(a.correct)
+    watchdog(a.budget + 60)
+    children = [subprocess.Popen([sys.executable, os.path.abspath(__file__), "--correct", str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for n in a.check]
+    good = True
+    for c in children:
+        print(c.communicate()[0][-3500:], end="", flush=True)
+        good &= c.returncode == 0
+    print(f"correctness took {time.time() - T0:.1f} s", flush=True)
+    if good: timing(a)
+    print(f"all took {time.time() - T0:.1f} s", flush=True)
+    os._exit(0 if good else 1)
