@@ -20,7 +20,7 @@ use crate::compile::Compiler;
 use crate::driver::{Done, Memory, Stream, failed};
 use crate::tables::CublasLt;
 use crate::tuning;
-use crate::warpgroups::Warpgroups;
+use crate::warpgroups::{COLUMN_STEP, Warpgroups};
 
 /// What one product is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -51,6 +51,18 @@ pub(crate) struct At {
     pub(crate) out: u64,
     /// Scales of rows of x and of w, for e4m3.
     pub(crate) scales: (u64, u64),
+    /// Columns that lie elsewhere, which the kernel of this crate alone can see to.
+    pub(crate) away: Option<Away>,
+}
+
+/// Columns of out that lie by themselves, their rows behind one another.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Away {
+    /// The first of them, and the first that is none.
+    pub(crate) columns: (u64, u64),
+    pub(crate) to: u64,
+    /// Where the number lies of the row at which they begin; 0 for the first.
+    pub(crate) row: u64,
 }
 
 /// What makes a product.
@@ -151,6 +163,12 @@ impl Products {
         self.instead.get(&shape).copied().unwrap_or(shape)
     }
 
+    /// Whether so many columns of a shape, and multiples of it, may lie by themselves.
+    pub(crate) fn parts(&self, shape: Shape, columns: u64) -> bool {
+        let own = self.plans.get(&shape).is_some_and(|plan| matches!(plan.by, By::Own(_)));
+        own && columns.is_multiple_of(COLUMN_STEP)
+    }
+
     /// Whether from here on no algorithm is chosen.
     pub(crate) fn freeze(&mut self, frozen: bool) {
         self.frozen = frozen;
@@ -166,6 +184,9 @@ impl Products {
     /// Launches a product as a plan says.
     pub(crate) fn launch(&self, shape: Shape, plan: &Plan, at: At, stream: &Stream) -> Done<()> {
         let algo = match (&plan.by, &self.own) {
+            (By::Library(_), _) if at.away.is_some() => {
+                return failed("columns of a product of the library's in a place of their own");
+            }
             (By::Library(algo), _) => algo,
             (By::Own(width), Some(own)) => return own.run(*width, shape, at, stream),
             (By::Own(_), None) => return failed("a product by a kernel that this device has not"),

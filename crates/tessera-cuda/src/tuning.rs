@@ -119,7 +119,7 @@ impl Trial {
             fill(at, bytes, half_words, &stream)?;
         }
         fill(scales, extents[4], |_| 0x3f80_0000_3f80_0000, &stream)?;
-        let at = At { x, w, bias, residual, out: one, scales: (scales, scales) };
+        let at = At { x, w, bias, residual, out: one, scales: (scales, scales), away: None };
         Ok(Trial { shape: s, at, results: [one, two], result_bytes, stream, _memory: memory })
     }
 
@@ -224,6 +224,7 @@ mod tests {
     use crate::compile::Compiler;
     use crate::driver::Context;
     use crate::libraries::Libraries;
+    use crate::products::Away;
     use crate::tables::{CublasLt, Nvrtc};
     use crate::warpgroups::Warpgroups;
     use cudarc::driver::sys::CUdevice_attribute as Attribute;
@@ -387,6 +388,38 @@ mod tests {
                 }
             }
             assert!(bad.is_empty(), "other bits than the library's: {bad:#?}");
+        });
+    }
+
+    #[test]
+    fn columns_of_their_own_lie_where_they_should() {
+        on_a_gpu(|Here { products, mut compiler, own }| {
+            let Some(mut own) = own else {
+                eprintln!("skipped: not a Hopper");
+                return;
+            };
+            let s = Shape { rows: 300, columns: 1056, ..SQUARE };
+            let trial = Trial::new(s).unwrap();
+            let plan = products.plan(s, None).unwrap();
+            products.launch(s, &plan, trial.at, &trial.stream).unwrap();
+            let (first, last, row) = (512, 1024, 7_u64);
+            let apart = Shape { columns: last - first, ..s };
+            let elsewhere = Memory::new(((row + s.rows) * apart.columns * 2 + 256) as usize).unwrap();
+            upload(elsewhere.at(), &[row]).unwrap();
+            let columns = (first, last);
+            let away = Some(Away { columns, to: elsewhere.at() + 256, row: elsewhere.at() });
+            own.prepare(&mut compiler, 184).unwrap();
+            own.run(184, s, At { out: trial.results[1], away, ..trial.at }, &trial.stream).unwrap();
+            trial.wait_for(&Event::new().unwrap()).unwrap();
+            let (want, here) = (read(trial.results[0], s), read(trial.results[1], s));
+            let there = read(elsewhere.at() + 256 + row * apart.columns * 2, apart);
+            let (first, last) = (2 * first as usize, 2 * last as usize);
+            let rows = want.chunks(2 * s.columns as usize).zip(here.chunks(2 * s.columns as usize));
+            for ((want, here), there) in rows.zip(there.chunks(last - first)) {
+                assert_eq!(want[..first], here[..first]);
+                assert_eq!(want[first..last], *there);
+                assert_eq!(want[last..], here[last..]);
+            }
         });
     }
 }

@@ -18,8 +18,8 @@ const SOURCE: &str = include_str!("kernels/products.cu");
 const COLUMNS: u64 = 256;
 const CLUSTER: u64 = 2;
 const TURNED_BYTES: u64 = 8 * 32 * 64;
-/// Of columns 16 go one way and 16 another.
-const COLUMN_STEP: u64 = 32;
+/// Columns that a warp makes of a row, of which 16 go one way and 16 another.
+pub(crate) const COLUMN_STEP: u64 = 32;
 /// Tiles of rows in a band: with it the tiles of one round read as little as they can.
 const BAND: u64 = 13;
 /// Rows of a tile at most: more need more registers than there are.
@@ -97,6 +97,8 @@ impl Warpgroups {
         let args = Args::new().map(columns).map(rows(first)?).map(rows(width - first)?);
         let args = args.at(if s.bias { at.bias } else { 0 }).at(at.out);
         let args = args.int(s.rows as i64).int(s.columns as i64).int(s.inner as i64);
+        let away = at.away.map_or([0; 4], |a| [a.to, a.row, a.columns.0, a.columns.1]);
+        let args = args.words(away.to_vec());
         let blocks = CLUSTER * tiles(&s, width).min(self.clusters);
         stream.launch(kernel.function, [blocks as u32, 1, 1], 384, kernel.shared_bytes, args)
     }

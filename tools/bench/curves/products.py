@@ -71,8 +71,8 @@ class Kernel:
         maps += [tensor_map(x, (inner, rows), (2 * inner,), (INNER, n)) for n in (first, self.width - first)]
         grid = CLUSTER * min(tiles_of(rows, columns, self.width), attention.SMS // CLUSTER)
         numbers = [ctypes.c_void_p(bias.data_ptr() if bias is not None else 0), ctypes.c_void_p(out.data_ptr())]
-        numbers += [ctypes.c_int(n) for n in (rows, columns, inner)]
-        ptrs = (ctypes.c_void_p * 8)(*[m.addr for m in maps], *[ctypes.addressof(n) for n in numbers])
+        numbers += [ctypes.c_int(n) for n in (rows, columns, inner)] + [(ctypes.c_uint64 * 4)()]  # no columns elsewhere
+        ptrs = (ctypes.c_void_p * 9)(*[m.addr for m in maps], *[ctypes.addressof(n) for n in numbers])
 
         def go(keep=(maps, numbers)):
             stream = ctypes.c_void_p(attention.torch.cuda.current_stream().cuda_stream)

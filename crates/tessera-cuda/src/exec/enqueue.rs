@@ -444,7 +444,7 @@ impl Cuda {
         shape.residual = add.is_some();
         let (wanted, shape) = (shape, self.products.form(shape));
         let scales = (self.key(program, op, "x_scale")?, self.key(program, op, "w_scale")?);
-        self.products.run(shape, products::At { x, w, bias, residual, out, scales }, stream)?;
+        self.products.run(shape, products::At { x, w, bias, residual, out, scales, away: None }, stream)?;
         // What the epilogue does not do follows, in place.
         let f32 = shape.dtype == DType::F32;
         let left_bias = if f32 || wanted.bias != shape.bias { bias } else { 0 };
@@ -557,7 +557,7 @@ impl Cuda {
     }
 
     /// Where the first row that an op writes would lie, did the call not say how many come before.
-    fn written_at(&self, program: usize, op: &Op) -> Done<u64> {
+    pub(super) fn written_at(&self, program: usize, op: &Op) -> Done<u64> {
         let ty = self.programs[program].program.ty(op.operands[0]);
         let row_bytes = ty.shape[1..].iter().product::<u64>() * ty.dtype.bytes();
         Ok(self.buffer_of(program, op)? + op.int("first").unwrap_or(0) as u64 * row_bytes)

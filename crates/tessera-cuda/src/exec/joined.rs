@@ -2,7 +2,8 @@
 //!
 //! Query, key and value of one operand are one product: its rows hold all three side by side, and the row kernels that read them
 //! know how far rows are apart. One product has fewer tiles left over at its end than three. Where an exchange carries one of the
-//! three away while the next computes, that is worth more, and they stay three.
+//! three away while the next computes, that is worth more, and they stay three. The kernel of this crate writes what only goes to a
+//! cache there at once.
 //!
 //! The columns of all blocks that a call modulates by are one table after another: a launch for each block would take longer than its work,
 //! the longer the more ranks share a block.
@@ -18,25 +19,38 @@ use super::enqueue::{act, product};
 use super::steps::writes_rows;
 use super::{ALIGNMENT, Cuda, Place, refused};
 use crate::driver::{Done, Stream};
-use crate::products::{self, Shape};
+use crate::products::{self, Away, Shape};
 
 /// Ops that one launch does, in the program's order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Joined {
-    Products(Arc<[usize]>),
+    Products {
+        made: Arc<[usize]>,
+        /// The write to a cache that is the only reader of one of them, and done with them.
+        write: Option<usize>,
+    },
     Tables(Arc<[usize]>),
 }
 
 impl Joined {
-    pub(super) fn ops(&self) -> &[usize] {
+    /// The ops whose results it makes together.
+    pub(super) fn made(&self) -> &[usize] {
         match self {
-            Joined::Products(ops) | Joined::Tables(ops) => ops,
+            Joined::Products { made, .. } | Joined::Tables(made) => made,
         }
+    }
+
+    pub(super) fn ops(&self) -> Vec<usize> {
+        let write = match self {
+            Joined::Products { write, .. } => *write,
+            Joined::Tables(_) => None,
+        };
+        self.made().iter().copied().chain(write).collect()
     }
 
     /// Whether its results lie where those of another lay.
     pub(super) fn replaces(&self, other: &Joined) -> bool {
-        matches!((self, other), (Joined::Products(_), Joined::Products(_)))
+        matches!((self, other), (Joined::Products { .. }, Joined::Products { .. }))
     }
 }
 
@@ -45,7 +59,7 @@ const PARTS: [&str; 2] = ["bias", "w_scale"];
 
 /// What may be joined, by what the program says alone.
 pub(super) fn joined(p: &Program) -> Vec<Joined> {
-    let products = triples(p).into_iter().map(|ops| Joined::Products(Arc::new(ops)));
+    let products = triples(p).into_iter().map(|ops| Joined::Products { made: Arc::new(ops), write: None });
     products.chain(tables(p).into_iter().map(|ops| Joined::Tables(ops.into()))).collect()
 }
 
@@ -104,6 +118,29 @@ fn may(p: &Program, readers: &[Vec<usize>], triple: [usize; 3]) -> bool {
     })
 }
 
+/// The write to a cache that may be done with products: the only reader of one of their results, to a buffer that nothing reads or
+/// writes in between.
+fn written(p: &Program, made: &[usize]) -> Option<usize> {
+    let (readers, defs) = (p.readers(), p.definitions());
+    made.iter().find_map(|i| {
+        let result = p.ops[*i].results[0];
+        let [w] = readers[result.0 as usize][..] else { return None };
+        let (write, from) = (&p.ops[w], p.ty(result));
+        let buffer = write.buffer.filter(|_| writes_rows(p, w))?;
+        let touches = |op: &Op| {
+            let lies_there = |v: ValueId| defs[v.0 as usize].is_some_and(|d| p.ops[d].buffer == Some(buffer));
+            op.buffer == Some(buffer) || op.uses().into_iter().any(lies_there)
+        };
+        let free = !p.ops[made[0]..w].iter().any(touches);
+        let in_order = p.ops.iter().filter(|op| touches(op)).all(on_main);
+        // The row is the call's, or there is none.
+        let told = write
+            .key("row")
+            .is_none_or(|v| defs[v.0 as usize].is_some_and(|d| p.ops[d].opcode == Opcode::Call));
+        (free && in_order && told && p.buffer(buffer).ty.dtype == from.dtype).then_some(w)
+    })
+}
+
 /// Whether it is on the stream that a program begins on: what follows in the program then follows in time.
 fn on_main(op: &Op) -> bool {
     op.stream.0 == 0
@@ -146,9 +183,9 @@ pub(super) fn places<'a>(
 ) -> (Vec<(ValueId, Place)>, u64) {
     let (mut out, mut end) = (Vec::new(), begin);
     let result = |i: &usize| p.ops[*i].results[0];
-    let bytes = |j: &Joined| j.ops().iter().map(|i| p.ty(result(i)).bytes().0).sum::<u64>();
+    let bytes = |j: &Joined| j.made().iter().map(|i| p.ty(result(i)).bytes().0).sum::<u64>();
     for tables in all.clone().filter(|j| matches!(j, Joined::Tables(_))) {
-        for i in tables.ops() {
+        for i in tables.made() {
             let ty = p.ty(result(i));
             out.push((result(i), Place::Beside(end, ty.shape[1])));
             end += ty.bytes().0;
@@ -156,10 +193,10 @@ pub(super) fn places<'a>(
     }
     // One set of products after another, in one place.
     let (at, mut most) = (end, 0);
-    for products in all.filter(|j| matches!(j, Joined::Products(_))) {
-        let pitch = products.ops().iter().map(|i| p.ty(result(i)).shape[1]).sum();
+    for products in all.filter(|j| matches!(j, Joined::Products { .. })) {
+        let pitch = products.made().iter().map(|i| p.ty(result(i)).shape[1]).sum();
         let mut column = at;
-        for i in products.ops() {
+        for i in products.made() {
             let ty = p.ty(result(i));
             out.push((result(i), Place::Beside(column, pitch)));
             column += ty.shape[1] * ty.dtype.bytes();
@@ -178,8 +215,19 @@ impl Cuda {
     ) -> Result<Vec<Joined>, Diagnostic> {
         let mut out = Vec::new();
         for one in joined(p) {
-            if self.weights_beside(p, one.ops(), source)? && self.able(p, &one)? {
-                out.push(one);
+            if !self.weights_beside(p, one.made(), source)? {
+                continue;
+            }
+            match one {
+                Joined::Products { made, .. } => {
+                    let shape = whole(p, &made);
+                    if self.able(p, &made, shape)? {
+                        let write = written(p, &made)
+                            .filter(|_| self.products.parts(shape, shape.columns / made.len() as u64));
+                        out.push(Joined::Products { made, write });
+                    }
+                }
+                Joined::Tables(_) => out.push(one),
             }
         }
         Ok(out)
@@ -205,10 +253,9 @@ impl Cuda {
         Ok(all)
     }
 
-    /// Whether there is a kernel for it, made ready.
-    fn able(&mut self, p: &Program, one: &Joined) -> Result<bool, Diagnostic> {
-        let Joined::Products(ops) = one else { return Ok(true) };
-        let (shape, ty) = (whole(p, ops), p.ty(p.ops[ops[0]].results[0]));
+    /// Whether there is a product for all of these, made ready.
+    fn able(&mut self, p: &Program, made: &[usize], shape: Shape) -> Result<bool, Diagnostic> {
+        let ty = p.ty(p.ops[made[0]].results[0]);
         let rows = self.kernels.prepare_rows(ty.shape[1], ty.dtype);
         rows.map_err(|e| refused(&format!("@{}", p.name), &e))?;
         let chosen = self.products.prepare(shape, &mut self.kernels.compiler);
@@ -217,10 +264,12 @@ impl Cuda {
 
     pub(super) fn joined(&mut self, program: usize, one: &Joined, stream: &Stream) -> Done<()> {
         let p = Arc::clone(&self.programs[program].program);
-        let first = &p.ops[one.ops()[0]];
+        let first = &p.ops[one.made()[0]];
         let out = self.at(program, first.results[0])?;
         match one {
-            Joined::Products(ops) => {
+            Joined::Products { made, write } => {
+                let shape = whole(&p, made);
+                let away = write.map(|w| self.away(program, made, w)).transpose()?;
                 let at = products::At {
                     x: self.at(program, first.operands[0])?,
                     w: self.at(program, first.operands[1])?,
@@ -228,11 +277,23 @@ impl Cuda {
                     residual: 0,
                     out,
                     scales: (self.key(program, first, "x_scale")?, self.key(program, first, "w_scale")?),
+                    away,
                 };
-                self.products.run(whole(&p, ops), at, stream)
+                self.products.run(shape, at, stream)
             }
             Joined::Tables(ops) => self.modulate(program, first, ops.len() as u64, stream),
         }
+    }
+
+    /// The columns of a write's operand among those of all products, and where it puts them.
+    fn away(&self, program: usize, made: &[usize], write: usize) -> Done<Away> {
+        let p = &self.programs[program].program;
+        let op = &p.ops[write];
+        let wide = |i: &usize| p.ty(p.ops[*i].results[0]).shape[1];
+        let before = made.iter().take_while(|i| p.ops[**i].results[0] != op.operands[0]);
+        let first: u64 = before.map(wide).sum();
+        let columns = (first, first + p.ty(op.operands[0]).shape[1]);
+        Ok(Away { columns, to: self.written_at(program, op)?, row: self.key(program, op, "row")? })
     }
 }
 
@@ -279,6 +340,27 @@ mod tests {
         };
         assert_eq!(found("cache.write @d, %v, row=%row"), [["v", "q", "k"]]);
         assert!(found("%s = toperator.silu %v : bf16[16, 128] output \"s\", %s").is_empty());
+    }
+
+    #[test]
+    fn a_cache_is_written_with_the_products_unless_somebody_looks_at_it_in_between() {
+        let found = |between: &str, row: &str| -> Option<String> {
+            let three = ["v", "q", "k"].map(|n| product_of("x", n)).concat();
+            let text = format!(
+                "program @p {{ buffer @c : bf16[32, 128] buffer @d : bf16[32, 128] %x = input : bf16[16, 128] \
+                 %n = weight \"n\" : f32[128] %row = call \"row\" : i64 %old = cache.read @d : bf16[32, 128] \
+                 {three}{}{}{between} cache.write @c, %kn, row=%row cache.write @d, %v, {row} output \"q\", %qn }}",
+                norm_of("q"),
+                norm_of("k"),
+            );
+            let p = program(&text);
+            let made = triples(&p)[0];
+            written(&p, &made).map(|w| p.value(p.ops[w].operands[0]).name.clone())
+        };
+        assert_eq!(found("", "row=%row"), Some("v".to_string()));
+        let reads = "%s = toperator.silu %old : bf16[32, 128] output \"s\", %s";
+        assert_eq!(found(reads, "row=%row"), None);
+        assert_eq!(found("cache.write @d, %qn, row=%row", "row=%row"), None);
     }
 
     #[test]

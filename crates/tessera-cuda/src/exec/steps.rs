@@ -35,14 +35,14 @@ impl Step {
             }
             Step::Turned { scale, rope, write } => [scale, rope, write].into_iter().flatten().collect(),
             Step::ProductAdd { product, add } => vec![product, add],
-            Step::Joined(ref joined) => joined.ops().to_vec(),
+            Step::Joined(ref joined) => joined.ops(),
         }
     }
 
     /// The op at whose place it runs, and by whose stream.
     pub(super) fn at(&self) -> usize {
         match self {
-            Step::Joined(joined) => joined.ops()[0],
+            Step::Joined(joined) => joined.made()[0],
             _ => self.ops().last().copied().unwrap_or(0),
         }
     }
@@ -57,7 +57,7 @@ pub(super) fn steps(p: &Program, slots: &Slots, joined: &[Joined]) -> Vec<Step> 
         if taken[i] {
             continue;
         }
-        let one_of = joined.iter().find(|j| j.ops()[0] == i).map(|j| Step::Joined(j.clone()));
+        let one_of = joined.iter().find(|j| j.made()[0] == i).map(|j| Step::Joined(j.clone()));
         let Some(step) = one_of.or_else(|| begin(p, &readers, &taken, i)) else { continue };
         let mut tried = fused.clone();
         tried.push(step.clone());
@@ -176,7 +176,7 @@ fn holds(p: &Program, slots: &Slots, steps: &[Step]) -> bool {
     let mut together: BTreeMap<ValueId, &Joined> = BTreeMap::new();
     for step in steps {
         if let Step::Joined(joined) = step {
-            together.extend(joined.ops().iter().flat_map(|i| &p.ops[*i].results).map(|r| (*r, joined)));
+            together.extend(joined.made().iter().flat_map(|i| &p.ops[*i].results).map(|r| (*r, joined)));
         }
     }
     let mut made: Vec<&Joined> = Vec::new();

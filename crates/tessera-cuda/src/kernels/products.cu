@@ -23,6 +23,13 @@ constexpr u32 HALF_BYTES = W_BYTES / 2, GROUP_BYTES = 64 * INNER * 2;
 // Rows of out that a warp turns at once, on their way out: 64 bytes of each are its own.
 constexpr int PART = 32, ROW_BYTES = 64;
 
+// Columns [first, last) that lie elsewhere than in out: rows of their own behind one another, from row `*row` of `to` on.
+struct Away {
+    u64 to;
+    const i64 *row;
+    u64 first, last;
+};
+
 struct Barriers {
     u64 full[STAGES], empty[STAGES];
 };
@@ -111,7 +118,7 @@ __device__ __forceinline__ void turn(const float *d, u32 at, const float *bias) 
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     products(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap x_rest_map,
-             const bf16 *bias, bf16 *out, int rows, int columns, int inner) {
+             const bf16 *bias, bf16 *out, int rows, int columns, int inner, const __grid_constant__ Away away) {
     // As the swizzle wants it: on 1024 bytes.
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *w_tiles = shared, *x_tiles = w_tiles + STAGES * W_BYTES, *turned = x_tiles + STAGES * X_BYTES;
@@ -119,7 +126,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     u32 rank = rank_in_cluster();
     Tiles of = {(rows + WIDTH - 1) / WIDTH, (columns + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS)};
-    i64 pitch = (i64)columns * sizeof(bf16);
     int tiles = of.along * of.across, steps = (inner + INNER - 1) / INNER;
     int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (threadIdx.x == 0) {
@@ -163,7 +169,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             column += rank * COLUMNS + warp * 32;
             bool here = column < columns;
             // This lane's piece of a row, and how many rows are left from there.
-            unsigned char *to = (unsigned char *)(out + (i64)(row + lane / 4) * columns + column + lane % 4 * 8);
+            bool goes = column >= away.first && column < away.last;
+            i64 pitch = (goes ? (i64)(away.last - away.first) : (i64)columns) * sizeof(bf16);
+            i64 to_row = row + lane / 4 + (goes && away.row ? *away.row : 0);
+            unsigned char *to = goes ? (unsigned char *)away.to : (unsigned char *)out;
+            to += to_row * pitch + (column - (goes ? (int)away.first : 0) + lane % 4 * 8) * sizeof(bf16);
             int left = here ? rows - row - lane / 4 : 0;
             // Of columns lane / 4, and of those 8, 16 and 24 further.
             float by_column[4] = {0.0f, 0.0f, 0.0f, 0.0f};
