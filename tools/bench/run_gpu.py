@@ -35,6 +35,46 @@ class Dead(Exception):
         self.side = side
 
 
+class Watch:
+    """What the GPUs draw and at which clock they run, whoever runs on them; nothing without nvidia-smi."""
+
+    ASKED = "index,power.draw,clocks.sm"
+
+    def __init__(self, gpus):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self.gpus = (visible.split(",") if visible else [str(i) for i in range(gpus)])[:gpus]
+        self.seen = collections.deque(maxlen=4000)
+        try:
+            command = ["nvidia-smi", f"--query-gpu={self.ASKED}", "--format=csv,noheader,nounits", "-lms", "100"]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                                            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL))
+            threading.Thread(target=self.read, daemon=True).start()
+        except OSError:
+            self.process = None
+
+    def read(self):
+        for line in self.process.stdout:
+            try:
+                gpu, power_w, clock_mhz = line.split(", ")
+                self.seen.append((time.monotonic(), gpu, float(power_w), float(clock_mhz)))
+            except ValueError:
+                continue
+
+    def since(self, begin):
+        """Medians over what was seen since, by GPU."""
+        medians = {}
+        for name, at in (("power_w", 2), ("clock_mhz", 3)):
+            of = [[x[at] for x in list(self.seen) if x[0] >= begin and x[1] == gpu] for gpu in self.gpus]
+            if all(of):
+                medians[name] = [round(statistics.median(values)) for values in of]
+        return {"seen": medians} if medians else {}
+
+    def end(self):
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+
+
 class Side:
     """A server of the protocol of dit_gpu.py --serve."""
 
@@ -128,7 +168,7 @@ def chooses_by_time(name, command):
 
 def points_of(args, gpus):
     """The points of every size, one after another: all sides are started once and ended with the last."""
-    sides, facts = {}, {}
+    sides, facts, watch = {}, {}, Watch(gpus)
     try:
         ready = lambda name: facts.update({name: sides[name].answer(args.start_timeout, "ready")})
         for name, command in sides_of(args, gpus).items():
@@ -140,7 +180,7 @@ def points_of(args, gpus):
             if name not in facts:
                 ready(name)
         for size in args.sizes.split(","):
-            rounds = rounds_of(args, size, gpus, sides)
+            rounds = rounds_of(args, size, gpus, sides, watch)
             of_size = {name: {k: v for k, v in f.items() if k != "points"} | f["points"][size] for name, f in facts.items()}
             yield point(size, gpus, sides, of_size, rounds)
         for side in sides.values():
@@ -152,11 +192,12 @@ def points_of(args, gpus):
         tail = "\n".join(f"  | {line}" for line in e.side.tail)
         sys.exit(f"run_gpu: {e}\n  command: {shlex.join(e.side.command)}\n{tail}")
     finally:
+        watch.end()
         for side in sides.values():
             side.kill()
 
 
-def rounds_of(args, size, gpus, sides):
+def rounds_of(args, size, gpus, sides, watch):
     """Name -> answers, one a round."""
     step_ms = {name: statistics.median(side.run(size, 3, args.run_timeout)["steps_ms"]) for name, side in sides.items()}
     rounds = {name: [] for name in sides}
@@ -166,7 +207,8 @@ def rounds_of(args, size, gpus, sides):
             settle = math.ceil(args.settle_s * 1e3 / step_ms[name])
             if settle:
                 sides[name].run(size, settle, args.run_timeout)
-            rounds[name].append(sides[name].run(size, args.steps, args.run_timeout))
+            begin = time.monotonic()
+            rounds[name].append(sides[name].run(size, args.steps, args.run_timeout) | watch.since(begin))
         medians = ", ".join(f"{n} {statistics.median(rounds[n][-1]['steps_ms']):.1f}" for n in sides)
         print(f"{size} {gpus} GPUs, round {i + 1}: {medians} ms", file=sys.stderr, flush=True)
     return rounds

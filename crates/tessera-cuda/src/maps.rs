@@ -17,7 +17,7 @@ pub(crate) fn map<const N: usize>(
     strides: &[u64],
     box_of: [u32; N],
 ) -> Done<sys::CUtensorMap> {
-    debug_assert_eq!(strides.len() + 1, N);
+    assert_eq!(strides.len() + 1, N, "a map has a stride for each dim but the innermost");
     let steps = [1_u32; N];
     // SAFETY: the map is written before it is read; plain words have no invalid bits.
     let mut map: sys::CUtensorMap = unsafe { std::mem::zeroed() };

@@ -140,10 +140,8 @@ impl Products {
         let mut why = None;
         for candidate in less {
             let own = self.own.as_mut().filter(|_| tuning::is_large(&candidate));
-            let width = own.as_ref().and_then(|o| o.width(&candidate));
-            if let (Some(own), Some(width)) = (own, width) {
-                own.prepare(compiler, width)?;
-            }
+            // The library's will do where the kernel does not compile.
+            let width = own.and_then(|o| o.width(&candidate).filter(|w| o.prepare(compiler, *w).is_ok()));
             match self.plan(candidate, width) {
                 Ok(plan) => {
                     self.plans.insert(candidate, plan);

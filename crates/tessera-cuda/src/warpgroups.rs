@@ -24,6 +24,8 @@ pub(crate) const COLUMN_STEP: u64 = 32;
 const BAND: u64 = 13;
 /// Rows of a tile at most: more need more registers than there are.
 const WIDEST: u64 = 192;
+/// Of a step's four parts, how many are under way when the last step's tiles are given back.
+const EARLY: u64 = 1;
 /// What a tile takes beside its products, in rows.
 const TILE_ROWS: u64 = 24;
 /// Tiles in flight at most, and the shared memory that a block may have.
@@ -120,11 +122,11 @@ fn first_rows(width: u64) -> u64 {
 }
 
 /// What the kernel of a width is compiled with, and its shared memory.
-pub(crate) fn cut(width: u64) -> ([(&'static str, String); 3], u32) {
+pub(crate) fn cut(width: u64) -> ([(&'static str, String); 4], u32) {
     let bytes = |stages: u64| stages * ((COLUMNS + width) * 2 * BOX_COLUMNS + 16) + TURNED_BYTES;
     let stages = (2..=MOST_STAGES).rev().find(|s| bytes(*s) <= SHARED_BYTES).unwrap_or(2);
-    let defines = [("WIDTH", width), ("STAGES", stages), ("BAND", BAND)].map(|(k, v)| (k, v.to_string()));
-    (defines, bytes(stages) as u32)
+    let defines = [("WIDTH", width), ("STAGES", stages), ("BAND", BAND), ("EARLY", EARLY)];
+    (defines.map(|(k, v)| (k, v.to_string())), bytes(stages) as u32)
 }
 
 /// The kernel's source for a width: the instruction of a step names every register it adds to, which no macro counts.
@@ -161,7 +163,7 @@ mod tests {
     fn tiles_are_as_wide_as_leaves_least_idle() {
         let own = Warpgroups::new((9, 0), 132).unwrap();
         let width = |rows, columns| own.width(&Shape { rows, columns, ..SHAPE });
-        // 26 tiles of 180 rows by 10 of columns: four rounds of 66 clusters, with four left over.
+        // 26 by 10 tiles: four rounds of 66 clusters, with four left over.
         assert_eq!(width(4680, 5120), Some(184));
         assert_eq!(width(2340, 5120), Some(184));
         assert_eq!(width(2160, 5120), Some(168));

@@ -5,14 +5,14 @@ is compiled as attention.py does it. First some widths are compared with a produ
 ends a context, and with torch's to the bit; then each shape is timed beside torch, by graphs: a few calls on an idle device (cold), and
 without a pause until the power limit rules the clock (sustained).
 """
-import argparse, ctypes, os, subprocess, sys, time
+import argparse, ctypes, itertools, os, subprocess, sys, time
 
 import attention
 from attention import check, compiled, device, nvml, watchdog
 
 T0 = time.time()
 COLUMNS, CLUSTER, INNER = 256, 2, 64
-BAND, TILE_ROWS, MOST_STAGES, SHARED, TURNED = 13, 24, 5, 232448, 8 * 32 * 64
+BAND, EARLY, TILE_ROWS, MOST_STAGES, SHARED, TURNED = 13, 1, 24, 5, 232448, 8 * 32 * 64
 
 
 def product_step(width):
@@ -55,10 +55,10 @@ def tensor_map(t, extents, strides, box):
 
 
 class Kernel:
-    def __init__(self, width, band=BAND, stages=None, hang=False):
+    def __init__(self, width, band=BAND, stages=None, early=EARLY, hang=False):
         self.width = width
         self.stages = stages or max(s for s in range(2, MOST_STAGES + 1) if shared_of(width, s) <= SHARED)
-        image = compiled("products.cu", dict(WIDTH=width, STAGES=self.stages, BAND=band, HANG_CHECK=int(hang)), product_step(width))
+        image = compiled("products.cu", dict(WIDTH=width, STAGES=self.stages, BAND=band, EARLY=early, HANG_CHECK=int(hang)), product_step(width))
         self.mod, self.f, self.shared = ctypes.c_void_p(), ctypes.c_void_p(), shared_of(width, self.stages)
         check(attention.cu.cuModuleLoadData(ctypes.byref(self.mod), image), "load")
         check(attention.cu.cuModuleGetFunction(ctypes.byref(self.f), self.mod, b"products"), "function")
@@ -172,10 +172,9 @@ def timing(a):
         flop = 2 * rows * columns * inner
         library = ("torch", [lambda w=w: torch.nn.functional.linear(x, w, bias) for w in ws])
         sides = []
-        for width, band, stages in [(w, b, s) for w in a.widths or widths(rows, columns, a.best) for b in a.bands for s in a.stages]:
-            kernel = made.setdefault((width, band, stages), None) or Kernel(width, band, stages)
-            made[width, band, stages] = kernel
-            name = f"{width} rows, {kernel.stages} stages, band {band}, {rounds(rows, columns, width)} rounds"
+        for cut in itertools.product(a.widths or widths(rows, columns, a.best), a.bands, a.stages, a.early):
+            kernel = made[cut] = made.get(cut) or Kernel(*cut)
+            name = f"{cut[0]} rows, {kernel.stages} stages, band {cut[1]}, early {cut[3]}, {rounds(rows, columns, cut[0])} rounds"
             sides.append((name, [kernel.prepare(x, w, out, bias) for w in ws]))
         print(f"{rows} x {columns} x {inner}", flush=True)
         # Torch first and last: the device grows warm meanwhile.
@@ -187,7 +186,7 @@ def timing(a):
             base = base or (cold, ms)
             # Tensor throughput as a share of 4096 FLOP per SM and cycle at the clock seen.
             use = flop / (ms * 1e-3) / (attention.SMS * 4096 * mhz * 1e6) if mhz else 0
-            print(f"  {name:40s} cold {cold * 1e3:7.1f} us {flop / cold / 1e9:6.1f} x{base[0] / cold:5.3f}  sustained {ms * 1e3:7.1f} us {flop / ms / 1e9:6.1f} TFLOP/s x{base[1] / ms:5.3f}  {w:4.0f} W {mhz:5.0f} MHz {use:.3f} of peak/clk", flush=True)
+            print(f"  {name:50s} cold {cold * 1e3:7.1f} us {flop / cold / 1e9:6.1f} x{base[0] / cold:5.3f}  sustained {ms * 1e3:7.1f} us {flop / ms / 1e9:6.1f} TFLOP/s x{base[1] / ms:5.3f}  {w:4.0f} W {mhz:5.0f} MHz {use:.3f} of peak/clk", flush=True)
 
 
 def numbers(s):
@@ -203,6 +202,7 @@ if __name__ == "__main__":
     p.add_argument("--best", type=int, default=1)
     p.add_argument("--bands", type=numbers, default=[BAND])
     p.add_argument("--stages", type=numbers, default=[None])
+    p.add_argument("--early", type=numbers, default=[EARLY])
     p.add_argument("--seconds", type=float, default=0.5, help="of each side without a pause")
     p.add_argument("--budget", type=float, default=100)
     a = p.parse_args()

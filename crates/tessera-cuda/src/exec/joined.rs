@@ -132,7 +132,9 @@ fn written(p: &Program, made: &[usize]) -> Option<usize> {
             op.buffer == Some(buffer) || op.uses().into_iter().any(lies_there)
         };
         let free = !p.ops[made[0]..w].iter().any(touches);
-        let in_order = p.ops.iter().filter(|op| touches(op)).all(on_main);
+        // Others may be part of a step that runs later than they stand.
+        let alone = |op: &Op| matches!(op.opcode, Opcode::CacheRead | Opcode::CacheWrite | Opcode::Attention);
+        let in_order = p.ops.iter().filter(|op| touches(op)).all(|op| on_main(op) && alone(op));
         // The row is the call's, or there is none.
         let told = write
             .key("row")
@@ -361,6 +363,43 @@ mod tests {
         let reads = "%s = toperator.silu %old : bf16[32, 128] output \"s\", %s";
         assert_eq!(found(reads, "row=%row"), None);
         assert_eq!(found("cache.write @d, %qn, row=%row", "row=%row"), None);
+    }
+
+    #[test]
+    fn a_write_is_done_with_its_products_or_by_itself() {
+        // How often products are joined, and whether the write is a step of its own.
+        let found = |before: &str, after: &str| -> (usize, bool) {
+            let three = |x: &str, names: [&str; 3]| names.map(|n| product_of(x, n)).concat();
+            let text = format!(
+                "program @p {{ buffer @d : bf16[32, 128] %x = input : bf16[16, 128] %y = input : bf16[16, 128] \
+                 %n = weight \"n\" : f32[128] %row = call \"row\" : i64 {}{}{before}{}{}\
+                 cache.write @d, %b, row=%row {after} output \"a\", %an }}",
+                three("x", ["q", "k", "v"]),
+                ["k", "v"].map(norm_of).concat(),
+                three("y", ["a", "b", "c"]),
+                ["a", "c"].map(norm_of).concat(),
+            );
+            let p = program(&text);
+            let n = p.values.len();
+            let slots = Slots { bytes: vec![1 << 20; n], of: (0..n as u32).map(Some).collect() };
+            let may = joined(&p).into_iter().map(|j| match j {
+                Joined::Products { made, .. } => {
+                    let write = written(&p, &made);
+                    Joined::Products { made, write }
+                }
+                tables => tables,
+            });
+            let all = steps(&p, &slots, &may.collect::<Vec<Joined>>());
+            let mut ops: Vec<usize> = all.iter().flat_map(Step::ops).collect();
+            let (launched, write) = (ops.len(), p.ops.iter().position(|o| o.opcode == Opcode::CacheWrite));
+            ops.sort_unstable();
+            ops.dedup();
+            assert_eq!(ops.len(), launched, "an op in two steps");
+            let apart = all.iter().any(|s| Some(s) == write.map(Step::One).as_ref());
+            (all.iter().filter(|s| matches!(s, Step::Joined(_))).count(), apart)
+        };
+        assert_eq!(found(&norm_of("q"), ""), (2, false));
+        assert_eq!(found("", &norm_of("q")), (1, true));
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub(super) enum Step {
 }
 
 impl Step {
-    /// Its ops, in order.
+    /// Its ops; what writes a product to a cache is the last, whatever stands between.
     pub(super) fn ops(&self) -> Vec<usize> {
         match *self {
             Step::One(i) => vec![i],

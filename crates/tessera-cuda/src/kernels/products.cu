@@ -9,7 +9,8 @@
 // Clusters stay and take tile after tile, neighbours those near each other, so that rows and columns come from L2. In a block one
 // warpgroup loads and two compute, each 128 columns by two products of 64: with as much of out in registers as there is, a byte from
 // L2 or from shared memory is multiplied more often than in smaller tiles, which is what counts under a power limit. The sum over
-// `inner` is one chain, in order: a row's bits depend on neither the other rows nor WIDTH.
+// `inner` is one chain, in order: a row's bits depend on neither the other rows nor WIDTH. EARLY times 16 of it are under way when the
+// last step's tiles are given back.
 constexpr int COLUMNS = 256, INNER = 64;  // of a block's tile; elements of 128 bytes
 constexpr int GROUPS = 2, CLUSTER = 2;
 constexpr int THREADS = 128 * (GROUPS + 1);
@@ -22,6 +23,7 @@ constexpr u32 W_BYTES = COLUMNS * INNER * 2, X_BYTES = WIDTH * INNER * 2;
 constexpr u32 HALF_BYTES = W_BYTES / 2, GROUP_BYTES = 64 * INNER * 2;
 // Rows of out that a warp turns at once, on their way out: 64 bytes of each are its own.
 constexpr int PART = 32, ROW_BYTES = 64;
+static_assert(WIDTH % 8 == 0 && WIDTH >= PART && EARLY >= 1 && EARLY <= INNER / 16, "no such tile");
 
 // Columns [first, last) that lie elsewhere than in out: rows of their own behind one another, from row `*row` of `to` on.
 struct Away {
@@ -188,16 +190,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 await(&bars.full[at.stage], at.round);
                 u64 a_at = w + at.stage * (W_BYTES >> 4), b_at = a_at + (HALF_BYTES >> 4), x_at = x + at.stage * (X_BYTES >> 4);
                 products_begin();
-                product_step(a, a_at, x_at, j > 0);
-                products_end();
-                // All of the last step is done: its tiles are given back while this step's are multiplied.
-                products_wait<1>();
-                if (j > 0 && lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
-                product_step(b, b_at, x_at, j > 0);
 #pragma unroll
-                for (int i = 1; i < INNER / 16; i++) {
-                    product_step(a, a_at + 2 * i, x_at + 2 * i, 1);
-                    product_step(b, b_at + 2 * i, x_at + 2 * i, 1);
+                for (int i = 0; i < INNER / 16; i++) {
+                    product_step(a, a_at + 2 * i, x_at + 2 * i, j + i > 0);
+                    product_step(b, b_at + 2 * i, x_at + 2 * i, j + i > 0);
+                    if (i + 1 != EARLY) continue;
+                    // All of the last step is done: its tiles are given back while this step's are multiplied.
+                    products_end();
+                    products_wait<1>();
+                    if (j > 0 && lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
                 }
                 products_end();
                 at = at.next();
