@@ -22,15 +22,15 @@ def source(name):
             return open(os.path.join(d, name)).read()
     raise SystemExit(f"no {name} in {KERNELS}; set KERNELS to the folder that holds it")
 
-def compiled(kernel, defines, before=""):
-    """A cubin, by the options that crates/tessera-cuda/src/compile.rs uses."""
+def compiled(kernel, defines, *parts):
+    """A cubin of parts of a source, by the options that crates/tessera-cuda/src/compile.rs uses."""
     libs = [l for p in sys.path for l in glob.glob(os.path.join(p, "nvidia/*/lib/libnvrtc.so.1?"))]
     if not libs: raise SystemExit("no libnvrtc in torch's wheels")
     for b in glob.glob(os.path.join(os.path.dirname(libs[0]), "libnvrtc-builtins.so*")): ctypes.CDLL(b, mode=ctypes.RTLD_GLOBAL)
     n = ctypes.CDLL(libs[0])
     options = ["--gpu-architecture=sm_90a", "--std=c++17", "--device-as-default-execution-space", "--fmad=false"]
     options += [f"-D{k}={v}" for k, v in defines.items()]
-    text = (source("common.cuh") + source("hopper.cuh") + before + source(kernel)).encode()
+    text = "".join(parts).encode()
     prog, size = ctypes.c_void_p(), ctypes.c_size_t()
     n.nvrtcCreateProgram(ctypes.byref(prog), text, kernel.encode(), 0, None, None)
     rc = n.nvrtcCompileProgram(prog, len(options), (ctypes.c_char_p * len(options))(*[o.encode() for o in options]))
@@ -85,7 +85,8 @@ class Kernel:
     def __init__(self, name):
         self.name, v = name, V[name]
         self.v = v
-        image = compiled("attention.cu", dict(v, HANG_CHECK=int("--correct" in sys.argv)))
+        sources = [source(n) for n in ("common.cuh", "hopper.cuh", "attention.cu")]
+        image = compiled("attention.cu", dict(v, HANG_CHECK=int("--correct" in sys.argv)), *sources)
         self.mod, self.f = ctypes.c_void_p(), ctypes.c_void_p()
         check(cu.cuModuleLoadData(ctypes.byref(self.mod), image), "load")
         check(cu.cuModuleGetFunction(ctypes.byref(self.f), self.mod, b"attention"), "function")

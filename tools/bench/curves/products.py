@@ -8,7 +8,7 @@ without a pause until the power limit rules the clock (sustained).
 import argparse, ctypes, itertools, os, subprocess, sys, time
 
 import attention
-from attention import check, compiled, device, nvml, watchdog
+from attention import check, compiled, device, nvml, source, watchdog
 
 T0 = time.time()
 COLUMNS, CLUSTER, INNER = 256, 2, 64
@@ -58,7 +58,9 @@ class Kernel:
     def __init__(self, width, band=BAND, stages=None, early=EARLY, hang=False):
         self.width = width
         self.stages = stages or max(s for s in range(2, MOST_STAGES + 1) if shared_of(width, s) <= SHARED)
-        image = compiled("products.cu", dict(WIDTH=width, STAGES=self.stages, BAND=band, EARLY=early, HANG_CHECK=int(hang)), product_step(width))
+        defines = dict(WIDTH=width, STAGES=self.stages, BAND=band, EARLY=early, HANG_CHECK=int(hang))
+        sources = [source("common.cuh"), source("hopper.cuh"), product_step(width), source("products.cu")]
+        image = compiled("products.cu", defines, *sources)
         self.mod, self.f, self.shared = ctypes.c_void_p(), ctypes.c_void_p(), shared_of(width, self.stages)
         check(attention.cu.cuModuleLoadData(ctypes.byref(self.mod), image), "load")
         check(attention.cu.cuModuleGetFunction(ctypes.byref(self.f), self.mod, b"products"), "function")

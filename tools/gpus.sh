@@ -1,0 +1,82 @@
+#!/bin/sh
+# What a change of the GPU backend is run through on a machine with two GPUs, which needs no Rust:
+#
+#   tools/gpus.sh pack DIR        where there is Rust: the binary and the tests that want GPUs, stripped, into DIR
+#   tools/gpus.sh check DIR OUT   where there are GPUs: those tests; latents of one GPU and of two, bit for bit; streams against the
+#                                 processors; drills. About five minutes; what each said is in OUT
+#   tools/gpus.sh trace DIR OUT   timelines of whole forwards on one GPU, in fp8, and on two, beside the plan's estimate
+#
+# Exit status: 0 fine, 1 something failed, 2 usage.
+set -u
+cd "$(dirname "$0")/.." || exit 2
+usage() { sed -n '2,/^# Exit/p' "$0" | sed 's/^# \{0,1\}//' >&2; exit 2; }
+[ $# -ge 2 ] || usage
+bin=$2
+failed=0
+
+# NAME SECONDS COMMAND...: runs it and keeps what it says.
+kept() {
+    name=$1 limit=$2 begun=$(date +%s)
+    shift 2
+    timeout "$limit" "$@" >"$out/$name.txt" 2>&1
+    status=$?
+    said=fine
+    [ $status -eq 0 ] || said="FAILED, status $status"
+    left=$(grep -c 'skipped: \|not run on ' "$out/$name.txt")
+    [ "$left" -eq 0 ] || said="$said, but $left not run here"
+    echo "$name: $said, $(($(date +%s) - begun)) s"
+    return $status
+}
+
+case $1 in
+pack)
+    mkdir -p "$bin" && cargo build --release -p tessera-cli || exit 1
+    cp "${CARGO_TARGET_DIR:-target}/release/tessera" "$bin/tessera" || exit 1
+    for of in "tessera-cuda --lib lib" "tessera --test=cuda conformance" "tessera-cli --test=cuda streams"; do
+        set -- $of
+        made=$(cargo test --release -p "$1" "$2" --no-run --message-format=json | python3 -c '
+import json, sys
+print([m["executable"] for m in map(json.loads, sys.stdin) if m.get("executable") and m["profile"]["test"]][-1])') || exit 1
+        cp "$made" "$bin/$3" || exit 1
+    done
+    strip "$bin"/* && ls -l "$bin"
+    ;;
+check)
+    [ $# -eq 3 ] || usage
+    bin=$(cd "$bin" && pwd) out=$3
+    mkdir -p "$out" || exit 2
+    export TESSERA_ROOT="$PWD" TESSERA_BIN="$bin/tessera" TESSERA_FILETESTS="$PWD/filetests"
+    kept lib 240 "$bin/lib" --nocapture --test-threads=1 || failed=1
+    kept conformance 120 "$bin/conformance" --nocapture || failed=1
+    for dtype in bf16 fp8; do
+        for ranks in 1 2; do
+            kept "digest-$dtype-$ranks" 120 "$bin/tessera" bench dit --size 480x832,320x576 --layers 2 --warm 0 --steps 2 --digest \
+                --dtype $dtype --mesh tp=$ranks || failed=1
+            grep -o 'latent [0-9a-f]*' "$out/digest-$dtype-$ranks.txt" >"$out/latents-$ranks"
+        done
+        if ! [ -s "$out/latents-1" ] || ! [ -s "$out/latents-2" ]; then
+            echo "latents in $dtype: not compared" && failed=1
+        elif cmp -s "$out/latents-1" "$out/latents-2"; then
+            echo "latents in $dtype: the same on one GPU and on two"
+        else
+            echo "latents in $dtype: OTHERS on one GPU than on two" && failed=1
+        fi
+        rm -f "$out/latents-1" "$out/latents-2"
+    done
+    kept streams 300 "$bin/streams" --nocapture --test-threads=1 || failed=1
+    exit $failed
+    ;;
+trace)
+    [ $# -eq 3 ] || usage
+    bin=$(cd "$bin" && pwd) out=$3
+    mkdir -p "$out" || exit 2
+    run="$bin/tessera bench dit --size 480x832,320x576 --warm 2 --steps 6 --trace 3"
+    (CUDA_VISIBLE_DEVICES=0 && export CUDA_VISIBLE_DEVICES && kept timeline-tp1 200 $run --mesh tp=1) &
+    one=$!
+    (CUDA_VISIBLE_DEVICES=1 && export CUDA_VISIBLE_DEVICES && kept timeline-tp1-fp8 200 $run --mesh tp=1 --dtype fp8) || failed=1
+    wait $one || failed=1
+    kept timeline-tp2 200 $run --mesh tp=2 || failed=1
+    exit $failed
+    ;;
+*) usage ;;
+esac
