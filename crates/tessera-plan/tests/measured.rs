@@ -76,20 +76,22 @@ fn forwards_of_the_14b_generator() {
     assert!(mean < 0.021 && off.iter().all(|e| *e < 0.048), "mean {mean:.3}, {off:.3?}");
 }
 
-/// Devices, dtype, width and height, then measured frames per second: bench/runs/2026-11-21-h200-dit-2.
-const OURS: [(u32, DtypePolicy, (u64, u64), f64); 5] = [
-    (1, DtypePolicy::Bf16, (832, 480), 10.04),
-    (1, DtypePolicy::Bf16, (576, 320), 23.53),
-    (1, DtypePolicy::Fp8, (832, 480), 14.61),
-    (2, DtypePolicy::Bf16, (832, 480), 18.39),
-    (2, DtypePolicy::Bf16, (576, 320), 43.05),
+/// Devices, dtype, width and height, then measured frames per second: bench/runs/2026-11-21-h200-dit-2 and 2026-11-22-h200-dit-1, whose
+/// chips differ.
+const OURS: [(u32, DtypePolicy, (u64, u64), [f64; 2]); 5] = [
+    (1, DtypePolicy::Bf16, (832, 480), [10.04, 10.31]),
+    (1, DtypePolicy::Bf16, (576, 320), [23.53, 24.53]),
+    (1, DtypePolicy::Fp8, (832, 480), [14.61, 14.54]),
+    (2, DtypePolicy::Bf16, (832, 480), [18.39, 18.53]),
+    (2, DtypePolicy::Bf16, (576, 320), [43.05, 43.48]),
 ];
 
 #[test]
 fn forwards_of_the_14b_generator_on_our_own_backend() {
     let machine = h200("tessera");
     let off = OURS.map(|(tp, dtype, (width, height), measured)| {
-        fps(&wan(width, height), &machine, tp, Strategy::Ulysses, dtype) / measured - 1.0
+        let estimated = fps(&wan(width, height), &machine, tp, Strategy::Ulysses, dtype);
+        measured.map(|m| estimated / m - 1.0)
     });
-    assert!(off.iter().all(|e| e.abs() < 0.05), "{off:.3?}");
+    assert!(off.iter().flatten().all(|e| e.abs() < 0.05), "{off:.3?}");
 }
