@@ -76,9 +76,11 @@ fn forwards_of_the_14b_generator() {
     assert!(mean < 0.021 && off.iter().all(|e| *e < 0.048), "mean {mean:.3}, {off:.3?}");
 }
 
-/// Devices, dtype, width and height, then measured frames per second: bench/runs/2026-11-21-h200-dit-2 and 2026-11-22-h200-dit-1, whose
-/// chips differ.
-const OURS: [(u32, DtypePolicy, (u64, u64), [f64; 2]); 5] = [
+/// Devices, dtype, width and height, then measured frames per second of two runs.
+type Point = (u32, DtypePolicy, (u64, u64), [f64; 2]);
+
+/// bench/runs/2026-11-21-h200-dit-2 and 2026-11-22-h200-dit-1, whose chips differ.
+const OURS: [Point; 5] = [
     (1, DtypePolicy::Bf16, (832, 480), [10.04, 10.31]),
     (1, DtypePolicy::Bf16, (576, 320), [23.53, 24.53]),
     (1, DtypePolicy::Fp8, (832, 480), [14.61, 14.54]),
