@@ -3,15 +3,20 @@
 #
 #   tools/gpus.sh pack DIR        where there is Rust: the binary and the tests that want GPUs, stripped, into DIR
 #   tools/gpus.sh check DIR OUT   where there are GPUs: those tests; latents of one GPU and of two, bit for bit; streams against the
-#                                 processors; drills. About five minutes; what each said is in OUT
+#                                 processors; drills. What each said is in OUT
 #   tools/gpus.sh trace DIR OUT   timelines of whole forwards on one GPU, in fp8, and on two, beside the plan's estimate
 #
 # Exit status: 0 fine, 1 something failed, 2 usage.
 set -u
-cd "$(dirname "$0")/.." || exit 2
 usage() { sed -n '2,/^# Exit/p' "$0" | sed 's/^# \{0,1\}//' >&2; exit 2; }
-[ $# -ge 2 ] || usage
-bin=$2
+# A folder by its whole name: the caller's folder is left below.
+whole() { case $1 in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac }
+case ${1-}-$# in
+pack-2) bin=$(whole "$2") && mkdir -p "$bin" || exit 2 ;;
+check-3 | trace-3) bin=$(whole "$2") out=$(whole "$3") && mkdir -p "$out" || exit 2 ;;
+*) usage ;;
+esac
+cd "$(dirname "$0")/.." || exit 2
 failed=0
 
 # NAME SECONDS COMMAND...: runs it and keeps what it says.
@@ -30,7 +35,7 @@ kept() {
 
 case $1 in
 pack)
-    mkdir -p "$bin" && cargo build --release -p tessera-cli || exit 1
+    cargo build --release -p tessera-cli || exit 1
     cp "${CARGO_TARGET_DIR:-target}/release/tessera" "$bin/tessera" || exit 1
     for of in "tessera-cuda --lib lib" "tessera --test=cuda conformance" "tessera-cli --test=cuda streams"; do
         set -- $of
@@ -42,9 +47,6 @@ print([m["executable"] for m in map(json.loads, sys.stdin) if m.get("executable"
     strip "$bin"/* && ls -l "$bin"
     ;;
 check)
-    [ $# -eq 3 ] || usage
-    bin=$(cd "$bin" && pwd) out=$3
-    mkdir -p "$out" || exit 2
     export TESSERA_ROOT="$PWD" TESSERA_BIN="$bin/tessera" TESSERA_FILETESTS="$PWD/filetests"
     kept lib 240 "$bin/lib" --nocapture --test-threads=1 || failed=1
     kept conformance 120 "$bin/conformance" --nocapture || failed=1
@@ -67,9 +69,6 @@ check)
     exit $failed
     ;;
 trace)
-    [ $# -eq 3 ] || usage
-    bin=$(cd "$bin" && pwd) out=$3
-    mkdir -p "$out" || exit 2
     run="$bin/tessera bench dit --size 480x832,320x576 --warm 2 --steps 6 --trace 3"
     (CUDA_VISIBLE_DEVICES=0 && export CUDA_VISIBLE_DEVICES && kept timeline-tp1 200 $run --mesh tp=1) &
     one=$!
@@ -78,5 +77,4 @@ trace)
     kept timeline-tp2 200 $run --mesh tp=2 || failed=1
     exit $failed
     ;;
-*) usage ;;
 esac

@@ -17,7 +17,7 @@ const HEAD: u64 = 128;
 
 /// How the kernel is cut: warpgroups that compute, keys of a tile, tiles in flight, whether warpgroups take turns.
 #[derive(Debug, Clone, Copy)]
-struct Cut {
+pub(crate) struct Cut {
     warpgroups: u64,
     keys: u64,
     stages: u64,
@@ -25,9 +25,9 @@ struct Cut {
 }
 
 /// For long rows of keys: three warpgroups keep the tensor cores busy by themselves.
-const LONG: Cut = Cut { warpgroups: 3, keys: 80, stages: 3, in_turns: false };
+pub(crate) const LONG: Cut = Cut { warpgroups: 3, keys: 80, stages: 3, in_turns: false };
 /// For few keys, where a smaller tile of rows leaves less of the device idle.
-const SHORT: Cut = Cut { warpgroups: 2, keys: 128, stages: 3, in_turns: true };
+pub(crate) const SHORT: Cut = Cut { warpgroups: 2, keys: 128, stages: 3, in_turns: true };
 
 /// Keys up to which the short cut is at least as fast. Rows and heads have no say: a row's bits depend on the cut, and are
 /// the same on one GPU and on several.
@@ -118,13 +118,7 @@ fn tiles_of(queries: u64, heads: u64, long_heads: u64, warpgroups: u64) -> Vec<u
 
 impl Variant {
     fn new(compiler: &mut Compiler, cut: Cut) -> Done<Variant> {
-        let defines = [
-            ("WGS", cut.warpgroups.to_string()),
-            ("KEYS", cut.keys.to_string()),
-            ("STAGES", cut.stages.to_string()),
-            ("ORDERED", u8::from(cut.in_turns).to_string()),
-        ];
-        let module = compiler.module("attention", &format!("{COMMON}{HOPPER}{SOURCE}"), &defines)?;
+        let module = compiler.module("attention", &source(), &cut.defines())?;
         let kernel = module.function("attention")?;
         // Q, as many tiles of K and of V as are in flight, and their barriers.
         let row_bytes = 2 * HEAD;
@@ -133,6 +127,20 @@ impl Variant {
         kernel.allow_shared(bytes as u32)?;
         Ok(Variant { cut, kernel, shared_bytes: bytes as u32, _module: module })
     }
+}
+
+impl Cut {
+    /// What the kernel is compiled with.
+    pub(crate) fn defines(self) -> [(&'static str, String); 4] {
+        let in_turns = u64::from(self.in_turns);
+        [("WGS", self.warpgroups), ("KEYS", self.keys), ("STAGES", self.stages), ("ORDERED", in_turns)]
+            .map(|(k, v)| (k, v.to_string()))
+    }
+}
+
+/// The kernel's source.
+pub(crate) fn source() -> String {
+    format!("{COMMON}{HOPPER}{SOURCE}")
 }
 
 /// Rows of all heads side by side, for boxes of one head's rows, each in two halves.

@@ -151,6 +151,7 @@ fn row_cut(width: u64, half: bool, bytes: u64) -> (u32, [(&'static str, String);
 mod tests {
     use super::*;
     use crate::compile::{compile, options};
+    use crate::flash;
     use crate::libraries::Libraries;
     use crate::tables::Nvrtc;
     use crate::warpgroups;
@@ -171,7 +172,6 @@ mod tests {
             return;
         };
         let elements = format!("{COMMON}{ELEMENTS}");
-        let attention = format!("{COMMON}{HOPPER}{}", include_str!("kernels/attention.cu"));
         let exchange = include_str!("kernels/exchange.cu");
         let number = |(name, value): (&'static str, u64)| (name, value.to_string());
         for arch in ["sm_80", "sm_90a"] {
@@ -187,9 +187,8 @@ mod tests {
                 compiles(&nvrtc, arch, ("exchange", exchange), &place);
             }
         }
-        for (groups, keys, in_turns) in [(3, 80, 0), (2, 128, 1)] {
-            let cut = [("WGS", groups), ("KEYS", keys), ("STAGES", 3), ("ORDERED", in_turns)].map(number);
-            compiles(&nvrtc, "sm_90a", ("attention", &attention), &cut);
+        for cut in [flash::LONG, flash::SHORT] {
+            compiles(&nvrtc, "sm_90a", ("attention", &flash::source()), &cut.defines());
         }
         for width in [96, 168, 184, 192] {
             let (defines, _) = warpgroups::cut(width);

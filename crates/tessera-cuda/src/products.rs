@@ -41,6 +41,18 @@ pub(crate) struct Shape {
     pub(crate) residual: bool,
 }
 
+/// A product of a 14B video generator at 480×832 on one GPU.
+#[cfg(test)]
+pub(crate) const SQUARE: Shape = Shape {
+    rows: 4680,
+    inner: 5120,
+    columns: 5120,
+    dtype: DType::Bf16,
+    bias: true,
+    gelu: false,
+    residual: false,
+};
+
 /// Where its operands lie.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct At {

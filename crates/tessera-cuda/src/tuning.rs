@@ -231,7 +231,7 @@ mod tests {
     use crate::compile::Compiler;
     use crate::driver::Context;
     use crate::libraries::Libraries;
-    use crate::products::Away;
+    use crate::products::{Away, SQUARE};
     use crate::tables::{CublasLt, Nvrtc};
     use crate::warpgroups::Warpgroups;
     use cudarc::driver::sys::CUdevice_attribute as Attribute;
@@ -267,6 +267,14 @@ mod tests {
         test(Here { products, compiler, own: own() });
     }
 
+    /// The library's products and the kernel of this crate by itself, where both are.
+    fn on_a_hopper(test: impl FnOnce(Products, Compiler, Warpgroups)) {
+        on_a_gpu(|Here { products, compiler, own }| match own {
+            Some(own) => test(products, compiler, own),
+            None => eprintln!("skipped: not a Hopper"),
+        });
+    }
+
     /// The result of a product of operands that repeat from their beginning: fewer rows are the first ones of more.
     fn result(here: &mut Here, s: Shape) -> Vec<u8> {
         here.products.prepare(s, &mut here.compiler).unwrap();
@@ -288,16 +296,6 @@ mod tests {
         download(&mut bytes, out).unwrap();
         bytes
     }
-
-    const SQUARE: Shape = Shape {
-        rows: 4680,
-        inner: 5120,
-        columns: 5120,
-        dtype: DType::Bf16,
-        bias: true,
-        gelu: false,
-        residual: false,
-    };
 
     #[test]
     fn a_row_is_the_same_however_many_there_are() {
@@ -368,11 +366,7 @@ mod tests {
 
     #[test]
     fn the_kernel_of_this_crate_gives_the_librarys_bits() {
-        on_a_gpu(|Here { products, mut compiler, own }| {
-            let Some(mut own) = own else {
-                eprintln!("skipped: not a Hopper");
-                return;
-            };
+        on_a_hopper(|products, mut compiler, mut own| {
             let mut bad = Vec::new();
             for (rows, columns, inner) in
                 [(37, 544, 200), (184, 512, 64), (300, 1056, 5120), (2160, 5120, 5120), (4680, 5120, 13824)]
@@ -400,11 +394,7 @@ mod tests {
 
     #[test]
     fn columns_of_their_own_lie_where_they_should() {
-        on_a_gpu(|Here { products, mut compiler, own }| {
-            let Some(mut own) = own else {
-                eprintln!("skipped: not a Hopper");
-                return;
-            };
+        on_a_hopper(|products, mut compiler, mut own| {
             let s = Shape { rows: 300, columns: 1056, ..SQUARE };
             let trial = Trial::new(s).unwrap();
             let plan = products.plan(s, None).unwrap();

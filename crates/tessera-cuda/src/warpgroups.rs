@@ -13,10 +13,11 @@ use crate::products::{At, Shape};
 
 const SOURCE: &str = include_str!("kernels/products.cu");
 
-/// Columns of out that a block makes at once, blocks that share rows, rows that a warp turns at once and bytes of one: as the
-/// kernel says.
+/// Columns of out that a block makes at once, blocks that share rows, threads of one, and the bytes of rows that its warps turn at
+/// once: as the kernel says.
 const COLUMNS: u64 = 256;
 const CLUSTER: u64 = 2;
+const THREADS: u32 = 384;
 const TURNED_BYTES: u64 = 8 * 32 * 64;
 /// Columns that a warp makes of a row, of which 16 go one way and 16 another.
 pub(crate) const COLUMN_STEP: u64 = 32;
@@ -102,7 +103,7 @@ impl Warpgroups {
         let away = at.away.map_or([0; 4], |a| [a.to, a.row, a.columns.0, a.columns.1]);
         let args = args.words(away.to_vec());
         let blocks = CLUSTER * tiles(&s, width).min(self.clusters);
-        stream.launch(kernel.function, [blocks as u32, 1, 1], 384, kernel.shared_bytes, args)
+        stream.launch(kernel.function, [blocks as u32, 1, 1], THREADS, kernel.shared_bytes, args)
     }
 }
 
@@ -148,28 +149,19 @@ pub(crate) fn source(width: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const SHAPE: Shape = Shape {
-        rows: 4680,
-        inner: 5120,
-        columns: 5120,
-        dtype: DType::Bf16,
-        bias: true,
-        gelu: false,
-        residual: false,
-    };
+    use crate::products::SQUARE;
 
     #[test]
     fn tiles_are_as_wide_as_leaves_least_idle() {
         let own = Warpgroups::new((9, 0), 132).unwrap();
-        let width = |rows, columns| own.width(&Shape { rows, columns, ..SHAPE });
+        let width = |rows, columns| own.width(&Shape { rows, columns, ..SQUARE });
         // 26 by 10 tiles: four rounds of 66 clusters, with four left over.
         assert_eq!(width(4680, 5120), Some(184));
         assert_eq!(width(2340, 5120), Some(184));
         assert_eq!(width(2160, 5120), Some(168));
         assert_eq!(width(2160, 15360), Some(168));
         assert_eq!(width(4680, 5136), None);
-        assert_eq!(own.width(&Shape { gelu: true, ..SHAPE }), None);
+        assert_eq!(own.width(&Shape { gelu: true, ..SQUARE }), None);
         assert!(Warpgroups::new((10, 0), 148).is_none());
     }
 

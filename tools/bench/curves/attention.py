@@ -65,21 +65,20 @@ def check(rc, what):
         cu.cuGetErrorString(rc, ctypes.byref(p))
         raise RuntimeError(f"{what}: {rc} {p.value}")
 
-class TMap(ctypes.Structure):
-    _fields_ = [("w", ctypes.c_uint64 * 16)]
-
-def tensor_map(t, rows, heads, box_rows, halves):
-    """[2 * heads][rows][64] of a row-major [rows, heads * 128]."""
-    raw = (ctypes.c_uint8 * 256)()
+def tensor_map(t, extents, strides, box):
+    """A map of bf16, as crates/tessera-cuda/src/maps.rs makes it."""
+    raw, n = (ctypes.c_uint8 * 256)(), len(extents)
     addr = (ctypes.addressof(raw) + 63) // 64 * 64
-    dims = (ctypes.c_uint64 * 3)(64, rows, 2 * heads)
-    strides = (ctypes.c_uint64 * 2)(heads * 256, 128)
-    box = (ctypes.c_uint32 * 3)(64, box_rows, halves)
-    ones = (ctypes.c_uint32 * 3)(1, 1, 1)
+    words = lambda of, v: (of * len(v))(*v)
     # BFLOAT16 = 9, interleave none = 0, swizzle 128B = 3, L2 promotion 256B = 3, no NaN fill = 0
-    check(cu.cuTensorMapEncodeTiled(ctypes.c_void_p(addr), 9, 3, ctypes.c_void_p(t.data_ptr()), dims, strides, box, ones, 0, 3, 3, 0), "map")
+    check(cu.cuTensorMapEncodeTiled(ctypes.c_void_p(addr), 9, n, ctypes.c_void_p(t.data_ptr()), words(ctypes.c_uint64, extents),
+                                    words(ctypes.c_uint64, strides), words(ctypes.c_uint32, box), words(ctypes.c_uint32, [1] * n), 0, 3, 3, 0), "map")
     raw.addr = addr
     return raw
+
+def rows_of_heads(t, rows, heads, box_rows):
+    """[2 * heads][rows][64] of a row-major [rows, heads * 128]."""
+    return tensor_map(t, (64, rows, 2 * heads), (heads * 256, 128), (64, box_rows, 2))
 
 class Kernel:
     def __init__(self, name):
@@ -98,7 +97,7 @@ class Kernel:
     def prepare(self, q, k, v, out, lse, heads, long_heads=None):
         n, r = q.shape[0], k.shape[0]
         long_heads = heads if long_heads is None else long_heads
-        maps = [tensor_map(q, n, heads, self.rows, 2)] + [tensor_map(x, r, heads, self.v["KEYS"], 2) for x in (k, v)]
+        maps = [rows_of_heads(q, n, heads, self.rows)] + [rows_of_heads(x, r, heads, self.v["KEYS"]) for x in (k, v)]
         grid = min(-(-n // self.rows) * long_heads + -(-n // (self.rows - 64)) * (heads - long_heads), SMS)
         scal = [ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(lse.data_ptr() if lse is not None else 0), ctypes.c_int(n), ctypes.c_int(r), ctypes.c_int(heads),
                 ctypes.c_int(long_heads),

@@ -8,7 +8,7 @@ without a pause until the power limit rules the clock (sustained).
 import argparse, ctypes, itertools, os, subprocess, sys, time
 
 import attention
-from attention import check, compiled, device, nvml, source, watchdog
+from attention import check, compiled, device, nvml, source, tensor_map, watchdog
 
 T0 = time.time()
 COLUMNS, CLUSTER, INNER = 256, 2, 64
@@ -41,17 +41,6 @@ def rounds(rows, columns, width):
 def widths(rows, columns, n):
     """Those of least time, the first as warpgroups.rs takes it."""
     return sorted(range(192, 95, -8), key=lambda w: rounds(rows, columns, w) * (w + TILE_ROWS))[:n]
-
-
-def tensor_map(t, extents, strides, box):
-    raw, n = (ctypes.c_uint8 * 256)(), len(extents)
-    addr = (ctypes.addressof(raw) + 63) // 64 * 64
-    words = lambda of, v: (of * len(v))(*v)
-    # BFLOAT16 = 9, interleave none = 0, swizzle 128B = 3, L2 promotion 256B = 3, no NaN fill = 0
-    check(attention.cu.cuTensorMapEncodeTiled(ctypes.c_void_p(addr), 9, n, ctypes.c_void_p(t.data_ptr()), words(ctypes.c_uint64, extents),
-                                              words(ctypes.c_uint64, strides), words(ctypes.c_uint32, box), words(ctypes.c_uint32, [1] * n), 0, 3, 3, 0), "map")
-    raw.addr = addr
-    return raw
 
 
 class Kernel:

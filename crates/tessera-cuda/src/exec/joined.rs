@@ -59,7 +59,11 @@ const PARTS: [&str; 2] = ["bias", "w_scale"];
 
 /// What may be joined, by what the program says alone.
 pub(super) fn joined(p: &Program) -> Vec<Joined> {
-    let products = triples(p).into_iter().map(|ops| Joined::Products { made: Arc::new(ops), write: None });
+    let (readers, defs) = (p.readers(), p.definitions());
+    let products = triples(p, &readers).into_iter().map(|made| {
+        let write = written(p, &readers, &defs, &made);
+        Joined::Products { made: Arc::new(made), write }
+    });
     products.chain(tables(p).into_iter().map(|ops| Joined::Tables(ops.into()))).collect()
 }
 
@@ -86,14 +90,13 @@ fn tables(p: &Program) -> Vec<Vec<usize>> {
 }
 
 /// Products of one operand that one product may be made of.
-fn triples(p: &Program) -> Vec<[usize; 3]> {
-    let readers = p.readers();
+fn triples(p: &Program, readers: &[Vec<usize>]) -> Vec<[usize; 3]> {
     let mut of: BTreeMap<ValueId, Vec<usize>> = BTreeMap::new();
     for (i, op) in p.ops.iter().enumerate().filter(|(_, op)| op.opcode == Opcode::Matmul) {
         of.entry(op.operands[0]).or_default().push(i);
     }
     let three = of.into_values().filter_map(|ops| <[usize; 3]>::try_from(ops).ok());
-    let mut found: Vec<[usize; 3]> = three.filter(|t| may(p, &readers, *t)).collect();
+    let mut found: Vec<[usize; 3]> = three.filter(|t| may(p, readers, *t)).collect();
     found.sort_unstable();
     found
 }
@@ -120,8 +123,7 @@ fn may(p: &Program, readers: &[Vec<usize>], triple: [usize; 3]) -> bool {
 
 /// The write to a cache that may be done with products: the only reader of one of their results, to a buffer that nothing reads or
 /// writes in between.
-fn written(p: &Program, made: &[usize]) -> Option<usize> {
-    let (readers, defs) = (p.readers(), p.definitions());
+fn written(p: &Program, readers: &[Vec<usize>], defs: &[Option<usize>], made: &[usize]) -> Option<usize> {
     made.iter().find_map(|i| {
         let result = p.ops[*i].results[0];
         let [w] = readers[result.0 as usize][..] else { return None };
@@ -209,7 +211,8 @@ pub(super) fn places<'a>(
 }
 
 impl Cuda {
-    /// Of what may be joined that which can be: whose weights lie behind one another, and for which the library does all of it.
+    /// Of what may be joined that which can be: whose weights lie behind one another, and of which one product does all; that with a
+    /// write if it is one that puts columns elsewhere.
     pub(super) fn join(
         &mut self,
         p: &Program,
@@ -221,11 +224,11 @@ impl Cuda {
                 continue;
             }
             match one {
-                Joined::Products { made, .. } => {
+                Joined::Products { made, write } => {
                     let shape = whole(p, &made);
                     if self.able(p, &made, shape)? {
-                        let write = written(p, &made)
-                            .filter(|_| self.products.parts(shape, shape.columns / made.len() as u64));
+                        let each = shape.columns / made.len() as u64;
+                        let write = write.filter(|_| self.products.parts(shape, each));
                         out.push(Joined::Products { made, write });
                     }
                 }
@@ -338,7 +341,7 @@ mod tests {
                 norm_of("q"),
             );
             let p = program(&text);
-            triples(&p).iter().map(|t| named(&p, t)).collect()
+            triples(&p, &p.readers()).iter().map(|t| named(&p, t)).collect()
         };
         assert_eq!(found("cache.write @d, %v, row=%row"), [["v", "q", "k"]]);
         assert!(found("%s = toperator.silu %v : bf16[16, 128] output \"s\", %s").is_empty());
@@ -356,8 +359,8 @@ mod tests {
                 norm_of("k"),
             );
             let p = program(&text);
-            let made = triples(&p)[0];
-            written(&p, &made).map(|w| p.value(p.ops[w].operands[0]).name.clone())
+            let [Joined::Products { write, .. }] = joined(&p)[..] else { panic!("no products to join") };
+            write.map(|w| p.value(p.ops[w].operands[0]).name.clone())
         };
         assert_eq!(found("", "row=%row"), Some("v".to_string()));
         let reads = "%s = toperator.silu %old : bf16[32, 128] output \"s\", %s";
@@ -382,14 +385,7 @@ mod tests {
             let p = program(&text);
             let n = p.values.len();
             let slots = Slots { bytes: vec![1 << 20; n], of: (0..n as u32).map(Some).collect() };
-            let may = joined(&p).into_iter().map(|j| match j {
-                Joined::Products { made, .. } => {
-                    let write = written(&p, &made);
-                    Joined::Products { made, write }
-                }
-                tables => tables,
-            });
-            let all = steps(&p, &slots, &may.collect::<Vec<Joined>>());
+            let all = steps(&p, &slots, &joined(&p));
             let mut ops: Vec<usize> = all.iter().flat_map(Step::ops).collect();
             let (launched, write) = (ops.len(), p.ops.iter().position(|o| o.opcode == Opcode::CacheWrite));
             ops.sort_unstable();

@@ -105,6 +105,11 @@ __device__ __forceinline__ void values(float (&o)[64], const u32 (&p)[KEYS / 4],
     products_end();
 }
 
+__device__ __forceinline__ float power(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 __device__ __forceinline__ void pack(u32 (&p)[KEYS / 4], const float (&s)[PER_THREAD]) {
 #pragma unroll
     for (int i = 0; i < KEYS / 4; i++) p[i] = pair(s[2 * i], s[2 * i + 1]);

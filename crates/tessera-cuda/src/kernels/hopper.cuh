@@ -56,8 +56,8 @@ struct Place {
     }
 };
 
-// Operands of a product in shared memory, swizzled by 128 bytes. `leading` and `stride` in bytes: for rows along the sum's dim
-// (Q, K), stride is from eight rows to the next; for V, whose rows are the sum's dim, leading is from half to half.
+// Operands of a product in shared memory, swizzled by 128 bytes. `leading` and `stride` in bytes: for rows along the sum's dim stride is
+// from eight rows to the next; where rows are the sum's dim, leading is from half to half.
 __device__ __forceinline__ u64 operand(const void *p, u32 leading, u32 stride) {
     return (u64)((shared_address(p) & 0x3ffff) >> 4) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 | 1ull << 62;
 }
@@ -78,11 +78,6 @@ template <int N> __device__ __forceinline__ void hold(float (&r)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i])::"memory");
 }
 
-__device__ __forceinline__ float power(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ u32 pair(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
