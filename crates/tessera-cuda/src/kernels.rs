@@ -190,9 +190,8 @@ mod tests {
         for cut in [flash::LONG, flash::SHORT] {
             compiles(&nvrtc, "sm_90a", ("attention", &flash::source()), &cut.defines());
         }
-        for width in [96, 168, 184, 192] {
-            let (defines, _) = warpgroups::cut(width);
-            compiles(&nvrtc, "sm_90a", ("products", &warpgroups::source(width)), &defines);
+        for cut in warpgroups::cuts() {
+            compiles(&nvrtc, "sm_90a", ("products", &cut.source()), &cut.defines().0);
         }
     }
 }

@@ -19,8 +19,8 @@ use tessera_ir::DType;
 use crate::compile::Compiler;
 use crate::driver::{Done, Memory, Stream, failed};
 use crate::tables::CublasLt;
-use crate::tuning;
-use crate::warpgroups::{COLUMN_STEP, Warpgroups};
+use crate::tuning::{self, Rival};
+use crate::warpgroups::{COLUMN_STEP, Cut, Warpgroups};
 
 /// What one product is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -81,8 +81,8 @@ pub(crate) struct Away {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum By {
     Library(cublasLtMatmulAlgo_t),
-    /// The kernel of this crate, in tiles of so many rows.
-    Own(u64),
+    /// The kernel of this crate, in such tiles.
+    Own(Cut),
 }
 
 /// A product as the library sees it, and what makes it.
@@ -141,6 +141,11 @@ impl Products {
 
     /// Chooses what makes a shape.
     pub(crate) fn prepare(&mut self, shape: Shape, compiler: &mut Compiler) -> Done<()> {
+        self.prepare_parted(shape, 0, compiler)
+    }
+
+    /// Chooses what makes a shape of which so many columns are to lie by themselves: the library leaves that to a copy.
+    pub(crate) fn prepare_parted(&mut self, shape: Shape, columns: u64, compiler: &mut Compiler) -> Done<()> {
         if self.plans.contains_key(&self.form(shape)) {
             return Ok(());
         }
@@ -153,8 +158,9 @@ impl Products {
         for candidate in less {
             let own = self.own.as_mut().filter(|_| tuning::is_large(&candidate));
             // The library's will do where the kernel does not compile.
-            let width = own.and_then(|o| o.width(&candidate).filter(|w| o.prepare(compiler, *w).is_ok()));
-            match self.plan(candidate, width) {
+            let cut = own.and_then(|o| o.cut(&candidate).filter(|c| o.prepare(compiler, *c).is_ok()));
+            let rival = cut.map(|cut| Rival { cut, spared_bytes: 2 * candidate.rows * columns });
+            match self.plan(candidate, rival) {
                 Ok(plan) => {
                     self.plans.insert(candidate, plan);
                     if candidate != shape {
@@ -198,7 +204,7 @@ impl Products {
                 return failed("columns of a product of the library's in a place of their own");
             }
             (By::Library(algo), _) => algo,
-            (By::Own(width), Some(own)) => return own.run(*width, shape, at, stream),
+            (By::Own(cut), Some(own)) => return own.run(*cut, shape, at, stream),
             (By::Own(_), None) => return failed("a product by a kernel that this device has not"),
         };
         if shape.bias {
@@ -253,7 +259,7 @@ impl Products {
     }
 
     /// The library counts columns first: out and x are read as their transposes, and w stands on the left.
-    pub(crate) fn plan(&self, s: Shape, own_width: Option<u64>) -> Done<Plan> {
+    pub(crate) fn plan(&self, s: Shape, rival: Option<Rival>) -> Done<Plan> {
         let lt = &self.lt;
         let (input, output) = match s.dtype {
             DType::F32 => (cudaDataType::CUDA_R_32F, cudaDataType::CUDA_R_32F),
@@ -324,7 +330,7 @@ impl Products {
         }
         let mut plan = Plan { desc, x, w, out, by: By::Library(found[0].algo) };
         let listed: Vec<cublasLtMatmulAlgo_t> = found[..count as usize].iter().map(|f| f.algo).collect();
-        tuning::tune(self, s, &mut plan, &listed, own_width)?;
+        tuning::tune(self, s, &mut plan, &listed, rival)?;
         Ok(plan)
     }
 }

@@ -8,6 +8,7 @@ use tessera_ir::DType;
 
 use crate::driver::{Done, Event, Memory, Stream, download, upload};
 use crate::products::{At, By, Plan, Products, Shape};
+use crate::warpgroups::Cut;
 
 /// Multiplications from which a choice is worth its time.
 const LARGE: u64 = 10_000_000_000;
@@ -23,19 +24,26 @@ const WINS: f32 = 0.995;
 /// Boundaries of operands, in bytes.
 const ALIGNMENT: u64 = 256;
 
+/// The kernel of this crate for a shape.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rival {
+    pub(crate) cut: Cut,
+    /// What it writes where it belongs, and the library's result is copied from.
+    pub(crate) spared_bytes: u64,
+}
+
 /// Whether a choice is worth its time.
 pub(crate) fn is_large(s: &Shape) -> bool {
     s.rows * s.columns * s.inner >= LARGE && s.dtype != DType::F32
 }
 
-/// Exchanges the plan's algorithm for a faster one among those listed, of which the plan has the first, or for the kernel of this crate
-/// in tiles of `own_width` rows.
+/// Exchanges the plan's algorithm for a faster one among those listed, of which the plan has the first, or for its rival.
 pub(crate) fn tune(
     products: &Products,
     s: Shape,
     plan: &mut Plan,
     listed: &[cublasLtMatmulAlgo_t],
-    own_width: Option<u64>,
+    rival: Option<Rival>,
 ) -> Done<()> {
     if !is_large(&s) {
         return Ok(());
@@ -50,7 +58,7 @@ pub(crate) fn tune(
         for (by, best) in candidates.iter().zip(&mut best) {
             plan.by = *by;
             // One that is listed and refuses to run is none.
-            let took = trial.calls_ms(products, plan, CALLS).unwrap_or(f32::INFINITY);
+            let took = trial.calls_ms(products, plan, CALLS, 0).unwrap_or(f32::INFINITY);
             // The first round loads kernels.
             if round > 0 {
                 *best = best.min(took);
@@ -72,18 +80,20 @@ pub(crate) fn tune(
         }
     }
     plan.by = chosen;
-    let Some(width) = own_width else { return Ok(()) };
-    plan.by = By::Own(width);
+    let Some(rival) = rival else { return Ok(()) };
+    let own_by = By::Own(rival.cut);
+    plan.by = own_by;
     let mut wins = || -> Done<bool> {
         if !same(plan)? {
             return Ok(false);
         }
-        let [library_ms, own_ms] = trial.against(products, plan, [chosen, By::Own(width)])?;
+        let [library_ms, own_ms] =
+            trial.against(products, plan, [(chosen, rival.spared_bytes), (own_by, 0)])?;
         Ok(own_ms < WINS * library_ms)
     };
     // One that refuses to run is none, as among those that are listed.
     let own = wins().unwrap_or(false);
-    plan.by = if own { By::Own(width) } else { chosen };
+    plan.by = if own { own_by } else { chosen };
     Ok(())
 }
 
@@ -130,27 +140,31 @@ impl Trial {
         Ok(Trial { shape: s, at, results: [one, two], result_bytes, stream, _memory: memory })
     }
 
-    /// Milliseconds of so many calls.
-    fn calls_ms(&self, products: &Products, plan: &Plan, calls: usize) -> Done<f32> {
+    /// Milliseconds of so many calls, each with a copy of so many bytes of its result.
+    fn calls_ms(&self, products: &Products, plan: &Plan, calls: usize, copied_bytes: u64) -> Done<f32> {
         let (begin, end) = (Event::timed()?, Event::timed()?);
         self.stream.record(&begin)?;
         for _ in 0..calls {
             products.launch(self.shape, plan, self.at, &self.stream)?;
+            if copied_bytes > 0 {
+                self.stream.copy(self.results[1], self.results[0], copied_bytes as usize)?;
+            }
         }
         self.wait_for(&end)?;
         begin.until_ms(&end)
     }
 
-    /// Milliseconds of as many calls of each of two, in turns; the first half of each turn does not count.
-    fn against(&self, products: &Products, plan: &mut Plan, both: [By; 2]) -> Done<[f32; 2]> {
-        let each_ms = self.calls_ms(products, plan, CALLS)? / CALLS as f32;
+    /// Milliseconds of as many calls of each of two, with what each leaves to a copy, in turns; the first half of each turn does not
+    /// count.
+    fn against(&self, products: &Products, plan: &mut Plan, both: [(By, u64); 2]) -> Done<[f32; 2]> {
+        let each_ms = self.calls_ms(products, plan, CALLS, 0)? / CALLS as f32;
         let calls = ((TURN_MS / 2.0 / each_ms.max(0.001)) as usize).max(1);
         let mut took = [0.0; 2];
         for _ in 0..TURNS {
-            for (by, took) in both.iter().zip(&mut took) {
+            for ((by, copied_bytes), took) in both.iter().zip(&mut took) {
                 plan.by = *by;
-                self.calls_ms(products, plan, calls)?;
-                *took += self.calls_ms(products, plan, calls)?;
+                self.calls_ms(products, plan, calls, *copied_bytes)?;
+                *took += self.calls_ms(products, plan, calls, *copied_bytes)?;
             }
         }
         Ok(took)
@@ -233,7 +247,7 @@ mod tests {
     use crate::libraries::Libraries;
     use crate::products::{Away, SQUARE};
     use crate::tables::{CublasLt, Nvrtc};
-    use crate::warpgroups::Warpgroups;
+    use crate::warpgroups::{Warpgroups, cuts};
     use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
     /// Products on a GPU, and what compiles for it.
@@ -376,14 +390,14 @@ mod tests {
                     let trial = Trial::new(s).unwrap();
                     let plan = products.plan(s, None).unwrap();
                     products.launch(s, &plan, trial.at, &trial.stream).unwrap();
-                    for width in [96, 104, 168, 184, 192, own.width(&s).unwrap()] {
-                        own.prepare(&mut compiler, width).unwrap();
+                    for cut in cuts().filter(|c| [96, 104, 168, 184, 200].contains(&c.width)) {
+                        own.prepare(&mut compiler, cut).unwrap();
                         let at = At { out: trial.results[1], ..trial.at };
                         fill(at.out, trial.result_bytes, |_| u64::MAX, &trial.stream).unwrap();
-                        own.run(width, s, at, &trial.stream).unwrap();
+                        own.run(cut, s, at, &trial.stream).unwrap();
                         trial.wait_for(&Event::new().unwrap()).unwrap();
                         if read(trial.at.out, s) != read(at.out, s) {
-                            bad.push((width, s));
+                            bad.push((cut, s));
                         }
                     }
                 }
@@ -405,8 +419,9 @@ mod tests {
             upload(elsewhere.at(), &[row]).unwrap();
             let columns = (first, last);
             let away = Some(Away { columns, to: elsewhere.at() + 256, row: elsewhere.at() });
-            own.prepare(&mut compiler, 184).unwrap();
-            own.run(184, s, At { out: trial.results[1], away, ..trial.at }, &trial.stream).unwrap();
+            let cut = own.cut(&s).unwrap();
+            own.prepare(&mut compiler, cut).unwrap();
+            own.run(cut, s, At { out: trial.results[1], away, ..trial.at }, &trial.stream).unwrap();
             trial.wait_for(&Event::new().unwrap()).unwrap();
             let (want, here) = (read(trial.results[0], s), read(trial.results[1], s));
             let there = read(elsewhere.at() + 256 + row * apart.columns * 2, apart);

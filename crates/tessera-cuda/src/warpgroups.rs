@@ -1,4 +1,4 @@
-//! Products by a kernel of this crate, in bf16 on Hopper: out = x · wᵀ + bias, in tiles whose width is chosen for the rows. Measured
+//! Products by a kernel of this crate, in bf16 on Hopper: out = x · wᵀ + bias, in tiles that are chosen for the shape. Measured
 //! against cuBLASLt in docs/design/0014. Which of the two makes a shape, [`tuning`](crate::tuning) says.
 
 use std::collections::BTreeMap;
@@ -21,23 +21,33 @@ const THREADS: u32 = 384;
 const TURNED_BYTES: u64 = 8 * 32 * 64;
 /// Columns that a warp makes of a row, of which 16 go one way and 16 another.
 pub(crate) const COLUMN_STEP: u64 = 32;
-/// Tiles of rows in a band: with it the tiles of one round read as little as they can.
-const BAND: u64 = 13;
-/// Rows of a tile at most: more need more registers than there are.
-const WIDEST: u64 = 192;
+/// Rows of a tile at most: with more there are not registers enough for the loop over the inner dim.
+const WIDEST: u64 = 200;
 /// Of a step's four parts, how many are under way when the last step's tiles are given back.
 const EARLY: u64 = 1;
-/// What a tile takes beside its products, in rows.
-const TILE_ROWS: u64 = 24;
+/// Products of a multiprocessor in a cycle, and what a tile takes beside them, in cycles, as counted on an H200.
+const PRODUCTS_A_CYCLE: u64 = 2048;
+const TILE_CYCLES: u64 = 5400;
+/// What blocks that share columns read less is worth so much of the time, in percent: 0.5 to 0.9 measured.
+const SHARED_COLUMNS_PERCENT: u64 = 99;
 /// Tiles in flight at most, and the shared memory that a block may have.
 const MOST_STAGES: u64 = 5;
 const SHARED_BYTES: u64 = 232_448;
 
-/// The kernels of one device, by width.
+/// How a product is cut into tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Cut {
+    /// Rows of a block's tile.
+    pub(crate) width: u64,
+    /// Whether the blocks of a cluster take the same columns and neighbouring rows; else the other way around.
+    pub(crate) same_columns: bool,
+}
+
+/// The kernels of one device.
 #[derive(Debug)]
 pub(crate) struct Warpgroups {
     clusters: u64,
-    made: BTreeMap<u64, Kernel>,
+    made: BTreeMap<Cut, Kernel>,
 }
 
 #[derive(Debug)]
@@ -54,96 +64,118 @@ impl Warpgroups {
         ((major, minor) == (9, 0) && clusters > 0).then(|| Warpgroups { clusters, made: BTreeMap::new() })
     }
 
-    /// The width of tiles for a shape; none for what the kernel does not do.
-    pub(crate) fn width(&self, s: &Shape) -> Option<u64> {
+    /// The tiles of a shape; none for what the kernel does not do.
+    pub(crate) fn cut(&self, s: &Shape) -> Option<Cut> {
         // What ends in GELU stays with the library, whose own has other bits in three values of 100,000.
         let fits = s.dtype == DType::Bf16
             && !s.gelu
             && !s.residual
             && s.columns.is_multiple_of(COLUMN_STEP)
             && s.inner.is_multiple_of(8);
-        let rounds = |width: u64| tiles(s, width).div_ceil(self.clusters);
-        fits.then(|| {
-            // Of two alike the wider: a byte that is loaded is multiplied more often.
-            widths().min_by_key(|w| rounds(*w) * (w + TILE_ROWS)).unwrap_or(WIDEST)
-        })
+        let cost = |cut: &Cut| {
+            let tile = COLUMNS * cut.width * s.inner / PRODUCTS_A_CYCLE + TILE_CYCLES;
+            let percent = if cut.same_columns { SHARED_COLUMNS_PERCENT } else { 100 };
+            cut.tiles(s).div_ceil(self.clusters) * tile * percent
+        };
+        // Of two alike the wider: a byte that is loaded is multiplied more often.
+        fits.then(|| cuts().min_by_key(cost)).flatten()
     }
 
-    /// Compiles the kernel of a width.
-    pub(crate) fn prepare(&mut self, compiler: &mut Compiler, width: u64) -> Done<()> {
-        if self.made.contains_key(&width) {
+    /// Compiles the kernel of a cut.
+    pub(crate) fn prepare(&mut self, compiler: &mut Compiler, cut: Cut) -> Done<()> {
+        if self.made.contains_key(&cut) {
             return Ok(());
         }
-        let (defines, shared_bytes) = cut(width);
-        let module = compiler.module("products", &source(width), &defines)?;
+        let (defines, shared_bytes) = cut.defines();
+        let module = compiler.module("products", &cut.source(), &defines)?;
         let function = module.function("products")?;
         function.allow_shared(shared_bytes)?;
-        self.made.insert(width, Kernel { function, shared_bytes, _module: module });
+        self.made.insert(cut, Kernel { function, shared_bytes, _module: module });
         Ok(())
     }
 
-    pub(crate) fn run(&self, width: u64, s: Shape, at: At, stream: &Stream) -> Done<()> {
-        let Some(kernel) = self.made.get(&width) else {
-            return Err(Failed(format!("no kernel was compiled for tiles of {width} rows")));
+    pub(crate) fn run(&self, cut: Cut, s: Shape, at: At, stream: &Stream) -> Done<()> {
+        let Some(kernel) = self.made.get(&cut) else {
+            return Err(Failed(format!("no kernel was compiled for {cut:?}")));
         };
         let (row_bytes, box_columns) = (2 * s.inner, BOX_COLUMNS as u32);
-        let first = first_rows(width);
         let rows = |box_rows: u64| map(at.x, [s.inner, s.rows], &[row_bytes], [box_columns, box_rows as u32]);
+        // What a block loads: of the tile that both use, its part.
+        let (first, rest, halves) = if cut.same_columns {
+            (cut.width, cut.width, 1)
+        } else {
+            let first = cut.first_rows();
+            (first, cut.width - first, 2)
+        };
         // Of every 32 columns first those that go one way, then the others: a warp's two products end side by side.
         let half = COLUMN_STEP / 2;
         let columns = map(
             at.w,
             [s.inner, half, s.columns / COLUMN_STEP, 2],
             &[row_bytes, COLUMN_STEP * row_bytes, half * row_bytes],
-            [box_columns, half as u32, (COLUMNS / COLUMN_STEP) as u32, 2],
+            [box_columns, half as u32, (COLUMNS / COLUMN_STEP) as u32, halves],
         )?;
-        let args = Args::new().map(columns).map(rows(first)?).map(rows(width - first)?);
+        let args = Args::new().map(columns).map(rows(first)?).map(rows(rest)?);
         let args = args.at(if s.bias { at.bias } else { 0 }).at(at.out);
         let args = args.int(s.rows as i64).int(s.columns as i64).int(s.inner as i64);
         let away = at.away.map_or([0; 4], |a| [a.to, a.row, a.columns.0, a.columns.1]);
         let args = args.words(away.to_vec());
-        let blocks = CLUSTER * tiles(&s, width).min(self.clusters);
+        let blocks = CLUSTER * cut.tiles(&s).min(self.clusters);
         stream.launch(kernel.function, [blocks as u32, 1, 1], THREADS, kernel.shared_bytes, args)
     }
 }
 
-/// Rows that a tile may have, the most first.
-fn widths() -> impl Iterator<Item = u64> {
-    (96..=WIDEST).rev().step_by(8)
+impl Cut {
+    /// Tiles of a shape, a cluster's as one.
+    fn tiles(self, s: &Shape) -> u64 {
+        let (rows, columns) =
+            if self.same_columns { (CLUSTER * self.width, COLUMNS) } else { (self.width, CLUSTER * COLUMNS) };
+        s.rows.div_ceil(rows) * s.columns.div_ceil(columns)
+    }
+
+    /// Rows of a tile that the first block of a cluster loads where both take the same rows.
+    fn first_rows(self) -> u64 {
+        (self.width / 2).next_multiple_of(8)
+    }
+
+    /// What its kernel is compiled with, and its shared memory.
+    pub(crate) fn defines(self) -> ([(&'static str, String); 5], u32) {
+        let bytes = |stages: u64| stages * ((COLUMNS + self.width) * 2 * BOX_COLUMNS + 16) + TURNED_BYTES;
+        let stages = (2..=MOST_STAGES).rev().find(|s| bytes(*s) <= SHARED_BYTES).unwrap_or(2);
+        // Clusters' tiles of rows in a band: with these the tiles of one round read as little as they can.
+        let band = if self.same_columns { 7 } else { 13 };
+        let same_columns = u64::from(self.same_columns);
+        let defines = [
+            ("WIDTH", self.width),
+            ("SAME_COLUMNS", same_columns),
+            ("STAGES", stages),
+            ("BAND", band),
+            ("EARLY", EARLY),
+        ];
+        (defines.map(|(k, v)| (k, v.to_string())), bytes(stages) as u32)
+    }
+
+    /// Its kernel's source: the instruction of a step names every register it adds to, which no macro counts.
+    pub(crate) fn source(self) -> String {
+        let (width, n) = (self.width, self.width / 2);
+        let list = |each: &dyn Fn(u64) -> String| (0..n).map(each).collect::<Vec<String>>().join(", ");
+        let (names, held) = (list(&|i| format!("%{i}")), list(&|i| format!("\"+f\"(d[{i}])")));
+        let (w, x, more) = (n, n + 1, n + 2);
+        let step = format!(
+            "// D (+)= W Xᵀ over 16 of the inner dim.\n\
+             __device__ __forceinline__ void product_step(float (&d)[{n}], u64 w, u64 x, int more) {{\n\
+             asm volatile(\"{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{more}, 0;\\n\
+             wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{names}}}, %{w}, %{x}, p, 1, 1, 0, 0;\\n}}\" \
+             : {held} : \"l\"(w), \"l\"(x), \"r\"(more));\n}}\n"
+        );
+        format!("{COMMON}{HOPPER}{step}{SOURCE}")
+    }
 }
 
-/// Tiles of a shape, a cluster's as one.
-fn tiles(s: &Shape, width: u64) -> u64 {
-    s.rows.div_ceil(width) * s.columns.div_ceil(CLUSTER * COLUMNS)
-}
-
-/// Rows of a tile that the first block of a cluster loads.
-fn first_rows(width: u64) -> u64 {
-    (width / 2).next_multiple_of(8)
-}
-
-/// What the kernel of a width is compiled with, and its shared memory.
-pub(crate) fn cut(width: u64) -> ([(&'static str, String); 4], u32) {
-    let bytes = |stages: u64| stages * ((COLUMNS + width) * 2 * BOX_COLUMNS + 16) + TURNED_BYTES;
-    let stages = (2..=MOST_STAGES).rev().find(|s| bytes(*s) <= SHARED_BYTES).unwrap_or(2);
-    let defines = [("WIDTH", width), ("STAGES", stages), ("BAND", BAND), ("EARLY", EARLY)];
-    (defines.map(|(k, v)| (k, v.to_string())), bytes(stages) as u32)
-}
-
-/// The kernel's source for a width: the instruction of a step names every register it adds to, which no macro counts.
-pub(crate) fn source(width: u64) -> String {
-    let n = width / 2;
-    let list = |each: &dyn Fn(u64) -> String| (0..n).map(each).collect::<Vec<String>>().join(", ");
-    let (names, held) = (list(&|i| format!("%{i}")), list(&|i| format!("\"+f\"(d[{i}])")));
-    let (w, x, more) = (n, n + 1, n + 2);
-    let step = format!(
-        "// D (+)= W Xᵀ over 16 of the inner dim.\n\
-         __device__ __forceinline__ void product_step(float (&d)[{n}], u64 w, u64 x, int more) {{\n\
-         asm volatile(\"{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{more}, 0;\\n\
-         wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{names}}}, %{w}, %{x}, p, 1, 1, 0, 0;\\n}}\" \
-         : {held} : \"l\"(w), \"l\"(x), \"r\"(more));\n}}\n"
-    );
-    format!("{COMMON}{HOPPER}{step}{SOURCE}")
+/// All cuts there are, the widest first.
+pub(crate) fn cuts() -> impl Iterator<Item = Cut> {
+    let widths = (96..=WIDEST).rev().step_by(8);
+    widths.flat_map(|width| [true, false].map(|same_columns| Cut { width, same_columns }))
 }
 
 #[cfg(test)]
@@ -154,23 +186,27 @@ mod tests {
     #[test]
     fn tiles_are_as_wide_as_leaves_least_idle() {
         let own = Warpgroups::new((9, 0), 132).unwrap();
-        let width = |rows, columns| own.width(&Shape { rows, columns, ..SQUARE });
-        // 26 by 10 tiles: four rounds of 66 clusters, with four left over.
-        assert_eq!(width(4680, 5120), Some(184));
-        assert_eq!(width(2340, 5120), Some(184));
-        assert_eq!(width(2160, 5120), Some(168));
-        assert_eq!(width(2160, 15360), Some(168));
-        assert_eq!(width(4680, 5136), None);
-        assert_eq!(own.width(&Shape { gelu: true, ..SQUARE }), None);
+        let cut = |rows, columns| {
+            let cut = own.cut(&Shape { rows, columns, ..SQUARE });
+            cut.map(|c| (c.width, c.same_columns))
+        };
+        // 13 by 20 tiles: four rounds of 66 clusters, with four left over.
+        assert_eq!(cut(4680, 5120), Some((184, true)));
+        assert_eq!(cut(4680, 15360), Some((200, true)));
+        assert_eq!(cut(2340, 5120), Some((184, false)));
+        assert_eq!(cut(2160, 5120), Some((168, false)));
+        assert_eq!(cut(2160, 15360), Some((200, false)));
+        assert_eq!(cut(4680, 5136), None);
+        assert_eq!(own.cut(&Shape { gelu: true, ..SQUARE }), None);
         assert!(Warpgroups::new((10, 0), 148).is_none());
     }
 
     #[test]
-    fn every_width_fits_a_block() {
-        for width in widths() {
-            let (_, bytes) = cut(width);
-            assert!(u64::from(bytes) <= SHARED_BYTES, "{width} rows: {bytes} bytes");
-            assert!(first_rows(width) < width);
+    fn every_cut_fits_a_block() {
+        for cut in cuts() {
+            let (_, bytes) = cut.defines();
+            assert!(u64::from(bytes) <= SHARED_BYTES, "{cut:?}: {bytes} bytes");
+            assert!(cut.first_rows() < cut.width);
         }
     }
 }

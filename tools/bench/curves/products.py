@@ -12,7 +12,8 @@ from attention import check, compiled, device, nvml, source, tensor_map, watchdo
 
 T0 = time.time()
 COLUMNS, CLUSTER, INNER = 256, 2, 64
-BAND, EARLY, TILE_ROWS, MOST_STAGES, SHARED, TURNED = 13, 1, 24, 5, 232448, 8 * 32 * 64
+BANDS, EARLY, TILE_CYCLES, MOST_STAGES, SHARED, TURNED = (13, 7), 1, 5400, 5, 232448, 8 * 32 * 64
+WIDTHS = range(200, 95, -8)
 
 
 def product_step(width):
@@ -30,24 +31,26 @@ def shared_of(width, stages):
     return stages * ((COLUMNS + width) * 128 + 16) + TURNED
 
 
-def tiles_of(rows, columns, width):
-    return -(-rows // width) * -(-columns // (CLUSTER * COLUMNS))
+def tiles_of(rows, columns, width, same):
+    """Tiles of clusters, whose blocks take the same rows or, by `same`, the same columns."""
+    return -(-rows // (width * (CLUSTER if same else 1))) * -(-columns // (COLUMNS * (1 if same else CLUSTER)))
 
 
-def rounds(rows, columns, width):
-    return -(-tiles_of(rows, columns, width) // (attention.SMS // CLUSTER))
+def rounds(rows, columns, width, same):
+    return -(-tiles_of(rows, columns, width, same) // (attention.SMS // CLUSTER))
 
 
-def widths(rows, columns, n):
+def cuts(rows, columns, inner, n):
     """Those of least time, the first as warpgroups.rs takes it."""
-    return sorted(range(192, 95, -8), key=lambda w: rounds(rows, columns, w) * (w + TILE_ROWS))[:n]
+    cost = lambda c: rounds(rows, columns, *c) * (c[0] * inner // 8 + TILE_CYCLES) * (99 if c[1] else 100)
+    return sorted(itertools.product(WIDTHS, (1, 0)), key=cost)[:n]
 
 
 class Kernel:
-    def __init__(self, width, band=BAND, stages=None, early=EARLY, hang=False):
-        self.width = width
+    def __init__(self, width, same, band=None, stages=None, early=EARLY, hang=False):
+        self.width, self.same = width, same
         self.stages = stages or max(s for s in range(2, MOST_STAGES + 1) if shared_of(width, s) <= SHARED)
-        defines = dict(WIDTH=width, STAGES=self.stages, BAND=band, EARLY=early, HANG_CHECK=int(hang))
+        defines = dict(WIDTH=width, SAME_COLUMNS=same, STAGES=self.stages, BAND=band or BANDS[same], EARLY=early, HANG_CHECK=int(hang))
         sources = [source("common.cuh"), source("hopper.cuh"), product_step(width), source("products.cu")]
         image = compiled("products.cu", defines, *sources)
         self.mod, self.f, self.shared = ctypes.c_void_p(), ctypes.c_void_p(), shared_of(width, self.stages)
@@ -57,10 +60,10 @@ class Kernel:
 
     def prepare(self, x, w, out, bias=None):
         (rows, inner), columns = x.shape, w.shape[0]
-        first = (self.width // 2 + 7) // 8 * 8
-        maps = [tensor_map(w, (inner, 16, columns // 32, 2), (2 * inner, 64 * inner, 32 * inner), (INNER, 16, COLUMNS // 32, 2))]
-        maps += [tensor_map(x, (inner, rows), (2 * inner,), (INNER, n)) for n in (first, self.width - first)]
-        grid = CLUSTER * min(tiles_of(rows, columns, self.width), attention.SMS // CLUSTER)
+        first = self.width if self.same else (self.width // 2 + 7) // 8 * 8
+        maps = [tensor_map(w, (inner, 16, columns // 32, 2), (2 * inner, 64 * inner, 32 * inner), (INNER, 16, COLUMNS // 32, 1 if self.same else 2))]
+        maps += [tensor_map(x, (inner, rows), (2 * inner,), (INNER, n)) for n in (first, self.width - first or first)]
+        grid = CLUSTER * min(tiles_of(rows, columns, self.width, self.same), attention.SMS // CLUSTER)
         numbers = [ctypes.c_void_p(bias.data_ptr() if bias is not None else 0), ctypes.c_void_p(out.data_ptr())]
         numbers += [ctypes.c_int(n) for n in (rows, columns, inner)] + [(ctypes.c_uint64 * 4)()]  # no columns elsewhere
         ptrs = (ctypes.c_void_p * 9)(*[m.addr for m in maps], *[ctypes.addressof(n) for n in numbers])
@@ -78,10 +81,10 @@ def operands(rows, columns, inner, seed=0):
     return f(rows, inner).bfloat16(), (f(columns, inner) * 0.02).bfloat16(), f(columns).bfloat16()
 
 
-def correct(width):
+def correct(width, same_columns):
     device()
     torch, bad, worst, same, of = attention.torch, 0, 0.0, 0, 0
-    kernel = Kernel(width, hang=True)
+    kernel = Kernel(width, same_columns, hang=True)
     for rows, columns, inner in ((64, 512, 64), (37, 128, 128), (width, 256, 640), (300, 544, 200), (1170, 5120, 1024), (4680, 1536, 5120)):
         for with_bias in (False, True):
             x, w, b = operands(rows, columns, inner, rows)
@@ -109,7 +112,7 @@ def correct(width):
                 if not torch.equal(few, out[: few.shape[0]]):
                     bad += 1
                     print(f"  {width}, {rows} x {columns} x {inner}: other bits among fewer rows")
-    print(f"{'BAD ' if bad else 'good'} {width} rows, {kernel.stages} stages: worst {worst:.2f} of what is allowed; torch's bits {same} of {of} times", flush=True)
+    print(f"{'BAD ' if bad else 'good'} {width} rows, same {'columns' if same_columns else 'rows'}, {kernel.stages} stages: worst {worst:.2f} of what is allowed; torch's bits {same} of {of} times", flush=True)
     os._exit(1 if bad else 0)
 
 
@@ -163,9 +166,11 @@ def timing(a):
         flop = 2 * rows * columns * inner
         library = ("torch", [lambda w=w: torch.nn.functional.linear(x, w, bias) for w in ws])
         sides = []
-        for cut in itertools.product(a.widths or widths(rows, columns, a.best), a.bands, a.stages, a.early):
+        best = itertools.product(a.widths, (1, 0)) if a.widths else cuts(rows, columns, inner, a.best)
+        for (width, same), *other in itertools.product(best, a.bands, a.stages, a.early):
+            cut = (width, same, *other)
             kernel = made[cut] = made.get(cut) or Kernel(*cut)
-            name = f"{cut[0]} rows, {kernel.stages} stages, band {cut[1]}, early {cut[3]}, {rounds(rows, columns, cut[0])} rounds"
+            name = f"{width} rows, same {'columns' if same else 'rows'}, {kernel.stages} stages, band {other[0] or BANDS[same]}, early {other[2]}, {rounds(rows, columns, width, same)} rounds"
             sides.append((name, [kernel.prepare(x, w, out, bias) for w in ws]))
         print(f"{rows} x {columns} x {inner}", flush=True)
         # Torch first and last: the device grows warm meanwhile.
@@ -177,7 +182,7 @@ def timing(a):
             base = base or (cold, ms)
             # Tensor throughput as a share of 4096 FLOP per SM and cycle at the clock seen.
             use = flop / (ms * 1e-3) / (attention.SMS * 4096 * mhz * 1e6) if mhz else 0
-            print(f"  {name:50s} cold {cold * 1e3:7.1f} us {flop / cold / 1e9:6.1f} x{base[0] / cold:5.3f}  sustained {ms * 1e3:7.1f} us {flop / ms / 1e9:6.1f} TFLOP/s x{base[1] / ms:5.3f}  {w:4.0f} W {mhz:5.0f} MHz {use:.3f} of peak/clk", flush=True)
+            print(f"  {name:68s} cold {cold * 1e3:7.1f} us {flop / cold / 1e9:6.1f} x{base[0] / cold:5.3f}  sustained {ms * 1e3:7.1f} us {flop / ms / 1e9:6.1f} TFLOP/s x{base[1] / ms:5.3f}  {w:4.0f} W {mhz:5.0f} MHz {use:.3f} of peak/clk", flush=True)
 
 
 def numbers(s):
@@ -186,12 +191,12 @@ def numbers(s):
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--correct", type=int, help=argparse.SUPPRESS)
-    p.add_argument("--check", type=numbers, default=[192, 184, 168, 104], help="widths to compare with f64")
+    p.add_argument("--correct", type=numbers, help=argparse.SUPPRESS)
+    p.add_argument("--check", type=numbers, default=[200, 184, 168, 104], help="widths to compare with f64, each with blocks that share rows and with blocks that share columns")
     p.add_argument("--shapes", default="4680x5120x5120,4680x15360x5120,4680x5120x13824,2340x5120x5120,2340x5120x13824,2160x5120x5120,2160x15360x5120,2160x5120x13824,1080x5120x5120,1170x5120x5120")
     p.add_argument("--widths", type=numbers, help="rows of a tile (default: the --best ones)")
     p.add_argument("--best", type=int, default=1)
-    p.add_argument("--bands", type=numbers, default=[BAND])
+    p.add_argument("--bands", type=numbers, default=[None])
     p.add_argument("--stages", type=numbers, default=[None])
     p.add_argument("--early", type=numbers, default=[EARLY])
     p.add_argument("--seconds", type=float, default=0.5, help="of each side without a pause")
@@ -199,9 +204,9 @@ if __name__ == "__main__":
     a = p.parse_args()
     if a.correct:
         watchdog(60)
-        correct(a.correct)
+        correct(*a.correct)
     watchdog(a.budget + 60)
-    children = [subprocess.Popen([sys.executable, os.path.abspath(__file__), "--correct", str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for n in a.check]
+    children = [subprocess.Popen([sys.executable, os.path.abspath(__file__), "--correct", f"{n},{same}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for n in a.check for same in (0, 1)]
     good = True
     for c in children:
         print(c.communicate()[0][-3500:], end="", flush=True)

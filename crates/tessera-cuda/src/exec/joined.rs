@@ -226,8 +226,8 @@ impl Cuda {
             match one {
                 Joined::Products { made, write } => {
                     let shape = whole(p, &made);
-                    if self.able(p, &made, shape)? {
-                        let each = shape.columns / made.len() as u64;
+                    let each = shape.columns / made.len() as u64;
+                    if self.able(p, &made, shape, if write.is_some() { each } else { 0 })? {
                         let write = write.filter(|_| self.products.parts(shape, each));
                         out.push(Joined::Products { made, write });
                     }
@@ -258,12 +258,12 @@ impl Cuda {
         Ok(all)
     }
 
-    /// Whether there is a product for all of these, made ready.
-    fn able(&mut self, p: &Program, made: &[usize], shape: Shape) -> Result<bool, Diagnostic> {
+    /// Whether there is a product for all of these, made ready, of which so many columns are to lie by themselves.
+    fn able(&mut self, p: &Program, made: &[usize], shape: Shape, apart: u64) -> Result<bool, Diagnostic> {
         let ty = p.ty(p.ops[made[0]].results[0]);
         let rows = self.kernels.prepare_rows(ty.shape[1], ty.dtype);
         rows.map_err(|e| refused(&format!("@{}", p.name), &e))?;
-        let chosen = self.products.prepare(shape, &mut self.kernels.compiler);
+        let chosen = self.products.prepare_parted(shape, apart, &mut self.kernels.compiler);
         Ok(chosen.is_ok() && self.products.form(shape) == shape)
     }
 

@@ -5,8 +5,8 @@
 // multiple of eight: WIDTH is chosen for the rows there are, so that the last round of tiles leaves few blocks idle. What belongs to
 // a column, its bias, is then a register of a thread.
 //
-// Two blocks next to each other, a cluster, take the same rows and neighbouring columns; each loads half of the rows' tile for both.
-// Clusters stay and take tile after tile, neighbours those near each other, so that rows and columns come from L2. In a block one
+// Two blocks next to each other, a cluster, take the same rows and neighbouring columns, and each loads half of the rows' tile for both;
+// or, by SAME_COLUMNS, the same columns and neighbouring rows, and each loads half of the columns' tile, which is the larger. Clusters stay and take tile after tile, neighbours those near each other, so that rows and columns come from L2. In a block one
 // warpgroup loads and two compute, each 128 columns by two products of 64: with as much of out in registers as there is, a byte from
 // L2 or from shared memory is multiplied more often than in smaller tiles, which is what counts under a power limit. The sum over
 // `inner` is one chain, in order: a row's bits depend on neither the other rows nor WIDTH. EARLY times 16 of it are under way when the
@@ -14,7 +14,9 @@
 constexpr int COLUMNS = 256, INNER = 64;  // of a block's tile; elements of 128 bytes
 constexpr int GROUPS = 2, CLUSTER = 2;
 constexpr int THREADS = 128 * (GROUPS + 1);
-constexpr int FIRST = (WIDTH / 2 + 7) / 8 * 8;  // rows of a tile that the cluster's first block loads, the second the rest
+// A cluster's tile, and how many rows of one its first block loads, the second the rest.
+constexpr int ROWS = SAME_COLUMNS ? CLUSTER * WIDTH : WIDTH, ACROSS = SAME_COLUMNS ? COLUMNS : CLUSTER * COLUMNS;
+constexpr int FIRST = SAME_COLUMNS ? WIDTH : (WIDTH / 2 + 7) / 8 * 8;
 constexpr int COMPUTE_REGS = 240, LOAD_REGS = 24;  // a thread's, of the 64 Ki of a multiprocessor
 constexpr int PER_THREAD = WIDTH / 2;
 constexpr u32 W_BYTES = COLUMNS * INNER * 2, X_BYTES = WIDTH * INNER * 2;
@@ -56,17 +58,28 @@ __device__ __forceinline__ void arrive_at(u64 *bar, u32 block) {
                  : "memory");
 }
 
-// Columns from `column`, in the order that HALF_BYTES tells of; those beyond the end are zeros.
-__device__ __forceinline__ void load_columns(void *to, const TensorMap *map, u64 *bar, int inner, int column) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %3}], [%5];" ::"r"(
-                     shared_address(to)),
-                 "l"(map), "r"(inner), "r"(0), "r"(column / 32), "r"(shared_address(bar))
+#if SAME_COLUMNS
+#define COLUMNS_TO ".multicast::cluster"
+#define COLUMNS_MASK ", %6"
+#define ROWS_TO ""
+#define ROWS_MASK ""
+#else
+#define COLUMNS_TO ""
+#define COLUMNS_MASK ""
+#define ROWS_TO ".multicast::cluster"
+#define ROWS_MASK ", %5"
+#endif
+// Columns from `column`, in the order that HALF_BYTES tells of, all or one half, which goes to both blocks; those beyond the end are zeros.
+__device__ __forceinline__ void load_columns(void *to, const TensorMap *map, u64 *bar, int inner, int column, int half) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes" COLUMNS_TO
+                 " [%0], [%1, {%2, 0, %3, %4}], [%5]" COLUMNS_MASK ";" ::"r"(shared_address(to)),
+                 "l"(map), "r"(inner), "r"(column / 32), "r"(half), "r"(shared_address(bar)), "h"((u16)3)
                  : "memory");
 }
-// Rows from `row`, into both blocks of the cluster; those beyond the end are zeros.
+// Rows from `row`, all of a tile or the part that goes to both blocks; those beyond the end are zeros.
 __device__ __forceinline__ void load_rows(void *to, const TensorMap *map, u64 *bar, int inner, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
-                 "%3}], [%4], %5;" ::"r"(shared_address(to)),
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes" ROWS_TO
+                 " [%0], [%1, {%2, %3}], [%4]" ROWS_MASK ";" ::"r"(shared_address(to)),
                  "l"(map), "r"(inner), "r"(row), "r"(shared_address(bar)), "h"((u16)3)
                  : "memory");
 }
@@ -93,14 +106,15 @@ __device__ __forceinline__ void store_if(bool wanted, void *to, uint4 x) {
                  : "memory");
 }
 
-// Where tiles lie: by bands of BAND tiles of rows, in a band by columns first.
+// Where tiles lie: by bands of BAND clusters' tiles of rows, in a band by columns first.
 struct Tiles {
-    int along, across;  // tiles of rows, clusters' tiles of columns
+    int along, across;  // clusters' tiles of rows and of columns
+    int rank;           // the block in its cluster
     __device__ __forceinline__ void place(int tile, int &row, int &column) const {
         int band = tile / (BAND * across), rest = tile - band * BAND * across;
         int wide = min(BAND, along - band * BAND);
-        row = (band * BAND + rest % wide) * WIDTH;
-        column = rest / wide * CLUSTER * COLUMNS;
+        row = (band * BAND + rest % wide) * ROWS + (SAME_COLUMNS ? rank * WIDTH : 0);
+        column = rest / wide * ACROSS + (SAME_COLUMNS ? 0 : rank * COLUMNS);
     }
 };
 
@@ -126,8 +140,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     unsigned char *w_tiles = shared, *x_tiles = w_tiles + STAGES * W_BYTES, *turned = x_tiles + STAGES * X_BYTES;
     Barriers &bars = *(Barriers *)(turned + GROUPS * 4 * PART * ROW_BYTES);
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-    u32 rank = rank_in_cluster();
-    Tiles of = {(rows + WIDTH - 1) / WIDTH, (columns + CLUSTER * COLUMNS - 1) / (CLUSTER * COLUMNS)};
+    int rank = rank_in_cluster();
+    Tiles of = {(rows + ROWS - 1) / ROWS, (columns + ACROSS - 1) / ACROSS, rank};
     int tiles = of.along * of.across, steps = (inner + INNER - 1) / INNER;
     int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (threadIdx.x == 0) {
@@ -146,7 +160,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOAD_REGS));
         if (threadIdx.x == GROUPS * 128) {
             Place at = {0, 0};
-            const TensorMap *own = rank ? &x_rest_map : &x_map;
+            // Of the tile that both use, what this block loads begins here.
+            int half = SAME_COLUMNS ? rank : 0, skip = SAME_COLUMNS ? 0 : rank * FIRST;
+            const TensorMap *own = skip ? &x_rest_map : &x_map;
             for (int tile = first; tile < tiles; tile += stride) {
                 int row, column;
                 of.place(tile, row, column);
@@ -154,8 +170,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     u64 *full = &bars.full[at.stage];
                     await(&bars.empty[at.stage], at.round ^ 1);
                     expect(full, W_BYTES + X_BYTES);
-                    load_columns(w_tiles + at.stage * W_BYTES, &w_map, full, j * INNER, column + rank * COLUMNS);
-                    load_rows(x_tiles + at.stage * X_BYTES + rank * FIRST * INNER * 2, own, full, j * INNER, row + rank * FIRST);
+                    load_columns(w_tiles + at.stage * W_BYTES + half * HALF_BYTES, &w_map, full, j * INNER, column, half);
+                    load_rows(x_tiles + at.stage * X_BYTES + skip * INNER * 2, own, full, j * INNER, row + skip);
                 }
             }
         }
@@ -168,7 +184,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int tile = first; tile < tiles; tile += stride) {
             int row, column;
             of.place(tile, row, column);
-            column += rank * COLUMNS + warp * 32;
+            column += warp * 32;
             bool here = column < columns;
             // This lane's piece of a row, and how many rows are left from there.
             bool goes = column >= away.first && column < away.last;
