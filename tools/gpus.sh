@@ -2,8 +2,8 @@
 # What a change of the GPU backend is run through on a machine with two GPUs, which needs no Rust:
 #
 #   tools/gpus.sh pack DIR        where there is Rust: the binary and the tests that want GPUs, stripped, into DIR
-#   tools/gpus.sh check DIR OUT   where there are GPUs: those tests; latents of one GPU and of two, bit for bit; streams against the
-#                                 processors; drills. What each said is in OUT
+#   tools/gpus.sh check DIR OUT   where there are GPUs: those tests; latents of one GPU and of two, bit for bit; a block against float64,
+#                                 where there is PyTorch; streams against the processors; drills. What each said is in OUT
 #   tools/gpus.sh trace DIR OUT   timelines of whole forwards on one GPU, in fp8, and on two, beside the plan's estimate
 #
 # Exit status: 0 fine, 1 something failed, 2 usage.
@@ -49,7 +49,7 @@ print([m["executable"] for m in map(json.loads, sys.stdin) if m.get("executable"
 check)
     export TESSERA_ROOT="$PWD" TESSERA_BIN="$bin/tessera" TESSERA_FILETESTS="$PWD/filetests"
     kept lib 240 "$bin/lib" --nocapture --test-threads=1 || failed=1
-    kept conformance 120 "$bin/conformance" --nocapture || failed=1
+    kept conformance 400 "$bin/conformance" --nocapture || failed=1
     for dtype in bf16 fp8; do
         for ranks in 1 2; do
             kept "digest-$dtype-$ranks" 120 "$bin/tessera" bench dit --size 480x832,320x576 --layers 2 --warm 0 --steps 2 --digest \
@@ -65,6 +65,15 @@ check)
         fi
         rm -f "$out/latents-1" "$out/latents-2"
     done
+    if python3 -c 'import torch' 2>/dev/null; then
+        case=$(mktemp -d)
+        bench="$bin/tessera bench dit $case --case --size 128x256 --warm 0 --steps 1 --dtype"
+        kept block 240 sh -ec "python3 tools/bench/dit_gpu.py --layers 1 --size 128x256 --dump $case
+            $bench bf16; python3 tools/bench/check_case.py $case; $bench fp8; python3 tools/bench/check_case.py $case --limit 0.1" || failed=1
+        rm -rf "$case"
+    else
+        echo "block: not run, no PyTorch here"
+    fi
     kept streams 300 "$bin/streams" --nocapture --test-threads=1 || failed=1
     exit $failed
     ;;

@@ -77,10 +77,9 @@ pub fn by_class(p: &Program, ran: &[Ran], estimate: Option<&[f64]>) -> Vec<Line>
 pub fn by_kind(p: &Program, ran: &[Ran], estimate: Option<&[f64]>) -> Vec<Line> {
     let kind = |r: &Ran| {
         let ops: Vec<&Op> = r.ops.iter().filter_map(|i| p.ops.get(*i)).collect();
-        let names: Vec<&str> = ops.iter().map(|o| o.opcode.name()).collect();
         let read = ops.first()?.operands.iter().filter(|v| !p.ty(**v).is_token()).take(2);
         let shapes: String = read.map(|v| format!(" {:?}", p.ty(*v).shape)).collect();
-        Some(names.join("+") + &shapes)
+        Some(names(&ops) + &shapes)
     };
     let lines = gather(ran, estimate, kind);
     let mut lines: Vec<Line> = lines.into_iter().map(|(name, line)| Line { name, ..line }).collect();
@@ -96,7 +95,7 @@ pub fn bars(p: &Program, rank: u32, ran: &[Ran]) -> Vec<Bar> {
         .map(|r| Bar {
             rank,
             lane: r.stream.clone(),
-            name: ops(r).iter().map(|o| o.opcode.name()).collect::<Vec<_>>().join("+"),
+            name: names(&ops(r)),
             kind: match ops(r).iter().any(|o| o.opcode.is_collective()) {
                 true => Kind::Collective,
                 false => Kind::Compute,
@@ -145,6 +144,15 @@ fn gather<K: Ord>(
         line.estimated_ns = line.estimated_ns.zip(estimated).map(|(a, b)| a + b);
     }
     lines
+}
+
+/// What one launch does: `3 matmul+cache.write`.
+fn names(ops: &[&Op]) -> String {
+    let runs = ops.chunk_by(|a, b| a.opcode == b.opcode).map(|run| match run {
+        [one] => one.opcode.name().to_string(),
+        many => format!("{} {}", many.len(), many[0].opcode.name()),
+    });
+    runs.collect::<Vec<_>>().join("+")
 }
 
 fn empty(estimated: bool) -> Line {
@@ -201,6 +209,14 @@ mod tests {
 
     fn shown(lines: &[Line]) -> Vec<(&str, usize, Option<f64>, f64)> {
         lines.iter().map(|l| (l.name.as_str(), l.count, l.estimated_ns, l.measured_ns)).collect()
+    }
+
+    #[test]
+    fn ops_of_one_launch_are_named_once() {
+        let p = block();
+        let named = |ops: &[usize]| names(&ops.iter().map(|i| &p.ops[*i]).collect::<Vec<_>>());
+        assert_eq!(named(&[2, 3]), "matmul+gate_residual");
+        assert_eq!(named(&[2, 2, 2, 3]), "3 matmul+gate_residual");
     }
 
     #[test]

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tessera::bench::Synthetic;
 use tessera::gpus::{Folder, Gpus};
@@ -102,9 +102,16 @@ fn the_cuda_backend_means_what_the_reference_means() {
     // units in the last place.
     let subject =
         Subject { name: "cuda", open: &open, tolerance: Tolerance { relative: 1e-6 }, patience: PATIENCE };
-    let report = conformance(&subject, &texts());
-    println!("{report}");
-    let wrong: Vec<_> = report.failed.iter().filter(|(_, why)| !why.contains(TOO_FEW)).collect();
+    let mut wrong = Vec::new();
+    // One by one, so that somebody who waits sees which: a file takes as long as the driver and NCCL take to start.
+    for text in texts() {
+        let begun = Instant::now();
+        let report = conformance(&subject, std::slice::from_ref(&text));
+        if report.passed.len() + report.skipped.len() + report.failed.len() > 0 {
+            println!("{}, {:.1} s: {report}", text.0, begun.elapsed().as_secs_f32());
+        }
+        wrong.extend(report.failed.into_iter().filter(|(_, why)| !why.contains(TOO_FEW)));
+    }
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 

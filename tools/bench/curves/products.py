@@ -42,7 +42,8 @@ def rounds(rows, columns, width, same):
 
 def cuts(rows, columns, inner, n):
     """Those of least time, the first as warpgroups.rs takes it."""
-    cost = lambda c: rounds(rows, columns, *c) * (c[0] * inner // 8 + TILE_CYCLES) * (99 if c[1] else 100)
+    loaded = lambda width, same: COLUMNS // CLUSTER + width if same else COLUMNS + width // CLUSTER
+    cost = lambda c: rounds(rows, columns, *c) * (c[0] * inner // 8 + TILE_CYCLES) * (1000 + 37 * loaded(*c) // c[0])
     return sorted(itertools.product(WIDTHS, (1, 0)), key=cost)[:n]
 
 
