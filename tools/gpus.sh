@@ -67,9 +67,13 @@ check)
     done
     if python3 -c 'import torch' 2>/dev/null; then
         case=$(mktemp -d)
-        bench="$bin/tessera bench dit $case --case --size 128x256 --warm 0 --steps 1 --dtype"
-        kept block 240 sh -ec "python3 tools/bench/dit_gpu.py --layers 1 --size 128x256 --dump $case
-            $bench bf16; python3 tools/bench/check_case.py $case; $bench fp8; python3 tools/bench/check_case.py $case --limit 0.1" || failed=1
+        kept block 240 sh -ec '
+            python3 tools/bench/dit_gpu.py --layers 1 --size 128x256 --dump "$1"
+            for limits in "bf16 0.02" "fp8 0.1"; do
+                set -- "$1" "$2" $limits
+                "$2" bench dit "$1" --case --dtype "$3" --size 128x256 --warm 0 --steps 1
+                python3 tools/bench/check_case.py "$1" --limit "$4"
+            done' block "$case" "$bin/tessera" || failed=1
         rm -rf "$case"
     else
         echo "block: not run, no PyTorch here"

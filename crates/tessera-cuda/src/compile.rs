@@ -12,11 +12,11 @@ use cudarc::nvrtc::sys::nvrtcResult;
 use crate::driver::{Done, Failed, Module, failed};
 use crate::tables::Nvrtc;
 
-/// Where compiled kernels are kept from run to run.
+/// Where compiled kernels, and what makes a product best, are kept from run to run.
 pub trait Shelf: Debug + Send + Sync {
     /// What is kept under a name, if anything.
     fn find(&self, name: &str) -> Option<Vec<u8>>;
-    /// Keeps it, or not: what is not found is compiled again.
+    /// Keeps it, or not: what is not found is made again.
     fn keep(&self, name: &str, image: &[u8]);
 }
 

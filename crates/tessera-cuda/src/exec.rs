@@ -27,6 +27,7 @@ use tessera_ir::{DType, Op, Opcode, Program, Slots, Type};
 
 use crate::T1304;
 use crate::attention::Attentions;
+use crate::choices::Choices;
 use crate::compile::{Compiler, Shelf};
 use crate::devices::used_bytes;
 use crate::driver::{Args, Context, Done, Event, Failed, Graph, Memory, Pinned, Stream, download};
@@ -126,6 +127,8 @@ impl std::fmt::Debug for Used {
 pub struct Counts {
     /// Kernels compiled by this process.
     pub compiled: u32,
+    /// Products for which this process timed who makes them. Where that was kept from an earlier run, none.
+    pub timed: u32,
     /// Graphs captured for runs. One that [`Cuda::traced`] captures is asked for, not made by a run, and is not among them.
     pub captured: u32,
     /// Allocations of temporaries.
@@ -232,6 +235,7 @@ impl Cuda {
             context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
         let mut compiler = Compiler::new(nvrtc, capability, options.kernels.clone())?;
+        let choices = Choices::new(options.kernels.clone(), &context, &lt);
         let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let flash = Flash::new(&mut compiler, capability, multiprocessors)?;
         let groups = Groups::join(libraries, &mut compiler, seat, ends, &options)?;
@@ -249,7 +253,7 @@ impl Cuda {
             groups,
             done: Event::new()?,
             kernels: Kernels::new(compiler, multiprocessors)?,
-            products: Products::new(lt, Warpgroups::new(capability, multiprocessors))?,
+            products: Products::new(lt, Warpgroups::new(capability, multiprocessors), choices)?,
             attentions: Attentions::new(dnn)?,
             flash,
             counts: Counts::default(),
@@ -269,7 +273,7 @@ impl Cuda {
     /// What was made so far.
     #[must_use]
     pub fn counts(&self) -> Counts {
-        Counts { compiled: self.kernels.compiler.compiled, ..self.counts }
+        Counts { compiled: self.kernels.compiler.compiled, timed: self.products.timed(), ..self.counts }
     }
 
     /// Bytes of the device that this process took, its context and the libraries' own included: what is in use now beyond
@@ -613,8 +617,8 @@ impl Backend for Cuda {
     }
 
     fn made(&self) -> u64 {
-        let Counts { compiled, captured, allocated } = self.counts();
-        u64::from(compiled) + u64::from(captured) + u64::from(allocated)
+        let Counts { compiled, timed, captured, allocated } = self.counts();
+        [compiled, timed, captured, allocated].map(u64::from).iter().sum()
     }
 
     fn stick(&mut self) -> bool {

@@ -5,6 +5,7 @@
 //! ranks.
 
 mod attention;
+mod choices;
 mod compile;
 mod devices;
 mod driver;

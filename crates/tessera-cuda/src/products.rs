@@ -16,6 +16,7 @@ use cudarc::cublaslt::sys::{
 };
 use tessera_ir::DType;
 
+use crate::choices::Choices;
 use crate::compile::Compiler;
 use crate::driver::{Done, Memory, Stream, failed};
 use crate::tables::CublasLt;
@@ -104,6 +105,9 @@ pub(crate) struct Products {
     handle: *mut c_void,
     workspace: Memory,
     plans: BTreeMap<Shape, Plan>,
+    pub(crate) choices: Choices,
+    /// Shapes for which candidates were timed.
+    timed: u32,
     /// What is run for a shape that the library has no algorithm for: less of it in the epilogue.
     instead: BTreeMap<Shape, Shape>,
     frozen: bool,
@@ -124,7 +128,7 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 unsafe impl Send for Products {}
 
 impl Products {
-    pub(crate) fn new(lt: CublasLt, own: Option<Warpgroups>) -> Done<Products> {
+    pub(crate) fn new(lt: CublasLt, own: Option<Warpgroups>, choices: Choices) -> Done<Products> {
         let mut handle = std::ptr::null_mut();
         check((lt.create)(&mut handle), "cublasLtCreate")?;
         let workspace = Memory::new(WORKSPACE_BYTES)?;
@@ -134,6 +138,8 @@ impl Products {
             handle: handle.cast(),
             workspace,
             plans: BTreeMap::new(),
+            choices,
+            timed: 0,
             instead: BTreeMap::new(),
             frozen: false,
         })
@@ -183,6 +189,11 @@ impl Products {
     pub(crate) fn parts(&self, shape: Shape, columns: u64) -> bool {
         let own = self.plans.get(&shape).is_some_and(|plan| matches!(plan.by, By::Own(_)));
         own && columns.is_multiple_of(COLUMN_STEP)
+    }
+
+    /// Shapes for which candidates were timed by this process; for others there was a choice already.
+    pub(crate) fn timed(&self) -> u32 {
+        self.timed
     }
 
     /// Whether from here on no algorithm is chosen.
@@ -259,8 +270,9 @@ impl Products {
     }
 
     /// The library counts columns first: out and x are read as their transposes, and w stands on the left.
-    pub(crate) fn plan(&self, s: Shape, rival: Option<Rival>) -> Done<Plan> {
-        let lt = &self.lt;
+    pub(crate) fn plan(&mut self, s: Shape, rival: Option<Rival>) -> Done<Plan> {
+        let lt = self.lt;
+        let lt = &lt;
         let (input, output) = match s.dtype {
             DType::F32 => (cudaDataType::CUDA_R_32F, cudaDataType::CUDA_R_32F),
             DType::Bf16 => (cudaDataType::CUDA_R_16BF, cudaDataType::CUDA_R_16BF),
@@ -330,7 +342,8 @@ impl Products {
         }
         let mut plan = Plan { desc, x, w, out, by: By::Library(found[0].algo) };
         let listed: Vec<cublasLtMatmulAlgo_t> = found[..count as usize].iter().map(|f| f.algo).collect();
-        tuning::tune(self, s, &mut plan, &listed, rival)?;
+        let timed = tuning::tune(self, s, &mut plan, &listed, rival)?;
+        self.timed += u32::from(timed);
         Ok(plan)
     }
 }

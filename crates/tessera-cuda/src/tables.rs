@@ -55,6 +55,7 @@ table! {
 table! {
     /// cuBLASLt.
     CublasLt of CublasLt {
+        version = "cublasLtGetVersion": fn() -> usize;
         create = "cublasLtCreate": fn(*mut lt::cublasLtHandle_t) -> lt::cublasStatus_t;
         destroy = "cublasLtDestroy": fn(lt::cublasLtHandle_t) -> lt::cublasStatus_t;
         desc_create = "cublasLtMatmulDescCreate": fn(*mut lt::cublasLtMatmulDesc_t, lt::cublasComputeType_t, lt::cudaDataType) -> lt::cublasStatus_t;

@@ -1,11 +1,13 @@
 //! What makes a large product: each algorithm that the library lists, in both orders of tiles, is timed on this device when a program is
 //! loaded. The fastest is taken if it is 2 % faster than the first and gives the same bits. Then the kernel of this crate runs against
 //! it, turn by turn and long enough for the device's power limit to have its say, and is taken if it gives the same bits and is 0.5 % faster.
-//! A choice by time may differ between ranks and runs, and results do not.
+//! A choice by time may differ between ranks, and results do not. It is kept beside compiled kernels, and later loads of the same
+//! shape on the same device with the same library and kernels take it as it is.
 
 use cudarc::cublaslt::sys::cublasLtMatmulAlgo_t;
 use tessera_ir::DType;
 
+use crate::choices::Choice;
 use crate::driver::{Done, Event, Memory, Stream, download, upload};
 use crate::products::{At, By, Plan, Products, Shape};
 use crate::warpgroups::Cut;
@@ -37,22 +39,28 @@ pub(crate) fn is_large(s: &Shape) -> bool {
     s.rows * s.columns * s.inner >= LARGE && s.dtype != DType::F32
 }
 
-/// Exchanges the plan's algorithm for a faster one among those listed, of which the plan has the first, or for its rival.
+/// Exchanges the plan's algorithm for a faster one among those listed, of which the plan has the first, or for its rival. Whether any
+/// time was taken for it: what was chosen before is chosen again.
 pub(crate) fn tune(
     products: &Products,
     s: Shape,
     plan: &mut Plan,
     listed: &[cublasLtMatmulAlgo_t],
     rival: Option<Rival>,
-) -> Done<()> {
+) -> Done<bool> {
     if !is_large(&s) {
-        return Ok(());
+        return Ok(false);
     }
-    // Where memory is short the first will do.
-    let Ok(trial) = Trial::new(s) else { return Ok(()) };
-    let first_by = plan.by;
     let mut candidates: Vec<By> = listed.iter().map(|a| By::Library(*a)).collect();
     candidates.extend(listed.iter().filter_map(|a| products.reordered(plan, a)).map(By::Library));
+    let key = products.choices.key(&s, listed, rival.as_ref());
+    let kept = products.choices.find(&key).and_then(|c| c.by(&candidates, rival.as_ref()));
+    if let Some(by) = kept {
+        plan.by = by;
+        return Ok(false);
+    }
+    // Where memory is short the first will do.
+    let Ok(trial) = Trial::new(s) else { return Ok(false) };
     let mut best = vec![f32::INFINITY; candidates.len()];
     for round in 0..=ROUNDS {
         for (by, best) in candidates.iter().zip(&mut best) {
@@ -68,33 +76,41 @@ pub(crate) fn tune(
     let mut order: Vec<usize> = (1..candidates.len()).filter(|i| best[*i] < WORTH * best[0]).collect();
     order.sort_by(|a, b| best[*a].total_cmp(&best[*b]));
     // Not before: calls that are timed write where the first's result lies.
-    plan.by = first_by;
+    plan.by = candidates[0];
     let first = trial.result(products, plan, 0)?;
     let same = |plan: &Plan| trial.same(first, trial.result(products, plan, 1)?);
-    let mut chosen = first_by;
+    let mut chosen = 0;
     for i in order {
         plan.by = candidates[i];
         if same(plan)? {
-            chosen = plan.by;
+            chosen = i;
             break;
         }
     }
-    plan.by = chosen;
-    let Some(rival) = rival else { return Ok(()) };
-    let own_by = By::Own(rival.cut);
-    plan.by = own_by;
+    let library = candidates[chosen];
+    plan.by = library;
+    let Some(rival) = rival else {
+        products.choices.keep(&key, Choice::Library(chosen));
+        return Ok(true);
+    };
+    let own = By::Own(rival.cut);
+    plan.by = own;
     let mut wins = || -> Done<bool> {
         if !same(plan)? {
             return Ok(false);
         }
         let [library_ms, own_ms] =
-            trial.against(products, plan, [(chosen, rival.spared_bytes), (own_by, 0)])?;
+            trial.against(products, plan, [(library, rival.spared_bytes), (own, 0)])?;
         Ok(own_ms < WINS * library_ms)
     };
-    // One that refuses to run is none, as among those that are listed.
-    let own = wins().unwrap_or(false);
-    plan.by = if own { own_by } else { chosen };
-    Ok(())
+    // One that refuses to run is none, as among those that are listed; and nothing is kept of it.
+    let won = wins();
+    let choice = if matches!(won, Ok(true)) { Choice::Own } else { Choice::Library(chosen) };
+    plan.by = if choice == Choice::Own { own } else { library };
+    if won.is_ok() {
+        products.choices.keep(&key, choice);
+    }
+    Ok(true)
 }
 
 /// Operands of one product, and two results.
@@ -242,13 +258,18 @@ fn tiny_words(bits: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::compile::Compiler;
+    use std::collections::BTreeMap;
+    use std::sync::{Arc, Mutex};
+
+    use cudarc::driver::sys::CUdevice_attribute as Attribute;
+
+    use crate::choices::Choices;
+    use crate::compile::{Compiler, Shelf};
     use crate::driver::Context;
     use crate::libraries::Libraries;
     use crate::products::{Away, SQUARE};
     use crate::tables::{CublasLt, Nvrtc};
     use crate::warpgroups::{Warpgroups, cuts};
-    use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
     /// Products on a GPU, and what compiles for it.
     struct Here {
@@ -259,6 +280,10 @@ mod tests {
 
     /// Products on the first GPU, if there is one.
     fn on_a_gpu(test: impl FnOnce(Here)) {
+        with_choices(None, test);
+    }
+
+    fn with_choices(kept: Option<Arc<dyn Shelf>>, test: impl FnOnce(Here)) {
         let libraries = Libraries::load(&[]);
         let driver = libraries.need(crate::Library::Driver);
         let (Ok(_), Ok(lt), Ok(nvrtc)) = (driver, CublasLt::load(&libraries), Nvrtc::load(&libraries)) else {
@@ -276,8 +301,9 @@ mod tests {
         );
         let multiprocessors = told(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
         let own = || Warpgroups::new(capability, multiprocessors);
-        let products = Products::new(lt, own()).unwrap();
         let compiler = Compiler::new(nvrtc, capability, None).unwrap();
+        let choices = Choices::new(kept, &context, &lt);
+        let products = Products::new(lt, own(), choices).unwrap();
         test(Here { products, compiler, own: own() });
     }
 
@@ -309,6 +335,35 @@ mod tests {
         let mut bytes = vec![0_u8; (2 * s.rows * s.columns) as usize];
         download(&mut bytes, out).unwrap();
         bytes
+    }
+
+    #[derive(Debug, Default)]
+    struct Memo(Mutex<BTreeMap<String, Vec<u8>>>);
+
+    impl Shelf for Memo {
+        fn find(&self, name: &str) -> Option<Vec<u8>> {
+            self.0.lock().unwrap().get(name).cloned()
+        }
+        fn keep(&self, name: &str, image: &[u8]) {
+            self.0.lock().unwrap().insert(name.into(), image.into());
+        }
+    }
+
+    #[test]
+    fn what_was_chosen_before_is_chosen_again() {
+        let kept = Arc::new(Memo::default());
+        // How many were timed, and what is kept after it.
+        let prepared = || {
+            let mut timed = None;
+            with_choices(Some(kept.clone()), |mut here| {
+                here.products.prepare(SQUARE, &mut here.compiler).unwrap();
+                timed = Some(here.products.timed());
+            });
+            timed.map(|timed| (timed, kept.0.lock().unwrap().clone()))
+        };
+        let Some((timed, first)) = prepared() else { return };
+        assert_eq!((timed, first.len()), (1, 1));
+        assert_eq!(prepared(), Some((0, first)));
     }
 
     #[test]
@@ -380,7 +435,7 @@ mod tests {
 
     #[test]
     fn the_kernel_of_this_crate_gives_the_librarys_bits() {
-        on_a_hopper(|products, mut compiler, mut own| {
+        on_a_hopper(|mut products, mut compiler, mut own| {
             let mut bad = Vec::new();
             for (rows, columns, inner) in
                 [(37, 544, 200), (184, 512, 64), (300, 1056, 5120), (2160, 5120, 5120), (4680, 5120, 13824)]
@@ -408,7 +463,7 @@ mod tests {
 
     #[test]
     fn columns_of_their_own_lie_where_they_should() {
-        on_a_hopper(|products, mut compiler, mut own| {
+        on_a_hopper(|mut products, mut compiler, mut own| {
             let s = Shape { rows: 300, columns: 1056, ..SQUARE };
             let trial = Trial::new(s).unwrap();
             let plan = products.plan(s, None).unwrap();
@@ -419,18 +474,19 @@ mod tests {
             upload(elsewhere.at(), &[row]).unwrap();
             let columns = (first, last);
             let away = Some(Away { columns, to: elsewhere.at() + 256, row: elsewhere.at() });
-            let cut = own.cut(&s).unwrap();
-            own.prepare(&mut compiler, cut).unwrap();
-            own.run(cut, s, At { out: trial.results[1], away, ..trial.at }, &trial.stream).unwrap();
-            trial.wait_for(&Event::new().unwrap()).unwrap();
-            let (want, here) = (read(trial.results[0], s), read(trial.results[1], s));
-            let there = read(elsewhere.at() + 256 + row * apart.columns * 2, apart);
-            let (first, last) = (2 * first as usize, 2 * last as usize);
-            let rows = want.chunks(2 * s.columns as usize).zip(here.chunks(2 * s.columns as usize));
-            for ((want, here), there) in rows.zip(there.chunks(last - first)) {
-                assert_eq!(want[..first], here[..first]);
-                assert_eq!(want[first..last], *there);
-                assert_eq!(want[last..], here[last..]);
+            for cut in cuts().filter(|c| [96, 184, 200].contains(&c.width)) {
+                own.prepare(&mut compiler, cut).unwrap();
+                own.run(cut, s, At { out: trial.results[1], away, ..trial.at }, &trial.stream).unwrap();
+                trial.wait_for(&Event::new().unwrap()).unwrap();
+                let (want, here) = (read(trial.results[0], s), read(trial.results[1], s));
+                let there = read(elsewhere.at() + 256 + row * apart.columns * 2, apart);
+                let (first, last) = (2 * first as usize, 2 * last as usize);
+                let rows = want.chunks(2 * s.columns as usize).zip(here.chunks(2 * s.columns as usize));
+                for ((want, here), there) in rows.zip(there.chunks(last - first)) {
+                    assert_eq!(want[..first], here[..first], "{cut:?}");
+                    assert_eq!(want[first..last], *there, "{cut:?}");
+                    assert_eq!(want[last..], here[last..], "{cut:?}");
+                }
             }
         });
     }

@@ -10,10 +10,10 @@ use tessera_cuda::{Devices, Libraries, Shelf, devices};
 /// Names further folders with libraries, separated by colons; they come first.
 pub const FOLDERS: &str = "TESSERA_CUDA_LIBS";
 
-/// Names the folder where compiled kernels are kept; an empty name keeps none.
+/// Names the folder where compiled kernels and choices by time are kept; an empty name keeps none.
 pub const KERNELS: &str = "TESSERA_KERNELS";
 
-/// Where compiled kernels are kept from run to run: a folder of the user's cache, unless told otherwise.
+/// Where compiled kernels and choices by time are kept from run to run: a folder of the user's cache, unless told otherwise.
 #[must_use]
 pub fn kernels() -> Option<Arc<dyn Shelf>> {
     let folder = match std::env::var_os(KERNELS) {
@@ -37,7 +37,7 @@ impl Shelf for Folder {
         std::fs::read(self.0.join(name)).ok()
     }
 
-    /// Under another name first: a reader never sees half a file. What cannot be kept is compiled again next time.
+    /// Under another name first: a reader never sees half a file. What cannot be kept is made again next time.
     fn keep(&self, name: &str, image: &[u8]) {
         let part = self.0.join(format!("{name}.part{}", std::process::id()));
         let written = std::fs::create_dir_all(&self.0)

@@ -5,12 +5,13 @@
 // multiple of eight: WIDTH is chosen for the rows there are, so that the last round of tiles leaves few blocks idle. What belongs to
 // a column, its bias, is then a register of a thread.
 //
-// Two blocks next to each other, a cluster, take the same rows and neighbouring columns, and each loads half of the rows' tile for both;
-// or, by SAME_COLUMNS, the same columns and neighbouring rows, and each loads half of the columns' tile, which is the larger. Clusters stay and take tile after tile, neighbours those near each other, so that rows and columns come from L2. In a block one
-// warpgroup loads and two compute, each 128 columns by two products of 64: with as much of out in registers as there is, a byte from
-// L2 or from shared memory is multiplied more often than in smaller tiles, which is what counts under a power limit. The sum over
-// `inner` is one chain, in order: a row's bits depend on neither the other rows nor WIDTH. EARLY times 16 of it are under way when the
-// last step's tiles are given back.
+// Two blocks next to each other, a cluster, take the same rows and neighbouring columns, and each loads half of the rows' tile for
+// both; or, by SAME_COLUMNS, the same columns and neighbouring rows, and each loads half of the columns' tile, which is the
+// larger. Clusters stay and take tile after tile, neighbours those near each other, so that rows and columns come from L2. In a
+// block one warpgroup loads and two compute, each 128 columns by two products of 64: with as much of out in registers as there is,
+// a byte from L2 or from shared memory is multiplied more often than in smaller tiles, which is what counts under a power limit.
+// The sum over `inner` is one chain, in order: a row's bits depend on neither the other rows nor the tiles. EARLY times 16 of it
+// are under way when the last step's tiles are given back.
 constexpr int COLUMNS = 256, INNER = 64;  // of a block's tile; elements of 128 bytes
 constexpr int GROUPS = 2, CLUSTER = 2;
 constexpr int THREADS = 128 * (GROUPS + 1);

@@ -52,7 +52,7 @@ pub fn rank_main(rank: u32, orders: &str) -> Result<(), Diagnostics> {
     for at in 0..dit.forwards.len() {
         dit.step(at)?;
     }
-    let Counts { compiled, captured, allocated } = dit.backend.counts();
+    let Counts { compiled, captured, allocated, .. } = dit.backend.counts();
     for at in 0..dit.forwards.len() {
         dit.step(at)?;
     }
