@@ -2,8 +2,10 @@
 # What a change of the GPU backend is run through on a machine with two GPUs, which needs no Rust:
 #
 #   tools/gpus.sh pack DIR        where there is Rust: the binary and the tests that want GPUs, stripped, into DIR
-#   tools/gpus.sh check DIR OUT   where there are GPUs: those tests; latents of one GPU and of two, bit for bit; a block against float64,
-#                                 where there is PyTorch; streams against the processors; drills. What each said is in OUT
+#   tools/gpus.sh check DIR OUT [NAME...]
+#                                 where there are GPUs: those tests (lib, conformance); latents of one GPU and of two, bit for bit
+#                                 (digests); a block against float64, where there is PyTorch (block); streams against the processors and
+#                                 drills (streams). All, or those named. What each said is in OUT
 #   tools/gpus.sh trace DIR OUT   timelines of whole forwards on one GPU, in fp8, and on two, beside the plan's estimate
 #
 # Exit status: 0 fine, 1 something failed, 2 usage.
@@ -13,11 +15,18 @@ usage() { sed -n '2,/^# Exit/p' "$0" | sed 's/^# \{0,1\}//' >&2; exit 2; }
 whole() { case $1 in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac }
 case ${1-}-$# in
 pack-2) bin=$(whole "$2") && mkdir -p "$bin" || exit 2 ;;
-check-3 | trace-3) bin=$(whole "$2") out=$(whole "$3") && mkdir -p "$out" || exit 2 ;;
+check-[3-8] | trace-3) bin=$(whole "$2") out=$(whole "$3") && mkdir -p "$out" || exit 2 ;;
 *) usage ;;
 esac
 cd "$(dirname "$0")/.." || exit 2
 failed=0
+names="${4+$(shift 3 && echo "$*")}"
+for name in $names; do
+    case $name in lib | conformance | digests | block | streams) ;; *) usage ;; esac
+done
+wanted() {
+    case " ${names:-$1} " in *" $1 "*) ;; *) return 1 ;; esac
+}
 
 # NAME SECONDS COMMAND...: runs it and keeps what it says.
 kept() {
@@ -48,9 +57,9 @@ print([m["executable"] for m in map(json.loads, sys.stdin) if m.get("executable"
     ;;
 check)
     export TESSERA_ROOT="$PWD" TESSERA_BIN="$bin/tessera" TESSERA_FILETESTS="$PWD/filetests"
-    kept lib 240 "$bin/lib" --nocapture --test-threads=1 || failed=1
-    kept conformance 400 "$bin/conformance" --nocapture || failed=1
-    for dtype in bf16 fp8; do
+    ! wanted lib || kept lib 240 "$bin/lib" --nocapture --test-threads=1 || failed=1
+    ! wanted conformance || kept conformance 400 "$bin/conformance" --nocapture --test-threads=1 || failed=1
+    for dtype in $(! wanted digests || echo bf16 fp8); do
         for ranks in 1 2; do
             kept "digest-$dtype-$ranks" 120 "$bin/tessera" bench dit --size 480x832,320x576 --layers 2 --warm 0 --steps 2 --digest \
                 --dtype $dtype --mesh tp=$ranks || failed=1
@@ -65,7 +74,9 @@ check)
         fi
         rm -f "$out/latents-1" "$out/latents-2"
     done
-    if python3 -c 'import torch' 2>/dev/null; then
+    if ! wanted block; then
+        :
+    elif python3 -c 'import torch' 2>/dev/null; then
         case=$(mktemp -d)
         kept block 240 sh -ec '
             python3 tools/bench/dit_gpu.py --layers 1 --size 128x256 --dump "$1"
@@ -77,8 +88,9 @@ check)
         rm -rf "$case"
     else
         echo "block: not run, no PyTorch here"
+        [ -z "$names" ] || failed=1
     fi
-    kept streams 300 "$bin/streams" --nocapture --test-threads=1 || failed=1
+    ! wanted streams || kept streams 300 "$bin/streams" --nocapture --test-threads=1 || failed=1
     exit $failed
     ;;
 trace)
