@@ -204,6 +204,9 @@ mod tests {
         assert_eq!(cut(2160, 15360), Some((200, false)));
         assert_eq!(cut(1170, 5120), Some((200, true)));
         assert_eq!(cut(1170, 15360), Some((200, true)));
+        // Five rounds of narrower tiles would take as long, and more from L2.
+        let long = Shape { inner: 13824, ..SQUARE };
+        assert_eq!(own.cut(&long), Some(Cut { width: 184, same_columns: true }));
         assert_eq!(cut(4680, 5136), None);
         assert_eq!(own.cut(&Shape { gelu: true, ..SQUARE }), None);
         assert!(Warpgroups::new((10, 0), 148).is_none());
