@@ -5,7 +5,7 @@ use std::sync::Arc;
 use cudarc::cublaslt::sys::cublasLtMatmulAlgo_t;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 
-use crate::compile::Shelf;
+use crate::compile::{Shelf, kept_name};
 use crate::driver::Context;
 use crate::products::{By, Shape};
 use crate::tables::CublasLt;
@@ -48,20 +48,12 @@ impl Choices {
 
     /// Under which name the choice for a shape is kept: it tells all that the candidates are.
     pub(crate) fn key(&self, s: &Shape, listed: &[cublasLtMatmulAlgo_t], rival: Option<&Rival>) -> String {
-        let mut hash = blake3::Hasher::new();
-        let mut add = |part: &str| {
-            hash.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
-        };
-        add(&self.here);
-        add(&format!("{s:?}"));
-        for algo in listed {
-            add(&format!("{:x?}", algo.data));
-        }
+        let mut parts = vec![self.here.clone(), format!("{s:?}")];
+        parts.extend(listed.iter().map(|algo| format!("{:x?}", algo.data)));
         if let Some(rival) = rival {
-            add(&format!("{rival:?}{:?}", rival.cut.defines()));
-            add(&rival.cut.source());
+            parts.extend([format!("{rival:?}{:?}", rival.cut.defines()), rival.cut.source()]);
         }
-        format!("product-{}.choice", &hash.finalize().to_hex()[..32])
+        kept_name("product", parts.iter().map(String::as_str), "choice")
     }
 }
 

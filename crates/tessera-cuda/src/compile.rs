@@ -45,11 +45,8 @@ impl Compiler {
     /// A module of a source with macros defined.
     pub(crate) fn module(&mut self, name: &str, source: &str, defines: &[(&str, String)]) -> Done<Module> {
         let options = options(&self.arch, defines);
-        let mut hash = blake3::Hasher::new();
-        for part in options.iter().chain([&self.version, &source.to_string()]) {
-            hash.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
-        }
-        let file = format!("{name}-{}.cubin", &hash.finalize().to_hex()[..32]);
+        let parts = options.iter().map(String::as_str).chain([self.version.as_str(), source]);
+        let file = kept_name(name, parts, "cubin");
         if let Some(image) = self.kept.as_ref().and_then(|k| k.find(&file))
             && let Ok(module) = Module::load(&image)
         {
@@ -62,6 +59,15 @@ impl Compiler {
         }
         Module::load(&image)
     }
+}
+
+/// Under which name something is kept: one that tells all that it depends on.
+pub(crate) fn kept_name<'a>(what: &str, parts: impl IntoIterator<Item = &'a str>, kind: &str) -> String {
+    let mut hash = blake3::Hasher::new();
+    for part in parts {
+        hash.update(&(part.len() as u64).to_le_bytes()).update(part.as_bytes());
+    }
+    format!("{what}-{}.{kind}", &hash.finalize().to_hex()[..32])
 }
 
 /// How every source is compiled.

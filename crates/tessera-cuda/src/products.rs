@@ -94,6 +94,8 @@ pub(crate) struct Plan {
     w: cublasLtMatrixLayout_t,
     out: cublasLtMatrixLayout_t,
     pub(crate) by: By,
+    /// Whether candidates were timed for it.
+    timed: bool,
 }
 
 /// Products of one device.
@@ -106,8 +108,6 @@ pub(crate) struct Products {
     workspace: Memory,
     plans: BTreeMap<Shape, Plan>,
     pub(crate) choices: Choices,
-    /// Shapes for which candidates were timed.
-    timed: u32,
     /// What is run for a shape that the library has no algorithm for: less of it in the epilogue.
     instead: BTreeMap<Shape, Shape>,
     frozen: bool,
@@ -139,7 +139,6 @@ impl Products {
             workspace,
             plans: BTreeMap::new(),
             choices,
-            timed: 0,
             instead: BTreeMap::new(),
             frozen: false,
         })
@@ -193,7 +192,7 @@ impl Products {
 
     /// Shapes for which candidates were timed by this process; for others there was a choice already.
     pub(crate) fn timed(&self) -> u32 {
-        self.timed
+        self.plans.values().filter(|p| p.timed).count() as u32
     }
 
     /// Whether from here on no algorithm is chosen.
@@ -270,9 +269,8 @@ impl Products {
     }
 
     /// The library counts columns first: out and x are read as their transposes, and w stands on the left.
-    pub(crate) fn plan(&mut self, s: Shape, rival: Option<Rival>) -> Done<Plan> {
-        let lt = self.lt;
-        let lt = &lt;
+    pub(crate) fn plan(&self, s: Shape, rival: Option<Rival>) -> Done<Plan> {
+        let lt = &self.lt;
         let (input, output) = match s.dtype {
             DType::F32 => (cudaDataType::CUDA_R_32F, cudaDataType::CUDA_R_32F),
             DType::Bf16 => (cudaDataType::CUDA_R_16BF, cudaDataType::CUDA_R_16BF),
@@ -340,10 +338,9 @@ impl Products {
         if asked != cublasStatus_t::CUBLAS_STATUS_SUCCESS || count == 0 {
             return failed(format!("cuBLASLt has no algorithm for a product of {s:?}: {asked:?}"));
         }
-        let mut plan = Plan { desc, x, w, out, by: By::Library(found[0].algo) };
+        let mut plan = Plan { desc, x, w, out, by: By::Library(found[0].algo), timed: false };
         let listed: Vec<cublasLtMatmulAlgo_t> = found[..count as usize].iter().map(|f| f.algo).collect();
-        let timed = tuning::tune(self, s, &mut plan, &listed, rival)?;
-        self.timed += u32::from(timed);
+        plan.timed = tuning::tune(self, s, &mut plan, &listed, rival)?;
         Ok(plan)
     }
 }

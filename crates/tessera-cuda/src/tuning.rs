@@ -435,7 +435,7 @@ mod tests {
 
     #[test]
     fn the_kernel_of_this_crate_gives_the_librarys_bits() {
-        on_a_hopper(|mut products, mut compiler, mut own| {
+        on_a_hopper(|products, mut compiler, mut own| {
             let mut bad = Vec::new();
             for (rows, columns, inner) in
                 [(37, 544, 200), (184, 512, 64), (300, 1056, 5120), (2160, 5120, 5120), (4680, 5120, 13824)]
@@ -463,7 +463,7 @@ mod tests {
 
     #[test]
     fn columns_of_their_own_lie_where_they_should() {
-        on_a_hopper(|mut products, mut compiler, mut own| {
+        on_a_hopper(|products, mut compiler, mut own| {
             let s = Shape { rows: 300, columns: 1056, ..SQUARE };
             let trial = Trial::new(s).unwrap();
             let plan = products.plan(s, None).unwrap();

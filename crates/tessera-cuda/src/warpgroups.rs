@@ -13,8 +13,8 @@ use crate::products::{At, Shape};
 
 const SOURCE: &str = include_str!("kernels/products.cu");
 
-/// Columns of out that a block makes at once, blocks that share rows or columns, threads of one, and the bytes of rows that its warps turn at
-/// once: as the kernel says.
+/// Columns of out that a block makes at once, blocks that share rows or columns, threads of one, and the bytes of rows that its
+/// warps turn at once: as the kernel says.
 const COLUMNS: u64 = 256;
 const CLUSTER: u64 = 2;
 const THREADS: u32 = 384;
@@ -28,8 +28,8 @@ const EARLY: u64 = 1;
 /// Products of a multiprocessor in a cycle, and what a tile takes beside them, in cycles, as counted on an H200.
 const PRODUCTS_A_CYCLE: u64 = 2048;
 const TILE_CYCLES: u64 = 5400;
-/// Thousandths of the time that a row or column loaded costs, for each of a tile's rows: blocks that share columns load a tenth less and
-/// take 0.4 to 0.8 % less, and narrow tiles take longer than their products do.
+/// Thousandths of the time that a row or column loaded costs, for each of a tile's rows: blocks that share columns load a tenth
+/// less and take 0.4 to 0.8 % less, and narrow tiles take longer than their products do.
 const LOADED_PER_MILLE: u64 = 37;
 /// Tiles in flight at most, and the shared memory that a block may have.
 const MOST_STAGES: u64 = 5;

@@ -76,11 +76,8 @@ fn forwards_of_the_14b_generator() {
     assert!(mean < 0.021 && off.iter().all(|e| *e < 0.048), "mean {mean:.3}, {off:.3?}");
 }
 
-/// Devices, dtype, width and height, then measured frames per second.
-type Point = (u32, DtypePolicy, (u64, u64), f64);
-
-/// bench/runs/2026-11-22-h200-dit-2.
-const OURS: [Point; 7] = [
+/// Devices, dtype, width and height, then measured frames per second: bench/runs/2026-11-22-h200-dit-2.
+const OURS: [(u32, DtypePolicy, (u64, u64), f64); 7] = [
     (1, DtypePolicy::Bf16, (832, 480), 10.40),
     (1, DtypePolicy::Bf16, (576, 320), 25.14),
     (1, DtypePolicy::Fp8, (832, 480), 14.70),
@@ -94,8 +91,7 @@ const OURS: [Point; 7] = [
 fn forwards_of_the_14b_generator_on_our_own_backend() {
     let machine = h200("tessera");
     let off = OURS.map(|(tp, dtype, (width, height), measured)| {
-        let estimated = fps(&wan(width, height), &machine, tp, Strategy::Ulysses, dtype);
-        estimated / measured - 1.0
+        fps(&wan(width, height), &machine, tp, Strategy::Ulysses, dtype) / measured - 1.0
     });
     assert!(off.iter().all(|e| e.abs() < 0.05), "{off:.3?}");
 }
