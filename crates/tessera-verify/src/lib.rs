@@ -81,4 +81,5 @@ pub const CODES: &[&Code] = &[
     &observed::T0341,
     &observed::T0342,
     &same::T0343,
+    &sequence::T0344,
 ];

@@ -94,6 +94,17 @@ The usual cause is a decision taken per rank: padding to a captured size from a 
 one rank, or a flag that one host lacks. Decide once, in the plan.",
 };
 
+/// Carried by two means.
+pub static T0344: Code = Code {
+    id: "T0344",
+    title: "members of a group disagree about what carries a collective",
+    page: "`via` says by what a collective is moved: \"kernels\" over peers' memory, \"nccl\", or, where it is not written, the \
+better of both. One member would wait in NCCL for another that waits in peers' memory: a hang, although op, type and count \
+agree.\n\n\
+Lower all roles with the same `[exchange]` of the mapping; in a program written by hand, write the same `via` on a send and its \
+receive, and on every member's end of a collective.",
+};
+
 /// Who can say what the numbers of [`Meetings`] stand for.
 pub(crate) trait Witness {
     /// What is compared.
@@ -236,7 +247,7 @@ fn pair_differs(w: &impl Witness, line: usize) -> Diagnostic {
     };
     if let (Some(a), Some(b)) = (sent, taken) {
         let (code, field) = w.difference((from.rank, a), (to.rank, b));
-        let code = if [T0333.id, T0334.id].contains(&code.id) { code } else { &T0308 };
+        let code = if [T0333.id, T0334.id, T0344.id].contains(&code.id) { code } else { &T0308 };
         let message = format!(
             "send {at} of rank {} to rank {} differs from its receive in the {field}",
             from.rank, to.rank

@@ -78,6 +78,8 @@ pub(crate) struct Signature {
     pub(crate) dims: Vec<(&'static str, i64)>,
     /// Name of the graph that it is captured into.
     pub(crate) graph: Option<String>,
+    /// By what it is carried, where the program says.
+    pub(crate) via: Option<String>,
     /// Position of the other side of a send or receive.
     pub(crate) peer: Option<u32>,
 }
@@ -115,8 +117,11 @@ impl Signature {
         for (name, at) in &self.dims {
             out += &format!(" {name} {at}");
         }
-        match &self.graph {
-            Some(g) => out + &format!(" captured in graph {g}"),
+        if let Some(g) = &self.graph {
+            out += &format!(" captured in graph {g}");
+        }
+        match &self.via {
+            Some(v) => out + &format!(" via {v}"),
             None => out,
         }
     }
@@ -155,6 +160,8 @@ impl Signature {
             (&sequence::T0302, "count")
         } else if self.graph != b.graph {
             (&sequence::T0334, "graph")
+        } else if self.via != b.via {
+            (&sequence::T0344, "means that carry it")
         } else if self.dims != b.dims {
             (&sequence::T0306, "tensor dim")
         } else if self.extents != b.extents {
@@ -179,6 +186,9 @@ impl std::fmt::Display for Signature {
         }
         if let Some(g) = &self.graph {
             write!(f, " graph={g}")?;
+        }
+        if let Some(v) = &self.via {
+            write!(f, " via={v}")?;
         }
         self.peer.map_or(Ok(()), |k| write!(f, " peer={k}"))
     }
@@ -237,6 +247,7 @@ fn signature(p: &Program, op: &Op, group: Group, moved: &Type) -> (Signature, Op
         root: None,
         dims: Vec::new(),
         graph: None,
+        via: None,
         // A position that does not exist is refused with the program; it must still read as a pair here.
         peer: (!key.is_empty()).then_some(u32::MAX),
     };
@@ -247,6 +258,7 @@ fn signature(p: &Program, op: &Op, group: Group, moved: &Type) -> (Signature, Op
             ("reduction", Attr::Str(r)) => out.reduction = Reduction::parse(r),
             ("root", Attr::Int(i)) => out.root = Some(*i),
             ("graph", Attr::Str(g)) => out.graph = Some(g.clone()),
+            ("via", Attr::Str(v)) => out.via = Some(v.clone()),
             ("batch", Attr::Int(i)) => batch = Some(*i),
             ("concat", Attr::Int(i)) => out.dims.push(("concat", *i)),
             ("dim", Attr::Int(i)) => out.dims.push(("dim", *i)),

@@ -540,6 +540,41 @@ fn t0343_members_of_tp_compute_one_thing() {
 }
 
 #[test]
+fn t0344_members_name_one_carrier() {
+    let of = |b: &mut Builder, via: Option<&str>| {
+        via.map(|v| b.attr("via", v));
+    };
+    let group = |vias: [Option<&str>; 2]| {
+        each(mesh("tp=2"), |r, b| {
+            let x = b.input("x", f32s(&[4]));
+            of(b, vias[r]);
+            b.attr("axis", "tp").attr("root", 0i64).op(Opcode::Broadcast, &[x]);
+        })
+    };
+    let pair = |vias: [Option<&str>; 2]| {
+        each(mesh("tp=2"), |r, b| {
+            if r == 0 {
+                let x = b.input("x", f32s(&[4]));
+                of(b, vias[0]);
+                let t = b.attr("axis", "tp").attr("to", 1i64).issue(Opcode::Send, &[x]);
+                b.wait(t, None);
+            } else {
+                of(b, vias[1]);
+                recv(b, "tp", 0, 4);
+            }
+        })
+    };
+    for alike in [None, Some("nccl"), Some("kernels")] {
+        clean(&group([alike; 2]));
+        clean(&pair([alike; 2]));
+    }
+    for differ in [[None, Some("nccl")], [Some("kernels"), None], [Some("kernels"), Some("nccl")]] {
+        only(&group(differ), "T0344");
+        only(&pair(differ), "T0344");
+    }
+}
+
+#[test]
 fn t0329_is_told_of_a_few_ranks_of_a_role() {
     let m = mesh("tp=64");
     let every: Vec<Rank> = m.iter().collect();
