@@ -35,6 +35,9 @@ pub struct Subject<'a, B> {
     /// Longest wait for a peer in one collective that its backends were made with. A file that takes five times
     /// as long, and five seconds more, counts as hanging.
     pub patience: Duration,
+    /// Whether a collective compares what its members call, so that a rank fails where they disagree. Where it does not, as in
+    /// NCCL, a stall will do.
+    pub compares: bool,
 }
 
 /// How far a number may be from the exact one.

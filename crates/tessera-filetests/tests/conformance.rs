@@ -46,6 +46,8 @@ enum How {
     OffALittle,
     /// It says that it ran.
     Silent,
+    /// It says that a peer did not come.
+    Stalls,
     /// It runs and never comes back.
     Hangs,
     /// It refuses everything.
@@ -76,6 +78,7 @@ impl Backend for Bent {
         match self.how {
             How::Hangs => std::thread::sleep(Duration::from_secs(60)),
             How::Silent => return Ok(()),
+            How::Stalls => return Err(Fault::Stalled("nobody came".to_string())),
             How::Panics => panic!("on purpose"),
             _ => {}
         }
@@ -138,6 +141,10 @@ impl Backend for Bent {
 }
 
 fn bent(how: How, wanted: &[&str]) -> Report {
+    bent_where(how, true, wanted)
+}
+
+fn bent_where(how: How, compares: bool, wanted: &[&str]) -> Report {
     let open = move |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| {
         let bend = |make: Maker<Cpu>| -> Maker<Bent> {
             Box::new(move |seat| Ok(Bent { inner: make(seat)?, how, output: Vec::new() }))
@@ -149,6 +156,7 @@ fn bent(how: How, wanted: &[&str]) -> Report {
         open: &open,
         tolerance: Tolerance { relative: 5e-7 },
         patience: Duration::from_millis(100),
+        compares,
     };
     let files: Vec<_> = texts().into_iter().filter(|(n, _)| wanted.contains(&n.as_str())).collect();
     assert_eq!(files.len(), wanted.len());
@@ -171,6 +179,13 @@ fn a_backend_that_computes_nothing_is_found() {
     // Nor does it end in the faults that must come.
     let report = bent(How::Silent, &["eval/deadlock.tir", "eval/mismatch.tir"]);
     assert!(report.failed.len() == 2 && report.failed[0].1.contains("it should end with"), "{report}");
+}
+
+#[test]
+fn a_stall_is_a_disagreement_where_collectives_do_not_compare() {
+    let of = |compares| bent_where(How::Stalls, compares, &["eval/mismatch.tir"]);
+    assert_eq!(of(false).passed, ["eval/mismatch.tir"]);
+    assert!(of(true).failed[0].1.contains("it should end with: mismatch"));
 }
 
 #[test]

@@ -36,6 +36,20 @@ fn a_wrong_expectation_fails() {
 }
 
 #[test]
+fn an_evaluation_says_what_orders_its_streams() {
+    let text = |after: &str| {
+        format!(
+            "// test: eval\n// input x: [2] = 1 2\nprogram @p role(r) mesh(tp=1) streams(compute, io) {{ %x = input : f32[2] \
+             %y = ttile.add %x, %x %e = event.record %z = ttile.add %y, %x @io{after} %f = event.record @io \
+             output \"z\", %z after(%f) }}\n\n// expect:\n// rank 0 z [2] 3 6\n"
+        )
+    };
+    assert_eq!(run(&text(" after(%e)"), "t"), Vec::<String>::new());
+    let wrong = run(&text(""), "t");
+    assert!(wrong.len() == 1 && wrong[0].starts_with("T0316: %y is read on stream io"), "{wrong:?}");
+}
+
+#[test]
 fn every_op_and_every_code_has_a_file() {
     let texts = common::texts();
     // The parser refuses what these refuse before the judge sees it; the judge's own tests build such programs. The

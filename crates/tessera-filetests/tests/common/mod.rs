@@ -46,7 +46,7 @@ pub const PATIENCE: Duration = Duration::from_secs(2);
 /// About four units in the last place: a product accumulates in one f32 chain, and polynomials stand for the
 /// transcendental functions.
 pub fn cpu(name: &str) -> Subject<'_, Cpu> {
-    Subject { name, open: &open, tolerance: Tolerance { relative: 5e-7 }, patience: PATIENCE }
+    Subject { name, open: &open, tolerance: Tolerance { relative: 5e-7 }, patience: PATIENCE, compares: true }
 }
 
 pub fn open(mesh: &Mesh, programs: &[Vec<Arc<Program>>]) -> Result<Vec<Maker<Cpu>>, String> {
