@@ -1,6 +1,7 @@
 //! NVIDIA GPUs of the machine at hand: where their libraries may lie, and what was found.
 
 use std::collections::BTreeSet;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -37,15 +38,15 @@ impl Shelf for Folder {
         std::fs::read(self.0.join(name)).ok()
     }
 
-    /// Under another name first: a reader never sees half a file. What cannot be kept is made again next time.
+    /// Under a name of its own first: a reader never sees half a file, though ranks in threads, processes and containers keep the
+    /// same at once.
     fn keep(&self, name: &str, image: &[u8]) {
-        let part = self.0.join(format!("{name}.part{}", std::process::id()));
-        let written = std::fs::create_dir_all(&self.0)
-            .and_then(|()| std::fs::write(&part, image))
-            .and_then(|()| std::fs::rename(&part, self.0.join(name)));
-        if written.is_err() {
-            let _ = std::fs::remove_file(&part);
-        }
+        // What cannot be kept is made again next time.
+        let _ = std::fs::create_dir_all(&self.0).and_then(|()| {
+            let mut part = tempfile::NamedTempFile::new_in(&self.0)?;
+            part.write_all(image)?;
+            part.persist(self.0.join(name)).map(drop).map_err(|e| e.error)
+        });
     }
 }
 
@@ -212,6 +213,24 @@ mod tests {
         let begin = [at("mine"), site.join("cu13/lib"), site.join("cudnn/lib")];
         assert_eq!(found[..3], begin);
         assert!(found[3..].iter().all(|p| !p.starts_with(dir.path())), "{found:?}");
+    }
+
+    #[test]
+    fn what_several_keep_at_once_is_found_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Folder(dir.path().join("new"));
+        let images = [vec![1_u8; 1 << 16], vec![2; 1 << 20]];
+        std::thread::scope(|s| {
+            for image in &images {
+                s.spawn(|| (0..50).for_each(|_| folder.keep("kernel", image)));
+            }
+            for _ in 0..200 {
+                let found = folder.find("kernel");
+                assert!(found.is_none_or(|f| images.contains(&f)));
+            }
+        });
+        assert!(images.contains(&folder.find("kernel").unwrap()));
+        assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 1);
     }
 
     #[test]
