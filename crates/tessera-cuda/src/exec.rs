@@ -6,6 +6,7 @@
 
 mod admit;
 mod ahead;
+mod batches;
 mod enqueue;
 mod groups;
 mod joined;
@@ -15,6 +16,7 @@ mod turns;
 mod weights;
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -41,6 +43,7 @@ use crate::warpgroups::Warpgroups;
 
 use admit::unsupported;
 use ahead::{Carried, carried};
+use batches::Batches;
 use groups::{Groups, PAGE_BYTES, Told};
 use steps::{Step, steps};
 use trace::Traced;
@@ -105,6 +108,8 @@ pub struct Cuda {
     counts: Counts,
     /// Whether runs begin with a kernel that never ends.
     stuck: bool,
+    /// Whether something was launched for a run that has not come to its end: it may still be on the device.
+    unfinished: bool,
     /// Asks how many bytes of the device are in use.
     used: Used,
     context: Arc<Context>,
@@ -258,6 +263,7 @@ impl Cuda {
             flash,
             counts: Counts::default(),
             stuck: false,
+            unfinished: false,
             used,
             context,
         })
@@ -316,7 +322,11 @@ impl Cuda {
         self.counts.allocated += 1;
         self.products.freeze(true);
         self.attentions.freeze(true);
-        self.share(&memory, &offsets)?;
+        if let Err(e) = self.share(&memory, &offsets) {
+            // Peers may see it already, and to free it is to wait for what did not end.
+            std::mem::forget(memory);
+            return Err(e);
+        }
         self.slots = Some(Placed { memory, offsets, scratch: end });
         // Addresses have changed.
         self.programs.iter_mut().for_each(|p| (p.graph, p.traced, p.ran) = (None, None, false));
@@ -391,11 +401,11 @@ impl Cuda {
         for t in &turns {
             t.upload(&memory).map_err(broken)?;
         }
-        for name in p.streams.iter() {
-            if !self.streams.contains_key(name) {
-                // Transfers go first where both could run: peers wait for them.
-                let urgent = name != "compute";
-                self.streams.insert(name.clone(), Stream::new(urgent).map_err(broken)?);
+        for name in p.streams.iter().cloned().chain(Batches::streams(p)) {
+            // Transfers go first where both could run: peers wait for them.
+            let urgent = name != "compute";
+            if let Entry::Vacant(place) = self.streams.entry(name) {
+                place.insert(Stream::new(urgent).map_err(broken)?);
             }
         }
         let of_ops = p.ops.iter().map(|o| scratch_bytes(p, o)).max().unwrap_or(0);
@@ -519,6 +529,7 @@ impl Cuda {
         for (i, _) in self.programs[program].program.collectives() {
             observer.issuing(i).map_err(Fault::Refused)?;
         }
+        self.unfinished = true;
         self.place().map_err(broken)?;
         self.groups.rewind();
         Ok(())
@@ -536,6 +547,7 @@ impl Cuda {
         for o in self.outputs.values_mut() {
             o.fresh = o.program == program;
         }
+        self.unfinished = false;
         Ok(())
     }
 
@@ -717,6 +729,22 @@ impl Backend for Cuda {
 
     fn abort(&self) -> Abort {
         self.groups.abort()
+    }
+}
+
+impl Drop for Cuda {
+    /// To free memory is to wait for the work that uses it. What a run left waiting for peers is ended first, or it would wait for
+    /// ever.
+    fn drop(&mut self) {
+        if !self.unfinished || self.context.bind().is_err() {
+            return;
+        }
+        let ending = self.groups.end();
+        self.programs.iter_mut().for_each(|p| (p.graph, p.traced) = (None, None));
+        for lane in ending {
+            // A thread of these does not panic, and what it would say is of no use here.
+            let _ = lane.join();
+        }
     }
 }
 

@@ -70,6 +70,8 @@ pub(crate) struct Group {
     abort: Arc<AtomicBool>,
     peers: Option<Peers>,
     why_not_peers: Option<String>,
+    /// Whether a program asks for NCCL where members could meet otherwise.
+    nccl_asked: bool,
     staging: Option<Memory>,
     kernels: Kernels,
     /// None for a group of one.
@@ -134,6 +136,7 @@ impl Group {
             abort,
             peers: None,
             why_not_peers: None,
+            nccl_asked: false,
             staging: None,
             kernels,
             comm,
@@ -146,13 +149,14 @@ impl Group {
         Ok(group)
     }
 
-    /// Looks how much memory for packed pieces a collective needs, before any is shared.
+    /// Looks what a collective needs, before any memory is shared: how much for packed pieces, and whether NCCL.
     pub(crate) fn stage(&mut self, m: &Move) {
         let bytes = m.staging_bytes(self.me);
         let [with_peers, without] = &mut self.terms.staging_bytes;
         *without = bytes.max(*without);
         if m.via == Via::Nccl {
             *with_peers = bytes.max(*with_peers);
+            self.nccl_asked = true;
         }
     }
 
@@ -206,9 +210,26 @@ impl Group {
         Ok(())
     }
 
+    /// Has member 0 of two send a word to the other, where NCCL will carry what they send. NCCL connects at the first use, and the
+    /// host waits in that for the other member: in a program the two may well send to one another first. Blocks.
+    pub(crate) fn connect(&self) -> Done<()> {
+        let Some(comm) = self.comm.as_ref().filter(|_| self.uses_nccl()) else { return Ok(()) };
+        let word = Memory::new(size_of::<u32>())?;
+        word.zero()?;
+        let there = [(1 - self.me, word.at(), size_of::<u32>())];
+        let (sends, receives) = if self.me == 0 { (&there[..], &[][..]) } else { (&[][..], &there[..]) };
+        let sent = comm.transfer(sends, receives, &self.control);
+        self.over(sent, "both ends of a transfer to connect", word).map(drop)
+    }
+
     /// How members meet, once they have shared.
     pub(crate) fn way(&self) -> Way {
         if self.peers.is_some() { Way::Peers } else { Way::Nccl }
+    }
+
+    /// Whether NCCL carries some collective, once members have shared.
+    pub(crate) fn uses_nccl(&self) -> bool {
+        self.way() == Way::Nccl || self.nccl_asked
     }
 
     /// Why members do not meet in one another's memory, where they do not.
@@ -358,14 +379,22 @@ impl Group {
         let (from, to) = (Memory::new(mine.len())?, Memory::new(mine.len() * self.members)?);
         upload(from.at(), mine)?;
         let gathered = comm.all_gather(from.at(), to.at(), mine.len(), &self.control);
-        if let Err(e) = gathered.and_then(|()| self.passed("all members to exchange a table")) {
-            // To free memory is to wait for the work that uses it, which may be stuck.
-            std::mem::forget((from, to));
-            return Err(e);
-        }
+        let (_, to) = self.over(gathered, "all members to exchange a table", (from, to))?;
         let mut out = vec![0_u8; mine.len() * self.members];
         download(&mut out, to.at())?;
         Ok(out.chunks(mine.len()).map(<[u8]>::to_vec).collect())
+    }
+
+    /// Waits until what was sent over the group's own stream has arrived, and gives back the memory that it used.
+    fn over<M>(&self, sent: Done<()>, what: &str, memory: M) -> Done<M> {
+        match sent.and_then(|()| self.passed(what)) {
+            Ok(()) => Ok(memory),
+            Err(e) => {
+                // To free memory is to wait for the work that uses it, which may be stuck.
+                std::mem::forget(memory);
+                Err(e)
+            }
+        }
     }
 
     /// Waits until the group's own stream has passed here.

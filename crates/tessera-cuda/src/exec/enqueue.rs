@@ -7,6 +7,7 @@ use tessera_ir::{Attr, DType, Op, Opcode, Program, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout};
 
 use super::ahead::Carried;
+use super::batches::Batches;
 use super::steps::{Step, few_rows};
 use super::{ALIGNMENT, Cuda, MOST_PIECES, Place, Turns};
 use crate::attention;
@@ -125,10 +126,12 @@ impl Cuda {
         let mut events: BTreeMap<ValueId, Event> = BTreeMap::new();
         let steps = self.programs[program].steps.clone();
         let mut sent = self.sent(program, &steps)?;
+        let mut batches = Batches::of(&p);
         for (k, step) in steps.iter().enumerate() {
             let at = step.at();
             let op = &p.ops[at];
-            let own = stream(op.stream.0 as usize)?;
+            let planned = stream(op.stream.0 as usize)?;
+            let own = batches.enter(&p, at, planned, streams)?;
             for s in sent.iter_mut().filter(|s| s.opens == k) {
                 let (maker, lane) = (steps[s.maker].at(), stream(p.ops[s.op].stream.0 as usize)?);
                 let free = Event::new()?;
@@ -165,6 +168,7 @@ impl Cuda {
                         own.record(&e)?;
                         events.insert(op.results[0], e);
                     }
+                    batches.leave(at, planned, own)?;
                 }
                 _ => {
                     let targets = sent.iter().find(|s| s.maker == k);

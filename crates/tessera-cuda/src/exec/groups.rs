@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use tessera_device::{Abort, Fault, Observer, Route, Seat, agreed, as_matrix, pieces};
@@ -20,8 +21,6 @@ use crate::libraries::Libraries;
 pub(super) struct Groups {
     ends: Vec<Lane>,
     seat: Seat,
-    /// Whether a program asks for NCCL.
-    nccl: bool,
 }
 
 #[derive(Debug)]
@@ -68,7 +67,7 @@ impl Groups {
                 .map_err(|why| Failed(format!("lane {}: {why}", e.route)))?;
             out.push(Lane { route: e.route, group, offsets: BTreeMap::new() });
         }
-        Ok(Groups { ends: out, seat, nccl: false })
+        Ok(Groups { ends: out, seat })
     }
 
     /// How ranks meet in each lane, in words.
@@ -80,30 +79,29 @@ impl Groups {
         self.ends.iter().map(way).collect()
     }
 
-    /// Whether some lane goes through NCCL, which connects at the first use of each verb and then may be captured.
+    /// Whether something goes through NCCL, which connects at the first use of each verb and then may be captured.
     pub(super) fn lazy(&self) -> bool {
-        self.nccl || self.ends.iter().any(|e| e.group.way() == Way::Nccl)
+        self.ends.iter().any(|e| e.group.uses_nccl())
     }
 
     pub(super) fn rewind(&self) {
         self.ends.iter().for_each(|e| e.group.rewind());
     }
 
+    /// Ends what is under way on all lanes. It has ended, or the time for it is over, when all threads have: none of a lane's ends
+    /// while a graph that holds work of it lives.
+    pub(super) fn end(&self) -> Vec<JoinHandle<()>> {
+        end(&self.aborters())
+    }
+
+    fn aborters(&self) -> Vec<Aborter> {
+        self.ends.iter().map(|e| e.group.aborter()).collect()
+    }
+
     pub(super) fn abort(&self) -> Abort {
-        let aborters: Vec<Aborter> = self.ends.iter().map(|e| e.group.aborter()).collect();
-        Arc::new(move |_| {
-            aborters.iter().for_each(Aborter::stop);
-            // Whoever aborts has to leave in time and waits for no library. Without a thread to wait on it, what NCCL has under
-            // way ends with the process.
-            for a in aborters.iter().filter(|a| a.through_nccl()) {
-                let a = a.clone();
-                // Whether it ended in time changes nothing for a process that is about to.
-                let end = move || {
-                    a.abort(ENDING);
-                };
-                let _ = std::thread::Builder::new().name("nccl-abort".into()).spawn(end);
-            }
-        })
+        let aborters = self.aborters();
+        // Whoever aborts has to leave in time and waits for no library: threads are left to themselves.
+        Arc::new(move |_| drop(end(&aborters)))
     }
 
     /// What went wrong on the device, in words.
@@ -162,8 +160,7 @@ impl Groups {
 impl Cuda {
     /// Makes exchange memory visible to the other members of every lane, and exchanges where operands and results lie.
     pub(super) fn share(&mut self, memory: &Memory, offsets: &[u64]) -> Done<()> {
-        let mut groups =
-            std::mem::replace(&mut self.groups, Groups { ends: Vec::new(), seat: self.seat, nccl: false });
+        let mut groups = std::mem::replace(&mut self.groups, Groups { ends: Vec::new(), seat: self.seat });
         let done = self.share_in(&mut groups, memory, offsets);
         self.groups = groups;
         done
@@ -184,12 +181,14 @@ impl Cuda {
                 let (operand, result) = (slot(op.operands.first().copied()), slot(p.given(op)));
                 wanted[lane].push((program, i, operand, result));
                 let m = self.movement(p, i)?;
-                groups.nccl |= m.via == Via::Nccl;
                 groups.ends[lane].group.stage(&m);
             }
         }
         for (lane, wanted) in groups.ends.iter_mut().zip(wanted) {
             lane.group.share(memory)?;
+            if lane.route.peer.is_some() {
+                lane.group.connect()?;
+            }
             let mine: Vec<u64> = wanted.iter().flat_map(|(_, _, a, b)| [*a, *b]).collect();
             let all = lane.group.table(&mine)?;
             lane.offsets.clear();
@@ -357,6 +356,20 @@ impl<'a> Told<'a> {
         }
         observer.progress(self.p.ops.len() as u32);
     }
+}
+
+/// Ends all waits at once, and what NCCL has under way on threads of their own: ending one lane may wait for another's kernel.
+/// What NCCL does not end in time ends with the process.
+fn end(aborters: &[Aborter]) -> Vec<JoinHandle<()>> {
+    aborters.iter().for_each(Aborter::stop);
+    let through_nccl = aborters.iter().filter(|a| a.through_nccl()).cloned();
+    let ended = |a: Aborter| {
+        let end = move || {
+            a.abort(ENDING);
+        };
+        std::thread::Builder::new().name("nccl-abort".into()).spawn(end).ok()
+    };
+    through_nccl.filter_map(ended).collect()
 }
 
 /// Which member of a lane the seat is.
