@@ -1,6 +1,7 @@
 //! What makes a large product: each algorithm that the library lists, in both orders of tiles, is timed on this device when a program is
-//! loaded. The fastest is taken if it is 2 % faster than the first and gives the same bits. Then the kernel of this crate runs against
-//! it, turn by turn and long enough for the device's power limit to have its say, and is taken if it gives the same bits and is 0.5 % faster.
+//! loaded. Those that come near the fastest and give the same bits as the first run against one another and against the kernel of this
+//! crate, turn by turn and long enough for the device's power limit to have its say: what is fastest on a cool device often is not
+//! there. The fastest is taken if it is 0.5 % faster than the first.
 //! A choice by time may differ between ranks, and results do not. It is kept beside compiled kernels, and later loads of the same
 //! shape on the same device with the same library and kernels take it as it is.
 
@@ -17,11 +18,13 @@ const LARGE: u64 = 10_000_000_000;
 /// Rounds in which all candidates take turns, and calls of one in a round.
 const ROUNDS: usize = 3;
 const CALLS: usize = 3;
-/// How much shorter than the first a candidate must take.
-const WORTH: f32 = 0.98;
-/// Turns of each of two that run against each other, how long one is, half of which counts, and how much shorter the second must take.
+/// How much longer than the fastest an algorithm may take there to run against others, and how many of the library's do.
+const NEAR: f32 = 1.03;
+const FINALISTS: usize = 3;
+/// Turns of each of those that run against one another, how long one is, half of which counts, and how much shorter than the first
+/// one must take.
 const TURNS: usize = 3;
-const TURN_MS: f32 = 120.0;
+const TURN_MS: f32 = 100.0;
 const WINS: f32 = 0.995;
 /// Boundaries of operands, in bytes.
 const ALIGNMENT: u64 = 256;
@@ -73,44 +76,49 @@ pub(crate) fn tune(
             }
         }
     }
-    let mut order: Vec<usize> = (1..candidates.len()).filter(|i| best[*i] < WORTH * best[0]).collect();
-    order.sort_by(|a, b| best[*a].total_cmp(&best[*b]));
     // Not before: calls that are timed write where the first's result lies.
     plan.by = candidates[0];
     let first = trial.result(products, plan, 0)?;
-    let same = |plan: &Plan| trial.same(first, trial.result(products, plan, 1)?);
-    let mut chosen = 0;
-    for i in order {
-        plan.by = candidates[i];
-        if same(plan)? {
-            chosen = i;
-            break;
+    let mut same = |by: By| {
+        plan.by = by;
+        trial.same(first, trial.result(products, plan, 1)?)
+    };
+    let copied_bytes = rival.map_or(0, |r| r.spared_bytes);
+    let mut sides = vec![(Choice::Library(0), candidates[0], copied_bytes)];
+    for i in near(&best) {
+        if sides.len() < FINALISTS && same(candidates[i])? {
+            sides.push((Choice::Library(i), candidates[i], copied_bytes));
         }
     }
-    let library = candidates[chosen];
-    plan.by = library;
-    let Some(rival) = rival else {
-        products.choices.keep(&key, Choice::Library(chosen));
-        return Ok(true);
-    };
-    let own = By::Own(rival.cut);
-    plan.by = own;
-    let mut wins = || -> Done<bool> {
-        if !same(plan)? {
-            return Ok(false);
-        }
-        let [library_ms, own_ms] =
-            trial.against(products, plan, [(library, rival.spared_bytes), (own, 0)])?;
-        Ok(own_ms < WINS * library_ms)
-    };
+    let own = rival.map(|r| By::Own(r.cut));
+    let ran = own.map_or(Ok(false), &mut same);
+    if let (Some(own), Ok(true)) = (own, &ran) {
+        sides.push((Choice::Own, own, 0));
+    }
+    let raced = trial.against(products, plan, &sides);
     // One that refuses to run is none, as among those that are listed; and nothing is kept of it.
-    let won = wins();
-    let choice = if matches!(won, Ok(true)) { Choice::Own } else { Choice::Library(chosen) };
-    plan.by = if choice == Choice::Own { own } else { library };
-    if won.is_ok() {
+    let known = ran.is_ok() && raced.is_ok();
+    let (choice, by, _) = sides[raced.map_or(0, |took| fastest(&took))];
+    plan.by = by;
+    if known {
         products.choices.keep(&key, choice);
     }
     Ok(true)
+}
+
+/// Candidates but the first that come near the fastest, the fastest first.
+fn near(took: &[f32]) -> Vec<usize> {
+    let least = took.iter().copied().fold(f32::INFINITY, f32::min);
+    let mut order: Vec<usize> =
+        (1..took.len()).filter(|i| took[*i] <= NEAR * least && took[*i].is_finite()).collect();
+    order.sort_by(|a, b| took[*a].total_cmp(&took[*b]));
+    order
+}
+
+/// The fastest, if it is enough faster than the first.
+fn fastest(took: &[f32]) -> usize {
+    let least = (0..took.len()).min_by(|a, b| took[*a].total_cmp(&took[*b])).unwrap_or(0);
+    if took[least] < WINS * took[0] { least } else { 0 }
 }
 
 /// Operands of one product, and two results.
@@ -170,14 +178,16 @@ impl Trial {
         begin.until_ms(&end)
     }
 
-    /// Milliseconds of as many calls of each of two, with what each leaves to a copy, in turns; the first half of each turn does not
-    /// count.
-    fn against(&self, products: &Products, plan: &mut Plan, both: [(By, u64); 2]) -> Done<[f32; 2]> {
+    /// Milliseconds of as many calls of each side, with what it leaves to a copy, in turns; the first half of each turn does not count.
+    fn against(&self, products: &Products, plan: &mut Plan, sides: &[(Choice, By, u64)]) -> Done<Vec<f32>> {
+        if sides.len() == 1 {
+            return Ok(vec![1.0]);
+        }
         let each_ms = self.calls_ms(products, plan, CALLS, 0)? / CALLS as f32;
         let calls = ((TURN_MS / 2.0 / each_ms.max(0.001)) as usize).max(1);
-        let mut took = [0.0; 2];
+        let mut took = vec![0.0; sides.len()];
         for _ in 0..TURNS {
-            for ((by, copied_bytes), took) in both.iter().zip(&mut took) {
+            for ((_, by, copied_bytes), took) in sides.iter().zip(&mut took) {
                 plan.by = *by;
                 self.calls_ms(products, plan, calls, *copied_bytes)?;
                 *took += self.calls_ms(products, plan, calls, *copied_bytes)?;
@@ -335,6 +345,17 @@ mod tests {
         let mut bytes = vec![0_u8; (2 * s.rows * s.columns) as usize];
         download(&mut bytes, out).unwrap();
         bytes
+    }
+
+    #[test]
+    fn who_is_near_the_fastest_runs_against_the_first_and_must_be_faster() {
+        let cold = [1.0, 0.99, f32::INFINITY, 0.97, 1.01, 0.98];
+        assert_eq!(near(&cold), [3, 5, 1]);
+        assert_eq!(near(&[1.0]), Vec::<usize>::new());
+        assert_eq!(near(&[f32::INFINITY, f32::INFINITY]), Vec::<usize>::new());
+        assert_eq!(fastest(&[1.0]), 0);
+        assert_eq!(fastest(&[1.0, 0.996, 1.2]), 0);
+        assert_eq!(fastest(&[1.0, 0.994, 0.99]), 2);
     }
 
     #[derive(Debug, Default)]

@@ -32,22 +32,17 @@ struct Sent {
 const PUT: u64 = 4;
 
 impl Cuda {
-    /// Compiles and plans what an op will launch.
-    pub(super) fn prepare_op(&mut self, p: &Program, op: &Op) -> Done<()> {
+    /// Compiles and plans what an op will launch; of a product, whether a residual is `added` in its step.
+    pub(super) fn prepare_op(&mut self, p: &Program, op: &Op, added: bool) -> Done<()> {
         let Some(x) = op.operands.first().map(|v| p.ty(*v)) else { return Ok(()) };
         let width = x.shape.last().copied().unwrap_or(1);
         match op.opcode {
             Opcode::Matmul => {
-                let shape = product(p, op);
-                if !few_rows(p, op) {
-                    self.products.prepare(shape, &mut self.kernels.compiler)?;
-                    // The residual form, should the step be fused.
-                    if act(op) == 0 {
-                        let added = Shape { residual: true, ..shape };
-                        self.products.prepare(added, &mut self.kernels.compiler)?;
-                    }
+                if few_rows(p, op) {
+                    return Ok(());
                 }
-                Ok(())
+                let shape = Shape { residual: added, ..product(p, op) };
+                self.products.prepare(shape, &mut self.kernels.compiler)
             }
             Opcode::LayerNorm
             | Opcode::NormModulate
