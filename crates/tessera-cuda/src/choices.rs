@@ -114,7 +114,7 @@ mod tests {
     fn a_choice_is_kept_for_one_device_shape_and_list() {
         let choices = |here: &str| Choices { kept: None, here: here.into() };
         let algo = |n: u64| cublasLtMatmulAlgo_t { data: [n; 8] };
-        let cut = |width| Cut { width, same_columns: true };
+        let cut = |width| Cut { width, last: width, same_columns: true };
         let rival = |width, spared_bytes| Rival { cut: cut(width), spared_bytes };
         let fewer = Shape { rows: 2340, ..SQUARE };
         let keys = [

@@ -268,7 +268,7 @@ fn tiny_words(bits: u64) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::collections::BTreeMap;
+    use std::collections::{BTreeMap, BTreeSet};
     use std::sync::{Arc, Mutex};
 
     use cudarc::driver::sys::CUdevice_attribute as Attribute;
@@ -466,7 +466,8 @@ mod tests {
                     let trial = Trial::new(s).unwrap();
                     let plan = products.plan(s, None).unwrap();
                     products.launch(s, &plan, trial.at, &trial.stream).unwrap();
-                    for cut in cuts().filter(|c| [96, 104, 168, 184, 200].contains(&c.width)) {
+                    let some = cuts().filter(|c| [96, 104, 168, 184, 200].contains(&c.width));
+                    for cut in some.flat_map(|c| BTreeSet::from([c, c.ending(rows)])) {
                         own.prepare(&mut compiler, cut).unwrap();
                         let at = At { out: trial.results[1], ..trial.at };
                         fill(at.out, trial.result_bytes, |_| u64::MAX, &trial.stream).unwrap();
@@ -495,7 +496,8 @@ mod tests {
             upload(elsewhere.at(), &[row]).unwrap();
             let columns = (first, last);
             let away = Some(Away { columns, to: elsewhere.at() + 256, row: elsewhere.at() });
-            for cut in cuts().filter(|c| [96, 184, 200].contains(&c.width)) {
+            let some = cuts().filter(|c| [96, 184, 200].contains(&c.width));
+            for cut in some.map(|c| c.ending(s.rows)) {
                 own.prepare(&mut compiler, cut).unwrap();
                 own.run(cut, s, At { out: trial.results[1], away, ..trial.at }, &trial.stream).unwrap();
                 trial.wait_for(&Event::new().unwrap()).unwrap();
