@@ -9,7 +9,7 @@ use crate::compile::{Shelf, kept_name};
 use crate::driver::Context;
 use crate::products::{By, Shape};
 use crate::tables::CublasLt;
-use crate::tuning::Rival;
+use crate::tuning::{RULE, Rival};
 
 /// What was chosen before, by this process and others.
 #[derive(Debug)]
@@ -48,7 +48,7 @@ impl Choices {
 
     /// Under which name the choice for a shape is kept: it tells all that the candidates are.
     pub(crate) fn key(&self, s: &Shape, listed: &[cublasLtMatmulAlgo_t], rival: Option<&Rival>) -> String {
-        let mut parts = vec![self.here.clone(), format!("{s:?}")];
+        let mut parts = vec![self.here.clone(), format!("{s:?} {RULE:?}")];
         parts.extend(listed.iter().map(|algo| format!("{:x?}", algo.data)));
         if let Some(rival) = rival {
             parts.extend([format!("{rival:?}{:?}", rival.cut.defines()), rival.cut.source()]);
@@ -114,17 +114,18 @@ mod tests {
     fn a_choice_is_kept_for_one_device_shape_and_list() {
         let choices = |here: &str| Choices { kept: None, here: here.into() };
         let algo = |n: u64| cublasLtMatmulAlgo_t { data: [n; 8] };
-        let cut = |width| Cut { width, last: width, same_columns: true };
-        let rival = |width, spared_bytes| Rival { cut: cut(width), spared_bytes };
+        let rival =
+            |width, last, spared_bytes| Rival { cut: Cut { width, last, same_columns: true }, spared_bytes };
         let fewer = Shape { rows: 2340, ..SQUARE };
         let keys = [
             choices("a").key(&SQUARE, &[algo(1), algo(2)], None),
             choices("b").key(&SQUARE, &[algo(1), algo(2)], None),
             choices("a").key(&fewer, &[algo(1), algo(2)], None),
             choices("a").key(&SQUARE, &[algo(2), algo(1)], None),
-            choices("a").key(&SQUARE, &[algo(1), algo(2)], Some(&rival(184, 0))),
-            choices("a").key(&SQUARE, &[algo(1), algo(2)], Some(&rival(192, 0))),
-            choices("a").key(&SQUARE, &[algo(1), algo(2)], Some(&rival(184, 8))),
+            choices("a").key(&SQUARE, &[algo(1), algo(2)], Some(&rival(184, 184, 0))),
+            choices("a").key(&SQUARE, &[algo(1), algo(2)], Some(&rival(192, 192, 0))),
+            choices("a").key(&SQUARE, &[algo(1), algo(2)], Some(&rival(184, 136, 0))),
+            choices("a").key(&SQUARE, &[algo(1), algo(2)], Some(&rival(184, 184, 8))),
         ];
         let distinct: BTreeSet<&String> = keys.iter().collect();
         assert_eq!(distinct.len(), keys.len());

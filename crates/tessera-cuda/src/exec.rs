@@ -15,8 +15,8 @@ mod trace;
 mod turns;
 mod weights;
 
+use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -364,9 +364,15 @@ impl Cuda {
         let steps = steps(p, slots, &joined);
         let mut places = vec![Place::Nowhere; p.values.len()];
         let (mut area, mut put_out) = (0_u64, 0_usize);
-        let product_of =
-            |s: &Step| if let Step::ProductAdd { product, .. } = s { Some(*product) } else { None };
-        let added: BTreeSet<usize> = steps.iter().filter_map(product_of).collect();
+        // Ops that a launch of their own makes, and whether it adds a residual to a product.
+        let by_themselves: BTreeMap<usize, bool> = steps
+            .iter()
+            .filter_map(|s| match s {
+                Step::One(i) => Some((*i, false)),
+                Step::ProductAdd { product, .. } => Some((*product, true)),
+                _ => None,
+            })
+            .collect();
         for (i, op) in p.ops.iter().enumerate() {
             for r in &op.results {
                 let ty = p.ty(*r);
@@ -396,7 +402,7 @@ impl Cuda {
                 self.outputs.insert(format!("{}/{name}", self.programs.len()), output);
                 put_out += (len * 4).next_multiple_of(ALIGNMENT as usize);
             }
-            self.prepare_op(p, op, added.contains(&i)).map_err(broken)?;
+            self.prepare_op(p, op, by_themselves.get(&i).copied()).map_err(broken)?;
         }
         let staged_bytes = area as usize;
         let turns = turns(p, &mut area);

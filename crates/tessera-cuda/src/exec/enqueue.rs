@@ -32,16 +32,14 @@ struct Sent {
 const PUT: u64 = 4;
 
 impl Cuda {
-    /// Compiles and plans what an op will launch; of a product, whether a residual is `added` in its step.
-    pub(super) fn prepare_op(&mut self, p: &Program, op: &Op, added: bool) -> Done<()> {
+    /// Compiles and plans what an op will launch; a product if it is launched by itself, with a residual added to it or not.
+    pub(super) fn prepare_op(&mut self, p: &Program, op: &Op, by_itself: Option<bool>) -> Done<()> {
         let Some(x) = op.operands.first().map(|v| p.ty(*v)) else { return Ok(()) };
         let width = x.shape.last().copied().unwrap_or(1);
         match op.opcode {
             Opcode::Matmul => {
-                if few_rows(p, op) {
-                    return Ok(());
-                }
-                let shape = Shape { residual: added, ..product(p, op) };
+                let Some(residual) = by_itself.filter(|_| !few_rows(p, op)) else { return Ok(()) };
+                let shape = Shape { residual, ..product(p, op) };
                 self.products.prepare(shape, &mut self.kernels.compiler)
             }
             Opcode::LayerNorm
