@@ -70,11 +70,14 @@ __device__ __forceinline__ void arrive_at(u64 *bar, u32 block) {
 #define ROWS_TO ".multicast::cluster"
 #define ROWS_MASK ", %5"
 #endif
+// What createpolicy gives for all that leaves L2 first; the warpgroup that loads has no registers to hold it in. A round reads the rows of
+// its band again, where a column comes again when all of the band is done: columns leave first.
+constexpr u64 LEAVES_FIRST = 0x12f0000000000000;
 // Columns from `column`, in the order that HALF_BYTES tells of, all or one half, which goes to both blocks; those beyond the end are zeros.
 __device__ __forceinline__ void load_columns(void *to, const TensorMap *map, u64 *bar, int inner, int column, int half) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes" COLUMNS_TO
-                 " [%0], [%1, {%2, 0, %3, %4}], [%5]" COLUMNS_MASK ";" ::"r"(shared_address(to)),
-                 "l"(map), "r"(inner), "r"(column / 32), "r"(half), "r"(shared_address(bar)), "h"((u16)3)
+                 ".L2::cache_hint [%0], [%1, {%2, 0, %3, %4}], [%5]" COLUMNS_MASK ", %7;" ::"r"(shared_address(to)),
+                 "l"(map), "r"(inner), "r"(column / 32), "r"(half), "r"(shared_address(bar)), "h"((u16)3), "l"(LEAVES_FIRST)
                  : "memory");
 }
 // Rows from `row`, all of a tile or the part that goes to both blocks; those beyond the end are zeros.
