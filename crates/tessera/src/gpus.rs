@@ -1,7 +1,9 @@
 //! NVIDIA GPUs of the machine at hand: where their libraries may lie, and what was found.
 
 use std::collections::BTreeSet;
+use std::fs::Permissions;
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -43,7 +45,9 @@ impl Shelf for Folder {
     fn keep(&self, name: &str, image: &[u8]) {
         // What cannot be kept is made again next time.
         let _ = std::fs::create_dir_all(&self.0).and_then(|()| {
-            let mut part = tempfile::NamedTempFile::new_in(&self.0)?;
+            // As readable as a file is by the user's mask; a temporary one is its owner's alone.
+            let readable = Permissions::from_mode(0o666);
+            let mut part = tempfile::Builder::new().permissions(readable).tempfile_in(&self.0)?;
             part.write_all(image)?;
             part.persist(self.0.join(name)).map(drop).map_err(|e| e.error)
         });
@@ -231,6 +235,11 @@ mod tests {
         });
         assert!(images.contains(&folder.find("kernel").unwrap()));
         assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 1);
+        // Others read it as they would any file.
+        let plain = dir.path().join("plain");
+        std::fs::write(&plain, "").unwrap();
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode();
+        assert_eq!(mode(&folder.0.join("kernel")), mode(&plain));
     }
 
     #[test]
