@@ -364,16 +364,7 @@ impl Cuda {
         let steps = steps(p, slots, &joined);
         let mut places = vec![Place::Nowhere; p.values.len()];
         let (mut area, mut put_out) = (0_u64, 0_usize);
-        // Ops that a launch of their own makes, and whether it adds a residual to a product.
-        let by_themselves: BTreeMap<usize, bool> = steps
-            .iter()
-            .filter_map(|s| match s {
-                Step::One(i) => Some((*i, false)),
-                Step::ProductAdd { product, .. } => Some((*product, true)),
-                _ => None,
-            })
-            .collect();
-        for (i, op) in p.ops.iter().enumerate() {
+        for op in &p.ops {
             for r in &op.results {
                 let ty = p.ty(*r);
                 places[r.0 as usize] = match op.opcode {
@@ -402,7 +393,16 @@ impl Cuda {
                 self.outputs.insert(format!("{}/{name}", self.programs.len()), output);
                 put_out += (len * 4).next_multiple_of(ALIGNMENT as usize);
             }
-            self.prepare_op(p, op, by_themselves.get(&i).copied()).map_err(broken)?;
+            self.prepare_op(p, op).map_err(broken)?;
+        }
+        for step in &steps {
+            match *step {
+                Step::One(i) => self.prepare_product(p, &p.ops[i], false).map_err(broken)?,
+                Step::ProductAdd { product, .. } => {
+                    self.prepare_product(p, &p.ops[product], true).map_err(broken)?;
+                }
+                _ => {}
+            }
         }
         let staged_bytes = area as usize;
         let turns = turns(p, &mut area);

@@ -18,7 +18,8 @@ const LARGE: u64 = 10_000_000_000;
 /// Rounds in which all candidates take turns, and calls of one in a round.
 const ROUNDS: usize = 3;
 const CALLS: usize = 3;
-/// How much longer than the fastest with its bits an algorithm may take there to run against others, and how many of the library's do.
+/// How much longer than the fastest with the first one's bits an algorithm may then take to run against others, and how many of the
+/// library's do.
 const NEAR: f32 = 1.03;
 const FINALISTS: usize = 3;
 /// Turns of each of those that run against one another, how long one is, half of which counts, and how much shorter than the first
@@ -88,24 +89,32 @@ pub(crate) fn tune(
         trial.same(first, trial.result(products, plan, 1)?)
     };
     let copied_bytes = rival.map_or(0, |r| r.spared_bytes);
-    let mut sides = vec![(Choice::Library(0), candidates[0], copied_bytes)];
-    for i in finalists(&best, |i| same(candidates[i]))? {
-        sides.push((Choice::Library(i), candidates[i], copied_bytes));
-    }
+    let library = |i: usize| Side { choice: Choice::Library(i), by: candidates[i], copied_bytes };
+    let mut sides = vec![library(0)];
+    sides.extend(finalists(&best, |i| same(candidates[i]))?.into_iter().map(library));
     let own = rival.map(|r| By::Own(r.cut));
     let ran = own.map_or(Ok(false), &mut same);
     if let (Some(own), Ok(true)) = (own, &ran) {
-        sides.push((Choice::Own, own, 0));
+        sides.push(Side { choice: Choice::Own, by: own, copied_bytes: 0 });
     }
     let raced = trial.against(products, plan, &sides);
     // One that refuses to run is none, as among those that are listed; and nothing is kept of it.
     let known = ran.is_ok() && raced.is_ok();
-    let (choice, by, _) = sides[raced.map_or(0, |took| fastest(&took))];
+    let Side { choice, by, .. } = sides[raced.map_or(0, |took| fastest(&took))];
     plan.by = by;
     if known {
         products.choices.keep(&key, choice);
     }
     Ok(true)
+}
+
+/// One of those that run against one another.
+#[derive(Clone, Copy)]
+struct Side {
+    choice: Choice,
+    by: By,
+    /// What it leaves to a copy.
+    copied_bytes: u64,
 }
 
 /// Candidates beside the first with the same bits as it that come near the fastest of these, the fastest first.
@@ -189,16 +198,16 @@ impl Trial {
     }
 
     /// Milliseconds of as many calls of each side, with what it leaves to a copy, in turns; the first half of each turn does not count.
-    fn against(&self, products: &Products, plan: &mut Plan, sides: &[(Choice, By, u64)]) -> Done<Vec<f32>> {
+    fn against(&self, products: &Products, plan: &mut Plan, sides: &[Side]) -> Done<Vec<f32>> {
         if sides.len() == 1 {
             return Ok(vec![1.0]);
         }
-        plan.by = sides[0].1;
+        plan.by = sides[0].by;
         let each_ms = self.calls_ms(products, plan, CALLS, 0)? / CALLS as f32;
         let calls = ((TURN_MS / 2.0 / each_ms.max(0.001)) as usize).max(1);
         let mut took = vec![0.0; sides.len()];
         for turn in 0..=TURNS {
-            for ((_, by, copied_bytes), took) in sides.iter().zip(&mut took) {
+            for (Side { by, copied_bytes, .. }, took) in sides.iter().zip(&mut took) {
                 plan.by = *by;
                 self.calls_ms(products, plan, calls, *copied_bytes)?;
                 let counted = self.calls_ms(products, plan, calls, *copied_bytes)?;

@@ -138,17 +138,21 @@ impl Warpgroups {
 impl Cut {
     /// With last tiles for so many rows.
     pub(crate) fn ending(self, rows: u64) -> Cut {
-        let blocks = if self.same_columns { CLUSTER } else { 1 };
-        let left = rows - (rows.div_ceil(blocks * self.width) - 1) * blocks * self.width;
-        let last = left.div_ceil(blocks).next_multiple_of(8).max(NARROWEST);
+        let whole = self.cluster_rows();
+        let left = rows - (rows.div_ceil(whole) - 1) * whole;
+        let last = left.div_ceil(whole / self.width).next_multiple_of(8).max(NARROWEST);
         Cut { last: if last + WORTH_ROWS <= self.width { last } else { self.width }, ..self }
     }
 
     /// Tiles of a shape, a cluster's as one.
     fn tiles(self, s: &Shape) -> u64 {
-        let (rows, columns) =
-            if self.same_columns { (CLUSTER * self.width, COLUMNS) } else { (self.width, CLUSTER * COLUMNS) };
-        s.rows.div_ceil(rows) * s.columns.div_ceil(columns)
+        let columns = if self.same_columns { COLUMNS } else { CLUSTER * COLUMNS };
+        s.rows.div_ceil(self.cluster_rows()) * s.columns.div_ceil(columns)
+    }
+
+    /// Rows of a cluster's tile.
+    fn cluster_rows(self) -> u64 {
+        if self.same_columns { CLUSTER * self.width } else { self.width }
     }
 
     /// Rows and columns of a step's tiles that a block loads.

@@ -32,7 +32,7 @@ impl Census {
     }
 }
 
-/// The line of a collective in a trace: axis, op, dtype, extents and layout, reduction, root, dims, peer.
+/// The line of a collective in a trace: axis, op, dtype, extents and layout, reduction, root, dims, graph, carrier, peer.
 /// `None` if the op at this index is no collective or its type cannot be known. Members of a group have equal
 /// lines for a symmetric op. Costs one pass over the program: ask once, not per call.
 #[must_use]

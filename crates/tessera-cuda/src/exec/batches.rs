@@ -11,10 +11,10 @@ use tessera_ir::{Op, Opcode, Program};
 use crate::driver::{Done, Event, Failed, Stream};
 
 /// An op's place in its batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 struct Place {
-    /// Which of the batch's lanes, in order of their first op.
-    lane: usize,
+    /// The stream that it runs on, unless it is of the batch's first lane, which stays on the planned one.
+    aside: Option<String>,
     first: bool,
     last: bool,
 }
@@ -33,49 +33,40 @@ impl Batches {
         Batches { places: places(p), began: None, ended: Vec::new() }
     }
 
-    /// Names of the streams that lanes beyond a batch's first run on, beside the program's own.
+    /// Names of the streams beside the program's own.
     pub(super) fn streams(p: &Program) -> impl Iterator<Item = String> {
-        let beside = |(at, place): (usize, Place)| {
-            let own = p.streams.get(p.ops[at].stream.0 as usize)?;
-            (place.lane > 0).then(|| name(own, place.lane))
-        };
-        places(p).into_iter().filter_map(beside)
+        places(p).into_values().filter_map(|place| place.aside)
     }
 
-    /// The stream that an op runs on: its `own`, but for a batch's lanes beyond the first.
+    /// The stream that an op runs on: the `planned` one, but for a batch's lanes beyond the first.
     pub(super) fn enter<'a>(
         &mut self,
-        p: &Program,
         at: usize,
-        own: &'a Stream,
+        planned: &'a Stream,
         streams: &'a BTreeMap<String, Stream>,
     ) -> Done<&'a Stream> {
-        let Some(place) = self.places.get(&at) else { return Ok(own) };
+        let Some(place) = self.places.get(&at) else { return Ok(planned) };
         if place.first {
-            own.record(self.began.insert(Event::new()?))?;
+            planned.record(self.began.insert(Event::new()?))?;
         }
-        if place.lane == 0 {
-            return Ok(own);
-        }
-        let of = p.streams.get(p.ops[at].stream.0 as usize).map_or("", String::as_str);
-        let name = name(of, place.lane);
-        let aside = streams.get(&name).ok_or_else(|| Failed(format!("@{} has no stream {name}", p.name)))?;
-        let began =
-            self.began.as_ref().ok_or_else(|| Failed(format!("@{}: a batch without a first", p.name)))?;
-        aside.wait(began)?;
+        let Some(name) = &place.aside else { return Ok(planned) };
+        let aside = streams.get(name).ok_or_else(|| Failed(format!("no stream {name}")))?;
+        aside.wait(
+            self.began.as_ref().ok_or_else(|| Failed(format!("a batch on {name} without a first op")))?,
+        )?;
         Ok(aside)
     }
 
     /// After an op on the stream that [`enter`](Batches::enter) gave: what follows the last of a batch follows all of it.
-    pub(super) fn leave(&mut self, at: usize, own: &Stream, used: &Stream) -> Done<()> {
+    pub(super) fn leave(&mut self, at: usize, planned: &Stream, used: &Stream) -> Done<()> {
         let Some(place) = self.places.get(&at) else { return Ok(()) };
-        if place.lane > 0 {
+        if place.aside.is_some() {
             let ended = Event::new()?;
             used.record(&ended)?;
             self.ended.push(ended);
         }
         if place.last {
-            self.ended.drain(..).try_for_each(|e| own.wait(&e))?;
+            self.ended.drain(..).try_for_each(|e| planned.wait(&e))?;
         }
         Ok(())
     }
@@ -83,30 +74,29 @@ impl Batches {
 
 fn places(p: &Program) -> BTreeMap<usize, Place> {
     let mut out = BTreeMap::new();
-    let mut lanes: BTreeMap<i64, Vec<Option<Route>>> = BTreeMap::new();
-    let mut last: BTreeMap<i64, usize> = BTreeMap::new();
-    for (at, number) in p.ops.iter().enumerate().filter_map(|(at, op)| Some((at, batch(op)?))) {
-        let (routes, route) = (lanes.entry(number).or_default(), Route::of(&p.ops[at]));
-        let first = routes.is_empty();
-        let lane = routes.iter().position(|r| *r == route).unwrap_or_else(|| {
-            routes.push(route);
-            routes.len() - 1
+    // Of each batch its lanes, in order of their first op, and its last op.
+    let mut batches: BTreeMap<i64, (Vec<Option<Route>>, usize)> = BTreeMap::new();
+    for (at, op) in p.ops.iter().enumerate() {
+        let Some(number) = batch(op) else { continue };
+        let (lanes, last) = batches.entry(number).or_default();
+        let (route, first) = (Route::of(op), lanes.is_empty());
+        let lane = lanes.iter().position(|r| *r == route).unwrap_or_else(|| {
+            lanes.push(route);
+            lanes.len() - 1
         });
-        out.insert(at, Place { lane, first, last: false });
-        last.insert(number, at);
+        let planned = p.streams.get(op.stream.0 as usize).map_or("", String::as_str);
+        let aside = (lane > 0).then(|| format!("{planned} beside {lane}"));
+        out.insert(at, Place { aside, first, last: false });
+        *last = at;
     }
-    for at in last.values() {
-        out.entry(*at).and_modify(|place| place.last = true);
+    for (_, last) in batches.values() {
+        out.entry(*last).and_modify(|place: &mut Place| place.last = true);
     }
     out
 }
 
 fn batch(op: &Op) -> Option<i64> {
     op.int("batch").filter(|_| matches!(op.opcode, Opcode::Send | Opcode::Recv))
-}
-
-fn name(own: &str, lane: usize) -> String {
-    format!("{own} beside {lane}")
 }
 
 #[cfg(test)]
@@ -127,15 +117,16 @@ mod tests {
             %y = ttile.collective.wait %b : f32[2] @compute \
             ttile.collective.wait %c @compute ttile.collective.wait %d @compute output \"y\", %y }";
         let p = parse_all(text, "test").expect("a program").remove(0);
-        let found: Vec<Option<Place>> = p.collectives().map(|(at, _)| places(&p).get(&at).copied()).collect();
-        let place = |lane, first, last| Some(Place { lane, first, last });
+        let found: Vec<Option<Place>> = p.collectives().map(|(at, _)| places(&p).get(&at).cloned()).collect();
+        let place =
+            |aside: Option<&str>, first, last| Some(Place { aside: aside.map(String::from), first, last });
         let wanted = [
             None,
-            place(0, true, false),
-            place(1, false, false),
+            place(None, true, false),
+            place(Some("comm beside 1"), false, false),
             // The lane of the first once more: after it.
-            place(0, false, true),
-            place(0, true, true),
+            place(None, false, true),
+            place(None, true, true),
         ];
         assert_eq!(found, wanted);
         assert_eq!(Batches::streams(&p).collect::<Vec<_>>(), ["comm beside 1"]);

@@ -32,16 +32,19 @@ struct Sent {
 const PUT: u64 = 4;
 
 impl Cuda {
-    /// Compiles and plans what an op will launch; a product if it is launched by itself, with a residual added to it or not.
-    pub(super) fn prepare_op(&mut self, p: &Program, op: &Op, by_itself: Option<bool>) -> Done<()> {
+    /// Chooses what makes a product that is launched by itself, with a residual added to it or not. Other ops are none.
+    pub(super) fn prepare_product(&mut self, p: &Program, op: &Op, residual: bool) -> Done<()> {
+        if op.opcode != Opcode::Matmul || few_rows(p, op) {
+            return Ok(());
+        }
+        self.products.prepare(Shape { residual, ..product(p, op) }, &mut self.kernels.compiler)
+    }
+
+    /// Compiles and plans what an op other than a product will launch.
+    pub(super) fn prepare_op(&mut self, p: &Program, op: &Op) -> Done<()> {
         let Some(x) = op.operands.first().map(|v| p.ty(*v)) else { return Ok(()) };
         let width = x.shape.last().copied().unwrap_or(1);
         match op.opcode {
-            Opcode::Matmul => {
-                let Some(residual) = by_itself.filter(|_| !few_rows(p, op)) else { return Ok(()) };
-                let shape = Shape { residual, ..product(p, op) };
-                self.products.prepare(shape, &mut self.kernels.compiler)
-            }
             Opcode::LayerNorm
             | Opcode::NormModulate
             | Opcode::GateResidual
@@ -124,7 +127,7 @@ impl Cuda {
             let at = step.at();
             let op = &p.ops[at];
             let planned = stream(op.stream.0 as usize)?;
-            let own = batches.enter(&p, at, planned, streams)?;
+            let own = batches.enter(at, planned, streams)?;
             for s in sent.iter_mut().filter(|s| s.opens == k) {
                 let (maker, lane) = (steps[s.maker].at(), stream(p.ops[s.op].stream.0 as usize)?);
                 let free = Event::new()?;

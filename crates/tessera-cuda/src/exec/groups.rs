@@ -88,8 +88,8 @@ impl Groups {
         self.ends.iter().for_each(|e| e.group.rewind());
     }
 
-    /// Ends what is under way on all lanes. It has ended, or the time for it is over, when all threads have: none of a lane's ends
-    /// while a graph that holds work of it lives.
+    /// Ends what is under way on all lanes. It has ended, or the time for it is over, when all threads have. NCCL ends no lane while a
+    /// graph that holds work of it lives: such graphs go before anybody waits for the threads.
     pub(super) fn end(&self) -> Vec<JoinHandle<()>> {
         end(&self.aborters())
     }
