@@ -147,8 +147,12 @@ def sides_of(args, gpus):
     if not args.skip_ours:
         for strategy in args.ours_strategies.split(",") if gpus > 1 else ["ulysses"]:
             words = args.ours_args.format(gpus=gpus, sizes=args.sizes, strategy=strategy, dtype="fp8" if args.fp8 else "bf16")
-            name = f"ours {strategy}" if gpus > 1 else "ours"
-            sides[name + (" fp8" if args.fp8 else "")] = [args.ours.resolve(), *shlex.split(words)]
+            for build in [args.ours, *args.beside]:
+                name = f"ours {strategy}" if gpus > 1 else "ours"
+                name += (" fp8" if args.fp8 else "") + ("" if build is args.ours else f" {build.name}")
+                sides[name] = [build.resolve(), *shlex.split(words)]
+    if args.skip_pytorch:
+        return sides
     base = [args.python, REPO / "tools/bench/dit_gpu.py", "--serve", "--gpus", gpus, "--size", args.sizes, *shlex.split(args.pytorch_args)]
     for strategy in args.strategies.split(",") if gpus > 1 else ["ulysses"]:
         for cut in args.cuts.split(","):
@@ -224,13 +228,16 @@ def point(size, gpus, sides, facts, rounds):
                          "steps": len(steps), "rounds_ms": [round(statistics.median(a["steps_ms"]), 3) for a in answers],
                          "rest": {k: v for k, v in answers[-1].items() if k != "steps_ms"},
                          "command": shlex.join(sides[name].command), "facts": facts[name]}
-    best = min((n for n in results if n.startswith("pytorch") and not n.endswith("fp8")), key=lambda n: results[n]["median_ms"])
+    # Without PyTorch builds of ours are compared, with the first.
+    best = min((n for n in results if n.startswith("pytorch") and not n.endswith("fp8")), key=lambda n: results[n]["median_ms"],
+               default=next(iter(results)))
     ratios = {n: round(results[best]["median_ms"] / r["median_ms"], 4) for n, r in results.items() if n.startswith("ours")}
     return {"size": size, "gpus": gpus, "best_pytorch": best, "speed_over_best_pytorch": ratios, "sides": results}
 
 
 def table(points):
-    rows = [("size", "GPUs", "side", "median ms", "p10", "p90", "FPS", "steps", "over PyTorch's best bf16")]
+    base = "PyTorch's best bf16" if any(p["best_pytorch"].startswith("pytorch") for p in points) else "the first"
+    rows = [("size", "GPUs", "side", "median ms", "p10", "p90", "FPS", "steps", f"over {base}")]
     for p in points:
         for name, r in p["sides"].items():
             over = p["sides"][p["best_pytorch"]]["median_ms"] / r["median_ms"]
@@ -284,7 +291,9 @@ def main():
     p.add_argument("--ours", type=Path, default=REPO / "target/release/tessera", help="our binary")
     p.add_argument("--ours-args", default=OURS, help="its arguments (default: %(default)s)")
     p.add_argument("--ours-strategies", default="ulysses")
+    p.add_argument("--beside", type=Path, action="append", default=[], help="another build of ours, by its file's name; may be repeated")
     p.add_argument("--skip-ours", action="store_true")
+    p.add_argument("--skip-pytorch", action="store_true", help="builds of ours alone, against the first")
     p.add_argument("--fp8", action="store_true", help="ours in fp8 against PyTorch's bf16, and PyTorch's fp8 beside it")
     p.add_argument("--python", default=sys.executable, help="an interpreter that has torch")
     p.add_argument("--pytorch-args", default="", help="more arguments for dit_gpu.py")
