@@ -1,7 +1,7 @@
 //! Products by a kernel of this crate, in bf16 on Hopper: out = x · wᵀ + bias, in tiles that are chosen for the shape. Measured
 //! against cuBLASLt in docs/design/0014. Which of the two makes a shape, [`tuning`](crate::tuning) says.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use tessera_ir::DType;
 
@@ -23,10 +23,6 @@ const TURNED_BYTES: u64 = 8 * 32 * 64;
 pub(crate) const COLUMN_STEP: u64 = 32;
 /// Rows of a tile at most: with more there are not registers enough for the loop over the inner dim.
 const WIDEST: u64 = 200;
-/// Rows of a tile at least, which a warp turns at once, as the kernel says; and how many fewer the last tiles must have to be worth a loop
-/// of their own.
-const NARROWEST: u64 = 32;
-const WORTH_ROWS: u64 = 16;
 /// Of a step's four parts, how many are under way when the last step's tiles are given back.
 const EARLY: u64 = 1;
 /// Products of a multiprocessor in a cycle, and what a tile takes beside them, in cycles, as counted on an H200.
@@ -44,8 +40,6 @@ const SHARED_BYTES: u64 = 232_448;
 pub(crate) struct Cut {
     /// Rows of a block's tile.
     pub(crate) width: u64,
-    /// Of those that hold the last rows.
-    pub(crate) last: u64,
     /// Whether the blocks of a cluster take the same columns and neighbouring rows; else the other way around.
     pub(crate) same_columns: bool,
 }
@@ -85,7 +79,7 @@ impl Warpgroups {
             cut.tiles(s).div_ceil(self.clusters) * tile * per_mille
         };
         // Of two alike the wider: a byte that is loaded is multiplied more often.
-        fits.then(|| cuts().min_by_key(cost)).flatten().map(|cut| cut.ending(s.rows))
+        fits.then(|| cuts().min_by_key(cost)).flatten()
     }
 
     /// Compiles the kernel of a cut.
@@ -105,9 +99,6 @@ impl Warpgroups {
         let Some(kernel) = self.made.get(&cut) else {
             return Err(Failed(format!("no kernel was compiled for {cut:?}")));
         };
-        if cut.ending(s.rows).last > cut.last {
-            return Err(Failed(format!("last tiles too narrow for {} rows: {cut:?}", s.rows)));
-        }
         let (row_bytes, box_columns) = (2 * s.inner, BOX_COLUMNS as u32);
         let rows = |box_rows: u64| map(at.x, [s.inner, s.rows], &[row_bytes], [box_columns, box_rows as u32]);
         // What a block loads: of the tile that both use, its part.
@@ -136,23 +127,11 @@ impl Warpgroups {
 }
 
 impl Cut {
-    /// With last tiles for so many rows.
-    pub(crate) fn ending(self, rows: u64) -> Cut {
-        let whole = self.cluster_rows();
-        let left = rows - (rows.div_ceil(whole) - 1) * whole;
-        let last = left.div_ceil(whole / self.width).next_multiple_of(8).max(NARROWEST);
-        Cut { last: if last + WORTH_ROWS <= self.width { last } else { self.width }, ..self }
-    }
-
     /// Tiles of a shape, a cluster's as one.
     fn tiles(self, s: &Shape) -> u64 {
-        let columns = if self.same_columns { COLUMNS } else { CLUSTER * COLUMNS };
-        s.rows.div_ceil(self.cluster_rows()) * s.columns.div_ceil(columns)
-    }
-
-    /// Rows of a cluster's tile.
-    fn cluster_rows(self) -> u64 {
-        if self.same_columns { CLUSTER * self.width } else { self.width }
+        let (rows, columns) =
+            if self.same_columns { (CLUSTER * self.width, COLUMNS) } else { (self.width, CLUSTER * COLUMNS) };
+        s.rows.div_ceil(rows) * s.columns.div_ceil(columns)
     }
 
     /// Rows and columns of a step's tiles that a block loads.
@@ -166,7 +145,7 @@ impl Cut {
     }
 
     /// What its kernel is compiled with, and its shared memory.
-    pub(crate) fn defines(self) -> ([(&'static str, String); 6], u32) {
+    pub(crate) fn defines(self) -> ([(&'static str, String); 5], u32) {
         let bytes = |stages: u64| stages * ((COLUMNS + self.width) * 2 * BOX_COLUMNS + 16) + TURNED_BYTES;
         let stages = (2..=MOST_STAGES).rev().find(|s| bytes(*s) <= SHARED_BYTES).unwrap_or(2);
         // Clusters' tiles of rows in a band: with these the tiles of one round read as little as they can.
@@ -174,7 +153,6 @@ impl Cut {
         let same_columns = u64::from(self.same_columns);
         let defines = [
             ("WIDTH", self.width),
-            ("LAST", self.last),
             ("SAME_COLUMNS", same_columns),
             ("STAGES", stages),
             ("BAND", band),
@@ -185,29 +163,25 @@ impl Cut {
 
     /// Its kernel's source: the instruction of a step names every register it adds to, which no macro counts.
     pub(crate) fn source(self) -> String {
-        let step = |width: u64| {
-            let n = width / 2;
-            let list = |each: &dyn Fn(u64) -> String| (0..n).map(each).collect::<Vec<String>>().join(", ");
-            let (names, held) = (list(&|i| format!("%{i}")), list(&|i| format!("\"+f\"(d[{i}])")));
-            let (w, x, more) = (n, n + 1, n + 2);
-            format!(
-                "// D (+)= W Xᵀ over 16 of the inner dim.\n\
-                 __device__ __forceinline__ void product_step(float (&d)[{n}], u64 w, u64 x, int more) {{\n\
-                 asm volatile(\"{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{more}, 0;\\n\
-                 wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{names}}}, %{w}, %{x}, p, 1, 1, 0, 0;\\n}}\" \
-                 : {held} : \"l\"(w), \"l\"(x), \"r\"(more));\n}}\n"
-            )
-        };
-        let widths = BTreeSet::from([self.width, self.last]);
-        let steps: String = widths.into_iter().map(step).collect();
-        format!("{COMMON}{HOPPER}{steps}{SOURCE}")
+        let (width, n) = (self.width, self.width / 2);
+        let list = |each: &dyn Fn(u64) -> String| (0..n).map(each).collect::<Vec<String>>().join(", ");
+        let (names, held) = (list(&|i| format!("%{i}")), list(&|i| format!("\"+f\"(d[{i}])")));
+        let (w, x, more) = (n, n + 1, n + 2);
+        let step = format!(
+            "// D (+)= W Xᵀ over 16 of the inner dim.\n\
+             __device__ __forceinline__ void product_step(float (&d)[{n}], u64 w, u64 x, int more) {{\n\
+             asm volatile(\"{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{more}, 0;\\n\
+             wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16 {{{names}}}, %{w}, %{x}, p, 1, 1, 0, 0;\\n}}\" \
+             : {held} : \"l\"(w), \"l\"(x), \"r\"(more));\n}}\n"
+        );
+        format!("{COMMON}{HOPPER}{step}{SOURCE}")
     }
 }
 
-/// All cuts there are, the widest first, their last tiles as wide as the others.
+/// All cuts there are, the widest first.
 pub(crate) fn cuts() -> impl Iterator<Item = Cut> {
     let widths = (96..=WIDEST).rev().step_by(8);
-    widths.flat_map(|width| [true, false].map(|same_columns| Cut { width, last: width, same_columns }))
+    widths.flat_map(|width| [true, false].map(|same_columns| Cut { width, same_columns }))
 }
 
 #[cfg(test)]
@@ -220,43 +194,22 @@ mod tests {
         let own = Warpgroups::new((9, 0), 132).unwrap();
         let cut = |rows, columns| {
             let cut = own.cut(&Shape { rows, columns, ..SQUARE });
-            cut.map(|c| (c.width, c.last, c.same_columns))
+            cut.map(|c| (c.width, c.same_columns))
         };
         // 13 by 20 tiles: four rounds of 66 clusters, with four left over.
-        assert_eq!(cut(4680, 5120), Some((184, 136, true)));
-        assert_eq!(cut(4680, 15360), Some((200, 144, true)));
-        assert_eq!(cut(2340, 5120), Some((184, 136, false)));
-        assert_eq!(cut(2160, 5120), Some((168, 144, false)));
-        assert_eq!(cut(2160, 15360), Some((200, 160, false)));
-        assert_eq!(cut(1170, 5120), Some((200, 200, true)));
-        assert_eq!(cut(1170, 15360), Some((200, 200, true)));
+        assert_eq!(cut(4680, 5120), Some((184, true)));
+        assert_eq!(cut(4680, 15360), Some((200, true)));
+        assert_eq!(cut(2340, 5120), Some((184, false)));
+        assert_eq!(cut(2160, 5120), Some((168, false)));
+        assert_eq!(cut(2160, 15360), Some((200, false)));
+        assert_eq!(cut(1170, 5120), Some((200, true)));
+        assert_eq!(cut(1170, 15360), Some((200, true)));
         // Five rounds of narrower tiles would take as long, and more from L2.
         let long = Shape { inner: 13824, ..SQUARE };
-        assert_eq!(own.cut(&long), Some(Cut { width: 184, last: 136, same_columns: true }));
+        assert_eq!(own.cut(&long), Some(Cut { width: 184, same_columns: true }));
         assert_eq!(cut(4680, 5136), None);
         assert_eq!(own.cut(&Shape { gelu: true, ..SQUARE }), None);
         assert!(Warpgroups::new((10, 0), 148).is_none());
-    }
-
-    #[test]
-    fn last_tiles_hold_all_rows_that_are_left() {
-        for rows in [1, 8, 37, 264, 400, 401, 1170, 4680] {
-            for cut in cuts() {
-                let blocks = if cut.same_columns { CLUSTER } else { 1 };
-                let left = rows - (rows - 1) / (blocks * cut.width) * blocks * cut.width;
-                let last = cut.ending(rows).last;
-                let spared = cut.width - last;
-                assert!(
-                    blocks * last >= left && last.is_multiple_of(8) && last >= NARROWEST,
-                    "{rows}, {cut:?}"
-                );
-                // No row of eight more than there must be, or none saved.
-                assert!(
-                    last == cut.width
-                        || (spared >= WORTH_ROWS && (last == NARROWEST || blocks * (last - 8) < left))
-                );
-            }
-        }
     }
 
     #[test]

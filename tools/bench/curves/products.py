@@ -14,7 +14,6 @@ T0 = time.time()
 COLUMNS, CLUSTER, INNER = 256, 2, 64
 BANDS, EARLY, TILE_CYCLES, MOST_STAGES, SHARED, TURNED = (13, 7), 1, 5400, 5, 232448, 8 * 32 * 64
 WIDTHS = range(200, 95, -8)
-NARROWEST, WORTH_ROWS = 32, 16
 
 
 def product_step(width):
@@ -48,20 +47,12 @@ def cuts(rows, columns, inner, n):
     return sorted(itertools.product(WIDTHS, (1, 0)), key=cost)[:n]
 
 
-def ending(rows, width, same):
-    """Rows of the tiles that hold the last ones."""
-    blocks = CLUSTER if same else 1
-    left = rows - (rows - 1) // (blocks * width) * blocks * width
-    last = max(-(-left // blocks // 8) * 8, NARROWEST)
-    return last if last + WORTH_ROWS <= width else width
-
-
 class Kernel:
-    def __init__(self, width, same, last=None, band=None, stages=None, early=EARLY, hang=False):
-        self.width, self.same, self.last = width, same, last or width
+    def __init__(self, width, same, band=None, stages=None, early=EARLY, hang=False):
+        self.width, self.same = width, same
         self.stages = stages or max(s for s in range(2, MOST_STAGES + 1) if shared_of(width, s) <= SHARED)
-        defines = dict(WIDTH=width, LAST=self.last, SAME_COLUMNS=same, STAGES=self.stages, BAND=band or BANDS[same], EARLY=early, HANG_CHECK=int(hang))
-        sources = [source("common.cuh"), source("hopper.cuh"), *map(product_step, {width, self.last}), source("products.cu")]
+        defines = dict(WIDTH=width, SAME_COLUMNS=same, STAGES=self.stages, BAND=band or BANDS[same], EARLY=early, HANG_CHECK=int(hang))
+        sources = [source("common.cuh"), source("hopper.cuh"), product_step(width), source("products.cu")]
         image = compiled("products.cu", defines, *sources)
         self.mod, self.f, self.shared = ctypes.c_void_p(), ctypes.c_void_p(), shared_of(width, self.stages)
         check(attention.cu.cuModuleLoadData(ctypes.byref(self.mod), image), "load")
@@ -70,7 +61,6 @@ class Kernel:
 
     def prepare(self, x, w, out, bias=None):
         (rows, inner), columns = x.shape, w.shape[0]
-        assert ending(rows, self.width, self.same) <= self.last, "last tiles too narrow for these rows"
         first = self.width if self.same else (self.width // 2 + 7) // 8 * 8
         maps = [tensor_map(w, (inner, 16, columns // 32, 2), (2 * inner, 64 * inner, 32 * inner), (INNER, 16, COLUMNS // 32, 1 if self.same else 2))]
         maps += [tensor_map(x, (inner, rows), (2 * inner,), (INNER, n)) for n in (first, self.width - first or first)]
@@ -95,19 +85,12 @@ def operands(rows, columns, inner, seed=0):
 def correct(width, same_columns):
     device()
     torch, bad, worst, same, of = attention.torch, 0, 0.0, 0, 0
-    made = {}
-
-    def kernel_for(rows):
-        last = ending(rows, width, same_columns)
-        made[last] = made.get(last) or Kernel(width, same_columns, last, hang=True)
-        return made[last]
-
+    kernel = Kernel(width, same_columns, hang=True)
     for rows, columns, inner in ((64, 512, 64), (37, 128, 128), (width, 256, 640), (300, 544, 200), (1170, 5120, 1024), (4680, 1536, 5120)):
         for with_bias in (False, True):
             x, w, b = operands(rows, columns, inner, rows)
             b = b if with_bias else None
             out = torch.full((rows + 64, columns), float("nan"), device="cuda", dtype=torch.bfloat16)
-            kernel = kernel_for(rows)
             kernel.prepare(x, w, out, b)()
             torch.cuda.synchronize()
             clean = torch.isnan(out[rows:]).all().item()
@@ -125,7 +108,7 @@ def correct(width, same_columns):
             # The same row among fewer, and again.
             few = torch.empty(rows // 2 + 1, columns, device="cuda", dtype=torch.bfloat16)
             for _ in range(3):
-                kernel_for(len(few)).prepare(x[:len(few)], w, few, b)()
+                kernel.prepare(x[:few.shape[0]], w, few, b)()
                 torch.cuda.synchronize()
                 if not torch.equal(few, out[: few.shape[0]]):
                     bad += 1
@@ -185,12 +168,10 @@ def timing(a):
         library = ("torch", [lambda w=w: torch.nn.functional.linear(x, w, bias) for w in ws])
         sides = []
         best = itertools.product(a.widths, (1, 0)) if a.widths else cuts(rows, columns, inner, a.best)
-        lasts = lambda cut: {ending(rows, *cut)} | ({cut[0]} if a.whole else set())
-        best = [(*cut, last) for cut in best for last in sorted(lasts(cut))]
-        for cut, *other in itertools.product(best, a.bands, a.stages, a.early):
-            (width, same, last), cut = cut, (*cut, *other)
+        for (width, same), *other in itertools.product(best, a.bands, a.stages, a.early):
+            cut = (width, same, *other)
             kernel = made[cut] = made.get(cut) or Kernel(*cut)
-            name = f"{width} rows, {last} at the end, same {'columns' if same else 'rows'}, {kernel.stages} stages, band {other[0] or BANDS[same]}, early {other[2]}, {rounds(rows, columns, width, same)} rounds"
+            name = f"{width} rows, same {'columns' if same else 'rows'}, {kernel.stages} stages, band {other[0] or BANDS[same]}, early {other[2]}, {rounds(rows, columns, width, same)} rounds"
             sides.append((name, [kernel.prepare(x, w, out, bias) for w in ws]))
         print(f"{rows} x {columns} x {inner}", flush=True)
         # Torch first and last: the device grows warm meanwhile.
@@ -216,7 +197,6 @@ if __name__ == "__main__":
     p.add_argument("--shapes", default="4680x5120x5120,4680x15360x5120,4680x5120x13824,2340x5120x5120,2340x5120x13824,2160x5120x5120,2160x15360x5120,2160x5120x13824,1080x5120x5120,1170x5120x5120")
     p.add_argument("--widths", type=numbers, help="rows of a tile (default: the --best ones)")
     p.add_argument("--best", type=int, default=1)
-    p.add_argument("--whole", action="store_true", help="beside each the same with last tiles as wide as the others")
     p.add_argument("--bands", type=numbers, default=[None])
     p.add_argument("--stages", type=numbers, default=[None])
     p.add_argument("--early", type=numbers, default=[EARLY])

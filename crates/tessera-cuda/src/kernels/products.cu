@@ -2,9 +2,8 @@
 //
 // x is [rows, inner], w [columns, inner], out [rows, columns], bf16; columns a multiple of 32, inner of 8. The product is taken as its
 // transpose: columns of out lie along the tensor cores' rows, 256 a block, and rows of out along their columns, which may be any
-// multiple of eight: WIDTH is chosen for the rows there are, so that the last round of tiles leaves few blocks idle, and the tiles that
-// hold the last rows are of LAST, so that little is multiplied by zeros. What belongs to a column, its bias, is then a register of a
-// thread.
+// multiple of eight: WIDTH is chosen for the rows there are, so that the last round of tiles leaves few blocks idle. What belongs to
+// a column, its bias, is then a register of a thread.
 //
 // Two blocks next to each other, a cluster, take the same rows and neighbouring columns, and each loads half of the rows' tile for
 // both; or, by SAME_COLUMNS, the same columns and neighbouring rows, and each loads half of the columns' tile, which is the
@@ -20,13 +19,14 @@ constexpr int THREADS = 128 * (GROUPS + 1);
 constexpr int ROWS = SAME_COLUMNS ? CLUSTER * WIDTH : WIDTH, ACROSS = SAME_COLUMNS ? COLUMNS : CLUSTER * COLUMNS;
 constexpr int FIRST = SAME_COLUMNS ? WIDTH : (WIDTH / 2 + 7) / 8 * 8;
 constexpr int COMPUTE_REGS = 240, LOAD_REGS = 24;  // a thread's, of the 64 Ki of a multiprocessor
+constexpr int PER_THREAD = WIDTH / 2;
 constexpr u32 W_BYTES = COLUMNS * INNER * 2, X_BYTES = WIDTH * INNER * 2;
 // Where columns of a tile of w lie in shared memory: of each 32 the first 16 in the first half, the others in the second, so that the
 // two products of a warp end with 32 columns side by side.
 constexpr u32 HALF_BYTES = W_BYTES / 2, GROUP_BYTES = 64 * INNER * 2;
 // Rows of out that a warp turns at once, on their way out: 64 bytes of each are its own.
 constexpr int PART = 32, ROW_BYTES = 64;
-static_assert(WIDTH % 8 == 0 && LAST % 8 == 0 && WIDTH >= LAST && LAST >= PART && EARLY >= 1 && EARLY <= INNER / 16, "no such tile");
+static_assert(WIDTH % 8 == 0 && WIDTH >= PART && EARLY >= 1 && EARLY <= INNER / 16, "no such tile");
 
 // Columns [first, last) that lie elsewhere than in out: rows of their own behind one another, from row `*row` of `to` on.
 struct Away {
@@ -70,14 +70,11 @@ __device__ __forceinline__ void arrive_at(u64 *bar, u32 block) {
 #define ROWS_TO ".multicast::cluster"
 #define ROWS_MASK ", %5"
 #endif
-// What createpolicy gives for all that leaves L2 first; the warpgroup that loads has no registers to hold it in. A round reads the rows of
-// its band again, where a column comes again when all of the band is done: columns leave first.
-constexpr u64 LEAVES_FIRST = 0x12f0000000000000;
 // Columns from `column`, in the order that HALF_BYTES tells of, all or one half, which goes to both blocks; those beyond the end are zeros.
 __device__ __forceinline__ void load_columns(void *to, const TensorMap *map, u64 *bar, int inner, int column, int half) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes" COLUMNS_TO
-                 ".L2::cache_hint [%0], [%1, {%2, 0, %3, %4}], [%5]" COLUMNS_MASK ", %7;" ::"r"(shared_address(to)),
-                 "l"(map), "r"(inner), "r"(column / 32), "r"(half), "r"(shared_address(bar)), "h"((u16)3), "l"(LEAVES_FIRST)
+                 " [%0], [%1, {%2, 0, %3, %4}], [%5]" COLUMNS_MASK ";" ::"r"(shared_address(to)),
+                 "l"(map), "r"(inner), "r"(column / 32), "r"(half), "r"(shared_address(bar)), "h"((u16)3)
                  : "memory");
 }
 // Rows from `row`, all of a tile or the part that goes to both blocks; those beyond the end are zeros.
@@ -114,15 +111,11 @@ __device__ __forceinline__ void store_if(bool wanted, void *to, uint4 x) {
 struct Tiles {
     int along, across;  // clusters' tiles of rows and of columns
     int rank;           // the block in its cluster
-    // Whether it holds the last rows.
-    __device__ __forceinline__ bool place(int tile, int &row, int &column) const {
+    __device__ __forceinline__ void place(int tile, int &row, int &column) const {
         int band = tile / (BAND * across), rest = tile - band * BAND * across;
         int wide = min(BAND, along - band * BAND);
-        int down = band * BAND + rest % wide;
-        bool last = down + 1 == along;
-        row = down * ROWS + (SAME_COLUMNS ? rank * (last ? LAST : WIDTH) : 0);
+        row = (band * BAND + rest % wide) * ROWS + (SAME_COLUMNS ? rank * WIDTH : 0);
         column = rest / wide * ACROSS + (SAME_COLUMNS ? 0 : rank * COLUMNS);
-        return last;
     }
 };
 
@@ -138,63 +131,6 @@ __device__ __forceinline__ void turn(const float *d, u32 at, const float *bias) 
 #pragma unroll
     for (int i = 0; i < 4; i++) x[i] = pair(d[2 * i] + bias[i % 2], d[2 * i + 1] + bias[i % 2]);
     put(at, x);
-}
-
-// A warp's 32 columns of a tile of WIDE rows, from the steps that come next in the ring; returns which one comes after them. `to` is where
-// this lane's piece of its first row belongs, of so many that are `left`.
-template <int WIDE>
-__device__ __forceinline__ Place multiply(Barriers &bars, Place at, int steps, u64 w, u64 x, u32 turned_at, const float (&by_column)[4],
-                                          unsigned char *to, i64 pitch, int left) {
-    int lane = threadIdx.x % 32;
-    float a[WIDE / 2], b[WIDE / 2];
-    // The first step does not read them. Without this the compiler holds both widths' registers at once.
-#pragma unroll
-    for (int i = 0; i < WIDE / 2; i++) a[i] = b[i] = 0.0f;
-    hold(a);
-    hold(b);
-    for (int j = 0; j < steps; j++) {
-        await(&bars.full[at.stage], at.round);
-        u64 a_at = w + at.stage * (W_BYTES >> 4), b_at = a_at + (HALF_BYTES >> 4), x_at = x + at.stage * (X_BYTES >> 4);
-        products_begin();
-#pragma unroll
-        for (int i = 0; i < INNER / 16; i++) {
-            product_step(a, a_at + 2 * i, x_at + 2 * i, j + i > 0);
-            product_step(b, b_at + 2 * i, x_at + 2 * i, j + i > 0);
-            if (i + 1 != EARLY) continue;
-            // All of the last step is done: its tiles are given back while this step's are multiplied.
-            products_end();
-            products_wait<1>();
-            if (j > 0 && lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
-        }
-        products_end();
-        at = at.next();
-    }
-    products_wait<0>();
-    hold(a);
-    hold(b);
-    if (lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
-
-#pragma unroll
-    for (int p = 0; p < (WIDE + PART - 1) / PART; p++) {
-        // The last part ends with the tile; what it shares with the one before is stored twice.
-        const int start = p * PART < WIDE - PART ? p * PART : WIDE - PART;
-#pragma unroll
-        for (int i = 0; i < PART; i += 16) {
-            int into = i + lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
-            turn(a + (start + i) / 2, turned_at + piece(into, half), by_column);
-            turn(b + (start + i) / 2, turned_at + piece(into, 2 + half), by_column + 2);
-        }
-        __syncwarp();
-        uint4 pieces[PART / 8];
-#pragma unroll
-        for (int i = 0; i < PART / 8; i++) pieces[i] = get(turned_at + piece(8 * i + lane / 4, lane % 4));
-#pragma unroll
-        for (int i = 0; i < PART / 8; i++) {
-            store_if(start + 8 * i < left, to + (start + 8 * i) * pitch, pieces[i]);
-        }
-        __syncwarp();
-    }
-    return at;
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
@@ -248,7 +184,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         Place at = {0, 0};
         for (int tile = first; tile < tiles; tile += stride) {
             int row, column;
-            bool last = of.place(tile, row, column);
+            of.place(tile, row, column);
             column += warp * 32;
             bool here = column < columns;
             // This lane's piece of a row, and how many rows are left from there.
@@ -264,8 +200,51 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             for (int i = 0; i < 4; i++) {
                 if (bias && here) by_column[i] = up(bias[column + lane / 4 + 8 * i]);
             }
-            if (last && LAST < WIDTH) at = multiply<LAST>(bars, at, steps, w, x, turned_at, by_column, to, pitch, left);
-            else at = multiply<WIDTH>(bars, at, steps, w, x, turned_at, by_column, to, pitch, left);
+            float a[PER_THREAD], b[PER_THREAD];
+            hold(a);
+            hold(b);
+            for (int j = 0; j < steps; j++) {
+                await(&bars.full[at.stage], at.round);
+                u64 a_at = w + at.stage * (W_BYTES >> 4), b_at = a_at + (HALF_BYTES >> 4), x_at = x + at.stage * (X_BYTES >> 4);
+                products_begin();
+#pragma unroll
+                for (int i = 0; i < INNER / 16; i++) {
+                    product_step(a, a_at + 2 * i, x_at + 2 * i, j + i > 0);
+                    product_step(b, b_at + 2 * i, x_at + 2 * i, j + i > 0);
+                    if (i + 1 != EARLY) continue;
+                    // All of the last step is done: its tiles are given back while this step's are multiplied.
+                    products_end();
+                    products_wait<1>();
+                    if (j > 0 && lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
+                }
+                products_end();
+                at = at.next();
+            }
+            products_wait<0>();
+            hold(a);
+            hold(b);
+            if (lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
+
+#pragma unroll
+            for (int p = 0; p < (WIDTH + PART - 1) / PART; p++) {
+                // The last part ends with the tile; what it shares with the one before is stored twice.
+                const int start = p * PART < WIDTH - PART ? p * PART : WIDTH - PART;
+#pragma unroll
+                for (int i = 0; i < PART; i += 16) {
+                    int to = i + lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
+                    turn(a + (start + i) / 2, turned_at + piece(to, half), by_column);
+                    turn(b + (start + i) / 2, turned_at + piece(to, 2 + half), by_column + 2);
+                }
+                __syncwarp();
+                uint4 pieces[PART / 8];
+#pragma unroll
+                for (int i = 0; i < PART / 8; i++) pieces[i] = get(turned_at + piece(8 * i + lane / 4, lane % 4));
+#pragma unroll
+                for (int i = 0; i < PART / 8; i++) {
+                    store_if(start + 8 * i < left, to + (start + 8 * i) * pitch, pieces[i]);
+                }
+                __syncwarp();
+            }
         }
     }
     // No block ends before the other has told it all it has to tell.
