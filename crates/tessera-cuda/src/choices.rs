@@ -95,7 +95,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use crate::products::SQUARE;
-    use crate::warpgroups::Cut;
+    use crate::warpgroups::{Cut, Ending};
 
     #[test]
     fn choices_are_read_as_they_were_written() {
@@ -114,7 +114,7 @@ mod tests {
     fn a_choice_is_kept_for_one_device_shape_and_list() {
         let choices = |here: &str| Choices { kept: None, here: here.into() };
         let algo = |n: u64| cublasLtMatmulAlgo_t { data: [n; 8] };
-        let cut = |width| Cut { width, same_columns: true };
+        let cut = |width| Cut { width, same_columns: true, ending: Ending::Plain };
         let rival = |width, spared_bytes| Rival { cut: cut(width), spared_bytes };
         let fewer = Shape { rows: 2340, ..SQUARE };
         let keys = [

@@ -119,6 +119,9 @@ const TRANSPOSED: i32 = 1;
 /// Algorithms that the library is asked for.
 const LISTED: usize = 16;
 
+/// Weights of a product with GELU from which the kernel of this crate makes it.
+const WIDE: u64 = 1 << 22;
+
 /// What NVIDIA advises for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
@@ -161,7 +164,8 @@ impl Products {
         let less = [shape, Shape { gelu: false, ..shape }, Shape { gelu: false, bias: false, ..shape }];
         let mut why = None;
         for candidate in less {
-            let own = self.own.as_mut().filter(|_| tuning::is_large(&candidate));
+            let worthwhile = if candidate.gelu { is_wide(&candidate) } else { tuning::is_large(&candidate) };
+            let own = self.own.as_mut().filter(|_| worthwhile);
             // The library's will do where the kernel does not compile.
             let cut = own.and_then(|o| o.cut(&candidate).filter(|c| o.prepare(compiler, *c).is_ok()));
             let rival = cut.map(|cut| Rival { cut, spared_bytes: 2 * candidate.rows * columns });
@@ -340,7 +344,10 @@ impl Products {
         }
         let mut plan = Plan { desc, x, w, out, by: By::Library(found[0].algo), timed: false };
         let listed: Vec<cublasLtMatmulAlgo_t> = found[..count as usize].iter().map(|f| f.algo).collect();
-        plan.timed = tuning::tune(self, s, &mut plan, &listed, rival)?;
+        match rival {
+            Some(rival) if s.gelu => plan.by = By::Own(rival.cut),
+            _ => plan.timed = tuning::tune(self, s, &mut plan, &listed, rival)?,
+        }
         Ok(plan)
     }
 }
@@ -355,6 +362,12 @@ impl Drop for Products {
         }
         (self.lt.destroy)(self.handle.cast());
     }
+}
+
+/// Whether the kernel of this crate makes a product with GELU, whose last bits are not the library's. It must not depend on rows: one of
+/// few, on a rank of many, has the bits of one of many.
+fn is_wide(s: &Shape) -> bool {
+    s.columns * s.inner >= WIDE
 }
 
 const EMPTY: cublasLtMatmulHeuristicResult_t = cublasLtMatmulHeuristicResult_t {

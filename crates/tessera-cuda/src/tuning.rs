@@ -275,7 +275,7 @@ mod tests {
     use crate::libraries::Libraries;
     use crate::products::{Away, SQUARE};
     use crate::tables::{CublasLt, Nvrtc};
-    use crate::warpgroups::{Warpgroups, cuts};
+    use crate::warpgroups::{ENDINGS, Ending, Warpgroups, cuts};
 
     /// Products on a GPU, and what compiles for it.
     struct Here {
@@ -446,19 +446,36 @@ mod tests {
             for (rows, columns, inner) in
                 [(37, 544, 200), (184, 512, 64), (300, 1056, 5120), (2160, 5120, 5120), (4680, 5120, 13824)]
             {
-                for bias in [false, true] {
-                    let s = Shape { rows, columns, inner, bias, ..SQUARE };
+                for (bias, ending) in [false, true].into_iter().flat_map(|b| ENDINGS.map(|e| (b, e))) {
+                    let (gelu, residual) = (ending == Ending::Gelu, ending == Ending::Residual);
+                    let s = Shape { rows, columns, inner, bias, gelu, residual, ..SQUARE };
                     let trial = Trial::new(s).unwrap();
                     let plan = products.plan(s, None).unwrap();
                     products.launch(s, &plan, trial.at, &trial.stream).unwrap();
-                    for cut in cuts().filter(|c| [96, 104, 168, 184, 200].contains(&c.width)) {
+                    for cut in cuts(ending).filter(|c| [96, 104, 168, 184, 200].contains(&c.width)) {
                         own.prepare(&mut compiler, cut).unwrap();
                         let at = At { out: trial.results[1], ..trial.at };
                         fill(at.out, trial.result_bytes, |_| u64::MAX, &trial.stream).unwrap();
-                        own.run(cut, s, at, &trial.stream).unwrap();
+                        // What is added may be where the result will lie.
+                        let inside = residual && cut.same_columns;
+                        if inside {
+                            trial.stream.copy(at.out, at.residual, trial.result_bytes as usize).unwrap();
+                        }
+                        let residual = if inside { at.out } else { at.residual };
+                        own.run(cut, s, At { residual, ..at }, &trial.stream).unwrap();
                         trial.wait_for(&Event::new().unwrap()).unwrap();
-                        if read(trial.at.out, s) != read(at.out, s) {
-                            bad.push((cut, s));
+                        let (want, here) = (read(trial.at.out, s), read(at.out, s));
+                        // Zeros of both signs are one number.
+                        let number =
+                            |b: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+                        let others = want
+                            .chunks(2)
+                            .zip(here.chunks(2))
+                            .filter(|(a, b)| number(a) != number(b))
+                            .count();
+                        // In which order the library takes GELU is not known: beside it a few values are rounded the other way.
+                        if others as u64 > if gelu { rows * columns / 1000 } else { 0 } {
+                            bad.push((cut, s, others));
                         }
                     }
                 }
@@ -480,7 +497,7 @@ mod tests {
             upload(elsewhere.at(), &[row]).unwrap();
             let columns = (first, last);
             let away = Some(Away { columns, to: elsewhere.at() + 256, row: elsewhere.at() });
-            for cut in cuts().filter(|c| [96, 184, 200].contains(&c.width)) {
+            for cut in cuts(Ending::Plain).filter(|c| [96, 184, 200].contains(&c.width)) {
                 own.prepare(&mut compiler, cut).unwrap();
                 own.run(cut, s, At { out: trial.results[1], away, ..trial.at }, &trial.stream).unwrap();
                 trial.wait_for(&Event::new().unwrap()).unwrap();

@@ -1,5 +1,6 @@
-//! Products by a kernel of this crate, in bf16 on Hopper: out = x · wᵀ + bias, in tiles that are chosen for the shape. Measured
-//! against cuBLASLt in docs/design/0014. Which of the two makes a shape, [`tuning`](crate::tuning) says.
+//! Products by a kernel of this crate, in bf16 on Hopper: out = act(x · wᵀ + bias) + residual, in tiles that are chosen for the shape.
+//! Measured against cuBLASLt in docs/design/0014. Which of the two makes a shape, [`tuning`](crate::tuning) says; one that ends in GELU
+//! is always made here, since its last bits are not the library's.
 
 use std::collections::BTreeMap;
 
@@ -42,6 +43,15 @@ pub(crate) struct Cut {
     pub(crate) width: u64,
     /// Whether the blocks of a cluster take the same columns and neighbouring rows; else the other way around.
     pub(crate) same_columns: bool,
+    pub(crate) ending: Ending,
+}
+
+/// What happens to sums on their way out, after a bias.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Ending {
+    Plain,
+    Gelu,
+    Residual,
 }
 
 /// The kernels of one device.
@@ -67,19 +77,21 @@ impl Warpgroups {
 
     /// The tiles of a shape; none for what the kernel does not do.
     pub(crate) fn cut(&self, s: &Shape) -> Option<Cut> {
-        // What ends in GELU stays with the library, whose own has other bits in one value of 100,000.
-        let fits = s.dtype == DType::Bf16
-            && !s.gelu
-            && !s.residual
-            && s.columns.is_multiple_of(COLUMN_STEP)
-            && s.inner.is_multiple_of(8);
+        let ending = match (s.gelu, s.residual) {
+            (false, false) => Ending::Plain,
+            (true, false) => Ending::Gelu,
+            (false, true) => Ending::Residual,
+            (true, true) => return None,
+        };
+        let fits =
+            s.dtype == DType::Bf16 && s.columns.is_multiple_of(COLUMN_STEP) && s.inner.is_multiple_of(8);
         let cost = |cut: &Cut| {
             let tile = COLUMNS * cut.width * s.inner / PRODUCTS_A_CYCLE + TILE_CYCLES;
             let per_mille = 1000 + LOADED_PER_MILLE * cut.loaded() / cut.width;
             cut.tiles(s).div_ceil(self.clusters) * tile * per_mille
         };
         // Of two alike the wider: a byte that is loaded is multiplied more often.
-        fits.then(|| cuts().min_by_key(cost)).flatten()
+        fits.then(|| cuts(ending).min_by_key(cost)).flatten()
     }
 
     /// Compiles the kernel of a cut.
@@ -117,7 +129,7 @@ impl Warpgroups {
             [box_columns, half as u32, (COLUMNS / COLUMN_STEP) as u32, halves],
         )?;
         let args = Args::new().map(columns).map(rows(first)?).map(rows(rest)?);
-        let args = args.at(if s.bias { at.bias } else { 0 }).at(at.out);
+        let args = args.at(if s.bias { at.bias } else { 0 }).at(at.residual).at(at.out);
         let args = args.int(s.rows as i64).int(s.columns as i64).int(s.inner as i64);
         let away = at.away.map_or([0; 4], |a| [a.to, a.row, a.columns.0, a.columns.1]);
         let args = args.words(away.to_vec());
@@ -145,15 +157,18 @@ impl Cut {
     }
 
     /// What its kernel is compiled with, and its shared memory.
-    pub(crate) fn defines(self) -> ([(&'static str, String); 5], u32) {
-        let bytes = |stages: u64| stages * ((COLUMNS + self.width) * 2 * BOX_COLUMNS + 16) + TURNED_BYTES;
+    pub(crate) fn defines(self) -> ([(&'static str, String); 7], u32) {
+        // What is added is brought one part ahead.
+        let turned_bytes = TURNED_BYTES * if self.ending == Ending::Residual { 2 } else { 1 };
+        let bytes = |stages: u64| stages * ((COLUMNS + self.width) * 2 * BOX_COLUMNS + 16) + turned_bytes;
         let stages = (2..=MOST_STAGES).rev().find(|s| bytes(*s) <= SHARED_BYTES).unwrap_or(2);
         // Clusters' tiles of rows in a band: with these the tiles of one round read as little as they can.
         let band = if self.same_columns { 7 } else { 13 };
-        let same_columns = u64::from(self.same_columns);
         let defines = [
             ("WIDTH", self.width),
-            ("SAME_COLUMNS", same_columns),
+            ("SAME_COLUMNS", self.same_columns.into()),
+            ("GELU", (self.ending == Ending::Gelu).into()),
+            ("RESIDUAL", (self.ending == Ending::Residual).into()),
             ("STAGES", stages),
             ("BAND", band),
             ("EARLY", EARLY),
@@ -178,10 +193,13 @@ impl Cut {
     }
 }
 
+#[cfg(test)]
+pub(crate) const ENDINGS: [Ending; 3] = [Ending::Plain, Ending::Gelu, Ending::Residual];
+
 /// All cuts there are, the widest first.
-pub(crate) fn cuts() -> impl Iterator<Item = Cut> {
+pub(crate) fn cuts(ending: Ending) -> impl Iterator<Item = Cut> {
     let widths = (96..=WIDEST).rev().step_by(8);
-    widths.flat_map(|width| [true, false].map(|same_columns| Cut { width, same_columns }))
+    widths.flat_map(move |width| [true, false].map(|same_columns| Cut { width, same_columns, ending }))
 }
 
 #[cfg(test)]
@@ -206,15 +224,15 @@ mod tests {
         assert_eq!(cut(1170, 15360), Some((200, true)));
         // Five rounds of narrower tiles would take as long, and more from L2.
         let long = Shape { inner: 13824, ..SQUARE };
-        assert_eq!(own.cut(&long), Some(Cut { width: 184, same_columns: true }));
+        assert_eq!(own.cut(&long).map(|c| (c.width, c.same_columns)), Some((184, true)));
         assert_eq!(cut(4680, 5136), None);
-        assert_eq!(own.cut(&Shape { gelu: true, ..SQUARE }), None);
+        assert_eq!(own.cut(&Shape { gelu: true, residual: true, ..SQUARE }), None);
         assert!(Warpgroups::new((10, 0), 148).is_none());
     }
 
     #[test]
     fn every_cut_fits_a_block() {
-        for cut in cuts() {
+        for cut in ENDINGS.into_iter().flat_map(cuts) {
             let (_, bytes) = cut.defines();
             assert!(u64::from(bytes) <= SHARED_BYTES, "{cut:?}: {bytes} bytes");
             assert!(cut.first_rows() < cut.width);

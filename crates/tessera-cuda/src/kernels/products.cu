@@ -1,9 +1,10 @@
-// out = x wᵀ + bias for Hopper: tiles arrive by the copy engine, products by warpgroup instructions.
+// out = act(x wᵀ + bias) + residual for Hopper: tiles arrive by the copy engine, products by warpgroup instructions. By GELU act is its
+// tanh form; by RESIDUAL there is something to add, which may be out itself.
 //
-// x is [rows, inner], w [columns, inner], out [rows, columns], bf16; columns a multiple of 32, inner of 8. The product is taken as its
-// transpose: columns of out lie along the tensor cores' rows, 256 a block, and rows of out along their columns, which may be any
-// multiple of eight: WIDTH is chosen for the rows there are, so that the last round of tiles leaves few blocks idle. What belongs to
-// a column, its bias, is then a register of a thread.
+// x is [rows, inner], w [columns, inner], out and residual [rows, columns], bf16; columns a multiple of 32, inner of 8. The product is
+// taken as its transpose: columns of out lie along the tensor cores' rows, 256 a block, and rows of out along their columns, which may be
+// any multiple of eight: WIDTH is chosen for the rows there are, so that the last round of tiles leaves few blocks idle. What belongs
+// to a column, its bias, is then a register of a thread.
 //
 // Two blocks next to each other, a cluster, take the same rows and neighbouring columns, and each loads half of the rows' tile for
 // both; or, by SAME_COLUMNS, the same columns and neighbouring rows, and each loads half of the columns' tile, which is the
@@ -25,7 +26,9 @@ constexpr u32 W_BYTES = COLUMNS * INNER * 2, X_BYTES = WIDTH * INNER * 2;
 // two products of a warp end with 32 columns side by side.
 constexpr u32 HALF_BYTES = W_BYTES / 2, GROUP_BYTES = 64 * INNER * 2;
 // Rows of out that a warp turns at once, on their way out: 64 bytes of each are its own.
-constexpr int PART = 32, ROW_BYTES = 64;
+constexpr int PART = 32, ROW_BYTES = 64, PARTS = (WIDTH + PART - 1) / PART;
+// What is added is brought this many parts ahead, each to where it will be turned.
+constexpr int TURNED = RESIDUAL ? 2 : 1;
 static_assert(WIDTH % 8 == 0 && WIDTH >= PART && EARLY >= 1 && EARLY <= INNER / 16, "no such tile");
 
 // Columns [first, last) that lie elsewhere than in out: rows of their own behind one another, from row `*row` of `to` on.
@@ -96,6 +99,22 @@ __device__ __forceinline__ uint4 get(u32 at) {
     return x;
 }
 
+// And back: what lies there as rows, to the threads that hold its columns.
+__device__ __forceinline__ void take(u32 at, u32 (&x)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at)
+                 : "memory");
+}
+// Brings 16 bytes, or zeros; the wait is for all but the last group.
+__device__ __forceinline__ void bring_if(bool wanted, u32 at, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void brought() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void await_brought() {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
+
 // Without a branch, which would wait for one store after another.
 __device__ __forceinline__ void store_if(bool wanted, void *to, uint4 x) {
     asm volatile("{\n"
@@ -125,21 +144,48 @@ __device__ __forceinline__ u32 piece(int row, int i) {
     return row * ROW_BYTES + (i ^ row / 2 % 4) * 16;
 }
 
-// Sixteen rows of out of sixteen columns, from the accumulators `d`.
+// By the hardware's tanh.
+__device__ __forceinline__ float act(float x) {
+#if GELU
+    float argument = x * fmaf(0.044715f * 0.7978845608028654f * x, x, 0.7978845608028654f), t, half = 0.5f * x;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(argument));
+    return fmaf(half, t, half);
+#else
+    return x;
+#endif
+}
+
+// Sixteen rows of out of sixteen columns, from the accumulators `d`; what is added to them lies where they will.
 __device__ __forceinline__ void turn(const float *d, u32 at, const float *bias) {
     u32 x[4];
+#if RESIDUAL
+    u32 added[4];
+    take(at, added);
+#endif
 #pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = pair(d[2 * i] + bias[i % 2], d[2 * i + 1] + bias[i % 2]);
+    for (int i = 0; i < 4; i++) {
+        float low = act(d[2 * i] + bias[i % 2]), high = act(d[2 * i + 1] + bias[i % 2]);
+#if RESIDUAL
+        low += __uint_as_float(added[i] << 16);
+        high += __uint_as_float(added[i] & 0xffff0000u);
+#endif
+        x[i] = pair(low, high);
+    }
     put(at, x);
+}
+
+// The first row of a part; the last part ends with the tile.
+__device__ __forceinline__ constexpr int start_of(int part) {
+    return part * PART < WIDTH - PART ? part * PART : WIDTH - PART;
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     products(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap x_rest_map,
-             const bf16 *bias, bf16 *out, int rows, int columns, int inner, const __grid_constant__ Away away) {
+             const bf16 *bias, const bf16 *residual, bf16 *out, int rows, int columns, int inner, const __grid_constant__ Away away) {
     // As the swizzle wants it: on 1024 bytes.
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *w_tiles = shared, *x_tiles = w_tiles + STAGES * W_BYTES, *turned = x_tiles + STAGES * X_BYTES;
-    Barriers &bars = *(Barriers *)(turned + GROUPS * 4 * PART * ROW_BYTES);
+    Barriers &bars = *(Barriers *)(turned + TURNED * GROUPS * 4 * PART * ROW_BYTES);
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     int rank = rank_in_cluster();
     Tiles of = {(rows + ROWS - 1) / ROWS, (columns + ACROSS - 1) / ACROSS, rank};
@@ -180,7 +226,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTE_REGS));
         int lane = threadIdx.x % 32, warp = group * 4 + threadIdx.x % 128 / 32;
         u64 w = operand(w_tiles + group * GROUP_BYTES, 16, 1024), x = operand(x_tiles, 16, 1024);
-        u32 turned_at = shared_address(turned) + warp * PART * ROW_BYTES;
+        u32 turned_by_warp = shared_address(turned) + warp * TURNED * PART * ROW_BYTES;
         Place at = {0, 0};
         for (int tile = first; tile < tiles; tile += stride) {
             int row, column;
@@ -194,6 +240,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             unsigned char *to = goes ? (unsigned char *)away.to : (unsigned char *)out;
             to += to_row * pitch + (column - (goes ? (int)away.first : 0) + lane % 4 * 8) * sizeof(bf16);
             int left = here ? rows - row - lane / 4 : 0;
+            // Brings what is added to a part, to where the part is turned.
+            i64 lane_at = (i64)(row + lane / 4) * columns + column + lane % 4 * 8;
+            auto bring = [&](int part) {
+#pragma unroll
+                for (int i = 0; RESIDUAL && part < PARTS && i < PART / 8; i++) {
+                    int further = start_of(part) + 8 * i;
+                    bool wanted = further < left;
+                    const bf16 *from = residual + (wanted ? lane_at + (i64)further * columns : 0);
+                    bring_if(wanted, turned_by_warp + part % TURNED * PART * ROW_BYTES + piece(8 * i + lane / 4, lane % 4), from);
+                }
+                if (RESIDUAL) brought();
+            };
+            bring(0);
+            bring(1);
             // Of columns lane / 4, and of those 8, 16 and 24 further.
             float by_column[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -226,9 +286,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             if (lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
 
 #pragma unroll
-            for (int p = 0; p < (WIDTH + PART - 1) / PART; p++) {
-                // The last part ends with the tile; what it shares with the one before is stored twice.
-                const int start = p * PART < WIDTH - PART ? p * PART : WIDTH - PART;
+            for (int p = 0; p < PARTS; p++) {
+                const int start = start_of(p);
+                u32 turned_at = turned_by_warp + p % TURNED * PART * ROW_BYTES;
+                if (RESIDUAL) {
+                    await_brought();
+                    __syncwarp();
+                }
 #pragma unroll
                 for (int i = 0; i < PART; i += 16) {
                     int to = i + lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
@@ -241,9 +305,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 for (int i = 0; i < PART / 8; i++) pieces[i] = get(turned_at + piece(8 * i + lane / 4, lane % 4));
 #pragma unroll
                 for (int i = 0; i < PART / 8; i++) {
+                    // What the last part shares with the one before has the sum already where that lies in out.
+                    if (RESIDUAL && start + 8 * i < p * PART) continue;
                     store_if(start + 8 * i < left, to + (start + 8 * i) * pitch, pieces[i]);
                 }
                 __syncwarp();
+                bring(p + TURNED);
             }
         }
     }
