@@ -15,13 +15,13 @@ use crate::products::{At, Shape};
 const SOURCE: &str = include_str!("kernels/products.cu");
 
 /// Columns of out that a block makes at once, blocks that share rows or columns, threads of one, and the bytes of rows that its
-/// warps turn at once: as the kernel says.
+/// warpgroups turn: as the kernel says.
 const COLUMNS: u64 = 256;
 const CLUSTER: u64 = 2;
 const THREADS: u32 = 384;
-const TURNED_BYTES: u64 = 8 * 32 * 64;
-/// Columns that a warp makes of a row, of which 16 go one way and 16 another.
-pub(crate) const COLUMN_STEP: u64 = 32;
+const TURNED_BYTES: u64 = 2 * 2 * 32 * 128;
+/// Columns of a row that are stored at once.
+pub(crate) const COLUMN_STEP: u64 = 8;
 /// Rows of a tile at most: with more there are not registers enough for the loop over the inner dim.
 const WIDEST: u64 = 200;
 /// Of a step's four parts, how many are under way when the last step's tiles are given back.
@@ -114,20 +114,13 @@ impl Warpgroups {
         let (row_bytes, box_columns) = (2 * s.inner, BOX_COLUMNS as u32);
         let rows = |box_rows: u64| map(at.x, [s.inner, s.rows], &[row_bytes], [box_columns, box_rows as u32]);
         // What a block loads: of the tile that both use, its part.
-        let (first, rest, halves) = if cut.same_columns {
-            (cut.width, cut.width, 1)
+        let (first, rest, columns) = if cut.same_columns {
+            (cut.width, cut.width, COLUMNS / CLUSTER)
         } else {
             let first = cut.first_rows();
-            (first, cut.width - first, 2)
+            (first, cut.width - first, COLUMNS)
         };
-        // Of every 32 columns first those that go one way, then the others: a warp's two products end side by side.
-        let half = COLUMN_STEP / 2;
-        let columns = map(
-            at.w,
-            [s.inner, half, s.columns / COLUMN_STEP, 2],
-            &[row_bytes, COLUMN_STEP * row_bytes, half * row_bytes],
-            [box_columns, half as u32, (COLUMNS / COLUMN_STEP) as u32, halves],
-        )?;
+        let columns = map(at.w, [s.inner, s.columns], &[row_bytes], [box_columns, columns as u32])?;
         let args = Args::new().map(columns).map(rows(first)?).map(rows(rest)?);
         let args = args.at(if s.bias { at.bias } else { 0 }).at(at.residual).at(at.out);
         let args = args.int(s.rows as i64).int(s.columns as i64).int(s.inner as i64);
@@ -158,9 +151,7 @@ impl Cut {
 
     /// What its kernel is compiled with, and its shared memory.
     pub(crate) fn defines(self) -> ([(&'static str, String); 7], u32) {
-        // What is added is brought one part ahead.
-        let turned_bytes = TURNED_BYTES * if self.ending == Ending::Residual { 2 } else { 1 };
-        let bytes = |stages: u64| stages * ((COLUMNS + self.width) * 2 * BOX_COLUMNS + 16) + turned_bytes;
+        let bytes = |stages: u64| stages * ((COLUMNS + self.width) * 2 * BOX_COLUMNS + 16) + TURNED_BYTES;
         let stages = (2..=MOST_STAGES).rev().find(|s| bytes(*s) <= SHARED_BYTES).unwrap_or(2);
         // Clusters' tiles of rows in a band: with these the tiles of one round read as little as they can.
         let band = if self.same_columns { 7 } else { 13 };
@@ -225,7 +216,7 @@ mod tests {
         // Five rounds of narrower tiles would take as long, and more from L2.
         let long = Shape { inner: 13824, ..SQUARE };
         assert_eq!(own.cut(&long).map(|c| (c.width, c.same_columns)), Some((184, true)));
-        assert_eq!(cut(4680, 5136), None);
+        assert_eq!(cut(4680, 5140), None);
         assert_eq!(own.cut(&Shape { gelu: true, residual: true, ..SQUARE }), None);
         assert!(Warpgroups::new((10, 0), 148).is_none());
     }

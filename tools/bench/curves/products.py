@@ -13,7 +13,7 @@ from attention import check, compiled, device, nvml, source, tensor_map, watchdo
 
 T0 = time.time()
 COLUMNS, CLUSTER, INNER = 256, 2, 64
-BANDS, EARLY, TILE_CYCLES, MOST_STAGES, SHARED, TURNED = (13, 7), 1, 5400, 5, 232448, 8 * 32 * 64
+BANDS, EARLY, TILE_CYCLES, MOST_STAGES, SHARED, TURNED = (13, 7), 1, 5400, 5, 232448, 2 * 2 * 32 * 128
 WIDTHS = range(200, 95, -8)
 ENDINGS = ("plain", "gelu", "residual")
 
@@ -29,8 +29,8 @@ def product_step(width):
             f' : {held} : "l"(w), "l"(x), "r"(more));\n}}\n')
 
 
-def shared_of(width, stages, ending):
-    return stages * ((COLUMNS + width) * 128 + 16) + TURNED * (2 if ending == "residual" else 1)
+def shared_of(width, stages):
+    return stages * ((COLUMNS + width) * 128 + 16) + TURNED
 
 
 def by_library(ending):
@@ -60,12 +60,12 @@ def cuts(rows, columns, inner, n):
 class Kernel:
     def __init__(self, width, same, band=None, stages=None, early=EARLY, hang=False, ending="plain"):
         self.width, self.same = width, same
-        self.stages = stages or max(s for s in range(2, MOST_STAGES + 1) if shared_of(width, s, ending) <= SHARED)
+        self.stages = stages or max(s for s in range(2, MOST_STAGES + 1) if shared_of(width, s) <= SHARED)
         defines = dict(WIDTH=width, SAME_COLUMNS=same, STAGES=self.stages, BAND=band or BANDS[same], EARLY=early, HANG_CHECK=int(hang),
                        GELU=int(ending == "gelu"), RESIDUAL=int(ending == "residual"))
         sources = [source("common.cuh"), source("hopper.cuh"), product_step(width), source("products.cu")]
         image = compiled("products.cu", defines, *sources)
-        self.mod, self.f, self.shared = ctypes.c_void_p(), ctypes.c_void_p(), shared_of(width, self.stages, ending)
+        self.mod, self.f, self.shared = ctypes.c_void_p(), ctypes.c_void_p(), shared_of(width, self.stages)
         check(attention.cu.cuModuleLoadData(ctypes.byref(self.mod), image), "load")
         check(attention.cu.cuModuleGetFunction(ctypes.byref(self.f), self.mod, b"products"), "function")
         check(attention.cu.cuFuncSetAttribute(self.f, 8, self.shared), f"shared {self.shared}")
@@ -73,7 +73,7 @@ class Kernel:
     def prepare(self, x, w, out, bias=None, added=None):
         (rows, inner), columns = x.shape, w.shape[0]
         first = self.width if self.same else (self.width // 2 + 7) // 8 * 8
-        maps = [tensor_map(w, (inner, 16, columns // 32, 2), (2 * inner, 64 * inner, 32 * inner), (INNER, 16, COLUMNS // 32, 1 if self.same else 2))]
+        maps = [tensor_map(w, (inner, columns), (2 * inner,), (INNER, COLUMNS // 2 if self.same else COLUMNS))]
         maps += [tensor_map(x, (inner, rows), (2 * inner,), (INNER, n)) for n in (first, self.width - first or first)]
         grid = CLUSTER * min(tiles_of(rows, columns, self.width, self.same), attention.SMS // CLUSTER)
         numbers = [ctypes.c_void_p(t.data_ptr() if t is not None else 0) for t in (bias, added, out)]
@@ -98,7 +98,7 @@ def correct(width, same_columns, ending):
     torch, bad, worst, same, of = attention.torch, 0, 0.0, 0, 0
     ending = ENDINGS[ending]
     kernel, gelu = Kernel(width, same_columns, hang=True, ending=ending), lambda y: torch.nn.functional.gelu(y, approximate="tanh")
-    for rows, columns, inner in ((64, 512, 64), (37, 128, 128), (width, 256, 640), (300, 544, 200), (1170, 5120, 1024), (4680, 1536, 5120)):
+    for rows, columns, inner in ((64, 512, 64), (37, 136, 128), (width, 256, 640), (300, 544, 200), (1170, 5120, 1024), (4680, 1536, 5120)):
         for with_bias in (False, True):
             x, w, b = operands(rows, columns, inner, rows)
             b = b if with_bias else None

@@ -1,7 +1,7 @@
 // out = act(x wᵀ + bias) + residual for Hopper: tiles arrive by the copy engine, products by warpgroup instructions. By GELU act is its
 // tanh form; by RESIDUAL there is something to add, which may be out itself.
 //
-// x is [rows, inner], w [columns, inner], out and residual [rows, columns], bf16; columns a multiple of 32, inner of 8. The product is
+// x is [rows, inner], w [columns, inner], out and residual [rows, columns], bf16; columns and inner multiples of 8. The product is
 // taken as its transpose: columns of out lie along the tensor cores' rows, 256 a block, and rows of out along their columns, which may be
 // any multiple of eight: WIDTH is chosen for the rows there are, so that the last round of tiles leaves few blocks idle. What belongs
 // to a column, its bias, is then a register of a thread.
@@ -12,7 +12,8 @@
 // block one warpgroup loads and two compute, each 128 columns by two products of 64: with as much of out in registers as there is,
 // a byte from L2 or from shared memory is multiplied more often than in smaller tiles, which is what counts under a power limit.
 // The sum over `inner` is one chain, in order: a row's bits depend on neither the other rows nor the tiles. EARLY times 16 of it
-// are under way when the last step's tiles are given back.
+// are under way when the last step's tiles are given back. In a tile's last step the first product goes ahead of the second, and leaves
+// while that one is still multiplied.
 constexpr int COLUMNS = 256, INNER = 64;  // of a block's tile; elements of 128 bytes
 constexpr int GROUPS = 2, CLUSTER = 2;
 constexpr int THREADS = 128 * (GROUPS + 1);
@@ -22,14 +23,14 @@ constexpr int FIRST = SAME_COLUMNS ? WIDTH : (WIDTH / 2 + 7) / 8 * 8;
 constexpr int COMPUTE_REGS = 240, LOAD_REGS = 24;  // a thread's, of the 64 Ki of a multiprocessor
 constexpr int PER_THREAD = WIDTH / 2;
 constexpr u32 W_BYTES = COLUMNS * INNER * 2, X_BYTES = WIDTH * INNER * 2;
-// Where columns of a tile of w lie in shared memory: of each 32 the first 16 in the first half, the others in the second, so that the
-// two products of a warp end with 32 columns side by side.
-constexpr u32 HALF_BYTES = W_BYTES / 2, GROUP_BYTES = 64 * INNER * 2;
-// Rows of out that a warp turns at once, on their way out: 64 bytes of each are its own.
-constexpr int PART = 32, ROW_BYTES = 64, PARTS = (WIDTH + PART - 1) / PART;
-// What is added is brought this many parts ahead, each to where it will be turned.
-constexpr int TURNED = RESIDUAL ? 2 : 1;
-static_assert(WIDTH % 8 == 0 && WIDTH >= PART && EARLY >= 1 && EARLY <= INNER / 16, "no such tile");
+// The columns of one product.
+constexpr int MADE = 64;
+constexpr u32 MADE_BYTES = MADE * INNER * 2;
+// Rows of out that a warpgroup turns at once, on their way out, in one of two places: of each the columns of a product, in pieces of 16
+// bytes. What is added to them is brought two parts ahead.
+constexpr int PART = 32, PARTS = (WIDTH + PART - 1) / PART, PLACES = 2;
+constexpr u32 ROW_BYTES = MADE * 2, PART_BYTES = PART * ROW_BYTES;
+static_assert(WIDTH % 8 == 0 && WIDTH >= PART && EARLY >= 1 && EARLY <= INNER / 32, "no such tile");
 
 // Columns [first, last) that lie elsewhere than in out: rows of their own behind one another, from row `*row` of `to` on.
 struct Away {
@@ -62,30 +63,19 @@ __device__ __forceinline__ void arrive_at(u64 *bar, u32 block) {
                  : "memory");
 }
 
-#if SAME_COLUMNS
-#define COLUMNS_TO ".multicast::cluster"
-#define COLUMNS_MASK ", %6"
-#define ROWS_TO ""
-#define ROWS_MASK ""
-#else
-#define COLUMNS_TO ""
-#define COLUMNS_MASK ""
-#define ROWS_TO ".multicast::cluster"
-#define ROWS_MASK ", %5"
-#endif
-// Columns from `column`, in the order that HALF_BYTES tells of, all or one half, which goes to both blocks; those beyond the end are zeros.
-__device__ __forceinline__ void load_columns(void *to, const TensorMap *map, u64 *bar, int inner, int column, int half) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes" COLUMNS_TO
-                 " [%0], [%1, {%2, 0, %3, %4}], [%5]" COLUMNS_MASK ";" ::"r"(shared_address(to)),
-                 "l"(map), "r"(inner), "r"(column / 32), "r"(half), "r"(shared_address(bar)), "h"((u16)3)
-                 : "memory");
-}
-// Rows from `row`, all of a tile or the part that goes to both blocks; those beyond the end are zeros.
-__device__ __forceinline__ void load_rows(void *to, const TensorMap *map, u64 *bar, int inner, int row) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes" ROWS_TO
-                 " [%0], [%1, {%2, %3}], [%4]" ROWS_MASK ";" ::"r"(shared_address(to)),
-                 "l"(map), "r"(inner), "r"(row), "r"(shared_address(bar)), "h"((u16)3)
-                 : "memory");
+// Rows of x or of w from `row`, to this block or to both; those beyond the end are zeros.
+template <bool BOTH> __device__ __forceinline__ void load(void *to, const TensorMap *map, u64 *bar, int inner, int row) {
+    if (BOTH) {
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+                     " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+                     "l"(map), "r"(inner), "r"(row), "r"(shared_address(bar)), "h"((u16)3)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                         shared_address(to)),
+                     "l"(map), "r"(inner), "r"(row), "r"(shared_address(bar))
+                     : "memory");
+    }
 }
 
 // Four matrices of eight by eight from a thread's pairs to shared memory, where they lie as their transposes.
@@ -138,10 +128,9 @@ struct Tiles {
     }
 };
 
-// Where a piece of 16 bytes of a row lies among those that a warp turns; moved so that neither eight rows nor a row's four pieces meet
-// in a bank.
+// Where a piece of 16 bytes of a row lies in a part; moved so that pieces of eight rows do not meet in a bank.
 __device__ __forceinline__ u32 piece(int row, int i) {
-    return row * ROW_BYTES + (i ^ row / 2 % 4) * 16;
+    return row * ROW_BYTES + (i ^ row % 8) * 16;
 }
 
 // By the hardware's tanh.
@@ -179,13 +168,80 @@ __device__ __forceinline__ constexpr int start_of(int part) {
     return part * PART < WIDTH - PART ? part * PART : WIDTH - PART;
 }
 
+// How a warpgroup's sums leave: the first product's rows by parts, then the second's. A warp turns its 16 columns of a part, then stores
+// eight of its rows.
+struct Leaving {
+    const bf16 *residual;
+    bf16 *out;
+    const Away &away;
+    int rows, columns;
+    u32 at;  // the warpgroup's places in shared memory
+    int group, warp, lane;
+    int away_row;
+    int row, column;  // where its part of a tile begins
+
+    __device__ __forceinline__ u32 place(int part) const { return at + part % PLACES * PART_BYTES; }
+    // This lane's row of four that a warp stores at once, and the column of its piece.
+    __device__ __forceinline__ int row_of(int i) const { return 8 * warp + 4 * i + lane / 8; }
+    __device__ __forceinline__ int column_of(int product) const { return column + product * MADE + lane % 8 * 8; }
+    __device__ __forceinline__ void together() const { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+
+    // Brings what is added to a part, counted over both products: each lane what it will store.
+    __device__ __forceinline__ void bring(int part) const {
+        if (!RESIDUAL) return;
+        if (part < 2 * PARTS) {
+            int c = column_of(part / PARTS), first = row + start_of(part % PARTS);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int r = row_of(i);
+                bool wanted = c < columns && first + r < rows;
+                bring_if(wanted, place(part) + piece(r, lane % 8), residual + (wanted ? (i64)(first + r) * columns + c : 0));
+            }
+        }
+        brought();
+    }
+
+    __device__ __forceinline__ void leave(const float (&d)[PER_THREAD], const float *bias, int product) const {
+        int c = column_of(product);
+        bool goes = c >= away.first && c < away.last;
+        i64 pitch = (goes ? (i64)(away.last - away.first) : (i64)columns) * sizeof(bf16);
+        i64 to_row = row + row_of(0) + (goes ? away_row : 0);
+        unsigned char *to = goes ? (unsigned char *)away.to : (unsigned char *)out;
+        to += to_row * pitch + (c - (goes ? (int)away.first : 0)) * sizeof(bf16);
+        int left = c < columns ? rows - row - row_of(0) : 0;
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) {
+            const int start = start_of(p), part = product * PARTS + p;
+            u32 turned = place(part);
+            if (RESIDUAL) {
+                await_brought();
+                together();
+            }
+#pragma unroll
+            for (int i = 0; i < PART; i += 16) {
+                turn(d + (start + i) / 2, turned + piece(i + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2), bias);
+            }
+            // Once for a part: by the time its place is turned in again, all have been together at the other.
+            together();
+            uint4 pieces[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) pieces[i] = get(turned + piece(row_of(i), lane % 8));
+            // What the last part shares with the one before is stored already, and what was added may have been there.
+            bool other = start + 8 * warp >= p * PART;
+#pragma unroll
+            for (int i = 0; i < 2; i++) store_if(other && start + 4 * i < left, to + (start + 4 * i) * pitch, pieces[i]);
+            bring(part + PLACES);
+        }
+    }
+};
+
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     products(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap x_rest_map,
              const bf16 *bias, const bf16 *residual, bf16 *out, int rows, int columns, int inner, const __grid_constant__ Away away) {
     // As the swizzle wants it: on 1024 bytes.
     extern __shared__ __align__(1024) unsigned char shared[];
     unsigned char *w_tiles = shared, *x_tiles = w_tiles + STAGES * W_BYTES, *turned = x_tiles + STAGES * X_BYTES;
-    Barriers &bars = *(Barriers *)(turned + TURNED * GROUPS * 4 * PART * ROW_BYTES);
+    Barriers &bars = *(Barriers *)(turned + GROUPS * PLACES * PART_BYTES);
     int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     int rank = rank_in_cluster();
     Tiles of = {(rows + ROWS - 1) / ROWS, (columns + ACROSS - 1) / ACROSS, rank};
@@ -208,7 +264,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (threadIdx.x == GROUPS * 128) {
             Place at = {0, 0};
             // Of the tile that both use, what this block loads begins here.
-            int half = SAME_COLUMNS ? rank : 0, skip = SAME_COLUMNS ? 0 : rank * FIRST;
+            int beyond = SAME_COLUMNS ? rank * COLUMNS / 2 : 0, skip = SAME_COLUMNS ? 0 : rank * FIRST;
             const TensorMap *own = skip ? &x_rest_map : &x_map;
             for (int tile = first; tile < tiles; tile += stride) {
                 int row, column;
@@ -217,101 +273,77 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     u64 *full = &bars.full[at.stage];
                     await(&bars.empty[at.stage], at.round ^ 1);
                     expect(full, W_BYTES + X_BYTES);
-                    load_columns(w_tiles + at.stage * W_BYTES + half * HALF_BYTES, &w_map, full, j * INNER, column, half);
-                    load_rows(x_tiles + at.stage * X_BYTES + skip * INNER * 2, own, full, j * INNER, row + skip);
+                    load<SAME_COLUMNS>(w_tiles + at.stage * W_BYTES + beyond * INNER * 2, &w_map, full, j * INNER, column + beyond);
+                    load<!SAME_COLUMNS>(x_tiles + at.stage * X_BYTES + skip * INNER * 2, own, full, j * INNER, row + skip);
                 }
             }
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTE_REGS));
-        int lane = threadIdx.x % 32, warp = group * 4 + threadIdx.x % 128 / 32;
-        u64 w = operand(w_tiles + group * GROUP_BYTES, 16, 1024), x = operand(x_tiles, 16, 1024);
-        u32 turned_by_warp = shared_address(turned) + warp * TURNED * PART * ROW_BYTES;
+        int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+        u64 w = operand(w_tiles + group * 2 * MADE_BYTES, 16, 1024), x = operand(x_tiles, 16, 1024);
+        u32 turned_at = shared_address(turned) + group * PLACES * PART_BYTES;
+        int away_row = away.row ? (int)*away.row : 0;
+        Leaving of_group = {residual, out, away, rows, columns, turned_at, group, warp, lane, away_row, 0, 0};
         Place at = {0, 0};
         for (int tile = first; tile < tiles; tile += stride) {
-            int row, column;
-            of.place(tile, row, column);
-            column += warp * 32;
-            bool here = column < columns;
-            // This lane's piece of a row, and how many rows are left from there.
-            bool goes = column >= away.first && column < away.last;
-            i64 pitch = (goes ? (i64)(away.last - away.first) : (i64)columns) * sizeof(bf16);
-            i64 to_row = row + lane / 4 + (goes && away.row ? *away.row : 0);
-            unsigned char *to = goes ? (unsigned char *)away.to : (unsigned char *)out;
-            to += to_row * pitch + (column - (goes ? (int)away.first : 0) + lane % 4 * 8) * sizeof(bf16);
-            int left = here ? rows - row - lane / 4 : 0;
-            // Brings what is added to a part, to where the part is turned.
-            i64 lane_at = (i64)(row + lane / 4) * columns + column + lane % 4 * 8;
-            auto bring = [&](int part) {
-#pragma unroll
-                for (int i = 0; RESIDUAL && part < PARTS && i < PART / 8; i++) {
-                    int further = start_of(part) + 8 * i;
-                    bool wanted = further < left;
-                    const bf16 *from = residual + (wanted ? lane_at + (i64)further * columns : 0);
-                    bring_if(wanted, turned_by_warp + part % TURNED * PART * ROW_BYTES + piece(8 * i + lane / 4, lane % 4), from);
-                }
-                if (RESIDUAL) brought();
-            };
-            bring(0);
-            bring(1);
-            // Of columns lane / 4, and of those 8, 16 and 24 further.
+            of.place(tile, of_group.row, of_group.column);
+            of_group.column += group * 2 * MADE;
+            of_group.bring(0);
+            of_group.bring(1);
+            // Of two columns of each product.
             float by_column[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                if (bias && here) by_column[i] = up(bias[column + lane / 4 + 8 * i]);
+                int c = of_group.column + i / 2 * MADE + 16 * warp + i % 2 * 8 + lane / 4;
+                if (bias && c < columns) by_column[i] = up(bias[c]);
             }
             float a[PER_THREAD], b[PER_THREAD];
             hold(a);
             hold(b);
-            for (int j = 0; j < steps; j++) {
+            // All of the step before is done: its tiles are given back while this step's are multiplied.
+            auto give_back = [&](int j) {
+                products_end();
+                products_wait<1>();
+                if (j > 0 && lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
+            };
+            u64 a_at, b_at, x_at;
+            auto begin = [&] {
                 await(&bars.full[at.stage], at.round);
-                u64 a_at = w + at.stage * (W_BYTES >> 4), b_at = a_at + (HALF_BYTES >> 4), x_at = x + at.stage * (X_BYTES >> 4);
+                a_at = w + at.stage * (W_BYTES >> 4), b_at = a_at + (MADE_BYTES >> 4), x_at = x + at.stage * (X_BYTES >> 4);
                 products_begin();
+            };
+            for (int j = 0; j + 1 < steps; j++, at = at.next()) {
+                begin();
 #pragma unroll
                 for (int i = 0; i < INNER / 16; i++) {
                     product_step(a, a_at + 2 * i, x_at + 2 * i, j + i > 0);
                     product_step(b, b_at + 2 * i, x_at + 2 * i, j + i > 0);
-                    if (i + 1 != EARLY) continue;
-                    // All of the last step is done: its tiles are given back while this step's are multiplied.
-                    products_end();
-                    products_wait<1>();
-                    if (j > 0 && lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
+                    if (i + 1 == EARLY) give_back(j);
                 }
                 products_end();
-                at = at.next();
             }
-            products_wait<0>();
+            begin();
+#pragma unroll
+            for (int i = 0; i < INNER / 16; i++) {
+                product_step(a, a_at + 2 * i, x_at + 2 * i, steps + i > 1);
+                if (i + 1 != 2 * EARLY) continue;
+                give_back(steps - 1);
+                products_begin();
+            }
+            products_end();
+            products_begin();
+#pragma unroll
+            for (int i = 0; i < INNER / 16; i++) product_step(b, b_at + 2 * i, x_at + 2 * i, steps + i > 1);
+            products_end();
+            products_wait<1>();
             hold(a);
+            of_group.leave(a, by_column, 0);
+            products_wait<0>();
             hold(b);
-            if (lane < CLUSTER) arrive_at(&bars.empty[at.last().stage], lane);
-
-#pragma unroll
-            for (int p = 0; p < PARTS; p++) {
-                const int start = start_of(p);
-                u32 turned_at = turned_by_warp + p % TURNED * PART * ROW_BYTES;
-                if (RESIDUAL) {
-                    await_brought();
-                    __syncwarp();
-                }
-#pragma unroll
-                for (int i = 0; i < PART; i += 16) {
-                    int to = i + lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
-                    turn(a + (start + i) / 2, turned_at + piece(to, half), by_column);
-                    turn(b + (start + i) / 2, turned_at + piece(to, 2 + half), by_column + 2);
-                }
-                __syncwarp();
-                uint4 pieces[PART / 8];
-#pragma unroll
-                for (int i = 0; i < PART / 8; i++) pieces[i] = get(turned_at + piece(8 * i + lane / 4, lane % 4));
-#pragma unroll
-                for (int i = 0; i < PART / 8; i++) {
-                    // What the last part shares with the one before has the sum already where that lies in out.
-                    if (RESIDUAL && start + 8 * i < p * PART) continue;
-                    store_if(start + 8 * i < left, to + (start + 8 * i) * pitch, pieces[i]);
-                }
-                __syncwarp();
-                bring(p + TURNED);
-            }
+            if (lane < CLUSTER) arrive_at(&bars.empty[at.stage], lane);
+            at = at.next();
+            of_group.leave(b, by_column + 2, 1);
         }
     }
     // No block ends before the other has told it all it has to tell.
