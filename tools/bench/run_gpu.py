@@ -306,6 +306,12 @@ def main():
     args = p.parse_args()
     if not args.skip_ours and not args.ours.is_file():
         p.error(f"no binary at {args.ours}: --ours PATH or --skip-ours")
+    if args.skip_ours and (args.skip_pytorch or args.beside):
+        p.error("--skip-ours leaves PyTorch alone: neither --skip-pytorch nor --beside goes with it")
+    if missing := [str(b) for b in args.beside if not b.is_file()]:
+        p.error(f"no binary at {', '.join(missing)}")
+    if len({b.name for b in args.beside}) < len(args.beside):
+        p.error("two builds of --beside have one name, which is all that tells them apart")
 
     date, n = datetime.date.today().isoformat(), 1
     while (args.runs / f"{date}-h200-dit-{n}").exists():

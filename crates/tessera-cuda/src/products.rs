@@ -1,8 +1,8 @@
 //! Products, through cuBLASLt or by a kernel of this crate: out = act(x · wᵀ + bias) + residual, rows of x beside rows of out.
 //!
 //! What makes a shape is the first algorithm that the library lists among those that do not split the contraction, so that a
-//! row's bits depend on the row alone, or one that is faster and gives the same bits ([`tuning`](crate::tuning)). Once frozen, a shape
-//! that was not seen before is refused.
+//! row's bits depend on the row alone, or one that is faster and gives the same bits ([`tuning`](crate::tuning)); one that ends in GELU
+//! is always made by the kernel of this crate where that can. Once frozen, a shape that was not seen before is refused.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -166,10 +166,17 @@ impl Products {
         for candidate in less {
             let worthwhile = if candidate.gelu { is_wide(&candidate) } else { tuning::is_large(&candidate) };
             let own = self.own.as_mut().filter(|_| worthwhile);
-            // The library's will do where the kernel does not compile.
-            let cut = own.and_then(|o| o.cut(&candidate).filter(|c| o.prepare(compiler, *c).is_ok()));
+            let found = own.and_then(|o| o.cut(&candidate).map(|cut| (cut, o.prepare(compiler, cut))));
+            let cut = match found {
+                Some((cut, Ok(()))) => Some(cut),
+                // With GELU another's bits would be others.
+                Some((_, Err(e))) if candidate.gelu => return Err(e),
+                // The library's will do.
+                Some((_, Err(_))) | None => None,
+            };
             let rival = cut.map(|cut| Rival { cut, spared_bytes: 2 * candidate.rows * columns });
             match self.plan(candidate, rival) {
+                Err(e) if candidate.gelu && rival.is_some() => return Err(e),
                 Ok(plan) => {
                     self.plans.insert(candidate, plan);
                     if candidate != shape {

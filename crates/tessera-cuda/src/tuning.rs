@@ -1,4 +1,4 @@
-//! What makes a large product: each algorithm that the library lists, in both orders of tiles, is timed on this device when a program is
+//! What makes a large product without GELU: each algorithm that the library lists, in both orders of tiles, is timed on this device when a program is
 //! loaded. The fastest is taken if it is 2 % faster than the first and gives the same bits. Then the kernel of this crate runs against
 //! it, turn by turn and long enough for the device's power limit to have its say, and is taken if it gives the same bits and is 0.5 % faster.
 //! A choice by time may differ between ranks, and results do not. It is kept beside compiled kernels, and later loads of the same

@@ -24,9 +24,11 @@ const TURNED_BYTES: u64 = 2 * 2 * 32 * 128;
 pub(crate) const COLUMN_STEP: u64 = 8;
 /// Rows of a tile at most: with more there are not registers enough for the loop over the inner dim.
 const WIDEST: u64 = 200;
-/// Of a step's four parts, how many are under way when the last step's tiles are given back.
+/// Of a step's four parts, how many are under way when the last step's tiles are given back; in a tile's last step twice as many, of
+/// one product.
 const EARLY: u64 = 1;
-/// Products of a multiprocessor in a cycle, and what a tile takes beside them, in cycles, as counted on an H200.
+/// Products of a multiprocessor in a cycle, and what a tile takes beside them, in cycles, as counted on an H200 where no half leaves
+/// ahead.
 const PRODUCTS_A_CYCLE: u64 = 2048;
 const TILE_CYCLES: u64 = 5400;
 /// Thousandths of the time that a row or column loaded costs, for each of a tile's rows: blocks that share columns load a tenth

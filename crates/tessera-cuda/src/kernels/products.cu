@@ -12,8 +12,8 @@
 // block one warpgroup loads and two compute, each 128 columns by two products of 64: with as much of out in registers as there is,
 // a byte from L2 or from shared memory is multiplied more often than in smaller tiles, which is what counts under a power limit.
 // The sum over `inner` is one chain, in order: a row's bits depend on neither the other rows nor the tiles. EARLY times 16 of it
-// are under way when the last step's tiles are given back. In a tile's last step the first product goes ahead of the second, and leaves
-// while that one is still multiplied.
+// are under way when the last step's tiles are given back. In a tile's last step the first product goes ahead of the second, twice as far
+// until then, and leaves while that one is still multiplied.
 constexpr int COLUMNS = 256, INNER = 64;  // of a block's tile; elements of 128 bytes
 constexpr int GROUPS = 2, CLUSTER = 2;
 constexpr int THREADS = 128 * (GROUPS + 1);
