@@ -13,7 +13,7 @@ use crate::products::{At, By, Plan, Products, Shape};
 use crate::warpgroups::Cut;
 
 /// Multiplications from which a choice is worth its time.
-const LARGE: u64 = 10_000_000_000;
+const LARGE: u64 = 5_000_000_000;
 /// Rounds in which all candidates take turns, and calls of one in a round.
 const ROUNDS: usize = 3;
 const CALLS: usize = 3;
