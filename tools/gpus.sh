@@ -90,7 +90,7 @@ check)
         echo "block: not run, no PyTorch here"
         [ -z "$names" ] || failed=1
     fi
-    ! wanted streams || kept streams 300 "$bin/streams" --nocapture --test-threads=1 || failed=1
+    ! wanted streams || kept streams 480 "$bin/streams" --nocapture --test-threads=1 || failed=1
     exit $failed
     ;;
 trace)
