@@ -2,7 +2,8 @@
 //!
 //! What makes a shape is the first algorithm that the library lists among those that do not split the contraction, so that a
 //! row's bits depend on the row alone, or one that is faster and gives the same bits ([`tuning`](crate::tuning)); one that ends in GELU
-//! is always made by the kernel of this crate where that can. Once frozen, a shape that was not seen before is refused.
+//! or adds a residual is always made by the kernel of this crate where that can. Once frozen, a shape that was not seen before is
+//! refused.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -21,7 +22,7 @@ use crate::compile::Compiler;
 use crate::driver::{Done, Memory, Stream, failed};
 use crate::tables::CublasLt;
 use crate::tuning::{self, Rival};
-use crate::warpgroups::{COLUMN_STEP, Cut, Warpgroups};
+use crate::warpgroups::{COLUMN_STEP, Cut, Ending, Warpgroups};
 
 /// What one product is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -119,7 +120,7 @@ const TRANSPOSED: i32 = 1;
 /// Algorithms that the library is asked for.
 const LISTED: usize = 16;
 
-/// Weights of a product with GELU from which the kernel of this crate makes it.
+/// Weights of a product with GELU or a residual from which the kernel of this crate makes it.
 const WIDE: u64 = 1 << 22;
 
 /// What NVIDIA advises for Hopper.
@@ -164,19 +165,20 @@ impl Products {
         let less = [shape, Shape { gelu: false, ..shape }, Shape { gelu: false, bias: false, ..shape }];
         let mut why = None;
         for candidate in less {
-            let worthwhile = if candidate.gelu { is_wide(&candidate) } else { tuning::is_large(&candidate) };
+            let ends = candidate.gelu || candidate.residual;
+            let worthwhile = if ends { is_wide(&candidate) } else { tuning::is_large(&candidate) };
             let own = self.own.as_mut().filter(|_| worthwhile);
             let found = own.and_then(|o| o.cut(&candidate).map(|cut| (cut, o.prepare(compiler, cut))));
             let cut = match found {
                 Some((cut, Ok(()))) => Some(cut),
-                // With GELU another's bits would be others.
-                Some((_, Err(e))) if candidate.gelu => return Err(e),
+                // Another's bits would be others.
+                Some((_, Err(e))) if ends => return Err(e),
                 // The library's will do.
                 Some((_, Err(_))) | None => None,
             };
             let rival = cut.map(|cut| Rival { cut, spared_bytes: 2 * candidate.rows * columns });
             match self.plan(candidate, rival) {
-                Err(e) if candidate.gelu && rival.is_some() => return Err(e),
+                Err(e) if ends && rival.is_some() => return Err(e),
                 Ok(plan) => {
                     self.plans.insert(candidate, plan);
                     if candidate != shape {
@@ -352,7 +354,7 @@ impl Products {
         let mut plan = Plan { desc, x, w, out, by: By::Library(found[0].algo), timed: false };
         let listed: Vec<cublasLtMatmulAlgo_t> = found[..count as usize].iter().map(|f| f.algo).collect();
         match rival {
-            Some(rival) if s.gelu => plan.by = By::Own(rival.cut),
+            Some(rival) if rival.cut.ending != Ending::Plain => plan.by = By::Own(rival.cut),
             _ => plan.timed = tuning::tune(self, s, &mut plan, &listed, rival)?,
         }
         Ok(plan)
@@ -371,8 +373,8 @@ impl Drop for Products {
     }
 }
 
-/// Whether the kernel of this crate makes a product with GELU, whose last bits are not the library's. It must not depend on rows: one of
-/// few, on a rank of many, has the bits of one of many.
+/// Whether the kernel of this crate makes a product with GELU or a residual, whose last bits are not the library's. It must not depend on
+/// rows: one of few, on a rank of many, has the bits of one of many.
 fn is_wide(s: &Shape) -> bool {
     s.columns * s.inner >= WIDE
 }

@@ -1,6 +1,7 @@
-//! What makes a large product without GELU: each algorithm that the library lists, in both orders of tiles, is timed on this device when a program is
-//! loaded. The fastest is taken if it is 2 % faster than the first and gives the same bits. Then the kernel of this crate runs against
-//! it, turn by turn and long enough for the device's power limit to have its say, and is taken if it gives the same bits and is 0.5 % faster.
+//! What makes a large product with neither GELU nor a residual: each algorithm that the library lists, in both orders of tiles, is timed
+//! on this device when a program is loaded. The fastest is taken if it is 2 % faster than the first and gives the same bits. Then the
+//! kernel of this crate runs against it, turn by turn and long enough for the device's power limit to have its say, and is taken if it
+//! gives the same bits, unless it is 1 % slower: between other kernels it does better than by itself (docs/design/0014).
 //! A choice by time may differ between ranks, and results do not. It is kept beside compiled kernels, and later loads of the same
 //! shape on the same device with the same library and kernels take it as it is.
 
@@ -19,10 +20,11 @@ const ROUNDS: usize = 3;
 const CALLS: usize = 3;
 /// How much shorter than the first a candidate must take.
 const WORTH: f32 = 0.98;
-/// Turns of each of two that run against each other, how long one is, half of which counts, and how much shorter the second must take.
+/// Turns of each of two that run against each other, how long one is, half of which counts, and how long the second may take of the
+/// first one's time.
 const TURNS: usize = 3;
 const TURN_MS: f32 = 120.0;
-const WINS: f32 = 0.995;
+const WINS: f32 = 1.01;
 /// How the choice is made, for whoever keeps one.
 pub(crate) const RULE: (usize, f32, usize, f32, f32) = (CALLS, WORTH, TURNS, TURN_MS, WINS);
 /// Boundaries of operands, in bytes.
@@ -231,16 +233,7 @@ impl Trial {
 /// Words of numbers that repeat after a length which no row has: a mebibyte written from here, and copied on.
 fn fill(at: u64, bytes: u64, word: fn(u64) -> u64, stream: &Stream) -> Done<()> {
     const WORDS: u64 = (1 << 17) + 1;
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let words: Vec<u64> = (0..WORDS.min(bytes / 8))
-        .map(|_| {
-            // A step of xorshift.
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            word(state)
-        })
-        .collect();
+    let words: Vec<u64> = random_bits().map(word).take(WORDS.min(bytes / 8) as usize).collect();
     upload(at, &words)?;
     let mut written = words.len() as u64 * 8;
     while 0 < written && written < bytes {
@@ -251,14 +244,26 @@ fn fill(at: u64, bytes: u64, word: fn(u64) -> u64, stream: &Stream) -> Done<()> 
     Ok(())
 }
 
-/// Four bf16 of magnitudes from a half to one.
-fn half_words(bits: u64) -> u64 {
-    bits & 0x807f_807f_807f_807f | 0x3f00_3f00_3f00_3f00
+fn random_bits() -> impl Iterator<Item = u64> {
+    let step = |x: &u64| {
+        let mut x = *x;
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        Some(x)
+    };
+    // By xorshift.
+    std::iter::successors(Some(0x9e37_79b9_7f4a_7c15_u64), step).skip(1)
 }
 
-/// Eight e4m3 of magnitudes from a half to one.
+/// Four bf16 of magnitudes from 2^-7 to two: their products' sums must be rounded, or every order of them would give the same bits.
+fn half_words(bits: u64) -> u64 {
+    bits & 0x83ff_83ff_83ff_83ff | 0x3c00_3c00_3c00_3c00
+}
+
+/// Eight e4m3 of magnitudes from an eighth to two.
 fn tiny_words(bits: u64) -> u64 {
-    bits & 0x8787_8787_8787_8787 | 0x3030_3030_3030_3030
+    bits & 0x9f9f_9f9f_9f9f_9f9f | 0x2020_2020_2020_2020
 }
 
 #[cfg(test)]
@@ -268,6 +273,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use cudarc::driver::sys::CUdevice_attribute as Attribute;
+    use tessera_device::numbers::bf16;
 
     use crate::choices::Choices;
     use crate::compile::{Compiler, Shelf};
@@ -341,6 +347,18 @@ mod tests {
         let mut bytes = vec![0_u8; (2 * s.rows * s.columns) as usize];
         download(&mut bytes, out).unwrap();
         bytes
+    }
+
+    #[test]
+    fn sums_in_another_order_have_other_bits() {
+        let bytes: Vec<u8> = random_bits().map(half_words).take(1 << 16).flat_map(u64::to_le_bytes).collect();
+        let all = numbers(&bytes);
+        let others = all.chunks_exact(2 * 5120).filter(|operands| {
+            let terms = || operands[..5120].iter().zip(&operands[5120..]).map(|(x, w)| x * w);
+            let (there, back) = (terms().sum::<f32>(), terms().rev().sum::<f32>());
+            there != back
+        });
+        assert!(others.count() >= 20, "what is compared with this would be equal whatever it does");
     }
 
     #[derive(Debug, Default)]
@@ -439,6 +457,26 @@ mod tests {
         });
     }
 
+    /// Numbers of a result in bf16.
+    fn numbers(bytes: &[u8]) -> Vec<f32> {
+        let number = |b: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+        bytes.chunks(2).map(number).collect()
+    }
+
+    /// What the library makes of a trial's operands, with what is added after it.
+    fn by_library(products: &Products, trial: &Trial) -> Vec<f32> {
+        let s = Shape { residual: false, ..trial.shape };
+        let plan = products.plan(s, None).unwrap();
+        products.launch(s, &plan, trial.at, &trial.stream).unwrap();
+        trial.wait_for(&Event::new().unwrap()).unwrap();
+        let made = numbers(&read(trial.at.out, s));
+        if !trial.shape.residual {
+            return made;
+        }
+        let sum = |(a, b): (&f32, f32)| f32::from_bits(u32::from(bf16(a + b)) << 16);
+        made.iter().zip(numbers(&read(trial.at.residual, s))).map(sum).collect()
+    }
+
     #[test]
     fn the_kernel_of_this_crate_gives_the_librarys_bits() {
         on_a_hopper(|products, mut compiler, mut own| {
@@ -450,9 +488,10 @@ mod tests {
                     let (gelu, residual) = (ending == Ending::Gelu, ending == Ending::Residual);
                     let s = Shape { rows, columns, inner, bias, gelu, residual, ..SQUARE };
                     let trial = Trial::new(s).unwrap();
-                    let plan = products.plan(s, None).unwrap();
-                    products.launch(s, &plan, trial.at, &trial.stream).unwrap();
-                    for cut in cuts(ending).filter(|c| [96, 104, 168, 184, 200].contains(&c.width)) {
+                    let want = by_library(&products, &trial);
+                    // In which order the library takes GELU is not known: beside it a few values are rounded the other way.
+                    let most = if gelu { want.len() / 1000 } else { 0 };
+                    for cut in cuts(ending).filter(|c| [48, 96, 136, 168, 184, 200].contains(&c.width)) {
                         own.prepare(&mut compiler, cut).unwrap();
                         let at = At { out: trial.results[1], ..trial.at };
                         fill(at.out, trial.result_bytes, |_| u64::MAX, &trial.stream).unwrap();
@@ -464,17 +503,10 @@ mod tests {
                         let residual = if inside { at.out } else { at.residual };
                         own.run(cut, s, At { residual, ..at }, &trial.stream).unwrap();
                         trial.wait_for(&Event::new().unwrap()).unwrap();
-                        let (want, here) = (read(trial.at.out, s), read(at.out, s));
-                        // Zeros of both signs are one number.
-                        let number =
-                            |b: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
-                        let others = want
-                            .chunks(2)
-                            .zip(here.chunks(2))
-                            .filter(|(a, b)| number(a) != number(b))
-                            .count();
-                        // In which order the library takes GELU is not known: beside it a few values are rounded the other way.
-                        if others as u64 > if gelu { rows * columns / 1000 } else { 0 } {
+                        // As numbers: zeros of both signs are one.
+                        let here = numbers(&read(at.out, s));
+                        let others = want.iter().zip(&here).filter(|(a, b)| a != b).count();
+                        if others > most {
                             bad.push((cut, s, others));
                         }
                     }
@@ -497,7 +529,7 @@ mod tests {
             upload(elsewhere.at(), &[row]).unwrap();
             let columns = (first, last);
             let away = Some(Away { columns, to: elsewhere.at() + 256, row: elsewhere.at() });
-            for cut in cuts(Ending::Plain).filter(|c| [96, 184, 200].contains(&c.width)) {
+            for cut in cuts(Ending::Plain).filter(|c| [48, 184, 200].contains(&c.width)) {
                 own.prepare(&mut compiler, cut).unwrap();
                 own.run(cut, s, At { out: trial.results[1], away, ..trial.at }, &trial.stream).unwrap();
                 trial.wait_for(&Event::new().unwrap()).unwrap();

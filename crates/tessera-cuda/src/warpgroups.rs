@@ -1,6 +1,6 @@
 //! Products by a kernel of this crate, in bf16 on Hopper: out = act(x · wᵀ + bias) + residual, in tiles that are chosen for the shape.
 //! Measured against cuBLASLt in docs/design/0014. Which of the two makes a shape, [`tuning`](crate::tuning) says; one that ends in GELU
-//! is always made here, since its last bits are not the library's.
+//! or adds a residual is always made here, since its last bits are not the library's.
 
 use std::collections::BTreeMap;
 
@@ -24,6 +24,8 @@ const TURNED_BYTES: u64 = 2 * 2 * 32 * 128;
 pub(crate) const COLUMN_STEP: u64 = 8;
 /// Rows of a tile at most: with more there are not registers enough for the loop over the inner dim.
 const WIDEST: u64 = 200;
+/// And those of one for few: three pairs of them hold 270.
+const NARROWEST: u64 = 48;
 /// Of a step's four parts, how many are under way when the last step's tiles are given back; in a tile's last step twice as many, of
 /// one product.
 const EARLY: u64 = 1;
@@ -48,7 +50,8 @@ pub(crate) struct Cut {
     pub(crate) ending: Ending,
 }
 
-/// What happens to sums on their way out, after a bias.
+/// What happens to sums on their way out, after a bias. A residual is added to the product as it would be stored: it has the bits of
+/// both done one after the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Ending {
     Plain,
@@ -88,7 +91,7 @@ impl Warpgroups {
         let fits =
             s.dtype == DType::Bf16 && s.columns.is_multiple_of(COLUMN_STEP) && s.inner.is_multiple_of(8);
         let cost = |cut: &Cut| {
-            let tile = COLUMNS * cut.width * s.inner / PRODUCTS_A_CYCLE + TILE_CYCLES;
+            let tile = COLUMNS * cut.width.max(cut.read()) * s.inner / PRODUCTS_A_CYCLE + TILE_CYCLES;
             let per_mille = 1000 + LOADED_PER_MILLE * cut.loaded() / cut.width;
             cut.tiles(s).div_ceil(self.clusters) * tile * per_mille
         };
@@ -146,6 +149,11 @@ impl Cut {
         if self.same_columns { COLUMNS / CLUSTER + self.width } else { COLUMNS + self.width / CLUSTER }
     }
 
+    /// As how many rows its products take at least, for what they read of shared memory: each of them 64 columns and the rows.
+    fn read(self) -> u64 {
+        (self.width + 64) / 2
+    }
+
     /// Rows of a tile that the first block of a cluster loads where both take the same rows.
     fn first_rows(self) -> u64 {
         (self.width / 2).next_multiple_of(8)
@@ -191,7 +199,7 @@ pub(crate) const ENDINGS: [Ending; 3] = [Ending::Plain, Ending::Gelu, Ending::Re
 
 /// All cuts there are, the widest first.
 pub(crate) fn cuts(ending: Ending) -> impl Iterator<Item = Cut> {
-    let widths = (96..=WIDEST).rev().step_by(8);
+    let widths = (96..=WIDEST).rev().step_by(8).chain([NARROWEST]);
     widths.flat_map(move |width| [true, false].map(|same_columns| Cut { width, same_columns, ending }))
 }
 
@@ -215,6 +223,9 @@ mod tests {
         assert_eq!(cut(2160, 15360), Some((200, false)));
         assert_eq!(cut(1170, 5120), Some((200, true)));
         assert_eq!(cut(1170, 15360), Some((200, true)));
+        // Narrow ones where wider ones would leave half of the device idle.
+        assert_eq!(cut(540, 5120), Some((96, true)));
+        assert_eq!(cut(270, 5120), Some((48, true)));
         // Five rounds of narrower tiles would take as long, and more from L2.
         let long = Shape { inner: 13824, ..SQUARE };
         assert_eq!(own.cut(&long).map(|c| (c.width, c.same_columns)), Some((184, true)));

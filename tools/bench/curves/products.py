@@ -14,7 +14,7 @@ from attention import check, compiled, device, nvml, source, tensor_map, watchdo
 T0 = time.time()
 COLUMNS, CLUSTER, INNER = 256, 2, 64
 BANDS, EARLY, TILE_CYCLES, MOST_STAGES, SHARED, TURNED = (13, 7), 1, 5400, 5, 232448, 2 * 2 * 32 * 128
-WIDTHS = range(200, 95, -8)
+WIDTHS = [*range(200, 95, -8), 48]
 ENDINGS = ("plain", "gelu", "residual")
 
 
@@ -53,7 +53,7 @@ def rounds(rows, columns, width, same):
 def cuts(rows, columns, inner, n):
     """Those of least time, the first as warpgroups.rs takes it."""
     loaded = lambda width, same: COLUMNS // CLUSTER + width if same else COLUMNS + width // CLUSTER
-    cost = lambda c: rounds(rows, columns, *c) * (c[0] * inner // 8 + TILE_CYCLES) * (1000 + 37 * loaded(*c) // c[0])
+    cost = lambda c: rounds(rows, columns, *c) * (max(c[0], (c[0] + 64) // 2) * inner // 8 + TILE_CYCLES) * (1000 + 37 * loaded(*c) // c[0])
     return sorted(itertools.product(WIDTHS, (1, 0)), key=cost)[:n]
 
 

@@ -1,5 +1,5 @@
 // out = act(x wᵀ + bias) + residual for Hopper: tiles arrive by the copy engine, products by warpgroup instructions. By GELU act is its
-// tanh form; by RESIDUAL there is something to add, which may be out itself.
+// tanh form; by RESIDUAL there is something to add, which may be out itself, to the product as it would be stored.
 //
 // x is [rows, inner], w [columns, inner], out and residual [rows, columns], bf16; columns and inner multiples of 8. The product is
 // taken as its transpose: columns of out lie along the tensor cores' rows, 256 a block, and rows of out along their columns, which may be
@@ -153,12 +153,10 @@ __device__ __forceinline__ void turn(const float *d, u32 at, const float *bias) 
 #endif
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        float low = act(d[2 * i] + bias[i % 2]), high = act(d[2 * i + 1] + bias[i % 2]);
+        x[i] = pair(act(d[2 * i] + bias[i % 2]), act(d[2 * i + 1] + bias[i % 2]));
 #if RESIDUAL
-        low += __uint_as_float(added[i] << 16);
-        high += __uint_as_float(added[i] & 0xffff0000u);
+        asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(x[i]) : "r"(added[i]));
 #endif
-        x[i] = pair(low, high);
     }
     put(at, x);
 }
