@@ -120,9 +120,6 @@ const TRANSPOSED: i32 = 1;
 /// Algorithms that the library is asked for.
 const LISTED: usize = 16;
 
-/// Weights of a product with GELU or a residual from which the kernel of this crate makes it.
-const WIDE: u64 = 1 << 22;
-
 /// What NVIDIA advises for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
@@ -165,13 +162,12 @@ impl Products {
         let less = [shape, Shape { gelu: false, ..shape }, Shape { gelu: false, bias: false, ..shape }];
         let mut why = None;
         for candidate in less {
+            // Where bits are not the library's, rows must not decide: one of few, on a rank of many, has the bits of one of many.
             let ends = candidate.gelu || candidate.residual;
-            let worthwhile = if ends { is_wide(&candidate) } else { tuning::is_large(&candidate) };
-            let own = self.own.as_mut().filter(|_| worthwhile);
+            let own = self.own.as_mut().filter(|_| ends || tuning::is_large(&candidate));
             let found = own.and_then(|o| o.cut(&candidate).map(|cut| (cut, o.prepare(compiler, cut))));
             let cut = match found {
                 Some((cut, Ok(()))) => Some(cut),
-                // Another's bits would be others.
                 Some((_, Err(e))) if ends => return Err(e),
                 // The library's will do.
                 Some((_, Err(_))) | None => None,
@@ -371,12 +367,6 @@ impl Drop for Products {
         }
         (self.lt.destroy)(self.handle.cast());
     }
-}
-
-/// Whether the kernel of this crate makes a product with GELU or a residual, whose last bits are not the library's. It must not depend on
-/// rows: one of few, on a rank of many, has the bits of one of many.
-fn is_wide(s: &Shape) -> bool {
-    s.columns * s.inner >= WIDE
 }
 
 const EMPTY: cublasLtMatmulHeuristicResult_t = cublasLtMatmulHeuristicResult_t {
