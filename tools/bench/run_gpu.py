@@ -307,7 +307,7 @@ def main():
     if not args.skip_ours and not args.ours.is_file():
         p.error(f"no binary at {args.ours}: --ours PATH or --skip-ours")
     if args.skip_ours and (args.skip_pytorch or args.beside):
-        p.error("--skip-ours leaves PyTorch alone: neither --skip-pytorch nor --beside goes with it")
+        p.error("--skip-ours runs nothing but PyTorch: neither --skip-pytorch nor --beside goes with it")
     if missing := [str(b) for b in args.beside if not b.is_file()]:
         p.error(f"no binary at {', '.join(missing)}")
     if len({b.name for b in args.beside}) < len(args.beside):
