@@ -768,7 +768,7 @@ fn refused(what: &str, e: &Failed) -> Diagnostic {
 }
 
 /// A bf16 as f32.
-fn widened(bits: u16) -> f32 {
+pub(crate) fn widened(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 

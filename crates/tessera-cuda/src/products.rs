@@ -165,16 +165,18 @@ impl Products {
             // Where bits are not the library's, rows must not decide: one of few, on a rank of many, has the bits of one of many.
             let ends = candidate.gelu || candidate.residual;
             let own = self.own.as_mut().filter(|_| ends || tuning::is_large(&candidate));
-            let found = own.and_then(|o| o.cut(&candidate).map(|cut| (cut, o.prepare(compiler, cut))));
-            let cut = match found {
-                Some((cut, Ok(()))) => Some(cut),
-                Some((_, Err(e))) if ends => return Err(e),
-                // The library's will do.
-                Some((_, Err(_))) | None => None,
+            let cut = own.and_then(|o| o.cut(&candidate).map(|cut| o.prepare(compiler, cut).map(|()| cut)));
+            let always = ends && cut.is_some();
+            let planned = match cut.transpose() {
+                Err(e) if always => Err(e),
+                // Else the library's will do where the kernel does not compile.
+                cut => {
+                    let rival = |cut| Rival { cut, spared_bytes: 2 * candidate.rows * columns };
+                    self.plan(candidate, cut.unwrap_or(None).map(rival))
+                }
             };
-            let rival = cut.map(|cut| Rival { cut, spared_bytes: 2 * candidate.rows * columns });
-            match self.plan(candidate, rival) {
-                Err(e) if ends && rival.is_some() => return Err(e),
+            match planned {
+                Err(e) if always => return Err(e),
                 Ok(plan) => {
                     self.plans.insert(candidate, plan);
                     if candidate != shape {

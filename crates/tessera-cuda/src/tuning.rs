@@ -1,7 +1,7 @@
-//! What makes a large product that this crate's kernel does not always make: each algorithm that the library lists, in both orders of tiles, is timed
-//! on this device when a program is loaded. The fastest is taken if it is 2 % faster than the first and gives the same bits. Then the
-//! kernel of this crate runs against it, turn by turn and long enough for the device's power limit to have its say, and is taken if it
-//! gives the same bits, unless it is 1 % slower: between other kernels it does better than by itself (docs/design/0014).
+//! What makes a large product that this crate's kernel does not always make: each algorithm that the library lists, in both orders of
+//! tiles, is timed on this device when a program is loaded. The fastest is taken if it is 2 % faster than the first and gives the same
+//! bits. Then the kernel of this crate runs against it, turn by turn and long enough for the device's power limit to have its say, and is
+//! taken if it gives the same bits, unless it is 1 % slower: between other kernels it does better than by itself (docs/design/0014).
 //! A choice by time may differ between ranks, and results do not. It is kept beside compiled kernels, and later loads of the same
 //! shape on the same device with the same library and kernels take it as it is.
 
@@ -287,6 +287,7 @@ mod tests {
     use crate::choices::Choices;
     use crate::compile::{Compiler, Shelf};
     use crate::driver::Context;
+    use crate::exec::widened;
     use crate::libraries::Libraries;
     use crate::products::{Away, SQUARE};
     use crate::tables::{CublasLt, Nvrtc};
@@ -468,8 +469,7 @@ mod tests {
 
     /// Numbers of a result in bf16.
     fn numbers(bytes: &[u8]) -> Vec<f32> {
-        let number = |b: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
-        bytes.chunks(2).map(number).collect()
+        bytes.chunks(2).map(|b| widened(u16::from_le_bytes([b[0], b[1]]))).collect()
     }
 
     /// What the library makes of a trial's operands, with what is added after it.
@@ -482,7 +482,7 @@ mod tests {
         if !trial.shape.residual {
             return made;
         }
-        let sum = |(a, b): (&f32, f32)| f32::from_bits(u32::from(bf16(a + b)) << 16);
+        let sum = |(a, b): (&f32, f32)| widened(bf16(a + b));
         made.iter().zip(numbers(&read(trial.at.residual, s))).map(sum).collect()
     }
 

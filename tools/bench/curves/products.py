@@ -119,7 +119,7 @@ def correct(width, same_columns, ending):
                 print(f"  {width}, bias {with_bias}, {rows} x {columns} x {inner}: {(~(e <= tol)).sum().item()} of {e.numel()} wrong, beyond the end {'clean' if clean else 'written'}")
                 for i in range(0, min(rows, 128), 16): print("    " + " ".join(f"{e[i:i + 16, j:j + 16].max().item():8.3f}" for j in range(0, min(columns, 256), 16)))
                 if bad > 2: break
-            # Torch's has always a bias with GELU, and never one with something added.
+            # Torch's has always a bias with GELU, and never one with something added, to a product that was rounded before.
             if ending == "plain" or with_bias == (ending == "gelu"):
                 others = (out[:rows] != by_library(ending)(x, w, b, c)).sum().item()
                 same += others == 0

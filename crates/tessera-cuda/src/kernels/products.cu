@@ -94,7 +94,7 @@ __device__ __forceinline__ void take(u32 at, u32 (&x)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at)
                  : "memory");
 }
-// Brings 16 bytes, or zeros; the wait is for all but the last group.
+// Brings 16 bytes, or zeros; the wait is for the group that the next turn needs, with one for each other place behind it.
 __device__ __forceinline__ void bring_if(bool wanted, u32 at, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(wanted ? 16 : 0) : "memory");
 }
@@ -102,7 +102,7 @@ __device__ __forceinline__ void brought() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 __device__ __forceinline__ void await_brought() {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(PLACES - 1) : "memory");
 }
 
 // Without a branch, which would wait for one store after another.
@@ -287,8 +287,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int tile = first; tile < tiles; tile += stride) {
             of.place(tile, of_group.row, of_group.column);
             of_group.column += group * 2 * MADE;
-            of_group.bring(0);
-            of_group.bring(1);
+#pragma unroll
+            for (int part = 0; part < PLACES; part++) of_group.bring(part);
             // Of two columns of each product.
             float by_column[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
