@@ -5,39 +5,38 @@ use cudarc::driver::sys::CUtensorMap;
 
 use crate::attention::{At, Shape};
 use crate::compile::Compiler;
-use crate::driver::{Args, Done, Function, Module, Stream};
+use crate::driver::{Args, Done, Function, Module, Stream, failed};
 use crate::exchange::Targets;
 use crate::kernels::{COMMON, HOPPER};
 use crate::maps::{BOX_COLUMNS, map};
 
 const SOURCE: &str = include_str!("kernels/attention.cu");
 
-/// Elements of a head.
+/// Elements of a head, warpgroups that compute and rows of each: as the kernel says.
 const HEAD: u64 = 128;
+const GROUPS: u64 = 3;
+const GROUP_ROWS: u64 = 64;
 
-/// How the kernel is cut: warpgroups that compute, keys of a tile, tiles in flight, whether warpgroups take turns.
+/// How the kernel is cut by keys: keys of a tile, tiles in flight, sixteens of Q's columns that stay in registers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Cut {
-    warpgroups: u64,
     keys: u64,
     stages: u64,
-    in_turns: bool,
+    held: u64,
+    /// What a key takes, those beyond the end of the last tile too, in hundredths of the other cut's.
+    key_time: u64,
 }
 
-/// For long rows of keys: three warpgroups keep the tensor cores busy by themselves.
-pub(crate) const LONG: Cut = Cut { warpgroups: 3, keys: 80, stages: 3, in_turns: false };
-/// For few keys, where a smaller tile of rows leaves less of the device idle.
-pub(crate) const SHORT: Cut = Cut { warpgroups: 2, keys: 128, stages: 3, in_turns: true };
-
-/// Keys up to which the short cut is at least as fast. Rows and heads have no say: a row's bits depend on the cut, and are
-/// the same on one GPU and on several.
-const SHORT_KEYS: u64 = 1024;
+pub(crate) const CUTS: [Cut; 2] = [
+    Cut { keys: 80, stages: 3, held: 2, key_time: 100 },
+    // More tiles for as many keys, and fewer of them beyond the end.
+    Cut { keys: 64, stages: 4, held: 4, key_time: 102 },
+];
 
 /// The kernels of one device.
 #[derive(Debug)]
 pub(crate) struct Flash {
-    long: Variant,
-    short: Variant,
+    variants: Vec<Variant>,
     multiprocessors: u64,
 }
 
@@ -59,8 +58,9 @@ impl Flash {
         if (major, minor) != (9, 0) {
             return Ok(None);
         }
-        let (long, short) = (Variant::new(compiler, LONG)?, Variant::new(compiler, SHORT)?);
-        Ok(Some(Flash { long, short, multiprocessors: multiprocessors.max(1) as u64 }))
+        let variants =
+            CUTS.into_iter().map(|cut| Variant::new(compiler, cut)).collect::<Done<Vec<Variant>>>()?;
+        Ok(Some(Flash { variants, multiprocessors: multiprocessors.max(1) as u64 }))
     }
 
     /// Whether it does attention of this shape.
@@ -70,9 +70,12 @@ impl Flash {
 
     /// Attention, with rows to `targets` instead of `at.out` where there are any.
     pub(crate) fn run(&self, s: Shape, at: At, targets: Option<&Targets>, stream: &Stream) -> Done<()> {
-        let v = if s.keys <= SHORT_KEYS { &self.short } else { &self.long };
-        let rows = 64 * v.cut.warpgroups;
-        let long_heads = if v.cut.in_turns { s.heads } else { self.long_heads(s.queries, s.heads) };
+        // By keys alone: a row's bits depend on the cut, and are the same on one GPU and on several.
+        let Some(v) = self.variants.iter().min_by_key(|v| v.cut.time(s.keys)) else {
+            return failed("no kernel for attention was compiled");
+        };
+        let rows = GROUPS * GROUP_ROWS;
+        let long_heads = self.long_heads(s.queries, s.heads);
         let args = Args::new()
             .map(rows_of_heads(at.q, s.queries, s.heads, rows)?)
             .map(rows_of_heads(at.k, s.keys, s.heads, v.cut.keys)?)
@@ -84,9 +87,9 @@ impl Flash {
             .int(s.heads as i64)
             .int(long_heads as i64)
             .words(targets.copied().unwrap_or_default().words());
-        let tiles = tiles_of(s.queries, s.heads, long_heads, v.cut.warpgroups).len() as u64;
+        let tiles = tiles_of(s.queries, s.heads, long_heads).len() as u64;
         let blocks = tiles.min(self.multiprocessors) as u32;
-        let threads = 128 * (v.cut.warpgroups as u32 + 1);
+        let threads = 128 * (GROUPS as u32 + 1);
         stream.launch(v.kernel, [blocks, 1, 1], threads, v.shared_bytes, args)
     }
 
@@ -94,7 +97,7 @@ impl Flash {
     fn long_heads(&self, queries: u64, heads: u64) -> u64 {
         let last_end = |long_heads: &u64| {
             let mut busy = vec![0; self.multiprocessors as usize];
-            for (i, warpgroups) in tiles_of(queries, heads, *long_heads, LONG.warpgroups).iter().enumerate() {
+            for (i, warpgroups) in tiles_of(queries, heads, *long_heads).iter().enumerate() {
                 busy[i % self.multiprocessors as usize] += TILE_TIME[*warpgroups as usize];
             }
             busy.into_iter().max().unwrap_or(0)
@@ -107,13 +110,13 @@ impl Flash {
 const TILE_TIME: [u32; 4] = [0, 60, 80, 100];
 
 /// Of each tile, in order, how many warpgroups have rows.
-fn tiles_of(queries: u64, heads: u64, long_heads: u64, warpgroups: u64) -> Vec<u64> {
+fn tiles_of(queries: u64, heads: u64, long_heads: u64) -> Vec<u64> {
     let of_head = |most: u64| {
-        let rows = 64 * most;
-        (0..queries.div_ceil(rows)).map(move |i| (queries - i * rows).div_ceil(64).min(most))
+        let rows = GROUP_ROWS * most;
+        (0..queries.div_ceil(rows)).map(move |i| (queries - i * rows).div_ceil(GROUP_ROWS).min(most))
     };
-    let longer = (0..long_heads).flat_map(|_| of_head(warpgroups));
-    longer.chain((long_heads..heads).flat_map(|_| of_head(warpgroups - 1))).collect()
+    let longer = (0..long_heads).flat_map(|_| of_head(GROUPS));
+    longer.chain((long_heads..heads).flat_map(|_| of_head(GROUPS - 1))).collect()
 }
 
 impl Variant {
@@ -123,7 +126,7 @@ impl Variant {
         // Q, as many tiles of K and of V as are in flight, and their barriers.
         let row_bytes = 2 * HEAD;
         let bytes =
-            64 * cut.warpgroups * row_bytes + 2 * cut.stages * cut.keys * row_bytes + 16 + 32 * cut.stages;
+            GROUPS * GROUP_ROWS * row_bytes + 2 * cut.stages * cut.keys * row_bytes + 16 + 32 * cut.stages;
         kernel.allow_shared(bytes as u32)?;
         Ok(Variant { cut, kernel, shared_bytes: bytes as u32, _module: module })
     }
@@ -131,10 +134,12 @@ impl Variant {
 
 impl Cut {
     /// What the kernel is compiled with.
-    pub(crate) fn defines(self) -> [(&'static str, String); 4] {
-        let in_turns = u64::from(self.in_turns);
-        [("WGS", self.warpgroups), ("KEYS", self.keys), ("STAGES", self.stages), ("ORDERED", in_turns)]
-            .map(|(k, v)| (k, v.to_string()))
+    pub(crate) fn defines(self) -> [(&'static str, String); 3] {
+        [("KEYS", self.keys), ("STAGES", self.stages), ("HELD", self.held)].map(|(k, v)| (k, v.to_string()))
+    }
+
+    fn time(self, keys: u64) -> u64 {
+        keys.next_multiple_of(self.keys) * self.key_time
     }
 }
 
@@ -151,14 +156,109 @@ fn rows_of_heads(at: u64, rows: u64, heads: u64, box_rows: u64) -> Done<CUtensor
 
 #[cfg(test)]
 mod tests {
+    use tessera_device::numbers::bf16;
+
     use super::*;
+    use crate::driver::{Event, Memory, download, upload};
+    use crate::exec::widened;
+    use crate::first_gpu::first_gpu;
+
+    #[test]
+    fn the_cut_that_leaves_fewest_keys_beyond_the_end_is_taken() {
+        let keys_of = |keys: u64| CUTS.into_iter().min_by_key(|c| c.time(keys)).map(|c| c.keys);
+        // The model's own, at both sizes; text; images; one tile of each.
+        for (keys, of_tile) in [(9360, 80), (4320, 80), (512, 64), (257, 80), (64, 64), (80, 80), (1, 64)] {
+            assert_eq!(keys_of(keys), Some(of_tile), "{keys} keys");
+        }
+    }
 
     #[test]
     fn tiles_hold_every_row_once() {
         for (queries, heads, long_heads) in [(1, 1, 1), (72, 3, 1), (4680, 40, 37), (2160, 5, 0)] {
-            let tiles = tiles_of(queries, heads, long_heads, 3);
+            let tiles = tiles_of(queries, heads, long_heads);
             assert!(tiles.iter().all(|warpgroups| (1..=3).contains(warpgroups)));
             assert_eq!(tiles.iter().sum::<u64>(), queries.div_ceil(64) * heads);
+        }
+    }
+
+    const HEADS: usize = 2;
+    const WIDTH: usize = HEADS * HEAD as usize;
+
+    /// Rows of all heads: numbers of a magnitude that swing, which no two rows share.
+    fn rows(n: usize, size: f32, seed: f32) -> Vec<f32> {
+        (0..n * WIDTH).map(|i| widened(bf16(size * (i as f32 * 0.7331 + seed).sin()))).collect()
+    }
+
+    /// Attention in f64, of every head.
+    fn by_hand(q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
+        let mut out = vec![0.0; q.len()];
+        for (q, out) in q.chunks(WIDTH).zip(out.chunks_mut(WIDTH)) {
+            for head in 0..HEADS {
+                let of = |row: usize| row * WIDTH + head * 128..row * WIDTH + (head + 1) * 128;
+                let score = |row: usize| {
+                    let pairs = q[of(0)].iter().zip(&k[of(row)]);
+                    pairs.map(|(a, b)| f64::from(a * b)).sum::<f64>() / 128_f64.sqrt()
+                };
+                let scores: Vec<f64> = (0..k.len() / WIDTH).map(score).collect();
+                let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let powers: Vec<f64> = scores.iter().map(|s| (s - most).exp()).collect();
+                let sum: f64 = powers.iter().sum();
+                for (c, out) in out[of(0)].iter_mut().enumerate() {
+                    let terms = powers.iter().enumerate().map(|(row, p)| p * f64::from(v[of(row).start + c]));
+                    *out = (terms.sum::<f64>() / sum) as f32;
+                }
+            }
+        }
+        out
+    }
+
+    #[test]
+    fn scores_of_any_spread_are_weighed_and_a_row_is_the_same_among_others() {
+        let Some(mut gpu) = first_gpu() else { return };
+        let Some(flash) = Flash::new(&mut gpu.compiler, gpu.capability, gpu.multiprocessors).unwrap() else {
+            eprintln!("skipped: not a Hopper");
+            return;
+        };
+        let on_device = |x: &[f32]| {
+            let memory = Memory::new(2 * x.len()).unwrap();
+            upload(memory.at(), &x.iter().map(|x| bf16(*x)).collect::<Vec<u16>>()).unwrap();
+            memory
+        };
+        let stream = Stream::new(false).unwrap();
+        // By size of q: powers near one, high ones, and ones that no float holds. By keys: both cuts, with a ragged end.
+        for (queries, keys) in [(300, 185), (300, 235)] {
+            for size in [1.0, 2.5, 20.0, 300.0] {
+                let (q, k, v) = (rows(queries, size, 0.1), rows(keys, 2.0, 0.2), rows(keys, 1.0, 0.3));
+                let [at_q, at_k, at_v] = [&q, &k, &v].map(|x| on_device(x));
+                let run = |skip: usize| {
+                    let out = on_device(&vec![f32::NAN; q.len()]);
+                    let n = queries - skip;
+                    let s = Shape { queries: n as u64, keys: keys as u64, heads: 2, head: HEAD, sums: false };
+                    let from = at_q.at() + (2 * skip * WIDTH) as u64;
+                    let at = At { q: from, k: at_k.at(), v: at_v.at(), out: out.at(), sums: 0 };
+                    flash.run(s, at, None, &stream).unwrap();
+                    let end = Event::new().unwrap();
+                    stream.record(&end).unwrap();
+                    while !end.passed().unwrap() {}
+                    let mut made = vec![0_u16; n * WIDTH];
+                    download(&mut made, out.at()).unwrap();
+                    made
+                };
+                let all = run(0);
+                let error = |(made, want): (&u16, f32)| (widened(*made) - want).abs();
+                let worst = all.iter().zip(by_hand(&q, &k, &v)).map(error).fold(0.0, f32::max);
+                assert!(worst < 0.02, "{keys} keys, q of {size}: an error of {worst}");
+                assert!(
+                    all.iter().all(|x| widened(*x).is_finite()),
+                    "{keys} keys, q of {size}: not all are numbers"
+                );
+                for skip in [1, 37, 64] {
+                    assert!(
+                        run(skip) == all[skip * WIDTH..],
+                        "{keys} keys, q of {size}: other bits among {skip} rows less"
+                    );
+                }
+            }
         }
     }
 }

@@ -187,7 +187,7 @@ mod tests {
                 compiles(&nvrtc, arch, ("exchange", exchange), &place);
             }
         }
-        for cut in [flash::LONG, flash::SHORT] {
+        for cut in flash::CUTS {
             compiles(&nvrtc, "sm_90a", ("attention", &flash::source()), &cut.defines());
         }
         for cut in warpgroups::ENDINGS.into_iter().flat_map(warpgroups::cuts) {

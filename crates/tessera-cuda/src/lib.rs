@@ -11,6 +11,8 @@ mod devices;
 mod driver;
 mod exchange;
 mod exec;
+#[cfg(test)]
+mod first_gpu;
 mod flash;
 mod kernels;
 mod libraries;

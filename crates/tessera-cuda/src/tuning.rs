@@ -281,16 +281,14 @@ mod tests {
     use std::collections::BTreeMap;
     use std::sync::{Arc, Mutex};
 
-    use cudarc::driver::sys::CUdevice_attribute as Attribute;
     use tessera_device::numbers::bf16;
 
     use crate::choices::Choices;
     use crate::compile::{Compiler, Shelf};
-    use crate::driver::Context;
     use crate::exec::widened;
-    use crate::libraries::Libraries;
+    use crate::first_gpu::first_gpu;
     use crate::products::{Away, SQUARE};
-    use crate::tables::{CublasLt, Nvrtc};
+    use crate::tables::CublasLt;
     use crate::warpgroups::{ENDINGS, Ending, Warpgroups, cuts};
 
     /// Products on a GPU, and what compiles for it.
@@ -306,27 +304,15 @@ mod tests {
     }
 
     fn with_choices(kept: Option<Arc<dyn Shelf>>, test: impl FnOnce(Here)) {
-        let libraries = Libraries::load(&[]);
-        let driver = libraries.need(crate::Library::Driver);
-        let (Ok(_), Ok(lt), Ok(nvrtc)) = (driver, CublasLt::load(&libraries), Nvrtc::load(&libraries)) else {
-            eprintln!("skipped: no driver, no cuBLASLt or no NVRTC");
+        let Some(gpu) = first_gpu() else { return };
+        let Ok(lt) = CublasLt::load(&gpu.libraries) else {
+            eprintln!("skipped: no cuBLASLt");
             return;
         };
-        let Ok(context) = Context::open(0) else {
-            eprintln!("skipped: no GPU");
-            return;
-        };
-        let told = |which| context.attribute(which).unwrap();
-        let capability = (
-            told(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
-            told(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
-        );
-        let multiprocessors = told(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
-        let own = || Warpgroups::new(capability, multiprocessors);
-        let compiler = Compiler::new(nvrtc, capability, None).unwrap();
-        let choices = Choices::new(kept, &context, &lt);
+        let own = || Warpgroups::new(gpu.capability, gpu.multiprocessors);
+        let choices = Choices::new(kept, &gpu.context, &lt);
         let products = Products::new(lt, own(), choices).unwrap();
-        test(Here { products, compiler, own: own() });
+        test(Here { products, own: own(), compiler: gpu.compiler });
     }
 
     /// The library's products and the kernel of this crate by itself, where both are.
