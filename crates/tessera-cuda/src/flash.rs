@@ -5,7 +5,7 @@ use cudarc::driver::sys::CUtensorMap;
 
 use crate::attention::{At, Shape};
 use crate::compile::Compiler;
-use crate::driver::{Args, Done, Function, Module, Stream, failed};
+use crate::driver::{Args, Done, Function, Module, Stream};
 use crate::exchange::Targets;
 use crate::kernels::{COMMON, HOPPER};
 use crate::maps::{BOX_COLUMNS, map};
@@ -23,7 +23,7 @@ pub(crate) struct Cut {
     keys: u64,
     stages: u64,
     held: u64,
-    /// What a key takes, those beyond the end of the last tile too, in hundredths of the other cut's.
+    /// What a key takes, those beyond the end of the last tile too, in hundredths of the first cut's.
     key_time: u64,
 }
 
@@ -36,7 +36,7 @@ pub(crate) const CUTS: [Cut; 2] = [
 /// The kernels of one device.
 #[derive(Debug)]
 pub(crate) struct Flash {
-    variants: Vec<Variant>,
+    variants: [Variant; 2],
     multiprocessors: u64,
 }
 
@@ -58,8 +58,8 @@ impl Flash {
         if (major, minor) != (9, 0) {
             return Ok(None);
         }
-        let variants =
-            CUTS.into_iter().map(|cut| Variant::new(compiler, cut)).collect::<Done<Vec<Variant>>>()?;
+        let [one, other] = CUTS.map(|cut| Variant::new(compiler, cut));
+        let variants = [one?, other?];
         Ok(Some(Flash { variants, multiprocessors: multiprocessors.max(1) as u64 }))
     }
 
@@ -70,10 +70,7 @@ impl Flash {
 
     /// Attention, with rows to `targets` instead of `at.out` where there are any.
     pub(crate) fn run(&self, s: Shape, at: At, targets: Option<&Targets>, stream: &Stream) -> Done<()> {
-        // By keys alone: a row's bits depend on the cut, and are the same on one GPU and on several.
-        let Some(v) = self.variants.iter().min_by_key(|v| v.cut.time(s.keys)) else {
-            return failed("no kernel for attention was compiled");
-        };
+        let v = &self.variants[cut_for(s.keys)];
         let rows = GROUPS * GROUP_ROWS;
         let long_heads = self.long_heads(s.queries, s.heads);
         let args = Args::new()
@@ -104,6 +101,11 @@ impl Flash {
         };
         (0..=heads).rev().min_by_key(last_end).unwrap_or(heads)
     }
+}
+
+/// Which of the cuts takes least time. By keys alone: a row's bits depend on the cut, and are the same on one GPU and on several.
+fn cut_for(keys: u64) -> usize {
+    usize::from(CUTS[1].time(keys) < CUTS[0].time(keys))
 }
 
 /// What a tile takes in which so many warpgroups have rows, in hundredths of one of all three: they share the tensor cores.
@@ -164,11 +166,10 @@ mod tests {
     use crate::first_gpu::first_gpu;
 
     #[test]
-    fn the_cut_that_leaves_fewest_keys_beyond_the_end_is_taken() {
-        let keys_of = |keys: u64| CUTS.into_iter().min_by_key(|c| c.time(keys)).map(|c| c.keys);
+    fn the_cut_that_takes_least_time_is_taken() {
         // The model's own, at both sizes; text; images; one tile of each.
         for (keys, of_tile) in [(9360, 80), (4320, 80), (512, 64), (257, 80), (64, 64), (80, 80), (1, 64)] {
-            assert_eq!(keys_of(keys), Some(of_tile), "{keys} keys");
+            assert_eq!(CUTS[cut_for(keys)].keys, of_tile, "{keys} keys");
         }
     }
 
@@ -184,27 +185,41 @@ mod tests {
     const HEADS: usize = 2;
     const WIDTH: usize = HEADS * HEAD as usize;
 
-    /// Rows of all heads: numbers of a magnitude that swing, which no two rows share.
+    /// Rows of all heads, numbers that swing between a size and its negative.
     fn rows(n: usize, size: f32, seed: f32) -> Vec<f32> {
         (0..n * WIDTH).map(|i| widened(bf16(size * (i as f32 * 0.7331 + seed).sin()))).collect()
+    }
+
+    /// Keys that shrink towards the last: the first tile, which has the last of them, knows nothing of the highest scores.
+    fn falling(n: usize) -> Vec<f32> {
+        let row = |i: usize| 1.0 - (i / WIDTH) as f32 / n as f32;
+        rows(n, 2.0, 0.2).iter().enumerate().map(|(i, k)| widened(bf16(k * row(i)))).collect()
+    }
+
+    fn scores(q: &[f32], k: &[f32], head: usize) -> Vec<f64> {
+        let of = head * 128..(head + 1) * 128;
+        let score = |k: &[f32]| {
+            let pairs = q[of.clone()].iter().zip(&k[of.clone()]);
+            pairs.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() / 128_f64.sqrt()
+        };
+        k.chunks(WIDTH).map(score).collect()
+    }
+
+    fn most(scores: &[f64]) -> f64 {
+        scores.iter().copied().fold(f64::NEG_INFINITY, f64::max)
     }
 
     /// Attention in f64, of every head.
     fn by_hand(q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
         let mut out = vec![0.0; q.len()];
         for (q, out) in q.chunks(WIDTH).zip(out.chunks_mut(WIDTH)) {
-            for head in 0..HEADS {
-                let of = |row: usize| row * WIDTH + head * 128..row * WIDTH + (head + 1) * 128;
-                let score = |row: usize| {
-                    let pairs = q[of(0)].iter().zip(&k[of(row)]);
-                    pairs.map(|(a, b)| f64::from(a * b)).sum::<f64>() / 128_f64.sqrt()
-                };
-                let scores: Vec<f64> = (0..k.len() / WIDTH).map(score).collect();
-                let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let powers: Vec<f64> = scores.iter().map(|s| (s - most).exp()).collect();
+            for (head, out) in out.chunks_mut(128).enumerate() {
+                let scores = scores(q, k, head);
+                let powers: Vec<f64> = scores.iter().map(|s| (s - most(&scores)).exp()).collect();
                 let sum: f64 = powers.iter().sum();
-                for (c, out) in out[of(0)].iter_mut().enumerate() {
-                    let terms = powers.iter().enumerate().map(|(row, p)| p * f64::from(v[of(row).start + c]));
+                for (c, out) in out.iter_mut().enumerate() {
+                    let of_row = |row: &[f32]| f64::from(row[head * 128 + c]);
+                    let terms = powers.iter().zip(v.chunks(WIDTH)).map(|(p, row)| p * of_row(row));
                     *out = (terms.sum::<f64>() / sum) as f32;
                 }
             }
@@ -212,10 +227,34 @@ mod tests {
         out
     }
 
+    const QUERIES: usize = 300;
+    /// For both cuts, with a ragged end.
+    const KEYS: [usize; 2] = [185, 235];
+    /// Of q, and which powers of two the highest scores then have by what the first tile knows: low ones, ones that are divided, ones that
+    /// no float holds.
+    const SIZES: [(f32, std::ops::Range<f64>); 4] =
+        [(1.0, 0.0..20.0), (2.5, 25.0..95.0), (20.0, 101.0..500.0), (300.0, 500.0..9000.0)];
+
     #[test]
-    fn scores_of_any_spread_are_weighed_and_a_row_is_the_same_among_others() {
+    fn sizes_are_of_every_kind() {
+        for (keys, (size, powers)) in KEYS.into_iter().flat_map(|keys| SIZES.map(|of| (keys, of))) {
+            let (q, k) = (rows(QUERIES, size, 0.1), falling(keys));
+            let tile = CUTS[cut_for(keys as u64)].keys as usize;
+            let known = (keys - 1) / tile * tile;
+            let beyond = |q: &[f32]| {
+                let scores = scores(q, &k, 0);
+                (most(&scores) - most(&scores[known..])) * std::f64::consts::LOG2_E
+            };
+            let highest = q.chunks(WIDTH).map(beyond).fold(0.0, f64::max);
+            assert!(powers.contains(&highest), "{keys} keys, q of {size}: two to the {highest}");
+        }
+    }
+
+    #[test]
+    fn scores_far_apart_are_weighed_and_a_row_is_the_same_among_others() {
         let Some(mut gpu) = first_gpu() else { return };
-        let Some(flash) = Flash::new(&mut gpu.compiler, gpu.capability, gpu.multiprocessors).unwrap() else {
+        let Some(mut flash) = Flash::new(&mut gpu.compiler, gpu.capability, gpu.multiprocessors).unwrap()
+        else {
             eprintln!("skipped: not a Hopper");
             return;
         };
@@ -225,40 +264,39 @@ mod tests {
             memory
         };
         let stream = Stream::new(false).unwrap();
-        // By size of q: powers near one, high ones, and ones that no float holds. By keys: both cuts, with a ragged end.
-        for (queries, keys) in [(300, 185), (300, 235)] {
-            for size in [1.0, 2.5, 20.0, 300.0] {
-                let (q, k, v) = (rows(queries, size, 0.1), rows(keys, 2.0, 0.2), rows(keys, 1.0, 0.3));
-                let [at_q, at_k, at_v] = [&q, &k, &v].map(|x| on_device(x));
-                let run = |skip: usize| {
-                    let out = on_device(&vec![f32::NAN; q.len()]);
-                    let n = queries - skip;
-                    let s = Shape { queries: n as u64, keys: keys as u64, heads: 2, head: HEAD, sums: false };
-                    let from = at_q.at() + (2 * skip * WIDTH) as u64;
-                    let at = At { q: from, k: at_k.at(), v: at_v.at(), out: out.at(), sums: 0 };
-                    flash.run(s, at, None, &stream).unwrap();
-                    let end = Event::new().unwrap();
-                    stream.record(&end).unwrap();
-                    while !end.passed().unwrap() {}
-                    let mut made = vec![0_u16; n * WIDTH];
-                    download(&mut made, out.at()).unwrap();
-                    made
-                };
-                let all = run(0);
-                let error = |(made, want): (&u16, f32)| (widened(*made) - want).abs();
-                let worst = all.iter().zip(by_hand(&q, &k, &v)).map(error).fold(0.0, f32::max);
-                assert!(worst < 0.02, "{keys} keys, q of {size}: an error of {worst}");
+        for (keys, (size, _)) in KEYS.into_iter().flat_map(|keys| SIZES.map(|of| (keys, of))) {
+            let (q, k, v) = (rows(QUERIES, size, 0.1), falling(keys), rows(keys, 1.0, 0.3));
+            let [at_q, at_k, at_v] = [&q, &k, &v].map(|x| on_device(x));
+            let run = |flash: &Flash, skip: usize| {
+                let out = on_device(&vec![f32::NAN; q.len()]);
+                let n = QUERIES - skip;
+                let s = Shape { queries: n as u64, keys: keys as u64, heads: 2, head: HEAD, sums: false };
+                let from = at_q.at() + (2 * skip * WIDTH) as u64;
+                let at = At { q: from, k: at_k.at(), v: at_v.at(), out: out.at(), sums: 0 };
+                flash.run(s, at, None, &stream).unwrap();
+                let end = Event::new().unwrap();
+                stream.record(&end).unwrap();
+                while !end.passed().unwrap() {}
+                let mut made = vec![0_u16; n * WIDTH];
+                download(&mut made, out.at()).unwrap();
+                made
+            };
+            let told = format!("{keys} keys, q of {size}");
+            let all = run(&flash, 0);
+            assert!(all.iter().all(|x| widened(*x).is_finite()), "{told}: not all are numbers");
+            let error = |(made, want): (&u16, f32)| (widened(*made) - want).abs();
+            let worst = all.iter().zip(by_hand(&q, &k, &v)).map(error).fold(0.0, f32::max);
+            assert!(worst < 0.02, "{told}: an error of {worst}");
+            for skip in [1, 37, 64] {
                 assert!(
-                    all.iter().all(|x| widened(*x).is_finite()),
-                    "{keys} keys, q of {size}: not all are numbers"
+                    run(&flash, skip) == all[skip * WIDTH..],
+                    "{told}: other bits among {skip} rows less"
                 );
-                for skip in [1, 37, 64] {
-                    assert!(
-                        run(skip) == all[skip * WIDTH..],
-                        "{keys} keys, q of {size}: other bits among {skip} rows less"
-                    );
-                }
             }
+            // One block takes all tiles, those of three warpgroups.
+            let multiprocessors = std::mem::replace(&mut flash.multiprocessors, 1);
+            assert!(run(&flash, 0) == all, "{told}: other bits in longer tiles");
+            flash.multiprocessors = multiprocessors;
         }
     }
 }

@@ -170,7 +170,7 @@ def correct(name):
             tol = max(2 * eb, 0.01 * to.abs().max().item(), 1e-3)
             m, ml = e.max().item(), el.max().item()
             worst, worst_l = max(worst, m / max(eb, 1e-9)), max(worst_l, ml)
-            if not (m <= tol and ml < 2e-4 * max(1, tl.abs().max().item())):
+            if not (m <= tol and ml < 2e-4 + 1e-6 * tl.abs().max().item()):
                 bad += 1
                 print(f"  {name} N={n} R={r} H={h} spread={spread}: max error {m:.3e} (torch {eb:.3e}) lse {ml:.3e}")
                 if not m <= tol: report(kern, e, tol)
@@ -195,12 +195,12 @@ def correct(name):
                 if not (torch.equal(o[cut:], o2) and torch.equal(l[:, cut:], l2)): bad += 1; print(f"  {name}: rows differ when cut by {cut}: {(o[cut:] != o2).any(1).sum().item()} rows")
             one = [x[:, 128:256].contiguous() for x in (q, k, v)]
             o2, l2 = run(kern, *one, 1)
-            if not torch.equal(o[:, 128:256], o2): bad += 1; print(f"  {name}: differs by heads")
+            if not (torch.equal(o[:, 128:256], o2) and torch.equal(l[1:2], l2)): bad += 1; print(f"  {name}: differs by heads")
             for _ in range(20):
                 o2, l2 = run(kern, q, k, v, 4)
-                if not torch.equal(o, o2): bad += 1; print(f"  {name}: differs between runs"); break
+                if not (torch.equal(o, o2) and torch.equal(l, l2)): bad += 1; print(f"  {name}: differs between runs"); break
             # Nor on how long its tile is.
-            for long_heads in (0, 1, 3):
+            for long_heads in (1, 3, 4):
                 o2, l2 = run(kern, q, k, v, 4, long_heads=long_heads)
                 if not (torch.equal(o, o2) and torch.equal(l, l2)): bad += 1; print(f"  {name}: differs when {long_heads} of 4 heads have longer tiles")
             o2, _ = run(kern, q, k, v, 4, False)

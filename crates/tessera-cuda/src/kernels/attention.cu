@@ -85,6 +85,8 @@ __device__ __forceinline__ void scores_step(float (&s)[PER_THREAD], u64 q, u64 k
     FROM_SHARED("64", T32, R32, "%32", "%33", "%34");
 #elif KEYS == 80
     FROM_SHARED("80", T40, R40, "%40", "%41", "%42");
+#else
+#error no products of so many keys
 #endif
 }
 __device__ __forceinline__ void scores_step(float (&s)[PER_THREAD], const u32 *q, u64 k, int more) {
@@ -120,7 +122,7 @@ struct Rows {
                      : "r"(piece(at, Q_HALF, row, 2 * i + lane / 16))
                      : "memory");
     }
-    __device__ __forceinline__ void hold() {
+    __device__ __forceinline__ void keep() {
 #pragma unroll
         for (int i = 0; i < HELD; i++) {
             u32 x[4];
@@ -161,7 +163,7 @@ __device__ __forceinline__ void pack(u32 (&p)[KEYS / 4], const float (&s)[PER_TH
 
 // What a thread knows of its two rows, 8 apart.
 struct Softmax {
-    // A score's power of two is SCALE_LOG2 of it and the offset.
+    // Of a score: two to the SCALE_LOG2 times it plus the row's offset.
     float offset[2], sum[2], by[2];
 
     // The most that a row has, of what its four threads have.
@@ -169,8 +171,8 @@ struct Softmax {
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         return fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
     }
-    // The offset by which the highest of these scores has the power one.
-    __device__ __forceinline__ static float lowest_offset(const float (&s)[PER_THREAD], int r) {
+    // The offset by which the highest of a row's scores has the power one.
+    __device__ __forceinline__ static float offset_of_highest(const float (&s)[PER_THREAD], int r) {
         float a = fmaxf(s[2 * r], s[2 * r + 1]), b = fmaxf(s[2 * r + 4], s[2 * r + 5]);
 #pragma unroll
         for (int i = 8; i < PER_THREAD; i += 8) {
@@ -189,12 +191,12 @@ struct Softmax {
             s[i] = power(fmaf(s[i], SCALE_LOG2, offset[r]));
             tile[r] = i == 2 * r ? s[i] : tile[r] + s[i];
         }
-        // All of it before what is waited for next.
+        // All of it before P V is waited for.
         asm volatile("" : "+f"(tile[0]), "+f"(tile[1])::"memory");
     }
 
     __device__ __forceinline__ void begin(float (&s)[PER_THREAD]) {
-        offset[0] = lowest_offset(s, 0), offset[1] = lowest_offset(s, 1);
+        offset[0] = offset_of_highest(s, 0), offset[1] = offset_of_highest(s, 1);
         powers(s, sum);
     }
 
@@ -206,11 +208,7 @@ struct Softmax {
         if (high) {
             by[0] = by[1] = 1.0f;
             bool lost[2] = {of_row(tile[0]) >= LOST, of_row(tile[1]) >= LOST};
-            if (__any_sync(0xffffffffu, lost[0] || lost[1])) {
-                // What P V reads is free for what follows.
-                products_wait<0>();
-                again(s, tile, lost, q, k);
-            }
+            if (__any_sync(0xffffffffu, lost[0] || lost[1])) again(s, tile, lost, q, k);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 float most = of_row(tile[r]);
@@ -255,7 +253,7 @@ struct Softmax {
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            float other = lowest_offset(s, r);
+            float other = offset_of_highest(s, r);
             other = lost[r] ? other : offset[r];
             by[r] = power(other - offset[r]);
             offset[r] = other;
@@ -363,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             Softmax softmax;
 
             await(&bars.q_full, round);
-            q.hold();
+            q.keep();
             await(&bars.k_full[at.stage], at.round);
             hold(s);
             scores(s, q, k + at.stage * (TILE_BYTES >> 4));
