@@ -74,7 +74,7 @@ impl Stat {
     }
 }
 
-/// Every living process with this mark.
+/// Every living process with this mark. One that just becomes another program has none for that moment.
 pub fn marked(nonce: &str) -> Vec<Process> {
     let entry = format!("{MARK}={nonce}");
     let Ok(list) = fs::read_dir("/proc") else { return Vec::new() };
@@ -176,6 +176,14 @@ mod tests {
 
     use super::*;
 
+    fn until(seen: impl Fn() -> bool) {
+        let since = Instant::now();
+        while !seen() {
+            assert!(since.elapsed() < Duration::from_secs(20), "they were not started");
+            std::thread::sleep(LOOK);
+        }
+    }
+
     #[test]
     fn a_process_without_its_parent_is_found_and_waited_for() {
         let nonce = nonce();
@@ -184,7 +192,8 @@ mod tests {
         let shell = Command::new("sh").args(["-c", script]).env(MARK, &nonce).output().expect("a shell");
         let pid: u32 = String::from_utf8_lossy(&shell.stdout).trim().parse().expect("a process id");
         let orphan = Process::of(pid).expect("it lives");
-        assert_eq!(marked(&nonce), [orphan]);
+        // The shell may be gone before its child is `sleep`.
+        until(|| marked(&nonce) == [orphan]);
         assert!(marked("another").is_empty());
         let held = Held::of(orphan).expect("it lives");
         assert!(held.rss_kib > 0 && held.peak_kib >= held.rss_kib && held.threads == 1, "{held:?}");
@@ -207,11 +216,7 @@ mod tests {
             .stdout(Stdio::null())
             .spawn()
             .expect("a shell");
-        let since = Instant::now();
-        while ranks(launcher.id(), &nonce).len() < 2 {
-            assert!(since.elapsed() < Duration::from_secs(20), "they were not started");
-            std::thread::sleep(LOOK);
-        }
+        until(|| ranks(launcher.id(), &nonce).len() == 2);
         let both = ranks(launcher.id(), &nonce);
         assert!(both.keys().eq(&[0, 1]) && both[&0] < both[&1], "{both:?}");
         launcher.kill().expect("it lives");
