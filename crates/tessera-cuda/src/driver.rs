@@ -397,6 +397,15 @@ impl Stream {
         }?)
     }
 
+    /// Until what was launched so far is done, which the event marks.
+    pub(crate) fn finish(&self, end: &Event) -> Done<()> {
+        self.record(end)?;
+        while !end.passed()? {
+            std::hint::spin_loop();
+        }
+        Ok(())
+    }
+
     /// From here on work of this stream, and of streams that come to wait for it, is recorded and not done.
     pub(crate) fn begin_capture(&self) -> Done<()> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;

@@ -270,13 +270,12 @@ mod tests {
             let run = |flash: &Flash, skip: usize| {
                 let out = on_device(&vec![f32::NAN; q.len()]);
                 let n = QUERIES - skip;
-                let s = Shape { queries: n as u64, keys: keys as u64, heads: 2, head: HEAD, sums: false };
+                let (queries, keys) = (n as u64, keys as u64);
+                let s = Shape { queries, keys, heads: HEADS as u64, head: HEAD, sums: false };
                 let from = at_q.at() + (2 * skip * WIDTH) as u64;
                 let at = At { q: from, k: at_k.at(), v: at_v.at(), out: out.at(), sums: 0 };
                 flash.run(s, at, None, &stream).unwrap();
-                let end = Event::new().unwrap();
-                stream.record(&end).unwrap();
-                while !end.passed().unwrap() {}
+                stream.finish(&Event::new().unwrap()).unwrap();
                 let mut made = vec![0_u16; n * WIDTH];
                 download(&mut made, out.at()).unwrap();
                 made

@@ -178,7 +178,7 @@ impl Trial {
                 self.stream.copy(self.results[1], self.results[0], copied_bytes as usize)?;
             }
         }
-        self.wait_for(&end)?;
+        self.stream.finish(&end)?;
         begin.until_ms(&end)
     }
 
@@ -202,17 +202,8 @@ impl Trial {
     fn result(&self, products: &Products, plan: &Plan, which: usize) -> Done<u64> {
         let out = self.results[which];
         products.launch(self.shape, plan, At { out, ..self.at }, &self.stream)?;
-        self.wait_for(&Event::new()?)?;
+        self.stream.finish(&Event::new()?)?;
         Ok(out)
-    }
-
-    /// Until the stream has come to its end, which the event marks.
-    fn wait_for(&self, end: &Event) -> Done<()> {
-        self.stream.record(end)?;
-        while !end.passed()? {
-            std::hint::spin_loop();
-        }
-        Ok(())
     }
 
     fn same(&self, a: u64, b: u64) -> Done<bool> {
@@ -335,7 +326,7 @@ mod tests {
         let Here { products, compiler, .. } = here;
         products.prepare(s, compiler).unwrap();
         products.run(products.form(s), at, &trial.stream).unwrap();
-        trial.wait_for(&Event::new().unwrap()).unwrap();
+        trial.stream.finish(&Event::new().unwrap()).unwrap();
         read(at.out, s)
     }
 
@@ -423,7 +414,7 @@ mod tests {
                 // Each column with a scale of its own.
                 if dtype == DType::E4m3 {
                     let scales: Vec<f32> = (0..whole.columns).map(|i| 1.0 + i as f32 / 1e5).collect();
-                    trial.wait_for(&Event::new().unwrap()).unwrap();
+                    trial.stream.finish(&Event::new().unwrap()).unwrap();
                     upload(trial.at.scales.1, &scales).unwrap();
                 }
                 let many = result_of(&mut here, whole, &trial, trial.at);
@@ -463,7 +454,7 @@ mod tests {
         let s = Shape { residual: false, ..trial.shape };
         let plan = products.plan(s, None).unwrap();
         products.launch(s, &plan, trial.at, &trial.stream).unwrap();
-        trial.wait_for(&Event::new().unwrap()).unwrap();
+        trial.stream.finish(&Event::new().unwrap()).unwrap();
         let made = numbers(&read(trial.at.out, s));
         if !trial.shape.residual {
             return made;
@@ -497,7 +488,7 @@ mod tests {
                         }
                         let residual = if inside { at.out } else { at.residual };
                         own.run(cut, s, At { residual, ..at }, &trial.stream).unwrap();
-                        trial.wait_for(&Event::new().unwrap()).unwrap();
+                        trial.stream.finish(&Event::new().unwrap()).unwrap();
                         // As numbers: zeros of both signs are one.
                         let here = numbers(&read(at.out, s));
                         let others = want.iter().zip(&here).filter(|(a, b)| a != b).count();
@@ -526,7 +517,7 @@ mod tests {
                 own.prepare(&mut compiler, cut).unwrap();
                 own.run(cut, s, trial.at, &trial.stream).unwrap();
                 own.run(cut, s, At { out: trial.results[1], away, ..trial.at }, &trial.stream).unwrap();
-                trial.wait_for(&Event::new().unwrap()).unwrap();
+                trial.stream.finish(&Event::new().unwrap()).unwrap();
                 let (want, here) = (read(trial.results[0], s), read(trial.results[1], s));
                 let there = read(elsewhere.at() + 256 + row * apart.columns * 2, apart);
                 let (first, last) = (2 * first as usize, 2 * last as usize);
