@@ -4,9 +4,9 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
-use tessera_filetests::hostile::{self, Seeds};
+use tessera_filetests::hostile::{self, SeedCorpus};
 
-static SEEDS: OnceLock<Seeds> = OnceLock::new();
+static SEEDS: OnceLock<SeedCorpus> = OnceLock::new();
 
 /// Texts of every `.tir` file, in order of their paths, so that a finding can be run again.
 fn texts() -> Vec<String> {
@@ -27,4 +27,4 @@ fn texts() -> Vec<String> {
     files.iter().map(|f| std::fs::read_to_string(f).expect("text")).collect()
 }
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| hostile::plan(bytes, SEEDS.get_or_init(|| Seeds::of(texts()))));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| hostile::fuzz_plan(bytes, SEEDS.get_or_init(|| SeedCorpus::from_texts(texts()))));

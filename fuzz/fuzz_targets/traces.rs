@@ -1,4 +1,4 @@
 //! Any bytes as calls that build traces.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tessera_filetests::hostile::traces(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tessera_filetests::hostile::fuzz_traces(bytes));

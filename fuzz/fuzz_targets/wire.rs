@@ -1,4 +1,4 @@
 //! Any bytes as what comes over a socket.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tessera_filetests::hostile::wire(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tessera_filetests::hostile::fuzz_wire(bytes));

@@ -1,9 +1,11 @@
-"""Times one steady chunk of the DiT on the CPU with PyTorch: all denoise forwards over the cached context, then the
-clean pass that writes the next chunk's context. Prints one JSON line.
+"""Times one steady chunk of the DiT on the CPU with PyTorch and prints one JSON line.
 
-This is an inference path of its own, not tools/pytorch/wan.py, which is written to be read. It fuses q, k and v, keeps
-the K/V rows in place, projects the text once per prompt (not timed), makes one time embedding for all frames, which
-share t here, and leaves attention to scaled_dot_product_attention. Before timing it is compared with wan.py.
+A steady chunk consists of all denoise forwards over the cached context, and the clean forward that writes the next chunk's
+context.
+
+The program has its own inference path, because tools/pytorch/wan.py is written for readability. This path fuses the q, k and v
+projections, writes K/V rows in place, projects the text once per prompt (not timed), computes one time embedding for all frames,
+which share t here, and uses scaled_dot_product_attention. The program compares it with wan.py before it times anything.
 """
 
 import argparse
@@ -33,15 +35,17 @@ RANDOM_STREAM = {
 
 
 def rotate(x, rope):
-    """Turns the pairs of x [n, heads, pairs, 2] by rope [n, 1, pairs, (cos, sin)]."""
+    """Rotates the pairs of x [n, heads, pairs, 2] by rope [n, 1, pairs, (cos, sin)]."""
     if torch.compiler.is_compiling():
-        # The compiler fuses real arithmetic and has no code for complex.
+        # The compiler fuses real arithmetic but generates no code for complex numbers.
         (a, b), (cos, sin) = x.unbind(-1), rope.unbind(-1)
         return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
     return torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(rope))
 
 
 class Dit(torch.nn.Module):
+    """The DiT for inference at a fixed chunk size, with the weights of a `wan.Wan` model."""
+
     def __init__(self, model, frames, height, width, context_frames):
         super().__init__()
         cfg = model.cfg
@@ -53,10 +57,10 @@ class Dit(torch.nn.Module):
         self.layers = cfg.num_layers
 
         def keep(name, value):
-            # Parameters, so that torch.compile may freeze them as constants.
+            # torch.compile can freeze parameters as constants.
             setattr(self, name, torch.nn.Parameter(value.contiguous(), requires_grad=False))
 
-        # Rows (p, q, C): reading the latents in that order copies whole lines of half their width.
+        # The weight's rows are ordered (p, q, C): in this order `forward` copies contiguous half rows of the latents.
         keep("patch_w", w["patch_embedding.weight"].permute(2, 3, 4, 1, 0).flatten(0, 3))
         keep("patch_b", w["patch_embedding.bias"])
         for short, name in (("time0", "time_embedding.0"), ("time2", "time_embedding.2"), ("proj", "time_projection.1")):
@@ -66,7 +70,7 @@ class Dit(torch.nn.Module):
         keep("head_b", w["head.head.bias"][:, None])
         half = cfg.freq_dim // 2
         self.register_buffer("rates", 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half))
-        # The 1 of (1 + scale) is added to the table once.
+        # Add the 1 of (1 + scale) to the modulation table once.
         one = torch.tensor([0.0, 1, 0, 0, 1, 0])[:, None]
         keep("modulation", torch.cat([w[f"blocks.{i}.modulation"] for i in range(self.layers)]) + one)
         keep("head_modulation", w["head.modulation"][0] + one[:2])
@@ -85,14 +89,14 @@ class Dit(torch.nn.Module):
             keep(f"cq_norm{i}", w[f"{b}.cross_attn.norm_q.weight"])
 
     def text(self, model, text):
-        """Cross-attention keys and values of every layer, [heads, rows, head_dim]: once per prompt."""
+        """Returns the cross-attention keys and values of every layer, [heads, rows, head_dim]; called once per prompt."""
         text = F.pad(text, (0, 0, 0, model.cfg.text_len - text.shape[0]))[None]
         text = model.text_embedding(text)
         split = lambda x: x.transpose(1, 2).contiguous()
         return [tuple(split(f(text)) for f in (b.cross_attn.keys, b.cross_attn.values)) for b in model.blocks]
 
     def cache(self):
-        """K and V rows of every layer: the context's, then the chunk's."""
+        """Returns an empty cache of K and V rows of every layer: first those of the context, then those of the chunk."""
         rows = self.context + self.frames * self.tokens
         return torch.zeros(self.layers, 2, rows, self.heads, self.head_dim)
 
@@ -110,7 +114,7 @@ class Dit(torch.nn.Module):
         h, w = self.grid
         d = self.heads * self.head_dim
         n = f * h * w
-        # Frames stacked are one tall image.
+        # Stack the frames as one tall image.
         x = x.view(c, f * h, 2, w, 2).permute(2, 4, 0, 1, 3).reshape(4 * c, n)
         x = torch.addmm(self.patch_b, x.t(), self.patch_w)[None]
 
@@ -160,21 +164,22 @@ def random_state(model):
 
 
 def compare(model, dit, forward, text, x):
-    """Two chunks by both paths; the second has the first one's clean rows as context."""
+    """Computes consecutive chunks by both paths, each with the clean rows of the one before as context, and returns the largest
+    relative error."""
     frames = dit.frames
     cache, cross, kv, worst = dit.cache(), dit.text(model, text), None, 0.0
     for chunk in range(dit.context // (frames * dit.tokens) + 1):
         for t in (937.5, 0.0):
-            want, own = model(x[None], torch.full((1, frames), t), text[None], start_frame=chunk * frames, kv=kv)
-            got = forward(x, torch.tensor([t]), dit.angles(chunk * frames), cross, cache)
+            expected, own = model(x[None], torch.full((1, frames), t), text[None], start_frame=chunk * frames, kv=kv)
+            output = forward(x, torch.tensor([t]), dit.angles(chunk * frames), cross, cache)
             if kv is not None:
-                worst = max(worst, ((got - want[0]).abs().max() / want.abs().max()).item())
+                worst = max(worst, ((output - expected[0]).abs().max() / expected.abs().max()).item())
         dit_rows = cache[:, :, dit.context:]
         for layer, rows in zip(own, dit_rows):
             if kv is not None:
                 worst = max(worst, *((a[0] - b).abs().max().item() / a.abs().max().item() for a, b in zip(layer, rows)))
         kv = own
-        # The fast path always has a full context, so its rows come from the reference here.
+        # The fast path always reads a full context, so fill it with the reference's rows.
         cache[:, :, :dit.context] = torch.stack([torch.stack([k[0], v[0]]) for k, v in own])
     return worst
 
@@ -182,12 +187,12 @@ def compare(model, dit, forward, text, x):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", type=Path, default=REPO / "models/demo")
-    source.add_argument("--random", action="store_true", help="random weights of the demo's default size")
-    parser.add_argument("--chunks", type=int, default=40)
-    parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="through torch.compile with frozen weights")
+    source.add_argument("--model", type=Path, default=REPO / "models/demo", help="model folder")
+    source.add_argument("--random", action="store_true", help="use a built-in configuration with random weights instead of a model")
+    parser.add_argument("--chunks", type=int, default=40, help="number of chunks to time")
+    parser.add_argument("--warmup", type=int, default=10, help="number of chunks before timing starts")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile with frozen weights")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -204,7 +209,7 @@ def main():
     stride, frames = stream["latent"]["stride"], stream["latent"]["chunk_frames"]
     height, width = stream["video"]["height"] // stride[1], stream["video"]["width"] // stride[2]
     context = stream["cache"]["window_frames"] - frames
-    assert stream["cache"]["mode"] == "resident" and context == frames, "one chunk of resident context"
+    assert stream["cache"]["mode"] == "resident" and context == frames, "the stream must have a resident cache with one chunk of context"
     schedule = stream["schedule"]
     levels = wan.sigmas(schedule["steps"], schedule["shift"], schedule["warp"])
     steps = [torch.tensor([1000 * level]) for level in levels.tolist()] + [torch.zeros(1)]
@@ -221,7 +226,7 @@ def main():
             inductor.freezing = True
             forward = torch.compile(dit, fullgraph=True, dynamic=False)
         error = compare(model, dit, forward, text, x)
-        assert error < 1e-4, f"the fast path is off by {error:.1e} of wan.py"
+        assert error < 1e-4, f"the fast path differs from wan.py by a relative error of {error:.1e}"
 
         cross, cache, start = dit.text(model, text), dit.cache(), frames
         cache.normal_(generator=gen)

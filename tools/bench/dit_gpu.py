@@ -1,13 +1,16 @@
-"""PyTorch's best at one denoise forward of a 14B video generator on 1 to 8 GPUs: compiled passes or blocks, cuDNN
-attention, NCCL, the whole forward replayed from a CUDA graph. Synthetic weights, one process per GPU.
+"""Times the fastest PyTorch implementation that we know of one denoise forward of a 14B video generator on 1 to 8 GPUs.
 
-A step is the 5 forwards of a chunk of 12 frames. Its time is the slowest rank's, by events on the device around the five
-replays; before each step the ranks meet on the device. FPS = 12 / median step.
+torch.compile compiles the elementwise and norm functions, or whole transformer blocks. Attention is cuDNN's, collectives are
+NCCL's, and a CUDA graph replays the whole forward. Weights are synthetic, and each GPU has one process.
 
---serve answers on standard output, one JSON object to a line: first {"ready": true, "points": {SIZE: {...}}, ...} when every
-size is built and the device is warm, then for each line "run SIZE STEPS" of standard input {"steps_ms": [...], ...}; "quit"
-or the end of input ends it. All sizes share one process per GPU and its weights; caches and graphs are each size's own.
---check compares with float64 by tools/pytorch/wan.py and times nothing; --dump writes such a case for others.
+A step is the 5 forwards of a chunk of 12 frames. The time of a step is that of the slowest rank, measured by device events around
+the five replays; the ranks synchronise on the device before each step. FPS = 12 / median step.
+
+With --serve the program writes one JSON object per line to standard output. The first is {"ready": true, "points": {SIZE: {...}},
+...}, as soon as every size is built and the device is warm. The program then answers each line "run SIZE STEPS" of standard input
+with {"steps_ms": [...], ...}, and ends at "quit" or at the end of input. All sizes share one process per GPU and its weights;
+each size has its own caches and graphs. --check compares the result with tools/pytorch/wan.py in float64 and times nothing;
+--dump writes such a reference case for other implementations.
 """
 
 import argparse
@@ -29,42 +32,42 @@ FORWARDS, FRAMES = 5, 12
 
 
 class Sampler:
-    """Clock, power and temperature of a device, while something runs."""
+    """Samples clock, power and temperature of a device inside a `with` block."""
 
     def __init__(self, index):
-        self.samples, self.handle, self.limit_w, self.driver = [], None, None, None
+        self.samples, self.nvml_device, self.limit_w, self.driver = [], None, None, None
         try:
             import pynvml
             import torch
             pynvml.nvmlInit()
             self.nvml = pynvml
-            # Its own number here need not be NVML's.
-            self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}".encode())
-            self.limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(self.handle) / 1e3
+            # CUDA and NVML may number the devices differently.
+            self.nvml_device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}".encode())
+            self.limit_w = pynvml.nvmlDeviceGetEnforcedPowerLimit(self.nvml_device) / 1e3
             driver = pynvml.nvmlSystemGetDriverVersion()
             self.driver = driver.decode() if isinstance(driver, bytes) else driver
         except Exception as e:
-            print(f"no clocks or power: {type(e).__name__} {e}", file=sys.stderr)
+            print(f"clock and power are not sampled: {type(e).__name__} {e}", file=sys.stderr)
 
     def __enter__(self):
-        self.samples, self.over = [], threading.Event()
+        self.samples, self.stopped = [], threading.Event()
         self.thread = threading.Thread(target=self.sample, daemon=True)
-        if self.handle is not None:
+        if self.nvml_device is not None:
             self.thread.start()
         return self
 
     def __exit__(self, *_):
-        self.over.set()
-        if self.handle is not None:
+        self.stopped.set()
+        if self.nvml_device is not None:
             self.thread.join()
 
     def sample(self):
         n = self.nvml
-        while not self.over.wait(0.1):
+        while not self.stopped.wait(0.1):
             try:
-                self.samples.append((n.nvmlDeviceGetClockInfo(self.handle, n.NVML_CLOCK_SM),
-                                     n.nvmlDeviceGetPowerUsage(self.handle) / 1e3,
-                                     n.nvmlDeviceGetTemperature(self.handle, n.NVML_TEMPERATURE_GPU)))
+                self.samples.append((n.nvmlDeviceGetClockInfo(self.nvml_device, n.NVML_CLOCK_SM),
+                                     n.nvmlDeviceGetPowerUsage(self.nvml_device) / 1e3,
+                                     n.nvmlDeviceGetTemperature(self.nvml_device, n.NVML_TEMPERATURE_GPU)))
             except Exception:
                 return
 
@@ -74,12 +77,12 @@ class Sampler:
         return dict(zip(("clock_mhz", "power_w", "temperature_c"), (round(statistics.median(x)) for x in zip(*self.samples))))
 
     def used_gib(self):
-        """Of the whole device, whoever uses it."""
-        return None if self.handle is None else round(self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used / 2**30, 2)
+        """Returns the memory in use on the whole device, by all processes."""
+        return None if self.nvml_device is None else round(self.nvml.nvmlDeviceGetMemoryInfo(self.nvml_device).used / 2**30, 2)
 
 
 class Rank:
-    """One GPU's side: builds, captures and replays."""
+    """Builds, captures and replays the forward on one GPU."""
 
     def __init__(self, rank, args, port):
         import torch
@@ -92,9 +95,9 @@ class Rank:
         else:
             torch.set_num_threads(1)
         if args.gpus > 1:
-            more = dict(device_id=self.device) if self.cuda else {}
+            device_option = dict(device_id=self.device) if self.cuda else {}
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo", rank=rank, world_size=args.gpus,
-                                                 init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(minutes=15), **more)
+                                                 init_method=f"tcp://127.0.0.1:{port}", timeout=timedelta(minutes=15), **device_option)
         self.sampler = Sampler(rank) if self.cuda else None
         self.forward = None
 
@@ -104,13 +107,13 @@ class Rank:
             torch.backends.cuda.preferred_blas_library(args.blas)
         dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[args.dtype]
         if self.cuda:
-            # Called before anything is compiled, so that attention is the same inside compiled blocks.
+            # Select the backend before the first compilation, so that compiled blocks use it too.
             self.backend = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
             if dtype == torch.bfloat16:
                 self.backend.__enter__()
         sizes = args.size.split(",")
         if len(sizes) > 1 and not args.eager:
-            # Each size has compiled forms of its own of the same functions.
+            # Each size has its own compiled versions of the same functions.
             from torch._dynamo import config
             config.recompile_limit *= len(sizes)
         self.built, points = {}, {}
@@ -128,25 +131,25 @@ class Rank:
 
     def build_size(self, size, dtype):
         torch, args = self.torch, self.args
-        began = time.time()
-        sizes = self.model.Sizes.of(size, args.layers, args.tiny)
+        start_time = time.time()
+        sizes = self.model.Sizes.for_picture(size, args.layers, args.tiny)
         self.source, self.graph = self.model.Source(sizes, args.seed, self.device, dtype), None
         self.forward = self.model.Forward(sizes, self.source, args.strategy, self.rank, args.gpus, args.cut,
                                           not args.eager, args.fp8, args.autotune, self.forward)
-        placed = time.time()
+        weights_time = time.time()
         if self.cuda:
-            # What drawing the weights left cached would count as the model's.
+            # Memory cached while the weights were drawn would count as the model's.
             torch.cuda.empty_cache()
-            if not args.no_tune and not args.fp8 and args.cut == "pieces":
-                self.forward.tune(self.time_us)
+            if not args.no_tune and not args.fp8 and args.cut == "split":
+                self.forward.tune(self.time_gemm_us)
             self.capture()
         else:
             self.forward.run()
         finite = bool(self.forward.x0.isfinite().all())
         assert finite, "the result is not finite"
-        facts = {"tokens": sizes.tokens, "place_s": round(placed - began, 1), "compile_s": round(time.time() - placed, 1)}
+        facts = {"tokens": sizes.tokens, "place_s": round(weights_time - start_time, 1), "compile_s": round(time.time() - weights_time, 1)}
         if self.cuda:
-            facts |= {"products": self.forward.products.choice, "products_us": self.forward.products.times}
+            facts |= {"gemms": self.forward.gemms.choice, "gemms_us": self.forward.gemms.times}
         return facts
 
     def memory(self):
@@ -164,7 +167,7 @@ class Rank:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks for events from a thread of its own meanwhile.
+        # NCCL's watchdog thread queries events during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             fn()
         torch.cuda.synchronize()
@@ -182,17 +185,17 @@ class Rank:
         self.forward.x0.zero_()
         self.graph.replay()
         torch.cuda.synchronize()
-        assert torch.allclose(eager, self.forward.x0, rtol=1e-2, atol=1e-2), "a replay gives something else"
+        assert torch.allclose(eager, self.forward.x0, rtol=1e-2, atol=1e-2), "a replay differs from the eager forward"
 
-    def time_us(self, fn):
-        """Of fn(0), ..., fn(15) in a graph, per call, under load."""
+    def time_gemm_us(self, fn):
+        """Returns the median time per call of fn(0), ..., fn(15), replayed from a CUDA graph under load."""
         torch = self.torch
 
-        def all_():
+        def call_all():
             for i in range(16):
                 fn(i)
 
-        graph = self.record(all_, 1)
+        graph = self.record(call_all, 1)
         a, b, spans = torch.cuda.Event(True), torch.cuda.Event(True), []
         end = time.time() + 0.4
         while time.time() < end or len(spans) < 3:
@@ -220,12 +223,12 @@ class Rank:
                     self.forward.run()
                 spans.append((time.perf_counter() - begin) * 1e3)
             return {"steps_ms": spans}
-        meet = torch.zeros(1, device=self.device)
+        barrier = torch.zeros(1, device=self.device)
         events = [(torch.cuda.Event(True), torch.cuda.Event(True)) for _ in range(steps)]
         with self.sampler:
             for begin, end in events:
                 if self.args.gpus > 1:
-                    torch.distributed.all_reduce(meet)
+                    torch.distributed.all_reduce(barrier)
                 begin.record()
                 for _ in range(FORWARDS):
                     self.replay()
@@ -235,7 +238,7 @@ class Rank:
 
     def check(self):
         self.replay()
-        return self.model.errors(self.forward, self.source)
+        return self.model.relative_errors(self.forward, self.source)
 
     def dump(self):
         self.replay()
@@ -243,7 +246,7 @@ class Rank:
         return {"dump": str(self.args.dump)}
 
     def profile(self):
-        """Time by kernel of one forward, for reading."""
+        """Returns a table of the time per kernel, for a person to read."""
         from torch.profiler import ProfilerActivity, profile
         with profile(activities=[ProfilerActivity.CUDA]) as p:
             for _ in range(2):
@@ -252,21 +255,21 @@ class Rank:
         return {"profile": p.key_averages().table(sort_by="device_time_total", row_limit=30, max_name_column_width=90)}
 
 
-def rank_main(rank, args, port, pipe, parent):
-    # Dies with its parent, however that ends.
+def run_rank(rank, args, port, pipe, parent):
+    # Linux kills this process when its parent ends, however the parent ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Standard output is the protocol's.
+    # Standard output is reserved for the protocol; send prints to standard error.
     os.dup2(2, 1)
     try:
         import torch
         with torch.no_grad():
-            side = Rank(rank, args, port)
+            worker = Rank(rank, args, port)
             while True:
-                what, *more = pipe.recv()
-                pipe.send(getattr(side, what)(*more))
+                method, *arguments = pipe.recv()
+                pipe.send(getattr(worker, method)(*arguments))
     except EOFError:
         os._exit(0)
     except BaseException:
@@ -275,7 +278,7 @@ def rank_main(rank, args, port, pipe, parent):
 
 
 class Ranks:
-    """All processes of one configuration. Any that dies ends them all."""
+    """All rank processes of one configuration. If one ends, all are killed."""
 
     def __init__(self, args):
         with socket.socket() as s:
@@ -283,44 +286,45 @@ class Ranks:
             port = s.getsockname()[1]
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
         os.environ.setdefault("OMP_NUM_THREADS", "4")
-        # Ranks end by _exit, since NCCL's own end may wait for ever.
+        # Ranks end by _exit, because NCCL's teardown may hang; the resource tracker would warn about that.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
         context = get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(args.gpus):
-            mine, its = context.Pipe()
-            p = context.Process(target=rank_main, args=(rank, args, port, its, os.getpid()))
+            parent_end, child_end = context.Pipe()
+            p = context.Process(target=run_rank, args=(rank, args, port, child_end, os.getpid()))
             p.start()
-            its.close()
-            self.pipes.append(mine)
+            child_end.close()
+            self.pipes.append(parent_end)
             self.processes.append(p)
 
-    def ask(self, *what, timeout_s=900):
+    def request(self, *call, timeout_s=900):
+        """Calls a method of `Rank` on all ranks and returns their answers in rank order."""
         for pipe in self.pipes:
             try:
-                pipe.send(what)
+                pipe.send(call)
             except OSError:
-                self.fail(what)
+                self.fail(call)
         answers, end = {}, time.time() + timeout_s
         while len(answers) < len(self.pipes):
-            waiting = {p: r for r, p in enumerate(self.pipes) if r not in answers}
-            ready = connection.wait([*waiting, *(p.sentinel for p in self.processes)], max(0, end - time.time()))
+            pending = {p: r for r, p in enumerate(self.pipes) if r not in answers}
+            ready = connection.wait([*pending, *(p.sentinel for p in self.processes)], max(0, end - time.time()))
             if not ready:
-                self.fail(what, f"no answer within {timeout_s} s")
-            for pipe in (p for p in ready if p in waiting):
+                self.fail(call, f"no answer within {timeout_s} s")
+            for pipe in (p for p in ready if p in pending):
                 try:
-                    answers[waiting[pipe]] = pipe.recv()
+                    answers[pending[pipe]] = pipe.recv()
                 except (EOFError, OSError):
-                    self.fail(what)
-            if all(p not in waiting for p in ready):
-                self.fail(what)
+                    self.fail(call)
+            if all(p not in pending for p in ready):
+                self.fail(call)
         return [answers[r] for r in range(len(self.pipes))]
 
-    def fail(self, what, why=None):
+    def fail(self, call, why=None):
         time.sleep(0.5)
         dead = {r: p.exitcode for r, p in enumerate(self.processes) if p.exitcode is not None}
         self.kill()
-        sys.exit(f"dit_gpu: {why or f'ranks ended (rank: status): {dead}'} at {' '.join(map(str, what))}")
+        sys.exit(f"dit_gpu: {why or f'ranks ended (rank: exit status): {dead}'} during {' '.join(map(str, call))}")
 
     def kill(self):
         for p in self.processes:
@@ -336,7 +340,7 @@ class Ranks:
         self.kill()
 
     def run(self, size, steps):
-        answers = self.ask("run", size, steps)
+        answers = self.request("run", size, steps)
         steps_ms = [round(max(x), 3) for x in zip(*(a["steps_ms"] for a in answers))]
         result = {"steps_ms": steps_ms}
         if answers[0].get("device"):
@@ -348,21 +352,22 @@ class Ranks:
         return result
 
 
-def lines(ranks):
-    """Lines of standard input; ends with it, or with a rank."""
-    rest = b""
+def stdin_lines(ranks):
+    """Yields the lines of standard input until it ends; exits if a rank ends."""
+    unfinished = b""
     while True:
         ready = connection.wait([0, *(p.sentinel for p in ranks.processes)])
         if any(r != 0 for r in ready):
             ranks.fail(("idle",))
-        more = os.read(0, 65536)
-        if not more:
+        received = os.read(0, 65536)
+        if not received:
             return
-        *whole, rest = (rest + more).split(b"\n")
-        yield from (line.decode().strip() for line in whole)
+        *complete, unfinished = (unfinished + received).split(b"\n")
+        yield from (line.decode().strip() for line in complete)
 
 
-def say(result, path=None):
+def emit(result, path=None):
+    """Prints a result as one JSON line, and appends it to the file at `path` if there is one."""
     line = json.dumps(result)
     print(line, flush=True)
     if path:
@@ -370,90 +375,92 @@ def say(result, path=None):
             file.write(line + "\n")
 
 
-def one(args):
+def run_configuration(args):
     facts = {"side": "pytorch", "strategy": args.strategy if args.gpus > 1 else "one", "gpus": args.gpus, "size": args.size,
              "dtype": "fp8" if args.fp8 else args.dtype, "cut": args.cut, "graph": not args.no_graph}
     ranks = Ranks(args)
     try:
-        facts |= ranks.ask("build")[0]
+        facts |= ranks.request("build")[0]
         sizes = args.size.split(",")
         if not args.serve:
             facts |= facts.pop("points")[args.size]
         if args.dump:
-            return say(facts | ranks.ask("dump")[0], args.out)
+            return emit(facts | ranks.request("dump")[0], args.out)
         if args.check:
-            each = ranks.ask("check")
-            worst = {name: [float(f"{max(e[name][j] for e in each):.2e}") for j in (0, 1)] for name in each[0]}
-            say(facts | {"relative_error_max_and_rms": worst}, args.out)
+            errors = ranks.request("check")
+            worst = {name: [float(f"{max(e[name][j] for e in errors):.2e}") for j in (0, 1)] for name in errors[0]}
+            emit(facts | {"relative_error_max_and_rms": worst}, args.out)
             bound = args.bound or (0.12 if args.fp8 else 2e-2 if args.dtype == "bf16" else 1e-5)
             if any(e[1] > bound for e in worst.values()):
-                sys.exit(f"dit_gpu: further from float64 than {bound}")
+                sys.exit(f"dit_gpu: the error relative to float64 exceeds {bound}")
             return
         if args.profile:
-            print(ranks.ask("profile")[0]["profile"])
+            print(ranks.request("profile")[0]["profile"])
             return
-        # H200s begin cool and fast, and are slowed by their power limit after a second or two.
+        # A cool H200 starts at a high clock; after a second or two its power limit lowers the clock.
         first = ranks.run(sizes[0], 2)["steps_ms"][-1]
         ranks.run(sizes[0], max(1, round(args.warm_s * 1e3 / first)))
         if args.serve:
-            say({"ready": True} | facts | {"forwards": FORWARDS, "frames": FRAMES})
-            for line in lines(ranks):
+            emit({"ready": True} | facts | {"forwards": FORWARDS, "frames": FRAMES})
+            for line in stdin_lines(ranks):
                 match line.split():
                     case ["run", size, steps] if size in sizes and steps.isdigit() and 0 < int(steps) <= 100_000:
-                        say(ranks.run(size, int(steps)))
+                        emit(ranks.run(size, int(steps)))
                     case ["quit"]:
                         return
                     case []:
                         pass
                     case _:
-                        sys.exit(f"dit_gpu: not understood: {line!r}")
+                        sys.exit(f"dit_gpu: unknown request: {line!r}")
             return
         result = ranks.run(args.size, args.steps)
         spans = sorted(result.pop("steps_ms"))
-        at = lambda q: round(spans[min(len(spans) - 1, int(q * len(spans)))], 3)
+        quantile = lambda q: round(spans[min(len(spans) - 1, int(q * len(spans)))], 3)
         median = statistics.median(spans)
-        say(facts | {"median_ms": round(median, 3), "p10_ms": at(0.1), "p90_ms": at(0.9), "fps": round(FRAMES * 1e3 / median, 3),
+        emit(facts | {"median_ms": round(median, 3), "p10_ms": quantile(0.1), "p90_ms": quantile(0.9), "fps": round(FRAMES * 1e3 / median, 3),
                      "steps": len(spans)} | result, args.out)
     finally:
         ranks.quit()
 
 
 def main():
-    # Once for itself and the processes it starts: a kill must not leave them.
+    # Exit by SystemExit, so that the `finally` of run_configuration also ends the rank processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--gpus", type=int, default=1)
-    p.add_argument("--size", default="480x832", help="HxW in pixels, or several by commas")
-    p.add_argument("--strategy", default="ulysses", help="ulysses or megatron, or both by a comma")
-    p.add_argument("--cut", choices=["pieces", "block"], default="pieces", help="what torch.compile sees at once")
-    p.add_argument("--layers", type=int, help="blocks, instead of 40")
-    p.add_argument("--steps", type=int, default=30)
-    p.add_argument("--warm-s", type=float, default=5.0)
-    p.add_argument("--dtype", choices=["bf16", "f32"], help="default: bf16, f32 on the CPU")
-    p.add_argument("--fp8", action="store_true", help="products in e4m3, scaled by rows")
-    p.add_argument("--autotune", action="store_true", help="let inductor search products too (minutes)")
-    p.add_argument("--no-tune", action="store_true", help="do not choose among eager ways to make a product")
-    p.add_argument("--blas", choices=["default", "cublas", "cublaslt"], default="default")
-    p.add_argument("--no-graph", action="store_true")
-    p.add_argument("--eager", action="store_true", help="nothing compiled")
+    p.add_argument("--gpus", type=int, default=1, help="number of GPUs")
+    p.add_argument("--size", default="480x832", help="HxW in pixels; separate several sizes by commas")
+    p.add_argument("--strategy", default="ulysses", help="ulysses, megatron, or both separated by a comma")
+    p.add_argument("--cut", choices=["split", "block"], default="split",
+                   help="scope of torch.compile: each elementwise or norm function by itself, with GEMMs and attention as library "
+                        "calls between them (split), or a whole transformer block (block)")
+    p.add_argument("--layers", type=int, help="number of transformer blocks (default: 40)")
+    p.add_argument("--steps", type=int, default=30, help="number of steps to measure")
+    p.add_argument("--warm-s", type=float, default=5.0, help="warm-up in seconds")
+    p.add_argument("--dtype", choices=["bf16", "f32"], help="default: bf16 on GPUs, f32 on the CPU")
+    p.add_argument("--fp8", action="store_true", help="GEMMs in e4m3 with one scale per row")
+    p.add_argument("--autotune", action="store_true", help="let Inductor autotune GEMMs too (takes minutes)")
+    p.add_argument("--no-tune", action="store_true", help="do not time the alternatives for each eager GEMM")
+    p.add_argument("--blas", choices=["default", "cublas", "cublaslt"], default="default", help="BLAS library that PyTorch prefers")
+    p.add_argument("--no-graph", action="store_true", help="run forwards without a CUDA graph")
+    p.add_argument("--eager", action="store_true", help="compile nothing")
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    p.add_argument("--tiny", action="store_true", help="a small model of the same form")
-    p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--serve", action="store_true")
-    p.add_argument("--check", action="store_true")
-    p.add_argument("--bound", type=float, help="of --check")
-    p.add_argument("--dump", type=Path, help="a folder")
-    p.add_argument("--profile", action="store_true")
-    p.add_argument("--out", type=Path, help="also append results here")
+    p.add_argument("--tiny", action="store_true", help="a small model with the same structure")
+    p.add_argument("--seed", type=int, default=1, help="seed of the synthetic weights and inputs")
+    p.add_argument("--serve", action="store_true", help="answer requests on standard input, as described above")
+    p.add_argument("--check", action="store_true", help="compare the result with float64 instead of timing")
+    p.add_argument("--bound", type=float, help="maximum relative rms error that --check accepts")
+    p.add_argument("--dump", type=Path, help="folder to write a reference case to")
+    p.add_argument("--profile", action="store_true", help="print the time per kernel of two forwards")
+    p.add_argument("--out", type=Path, help="also append the results to this file")
     args = p.parse_args()
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "f32")
     if args.dump and args.gpus > 1:
-        p.error("--dump is for one GPU")
+        p.error("--dump needs one GPU")
     if args.serve and "," in args.strategy:
-        p.error("--serve is for one strategy")
+        p.error("--serve accepts one strategy")
     for size in [args.size] if args.serve else args.size.split(","):
         for strategy in args.strategy.split(",") if args.gpus > 1 else ["ulysses"]:
-            one(argparse.Namespace(**vars(args) | {"size": size, "strategy": strategy}))
+            run_configuration(argparse.Namespace(**vars(args) | {"size": size, "strategy": strategy}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Times the same DiT chunk in Rust and in PyTorch, alternately so that both see the same machine, and prints the ratio."""
+"""Times the same DiT chunk in Rust and in PyTorch and prints the ratio.
+
+The two sides run alternately, so that changes of the machine's load and temperature affect both.
+"""
 
 import argparse
 import json
@@ -11,21 +14,22 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 
 
-def last_json(command):
+def run_json(command):
+    """Runs a command and returns the JSON object on its last line."""
     done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        sys.exit(f"failed ({done.returncode}): {' '.join(map(str, command))}")
+        sys.exit(f"exit status {done.returncode}: {' '.join(map(str, command))}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=Path("models/demo"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--chunks", type=int, default=40)
-    parser.add_argument("--python", default=sys.executable, help="an interpreter that has torch")
-    parser.add_argument("--compile", action="store_true", help="a third side: PyTorch through torch.compile")
+    parser.add_argument("--model", type=Path, default=Path("models/demo"), help="model folder")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds; each runs every side once")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of PyTorch")
+    parser.add_argument("--chunks", type=int, default=40, help="chunks that PyTorch times per round")
+    parser.add_argument("--python", default=sys.executable, help="a Python interpreter with PyTorch")
+    parser.add_argument("--compile", action="store_true", help="add a third side: PyTorch with torch.compile")
     args = parser.parse_args()
 
     rust = ["cargo", "run", "--release", "--quiet", "-p", "tessera-bench", "--", "dit", "--model", args.model, "--json"]
@@ -35,16 +39,16 @@ def main():
     if args.compile:
         sides["pytorch-compile"] = [*torch, "--compile"]
 
-    # Building between rounds would heat the machine for one side only.
+    # Build first: a build between rounds would heat the machine for one side only.
     subprocess.run(["cargo", "build", "--release", "--quiet", "-p", "tessera-bench"], cwd=REPO, check=True)
     load = os.getloadavg()[0]
     if load > 0.5:
-        print(f"note: load is {load:.1f} before the start; the numbers are worth less", file=sys.stderr)
+        print(f"note: the load average is {load:.1f} before the start, so the results are less reliable", file=sys.stderr)
 
     medians = {name: [] for name in sides}
     for i in range(args.rounds):
         for name, command in sides.items():
-            medians[name].append(last_json(command)["median_ms"])
+            medians[name].append(run_json(command)["median_ms"])
         print(f"round {i + 1}: " + ", ".join(f"{n} {m[-1]:.2f} ms" for n, m in medians.items()), file=sys.stderr)
     result = {name: round(statistics.median(m), 3) for name, m in medians.items()}
     ratios = {f"{name}/rust": round(result[name] / result["rust"], 3) for name in result if name != "rust"}

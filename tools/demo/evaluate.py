@@ -1,4 +1,4 @@
-"""Streams every prompt in both cache regimes and measures what the pixels show."""
+"""Streams every prompt in both cache regimes, measures the content of the pixels, and prints the quality table."""
 
 import argparse
 import sys
@@ -45,12 +45,13 @@ def stream(model, text, regime, prompts, seed, device):
 
 
 def check(world, pixels, prompt):
-    """Per stream: right or wrong, PSNR against the nearest valid clip, and that clip."""
-    seen = measure(world, pixels)
+    """Returns for each stream whether it is right, its PSNR against the nearest valid clip, and that clip's position and
+    background."""
+    measured = measure(world, pixels)
     color, shape, direction = attributes(prompt)
     step = world.steps[direction].float()
-    right = (seen["color"] == color) & (seen["shape"] == shape) & (seen["direction"] == direction)
-    right &= (seen["step"] - step).abs().amax(1) < 0.25
+    right = (measured["color"] == color) & (measured["shape"] == shape) & (measured["direction"] == direction)
+    right &= (measured["step"] - step).abs().amax(1) < 0.25
     position, background = world.nearest(prompt, pixels)
     clip = world.render(prompt, position, background)
     psnr = 10 * torch.log10(4 / (pixels - clip).square().flatten(1).mean(1))
@@ -70,8 +71,8 @@ def evaluate(folder, device, chunks, seeds, report):
         for k, pixels in enumerate(stream(model, text, regime, [prompt] * chunks, 1, device)):
             right, psnr, position, background = check(world, pixels, prompt)
             if expected is not None:
-                kept = (position == expected[0]).all(1) & (background == expected[1])
-                jumps += (~kept).sum().item()
+                continuous = (position == expected[0]).all(1) & (background == expected[1])
+                jumps += (~continuous).sum().item()
             expected = world.next_position(prompt, position), background
             rights.append(right)
             psnrs.append(psnr)
@@ -84,7 +85,7 @@ def evaluate(folder, device, chunks, seeds, report):
                 rows.append((regime, name, 100 * r.float().mean(), q.mean(), q.min(), ""))
         rows[-1] = rows[-1][:-1] + (f"{jumps} jumps in {len(prompt) * (chunks - 1)} chunks",)
 
-        # Another prompt from every fourth chunk on, measured in the very chunk it begins.
+        # The prompt changes every fourth chunk; the first chunk with the new prompt is measured.
         shuffle = torch.Generator(device).manual_seed(7)
         sequence = [prompt]
         for k in range(1, 24):
@@ -95,8 +96,8 @@ def evaluate(folder, device, chunks, seeds, report):
             right, psnr, position, background = check(world, pixels, sequence[k])
             if k and k % 4 == 0:
                 first.append((right, psnr))
-                kept = (position == expected[0]).all(1) & (background == expected[1])
-                moved += (~kept).sum().item()
+                continuous = (position == expected[0]).all(1) & (background == expected[1])
+                moved += (~continuous).sum().item()
             expected = world.next_position(sequence[k], position), background
         right, psnr = (torch.stack(x) for x in zip(*first))
         failures += (~right).sum().item() + moved
@@ -113,7 +114,7 @@ def evaluate(folder, device, chunks, seeds, report):
 
 @torch.no_grad()
 def sheet(folder, device, path):
-    """A contact sheet: each row is a stream, two frames of each of its chunks."""
+    """Writes a contact sheet: each row is a stream and shows two frames of each of its chunks."""
     from PIL import Image
 
     model, text = load(folder, device)
@@ -133,10 +134,10 @@ def sheet(folder, device, path):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("folder", nargs="?", default=str(HERE.parents[1] / "models/demo"))
-    p.add_argument("--chunks", type=int, default=220)
+    p.add_argument("folder", nargs="?", default=str(HERE.parents[1] / "models/demo"), help="model folder")
+    p.add_argument("--chunks", type=int, default=220, help="chunks per stream")
     p.add_argument("--seeds", type=int, default=4, help="streams per prompt")
-    p.add_argument("--sheet", help="also write contact sheets, at this path prefix")
+    p.add_argument("--sheet", help="also write contact sheets, with this path prefix")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = p.parse_args()
     if args.sheet:

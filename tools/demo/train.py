@@ -1,4 +1,4 @@
-"""Trains the demo model on its own rollouts. See README.md beside this file."""
+"""Trains the demo model on its own rollouts. README.md in this folder gives the reasons for the method."""
 
 import argparse
 import copy
@@ -23,7 +23,7 @@ HIDDEN_KEY = -1e4
 
 
 class Demo(nn.Module):
-    """The generator with its word table."""
+    """The generator and its word table."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -36,10 +36,9 @@ class Demo(nn.Module):
         return self.words(self.rows[prompt])
 
 
-def initialise(demo, world, device):
-    """Starts the two wide layers from the principal components of rendered patches, and gives
-    the patch embedding the sums that chunk 0 must read from its noise; both could be learned,
-    at the price of many steps."""
+def initialize_layers(demo, world, device):
+    """Initialises the two wide layers with the principal components of rendered patches, and the patch embedding with the sums
+    that chunk 0 must read from its noise. Training could learn both, but would need many more steps."""
     model, dim = demo.wan, demo.wan.cfg.dim
     count = 512 if device == "cuda" else 48
     prompt = torch.randint(48, (count,), device=device)
@@ -55,12 +54,12 @@ def initialise(demo, world, device):
         model.head.head.weight.copy_((basis * std[:, None]).T)
         model.head.head.bias.copy_(mean)
         rows = basis / (1 + std[:, None] / 4)
-        # The sums of `World.first`, as unit vectors.
+        # The sums of `World.first_clip`, as unit vectors.
         dy = torch.eye(8, device=device)[:, None, None, None, :, None, None]
         dy = dy.expand(8, 2, 2, 4, 8, 8, 3).flatten(1)
         sums = torch.cat([dy, torch.ones(1, 3072, device=device)])
         rows[-9:] = sums / sums.norm(dim=1, keepdim=True)
-        # Rows are in token order (p, q, C); the weight is [dim, C, 1, p, q].
+        # The rows are in token order (p, q, C); the weight is [dim, C, 1, p, q].
         weight = rows.unflatten(1, (1, 2, 2, 768)).permute(0, 4, 1, 2, 3)
         model.patch_embedding.weight.copy_(weight)
         model.patch_embedding.bias.zero_()
@@ -71,10 +70,10 @@ def initialise(demo, world, device):
 
 
 class Streams:
-    """Streams under way, resident ones first, and how a training step moves them one chunk on.
+    """The streams in training, resident ones first. Each training step advances every stream by one chunk.
 
-    A step also starts `fresh` new streams at chunk 0; they replace others. The first half of
-    each regime is replaced often, the second seldom, so that both young and old are seen."""
+    A step also starts `fresh` new streams at chunk 0, which replace others. The streams in the first half of each regime are
+    replaced often and those in the second half seldom, so that training covers both young and old streams."""
 
     def __init__(self, demo, world, each, fresh, device):
         self.demo, self.world, self.device = demo, world, device
@@ -89,7 +88,7 @@ class Streams:
         shape = each, CHUNK, cfg.num_heads, cfg.dim // cfg.num_heads
         self.past = [tuple(torch.zeros(2, *shape, device=device)) for _ in range(cfg.num_layers)]
         clip = world.backgrounds[:, None].expand(-1, 4, -1, -1, -1)
-        self.grounds = to_tokens(clip)[:, 0].contiguous()
+        self.background_patches = to_tokens(clip)[:, 0].contiguous()
         self.own_rate = torch.zeros((), device=device)
         self.radix = torch.tensor([12, 4, 1], device=device), torch.tensor([4, 3, 4], device=device)
 
@@ -97,8 +96,8 @@ class Streams:
         t = torch.full((len(x), 3), 1000 * level, dtype=torch.float64, device=self.device)
         return self.demo.wan.on_tokens(x, t, text, SIDE, SIDE, start, kv, bias)
 
-    def switch(self, rate):
-        """New prompts for some streams; half of those change one attribute only."""
+    def next_prompts(self, rate):
+        """Returns the prompts of the next chunk: some streams get a new prompt, and half of these change only one attribute."""
         n, old = len(self.prompt), self.prompt
         new = torch.randint(48, (n,), device=self.device)
         base, size = self.radix
@@ -109,47 +108,47 @@ class Streams:
         mixed = (torch.where(pick, parts_new, parts_old) * base).sum(1)
         return torch.where(torch.rand(n, device=self.device) < rate, mixed, old)
 
-    def weight(self, target, background):
-        """[B, 192]. Most patches are plain background, which is learned at once; those with a
-        part of the object count more."""
-        ground = self.grounds[background][:, None]
+    def loss_weight(self, target, background):
+        """Returns the loss weights [B, 192]. Patches with a part of the object have a higher weight, because most patches show
+        only background, which is easy to learn."""
+        ground = self.background_patches[background][:, None]
         return 1 + 4 * ((target - ground).abs().amax(2) > 0.05).float()
 
     def step(self, switch_rate=0.2):
-        """The loss of one chunk of every stream. A stream moves on with its own output, or
-        with the true clip while `own_rate` is below one. Nothing here waits for the device, so
-        that a step can be captured as one CUDA graph."""
+        """Computes the loss of one chunk of every stream and advances the streams. A stream continues from its own output with
+        probability `own_rate`, and from the true clip otherwise. The step does not synchronise with the device, so that one CUDA
+        graph can capture it."""
         demo, world, dev = self.demo, self.world, self.device
         n, m, f = self.each, 2 * self.each, self.fresh
         old = self.prompt
-        prompt = torch.cat([self.switch(switch_rate), torch.randint(48, (f,), device=dev)])
+        prompt = torch.cat([self.next_prompts(switch_rate), torch.randint(48, (f,), device=dev)])
         chunk = torch.cat([self.chunk, torch.zeros(f, dtype=torch.long, device=dev)])
         draw = torch.randn(m + f, CHUNK, 3072, device=dev)
-        start_position, start_background = world.first(draw[m:])
+        start_position, start_background = world.first_clip(draw[m:])
         position = torch.cat([self.position, start_position])
         background = torch.cat([self.background, start_background])
         target = to_tokens(world.render(prompt, position, background))
-        weight = self.weight(target, background)
+        loss_weight = self.loss_weight(target, background)
         text = demo.text(prompt)
 
-        # Context of resident streams: the clean pass of the chunk before.
+        # The context of resident streams comes from the clean forward of the previous chunk.
         hidden = torch.zeros(n, 2 * CHUNK, device=dev)
         hidden[:, :CHUNK] = torch.where(self.chunk[:n, None] == 1, HIDDEN_KEY, 0.0)
         z = self.z[:n]
         start = 3 * (self.chunk[:n] - 1)
-        out, kept = self.run(z, 0.0, demo.text(old[:n]), start, self.past, hidden)
+        out, resident_kv = self.run(z, 0.0, demo.text(old[:n]), start, self.past, hidden)
         loss = (out.float() - z).square().mean() * 0.1
-        # Context of recompute streams: anchor and the last two latents, under the new prompt.
+        # The context of recompute streams comes from the anchor and the last two latents, with the new prompt.
         z = self.z[n:]
         first = z[:, :FRAME].unflatten(2, (4, 4, 192))[:, :, :, -1:].clamp(-1, 1)
         first = first.expand(-1, -1, -1, 4, -1).flatten(2)
         first = torch.where(self.chunk[n:, None, None] == 1, z[:, :FRAME], first)
         z = torch.cat([first, z[:, FRAME:]], dim=1)
-        out, made = self.run(z, 0.0, text[n:m], torch.zeros_like(start))
+        out, recompute_kv = self.run(z, 0.0, text[n:m], torch.zeros_like(start))
         loss = loss + (out.float() - z).square().mean() * 0.1
 
-        pad = made[0][0].new_zeros(f, *made[0][0].shape[1:])
-        kv = [tuple(torch.cat([*p, pad]) for p in zip(a, b)) for a, b in zip(kept, made)]
+        pad = recompute_kv[0][0].new_zeros(f, *recompute_kv[0][0].shape[1:])
+        kv = [tuple(torch.cat([*p, pad]) for p in zip(a, b)) for a, b in zip(resident_kv, recompute_kv)]
         bias = torch.zeros(m + f, 2 * CHUNK, device=dev)
         weak = torch.rand(n, 1, device=dev) < 0.4
         bias[n:m, FRAME:CHUNK] = torch.where(weak, math.log(0.3), 0.0)
@@ -164,50 +163,51 @@ class Streams:
                 draw.mul_(level).add_(torch.where(own[:, None, None], x0, target), alpha=1 - level)
             out = self.run(draw, level, text, start, kv, bias)[0].float()
             if i:
-                # The first draw may be a tie between two clips. What counts from there on is
-                # the valid clip nearest to the model's own choice.
-                seen = to_pixels((x0 + out.detach())[m:] / 2)
-                p, b = world.nearest(prompt[m:], seen)
+                # The first draw may be a tie between two clips. From the second step on, the target is the valid clip nearest to
+                # the model's own choice.
+                pixels = to_pixels((x0 + out.detach())[m:] / 2)
+                p, b = world.nearest(prompt[m:], pixels)
                 p = torch.where(own[m:, None], p, position[m:])
                 b = torch.where(own[m:], b, background[m:])
                 target[m:] = to_tokens(world.render(prompt[m:], p, b))
-                weight = torch.cat([weight[:m], self.weight(target[m:], b)])
+                loss_weight = torch.cat([loss_weight[:m], self.loss_weight(target[m:], b)])
             x0 = out.detach()
             error = (out - target).square().mean(2)
             losses.append(torch.stack([error[:m].mean(), error[m:].mean()]).detach())
-            loss = loss + (error * weight).mean() * (2 if i == 3 else 1)
+            loss = loss + (error * loss_weight).mean() * (2 if i == 3 else 1)
 
         with torch.no_grad():
             z = torch.where(own[:, None, None], x0, target)
             p, b = world.nearest(prompt, to_pixels(z))
-            lost = ((p != position).any(1) | (b != background))[:m].float().mean()
+            wrong = ((p != position).any(1) | (b != background))[:m].float().mean()
             self.advance(prompt, p, b, z, chunk, kv)
-        return loss, torch.stack(losses), lost
+        return loss, torch.stack(losses), wrong
 
     def advance(self, prompt, position, background, z, chunk, kv):
         n, m, f = self.each, 2 * self.each, self.fresh
         index = torch.arange(m, device=self.device)
-        # Replace fresh / 2 of each regime: most from its first half, an eighth from the rest.
+        # Replace fresh / 2 streams of each regime: an eighth of them from its second half, the others from its first half.
         young, old = f // 2 - f // 16, f // 16
         for offset in (0, n):
-            cut = n // 2
-            a = torch.rand(cut, device=self.device).argsort()[:young] + offset
-            b = torch.rand(n - cut, device=self.device).argsort()[:old] + offset + cut
+            half = n // 2
+            a = torch.rand(half, device=self.device).argsort()[:young] + offset
+            b = torch.rand(n - half, device=self.device).argsort()[:old] + offset + half
             source = m + (f // 2 if offset else 0)
             index[torch.cat([a, b])] = torch.arange(source, source + f // 2, device=self.device)
-        # In place: a captured graph reads and writes these very tensors.
+        # Write in place, because a captured graph reads and writes these tensors.
         self.prompt.copy_(prompt[index])
         self.background.copy_(background[index])
         self.z.copy_(z[index])
         self.position.copy_(self.world.next_position(prompt, position)[index])
         self.chunk.copy_(chunk[index] + 1)
-        for kept, new in zip(self.past, kv):
-            for a, b in zip(kept, new):
+        for past, new in zip(self.past, kv):
+            for a, b in zip(past, new):
                 a.copy_(b[index[:n]])
 
 
-def groups(demo, rate):
-    """The patch embedding sums 3072 correlated values, so it moves in smaller steps."""
+def parameter_groups(demo, rate):
+    """Returns the optimizer's parameter groups. The patch embedding sums 3072 correlated values, so its learning rate is
+    lower."""
     wide, matrices, rest = [], [], []
     for name, p in demo.named_parameters():
         if name.startswith("wan.patch_embedding"):
@@ -237,7 +237,7 @@ def train(args):
     )
     wan.Wan.rope_dtype = torch.float32
     world, demo = World(device), Demo(cfg).to(device)
-    initialise(demo, world, device)
+    initialize_layers(demo, world, device)
     if args.resume:
         demo.load_state_dict(torch.load(args.resume, map_location=device))
     average = copy.deepcopy(demo).requires_grad_(False)
@@ -248,7 +248,7 @@ def train(args):
     if args.muon:
         hidden = [p for p in demo.wan.blocks.parameters() if p.ndim == 2]
         ids = {id(p) for p in hidden}
-        rest = groups(demo, args.rate)
+        rest = parameter_groups(demo, args.rate)
         for g in rest:
             g["params"] = [p for p in g["params"] if id(p) not in ids]
         muon = torch.optim.Muon(
@@ -256,7 +256,7 @@ def train(args):
         )
         optimizers = [muon, torch.optim.AdamW(rest, betas=(0.9, 0.98), fused=True)]
     else:
-        optimizers = [torch.optim.AdamW(groups(demo, args.rate), betas=(0.9, 0.98), fused=True)]
+        optimizers = [torch.optim.AdamW(parameter_groups(demo, args.rate), betas=(0.9, 0.98), fused=True)]
     rates = [[g["lr"] for g in o.param_groups] for o in optimizers]
 
     out = Path(args.out)
@@ -265,19 +265,18 @@ def train(args):
     begin = mark = time.time()
     step = 0
     total = torch.zeros(4, 2, device=device)
-    lost_total = torch.zeros((), device=device)
+    wrong_total = torch.zeros((), device=device)
 
     def forward_backward():
         with torch.autocast(device, torch.bfloat16, enabled=args.bf16):
-            loss, losses, lost = streams.step()
+            loss, losses, wrong = streams.step()
         loss.backward()
         with torch.no_grad():
             total.add_(losses)
-            lost_total.add_(lost)
+            wrong_total.add_(wrong)
 
     if device == "cuda":
-        # The network is so small that launching its kernels one by one takes longer than
-        # running them.
+        # The model is so small that its kernels take longer to launch one by one than to run.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -290,8 +289,8 @@ def train(args):
             forward_backward()
         advance = graph.replay
         total.zero_()
-        lost_total.zero_()
-        print(f"captured after {time.time() - begin:.0f}s", flush=True)
+        wrong_total.zero_()
+        print(f"the CUDA graph was captured after {time.time() - begin:.0f} s", flush=True)
     else:
         advance = forward_backward
 
@@ -299,7 +298,8 @@ def train(args):
         done = (time.time() - begin) / (60 * args.minutes)
         if done >= 1 or step == args.max_steps:
             break
-        # Warm up, hold, then fall as a cosine; the hold is where the hard parts are learned.
+        # The learning rate warms up, stays constant, and then decays as a cosine. The constant part is long, because the model
+        # learns the hard parts there.
         fall = 0.5 * (1 + math.cos(math.pi * ramp(done, args.hold, 1)))
         scale = min(1, (step + 1) / 200) * (0.01 + 0.99 * fall)
         for o, base in zip(optimizers, rates):
@@ -321,15 +321,16 @@ def train(args):
             psnr = 10 * torch.log10(4 * args.every / total)
             speed = args.every / (time.time() - mark)
             line = (
-                f"{step} {time.time() - begin:.0f}s {speed:.1f}/s own {own_rate:.2f} later "
+                f"step {step}, {time.time() - begin:.0f} s, {speed:.1f} steps/s, own rate {own_rate:.2f}, "
+                "PSNR in dB by denoise step: later chunks "
                 + " ".join(f"{x:.1f}" for x in psnr[:, 0].tolist())
-                + " first " + " ".join(f"{x:.1f}" for x in psnr[:, 1].tolist())
-                + f" lost {lost_total.item() / args.every:.4f} age {streams.chunk.max().item()}"
+                + ", first chunks " + " ".join(f"{x:.1f}" for x in psnr[:, 1].tolist())
+                + f"; share of wrong clips {wrong_total.item() / args.every:.4f}, oldest stream {streams.chunk.max().item()} chunks"
             )
             print(line, flush=True)
             print(line, file=log, flush=True)
             total.zero_()
-            lost_total.zero_()
+            wrong_total.zero_()
             mark = time.time()
         if step % (10 * args.every) == 0:
             save_raw(out, demo, average)
@@ -365,19 +366,19 @@ def save(demo, out):
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", default="out", help="folder for the model, checkpoints and the log")
-    p.add_argument("--minutes", type=float, default=20.0)
-    p.add_argument("--max-steps", type=int, default=-1)
-    p.add_argument("--dim", type=int, default=128)
-    p.add_argument("--layers", type=int, default=4)
+    p.add_argument("--minutes", type=float, default=20.0, help="training time")
+    p.add_argument("--max-steps", type=int, default=-1, help="maximum number of steps (default: no maximum)")
+    p.add_argument("--dim", type=int, default=128, help="model width")
+    p.add_argument("--layers", type=int, default=4, help="number of transformer blocks")
     p.add_argument("--each", type=int, default=64, help="streams per cache regime")
     p.add_argument("--fresh", type=int, default=48, help="new streams per step")
-    p.add_argument("--rate", type=float, default=2e-3)
-    p.add_argument("--hold", type=float, default=0.4, help="share of the time at the full rate")
-    p.add_argument("--own-start", type=float, default=0.15)
-    p.add_argument("--own-end", type=float, default=0.4)
-    p.add_argument("--resume", help="a raw.pt to start from")
-    p.add_argument("--every", type=int, default=100)
-    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--rate", type=float, default=2e-3, help="learning rate")
+    p.add_argument("--hold", type=float, default=0.4, help="share of the training time after which the learning rate decays")
+    p.add_argument("--own-start", type=float, default=0.15, help="share of the training time after which streams begin to continue from the model's own output")
+    p.add_argument("--own-end", type=float, default=0.4, help="share of the training time after which all streams do so")
+    p.add_argument("--resume", help="checkpoint raw.pt to start from")
+    p.add_argument("--every", type=int, default=100, help="steps between two lines of the log")
+    p.add_argument("--seed", type=int, default=1, help="seed of weights and data")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for flag in ("compile", "bf16", "muon"):
         p.add_argument(f"--{flag}", action=argparse.BooleanOptionalAction, default=True)

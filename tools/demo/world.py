@@ -1,8 +1,9 @@
-"""The synthetic clips: rendering, the nearest valid clip, and measuring pixels.
+"""The synthetic clips: renders them, finds the valid clip nearest to given pixels, and measures the content of pixels.
 
-Everything a clip depends on is in models/demo/palette.json. The plane is a torus; an object
-keeps its place on it when the prompt changes. Positions at the start of a chunk are multiples
-of 8 pixels, because an object moves 24 pixels in a chunk. Colours are on [-1, 1]."""
+models/demo/palette.json contains all parameters of a clip. The plane is a torus; an object keeps its position on it when the
+prompt changes. Positions at the start of a chunk are multiples of 8 pixels, because an object moves 24 pixels in a chunk. Colours
+are in [-1, 1].
+"""
 
 import json
 from pathlib import Path
@@ -20,12 +21,12 @@ GRID = 8
 
 
 def attributes(prompts):
-    """Prompt index -> (colour, shape, direction)."""
+    """Returns the indices (colour, shape, direction) of prompt indices."""
     return prompts // 12, prompts // 4 % 3, prompts % 4
 
 
 def coverage(shape, geometry, edge, x, y):
-    """How much of the pixel at (x, y) from the centre is covered: a ramp `edge` pixels wide."""
+    """Returns the covered share of the pixel at (x, y) from the centre; the edge is a ramp `edge` pixels wide."""
     if shape == "circle":
         inside = geometry["radius"] - (x * x + y * y).sqrt()
     elif shape == "square":
@@ -39,7 +40,7 @@ def coverage(shape, geometry, edge, x, y):
 
 
 def tile(background):
-    """One 16 x 16 tile of a background, [16, 16, 3]."""
+    """Renders one 16 x 16 tile of a background, [16, 16, 3]."""
     y, x = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
     share = {
         "dots": (3.5 - ((x - 7.5) ** 2 + (y - 7.5) ** 2).sqrt()).clamp(0, 1),
@@ -52,6 +53,8 @@ def tile(background):
 
 
 class World:
+    """The objects and backgrounds of the palette on a device."""
+
     def __init__(self, device="cpu"):
         spec = json.loads(PALETTE.read_text())
         size = self.size = spec["size"]
@@ -59,7 +62,7 @@ class World:
         self.colors = torch.tensor([spec["colors"][c] for c in COLORS], device=device) / 127.5 - 1
         steps = [spec["directions"][d] for d in DIRECTIONS]
         self.steps = torch.tensor(steps, device=device) * spec["speed"]
-        # The object's centre is on the corner of four pixels, at (0, 0), wrapped.
+        # The object's centre is at (0, 0), the corner of four pixels; coordinates wrap.
         axis = (torch.arange(size) + 0.5 + size / 2) % size - size / 2
         y, x = torch.meshgrid(axis, axis, indexing="ij")
         self.masks = torch.stack(
@@ -67,7 +70,7 @@ class World:
         ).to(device)
         tiles = torch.stack([tile(b) for b in spec["backgrounds"]])
         self.backgrounds = tiles.repeat(1, size // 16, size // 16, 1).to(device)
-        # Masks at every position of the grid, as the columns of a matrix, for `nearest`.
+        # The masks at every grid position, as the columns of a matrix, for `nearest`.
         n = size // GRID
         shifted = [
             torch.roll(self.masks, (GRID * (i // n), GRID * (i % n)), (1, 2)) for i in range(n * n)
@@ -75,13 +78,13 @@ class World:
         self.shifted = torch.stack(shifted, dim=-1).flatten(1, 2)
 
     def centers(self, prompt, position, frames=12):
-        """Object centres (x, y) of each pixel frame, [B, frames, 2]; `position` is of frame 0."""
+        """Returns the object centres (x, y) of each pixel frame, [B, frames, 2]; `position` is the centre in frame 0."""
         step = self.steps[attributes(prompt)[2]]
         n = torch.arange(frames, device=self.device)
         return (position[:, None] + step[:, None] * n[:, None]) % self.size
 
     def render(self, prompt, position, background, dtype=torch.float32):
-        """[B] prompts, [B, 2] positions in pixels, [B] backgrounds -> [B, 12, y, x, 3]."""
+        """Renders clips [B, 12, y, x, 3] from prompts [B], positions [B, 2] in pixels and backgrounds [B]."""
         color, shape, _ = attributes(prompt)
         center = self.centers(prompt, position)
         axis = torch.arange(self.size, device=self.device)
@@ -98,7 +101,7 @@ class World:
     @torch.autocast("cpu", enabled=False)
     @torch.no_grad()
     def nearest(self, prompt, pixels):
-        """The position and background of the valid clip of `prompt` nearest to `pixels`."""
+        """Returns the position and the background of the valid clip of `prompt` nearest to `pixels`."""
         color, shape, direction = attributes(prompt)
         n = self.size // GRID
         frames = pixels[:, ::4].float()
@@ -113,7 +116,7 @@ class World:
         for f in range(3):
             scores = torch.einsum("bi,sin->bsn", gain[:, f].flatten(1), self.shifted)
             scores = scores[row[:, 0, 0], shape].unflatten(1, (n, n))
-            # Frame 4f stands f grid steps further; bring its map back to frame 0.
+            # In frame 4f the object is f grid steps further; shift the scores back to frame 0.
             back = f * self.steps[direction].sign()
             axis = torch.arange(n, device=self.device)
             iy, ix = ((axis + back[:, i, None]) % n for i in (1, 0))
@@ -121,12 +124,11 @@ class World:
         best = cost.flatten(1).argmin(1)
         return torch.stack([best % n, best // n], dim=1) * GRID, background
 
-    def first(self, noise_tokens):
-        """The seed's clip: which position and background chunk 0's first draw stands for.
+    def first_clip(self, noise_tokens):
+        """Returns the position and background that the first draw of chunk 0, noise_tokens [B, 192, 3072], selects.
 
-        noise_tokens [B, 192, 3072]; per token of latent frame 0 the mean of its draws. The
-        token with the largest mean holds the object. The background is the largest of eight
-        means: of the noise at the eight rows dy of a latent cell, over the whole frame."""
+        The token of latent frame 0 whose noise has the largest mean contains the object. The background is the index of the
+        largest of eight means: the noise of each row dy of the latent cells, averaged over the frame."""
         frame = noise_tokens[:, :64].float()
         token = frame.mean(2).argmax(1)
         rows = frame.unflatten(2, (4, 4, 8, 24)).mean((1, 2, 3, 5))
@@ -135,7 +137,7 @@ class World:
 
 
 def to_tokens(pixels):
-    """[B, 4F, y, x, 3] -> [B, (f h w), (p q dt dy dx rgb)], the network's patches."""
+    """[B, 4F, y, x, 3] -> [B, (f h w), (p q dt dy dx rgb)], the patches of the model."""
     b, n, height, width, _ = pixels.shape
     x = pixels.reshape(b, n // 4, 4, height // 16, 2, 8, width // 16, 2, 8, 3)
     return x.permute(0, 1, 3, 6, 4, 7, 2, 5, 8, 9).reshape(b, n * height * width // 1024, 3072)
@@ -148,8 +150,8 @@ def to_pixels(tokens, height=128, width=128):
 
 
 def measure(world, pixels):
-    """What pixels [B, 12, y, x, 3] show, told from the palette alone: dict of colour, shape and
-    direction indices, mean step (x, y) in pixels per frame, and the shape's overlap."""
+    """Measures pixels [B, 12, y, x, 3] with the palette alone. Returns a dict of the indices of colour, shape and direction, the
+    mean step (x, y) in pixels per frame, and the overlap of the shape with its template."""
     spec = json.loads(PALETTE.read_text())
     grounds = [b[k] for b in spec["backgrounds"] for k in ("base", "accent")]
     palette = torch.cat([world.colors, torch.tensor(grounds, device=pixels.device) / 127.5 - 1])
@@ -159,7 +161,7 @@ def measure(world, pixels):
     color = count.argmax(1)
     mask = (label == color[:, None, None, None]).float()
 
-    # On a torus the centroid is the angle of the mean phase.
+    # On a torus the angle of the mean phase gives the centroid.
     size = world.size
     phase = torch.exp(2j * torch.pi * torch.arange(size, device=pixels.device) / size)
     along = [(mask.sum(axis) * phase).sum(-1) for axis in (2, 3)]

@@ -1,12 +1,12 @@
 """The Wan2.1 causal video DiT in plain PyTorch, at any size.
 
-Parameter names are those of the original Wan checkpoints, so `state_dict()` can be
-exchanged with them. The file is a reference to compare other implementations with, and the
-model that `tools/demo/train.py` trains. One process, no fused kernels, differentiable.
+The parameters have the names of the original Wan checkpoints, so both can exchange a `state_dict()`. The file is a reference for
+other implementations, and the model that `tools/demo/train.py` trains. It runs in one process, uses no fused kernels, and is
+differentiable.
 
-Layouts: latents [B, C, F, H, W]; t [B, F] on the 0..1000 scale; tokens run over (f, h, w);
-keys and values [B, rows, heads, head_dim], keys normalised and rotated.
-RoPE and the timestep sinusoid are computed in float64, the rest in the parameters' type.
+Layouts: latents are [B, C, F, H, W], and t is [B, F] on the 0..1000 scale. Tokens are ordered by (f, h, w). Keys and values are
+[B, rows, heads, head_dim]; the keys are normalised and rotated. RoPE and the timestep sinusoid are computed in float64, the rest
+in the dtype of the parameters.
 """
 
 import json
@@ -39,7 +39,7 @@ class Config:
 
 
 def sinusoid(dim, t):
-    """[n] -> [n, dim] in float64: cosines, then sines."""
+    """Returns the timestep sinusoid of t [n] as [n, dim] in float64: cosines, then sines."""
     half = dim // 2
     rate = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=t.device) / half)
     angle = t.double()[:, None] * rate
@@ -47,10 +47,9 @@ def sinusoid(dim, t):
 
 
 def rope_angles(head_dim, start_frame, frames, height, width, device):
-    """Angles [B or 1, tokens, head_dim / 2] in float64; `start_frame` is an int or [B].
+    """Returns the RoPE angles [B or 1, tokens, head_dim / 2] in float64; `start_frame` is an int or [B].
 
-    A head is cut into (t, h, w) parts, each with base 10000 over its own width. Only the
-    time axis is moved by `start_frame`."""
+    A head is split into (t, h, w) parts, each with base 10000 over its own width. `start_frame` shifts only the time axis."""
     part = head_dim // 6
     start = torch.as_tensor(start_frame, device=device).reshape(-1, 1)
     position = [start + torch.arange(frames, device=device)]
@@ -66,7 +65,7 @@ def rope_angles(head_dim, start_frame, frames, height, width, device):
 
 
 def rotate(x, angles):
-    """Rotates the interleaved pairs of x [B, tokens, heads, head_dim], in the angles' type."""
+    """Rotates the interleaved pairs of x [B, tokens, heads, head_dim], in the dtype of the angles."""
     even, odd = x.to(angles.dtype).unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angles.cos()[:, :, None], angles.sin()[:, :, None]
     pair = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
@@ -74,8 +73,7 @@ def rotate(x, angles):
 
 
 def attend(q, k, v, bias=None):
-    """Softmax attention over [B, rows, heads, head_dim]; `bias` [keys] or [B, keys] is added
-    to the scores."""
+    """Softmax attention over [B, rows, heads, head_dim]; adds `bias` [keys] or [B, keys] to the scores."""
     if bias is not None:
         bias = bias.to(q.dtype).reshape(-1, 1, 1, bias.shape[-1])
         bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], -1)
@@ -84,7 +82,7 @@ def attend(q, k, v, bias=None):
 
 
 class RMSNorm(nn.Module):
-    """Over the whole width, that is across heads."""
+    """RMS norm over the whole width, across heads."""
 
     def __init__(self, dim, eps):
         super().__init__()
@@ -131,7 +129,7 @@ class Block(nn.Module):
         self.modulation = nn.Parameter(torch.randn(1, 6, cfg.dim) / cfg.dim**0.5)
 
     def forward(self, x, e0, text, angles, kv, bias):
-        """x [B, F, tokens per frame, dim]; e0 [B, F, 6, dim]. Returns x and this chunk's k, v."""
+        """Applies the block to x [B, F, tokens per frame, dim] with e0 [B, F, 6, dim]; returns x and this chunk's k and v."""
         frames = x.shape[1]
         e = (self.modulation[:, None] + e0)[:, :, :, None].unbind(2)
         shift_sa, scale_sa, gate_sa, shift_ff, scale_ff, gate_ff = e
@@ -172,7 +170,7 @@ class Head(nn.Module):
 
 
 class Wan(nn.Module):
-    # Training may lower this; a reference run must not.
+    # Training may use a lower precision; a reference run must not.
     rope_dtype = torch.float64
 
     def __init__(self, cfg):
@@ -193,21 +191,20 @@ class Wan(nn.Module):
         self.head = Head(cfg)
 
     def forward(self, x, t, text, start_frame=0, kv=None, bias=None):
-        """x [B, C, F, H, W], t [B, F], text [B, len, text_dim] -> prediction [B, C, F, H, W]
-        and per layer (k, v) of this chunk.
+        """Predicts from x [B, C, F, H, W], t [B, F] and text [B, len, text_dim].
 
-        kv: per layer (k, v) of the context, each [B, rows, heads, head_dim]. The chunk attends
-        to those rows, then to its own, without a mask. bias: added to the scores, one value
-        per key in that order, [keys] or [B, keys]."""
+        Returns the prediction [B, C, F, H, W] and this chunk's (k, v) of each layer. `kv` holds the context's (k, v) of each
+        layer, each [B, rows, heads, head_dim]. The chunk attends to those rows and then to its own, without a mask. `bias`,
+        [keys] or [B, keys], is added to the scores, one value per key in that order."""
         height, width = x.shape[3] // 2, x.shape[4] // 2
         y, own = self.on_tokens(patchify(x), t, text, height, width, start_frame, kv, bias)
         return unpatchify(y, height, width), own
 
     def on_tokens(self, x, t, text, height, width, start_frame=0, kv=None, bias=None):
-        """`forward` on patches [B, tokens, (p, q, C)]."""
+        """Does the same as `forward` on patches [B, tokens, (p, q, C)]."""
         cfg, frames = self.cfg, t.shape[1]
         dtype = self.head.head.weight.dtype
-        # A convolution whose stride is its kernel is a linear layer on each patch.
+        # A convolution whose stride equals its kernel size is a linear layer on each patch.
         weight = self.patch_embedding.weight.permute(0, 2, 3, 4, 1).flatten(1)
         x = F.linear(x, weight, self.patch_embedding.bias).unflatten(1, (frames, -1))
 
@@ -215,7 +212,7 @@ class Wan(nn.Module):
         e0 = self.time_projection(e).reshape(*t.shape, 6, cfg.dim)
         e = e.reshape(*t.shape, cfg.dim)
 
-        # Rows past the prompt are zeros before the embedding, and they are attended.
+        # Rows past the prompt are zero before the embedding; attention does not mask them.
         text = F.pad(text, (0, 0, 0, cfg.text_len - text.shape[1]))
         text = self.text_embedding(text)
 
@@ -236,22 +233,22 @@ def patchify(x):
 
 
 def unpatchify(x, height, width):
-    """[B, (f h w), (p q C)] -> [B, C, F, H, W]: the channel is the fastest of a token."""
+    """[B, (f h w), (p q C)] -> [B, C, F, H, W]; the channel is the fastest index of a token."""
     x = x.unflatten(2, (2, 2, -1)).unflatten(1, (-1, height, width))
     return x.permute(0, 6, 1, 2, 4, 3, 5).flatten(5).flatten(3, 4)
 
 
 def sigmas(steps, shift=5.0, warp=True):
-    """Noise levels of a step list; the timestep is 1000 times the level.
+    """Returns the noise levels of a step list; the timestep is 1000 times the level.
 
-    The full table is linspace(1, 0, 1001)[:-1]; with `warp` a step s stands for the level
-    that s / 1000 has after the shift: [1000, 750, 500, 250] -> 1, .9375, .8333, .625."""
+    The full table is linspace(1, 0, 1001)[:-1]. With `warp`, a step s stands for the level of s / 1000 after the shift:
+    [1000, 750, 500, 250] -> 1, .9375, .8333, .625."""
     level = torch.tensor(steps, dtype=torch.float64) / 1000
     return shift * level / (1 + (shift - 1) * level) if warp else level
 
 
 def denoise(model, noise, text, levels, prediction="x0", **context):
-    """One chunk. `noise(i)` gives the standard normal draw of step i, [B, C, F, H, W]."""
+    """Denoises one chunk; `noise(i)` returns the standard normal draw of step i, [B, C, F, H, W]."""
     x0 = None
     for i, level in enumerate(levels.tolist()):
         draw = noise(i)
@@ -262,8 +259,8 @@ def denoise(model, noise, text, levels, prediction="x0", **context):
     return x0
 
 
-def clean_pass(model, latents, text, **context):
-    """Keys and values of finished latents: one forward at t = 0."""
+def clean_forward(model, latents, text, **context):
+    """Returns the keys and values of finished latents from one forward at t = 0."""
     t = torch.zeros(latents.shape[0], latents.shape[2], dtype=torch.float64, device=latents.device)
     return model(latents, t, text, **context)[1]
 
@@ -271,15 +268,14 @@ def clean_pass(model, latents, text, **context):
 def stream_resident(model, texts, noise, levels, window_frames=6, prediction="x0"):
     """Yields the latents of one chunk per entry of `texts`; keys and values stay resident.
 
-    The K/V rows of the denoise steps are thrown away. A last pass at t = 0 over the final
-    latents, under the same context and prompt, gives the rows that later chunks attend to;
-    the newest window_frames - chunk_frames frames of them are kept. Frame positions are
-    absolute. `noise(chunk, step)` gives the draws."""
+    The K/V rows of the denoise steps are discarded. A last forward at t = 0 over the final latents, with the same context and
+    prompt, computes the rows to which later chunks attend; the newest window_frames - chunk_frames frames of these rows are kept.
+    Frame positions are absolute. `noise(chunk, step)` returns the draws."""
     kv, position = None, 0
     for chunk, text in enumerate(texts):
         context = dict(start_frame=position, kv=kv)
         z = denoise(model, lambda i: noise(chunk, i), text, levels, prediction, **context)
-        own = clean_pass(model, z, text, **context)
+        own = clean_forward(model, z, text, **context)
         frames = z.shape[2]
         rows = (window_frames - frames) * (own[0][0].shape[1] // frames)
         if kv is not None:
@@ -291,21 +287,20 @@ def stream_resident(model, texts, noise, levels, window_frames=6, prediction="x0
 
 
 def stream_recompute(model, texts, noise, levels, reencode, bias=1.0, prediction="x0"):
-    """Yields the latents of one chunk per entry of `texts`; nothing but latents carries over.
+    """Yields the latents of one chunk per entry of `texts`; only latents pass from chunk to chunk.
 
-    Chunk 0 has no context and positions 0.. . A later chunk first runs [anchor, z_-2, z_-1]
-    at t = 0, positions 0..2, with its own prompt; it is then denoised at positions 3.. over
-    those rows and its own. log(bias) is added to the scores of the keys of context frames 1
-    and 2. The anchor of chunk 1 is latent 0 itself; later it is
-    `reencode(latent 0 of the previous chunk)`: decode, take the last pixel frame, encode it
-    alone."""
+    Chunk 0 has no context, and its positions start at 0. A later chunk first runs the context latents [anchor, z_-2, z_-1] at t =
+    0 and positions 0..2, with its own prompt. It is then denoised at positions from 3 on, and attends to the context rows and its
+    own. log(bias) is added to the scores of the keys of context frames 1 and 2. The anchor of chunk 1 is latent 0 itself. The
+    anchor of a later chunk is `reencode(latent 0 of the previous chunk)`, which decodes the latent, takes the last pixel frame,
+    and encodes that frame alone."""
     z = None
     for chunk, text in enumerate(texts):
         context = {}
         if z is not None:
             anchor = z[:, :, :1] if chunk == 1 else reencode(z[:, :, :1])
             frames = torch.cat([anchor, z[:, :, -2:]], dim=2)
-            kv = clean_pass(model, frames, text, start_frame=0)
+            kv = clean_forward(model, frames, text, start_frame=0)
             rows = kv[0][0].shape[1]
             context = dict(start_frame=3, kv=kv)
             if bias != 1.0:
@@ -318,19 +313,20 @@ def stream_recompute(model, texts, noise, levels, reencode, bias=1.0, prediction
 
 
 def space_time_decode(z):
-    """Lossless decoder: latents [B, 768, F, H, W] -> pixels [B, 4F, 8H, 8W, 3], clamped to
-    [-1, 1]. Channel c = ((dt * 8 + dy) * 8 + dx) * 3 + rgb."""
+    """Decodes latents [B, 768, F, H, W] to pixels [B, 4F, 8H, 8W, 3] without loss and clamps them to [-1, 1].
+
+    Channel c = ((dt * 8 + dy) * 8 + dx) * 3 + rgb."""
     z = z.unflatten(1, (4, 8, 8, 3)).permute(0, 5, 1, 6, 2, 7, 3, 4)
     return z.flatten(5, 6).flatten(3, 4).flatten(1, 2).clamp(-1, 1)
 
 
 def space_time_encode(pixels):
-    """The inverse: pixels [B, 4F, 8H, 8W, 3] -> latents [B, 768, F, H, W]."""
+    """Encodes pixels [B, 4F, 8H, 8W, 3] to latents [B, 768, F, H, W]; the inverse of `space_time_decode`."""
     x = pixels.unflatten(3, (-1, 8)).unflatten(2, (-1, 8)).unflatten(1, (-1, 4))
     return x.permute(0, 2, 4, 6, 7, 1, 3, 5).flatten(1, 4)
 
 
 def space_time_anchor(z):
-    """`reencode` of that decoder: the last pixel frame of one latent frame, four times."""
+    """The `reencode` function of the space-time decoder: repeats the last pixel frame of one latent frame four times."""
     frame = space_time_decode(z)[:, -1:]
     return space_time_encode(frame.expand(-1, 4, -1, -1, -1))

@@ -1,19 +1,23 @@
-//! A stable name for one kind of diagnostic, with the page that `tessera explain` prints.
+//! Diagnostic codes: a stable id for each kind of diagnostic, with the page that `tessera explain`
+//! prints.
 //!
-//! A code is a `static` beside the code that raises it. Rooms list theirs in a `CODES` table; the door joins
-//! the tables into a [`Registry`]. A retired id stays listed as reserved and is never used again.
+//! A code is a `static` next to the code that raises it. Each library crate lists its codes in a
+//! `CODES` table, and the application crate joins the tables into a [`Registry`]. A retired id
+//! stays listed as reserved and is never reused.
 
-/// One kind of diagnostic.
+/// A kind of diagnostic.
 ///
-/// Ranges: `T00` door and command line, `T01` mesh, `T02` IR text and types, `T03` judge, `T04` models,
-/// `T05` weights, `T06` plan, `T07` lockstep, `T08` devices, `T09` output folders, `T11` clusters and what things take, `T12` the search over mappings.
+/// Id ranges: `T00` application and command line, `T01` mesh, `T02` IR text and types, `T03`
+/// verifier, `T04` models, `T05` weights, `T06` plan, `T07` lockstep, `T08` devices, `T09` output
+/// folders, `T11` clusters and resource needs, `T12` mapping search.
 #[derive(Debug)]
 pub struct Code {
     /// Stable id such as `T0312`.
     pub id: &'static str,
-    /// One line: what is wrong, in general.
+    /// One line that states the problem in general terms.
     pub title: &'static str,
-    /// Why it is refused, an example, and what to do. Plain text, paragraphs separated by blank lines.
+    /// Explanation: why the input is rejected, an example, and what to do. Plain text with blank
+    /// lines between paragraphs.
     pub page: &'static str,
 }
 
@@ -24,17 +28,18 @@ impl PartialEq for Code {
 }
 impl Eq for Code {}
 
-/// All codes of a build, in order of id.
+/// All codes of a build, sorted by id.
 #[derive(Debug, Default)]
 pub struct Registry {
     codes: Vec<&'static Code>,
 }
 
 impl Registry {
-    /// Joins tables of codes.
+    /// Builds a registry from the code tables of several crates.
     ///
     /// # Panics
-    /// On two codes with one id: that is a mistake in the source, found by the first test that runs.
+    /// Panics if two codes have the same id. That is a mistake in the source, which the first test
+    /// that runs finds.
     #[must_use]
     pub fn new(tables: &[&[&'static Code]]) -> Registry {
         let mut codes: Vec<_> = tables.iter().flat_map(|t| t.iter().copied()).collect();
@@ -45,13 +50,13 @@ impl Registry {
         Registry { codes }
     }
 
-    /// The code with this id, upper or lower case.
+    /// Returns the code with this id, ignoring case.
     #[must_use]
     pub fn get(&self, id: &str) -> Option<&'static Code> {
         self.codes.iter().copied().find(|c| c.id.eq_ignore_ascii_case(id))
     }
 
-    /// Every code, in order of id.
+    /// Iterates over all codes, sorted by id.
     pub fn iter(&self) -> impl Iterator<Item = &'static Code> + '_ {
         self.codes.iter().copied()
     }

@@ -1,60 +1,63 @@
-//! What a refusal across ranks shows beside its words: who waits for whom, or which two calls do not meet.
+//! Machine-readable counterexamples for errors that involve several ranks: a wait cycle, or two
+//! collectives that do not match.
 //!
-//! The same facts stand in the diagnostic's places as text; here they can be drawn and read by programs.
+//! The labels of the diagnostic state the same facts as text. This form can be drawn and parsed.
 
 use crate::Span;
 
-/// Proof that ranks would hang or take bytes for something else.
+/// Proof that ranks would hang or would misinterpret each other's data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(clippy::large_enum_variant, reason = "a diagnostic boxes it as a whole")]
 pub enum Counterexample {
-    /// Each link waits for the one before it, the first for the last.
-    Circle(Vec<Link>),
-    /// Two members' calls at one position of a group's sequence.
+    /// A wait cycle: each edge waits for the previous edge, and the first edge for the last.
+    WaitCycle(Vec<WaitEdge>),
+    /// Two members issue different collectives at the same position of a group's sequence.
     Mismatch(Mismatch),
 }
 
-/// One rank of a circle: it is inside `holds`, which cannot finish, and reaches `wants` only afterwards.
+/// One rank of a wait cycle. The rank is blocked in `blocked_in` and reaches `not_reached` only
+/// after that.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Link {
-    /// Who.
+pub struct WaitEdge {
+    /// The blocked rank.
     pub rank: u32,
-    /// In flight and unfinished.
-    pub holds: Step,
-    /// What the next link's `holds` needs of this rank.
-    pub wants: Step,
+    /// The collective that is in flight and cannot finish.
+    pub blocked_in: RankCollective,
+    /// The later collective of this rank that the next edge's `blocked_in` needs.
+    pub not_reached: RankCollective,
 }
 
 /// The first position at which two members of a group differ.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mismatch {
-    /// The group, as `tp of ranks 0, 1`.
+    /// Group and its ranks, such as `tp of ranks 0, 1`.
     pub group: String,
-    /// Position in the group's sequence, from 0.
+    /// Position in the group's sequence of collectives, from 0.
     pub position: usize,
-    /// What differs: `op`, `dtype`, `count`, `root`…
+    /// Property that differs: `op`, `dtype`, `count`, `root`…
     pub field: String,
-    /// Both sides; the one that most members agree with first. `None`: the side calls nothing there.
-    pub sides: [(u32, Option<Step>); 2],
+    /// Both ranks with their collectives; the side that agrees with the majority of the members
+    /// comes first. `None` if the rank issues nothing at this position.
+    pub sides: [(u32, Option<RankCollective>); 2],
 }
 
-/// A collective as one rank calls it.
+/// A collective as one rank issues it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Step {
-    /// In words: op, group, type.
-    pub what: String,
-    /// Name of the op, as `all_reduce`.
+pub struct RankCollective {
+    /// Description with op, group and type.
+    pub description: String,
+    /// Name of the op, such as `all_reduce`.
     pub op: String,
-    /// Dtype, as `bf16`.
+    /// Dtype, such as `bf16`.
     pub dtype: String,
-    /// Shape or count, as `[4, 8]`.
+    /// Shape or count, such as `[4, 8]`.
     pub shape: String,
-    /// Members of the group, ascending.
+    /// Members of the group, in ascending order.
     pub ranks: Vec<u32>,
-    /// Stream of the rank.
+    /// Stream of the rank that the collective runs on.
     pub stream: String,
     /// Index in the rank's program or trace, from 0.
     pub index: usize,
-    /// The text in which it stands, if any, and where.
+    /// File and position of the collective, if it was read from a text.
     pub source: Option<(String, Span)>,
 }

@@ -1,13 +1,13 @@
-//! One type for everything Tessera has to say about an input: what, where, the other where, and what to do.
+//! The [`Diagnostic`] type: a problem in an input, the locations involved, and what to do about it.
 
 use crate::{Code, Counterexample};
 
-/// How bad it is. Only errors stop a verb.
+/// Severity of a diagnostic. Only errors make a command fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
-    /// Worth knowing; the result stands.
+    /// The input is suspicious, but the result is valid.
     Warning,
-    /// The input is refused.
+    /// The input is rejected.
     Error,
 }
 
@@ -20,96 +20,105 @@ pub struct Span {
     pub end: usize,
 }
 
-/// A place a diagnostic speaks of: a file position, a rank, an op, a tensor.
+/// A location that a diagnostic refers to (a file position, a rank, an op, a tensor), with a
+/// message about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Place {
-    /// `plan/stage0.tir`, `rank 1`, `models/demo/config.json`, `weight blocks.0.ffn.0.bias`…
-    pub at: String,
-    /// What is there, with its numbers.
-    pub says: String,
-    /// Where in the text named by `at`, if it is one.
+pub struct Label {
+    /// Name of the location: `plan/stage0.tir`, `rank 1`, `models/demo/config.json`,
+    /// `weight blocks.0.ffn.0.bias`…
+    pub location: String,
+    /// Statement about the location, with its numbers.
+    pub message: String,
+    /// Position in the text that `location` names, if it names a text.
     pub span: Option<Span>,
 }
 
-/// A finding: a code, one terse sentence, the places with both sides' numbers, notes and a hint.
+/// A diagnostic: a code, a one-sentence message, labels with the numbers of both sides, notes and a
+/// hint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostic {
-    /// Stable code.
+    /// Stable code of the kind of problem.
     pub code: &'static Code,
     /// Error or warning.
     pub severity: Severity,
     /// One sentence without a final period.
     pub message: String,
-    /// The place and the other place.
-    pub places: Vec<Place>,
-    /// Further facts.
+    /// Locations involved, the primary one first.
+    pub labels: Vec<Label>,
+    /// Additional facts.
     pub notes: Vec<String>,
-    /// What to do next.
+    /// Suggestion what to do next.
     pub hint: Option<String>,
-    /// For a refusal across ranks, the facts behind its words. Boxed: few diagnostics have one.
+    /// Machine-readable counterexample of an error that involves several ranks. Boxed because few
+    /// diagnostics have one.
     pub counterexample: Option<Box<Counterexample>>,
 }
 
-/// What a checker collects. Checkers return these beside a value and do not stop at the first.
+/// A list of diagnostics. Checkers collect every problem instead of stopping at the first.
 pub type Diagnostics = Vec<Diagnostic>;
 
 impl Diagnostic {
-    /// An error.
+    /// Creates an error.
     #[must_use]
     pub fn error(code: &'static Code, message: impl Into<String>) -> Diagnostic {
         Diagnostic {
             code,
             severity: Severity::Error,
             message: message.into(),
-            places: Vec::new(),
+            labels: Vec::new(),
             notes: Vec::new(),
             hint: None,
             counterexample: None,
         }
     }
 
-    /// A warning.
+    /// Creates a warning.
     #[must_use]
     pub fn warning(code: &'static Code, message: impl Into<String>) -> Diagnostic {
         Diagnostic { severity: Severity::Warning, ..Diagnostic::error(code, message) }
     }
 
-    /// Adds a place that is not a text position.
+    /// Adds a label for a location that is not a position in a text.
     #[must_use]
-    pub fn at(mut self, at: impl Into<String>, says: impl Into<String>) -> Diagnostic {
-        self.places.push(Place { at: at.into(), says: says.into(), span: None });
+    pub fn with_label(mut self, location: impl Into<String>, message: impl Into<String>) -> Diagnostic {
+        self.labels.push(Label { location: location.into(), message: message.into(), span: None });
         self
     }
 
-    /// Adds a position in a text.
+    /// Adds a label for a position in a text.
     #[must_use]
-    pub fn at_span(mut self, at: impl Into<String>, says: impl Into<String>, span: Span) -> Diagnostic {
-        self.places.push(Place { at: at.into(), says: says.into(), span: Some(span) });
+    pub fn with_span_label(
+        mut self,
+        location: impl Into<String>,
+        message: impl Into<String>,
+        span: Span,
+    ) -> Diagnostic {
+        self.labels.push(Label { location: location.into(), message: message.into(), span: Some(span) });
         self
     }
 
     /// Adds a note.
     #[must_use]
-    pub fn note(mut self, note: impl Into<String>) -> Diagnostic {
+    pub fn with_note(mut self, note: impl Into<String>) -> Diagnostic {
         self.notes.push(note.into());
         self
     }
 
     /// Sets the hint.
     #[must_use]
-    pub fn hint(mut self, hint: impl Into<String>) -> Diagnostic {
+    pub fn with_hint(mut self, hint: impl Into<String>) -> Diagnostic {
         self.hint = Some(hint.into());
         self
     }
 
-    /// Adds the facts behind a refusal across ranks.
+    /// Attaches the counterexample of an error that involves several ranks.
     #[must_use]
-    pub fn proof(mut self, counterexample: Counterexample) -> Diagnostic {
+    pub fn with_counterexample(mut self, counterexample: Counterexample) -> Diagnostic {
         self.counterexample = Some(Box::new(counterexample));
         self
     }
 
-    /// Whether this refuses the input.
+    /// Returns whether this diagnostic rejects the input.
     #[must_use]
     pub fn is_error(&self) -> bool {
         self.severity == Severity::Error

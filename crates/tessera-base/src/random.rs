@@ -1,35 +1,37 @@
 //! Counter-based random numbers: a draw is a pure function of (seed, chunk, draw, element).
 //!
-//! Philox4x32-10 (Salmon et al., 2011) feeds a Box–Muller transform built from additions, multiplications and
-//! one square root, so every rank, mesh, thread count and machine gets the same bits. The platform's `ln` and
-//! `cos` are not used: libraries disagree about their last bit.
+//! Philox4x32-10 (Salmon et al., 2011) feeds a Box–Muller transform that uses only additions,
+//! multiplications and one square root, so every rank, mesh, thread count and machine gets the same
+//! bits. The transform does not use the platform's `ln` and `cos`, because libraries disagree about
+//! their last bit.
 
-/// What names one draw of a tensor of normals. The element index is the position in the global tensor, so a
-/// rank that owns a shard computes exactly its part.
+/// Key of one draw of a normally distributed tensor. Elements are indexed by their position in the
+/// global tensor, so a rank that owns a shard computes exactly its part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DrawKey {
     /// The user's seed.
     pub seed: u64,
-    /// Chunk of the stream.
+    /// Chunk of the video stream.
     pub chunk: u32,
-    /// Number of the draw inside the chunk.
+    /// Index of the draw within the chunk.
     pub draw: u32,
 }
 
 /// Fills `out` with the standard normals of elements `first..first + out.len()` of a draw.
-pub fn normals(key: DrawKey, first: u64, out: &mut [f32]) {
-    normals_inline(key, first, out);
+pub fn fill_normals(key: DrawKey, first: u64, out: &mut [f32]) {
+    fill_normals_inline(key, first, out);
 }
 
-/// [`normals`] as part of its caller, which may compile it for a wider vector unit. The bits are the same on
-/// every unit: each element is one fixed chain of operations, and none of them is fused with another.
+/// Inlined version of [`fill_normals`], so that a caller can compile it for a wider vector unit.
+/// The bits are the same on every unit: each element is a fixed chain of operations without fused
+/// multiply-adds.
 #[inline(always)]
-pub fn normals_inline(key: DrawKey, first: u64, out: &mut [f32]) {
+pub fn fill_normals_inline(key: DrawKey, first: u64, out: &mut [f32]) {
     let mut at = 0;
     while at < out.len() {
         let next = first + at as u64;
-        let group = normal_group(key, next / 4);
-        // Blocks have four elements; a shard may begin inside one.
+        let group = normal_blocks(key, next / 4);
+        // A Philox block has four elements, and a shard may begin inside a block.
         let from = &group.as_flattened()[(next % 4) as usize..];
         let n = from.len().min(out.len() - at);
         out[at..at + n].copy_from_slice(&from[..n]);
@@ -37,7 +39,7 @@ pub fn normals_inline(key: DrawKey, first: u64, out: &mut [f32]) {
     }
 }
 
-/// Philox4x32-10: one block of four words for a counter and a key.
+/// Computes one Philox4x32-10 block: four 32-bit words for a counter and a key.
 #[must_use]
 #[inline(always)]
 pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
@@ -57,18 +59,20 @@ pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// Blocks made at once: a whole number of vectors on every unit, and few enough to stay in its nearest cache.
-const GROUP: usize = 64;
+/// Blocks computed together: a whole number of vectors on every unit, and few enough to stay in the
+/// L1 cache.
+const BLOCKS_PER_GROUP: usize = 64;
 
-/// The normals of blocks `first..first + 64`.
+/// Computes the normals of blocks `first..first + 64`.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
-fn normal_group(key: DrawKey, first: u64) -> [[f32; 4]; GROUP] {
-    // Three loops, each over independent lanes of one width: what a compiler turns into vectors.
-    let mut words = [[0u32; GROUP]; 4];
-    for l in 0..GROUP {
-        // The block index takes the low words of the counter; 2^34 elements a draw are enough for any latent,
-        // and its high bits are folded into the draw word so that nothing is silently dropped.
+fn normal_blocks(key: DrawKey, first: u64) -> [[f32; 4]; BLOCKS_PER_GROUP] {
+    // Three separate loops over independent elements of one width, so that the compiler vectorizes
+    // each of them.
+    let mut words = [[0u32; BLOCKS_PER_GROUP]; 4];
+    for l in 0..BLOCKS_PER_GROUP {
+        // The block index occupies the two low words of the counter. Its high bits get a word of
+        // their own, so no block index is truncated.
         let block = first + l as u64;
         let counter = [block as u32, (block >> 32) as u32, key.draw, key.chunk];
         let w = philox4x32(counter, [key.seed as u32, (key.seed >> 32) as u32]);
@@ -77,34 +81,35 @@ fn normal_group(key: DrawKey, first: u64) -> [[f32; 4]; GROUP] {
         words[2][l] = w[2];
         words[3][l] = w[3];
     }
-    let mut normal = [[0.0f32; GROUP]; 4];
-    for l in 0..GROUP {
+    let mut normal = [[0.0f32; BLOCKS_PER_GROUP]; 4];
+    for l in 0..BLOCKS_PER_GROUP {
         (normal[0][l], normal[1][l]) = box_muller(words[0][l], words[1][l]);
         (normal[2][l], normal[3][l]) = box_muller(words[2][l], words[3][l]);
     }
-    let mut out = [[0.0; 4]; GROUP];
-    for l in 0..GROUP {
+    let mut out = [[0.0; 4]; BLOCKS_PER_GROUP];
+    for l in 0..BLOCKS_PER_GROUP {
         out[l] = [normal[0][l], normal[1][l], normal[2][l], normal[3][l]];
     }
     out
 }
 
-/// Two words to two independent standard normals.
+/// Transforms two random words into two independent standard normals.
 #[inline(always)]
 fn box_muller(u: u32, v: u32) -> (f32, f32) {
-    // (0, 1]: the logarithm never sees zero, and the largest normal is sqrt(2 ln 2^24) = 5.77.
+    // The argument lies in (0, 1]: the logarithm never sees zero, and the largest normal is sqrt(2
+    // ln 2^24) = 5.77.
     let radius = (-2.0 * ln_unit((u >> 8) + 1)).sqrt();
     let (sin, cos) = sin_cos_turn(v);
     (radius * cos, radius * sin)
 }
 
-/// ln(m / 2^24) for 1 ≤ m ≤ 2^24, in f32 arithmetic; absolute error below 1e-6.
+/// Computes ln(m / 2^24) for 1 ≤ m ≤ 2^24 in f32 arithmetic, with an absolute error below 1e-6.
 #[inline(always)]
 fn ln_unit(m: u32) -> f32 {
-    // Signed, since not every vector unit converts unsigned words.
+    // Converted through i32 because not every vector unit converts unsigned words.
     let x = m as i32 as f32;
     let bits = x.to_bits();
-    // Split into mantissa in [sqrt(1/2), sqrt(2)) and exponent.
+    // Split into a mantissa in [sqrt(1/2), sqrt(2)) and an exponent.
     let shifted = bits.wrapping_sub(0x3f35_04f3);
     let exponent = (shifted as i32) >> 23;
     let f = f32::from_bits(bits.wrapping_sub((exponent as u32) << 23)) - 1.0;
@@ -115,10 +120,10 @@ fn ln_unit(m: u32) -> f32 {
     (exponent - 24) as f32 * std::f32::consts::LN_2 + (2.0 * s + s * tail)
 }
 
-/// (sin, cos) of 2π · v / 2^32, in f32 arithmetic; absolute error below 3e-7.
+/// Computes (sin, cos) of 2π · v / 2^32 in f32 arithmetic, with an absolute error below 3e-7.
 #[inline(always)]
 fn sin_cos_turn(v: u32) -> (f32, f32) {
-    // The quarter turn nearest to the angle, and the rest in [-π/4, π/4].
+    // Reduce to the nearest quarter turn and a remainder in [-π/4, π/4].
     let quarter = v.wrapping_add(0x2000_0000) >> 30;
     let rest = v.wrapping_sub(quarter << 30) as i32;
     let x = rest as f32 * (std::f32::consts::TAU / 4_294_967_296.0);
@@ -129,48 +134,48 @@ fn sin_cos_turn(v: u32) -> (f32, f32) {
     if quarter & 2 == 0 { (a, b) } else { (-a, -b) }
 }
 
-/// A row of draws named by a seed and two words.
+/// A sequential random number generator, identified by a seed and a two-word stream id.
 #[derive(Debug, Clone)]
-pub struct Dice {
+pub struct Rng {
     key: [u32; 2],
-    name: [u32; 2],
-    at: u32,
+    stream: [u32; 2],
+    position: u32,
     words: [u32; 4],
 }
 
-impl Dice {
-    /// The draws of a name under a seed.
+impl Rng {
+    /// Creates the generator of a stream under a seed.
     #[must_use]
-    pub fn new(seed: u64, name: [u32; 2]) -> Dice {
-        Dice { key: [seed as u32, (seed >> 32) as u32], name, at: 0, words: [0; 4] }
+    pub fn new(seed: u64, stream: [u32; 2]) -> Rng {
+        Rng { key: [seed as u32, (seed >> 32) as u32], stream, position: 0, words: [0; 4] }
     }
 
-    /// The next 32 bits.
-    pub fn word(&mut self) -> u32 {
-        let (block, lane) = (self.at / 4, self.at % 4);
+    /// Returns the next 32 random bits.
+    pub fn next_u32(&mut self) -> u32 {
+        let (block, lane) = (self.position / 4, self.position % 4);
         if lane == 0 {
-            self.words = philox4x32([block, self.name[0], self.name[1], 0], self.key);
+            self.words = philox4x32([block, self.stream[0], self.stream[1], 0], self.key);
         }
-        self.at += 1;
+        self.position += 1;
         self.words[lane as usize]
     }
 
-    /// A number below `n`; 0 where `n` is.
-    pub fn below(&mut self, n: usize) -> usize {
-        ((u64::from(self.word()) * n as u64) >> 32) as usize
+    /// Returns a random integer below `n`, or 0 if `n` is 0.
+    pub fn next_below(&mut self, n: usize) -> usize {
+        ((u64::from(self.next_u32()) * n as u64) >> 32) as usize
     }
 
-    /// True `a` times out of `b`.
-    pub fn chance(&mut self, a: usize, b: usize) -> bool {
-        self.below(b) < a
+    /// Returns `true` with probability `numerator / denominator`.
+    pub fn next_ratio(&mut self, numerator: usize, denominator: usize) -> bool {
+        self.next_below(denominator) < numerator
     }
 
-    /// One of a list.
+    /// Returns a random element of a list.
     ///
     /// # Panics
-    /// On an empty list.
-    pub fn pick<T: Copy>(&mut self, list: &[T]) -> T {
-        list[self.below(list.len())]
+    /// Panics if the list is empty.
+    pub fn pick_one<T: Copy>(&mut self, list: &[T]) -> T {
+        list[self.next_below(list.len())]
     }
 }
 
@@ -206,22 +211,22 @@ mod tests {
     }
 
     #[test]
-    fn a_shard_draws_its_part_of_the_whole() {
+    fn a_shard_draws_its_part_of_the_global_tensor() {
         let key = DrawKey { seed: 7, chunk: 3, draw: 1 };
         let mut whole = vec![0.0; 103];
-        normals(key, 0, &mut whole);
+        fill_normals(key, 0, &mut whole);
         for (start, len) in [(0, 1), (1, 2), (3, 9), (50, 53), (102, 1), (5, 0)] {
             let mut part = vec![0.0; len];
-            normals(key, start as u64, &mut part);
+            fill_normals(key, start as u64, &mut part);
             assert_eq!(part, whole[start..start + len]);
         }
     }
 
     #[test]
-    fn draws_keep_their_bits() {
-        // Runs are compared across versions by the bits of their output.
+    fn draws_are_bit_stable() {
+        // Recorded runs are compared across versions by the bits of their output.
         let mut x = vec![0.0; 1001];
-        normals(DrawKey { seed: 0x0123_4567_89ab_cdef, chunk: 5, draw: 2 }, (1 << 34) - 403, &mut x);
+        fill_normals(DrawKey { seed: 0x0123_4567_89ab_cdef, chunk: 5, draw: 2 }, (1 << 34) - 403, &mut x);
         let fold = x.iter().fold(0u64, |h, v| {
             (h.rotate_left(5) ^ u64::from(v.to_bits())).wrapping_mul(0x517c_c1b7_2722_0a95)
         });
@@ -231,7 +236,7 @@ mod tests {
     #[test]
     fn moments_are_those_of_a_normal() {
         let mut x = vec![0.0f32; 400_000];
-        normals(DrawKey { seed: 1, chunk: 0, draw: 0 }, 0, &mut x);
+        fill_normals(DrawKey { seed: 1, chunk: 0, draw: 0 }, 0, &mut x);
         let n = x.len() as f64;
         let moment = |p: i32| x.iter().map(|v| f64::from(*v).powi(p)).sum::<f64>() / n;
         assert!(moment(1).abs() < 0.01 && (moment(2) - 1.0).abs() < 0.01);

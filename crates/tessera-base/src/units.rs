@@ -1,4 +1,4 @@
-//! Quantities that must not be mixed up.
+//! Newtypes for quantities that must not be mixed up.
 
 use std::fmt;
 use std::ops::{Add, AddAssign};
@@ -29,15 +29,15 @@ macro_rules! quantity {
 }
 
 quantity!(
-    /// Bytes of memory or traffic.
+    /// A number of bytes of memory or traffic.
     Bytes
 );
 quantity!(
-    /// Floating-point operations; a multiply-add counts two.
+    /// A number of floating-point operations; a multiply-add counts as two.
     Flops
 );
 quantity!(
-    /// Nanoseconds on some clock.
+    /// A duration or a point in time of some clock, in nanoseconds.
     Nanoseconds
 );
 

@@ -1,7 +1,8 @@
-//! The network alone: every denoising forward and the clean pass of one steady chunk, on one rank in this process.
+//! The model alone: all denoising forwards and the clean forward of one steady chunk, on one rank
+//! in this process.
 //!
-//! Text keys and values are made once and not timed; noise, schedule arithmetic, decoding and transport are left
-//! out. `tools/bench` times the same in PyTorch.
+//! The text K and V are computed once and not timed. Noise, scheduler arithmetic, decoding and
+//! transport are excluded. `tools/bench` times the same forwards in PyTorch.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,62 +11,63 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
 use tessera::{Mapping, Model, Overrides, Plan, plan};
-use tessera_base::random::{DrawKey, normals};
-use tessera_cpu::{Cpu, Pool};
-use tessera_device::{Backend, CallData, Fault, Loaded, Observer, Scalar, Seat};
-use tessera_models::{Step, steps};
+use tessera_base::random::{DrawKey, fill_normals};
+use tessera_cpu::{CpuBackend, Pool};
+use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, Scalar};
+use tessera_models::{SigmaStep, denoising_steps};
 
-use crate::stats::{least, median, round};
-use crate::{Measured, Output, refused};
+use crate::stats::{median, min_value, round_to_millis};
+use crate::{BenchResult, OutputArgs, diagnostics_error};
 
-/// Chunks that are run and not timed: the first touches memory, the next learn nothing more.
-const WARM_UP: u32 = 3;
+/// Number of untimed chunks. The first one touches the memory for the first time.
+const WARM_UP_CHUNKS: u32 = 3;
 
-/// Time the network's forwards of one steady chunk
+/// Time the model's forwards of one steady chunk
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Folder of the model
     #[arg(long, value_name = "DIR", default_value = "models/demo")]
     model: PathBuf,
 
-    /// Threads of the rank [default: one per core]
+    /// Number of threads of the rank [default: one per core]
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
 
-    /// Chunks to time
+    /// Number of chunks to time
     #[arg(long, value_name = "N", default_value_t = 40)]
     chunks: u32,
 
     #[command(flatten)]
-    pub output: Output,
+    pub output: OutputArgs,
 }
 
 /// Runs the benchmark.
-pub fn run(args: &Args) -> anyhow::Result<Measured> {
+pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(args.chunks > 0, "--chunks 0: nothing to time");
     let overrides = Overrides { recompute: Some(false), ..Overrides::default() };
-    let model = Model::open(&args.model, &overrides).map_err(refused)?;
-    let plan = plan::make(&model.video, &model.name, "", &Mapping::default()).map_err(refused)?;
+    let model = Model::open(&args.model, &overrides).map_err(diagnostics_error)?;
+    let plan =
+        plan::plan_model(&model.video, &model.name, "", &Mapping::default()).map_err(diagnostics_error)?;
     let threads = args.threads.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from));
-    let mut rank = Rank::load(&model, &plan, threads)?;
-    rank.warm()?;
-    for chunk in 0..WARM_UP {
-        rank.chunk(chunk)?;
+    let mut rank = BenchRank::load(&model, &plan, threads)?;
+    rank.warm_up()?;
+    for chunk in 0..WARM_UP_CHUNKS {
+        rank.run_chunk(chunk)?;
     }
     let (mut chunks, mut denoise, mut clean) = (Vec::new(), Vec::new(), Vec::new());
     for chunk in 0..args.chunks {
-        let times = rank.chunk(WARM_UP + chunk)?;
+        let times = rank.run_chunk(WARM_UP_CHUNKS + chunk)?;
         chunks.push(times.iter().sum());
         denoise.extend_from_slice(&times[..times.len() - 1]);
         clean.extend(times.last());
     }
     let forwards = rank.steps.len() + 1;
     let text = format!(
-        "{}: {forwards} forwards of a steady chunk on {threads} threads: median {:.3} ms, least {:.3} ms over {} chunks \
+        "{}: {forwards} forwards of a steady chunk on {threads} threads: median {:.3} ms, min {:.3} ms over {} chunks \
 (denoise {:.3} ms each, clean {:.3} ms)",
         model.name,
         median(&chunks),
-        least(&chunks),
+        min_value(&chunks),
         args.chunks,
         median(&denoise),
         median(&clean),
@@ -77,25 +79,25 @@ pub fn run(args: &Args) -> anyhow::Result<Measured> {
         "threads": threads,
         "chunks": args.chunks,
         "forwards": forwards,
-        "median_ms": round(median(&chunks)),
-        "min_ms": round(least(&chunks)),
-        "denoise_ms": round(median(&denoise)),
-        "clean_ms": round(median(&clean)),
+        "median_ms": round_to_millis(median(&chunks)),
+        "min_ms": round_to_millis(min_value(&chunks)),
+        "denoise_ms": round_to_millis(median(&denoise)),
+        "clean_ms": round_to_millis(median(&clean)),
     });
-    Ok(Measured { text, numbers })
+    Ok(BenchResult { text, numbers })
 }
 
-struct Unwatched;
-impl Observer for Unwatched {
-    fn issued(&mut self, _: usize) {}
-    fn progress(&mut self, _: u32) {}
+struct NoopObserver;
+impl Observer for NoopObserver {
+    fn on_issued(&mut self, _: usize) {}
+    fn on_progress(&mut self, _: u32) {}
 }
 
 /// The only rank, with its programs loaded.
-struct Rank {
-    cpu: Cpu,
-    loaded: BTreeMap<String, Loaded>,
-    steps: Vec<Step>,
+struct BenchRank {
+    cpu: CpuBackend,
+    loaded: BTreeMap<String, ProgramHandle>,
+    steps: Vec<SigmaStep>,
     chunk_frames: u64,
     window_frames: u64,
     frame_tokens: u64,
@@ -104,60 +106,71 @@ struct Rank {
     noise: Vec<f32>,
 }
 
-impl Rank {
-    fn load(model: &Model, plan: &Plan, threads: usize) -> anyhow::Result<Rank> {
-        let mut weights = model.weights().map_err(refused)?;
+impl BenchRank {
+    fn load(model: &Model, plan: &Plan, threads: usize) -> anyhow::Result<BenchRank> {
+        let mut weights = model.open_weights().map_err(diagnostics_error)?;
         let sealed = &plan.sealed;
         let rank = sealed.mesh().iter().next().context("a mesh has a rank")?;
-        let seat = Seat { mesh: *sealed.mesh(), rank };
-        let mut cpu = Cpu::new(seat, Pool::new(threads)?, Vec::new(), Duration::from_secs(1));
+        let placement = MeshRank { mesh: *sealed.mesh(), rank };
+        let mut cpu = CpuBackend::new(placement, Pool::new(threads)?, Vec::new(), Duration::from_secs(1));
         let video = &model.video;
-        let wanted = ["text", "denoise.", "clean."];
+        let phase_prefixes = ["text", "denoise.", "clean."];
         let mut loaded = BTreeMap::new();
-        for name in sealed.phases().iter().filter(|n| wanted.iter().any(|w| n.starts_with(w))) {
-            let (Some(program), Some(slots)) = (sealed.program(name, rank), sealed.slots(name, rank)) else {
+        for name in sealed.phase_names().iter().filter(|n| phase_prefixes.iter().any(|w| n.starts_with(w))) {
+            let (Some(program), Some(slots)) =
+                (sealed.rank_program(name, rank), sealed.rank_slots(name, rank))
+            else {
                 continue;
             };
             let program = Arc::new((**program).clone());
-            loaded
-                .insert(name.clone(), cpu.load(&program, slots, &mut weights).map_err(|d| refused(vec![d]))?);
+            loaded.insert(
+                name.clone(),
+                cpu.load(&program, slots, &mut weights).map_err(|d| diagnostics_error(vec![d]))?,
+            );
         }
-        let draw = |len: u64, draw| {
+        let random_normals = |len: u64, random_normals| {
             let mut out = vec![0.0; len as usize];
-            normals(DrawKey { seed: 0, chunk: 0, draw }, 0, &mut out);
+            fill_normals(DrawKey { seed: 0, chunk: 0, draw: random_normals }, 0, &mut out);
             out
         };
-        Ok(Rank {
+        Ok(BenchRank {
             cpu,
             loaded,
-            steps: steps(&video.stream),
+            steps: denoising_steps(&video.stream),
             chunk_frames: video.stream.chunk_frames,
             window_frames: video.stream.window_frames,
             frame_tokens: video.frame_tokens(),
-            text: draw(video.wan.text_len * video.wan.text_dim, 0),
-            noise: draw(video.chunk_tokens() * video.wan.token_width(), 1),
+            text: random_normals(video.wan.text_len * video.wan.text_dim, 0),
+            noise: random_normals(video.chunk_tokens() * video.wan.token_width(), 1),
         })
     }
 
-    /// A prompt, and clean passes until the window is full.
-    fn warm(&mut self) -> anyhow::Result<()> {
+    /// Runs the text program and then clean forwards until the KV cache window is full.
+    fn warm_up(&mut self) -> anyhow::Result<()> {
         let text = std::mem::take(&mut self.text);
-        self.go("text", CallData { inputs: BTreeMap::from([("text", &text[..])]), ..CallData::default() })?;
-        ensure!(self.cpu.write_buffer("x", &self.noise), "the plan has no buffer x of a chunk's latents");
+        self.run_phase(
+            "text",
+            CallData { inputs: BTreeMap::from([("text", &text[..])]), ..CallData::default() },
+        )?;
+        ensure!(
+            self.cpu.write_buffer("x", &self.noise),
+            "the plan has no buffer x of the size of a chunk's latents"
+        );
         ensure!(
             self.cpu.write_buffer("latent", &self.noise),
-            "the plan has no buffer latent of a chunk's latents"
+            "the plan has no buffer latent of the size of a chunk's latents"
         );
         for fill in (0..self.window_frames).step_by(self.chunk_frames as usize) {
-            self.clean(fill, fill)?;
+            self.run_clean_forward(fill, fill)?;
         }
         Ok(())
     }
 
-    /// One steady chunk: milliseconds of each denoising forward and, last, of the clean pass.
-    fn chunk(&mut self, chunk: u32) -> anyhow::Result<Vec<f64>> {
+    /// Runs one steady chunk and returns the milliseconds of each denoising forward and, last, of
+    /// the clean forward.
+    fn run_chunk(&mut self, chunk: u32) -> anyhow::Result<Vec<f64>> {
         let fill = self.window_frames - self.chunk_frames;
-        // Chunks take the cache's rows in turn.
+        // Chunks overwrite the rows of the KV cache in round-robin order.
         let row = u64::from(chunk) * self.chunk_frames % self.window_frames;
         let mut times = Vec::new();
         for step in self.steps.clone() {
@@ -167,28 +180,28 @@ impl Rank {
                 ("start", Scalar::I64(fill as i64)),
                 ("row", Scalar::I64((row * self.frame_tokens) as i64)),
             ];
-            times.push(self.go(&format!("denoise.fill{fill}"), call(scalars))?);
+            times.push(self.run_phase(&format!("denoise.fill{fill}"), call_with_scalars(scalars))?);
         }
-        times.push(self.clean(fill, row)?);
+        times.push(self.run_clean_forward(fill, row)?);
         Ok(times)
     }
 
-    fn clean(&mut self, fill: u64, row: u64) -> anyhow::Result<f64> {
+    fn run_clean_forward(&mut self, fill: u64, row: u64) -> anyhow::Result<f64> {
         let scalars = [
             ("t", Scalar::F32s(vec![0.0; self.chunk_frames as usize])),
             ("start", Scalar::I64(fill as i64)),
             ("row", Scalar::I64((row * self.frame_tokens) as i64)),
         ];
-        // The last fill is also that of a full window.
+        // The last fill level also serves a full window.
         let fill = fill.min(self.window_frames - self.chunk_frames);
-        self.go(&format!("clean.fill{fill}"), call(scalars))
+        self.run_phase(&format!("clean.fill{fill}"), call_with_scalars(scalars))
     }
 
-    /// Runs a phase; milliseconds.
-    fn go(&mut self, phase: &str, call: CallData<'_>) -> anyhow::Result<f64> {
+    /// Runs a phase and returns its duration in milliseconds.
+    fn run_phase(&mut self, phase: &str, call: CallData<'_>) -> anyhow::Result<f64> {
         let program = *self.loaded.get(phase).ok_or_else(|| anyhow!("the plan has no phase {phase}"))?;
         let begun = Instant::now();
-        self.cpu.run(program, &call, &mut Unwatched).map_err(|f| match f {
+        self.cpu.run(program, &call, &mut NoopObserver).map_err(|f| match f {
             Fault::Failed(t) | Fault::Stalled(t) | Fault::Aborted(t) | Fault::Refused(t) => {
                 anyhow!("{phase}: {t}")
             }
@@ -197,7 +210,7 @@ impl Rank {
     }
 }
 
-fn call<const N: usize>(scalars: [(&'static str, Scalar); N]) -> CallData<'static> {
+fn call_with_scalars<const N: usize>(scalars: [(&'static str, Scalar); N]) -> CallData<'static> {
     CallData { scalars: scalars.into_iter().collect(), ..CallData::default() }
 }
 
@@ -207,12 +220,12 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn a_steady_chunk_is_four_denoise_forwards_and_a_clean_pass() {
+    fn a_steady_chunk_is_four_denoise_forwards_and_a_clean_forward() {
         let args = Args {
             model: Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/wan-odd"),
             threads: Some(2),
             chunks: 3,
-            output: Output { json: true, save: false },
+            output: OutputArgs { json: true, save: false },
         };
         let result = run(&args).unwrap();
         assert_eq!(result.numbers["forwards"], 5);

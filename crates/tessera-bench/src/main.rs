@@ -1,85 +1,87 @@
-//! What is measured: the network alone on one rank, a whole stream up to frames on disk, the judge, and what a run costs
-//! and survives: killed and cut-off processes, busy cores, long streams, and the time of an agreement; the search over
-//! mappings of a rack and of many.
+//! Benchmarks: the model alone on one rank; a whole stream up to frames on disk; the verifier; the
+//! latency of lockstep agreement; runs with killed processes, cut links and busy cores; long
+//! streams; the search over mappings of one rack and of many.
 //!
-//! Each benchmark prints its result, as JSON on one last line when asked, and keeps it with facts of the host in
-//! `bench/runs/` only when told to.
+//! Each benchmark prints its result, with `--json` also as JSON on the last line. With `--save` it
+//! writes the result and facts about the host to `bench/runs/`.
 
-mod calm;
-mod child;
 mod dit;
-mod judge;
-mod kills;
+mod failover;
+mod false_positives;
+mod harness;
 mod lockstep;
-mod long;
 mod partition;
-mod procs;
-mod rig;
+mod process_list;
 mod save;
 mod search;
+mod soak;
 mod stats;
 mod stream;
+mod stream_process;
+mod verifier;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use tessera_base::{Diagnostics, Format, render_all};
+use tessera_base::{DiagnosticFormat, Diagnostics, render_all};
 
-/// Times what Tessera does on this machine. Build with --release, run on an idle machine.
+/// Benchmarks of Tessera on this machine. Build with --release and run on an idle machine.
 #[derive(Debug, Parser)]
 #[command(name = "tessera-bench", disable_help_subcommand = true)]
 struct Cli {
     #[command(subcommand)]
-    what: What,
+    benchmark: Benchmark,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
-    Calm(calm::Args),
+enum Benchmark {
+    FalsePositives(false_positives::Args),
     Dit(dit::Args),
-    Judge(judge::Args),
-    Kills(kills::Args),
+    Verifier(verifier::Args),
+    Failover(failover::Args),
     Lockstep(lockstep::Args),
-    Long(long::Args),
+    Soak(soak::Args),
     Partition(partition::Args),
     Search(search::Args),
     Stream(stream::Args),
-    /// One rank of a stream. Started by the benchmark, never by hand.
+    /// One rank of a stream. Internal: the benchmarks start this command.
     #[command(hide = true)]
     Rank,
-    /// One rank with programs that do nothing. Started by the benchmark, never by hand.
+    /// One rank with programs that do nothing. Internal: the benchmarks start this command.
     #[command(hide = true)]
-    RigRank,
+    HarnessRank,
 }
 
-/// How every benchmark gives its result.
+/// Output options of every benchmark.
 #[derive(Debug, Clone, clap::Args)]
-struct Output {
+struct OutputArgs {
     /// Print the result as JSON on the last line
     #[arg(long)]
     json: bool,
 
-    /// Keep the result with facts of the host in a new folder of bench/runs
+    /// Save the result with facts about the host in a new folder of bench/runs
     #[arg(long)]
     save: bool,
 }
 
 fn main() -> ExitCode {
-    let (name, output, outcome) = match Cli::parse().what {
-        What::Calm(args) => ("calm", args.output.clone(), calm::run(&args)),
-        What::Dit(args) => ("dit", args.output.clone(), dit::run(&args)),
-        What::Judge(args) => ("judge", args.output.clone(), judge::run(&args)),
-        What::Kills(args) => ("kills", args.output.clone(), kills::run(&args)),
-        What::Lockstep(args) => ("lockstep", args.output.clone(), lockstep::run(&args)),
-        What::Long(args) => ("long", args.output.clone(), long::run(&args)),
-        What::Partition(args) => ("partition", args.output.clone(), partition::run(&args)),
-        What::Search(args) => ("search", args.output.clone(), search::run(&args)),
-        What::Stream(args) => ("stream", args.output.clone(), stream::run(&args)),
-        What::Rank => return ExitCode::from(u8::try_from(tessera::rank_main(|| {})).unwrap_or(1)),
-        What::RigRank => return ExitCode::from(u8::try_from(rig::rank_main()).unwrap_or(1)),
+    let (name, output, outcome) = match Cli::parse().benchmark {
+        Benchmark::FalsePositives(args) => {
+            ("false-positives", args.output.clone(), false_positives::run(&args))
+        }
+        Benchmark::Dit(args) => ("dit", args.output.clone(), dit::run(&args)),
+        Benchmark::Verifier(args) => ("verifier", args.output.clone(), verifier::run(&args)),
+        Benchmark::Failover(args) => ("failover", args.output.clone(), failover::run(&args)),
+        Benchmark::Lockstep(args) => ("lockstep", args.output.clone(), lockstep::run(&args)),
+        Benchmark::Soak(args) => ("soak", args.output.clone(), soak::run(&args)),
+        Benchmark::Partition(args) => ("partition", args.output.clone(), partition::run(&args)),
+        Benchmark::Search(args) => ("search", args.output.clone(), search::run(&args)),
+        Benchmark::Stream(args) => ("stream", args.output.clone(), stream::run(&args)),
+        Benchmark::Rank => return ExitCode::from(u8::try_from(tessera::rank_main(|| {})).unwrap_or(1)),
+        Benchmark::HarnessRank => return ExitCode::from(u8::try_from(harness::rank_main()).unwrap_or(1)),
     };
-    let told = outcome.and_then(|result| tell(name, &output, &result));
-    match told {
+    let printed = outcome.and_then(|result| print_result(name, &output, &result));
+    match printed {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("{e:#}");
@@ -88,18 +90,18 @@ fn main() -> ExitCode {
     }
 }
 
-/// A result: what a person reads, and the numbers.
-struct Measured {
+/// The result of a benchmark: the text for people and the numbers.
+struct BenchResult {
     text: String,
     numbers: serde_json::Value,
 }
 
-fn tell(name: &str, output: &Output, result: &Measured) -> anyhow::Result<()> {
+fn print_result(name: &str, output: &OutputArgs, result: &BenchResult) -> anyhow::Result<()> {
     if cfg!(debug_assertions) {
-        eprintln!("note: this build is not optimised; add --release");
+        eprintln!("note: this is a debug build; use --release");
     }
     if output.save {
-        eprintln!("kept in {}", save::save(name, &result.numbers)?.display());
+        eprintln!("saved in {}", save::save_result(name, &result.numbers)?.display());
     }
     println!("{}", result.text);
     if output.json {
@@ -108,9 +110,9 @@ fn tell(name: &str, output: &Output, result: &Measured) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Diagnostics as an error of this binary.
-fn refused(ds: Diagnostics) -> anyhow::Error {
-    anyhow::anyhow!(render_all(&ds, Format::Text, &|_| None))
+/// Converts diagnostics into an error.
+fn diagnostics_error(ds: Diagnostics) -> anyhow::Error {
+    anyhow::anyhow!(render_all(&ds, DiagnosticFormat::Text, &|_| None))
 }
 
 #[cfg(test)]

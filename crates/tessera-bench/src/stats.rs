@@ -1,12 +1,13 @@
-//! Medians, quantiles and lines through points.
+//! Medians, quantiles and linear regression.
 
-/// The median; the lower of the two middle values of an even count, so that it is a value that was measured.
-/// Zero for nothing.
+/// Returns the median. For an even count it is the lower of the two middle values, so that it is a
+/// measured value. Returns zero for an empty slice.
 pub fn median(values: &[f64]) -> f64 {
     quantile(values, 0.5)
 }
 
-/// The least value that is not below a share `q` of all values, so that it was measured. Zero for nothing.
+/// Returns the smallest value that at least a share `q` of the values does not exceed, which is a
+/// measured value. Returns zero for an empty slice.
 pub fn quantile(values: &[f64], q: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -14,18 +15,19 @@ pub fn quantile(values: &[f64], q: f64) -> f64 {
     sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).copied().unwrap_or(0.0)
 }
 
-/// The smallest. Zero for nothing.
-pub fn least(values: &[f64]) -> f64 {
+/// Returns the smallest value, or zero for an empty slice.
+pub fn min_value(values: &[f64]) -> f64 {
     values.iter().copied().min_by(f64::total_cmp).unwrap_or(0.0)
 }
 
-/// The largest. Zero for nothing.
-pub fn most(values: &[f64]) -> f64 {
+/// Returns the largest value, or zero for an empty slice.
+pub fn max_value(values: &[f64]) -> f64 {
     values.iter().copied().max_by(f64::total_cmp).unwrap_or(0.0)
 }
 
-/// Slope of the line of least squares through points (x, y). Zero where there is no line.
-pub fn slope(points: &[(f64, f64)]) -> f64 {
+/// Returns the slope of the least-squares line through points (x, y), or zero if the line is
+/// undefined.
+pub fn regression_slope(points: &[(f64, f64)]) -> f64 {
     let n = points.len() as f64;
     let (mx, my) = points.iter().fold((0.0, 0.0), |(a, b), (x, y)| (a + x / n, b + y / n));
     let (xy, xx) =
@@ -33,18 +35,18 @@ pub fn slope(points: &[(f64, f64)]) -> f64 {
     if xx > 0.0 { xy / xx } else { 0.0 }
 }
 
-/// Three digits after the point.
-pub fn round(x: f64) -> f64 {
+/// Rounds to three decimal places.
+pub fn round_to_millis(x: f64) -> f64 {
     (x * 1000.0).round() / 1000.0
 }
 
-/// p50, p99 and the largest, with how many they are of.
-pub fn spread(values: &[f64]) -> serde_json::Value {
+/// Returns p50, p99, the maximum and the number of values.
+pub fn percentiles_json(values: &[f64]) -> serde_json::Value {
     serde_json::json!({
         "n": values.len(),
-        "p50": round(quantile(values, 0.50)),
-        "p99": round(quantile(values, 0.99)),
-        "max": round(most(values)),
+        "p50": round_to_millis(quantile(values, 0.50)),
+        "p99": round_to_millis(quantile(values, 0.99)),
+        "max": round_to_millis(max_value(values)),
     })
 }
 
@@ -56,12 +58,12 @@ mod tests {
     fn a_median_was_measured() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
         assert_eq!(median(&[4.0, 1.0, 3.0, 2.0]), 2.0);
-        assert_eq!((median(&[]), least(&[]), most(&[])), (0.0, 0.0, 0.0));
-        assert_eq!((least(&[4.0, 1.5, 3.0]), most(&[4.0, 1.5, 3.0])), (1.5, 4.0));
+        assert_eq!((median(&[]), min_value(&[]), max_value(&[])), (0.0, 0.0, 0.0));
+        assert_eq!((min_value(&[4.0, 1.5, 3.0]), max_value(&[4.0, 1.5, 3.0])), (1.5, 4.0));
     }
 
     #[test]
-    fn a_quantile_leaves_no_more_above_than_it_says() {
+    fn a_quantile_bounds_the_share_above_it() {
         let values: Vec<f64> = (1..=100).map(f64::from).collect();
         assert_eq!(
             (quantile(&values, 0.5), quantile(&values, 0.99), quantile(&values, 1.0)),
@@ -72,7 +74,7 @@ mod tests {
 
     #[test]
     fn a_line_has_its_slope() {
-        assert_eq!(slope(&[(0.0, 5.0), (1.0, 7.0), (2.0, 9.0)]), 2.0);
-        assert_eq!((slope(&[(3.0, 5.0)]), slope(&[])), (0.0, 0.0));
+        assert_eq!(regression_slope(&[(0.0, 5.0), (1.0, 7.0), (2.0, 9.0)]), 2.0);
+        assert_eq!((regression_slope(&[(3.0, 5.0)]), regression_slope(&[])), (0.0, 0.0));
     }
 }

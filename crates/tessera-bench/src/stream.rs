@@ -1,14 +1,14 @@
-//! A whole stream as processes, up to frames on disk: what a viewer would get.
+//! A whole stream as processes, up to frames on disk: the rate that a viewer would see.
 
 use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
 use tessera::stream::{StreamEvent, StreamOptions};
-use tessera::{Interrupt, Mapping, Model, Overrides, Strategy, plan};
+use tessera::{Mapping, Model, Overrides, StopHandle, Strategy, plan};
 
-use crate::stats::{median, round};
-use crate::{Measured, Output, refused};
+use crate::stats::{median, round_to_millis};
+use crate::{BenchResult, OutputArgs, diagnostics_error};
 
 /// Time a stream of processes up to frames on disk
 #[derive(Debug, clap::Args)]
@@ -21,7 +21,7 @@ pub struct Args {
     #[arg(long, default_value = "tp=1")]
     mesh: String,
 
-    /// Cut by weights instead of tokens
+    /// Shard weights instead of tokens
     #[arg(long)]
     megatron: bool,
 
@@ -29,29 +29,30 @@ pub struct Args {
     #[arg(long)]
     recompute: bool,
 
-    /// Chunks to stream; the first is not timed
+    /// Number of chunks to stream; the first is not timed
     #[arg(long, value_name = "N", default_value_t = 40)]
     chunks: u32,
 
-    /// What to show
+    /// Text prompt of the stream
     #[arg(long, value_name = "TEXT", default_value = "a red circle moves right")]
     prompt: String,
 
     #[command(flatten)]
-    pub output: Output,
+    pub output: OutputArgs,
 }
 
 /// Runs the benchmark.
-pub fn run(args: &Args) -> anyhow::Result<Measured> {
+pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     if args.chunks < 2 {
-        bail!("--chunks {}: a rate needs two at least", args.chunks);
+        bail!("--chunks {}: the minimum is 2", args.chunks);
     }
     let overrides = Overrides { recompute: args.recompute.then_some(true), ..Overrides::default() };
-    let model = Model::open(&args.model, &overrides).map_err(refused)?;
+    let model = Model::open(&args.model, &overrides).map_err(diagnostics_error)?;
     let strategy = if args.megatron { Strategy::Megatron } else { Strategy::Ulysses };
-    let mesh = args.mesh.parse().map_err(|d: Box<_>| refused(vec![*d]))?;
-    let plan = plan::make(&model.video, &model.name, "", &Mapping { mesh, strategy, ..Mapping::default() });
-    let plan = plan.map_err(refused)?;
+    let mesh = args.mesh.parse().map_err(|d: Box<_>| diagnostics_error(vec![*d]))?;
+    let plan =
+        plan::plan_model(&model.video, &model.name, "", &Mapping { mesh, strategy, ..Mapping::default() });
+    let plan = plan.map_err(diagnostics_error)?;
     let dir = tempfile::tempdir()?;
     let options = StreamOptions {
         chunks: args.chunks,
@@ -61,17 +62,20 @@ pub fn run(args: &Args) -> anyhow::Result<Measured> {
         command: std::env::args().collect(),
         ..StreamOptions::default()
     };
-    let this = std::env::current_exe()?;
-    let rank =
-        vec![this.to_str().context("the path of this binary is not UTF-8")?.to_string(), "rank".to_string()];
+    let binary = std::env::current_exe()?;
+    let rank_argv = vec![
+        binary.to_str().context("the path of this binary is not UTF-8")?.to_string(),
+        "rank".to_string(),
+    ];
     let mut arrivals = Vec::new();
-    let mut on = |event| {
+    let mut on_event = |event| {
         if let StreamEvent::Chunk(_) = event {
             arrivals.push(Instant::now());
         }
     };
-    let report = tessera::stream::run(&plan, &model, &options, rank, &Interrupt::default(), &mut on)
-        .map_err(refused)?;
+    let report =
+        tessera::stream::run(&plan, &model, &options, rank_argv, &StopHandle::default(), &mut on_event)
+            .map_err(diagnostics_error)?;
     if let Some(failure) = report.failure {
         bail!("the stream failed: {failure}");
     }
@@ -95,9 +99,9 @@ pub fn run(args: &Args) -> anyhow::Result<Measured> {
         "recompute": plan.video.stream.recompute,
         "chunks": report.chunks,
         "frames_written": report.frames,
-        "fps": round(fps),
-        "median_ms": round(median(&periods)),
+        "fps": round_to_millis(fps),
+        "median_ms": round_to_millis(median(&periods)),
         "golden": report.golden,
     });
-    Ok(Measured { text, numbers })
+    Ok(BenchResult { text, numbers })
 }

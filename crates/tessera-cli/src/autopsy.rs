@@ -1,56 +1,58 @@
-//! `tessera autopsy`: who broke a run, from what its ranks wrote down.
+//! `tessera autopsy`: finds the rank that failed or blocks a run, from the flight records of its
+//! ranks.
 
 use std::path::PathBuf;
 
-use tessera::autopsy::{draw, examine};
+use tessera::autopsy::{draw_findings, examine_run};
 
-use crate::say::{DIAGNOSED, Outcome, Refusal, Shape, out};
+use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
-  tessera autopsy out/demo-1                 a run that failed, that was killed, or that hangs right now
-  tessera autopsy out/demo-1 --svg why       draws the collective that did not meet, as why/departed-1.svg
-  tessera autopsy out/demo-1 --format json   for a program: culprits, class, chain of waits, every rank
+  tessera autopsy out/demo-1                 a run that failed, was killed, or hangs right now
+  tessera autopsy out/demo-1 --svg why       draw the mismatched or blocked collective, as why/diverged-1.svg
+  tessera autopsy out/demo-1 --format json   for scripts: culprits, class, chain of waits, every rank
   tessera autopsy gathered/                  flight records of several hosts: rank-0.jsonl, rank-1.jsonl…
 
-Reading disturbs nothing: run it as often as you like while the run goes on. It reads record.jsonl, flight/ and plan/,
-and does with what is there: records that are missing, cut, or of another run are noted.
+An autopsy only reads files, so it can run at any time during the run. It reads record.jsonl, flight/ and plan/, and reports
+records that are missing, truncated, or from another run.
 
-Exit status: 0 nothing wrong, 1 something is wrong and the report says what, 2 the folder is not a run's.";
+Exit status: 0 no failure found, 1 the report names a failure, 2 the folder is not a run folder.";
 
-/// Who broke this run? Names the rank, the collective, and who waits for whom
+/// Find out which rank failed or blocks a run, at which collective, and which ranks wait for it
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Folder of a run, or of flight records
+    /// Run folder, or a folder of flight records
     #[arg(value_name = "DIR")]
     pub dir: PathBuf,
 
-    /// How to print
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
-    pub format: Shape,
+    pub format: OutputFormat,
 
-    /// Folder for drawings; drawings of the same name are replaced
+    /// Draw the findings as SVG files in this folder; existing drawings of the same name are
+    /// replaced
     #[arg(long, value_name = "DIR")]
     pub svg: Option<PathBuf>,
 }
 
-/// Runs the verb.
-pub fn run(args: &Args) -> Outcome {
-    let found = examine(&args.dir).map_err(|d| Refusal::usage(vec![d]))?;
+/// Runs the subcommand.
+pub fn run(args: &Args) -> CliResult {
+    let found = examine_run(&args.dir).map_err(|d| CliError::usage(vec![d]))?;
     let name = args.dir.display().to_string();
     match args.format {
-        Shape::Text => out(&found.text(&name))?,
-        Shape::Json => {
+        OutputFormat::Text => write_stdout(&found.to_text(&name))?,
+        OutputFormat::Json => {
             let mut json = found.to_json();
             json["run"] = serde_json::Value::from(name);
-            out(&format!("{json}\n"))?;
+            write_stdout(&format!("{json}\n"))?;
         }
     }
     if let Some(folder) = &args.svg {
-        for file in draw(&found, folder)? {
+        for file in draw_findings(&found, folder)? {
             eprintln!("wrote {}", file.display());
         }
     }
-    Ok(if found.is_wrong() { DIAGNOSED } else { 0 })
+    Ok(if found.has_problem() { EXIT_DIAGNOSTICS } else { 0 })
 }

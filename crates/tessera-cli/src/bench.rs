@@ -1,53 +1,53 @@
-//! `tessera bench`: how fast this machine's GPUs run the network of a video model.
+//! `tessera bench`: measures how fast this machine's GPUs run the DiT of a video model.
 
 use std::io::BufRead;
 use std::path::PathBuf;
 
 use clap::Subcommand;
 use tessera::bench::{
-    Asked, FORWARDS, FRAMES, Line, Machine, OfRank, Point, Ranks, Traced, machine_for, planned, rank_main,
-    spread, write_timeline,
+    BenchConfig, BenchPoint, BenchRanks, ErrorRow, FORWARDS_PER_STEP, FRAMES_PER_STEP, MachineModel,
+    RankForward, TracedForward, build_points, machine_for, median_and_deciles, rank_main, write_timeline,
 };
-use tessera::gpus::Gpus;
+use tessera::gpus::GpuDiscovery;
 
-use tessera_base::{Format, render_all};
+use tessera_base::{DiagnosticFormat, render_all};
 
-use crate::options::{DtypeName, StrategyName, ViaName};
-use crate::say::{Outcome, Refusal, Shape, out, table};
-use crate::values;
+use crate::options::{DtypeArg, StrategyArg, TransportArg};
+use crate::output::{CliError, CliResult, OutputFormat, format_table, write_stdout};
+use crate::parse;
 
 const EXAMPLES: &str = "\
 Examples:
   tessera bench dit --dtype bf16                                          one GPU, 14B, 480x832
-  tessera bench dit --dtype bf16 --mesh tp=4 --size 480x832,320x576       four GPUs, tokens over ranks, both sizes in one load
-  tessera bench dit --dtype bf16 --mesh tp=4 --trace --trace-to t.json    where the time of a forward goes, beside the estimate
+  tessera bench dit --dtype bf16 --mesh tp=4 --size 480x832,320x576       four GPUs, sharded tokens, two sizes
+  tessera bench dit --dtype bf16 --mesh tp=4 --trace --trace-to t.json    time per kernel class, compared with the estimate
 
-Weights are made up, so no download is needed. A step is five forwards, the cost of twelve frames. For a comparison with
-PyTorch on the same GPUs in the same run see tools/bench/README.md.";
+Weights are random, so no download is needed. A step is five forwards of the DiT, which yield twelve frames. To compare with
+PyTorch on the same GPUs in the same run, see tools/bench/README.md.";
 
-/// Time the network of a video model on GPUs
+/// Benchmark the denoising network (DiT) of a video model on GPUs
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
     #[command(subcommand)]
-    pub what: What,
+    pub command: BenchCommand,
 }
 
 impl Args {
-    /// How to print.
-    pub fn format(&self) -> Shape {
-        let What::Dit(dit) = &self.what;
+    /// Returns the output format.
+    pub fn format(&self) -> OutputFormat {
+        let BenchCommand::Dit(dit) = &self.command;
         dit.format
     }
 }
 
-/// What is timed.
+/// The benchmark to run.
 #[derive(Debug, Subcommand)]
-pub enum What {
+pub enum BenchCommand {
     Dit(DitArgs),
 }
 
-/// Denoising forwards over three frames of context: the generator alone
+/// Benchmark denoising forwards with three frames of context, without text encoder and decoder
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct DitArgs {
@@ -55,320 +55,350 @@ pub struct DitArgs {
     #[arg(default_value = "models/wan2.1-14b")]
     pub model: PathBuf,
 
-    /// Axes and their sizes, a GPU a rank
+    /// Mesh axes and their sizes, for example tp=4; each rank uses one GPU
     #[arg(long, value_name = "MESH", default_value = "tp=1")]
     pub mesh: String,
 
-    /// How tp cuts a block: tokens (ulysses, exact) or weights (megatron)
+    /// How tp shards a transformer block: tokens (ulysses) or weights (megatron)
     #[arg(long, default_value = "ulysses")]
-    pub strategy: StrategyName,
+    pub strategy: StrategyArg,
 
-    /// What products and what works on their results compute in
+    /// Compute dtype of matmuls and of the activations that they produce
     #[arg(long, default_value = "bf16")]
-    pub dtype: DtypeName,
+    pub dtype: DtypeArg,
 
-    /// Pieces that rows are cut into under megatron: sums of one travel while another computes
+    /// Split the rows of a block into N row chunks, so that the all-reduce of one overlaps the
+    /// compute of another; megatron only
     #[arg(long, value_name = "N", default_value_t = 1)]
-    pub pieces: u32,
+    pub overlap_chunks: u32,
 
-    /// By what collectives are moved
+    /// Transport of collectives between GPUs
     #[arg(long, default_value = "best")]
-    pub via: ViaName,
+    pub transport: TransportArg,
 
-    /// Height and width of the picture in pixels; several, repeated or by commas, share one load and are timed in turn
-    /// [default: the model's]
-    #[arg(long, value_name = "HxW", value_delimiter = ',', value_parser = pixels)]
+    /// Height and width of the picture in pixels [default: the model's]
+    ///
+    /// Several sizes, separated by commas or given by repeated options, share one load of the model
+    /// and are measured one after another.
+    #[arg(long, value_name = "HxW", value_delimiter = ',', value_parser = parse_size)]
     pub size: Vec<(u64, u64)>,
 
-    /// Blocks, for a quick look [default: all]
+    /// Number of transformer blocks, for a quick look [default: all]
     #[arg(long, value_name = "N")]
     pub layers: Option<u64>,
 
-    /// Steps to time
+    /// Number of steps to measure
     #[arg(long, value_name = "N", default_value_t = 30)]
     pub steps: usize,
 
-    /// Seconds of forwards of each size before the first that counts
+    /// Warm-up of each size before measuring, in seconds
     #[arg(long, value_name = "S", default_value_t = 5.0)]
     pub warm: f64,
 
-    /// Where it runs
+    /// Device of the ranks
     #[arg(long, default_value = "cuda")]
     pub device: BenchDevice,
 
-    /// The folder is a case of tools/bench (dit_gpu.py --dump): run it once and write what comes out into its folder ours
+    /// Run a case of tools/bench once: the model folder is one that dit_gpu.py --dump wrote, and
+    /// the output goes to its subfolder `ours`
     #[arg(long)]
     pub case: bool,
 
-    /// Print a digest of the latent that all ranks together predict: the same for the same bits
+    /// Print a digest of the latent that all ranks predict together; equal bits have equal digests
     #[arg(long)]
     pub digest: bool,
 
-    /// Then trace forwards: what each class and each kind of step takes, median of N, beside the plan's estimate
+    /// Then trace N forwards, and compare the median time of each kernel class with the estimate
     /// [default N: 5]
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "5", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub trace: Option<u32>,
 
-    /// Write all steps of all ranks here, for ui.perfetto.dev; traces 5 forwards unless --trace says how many
+    /// Write the trace of all ranks to this file, for ui.perfetto.dev; implies --trace
     #[arg(long, value_name = "FILE")]
     pub trace_to: Option<PathBuf>,
 
-    /// Machine of the estimate, a name of the catalog or a file [default: the entry with the GPUs that are here]
+    /// Cluster of the estimate: a catalog name or a TOML file [default: the catalog entry with
+    /// these GPUs]
     #[arg(long, value_name = "NAME|FILE")]
     pub cluster: Option<String>,
 
-    /// Whose curves the estimate takes, a name or a file [default: tessera]
+    /// Executor profile of the estimate: a name or a TOML file [default: tessera]
     #[arg(long, value_name = "NAME|FILE")]
     pub profile: Option<String>,
 
-    /// Answer `run SIZE STEPS` and `quit` on standard input, one line of JSON each, for a comparison side by side
+    /// Serve a side-by-side comparison: answer `run SIZE STEPS` and `quit` from standard input with
+    /// one line of JSON each
     #[arg(long, conflicts_with_all = ["trace", "trace_to"])]
     pub serve: bool,
 
-    /// How to print
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
-    pub format: Shape,
+    pub format: OutputFormat,
 }
 
-/// `--device`.
+/// The values of `--device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum BenchDevice {
-    /// GPUs
+    /// NVIDIA GPUs of this machine
     Cuda,
 }
 
-/// Runs the verb.
-pub fn run(args: &Args) -> Outcome {
-    let What::Dit(dit) = &args.what;
+/// Runs the subcommand.
+pub fn run(args: &Args) -> CliResult {
+    let BenchCommand::Dit(dit) = &args.command;
     let strategy: tessera::Strategy = dit.strategy.into();
     let dtype: tessera::DtypePolicy = dit.dtype.into();
-    let mesh = values::mesh(&dit.mesh).map_err(|d| Refusal::usage(vec![d]))?;
-    let (via, pieces) = (dit.via.into(), dit.pieces);
-    let mapping = tessera::Mapping { mesh, strategy, dtype, via, pieces, ..tessera::Mapping::default() };
-    let asked = Asked {
+    let mesh = parse::parse_mesh(&dit.mesh).map_err(|d| CliError::usage(vec![d]))?;
+    let (transport, overlap_chunks) = (dit.transport.into(), dit.overlap_chunks);
+    let mapping =
+        tessera::Mapping { mesh, strategy, dtype, transport, overlap_chunks, ..tessera::Mapping::default() };
+    let request = BenchConfig {
         model: dit.model.clone(),
-        mapping: mapping.text(),
+        mapping: mapping.to_toml(),
         sizes: dit.size.clone(),
         layers: dit.layers,
         case: dit.case,
     };
-    // What is wrong with the question is told before any process starts.
-    let points = planned(&asked)?;
-    let traces = dit.trace.or(dit.trace_to.as_ref().map(|_| TRACES));
-    let world = mapping.world().map_err(|d| vec![*d])?.iter().count() as u32;
-    let machine = || machine_for(&Gpus::look(), dit.cluster.as_deref(), dit.profile.as_deref(), world);
-    let traces = traces.map(|count| machine().map(|m| (count, m))).transpose()?;
-    let mut ranks = Ranks::start(&asked)?;
+    // Errors of the request are reported before any process starts.
+    let points = build_points(&request)?;
+    let trace_options = dit.trace.or(dit.trace_to.as_ref().map(|_| DEFAULT_TRACED_FORWARDS));
+    let world = mapping.world_mesh().map_err(|d| vec![*d])?.iter().count() as u32;
+    let machine =
+        || machine_for(&GpuDiscovery::discover(), dit.cluster.as_deref(), dit.profile.as_deref(), world);
+    let trace_options = trace_options.map(|count| machine().map(|m| (count, m))).transpose()?;
+    let mut ranks = BenchRanks::start(&request)?;
     let facts = serde_json::json!({
-        "mesh": dit.mesh, "strategy": strategy.name(), "dtype": dtype.name(), "pieces": pieces,
-        "via": mapping.via.name(), "ranks": ranks.ready,
+        "mesh": dit.mesh, "strategy": strategy.name(), "dtype": dtype.name(), "overlap_chunks": overlap_chunks,
+        "transport": mapping.transport.name(), "ranks": ranks.reports,
     });
     if dit.serve {
-        ranks.warm(0, dit.warm)?;
-        return serve(&mut ranks, &points, &facts);
+        ranks.warm_up(0, dit.warm)?;
+        return serve_requests(&mut ranks, &points, &facts);
     }
-    let mut timed = Vec::new();
+    let mut timings = Vec::new();
     for (at, point) in points.iter().enumerate() {
-        timed.push(time(dit, &mut ranks, (at, point), traces.as_ref())?);
+        timings.push(time_size(dit, &mut ranks, (at, point), trace_options.as_ref())?);
     }
-    out(&match dit.format {
-        Shape::Json => {
-            let points: Vec<serde_json::Value> = timed.iter().map(Timed::json).collect();
+    write_stdout(&match dit.format {
+        OutputFormat::Json => {
+            let points: Vec<serde_json::Value> = timings.iter().map(SizeTiming::to_json).collect();
             format!("{}\n", serde_json::json!({"bench": "dit", "facts": facts, "points": points}))
         }
-        Shape::Text => {
-            let what =
-                format!("{} on {}, {}, {}", dit.model.display(), dit.mesh, mapping.cut(), dtype.name());
+        OutputFormat::Text => {
+            let what = format!(
+                "{} on {}, {}, {}",
+                dit.model.display(),
+                dit.mesh,
+                mapping.strategy_label(),
+                dtype.name()
+            );
             let mut text = format!("{what}\n");
-            for (rank, r) in ranks.ready.iter().enumerate() {
+            for (rank, r) in ranks.reports.iter().enumerate() {
                 text += &format!(
-                    "  rank {rank}: memory planned {:.2} GiB with context and libraries, measured {:.2} GiB, error {}; ready after {:.1} s\n",
-                    gib(r.planned_bytes()),
-                    gib(r.measured),
-                    percent(r.memory_error()),
+                    "  rank {rank}: memory {:.2} GiB planned (with context and libraries), {:.2} GiB measured, error {}; ready after {:.1} s\n",
+                    to_gib(r.planned_bytes()),
+                    to_gib(r.measured),
+                    format_percent(r.memory_error()),
                     r.load_s
                 );
             }
-            text + &timed.iter().map(Timed::text).collect::<String>()
+            text + &timings.iter().map(SizeTiming::render_text).collect::<String>()
         }
     })?;
     if let Some(file) = &dit.trace_to {
-        let all: Vec<Traced> = timed.into_iter().filter_map(|t| t.traced).collect();
+        let all: Vec<TracedForward> = timings.into_iter().filter_map(|t| t.trace).collect();
         write_timeline(file, &all)?;
     }
     Ok(0)
 }
 
-/// Traced forwards, where nobody says how many.
-const TRACES: u32 = 5;
+/// Traced forwards if `--trace` is not given.
+const DEFAULT_TRACED_FORWARDS: u32 = 5;
 
-/// What came of one size.
-struct Timed {
+/// The measurements of one size.
+struct SizeTiming {
     size: String,
     plan: String,
     steps_ms: Vec<f64>,
-    latent: Option<String>,
-    traced: Option<Traced>,
+    latent_digest: Option<String>,
+    trace: Option<TracedForward>,
 }
 
-/// Times a size, and traces it.
-fn time(
+/// Measures one size, and traces it if requested.
+fn time_size(
     dit: &DitArgs,
-    ranks: &mut Ranks,
-    (at, point): (usize, &Point),
-    traces: Option<&(u32, Result<Machine, String>)>,
-) -> Result<Timed, Refusal> {
-    ranks.warm(at, dit.warm)?;
-    let steps_ms = ranks.steps(at, dit.steps)?;
+    ranks: &mut BenchRanks,
+    (at, point): (usize, &BenchPoint),
+    traces: Option<&(u32, Result<MachineModel, String>)>,
+) -> Result<SizeTiming, CliError> {
+    ranks.warm_up(at, dit.warm)?;
+    let steps_ms = ranks.time_steps(at, dit.steps)?;
     let latent = match dit.digest {
-        true => Some(tessera::bench::digest(&ranks.latents(at)?)),
+        true => Some(tessera::bench::hash_parts(&ranks.latent_bits(at)?)),
         false => None,
     };
     let traced = match traces {
         None => None,
         Some((count, machine)) => {
-            let ran = ranks.trace(at, *count as usize)?;
-            let forward_ns = spread(&steps_ms).0 * 1e6 / FORWARDS as f64;
-            Some(Traced::of(point, &ran, forward_ns, machine.as_ref().map_err(Clone::clone))?)
+            let traced_forwards = ranks.trace_forwards(at, *count as usize)?;
+            let forward_ns = median_and_deciles(&steps_ms).0 * 1e6 / FORWARDS_PER_STEP as f64;
+            Some(TracedForward::from_traces(
+                point,
+                &traced_forwards,
+                forward_ns,
+                machine.as_ref().map_err(Clone::clone),
+            )?)
         }
     };
-    Ok(Timed { size: point.size.clone(), plan: point.plan.sealed.digest_hex(), steps_ms, latent, traced })
+    Ok(SizeTiming {
+        size: point.size.clone(),
+        plan: point.plan.sealed.digest_hex(),
+        steps_ms,
+        latent_digest: latent,
+        trace: traced,
+    })
 }
 
-impl Timed {
-    fn json(&self) -> serde_json::Value {
-        let (median, low, high) = spread(&self.steps_ms);
+impl SizeTiming {
+    fn to_json(&self) -> serde_json::Value {
+        let (median, low, high) = median_and_deciles(&self.steps_ms);
         serde_json::json!({
-            "size": self.size, "plan": self.plan, "median_ms": median, "p10_ms": low, "p90_ms": high, "fps": fps(median),
-            "latent": self.latent, "steps_ms": self.steps_ms, "trace": self.traced.as_ref().map(Traced::json),
+            "size": self.size, "plan": self.plan, "median_ms": median, "p10_ms": low, "p90_ms": high, "fps": frames_per_second(median),
+            "latent": self.latent_digest, "steps_ms": self.steps_ms, "trace": self.trace.as_ref().map(TracedForward::to_json),
         })
     }
 
-    fn text(&self) -> String {
-        let (median, low, high) = spread(&self.steps_ms);
+    fn render_text(&self) -> String {
+        let (median, low, high) = median_and_deciles(&self.steps_ms);
         let mut text = format!(
-            "{}: a step of {FORWARDS} forwards takes {median:.2} ms (p10 {low:.2}, p90 {high:.2}, {} steps): {:.2} frames per \
+            "{}: a step of {FORWARDS_PER_STEP} forwards takes {median:.2} ms (p10 {low:.2}, p90 {high:.2}, {} steps): {:.2} frames per \
 second\n",
             self.size,
             self.steps_ms.len(),
-            fps(median)
+            frames_per_second(median)
         );
-        text += &self.latent.as_ref().map(|d| format!("  latent {d}\n")).unwrap_or_default();
-        text + &self.traced.as_ref().map(traced).unwrap_or_default()
+        text += &self.latent_digest.as_ref().map(|d| format!("  latent {d}\n")).unwrap_or_default();
+        text + &self.trace.as_ref().map(render_trace).unwrap_or_default()
     }
 }
 
-fn fps(step_ms: f64) -> f64 {
-    FRAMES as f64 * 1e3 / step_ms
+fn frames_per_second(step_ms: f64) -> f64 {
+    FRAMES_PER_STEP as f64 * 1e3 / step_ms
 }
 
-fn gib(bytes: u64) -> f64 {
+fn to_gib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 30)
 }
 
-fn ms(ns: f64) -> String {
+fn format_ms(ns: f64) -> String {
     format!("{:.3}", ns / 1e6)
 }
 
-/// A share with its sign.
-fn percent(share: Option<f64>) -> String {
+/// Formats a share as a signed percentage.
+fn format_percent(share: Option<f64>) -> String {
     share.map_or("-".to_string(), |s| format!("{:+.1} %", 100.0 * s))
 }
 
-/// A traced forward for people.
-fn traced(t: &Traced) -> String {
-    let against = match &t.on {
+/// Formats the trace of a forward as text.
+fn render_trace(t: &TracedForward) -> String {
+    let heading = match &t.estimate_source {
         Ok(on) => format!(
-            "a forward on its GPUs against the estimate for {on}; error: of the estimate, against measured"
+            "one forward on GPUs, compared with the estimate for {on}; error: estimate relative to measurement"
         ),
-        Err(why) => format!("a forward on its GPUs; no estimate: {why}"),
+        Err(why) => format!("one forward on GPUs; no estimate: {why}"),
     };
-    let mut text = format!("{}: {against}\n", t.size);
-    if let Some(r) = t.busiest() {
-        let sum = Line::sum("in all, one after another", &r.classes);
-        text += &format!("rank {}, which computes longest, by class:\n", r.rank);
-        text += &lines("class", r.classes.iter().chain([&sum, &t.forward]));
-        text += &format!("rank {}, by ops that one launch does and shapes that the first reads:\n", r.rank);
-        text += &lines("step", &r.kinds);
+    let mut text = format!("{}: {heading}\n", t.size);
+    if let Some(r) = t.busiest_rank() {
+        let sum = ErrorRow::sum_rows("sum of all steps", &r.classes);
+        text += &format!("rank {} (the busiest), by class:\n", r.rank);
+        text += &trace_table("class", r.classes.iter().chain([&sum, &t.forward]));
+        text += &format!("rank {} by launch, with its ops and the input shapes of the first op:\n", r.rank);
+        text += &trace_table("step", &r.kinds);
     }
     if t.forward.measured_ns > 0.0 {
         text += &format!(
-            "  marks around every step made the traced forward {} ms, {} of one without\n",
-            ms(t.traced_ns),
-            percent(Some(t.traced_ns / t.forward.measured_ns - 1.0))
+            "  with timing events around every step the forward takes {} ms, {} compared with one without\n",
+            format_ms(t.traced_ns),
+            format_percent(Some(t.traced_ns / t.forward.measured_ns - 1.0))
         );
     }
     if t.ranks.iter().all(|r| r.overlap.total_ns == 0.0) {
         return text;
     }
-    text += "collectives, the wait for later ranks included; exposed: while the rank computes nothing; overlap ratio: hidden of all:\n";
-    text + &collectives(t)
+    text += "collectives, including the wait for later ranks; exposed: without compute on the rank; overlap ratio: share hidden:\n";
+    text + &collectives_table(t)
 }
 
-fn lines<'a>(what: &str, all: impl IntoIterator<Item = &'a Line>) -> String {
+fn trace_table<'a>(what: &str, all: impl IntoIterator<Item = &'a ErrorRow>) -> String {
     let mut rows = vec![[what, "count", "estimated ms", "measured ms", "error"].map(str::to_string).to_vec()];
     rows.extend(all.into_iter().map(|l| {
-        let estimated = l.estimated_ns.map_or("-".to_string(), ms);
-        vec![l.name.clone(), l.count.to_string(), estimated, ms(l.measured_ns), percent(l.error())]
+        let estimated = l.estimated_ns.map_or("-".to_string(), format_ms);
+        vec![
+            l.name.clone(),
+            l.count.to_string(),
+            estimated,
+            format_ms(l.measured_ns),
+            format_percent(l.relative_error()),
+        ]
     }));
-    table(&rows, &[false, true, true, true, true])
+    format_table(&rows, &[false, true, true, true, true])
 }
 
-fn collectives(t: &Traced) -> String {
+fn collectives_table(t: &TracedForward) -> String {
     let mut rows = vec![["", "collectives ms", "exposed ms", "overlap ratio"].map(str::to_string).to_vec()];
     let row = |name: String, all_ns: f64, exposed_ns: f64, ratio: f64| {
-        vec![name, ms(all_ns), ms(exposed_ns), format!("{ratio:.2}")]
+        vec![name, format_ms(all_ns), format_ms(exposed_ns), format!("{ratio:.2}")]
     };
-    let of = |r: &OfRank| {
+    let rank_row = |r: &RankForward| {
         row(format!("rank {}", r.rank), r.overlap.total_ns, r.overlap.exposed_ns(), r.overlap.ratio())
     };
-    rows.extend(t.ranks.iter().map(of));
+    rows.extend(t.ranks.iter().map(rank_row));
     if let Some(o) = t.estimated_overlap {
         let ranks = t.ranks.len() as f64;
-        rows.push(row("estimated, a rank".into(), o.total_ns / ranks, o.exposed_ns() / ranks, o.ratio()));
+        rows.push(row("estimated per rank".into(), o.total_ns / ranks, o.exposed_ns() / ranks, o.ratio()));
     }
-    table(&rows, &[false, true, true, true])
+    format_table(&rows, &[false, true, true, true])
 }
 
-/// The protocol of tools/bench.
-fn serve(ranks: &mut Ranks, points: &[Point], facts: &serde_json::Value) -> Outcome {
+/// Serves the requests of tools/bench.
+fn serve_requests(ranks: &mut BenchRanks, points: &[BenchPoint], facts: &serde_json::Value) -> CliResult {
     let plans: serde_json::Map<String, serde_json::Value> = points
         .iter()
         .map(|p| (p.size.clone(), serde_json::json!({"plan": p.plan.sealed.digest_hex()})))
         .collect();
-    out(&format!("{}\n", serde_json::json!({"ready": true, "facts": facts, "points": plans})))?;
+    write_stdout(&format!("{}\n", serde_json::json!({"ready": true, "facts": facts, "points": plans})))?;
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let asked = |size: &str, count: &str| {
+        let parse_request = |size: &str, count: &str| {
             Some((points.iter().position(|p| p.size == size)?, count.parse::<usize>().ok()?))
         };
         match words[..] {
             ["quit"] => break,
-            ["run", size, count] if asked(size, count).is_some() => {
-                let Some((at, count)) = asked(size, count) else { continue };
-                let steps = ranks.steps(at, count)?;
-                out(&format!("{}\n", serde_json::json!({"steps_ms": steps})))?;
+            ["run", size, count] if parse_request(size, count).is_some() => {
+                let Some((at, count)) = parse_request(size, count) else { continue };
+                let steps = ranks.time_steps(at, count)?;
+                write_stdout(&format!("{}\n", serde_json::json!({"steps_ms": steps})))?;
             }
             _ => {
-                let said = format!("not `run SIZE STEPS` or `quit`: {line:?}");
-                out(&format!("{}\n", serde_json::json!({"error": said})))?;
+                let message = format!("not `run SIZE STEPS` or `quit`: {line:?}");
+                write_stdout(&format!("{}\n", serde_json::json!({"error": message})))?;
             }
         }
     }
     Ok(0)
 }
 
-fn pixels(text: &str) -> Result<(u64, u64), String> {
+fn parse_size(text: &str) -> Result<(u64, u64), String> {
     let parts = text.split_once('x').and_then(|(h, w)| Some((h.parse().ok()?, w.parse().ok()?)));
-    parts.ok_or_else(|| "not HEIGHTxWIDTH, such as 480x832".to_string())
+    parts.ok_or_else(|| "must be HEIGHTxWIDTH, such as 480x832".to_string())
 }
 
-/// One rank's process; its exit status.
-pub fn rank(rank: u32, orders: &str) -> u8 {
-    match rank_main(rank, orders) {
+/// Runs one rank's process and returns its exit status.
+pub fn run_rank(rank: u32, config: &str) -> u8 {
+    match rank_main(rank, config) {
         Ok(()) => 0,
         Err(ds) => {
-            eprint!("{}", render_all(&ds, Format::Text, &|_| None));
+            eprint!("{}", render_all(&ds, DiagnosticFormat::Text, &|_| None));
             1
         }
     }
@@ -377,7 +407,7 @@ pub fn rank(rank: u32, orders: &str) -> u8 {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
-    use tessera::bench::Overlap;
+    use tessera::bench::OverlapTotals;
 
     use super::*;
 
@@ -387,15 +417,15 @@ mod tests {
         args: Args,
     }
 
-    fn parsed(words: &[&str]) -> Result<DitArgs, clap::Error> {
-        let Bench { args: Args { what: What::Dit(dit) } } =
+    fn parse_args(words: &[&str]) -> Result<DitArgs, clap::Error> {
+        let Bench { args: Args { command: BenchCommand::Dit(dit) } } =
             Bench::try_parse_from([&["bench", "dit"], words].concat())?;
         Ok(dit)
     }
 
     #[test]
-    fn sizes_are_repeated_or_stand_between_commas() {
-        let sizes = |words: &[&str]| parsed(words).map(|d| d.size);
+    fn sizes_are_repeated_or_separated_by_commas() {
+        let sizes = |words: &[&str]| parse_args(words).map(|d| d.size);
         assert_eq!(sizes(&[]).unwrap(), []);
         assert_eq!(sizes(&["--size", "480x832"]).unwrap(), [(480, 832)]);
         let want = [(480, 832), (320, 576), (128, 256)];
@@ -406,15 +436,15 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_takes_a_number_or_five() {
-        let of = |words: &[&str]| parsed(words).map(|d| d.trace);
+    fn a_trace_defaults_to_five_forwards() {
+        let of = |words: &[&str]| parse_args(words).map(|d| d.trace);
         assert_eq!((of(&[]).unwrap(), of(&["--trace"]).unwrap()), (None, Some(5)));
         assert_eq!(of(&["--trace", "9", "models/demo"]).unwrap(), Some(9));
         assert!(of(&["--trace", "0"]).is_err() && of(&["--trace", "--serve"]).is_err());
     }
 
-    fn line(name: &str, count: usize, estimated_ms: f64, measured_ms: f64) -> Line {
-        Line {
+    fn line(name: &str, count: usize, estimated_ms: f64, measured_ms: f64) -> ErrorRow {
+        ErrorRow {
             name: name.into(),
             count,
             estimated_ns: Some(estimated_ms * 1e6),
@@ -422,44 +452,44 @@ mod tests {
         }
     }
 
-    fn hand_made(classes: Vec<Line>, forward: Line, overlap: Overlap) -> Traced {
+    fn sample_trace(classes: Vec<ErrorRow>, forward: ErrorRow, overlap: OverlapTotals) -> TracedForward {
         let kinds = vec![line("matmul+gate_residual [4680, 13824] [5120, 13824]", 40, 40.0, 50.0)];
-        Traced {
+        TracedForward {
             size: "480x832".into(),
-            on: Ok("hgx-h200 under profile tessera".into()),
+            estimate_source: Ok("hgx-h200 under profile tessera".into()),
             forward,
             traced_ns: 105e6,
-            estimated_overlap: Some(Overlap { total_ns: 16e6, hidden_ns: 4e6 }),
+            estimated_overlap: Some(OverlapTotals { total_ns: 16e6, hidden_ns: 4e6 }),
             ranks: vec![
-                OfRank { rank: 0, classes: Vec::new(), kinds: Vec::new(), overlap, compute_ns: 80e6 },
-                OfRank { rank: 1, classes, kinds, overlap, compute_ns: 90e6 },
+                RankForward { rank: 0, classes: Vec::new(), kinds: Vec::new(), overlap, compute_ns: 80e6 },
+                RankForward { rank: 1, classes, kinds, overlap, compute_ns: 90e6 },
             ],
-            bars: Vec::new(),
+            intervals: Vec::new(),
         }
     }
 
     #[test]
-    fn a_trace_says_what_was_estimated_what_was_measured_and_what_was_exposed() {
+    fn a_trace_shows_estimated_measured_and_exposed_times() {
         let classes = vec![line("matmul", 400, 63.0, 60.0), line("all_to_all", 160, 8.0, 10.0)];
-        let overlap = Overlap { total_ns: 10e6, hidden_ns: 7.4e6 };
-        let text = traced(&hand_made(classes, line("whole forward", 1, 95.0, 100.0), overlap));
+        let overlap = OverlapTotals { total_ns: 10e6, hidden_ns: 7.4e6 };
+        let text = render_trace(&sample_trace(classes, line("whole forward", 1, 95.0, 100.0), overlap));
         let want = "\
-480x832: a forward on its GPUs against the estimate for hgx-h200 under profile tessera; error: of the estimate, against measured
-rank 1, which computes longest, by class:
+480x832: one forward on GPUs, compared with the estimate for hgx-h200 under profile tessera; error: estimate relative to measurement
+rank 1 (the busiest), by class:
   class                     count  estimated ms  measured ms    error
   matmul                      400        63.000       60.000   +5.0 %
   all_to_all                  160         8.000       10.000  -20.0 %
-  in all, one after another   560        71.000       70.000   +1.4 %
+  sum of all steps            560        71.000       70.000   +1.4 %
   whole forward                 1        95.000      100.000   -5.0 %
-rank 1, by ops that one launch does and shapes that the first reads:
+rank 1 by launch, with its ops and the input shapes of the first op:
   step                                             count  estimated ms  measured ms    error
   matmul+gate_residual [4680, 13824] [5120, 13824]    40        40.000       50.000  -20.0 %
-  marks around every step made the traced forward 105.000 ms, +5.0 % of one without
-collectives, the wait for later ranks included; exposed: while the rank computes nothing; overlap ratio: hidden of all:
+  with timing events around every step the forward takes 105.000 ms, +5.0 % compared with one without
+collectives, including the wait for later ranks; exposed: without compute on the rank; overlap ratio: share hidden:
                      collectives ms  exposed ms  overlap ratio
   rank 0                     10.000       2.600           0.74
   rank 1                     10.000       2.600           0.74
-  estimated, a rank           8.000       6.000           0.25
+  estimated per rank          8.000       6.000           0.25
 ";
         let plain: Vec<String> =
             text.lines().map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
@@ -469,15 +499,13 @@ collectives, the wait for later ranks included; exposed: while the rank computes
     }
 
     #[test]
-    fn one_gpu_without_an_estimate_says_why_and_tells_of_no_collectives() {
-        let none = |l: Line| Line { estimated_ns: None, ..l };
+    fn one_gpu_without_an_estimate_explains_why_and_lists_no_collectives() {
+        let none = |l: ErrorRow| ErrorRow { estimated_ns: None, ..l };
         let classes = vec![none(line("matmul", 400, 0.0, 60.0))];
-        let made = hand_made(classes, none(line("whole forward", 1, 0.0, 100.0)), Overlap::default());
-        let text = traced(&Traced { on: Err("no cluster has it".into()), ..made });
-        assert!(
-            text.starts_with("480x832: a forward on its GPUs; no estimate: no cluster has it\n"),
-            "{text}"
-        );
+        let made =
+            sample_trace(classes, none(line("whole forward", 1, 0.0, 100.0)), OverlapTotals::default());
+        let text = render_trace(&TracedForward { estimate_source: Err("no cluster has it".into()), ..made });
+        assert!(text.starts_with("480x832: one forward on GPUs; no estimate: no cluster has it\n"), "{text}");
         assert!(!text.contains("overlap ratio"), "{text}");
         let row = text.lines().find(|l| l.trim_start().starts_with("matmul ")).unwrap();
         assert_eq!(row.split_whitespace().collect::<Vec<_>>(), ["matmul", "400", "-", "60.000", "-"]);

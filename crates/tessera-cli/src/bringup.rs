@@ -1,67 +1,68 @@
-//! `tessera bringup`: the checklist from the first run to scale, answered from runs.
+//! `tessera bringup`: evaluates the bring-up checklist, from the first run to full scale, on
+//! recorded runs.
 
 use std::path::PathBuf;
 
-use tessera::bringup::{Goals, Standing, bringup};
-use tessera::search::thresholds;
+use tessera::bringup::{BringupGoals, ItemStatus, check_bringup};
+use tessera::search::load_thresholds;
 
-use crate::say::{DIAGNOSED, Outcome, Shape, out, table};
+use crate::output::{CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_table, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
-  tessera stream models/demo --mesh tp=2 --out a        three times, as a, b and c; then
-  tessera bringup a b c                                 every item, from what the three runs left behind
+  tessera stream models/demo --mesh tp=2 --out a        repeat for b and c; then
+  tessera bringup a b c                                 evaluate every item on the three runs
   tessera bringup a b c --format json | jq '.[0]'
 
-The items stand in the order in which a machine is brought up. None is green while one before it is not: such a one is
-shown as `held`, with its numbers.
+The items are in the order of a bring-up. An item passes only after all earlier items pass; until then an item that would
+pass is shown as `blocked`, with its numbers.
 
-Exit status: 0 every item passes or does not apply, 1 one is open, held or failed.";
+Exit status: 0 every item passes or does not apply, 1 an item is open, blocked or failed.";
 
-/// Is this machine ready for more? The checklist from first run to scale
+/// Check from recorded runs how far the bring-up of a machine is, from the first run to full scale
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Folders of runs of one request, oldest first
+    /// Run folders of the same request, oldest first
     #[arg(value_name = "RUN", required = true)]
     pub runs: Vec<PathBuf>,
 
-    /// File of limits for the gates, as of `tessera plan`
+    /// TOML file with limits of the gates, as for `tessera plan`
     #[arg(long, value_name = "FILE")]
     pub gates: Option<PathBuf>,
 
-    /// How to print
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
-    pub format: Shape,
+    pub format: OutputFormat,
 }
 
-/// Runs the verb.
-pub fn run(args: &Args) -> Outcome {
-    let items = bringup(&args.runs, &Goals::from(&thresholds(args.gates.as_deref())?))?;
+/// Runs the subcommand.
+pub fn run(args: &Args) -> CliResult {
+    let items = check_bringup(&args.runs, &BringupGoals::from(&load_thresholds(args.gates.as_deref())?))?;
     match args.format {
-        Shape::Text => {
+        OutputFormat::Text => {
             let rows: Vec<Vec<String>> = items
                 .iter()
                 .enumerate()
                 .map(|(i, item)| {
                     vec![
                         (i + 1).to_string(),
-                        item.standing.name().to_string(),
+                        item.status.name().to_string(),
                         item.title.to_string(),
-                        item.says.clone(),
+                        item.detail.clone(),
                     ]
                 })
                 .collect();
-            out(&table(&rows, &[true, false, false, false]))?;
+            write_stdout(&format_table(&rows, &[true, false, false, false]))?;
         }
-        Shape::Json => {
+        OutputFormat::Json => {
             let list: Vec<serde_json::Value> = items
                 .iter()
-                .map(|i| serde_json::json!({"item": i.title, "standing": i.standing.name(), "says": i.says}))
+                .map(|i| serde_json::json!({"item": i.title, "status": i.status.name(), "detail": i.detail}))
                 .collect();
-            out(&format!("{}\n", serde_json::Value::from(list)))?;
+            write_stdout(&format!("{}\n", serde_json::Value::from(list)))?;
         }
     }
-    let fine = items.iter().all(|i| matches!(i.standing, Standing::Pass | Standing::Void));
-    Ok(if fine { 0 } else { DIAGNOSED })
+    let fine = items.iter().all(|i| matches!(i.status, ItemStatus::Pass | ItemStatus::NotApplicable));
+    Ok(if fine { 0 } else { EXIT_DIAGNOSTICS })
 }

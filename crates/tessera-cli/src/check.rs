@@ -1,246 +1,262 @@
-//! `tessera check`: judges plans' folders, program files, and traces of collectives.
+//! `tessera check`: verifies plan folders, program files, and traces of collectives.
 
 use std::path::PathBuf;
 
 use clap::ValueEnum;
 use tessera::Plan;
 use tessera::charts::{check_chart, is_chart};
-use tessera::check::{Limits, T0026, check_file};
-use tessera::drawings::Drawings;
+use tessera::check::{DeviceLimits, T0026, check_file};
+use tessera::drawings::DrawingDir;
 use tessera::trace::{self, check_trace};
-use tessera_base::{Diagnostic, Diagnostics, Format};
+use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics};
 
-use crate::say::{DIAGNOSED, Outcome, diagnostics, out};
+use crate::output::{CliResult, EXIT_DIAGNOSTICS, print_diagnostics, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
   tessera check my-plan
   tessera check filetests/check/pipeline.tir
-  tessera check trace/rank-*.jsonl            what ranks of any program launched
-  tessera check layer.mmd                     a timeline that was drawn: its overlap, bubble and what cannot be
-  tessera check my-plan --svg why             draws each counterexample, as why/T0311-1.svg
-  tessera check my-plan --format github       annotations in a workflow
+  tessera check trace/rank-*.jsonl            the collectives that the ranks of any framework launched
+  tessera check layer.mmd                     a hand-drawn timeline: its overlap, its bubble, impossible intervals
+  tessera check my-plan --svg why             draw each counterexample, as why/T0311-1.svg
+  tessera check my-plan --format github       annotations for a GitHub workflow
 
-A folder with seal.json is a plan: it must be the one that was sealed. A .tir file holds programs: each is judged alone,
-and all ranks together where every rank has a program. A .mmd file is a Mermaid gantt chart of a block's streams or of a
-pipeline's stages, such as the timeline.mmd of a plan's folder. A trace is one .jsonl file per rank: the .jsonl files named
-together are one trace, and so is a folder of them (docs/guides/trace-door.md). Exit status 1 when anything is refused;
-warnings refuse nothing.";
+A folder with seal.json is a plan; its content must match its digest. A .tir file contains programs: each is verified alone,
+and the ranks are verified together if every rank has a program. A .mmd file is a Mermaid Gantt chart of a block's streams or
+of pipeline stages, such as the timeline.mmd of a plan folder. A trace has one .jsonl file per rank; the .jsonl files on the
+command line, or those in a folder, form one trace (docs/guides/trace-import.md).
 
-/// Judge plans, programs and traces: would the ranks wait for each other, drift, or run out of memory?
+Exit status: 0 no errors (there may be warnings), 1 something was rejected, 2 usage error.";
+
+/// Verify plans, programs and collective traces: no deadlock, no mismatched collectives, enough
+/// memory
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Folders of plans or traces, .tir files, and .jsonl files
+    /// Plan folders, trace folders, .tir, .mmd and .jsonl files
     #[arg(required = true, value_name = "PATH")]
     pub paths: Vec<PathBuf>,
 
-    /// How to print
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
     pub format: CheckFormat,
 
-    /// Folder for drawings of counterexamples; drawings of the same name are replaced
+    /// Draw counterexamples as SVG files in this folder; existing drawings of the same name are
+    /// replaced
     #[arg(long, value_name = "DIR")]
     pub svg: Option<PathBuf>,
 
-    /// Judge for a run with NCCL_GRAPH_MIXING_SUPPORT=0
+    /// Verify for a run with NCCL_GRAPH_MIXING_SUPPORT=0
     ///
-    /// A communicator then serves one captured graph at a time, and no eager collective while a graph that uses it is
-    /// outstanding. Traces are not judged for it: they do not say when a graph ended.
+    /// A communicator then serves one captured graph at a time, and no eager collective may use it
+    /// while such a graph is outstanding. Traces are not verified for this, because they do not
+    /// record when a graph ends.
     #[arg(long)]
     pub no_graph_mixing: bool,
 }
 
-/// `--format` of this verb.
+/// The values of `--format` of this subcommand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
 pub enum CheckFormat {
-    /// For a person
+    /// Human-readable text
     #[default]
     Text,
-    /// One JSON object a line
+    /// One JSON object per line
     Json,
     /// GitHub workflow commands
     Github,
 }
 
-impl From<CheckFormat> for Format {
-    fn from(f: CheckFormat) -> Format {
+impl From<CheckFormat> for DiagnosticFormat {
+    fn from(f: CheckFormat) -> DiagnosticFormat {
         match f {
-            CheckFormat::Text => Format::Text,
-            CheckFormat::Json => Format::Json,
-            CheckFormat::Github => Format::Github,
+            CheckFormat::Text => DiagnosticFormat::Text,
+            CheckFormat::Json => DiagnosticFormat::Json,
+            CheckFormat::Github => DiagnosticFormat::Github,
         }
     }
 }
 
-/// Runs the verb.
-pub fn run(args: &Args) -> Outcome {
-    let mut drawings = args.svg.as_deref().map(Drawings::create).transpose()?;
-    let limits = Limits { graph_mixing_off: args.no_graph_mixing, ..Limits::default() };
+/// Runs the subcommand.
+pub fn run(args: &Args) -> CliResult {
+    let mut drawings = args.svg.as_deref().map(DrawingDir::create_in).transpose()?;
+    let limits = DeviceLimits { graph_mixing_off: args.no_graph_mixing, ..DeviceLimits::default() };
     let mut status = 0;
-    for input in inputs(&args.paths) {
-        let found = judge(&input, &limits);
-        diagnostics(&found.diagnostics, args.format.into(), &*found.source);
+    for input in classify_paths(&args.paths) {
+        let outcome = check_input(&input, &limits);
+        print_diagnostics(&outcome.diagnostics, args.format.into(), &*outcome.source);
         if let Some(drawings) = &mut drawings {
-            for file in drawings.add(&found.diagnostics, &*found.source)? {
+            for file in drawings.write_drawings(&outcome.diagnostics, &*outcome.source)? {
                 eprintln!("wrote {}", file.display());
             }
         }
-        if found.diagnostics.iter().any(Diagnostic::is_error) {
-            status = DIAGNOSED;
-        } else if let Some(what) = found.verified {
-            out(&verified(&input, &what, args.format))?;
+        if outcome.diagnostics.iter().any(Diagnostic::is_error) {
+            status = EXIT_DIAGNOSTICS;
+        } else if let Some(what) = outcome.summary {
+            write_stdout(&summary_line(&input, &what, args.format))?;
         }
     }
     Ok(status)
 }
 
-/// One thing to judge.
+/// One thing to verify.
 #[derive(Debug, PartialEq, Eq)]
-enum Input {
+enum CheckInput {
     Plan(PathBuf),
     Programs(PathBuf),
     Chart(PathBuf),
-    /// What it is called, and its files.
+    /// Its display name, and its files.
     Trace(String, Vec<PathBuf>),
 }
 
-/// What the paths name, in their order; loose files of traces stand together where the first of them does.
-fn inputs(paths: &[PathBuf]) -> Vec<Input> {
-    let loose: Vec<PathBuf> = paths.iter().filter(|p| trace::is_trace(p) && !p.is_dir()).cloned().collect();
-    let mut told = false;
+/// Classifies the paths, in their order. Loose trace files form one trace, at the position of the
+/// first.
+fn classify_paths(paths: &[PathBuf]) -> Vec<CheckInput> {
+    let trace_files: Vec<PathBuf> =
+        paths.iter().filter(|p| trace::is_trace(p) && !p.is_dir()).cloned().collect();
+    let mut trace_added = false;
     let mut out = Vec::new();
     for path in paths {
         if path.is_dir() {
             let plan = ["seal.json", "mapping.toml", "programs"].iter().any(|f| path.join(f).exists());
-            out.push(match trace::files_of(path) {
-                Ok(files) if !plan => Input::Trace(path.display().to_string(), files),
-                _ => Input::Plan(path.clone()),
+            out.push(match trace::trace_files(path) {
+                Ok(files) if !plan => CheckInput::Trace(path.display().to_string(), files),
+                _ => CheckInput::Plan(path.clone()),
             });
         } else if is_chart(path) {
-            out.push(Input::Chart(path.clone()));
+            out.push(CheckInput::Chart(path.clone()));
         } else if !trace::is_trace(path) {
-            out.push(Input::Programs(path.clone()));
-        } else if !told {
-            told = true;
+            out.push(CheckInput::Programs(path.clone()));
+        } else if !trace_added {
+            trace_added = true;
             let first = path.display();
-            let name = match loose.len() {
+            let name = match trace_files.len() {
                 1 => first.to_string(),
                 n => format!("{first} and {} more", n - 1),
             };
-            out.push(Input::Trace(name, loose.clone()));
+            out.push(CheckInput::Trace(name, trace_files.clone()));
         }
     }
     out
 }
 
-/// Text of a named file, where it is at hand.
-type Source = Box<dyn Fn(&str) -> Option<String>>;
+/// Returns the text of a named file, if it is available.
+type SourceReader = Box<dyn Fn(&str) -> Option<String>>;
 
-/// What the judge says of an input.
-struct Found {
+/// The verification result of one input.
+struct CheckOutcome {
     diagnostics: Diagnostics,
-    source: Source,
-    /// Only without errors.
-    verified: Option<Verified>,
+    source: SourceReader,
+    /// A summary, present only if there are no errors.
+    summary: Option<VerifiedSummary>,
 }
 
-enum Verified {
+enum VerifiedSummary {
     Digest(String),
-    /// Programs by themselves; whether their ranks would wait for each other is not known.
-    Alone(String),
+    /// Programs verified one by one; the ranks were not compared.
+    DigestWithoutRanks(String),
     Trace {
         ranks: usize,
         launches: usize,
         groups: usize,
     },
-    /// What was measured on a chart.
+    /// The measured properties of a chart.
     Chart(Vec<String>),
 }
 
-fn judge(input: &Input, limits: &Limits) -> Found {
+fn check_input(input: &CheckInput, limits: &DeviceLimits) -> CheckOutcome {
     match input {
-        Input::Plan(folder) => {
+        CheckInput::Plan(folder) => {
             let source = Box::new(|at: &str| std::fs::read_to_string(at).ok());
-            match Plan::read_within(folder, limits) {
+            match Plan::read_with_limits(folder, limits) {
                 Ok(plan) => {
-                    let verified = Some(Verified::Digest(plan.sealed.digest_hex()));
-                    Found { diagnostics: Vec::new(), source, verified }
+                    let verified = Some(VerifiedSummary::Digest(plan.sealed.digest_hex()));
+                    CheckOutcome { diagnostics: Vec::new(), source, summary: verified }
                 }
-                Err(diagnostics) => Found { diagnostics, source, verified: None },
+                Err(diagnostics) => CheckOutcome { diagnostics, source, summary: None },
             }
         }
-        Input::Programs(file) => {
+        CheckInput::Programs(file) => {
             let checked = check_file(file, limits);
-            let alone = checked.diagnostics.iter().any(|d| d.code == &T0026);
-            let digest = checked.digest.clone().filter(|_| checked.verified());
-            let verified = digest.map(if alone { Verified::Alone } else { Verified::Digest });
+            let ranks_not_compared = checked.diagnostics.iter().any(|d| d.code == &T0026);
+            let digest = checked.digest.clone().filter(|_| checked.is_verified());
+            let verified = digest.map(if ranks_not_compared {
+                VerifiedSummary::DigestWithoutRanks
+            } else {
+                VerifiedSummary::Digest
+            });
             let (name, text) = (file.display().to_string(), checked.source);
             let source = Box::new(move |at: &str| (at == name).then(|| text.clone()));
-            Found { diagnostics: checked.diagnostics, source, verified }
+            CheckOutcome { diagnostics: checked.diagnostics, source, summary: verified }
         }
-        Input::Chart(file) => {
-            let found = check_chart(file);
-            let fine = !found.diagnostics.iter().any(Diagnostic::is_error);
-            let (name, text) = (file.display().to_string(), found.source);
+        CheckInput::Chart(file) => {
+            let chart = check_chart(file);
+            let has_no_errors = !chart.diagnostics.iter().any(Diagnostic::is_error);
+            let (name, text) = (file.display().to_string(), chart.source);
             let source = Box::new(move |at: &str| (at == name).then(|| text.clone()));
-            let verified = fine.then_some(Verified::Chart(found.measured));
-            Found { diagnostics: found.diagnostics, source, verified }
+            let verified = has_no_errors.then_some(VerifiedSummary::Chart(chart.measured));
+            CheckOutcome { diagnostics: chart.diagnostics, source, summary: verified }
         }
-        Input::Trace(name, files) => {
-            let mut judged = check_trace(files);
+        CheckInput::Trace(name, files) => {
+            let mut checked = check_trace(files);
             if files.is_empty() {
-                judged.diagnostics =
-                    judged.diagnostics.into_iter().map(|d| d.at(name, "this folder")).collect();
+                checked.diagnostics =
+                    checked.diagnostics.into_iter().map(|d| d.with_label(name, "this folder")).collect();
             }
-            let verified = judged.verified().then_some(Verified::Trace {
-                ranks: judged.ranks,
-                launches: judged.launches,
-                groups: judged.groups,
+            let verified = checked.is_verified().then_some(VerifiedSummary::Trace {
+                ranks: checked.ranks,
+                launches: checked.launches,
+                groups: checked.groups,
             });
-            Found { diagnostics: judged.diagnostics, source: Box::new(trace::text), verified }
+            CheckOutcome {
+                diagnostics: checked.diagnostics,
+                source: Box::new(trace::read_lossy),
+                summary: verified,
+            }
         }
     }
 }
 
-fn verified(input: &Input, what: &Verified, format: CheckFormat) -> String {
+fn summary_line(input: &CheckInput, summary: &VerifiedSummary, format: CheckFormat) -> String {
     let path = match input {
-        Input::Plan(path) | Input::Programs(path) | Input::Chart(path) => path.display().to_string(),
-        Input::Trace(name, _) => name.clone(),
+        CheckInput::Plan(path) | CheckInput::Programs(path) | CheckInput::Chart(path) => {
+            path.display().to_string()
+        }
+        CheckInput::Trace(name, _) => name.clone(),
     };
-    match (what, format) {
-        (Verified::Digest(digest), CheckFormat::Json) => {
+    match (summary, format) {
+        (VerifiedSummary::Digest(digest), CheckFormat::Json) => {
             serde_json::json!({"path": path, "verified": true, "digest": digest}).to_string() + "\n"
         }
-        (Verified::Digest(digest), _) => format!("{path}: verified, digest {digest}\n"),
-        (Verified::Alone(digest), CheckFormat::Json) => {
+        (VerifiedSummary::Digest(digest), _) => format!("{path}: verified, digest {digest}\n"),
+        (VerifiedSummary::DigestWithoutRanks(digest), CheckFormat::Json) => {
             let line = serde_json::json!({
                 "path": path, "verified": true, "ranks_compared": false, "digest": digest,
             });
             line.to_string() + "\n"
         }
-        (Verified::Alone(digest), _) => {
-            format!("{path}: each program verified by itself, ranks not compared, digest {digest}\n")
+        (VerifiedSummary::DigestWithoutRanks(digest), _) => {
+            format!("{path}: each program verified alone, ranks not compared, digest {digest}\n")
         }
-        (Verified::Chart(measured), CheckFormat::Json) => {
+        (VerifiedSummary::Chart(measured), CheckFormat::Json) => {
             serde_json::json!({"path": path, "measured": measured}).to_string() + "\n"
         }
-        (Verified::Chart(measured), _) => format!("{path}: {}\n", measured.join("; ")),
-        (Verified::Trace { ranks, launches, groups }, CheckFormat::Json) => {
+        (VerifiedSummary::Chart(measured), _) => format!("{path}: {}\n", measured.join("; ")),
+        (VerifiedSummary::Trace { ranks, launches, groups }, CheckFormat::Json) => {
             let line = serde_json::json!({
                 "path": path, "verified": true, "ranks": ranks, "collectives": launches, "groups": groups,
             });
             line.to_string() + "\n"
         }
-        (Verified::Trace { ranks, launches, groups }, _) => format!(
-            "{path}: {}, {}, {}: no hang or mismatch in what was seen\n",
-            plural(*ranks, "rank"),
-            plural(*launches, "collective"),
-            plural(*groups, "group"),
+        (VerifiedSummary::Trace { ranks, launches, groups }, _) => format!(
+            "{path}: {}, {}, {}: no hang or mismatch in the trace\n",
+            count_noun(*ranks, "rank"),
+            count_noun(*launches, "collective"),
+            count_noun(*groups, "group"),
         ),
     }
 }
 
-fn plural(n: usize, word: &str) -> String {
+fn count_noun(n: usize, word: &str) -> String {
     format!("{n} {word}{}", if n == 1 { "" } else { "s" })
 }

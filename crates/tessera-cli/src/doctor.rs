@@ -1,105 +1,115 @@
-//! `tessera doctor`: this machine, or what ails a plan or a run.
+//! `tessera doctor`: describes this machine, or diagnoses a plan or runs.
 
 use std::path::PathBuf;
 
-use tessera::doctor::{Checkup, Kind, MODES, Shown, T0053, kept, machine_at_hand, open, rows, video};
-use tessera::search::machine;
+use tessera::doctor::{
+    DoctorReport, FAILURE_MODES, FolderKind, ReportedSigns, T0053, describe_machine, examine_estimate,
+    examine_plan, open_folders, read_query,
+};
+use tessera::search::load_machine;
 use tessera_base::Diagnostic;
 
-use crate::estimate::Search;
-use crate::say::{DIAGNOSED, Outcome, Refusal, Shape, out, table};
+use crate::estimate::SearchArgs;
+use crate::output::{CliError, CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_table, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
-  tessera doctor                                       this machine and what this build knows
-  tessera doctor --recipe sr-moe --routing w1          a recipe under hot experts
+  tessera doctor                                       describe this machine and this build
+  tessera doctor --recipe sr-moe --routing w1          diagnose a recipe under hot experts
   tessera doctor --model deepseek-v3 --pin tp=8 --overflows 3
-  tessera doctor my-plan                               a folder of tessera plan --out
-  tessera doctor out/demo-1 out/demo-2                 runs of one request, oldest first
+  tessera doctor my-plan                               a plan folder from tessera plan --out
+  tessera doctor out/demo-1 out/demo-2                 runs of the same request, oldest first
 
-Four ways to fail are looked for: an exchange that is congested, memory that overflows, fp8 that is not stable, results
-that drift. Each that is recognised comes with the remedies of the mapping guide and their predicted numbers.
+The doctor looks for four failure modes: congested all-to-alls, memory overflow, fp8 instability, and results that drift.
+For each one found it lists the mitigations of the mapping guide with their estimated effect.
 
-Exit status: 0 nothing recognised, 1 something recognised, 2 usage or nothing that could be examined.";
+Exit status: 0 no failure mode found, 1 at least one found, 2 usage error or nothing to diagnose.";
 
-/// What ails a plan or a run, and what each remedy would bring
+/// Diagnose this machine, a plan or runs, and estimate what each mitigation would gain
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Folder of a plan, of an estimate, or of runs; none for this machine
+    /// Plan, estimate or run folders; if absent, this machine is described
     #[arg(value_name = "PLAN|RUN")]
     pub folders: Vec<PathBuf>,
 
     #[command(flatten)]
-    pub search: Search,
+    pub search_args: SearchArgs,
 
-    /// A run elsewhere counted so many infinities or NaN under fp8
+    /// Symptom: a run elsewhere counted N infinities or NaNs under fp8
     #[arg(long, value_name = "N")]
     pub overflows: Option<u64>,
 
-    /// Reruns elsewhere gave so many other digests
+    /// Symptom: reruns elsewhere gave N different digests
     #[arg(long, value_name = "N")]
     pub drifted: Option<u64>,
 
-    /// A run elsewhere reached this share of the links in bursts, such as 0.6
+    /// Symptom: all-to-all bursts of a run elsewhere reached this share of the link rate, for
+    /// example 0.6
     #[arg(long, value_name = "SHARE")]
     pub a2a_rate: Option<f64>,
 
-    /// A run elsewhere held so many gigabytes on its fullest device
+    /// Symptom: the fullest device of a run elsewhere held this many gigabytes
     #[arg(long, value_name = "GB")]
     pub peak_gb: Option<f64>,
 
-    /// How to print
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
-    pub format: Shape,
+    pub format: OutputFormat,
 }
 
-/// Runs the verb.
-pub fn run(args: &Args) -> Outcome {
-    examine(args).map_err(Refusal::into_usage)
+/// Runs the subcommand.
+pub fn run(args: &Args) -> CliResult {
+    diagnose_args(args).map_err(CliError::into_usage)
 }
 
-fn examine(args: &Args) -> Outcome {
-    let shown = Shown {
+fn diagnose_args(args: &Args) -> CliResult {
+    let signs = ReportedSigns {
         a2a_rate: args.a2a_rate,
         peak_bytes: args.peak_gb.map(|gb| gb * 1e9),
         overflows: args.overflows,
         drifted: args.drifted,
     };
-    let named = args.search.recipe.is_some() || args.search.zoo.is_some();
-    let checkup = match (&args.folders[..], named) {
-        ([], false) if !shown.any() => return here(args.format),
-        ([], true) => rows(&args.search.named()?, &shown)?,
-        ([one], false) if Kind::of(one)? == Kind::Estimate => rows(&kept(one)?, &shown)?,
-        ([_, ..], false) if !shown.any() => {
-            let s = &args.search;
-            let on = s.cluster.as_deref().map(|c| machine(c, s.profile.as_deref(), s.devices)).transpose()?;
-            let patient = open(&args.folders)?;
-            video(&patient, on)?
+    let has_model = args.search_args.recipe.is_some() || args.search_args.zoo.is_some();
+    let report = match (&args.folders[..], has_model) {
+        ([], false) if !signs.is_any_given() => return print_machine(args.format),
+        ([], true) => examine_estimate(&args.search_args.named_query()?, &signs)?,
+        ([one], false) if FolderKind::from_folder(one)? == FolderKind::Estimate => {
+            examine_estimate(&read_query(one)?, &signs)?
+        }
+        ([_, ..], false) if !signs.is_any_given() => {
+            let s = &args.search_args;
+            let on =
+                s.cluster.as_deref().map(|c| load_machine(c, s.profile.as_deref(), s.devices)).transpose()?;
+            let runs = open_folders(&args.folders)?;
+            examine_plan(&runs, on)?
         }
         (folders, _) => {
-            let what = match (folders, named) {
-                ([], _) => "signs were told, and nothing that they are signs of",
-                (_, true) => "a folder and a model or recipe were named",
-                _ => "a run or a sealed plan shows its own signs",
+            let what = match (folders, has_model) {
+                ([], _) => "symptoms are given without a model, recipe or estimate to diagnose",
+                (_, true) => "both a folder and a model or recipe are given",
+                _ => "symptom options do not apply to a run or a sealed plan",
             };
-            return Err(Diagnostic::error(&T0053, what).hint("name one thing: tessera doctor --help").into());
+            return Err(Diagnostic::error(&T0053, what)
+                .with_hint("give one thing to diagnose: tessera doctor --help")
+                .into());
         }
     };
-    out(&match args.format {
-        Shape::Text => text(&checkup),
-        Shape::Json => json(&checkup) + "\n",
+    write_stdout(&match args.format {
+        OutputFormat::Text => render_text(&report),
+        OutputFormat::Json => render_json(&report) + "\n",
     })?;
-    Ok(if checkup.found.is_empty() { 0 } else { DIAGNOSED })
+    Ok(if report.failures.is_empty() { 0 } else { EXIT_DIAGNOSTICS })
 }
 
-fn here(format: Shape) -> Outcome {
-    let facts = machine_at_hand();
-    out(&match format {
-        Shape::Text => {
-            table(&facts.iter().map(|(k, v)| vec![k.clone(), v.clone()]).collect::<Vec<_>>(), &[false, false])
-        }
-        Shape::Json => {
+fn print_machine(format: OutputFormat) -> CliResult {
+    let facts = describe_machine();
+    write_stdout(&match format {
+        OutputFormat::Text => format_table(
+            &facts.iter().map(|(k, v)| vec![k.clone(), v.clone()]).collect::<Vec<_>>(),
+            &[false, false],
+        ),
+        OutputFormat::Json => {
             let map: serde_json::Map<_, _> =
                 facts.iter().map(|(k, v)| (k.clone(), v.clone().into())).collect();
             serde_json::Value::from(map).to_string() + "\n"
@@ -108,54 +118,56 @@ fn here(format: Shape) -> Outcome {
     Ok(0)
 }
 
-fn text(c: &Checkup) -> String {
+fn render_text(c: &DoctorReport) -> String {
     let mut text = format!("{}\n", c.title);
-    text +=
-        &table(&c.seen.iter().map(|(k, v)| vec![k.clone(), v.clone()]).collect::<Vec<_>>(), &[false, false]);
-    for f in &c.found {
+    text += &format_table(
+        &c.observations.iter().map(|(k, v)| vec![k.clone(), v.clone()]).collect::<Vec<_>>(),
+        &[false, false],
+    );
+    for f in &c.failures {
         text += &format!("\n{} ({}): {}\n  now: {}\n", f.code.title, f.code.id, f.sign, f.before);
-        for r in &f.remedies {
+        for r in &f.mitigations {
             text += &format!("  {}: {}\n", r.action, r.how);
             if let Some(after) = &r.after {
                 text += &format!("    {after}\n");
             }
         }
     }
-    let recognised = |code: &str| c.found.iter().any(|f| f.code.id == code);
+    let is_found = |code: &str| c.failures.iter().any(|f| f.code.id == code);
     let others: Vec<&str> =
-        MODES.iter().map(|m| m.code()).filter(|k| !recognised(k.id)).map(|k| k.title).collect();
+        FAILURE_MODES.iter().map(|m| m.code()).filter(|k| !is_found(k.id)).map(|k| k.title).collect();
     if !others.is_empty() {
-        text += &format!("\nnot recognised: {}\n", others.join("; "));
+        text += &format!("\nnot found: {}\n", others.join("; "));
     }
-    if !c.unknown.is_empty() {
+    if !c.not_recorded.is_empty() {
         text += "not recorded\n";
-        for u in &c.unknown {
+        for u in &c.not_recorded {
             text += &format!("  {u}\n");
         }
     }
-    if let Some(f) = c.found.first() {
+    if let Some(f) = c.failures.first() {
         text += &format!("more: tessera explain {}\n", f.code.id);
     }
     text
 }
 
-fn json(c: &Checkup) -> String {
+fn render_json(c: &DoctorReport) -> String {
     use serde_json::json;
     let pairs = |list: &[(String, String)]| {
-        list.iter().map(|(k, v)| json!({"what": k, "says": v})).collect::<Vec<_>>()
+        list.iter().map(|(k, v)| json!({"what": k, "value": v})).collect::<Vec<_>>()
     };
     let found: Vec<_> = c
-        .found
+        .failures
         .iter()
         .map(|f| {
-            let remedies: Vec<_> = f
-                .remedies
+            let mitigations: Vec<_> = f
+                .mitigations
                 .iter()
                 .map(|r| json!({"action": r.action, "how": r.how, "after": r.after}))
                 .collect();
-            json!({"code": f.code.id, "title": f.code.title, "sign": f.sign, "before": f.before, "remedies": remedies})
+            json!({"code": f.code.id, "title": f.code.title, "symptom": f.sign, "before": f.before, "mitigations": mitigations})
         })
         .collect();
-    json!({"title": c.title, "seen": pairs(&c.seen), "recognised": found, "not_recorded": c.unknown})
+    json!({"title": c.title, "observed": pairs(&c.observations), "recognised": found, "not_recorded": c.not_recorded})
         .to_string()
 }

@@ -1,62 +1,65 @@
-//! `tessera drill`: breaks things on purpose on this machine and looks whether they end as they must.
+//! `tessera drill`: injects faults on this machine and checks that each is detected as expected.
 
 use std::path::{Path, PathBuf};
 
 use tessera::cuda;
-use tessera::drill::{self, Bench, DRILLS, Drill, Gate, Outcome, Range, Seen};
-use tessera::gpus::Gpus;
-use tessera::stream::Device;
+use tessera::drill::{self, DRILLS, Drill, DrillOutcome, DrillRunner, DrillSetup, MeasuredGate, Observation};
+use tessera::gpus::GpuDiscovery;
+use tessera::stream::RunDevice;
 use tessera_base::{Code, Diagnostic};
 
-use crate::say::{DIAGNOSED, Outcome as Said, Refusal, Shape, out, table};
-use crate::stream::own_path;
+use crate::output::{
+    CliError, CliResult as Said, EXIT_DIAGNOSTICS, OutputFormat, format_table, write_stdout,
+};
+use crate::stream::current_exe_path;
 
-/// No drill of this name.
+/// There is no drill of this name.
 pub static T0038: Code = Code {
     id: "T0038",
     title: "unknown drill",
-    page: "`tessera drill --list` prints the drills of this build with the code, the rank and the place that each must \
-show. A drill is named by its id, several ids by several words; without any, all are run.",
+    page: "`tessera drill --list` prints the drills of this build, with the code, rank and place that each failure must \
+report. A drill is selected by its id; several ids select several drills, and no id selects all.",
 };
 
 const EXAMPLES: &str = "\
 Examples:
-  tessera drill                                   everything, in about a minute
-  tessera drill --list                            what there is, and what must be seen
-  tessera drill stopped-rank orphaned-worker      these two
-  tessera drill depth-sweep                       how deep queues must be, as a table
+  tessera drill                                   run all drills, in about a minute
+  tessera drill --list                            list the drills and the expected failures
+  tessera drill stopped-rank orphaned-worker      run these two
+  tessera drill depth-sweep                       measure how deep queues must be, as a table
   tessera drill --keep out/drills wrong-group     keep the runs, for `tessera autopsy`
-  tessera drill --device cuda member-dies         a rank on a GPU is killed; needs two GPUs
-  tessera drill --self-test                       does each drill need its check? some minutes
+  tessera drill --device cuda member-dies         kill a rank on a GPU; needs two GPUs
+  tessera drill --self-test                       check that each drill needs its check; takes some minutes
 
-Each drill streams a small model over real processes of this machine, breaks one thing, and compares the failure that ends
-the run with what it must be: code, rank, place, time, and no process left. Nothing outside of a temporary folder is touched.
+Each drill streams a small model over real processes on this machine and injects one fault. It compares the failure that ends
+the run with the expected code, rank, place and time limit, and checks that no process is left. A drill touches only a
+temporary folder.
 
-  ok   the fault was caught as it must be
-  RED  it was not: below it what was expected and what was seen
+  ok   the fault was detected as expected
+  RED  it was not; the expected and the observed failure follow
 
-Exit status: 0 all ok, 1 a drill is red or could not run, 2 usage.";
+Exit status: 0 all ok, 1 a drill is red or could not run, 2 usage error.";
 
-/// Break things on purpose and see that each ends fast, named and with nobody left
+/// Inject faults, and check that each is detected in time, blamed correctly, and leaves no process
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Drills to run; without any, all
+    /// Drills to run [default: all]
     pub ids: Vec<String>,
 
-    /// List the drills and what must be seen of each
+    /// List the drills and the failure that each must report
     #[arg(long, conflicts_with_all = ["ids", "self_test", "keep", "model"])]
     pub list: bool,
 
-    /// Run each drill with the check that it is for switched off: it must turn red
+    /// Run each drill with its check disabled: it must turn red
     #[arg(long)]
     pub self_test: bool,
 
-    /// Use this model instead of a small random one
+    /// Stream this model instead of a small random one
     #[arg(long, value_name = "DIR")]
     pub model: Option<PathBuf>,
 
-    /// What the ranks compute on
+    /// Device of the ranks
     #[arg(long, value_enum, default_value_t)]
     pub device: DrillDevice,
 
@@ -64,257 +67,265 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     pub keep: Option<PathBuf>,
 
-    /// Print tables as Markdown: the list, or that of depth-sweep
+    /// Print tables as Markdown: the list of drills, or the table of depth-sweep
     #[arg(long)]
     pub markdown: bool,
 
-    /// How to print
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
-    pub format: Shape,
+    pub format: OutputFormat,
 
-    /// Launch the ranks of a drill, to be killed. Used by the drill itself
+    /// Launch the ranks of a drill, to be killed. The drill itself uses this option.
     #[arg(long, hide = true, value_name = "FILE")]
     pub launch: Option<PathBuf>,
 }
 
-/// Ranks of the largest mesh that a drill streams over.
-const MOST_RANKS: usize = 2;
+/// The maximum number of ranks of a drill's mesh.
+const MAX_RANKS: usize = 2;
 
-/// `--device`.
+/// The values of `--device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum DrillDevice {
-    /// Processors of this machine
+    /// CPU cores of this machine
     #[default]
     Cpu,
-    /// Two GPUs of this machine
+    /// Two NVIDIA GPUs of this machine
     Cuda,
 }
 
-impl From<DrillDevice> for Device {
-    fn from(device: DrillDevice) -> Device {
+impl From<DrillDevice> for RunDevice {
+    fn from(device: DrillDevice) -> RunDevice {
         match device {
-            DrillDevice::Cpu => Device::Cpu,
-            DrillDevice::Cuda => Device::Cuda,
+            DrillDevice::Cpu => RunDevice::Cpu,
+            DrillDevice::Cuda => RunDevice::Cuda,
         }
     }
 }
 
-/// Runs the verb.
+/// Runs the subcommand.
 pub fn run(args: &Args) -> Said {
-    let rank = vec![own_path()?, "rank".to_string()];
-    if let Some(case) = &args.launch {
-        drill::launch(case, rank)?;
+    let rank = vec![current_exe_path()?, "rank".to_string()];
+    if let Some(launch_file) = &args.launch {
+        drill::run_launcher(launch_file, rank)?;
         return Ok(0);
     }
     if args.list {
-        out(&list(args))?;
+        write_stdout(&render_list(args))?;
         return Ok(0);
     }
-    let drills = wanted(&args.ids)?;
+    let drills = select_drills(&args.ids)?;
     if args.device == DrillDevice::Cuda {
-        cuda::check(&Gpus::look(), MOST_RANKS)?;
+        cuda::check_gpus(&GpuDiscovery::discover(), MAX_RANKS)?;
     }
-    let folder = Folder::make(args.keep.as_deref())?;
-    let launcher = vec![own_path()?, "drill".to_string(), "--launch".to_string()];
-    let stream = vec![own_path()?, "stream".to_string()];
+    let folder = DrillDir::create_dir(args.keep.as_deref())?;
+    let launcher = vec![current_exe_path()?, "drill".to_string(), "--launch".to_string()];
+    let stream = vec![current_exe_path()?, "stream".to_string()];
     let (model, device) = (args.model.clone(), args.device.into());
-    let bench = Bench { rank, stream, launcher, model, device, dir: folder.dir.clone() };
-    let mut range = Range::new(bench)?;
-    if args.self_test { self_test(args, &mut range, &drills) } else { all(args, &mut range, &drills) }
+    let bench = DrillSetup {
+        rank_command: rank,
+        stream_command: stream,
+        launcher_command: launcher,
+        model,
+        device,
+        dir: folder.dir.clone(),
+    };
+    let mut range = DrillRunner::new(bench)?;
+    if args.self_test { self_test(args, &mut range, &drills) } else { run_drills(args, &mut range, &drills) }
 }
 
-fn all(args: &Args, range: &mut Range, drills: &[&'static Drill]) -> Said {
-    let begun = std::time::Instant::now();
+fn run_drills(args: &Args, range: &mut DrillRunner, drills: &[&'static Drill]) -> Said {
+    let started = std::time::Instant::now();
     let mut red = 0;
     for drill in drills {
         let outcome = range.run(drill)?;
-        red += usize::from(!outcome.passes());
-        out(&match (args.format, &outcome.table) {
-            (Shape::Text, Some(table)) if args.markdown => table.clone(),
-            (Shape::Text, Some(table)) => format!("{}\n{table}\n", line(&outcome)),
-            (Shape::Text, None) => line(&outcome),
-            (Shape::Json, _) => json(&outcome, None),
+        red += usize::from(!outcome.is_green());
+        write_stdout(&match (args.format, &outcome.table) {
+            (OutputFormat::Text, Some(table)) if args.markdown => table.clone(),
+            (OutputFormat::Text, Some(table)) => format!("{}\n{table}\n", outcome_line(&outcome)),
+            (OutputFormat::Text, None) => outcome_line(&outcome),
+            (OutputFormat::Json, _) => outcome_json(&outcome, None),
         })?;
     }
-    if args.format == Shape::Text && !args.markdown {
-        let (n, seconds) = (drills.len(), begun.elapsed().as_secs_f64());
+    if args.format == OutputFormat::Text && !args.markdown {
+        let (n, seconds) = (drills.len(), started.elapsed().as_secs_f64());
         let verdict = if red == 0 { "all ok".to_string() } else { format!("{red} red") };
-        out(&format!("{n} drills in {seconds:.0} s: {verdict}\n"))?;
+        write_stdout(&format!("{n} drills in {seconds:.0} s: {verdict}\n"))?;
     }
-    Ok(if red == 0 { 0 } else { DIAGNOSED })
+    Ok(if red == 0 { 0 } else { EXIT_DIAGNOSTICS })
 }
 
-fn self_test(args: &Args, range: &mut Range, drills: &[&'static Drill]) -> Said {
-    let (mut tried, mut green) = (0, 0);
+fn self_test(args: &Args, range: &mut DrillRunner, drills: &[&'static Drill]) -> Said {
+    let (mut total, mut stayed_green) = (0, 0);
     for drill in drills {
-        let Some(outcome) = range.disarmed(drill)? else { continue };
-        let needed = !outcome.signed();
-        tried += 1;
-        green += usize::from(!needed);
-        out(&match args.format {
-            Shape::Text => {
+        let Some(outcome) = range.run_disarmed(drill)? else { continue };
+        let turned_red = !outcome.matches_signature();
+        total += 1;
+        stayed_green += usize::from(!turned_red);
+        write_stdout(&match args.format {
+            OutputFormat::Text => {
                 let (verdict, code) =
-                    (if needed { "ok " } else { "RED" }, drill.expect.map_or("", |s| s.code));
-                let turned = if needed { "turned red" } else { "stayed green" };
+                    (if turned_red { "ok " } else { "RED" }, drill.expected.map_or("", |s| s.code));
+                let turned = if turned_red { "turned red" } else { "stayed green" };
                 format!(
                     "{verdict} {:<25} without {code}: {turned}, {}\n",
                     drill.id,
-                    seen(&outcome.seen, false)
+                    describe_observed(&outcome.observed, false)
                 )
             }
-            Shape::Json => json(&outcome, Some(needed)),
+            OutputFormat::Json => outcome_json(&outcome, Some(turned_red)),
         })?;
     }
-    if args.format == Shape::Text {
-        let verdict = if green == 0 {
-            "each drill needs its check".to_string()
+    if args.format == OutputFormat::Text {
+        let verdict = if stayed_green == 0 {
+            "every drill fails without its check".to_string()
         } else {
-            format!("{green} stayed green")
+            format!("{stayed_green} stayed green")
         };
-        out(&format!("{tried} drills without their checks: {verdict}\n"))?;
+        write_stdout(&format!("{total} drills without their checks: {verdict}\n"))?;
     }
-    Ok(if green == 0 { 0 } else { DIAGNOSED })
+    Ok(if stayed_green == 0 { 0 } else { EXIT_DIAGNOSTICS })
 }
 
-/// One drill for a person.
-fn line(o: &Outcome) -> String {
-    let (verdict, id) = (if o.passes() { "ok " } else { "RED" }, o.drill.id);
-    let (took, limit) = (o.took.as_secs_f64(), o.limit.as_secs_f64());
-    let expected = o.drill.expect.map_or("gates".to_string(), |s| s.to_string());
+/// Formats the outcome of one drill as text.
+fn outcome_line(o: &DrillOutcome) -> String {
+    let (verdict, id) = (if o.is_green() { "ok " } else { "RED" }, o.drill.id);
+    let (took, limit) = (o.elapsed.as_secs_f64(), o.limit.as_secs_f64());
+    let expected = o.drill.expected.map_or("gates".to_string(), |s| s.to_string());
     let mut text = format!("{verdict} {id:<25} {expected:<34} {took:.3} s (limit {limit:.0} s)\n");
-    if let Seen::Gates(gates) = &o.seen {
-        for Gate { what, seen, passes } in gates {
+    if let Observation::Gates(gates) = &o.observed {
+        for MeasuredGate { requirement: what, observed: seen, passes } in gates {
             text += &format!("      {} {what}: {seen}\n", if *passes { "ok " } else { "RED" });
         }
-    } else if !o.signed() {
-        text += &format!("      expected {expected}\n      seen     {}\n", seen(&o.seen, true));
+    } else if !o.matches_signature() {
+        text +=
+            &format!("      expected {expected}\n      observed {}\n", describe_observed(&o.observed, true));
     }
-    if !o.left.is_empty() {
-        text += &format!("      left     processes {:?}\n", o.left);
+    if !o.leftover_pids.is_empty() {
+        text += &format!("      leftover processes {:?}\n", o.leftover_pids);
     }
     text
 }
 
-fn seen(seen: &Seen, in_full: bool) -> String {
-    match seen {
-        Seen::Failure(f) => {
+fn describe_observed(observed: &Observation, with_text: bool) -> String {
+    match observed {
+        Observation::Failure(f) => {
             let rank = f.rank.map_or("no rank".to_string(), |r| format!("rank {r}"));
-            let text = if in_full { format!(": {}", f.text) } else { String::new() };
-            format!("{} {rank} {}{text}", f.code, f.place.words())
+            let text = if with_text { format!(": {}", f.text) } else { String::new() };
+            format!("{} {rank} {}{text}", f.code, f.site.as_str())
         }
-        Seen::Nothing => "a run that ended well".to_string(),
-        Seen::Killed => "a run that went on until it was killed".to_string(),
-        Seen::Gates(gates) => format!("{} gates", gates.len()),
+        Observation::Completed => "a run that succeeded".to_string(),
+        Observation::Killed => "a run that did not end and was killed".to_string(),
+        Observation::Gates(gates) => format!("{} gates", gates.len()),
     }
 }
 
-fn json(o: &Outcome, turned_red: Option<bool>) -> String {
+fn outcome_json(o: &DrillOutcome, turned_red: Option<bool>) -> String {
     let expect = o
         .drill
-        .expect
-        .map(|s| serde_json::json!({ "code": s.code, "rank": s.rank, "place": s.place.words() }));
-    let saw = match &o.seen {
-        Seen::Failure(f) => serde_json::json!({
-            "code": f.code, "rank": f.rank, "place": f.place.words(), "text": f.text,
+        .expected
+        .map(|s| serde_json::json!({ "code": s.code, "rank": s.rank, "place": s.site.as_str() }));
+    let observed = match &o.observed {
+        Observation::Failure(f) => serde_json::json!({
+            "code": f.code, "rank": f.rank, "place": f.site.as_str(), "text": f.text,
         }),
-        Seen::Gates(gates) => gates
+        Observation::Gates(gates) => gates
             .iter()
-            .map(|g| serde_json::json!({ "gate": g.what, "seen": g.seen, "ok": g.passes }))
+            .map(|g| serde_json::json!({ "gate": g.requirement, "observed": g.observed, "ok": g.passes }))
             .collect(),
-        other => serde_json::Value::from(seen(other, false)),
+        other => serde_json::Value::from(describe_observed(other, false)),
     };
-    let ok = turned_red.unwrap_or_else(|| o.passes());
+    let ok = turned_red.unwrap_or_else(|| o.is_green());
     let line = serde_json::json!({
         "drill": o.drill.id,
         "ok": ok,
         "without_its_check": turned_red.is_some(),
         "expected": expect,
-        "seen": saw,
-        "took_ms": o.took.as_millis() as u64,
+        "observed": observed,
+        "took_ms": o.elapsed.as_millis() as u64,
         "limit_ms": o.limit.as_millis() as u64,
-        "left": o.left,
+        "leftover_pids": o.leftover_pids,
     });
     format!("{line}\n")
 }
 
-fn list(args: &Args) -> String {
+fn render_list(args: &Args) -> String {
     if args.markdown {
-        return drill::reference();
+        return drill::reference_page();
     }
-    if args.format == Shape::Json {
+    if args.format == OutputFormat::Json {
         let row = |d: &Drill| {
             let expect = d
-                .expect
-                .map(|s| serde_json::json!({ "code": s.code, "rank": s.rank, "place": s.place.words() }));
+                .expected
+                .map(|s| serde_json::json!({ "code": s.code, "rank": s.rank, "place": s.site.as_str() }));
             let page = format!("docs/manual/{}.md", d.page);
             let line = serde_json::json!({
-                "drill": d.id, "what": d.what, "expected": expect, "limit_ms": d.limit_ms, "page": page,
+                "drill": d.id, "what": d.description, "expected": expect, "limit_ms": d.limit_ms, "page": page,
             });
             format!("{line}\n")
         };
         return DRILLS.iter().map(row).collect();
     }
-    let head = ["drill", "must be seen", "what is broken"].map(String::from).to_vec();
+    let head = ["drill", "expected", "fault"].map(String::from).to_vec();
     let rows = DRILLS.iter().map(|d| {
-        let expect = d.expect.map_or("gates".to_string(), |s| s.to_string());
-        vec![d.id.to_string(), expect, d.what.to_string()]
+        let expect = d.expected.map_or("gates".to_string(), |s| s.to_string());
+        vec![d.id.to_string(), expect, d.description.to_string()]
     });
     let rows: Vec<_> = std::iter::once(head).chain(rows).collect();
-    table(&rows, &[false, false, false])
+    format_table(&rows, &[false, false, false])
 }
 
-fn wanted(ids: &[String]) -> Result<Vec<&'static Drill>, Refusal> {
+fn select_drills(ids: &[String]) -> Result<Vec<&'static Drill>, CliError> {
     if ids.is_empty() {
         return Ok(DRILLS.iter().collect());
     }
-    let (mut found, mut wrong) = (Vec::new(), Vec::new());
+    let (mut found, mut errors) = (Vec::new(), Vec::new());
     for id in ids {
         match Drill::find(id) {
             Some(drill) => found.push(drill),
-            None => wrong.push(
-                Diagnostic::error(&T0038, format!("there is no drill `{id}`"))
-                    .hint(format!("{}see `tessera drill --list`", near(id))),
+            None => errors.push(
+                Diagnostic::error(&T0038, format!("unknown drill `{id}`"))
+                    .with_hint(format!("{}see `tessera drill --list`", suggest_drill(id))),
             ),
         }
     }
-    if wrong.is_empty() { Ok(found) } else { Err(Refusal::usage(wrong)) }
+    if errors.is_empty() { Ok(found) } else { Err(CliError::usage(errors)) }
 }
 
-/// A drill that shares the beginning of a name.
-fn near(id: &str) -> String {
+/// Suggests a drill whose id shares the first characters.
+fn suggest_drill(id: &str) -> String {
     let shared = |d: &&Drill| d.id.bytes().zip(id.bytes()).take_while(|(a, b)| a == b).count();
     let best = DRILLS.iter().max_by_key(shared).filter(|d| shared(d) >= 3);
     best.map_or(String::new(), |d| format!("`{}`? ", d.id))
 }
 
-/// A folder for the runs, which goes when the drill is over unless it is to be kept.
-struct Folder {
+/// A folder for the runs, removed on drop unless it is to be kept.
+struct DrillDir {
     dir: PathBuf,
     keep: bool,
 }
 
-impl Folder {
-    fn make(keep: Option<&Path>) -> Result<Folder, Refusal> {
+impl DrillDir {
+    fn create_dir(keep: Option<&Path>) -> Result<DrillDir, CliError> {
         let temporary = || std::env::temp_dir().join(format!("tessera-drill-{}", std::process::id()));
         let dir = keep.map_or_else(temporary, Path::to_path_buf);
-        let refused = |e: std::io::Error| {
-            let text = format!("{} cannot be made: {e}", dir.display());
-            Refusal::from(
-                Diagnostic::error(&crate::values::T0030, text).hint("name a new folder with --keep"),
+        let create_error = |e: std::io::Error| {
+            let text = format!("cannot create {}: {e}", dir.display());
+            CliError::from(
+                Diagnostic::error(&crate::parse::T0030, text).with_hint("name a new folder with --keep"),
             )
         };
         if let Some(parent) = dir.parent() {
-            std::fs::create_dir_all(parent).map_err(refused)?;
+            std::fs::create_dir_all(parent).map_err(create_error)?;
         }
-        std::fs::create_dir(&dir).map_err(refused)?;
-        Ok(Folder { dir, keep: keep.is_some() })
+        std::fs::create_dir(&dir).map_err(create_error)?;
+        Ok(DrillDir { dir, keep: keep.is_some() })
     }
 }
 
-impl Drop for Folder {
+impl Drop for DrillDir {
     fn drop(&mut self) {
         if !self.keep {
-            // What cannot be removed lies in the system's folder for such things.
+            // A file that cannot be removed stays in the system's temporary folder.
             let _ = std::fs::remove_dir_all(&self.dir);
         }
     }

@@ -1,110 +1,109 @@
-//! `tessera explain`: the page of a code.
+//! `tessera explain`: prints the documentation of a diagnostic code.
 
 use tessera_base::{Code, Diagnostic, Registry};
 
-use crate::say::{Outcome, Refusal, Shape, out, registry, table};
+use crate::output::{CliError, CliResult, OutputFormat, format_table, full_registry, write_stdout};
 
-/// A code that does not exist.
+/// There is no such code.
 pub static T0032: Code = Code {
     id: "T0032",
     title: "unknown code",
-    page: "Every diagnostic carries a code such as T0301, and `tessera explain` without a code lists those of this build. A \
-code from another version may have been retired; ids are never used again for something else.",
+    page: "Every diagnostic has a code such as T0301, and `tessera explain` without a code lists the codes of this build. A \
+code of another version may have been retired; an id is never reused.",
 };
 
 const EXAMPLES: &str = "\
 Examples:
   tessera explain T0301
-  tessera explain                list every code
+  tessera explain                list all codes
   tessera explain | grep -i mesh";
 
-/// Where the codes of a range are raised: what the first two digits say.
-const RANGES: &[(&str, &str)] = &[
+/// The area that raises the codes of each range, by the first two digits.
+const CODE_AREAS: &[(&str, &str)] = &[
     ("T00", "command line, model folders, plan folders, traces"),
     ("T01", "mesh"),
     ("T02", "program text, types and layouts"),
-    ("T03", "the judge"),
+    ("T03", "verifier"),
     ("T04", "models"),
     ("T05", "weights"),
     ("T06", "mappings and planning"),
-    ("T07", "lockstep"),
+    ("T07", "lockstep runtime"),
     ("T08", "devices"),
     ("T09", "records and reports"),
-    ("T11", "clusters and what things take"),
-    ("T12", "the search over mappings"),
+    ("T11", "clusters and cost models"),
+    ("T12", "mapping search"),
     ("T13", "GPUs and their libraries"),
 ];
 
-/// How many near misses are named.
-const SUGGESTIONS: usize = 4;
+/// Maximum number of suggested codes.
+const MAX_SUGGESTIONS: usize = 4;
 
-/// Print what a diagnostic's code means and what to do
+/// Print the documentation of a diagnostic code
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// A code such as T0301, in upper or lower case; without one, every code is listed
+    /// A code such as T0301, in upper or lower case; if absent, all codes are listed
     pub code: Option<String>,
 
-    /// How to print
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
-    pub format: Shape,
+    pub format: OutputFormat,
 }
 
-/// Runs the verb.
-pub fn run(args: &Args) -> Outcome {
-    let registry = registry();
+/// Runs the subcommand.
+pub fn run(args: &Args) -> CliResult {
+    let registry = full_registry();
     let text = match (&args.code, args.format) {
-        (None, Shape::Text) => list(&registry),
-        (None, Shape::Json) => registry.iter().map(json).collect(),
+        (None, OutputFormat::Text) => list_codes(&registry),
+        (None, OutputFormat::Json) => registry.iter().map(code_json).collect(),
         (Some(id), format) => {
-            let code = registry.get(id.trim()).ok_or_else(|| unknown(id, &registry))?;
-            if format == Shape::Json { json(code) } else { page(code) }
+            let code = registry.get(id.trim()).ok_or_else(|| unknown_code_error(id, &registry))?;
+            if format == OutputFormat::Json { code_json(code) } else { render_page(code) }
         }
     };
-    out(&text)?;
+    write_stdout(&text)?;
     Ok(0)
 }
 
-fn range(code: &Code) -> &'static str {
-    RANGES.iter().find(|(prefix, _)| code.id.starts_with(prefix)).map_or("other", |(_, room)| room)
+fn code_area(code: &Code) -> &'static str {
+    CODE_AREAS.iter().find(|(prefix, _)| code.id.starts_with(prefix)).map_or("other", |(_, area)| area)
 }
 
-fn list(registry: &Registry) -> String {
+fn list_codes(registry: &Registry) -> String {
     let mut out = String::new();
-    for (prefix, room) in RANGES {
+    for (prefix, area) in CODE_AREAS {
         let rows: Vec<Vec<String>> = registry
             .iter()
             .filter(|c| c.id.starts_with(prefix))
             .map(|c| vec![c.id.to_string(), c.title.to_string()])
             .collect();
         if !rows.is_empty() {
-            out += &format!("{prefix}xx: {room}\n{}", table(&rows, &[false, false]));
+            out += &format!("{prefix}xx: {area}\n{}", format_table(&rows, &[false, false]));
         }
     }
-    out + "\n`tessera explain CODE` prints a page.\n"
+    out + "\n`tessera explain CODE` prints the documentation of a code.\n"
 }
 
-fn json(code: &'static Code) -> String {
-    let fields =
-        serde_json::json!({"code": code.id, "title": code.title, "room": range(code), "page": code.page});
+fn code_json(code: &'static Code) -> String {
+    let fields = serde_json::json!({"code": code.id, "title": code.title, "crate": code_area(code), "page": code.page});
     fields.to_string() + "\n"
 }
 
-/// Widest line of a page.
-const WIDTH: usize = 100;
+/// Maximum line width of a page, in characters.
+const PAGE_WIDTH: usize = 100;
 
-fn page(code: &Code) -> String {
-    let body: Vec<String> = code.page.split("\n\n").map(wrap).collect();
-    format!("{}: {}\n\n{}\nRaised by: {}.\n", code.id, code.title, body.join("\n"), range(code))
+fn render_page(code: &Code) -> String {
+    let body: Vec<String> = code.page.split("\n\n").map(wrap_paragraph).collect();
+    format!("{}: {}\n\n{}\nRaised by: {}.\n", code.id, code.title, body.join("\n"), code_area(code))
 }
 
-/// A paragraph in lines of at most [`WIDTH`] characters, where words allow.
-fn wrap(paragraph: &str) -> String {
+/// Wraps a paragraph into lines of at most [`PAGE_WIDTH`] characters; a longer word stays whole.
+fn wrap_paragraph(paragraph: &str) -> String {
     let mut out = String::new();
     let mut column = 0;
     for word in paragraph.split_whitespace() {
         let width = word.chars().count();
-        if column > 0 && column + 1 + width > WIDTH {
+        if column > 0 && column + 1 + width > PAGE_WIDTH {
             out.push('\n');
             column = 0;
         } else if column > 0 {
@@ -117,18 +116,20 @@ fn wrap(paragraph: &str) -> String {
     out + "\n"
 }
 
-fn unknown(id: &str, registry: &Registry) -> Refusal {
+fn unknown_code_error(id: &str, registry: &Registry) -> CliError {
     let digits = |s: &str| {
         s.chars().filter_map(|c| c.to_digit(10)).fold(0i64, |n, d| (n * 10 + i64::from(d)) % 1_000_000)
     };
-    let wanted = digits(id);
-    let mut near: Vec<&Code> = registry.iter().collect();
-    near.sort_by_key(|c| ((digits(c.id) - wanted).abs(), c.id));
-    let d = near
+    let wanted_number = digits(id);
+    let mut candidates: Vec<&Code> = registry.iter().collect();
+    candidates.sort_by_key(|c| ((digits(c.id) - wanted_number).abs(), c.id));
+    let d = candidates
         .into_iter()
-        .take(SUGGESTIONS)
-        .fold(Diagnostic::error(&T0032, format!("no code `{id}` in this build")), |d, c| d.at(c.id, c.title));
-    Refusal::usage(vec![d.hint("`tessera explain` lists every code")])
+        .take(MAX_SUGGESTIONS)
+        .fold(Diagnostic::error(&T0032, format!("no code `{id}` in this build")), |d, c| {
+            d.with_label(c.id, c.title)
+        });
+    CliError::usage(vec![d.with_hint("`tessera explain` lists all codes")])
 }
 
 #[cfg(test)]
@@ -137,15 +138,15 @@ mod tests {
 
     #[test]
     fn paragraphs_are_wrapped_between_words() {
-        let text = wrap(&"word ".repeat(60));
+        let text = wrap_paragraph(&"word ".repeat(60));
         assert!(
-            text.lines().all(|l| l.len() <= WIDTH && !l.ends_with(' ')) && text.lines().count() == 3,
+            text.lines().all(|l| l.len() <= PAGE_WIDTH && !l.ends_with(' ')) && text.lines().count() == 3,
             "{text}"
         );
     }
 
     #[test]
-    fn every_code_belongs_to_a_range() {
-        assert!(registry().iter().all(|c| range(c) != "other"));
+    fn every_code_has_an_area() {
+        assert!(full_registry().iter().all(|c| code_area(c) != "other"));
     }
 }

@@ -1,5 +1,5 @@
-//! `tessera stream` as one rank among ranks that somebody else started: which place the environment gives it, and what the
-//! command line says of how ranks prove themselves.
+//! `tessera stream` as one rank of a distributed run whose ranks are started externally: reads the
+//! rank's place from the environment, and the options for authentication.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -10,58 +10,66 @@ use std::time::Duration;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
 use tessera::join::{JoinEvent, JoinOptions, JoinReport, T0034, TlsFiles};
-use tessera::stream::{Device, StreamEvent, StreamOptions};
-use tessera::{Interrupt, Model, Plan};
-use tessera_base::{Diagnostic, Format, render_all};
+use tessera::stream::{RunDevice, StreamEvent, StreamOptions};
+use tessera::{Model, Plan, StopHandle};
+use tessera_base::{Diagnostic, DiagnosticFormat, render_all};
 
+use crate::output::{CliError, CliResult, OutputFormat};
 use crate::progress::Progress;
-use crate::say::{Outcome, Refusal, Shape};
-use crate::stream::{INTERRUPTED, STOPPING, listen, tell};
+use crate::stream::{EXIT_INTERRUPTED, STOPPING_MESSAGE, handle_signals, print_report};
 
-const JOINING: &str = "Ranks on several hosts (with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set)";
-/// How long other ranks are waited for by default.
-const JOIN_LIMIT_S: u64 = 300;
-const ALL: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
+const JOIN_HEADING: &str = "Ranks on several hosts (requires RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)";
+/// Default time limit for the other ranks to join.
+const DEFAULT_JOIN_TIMEOUT_S: u64 = 300;
+const REQUIRED_VARIABLES: [&str; 4] = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"];
 
-/// Options of a rank that joins.
+/// Options of a rank that joins a distributed run.
 #[derive(Debug, clap::Args)]
-pub struct Joining {
-    /// File with the run's secret, the same on every rank: 32 bytes or more
-    #[arg(long, value_name = "FILE", help_heading = JOINING)]
+pub struct JoinArgs {
+    /// File with the shared secret of the run, the same on every rank; at least 32 bytes
+    #[arg(long, value_name = "FILE", help_heading = JOIN_HEADING)]
     pub secret: Option<PathBuf>,
 
-    /// This rank's certificate, in PEM; ranks then speak TLS
-    #[arg(long, value_name = "FILE", help_heading = JOINING)]
+    /// TLS certificate of this rank (PEM); enables TLS between ranks
+    #[arg(long, value_name = "FILE", help_heading = JOIN_HEADING)]
     pub tls_cert: Option<PathBuf>,
 
-    /// Key of this rank's certificate, in PEM
-    #[arg(long, value_name = "FILE", help_heading = JOINING)]
+    /// Private key of this rank's certificate (PEM)
+    #[arg(long, value_name = "FILE", help_heading = JOIN_HEADING)]
     pub tls_key: Option<PathBuf>,
 
-    /// Certificates of the authority that every rank believes, in PEM
-    #[arg(long, value_name = "FILE", help_heading = JOINING)]
+    /// Certificates of the authority that signs the ranks' certificates (PEM)
+    #[arg(long, value_name = "FILE", help_heading = JOIN_HEADING)]
     pub tls_ca: Option<PathBuf>,
 
-    /// Address of this host at which to listen for other ranks [default: MASTER_ADDR on rank 0, the address that reaches
-    /// rank 0 on others]
-    #[arg(long, value_name = "ADDRESS", help_heading = JOINING)]
+    /// Local address on which to listen for other ranks [default: MASTER_ADDR on rank 0, on other
+    /// ranks the address that reaches rank 0]
+    #[arg(long, value_name = "ADDRESS", help_heading = JOIN_HEADING)]
     pub bind: Option<IpAddr>,
 
-    /// How long to wait for the other ranks, in seconds [default: 300]
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400), help_heading = JOINING)]
+    /// Time limit for all ranks to join, in seconds [default: 300]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400), help_heading = JOIN_HEADING)]
     pub join_timeout: Option<u64>,
 }
 
-impl Joining {
-    /// The place that the environment gives this process, if any.
-    pub fn place(&self) -> Result<Option<JoinOptions>, Refusal> {
-        self.place_in(&|name| std::env::var(name).ok()).map_err(|d| Refusal::usage(vec![*d]))
+impl JoinArgs {
+    /// Returns the rank's place from the environment, or `None` if this process starts all ranks
+    /// itself.
+    ///
+    /// # Errors
+    /// T0034.
+    pub fn options_from_env(&self) -> Result<Option<JoinOptions>, CliError> {
+        self.options_from(&|name| std::env::var(name).ok()).map_err(|d| CliError::usage(vec![*d]))
     }
 
-    fn place_in(&self, env: &dyn Fn(&str) -> Option<String>) -> Result<Option<JoinOptions>, Box<Diagnostic>> {
-        let refuse = |message: String| Diagnostic::error(&T0034, message);
+    fn options_from(
+        &self,
+        env: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<Option<JoinOptions>, Box<Diagnostic>> {
+        let join_error = |message: String| Diagnostic::error(&T0034, message);
         let set = |name: &str| env(name).filter(|v| !v.trim().is_empty());
-        // An address alone is left over from something else; a rank or a world means this process.
+        // MASTER_ADDR alone may be left over from another program; RANK or WORLD_SIZE concerns this
+        // process.
         if set("RANK").is_none() && set("WORLD_SIZE").is_none() {
             let given = [
                 ("--secret", self.secret.is_some()),
@@ -73,18 +81,21 @@ impl Joining {
             ];
             return match given.into_iter().find(|(_, given)| *given) {
                 Some((option, _)) => Err(Box::new(
-                    refuse(format!("{option} is for ranks that join, and RANK and WORLD_SIZE are not set"))
-                        .hint(format!("set {} on every rank, or leave {option} out", ALL.join(", "))),
+                    join_error(format!("{option} requires RANK and WORLD_SIZE, which are not set"))
+                        .with_hint(format!(
+                            "set {} on every rank, or leave out {option}",
+                            REQUIRED_VARIABLES.join(", ")
+                        )),
                 )),
                 None => Ok(None),
             };
         }
-        let missing: Vec<&str> = ALL.into_iter().filter(|n| set(n).is_none()).collect();
+        let missing: Vec<&str> = REQUIRED_VARIABLES.into_iter().filter(|n| set(n).is_none()).collect();
         if !missing.is_empty() {
-            let there: Vec<&str> = ALL.into_iter().filter(|n| set(n).is_some()).collect();
+            let present: Vec<&str> = REQUIRED_VARIABLES.into_iter().filter(|n| set(n).is_some()).collect();
             return Err(Box::new(
-                refuse(format!("{} is set and {} is not", there.join(" and "), missing.join(" and ")))
-                    .hint("set all four to join other ranks, or none to start all ranks on this host"),
+                join_error(format!("{} is set and {} is not", present.join(" and "), missing.join(" and ")))
+                    .with_hint("set all four to join other ranks, or none to start all ranks on this host"),
             ));
         }
         let number = |name: &str, most: u32| -> Result<u32, Box<Diagnostic>> {
@@ -92,8 +103,8 @@ impl Joining {
             let read = text.trim().parse::<u32>().ok().filter(|n| *n <= most);
             read.ok_or_else(|| {
                 Box::new(
-                    refuse(format!("{name} is no whole number from 0 to {most}"))
-                        .at(name, format!("`{text}`")),
+                    join_error(format!("{name} is not a whole number from 0 to {most}"))
+                        .with_label(name, format!("`{text}`")),
                 )
             })
         };
@@ -106,8 +117,8 @@ impl Joining {
             (None, None, None) => None,
             _ => {
                 return Err(Box::new(
-                    refuse("some files of certificates are named and some are not".into())
-                        .hint("--tls-cert, --tls-key and --tls-ca go together"),
+                    join_error("only some of the TLS files are given".into())
+                        .with_hint("give --tls-cert, --tls-key and --tls-ca together, or none of them"),
                 ));
             }
         };
@@ -126,7 +137,7 @@ impl Joining {
             bind: self.bind,
             secret: self.secret.clone(),
             tls,
-            timeout: Duration::from_secs(self.join_timeout.unwrap_or(JOIN_LIMIT_S)),
+            timeout: Duration::from_secs(self.join_timeout.unwrap_or(DEFAULT_JOIN_TIMEOUT_S)),
         }))
     }
 }
@@ -136,71 +147,86 @@ pub fn run(
     plan: Plan,
     model: &Model,
     options: &StreamOptions,
-    place: &JoinOptions,
+    join_options: &JoinOptions,
     quiet: bool,
-    format: Shape,
-) -> Outcome {
-    let leads = place.rank == 0;
-    let progress = Progress::new(quiet || !leads, options.chunks);
-    let interrupt = Interrupt::default();
-    let met = Arc::new(AtomicBool::new(false));
-    let first = {
-        let met = Arc::clone(&met);
-        move || if met.load(Ordering::Relaxed) { STOPPING } else { "stopping before all ranks have met" }
-    };
-    // Until they have met, a request to end another rank ends it at once: rank 0 sees it leave.
-    let mut listener = if leads { listen(&interrupt, &progress, first) } else { None };
-    let report = tessera::join::run(plan, model, options, place, &interrupt, &mut |e| match e {
-        JoinEvent::Note(d) => eprint!("{}", render_all(&[d], Format::Text, &|_| None)),
-        JoinEvent::Met(addresses) => {
-            met.store(true, Ordering::Relaxed);
-            if !leads {
-                listener = leave_to_leader(place.rank);
-            } else if !quiet {
-                progress.say(&format!("all {} ranks have met at {}", place.world, addresses.join(", ")));
+    format: OutputFormat,
+) -> CliResult {
+    let is_leader = join_options.rank == 0;
+    let progress = Progress::new(quiet || !is_leader, options.chunks);
+    let interrupt = StopHandle::default();
+    let all_joined = Arc::new(AtomicBool::new(false));
+    let first_message = {
+        let all_joined = Arc::clone(&all_joined);
+        move || {
+            if all_joined.load(Ordering::Relaxed) {
+                STOPPING_MESSAGE
+            } else {
+                "stopping before all ranks have joined"
             }
         }
-        JoinEvent::Chunk(chunk) => progress.on(&StreamEvent::Chunk(chunk)),
-        JoinEvent::Failed(failure) => crate::stream::tell_failure(&failure),
+    };
+    // Until all ranks have joined, a stop request to any other rank ends it at once, and rank 0
+    // notices the closed connection.
+    let mut listener = if is_leader { handle_signals(&interrupt, &progress, first_message) } else { None };
+    let report = tessera::join::run(plan, model, options, join_options, &interrupt, &mut |e| match e {
+        JoinEvent::Note(d) => eprint!("{}", render_all(&[d], DiagnosticFormat::Text, &|_| None)),
+        JoinEvent::Connected(addresses) => {
+            all_joined.store(true, Ordering::Relaxed);
+            if !is_leader {
+                listener = leave_first_stop_to_leader(join_options.rank);
+            } else if !quiet {
+                progress.print_line(&format!(
+                    "all {} ranks have joined at {}",
+                    join_options.world,
+                    addresses.join(", ")
+                ));
+            }
+        }
+        JoinEvent::Chunk(chunk) => progress.show_event(&StreamEvent::Chunk(chunk)),
+        JoinEvent::Failed(failure) => crate::stream::print_failure(&failure),
     });
     if let Some(listener) = listener {
         listener.close();
     }
-    progress.end();
-    let report = report.map_err(|ds| match tessera::join::class(&ds) {
-        Some(class) => Refusal::with_status(ds, u8::try_from(class.exit_code()).unwrap_or(1)),
-        None if interrupt.asked() => Refusal::with_status(ds, INTERRUPTED),
+    progress.clear_bar();
+    let report = report.map_err(|ds| match tessera::join::joint_failure_class(&ds) {
+        Some(class) => CliError::with_status(ds, u8::try_from(class.exit_code()).unwrap_or(1)),
+        None if interrupt.is_stop_requested() => CliError::with_status(ds, EXIT_INTERRUPTED),
         None => ds.into(),
     })?;
     match report {
-        JoinReport::Leader(report) => tell(&report, format, report.failure.is_some()),
+        JoinReport::Leader(report) => print_report(&report, format, report.failure.is_some()),
         JoinReport::Rank(None) => Ok(0),
-        JoinReport::Cut => {
-            eprintln!("rank {}: rank 0 was asked twice to stop", place.rank);
-            tessera::exit(INTERRUPTED.into())
+        JoinReport::Interrupted => {
+            eprintln!("rank {}: rank 0 received a second stop request", join_options.rank);
+            tessera::exit_process(EXIT_INTERRUPTED.into())
         }
         JoinReport::Rank(Some(failure)) => {
-            eprintln!("rank {}:", place.rank);
-            crate::stream::tell_failure(&failure);
-            // Handlers of a GPU's libraries would wait for work that does not end.
-            let leave = if options.device == Device::Cuda { tessera::exit_at_once } else { tessera::exit };
+            eprintln!("rank {}:", join_options.rank);
+            crate::stream::print_failure(&failure);
+            // The exit handlers of GPU libraries would wait for work that never ends.
+            let leave = if options.device == RunDevice::Cuda {
+                tessera::exit_without_handlers
+            } else {
+                tessera::exit_process
+            };
             leave(failure.class.exit_code())
         }
     }
 }
 
-/// A request to stop that reaches every rank is rank 0's to answer: it drains, and the others leave with it. A second one
-/// ends this rank at once.
-fn leave_to_leader(rank: u32) -> Option<Handle> {
+/// Leaves the first stop request to rank 0. A request that reaches every rank is answered by rank
+/// 0, which drains the stream and ends the other ranks. A second request ends this rank at once.
+fn leave_first_stop_to_leader(rank: u32) -> Option<Handle> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).ok()?;
     let handle = signals.handle();
     let listen = move || {
         let mut signals = signals.forever();
         if signals.next().is_some() {
-            eprintln!("rank {rank}: rank 0 stops all ranks when it is asked to; again to leave at once");
+            eprintln!("rank {rank}: waiting for rank 0 to stop all ranks; interrupt again to exit at once");
         }
         if signals.next().is_some() {
-            tessera::exit(INTERRUPTED.into());
+            tessera::exit_process(EXIT_INTERRUPTED.into());
         }
     };
     std::thread::Builder::new().name("signals".to_string()).spawn(listen).ok()?;
@@ -211,8 +237,8 @@ fn leave_to_leader(rank: u32) -> Option<Handle> {
 mod tests {
     use super::*;
 
-    fn place(env: &[(&str, &str)]) -> Result<Option<JoinOptions>, String> {
-        let joining = Joining {
+    fn join_options(env: &[(&str, &str)]) -> Result<Option<JoinOptions>, String> {
+        let joining = JoinArgs {
             secret: Some("secret".into()),
             tls_cert: None,
             tls_key: None,
@@ -221,28 +247,28 @@ mod tests {
             join_timeout: Some(5),
         };
         let get = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_string());
-        joining.place_in(&get).map_err(|d| {
+        joining.options_from(&get).map_err(|d| {
             assert_eq!(d.code, &T0034);
             d.message
         })
     }
 
     #[test]
-    fn a_place_is_whole_or_refused() {
+    fn the_environment_is_complete_or_rejected() {
         let whole =
             [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "head.example"), ("MASTER_PORT", "29500")];
-        let p = place(&whole).unwrap().unwrap();
+        let p = join_options(&whole).unwrap().unwrap();
         assert_eq!((p.rank, p.world, p.master, p.local_world), (1, 2, ("head.example".into(), 29500), 1));
         assert!(
-            place(&whole[..2])
+            join_options(&whole[..2])
                 .unwrap_err()
                 .contains("RANK and WORLD_SIZE is set and MASTER_ADDR and MASTER_PORT")
         );
         assert_eq!(p.local_rank, None);
         let local = [&whole[..], &[("LOCAL_RANK", "3")]].concat();
-        assert_eq!(place(&local).unwrap().unwrap().local_rank, Some(3));
-        assert!(place(&[]).unwrap_err().contains("--secret is for ranks that join"));
-        let timeout = Joining {
+        assert_eq!(join_options(&local).unwrap().unwrap().local_rank, Some(3));
+        assert!(join_options(&[]).unwrap_err().contains("--secret requires RANK and WORLD_SIZE"));
+        let timeout = JoinArgs {
             secret: None,
             tls_cert: None,
             tls_key: None,
@@ -250,11 +276,13 @@ mod tests {
             bind: None,
             join_timeout: Some(5),
         };
-        let refused = timeout.place_in(&|_| None).unwrap_err();
-        assert!(refused.message.contains("--join-timeout is for ranks that join"), "{refused:?}");
+        let refused = timeout.options_from(&|_| None).unwrap_err();
+        assert!(refused.message.contains("--join-timeout requires RANK and WORLD_SIZE"), "{refused:?}");
         let port = [&whole[..3], &[("MASTER_PORT", "65536")]].concat();
-        assert!(place(&port).unwrap_err().contains("MASTER_PORT is no whole number from 0 to 65535"));
+        assert!(
+            join_options(&port).unwrap_err().contains("MASTER_PORT is not a whole number from 0 to 65535")
+        );
         let rank = [&[("RANK", "-1")], &whole[1..]].concat();
-        assert!(place(&rank).unwrap_err().contains("RANK is no whole number"));
+        assert!(join_options(&rank).unwrap_err().contains("RANK is not a whole number"));
     }
 }

@@ -1,8 +1,10 @@
-//! The binary `tessera`: verbs of a command line, turned into calls of the door and back into text and an exit status.
+//! The binary `tessera`: parses the command line, calls the library crate `tessera`, and renders
+//! the result as text or JSON with an exit status.
 //!
-//! One file per verb. This crate refuses to know how anything is planned, judged or run.
+//! One file per subcommand. This crate contains no planning, verification or runtime logic.
 //!
-//! Exit status: 0 fine, 1 diagnostics, 2 usage, 130 interrupted, 10 to 29 one per class of failure of a run.
+//! Exit status: 0 success, 1 diagnostics, 2 usage error, 130 interrupted, 10 to 29 one per class of
+//! run failure.
 
 mod autopsy;
 mod bench;
@@ -15,43 +17,44 @@ mod explain;
 mod join;
 mod measure;
 mod options;
+mod output;
+mod parse;
 mod plan;
 mod progress;
-mod say;
 mod stream;
-mod values;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use say::Outcome;
+use output::CliResult;
 
-/// Codes this binary raises.
+/// Diagnostic codes that this binary raises.
 pub const CODES: &[&tessera_base::Code] =
-    &[&values::T0030, &options::T0031, &explain::T0032, &say::T0033, &drill::T0038];
+    &[&parse::T0030, &options::T0031, &explain::T0032, &output::T0033, &drill::T0038];
 
 const EXAMPLES: &str = "\
 Examples:
-  tessera stream models/demo                              a video from the demo model, one rank
-  tessera stream models/demo --mesh tp=2 --chunks 24      the same over two ranks
-  tessera plan models/demo --mesh tp=2 --out my-plan      plan only, and keep it
-  tessera check my-plan                                   judge a plan again
-  tessera autopsy out/demo-1                              who broke a run, or hangs it now
-  tessera explain T0602                                   what a code means
+  tessera stream models/demo                              stream the demo model on one rank
+  tessera stream models/demo --mesh tp=2 --chunks 24      the same on two ranks
+  tessera plan models/demo --mesh tp=2 --out my-plan      plan and verify without running
+  tessera check my-plan                                   verify a saved plan again
+  tessera autopsy out/demo-1                              find out which rank failed or blocks a run
+  tessera explain T0602                                   print the documentation of a diagnostic code
 
-Exit status: 0 fine, 1 diagnostics, 2 usage, 130 interrupted, 10-29 a run failed (one number per kind of failure).";
+Exit status: 0 success, 1 diagnostics, 2 usage error, 130 interrupted, 10-29 a run failed (one status per failure class).";
 
-/// Maps a model onto ranks, proves that they cannot hang or drift, runs them in lockstep, and shows what happened.
+/// Map a model onto a rack of GPUs, verify before launch that its ranks cannot deadlock or diverge,
+/// run them in lockstep, and report what happened
 #[derive(Debug, Parser)]
 #[command(name = "tessera", version, after_help = EXAMPLES, disable_help_subcommand = true)]
 struct Cli {
     #[command(subcommand)]
-    verb: Verb,
+    command: CliCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum Verb {
+enum CliCommand {
     Plan(Box<plan::Args>),
     Check(check::Args),
     Doctor(Box<doctor::Args>),
@@ -62,10 +65,10 @@ enum Verb {
     Bench(Box<bench::Args>),
     Explain(explain::Args),
     Stream(Box<stream::Args>),
-    /// One rank of a stream. Started by `tessera stream`, never by hand.
+    /// Run one rank of a stream. `tessera stream` starts this; do not run it directly.
     #[command(hide = true)]
     Rank,
-    /// One rank of a benchmark. Started by `tessera bench`, never by hand.
+    /// Run one rank of a benchmark. `tessera bench` starts this; do not run it directly.
     #[command(hide = true)]
     BenchRank {
         rank: u32,
@@ -74,46 +77,51 @@ enum Verb {
 }
 
 fn main() -> ExitCode {
-    outlive_file_size_limit();
-    let (format, outcome): (_, Outcome) = match Cli::parse().verb {
-        Verb::Plan(args) => (args.format.into(), plan::run(&args)),
-        Verb::Check(args) => (args.format.into(), check::run(&args)),
-        Verb::Doctor(args) => (args.format.into(), doctor::run(&args)),
-        Verb::Measure(args) => (args.format.into(), measure::run(&args)),
-        Verb::Drill(args) => (args.format.into(), drill::run(&args)),
-        Verb::Autopsy(args) => (args.format.into(), autopsy::run(&args)),
-        Verb::Bringup(args) => (args.format.into(), bringup::run(&args)),
-        Verb::Explain(args) => (args.format.into(), explain::run(&args)),
-        Verb::Stream(args) => (args.format.into(), stream::run(&args)),
-        Verb::Bench(args) => (args.format().into(), bench::run(&args)),
-        Verb::BenchRank { rank, orders } => return ExitCode::from(bench::rank(rank, &orders)),
-        Verb::Rank => {
-            return ExitCode::from(u8::try_from(tessera::rank_main(leave_to_launcher)).unwrap_or(1));
+    handle_file_size_signal();
+    let (format, outcome): (_, CliResult) = match Cli::parse().command {
+        CliCommand::Plan(args) => (args.format.into(), plan::run(&args)),
+        CliCommand::Check(args) => (args.format.into(), check::run(&args)),
+        CliCommand::Doctor(args) => (args.format.into(), doctor::run(&args)),
+        CliCommand::Measure(args) => (args.format.into(), measure::run(&args)),
+        CliCommand::Drill(args) => (args.format.into(), drill::run(&args)),
+        CliCommand::Autopsy(args) => (args.format.into(), autopsy::run(&args)),
+        CliCommand::Bringup(args) => (args.format.into(), bringup::run(&args)),
+        CliCommand::Explain(args) => (args.format.into(), explain::run(&args)),
+        CliCommand::Stream(args) => (args.format.into(), stream::run(&args)),
+        CliCommand::Bench(args) => (args.format().into(), bench::run(&args)),
+        CliCommand::BenchRank { rank, orders } => return ExitCode::from(bench::run_rank(rank, &orders)),
+        CliCommand::Rank => {
+            return ExitCode::from(
+                u8::try_from(tessera::rank_main(leave_first_stop_to_launcher)).unwrap_or(1),
+            );
         }
     };
     match outcome {
         Ok(status) => ExitCode::from(status),
-        Err(refusal) => refusal.tell(format),
+        Err(refusal) => refusal.print(format),
     }
 }
 
-/// A limit on the size of files ends a process by a signal unless something handles it; handled, the write fails
-/// with an error that can be told, like that of a full disk.
-fn outlive_file_size_limit() {
-    let seen = std::sync::Arc::default();
-    // Where it cannot be handled the signal does what it always did.
-    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, seen);
+/// Registers a handler for `SIGXFSZ`. Without one, exceeding the file size limit kills the process;
+/// with one, the write returns an error that can be reported like a full disk.
+fn handle_file_size_signal() {
+    let flag = std::sync::Arc::default();
+    // If the registration fails, the signal keeps its default action.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, flag);
 }
 
-/// A request to stop that reaches every process of a run is the launcher's to answer: it has the leader drain. A second one
-/// ends a rank as if nothing handled it.
-fn leave_to_launcher() {
+/// Leaves the first stop request to the launcher. A request that reaches every process of a run is
+/// answered by the launcher, which makes the leader drain. A second request ends a rank as if
+/// nothing handled it.
+fn leave_first_stop_to_launcher() {
     use signal_hook::consts::{SIGINT, SIGTERM};
-    let asked = std::sync::Arc::<std::sync::atomic::AtomicBool>::default();
+    let stop_requested = std::sync::Arc::<std::sync::atomic::AtomicBool>::default();
     for signal in [SIGINT, SIGTERM] {
-        // In this order: what looks at the flag runs before what sets it.
-        let _ = signal_hook::flag::register_conditional_default(signal, std::sync::Arc::clone(&asked))
-            .and_then(|_| signal_hook::flag::register(signal, std::sync::Arc::clone(&asked)));
+        // The order matters: the conditional default reads the flag before the second handler sets
+        // it.
+        let _ =
+            signal_hook::flag::register_conditional_default(signal, std::sync::Arc::clone(&stop_requested))
+                .and_then(|_| signal_hook::flag::register(signal, std::sync::Arc::clone(&stop_requested)));
     }
 }
 

@@ -1,117 +1,118 @@
-//! `tessera measure`: measures the machine at hand and writes a cluster and a profile for planning.
+//! `tessera measure`: measures this machine and writes a cluster and an executor profile for
+//! planning.
 
 use std::path::PathBuf;
 
 use clap::ValueEnum;
-use tessera::measure::{Asked, Measured, STEPS, T0049, free, measure};
+use tessera::measure::{MeasureOptions, MeasuredMachine, STEP_NAMES, T0049, check_out_dir, measure_machine};
 use tessera_base::Diagnostic;
 
-use crate::say::{Outcome, Refusal, Shape, out, table};
+use crate::output::{CliError, CliResult, OutputFormat, format_table, write_stdout};
 
 const EXAMPLES: &str = "\
 Examples:
-  tessera measure --out here                    every core a rank, under half a minute
-  tessera measure --ranks 1 --quick --out one   one rank that has all cores, a few seconds
+  tessera measure --out here                    one rank per core, under half a minute
+  tessera measure --ranks 1 --quick --out one   one rank with all cores, a few seconds
   tessera plan models/demo --cluster here/cluster.toml --profile here/profile.toml
 
-An entry holds for its number of ranks: each has its share of the cores, as in a stream over so many ranks. Close what
-else computes; figures are of the fastest repetitions.";
+A measurement is valid for its number of ranks: the ranks share the cores, as in a stream over that many ranks. Close other
+programs that compute; the figures are those of the fastest repetitions.";
 
-/// Measure this machine, to plan for it
+/// Measure this machine and write a cluster and a profile for `tessera plan`
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Ranks that share the cores [default: one per core]
+    /// Number of ranks that share the cores [default: one per core]
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
 
-    /// Fewer sizes, less time for each
+    /// Measure fewer sizes, for less time each
     #[arg(long)]
     pub quick: bool,
 
-    /// What to measure
+    /// Device to measure
     #[arg(long, value_enum, default_value_t)]
-    pub device: DeviceName,
+    pub device: MeasureDevice,
 
     /// New folder for cluster.toml and profile.toml
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
 
-    /// How to print
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
-    pub format: Shape,
+    pub format: OutputFormat,
 }
 
-/// `--device`.
+/// The values of `--device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
-pub enum DeviceName {
-    /// The processor, by the CPU backend
+pub enum MeasureDevice {
+    /// CPU cores of this machine, with the CPU backend
     #[default]
     Cpu,
-    /// GPUs: not in this build
+    /// GPUs; not supported by this build
     Gpu,
 }
 
-/// Runs the verb.
-pub fn run(args: &Args) -> Outcome {
-    if args.device == DeviceName::Gpu {
-        return Err(Refusal::usage(vec![
-            Diagnostic::error(&T0049, "this build has no backend that runs on a GPU").hint(
-                "plan with an entry of the catalog, such as --cluster hgx-h200, or measure the processor",
-            ),
+/// Runs the subcommand.
+pub fn run(args: &Args) -> CliResult {
+    if args.device == MeasureDevice::Gpu {
+        return Err(CliError::usage(vec![
+            Diagnostic::error(&T0049, "this build cannot measure GPUs")
+                .with_hint("plan with a catalog entry, such as --cluster hgx-h200, or measure the CPU"),
         ]));
     }
-    free(&args.out)?;
+    check_out_dir(&args.out)?;
     let mut step = 0;
-    let mut on = |name: &str| {
+    let mut on_step = |name: &str| {
         step += 1;
-        eprintln!("measuring {name} ({step} of {})", STEPS.len());
+        eprintln!("measuring {name} ({step} of {})", STEP_NAMES.len());
     };
-    let measured = measure(Asked { ranks: args.ranks, quick: args.quick }, &mut on)?;
+    let measured = measure_machine(MeasureOptions { ranks: args.ranks, quick: args.quick }, &mut on_step)?;
     measured.write(&args.out)?;
-    out(&match args.format {
-        Shape::Text => text(&measured, &args.out.display().to_string()),
-        Shape::Json => json(&measured) + "\n",
+    write_stdout(&match args.format {
+        OutputFormat::Text => render_text(&measured, &args.out.display().to_string()),
+        OutputFormat::Json => render_json(&measured) + "\n",
     })?;
     Ok(0)
 }
 
-fn text(m: &Measured, folder: &str) -> String {
+fn render_text(m: &MeasuredMachine, folder: &str) -> String {
     let row = |cells: &[&str]| cells.iter().map(|c| (*c).to_string()).collect::<Vec<_>>();
     let mut text = format!("{}\n", m.cluster.title);
-    text += &table(&m.figures.iter().map(|(k, v)| row(&[k, v])).collect::<Vec<_>>(), &[false, false]);
-    text += "\ncurves against what was measured\n";
-    let mut rows = vec![row(&["curve", "points", "mean error", "largest"])];
+    text += &format_table(&m.figures.iter().map(|(k, v)| row(&[k, v])).collect::<Vec<_>>(), &[false, false]);
+    text += "\nfitted curves against measurements\n";
+    let mut rows = vec![row(&["curve", "points", "mean error", "maximum"])];
     let percent = |x: f64| format!("{:.1} %", x * 100.0);
-    rows.extend(
-        m.fits.iter().map(|f| row(&[f.what, &f.points.to_string(), &percent(f.mean), &percent(f.worst)])),
-    );
-    text += &table(&rows, &[false, true, true, true]);
+    rows.extend(m.fits.iter().map(|f| {
+        row(&[f.curve_name, &f.point_count.to_string(), &percent(f.mean_error), &percent(f.max_error)])
+    }));
+    text += &format_table(&rows, &[false, true, true, true]);
     text += "\nnot measured\n";
-    for o in &m.open {
+    for o in &m.not_measured {
         text += &format!("  {o}\n");
     }
-    text +=
-        &format!("\n  {folder}/cluster.toml  the machine\n  {folder}/profile.toml  the CPU backend on it\n");
+    text += &format!(
+        "\n  {folder}/cluster.toml  the cluster\n  {folder}/profile.toml  the profile of the CPU backend\n"
+    );
     text + &format!(
         "plan with it: tessera plan models/demo --cluster {folder}/cluster.toml --profile {folder}/profile.toml\n"
     )
 }
 
-fn json(m: &Measured) -> String {
+fn render_json(m: &MeasuredMachine) -> String {
     let fits: Vec<_> = m
         .fits
         .iter()
-        .map(|f| serde_json::json!({"curve": f.what, "points": f.points, "mean_error": f.mean, "largest_error": f.worst}))
+        .map(|f| serde_json::json!({"curve": f.curve_name, "points": f.point_count, "mean_error": f.mean_error, "largest_error": f.max_error}))
         .collect();
     let figures: serde_json::Map<_, _> =
         m.figures.iter().map(|(k, v)| ((*k).to_string(), v.clone().into())).collect();
     serde_json::json!({
         "machine": m.cluster.title,
-        "ranks": m.cluster.devices(),
+        "ranks": m.cluster.device_count(),
         "figures": figures,
         "fits": fits,
-        "not_measured": m.open,
+        "not_measured": m.not_measured,
     })
     .to_string()
 }

@@ -1,161 +1,190 @@
-//! Options that say what to plan: a model's folder, a mapping, and what changes it.
+//! Options shared by several subcommands: the device that runs a plan, and the model and mapping to
+//! plan.
 
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use tessera::sim::T0040;
-use tessera::stream::Device;
-use tessera::{DtypePolicy, Mapping, Model, Numerics, Overrides, Plan, Strategy, Topology, Via, plan};
+use tessera::stream::RunDevice;
+use tessera::{DtypePolicy, Mapping, Model, Numerics, Overrides, Plan, Strategy, Topology, Transport, plan};
 use tessera_base::{Code, Diagnostic};
 
-use crate::say::Refusal;
-use crate::values;
+use crate::output::CliError;
+use crate::parse;
 
-/// What runs a plan.
+/// The device that runs a plan.
 #[derive(Debug, Clone, clap::Args)]
-pub struct On {
-    /// What runs the plan: this machine's processors, its GPUs, or a modelled machine, where time passes and nothing is computed
+pub struct TargetArgs {
+    /// Device that runs the plan
     #[arg(long, value_enum, default_value_t)]
-    pub device: DeviceName,
+    pub device: StreamDevice,
 
-    /// Modelled machine: a cluster of the catalog or its file [default: hgx-h200 for up to 8 ranks, else gb200-nvl72]
-    #[arg(long, value_name = "NAME|FILE", help_heading = MODELLED)]
+    /// Cluster to simulate: a catalog name, or a TOML file in the format that `tessera measure`
+    /// writes [default: hgx-h200 for up to 8 ranks, else gb200-nvl72]
+    #[arg(long, value_name = "NAME|FILE", help_heading = SIM_HEADING)]
     pub cluster: Option<String>,
 
-    /// How well ops and collectives use the modelled machine: an executor's profile [default: the cluster's]
-    #[arg(long, value_name = "NAME|FILE", help_heading = MODELLED)]
+    /// Executor profile: a runtime's efficiency curves, which set the time of each simulated op and
+    /// collective; a name or a TOML file [default: the cluster's own]
+    #[arg(long, value_name = "NAME|FILE", help_heading = SIM_HEADING)]
     pub profile: Option<String>,
 }
 
-const MODELLED: &str = "With --device sim";
+const SIM_HEADING: &str = "Simulated cluster (with --device sim)";
 
-impl On {
-    /// Refuses a machine where none is modelled.
-    pub fn check(&self) -> Result<(), Refusal> {
+impl TargetArgs {
+    /// Rejects options of a simulated cluster without `--device sim`.
+    ///
+    /// # Errors
+    /// T0040.
+    pub fn check_sim_options(&self) -> Result<(), CliError> {
         let given = [("--cluster", self.cluster.is_some()), ("--profile", self.profile.is_some())];
         match given.into_iter().find(|(_, given)| *given) {
-            Some((option, _)) if self.device != DeviceName::Sim => Err(Refusal::usage(vec![
-                Diagnostic::error(&T0040, format!("{option} names a machine to model, and none is modelled"))
-                    .at("--device", format!("{}: ops take the time that they take here", self.device.name()))
-                    .hint(format!("add --device sim, or leave {option} out")),
+            Some((option, _)) if self.device != StreamDevice::Sim => Err(CliError::usage(vec![
+                Diagnostic::error(&T0040, format!("{option} requires --device sim"))
+                    .with_label(
+                        "--device",
+                        format!(
+                            "{}: runs on this machine, so there is no cluster to simulate",
+                            self.device.name()
+                        ),
+                    )
+                    .with_hint(format!("add --device sim, or leave out {option}")),
             ])),
             _ => Ok(()),
         }
     }
 }
 
-/// `--device`.
+/// The values of `--device`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
-pub enum DeviceName {
-    /// Processors of this machine
+pub enum StreamDevice {
+    /// CPU cores of this machine
     #[default]
     Cpu,
-    /// A modelled machine; no weights are needed
+    /// Simulated cluster: keeps simulated time and computes no values, so it needs no weights
     Sim,
-    /// NVIDIA GPUs of this machine, one a rank; `tessera doctor` says what is here
+    /// NVIDIA GPUs of this machine, one per rank; `tessera doctor` lists them
     Cuda,
 }
 
-impl DeviceName {
-    /// As on the command line.
+impl StreamDevice {
+    /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
-            DeviceName::Cpu => "cpu",
-            DeviceName::Sim => "sim",
-            DeviceName::Cuda => "cuda",
+            StreamDevice::Cpu => "cpu",
+            StreamDevice::Sim => "sim",
+            StreamDevice::Cuda => "cuda",
         }
     }
 
-    /// What ranks that are processes compute on.
-    pub fn of_ranks(self) -> Device {
+    /// Returns the device of the rank processes.
+    pub fn to_rank_device(self) -> RunDevice {
         match self {
-            DeviceName::Cuda => Device::Cuda,
-            DeviceName::Cpu | DeviceName::Sim => Device::Cpu,
+            StreamDevice::Cuda => RunDevice::Cuda,
+            StreamDevice::Cpu | StreamDevice::Sim => RunDevice::Cpu,
         }
     }
 }
 
-/// Nothing to plan.
+/// No model was given.
 pub static T0031: Code = Code {
     id: "T0031",
-    title: "no model named",
-    page: "A plan is of a model: one of the zoo by --model, one of the guide's recipes by --recipe, a config.json, or the folder of a \
-video model with config.json, stream.toml and, to stream it, weights as safetensors. The one that comes with the project is \
-models/demo. Where a plan is given with --plan, the model is the one that the plan names.",
+    title: "no model given",
+    page: "A plan needs a model: a model of the zoo (--model), a recipe of the 72-GPU guide (--recipe), a config.json, or the folder of a \
+video model with config.json, stream.toml and, for streaming, weights as safetensors. The project includes the demo model \
+models/demo. With --plan, the model is the one that the plan names.",
 };
 
-/// What to plan and how.
+/// The mapping that the command line requests.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Planning {
-    /// Axes and their sizes: tp (heads or tokens), pp (blocks), for example tp=2,pp=1 [default: tp=1]
+#[command(next_help_heading = "Mapping")]
+pub struct MappingArgs {
+    /// Mesh axes and their sizes: tp shards heads or tokens, pp splits blocks into stages; for
+    /// example tp=2,pp=2 [default: tp=1]
+    ///
+    /// The sizes multiply to the number of ranks in the mesh. In a mapping search (`tessera plan
+    /// --cluster`) the axes given here stay fixed and the search chooses the others.
     #[arg(long, value_name = "MESH")]
     pub mesh: Option<String>,
 
-    /// Where the leader stands, that encodes and decodes: in the mesh, or outside it [default: mesh]
+    /// Placement of the leader, the process that runs the text encoder and the decoder: in the mesh
+    /// or outside it [default: mesh]
+    ///
+    /// The topologies pp0 and pp1 add one rank in front of the mesh of --mesh. That rank decodes a
+    /// chunk while the mesh generates the next one. Use pp0 if the mesh has one rank, pp1 if it has
+    /// more.
     #[arg(long)]
-    pub topology: Option<TopologyName>,
+    pub topology: Option<TopologyArg>,
 
-    /// How tp cuts a block: tokens (ulysses, exact) or weights (megatron) [default: ulysses]
+    /// How tp shards a transformer block: tokens (ulysses) or weights (megatron) [default: ulysses]
     #[arg(long)]
-    pub strategy: Option<StrategyName>,
+    pub strategy: Option<StrategyArg>,
 
-    /// Whether sums may depend on the mesh [default: standard]
+    /// Order of sums across ranks, which decides whether results depend on the mesh [default:
+    /// standard]
     #[arg(long)]
-    pub numerics: Option<NumericsName>,
+    pub numerics: Option<NumericsArg>,
 
-    /// What products and what works on their results compute in [default: f32]
+    /// Compute dtype of matmuls and of the activations that they produce [default: f32]
     #[arg(long)]
-    pub dtype: Option<DtypeName>,
+    pub dtype: Option<DtypeArg>,
 
-    /// By what GPUs move collectives [default: best]
+    /// Transport of collectives between GPUs [default: best]
     #[arg(long)]
-    pub via: Option<ViaName>,
+    pub transport: Option<TransportArg>,
 
-    /// Pieces that rows are cut into under megatron: sums of one travel while another computes [default: 1]
+    /// Split the rows of a block into N row chunks, so that the all-reduce of one overlaps the
+    /// compute of another; megatron only [default: 1]
     #[arg(long, value_name = "N")]
-    pub pieces: Option<u32>,
+    pub overlap_chunks: Option<u32>,
 
-    /// How past frames are kept: in caches, or recomputed before each chunk [default: what the model says]
+    /// How the context of past frames is kept between chunks [default: the model's]
     #[arg(long)]
-    pub cache: Option<CacheName>,
+    pub cache: Option<CacheArg>,
 
-    /// Denoising timesteps, falling, for example 1000,750,500,250 [default: what the model says]
+    /// Denoising timesteps in descending order, for example 1000,750,500,250 [default: the model's]
     #[arg(long, value_name = "LIST")]
     pub steps: Option<String>,
 
-    /// Requests that may wait at the leader, 1 to 64 [default: 2]
-    #[arg(long, value_name = "N", help_heading = QUEUES)]
+    /// Requests that may queue at the leader, 1 to 64 [default: 2]
+    #[arg(long, value_name = "N", help_heading = QUEUE_HEADING)]
     pub d_in: Option<u32>,
 
-    /// Finished chunks that may wait for decode and write, 1 to 64 [default: 2]
-    #[arg(long, value_name = "N", help_heading = QUEUES)]
+    /// Finished chunks that may queue for decoding and writing, 1 to 64 [default: 2]
+    #[arg(long, value_name = "N", help_heading = QUEUE_HEADING)]
     pub d_out: Option<u32>,
 
-    /// Calls that may be sent and not done, 1 to 64 [default: 2]
-    #[arg(long, value_name = "N", help_heading = QUEUES)]
+    /// Chunks that may be in flight on the mesh, 1 to 64 [default: 2]
+    ///
+    /// The leader starts each chunk by one message to the ranks, a call. This option limits the
+    /// calls that are sent and not yet done. With 1, the leader prepares a call only when the mesh
+    /// is idle.
+    #[arg(long, value_name = "N", help_heading = QUEUE_HEADING)]
     pub max_outstanding: Option<u32>,
 }
 
-const QUEUES: &str = "Queues of the plan";
+const QUEUE_HEADING: &str = "Queue depths";
 
-impl Planning {
-    /// The first option that was given, for a message.
-    pub fn given(&self) -> Option<&'static str> {
+impl MappingArgs {
+    /// Returns the first mapping option that was given, for a message.
+    pub fn first_given(&self) -> Option<&'static str> {
         [("--mesh", self.mesh.is_some())]
             .into_iter()
-            .chain(self.for_streams())
+            .chain(self.stream_options())
             .find_map(|(name, given)| given.then_some(name))
     }
 
-    /// Options that shape a stream, and whether they were given: a language model has no use for them.
-    pub fn for_streams(&self) -> [(&'static str, bool); 11] {
+    /// Returns the options that apply to streams only, and whether each was given. Language models
+    /// do not use them.
+    pub fn stream_options(&self) -> [(&'static str, bool); 11] {
         [
             ("--topology", self.topology.is_some()),
             ("--strategy", self.strategy.is_some()),
             ("--numerics", self.numerics.is_some()),
             ("--dtype", self.dtype.is_some()),
-            ("--via", self.via.is_some()),
-            ("--pieces", self.pieces.is_some()),
+            ("--transport", self.transport.is_some()),
+            ("--overlap-chunks", self.overlap_chunks.is_some()),
             ("--cache", self.cache.is_some()),
             ("--steps", self.steps.is_some()),
             ("--d-in", self.d_in.is_some()),
@@ -164,40 +193,54 @@ impl Planning {
         ]
     }
 
-    /// Pins of a video model: a list, and the options that pin too.
-    pub fn pins(&self, list: &str) -> Result<String, Refusal> {
+    /// Returns the pins of a video model: those in `list`, and those that other options imply.
+    ///
+    /// # Errors
+    /// T0030 if two of them set one knob to different values.
+    pub fn merge_video_pins(&self, list: &str) -> Result<String, CliError> {
         let strategy = self.strategy.map(|s| format!("strategy={}", Strategy::from(s).name()));
         let topology = self.topology.map(|t| format!("topology={}", Topology::from(t).name()));
-        let pieces = self.pieces.map(|n| format!("pieces={n}"));
-        let ahead = self.max_outstanding.map(|n| format!("max_outstanding={n}"));
-        crate::estimate::joined(&[Some(list.to_string()), strategy, pieces, topology, ahead])
+        let overlap_chunks = self.overlap_chunks.map(|n| format!("overlap_chunks={n}"));
+        let max_outstanding = self.max_outstanding.map(|n| format!("max_outstanding={n}"));
+        crate::estimate::merge_pins(&[
+            Some(list.to_string()),
+            strategy,
+            overlap_chunks,
+            topology,
+            max_outstanding,
+        ])
     }
 
-    /// Puts into a mapping what a search does not choose.
-    pub fn shape(&self, mapping: &mut Mapping) {
+    /// Applies the options that no search chooses to a mapping.
+    pub fn apply_fixed_options(&self, mapping: &mut Mapping) {
         mapping.numerics = self.numerics.map_or(mapping.numerics, Into::into);
         mapping.dtype = self.dtype.map_or(mapping.dtype, Into::into);
-        mapping.via = self.via.map_or(mapping.via, Into::into);
+        mapping.transport = self.transport.map_or(mapping.transport, Into::into);
         mapping.d_in = self.d_in.unwrap_or(mapping.d_in);
         mapping.d_out = self.d_out.unwrap_or(mapping.d_out);
     }
 
-    /// Opens the model and plans it under a mapping file, if any, and these options.
-    pub fn plan(&self, dir: Option<&Path>, mapping: Option<&Path>) -> Result<(Model, Plan), Refusal> {
-        let dir = dir.ok_or_else(no_model)?;
-        // Every slip of the command line at once.
+    /// Opens the model and plans it under these options, which override the mapping file, if there
+    /// is one.
+    pub fn open_and_plan(
+        &self,
+        model_dir: Option<&Path>,
+        mapping_path: Option<&Path>,
+    ) -> Result<(Model, Plan), CliError> {
+        let model_dir = model_dir.ok_or_else(no_model_error)?;
+        // Collects all errors of the command line before reporting any.
         let (mesh, steps) =
-            (self.mesh.as_deref().map(values::mesh), self.steps.as_deref().map(values::steps));
+            (self.mesh.as_deref().map(parse::parse_mesh), self.steps.as_deref().map(parse::parse_steps));
         let (mesh, steps) = match (mesh.transpose(), steps.transpose()) {
             (Ok(mesh), Ok(steps)) => (mesh, steps),
             (mesh, steps) => {
-                return Err(Refusal::usage(
+                return Err(CliError::usage(
                     [mesh.err(), steps.err()].into_iter().flatten().collect::<Vec<_>>(),
                 ));
             }
         };
-        let mut map = match mapping {
-            Some(file) => mapping_file(file)?,
+        let mut map = match mapping_path {
+            Some(file) => read_mapping(file)?,
             None => Mapping::default(),
         };
         map.mesh = mesh.unwrap_or(map.mesh);
@@ -205,44 +248,44 @@ impl Planning {
         map.strategy = self.strategy.map_or(map.strategy, Into::into);
         map.numerics = self.numerics.map_or(map.numerics, Into::into);
         map.dtype = self.dtype.map_or(map.dtype, Into::into);
-        map.via = self.via.map_or(map.via, Into::into);
-        map.pieces = self.pieces.unwrap_or(map.pieces);
+        map.transport = self.transport.map_or(map.transport, Into::into);
+        map.overlap_chunks = self.overlap_chunks.unwrap_or(map.overlap_chunks);
         map.d_in = self.d_in.unwrap_or(map.d_in);
         map.d_out = self.d_out.unwrap_or(map.d_out);
         map.max_outstanding = self.max_outstanding.unwrap_or(map.max_outstanding);
-        let recompute = self.cache.map(|c| c == CacheName::Recompute);
-        let model = Model::open(dir, &Overrides { recompute, steps })?;
-        let plan = plan::make(&model.video, &model.name, &dir.display().to_string(), &map)?;
+        let recompute = self.cache.map(|c| c == CacheArg::Recompute);
+        let model = Model::open(model_dir, &Overrides { recompute, steps })?;
+        let plan = plan::plan_model(&model.video, &model.name, &model_dir.display().to_string(), &map)?;
         Ok((model, plan))
     }
 }
 
-fn mapping_file(file: &Path) -> Result<Mapping, Refusal> {
+fn read_mapping(file: &Path) -> Result<Mapping, CliError> {
     let name = file.display().to_string();
     match std::fs::read_to_string(file) {
         Ok(text) => Ok(Mapping::parse(&name, &text)?),
-        Err(e) => Err(Refusal::usage(vec![
-            Diagnostic::error(&values::T0030, format!("--mapping {name} cannot be read: {e}"))
-                .hint("name a mapping in TOML, such as the mapping.toml of a plan's folder"),
+        Err(e) => Err(CliError::usage(vec![
+            Diagnostic::error(&parse::T0030, format!("--mapping {name} cannot be read: {e}"))
+                .with_hint("name a TOML file, such as the mapping.toml of a plan folder"),
         ])),
     }
 }
 
-/// The refusal of a command line without a model.
-fn no_model() -> Refusal {
-    Refusal::usage(vec![
-        Diagnostic::error(&T0031, "no model named").hint("give the folder of one, for example models/demo"),
+/// Returns the error for a command line without a model.
+fn no_model_error() -> CliError {
+    CliError::usage(vec![
+        Diagnostic::error(&T0031, "no model given").with_hint("give a model folder, for example models/demo"),
     ])
 }
 
-/// Reads a plan's folder; with it the model, from `dir` or from where the plan says.
-pub fn sealed(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), Refusal> {
+/// Reads a plan folder, and opens its model from `dir` or from the path that the plan records.
+pub fn read_sealed_plan(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), CliError> {
     let plan = Plan::read(folder)?;
-    let place = dir.cloned().unwrap_or_else(|| PathBuf::from(&plan.model_dir));
-    let model = Model::under(&place, &plan).map_err(|mut d| {
+    let model_dir = dir.cloned().unwrap_or_else(|| PathBuf::from(&plan.model_dir));
+    let model = Model::open_for_plan(&model_dir, &plan).map_err(|mut d| {
         if dir.is_none() {
             d.notes.push(format!(
-                "{} names this folder; it was planned where that path led to it",
+                "{} records this model folder; the path was valid where the plan was made",
                 folder.display()
             ));
             d.hint = Some("give the model's folder too: tessera stream MODEL --plan PLAN".to_string());
@@ -252,117 +295,119 @@ pub fn sealed(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), Ref
     Ok((model, plan))
 }
 
-/// Reads a plan's folder for a run that computes nothing: the plan says what there is to know of the model.
-pub fn sealed_alone(folder: &Path) -> Result<(Model, Plan), Refusal> {
+/// Reads a plan folder for a simulated run, which takes everything about the model from the plan.
+pub fn read_plan_without_model(folder: &Path) -> Result<(Model, Plan), CliError> {
     let plan = Plan::read(folder)?;
     let (name, dir) = (plan.model.clone(), PathBuf::from(&plan.model_dir));
     Ok((Model { name, dir, video: plan.video.clone() }, plan))
 }
 
-/// `--topology`.
+/// The values of `--topology`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum TopologyName {
-    /// Rank 0 leads and computes
+pub enum TopologyArg {
+    /// Rank 0 of the mesh is the leader and computes too
     Mesh,
-    /// A leader outside, and a mesh of one rank
+    /// A leader outside the mesh, and a mesh of exactly one rank
     Pp0,
-    /// A leader outside, and a mesh of two ranks or more
+    /// A leader outside the mesh, and a mesh of two or more ranks
     Pp1,
 }
 
-impl From<TopologyName> for Topology {
-    fn from(name: TopologyName) -> Topology {
+impl From<TopologyArg> for Topology {
+    fn from(name: TopologyArg) -> Topology {
         match name {
-            TopologyName::Mesh => Topology::Mesh,
-            TopologyName::Pp0 => Topology::Pp0,
-            TopologyName::Pp1 => Topology::Pp1,
+            TopologyArg::Mesh => Topology::Mesh,
+            TopologyArg::Pp0 => Topology::Pp0,
+            TopologyArg::Pp1 => Topology::Pp1,
         }
     }
 }
 
-/// `--strategy`.
+/// The values of `--strategy`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum StrategyName {
-    /// Tokens over ranks; all-to-all into heads around attention
+pub enum StrategyArg {
+    /// Shard tokens; all-to-alls switch to sharded heads around attention. Exact: the result equals
+    /// that of one rank
     Ulysses,
-    /// Weights over ranks by column, then by row; all-reduce
+    /// Shard weights by column, then by row; all-reduces add the partial sums
     Megatron,
 }
 
-impl From<StrategyName> for Strategy {
-    fn from(name: StrategyName) -> Strategy {
+impl From<StrategyArg> for Strategy {
+    fn from(name: StrategyArg) -> Strategy {
         match name {
-            StrategyName::Ulysses => Strategy::Ulysses,
-            StrategyName::Megatron => Strategy::Megatron,
+            StrategyArg::Ulysses => Strategy::Ulysses,
+            StrategyArg::Megatron => Strategy::Megatron,
         }
     }
 }
 
-/// `--numerics`.
+/// The values of `--numerics`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum NumericsName {
-    /// Ranks add their parts in rank order
+pub enum NumericsArg {
+    /// Add the partial sums of ranks in rank order
     Standard,
-    /// Sums in one fixed tree: no result depends on the mesh
+    /// Add in one fixed tree, so that no result depends on the mesh
     MeshInvariant,
 }
 
-impl From<NumericsName> for Numerics {
-    fn from(name: NumericsName) -> Numerics {
+impl From<NumericsArg> for Numerics {
+    fn from(name: NumericsArg) -> Numerics {
         match name {
-            NumericsName::Standard => Numerics::Standard,
-            NumericsName::MeshInvariant => Numerics::MeshInvariant,
+            NumericsArg::Standard => Numerics::Standard,
+            NumericsArg::MeshInvariant => Numerics::MeshInvariant,
         }
     }
 }
 
-/// `--dtype`.
+/// The values of `--dtype`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum DtypeName {
+pub enum DtypeArg {
     /// f32 throughout
     F32,
-    /// bf16, but for conditioning, latents and norm vectors
+    /// bf16, except for conditioning, latents and norm vectors
     Bf16,
-    /// As bf16, with the products of blocks in e4m3
+    /// As bf16, with the matmuls of transformer blocks in e4m3
     Fp8,
 }
 
-impl From<DtypeName> for DtypePolicy {
-    fn from(name: DtypeName) -> DtypePolicy {
+impl From<DtypeArg> for DtypePolicy {
+    fn from(name: DtypeArg) -> DtypePolicy {
         match name {
-            DtypeName::F32 => DtypePolicy::F32,
-            DtypeName::Bf16 => DtypePolicy::Bf16,
-            DtypeName::Fp8 => DtypePolicy::Fp8,
+            DtypeArg::F32 => DtypePolicy::F32,
+            DtypeArg::Bf16 => DtypePolicy::Bf16,
+            DtypeArg::Fp8 => DtypePolicy::Fp8,
         }
     }
 }
 
-/// `--via`.
+/// The values of `--transport`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum ViaName {
-    /// Over memory of peers by whatever is best, through NCCL where ranks cannot reach it
+pub enum TransportArg {
+    /// The fastest one available: peer-to-peer over device memory, or NCCL where ranks cannot
+    /// access each other's memory
     Best,
-    /// By a kernel of its own for each
-    Kernels,
-    /// Through NCCL
+    /// Peer-to-peer only, with a separate kernel for each collective
+    P2p,
+    /// NCCL for every collective
     Nccl,
 }
 
-impl From<ViaName> for Via {
-    fn from(name: ViaName) -> Via {
+impl From<TransportArg> for Transport {
+    fn from(name: TransportArg) -> Transport {
         match name {
-            ViaName::Best => Via::Best,
-            ViaName::Kernels => Via::Kernels,
-            ViaName::Nccl => Via::Nccl,
+            TransportArg::Best => Transport::Best,
+            TransportArg::P2p => Transport::P2p,
+            TransportArg::Nccl => Transport::Nccl,
         }
     }
 }
 
-/// `--cache`.
+/// The values of `--cache`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum CacheName {
-    /// Keys and values of past frames stay in memory
+pub enum CacheArg {
+    /// Keep the KV cache of past frames in device memory
     Resident,
-    /// They are computed anew from past frames before each chunk
+    /// Recompute keys and values from past frames before each chunk
     Recompute,
 }

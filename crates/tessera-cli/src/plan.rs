@@ -1,14 +1,14 @@
-//! `tessera plan`: plans and seals a model under a mapping, and says what the plan comes to.
+//! `tessera plan`: plans and verifies a model under a mapping, and prints a summary of the plan.
 
 use std::path::PathBuf;
 
-use tessera::summary::{PhaseSummary, RankSummary, Summary};
+use tessera::summary::{PhaseSummary, PlanSummary, RankSummary};
 use tessera_base::{Bytes, Diagnostic, Flops};
 
-use crate::estimate::Search;
-use crate::options::Planning;
-use crate::say::{Outcome, Refusal, Shape, out, table};
-use crate::values::T0030;
+use crate::estimate::SearchArgs;
+use crate::options::MappingArgs;
+use crate::output::{CliError, CliResult, OutputFormat, format_table, write_stdout};
+use crate::parse::T0030;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -17,84 +17,98 @@ Examples:
   tessera plan models/demo --mesh tp=2 --topology pp1
   tessera plan models/demo --mapping my-plan/mapping.toml --mesh tp=4
   tessera plan models/demo --mesh tp=2 --format json | jq .ranks[0].total_bytes
+  tessera plan models/wan2.1-14b --cluster hgx-h200 --devices 8      search for the best mapping on 8 GPUs
+  tessera plan --model deepseek-v3 --why tp=8,pp=1                   estimate one mapping of a language model
 
-The digest names the plan: it is the same on every machine, and every rank of a run proves that it holds it.
+A plan uses exactly the mapping that --mesh and the other mapping options give. With any option of the mapping search,
+such as --cluster, tessera instead estimates every legal mapping on that cluster and takes the best; mapping options then
+restrict the search. Language models are estimated only; video models are also planned, verified and ready to stream.
+
+A digest identifies the plan. It is the same on every machine, and every rank of a run proves that it holds this plan.
 
 Exit status:
-  0  a plan, or with --why a legal mapping; gates that warn or fail change nothing here
-  1  the question stands and the answer is no: nothing legal, a recipe that does not fit,
-     a deadline missed, a file whose content is refused, a folder that cannot be written
-  2  the question is not understood: an option, a name, a pin or a file that is not known";
+  0  a plan, or with --why a legal mapping; gates that warn or fail do not change the status
+  1  the request is valid, but the answer is no: no legal mapping, a recipe that does not fit,
+     a missed deadline, a file with invalid content, a folder that cannot be written
+  2  the request is invalid: an unknown option, name, pin or file";
 
-/// Ranks listed for a person; JSON has all.
-const RANKS_SHOWN: usize = 32;
+/// Maximum number of ranks listed as text. JSON lists all ranks.
+const MAX_RANKS_SHOWN: usize = 32;
 
-/// Lay a model out over ranks and prove that they cannot hang or drift
+/// Plan how a model is sharded over ranks, and verify that the ranks cannot deadlock or diverge
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Folder of the model, for example models/demo
+    /// Model folder, for example models/demo
     pub model: Option<PathBuf>,
 
     #[command(flatten)]
-    pub planning: Planning,
+    pub mapping_args: MappingArgs,
 
     #[command(flatten)]
-    pub search: Search,
+    pub search_args: SearchArgs,
 
-    /// A mapping in TOML, such as the mapping.toml of a plan's folder; other options change it
+    /// Mapping file (TOML), such as the mapping.toml of a plan folder; other options override it
     #[arg(long, value_name = "FILE")]
     pub mapping: Option<PathBuf>,
 
-    /// Keep the plan in this new folder
+    /// Write the plan to this new folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
 
-    /// How to print
+    /// Output format
     #[arg(long, value_enum, default_value_t)]
-    pub format: Shape,
+    pub format: OutputFormat,
 }
 
-/// Runs the verb.
-pub fn run(args: &Args) -> Outcome {
-    made(args).map_err(Refusal::of_question)
+/// Runs the subcommand.
+pub fn run(args: &Args) -> CliResult {
+    plan_or_search(args).map_err(CliError::for_query)
 }
 
-fn made(args: &Args) -> Outcome {
-    if args.search.wanted() {
+fn plan_or_search(args: &Args) -> CliResult {
+    if args.search_args.is_requested() {
         if args.mapping.is_some() {
-            let says = "--mapping fixes what a search would choose";
-            let d = Diagnostic::error(&T0030, says)
-                .hint("leave out --mapping, or the options of planning by estimate");
-            return Err(Refusal::usage(vec![d]));
+            let message = "--mapping fixes what a mapping search would choose";
+            let d = Diagnostic::error(&T0030, message)
+                .with_hint("leave out --mapping, or the options of the mapping search");
+            return Err(CliError::usage(vec![d]));
         }
-        return args.search.run(args.model.as_deref(), &args.planning, args.out.as_deref(), args.format);
+        return args.search_args.run(
+            args.model.as_deref(),
+            &args.mapping_args,
+            args.out.as_deref(),
+            args.format,
+        );
     }
-    let (_, plan) = args.planning.plan(args.model.as_deref(), args.mapping.as_deref())?;
+    let (_, plan) = args.mapping_args.open_and_plan(args.model.as_deref(), args.mapping.as_deref())?;
     if let Some(folder) = &args.out {
         plan.write(folder)?;
     }
-    let summary = Summary::of(&plan);
-    out(&match args.format {
-        Shape::Json => serde_json::to_string(&summary).unwrap_or_default() + "\n",
-        Shape::Text => text(&summary, args.out.as_ref().map(|f| f.display().to_string())),
+    let summary = PlanSummary::from_plan(&plan);
+    write_stdout(&match args.format {
+        OutputFormat::Json => serde_json::to_string(&summary).unwrap_or_default() + "\n",
+        OutputFormat::Text => render_summary(&summary, args.out.as_ref().map(|f| f.display().to_string())),
     })?;
     Ok(0)
 }
 
-fn text(s: &Summary, folder: Option<String>) -> String {
+fn render_summary(s: &PlanSummary, folder: Option<String>) -> String {
     let list = |v: &[f64]| v.iter().map(f64::to_string).collect::<Vec<_>>().join(" ");
     let blocks: Vec<String> = s.blocks_per_stage.iter().map(u64::to_string).collect();
     let ranks = if s.ranks.len() == 1 { "1 rank".to_string() } else { format!("{} ranks", s.ranks.len()) };
-    let pieces = if s.pieces > 1 { format!(" in {} pieces", s.pieces) } else { String::new() };
+    let row_chunks = match s.overlap_chunks {
+        0 | 1 => String::new(),
+        n => format!(" with {n} overlap chunks"),
+    };
     let numbers = format!("{} numerics in {}", s.numerics, s.dtype);
     let mut facts = vec![
-        ("mesh", format!("{}: {ranks}, {} strategy{pieces}, {numbers}", s.mesh, s.strategy)),
-        ("topology", format!("{}: {}", s.topology, stands(s.topology))),
+        ("mesh", format!("{}: {ranks}, {} strategy{row_chunks}, {numbers}", s.mesh, s.strategy)),
+        ("topology", format!("{}: {}", s.topology, describe_topology(s.topology))),
         (
             "stream",
             format!(
-                "{}x{} at {} frames per second, {} frames a chunk, {} cache, steps {}",
+                "{}x{} at {} frames per second, {} frames per chunk, {} cache, steps {}",
                 s.picture[0],
                 s.picture[1],
                 s.fps,
@@ -103,7 +117,7 @@ fn text(s: &Summary, folder: Option<String>) -> String {
                 list(&s.steps)
             ),
         ),
-        ("blocks", format!("{} on each stage in turn", blocks.join(", "))),
+        ("blocks", format!("{} per pipeline stage", blocks.join(", "))),
     ];
     if let Some(call) = s.steady_call() {
         facts.push((
@@ -123,44 +137,45 @@ fn text(s: &Summary, folder: Option<String>) -> String {
         facts.push(("folder", folder));
     }
     let facts: Vec<Vec<String>> = facts.into_iter().map(|(k, v)| vec![k.to_string(), v]).collect();
-    let mut out = format!("plan of {}, verified\n{}", s.model, table(&facts, &[false, false]));
+    let mut out = format!("plan of {}, verified\n{}", s.model, format_table(&facts, &[false, false]));
     out += "\nranks and their memory\n";
     out += &ranks_table(&s.ranks);
-    out += "\nphases: work and bytes of the busiest rank, bytes of all ranks\n";
+    out += "\nphases: FLOPs and bytes of the busiest rank, and bytes of all ranks\n";
     out += &phases_table(&s.phases);
     out
 }
 
-/// Where the leader of a topology stands.
-fn stands(topology: &str) -> &'static str {
+/// Describes the ranks of a topology.
+fn describe_topology(topology: &str) -> &'static str {
     match topology {
         "pp0" => "rank 0 leads, encodes and decodes outside the mesh; rank 1 generates",
         "pp1" => {
-            "rank 0 leads, encodes and decodes outside the mesh; rank 1 relays to the others, and all generate"
+            "rank 0 leads, encodes and decodes outside the mesh; rank 1 relays to the other ranks; ranks 1 and up generate"
         }
-        _ => "rank 0 leads, encodes and decodes, and generates with the others",
+        _ => "rank 0 leads, encodes, decodes, and generates with the other ranks",
     }
 }
 
 fn ranks_table(ranks: &[RankSummary]) -> String {
-    let heading = ["rank", "place", "role", "device", "weights", "buffers", "inputs", "temporaries", "total"];
+    let heading =
+        ["rank", "position", "role", "device", "weights", "buffers", "inputs", "temporaries", "total"];
     let mut rows = vec![heading.map(str::to_string).to_vec()];
-    rows.extend(ranks.iter().take(RANKS_SHOWN).map(|r| {
+    rows.extend(ranks.iter().take(MAX_RANKS_SHOWN).map(|r| {
         let bytes = [r.weights_bytes, r.buffers_bytes, r.inputs_bytes, r.temporaries_bytes, r.total_bytes];
         let place = if r.coordinates.is_empty() { "alone".to_string() } else { r.coordinates.clone() };
         let mut row = vec![r.rank.to_string(), place, r.role.clone(), r.device.clone()];
         row.extend(bytes.map(|b| Bytes(b).to_string()));
         row
     }));
-    let mut out = table(&rows, &[true, false, false, false, true, true, true, true, true]);
-    if ranks.len() > RANKS_SHOWN {
-        out += &format!("  and {} more (--format json has all)\n", ranks.len() - RANKS_SHOWN);
+    let mut out = format_table(&rows, &[true, false, false, false, true, true, true, true, true]);
+    if ranks.len() > MAX_RANKS_SHOWN {
+        out += &format!("  and {} more (--format json lists all)\n", ranks.len() - MAX_RANKS_SHOWN);
     }
     out
 }
 
 fn phases_table(phases: &[PhaseSummary]) -> String {
-    let heading = ["phase", "work", "collective", "axis", "times", "one rank", "all ranks"];
+    let heading = ["phase", "work", "collective", "axis", "count", "one rank", "all ranks"];
     let mut rows = vec![heading.map(str::to_string).to_vec()];
     for p in phases {
         let (name, work) = (p.name.clone(), Flops(p.flops).to_string());
@@ -175,5 +190,5 @@ fn phases_table(phases: &[PhaseSummary]) -> String {
             rows.push(vec![name, work, c.op.clone(), c.axis.clone(), c.count.to_string(), one, all]);
         }
     }
-    table(&rows, &[false, true, false, false, true, true, true])
+    format_table(&rows, &[false, true, false, false, true, true, true])
 }

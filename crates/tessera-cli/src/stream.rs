@@ -4,17 +4,17 @@ use std::path::{Path, PathBuf};
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use tessera::Interrupt;
 use tessera::Plan;
-use tessera::modelled::Modelled;
-use tessera::sim::{self, ClusterPrices, Machine, T0040};
+use tessera::StopHandle;
+use tessera::sim::{self, ClusterPrices, SimMachine, T0040};
 use tessera::stream::{StreamOptions, StreamReport};
+use tessera::synthetic_delays::SyntheticDelays;
 use tessera_base::Diagnostic;
 
-use crate::options::{self, DeviceName, On, Planning};
+use crate::options::{self, MappingArgs, StreamDevice, TargetArgs};
+use crate::output::{CliError, CliResult, OutputFormat, write_stdout};
+use crate::parse::{self, T0030};
 use crate::progress::Progress;
-use crate::say::{Outcome, Refusal, Shape, out};
-use crate::values::{self, T0030};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -24,117 +24,130 @@ Examples:
   tessera stream models/demo --chunks 12 --at 4:'a green circle moves up' --cut-at 8
   tessera stream --plan my-plan --out my-run
   tessera stream models/wan2.1-14b --mesh tp=8,pp=9 --device sim --cluster gb200-nvl72
-  tessera stream models/demo --mesh tp=2 --device cuda      a GPU for each rank
+  tessera stream models/demo --mesh tp=2 --device cuda      one GPU per rank
 
-Chunks count from 0. Ctrl-C stops after the chunk under way and leaves a whole folder; a second one kills.
-Exit status 10 and above says how a run failed; the message names a code for `tessera explain`.";
+A stream is generated in chunks of a few frames each. Chunks count from 0. Ctrl-C stops after the current chunk and leaves a
+complete run folder; a second Ctrl-C kills the ranks. Exit status 10 and above tells how a run failed; the message names a
+code for `tessera explain`.";
 
-/// Exit status of a process that was told to stop.
-pub const INTERRUPTED: u8 = 130;
-/// What a first request to stop does to ranks that stream.
-pub const STOPPING: &str = "stopping after the chunk under way; again to kill";
+/// Exit status after a stop request.
+pub const EXIT_INTERRUPTED: u8 = 130;
+/// The message for the first stop request while ranks stream.
+pub const STOPPING_MESSAGE: &str = "stopping after the current chunk; interrupt again to kill the ranks";
 
-/// Stream a video from a model over ranks of this machine
+/// Stream a video from a model over ranks on this machine
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES, allow_negative_numbers = true)]
 pub struct Args {
-    /// Folder of the model, for example models/demo
+    /// Model folder, for example models/demo
     pub model: Option<PathBuf>,
 
-    /// Run the plan in this folder instead of making one
+    /// Run the plan in this folder (from `tessera plan --out`) instead of making a new one
     #[arg(long, value_name = "DIR")]
     pub plan: Option<PathBuf>,
 
     #[command(flatten)]
-    pub planning: Planning,
+    pub mapping: MappingArgs,
 
     #[command(flatten)]
-    pub on: On,
+    pub target: TargetArgs,
 
-    /// Chunks to make
+    /// Number of chunks to generate; a chunk is a few latent frames
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub chunks: u32,
 
-    /// What to show first
+    /// Prompt of the first chunk
     #[arg(long, value_name = "TEXT", default_value = "a red circle moves right")]
     pub prompt: String,
 
-    /// Seed of the noise
+    /// Random seed of the first chunk's noise
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seed: u64,
 
-    /// Another prompt from a chunk on; may be repeated
-    #[arg(long, value_name = "CHUNK:TEXT")]
+    /// Change the prompt from this chunk on; may be repeated
+    #[arg(long, value_name = "CHUNK:TEXT", help_heading = CHANGES_HEADING)]
     pub at: Vec<String>,
 
-    /// Another seed from a chunk on; may be repeated
-    #[arg(long, value_name = "CHUNK:SEED")]
+    /// Change the seed from this chunk on; may be repeated
+    #[arg(long, value_name = "CHUNK:SEED", help_heading = CHANGES_HEADING)]
     pub seed_at: Vec<String>,
 
-    /// Forget all frames before this chunk; may be repeated
-    #[arg(long, value_name = "CHUNK")]
+    /// Start a new scene at this chunk: earlier chunks are completed, then their context is
+    /// discarded; may be repeated
+    #[arg(long, value_name = "CHUNK", help_heading = CHANGES_HEADING)]
     pub cut_at: Vec<u32>,
 
-    /// Forget all frames before this chunk, and drop what is under way; may be repeated
-    #[arg(long, value_name = "CHUNK")]
+    /// As --cut-at, but at once: earlier chunks that are queued or in flight are dropped; may be
+    /// repeated
+    #[arg(long, value_name = "CHUNK", help_heading = CHANGES_HEADING)]
     pub flush_at: Vec<u32>,
 
-    /// Have every rank load other weights of the same shapes before this chunk, which begins a scene; may be repeated
-    #[arg(long, value_name = "CHUNK:DIR")]
+    /// Load other weights of the same shapes on every rank before this chunk, which starts a new
+    /// scene (as --cut-at does); may be repeated
+    #[arg(long, value_name = "CHUNK:DIR", help_heading = CHANGES_HEADING)]
     pub weights_at: Vec<String>,
 
-    /// New folder for what comes out [default: out/MODEL-1, or the next free number]
+    /// New folder for the video, the record and the report [default: out/MODEL-1, or the next free
+    /// number]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
 
-    /// Write every frame as a PNG too
+    /// Also write every frame as a PNG
     #[arg(long)]
     pub png: bool,
 
-    /// Allow more ranks than cores
+    /// Allow more ranks than CPU cores
     #[arg(long)]
     pub oversubscribe: bool,
 
-    /// Have decode and encode last at least so many milliseconds a chunk: of its first latent, of the others together,
-    /// of the anchor
-    #[arg(long, value_name = "FIRST[,REST[,ENCODE]]", help_heading = MEASURING)]
-    pub model_decode: Option<String>,
+    /// Minimum times of decode and encode per chunk, in milliseconds: of the first latent, of the
+    /// other latents together, and of the anchor
+    ///
+    /// Delays the leader's real work to these times, to measure how decoding overlaps generation.
+    /// REST defaults to FIRST for each other latent, ENCODE to no delay. The anchor is the decoded
+    /// frame that is encoded again as context of the next chunk; it exists with --cache recompute
+    /// only.
+    #[arg(long, value_name = "FIRST[,REST[,ENCODE]]", help_heading = DELAYS_HEADING)]
+    pub min_decode_ms: Option<String>,
 
-    /// Have the generator's passes of a chunk last at least so many milliseconds together
-    #[arg(long, value_name = "MS", help_heading = MEASURING)]
-    pub model_generate: Option<String>,
+    /// Minimum time of all denoising forwards of a chunk together, in milliseconds
+    #[arg(long, value_name = "MS", help_heading = DELAYS_HEADING)]
+    pub min_generate_ms: Option<String>,
 
     #[command(flatten)]
-    pub joining: crate::join::Joining,
+    pub join: crate::join::JoinArgs,
 
-    /// No progress
+    /// Do not show progress
     #[arg(long, short)]
     pub quiet: bool,
 
-    /// How to print the result
+    /// Format of the result
     #[arg(long, value_enum, default_value_t)]
-    pub format: Shape,
+    pub format: OutputFormat,
 }
 
-const MEASURING: &str = "Modelled times, to measure overlap";
+const CHANGES_HEADING: &str = "Changes during the stream";
+const DELAYS_HEADING: &str = "Synthetic delays (to measure overlap)";
 
-/// Runs the verb.
-pub fn run(args: &Args) -> Outcome {
-    let changes = changes(args)?;
-    args.on.check()?;
+/// Runs the subcommand.
+pub fn run(args: &Args) -> CliResult {
+    let changes = parse_changes(args)?;
+    args.target.check_sim_options()?;
     let (model, plan) = match &args.plan {
-        None => args.planning.plan(args.model.as_deref(), None)?,
+        None => args.mapping.open_and_plan(args.model.as_deref(), None)?,
         Some(folder) => {
-            if let Some(option) = args.planning.given() {
-                return Err(contradiction(option));
+            if let Some(option) = args.mapping.first_given() {
+                return Err(plan_conflict_error(option));
             }
-            match args.on.device {
-                DeviceName::Cpu | DeviceName::Cuda => options::sealed(folder, args.model.as_ref())?,
-                DeviceName::Sim => options::sealed_alone(folder)?,
+            match args.target.device {
+                StreamDevice::Cpu | StreamDevice::Cuda => {
+                    options::read_sealed_plan(folder, args.model.as_ref())?
+                }
+                StreamDevice::Sim => options::read_plan_without_model(folder)?,
             }
         }
     };
-    let modelled = modelled(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
+    let delays = parse_delays(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
     let options = StreamOptions {
         chunks: args.chunks,
         prompt: args.prompt.clone(),
@@ -144,188 +157,198 @@ pub fn run(args: &Args) -> Outcome {
         cuts_at: args.cut_at.clone(),
         flushes_at: args.flush_at.clone(),
         weights_at: changes.weights,
-        out: args.out.clone().unwrap_or_else(|| free_folder(Path::new("out"), &plan.model)),
+        out: args.out.clone().unwrap_or_else(|| first_free_dir(Path::new("out"), &plan.model)),
         png: args.png,
         oversubscribe: args.oversubscribe,
-        modelled,
-        device: args.on.device.of_ranks(),
+        delays,
+        device: args.target.device.to_rank_device(),
         drill: None,
         command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
     };
-    if args.on.device == DeviceName::Sim {
-        return modelled_run(args, &plan, &options);
+    if args.target.device == StreamDevice::Sim {
+        return run_simulated(args, &plan, &options);
     }
-    if let Some(place) = args.joining.place()? {
-        return crate::join::run(plan, &model, &options, &place, args.quiet, args.format);
+    if let Some(join_options) = args.join.options_from_env()? {
+        return crate::join::run(plan, &model, &options, &join_options, args.quiet, args.format);
     }
-    let rank = vec![own_path()?, "rank".to_string()];
+    let rank = vec![current_exe_path()?, "rank".to_string()];
     let progress = Progress::new(args.quiet, args.chunks);
-    let interrupt = Interrupt::default();
-    let listener = listen(&interrupt, &progress, || STOPPING);
-    let report = tessera::stream::run(&plan, &model, &options, rank, &interrupt, &mut |e| progress.on(&e));
+    let interrupt = StopHandle::default();
+    let listener = handle_signals(&interrupt, &progress, || STOPPING_MESSAGE);
+    let report =
+        tessera::stream::run(&plan, &model, &options, rank, &interrupt, &mut |e| progress.show_event(&e));
     if let Some(listener) = listener {
         listener.close();
     }
-    progress.end();
-    tell(&report?, args.format, false)
+    progress.clear_bar();
+    print_report(&report?, args.format, false)
 }
 
-/// Runs a plan on a modelled machine, in this process.
-fn modelled_run(args: &Args, plan: &Plan, options: &StreamOptions) -> Outcome {
-    if args.joining.place()?.is_some() {
-        return Err(Refusal::usage(vec![
-            Diagnostic::error(&T0040, "RANK and WORLD_SIZE ask this process to join others")
-                .at("--device sim", "all ranks are modelled in one process")
-                .hint("unset RANK and WORLD_SIZE, and start it once"),
+/// Simulates a plan on a cluster, in this process.
+fn run_simulated(args: &Args, plan: &Plan, options: &StreamOptions) -> CliResult {
+    if args.join.options_from_env()?.is_some() {
+        return Err(CliError::usage(vec![
+            Diagnostic::error(
+                &T0040,
+                "RANK and WORLD_SIZE are set, which makes this process one rank of several",
+            )
+            .with_label("--device sim", "all ranks are simulated in one process")
+            .with_hint("unset RANK and WORLD_SIZE, and start one process"),
         ]));
     }
-    let ranks = plan.sealed.mesh().ranks();
-    let machine =
-        sim::machine(args.on.cluster.as_deref(), args.on.profile.as_deref(), args.plan.as_deref(), ranks)?;
-    let prices = ClusterPrices::of(plan, &machine)?;
-    let machine = Machine { prices: &prices, name: prices.name() };
+    let ranks = plan.sealed.mesh().world_size();
+    let machine = sim::resolve_machine(
+        args.target.cluster.as_deref(),
+        args.target.profile.as_deref(),
+        args.plan.as_deref(),
+        ranks,
+    )?;
+    let prices = ClusterPrices::from_plan(plan, &machine)?;
+    let machine = SimMachine { prices: &prices, name: prices.name() };
     let progress = Progress::new(args.quiet, args.chunks);
-    let interrupt = Interrupt::default();
-    let listener = listen(&interrupt, &progress, || STOPPING);
-    let report = sim::run(plan, options, machine, &interrupt, &mut |e| progress.on(&e));
+    let interrupt = StopHandle::default();
+    let listener = handle_signals(&interrupt, &progress, || STOPPING_MESSAGE);
+    let report = sim::run(plan, options, machine, &interrupt, &mut |e| progress.show_event(&e));
     if let Some(listener) = listener {
         listener.close();
     }
-    progress.end();
-    tell(&report?, args.format, false)
+    progress.clear_bar();
+    print_report(&report?, args.format, false)
 }
 
-struct Changes {
+struct StreamChanges {
     prompts: Vec<(u32, String)>,
     seeds: Vec<(u32, u64)>,
     weights: Vec<(u32, PathBuf)>,
 }
 
-/// Reads `--at`, `--seed-at` and `--weights-at`, and tells every slip at once.
-fn changes(args: &Args) -> Result<Changes, Refusal> {
-    let mut wrong = Vec::new();
-    let mut out = Changes { prompts: Vec::new(), seeds: Vec::new(), weights: Vec::new() };
+/// Parses `--at`, `--seed-at` and `--weights-at`, and reports all errors at once.
+fn parse_changes(args: &Args) -> Result<StreamChanges, CliError> {
+    let mut errors = Vec::new();
+    let mut out = StreamChanges { prompts: Vec::new(), seeds: Vec::new(), weights: Vec::new() };
     for text in &args.at {
-        values::prompt_at(text).map_or_else(|d| wrong.push(d), |p| out.prompts.push(p));
+        parse::parse_prompt_at(text).map_or_else(|d| errors.push(d), |p| out.prompts.push(p));
     }
     for text in &args.seed_at {
-        values::seed_at(text).map_or_else(|d| wrong.push(d), |s| out.seeds.push(s));
+        parse::parse_seed_at(text).map_or_else(|d| errors.push(d), |s| out.seeds.push(s));
     }
     for text in &args.weights_at {
-        values::weights_at(text).map_or_else(|d| wrong.push(d), |w| out.weights.push(w));
+        parse::parse_weights_at(text).map_or_else(|d| errors.push(d), |w| out.weights.push(w));
     }
-    wrong.extend(twice("--at", out.prompts.iter().map(|(c, _)| *c)));
-    wrong.extend(twice("--seed-at", out.seeds.iter().map(|(c, _)| *c)));
-    wrong.extend(twice("--cut-at", args.cut_at.iter().copied()));
-    wrong.extend(twice("--flush-at", args.flush_at.iter().copied()));
-    wrong.extend(twice("--weights-at", out.weights.iter().map(|(c, _)| *c)));
-    if wrong.is_empty() { Ok(out) } else { Err(Refusal::usage(wrong)) }
+    errors.extend(repeated_chunk_error("--at", out.prompts.iter().map(|(c, _)| *c)));
+    errors.extend(repeated_chunk_error("--seed-at", out.seeds.iter().map(|(c, _)| *c)));
+    errors.extend(repeated_chunk_error("--cut-at", args.cut_at.iter().copied()));
+    errors.extend(repeated_chunk_error("--flush-at", args.flush_at.iter().copied()));
+    errors.extend(repeated_chunk_error("--weights-at", out.weights.iter().map(|(c, _)| *c)));
+    if errors.is_empty() { Ok(out) } else { Err(CliError::usage(errors)) }
 }
 
-fn modelled(args: &Args, others: u64) -> Result<Modelled, Refusal> {
-    let studio = args.model_decode.as_deref().map(|text| values::model_decode(text, others)).transpose();
-    let generate = args.model_generate.as_deref();
-    let generate = generate.map(|text| values::milliseconds("--model-generate", text)).transpose();
-    match (studio, generate) {
-        (Ok(studio), Ok(generate_ns)) => Ok(Modelled { studio, generate_ns }),
-        (a, b) => Err(Refusal::usage([a.err(), b.err()].into_iter().flatten().collect::<Vec<_>>())),
+fn parse_delays(args: &Args, other_latents: u64) -> Result<SyntheticDelays, CliError> {
+    let media =
+        args.min_decode_ms.as_deref().map(|text| parse::parse_decode_delays(text, other_latents)).transpose();
+    let generate = args.min_generate_ms.as_deref();
+    let generate = generate.map(|text| parse::parse_milliseconds("--min-generate-ms", text)).transpose();
+    match (media, generate) {
+        (Ok(media), Ok(generate_ns)) => Ok(SyntheticDelays { media, generate_ns }),
+        (a, b) => Err(CliError::usage([a.err(), b.err()].into_iter().flatten().collect::<Vec<_>>())),
     }
 }
 
-fn twice(option: &str, chunks: impl Iterator<Item = u32>) -> Option<Diagnostic> {
+fn repeated_chunk_error(option: &str, chunks: impl Iterator<Item = u32>) -> Option<Diagnostic> {
     let mut seen = std::collections::BTreeSet::new();
     let again = chunks.into_iter().find(|c| !seen.insert(*c))?;
     Some(
         Diagnostic::error(&T0030, format!("{option} names chunk {again} twice"))
-            .hint("leave one of them out"),
+            .with_hint("leave one of them out"),
     )
 }
 
-fn contradiction(option: &str) -> Refusal {
-    Refusal::usage(vec![
+fn plan_conflict_error(option: &str) -> CliError {
+    CliError::usage(vec![
         Diagnostic::error(
             &T0030,
             format!("{option} cannot be given with --plan: a sealed plan is not changed"),
         )
-        .hint(format!("leave {option} out, or plan again without --plan")),
+        .with_hint(format!("leave out {option}, or plan again without --plan")),
     ])
 }
 
-/// The first of `out/demo-1`, `out/demo-2`… that does not exist.
-fn free_folder(parent: &Path, model: &str) -> PathBuf {
+/// Returns the first of `out/demo-1`, `out/demo-2`… that does not exist.
+fn first_free_dir(parent: &Path, model: &str) -> PathBuf {
     let folder = |n: u32| parent.join(format!("{model}-{n}"));
     (1..u32::MAX).map(folder).find(|p| p.symlink_metadata().is_err()).unwrap_or_else(|| folder(u32::MAX))
 }
 
-/// The path of this very binary, which ranks run too.
-pub fn own_path() -> Result<String, Diagnostic> {
+/// Returns the path of this binary, which the rank processes run too.
+pub fn current_exe_path() -> Result<String, Diagnostic> {
     let why =
-        |why: String| Diagnostic::error(&T0030, format!("the path of this binary cannot be told: {why}"));
+        |why: String| Diagnostic::error(&T0030, format!("cannot determine the path of this binary: {why}"));
     let path = std::env::current_exe().map_err(|e| why(e.to_string()))?;
     path.to_str().map(str::to_string).ok_or_else(|| why("it is not UTF-8".to_string()))
 }
 
-/// Turns Ctrl-C and a request to terminate into requests to stop. Without it they end the launcher at once, and
-/// the ranks with it. `first` says what the first request does.
-pub fn listen(
-    interrupt: &Interrupt,
+/// Turns SIGINT and SIGTERM into stop requests; otherwise they would end the launcher at once, and
+/// the ranks with it. `first_message` returns the message for the first request.
+pub fn handle_signals(
+    interrupt: &StopHandle,
     progress: &Progress,
-    first: impl Fn() -> &'static str + Send + 'static,
+    first_message: impl Fn() -> &'static str + Send + 'static,
 ) -> Option<signal_hook::iterator::Handle> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).ok()?;
     let handle = signals.handle();
     let (interrupt, progress) = (interrupt.clone(), progress.clone());
-    let listen = move || {
+    let run_listener = move || {
         for (count, _) in signals.forever().enumerate() {
-            interrupt.interrupt();
+            interrupt.request_stop();
             match count {
-                0 => progress.say(first()),
-                1 => progress.say("killing the ranks"),
-                // Ranks die with their launcher.
-                _ => std::process::exit(INTERRUPTED.into()),
+                0 => progress.print_line(first_message()),
+                1 => progress.print_line("killing the ranks"),
+                // The ranks die with their launcher.
+                _ => std::process::exit(EXIT_INTERRUPTED.into()),
             }
         }
     };
-    std::thread::Builder::new().name("signals".to_string()).spawn(listen).ok()?;
+    std::thread::Builder::new().name("signals".to_string()).spawn(run_listener).ok()?;
     Some(handle)
 }
 
-/// Prints how a run ended; `told`: not the failure, which was told when it came.
-pub fn tell(report: &StreamReport, format: Shape, told: bool) -> Outcome {
+/// Prints the result of a run. `failure_printed` suppresses the failure, for callers that have
+/// already printed it.
+pub fn print_report(report: &StreamReport, format: OutputFormat, failure_printed: bool) -> CliResult {
     let text = match format {
-        Shape::Json => json(report),
-        Shape::Text => text(report),
+        OutputFormat::Json => render_json(report),
+        OutputFormat::Text => render_text(report),
     };
-    out(&text)?;
-    if let Some(f) = report.failure.as_ref().filter(|_| format == Shape::Text && !told) {
-        tell_failure(f);
+    write_stdout(&text)?;
+    if let Some(f) = report.failure.as_ref().filter(|_| format == OutputFormat::Text && !failure_printed) {
+        print_failure(f);
     }
     Ok(report.exit_code)
 }
 
-/// Prints how a run failed.
-pub fn tell_failure(f: &tessera::Failure) {
+/// Prints the failure of a run.
+pub fn print_failure(f: &tessera::Failure) {
     let rank = f.rank.map_or(String::new(), |r| format!(", rank {r}"));
     eprintln!(
         "failed[{}]: {}{rank}\n  {}\n\nmore: tessera explain {}",
         f.code,
-        f.class.words(),
+        f.class.as_str(),
         f.text.replace("; ", "\n  "),
         f.code
     );
 }
 
-/// What a run's folder may hold, in the order in which a person looks.
-const CONTENTS: &[(&str, &str)] = &[
+/// The files that a run folder may contain, with the most useful ones first.
+const RUN_DIR_FILES: &[(&str, &str)] = &[
     ("clip.png", "the video, an animated PNG for any browser"),
-    ("latents.f32", "latents: the model has no decoder"),
-    ("frames", "each frame as a PNG"),
-    ("report.html", "what happened, for a browser"),
+    ("latents.f32", "the latents, because the model has no decoder"),
+    ("frames", "every frame as a PNG"),
+    ("report.html", "the report, for a browser"),
     ("trace.json", "a timeline for ui.perfetto.dev"),
-    ("record.jsonl", "every chunk, for programs"),
+    ("record.jsonl", "the record of every chunk, as JSON lines"),
 ];
 
-fn text(r: &StreamReport) -> String {
+fn render_text(r: &StreamReport) -> String {
     let state = match (&r.failure, r.interrupted) {
         (Some(_), _) => ", failed",
         (None, true) => ", stopped on request",
@@ -340,7 +363,7 @@ fn text(r: &StreamReport) -> String {
     let dropped = if r.dropped > 0 { format!(", {} dropped", r.dropped) } else { String::new() };
     let mut out = format!("{}: {chunks}{dropped}{frames}{state}\n", r.out.display());
     if let Some(machine) = &r.machine {
-        out += &format!("modelled time on {machine}; no numbers computed, so there is no clip\n");
+        out += &format!("simulated time on {machine}; no values were computed, so there is no clip\n");
     }
     if let Some(golden) = &r.golden {
         out += &format!("golden {golden}\n");
@@ -359,18 +382,18 @@ fn text(r: &StreamReport) -> String {
             ms(o.idle_ns),
         );
     }
-    let there: Vec<Vec<String>> = CONTENTS
+    let files: Vec<Vec<String>> = RUN_DIR_FILES
         .iter()
         .map(|(name, what)| (r.out.join(name), what))
         .filter(|(path, _)| path.exists())
         .map(|(path, what)| vec![path.display().to_string(), what.to_string()])
         .collect();
-    out + &crate::say::table(&there, &[false, false])
+    out + &crate::output::format_table(&files, &[false, false])
 }
 
-fn json(r: &StreamReport) -> String {
+fn render_json(r: &StreamReport) -> String {
     let failure = r.failure.as_ref().map(
-        |f| serde_json::json!({"class": f.class.words(), "rank": f.rank, "code": f.code, "text": f.text}),
+        |f| serde_json::json!({"class": f.class.as_str(), "rank": f.rank, "code": f.code, "text": f.text}),
     );
     let fields = serde_json::json!({
         "out": r.out.display().to_string(),
@@ -383,7 +406,7 @@ fn json(r: &StreamReport) -> String {
         "pipeline": r.overlap.as_ref().map(|o| serde_json::json!({
             "chunks": o.chunks,
             "overlap_score": o.score,
-            "passes": o.passes(),
+            "passes": o.passes_gate(),
             "period_ns": o.period_ns,
             "stage0_ns": o.stage0_ns,
             "stage1_ns": o.stage1_ns,
@@ -404,17 +427,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_free_folder_is_taken() {
+    fn the_first_free_folder_is_used() {
         let dir = tempfile::tempdir().unwrap();
-        assert_eq!(free_folder(dir.path(), "demo"), dir.path().join("demo-1"));
+        assert_eq!(first_free_dir(dir.path(), "demo"), dir.path().join("demo-1"));
         std::fs::create_dir(dir.path().join("demo-1")).unwrap();
         std::fs::write(dir.path().join("demo-2"), "").unwrap();
-        assert_eq!(free_folder(dir.path(), "demo"), dir.path().join("demo-3"));
+        assert_eq!(first_free_dir(dir.path(), "demo"), dir.path().join("demo-3"));
     }
 
     #[test]
-    fn a_chunk_named_twice_is_found() {
-        assert!(twice("--at", [3, 1, 3].into_iter()).unwrap().message.contains("chunk 3 twice"));
-        assert!(twice("--at", [3, 1].into_iter()).is_none());
+    fn a_repeated_chunk_is_an_error() {
+        assert!(
+            repeated_chunk_error("--at", [3, 1, 3].into_iter()).unwrap().message.contains("chunk 3 twice")
+        );
+        assert!(repeated_chunk_error("--at", [3, 1].into_iter()).is_none());
     }
 }

@@ -1,4 +1,4 @@
-//! `tessera stream --device sim`: a machine that is not here, in one process and without weights.
+//! Tests `tessera stream --device sim`: a simulated cluster in one process, without weights.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
@@ -7,13 +7,13 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use support::words;
+use support::both_outputs;
 
-fn models() -> PathBuf {
+fn models_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models")
 }
 
-fn tessera(args: &[&str], dir: &Path) -> Output {
+fn tessera_in(args: &[&str], dir: &Path) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tessera"));
     command.args(args).current_dir(dir);
     for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
@@ -25,18 +25,18 @@ fn tessera(args: &[&str], dir: &Path) -> Output {
 #[test]
 fn a_plan_for_a_rack_runs_from_its_folder_alone() {
     let dir = tempfile::tempdir().unwrap();
-    let model = models().join("wan2.1-14b");
+    let model = models_dir().join("wan2.1-14b");
     let planned =
-        tessera(&["plan", model.to_str().unwrap(), "--mesh", "tp=8,pp=9", "--out", "plan"], dir.path());
-    assert!(planned.status.success(), "{}", words(&planned));
-    // Not even the model's folder is there where it runs.
+        tessera_in(&["plan", model.to_str().unwrap(), "--mesh", "tp=8,pp=9", "--out", "plan"], dir.path());
+    assert!(planned.status.success(), "{}", both_outputs(&planned));
+    // The model folder is absent where the plan runs.
     let seal = dir.path().join("plan/seal.json");
     let text = std::fs::read_to_string(&seal).unwrap().replace(model.to_str().unwrap(), "/nowhere");
     std::fs::write(&seal, text).unwrap();
     let args =
         ["stream", "--plan", "plan", "--device", "sim", "--chunks", "3", "--out", "run", "--format", "json"];
-    let ran = tessera(&args, dir.path());
-    assert!(ran.status.success(), "{}", words(&ran));
+    let ran = tessera_in(&args, dir.path());
+    assert!(ran.status.success(), "{}", both_outputs(&ran));
     let json: serde_json::Value = serde_json::from_slice(&ran.stdout).unwrap();
     assert_eq!((&json["chunks"], &json["golden"]), (&3.into(), &serde_json::Value::Null), "{json}");
     assert!(json["machine"].as_str().unwrap().starts_with("gb200-nvl72, profile "), "{json}");
@@ -48,9 +48,9 @@ fn a_plan_for_a_rack_runs_from_its_folder_alone() {
 }
 
 #[test]
-fn the_summary_says_that_there_is_no_clip() {
+fn the_summary_states_that_there_is_no_clip() {
     let dir = tempfile::tempdir().unwrap();
-    let model = models().join("demo");
+    let model = models_dir().join("demo");
     let args = [
         "stream",
         model.to_str().unwrap(),
@@ -63,39 +63,41 @@ fn the_summary_says_that_there_is_no_clip() {
         "--out",
         "run",
     ];
-    // A file instead of a name.
+    // A cluster file instead of a catalog name.
     let laptop = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tessera-mesh/clusters/laptop.toml");
     std::fs::copy(laptop, dir.path().join("mine.toml")).unwrap();
-    let ran = tessera(&[&args[..], &["--cluster", "mine.toml"]].concat(), dir.path());
+    let ran = tessera_in(&[&args[..], &["--cluster", "mine.toml"]].concat(), dir.path());
     let text = String::from_utf8_lossy(&ran.stdout);
-    assert!(ran.status.success(), "{}", words(&ran));
+    assert!(ran.status.success(), "{}", both_outputs(&ran));
     assert!(
-        text.contains("modelled time on laptop, profile tessera; no numbers computed, so there is no clip"),
+        text.contains(
+            "simulated time on laptop, profile tessera; no values were computed, so there is no clip"
+        ),
         "{text}"
     );
     assert!(text.contains("report.html") && !text.contains("clip.png") && !text.contains("golden"), "{text}");
 }
 
 #[test]
-fn options_without_sense_are_refused_before_anything_is_written() {
+fn invalid_options_are_rejected_before_anything_is_written() {
     let dir = tempfile::tempdir().unwrap();
-    let model = models().join("demo");
+    let model = models_dir().join("demo");
     let base = ["stream", model.to_str().unwrap(), "--out", "run"];
     let sim = ["--device", "sim"];
     for (args, code, says) in [
-        (vec!["--cluster", "hgx-h200"], "T0040", "--cluster names a machine to model, and none is modelled"),
+        (vec!["--cluster", "hgx-h200"], "T0040", "--cluster requires --device sim"),
         ([&sim[..], &["--png"]].concat(), "T0040", "--png does not go with --device sim"),
         (
-            [&sim[..], &["--model-generate", "5"]].concat(),
+            [&sim[..], &["--min-generate-ms", "5"]].concat(),
             "T0040",
-            "--model-generate does not go with --device sim",
+            "--min-generate-ms does not go with --device sim",
         ),
         ([&sim[..], &["--cluster", "hgx-h20"]].concat(), "T1104", "hgx-h200"),
         ([&sim[..], &["--profile", "torch"]].concat(), "T1105", "torch-2.11"),
         ([&sim[..], &["--cluster", "mine.toml"]].concat(), "T0046", "mine.toml cannot be read"),
     ] {
-        let refused = tessera(&[&base[..], &args].concat(), dir.path());
-        let text = words(&refused);
+        let refused = tessera_in(&[&base[..], &args].concat(), dir.path());
+        let text = both_outputs(&refused);
         assert!(!refused.status.success() && text.contains(code) && text.contains(says), "{args:?}: {text}");
         assert!(!dir.path().join("run").exists());
     }
@@ -103,5 +105,9 @@ fn options_without_sense_are_refused_before_anything_is_written() {
     command.args([&base[..], &sim].concat()).current_dir(dir.path());
     let places = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
     let refused = command.envs(places).output().unwrap();
-    assert!(words(&refused).contains("T0040") && !refused.status.success(), "{}", words(&refused));
+    assert!(
+        both_outputs(&refused).contains("T0040") && !refused.status.success(),
+        "{}",
+        both_outputs(&refused)
+    );
 }

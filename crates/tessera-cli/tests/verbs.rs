@@ -1,4 +1,4 @@
-//! The binary as a person runs it: what each verb prints and returns for good and bad input.
+//! Tests of the subcommands on valid and invalid input: their output and exit status.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
@@ -10,10 +10,10 @@ use std::process::{Command, Output};
 
 use tempfile::TempDir;
 
-use support::root;
+use support::repo_root;
 
-fn fixture(name: &str) -> String {
-    root().join("fixtures").join(name).display().to_string()
+fn fixture_path(name: &str) -> String {
+    repo_root().join("fixtures").join(name).display().to_string()
 }
 
 /// Runs the binary in a folder.
@@ -21,8 +21,8 @@ fn tessera_in(dir: &Path, args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_tessera")).current_dir(dir).args(args).output().unwrap()
 }
 
-fn tessera(args: &[&str]) -> Output {
-    tessera_in(&root(), args)
+fn run_tessera(args: &[&str]) -> Output {
+    tessera_in(&repo_root(), args)
 }
 
 fn stdout(o: &Output) -> String {
@@ -33,16 +33,16 @@ fn stderr(o: &Output) -> String {
     String::from_utf8(o.stderr.clone()).unwrap()
 }
 
-/// It ends with a status and tells all these words on standard error.
+/// Checks that the command fails with a status and with all these words on standard error.
 #[track_caller]
-fn refused(args: &[&str], status: i32, words: &[&str]) -> Output {
-    let o = tessera(args);
-    expect(&o, status, words);
+fn assert_fails(args: &[&str], status: i32, words: &[&str]) -> Output {
+    let o = run_tessera(args);
+    assert_failed(&o, status, words);
     o
 }
 
 #[track_caller]
-fn expect(o: &Output, status: i32, words: &[&str]) {
+fn assert_failed(o: &Output, status: i32, words: &[&str]) {
     let text = stderr(o);
     assert_eq!(o.status.code(), Some(status), "{text}");
     for w in words {
@@ -51,16 +51,16 @@ fn expect(o: &Output, status: i32, words: &[&str]) {
 }
 
 #[track_caller]
-fn fine(o: &Output) -> String {
+fn success_stdout(o: &Output) -> String {
     assert_eq!(o.status.code(), Some(0), "{}", stderr(o));
     stdout(o)
 }
 
-/// A copy of a fixture that may be spoiled.
-fn copy(name: &str, dir: &TempDir) -> PathBuf {
+/// Copies a fixture, so that a test may damage it.
+fn copy_fixture(name: &str, dir: &TempDir) -> PathBuf {
     let to = dir.path().join(name);
     fs::create_dir(&to).unwrap();
-    for e in fs::read_dir(fixture(name)).unwrap() {
+    for e in fs::read_dir(fixture_path(name)).unwrap() {
         let from = e.unwrap().path();
         if from.is_file() {
             fs::write(to.join(from.file_name().unwrap()), fs::read(&from).unwrap()).unwrap();
@@ -69,14 +69,21 @@ fn copy(name: &str, dir: &TempDir) -> PathBuf {
     to
 }
 
-fn path(p: &Path) -> &str {
+fn path_text(p: &Path) -> &str {
     p.to_str().unwrap()
 }
 
 #[test]
 fn three_processes_name_one_plan_by_one_digest() {
     let digest = |_| {
-        let text = fine(&tessera(&["plan", "fixtures/wan-odd", "--mesh", "tp=2,pp=2", "--format", "json"]));
+        let text = success_stdout(&run_tessera(&[
+            "plan",
+            "fixtures/wan-odd",
+            "--mesh",
+            "tp=2,pp=2",
+            "--format",
+            "json",
+        ]));
         let at = text.find("\"digest\":\"").unwrap() + 10;
         text[at..at + 64].to_string()
     };
@@ -86,130 +93,162 @@ fn three_processes_name_one_plan_by_one_digest() {
 }
 
 #[test]
-fn a_plan_is_summed_up_kept_and_checked() {
+fn a_plan_is_summarized_saved_and_checked() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("plan");
-    let text = fine(&tessera(&["plan", "fixtures/wan-odd", "--mesh", "tp=2", "--out", path(&folder)]));
+    let text = success_stdout(&run_tessera(&[
+        "plan",
+        "fixtures/wan-odd",
+        "--mesh",
+        "tp=2",
+        "--out",
+        path_text(&folder),
+    ]));
     for words in
         ["tp=2", "2 ranks", "ulysses", "all_to_all", "rank0", "resident", "KiB", "denoise.fill3", "digest"]
     {
         assert!(text.contains(words), "no `{words}` in:\n{text}");
     }
     let digest = text.lines().find_map(|l| l.trim().strip_prefix("digest")).unwrap().trim().to_string();
-    let checked = fine(&tessera(&["check", path(&folder)]));
+    let checked = success_stdout(&run_tessera(&["check", path_text(&folder)]));
     assert_eq!(checked, format!("{}: verified, digest {digest}\n", folder.display()));
-    refused(
-        &["plan", "fixtures/wan-odd", "--out", path(&folder)],
+    assert_fails(
+        &["plan", "fixtures/wan-odd", "--out", path_text(&folder)],
         1,
         &["T0013", "hint: name another folder"],
     );
-    // The mapping that was sealed gives the same plan again.
+    // The mapping of the sealed plan yields the same plan again.
     let mapping = folder.join("mapping.toml");
-    let again = fine(&tessera(&["plan", "fixtures/wan-odd", "--mapping", path(&mapping)]));
+    let again = success_stdout(&run_tessera(&["plan", "fixtures/wan-odd", "--mapping", path_text(&mapping)]));
     assert!(again.contains(&digest));
 
     let file = folder.join("stream.toml");
     let edited = fs::read_to_string(&file).unwrap().replace("fps = 24.0", "fps = 25.0");
     fs::write(&file, edited).unwrap();
-    refused(&["check", path(&folder)], 1, &["T0012", &digest, "plan again", "tessera explain T0012"]);
-    refused(&["stream", "--plan", path(&folder)], 1, &["T0012"]);
+    assert_fails(
+        &["check", path_text(&folder)],
+        1,
+        &["T0012", &digest, "plan again", "tessera explain T0012"],
+    );
+    assert_fails(&["stream", "--plan", path_text(&folder)], 1, &["T0012"]);
 }
 
 #[test]
 fn a_leader_outside_the_mesh_is_in_the_plan() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("plan");
-    let asked = ["plan", "models/demo", "--mesh", "tp=2", "--topology", "pp1", "--out", path(&folder)];
-    let text = fine(&tessera(&asked));
+    let asked = ["plan", "models/demo", "--mesh", "tp=2", "--topology", "pp1", "--out", path_text(&folder)];
+    let text = success_stdout(&run_tessera(&asked));
     for words in ["tp=2, outside=1: 3 ranks", "pp1: rank 0 leads", "outside", "leader@out0"] {
         assert!(text.contains(words), "no `{words}` in:\n{text}");
     }
     assert!(fs::read_to_string(folder.join("mapping.toml")).unwrap().contains("topology = \"pp1\""));
-    fine(&tessera(&["check", path(&folder)]));
-    // The mapping alone says it too, and an option changes it.
+    success_stdout(&run_tessera(&["check", path_text(&folder)]));
+    // The mapping file records the topology, and an option overrides it.
     let mapping = folder.join("mapping.toml");
-    let again = ["plan", "models/demo", "--mapping", path(&mapping), "--format", "json"];
-    assert!(fine(&tessera(&again)).contains("\"topology\":\"pp1\""));
-    let back = fine(&tessera(&[&again[..], &["--topology", "mesh"]].concat()));
+    let again = ["plan", "models/demo", "--mapping", path_text(&mapping), "--format", "json"];
+    assert!(success_stdout(&run_tessera(&again)).contains("\"topology\":\"pp1\""));
+    let back = success_stdout(&run_tessera(&[&again[..], &["--topology", "mesh"]].concat()));
     assert!(back.contains("\"topology\":\"mesh\"") && back.contains("\"mesh\":\"tp=2\""));
 }
 
 #[test]
-fn bad_models_are_refused_with_the_file_named() {
-    refused(&["plan", "no/such/model"], 2, &["T0010", "no/such/model", "models/demo"]);
-    refused(&["plan"], 2, &["T0031", "models/demo"]);
-    refused(&["stream"], 2, &["T0031", "models/demo"]);
+fn bad_models_are_rejected_with_the_file_name() {
+    assert_fails(&["plan", "no/such/model"], 2, &["T0010", "no/such/model", "models/demo"]);
+    assert_fails(&["plan"], 2, &["T0031", "models/demo"]);
+    assert_fails(&["stream"], 2, &["T0031", "models/demo"]);
 
     let dir = tempfile::tempdir().unwrap();
-    let model = copy("wan-odd", &dir);
+    let model = copy_fixture("wan-odd", &dir);
     let config = model.join("config.json");
     fs::write(&config, fs::read_to_string(&config).unwrap().replace("\"eps\"", "\"epps\"")).unwrap();
-    refused(&["plan", path(&model)], 1, &["T0002", "epps", "did you mean `eps`?", "config.json"]);
+    assert_fails(&["plan", path_text(&model)], 1, &["T0002", "epps", "did you mean `eps`?", "config.json"]);
 }
 
 #[test]
 fn truncated_weights_are_found_before_anything_starts() {
     let dir = tempfile::tempdir().unwrap();
-    let model = copy("wan-odd", &dir);
+    let model = copy_fixture("wan-odd", &dir);
     let file = model.join("model.safetensors");
     let bytes = fs::read(&file).unwrap();
     let out = dir.path().join("run");
     for keep in [0, 5, 1000, bytes.len() - 1] {
         fs::write(&file, &bytes[..keep]).unwrap();
-        let o = tessera(&["stream", path(&model), "--prompt", "red square", "--out", path(&out)]);
-        expect(&o, 1, &["error[T05", "model.safetensors"]);
+        let o =
+            run_tessera(&["stream", path_text(&model), "--prompt", "red square", "--out", path_text(&out)]);
+        assert_failed(&o, 1, &["error[T05", "model.safetensors"]);
         assert!(!out.exists());
     }
 }
 
 #[test]
-fn meshes_that_cannot_be_are_refused() {
-    refused(&["plan", "fixtures/wan-odd", "--mesh", "mp=2"], 2, &["T0101", "tp, ep, pp or dp"]);
-    refused(&["plan", "fixtures/wan-odd", "--mesh", "tp"], 2, &["T0102", "tp=2,pp=2"]);
-    refused(&["plan", "fixtures/wan-odd", "--mesh", "tp=6"], 1, &["T0602", "5 heads"]);
-    // Both slips at once.
-    refused(&["plan", "fixtures/wan-odd", "--mesh", "tp=0", "--steps", "9,x"], 2, &["T0102", "T0030", "`x`"]);
-    refused(&["plan", "fixtures/wan-odd", "--strategy", "ulises"], 2, &["ulysses"]);
-    // A leader outside the mesh, and how many ranks may stand beside it.
-    refused(
+fn invalid_meshes_are_rejected() {
+    assert_fails(&["plan", "fixtures/wan-odd", "--mesh", "mp=2"], 2, &["T0101", "tp, ep, pp or dp"]);
+    assert_fails(&["plan", "fixtures/wan-odd", "--mesh", "tp"], 2, &["T0102", "tp=2,pp=2"]);
+    assert_fails(&["plan", "fixtures/wan-odd", "--mesh", "tp=6"], 1, &["T0602", "5 heads"]);
+    // Both errors are reported at once.
+    assert_fails(
+        &["plan", "fixtures/wan-odd", "--mesh", "tp=0", "--steps", "9,x"],
+        2,
+        &["T0102", "T0030", "`x`"],
+    );
+    assert_fails(&["plan", "fixtures/wan-odd", "--strategy", "ulises"], 2, &["ulysses"]);
+    // A leader outside the mesh, and the mesh sizes that it allows.
+    assert_fails(
         &["plan", "fixtures/wan-odd", "--topology", "pp1"],
         1,
-        &["T0605", "1 rank", "pp0", "tp=2 and up"],
+        &["T0605", "1 rank", "pp0", "tp=2 or more"],
     );
-    refused(&["plan", "fixtures/wan-odd", "--mesh", "tp=2", "--topology", "pp0"], 1, &["T0605", "pp1"]);
-    refused(&["plan", "fixtures/wan-odd", "--mesh", "tp=2,outside=1"], 1, &["T0605", "topology pp0 or pp1"]);
-    refused(&["plan", "fixtures/wan-odd", "--topology", "pp2"], 2, &["pp1"]);
-    refused(&["plan", "fixtures/wan-odd", "--d-in", "65"], 1, &["T0605", "d_in = 65"]);
+    assert_fails(&["plan", "fixtures/wan-odd", "--mesh", "tp=2", "--topology", "pp0"], 1, &["T0605", "pp1"]);
+    assert_fails(
+        &["plan", "fixtures/wan-odd", "--mesh", "tp=2,outside=1"],
+        1,
+        &["T0605", "topology pp0 or pp1"],
+    );
+    assert_fails(&["plan", "fixtures/wan-odd", "--topology", "pp2"], 2, &["pp1"]);
+    assert_fails(&["plan", "fixtures/wan-odd", "--d-in", "65"], 1, &["T0605", "d_in = 65"]);
 
     let cores = std::thread::available_parallelism().unwrap().get();
     let out = tempfile::tempdir().unwrap();
     let run = out.path().join("run");
-    // The largest mesh that fits the model; a machine that has the cores runs it.
+    // The largest mesh that fits the model; a machine with enough cores runs it.
     if cores < 24 {
-        let args =
-            ["stream", "fixtures/wan-even", "--mesh", "tp=8,pp=3", "--prompt", "red", "--out", path(&run)];
-        refused(&args, 1, &["T0015", "24 ranks", "--oversubscribe"]);
-        // A leader beside the mesh only encodes and decodes.
-        refused(&[&args[..], &["--topology", "pp1"]].concat(), 1, &["T0015", "24 ranks", "outside=1"]);
+        let args = [
+            "stream",
+            "fixtures/wan-even",
+            "--mesh",
+            "tp=8,pp=3",
+            "--prompt",
+            "red",
+            "--out",
+            path_text(&run),
+        ];
+        assert_fails(&args, 1, &["T0015", "24 ranks", "--oversubscribe"]);
+        // A leader outside the mesh only encodes and decodes.
+        assert_fails(&[&args[..], &["--topology", "pp1"]].concat(), 1, &["T0015", "24 ranks", "outside=1"]);
         assert!(!run.exists());
     }
 }
 
 #[test]
-fn prompts_and_changes_that_mean_nothing_are_refused() {
+fn invalid_prompts_and_changes_are_rejected() {
     let stream = |more: &[&str], status, words: &[&str]| {
         let args = [&["stream", "fixtures/wan-odd", "--out", "/nonexistent/run"], more].concat();
-        refused(&args, status, words);
+        assert_fails(&args, status, words);
     };
     stream(&["--prompt", ""], 1, &["T0420", "known words"]);
     stream(&["--prompt", "a red sqare"], 1, &["T0421", "did you mean `square`?"]);
     stream(&["--prompt", "red", "--at", "2:a blue"], 1, &["T0421", "blue"]);
     stream(&["--at", "a red square"], 2, &["T0030", "--at 4:'a blue square moves left'"]);
-    stream(&["--at", "x:red", "--seed-at", "1:-1"], 2, &["`x` is no chunk", "the seed is no whole number"]);
+    stream(
+        &["--at", "x:red", "--seed-at", "1:-1"],
+        2,
+        &["`x` is not a chunk number", "the seed is not a whole number"],
+    );
     stream(&["--at", "1:red", "--at", "1:square"], 2, &["chunk 1 twice"]);
     stream(&["--prompt", "red", "--cut-at", "8"], 1, &["T0018", "chunk 8", "of 8"]);
     stream(&["--prompt", "red", "--chunks", "0"], 1, &["T0018"]);
-    stream(&["--prompt", "red", "--cut-at", "3", "--flush-at", "3"], 1, &["T0018", "cut in two ways"]);
+    stream(&["--prompt", "red", "--cut-at", "3", "--flush-at", "3"], 1, &["T0018", "both cut and flushed"]);
     stream(&["--prompt", "red", "--flush-at", "9"], 1, &["T0018", "chunk 9"]);
     stream(&["--prompt", "red", "--weights-at", "3:no/such"], 1, &["T0010", "no/such"]);
     // Weights of other shapes.
@@ -223,50 +262,59 @@ fn prompts_and_changes_that_mean_nothing_are_refused() {
     stream(&["--plan", "p", "--mesh", "tp=2"], 2, &["T0030", "--mesh", "--plan"]);
     stream(&["--plan", "p", "--topology", "pp1"], 2, &["T0030", "--topology", "--plan"]);
     stream(&["--plan", "p", "--d-out", "4"], 2, &["T0030", "--d-out", "--plan"]);
-    stream(&["--model-decode", "60,x", "--model-generate", "-1"], 2, &["T0030", "`x`", "`-1`"]);
+    stream(&["--min-decode-ms", "60,x", "--min-generate-ms", "-1"], 2, &["T0030", "`x`", "`-1`"]);
     stream(&["--prompt", "red", "--cache", "recompute"], 1, &["T0016"]);
 }
 
 #[test]
 fn an_output_folder_that_exists_is_left_alone() {
     let dir = tempfile::tempdir().unwrap();
-    let out = path(dir.path());
-    refused(&["stream", "fixtures/wan-odd", "--prompt", "red", "--out", out], 1, &["T0013", out]);
+    let out = path_text(dir.path());
+    assert_fails(&["stream", "fixtures/wan-odd", "--prompt", "red", "--out", out], 1, &["T0013", out]);
     assert_eq!(fs::read_dir(out).unwrap().count(), 0);
 }
 
-/// A shell that may write files of at most so many blocks: what a full disk does, without one.
-fn small_files(blocks: u32, dir: &Path, args: &str) -> Output {
+/// Runs the binary in a shell with a limit on the file size, in blocks, which acts like a full
+/// disk.
+fn run_with_file_limit(blocks: u32, dir: &Path, args: &str) -> Output {
     let script = format!("ulimit -f {blocks}; exec '{}' {args}", env!("CARGO_BIN_EXE_tessera"));
     Command::new("sh").arg("-c").arg(script).current_dir(dir).output().unwrap()
 }
 
 #[test]
-fn a_disk_that_takes_no_more_is_told_and_leaves_no_half_plan() {
+fn a_full_disk_is_reported_and_leaves_no_partial_plan() {
     let dir = tempfile::tempdir().unwrap();
-    let model = fixture("wan-odd");
+    let model = fixture_path("wan-odd");
     for verb in ["plan", "stream --prompt red"] {
-        let o = small_files(1, dir.path(), &format!("{verb} --out there '{model}'"));
-        expect(&o, 1, &["T0014", "cannot be written"]);
+        let o = run_with_file_limit(1, dir.path(), &format!("{verb} --out there '{model}'"));
+        assert_failed(&o, 1, &["T0014", "cannot be written"]);
         let left: Vec<_> = fs::read_dir(dir.path()).unwrap().collect();
         assert!(left.is_empty(), "{left:?}");
     }
-    // Room for the plan, and for some of the chunks.
-    let o = small_files(150, dir.path(), &format!("stream --prompt red --chunks 200 --out there '{model}'"));
-    expect(&o, 17, &["T0014", "failed[", "the output could not be delivered"]);
+    // The limit leaves room for the plan and for some chunks.
+    let o = run_with_file_limit(
+        150,
+        dir.path(),
+        &format!("stream --prompt red --chunks 200 --out there '{model}'"),
+    );
+    assert_failed(&o, 17, &["T0014", "failed[", "the output could not be delivered"]);
     assert!(fs::metadata(dir.path().join("there/latents.f32")).unwrap().len() > 0);
 
     let full = Command::new("sh")
         .args(["-c", &format!("exec '{}' explain > /dev/full", env!("CARGO_BIN_EXE_tessera"))])
         .output()
         .unwrap();
-    expect(&full, 1, &["T0033", "standard output"]);
-    // A place where no folder can be made, whoever asks.
-    refused(&["plan", "fixtures/wan-odd", "--out", "/proc/nothing/plan"], 1, &["T0014", "/proc/nothing"]);
+    assert_failed(&full, 1, &["T0033", "standard output"]);
+    // A place where no user can create a folder.
+    assert_fails(
+        &["plan", "fixtures/wan-odd", "--out", "/proc/nothing/plan"],
+        1,
+        &["T0014", "/proc/nothing"],
+    );
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_failure() {
+fn a_closed_pipe_is_not_an_error() {
     let script = format!("'{}' explain | head -1", env!("CARGO_BIN_EXE_tessera"));
     let o = Command::new("sh").args(["-c", &script]).output().unwrap();
     assert!(stderr(&o).is_empty() && stdout(&o).lines().count() == 1, "{}", stderr(&o));
@@ -274,26 +322,30 @@ fn a_reader_that_goes_away_is_no_failure() {
 
 #[test]
 fn programs_are_checked_with_their_ranks() {
-    let good = fine(&tessera(&["check", "filetests/check/pipeline.tir", "filetests/check/linear_pair.tir"]));
+    let good = success_stdout(&run_tessera(&[
+        "check",
+        "filetests/check/pipeline.tir",
+        "filetests/check/linear_pair.tir",
+    ]));
     assert_eq!(good.matches("verified, digest ").count(), 2);
-    let o = refused(
-        &["check", "filetests/check/two_orders.tir"],
+    let o = assert_fails(
+        &["check", "filetests/check/opposite_orders.tir"],
         1,
-        &["error[T0301]", "--> filetests/check/two_orders.tir:5:", "tessera explain T0301"],
+        &["error[T0301]", "--> filetests/check/opposite_orders.tir:5:", "tessera explain T0301"],
     );
     assert!(stdout(&o).is_empty());
 
-    let o = tessera(&["check", "--format", "github", "filetests/check/both_receive_first.tir"]);
+    let o = run_tessera(&["check", "--format", "github", "filetests/check/both_receive_first.tir"]);
     assert!(
-        stdout(&o).starts_with("::error file=filetests/check/both_receive_first.tir,line=3,"),
+        stdout(&o).starts_with("::error file=filetests/check/both_receive_first.tir,line=4,"),
         "{}",
         stdout(&o)
     );
-    let o = tessera(&[
+    let o = run_tessera(&[
         "check",
         "--format",
         "json",
-        "filetests/check/never_waited.tir",
+        "filetests/check/issue_without_wait.tir",
         "filetests/check/pipeline.tir",
     ]);
     assert_eq!(o.status.code(), Some(1));
@@ -301,43 +353,43 @@ fn programs_are_checked_with_their_ranks() {
     assert!(lines[0].starts_with("{\"code\":\"T0313\""), "{lines:?}");
     assert!(lines.last().unwrap().contains("\"verified\":true"), "{lines:?}");
     let fragment = "filetests/fragment/rs_mm_ag.tir";
-    refused(&["check", fragment], 1, &["T0215", "which dim is scattered", "T0206", "%S_partial"]);
-    refused(&["check", "no/such.tir"], 1, &["T0025", "no/such.tir"]);
-    refused(&["check", "fixtures"], 1, &["T0020", "seal.json", "neither a plan nor a trace"]);
-    refused(&["check", "filetests/parse/empty.tir"], 1, &["T0025", "holds no program"]);
-    // Ranks of roles as the head of the file says them.
-    refused(&["check", "filetests/verify/leader_takes_part_in_the_mesh.tir"], 1, &["T0337"]);
-    refused(&["check"], 2, &["PATH"]);
+    assert_fails(&["check", fragment], 1, &["T0215", "the dim that is scattered", "T0206", "%S_partial"]);
+    assert_fails(&["check", "no/such.tir"], 1, &["T0025", "no/such.tir"]);
+    assert_fails(&["check", "fixtures"], 1, &["T0020", "seal.json", "neither a plan nor a trace"]);
+    assert_fails(&["check", "filetests/parse/empty.tir"], 1, &["T0025", "contains no program"]);
+    // The file's header assigns ranks to roles.
+    assert_fails(&["check", "filetests/verify/leader_has_a_mesh_role.tir"], 1, &["T0337"]);
+    assert_fails(&["check"], 2, &["PATH"]);
 }
 
 #[test]
 fn every_code_has_a_page_and_is_listed() {
-    let list = fine(&tessera(&["explain"]));
-    let json = fine(&tessera(&["explain", "--format", "json"]));
+    let list = success_stdout(&run_tessera(&["explain"]));
+    let json = success_stdout(&run_tessera(&["explain", "--format", "json"]));
     assert!(json.lines().count() > 80, "{}", json.lines().count());
     for line in json.lines() {
         let id = line.split("\"code\":\"").nth(1).unwrap().split('"').next().unwrap();
         assert!(list.contains(&format!("  {id}  ")), "{id} is not in the list");
     }
-    let page = fine(&tessera(&["explain", "t0602"]));
+    let page = success_stdout(&run_tessera(&["explain", "t0602"]));
     assert!(
         page.starts_with("T0602: tp does not fit the model\n\n") && page.contains("Raised by: mappings"),
         "{page}"
     );
-    refused(&["explain", "T0603x"], 2, &["T0032", "T0603"]);
-    refused(&["explain", "E0308"], 2, &["T0032", "T0308"]);
+    assert_fails(&["explain", "T0603x"], 2, &["T0032", "T0603"]);
+    assert_fails(&["explain", "E0308"], 2, &["T0032", "T0308"]);
 }
 
 #[test]
-fn help_is_there_for_every_verb_and_shows_examples() {
+fn every_subcommand_has_help_with_examples() {
     for verb in ["plan", "check", "explain", "stream"] {
-        let help = fine(&tessera(&[verb, "--help"]));
+        let help = success_stdout(&run_tessera(&[verb, "--help"]));
         assert!(help.contains("Examples:\n  tessera ") && help.contains("Usage: tessera "), "{help}");
     }
-    let help = fine(&tessera(&["--help"]));
+    let help = success_stdout(&run_tessera(&["--help"]));
     assert!(
         !help.contains("rank ") || !help.contains("  rank"),
-        "the verb of a rank is not for people:\n{help}"
+        "the hidden subcommand `rank` is listed:\n{help}"
     );
-    refused(&["strem"], 2, &["stream"]);
+    assert_fails(&["strem"], 2, &["stream"]);
 }

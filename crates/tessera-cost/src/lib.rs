@@ -1,39 +1,40 @@
-//! What things take: time of ops under an executor's curves, time and bytes of collectives by algorithm, load of
-//! experts under a routing, pipelines under a schedule, streams that share a device.
+//! The performance model: time of ops under an executor's efficiency curves, time and bytes of
+//! collectives by algorithm, load of experts under a routing distribution, pipelines under a
+//! schedule, and streams that share a device.
 //!
-//! This room knows no mapping and searches nothing: it is asked about one arrangement at a time and answers with
-//! numbers. Times are `f64` nanoseconds, because they are estimates and are divided.
+//! This library crate knows no mapping and searches nothing. It prices one mapping at a time.
+//! Times are `f64` nanoseconds because estimates are scaled and divided.
 
-pub mod audit;
-pub mod bars;
-pub mod habits;
-pub mod knobs;
+pub mod collective_cost;
+pub mod estimate_error;
+pub mod executor_traits;
+pub mod intervals;
 pub mod layer;
-pub mod links;
-mod machine;
-pub mod measured;
+mod machine_model;
 pub mod moe;
-pub mod pipeline;
+pub mod op_cost;
+pub mod parallelism;
+pub mod params;
 pub mod profile;
-pub mod program;
-pub mod rows;
+pub mod program_cost;
 pub mod schedule;
-pub mod streams;
+pub mod stream_sim;
 pub mod tiers;
+pub mod timeline_lint;
 
 use tessera_base::Code;
 
-pub use links::{Algorithm, CollectiveOp, Span, Transfer};
-pub use machine::{AttentionWork, Machine};
+pub use collective_cost::{Algorithm, CollectiveCost, CollectiveOp, GroupSpan};
+pub use machine_model::{AttentionWork, MachineModel};
 pub use profile::Profile;
 
-/// Codes this room raises.
+/// Diagnostic codes that this crate raises.
 pub const CODES: &[&Code] = &[
     &profile::T1105,
     &profile::T1106,
-    &streams::T1115,
-    &audit::T1116,
-    &audit::T1117,
-    &audit::T1118,
-    &audit::T1119,
+    &stream_sim::T1115,
+    &timeline_lint::T1116,
+    &timeline_lint::T1117,
+    &timeline_lint::T1118,
+    &timeline_lint::T1119,
 ];

@@ -1,12 +1,14 @@
-//! What lies in which memory, what is fetched from a slower one, and what of that can be hidden: cold experts, old keys
-//! and values.
+//! Memory tiers: placement of cold experts and of the old KV cache, fetches from slower tiers, and
+//! the part of these fetches that computation hides.
 //!
-//! Nothing here knows a machine: bandwidths come in as times of fetches, capacities as counts.
+//! This module knows no hardware: callers pass bandwidths as fetch times and capacities as counts.
 
-mod cache;
-mod experts;
+mod expert_cache;
+mod kv_residency;
 mod prefetch;
 
-pub use cache::{CacheHits, Reads, Residency, replay_cache, spill};
-pub use experts::{HotSet, Keep, Trace, hit_rate, hot_experts, routing_trace};
-pub use prefetch::{LayerTimes, Prefetch, choose_window, prefetch};
+pub use expert_cache::{
+    EvictionPolicy, HotExperts, RoutingTrace, expert_hit_rate, sample_routing_trace, select_hot_experts,
+};
+pub use kv_residency::{KvResidency, SegmentReads, TierHits, replay_reads, spill_bytes};
+pub use prefetch::{LayerTimes, PrefetchResult, choose_window, simulate_prefetch};

@@ -1,4 +1,5 @@
-//! Prints the rates of the heavy kernels and of collectives on this machine: `cargo run --release --example rates -- [THREADS]`.
+//! Prints the throughput of the heavy kernels and of collectives on this machine: `cargo run
+//! --release --example rates -- [THREADS]`.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::net::{TcpListener, TcpStream};
@@ -6,11 +7,12 @@ use std::time::{Duration, Instant};
 use tessera_cpu::Pool;
 use tessera_cpu::arena::{Arena, ArenaLayout};
 use tessera_cpu::collectives::all_reduce;
-use tessera_cpu::exchange::{CommFault, Exchange};
 use tessera_cpu::kernels::{
-    Act, PackedWeight, RopeCache, RopeSpec, Scratch, Weight, attention, layer_norm, matmul, renoise, rope,
+    Activation, MatmulWeight, PackedWeight, RopeCache, RopeSpec, Scratch, attention, layer_norm, matmul,
+    renoise, rope,
 };
-use tessera_cpu::tcp::{Tcp, Wire};
+use tessera_cpu::tcp::{PeerStream, TcpTransport};
+use tessera_cpu::transport::{CommFault, HostTransport};
 use tessera_mesh::Reduction;
 
 fn main() {
@@ -29,13 +31,13 @@ fn main() {
         (1, 1024, 1024),
         (2160, 1536, 1536),
     ] {
-        let (x, w) = (numbers(m * k), numbers(n * k));
+        let (x, w) = (random_values(m * k), random_values(n * k));
         let packed = PackedWeight::new(&pool, &w, n, k);
         let mut out = vec![0.0; m * n];
-        for (name, w) in [("packed", Weight::Packed(&packed)), ("plain", Weight::Plain(&w))] {
+        for (name, w) in [("packed", MatmulWeight::Packed(&packed)), ("plain", MatmulWeight::Plain(&w))] {
             for segments in [1, 8] {
-                let t = best(threads, || {
-                    matmul(&pool, &mut scratch, &mut out, &x, w, (m, n, k), None, Act::None, segments);
+                let t = best_seconds(threads, || {
+                    matmul(&pool, &mut scratch, &mut out, &x, w, (m, n, k), None, Activation::None, segments);
                 });
                 let rate = (2 * m * n * k) as f64 / t / 1e9;
                 println!(
@@ -49,17 +51,17 @@ fn main() {
         [(192, 384, 4, 32), (192, 8, 4, 32), (192, 1152, 12, 128), (192, 192, 6, 16), (576, 1152, 8, 64)]
     {
         let dl = heads * d;
-        let (q, k, v) = (numbers(n * dl), numbers(r * dl), numbers(r * dl));
+        let (q, k, v) = (random_values(n * dl), random_values(r * dl), random_values(r * dl));
         let mut out = vec![0.0; n * dl];
-        let t = best(threads, || attention(&pool, &mut scratch, &mut out, &q, &k, &v, (dl, d), None));
+        let t = best_seconds(threads, || attention(&pool, &mut scratch, &mut out, &q, &k, &v, (dl, d), None));
         let rate = (4 * n * r * dl) as f64 / t / 1e9;
         println!("attention {n} on {r}, {heads} x {d}: {:.1} us, {rate:.1} Gflop/s", t * 1e6);
     }
     let (n, d) = (192, 1536);
-    let x = numbers(n * d);
+    let x = random_values(n * d);
     let mut out = vec![0.0; n * d];
     let mut report = |name: &str, f: &mut dyn FnMut(&mut [f32])| {
-        let t = best(threads, || f(&mut out));
+        let t = best_seconds(threads, || f(&mut out));
         println!("{name} {n}x{d}: {:.1} us, {:.2} ns an element", t * 1e6, t * 1e9 / (n * d) as f64);
     };
     report("layer_norm", &mut |o| layer_norm(&pool, o, &x, &x[..d], &x[..d], 1e-6));
@@ -69,29 +71,31 @@ fn main() {
     let key = tessera_base::random::DrawKey { seed: 1, chunk: 0, draw: 0 };
     report("renoise", &mut |o| renoise(&pool, o, &x, 0.5, key, 0));
     report("gelu", &mut |o| {
-        tessera_cpu::kernels::bias_act(&pool, o, &x, &x[..d], Act::GeluTanh);
+        tessera_cpu::kernels::bias_act(&pool, o, &x, &x[..d], Activation::GeluTanh);
     });
     for (members, elements, rounds) in
         [(2, 64, 100_000), (2, 18_432, 10_000), (2, 294_912, 1000), (4, 64, 5000), (4, 18_432, 2000)]
     {
-        for (through, ends) in [("memory", memory as Make), ("streams", streams)] {
-            if let Err(fault) = all_reduces(through, ends, members, elements, rounds) {
+        for (through, ends) in
+            [("memory", memory_transports as CreateTransports), ("streams", stream_transports)]
+        {
+            if let Err(fault) = report_all_reduce(through, ends, members, elements, rounds) {
                 eprintln!("all_reduce among {members} through {through}: {fault}");
             }
         }
     }
 }
 
-type Make = fn(ArenaLayout) -> Result<Vec<Exchange>, Box<dyn std::error::Error>>;
+type CreateTransports = fn(ArenaLayout) -> Result<Vec<HostTransport>, Box<dyn std::error::Error>>;
 
-fn memory(layout: ArenaLayout) -> Result<Vec<Exchange>, Box<dyn std::error::Error>> {
-    let fd = Arena::create(layout)?;
+fn memory_transports(layout: ArenaLayout) -> Result<Vec<HostTransport>, Box<dyn std::error::Error>> {
+    let fd = Arena::create_memfd(layout)?;
     (0..layout.members).map(|m| Ok(Arena::attach(&fd, layout, m)?.into())).collect()
 }
 
-fn streams(layout: ArenaLayout) -> Result<Vec<Exchange>, Box<dyn std::error::Error>> {
+fn stream_transports(layout: ArenaLayout) -> Result<Vec<HostTransport>, Box<dyn std::error::Error>> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
-    let mut wires: Vec<Vec<Option<Box<dyn Wire>>>> =
+    let mut wires: Vec<Vec<Option<Box<dyn PeerStream>>>> =
         (0..layout.members).map(|_| (0..layout.members).map(|_| None).collect()).collect();
     let members = layout.members;
     for (low, high) in (0..members).flat_map(|low| (low + 1..members).map(move |high| (low, high))) {
@@ -102,13 +106,13 @@ fn streams(layout: ArenaLayout) -> Result<Vec<Exchange>, Box<dyn std::error::Err
         wires[low][high] = Some(Box::new(a));
         wires[high][low] = Some(Box::new(b));
     }
-    wires.into_iter().enumerate().map(|(m, w)| Ok(Tcp::new(layout, m, w)?.into())).collect()
+    wires.into_iter().enumerate().map(|(m, w)| Ok(TcpTransport::new(layout, m, w)?.into())).collect()
 }
 
-/// Median time of an all-reduce between threads.
-fn all_reduces(
+/// Prints the latency of an all-reduce between threads.
+fn report_all_reduce(
     through: &str,
-    ends: Make,
+    ends: CreateTransports,
     members: usize,
     elements: usize,
     rounds: usize,
@@ -124,7 +128,9 @@ fn all_reduces(
                     for _ in 0..rounds {
                         let t = Instant::now();
                         let deadline = t + Duration::from_secs(10);
-                        arena.exchange(1, &x, deadline, |v| all_reduce(&mut out, v, Reduction::Sum))?;
+                        arena.publish_and_collect(1, &x, deadline, |v| {
+                            all_reduce(&mut out, v, Reduction::Sum)
+                        })?;
                         times.push(t.elapsed().as_nanos() as f64 / 1e3);
                     }
                     Ok::<_, CommFault>(times)
@@ -145,14 +151,19 @@ fn all_reduces(
     Ok(())
 }
 
-fn numbers(n: usize) -> Vec<f32> {
+fn random_values(n: usize) -> Vec<f32> {
     let mut out = vec![0.0; n];
-    tessera_base::random::normals(tessera_base::random::DrawKey { seed: 5, chunk: 0, draw: 0 }, 0, &mut out);
+    tessera_base::random::fill_normals(
+        tessera_base::random::DrawKey { seed: 5, chunk: 0, draw: 0 },
+        0,
+        &mut out,
+    );
     out
 }
 
-/// Seconds of the fastest of many calls: of the thread's own time where one thread does it all.
-fn best(threads: usize, mut f: impl FnMut()) -> f64 {
+/// Returns the seconds of the fastest of many calls: CPU time of the thread if one thread does all
+/// the work, else elapsed time.
+fn best_seconds(threads: usize, mut f: impl FnMut()) -> f64 {
     let clock = if threads == 1 { ClockId::ThreadCPUTime } else { ClockId::Monotonic };
     let now = || {
         let t = clock_gettime(clock);

@@ -1,8 +1,10 @@
-//! What each collective makes of its members' contributions: safe functions from views of all of them (see
-//! [`crate::arena::Arena::collect`]) and this member's part to this member's output.
+//! The data movement and arithmetic of each collective: safe functions from views of all
+//! contributions (see [`crate::arena::Arena::collect`]) and this member's shard to this member's
+//! output.
 //!
-//! Tensors are two-dimensional, row-major; a caller folds other dims into these. Lengths are those of a
-//! verified program whose fingerprint all members have just agreed on, so a wrong one panics.
+//! Tensors are two-dimensional and row-major; a caller folds other dims into these two. Lengths
+//! come from a verified program on whose fingerprint all members have just agreed, so a wrong
+//! length panics.
 
 use crate::arena::MAX_MEMBERS;
 use crate::simd::vectorized;
@@ -10,31 +12,36 @@ use std::ops::Range;
 use tessera_mesh::Reduction;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Names a collective for the comparison between members: a hash of whatever describes it.
+/// Hashes the description of a collective, so that members can check that they execute the same
+/// one.
 #[must_use]
-pub fn fingerprint(description: &[u8]) -> u64 {
+pub fn fingerprint_collective(description: &[u8]) -> u64 {
     xxh3_64(description)
 }
 
-/// Terms whose magnitudes add up to more than this many times their sum have cancelled at least three decimal
-/// digits, and their sum is taken again with compensation.
-pub const CANCELLED: f32 = 1024.0;
+/// Compensation threshold: if the magnitudes of an element's terms add up to more than this
+/// multiple of their sum, at least three decimal digits have cancelled, and the sum is recomputed
+/// with compensation.
+pub const CANCELLATION_RATIO: f32 = 1024.0;
 
-/// `out`: all views as one, by
+/// Reduces all views to `out`:
 ///
 /// - `Sum`: ((v0 + v1) + v2) + …
-/// - `Tree`: (v0 + v1) + (v2 + v3), and so on upwards; a last one without a neighbour goes up as it is
-/// - `Max`: the largest; what is no number counts only where all are none, and of two zeros the first stays
+/// - `Tree`: (v0 + v1) + (v2 + v3), and so on upwards; a last term without a neighbour moves up
+///   unchanged
+/// - `Max`: the maximum; the result is NaN only if all terms are NaN, and of two zeros the first
+///   one wins
 ///
-/// Gives back how many elements were summed with compensation because their terms cancelled. In rank order three
-/// terms or more can lose what a fixed order alone cannot give back; two terms round once and lose nothing.
+/// Returns the number of elements whose sum was recomputed with compensation because their terms
+/// cancelled. A sum of three or more terms in rank order can lose digits that no fixed order
+/// recovers; two terms round once and lose nothing.
 pub fn all_reduce(out: &mut [f32], views: &[&[f32]], reduction: Reduction) -> u64 {
     assert!(views.iter().all(|v| v.len() == out.len()), "all_reduce of {} elements", out.len());
     reduce_run(out, views, 0, reduction);
-    if reduction == Reduction::Sum && views.len() > 2 { compensate(out, views) } else { 0 }
+    if reduction == Reduction::Sum && views.len() > 2 { compensate_sums(out, views) } else { 0 }
 }
 
-/// `out`: the part `range` along `dim` of all views as one, each `[rows, columns]`.
+/// Reduces all views, each `[rows, columns]`, and writes the part `range` along `dim` to `out`.
 pub fn reduce_scatter(
     out: &mut [f32],
     views: &[&[f32]],
@@ -58,7 +65,7 @@ pub fn reduce_scatter(
     }
 }
 
-/// `out[rows, columns]` from parts: member m holds `parts[m]` of `dim`.
+/// Gathers `out[rows, columns]` from shards: member m contributes `parts[m]` of `dim`.
 pub fn all_gather(
     out: &mut [f32],
     views: &[&[f32]],
@@ -79,8 +86,9 @@ pub fn all_gather(
     }
 }
 
-/// Exchanges which dim is cut. Before, member m holds `concat[m]` of dim `concat_dim` and all of the other; after, it
-/// holds `split[m]` of the other and all of `concat_dim`. `(rows, columns)` are those of the whole.
+/// Changes the sharded dim. Before, member m has `concat[m]` of dim `concat_dim` and all of the
+/// other dim; after, it has `split[m]` of the other dim and all of `concat_dim`. `(rows, columns)`
+/// is the shape of the unsharded tensor.
 pub fn all_to_all(
     out: &mut [f32],
     views: &[&[f32]],
@@ -107,25 +115,25 @@ pub fn all_to_all(
     }
 }
 
-/// `out` is the contribution of member `from`: a broadcast, or the receiving side of a send. The others
-/// contribute nothing.
-pub fn receive(out: &mut [f32], views: &[&[f32]], from: usize) {
+/// Copies the contribution of member `from` to `out`: a broadcast, or the receiving side of a send.
+/// The other members contribute nothing.
+pub fn copy_from_member(out: &mut [f32], views: &[&[f32]], from: usize) {
     out.copy_from_slice(views[from]);
 }
 
-/// Elements reduced at a time: all the views' pieces stay in the nearest cache.
-const RUN: usize = 1024;
+/// Number of elements reduced at a time: this many elements of all views stay in the L1 cache.
+const RUN_ELEMENTS: usize = 1024;
 
-/// `out`: the views from `offset` on as one.
+/// Reduces the views, starting at `offset`, to `out`.
 fn reduce_run(out: &mut [f32], views: &[&[f32]], offset: usize, reduction: Reduction) {
     assert!((1..=MAX_MEMBERS).contains(&views.len()));
-    for (i, o) in out.chunks_mut(RUN).enumerate() {
-        let at = offset + i * RUN;
+    for (i, o) in out.chunks_mut(RUN_ELEMENTS).enumerate() {
+        let at = offset + i * RUN_ELEMENTS;
         let into: fn(&mut [f32], &[f32]) = match reduction {
             Reduction::Sum => add_into,
             Reduction::Max => max_into,
             Reduction::Tree => {
-                tree(o, views, at);
+                tree_reduce(o, views, at);
                 continue;
             }
         };
@@ -136,19 +144,20 @@ fn reduce_run(out: &mut [f32], views: &[&[f32]], offset: usize, reduction: Reduc
     }
 }
 
-/// Sums again, after Neumaier, each element whose terms cancelled. The same on every member: all see the same terms.
-fn compensate(out: &mut [f32], views: &[&[f32]]) -> u64 {
+/// Recomputes with Neumaier's algorithm each element whose terms cancelled. The result is the same
+/// on every member, because all members see the same terms.
+fn compensate_sums(out: &mut [f32], views: &[&[f32]]) -> u64 {
     let mut count = 0;
-    let mut magnitude = [0.0; RUN];
-    for (i, o) in out.chunks_mut(RUN).enumerate() {
-        let (at, m) = (i * RUN, &mut magnitude[..o.len()]);
+    let mut magnitude = [0.0; RUN_ELEMENTS];
+    for (i, o) in out.chunks_mut(RUN_ELEMENTS).enumerate() {
+        let (at, m) = (i * RUN_ELEMENTS, &mut magnitude[..o.len()]);
         m.fill(0.0);
         for v in views {
             add_magnitude(m, &v[at..at + o.len()]);
         }
         for (j, o) in o.iter_mut().enumerate() {
-            if m[j] > CANCELLED * o.abs() {
-                *o = neumaier(views.iter().map(|v| v[at + j]));
+            if m[j] > CANCELLATION_RATIO * o.abs() {
+                *o = neumaier_sum(views.iter().map(|v| v[at + j]));
                 count += 1;
             }
         }
@@ -156,7 +165,7 @@ fn compensate(out: &mut [f32], views: &[&[f32]]) -> u64 {
     count
 }
 
-fn neumaier(terms: impl Iterator<Item = f32>) -> f32 {
+fn neumaier_sum(terms: impl Iterator<Item = f32>) -> f32 {
     let (mut sum, mut lost) = (0.0f32, 0.0f32);
     for x in terms {
         let next = sum + x;
@@ -166,16 +175,16 @@ fn neumaier(terms: impl Iterator<Item = f32>) -> f32 {
     sum + lost
 }
 
-fn tree(out: &mut [f32], views: &[&[f32]], at: usize) {
+fn tree_reduce(out: &mut [f32], views: &[&[f32]], at: usize) {
     let [view] = views else {
         let (left, right) = views.split_at(views.len().next_power_of_two() / 2);
-        tree(out, left, at);
+        tree_reduce(out, left, at);
         if let [right] = right {
             return add_into(out, &right[at..at + out.len()]);
         }
-        let mut other = [0.0; RUN];
+        let mut other = [0.0; RUN_ELEMENTS];
         let other = &mut other[..out.len()];
-        tree(other, right, at);
+        tree_reduce(other, right, at);
         return add_into(out, other);
     };
     out.copy_from_slice(&view[at..at + out.len()]);
@@ -198,7 +207,7 @@ vectorized! {
 }
 
 vectorized! {
-    // Spelled out: what `f32::max` makes of two zeros is the vector unit's to choose.
+    // Written out because the result of `f32::max` for two zeros depends on the vector unit.
     fn max_into(out: &mut [f32], x: &[f32]) {
         for (o, x) in out.iter_mut().zip(x) {
             *o = if *x > *o || o.is_nan() { *x } else { *o };
@@ -210,8 +219,8 @@ vectorized! {
 mod tests {
     use super::*;
 
-    /// Members' terms that cancel: large ones of both signs around small ones.
-    fn cancelling(members: usize, elements: usize) -> Vec<Vec<f32>> {
+    /// Returns members' terms that cancel: large ones of both signs around small ones.
+    fn cancelling_terms(members: usize, elements: usize) -> Vec<Vec<f32>> {
         let term = |m: usize, e: usize| {
             let small = 1.0 + (m * 31 + e * 17) as f32 / 1000.0;
             let large = 3.0e6 * (1.0 + (e % 7) as f32 + (m / 2) as f32);
@@ -226,7 +235,7 @@ mod tests {
 
     #[test]
     fn cancelling_terms_are_summed_with_compensation_and_counted() {
-        let terms = cancelling(72, 1500);
+        let terms = cancelling_terms(72, 1500);
         let views: Vec<&[f32]> = terms.iter().map(Vec::as_slice).collect();
         let mut out = vec![0.0; 1500];
         assert_eq!(all_reduce(&mut out, &views, Reduction::Sum), 1500);
@@ -255,7 +264,7 @@ mod tests {
         );
     }
     #[test]
-    fn the_largest_is_the_same_whatever_stands_beside_it() {
+    fn max_handles_nan_and_signed_zeros() {
         let nan = f32::NAN;
         let views: [&[f32]; 3] = [
             &[1.0, -3.0, nan, nan, 0.0, -0.0],
@@ -272,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_need_not_be_full() {
+    fn incomplete_trees_reduce_in_order() {
         let terms: Vec<[f32; 2]> =
             (0..7).map(|m| [10f32.powi(m - 3) * 1.7, 1.0 / (m as f32 - 2.3)]).collect();
         let views: Vec<&[f32]> = terms.iter().map(|t| &t[..]).collect();

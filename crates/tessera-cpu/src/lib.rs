@@ -1,22 +1,23 @@
-//! The CPU backend's parts: f32 kernels on slices, and collectives through shared memory or
-//! through streams that a door has opened.
+//! The parts of the CPU backend: f32 kernels on slices, and collectives through shared memory or
+//! through streams that the application crate has opened.
 //!
-//! Every kernel is *row-invariant*: the bits of a row depend neither on how many rows there are nor on the
-//! number of threads, and the bits of a column of a product do not depend on the other columns. So a shard
-//! computes exactly its part of the whole. They do not depend on the width of the vector unit either: each
-//! element is one fixed chain of fused multiply-adds, however many lanes run side by side.
+//! Every kernel is *row-invariant*: the bits of a row depend neither on the number of rows nor on
+//! the number of threads, and the bits of a matmul's output column do not depend on the other
+//! columns. A shard therefore computes exactly its part of the unsharded result. The bits do not
+//! depend on the width of the vector unit either: each element is one fixed chain of fused
+//! multiply-adds, however many SIMD lanes run side by side.
 //!
-//! This room knows nothing of models, plans, programs of other roles, sockets or files.
+//! This library crate knows nothing of models, plans, programs of other roles, sockets or files.
 
 pub mod arena;
 pub mod collectives;
-pub mod exchange;
 mod exec;
 pub mod kernels;
 mod pool;
 mod simd;
 pub mod tcp;
+pub mod transport;
 
-pub use exchange::Exchange;
-pub use exec::{Cpu, End};
+pub use exec::{CommEndpoint, CpuBackend};
 pub use pool::Pool;
+pub use transport::HostTransport;

@@ -1,15 +1,19 @@
-//! Collectives through one stream to each other member of a lane, for members on several hosts.
+//! Collectives over one stream to each other member of a communicator, for members on several
+//! hosts.
 //!
-//! What an arena does by memory is done by three frames. A member sends its contribution to every peer (`Data`),
-//! reads all of them, and tells each peer that its slot is free again (`Finished`); as in an arena, collective number
-//! `s` uses slot `s % slots`, so no peer ever sends more than `slots` contributions ahead. `Abort` carries a reason.
-//! Contributions are summed by the same functions in the same order, so results have the same bits.
+//! Three kinds of frames replace the arena's memory operations. A member sends its contribution to
+//! every peer (`Data`), reads all of them, and notifies each peer that its slot is free again
+//! (`Finished`). As in an arena, collective number `s` uses slot `s % slots`, so no peer ever sends
+//! more than `slots` contributions ahead. `Abort` carries a reason. Contributions are reduced by
+//! the same functions in the same order, so results have the same bits.
 //!
-//! A thread of the lane's own keeps streams moving while the caller computes: two lanes whose members wait for each
-//! other in turn still get through. A caller that waits moves them itself.
+//! A background thread of the communicator keeps the streams moving while the caller computes, so
+//! two communicators whose members wait for each other alternately still make progress. A waiting
+//! caller moves the streams itself.
 //!
-//! A stream that ends is a fault for whoever needs its member, as soon as an abort could have said why. What is no frame in its turn, or does not hash
-//! to what its frame says, is a fault too; who may send at all is settled before a stream comes here.
+//! A closed stream is a fault for every member that needs the peer, reported only after a grace
+//! period in which an abort could deliver the cause. An unexpected frame, or a frame with a wrong
+//! checksum, is a fault too. Authentication of peers happens before a stream reaches this module.
 
 mod frame;
 mod peer;
@@ -23,34 +27,36 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::Timespec;
 
 use crate::arena::{ArenaError, ArenaLayout, MAX_MEMBERS};
-use crate::exchange::{Awaited, CommFault, Ticket, clipped};
-use peer::{End, Peer};
+use crate::transport::{CommFault, PeerAction, Ticket, truncate_reason};
+use peer::{PeerConnection, StreamEnd};
 
-/// An open stream to one peer, in order and without loss, that never blocks. Small frames should leave at once: over TCP,
-/// without Nagle's delay.
-pub trait Wire: Send {
-    /// Reads what is there; 0 at the end of the stream, `WouldBlock` where nothing is there yet.
+/// An open stream to one peer: ordered, lossless and non-blocking. Small frames should leave at
+/// once: over TCP, without Nagle's delay.
+pub trait PeerStream: Send {
+    /// Reads the available bytes; returns 0 at the end of the stream and `WouldBlock` if no byte is
+    /// available yet.
     ///
     /// # Errors
-    /// Those of the stream.
+    /// Returns the errors of the stream.
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize>;
-    /// Takes some of the bytes; `WouldBlock` where none can be taken yet.
+    /// Writes some of the bytes; returns `WouldBlock` if the stream accepts none yet.
     ///
     /// # Errors
-    /// Those of the stream.
+    /// Returns the errors of the stream.
     fn write(&mut self, from: &[u8]) -> io::Result<usize>;
-    /// Passes on what earlier writes left inside; `false` while some is left.
+    /// Passes on the bytes that earlier writes left buffered inside; returns `false` while some
+    /// remain.
     ///
     /// # Errors
-    /// Those of the stream.
+    /// Returns the errors of the stream.
     fn flush(&mut self) -> io::Result<bool>;
-    /// Says that no more will be written.
+    /// Closes the write direction.
     fn close(&mut self);
-    /// What to poll.
+    /// Returns the descriptor to poll.
     fn as_fd(&self) -> BorrowedFd<'_>;
 }
 
-impl Wire for std::net::TcpStream {
+impl PeerStream for std::net::TcpStream {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         io::Read::read(self, into)
     }
@@ -72,40 +78,46 @@ impl Wire for std::net::TcpStream {
     }
 }
 
-/// One member's end of a lane of streams.
+/// One member's end of a communicator over streams.
 #[derive(Debug)]
-pub struct Tcp {
-    shared: Arc<Shared>,
-    own: Vec<Own>,
-    next: u64,
-    spin: Duration,
+pub struct TcpTransport {
+    shared: Arc<TcpShared>,
+    own_slots: Vec<OwnSlot>,
+    next_seq: u64,
+    spin_time: Duration,
     fds: Vec<Option<OwnedFd>>,
 }
 
-/// Ends every wait on a lane of streams, from any thread.
+/// A handle that aborts a communicator over streams from any thread.
 #[derive(Debug, Clone)]
-pub struct Aborter {
-    shared: Arc<Shared>,
+pub struct TcpAborter {
+    shared: Arc<TcpShared>,
 }
 
-impl Aborter {
-    /// Ends every wait here, now and later, and tells the peers. The first reason stays.
+impl TcpAborter {
+    /// Ends every present and future wait here, and notifies the peers. Only the first reason is
+    /// kept.
     pub fn abort(&self, reason: &str) {
         self.shared.abort(reason);
     }
 }
 
-impl Tcp {
-    /// An end of a lane as member `me`, from a stream to each other member in order of member; none at `me`'s place.
-    /// Streams are made non-blocking.
+impl TcpTransport {
+    /// Creates the end of member `me`, given a stream to each other member in member order and
+    /// `None` at index `me`. The streams become non-blocking.
     ///
     /// # Errors
-    /// A layout out of range, streams that are not those of the other members, or the operating system's refusal.
-    pub fn new(layout: ArenaLayout, me: usize, wires: Vec<Option<Box<dyn Wire>>>) -> Result<Tcp, ArenaError> {
-        layout.bytes()?;
+    /// Fails if the layout is out of range, the streams do not match the other members, or a system
+    /// call fails.
+    pub fn new(
+        layout: ArenaLayout,
+        me: usize,
+        wires: Vec<Option<Box<dyn PeerStream>>>,
+    ) -> Result<TcpTransport, ArenaError> {
+        layout.mapping_bytes()?;
         let fits = wires.len() == layout.members && me < layout.members;
         if !fits || wires.iter().enumerate().any(|(m, w)| w.is_none() != (m == me)) {
-            return Err(ArenaError::Claimed { index: me, members: layout.members });
+            return Err(ArenaError::IndexTaken { index: me, members: layout.members });
         }
         let mut fds = Vec::new();
         for wire in &wires {
@@ -116,21 +128,21 @@ impl Tcp {
             rustix::io::ioctl_fionbio(wire.as_fd(), true).map_err(io::Error::from)?;
             fds.push(Some(wire.as_fd().try_clone_to_owned()?));
         }
-        let peers = wires.into_iter().map(|w| w.map(|w| Peer::new(w, layout))).collect();
+        let peers = wires.into_iter().map(|w| w.map(|w| PeerConnection::new(w, layout))).collect();
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(TcpShared {
             layout,
             me,
-            mover: event()?,
-            caller: event()?,
-            state: Mutex::new(State {
+            pump_event: event()?,
+            caller_event: event()?,
+            state: Mutex::new(TcpState {
                 peers,
                 published: 0,
                 aborted: None,
-                waiting: false,
-                leaving: None,
-                moved: true,
-                more: false,
+                caller_waiting: false,
+                linger_until: None,
+                progressed: true,
+                has_more: false,
             }),
         });
         if layout.members > 1 {
@@ -139,39 +151,39 @@ impl Tcp {
                 .iter()
                 .map(|f| f.as_ref().map(OwnedFd::try_clone).transpose())
                 .collect::<Result<_, _>>()?;
-            std::thread::Builder::new().name("lane".into()).spawn(move || moves.keep_moving(&watched))?;
+            std::thread::Builder::new().name("lane".into()).spawn(move || moves.run_pump(&watched))?;
         }
-        let own = (0..layout.slots).map(|_| Own::default()).collect();
-        Ok(Tcp { shared, own, next: 0, spin: SPIN, fds })
+        let own = (0..layout.slots).map(|_| OwnSlot::default()).collect();
+        Ok(TcpTransport { shared, own_slots: own, next_seq: 0, spin_time: DEFAULT_SPIN, fds })
     }
 
-    /// This member's index.
+    /// Returns this member's index.
     #[must_use]
-    pub fn me(&self) -> usize {
+    pub fn member_index(&self) -> usize {
         self.shared.me
     }
 
-    /// The layout it was made with.
+    /// Returns the layout that the transport was created with.
     #[must_use]
     pub fn layout(&self) -> ArenaLayout {
         self.shared.layout
     }
 
-    /// How long a wait looks before it sleeps.
+    /// Sets how long a wait polls before it sleeps.
     pub fn set_spin(&mut self, spin: Duration) {
-        self.spin = spin;
+        self.spin_time = spin;
     }
 
-    /// A handle that can abort from another thread.
+    /// Returns a handle that can abort from another thread.
     #[must_use]
-    pub fn aborter(&self) -> Aborter {
-        Aborter { shared: Arc::clone(&self.shared) }
+    pub fn aborter(&self) -> TcpAborter {
+        TcpAborter { shared: Arc::clone(&self.shared) }
     }
 
-    /// As [`Arena::publish`](crate::arena::Arena::publish).
+    /// Does the same as [`Arena::publish`](crate::arena::Arena::publish).
     ///
     /// # Errors
-    /// Any [`CommFault`] but a mismatch. After an error the lane is of no further use.
+    /// Returns any [`CommFault`] except a mismatch. The communicator is unusable after an error.
     pub fn publish(
         &mut self,
         fingerprint: u64,
@@ -179,7 +191,7 @@ impl Tcp {
         deadline: Instant,
     ) -> Result<Ticket, CommFault> {
         let ArenaLayout { slots, slot_bytes, .. } = self.shared.layout;
-        let seq = self.next;
+        let seq = self.next_seq;
         let bytes = data.len().saturating_mul(4);
         if bytes > slot_bytes {
             return Err(CommFault::TooLarge { seq, bytes, slot_bytes });
@@ -187,29 +199,29 @@ impl Tcp {
         let slot = (seq % slots as u64) as usize;
         if let Some(last) = seq.checked_sub(slots as u64) {
             self.shared.lock().check_abort()?;
-            if self.own[slot].finished <= last {
+            if self.own_slots[slot].finished <= last {
                 return Err(CommFault::InFlight { seq, uncollected: last });
             }
-            let free = |p: &Peer| p.finished[slot] > last;
-            match self.wait(seq, deadline, &|s| s.peers().all(|(_, p)| free(p)), &|p| !free(p))? {
-                Waited::Ready => {}
-                Waited::Late(missing) => {
-                    return Err(CommFault::Timeout { missing, seq, awaited: Awaited::Read });
+            let free = |p: &PeerConnection| p.finished[slot] > last;
+            match self.wait(seq, deadline, &|s| s.iter_peers().all(|(_, p)| free(p)), &|p| !free(p))? {
+                PeerWait::Ready => {}
+                PeerWait::TimedOut(missing) => {
+                    return Err(CommFault::Timeout { missing, seq, awaited: PeerAction::Read });
                 }
             }
         }
-        let own = &mut self.own[slot];
+        let own = &mut self.own_slots[slot];
         own.data.clear();
         own.data.extend_from_slice(data);
-        // Everybody has read the slot's last use, so its frame is on no way out any more.
+        // All members have read the slot's last use, so its frame is in no send queue any more.
         let frame = Arc::make_mut(&mut own.frame);
-        frame::data(frame, seq, fingerprint, data);
+        frame::write_data_frame(frame, seq, fingerprint, data);
         own.published = seq + 1;
         let frame = Arc::clone(&own.frame);
         let mut state = self.shared.lock();
         state.check_abort()?;
-        state.garbled(seq)?;
-        if state.gone(seq, &|_| true).is_err() {
+        state.check_invalid_frames(seq)?;
+        if state.check_disconnected(seq, &|_| true).is_err() {
             drop(state);
             self.wait(seq, deadline, &|_| false, &|_| true)?;
             state = self.shared.lock();
@@ -219,19 +231,19 @@ impl Tcp {
             p.send(Arc::clone(&frame));
             p.flush();
         }
-        self.shared.left_over(&state);
+        self.shared.wake_pump_if_unsent(&state);
         drop(state);
-        self.next = seq + 1;
+        self.next_seq = seq + 1;
         Ok(Ticket { seq, fingerprint })
     }
 
-    /// As [`Arena::collect`](crate::arena::Arena::collect).
+    /// Does the same as [`Arena::collect`](crate::arena::Arena::collect).
     ///
     /// # Errors
-    /// Mismatch, timeout, abort, a peer that is gone; `read` is not called then.
+    /// Returns a mismatch, timeout, abort or disconnect, and then does not call `read`.
     ///
     /// # Panics
-    /// If the ticket came from another lane.
+    /// Panics if the ticket came from another communicator.
     pub fn collect<R>(
         &mut self,
         ticket: Ticket,
@@ -242,45 +254,48 @@ impl Tcp {
         let ArenaLayout { slots, members, .. } = self.shared.layout;
         let (slot, me) = ((seq % slots as u64) as usize, self.shared.me);
         assert!(
-            self.own[slot].published == seq + 1 && self.own[slot].finished <= seq,
-            "the ticket belongs to another lane"
+            self.own_slots[slot].published == seq + 1 && self.own_slots[slot].finished <= seq,
+            "the ticket belongs to another communicator"
         );
-        let here = |p: &Peer| p.slots[slot].published > seq;
-        let differs = |(m, p): (usize, &Peer)| {
+        let has_published = |p: &PeerConnection| p.slots[slot].published > seq;
+        let find_mismatch = |(m, p): (usize, &PeerConnection)| {
             let theirs = p.slots[slot].fingerprint;
-            (here(p) && theirs != mine).then_some(CommFault::Mismatch { peer: m, mine, theirs, seq })
+            (has_published(p) && theirs != mine).then_some(CommFault::Mismatch { peer: m, mine, theirs, seq })
         };
-        let found = |s: &State| s.peers().find_map(differs);
-        // In order of member: the same fault on every run, though arrivals differ.
-        let settled = |s: &State| {
-            let first = s.peers().find(|(_, p)| !here(p)).map_or(members, |(m, _)| m);
-            first == members || s.peers().take_while(|(m, _)| *m < first).any(|p| differs(p).is_some())
+        let first_mismatch = |s: &TcpState| s.iter_peers().find_map(find_mismatch);
+        // Checks in member order, so that every run reports the same fault although arrivals
+        // differ.
+        let settled = |s: &TcpState| {
+            let first = s.iter_peers().find(|(_, p)| !has_published(p)).map_or(members, |(m, _)| m);
+            first == members
+                || s.iter_peers().take_while(|(m, _)| *m < first).any(|p| find_mismatch(p).is_some())
         };
-        let waited = self.wait(seq, deadline, &settled, &|p| !here(p));
-        // A peer that came with something else explains more than one that did not come or is gone.
+        let waited = self.wait(seq, deadline, &settled, &|p| !has_published(p));
+        // A peer that published a different collective is a better explanation than an absent or
+        // disconnected one.
         if !matches!(waited, Err(CommFault::Aborted { .. }))
-            && let Some(fault) = found(&self.shared.lock())
+            && let Some(fault) = first_mismatch(&self.shared.lock())
         {
             return Err(fault);
         }
-        if let Waited::Late(missing) = waited? {
-            return Err(CommFault::Timeout { missing, seq, awaited: Awaited::Publish });
+        if let PeerWait::TimedOut(missing) = waited? {
+            return Err(CommFault::Timeout { missing, seq, awaited: PeerAction::Publish });
         }
-        // Taken out while they are read, so that the streams go on meanwhile.
+        // The data is taken out during the read, so that the streams can progress meanwhile.
         let mut taken: Vec<Vec<f32>> = {
             let mut state = self.shared.lock();
-            let take = |p: &mut Option<Peer>| {
+            let take = |p: &mut Option<PeerConnection>| {
                 p.as_mut().map_or(Vec::new(), |p| std::mem::take(&mut p.slots[slot].data))
             };
             state.peers.iter_mut().map(take).collect()
         };
         let mut views: [&[f32]; MAX_MEMBERS] = [&[]; MAX_MEMBERS];
         for (m, view) in views.iter_mut().enumerate().take(members) {
-            *view = if m == me { &self.own[slot].data } else { &taken[m] };
+            *view = if m == me { &self.own_slots[slot].data } else { &taken[m] };
         }
         let result = read(&views[..members]);
-        self.own[slot].finished = seq + 1;
-        let done = Arc::new(frame::finished(seq));
+        self.own_slots[slot].finished = seq + 1;
+        let done = Arc::new(frame::finished_frame(seq));
         let mut state = self.shared.lock();
         for (p, data) in state.peers.iter_mut().zip(&mut taken) {
             if let Some(p) = p {
@@ -290,15 +305,15 @@ impl Tcp {
                 p.flush();
             }
         }
-        self.shared.left_over(&state);
+        self.shared.wake_pump_if_unsent(&state);
         Ok(result)
     }
 
-    /// [`publish`](Tcp::publish) and [`collect`](Tcp::collect) in one.
+    /// Does [`publish`](TcpTransport::publish) and [`collect`](TcpTransport::collect) in one call.
     ///
     /// # Errors
-    /// Those of both.
-    pub fn exchange<R>(
+    /// Returns the errors of both.
+    pub fn publish_and_collect<R>(
         &mut self,
         fingerprint: u64,
         data: &[f32],
@@ -309,103 +324,105 @@ impl Tcp {
         self.collect(ticket, deadline, read)
     }
 
-    /// Ends every wait on the lane, here and on every peer that can be reached. The first reason stays.
+    /// Ends every wait on the communicator, here and on every peer that can be reached. Only the
+    /// first reason is kept.
     pub fn abort(&self, reason: &str) {
         self.shared.abort(reason);
     }
 
-    /// Waits until `ready`, as long as nobody whose doing `needs` is gone.
+    /// Waits until `ready`. Fails if a peer for which `needs` is true has disconnected.
     fn wait(
         &self,
         seq: u64,
         deadline: Instant,
-        ready: &dyn Fn(&State) -> bool,
-        needs: &dyn Fn(&Peer) -> bool,
-    ) -> Result<Waited, CommFault> {
+        ready: &dyn Fn(&TcpState) -> bool,
+        needs: &dyn Fn(&PeerConnection) -> bool,
+    ) -> Result<PeerWait, CommFault> {
         let shared = &*self.shared;
         let begun = Instant::now();
-        let mut gone: Option<Instant> = None;
+        let mut grace_until: Option<Instant> = None;
         loop {
             let mut state = shared.lock();
-            state.waiting = false;
-            state.move_all();
+            state.caller_waiting = false;
+            state.pump_all();
             state.check_abort()?;
-            state.garbled(seq)?;
+            state.check_invalid_frames(seq)?;
             if ready(&state) {
-                shared.left_over(&state);
-                return Ok(Waited::Ready);
+                shared.wake_pump_if_unsent(&state);
+                return Ok(PeerWait::Ready);
             }
             let now = Instant::now();
-            if let Err(fault) = state.gone(seq, needs) {
-                // Who watches processes knows more of the end of one, and aborts with it.
-                let until = *gone.get_or_insert(now + GRACE);
+            if let Err(fault) = state.check_disconnected(seq, needs) {
+                // The supervisor that watches the processes knows the cause of a process's end and
+                // aborts with it.
+                let until = *grace_until.get_or_insert(now + ABORT_GRACE);
                 if now >= until.min(deadline) {
                     return Err(fault);
                 }
             }
             if now >= deadline {
-                let missing = state.peers().filter(|(_, p)| needs(p)).map(|(m, _)| m).collect();
-                return Ok(Waited::Late(missing));
+                let missing = state.iter_peers().filter(|(_, p)| needs(p)).map(|(m, _)| m).collect();
+                return Ok(PeerWait::TimedOut(missing));
             }
-            if begun.elapsed() < self.spin {
+            if begun.elapsed() < self.spin_time {
                 drop(state);
-                // The one waited for may need this core.
+                // The awaited member may need this core.
                 std::thread::yield_now();
                 continue;
             }
-            state.waiting = true;
-            let (wants, more) = (state.wants(), state.more);
+            state.caller_waiting = true;
+            let (wants, more) = (state.poll_flags(), state.has_more);
             drop(state);
             if !more {
-                let until = gone.map_or(deadline, |g| g.min(deadline));
-                let left = until.saturating_duration_since(now).min(LONGEST_SLEEP);
-                sleep(&shared.caller, &self.fds, &wants, Some(left));
+                let until = grace_until.map_or(deadline, |g| g.min(deadline));
+                let left = until.saturating_duration_since(now).min(MAX_SLEEP);
+                poll_streams(&shared.caller_event, &self.fds, &wants, Some(left));
             }
         }
     }
 }
 
-impl Drop for Tcp {
-    /// Lets go of what is still to be sent, for a short while.
+impl Drop for TcpTransport {
+    /// Sends the queued frames for a short while before closing.
     fn drop(&mut self) {
-        let until = Instant::now() + LINGER;
+        let until = Instant::now() + CLOSE_LINGER;
         let mut state = self.shared.lock();
-        state.leaving = Some(until);
-        self.shared.ring(&self.shared.mover);
+        state.linger_until = Some(until);
+        self.shared.signal_event(&self.shared.pump_event);
         loop {
-            state.move_all();
+            state.pump_all();
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || state.aborted.is_some() || !state.peers().any(|(_, p)| p.unsent()) {
+            if left.is_zero() || state.aborted.is_some() || !state.iter_peers().any(|(_, p)| p.has_unsent()) {
                 return;
             }
-            state.waiting = true;
-            let wants = state.wants();
+            state.caller_waiting = true;
+            let wants = state.poll_flags();
             drop(state);
-            sleep(&self.shared.caller, &self.fds, &wants, Some(left.min(LONGEST_SLEEP)));
+            poll_streams(&self.shared.caller_event, &self.fds, &wants, Some(left.min(MAX_SLEEP)));
             state = self.shared.lock();
         }
     }
 }
 
-/// How long a wait looks at its streams before it sleeps.
-const SPIN: Duration = Duration::from_micros(50);
-/// No sleep of a caller is longer.
-const LONGEST_SLEEP: Duration = Duration::from_millis(50);
-/// How long a wait for a peer that is gone listens for an abort that says why.
-const GRACE: Duration = Duration::from_millis(100);
-/// How long an end that is dropped still sends.
-const LINGER: Duration = Duration::from_secs(1);
+/// How long a wait polls its streams before it sleeps.
+const DEFAULT_SPIN: Duration = Duration::from_micros(50);
+/// The longest single sleep of a caller.
+const MAX_SLEEP: Duration = Duration::from_millis(50);
+/// How long a wait for a disconnected peer waits for an abort with the cause.
+const ABORT_GRACE: Duration = Duration::from_millis(100);
+/// How long a dropped end still sends.
+const CLOSE_LINGER: Duration = Duration::from_secs(1);
 
-enum Waited {
+enum PeerWait {
     Ready,
-    /// The deadline passed; who was needed.
-    Late(Vec<usize>),
+    /// The deadline passed; contains the members that had not acted.
+    TimedOut(Vec<usize>),
 }
 
-/// This member's own slot.
+/// A slot of this member.
 #[derive(Debug, Default)]
-struct Own {
-    /// One more than the number of the collective last brought, as all of these.
+struct OwnSlot {
+    /// The number of the last published collective plus one; `finished` is encoded alike.
     published: u64,
     finished: u64,
     data: Vec<f32>,
@@ -413,35 +430,36 @@ struct Own {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct TcpShared {
     layout: ArenaLayout,
     me: usize,
-    /// Wakes the lane's thread.
-    mover: OwnedFd,
-    /// Wakes a caller that waits.
-    caller: OwnedFd,
-    state: Mutex<State>,
+    /// Wakes the background thread.
+    pump_event: OwnedFd,
+    /// Wakes a waiting caller.
+    caller_event: OwnedFd,
+    state: Mutex<TcpState>,
 }
 
 #[derive(Debug)]
-struct State {
-    /// By member; none for this one.
-    peers: Vec<Option<Peer>>,
-    /// Contributions of this member so far.
+struct TcpState {
+    /// One entry per member; `None` for this member.
+    peers: Vec<Option<PeerConnection>>,
+    /// Number of contributions that this member has published.
     published: u64,
     aborted: Option<(usize, String)>,
     /// Whether a caller sleeps.
-    waiting: bool,
-    /// Set when the end is dropped: until when streams are kept.
-    leaving: Option<Instant>,
-    /// Whether anything came that a caller may wait for.
-    moved: bool,
-    /// Whether a stream has more than its turn allowed: what is left may lie inside it, where no poll sees it.
-    more: bool,
+    caller_waiting: bool,
+    /// Set when the end is dropped: the time until which the streams are kept.
+    linger_until: Option<Instant>,
+    /// Whether anything arrived that a caller may wait for.
+    progressed: bool,
+    /// Whether a stream has more data than its quota: the rest may be buffered inside the
+    /// stream, where poll does not see it.
+    has_more: bool,
 }
 
-impl State {
-    fn peers(&self) -> impl Iterator<Item = (usize, &Peer)> {
+impl TcpState {
+    fn iter_peers(&self) -> impl Iterator<Item = (usize, &PeerConnection)> {
         self.peers.iter().enumerate().filter_map(|(m, p)| p.as_ref().map(|p| (m, p)))
     }
 
@@ -452,48 +470,55 @@ impl State {
         }
     }
 
-    /// The fault of the first peer that broke the lane: it holds whether its doing is needed or not.
-    fn garbled(&self, seq: u64) -> Result<(), CommFault> {
-        let what = |p: &Peer| match &p.end {
-            Some(End::Garbled(what)) => Some(what.clone()),
+    /// Returns the fault of the first peer that sent an invalid frame, whether or not that peer is
+    /// needed now.
+    fn check_invalid_frames(&self, seq: u64) -> Result<(), CommFault> {
+        let what = |p: &PeerConnection| match &p.stream_end {
+            Some(StreamEnd::InvalidFrame(what)) => Some(what.clone()),
             _ => None,
         };
-        match self.peers().find_map(|(peer, p)| what(p).map(|what| CommFault::Garbled { peer, seq, what })) {
+        match self
+            .iter_peers()
+            .find_map(|(peer, p)| what(p).map(|what| CommFault::InvalidFrame { peer, seq, what }))
+        {
             Some(fault) => Err(fault),
             None => Ok(()),
         }
     }
 
-    /// The fault of the first peer that is gone although it is needed.
-    fn gone(&self, seq: u64, needs: &dyn Fn(&Peer) -> bool) -> Result<(), CommFault> {
-        let how = |p: &Peer| match &p.end {
-            Some(End::Gone(how)) if needs(p) => Some(how.clone()),
+    /// Returns the fault of the first disconnected peer that is needed.
+    fn check_disconnected(&self, seq: u64, needs: &dyn Fn(&PeerConnection) -> bool) -> Result<(), CommFault> {
+        let how = |p: &PeerConnection| match &p.stream_end {
+            Some(StreamEnd::Disconnected(how)) if needs(p) => Some(how.clone()),
             _ => None,
         };
-        match self.peers().find_map(|(peer, p)| how(p).map(|how| CommFault::Gone { peer, seq, how })) {
+        match self
+            .iter_peers()
+            .find_map(|(peer, p)| how(p).map(|how| CommFault::Disconnected { peer, seq, how }))
+        {
             Some(fault) => Err(fault),
             None => Ok(()),
         }
     }
 
-    /// Sends and receives what can be without waiting.
-    fn move_all(&mut self) {
-        self.more = false;
+    /// Sends and receives as much as possible without blocking.
+    fn pump_all(&mut self) {
+        self.has_more = false;
         for (m, p) in self.peers.iter_mut().enumerate() {
             let Some(p) = p else { continue };
             p.flush();
-            if let Some(reason) = p.receive(self.published, &mut self.moved) {
+            if let Some(reason) = p.receive_available(self.published, &mut self.progressed) {
                 self.aborted.get_or_insert((m, reason));
             }
-            self.more |= p.more;
+            self.has_more |= p.has_more;
         }
     }
 
-    /// What to poll for, by member.
-    fn wants(&self) -> Vec<PollFlags> {
-        let want = |p: &Option<Peer>| match p {
-            Some(p) if p.end.is_none() => {
-                PollFlags::IN | if p.unsent() { PollFlags::OUT } else { PollFlags::empty() }
+    /// Returns the poll flags by member.
+    fn poll_flags(&self) -> Vec<PollFlags> {
+        let want = |p: &Option<PeerConnection>| match p {
+            Some(p) if p.stream_end.is_none() => {
+                PollFlags::IN | if p.has_unsent() { PollFlags::OUT } else { PollFlags::empty() }
             }
             _ => PollFlags::empty(),
         };
@@ -501,79 +526,81 @@ impl State {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl TcpShared {
+    fn lock(&self) -> MutexGuard<'_, TcpState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn ring(&self, bell: &OwnedFd) {
-        // It can only fail when it has been rung 2⁶⁴ times unheard.
-        let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
+    fn signal_event(&self, event: &OwnedFd) {
+        // The write can only fail after 2⁶⁴ unread notifications.
+        let _ = rustix::io::write(event, &1u64.to_ne_bytes());
     }
 
-    /// Hands what could not be sent at once to the lane's thread.
-    fn left_over(&self, state: &State) {
-        if state.peers().any(|(_, p)| p.unsent()) {
-            self.ring(&self.mover);
+    /// Wakes the background thread if some frames could not be sent at once.
+    fn wake_pump_if_unsent(&self, state: &TcpState) {
+        if state.iter_peers().any(|(_, p)| p.has_unsent()) {
+            self.signal_event(&self.pump_event);
         }
     }
 
     fn abort(&self, reason: &str) {
         let mut state = self.lock();
         if state.aborted.is_none() {
-            let reason = clipped(reason).to_string();
-            let frame = Arc::new(frame::abort(&reason));
+            let reason = truncate_reason(reason).to_string();
+            let frame = Arc::new(frame::abort_frame(&reason));
             state.aborted = Some((self.me, reason));
             for p in state.peers.iter_mut().flatten() {
                 p.send(Arc::clone(&frame));
                 p.flush();
             }
-            self.left_over(&state);
+            self.wake_pump_if_unsent(&state);
         }
         drop(state);
-        self.ring(&self.caller);
+        self.signal_event(&self.caller_event);
     }
 
-    /// The lane's thread: until every stream has ended or the end was dropped and its time is over.
-    fn keep_moving(&self, fds: &[Option<OwnedFd>]) {
+    /// The background thread: runs until every stream has ended, or until the end is dropped and
+    /// its linger time is over.
+    fn run_pump(&self, fds: &[Option<OwnedFd>]) {
         loop {
             let mut state = self.lock();
-            state.moved = false;
-            state.move_all();
-            if state.waiting && (state.moved || state.aborted.is_some()) {
-                self.ring(&self.caller);
+            state.progressed = false;
+            state.pump_all();
+            if state.caller_waiting && (state.progressed || state.aborted.is_some()) {
+                self.signal_event(&self.caller_event);
             }
             let mut left = None;
-            if let Some(until) = state.leaving {
-                for p in state.peers.iter_mut().flatten().filter(|p| !p.unsent()) {
+            if let Some(until) = state.linger_until {
+                for p in state.peers.iter_mut().flatten().filter(|p| !p.has_unsent()) {
                     p.close();
                 }
                 let over = until.saturating_duration_since(Instant::now());
-                // After an abort nobody needs what is still on its way.
-                let ended = state.peers().all(|(_, p)| p.end.is_some());
+                // After an abort no member needs the remaining frames.
+                let ended = state.iter_peers().all(|(_, p)| p.stream_end.is_some());
                 if over.is_zero() || ended || state.aborted.is_some() {
                     state.peers.iter_mut().for_each(|p| *p = None);
                     return;
                 }
                 left = Some(over);
             }
-            let (wants, more) = (state.wants(), state.more);
+            let (wants, more) = (state.poll_flags(), state.has_more);
             drop(state);
-            sleep(&self.mover, fds, &wants, if more { Some(Duration::ZERO) } else { left });
+            poll_streams(&self.pump_event, fds, &wants, if more { Some(Duration::ZERO) } else { left });
         }
     }
 }
 
-/// Sleeps until a stream is ready for what is wanted of it or the bell rings; the bell is quiet afterwards.
-fn sleep(bell: &OwnedFd, fds: &[Option<OwnedFd>], wants: &[PollFlags], limit: Option<Duration>) {
-    let mut set = vec![PollFd::new(bell, PollFlags::IN)];
-    for (fd, want) in fds.iter().zip(wants) {
+/// Sleeps until a stream is ready for its poll flags or the eventfd is signalled, and resets the
+/// eventfd.
+fn poll_streams(event: &OwnedFd, fds: &[Option<OwnedFd>], flags: &[PollFlags], limit: Option<Duration>) {
+    let mut set = vec![PollFd::new(event, PollFlags::IN)];
+    for (fd, want) in fds.iter().zip(flags) {
         if let (Some(fd), false) = (fd, want.is_empty()) {
             set.push(PollFd::new(fd, *want));
         }
     }
     let limit = limit.map(|l| Timespec { tv_sec: l.as_secs() as _, tv_nsec: l.subsec_nanos().into() });
-    // Whatever ends the sleep, the caller looks again.
+    // The caller polls again, whatever ended the sleep.
     let _ = poll(&mut set, limit.as_ref());
-    let _ = rustix::io::read(bell, &mut [0u8; 8]);
+    let _ = rustix::io::read(event, &mut [0u8; 8]);
 }

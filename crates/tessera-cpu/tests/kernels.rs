@@ -1,19 +1,20 @@
-//! Every kernel against a naive f64 version at odd sizes, and the invariances that shards rest on, bit by bit.
+//! Compares every kernel with a naive f64 version at odd sizes, and checks bit by bit the
+//! invariances that sharding relies on.
 
 #![allow(clippy::unwrap_used)]
 
-use tessera_base::random::{DrawKey, normals, philox4x32};
+use tessera_base::random::{DrawKey, fill_normals, philox4x32};
 use tessera_cpu::Pool;
 use tessera_cpu::kernels::*;
 
-fn numbers(n: usize, seed: u64) -> Vec<f32> {
+fn random_values(n: usize, seed: u64) -> Vec<f32> {
     let mut out = vec![0.0; n];
-    normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut out);
+    fill_normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut out);
     out
 }
 
-/// The `i`-th of a fixed sequence of numbers in `low..=high`.
-fn pick(i: u32, what: u32, low: usize, high: usize) -> usize {
+/// Returns the `i`-th of a fixed sequence of numbers in `low..=high`.
+fn pick_size(i: u32, what: u32, low: usize, high: usize) -> usize {
     low + philox4x32([i, what, 0, 0], [1, 2])[0] as usize % (high - low + 1)
 }
 
@@ -21,16 +22,26 @@ fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|v| v.to_bits()).collect()
 }
 
-fn close(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
+fn assert_close(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
     assert_eq!(got.len(), want.len());
     for (i, (g, w)) in got.iter().zip(want).enumerate() {
         assert!((f64::from(*g) - w).abs() <= tolerance * w.abs().max(1.0), "{what}[{i}]: {g} for {w}");
     }
 }
 
-fn mm(pool: &Pool, x: &[f32], w: &[f32], mnk: (usize, usize, usize), segments: usize) -> Vec<f32> {
+fn run_matmul(pool: &Pool, x: &[f32], w: &[f32], mnk: (usize, usize, usize), segments: usize) -> Vec<f32> {
     let mut out = vec![f32::NAN; mnk.0 * mnk.1];
-    matmul(pool, &mut Scratch::new(), &mut out, x, Weight::Plain(w), mnk, None, Act::None, segments);
+    matmul(
+        pool,
+        &mut Scratch::new(),
+        &mut out,
+        x,
+        MatmulWeight::Plain(w),
+        mnk,
+        None,
+        Activation::None,
+        segments,
+    );
     out
 }
 
@@ -39,53 +50,68 @@ fn matmul_agrees_with_double_precision() {
     let pool = Pool::new(2).unwrap();
     let mut scratch = Scratch::new();
     for (m, n, k) in [(1, 1, 1), (2, 33, 7), (13, 31, 100), (50, 70, 513), (3, 200, 96), (97, 5, 1024)] {
-        let (x, w, b) = (numbers(m * k, 1), numbers(n * k, 2), numbers(n, 3));
-        for act in [Act::None, Act::Silu, Act::GeluTanh] {
+        let (x, w, b) = (random_values(m * k, 1), random_values(n * k, 2), random_values(n, 3));
+        for act in [Activation::None, Activation::Silu, Activation::GeluTanh] {
             let mut want = vec![0.0f64; m * n];
             for (i, o) in want.iter_mut().enumerate() {
                 let (r, c) = (i / n, i % n);
                 let y = (0..k).map(|i| f64::from(x[r * k + i]) * f64::from(w[c * k + i])).sum::<f64>();
                 let y = y + f64::from(b[c]);
                 *o = match act {
-                    Act::None => y,
-                    Act::Silu => y / (1.0 + (-y).exp()),
-                    Act::GeluTanh => {
+                    Activation::None => y,
+                    Activation::Silu => y / (1.0 + (-y).exp()),
+                    Activation::GeluTanh => {
                         let u = (2.0 / std::f64::consts::PI).sqrt() * (y + 0.044_715 * y.powi(3));
                         0.5 * y * (1.0 + u.tanh())
                     }
                 };
             }
             let mut out = vec![0.0; m * n];
-            matmul(&pool, &mut scratch, &mut out, &x, Weight::Plain(&w), (m, n, k), Some(&b), act, 1);
-            close(&out, &want, 3e-6 * (k as f64).sqrt(), "matmul");
+            matmul(&pool, &mut scratch, &mut out, &x, MatmulWeight::Plain(&w), (m, n, k), Some(&b), act, 1);
+            assert_close(&out, &want, 3e-6 * (k as f64).sqrt(), "matmul");
             let packed = PackedWeight::new(&pool, &w, n, k);
             let mut again = vec![0.0; m * n];
-            matmul(&pool, &mut scratch, &mut again, &x, Weight::Packed(&packed), (m, n, k), Some(&b), act, 1);
+            matmul(
+                &pool,
+                &mut scratch,
+                &mut again,
+                &x,
+                MatmulWeight::Packed(&packed),
+                (m, n, k),
+                Some(&b),
+                act,
+                1,
+            );
             assert_eq!(bits(&out), bits(&again));
         }
     }
 }
 
 #[test]
-fn rows_columns_and_threads_do_not_show_in_a_product() {
-    let pools = [Pool::single(), Pool::new(2).unwrap(), Pool::new(3).unwrap()];
+fn matmul_is_invariant_to_rows_columns_and_threads() {
+    let pools = [Pool::single_thread(), Pool::new(2).unwrap(), Pool::new(3).unwrap()];
     for i in 0..40 {
-        let m = pick(i, 0, 1, 150);
-        let n = pick(i, 1, 1, 200);
-        let k = if i % 8 == 0 { pick(i, 2, 3000, 14_000) } else { pick(i, 2, 1, 700) };
-        let (x, w) = (numbers(m * k, 10), numbers(n * k, 11));
-        let whole = mm(&pools[0], &x, &w, (m, n, k), 1);
+        let m = pick_size(i, 0, 1, 150);
+        let n = pick_size(i, 1, 1, 200);
+        let k = if i % 8 == 0 { pick_size(i, 2, 3000, 14_000) } else { pick_size(i, 2, 1, 700) };
+        let (x, w) = (random_values(m * k, 10), random_values(n * k, 11));
+        let whole = run_matmul(&pools[0], &x, &w, (m, n, k), 1);
         for pool in &pools[1..] {
-            assert_eq!(bits(&mm(pool, &x, &w, (m, n, k), 1)), bits(&whole));
+            assert_eq!(bits(&run_matmul(pool, &x, &w, (m, n, k), 1)), bits(&whole));
         }
         for j in 0..6 {
-            let row = pick(i, 10 + j, 0, m - 1);
-            let rows = if j == 0 { 1 } else { pick(i, 20 + j, 1, m - row) };
-            let column = pick(i, 30 + j, 0, n - 1);
-            let columns = if j == 1 { 1 } else { pick(i, 40 + j, 1, n - column) };
+            let row = pick_size(i, 10 + j, 0, m - 1);
+            let rows = if j == 0 { 1 } else { pick_size(i, 20 + j, 1, m - row) };
+            let column = pick_size(i, 30 + j, 0, n - 1);
+            let columns = if j == 1 { 1 } else { pick_size(i, 40 + j, 1, n - column) };
             let pool = &pools[j as usize % 3];
-            let part =
-                mm(pool, &x[row * k..][..rows * k], &w[column * k..][..columns * k], (rows, columns, k), 1);
+            let part = run_matmul(
+                pool,
+                &x[row * k..][..rows * k],
+                &w[column * k..][..columns * k],
+                (rows, columns, k),
+                1,
+            );
             for r in 0..rows {
                 let want = &whole[(row + r) * n + column..][..columns];
                 assert_eq!(bits(&part[r * columns..][..columns]), bits(want), "{m} {n} {k}: {row} {column}");
@@ -95,19 +121,19 @@ fn rows_columns_and_threads_do_not_show_in_a_product() {
 }
 
 #[test]
-fn a_subtree_of_segments_alone_is_that_subtree_of_the_whole() {
-    let pool = Pool::single();
+fn a_subtree_of_segments_is_bit_identical() {
+    let pool = Pool::single_thread();
     for (m, n, k) in [(13, 40, 96), (5, 33, 8 * 301), (49, 32, 64)] {
-        let (x, w) = (numbers(m * k, 1), numbers(n * k, 2));
+        let (x, w) = (random_values(m * k, 1), random_values(n * k, 2));
         for segments in [2usize, 4, 8] {
-            let whole = mm(&pool, &x, &w, (m, n, k), segments);
+            let whole = run_matmul(&pool, &x, &w, (m, n, k), segments);
             for ranks in [2usize, 4, 8].into_iter().filter(|r| *r <= segments) {
                 let part = k / ranks;
                 let cut = |t: &[f32], rank: usize| -> Vec<f32> {
                     t.chunks(k).flat_map(|row| row[rank * part..][..part].iter().copied()).collect()
                 };
                 let mut sums: Vec<Vec<f32>> = (0..ranks)
-                    .map(|r| mm(&pool, &cut(&x, r), &cut(&w, r), (m, n, part), segments / ranks))
+                    .map(|r| run_matmul(&pool, &cut(&x, r), &cut(&w, r), (m, n, part), segments / ranks))
                     .collect();
                 while sums.len() > 1 {
                     sums = sums
@@ -122,16 +148,16 @@ fn a_subtree_of_segments_alone_is_that_subtree_of_the_whole() {
 }
 
 #[test]
-fn norms_agree_with_double_precision_and_know_no_other_row() {
-    let pools = [Pool::single(), Pool::new(2).unwrap()];
+fn norms_agree_with_double_precision_and_are_row_invariant() {
+    let pools = [Pool::single_thread(), Pool::new(2).unwrap()];
     let eps = 1e-6f32;
     for (n, d, frames) in [(1usize, 7usize, 1), (37, 96, 3), (50, 1536, 4), (600, 130, 3)] {
         let per = n.div_ceil(frames).max(1);
-        let x: Vec<f32> = numbers(n * d, 1).iter().map(|v| v * 3.0 + 40.0).collect();
-        let (w, b, y) = (numbers(d, 2), numbers(d, 3), numbers(n * d, 4));
+        let x: Vec<f32> = random_values(n * d, 1).iter().map(|v| v * 3.0 + 40.0).collect();
+        let (w, b, y) = (random_values(d, 2), random_values(d, 3), random_values(n * d, 4));
         let (parts, first_row) = (6, 2 * per);
-        let m = numbers((frames + 2) * parts * d, 5);
-        let place = Frames { first_row, rows_per_frame: per };
+        let m = random_values((frames + 2) * parts * d, 5);
+        let place = FrameIndexing { first_row, rows_per_frame: per };
         let unit = |r: usize, c: usize| {
             let row = &x[r * d..][..d];
             let mean = row.iter().map(|v| f64::from(*v)).sum::<f64>() / d as f64;
@@ -142,7 +168,7 @@ fn norms_agree_with_double_precision_and_know_no_other_row() {
             |r: usize, part: usize, c: usize| f64::from(m[((first_row + r) / per * parts + part) * d + c]);
         let each =
             |f: &dyn Fn(usize, usize) -> f64| -> Vec<f64> { (0..n * d).map(|i| f(i / d, i % d)).collect() };
-        type Kernel<'a> = dyn Fn(&Pool, &mut [f32], &[f32], &[f32], Frames) + 'a;
+        type Kernel<'a> = dyn Fn(&Pool, &mut [f32], &[f32], &[f32], FrameIndexing) + 'a;
         let cases: [(&str, &Kernel<'_>, Vec<f64>); 4] = [
             (
                 "layer_norm",
@@ -171,13 +197,13 @@ fn norms_agree_with_double_precision_and_know_no_other_row() {
         for (name, kernel, want) in cases {
             let mut whole = vec![f32::NAN; n * d];
             kernel(&pools[0], &mut whole, &x, &y, place);
-            close(&whole, &want, 2e-5, name);
+            assert_close(&whole, &want, 2e-5, name);
             let mut shared = vec![f32::NAN; n * d];
             kernel(&pools[1], &mut shared, &x, &y, place);
             assert_eq!(bits(&shared), bits(&whole), "{name}");
             for row in [0, n / 2, n - 1] {
                 let mut one = vec![f32::NAN; d];
-                let here = Frames { first_row: first_row + row, ..place };
+                let here = FrameIndexing { first_row: first_row + row, ..place };
                 kernel(&pools[0], &mut one, &x[row * d..][..d], &y[row * d..][..d], here);
                 assert_eq!(bits(&one), bits(&whole[row * d..][..d]), "{name} row {row}");
             }
@@ -186,10 +212,10 @@ fn norms_agree_with_double_precision_and_know_no_other_row() {
 }
 
 #[test]
-fn rms_over_ranks_is_rms_on_one() {
-    let pool = Pool::single();
+fn sharded_rms_norm_is_bit_identical() {
+    let pool = Pool::single_thread();
     let (n, d) = (19, 96);
-    let (q, k, w) = (numbers(n * d, 1), numbers(n * d, 2), numbers(d, 3));
+    let (q, k, w) = (random_values(n * d, 1), random_values(n * d, 2), random_values(d, 3));
     let mut want = vec![0.0; n * d];
     rms_norm(&pool, &mut want, &k, &w, 8, 1e-6);
     for ranks in [1usize, 2, 4, 8] {
@@ -217,7 +243,7 @@ fn rms_over_ranks_is_rms_on_one() {
 }
 
 #[test]
-fn rope_is_the_double_precision_product_rounded_once() {
+fn rope_multiplies_in_double_precision_and_rounds_once() {
     let mut cache = RopeCache::new();
     for (head_dim, heads, grid, start, frame_stride) in [
         (128, 2, [3, 4, 5], 3, 1),
@@ -229,7 +255,7 @@ fn rope_is_the_double_precision_product_rounded_once() {
         let spec = RopeSpec { head_dim, grid, start, frame_stride };
         let tokens: usize = grid.iter().product();
         let dl = heads * head_dim;
-        let x = numbers(tokens * dl, 1);
+        let x = random_values(tokens * dl, 1);
         let mut out = vec![0.0; x.len()];
         rope(&Pool::new(2).unwrap(), &mut out, &x, dl, 0, cache.get(spec));
         let side = head_dim / 6;
@@ -253,22 +279,22 @@ fn rope_is_the_double_precision_product_rounded_once() {
         // A later part of the tokens, and one head of many.
         let first = tokens / 2;
         let mut part = vec![0.0; (tokens - first) * dl];
-        rope(&Pool::single(), &mut part, &x[first * dl..], dl, first, cache.get(spec));
+        rope(&Pool::single_thread(), &mut part, &x[first * dl..], dl, first, cache.get(spec));
         assert_eq!(bits(&part), bits(&out[first * dl..]));
     }
-    // Turning further by a uniform shift is turning to the later position.
-    let x = numbers(6 * 24, 2);
+    // Rotating further by a uniform shift equals rotating to the later position.
+    let x = random_values(6 * 24, 2);
     let turn = |x: &[f32], start, stride| {
         let mut out = vec![0.0; x.len()];
         let spec = RopeSpec { head_dim: 24, grid: [3, 2, 1], start, frame_stride: stride };
-        rope(&Pool::single(), &mut out, x, 24, 0, &RopeTables::new(spec));
+        rope(&Pool::single_thread(), &mut out, x, 24, 0, &RopeTables::new(spec));
         out
     };
     let (far, moved) = (turn(&x, 9, 1), turn(&turn(&x, 4, 1), 5, 0));
     assert!(far.iter().zip(&moved).all(|(a, b)| (a - b).abs() < 1e-5));
 }
 
-struct Heads<'a> {
+struct AttentionCase<'a> {
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
@@ -277,7 +303,7 @@ struct Heads<'a> {
     bias: Option<&'a KeyBias>,
 }
 
-impl Heads<'_> {
+impl AttentionCase<'_> {
     fn run(&self, pool: &Pool) -> Vec<f32> {
         let mut out = vec![f32::NAN; self.q.len()];
         let shape = (self.dl, self.head_dim);
@@ -285,8 +311,8 @@ impl Heads<'_> {
         out
     }
 
-    /// One row of one head in f64.
-    fn exact(&self, row: usize, head: usize) -> Vec<f64> {
+    /// Computes one row of one head in f64.
+    fn exact_row(&self, row: usize, head: usize) -> Vec<f64> {
         let (dl, hd) = (self.dl, self.head_dim);
         let keys = self.k.len() / dl;
         let at = |t: &[f32], r: usize, i: usize| f64::from(t[r * dl + head * hd + i]);
@@ -310,15 +336,15 @@ fn attention_agrees_with_double_precision() {
     for (i, keys) in [1, 2, 3, 31, 65, 193, 511, 1025, 2047, 4097].into_iter().enumerate() {
         let (n, head_dim, heads) = ([1, 5, 33, 40][i % 4], [16, 64, 20, 128][i % 4], 1 + i % 3);
         let dl = heads * head_dim;
-        let (q, k, v) = (numbers(n * dl, 1), numbers(keys * dl, 2), numbers(keys * dl, 3));
+        let (q, k, v) = (random_values(n * dl, 1), random_values(keys * dl, 2), random_values(keys * dl, 3));
         let bias = KeyBias { log_b: 0.3f32.ln(), rows: keys / 3..keys / 2 };
         for bias in [None, Some(&bias)] {
-            let heads_of = Heads { q: &q, k: &k, v: &v, dl, head_dim, bias };
+            let heads_of = AttentionCase { q: &q, k: &k, v: &v, dl, head_dim, bias };
             let out = heads_of.run(&pool);
             for row in [0, n / 2, n - 1] {
                 for head in 0..heads {
                     let got = &out[row * dl + head * head_dim..][..head_dim];
-                    close(got, &heads_of.exact(row, head), 3e-6, &format!("attention on {keys}"));
+                    assert_close(got, &heads_of.exact_row(row, head), 3e-6, &format!("attention on {keys}"));
                 }
             }
         }
@@ -328,19 +354,19 @@ fn attention_agrees_with_double_precision() {
 #[test]
 fn attention_survives_huge_logits() {
     let (n, keys, head_dim) = (33, 257, 64);
-    let mut q = numbers(n * head_dim, 1);
-    let mut k = numbers(keys * head_dim, 2);
-    let v = numbers(keys * head_dim, 3);
+    let mut q = random_values(n * head_dim, 1);
+    let mut k = random_values(keys * head_dim, 2);
+    let v = random_values(keys * head_dim, 3);
     // Dot products of up to 8e4 / √64: logits of ±1e4, the largest far from the next.
     for (x, scale) in [(&mut q, 40.0f32), (&mut k, 80.0)] {
         x.iter_mut().for_each(|v| *v = (*v * scale).clamp(-3.0 * scale, 3.0 * scale));
     }
-    let case = Heads { q: &q, k: &k, v: &v, dl: head_dim, head_dim, bias: None };
-    let out = case.run(&Pool::single());
+    let case = AttentionCase { q: &q, k: &k, v: &v, dl: head_dim, head_dim, bias: None };
+    let out = case.run(&Pool::single_thread());
     assert!(out.iter().all(|v| v.is_finite()));
     for row in 0..n {
         // An f32 logit of 1e4 is known to about 1e-2.
-        close(&out[row * head_dim..][..head_dim], &case.exact(row, 0), 3e-2, "huge logits");
+        assert_close(&out[row * head_dim..][..head_dim], &case.exact_row(row, 0), 3e-2, "huge logits");
     }
     // One direction: logits from −1e4 to 1e4 exactly, and all equal at 1e4.
     let q = vec![100.0f32; head_dim];
@@ -348,38 +374,41 @@ fn attention_survives_huge_logits() {
         let k: Vec<f32> = (0..keys)
             .flat_map(|r| vec![12.5 * (1.0 - spread * 2.0 * r as f32 / (keys - 1) as f32); head_dim])
             .collect();
-        let case = Heads { q: &q, k: &k, v: &v, dl: head_dim, head_dim, bias: None };
-        close(&case.run(&Pool::single()), &case.exact(0, 0), 1e-5, "logits of ±1e4");
+        let case = AttentionCase { q: &q, k: &k, v: &v, dl: head_dim, head_dim, bias: None };
+        assert_close(&case.run(&Pool::single_thread()), &case.exact_row(0, 0), 1e-5, "logits of ±1e4");
     }
     let poisoned: Vec<f32> = v.iter().enumerate().map(|(i, v)| if i == 5 { f32::NAN } else { *v }).collect();
-    assert!(Heads { v: &poisoned, ..case }.run(&Pool::single())[5].is_nan(), "NaN must not be hidden");
+    assert!(
+        AttentionCase { v: &poisoned, ..case }.run(&Pool::single_thread())[5].is_nan(),
+        "NaN must propagate"
+    );
 }
 
 #[test]
-fn rows_heads_and_threads_do_not_show_in_attention() {
-    let pools = [Pool::single(), Pool::new(2).unwrap(), Pool::new(3).unwrap()];
+fn attention_is_invariant_to_rows_heads_and_threads() {
+    let pools = [Pool::single_thread(), Pool::new(2).unwrap(), Pool::new(3).unwrap()];
     for i in 0..12 {
-        let (n, keys) = (pick(i, 0, 1, 120), pick(i, 1, 1, 700));
+        let (n, keys) = (pick_size(i, 0, 1, 120), pick_size(i, 1, 1, 700));
         let head_dim = [16, 32, 48, 64][i as usize % 4];
-        let heads = pick(i, 2, 1, 5);
+        let heads = pick_size(i, 2, 1, 5);
         let dl = heads * head_dim;
-        let (q, k, v) = (numbers(n * dl, 1), numbers(keys * dl, 2), numbers(keys * dl, 3));
+        let (q, k, v) = (random_values(n * dl, 1), random_values(keys * dl, 2), random_values(keys * dl, 3));
         let bias = KeyBias { log_b: -1.0, rows: 0..keys / 2 };
-        let whole = Heads { q: &q, k: &k, v: &v, dl, head_dim, bias: Some(&bias) };
+        let whole = AttentionCase { q: &q, k: &k, v: &v, dl, head_dim, bias: Some(&bias) };
         let out = whole.run(&pools[0]);
         for pool in &pools[1..] {
             assert_eq!(bits(&whole.run(pool)), bits(&out));
         }
         for j in 0..4 {
-            let row = pick(i, 10 + j, 0, n - 1);
-            let rows = if j == 0 { 1 } else { pick(i, 20 + j, 1, n - row) };
-            let head = pick(i, 30 + j, 0, heads - 1);
-            let count = pick(i, 40 + j, 1, heads - head);
+            let row = pick_size(i, 10 + j, 0, n - 1);
+            let rows = if j == 0 { 1 } else { pick_size(i, 20 + j, 1, n - row) };
+            let head = pick_size(i, 30 + j, 0, heads - 1);
+            let count = pick_size(i, 40 + j, 1, heads - head);
             let cut = |t: &[f32]| -> Vec<f32> {
                 t.chunks(dl).flat_map(|r| r[head * head_dim..][..count * head_dim].iter().copied()).collect()
             };
             let (q, k, v) = (cut(&q[row * dl..][..rows * dl]), cut(&k), cut(&v));
-            let part = Heads { q: &q, k: &k, v: &v, dl: count * head_dim, ..whole }.run(&pools[1]);
+            let part = AttentionCase { q: &q, k: &k, v: &v, dl: count * head_dim, ..whole }.run(&pools[1]);
             assert_eq!(bits(&part), bits(&cut(&out[row * dl..][..rows * dl])));
         }
     }
@@ -387,23 +416,28 @@ fn rows_heads_and_threads_do_not_show_in_attention() {
 
 #[test]
 fn elementwise_kernels_agree_with_double_precision() {
-    let pools = [Pool::single(), Pool::new(2).unwrap()];
+    let pools = [Pool::single_thread(), Pool::new(2).unwrap()];
     let (n, d) = (20_000 / 37, 37);
-    let (x, y, b) = (numbers(n * d, 1), numbers(n * d, 2), numbers(d, 3));
+    let (x, y, b) = (random_values(n * d, 1), random_values(n * d, 2), random_values(d, 3));
     let key = DrawKey { seed: 9, chunk: 2, draw: 1 };
     let first = 4098;
     let mut noise = vec![0.0; first + n * d];
-    normals(key, 0, &mut noise);
+    fill_normals(key, 0, &mut noise);
     for pool in &pools {
         let mut out = vec![0.0; n * d];
         let f = |v: f32| f64::from(v);
         add(pool, &mut out, &x, &y);
-        close(&out, &x.iter().zip(&y).map(|(a, b)| f(*a) + f(*b)).collect::<Vec<_>>(), 1e-6, "add");
+        assert_close(&out, &x.iter().zip(&y).map(|(a, b)| f(*a) + f(*b)).collect::<Vec<_>>(), 1e-6, "add");
         silu(pool, &mut out, &x);
-        close(&out, &x.iter().map(|v| f(*v) / (1.0 + (-f(*v)).exp())).collect::<Vec<_>>(), 1e-6, "silu");
-        bias_act(pool, &mut out, &x, &b, Act::Silu);
+        assert_close(
+            &out,
+            &x.iter().map(|v| f(*v) / (1.0 + (-f(*v)).exp())).collect::<Vec<_>>(),
+            1e-6,
+            "silu",
+        );
+        bias_act(pool, &mut out, &x, &b, Activation::Silu);
         let sums = x.iter().enumerate().map(|(i, v)| f(*v) + f(b[i % d]));
-        close(&out, &sums.map(|v| v / (1.0 + (-v).exp())).collect::<Vec<_>>(), 1e-6, "bias_act");
+        assert_close(&out, &sums.map(|v| v / (1.0 + (-v).exp())).collect::<Vec<_>>(), 1e-6, "bias_act");
         renoise(pool, &mut out, &x, 0.3, key, first as u64);
         let want = x.iter().zip(&noise[first..]).map(|(x, z)| (1.0 - 0.3f32) * x + 0.3f32 * z);
         assert_eq!(out, want.collect::<Vec<f32>>());
@@ -421,7 +455,7 @@ fn elementwise_kernels_agree_with_double_precision() {
 #[test]
 fn pixels_go_to_tokens_and_back() {
     let g = PixelGeometry { frames: 2, height: 4, width: 6, stride: [2, 3, 2] };
-    let (rows, length) = g.tokens();
+    let (rows, length) = g.token_shape();
     let [st, sh, sw] = g.stride;
     let (high, wide) = (g.height * sh, g.width * sw);
     let pixels: Vec<f32> = (0..g.frames * st * high * wide * 3).map(|i| (i as f32).sin()).collect();
@@ -432,7 +466,7 @@ fn pixels_go_to_tokens_and_back() {
         let channel = ((t % st * sh + y % sh) * sw + x % sw) * 3 + rgb;
         let (f, h, w) = (t / st, y / sh, x / sw);
         let row = (f * (g.height / 2) + h / 2) * (g.width / 2) + w / 2;
-        let inside = (h % 2 * 2 + w % 2) * g.channels() + channel;
+        let inside = (h % 2 * 2 + w % 2) * g.channel_count() + channel;
         assert_eq!(tokens[row * length + inside], *p);
     }
     let mut back = vec![0.0; pixels.len()];
@@ -446,13 +480,13 @@ fn pixels_go_to_tokens_and_back() {
 }
 
 #[test]
-fn softmax_and_dot_agree_with_double_precision_and_know_no_other_row() {
-    let pool = Pool::single();
+fn softmax_and_bmm_agree_with_double_precision_and_are_row_invariant() {
+    let pool = Pool::single_thread();
     let (batch, n, k, m) = (3, 5, 7, 4);
-    let (x, y) = (numbers(batch * n * k, 1), numbers(batch * k * m, 2));
+    let (x, y) = (random_values(batch * n * k, 1), random_values(batch * k * m, 2));
     let run = |x: &[f32], y: &[f32], n: usize, transposed: bool| {
         let mut out = vec![0.0; x.len() / k * m];
-        dot(&pool, &mut out, x, y, [n, k, m], transposed, 0.25);
+        bmm(&pool, &mut out, x, y, [n, k, m], transposed, 0.25);
         out
     };
     let got = run(&x, &y, n, false);
@@ -462,7 +496,7 @@ fn softmax_and_dot_agree_with_double_precision_and_know_no_other_row() {
             (0..k).map(|j| 0.25 * f64::from(x[row * k + j]) * f64::from(y[(of * k + j) * m + c])).sum()
         })
         .collect();
-    close(&got, &want, 1e-6, "dot");
+    assert_close(&got, &want, 1e-6, "dot");
     let turned: Vec<f32> = (0..y.len()).map(|i| y[i / (k * m) * (k * m) + i % k * m + i / k % m]).collect();
     assert_eq!(bits(&run(&x, &turned, n, true)), bits(&got));
     // The second batch alone, and its third row alone.
@@ -479,7 +513,7 @@ fn softmax_and_dot_agree_with_double_precision_and_know_no_other_row() {
             f64::from(x[i]).exp() / total
         })
         .collect();
-    close(&soft, &want, 1e-6, "softmax");
+    assert_close(&soft, &want, 1e-6, "softmax");
     let mut one = vec![0.0; k];
     softmax(&pool, &mut one, &x[4 * k..5 * k], k);
     assert_eq!(bits(&one), bits(&soft[4 * k..5 * k]));

@@ -1,4 +1,5 @@
-//! Programs on one rank: what is refused at load, what a call must bring, which weights are read.
+//! Programs on one rank: rejection at load, checks of a call's inputs, and the weights that are
+//! read.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,43 +8,47 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_base::Diagnostic;
-use tessera_cpu::{Cpu, Pool};
-use tessera_device::{Backend, CallData, Fault, Loaded, Observer, Scalar, Seat, WeightSource};
+use tessera_cpu::{CpuBackend, Pool};
+use tessera_device::{Backend, CallData, Fault, MeshRank, Observer, ProgramHandle, Scalar, WeightSource};
 use tessera_ir::{Slots, Type, parse_all};
 use tessera_mesh::{Mesh, Rank};
 
-struct Ones {
+struct OnesSource {
     reads: usize,
 }
 
-impl WeightSource for Ones {
-    fn read(&mut self, _: &str, ty: &Type, load: Option<&str>, _: &Seat) -> Result<Vec<f32>, Diagnostic> {
+impl WeightSource for OnesSource {
+    fn read(&mut self, _: &str, ty: &Type, load: Option<&str>, _: &MeshRank) -> Result<Vec<f32>, Diagnostic> {
         self.reads += 1;
-        Ok(vec![if load.is_some() { 2.0 } else { 1.0 }; ty.elements() as usize])
+        Ok(vec![if load.is_some() { 2.0 } else { 1.0 }; ty.element_count() as usize])
     }
 }
 
-struct Nobody;
+struct IgnoreProgress;
 
-impl Observer for Nobody {
-    fn issued(&mut self, _: usize) {}
-    fn progress(&mut self, _: u32) {}
+impl Observer for IgnoreProgress {
+    fn on_issued(&mut self, _: usize) {}
+    fn on_progress(&mut self, _: u32) {}
 }
 
-/// A backend of one rank with the programs of a text loaded, each value in a slot of its own.
-fn loaded(text: &str, source: &mut Ones) -> Result<(Cpu, Vec<Loaded>), Diagnostic> {
-    let seat = Seat { mesh: Mesh::default(), rank: Rank(0) };
-    let mut cpu = Cpu::new(seat, Pool::single(), Vec::new(), Duration::from_secs(1));
+/// Returns a backend of one rank that has loaded the programs of a text, each value in its own
+/// slot.
+fn load_programs(
+    text: &str,
+    source: &mut OnesSource,
+) -> Result<(CpuBackend, Vec<ProgramHandle>), Diagnostic> {
+    let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
+    let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
     let mut out = Vec::new();
     for p in parse_all(text, "test").unwrap() {
-        let bytes = p.values.iter().map(|v| if v.ty.is_token() { 4 } else { v.ty.bytes().0 }).collect();
+        let bytes = p.values.iter().map(|v| if v.ty.is_token() { 4 } else { v.ty.byte_size().0 }).collect();
         let of = (0..p.values.len() as u32).map(Some).collect();
-        out.push(cpu.load(&Arc::new(p), &Slots { bytes, of }, source)?);
+        out.push(cpu.load(&Arc::new(p), &Slots { slot_bytes: bytes, value_slots: of }, source)?);
     }
     Ok((cpu, out))
 }
 
-fn call<'a>(x: &'a [f32], b: &[f32]) -> CallData<'a> {
+fn call_data<'a>(x: &'a [f32], b: &[f32]) -> CallData<'a> {
     CallData {
         scalars: BTreeMap::from([("b", Scalar::F32s(b.to_vec()))]),
         inputs: BTreeMap::from([("x", x)]),
@@ -51,7 +56,7 @@ fn call<'a>(x: &'a [f32], b: &[f32]) -> CallData<'a> {
 }
 
 #[test]
-fn a_head_above_the_kernels_is_refused_at_load() {
+fn a_too_large_head_is_rejected_at_load() {
     let program = |head: usize| {
         format!(
             "program @p {{ %x = input : f32[1, {head}] %s = call : i64 \
@@ -59,13 +64,13 @@ fn a_head_above_the_kernels_is_refused_at_load() {
              output \"y\", %y }}"
         )
     };
-    assert!(loaded(&program(512), &mut Ones { reads: 0 }).is_ok());
-    let d = loaded(&program(514), &mut Ones { reads: 0 }).unwrap_err();
+    assert!(load_programs(&program(512), &mut OnesSource { reads: 0 }).is_ok());
+    let d = load_programs(&program(514), &mut OnesSource { reads: 0 }).unwrap_err();
     assert!(d.code.id == "T0801" && d.message.contains("514 elements, above 512"), "{d:?}");
 }
 
 #[test]
-fn sends_in_one_launch_are_taken_where_none_of_them_waits() {
+fn batched_sends_are_accepted_if_none_blocks() {
     let program = |issue: &str, wait: &str| {
         format!(
             "program @p role(r@tp0) mesh(tp=2) {{ %x = input : f32[2] \
@@ -73,8 +78,8 @@ fn sends_in_one_launch_are_taken_where_none_of_them_waits() {
         )
     };
     let issued = program("%t = ttile.collective.issue ", "ttile.collective.wait %t");
-    assert!(loaded(&issued, &mut Ones { reads: 0 }).is_ok());
-    let d = loaded(&program("ttile.collective.", ""), &mut Ones { reads: 0 }).unwrap_err();
+    assert!(load_programs(&issued, &mut OnesSource { reads: 0 }).is_ok());
+    let d = load_programs(&program("ttile.collective.", ""), &mut OnesSource { reads: 0 }).unwrap_err();
     assert!(
         d.code.id == "T0801" && d.message.contains("send in @p") && d.message.contains("one launch"),
         "{d:?}"
@@ -82,56 +87,56 @@ fn sends_in_one_launch_are_taken_where_none_of_them_waits() {
 }
 
 #[test]
-fn a_call_of_other_lengths_is_a_fault_and_outputs_are_of_the_last_run() {
+fn wrong_input_lengths_are_faults_and_outputs_are_from_the_last_run() {
     let text = "program @p { %x = input : f32[2, 2] %b = call : f32[2] output \"y\", %x output \"b\", %b }
                 program @q { %x = input : f32[1, 2] output \"z\", %x }";
-    let (mut cpu, programs) = loaded(text, &mut Ones { reads: 0 }).unwrap();
-    cpu.run(programs[0], &call(&[1.0, 2.0, 3.0, 4.0], &[5.0, 6.0]), &mut Nobody).unwrap();
+    let (mut cpu, programs) = load_programs(text, &mut OnesSource { reads: 0 }).unwrap();
+    cpu.run(programs[0], &call_data(&[1.0, 2.0, 3.0, 4.0], &[5.0, 6.0]), &mut IgnoreProgress).unwrap();
     assert_eq!(cpu.output("y").unwrap(), [1.0, 2.0, 3.0, 4.0]);
-    cpu.run(programs[1], &call(&[7.0, 8.0], &[]), &mut Nobody).unwrap();
+    cpu.run(programs[1], &call_data(&[7.0, 8.0], &[]), &mut IgnoreProgress).unwrap();
     assert_eq!((cpu.output("y"), cpu.output("z").unwrap()), (None, &[7.0, 8.0][..]));
-    cpu.run(programs[0], &call(&[4.0; 4], &[5.0, 6.0]), &mut Nobody).unwrap();
+    cpu.run(programs[0], &call_data(&[4.0; 4], &[5.0, 6.0]), &mut IgnoreProgress).unwrap();
     assert_eq!((cpu.output("y").unwrap(), cpu.output("z")), (&[4.0; 4][..], None));
-    let mut fault = |x: &[f32], b: &[f32]| match cpu.run(programs[0], &call(x, b), &mut Nobody) {
+    let mut fault = |x: &[f32], b: &[f32]| match cpu.run(programs[0], &call_data(x, b), &mut IgnoreProgress) {
         Err(Fault::Failed(text)) => text,
         other => panic!("{other:?}"),
     };
-    assert_eq!(fault(&[0.0; 3], &[1.0, 2.0]), "T0802: @p reads 4 numbers as `x`, the call brings 3");
-    assert_eq!(fault(&[0.0; 4], &[]), "T0802: @p reads 2 numbers as `b`, the call brings 0");
+    assert_eq!(fault(&[0.0; 3], &[1.0, 2.0]), "T0802: @p reads 4 numbers as `x`, but the call provides 3");
+    assert_eq!(fault(&[0.0; 4], &[]), "T0802: @p reads 2 numbers as `b`, but the call provides 0");
 }
 
 #[test]
-fn a_weight_of_products_is_read_again_for_another_use() {
-    let product =
+fn a_matmul_weight_is_loaded_again_for_another_use() {
+    let matmul =
         "%x = input : f32[2, 2] %w = weight \"w\" : f32[2, 2] %y = toperator.matmul %x, %w output \"y\", %y";
     let sum =
         "%x = input : f32[2, 2] %w = weight \"w\" : f32[2, 2] %y = toperator.add %x, %w output \"y\", %y";
-    let other = product.replace("\"w\"", "\"w\" {load = \"patch\"}");
+    let other = matmul.replace("\"w\"", "\"w\" {load = \"patch\"}");
     let text = format!(
-        "program @a {{ {product} }} program @b {{ {sum} }} program @c {{ {product} }} program @d {{ {other} }}"
+        "program @a {{ {matmul} }} program @b {{ {sum} }} program @c {{ {matmul} }} program @d {{ {other} }}"
     );
-    let mut source = Ones { reads: 0 };
-    let (mut cpu, programs) = loaded(&text, &mut source).unwrap();
+    let mut source = OnesSource { reads: 0 };
+    let (mut cpu, programs) = load_programs(&text, &mut source).unwrap();
     assert_eq!(source.reads, 3, "packed, plain, and reordered");
     for (program, want) in programs.into_iter().zip([2.0, 2.0, 2.0, 4.0]) {
-        cpu.run(program, &call(&[1.0; 4], &[]), &mut Nobody).unwrap();
+        cpu.run(program, &call_data(&[1.0; 4], &[]), &mut IgnoreProgress).unwrap();
         assert_eq!(cpu.output("y").unwrap(), [want; 4]);
     }
 }
 
-/// Elements that tell their tensor, position and generation apart.
-struct Counted {
+/// A weight source whose elements encode their tensor, position and generation.
+struct CountedSource {
     generation: u32,
     refuses: Option<&'static str>,
 }
 
-impl WeightSource for Counted {
-    fn read(&mut self, name: &str, ty: &Type, _: Option<&str>, _: &Seat) -> Result<Vec<f32>, Diagnostic> {
+impl WeightSource for CountedSource {
+    fn read(&mut self, name: &str, ty: &Type, _: Option<&str>, _: &MeshRank) -> Result<Vec<f32>, Diagnostic> {
         let first = (name.len() as u32 * 1000 + self.generation * 77) as f32;
-        Ok((0..ty.elements()).map(|i| first + i as f32).collect())
+        Ok((0..ty.element_count()).map(|i| first + i as f32).collect())
     }
 
-    fn check(&mut self, name: &str, _: &Type, _: Option<&str>, _: &Seat) -> Result<(), Diagnostic> {
+    fn check(&mut self, name: &str, _: &Type, _: Option<&str>, _: &MeshRank) -> Result<(), Diagnostic> {
         match self.refuses {
             Some(refused) if refused == name => {
                 Err(Diagnostic::error(&tessera_device::T0802, "not this one"))
@@ -141,75 +146,76 @@ impl WeightSource for Counted {
     }
 }
 
-/// Two programs that share a weight, which one reads packed and the other as it is.
+/// Two programs that share a weight, which one reads packed and the other plain.
 const SHARED: &str = "program @a { %x = input : f32[4, 40] %w = weight \"w\" : f32[70, 40] %c = weight \"cc\" : f32[40] \
     %n = toperator.add %x, %x %y = toperator.matmul %n, %w output \"y\", %y } \
     program @b { %x = input : f32[4, 40] %w = weight \"w\" : f32[70, 40] %v = toperator.add %w, %w \
     %y = toperator.matmul %x, %v output \"y\", %y }";
 
-fn counted() -> Cpu {
-    let seat = Seat { mesh: Mesh::default(), rank: Rank(0) };
-    let mut cpu = Cpu::new(seat, Pool::single(), Vec::new(), Duration::from_secs(1));
+fn counted_backend() -> CpuBackend {
+    let seat = MeshRank { mesh: Mesh::default(), rank: Rank(0) };
+    let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
     for p in parse_all(SHARED, "test").unwrap() {
-        let bytes = p.values.iter().map(|v| if v.ty.is_token() { 4 } else { v.ty.bytes().0 }).collect();
+        let bytes = p.values.iter().map(|v| if v.ty.is_token() { 4 } else { v.ty.byte_size().0 }).collect();
         let of = (0..p.values.len() as u32).map(Some).collect();
-        let mut source = Counted { generation: 0, refuses: None };
-        cpu.load(&Arc::new(p), &Slots { bytes, of }, &mut source).unwrap();
+        let mut source = CountedSource { generation: 0, refuses: None };
+        cpu.load(&Arc::new(p), &Slots { slot_bytes: bytes, value_slots: of }, &mut source).unwrap();
     }
     cpu
 }
 
 #[test]
-fn a_weight_is_printed_once_whatever_layout_it_is_held_in() {
-    let mut cpu = counted();
+fn a_weight_is_fingerprinted_once_in_any_layout() {
+    let mut cpu = counted_backend();
     let prints = cpu.fingerprints();
     let names: Vec<&str> = prints.iter().map(|p| p.tensor.as_str()).collect();
-    assert_eq!(names, ["cc", "w"], "held packed and plain, one piece");
+    assert_eq!(names, ["cc", "w"], "a weight stored packed and plain counts once");
     let bytes: Vec<u8> = (0..70 * 40).flat_map(|i| (1000.0 + i as f32).to_le_bytes()).collect();
-    let mut whole = tessera_device::Hasher::default();
+    let mut whole = tessera_device::FingerprintHasher::default();
     whole.update(&bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>());
     assert_eq!(prints[1], whole.finish("w", "whole"));
 
-    // A round, however it is divided; the largest unit here is the plain weight.
+    // One audit round, whatever its budget per step; the largest unit here is the plain weight.
     for budget in [70 * 40 * 4, 12_000, 1 << 20] {
         let (mut looks, mut bytes) = (0, 0);
         loop {
-            let seen = cpu.audit(budget);
+            let seen = cpu.audit_weights(budget);
             assert!(seen.bytes <= budget && seen.changed.is_none());
             (looks, bytes) = (looks + 1, bytes + seen.bytes);
-            assert!(looks < 100, "no end");
+            assert!(looks < 100, "the audit does not end");
             if seen.rounds == 1 {
                 break;
             }
         }
-        assert_eq!(bytes, (2 * 70 * 40 + 40) * 4, "{looks} looks at {budget} bytes");
+        assert_eq!(bytes, (2 * 70 * 40 + 40) * 4, "{looks} audit steps of {budget} bytes");
     }
-    assert_eq!(cpu.audit(100).bytes, 0, "less than a unit");
+    assert_eq!(cpu.audit_weights(100).bytes, 0, "less than a unit");
 }
 
 #[test]
-fn every_element_of_a_weight_is_watched() {
+fn the_audit_covers_every_weight_element() {
     for (name, elements) in [("w", 70 * 40), ("cc", 40)] {
         for index in (0..elements).step_by(7).chain([elements - 1]) {
-            let mut cpu = counted();
+            let mut cpu = counted_backend();
             assert!(cpu.write_weight(name, index, -1.0));
-            let (print, now) = cpu.audit(u64::MAX).changed.unwrap_or_else(|| panic!("{name}[{index}]"));
+            let (print, now) =
+                cpu.audit_weights(u64::MAX).changed.unwrap_or_else(|| panic!("{name}[{index}]"));
             assert!(print.tensor == name && print.digest != now);
         }
-        assert!(!counted().write_weight(name, elements, 0.0));
+        assert!(!counted_backend().write_weight(name, elements, 0.0));
     }
 }
 
 #[test]
-fn a_reload_takes_all_or_nothing() {
-    let mut cpu = counted();
+fn a_reload_is_atomic() {
+    let mut cpu = counted_backend();
     let before = cpu.fingerprints();
-    assert!(cpu.reload(&mut Counted { generation: 1, refuses: Some("cc") }).is_err());
+    assert!(cpu.reload_weights(&mut CountedSource { generation: 1, refuses: Some("cc") }).is_err());
     assert_eq!(cpu.fingerprints(), before);
-    assert_eq!(cpu.audit(u64::MAX).changed, None);
-    cpu.audit(3000);
-    cpu.reload(&mut Counted { generation: 1, refuses: None }).unwrap();
+    assert_eq!(cpu.audit_weights(u64::MAX).changed, None);
+    cpu.audit_weights(3000);
+    cpu.reload_weights(&mut CountedSource { generation: 1, refuses: None }).unwrap();
     assert!(cpu.fingerprints().iter().zip(&before).all(|(a, b)| a.digest != b.digest && a.slice == b.slice));
-    let seen = cpu.audit(u64::MAX);
-    assert!(seen.changed.is_none() && seen.rounds == 1, "a round begins anew");
+    let seen = cpu.audit_weights(u64::MAX);
+    assert!(seen.changed.is_none() && seen.rounds == 1, "a new round begins");
 }

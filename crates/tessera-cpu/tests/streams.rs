@@ -1,4 +1,4 @@
-//! What only streams can do: end, be slow, carry what no member sends.
+//! Faults that only streams can have: they close, are slow, or carry invalid frames.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,100 +9,101 @@ use std::net::TcpStream;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use support::{Kind, ends, linked};
+use support::{TransportKind, create_transports, tcp_pair};
 use tessera_base::random::philox4x32;
 use tessera_cpu::arena::ArenaLayout;
-use tessera_cpu::exchange::CommFault;
-use tessera_cpu::tcp::Tcp;
+use tessera_cpu::tcp::TcpTransport;
+use tessera_cpu::transport::CommFault;
 
-const MEGABYTES_8: usize = 2 << 20;
+const ELEMENTS_8_MIB: usize = 2 << 20;
 
 fn layout(members: usize, slots: usize) -> ArenaLayout {
-    ArenaLayout { members, slots, slot_bytes: 4 * MEGABYTES_8 }
+    ArenaLayout { members, slots, slot_bytes: 4 * ELEMENTS_8_MIB }
 }
 
-fn soon() -> Instant {
+fn test_deadline() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
 
 #[test]
-fn a_member_that_is_gone_is_a_fault_at_once() {
-    let mut members = ends(Kind::Streams, layout(3, 2));
+fn a_closed_peer_is_a_fault_at_once() {
+    let mut members = create_transports(TransportKind::Streams, layout(3, 2));
     drop(members.remove(1));
     let begun = Instant::now();
     for (me, end) in [(0, 0), (2, 1)] {
-        let fault = match members[end].publish(1, &[1.0], soon()) {
-            Ok(ticket) => members[end].collect(ticket, soon(), |_| ()).unwrap_err(),
+        let fault = match members[end].publish(1, &[1.0], test_deadline()) {
+            Ok(ticket) => members[end].collect(ticket, test_deadline(), |_| ()).unwrap_err(),
             Err(fault) => fault,
         };
-        assert!(matches!(fault, CommFault::Gone { peer: 1, seq: 0, .. }), "{me}: {fault}");
+        assert!(matches!(fault, CommFault::Disconnected { peer: 1, seq: 0, .. }), "{me}: {fault}");
     }
     assert!(begun.elapsed() < Duration::from_secs(2));
 }
 
 #[test]
-fn a_fault_wakes_who_sleeps() {
-    let mut members = ends(Kind::Streams, layout(2, 2));
+fn a_disconnect_wakes_a_sleeping_wait() {
+    let mut members = create_transports(TransportKind::Streams, layout(2, 2));
     let (leaves, mut waits) = (members.remove(1), members.remove(0));
     std::thread::scope(|s| {
         let (tell, asleep) = channel();
         let waiting = s.spawn(move || {
-            let ticket = waits.publish(1, &[1.0], soon()).unwrap();
+            let ticket = waits.publish(1, &[1.0], test_deadline()).unwrap();
             tell.send(()).unwrap();
             let begun = Instant::now();
-            (waits.collect(ticket, soon(), |_| ()).unwrap_err(), begun.elapsed())
+            (waits.collect(ticket, test_deadline(), |_| ()).unwrap_err(), begun.elapsed())
         });
         asleep.recv().unwrap();
         drop(leaves);
         let (fault, took) = waiting.join().unwrap();
-        assert!(matches!(fault, CommFault::Gone { peer: 1, .. }), "{fault}");
+        assert!(matches!(fault, CommFault::Disconnected { peer: 1, .. }), "{fault}");
         assert!(took < Duration::from_secs(5), "{took:?}");
     });
 }
 
-/// More than sockets hold goes out while its sender computes, and its receiver waits for nothing else.
+/// A contribution larger than the socket buffers is sent while its sender computes, and the
+/// receiver waits for nothing else.
 #[test]
-fn contributions_flow_while_their_sender_is_away() {
-    let mut members = ends(Kind::Streams, layout(2, 2));
+fn contributions_are_sent_while_their_sender_computes() {
+    let mut members = create_transports(TransportKind::Streams, layout(2, 2));
     let (mut reader, mut sender) = (members.remove(1), members.remove(0));
-    let data: Vec<f32> = (0..MEGABYTES_8).map(|i| i as f32).collect();
+    let data: Vec<f32> = (0..ELEMENTS_8_MIB).map(|i| i as f32).collect();
     std::thread::scope(|s| {
         let (tell, read) = channel();
         let data = &data;
         s.spawn(move || {
-            let ticket = reader.publish(7, &[], soon()).unwrap();
-            reader.collect(ticket, soon(), |views| assert!(views[0] == data)).unwrap();
+            let ticket = reader.publish(7, &[], test_deadline()).unwrap();
+            reader.collect(ticket, test_deadline(), |views| assert!(views[0] == data)).unwrap();
             tell.send(reader).unwrap();
         });
-        let ticket = sender.publish(7, data, soon()).unwrap();
-        // Only the lane's own thread moves anything here.
+        let ticket = sender.publish(7, data, test_deadline()).unwrap();
+        // Only the background thread moves data here.
         let _reader = read.recv_timeout(Duration::from_secs(20)).unwrap();
-        sender.collect(ticket, soon(), |views| assert!(views[0] == data)).unwrap();
+        sender.collect(ticket, test_deadline(), |views| assert!(views[0] == data)).unwrap();
     });
 }
 
 #[test]
-fn what_a_member_brought_last_arrives_although_it_leaves() {
-    let mut members = ends(Kind::Streams, layout(2, 2));
+fn the_last_contribution_of_a_closing_member_arrives() {
+    let mut members = create_transports(TransportKind::Streams, layout(2, 2));
     let (mut stays, mut leaves) = (members.remove(1), members.remove(0));
-    let data = vec![3.0; MEGABYTES_8];
+    let data = vec![3.0; ELEMENTS_8_MIB];
     std::thread::scope(|s| {
         let data = &data;
-        let mine = stays.publish(1, &[], soon()).unwrap();
+        let mine = stays.publish(1, &[], test_deadline()).unwrap();
         s.spawn(move || {
-            leaves.exchange(1, data, soon(), |_| ()).unwrap();
+            leaves.publish_and_collect(1, data, test_deadline(), |_| ()).unwrap();
         });
-        stays.collect(mine, soon(), |views| assert!(views[0] == data)).unwrap();
+        stays.collect(mine, test_deadline(), |views| assert!(views[0] == data)).unwrap();
     });
 }
 
-fn against_raw(slots: usize) -> (Tcp, TcpStream) {
-    let [a, b] = linked();
+fn transport_and_raw_peer(slots: usize) -> (TcpTransport, TcpStream) {
+    let [a, b] = tcp_pair();
     let layout = ArenaLayout { members: 2, slots, slot_bytes: 64 };
-    (Tcp::new(layout, 0, vec![None, Some(Box::new(a))]).unwrap(), b)
+    (TcpTransport::new(layout, 0, vec![None, Some(Box::new(a))]).unwrap(), b)
 }
 
-/// A frame as the module's page describes it.
+/// Builds a frame as the module documentation of `frame.rs` describes it.
 fn frame(kind: u32, seq: u64, payload: &[u8]) -> Vec<u8> {
     let mut out = kind.to_le_bytes().to_vec();
     out.extend((payload.len() as u32).to_le_bytes());
@@ -115,33 +116,33 @@ fn frame(kind: u32, seq: u64, payload: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_no_contribution_names_who_sent_it() {
+fn invalid_frames_name_their_sender() {
     let mut damaged = frame(1, 0, &[1, 2, 3, 4]);
     *damaged.last_mut().unwrap() ^= 1;
     let ahead: Vec<u8> = (0..3).flat_map(|s| frame(1, s, &[0; 4])).collect();
     let cases: [(&str, Vec<u8>); 9] = [
-        ("unknown kind", frame(4, 0, &[])),
-        ("changed on the way", damaged),
-        ("contribution 1 where 0", frame(1, 1, &[])),
-        ("contribution 2 where 2 of 2 ahead", ahead),
+        ("unknown frame kind", frame(4, 0, &[])),
+        ("wrong checksum", damaged),
+        ("contribution 1 out of order or too early: 0 expected", frame(1, 1, &[])),
+        ("contribution 2 out of order or too early: 2 expected, at most 2 ahead", ahead),
         ("68 bytes for a slot of 64", frame(1, 0, &[0; 68])),
         ("6 bytes for a slot of 64", frame(1, 0, &[0; 6])),
-        ("collective 1 read, of 1", frame(2, 1, &[])),
-        ("collective 0 read, of 1", [frame(2, 0, &[]), frame(2, 0, &[])].concat()),
-        ("a reason of 241 bytes", frame(3, 0, &[b'x'; 241])),
+        ("collective 1 finished, of 1", frame(2, 1, &[])),
+        ("collective 0 finished, of 1", [frame(2, 0, &[]), frame(2, 0, &[])].concat()),
+        ("an abort reason of 241 bytes", frame(3, 0, &[b'x'; 241])),
     ];
     for (why, bytes) in cases {
-        let (mut end, mut raw) = against_raw(2);
-        let ticket = end.publish(9, &[], soon()).unwrap();
+        let (mut end, mut raw) = transport_and_raw_peer(2);
+        let ticket = end.publish(9, &[], test_deadline()).unwrap();
         raw.write_all(&bytes).unwrap();
-        let fault = end.collect(ticket, soon(), |_| ()).unwrap_err();
-        let CommFault::Garbled { peer: 1, what, .. } = &fault else { panic!("{why}: {fault}") };
+        let fault = end.collect(ticket, test_deadline(), |_| ()).unwrap_err();
+        let CommFault::InvalidFrame { peer: 1, what, .. } = &fault else { panic!("{why}: {fault}") };
         assert!(what.contains(why), "{what}");
     }
-    let (mut end, mut raw) = against_raw(2);
-    let ticket = end.publish(9, &[], soon()).unwrap();
+    let (mut end, mut raw) = transport_and_raw_peer(2);
+    let ticket = end.publish(9, &[], test_deadline()).unwrap();
     raw.write_all(&frame(3, 0, b"enough")).unwrap();
-    let fault = end.collect(ticket, soon(), |_| ()).unwrap_err();
+    let fault = end.collect(ticket, test_deadline(), |_| ()).unwrap_err();
     assert_eq!(fault, CommFault::Aborted { by: 1, reason: "enough".into() });
 }
 
@@ -165,12 +166,12 @@ fn any_bytes_from_a_peer_end_in_a_fault() {
                 _ => bytes.iter_mut().skip(at).take(1).for_each(|b| *b ^= 1 << (at % 8)),
             }
         }
-        let (mut end, mut raw) = against_raw(2);
+        let (mut end, mut raw) = transport_and_raw_peer(2);
         raw.write_all(&bytes).unwrap();
         drop(raw);
         loop {
             let brief = Instant::now() + Duration::from_millis(20);
-            if end.exchange(9, &[1.0], brief, |views| assert!(views[1].len() <= 16)).is_err() {
+            if end.publish_and_collect(9, &[1.0], brief, |views| assert!(views[1].len() <= 16)).is_err() {
                 break;
             }
         }

@@ -1,315 +1,334 @@
-//! Runs role programs on one GPU: each program captured once as a graph over planned memory, then replayed.
+//! Executes role programs on one GPU. Each program is captured once as a CUDA graph over planned
+//! memory and then replayed.
 //!
-//! What a call brings lies in one area per program, copied at the head of its graph; kernels read call scalars there, so
-//! that a graph serves every call. Streams and events are the program's own. The first run after a load captures; a run
-//! after that allocates nothing, compiles nothing and captures nothing.
+//! A program has one area of device memory for the inputs and scalars of a call; a copy at the head
+//! of its graph fills the area. Kernels read call scalars from the area, so one graph serves every
+//! call. Streams and events follow the program. The first run after a load captures the graph;
+//! later runs allocate, compile and capture nothing.
 
-mod admit;
-mod ahead;
-mod batches;
+mod comm_fusion;
+mod comm_groups;
 mod enqueue;
-mod groups;
-mod joined;
-mod steps;
-mod trace;
-mod turns;
+mod horizontal_fusion;
+mod kernel_fusion;
+mod op_support;
+mod prepare;
+mod rope_tables;
+mod step_trace;
+mod transfer_batches;
 mod weights;
 
 use std::collections::BTreeMap;
-use std::collections::btree_map::Entry;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tessera_base::Diagnostic;
 use tessera_device::{
-    Abort, Audited, Backend, CallData, Fault, Fingerprint, Hasher, Loaded, Observer, Route, Scalar, Seat,
-    T0801, WeightSource, brought,
+    AbortFn, AuditResult, Backend, CallData, CommRoute, Fault, Fingerprint, FingerprintHasher, MeshRank,
+    Observer, ProgramHandle, Scalar, T0801, WeightSource, check_input,
 };
 use tessera_ir::{DType, Op, Opcode, Program, Slots, Type};
 
 use crate::T1304;
-use crate::attention::Attentions;
-use crate::choices::Choices;
-use crate::compile::{Compiler, Shelf};
+use crate::attention_cudnn::CudnnAttention;
+use crate::attention_sm90::AttentionSm90;
+use crate::autotune_cache::AutotuneCache;
+use crate::compile::{Compiler, KernelCache};
 use crate::devices::used_bytes;
-use crate::driver::{Args, Context, Done, Event, Failed, Graph, Memory, Pinned, Stream, download};
-use crate::flash::Flash;
-use crate::kernels::Kernels;
+use crate::driver::{
+    Context, CudaError, CudaEvent, CudaResult, CudaStream, DeviceMemory, GraphExec, KernelArgs, PinnedMemory,
+    copy_to_host,
+};
+use crate::dylib::{CublasLt, Cudnn, Nvrtc};
+use crate::gemm_cublaslt::Gemms;
+use crate::gemm_sm90::GemmSm90;
+use crate::kernels::KernelSet;
 use crate::libraries::Libraries;
 use crate::nccl::UniqueId;
-use crate::products::Products;
-use crate::tables::{CublasLt, Cudnn, Nvrtc};
-use crate::warpgroups::Warpgroups;
 
-use admit::unsupported;
-use ahead::{Carried, carried};
-use batches::Batches;
-use groups::{Groups, PAGE_BYTES, Told};
-use steps::{Step, steps};
-use trace::Traced;
-use turns::{Turns, turns};
-use weights::Weights;
+use comm_fusion::CommOffload;
+use comm_groups::{CommGroups, PAGE_BYTES, ProgressReporter};
+use kernel_fusion::LaunchStep;
+use op_support::unsupported_reason;
+use rope_tables::RopeTables;
+use step_trace::TracedGraph;
+use weights::DeviceWeights;
 
-pub use trace::Span;
+pub use step_trace::StepSpan;
 
-/// How a backend is opened.
+/// Settings for opening a [`CudaBackend`].
 #[derive(Debug, Clone)]
-pub struct Options {
-    /// Which of the visible devices.
-    pub device: u32,
-    /// Where compiled kernels are kept from run to run, if anywhere.
-    pub kernels: Option<Arc<dyn Shelf>>,
-    /// Longest wait for a peer in one collective.
-    pub patience: Duration,
-    /// Longest wait for peers to come, before the first collective.
-    pub setup: Duration,
-    /// Names this host: ranks of one host have one number, others another. Ranks of one host meet in one another's memory
-    /// where their GPUs can.
-    pub host: u64,
-    /// Whether programs are captured as graphs, or launched op by op: slower, for looking at.
-    pub graphs: bool,
+pub struct CudaOptions {
+    /// Index of the device among the visible ones.
+    pub device_index: u32,
+    /// Cache that keeps compiled kernels between runs, if there is one.
+    pub kernel_cache: Option<Arc<dyn KernelCache>>,
+    /// Longest time that one collective waits for a peer.
+    pub peer_timeout: Duration,
+    /// Longest time to wait for peers to connect, before the first collective.
+    pub setup_timeout: Duration,
+    /// Identifies this host: ranks share the number exactly when they run on the same host. Ranks
+    /// of one host use peer-to-peer memory where their GPUs support it.
+    pub host_id: u64,
+    /// Whether programs are captured as graphs. Otherwise they are launched op by op, which is
+    /// slower but easier to inspect.
+    pub use_graphs: bool,
 }
 
-/// A rank's end of a lane.
+/// One rank's membership in a communicator.
 #[derive(Debug, Clone)]
-pub struct End {
-    /// How the rank's ops name the lane.
-    pub route: Route,
-    /// Names the lane among all processes: made by one, told to all.
+pub struct CommunicatorMember {
+    /// The route by which the rank's ops name the communicator.
+    pub route: CommRoute,
+    /// NCCL id of the communicator. One process creates it and distributes it to all members.
     pub id: UniqueId,
-    /// Which member this rank is.
-    pub me: usize,
-    /// How many there are.
-    pub members: usize,
+    /// Index of this rank among the members.
+    pub member: usize,
+    /// Number of members.
+    pub member_count: usize,
 }
 
-/// The CUDA backend: one rank on one GPU.
+/// The CUDA backend of one rank on one GPU.
 #[derive(Debug)]
-pub struct Cuda {
-    seat: Seat,
-    options: Options,
-    // Graphs go before groups, whose work they hold, and groups before the memory that they share.
-    programs: Vec<Prepared>,
-    groups: Groups,
-    weights: Weights,
-    buffers: Vec<Buffer>,
+pub struct CudaBackend {
+    placement: MeshRank,
+    options: CudaOptions,
+    // Fields drop in order: graphs hold NCCL work of the groups, so they drop first; the groups
+    // drop before the memory that they share.
+    programs: Vec<PreparedProgram>,
+    groups: CommGroups,
+    weights: DeviceWeights,
+    buffers: Vec<DeviceBuffer>,
     buffer_index: BTreeMap<String, usize>,
-    /// Bytes that each slot needs, over all programs: only one runs at a time.
+    /// Bytes of each slot: the maximum over all programs, because only one program runs at a time.
     slot_bytes: Vec<usize>,
-    slots: Option<Placed>,
-    outputs: BTreeMap<String, Output>,
-    streams: BTreeMap<String, Stream>,
-    done: Event,
-    kernels: Kernels,
-    products: Products,
-    attentions: Attentions,
-    /// Where the device can.
-    flash: Option<Flash>,
-    counts: Counts,
-    /// Whether runs begin with a kernel that never ends.
-    stuck: bool,
-    /// Whether something was launched for a run that has not come to its end: it may still be on the device.
-    unfinished: bool,
-    /// Asks how many bytes of the device are in use.
-    used: Used,
+    slot_memory: Option<SlotMemory>,
+    outputs: BTreeMap<String, HostOutput>,
+    streams: BTreeMap<String, CudaStream>,
+    done_event: CudaEvent,
+    kernels: KernelSet,
+    gemms: Gemms,
+    attentions: CudnnAttention,
+    /// The sm90 attention kernel, if the device supports it.
+    sm90_attention: Option<AttentionSm90>,
+    one_time_counts: OneTimeCounts,
+    /// Whether runs begin with a kernel that never ends (an injected hang).
+    hang_injected: bool,
+    /// Whether a run was launched and has not completed. Its work may still be on the device.
+    has_unfinished_run: bool,
+    /// Device memory in use, now and before this process opened the device.
+    memory_use: DeviceMemoryUse,
     context: Arc<Context>,
 }
 
-/// Bytes of the device in use, and how many were before this process opened it.
-struct Used {
-    now: Box<dyn Fn() -> Option<u64> + Send>,
-    before: Option<u64>,
+/// Reads the device's memory use and remembers how much was in use before this process opened it.
+struct DeviceMemoryUse {
+    query: Box<dyn Fn() -> Option<u64> + Send>,
+    at_open: Option<u64>,
 }
 
-impl std::fmt::Debug for Used {
+impl std::fmt::Debug for DeviceMemoryUse {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:?} bytes in use before", self.before)
+        write!(f, "{:?} bytes in use at open", self.at_open)
     }
 }
 
-/// What a backend made so far. After the warm-up none of them grows.
+/// Counts of the one-time work of a backend. No count grows after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Counts {
-    /// Kernels compiled by this process.
-    pub compiled: u32,
-    /// Products for which this process timed who makes them. Where that was kept from an earlier run, none.
-    pub timed: u32,
-    /// Graphs captured for runs. One that [`Cuda::traced`] captures is asked for, not made by a run, and is not among them.
-    pub captured: u32,
-    /// Allocations of temporaries.
-    pub allocated: u32,
+pub struct OneTimeCounts {
+    /// Kernels that this process compiled.
+    pub kernels_compiled: u32,
+    /// GEMM shapes that this process autotuned. Shapes found in the autotune cache of an earlier
+    /// run do not count.
+    pub gemms_autotuned: u32,
+    /// Graphs captured for runs. Graphs that [`CudaBackend::trace_run`] captures do not count.
+    pub graphs_captured: u32,
+    /// Allocations of memory for temporaries.
+    pub slot_allocations: u32,
 }
 
-/// Slots in memory.
+/// The allocation that holds all slots, followed by scratch memory.
 #[derive(Debug)]
-struct Placed {
-    memory: Memory,
-    offsets: Vec<u64>,
-    /// Where steps keep what no value is, behind the slots.
-    scratch: u64,
+struct SlotMemory {
+    memory: DeviceMemory,
+    slot_offsets: Vec<u64>,
+    /// Offset of the scratch memory, which holds intermediate data of steps that has no slot.
+    scratch_offset: u64,
 }
 
 #[derive(Debug)]
-struct Buffer {
+struct DeviceBuffer {
     ty: Type,
-    memory: Memory,
+    memory: DeviceMemory,
 }
 
-/// Where a value put out lies on the host.
+/// Location of an output value in host memory.
 #[derive(Debug)]
-struct Output {
+struct HostOutput {
     program: usize,
     offset: usize,
     len: usize,
-    fresh: bool,
+    is_current: bool,
 }
 
-/// Where a value's elements are.
+/// Location of a value's elements.
 #[derive(Debug, Clone, Copy)]
-enum Place {
-    Nowhere,
+enum ValueLocation {
+    NoStorage,
     Slot(usize),
-    /// A buffer, and bytes into it.
+    /// Index of a buffer and a byte offset into it.
     Buffer(usize, u64),
     Weight(usize),
-    /// Bytes into the program's area.
-    Area(u64),
-    /// Rows beside those of others behind the slots: bytes into what lies there, and elements from a row to the next.
-    Beside(u64, u64),
+    /// Byte offset into the program's call area.
+    CallArea(u64),
+    /// Byte offset into scratch memory, and the row pitch in elements. Rows of several values may
+    /// be interleaved there.
+    Scratch(u64, u64),
 }
 
 #[derive(Debug)]
-struct Prepared {
+struct PreparedProgram {
     program: Arc<Program>,
-    places: Vec<Place>,
-    /// Backend's buffer of each of the program's.
-    buffers: Vec<usize>,
-    steps: Vec<Step>,
-    /// Exchanges that others than their own launches carry, by op.
-    carried: BTreeMap<usize, Carried>,
-    turns: Vec<Turns>,
+    locations: Vec<ValueLocation>,
+    /// Backend buffer index of each buffer of the program.
+    buffer_indices: Vec<usize>,
+    steps: Vec<LaunchStep>,
+    /// Collectives that run without a kernel of their own, by op.
+    comm_offloads: BTreeMap<usize, CommOffload>,
+    rope_tables: Vec<RopeTables>,
     scratch_bytes: usize,
-    area: Memory,
-    /// What is copied into the area before a run, and its length.
-    staged: Pinned,
+    call_area: DeviceMemory,
+    /// Pinned host memory that is copied into the call area before a run, and its length.
+    staged: PinnedMemory,
     staged_bytes: usize,
-    /// What outputs are copied to.
-    put_out: Pinned,
-    graph: Option<Graph>,
-    /// The same with marks, once somebody asked for it.
-    traced: Option<Traced>,
-    /// Whether it has run since its memory was placed.
-    ran: bool,
+    /// Pinned host memory that outputs are copied to.
+    host_outputs: PinnedMemory,
+    graph: Option<GraphExec>,
+    /// The same program captured with timestamp events, after the first trace.
+    traced_graph: Option<TracedGraph>,
+    /// Whether the program has run since its memory was placed.
+    has_run: bool,
 }
 
-impl Cuda {
-    /// Opens a device for a seat and meets the other members of every lane, in the order given: the same on all ranks.
+impl CudaBackend {
+    /// Opens a device for a rank and connects to the other members of every communicator. All ranks
+    /// must list the communicators in the same order.
     ///
     /// # Errors
-    /// T1301 for a library that is missing, T1304 for what a library refuses, T1303 where ranks do not meet.
+    /// T1301 for a missing library, T1304 for a refused library call, T1303 if ranks fail to
+    /// connect.
     pub fn open(
         libraries: &Libraries,
-        seat: Seat,
-        ends: Vec<End>,
-        options: Options,
-    ) -> Result<Cuda, Diagnostic> {
-        libraries.need(crate::Library::Driver)?;
+        seat: MeshRank,
+        ends: Vec<CommunicatorMember>,
+        options: CudaOptions,
+    ) -> Result<CudaBackend, Diagnostic> {
+        libraries.check_loaded(crate::Library::Driver)?;
         let (nvrtc, lt, dnn) = (Nvrtc::load(libraries)?, CublasLt::load(libraries)?, Cudnn::load(libraries)?);
-        let device = options.device;
-        // The driver must be up before a device is asked for.
-        cudarc::driver::result::init().map_err(|e| refused("driver", &e.into()))?;
-        let of = libraries.shared();
-        let now = Box::new(move || used_bytes(&of, device));
-        let used = Used { before: now(), now };
+        let device = options.device_index;
+        // The driver must be initialized before it is queried for a device.
+        cudarc::driver::result::init().map_err(|e| cuda_error("driver", &e.into()))?;
+        let shared_libraries = libraries.share_handles();
+        let query = Box::new(move || used_bytes(&shared_libraries, device));
+        let used = DeviceMemoryUse { at_open: query(), query };
         let (tables, seated) = ((nvrtc, lt, dnn), (seat, ends));
-        Cuda::with(libraries, tables, seated, options, used)
-            .map_err(|e| refused(&format!("device {device}"), &e))
+        CudaBackend::open_with_libraries(libraries, tables, seated, options, used)
+            .map_err(|e| cuda_error(&format!("device {device}"), &e))
     }
 
-    fn with(
+    fn open_with_libraries(
         libraries: &Libraries,
         (nvrtc, lt, dnn): (Nvrtc, CublasLt, Cudnn),
-        (seat, ends): (Seat, Vec<End>),
-        options: Options,
-        used: Used,
-    ) -> Done<Cuda> {
+        (seat, ends): (MeshRank, Vec<CommunicatorMember>),
+        options: CudaOptions,
+        used: DeviceMemoryUse,
+    ) -> CudaResult<CudaBackend> {
         use cudarc::driver::sys::CUdevice_attribute as Attribute;
-        let context = Arc::new(Context::open(options.device)?);
+        let context = Arc::new(Context::open(options.device_index)?);
         let capability = (
-            context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-            context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            context.device_attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            context.device_attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
-        let mut compiler = Compiler::new(nvrtc, capability, options.kernels.clone())?;
-        let choices = Choices::new(options.kernels.clone(), &context, &lt);
-        let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        let flash = Flash::new(&mut compiler, capability, multiprocessors)?;
-        let groups = Groups::join(libraries, &mut compiler, seat, ends, &options)?;
-        Ok(Cuda {
-            seat,
+        let mut compiler = Compiler::new(nvrtc, capability, options.kernel_cache.clone())?;
+        let choices = AutotuneCache::new(options.kernel_cache.clone(), &context, &lt);
+        let multiprocessors =
+            context.device_attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let flash = AttentionSm90::new(&mut compiler, capability, multiprocessors)?;
+        let groups = CommGroups::join_all(libraries, &mut compiler, seat, ends, &options)?;
+        Ok(CudaBackend {
+            placement: seat,
             options,
             programs: Vec::new(),
-            weights: Weights::default(),
+            weights: DeviceWeights::default(),
             buffers: Vec::new(),
             buffer_index: BTreeMap::new(),
             slot_bytes: Vec::new(),
-            slots: None,
+            slot_memory: None,
             outputs: BTreeMap::new(),
             streams: BTreeMap::new(),
             groups,
-            done: Event::new()?,
-            kernels: Kernels::new(compiler, multiprocessors)?,
-            products: Products::new(lt, Warpgroups::new(capability, multiprocessors), choices)?,
-            attentions: Attentions::new(dnn)?,
-            flash,
-            counts: Counts::default(),
-            stuck: false,
-            unfinished: false,
-            used,
+            done_event: CudaEvent::new()?,
+            kernels: KernelSet::new(compiler, multiprocessors)?,
+            gemms: Gemms::new(lt, GemmSm90::new(capability, multiprocessors), choices)?,
+            attentions: CudnnAttention::new(dnn)?,
+            sm90_attention: flash,
+            one_time_counts: OneTimeCounts::default(),
+            hang_injected: false,
+            has_unfinished_run: false,
+            memory_use: used,
             context,
         })
     }
 
-    /// What no kernel here covers, of a whole program, before any rank is started: T0801 for its first such op, as
-    /// [`Backend::load`] refuses it.
+    /// Checks a whole program before any rank starts. Returns T0801 for the first op that no kernel
+    /// of this backend supports, as [`Backend::load`] would.
     #[must_use]
-    pub fn refusal(p: &Program) -> Option<Diagnostic> {
-        p.ops.iter().find_map(|op| unsupported(p, op).map(|why| Cuda::refuse(p, op, &why)))
+    pub fn find_unsupported(p: &Program) -> Option<Diagnostic> {
+        p.ops.iter().find_map(|op| {
+            unsupported_reason(p, op).map(|why| CudaBackend::unsupported_op_error(p, op, &why))
+        })
     }
 
-    /// What was made so far.
+    /// Returns the counts of one-time work so far.
     #[must_use]
-    pub fn counts(&self) -> Counts {
-        Counts { compiled: self.kernels.compiler.compiled, timed: self.products.timed(), ..self.counts }
+    pub fn one_time_counts(&self) -> OneTimeCounts {
+        OneTimeCounts {
+            kernels_compiled: self.kernels.compiler.compiled_count,
+            gemms_autotuned: self.gemms.timed_count(),
+            ..self.one_time_counts
+        }
     }
 
-    /// Bytes of the device that this process took, its context and the libraries' own included: what is in use now beyond
-    /// what was before it opened the device. Another process that comes or goes meanwhile is counted in.
+    /// Returns the device memory in bytes that this process uses, including its context and the
+    /// libraries. The value is the memory in use now minus the memory in use before the process
+    /// opened the device, so other processes that start or exit meanwhile distort it.
     #[must_use]
     pub fn process_memory(&self) -> Option<u64> {
-        (self.used.now)()?.checked_sub(self.used.before?)
+        (self.memory_use.query)()?.checked_sub(self.memory_use.at_open?)
     }
 
-    /// Bytes that a process takes beside what its plan says: the context, the libraries' code and workspaces, and what NCCL
-    /// holds for each lane. Measured on H200s with CUDA 13.0 and NCCL 2.28.
+    /// Returns the device memory in bytes that a process uses beyond its plan: the context, code
+    /// and workspaces of the libraries, and NCCL's memory for each communicator. Measured on H200
+    /// GPUs with CUDA 13.0 and NCCL 2.28.
     #[must_use]
-    pub fn overhead_bytes(lanes: usize) -> u64 {
-        (1100 + 760 * lanes as u64) << 20
+    pub fn overhead_bytes(communicators: usize) -> u64 {
+        (1100 + 760 * communicators as u64) << 20
     }
 
-    /// How ranks meet in each lane, in words.
+    /// Describes the transport of each communicator, one line per communicator.
     #[must_use]
-    pub fn ways(&self) -> Vec<String> {
-        self.groups.ways()
+    pub fn describe_transports(&self) -> Vec<String> {
+        self.groups.describe_transports()
     }
 
-    fn refuse(p: &Program, op: &Op, why: &str) -> Diagnostic {
+    fn unsupported_op_error(p: &Program, op: &Op, why: &str) -> Diagnostic {
         Diagnostic::error(&T0801, format!("{} in @{} of {}: {why}", op.opcode.name(), p.name, p.role))
-            .at("backend", "cuda")
+            .with_label("backend", "cuda")
     }
 
-    /// Gives every slot its place, once all programs that will run are loaded.
-    fn place(&mut self) -> Done<()> {
-        if self.slots.is_some() {
+    /// Allocates the slots, once all programs that will run are loaded.
+    fn place_slots(&mut self) -> CudaResult<()> {
+        if self.slot_memory.is_some() {
             return Ok(());
         }
         let (mut offsets, mut end) = (Vec::new(), 0_u64);
@@ -317,145 +336,42 @@ impl Cuda {
             offsets.push(end);
             end += (*bytes as u64).next_multiple_of(ALIGNMENT);
         }
-        let memory = Memory::new((end as usize + self.scratch_bytes()).next_multiple_of(PAGE_BYTES))?;
-        memory.zero()?;
-        self.counts.allocated += 1;
-        self.products.freeze(true);
-        self.attentions.freeze(true);
-        if let Err(e) = self.share(&memory, &offsets) {
-            // Peers may see it already, and to free it is to wait for what did not end.
+        let memory = DeviceMemory::new((end as usize + self.scratch_bytes()).next_multiple_of(PAGE_BYTES))?;
+        memory.zero_fill()?;
+        self.one_time_counts.slot_allocations += 1;
+        self.gemms.set_frozen(true);
+        self.attentions.set_frozen(true);
+        if let Err(e) = self.share_memory(&memory, &offsets) {
+            // Peers may have mapped the memory already, and freeing it would wait for work that
+            // never completes.
             std::mem::forget(memory);
             return Err(e);
         }
-        self.slots = Some(Placed { memory, offsets, scratch: end });
-        // Addresses have changed.
-        self.programs.iter_mut().for_each(|p| (p.graph, p.traced, p.ran) = (None, None, false));
+        self.slot_memory = Some(SlotMemory { memory, slot_offsets: offsets, scratch_offset: end });
+        // The slot addresses have changed, so captured graphs are invalid.
+        self.programs.iter_mut().for_each(|p| (p.graph, p.traced_graph, p.has_run) = (None, None, false));
         Ok(())
     }
 
-    /// Bytes behind the slots.
+    /// Bytes of the scratch memory behind the slots.
     fn scratch_bytes(&self) -> usize {
         self.programs.iter().map(|p| p.scratch_bytes).max().unwrap_or(0)
     }
 
-    fn prepare(
-        &mut self,
-        program: &Arc<Program>,
-        slots: &Slots,
-        source: &mut dyn WeightSource,
-    ) -> Result<Prepared, Diagnostic> {
-        let p = &**program;
-        if let Some(refusal) = Cuda::refusal(p) {
-            return Err(refusal);
-        }
-        let broken = |e: Failed| refused(&format!("@{}", p.name), &e);
-        let mut buffers = Vec::new();
-        for b in &p.buffers {
-            let next = self.buffers.len();
-            let i = *self.buffer_index.entry(b.name.clone()).or_insert(next);
-            if i == next {
-                let memory = Memory::new(b.ty.bytes().0 as usize).map_err(broken)?;
-                memory.zero().map_err(broken)?;
-                self.buffers.push(Buffer { ty: b.ty.clone(), memory });
-            }
-            buffers.push(i);
-        }
-        let joined = self.join(p, source)?;
-        let steps = steps(p, slots, &joined);
-        let mut places = vec![Place::Nowhere; p.values.len()];
-        let (mut area, mut put_out) = (0_u64, 0_usize);
-        for op in &p.ops {
-            for r in &op.results {
-                let ty = p.ty(*r);
-                places[r.0 as usize] = match op.opcode {
-                    _ if ty.is_token() => Place::Nowhere,
-                    Opcode::Weight => Place::Weight(self.weights.load(&self.seat, p, op, source)?),
-                    Opcode::Input | Opcode::Call => {
-                        let at = area;
-                        area = (area + ty.bytes().0).next_multiple_of(ALIGNMENT);
-                        Place::Area(at)
-                    }
-                    Opcode::CacheRead => {
-                        let width: u64 = ty.shape[1..].iter().product::<u64>() * ty.dtype.bytes();
-                        let row = op.int("row").unwrap_or(0) as u64;
-                        Place::Buffer(op.buffer.map_or(0, |b| buffers[b.0 as usize]), row * width)
-                    }
-                    _ => match slots.of.get(r.0 as usize).copied().flatten() {
-                        Some(s) => Place::Slot(s as usize),
-                        None => return Err(Cuda::refuse(p, op, "the plan gives its result no memory")),
-                    },
-                };
-            }
-            if op.opcode == Opcode::Output {
-                let len = p.ty(op.operands[0]).elements() as usize;
-                let name = op.name.clone().unwrap_or_default();
-                let output = Output { program: self.programs.len(), offset: put_out, len, fresh: false };
-                self.outputs.insert(format!("{}/{name}", self.programs.len()), output);
-                put_out += (len * 4).next_multiple_of(ALIGNMENT as usize);
-            }
-            self.prepare_op(p, op).map_err(broken)?;
-        }
-        for step in &steps {
-            match *step {
-                Step::One(i) => self.prepare_product(p, &p.ops[i], false).map_err(broken)?,
-                Step::ProductAdd { product, .. } => {
-                    self.prepare_product(p, &p.ops[product], true).map_err(broken)?;
-                }
-                _ => {}
-            }
-        }
-        let staged_bytes = area as usize;
-        let turns = turns(p, &mut area);
-        let memory = Memory::new(area as usize).map_err(broken)?;
-        for t in &turns {
-            t.upload(&memory).map_err(broken)?;
-        }
-        for name in p.streams.iter().cloned().chain(Batches::streams(p)) {
-            // Transfers go first where both could run: peers wait for them.
-            let urgent = name != "compute";
-            if let Entry::Vacant(place) = self.streams.entry(name) {
-                place.insert(Stream::new(urgent).map_err(broken)?);
-            }
-        }
-        let of_ops = p.ops.iter().map(|o| scratch_bytes(p, o)).max().unwrap_or(0);
-        let of_ops = of_ops.next_multiple_of(ALIGNMENT as usize);
-        let together = steps.iter().filter_map(|s| if let Step::Joined(j) = s { Some(j) } else { None });
-        let (beside, end) = joined::places(p, together, of_ops as u64);
-        for (v, place) in beside {
-            places[v.0 as usize] = place;
-        }
-        Ok(Prepared {
-            carried: carried(p, slots, &steps),
-            steps,
-            scratch_bytes: end as usize,
-            program: Arc::clone(program),
-            places,
-            buffers,
-            turns,
-            area: memory,
-            staged: Pinned::new(staged_bytes).map_err(broken)?,
-            staged_bytes,
-            put_out: Pinned::new(put_out).map_err(broken)?,
-            graph: None,
-            traced: None,
-            ran: false,
-        })
-    }
-
-    /// Whether every row that the call says lies in its buffer: a kernel does not look.
-    fn rows_fit(&self, program: usize, call: &CallData<'_>) -> Result<(), Fault> {
+    /// Checks that every row index of the call lies within its buffer. Kernels do not check bounds.
+    fn check_cache_rows(&self, program: usize, call: &CallData<'_>) -> Result<(), Fault> {
         let prepared = &self.programs[program];
         let p = &prepared.program;
         for op in p.ops.iter().filter(|o| o.opcode == Opcode::CacheWrite) {
-            let (Some(row), Some(b)) = (op.key("row"), op.buffer) else { continue };
+            let (Some(row), Some(b)) = (op.keyed_operand("row"), op.buffer) else { continue };
             let named =
                 p.ops.iter().find(|o| o.results.first() == Some(&row)).and_then(|o| o.name.as_deref());
             let Some(Scalar::I64(row)) = named.and_then(|n| call.scalars.get(n)) else { continue };
-            let first = op.int("first").unwrap_or(0) as u64;
-            let (rows, all) = (first + p.ty(op.operands[0]).shape[0], p.buffer(b).ty.shape[0]);
+            let first = op.int_attr("first_row").unwrap_or(0) as u64;
+            let (rows, all) = (first + p.type_of(op.operands[0]).shape[0], p.buffer(b).ty.shape[0]);
             if u64::try_from(*row).map_or(true, |r| r.saturating_add(rows) > all) {
                 return Err(Fault::Failed(format!(
-                    "@{}: row {row} + {rows} of a cache of {all} rows",
+                    "@{}: row {row} + {rows} exceeds a cache of {all} rows",
                     p.name
                 )));
             }
@@ -463,22 +379,22 @@ impl Cuda {
         Ok(())
     }
 
-    /// Brings what a call brings to the place that the graph copies from.
-    fn stage(&mut self, program: usize, call: &CallData<'_>) -> Result<(), Fault> {
+    /// Copies a call's inputs and scalars into the pinned memory that the graph reads.
+    fn stage_call_data(&mut self, program: usize, call: &CallData<'_>) -> Result<(), Fault> {
         let prepared = &mut self.programs[program];
         let p = Arc::clone(&prepared.program);
         for op in p.ops.iter().filter(|o| matches!(o.opcode, Opcode::Input | Opcode::Call)) {
-            brought(&p, op, call)?;
-            let Place::Area(at) = prepared.places[op.results[0].0 as usize] else { continue };
+            check_input(&p, op, call)?;
+            let ValueLocation::CallArea(at) = prepared.locations[op.results[0].0 as usize] else { continue };
             let (at, name) = (at as usize, op.name.as_deref().unwrap_or_default());
             match (call.inputs.get(name), call.scalars.get(name)) {
                 (Some(x), _) if op.opcode == Opcode::Input => {
-                    prepared.staged.slice_mut::<f32>(at, x.len()).copy_from_slice(x);
+                    prepared.staged.as_mut_slice::<f32>(at, x.len()).copy_from_slice(x);
                 }
-                (_, Some(Scalar::I64(v))) => prepared.staged.slice_mut::<i64>(at, 1)[0] = *v,
-                (_, Some(Scalar::F32(v))) => prepared.staged.slice_mut::<f32>(at, 1)[0] = *v,
+                (_, Some(Scalar::I64(v))) => prepared.staged.as_mut_slice::<i64>(at, 1)[0] = *v,
+                (_, Some(Scalar::F32(v))) => prepared.staged.as_mut_slice::<f32>(at, 1)[0] = *v,
                 (_, Some(Scalar::F32s(v))) => {
-                    prepared.staged.slice_mut::<f32>(at, v.len()).copy_from_slice(v);
+                    prepared.staged.as_mut_slice::<f32>(at, v.len()).copy_from_slice(v);
                 }
                 _ => {}
             }
@@ -492,194 +408,209 @@ impl Cuda {
         call: &CallData<'_>,
         observer: &mut dyn Observer,
     ) -> Result<(), Fault> {
-        let broken = |e: Failed| Fault::Failed(e.0);
-        self.ready(program, call, observer)?;
+        let to_fault = |e: CudaError| Fault::Failed(e.0);
+        self.prepare_run(program, call, observer)?;
         let p = Arc::clone(&self.programs[program].program);
-        if self.stuck {
+        if self.hang_injected {
             let streams = std::mem::take(&mut self.streams);
             let name = p.streams.first().map_or("compute", String::as_str);
-            let spun = streams.get(name).map(|s| self.kernels.blocks("spin", 1, 1, 0, Args::new(), s));
+            let spin_launch =
+                streams.get(name).map(|s| self.kernels.launch_blocks("spin", 1, 1, 0, KernelArgs::new(), s));
             self.streams = streams;
-            spun.unwrap_or(Ok(())).map_err(broken)?;
+            spin_launch.unwrap_or(Ok(())).map_err(to_fault)?;
         }
-        // A library that connects at first use is let do so before anything is captured.
+        // NCCL connects on first use, which must not happen inside a capture: the first run is
+        // eager.
         let first = self.programs[program].graph.is_none();
-        let eager = !self.options.graphs || (first && self.groups.lazy() && !self.programs[program].ran);
+        let eager = !self.options.use_graphs
+            || (first && self.groups.has_lazy_connections() && !self.programs[program].has_run);
         if eager {
-            self.enqueue(program, &mut |_, _, _| Ok(())).map_err(broken)?;
+            self.enqueue_program(program, &mut |_, _, _| Ok(())).map_err(to_fault)?;
         } else {
             if first {
-                self.record(program).map_err(broken)?;
+                self.capture_run_graph(program).map_err(to_fault)?;
             }
-            let (main, graph) = (self.main(&p).map_err(broken)?, self.programs[program].graph.as_ref());
-            graph.map_or(Ok(()), |g| main.replay(g)).map_err(broken)?;
+            let (main, graph) =
+                (self.main_stream(&p).map_err(to_fault)?, self.programs[program].graph.as_ref());
+            graph.map_or(Ok(()), |g| main.launch_graph(g)).map_err(to_fault)?;
         }
-        self.programs[program].ran = true;
-        self.finish(program, observer)?;
-        if eager && self.options.graphs {
-            // Connected by now: the next run replays and makes nothing.
-            self.groups.rewind();
-            self.record(program).map_err(broken)?;
+        self.programs[program].has_run = true;
+        self.finish_run(program, observer)?;
+        if eager && self.options.use_graphs {
+            // All connections exist now. Capturing here keeps the next run free of captures.
+            self.groups.reset_progress();
+            self.capture_run_graph(program).map_err(to_fault)?;
         }
         Ok(())
     }
 
-    /// All that comes before the launch of a program.
-    fn ready(
+    /// Does all host work that precedes the launch of a program.
+    fn prepare_run(
         &mut self,
         program: usize,
         call: &CallData<'_>,
         observer: &mut dyn Observer,
     ) -> Result<(), Fault> {
-        let broken = |e: Failed| Fault::Failed(e.0);
-        self.context.bind().map_err(broken)?;
-        self.stage(program, call)?;
-        self.rows_fit(program, call)?;
-        for (i, _) in self.programs[program].program.collectives() {
-            observer.issuing(i).map_err(Fault::Refused)?;
+        let broken = |e: CudaError| Fault::Failed(e.0);
+        self.context.make_current().map_err(broken)?;
+        self.stage_call_data(program, call)?;
+        self.check_cache_rows(program, call)?;
+        for (i, _) in self.programs[program].program.collective_ops() {
+            observer.on_issuing(i).map_err(Fault::Refused)?;
         }
-        self.unfinished = true;
-        self.place().map_err(broken)?;
-        self.groups.rewind();
+        self.has_unfinished_run = true;
+        self.place_slots().map_err(broken)?;
+        self.groups.reset_progress();
         Ok(())
     }
 
-    /// Waits for a program that was launched.
-    fn finish(&mut self, program: usize, observer: &mut dyn Observer) -> Result<(), Fault> {
+    /// Waits for a launched program to complete.
+    fn finish_run(&mut self, program: usize, observer: &mut dyn Observer) -> Result<(), Fault> {
         let p = Arc::clone(&self.programs[program].program);
-        self.main(&p).and_then(|s| s.record(&self.done)).map_err(|e| Fault::Failed(e.0))?;
-        // A graph is launched as a whole, and so are all its collectives, in the program's order.
-        for (i, _) in p.collectives() {
-            observer.issued(i);
+        self.main_stream(&p)
+            .and_then(|s| s.record_event(&self.done_event))
+            .map_err(|e| Fault::Failed(e.0))?;
+        // A graph launches all its collectives at once, in program order.
+        for (i, _) in p.collective_ops() {
+            observer.on_issued(i);
         }
-        self.wait(&p, observer)?;
+        self.wait_for_device(&p, observer)?;
         for o in self.outputs.values_mut() {
-            o.fresh = o.program == program;
+            o.is_current = o.program == program;
         }
-        self.unfinished = false;
+        self.has_unfinished_run = false;
         Ok(())
     }
 
-    /// Captures a program as the graph that runs replay.
-    fn record(&mut self, program: usize) -> Done<()> {
-        let graph = self.capture(program, |own| own.enqueue(program, &mut |_, _, _| Ok(())))?;
-        self.counts.captured += 1;
+    /// Captures the graph that runs of a program replay.
+    fn capture_run_graph(&mut self, program: usize) -> CudaResult<()> {
+        let graph = self.capture_graph(program, |own| own.enqueue_program(program, &mut |_, _, _| Ok(())))?;
+        self.one_time_counts.graphs_captured += 1;
         self.programs[program].graph = Some(graph);
         Ok(())
     }
 
-    /// Waits until the device is done: looking all the time at first, since a phase may be short. Tells how far it is, and
-    /// ends where a collective ended badly or nothing moves for as long as a peer may take.
-    fn wait(&self, p: &Program, observer: &mut dyn Observer) -> Result<(), Fault> {
-        let mut told = Told::new(p);
-        let mut moved = Instant::now();
-        let began = moved;
+    /// Waits until the device completes the program. Spins at first because a phase may be short,
+    /// then sleeps between polls. Reports progress to the observer. Fails if a collective fails, or
+    /// if the device makes no progress for longer than the peer timeout.
+    fn wait_for_device(&self, p: &Program, observer: &mut dyn Observer) -> Result<(), Fault> {
+        let mut reporter = ProgressReporter::new(p);
+        let mut last_progress = Instant::now();
+        let started = last_progress;
         loop {
-            match self.done.passed() {
+            match self.done_event.is_complete() {
                 Ok(true) => break,
                 Ok(false) => {}
                 Err(e) => return Err(Fault::Failed(format!("@{}: {e}", p.name))),
             }
-            if told.look(&self.groups, observer) {
-                moved = Instant::now();
+            if reporter.report_progress(&self.groups, observer) {
+                last_progress = Instant::now();
             }
-            if let Some(fault) = self.groups.fault(p) {
+            if let Some(fault) = self.groups.find_fault(p) {
                 return Err(fault);
             }
-            // Kernels over peers' memory keep the time themselves; this is for NCCL, and for a kernel that never ends.
-            if moved.elapsed() > self.options.patience + STUCK {
+            // P2P kernels enforce the timeout themselves. This check covers NCCL and kernels that
+            // never end.
+            if last_progress.elapsed() > self.options.peer_timeout + DEVICE_STALL_GRACE {
                 return Err(Fault::Stalled(format!(
-                    "@{}: nothing moved on the GPU for {:?}",
+                    "@{}: no progress on the GPU for {:?}",
                     p.name,
-                    moved.elapsed()
+                    last_progress.elapsed()
                 )));
             }
-            if began.elapsed() < Duration::from_micros(200) {
+            if started.elapsed() < Duration::from_micros(200) {
                 std::hint::spin_loop();
             } else {
                 std::thread::sleep(Duration::from_micros(20));
             }
         }
-        // A kernel whose wait failed has ended, and so may all the rest.
-        if let Some(fault) = self.groups.fault(p) {
+        // A kernel whose wait for a peer failed ends early, so the program may complete with a
+        // fault.
+        if let Some(fault) = self.groups.find_fault(p) {
             return Err(fault);
         }
-        told.rest(observer);
+        reporter.report_completion(observer);
         Ok(())
     }
 
-    /// The stream that a program begins and ends on.
-    fn main(&self, p: &Program) -> Done<&Stream> {
+    /// Returns the stream on which a program begins and ends.
+    fn main_stream(&self, p: &Program) -> CudaResult<&CudaStream> {
         let name = p.streams.first().map_or("compute", String::as_str);
-        self.streams.get(name).ok_or_else(|| Failed(format!("no stream {name}")))
+        self.streams.get(name).ok_or_else(|| CudaError(format!("no stream {name}")))
     }
 }
 
-impl Backend for Cuda {
+impl Backend for CudaBackend {
     fn load(
         &mut self,
         program: &Arc<Program>,
         slots: &Slots,
         weights: &mut dyn WeightSource,
-    ) -> Result<Loaded, Diagnostic> {
-        self.context.bind().map_err(|e| refused("context", &e))?;
-        self.products.freeze(false);
-        self.attentions.freeze(false);
-        let prepared = self.prepare(program, slots, weights)?;
-        for (i, bytes) in slots.bytes.iter().enumerate() {
+    ) -> Result<ProgramHandle, Diagnostic> {
+        self.context.make_current().map_err(|e| cuda_error("context", &e))?;
+        self.gemms.set_frozen(false);
+        self.attentions.set_frozen(false);
+        let prepared = self.prepare_program(program, slots, weights)?;
+        for (i, bytes) in slots.slot_bytes.iter().enumerate() {
             match self.slot_bytes.get_mut(i) {
                 Some(b) => *b = (*b).max(*bytes as usize),
                 None => self.slot_bytes.push(*bytes as usize),
             }
         }
-        self.slots = None;
+        self.slot_memory = None;
         self.programs.push(prepared);
-        Ok(Loaded(self.programs.len() - 1))
+        Ok(ProgramHandle(self.programs.len() - 1))
     }
 
-    fn made(&self) -> u64 {
-        let Counts { compiled, timed, captured, allocated } = self.counts();
+    fn setup_count(&self) -> u64 {
+        let OneTimeCounts {
+            kernels_compiled: compiled,
+            gemms_autotuned: timed,
+            graphs_captured: captured,
+            slot_allocations: allocated,
+        } = self.one_time_counts();
         [compiled, timed, captured, allocated].map(u64::from).iter().sum()
     }
 
-    fn stick(&mut self) -> bool {
-        self.stuck = self.context.bind().is_ok() && self.kernels.prepare("spin").is_ok();
-        self.stuck
+    fn inject_hang(&mut self) -> bool {
+        self.hang_injected =
+            self.context.make_current().is_ok() && self.kernels.prepare_elementwise("spin").is_ok();
+        self.hang_injected
     }
 
     fn fingerprints(&self) -> Vec<Fingerprint> {
-        self.weights.prints()
+        self.weights.list_fingerprints()
     }
 
-    fn audit(&mut self, bytes: u64) -> Audited {
-        // A device that cannot be read any more fails the next run, which has words for it.
-        match self.context.bind() {
-            Ok(()) => self.weights.look(bytes),
-            Err(_) => Audited::default(),
+    fn audit_weights(&mut self, bytes: u64) -> AuditResult {
+        // An unreadable device fails the next run, which reports the error in detail.
+        match self.context.make_current() {
+            Ok(()) => self.weights.audit_next(bytes),
+            Err(_) => AuditResult::default(),
         }
     }
 
-    fn reload(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {
-        self.context.bind().map_err(|e| refused("context", &e))?;
-        self.weights.exchange(&self.seat, weights)?;
-        self.reset();
+    fn reload_weights(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {
+        self.context.make_current().map_err(|e| cuda_error("context", &e))?;
+        self.weights.reload_all(&self.placement, weights)?;
+        self.reset_buffers();
         Ok(())
     }
 
     fn write_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
-        self.context.bind().is_ok() && self.weights.poke(name, index, value)
+        self.context.make_current().is_ok() && self.weights.overwrite_element(name, index, value)
     }
 
     fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint> {
         let values = self.read_buffer(name)?;
-        let mut hash = Hasher::default();
+        let mut hash = FingerprintHasher::default();
         hash.update(&values);
         Some(hash.finish(name, slice))
     }
 
     fn run(
         &mut self,
-        program: Loaded,
+        program: ProgramHandle,
         call: &CallData<'_>,
         observer: &mut dyn Observer,
     ) -> Result<(), Fault> {
@@ -687,104 +618,90 @@ impl Backend for Cuda {
     }
 
     fn output(&self, name: &str) -> Option<&[f32]> {
-        let named =
-            self.outputs.iter().filter(|(n, o)| o.fresh && n.split_once('/').is_some_and(|(_, n)| n == name));
-        let (_, o) = named.max_by_key(|(_, o)| o.program)?;
-        Some(self.programs[o.program].put_out.slice(o.offset, o.len))
+        let candidates = self
+            .outputs
+            .iter()
+            .filter(|(n, o)| o.is_current && n.split_once('/').is_some_and(|(_, n)| n == name));
+        let (_, o) = candidates.max_by_key(|(_, o)| o.program)?;
+        Some(self.programs[o.program].host_outputs.as_slice(o.offset, o.len))
     }
 
     fn read_buffer(&self, name: &str) -> Option<Vec<f32>> {
         let b = &self.buffers[*self.buffer_index.get(name)?];
-        self.context.bind().ok()?;
-        let n = b.ty.elements() as usize;
+        self.context.make_current().ok()?;
+        let n = b.ty.element_count() as usize;
         if b.ty.dtype == DType::Bf16 {
             let mut bits = vec![0_u16; n];
-            download(&mut bits, b.memory.at()).ok()?;
-            return Some(bits.into_iter().map(widened).collect());
+            copy_to_host(&mut bits, b.memory.device_address()).ok()?;
+            return Some(bits.into_iter().map(widen_bf16).collect());
         }
         let mut out = vec![0.0_f32; n];
-        download(&mut out, b.memory.at()).ok()?;
+        copy_to_host(&mut out, b.memory.device_address()).ok()?;
         Some(out)
     }
 
     fn write_buffer(&mut self, name: &str, data: &[f32]) -> bool {
         let Some(b) = self.buffer_index.get(name).map(|i| &self.buffers[*i]) else { return false };
-        if b.ty.elements() as usize != data.len() || self.context.bind().is_err() {
+        if b.ty.element_count() as usize != data.len() || self.context.make_current().is_err() {
             return false;
         }
-        weights::put(b.memory.at(), b.ty.dtype, data).is_ok()
+        weights::upload_rounded(b.memory.device_address(), b.ty.dtype, data).is_ok()
     }
 
-    fn reset(&mut self) {
-        if self.context.bind().is_ok() {
+    fn reset_buffers(&mut self) {
+        if self.context.make_current().is_ok() {
             for b in &self.buffers {
-                // As in `audit`.
-                let _ = b.memory.zero();
+                // An unreadable device fails the next run.
+                let _ = b.memory.zero_fill();
             }
         }
     }
 
-    fn memory(&self) -> [u64; 3] {
+    fn memory_bytes(&self) -> [u64; 3] {
         [
-            self.weights.bytes(),
-            self.buffers.iter().map(|b| b.memory.bytes() as u64).sum(),
+            self.weights.total_bytes(),
+            self.buffers.iter().map(|b| b.memory.byte_len() as u64).sum(),
             self.slot_bytes.iter().map(|b| *b as u64).sum::<u64>() + self.scratch_bytes() as u64,
         ]
     }
 
-    fn compensated(&self) -> u64 {
+    fn compensated_sums(&self) -> u64 {
         0
     }
 
-    fn abort(&self) -> Abort {
-        self.groups.abort()
+    fn abort_fn(&self) -> AbortFn {
+        self.groups.abort_handle()
     }
 }
 
-impl Drop for Cuda {
-    /// To free memory is to wait for the work that uses it. What a run left waiting for peers is ended first, or it would wait for
-    /// ever.
+impl Drop for CudaBackend {
+    /// Aborts waits of an incomplete run first: freeing memory waits for the work that uses it, and
+    /// work that waits for absent peers would never complete.
     fn drop(&mut self) {
-        if !self.unfinished || self.context.bind().is_err() {
+        if !self.has_unfinished_run || self.context.make_current().is_err() {
             return;
         }
-        let ending = self.groups.end();
-        self.programs.iter_mut().for_each(|p| (p.graph, p.traced) = (None, None));
-        for lane in ending {
-            // A thread of these does not panic, and what it would say is of no use here.
-            let _ = lane.join();
+        let abort_threads = self.groups.abort_all();
+        self.programs.iter_mut().for_each(|p| (p.graph, p.traced_graph) = (None, None));
+        for thread in abort_threads {
+            // These threads do not panic, and their result is of no use here.
+            let _ = thread.join();
         }
     }
 }
 
-/// What a device may take between two collectives, beyond the wait for a peer.
-const STUCK: Duration = Duration::from_secs(2);
+/// Time that the device may spend between two collectives, in addition to the peer timeout.
+const DEVICE_STALL_GRACE: Duration = Duration::from_secs(2);
 
-/// Boundaries of values in memory: what every library and vector access asks for at most.
+/// Alignment of values in memory, in bytes: the maximum that any library or vectorized access
+/// requires.
 const ALIGNMENT: u64 = 256;
 
-fn refused(what: &str, e: &Failed) -> Diagnostic {
-    Diagnostic::error(&T1304, e.0.clone()).at("cuda", what.to_string())
+fn cuda_error(what: &str, e: &CudaError) -> Diagnostic {
+    Diagnostic::error(&T1304, e.0.clone()).with_label("cuda", what.to_string())
 }
 
-/// A bf16 as f32.
-pub(crate) fn widened(bits: u16) -> f32 {
+/// Converts the bits of a bf16 to f32.
+pub(crate) fn widen_bf16(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
-
-/// Bytes of scratch that an op needs.
-fn scratch_bytes(p: &Program, op: &Op) -> usize {
-    match (op.opcode, op.operands.first()) {
-        (Opcode::Attention, Some(q)) if op.key("bias").is_some() && p.ty(*q).dtype == DType::Bf16 => {
-            let (ty, head) = (p.ty(*q), op.int("head_dim").unwrap_or(1).max(1) as u64);
-            let heads = ty.shape[1] / head;
-            let outs = (ty.bytes().0 as usize).next_multiple_of(ALIGNMENT as usize);
-            let sums = (heads * ty.shape[0] * 4) as usize;
-            MOST_PIECES * (outs + sums)
-        }
-        _ => 0,
-    }
-}
-
-/// Before, among and after the keys that a bias is added to.
-const MOST_PIECES: usize = 3;

@@ -1,9 +1,10 @@
-//! Which of NVIDIA's libraries are here, where each lies and which version it is.
+//! Finds and loads NVIDIA's libraries, with their paths and versions.
 //!
-//! A library is loaded by its path and kept for as long as the process lives, with its names open to libraries loaded after
-//! it: they find one another, and bindings find them, by the names that they were built with.
+//! A library is loaded by path, with global symbol visibility, and stays loaded for the life of the
+//! process: libraries find one another, and bindings find them, by the names that they were built
+//! with.
 
-#![allow(unsafe_code, reason = "loading libraries and asking their versions")]
+#![allow(unsafe_code, reason = "loading libraries and reading their versions")]
 
 use std::ffi::{c_char, c_int};
 use std::path::{Path, PathBuf};
@@ -12,41 +13,42 @@ use std::sync::Arc;
 use libloading::os::unix::{Library as Handle, RTLD_GLOBAL, RTLD_NOW, Symbol};
 use tessera_base::{Code, Diagnostic};
 
-/// A library is not here.
+/// Raised if a required library cannot be loaded.
 pub static T1301: Code = Code {
     id: "T1301",
-    title: "a CUDA library is not here",
+    title: "a CUDA library is missing",
     page: "Runs on GPUs need the driver's libcuda.so.1 and, of CUDA 13, NVRTC, cuBLASLt, cuDNN 9 and, for more than one GPU, NCCL. \
-The driver's own, libcuda.so.1 and libnvidia-ml.so.1, are looked for where the system's loader looks and nowhere else; the \
-others in the folders of TESSERA_CUDA_LIBS (separated by colons), in the nvidia/*/lib folders of the Pythons on PATH (where \
-wheels of PyTorch put them), in /usr/local/cuda, and then where the loader looks. The first that loads is used.\n\nThe driver comes with the machine: in a container it is there only if the container was started with GPUs. The others \
-come with `pip install torch`, or as the wheels nvidia-cuda-nvrtc, nvidia-cublas, nvidia-cudnn-cu13 and nvidia-nccl-cu13. \
-`tessera doctor` lists what was found where. The CPU backend needs none of them.",
+Only the system's loader locates the driver's own libraries, libcuda.so.1 and libnvidia-ml.so.1. The others are searched for in the \
+folders of TESSERA_CUDA_LIBS (separated by colons), in the nvidia/*/lib folders of the Pythons on PATH (where PyTorch's wheels \
+install them), in /usr/local/cuda, and then in the loader's own folders. The first file that loads is used.\n\nThe driver comes with \
+the machine: in a container it is present only if the container was started with GPUs. The others come with `pip install torch`, or \
+as the wheels nvidia-cuda-nvrtc, nvidia-cublas, nvidia-cudnn-cu13 and nvidia-nccl-cu13. `tessera doctor` lists the libraries that \
+were found and their paths. The CPU backend needs none of them.",
 };
 
-/// One of the libraries.
+/// A library that the backend uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Library {
-    /// The driver.
+    /// The CUDA driver.
     Driver,
-    /// What the driver says of links and itself.
+    /// The management library, which reports links and the driver's version.
     Nvml,
-    /// Compiles kernels.
+    /// The run-time kernel compiler.
     Nvrtc,
-    /// Products.
+    /// The GEMM library.
     CublasLt,
-    /// Attention and convolutions.
+    /// The library for attention and convolutions.
     Cudnn,
-    /// Collectives.
+    /// The library for collectives.
     Nccl,
 }
 
 impl Library {
-    /// All, in the order in which they are loaded.
+    /// All libraries, in load order.
     pub const ALL: [Library; 6] =
         [Library::Driver, Library::Nvml, Library::Nvrtc, Library::CublasLt, Library::Cudnn, Library::Nccl];
 
-    /// What people call it.
+    /// Returns the library's common name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -59,9 +61,9 @@ impl Library {
         }
     }
 
-    /// The name it is loaded by, which says its major version.
+    /// Returns the file name to load, which includes the major version.
     #[must_use]
-    pub fn file(self) -> &'static str {
+    pub fn file_name(self) -> &'static str {
         match self {
             Library::Driver => "libcuda.so.1",
             Library::Nvml => "libnvidia-ml.so.1",
@@ -72,145 +74,150 @@ impl Library {
         }
     }
 
-    /// Whether it belongs to the running kernel's driver, so that only the system's loader knows the right one.
+    /// Returns whether the library belongs to the installed driver, so that only the system's
+    /// loader finds the right version.
     #[must_use]
-    pub fn of_driver(self) -> bool {
+    pub fn is_part_of_driver(self) -> bool {
         matches!(self, Library::Driver | Library::Nvml)
     }
 
-    /// What it is needed for.
+    /// Returns what the library is needed for.
     #[must_use]
-    pub fn purpose(self) -> &'static str {
+    pub fn needed_for(self) -> &'static str {
         match self {
             Library::Driver => "all work on a GPU",
-            Library::Nvml => "the list of links",
+            Library::Nvml => "the list of NVLinks",
             Library::Nvrtc => "compiling fused kernels",
-            Library::CublasLt => "every product",
+            Library::CublasLt => "every GEMM",
             Library::Cudnn => "attention or convolution",
             Library::Nccl => "communication between GPUs",
         }
     }
 }
 
-/// A library that is here.
+/// A library that was loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
-    /// Which.
+pub struct FoundLibrary {
+    /// The library.
     pub library: Library,
-    /// Its path, or its bare name where the system's loader found it.
+    /// Its path, or its file name if the system's loader found it.
     pub path: PathBuf,
-    /// As it says itself, such as `2.28.9`; none where it does not.
+    /// The version that it reports, for example `2.28.9`, if it reports one.
     pub version: Option<String>,
 }
 
-/// A library that is not.
+/// A library that could not be loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Lost {
-    /// Which.
+pub struct MissingLibrary {
+    /// The library.
     pub library: Library,
-    /// Files of its name that would not load, and what the loader said of each.
-    pub refused: Vec<(PathBuf, String)>,
+    /// Files with its name that failed to load, with the loader's error.
+    pub load_errors: Vec<(PathBuf, String)>,
 }
 
-impl Lost {
-    /// What to tell whoever needs it.
+impl MissingLibrary {
+    /// Returns the diagnostic for a user who needs the library.
     #[must_use]
-    pub fn diagnostic(&self) -> Diagnostic {
+    pub fn to_diagnostic(&self) -> Diagnostic {
         let library = self.library;
-        let what = format!("no {}, which {} needs", library.file(), library.purpose());
+        let what = format!("no {}, which {} needs", library.file_name(), library.needed_for());
         let mut d = Diagnostic::error(&T1301, what);
-        for (path, why) in &self.refused {
-            d = d.at(path.display().to_string(), why.clone());
+        for (path, why) in &self.load_errors {
+            d = d.with_label(path.display().to_string(), why.clone());
         }
-        d.hint(match library.of_driver() {
-            true => "it comes with the machine's driver, and into a container with its GPUs",
-            false => "`tessera doctor` says where was looked; TESSERA_CUDA_LIBS names further folders",
+        d.with_hint(match library.is_part_of_driver() {
+            true => "it is part of the machine's driver; a container gets it together with its GPUs",
+            false => "`tessera doctor` lists the searched folders; TESSERA_CUDA_LIBS adds folders",
         })
     }
 }
 
-/// All that are here.
+/// The loaded and the missing libraries.
 #[derive(Debug)]
 pub struct Libraries {
-    /// Here, in the order of [`Library::ALL`].
-    pub found: Vec<Found>,
-    /// Not here.
-    pub lost: Vec<Lost>,
-    handles: Vec<(Library, Arc<Kept>)>,
+    /// The loaded libraries, in the order of [`Library::ALL`].
+    pub found: Vec<FoundLibrary>,
+    /// The missing libraries.
+    pub missing: Vec<MissingLibrary>,
+    handles: Vec<(Library, Arc<PermanentHandle>)>,
 }
 
-/// A loaded library, never unloaded: one that has made threads or handlers must not be unmapped under them.
+/// A loaded library. It is never unloaded: its threads and handlers would lose their code.
 #[derive(Debug)]
-struct Kept(std::mem::ManuallyDrop<Handle>);
+struct PermanentHandle(std::mem::ManuallyDrop<Handle>);
 
 impl Libraries {
-    /// Loads what there is: each library from the first folder whose file of its name loads, or from where the system's loader
-    /// finds it.
+    /// Loads each library from the first folder whose file loads, or else from where the system's
+    /// loader finds it. Missing libraries are recorded, not raised.
     #[must_use]
     pub fn load(folders: &[PathBuf]) -> Libraries {
-        let mut out = Libraries { found: Vec::new(), lost: Vec::new(), handles: Vec::new() };
+        let mut out = Libraries { found: Vec::new(), missing: Vec::new(), handles: Vec::new() };
         for library in Library::ALL {
-            let file = library.file();
-            // Folders of toolkits hold stubs of the driver.
+            let file = library.file_name();
+            // Toolkit folders contain stubs of the driver's libraries.
             let system = [PathBuf::from(file)];
-            let told =
-                folders.iter().filter(|_| !library.of_driver()).map(|f| f.join(file)).filter(|p| p.exists());
-            let mut refused = Vec::new();
-            let loaded = told.chain(system).find_map(|path| match open(&path) {
+            let candidates = folders
+                .iter()
+                .filter(|_| !library.is_part_of_driver())
+                .map(|f| f.join(file))
+                .filter(|p| p.exists());
+            let mut load_errors = Vec::new();
+            let loaded = candidates.chain(system).find_map(|path| match open_library(&path) {
                 Ok(handle) => Some((path, handle)),
                 Err(why) => {
                     if path.components().count() > 1 {
-                        refused.push((path, why));
+                        load_errors.push((path, why));
                     }
                     None
                 }
             });
             match loaded {
                 Some((path, handle)) => {
-                    let version = version(library, &handle);
-                    out.found.push(Found { library, path, version });
-                    out.handles.push((library, Arc::new(Kept(std::mem::ManuallyDrop::new(handle)))));
+                    let version = query_version(library, &handle);
+                    out.found.push(FoundLibrary { library, path, version });
+                    out.handles
+                        .push((library, Arc::new(PermanentHandle(std::mem::ManuallyDrop::new(handle)))));
                 }
-                None => out.lost.push(Lost { library, refused }),
+                None => out.missing.push(MissingLibrary { library, load_errors }),
             }
         }
         out
     }
 
-    /// What to tell whoever needs one that is not here.
+    /// Checks that a library was loaded.
     ///
     /// # Errors
-    /// T1301.
-    pub(crate) fn need(&self, library: Library) -> Result<(), Diagnostic> {
-        match self.lost.iter().find(|l| l.library == library) {
-            Some(lost) => Err(lost.diagnostic()),
+    /// T1301 if it is missing.
+    pub(crate) fn check_loaded(&self, library: Library) -> Result<(), Diagnostic> {
+        match self.missing.iter().find(|l| l.library == library) {
+            Some(lost) => Err(lost.to_diagnostic()),
             None => Ok(()),
         }
     }
 
-    /// The same libraries for another owner.
-    pub(crate) fn shared(&self) -> Libraries {
-        Libraries { found: self.found.clone(), lost: self.lost.clone(), handles: self.handles.clone() }
+    /// Returns another handle to the same libraries.
+    pub(crate) fn share_handles(&self) -> Libraries {
+        Libraries { found: self.found.clone(), missing: self.missing.clone(), handles: self.handles.clone() }
     }
 
-    /// A function of one.
+    /// Looks up a function of a library.
     ///
     /// # Safety
-    /// `T` is the function's type.
-    pub(crate) unsafe fn symbol<T>(&self, library: Library, name: &str) -> Option<Symbol<T>> {
+    /// `T` must be the function's type.
+    pub(crate) unsafe fn get_symbol<T>(&self, library: Library, name: &str) -> Option<Symbol<T>> {
         let (_, handle) = self.handles.iter().find(|(l, _)| *l == library)?;
-        // SAFETY: the caller answers for the type.
+        // SAFETY: the caller guarantees the type.
         unsafe { handle.0.get(name.as_bytes()) }.ok()
     }
 }
 
-fn open(path: &Path) -> Result<Handle, String> {
-    // SAFETY: initialisers of these libraries ask nothing of their caller.
+fn open_library(path: &Path) -> Result<Handle, String> {
+    // SAFETY: the initialisers of these libraries have no preconditions.
     unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map_err(|e| e.to_string())
 }
 
-fn version(library: Library, handle: &Handle) -> Option<String> {
-    // SAFETY: each function is called with the type that its library documents, on memory of this frame.
+fn query_version(library: Library, handle: &Handle) -> Option<String> {
+    // SAFETY: each function is called with its documented type, on memory of this stack frame.
     unsafe {
         match library {
             Library::Driver => {
@@ -259,17 +266,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_is_no_library_is_named_with_what_the_loader_says() {
+    fn a_file_that_fails_to_load_is_reported_with_the_loader_error() {
         let dir = tempfile::tempdir().expect("a folder");
-        let file = dir.path().join(Library::Nccl.file());
+        let file = dir.path().join(Library::Nccl.file_name());
         std::fs::write(&file, "no library").expect("a file");
         let all = Libraries::load(&[dir.path().to_path_buf()]);
-        assert_eq!(all.found.len() + all.lost.len(), Library::ALL.len());
-        // Where the system has one of its own, that one is taken.
-        let Some(lost) = all.lost.iter().find(|l| l.library == Library::Nccl) else { return };
-        assert_eq!(lost.refused.len(), 1);
-        let said = lost.diagnostic();
-        assert!(said.message.contains("libnccl.so.2") && said.message.contains("communication"), "{said:?}");
-        assert!(format!("{said:?}").contains(&file.display().to_string()), "{said:?}");
+        assert_eq!(all.found.len() + all.missing.len(), Library::ALL.len());
+        // If the system has its own NCCL, that one is loaded.
+        let Some(missing) = all.missing.iter().find(|l| l.library == Library::Nccl) else { return };
+        assert_eq!(missing.load_errors.len(), 1);
+        let diagnostic = missing.to_diagnostic();
+        assert!(
+            diagnostic.message.contains("libnccl.so.2") && diagnostic.message.contains("communication"),
+            "{diagnostic:?}"
+        );
+        assert!(format!("{diagnostic:?}").contains(&file.display().to_string()), "{diagnostic:?}");
     }
 }

@@ -1,8 +1,9 @@
-//! NCCL: the few functions of it that are used, found at run time, and communicators that never block.
+//! Bindings to the NCCL functions in use, loaded at run time, and non-blocking communicators.
 //!
-//! A communicator is made with `blocking = 0`: a call that has not ended yet says so, and is asked again until a deadline or
-//! until somebody wants everything to end. Multicast is left to NCCL's environment, which this room does not touch: the
-//! configuration of a communicator has no switch for it.
+//! A communicator is created with `blocking = 0`: an unfinished call returns "in progress" and is
+//! polled until a deadline or until the backend is stopped. Multicast (NVLS) is left to NCCL's
+//! environment variables, which this crate does not touch: a communicator's configuration has no
+//! switch for it.
 
 #![allow(unsafe_code, reason = "NCCL's own functions")]
 
@@ -15,52 +16,54 @@ use tessera_base::{Code, Diagnostic};
 use tessera_ir::DType;
 use tessera_mesh::Reduction;
 
-use crate::driver::{Done, Failed, Stream, failed};
-use crate::libraries::{Libraries, Library, Lost};
+use crate::driver::{CudaError, CudaResult, CudaStream, cuda_failure};
+use crate::libraries::{Libraries, Library, MissingLibrary};
 
-/// NCCL said no.
+/// Raised if an NCCL call fails outside a run.
 pub static T1303: Code = Code {
     id: "T1303",
     title: "NCCL failed",
-    page: "A function of NCCL failed outside of any run: the message carries NCCL's own words. An id for a group needs no GPU but \
-a network interface that others can reach; NCCL_SOCKET_IFNAME names one where NCCL picks the wrong one, and NCCL_DEBUG=WARN makes NCCL \
-say more on standard error. A function that is missing means a library older than 2.18: `tessera doctor` shows which one was \
-loaded from where, and TESSERA_CUDA_LIBS names folders that go first.",
+    page: "An NCCL function failed outside a run; the message carries NCCL's own error text. Creating a group's id needs no GPU, but \
+it needs a network interface that the other members can reach: NCCL_SOCKET_IFNAME selects one if NCCL picks the wrong one, and \
+NCCL_DEBUG=WARN makes NCCL print details on standard error. If a function is missing, the library is older than 2.18: `tessera doctor` \
+shows the loaded version and its path, and TESSERA_CUDA_LIBS lists folders that are searched first.",
 };
 
-/// What all members of a group need to find one another: made by one of them and carried to the others.
+/// The id with which the members of a group find one another: one member creates it and distributes
+/// it to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct UniqueId(pub [u8; 128]);
 
-/// Makes an id for a group; needs no GPU.
+/// Creates an id for a group. Needs no GPU.
 ///
 /// # Errors
-/// T1301 where NCCL is not here, T1303 where it fails.
+/// T1301 if NCCL is missing, T1303 if the call fails.
 pub fn unique_id(libraries: &Libraries) -> Result<UniqueId, Diagnostic> {
-    if let Some(lost) = libraries.lost.iter().find(|l| l.library == Library::Nccl) {
-        return Err(Lost::diagnostic(lost));
+    if let Some(missing) = libraries.missing.iter().find(|l| l.library == Library::Nccl) {
+        return Err(MissingLibrary::to_diagnostic(missing));
     }
-    let said = |e: Failed| Diagnostic::error(&T1303, e.to_string());
-    let api = Api::of(libraries).map_err(said)?;
+    let to_diagnostic = |e: CudaError| Diagnostic::error(&T1303, e.to_string());
+    let api = NcclApi::load(libraries).map_err(to_diagnostic)?;
     let mut id = UniqueId([0; 128]);
-    api.check("ncclGetUniqueId", None, (api.get_unique_id)(&mut id)).map_err(said)?;
+    api.check_result("ncclGetUniqueId", None, (api.get_unique_id)(&mut id)).map_err(to_diagnostic)?;
     Ok(id)
 }
 
-type Raw = *mut c_void;
-type Bytes = *const c_void;
-type BytesMut = *mut c_void;
-type StreamRaw = cudarc::driver::sys::CUstream;
-type Reducing = extern "C" fn(Bytes, BytesMut, usize, c_int, c_int, Raw, StreamRaw) -> c_int;
+type RawCommunicator = *mut c_void;
+type ConstBuffer = *const c_void;
+type MutBuffer = *mut c_void;
+type RawStream = cudarc::driver::sys::CUstream;
+type ReduceFn =
+    extern "C" fn(ConstBuffer, MutBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
 
 const SUCCESS: c_int = 0;
 const REMOTE_ERROR: c_int = 6;
 const IN_PROGRESS: c_int = 7;
 
-/// `ncclConfig_t` of 2.28; a newer library reads as much of it as its `size` says.
+/// `ncclConfig_t` of 2.28. Newer libraries read only the first `size` bytes.
 #[repr(C)]
-struct Config {
+struct NcclConfig {
     size: usize,
     magic: c_uint,
     version: c_uint,
@@ -80,11 +83,11 @@ struct Config {
     nvlink_centric_sched: c_int,
 }
 
-impl Config {
-    fn new() -> Config {
+impl NcclConfig {
+    fn new() -> NcclConfig {
         let unset = c_int::MIN;
-        Config {
-            size: size_of::<Config>(),
+        NcclConfig {
+            size: size_of::<NcclConfig>(),
             magic: 0xcafe_beef,
             version: 22809,
             blocking: 0,
@@ -107,21 +110,21 @@ impl Config {
 
 macro_rules! api {
     ($($field:ident = $name:literal : fn($($arg:ty),*) -> $out:ty;)*) => {
-        /// NCCL's functions.
+        /// Functions of NCCL.
         #[derive(Clone, Copy)]
-        struct Api {
+        struct NcclApi {
             $($field: extern "C" fn($($arg),*) -> $out,)*
         }
 
-        impl Api {
-            fn of(libraries: &Libraries) -> Done<Api> {
+        impl NcclApi {
+            fn load(libraries: &Libraries) -> CudaResult<NcclApi> {
                 let found = libraries.found.iter().find(|f| f.library == Library::Nccl);
                 let version = found.and_then(|f| f.version.as_deref()).unwrap_or("of unknown version");
-                Ok(Api {
+                Ok(NcclApi {
                     $($field: {
-                        // SAFETY: the type is the one that NCCL's header gives the function.
-                        let symbol = unsafe { libraries.symbol::<extern "C" fn($($arg),*) -> $out>(Library::Nccl, $name) };
-                        *symbol.ok_or_else(|| Failed(format!("NCCL {version} has no {}", $name)))?
+                        // SAFETY: NCCL's header declares this type for the function.
+                        let symbol = unsafe { libraries.get_symbol::<extern "C" fn($($arg),*) -> $out>(Library::Nccl, $name) };
+                        *symbol.ok_or_else(|| CudaError(format!("NCCL {version} has no {}", $name)))?
                     },)*
                 })
             }
@@ -131,140 +134,155 @@ macro_rules! api {
 
 api! {
     get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> c_int;
-    init = "ncclCommInitRankConfig": fn(*mut Raw, c_int, UniqueId, c_int, *mut Config) -> c_int;
-    finalize = "ncclCommFinalize": fn(Raw) -> c_int;
-    destroy = "ncclCommDestroy": fn(Raw) -> c_int;
-    abort = "ncclCommAbort": fn(Raw) -> c_int;
-    async_error = "ncclCommGetAsyncError": fn(Raw, *mut c_int) -> c_int;
+    init = "ncclCommInitRankConfig": fn(*mut RawCommunicator, c_int, UniqueId, c_int, *mut NcclConfig) -> c_int;
+    finalize = "ncclCommFinalize": fn(RawCommunicator) -> c_int;
+    destroy = "ncclCommDestroy": fn(RawCommunicator) -> c_int;
+    abort = "ncclCommAbort": fn(RawCommunicator) -> c_int;
+    async_error = "ncclCommGetAsyncError": fn(RawCommunicator, *mut c_int) -> c_int;
     error_string = "ncclGetErrorString": fn(c_int) -> *const c_char;
-    last_error = "ncclGetLastError": fn(Raw) -> *const c_char;
-    all_reduce = "ncclAllReduce": fn(Bytes, BytesMut, usize, c_int, c_int, Raw, StreamRaw) -> c_int;
-    all_gather = "ncclAllGather": fn(Bytes, BytesMut, usize, c_int, Raw, StreamRaw) -> c_int;
-    reduce_scatter = "ncclReduceScatter": fn(Bytes, BytesMut, usize, c_int, c_int, Raw, StreamRaw) -> c_int;
-    broadcast = "ncclBroadcast": fn(Bytes, BytesMut, usize, c_int, c_int, Raw, StreamRaw) -> c_int;
-    send = "ncclSend": fn(Bytes, usize, c_int, c_int, Raw, StreamRaw) -> c_int;
-    recv = "ncclRecv": fn(BytesMut, usize, c_int, c_int, Raw, StreamRaw) -> c_int;
+    last_error = "ncclGetLastError": fn(RawCommunicator) -> *const c_char;
+    all_reduce = "ncclAllReduce": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
+    all_gather = "ncclAllGather": fn(ConstBuffer, MutBuffer, usize, c_int, RawCommunicator, RawStream) -> c_int;
+    reduce_scatter = "ncclReduceScatter": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
+    broadcast = "ncclBroadcast": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
+    send = "ncclSend": fn(ConstBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
+    recv = "ncclRecv": fn(MutBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
     group_start = "ncclGroupStart": fn() -> c_int;
     group_end = "ncclGroupEnd": fn() -> c_int;
 }
 
-impl std::fmt::Debug for Api {
+impl std::fmt::Debug for NcclApi {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Api")
     }
 }
 
-impl Api {
-    fn text(at: *const c_char) -> String {
+impl NcclApi {
+    fn copy_c_string(at: *const c_char) -> String {
         if at.is_null() {
             return String::new();
         }
-        // SAFETY: NCCL's texts end with a zero and are not freed.
+        // SAFETY: NCCL's strings are NUL-terminated and never freed.
         unsafe { CStr::from_ptr(at) }.to_string_lossy().into_owned()
     }
 
-    fn check(&self, call: &str, comm: Option<Raw>, result: c_int) -> Done<()> {
+    fn check_result(&self, call: &str, comm: Option<RawCommunicator>, result: c_int) -> CudaResult<()> {
         if result == SUCCESS {
             return Ok(());
         }
-        let what = Api::text((self.error_string)(result));
-        let more = Api::text((self.last_error)(comm.unwrap_or(std::ptr::null_mut())));
-        failed(match more.trim() {
+        let what = NcclApi::copy_c_string((self.error_string)(result));
+        let more = NcclApi::copy_c_string((self.last_error)(comm.unwrap_or(std::ptr::null_mut())));
+        cuda_failure(match more.trim() {
             "" => format!("{call}: {what}"),
             more => format!("{call}: {what}: {more}"),
         })
     }
 }
 
-/// A communicator: one member's end. It is used by one thread at a time and ended from any.
+/// One member's communicator. One thread at a time may use it, and any thread may abort it.
 #[derive(Debug)]
-pub(crate) struct Comm {
-    shared: Arc<Shared>,
-    patience: Duration,
+pub(crate) struct NcclCommunicator {
+    shared: Arc<CommunicatorState>,
+    timeout: Duration,
 }
 
-/// Ends a communicator, from any thread.
+/// A handle that aborts a communicator from any thread.
 #[derive(Debug, Clone)]
-pub(crate) struct Ender(Arc<Shared>);
+pub(crate) struct CommunicatorAborter(Arc<CommunicatorState>);
 
 #[derive(Debug)]
-struct Shared {
-    api: Api,
-    /// None once it was ended.
-    raw: Mutex<Option<Handle>>,
-    /// Set by whoever wants all waits to end.
-    ending: Arc<AtomicBool>,
+struct CommunicatorState {
+    api: NcclApi,
+    /// The communicator; `None` once it was aborted or destroyed.
+    handle: Mutex<Option<CommunicatorHandle>>,
+    /// Set to make all waits return.
+    is_stopping: Arc<AtomicBool>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Handle(Raw);
+struct CommunicatorHandle(RawCommunicator);
 
-// SAFETY: NCCL allows any thread to use a communicator, one at a time; the lock sees to that.
-unsafe impl Send for Handle {}
+// SAFETY: NCCL allows any thread to use a communicator, one at a time; the mutex guarantees this.
+unsafe impl Send for CommunicatorHandle {}
 
-/// How long NCCL may take to end a communicator in good order.
-const FAREWELL: Duration = Duration::from_secs(2);
+/// Time limit for NCCL to destroy a communicator in an orderly way.
+const DESTROY_TIMEOUT: Duration = Duration::from_secs(2);
 
-impl Comm {
-    /// Meets all members. They call it in the same order, if they make several.
-    pub(crate) fn meet(
+impl NcclCommunicator {
+    /// Initialises this member's communicator together with all members. Members that create
+    /// several communicators must do so in the same order.
+    pub(crate) fn init_rank(
         libraries: &Libraries,
         id: &UniqueId,
-        (me, members): (usize, usize),
-        patience: Duration,
-        ending: Arc<AtomicBool>,
-    ) -> Done<Comm> {
-        let api = Api::of(libraries)?;
+        (member, member_count): (usize, usize),
+        timeout: Duration,
+        is_stopping: Arc<AtomicBool>,
+    ) -> CudaResult<NcclCommunicator> {
+        let api = NcclApi::load(libraries)?;
         let mut raw = std::ptr::null_mut();
-        let mut config = Config::new();
-        let result = (api.init)(&mut raw, members as c_int, *id, me as c_int, &mut config);
+        let mut config = NcclConfig::new();
+        let result = (api.init)(&mut raw, member_count as c_int, *id, member as c_int, &mut config);
         if result != SUCCESS && result != IN_PROGRESS {
-            api.check("ncclCommInitRankConfig", None, result)?;
+            api.check_result("ncclCommInitRankConfig", None, result)?;
         }
-        let comm =
-            Comm { shared: Arc::new(Shared { api, raw: Mutex::new(Some(Handle(raw))), ending }), patience };
-        if let Err(e) = comm.settle("ncclCommInitRankConfig", result, patience) {
-            // Half a communicator is not one to take leave of.
-            comm.ender().end(FAREWELL);
+        let comm = NcclCommunicator {
+            shared: Arc::new(CommunicatorState {
+                api,
+                handle: Mutex::new(Some(CommunicatorHandle(raw))),
+                is_stopping,
+            }),
+            timeout,
+        };
+        if let Err(e) = comm.wait_until_done("ncclCommInitRankConfig", result, timeout) {
+            // A partially initialised communicator cannot be finalised, only aborted.
+            comm.aborter().abort_within(DESTROY_TIMEOUT);
             return Err(e);
         }
         Ok(comm)
     }
 
-    pub(crate) fn ender(&self) -> Ender {
-        Ender(self.shared.clone())
+    pub(crate) fn aborter(&self) -> CommunicatorAborter {
+        CommunicatorAborter(self.shared.clone())
     }
 
-    /// What went wrong since, if anything did, and whether it did so at another member.
-    pub(crate) fn failure(&self) -> Option<(String, bool)> {
-        let raw = self.shared.lock().map(|h| h.0)?;
+    /// Returns the asynchronous error, if there is one, and whether it occurred at another member.
+    pub(crate) fn async_error(&self) -> Option<(String, bool)> {
+        let raw = self.shared.lock_handle().map(|h| h.0)?;
         let mut state = SUCCESS;
-        let asked = (self.shared.api.async_error)(raw, &mut state);
-        let state = if asked == SUCCESS { state } else { asked };
+        let status = (self.shared.api.async_error)(raw, &mut state);
+        let state = if status == SUCCESS { state } else { status };
         if state == IN_PROGRESS {
             return None;
         }
-        let why = self.shared.api.check("NCCL", Some(raw), state).err()?.0;
+        let why = self.shared.api.check_result("NCCL", Some(raw), state).err()?.0;
         Some((why, state == REMOTE_ERROR))
     }
 
-    /// Bytes of every member, in order of members, at `to`.
-    pub(crate) fn all_gather(&self, from: u64, to: u64, bytes: usize, stream: &Stream) -> Done<()> {
-        self.call("ncclAllGather", |api, raw| {
-            (api.all_gather)(from as Bytes, to as BytesMut, bytes, BYTE, raw, stream.raw())
+    /// Gathers `bytes` bytes of every member at `to`, in member order.
+    pub(crate) fn all_gather(&self, from: u64, to: u64, bytes: usize, stream: &CudaStream) -> CudaResult<()> {
+        self.call_nccl("ncclAllGather", |api, raw| {
+            (api.all_gather)(from as ConstBuffer, to as MutBuffer, bytes, NCCL_INT8, raw, stream.as_raw())
         })
     }
 
-    pub(crate) fn broadcast(
+    pub(crate) fn launch_broadcast(
         &self,
         from: u64,
         to: u64,
         bytes: usize,
         root: usize,
-        stream: &Stream,
-    ) -> Done<()> {
-        self.call("ncclBroadcast", |api, raw| {
-            (api.broadcast)(from as Bytes, to as BytesMut, bytes, BYTE, root as c_int, raw, stream.raw())
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        self.call_nccl("ncclBroadcast", |api, raw| {
+            (api.broadcast)(
+                from as ConstBuffer,
+                to as MutBuffer,
+                bytes,
+                NCCL_INT8,
+                root as c_int,
+                raw,
+                stream.as_raw(),
+            )
         })
     }
 
@@ -273,45 +291,63 @@ impl Comm {
         from: u64,
         to: u64,
         elements: usize,
-        how: (DType, Reduction),
-        stream: &Stream,
-    ) -> Done<()> {
-        self.reduce(("ncclAllReduce", |api| api.all_reduce), (from, to, elements), how, stream)
+        reduction: (DType, Reduction),
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        self.launch_reduction(
+            ("ncclAllReduce", |api| api.all_reduce),
+            (from, to, elements),
+            reduction,
+            stream,
+        )
     }
 
-    /// `elements` is what every member gets.
+    /// Reduces and scatters; `elements` is the number of elements that each member receives.
     pub(crate) fn reduce_scatter(
         &self,
         from: u64,
         to: u64,
         elements: usize,
-        how: (DType, Reduction),
-        stream: &Stream,
-    ) -> Done<()> {
-        self.reduce(("ncclReduceScatter", |api| api.reduce_scatter), (from, to, elements), how, stream)
+        reduction: (DType, Reduction),
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        self.launch_reduction(
+            ("ncclReduceScatter", |api| api.reduce_scatter),
+            (from, to, elements),
+            reduction,
+            stream,
+        )
     }
 
-    fn reduce(
+    fn launch_reduction(
         &self,
-        (name, verb): (&'static str, fn(&Api) -> Reducing),
+        (name, select_function): (&'static str, fn(&NcclApi) -> ReduceFn),
         (from, to, elements): (u64, u64, usize),
         (dtype, reduction): (DType, Reduction),
-        stream: &Stream,
-    ) -> Done<()> {
-        let (dtype, operator) = (kind(dtype)?, operator(reduction));
-        self.call(name, |api, raw| {
-            verb(api)(from as Bytes, to as BytesMut, elements, dtype, operator, raw, stream.raw())
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        let (dtype, operator) = (nccl_dtype(dtype)?, nccl_operator(reduction));
+        self.call_nccl(name, |api, raw| {
+            select_function(api)(
+                from as ConstBuffer,
+                to as MutBuffer,
+                elements,
+                dtype,
+                operator,
+                raw,
+                stream.as_raw(),
+            )
         })
     }
 
-    /// Sends and receives at once: (member, address, bytes).
-    pub(crate) fn transfer(
+    /// Sends and receives in one NCCL group. Entries are (member, address, bytes).
+    pub(crate) fn send_and_recv(
         &self,
         sends: &[(usize, u64, usize)],
         receives: &[(usize, u64, usize)],
-        stream: &Stream,
-    ) -> Done<()> {
-        self.call("ncclGroupEnd", |api, raw| {
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        self.call_nccl("ncclGroupEnd", |api, raw| {
             let mut first = (api.group_start)();
             let mut note = |result: c_int| {
                 if first == SUCCESS && result != IN_PROGRESS {
@@ -319,86 +355,103 @@ impl Comm {
                 }
             };
             for (member, at, bytes) in sends {
-                note((api.send)(*at as Bytes, *bytes, BYTE, *member as c_int, raw, stream.raw()));
+                note((api.send)(
+                    *at as ConstBuffer,
+                    *bytes,
+                    NCCL_INT8,
+                    *member as c_int,
+                    raw,
+                    stream.as_raw(),
+                ));
             }
             for (member, at, bytes) in receives {
-                note((api.recv)(*at as BytesMut, *bytes, BYTE, *member as c_int, raw, stream.raw()));
+                note((api.recv)(*at as MutBuffer, *bytes, NCCL_INT8, *member as c_int, raw, stream.as_raw()));
             }
             let ended = (api.group_end)();
             if first == SUCCESS { ended } else { first }
         })
     }
 
-    fn call(&self, name: &str, f: impl FnOnce(&Api, Raw) -> c_int) -> Done<()> {
-        self.call_within(name, self.patience, f)
+    fn call_nccl(&self, name: &str, f: impl FnOnce(&NcclApi, RawCommunicator) -> c_int) -> CudaResult<()> {
+        self.call_with_timeout(name, self.timeout, f)
     }
 
-    fn call_within(&self, name: &str, bound: Duration, f: impl FnOnce(&Api, Raw) -> c_int) -> Done<()> {
+    fn call_with_timeout(
+        &self,
+        name: &str,
+        timeout: Duration,
+        f: impl FnOnce(&NcclApi, RawCommunicator) -> c_int,
+    ) -> CudaResult<()> {
         let result = {
-            let held = self.shared.lock();
-            let Some(handle) = *held else { return failed(format!("{name}: the communicator was ended")) };
+            let guard = self.shared.lock_handle();
+            let Some(handle) = *guard else {
+                return cuda_failure(format!("{name}: the communicator was aborted"));
+            };
             f(&self.shared.api, handle.0)
         };
-        self.settle(name, result, bound)
+        self.wait_until_done(name, result, timeout)
     }
 
-    /// Waits until a call that may still be in progress has ended.
-    fn settle(&self, name: &str, first: c_int, bound: Duration) -> Done<()> {
-        let deadline = Instant::now() + bound;
-        let mut result = first;
+    /// Waits until a call that may be in progress has completed.
+    fn wait_until_done(&self, name: &str, initial: c_int, timeout: Duration) -> CudaResult<()> {
+        let deadline = Instant::now() + timeout;
+        let mut result = initial;
         loop {
             {
-                let held = self.shared.lock();
-                let Some(handle) = *held else {
-                    return failed(format!("{name}: the communicator was ended"));
+                let guard = self.shared.lock_handle();
+                let Some(handle) = *guard else {
+                    return cuda_failure(format!("{name}: the communicator was aborted"));
                 };
                 if result == IN_PROGRESS {
-                    let asked = (self.shared.api.async_error)(handle.0, &mut result);
-                    if asked != SUCCESS {
-                        result = asked;
+                    let status = (self.shared.api.async_error)(handle.0, &mut result);
+                    if status != SUCCESS {
+                        result = status;
                     }
                 }
                 if result != IN_PROGRESS {
-                    return self.shared.api.check(name, Some(handle.0), result);
+                    return self.shared.api.check_result(name, Some(handle.0), result);
                 }
             }
-            if self.shared.ending.load(Ordering::Acquire) {
-                return failed(format!("{name}: ended while it was in progress"));
+            if self.shared.is_stopping.load(Ordering::Acquire) {
+                return cuda_failure(format!("{name}: aborted while in progress"));
             }
             if Instant::now() > deadline {
-                return failed(format!("{name}: still in progress after {} ms", bound.as_millis()));
+                return cuda_failure(format!("{name}: still in progress after {} ms", timeout.as_millis()));
             }
             std::thread::yield_now();
         }
     }
 }
 
-impl Drop for Comm {
-    /// Leaves in good order if the others do too; graphs that hold its work are gone by now.
+impl Drop for NcclCommunicator {
+    /// Finalises and destroys the communicator if the other members do the same in time, and aborts
+    /// it otherwise. Graphs that contain its operations have been destroyed by now.
     fn drop(&mut self) {
-        let finalized = self.call_within("ncclCommFinalize", FAREWELL, |api, raw| (api.finalize)(raw));
-        let Some(handle) = self.shared.lock().take() else { return };
+        let finalized =
+            self.call_with_timeout("ncclCommFinalize", DESTROY_TIMEOUT, |api, raw| (api.finalize)(raw));
+        let Some(handle) = self.shared.lock_handle().take() else { return };
         let api = self.shared.api;
-        let leave = if finalized.is_ok() { api.destroy } else { api.abort };
-        bounded(handle, leave, FAREWELL);
+        let release = if finalized.is_ok() { api.destroy } else { api.abort };
+        run_with_timeout(handle, release, DESTROY_TIMEOUT);
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Option<Handle>> {
-        self.raw.lock().unwrap_or_else(PoisonError::into_inner)
+impl CommunicatorState {
+    fn lock_handle(&self) -> MutexGuard<'_, Option<CommunicatorHandle>> {
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Ender {
-    /// Ends the communicator and what it has under way on the device; whether NCCL did so in time. After it every call
-    /// fails.
-    pub(crate) fn end(&self, bound: Duration) -> bool {
-        self.0.ending.store(true, Ordering::Release);
-        let until = Instant::now() + bound;
-        // Whoever holds the lock is inside a call that does not block, or that will never return.
-        let taken = loop {
-            match self.0.raw.try_lock() {
+impl CommunicatorAborter {
+    /// Aborts the communicator and its operations on the device. Returns whether NCCL finished in
+    /// time. Every later call fails.
+    pub(crate) fn abort_within(&self, timeout: Duration) -> bool {
+        self.0.is_stopping.store(true, Ordering::Release);
+        let until = Instant::now() + timeout;
+        // The lock's holder is inside a call that does not block, or inside one that will never
+        // return.
+        let handle = loop {
+            match self.0.handle.try_lock() {
                 Ok(mut held) => break held.take(),
                 Err(std::sync::TryLockError::Poisoned(held)) => break held.into_inner().take(),
                 Err(std::sync::TryLockError::WouldBlock) if Instant::now() < until => {
@@ -407,34 +460,42 @@ impl Ender {
                 Err(std::sync::TryLockError::WouldBlock) => return false,
             }
         };
-        taken.is_none_or(|h| bounded(h, self.0.api.abort, until.saturating_duration_since(Instant::now())))
+        handle.is_none_or(|h| {
+            run_with_timeout(h, self.0.api.abort, until.saturating_duration_since(Instant::now()))
+        })
     }
 }
 
-/// Calls a function that may never return; whether it did. If it did not, its thread is left behind.
-fn bounded(handle: Handle, call: extern "C" fn(Raw) -> c_int, bound: Duration) -> bool {
-    let (tell, told) = mpsc::channel();
+/// Calls a function that may never return, on a thread of its own. Returns whether it finished in
+/// time; if not, the thread is leaked.
+fn run_with_timeout(
+    handle: CommunicatorHandle,
+    call: extern "C" fn(RawCommunicator) -> c_int,
+    timeout: Duration,
+) -> bool {
+    let (done_sender, done_receiver) = mpsc::channel();
     let thread = std::thread::Builder::new().name("nccl-end".into()).spawn(move || {
-        let whole = handle;
-        let _ = call(whole.0);
-        let _ = tell.send(());
+        let sent_handle = handle;
+        let _ = call(sent_handle.0);
+        let _ = done_sender.send(());
     });
-    thread.is_ok() && told.recv_timeout(bound).is_ok()
+    thread.is_ok() && done_receiver.recv_timeout(timeout).is_ok()
 }
 
-const BYTE: c_int = 0;
+const NCCL_INT8: c_int = 0;
 
-fn kind(dtype: DType) -> Done<c_int> {
+fn nccl_dtype(dtype: DType) -> CudaResult<c_int> {
     match dtype {
         DType::F32 => Ok(7),
         DType::Bf16 => Ok(9),
-        other => failed(format!("no reduction of {}", other.name())),
+        other => cuda_failure(format!("no reduction of {}", other.name())),
     }
 }
 
-/// NCCL adds in an order of its own, which is the same on every member and every time; in bf16 it rounds between steps.
-/// Its largest of a number and none is not promised.
-fn operator(reduction: Reduction) -> c_int {
+/// Returns NCCL's reduction operator. NCCL chooses the order of additions; the order is the same on
+/// every member and in every run, and bf16 is rounded at each step. Its maximum is not specified
+/// for NaN.
+fn nccl_operator(reduction: Reduction) -> c_int {
     match reduction {
         Reduction::Sum | Reduction::Tree => 0,
         Reduction::Max => 2,

@@ -1,19 +1,22 @@
-//! The contract of a backend: load programs with their weights, run them on a seat, hand values in and out.
+//! The backend interface: load programs with their weights, run them on a rank, and exchange values
+//! with the host.
 //!
-//! A backend owns its memory, streams and communicators; how it orders work inside a program is its own affair
-//! as long as the program's order and events hold. This room knows no model, no plan and no process, and names no
-//! backend.
+//! A backend owns its memory, streams and communicators. It may schedule the work inside a program
+//! freely, as long as it respects program order and events. This library crate has no notion of
+//! models, plans and processes, and does not depend on any backend.
 
-mod call;
+mod call_data;
+mod communicator;
+pub mod dtype;
 mod fingerprint;
-mod lane;
-pub mod numbers;
-mod prices;
+mod timing_model;
 
-pub use call::{CallData, Scalar, T0802, brought};
-pub use fingerprint::{Audited, Fingerprint, Hasher, slice_words};
-pub use lane::{Lane, Peer, Route, agreed, as_matrix, pieces};
-pub use prices::Prices;
+pub use call_data::{CallData, Scalar, T0802, check_input};
+pub use communicator::{
+    CommRoute, Communicator, TransferPeer, as_matrix, collective_signature, shard_ranges,
+};
+pub use fingerprint::{AuditResult, Fingerprint, FingerprintHasher, describe_slice};
+pub use timing_model::TimingModel;
 
 use std::sync::Arc;
 
@@ -21,171 +24,189 @@ use tessera_base::{Code, Diagnostic};
 use tessera_ir::{Program, Slots, Type};
 use tessera_mesh::{Coord, Mesh, Rank};
 
-/// A program that a backend cannot run.
+/// The backend cannot run a program.
 pub static T0801: Code = Code {
     id: "T0801",
     title: "backend cannot run this program",
-    page: "The program is well formed, but this backend has no kernel for one of its ops in the dtype and layout at \
-hand. The message names the op. Another backend, strategy or dtype may do.",
+    page: "The program is well formed, but this backend has no kernel for one of its ops in the required dtype and \
+layout. The message names the op. Try another backend, strategy or dtype.",
 };
-/// Codes this room raises.
+/// Diagnostic codes that this crate raises.
 pub const CODES: &[&Code] = &[&T0801, &T0802];
 
-/// Where a backend sits.
+/// A rank and its mesh: the position at which a backend runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Seat {
+pub struct MeshRank {
     /// Mesh of the plan.
     pub mesh: Mesh,
-    /// This rank.
+    /// Rank of the backend.
     pub rank: Rank,
 }
 
-impl Seat {
-    /// This rank's coordinate.
+impl MeshRank {
+    /// Returns the coordinate of this rank.
     #[must_use]
     pub fn coord(&self) -> Coord {
         self.mesh.coord_of(self.rank)
     }
 }
 
-/// Reads weights for a backend: the piece of a named tensor that a seat holds, row-major f32 whatever the dtype of the type or
-/// the file. Rounding it to the type's dtype is the backend's last step, and fingerprints are of what comes of it.
+/// Source of weights for a backend. It returns the shard of a named tensor that a rank holds as
+/// row-major f32, whatever the dtype of the type or the file. The backend rounds the shard to the
+/// dtype of the type as its last step, and computes fingerprints of the rounded values.
 pub trait WeightSource {
-    /// The piece of `name` with this local type at `coord`. `load` is the weight op's reordering, if any; the
-    /// type is that of the reordered tensor.
+    /// Returns the shard of `name` that `rank` holds; `ty` is its local type. `load` is the load
+    /// transformation of the weight op, if any; the type describes the transformed tensor.
     ///
     /// # Errors
-    /// Whatever is wrong with the tensor.
+    /// Any problem with the tensor.
     fn read(
         &mut self,
         name: &str,
         ty: &Type,
         load: Option<&str>,
-        seat: &Seat,
+        rank: &MeshRank,
     ) -> Result<Vec<f32>, Diagnostic>;
 
-    /// Whether [`WeightSource::read`] of the same piece would give it, without reading: where this is granted for every
-    /// piece, no read of them fails.
+    /// Checks whether [`WeightSource::read`] would succeed for the same shard, without reading the
+    /// data. If the check succeeds for every shard, none of the reads fails.
     ///
     /// # Errors
-    /// Whatever is wrong with the tensor.
-    fn check(&mut self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Result<(), Diagnostic> {
-        self.read(name, ty, load, seat).map(drop)
+    /// Any problem with the tensor.
+    fn check(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        load: Option<&str>,
+        rank: &MeshRank,
+    ) -> Result<(), Diagnostic> {
+        self.read(name, ty, load, rank).map(drop)
     }
 }
 
-/// A loaded program.
+/// Handle of a loaded program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Loaded(pub usize);
+pub struct ProgramHandle(pub usize);
 
-/// Why a program did not end.
+/// Reason why a program did not complete.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
-    /// This rank failed by itself.
+    /// This rank failed on its own.
     Failed(String),
-    /// A collective ran into its deadline; the text names who was missing.
+    /// A collective exceeded its deadline; the text names the missing ranks.
     Stalled(String),
-    /// Somebody else ended the run.
+    /// Another party ended the run.
     Aborted(String),
-    /// The observer refused a collective before it was issued; the text is its own.
+    /// The observer rejected a collective before it was issued; the text comes from the observer.
     Refused(String),
 }
 
-/// What a backend saw while it ran a program. A backend may call from a thread of its own.
+/// Callbacks for the progress of a program. A backend may call them from its own thread.
 pub trait Observer: Send {
-    /// A collective is about to be issued: index of its op in the program. Asked before any communication of it,
-    /// for every op of a batch by itself.
+    /// Called before a collective is issued, with the index of its op in the program. The call
+    /// precedes all communication of the collective; every op of a batch gets its own call.
     ///
     /// # Errors
-    /// Why it must not be. The backend then ends the program with [`Fault::Refused`] and has sent nothing of it.
-    fn issuing(&mut self, _op: usize) -> Result<(), String> {
+    /// The reason why the collective must not be issued. The backend then ends the program with
+    /// [`Fault::Refused`] and sends nothing for this collective.
+    fn on_issuing(&mut self, _op: usize) -> Result<(), String> {
         Ok(())
     }
-    /// A collective was issued: index of its op in the program.
-    fn issued(&mut self, op: usize);
-    /// The host begins to wait for a collective that was issued before: index of the issuing op. Not told of one that
-    /// is waited for as it is issued.
-    fn waiting(&mut self, _op: usize) {}
-    /// A collective is complete on this rank: index of the issuing op.
-    fn completed(&mut self, _op: usize) {}
-    /// Progress, for whoever watches: ops done so far.
-    fn progress(&mut self, ops: u32);
+    /// Called after a collective was issued, with the index of its op in the program.
+    fn on_issued(&mut self, op: usize);
+    /// Called when the host begins to wait for a collective that was issued earlier, with the index
+    /// of the issuing op. Not called for a collective that is issued and waited for in one step.
+    fn on_waiting(&mut self, _op: usize) {}
+    /// Called when a collective is complete on this rank, with the index of the issuing op.
+    fn on_completed(&mut self, _op: usize) {}
+    /// Reports the number of ops completed so far.
+    fn on_progress(&mut self, ops: u32);
 }
 
-/// Makes a backend's blocked collectives return, from any thread.
-pub type Abort = Arc<dyn Fn(&str) + Send + Sync>;
+/// Callback that makes a backend's blocked collectives return; callable from any thread.
+pub type AbortFn = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// A device with programs loaded on it.
+/// A device that runs loaded programs.
 pub trait Backend {
-    /// Loads a program: allocates its slots and buffers, reads the weights it does not hold yet.
+    /// Loads a program: allocates its slots and buffers, and reads the weights that are not loaded
+    /// yet.
     ///
     /// # Errors
-    /// T0801, or what the weight source refuses.
+    /// T0801, or an error of the weight source.
     fn load(
         &mut self,
         program: &Arc<Program>,
         slots: &Slots,
         weights: &mut dyn WeightSource,
-    ) -> Result<Loaded, Diagnostic>;
+    ) -> Result<ProgramHandle, Diagnostic>;
 
-    /// How many things were compiled, captured or allocated for runs so far. After every program has run once it stays
-    /// as it is.
-    fn made(&self) -> u64 {
+    /// Returns how many objects were compiled, captured or allocated for runs so far. The number is
+    /// constant after every program has run once.
+    fn setup_count(&self) -> u64 {
         0
     }
 
-    /// From now on a run begins with work that never ends; `false` where nothing can be done about it. For drills alone.
-    fn stick(&mut self) -> bool {
+    /// Makes every later run begin with work that never ends. Returns `false` if the backend does
+    /// not support that. For drills only.
+    fn inject_hang(&mut self) -> bool {
         false
     }
 
-    /// Fingerprints of what this rank must hold as others do: every weight piece, once however many programs read
-    /// it, as of the last load; and tables that the backend derives by itself.
+    /// Returns the fingerprints of everything that this rank must have in common with other ranks:
+    /// every weight shard, listed once however many programs read it, as of the last load, and the
+    /// tables that the backend derives.
     fn fingerprints(&self) -> Vec<Fingerprint>;
 
-    /// Hashes the next weights in turn, at most `bytes` of them, and compares each piece with its fingerprint when
-    /// it is whole. Less than a backend's smallest step of work does nothing.
-    fn audit(&mut self, bytes: u64) -> Audited;
+    /// Hashes up to `bytes` of the weights, continuing after the last call, and compares each shard
+    /// with its fingerprint once it is hashed completely. Does nothing if `bytes` is below the
+    /// backend's smallest unit of work.
+    fn audit_weights(&mut self, bytes: u64) -> AuditResult;
 
-    /// Reads every weight again from another source, then zeroes every buffer. Everything is checked before the first
-    /// piece is replaced.
+    /// Reloads every weight from another source, then zeroes every buffer. All weights are checked
+    /// before the first one is replaced.
     ///
     /// # Errors
-    /// What the source refuses; the old weights are still there.
-    fn reload(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic>;
+    /// An error of the source; the old weights are then still loaded.
+    fn reload_weights(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic>;
 
-    /// Sets one element of a weight in memory, behind the back of its fingerprint; `false` when there is no such
-    /// element. For drills alone: this is the fault that [`Backend::audit`] must find.
+    /// Sets one element of a weight in memory without updating its fingerprint. Returns `false` if
+    /// there is no such element. For drills only: [`Backend::audit_weights`] must detect this
+    /// fault.
     fn write_weight(&mut self, name: &str, index: u64, value: f32) -> bool;
 
-    /// Fingerprint of a buffer's contents; `slice` says which piece it is.
+    /// Returns the fingerprint of a buffer's contents; `slice` describes the shard.
     fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint>;
 
-    /// Runs a loaded program to its end.
+    /// Runs a loaded program to completion.
     ///
     /// # Errors
-    /// A fault; the backend is of no further use after it.
-    fn run(&mut self, program: Loaded, call: &CallData<'_>, observer: &mut dyn Observer)
-    -> Result<(), Fault>;
+    /// A fault; the backend is unusable afterwards.
+    fn run(
+        &mut self,
+        program: ProgramHandle,
+        call: &CallData<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), Fault>;
 
-    /// A value that the last run put out.
+    /// Returns an output value of the last run.
     fn output(&self, name: &str) -> Option<&[f32]>;
 
-    /// Contents of a buffer, row-major.
+    /// Returns the contents of a buffer, row-major.
     fn read_buffer(&self, name: &str) -> Option<Vec<f32>>;
 
-    /// Overwrites a buffer; `false` when there is none of this name and length.
+    /// Overwrites a buffer. Returns `false` if there is no buffer with this name and length.
     fn write_buffer(&mut self, name: &str, data: &[f32]) -> bool;
 
     /// Zeroes every buffer.
-    fn reset(&mut self);
+    fn reset_buffers(&mut self);
 
-    /// Bytes held: weights, buffers, temporaries.
-    fn memory(&self) -> [u64; 3];
+    /// Returns the bytes allocated for weights, buffers and temporaries.
+    fn memory_bytes(&self) -> [u64; 3];
 
-    /// Sums over ranks so far whose terms cancelled and were added with compensation.
-    fn compensated(&self) -> u64;
+    /// Returns the number of sums over ranks so far whose terms cancelled and were therefore added
+    /// with compensation.
+    fn compensated_sums(&self) -> u64;
 
-    /// Ends blocked collectives.
-    fn abort(&self) -> Abort;
+    /// Returns a callback that ends blocked collectives.
+    fn abort_fn(&self) -> AbortFn;
 }

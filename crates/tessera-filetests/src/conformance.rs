@@ -1,84 +1,89 @@
-//! One suite for every backend: what the reference evaluator says an op means, a backend must compute.
+//! One conformance suite for all backends: a backend must compute what the reference evaluator
+//! defines.
 //!
-//! Each `// test: eval` file runs with one backend per rank, each on a thread of its own, and every rank's outputs
-//! are compared with the reference's. A file that must end in a fault must end on the backend too, and soon. A
-//! backend gives every value a slot of its own here: sharing memory is the planner's art, not an op's meaning.
+//! Each `// test: eval` file runs with one backend per rank, each on its own thread, and the suite
+//! compares every rank's outputs with the reference. A file that must end in a fault must also end
+//! in a fault on the backend, within a time limit. Every value gets its own slot here: slot reuse
+//! is the planner's task and not part of an op's meaning.
 
-mod drive;
-mod judge;
+mod rank_runner;
+mod verdict;
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tessera_device::{Backend, Seat};
+use tessera_device::{Backend, MeshRank};
 use tessera_ir::{Dialect, Program, parse_all};
 use tessera_mesh::Mesh;
 
-use crate::header::{Header, Kind};
+use crate::header::{Header, TestKind};
 
-/// Makes one rank's backend, on the thread that will use it.
-pub type Maker<B> = Box<dyn FnOnce(Seat) -> Result<B, String> + Send>;
+/// Creates the backend of one rank, on the thread that will use it.
+pub type BackendFactory<B> = Box<dyn FnOnce(MeshRank) -> Result<B, String> + Send>;
 
-/// Sets up what the ranks of a file share and gives a [`Maker`] for each, in rank order. It sees the mesh and, for
-/// each rank, the programs that will be loaded in order.
-pub type Open<'a, B> = &'a dyn Fn(&Mesh, &[Vec<Arc<Program>>]) -> Result<Vec<Maker<B>>, String>;
+/// Sets up the state that the ranks of a file share and returns one [`BackendFactory`] per rank, in
+/// rank order. The arguments are the mesh and, for each rank, the programs that it will load, in
+/// order.
+pub type OpenBackends<'a, B> =
+    &'a dyn Fn(&Mesh, &[Vec<Arc<Program>>]) -> Result<Vec<BackendFactory<B>>, String>;
 
 /// A backend under test.
-pub struct Subject<'a, B> {
-    /// Name, as it stands in the report.
+pub struct BackendUnderTest<'a, B> {
+    /// Name for the report.
     pub name: &'a str,
-    /// Makes the backends of a file.
-    pub open: Open<'a, B>,
-    /// How exact it claims to be.
+    /// Creates the backends of a file.
+    pub open: OpenBackends<'a, B>,
+    /// Accuracy that the backend claims.
     pub tolerance: Tolerance,
-    /// Longest wait for a peer in one collective that its backends were made with. A file that takes five times
-    /// as long, and five seconds more, counts as hanging.
-    pub patience: Duration,
-    /// Whether a collective compares what its members call, so that a rank fails where they disagree. Where it does not, as in
-    /// NCCL, a stall will do.
-    pub compares: bool,
+    /// Maximum wait for a peer in one collective, as configured in the backends. A file that takes
+    /// more than five times as long plus five seconds counts as hanging.
+    pub peer_timeout: Duration,
+    /// Whether collectives compare the calls of their members, so that a rank fails on a mismatch.
+    /// The suite accepts a stall instead if they do not, as in NCCL.
+    pub detects_mismatch: bool,
 }
 
-/// How far a number may be from the exact one.
+/// The allowed error of an output.
 ///
-/// The bound of an output is `relative · √n · scale`. `scale` is the largest magnitude of the output's exact
-/// elements over all ranks; n counts the roundings that can add up in it: one for each arithmetic op of the
-/// program, and the terms of its longest dot product, mean or sum over ranks. Roundings are independent enough to
-/// grow with √n. A program that only moves elements has n = 0: every bit must be right.
+/// The bound is `relative · √n · scale`. `scale` is the largest magnitude of the output's exact
+/// elements over all ranks. `n` counts the roundings that can accumulate in the output: one for
+/// each arithmetic op of the program, plus the number of terms of its longest dot product, mean or
+/// sum over ranks. Roundings are independent enough to grow with √n. A program that only moves
+/// elements has n = 0: every bit must be right.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tolerance {
-    /// Error of one rounding relative to the value's scale; a few units in the last place.
+    /// Error of one rounding relative to the value's scale: a few units in the last place.
     pub relative: f64,
 }
 
-/// What came out.
+/// The result of a conformance run.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Report {
-    /// The backend.
+pub struct ConformanceReport {
+    /// Name of the backend.
     pub backend: String,
-    /// Files that ran and agreed, faults that came as they should included.
+    /// Files that ran and agreed, including files that ended in the expected fault.
     pub passed: Vec<String>,
-    /// Files that the backend refused, or that say nothing about a backend, with the reason.
+    /// Files that the backend rejected or that do not apply to a backend, with the reason.
     pub skipped: Vec<(String, String)>,
-    /// Files that went wrong, and how.
+    /// Files that failed, with the reason.
     pub failed: Vec<(String, String)>,
-    /// Largest error seen in units of its bound; 1 is the limit.
-    pub worst: f64,
+    /// Largest error in units of its bound; the limit is 1.
+    pub worst_error: f64,
 }
 
-impl Report {
-    /// Part of the files that ran, 0 to 1.
+impl ConformanceReport {
+    /// Returns the share of the files that ran, from 0 to 1.
     #[must_use]
-    pub fn share_run(&self) -> f64 {
+    pub fn executed_share(&self) -> f64 {
         let ran = self.passed.len() + self.failed.len();
         ran as f64 / (ran + self.skipped.len()).max(1) as f64
     }
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for ConformanceReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Report { backend, passed, skipped, failed, worst } = self;
+        let ConformanceReport { backend, passed, skipped, failed, worst_error: worst } = self;
         writeln!(
             f,
             "{backend}: {} passed, {} failed, {} skipped; worst error {worst:.2} of its bound",
@@ -91,55 +96,60 @@ impl fmt::Display for Report {
     }
 }
 
-/// Runs every evaluation among `files` (name and text) on a backend; other files are passed over.
+/// Runs every evaluation among `files` (pairs of name and text) on a backend and ignores the other
+/// files.
 #[must_use]
-pub fn conformance<B: Backend + 'static>(subject: &Subject<'_, B>, files: &[(String, String)]) -> Report {
-    let mut report = Report { backend: subject.name.to_string(), ..Report::default() };
+pub fn run_conformance<B: Backend + 'static>(
+    subject: &BackendUnderTest<'_, B>,
+    files: &[(String, String)],
+) -> ConformanceReport {
+    let mut report = ConformanceReport { backend: subject.name.to_string(), ..ConformanceReport::default() };
     for (name, text) in files {
-        let Some(outcome) = file(subject, name, text) else { continue };
+        let Some(outcome) = run_file(subject, name, text) else { continue };
         match outcome {
             Ok(worst) => {
-                report.worst = report.worst.max(worst);
+                report.worst_error = report.worst_error.max(worst);
                 report.passed.push(name.clone());
             }
-            Err(Unfit::Skipped(why)) => report.skipped.push((name.clone(), why)),
-            Err(Unfit::Wrong(why)) => report.failed.push((name.clone(), why)),
+            Err(NotPassed::Skipped(why)) => report.skipped.push((name.clone(), why)),
+            Err(NotPassed::Failed(why)) => report.failed.push((name.clone(), why)),
         }
     }
     report
 }
 
-/// Why a file did not pass.
-enum Unfit {
+/// The reason why a file did not pass.
+enum NotPassed {
     Skipped(String),
-    Wrong(String),
+    Failed(String),
 }
 
-/// `None` for a file that is no evaluation; otherwise the largest error in units of its bound.
-fn file<B: Backend + 'static>(
-    subject: &Subject<'_, B>,
+/// Runs one file and returns the largest error in units of its bound, or `None` if the file is not
+/// an evaluation.
+fn run_file<B: Backend + 'static>(
+    subject: &BackendUnderTest<'_, B>,
     name: &str,
     text: &str,
-) -> Option<Result<f64, Unfit>> {
+) -> Option<Result<f64, NotPassed>> {
     let header = match Header::read(text) {
         Ok(h) => h,
-        Err(why) => return Some(Err(Unfit::Wrong(why.join("; ")))),
+        Err(why) => return Some(Err(NotPassed::Failed(why.join("; ")))),
     };
-    if header.kind != Kind::Eval {
+    if header.kind != TestKind::Eval {
         return None;
     }
     let programs = match parse_all(text, name) {
         Ok(p) => p,
-        Err(ds) => return Some(Err(Unfit::Wrong(ds[0].message.clone()))),
+        Err(ds) => return Some(Err(NotPassed::Failed(ds[0].message.clone()))),
     };
-    let (logical, of_roles): (Vec<&Program>, Vec<&Program>) =
+    let (logical, role_programs): (Vec<&Program>, Vec<&Program>) =
         programs.iter().partition(|p| p.dialect == Dialect::Logical);
-    let mut worst = 0.0f64;
-    for part in [logical, of_roles] {
-        match judge::part(subject, &header, &part) {
-            Ok(w) => worst = worst.max(w),
+    let mut worst_error = 0.0f64;
+    for group in [logical, role_programs] {
+        match verdict::run_programs(subject, &header, &group) {
+            Ok(w) => worst_error = worst_error.max(w),
             Err(unfit) => return Some(Err(unfit)),
         }
     }
-    Some(Ok(worst))
+    Some(Ok(worst_error))
 }

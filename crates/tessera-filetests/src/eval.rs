@@ -1,16 +1,17 @@
-//! Evaluates a file: its logical programs on one rank, its programs of roles on all ranks, and both compared.
+//! Evaluates a file: runs its logical programs on one rank and its role programs on all ranks, and
+//! compares the results.
 
 use std::collections::BTreeMap;
 
 use tessera_ir::{Dialect, Opcode, Program};
 use tessera_mesh::{Mesh, Rank};
-use tessera_reference::{Machine, Tensor};
+use tessera_reference::{Evaluator, Tensor};
 use tessera_verify::check_program;
 
 use crate::header::Header;
 
-/// Programs by phase, in order of first appearance.
-pub(crate) fn phases<'a>(programs: &[&'a Program]) -> Vec<(String, Vec<&'a Program>)> {
+/// Groups programs by phase, in order of first appearance.
+pub(crate) fn group_by_phase<'a>(programs: &[&'a Program]) -> Vec<(String, Vec<&'a Program>)> {
     let mut out: Vec<(String, Vec<&Program>)> = Vec::new();
     for p in programs {
         match out.iter_mut().find(|(name, _)| *name == p.name) {
@@ -21,61 +22,72 @@ pub(crate) fn phases<'a>(programs: &[&'a Program]) -> Vec<(String, Vec<&'a Progr
     out
 }
 
-/// The outputs as text, one line each; nothing when a fault was expected and came.
-pub(crate) fn eval(header: &Header, programs: &[Program]) -> Result<Option<String>, Vec<String>> {
-    let (logical, of_roles): (Vec<&Program>, Vec<&Program>) =
+/// Returns the outputs as text, one line each, or `None` if the evaluation ended in the expected
+/// fault.
+pub(crate) fn evaluate_file(header: &Header, programs: &[Program]) -> Result<Option<String>, Vec<String>> {
+    let (logical, role_programs): (Vec<&Program>, Vec<&Program>) =
         programs.iter().partition(|p| p.dialect == Dialect::Logical);
-    let result = whole(header, &logical).and_then(|w| ranks(header, &of_roles).map(|r| (w, r)));
-    let (whole, of_ranks) = match (result, &header.fault) {
-        (Err(e), Some(words)) if e.contains(words.as_str()) => return Ok(None),
+    let result = evaluate_logical(header, &logical)
+        .and_then(|w| evaluate_ranks(header, &role_programs).map(|r| (w, r)));
+    let (whole, shards) = match (result, &header.fault) {
+        (Err(e), Some(expected_text)) if e.contains(expected_text.as_str()) => return Ok(None),
         (Err(e), _) => return Err(vec![e]),
-        (Ok(_), Some(words)) => return Err(vec![format!("expected fault `{words}` did not come")]),
+        (Ok(_), Some(expected_text)) => {
+            return Err(vec![format!("the expected fault `{expected_text}` did not occur")]);
+        }
         (Ok(r), None) => r,
     };
-    let mut wrong = unordered(&of_roles);
+    let mut problems = find_stream_races(&role_programs);
     let mut text = String::new();
     for (name, t) in &whole {
-        text += &format!("whole {name} {}\n", show(t));
+        text += &format!("logical {name} {}\n", format_tensor(t));
     }
-    for o in &of_ranks {
-        text += &format!("rank {} {} {}\n", o.rank, o.name, show(&o.value));
+    for o in &shards {
+        text += &format!("rank {} {} {}\n", o.rank, o.name, format_tensor(&o.value));
         let Some(whole) = whole.get(&o.name) else { continue };
-        let mut want = Some(whole.clone());
+        let mut expected = Some(whole.clone());
         for (dim, (start, len)) in o.ranges.iter().enumerate() {
-            want = want.and_then(|t| t.slice(dim, *start as usize, *len as usize));
+            expected = expected.and_then(|t| t.slice(dim, *start as usize, *len as usize));
         }
-        let far = want.map_or(f64::INFINITY, |w| w.distance(&o.value));
-        if far > header.tolerance {
-            wrong.push(format!("rank {}: {} is off the whole one's piece by {far:e}", o.rank, o.name));
+        let difference = expected.map_or(f64::INFINITY, |w| w.distance(&o.value));
+        if difference > header.tolerance {
+            problems.push(format!(
+                "rank {}: {} differs from its shard of the logical output by {difference:e}",
+                o.rank, o.name
+            ));
         }
     }
-    if wrong.is_empty() { Ok(Some(text)) } else { Err(wrong) }
+    if problems.is_empty() { Ok(Some(text)) } else { Err(problems) }
 }
 
-/// What crosses streams without an order: the evaluator takes ops one by one, a backend with streams need not.
-fn unordered(of_roles: &[&Program]) -> Vec<String> {
-    let found = of_roles.iter().flat_map(|p| check_program(p));
-    found.filter(|d| ORDER.contains(&d.code.id)).map(|d| format!("{}: {}", d.code.id, d.message)).collect()
+/// Reports uses of values across streams without an order. The evaluator runs ops one by one; a
+/// backend with streams need not.
+fn find_stream_races(role_programs: &[&Program]) -> Vec<String> {
+    let found = role_programs.iter().flat_map(|p| check_program(p));
+    found
+        .filter(|d| RACE_CODES.contains(&d.code.id))
+        .map(|d| format!("{}: {}", d.code.id, d.message))
+        .collect()
 }
 
-const ORDER: [&str; 2] = ["T0316", "T0318"];
+const RACE_CODES: [&str; 2] = ["T0316", "T0318"];
 
-struct Piece {
+struct OutputShard {
     rank: Rank,
     name: String,
     value: Tensor,
-    /// Start and length of each dim in the whole.
+    /// Start and length of the shard in each dim of the global tensor.
     ranges: Vec<(u64, u64)>,
 }
 
-fn machine(header: &Header, mesh: Mesh) -> Machine {
-    let mut m = Machine::new(mesh);
+fn new_evaluator(header: &Header, mesh: Mesh) -> Evaluator {
+    let mut m = Evaluator::new(mesh);
     m.load_weights(header.weights.clone());
     m
 }
 
-fn whole(header: &Header, logical: &[&Program]) -> Result<BTreeMap<String, Tensor>, String> {
-    let mut m = machine(header, Mesh::default());
+fn evaluate_logical(header: &Header, logical: &[&Program]) -> Result<BTreeMap<String, Tensor>, String> {
+    let mut m = new_evaluator(header, Mesh::default());
     let mut out = BTreeMap::new();
     for p in logical {
         out.extend(m.run(&[p], &header.call).map_err(|f| f.to_string())?.into_iter().flatten());
@@ -83,28 +95,28 @@ fn whole(header: &Header, logical: &[&Program]) -> Result<BTreeMap<String, Tenso
     Ok(out)
 }
 
-fn ranks(header: &Header, of_roles: &[&Program]) -> Result<Vec<Piece>, String> {
-    let Some(mesh) = of_roles.first().map(|p| p.mesh) else { return Ok(Vec::new()) };
-    let mut m = machine(header, mesh);
+fn evaluate_ranks(header: &Header, role_programs: &[&Program]) -> Result<Vec<OutputShard>, String> {
+    let Some(mesh) = role_programs.first().map(|p| p.mesh) else { return Ok(Vec::new()) };
+    let mut evaluator = new_evaluator(header, mesh);
     let mut out = Vec::new();
-    for (_, phase) in phases(of_roles) {
-        let cast = header.cast(&mesh, &phase)?;
-        let outputs = m.run(&cast, &header.call).map_err(|f| f.to_string())?;
-        for ((rank, p), outputs) in mesh.iter().zip(&cast).zip(outputs) {
+    for (_, phase) in group_by_phase(role_programs) {
+        let programs = header.programs_by_rank(&mesh, &phase)?;
+        let outputs = evaluator.run(&programs, &header.call).map_err(|f| f.to_string())?;
+        for ((rank, p), outputs) in mesh.iter().zip(&programs).zip(outputs) {
             for op in p.ops.iter().filter(|o| o.opcode == Opcode::Output) {
                 let name = op.name.clone().unwrap_or_default();
                 let Some(value) = outputs.get(&name).cloned() else { continue };
-                let ty = p.ty(op.operands[0]);
-                let ranges = ty.layout.ranges(&ty.shape, &mesh, mesh.coord_of(rank));
-                out.push(Piece { rank, name, value, ranges });
+                let ty = p.type_of(op.operands[0]);
+                let ranges = ty.layout.global_ranges(&ty.shape, &mesh, mesh.coord_of(rank));
+                out.push(OutputShard { rank, name, value, ranges });
             }
         }
     }
     Ok(out)
 }
 
-/// `[2, 2] 1 2 3 4`, numbers with as many digits as they need.
-fn show(t: &Tensor) -> String {
+/// Formats a tensor as `[2, 2] 1 2 3 4`, with the fewest digits that read back to the same numbers.
+fn format_tensor(t: &Tensor) -> String {
     let values: Vec<String> = t.data().iter().map(|x| format!("{x}")).collect();
     format!("{:?} {}", t.shape(), values.join(" "))
 }

@@ -1,136 +1,144 @@
-//! The comment lines at the top of a file.
+//! Reads the comment lines at the top of a file.
 
 use std::collections::BTreeMap;
 
-use tessera_base::random::{DrawKey, normals};
+use tessera_base::random::{DrawKey, fill_normals};
 use tessera_ir::{Program, RoleRanks};
 use tessera_mesh::{Mesh, Rank};
-use tessera_reference::{Arg, Call, Feed, Tensor};
+use tessera_reference::{CallInputs, CallScalar, InputTensor, Tensor};
 
-/// What a file tests.
+/// The kind of test that a file contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// It can be read, or cannot for the reasons marked.
+pub(crate) enum TestKind {
+    /// The file parses, or fails to parse with the marked errors.
     Parse,
-    /// It is a fragment, and its review is as marked.
+    /// The file is a fragment, and its review gives the marked diagnostics.
     Fragment,
-    /// Its canonical text.
+    /// The file lists the canonical text of its programs.
     Print,
-    /// What the judge says.
+    /// The verifier reports the marked diagnostics.
     Check,
-    /// What it computes.
+    /// The file lists the outputs of its programs.
     Eval,
 }
 
-/// A file's header.
+/// Keys of earlier headers and the keys that replaced them.
+const RENAMED_KEYS: [(&str, &str); 3] =
+    [("homeless", "no-slot"), ("share", "share-slot"), ("piece", "shard")];
+
+/// The header of a file.
 #[derive(Debug)]
 pub(crate) struct Header {
-    pub kind: Kind,
-    /// Which ranks play a role, where it is not clear from the roles' names.
-    pub ranks: BTreeMap<String, Vec<Rank>>,
-    pub call: Call,
+    pub kind: TestKind,
+    /// Ranks of each role whose name does not determine them.
+    pub ranks_by_role: BTreeMap<String, Vec<Rank>>,
+    pub call: CallInputs,
     pub weights: BTreeMap<String, Tensor>,
-    /// Words of the fault that an evaluation must end with.
+    /// Text that the message of the expected fault contains.
     pub fault: Option<String>,
     /// Largest difference between numbers that count as equal.
     pub tolerance: f64,
-    /// Names of the collectives that every program of a role issues, in order.
+    /// Names of the collectives that every role program issues, in order.
     pub collectives: Option<Vec<String>>,
-    /// Values that are put into one memory slot, the first one's.
-    pub share: Vec<Vec<String>>,
-    /// Values that get no memory slot.
-    pub homeless: Vec<String>,
-    /// Bytes of a device.
+    /// Groups of values that share one memory slot, the slot of the first value.
+    pub shared_slots: Vec<Vec<String>>,
+    /// Values without a memory slot.
+    pub unslotted: Vec<String>,
+    /// Memory of a device in bytes.
     pub device_bytes: Option<u64>,
-    /// Whether communicators serve one graph at a time.
+    /// Whether a communicator serves only one graph at a time.
     pub graph_mixing_off: bool,
-    /// Calls that may be made: lists of phases.
+    /// The calls that the plan allows, as lists of phases.
     pub calls: Vec<(String, Vec<String>)>,
 }
 
 impl Header {
     pub(crate) fn read(text: &str) -> Result<Header, Vec<String>> {
         let mut h = Header {
-            kind: Kind::Parse,
-            ranks: BTreeMap::new(),
-            call: Call::default(),
+            kind: TestKind::Parse,
+            ranks_by_role: BTreeMap::new(),
+            call: CallInputs::default(),
             weights: BTreeMap::new(),
             fault: None,
             tolerance: 1e-9,
             collectives: None,
-            share: Vec::new(),
-            homeless: Vec::new(),
+            shared_slots: Vec::new(),
+            unslotted: Vec::new(),
             device_bytes: None,
             graph_mixing_off: false,
             calls: Vec::new(),
         };
-        let mut wrong = Vec::new();
+        let mut problems = Vec::new();
         let mut first = true;
-        let mut local: BTreeMap<String, Vec<Tensor>> = BTreeMap::new();
+        let mut per_rank: BTreeMap<String, Vec<Tensor>> = BTreeMap::new();
         for (i, line) in text.lines().enumerate() {
             let Some(line) = line.strip_prefix("//") else { break };
             let Some((key, value)) = line.split_once(':') else { continue };
-            if let Err(why) = h.line(key.trim(), value.trim(), first, &mut local) {
-                wrong.push(format!("line {}: {why}", i + 1));
+            if let Err(why) = h.read_line(key.trim(), value.trim(), first, &mut per_rank) {
+                problems.push(format!("line {}: {why}", i + 1));
             }
             first = false;
         }
         if first {
-            wrong.push("a file begins with `// test: parse`, fragment, print, check or eval".to_string());
+            problems.push("begin the file with `// test: parse`, fragment, print, check or eval".to_string());
         }
-        h.call.inputs.extend(local.into_iter().map(|(k, v)| (k, Feed::PerRank(v))));
-        if wrong.is_empty() { Ok(h) } else { Err(wrong) }
+        h.call.inputs.extend(per_rank.into_iter().map(|(k, v)| (k, InputTensor::PerRank(v))));
+        if problems.is_empty() { Ok(h) } else { Err(problems) }
     }
 
-    fn line(
+    fn read_line(
         &mut self,
         key: &str,
         value: &str,
         first: bool,
-        local: &mut BTreeMap<String, Vec<Tensor>>,
+        per_rank: &mut BTreeMap<String, Vec<Tensor>>,
     ) -> Result<(), String> {
         let (key, name) = key.split_once(' ').map_or((key, ""), |(k, n)| (k, n.trim()));
         if first != (key == "test") {
-            return Err("`test` is the first key, and only the first".to_string());
+            return Err("the key `test` must come first and only once".to_string());
         }
         match key {
             "test" => {
                 self.kind = match value {
-                    "parse" => Kind::Parse,
-                    "fragment" => Kind::Fragment,
-                    "print" => Kind::Print,
-                    "check" => Kind::Check,
-                    "eval" => Kind::Eval,
-                    other => return Err(format!("test `{other}`")),
+                    "parse" => TestKind::Parse,
+                    "fragment" => TestKind::Fragment,
+                    "print" => TestKind::Print,
+                    "check" => TestKind::Check,
+                    "eval" => TestKind::Eval,
+                    other => return Err(format!("unknown test `{other}`")),
                 }
             }
             "ranks" => {
                 let ranks: Result<Vec<Rank>, _> =
                     value.split_whitespace().map(|r| r.parse().map(Rank)).collect();
-                self.ranks.insert(name.to_string(), ranks.map_err(|_| format!("ranks `{value}`"))?);
+                self.ranks_by_role
+                    .insert(name.to_string(), ranks.map_err(|_| format!("invalid ranks `{value}`"))?);
             }
             "int" => {
-                let i = value.parse().map_err(|_| format!("`{value}` is no whole number"))?;
-                self.call.scalars.insert(name.to_string(), Arg::Int(i));
+                let i = value.parse().map_err(|_| format!("`{value}` is not an integer"))?;
+                self.call.scalars.insert(name.to_string(), CallScalar::Int(i));
             }
             "float" => {
-                self.call.scalars.insert(name.to_string(), Arg::Float(tensor(value)?));
+                self.call.scalars.insert(name.to_string(), CallScalar::Float(parse_tensor(value)?));
             }
             "input" => {
-                self.call.inputs.insert(name.to_string(), Feed::Whole(tensor(value)?));
+                self.call.inputs.insert(name.to_string(), InputTensor::Global(parse_tensor(value)?));
             }
             // One line per rank, in rank order.
-            "piece" => local.entry(name.to_string()).or_default().push(tensor(value)?),
+            "shard" => per_rank.entry(name.to_string()).or_default().push(parse_tensor(value)?),
             "weight" => {
-                self.weights.insert(name.to_string(), tensor(value)?);
+                self.weights.insert(name.to_string(), parse_tensor(value)?);
             }
             "fault" => self.fault = Some(value.to_string()),
-            "tolerance" => self.tolerance = value.parse().map_err(|_| format!("tolerance `{value}`"))?,
-            "collectives" => self.collectives = Some(words(value)),
-            "share" => self.share.push(words(value)),
-            "homeless" => self.homeless.extend(words(value)),
+            "tolerance" => {
+                self.tolerance = value.parse().map_err(|_| format!("invalid tolerance `{value}`"))?
+            }
+            "collectives" => self.collectives = Some(split_names(value)),
+            "share-slot" => self.shared_slots.push(split_names(value)),
+            "no-slot" => self.unslotted.extend(split_names(value)),
             "device-bytes" => {
-                self.device_bytes = Some(value.parse().map_err(|_| format!("bytes `{value}`"))?);
+                self.device_bytes =
+                    Some(value.parse().map_err(|_| format!("invalid number of bytes `{value}`"))?);
             }
             "graph-mixing" => {
                 self.graph_mixing_off = match value {
@@ -139,16 +147,24 @@ impl Header {
                     other => return Err(format!("graph-mixing `{other}`: write on or off")),
                 }
             }
-            "phases" => self.calls.push((name.to_string(), words(value))),
+            "phases" => self.calls.push((name.to_string(), split_names(value))),
             "note" | "error-anywhere" => {}
-            other => return Err(format!("unknown key `{other}`")),
+            other => {
+                let renamed = RENAMED_KEYS.iter().find(|(old, _)| *old == other);
+                let hint = renamed.map_or(String::new(), |(_, new)| format!("; it is now `{new}`"));
+                return Err(format!("unknown key `{other}`{hint}"));
+            }
         }
         Ok(())
     }
 
-    /// The program of each rank, for programs of one phase.
-    pub(crate) fn cast<'a>(&self, mesh: &Mesh, phase: &[&'a Program]) -> Result<Vec<&'a Program>, String> {
-        let roles = self.roles(mesh, phase);
+    /// Returns the program of each rank, for the programs of one phase.
+    pub(crate) fn programs_by_rank<'a>(
+        &self,
+        mesh: &Mesh,
+        phase: &[&'a Program],
+    ) -> Result<Vec<&'a Program>, String> {
+        let roles = self.role_ranks(mesh, phase);
         mesh.iter()
             .map(|rank| {
                 let at = roles.iter().position(|r| r.ranks.contains(&rank));
@@ -157,42 +173,43 @@ impl Header {
             .collect()
     }
 
-    /// The ranks of each program's role, for programs of one phase.
-    pub(crate) fn roles(&self, mesh: &Mesh, phase: &[&Program]) -> Vec<RoleRanks> {
+    /// Returns the ranks of each program's role, for the programs of one phase.
+    pub(crate) fn role_ranks(&self, mesh: &Mesh, phase: &[&Program]) -> Vec<RoleRanks> {
         let names: Vec<&str> = phase.iter().map(|p| p.role.as_str()).collect();
-        RoleRanks::cast(mesh, &names, &self.ranks)
+        RoleRanks::assign_ranks(mesh, &names, &self.ranks_by_role)
     }
 }
 
-fn words(text: &str) -> Vec<String> {
+fn split_names(text: &str) -> Vec<String> {
     text.split_whitespace().map(|w| w.trim_start_matches('%').to_string()).collect()
 }
 
-/// `[2, 2] = 1 2 3 4`, `[2, 2] = iota`, `full 3` or `normal 7`; a scalar is a bare number.
-fn tensor(text: &str) -> Result<Tensor, String> {
+/// Parses `[2, 2] = 1 2 3 4`, `[2, 2] = iota`, `full 3` or `normal 7`. A number without a shape is
+/// a scalar.
+fn parse_tensor(text: &str) -> Result<Tensor, String> {
     let Some(rest) = text.strip_prefix('[') else {
-        return text.parse().map(Tensor::scalar).map_err(|_| format!("`{text}` is no number"));
+        return text.parse().map(Tensor::scalar).map_err(|_| format!("`{text}` is not a number"));
     };
     let (shape, values) =
         rest.split_once("] =").ok_or_else(|| format!("`{text}`: write [extents] = values"))?;
     let shape: Vec<usize> = shape
         .split(',')
-        .map(|n| n.trim().parse().map_err(|_| format!("extent `{n}`")))
+        .map(|n| n.trim().parse().map_err(|_| format!("invalid extent `{n}`")))
         .collect::<Result<_, _>>()?;
     let count: usize = shape.iter().product();
-    let words: Vec<&str> = values.split_whitespace().collect();
-    let number = |w: &str| w.parse::<f64>().map_err(|_| format!("`{w}` is no number"));
-    match words[..] {
+    let tokens: Vec<&str> = values.split_whitespace().collect();
+    let number = |w: &str| w.parse::<f64>().map_err(|_| format!("`{w}` is not a number"));
+    match tokens[..] {
         ["iota"] => Ok(Tensor::from_fn(&shape, |i| i as f64)),
         ["full", x] => Ok(Tensor::full(&shape, number(x)?)),
         ["normal", seed] => {
-            let seed = seed.parse().map_err(|_| format!("seed `{seed}`"))?;
+            let seed = seed.parse().map_err(|_| format!("invalid seed `{seed}`"))?;
             let mut x = vec![0.0f32; count];
-            normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut x);
+            fill_normals(DrawKey { seed, chunk: 0, draw: 0 }, 0, &mut x);
             Ok(Tensor::new(&shape, x.into_iter().map(f64::from).collect()))
         }
         _ => {
-            let data = words.iter().map(|w| number(w)).collect::<Result<Vec<_>, _>>()?;
+            let data = tokens.iter().map(|w| number(w)).collect::<Result<Vec<_>, _>>()?;
             if data.len() == count {
                 Ok(Tensor::new(&shape, data))
             } else {

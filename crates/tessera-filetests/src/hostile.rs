@@ -1,58 +1,60 @@
-//! Hostile input: any bytes as a text, as edits of good plans, as observed traces, as what comes over a socket. Whatever
-//! they are, the parser, the judge and the wire answer; they never panic, and what they accept keeps its promises.
+//! Checks on hostile input: arbitrary bytes as program text, as mutations of valid plans, as
+//! recorded traces, and as data from a socket. For every input the parser, the verifier and the
+//! wire code must return a result without a panic, and accepted input must satisfy their
+//! guarantees.
 //!
-//! Each function panics where a promise is broken. Fuzzers call them with bytes of their choosing, a test with bytes
-//! drawn from a seed.
+//! Each function panics if a guarantee is broken. Fuzzers call the functions with bytes of their
+//! choice; a test calls them with bytes drawn from a seed.
 
-mod bend;
-mod choices;
-mod watch;
+mod fuzz_input;
+mod mutate;
+mod random_traces;
 mod wire;
 
-use tessera_base::{Diagnostic, Format, render_all};
-use tessera_ir::{Bundle, Dialect, Program, canonical, is_fragment, parse, parse_all, parse_fragment};
+use tessera_base::{Diagnostic, DiagnosticFormat, render_all};
+use tessera_ir::{Bundle, Dialect, Program, canonical_text, is_fragment, parse, parse_all, parse_fragment};
 use tessera_ir::{print_fragment, rules};
-use tessera_verify::{Limits, check_phase, check_program, check_slots, check_traces, seal};
+use tessera_verify::{DeviceLimits, check_phase, check_program, check_slots, check_traces, seal};
 
 use crate::header::Header;
-use crate::{fixed_point, judge};
-use choices::Choices;
+use crate::{check_round_trip, verify};
+use fuzz_input::FuzzInput;
 
-/// Plans and programs that [`plan`] starts from.
+/// The plans and programs that [`fuzz_plan`] mutates.
 #[derive(Debug, Default)]
-pub struct Seeds {
+pub struct SeedCorpus {
     bundles: Vec<Bundle>,
     programs: Vec<Program>,
 }
 
-impl Seeds {
-    /// Every program that these files hold.
+impl SeedCorpus {
+    /// Collects every program in the files.
     #[must_use]
-    pub fn of(texts: impl IntoIterator<Item = String>) -> Seeds {
-        let mut out = Seeds::default();
+    pub fn from_texts(texts: impl IntoIterator<Item = String>) -> SeedCorpus {
+        let mut out = SeedCorpus::default();
         for text in texts {
             let (Ok(header), Ok(programs)) = (Header::read(&text), parse_all(&text, "seed")) else {
                 continue;
             };
             let of_roles: Vec<&Program> = programs.iter().filter(|p| p.dialect == Dialect::Role).collect();
             if !of_roles.is_empty() {
-                out.bundles.push(judge::bundle(&header, &of_roles));
+                out.bundles.push(verify::build_bundle(&header, &of_roles));
             }
             out.programs.extend(programs);
         }
         out
     }
 
-    /// The plans.
+    /// Returns the plans.
     #[must_use]
     pub fn bundles(&self) -> &[Bundle] {
         &self.bundles
     }
 }
 
-/// The same program with other names for its values: new ones, or its own in another order.
+/// Returns the program with other value names: new names, or its own names permuted.
 #[must_use]
-pub fn renamed(p: &Program, seed: u64) -> Program {
+pub fn rename_values(p: &Program, seed: u64) -> Program {
     let mut out = p.clone();
     let n = p.values.len();
     for (i, v) in out.values.iter_mut().enumerate() {
@@ -64,140 +66,162 @@ pub fn renamed(p: &Program, seed: u64) -> Program {
     out
 }
 
-/// Bytes as a text: it is read or refused with places that exist; what is read prints to what reads back, and is
-/// judged.
+/// Treats bytes as program text. The parser must accept the text or reject it with labels at valid
+/// positions. Accepted text must survive printing and parsing, and the verifier must return a
+/// result.
 ///
 /// # Panics
-/// Where a promise is broken.
-pub fn text(bytes: &[u8]) {
+/// If a guarantee is broken.
+pub fn fuzz_text(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let _ = is_fragment(&text);
     match parse_fragment(&text, "text") {
-        Err(ds) => told(&ds, &text),
+        Err(ds) => check_renders(&ds, &text),
         Ok(f) => {
-            told(&f.review("text"), &text);
+            check_renders(&f.review("text"), &text);
             let printed = print_fragment(&f);
-            let again = parse_fragment(&printed, "printed").unwrap_or_else(|d| broken(&d, &printed));
-            assert_eq!(again.without_spans(), f.without_spans(), "another fragment after reading back");
+            let again = parse_fragment(&printed, "printed").unwrap_or_else(|d| panic_rejected(&d, &printed));
+            assert_eq!(
+                again.without_spans(),
+                f.without_spans(),
+                "the fragment changes after printing and parsing"
+            );
         }
     }
     match parse_all(&text, "text") {
-        Err(ds) => told(&ds, &text),
+        Err(ds) => check_renders(&ds, &text),
         Ok(programs) => {
             for p in &programs {
-                fixed_point(p).unwrap_or_else(|why| panic!("{why}"));
-                told(&check_program(p), &text);
+                check_round_trip(p).unwrap_or_else(|why| panic!("{why}"));
+                check_renders(&check_program(p), &text);
             }
         }
     }
 }
 
-/// Bytes as edits of a good plan: it is sealed or refused, and what is sealed has a text that reads back.
+/// Applies bytes as mutations to a valid plan. The verifier must seal or reject the plan, and the
+/// text of a sealed plan must parse.
 ///
 /// # Panics
-/// Where a promise is broken.
-pub fn plan(bytes: &[u8], seeds: &Seeds) {
-    let mut c = Choices::of(bytes);
-    let at = c.below(seeds.bundles.len() + 1);
+/// If a guarantee is broken.
+pub fn fuzz_plan(bytes: &[u8], seeds: &SeedCorpus) {
+    let mut c = FuzzInput::new(bytes);
+    let at = c.next_below(seeds.bundles.len() + 1);
     let Some(bundle) = seeds.bundles.get(at) else {
-        let Some(p) = c.pick(&seeds.programs) else { return };
+        let Some(p) = c.pick_from(&seeds.programs) else { return };
         let mut p = p.clone();
-        while c.more() {
-            bend::program(&mut p, &mut c, &seeds.programs);
+        while c.has_more() {
+            mutate::mutate_program(&mut p, &mut c, &seeds.programs);
         }
-        return one(&p);
+        return check_one_program(&p);
     };
     let mut b = bundle.clone();
-    while c.more() {
-        bend::bundle(&mut b, &mut c, &seeds.programs);
+    while c.has_more() {
+        mutate::mutate_bundle(&mut b, &mut c, &seeds.programs);
     }
     for phase in &b.phases {
-        phase.programs.iter().for_each(one);
-        told(&check_phase(&b.mesh, &b.roles, phase), "");
-        for (p, slots) in phase.programs.iter().zip(&phase.memory) {
-            // Slots are judged for programs that are right by themselves.
+        phase.programs.iter().for_each(check_one_program);
+        check_renders(&check_phase(&b.mesh, &b.roles, phase), "");
+        for (p, slots) in phase.programs.iter().zip(&phase.slots) {
+            // The verifier checks slots only of programs that pass on their own.
             if check_program(p).is_empty() {
-                told(&check_slots(p, slots), "");
+                check_renders(&check_slots(p, slots), "");
             }
         }
     }
-    let limits = Limits { device_bytes: Some(1 << 30), graph_mixing_off: bytes.len().is_multiple_of(2) };
-    let mut named = b.clone();
-    named.phases.iter_mut().flat_map(|p| &mut p.programs).for_each(|p| *p = renamed(p, bytes.len() as u64));
-    match (seal(b, &limits), seal(named, &limits)) {
-        (Ok(plan), Ok(named)) => assert_eq!(plan.digest(), named.digest(), "a digest of names"),
-        (Err(ds), Err(named)) => {
-            told(&ds, "");
-            assert_eq!(codes(&ds), codes(&named), "a verdict on names");
+    let limits =
+        DeviceLimits { device_bytes: Some(1 << 30), graph_mixing_off: bytes.len().is_multiple_of(2) };
+    let mut renamed = b.clone();
+    renamed
+        .phases
+        .iter_mut()
+        .flat_map(|p| &mut p.programs)
+        .for_each(|p| *p = rename_values(p, bytes.len() as u64));
+    match (seal(b, &limits), seal(renamed, &limits)) {
+        (Ok(plan), Ok(renamed)) => {
+            assert_eq!(plan.digest(), renamed.digest(), "the digest depends on value names")
         }
-        (plan, _) => panic!("names decide: sealed with the first {}", plan.is_ok()),
+        (Err(ds), Err(renamed)) => {
+            check_renders(&ds, "");
+            assert_eq!(
+                diagnostic_codes(&ds),
+                diagnostic_codes(&renamed),
+                "the diagnostics depend on value names"
+            );
+        }
+        (plan, _) => {
+            panic!("the verdict depends on value names; sealed with the original names: {}", plan.is_ok())
+        }
     }
 }
 
-/// One program: judged, and what is accepted has a canonical text that reads back to the same.
-fn one(p: &Program) {
+/// Verifies one program. The canonical text of an accepted program must parse back to the same
+/// program.
+fn check_one_program(p: &Program) {
     let found = check_program(p);
-    told(&found, "");
-    // The judge reads types of buffers where an op does; the parser reads all.
+    check_renders(&found, "");
+    // The verifier checks the types of buffers only where an op uses them; the parser checks all.
     let readable =
-        p.buffers.iter().all(|b| rules::check_type(p, &b.ty).is_ok() && b.ty.layout.partial().is_none());
+        p.buffers.iter().all(|b| rules::check_type(p, &b.ty).is_ok() && b.ty.layout.partial_axis().is_none());
     if found.is_empty() && readable {
-        let text = canonical(p);
-        let again = parse(&text, "canonical").unwrap_or_else(|d| broken(&d, &text));
-        assert_eq!(canonical(&again), text, "another program after reading back");
+        let text = canonical_text(p);
+        let again = parse(&text, "canonical").unwrap_or_else(|d| panic_rejected(&d, &text));
+        assert_eq!(canonical_text(&again), text, "the program changes after printing and parsing");
     }
 }
 
-/// Bytes as calls of [`tessera_verify::Traces`]: judged, and what is accepted gets to its end on devices that launch
-/// first in, first out; what is refused for its order alone does not.
+/// Treats bytes as calls of [`tessera_verify::Traces`]. Accepted traces must terminate on devices
+/// that launch in FIFO order. Traces that are rejected only for their order must not terminate.
 ///
 /// # Panics
-/// Where a promise is broken.
-pub fn traces(bytes: &[u8]) {
-    let mut c = Choices::of(bytes);
-    let watched = watch::Watched::of(&mut c);
-    let found = check_traces(&watched.traces);
-    told(&found, "");
+/// If a guarantee is broken.
+pub fn fuzz_traces(bytes: &[u8]) {
+    let mut c = FuzzInput::new(bytes);
+    let generated = random_traces::RandomTraces::generate(&mut c);
+    let found = check_traces(&generated.traces);
+    check_renders(&found, "");
     if found.is_empty() {
-        assert!(watched.completes(), "accepted, and ranks wait for ever: {watched:?}");
+        assert!(generated.all_ranks_terminate(), "accepted traces deadlock: {generated:?}");
     } else if found.iter().all(|d| ["T0311", "T0312"].contains(&d.code.id)) {
-        assert!(!watched.completes(), "refused for its order, and all ranks get through: {watched:?}");
+        assert!(!generated.all_ranks_terminate(), "traces rejected for their order terminate: {generated:?}");
     }
 }
 
-/// Bytes as what a stranger sends: frames as they are and with their sums made right, one by one and put together from a
-/// socket, a hello, records of a session. They are refused, or read to what writes back to the same bytes.
+/// Treats bytes as data from an untrusted peer: frames with their checksums unchanged and
+/// corrected, one by one and assembled from a socket; a hello; records of a session. The runtime
+/// must reject them or decode messages that encode to the same bytes.
 ///
 /// # Panics
-/// Where a promise is broken.
-pub fn wire(bytes: &[u8]) {
-    wire::frames(bytes);
-    wire::peer(bytes);
-    match wire::sealed(bytes) {
+/// If a guarantee is broken.
+pub fn fuzz_wire(bytes: &[u8]) {
+    wire::check_frames(bytes);
+    wire::check_handshake(bytes);
+    match wire::with_checksums(bytes) {
         Some(frame) => {
-            wire::frames(&frame);
-            wire::assembled(&[&frame, bytes].concat());
+            wire::check_frames(&frame);
+            wire::check_assembly(&[&frame, bytes].concat());
         }
-        None => wire::assembled(bytes),
+        None => wire::check_assembly(bytes),
     }
 }
 
-fn codes(ds: &[Diagnostic]) -> Vec<&'static str> {
+fn diagnostic_codes(ds: &[Diagnostic]) -> Vec<&'static str> {
     ds.iter().map(|d| d.code.id).collect()
 }
 
-/// Diagnostics can be shown. A slip about a large mesh has one for each rank; the first tell of the others.
-fn told(ds: &[Diagnostic], text: &str) {
+/// Checks that diagnostics can be rendered. A mistake in a large mesh gives one diagnostic per
+/// rank, so the first 20 represent the rest.
+fn check_renders(ds: &[Diagnostic], text: &str) {
     let ds = &ds[..ds.len().min(20)];
-    for format in [Format::Text, Format::Json, Format::Github] {
+    for format in [DiagnosticFormat::Text, DiagnosticFormat::Json, DiagnosticFormat::Github] {
         let shown = render_all(ds, format, &|_| Some(text.to_string()));
         assert_eq!(shown.is_empty(), ds.is_empty());
     }
 }
 
-fn broken<T>(ds: &[Diagnostic], text: &str) -> T {
+fn panic_rejected<T>(ds: &[Diagnostic], text: &str) -> T {
     panic!(
-        "what was printed is refused: {}\n{text}",
-        render_all(ds, Format::Text, &|_| Some(text.to_string()))
+        "the printed text is rejected: {}\n{text}",
+        render_all(ds, DiagnosticFormat::Text, &|_| Some(text.to_string()))
     )
 }

@@ -1,4 +1,4 @@
-//! The CPU backend under the suite, and the suite under backends that are wrong.
+//! Runs the conformance suite on the CPU backend, and checks that it finds faulty backends.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,79 +7,79 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{cpu, open, texts};
+use common::{cpu_backend, open_cpu_backends, read_files};
 use tessera_base::Diagnostic;
-use tessera_cpu::Cpu;
+use tessera_cpu::CpuBackend;
 use tessera_device::{
-    Abort, Audited, Backend, CallData, Fault, Fingerprint, Loaded, Observer, T0801, WeightSource,
+    AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, Observer, ProgramHandle, T0801, WeightSource,
 };
-use tessera_filetests::{Maker, Report, Subject, Tolerance, conformance};
+use tessera_filetests::{BackendFactory, BackendUnderTest, ConformanceReport, Tolerance, run_conformance};
 use tessera_ir::{Program, Slots};
 use tessera_mesh::Mesh;
 
 #[test]
-fn the_cpu_backend_means_what_the_reference_means() {
-    let report = conformance(&cpu("cpu"), &texts());
+fn the_cpu_backend_agrees_with_the_reference() {
+    let report = run_conformance(&cpu_backend("cpu"), &read_files());
     println!("{report}");
     assert!(report.failed.is_empty(), "{report}");
-    assert!(report.share_run() >= 0.8, "too much is skipped\n{report}");
-    for fault in ["mismatch", "deadlock", "cache_write_past_the_end", "wrong_written_shape"] {
+    assert!(report.executed_share() >= 0.8, "too many files are skipped\n{report}");
+    for fault in ["mismatch", "deadlock", "cache_write_past_the_end", "input_shape_mismatch"] {
         let file = format!("eval/{fault}.tir");
         assert!(report.passed.contains(&file), "{file} must end in its fault\n{report}");
     }
-    for group in ["all_reduce_max", "blocks", "both_send_first", "world_all_reduce", "world_leader"] {
+    for group in ["all_reduce_max", "subgroups", "both_send_first", "world_all_reduce", "world_leader"] {
         let file = format!("eval/{group}.tir");
         assert!(report.passed.contains(&file), "{file} must run\n{report}");
     }
 }
 
-/// A CPU backend with something wrong about it.
-struct Bent {
-    inner: Cpu,
-    how: How,
+/// A CPU backend with an injected defect.
+struct FaultyBackend {
+    inner: CpuBackend,
+    defect: InjectedDefect,
     output: Vec<f32>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum How {
-    /// The last element of every output is off by ten roundings' worth.
-    OffALittle,
-    /// It says that it ran.
+enum InjectedDefect {
+    /// The last element of every output has an error of ten roundings.
+    SmallError,
+    /// The backend reports success without running.
     Silent,
-    /// It says that a peer did not come.
+    /// The backend reports that a peer did not arrive.
     Stalls,
-    /// It runs and never comes back.
+    /// A run never returns.
     Hangs,
-    /// It refuses everything.
+    /// The backend rejects every program.
     Refuses,
-    /// It panics.
+    /// A run panics.
     Panics,
 }
 
-impl Backend for Bent {
+impl Backend for FaultyBackend {
     fn load(
         &mut self,
         program: &Arc<Program>,
         slots: &Slots,
         weights: &mut dyn WeightSource,
-    ) -> Result<Loaded, Diagnostic> {
-        if self.how == How::Refuses {
-            return Err(Diagnostic::error(&T0801, "nothing runs here"));
+    ) -> Result<ProgramHandle, Diagnostic> {
+        if self.defect == InjectedDefect::Refuses {
+            return Err(Diagnostic::error(&T0801, "this backend supports no program"));
         }
         self.inner.load(program, slots, weights)
     }
 
     fn run(
         &mut self,
-        program: Loaded,
+        program: ProgramHandle,
         call: &CallData<'_>,
         observer: &mut dyn Observer,
     ) -> Result<(), Fault> {
-        match self.how {
-            How::Hangs => std::thread::sleep(Duration::from_secs(60)),
-            How::Silent => return Ok(()),
-            How::Stalls => return Err(Fault::Stalled("nobody came".to_string())),
-            How::Panics => panic!("on purpose"),
+        match self.defect {
+            InjectedDefect::Hangs => std::thread::sleep(Duration::from_secs(60)),
+            InjectedDefect::Silent => return Ok(()),
+            InjectedDefect::Stalls => return Err(Fault::Stalled("no peer arrived".to_string())),
+            InjectedDefect::Panics => panic!("on purpose"),
             _ => {}
         }
         self.inner.run(program, call, observer)?;
@@ -94,12 +94,12 @@ impl Backend for Bent {
         self.inner.fingerprints()
     }
 
-    fn audit(&mut self, bytes: u64) -> Audited {
-        self.inner.audit(bytes)
+    fn audit_weights(&mut self, bytes: u64) -> AuditResult {
+        self.inner.audit_weights(bytes)
     }
 
-    fn reload(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {
-        self.inner.reload(weights)
+    fn reload_weights(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {
+        self.inner.reload_weights(weights)
     }
 
     fn write_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
@@ -111,7 +111,7 @@ impl Backend for Bent {
     }
 
     fn output(&self, name: &str) -> Option<&[f32]> {
-        let bent = self.how == How::OffALittle && name == "y";
+        let bent = self.defect == InjectedDefect::SmallError && name == "y";
         if bent { Some(&self.output) } else { self.inner.output(name) }
     }
 
@@ -123,88 +123,91 @@ impl Backend for Bent {
         self.inner.write_buffer(name, data)
     }
 
-    fn reset(&mut self) {
-        self.inner.reset();
+    fn reset_buffers(&mut self) {
+        self.inner.reset_buffers();
     }
 
-    fn memory(&self) -> [u64; 3] {
-        self.inner.memory()
+    fn memory_bytes(&self) -> [u64; 3] {
+        self.inner.memory_bytes()
     }
 
-    fn compensated(&self) -> u64 {
-        self.inner.compensated()
+    fn compensated_sums(&self) -> u64 {
+        self.inner.compensated_sums()
     }
 
-    fn abort(&self) -> Abort {
-        self.inner.abort()
+    fn abort_fn(&self) -> AbortFn {
+        self.inner.abort_fn()
     }
 }
 
-fn bent(how: How, wanted: &[&str]) -> Report {
-    bent_where(how, true, wanted)
+fn run_faulty(how: InjectedDefect, wanted: &[&str]) -> ConformanceReport {
+    run_faulty_with(how, true, wanted)
 }
 
-fn bent_where(how: How, compares: bool, wanted: &[&str]) -> Report {
+fn run_faulty_with(how: InjectedDefect, compares: bool, wanted: &[&str]) -> ConformanceReport {
     let open = move |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| {
-        let bend = |make: Maker<Cpu>| -> Maker<Bent> {
-            Box::new(move |seat| Ok(Bent { inner: make(seat)?, how, output: Vec::new() }))
+        let make_faulty = |make: BackendFactory<CpuBackend>| -> BackendFactory<FaultyBackend> {
+            Box::new(move |seat| Ok(FaultyBackend { inner: make(seat)?, defect: how, output: Vec::new() }))
         };
-        Ok(open(mesh, programs)?.into_iter().map(bend).collect())
+        Ok(open_cpu_backends(mesh, programs)?.into_iter().map(make_faulty).collect())
     };
-    let subject = Subject {
+    let subject = BackendUnderTest {
         name: "bent",
         open: &open,
         tolerance: Tolerance { relative: 5e-7 },
-        patience: Duration::from_millis(100),
-        compares,
+        peer_timeout: Duration::from_millis(100),
+        detects_mismatch: compares,
     };
-    let files: Vec<_> = texts().into_iter().filter(|(n, _)| wanted.contains(&n.as_str())).collect();
+    let files: Vec<_> = read_files().into_iter().filter(|(n, _)| wanted.contains(&n.as_str())).collect();
     assert_eq!(files.len(), wanted.len());
-    conformance(&subject, &files)
+    run_conformance(&subject, &files)
 }
 
-const TWO: &[&str] = &["eval/attention_ulysses.tir", "eval/column_row_linear.tir"];
+const TWO_FILES: &[&str] = &["eval/attention_ulysses.tir", "eval/column_row_linear.tir"];
 
 #[test]
-fn a_backend_that_is_off_a_little_is_found() {
-    let report = bent(How::OffALittle, TWO);
+fn a_backend_with_a_small_error_is_found() {
+    let report = run_faulty(InjectedDefect::SmallError, TWO_FILES);
     assert_eq!(report.failed.len(), 2, "{report}");
-    assert!(report.failed[0].1.contains("is off by"), "{report}");
+    assert!(report.failed[0].1.contains("differs by"), "{report}");
 }
 
 #[test]
 fn a_backend_that_computes_nothing_is_found() {
-    let report = bent(How::Silent, TWO);
-    assert!(report.failed.len() == 2 && report.failed[0].1.contains("puts out no"), "{report}");
-    // Nor does it end in the faults that must come.
-    let report = bent(How::Silent, &["eval/deadlock.tir", "eval/mismatch.tir"]);
-    assert!(report.failed.len() == 2 && report.failed[0].1.contains("it should end with"), "{report}");
+    let report = run_faulty(InjectedDefect::Silent, TWO_FILES);
+    assert!(report.failed.len() == 2 && report.failed[0].1.contains("has no output"), "{report}");
+    // The expected faults are missing as well.
+    let report = run_faulty(InjectedDefect::Silent, &["eval/deadlock.tir", "eval/mismatch.tir"]);
+    assert!(
+        report.failed.len() == 2 && report.failed[0].1.contains("the run should have ended with"),
+        "{report}"
+    );
 }
 
 #[test]
-fn a_stall_is_a_disagreement_where_collectives_do_not_compare() {
-    let of = |compares| bent_where(How::Stalls, compares, &["eval/mismatch.tir"]);
+fn a_stall_counts_as_a_mismatch_if_collectives_do_not_compare() {
+    let of = |compares| run_faulty_with(InjectedDefect::Stalls, compares, &["eval/mismatch.tir"]);
     assert_eq!(of(false).passed, ["eval/mismatch.tir"]);
-    assert!(of(true).failed[0].1.contains("it should end with: mismatch"));
+    assert!(of(true).failed[0].1.contains("the run should have ended with: mismatch"));
 }
 
 #[test]
 fn a_backend_that_hangs_does_not_hang_the_suite() {
     let begin = Instant::now();
-    let report = bent(How::Hangs, &["eval/broadcast.tir"]);
+    let report = run_faulty(InjectedDefect::Hangs, &["eval/broadcast.tir"]);
     assert!(report.failed.len() == 1 && report.failed[0].1.contains("hangs"), "{report}");
     assert!(begin.elapsed() < Duration::from_secs(20));
 }
 
 #[test]
 fn a_panic_is_a_failure_of_its_file() {
-    let report = bent(How::Panics, &["eval/broadcast.tir"]);
+    let report = run_faulty(InjectedDefect::Panics, &["eval/broadcast.tir"]);
     assert!(report.failed.len() == 1 && report.failed[0].1.contains("panicked: on purpose"), "{report}");
 }
 
 #[test]
-fn what_a_backend_refuses_is_counted_as_skipped() {
-    let report = bent(How::Refuses, TWO);
-    assert!(report.skipped.len() == 2 && report.share_run() == 0.0, "{report}");
+fn a_file_that_a_backend_rejects_is_counted_as_skipped() {
+    let report = run_faulty(InjectedDefect::Refuses, TWO_FILES);
+    assert!(report.skipped.len() == 2 && report.executed_share() == 0.0, "{report}");
     assert!(report.to_string().contains("2 skipped") && report.skipped[0].1.contains("T0801"), "{report}");
 }

@@ -1,145 +1,164 @@
-//! A tensor from any layout on a mesh to any other and back, through collectives, exact to the bit.
+//! Redistributes a tensor from any layout on a mesh to any other and back with collectives, bit for
+//! bit.
 
 #![allow(clippy::unwrap_used)]
 
 mod common;
 
 use proptest::prelude::*;
-use tessera_filetests::{bless, conformance, run};
+use tessera_filetests::{bless, run, run_conformance};
 use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId, print};
 use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, Rank, Shard};
 
-/// A tensor: extents, and how many elements of each dim stay together.
+/// A tensor: its extents, and the shard unit of each dim.
 #[derive(Debug, Clone, Copy)]
-struct Subject {
+struct TensorCase {
     extents: [u64; 2],
     units: [u64; 2],
 }
 
-/// Which dim each axis cuts: tp, then ep.
-type Spec = [Option<usize>; 2];
+/// The dim that each axis shards: tp, then ep.
+type DimByAxis = [Option<usize>; 2];
 
 const AXES: [Axis; 2] = [Axis::Tp, Axis::Ep];
 
-fn mesh() -> Mesh {
+fn test_mesh() -> Mesh {
     Mesh::new([2, 3, 1, 1]).unwrap()
 }
 
-/// All ways to lay two dims over two axes; a dim is cut over one axis at most.
-fn specs() -> Vec<Spec> {
+/// Lists all layouts of two dims over two axes; at most one axis shards a dim.
+fn all_layouts() -> Vec<DimByAxis> {
     let on = [None, Some(0), Some(1)];
     let all = on.iter().flat_map(|a| on.iter().map(|b| [*a, *b]));
     all.filter(|[a, b]| a.is_none() || a != b).collect()
 }
 
-fn layout(subject: &Subject, spec: Spec) -> Layout {
+fn to_layout(subject: &TensorCase, spec: DimByAxis) -> Layout {
     AXES.into_iter().zip(spec).fold(Layout::REPLICATED, |l, (axis, dim)| match dim {
         None => l,
         Some(d) => {
-            let shard = Shard::of(d, subject.extents[d], subject.units[d], mesh().size(axis)).unwrap();
-            l.with(axis, AxisLayout::Shard(shard))
+            let shard =
+                Shard::new(d, subject.extents[d], subject.units[d], test_mesh().axis_size(axis)).unwrap();
+            l.with_axis(axis, AxisLayout::Shard(shard))
         }
     })
 }
 
-/// Emits what takes `x` from one layout to another.
-fn redistribute(b: &mut Builder, subject: &Subject, mut x: ValueId, mut from: Spec, to: Spec) -> ValueId {
-    let free = |spec: &Spec, axis: usize, dim: usize| spec[1 - axis] != Some(dim);
+/// Emits the ops that convert `x` from one layout to another.
+fn emit_redistribution(
+    b: &mut Builder,
+    subject: &TensorCase,
+    mut x: ValueId,
+    mut from: DimByAxis,
+    to: DimByAxis,
+) -> ValueId {
+    let free = |spec: &DimByAxis, axis: usize, dim: usize| spec[1 - axis] != Some(dim);
     while from != to {
         let direct = (0..2).find(|a| from[*a] != to[*a] && to[*a].is_none_or(|d| free(&from, *a, d)));
-        // Where each axis stands in the other's way, the one that cuts rows steps back first.
+        // If the axes block each other, the axis that shards rows is gathered first.
         let (axis, target) = match direct {
             Some(a) => (a, to[a]),
             None => ((0..2).find(|a| from[*a] == Some(0)).unwrap(), None),
         };
-        x = step(b, subject, x, axis, from[axis], target, &from);
+        x = emit_step(b, subject, x, axis, from[axis], target, &from);
         from[axis] = target;
     }
     x
 }
 
-fn step(
+fn emit_step(
     b: &mut Builder,
-    subject: &Subject,
+    subject: &TensorCase,
     mut x: ValueId,
     axis: usize,
     from: Option<usize>,
     to: Option<usize>,
-    spec: &Spec,
+    spec: &DimByAxis,
 ) -> ValueId {
     let name = AXES[axis].name();
-    let parts = u64::from(mesh().size(AXES[axis]));
+    let parts = u64::from(test_mesh().axis_size(AXES[axis]));
     let unit = |d: usize| subject.units[d];
     match (from, to) {
-        (None, Some(d)) => {
-            b.attr("axis", name).attr("dim", d as u64).attr("unit", unit(d)).op(Opcode::TakeShard, &[x])
-        }
+        (None, Some(d)) => b
+            .set_attr("axis", name)
+            .set_attr("dim", d as u64)
+            .set_attr("unit", unit(d))
+            .add_op(Opcode::TakeShard, &[x]),
         (Some(a), Some(d)) => {
-            b.attr("axis", name).attr("concat", a as u64).attr("split", d as u64).attr("unit", unit(d));
-            b.op(Opcode::AllToAll, &[x])
+            b.set_attr("axis", name)
+                .set_attr("concat", a as u64)
+                .set_attr("split", d as u64)
+                .set_attr("unit", unit(d));
+            b.add_op(Opcode::AllToAll, &[x])
         }
         (Some(a), None) => {
             let even = (subject.extents[a] / unit(a)).is_multiple_of(parts);
             if even {
-                return b.attr("axis", name).attr("dim", a as u64).op(Opcode::AllGather, &[x]);
+                return b.set_attr("axis", name).set_attr("dim", a as u64).add_op(Opcode::AllGather, &[x]);
             }
             if a == 1 {
-                // Padding is by rows; uneven columns are exchanged for rows first, which must be whole.
+                // Padding works on rows, so uneven columns first become row shards. The rows must
+                // not be sharded before.
                 if spec[1 - axis] == Some(0) {
-                    x = step(b, subject, x, 1 - axis, Some(0), None, &[None, None]);
-                    x = step(b, subject, x, axis, Some(1), None, &[None, None]);
-                    return step(b, subject, x, 1 - axis, None, Some(0), &[None, None]);
+                    x = emit_step(b, subject, x, 1 - axis, Some(0), None, &[None, None]);
+                    x = emit_step(b, subject, x, axis, Some(1), None, &[None, None]);
+                    return emit_step(b, subject, x, 1 - axis, None, Some(0), &[None, None]);
                 }
-                x = step(b, subject, x, axis, Some(1), Some(0), spec);
-                return step(b, subject, x, axis, Some(0), None, spec);
+                x = emit_step(b, subject, x, axis, Some(1), Some(0), spec);
+                return emit_step(b, subject, x, axis, Some(0), None, spec);
             }
             let rows = (subject.extents[0] / unit(0)).div_ceil(parts) * unit(0);
-            x = b.attr("axis", name).attr("dim", 0u64).attr("rows", rows).op(Opcode::Pad, &[x]);
-            x = b.attr("axis", name).attr("dim", 0u64).op(Opcode::AllGather, &[x]);
-            b.attr("extent", subject.extents[0]).attr("parts", parts).attr("unit", unit(0));
-            b.op(Opcode::Compact, &[x])
+            x = b
+                .set_attr("axis", name)
+                .set_attr("dim", 0u64)
+                .set_attr("rows", rows)
+                .add_op(Opcode::Pad, &[x]);
+            x = b.set_attr("axis", name).set_attr("dim", 0u64).add_op(Opcode::AllGather, &[x]);
+            b.set_attr("extent", subject.extents[0]).set_attr("parts", parts).set_attr("unit", unit(0));
+            b.add_op(Opcode::Compact, &[x])
         }
         (None, None) => x,
     }
 }
 
-/// One rank's program: from a weight in one layout to another and back.
-fn program(subject: &Subject, rank: Rank, from: Spec, to: Spec) -> Program {
-    let coord = mesh().coord_of(rank);
-    let role = format!("r@tp{}@ep{}", coord.on(Axis::Tp), coord.on(Axis::Ep));
-    let mut b = Builder::role("p", &role, mesh(), &["compute"]);
-    let layout = layout(subject, from);
-    let ty = Type { dtype: DType::F32, shape: layout.local(&subject.extents, &mesh(), coord), layout };
-    let x = b.weight("x", ty);
-    let there = redistribute(&mut b, subject, x, from, to);
-    let back = redistribute(&mut b, subject, there, to, from);
-    b.output("there", there);
-    b.output("back", back);
+/// Builds one rank's program: it converts a weight from one layout to another and back.
+fn rank_program(subject: &TensorCase, rank: Rank, from: DimByAxis, to: DimByAxis) -> Program {
+    let coord = test_mesh().coord_of(rank);
+    let role = format!("r@tp{}@ep{}", coord.on_axis(Axis::Tp), coord.on_axis(Axis::Ep));
+    let mut b = Builder::new_role("p", &role, test_mesh(), &["compute"]);
+    let layout = to_layout(subject, from);
+    let ty =
+        Type { dtype: DType::F32, shape: layout.local_shape(&subject.extents, &test_mesh(), coord), layout };
+    let x = b.add_weight("x", ty);
+    let there = emit_redistribution(&mut b, subject, x, from, to);
+    let back = emit_redistribution(&mut b, subject, there, to, from);
+    b.add_output("there", there);
+    b.add_output("back", back);
     b.finish().unwrap_or_else(|e| panic!("{from:?} to {to:?} of {subject:?}: {}", e[0].message))
 }
 
-/// The six programs as a file: each rank's outputs must be that piece of the whole.
-fn text(subject: &Subject, from: Spec, to: Spec, test: &str) -> String {
+/// Prints the six programs as a file: each rank's outputs must be its shard of the logical output.
+fn file_text(subject: &TensorCase, from: DimByAxis, to: DimByAxis, test: &str) -> String {
     let [rows, columns] = subject.extents;
     let header = format!("// test: {test}\n// tolerance: 0\n// weight x: [{rows}, {columns}] = normal 7\n");
     let whole = "program @p {\n  %x = weight \"x\" : ";
     let shape = format!("f32[{rows}, {columns}]\n");
     let outputs = "  output \"there\", %x\n  output \"back\", %x\n}\n";
-    let ranks: String = mesh().iter().map(|r| print(&program(subject, r, from, to))).collect();
-    // The judge takes the programs of roles alone.
+    let ranks: String = test_mesh().iter().map(|r| print(&rank_program(subject, r, from, to))).collect();
+    // The verifier accepts role programs only.
     if test == "check" { header + &ranks } else { header + &ranks + whole + &shape + outputs }
 }
 
-fn exact_and_accepted(subject: &Subject, from: Spec, to: Spec) -> Result<(), String> {
-    let evaluation = text(subject, from, to, "eval");
-    // Blessing fails where any rank holds another piece than the whole's.
+fn check_exact_and_accepted(subject: &TensorCase, from: DimByAxis, to: DimByAxis) -> Result<(), String> {
+    let evaluation = file_text(subject, from, to, "eval");
+    // Blessing fails if any rank's output differs from its shard of the logical output.
     let blessed =
         bless(&evaluation, "redistribute").ok_or_else(|| run(&evaluation, "redistribute").join("; "))?;
-    let pieces = blessed.lines().filter(|l| l.starts_with("// rank")).count();
-    let judged = run(&text(subject, from, to, "check"), "redistribute");
-    match (pieces, judged.is_empty()) {
+    let shards = blessed.lines().filter(|l| l.starts_with("// rank")).count();
+    let diagnostics = run(&file_text(subject, from, to, "check"), "redistribute");
+    match (shards, diagnostics.is_empty()) {
         (12, true) => Ok(()),
-        _ => Err(format!("{pieces} pieces; the judge says: {}", judged.join("; "))),
+        _ => Err(format!("{shards} shards; the verifier reports: {}", diagnostics.join("; "))),
     }
 }
 
@@ -149,51 +168,51 @@ proptest! {
     fn any_layout_to_any_other_and_back(
         counts in [3u64..9, 3u64..9], units in [1u64..3, 1u64..4], from in 0usize..7, to in 0usize..7,
     ) {
-        let subject = Subject { extents: [counts[0] * units[0], counts[1] * units[1]], units };
-        let result = exact_and_accepted(&subject, specs()[from], specs()[to]);
+        let subject = TensorCase { extents: [counts[0] * units[0], counts[1] * units[1]], units };
+        let result = check_exact_and_accepted(&subject, all_layouts()[from], all_layouts()[to]);
         prop_assert!(result.is_ok(), "{:?}", result);
     }
 }
 
 #[test]
 fn every_pair_of_layouts_is_exact_on_the_reference_and_on_the_cpu() {
-    let specs = specs();
+    let specs = all_layouts();
     assert_eq!(specs.len(), 7);
-    // Cut evenly by both axes, by none, and in units.
+    // Sizes that both axes divide, that no axis divides, and with a shard unit.
     let subjects = [
-        Subject { extents: [6, 12], units: [1, 1] },
-        Subject { extents: [7, 5], units: [1, 1] },
-        Subject { extents: [10, 12], units: [2, 3] },
+        TensorCase { extents: [6, 12], units: [1, 1] },
+        TensorCase { extents: [7, 5], units: [1, 1] },
+        TensorCase { extents: [10, 12], units: [2, 3] },
     ];
     let mut files = Vec::new();
     for subject in &subjects {
         for from in &specs {
             for to in &specs {
                 let name = format!("{subject:?}: {from:?} to {to:?}");
-                exact_and_accepted(subject, *from, *to).unwrap_or_else(|e| panic!("{name}: {e}"));
-                files.push((name, text(subject, *from, *to, "eval")));
+                check_exact_and_accepted(subject, *from, *to).unwrap_or_else(|e| panic!("{name}: {e}"));
+                files.push((name, file_text(subject, *from, *to, "eval")));
             }
         }
     }
-    // Programs that only move elements leave no room for rounding.
-    let report = conformance(&common::cpu("cpu"), &files);
-    assert_eq!((report.passed.len(), report.worst), (3 * 49, 0.0), "{report}");
+    // Programs that only move elements round nothing.
+    let report = run_conformance(&common::cpu_backend("cpu"), &files);
+    assert_eq!((report.passed.len(), report.worst_error), (3 * 49, 0.0), "{report}");
 }
 
 #[test]
-fn a_column_and_a_row_parallel_product_need_one_reduction_at_the_end() {
-    let file = common::texts().into_iter().find(|(n, _)| n == "eval/column_row_linear.tir").unwrap();
+fn column_and_row_parallel_matmuls_need_one_reduction_at_the_end() {
+    let file = common::read_files().into_iter().find(|(n, _)| n == "eval/column_row_linear.tir").unwrap();
     let programs = tessera_ir::parse_all(&file.1, &file.0).unwrap();
     let of_roles: Vec<&Program> = programs.iter().filter(|p| !p.role.is_empty()).collect();
     assert_eq!(of_roles.len(), 2);
     for p in of_roles {
-        let all: Vec<_> = p.collectives().map(|(_, op)| op).collect();
+        let all: Vec<_> = p.collective_ops().map(|(_, op)| op).collect();
         assert_eq!(all.len(), 1);
         assert_eq!(all[0].opcode, Opcode::AllReduce);
-        // What it reduces is the row-parallel product: the one whose weight is cut along the inner dim.
+        // The reduction is of the row-parallel matmul, whose weight is sharded along the inner dim.
         let made = p.ops.iter().find(|o| o.results.contains(&all[0].operands[0])).unwrap();
-        let weight = p.ty(made.operands[1]);
+        let weight = p.type_of(made.operands[1]);
         assert!(made.opcode == Opcode::Matmul);
-        assert!(matches!(weight.layout.on(Axis::Tp), AxisLayout::Shard(s) if s.dim == 1));
+        assert!(matches!(weight.layout.on_axis(Axis::Tp), AxisLayout::Shard(s) if s.dim == 1));
     }
 }

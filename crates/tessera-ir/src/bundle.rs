@@ -1,4 +1,5 @@
-//! What the planner hands to the judge: every phase's programs, one per role, and which ranks play the role.
+//! The bundle that the planner passes to the verifier: the programs of every phase, one per role,
+//! and the ranks of each role.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -6,41 +7,50 @@ use std::ops::Range;
 use tessera_mesh::{Axis, Mesh, Rank, RankMap};
 
 use crate::Program;
-use crate::rules::place;
+use crate::rules::role_coordinate;
 
-/// The ranks that run one program of each phase.
+/// The ranks of a role; they run the same program in each phase.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoleRanks {
-    /// Name, such as `stage0` or `stage1@tp2`.
+    /// Name of the role, such as `stage0` or `stage1@tp2`.
     pub role: String,
-    /// Its ranks, ascending.
+    /// Ranks in ascending order.
     pub ranks: Vec<Rank>,
 }
 
 impl RoleRanks {
-    /// The ranks that each of these roles plays by its name, in the order of `roles`. A coordinate `@tp1` begins at
-    /// position 1 of tp and goes on to the next role that names tp; `@out0` begins at rank 0 of those outside the
-    /// mesh likewise. A role without `@out…` plays ranks of the mesh alone, and one without coordinates all of
-    /// them. A rank that two names fit plays the first; one that none fits is in no list.
+    /// Assigns ranks to roles by the coordinates in the role names; returns the roles in the order
+    /// of `roles`. A role with the coordinate `@tp1` covers the positions of tp from 1 up to the
+    /// next role that names tp; `@out0` covers the ranks outside the mesh from rank 0 in the same
+    /// way. A role without `@out…` covers only ranks of the mesh, and a role without coordinates
+    /// covers all of them. A rank that several roles cover goes to the first of these roles; a rank
+    /// that no role covers is not assigned.
     #[must_use]
-    pub fn by_name(mesh: &Mesh, roles: &[&str]) -> Vec<RoleRanks> {
-        RoleRanks::cast(mesh, roles, &BTreeMap::new())
+    pub fn assign_by_name(mesh: &Mesh, roles: &[&str]) -> Vec<RoleRanks> {
+        RoleRanks::assign_ranks(mesh, roles, &BTreeMap::new())
     }
 
-    /// The same where somebody wrote the ranks of some roles down: those stand as written, even where the mesh has
-    /// no such rank, and names cast the rest of the ranks over the rest of the roles.
+    /// Assigns ranks to roles like [`RoleRanks::assign_by_name`], but roles in `written` keep the
+    /// ranks listed there, even if the mesh has no such rank. The remaining ranks are assigned to
+    /// the remaining roles by name.
     #[must_use]
-    pub fn cast(mesh: &Mesh, roles: &[&str], written: &BTreeMap<String, Vec<Rank>>) -> Vec<RoleRanks> {
-        let of = |role: &str| written.get(role).cloned();
+    pub fn assign_ranks(
+        mesh: &Mesh,
+        roles: &[&str],
+        written: &BTreeMap<String, Vec<Rank>>,
+    ) -> Vec<RoleRanks> {
+        let written_ranks = |role: &str| written.get(role).cloned();
         let mut out: Vec<RoleRanks> = roles
             .iter()
-            .map(|r| RoleRanks { role: (*r).to_string(), ranks: of(r).unwrap_or_default() })
+            .map(|r| RoleRanks { role: (*r).to_string(), ranks: written_ranks(r).unwrap_or_default() })
             .collect();
         let taken: BTreeSet<Rank> = out.iter().flat_map(|r| &r.ranks).copied().collect();
-        let by_name: Vec<Option<Reach>> =
-            roles.iter().map(|r| (!written.contains_key(*r)).then(|| Reach::of(r, roles))).collect();
+        let by_name: Vec<Option<RoleCoverage>> = roles
+            .iter()
+            .map(|r| (!written.contains_key(*r)).then(|| RoleCoverage::from_role_name(r, roles)))
+            .collect();
         for rank in mesh.iter().filter(|r| !taken.contains(r)) {
-            if let Some(at) = by_name.iter().position(|r| r.as_ref().is_some_and(|r| r.holds(mesh, rank))) {
+            if let Some(at) = by_name.iter().position(|r| r.as_ref().is_some_and(|r| r.covers(mesh, rank))) {
                 out[at].ranks.push(rank);
             }
         }
@@ -48,88 +58,90 @@ impl RoleRanks {
     }
 }
 
-/// From which position on, and up to which, a role's name reaches: outside the mesh, or on each axis.
-struct Reach {
+/// The range of positions that a role name covers: outside the mesh, or on each axis.
+struct RoleCoverage {
     outside: Option<Range<u32>>,
     axes: [Option<Range<u32>>; 4],
 }
 
-impl Reach {
-    fn of(role: &str, roles: &[&str]) -> Reach {
+impl RoleCoverage {
+    fn from_role_name(role: &str, roles: &[&str]) -> RoleCoverage {
         let range = |what: &str| {
-            let from = place(role, what)?;
-            let next = roles.iter().filter_map(|r| place(r, what)).filter(|k| *k > from).min();
+            let from = role_coordinate(role, what)?;
+            let next = roles.iter().filter_map(|r| role_coordinate(r, what)).filter(|k| *k > from).min();
             Some(from..next.unwrap_or(u32::MAX))
         };
-        Reach { outside: range("out"), axes: Axis::ALL.map(|a| range(a.name())) }
+        RoleCoverage { outside: range("out"), axes: Axis::ALL.map(|a| range(a.name())) }
     }
 
-    fn holds(&self, mesh: &Mesh, rank: Rank) -> bool {
+    fn covers(&self, mesh: &Mesh, rank: Rank) -> bool {
         if let Some(outside) = &self.outside {
-            return rank.0 < mesh.outside() && outside.contains(&rank.0);
+            return rank.0 < mesh.outside_count() && outside.contains(&rank.0);
         }
         let c = mesh.coord_of(rank);
         mesh.contains(rank)
-            && mesh.axes().all(|a| self.axes[a as usize].as_ref().is_none_or(|r| r.contains(&c.on(a))))
+            && mesh
+                .active_axes()
+                .all(|a| self.axes[a as usize].as_ref().is_none_or(|r| r.contains(&c.on_axis(a))))
     }
 }
 
 /// One phase of a call: a program for each role, in the order of [`Bundle::roles`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Phase {
-    /// Name and variant, such as `denoise.fill3`.
+    /// Name with variant, such as `denoise.fill3`.
     pub name: String,
-    /// A program per role; a role that has nothing to do in the phase has an empty program.
+    /// One program per role; a role without work in the phase has an empty program.
     pub programs: Vec<Program>,
-    /// Where each program keeps its temporaries, in the order of `programs`.
-    pub memory: Vec<Slots>,
+    /// Slot assignment of the temporaries of each program, in the order of `programs`.
+    pub slots: Vec<Slots>,
 }
 
-/// Places for a program's temporaries: values whose lives do not meet share a slot.
+/// Memory slots of a program's temporaries. Values whose live ranges do not overlap share a slot.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Slots {
     /// Size of each slot in bytes.
-    pub bytes: Vec<u64>,
-    /// Slot of each value, by value id. `None` for what needs no memory of its own: tokens, weights, inputs,
-    /// call scalars, and views of buffers.
-    pub of: Vec<Option<u32>>,
+    pub slot_bytes: Vec<u64>,
+    /// Slot of each value, indexed by value id. `None` for values without memory of their own:
+    /// tokens, weights, inputs, call scalars, and views of buffers.
+    pub value_slots: Vec<Option<u32>>,
 }
 
 impl Slots {
-    /// Bytes of all slots together: the peak of the program's temporaries.
+    /// Returns the total bytes of all slots: the peak memory of the program's temporaries.
     #[must_use]
-    pub fn total(&self) -> tessera_base::Bytes {
-        tessera_base::Bytes(self.bytes.iter().sum())
+    pub fn total_bytes(&self) -> tessera_base::Bytes {
+        tessera_base::Bytes(self.slot_bytes.iter().sum())
     }
 }
 
-/// Everything a run may execute, not yet judged.
+/// Everything that a run may execute, before verification.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bundle {
     /// Mesh.
     pub mesh: Mesh,
     /// Devices in rank order.
     pub rank_map: RankMap,
-    /// Roles; together they cover every rank once.
+    /// Roles, which together cover every rank exactly once.
     pub roles: Vec<RoleRanks>,
-    /// Phases in a fixed order.
+    /// All phases, in a fixed order.
     pub phases: Vec<Phase>,
-    /// Calls that may be made: lists of phase names, in order.
+    /// Permitted calls: name and phase sequence of each.
     pub calls: Vec<(String, Vec<String>)>,
-    /// The mapping's canonical text: what a person reads and edits, without paths.
+    /// Canonical text of the mapping in its editable form, without paths.
     pub mapping: String,
 }
 
 impl Bundle {
-    /// Index of the role that a rank plays.
+    /// Returns the index of a rank's role.
     #[must_use]
-    pub fn role_of(&self, rank: Rank) -> Option<usize> {
+    pub fn role_index(&self, rank: Rank) -> Option<usize> {
         self.roles.iter().position(|r| r.ranks.contains(&rank))
     }
 
-    /// A phase by name.
+    /// Returns the phase with this name.
     #[must_use]
-    pub fn phase(&self, name: &str) -> Option<&Phase> {
+    pub fn find_phase(&self, name: &str) -> Option<&Phase> {
         self.phases.iter().find(|p| p.name == name)
     }
 }
@@ -138,39 +150,42 @@ impl Bundle {
 mod tests {
     use super::*;
 
-    fn cast(mesh: &str, roles: &[&str]) -> Vec<Vec<u32>> {
+    fn assigned(mesh: &str, roles: &[&str]) -> Vec<Vec<u32>> {
         let mesh: Mesh = mesh.parse().unwrap();
-        RoleRanks::by_name(&mesh, roles)
+        RoleRanks::assign_by_name(&mesh, roles)
             .into_iter()
             .map(|r| r.ranks.into_iter().map(|r| r.0).collect())
             .collect()
     }
 
     #[test]
-    fn a_role_reaches_to_the_next_of_its_axis() {
-        assert_eq!(cast("tp=4", &["r"]), [vec![0, 1, 2, 3]]);
-        assert_eq!(cast("tp=4", &["r@tp0", "r@tp1"]), [vec![0], vec![1, 2, 3]]);
-        assert_eq!(cast("tp=2, pp=2", &["a@pp0", "a@pp1@tp1", "a@pp1@tp0"]), [vec![0, 1], vec![3], vec![2]]);
-        assert_eq!(cast("tp=2", &["r", "s"]), [vec![0, 1], vec![]]);
+    fn a_role_covers_positions_up_to_the_next_role() {
+        assert_eq!(assigned("tp=4", &["r"]), [vec![0, 1, 2, 3]]);
+        assert_eq!(assigned("tp=4", &["r@tp0", "r@tp1"]), [vec![0], vec![1, 2, 3]]);
+        assert_eq!(
+            assigned("tp=2, pp=2", &["a@pp0", "a@pp1@tp1", "a@pp1@tp0"]),
+            [vec![0, 1], vec![3], vec![2]]
+        );
+        assert_eq!(assigned("tp=2", &["r", "s"]), [vec![0, 1], vec![]]);
     }
 
     #[test]
-    fn written_ranks_stand_and_names_share_the_rest() {
+    fn written_ranks_are_kept_and_names_assign_the_rest() {
         let mesh: Mesh = "tp=4".parse().unwrap();
         let written = BTreeMap::from([("r".to_string(), vec![Rank(3), Rank(9)])]);
-        let cast = RoleRanks::cast(&mesh, &["r", "s", "t@tp2"], &written);
+        let cast = RoleRanks::assign_ranks(&mesh, &["r", "s", "t@tp2"], &written);
         let ranks: Vec<Vec<u32>> = cast.iter().map(|r| r.ranks.iter().map(|r| r.0).collect()).collect();
         assert_eq!(ranks, [vec![3, 9], vec![0, 1, 2], vec![]]);
     }
 
     #[test]
-    fn roles_outside_are_named_so() {
-        assert_eq!(cast("tp=2, outside=1", &["leader@out0", "r"]), [vec![0], vec![1, 2]]);
+    fn out_coordinates_assign_ranks_outside_the_mesh() {
+        assert_eq!(assigned("tp=2, outside=1", &["leader@out0", "r"]), [vec![0], vec![1, 2]]);
         assert_eq!(
-            cast("tp=2, outside=3", &["r@tp0", "a@out0", "b@out1", "r@tp1"]),
+            assigned("tp=2, outside=3", &["r@tp0", "a@out0", "b@out1", "r@tp1"]),
             [vec![3], vec![0], vec![1, 2], vec![4]]
         );
-        assert_eq!(cast("tp=2, outside=1", &["r"]), [vec![1, 2]]);
-        assert_eq!(cast("tp=2", &["r", "leader@out0"]), [vec![0, 1], vec![]]);
+        assert_eq!(assigned("tp=2, outside=1", &["r"]), [vec![1, 2]]);
+        assert_eq!(assigned("tp=2", &["r", "leader@out0"]), [vec![0, 1], vec![]]);
     }
 }

@@ -1,84 +1,86 @@
-//! A fragment: ops written down without a program around them, as papers and notes write them. It has no types, its
-//! operands come from nowhere, and constants may be missing; so it can be read, printed and reviewed, not run.
+//! Fragments: ops without an enclosing program, as papers and notes contain them. A fragment has no
+//! types, its operands may be undefined, and attributes may be missing. It can be parsed, printed
+//! and reviewed, but not run.
 
 use std::collections::BTreeSet;
 
 use tessera_base::{Code, Diagnostic, Diagnostics, Span};
 use tessera_mesh::{Axis, Reduction};
 
-use crate::parse::{T0203, spelling};
-use crate::print::{attr, quoted, with_buffer};
-use crate::rules::{T0215, moe_constants};
+use crate::parse::{T0203, qualified_name};
+use crate::print::{format_attr, insert_buffer_operand, quote_string};
+use crate::rules::{T0215, check_moe_attrs};
 use crate::{Attrs, Dialect, Opcode};
 
-/// Ops without a program.
+/// The text contains ops without a program.
 pub static T0206: Code = Code {
     id: "T0206",
     title: "fragment is not a program",
-    page: "The text has ops and no `program` around them. It can be read and printed, but nothing can be proved of it: \
-without types nobody knows which dim of a value is sharded over which axis, and the same ops are right for one layout \
+    page: "The text contains ops without an enclosing `program`. It can be parsed and printed, but nothing can be proved about it: \
+without types it is unknown which dim of a value is sharded over which axis, and the same ops are correct for one layout \
 and wrong for another.\n\n\
 The message lists what is missing. Put `program @name role(r) mesh(tp=4) streams(compute) { … }` around the ops, or \
-`program @name { … }` around logical ones; define every value that nobody defines as an input, a weight or a \
-cache.read with its type; declare every `@name` as `buffer @name : type`; hand results out with `output`. Types of \
-other results may be left out: the ops' rules give them.",
+`program @name { … }` around logical ops. Define every undefined value as an input, a weight or a \
+cache.read with its type, declare every `@name` as `buffer @name : type`, and return results with `output`. The types of \
+other results may be omitted: the rules of the ops determine them.",
 };
 
-/// A name and where it stands.
+/// A name with its position in the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Name {
-    /// Without `%` or `@`.
+pub struct SpannedName {
+    /// The name without `%` or `@`.
     pub text: String,
     /// Position in the text.
     pub span: Span,
 }
 
-/// One op as written.
+/// One op of a fragment.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FragmentOp {
-    /// Which row of the op table.
+    /// Opcode.
     pub opcode: Opcode,
-    /// The dialect it is spelled in.
+    /// Dialect of the op's spelling.
     pub dialect: Dialect,
-    /// Whether a collective is issued, to be waited for later.
+    /// Whether the op only issues a collective, which a later op waits for.
     pub issue: bool,
-    /// Values it defines.
-    pub results: Vec<Name>,
-    /// Name in quotes.
+    /// Values that the op defines.
+    pub results: Vec<SpannedName>,
+    /// Quoted name operand.
     pub name: Option<String>,
-    /// Symbol operand: a buffer.
-    pub symbol: Option<Name>,
-    /// Operands by position.
-    pub operands: Vec<Name>,
-    /// Operands by key, in the order of the op table.
-    pub keyed: Vec<(&'static str, Name)>,
-    /// Constants.
+    /// Buffer operand (`@name`).
+    pub symbol: Option<SpannedName>,
+    /// Positional operands.
+    pub operands: Vec<SpannedName>,
+    /// Keyed operands, in the order of the op table.
+    pub keyed: Vec<(&'static str, SpannedName)>,
+    /// Attributes.
     pub attrs: Attrs,
-    /// Stream, where one is written.
+    /// Stream, if the text names one.
     pub stream: Option<String>,
-    /// Events to come after.
-    pub after: Vec<Name>,
-    /// From the first result to the last word.
+    /// Events that the op waits for.
+    pub after: Vec<SpannedName>,
+    /// Span of the whole op.
     pub span: Span,
-    /// The op's name.
+    /// Span of the op's name.
     pub op_span: Span,
 }
 
-/// Ops in order.
+/// A sequence of ops without an enclosing program.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Fragment {
-    /// As written.
+    /// Ops in text order.
     pub ops: Vec<FragmentOp>,
 }
 
-/// The text of a fragment; [`crate::parse_fragment`] reads it back to an equal one, positions aside.
+/// Returns the text of a fragment. [`crate::parse_fragment`] restores an equal fragment from it,
+/// except for positions.
 #[must_use]
 pub fn print_fragment(f: &Fragment) -> String {
-    f.ops.iter().map(|op| op.line() + "\n").collect()
+    f.ops.iter().map(|op| op.to_text() + "\n").collect()
 }
 
 impl Fragment {
-    /// The same fragment with no positions.
+    /// Returns the same fragment with all positions cleared.
     #[must_use]
     pub fn without_spans(mut self) -> Fragment {
         let none = Span::default();
@@ -91,84 +93,88 @@ impl Fragment {
         self
     }
 
-    /// What stands between the fragment and a program: constants that are missing or impossible (T0215), operands
-    /// (T0203), and last one T0206 that lists what must be completed. `file` names the text.
+    /// Returns the problems that separate the fragment from a program: missing or invalid
+    /// attributes (T0215), wrong operands (T0203), and finally one T0206 that lists what must be
+    /// added. `file` names the text in diagnostics.
     #[must_use]
     pub fn review(&self, file: &str) -> Diagnostics {
         let mut out: Diagnostics = self.ops.iter().flat_map(|op| op.review(file)).collect();
-        out.push(self.completion(file));
+        out.push(self.completion_error(file));
         out
     }
 
-    /// Values that are read and that no op defines, each at its first use.
+    /// Returns the values that are read but not defined, each at its first use.
     #[must_use]
-    pub fn free(&self) -> Vec<&Name> {
+    pub fn undefined_values(&self) -> Vec<&SpannedName> {
         let defined: BTreeSet<&str> =
             self.ops.iter().flat_map(|op| &op.results).map(|n| n.text.as_str()).collect();
-        first_of_each(
-            self.ops.iter().flat_map(FragmentOp::uses).filter(|n| !defined.contains(n.text.as_str())),
+        first_occurrences(
+            self.ops.iter().flat_map(FragmentOp::used_names).filter(|n| !defined.contains(n.text.as_str())),
         )
     }
 
-    fn completion(&self, file: &str) -> Diagnostic {
-        let list = |names: &[&Name], sigil: &str| {
+    fn completion_error(&self, file: &str) -> Diagnostic {
+        let list = |names: &[&SpannedName], sigil: &str| {
             names.iter().map(|n| format!("{sigil}{}", n.text)).collect::<Vec<_>>().join(", ")
         };
-        let free = self.free();
-        let symbols = first_of_each(self.ops.iter().filter_map(|op| op.symbol.as_ref()));
+        let free = self.undefined_values();
+        let symbols = first_occurrences(self.ops.iter().filter_map(|op| op.symbol.as_ref()));
         let used: BTreeSet<&str> =
-            self.ops.iter().flat_map(FragmentOp::uses).map(|n| n.text.as_str()).collect();
-        let unread: Vec<&Name> =
+            self.ops.iter().flat_map(FragmentOp::used_names).map(|n| n.text.as_str()).collect();
+        let unread: Vec<&SpannedName> =
             self.ops.iter().flat_map(|op| &op.results).filter(|n| !used.contains(n.text.as_str())).collect();
         let logical = self.ops.iter().any(|op| op.dialect == Dialect::Logical);
         let of_role = self.ops.iter().any(|op| op.dialect == Dialect::Role);
         let header = match (logical, of_role) {
             (true, false) => "program @name { … }".to_string(),
-            _ => format!("program @name role(r) mesh({}) streams(compute) {{ … }}", self.mesh()),
+            _ => format!("program @name role(r) mesh({}) streams(compute) {{ … }}", self.mesh_text()),
         };
-        let mut lacks = vec!["a header".to_string()];
+        let mut missing = vec!["a header".to_string()];
         if !free.is_empty() {
-            lacks.push(format!("types of {}", list(&free, "%")));
+            missing.push(format!("types of {}", list(&free, "%")));
         }
         if !symbols.is_empty() {
-            lacks.push(format!("a declaration of {}", list(&symbols, "@")));
+            missing.push(format!("a declaration of {}", list(&symbols, "@")));
         }
         let at = free.first().map(|n| n.span).or(self.ops.first().map(|op| op.op_span)).unwrap_or_default();
-        let says = if free.is_empty() { "begins here" } else { "nobody defines it" };
+        let label = if free.is_empty() { "begins here" } else { "undefined value" };
         let mut d =
-            Diagnostic::error(&T0206, format!("fragment is not a program: it lacks {}", lacks.join("; ")))
-                .at_span(file, says, at);
+            Diagnostic::error(&T0206, format!("fragment is not a program: it lacks {}", missing.join("; ")))
+                .with_span_label(file, label, at);
         for n in free.iter().skip(1) {
-            d = d.at_span(file, "nor this", n.span);
+            d = d.with_span_label(file, "undefined value", n.span);
         }
         for s in &symbols {
-            d = d.at_span(file, "not declared", s.span);
+            d = d.with_span_label(file, "not declared", s.span);
         }
-        d = d.note(format!("header: {header}"));
+        d = d.with_note(format!("header: {header}"));
         if !free.is_empty() {
-            d = d.note(format!(
+            d = d.with_note(format!(
                 "{}: an input, weight or cache.read with its type, such as f32[4, 8] {{tp: shard(0)}}",
                 list(&free, "%")
             ));
         }
         if !symbols.is_empty() {
-            d = d.note(format!("{}: `buffer @name : type`", list(&symbols, "@")));
+            d = d.with_note(format!("{}: `buffer @name : type`", list(&symbols, "@")));
         }
         if !unread.is_empty() {
-            d = d.note(format!("{}: read by nobody; hand it out with `output`", list(&unread, "%")));
+            d = d.with_note(format!("{}: unused; return it with `output`", list(&unread, "%")));
         }
         if logical && of_role {
-            d = d.note("logical ops (toperator) and ops of a role (ttile) do not go into one program");
+            d = d.with_note(
+                "one program cannot contain both logical ops (toperator) and ops of a role (ttile)",
+            );
         }
-        d.hint("complete it, and check the program: its layouts decide whether these ops are right")
+        d.with_hint("complete the program and check it: its layouts determine whether these ops are correct")
     }
 
-    /// The axes that constants name, sizes open.
-    fn mesh(&self) -> String {
+    /// Returns the text of a mesh with the axes that the attributes name, with placeholders for the
+    /// sizes.
+    fn mesh_text(&self) -> String {
         let named: BTreeSet<Axis> = self
             .ops
             .iter()
-            .flat_map(|op| ["axis", "a2a_axis"].map(|a| op.word(a)))
+            .flat_map(|op| ["axis", "a2a_axis"].map(|a| op.str_attr(a)))
             .filter_map(|a| a?.parse().ok())
             .collect();
         let axes: Vec<String> = named.iter().map(|a| format!("{a}=…")).collect();
@@ -177,37 +183,38 @@ impl Fragment {
 }
 
 impl FragmentOp {
-    /// Every value it reads, in text order.
-    pub fn uses(&self) -> impl Iterator<Item = &Name> {
+    /// Iterates over all values that the op reads, in text order.
+    pub fn used_names(&self) -> impl Iterator<Item = &SpannedName> {
         self.operands.iter().chain(self.keyed.iter().map(|(_, n)| n)).chain(&self.after)
     }
 
-    fn word(&self, name: &str) -> Option<&str> {
+    fn str_attr(&self, name: &str) -> Option<&str> {
         match self.attrs.get(name) {
             Some(crate::Attr::Str(s)) => Some(s),
             _ => None,
         }
     }
 
-    fn line(&self) -> String {
-        let values = |names: &[Name]| names.iter().map(|n| format!("%{}", n.text)).collect::<Vec<_>>();
+    fn to_text(&self) -> String {
+        let values = |names: &[SpannedName]| names.iter().map(|n| format!("%{}", n.text)).collect::<Vec<_>>();
         let mut out = values(&self.results).join(", ");
         if !out.is_empty() {
             out += " = ";
         }
         out += &match self.issue {
             true => format!("ttile.collective.issue {}", self.opcode.name()),
-            false => spelling(self.opcode, self.dialect),
+            false => qualified_name(self.opcode, self.dialect),
         };
-        let mut operands: Vec<String> = self.name.iter().map(|n| quoted(n)).collect();
+        let mut operands: Vec<String> = self.name.iter().map(|n| quote_string(n)).collect();
         let symbol = self.symbol.as_ref().map(|s| format!("@{}", s.text));
-        operands.extend(with_buffer(self.opcode, symbol, values(&self.operands).into_iter()));
+        operands.extend(insert_buffer_operand(self.opcode, symbol, values(&self.operands).into_iter()));
         operands.extend(self.keyed.iter().map(|(k, n)| format!("{k}=%{}", n.text)));
         if !operands.is_empty() {
             out += &format!(" {}", operands.join(", "));
         }
         if !self.attrs.is_empty() {
-            let attrs: Vec<String> = self.attrs.iter().map(|(k, v)| format!("{k} = {}", attr(v))).collect();
+            let attrs: Vec<String> =
+                self.attrs.iter().map(|(k, v)| format!("{k} = {}", format_attr(v))).collect();
             out += &format!(" {{{}}}", attrs.join(", "));
         }
         if let Some(s) = &self.stream {
@@ -220,16 +227,20 @@ impl FragmentOp {
     }
 
     fn review(&self, file: &str) -> Diagnostics {
-        let row = self.opcode.row();
+        let row = self.opcode.table_row();
         let refuse = |code, m: String| {
-            Diagnostic::error(code, format!("{}: {m}", row.name)).at_span(file, "here", self.op_span)
+            Diagnostic::error(code, format!("{}: {m}", row.name)).with_span_label(file, "here", self.op_span)
         };
         let mut out = Vec::new();
-        let (least, most) = row.operands;
+        let (min_operands, max_operands) = row.operands;
         let n = self.operands.len();
-        if n < least || n > most {
-            let want = if least == most { least.to_string() } else { format!("{least} to {most}") };
-            out.push(refuse(&T0203, format!("{n} operands, takes {want}")));
+        if n < min_operands || n > max_operands {
+            let want = if min_operands == max_operands {
+                min_operands.to_string()
+            } else {
+                format!("{min_operands} to {max_operands}")
+            };
+            out.push(refuse(&T0203, format!("has {n} operands, expected {want}")));
         }
         let gives = match (self.opcode, self.issue) {
             (_, true) => 1..=1,
@@ -239,12 +250,12 @@ impl FragmentOp {
         if !gives.contains(&self.results.len()) {
             out.push(refuse(
                 &T0203,
-                format!("gives {} results, {} are named", gives.end(), self.results.len()),
+                format!("has {} results, but {} are named", gives.end(), self.results.len()),
             ));
         }
         let named = matches!(self.opcode, Opcode::Input | Opcode::Call | Opcode::Weight | Opcode::Output);
         if self.name.is_some() && !named {
-            out.push(refuse(&T0203, "takes no name".to_string()));
+            out.push(refuse(&T0203, "does not take a name".to_string()));
         }
         for key in row.keyed.iter().filter(|k| !k.ends_with('?')) {
             if !self.keyed.iter().any(|(k, _)| k == key) {
@@ -257,9 +268,10 @@ impl FragmentOp {
         for name in row.attrs.iter().filter(|a| !a.ends_with('?') && !self.attrs.contains_key(**a)) {
             out.push(match dim_reason(self.opcode, name) {
                 Some((what, why)) => {
-                    refuse(&T0215, format!("names no tensor dim (`{name}`): {what} must be said")).note(why)
+                    refuse(&T0215, format!("attribute `{name}` is missing: it determines {what}"))
+                        .with_note(why)
                 }
-                None => refuse(&T0215, format!("constant `{name}` is missing")),
+                None => refuse(&T0215, format!("attribute `{name}` is missing")),
             });
         }
         for (name, is_known) in [
@@ -267,15 +279,15 @@ impl FragmentOp {
             ("reduction", |w| Reduction::parse(w).is_some()),
         ] {
             let written = self.attrs.get(name).filter(|_| row.attrs.contains(&name));
-            if written.is_some() && !self.word(name).is_some_and(is_known) {
+            if written.is_some() && !self.str_attr(name).is_some_and(is_known) {
                 let what = if name == "axis" { "mesh axis" } else { "reduction" };
-                out.push(refuse(&T0215, format!("`{name}` names no {what}")));
+                out.push(refuse(&T0215, format!("`{name}` is not a {what}")));
             }
         }
         let complete = row.attrs.iter().all(|a| a.ends_with('?') || self.attrs.contains_key(*a));
         if self.opcode == Opcode::MoeRoute
             && complete
-            && let Err(e) = moe_constants(&self.attrs, None)
+            && let Err(e) = check_moe_attrs(&self.attrs, None)
         {
             out.push(refuse(e.code, e.message));
         }
@@ -283,29 +295,30 @@ impl FragmentOp {
     }
 }
 
-/// For a constant that names a tensor dim: which one, and why it may not be guessed.
+/// For an attribute that names a tensor dim, returns what the dim determines and why it has no
+/// default.
 fn dim_reason(op: Opcode, name: &str) -> Option<(&'static str, &'static str)> {
     match (op, name) {
         (Opcode::ReduceScatter, "dim") => Some((
-            "which dim is scattered",
-            "scores scattered over heads (V cut by heads) or over query rows (V whole) leave each softmax whole rows; \
-scattered over key positions, each rank normalises its own piece: wrong by O(1), and nothing fails at run time",
+            "the dim that is scattered",
+            "scores scattered over heads (V sharded by heads) or over query rows (V replicated) leave each softmax whole rows; \
+if they are scattered over key positions, each rank normalises its own shard: wrong by O(1), and nothing fails at run time",
         )),
         (Opcode::AllGather, "dim") => Some((
-            "along which dim the pieces are joined",
-            "it is the dim that the value is sharded over; along another one the pieces come out in the wrong place, \
+            "the dim along which the shards are concatenated",
+            "it must be the dim that the value is sharded over; concatenated along another dim, the shards end up in the wrong place, \
 and nothing fails at run time",
         )),
         (Opcode::AllToAll, "concat" | "split") => Some((
-            "which dim it is sharded over before and after",
-            "pieces of one dim go out and pieces of another come in; with other dims the values come out in the wrong \
+            "the sharded dim before and after",
+            "shards of one dim are sent and shards of another received; with other dims the values end up in the wrong \
 place, and nothing fails at run time",
         )),
         _ => None,
     }
 }
 
-fn first_of_each<'a>(names: impl Iterator<Item = &'a Name>) -> Vec<&'a Name> {
+fn first_occurrences<'a>(names: impl Iterator<Item = &'a SpannedName>) -> Vec<&'a SpannedName> {
     let mut seen = BTreeSet::new();
     names.filter(|n| seen.insert(n.text.as_str())).collect()
 }

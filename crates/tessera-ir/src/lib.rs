@@ -1,33 +1,35 @@
-//! The IR: types, the op table with one shape rule and one shard rule per op, text and its parser, a builder.
+//! The intermediate representation (IR): types, the op table with a shape rule and a sharding rule
+//! per op, the text form with its parser, and a builder.
 //!
-//! Two dialects share everything: `toperator` (logical, global shapes) and `ttile` (one role, local shapes,
-//! explicit collectives). This room knows no model, no strategy, no device, and runs nothing.
+//! Both dialects share these parts: `toperator` (logical, global shapes) and `ttile` (one role,
+//! local shapes, explicit collectives). This library crate has no notion of models, strategies and
+//! devices, and does not execute anything.
 
-mod build;
+pub mod analytic_model;
+mod builder;
 mod bundle;
 mod cost;
 mod fragment;
-mod ops;
+mod op_table;
 mod parse;
 mod print;
 mod program;
 pub mod rules;
 mod types;
-pub mod work;
 
-pub use build::Builder;
+pub use builder::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};
-pub use cost::{Cost, cost};
-pub use fragment::{Fragment, FragmentOp, Name, print_fragment};
-pub use ops::{HINTS, Kind, OpRow, Opcode, TABLE};
+pub use cost::{OpWorkload, op_workload};
+pub use fragment::{Fragment, FragmentOp, SpannedName, print_fragment};
+pub use op_table::{HINT_ATTRS, OP_TABLE, OpKind, OpRow, Opcode};
 pub use parse::{is_fragment, parse, parse_all, parse_fragment};
-pub use print::{canonical, digest, print};
+pub use print::{canonical_text, print, program_digest};
 pub use program::{Attr, Attrs, Buffer, BufferId, Dialect, Op, Program, StreamId, Value, ValueId};
 pub use types::{DType, Type};
 
 use tessera_base::Code;
 
-/// Codes this room raises.
+/// Diagnostic codes that this crate raises.
 pub const CODES: &[&Code] = &[
     &parse::T0201,
     &parse::T0202,

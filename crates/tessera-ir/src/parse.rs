@@ -1,94 +1,92 @@
-//! Reads IR text: what [`crate::print`] writes, and the same written by hand.
+//! Parser for IR text, both printed by [`crate::print`] and written manually.
 //!
-//! Commas, constants, types and streams are as printed. By hand, white space and `//` comments may stand
-//! anywhere, a result type may be left out where the op's rule gives it, and an op without a stream runs on the
-//! first. A mistake costs its own op alone: the parser goes on with the next one, and does not report what
-//! follows from a mistake already reported.
+//! Manually written text may contain white space and `//` comments anywhere. It may omit a result
+//! type that the op's rule determines, and the stream of an op, which defaults to the first stream.
+//! An error affects only its own op: the parser continues with the next op and does not report
+//! consequences of an error that it already reported.
 
 mod branch;
 mod fragment;
-mod lex;
+mod lexer;
 mod resolve;
 mod types;
 
-use tessera_base::{Code, Diagnostic, Diagnostics, Span, nearest};
+use tessera_base::{Code, Diagnostic, Diagnostics, Span, closest_name};
 use tessera_mesh::Mesh;
 
 use crate::rules::{T0211, check_type};
-use crate::{Attr, Attrs, Buffer, Dialect, Kind, Opcode, Program, TABLE, Type};
+use crate::{Attr, Attrs, Buffer, Dialect, OP_TABLE, OpKind, Opcode, Program, Type};
 pub use fragment::{is_fragment, parse_fragment};
-use lex::{Tok, Token, lex};
-use resolve::{Names, define};
+use lexer::{Token, TokenKind, tokenize};
+use resolve::{NameTable, define_value};
 
-/// Syntax.
+/// The text violates the grammar.
 pub static T0201: Code = Code {
     id: "T0201",
     title: "IR text cannot be read",
-    page: "The text does not follow the grammar at the place shown. A program is\n\n\
+    page: "The text violates the grammar at the position shown. A program is\n\n\
     program @name role(stage0) mesh(tp=2) streams(compute, tp_collective) {\n\
       buffer @kv.0.k : f32[90, 24] {tp: shard(1)}\n\
       %y = ttile.matmul %x, %w, bias=%b {act = \"silu\"} : f32[30, 24] {tp: shard(1)} @compute after(%e)\n\
     }\n\n\
-A logical program has neither role nor mesh. Order inside an op: results, name, operands, constants in braces, \
-result types after a colon, stream, events. Layouts are replicated, shard(dim), shard(dim, of=extent, unit=u) and \
-partial(sum|tree|max), one per mesh axis; an axis left out is replicated. `ways=w` last in a shard or partial means that \
-each block of w positions of the axis holds the whole value. mesh(tp=2, outside=1) has a rank 0 outside the mesh.\n\n\
-After a mistake the parser goes on at the next line that begins an op. `tessera check` reports all of them at once.",
+A logical program has neither role nor mesh. An op consists of, in this order: results, op name, operands, attributes in braces, \
+result types after a colon, stream, events. A layout lists for each mesh axis replicated, shard(dim), \
+shard(dim, extent=n, unit=u) or partial(sum|tree|max); an omitted axis is replicated. A final `group_size=w` in a shard or partial means \
+that each subgroup of w positions of the axis holds the whole value. mesh(tp=2, outside=1) has a rank 0 outside the mesh.\n\n\
+After an error the parser continues at the next line that begins an op, so `tessera check` reports all errors at once.",
 };
-/// Unknown op.
+/// The op is unknown.
 pub static T0202: Code = Code {
     id: "T0202",
     title: "unknown op",
-    page: "The name is in no row of the op table, or is written in the wrong dialect. Logical programs compute with \
-`toperator.*` and have no collectives; programs of a role compute with `ttile.*` and call collectives as \
-`ttile.collective.*`, or `ttile.collective.issue` with a later `ttile.collective.wait`. Sources and sinks (input, \
+    page: "The op table has no op with this name, or the op is written in the wrong dialect. Logical programs compute with \
+`toperator.*` and have no collectives. Programs of a role compute with `ttile.*` and issue collectives as \
+`ttile.collective.*`, or as `ttile.collective.issue` with a later `ttile.collective.wait`. Sources and sinks (input, \
 call, weight, output, cache.read, cache.write, event.record) have no prefix.\n\n\
-There is no `if`, no loop and no `select`. What a program issues may not depend on data: a rank that skips a collective \
-leaves the others waiting. A decision belongs to the leader, as a call's list of phases or another phase; a collective \
-is always called, with an empty payload if need be.\n\n\
-The nearest known name is shown where there is one.",
+There is no `if`, no loop and no `select`. The ops that a program issues must not depend on data, because a rank that skips a collective \
+blocks the other ranks. Let the leader decide, through the phase list of a call or through another phase; issue the collective \
+unconditionally, with an empty payload if necessary.\n\n\
+The message shows the closest known name, if there is one.",
 };
-/// Operands or constants.
+/// Operands or attributes do not match the op table.
 pub static T0203: Code = Code {
     id: "T0203",
-    title: "operands or constants do not fit the op",
-    page: "Every op has a row that says how many operands it takes by position, which by key (`start=%s`), which \
-constants it needs and which it may have. Something is missing, is there twice, or is not in the row. A constant \
-that the row does not know is refused rather than ignored: a misspelt `segments` would otherwise change the numbers \
-in silence.\n\n\
-Tickets go to `wait` alone, events to `after(…)` alone, and call scalars to keyed operands.",
+    title: "operands or attributes do not match the op",
+    page: "The op table lists for each op its positional operands, its keyed operands (`start=%s`), and its \
+required and optional attributes. Something is missing, appears twice, or is not listed. An unknown attribute \
+is rejected instead of being ignored: a misspelt `segments` would otherwise silently change the numbers.\n\n\
+Tickets can only be used by `wait`, events only in `after(…)`, and call scalars only as keyed operands.",
 };
-/// Undefined or redefined names.
+/// A name is undefined or redefined.
 pub static T0204: Code = Code {
     id: "T0204",
     title: "name is undefined or defined twice",
-    page: "Values (%name) are defined once, above their first use. Buffers (@name) are declared in the program with \
-`buffer @name : type`, streams in its header with `streams(…)`. A name defined twice would make it unclear which value \
-later ops read, so the second definition is refused and the first is shown beside it.",
+    page: "A value (%name) is defined once, above its first use. Buffers (@name) are declared in the program with \
+`buffer @name : type`, streams in its header with `streams(…)`. With two definitions of a name it would be unclear which value \
+later ops read, so the second definition is rejected and the first one is shown with it.",
 };
-/// Written type differs from the inferred one.
+/// The written type differs from the inferred type.
 pub static T0205: Code = Code {
     id: "T0205",
-    title: "written type differs from what the op gives",
-    page: "The type written after the colon is not what the op's rule gives for these operands; both are shown. The \
-rule is derived from local shapes and layouts, so one of three things is wrong: the written type, an operand's type, \
-or the choice of op.\n\n\
-With uneven shards the local extent depends on the role: the name of the role says which piece it holds, \
-`role(stage0@tp1)` being the one at position 1 of tp. Leave the type out to take the rule's; inputs, call scalars, \
-weights and receives always need one.",
+    title: "written type differs from the inferred type",
+    page: "The type written after the colon differs from the type that the op's rule infers from its operands; the message shows both. The \
+inference uses local shapes and layouts, so the written type, an operand's type, or the choice of op is wrong.\n\n\
+With uneven shards the local extent depends on the role: the coordinate in the role's name determines the shard, so \
+`role(stage0@tp1)` has the shard at position 1 of tp. Omit the type to use the inferred one; inputs, call scalars, \
+weights and receives always need a type.",
 };
 
-/// Largest text in bytes.
-const TEXT_BYTES_MAX: usize = 256 << 20;
-/// Most items of one list: operands, constants, streams, a shape.
-const LIST_MAX: usize = 4096;
-/// Most diagnostics of one text; more would be of no use to anyone.
-const DIAGNOSTICS_MAX: usize = 200;
+/// Maximum size of a text in bytes.
+const MAX_TEXT_BYTES: usize = 256 << 20;
+/// Maximum number of items in a list: operands, attributes, streams, a shape.
+const MAX_LIST_ITEMS: usize = 4096;
+/// Maximum number of diagnostics per text.
+const MAX_DIAGNOSTICS: usize = 200;
 
-/// The one program of a text. `file` names it in diagnostics.
+/// Parses a text that contains exactly one program. `file` names the text in diagnostics.
 ///
 /// # Errors
-/// Everything wrong with it: T0201 to T0205, and what the ops' rules refuse.
+/// All problems of the text: T0201 to T0205, and the errors of the ops' rules.
 pub fn parse(text: &str, file: &str) -> Result<Program, Diagnostics> {
     let mut programs = parse_all(text, file)?;
     match (programs.pop(), programs.len()) {
@@ -97,50 +95,57 @@ pub fn parse(text: &str, file: &str) -> Result<Program, Diagnostics> {
             let says = format!("{} programs", if n == 0 { 0 } else { n + 1 });
             Err(vec![
                 Diagnostic::error(&T0201, "one program expected")
-                    .at_span(file, says, Span { start: 0, end: 0 })
-                    .hint("begin with `program @name streams(compute) {`"),
+                    .with_span_label(file, says, Span { start: 0, end: 0 })
+                    .with_hint("begin with `program @name streams(compute) {`"),
             ])
         }
     }
 }
 
-/// All programs of a text, in order.
+/// Parses all programs of a text, in order.
 ///
 /// # Errors
-/// Everything wrong with it: T0201 to T0205, and what the ops' rules refuse.
+/// All problems of the text: T0201 to T0205, and the errors of the ops' rules.
 pub fn parse_all(text: &str, file: &str) -> Result<Vec<Program>, Diagnostics> {
-    if text.len() > TEXT_BYTES_MAX {
-        let m = format!("text of {} bytes; at most {TEXT_BYTES_MAX} are read", text.len());
-        return Err(vec![Diagnostic::error(&T0201, m).at(file, "too large")]);
+    if text.len() > MAX_TEXT_BYTES {
+        let m = format!("text has {} bytes, the maximum is {MAX_TEXT_BYTES}", text.len());
+        return Err(vec![Diagnostic::error(&T0201, m).with_label(file, "too large")]);
     }
-    let mut p = Parser { text, file, tokens: lex(text), at: 0, found: Vec::new(), definitions: Vec::new() };
+    let mut p = Parser {
+        text,
+        file,
+        tokens: tokenize(text),
+        position: 0,
+        diagnostics: Vec::new(),
+        definitions: Vec::new(),
+    };
     let mut programs = Vec::new();
-    while p.at < p.tokens.len() && p.found.len() < DIAGNOSTICS_MAX {
-        match p.program() {
+    while p.position < p.tokens.len() && p.diagnostics.len() < MAX_DIAGNOSTICS {
+        match p.parse_program() {
             Ok(program) => programs.push(program),
             Err(d) => {
-                p.found.push(*d);
-                p.skip_to(|t| matches!(&t.tok, Tok::Word(w) if w == "program"));
+                p.diagnostics.push(*d);
+                p.skip_to(|t| matches!(&t.kind, TokenKind::Word(w) if w == "program"));
             }
         }
     }
-    if p.found.is_empty() { Ok(programs) } else { Err(p.found) }
+    if p.diagnostics.is_empty() { Ok(programs) } else { Err(p.diagnostics) }
 }
 
-type Parsed<T> = Result<T, Box<Diagnostic>>;
+type ParseResult<T> = Result<T, Box<Diagnostic>>;
 
 struct Parser<'a> {
     text: &'a str,
     file: &'a str,
     tokens: Vec<Token>,
-    at: usize,
-    found: Diagnostics,
-    /// The op that defines each value of the program being read.
+    position: usize,
+    diagnostics: Diagnostics,
+    /// Index of the op that defines each value of the current program.
     definitions: Vec<Option<usize>>,
 }
 
-/// An op as written, before its names are looked up.
-struct Written {
+/// An op in syntactic form, before name resolution.
+struct ParsedOp {
     results: Vec<(String, Span)>,
     opcode: Opcode,
     issue: bool,
@@ -157,191 +162,196 @@ struct Written {
 }
 
 impl Parser<'_> {
-    fn peek(&self) -> Option<&Tok> {
+    fn peek(&self) -> Option<&TokenKind> {
         self.peek_at(0)
     }
 
-    fn peek_at(&self, ahead: usize) -> Option<&Tok> {
-        self.tokens.get(self.at + ahead).map(|t| &t.tok)
+    fn peek_at(&self, ahead: usize) -> Option<&TokenKind> {
+        self.tokens.get(self.position + ahead).map(|t| &t.kind)
     }
 
-    fn is(&self, c: char) -> bool {
-        self.peek() == Some(&Tok::Punct(c))
+    fn next_is(&self, c: char) -> bool {
+        self.peek() == Some(&TokenKind::Punct(c))
     }
 
-    /// Span of the next token; the end of the text after the last.
-    fn span(&self) -> Span {
+    /// Returns the span of the next token, or the end of the text.
+    fn next_span(&self) -> Span {
         let end = self.text.len();
-        self.tokens.get(self.at).map_or(Span { start: end, end }, |t| t.span)
+        self.tokens.get(self.position).map_or(Span { start: end, end }, |t| t.span)
     }
 
-    /// From `start` to the last token taken.
-    fn since(&self, start: Span) -> Span {
-        let end = self.tokens[..self.at].last().map_or(start.end, |t| t.span.end);
+    /// Returns the span from `start` to the last consumed token.
+    fn span_since(&self, start: Span) -> Span {
+        let end = self.tokens[..self.position].last().map_or(start.end, |t| t.span.end);
         Span { start: start.start, end: end.max(start.end) }
     }
 
-    fn error(
+    fn error_at(
         &self,
         code: &'static Code,
         message: impl Into<String>,
         says: impl Into<String>,
         span: Span,
     ) -> Box<Diagnostic> {
-        Box::new(Diagnostic::error(code, message).at_span(self.file, says, span))
+        Box::new(Diagnostic::error(code, message).with_span_label(self.file, says, span))
     }
 
-    fn expected<T>(&self, what: &str) -> Parsed<T> {
+    fn expected_error<T>(&self, what: &str) -> ParseResult<T> {
         let found = match self.peek() {
             None => "the end of the text".to_string(),
-            Some(Tok::Bad(why)) => (*why).to_string(),
+            Some(TokenKind::Bad(why)) => (*why).to_string(),
             Some(_) => {
-                let s = self.span();
+                let s = self.next_span();
                 format!("`{}`", self.text.get(s.start..s.end).unwrap_or(""))
             }
         };
-        Err(self.error(&T0201, format!("expected {what}"), format!("found {found}"), self.span()))
+        Err(self.error_at(&T0201, format!("expected {what}"), format!("found {found}"), self.next_span()))
     }
 
-    fn eat(&mut self, c: char) -> bool {
-        let there = self.is(c);
-        self.at += usize::from(there);
+    fn eat_punct(&mut self, c: char) -> bool {
+        let there = self.next_is(c);
+        self.position += usize::from(there);
         there
     }
 
-    fn need(&mut self, c: char) -> Parsed<()> {
-        if self.eat(c) { Ok(()) } else { self.expected(&format!("`{c}`")) }
+    fn expect_punct(&mut self, c: char) -> ParseResult<()> {
+        if self.eat_punct(c) { Ok(()) } else { self.expected_error(&format!("`{c}`")) }
     }
 
     fn eat_word(&mut self, word: &str) -> bool {
-        let there = matches!(self.peek(), Some(Tok::Word(w)) if w == word);
-        self.at += usize::from(there);
+        let there = matches!(self.peek(), Some(TokenKind::Word(w)) if w == word);
+        self.position += usize::from(there);
         there
     }
 
-    fn word(&mut self, what: &str) -> Parsed<String> {
+    fn expect_word(&mut self, what: &str) -> ParseResult<String> {
         match self.peek() {
-            Some(Tok::Word(w)) => {
+            Some(TokenKind::Word(w)) => {
                 let w = w.clone();
-                self.at += 1;
+                self.position += 1;
                 Ok(w)
             }
-            _ => self.expected(what),
+            _ => self.expected_error(what),
         }
     }
 
-    fn at_name(&mut self, what: &str) -> Parsed<String> {
+    fn expect_at_name(&mut self, what: &str) -> ParseResult<String> {
         match self.peek() {
-            Some(Tok::At(n)) => {
+            Some(TokenKind::Symbol(n)) => {
                 let n = n.clone();
-                self.at += 1;
+                self.position += 1;
                 Ok(n)
             }
-            _ => self.expected(what),
+            _ => self.expected_error(what),
         }
     }
 
-    fn value_name(&mut self) -> Parsed<(String, Span)> {
+    fn expect_value(&mut self) -> ParseResult<(String, Span)> {
         match self.peek() {
-            Some(Tok::Value(n)) => {
-                let found = (n.clone(), self.span());
-                self.at += 1;
+            Some(TokenKind::Value(n)) => {
+                let found = (n.clone(), self.next_span());
+                self.position += 1;
                 Ok(found)
             }
-            _ => self.expected("a value (`%name`)"),
+            _ => self.expected_error("a value (`%name`)"),
         }
     }
 
-    fn natural(&mut self, what: &str) -> Parsed<u64> {
+    fn expect_natural(&mut self, what: &str) -> ParseResult<u64> {
         match self.peek() {
-            Some(Tok::Int(i)) if *i >= 0 => {
+            Some(TokenKind::Int(i)) if *i >= 0 => {
                 let n = i.unsigned_abs();
-                self.at += 1;
+                self.position += 1;
                 Ok(n)
             }
-            _ => self.expected(what),
+            _ => self.expected_error(what),
         }
     }
 
-    /// Items up to `close`, separated by commas.
-    fn list<T>(&mut self, close: char, mut item: impl FnMut(&mut Self) -> Parsed<T>) -> Parsed<Vec<T>> {
+    /// Parses items separated by commas, up to `close`.
+    fn parse_list<T>(
+        &mut self,
+        close: char,
+        mut item: impl FnMut(&mut Self) -> ParseResult<T>,
+    ) -> ParseResult<Vec<T>> {
         let mut out = Vec::new();
-        if self.eat(close) {
+        if self.eat_punct(close) {
             return Ok(out);
         }
         loop {
             out.push(item(self)?);
-            if self.eat(close) {
+            if self.eat_punct(close) {
                 return Ok(out);
             }
-            if out.len() >= LIST_MAX {
-                return self.expected(&format!("at most {LIST_MAX} items"));
+            if out.len() >= MAX_LIST_ITEMS {
+                return self.expected_error(&format!("at most {MAX_LIST_ITEMS} items"));
             }
-            if !self.eat(',') {
-                return self.expected(&format!("`,` or `{close}`"));
+            if !self.eat_punct(',') {
+                return self.expected_error(&format!("`,` or `{close}`"));
             }
         }
     }
 
     fn skip_to(&mut self, stop: impl Fn(&Token) -> bool) {
-        while let Some(t) = self.tokens.get(self.at) {
-            if t.first && stop(t) {
+        while let Some(t) = self.tokens.get(self.position) {
+            if t.starts_line && stop(t) {
                 return;
             }
-            self.at += 1;
+            self.position += 1;
         }
     }
 
-    /// Whether a statement begins at the next token.
+    /// Returns whether a statement begins at the next token.
     fn begins_statement(&self) -> bool {
         match self.peek() {
-            Some(Tok::Value(_)) => {
+            Some(TokenKind::Value(_)) => {
                 let mut ahead = 1;
-                while self.peek_at(ahead) == Some(&Tok::Punct(','))
-                    && matches!(self.peek_at(ahead + 1), Some(Tok::Value(_)))
+                while self.peek_at(ahead) == Some(&TokenKind::Punct(','))
+                    && matches!(self.peek_at(ahead + 1), Some(TokenKind::Value(_)))
                 {
                     ahead += 2;
                 }
-                self.peek_at(ahead) == Some(&Tok::Punct('='))
+                self.peek_at(ahead) == Some(&TokenKind::Punct('='))
             }
-            Some(Tok::Word(w)) => {
+            Some(TokenKind::Word(w)) => {
                 matches!(w.as_str(), "buffer" | "program")
-                    || TABLE
-                        .iter()
-                        .any(|r| matches!(r.kind, Kind::Source | Kind::Sink | Kind::Order) && r.name == w)
+                    || OP_TABLE.iter().any(|r| {
+                        matches!(r.kind, OpKind::Source | OpKind::Sink | OpKind::Order) && r.name == w
+                    })
                     || w.starts_with("ttile.")
                     || w.starts_with("toperator.")
-                    || (branch::is_branch(w) && self.peek_at(1) != Some(&Tok::Punct('=')))
+                    || (branch::is_branch(w) && self.peek_at(1) != Some(&TokenKind::Punct('=')))
             }
-            Some(Tok::Punct('}')) | None => true,
+            Some(TokenKind::Punct('}')) | None => true,
             _ => false,
         }
     }
 
-    /// After a mistake in the statement that began at token `begin`: on to the next one, or to the program's end.
-    fn recover(&mut self, begin: usize) {
-        let from = self.at;
-        self.at = begin;
+    /// Skips from an invalid statement, which began at token `begin`, to the next statement or the
+    /// end of the program.
+    fn skip_to_statement(&mut self, begin: usize) {
+        let from = self.position;
+        self.position = begin;
         let mut open = 0usize;
-        while let Some(t) = self.tokens.get(self.at) {
-            let outside = open == 0 && matches!(t.tok, Tok::Value(_) | Tok::Punct('}'));
-            if self.at >= from && (t.first || outside) && self.begins_statement() {
+        while let Some(t) = self.tokens.get(self.position) {
+            let outside = open == 0 && matches!(t.kind, TokenKind::Value(_) | TokenKind::Punct('}'));
+            if self.position >= from && (t.starts_line || outside) && self.begins_statement() {
                 return;
             }
-            match t.tok {
-                Tok::Punct('{') => open += 1,
-                Tok::Punct('}') => open = open.saturating_sub(1),
+            match t.kind {
+                TokenKind::Punct('{') => open += 1,
+                TokenKind::Punct('}') => open = open.saturating_sub(1),
                 _ => {}
             }
-            self.at += 1;
+            self.position += 1;
         }
     }
 
-    fn program(&mut self) -> Parsed<Program> {
+    fn parse_program(&mut self) -> ParseResult<Program> {
         if !self.eat_word("program") {
-            return self.expected("`program`");
+            return self.expected_error("`program`");
         }
-        let name = self.at_name("the program's name (`@name`)")?;
+        let name = self.expect_at_name("the program's name (`@name`)")?;
         let mut p = Program {
             name,
             dialect: Dialect::Logical,
@@ -352,182 +362,193 @@ impl Parser<'_> {
             values: Vec::new(),
             ops: Vec::new(),
         };
-        let mut meshed = None;
-        while !self.eat('{') {
-            let start = self.span();
-            let part = self.word("role(…), mesh(…), streams(…) or `{`")?;
+        let mut mesh_span = None;
+        while !self.eat_punct('{') {
+            let start = self.next_span();
+            let part = self.expect_word("role(…), mesh(…), streams(…) or `{`")?;
             if !matches!(part.as_str(), "role" | "mesh" | "streams") {
-                self.at -= 1;
-                return self.expected("role(…), mesh(…), streams(…) or `{`");
+                self.position -= 1;
+                return self.expected_error("role(…), mesh(…), streams(…) or `{`");
             }
-            self.need('(')?;
+            self.expect_punct('(')?;
             match part.as_str() {
                 "role" => {
                     p.dialect = Dialect::Role;
-                    p.role = self.role()?;
+                    p.role = self.parse_role()?;
                 }
                 "mesh" => {
-                    p.mesh = self.mesh()?;
-                    meshed = Some(self.since(start));
+                    p.mesh = self.parse_mesh()?;
+                    mesh_span = Some(self.span_since(start));
                 }
                 _ => {
-                    p.streams = self.list(')', |s| s.word("the name of a stream"))?;
+                    p.streams = self.parse_list(')', |s| s.expect_word("the name of a stream"))?;
                     if let Some(twice) =
                         (1..p.streams.len()).find(|i| p.streams[..*i].contains(&p.streams[*i]))
                     {
-                        let m = format!("stream {} is named twice", p.streams[twice]);
-                        return Err(self.error(&T0204, m, "here", self.since(start)));
+                        let m = format!("stream {} is declared twice", p.streams[twice]);
+                        return Err(self.error_at(&T0204, m, "here", self.span_since(start)));
                     }
                 }
             }
         }
-        if let (Dialect::Logical, Some(span)) = (p.dialect, meshed) {
-            return Err(self.error(&T0201, "a mesh but no role", "a logical program has no mesh", span));
+        if let (Dialect::Logical, Some(span)) = (p.dialect, mesh_span) {
+            return Err(self.error_at(
+                &T0201,
+                "a mesh without a role",
+                "a logical program has no mesh",
+                span,
+            ));
         }
         if p.streams.is_empty() {
             p.streams.push("compute".to_string());
         }
-        self.body(&mut p);
+        self.parse_body(&mut p);
         Ok(p)
     }
 
-    /// The text up to `)`: a role's name carries coordinates, `stage0@tp1`.
-    fn role(&mut self) -> Parsed<String> {
+    /// Parses a role name up to `)`. The name may contain coordinates, as in `stage0@tp1`.
+    fn parse_role(&mut self) -> ParseResult<String> {
         let mut role = String::new();
-        while !self.eat(')') {
+        while !self.eat_punct(')') {
             match self.peek() {
-                Some(Tok::Word(w)) if role.is_empty() => role.push_str(w),
-                Some(Tok::At(n)) => role.extend(["@", n.as_str()]),
-                _ => return self.expected("a role such as `stage0` or `stage0@tp1`"),
+                Some(TokenKind::Word(w)) if role.is_empty() => role.push_str(w),
+                Some(TokenKind::Symbol(n)) => role.extend(["@", n.as_str()]),
+                _ => return self.expected_error("a role such as `stage0` or `stage0@tp1`"),
             }
-            self.at += 1;
+            self.position += 1;
         }
         Ok(role)
     }
 
-    fn mesh(&mut self) -> Parsed<Mesh> {
-        let start = self.span();
-        let axes = self.list(')', |s| {
-            let axis = s.word("a mesh axis")?;
-            s.need('=')?;
-            Ok(format!("{axis}={}", s.natural("the size of the axis")?))
+    fn parse_mesh(&mut self) -> ParseResult<Mesh> {
+        let start = self.next_span();
+        let axes = self.parse_list(')', |s| {
+            let axis = s.expect_word("a mesh axis")?;
+            s.expect_punct('=')?;
+            Ok(format!("{axis}={}", s.expect_natural("the size of the axis")?))
         })?;
         axes.join(",")
             .parse::<Mesh>()
-            .map_err(|d| Box::new(d.at_span(self.file, "this mesh", self.since(start))))
+            .map_err(|d| Box::new(d.with_span_label(self.file, "this mesh", self.span_since(start))))
     }
 
-    fn body(&mut self, p: &mut Program) {
-        let mut names = Names::new();
+    fn parse_body(&mut self, p: &mut Program) {
+        let mut names = NameTable::new();
         self.definitions.clear();
         loop {
-            if self.found.len() >= DIAGNOSTICS_MAX {
-                self.at = self.tokens.len();
+            if self.diagnostics.len() >= MAX_DIAGNOSTICS {
+                self.position = self.tokens.len();
                 return;
             }
-            if self.eat('}') {
+            if self.eat_punct('}') {
                 return;
             }
-            if self.peek().is_none_or(|t| *t == Tok::Word("program".into())) {
-                let d = self.expected::<()>("`}` at the end of the program");
-                self.found.extend(d.err().map(|d| *d));
+            if self.peek().is_none_or(|t| *t == TokenKind::Word("program".into())) {
+                let d = self.expected_error::<()>("`}` at the end of the program");
+                self.diagnostics.extend(d.err().map(|d| *d));
                 return;
             }
-            let begin = self.at;
-            if let Err(d) = self.statement(p, &mut names) {
-                self.found.push(*d);
-                // Names defined here are known, so that their uses are not reported as well.
-                let taken = self.at.max(begin + 1);
-                self.at = begin;
-                while let (Some(Tok::Value(n)), true) = (self.peek(), self.begins_statement()) {
-                    names.entry(n.clone()).or_insert((None, self.span()));
-                    self.at += if self.peek_at(1) == Some(&Tok::Punct(',')) { 2 } else { 1 };
+            let begin = self.position;
+            if let Err(d) = self.parse_statement(p, &mut names) {
+                self.diagnostics.push(*d);
+                // Mark the values defined here as known, so that their uses are not reported as
+                // well.
+                let taken = self.position.max(begin + 1);
+                self.position = begin;
+                while let (Some(TokenKind::Value(n)), true) = (self.peek(), self.begins_statement()) {
+                    names.entry(n.clone()).or_insert((None, self.next_span()));
+                    self.position += if self.peek_at(1) == Some(&TokenKind::Punct(',')) { 2 } else { 1 };
                 }
-                self.at = taken;
+                self.position = taken;
                 if !self.skip_branch(begin, &mut names) {
-                    self.recover(begin);
+                    self.skip_to_statement(begin);
                 }
             }
         }
     }
 
-    fn statement(&mut self, p: &mut Program, names: &mut Names) -> Parsed<()> {
+    fn parse_statement(&mut self, p: &mut Program, names: &mut NameTable) -> ParseResult<()> {
         if self.eat_word("buffer") {
-            return self.buffer(p);
+            return self.parse_buffer(p);
         }
-        let w = self.op(p)?;
+        let w = self.parse_op(p)?;
         let written: Vec<Type> = w.types.iter().map(|(t, _)| t.clone()).collect();
         let results = w.results.clone();
-        match self.resolve(p, names, w) {
+        match self.resolve_op(p, names, w) {
             Ok(Some(types)) => {
                 for (name, ty) in results.into_iter().zip(types) {
-                    define(p, names, name, Some(ty));
+                    define_value(p, names, name, Some(ty));
                 }
             }
-            // A refused op: later ops are checked against what was written, if anything was.
+            // A rejected op: later ops are checked against its written types, if there are any.
             refused => {
-                self.found.extend(refused.err().map(|d| *d));
+                self.diagnostics.extend(refused.err().map(|d| *d));
                 let mut written = written.into_iter();
                 for name in results {
                     let ty = written.next().filter(|t| check_type(p, t).is_ok());
-                    define(p, names, name, ty);
+                    define_value(p, names, name, ty);
                 }
             }
         }
         Ok(())
     }
 
-    fn buffer(&mut self, p: &mut Program) -> Parsed<()> {
-        let start = self.span();
-        let name = self.at_name("the buffer's name (`@name`)")?;
-        let named = self.since(start);
-        self.need(':')?;
-        let start = self.span();
-        let ty = self.ty(&p.mesh)?;
+    fn parse_buffer(&mut self, p: &mut Program) -> ParseResult<()> {
+        let start = self.next_span();
+        let name = self.expect_at_name("the buffer's name (`@name`)")?;
+        let named = self.span_since(start);
+        self.expect_punct(':')?;
+        let start = self.next_span();
+        let ty = self.parse_type(&p.mesh)?;
         if p.buffers.iter().any(|b| b.name == name) {
-            return Err(self.error(&T0204, format!("buffer @{name} is declared twice"), "again here", named));
+            return Err(self.error_at(
+                &T0204,
+                format!("buffer @{name} is declared twice"),
+                "again here",
+                named,
+            ));
         }
         if ty.is_token() {
-            return Err(self.error(
+            return Err(self.error_at(
                 &T0203,
-                format!("a buffer of {}", ty.dtype),
-                "holds no data",
-                self.since(start),
+                format!("a buffer cannot have the type {}", ty.dtype),
+                "a token holds no data",
+                self.span_since(start),
             ));
         }
         let refused = if let Err(e) = check_type(p, &ty) {
-            Err(self.error(e.code, e.message, "this type", self.since(start)))
-        } else if let Some((axis, r)) = ty.layout.partial() {
-            let m = format!("a buffer that is partial({}) over {axis}", r.name());
-            Err(self.error(&T0211, m, "reduce before writing", self.since(start)))
+            Err(self.error_at(e.code, e.message, "this type", self.span_since(start)))
+        } else if let Some((axis, r)) = ty.layout.partial_axis() {
+            let m = format!("a buffer cannot be partial, but is partial({}) over {axis}", r.name());
+            Err(self.error_at(&T0211, m, "reduce the value before writing it", self.span_since(start)))
         } else {
             Ok(())
         };
-        // Known even if it is refused, so that its uses are not reported as well.
+        // Declared even if it is rejected, so that its uses are not reported as well.
         p.buffers.push(Buffer { name, ty });
         refused
     }
 
-    fn op(&mut self, p: &Program) -> Parsed<Written> {
-        let start = self.span();
+    fn parse_op(&mut self, p: &Program) -> ParseResult<ParsedOp> {
+        let start = self.next_span();
         let mut results = Vec::new();
-        if matches!(self.peek(), Some(Tok::Value(_))) {
+        if matches!(self.peek(), Some(TokenKind::Value(_))) {
             loop {
-                results.push(self.value_name()?);
-                if !self.eat(',') {
+                results.push(self.expect_value()?);
+                if !self.eat_punct(',') {
                     break;
                 }
             }
-            self.need('=')?;
+            self.expect_punct('=')?;
         }
-        let op_start = self.span();
-        let spelled = self.word("an op")?;
-        let (opcode, issue) = self.opcode(&spelled, op_start, p.dialect)?;
-        let mut w = Written {
+        let op_start = self.next_span();
+        let spelled = self.expect_word("an op")?;
+        let (opcode, issue) = self.parse_opcode(&spelled, op_start, p.dialect)?;
+        let mut w = ParsedOp {
             results,
             opcode,
             issue,
-            op_span: self.since(op_start),
+            op_span: self.span_since(op_start),
             name: None,
             buffer: None,
             operands: Vec::new(),
@@ -538,108 +559,111 @@ impl Parser<'_> {
             after: Vec::new(),
             span: start,
         };
-        self.operands(&mut w)?;
-        if self.eat('{') {
-            let attrs = self.list('}', Self::attr)?;
+        self.parse_operands(&mut w)?;
+        if self.eat_punct('{') {
+            let attrs = self.parse_list('}', Self::parse_attr)?;
             for (name, value, span) in attrs {
                 if w.attrs.insert(name.clone(), value).is_some() {
-                    return Err(self.error(
+                    return Err(self.error_at(
                         &T0203,
-                        format!("constant `{name}` is given twice"),
+                        format!("attribute `{name}` appears twice"),
                         "again here",
                         span,
                     ));
                 }
             }
         }
-        if self.eat(':') {
+        if self.eat_punct(':') {
             loop {
-                let start = self.span();
-                let ty = self.ty(&p.mesh)?;
-                w.types.push((ty, self.since(start)));
-                if !self.eat(',') {
+                let start = self.next_span();
+                let ty = self.parse_type(&p.mesh)?;
+                w.types.push((ty, self.span_since(start)));
+                if !self.eat_punct(',') {
                     break;
                 }
             }
         }
-        let start_stream = self.span();
-        if let Some(Tok::At(_)) = self.peek() {
-            w.stream = Some((self.at_name("a stream")?, start_stream));
+        let start_stream = self.next_span();
+        if let Some(TokenKind::Symbol(_)) = self.peek() {
+            w.stream = Some((self.expect_at_name("a stream")?, start_stream));
         }
         if self.eat_word("after") {
-            self.need('(')?;
-            w.after = self.list(')', Self::value_name)?;
+            self.expect_punct('(')?;
+            w.after = self.parse_list(')', Self::expect_value)?;
         }
-        w.span = self.since(start);
-        let word_on_a_new_line =
-            self.tokens.get(self.at).is_some_and(|t| t.first && matches!(t.tok, Tok::Word(_)));
+        w.span = self.span_since(start);
+        let word_on_a_new_line = self
+            .tokens
+            .get(self.position)
+            .is_some_and(|t| t.starts_line && matches!(t.kind, TokenKind::Word(_)));
         if !self.begins_statement() && !word_on_a_new_line {
-            return self.expected("the next op or `}`");
+            return self.expected_error("the next op or `}`");
         }
         Ok(w)
     }
 
-    fn operands(&mut self, w: &mut Written) -> Parsed<()> {
+    fn parse_operands(&mut self, w: &mut ParsedOp) -> ParseResult<()> {
         let takes_buffer = w.opcode.takes_buffer();
         let mut more = match self.peek() {
-            Some(Tok::Str(_)) => true,
-            Some(Tok::At(_)) => takes_buffer,
-            Some(Tok::Value(_)) => !self.begins_statement(),
-            Some(Tok::Word(_)) => self.peek_at(1) == Some(&Tok::Punct('=')),
+            Some(TokenKind::Str(_)) => true,
+            Some(TokenKind::Symbol(_)) => takes_buffer,
+            Some(TokenKind::Value(_)) => !self.begins_statement(),
+            Some(TokenKind::Word(_)) => self.peek_at(1) == Some(&TokenKind::Punct('=')),
             _ => false,
         };
         while more {
-            let start = self.span();
-            let twice =
-                |p: &Self, what: &str| Err(p.error(&T0203, format!("two {what}s"), "the second one", start));
+            let start = self.next_span();
+            let twice = |p: &Self, what: &str| {
+                Err(p.error_at(&T0203, format!("two {what}s"), "the second one", start))
+            };
             match self.peek().cloned() {
-                Some(Tok::Str(s)) => {
-                    self.at += 1;
+                Some(TokenKind::Str(s)) => {
+                    self.position += 1;
                     if w.name.replace((s, start)).is_some() {
                         return twice(self, "name");
                     }
                 }
-                Some(Tok::At(b)) if takes_buffer => {
-                    self.at += 1;
+                Some(TokenKind::Symbol(b)) if takes_buffer => {
+                    self.position += 1;
                     if w.buffer.replace((b, start)).is_some() {
                         return twice(self, "buffer");
                     }
                 }
-                Some(Tok::Value(_)) => w.operands.push(self.value_name()?),
-                Some(Tok::Word(key)) => {
-                    self.at += 1;
-                    self.need('=')?;
-                    let (value, span) = self.value_name()?;
+                Some(TokenKind::Value(_)) => w.operands.push(self.expect_value()?),
+                Some(TokenKind::Word(key)) => {
+                    self.position += 1;
+                    self.expect_punct('=')?;
+                    let (value, span) = self.expect_value()?;
                     w.keyed.push((key, value, span));
                 }
-                _ => return self.expected("an operand"),
+                _ => return self.expected_error("an operand"),
             }
-            if w.operands.len() + w.keyed.len() > LIST_MAX {
-                return self.expected(&format!("at most {LIST_MAX} operands"));
+            if w.operands.len() + w.keyed.len() > MAX_LIST_ITEMS {
+                return self.expected_error(&format!("at most {MAX_LIST_ITEMS} operands"));
             }
-            more = self.eat(',');
+            more = self.eat_punct(',');
         }
         Ok(())
     }
 
-    fn opcode(&mut self, spelled: &str, start: Span, dialect: Dialect) -> Parsed<(Opcode, bool)> {
+    fn parse_opcode(&mut self, spelled: &str, start: Span, dialect: Dialect) -> ParseResult<(Opcode, bool)> {
         let known: Vec<(String, Opcode)> =
-            TABLE.iter().map(|r| (spelling(r.opcode, dialect), r.opcode)).collect();
+            OP_TABLE.iter().map(|r| (qualified_name(r.opcode, dialect), r.opcode)).collect();
         if spelled == "ttile.collective.issue" {
-            let name = self.word("the collective to issue")?;
-            let collectives = TABLE.iter().filter(|r| r.kind == Kind::Collective);
+            let name = self.expect_word("the collective to issue")?;
+            let collectives = OP_TABLE.iter().filter(|r| r.kind == OpKind::Collective);
             return match collectives.clone().find(|r| r.name == name) {
                 Some(r) if dialect == Dialect::Role => Ok((r.opcode, true)),
-                Some(_) => Err(self.foreign(spelled, start)),
+                Some(_) => Err(self.collective_in_logical_error(spelled, start)),
                 None => {
-                    let mut d = self.error(
+                    let mut d = self.error_at(
                         &T0202,
                         format!("unknown collective `{name}`"),
                         "this one",
-                        self.since(start),
+                        self.span_since(start),
                     );
-                    if let Some(n) = nearest(&name, collectives.map(|r| r.name)) {
-                        *d = d.hint(format!("did you mean `{n}`?"));
+                    if let Some(n) = closest_name(&name, collectives.map(|r| r.name)) {
+                        *d = d.with_hint(format!("did you mean `{n}`?"));
                     }
                     Err(d)
                 }
@@ -648,12 +672,12 @@ impl Parser<'_> {
         match known.iter().find(|(s, _)| s == spelled) {
             Some((_, op)) if dialect == Dialect::Logical && spelled.starts_with("ttile.") => {
                 let _ = op;
-                Err(self.foreign(spelled, start))
+                Err(self.collective_in_logical_error(spelled, start))
             }
             Some((_, op)) => Ok((*op, false)),
             None => {
-                let mut d = self.error(&T0202, format!("unknown op `{spelled}`"), "this one", start);
-                // The same op with the right prefix is nearer than any other.
+                let mut d = self.error_at(&T0202, format!("unknown op `{spelled}`"), "this one", start);
+                // Prefer the same op with the correct prefix over any other suggestion.
                 let bare = spelled
                     .rsplit_once("collective.")
                     .or(spelled.split_once('.'))
@@ -661,60 +685,61 @@ impl Parser<'_> {
                 let same = known.iter().find(|(_, op)| op.name() == bare || op.name() == spelled);
                 let near = same
                     .map(|(s, _)| s.as_str())
-                    .or_else(|| nearest(spelled, known.iter().map(|(s, _)| s.as_str())));
+                    .or_else(|| closest_name(spelled, known.iter().map(|(s, _)| s.as_str())));
                 if branch::is_branch(spelled) {
-                    *d = d.hint(branch::NO_BRANCHES);
+                    *d = d.with_hint(branch::NO_BRANCHES);
                 } else if let Some(n) = near {
-                    *d = d.hint(format!("did you mean `{n}`?"));
+                    *d = d.with_hint(format!("did you mean `{n}`?"));
                 }
                 Err(d)
             }
         }
     }
 
-    fn foreign(&self, spelled: &str, span: Span) -> Box<Diagnostic> {
-        let mut d = self.error(&T0202, format!("`{spelled}` in a logical program"), "a collective", span);
-        *d = d.hint("give the program a role(…) and a mesh(…): a logical program has no ranks");
+    fn collective_in_logical_error(&self, spelled: &str, span: Span) -> Box<Diagnostic> {
+        let mut d =
+            self.error_at(&T0202, format!("`{spelled}` in a logical program"), "this is a collective", span);
+        *d = d.with_hint("add role(…) and mesh(…) to the program header: a logical program has no ranks");
         d
     }
 
-    fn attr(&mut self) -> Parsed<(String, Attr, Span)> {
-        let start = self.span();
-        let name = self.word("the name of a constant")?;
-        self.need('=')?;
+    fn parse_attr(&mut self) -> ParseResult<(String, Attr, Span)> {
+        let start = self.next_span();
+        let name = self.expect_word("an attribute name")?;
+        self.expect_punct('=')?;
         let value = match self.peek() {
-            Some(Tok::Int(i)) => Attr::Int(*i),
-            Some(Tok::Float(x)) => Attr::Float(*x),
-            Some(Tok::Str(s)) => Attr::Str(s.clone()),
-            Some(Tok::Word(w)) if w == "true" => Attr::Bool(true),
-            Some(Tok::Word(w)) if w == "false" => Attr::Bool(false),
-            Some(Tok::Punct('[')) => {
-                self.at += 1;
-                let ints = self.list(']', |s| match s.peek() {
-                    Some(Tok::Int(i)) => {
+            Some(TokenKind::Int(i)) => Attr::Int(*i),
+            Some(TokenKind::Float(x)) => Attr::Float(*x),
+            Some(TokenKind::Str(s)) => Attr::Str(s.clone()),
+            Some(TokenKind::Word(w)) if w == "true" => Attr::Bool(true),
+            Some(TokenKind::Word(w)) if w == "false" => Attr::Bool(false),
+            Some(TokenKind::Punct('[')) => {
+                self.position += 1;
+                let ints = self.parse_list(']', |s| match s.peek() {
+                    Some(TokenKind::Int(i)) => {
                         let i = *i;
-                        s.at += 1;
+                        s.position += 1;
                         Ok(i)
                     }
-                    _ => s.expected("a whole number"),
+                    _ => s.expected_error("an integer"),
                 })?;
-                return Ok((name, Attr::Ints(ints), self.since(start)));
+                return Ok((name, Attr::Ints(ints), self.span_since(start)));
             }
-            _ => return self.expected("a number, a string, true, false or a list of whole numbers"),
+            _ => return self.expected_error("a number, a string, true, false or a list of integers"),
         };
-        self.at += 1;
-        Ok((name, value, self.since(start)))
+        self.position += 1;
+        Ok((name, value, self.span_since(start)))
     }
 }
 
-/// How an op is written in a dialect.
-pub(crate) fn spelling(op: Opcode, dialect: Dialect) -> String {
-    let row = op.row();
+/// Returns the spelling of an op in a dialect, with its prefix.
+pub(crate) fn qualified_name(op: Opcode, dialect: Dialect) -> String {
+    let row = op.table_row();
     match row.kind {
-        Kind::Collective => format!("ttile.collective.{}", row.name),
-        Kind::Order if op == Opcode::Wait => "ttile.collective.wait".to_string(),
-        Kind::Compute if dialect == Dialect::Logical => format!("toperator.{}", row.name),
-        Kind::Compute => format!("ttile.{}", row.name),
+        OpKind::Collective => format!("ttile.collective.{}", row.name),
+        OpKind::Order if op == Opcode::Wait => "ttile.collective.wait".to_string(),
+        OpKind::Compute if dialect == Dialect::Logical => format!("toperator.{}", row.name),
+        OpKind::Compute => format!("ttile.{}", row.name),
         _ => row.name.to_string(),
     }
 }

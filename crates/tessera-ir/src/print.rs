@@ -1,27 +1,29 @@
 //! The canonical text of a program, and its digest.
 //!
-//! `print` keeps the names a person gave. `canonical` renumbers values in order of definition, so that two
-//! programs that differ in names alone have one digest. Source positions appear in neither.
+//! `print` keeps the value names of the source. `canonical_text` renumbers values in order of
+//! definition, so that programs that differ only in value names have the same digest. Neither
+//! contains source positions.
 
-use crate::parse::spelling;
+use crate::parse::qualified_name;
 use crate::{Attr, Dialect, Op, Opcode, Program, ValueId};
 
-/// The text of a program; [`crate::parse`] reads it back to an equal program.
+/// Returns the text of a program. [`crate::parse`] restores an equal program from it.
 #[must_use]
 pub fn print(p: &Program) -> String {
-    Printer { p, name: &|v| p.value(v).name.clone() }.program()
+    Printer { p, name: &|v| p.value(v).name.clone() }.format_program()
 }
 
-/// The text with values renumbered: equal for programs that differ in value names alone.
+/// Returns the text with renumbered values, which is equal for programs that differ only in value
+/// names.
 #[must_use]
-pub fn canonical(p: &Program) -> String {
-    Printer { p, name: &|v| v.0.to_string() }.program()
+pub fn canonical_text(p: &Program) -> String {
+    Printer { p, name: &|v| v.0.to_string() }.format_program()
 }
 
-/// BLAKE3 of the canonical text.
+/// Returns the BLAKE3 digest of the canonical text.
 #[must_use]
-pub fn digest(p: &Program) -> [u8; 32] {
-    *blake3::hash(canonical(p).as_bytes()).as_bytes()
+pub fn program_digest(p: &Program) -> [u8; 32] {
+    *blake3::hash(canonical_text(p).as_bytes()).as_bytes()
 }
 
 struct Printer<'a> {
@@ -30,7 +32,7 @@ struct Printer<'a> {
 }
 
 impl Printer<'_> {
-    fn program(&self) -> String {
+    fn format_program(&self) -> String {
         let p = self.p;
         let mut out = format!("program @{}", p.name);
         if p.dialect == Dialect::Role {
@@ -38,16 +40,16 @@ impl Printer<'_> {
         }
         out += &format!(" streams({}) {{\n", p.streams.join(", "));
         for b in &p.buffers {
-            out += &format!("  buffer @{} : {}\n", b.name, b.ty.display(&p.mesh));
+            out += &format!("  buffer @{} : {}\n", b.name, b.ty.display_on(&p.mesh));
         }
         for op in &p.ops {
-            out += &format!("  {}\n", self.op(op));
+            out += &format!("  {}\n", self.format_op(op));
         }
         out + "}\n"
     }
 
-    fn op(&self, op: &Op) -> String {
-        let row = op.opcode.row();
+    fn format_op(&self, op: &Op) -> String {
+        let row = op.opcode.table_row();
         let mut out = String::new();
         if !op.results.is_empty() {
             let names: Vec<String> = op.results.iter().map(|r| format!("%{}", (self.name)(*r))).collect();
@@ -55,29 +57,30 @@ impl Printer<'_> {
         }
         out += &match op.issue {
             true => format!("ttile.collective.issue {}", row.name),
-            false => spelling(op.opcode, self.p.dialect),
+            false => qualified_name(op.opcode, self.p.dialect),
         };
         let mut operands = Vec::new();
         if let Some(n) = &op.name {
-            operands.push(quoted(n));
+            operands.push(quote_string(n));
         }
         let values = op.operands.iter().map(|v| format!("%{}", (self.name)(*v)));
         let buffer = op.buffer.map(|b| format!("@{}", self.p.buffer(b).name));
-        operands.extend(with_buffer(op.opcode, buffer, values));
+        operands.extend(insert_buffer_operand(op.opcode, buffer, values));
         operands.extend(op.keyed.iter().map(|(k, v)| format!("{k}=%{}", (self.name)(*v))));
         if !operands.is_empty() {
             out += &format!(" {}", operands.join(", "));
         }
         if !op.attrs.is_empty() {
-            let attrs: Vec<String> = op.attrs.iter().map(|(k, v)| format!("{k} = {}", attr(v))).collect();
+            let attrs: Vec<String> =
+                op.attrs.iter().map(|(k, v)| format!("{k} = {}", format_attr(v))).collect();
             out += &format!(" {{{}}}", attrs.join(", "));
         }
         let types: Vec<String> = op
             .results
             .iter()
-            .map(|r| self.p.ty(*r))
+            .map(|r| self.p.type_of(*r))
             .filter(|t| !t.is_token())
-            .map(|t| t.display(&self.p.mesh))
+            .map(|t| t.display_on(&self.p.mesh))
             .collect();
         if !types.is_empty() {
             out += &format!(" : {}", types.join(", "));
@@ -93,8 +96,9 @@ impl Printer<'_> {
     }
 }
 
-/// Operands by position: a cache stands before what is written to it, experts after what is routed to them.
-pub(crate) fn with_buffer(
+/// Inserts the buffer into the positional operands: after the values for `moe_route`, in front of
+/// them for the cache ops.
+pub(crate) fn insert_buffer_operand(
     opcode: Opcode,
     buffer: Option<String>,
     values: impl Iterator<Item = String>,
@@ -103,17 +107,17 @@ pub(crate) fn with_buffer(
     before.into_iter().chain(values).chain(after).collect()
 }
 
-pub(crate) fn attr(a: &Attr) -> String {
+pub(crate) fn format_attr(a: &Attr) -> String {
     match a {
         Attr::Int(i) => i.to_string(),
-        Attr::Float(x) => float(*x),
-        Attr::Str(s) => quoted(s),
+        Attr::Float(x) => format_float(*x),
+        Attr::Str(s) => quote_string(s),
         Attr::Ints(v) => format!("[{}]", v.iter().map(i64::to_string).collect::<Vec<_>>().join(", ")),
         Attr::Bool(b) => b.to_string(),
     }
 }
 
-pub(crate) fn quoted(s: &str) -> String {
+pub(crate) fn quote_string(s: &str) -> String {
     let mut out = String::from("\"");
     for c in s.chars() {
         match c {
@@ -126,8 +130,8 @@ pub(crate) fn quoted(s: &str) -> String {
     out + "\""
 }
 
-/// The shortest decimal that reads back to the same bits, always with a point or an exponent; what has no
-/// decimal is written by its bits.
-fn float(x: f64) -> String {
+/// Formats a float as the shortest decimal that parses to the same bits, always with a point or an
+/// exponent. Values without a decimal form are written as their bits.
+fn format_float(x: f64) -> String {
     if x.is_finite() { format!("{x:?}") } else { format!("f64:{:#018x}", x.to_bits()) }
 }

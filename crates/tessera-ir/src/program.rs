@@ -1,4 +1,4 @@
-//! A program: buffers, values and ops in order, each op on a named stream.
+//! Programs: buffers, values and an ordered list of ops, each on a named stream.
 
 use std::collections::BTreeMap;
 
@@ -19,18 +19,18 @@ pub struct BufferId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamId(pub u32);
 
-/// A constant of an op.
+/// Value of an op's attribute.
 #[derive(Debug, Clone)]
 pub enum Attr {
-    /// A whole number.
+    /// An integer.
     Int(i64),
-    /// A number, compared by its bits.
+    /// A floating-point number, compared by its bits.
     Float(f64),
-    /// A word.
+    /// A string.
     Str(String),
-    /// A list of whole numbers.
+    /// A list of integers.
     Ints(Vec<i64>),
-    /// A flag.
+    /// A boolean.
     Bool(bool),
 }
 
@@ -48,22 +48,23 @@ impl PartialEq for Attr {
 }
 impl Eq for Attr {}
 
-/// Constants by name, in order of name.
+/// Attributes of an op, sorted by name.
 pub type Attrs = BTreeMap<String, Attr>;
 
 /// A value: its name in the text and its type on this role.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Value {
-    /// Without the `%`.
+    /// Name without the `%`.
     pub name: String,
     /// Dtype, local shape and layout.
     pub ty: Type,
 }
 
-/// Memory that outlives a program: caches and the latent. The plan owns it; programs of one role agree on it.
+/// Memory that outlives a program: KV caches and the latent. The plan owns it, and all programs of
+/// a role declare it identically.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Buffer {
-    /// Without the `@`.
+    /// Name without the `@`.
     pub name: String,
     /// Dtype, local shape and layout.
     pub ty: Type,
@@ -72,43 +73,43 @@ pub struct Buffer {
 /// One op.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Op {
-    /// Which row of the op table.
+    /// Opcode.
     pub opcode: Opcode,
-    /// For a collective: `true` when it only issues and a later `wait` takes the result.
+    /// For a collective: `true` if the op only issues it and a later `wait` returns the result.
     pub issue: bool,
     /// Name of the input, call scalar, weight or output.
     pub name: Option<String>,
-    /// Buffer read or written.
+    /// Buffer that the op accesses.
     pub buffer: Option<BufferId>,
-    /// Operands by position.
+    /// Positional operands.
     pub operands: Vec<ValueId>,
-    /// Operands by key, in the order of the op table.
+    /// Keyed operands, in the order of the op table.
     pub keyed: Vec<(&'static str, ValueId)>,
-    /// Constants.
+    /// Attributes.
     pub attrs: Attrs,
-    /// Results.
+    /// Values that the op defines.
     pub results: Vec<ValueId>,
-    /// Stream the op runs on.
+    /// Stream that the op runs on.
     pub stream: StreamId,
-    /// Events that must have passed before it starts.
+    /// Events that the op waits for before it starts.
     pub after: Vec<ValueId>,
-    /// Where the op stands in the text it was parsed from. Not part of the program's identity.
+    /// Position in the text that the op was parsed from. Not part of the program's identity.
     pub span: Option<Span>,
 }
 
 impl Op {
-    /// An integer constant.
+    /// Returns an integer attribute.
     #[must_use]
-    pub fn int(&self, name: &str) -> Option<i64> {
+    pub fn int_attr(&self, name: &str) -> Option<i64> {
         match self.attrs.get(name) {
             Some(Attr::Int(i)) => Some(*i),
             _ => None,
         }
     }
 
-    /// A float constant; an integer counts.
+    /// Returns a float attribute; an integer is converted.
     #[must_use]
-    pub fn float(&self, name: &str) -> Option<f64> {
+    pub fn float_attr(&self, name: &str) -> Option<f64> {
         match self.attrs.get(name) {
             Some(Attr::Float(x)) => Some(*x),
             Some(Attr::Int(i)) => Some(*i as f64),
@@ -116,59 +117,63 @@ impl Op {
         }
     }
 
-    /// A word.
+    /// Returns a string attribute.
     #[must_use]
-    pub fn str(&self, name: &str) -> Option<&str> {
+    pub fn str_attr(&self, name: &str) -> Option<&str> {
         match self.attrs.get(name) {
             Some(Attr::Str(s)) => Some(s),
             _ => None,
         }
     }
 
-    /// A list of integers.
+    /// Returns an integer list attribute.
     #[must_use]
-    pub fn ints(&self, name: &str) -> Option<&[i64]> {
+    pub fn ints_attr(&self, name: &str) -> Option<&[i64]> {
         match self.attrs.get(name) {
             Some(Attr::Ints(v)) => Some(v),
             _ => None,
         }
     }
 
-    /// The keyed operand of a name.
+    /// Returns the keyed operand with this name.
     #[must_use]
-    pub fn key(&self, name: &str) -> Option<ValueId> {
+    pub fn keyed_operand(&self, name: &str) -> Option<ValueId> {
         self.keyed.iter().find(|(k, _)| *k == name).map(|(_, v)| *v)
     }
 
-    /// Mesh axis of a collective; none for one over the world. With `ways` the group is not the whole axis:
-    /// [`Op::group`] says what it is.
+    /// Returns the mesh axis of a collective; `None` for a collective over the world. The group may
+    /// be a subgroup of the axis: see [`Op::comm_group`].
     #[must_use]
-    pub fn axis(&self) -> Option<Axis> {
-        self.str("axis")?.parse().ok()
+    pub fn mesh_axis(&self) -> Option<Axis> {
+        self.str_attr("axis")?.parse().ok()
     }
 
-    /// The group that a collective is over, or whose positions an op goes by. None where the constants name none.
+    /// Returns the group of a collective, or the group whose positions determine the shards of an
+    /// op. `None` if the attributes name no group.
     #[must_use]
-    pub fn group(&self) -> Option<Group> {
-        let (axis, ways) = (self.str("axis")?, self.attrs.get("ways"));
+    pub fn comm_group(&self) -> Option<Group> {
+        let (axis, subgroup_size) = (self.str_attr("axis")?, self.attrs.get("group_size"));
         if axis == "world" {
-            return ways.is_none().then_some(Group::World);
+            return subgroup_size.is_none().then_some(Group::World);
         }
         let axis = axis.parse().ok()?;
-        match ways {
-            None => Some(Group::of(axis)),
-            Some(_) => Some(Group::Axis { axis, ways: Some(u32::try_from(self.int("ways")?).ok()?) }),
+        match subgroup_size {
+            None => Some(Group::whole_axis(axis)),
+            Some(_) => Some(Group::Axis {
+                axis,
+                subgroup_size: Some(u32::try_from(self.int_attr("group_size")?).ok()?),
+            }),
         }
     }
 
-    /// Reduction of a collective.
+    /// Returns the reduction of a collective.
     #[must_use]
     pub fn reduction(&self) -> Option<Reduction> {
-        Reduction::parse(self.str("reduction")?)
+        Reduction::parse(self.str_attr("reduction")?)
     }
 
-    /// Everything the op reads, tokens included, in text order.
-    pub fn uses(&self) -> impl Iterator<Item = ValueId> + '_ {
+    /// Iterates over all values that the op reads, including tokens, in text order.
+    pub fn used_values(&self) -> impl Iterator<Item = ValueId> + '_ {
         self.operands
             .iter()
             .copied()
@@ -177,7 +182,7 @@ impl Op {
     }
 }
 
-/// Which of the two dialects a program is written in.
+/// Dialect of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Dialect {
     /// `toperator`: logical, global shapes, no collectives.
@@ -186,56 +191,56 @@ pub enum Dialect {
     Role,
 }
 
-/// The program of one phase: for one role, or logical.
+/// The program of one phase: either logical or for one role.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Program {
-    /// Phase and variant, such as `denoise.fill3`, without the `@`.
+    /// Phase with variant, such as `denoise.fill3`, without the `@`.
     pub name: String,
-    /// Logical, or of one role.
+    /// Dialect of the program.
     pub dialect: Dialect,
-    /// Role, such as `stage0`; empty for a logical program.
+    /// Name of the role, such as `stage0`; empty for a logical program.
     pub role: String,
-    /// Mesh; one rank for a logical program.
+    /// Device mesh; a single rank for a logical program.
     pub mesh: Mesh,
-    /// Names of streams.
+    /// Names of the streams.
     pub streams: Vec<String>,
-    /// Buffers, in order of declaration.
+    /// Buffers in order of declaration.
     pub buffers: Vec<Buffer>,
-    /// Values, in order of definition.
+    /// Values in order of definition.
     pub values: Vec<Value>,
     /// Ops in program order.
     pub ops: Vec<Op>,
 }
 
 impl Program {
-    /// A value.
+    /// Returns a value.
     #[must_use]
     pub fn value(&self, id: ValueId) -> &Value {
         &self.values[id.0 as usize]
     }
 
-    /// Type of a value.
+    /// Returns the type of a value.
     #[must_use]
-    pub fn ty(&self, id: ValueId) -> &Type {
+    pub fn type_of(&self, id: ValueId) -> &Type {
         &self.value(id).ty
     }
 
-    /// A buffer.
+    /// Returns a buffer.
     #[must_use]
     pub fn buffer(&self, id: BufferId) -> &Buffer {
         &self.buffers[id.0 as usize]
     }
 
-    /// The same program with no positions in a text.
+    /// Returns the same program with all source positions cleared.
     #[must_use]
     pub fn without_spans(mut self) -> Program {
         self.ops.iter_mut().for_each(|op| op.span = None);
         self
     }
 
-    /// The op that defines each value.
+    /// Returns the index of the op that defines each value.
     #[must_use]
-    pub fn definitions(&self) -> Vec<Option<usize>> {
+    pub fn defining_ops(&self) -> Vec<Option<usize>> {
         let mut defs = vec![None; self.values.len()];
         for (i, op) in self.ops.iter().enumerate() {
             for r in &op.results {
@@ -245,39 +250,40 @@ impl Program {
         defs
     }
 
-    /// The ops that read each value, in program order.
+    /// Returns the indices of the ops that read each value, in program order.
     #[must_use]
-    pub fn readers(&self) -> Vec<Vec<usize>> {
-        let mut of = vec![Vec::new(); self.values.len()];
+    pub fn value_readers(&self) -> Vec<Vec<usize>> {
+        let mut readers = vec![Vec::new(); self.values.len()];
         for (i, op) in self.ops.iter().enumerate() {
-            for v in op.uses() {
-                of[v.0 as usize].push(i);
+            for v in op.used_values() {
+                readers[v.0 as usize].push(i);
             }
         }
-        of
+        readers
     }
 
-    /// The op that waits for an issued collective.
+    /// Returns the index of the op that waits for an issued collective.
     #[must_use]
-    pub fn wait_of(&self, op: &Op) -> Option<usize> {
+    pub fn find_wait(&self, op: &Op) -> Option<usize> {
         let ticket = op.results.first().filter(|_| op.issue)?;
         self.ops.iter().position(|o| o.opcode == Opcode::Wait && o.operands.first() == Some(ticket))
     }
 
-    /// The value that a collective gives, at once or at its wait.
+    /// Returns the result of a collective, which an issued collective delivers at its wait.
     #[must_use]
-    pub fn given(&self, op: &Op) -> Option<ValueId> {
-        let last = if op.issue { &self.ops[self.wait_of(op)?] } else { op };
+    pub fn collective_result(&self, op: &Op) -> Option<ValueId> {
+        let last = if op.issue { &self.ops[self.find_wait(op)?] } else { op };
         last.results.first().copied()
     }
 
-    /// The last op that reads each value. A collective's operand is read until its wait.
+    /// Returns the last op that reads each value. The operand of a collective counts as read until
+    /// its wait.
     #[must_use]
     pub fn last_uses(&self) -> Vec<Option<usize>> {
         let mut last = vec![None; self.values.len()];
-        let defs = self.definitions();
+        let defs = self.defining_ops();
         for (i, op) in self.ops.iter().enumerate() {
-            for v in op.uses() {
+            for v in op.used_values() {
                 last[v.0 as usize] = Some(i);
             }
             if op.opcode == Opcode::Wait
@@ -291,8 +297,8 @@ impl Program {
         last
     }
 
-    /// Ops that start a collective, in program order.
-    pub fn collectives(&self) -> impl Iterator<Item = (usize, &Op)> {
+    /// Iterates over the ops that start a collective, in program order.
+    pub fn collective_ops(&self) -> impl Iterator<Item = (usize, &Op)> {
         self.ops.iter().enumerate().filter(|(_, op)| op.opcode.is_collective())
     }
 }

@@ -1,4 +1,4 @@
-//! What a value is: dtype, local shape, layout.
+//! The type of a value: dtype, local shape and layout.
 
 use std::fmt;
 
@@ -16,13 +16,13 @@ pub enum DType {
     Bf16,
     /// IEEE binary16.
     F16,
-    /// FP8 with 4 exponent bits.
+    /// FP8 with 4 exponent and 3 mantissa bits.
     E4m3,
-    /// Signed 64-bit integer: call scalars.
+    /// Signed 64-bit integer, used for call scalars.
     I64,
-    /// What an issued collective leaves until it is waited for.
+    /// Token that an issued collective returns for its wait.
     Ticket,
-    /// A point on a stream.
+    /// Token of a recorded point on a stream.
     Event,
 }
 
@@ -38,19 +38,19 @@ impl DType {
         (DType::Event, "event", 0),
     ];
 
-    /// Spelling in IR text.
+    /// Returns the name used in IR text.
     #[must_use]
     pub fn name(self) -> &'static str {
         DType::ALL[self as usize].1
     }
 
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     #[must_use]
-    pub fn bytes(self) -> u64 {
+    pub fn element_bytes(self) -> u64 {
         DType::ALL[self as usize].2
     }
 
-    /// The dtype of a name.
+    /// Parses the name used in IR text.
     #[must_use]
     pub fn parse(name: &str) -> Option<DType> {
         DType::ALL.iter().find(|d| d.1 == name).map(|d| d.0)
@@ -64,59 +64,60 @@ pub struct Type {
     pub dtype: DType,
     /// Local extents; empty for a scalar.
     pub shape: Vec<u64>,
-    /// How the global tensor lies over the mesh.
+    /// Layout of the global tensor over the mesh.
     pub layout: Layout,
 }
 
 impl Type {
-    /// A replicated tensor.
+    /// Creates the type of a replicated tensor.
     #[must_use]
     pub fn new(dtype: DType, shape: impl Into<Vec<u64>>) -> Type {
         Type { dtype, shape: shape.into(), layout: Layout::REPLICATED }
     }
 
-    /// A scalar.
+    /// Creates the type of a scalar.
     #[must_use]
     pub fn scalar(dtype: DType) -> Type {
         Type::new(dtype, [])
     }
 
-    /// The same type with another layout on one axis.
+    /// Returns the same type with another layout on one axis.
     #[must_use]
-    pub fn on(mut self, axis: Axis, layout: AxisLayout) -> Type {
-        self.layout = self.layout.with(axis, layout);
+    pub fn with_axis_layout(mut self, axis: Axis, layout: AxisLayout) -> Type {
+        self.layout = self.layout.with_axis(axis, layout);
         self
     }
 
-    /// Number of elements on this rank.
+    /// Returns the number of elements on this rank.
     #[must_use]
-    pub fn elements(&self) -> u64 {
+    pub fn element_count(&self) -> u64 {
         self.shape.iter().product()
     }
 
-    /// Bytes on this rank.
+    /// Returns the bytes on this rank.
     #[must_use]
-    pub fn bytes(&self) -> Bytes {
-        Bytes(self.elements() * self.dtype.bytes())
+    pub fn byte_size(&self) -> Bytes {
+        Bytes(self.element_count() * self.dtype.element_bytes())
     }
 
-    /// Whether this is a token of order rather than data.
+    /// Returns whether this is an ordering token without data.
     #[must_use]
     pub fn is_token(&self) -> bool {
         matches!(self.dtype, DType::Ticket | DType::Event)
     }
 
-    /// The text of the type; the layout names every axis of the mesh with more than one rank.
+    /// Formats the type as IR text; the layout lists every mesh axis with more than one rank.
     #[must_use]
-    pub fn display(&self, mesh: &Mesh) -> String {
+    pub fn display_on(&self, mesh: &Mesh) -> String {
         let mut out = self.dtype.name().to_string();
         if !self.shape.is_empty() {
             let dims: Vec<String> = self.shape.iter().map(u64::to_string).collect();
             out += &format!("[{}]", dims.join(", "));
         }
-        let axes: Vec<String> = mesh.axes().map(|a| format!("{a}: {}", self.layout.on(a))).collect();
-        let scalar =
-            self.shape.is_empty() && mesh.axes().all(|a| self.layout.on(a) == AxisLayout::Replicated);
+        let axes: Vec<String> =
+            mesh.active_axes().map(|a| format!("{a}: {}", self.layout.on_axis(a))).collect();
+        let scalar = self.shape.is_empty()
+            && mesh.active_axes().all(|a| self.layout.on_axis(a) == AxisLayout::Replicated);
         if !axes.is_empty() && !scalar {
             out += &format!(" {{{}}}", axes.join(", "));
         }
@@ -135,12 +136,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_axis_of_one_rank_says_nothing() {
+    fn an_axis_of_size_one_is_omitted() {
         let mesh: Mesh = "pp=2".parse().unwrap();
-        let term = AxisLayout::partial(tessera_mesh::Reduction::Sum);
-        let shown = |t: Type| [t.display(&mesh), t.clone().on(Axis::Tp, term).display(&mesh)];
+        let term = AxisLayout::new_partial(tessera_mesh::Reduction::Sum);
+        let shown =
+            |t: Type| [t.display_on(&mesh), t.clone().with_axis_layout(Axis::Tp, term).display_on(&mesh)];
         assert_eq!(shown(Type::scalar(DType::F32)), ["f32"; 2]);
         assert_eq!(shown(Type::new(DType::F32, [2])), ["f32[2] {pp: replicated}"; 2]);
-        assert_eq!(shown(Type::scalar(DType::F32).on(Axis::Pp, term)), ["f32 {pp: partial(sum)}"; 2]);
+        assert_eq!(
+            shown(Type::scalar(DType::F32).with_axis_layout(Axis::Pp, term)),
+            ["f32 {pp: partial(sum)}"; 2]
+        );
     }
 }

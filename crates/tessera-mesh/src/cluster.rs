@@ -1,207 +1,213 @@
-//! Clusters: how many devices stand where, what each can do at best, and over which links they reach each other.
-//! Every figure says where it comes from.
+//! Hardware description of a cluster: its topology, the peak rates of its devices, and the links
+//! between them. Every figure cites its source.
 
-pub(crate) mod check;
-mod place;
-mod text;
+mod placement;
+mod toml_format;
+pub(crate) mod validate;
 
-pub use place::Seat;
+pub use placement::RankPlacement;
 
 /// A number and its source.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Figure {
-    /// The number, in the unit that the field's name ends with.
+    /// The number, in the unit that the field name ends with.
     pub value: f64,
-    /// Where it comes from, in words.
+    /// Where the number comes from, as free text.
     pub source: String,
 }
 
-/// A format of numbers that devices compute in or links carry.
+/// A number format that devices compute in or links transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Precision {
     /// 4 bytes.
     F32,
     /// 2 bytes.
     Bf16,
-    /// 1 byte; on a wire with a scale per 128 numbers.
+    /// 1 byte; on a link with one scale per 128 numbers.
     Fp8,
-    /// Half a byte; on a wire with a scale per 16 numbers.
+    /// Half a byte; on a link with one scale per 16 numbers.
     Fp4,
 }
 
 impl Precision {
-    /// All, widest first.
+    /// All formats, widest first.
     pub const ALL: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Fp8, Precision::Fp4];
 
-    /// Spelling.
+    /// Returns the name of the format.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["f32", "bf16", "fp8", "fp4"][self as usize]
     }
 
-    /// Bytes of a number in memory, without scales.
+    /// Returns the bytes of one number in memory, without scales.
     #[must_use]
-    pub fn bytes(self) -> f64 {
+    pub fn element_bytes(self) -> f64 {
         [4.0, 2.0, 1.0, 0.5][self as usize]
     }
 
-    /// Bytes of a number on a wire, with its share of the scales: 4 per 128 for fp8, 1 per 16 for fp4.
+    /// Returns the bytes of one number on a link, including its share of the scales: 4 bytes per
+    /// 128 numbers for fp8, 1 byte per 16 numbers for fp4.
     #[must_use]
-    pub fn wire_bytes(self) -> f64 {
+    pub fn wire_element_bytes(self) -> f64 {
         [4.0, 2.0, 1.03125, 0.5625][self as usize]
     }
 }
 
-/// How two ranks reach each other.
+/// Kind of link between two ranks, or between a device and its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LinkClass {
-    /// Within one domain of switches (NVLink), whatever the host.
+    /// Within one switch domain (NVLink), also across hosts.
     Domain,
-    /// Between domains, over the network.
-    Out,
+    /// Between switch domains, over the network.
+    Network,
     /// Between a device and the memory of its host.
     Host,
 }
 
 impl LinkClass {
-    /// All classes.
-    pub const ALL: [LinkClass; 3] = [LinkClass::Domain, LinkClass::Out, LinkClass::Host];
+    /// All link classes.
+    pub const ALL: [LinkClass; 3] = [LinkClass::Domain, LinkClass::Network, LinkClass::Host];
 
-    /// Spelling.
+    /// Returns the name of the class.
     #[must_use]
     pub fn name(self) -> &'static str {
-        ["domain", "out", "host"][self as usize]
+        ["domain", "network", "host"][self as usize]
     }
 }
 
-/// One class of links, per device and direction.
+/// Properties of one class of links, per device and direction.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Link {
+pub struct LinkSpec {
     /// Line rate per device and direction.
     pub bytes_per_s: Figure,
     /// Share of the line rate that large transfers reach, 0 to 1.
     pub achievable: Figure,
-    /// Time of the smallest transfer between two devices.
+    /// Latency of the smallest transfer between two devices.
     pub latency_ns: Figure,
-    /// Whether switches add and copy (multicast); off unless a person turns it on.
+    /// Whether the switches reduce and replicate data (multicast). Off unless the cluster file
+    /// enables it.
     pub multicast: bool,
 }
 
-/// A place where bytes may lie, nearest first.
+/// A memory tier, fastest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Tier {
-    /// The device's own memory.
+pub enum MemoryTier {
+    /// Memory of the device itself.
     Hbm,
-    /// The memory of another device of the domain.
+    /// Memory of another device in the same switch domain.
     Peer,
-    /// The memory of the host (Grace, or DRAM behind PCIe).
+    /// Memory of the host (Grace, or DRAM behind PCIe).
     Host,
 }
 
-impl Tier {
-    /// All tiers.
-    pub const ALL: [Tier; 3] = [Tier::Hbm, Tier::Peer, Tier::Host];
+impl MemoryTier {
+    /// All memory tiers.
+    pub const ALL: [MemoryTier; 3] = [MemoryTier::Hbm, MemoryTier::Peer, MemoryTier::Host];
 
-    /// Spelling.
+    /// Returns the name of the tier.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["hbm", "peer", "host"][self as usize]
     }
 }
 
-/// One device of a cluster.
+/// The device type of a cluster.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Device {
+pub struct DeviceSpec {
     /// Name, such as `NVIDIA H200 SXM`.
     pub name: String,
-    /// What an executor's curves may differ by: `ampere`, `hopper`, `blackwell`, `cpu`.
+    /// Architecture family, which selects the executor's performance curves: `ampere`, `hopper`,
+    /// `blackwell`, `cpu`.
     pub family: String,
-    /// Memory.
+    /// Memory capacity.
     pub memory_bytes: Figure,
-    /// Memory bandwidth at best.
+    /// Peak memory bandwidth.
     pub memory_bytes_per_s: Figure,
-    /// Dense peak per precision, in the order of [`Precision::ALL`]; none where the device has no units for it.
+    /// Dense peak per precision, in the order of [`Precision::ALL`]; `None` if the device has no
+    /// units for the precision.
     pub flops_per_s: [Option<Figure>; 4],
 }
 
-/// A machine: racks of hosts of devices.
+/// A cluster: racks of hosts of devices.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Cluster {
-    /// Name to ask for it by, such as `gb200-nvl72`.
+    /// Catalog name, such as `gb200-nvl72`.
     pub name: String,
-    /// Name for people.
+    /// Display name.
     pub title: String,
-    /// Racks.
+    /// Number of racks.
     pub racks: u32,
-    /// Hosts of a rack.
+    /// Number of hosts per rack.
     pub hosts_per_rack: u32,
-    /// Devices of a host.
+    /// Number of devices per host.
     pub devices_per_host: u32,
-    /// Devices of one processor of the host, which share its memory: 2 of a Grace, 4 of a socket.
+    /// Number of devices per CPU socket, which share the memory of the socket: 2 for a Grace, 4 for
+    /// a socket of an HGX host.
     pub devices_per_socket: u32,
-    /// Devices of one domain of switches: 8 for a host with NVLink, 72 for a rack.
-    pub domain: u32,
-    /// The device.
-    pub device: Device,
+    /// Number of devices per switch domain: 8 for a host with NVLink, 72 for an NVL72 rack.
+    pub domain_size: u32,
+    /// The device type.
+    pub device: DeviceSpec,
     /// Links, in the order of [`LinkClass::ALL`].
-    pub links: [Link; 3],
+    pub links: [LinkSpec; 3],
     /// Host memory per device.
     pub host_bytes: Figure,
     /// Bandwidth of host memory per device while all devices of the host read.
     pub host_bytes_per_s: Figure,
-    /// Executor profile whose curves fit best, such as `torch-2.11`.
+    /// Executor profile with the best matching curves, such as `torch-2.11`.
     pub profile: String,
-    /// Whether anything here was measured on such a machine by this project.
+    /// Whether any figure was measured on this kind of cluster by this project.
     pub measured: bool,
 }
 
 impl Cluster {
-    /// Devices of all racks.
+    /// Returns the number of devices in all racks.
     #[must_use]
-    pub fn devices(&self) -> u32 {
+    pub fn device_count(&self) -> u32 {
         self.racks * self.hosts_per_rack * self.devices_per_host
     }
 
-    /// The links of a class.
+    /// Returns the links of a class.
     #[must_use]
-    pub fn link(&self, class: LinkClass) -> &Link {
+    pub fn link_spec(&self, class: LinkClass) -> &LinkSpec {
         &self.links[class as usize]
     }
 
-    /// The same cluster with this many racks; at least one.
+    /// Returns the same cluster with this many racks, at least one.
     #[must_use]
     pub fn with_racks(mut self, racks: u32) -> Cluster {
         self.racks = racks.max(1);
         self
     }
 
-    /// Devices of one rack.
+    /// Returns the number of devices in one rack.
     #[must_use]
     pub fn devices_per_rack(&self) -> u32 {
         self.hosts_per_rack * self.devices_per_host
     }
 
-    /// Domains of all racks; the last may be smaller.
+    /// Returns the number of switch domains in all racks; the last one may be smaller.
     #[must_use]
-    pub fn domains(&self) -> u32 {
-        self.devices().div_ceil(self.domain.max(1))
+    pub fn domain_count(&self) -> u32 {
+        self.device_count().div_ceil(self.domain_size.max(1))
     }
 
-    /// Rate at which one device reads a tier while its neighbours do the same, at best.
+    /// Returns the peak rate at which one device reads a memory tier while its neighbours do the
+    /// same, in bytes per second.
     #[must_use]
-    pub fn tier_bytes_per_s(&self, tier: Tier) -> f64 {
+    pub fn tier_bytes_per_s(&self, tier: MemoryTier) -> f64 {
         let reach = |class: LinkClass| {
-            let link = self.link(class);
+            let link = self.link_spec(class);
             link.bytes_per_s.value * link.achievable.value
         };
         match tier {
-            Tier::Hbm => self.device.memory_bytes_per_s.value,
-            Tier::Peer => reach(LinkClass::Domain),
-            Tier::Host => reach(LinkClass::Host).min(self.host_bytes_per_s.value),
+            MemoryTier::Hbm => self.device.memory_bytes_per_s.value,
+            MemoryTier::Peer => reach(LinkClass::Domain),
+            MemoryTier::Host => reach(LinkClass::Host).min(self.host_bytes_per_s.value),
         }
     }
 
-    /// Dense peak at a precision, in operations per second.
+    /// Returns the dense peak at a precision, in operations per second.
     #[must_use]
     pub fn flops_per_s(&self, precision: Precision) -> Option<f64> {
         self.device.flops_per_s[precision as usize].as_ref().map(|f| f.value)

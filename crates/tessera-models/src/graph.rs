@@ -1,106 +1,109 @@
-//! The logical programs of a causal video generator: one per phase of a call.
+//! The logical programs of a causal video DiT: one per phase of a call.
 //!
-//! Each op carries `at`: the block it belongs to, or `first`, `last` or `all` for what stands before, after or
-//! beside the blocks, so that a mapping can cut the blocks into stages. Token order is (frame, row, column);
-//! inside a token (row, column, channel) of the patch. The residual stream is [tokens, dim].
+//! Each op has an attribute `at`: its block, or `first`, `last` or `all` for ops before, after or
+//! outside the blocks, so that a mapping can split the blocks into stages. Tokens are ordered by
+//! (frame, row, column), and the elements of a token by (row, column, channel) of the patch. The
+//! residual stream is [tokens, dim].
 
 use tessera_base::Diagnostics;
 use tessera_ir::{Builder, DType, Opcode, Program, Type, ValueId};
 
-use crate::{Decoder, Prediction, StreamConfig, WanConfig};
+use crate::{PixelDecoder, PredictionTarget, StreamConfig, WanConfig};
 
-/// How context lives across chunks.
+/// The way in which the KV cache provides context across chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Regime {
-    /// Keys and values stay; a clean pass after denoising rewrites the chunk's rows.
+pub enum ContextRegime {
+    /// Keys and values stay cached; a clean forward after denoising rewrites the chunk's rows.
     Resident,
     /// Keys and values are recomputed from three context latents before each chunk.
     Recompute,
 }
 
-/// A model and how it is streamed.
+/// A model and its stream settings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VideoModel {
-    /// Generator.
+    /// Dimensions of the DiT.
     pub wan: WanConfig,
-    /// Stream.
+    /// Stream settings.
     pub stream: StreamConfig,
 }
 
 impl VideoModel {
-    /// Reads both config texts; the file names are only for diagnostics.
+    /// Parses both config texts; the file names appear only in diagnostics.
     ///
     /// # Errors
-    /// Everything that is wrong with either.
+    /// Returns one diagnostic per problem in either text.
     pub fn parse(config: (&str, &str), stream: (&str, &str)) -> Result<VideoModel, Diagnostics> {
         let wan = WanConfig::parse(config.0, config.1)?;
         let stream = StreamConfig::parse(stream.0, stream.1, &wan)?;
         Ok(VideoModel { wan, stream })
     }
 
-    /// Regime of the cache.
+    /// Returns the cache regime.
     #[must_use]
-    pub fn regime(&self) -> Regime {
-        if self.stream.recompute { Regime::Recompute } else { Regime::Resident }
+    pub fn context_regime(&self) -> ContextRegime {
+        if self.stream.recompute { ContextRegime::Recompute } else { ContextRegime::Resident }
     }
 
-    /// Tokens of one latent frame.
+    /// Returns the number of tokens of one latent frame.
     #[must_use]
     pub fn frame_tokens(&self) -> u64 {
-        let [_, h, w] = self.stream.grid(&self.wan);
+        let [_, h, w] = self.stream.token_grid(&self.wan);
         h * w
     }
 
-    /// Tokens of one chunk.
+    /// Returns the number of tokens of one chunk.
     #[must_use]
     pub fn chunk_tokens(&self) -> u64 {
         self.stream.chunk_frames * self.frame_tokens()
     }
 }
 
-/// Every logical program that a stream may run, in a fixed order. Fill levels are the latent frames already in
-/// the cache when a chunk begins: 0, one chunk, … up to a full window less one chunk.
+/// Builds every logical program that a stream may run, in a fixed order. The fill levels are the
+/// numbers of latent frames already cached when a chunk begins: 0, one chunk, … up to a full window
+/// minus one chunk.
 ///
 /// # Panics
-/// Never for a [`VideoModel`] that was parsed: its dimensions satisfy every rule used here.
+/// Never panics for a parsed [`VideoModel`], whose dimensions satisfy every rule used here.
 #[must_use]
-pub fn phases(m: &VideoModel) -> Vec<Program> {
+pub fn build_phases(m: &VideoModel) -> Vec<Program> {
     let chunk = m.stream.chunk_frames;
     let fills: Vec<u64> = (0..m.stream.window_frames / chunk).map(|i| i * chunk).collect();
-    let mut out = vec![text(m), renoise(m)];
-    match m.regime() {
-        Regime::Resident => {
-            out.extend(fills.iter().map(|f| denoise(m, *f)));
-            out.extend(fills.iter().map(|f| refresh(m, Refresh::Clean(*f))));
-            out.push(rebase(m));
+    let mut out = vec![text_phase(m), renoise_phase(m)];
+    match m.context_regime() {
+        ContextRegime::Resident => {
+            out.extend(fills.iter().map(|f| denoise_phase(m, *f)));
+            out.extend(fills.iter().map(|f| refresh_phase(m, RefreshKind::Clean(*f))));
+            out.push(rebase_phase(m));
         }
-        Regime::Recompute => {
-            out.push(refresh(m, Refresh::Recompute));
-            out.extend([denoise(m, 0), denoise(m, chunk)]);
+        ContextRegime::Recompute => {
+            out.push(refresh_phase(m, RefreshKind::Recompute));
+            out.extend([denoise_phase(m, 0), denoise_phase(m, chunk)]);
         }
     }
-    out.push(emit(m));
-    if m.stream.decoder == Decoder::SpaceTimeDepth {
-        out.push(decode(m));
-        if m.regime() == Regime::Recompute {
-            out.push(encode(m));
+    out.push(emit_phase(m));
+    if m.stream.decoder == PixelDecoder::SpaceTimeDepth {
+        out.push(decode_phase(m));
+        if m.context_regime() == ContextRegime::Recompute {
+            out.push(encode_phase(m));
         }
     }
     out
 }
 
-/// Every call that a stream may make: its name and its phases in order. A request that is not among them is
-/// refused at admission.
+/// Lists every call that a stream may make: its name and its phases in order. Any other request is
+/// rejected at admission.
 #[must_use]
-pub fn calls(m: &VideoModel) -> Vec<(String, Vec<String>)> {
+pub fn list_calls(m: &VideoModel) -> Vec<(String, Vec<String>)> {
     let chunk = m.stream.chunk_frames;
     let last = m.stream.window_frames - chunk;
     let mut out = Vec::new();
     for fill in (0..=last).step_by(chunk as usize) {
         for text in [true, false] {
             for rebase in [false, true] {
-                let resident = m.regime() == Regime::Resident;
-                // A scene begins with its prompt, and only a full resident window can run past the table.
+                let resident = m.context_regime() == ContextRegime::Resident;
+                // A scene starts with its prompt, and only a full resident window can exceed the
+                // RoPE table.
                 if (fill == 0 && !text) || (rebase && !(resident && fill == last && fill > 0)) {
                     continue;
                 }
@@ -133,47 +136,47 @@ pub fn calls(m: &VideoModel) -> Vec<(String, Vec<String>)> {
     out
 }
 
-/// A program under construction, with the model at hand.
-struct Graph<'a> {
-    b: Builder,
-    m: &'a VideoModel,
-    at: String,
+/// A program under construction, together with the model.
+struct GraphBuilder<'a> {
+    builder: Builder,
+    model: &'a VideoModel,
+    location: String,
 }
 
-impl<'a> Graph<'a> {
-    fn new(m: &'a VideoModel, name: &str) -> Graph<'a> {
-        Graph { b: Builder::logical(name), m, at: "first".into() }
+impl<'a> GraphBuilder<'a> {
+    fn new(model: &'a VideoModel, name: &str) -> GraphBuilder<'a> {
+        GraphBuilder { builder: Builder::new_logical(name), model, location: "first".into() }
     }
 
     fn finish(self) -> Program {
-        match self.b.finish() {
+        match self.builder.finish() {
             Ok(p) => p,
-            Err(e) => panic!("a parsed model breaks a rule of the op table: {}", e[0].message),
+            Err(e) => panic!("a parsed model violates a rule of the op table: {}", e[0].message),
         }
     }
 
-    fn at(&mut self, place: &str) {
-        self.at = place.to_string();
+    fn set_location(&mut self, location: &str) {
+        self.location = location.to_string();
     }
 
-    fn op(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
-        let at = self.at.clone();
-        self.b.attr("at", at.as_str());
-        self.b.op(opcode, operands)
+    fn emit_op(&mut self, opcode: Opcode, operands: &[ValueId]) -> ValueId {
+        let at = self.location.clone();
+        self.builder.set_attr("at", at.as_str());
+        self.builder.add_op(opcode, operands)
     }
 
-    fn weight(&mut self, name: &str, shape: &[u64], part: &str, unit: u64) -> ValueId {
-        let at = self.at.clone();
-        self.b.attr("at", at.as_str()).attr("part", part);
+    fn emit_weight(&mut self, name: &str, shape: &[u64], part: &str, unit: u64) -> ValueId {
+        let at = self.location.clone();
+        self.builder.set_attr("at", at.as_str()).set_attr("part", part);
         if unit > 1 {
-            self.b.attr("unit", unit);
+            self.builder.set_attr("unit", unit);
         }
-        self.b.label(name).weight(name, Type::new(DType::F32, shape))
+        self.builder.set_label(name).add_weight(name, Type::new(DType::F32, shape))
     }
 
-    /// x · wᵀ + b. `part` says how a strategy may cut the weight: by its rows (`col`: output features), by
-    /// its columns (`row`: input features), or not at all.
-    fn linear(
+    /// Emits x · wᵀ + b. `part` tells a strategy how it may shard the weight: by rows (`col`:
+    /// output features), by columns (`row`: input features), or not at all (`whole`).
+    fn emit_linear(
         &mut self,
         name: &str,
         x: ValueId,
@@ -182,367 +185,397 @@ impl<'a> Graph<'a> {
         unit: u64,
         act: Option<&str>,
     ) -> ValueId {
-        let k = self.b.ty(x).shape[1];
-        let w = self.weight(&format!("{name}.weight"), &[out, k], part, unit);
+        let k = self.builder.type_of(x).shape[1];
+        let w = self.emit_weight(&format!("{name}.weight"), &[out, k], part, unit);
         let bias_part = if part == "col" { "col" } else { "whole" };
-        let b = self.weight(&format!("{name}.bias"), &[out], bias_part, unit);
+        let b = self.emit_weight(&format!("{name}.bias"), &[out], bias_part, unit);
         if let Some(act) = act {
-            self.b.attr("act", act);
+            self.builder.set_attr("act", act);
         }
-        self.b.key("bias", b);
-        self.op(Opcode::Matmul, &[x, w])
+        self.builder.add_keyed("bias", b);
+        self.emit_op(Opcode::Matmul, &[x, w])
     }
 
-    fn call(&mut self, name: &str, ty: Type) -> ValueId {
-        self.b.label(name).call(name, ty)
+    fn emit_scalar(&mut self, name: &str, ty: Type) -> ValueId {
+        self.builder.set_label(name).add_call_scalar(name, ty)
     }
 
-    fn read(&mut self, buffer: &str, rows: u64, ty: Type) -> ValueId {
-        let at = self.at.clone();
+    fn read_buffer(&mut self, buffer: &str, rows: u64, ty: Type) -> ValueId {
+        let at = self.location.clone();
         let whole = ty.shape[0];
-        let buffer = self.b.buffer(buffer, ty);
-        self.b.attr("at", at.as_str());
+        let buffer = self.builder.declare_buffer(buffer, ty);
+        self.builder.set_attr("at", at.as_str());
         if rows != whole {
-            self.b.attr("rows", rows);
+            self.builder.set_attr("rows", rows);
         }
-        self.b.read(buffer)
+        self.builder.read_buffer(buffer)
     }
 
-    fn write(&mut self, buffer: &str, ty: Type, value: ValueId, row: Option<ValueId>) {
-        let at = self.at.clone();
-        let buffer = self.b.buffer(buffer, ty);
-        self.b.attr("at", at.as_str());
+    fn write_buffer(&mut self, buffer: &str, ty: Type, value: ValueId, row: Option<ValueId>) {
+        let at = self.location.clone();
+        let buffer = self.builder.declare_buffer(buffer, ty);
+        self.builder.set_attr("at", at.as_str());
         if let Some(row) = row {
-            self.b.key("row", row);
+            self.builder.add_keyed("row", row);
         }
-        self.b.write(buffer, value);
+        self.builder.write_buffer(buffer, value);
     }
 
-    fn tokens(&self) -> Type {
-        Type::new(DType::F32, [self.m.chunk_tokens(), self.m.wan.token_width()])
+    fn token_type(&self) -> Type {
+        Type::new(DType::F32, [self.model.chunk_tokens(), self.model.wan.token_width()])
     }
 
-    fn self_cache(&self) -> Type {
-        Type::new(DType::F32, [self.m.stream.window_frames * self.m.frame_tokens(), self.m.wan.dim])
+    fn self_cache_type(&self) -> Type {
+        Type::new(
+            DType::F32,
+            [self.model.stream.window_frames * self.model.frame_tokens(), self.model.wan.dim],
+        )
     }
 
-    fn cross_cache(&self) -> Type {
-        Type::new(DType::F32, [self.m.wan.text_len, self.m.wan.dim])
+    fn cross_cache_type(&self) -> Type {
+        Type::new(DType::F32, [self.model.wan.text_len, self.model.wan.dim])
     }
 
-    fn heads(&mut self) -> u64 {
-        self.m.wan.head_dim()
+    fn head_dim(&mut self) -> u64 {
+        self.model.wan.head_dim()
     }
 
-    fn rms(&mut self, x: ValueId, name: &str) -> ValueId {
-        let (d, hd, eps) = (self.m.wan.dim, self.heads(), self.m.wan.eps);
-        let w = self.weight(&format!("{name}.weight"), &[d], "col", hd);
-        self.b.attr("eps", eps);
-        self.op(Opcode::RmsNorm, &[x, w])
+    fn emit_rms_norm(&mut self, x: ValueId, name: &str) -> ValueId {
+        let (d, hd, eps) = (self.model.wan.dim, self.head_dim(), self.model.wan.eps);
+        let w = self.emit_weight(&format!("{name}.weight"), &[d], "col", hd);
+        self.builder.set_attr("eps", eps);
+        self.emit_op(Opcode::RmsNorm, &[x, w])
     }
 
-    fn norm_modulate(&mut self, x: ValueId, m: ValueId, shift: i64, scale: i64) -> ValueId {
-        let (eps, rows) = (self.m.wan.eps, self.m.frame_tokens());
-        self.b.attr("shift", shift).attr("scale", scale).attr("eps", eps).attr("frame_rows", rows);
-        self.op(Opcode::NormModulate, &[x, m])
+    fn emit_norm_modulate(&mut self, x: ValueId, m: ValueId, shift: i64, scale: i64) -> ValueId {
+        let (eps, rows) = (self.model.wan.eps, self.model.frame_tokens());
+        self.builder
+            .set_attr("shift", shift)
+            .set_attr("scale", scale)
+            .set_attr("eps", eps)
+            .set_attr("frame_rows", rows);
+        self.emit_op(Opcode::NormModulate, &[x, m])
     }
 
-    fn gate(&mut self, x: ValueId, y: ValueId, m: ValueId, gate: i64) -> ValueId {
-        let rows = self.m.frame_tokens();
-        self.b.attr("gate", gate).attr("frame_rows", rows);
-        self.op(Opcode::GateResidual, &[x, y, m])
+    fn emit_gate_residual(&mut self, x: ValueId, y: ValueId, m: ValueId, gate: i64) -> ValueId {
+        let rows = self.model.frame_tokens();
+        self.builder.set_attr("gate", gate).set_attr("frame_rows", rows);
+        self.emit_op(Opcode::GateResidual, &[x, y, m])
     }
 
-    fn rope(&mut self, x: ValueId, start: ValueId) -> ValueId {
-        let (hd, grid) = (self.heads(), self.m.stream.grid(&self.m.wan).map(|g| g as i64).to_vec());
-        self.b.attr("head_dim", hd).attr("grid", grid).key("start", start);
-        self.op(Opcode::Rope, &[x])
+    fn emit_rope(&mut self, x: ValueId, start: ValueId) -> ValueId {
+        let (hd, grid) =
+            (self.head_dim(), self.model.stream.token_grid(&self.model.wan).map(|g| g as i64).to_vec());
+        self.builder.set_attr("head_dim", hd).set_attr("grid", grid).add_keyed("start", start);
+        self.emit_op(Opcode::Rope, &[x])
     }
 
-    fn attention(&mut self, q: ValueId, k: ValueId, v: ValueId) -> ValueId {
-        let hd = self.heads();
-        self.b.attr("head_dim", hd);
-        self.op(Opcode::Attention, &[q, k, v])
+    fn emit_attention(&mut self, q: ValueId, k: ValueId, v: ValueId) -> ValueId {
+        let hd = self.head_dim();
+        self.builder.set_attr("head_dim", hd);
+        self.emit_op(Opcode::Attention, &[q, k, v])
     }
 
-    /// Time conditioning, per latent frame: (e [frames, dim], e0 [frames, 6·dim]).
-    fn time(&mut self) -> (ValueId, ValueId) {
-        let (d, frames, width) = (self.m.wan.dim, self.m.stream.chunk_frames, self.m.wan.freq_dim);
-        let t = self.call("t", Type::new(DType::F32, [frames]));
-        self.at("all");
-        self.b.attr("width", width);
-        let s = self.op(Opcode::TimeEmbed, &[t]);
-        let h = self.linear("time_embedding.0", s, d, "whole", 1, Some("silu"));
-        let e = self.linear("time_embedding.2", h, d, "whole", 1, None);
-        let a = self.op(Opcode::Silu, &[e]);
-        let e0 = self.linear("time_projection.1", a, 6 * d, "whole", 1, None);
+    /// Emits the per-frame time conditioning: (e [frames, dim], e0 [frames, 6·dim]).
+    fn time_conditioning(&mut self) -> (ValueId, ValueId) {
+        let (d, frames, width) =
+            (self.model.wan.dim, self.model.stream.chunk_frames, self.model.wan.freq_dim);
+        let t = self.emit_scalar("t", Type::new(DType::F32, [frames]));
+        self.set_location("all");
+        self.builder.set_attr("width", width);
+        let s = self.emit_op(Opcode::TimeEmbed, &[t]);
+        let h = self.emit_linear("time_embedding.0", s, d, "whole", 1, Some("silu"));
+        let e = self.emit_linear("time_embedding.2", h, d, "whole", 1, None);
+        let a = self.emit_op(Opcode::Silu, &[e]);
+        let e0 = self.emit_linear("time_projection.1", a, 6 * d, "whole", 1, None);
         (e, e0)
     }
 
-    fn patch(&mut self, x: ValueId) -> ValueId {
-        let (d, p) = (self.m.wan.dim, self.m.wan.token_width());
-        self.at("first");
-        self.b.attr("load", "patch");
-        let w = self.weight("patch_embedding.weight", &[d, p], "whole", 1);
-        let b = self.weight("patch_embedding.bias", &[d], "whole", 1);
-        self.b.key("bias", b);
-        self.op(Opcode::Matmul, &[x, w])
+    fn patch_embedding(&mut self, x: ValueId) -> ValueId {
+        let (d, p) = (self.model.wan.dim, self.model.wan.token_width());
+        self.set_location("first");
+        self.builder.set_attr("load", "patch");
+        let w = self.emit_weight("patch_embedding.weight", &[d, p], "whole", 1);
+        let b = self.emit_weight("patch_embedding.bias", &[d], "whole", 1);
+        self.builder.add_keyed("bias", b);
+        self.emit_op(Opcode::Matmul, &[x, w])
     }
 
-    /// Writes this chunk's keys and values of a block; the modulated input and the per-frame columns.
-    fn keys(&mut self, i: u64, x: ValueId, e0: ValueId, at: Position) -> (ValueId, ValueId) {
-        let (d, hd) = (self.m.wan.dim, self.heads());
+    /// Emits the writes of this chunk's keys and values of a block. Returns the modulated input and
+    /// the per-frame modulation table.
+    fn write_keys_values(
+        &mut self,
+        i: u64,
+        x: ValueId,
+        e0: ValueId,
+        position: ChunkPosition,
+    ) -> (ValueId, ValueId) {
+        let (d, hd) = (self.model.wan.dim, self.head_dim());
         let n = format!("blocks.{i}");
-        self.at(&format!("block.{i}"));
-        let table = self.weight(&format!("{n}.modulation"), &[1, 6, d], "whole", 1);
-        let m = self.op(Opcode::Modulation, &[table, e0]);
-        let a = self.norm_modulate(x, m, 0, 1);
-        let k = self.linear(&format!("{n}.self_attn.k"), a, d, "col", hd, None);
-        let k = self.rms(k, &format!("{n}.self_attn.norm_k"));
-        let k = self.rope(k, at.start);
-        let v = self.linear(&format!("{n}.self_attn.v"), a, d, "col", hd, None);
-        let cache = self.self_cache();
-        self.write(&format!("kv.{i}.k"), cache.clone(), k, Some(at.row));
-        self.write(&format!("kv.{i}.v"), cache, v, Some(at.row));
+        self.set_location(&format!("block.{i}"));
+        let table = self.emit_weight(&format!("{n}.modulation"), &[1, 6, d], "whole", 1);
+        let m = self.emit_op(Opcode::Modulation, &[table, e0]);
+        let a = self.emit_norm_modulate(x, m, 0, 1);
+        let k = self.emit_linear(&format!("{n}.self_attn.k"), a, d, "col", hd, None);
+        let k = self.emit_rms_norm(k, &format!("{n}.self_attn.norm_k"));
+        let k = self.emit_rope(k, position.start);
+        let v = self.emit_linear(&format!("{n}.self_attn.v"), a, d, "col", hd, None);
+        let cache = self.self_cache_type();
+        self.write_buffer(&format!("kv.{i}.k"), cache.clone(), k, Some(position.row));
+        self.write_buffer(&format!("kv.{i}.v"), cache, v, Some(position.row));
         (a, m)
     }
 
-    /// A whole block over `frames` cached frames, this chunk's included.
-    fn block(&mut self, i: u64, x: ValueId, e0: ValueId, at: Position) -> ValueId {
-        let (d, hd, f, eps) = (self.m.wan.dim, self.heads(), self.m.wan.ffn_dim, self.m.wan.eps);
+    /// Emits a whole block that attends to `frames` cached frames, including this chunk's.
+    fn emit_block(&mut self, i: u64, x: ValueId, e0: ValueId, position: ChunkPosition) -> ValueId {
+        let (d, hd, f, eps) =
+            (self.model.wan.dim, self.head_dim(), self.model.wan.ffn_dim, self.model.wan.eps);
         let n = format!("blocks.{i}");
-        // The query goes first so that its sums of squares can travel with the keys'.
-        self.at(&format!("block.{i}"));
-        let table = self.weight(&format!("{n}.modulation"), &[1, 6, d], "whole", 1);
-        let m = self.op(Opcode::Modulation, &[table, e0]);
-        let a = self.norm_modulate(x, m, 0, 1);
-        let q = self.linear(&format!("{n}.self_attn.q"), a, d, "col", hd, None);
-        let k = self.linear(&format!("{n}.self_attn.k"), a, d, "col", hd, None);
-        let v = self.linear(&format!("{n}.self_attn.v"), a, d, "col", hd, None);
-        let q = self.rms(q, &format!("{n}.self_attn.norm_q"));
-        let k = self.rms(k, &format!("{n}.self_attn.norm_k"));
-        let q = self.rope(q, at.start);
-        let k = self.rope(k, at.start);
-        let cache = self.self_cache();
-        self.write(&format!("kv.{i}.k"), cache.clone(), k, Some(at.row));
-        self.write(&format!("kv.{i}.v"), cache.clone(), v, Some(at.row));
-        let rows = at.frames * self.m.frame_tokens();
-        let ks = self.read(&format!("kv.{i}.k"), rows, cache.clone());
-        let vs = self.read(&format!("kv.{i}.v"), rows, cache);
-        if let Some(bias) = at.bias {
-            // Past frames only: neither the anchor nor this chunk.
-            let l = self.m.frame_tokens() as i64;
-            let chunk = self.m.stream.chunk_frames as i64;
-            self.b.attr("bias_rows", vec![l, chunk * l]).key("bias", bias);
+        // The query comes first, so that its sums of squares can share a collective with the keys'
+        // sums.
+        self.set_location(&format!("block.{i}"));
+        let table = self.emit_weight(&format!("{n}.modulation"), &[1, 6, d], "whole", 1);
+        let m = self.emit_op(Opcode::Modulation, &[table, e0]);
+        let a = self.emit_norm_modulate(x, m, 0, 1);
+        let q = self.emit_linear(&format!("{n}.self_attn.q"), a, d, "col", hd, None);
+        let k = self.emit_linear(&format!("{n}.self_attn.k"), a, d, "col", hd, None);
+        let v = self.emit_linear(&format!("{n}.self_attn.v"), a, d, "col", hd, None);
+        let q = self.emit_rms_norm(q, &format!("{n}.self_attn.norm_q"));
+        let k = self.emit_rms_norm(k, &format!("{n}.self_attn.norm_k"));
+        let q = self.emit_rope(q, position.start);
+        let k = self.emit_rope(k, position.start);
+        let cache = self.self_cache_type();
+        self.write_buffer(&format!("kv.{i}.k"), cache.clone(), k, Some(position.row));
+        self.write_buffer(&format!("kv.{i}.v"), cache.clone(), v, Some(position.row));
+        let rows = position.frames * self.model.frame_tokens();
+        let ks = self.read_buffer(&format!("kv.{i}.k"), rows, cache.clone());
+        let vs = self.read_buffer(&format!("kv.{i}.v"), rows, cache);
+        if let Some(bias) = position.bias {
+            // The bias applies to past frames only: neither to the anchor nor to this chunk.
+            let l = self.model.frame_tokens() as i64;
+            let chunk = self.model.stream.chunk_frames as i64;
+            self.builder.set_attr("bias_rows", vec![l, chunk * l]).add_keyed("bias", bias);
         }
-        let o = self.attention(q, ks, vs);
-        let o = self.linear(&format!("{n}.self_attn.o"), o, d, "row", hd, None);
-        let x = self.gate(x, o, m, 2);
+        let o = self.emit_attention(q, ks, vs);
+        let o = self.emit_linear(&format!("{n}.self_attn.o"), o, d, "row", hd, None);
+        let x = self.emit_gate_residual(x, o, m, 2);
 
-        let w = self.weight(&format!("{n}.norm3.weight"), &[d], "whole", 1);
-        let b = self.weight(&format!("{n}.norm3.bias"), &[d], "whole", 1);
-        self.b.attr("eps", eps);
-        let c = self.op(Opcode::LayerNorm, &[x, w, b]);
-        let q = self.linear(&format!("{n}.cross_attn.q"), c, d, "col", hd, None);
-        let q = self.rms(q, &format!("{n}.cross_attn.norm_q"));
-        let cross = self.cross_cache();
-        let len = self.m.wan.text_len;
-        let k = self.read(&format!("cross.{i}.k"), len, cross.clone());
-        let v = self.read(&format!("cross.{i}.v"), len, cross);
-        let o = self.attention(q, k, v);
-        let o = self.linear(&format!("{n}.cross_attn.o"), o, d, "row", hd, None);
-        let x = self.op(Opcode::GateResidual, &[x, o]);
+        let w = self.emit_weight(&format!("{n}.norm3.weight"), &[d], "whole", 1);
+        let b = self.emit_weight(&format!("{n}.norm3.bias"), &[d], "whole", 1);
+        self.builder.set_attr("eps", eps);
+        let c = self.emit_op(Opcode::LayerNorm, &[x, w, b]);
+        let q = self.emit_linear(&format!("{n}.cross_attn.q"), c, d, "col", hd, None);
+        let q = self.emit_rms_norm(q, &format!("{n}.cross_attn.norm_q"));
+        let cross = self.cross_cache_type();
+        let len = self.model.wan.text_len;
+        let k = self.read_buffer(&format!("cross.{i}.k"), len, cross.clone());
+        let v = self.read_buffer(&format!("cross.{i}.v"), len, cross);
+        let o = self.emit_attention(q, k, v);
+        let o = self.emit_linear(&format!("{n}.cross_attn.o"), o, d, "row", hd, None);
+        let x = self.emit_op(Opcode::GateResidual, &[x, o]);
 
-        let a = self.norm_modulate(x, m, 3, 4);
-        let h = self.linear(&format!("{n}.ffn.0"), a, f, "col", 1, Some("gelu_tanh"));
-        let y = self.linear(&format!("{n}.ffn.2"), h, d, "row", 1, None);
-        self.gate(x, y, m, 5)
+        let a = self.emit_norm_modulate(x, m, 3, 4);
+        let h = self.emit_linear(&format!("{n}.ffn.0"), a, f, "col", 1, Some("gelu_tanh"));
+        let y = self.emit_linear(&format!("{n}.ffn.2"), h, d, "row", 1, None);
+        self.emit_gate_residual(x, y, m, 5)
     }
 
-    fn head(&mut self, x: ValueId, e: ValueId) -> ValueId {
-        let (d, p) = (self.m.wan.dim, self.m.wan.token_width());
-        self.at("last");
-        let table = self.weight("head.modulation", &[1, 2, d], "whole", 1);
-        let m = self.op(Opcode::Modulation, &[table, e]);
-        let a = self.norm_modulate(x, m, 0, 1);
-        self.linear("head.head", a, p, "whole", 1, None)
+    fn output_head(&mut self, x: ValueId, e: ValueId) -> ValueId {
+        let (d, p) = (self.model.wan.dim, self.model.wan.token_width());
+        self.set_location("last");
+        let table = self.emit_weight("head.modulation", &[1, 2, d], "whole", 1);
+        let m = self.emit_op(Opcode::Modulation, &[table, e]);
+        let a = self.emit_norm_modulate(x, m, 0, 1);
+        self.emit_linear("head.head", a, p, "whole", 1, None)
     }
 }
 
-/// Where a chunk stands.
+/// The position of a chunk in the RoPE table and in the KV cache.
 #[derive(Clone, Copy)]
-struct Position {
-    /// First frame's rotary position.
+struct ChunkPosition {
+    /// RoPE position of the first frame.
     start: ValueId,
     /// First cache row.
     row: ValueId,
-    /// Frames attended to, this chunk's included.
+    /// Number of attended frames, including this chunk's.
     frames: u64,
-    /// Logarithm of the weight of past frames, if it is a parameter.
+    /// Log of the weight of past frames, if the program takes it as a parameter.
     bias: Option<ValueId>,
 }
 
-/// Keys and values of the prompt for every block's cross-attention.
-fn text(m: &VideoModel) -> Program {
-    let mut g = Graph::new(m, "text");
+/// Builds the keys and values of the prompt for every block's cross-attention.
+fn text_phase(m: &VideoModel) -> Program {
+    let mut g = GraphBuilder::new(m, "text");
     let (d, hd) = (m.wan.dim, m.wan.head_dim());
-    g.at("all");
-    let x = g.b.label("text").input("text", Type::new(DType::F32, [m.wan.text_len, m.wan.text_dim]));
-    let h = g.linear("text_embedding.0", x, d, "whole", 1, Some("gelu_tanh"));
-    let c = g.linear("text_embedding.2", h, d, "whole", 1, None);
+    g.set_location("all");
+    let x = g
+        .builder
+        .set_label("text")
+        .add_input("text", Type::new(DType::F32, [m.wan.text_len, m.wan.text_dim]));
+    let h = g.emit_linear("text_embedding.0", x, d, "whole", 1, Some("gelu_tanh"));
+    let c = g.emit_linear("text_embedding.2", h, d, "whole", 1, None);
     for i in 0..m.wan.layers {
-        g.at(&format!("block.{i}"));
+        g.set_location(&format!("block.{i}"));
         let n = format!("blocks.{i}.cross_attn");
-        let k = g.linear(&format!("{n}.k"), c, d, "col", hd, None);
-        let k = g.rms(k, &format!("{n}.norm_k"));
-        let v = g.linear(&format!("{n}.v"), c, d, "col", hd, None);
-        let cross = g.cross_cache();
-        g.write(&format!("cross.{i}.k"), cross.clone(), k, None);
-        g.write(&format!("cross.{i}.v"), cross, v, None);
+        let k = g.emit_linear(&format!("{n}.k"), c, d, "col", hd, None);
+        let k = g.emit_rms_norm(k, &format!("{n}.norm_k"));
+        let v = g.emit_linear(&format!("{n}.v"), c, d, "col", hd, None);
+        let cross = g.cross_cache_type();
+        g.write_buffer(&format!("cross.{i}.k"), cross.clone(), k, None);
+        g.write_buffer(&format!("cross.{i}.v"), cross, v, None);
     }
     g.finish()
 }
 
-/// The next step's input: noise mixed into the last estimate.
-fn renoise(m: &VideoModel) -> Program {
-    let mut g = Graph::new(m, "renoise");
-    let tokens = g.tokens();
-    let sigma = g.call("sigma", Type::scalar(DType::F32));
-    let keys = ["seed", "chunk", "draw"].map(|k| (k, g.call(k, Type::scalar(DType::I64))));
-    let x0 = g.read("latent", tokens.shape[0], tokens.clone());
-    g.b.key("sigma", sigma);
+/// Builds the next step's input: noise mixed into the last estimate.
+fn renoise_phase(m: &VideoModel) -> Program {
+    let mut g = GraphBuilder::new(m, "renoise");
+    let tokens = g.token_type();
+    let sigma = g.emit_scalar("sigma", Type::scalar(DType::F32));
+    let keys = ["seed", "chunk", "draw"].map(|k| (k, g.emit_scalar(k, Type::scalar(DType::I64))));
+    let x0 = g.read_buffer("latent", tokens.shape[0], tokens.clone());
+    g.builder.add_keyed("sigma", sigma);
     for (k, v) in keys {
-        g.b.key(k, v);
+        g.builder.add_keyed(k, v);
     }
-    let x = g.op(Opcode::Renoise, &[x0]);
-    g.write("x", tokens, x, None);
+    let x = g.emit_op(Opcode::Renoise, &[x0]);
+    g.write_buffer("x", tokens, x, None);
     g.finish()
 }
 
-/// One denoising step with `fill` frames of context in the cache.
-fn denoise(m: &VideoModel, fill: u64) -> Program {
-    let mut g = Graph::new(m, &format!("denoise.fill{fill}"));
-    let tokens = g.tokens();
-    let sigma = (m.stream.prediction == Prediction::Flow).then(|| g.call("sigma", Type::scalar(DType::F32)));
-    let start = g.call("start", Type::scalar(DType::I64));
-    let row = g.call("row", Type::scalar(DType::I64));
-    let biased = m.regime() == Regime::Recompute && fill > 0;
-    let bias = biased.then(|| g.call("bias", Type::scalar(DType::F32)));
-    let at = Position { start, row, frames: fill + m.stream.chunk_frames, bias };
-    let (e, e0) = g.time();
-    g.at("first");
-    let x = g.read("x", tokens.shape[0], tokens.clone());
-    let mut h = g.patch(x);
+/// Builds one denoising step with `fill` frames of context in the cache.
+fn denoise_phase(m: &VideoModel, fill: u64) -> Program {
+    let mut g = GraphBuilder::new(m, &format!("denoise.fill{fill}"));
+    let tokens = g.token_type();
+    let sigma = (m.stream.prediction == PredictionTarget::Flow)
+        .then(|| g.emit_scalar("sigma", Type::scalar(DType::F32)));
+    let start = g.emit_scalar("start", Type::scalar(DType::I64));
+    let row = g.emit_scalar("row", Type::scalar(DType::I64));
+    let biased = m.context_regime() == ContextRegime::Recompute && fill > 0;
+    let bias = biased.then(|| g.emit_scalar("bias", Type::scalar(DType::F32)));
+    let at = ChunkPosition { start, row, frames: fill + m.stream.chunk_frames, bias };
+    let (e, e0) = g.time_conditioning();
+    g.set_location("first");
+    let x = g.read_buffer("x", tokens.shape[0], tokens.clone());
+    let mut h = g.patch_embedding(x);
     for i in 0..m.wan.layers {
-        h = g.block(i, h, e0, at);
+        h = g.emit_block(i, h, e0, at);
     }
-    let y = g.head(h, e);
-    g.at("first");
+    let y = g.output_head(h, e);
+    g.set_location("first");
     let x0 = match sigma {
         Some(sigma) => {
-            g.b.key("sigma", sigma);
-            g.op(Opcode::ToX0, &[x, y])
+            g.builder.add_keyed("sigma", sigma);
+            g.emit_op(Opcode::ToX0, &[x, y])
         }
         None => y,
     };
-    g.write("latent", tokens, x0, None);
+    g.write_buffer("latent", tokens, x0, None);
     g.finish()
 }
 
-enum Refresh {
+enum RefreshKind {
     /// After denoising: this chunk's final latents at t = 0, with `fill` frames of context.
     Clean(u64),
     /// Before denoising: three context latents at t = 0 into an empty cache.
     Recompute,
 }
 
-/// A pass that only fills the cache: it ends with the last block's keys and values.
-fn refresh(m: &VideoModel, kind: Refresh) -> Program {
+/// Builds a forward that only fills the KV cache: it ends with the last block's keys and values.
+fn refresh_phase(m: &VideoModel, kind: RefreshKind) -> Program {
     let (name, fill) = match kind {
-        Refresh::Clean(fill) => (format!("clean.fill{fill}"), fill),
-        Refresh::Recompute => ("recompute".to_string(), 0),
+        RefreshKind::Clean(fill) => (format!("clean.fill{fill}"), fill),
+        RefreshKind::Recompute => ("recompute".to_string(), 0),
     };
-    let mut g = Graph::new(m, &name);
-    let tokens = g.tokens();
-    let start = g.call("start", Type::scalar(DType::I64));
-    let row = g.call("row", Type::scalar(DType::I64));
-    let at = Position { start, row, frames: fill + m.stream.chunk_frames, bias: None };
-    let (_, e0) = g.time();
-    g.at("first");
+    let mut g = GraphBuilder::new(m, &name);
+    let tokens = g.token_type();
+    let start = g.emit_scalar("start", Type::scalar(DType::I64));
+    let row = g.emit_scalar("row", Type::scalar(DType::I64));
+    let at = ChunkPosition { start, row, frames: fill + m.stream.chunk_frames, bias: None };
+    let (_, e0) = g.time_conditioning();
+    g.set_location("first");
     let x = match kind {
-        Refresh::Clean(_) => g.read("latent", tokens.shape[0], tokens),
-        Refresh::Recompute => {
-            g.b.attr("at", "first").attr("part", "tokens");
-            g.b.label("context").input("context", tokens)
+        RefreshKind::Clean(_) => g.read_buffer("latent", tokens.shape[0], tokens),
+        RefreshKind::Recompute => {
+            g.builder.set_attr("at", "first").set_attr("part", "tokens");
+            g.builder.set_label("context").add_input("context", tokens)
         }
     };
-    let mut h = g.patch(x);
+    let mut h = g.patch_embedding(x);
     for i in 0..m.wan.layers - 1 {
-        h = g.block(i, h, e0, at);
+        h = g.emit_block(i, h, e0, at);
     }
-    g.keys(m.wan.layers - 1, h, e0, at);
+    g.write_keys_values(m.wan.layers - 1, h, e0, at);
     g.finish()
 }
 
-/// Turns every cached key back by a number of frames, so that positions can go on past the rotary table.
-fn rebase(m: &VideoModel) -> Program {
-    let mut g = Graph::new(m, "rebase");
-    let shift = g.call("shift", Type::scalar(DType::I64));
+/// Rotates every cached key back by a number of frames, so that positions stay within the RoPE
+/// table.
+fn rebase_phase(m: &VideoModel) -> Program {
+    let mut g = GraphBuilder::new(m, "rebase");
+    let shift = g.emit_scalar("shift", Type::scalar(DType::I64));
     let hd = m.wan.head_dim();
-    let grid = m.stream.grid(&m.wan).map(|x| x as i64).to_vec();
+    let grid = m.stream.token_grid(&m.wan).map(|x| x as i64).to_vec();
     for i in 0..m.wan.layers {
-        g.at(&format!("block.{i}"));
-        let cache = g.self_cache();
-        let k = g.read(&format!("kv.{i}.k"), cache.shape[0], cache.clone());
-        g.b.attr("head_dim", hd).attr("grid", grid.clone()).attr("frame_stride", 0i64).key("start", shift);
-        let k = g.op(Opcode::Rope, &[k]);
-        g.write(&format!("kv.{i}.k"), cache, k, None);
+        g.set_location(&format!("block.{i}"));
+        let cache = g.self_cache_type();
+        let k = g.read_buffer(&format!("kv.{i}.k"), cache.shape[0], cache.clone());
+        g.builder
+            .set_attr("head_dim", hd)
+            .set_attr("grid", grid.clone())
+            .set_attr("frame_stride", 0i64)
+            .add_keyed("start", shift);
+        let k = g.emit_op(Opcode::Rope, &[k]);
+        g.write_buffer(&format!("kv.{i}.k"), cache, k, None);
     }
     g.finish()
 }
 
-/// Hands the chunk's latents to the host.
-fn emit(m: &VideoModel) -> Program {
-    let mut g = Graph::new(m, "emit");
-    let tokens = g.tokens();
-    let x = g.read("latent", tokens.shape[0], tokens);
-    g.b.attr("at", "first");
-    g.b.output("latents", x);
+/// Outputs the chunk's latents to the host.
+fn emit_phase(m: &VideoModel) -> Program {
+    let mut g = GraphBuilder::new(m, "emit");
+    let tokens = g.token_type();
+    let x = g.read_buffer("latent", tokens.shape[0], tokens);
+    g.builder.set_attr("at", "first");
+    g.builder.add_output("latents", x);
     g.finish()
 }
 
-/// One latent frame to pixels, on the leader: run for each latent of a chunk, in order. The first alone is what the
-/// next chunk's anchor waits for.
-fn decode(m: &VideoModel) -> Program {
-    let mut g = Graph::new(m, "decode");
-    g.at("leader");
+/// Decodes one latent frame to pixels, on the leader, which runs it for each latent frame of a
+/// chunk in order. The next chunk's anchor waits only for the first frame.
+fn decode_phase(m: &VideoModel) -> Program {
+    let mut g = GraphBuilder::new(m, "decode");
+    g.set_location("leader");
     let frame = Type::new(DType::F32, [m.frame_tokens(), m.wan.token_width()]);
-    let x = g.b.label("latents").input("latents", frame);
-    let [_, h, w] = m.stream.grid(&m.wan).map(|x| x as i64);
-    g.b.attr("grid", vec![1, h, w]);
+    let x = g.builder.set_label("latents").add_input("latents", frame);
+    let [_, h, w] = m.stream.token_grid(&m.wan).map(|x| x as i64);
+    g.builder.set_attr("grid", vec![1, h, w]);
     let pixels = video_op(&mut g, Opcode::DepthToSpaceTime, x);
-    g.b.attr("at", "leader");
-    g.b.output("pixels", pixels);
+    g.builder.set_attr("at", "leader");
+    g.builder.add_output("pixels", pixels);
     g.finish()
 }
 
-/// One latent frame of pixels to latents, on the leader: the anchor repeats its one frame.
-fn encode(m: &VideoModel) -> Program {
-    let mut g = Graph::new(m, "encode");
+/// Encodes one latent frame of pixels to latents, on the leader: the anchor repeats its one frame.
+fn encode_phase(m: &VideoModel) -> Program {
+    let mut g = GraphBuilder::new(m, "encode");
     let s = &m.stream;
-    g.at("leader");
-    let x = g.b.label("pixels").input("pixels", Type::new(DType::F32, [s.stride[0], s.height, s.width, 3]));
+    g.set_location("leader");
+    let x = g
+        .builder
+        .set_label("pixels")
+        .add_input("pixels", Type::new(DType::F32, [s.stride[0], s.height, s.width, 3]));
     let tokens = video_op(&mut g, Opcode::SpaceTimeToDepth, x);
-    g.b.attr("at", "leader");
-    g.b.output("latents", tokens);
+    g.builder.set_attr("at", "leader");
+    g.builder.add_output("latents", tokens);
     g.finish()
 }
 
-fn video_op(g: &mut Graph, opcode: Opcode, x: ValueId) -> ValueId {
-    let stride = g.m.stream.stride.map(|x| x as i64).to_vec();
-    let patch = g.m.wan.patch.map(|x| x as i64).to_vec();
-    g.b.attr("stride", stride).attr("patch", patch);
-    g.op(opcode, &[x])
+fn video_op(g: &mut GraphBuilder, opcode: Opcode, x: ValueId) -> ValueId {
+    let stride = g.model.stream.stride.map(|x| x as i64).to_vec();
+    let patch = g.model.wan.patch.map(|x| x as i64).to_vec();
+    g.builder.set_attr("stride", stride).set_attr("patch", patch);
+    g.emit_op(opcode, &[x])
 }
 
 #[cfg(test)]
@@ -563,7 +596,7 @@ mod tests {
         for extra in ["", "[cache]\nmode = \"recompute\"\n"] {
             let m = tiny(extra);
             let mut used = BTreeSet::new();
-            for p in phases(&m) {
+            for p in build_phases(&m) {
                 for op in p.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
                     used.insert(op.name.clone().unwrap());
                 }
@@ -575,7 +608,7 @@ mod tests {
 
     #[test]
     fn each_regime_has_its_phases() {
-        let names = |e: &str| phases(&tiny(e)).into_iter().map(|p| p.name).collect::<Vec<_>>();
+        let names = |e: &str| build_phases(&tiny(e)).into_iter().map(|p| p.name).collect::<Vec<_>>();
         assert_eq!(
             names(""),
             [

@@ -1,35 +1,37 @@
-//! The zoo: interprets a model's own config and builds its logical graphs, weight names and schedules. Video models
-//! run; language models are only counted, as op rows.
+//! The model zoo: parses a model's own config and builds its logical graphs, weight names and
+//! schedules. Video models are executable; language models are only described as op rows for
+//! estimates.
 //!
-//! This room executes nothing and reads no file: doors hand it texts. It knows no mesh, no strategy and no
-//! backend; what it says about a weight is which cuts are natural (`part`), not which is taken.
+//! This library crate executes nothing and reads no file: application crates pass it texts. It
+//! knows no mesh, no strategy and no backend; for each weight it states the natural shardings
+//! (`part`), not the chosen one.
 
-mod config;
 mod graph;
 mod lm;
-mod names;
 mod schedule;
-mod stream;
-mod text;
+mod stream_config;
+mod wan_config;
+mod weight_names;
+mod word_encoder;
 pub mod zoo;
 
-pub use config::WanConfig;
-pub use graph::{Regime, VideoModel, calls, phases};
-pub use lm::{Attention, Experts, LanguageModel, Mlp, Norm};
-pub use names::{ExpectedWeight, expected_weights};
-pub use schedule::{Step, steps};
-pub use stream::{Decoder, Prediction, StreamConfig, TextEncoder};
-pub use text::Words;
+pub use graph::{ContextRegime, VideoModel, build_phases, list_calls};
+pub use lm::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
+pub use schedule::{SigmaStep, denoising_steps};
+pub use stream_config::{PixelDecoder, PredictionTarget, StreamConfig, TextEncoder};
+pub use wan_config::WanConfig;
+pub use weight_names::{ExpectedWeight, expected_weights};
+pub use word_encoder::WordEncoder;
 
 use tessera_base::Code;
 
-/// Codes this room raises.
+/// The diagnostic codes of this crate.
 pub const CODES: &[&Code] = &[
-    &config::T0410,
-    &stream::T0411,
-    &text::T0420,
-    &text::T0421,
-    &text::T0422,
+    &wan_config::T0410,
+    &stream_config::T0411,
+    &word_encoder::T0420,
+    &word_encoder::T0421,
+    &word_encoder::T0422,
     &lm::T0430,
     &lm::T0431,
     &lm::T0432,

@@ -1,23 +1,23 @@
-//! The flow-match schedule: timesteps and sigmas of the denoising steps.
+//! The flow-matching schedule: timesteps and sigmas of the denoising steps.
 
 use crate::StreamConfig;
 
 /// One denoising step.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Step {
-    /// Timestep the network is conditioned on.
+pub struct SigmaStep {
+    /// Timestep on which the model is conditioned.
     pub timestep: f32,
-    /// Share of noise in the input: x = (1 − σ) · x0 + σ · noise.
+    /// Noise share of the input: x = (1 − σ) · x0 + σ · noise.
     pub sigma: f32,
 }
 
-/// The steps of a stream.
+/// Computes the denoising steps of a stream.
 ///
-/// The table is σ = s·u / (1 + (s − 1)·u) over u = 1, 0.999 … 0.001, with timestep 1000·σ. A warped step t
-/// takes row 1000 − t of the table; an unwarped one keeps its timestep and takes the σ of the nearest row.
-/// Source: the model family's own scheduler.
+/// The table is σ = s·u / (1 + (s − 1)·u) over u = 1, 0.999 … 0.001, with timestep 1000·σ. A warped
+/// step t takes row 1000 − t of the table; an unwarped step keeps its timestep and takes the σ of
+/// the nearest row. Source: the model family's own scheduler.
 #[must_use]
-pub fn steps(config: &StreamConfig) -> Vec<Step> {
+pub fn denoising_steps(config: &StreamConfig) -> Vec<SigmaStep> {
     let table: Vec<f64> = (0..1000)
         .map(|i| {
             let u = 1.0 - f64::from(i) / 1000.0;
@@ -42,7 +42,7 @@ pub fn steps(config: &StreamConfig) -> Vec<Step> {
             } else {
                 (*t, nearest(*t))
             };
-            Step { timestep: timestep as f32, sigma: sigma as f32 }
+            SigmaStep { timestep: timestep as f32, sigma: sigma as f32 }
         })
         .collect()
 }
@@ -52,15 +52,15 @@ mod tests {
     use super::*;
     use crate::WanConfig;
 
-    fn with(text: &str) -> Vec<Step> {
+    fn parse_steps(text: &str) -> Vec<SigmaStep> {
         let wan = WanConfig::parse("c", r#"{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1}"#).unwrap();
         let stream = format!("[video]\nwidth = 16\nheight = 16\n[schedule]\n{text}\n");
-        steps(&StreamConfig::parse("s", &stream, &wan).unwrap())
+        denoising_steps(&StreamConfig::parse("s", &stream, &wan).unwrap())
     }
 
     #[test]
-    fn the_default_is_bent_by_shift_five() {
-        let t: Vec<f32> = with("").iter().map(|s| s.timestep).collect();
+    fn the_default_is_warped_by_shift_five() {
+        let t: Vec<f32> = parse_steps("").iter().map(|s| s.timestep).collect();
         assert_eq!(t[0], 1000.0);
         for (a, b) in t[1..].iter().zip([937.5, 833.3333, 625.0]) {
             assert!((a - b).abs() < 1e-3, "{t:?}");
@@ -68,8 +68,8 @@ mod tests {
     }
 
     #[test]
-    fn unbent_steps_keep_their_timestep() {
-        let s = with("warp = false");
+    fn unwarped_steps_keep_their_timestep() {
+        let s = parse_steps("warp = false");
         assert_eq!(s[1].timestep, 750.0);
         assert!((s[1].sigma - 0.75).abs() < 1e-3);
     }

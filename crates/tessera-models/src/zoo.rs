@@ -1,8 +1,8 @@
-//! Language models by name: dims as their releases publish them, and those that planning guides and papers use.
+//! Named language models, with dims from their releases, from planning guides or from papers.
 
 use crate::LanguageModel;
 
-/// Name and config of each.
+/// Name and config of each model.
 const CONFIGS: &[(&str, &str)] = &[
     ("llama-3.1-8b", include_str!("../zoo/llama-3.1-8b.json")),
     ("llama-3.1-70b", include_str!("../zoo/llama-3.1-70b.json")),
@@ -26,15 +26,15 @@ const CONFIGS: &[(&str, &str)] = &[
     ("gpt-1t", include_str!("../zoo/gpt-1t.json")),
 ];
 
-/// Names of all models, grouped by family.
+/// Lists the names of all models, grouped by family.
 #[must_use]
-pub fn names() -> Vec<&'static str> {
+pub fn model_names() -> Vec<&'static str> {
     CONFIGS.iter().map(|(name, _)| *name).collect()
 }
 
-/// The model of that name.
+/// Returns the model with this name.
 #[must_use]
-pub fn named(name: &str) -> Option<LanguageModel> {
+pub fn find_model(name: &str) -> Option<LanguageModel> {
     let (name, text) = CONFIGS.iter().find(|(n, _)| *n == name)?;
     let model = LanguageModel::parse(name, text).ok()?;
     Some(LanguageModel { name: (*name).to_string(), ..model })

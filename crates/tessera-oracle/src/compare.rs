@@ -1,128 +1,127 @@
-//! A judge's answer against what was played, and the smallest set on which they part.
+//! Compares a verifier's verdict with the simulated outcome, and shrinks a set on which they
+//! disagree.
 
 use tessera_ir::{Program, print};
 use tessera_mesh::Mesh;
 
-use crate::outcome::{Field, Outcome};
-use crate::run::explore;
-use crate::set::Case;
+use crate::one_order::explore_one_order;
+use crate::outcome::{ExecutionOutcome, MismatchField};
+use crate::programs::ProgramSet;
 
-/// A judge: the codes with which it refuses programs, one per rank in order; none where it accepts.
-pub type Judge<'a> = &'a dyn Fn(&Mesh, &[Program]) -> Vec<&'static str>;
+/// A verifier: takes programs, one per rank in order, and returns the codes with which it rejects
+/// them; an empty list means it accepts.
+pub type Verifier<'a> = &'a dyn Fn(&Mesh, &[Program]) -> Vec<&'static str>;
 
-/// Codes that say how a run ends, so that a run that completes must never get one.
+/// Codes that predict how a run ends: the verifier must never raise one for a run that completes.
 pub const EXACT: &[&str] =
     &["T0301", "T0302", "T0303", "T0304", "T0305", "T0307", "T0308", "T0311", "T0312", "T0334"];
 
-/// Codes that refuse what may complete, and why the judge is right to refuse. A code in neither table may refuse
-/// nothing that completes.
+/// Codes that may reject a run that completes, each with the reason. A code in neither table must
+/// not reject a completing run.
 pub const CONSERVATIVE: &[(&str, &str)] = &[
-    ("T0203", "form: the op table does not have it, whatever a device would do with it"),
-    ("T0210", "types: bytes arrive, but not the tensor that the text says"),
-    ("T0211", "types: the run ends, with one rank's term taken for the sum"),
-    ("T0212", "types: the run ends, but the collective does not mean what the layout says"),
-    ("T0213", "types: the run ends, with each rank's piece normalised by itself"),
-    ("T0214", "types: the run ends, with pieces combined that do not belong together"),
-    ("T0215", "types: a constant that the op cannot take"),
-    ("T0306", "bytes agree, tensor dims do not: the run ends, with elements in other places"),
-    ("T0309", "a send to the rank itself meets a receive in the same launch, and nowhere else"),
-    ("T0310", "a group of one: the run ends, with nobody to talk to"),
-    ("T0313", "nothing waits: this run ends, but the next program may overwrite what is still in flight"),
+    ("T0203", "form: the op table does not contain it, although a device might run it"),
+    ("T0210", "types: bytes arrive, but not as the tensor that the program declares"),
+    ("T0211", "types: the run ends, but one rank's term is taken for the sum"),
+    ("T0212", "types: the run ends, but the collective contradicts the layout"),
+    ("T0213", "types: the run ends, but each rank normalises its shard by itself"),
+    ("T0214", "types: the run ends, but it combines shards that do not belong together"),
+    ("T0215", "types: an attribute that the op does not accept"),
+    ("T0306", "bytes agree, tensor dims do not: the run ends, with elements in the wrong places"),
+    ("T0309", "a send to the rank itself matches a receive in the same batch, and never otherwise"),
+    ("T0310", "a group of one: the run ends without any communication"),
+    ("T0313", "no wait: this run ends, but the next program may overwrite buffers still in flight"),
     ("T0314", "a second wait finds a finished collective here; a backend may have freed it"),
-    ("T0315", "a token where data belongs"),
+    ("T0315", "a token in place of data"),
     (
         "T0316",
-        "the order holds by a launch queue, another rank or the end of a collective, and no event or wait states it",
+        "a launch queue, another rank or the end of a collective happens to give the order, but no event or wait guarantees it",
     ),
-    ("T0317", "the run ends, with one rank's term handed out as the sum"),
+    ("T0317", "the run ends, but outputs one rank's term as the sum"),
+    ("T0318", "every order writes before the view's last use: the run ends, and always reads the new bytes"),
+    ("T0319", "a value is used before its definition: the program has no meaning"),
+    ("T0320", "a value has two definitions: the program has no meaning"),
+    ("T0321", "types: an annotated type that the op does not return"),
+    ("T0322", "form: the text form cannot represent it"),
+    ("T0323", "data in place of a call scalar: the run ends, but other data may end it otherwise"),
+    ("T0332", "roles declare one input differently: the run ends, with bytes read as another tensor"),
+    ("T0333", "bytes agree, shapes or layouts do not: the run ends, with elements in the wrong places"),
+    ("T0335", "the device would run these ops; capture loses synchronisation across the graph's boundary"),
     (
-        "T0318",
-        "every order writes before the view's last use: the run ends, and reads the new bytes each time",
+        "T0337",
+        "a role on the wrong side of the mesh boundary: its collectives match, but only over the world",
     ),
-    ("T0319", "a value stands before its definition: there is no program to speak of"),
-    ("T0320", "a value has two definitions: there is no program to speak of"),
-    ("T0321", "types: a written type that the op does not give"),
-    ("T0322", "form: the text form cannot carry it"),
-    ("T0323", "data where a call scalar belongs: the run ends, and other data may end it otherwise"),
-    ("T0332", "roles read one input differently: the run ends, with bytes taken for another tensor"),
-    ("T0333", "bytes agree, shapes or layouts do not: the run ends, with elements in other places"),
-    ("T0335", "the device would run these ops so; capture loses what crosses the edge of a graph"),
-    ("T0337", "a role on the wrong side of the mesh's edge: its collectives meet, over the world alone"),
-    ("T0339", "a batch that is torn or numbered twice: launched in parts, which this time get through"),
-    (
-        "T0343",
-        "every call meets: the run ends, with ranks that computed different things where one was meant",
-    ),
+    ("T0339", "a batch that is split or numbered twice: launched in parts, which happen to complete here"),
+    ("T0343", "every call matches: the run ends, but ranks computed different values where one is required"),
 ];
 
-/// Codes that answer another question than whether a run gets through: a set that they alone refuse counts as accepted, so
-/// that they hide nothing.
-pub const BESIDE: &[&str] = &["T0343"];
+/// Codes that do not predict whether a run completes: a set that only these codes reject counts as
+/// accepted, so that they mask no disagreement.
+pub const NOT_ABOUT_COMPLETION: &[&str] = &["T0343"];
 
-/// Why a code may refuse what completes; `None` for one that may not.
+/// Returns the reason why a code may reject a completing run; `None` if it must not.
 #[must_use]
-pub fn reason(code: &str) -> Option<&'static str> {
+pub fn conservative_reason(code: &str) -> Option<&'static str> {
     CONSERVATIVE.iter().find(|(c, _)| *c == code).map(|(_, why)| *why)
 }
 
-/// One set, judged and played.
+/// The verdict and the simulated outcome of one set.
 #[derive(Debug, Clone)]
-pub struct Compared {
-    /// What the judge said, each code once, in order.
+pub struct Comparison {
+    /// Codes raised by the verifier, without duplicates, in order.
     pub codes: Vec<&'static str>,
-    /// What happened.
-    pub outcome: Outcome,
+    /// Simulated outcome.
+    pub outcome: ExecutionOutcome,
 }
 
-/// A judge and a run that part where they must not.
+/// A forbidden disagreement between the verifier and the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Violation {
-    /// The judge accepted what fails.
+pub enum Disagreement {
+    /// The verifier accepted a set that fails.
     AcceptedFails,
-    /// The judge refused what completes, by a code that says it cannot.
-    RefusedCompletes(&'static str),
+    /// The verifier rejected a completing set with a code that predicts failure.
+    RejectedCompletes(&'static str),
 }
 
-impl Compared {
-    /// Whether the judge expects the set to get through.
+impl Comparison {
+    /// Returns whether the verifier expects the set to complete.
     #[must_use]
-    pub fn accepted(&self) -> bool {
-        self.codes.iter().all(|c| BESIDE.contains(c))
+    pub fn is_accepted(&self) -> bool {
+        self.codes.iter().all(|c| NOT_ABOUT_COMPLETION.contains(c))
     }
 
-    /// What is wrong, if anything.
+    /// Returns the disagreement, if any.
     #[must_use]
-    pub fn violation(&self) -> Option<Violation> {
-        if self.outcome.fails() {
-            return self.accepted().then_some(Violation::AcceptedFails);
+    pub fn disagreement(&self) -> Option<Disagreement> {
+        if self.outcome.is_failure() {
+            return self.is_accepted().then_some(Disagreement::AcceptedFails);
         }
-        let wrong = self.codes.iter().find(|c| reason(c).is_none());
-        wrong.map(|c| Violation::RefusedCompletes(c))
+        let wrong = self.codes.iter().find(|c| conservative_reason(c).is_none());
+        wrong.map(|c| Disagreement::RejectedCompletes(c))
     }
 }
 
-/// Judges and plays one set.
+/// Verifies and simulates one set.
 #[must_use]
-pub fn compare(mesh: &Mesh, programs: &[Program], judge: Judge<'_>) -> Compared {
-    let mut codes = judge(mesh, programs);
+pub fn compare_set(mesh: &Mesh, programs: &[Program], verifier: Verifier<'_>) -> Comparison {
+    let mut codes = verifier(mesh, programs);
     codes.sort_unstable();
     codes.dedup();
     let all: Vec<&Program> = programs.iter().collect();
-    Compared { codes, outcome: explore(mesh, &all) }
+    Comparison { codes, outcome: explore_one_order(mesh, &all) }
 }
 
-/// The smallest set found on which judge and run still part in the same way: meetings, single calls, mutations and
-/// edits are left out one by one while they do.
+/// Returns the smallest set found that still shows the same disagreement: removes collectives,
+/// mutations and rewrites one by one.
 #[must_use]
-pub fn shrink(case: &Case, judge: Judge<'_>) -> Case {
-    let violation = |c: &Case| {
-        let programs = c.programs().ok()?;
-        compare(&c.mesh, &programs, judge).violation()
+pub fn shrink_set(set: &ProgramSet, verifier: Verifier<'_>) -> ProgramSet {
+    let violation = |c: &ProgramSet| {
+        let programs = c.lower_programs().ok()?;
+        compare_set(&c.mesh, &programs, verifier).disagreement()
     };
-    let Some(wanted) = violation(case) else { return case.clone() };
-    let mut best = case.clone();
+    let Some(wanted) = violation(set) else { return set.clone() };
+    let mut best = set.clone();
     'again: loop {
-        for smaller in smaller(&best) {
+        for smaller in smaller_sets(&best) {
             if violation(&smaller) == Some(wanted) {
                 best = smaller;
                 continue 'again;
@@ -132,65 +131,69 @@ pub fn shrink(case: &Case, judge: Judge<'_>) -> Case {
     }
 }
 
-/// Places at which a change is tried when a meeting is left out.
-const AIMS: usize = 12;
+/// Positions at which a change is retried after a collective was removed.
+const RETRY_POSITIONS: usize = 12;
 
-fn smaller(case: &Case) -> Vec<Case> {
+fn smaller_sets(set: &ProgramSet) -> Vec<ProgramSet> {
     let mut out = Vec::new();
-    let mut without = |change: &dyn Fn(&mut Case)| {
-        let mut c = case.clone();
+    let mut without = |change: &dyn Fn(&mut ProgramSet)| {
+        let mut c = set.clone();
         change(&mut c);
         out.push(c);
     };
-    for i in 0..case.mutations.len() {
+    for i in 0..set.mutations.len() {
         without(&|c| {
             c.mutations.remove(i);
         });
     }
-    for i in 0..case.edits.len() {
+    for i in 0..set.rewrites.len() {
         without(&|c| {
-            c.edits.remove(i);
+            c.rewrites.remove(i);
         });
     }
-    for i in 0..case.meetings.len() {
+    for i in 0..set.operations.len() {
         without(&|c| {
-            c.meetings.remove(i);
+            c.operations.remove(i);
         });
-        // What is left may need its change at another place.
-        for aim in 0..AIMS {
-            (0..case.mutations.len()).for_each(|m| {
+        // The remaining set may need its change at another position.
+        for aim in 0..RETRY_POSITIONS {
+            (0..set.mutations.len()).for_each(|m| {
                 without(&|c| {
-                    c.meetings.remove(i);
-                    c.mutations[m].aim(aim);
+                    c.operations.remove(i);
+                    c.mutations[m].move_to(aim);
                 });
             });
-            (0..case.edits.len()).for_each(|e| {
+            (0..set.rewrites.len()).for_each(|e| {
                 without(&|c| {
-                    c.meetings.remove(i);
-                    c.edits[e].aim(aim);
+                    c.operations.remove(i);
+                    c.rewrites[e].move_to(aim);
                 });
             });
         }
     }
-    if case.streams > 1 {
+    if set.streams > 1 {
         without(&|c| c.streams -= 1);
     }
     out
 }
 
-/// A set as a file for the data-driven tests, with the mark that a failing run asks for.
+/// Renders a set as a file for the data-driven tests, with the expected error on the failing op.
 #[must_use]
-pub fn filetest(programs: &[Program], found: &Compared, note: &str) -> String {
+pub fn to_filetest(programs: &[Program], comparison: &Comparison, note: &str) -> String {
     let mut out = format!("// test: check\n// note: {note}\n");
-    for line in found.outcome.to_string().lines() {
+    for line in comparison.outcome.to_string().lines() {
         out += &format!("// note: {line}\n");
     }
     for (rank, p) in programs.iter().enumerate() {
-        let mark = found.outcome.at().filter(|(r, _)| *r == rank).map(|(_, op)| 1 + p.buffers.len() + op);
+        let mark = comparison
+            .outcome
+            .failing_op()
+            .filter(|(r, _)| *r == rank)
+            .map(|(_, op)| 1 + p.buffers.len() + op);
         for (i, line) in print(p).lines().enumerate() {
             out += line;
             if Some(i) == mark {
-                out += &format!(" // error: {}", expected(&found.outcome));
+                out += &format!(" // error: {}", expected_code(&comparison.outcome));
             }
             out += "\n";
         }
@@ -198,18 +201,18 @@ pub fn filetest(programs: &[Program], found: &Compared, note: &str) -> String {
     out
 }
 
-/// The code that a failure is usually refused by.
-fn expected(outcome: &Outcome) -> &'static str {
+/// Returns the code that usually rejects a failure.
+fn expected_code(outcome: &ExecutionOutcome) -> &'static str {
     match outcome {
-        Outcome::Mismatch { field, .. } => match field {
-            Field::Op => "T0301",
-            Field::Graph => "T0334",
-            Field::Dtype => "T0303",
-            Field::Reduction => "T0304",
-            Field::Root => "T0305",
-            Field::Count => "T0302",
+        ExecutionOutcome::Mismatch { field, .. } => match field {
+            MismatchField::Op => "T0301",
+            MismatchField::Graph => "T0334",
+            MismatchField::Dtype => "T0303",
+            MismatchField::Reduction => "T0304",
+            MismatchField::Root => "T0305",
+            MismatchField::Count => "T0302",
         },
-        Outcome::Race { .. } => "T0316",
+        ExecutionOutcome::Race { .. } => "T0316",
         _ => "T0311",
     }
 }
@@ -219,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_code_stands_in_one_table_once() {
+    fn each_code_is_listed_once() {
         let mut all: Vec<&str> = EXACT.iter().copied().chain(CONSERVATIVE.iter().map(|c| c.0)).collect();
         let codes = all.len();
         all.sort_unstable();

@@ -1,46 +1,52 @@
-//! An oracle for the judge: it plays small sets of programs, one per rank, on devices as they are and says whether
-//! they can fail. Beside it a generator of such sets, and a comparison of any judge with what was played.
+//! An oracle for the verifier: it simulates small sets of programs, one per rank, on a model of
+//! real devices and reports whether they can fail. The crate also contains a generator of such
+//! sets, and a comparison of any verifier with the simulated outcome.
 //!
-//! The library refuses to know the judge: it is handed in as a function, and nothing here matches sequences, draws
-//! graphs or looks for cycles. It only executes. The binary and the tests bring `tessera-verify` along.
+//! The library does not depend on the verifier: it takes one as a function, and nothing here
+//! matches sequences, builds graphs or searches for cycles. It only executes. The binary and the
+//! tests supply `tessera-verify`.
 //!
-//! **The machine.** A host runs its program in order, never blocks, and so has enqueued everything before the device
-//! begins. Ops run on their streams, first in, first out, when what they come after has finished; inputs, call
-//! scalars and weights are there from the start. Collectives launch from one queue per device in program order, one in
-//! flight at a time: the head launches when everything before it on its stream and its events have finished, and
-//! nothing behind it launches until it has retired. Consecutive sends and receives with one `batch` number, in one
-//! graph or none, are one launch.
-//! Ops in a row with one `graph` are launched on the stream of the first; other streams are lanes of the graph's own,
-//! which begin with it and end before the next op there.
-//! A symmetric collective is done when every member of its group has its own call to that group in flight; a send when
-//! its receiver has the receive in flight, without buffers in between.
+//! **The device model.** A host runs its program in order, never blocks, and so has enqueued
+//! everything before the device begins. Ops run on their streams, first in, first out, when their
+//! dependencies have finished; inputs, call scalars and weights are available from the start.
+//! Collectives launch from one queue per device in program order, one in flight at a time: the head
+//! launches when everything before it on its stream and its events have finished, and nothing
+//! behind it launches until it has retired. Consecutive sends and receives with one `batch` number,
+//! all in one graph or all in none, form one launch. Consecutive ops of one `graph` are launched on
+//! the stream of the first op; other streams become lanes of the graph, which begin with it and end
+//! before the next op on that stream. A collective of a group completes when every member has its
+//! own call to that group in flight; a send completes when its receiver has the receive in flight,
+//! without intermediate buffers.
 //!
-//! **Why one run is enough.** Whether a step is possible depends only on steps that have happened, never on ones that
-//! have not; a step that is possible stays so until it is taken, and happens once. So all orders end in one state, and
-//! what had to happen before a step is the same in all of them. [`explore`] takes one order and notes those causes;
-//! [`explore_all`] visits every state and believes none of this. A test compares the two.
+//! **Why one run is enough.** Whether a step is possible depends only on steps that have happened,
+//! never on steps that have not; a possible step stays possible until it is taken, and happens
+//! once. So all orders end in one state, and the set of steps that must precede a step is the same
+//! in all of them. [`explore_one_order`] takes one order and records these causes;
+//! [`explore_all_orders`] visits every state without relying on this argument. A test compares the
+//! two.
 
 mod call;
 mod compare;
-mod edit;
-mod every;
+mod device_model;
 mod group;
+mod interleavings;
 mod lower;
-mod machine;
 mod mutate;
+mod one_order;
 mod outcome;
-mod run;
-mod set;
+mod programs;
+mod rewrite;
 mod table;
 
 pub use compare::{
-    BESIDE, CONSERVATIVE, Compared, EXACT, Judge, Violation, compare, filetest, reason, shrink,
+    CONSERVATIVE, Comparison, Disagreement, EXACT, NOT_ABOUT_COMPLETION, Verifier, compare_set,
+    conservative_reason, shrink_set, to_filetest,
 };
-pub use edit::{Edit, EditKind};
-pub use every::explore_all;
+pub use interleavings::explore_all_orders;
 pub use mutate::{Mutation, MutationKind};
-pub use outcome::{Field, Outcome};
-pub use run::explore;
-pub use set::{Case, Held, Meeting, What};
-pub use table::Table;
-pub use tessera_base::random::Dice;
+pub use one_order::explore_one_order;
+pub use outcome::{ExecutionOutcome, MismatchField};
+pub use programs::{CollectiveSpec, JointOperation, ProgramSet, ValueSharding};
+pub use rewrite::{Rewrite, RewriteKind};
+pub use table::ComparisonTable;
+pub use tessera_base::random::Rng;

@@ -1,26 +1,31 @@
-//! Changes to the list of collectives of one rank, or of all that take part in one meeting.
+//! Mutations of the list of collectives of one rank, or of all ranks that take part in one
+//! collective.
 
 use tessera_ir::{DType, Opcode};
 use tessera_mesh::{Group, Mesh, Rank};
 
-use crate::set::{ALIKE, Call, Held, SHAPES, What, has_layout, holds, kinds, knows};
-use tessera_base::random::Dice;
+use crate::programs::{
+    CollectiveSpec, EQUAL_COUNT_SHAPES, PlannedCall, SHAPES, ValueSharding, group_kinds, has_attribute,
+    has_layout, possible_shardings,
+};
+use tessera_base::random::Rng;
 
-/// One change. Places are taken modulo what is there, so that it still means something in a smaller set.
+/// One mutation. Positions are taken modulo the number of candidates, so that the mutation also
+/// applies to a smaller set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mutation {
-    /// What changes.
+    /// Kind of the mutation.
     pub kind: MutationKind,
     rank: usize,
     at: usize,
     arg: usize,
-    /// The same change on every rank of the meeting: often harmless.
+    /// Whether every rank of the collective gets the same change, which is often harmless.
     everywhere: bool,
 }
 
-/// What changes in a list.
+/// Kinds of mutations of a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[allow(missing_docs, reason = "named by what they do; `name` has the words")]
+#[allow(missing_docs, reason = "the names describe the mutations; `name` gives the text")]
 pub enum MutationKind {
     Drop,
     Swap,
@@ -39,7 +44,7 @@ pub enum MutationKind {
 }
 
 impl MutationKind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [MutationKind; 14] = [
         MutationKind::Drop,
         MutationKind::Swap,
@@ -57,7 +62,7 @@ impl MutationKind {
         MutationKind::OtherGraph,
     ];
 
-    /// In words.
+    /// Returns the description of the kind.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -78,74 +83,81 @@ impl MutationKind {
         }
     }
 
-    /// Whether the op table of this build has what it changes.
+    /// Returns whether the op table of this build has the attribute that the mutation changes.
     #[must_use]
     pub fn is_possible(self) -> bool {
         match self {
-            MutationKind::SplitBatch => knows(Opcode::Send, "batch"),
-            MutationKind::OtherGraph => knows(Opcode::AllReduce, "graph"),
+            MutationKind::SplitBatch => has_attribute(Opcode::Send, "batch"),
+            MutationKind::OtherGraph => has_attribute(Opcode::AllReduce, "graph"),
             _ => true,
         }
     }
 }
 
 impl Mutation {
-    /// Moves the change to another place.
-    pub(crate) fn aim(&mut self, at: usize) {
+    /// Moves the mutation to another position.
+    pub(crate) fn move_to(&mut self, at: usize) {
         self.at = at;
     }
 
-    pub(crate) fn random(d: &mut Dice, mesh: &Mesh) -> Mutation {
+    pub(crate) fn random(d: &mut Rng, mesh: &Mesh) -> Mutation {
         let kinds: Vec<MutationKind> = MutationKind::ALL.into_iter().filter(|k| k.is_possible()).collect();
         Mutation {
-            // An order is wrong in more ways than a constant.
-            kind: if d.chance(1, 4) { MutationKind::Swap } else { d.pick(&kinds) },
-            rank: d.below(mesh.ranks() as usize),
-            at: d.below(1 << 16),
-            arg: d.below(1 << 16),
-            everywhere: d.chance(1, 4),
+            // Swaps are more frequent, since an order can be wrong in more ways than an attribute.
+            kind: if d.next_ratio(1, 4) { MutationKind::Swap } else { d.pick_one(&kinds) },
+            rank: d.next_below(mesh.world_size() as usize),
+            at: d.next_below(1 << 16),
+            arg: d.next_below(1 << 16),
+            everywhere: d.next_ratio(1, 4),
         }
     }
 }
 
-/// Changes the lists, if there is something to change.
-pub(crate) fn apply(m: &Mutation, mesh: &Mesh, lists: &mut [Vec<Call>]) {
+/// Applies the mutation, if the list has a candidate.
+pub(crate) fn apply_mutation(m: &Mutation, mesh: &Mesh, lists: &mut [Vec<PlannedCall>]) {
     let list = &lists[m.rank];
-    let fitting: Vec<usize> = (0..list.len()).filter(|i| fits(m.kind, mesh, m.rank, list, *i)).collect();
+    let fitting: Vec<usize> =
+        (0..list.len()).filter(|i| is_candidate(m.kind, mesh, m.rank, list, *i)).collect();
     if fitting.is_empty() {
         return;
     }
     let at = fitting[m.at % fitting.len()];
     if !m.everywhere {
-        change(m, mesh, m.rank, &mut lists[m.rank], at);
+        change_call(m, mesh, m.rank, &mut lists[m.rank], at);
         return;
     }
     let salt = list[at].salt;
     for (rank, list) in lists.iter_mut().enumerate() {
         if let Some(at) = list.iter().position(|c| c.salt == salt)
-            && fits(m.kind, mesh, rank, list, at)
+            && is_candidate(m.kind, mesh, rank, list, at)
         {
-            change(m, mesh, rank, list, at);
+            change_call(m, mesh, rank, list, at);
         }
     }
 }
 
-fn fits(kind: MutationKind, mesh: &Mesh, rank: usize, list: &[Call], at: usize) -> bool {
+fn is_candidate(kind: MutationKind, mesh: &Mesh, rank: usize, list: &[PlannedCall], at: usize) -> bool {
     let c = &list[at];
-    let pair = matches!(c.what, What::Send { .. } | What::Recv { .. });
+    let pair = matches!(c.collective, CollectiveSpec::Send { .. } | CollectiveSpec::Recv { .. });
     match kind {
         MutationKind::Swap => at + 1 < list.len(),
-        MutationKind::OtherShape => c.shape < ALIKE,
+        MutationKind::OtherShape => c.shape < EQUAL_COUNT_SHAPES,
         MutationKind::OtherLayout => {
-            (pair || matches!(c.what, What::Broadcast { .. })) && holds(mesh, c.what, c.group).len() > 1
+            (pair || matches!(c.collective, CollectiveSpec::Broadcast { .. }))
+                && possible_shardings(mesh, c.collective, c.group).len() > 1
         }
         MutationKind::OtherDim => {
-            matches!(c.what, What::AllGather { .. } | What::ReduceScatter { .. } | What::AllToAll { .. })
+            matches!(
+                c.collective,
+                CollectiveSpec::AllGather { .. }
+                    | CollectiveSpec::ReduceScatter { .. }
+                    | CollectiveSpec::AllToAll { .. }
+            )
         }
-        MutationKind::Regroup => groups(mesh, rank, c).len() > 1,
-        MutationKind::OtherRoot => matches!(c.what, What::Broadcast { .. }),
+        MutationKind::Regroup => possible_groups(mesh, rank, c).len() > 1,
+        MutationKind::OtherRoot => matches!(c.collective, CollectiveSpec::Broadcast { .. }),
         MutationKind::OtherReduction => {
-            matches!(c.what, What::AllReduce { .. } | What::ReduceScatter { .. })
+            matches!(c.collective, CollectiveSpec::AllReduce { .. } | CollectiveSpec::ReduceScatter { .. })
         }
         MutationKind::OtherPeer => pair,
         MutationKind::SplitBatch => c.batch.is_some(),
@@ -153,14 +165,16 @@ fn fits(kind: MutationKind, mesh: &Mesh, rank: usize, list: &[Call], at: usize) 
     }
 }
 
-/// Every kind of group over which a rank can call this.
-fn groups(mesh: &Mesh, rank: usize, c: &Call) -> Vec<Group> {
-    let can = |g: &Group| mesh.position(Rank(rank as u32), *g).is_some() && has_layout(mesh, c.what, *g);
-    kinds(mesh).into_iter().filter(can).collect()
+/// Returns every group over which a rank can make this call.
+fn possible_groups(mesh: &Mesh, rank: usize, c: &PlannedCall) -> Vec<Group> {
+    let can = |g: &Group| {
+        mesh.group_position(Rank(rank as u32), *g).is_some() && has_layout(mesh, c.collective, *g)
+    };
+    group_kinds(mesh).into_iter().filter(can).collect()
 }
 
-fn change(m: &Mutation, mesh: &Mesh, rank: usize, list: &mut Vec<Call>, at: usize) {
-    let here = |g: Group| mesh.position(Rank(rank as u32), g).unwrap_or(0) as usize;
+fn change_call(m: &Mutation, mesh: &Mesh, rank: usize, list: &mut Vec<PlannedCall>, at: usize) {
+    let here = |g: Group| mesh.group_position(Rank(rank as u32), g).unwrap_or(0) as usize;
     match m.kind {
         MutationKind::Drop => drop(list.remove(at)),
         MutationKind::Swap => list.swap(at, at + 1),
@@ -172,55 +186,64 @@ fn change(m: &Mutation, mesh: &Mesh, rank: usize, list: &mut Vec<Call>, at: usiz
     }
     let Some(c) = list.get_mut(at) else { return };
     let parts = mesh.group_size(c.group) as usize;
-    let groups = groups(mesh, rank, c);
-    match (m.kind, &mut c.what) {
+    let groups = possible_groups(mesh, rank, c);
+    match (m.kind, &mut c.collective) {
         (MutationKind::OtherCount, _) => {
             let other: Vec<usize> = (0..SHAPES.len())
                 .filter(|s| SHAPES[*s].iter().product::<u64>() != SHAPES[c.shape].iter().product::<u64>())
                 .collect();
             c.shape = other[m.arg % other.len()];
         }
-        (MutationKind::OtherShape, _) => c.shape = (c.shape + 1 + m.arg % (ALIKE - 1)) % ALIKE,
+        (MutationKind::OtherShape, _) => {
+            c.shape = (c.shape + 1 + m.arg % (EQUAL_COUNT_SHAPES - 1)) % EQUAL_COUNT_SHAPES
+        }
         (
             MutationKind::OtherDim,
-            What::AllGather { dim } | What::ReduceScatter { dim, .. } | What::AllToAll { concat: dim, .. },
+            CollectiveSpec::AllGather { dim }
+            | CollectiveSpec::ReduceScatter { dim, .. }
+            | CollectiveSpec::AllToAll { concat: dim, .. },
         ) => *dim = 1 - *dim,
         (MutationKind::OtherLayout, what) => {
-            let others: Vec<_> = holds(mesh, *what, c.group).into_iter().filter(|h| *h != c.held).collect();
-            c.held = others[m.arg % others.len()];
+            let others: Vec<_> =
+                possible_shardings(mesh, *what, c.group).into_iter().filter(|h| *h != c.sharding).collect();
+            c.sharding = others[m.arg % others.len()];
         }
         (MutationKind::Regroup, what) => {
             let now = groups.iter().position(|g| *g == c.group).unwrap_or(0);
             let to = groups[(now + 1 + m.arg % (groups.len() - 1)) % groups.len()];
             let parts = mesh.group_size(to) as usize;
             match what {
-                What::Broadcast { root } => *root %= parts,
-                What::Send { to: peer } | What::Recv { from: peer } => {
-                    // The same rank where the group has it, else the next.
-                    let ranks = mesh.members(Rank(rank as u32), c.group);
+                CollectiveSpec::Broadcast { root } => *root %= parts,
+                CollectiveSpec::Send { to: peer } | CollectiveSpec::Recv { from: peer } => {
+                    // Keep the same peer if the new group contains it, else take the next member.
+                    let ranks = mesh.group_members(Rank(rank as u32), c.group);
                     let same = ranks
                         .get(*peer)
-                        .and_then(|r| mesh.members(Rank(rank as u32), to).iter().position(|o| o == r));
+                        .and_then(|r| mesh.group_members(Rank(rank as u32), to).iter().position(|o| o == r));
                     *peer = same.unwrap_or((here(to) + 1) % parts);
                 }
                 _ => {}
             }
             c.group = to;
-            if !holds(mesh, *what, to).contains(&c.held) {
-                c.held = Held::Whole;
+            if !possible_shardings(mesh, *what, to).contains(&c.sharding) {
+                c.sharding = ValueSharding::Whole;
             }
         }
-        (MutationKind::OtherRoot, What::Broadcast { root }) => {
+        (MutationKind::OtherRoot, CollectiveSpec::Broadcast { root }) => {
             *root = (*root + 1 + m.arg % (parts - 1)) % parts;
         }
-        (MutationKind::OtherReduction, What::AllReduce { tree } | What::ReduceScatter { tree, .. }) => {
-            *tree = !*tree
-        }
+        (
+            MutationKind::OtherReduction,
+            CollectiveSpec::AllReduce { tree } | CollectiveSpec::ReduceScatter { tree, .. },
+        ) => *tree = !*tree,
         (MutationKind::OtherDtype, _) => {
             c.dtype = if c.dtype == DType::F32 { DType::Bf16 } else { DType::F32 };
         }
-        (MutationKind::OtherPeer, What::Send { to: peer } | What::Recv { from: peer }) => {
-            // Now and then the rank itself.
+        (
+            MutationKind::OtherPeer,
+            CollectiveSpec::Send { to: peer } | CollectiveSpec::Recv { from: peer },
+        ) => {
+            // In a quarter of the cases the peer may be the rank itself.
             let own = (parts > 2 && !m.arg.is_multiple_of(4)).then_some(here(c.group));
             let others: Vec<usize> = (0..parts).filter(|p| Some(*p) != own && *p != *peer).collect();
             *peer = others[m.arg % others.len()];

@@ -1,43 +1,43 @@
-//! What can come of a set of programs.
+//! The possible outcomes of a set of programs.
 
 use std::fmt;
 
-/// What becomes of a set of programs, over all orders in which its devices can run.
+/// The outcome of a set of programs over all orders in which its devices can run.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Outcome {
-    /// Every op of every rank finishes, in every order, and reads what it should.
+pub enum ExecutionOutcome {
+    /// Every op of every rank finishes in every order and reads the intended values.
     Completes,
-    /// No step is possible and something has not finished.
+    /// No step is possible, but some op has not finished.
     Hang {
-        /// Per rank, what it is held by.
+        /// Blocking op of each rank, one per line.
         state: String,
-        /// The first rank that is held, and its op.
+        /// First blocked rank and its op.
         at: (usize, usize),
     },
-    /// Members in flight on one group that do not fit together.
+    /// Calls in flight on one group that do not match.
     Mismatch {
-        /// In what.
-        field: Field,
-        /// Both sides.
+        /// Field that differs.
+        field: MismatchField,
+        /// Both calls.
         trace: String,
         /// Rank and op of one side.
         at: (usize, usize),
     },
-    /// An order in which something is read before it is there, or two orders of accesses to one buffer.
+    /// A value may be read before it is ready, or two accesses to one buffer have no order.
     Race {
         /// Both ops.
         trace: String,
-        /// Rank and op of the reader, or of the later one in program order.
+        /// Rank and op of the reader, or of the later op in program order.
         at: (usize, usize),
     },
 }
 
-/// What two members in flight on one group differ in.
+/// A field in which two calls in flight on one group differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Field {
-    /// The op.
+pub enum MismatchField {
+    /// Op name.
     Op,
-    /// One is captured and the other not, or in another graph.
+    /// One call is captured and the other is not, or they are in different graphs.
     Graph,
     /// Element type.
     Dtype,
@@ -45,58 +45,60 @@ pub enum Field {
     Reduction,
     /// Root.
     Root,
-    /// Elements that one side hands over and the other takes.
+    /// Number of elements sent and received.
     Count,
 }
 
-impl Outcome {
-    /// Whether a run can go wrong.
+impl ExecutionOutcome {
+    /// Returns whether a run can go wrong.
     #[must_use]
-    pub fn fails(&self) -> bool {
-        *self != Outcome::Completes
+    pub fn is_failure(&self) -> bool {
+        *self != ExecutionOutcome::Completes
     }
 
-    /// One word.
+    /// Returns the kind of outcome as one word.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         match self {
-            Outcome::Completes => "completes",
-            Outcome::Hang { .. } => "hang",
-            Outcome::Mismatch { .. } => "mismatch",
-            Outcome::Race { .. } => "race",
+            ExecutionOutcome::Completes => "completes",
+            ExecutionOutcome::Hang { .. } => "hang",
+            ExecutionOutcome::Mismatch { .. } => "mismatch",
+            ExecutionOutcome::Race { .. } => "race",
         }
     }
 
-    /// Rank and op that the failure shows at.
+    /// Returns the rank and op at which the failure appears.
     #[must_use]
-    pub fn at(&self) -> Option<(usize, usize)> {
+    pub fn failing_op(&self) -> Option<(usize, usize)> {
         match self {
-            Outcome::Completes => None,
-            Outcome::Hang { at, .. } | Outcome::Mismatch { at, .. } | Outcome::Race { at, .. } => Some(*at),
+            ExecutionOutcome::Completes => None,
+            ExecutionOutcome::Hang { at, .. }
+            | ExecutionOutcome::Mismatch { at, .. }
+            | ExecutionOutcome::Race { at, .. } => Some(*at),
         }
     }
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for ExecutionOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Outcome::Completes => f.write_str("completes"),
-            Outcome::Hang { state, .. } => write!(f, "hang\n{state}"),
-            Outcome::Mismatch { field, trace, .. } => write!(f, "mismatch in {field}\n{trace}"),
-            Outcome::Race { trace, .. } => write!(f, "race\n{trace}"),
+            ExecutionOutcome::Completes => f.write_str("completes"),
+            ExecutionOutcome::Hang { state, .. } => write!(f, "hang\n{state}"),
+            ExecutionOutcome::Mismatch { field, trace, .. } => write!(f, "mismatch in {field}\n{trace}"),
+            ExecutionOutcome::Race { trace, .. } => write!(f, "race\n{trace}"),
         }
     }
 }
 
-impl fmt::Display for Field {
+impl fmt::Display for MismatchField {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Field::Op => "op",
-            Field::Graph => "capture",
-            Field::Dtype => "dtype",
-            Field::Reduction => "reduction",
-            Field::Root => "root",
-            Field::Count => "count",
+            MismatchField::Op => "op",
+            MismatchField::Graph => "capture",
+            MismatchField::Dtype => "dtype",
+            MismatchField::Reduction => "reduction",
+            MismatchField::Root => "root",
+            MismatchField::Count => "count",
         })
     }
 }

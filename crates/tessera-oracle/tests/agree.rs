@@ -1,23 +1,26 @@
-//! One order of steps says what all orders say, and sets say the same as text and in a smaller form.
+//! Tests that one order of steps gives the same outcome as all orders, and that sets survive
+//! printing and shrinking.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
 
 use tessera_ir::{Program, parse_all, print};
 use tessera_mesh::Mesh;
-use tessera_oracle::{Case, Violation, compare, explore, explore_all, shrink};
+use tessera_oracle::{
+    Disagreement, ProgramSet, compare_set, explore_all_orders, explore_one_order, shrink_set,
+};
 
 const SEED: u64 = 11;
 
 #[test]
-fn one_order_says_what_all_orders_say() {
+fn one_order_and_all_orders_have_equal_outcomes() {
     let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
     for index in 0..6000 {
-        let case = Case::small(SEED, index);
-        let programs = case.programs().unwrap();
+        let case = ProgramSet::generate_small(SEED, index);
+        let programs = case.lower_programs().unwrap();
         let all: Vec<&Program> = programs.iter().collect();
-        let Some(every) = explore_all(&case.mesh, &all, 1500) else { continue };
-        let one = explore(&case.mesh, &all);
+        let Some(every) = explore_all_orders(&case.mesh, &all, 1500) else { continue };
+        let one = explore_one_order(&case.mesh, &all);
         assert_eq!(one.kind(), every.kind(), "set {index}: {one}\nagainst {every}");
         *kinds.entry(one.kind()).or_default() += 1;
     }
@@ -31,8 +34,8 @@ fn one_order_says_what_all_orders_say() {
 #[test]
 fn the_text_of_a_set_reads_back() {
     for index in 0..300 {
-        let case = Case::random(SEED, 2 * index);
-        let programs = case.programs().unwrap();
+        let case = ProgramSet::generate_random(SEED, 2 * index);
+        let programs = case.lower_programs().unwrap();
         let text: String = programs.iter().map(print).collect();
         let read = parse_all(&text, "p").unwrap_or_else(|e| panic!("set {index}\n{text}\n{e:?}"));
         let read: Vec<Program> = read.into_iter().map(Program::without_spans).collect();
@@ -42,29 +45,30 @@ fn the_text_of_a_set_reads_back() {
 
 #[test]
 fn a_seed_and_an_index_give_one_set() {
-    let shown =
-        |index| -> Vec<String> { Case::random(3, index).programs().unwrap().iter().map(print).collect() };
+    let shown = |index| -> Vec<String> {
+        ProgramSet::generate_random(3, index).lower_programs().unwrap().iter().map(print).collect()
+    };
     assert_eq!(shown(5), shown(5));
     assert_ne!(shown(5), shown(7));
 }
 
 #[test]
-fn a_disagreement_shrinks_to_what_it_needs() {
-    // A judge that accepts everything is wrong about every failing set.
+fn a_disagreement_shrinks_to_its_cause() {
+    // A verifier that accepts everything is wrong about every failing set.
     let lenient = |_: &Mesh, _: &[Program]| Vec::new();
     let mut shrunk = 0;
     for index in (1..400).step_by(2) {
-        let case = Case::random(SEED, index);
-        let found = compare(&case.mesh, &case.programs().unwrap(), &lenient);
-        if found.violation() != Some(Violation::AcceptedFails) {
+        let case = ProgramSet::generate_random(SEED, index);
+        let found = compare_set(&case.mesh, &case.lower_programs().unwrap(), &lenient);
+        if found.disagreement() != Some(Disagreement::AcceptedFails) {
             continue;
         }
-        let small = shrink(&case, &lenient);
-        let found = compare(&small.mesh, &small.programs().unwrap(), &lenient);
-        assert_eq!(found.violation(), Some(Violation::AcceptedFails));
-        assert!(small.meetings.len() <= 4, "set {index}: {small:?}");
-        assert!((1..=2).contains(&(small.mutations.len() + small.edits.len())), "set {index}");
-        shrunk += usize::from(small.meetings.len() < case.meetings.len());
+        let small = shrink_set(&case, &lenient);
+        let found = compare_set(&small.mesh, &small.lower_programs().unwrap(), &lenient);
+        assert_eq!(found.disagreement(), Some(Disagreement::AcceptedFails));
+        assert!(small.operations.len() <= 4, "set {index}: {small:?}");
+        assert!((1..=2).contains(&(small.mutations.len() + small.rewrites.len())), "set {index}");
+        shrunk += usize::from(small.operations.len() < case.operations.len());
     }
     assert!(shrunk > 10, "{shrunk}");
 }

@@ -1,31 +1,33 @@
-//! The planner: a mapping and logical programs in, a bundle of role programs with their memory out.
+//! The planner: turns a mapping and logical programs into a bundle of role programs with their
+//! memory plan.
 //!
-//! It gives each logical value a layout, inserts the collectives that the shard rules ask for, cuts everything
-//! into local shapes and places temporaries. It knows no model by name, runs nothing, and never asks the judge:
-//! what it makes is a claim until [`tessera_ir::Bundle`] is sealed by another room.
+//! It assigns a layout to each logical value, inserts the collectives that the sharding rules
+//! require, computes local shapes and assigns temporaries to memory slots. The planner knows no
+//! model by name, runs nothing and never calls the verifier: its output is unproven until another
+//! crate seals the [`tessera_ir::Bundle`].
 
 pub mod attention;
 mod lower;
 mod mapping;
 mod memory;
-mod order;
-mod pieces;
+mod op_order;
+mod ownership;
 pub mod precision;
 mod roles;
+mod row_chunks;
 pub mod search;
-mod source;
 mod stages;
 mod strategy;
 pub mod video;
 
-pub use lower::{Logical, lower};
-pub use mapping::{DtypePolicy, Mapping, Numerics, Strategy, Topology, Via};
-pub use memory::place;
-pub use stages::balance;
+pub use lower::{LogicalModel, lower};
+pub use mapping::{DtypePolicy, Mapping, Numerics, Strategy, Topology, Transport};
+pub use memory::assign_slots;
+pub use stages::balance_stages;
 
 use tessera_base::Code;
 
-/// Codes this room raises.
+/// Diagnostic codes that this crate raises.
 pub const CODES: &[&Code] = &[
     &mapping::T0601,
     &mapping::T0602,
@@ -59,10 +61,10 @@ pub const CODES: &[&Code] = &[
     &search::recipe::T1222,
     &search::placement::T1223,
     &search::placement::T1224,
-    &search::remedy::T1225,
-    &search::remedy::T1226,
-    &search::remedy::T1227,
-    &search::remedy::T1228,
+    &search::mitigation::T1225,
+    &search::mitigation::T1226,
+    &search::mitigation::T1227,
+    &search::mitigation::T1228,
     &search::recipe::T1229,
     &video::T1230,
     &video::T1231,

@@ -1,63 +1,65 @@
-//! What a person reads and edits: topology, mesh, strategy, numerics policy, stages, queue depths.
+//! The mapping, which a person reads and edits: topology, mesh, strategy, numerics policy, stages
+//! and queue depths.
 
-use tessera_base::fields::{Fields, T0004, toml};
-use tessera_base::{Code, Diagnostic, Diagnostics, choices};
+use tessera_base::config::{ConfigReader, T0004, parse_toml};
+use tessera_base::{Code, Diagnostic, Diagnostics, format_choices};
 use tessera_mesh::{Axis, Mesh, RankMap};
 
-/// An axis that this kind of model has no use for.
+/// A mesh axis that this kind of model cannot use is larger than 1.
 pub static T0601: Code = Code {
     id: "T0601",
-    title: "mesh axis has nothing to cut",
+    title: "mesh axis has nothing to shard",
     page: "A video generator has no experts, so `ep` must be 1, and a stream is one sequence, so `dp` must be 1. Use tp \
-for heads or tokens, and pp for blocks.",
+to shard heads or tokens, and pp to split blocks into stages.",
 };
-/// More ranks on tp than there are units.
+/// tp has more ranks than the model has units to shard.
 pub static T0602: Code = Code {
     id: "T0602",
     title: "tp does not fit the model",
     page: "Every rank of tp must hold at least one whole head, at least one column of the feed-forward layer \
-(megatron) and at least one token (ulysses). Counts that do not divide give pieces that differ by one unit; more ranks \
-than units leaves a rank with nothing and is refused. The hint lists the sizes that fit, even ones first.",
+(megatron) and at least one token (ulysses). Counts that tp does not divide give shards that differ by one unit; with more \
+ranks than units a rank would hold nothing, so the mapping is rejected. The hint lists the legal sizes, even ones first.",
 };
-/// More stages than blocks.
+/// pp has more stages than the model has blocks.
 pub static T0603: Code = Code {
     id: "T0603",
     title: "pp does not fit the model",
     page: "Each stage of a block pipeline holds at least one whole block. A list of blocks per stage must have one \
 entry per stage and add up to the model's blocks.",
 };
-/// The mesh-invariant policy cannot hold.
+/// The mesh-invariant numerics policy is impossible for this mapping and model.
 pub static T0604: Code = Code {
     id: "T0604",
     title: "mesh-invariant numerics are not possible here",
-    page: "Under `mesh-invariant` every contraction that some mesh may split is cut into 8 equal segments summed in one \
-binary tree, so that no result depends on the mesh. That needs tp to divide 8, the heads to divide by tp, and both the \
-model width and the feed-forward width to divide by 8. The tree is one of f32 sums, so `dtype` must be f32 too. Use the \
-standard policy or one of the sizes in the hint.",
+    page: "Under `mesh-invariant` every contraction that some mesh may split is divided into 8 equal segments summed in \
+one binary tree, so that no result depends on the mesh. That requires tp to divide 8, tp to divide the heads, and 8 to \
+divide both the model width and the feed-forward width. The tree sums in f32, so `dtype` must be f32 too. Use the standard \
+policy or one of the sizes in the hint.",
 };
-/// The mapping does not fit the mesh.
+/// The mapping is inconsistent.
 pub static T0605: Code = Code {
     id: "T0605",
     title: "mapping contradicts itself",
     page: "The mapping's device list, stages or queue depths do not fit its mesh. Queue depths are bounds: 0 would \
-stop the stream and no bound would hide a slow consumer, so each is 1 to 64. Blocks per stage are whole numbers from 1. \
-A device name is printed in quotes into the sealed mapping, so it may hold no quote, backslash or control character. \
-A list of devices names every rank's, the leader outside the mesh first.\n\n\
-`pieces` of `overlap` cuts the rows of a call so that the sums of one piece travel while another computes. Only `megatron` over \
-more than one rank sums, and each piece needs a row.\n\n\
-Whether a rank stands outside the mesh is what `topology` says, not the mesh: in `mesh` rank 0 leads and computes; in `pp0` \
+stop the stream, and an unbounded queue would hide a slow consumer, so each depth is 1 to 64. Blocks per stage are whole numbers from 1. \
+The planner prints a device name in quotes into the sealed mapping, so it may contain no quote, backslash or control character. \
+A list of devices names the device of every rank, with the leader outside the mesh first.\n\n\
+`chunks` of `overlap` splits the rows of a call into chunks so that the all-reduces of one chunk overlap the compute of another. Only `megatron` over \
+more than one rank has all-reduces, and each chunk needs a row.\n\n\
+`topology`, not the mesh, determines whether a rank lies outside the mesh: in `mesh` rank 0 leads and computes; in `pp0` \
 rank 0 encodes and decodes beside a mesh of one rank; in `pp1` beside a mesh of two ranks or more, the first of which relays. \
-That is a pipeline over phases; `pp` of the mesh is one over blocks, and a mapping may have both.",
+That is a pipeline over phases; `pp` of the mesh is one over blocks, and a mapping may use both.",
 };
 
-/// Where the leader stands: which ranks encode and decode, and which generate.
+/// The placement of the leader: which ranks encode and decode, and which generate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Topology {
-    /// Rank 0 leads, encodes, decodes and has a place in the mesh.
+    /// Rank 0 leads, encodes, decodes and belongs to the mesh.
     Mesh,
     /// Rank 0 outside the mesh leads, encodes and decodes; rank 1 is the mesh.
     Pp0,
-    /// Rank 0 outside the mesh leads, encodes and decodes; two ranks or more are the mesh, and rank 1 relays to them.
+    /// Rank 0 outside the mesh leads, encodes and decodes; two ranks or more form the mesh, and
+    /// rank 1 relays to them.
     Pp1,
 }
 
@@ -65,30 +67,30 @@ impl Topology {
     /// All topologies.
     pub const ALL: [Topology; 3] = [Topology::Mesh, Topology::Pp0, Topology::Pp1];
 
-    /// Spelling.
+    /// Returns the spelling in a mapping.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["mesh", "pp0", "pp1"][self as usize]
     }
 
-    /// Ranks outside the mesh.
+    /// Returns the number of ranks outside the mesh.
     #[must_use]
-    pub fn outside(self) -> u32 {
+    pub fn outside_ranks(self) -> u32 {
         u32::from(self != Topology::Mesh)
     }
 }
 
-/// How tp cuts a transformer block.
+/// How tp shards a transformer block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Strategy {
-    /// Weights by column, then by row; one all-reduce per pair.
+    /// Shards weights by column, then by row; one all-reduce per pair.
     Megatron,
-    /// Tokens; heads around attention by all-to-all. No arithmetic crosses ranks.
+    /// Shards tokens, and heads around attention by all-to-all. No arithmetic crosses ranks.
     Ulysses,
 }
 
 impl Strategy {
-    /// Spelling.
+    /// Returns the spelling in a mapping.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -98,17 +100,17 @@ impl Strategy {
     }
 }
 
-/// Which sums may depend on the mesh.
+/// The policy on which sums may depend on the mesh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Numerics {
-    /// Each rank sums its part; ranks add in rank order.
+    /// Each rank computes a partial sum; ranks add the partial sums in rank order.
     Standard,
-    /// Eight segments in one tree, whatever the mesh.
+    /// Eight segments are summed in one tree, on any mesh.
     MeshInvariant,
 }
 
 impl Numerics {
-    /// Spelling.
+    /// Returns the spelling in a mapping.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -118,15 +120,16 @@ impl Numerics {
     }
 }
 
-/// What programs compute in. [`crate::precision`] says which values that concerns.
+/// The compute dtype policy. [`crate::precision`] defines which values it affects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub enum DtypePolicy {
-    /// f32 throughout.
+    /// All values are f32.
     #[default]
     F32,
-    /// Products and what works on their results in bf16; conditioning, latents and norm vectors in f32.
+    /// Matmuls and the ops on their results run in bf16; conditioning, latents and norm vectors in
+    /// f32.
     Bf16,
-    /// As bf16, with the products of blocks in e4m3 under a scale per row.
+    /// Like bf16, but with the matmuls of blocks in e4m3 with one scale per row.
     Fp8,
 }
 
@@ -134,64 +137,64 @@ impl DtypePolicy {
     /// All policies.
     pub const ALL: [DtypePolicy; 3] = [DtypePolicy::F32, DtypePolicy::Bf16, DtypePolicy::Fp8];
 
-    /// Spelling.
+    /// Returns the spelling in a mapping.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["f32", "bf16", "fp8"][self as usize]
     }
 }
 
-/// By what collectives are moved; GPUs alone have a choice.
+/// The transport of collectives; only GPUs offer a choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-pub enum Via {
-    /// Whatever is best for ranks that can reach one another's memory: kernels, copy engines, or the kernel that makes what is
-    /// sent. NCCL for others.
+pub enum Transport {
+    /// The fastest transport for ranks that can reach one another's memory: P2P kernels, DMA copy
+    /// engines, or fusion into the producer kernel. NCCL for others.
     #[default]
     Best,
-    /// A kernel of its own for each, over memory of peers where ranks can reach it.
-    Kernels,
+    /// One kernel per collective, over peer memory if ranks can reach it.
+    P2p,
     /// NCCL.
     Nccl,
 }
 
-impl Via {
-    /// All of them.
-    pub const ALL: [Via; 3] = [Via::Best, Via::Kernels, Via::Nccl];
+impl Transport {
+    /// All transports.
+    pub const ALL: [Transport; 3] = [Transport::Best, Transport::P2p, Transport::Nccl];
 
-    /// Spelling.
+    /// Returns the spelling in a mapping.
     #[must_use]
     pub fn name(self) -> &'static str {
-        ["best", "kernels", "nccl"][self as usize]
+        ["best", "p2p", "nccl"][self as usize]
     }
 }
 
-/// A mapping.
+/// A mapping of a model onto ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mapping {
-    /// Where the leader stands.
+    /// Placement of the leader.
     pub topology: Topology,
-    /// Mesh, without the ranks outside it: [`Mapping::world`] has those too.
+    /// The mesh without the ranks outside it; [`Mapping::world_mesh`] includes them.
     pub mesh: Mesh,
-    /// Strategy over tp.
+    /// Sharding strategy over tp.
     pub strategy: Strategy,
     /// Numerics policy.
     pub numerics: Numerics,
-    /// What programs compute in.
+    /// Compute dtype policy.
     pub dtype: DtypePolicy,
-    /// By what collectives are moved.
-    pub via: Via,
-    /// Pieces that the rows of a call are cut into under megatron, so that one piece's sums travel while another computes; 1
-    /// for whole rows.
-    pub pieces: u32,
-    /// Blocks per stage; empty for a balanced cut.
+    /// Transport of collectives.
+    pub transport: Transport,
+    /// Number of row chunks of a call under megatron, so that the all-reduce of one chunk overlaps
+    /// the compute of another; 1 leaves rows whole.
+    pub overlap_chunks: u32,
+    /// Blocks per stage; empty for a balanced split.
     pub blocks: Vec<u64>,
     /// Devices in rank order; empty for logical names.
     pub devices: Vec<String>,
-    /// Prepared calls waiting for the mesh.
+    /// Maximum prepared calls that wait for the mesh.
     pub d_in: u32,
-    /// Finished chunks waiting for decode and write.
+    /// Maximum finished chunks that wait for decode and write.
     pub d_out: u32,
-    /// Calls sent and not done.
+    /// Maximum calls that are sent and not done.
     pub max_outstanding: u32,
 }
 
@@ -200,12 +203,13 @@ impl Default for Mapping {
         Mapping {
             topology: Topology::Mesh,
             mesh: Mesh::default(),
-            // Ulysses moves 1.5·tp times less than megatron at a video chunk's token counts, and is exact.
+            // Ulysses moves 1.5·tp times fewer bytes than megatron at a video chunk's token counts,
+            // and is exact.
             strategy: Strategy::Ulysses,
             numerics: Numerics::Standard,
             dtype: DtypePolicy::F32,
-            via: Via::Best,
-            pieces: 1,
+            transport: Transport::Best,
+            overlap_chunks: 1,
             blocks: Vec::new(),
             devices: Vec::new(),
             d_in: 2,
@@ -216,39 +220,41 @@ impl Default for Mapping {
 }
 
 impl Mapping {
-    /// Reads a mapping's text. Unknown keys are refused.
+    /// Parses the text of a mapping and rejects unknown keys.
     ///
     /// # Errors
-    /// Everything that is wrong with it.
+    /// Returns every problem in the text.
     pub fn parse(file: &str, text: &str) -> Result<Mapping, Diagnostics> {
-        let mut root = Fields::new(file, "", toml(file, text)?);
+        let mut root = ConfigReader::new(file, "", parse_toml(file, text)?);
         let mut out = Mapping::default();
-        let word = root.word("topology", &Topology::ALL.map(Topology::name), "mesh");
-        out.topology = Topology::ALL.into_iter().find(|t| t.name() == word).unwrap_or(Topology::Mesh);
-        let (mut mesh, mut strategy) = (root.table("mesh"), root.table("strategy"));
-        let (mut numerics, mut stages) = (root.table("numerics"), root.table("stages"));
-        let (mut devices, mut queues) = (root.table("devices"), root.table("queues"));
-        let mut overlap = root.table("overlap");
+        let topology = root.read_choice("topology", &Topology::ALL.map(Topology::name), "mesh");
+        out.topology = Topology::ALL.into_iter().find(|t| t.name() == topology).unwrap_or(Topology::Mesh);
+        let (mut mesh, mut strategy) = (root.read_table("mesh"), root.read_table("strategy"));
+        let (mut numerics, mut stages) = (root.read_table("numerics"), root.read_table("stages"));
+        let (mut devices, mut queues) = (root.read_table("devices"), root.read_table("queues"));
+        let mut overlap = root.read_table("overlap");
+        root.renamed_keys(&[("exchange", "collectives")]);
+        overlap.renamed_keys(&[("pieces", "chunks")]);
         let mut sizes = [1u32; 4];
         for (axis, name) in Axis::ALL.into_iter().zip(["tp", "ep", "pp", "dp"]) {
-            sizes[axis as usize] = u32::try_from(mesh.count(name, Some(1))).unwrap_or(u32::MAX);
+            sizes[axis as usize] = u32::try_from(mesh.read_count(name, Some(1))).unwrap_or(u32::MAX);
         }
-        out.strategy = match strategy.word("tp", &["ulysses", "megatron"], "ulysses") {
+        out.strategy = match strategy.read_choice("tp", &["ulysses", "megatron"], "ulysses") {
             "megatron" => Strategy::Megatron,
             _ => Strategy::Ulysses,
         };
-        out.numerics = match numerics.word("policy", &["standard", "mesh-invariant"], "standard") {
+        out.numerics = match numerics.read_choice("policy", &["standard", "mesh-invariant"], "standard") {
             "standard" => Numerics::Standard,
             _ => Numerics::MeshInvariant,
         };
-        let dtype = numerics.word("dtype", &DtypePolicy::ALL.map(DtypePolicy::name), "f32");
+        let dtype = numerics.read_choice("dtype", &DtypePolicy::ALL.map(DtypePolicy::name), "f32");
         out.dtype = DtypePolicy::ALL.into_iter().find(|d| d.name() == dtype).unwrap_or_default();
-        let mut exchange = root.table("exchange");
-        let via = exchange.word("via", &Via::ALL.map(Via::name), "best");
-        out.via = Via::ALL.into_iter().find(|v| v.name() == via).unwrap_or_default();
-        out.pieces = u32::try_from(overlap.count("pieces", Some(1))).unwrap_or(u32::MAX);
-        for (i, n) in stages.numbers("blocks", &[]).into_iter().enumerate() {
-            // From here on every sum of 65,536 entries fits 64 bits.
+        let mut collectives = root.read_table("collectives");
+        let transport = collectives.read_choice("transport", &Transport::ALL.map(Transport::name), "best");
+        out.transport = Transport::ALL.into_iter().find(|v| v.name() == transport).unwrap_or_default();
+        out.overlap_chunks = u32::try_from(overlap.read_count("chunks", Some(1))).unwrap_or(u32::MAX);
+        for (i, n) in stages.read_numbers("blocks", &[]).into_iter().enumerate() {
+            // With this bound every sum of 65,536 entries fits 64 bits.
             if n.fract() == 0.0 && (1.0..4_294_967_296.0).contains(&n) {
                 out.blocks.push(n as u64);
             } else {
@@ -257,12 +263,12 @@ impl Mapping {
                         &T0605,
                         format!("stages.blocks[{i}] = {n} is not a whole number of blocks"),
                     )
-                    .at(file, format!("found {n}"))
-                    .hint("each stage holds a whole number of blocks, from 1"),
+                    .with_label(file, format!("found {n}"))
+                    .with_hint("each stage holds a whole number of blocks, from 1"),
                 );
             }
         }
-        if let Some(found) = devices.take("order") {
+        if let Some(found) = devices.take_value("order") {
             let names = found
                 .as_array()
                 .and_then(|a| a.iter().map(|v| v.as_str().map(str::to_string)).collect::<Option<Vec<_>>>());
@@ -270,35 +276,37 @@ impl Mapping {
                 Some(list) => out.devices = list,
                 None => devices.diagnostics.push(
                     Diagnostic::error(&T0004, "`devices.order` must be a list of strings")
-                        .at(file, format!("found {found}")),
+                        .with_label(file, format!("found {found}")),
                 ),
             }
         }
-        let mut depth = |name, default| u32::try_from(queues.count(name, Some(default))).unwrap_or(u32::MAX);
+        let mut depth =
+            |name, default| u32::try_from(queues.read_count(name, Some(default))).unwrap_or(u32::MAX);
         (out.d_in, out.d_out, out.max_outstanding) =
             (depth("d_in", 2), depth("d_out", 2), depth("max_outstanding", 2));
         let mut ds: Diagnostics =
-            [root, mesh, strategy, numerics, overlap, exchange, stages, devices, queues]
+            [root, mesh, strategy, numerics, overlap, collectives, stages, devices, queues]
                 .into_iter()
-                .flat_map(Fields::finish)
+                .flat_map(ConfigReader::finish)
                 .collect();
         match Mesh::new(sizes) {
             Ok(m) => out.mesh = m,
             Err(d) => ds.push(*d),
         }
         if ds.is_empty() {
-            ds = out.contradictions();
+            ds = out.check_consistency();
         }
         if ds.is_empty() { Ok(out) } else { Err(ds) }
     }
 
-    /// The canonical text: every key, in a fixed order, but for a topology of `mesh`, a dtype of f32, rows in one piece and the
-    /// best way of moving, which are what a text without the key means. [`Mapping::parse`] reads it back.
+    /// Returns the canonical text: every key in a fixed order, except keys at their defaults: a
+    /// topology of `mesh`, a dtype of f32, unchunked rows and the best transport.
+    /// [`Mapping::parse`] reads it back.
     #[must_use]
-    pub fn text(&self) -> String {
+    pub fn to_toml(&self) -> String {
         let list = |v: &[u64]| v.iter().map(u64::to_string).collect::<Vec<_>>().join(", ");
         let devices: Vec<String> = self.devices.iter().map(|d| format!("\"{d}\"")).collect();
-        let size = |a| self.mesh.size(a);
+        let size = |a| self.mesh.axis_size(a);
         let topology = match self.topology {
             Topology::Mesh => String::new(),
             other => format!("topology = \"{}\"\n\n", other.name()),
@@ -307,16 +315,16 @@ impl Mapping {
             DtypePolicy::F32 => String::new(),
             other => format!("dtype = \"{}\"\n", other.name()),
         };
-        let exchange = match self.via {
-            Via::Best => String::new(),
-            other => format!("[exchange]\nvia = \"{}\"\n\n", other.name()),
+        let collectives = match self.transport {
+            Transport::Best => String::new(),
+            other => format!("[collectives]\ntransport = \"{}\"\n\n", other.name()),
         };
-        let overlap = match self.pieces {
+        let overlap = match self.overlap_chunks {
             1 => String::new(),
-            n => format!("[overlap]\npieces = {n}\n\n"),
+            n => format!("[overlap]\nchunks = {n}\n\n"),
         };
         format!(
-            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{overlap}{exchange}\
+            "{topology}[mesh]\ntp = {}\nep = {}\npp = {}\ndp = {}\n\n[strategy]\ntp = \"{}\"\n\n[numerics]\npolicy = \"{}\"\n{dtype}\n{overlap}{collectives}\
 [stages]\nblocks = [{}]\n\n[devices]\norder = [{}]\n\n[queues]\nd_in = {}\nd_out = {}\nmax_outstanding = {}\n",
             size(Axis::Tp),
             size(Axis::Ep),
@@ -332,93 +340,93 @@ impl Mapping {
         )
     }
 
-    /// The strategy, and the pieces of rows where there are several.
+    /// Returns the strategy's name, with the number of row chunks if there are several.
     #[must_use]
-    pub fn cut(&self) -> String {
-        match self.pieces {
+    pub fn strategy_label(&self) -> String {
+        match self.overlap_chunks {
             1 => self.strategy.name().to_string(),
-            n => format!("{} in {n} pieces", self.strategy.name()),
+            n => format!("{} in {n} chunks", self.strategy.name()),
         }
     }
 
-    /// The mesh and the ranks that the topology puts outside it.
+    /// Returns the mesh together with the ranks that the topology puts outside it.
     ///
     /// # Errors
-    /// T0104 when they are too many.
-    pub fn world(&self) -> Result<Mesh, Box<Diagnostic>> {
-        self.mesh.with_outside(self.topology.outside())
+    /// Returns T0104 if there are too many ranks.
+    pub fn world_mesh(&self) -> Result<Mesh, Box<Diagnostic>> {
+        self.mesh.with_outside(self.topology.outside_ranks())
     }
 
-    /// The rank map: the mapping's devices, or logical names.
+    /// Returns the rank map: the mapping's devices, or logical names.
     ///
     /// # Errors
-    /// T0103 when the list does not fit the ranks.
+    /// Returns T0103 if the list does not fit the ranks.
     pub fn rank_map(&self) -> Result<RankMap, Box<Diagnostic>> {
-        let world = self.world()?;
+        let world = self.world_mesh()?;
         if self.devices.is_empty() {
-            Ok(RankMap::logical(&world, "rank"))
+            Ok(RankMap::from_device_kind(&world, "rank"))
         } else {
             RankMap::new(&world, self.devices.clone())
         }
     }
 
-    /// What contradicts itself, whatever the model.
+    /// Returns every inconsistency of the mapping itself, independent of a model.
     #[must_use]
-    pub fn contradictions(&self) -> Diagnostics {
+    pub fn check_consistency(&self) -> Diagnostics {
         let mut ds = Vec::new();
         for (name, n) in
             [("d_in", self.d_in), ("d_out", self.d_out), ("max_outstanding", self.max_outstanding)]
         {
             if !(1..=64).contains(&n) {
-                ds.push(Diagnostic::error(
-                    &T0605,
-                    format!("queues.{name} = {n} is not a bound from 1 to 64"),
-                ));
+                ds.push(Diagnostic::error(&T0605, format!("queues.{name} = {n} is out of range: 1 to 64")));
             }
         }
-        if self.mesh.outside() > 0 {
+        if self.mesh.outside_count() > 0 {
             ds.push(
                 Diagnostic::error(
                     &T0605,
-                    format!("{} ranks outside the mesh, which a mapping cannot say", self.mesh.outside()),
+                    format!(
+                        "{} ranks outside the mesh, which a mapping cannot express",
+                        self.mesh.outside_count()
+                    ),
                 )
-                .at("mesh", self.mesh.to_string())
-                .hint("leave `outside` away; topology pp0 or pp1 puts the leader outside the mesh"),
+                .with_label("mesh", self.mesh.to_string())
+                .with_hint("remove `outside`; topology pp0 or pp1 puts the leader outside the mesh"),
             );
         }
-        let tp = self.mesh.size(Axis::Tp);
-        if self.pieces == 0 {
-            ds.push(Diagnostic::error(&T0605, "overlap.pieces = 0 leaves no rows"));
-        } else if self.pieces > 1 && (self.strategy != Strategy::Megatron || tp < 2) {
-            let says = format!("overlap.pieces = {} where nothing is summed over tp", self.pieces);
+        let tp = self.mesh.axis_size(Axis::Tp);
+        if self.overlap_chunks == 0 {
+            ds.push(Diagnostic::error(&T0605, "overlap.chunks = 0 leaves no rows"));
+        } else if self.overlap_chunks > 1 && (self.strategy != Strategy::Megatron || tp < 2) {
+            let message = format!("overlap.chunks = {} without an all-reduce over tp", self.overlap_chunks);
             ds.push(
-                Diagnostic::error(&T0605, says)
-                    .at("mapping", format!("{} over tp = {tp}", self.strategy.name()))
-                    .hint("leave `pieces` away, or use strategy megatron with tp=2 and up; ulysses overlaps its exchanges by itself"),
+                Diagnostic::error(&T0605, message)
+                    .with_label("mapping", format!("{} over tp = {tp}", self.strategy.name()))
+                    .with_hint("remove `chunks`, or use strategy megatron with tp=2 or more; ulysses overlaps its all-to-alls without it"),
             );
         }
-        let inside = self.mesh.inside();
-        let misplaced = match self.topology {
+        let inside = self.mesh.mesh_size();
+        let topology_hint = match self.topology {
             Topology::Pp0 if inside != 1 => {
-                Some("topology pp1 takes a mesh of two ranks or more; pp0 takes tp=1 alone; mesh takes any")
+                Some("topology pp1 needs a mesh of two ranks or more; pp0 needs tp=1; mesh accepts any")
             }
             Topology::Pp1 if inside < 2 => Some(
-                "topology pp0 is a leader and one rank; pp1 takes tp=2 and up, or pp=2 and up; mesh takes any",
+                "topology pp0 is a leader and one rank; pp1 needs tp=2 or more, or pp=2 or more; mesh accepts any",
             ),
             _ => None,
         };
-        if let Some(hint) = misplaced {
+        if let Some(hint) = topology_hint {
             let ranks = if inside == 1 { "1 rank".to_string() } else { format!("{inside} ranks") };
             ds.push(
                 Diagnostic::error(
                     &T0605,
-                    format!("topology {} beside a mesh of {ranks}", self.topology.name()),
+                    format!("topology {} with a mesh of {ranks}", self.topology.name()),
                 )
-                .at("mesh", self.mesh.to_string())
-                .hint(hint),
+                .with_label("mesh", self.mesh.to_string())
+                .with_hint(hint),
             );
         }
-        let stages = self.mesh.size(Axis::Pp) as usize;
+        let stages = self.mesh.axis_size(Axis::Pp) as usize;
         if !self.blocks.is_empty() && self.blocks.len() != stages {
             ds.push(Diagnostic::error(
                 &T0605,
@@ -428,9 +436,9 @@ impl Mapping {
         for (i, name) in self.devices.iter().enumerate() {
             if name.contains(|c: char| c == '"' || c == '\\' || c.is_control()) {
                 ds.push(
-                    Diagnostic::error(&T0605, format!("device name {name:?} cannot be written in a mapping"))
-                        .at(format!("rank {i}"), format!("{name:?}"))
-                        .hint("use a name without quotes, backslashes and control characters"),
+                    Diagnostic::error(&T0605, format!("a mapping cannot contain the device name {name:?}"))
+                        .with_label(format!("rank {i}"), format!("{name:?}"))
+                        .with_hint("use a name without quotes, backslashes and control characters"),
                 );
             }
         }
@@ -441,63 +449,70 @@ impl Mapping {
     }
 }
 
-/// What a mapping must fit: the countable things of a model.
+/// The sizes of a model that a mapping must fit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Extents {
-    /// Attention heads.
+pub struct ModelExtents {
+    /// Number of attention heads.
     pub heads: u64,
     /// Width of the residual stream.
-    pub dim: u64,
+    pub hidden_size: u64,
     /// Width of the feed-forward layer.
-    pub ffn: u64,
-    /// Tokens of a chunk.
+    pub ffn_size: u64,
+    /// Tokens per chunk.
     pub tokens: u64,
-    /// Blocks.
+    /// Number of transformer blocks.
     pub blocks: u64,
 }
 
 impl Mapping {
-    /// Why this mapping does not fit a model; every reason, with the legal neighbours.
+    /// Returns every reason why this mapping does not fit a model, with the legal alternatives.
     #[must_use]
-    pub fn misfits(&self, e: &Extents) -> Diagnostics {
-        let mut ds = self.contradictions();
-        let tp = u64::from(self.mesh.size(Axis::Tp));
-        let pp = u64::from(self.mesh.size(Axis::Pp));
+    pub fn check_fit(&self, e: &ModelExtents) -> Diagnostics {
+        let mut ds = self.check_consistency();
+        let tp = u64::from(self.mesh.axis_size(Axis::Tp));
+        let pp = u64::from(self.mesh.axis_size(Axis::Pp));
         for axis in [Axis::Ep, Axis::Dp] {
-            let n = self.mesh.size(axis);
+            let n = self.mesh.axis_size(axis);
             if n > 1 {
                 let why =
                     if axis == Axis::Ep { "the model has no experts" } else { "a stream is one sequence" };
                 ds.push(
                     Diagnostic::error(&T0601, format!("{axis} = {n}, but {why}"))
-                        .at("mesh", self.mesh.to_string())
-                        .hint(format!("use {axis}=1")),
+                        .with_label("mesh", self.mesh.to_string())
+                        .with_hint(format!("use {axis}=1")),
                 );
             }
         }
-        let (what, units) = match self.strategy {
-            Strategy::Megatron => ("columns of the feed-forward layer", e.ffn),
+        let (unit_name, units) = match self.strategy {
+            Strategy::Megatron => ("columns of the feed-forward layer", e.ffn_size),
             Strategy::Ulysses => ("tokens of a chunk", e.tokens),
         };
         if tp > e.heads.min(units) {
             let most = e.heads.min(units);
-            let scarce = if e.heads <= units { "heads" } else { what };
+            let scarce_unit = if e.heads <= units { "heads" } else { unit_name };
             let even: Vec<u64> =
                 (1..=most).filter(|n| e.heads.is_multiple_of(*n) && units.is_multiple_of(*n)).collect();
             ds.push(
                 Diagnostic::error(
                     &T0602,
-                    format!("tp = {tp} over {most} {scarce} leaves a rank without one"),
+                    format!("tp = {tp} over {most} {scarce_unit} leaves a rank without a unit"),
                 )
-                .at("model", format!("{} heads, {units} {what}", e.heads))
-                .at("mesh", self.mesh.to_string())
-                .hint(format!("even shards: tp = {}; uneven ones up to tp = {most}", choices(&even))),
+                .with_label("model", format!("{} heads, {units} {unit_name}", e.heads))
+                .with_label("mesh", self.mesh.to_string())
+                .with_hint(format!(
+                    "even shards: tp = {}; uneven shards up to tp = {most}",
+                    format_choices(&even)
+                )),
             );
         }
-        if u64::from(self.pieces) > e.tokens {
-            let says = format!("overlap.pieces = {} over {} tokens of a chunk", self.pieces, e.tokens);
+        if u64::from(self.overlap_chunks) > e.tokens {
+            let message = format!(
+                "overlap.chunks = {} over {} tokens per chunk of video",
+                self.overlap_chunks, e.tokens
+            );
             ds.push(
-                Diagnostic::error(&T0605, says).hint("every piece has a token at least; 2 pieces hide most"),
+                Diagnostic::error(&T0605, message)
+                    .with_hint("each row chunk needs at least one token; 2 chunks hide most of the time"),
             );
         }
         let total = self.blocks.iter().try_fold(0u64, |sum, n| sum.checked_add(*n));
@@ -505,30 +520,33 @@ impl Mapping {
         {
             ds.push(
                 Diagnostic::error(&T0603, format!("{} blocks over pp = {pp} stages", e.blocks))
-                    .at("mapping", format!("blocks = {:?}", self.blocks))
-                    .hint(format!("pp may be 1 to {}", e.blocks)),
+                    .with_label("mapping", format!("blocks = {:?}", self.blocks))
+                    .with_hint(format!("pp may be 1 to {}", e.blocks)),
             );
         }
         if self.numerics == Numerics::MeshInvariant {
             let legal: Vec<u64> = [1, 2, 4, 8].into_iter().filter(|n| e.heads.is_multiple_of(*n)).collect();
-            let widths = e.dim.is_multiple_of(8) && e.ffn.is_multiple_of(8);
+            let widths = e.hidden_size.is_multiple_of(8) && e.ffn_size.is_multiple_of(8);
             if !widths || !legal.contains(&tp) {
                 let mut d = Diagnostic::error(
                     &T0604,
-                    format!("tp = {tp}, {} heads, width {}, feed-forward {}", e.heads, e.dim, e.ffn),
+                    format!(
+                        "tp = {tp}, {} heads, width {}, feed-forward {}",
+                        e.heads, e.hidden_size, e.ffn_size
+                    ),
                 );
-                d = d.hint(if widths {
-                    format!("tp = {} would do, or numerics = \"standard\"", choices(&legal))
+                d = d.with_hint(if widths {
+                    format!("use tp = {}, or numerics = \"standard\"", format_choices(&legal))
                 } else {
-                    "the model's widths must divide by 8; use numerics = \"standard\"".to_string()
+                    "8 must divide the model's widths; use numerics = \"standard\"".to_string()
                 });
                 ds.push(d);
             }
             if self.dtype != DtypePolicy::F32 {
                 let dtype = self.dtype.name();
-                let says = format!("numerics mesh-invariant in {dtype}: its trees are sums of f32");
-                ds.push(Diagnostic::error(&T0604, says).hint(format!(
-                    "dtype = \"f32\" under mesh-invariant, or numerics = \"standard\" in {dtype}; ulysses in {dtype} is bit-identical on any tp"
+                let message = format!("numerics mesh-invariant in {dtype}: its summation trees need f32");
+                ds.push(Diagnostic::error(&T0604, message).with_hint(format!(
+                    "use dtype = \"f32\" under mesh-invariant, or numerics = \"standard\" in {dtype}; ulysses in {dtype} is bit-identical on any tp"
                 )));
             }
         }
@@ -540,56 +558,59 @@ impl Mapping {
 mod tests {
     use super::*;
 
-    const E: Extents = Extents { heads: 12, dim: 1536, ffn: 8960, tokens: 4680, blocks: 30 };
+    const E: ModelExtents =
+        ModelExtents { heads: 12, hidden_size: 1536, ffn_size: 8960, tokens: 4680, blocks: 30 };
 
-    fn with(mesh: &str, f: impl Fn(&mut Mapping)) -> Vec<&'static str> {
+    fn codes_for(mesh: &str, f: impl Fn(&mut Mapping)) -> Vec<&'static str> {
         let mut m = Mapping { mesh: mesh.parse().unwrap(), ..Mapping::default() };
         f(&mut m);
-        m.misfits(&E).iter().map(|d| d.code.id).collect()
+        m.check_fit(&E).iter().map(|d| d.code.id).collect()
     }
 
     #[test]
     fn text_round_trips() {
         let m = Mapping { mesh: "tp=2,pp=3".parse().unwrap(), blocks: vec![1, 2, 3], ..Mapping::default() };
-        assert_eq!(Mapping::parse("m", &m.text()).unwrap(), m);
+        assert_eq!(Mapping::parse("m", &m.to_toml()).unwrap(), m);
         assert_eq!(Mapping::parse("m", "").unwrap(), Mapping::default());
-        assert!(!m.text().contains("topology") && !m.text().contains("dtype"));
+        assert!(!m.to_toml().contains("topology") && !m.to_toml().contains("dtype"));
         let pp1 = Mapping { topology: Topology::Pp1, ..m.clone() };
-        assert!(pp1.text().starts_with("topology = \"pp1\"\n"));
-        assert_eq!(Mapping::parse("m", &pp1.text()).unwrap(), pp1);
-        let nccl = Mapping { via: Via::Nccl, ..m.clone() };
-        assert_eq!(Mapping::parse("m", &nccl.text()).unwrap(), nccl);
+        assert!(pp1.to_toml().starts_with("topology = \"pp1\"\n"));
+        assert_eq!(Mapping::parse("m", &pp1.to_toml()).unwrap(), pp1);
+        let nccl = Mapping { transport: Transport::Nccl, ..m.clone() };
+        assert_eq!(Mapping::parse("m", &nccl.to_toml()).unwrap(), nccl);
         let bf16 = Mapping { dtype: DtypePolicy::Bf16, ..m };
-        assert!(bf16.text().contains("policy = \"standard\"\ndtype = \"bf16\"\n"), "{}", bf16.text());
-        assert_eq!(Mapping::parse("m", &bf16.text()).unwrap(), bf16);
+        assert!(bf16.to_toml().contains("policy = \"standard\"\ndtype = \"bf16\"\n"), "{}", bf16.to_toml());
+        assert_eq!(Mapping::parse("m", &bf16.to_toml()).unwrap(), bf16);
         let strategy = Strategy::Megatron;
-        let pieces = Mapping { pieces: 2, strategy, ..bf16 };
-        assert!(pieces.text().contains("\n\n[overlap]\npieces = 2\n\n[stages]\n"), "{}", pieces.text());
-        assert_eq!(Mapping::parse("m", &pieces.text()).unwrap(), pieces);
-        assert_eq!(pieces.cut(), "megatron in 2 pieces");
+        let pieces = Mapping { overlap_chunks: 2, strategy, ..bf16 };
+        assert!(pieces.to_toml().contains("\n\n[overlap]\nchunks = 2\n\n[stages]\n"), "{}", pieces.to_toml());
+        assert_eq!(Mapping::parse("m", &pieces.to_toml()).unwrap(), pieces);
+        assert_eq!(pieces.strategy_label(), "megatron in 2 chunks");
         let ds = Mapping::parse("m", "[mesh]\ntpp = 2\n").unwrap_err();
         assert_eq!((ds[0].code.id, ds[0].hint.as_deref()), ("T0002", Some("did you mean `mesh.tp`?")));
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused() {
+    fn invalid_mappings_are_rejected() {
         for (text, code, says) in [
             ("[mesh]\npp = 2\n[stages]\nblocks = [1.5, 2]\n", "T0605", "1.5"),
             ("[mesh]\npp = 2\n[stages]\nblocks = [-3, 2]\n", "T0605", "-3"),
             ("[mesh]\npp = 2\n[stages]\nblocks = [1e30, 2]\n", "T0605", "1000000000000"),
             ("[mesh]\noutside = 1\n", "T0002", "outside"),
             ("topology = \"pp2\"\n", "T0004", "topology"),
-            ("topology = \"pp0\"\n[mesh]\ntp = 2\n", "T0605", "pp0 beside a mesh of 2 ranks"),
-            ("topology = \"pp1\"\n", "T0605", "pp1 beside a mesh of 1 rank"),
+            ("topology = \"pp0\"\n[mesh]\ntp = 2\n", "T0605", "pp0 with a mesh of 2 ranks"),
+            ("topology = \"pp1\"\n", "T0605", "pp1 with a mesh of 1 rank"),
             ("topology = \"pp1\"\n[mesh]\ntp = 2\n[devices]\norder = [\"a\", \"b\"]\n", "T0103", "3 ranks"),
             ("[numerics]\ndtype = \"f16\"\n", "T0004", "dtype"),
-            ("[exchange]\nvia = \"mpi\"\n", "T0004", "via"),
-            ("[overlap]\npieces = 0\n", "T0004", "overlap.pieces"),
-            ("[mesh]\ntp = 2\n[overlap]\npieces = 2\n", "T0605", "pieces = 2 where nothing is summed"),
+            ("[collectives]\ntransport = \"mpi\"\n", "T0004", "transport"),
+            ("[exchange]\nvia = \"nccl\"\n", "T0002", "`exchange` is now `collectives`"),
+            ("[overlap]\npieces = 2\n", "T0002", "`overlap.pieces` is now `overlap.chunks`"),
+            ("[overlap]\nchunks = 0\n", "T0004", "overlap.chunks"),
+            ("[mesh]\ntp = 2\n[overlap]\nchunks = 2\n", "T0605", "chunks = 2 without an all-reduce"),
             (
-                "[strategy]\ntp = \"megatron\"\n[overlap]\npieces = 2\n",
+                "[strategy]\ntp = \"megatron\"\n[overlap]\nchunks = 2\n",
                 "T0605",
-                "pieces = 2 where nothing is summed",
+                "chunks = 2 without an all-reduce",
             ),
             ("[devices]\norder = [1]\n", "T0004", "devices.order"),
             ("[devices]\norder = \"cpu0\"\n", "T0004", "devices.order"),
@@ -598,40 +619,43 @@ mod tests {
             ("[devices]\norder = [\"a\\n\"]\n", "T0605", "a\\n"),
         ] {
             let ds = Mapping::parse("m", text).unwrap_err();
-            assert!(ds.iter().any(|d| d.code.id == code && d.message.contains(says)), "{text}: {ds:#?}");
+            assert!(
+                ds.iter().any(|d| d.code.id == code && format!("{} {:?}", d.message, d.hint).contains(says)),
+                "{text}: {ds:#?}"
+            );
         }
-        assert_eq!(with("pp=2", |m| m.blocks = vec![u64::MAX, 31]), ["T0603"]);
-        assert_eq!(with("tp=2, outside=1", |_| {}), ["T0605"]);
-        assert_eq!(with("pp=2", |m| m.topology = Topology::Pp1), Vec::<&str>::new());
-        assert_eq!(with("tp=1", |m| m.topology = Topology::Pp0), Vec::<&str>::new());
+        assert_eq!(codes_for("pp=2", |m| m.blocks = vec![u64::MAX, 31]), ["T0603"]);
+        assert_eq!(codes_for("tp=2, outside=1", |_| {}), ["T0605"]);
+        assert_eq!(codes_for("pp=2", |m| m.topology = Topology::Pp1), Vec::<&str>::new());
+        assert_eq!(codes_for("tp=1", |m| m.topology = Topology::Pp0), Vec::<&str>::new());
     }
 
     #[test]
     fn the_scarcer_unit_is_named() {
         let m = Mapping { mesh: "tp=5".parse().unwrap(), ..Mapping::default() };
-        let says = |e: Extents| m.misfits(&e)[0].message.clone();
+        let says = |e: ModelExtents| m.check_fit(&e)[0].message.clone();
         assert_eq!(
-            says(Extents { tokens: 4, ..E }),
-            "tp = 5 over 4 tokens of a chunk leaves a rank without one"
+            says(ModelExtents { tokens: 4, ..E }),
+            "tp = 5 over 4 tokens of a chunk leaves a rank without a unit"
         );
-        assert_eq!(says(Extents { heads: 3, ..E }), "tp = 5 over 3 heads leaves a rank without one");
+        assert_eq!(says(ModelExtents { heads: 3, ..E }), "tp = 5 over 3 heads leaves a rank without a unit");
     }
 
     #[test]
-    fn misfits_are_named() {
-        assert!(with("tp=8", |_| ()).is_empty(), "uneven heads are legal");
-        assert_eq!(with("tp=13", |_| ()), ["T0602"]);
-        assert_eq!(with("ep=2,dp=2", |_| ()), ["T0601", "T0601"]);
-        assert_eq!(with("pp=31", |_| ()), ["T0603"]);
-        assert_eq!(with("pp=2", |m| m.blocks = vec![10, 10]), ["T0603"]);
-        assert_eq!(with("tp=3", |m| m.numerics = Numerics::MeshInvariant), ["T0604"]);
-        assert_eq!(with("tp=4", |m| m.numerics = Numerics::MeshInvariant), Vec::<&str>::new());
-        assert_eq!(with("tp=2", |m| m.d_in = 0), ["T0605"]);
+    fn unfit_mappings_give_their_codes() {
+        assert!(codes_for("tp=8", |_| ()).is_empty(), "uneven heads are legal");
+        assert_eq!(codes_for("tp=13", |_| ()), ["T0602"]);
+        assert_eq!(codes_for("ep=2,dp=2", |_| ()), ["T0601", "T0601"]);
+        assert_eq!(codes_for("pp=31", |_| ()), ["T0603"]);
+        assert_eq!(codes_for("pp=2", |m| m.blocks = vec![10, 10]), ["T0603"]);
+        assert_eq!(codes_for("tp=3", |m| m.numerics = Numerics::MeshInvariant), ["T0604"]);
+        assert_eq!(codes_for("tp=4", |m| m.numerics = Numerics::MeshInvariant), Vec::<&str>::new());
+        assert_eq!(codes_for("tp=2", |m| m.d_in = 0), ["T0605"]);
         let both = |m: &mut Mapping| (m.numerics, m.dtype) = (Numerics::MeshInvariant, DtypePolicy::Bf16);
-        assert_eq!(with("tp=4", both), ["T0604"]);
-        assert_eq!(with("tp=4", |m| m.dtype = DtypePolicy::Bf16), Vec::<&str>::new());
-        let pieces = |n| move |m: &mut Mapping| (m.strategy, m.pieces) = (Strategy::Megatron, n);
-        assert_eq!(with("tp=4", pieces(4680)), Vec::<&str>::new());
-        assert_eq!(with("tp=4", pieces(4681)), ["T0605"]);
+        assert_eq!(codes_for("tp=4", both), ["T0604"]);
+        assert_eq!(codes_for("tp=4", |m| m.dtype = DtypePolicy::Bf16), Vec::<&str>::new());
+        let pieces = |n| move |m: &mut Mapping| (m.strategy, m.overlap_chunks) = (Strategy::Megatron, n);
+        assert_eq!(codes_for("tp=4", pieces(4680)), Vec::<&str>::new());
+        assert_eq!(codes_for("tp=4", pieces(4681)), ["T0605"]);
     }
 }

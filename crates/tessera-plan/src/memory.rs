@@ -1,195 +1,212 @@
-//! Places for temporaries: values whose lives do not meet share a slot.
+//! Assigns memory slots to temporaries: values with disjoint live ranges share a slot.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::rc::Rc;
 
 use tessera_base::Bytes;
-use tessera_ir::{Kind, Op, Opcode, Program, Slots, ValueId};
+use tessera_ir::{Op, OpKind, Opcode, Program, Slots, ValueId};
 
-/// Assigns slots by one pass over the program: best fit among free slots, else grow the largest free one, else
-/// a new one. An issued collective reads its operand until its wait and may write its result from the issue on,
-/// so both slots stay taken so long, the result's also where nobody reads it. The result of an exchange that no product hides
-/// may be written from where its operand begins to be made: peers then write it there at once.
+/// Assigns slots in one walk over the program: the best fit among free slots, else the largest free
+/// slot, which grows, else a new one. An issued collective reads its operand until its wait and may
+/// write its result from the issue on, so both slots stay occupied that long, the result's even if
+/// nothing reads it. If no matmul or attention hides an all-to-all, peers may write its result
+/// while the producer still computes its operand; the result then occupies its slot from the start
+/// of that producer.
 #[must_use]
-pub fn place(p: &Program) -> Slots {
-    let lives = lives(p);
-    let mut slots = Slots { bytes: Vec::new(), of: vec![None; p.values.len()] };
+pub fn assign_slots(p: &Program) -> Slots {
+    let lives = live_ranges(p);
+    let mut slots = Slots { slot_bytes: Vec::new(), value_slots: vec![None; p.values.len()] };
     let mut free: Vec<u32> = Vec::new();
-    // Values whose last reader is op i.
+    // Slots whose last reader is op i.
     let mut ending: Vec<Vec<u32>> = vec![Vec::new(); p.ops.len()];
     for (i, made) in lives.iter().enumerate() {
         for life in made {
-            let slot = take(&mut free, &mut slots.bytes, life.bytes);
-            slots.of[life.value.0 as usize] = Some(slot);
-            ending[life.end].push(slot);
+            let slot = take_slot(&mut free, &mut slots.slot_bytes, life.bytes);
+            slots.value_slots[life.value.0 as usize] = Some(slot);
+            ending[life.last_use].push(slot);
         }
-        // Freed after the results were placed: an op never writes over its own operand.
+        // Slots become free only after the results have theirs: an op never overwrites its own
+        // operand.
         free.append(&mut ending[i]);
     }
     slots
 }
 
-/// The temporaries of a program of which a range of ops, equal to those that follow it, is repeated some times.
-pub(crate) struct Repeated {
-    lives: Rc<Lives>,
-    again: Range<usize>,
+/// The temporaries of a program in which a range of ops repeats; the ops after the range equal
+/// those in it.
+pub(crate) struct RepeatedRange {
+    live_ranges: Rc<LiveRanges>,
+    repeat: Range<usize>,
 }
 
-impl Repeated {
-    pub(crate) fn new(lives: Rc<Lives>, again: Range<usize>) -> Repeated {
-        Repeated { lives, again }
+impl RepeatedRange {
+    pub(crate) fn new(live_ranges: Rc<LiveRanges>, repeat: Range<usize>) -> RepeatedRange {
+        RepeatedRange { live_ranges, repeat }
     }
 
-    /// Bytes of all slots with `times` repetitions more, as [`place`] would assign them.
-    pub(crate) fn bytes(&self, times: u64) -> Bytes {
-        let mut now = Placing::default();
-        (0..self.again.end).for_each(|i| self.op(&mut now, i));
-        let mut before = now.seen();
+    /// Returns the bytes of all slots with `times` more repetitions, as [`assign_slots`] would
+    /// assign them.
+    pub(crate) fn slot_bytes(&self, times: u64) -> Bytes {
+        let mut state = SlotAssignment::default();
+        (0..self.repeat.end).for_each(|i| self.assign_op(&mut state, i));
+        let mut before = state.sizes_ahead();
         for _ in 0..times {
-            self.again.clone().for_each(|i| self.op(&mut now, i));
-            let after = now.seen();
-            // What comes next depends on nothing else.
+            self.repeat.clone().for_each(|i| self.assign_op(&mut state, i));
+            let after = state.sizes_ahead();
+            // The next repetition depends on this state alone, so equal states mean no further
+            // change.
             if before == after {
                 break;
             }
             before = after;
         }
-        (self.again.end..self.lives.len()).for_each(|i| self.op(&mut now, i));
-        Bytes(now.bytes.iter().sum())
+        (self.repeat.end..self.live_ranges.len()).for_each(|i| self.assign_op(&mut state, i));
+        Bytes(state.bytes.iter().sum())
     }
 
-    fn op(&self, now: &mut Placing, i: usize) {
-        for life in &self.lives[i] {
-            let slot = take(&mut now.free, &mut now.bytes, life.bytes);
-            // What outlives the range ends where it ended, however often the range is repeated.
-            if i < self.again.start && life.end >= self.again.end {
-                now.far.entry(life.end).or_default().push(slot);
+    fn assign_op(&self, state: &mut SlotAssignment, i: usize) {
+        for life in &self.live_ranges[i] {
+            let slot = take_slot(&mut state.free, &mut state.bytes, life.bytes);
+            // A value that outlives the range has its last use after the range, for any number of
+            // repetitions.
+            if i < self.repeat.start && life.last_use >= self.repeat.end {
+                state.freed_after_range.entry(life.last_use).or_default().push(slot);
             } else {
-                let back = life.end - i;
-                now.near.resize_with(now.near.len().max(back + 1), Vec::new);
-                now.near[back].push(slot);
+                let back = life.last_use - i;
+                state.freed_in.resize_with(state.freed_in.len().max(back + 1), Vec::new);
+                state.freed_in[back].push(slot);
             }
         }
-        if i >= self.again.end {
-            now.free.extend(now.far.remove(&i).unwrap_or_default());
+        if i >= self.repeat.end {
+            state.free.extend(state.freed_after_range.remove(&i).unwrap_or_default());
         }
-        now.free.extend(now.near.pop_front().unwrap_or_default());
+        state.free.extend(state.freed_in.pop_front().unwrap_or_default());
     }
 }
 
-/// How slots stand after an op.
+/// The state of the slots after an op.
 #[derive(Default)]
-struct Placing {
+struct SlotAssignment {
     bytes: Vec<u64>,
     free: Vec<u32>,
-    /// Slots that are freed after so many ops more.
-    near: VecDeque<Vec<u32>>,
-    /// Slots that are freed after an op behind the repeated range.
-    far: BTreeMap<usize, Vec<u32>>,
+    /// Slots that become free after as many more ops as their index.
+    freed_in: VecDeque<Vec<u32>>,
+    /// Slots that become free after an op behind the repeated range.
+    freed_after_range: BTreeMap<usize, Vec<u32>>,
 }
 
-impl Placing {
-    /// Sizes of the free slots in order, and of those that will be free.
-    fn seen(&self) -> (Vec<u64>, Vec<Vec<u64>>) {
+impl SlotAssignment {
+    /// Returns the sizes of the free slots in order, and of those that will become free.
+    fn sizes_ahead(&self) -> (Vec<u64>, Vec<Vec<u64>>) {
         let sizes = |slots: &Vec<u32>| slots.iter().map(|s| self.bytes[*s as usize]).collect::<Vec<u64>>();
-        let near = self.near.iter().rev().skip_while(|n| n.is_empty());
+        let near = self.freed_in.iter().rev().skip_while(|n| n.is_empty());
         (sizes(&self.free), near.map(sizes).collect())
     }
 }
 
-/// The values that each op of a program takes slots for.
-pub(crate) type Lives = Vec<Vec<Life>>;
+/// The values for which each op of a program takes slots.
+pub(crate) type LiveRanges = Vec<Vec<LiveRange>>;
 
 /// A value that needs a slot.
-pub(crate) struct Life {
+pub(crate) struct LiveRange {
     value: ValueId,
     bytes: u64,
-    /// Its last reader.
-    pub(crate) end: usize,
+    /// Index of the op that reads the value last.
+    pub(crate) last_use: usize,
 }
 
-pub(crate) fn lives(p: &Program) -> Lives {
-    let last = last_uses(p);
-    let waits = results_of_waits(p);
-    let of = |(i, op): (usize, &Op)| {
-        let (written, made) = if op.issue {
+pub(crate) fn live_ranges(p: &Program) -> LiveRanges {
+    let last = extended_last_uses(p);
+    let waits = wait_results(p);
+    let op_ranges = |(i, op): (usize, &Op)| {
+        let (written, results) = if op.issue {
             waits.get(&op.results[0]).copied().unwrap_or((i, &[]))
         } else {
             (i, &op.results[..])
         };
         let needs = |r: &&ValueId| {
-            !p.ty(**r).is_token() && op.opcode.row().kind != Kind::Source && op.opcode != Opcode::Wait
+            !p.type_of(**r).is_token()
+                && op.opcode.table_row().kind != OpKind::Source
+                && op.opcode != Opcode::Wait
         };
-        let life = |r: &ValueId| Life {
+        let life = |r: &ValueId| LiveRange {
             value: *r,
-            bytes: p.ty(*r).bytes().0,
-            end: last[r.0 as usize].unwrap_or(written),
+            bytes: p.type_of(*r).byte_size().0,
+            last_use: last[r.0 as usize].unwrap_or(written),
         };
-        made.iter().filter(needs).map(life).collect()
+        results.iter().filter(needs).map(life).collect()
     };
-    let mut lives: Lives = p.ops.iter().enumerate().map(of).collect();
-    let exchanges = p.ops.iter().enumerate().filter(|(_, op)| op.issue && op.opcode == Opcode::AllToAll);
-    let defs = p.definitions();
-    let readers = p.readers();
-    for (i, op) in exchanges {
+    let mut lives: LiveRanges = p.ops.iter().enumerate().map(op_ranges).collect();
+    let all_to_alls = p.ops.iter().enumerate().filter(|(_, op)| op.issue && op.opcode == Opcode::AllToAll);
+    let defs = p.defining_ops();
+    let readers = p.value_readers();
+    for (i, op) in all_to_alls {
         let wait = waits.get(&op.results[0]).map_or(i, |(w, _)| *w);
-        let hides = |o: &Op| matches!(o.opcode, Opcode::Matmul | Opcode::Attention);
-        if p.ops[i..wait].iter().any(hides) {
+        let hides_transfer = |o: &Op| matches!(o.opcode, Opcode::Matmul | Opcode::Attention);
+        if p.ops[i..wait].iter().any(hides_transfer) {
             continue;
         }
-        let begins = begins(p, &defs, &readers, op.operands[0]).unwrap_or(i);
+        let begins = first_producing_op(p, &defs, &readers, op.operands[0]).unwrap_or(i);
         let result = std::mem::take(&mut lives[i]);
         lives[begins].extend(result);
     }
     lives
 }
 
-/// The last reader of each value. What a residual adds stays until the norm that reads the sum first, and what a norm reads until
-/// its result is quantized, so that all of it may be one pass over memory, whatever small op stands between them.
-fn last_uses(p: &Program) -> Vec<Option<usize>> {
+/// Returns the last reader of each value. Extends the operands of a residual add until the norm
+/// that reads the sum first, and the operands of a norm until its result is quantized, so that a
+/// backend may fuse all of it into one kernel, with any small ops between them.
+fn extended_last_uses(p: &Program) -> Vec<Option<usize>> {
     let mut last = p.last_uses();
-    let readers = p.readers();
-    let norms = |op: &Op| matches!(op.opcode, Opcode::NormModulate | Opcode::LayerNorm);
-    let mut stays = |op: &Op, until: usize| {
-        for v in op.uses() {
+    let readers = p.value_readers();
+    let is_norm = |op: &Op| matches!(op.opcode, Opcode::NormModulate | Opcode::LayerNorm);
+    let mut extend_to = |op: &Op, until: usize| {
+        for v in op.used_values() {
             let end = &mut last[v.0 as usize];
             *end = (*end).max(Some(until));
         }
     };
-    // Where a norm's result is last needed in wide numbers.
-    let ends = |norm: usize| match p.ops[norm].results.first().map(|r| &readers[r.0 as usize][..]) {
+    // The op up to which the norm's operands must stay: the quantization of its result, or the norm
+    // itself.
+    let end_of_norm = |norm: usize| match p.ops[norm].results.first().map(|r| &readers[r.0 as usize][..]) {
         Some([only]) if p.ops[*only].opcode == Opcode::Quantize => *only,
         _ => norm,
     };
-    let small = |o: &Op| {
-        o.opcode.row().kind == Kind::Source || matches!(o.opcode, Opcode::Modulation | Opcode::EventRecord)
+    let is_small = |o: &Op| {
+        o.opcode.table_row().kind == OpKind::Source
+            || matches!(o.opcode, Opcode::Modulation | Opcode::EventRecord)
     };
     for (i, op) in p.ops.iter().enumerate() {
-        if norms(op) {
-            stays(op, ends(i));
+        if is_norm(op) {
+            extend_to(op, end_of_norm(i));
         }
         let norm = op.results.first().and_then(|r| readers[r.0 as usize].first().map(|n| (r, *n)));
         let Some((sum, norm)) = norm.filter(|_| op.opcode == Opcode::GateResidual) else { continue };
-        let reads = norms(&p.ops[norm]) && p.ops[norm].operands.first() == Some(sum);
-        if reads && p.ops[i + 1..norm].iter().all(small) {
-            stays(op, ends(norm));
+        let reads = is_norm(&p.ops[norm]) && p.ops[norm].operands.first() == Some(sum);
+        if reads && p.ops[i + 1..norm].iter().all(is_small) {
+            extend_to(op, end_of_norm(norm));
         }
     }
     last
 }
 
-/// The op by which an exchange's operand begins to be made: attention with what only brings its operands, or the first of the
-/// row ops behind one another.
-fn begins(p: &Program, defs: &[Option<usize>], readers: &[Vec<usize>], operand: ValueId) -> Option<usize> {
+/// Returns the first op of the kernel that produces the operand of an all-to-all: attention with
+/// the ops that only bring its operands, or the first of a chain of row ops.
+fn first_producing_op(
+    p: &Program,
+    defs: &[Option<usize>],
+    readers: &[Vec<usize>],
+    operand: ValueId,
+) -> Option<usize> {
     let row = |op: &Op| matches!(op.opcode, Opcode::RmsNorm | Opcode::RmsScale | Opcode::Rope);
     let mut at = defs[operand.0 as usize]?;
     if p.ops[at].opcode == Opcode::Attention {
-        let brings = |op: &Op| {
+        let is_transfer = |op: &Op| {
             let moves = [Opcode::Wait, Opcode::CacheWrite, Opcode::CacheRead, Opcode::EventRecord];
-            op.opcode.row().kind == Kind::Source || moves.contains(&op.opcode)
+            op.opcode.table_row().kind == OpKind::Source || moves.contains(&op.opcode)
         };
-        return Some(at - p.ops[..at].iter().rev().take_while(|op| brings(op)).count());
+        return Some(at - p.ops[..at].iter().rev().take_while(|op| is_transfer(op)).count());
     }
     if !row(&p.ops[at]) {
         return None;
@@ -203,13 +220,13 @@ fn begins(p: &Program, defs: &[Option<usize>], readers: &[Vec<usize>], operand: 
     Some(at)
 }
 
-/// The wait of each ticket: its place and what it gives.
-fn results_of_waits(p: &Program) -> BTreeMap<ValueId, (usize, &[ValueId])> {
+/// Returns the wait of each ticket: its index and its results.
+fn wait_results(p: &Program) -> BTreeMap<ValueId, (usize, &[ValueId])> {
     let waits = p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::Wait);
     waits.map(|(i, o)| (o.operands[0], (i, &o.results[..]))).collect()
 }
 
-fn take(free: &mut Vec<u32>, bytes: &mut Vec<u64>, need: u64) -> u32 {
+fn take_slot(free: &mut Vec<u32>, bytes: &mut Vec<u64>, need: u64) -> u32 {
     let fitting =
         (0..free.len()).filter(|i| bytes[free[*i] as usize] >= need).min_by_key(|i| bytes[free[*i] as usize]);
     let any = || (0..free.len()).max_by_key(|i| bytes[free[*i] as usize]);
@@ -233,18 +250,18 @@ mod tests {
     use tessera_ir::{Builder, DType, Type};
     use tessera_mesh::{Axis, AxisLayout, Reduction};
 
-    fn program(text: &str) -> Program {
-        tessera_ir::parse_all(text, "test").expect("a program").remove(0)
+    fn parse_program(text: &str) -> Program {
+        tessera_ir::parse_all(text, "test").expect("the text is a program").remove(0)
     }
 
-    fn slot(p: &Program, name: &str) -> u32 {
-        let v = p.values.iter().position(|v| v.name == name).expect("a value");
-        place(p).of[v].expect("a slot")
+    fn slot_of(p: &Program, name: &str) -> u32 {
+        let v = p.values.iter().position(|v| v.name == name).expect("the program has this value");
+        assign_slots(p).value_slots[v].expect("the value has a slot")
     }
 
     #[test]
-    fn what_peers_write_lies_over_nothing_that_its_maker_reads() {
-        let p = program(
+    fn a_result_written_by_peers_shares_no_slot_with_its_producers_operands() {
+        let p = parse_program(
             "program @p role(r) mesh(tp=2) streams(compute, tp_collective) { \
              %x = input : f32[4, 8] {tp: shard(0)} @compute \
              %n = weight \"n\" : f32[8] {tp: replicated} @compute \
@@ -260,13 +277,13 @@ mod tests {
              output \"o\", %o }",
         );
         for (result, read) in [("q", "k"), ("o", "q")] {
-            assert_ne!(slot(&p, result), slot(&p, read), "{result} over {read}");
+            assert_ne!(slot_of(&p, result), slot_of(&p, read), "{result} shares a slot with {read}");
         }
     }
 
     #[test]
-    fn what_a_sum_reads_stays_for_the_norm_of_the_sum() {
-        let p = program(
+    fn operands_of_a_residual_add_live_until_the_norm_of_the_sum() {
+        let p = parse_program(
             "program @p { %x = input : f32[4, 8] %m = weight \"m\" : f32[1, 6, 8] %c = input : f32[1, 48] \
              %g = toperator.modulation %m, %c : f32[1, 48] \
              %s = toperator.silu %x : f32[4, 8] %y = toperator.silu %s : f32[4, 8] \
@@ -276,29 +293,27 @@ mod tests {
              %w = toperator.add %t, %z : f32[4, 8] output \"w\", %w }",
         );
         for read in ["s", "y", "g"] {
-            assert_ne!(slot(&p, "h"), slot(&p, read), "{read}");
-            assert_ne!(slot(&p, "z"), slot(&p, read), "{read}");
+            assert_ne!(slot_of(&p, "h"), slot_of(&p, read), "{read}");
+            assert_ne!(slot_of(&p, "z"), slot_of(&p, read), "{read}");
         }
     }
 
     #[test]
     fn an_unread_result_keeps_its_slot_until_its_wait() {
-        let mut b = Builder::role("p", "r", "tp=2".parse().unwrap(), &["compute", "tp_collective"]);
+        let mut b = Builder::new_role("p", "r", "tp=2".parse().unwrap(), &["compute", "tp_collective"]);
         let ty = Type::new(DType::F32, [4, 4]);
-        let x = b.input("x", ty.clone().on(Axis::Tp, AxisLayout::partial(Reduction::Sum)));
-        let y = b.input("y", ty);
-        b.attr("axis", "tp").attr("reduction", "sum").stream("tp_collective");
-        let ticket = b.issue(Opcode::AllReduce, &[x]);
-        let meanwhile = b.stream("compute").op(Opcode::Silu, &[y]);
-        let unread = b.wait(ticket, None).unwrap();
-        let after = b.op(Opcode::Silu, &[y]);
+        let x =
+            b.add_input("x", ty.clone().with_axis_layout(Axis::Tp, AxisLayout::new_partial(Reduction::Sum)));
+        let y = b.add_input("y", ty);
+        b.set_attr("axis", "tp").set_attr("reduction", "sum").set_stream("tp_collective");
+        let ticket = b.add_issue(Opcode::AllReduce, &[x]);
+        let meanwhile = b.set_stream("compute").add_op(Opcode::Silu, &[y]);
+        let unread = b.add_wait(ticket, None).unwrap();
+        let after = b.add_op(Opcode::Silu, &[y]);
         let p = b.finish().unwrap();
-        let slots = place(&p).of;
+        let slots = assign_slots(&p).value_slots;
         let slot = |v: ValueId| slots[v.0 as usize].unwrap();
         assert_ne!(slot(unread), slot(meanwhile));
-        assert!(
-            [slot(unread), slot(meanwhile)].contains(&slot(after)),
-            "the slot is free again after the wait"
-        );
+        assert!([slot(unread), slot(meanwhile)].contains(&slot(after)), "the wait frees the slot");
     }
 }

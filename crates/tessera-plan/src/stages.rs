@@ -1,16 +1,17 @@
-//! Cutting blocks into stages: contiguous, complete, and balanced by cost.
+//! Splits blocks into pipeline stages: contiguous, complete and balanced by cost.
 
-use tessera_ir::{Program, cost};
+use tessera_ir::{Program, op_workload};
 
-use crate::Logical;
+use crate::LogicalModel;
 
-/// Blocks per stage so that the costliest stage is as cheap as can be. `before` and `after` are the costs of
-/// what the first and last stage do besides blocks, in the unit of `block`, the cost of one block.
+/// Returns the blocks per stage that minimise the cost of the most expensive stage. `before` and
+/// `after` are the costs of the first and last stage besides their blocks, in the unit of `block`,
+/// the cost of one block.
 #[must_use]
-pub fn balance(blocks: u64, stages: u64, block: u64, before: u64, after: u64) -> Vec<u64> {
+pub fn balance_stages(blocks: u64, stages: u64, block: u64, before: u64, after: u64) -> Vec<u64> {
     let extra = |s: u64| u64::from(s == 0) * before + u64::from(s + 1 == stages) * after;
-    // Give each block to the stage that is cheapest with it; ties go to the earlier stage. Blocks are equal, so
-    // counts are all that matters, and the greedy choice is optimal for the maximum.
+    // Each block goes to the stage that is cheapest with it; ties go to the earlier stage. Blocks
+    // have equal costs, so only counts matter, and the greedy choice is optimal for the maximum.
     let mut counts = vec![1; stages as usize];
     for _ in stages..blocks {
         let cheapest = (0..stages).min_by_key(|s| (counts[*s as usize] + 1) * block + extra(*s));
@@ -21,28 +22,31 @@ pub fn balance(blocks: u64, stages: u64, block: u64, before: u64, after: u64) ->
     counts
 }
 
-/// What stages are balanced by: flops of the costliest phase.
-pub(crate) struct Weights {
+/// The costs that balance stages: FLOPs of the most expensive phase.
+pub(crate) struct StageCosts {
     blocks: u64,
-    block: u64,
-    first: u64,
-    last: u64,
+    block_flops: u64,
+    first_flops: u64,
+    last_flops: u64,
 }
 
-impl Weights {
-    pub(crate) fn of(logical: &Logical) -> Weights {
-        let of = |p: &Program, at: &str| -> u64 {
-            p.ops.iter().filter(|o| o.str("at") == Some(at)).map(|o| cost(p, o).flops.0).sum()
+impl StageCosts {
+    pub(crate) fn from_model(logical: &LogicalModel) -> StageCosts {
+        let flops_at = |p: &Program, at: &str| -> u64 {
+            p.ops.iter().filter(|o| o.str_attr("at") == Some(at)).map(|o| op_workload(p, o).flops.0).sum()
         };
-        let heaviest =
-            logical.phases.iter().max_by_key(|p| p.ops.iter().map(|o| cost(p, o).flops.0).sum::<u64>());
-        let [block, first, last] = ["block.0", "first", "last"].map(|at| heaviest.map_or(0, |p| of(p, at)));
-        Weights { blocks: logical.blocks, block: block.max(1), first, last }
+        let heaviest = logical
+            .phases
+            .iter()
+            .max_by_key(|p| p.ops.iter().map(|o| op_workload(p, o).flops.0).sum::<u64>());
+        let [block, first_flops, last_flops] =
+            ["block.0", "first", "last"].map(|at| heaviest.map_or(0, |p| flops_at(p, at)));
+        StageCosts { blocks: logical.blocks, block_flops: block.max(1), first_flops, last_flops }
     }
 
-    /// Blocks per stage.
-    pub(crate) fn cut(&self, stages: u64) -> Vec<u64> {
-        balance(self.blocks, stages, self.block, self.first, self.last)
+    /// Returns the blocks per stage.
+    pub(crate) fn split_blocks(&self, stages: u64) -> Vec<u64> {
+        balance_stages(self.blocks, stages, self.block_flops, self.first_flops, self.last_flops)
     }
 }
 
@@ -52,11 +56,11 @@ mod tests {
 
     #[test]
     fn complete_and_balanced() {
-        assert_eq!(balance(40, 2, 10, 0, 0), [20, 20]);
-        assert_eq!(balance(3, 2, 10, 1, 2), [2, 1]);
-        assert_eq!(balance(30, 3, 10, 25, 0), [8, 11, 11]);
+        assert_eq!(balance_stages(40, 2, 10, 0, 0), [20, 20]);
+        assert_eq!(balance_stages(3, 2, 10, 1, 2), [2, 1]);
+        assert_eq!(balance_stages(30, 3, 10, 25, 0), [8, 11, 11]);
         for (blocks, stages) in [(5, 5), (7, 3), (30, 4)] {
-            assert_eq!(balance(blocks, stages, 7, 3, 2).iter().sum::<u64>(), blocks);
+            assert_eq!(balance_stages(blocks, stages, 7, 3, 2).iter().sum::<u64>(), blocks);
         }
     }
 }

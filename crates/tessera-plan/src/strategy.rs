@@ -1,4 +1,4 @@
-//! What each strategy asks of weights, buffers and inputs.
+//! The sharding rules of each strategy for weights, buffers and inputs.
 
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::{Op, Opcode, Program};
@@ -7,48 +7,49 @@ use tessera_mesh::{AxisLayout, DimName, Shard};
 use crate::Strategy;
 use crate::lower::T0606;
 
-/// The `part` of a weight that nobody cuts.
+/// The `part` of a weight that stays whole.
 const WHOLE: &str = "whole";
 
-/// Hints of sources that no strategy knows.
-pub(crate) fn unknown_parts(phases: &[Program]) -> Diagnostics {
+/// Reports `part` hints of sources that no strategy knows.
+pub(crate) fn check_parts(phases: &[Program]) -> Diagnostics {
     let mut ds = Vec::new();
     for (p, op) in phases.iter().flat_map(|p| p.ops.iter().map(move |op| (p, op))) {
-        if let (Some(want), Some(part)) = (unknown_part(p, op), op.attrs.get("part")) {
+        if let (Some(want), Some(part)) = (expected_part(p, op), op.attrs.get("part")) {
             let name = op.name.as_deref().unwrap_or_default();
             ds.push(
-                Diagnostic::error(
-                    &T0606,
-                    format!("part {part:?} of `{name}` is not one that a strategy can cut"),
-                )
-                .at(format!("@{}", p.name), format!("{} `{name}`", op.opcode.name()))
-                .hint(want),
+                Diagnostic::error(&T0606, format!("no strategy can shard part {part:?} of `{name}`"))
+                    .with_label(format!("@{}", p.name), format!("{} `{name}`", op.opcode.name()))
+                    .with_hint(want),
             );
         }
     }
     ds
 }
 
-/// Ops that no strategy cuts. Taken for ops that work row by row they might pass their rules and be slow or wrong.
-pub(crate) fn without_strategy(phases: &[Program]) -> Diagnostics {
-    let cut_by_none = |op: &&Op| matches!(op.opcode, Opcode::Softmax | Opcode::Dot | Opcode::MoeRoute);
+/// Reports ops that no strategy can shard. As row-wise ops they might pass their rules and still be
+/// slow or wrong.
+pub(crate) fn check_opcodes(phases: &[Program]) -> Diagnostics {
+    let cut_by_none = |op: &&Op| matches!(op.opcode, Opcode::Softmax | Opcode::Bmm | Opcode::MoeRoute);
     let refuse = |p: &Program, op: &Op| {
-        Diagnostic::error(&T0606, format!("no strategy cuts {}", op.opcode.name()))
-            .at(format!("@{}", p.name), "this phase")
-            .hint("write the programs of the roles by hand and check them, or use attention and matmul")
+        Diagnostic::error(&T0606, format!("no strategy can shard {}", op.opcode.name()))
+            .with_label(format!("@{}", p.name), "this phase")
+            .with_hint("write the programs of the roles in text and check them, or use attention and matmul")
     };
     phases.iter().flat_map(|p| p.ops.iter().filter(cut_by_none).map(move |op| refuse(p, op))).collect()
 }
 
-/// What a source's `part` may say, in words, if it says something else.
-fn unknown_part(p: &Program, op: &Op) -> Option<&'static str> {
+/// Returns the legal values of a source's `part`, as text, if the source has another one.
+fn expected_part(p: &Program, op: &Op) -> Option<&'static str> {
     op.attrs.get("part")?;
-    let part = op.str("part").unwrap_or_default();
-    let dims = op.results.first().map_or(0, |r| p.ty(*r).shape.len());
+    let part = op.str_attr("part").unwrap_or_default();
+    let dims = op.results.first().map_or(0, |r| p.type_of(*r).shape.len());
     let (fits, want) = match op.opcode {
         Opcode::Weight => {
-            let cut = || part.parse::<DimName>().is_ok_and(|d| d.of(dims).is_some());
-            (part == WHOLE || cut(), "a weight's part is `col`, `row`, `experts` or `whole`, of a dim it has")
+            let cut = || part.parse::<DimName>().is_ok_and(|d| d.dim_index(dims).is_some());
+            (
+                part == WHOLE || cut(),
+                "a weight's part is `col`, `row`, `experts` or `whole`, and names a dim of the weight",
+            )
         }
         Opcode::Input => (part == "tokens", "an input's part is `tokens`"),
         _ => (false, "only weights and inputs have a part"),
@@ -56,64 +57,65 @@ fn unknown_part(p: &Program, op: &Op) -> Option<&'static str> {
     (!fits).then_some(want)
 }
 
-/// What a logical program says about how a source may be cut, and over how many ranks.
-pub(crate) struct Cut {
+/// The rules by which a strategy shards sources, over a number of ranks.
+pub(crate) struct ShardingRules {
     pub(crate) strategy: Strategy,
     pub(crate) tp: u32,
-    /// Width of a head: attention's unit.
+    /// Width of a head: the unit of sharded heads.
     pub(crate) head_dim: u64,
 }
 
-impl Cut {
-    /// Layout over tp of a weight, by its `part`.
-    pub(crate) fn weight(&self, op: &Op, shape: &[u64]) -> AxisLayout {
-        let unit = op.int("unit").and_then(|u| u64::try_from(u).ok()).unwrap_or(1);
+impl ShardingRules {
+    /// Returns the layout over tp of a weight, from its `part`.
+    pub(crate) fn weight_layout(&self, op: &Op, shape: &[u64]) -> AxisLayout {
+        let unit = op.int_attr("unit").and_then(|u| u64::try_from(u).ok()).unwrap_or(1);
         if self.strategy == Strategy::Ulysses || self.tp == 1 {
             return AxisLayout::Replicated;
         }
-        let part = op.str("part").filter(|p| *p != WHOLE).and_then(|p| p.parse::<DimName>().ok());
-        match part.and_then(|p| p.of(shape.len())) {
-            Some(dim) => self.shard(dim, shape[dim], unit),
+        let part = op.str_attr("part").filter(|p| *p != WHOLE).and_then(|p| p.parse::<DimName>().ok());
+        match part.and_then(|p| p.dim_index(shape.len())) {
+            Some(dim) => self.shard_layout(dim, shape[dim], unit),
             None => AxisLayout::Replicated,
         }
     }
 
-    /// Layout over tp of a buffer. Buffers are named by what they hold: `kv.*` and `cross.*` keys and values of
-    /// a block, anything else a latent's tokens.
-    pub(crate) fn buffer(&self, name: &str, shape: &[u64]) -> AxisLayout {
+    /// Returns the layout over tp of a buffer. The name of a buffer tells its content: `kv.*` and
+    /// `cross.*` hold keys and values of a block, any other a latent's tokens.
+    pub(crate) fn buffer_layout(&self, name: &str, shape: &[u64]) -> AxisLayout {
         let family = name.split('.').next().unwrap_or(name);
         match (self.strategy, family) {
-            (_, "kv") | (Strategy::Megatron, "cross") => self.shard(1, shape[1], self.head_dim),
+            (_, "kv") | (Strategy::Megatron, "cross") => self.shard_layout(1, shape[1], self.head_dim),
             (Strategy::Megatron, _) | (_, "cross") => AxisLayout::Replicated,
-            (Strategy::Ulysses, _) => self.tokens(shape),
+            (Strategy::Ulysses, _) => self.token_layout(shape),
         }
     }
 
-    /// Tokens over tp.
-    pub(crate) fn tokens(&self, shape: &[u64]) -> AxisLayout {
+    /// Returns the layout over tp of a value's tokens.
+    pub(crate) fn token_layout(&self, shape: &[u64]) -> AxisLayout {
         match self.strategy {
             Strategy::Megatron => AxisLayout::Replicated,
-            Strategy::Ulysses => self.shard(0, shape[0], 1),
+            Strategy::Ulysses => self.shard_layout(0, shape[0], 1),
         }
     }
 
-    /// A value's heads over tp.
-    pub(crate) fn heads(&self, width: u64) -> AxisLayout {
-        self.shard(1, width, self.head_dim)
+    /// Returns the layout over tp of a value's heads.
+    pub(crate) fn head_layout(&self, width: u64) -> AxisLayout {
+        self.shard_layout(1, width, self.head_dim)
     }
 
-    fn shard(&self, dim: usize, extent: u64, unit: u64) -> AxisLayout {
+    fn shard_layout(&self, dim: usize, extent: u64, unit: u64) -> AxisLayout {
         if self.tp == 1 {
             return AxisLayout::Replicated;
         }
-        // A mapping that leaves a rank without a unit was refused before lowering.
-        Shard::of(dim, extent, unit, self.tp).map_or(AxisLayout::Replicated, AxisLayout::Shard)
+        // `Mapping::check_fit` has already rejected a mapping that leaves a rank without a unit.
+        Shard::new(dim, extent, unit, self.tp).map_or(AxisLayout::Replicated, AxisLayout::Shard)
     }
 }
 
-/// Whether every reader of a logical value wants it cut by heads: attention over a cache that is, or that
-/// cache itself. Such a value's exchange can begin the moment it exists.
-pub(crate) fn wanted_by_heads(
+/// Returns whether every reader of a logical value needs it sharded by heads: attention over a
+/// cache that is sharded so, or a write to that cache. The all-to-all of such a value can start as
+/// soon as the value exists.
+pub(crate) fn all_readers_want_heads(
     p: &Program,
     readers: &[Vec<usize>],
     defs: &[Option<usize>],
@@ -129,7 +131,7 @@ pub(crate) fn wanted_by_heads(
         })
 }
 
-/// Whether the op that makes a value reads a block's own keys and values.
-pub(crate) fn reads_self_cache(p: &Program, maker: Option<usize>) -> bool {
-    maker.and_then(|i| p.ops[i].buffer).is_some_and(|b| p.buffer(b).name.starts_with("kv."))
+/// Returns whether the op that produces a value reads a block's self-attention KV cache.
+pub(crate) fn reads_self_cache(p: &Program, producer: Option<usize>) -> bool {
+    producer.and_then(|i| p.ops[i].buffer).is_some_and(|b| p.buffer(b).name.starts_with("kv."))
 }

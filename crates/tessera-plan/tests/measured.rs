@@ -1,21 +1,22 @@
-//! Estimates against measurements on hosts of H200s: one forward of the 14B generator over a window of six frames, text keys
-//! cached. Under profile `torch-2.11`: PyTorch 2.11, compiled, functional collectives, cuDNN attention, captured in CUDA
-//! graphs; the profile was fitted on ceilings and curves of single ops and transfers alone. Under profile `tessera`: this
-//! project's GPU backend; attention and fp8 products were fitted on steps of such forwards.
+//! Estimates against measurements on H200 hosts: one forward of the 14B generator over a window of
+//! six frames, with text keys cached. The profile `torch-2.11` models PyTorch 2.11: compiled,
+//! functional collectives, cuDNN attention, captured in CUDA graphs; it was fitted only on ceilings
+//! and curves of single ops and transfers. The profile `tessera` models this project's GPU backend;
+//! its attention and fp8 matmuls were fitted on steps of such forwards.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
-use tessera_cost::{Machine, Profile};
-use tessera_mesh::clusters;
+use tessera_cost::{MachineModel, Profile};
+use tessera_mesh::catalog;
 use tessera_models::VideoModel;
 use tessera_plan::video::estimate_call;
-use tessera_plan::{DtypePolicy, Logical, Mapping, Strategy, lower};
+use tessera_plan::{DtypePolicy, LogicalModel, Mapping, Strategy, lower};
 
 use crate::support::logical;
 
 mod support;
 
-fn wan(width: u64, height: u64) -> Logical {
+fn wan(width: u64, height: u64) -> LogicalModel {
     let config = include_str!("../../../models/wan2.1-14b/config.json");
     let stream = include_str!("../../../models/wan2.1-14b/stream.toml")
         .replace("width = 832", &format!("width = {width}"))
@@ -26,12 +27,18 @@ fn wan(width: u64, height: u64) -> Logical {
     all
 }
 
-fn h200(profile: &str) -> Machine {
-    Machine::new(clusters::named("hgx-h200").unwrap(), Profile::named(profile).unwrap())
+fn h200(profile: &str) -> MachineModel {
+    MachineModel::new(catalog::get("hgx-h200").unwrap(), Profile::builtin(profile).unwrap())
 }
 
-/// Frames per second of chunks of 12 frames and five forwards each.
-fn fps(logical: &Logical, machine: &Machine, tp: u32, strategy: Strategy, dtype: DtypePolicy) -> f64 {
+/// Frames per second for chunks of 12 frames with five forwards each.
+fn fps(
+    logical: &LogicalModel,
+    machine: &MachineModel,
+    tp: u32,
+    strategy: Strategy,
+    dtype: DtypePolicy,
+) -> f64 {
     let mesh = format!("tp={tp}").parse().unwrap();
     let mut mapping = Mapping { mesh, strategy, dtype, ..Mapping::default() };
     let bundle = lower(logical, &mut mapping).unwrap();
@@ -39,7 +46,8 @@ fn fps(logical: &Logical, machine: &Machine, tp: u32, strategy: Strategy, dtype:
     12.0 / (5.0 * e.ns * 1e-9)
 }
 
-/// Devices, then measured frames per second: megatron and ulysses at 480×832, megatron and ulysses at 320×576.
+/// Devices, then measured frames per second: megatron and ulysses at 480×832, megatron and ulysses
+/// at 320×576.
 const MEASURED: [(u32, [f64; 4]); 4] = [
     (1, [9.17, 9.17, 22.6, 22.6]),
     (2, [15.5, 16.7, 35.7, 38.8]),
@@ -70,14 +78,15 @@ fn forwards_of_the_14b_generator() {
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
-    // What the profile says of itself. PyTorch's forwards send after all three products and write caches after that, plans send
-    // between products and write while the last is under way.
+    // The accuracy that the profile claims. PyTorch's forwards send after all three matmuls and
+    // write caches after that; plans send between matmuls and write during the last one.
     let mean = off.iter().sum::<f64>() / off.len() as f64;
     assert!(mean < 0.021 && off.iter().all(|e| *e < 0.048), "mean {mean:.3}, {off:.3?}");
 }
 
-/// Devices, dtype, width and height, then measured frames per second: bench/runs/2026-11-22-h200-dit-5, of two chips the slower; e4m3
-/// of bench/runs/2026-11-22-h200-dit-2.
+/// Devices, dtype, width and height, then measured frames per second from
+/// bench/runs/2026-11-22-h200-dit-5, the slower of two chips; e4m3 from
+/// bench/runs/2026-11-22-h200-dit-2.
 const OURS: [(u32, DtypePolicy, (u64, u64), f64); 7] = [
     (1, DtypePolicy::Bf16, (832, 480), 10.42),
     (1, DtypePolicy::Bf16, (576, 320), 25.28),

@@ -1,27 +1,28 @@
-//! Programs in bf16 and fp8: what is cast and what is not, the same ops as in f32, the same numbers however they are cut, and the
-//! texts kept in filetests/check, which the judge accepts there.
+//! Tests programs in bf16 and fp8: which values are cast, that the ops equal those in f32, that
+//! results do not depend on the mesh, and that the planned texts equal those in filetests/check,
+//! which the verifier accepts there.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use tessera_ir::{Bundle, DType, Kind, Op, Opcode, Program, ValueId, print};
-use tessera_plan::{DtypePolicy, Logical, Mapping, Strategy, lower, precision};
+use tessera_ir::{Bundle, DType, Op, OpKind, Opcode, Program, ValueId, print};
+use tessera_plan::{DtypePolicy, LogicalModel, Mapping, Strategy, lower, precision};
 use tessera_reference::Tensor;
 
-use crate::run::{farthest, generator};
+use crate::run::{generator, max_difference};
 
 #[path = "support/run.rs"]
 mod run;
 mod support;
 
-fn plan(l: &Logical, mesh: &str, strategy: Strategy, dtype: DtypePolicy) -> Bundle {
+fn plan(l: &LogicalModel, mesh: &str, strategy: Strategy, dtype: DtypePolicy) -> Bundle {
     let mut mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, dtype, ..Mapping::default() };
     lower(l, &mut mapping).unwrap_or_else(|ds| panic!("{ds:#?}"))
 }
 
-const WAYS: [(&str, Strategy); 6] = [
+const MAPPINGS: [(&str, Strategy); 6] = [
     ("tp=1", Strategy::Ulysses),
     ("tp=2", Strategy::Ulysses),
     ("tp=2", Strategy::Megatron),
@@ -30,23 +31,23 @@ const WAYS: [(&str, Strategy); 6] = [
     ("tp=3,pp=2", Strategy::Megatron),
 ];
 
-/// Names of an op's operands, with what they are.
+/// Returns the dtypes of an op's operands, bias and results.
 fn dtypes(p: &Program, op: &Op) -> Vec<DType> {
     let keyed = op.keyed.iter().filter(|(k, _)| *k == "bias").map(|(_, v)| v);
-    op.operands.iter().chain(keyed).chain(&op.results).map(|v| p.ty(*v).dtype).collect()
+    op.operands.iter().chain(keyed).chain(&op.results).map(|v| p.type_of(*v).dtype).collect()
 }
 
 fn weight_of(p: &Program, op: &Op) -> String {
-    let defs = p.definitions();
+    let defs = p.defining_ops();
     defs[op.operands[1].0 as usize].and_then(|d| p.ops[d].name.clone()).unwrap()
 }
 
 #[test]
-fn products_are_rounded_and_what_must_last_is_not() {
+fn matmuls_are_rounded_and_long_lived_values_are_not() {
     for extra in ["", "[cache]\nmode = \"recompute\"\n[schedule]\nprediction = \"x0\"\n"] {
         let l = generator(2, 2, 14, extra);
         for phase in &l.phases {
-            let p = precision::apply(phase, DtypePolicy::Bf16, Strategy::Ulysses).unwrap();
+            let p = precision::apply_dtype_policy(phase, DtypePolicy::Bf16, Strategy::Ulysses).unwrap();
             for b in &p.buffers {
                 let kept = if b.name.contains('.') { DType::Bf16 } else { DType::F32 };
                 assert_eq!(b.ty.dtype, kept, "{} of @{}", b.name, p.name);
@@ -74,7 +75,8 @@ fn products_are_rounded_and_what_must_last_is_not() {
                 };
                 assert_eq!(all, expected, "{} of @{}", op.opcode.name(), p.name);
             }
-            // One cast for a value and a dtype; none but where an f32 value enters products, or leaves them.
+            // One cast per value and dtype, and only where an f32 value enters a matmul or a bf16
+            // value leaves one.
             let casts: Vec<ValueId> =
                 p.ops.iter().filter(|o| o.opcode == Opcode::Cast).map(|o| o.operands[0]).collect();
             assert_eq!(casts.len(), casts.iter().collect::<BTreeSet<_>>().len());
@@ -85,20 +87,22 @@ fn products_are_rounded_and_what_must_last_is_not() {
     }
 }
 
-/// Op by op without casts and scales, every dtype f32; what reads a cast reads what was cast. Sources stand before what reads them
-/// first, casts among those, so they are told by name.
-fn plain(p: &Program) -> Vec<String> {
-    let defs = p.definitions();
+/// Describes a program op by op without casts and scales, with every dtype f32; a reader of a cast
+/// reads the cast's operand. Sources precede their first reader, which may be a cast, so the
+/// description names them instead of numbering them.
+fn describe_ops(p: &Program) -> Vec<String> {
+    let defs = p.defining_ops();
     let mut number: BTreeMap<usize, usize> = BTreeMap::new();
     let mut out = Vec::new();
     let rounds = |op: &Op| matches!(op.opcode, Opcode::Cast | Opcode::Quantize);
-    let is_source = |op: &Op| op.opcode.row().kind == Kind::Source && op.opcode != Opcode::CacheRead;
+    let is_source = |op: &Op| op.opcode.table_row().kind == OpKind::Source && op.opcode != Opcode::CacheRead;
     for (i, op) in p.ops.iter().enumerate() {
         if rounds(op) || is_source(op) {
             continue;
         }
         number.insert(i, out.len());
-        let of_f32 = |v: &ValueId| p.ty(*v).display(&p.mesh).replace("bf16", "f32").replace("e4m3", "f32");
+        let of_f32 =
+            |v: &ValueId| p.type_of(*v).display_on(&p.mesh).replace("bf16", "f32").replace("e4m3", "f32");
         let made_by = |v: &ValueId| {
             let mut at = defs[v.0 as usize].unwrap();
             while rounds(&p.ops[at]) {
@@ -114,28 +118,28 @@ fn plain(p: &Program) -> Vec<String> {
         let keyed = op.keyed.iter().filter(|(k, _)| !k.ends_with("_scale")).map(|(_, v)| v);
         let read: Vec<String> = op.operands.iter().chain(keyed).map(made_by).collect();
         let types: Vec<String> = op.results.iter().map(of_f32).collect();
-        let words = (op.opcode.name(), op.issue, &op.name, &op.attrs, op.stream, types, read);
-        out.push(format!("{words:?}"));
+        let description = (op.opcode.name(), op.issue, &op.name, &op.attrs, op.stream, types, read);
+        out.push(format!("{description:?}"));
     }
     out
 }
 
 #[test]
-fn without_casts_it_is_the_program_in_f32() {
+fn without_casts_the_program_equals_f32() {
     for extra in ["", "[cache]\nmode = \"recompute\"\n"] {
         let l = generator(5, 3, 14, extra);
-        for (mesh, strategy) in WAYS {
+        for (mesh, strategy) in MAPPINGS {
             let [f32, bf16, fp8] = DtypePolicy::ALL.map(|d| plan(&l, mesh, strategy, d));
             assert_eq!((&f32.roles, &f32.roles), (&bf16.roles, &fp8.roles));
             for (a, b) in f32.phases.iter().chain(&f32.phases).zip(bf16.phases.iter().chain(&fp8.phases)) {
                 for (a, b) in a.programs.iter().zip(&b.programs) {
-                    let (whole, rounded) = (plain(a), plain(b));
+                    let (whole, rounded) = (describe_ops(a), describe_ops(b));
                     let differs = whole.iter().zip(&rounded).find(|(a, b)| a != b);
                     assert_eq!(differs, None, "@{} of {} over {mesh}", a.name, a.role);
                     assert_eq!(whole.len(), rounded.len());
                     // A stage sends the narrower of a value and its cast.
                     let sends = b.ops.iter().filter(|o| o.opcode == Opcode::Send);
-                    let wide = sends.filter(|o| b.ty(o.operands[0]).dtype == DType::F32).count();
+                    let wide = sends.filter(|o| b.type_of(o.operands[0]).dtype == DType::F32).count();
                     assert_eq!(wide, 0, "@{} of {} over {mesh}", b.name, b.role);
                 }
             }
@@ -144,12 +148,12 @@ fn without_casts_it_is_the_program_in_f32() {
 }
 
 #[test]
-fn fewer_bytes_are_kept() {
+fn narrower_dtypes_need_less_memory() {
     let l = generator(4, 3, 14, "");
-    for (mesh, strategy) in WAYS {
+    for (mesh, strategy) in MAPPINGS {
         let bytes = |dtype| {
             let b = plan(&l, mesh, strategy, dtype);
-            tessera_plan::video::bytes_of_roles(&b, dtype, tessera_mesh::Precision::F32)
+            tessera_plan::video::memory_by_role(&b, dtype, tessera_mesh::Precision::F32)
         };
         for (half, quarter) in bytes(DtypePolicy::Bf16).iter().zip(bytes(DtypePolicy::Fp8)) {
             assert!(quarter.weights < half.weights && quarter.buffers == half.buffers);
@@ -159,13 +163,13 @@ fn fewer_bytes_are_kept() {
             assert!((0.5..0.9).contains(&share(full.weights, half.weights)), "{full:?} {half:?}");
             assert!((0.5..0.9).contains(&share(full.buffers, half.buffers)), "{full:?} {half:?}");
             assert!((0.4..1.0).contains(&share(full.temporaries, half.temporaries)), "{full:?} {half:?}");
-            assert_eq!(full.inputs, half.inputs, "what a call brings stays f32");
+            assert_eq!(full.inputs, half.inputs, "inputs of a call stay f32");
         }
     }
 }
 
-/// Latents after every phase of a chunk's call, on every rank.
-fn latents(l: &Logical, mesh: &str, strategy: Strategy, dtype: DtypePolicy) -> Vec<Tensor> {
+/// Returns the latents after every phase of a chunk's call, on every rank.
+fn latents(l: &LogicalModel, mesh: &str, strategy: Strategy, dtype: DtypePolicy) -> Vec<Tensor> {
     let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, dtype, ..Mapping::default() };
     run::latents(
         l,
@@ -175,45 +179,51 @@ fn latents(l: &Logical, mesh: &str, strategy: Strategy, dtype: DtypePolicy) -> V
 }
 
 #[test]
-fn cut_programs_in_bf16_compute_what_the_whole_one_does() {
+fn sharded_programs_compute_the_same_as_unsharded_ones() {
     let l = generator(5, 2, 14, "");
     for dtype in DtypePolicy::ALL {
-        // What is quantized depends on the strategy, on no mesh.
+        // Quantization depends on the strategy, but on no mesh.
         let [ulysses, megatron] =
             [Strategy::Ulysses, Strategy::Megatron].map(|s| latents(&l, "tp=1", s, dtype).remove(0));
         assert!(ulysses.data().iter().any(|x| x.abs() > 0.1));
-        assert_eq!(farthest(&ulysses, &megatron) == 0.0, dtype != DtypePolicy::Fp8);
-        for (mesh, strategy) in WAYS {
+        assert_eq!(max_difference(&ulysses, &megatron) == 0.0, dtype != DtypePolicy::Fp8);
+        for (mesh, strategy) in MAPPINGS {
             let whole = if strategy == Strategy::Megatron { &megatron } else { &ulysses };
             let cut = latents(&l, mesh, strategy, dtype);
             assert!(!cut.is_empty());
             for rank in &cut {
-                assert!(farthest(whole, rank) < 1e-9, "{mesh} {}: {}", dtype.name(), farthest(whole, rank));
+                assert!(
+                    max_difference(whole, rank) < 1e-9,
+                    "{mesh} {}: {}",
+                    dtype.name(),
+                    max_difference(whole, rank)
+                );
             }
         }
     }
-    // Casts and scales alone round here, and round they do.
+    // Only casts and scales round here, and they do round.
     let [f32, bf16, fp8] = DtypePolicy::ALL.map(|d| latents(&l, "tp=1", Strategy::Ulysses, d).remove(0));
-    let [by_bf16, by_fp8] = [&bf16, &fp8].map(|x| farthest(&f32, x));
+    let [by_bf16, by_fp8] = [&bf16, &fp8].map(|x| max_difference(&f32, x));
     assert!((1e-6..1e-1).contains(&by_bf16) && (2.0 * by_bf16..0.5).contains(&by_fp8), "{by_bf16} {by_fp8}");
 }
 
-/// The last parts of weights' names whose products are in e4m3, over all blocks and phases.
-fn in_e4m3(l: &Logical, strategy: Strategy) -> BTreeSet<String> {
+/// Returns the suffixes of the names of the weights whose matmuls run in e4m3, over all blocks and
+/// phases.
+fn e4m3_weights(l: &LogicalModel, strategy: Strategy) -> BTreeSet<String> {
     let mut out = BTreeSet::new();
     for phase in &l.phases {
-        let p = precision::apply(phase, DtypePolicy::Fp8, strategy).unwrap();
+        let p = precision::apply_dtype_policy(phase, DtypePolicy::Fp8, strategy).unwrap();
         let mut quantized = BTreeSet::new();
         for op in &p.ops {
             match op.opcode {
-                Opcode::Matmul if p.ty(op.operands[0]).dtype == DType::E4m3 => {
+                Opcode::Matmul if p.type_of(op.operands[0]).dtype == DType::E4m3 => {
                     let name = weight_of(&p, op);
                     out.insert(name.split('.').skip(2).collect::<Vec<_>>().join("."));
-                    assert_eq!((op.keyed.len(), p.ty(op.results[0]).dtype), (3, DType::Bf16), "{name}");
+                    assert_eq!((op.keyed.len(), p.type_of(op.results[0]).dtype), (3, DType::Bf16), "{name}");
                 }
                 Opcode::Quantize => {
-                    assert!(quantized.insert(op.operands[0]), "one for all who read it");
-                    assert_eq!(p.ty(op.operands[0]).dtype, DType::Bf16);
+                    assert!(quantized.insert(op.operands[0]), "all readers share one quantization");
+                    assert_eq!(p.type_of(op.operands[0]).dtype, DType::Bf16);
                 }
                 _ => {}
             }
@@ -223,24 +233,28 @@ fn in_e4m3(l: &Logical, strategy: Strategy) -> BTreeSet<String> {
 }
 
 #[test]
-fn products_of_blocks_are_quantized() {
+fn matmuls_of_blocks_are_quantized() {
     let columns = ["self_attn.q", "self_attn.k", "self_attn.v", "cross_attn.q", "ffn.0"];
     let rows = ["self_attn.o", "cross_attn.o", "ffn.2"];
     let named = |of: &[&str]| of.iter().map(|n| format!("{n}.weight")).collect::<BTreeSet<_>>();
     for extra in ["", "[cache]\nmode = \"recompute\"\n"] {
         let l = generator(2, 3, 14, extra);
-        assert_eq!(in_e4m3(&l, Strategy::Ulysses), named(&[&columns[..], &rows].concat()));
-        assert_eq!(in_e4m3(&l, Strategy::Megatron), named(&columns), "no rank has whole rows of the others");
+        assert_eq!(e4m3_weights(&l, Strategy::Ulysses), named(&[&columns[..], &rows].concat()));
+        assert_eq!(
+            e4m3_weights(&l, Strategy::Megatron),
+            named(&columns),
+            "no rank has whole rows of the others"
+        );
     }
     // Queries, keys and values of a block read one value.
     let l = generator(2, 3, 14, "");
     let denoise = l.phases.iter().find(|p| p.name == "denoise.fill3").unwrap();
-    let p = precision::apply(denoise, DtypePolicy::Fp8, Strategy::Ulysses).unwrap();
+    let p = precision::apply_dtype_policy(denoise, DtypePolicy::Fp8, Strategy::Ulysses).unwrap();
     let count = |o| p.ops.iter().filter(|op| op.opcode == o).count();
     assert_eq!((count(Opcode::Quantize), count(Opcode::Cast)), (3 * 6, 2));
 }
 
-/// Rewritten by `TESSERA_BLESS=1`; look at the difference.
+/// `TESSERA_BLESS=1` rewrites the files; review the difference.
 #[test]
 fn the_kept_texts_are_what_is_planned() {
     let l = generator(2, 1, 14, "");
@@ -252,7 +266,8 @@ fn the_kept_texts_are_what_is_planned() {
     ] {
         let b = plan(&l, "tp=2", strategy, dtype);
         let mut text = format!(
-            "// test: check\n// phases chunk: text denoise.fill3 clean.fill3\n// note: as planned in {} for tp=2, {}\n",
+            "// test: check\n// phases chunk: text denoise.fill3 clean.fill3\n// note: The planner emits these programs in {} \
+             for tp=2 with the strategy {}.\n",
             dtype.name(),
             strategy.name()
         );

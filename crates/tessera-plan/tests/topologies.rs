@@ -1,5 +1,5 @@
-//! Plans whose leader stands outside the mesh: who runs what, and the texts kept in filetests/check, which the judge
-//! accepts there.
+//! Tests plans whose leader lies outside the mesh: which role runs which phase, and that the
+//! planned texts equal those in filetests/check, which the verifier accepts there.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
@@ -38,34 +38,35 @@ fn the_leader_decodes_and_the_mesh_generates() {
         let found: Vec<(&str, Vec<u32>)> =
             b.roles.iter().map(|r| (r.role.as_str(), r.ranks.iter().map(|r| r.0).collect())).collect();
         assert_eq!(found, roles, "{mesh}");
-        assert_eq!((b.mesh.outside(), b.role_of(Rank(0))), (1, Some(0)));
+        assert_eq!((b.mesh.outside_count(), b.role_index(Rank(0))), (1, Some(0)));
         for phase in &b.phases {
             let own = OUTSIDE.contains(&phase.name.as_str());
             assert_eq!(phase.programs[0].ops.is_empty(), !own, "@{} of the leader", phase.name);
             assert!(!own || phase.programs[1..].iter().all(|p| p.ops.is_empty()), "@{}", phase.name);
-            // What the mesh runs is what it runs where its first rank leads, but for the ranks' numbers.
+            // The mesh runs the same programs as in a topology whose first rank leads, except for
+            // the numbers of the ranks.
             let within = bundle(Topology::Mesh, mesh);
             if !own {
                 let body = |p: &tessera_ir::Program| print(p).split_once('\n').unwrap().1.to_string();
-                let there = within.phase(&phase.name).unwrap();
+                let there = within.find_phase(&phase.name).unwrap();
                 assert!(phase.programs[1..].iter().map(body).eq(there.programs.iter().map(body)));
             }
         }
     }
 }
 
-/// Rewritten by `TESSERA_BLESS=1`; look at the difference.
+/// `TESSERA_BLESS=1` rewrites the files; review the difference.
 #[test]
 fn the_kept_texts_are_what_is_planned() {
     for (topology, mesh, about) in [
-        (Topology::Pp0, "tp=1", "one rank generates; the leader beside it encodes and decodes"),
-        (Topology::Pp1, "tp=2", "two ranks generate; the leader beside them encodes and decodes"),
+        (Topology::Pp0, "tp=1", "One rank generates, and a leader outside the mesh encodes and decodes."),
+        (Topology::Pp1, "tp=2", "Two ranks generate, and a leader outside the mesh encodes and decodes."),
     ] {
         let b = bundle(topology, mesh);
         let kept = ["renoise", "emit", "decode", "encode"];
         let mut text = format!(
-            "// test: check\n// phases chunk: renoise emit\n// phases leader: decode encode\n// note: as \
-planned for topology {}: {about}\n",
+            "// test: check\n// phases chunk: renoise emit\n// phases leader: decode encode\n// note: The planner \
+emits these programs for topology {}. {about}\n",
             topology.name()
         );
         for phase in b.phases.iter().filter(|p| kept.contains(&p.name.as_str())) {

@@ -1,4 +1,4 @@
-//! Plans of a small video model: which collectives, on which roles, with which memory.
+//! Tests plans of a small video model: the collectives of each role, and memory.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
@@ -24,9 +24,9 @@ fn plan(mesh: &str, strategy: Strategy) -> Bundle {
     lower(&logical(&model("")), &mut mapping).unwrap_or_else(|ds| panic!("{ds:#?}"))
 }
 
-fn census(b: &Bundle, phase: &str, role: usize) -> BTreeMap<&'static str, usize> {
+fn count_collectives(b: &Bundle, phase: &str, role: usize) -> BTreeMap<&'static str, usize> {
     let mut out = BTreeMap::new();
-    for (_, op) in b.phase(phase).unwrap().programs[role].collectives() {
+    for (_, op) in b.find_phase(phase).unwrap().programs[role].collective_ops() {
         *out.entry(op.opcode.name()).or_default() += 1;
     }
     out
@@ -35,27 +35,27 @@ fn census(b: &Bundle, phase: &str, role: usize) -> BTreeMap<&'static str, usize>
 #[test]
 fn one_rank_needs_no_collective() {
     let b = plan("tp=1", Strategy::Ulysses);
-    assert!(b.phases.iter().all(|p| p.programs[0].collectives().count() == 0));
+    assert!(b.phases.iter().all(|p| p.programs[0].collective_ops().count() == 0));
 }
 
 #[test]
 fn megatron_reduces_at_row_parallel_outputs_only() {
     let b = plan("tp=5", Strategy::Megatron);
-    // Per block: output projections of both attentions and the feed-forward, and two small sums of squares
-    // (query and key together, the cross query alone).
-    assert_eq!(census(&b, "denoise.fill3", 0), BTreeMap::from([("all_reduce", 3 * 5)]));
-    let p = &b.phase("denoise.fill3").unwrap().programs[0];
+    // Per block: output projections of both attentions and the feed-forward, and two small
+    // all-reduces of square sums (query and key together, the cross-attention query alone).
+    assert_eq!(count_collectives(&b, "denoise.fill3", 0), BTreeMap::from([("all_reduce", 3 * 5)]));
+    let p = &b.find_phase("denoise.fill3").unwrap().programs[0];
     let fused =
-        p.ops.iter().filter(|o| o.opcode == Opcode::Matmul && o.str("act") == Some("gelu_tanh")).count();
-    assert_eq!(fused, 3, "the feed-forward's bias and activation are one epilogue");
+        p.ops.iter().filter(|o| o.opcode == Opcode::Matmul && o.str_attr("act") == Some("gelu_tanh")).count();
+    assert_eq!(fused, 3, "the feed-forward's bias and activation form one epilogue");
 }
 
 #[test]
 fn ulysses_exchanges_around_attention_only() {
     let b = plan("tp=5", Strategy::Ulysses);
-    assert_eq!(census(&b, "denoise.fill3", 0), BTreeMap::from([("all_to_all", 3 * 4)]));
-    assert_eq!(census(&b, "text", 0), BTreeMap::new());
-    assert_eq!(census(&b, "emit", 0), BTreeMap::from([("all_gather", 1)]));
+    assert_eq!(count_collectives(&b, "denoise.fill3", 0), BTreeMap::from([("all_to_all", 3 * 4)]));
+    assert_eq!(count_collectives(&b, "text", 0), BTreeMap::new());
+    assert_eq!(count_collectives(&b, "emit", 0), BTreeMap::from([("all_gather", 1)]));
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn an_unknown_part_is_refused() {
 #[test]
 fn an_op_without_a_strategy_is_refused() {
     let mut mapping = Mapping { mesh: "tp=5".parse().unwrap(), ..Mapping::default() };
-    for opcode in [Opcode::Softmax, Opcode::Dot, Opcode::MoeRoute] {
+    for opcode in [Opcode::Softmax, Opcode::Bmm, Opcode::MoeRoute] {
         let mut l = logical(&model("[cache]\nmode = \"recompute\"\n"));
         l.phases.iter_mut().flat_map(|p| &mut p.ops).find(|o| o.opcode == Opcode::Silu).unwrap().opcode =
             opcode;
@@ -99,13 +99,13 @@ fn uneven_shards_make_two_roles() {
 }
 
 #[test]
-fn stages_hand_on_the_residual_stream_and_the_prediction() {
+fn stages_pass_on_the_residual_stream_and_the_prediction() {
     let b = plan("pp=3", Strategy::Ulysses);
-    assert_eq!(census(&b, "denoise.fill0", 0), BTreeMap::from([("recv", 1), ("send", 1)]));
-    assert_eq!(census(&b, "denoise.fill0", 1), BTreeMap::from([("recv", 1), ("send", 1)]));
-    assert_eq!(census(&b, "denoise.fill0", 2), BTreeMap::from([("recv", 1), ("send", 1)]));
-    assert_eq!(census(&b, "renoise", 1), BTreeMap::new());
-    assert!(b.phase("renoise").unwrap().programs[2].ops.is_empty());
+    assert_eq!(count_collectives(&b, "denoise.fill0", 0), BTreeMap::from([("recv", 1), ("send", 1)]));
+    assert_eq!(count_collectives(&b, "denoise.fill0", 1), BTreeMap::from([("recv", 1), ("send", 1)]));
+    assert_eq!(count_collectives(&b, "denoise.fill0", 2), BTreeMap::from([("recv", 1), ("send", 1)]));
+    assert_eq!(count_collectives(&b, "renoise", 1), BTreeMap::new());
+    assert!(b.find_phase("renoise").unwrap().programs[2].ops.is_empty());
 }
 
 #[test]
@@ -115,17 +115,17 @@ fn temporaries_never_share_a_slot_while_alive() {
     {
         let b = plan(mesh, strategy);
         for phase in &b.phases {
-            for (p, m) in phase.programs.iter().zip(&phase.memory) {
-                let (defs, last) = (p.definitions(), p.last_uses());
+            for (p, m) in phase.programs.iter().zip(&phase.slots) {
+                let (defs, last) = (p.defining_ops(), p.last_uses());
                 for a in 0..p.values.len() {
                     for z in a + 1..p.values.len() {
-                        let same = m.of[a].is_some() && m.of[a] == m.of[z];
+                        let same = m.value_slots[a].is_some() && m.value_slots[a] == m.value_slots[z];
                         let apart = last[a].or(defs[a]) < defs[z];
                         assert!(!same || apart, "{} %{} %{}", p.name, p.values[a].name, p.values[z].name);
                     }
                 }
-                // Reuse keeps the total far below the sum of all values.
-                assert!(m.total().0 <= p.values.iter().map(|v| v.ty.bytes().0).sum());
+                // Slot reuse keeps the total below the sum of all values.
+                assert!(m.total_bytes().0 <= p.values.iter().map(|v| v.ty.byte_size().0).sum());
             }
         }
     }
@@ -153,9 +153,10 @@ fn mesh_invariant_marks_every_splittable_sum() {
             ..Mapping::default()
         };
         let b = lower(&logical(&m), &mut mapping).unwrap();
-        let p = &b.phase("denoise.fill0").unwrap().programs[0];
-        let segments: Vec<i64> = p.ops.iter().filter_map(|o| o.int("segments")).collect();
-        // Per block three row-parallel products and three norms, one of them shared by query and key if split.
+        let p = &b.find_phase("denoise.fill0").unwrap().programs[0];
+        let segments: Vec<i64> = p.ops.iter().filter_map(|o| o.int_attr("segments")).collect();
+        // Per block: three row-parallel matmuls and three norms, of which query and key share one
+        // if sharded.
         let per_block = if strategy == Strategy::Megatron { 5 } else { 6 };
         assert_eq!(segments, vec![want; 2 * per_block], "{mesh}");
     }

@@ -1,28 +1,30 @@
-//! What a number becomes in a narrower dtype: to the nearest, ties to even.
+//! Rounds numbers to a narrower dtype: to nearest, ties to even.
 
 use tessera_ir::DType;
 
-/// The numbers of a floating-point dtype, as a subset of f64.
+/// The finite numbers of a floating-point dtype, as a subset of f64.
 #[derive(Debug, Clone, Copy)]
 pub struct Rounding {
-    /// Bits of a normal number's significand, the leading one counted.
+    /// Bits of a normal number's significand, including the leading one.
     digits: i32,
-    /// Exponent of the smallest normal number; below it numbers stand as far apart as there.
-    least: i32,
-    /// Largest number.
-    most: f64,
-    /// Whether what is larger becomes that number; otherwise infinity.
+    /// Exponent of the smallest normal number; subnormal numbers have the spacing of that exponent.
+    min_exponent: i32,
+    /// Largest finite number.
+    max_value: f64,
+    /// Whether larger numbers saturate; otherwise they become infinity.
     saturates: bool,
 }
 
-/// How numbers are rounded to a dtype; none for one that holds no floating-point numbers.
+/// Returns the rounding to a dtype, or `None` for a dtype without floating-point numbers.
 #[must_use]
-pub fn rounding(to: DType) -> Option<Rounding> {
-    let of = |digits, least, most, saturates| Some(Rounding { digits, least, most, saturates });
+pub fn rounding_to(to: DType) -> Option<Rounding> {
+    let of = |digits, least, most, saturates| {
+        Some(Rounding { digits, min_exponent: least, max_value: most, saturates })
+    };
     match to {
         DType::F32 => of(24, -126, f64::from(f32::MAX), false),
         DType::F64 => of(53, -1022, f64::MAX, false),
-        DType::Bf16 => of(8, -126, 255.0 * power(120), false),
+        DType::Bf16 => of(8, -126, 255.0 * power_of_two(120), false),
         DType::F16 => of(11, -14, 65504.0, false),
         DType::E4m3 => of(4, -6, 448.0, true),
         DType::I64 | DType::Ticket | DType::Event => None,
@@ -30,26 +32,26 @@ pub fn rounding(to: DType) -> Option<Rounding> {
 }
 
 impl Rounding {
-    /// The nearest number of the dtype.
+    /// Returns the nearest number of the dtype.
     #[must_use]
-    pub fn nearest(&self, x: f64) -> f64 {
+    pub fn round_nearest(&self, x: f64) -> f64 {
         if self.digits == 53 || x == 0.0 || !x.is_finite() {
-            return if x.is_infinite() && self.saturates { self.most.copysign(x) } else { x };
+            return if x.is_infinite() && self.saturates { self.max_value.copysign(x) } else { x };
         }
         let exponent = ((x.to_bits() >> 52) & 0x7ff) as i32 - 1023;
-        let step = power(exponent.max(self.least) - (self.digits - 1));
-        // Division and product by a power of two are exact.
+        let step = power_of_two(exponent.max(self.min_exponent) - (self.digits - 1));
+        // Division and multiplication by a power of two are exact.
         let y = (x / step).round_ties_even() * step;
-        match y.abs() > self.most {
+        match y.abs() > self.max_value {
             false => y,
-            true if self.saturates => self.most.copysign(x),
+            true if self.saturates => self.max_value.copysign(x),
             true => f64::INFINITY.copysign(x),
         }
     }
 }
 
-/// 2 to the power of a normal number's exponent.
-fn power(exponent: i32) -> f64 {
+/// Returns 2 to the power of a normal number's exponent.
+fn power_of_two(exponent: i32) -> f64 {
     f64::from_bits(((exponent + 1023) as u64) << 52)
 }
 
@@ -58,16 +60,16 @@ mod tests {
     use super::*;
 
     fn to(d: DType, x: f64) -> f64 {
-        rounding(d).unwrap().nearest(x)
+        rounding_to(d).unwrap().round_nearest(x)
     }
 
     #[test]
-    fn f32_is_what_the_processor_does() {
+    fn f32_rounds_like_the_processor() {
         let mut bits = 0x9e37_79b9_7f4a_7c15u64;
         let edges = [1e-45, 0.7e-45, 3.4028235677973366e38, 3.4028236e38, 1.0 + 1.0 / 16_777_216.0];
         let drawn = (0..20_000).map(|_| {
             bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            // Exponents about the range of f32, subnormals and what overflows included.
+            // Exponents around the range of f32, including subnormals and overflow.
             f64::from_bits((bits & 0x800f_ffff_ffff_ffff) | ((1023 - 155 + (bits >> 54) % 290) << 52))
         });
         for x in edges.into_iter().chain(drawn) {
@@ -90,14 +92,14 @@ mod tests {
     }
 
     #[test]
-    fn narrow_dtypes_end_where_they_end() {
+    fn narrow_dtypes_overflow_and_saturate() {
         assert_eq!([65519.9, 65520.0].map(|x| to(DType::F16, x)), [65504.0, f64::INFINITY]);
         assert_eq!(
             [448.0, 463.0, 465.0, 1e9, -1e9].map(|x| to(DType::E4m3, x)),
             [448.0, 448.0, 448.0, 448.0, -448.0]
         );
-        // Halves of the step go to the even neighbour; below 2^-6 numbers stand 2^-9 apart.
+        // Ties round to the even neighbour; below 2^-6 the spacing is 2^-9.
         assert_eq!([17.0, 19.0, 0.0029296875].map(|x| to(DType::E4m3, x)), [16.0, 20.0, 0.00390625]);
-        assert!(rounding(DType::I64).is_none());
+        assert!(rounding_to(DType::I64).is_none());
     }
 }

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-/// A tensor: extents and elements, the last dim fastest. A scalar has no extents and one element.
+/// A tensor with extents and elements, the last dim fastest. A scalar has no extents and one
+/// element.
 #[derive(Clone, PartialEq)]
 pub struct Tensor {
     shape: Vec<usize>,
@@ -10,59 +11,60 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor of these elements.
+    /// Creates a tensor from its elements.
     ///
     /// # Panics
-    /// When the number of elements is not the product of the extents.
+    /// If the number of elements is not the one to which the extents multiply.
     #[must_use]
     pub fn new(shape: &[usize], data: Vec<f64>) -> Tensor {
         assert_eq!(shape.iter().product::<usize>(), data.len(), "elements of a tensor {shape:?}");
         Tensor { shape: shape.to_vec(), data }
     }
 
-    /// A scalar.
+    /// Creates a scalar.
     #[must_use]
     pub fn scalar(x: f64) -> Tensor {
         Tensor::new(&[], vec![x])
     }
 
-    /// The tensor whose element at row-major position `i` is `f(i)`.
+    /// Creates the tensor whose element at row-major index `i` is `f(i)`.
     #[must_use]
     pub fn from_fn(shape: &[usize], f: impl FnMut(usize) -> f64) -> Tensor {
         Tensor::new(shape, (0..shape.iter().product()).map(f).collect())
     }
 
-    /// All elements equal.
+    /// Creates a tensor with all elements equal.
     #[must_use]
     pub fn full(shape: &[usize], x: f64) -> Tensor {
         Tensor::from_fn(shape, |_| x)
     }
 
-    /// Extents.
+    /// Returns the extents.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// Elements in row-major order.
+    /// Returns the elements in row-major order.
     #[must_use]
     pub fn data(&self) -> &[f64] {
         &self.data
     }
 
-    /// Elements, to be changed in place.
+    /// Returns the elements for modification in place.
     pub fn data_mut(&mut self) -> &mut [f64] {
         &mut self.data
     }
 
-    /// Row `i` of a matrix.
+    /// Returns row `i` of a matrix.
     #[must_use]
     pub fn row(&self, i: usize) -> &[f64] {
         let d = self.shape.last().copied().unwrap_or(1);
         &self.data[i * d..(i + 1) * d]
     }
 
-    /// Largest absolute difference; infinite where shapes differ or one is not a number.
+    /// Returns the largest absolute difference; infinity if shapes differ or exactly one element is
+    /// NaN.
     #[must_use]
     pub fn distance(&self, other: &Tensor) -> f64 {
         if self.shape != other.shape {
@@ -76,7 +78,7 @@ impl Tensor {
             .fold(0.0, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) })
     }
 
-    /// Elements `start..start + len` of dim `dim`; `None` when that is outside.
+    /// Returns elements `start..start + len` of dim `dim`, or `None` if the range is out of bounds.
     #[must_use]
     pub fn slice(&self, dim: usize, start: usize, len: usize) -> Option<Tensor> {
         let extent = *self.shape.get(dim)?;
@@ -95,7 +97,7 @@ impl Tensor {
         Some(Tensor { shape, data })
     }
 
-    /// Pieces side by side along `dim`; `None` when their other extents differ.
+    /// Concatenates tensors along `dim`, or returns `None` if their other extents differ.
     #[must_use]
     pub fn concat(dim: usize, pieces: &[Tensor]) -> Option<Tensor> {
         let mut shape = pieces.first()?.shape.clone();
@@ -129,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slices_join_to_the_whole() {
+    fn slices_concatenate_to_the_original() {
         let t = Tensor::from_fn(&[3, 4, 2], |i| i as f64);
         for dim in 0..3 {
             let n = t.shape()[dim];
@@ -141,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn distance_sees_what_is_no_number() {
+    fn distance_is_infinite_for_nan() {
         let t = |x| Tensor::new(&[1], vec![x]);
         assert_eq!(t(1.0).distance(&t(f64::NAN)), f64::INFINITY);
         assert_eq!(t(1.0).distance(&t(1.5)), 0.5);

@@ -1,19 +1,20 @@
-//! PNG and animated PNG, fed frame by frame with the number of frames unknown until the end.
+//! Encoders for PNG and animated PNG. The animation encoder receives one frame at a time; the
+//! number of frames is unknown until the end.
 //!
-//! The clip is on disk while it grows, so a run that dies keeps what it made: after any frame
-//! [`ApngStream::ending`] tells the bytes that would close the file there. Each frame stores only the
-//! rectangle that changed. Pixels are lossless; compression is the fast kind, because a chunk must not wait
-//! for its picture.
+//! The clip is written to disk while it grows, so a run that dies keeps its frames: after any
+//! frame, [`ApngStream::current_ending`] returns the bytes that would complete the file. Each frame
+//! stores only the rectangle that changed. Compression is lossless and fast, because a chunk must
+//! not wait for its frames to be encoded.
 
 use tessera_base::{Code, Diagnostic};
 
-/// The picture's size or rate cannot be written.
+/// The image's size or frame rate cannot be encoded.
 pub static T0903: Code = Code {
     id: "T0903",
-    title: "a picture's size or frame rate cannot be encoded",
+    title: "image size or frame rate cannot be encoded",
     page: "PNG allows widths and heights from 1 to 2147483647, and an animation needs a positive frame rate whose \
-frame time is a fraction of two numbers up to 65535. Sizes so large that the pixels of one frame do not fit \
-in memory are refused too.\n\n\
+frame time is a fraction of two numbers up to 65535. Sizes for which the pixels of one frame do not fit \
+in memory are rejected too.\n\n\
 Check the width, height and fps of the run; they come from the model's config or from the command line.",
 };
 
@@ -22,29 +23,29 @@ pub static T0904: Code = Code {
     id: "T0904",
     title: "a frame has the wrong number of bytes",
     page: "A frame is width × height × 3 bytes: red, green, blue, row by row from the top, without padding. A \
-decoder that gives another number was made for another size, or gave channels first.\n\n\
-The diagnostic names both numbers; their ratio usually tells which it is (4 channels: 4/3, one channel: 1/3).",
+decoder that returns another number was built for another size or puts channels first.\n\n\
+The diagnostic names both numbers; their ratio usually shows the cause (4 channels: 4/3, one channel: 1/3).",
 };
 
-/// Bytes to write over what a file already holds.
+/// Bytes that overwrite a part of the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Patch {
-    /// Where, in bytes from the start of the file.
+pub struct FilePatch {
+    /// Offset from the start of the file, in bytes.
     pub offset: u64,
-    /// What.
+    /// New content.
     pub bytes: Vec<u8>,
 }
 
-/// What closes a file after the frames so far.
+/// The changes that complete a file after the frames so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ending {
+pub struct ApngEnding {
     /// Bytes to append.
     pub trailer: Vec<u8>,
     /// Bytes to overwrite.
-    pub patch: Vec<Patch>,
+    pub patch: Vec<FilePatch>,
 }
 
-/// An animated PNG under way.
+/// An encoder of an animated PNG.
 #[derive(Debug)]
 pub struct ApngStream {
     width: u32,
@@ -57,10 +58,11 @@ pub struct ApngStream {
 }
 
 impl ApngStream {
-    /// Begins an animation that loops for ever. Gives the first bytes of the file.
+    /// Starts an animation that loops for ever. Returns the encoder and the first bytes of the
+    /// file.
     ///
     /// # Errors
-    /// [`T0903`] for a size or rate that cannot be written.
+    /// [`T0903`] for a size or rate that cannot be encoded.
     pub fn new(
         width: u32,
         height: u32,
@@ -68,16 +70,17 @@ impl ApngStream {
         fps_den: u32,
     ) -> Result<(ApngStream, Vec<u8>), Diagnostic> {
         frame_bytes(width, height)?;
-        let delay = delay(fps_num, fps_den)?;
+        let delay = frame_delay(fps_num, fps_den)?;
         let mut header = SIGNATURE.to_vec();
         let mut ihdr = Vec::with_capacity(13);
         ihdr.extend(width.to_be_bytes());
         ihdr.extend(height.to_be_bytes());
         // 8 bits, RGB, deflate, adaptive filters, not interlaced.
         ihdr.extend([8, 2, 0, 0, 0]);
-        chunk(&mut header, *b"IHDR", &ihdr);
-        // One frame: a file that dies before its first ending still opens.
-        chunk(&mut header, *b"acTL", &animation(1));
+        push_chunk(&mut header, *b"IHDR", &ihdr);
+        // The header declares one frame, so that a file that dies before its first ending still
+        // opens.
+        push_chunk(&mut header, *b"acTL", &animation_control(1));
         let stream = ApngStream {
             width,
             height,
@@ -90,15 +93,16 @@ impl ApngStream {
         Ok((stream, header))
     }
 
-    /// Encodes the next frame, `width * height * 3` bytes of RGB. Gives the bytes to append.
+    /// Encodes the next frame, `width * height * 3` bytes of RGB. Returns the bytes to append to
+    /// the file.
     ///
     /// # Errors
     /// [`T0904`] for a wrong number of bytes.
-    pub fn frame(&mut self, rgb: &[u8]) -> Result<Vec<u8>, Diagnostic> {
+    pub fn encode_frame(&mut self, rgb: &[u8]) -> Result<Vec<u8>, Diagnostic> {
         check_frame(rgb, self.width, self.height)?;
         let area = match self.frames {
-            0 => Area { x: 0, y: 0, w: self.width, h: self.height },
-            _ => changed(&self.last, rgb, self.width),
+            0 => PixelRect { x: 0, y: 0, w: self.width, h: self.height },
+            _ => changed_rect(&self.last, rgb, self.width),
         };
         self.scratch.clear();
         let row = self.width as usize * 3;
@@ -106,27 +110,27 @@ impl ApngStream {
             let at = y as usize * row + area.x as usize * 3;
             self.scratch.extend_from_slice(&rgb[at..at + area.w as usize * 3]);
         }
-        let png = encode(&self.scratch, area.w, area.h)?;
+        let png = encode_png(&self.scratch, area.w, area.h)?;
         let mut out = Vec::with_capacity(png.len() + 64);
 
         let mut control = Vec::with_capacity(26);
-        control.extend(self.next().to_be_bytes());
+        control.extend(self.next_sequence().to_be_bytes());
         for n in [area.w, area.h, area.x, area.y] {
             control.extend(n.to_be_bytes());
         }
         control.extend(self.delay.0.to_be_bytes());
         control.extend(self.delay.1.to_be_bytes());
-        // Dispose: none. Blend: source.
+        // Dispose operation: none. Blend operation: source.
         control.extend([0, 0]);
-        chunk(&mut out, *b"fcTL", &control);
+        push_chunk(&mut out, *b"fcTL", &control);
         for data in image_data(&png) {
             if self.frames == 0 {
-                chunk(&mut out, *b"IDAT", data);
+                push_chunk(&mut out, *b"IDAT", data);
             } else {
                 let mut numbered = Vec::with_capacity(data.len() + 4);
-                numbered.extend(self.next().to_be_bytes());
+                numbered.extend(self.next_sequence().to_be_bytes());
                 numbered.extend_from_slice(data);
-                chunk(&mut out, *b"fdAT", &numbered);
+                push_chunk(&mut out, *b"fdAT", &numbered);
             }
         }
         self.frames += 1;
@@ -135,65 +139,70 @@ impl ApngStream {
         Ok(out)
     }
 
-    /// Frames so far.
+    /// Returns the number of frames so far.
     #[must_use]
-    pub fn frames(&self) -> u32 {
+    pub fn frame_count(&self) -> u32 {
         self.frames
     }
 
-    /// What would close the file now. To go on afterwards, write the next frame over the trailer.
+    /// Returns the changes that would complete the file now. To continue afterwards, write the next
+    /// frame over the trailer.
     ///
-    /// Empty before the first frame: a PNG without pixels is no PNG, and the file should go.
+    /// The ending is empty before the first frame: a PNG needs pixels, so the caller should delete
+    /// the file.
     #[must_use]
-    pub fn ending(&self) -> Ending {
+    pub fn current_ending(&self) -> ApngEnding {
         if self.frames == 0 {
-            return Ending { trailer: Vec::new(), patch: Vec::new() };
+            return ApngEnding { trailer: Vec::new(), patch: Vec::new() };
         }
         let mut trailer = Vec::new();
-        chunk(&mut trailer, *b"IEND", &[]);
+        push_chunk(&mut trailer, *b"IEND", &[]);
         let mut control = Vec::new();
-        chunk(&mut control, *b"acTL", &animation(self.frames));
-        // Everything of the chunk behind its length and name: the numbers and the checksum.
-        Ending { trailer, patch: vec![Patch { offset: ANIMATION_AT + 8, bytes: control.split_off(8) }] }
+        push_chunk(&mut control, *b"acTL", &animation_control(self.frames));
+        // The patch covers the chunk without its length and name: the numbers and the checksum.
+        ApngEnding {
+            trailer,
+            patch: vec![FilePatch { offset: ANIMATION_CONTROL_OFFSET + 8, bytes: control.split_off(8) }],
+        }
     }
 
-    /// Ends the animation.
+    /// Ends the animation and returns the changes that complete the file.
     #[must_use]
-    pub fn finish(self) -> Ending {
-        self.ending()
+    pub fn finish(self) -> ApngEnding {
+        self.current_ending()
     }
 
-    fn next(&mut self) -> u32 {
+    fn next_sequence(&mut self) -> u32 {
         let n = self.sequence;
         self.sequence += 1;
         n
     }
 }
 
-/// One picture as a PNG file; `rgb` is `width * height * 3` bytes.
+/// Encodes one image as a PNG file; `rgb` is `width * height * 3` bytes.
 ///
 /// # Errors
 /// [`T0903`] for an impossible size, [`T0904`] for a wrong number of bytes.
 pub fn png_frame(rgb: &[u8], width: u32, height: u32) -> Result<Vec<u8>, Diagnostic> {
     check_frame(rgb, width, height)?;
-    encode(rgb, width, height)
+    encode_png(rgb, width, height)
 }
 
 const SIGNATURE: [u8; 8] = [0x89, b'P', b'N', b'G', b'\r', b'\n', 0x1a, b'\n'];
-/// Behind the signature and the header chunk.
-const ANIMATION_AT: u64 = 8 + 25;
+/// Offset of the animation control chunk, after the signature and the header chunk.
+const ANIMATION_CONTROL_OFFSET: u64 = 8 + 25;
 
 #[derive(Debug, PartialEq, Eq)]
-struct Area {
+struct PixelRect {
     x: u32,
     y: u32,
     w: u32,
     h: u32,
 }
 
-/// The smallest rectangle that holds every changed pixel; one pixel where nothing changed, since a frame
-/// must hold something.
-fn changed(old: &[u8], new: &[u8], width: u32) -> Area {
+/// Returns the smallest rectangle that contains every changed pixel; one pixel if nothing changed,
+/// because a frame must not be empty.
+fn changed_rect(old: &[u8], new: &[u8], width: u32) -> PixelRect {
     let row = width as usize * 3;
     let mut rows = None::<(usize, usize)>;
     let (mut left, mut right) = (row, 0);
@@ -202,7 +211,7 @@ fn changed(old: &[u8], new: &[u8], width: u32) -> Area {
             continue;
         }
         rows = Some((rows.map_or(y, |r| r.0), y));
-        // Only what lies outside the rectangle so far can widen it.
+        // Only pixels outside the current rectangle can widen it.
         if let Some(i) = a[..left].iter().zip(&b[..left]).position(|(p, q)| p != q) {
             left = i;
         }
@@ -210,23 +219,23 @@ fn changed(old: &[u8], new: &[u8], width: u32) -> Area {
             right += i + 1;
         }
     }
-    let Some((top, bottom)) = rows else { return Area { x: 0, y: 0, w: 1, h: 1 } };
+    let Some((top, bottom)) = rows else { return PixelRect { x: 0, y: 0, w: 1, h: 1 } };
     let (x, end) = (left / 3, right.div_ceil(3));
-    Area { x: x as u32, y: top as u32, w: (end - x) as u32, h: (bottom - top + 1) as u32 }
+    PixelRect { x: x as u32, y: top as u32, w: (end - x) as u32, h: (bottom - top + 1) as u32 }
 }
 
-fn animation(frames: u32) -> [u8; 8] {
+fn animation_control(frames: u32) -> [u8; 8] {
     let mut data = [0; 8];
     data[..4].copy_from_slice(&frames.to_be_bytes());
     data
 }
 
-/// Time of a frame as a fraction of a second.
-fn delay(fps_num: u32, fps_den: u32) -> Result<(u16, u16), Diagnostic> {
+/// Returns the duration of a frame as a fraction of a second.
+fn frame_delay(fps_num: u32, fps_den: u32) -> Result<(u16, u16), Diagnostic> {
     let refused = || {
-        Diagnostic::error(&T0903, "this frame rate cannot be written")
-            .at("frame rate", format!("{fps_num}/{fps_den} frames a second"))
-            .hint("use a positive rate such as 16/1 or 30000/1001")
+        Diagnostic::error(&T0903, "this frame rate cannot be encoded")
+            .with_label("frame rate", format!("{fps_num}/{fps_den} frames per second"))
+            .with_hint("use a positive rate such as 16/1 or 30000/1001")
     };
     if fps_num == 0 || fps_den == 0 {
         return Err(refused());
@@ -249,8 +258,8 @@ fn frame_bytes(width: u32, height: u32) -> Result<usize, Diagnostic> {
         {
             Ok(n)
         }
-        _ => Err(Diagnostic::error(&T0903, "this picture size cannot be written")
-            .at("picture", format!("{width} × {height} pixels"))),
+        _ => Err(Diagnostic::error(&T0903, "this image size cannot be encoded")
+            .with_label("image", format!("{width} × {height} pixels"))),
     }
 }
 
@@ -260,17 +269,18 @@ fn check_frame(rgb: &[u8], width: u32, height: u32) -> Result<(), Diagnostic> {
         return Ok(());
     }
     Err(Diagnostic::error(&T0904, "the frame has the wrong number of bytes")
-        .at("frame", format!("{} bytes", rgb.len()))
-        .at("picture", format!("{width} × {height} × 3 = {want} bytes")))
+        .with_label("frame", format!("{} bytes", rgb.len()))
+        .with_label("image", format!("{width} × {height} × 3 = {want} bytes")))
 }
 
-fn encode(rgb: &[u8], width: u32, height: u32) -> Result<Vec<u8>, Diagnostic> {
+fn encode_png(rgb: &[u8], width: u32, height: u32) -> Result<Vec<u8>, Diagnostic> {
     let mut out = Vec::with_capacity(rgb.len() / 2 + 128);
     let mut encoder = png::Encoder::new(&mut out, width, height);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_depth(png::BitDepth::Eight);
     encoder.set_compression(png::Compression::Fast);
-    // Paeth alone: on moving pictures nearly as small as a choice per row, at a fraction of its time.
+    // Paeth for all rows: on moving images the result is nearly as small as with a filter chosen
+    // per row, in a fraction of the time.
     encoder.set_filter(png::Filter::Paeth);
     let written = encoder.write_header().and_then(|mut w| {
         w.write_image_data(rgb)?;
@@ -278,13 +288,13 @@ fn encode(rgb: &[u8], width: u32, height: u32) -> Result<Vec<u8>, Diagnostic> {
     });
     match written {
         Ok(()) => Ok(out),
-        Err(e) => Err(Diagnostic::error(&T0903, "the picture cannot be encoded")
-            .at("picture", format!("{width} × {height} pixels"))
-            .note(e.to_string())),
+        Err(e) => Err(Diagnostic::error(&T0903, "the image cannot be encoded")
+            .with_label("image", format!("{width} × {height} pixels"))
+            .with_note(e.to_string())),
     }
 }
 
-/// Contents of the IDAT chunks of a PNG made by [`encode`].
+/// Iterates over the contents of the IDAT chunks of a PNG from [`encode`].
 fn image_data(png: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut rest = png.get(SIGNATURE.len()..).unwrap_or(&[]);
     std::iter::from_fn(move || {
@@ -299,7 +309,7 @@ fn image_data(png: &[u8]) -> impl Iterator<Item = &[u8]> {
     .map(|(_, body)| body)
 }
 
-fn chunk(out: &mut Vec<u8>, name: [u8; 4], data: &[u8]) {
+fn push_chunk(out: &mut Vec<u8>, name: [u8; 4], data: &[u8]) {
     out.extend((data.len() as u32).to_be_bytes());
     let from = out.len();
     out.extend(name);
@@ -308,7 +318,8 @@ fn chunk(out: &mut Vec<u8>, name: [u8; 4], data: &[u8]) {
     out.extend(crc.to_be_bytes());
 }
 
-/// CRC-32 of ISO 3309, eight bytes a step: one byte a step would take as long as the compression.
+/// Computes the CRC-32 of ISO 3309, eight bytes per iteration: with one byte per iteration it would
+/// take as long as the compression.
 fn crc32(data: &[u8]) -> u32 {
     static TABLES: [[u32; 256]; 8] = crc_tables();
     let mut crc = !0u32;
@@ -362,7 +373,7 @@ mod tests {
     use super::*;
     use std::io::Cursor;
 
-    /// Decodes with the png crate and composes the frames.
+    /// Decodes a file with the png crate and composes its frames.
     fn decode(file: &[u8]) -> Vec<Vec<u8>> {
         let mut reader = png::Decoder::new(Cursor::new(file)).read_info().unwrap();
         let (width, height) = (reader.info().width, reader.info().height);
@@ -385,7 +396,7 @@ mod tests {
         out
     }
 
-    fn close(file: &[u8], ending: &Ending) -> Vec<u8> {
+    fn close(file: &[u8], ending: &ApngEnding) -> Vec<u8> {
         let mut file = file.to_vec();
         for p in &ending.patch {
             let at = p.offset as usize;
@@ -395,7 +406,7 @@ mod tests {
         file
     }
 
-    /// A noisy square that moves over a gradient; frame 3 repeats frame 2.
+    /// Draws a noisy square that moves over a gradient; frame 3 repeats frame 2.
     fn picture(w: u32, h: u32, t: u32) -> Vec<u8> {
         let t = if t == 3 { 2 } else { t };
         let noise = |x: u32, y: u32| {
@@ -418,11 +429,11 @@ mod tests {
             let mut want = Vec::new();
             for t in 0..6 {
                 let rgb = picture(w, h, t);
-                file.extend(stream.frame(&rgb).unwrap());
+                file.extend(stream.encode_frame(&rgb).unwrap());
                 want.push(rgb);
-                assert_eq!(decode(&close(&file, &stream.ending())), want, "{w}x{h}, frame {t}");
+                assert_eq!(decode(&close(&file, &stream.current_ending())), want, "{w}x{h}, frame {t}");
             }
-            assert_eq!(stream.frames(), 6);
+            assert_eq!(stream.frame_count(), 6);
             assert_eq!(decode(&close(&file, &stream.finish())), want);
         }
     }
@@ -431,7 +442,7 @@ mod tests {
     fn a_file_without_an_ending_still_shows_its_first_frame() {
         let (mut stream, mut file) = ApngStream::new(16, 16, 8, 1).unwrap();
         for t in 0..3 {
-            file.extend(stream.frame(&picture(16, 16, t)).unwrap());
+            file.extend(stream.encode_frame(&picture(16, 16, t)).unwrap());
         }
         let mut reader = png::Decoder::new(Cursor::new(&file)).read_info().unwrap();
         let mut buffer = vec![0; reader.output_buffer_size().unwrap()];
@@ -443,27 +454,27 @@ mod tests {
     fn only_what_changed_is_stored() {
         let old = vec![0u8; 10 * 8 * 3];
         let mut new = old.clone();
-        assert_eq!(changed(&old, &new, 10), Area { x: 0, y: 0, w: 1, h: 1 });
+        assert_eq!(changed_rect(&old, &new, 10), PixelRect { x: 0, y: 0, w: 1, h: 1 });
         new[(2 * 10 + 3) * 3 + 2] = 1;
-        assert_eq!(changed(&old, &new, 10), Area { x: 3, y: 2, w: 1, h: 1 });
+        assert_eq!(changed_rect(&old, &new, 10), PixelRect { x: 3, y: 2, w: 1, h: 1 });
         new[(6 * 10 + 8) * 3] = 1;
-        assert_eq!(changed(&old, &new, 10), Area { x: 3, y: 2, w: 6, h: 5 });
+        assert_eq!(changed_rect(&old, &new, 10), PixelRect { x: 3, y: 2, w: 6, h: 5 });
         new[(7 * 10) * 3 + 1] = 1;
-        assert_eq!(changed(&old, &new, 10), Area { x: 0, y: 2, w: 9, h: 6 });
+        assert_eq!(changed_rect(&old, &new, 10), PixelRect { x: 0, y: 2, w: 9, h: 6 });
 
         let (mut stream, _) = ApngStream::new(128, 128, 24, 1).unwrap();
-        stream.frame(&picture(128, 128, 2)).unwrap();
-        let same = stream.frame(&picture(128, 128, 3)).unwrap();
+        stream.encode_frame(&picture(128, 128, 2)).unwrap();
+        let same = stream.encode_frame(&picture(128, 128, 3)).unwrap();
         assert!(same.len() < 120, "{} bytes for an unchanged frame", same.len());
     }
 
     #[test]
     fn rates_are_fractions() {
-        assert_eq!(delay(24, 1).unwrap(), (1, 24));
-        assert_eq!(delay(30_000, 1001).unwrap(), (1001, 30_000));
-        assert_eq!(delay(200_000, 100_000).unwrap(), (1, 2));
-        assert_eq!(delay(0, 1).unwrap_err().code.id, "T0903");
-        assert_eq!(delay(100_003, 1).unwrap_err().code.id, "T0903");
+        assert_eq!(frame_delay(24, 1).unwrap(), (1, 24));
+        assert_eq!(frame_delay(30_000, 1001).unwrap(), (1001, 30_000));
+        assert_eq!(frame_delay(200_000, 100_000).unwrap(), (1, 2));
+        assert_eq!(frame_delay(0, 1).unwrap_err().code.id, "T0903");
+        assert_eq!(frame_delay(100_003, 1).unwrap_err().code.id, "T0903");
     }
 
     #[test]
@@ -471,8 +482,8 @@ mod tests {
         assert_eq!(ApngStream::new(0, 4, 1, 1).unwrap_err().code.id, "T0903");
         assert_eq!(ApngStream::new(u32::MAX, 4, 1, 1).unwrap_err().code.id, "T0903");
         let (mut stream, _) = ApngStream::new(4, 4, 1, 1).unwrap();
-        assert_eq!(stream.frame(&[0; 47]).unwrap_err().code.id, "T0904");
-        assert!(stream.ending().trailer.is_empty());
+        assert_eq!(stream.encode_frame(&[0; 47]).unwrap_err().code.id, "T0904");
+        assert!(stream.current_ending().trailer.is_empty());
         assert_eq!(png_frame(&[0; 3], 1, 2).unwrap_err().code.id, "T0904");
         assert!(png_frame(&[1, 2, 3], 1, 1).unwrap().starts_with(&SIGNATURE));
     }

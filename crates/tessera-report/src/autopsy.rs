@@ -1,199 +1,205 @@
-//! What a run's flight records say happened: who departed, who fell silent, who waits for whom, and who is only an echo.
+//! Diagnosis of a run from its flight records: which ranks diverged from the plan or fell silent,
+//! which rank waits for which, and which failures are only consequences.
 //!
-//! A pure function of records. Waits form a graph over ranks: a rank whose host waits in a collective waits for the
-//! hosts that have not come to it, or, where all came, for the devices that are behind. Whoever is waited for and
-//! waits for nobody is where the hang began. Accusations need more than that: a rank that told of somebody else's
-//! failure was well, and a wait that is no longer than others were is work.
+//! The autopsy is a pure function of the records. Waits form a graph over ranks: a rank whose host
+//! waits in a collective waits for the hosts that have not reached it or, if all have, for the
+//! devices that lag behind. The hang began at a rank that others wait for and that waits for no
+//! rank. A finding needs more evidence than that: a rank that reported another rank's failure was
+//! healthy, and a wait no longer than earlier ones is normal work.
 
-mod graph;
-mod print;
-mod say;
-mod view;
+mod findings;
+mod rank_view;
+mod render;
+mod wait_graph;
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use tessera_base::Counterexample;
 
-use crate::flight::{Flight, Header, Mark, write_ranks};
-use crate::record::{Record, Status};
+use crate::flight::{FlightHeader, FlightLog, FlightMark, write_ranks};
+use crate::record::{RunRecord, RunStatus};
 
-use graph::Waits;
-use view::{Departure, RankView};
+use rank_view::{PlanDivergence, RankView};
+use wait_graph::WaitGraph;
 
-/// A rank that is silent for less is never accused of it.
-const SILENCE_FLOOR_NS: u64 = 2_000_000_000;
-/// How many times the longest quiet time of a healthy stretch a silence must last.
+/// Minimum silence for which a rank can be named.
+const MIN_SILENCE_NS: u64 = 2_000_000_000;
+/// Minimum silence as a multiple of the longest gap between two events in healthy operation.
 const SILENCE_FACTOR: u64 = 4;
-/// A header that tells of more ranks than that is damaged.
-const MOST_RANKS: u32 = 65_536;
+/// Maximum number of ranks; a header with a larger number is damaged.
+const MAX_RANKS: u32 = 65_536;
 
-/// How a process is at the moment of the autopsy.
+/// The state of a process at the time of the autopsy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Vitals {
-    /// It runs or sleeps.
+pub enum ProcessVitals {
+    /// The process runs or sleeps.
     Alive,
-    /// It was stopped by a signal and goes on when told to.
+    /// A signal stopped the process; it continues on SIGCONT.
     Stopped,
-    /// It is no more.
+    /// The process no longer exists.
     Gone,
 }
 
-/// How a rank's process ended, as its launcher saw it.
+/// The end of a rank's process, as its launcher observed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessEnd {
-    /// The rank.
+    /// Rank of the process.
     pub rank: u32,
-    /// Its exit status.
+    /// Exit status of the process.
     pub status: Option<i32>,
-    /// The signal that killed it.
+    /// Signal that killed the process.
     pub signal: Option<i32>,
 }
 
-/// What is known of a run.
+/// Evidence about a run.
 #[derive(Debug, Clone, Default)]
-pub struct Evidence {
-    /// The record, if it can be read.
-    pub record: Option<Record>,
-    /// Flight records, of other runs too.
-    pub flights: Vec<Flight>,
-    /// How processes ended.
-    pub ends: Vec<ProcessEnd>,
-    /// How processes are now, where that can be known.
-    pub vitals: BTreeMap<u32, Vitals>,
-    /// Now, in nanoseconds since 1970; only where some process of the run is alive.
+pub struct AutopsyEvidence {
+    /// Record of the run, if it is readable.
+    pub record: Option<RunRecord>,
+    /// Flight records, possibly including those of other runs.
+    pub flight_records: Vec<FlightLog>,
+    /// Ends of processes.
+    pub process_ends: Vec<ProcessEnd>,
+    /// Current state of processes, if known.
+    pub vitals: BTreeMap<u32, ProcessVitals>,
+    /// Current time in nanoseconds since 1970; `None` if no process of the run is alive.
     pub now_ns: Option<u64>,
-    /// Collectives of the sealed plan by phase and rank, where it is at hand.
+    /// Collectives of the sealed plan by phase and rank, if the plan is available.
     pub plan: BTreeMap<(String, u32), Vec<String>>,
-    /// Members of groups by name, for lines that do not say them.
+    /// Members of groups by name, for lines that lack them.
     pub groups: BTreeMap<String, Vec<Vec<u32>>>,
-    /// Trouble with files, for the reader of the report.
+    /// Problems with files, for the reader of the report.
     pub notes: Vec<String>,
 }
 
-/// What became of a run.
+/// State of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum RunState {
-    /// It ended well.
+pub enum AutopsyRunState {
+    /// The run completed.
     Complete,
-    /// Its user stopped it.
+    /// The user stopped the run.
     Interrupted,
-    /// It failed, by its record or by what its ranks wrote.
+    /// The run failed, according to its record or to its ranks.
     Failed,
-    /// It goes on.
+    /// The run is in progress.
     Running,
-    /// It is over and never said how it ended.
+    /// The run is over and left no end line.
     Unfinished,
 }
 
-/// What is wrong with a rank, or with several.
+/// Class of a finding about one or several ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Class {
-    /// Its collectives are not those of the plan, or not those of its peers.
-    Departed,
-    /// It reported a failure of its own.
+pub enum FindingClass {
+    /// The rank's collectives differ from those of the plan or of its peers.
+    Diverged,
+    /// The rank reported a failure of its own.
     Failed,
-    /// Its results or state are not those of its peers, as the leader found.
+    /// The leader found that the rank's results or state differ from those of its peers.
     Drifted,
-    /// It was refused, or broke the protocol, before any collective.
+    /// The rank was rejected, or violated the protocol, before any collective.
     Refused,
-    /// Somebody waits for its host, and it waits for nobody: dead, stopped, or stuck between two collectives.
+    /// Other ranks wait for this rank's host, which waits for no rank: the process is dead,
+    /// stopped, or stuck between two collectives.
     HostSilent,
-    /// Somebody waits for its device, which is behind its peers'.
+    /// Other ranks wait for this rank's device, which lags behind its peers.
     DeviceBehind,
-    /// Others wait in a call that it never began.
+    /// Other ranks wait in a call that this rank never began.
     NeverReached,
-    /// Ranks wait for each other in a circle.
+    /// The ranks wait for each other in a cycle.
     Cycle,
-    /// All members are in one collective, which does not end.
+    /// All members are in one collective, which does not complete.
     Transport,
-    /// What the ranks share is gone: the launcher, or the host.
-    Launcher,
+    /// A resource that all ranks share is gone: the launcher, or the host.
+    #[serde(rename = "launcher")]
+    LauncherGone,
 }
 
-/// One cause.
+/// A cause of the run's failure.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Finding {
-    /// What.
-    pub class: Class,
-    /// The culprits; empty where it is no rank's fault. Of a circle all of it, which no evidence tells apart.
+    /// Class of the finding.
+    pub class: FindingClass,
+    /// Ranks at fault; empty if no rank is. For a cycle, all of its ranks, because the evidence
+    /// does not distinguish them.
     pub ranks: Vec<u32>,
     /// One sentence.
-    pub says: String,
-    /// Facts behind it.
+    pub summary: String,
+    /// Facts that support the finding.
     pub evidence: Vec<String>,
-    /// Who waits for whom, from somebody who only waits to the culprit.
+    /// Chain of waits, from a rank that only waits to the rank at fault.
     pub chain: Vec<String>,
-    /// The same as a drawing.
+    /// Counterexample for a drawing of the finding.
     #[serde(skip)]
-    pub proof: Option<Counterexample>,
+    pub counterexample: Option<Counterexample>,
 }
 
-/// How a rank stands.
+/// State of a rank, for the report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct RankState {
+pub struct RankDiagnosis {
     /// The rank.
     pub rank: u32,
-    /// In a word or two.
+    /// State in one or two words.
     pub state: String,
-    /// The last thing it began.
-    pub at: String,
-    /// Nanoseconds from its last line to the end of the run, or to now; nothing without a flight record.
+    /// The rank's most recent event.
+    pub last_event: String,
+    /// Nanoseconds from the rank's last line to the end of the run, or to now; `None` without a
+    /// flight record.
     pub silent_ns: Option<u64>,
-    /// For whom it waits.
+    /// Ranks for which this rank waits.
     pub waits_for: Vec<u32>,
 }
 
-/// How far the members of a group came.
+/// Progress of the members of a group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct GroupState {
-    /// Name and members.
+pub struct GroupProgress {
+    /// Name and members of the group.
     pub group: String,
-    /// Rank, and its last collective over the group.
+    /// Each rank with its last collective over the group.
     pub reached: Vec<(u32, String)>,
 }
 
-/// What the record says against what was found.
+/// Result of the comparison between the run record and the findings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Agreement {
-    /// Both name the same, or nothing.
+pub enum RecordAgreement {
+    /// Both name the same rank, or none.
     Agrees,
-    /// They name others.
+    /// They name different ranks.
     Disagrees,
     /// The record names no failure.
     Silent,
     /// There is no record, or it names no rank.
-    Open,
+    Unknown,
 }
 
-/// The report.
+/// The report of an autopsy.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Autopsy {
-    /// What became of the run.
-    pub state: RunState,
-    /// Causes, the strongest first. None: nothing wrong was found.
+    /// State of the run.
+    pub state: AutopsyRunState,
+    /// Causes, the strongest first; empty if no problem was found.
     pub findings: Vec<Finding>,
-    /// The record against the findings.
-    pub agreement: Agreement,
-    /// The same in words; empty without a record.
-    pub record_says: String,
-    /// What kind of trouble it is: `hang`, `drift`, `crash`, `refusal` or `none`.
+    /// Result of the comparison between the record and the findings.
+    pub agreement: RecordAgreement,
+    /// The same comparison in words; empty without a record.
+    pub record_comparison: String,
+    /// Kind of problem: `hang`, `drift`, `crash`, `refusal` or `none`.
     pub triage: &'static str,
-    /// What to do next.
-    pub next: String,
-    /// Every rank.
-    pub ranks: Vec<RankState>,
-    /// Every group of the last call.
-    pub groups: Vec<GroupState>,
-    /// What should be known about the evidence itself.
+    /// Recommended next step.
+    pub next_step: String,
+    /// States of all ranks.
+    pub ranks: Vec<RankDiagnosis>,
+    /// Progress in all groups of the last call.
+    pub groups: Vec<GroupProgress>,
+    /// Remarks about the evidence itself.
     pub notes: Vec<String>,
 }
 
 impl Autopsy {
-    /// Ranks that are named as culprits, ascending.
+    /// Returns the ranks that the findings name, in ascending order.
     #[must_use]
     pub fn culprits(&self) -> Vec<u32> {
         let all: BTreeSet<u32> = self.findings.iter().flat_map(|f| f.ranks.iter().copied()).collect();
@@ -201,26 +207,28 @@ impl Autopsy {
     }
 }
 
-/// Looks at everything that a run left behind.
+/// Diagnoses a run from all evidence about it.
 #[must_use]
-pub fn autopsy(evidence: &Evidence) -> Autopsy {
+pub fn diagnose_run(evidence: &AutopsyEvidence) -> Autopsy {
     let mut notes = evidence.notes.clone();
-    let flights = own(evidence, &mut notes);
-    let world = world(evidence, &flights);
+    let flights = select_run_flights(evidence, &mut notes);
+    let world = world_size(evidence, &flights);
     let views: Vec<RankView<'_>> =
         (0..world).map(|r| RankView::new(r, flights.get(&r).copied(), evidence)).collect();
-    let state = state(evidence, &views);
-    let end_ns = end_ns(evidence, &views);
-    let case = Case { evidence, waits: Waits::of(&views), views, state, end_ns };
-    let findings = case.findings(&mut notes);
+    let state = run_state(evidence, &views);
+    let end_ns = silence_end_ns(evidence, &views);
+    let case = Investigation { evidence, waits: WaitGraph::from_views(&views), views, state, end_ns };
+    let findings = case.find_causes(&mut notes);
     let mut absent = Vec::new();
     for v in &case.views {
         match v.flight {
             None if findings.iter().any(|f| f.ranks == [v.rank]) => {}
             None => absent.push(v.rank),
-            Some(f) if f.torn > 0 => {
-                notes.push(format!("{} of rank {} cannot be read", lines(f.torn), v.rank))
-            }
+            Some(f) if f.unreadable_lines > 0 => notes.push(format!(
+                "{} of rank {} could not be read",
+                format_line_count(f.unreadable_lines),
+                v.rank
+            )),
             Some(_) => {}
         }
     }
@@ -230,43 +238,50 @@ pub fn autopsy(evidence: &Evidence) -> Autopsy {
         (many, said) if said.is_empty() => notes.push(format!("{} ranks have no flight record", many.len())),
         (_, said) => notes.push(format!("ranks {said} have no flight record")),
     }
-    let (agreement, record_says) = case.agreement(&findings);
-    let (triage, next) = say::next(&case, &findings);
+    let (agreement, record_comparison) = case.compare_with_record(&findings);
+    let (triage, next_step) = findings::triage_and_next_step(&case, &findings);
     Autopsy {
         state,
         agreement,
-        record_says,
+        record_comparison,
         triage,
-        next,
-        ranks: case.views.iter().map(|v| case.rank_state(v, &findings)).collect(),
-        groups: case.groups(),
+        next_step,
+        ranks: case.views.iter().map(|v| case.rank_diagnosis(v, &findings)).collect(),
+        groups: case.group_progress(),
         findings,
         notes,
     }
 }
 
-/// The flights of this run, by rank. The run is the one that most files are of, and the record names its plan.
-fn own<'a>(evidence: &'a Evidence, notes: &mut Vec<String>) -> BTreeMap<u32, &'a Flight> {
+/// Selects the flight records of this run, by rank. The run is the session whose plan the run
+/// record names, or else the session with the most files.
+fn select_run_flights<'a>(
+    evidence: &'a AutopsyEvidence,
+    notes: &mut Vec<String>,
+) -> BTreeMap<u32, &'a FlightLog> {
     let mut sessions: BTreeMap<&str, (bool, usize, u64)> = BTreeMap::new();
-    let planned = |f: &Flight| evidence.record.as_ref().is_none_or(|r| r.start.plan == f.header.plan);
-    let (whole, damaged): (Vec<&Flight>, Vec<&Flight>) =
-        evidence.flights.iter().partition(|f| is_possible(&f.header));
+    let planned = |f: &FlightLog| evidence.record.as_ref().is_none_or(|r| r.start.plan == f.header.plan);
+    let (whole, damaged): (Vec<&FlightLog>, Vec<&FlightLog>) =
+        evidence.flight_records.iter().partition(|f| is_possible(&f.header));
     for f in damaged {
-        let (rank, world) = (f.header.rank, f.header.world);
-        notes.push(format!("a record says that it is of rank {rank} of {world}: it is damaged and left out"));
+        let (rank, world) = (f.header.rank, f.header.world_size);
+        notes.push(format!("a flight record names rank {rank} of {world}: it is damaged and left out"));
     }
     for f in &whole {
         let s = sessions.entry(&f.header.session).or_default();
         *s = (s.0 || planned(f), s.1 + 1, s.2.max(f.header.wall_ns));
     }
     let run = sessions.iter().max_by_key(|(_, weight)| **weight).map(|(s, _)| *s);
-    let mut own: BTreeMap<u32, &Flight> = BTreeMap::new();
+    let mut own: BTreeMap<u32, &FlightLog> = BTreeMap::new();
     for f in whole {
         let rank = f.header.rank;
         if Some(f.header.session.as_str()) != run {
-            notes.push(format!("a record of rank {rank} is of another run (session {})", f.header.session));
+            notes.push(format!(
+                "a flight record of rank {rank} is of another run (session {})",
+                f.header.session
+            ));
         } else if own.get(&rank).is_some_and(|other| other.last_ns() >= f.last_ns()) {
-            notes.push(format!("a second record of rank {rank} is older and left out"));
+            notes.push(format!("a second flight record of rank {rank} is older and left out"));
         } else {
             own.insert(rank, f);
         }
@@ -274,112 +289,124 @@ fn own<'a>(evidence: &'a Evidence, notes: &mut Vec<String>) -> BTreeMap<u32, &'a
     own
 }
 
-/// Whether there can be such a rank.
-fn is_possible(header: &Header) -> bool {
-    let (rank, world) = (header.rank, header.world);
-    // A world of 0 is one that its rank did not know.
-    rank < MOST_RANKS && world <= MOST_RANKS && (world == 0 || rank < world)
+/// Returns whether a header's rank and number of ranks are plausible.
+fn is_possible(header: &FlightHeader) -> bool {
+    let (rank, world) = (header.rank, header.world_size);
+    // A world of 0 means that the rank did not know the number of ranks.
+    rank < MAX_RANKS && world <= MAX_RANKS && (world == 0 || rank < world)
 }
 
-/// Ranks of the run, at most [`MOST_RANKS`].
-fn world(evidence: &Evidence, flights: &BTreeMap<u32, &Flight>) -> u32 {
+/// Returns the number of ranks of the run, at most [`MAX_RANKS`].
+fn world_size(evidence: &AutopsyEvidence, flights: &BTreeMap<u32, &FlightLog>) -> u32 {
     let recorded = evidence.record.iter().flat_map(|r| &r.start.ranks).map(|r| r.rank.saturating_add(1));
-    let said = flights.values().map(|f| f.header.world.max(f.header.rank.saturating_add(1)));
-    recorded.filter(|n| *n <= MOST_RANKS).chain(said).max().unwrap_or(0).min(MOST_RANKS)
+    let said = flights.values().map(|f| f.header.world_size.max(f.header.rank.saturating_add(1)));
+    recorded.filter(|n| *n <= MAX_RANKS).chain(said).max().unwrap_or(0).min(MAX_RANKS)
 }
 
-fn state(evidence: &Evidence, views: &[RankView<'_>]) -> RunState {
-    let by_record = evidence.record.as_ref().map_or(Status::Running, Record::status);
-    let failed = || views.iter().any(|v| v.marks().any(|(_, m)| m.mark == "failed"));
+fn run_state(evidence: &AutopsyEvidence, views: &[RankView<'_>]) -> AutopsyRunState {
+    let by_record = evidence.record.as_ref().map_or(RunStatus::Running, RunRecord::status);
+    let failed = || views.iter().any(|v| v.marks().any(|(_, m)| m.event == "failed"));
     match by_record {
-        Status::Complete => RunState::Complete,
-        Status::Interrupted => RunState::Interrupted,
-        Status::Failed => RunState::Failed,
-        Status::Running if failed() => RunState::Failed,
-        Status::Running if evidence.vitals.values().any(|v| *v != Vitals::Gone) => RunState::Running,
-        Status::Running => RunState::Unfinished,
+        RunStatus::Complete => AutopsyRunState::Complete,
+        RunStatus::Interrupted => AutopsyRunState::Interrupted,
+        RunStatus::Failed => AutopsyRunState::Failed,
+        RunStatus::Running if failed() => AutopsyRunState::Failed,
+        RunStatus::Running if evidence.vitals.values().any(|v| *v != ProcessVitals::Gone) => {
+            AutopsyRunState::Running
+        }
+        RunStatus::Running => AutopsyRunState::Unfinished,
     }
 }
 
-/// The moment to which silences are counted: now for a run that goes on, otherwise the last word of any rank that was
-/// said before the end was known.
-fn end_ns(evidence: &Evidence, views: &[RankView<'_>]) -> u64 {
+/// Returns the instant up to which silence counts: now if the run is in progress, otherwise the
+/// time of the last event of any rank.
+fn silence_end_ns(evidence: &AutopsyEvidence, views: &[RankView<'_>]) -> u64 {
     evidence.now_ns.unwrap_or_else(|| views.iter().map(|v| v.last_wall_ns).max().unwrap_or(0))
 }
 
-/// Everything at hand while causes are looked for.
-struct Case<'a> {
-    evidence: &'a Evidence,
+/// The evidence and what follows from it directly, during the search for causes.
+struct Investigation<'a> {
+    evidence: &'a AutopsyEvidence,
     views: Vec<RankView<'a>>,
-    waits: Waits,
-    state: RunState,
+    waits: WaitGraph,
+    state: AutopsyRunState,
     end_ns: u64,
 }
 
-impl Case<'_> {
-    /// From what is certain to what is likely: the first kind of evidence that names a cause ends the search.
-    fn findings(&self, notes: &mut Vec<String>) -> Vec<Finding> {
-        let departed = self.departed();
-        if !departed.is_empty() {
-            return departed;
+impl Investigation<'_> {
+    /// Looks for causes, from certain to likely evidence: the first kind of evidence that names a
+    /// cause ends the search.
+    fn find_causes(&self, notes: &mut Vec<String>) -> Vec<Finding> {
+        let diverged = self.find_divergences();
+        if !diverged.is_empty() {
+            return diverged;
         }
-        if matches!(self.state, RunState::Complete | RunState::Interrupted) {
+        if matches!(self.state, AutopsyRunState::Complete | AutopsyRunState::Interrupted) {
             return Vec::new();
         }
         let kinds: [&dyn Fn() -> Vec<Finding>; 6] = [
-            &|| self.differing(),
-            &|| self.failed(),
-            &|| self.reported(),
-            &|| self.launcher(),
-            &|| self.gone(),
-            &|| self.stuck(),
+            &|| self.find_mismatch(),
+            &|| self.find_own_failure(),
+            &|| self.find_reported_failure(),
+            &|| self.find_lost_launcher(),
+            &|| self.find_vanished_ranks(),
+            &|| self.find_stuck_ranks(),
         ];
         let found = kinds.iter().map(|k| k()).find(|f| !f.is_empty()).unwrap_or_default();
-        if found.is_empty() && self.state == RunState::Unfinished {
+        if found.is_empty() && self.state == AutopsyRunState::Unfinished {
             notes.push(
-                "the run has no end line and no rank says why: every process may have been killed at once"
+                "the record has no end line and no rank reported a reason: all processes may have been killed at once"
                     .into(),
             );
         }
         found
     }
 
-    /// Ranks whose own sequence is not the plan's.
-    fn departed(&self) -> Vec<Finding> {
-        self.views.iter().filter_map(|v| Some(say::departed(self, v, v.departure.as_ref()?))).collect()
+    /// Finds ranks whose own sequence of collectives differs from the plan.
+    fn find_divergences(&self) -> Vec<Finding> {
+        self.views
+            .iter()
+            .filter_map(|v| Some(findings::divergence_finding(self, v, v.divergence.as_ref()?)))
+            .collect()
     }
 
-    /// Members that called another thing at the same position, where no plan was compared.
-    fn differing(&self) -> Vec<Finding> {
-        let Some(first) = self.waits.differences.first() else { return Vec::new() };
-        vec![say::differing(self, first)]
+    /// Finds members that issued different collectives at one position, for collectives that were
+    /// compared with no plan.
+    fn find_mismatch(&self) -> Vec<Finding> {
+        let Some(first) = self.waits.mismatches.first() else { return Vec::new() };
+        vec![findings::mismatch_finding(self, first)]
     }
 
-    /// The rank that first reported a failure of its own.
-    fn failed(&self) -> Vec<Finding> {
+    /// Finds the rank that first reported a failure of its own.
+    fn find_own_failure(&self) -> Vec<Finding> {
         let own = self.views.iter().filter_map(|v| {
             let (at, mark) = v.marks().find(|(_, m)| is_own_failure(v.rank, m))?;
-            Some((v.wall(at), v, mark))
+            Some((v.wall_ns(at), v, mark))
         });
-        // Deaths are told by others, and a rank that names itself as stalled is its leader's voice.
-        own.min_by_key(|(at, ..)| *at).map(|(_, v, mark)| say::failed(self, v, mark)).into_iter().collect()
+        // Other ranks report deaths, and a rank that names itself as stalled relays its leader's
+        // report.
+        own.min_by_key(|(at, ..)| *at)
+            .map(|(_, v, mark)| findings::own_failure_finding(self, v, mark))
+            .into_iter()
+            .collect()
     }
 
-    /// What the leader found out about a rank that did not know it itself: results that differ, refusals.
-    fn reported(&self) -> Vec<Finding> {
-        let told = self.views.iter().flat_map(|v| v.marks().map(move |(at, m)| (v.wall(at), m)));
-        let about = told.filter(|(_, m)| m.mark == "failed" && !is_death(m.class.as_deref()));
-        let first = about.filter(|(_, m)| m.about.is_some()).min_by_key(|(at, _)| *at);
+    /// Finds failures that the leader detected at a rank which could not know of them: results that
+    /// differ, rejected settings.
+    fn find_reported_failure(&self) -> Vec<Finding> {
+        let marks = self.views.iter().flat_map(|v| v.marks().map(move |(at, m)| (v.wall_ns(at), m)));
+        let about = marks.filter(|(_, m)| m.event == "failed" && !is_death(m.class.as_deref()));
+        let first = about.filter(|(_, m)| m.blamed_rank.is_some()).min_by_key(|(at, _)| *at);
         let by_record = self.evidence.record.as_ref().and_then(|r| r.end.as_ref()?.cause.as_ref());
         match (first, by_record) {
-            (Some((_, m)), _) => say::reported(
-                m.about,
+            (Some((_, m)), _) => findings::reported_failure_finding(
+                m.blamed_rank,
                 m.code.as_deref(),
                 m.class.as_deref().unwrap_or_default(),
-                m.text.as_deref().unwrap_or_default(),
+                m.detail.as_deref().unwrap_or_default(),
             ),
             (None, Some(c)) if !is_death(Some(&c.class)) && c.class != LAUNCHER_GONE => {
-                say::reported(c.rank, c.code.as_deref(), &c.class, &c.message)
+                findings::reported_failure_finding(c.rank, c.code.as_deref(), &c.class, &c.message)
             }
             _ => None,
         }
@@ -387,168 +414,184 @@ impl Case<'_> {
         .collect()
     }
 
-    /// Ranks that were well when last heard of and said no goodbye, while somebody else could.
-    fn gone(&self) -> Vec<Finding> {
-        let mut suspects: Vec<&RankView<'_>> = self.views.iter().filter(|v| self.is_gone(v)).collect();
-        let told = self.testimony();
-        let named: Vec<&RankView<'_>> = suspects.iter().copied().filter(|v| told.contains(&v.rank)).collect();
-        if !named.is_empty() {
-            suspects = named;
-        } else if self.views.iter().all(|v| v.flight.is_none() || self.is_gone(v)) {
-            // All went at once: nothing tells the first from the rest.
+    /// Finds ranks that were healthy at their last event and left without an exit mark, while at
+    /// least one other rank could write it.
+    fn find_vanished_ranks(&self) -> Vec<Finding> {
+        let mut suspects: Vec<&RankView<'_>> = self.views.iter().filter(|v| self.has_vanished(v)).collect();
+        let blamed = self.ranks_blamed_by_others();
+        let blamed_suspects: Vec<&RankView<'_>> =
+            suspects.iter().copied().filter(|v| blamed.contains(&v.rank)).collect();
+        if !blamed_suspects.is_empty() {
+            suspects = blamed_suspects;
+        } else if self.views.iter().all(|v| v.flight.is_none() || self.has_vanished(v)) {
+            // All ranks vanished at once: nothing distinguishes the first one.
             return Vec::new();
-        } else if self.state != RunState::Running {
-            // The launcher kills who does not leave, so of several silent ones those count that somebody waits for.
+        } else if self.state != AutopsyRunState::Running {
+            // The launcher kills ranks that do not exit, so among several silent ranks only those
+            // count that others wait for.
             let waited: Vec<&RankView<'_>> =
-                suspects.iter().copied().filter(|v| self.waits.roots().contains(&v.rank)).collect();
+                suspects.iter().copied().filter(|v| self.waits.root_ranks().contains(&v.rank)).collect();
             if waited.is_empty() {
-                suspects.retain(|v| self.waits.direct(v.rank).is_empty());
+                suspects.retain(|v| self.waits.awaited_ranks(v.rank).is_empty());
             } else {
                 suspects = waited;
             }
         }
-        suspects.into_iter().map(|v| say::silent(self, v)).collect()
+        suspects.into_iter().map(|v| findings::silence_finding(self, v)).collect()
     }
 
-    fn is_gone(&self, v: &RankView<'_>) -> bool {
-        if v.said_goodbye() {
+    fn has_vanished(&self, v: &RankView<'_>) -> bool {
+        if v.announced_end() {
             return false;
         }
         let vitals = self.evidence.vitals.get(&v.rank);
         match self.state {
-            // While others live, a stopped process and one that is no more are facts.
-            RunState::Running => {
-                matches!(vitals, Some(Vitals::Stopped | Vitals::Gone))
-                    || (v.flight.is_none() && self.waits.roots().contains(&v.rank) && self.is_long(v))
+            // While other processes live, a process that is stopped or gone is a fact.
+            AutopsyRunState::Running => {
+                matches!(vitals, Some(ProcessVitals::Stopped | ProcessVitals::Gone))
+                    || (v.flight.is_none()
+                        && self.waits.root_ranks().contains(&v.rank)
+                        && self.is_silent_too_long(v))
             }
-            // A record that is not here says nothing: somebody must have missed its rank.
+            // A missing flight record proves nothing: another rank must have waited for the missing
+            // rank.
             _ => {
-                let killed = self.evidence.ends.iter().any(|e| e.rank == v.rank && e.signal.is_some());
-                v.flight.is_some() || killed || self.is_long(v) || self.testimony().contains(&v.rank)
+                let killed =
+                    self.evidence.process_ends.iter().any(|e| e.rank == v.rank && e.signal.is_some());
+                v.flight.is_some()
+                    || killed
+                    || self.is_silent_too_long(v)
+                    || self.ranks_blamed_by_others().contains(&v.rank)
             }
         }
     }
 
-    /// Ranks that others say are dead or do not answer.
-    fn testimony(&self) -> BTreeSet<u32> {
-        let told = self.views.iter().flat_map(|v| v.marks().map(move |(_, m)| (v.rank, m)));
-        let mut about: BTreeSet<u32> = told
-            .filter(|(rank, m)| m.mark == "failed" && m.about != Some(*rank))
-            .filter_map(|(_, m)| m.about)
+    /// Returns the ranks that other ranks reported as dead or unresponsive.
+    fn ranks_blamed_by_others(&self) -> BTreeSet<u32> {
+        let marks = self.views.iter().flat_map(|v| v.marks().map(move |(_, m)| (v.rank, m)));
+        let mut blamed: BTreeSet<u32> = marks
+            .filter(|(rank, m)| m.event == "failed" && m.blamed_rank != Some(*rank))
+            .filter_map(|(_, m)| m.blamed_rank)
             .collect();
         let cause = self.evidence.record.as_ref().and_then(|r| r.end.as_ref()?.cause.as_ref()?.rank);
-        if about.is_empty() {
-            about.extend(cause);
+        if blamed.is_empty() {
+            blamed.extend(cause);
         }
-        about
+        blamed
     }
 
-    fn launcher(&self) -> Vec<Finding> {
+    fn find_lost_launcher(&self) -> Vec<Finding> {
         let gone = |class: Option<&str>| class == Some(LAUNCHER_GONE);
         let by_record = self.evidence.record.as_ref().and_then(|r| r.end.as_ref()?.cause.as_ref());
-        let told = self.views.iter().flat_map(|v| v.marks().map(move |(at, m)| (v.wall(at), m)));
-        let first = told.filter(|(_, m)| m.mark == "failed").min_by_key(|(at, _)| *at);
+        let marks = self.views.iter().flat_map(|v| v.marks().map(move |(at, m)| (v.wall_ns(at), m)));
+        let first = marks.filter(|(_, m)| m.event == "failed").min_by_key(|(at, _)| *at);
         let first = first.and_then(|(_, m)| m.class.as_deref());
         if gone(first) || gone(by_record.map(|c| c.class.as_str())) {
-            vec![say::launcher()]
+            vec![findings::lost_launcher_finding()]
         } else {
             Vec::new()
         }
     }
 
-    /// What the graph of waits says, where a wait is long enough to be one.
-    fn stuck(&self) -> Vec<Finding> {
+    /// Evaluates the wait graph, for waits that are long enough.
+    fn find_stuck_ranks(&self) -> Vec<Finding> {
         let mut out = Vec::new();
-        // Who stopped a run for a stall had a limit of its own, learned over more than the ring holds.
-        let told = if self.state == RunState::Running { BTreeSet::new() } else { self.testimony() };
-        let counts = |v: &RankView<'_>| self.is_long(v) || told.contains(&v.rank);
+        // A process that stopped the run for a stall had a limit of its own, learned over more
+        // history than the ring holds.
+        let blamed = if self.state == AutopsyRunState::Running {
+            BTreeSet::new()
+        } else {
+            self.ranks_blamed_by_others()
+        };
+        let counts = |v: &RankView<'_>| self.is_silent_too_long(v) || blamed.contains(&v.rank);
         for v in &self.views {
-            if self.waits.hosts.contains(&v.rank) && counts(v) {
-                out.push(say::silent(self, v));
-            } else if self.waits.devices.contains(&v.rank) && counts(v) {
-                out.push(say::behind(self, v));
+            if self.waits.root_hosts.contains(&v.rank) && counts(v) {
+                out.push(findings::silence_finding(self, v));
+            } else if self.waits.root_devices.contains(&v.rank) && counts(v) {
+                out.push(findings::device_behind_finding(self, v));
             }
         }
         let long = |ranks: &[u32]| {
-            ranks.iter().all(|r| self.views.get(*r as usize).is_some_and(|v| self.is_long(v)))
+            ranks.iter().all(|r| self.views.get(*r as usize).is_some_and(|v| self.is_silent_too_long(v)))
         };
-        // What is over cannot go on by itself, however short it was.
-        let over = self.state != RunState::Running;
-        for circle in self.waits.circles.iter().filter(|c| over || long(c)) {
-            out.push(say::cycle(self, circle));
+        // A cycle in a run that has ended is a cause, however short the wait was.
+        let over = self.state != AutopsyRunState::Running;
+        for cycle in self.waits.cycles.iter().filter(|c| over || long(c)) {
+            out.push(findings::cycle_finding(self, cycle));
         }
         if out.is_empty()
-            && let Some(ranks) = self.waits.together.iter().find(|t| long(t))
+            && let Some(ranks) = self.waits.stalled_groups.iter().find(|t| long(t))
         {
-            out.push(say::transport(self, ranks));
+            out.push(findings::transport_finding(self, ranks));
         }
         out
     }
 
-    /// Whether a rank has been silent for longer than work explains; of one without a record, whether another waits
-    /// for it for so long.
-    fn is_long(&self, v: &RankView<'_>) -> bool {
+    /// Returns whether a rank has been silent for longer than work explains; for a rank without a
+    /// record, whether another rank has waited for it for that long.
+    fn is_silent_too_long(&self, v: &RankView<'_>) -> bool {
         let gaps = self.views.iter().map(|v| v.longest_gap_ns).max().unwrap_or(0);
-        let limit = SILENCE_FLOOR_NS.max(gaps.saturating_mul(SILENCE_FACTOR));
+        let limit = MIN_SILENCE_NS.max(gaps.saturating_mul(SILENCE_FACTOR));
         let long = |v: &RankView<'_>| self.end_ns.saturating_sub(v.engine_wall_ns) > limit;
         match v.flight {
             Some(_) => long(v),
             None => self
                 .waits
-                .waiters(v.rank)
+                .waiting_ranks(v.rank)
                 .into_iter()
                 .filter_map(|r| self.views.get(r as usize))
                 .any(|waiter| waiter.flight.is_some() && long(waiter)),
         }
     }
 
-    fn agreement(&self, findings: &[Finding]) -> (Agreement, String) {
-        let Some(record) = &self.evidence.record else { return (Agreement::Open, String::new()) };
+    fn compare_with_record(&self, findings: &[Finding]) -> (RecordAgreement, String) {
+        let Some(record) = &self.evidence.record else { return (RecordAgreement::Unknown, String::new()) };
         let culprits: BTreeSet<u32> = findings.iter().flat_map(|f| f.ranks.iter().copied()).collect();
         let Some(cause) = record.end.as_ref().and_then(|e| e.cause.as_ref()) else {
             let what = match (&record.end, findings.is_empty()) {
-                (Some(_), true) => return (Agreement::Agrees, "the record ends without a failure".into()),
-                (Some(_), false) => "the record ends without a failure",
+                (Some(_), true) => return (RecordAgreement::Agrees, "the record reports no failure".into()),
+                (Some(_), false) => "the record reports no failure",
                 (None, _) => "the record has no end line",
             };
-            return (Agreement::Silent, what.to_string());
+            return (RecordAgreement::Silent, what.to_string());
         };
         let code = cause.code.as_deref().unwrap_or("no code");
         let rank = cause.rank.map_or(String::new(), |r| format!(", rank {r}"));
         let said = format!("{code}, {}{rank}", cause.class);
         match cause.rank {
-            _ if culprits.is_empty() => (Agreement::Open, format!("the record says {said}")),
-            Some(r) if culprits.contains(&r) => (Agreement::Agrees, format!("the record agrees: {said}")),
+            _ if culprits.is_empty() => (RecordAgreement::Unknown, format!("the record reports {said}")),
+            Some(r) if culprits.contains(&r) => {
+                (RecordAgreement::Agrees, format!("the record agrees: {said}"))
+            }
             Some(r) => {
                 let view = self.views.get(r as usize);
-                let why = view.map_or("no such rank".to_string(), |v| say::innocent(self, v));
-                (Agreement::Disagrees, format!("the record says otherwise: {said}; but {why}"))
+                let why = view.map_or("no such rank".to_string(), |v| findings::explain_innocence(self, v));
+                (RecordAgreement::Disagrees, format!("the record disagrees: {said}; but {why}"))
             }
-            None => (Agreement::Open, format!("the record names no rank: {said}")),
+            None => (RecordAgreement::Unknown, format!("the record names no rank: {said}")),
         }
     }
 }
 
-/// Words of the class of failure that no rank can be blamed for.
+/// Class of a failure for which no rank is at fault.
 const LAUNCHER_GONE: &str = "the launching process is gone";
 
-/// Whether a failure of this class is told of a rank that cannot tell it itself.
+/// Returns whether a failure of this class is one that a rank cannot report about itself.
 fn is_death(class: Option<&str>) -> bool {
     matches!(class, Some("a rank died" | "a rank stalled"))
 }
 
-/// Whether a rank speaks of itself, and not as the echo of somebody else.
-fn is_own_failure(rank: u32, m: &Mark) -> bool {
-    m.mark == "failed" && !m.echo && m.about == Some(rank) && !is_death(m.class.as_deref())
+/// Returns whether a rank reports a failure of its own and does not relay another rank's.
+fn is_own_failure(rank: u32, m: &FlightMark) -> bool {
+    m.event == "failed" && !m.is_relayed && m.blamed_rank == Some(rank) && !is_death(m.class.as_deref())
 }
 
-fn lines(n: usize) -> String {
+fn format_line_count(n: usize) -> String {
     format!("{n} line{}", if n == 1 { "" } else { "s" })
 }
 
-/// A departure is of one of these kinds.
-impl Departure<'_> {
+impl PlanDivergence<'_> {
     fn is_missing(&self) -> bool {
-        matches!(self, Departure::Missing { .. })
+        matches!(self, PlanDivergence::Missing { .. })
     }
 }

@@ -1,7 +1,9 @@
-//! What a run leaves behind, as pure strings and bytes: the record, the trace, the clip and the page.
+//! Renders what a run leaves behind as strings and bytes: the run record, flight records, the
+//! autopsy, traces, charts, the clip and the HTML report.
 //!
-//! This room knows nothing of files, clocks, threads, devices or plans. It is handed what happened and hands
-//! back bytes; the same input gives the same bytes on every machine. Doors write them where they belong.
+//! This library crate uses no files, clocks, threads, devices or plans. It turns records into
+//! bytes, and the same input gives the same bytes on every machine. The application crates write
+//! those bytes to files.
 
 pub mod apng;
 pub mod autopsy;
@@ -18,10 +20,10 @@ mod stats;
 mod svg;
 pub mod timeline;
 
-pub use counterexample::{counterexample, counterexample_with_lines};
+pub use counterexample::{draw_counterexample, draw_counterexample_with_lines};
 
 use tessera_base::Code;
 
-/// Codes that this room raises.
+/// Diagnostic codes of this crate.
 pub const CODES: &[&Code] =
     &[&record::T0901, &record::T0902, &apng::T0903, &apng::T0904, &flight::T0905, &gantt::T0906];

@@ -1,7 +1,8 @@
-//! Text into HTML and bytes into data URIs. Everything a person or a peer wrote passes through [`text`].
+//! Escaping of text for HTML and encoding of images as data URIs. All text from users or peers
+//! passes through [`escape_text`].
 
-/// Escapes for element content and for attributes in either quote.
-pub(crate) fn text(s: &str) -> String {
+/// Escapes text for element content and for attributes in either kind of quotes.
+pub(crate) fn escape_text(s: &str) -> String {
     let mut out = String::with_capacity(s.len());
     for c in s.chars() {
         match c {
@@ -11,7 +12,7 @@ pub(crate) fn text(s: &str) -> String {
             '"' => out.push_str("&quot;"),
             '\'' => out.push_str("&#39;"),
             '\n' | '\t' => out.push(c),
-            // HTML has no way to write most of these.
+            // HTML cannot represent most control characters.
             c if c.is_control() => out.push('\u{fffd}'),
             c => out.push(c),
         }
@@ -19,13 +20,13 @@ pub(crate) fn text(s: &str) -> String {
     out
 }
 
-/// An image as a URI that needs no network.
+/// Encodes a PNG file as a data URI, which loads without a network.
 pub(crate) fn png_uri(png: &[u8]) -> String {
-    format!("data:image/png;base64,{}", base64(png))
+    format!("data:image/png;base64,{}", encode_base64(png))
 }
 
-/// A command as a shell takes it back.
-pub(crate) fn shell(words: &[String]) -> String {
+/// Formats a command line with shell quoting.
+pub(crate) fn format_shell_command(words: &[String]) -> String {
     let quoted: Vec<String> = words
         .iter()
         .map(|w| {
@@ -40,8 +41,8 @@ pub(crate) fn shell(words: &[String]) -> String {
     quoted.join(" ")
 }
 
-/// A count with thin spaces between thousands.
-pub(crate) fn count(n: u64) -> String {
+/// Formats a count with narrow spaces between groups of three digits.
+pub(crate) fn format_count(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::new();
     for (i, c) in digits.chars().enumerate() {
@@ -53,12 +54,12 @@ pub(crate) fn count(n: u64) -> String {
     out
 }
 
-/// `1 chunk`, `12 chunks`.
-pub(crate) fn plural(n: u64, word: &str) -> String {
-    format!("{} {word}{}", count(n), if n == 1 { "" } else { "s" })
+/// Formats a count with its noun: `1 chunk`, `12 chunks`.
+pub(crate) fn format_plural(n: u64, word: &str) -> String {
+    format!("{} {word}{}", format_count(n), if n == 1 { "" } else { "s" })
 }
 
-fn base64(bytes: &[u8]) -> String {
+fn encode_base64(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut out = String::with_capacity(bytes.len().div_ceil(3) * 4);
     for three in bytes.chunks(3) {
@@ -77,31 +78,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_gets_out_of_its_quotes() {
+    fn text_is_escaped() {
         assert_eq!(
-            text("<a b='c' d=\"e\">&\u{0}\n"),
+            escape_text("<a b='c' d=\"e\">&\u{0}\n"),
             "&lt;a b=&#39;c&#39; d=&quot;e&quot;&gt;&amp;\u{fffd}\n"
         );
     }
 
     #[test]
-    fn base64_is_the_standard_one() {
+    fn base64_matches_the_standard() {
         for (raw, coded) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy")]
         {
-            assert_eq!(base64(raw.as_bytes()), coded);
+            assert_eq!(encode_base64(raw.as_bytes()), coded);
         }
-        assert_eq!(base64(&[0xfb, 0xff]), "+/8=");
+        assert_eq!(encode_base64(&[0xfb, 0xff]), "+/8=");
     }
 
     #[test]
     fn commands_survive_a_shell() {
         let words = ["tessera", "--prompt", "a cat's \"tail\"", "", "tp=2,pp=1"].map(String::from);
-        assert_eq!(shell(&words), r#"tessera --prompt 'a cat'\''s "tail"' '' tp=2,pp=1"#);
+        assert_eq!(format_shell_command(&words), r#"tessera --prompt 'a cat'\''s "tail"' '' tp=2,pp=1"#);
     }
 
     #[test]
-    fn counts_read_well() {
-        assert_eq!(count(1_234_567), "1\u{202f}234\u{202f}567");
-        assert_eq!((plural(1, "chunk"), plural(0, "frame")), ("1 chunk".into(), "0 frames".into()));
+    fn counts_and_plurals() {
+        assert_eq!(format_count(1_234_567), "1\u{202f}234\u{202f}567");
+        assert_eq!(
+            (format_plural(1, "chunk"), format_plural(0, "frame")),
+            ("1 chunk".into(), "0 frames".into())
+        );
     }
 }

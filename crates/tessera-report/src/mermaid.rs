@@ -1,66 +1,74 @@
-//! The timeline as a Mermaid gantt, for a page that renders Markdown and for whoever measures charts.
+//! Renders a timeline as a Mermaid gantt chart, for pages that render Markdown and for tools that
+//! measure charts.
 
 use std::collections::BTreeSet;
 
-use crate::gantt::{Chart, ChartBar, Lengths, Section, print};
-use crate::timeline::{Span, Timeline, Window};
+use crate::gantt::{GanttBar, GanttChart, GanttSection, LengthNotation, print};
+use crate::timeline::{TimeWindow, Timeline, TimelineSpan};
 
-/// Most bars of a chart: Mermaid takes texts of 50,000 characters, and lays out slowly long before that.
+/// Maximum number of bars in a chart. Mermaid accepts texts of up to 50,000 characters, and its
+/// layout is slow long before that.
 pub const MAX_BARS: usize = 1200;
 
-/// Windows shorter than this are drawn in nanoseconds, others in microseconds.
-const FINE_NS: u64 = 10_000_000;
+/// Windows shorter than this are drawn in nanoseconds, longer ones in microseconds.
+const NANOSECOND_AXIS_LIMIT_NS: u64 = 10_000_000;
 
-/// A gantt of the spans that begin inside a window. One millisecond on its axis is one nanosecond or microsecond of
-/// the run, since Mermaid knows nothing finer; the title says which. Of more than [`MAX_BARS`] those that begin last are
-/// left out, on all ranks alike.
+/// Returns a gantt chart of the spans that begin inside a window. One millisecond on the chart's
+/// axis is one nanosecond or one microsecond of the run, because Mermaid has no finer unit; the
+/// title names the unit. Beyond [`MAX_BARS`] bars, the spans that begin last are left out, on all
+/// ranks alike.
 #[must_use]
-pub fn gantt(timeline: &Timeline, window: Window) -> String {
-    print(&chart(timeline, window))
+pub fn timeline_gantt(timeline: &Timeline, window: TimeWindow) -> String {
+    print(&build_chart(timeline, window))
 }
 
-fn chart(timeline: &Timeline, window: Window) -> Chart {
-    let inside = |s: &Span| (window.start_ns..window.end_ns).contains(&s.start_ns);
+fn build_chart(timeline: &Timeline, window: TimeWindow) -> GanttChart {
+    let inside = |s: &TimelineSpan| (window.start_ns..window.end_ns).contains(&s.start_ns);
     let mut starts: Vec<(u64, usize)> =
         timeline.spans.iter().enumerate().filter(|(_, s)| inside(s)).map(|(i, s)| (s.start_ns, i)).collect();
     starts.sort_unstable();
     let kept: BTreeSet<usize> = starts.iter().take(MAX_BARS).map(|(_, i)| *i).collect();
     let ends = kept.iter().map(|i| timeline.spans[*i].end_ns).max().unwrap_or(0);
     let (unit, unit_ns) = match ends.saturating_sub(window.start_ns) {
-        0..FINE_NS => ("nanoseconds", 1),
+        0..NANOSECOND_AXIS_LIMIT_NS => ("nanoseconds", 1),
         _ => ("microseconds", 1000),
     };
-    // Rounded to the nearest, so that bars that follow each other still do.
+    // Rounds to the nearest unit, so that consecutive bars stay adjacent.
     let at = |ns: u64| (ns.saturating_sub(window.start_ns) + unit_ns / 2) / unit_ns;
     let chunks: BTreeSet<u32> = kept.iter().map(|i| timeline.spans[*i].chunk).collect();
-    let mut sections: Vec<Section> = Vec::new();
+    let mut sections: Vec<GanttSection> = Vec::new();
     let mut lane = None;
     for (i, s) in timeline.spans.iter().enumerate().filter(|(i, _)| kept.contains(i)) {
         if lane.replace((s.rank, &s.stream)) != Some((s.rank, &s.stream)) {
             let name = timeline.ranks.iter().find(|r| r.rank == s.rank).map_or("", |r| r.name.as_str());
-            sections.push(Section { name: section(s, name), bars: Vec::new() });
+            sections.push(GanttSection { name: section_name(s, name), bars: Vec::new() });
         }
         let name = if chunks.len() > 1 { format!("{} {}", s.name, s.chunk) } else { s.name.clone() };
         let (start, end) = (at(s.start_ns), at(s.end_ns));
-        let bar =
-            ChartBar { name: plain(&name), id: format!("b{i}"), start, length: end.saturating_sub(start) };
+        let bar = GanttBar {
+            name: sanitize_label(&name),
+            id: format!("b{i}"),
+            start,
+            length: end.saturating_sub(start),
+        };
         if let Some(section) = sections.last_mut() {
             section.bars.push(bar);
         }
     }
-    Chart {
+    GanttChart {
         title: format!("{unit} since {}", tessera_base::Nanoseconds(window.start_ns)),
-        lengths: Lengths::Milliseconds,
-        axis: "%Q".to_string(),
-        left_out: (starts.len() - kept.len()) as u64,
-        column: sections.iter().flat_map(|s| &s.bars).next().map_or(0, |b| b.name.chars().count() + 1),
+        length_notation: LengthNotation::Milliseconds,
+        axis_format: "%Q".to_string(),
+        omitted_bars: (starts.len() - kept.len()) as u64,
+        name_width: sections.iter().flat_map(|s| &s.bars).next().map_or(0, |b| b.name.chars().count() + 1),
         sections,
     }
 }
 
-/// `rank 3 · lead compute`, whatever the rank is called, so that a reader of the chart knows whose stream it is. A stage has
-/// one row.
-fn section(s: &Span, name: &str) -> String {
+/// Returns the section name, such as `rank 3 · lead compute`. It always contains the rank number,
+/// whatever the rank's name, so that the reader can tell whose stream the section shows. A pipeline
+/// stage has a single section.
+fn section_name(s: &TimelineSpan, name: &str) -> String {
     let rank = format!("rank {}", s.rank);
     let whole = match name.strip_prefix(&rank) {
         Some(rest) if !rest.starts_with(|c: char| c.is_ascii_digit()) => format!("{name} {}", s.stream),
@@ -68,11 +76,11 @@ fn section(s: &Span, name: &str) -> String {
         _ if name.starts_with("stage ") => format!("{name} {}", s.stream),
         _ => format!("{rank} ({name}) {}", s.stream),
     };
-    plain(&whole)
+    sanitize_label(&whole)
 }
 
-/// Text that cannot end a Mermaid statement.
-fn plain(s: &str) -> String {
+/// Replaces the characters that would end a Mermaid statement.
+fn sanitize_label(s: &str) -> String {
     s.chars().map(|c| if c.is_control() || ":;#,%{}".contains(c) { ' ' } else { c }).collect()
 }
 
@@ -87,7 +95,7 @@ mod tests {
     fn draws_a_window() {
         let t = Timeline::from_record(&sample(3));
         assert_eq!(
-            gantt(&t, t.steady(1).unwrap()),
+            timeline_gantt(&t, t.steady_window(1).unwrap()),
             "gantt\n    dateFormat x\n    axisFormat %Q\n    title microseconds since 11.0 ms\n    \
              section rank 0 · lead decode\n    decode :b1, 9000, 1000ms\n    \
              section rank 1 · stage0 compute\n    denoise.0 :b6, 0, 4000ms\n    denoise.1 :b7, 4000, 4000ms\n    \
@@ -98,17 +106,17 @@ mod tests {
     #[test]
     fn is_bounded_and_read_back() {
         let t = Timeline::from_record(&sample(400));
-        let text = gantt(&t, Window { start_ns: 0, end_ns: u64::MAX });
+        let text = timeline_gantt(&t, TimeWindow { start_ns: 0, end_ns: u64::MAX });
         assert_eq!(text.matches(" :b").count(), MAX_BARS);
         let chart = parse("t", &text).unwrap();
-        assert_eq!((chart.left_out, chart.sections.len()), (400, 2));
+        assert_eq!((chart.omitted_bars, chart.sections.len()), (400, 2));
         assert_eq!(print(&chart), text);
-        assert_eq!(plain("a:b;c%"), "a b c ");
+        assert_eq!(sanitize_label("a:b;c%"), "a b c ");
     }
 
     #[test]
     fn a_stage_is_a_row_and_a_rank_keeps_its_number() {
-        let span = |stream: &str| Span {
+        let span = |stream: &str| TimelineSpan {
             rank: 1,
             stream: stream.into(),
             name: "F0".into(),
@@ -118,9 +126,12 @@ mod tests {
             collectives: 0,
             waits: None,
         };
-        assert_eq!(section(&span("compute"), "stage 1"), "stage 1");
-        assert_eq!(section(&span("a2a"), "rank 1 · lead"), "rank 1 · lead a2a");
-        assert_eq!(section(&span("a2a"), "the rank with the most"), "rank 1 (the rank with the most) a2a");
-        assert_eq!(section(&span("a2a"), "rank 12"), "rank 1 (rank 12) a2a");
+        assert_eq!(section_name(&span("compute"), "stage 1"), "stage 1");
+        assert_eq!(section_name(&span("a2a"), "rank 1 · lead"), "rank 1 · lead a2a");
+        assert_eq!(
+            section_name(&span("a2a"), "the rank with the most"),
+            "rank 1 (the rank with the most) a2a"
+        );
+        assert_eq!(section_name(&span("a2a"), "rank 12"), "rank 1 (rank 12) a2a");
     }
 }

@@ -1,67 +1,71 @@
-//! `record.jsonl`: what a run did, one JSON object a line, so that a run that dies still leaves every line
-//! before the last.
+//! `record.jsonl`: the record of a run, one JSON object per line, so that a run that dies leaves
+//! every line but possibly its last.
 //!
-//! The first line is [`Line::Start`] and names the schema. Fields keep the order they have here. Instants are
-//! nanoseconds since the run's start on one clock; the driver maps each rank's clock onto it. Fields are
-//! added with a default, which keeps the schema number; anything else raises it.
+//! The first line is [`RecordLine::Start`] and names the schema. Fields are written in declaration
+//! order. Instants are nanoseconds since the run's start on one clock; the driver maps each rank's
+//! clock onto it. A new field with a default keeps the schema number; any other change raises it.
 
 use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize, Serializer};
 use tessera_base::{Code, Diagnostic};
 
-/// Schema number that [`Line::to_json`] writes and [`Record::parse`] reads.
-pub const SCHEMA: u32 = 1;
+/// Schema number that [`RecordLine::to_json`] writes and [`RunRecord::parse`] reads.
+pub const SCHEMA: u32 = 2;
 
-/// Not a record, or one of another schema.
+/// The key of schema 1 that has another name now.
+const SCHEMA_1_KEYS: &str = "the event key `what` of schema 1 is now `event`";
+
+/// The file is not a record, or its schema is unknown.
 pub static T0901: Code = Code {
     id: "T0901",
     title: "the record does not begin with a start line of a known schema",
-    page: "A record.jsonl begins with one line whose kind is \"start\" and whose schema is a number this build \
-knows. Everything after it is read by that schema, so a file that begins otherwise is not guessed at.\n\n\
-An empty file means that the run died before it wrote anything: look at the leader's log. A higher schema \
-means that a newer tessera wrote it: read it with that one (its version is in the first line). If the first \
-line is missing because the file was cut or joined by hand, put it back.",
+    page: "A record.jsonl begins with one line whose kind is \"start\" and whose schema is a number that this build \
+knows. The schema decides how the rest of the file is read, so a file that begins otherwise is rejected.\n\n\
+If the file is empty, the run died before it wrote anything: look at the leader's log. If the schema number is another \
+one, another version of tessera wrote the file: read it with that version, which the first line names. Schema 2 renamed \
+the event key `what` to `event`. If the first line is missing because the file was cut or concatenated by hand, restore it.",
 };
 
-/// A line in the middle does not parse.
+/// A line in the middle of the record does not parse.
 pub static T0902: Code = Code {
     id: "T0902",
     title: "a line of the record cannot be read",
-    page: "Every line of record.jsonl is one JSON object with a known kind. Only the last line may be cut short, \
-because a run that is killed may die while it writes; a broken line before that means that something else \
-wrote to the file, two runs shared one folder, or the disk lost data.\n\n\
-Give each run its own --out folder. To look at what is left, delete the named line; the rest stays readable.",
+    page: "Every line of record.jsonl is one JSON object with a known kind. Only the last line may be incomplete, \
+because a run that is killed may die while it writes. An unreadable line before that means that another program \
+wrote to the file, that two runs shared one folder, or that the disk lost data.\n\n\
+Give each run its own --out folder. To read the rest of this record, delete the named line.",
 };
 
 /// One line of the record.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-pub enum Line {
-    /// The first line: what was asked.
-    Start(Start),
-    /// One chunk came out.
-    Chunk(Chunk),
-    /// Something happened that a reader should see.
-    Event(Event),
-    /// The last line: how it ended.
-    End(End),
+pub enum RecordLine {
+    /// The first line: the request and the plan.
+    Start(RunStart),
+    /// A finished chunk.
+    Chunk(ChunkRecord),
+    /// An event that the reader should see.
+    Event(RunEvent),
+    /// The last line: the outcome of the run.
+    End(RunEnd),
 }
 
-impl Line {
-    /// The line as it stands in the file, newline included.
+impl RecordLine {
+    /// Returns the line as JSON, newline included.
     #[must_use]
     pub fn to_json(&self) -> String {
-        // The types hold strings, numbers and lists only: no map with odd keys, nothing that can fail.
+        // Serialisation cannot fail: the types contain only strings, numbers and lists, and no
+        // maps.
         let mut line = serde_json::to_string(self).unwrap_or_default();
         line.push('\n');
         line
     }
 }
 
-/// What was asked, and of which plan.
+/// The request and the plan that it ran.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Start {
+pub struct RunStart {
     /// [`SCHEMA`].
     pub schema: u32,
     /// Version of tessera that wrote the record.
@@ -70,13 +74,14 @@ pub struct Start {
     pub plan: String,
     /// Name of the model.
     pub model: String,
-    /// Mesh in words, such as `tp=2,pp=1`.
+    /// Mesh axes and their sizes, such as `tp=2,pp=1`.
     pub mesh: String,
     /// Strategy per axis, such as `tp: ulysses`.
     pub strategy: String,
     /// Numerics policy.
     pub numerics: String,
-    /// What programs compute in; records of earlier builds do not say, and are of f32.
+    /// Dtype in which the programs compute. Records of earlier builds lack it; those runs computed
+    /// in f32.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub dtype: String,
     /// Cache regime: `resident` or `recompute`.
@@ -85,12 +90,12 @@ pub struct Start {
     pub topology: String,
     /// The user's seed.
     pub seed: u64,
-    /// Prompts by the chunk from which they hold; the first is for chunk 0.
-    pub prompts: Vec<PromptAt>,
-    /// Chunks asked for; none for an open end.
+    /// Prompts, each with the first chunk that uses it; the first prompt is for chunk 0.
+    pub prompts: Vec<ScheduledPrompt>,
+    /// Number of requested chunks; `None` for an open-ended stream.
     pub chunks: Option<u32>,
-    /// Frames a second at which the clip plays.
-    #[serde(serialize_with = "milli")]
+    /// Playback frames per second of the clip.
+    #[serde(serialize_with = "serialize_milli")]
     pub fps: f64,
     /// Frame width in pixels.
     pub width: u32,
@@ -98,42 +103,42 @@ pub struct Start {
     pub height: u32,
     /// Denoising steps per chunk.
     pub steps: u32,
-    /// The command, one word an entry.
+    /// Command line, one entry per word.
     pub command: Vec<String>,
-    /// Wall-clock start as the caller writes it; RFC 3339 is the custom.
+    /// Wall-clock start as formatted by the caller, usually in RFC 3339.
     pub started_at: String,
-    /// Always [`Status::Running`]: a record without an end line says so itself.
-    pub status: Status,
-    /// The ranks and what each is for, in order of rank.
+    /// Always [`RunStatus::Running`], so that a record without an end line has the right status.
+    pub status: RunStatus,
+    /// Ranks and their roles, in order of rank.
     #[serde(default)]
     pub ranks: Vec<RankRole>,
-    /// What ran it.
+    /// Kind of device that ran the plan.
     #[serde(default)]
-    pub device: Device,
-    /// The machine whose times were modelled, in words; none where time was real.
+    pub device: RunDevice,
+    /// Description of the simulated machine; `None` if the times are real.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
 }
 
-/// What ran a plan.
+/// Kind of device that ran a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Device {
-    /// Processors of this machine: numbers and time are real.
+pub enum RunDevice {
+    /// CPUs of this machine; values and times are real.
     #[default]
     Cpu,
-    /// A modelled machine: times alone, no number was computed.
+    /// A simulated machine; only times are estimated, and no values are computed.
     Sim,
-    /// GPUs, one a rank of the mesh.
+    /// GPUs, one per rank of the mesh.
     Cuda,
 }
 
-/// A prompt and the chunk from which it holds.
+/// A prompt and the first chunk that uses it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PromptAt {
-    /// First chunk that uses it.
+pub struct ScheduledPrompt {
+    /// First chunk that uses the prompt.
     pub chunk: u32,
-    /// The prompt.
+    /// Text of the prompt.
     pub text: String,
 }
 
@@ -146,145 +151,156 @@ pub struct RankRole {
     pub role: String,
 }
 
-/// State of a run.
+/// Status of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Status {
-    /// Under way, or died before its end line.
+pub enum RunStatus {
+    /// The run is in progress, or it died before it wrote its end line.
     Running,
-    /// All that was asked came out.
+    /// The run produced all that was requested.
     Complete,
-    /// Stopped by its user.
+    /// The user stopped the run.
     Interrupted,
-    /// Stopped by a tripwire or an error.
+    /// A tripwire or an error stopped the run.
     Failed,
 }
 
 /// One chunk of output.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Chunk {
+pub struct ChunkRecord {
     /// Index in the stream, from 0.
     pub chunk: u32,
-    /// Which request it serves, from 0; other than its index after a cut that discarded some.
+    /// Request that the chunk serves, from 0; it differs from the chunk's index after a cut that
+    /// discarded requests.
     #[serde(default)]
     pub request: Option<u64>,
-    /// Call that made it.
+    /// Call that produced the chunk.
     pub call_id: u64,
-    /// Epoch of the caches it ran in.
+    /// Epoch of the KV caches in which the call ran.
     pub cache_epoch: u32,
-    /// Its first frame in the clip.
+    /// Index of the chunk's first frame in the clip.
     pub start_frame: u64,
-    /// Prompt it was made with.
+    /// Prompt of the chunk.
     pub prompt: String,
-    /// Seed it was made with.
+    /// Seed of the chunk.
     pub seed: u64,
-    /// Whether a hard cut precedes it.
+    /// Whether a hard cut precedes the chunk.
     pub cut: bool,
-    /// Digest of its latents, hex.
+    /// Digest of the chunk's latents, hex.
     pub latents_digest: String,
-    /// Frames it gave.
+    /// Number of frames in the chunk.
     pub frames: u32,
-    /// When its call was committed, in nanoseconds since the run's start.
+    /// Time at which the call was committed, in nanoseconds since the run's start.
     pub start_ns: u64,
-    /// From commit to its last frame, in nanoseconds.
+    /// Time from commit to the chunk's last frame, in nanoseconds.
     pub wall_ns: u64,
-    /// Calls waiting to enter when it was committed.
+    /// Number of queued calls when this one was committed.
     pub queue_in: u32,
-    /// Results waiting to leave when it was done.
+    /// Number of queued results when the chunk was done.
     pub queue_out: u32,
-    /// What each rank did, in order of rank.
+    /// Phases and digests of each rank, in order of rank.
     pub ranks: Vec<RankChunk>,
-    /// How the stages took turns, where the driver tells.
+    /// Times of the two pipeline stages, if the driver records them.
     #[serde(default)]
-    pub pipeline: Option<Pipeline>,
+    pub pipeline: Option<PipelineTimes>,
 }
 
-/// How a chunk went through the two stages of a stream: the leader's own work, and the generator on the mesh.
-/// Instants are nanoseconds since the run's start; all of them on the leader's clock.
+/// Times of a chunk in the two stages of a stream: the leader's own work, and the generator on the
+/// mesh. Instants are nanoseconds since the run's start on the leader's clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pipeline {
-    /// When the leader had decided the call.
+pub struct PipelineTimes {
+    /// Time at which the leader had decided the call.
     pub decided_ns: u64,
-    /// When the last rank was ready for it.
+    /// Time at which the last rank was ready for the call.
     pub ready_ns: u64,
-    /// When the last rank was done.
+    /// Time at which the last rank was done.
     pub done_ns: u64,
-    /// From the commit of the chunk before to this one's, in nanoseconds; 0 for the first.
+    /// Time from the previous chunk's commit to this one's, in nanoseconds; 0 for the first chunk.
     pub period_ns: u64,
-    /// The leader's own work for the chunk, in nanoseconds: context, decode, write.
+    /// Duration of the leader's own work for the chunk (context, decode, write), in nanoseconds.
     pub stage0_ns: u64,
-    /// From commit to done, in nanoseconds, less what the leader's own work is known to have held a device of the mesh.
+    /// Time from commit to done in nanoseconds, less the time for which the leader's own work is
+    /// known to have occupied a device of the mesh.
     pub stage1_ns: u64,
-    /// How long the mesh had waited when the call was committed, in nanoseconds.
+    /// Time for which the mesh had been idle when the call was committed, in nanoseconds.
     pub idle_ns: u64,
-    /// Time spent on digests by the rank that spent most, in nanoseconds.
+    /// Time spent on digests by the rank that spent the most on them, in nanoseconds.
     pub digest_ns: u64,
 }
 
-impl Pipeline {
-    /// See [`crate::overlap::score`].
+impl PipelineTimes {
+    /// Returns the chunk's OverlapScore; see [`crate::overlap::overlap_score`].
     #[must_use]
-    pub fn score(&self) -> f64 {
-        crate::overlap::score(self.stage0_ns, self.stage1_ns, self.period_ns)
+    pub fn overlap_score(&self) -> f64 {
+        crate::overlap::overlap_score(self.stage0_ns, self.stage1_ns, self.period_ns)
     }
 }
 
-/// One rank's part of a chunk.
+/// Phases and digests of one rank in a chunk.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankChunk {
     /// Rank of the process.
     pub rank: u32,
     /// Phases in order of their start.
-    pub phases: Vec<Phase>,
-    /// Digest of the rank's caches after the chunk, hex.
+    pub phases: Vec<PhaseRecord>,
+    /// Digest of the rank's KV caches after the chunk, hex.
     pub state_digest: String,
-    /// Digest of the collectives that it issued, hex.
+    /// Digest of the collectives that the rank issued, hex.
     pub trace_digest: String,
 }
 
 /// One phase on one stream of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Phase {
-    /// Name; the part before the first dot is its kind, such as `denoise` of `denoise.1`.
+pub struct PhaseRecord {
+    /// Name of the phase; the part before the first dot is its kind, such as `denoise` of
+    /// `denoise.1`.
     pub name: String,
-    /// Stream it ran on, such as `compute`.
+    /// Stream on which the phase ran, such as `compute`.
     pub stream: String,
     /// Start in nanoseconds since the run's start.
     pub start_ns: u64,
-    /// End, same clock.
+    /// End on the same clock.
     pub end_ns: u64,
-    /// Collectives issued in it.
+    /// Number of collectives that the phase issued.
     pub collectives: u32,
-    /// When its stream had nothing to do; none where nobody knows.
+    /// Times in which the phase's stream was idle; `None` if unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub waits: Option<Waits>,
+    pub waits: Option<StreamWaits>,
 }
 
-/// What of a phase was no work: its stream waited for other ranks, for data on its way, for its host or for its device.
+/// Idle times of a stream in a phase: it waited for other ranks, for data in transfer, for its host
+/// or for its device.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Waits {
-    /// All of it together, in nanoseconds.
-    pub ns: u64,
-    /// The longest waits in order of time, each from when to when, in nanoseconds since the run's start.
+pub struct StreamWaits {
+    /// Total idle time, in nanoseconds.
+    #[serde(rename = "ns")]
+    pub total_ns: u64,
+    /// Longest waits in order of time, each as start and end in nanoseconds since the run's start.
     pub longest: Vec<(u64, u64)>,
 }
 
-/// A wait shorter than this part of its phase is in the sum alone.
-const LONG: u64 = 50;
+/// A wait shorter than the phase's duration divided by this number counts in the total but is not
+/// listed.
+const MIN_LISTED_DIVISOR: u64 = 50;
 
-impl Waits {
-    /// What `busy` leaves of a phase. Pieces are from when to when, in any order, and may overlap.
+impl StreamWaits {
+    /// Returns the parts of a phase that the `busy` intervals do not cover. The intervals are pairs
+    /// of start and end, may be in any order and may overlap.
     #[must_use]
-    pub fn around(start_ns: u64, end_ns: u64, busy: impl IntoIterator<Item = (u64, u64)>) -> Waits {
+    pub fn from_busy_intervals(
+        start_ns: u64,
+        end_ns: u64,
+        busy: impl IntoIterator<Item = (u64, u64)>,
+    ) -> StreamWaits {
         let mut busy: Vec<(u64, u64)> = busy.into_iter().collect();
         busy.sort_unstable();
-        let mut out = Waits::default();
+        let mut out = StreamWaits::default();
         let mut at = start_ns;
         for (from, to) in busy.into_iter().chain([(end_ns, end_ns)]) {
             let from = from.min(end_ns);
             if from > at {
-                out.ns += from - at;
-                if (from - at).saturating_mul(LONG) >= end_ns - start_ns {
+                out.total_ns += from - at;
+                if (from - at).saturating_mul(MIN_LISTED_DIVISOR) >= end_ns - start_ns {
                     out.longest.push((at, from));
                 }
             }
@@ -294,140 +310,143 @@ impl Waits {
     }
 }
 
-/// Something worth a mark: a prompt change, a cut, a rebase, a stall.
+/// An event that the reader should see: a prompt change, a cut, a rebase, a stall.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Event {
-    /// When, in nanoseconds since the run's start.
+pub struct RunEvent {
+    /// Time of the event, in nanoseconds since the run's start.
     pub at_ns: u64,
-    /// What, in one or two words.
-    pub what: String,
-    /// The rest, in words.
+    /// Kind of event, in one or two words.
+    pub event: String,
+    /// Details in words.
     pub detail: String,
 }
 
-/// How the run ended.
+/// The outcome of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct End {
+pub struct RunEnd {
     /// Complete, interrupted or failed.
-    pub status: Status,
-    /// Why it failed.
+    pub status: RunStatus,
+    /// Cause of a failure.
     #[serde(default)]
-    pub cause: Option<Cause>,
-    /// Chunks that came out.
+    pub cause: Option<FailureCause>,
+    /// Number of finished chunks.
     pub chunks: u32,
-    /// Frames that came out.
+    /// Number of finished frames.
     pub frames: u64,
-    /// Length of the run in nanoseconds.
+    /// Duration of the run in nanoseconds.
     pub wall_ns: u64,
-    /// Frames a second over the whole run.
-    #[serde(serialize_with = "milli")]
+    /// Frames per second over the whole run.
+    #[serde(serialize_with = "serialize_milli")]
     pub fps: f64,
-    /// Whether the output file holds every frame counted here.
+    /// Whether the output file contains every frame counted here.
     pub output_complete: bool,
     /// Hash of all latents in order, hex.
     pub golden: String,
 }
 
-/// Why a run failed.
+/// The cause of a failed run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Cause {
+pub struct FailureCause {
     /// Failure class, such as `peer lost`.
     pub class: String,
     /// Exit status of that class.
     pub exit_code: u8,
-    /// Rank at which it began, where one can be named.
+    /// Rank at which the failure began, if known.
     pub rank: Option<u32>,
     /// Code of the diagnostic, such as `T0712`.
     pub code: Option<String>,
-    /// One sentence.
+    /// One sentence about the failure.
     pub message: String,
 }
 
-/// A record, read back.
+/// A record that was read from a file.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Record {
-    /// The first line.
-    pub start: Start,
-    /// Chunks in the order of the file; of a long run its beginning and its end.
-    pub chunks: Vec<Chunk>,
-    /// Chunks between those two that were read and not kept.
-    pub left_out: LeftOut,
+pub struct RunRecord {
+    /// The start line.
+    pub start: RunStart,
+    /// Chunks in the order of the file; of a long run only the first and the last ones.
+    pub chunks: Vec<ChunkRecord>,
+    /// Chunks between those two groups, which were read and not kept.
+    pub omitted: OmittedChunks,
     /// Events in the order of the file.
-    pub events: Vec<Event>,
-    /// The end line, if the run lived to write it.
-    pub end: Option<End>,
-    /// Whether the file ended inside a line, which was left out.
+    pub events: Vec<RunEvent>,
+    /// The end line, if the run wrote it.
+    pub end: Option<RunEnd>,
+    /// Whether the file ends inside a line, which was left out.
     pub truncated: bool,
 }
 
-/// Chunks that were read and not kept.
+/// Counts of the chunks that were read and not kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct LeftOut {
-    /// How many.
+pub struct OmittedChunks {
+    /// Number of chunks.
     pub chunks: u32,
-    /// Frames of them.
+    /// Number of frames in these chunks.
     pub frames: u64,
 }
 
-impl Record {
-    /// Chunks in the file.
+impl RunRecord {
+    /// Returns the number of chunks in the file.
     #[must_use]
     pub fn chunk_count(&self) -> u32 {
-        self.chunks.len() as u32 + self.left_out.chunks
+        self.chunks.len() as u32 + self.omitted.chunks
     }
 
-    /// Frames in the file.
+    /// Returns the number of frames in the file.
     #[must_use]
     pub fn frame_count(&self) -> u64 {
-        self.chunks.iter().map(|c| u64::from(c.frames)).sum::<u64>() + self.left_out.frames
+        self.chunks.iter().map(|c| u64::from(c.frames)).sum::<u64>() + self.omitted.frames
     }
 
     /// Reads a whole file.
     ///
-    /// A last line that has no newline and does not parse is left out and noted in `truncated`; it may end
-    /// inside a character, hence the bytes.
+    /// A last line that has no newline and does not parse is left out and sets `truncated`. The
+    /// line may end inside a character, which is why the input is bytes.
     ///
     /// # Errors
-    /// [`T0901`] where the first line is no start line of this schema, [`T0902`] for any other broken line.
-    pub fn parse(file: &[u8]) -> Result<Record, Diagnostic> {
-        let mut reader = Reader::new(usize::MAX);
+    /// [`T0901`] if the first line is not a start line of this schema, [`T0902`] for any other
+    /// unreadable line.
+    pub fn parse(file: &[u8]) -> Result<RunRecord, Diagnostic> {
+        let mut reader = RecordReader::new(usize::MAX);
         for line in file.split_inclusive(|b| *b == b'\n') {
-            reader.line(line)?;
+            reader.push_line(line)?;
         }
-        reader.end()
+        reader.into_record()
     }
 
-    /// How the run stands: its end line's word, or running where there is none.
+    /// Returns the status in the end line, or [`RunStatus::Running`] without an end line.
     #[must_use]
-    pub fn status(&self) -> Status {
-        self.end.as_ref().map_or(Status::Running, |e| e.status)
+    pub fn status(&self) -> RunStatus {
+        self.end.as_ref().map_or(RunStatus::Running, |e| e.status)
     }
 }
 
 /// Reads a record line by line, in bounded memory.
 #[derive(Debug)]
-pub struct Reader {
-    record: Option<Record>,
-    /// Most chunks that are kept.
-    keep: usize,
-    /// The newest chunks, once the older half is kept.
-    tail: VecDeque<Chunk>,
+pub struct RecordReader {
+    record: Option<RunRecord>,
+    /// Maximum number of chunks to keep.
+    max_chunks: usize,
+    /// The most recent chunks, used once the first half of the kept chunks is full.
+    tail: VecDeque<ChunkRecord>,
     lines: usize,
     bytes: usize,
 }
 
-impl Reader {
-    /// Keeps at most so many chunks, half of them the first and half the last, and every event and the end.
+impl RecordReader {
+    /// Creates a reader that keeps at most `keep` chunks, the first and the last half of them, and
+    /// all events and the end line.
     #[must_use]
-    pub fn new(keep: usize) -> Reader {
-        Reader { record: None, keep, tail: VecDeque::new(), lines: 0, bytes: 0 }
+    pub fn new(max_chunks: usize) -> RecordReader {
+        RecordReader { record: None, max_chunks, tail: VecDeque::new(), lines: 0, bytes: 0 }
     }
 
-    /// Takes the next line with its newline; the last may lack it.
+    /// Reads the next line, newline included; the last line may lack it.
     ///
     /// # Errors
-    /// [`T0901`] where the first line is no start line of this schema, [`T0902`] for any other broken line.
-    pub fn line(&mut self, line: &[u8]) -> Result<(), Diagnostic> {
+    /// [`T0901`] if the first line is not a start line of this schema, [`T0902`] for any other
+    /// unreadable line.
+    pub fn push_line(&mut self, line: &[u8]) -> Result<(), Diagnostic> {
         self.bytes += line.len();
         self.lines += 1;
         if line.iter().all(u8::is_ascii_whitespace) {
@@ -436,93 +455,97 @@ impl Reader {
         let whole = line.last() == Some(&b'\n');
         let place = format!("record.jsonl:{}", self.lines);
         let Some(record) = &mut self.record else {
-            self.record = Some(Record::open(line.trim_ascii_end(), &place)?);
+            self.record = Some(RunRecord::parse_start_line(line.trim_ascii_end(), &place)?);
             return Ok(());
         };
         match serde_json::from_slice(line) {
-            Ok(Line::Start(_)) => {
-                return Err(Diagnostic::error(&T0902, "a second start line")
-                    .at(place, "kind is \"start\"")
-                    .at("record.jsonl:1", "the record began here")
-                    .hint("give each run its own --out folder"));
+            Ok(RecordLine::Start(_)) => {
+                return Err(Diagnostic::error(&T0902, "the record has a second start line")
+                    .with_label(place, "kind is \"start\"")
+                    .with_label("record.jsonl:1", "the first start line is here")
+                    .with_hint("give each run its own --out folder"));
             }
-            Ok(Line::Chunk(chunk)) if record.chunks.len() < self.keep.div_ceil(2) => {
+            Ok(RecordLine::Chunk(chunk)) if record.chunks.len() < self.max_chunks.div_ceil(2) => {
                 record.chunks.push(chunk);
             }
-            Ok(Line::Chunk(chunk)) => {
+            Ok(RecordLine::Chunk(chunk)) => {
                 self.tail.push_back(chunk);
-                if self.tail.len() > self.keep / 2
+                if self.tail.len() > self.max_chunks / 2
                     && let Some(old) = self.tail.pop_front()
                 {
-                    record.left_out.chunks += 1;
-                    record.left_out.frames += u64::from(old.frames);
+                    record.omitted.chunks += 1;
+                    record.omitted.frames += u64::from(old.frames);
                 }
             }
-            Ok(Line::Event(event)) => record.events.push(event),
-            Ok(Line::End(end)) => record.end = Some(end),
+            Ok(RecordLine::Event(event)) => record.events.push(event),
+            Ok(RecordLine::End(end)) => record.end = Some(end),
             Err(_) if !whole => record.truncated = true,
             Err(error) => {
                 return Err(Diagnostic::error(&T0902, "this line of the record cannot be read")
-                    .at(place, error.to_string())
-                    .hint("delete the line to read the rest"));
+                    .with_label(place, error.to_string())
+                    .with_hint("delete the line to read the rest"));
             }
         }
         Ok(())
     }
 
-    /// What was read.
+    /// Returns the record.
     ///
     /// # Errors
-    /// [`T0901`] where there was nothing.
-    pub fn end(self) -> Result<Record, Diagnostic> {
+    /// [`T0901`] if there was no start line.
+    pub fn into_record(self) -> Result<RunRecord, Diagnostic> {
         let Some(mut record) = self.record else {
             return Err(Diagnostic::error(&T0901, "the record is empty")
-                .at("record.jsonl", format!("{} bytes, no start line", self.bytes))
-                .hint("the run died before its first line: see the leader's log"));
+                .with_label("record.jsonl", format!("{} bytes, no start line", self.bytes))
+                .with_hint("the run died before it wrote its first line: see the leader's log"));
         };
         record.chunks.extend(self.tail);
         Ok(record)
     }
 }
 
-impl Record {
-    fn open(line: &[u8], place: &str) -> Result<Record, Diagnostic> {
+impl RunRecord {
+    fn parse_start_line(line: &[u8], place: &str) -> Result<RunRecord, Diagnostic> {
         #[derive(Deserialize)]
         struct Head {
             kind: String,
             schema: u32,
         }
-        let broken = |message: &str, says: String| Diagnostic::error(&T0901, message).at(place, says);
+        let broken = |message: &str, says: String| Diagnostic::error(&T0901, message).with_label(place, says);
         let head: Head = serde_json::from_slice(line)
-            .map_err(|e| broken("the first line is no start line of a record", e.to_string()))?;
+            .map_err(|e| broken("the first line is not a start line of a record", e.to_string()))?;
         if head.kind != "start" {
             return Err(broken(
-                "the first line is no start line of a record",
+                "the first line is not a start line of a record",
                 format!("kind is \"{}\"", head.kind),
             ));
         }
         if head.schema != SCHEMA {
-            return Err(broken("the record has another schema", format!("schema {}", head.schema))
-                .at("this build", format!("reads schema {SCHEMA}"))
-                .hint("read it with the tessera whose version the first line names"));
+            let d = broken("the record's schema is not supported", format!("schema {}", head.schema))
+                .with_label("this build", format!("reads schema {SCHEMA}"))
+                .with_hint("read the record with the tessera version that its first line names");
+            return Err(if head.schema == 1 { d.with_note(SCHEMA_1_KEYS) } else { d });
         }
         match serde_json::from_slice(line) {
-            Ok(Line::Start(start)) => Ok(Record {
+            Ok(RecordLine::Start(start)) => Ok(RunRecord {
                 start,
                 chunks: Vec::new(),
-                left_out: LeftOut::default(),
+                omitted: OmittedChunks::default(),
                 events: Vec::new(),
                 end: None,
                 truncated: false,
             }),
-            Ok(_) => Err(broken("the first line is no start line of a record", "another kind".to_string())),
-            Err(e) => Err(broken("the first line is no start line of a record", e.to_string())),
+            Ok(_) => {
+                Err(broken("the first line is not a start line of a record", "different kind".to_string()))
+            }
+            Err(e) => Err(broken("the first line is not a start line of a record", e.to_string())),
         }
     }
 }
 
-/// Three decimals: short decimals read back to the same bits, and JSON has no word for infinity.
-fn milli<S: Serializer>(x: &f64, s: S) -> Result<S::Ok, S::Error> {
+/// Rounds to three decimals, which read back to the same bits. A number that is not finite becomes
+/// 0, because JSON cannot represent it.
+fn serialize_milli<S: Serializer>(x: &f64, s: S) -> Result<S::Ok, S::Error> {
     s.serialize_f64(if x.is_finite() { (x * 1000.0).round() / 1000.0 } else { 0.0 })
 }
 
@@ -532,34 +555,38 @@ mod tests {
     use super::*;
     use crate::timeline::tests::sample;
 
-    fn lines(r: &Record) -> String {
-        let mut out = Line::Start(r.start.clone()).to_json();
-        out.extend(r.chunks.iter().map(|c| Line::Chunk(c.clone()).to_json()));
-        out.extend(r.events.iter().map(|e| Line::Event(e.clone()).to_json()));
-        out.extend(r.end.iter().map(|e| Line::End(e.clone()).to_json()));
+    fn record_text(r: &RunRecord) -> String {
+        let mut out = RecordLine::Start(r.start.clone()).to_json();
+        out.extend(r.chunks.iter().map(|c| RecordLine::Chunk(c.clone()).to_json()));
+        out.extend(r.events.iter().map(|e| RecordLine::Event(e.clone()).to_json()));
+        out.extend(r.end.iter().map(|e| RecordLine::End(e.clone()).to_json()));
         out
     }
 
     #[test]
-    fn reads_what_it_wrote() {
+    fn records_round_trip() {
         let record = sample(3);
-        let text = lines(&record);
+        let text = record_text(&record);
         assert_eq!(text.lines().count(), 6);
-        let back = Record::parse(text.as_bytes()).unwrap();
+        let back = RunRecord::parse(text.as_bytes()).unwrap();
         assert_eq!(back, record);
-        assert_eq!(lines(&back), text);
-        assert_eq!(back.status(), Status::Complete);
+        assert_eq!(record_text(&back), text);
+        assert_eq!(back.status(), RunStatus::Complete);
     }
 
     #[test]
-    fn waits_are_what_work_leaves_of_a_phase() {
-        let waits = Waits::around(100, 1100, [(500, 600), (100, 300), (250, 490), (600, 1105)]);
-        assert_eq!(waits, Waits { ns: 10, longest: Vec::new() }, "too short to be told apart");
-        let waits = Waits::around(100, 1100, [(90, 120), (700, 650), (1000, 1050)]);
-        assert_eq!(waits, Waits { ns: 930, longest: vec![(120, 700), (700, 1000), (1050, 1100)] });
-        assert_eq!(Waits::around(5, 5, []), Waits::default());
-        // A record without them is read as before, and written as before.
-        let phase: Phase = serde_json::from_str(
+    fn waits_are_the_gaps_between_busy_intervals() {
+        let waits =
+            StreamWaits::from_busy_intervals(100, 1100, [(500, 600), (100, 300), (250, 490), (600, 1105)]);
+        assert_eq!(waits, StreamWaits { total_ns: 10, longest: Vec::new() }, "too short to be listed");
+        let waits = StreamWaits::from_busy_intervals(100, 1100, [(90, 120), (700, 650), (1000, 1050)]);
+        assert_eq!(
+            waits,
+            StreamWaits { total_ns: 930, longest: vec![(120, 700), (700, 1000), (1050, 1100)] }
+        );
+        assert_eq!(StreamWaits::from_busy_intervals(5, 5, []), StreamWaits::default());
+        // A record without waits is read and written as before.
+        let phase: PhaseRecord = serde_json::from_str(
             r#"{"name":"a","stream":"compute","start_ns":1,"end_ns":2,"collectives":0}"#,
         )
         .unwrap();
@@ -569,25 +596,26 @@ mod tests {
 
     #[test]
     fn fields_keep_their_order() {
-        let event = Line::Event(Event { at_ns: 5, what: "cut".into(), detail: "a \"hard\" one\n".into() });
+        let event =
+            RecordLine::Event(RunEvent { at_ns: 5, event: "cut".into(), detail: "a \"hard\" one\n".into() });
         assert_eq!(
             event.to_json(),
-            "{\"kind\":\"event\",\"at_ns\":5,\"what\":\"cut\",\"detail\":\"a \\\"hard\\\" one\\n\"}\n"
+            "{\"kind\":\"event\",\"at_ns\":5,\"event\":\"cut\",\"detail\":\"a \\\"hard\\\" one\\n\"}\n"
         );
-        let start = Line::Start(sample(0).start).to_json();
-        assert!(start.starts_with("{\"kind\":\"start\",\"schema\":1,\"tessera\":\""), "{start}");
+        let start = RecordLine::Start(sample(0).start).to_json();
+        assert!(start.starts_with("{\"kind\":\"start\",\"schema\":2,\"tessera\":\""), "{start}");
     }
 
     #[test]
-    fn a_record_that_names_no_device_is_of_processors() {
+    fn the_default_device_is_the_cpu() {
         let mut start = sample(0).start;
-        let text = Line::Start(start.clone()).to_json().replace(",\"device\":\"cpu\"", "");
+        let text = RecordLine::Start(start.clone()).to_json().replace(",\"device\":\"cpu\"", "");
         assert!(!text.contains("device") && !text.contains("machine"), "{text}");
-        assert_eq!(Record::parse(text.as_bytes()).unwrap().start, start);
-        (start.device, start.machine) = (Device::Sim, Some("hgx-h200, profile ideal".into()));
-        let text = Line::Start(start.clone()).to_json();
+        assert_eq!(RunRecord::parse(text.as_bytes()).unwrap().start, start);
+        (start.device, start.machine) = (RunDevice::Sim, Some("hgx-h200, profile ideal".into()));
+        let text = RecordLine::Start(start.clone()).to_json();
         assert!(text.contains("\"device\":\"sim\",\"machine\":\"hgx-h200, profile ideal\""), "{text}");
-        assert_eq!(Record::parse(text.as_bytes()).unwrap().start, start);
+        assert_eq!(RunRecord::parse(text.as_bytes()).unwrap().start, start);
     }
 
     #[test]
@@ -596,26 +624,30 @@ mod tests {
         record.end = None;
         record.events.clear();
         record.chunks[1].prompt = "a café by the sea".into();
-        let text = lines(&record);
+        let text = record_text(&record);
         let last = text.trim_end().rfind('\n').unwrap() + 1;
         for cut in last + 1..text.len() - 1 {
-            let back = Record::parse(&text.as_bytes()[..cut]).unwrap();
+            let back = RunRecord::parse(&text.as_bytes()[..cut]).unwrap();
             assert!(back.truncated && back.chunks.len() == 1, "cut at {cut}");
-            assert_eq!(back.status(), Status::Running);
+            assert_eq!(back.status(), RunStatus::Running);
         }
-        // Only the newline is missing: the line is whole.
-        let back = Record::parse(&text.as_bytes()[..text.len() - 1]).unwrap();
+        // Only the newline is missing: the line is complete.
+        let back = RunRecord::parse(&text.as_bytes()[..text.len() - 1]).unwrap();
         assert!(!back.truncated && back.chunks.len() == 2);
     }
 
     #[test]
-    fn refuses_what_is_not_a_record() {
-        let text = lines(&sample(1));
-        let id = |bytes: &[u8]| Record::parse(bytes).unwrap_err().code.id;
+    fn rejects_other_files() {
+        let text = record_text(&sample(1));
+        let id = |bytes: &[u8]| RunRecord::parse(bytes).unwrap_err().code.id;
         assert_eq!(id(b""), "T0901");
         assert_eq!(id(b"{}\n"), "T0901");
         assert_eq!(id(text.split_once('\n').unwrap().1.as_bytes()), "T0901");
-        assert_eq!(id(text.replacen("\"schema\":1", "\"schema\":2", 1).as_bytes()), "T0901");
+        assert_eq!(id(text.replacen("\"schema\":2", "\"schema\":3", 1).as_bytes()), "T0901");
+        let old = text.replacen("\"schema\":2", "\"schema\":1", 1);
+        let refused = RunRecord::parse(old.as_bytes()).unwrap_err();
+        assert_eq!((refused.code, refused.labels[0].message.as_str()), (&T0901, "schema 1"));
+        assert!(refused.notes[0].contains("`what`") && refused.notes[0].contains("`event`"));
         assert_eq!(id(text.replacen("\"kind\":\"chunk\"", "\"kind\":\"crumb\"", 1).as_bytes()), "T0902");
         assert_eq!(id(format!("{text}{text}").as_bytes()), "T0902");
     }
@@ -623,23 +655,23 @@ mod tests {
     #[test]
     fn a_long_run_keeps_its_beginning_and_its_end() {
         let record = sample(100);
-        let mut reader = Reader::new(11);
-        for line in lines(&record).split_inclusive('\n') {
-            reader.line(line.as_bytes()).unwrap();
+        let mut reader = RecordReader::new(11);
+        for line in record_text(&record).split_inclusive('\n') {
+            reader.push_line(line.as_bytes()).unwrap();
         }
-        let back = reader.end().unwrap();
+        let back = reader.into_record().unwrap();
         let kept: Vec<u32> = back.chunks.iter().map(|c| c.chunk).collect();
         assert_eq!(kept, [0, 1, 2, 3, 4, 5, 95, 96, 97, 98, 99]);
-        assert_eq!(back.left_out, LeftOut { chunks: 89, frames: 89 * 12 });
+        assert_eq!(back.omitted, OmittedChunks { chunks: 89, frames: 89 * 12 });
         assert_eq!((back.chunk_count(), back.frame_count()), (100, 1200));
         assert_eq!(back.end, record.end);
     }
 
     #[test]
-    fn rates_that_json_cannot_say_become_zero() {
+    fn rates_that_json_cannot_represent_become_zero() {
         let mut record = sample(1);
         record.start.fps = f64::INFINITY;
-        let back = Record::parse(lines(&record).as_bytes()).unwrap();
+        let back = RunRecord::parse(record_text(&record).as_bytes()).unwrap();
         assert_eq!(back.start.fps, 0.0);
     }
 }

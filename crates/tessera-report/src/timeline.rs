@@ -1,81 +1,81 @@
-//! One neutral timeline, of a run or of an estimate, that every drawing is made from.
+//! A timeline, of a run or of an estimate, which is the common input of all charts and traces.
 
-use crate::record::{Record, Waits};
+use crate::record::{RunRecord, StreamWaits};
 
-/// What ran when, on which stream of which rank.
+/// The phases that ran on each stream of each rank, with the chunks and events of the run.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Timeline {
-    /// Ranks in order, with the names to show.
+    /// Ranks in ascending order, with their display names.
     pub ranks: Vec<RankName>,
     /// Chunks in order of their start.
-    pub chunks: Vec<ChunkSpan>,
-    /// Spans, sorted by rank, stream order, start.
-    pub spans: Vec<Span>,
-    /// Marks in order of time.
-    pub marks: Vec<Mark>,
-    /// Frames of chunks between the first and the last that are not here.
-    pub left_out_frames: u64,
+    pub chunks: Vec<TimelineChunk>,
+    /// Spans, sorted by rank, stream and start.
+    pub spans: Vec<TimelineSpan>,
+    /// Event marks in order of time.
+    pub marks: Vec<TimelineMark>,
+    /// Frames of the chunks between the first and the last that are not in `chunks`.
+    pub omitted_frames: u64,
 }
 
-/// A rank and its name.
+/// A rank and its display name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankName {
     /// Rank of the process.
     pub rank: u32,
-    /// Such as `rank 0 · stage0`.
+    /// Display name, such as `rank 0 · stage0`.
     pub name: String,
 }
 
-/// A chunk from commit to last frame.
+/// Time of a chunk from commit to its last frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ChunkSpan {
-    /// Index in the stream.
+pub struct TimelineChunk {
+    /// Index of the chunk in the stream.
     pub chunk: u32,
-    /// Frames it gave.
+    /// Number of frames in the chunk.
     pub frames: u32,
     /// Start in nanoseconds since the run's start.
     pub start_ns: u64,
-    /// End, same clock.
+    /// End on the same clock.
     pub end_ns: u64,
-    /// Calls waiting to enter, results waiting to leave.
-    pub queues: (u32, u32),
+    /// Number of calls in the input queue and of results in the output queue.
+    pub queue_lengths: (u32, u32),
 }
 
-/// A phase on a stream.
+/// A phase that ran on a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Span {
+pub struct TimelineSpan {
     /// Rank of the process.
     pub rank: u32,
-    /// Stream.
+    /// Name of the stream.
     pub stream: String,
-    /// Phase.
+    /// Name of the phase.
     pub name: String,
-    /// Chunk it belongs to.
+    /// Chunk to which the phase belongs.
     pub chunk: u32,
     /// Start in nanoseconds since the run's start.
     pub start_ns: u64,
-    /// End, same clock, never before the start.
+    /// End on the same clock, never before the start.
     pub end_ns: u64,
-    /// Collectives issued in it.
+    /// Number of collectives that the phase issued.
     pub collectives: u32,
-    /// When its stream had nothing to do in it; none where nobody knows.
-    pub waits: Option<Waits>,
+    /// Times in which the phase's stream was idle; `None` if unknown.
+    pub waits: Option<StreamWaits>,
 }
 
-/// A moment worth a flag.
+/// An event at one instant.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mark {
-    /// When, in nanoseconds since the run's start.
+pub struct TimelineMark {
+    /// Time of the event, in nanoseconds since the run's start.
     pub at_ns: u64,
-    /// What, in one or two words.
-    pub what: String,
-    /// The rest.
+    /// Kind of event, in one or two words.
+    pub label: String,
+    /// Details in words.
     pub detail: String,
 }
 
-/// A stretch of time.
+/// A half-open interval of time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Window {
+pub struct TimeWindow {
     /// First nanosecond.
     pub start_ns: u64,
     /// One past the last.
@@ -83,20 +83,20 @@ pub struct Window {
 }
 
 impl Timeline {
-    /// The timeline of a recorded run.
+    /// Builds the timeline of a recorded run.
     #[must_use]
-    pub fn from_record(record: &Record) -> Timeline {
-        let mut t = Timeline { left_out_frames: record.left_out.frames, ..Timeline::default() };
+    pub fn from_record(record: &RunRecord) -> Timeline {
+        let mut t = Timeline { omitted_frames: record.omitted.frames, ..Timeline::default() };
         for c in &record.chunks {
-            t.chunks.push(ChunkSpan {
+            t.chunks.push(TimelineChunk {
                 chunk: c.chunk,
                 frames: c.frames,
                 start_ns: c.start_ns,
                 end_ns: c.start_ns.saturating_add(c.wall_ns),
-                queues: (c.queue_in, c.queue_out),
+                queue_lengths: (c.queue_in, c.queue_out),
             });
             for r in &c.ranks {
-                t.spans.extend(r.phases.iter().map(|p| Span {
+                t.spans.extend(r.phases.iter().map(|p| TimelineSpan {
                     rank: r.rank,
                     stream: p.stream.clone(),
                     name: p.name.clone(),
@@ -108,24 +108,24 @@ impl Timeline {
                 }));
             }
         }
-        t.marks.extend(record.events.iter().map(|e| Mark {
+        t.marks.extend(record.events.iter().map(|e| TimelineMark {
             at_ns: e.at_ns,
-            what: e.what.clone(),
+            label: e.event.clone(),
             detail: e.detail.clone(),
         }));
         for r in &record.start.ranks {
             t.ranks.push(RankName { rank: r.rank, name: format!("rank {} · {}", r.rank, r.role) });
         }
-        t.sort();
+        t.sort_and_name();
         t
     }
 
-    /// Puts a timeline built by hand into the order that the drawings need, and names ranks that lack a name.
-    pub fn sort(&mut self) {
+    /// Sorts everything into drawing order and names the ranks that lack a name.
+    pub fn sort_and_name(&mut self) {
         self.chunks.sort_by_key(|c| (c.start_ns, c.chunk));
         self.marks.sort_by_key(|m| m.at_ns);
         self.spans.sort_by(|a, b| {
-            let key = |s: &Span| (s.rank, stream_order(&s.stream));
+            let key = |s: &TimelineSpan| (s.rank, stream_order(&s.stream));
             (key(a), &a.stream, a.start_ns, a.end_ns).cmp(&(key(b), &b.stream, b.start_ns, b.end_ns))
         });
         let mut known: Vec<u32> = self.ranks.iter().map(|r| r.rank).collect();
@@ -138,23 +138,25 @@ impl Timeline {
         self.ranks.sort_by_key(|r| r.rank);
     }
 
-    /// The first few steady chunks: chunk 0 fills caches and pipelines and is left out where others exist.
+    /// Returns the window of the first `chunks` steady chunks. Chunk 0 fills caches and pipelines
+    /// and is left out if there are others.
     #[must_use]
-    pub fn steady(&self, chunks: usize) -> Option<Window> {
+    pub fn steady_window(&self, chunks: usize) -> Option<TimeWindow> {
         let skip = usize::from(self.chunks.len() > 1);
-        self.window(skip, skip + chunks)
+        self.chunk_window(skip, skip + chunks)
     }
 
-    /// The last few chunks and what follows them, for as long again at most: after a failure the silence
-    /// before the watchdog may be much longer than a chunk.
+    /// Returns the window of the last `chunks` chunks and of what follows them, up to twice their
+    /// length: after a failure, the silence before the watchdog fires may be much longer than a
+    /// chunk.
     #[must_use]
-    pub fn tail(&self, chunks: usize) -> Option<Window> {
-        let window = self.window(self.chunks.len().saturating_sub(chunks), self.chunks.len())?;
+    pub fn tail_window(&self, chunks: usize) -> Option<TimeWindow> {
+        let window = self.chunk_window(self.chunks.len().saturating_sub(chunks), self.chunks.len())?;
         let most = window.end_ns.saturating_add(window.end_ns - window.start_ns);
-        Some(Window { end_ns: self.end_ns().clamp(window.end_ns, most), ..window })
+        Some(TimeWindow { end_ns: self.end_ns().clamp(window.end_ns, most), ..window })
     }
 
-    /// Where the last span, chunk or mark ends.
+    /// Returns the end of the last span, chunk or mark.
     #[must_use]
     pub fn end_ns(&self) -> u64 {
         let spans = self.spans.iter().map(|s| s.end_ns);
@@ -162,26 +164,27 @@ impl Timeline {
         spans.chain(chunks).chain(self.marks.iter().map(|m| m.at_ns)).max().unwrap_or(0)
     }
 
-    /// Runs of spans that share a rank and a stream, in drawing order.
-    pub fn lanes(&self) -> impl Iterator<Item = &[Span]> {
+    /// Iterates over the runs of spans that share a rank and a stream, in drawing order.
+    pub fn spans_by_lane(&self) -> impl Iterator<Item = &[TimelineSpan]> {
         self.spans.chunk_by(|a, b| a.rank == b.rank && a.stream == b.stream)
     }
 
-    fn window(&self, from: usize, to: usize) -> Option<Window> {
+    fn chunk_window(&self, from: usize, to: usize) -> Option<TimeWindow> {
         let chosen = self.chunks.get(from..to.min(self.chunks.len())).filter(|c| !c.is_empty())?;
         let start_ns = chosen.iter().map(|c| c.start_ns).min()?;
         let end_ns = chosen.iter().map(|c| c.end_ns).max()?;
-        (end_ns > start_ns).then_some(Window { start_ns, end_ns })
+        (end_ns > start_ns).then_some(TimeWindow { start_ns, end_ns })
     }
 }
 
-/// Kind of a phase: its name up to the first dot.
+/// Returns the kind of a phase: its name up to the first dot.
 #[must_use]
 pub fn phase_kind(name: &str) -> &str {
     name.split('.').next().unwrap_or(name)
 }
 
-/// Place of a stream among the streams of a rank; unknown ones follow the known ones.
+/// Returns the sort position of a stream among the streams of a rank; unknown streams follow the
+/// known ones.
 #[must_use]
 pub fn stream_order(stream: &str) -> usize {
     const ORDER: [&str; 6] = ["compute", "tp_collective", "a2a", "io", "control", "decode"];
@@ -192,12 +195,15 @@ pub fn stream_order(stream: &str) -> usize {
 #[allow(clippy::unwrap_used)]
 pub(crate) mod tests {
     use super::*;
-    use crate::record::{Chunk, End, Event, Phase, PromptAt, RankChunk, RankRole, SCHEMA, Start, Status};
+    use crate::record::{
+        ChunkRecord, PhaseRecord, RankChunk, RankRole, RunEnd, RunEvent, RunStart, RunStatus, SCHEMA,
+        ScheduledPrompt,
+    };
 
-    /// A complete run of two ranks: chunks of 10 ms, back to back from 1 ms on.
-    pub(crate) fn sample(chunks: u32) -> Record {
+    /// A complete run of two ranks with chunks of 10 ms, back to back from 1 ms on.
+    pub(crate) fn sample(chunks: u32) -> RunRecord {
         let ms = 1_000_000;
-        let phase = |name: &str, stream: &str, from: u64, to: u64, collectives| Phase {
+        let phase = |name: &str, stream: &str, from: u64, to: u64, collectives| PhaseRecord {
             name: name.into(),
             stream: stream.into(),
             start_ns: from,
@@ -205,8 +211,8 @@ pub(crate) mod tests {
             collectives,
             waits: None,
         };
-        Record {
-            start: Start {
+        RunRecord {
+            start: RunStart {
                 schema: SCHEMA,
                 tessera: "0.1.0".into(),
                 plan: "ab12".repeat(16),
@@ -218,7 +224,7 @@ pub(crate) mod tests {
                 cache: "resident".into(),
                 topology: "pp0".into(),
                 seed: u64::MAX,
-                prompts: vec![PromptAt { chunk: 0, text: "a <b>red</b> kite & \"wind\"".into() }],
+                prompts: vec![ScheduledPrompt { chunk: 0, text: "a <b>red</b> kite & \"wind\"".into() }],
                 chunks: Some(chunks),
                 fps: 16.0,
                 width: 128,
@@ -226,18 +232,18 @@ pub(crate) mod tests {
                 steps: 2,
                 command: vec!["tessera".into(), "stream".into(), "demo".into()],
                 started_at: "2025-01-01T00:00:00Z".into(),
-                status: Status::Running,
+                status: RunStatus::Running,
                 ranks: vec![
                     RankRole { rank: 0, role: "lead".into() },
                     RankRole { rank: 1, role: "stage0".into() },
                 ],
-                device: crate::record::Device::Cpu,
+                device: crate::record::RunDevice::Cpu,
                 machine: None,
             },
             chunks: (0..chunks)
                 .map(|i| {
                     let t = ms + u64::from(i) * 10 * ms;
-                    Chunk {
+                    ChunkRecord {
                         chunk: i,
                         request: Some(u64::from(i)),
                         call_id: u64::from(i) + 1,
@@ -274,14 +280,14 @@ pub(crate) mod tests {
                     }
                 })
                 .collect(),
-            left_out: crate::record::LeftOut::default(),
-            events: vec![Event {
+            omitted: crate::record::OmittedChunks::default(),
+            events: vec![RunEvent {
                 at_ns: 2 * ms,
-                what: "prompt".into(),
+                event: "prompt".into(),
                 detail: "now </script> \"x\"".into(),
             }],
-            end: Some(End {
-                status: Status::Complete,
+            end: Some(RunEnd {
+                status: RunStatus::Complete,
                 cause: None,
                 chunks,
                 frames: u64::from(chunks) * 12,
@@ -297,7 +303,7 @@ pub(crate) mod tests {
     #[test]
     fn lanes_are_by_rank_then_stream_then_time() {
         let t = Timeline::from_record(&sample(2));
-        let lanes: Vec<_> = t.lanes().map(|l| (l[0].rank, l[0].stream.as_str(), l.len())).collect();
+        let lanes: Vec<_> = t.spans_by_lane().map(|l| (l[0].rank, l[0].stream.as_str(), l.len())).collect();
         assert_eq!(lanes, [(0, "decode", 2), (1, "compute", 6)]);
         assert_eq!(t.ranks[1].name, "rank 1 · stage0");
         let starts: Vec<_> = t.spans.iter().filter(|s| s.rank == 1).map(|s| s.start_ns).collect();
@@ -307,13 +313,17 @@ pub(crate) mod tests {
     #[test]
     fn windows_leave_the_first_chunk_out() {
         let t = Timeline::from_record(&sample(9));
-        assert_eq!(t.steady(4), Some(Window { start_ns: 11_000_000, end_ns: 51_000_000 }));
-        assert_eq!(t.tail(4), Some(Window { start_ns: 51_000_000, end_ns: 91_000_000 }));
+        assert_eq!(t.steady_window(4), Some(TimeWindow { start_ns: 11_000_000, end_ns: 51_000_000 }));
+        assert_eq!(t.tail_window(4), Some(TimeWindow { start_ns: 51_000_000, end_ns: 91_000_000 }));
         let mut stalled = t.clone();
-        stalled.marks.push(Mark { at_ns: 5_000_000_000, what: "stall".into(), detail: String::new() });
-        assert_eq!(stalled.tail(4), Some(Window { start_ns: 51_000_000, end_ns: 131_000_000 }));
-        assert_eq!(Timeline::from_record(&sample(1)).steady(4).unwrap().start_ns, 1_000_000);
-        assert_eq!(Timeline::default().steady(4), None);
+        stalled.marks.push(TimelineMark {
+            at_ns: 5_000_000_000,
+            label: "stall".into(),
+            detail: String::new(),
+        });
+        assert_eq!(stalled.tail_window(4), Some(TimeWindow { start_ns: 51_000_000, end_ns: 131_000_000 }));
+        assert_eq!(Timeline::from_record(&sample(1)).steady_window(4).unwrap().start_ns, 1_000_000);
+        assert_eq!(Timeline::default().steady_window(4), None);
     }
 
     #[test]

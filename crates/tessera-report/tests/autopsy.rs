@@ -1,15 +1,21 @@
-//! Small records of runs that went wrong in known ways, and of healthy ones: who is named, and who is not.
+//! Runs the autopsy on small records of runs with known faults, and of healthy runs, and checks
+//! which ranks it names.
 //!
-//! `autopsy.cases` holds them as text. A case is a name, a line per rank with its events in order, what else is known,
-//! and what must come out. Each event takes a millisecond.
+//! `autopsy.cases` holds the records as text. A case has a name, a line per rank with its events in
+//! order, further evidence, and the expected results. Each event takes a millisecond.
 
-#![allow(clippy::unwrap_used, reason = "a case that cannot be read fails")]
+#![allow(clippy::unwrap_used, reason = "a case that does not parse fails")]
 
 use std::fmt::Write;
 
-use tessera_report::autopsy::{Autopsy, Evidence, ProcessEnd, RunState, Vitals, autopsy};
-use tessera_report::flight::{Collective, Entry, Fit, Flight, Header, Line, Mark, Phase, SCHEMA, State};
-use tessera_report::record::Record;
+use tessera_report::autopsy::{
+    Autopsy, AutopsyEvidence, AutopsyRunState, ProcessEnd, ProcessVitals, diagnose_run,
+};
+use tessera_report::flight::{
+    CollectiveProgress, FlightCollective, FlightEntry, FlightHeader, FlightLine, FlightLog, FlightMark,
+    FlightPhase, PlanMatch, SCHEMA,
+};
+use tessera_report::record::RunRecord;
 
 const CASES: &str = include_str!("autopsy.cases");
 const BASE_NS: u64 = 1_000_000_000_000;
@@ -22,84 +28,89 @@ fn every_faulty_rank_is_named_and_no_healthy_one() {
     let mut count = 0;
     for case in CASES.split("\ncase ").skip(1) {
         let (name, body) = case.split_once('\n').unwrap();
-        let (evidence, expects) = read(body);
-        let a = autopsy(&evidence);
+        let (evidence, expects) = parse_case(body);
+        let a = diagnose_run(&evidence);
         count += 1;
         for e in expects {
-            if let Err(why) = holds(&a, &e) {
+            if let Err(why) = check_expectation(&a, &e) {
                 let _ = writeln!(wrong, "{name}: expected {e}; {why}\n{a:#?}");
             }
         }
-        // Whoever reads it reads words: no finding without a sentence, no blame without a rank.
-        assert!(a.findings.iter().all(|f| !f.says.is_empty()), "{name}");
-        assert!(!a.next.is_empty() && !a.text("run").is_empty() && a.to_json().is_object(), "{name}");
+        // Every finding needs a sentence for its reader.
+        assert!(a.findings.iter().all(|f| !f.summary.is_empty()), "{name}");
+        assert!(!a.next_step.is_empty() && !a.to_text("run").is_empty() && a.to_json().is_object(), "{name}");
     }
     assert!(wrong.is_empty(), "{wrong}");
     assert!(count >= 30, "{count} cases");
 }
 
-/// Cutting any record short must not turn the blame on a rank that the whole evidence clears, in a run that ended well.
+/// A truncated record must not make the autopsy name a rank in a run that ended well.
 #[test]
 fn a_healthy_run_stays_healthy_with_any_record_cut_or_missing() {
     let healthy = CASES.split("\ncase ").find(|c| c.starts_with("healthy-complete")).unwrap();
-    let (evidence, _) = read(healthy.split_once('\n').unwrap().1);
-    for rank in 0..evidence.flights.len() {
+    let (evidence, _) = parse_case(healthy.split_once('\n').unwrap().1);
+    for rank in 0..evidence.flight_records.len() {
         let mut missing = evidence.clone();
-        missing.flights.remove(rank);
-        assert_eq!(autopsy(&missing).culprits(), Vec::<u32>::new());
-        for keep in 0..evidence.flights[rank].lines.len() {
+        missing.flight_records.remove(rank);
+        assert_eq!(diagnose_run(&missing).culprits(), Vec::<u32>::new());
+        for keep in 0..evidence.flight_records[rank].lines.len() {
             let mut cut = evidence.clone();
-            cut.flights[rank].lines.truncate(keep);
-            assert_eq!(autopsy(&cut).culprits(), Vec::<u32>::new(), "rank {rank}, {keep} lines");
+            cut.flight_records[rank].lines.truncate(keep);
+            assert_eq!(diagnose_run(&cut).culprits(), Vec::<u32>::new(), "rank {rank}, {keep} lines");
         }
     }
 }
 
-/// Ranks on hosts whose records are not at hand are not guilty of it, in whatever state the others are.
+/// A rank on another host whose record is not available is not at fault for that, whatever the
+/// state of the others.
 #[test]
-fn nobody_is_blamed_for_a_record_that_lies_elsewhere() {
+fn a_missing_record_of_another_host_is_no_finding() {
     for name in ["healthy-and-running", "healthy-and-idle-between-calls"] {
         let healthy = CASES.split("\ncase ").find(|c| c.starts_with(name)).unwrap();
-        let (evidence, _) = read(healthy.split_once('\n').unwrap().1);
-        for rank in 0..evidence.flights.len() {
+        let (evidence, _) = parse_case(healthy.split_once('\n').unwrap().1);
+        for rank in 0..evidence.flight_records.len() {
             let mut missing = evidence.clone();
-            missing.flights.remove(rank);
+            missing.flight_records.remove(rank);
             missing.vitals.remove(&(rank as u32));
-            let a = autopsy(&missing);
-            assert_eq!((a.culprits(), a.ranks.len()), (Vec::new(), evidence.flights.len()), "{name}, {rank}");
+            let a = diagnose_run(&missing);
+            assert_eq!(
+                (a.culprits(), a.ranks.len()),
+                (Vec::new(), evidence.flight_records.len()),
+                "{name}, {rank}"
+            );
             assert!(a.to_json()["ranks"][rank]["silent_ns"].is_null(), "{a:#?}");
         }
     }
 }
 
 #[test]
-fn a_damaged_header_costs_its_own_record_and_no_other() {
+fn a_damaged_header_loses_only_its_own_record() {
     let (evidence, _) =
-        read("0: k1 [p tp.0-1.all_reduce=d ] !exit:0\n1: k1 [p tp.0-1.all_reduce=d ] !exit:0");
+        parse_case("0: k1 [p tp.0-1.all_reduce=d ] !exit:0\n1: k1 [p tp.0-1.all_reduce=d ] !exit:0");
     for (rank, world) in [(u32::MAX, 2), (u32::MAX, u32::MAX), (2, 2), (65_536, 0), (0, u32::MAX)] {
         let mut damaged = evidence.clone();
-        damaged.flights[1].header.rank = rank;
-        damaged.flights[1].header.world = world;
-        let a = autopsy(&damaged);
+        damaged.flight_records[1].header.rank = rank;
+        damaged.flight_records[1].header.world_size = world;
+        let a = diagnose_run(&damaged);
         assert_eq!(a.ranks.len(), 2, "{rank} of {world}");
-        let why = format!("of rank {rank} of {world}: it is damaged");
+        let why = format!("names rank {rank} of {world}: it is damaged");
         assert!(a.notes.iter().any(|n| n.contains(&why)), "{:?}", a.notes);
     }
-    // Many that are missing are one note, and members that there are not are nobody.
-    let (mut wide, _) = read("0: k1 [p tp.0-9.all_reduce=w\nvitals 0=alive\nnow 30000");
-    wide.flights[0].header.world = 65_536;
-    assert!(autopsy(&wide).notes.contains(&"ranks 10-65535 have no flight record".to_string()));
-    wide.flights[0].header.world = 1;
-    assert_eq!(autopsy(&wide).culprits(), Vec::<u32>::new());
+    // Many missing records make a single note, and members beyond the number of ranks are ignored.
+    let (mut wide, _) = parse_case("0: k1 [p tp.0-9.all_reduce=w\nvitals 0=alive\nnow 30000");
+    wide.flight_records[0].header.world_size = 65_536;
+    assert!(diagnose_run(&wide).notes.contains(&"ranks 10-65535 have no flight record".to_string()));
+    wide.flight_records[0].header.world_size = 1;
+    assert_eq!(diagnose_run(&wide).culprits(), Vec::<u32>::new());
 }
 
 #[test]
-fn nothing_is_an_answer_too() {
-    let a = autopsy(&Evidence::default());
-    assert_eq!((a.state, a.culprits()), (RunState::Unfinished, Vec::new()));
+fn no_evidence_gives_no_finding() {
+    let a = diagnose_run(&AutopsyEvidence::default());
+    assert_eq!((a.state, a.culprits()), (AutopsyRunState::Unfinished, Vec::new()));
 }
 
-fn holds(a: &Autopsy, expect: &str) -> Result<(), String> {
+fn check_expectation(a: &Autopsy, expect: &str) -> Result<(), String> {
     let (what, value) = expect.split_once(' ').unwrap_or((expect, ""));
     let json = a.to_json();
     let found = match what {
@@ -110,11 +121,11 @@ fn holds(a: &Autopsy, expect: &str) -> Result<(), String> {
             .map_or(String::new(), |f| serde_json::to_value(f.class).unwrap().as_str().unwrap().to_string()),
         "state" | "agreement" | "triage" => json[what].as_str().unwrap().to_string(),
         "says" => {
-            let text = a.text("run");
+            let text = a.to_text("run");
             return if text.contains(value) { Ok(()) } else { Err(format!("the text is\n{text}")) };
         }
         "lacks" => {
-            let text = a.text("run");
+            let text = a.to_text("run");
             return if text.contains(value) { Err(format!("the text is\n{text}")) } else { Ok(()) };
         }
         _ => panic!("{what}"),
@@ -122,40 +133,40 @@ fn holds(a: &Autopsy, expect: &str) -> Result<(), String> {
     if found == value { Ok(()) } else { Err(format!("found {found}")) }
 }
 
-fn read(body: &str) -> (Evidence, Vec<String>) {
-    let mut e = Evidence::default();
+fn parse_case(body: &str) -> (AutopsyEvidence, Vec<String>) {
+    let mut e = AutopsyEvidence::default();
     let mut expects = Vec::new();
     for line in body.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with("--")) {
         let (head, rest) = line.split_once(' ').unwrap_or((line, ""));
         let pairs = || rest.split_whitespace().map(|p| p.split_once('=').unwrap());
         match head {
             "expect" => expects.push(rest.to_string()),
-            "record" => e.record = Some(record(rest)),
-            "end" => e.ends.extend(pairs().map(|(r, n)| ProcessEnd {
+            "record" => e.record = Some(parse_record(rest)),
+            "end" => e.process_ends.extend(pairs().map(|(r, n)| ProcessEnd {
                 rank: r.parse().unwrap(),
                 status: None,
                 signal: Some(n.parse().unwrap()),
             })),
             "vitals" => e.vitals.extend(pairs().map(|(r, v)| {
                 let v = match v {
-                    "stopped" => Vitals::Stopped,
-                    "gone" => Vitals::Gone,
-                    _ => Vitals::Alive,
+                    "stopped" => ProcessVitals::Stopped,
+                    "gone" => ProcessVitals::Gone,
+                    _ => ProcessVitals::Alive,
                 };
                 (r.parse().unwrap(), v)
             })),
             "now" => e.now_ns = Some(WALL_NS + rest.parse::<u64>().unwrap() * MS),
-            rank => e.flights.push(flight(rank.trim_end_matches(':').parse().unwrap(), rest)),
+            rank => e.flight_records.push(parse_flight(rank.trim_end_matches(':').parse().unwrap(), rest)),
         }
     }
-    let world = e.flights.iter().map(|f| f.header.rank + 1).max().unwrap_or(0);
-    e.flights.iter_mut().for_each(|f| f.header.world = f.header.world.max(world));
+    let world = e.flight_records.iter().map(|f| f.header.rank + 1).max().unwrap_or(0);
+    e.flight_records.iter_mut().for_each(|f| f.header.world_size = f.header.world_size.max(world));
     (e, expects)
 }
 
-/// `complete`, `interrupted`, `running`, or `failed:rank:code:class`.
-fn record(text: &str) -> Record {
-    let start = r#"{"kind":"start","schema":1,"tessera":"0","plan":"p","model":"m","mesh":"tp=2","strategy":"s","numerics":"n","cache":"c","topology":"mesh","seed":0,"prompts":[],"chunks":9,"fps":1.0,"width":1,"height":1,"steps":1,"command":[],"started_at":"","status":"running"}"#;
+/// Builds a record from `complete`, `interrupted`, `running`, or `failed:rank:code:class`.
+fn parse_record(text: &str) -> RunRecord {
+    let start = r#"{"kind":"start","schema":2,"tessera":"0","plan":"p","model":"m","mesh":"tp=2","strategy":"s","numerics":"n","cache":"c","topology":"mesh","seed":0,"prompts":[],"chunks":9,"fps":1.0,"width":1,"height":1,"steps":1,"command":[],"started_at":"","status":"running"}"#;
     let parts: Vec<&str> = text.split(':').collect();
     let end = |status: &str, cause: String| {
         format!(
@@ -177,15 +188,17 @@ fn record(text: &str) -> Record {
         }
         status => end(status, "null".to_string()),
     };
-    Record::parse(format!("{start}\n{end}").as_bytes()).unwrap()
+    RunRecord::parse(format!("{start}\n{end}").as_bytes()).unwrap()
 }
 
-/// Events of a rank: `kN` begins a call, `[name` a phase, `]` ends it, `]?` ends it with a collective missing, `+N`
-/// passes milliseconds, `ring:N` says that the ring lost N lines, `pos:N` at which collective the phase goes on,
-/// `session:x` of which run it is, `world:N` how many ranks it knows, `!mark…` a mark, and everything else a collective.
-fn flight(rank: u32, text: &str) -> Flight {
-    let mut f = Flight {
-        header: Header {
+/// Builds a flight record from the events of a rank: `kN` begins a call, `[name` a phase, `]` ends
+/// it, `]?` ends it with a collective missing, `+N` advances N milliseconds, `ring:N` marks N lines
+/// as overwritten by the ring, `pos:N` sets the position at which the phase continues, `session:x`
+/// sets the run, `world:N` the number of ranks that the rank knows, `!mark…` is a mark, and any
+/// other word a collective.
+fn parse_flight(rank: u32, text: &str) -> FlightLog {
+    let mut f = FlightLog {
+        header: FlightHeader {
             schema: SCHEMA,
             kind: "flight".into(),
             rank,
@@ -194,9 +207,9 @@ fn flight(rank: u32, text: &str) -> Flight {
             pid: 100 + rank,
             mono_ns: BASE_NS,
             wall_ns: WALL_NS,
-            ..Header::default()
+            ..FlightHeader::default()
         },
-        ..Flight::default()
+        ..FlightLog::default()
     };
     let (mut now, mut call, mut step, mut pos, mut n) = (BASE_NS, 1, 0, 0, 0);
     let mut phase: Option<usize> = None;
@@ -208,46 +221,55 @@ fn flight(rank: u32, text: &str) -> Flight {
         } else if let Some(k) = number("k") {
             (call, step) = (k, 0);
         } else if let Some(lost) = number("ring:") {
-            (n, f.lost) = (lost, lost);
+            (n, f.overwritten_lines) = (lost, lost);
         } else if let Some(at) = number("pos:") {
             pos = at as u32;
         } else if let Some(world) = number("world:") {
-            f.header.world = world as u32;
+            f.header.world_size = world as u32;
         } else if let Some(session) = word.strip_prefix("session:") {
             f.header.session = session.to_string();
         } else if let Some(name) = word.strip_prefix('[') {
             pos = 0;
-            let p = Phase { call, chunk: call as u32, phase: name.into(), step, of: 9, ..Phase::default() };
+            let p = FlightPhase {
+                call,
+                chunk: call as u32,
+                phase: name.into(),
+                step,
+                planned_count: 9,
+                ..FlightPhase::default()
+            };
             phase = Some(f.lines.len());
-            f.lines.push(Line { n, at_ns: now, entry: Entry::Phase(p) });
+            f.lines.push(FlightLine { n, at_ns: now, entry: FlightEntry::Phase(p) });
             n += 1;
         } else if let Some(how) = word.strip_prefix(']') {
-            if let Some(Entry::Phase(p)) = phase.and_then(|i| f.lines.get_mut(i)).map(|l| &mut l.entry) {
+            if let Some(FlightEntry::Phase(p)) = phase.and_then(|i| f.lines.get_mut(i)).map(|l| &mut l.entry)
+            {
                 (p.end_ns, p.issued) = (now, pos);
-                p.wants = (how == "?").then(|| "tp all_reduce f32[4]".to_string());
+                p.missing_line = (how == "?").then(|| "tp all_reduce f32[4]".to_string());
             }
             (phase, step) = (None, step + 1);
         } else if let Some(m) = word.strip_prefix('!') {
-            f.lines.push(Line { n, at_ns: now, entry: Entry::Mark(mark(m)) });
+            f.lines.push(FlightLine { n, at_ns: now, entry: FlightEntry::Mark(parse_mark(m)) });
             n += 1;
         } else {
             let name = phase.and_then(|i| match &f.lines[i].entry {
-                Entry::Phase(p) => Some(p.phase.clone()),
+                FlightEntry::Phase(p) => Some(p.phase.clone()),
                 _ => None,
             });
             let phase = name.unwrap_or_else(|| "p".to_string());
-            let c = collective(word, now);
-            let c = Collective { call, chunk: call as u32, step, pos, phase, of: 9, ..c };
-            f.lines.push(Line { n, at_ns: now, entry: Entry::Collective(c) });
+            let c = parse_collective(word, now);
+            let c = FlightCollective { call, chunk: call as u32, step, pos, phase, planned_count: 9, ..c };
+            f.lines.push(FlightLine { n, at_ns: now, entry: FlightEntry::Collective(c) });
             (pos, n) = (pos + 1, n + 1);
         }
     }
     f
 }
 
-/// `group.ranks.op`, then `/type`, `%reduction`, `@root`, `>peer` as needed, `=` and a state: `d`one, `w`aits, `i`ssued,
-/// `r`efused, with `!` another than the plan's, `~` moved, `?` compared with no plan, `*` begun by the device.
-fn collective(word: &str, now: u64) -> Collective {
+/// Parses a collective: `group.ranks.op`, then `/type`, `%reduction`, `@root`, `>peer` as needed,
+/// `=` and a state: `d`one, `w`aits, `i`ssued, `r`efused. Flags after the state: `!` differs from
+/// the plan, `~` is moved, `?` was compared with no plan, `*` was started by the device.
+fn parse_collective(word: &str, now: u64) -> FlightCollective {
     let (what, state) = word.rsplit_once('=').unwrap();
     let mut end = what.len();
     let mut field = |mark: char| {
@@ -265,18 +287,18 @@ fn collective(word: &str, now: u64) -> Collective {
     let (group, ranks, op) = (part(), part(), part());
     let flags = &state[1..];
     let state = match &state[..1] {
-        "d" => State::Done,
-        "w" => State::Waiting,
-        "i" => State::Issued,
-        _ => State::Refused,
+        "d" => CollectiveProgress::Done,
+        "w" => CollectiveProgress::Waiting,
+        "i" => CollectiveProgress::Issued,
+        _ => CollectiveProgress::Refused,
     };
     let plan = match flags {
-        f if f.contains('!') => Fit::No,
-        f if f.contains('~') => Fit::Moved,
-        f if f.contains('?') => Fit::Unknown,
-        _ => Fit::Yes,
+        f if f.contains('!') => PlanMatch::No,
+        f if f.contains('~') => PlanMatch::Moved,
+        f if f.contains('?') => PlanMatch::Unknown,
+        _ => PlanMatch::Yes,
     };
-    Collective {
+    FlightCollective {
         state,
         group,
         ranks,
@@ -285,30 +307,34 @@ fn collective(word: &str, now: u64) -> Collective {
         reduction,
         root,
         peer,
-        plan,
+        plan_match: plan,
         started: flags.contains('*'),
-        wants: (plan == Fit::No).then(|| "tp all_reduce f32[4] {replicated} reduction=sum".to_string()),
-        end_ns: if state == State::Done { now } else { 0 },
-        ..Collective::default()
+        planned_line: (plan == PlanMatch::No)
+            .then(|| "tp all_reduce f32[4] {replicated} reduction=sum".to_string()),
+        end_ns: if state == CollectiveProgress::Done { now } else { 0 },
+        ..FlightCollective::default()
     }
 }
 
-/// `exit:0`, `failed:rank:code:class` with `:echo` where it is one, or a mark with its call.
-fn mark(text: &str) -> Mark {
+/// Parses a mark: `exit:0`, `failed:rank:code:class`, with `:echo` for a relayed failure, or a mark
+/// with its call.
+fn parse_mark(text: &str) -> FlightMark {
     let parts: Vec<&str> = text.split(':').collect();
     match parts[0] {
-        "failed" => Mark {
-            mark: "failed".into(),
-            about: parts[1].parse().ok(),
+        "failed" => FlightMark {
+            event: "failed".into(),
+            blamed_rank: parts[1].parse().ok(),
             code: Some(parts[2].into()),
             class: Some(parts[3].replace('_', " ")),
-            echo: parts.get(4) == Some(&"echo"),
-            text: Some("it".into()),
-            ..Mark::default()
+            is_relayed: parts.get(4) == Some(&"echo"),
+            detail: Some("it".into()),
+            ..FlightMark::default()
         },
-        "exit" => Mark { mark: "exit".into(), status: parts[1].parse().ok(), ..Mark::default() },
-        name => {
-            Mark { mark: name.into(), call: parts.get(1).and_then(|k| k.parse().ok()), ..Mark::default() }
-        }
+        "exit" => FlightMark { event: "exit".into(), status: parts[1].parse().ok(), ..FlightMark::default() },
+        name => FlightMark {
+            event: name.into(),
+            call: parts.get(1).and_then(|k| k.parse().ok()),
+            ..FlightMark::default()
+        },
     }
 }

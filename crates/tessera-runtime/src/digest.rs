@@ -1,23 +1,23 @@
-//! BLAKE3 digests of canonical bytes: what ranks compare instead of the things themselves.
+//! BLAKE3 digests of canonical bytes, which ranks compare instead of the values themselves.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// 32 bytes of BLAKE3. Displays as its first 16 hex digits, debugs as all 64.
+/// A BLAKE3 digest of 32 bytes. `Display` prints its first 16 hex digits, `Debug` all 64.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct Digest(pub [u8; 32]);
 
 impl Digest {
-    /// The digest of raw bytes.
+    /// Hashes raw bytes.
     #[must_use]
-    pub fn of(bytes: &[u8]) -> Digest {
+    pub fn hash_bytes(bytes: &[u8]) -> Digest {
         Digest(*blake3::hash(bytes).as_bytes())
     }
 
-    /// The digest of a value's canonical bytes. `label` keeps values of different types apart.
+    /// Hashes the canonical bytes of a value. `label` separates values of different types.
     #[must_use]
-    pub fn of_value<T: Serialize>(label: &str, value: &T) -> Digest {
+    pub fn hash_value<T: Serialize>(label: &str, value: &T) -> Digest {
         let mut hash = blake3::Hasher::new();
         hash.update(label.as_bytes());
         hash.update(&[0]);
@@ -25,9 +25,9 @@ impl Digest {
         Digest(*hash.finalize().as_bytes())
     }
 
-    /// Joins the trace digests of phases in the order in which they run: (program, digest) pairs.
+    /// Hashes the trace digests of phases in execution order, given as (program, digest) pairs.
     #[must_use]
-    pub fn of_trace<'a>(phases: impl IntoIterator<Item = (&'a str, Digest)>) -> Digest {
+    pub fn hash_trace<'a>(phases: impl IntoIterator<Item = (&'a str, Digest)>) -> Digest {
         let mut hash = blake3::Hasher::new();
         for (program, digest) in phases {
             hash.update(&(program.len() as u64).to_le_bytes());
@@ -50,9 +50,9 @@ impl fmt::Debug for Digest {
     }
 }
 
-/// The one byte string of a fixed-order struct of integers, strings and lists.
+/// Encodes a struct of integers, strings and lists in its only byte representation.
 pub(crate) fn canonical_bytes<T: Serialize>(value: &T) -> Vec<u8> {
-    // Room for an envelope's meta: growing it step by step costs more than writing it.
+    // The capacity fits an envelope's meta: repeated growth costs more than the encoding.
     postcard::to_extend(value, Vec::with_capacity(1024))
         .unwrap_or_else(|e| unreachable!("structs of integers, strings and sized lists always encode: {e}"))
 }
@@ -63,10 +63,10 @@ mod tests {
 
     #[test]
     fn traces_depend_on_order_and_on_where_a_name_ends() {
-        let (x, y) = (Digest::of(b"x"), Digest::of(b"y"));
-        let a = Digest::of_trace([("a", x), ("b", y)]);
-        assert_ne!(a, Digest::of_trace([("b", y), ("a", x)]));
-        assert_ne!(a, Digest::of_trace([("ab", x), ("", y)]));
-        assert_eq!(a, Digest::of_trace([("a", x), ("b", y)]));
+        let (x, y) = (Digest::hash_bytes(b"x"), Digest::hash_bytes(b"y"));
+        let a = Digest::hash_trace([("a", x), ("b", y)]);
+        assert_ne!(a, Digest::hash_trace([("b", y), ("a", x)]));
+        assert_ne!(a, Digest::hash_trace([("ab", x), ("", y)]));
+        assert_eq!(a, Digest::hash_trace([("a", x), ("b", y)]));
     }
 }

@@ -1,176 +1,202 @@
-//! What ranks report of a call and of their weights, compared with the plan and with each other.
+//! Checks that compare what the ranks report about a call and about their weights with the plan and
+//! with each other.
 
 use std::collections::BTreeMap;
 
 use tessera_base::Code;
 
 use crate::Digest;
-use crate::wire::{CallMeta, Observed, ShardPrint};
+use crate::wire::{CallMeta, CallObservation, ShardFingerprint};
 
-/// Different results.
+/// Raised when the results of ranks differ.
 pub(crate) static T0744: Code = Code {
     id: "T0744",
     title: "ranks drifted apart",
-    page: "Every rank reports what it did: generator passes, collectives, their trace, the cache state they led to, and \
-the output. One of these differs from the plan or from the other ranks. The message names the first key that differs \
-and the rank that stands alone.\n\nDifferent counts or traces are another code path; a different state is a reset or \
-a call that only one rank saw; equal traces and different outputs are arithmetic: another library, device or weight file \
-on that rank.",
+    page: "Every rank reports what it did: generator forwards, collectives, their trace, the resulting cache state, and \
+the output. One of these values differs from the plan or from the other ranks. The message names the first key that differs \
+and the outlier rank.\n\nDifferent counts or traces mean that the rank took another code path. A different state means that \
+only one rank saw a reset or a call. Equal traces with different outputs point to arithmetic: that rank has another library, \
+device or weight file.",
 };
-/// Weights that are not what they must be.
+/// Raised when a rank's weights contradict those of the other ranks or those that it loaded.
 pub static T0754: Code = Code {
     id: "T0754",
-    title: "a rank holds other weights than it should",
-    page: "Each rank shows a digest of every weight slice that it loaded. The same slice must have the same digest on \
-every rank that holds it; two different slices of one tensor with one digest are refused too, unless all their elements \
-are equal, because that is what a shard looks like that was loaded twice. While a run goes on each rank hashes its weights \
-again, a part per call, and compares with what it loaded.\n\nThe message names the tensor, the slices and the ranks. \
-A difference at the hello is another weight file or a wrong slice on that rank; a change later is memory that was \
-written: a merge or a reload on one rank alone, a kernel out of bounds, or faulty memory.",
+    title: "a rank holds the wrong weights",
+    page: "Each rank reports a digest of every weight slice that it loaded. The same slice must have the same digest on \
+every rank that holds it. Two different slices of one tensor with the same digest are also refused, unless all their \
+elements are equal, because a shard that was loaded twice looks like that. During a run each rank hashes a part of its \
+weights again after every call and compares the digest with the one from loading.\n\nThe message names the tensor, the \
+slices and the ranks. A difference at the hello means another weight file or a wrong slice on that rank. A later change \
+means that memory was overwritten: by a merge or a reload on one rank alone, by an out-of-bounds kernel, or by faulty memory.",
 };
-/// Inputs that are not what was sent.
+/// Raised when a call's inputs arrive changed.
 pub(crate) static T0759: Code = Code {
     id: "T0759",
     title: "the inputs of a call differ on a rank",
-    page: "Every rank answers with a digest of the header, meta and tensors of the call as they arrived there. This one \
-is not the digest of what the leader sent. The call was not committed, so nothing ran on the wrong inputs.\n\nThe \
-bytes changed between the leader's memory and that rank's, and their checksums were made after the change: faulty \
-memory, or a program between the two that writes messages anew.",
+    page: "Every rank answers an envelope with a digest of the call's header, meta and tensors as they arrived. This rank's \
+digest differs from the digest of what the leader sent. The call was not committed, so nothing ran on the wrong inputs.\n\nThe \
+bytes changed between the leader's memory and the rank's memory, and their checksums were computed after the change. The \
+cause is faulty memory, or a program in between that re-encodes messages.",
 };
 
-/// The first key in which a rank departs from the call, with both values.
-pub(crate) fn departs(meta: Option<&CallMeta>, after: Digest, seen: &Observed) -> Option<String> {
+/// Returns the first key in which a rank's observation differs from the call, with the planned and
+/// the observed value.
+pub(crate) fn find_deviation(
+    meta: Option<&CallMeta>,
+    predicted_state: Digest,
+    observed: &CallObservation,
+) -> Option<String> {
     let calls = meta.map_or(0, |m| m.expected_generator_calls);
     let collectives = meta.map_or(0, |m| m.expected_collectives);
-    let trace = meta.map_or(Digest::of_trace([]), |m| m.expected_trace_digest);
-    let differs = |key: &str, planned: &dyn std::fmt::Display, seen: &dyn std::fmt::Display| {
-        Some(format!("{key}: planned {planned}, observed {seen}"))
+    let trace = meta.map_or(Digest::hash_trace([]), |m| m.expected_trace_digest);
+    let mismatch = |key: &str, planned: &dyn std::fmt::Display, observed: &dyn std::fmt::Display| {
+        Some(format!("{key}: planned {planned}, observed {observed}"))
     };
-    if seen.generator_calls != calls {
-        differs("generator calls", &calls, &seen.generator_calls)
-    } else if seen.collectives != collectives {
-        differs("collectives", &collectives, &seen.collectives)
-    } else if seen.trace != trace {
-        differs("trace", &trace, &seen.trace)
-    } else if seen.state != after {
-        differs("cache state", &after, &seen.state)
+    if observed.generator_calls != calls {
+        mismatch("generator calls", &calls, &observed.generator_calls)
+    } else if observed.collectives != collectives {
+        mismatch("collectives", &collectives, &observed.collectives)
+    } else if observed.trace != trace {
+        mismatch("trace", &trace, &observed.trace)
+    } else if observed.state != predicted_state {
+        mismatch("cache state", &predicted_state, &observed.state)
     } else {
         None
     }
 }
 
-/// The rank whose output stands alone. With two ranks there is no majority, and both are named.
-pub(crate) fn outputs_differ(done: &BTreeMap<u32, Observed>, silent: &[u32]) -> Option<(u32, String)> {
+/// Returns the rank whose output differs from the majority, and a text. With two ranks there is no
+/// majority, and the text names both.
+pub(crate) fn find_output_mismatch(
+    done: &BTreeMap<u32, CallObservation>,
+    without_output: &[u32],
+) -> Option<(u32, String)> {
     let mut votes: BTreeMap<Digest, Vec<u32>> = BTreeMap::new();
-    for (rank, o) in done.iter().filter(|(r, _)| !silent.contains(r)) {
+    for (rank, o) in done.iter().filter(|(r, _)| !without_output.contains(r)) {
         votes.entry(o.output).or_default().push(*rank);
     }
     if votes.len() < 2 {
         return None;
     }
-    // The largest group wins, then the one that holds the lowest rank.
+    // The largest group wins. On a tie the group that holds the lowest rank wins.
     let winner = votes.values().max_by_key(|ranks| (ranks.len(), std::cmp::Reverse(ranks[0])))?.clone();
-    let odd = done.keys().copied().find(|r| !winner.contains(r) && !silent.contains(r))?;
-    let says: Vec<String> = votes.iter().map(|(d, ranks)| format!("ranks {ranks:?} {d}")).collect();
-    Some((odd, format!("output differs: {}", says.join(", "))))
+    let outlier = done.keys().copied().find(|r| !winner.contains(r) && !without_output.contains(r))?;
+    let group_texts: Vec<String> = votes.iter().map(|(d, ranks)| format!("ranks {ranks:?} {d}")).collect();
+    Some((outlier, format!("output differs: {}", group_texts.join(", "))))
 }
 
-/// Where the ranks' weights contradict each other: the odd rank, with words. A rank may also print slices that it does
-/// not hold, as its own files have them.
+/// Returns the outlier rank and a text if the ranks' weights contradict each other. A rank may also
+/// report slices that it does not hold, with the digests that its own files give.
 #[must_use]
-pub fn shards_differ(prints: &BTreeMap<u32, Vec<ShardPrint>>) -> Option<(u32, String)> {
-    type Groups<K> = BTreeMap<K, Vec<u32>>;
-    // The largest group wins, then the one that holds the lowest rank.
-    fn odd<K: Ord>(groups: &Groups<K>) -> Option<u32> {
+pub fn find_shard_mismatch(fingerprints: &BTreeMap<u32, Vec<ShardFingerprint>>) -> Option<(u32, String)> {
+    type RanksByKey<K> = BTreeMap<K, Vec<u32>>;
+    // The largest group wins. On a tie the group that holds the lowest rank wins.
+    fn pick_outlier<K: Ord>(groups: &RanksByKey<K>) -> Option<u32> {
         let winner = groups.values().max_by_key(|r| (r.len(), std::cmp::Reverse(r[0])))?;
         let beside = groups.values().flatten().copied().filter(|r| !winner.contains(r)).min();
         beside.or_else(|| winner.iter().copied().max())
     }
-    fn on(ranks: &[u32]) -> String {
+    fn format_ranks(ranks: &[u32]) -> String {
         format!("rank {}", ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
     }
-    let mut contents: BTreeMap<(&str, Digest), Groups<&str>> = BTreeMap::new();
-    let mut slices: BTreeMap<(&str, &str), Groups<Digest>> = BTreeMap::new();
-    for (rank, p) in prints.iter().flat_map(|(rank, list)| list.iter().map(move |p| (*rank, p))) {
+    let mut contents: BTreeMap<(&str, Digest), RanksByKey<&str>> = BTreeMap::new();
+    let mut slices: BTreeMap<(&str, &str), RanksByKey<Digest>> = BTreeMap::new();
+    for (rank, p) in fingerprints.iter().flat_map(|(rank, list)| list.iter().map(move |p| (*rank, p))) {
         slices.entry((&p.tensor, &p.slice)).or_default().entry(p.digest).or_default().push(rank);
         if !p.constant {
             contents.entry((&p.tensor, p.digest)).or_default().entry(&p.slice).or_default().push(rank);
         }
     }
-    // A shard loaded twice is also other bytes for a slice; the first says what happened.
+    // A shard that was loaded twice also gives one slice two digests. The first message explains it
+    // better.
     let mut twice = contents.iter().filter(|(_, groups)| groups.len() > 1);
     if let Some(((tensor, digest), groups)) = twice.next() {
-        let says: Vec<String> = groups.iter().map(|(slice, r)| format!("{slice} on {}", on(r))).collect();
-        let (says, more) = (says.join(" and "), more(twice.count()));
+        let listed: Vec<String> =
+            groups.iter().map(|(slice, r)| format!("{slice} on {}", format_ranks(r))).collect();
+        let (listed, more) = (listed.join(" and "), format_remaining(twice.count()));
         return Some((
-            odd(groups)?,
-            format!("`{tensor}`: equal bytes for different slices: {says}, both {digest}{more}"),
+            pick_outlier(groups)?,
+            format!("`{tensor}`: equal bytes for different slices: {listed}, both {digest}{more}"),
         ));
     }
     let mut other = slices.iter().filter(|(_, groups)| groups.len() > 1);
     let ((tensor, slice), groups) = other.next()?;
-    let says: Vec<String> = groups.iter().map(|(digest, r)| format!("{digest} on {}", on(r))).collect();
-    let (says, more) = (says.join(", "), more(other.count()));
-    Some((odd(groups)?, format!("`{tensor}` {slice}: different bytes for one slice: {says}{more}")))
+    let listed: Vec<String> =
+        groups.iter().map(|(digest, r)| format!("{digest} on {}", format_ranks(r))).collect();
+    let (listed, more) = (listed.join(", "), format_remaining(other.count()));
+    Some((
+        pick_outlier(groups)?,
+        format!("`{tensor}` {slice}: different bytes for one slice: {listed}{more}"),
+    ))
 }
 
-fn more(count: usize) -> String {
-    if count == 0 { String::new() } else { format!("; and {count} more pieces likewise") }
+fn format_remaining(count: usize) -> String {
+    if count == 0 { String::new() } else { format!("; and {count} more slices with the same problem") }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn seen(output: u8) -> Observed {
-        Observed { trace: Digest::of_trace([]), output: Digest([output; 32]), ..Observed::default() }
+    fn observed_output(output: u8) -> CallObservation {
+        CallObservation {
+            trace: Digest::hash_trace([]),
+            output: Digest([output; 32]),
+            ..CallObservation::default()
+        }
     }
 
     #[test]
-    fn the_rank_that_stands_alone_is_named() {
-        let done = |outputs: &[u8]| (0u32..).zip(outputs.iter().map(|o| seen(*o))).collect();
-        assert_eq!(outputs_differ(&done(&[5, 5, 5]), &[]), None);
-        assert_eq!(outputs_differ(&done(&[5, 6, 5]), &[]).map(|(r, _)| r), Some(1));
-        assert_eq!(outputs_differ(&done(&[6, 5, 5]), &[]).map(|(r, _)| r), Some(0));
+    fn the_outlier_rank_is_named() {
+        let done = |outputs: &[u8]| (0u32..).zip(outputs.iter().map(|o| observed_output(*o))).collect();
+        assert_eq!(find_output_mismatch(&done(&[5, 5, 5]), &[]), None);
+        assert_eq!(find_output_mismatch(&done(&[5, 6, 5]), &[]).map(|(r, _)| r), Some(1));
+        assert_eq!(find_output_mismatch(&done(&[6, 5, 5]), &[]).map(|(r, _)| r), Some(0));
         assert_eq!(
-            outputs_differ(&done(&[5, 0, 5]), &[1]),
+            find_output_mismatch(&done(&[5, 0, 5]), &[1]),
             None,
-            "a rank that puts nothing out differs from none"
+            "a rank without output differs from none"
         );
-        let (odd, text) = outputs_differ(&done(&[5, 6]), &[]).expect("differ");
+        let (odd, text) = find_output_mismatch(&done(&[5, 6]), &[]).expect("differ");
         assert!(odd == 1 && text.contains("ranks [0]") && text.contains("ranks [1]"), "{text}");
     }
 
-    fn print(slice: &str, digest: u8, constant: bool) -> ShardPrint {
+    fn shard_fingerprint(slice: &str, digest: u8, constant: bool) -> ShardFingerprint {
         let digest = Digest([digest; 32]);
-        ShardPrint { tensor: "blocks.0.ffn.0.weight".into(), slice: slice.into(), digest, constant }
+        ShardFingerprint { tensor: "blocks.0.ffn.0.weight".into(), slice: slice.into(), digest, constant }
     }
 
     #[test]
-    fn shards_must_be_the_same_where_they_are_one_slice_and_differ_where_they_are_two() {
-        let shards = |own: [ShardPrint; 3]| (0..).zip(own.map(|p| vec![p, print("all", 9, false)])).collect();
-        let ok = [print("[0..4]", 1, false), print("[4..8]", 2, false), print("[0..4]", 1, false)];
-        assert_eq!(shards_differ(&shards(ok.clone())), None);
+    fn equal_slices_must_match_and_distinct_slices_must_differ() {
+        let shards = |own: [ShardFingerprint; 3]| {
+            (0..).zip(own.map(|p| vec![p, shard_fingerprint("all", 9, false)])).collect()
+        };
+        let ok = [
+            shard_fingerprint("[0..4]", 1, false),
+            shard_fingerprint("[4..8]", 2, false),
+            shard_fingerprint("[0..4]", 1, false),
+        ];
+        assert_eq!(find_shard_mismatch(&shards(ok.clone())), None);
         let mut other = ok.clone();
         other[2].digest = Digest([7; 32]);
-        let (odd, text) = shards_differ(&shards(other)).expect("differ");
+        let (odd, text) = find_shard_mismatch(&shards(other)).expect("differ");
         assert!(odd == 2 && text.contains("blocks.0.ffn.0.weight") && text.contains("[0..4]"), "{text}");
         let mut twice = ok.clone();
         twice[1].digest = Digest([1; 32]);
-        let (odd, text) = shards_differ(&shards(twice.clone())).expect("differ");
+        let (odd, text) = find_shard_mismatch(&shards(twice.clone())).expect("differ");
         assert!(odd == 1 && text.contains("[4..8] on rank 1") && text.contains("rank 0"), "{text}");
         for p in &mut twice {
             p.constant = true;
         }
-        assert_eq!(shards_differ(&shards(twice)), None, "zeros are zeros");
+        assert_eq!(find_shard_mismatch(&shards(twice)), None, "zeros are zeros");
     }
 
     #[test]
     fn the_first_key_is_named_with_both_values() {
-        let mut other = seen(0);
-        (other.collectives, other.state) = (2, Digest::of(b"x"));
-        let text = departs(None, Digest::default(), &other);
+        let mut other = observed_output(0);
+        (other.collectives, other.state) = (2, Digest::hash_bytes(b"x"));
+        let text = find_deviation(None, Digest::default(), &other);
         assert_eq!(text.as_deref(), Some("collectives: planned 0, observed 2"));
-        assert_eq!(departs(None, Digest::default(), &seen(9)), None);
+        assert_eq!(find_deviation(None, Digest::default(), &observed_output(9)), None);
     }
 }

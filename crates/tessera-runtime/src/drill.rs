@@ -1,7 +1,8 @@
-//! Faults that are armed on purpose, and what each does to messages: the part of a drill that needs no process.
+//! The faults that a drill can arm, and the injection of those that act on messages: the part of a
+//! drill that needs no process.
 //!
-//! An armed fault is one line of text that every rank announces at the hello, so that nobody runs with a fault that the
-//! others do not know of. Nothing here asks the time, the system or another rank.
+//! An armed fault is one line of text that every rank announces at the hello, so that no rank runs
+//! with a fault unknown to the others. This module reads no clock and makes no system calls.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,27 +10,27 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use tessera_base::Diagnostic;
 
-use crate::driver::Way;
+use crate::driver::MessageDirection;
 use crate::wire::{self, CallAction, Envelope, Message, Tensor, Tensors};
 use crate::{Digest, Limits};
 
 macro_rules! faults {
     ($($(#[$doc:meta])* $name:ident $text:literal,)*) => {
-        /// Something that is broken on purpose.
+        /// A fault that a drill injects.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        pub enum Fault {
+        pub enum DrillFault {
             $($(#[$doc])* $name,)*
         }
 
-        impl Fault {
+        impl DrillFault {
             /// Every fault.
-            pub const ALL: &[Fault] = &[$(Fault::$name,)*];
+            pub const ALL: &[DrillFault] = &[$(DrillFault::$name,)*];
 
-            /// Its name on a command line.
+            /// Returns the fault's name on a command line.
             #[must_use]
             pub const fn name(self) -> &'static str {
                 match self {
-                    $(Fault::$name => $text,)*
+                    $(DrillFault::$name => $text,)*
                 }
             }
         }
@@ -39,51 +40,51 @@ macro_rules! faults {
 faults! {
     /// The meta of a call is larger than a frame may carry.
     UnserialisableMeta "unserialisable-meta",
-    /// The text comes in a dtype that no program reads.
+    /// The text embedding has a dtype that no program reads.
     UnsupportedDtype "unsupported-dtype",
-    /// The text does not come.
+    /// The text embedding is missing.
     MissingTensor "missing-tensor",
-    /// An envelope of another version.
+    /// An envelope has another version.
     OtherVersion "other-version",
-    /// An envelope of another plan.
+    /// An envelope names another plan.
     OtherPlan "other-plan",
-    /// A frame with bytes that its manifest does not list.
+    /// A frame carries bytes that its manifest does not list.
     UnlistedTensor "unlisted-tensor",
-    /// Another plan from the start.
+    /// A rank starts with another plan.
     OtherPlanAtInit "other-plan-at-init",
-    /// A fault that one rank alone has armed.
+    /// One rank alone announces an armed fault.
     ArmedAlone "armed-alone",
-    /// A peer without the secret of the run.
+    /// A peer does not have the secret of the run.
     WrongSecret "wrong-secret",
-    /// One generator pass more than the envelope has.
-    OneCallMore "one-call-more",
-    /// One generator pass less than the envelope has.
-    OneCallLess "one-call-less",
-    /// A collective behind a flag that one rank has.
+    /// A rank runs one extra generator forward.
+    ExtraForward "extra-forward",
+    /// A rank runs one generator forward too few.
+    MissingForward "missing-forward",
+    /// A rank issues a collective behind a flag that only it has set.
     ConditionalCollective "conditional-collective",
-    /// A broadcast that is in no plan.
+    /// A rank issues a broadcast that is not in the plan.
     AdHocBroadcast "ad-hoc-broadcast",
-    /// A collective over another group.
+    /// A rank issues a collective on another group.
     WrongGroup "wrong-group",
-    /// A collective of another shape.
+    /// A rank issues a collective with another shape.
     WrongShape "wrong-shape",
-    /// Groups made in another order.
+    /// A rank creates its groups in another order.
     GroupOrder "group-order",
-    /// An envelope that is damaged before the mesh leader sees it.
+    /// An envelope is damaged before the mesh leader receives it.
     RelayRefuses "relay-refuses",
-    /// A queue of finished chunks without a bound.
+    /// The queue of finished chunks has no bound.
     UnboundedOutput "unbounded-output",
-    /// A result that names an epoch that is over.
+    /// A result names an epoch that is over.
     StaleResult "stale-result",
-    /// Caches that are emptied in the middle of a scene.
+    /// A rank's caches are cleared in the middle of a scene.
     ResetOnOne "reset-on-one",
-    /// Another first frame.
+    /// An envelope has another start frame.
     StartSkew "start-skew",
-    /// A context message without the context.
+    /// A context message arrives without the context.
     RecomputeWithoutContext "recompute-without-context",
-    /// The result of a call before a cut, once more after it.
+    /// The result of a call before a cut is sent once more after the cut.
     LateAfterReset "late-after-reset",
-    /// The leader is killed after every rank has the envelope.
+    /// The leader is killed after every rank has received the envelope.
     LeaderDies "leader-dies",
     /// The mesh leader is killed.
     MeshLeaderDies "mesh-leader-dies",
@@ -93,81 +94,81 @@ faults! {
     OrphanedWorker "orphaned-worker",
     /// A rank's process is stopped.
     StoppedRank "stopped-rank",
-    /// An engine that does not come back and ignores its abort.
+    /// An engine call does not return and ignores its abort.
     StuckInLibrary "stuck-in-library",
-    /// A kernel that never ends.
+    /// A kernel never ends.
     StuckKernel "stuck-kernel",
-    /// One bit of an input.
+    /// One bit of an input is flipped.
     PerturbedInput "perturbed-input",
-    /// One element of a weight, in memory.
+    /// One element of a weight is changed in memory.
     MutatedWeight "mutated-weight",
-    /// The shards of another rank.
+    /// A rank loads the shards of another rank.
     WrongShard "wrong-shard",
-    /// One bit of an output.
-    OtherOutput "other-output",
-    /// Weights that are loaded outside of a RELOAD.
+    /// One bit of an output is flipped.
+    PerturbedOutput "perturbed-output",
+    /// A rank loads weights outside of a RELOAD.
     PrivateReload "private-reload",
-    /// A program less than the others hold.
+    /// A rank's set of programs lacks one program.
     ProgramSet "program-set",
-    /// A region that is captured here alone.
+    /// One rank alone captures a region.
     CapturedOnOne "captured-on-one",
-    /// A backend that `auto` resolved to otherwise.
+    /// `auto` resolves to another backend on one rank.
     EffectiveBackend "effective-backend",
-    /// A program that was not warmed up.
+    /// A rank skips one program of the warm-up.
     SkippedWarmUp "skipped-warm-up",
-    /// A program that is run first after the warm-up.
+    /// A rank runs a program for the first time after the warm-up.
     NewProgram "new-program",
-    /// An envelope twice.
+    /// An envelope is received twice.
     RepeatedCall "repeated-call",
-    /// An envelope that never comes.
+    /// An envelope is lost.
     LostCall "lost-call",
-    /// A commit twice.
+    /// A commit is received twice.
     SecondCommit "second-commit",
 }
 
-impl FromStr for Fault {
+impl FromStr for DrillFault {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Fault, String> {
-        Fault::ALL
+    fn from_str(text: &str) -> Result<DrillFault, String> {
+        DrillFault::ALL
             .iter()
             .copied()
             .find(|f| f.name() == text)
-            .ok_or_else(|| format!("there is no fault `{text}`"))
+            .ok_or_else(|| format!("unknown fault `{text}`"))
     }
 }
 
-/// A fault, the rank that has it and the call in which it strikes; as text `wrong-group@1:3`. Faults of the time before
-/// the first call ignore the call.
+/// A fault with the rank and the call in which it fires; as text `wrong-group@1:3`. Faults that act
+/// before the first call ignore the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-pub struct Armed {
-    /// What breaks.
-    pub fault: Fault,
-    /// Where.
+pub struct ArmedFault {
+    /// The fault.
+    pub fault: DrillFault,
+    /// The rank on which the fault fires.
     pub rank: u32,
-    /// Id of the call: 1 is the warm-up, the first chunk has 2.
+    /// Id of the call: 1 is the warm-up, 2 is the first chunk.
     pub call: u64,
 }
 
-impl Armed {
-    /// Whether this rank has this fault.
+impl ArmedFault {
+    /// Whether this rank has this fault armed.
     #[must_use]
-    pub fn is(&self, fault: Fault, rank: u32) -> bool {
+    pub fn is_armed_for(&self, fault: DrillFault, rank: u32) -> bool {
         self.fault == fault && self.rank == rank
     }
 }
 
-impl fmt::Display for Armed {
+impl fmt::Display for ArmedFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}@{}:{}", self.fault.name(), self.rank, self.call)
     }
 }
 
-impl FromStr for Armed {
+impl FromStr for ArmedFault {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Armed, String> {
+    fn from_str(text: &str) -> Result<ArmedFault, String> {
         let parts = text.split_once('@').and_then(|(fault, at)| Some((fault, at.split_once(':')?)));
         let (fault, (rank, call)) =
             parts.ok_or_else(|| format!("`{text}` is not of the form fault@rank:call"))?;
@@ -176,7 +177,7 @@ impl FromStr for Armed {
             digits.parse().ok().filter(|_| plain).ok_or_else(|| format!("`{digits}` is not a {what}"))
         };
         let rank = number("rank", rank)?;
-        Ok(Armed {
+        Ok(ArmedFault {
             fault: fault.parse()?,
             rank: u32::try_from(rank).map_err(|_| format!("`{rank}` is not a rank"))?,
             call: number("call", call)?,
@@ -184,23 +185,24 @@ impl FromStr for Armed {
     }
 }
 
-impl TryFrom<String> for Armed {
+impl TryFrom<String> for ArmedFault {
     type Error = String;
 
-    fn try_from(text: String) -> Result<Armed, String> {
+    fn try_from(text: String) -> Result<ArmedFault, String> {
         text.parse()
     }
 }
 
-impl From<Armed> for String {
-    fn from(armed: Armed) -> String {
+impl From<ArmedFault> for String {
+    fn from(armed: ArmedFault) -> String {
         armed.to_string()
     }
 }
 
-/// What every rank announces of a drill: the fault, and the waits that it runs under.
+/// Returns the text with which every rank announces a drill: the fault and the time limits of the
+/// run.
 #[must_use]
-pub fn announced(armed: &Armed, limits: &Limits) -> String {
+pub fn announcement_text(armed: &ArmedFault, limits: &Limits) -> String {
     let ms = |ns: u64| ns / 1_000_000;
     format!(
         "{armed}, d_out {}, heartbeat {} ms, stale {} ms, floor {} ms",
@@ -211,24 +213,25 @@ pub fn announced(armed: &Armed, limits: &Limits) -> String {
     )
 }
 
-/// Breaks the messages of the armed rank. It stands where a message enters or leaves that rank's process.
+/// Injects faults into the messages that enter or leave the armed rank's process.
 #[derive(Debug)]
-pub struct Meddler {
-    armed: Armed,
-    struck: bool,
+pub struct MessageFaultInjector {
+    armed: ArmedFault,
+    fired: bool,
     /// A message that is sent once more later.
-    kept: Option<Message>,
+    delayed: Option<Message>,
 }
 
-impl Meddler {
-    /// For one process; none where the fault is not of this rank, or not one of messages.
+impl MessageFaultInjector {
+    /// Creates an injector for one process, or `None` if the fault belongs to another rank or does
+    /// not act on messages.
     #[must_use]
-    pub fn new(armed: Armed, rank: u32) -> Option<Meddler> {
-        use Fault::{
+    pub fn new(armed: ArmedFault, rank: u32) -> Option<MessageFaultInjector> {
+        use DrillFault::{
             LateAfterReset, LostCall, OtherPlan, OtherVersion, PerturbedInput, RecomputeWithoutContext,
             RelayRefuses, RepeatedCall, SecondCommit, StaleResult, StartSkew, UnlistedTensor,
         };
-        let meddles = matches!(
+        let acts_on_messages = matches!(
             armed.fault,
             LateAfterReset
                 | LostCall
@@ -243,70 +246,85 @@ impl Meddler {
                 | StartSkew
                 | UnlistedTensor
         );
-        (meddles && armed.rank == rank).then_some(Meddler { armed, struck: false, kept: None })
+        (acts_on_messages && armed.rank == rank).then_some(MessageFaultInjector {
+            armed,
+            fired: false,
+            delayed: None,
+        })
     }
 
-    /// Whether anything was broken so far.
+    /// Whether the fault has fired.
     #[must_use]
-    pub fn struck(&self) -> bool {
-        self.struck
+    pub fn has_fired(&self) -> bool {
+        self.fired
     }
 
-    /// What goes on instead of a message: another one, none, or two.
+    /// Returns the messages that replace `message`: the same message, a changed one, none, or two.
     ///
     /// # Errors
-    /// What a reader of the broken frame would find.
-    pub fn pass(&mut self, way: Way, message: Message) -> Result<Vec<Message>, Diagnostic> {
-        if self.struck {
+    /// The error that a reader of the broken frame would find.
+    pub fn inject_message(
+        &mut self,
+        way: MessageDirection,
+        message: Message,
+    ) -> Result<Vec<Message>, Diagnostic> {
+        if self.fired {
             return Ok(vec![message]);
         }
         let armed = self.armed;
         let at = |id: u64| id == armed.call;
         let mut out = match (way, message) {
-            (Way::In, Message::Envelope(mut e)) if at(e.header.call_id) => {
-                self.struck = true;
+            (MessageDirection::Inbound, Message::Envelope(mut e)) if at(e.header.call_id) => {
+                self.fired = true;
                 match armed.fault {
-                    Fault::OtherVersion => e.header.version = e.header.version.wrapping_add(1),
-                    Fault::OtherPlan | Fault::RelayRefuses => e.header.plan = Digest::of(b"another plan"),
-                    Fault::StartSkew => {
+                    DrillFault::OtherVersion => e.header.version = e.header.version.wrapping_add(1),
+                    DrillFault::OtherPlan | DrillFault::RelayRefuses => {
+                        e.header.plan = Digest::hash_bytes(b"another plan")
+                    }
+                    DrillFault::StartSkew => {
                         e.meta.iter_mut().for_each(|m| m.start_frame = m.start_frame.wrapping_add(1));
                     }
-                    Fault::PerturbedInput => flip_bit(&mut e),
-                    Fault::UnlistedTensor => return read_unlisted(&e),
-                    Fault::LostCall => return Ok(Vec::new()),
-                    Fault::RepeatedCall => {
+                    DrillFault::PerturbedInput => flip_bit(&mut e),
+                    DrillFault::UnlistedTensor => return decode_with_unlisted_bytes(&e),
+                    DrillFault::LostCall => return Ok(Vec::new()),
+                    DrillFault::RepeatedCall => {
                         let message = Message::Envelope(e);
                         return Ok(vec![message.clone(), message]);
                     }
-                    _ => self.struck = false,
+                    _ => self.fired = false,
                 }
                 vec![Message::Envelope(e)]
             }
-            (Way::In, Message::Context(mut c))
-                if armed.fault == Fault::RecomputeWithoutContext && at(c.call_id) =>
+            (MessageDirection::Inbound, Message::Context(mut c))
+                if armed.fault == DrillFault::RecomputeWithoutContext && at(c.call_id) =>
             {
-                self.struck = true;
+                self.fired = true;
                 c.tensors = Tensors::default();
                 vec![Message::Context(c)]
             }
-            (Way::In, Message::Commit(c)) if armed.fault == Fault::SecondCommit && at(c.call_id) => {
-                self.struck = true;
+            (MessageDirection::Inbound, Message::Commit(c))
+                if armed.fault == DrillFault::SecondCommit && at(c.call_id) =>
+            {
+                self.fired = true;
                 vec![Message::Commit(c.clone()), Message::Commit(c)]
             }
-            (Way::Out, Message::Done(mut d)) if armed.fault == Fault::StaleResult && at(d.call_id) => {
-                self.struck = true;
+            (MessageDirection::Outbound, Message::Done(mut d))
+                if armed.fault == DrillFault::StaleResult && at(d.call_id) =>
+            {
+                self.fired = true;
                 d.cache_epoch = d.cache_epoch.wrapping_sub(1);
                 vec![Message::Done(d)]
             }
             (_, message) => vec![message],
         };
-        if armed.fault == Fault::LateAfterReset && way == Way::Out {
+        if armed.fault == DrillFault::LateAfterReset && way == MessageDirection::Outbound {
             match &out[..] {
-                [Message::Done(d)] if at(d.call_id) => self.kept = Some(Message::Done(d.clone())),
-                // The answer to the call behind the one whose result is kept: it is of the next epoch.
+                [Message::Done(d)] if at(d.call_id) => self.delayed = Some(Message::Done(d.clone())),
+                // This message answers a call after the one whose result was delayed, so it belongs
+                // to the next epoch.
                 [Message::Done(d)] if d.call_id > armed.call => {
-                    self.struck = self.kept.is_some();
-                    let late = self.kept.take();
+                    self.fired = self.delayed.is_some();
+                    let late = self.delayed.take();
                     out.splice(0..0, late);
                 }
                 _ => {}
@@ -316,12 +334,13 @@ impl Meddler {
     }
 }
 
-/// Flips the lowest bit of the first tensor's first byte; of the seed where the call brings no tensor.
+/// Flips the lowest bit of the first tensor's first byte, or of the seed if the call carries no
+/// tensor.
 fn flip_bit(e: &mut Envelope) {
     let changed = e.tensors.0.first().and_then(|t| {
         let mut data = t.data().to_vec();
         *data.first_mut()? ^= 1;
-        Tensor::new(t.name(), t.spec().dtype, &t.spec().shape, data).ok()
+        Tensor::new(t.name(), t.manifest_entry().dtype, &t.manifest_entry().shape, data).ok()
     });
     match changed {
         Some(tensor) => e.tensors.0[0] = tensor,
@@ -330,31 +349,32 @@ fn flip_bit(e: &mut Envelope) {
     }
 }
 
-/// What is found in a frame that carries more tensor bytes than its manifest lists.
-fn read_unlisted(e: &Envelope) -> Result<Vec<Message>, Diagnostic> {
+/// Returns the result of decoding a frame that carries more tensor bytes than its manifest lists.
+fn decode_with_unlisted_bytes(e: &Envelope) -> Result<Vec<Message>, Diagnostic> {
     let bytes = wire::encode(0, &Message::Envelope(Box::new(e.clone())))?;
     let (_, message) = wire::decode(&wire::with_unlisted_bytes(bytes, &[0; 4]))?;
     Ok(vec![message])
 }
 
-/// Changes a committed call as the armed rank is about to run it.
-pub fn meddle_call(armed: &Armed, call: &mut crate::engine::ReadyCall) -> bool {
-    use crate::census::PhaseKind;
+/// Changes a committed call just before the armed rank runs it. Returns whether it changed the
+/// call.
+pub fn inject_call_fault(armed: &ArmedFault, call: &mut crate::engine::ReadyCall) -> bool {
+    use crate::program_index::PhaseKind;
     let Some(meta) = call.meta.as_mut().filter(|_| call.action == CallAction::Infer) else { return false };
     if call.call_id != armed.call {
         return false;
     }
-    let generator =
-        |p: &crate::wire::PhaseCall| PhaseKind::of(&p.program).is_some_and(PhaseKind::is_generator);
-    let Some(last) = meta.phases.iter().rposition(generator) else { return false };
+    let is_generator =
+        |p: &crate::wire::PhaseCall| PhaseKind::from_program(&p.program).is_some_and(PhaseKind::is_generator);
+    let Some(last_forward) = meta.phases.iter().rposition(is_generator) else { return false };
     match armed.fault {
-        Fault::OneCallMore => {
-            let again = meta.phases[last].clone();
-            meta.phases.insert(last + 1, again);
+        DrillFault::ExtraForward => {
+            let again = meta.phases[last_forward].clone();
+            meta.phases.insert(last_forward + 1, again);
         }
-        // What follows it would be issued to peers that are still in it.
-        Fault::OneCallLess => meta.phases.truncate(last),
-        Fault::ResetOnOne => meta.reset_kv = true,
+        // The phases after that forward would issue collectives on peers that are still inside it.
+        DrillFault::MissingForward => meta.phases.truncate(last_forward),
+        DrillFault::ResetOnOne => meta.reset_kv = true,
         _ => return false,
     }
     true
@@ -364,50 +384,56 @@ pub fn meddle_call(armed: &Armed, call: &mut crate::engine::ReadyCall) -> bool {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::wire::{Commit, Done, Observed};
+    use crate::wire::{CallObservation, Commit, Done};
 
-    fn armed(text: &str) -> Armed {
+    fn armed(text: &str) -> ArmedFault {
         text.parse().unwrap()
     }
 
     fn done(call_id: u64, cache_epoch: u32) -> Message {
-        let (observed, output) = (Observed::default(), Tensors::default());
+        let (observed, output) = (CallObservation::default(), Tensors::default());
         Message::Done(Box::new(Done { call_id, cache_epoch, observed, fingerprints: Vec::new(), output }))
     }
 
     #[test]
-    fn an_armed_fault_is_one_word_and_back() {
-        for fault in Fault::ALL {
-            let armed = Armed { fault: *fault, rank: 3, call: 17 };
+    fn an_armed_fault_round_trips_as_text() {
+        for fault in DrillFault::ALL {
+            let armed = ArmedFault { fault: *fault, rank: 3, call: 17 };
             assert_eq!(armed.to_string().parse(), Ok(armed));
         }
-        assert_eq!(armed("wrong-group@1:3"), Armed { fault: Fault::WrongGroup, rank: 1, call: 3 });
+        assert_eq!(armed("wrong-group@1:3"), ArmedFault { fault: DrillFault::WrongGroup, rank: 1, call: 3 });
         for (text, says) in [
             ("wrong-group", "form"),
             ("wrong-group@1", "form"),
-            ("wrong-grop@1:3", "no fault"),
+            ("wrong-grop@1:3", "unknown fault"),
             ("wrong-group@-1:3", "not a rank"),
             ("wrong-group@1:+3", "not a call"),
             ("wrong-group@99999999999:3", "not a rank"),
         ] {
-            let why = text.parse::<Armed>().unwrap_err();
+            let why = text.parse::<ArmedFault>().unwrap_err();
             assert!(why.contains(says), "{text}: {why}");
         }
     }
 
     #[test]
     fn only_the_armed_rank_and_call_are_touched_and_once() {
-        assert!(Meddler::new(armed("second-commit@1:3"), 0).is_none());
-        assert!(Meddler::new(armed("wrong-group@1:3"), 1).is_none(), "not a fault of messages");
-        let mut meddler = Meddler::new(armed("second-commit@1:3"), 1).unwrap();
-        let mut commits = |id| meddler.pass(Way::In, Message::Commit(Commit { call_id: id })).unwrap().len();
+        assert!(MessageFaultInjector::new(armed("second-commit@1:3"), 0).is_none());
+        assert!(MessageFaultInjector::new(armed("wrong-group@1:3"), 1).is_none(), "not a message fault");
+        let mut injector = MessageFaultInjector::new(armed("second-commit@1:3"), 1).unwrap();
+        let mut commits = |id| {
+            injector
+                .inject_message(MessageDirection::Inbound, Message::Commit(Commit { call_id: id }))
+                .unwrap()
+                .len()
+        };
         assert_eq!([commits(2), commits(3), commits(3), commits(4)], [1, 2, 1, 1]);
     }
 
     #[test]
-    fn a_late_result_comes_before_that_of_the_next_call() {
-        let mut meddler = Meddler::new(armed("late-after-reset@1:3"), 1).unwrap();
-        let mut sent = |message: &Message| meddler.pass(Way::Out, message.clone()).unwrap();
+    fn a_delayed_result_is_sent_before_the_result_of_the_next_call() {
+        let mut injector = MessageFaultInjector::new(armed("late-after-reset@1:3"), 1).unwrap();
+        let mut sent =
+            |message: &Message| injector.inject_message(MessageDirection::Outbound, message.clone()).unwrap();
         let (old, new) = (done(3, 0), done(4, 1));
         assert_eq!(sent(&old), std::slice::from_ref(&old));
         assert_eq!(sent(&new), [old, new.clone()]);

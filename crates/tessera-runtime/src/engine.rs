@@ -1,68 +1,72 @@
-//! What the door implements: the engine that runs phases on a rank, and the studio at the leader's ends.
+//! Traits that the application crate implements: the engine that runs phases on a rank, and the
+//! media pipeline of the leader.
 
 use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostic};
 
-use crate::cache::{Cache, Transition};
-use crate::census::{Census, PhaseKind};
 use crate::drift::T0754;
+use crate::kv_cache::{CacheState, Transition};
+use crate::program_index::{PhaseKind, ProgramIndex};
 use crate::tripwire::{T0751, Tripwires};
-use crate::wire::{CallAction, CallMeta, Observed, PhaseCall, Reload, ShardPrint, Tensor, Tensors};
+use crate::wire::{
+    CallAction, CallMeta, CallObservation, PhaseCall, Reload, ShardFingerprint, Tensor, Tensors,
+};
 use crate::{Digest, FailureClass};
 
-/// A call that departs from its envelope.
+/// Raised when a rank deviates from the envelope of its call.
 pub(crate) static T0747: Code = Code {
     id: "T0747",
-    title: "a rank departed from the call that it agreed to",
-    page: "While a call runs, each rank counts its own generator passes and compares every phase's collectives and \
-trace with the sealed plan. This rank was about to run one pass too many, ended with one too few, or issued \
-collectives that the plan does not hold. It stopped at the phase boundary, before its peers could wait for a \
-collective that never comes.\n\nThe phase named here is the first departure. The cause is in that rank's engine, not in \
+    title: "a rank deviated from the call that it agreed to",
+    page: "While a call runs, each rank counts its own generator forwards and compares every phase's collectives and \
+trace with the sealed plan. This rank was about to run one forward too many, ended with one too few, or issued \
+collectives that the plan does not contain. It stopped at the phase boundary, before its peers could wait for a \
+collective that never comes.\n\nThe phase named here is the first deviation. The cause is in that rank's engine, not in \
 the message exchange: compare its build and backend with those of the other ranks.",
 };
-/// The engine failed.
+/// Raised when an engine fails.
 pub(crate) static T0745: Code = Code {
     id: "T0745",
     title: "an engine failed while loading or running a phase",
-    page: "The device, a kernel or a collective of this rank returned an error. The text is the engine's own. The \
-run ended on every rank, because a rank that leaves a call cannot rejoin it.\n\nOut of memory, a missing library and a lost \
-device are the usual reasons; the text says which. A failure that only echoes another rank's is never shown as the \
-cause.",
+    page: "The device, a kernel or a collective of this rank returned an error. The text comes from the engine. The \
+run ended on every rank, because a rank that leaves a call cannot rejoin it.\n\nThe usual reasons are out of memory, a \
+missing library and a lost device; the text names the reason. A secondary failure, caused by another rank's failure, is \
+never reported as the cause.",
 };
-/// Other weights than were announced.
+/// Raised when a rank loads other weights than the leader announced.
 pub static T0737: Code = Code {
     id: "T0737",
-    title: "other weights were loaded than the leader announced",
-    page: "Weights change in a running session only by RELOAD: every rank finishes what it has, then all load the same \
-weights between the same two calls and begin a new cache epoch. The envelope names the digest of the new weights. What this \
-rank found at the source has another digest, or it was about to load outside such a call.\n\nThe ranks would go on \
-with different weights, so the run ended before a call could use them. Compare the source on that rank's host with the \
-others: a copy that is still under way, or a path that means another file there.",
+    title: "a rank loaded other weights than the leader announced",
+    page: "In a running session weights change only through RELOAD: every rank finishes its open calls, then all ranks load \
+the same weights between the same two calls and begin a new cache epoch. The envelope contains the digest of the new weights. \
+The weights that this rank found at the source have another digest, or the rank was about to load outside of a RELOAD call.\n\n\
+The ranks would have continued with different weights, so the run ended before a call could use them. Compare the source on \
+that rank's host with the others: a copy may still be in progress, or the path may name another file there.",
 };
-/// A program that the warm-up should have run.
+/// Raised when a program runs first after the warm-up.
 pub(crate) static T0752: Code = Code {
     id: "T0752",
     title: "a program was compiled, captured or run for the first time after the warm-up",
     page: "The warm-up runs every program of the plan once on every rank, so that nothing is compiled, captured or \
-tuned while a stream runs: work that one rank does inside a call stalls the others and can choose another kernel than \
-they have. This rank counted a new program in a later call.\n\nA program that is missing in the plan, a shape that \
-depends on data, or a cache of compiled code that was evicted are the usual reasons.",
+tuned while a stream runs: such work inside a call on one rank stalls the others and can select another kernel than \
+theirs. This rank counted a new program in a later call.\n\nThe usual reasons are a program that is missing from the plan, \
+a shape that depends on data, or an evicted entry in a cache of compiled code.",
 };
-/// A rank that warmed up differently.
+/// Raised when a rank's warm-up differs from the others'.
 pub(crate) static T0753: Code = Code {
     id: "T0753",
-    title: "a rank did not warm up as the others did",
-    page: "The warm-up is one call that names every program of the plan. Each rank answers with the number of programs \
-that it compiled, captured or ran in it, and all must have run all. This one ran fewer or more.\n\nIt skipped a \
-program that it already had, or holds another set: compare its build, its backend and its cache of compiled code with \
-those of the other ranks.",
+    title: "a rank did not warm up like the others",
+    page: "The warm-up is one call that lists every program of the plan. Each rank answers with the number of programs \
+that it compiled, captured or ran, and that number must equal the length of the list. This rank ran fewer or more.\n\nThe \
+rank skipped a program that it already had, or it has another set of programs: compare its build, its backend and its cache \
+of compiled code with those of the other ranks.",
 };
 
-/// Makes blocked collectives of this rank return. May be called from any thread, at any time, more than once.
+/// A callback that makes the blocked collectives of this rank return. Any thread may call it, at
+/// any time and more than once.
 pub type AbortHandle = Arc<dyn Fn() + Send + Sync>;
 
-/// What one phase did.
+/// The measurements of one executed phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PhaseReport {
     /// Duration in nanoseconds.
@@ -71,100 +75,103 @@ pub struct PhaseReport {
     pub collectives: u64,
     /// Digest of the collective trace.
     pub trace: Digest,
-    /// Sums over ranks whose terms cancelled and were added with compensation.
+    /// Reductions over ranks whose terms cancelled and that were summed with compensation.
     pub compensated: u64,
 }
 
-/// Why an engine cannot go on.
+/// Whether an engine fault originates on this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FaultKind {
-    /// This rank failed by itself.
+pub enum EngineFaultKind {
+    /// This rank itself failed.
     Failed,
-    /// A collective ran into its own deadline.
+    /// A collective reached its own deadline.
     Stalled,
-    /// A collective was aborted by somebody else: never the cause.
+    /// Another rank aborted the collective. This kind is never the cause of a run's failure.
     Aborted,
 }
 
-/// An engine that cannot go on.
+/// A fault after which an engine cannot continue.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineFault {
-    /// Whose fault.
-    pub kind: FaultKind,
-    /// Id of a code.
+    /// Whether the fault originates on this rank.
+    pub kind: EngineFaultKind,
+    /// The id of a diagnostic code.
     pub code: String,
-    /// What happened.
+    /// A description.
     pub text: String,
 }
 
 impl EngineFault {
-    /// A failure of this rank, with the code for engines.
+    /// Creates a failure of this rank with the engine code T0745.
     #[must_use]
-    pub fn failed(text: impl Into<String>) -> EngineFault {
-        EngineFault { kind: FaultKind::Failed, code: T0745.id.to_string(), text: text.into() }
+    pub fn local_failure(text: impl Into<String>) -> EngineFault {
+        EngineFault { kind: EngineFaultKind::Failed, code: T0745.id.to_string(), text: text.into() }
     }
 
-    /// The echo of another rank's failure.
+    /// Creates a secondary fault: another rank's failure aborted this one.
     #[must_use]
-    pub fn aborted(text: impl Into<String>) -> EngineFault {
-        EngineFault { kind: FaultKind::Aborted, code: T0745.id.to_string(), text: text.into() }
+    pub fn peer_abort(text: impl Into<String>) -> EngineFault {
+        EngineFault { kind: EngineFaultKind::Aborted, code: T0745.id.to_string(), text: text.into() }
     }
 
-    /// A tripwire of this rank, with its code.
+    /// Creates the fault of a tripwire on this rank, with the tripwire's code.
     #[must_use]
-    pub fn tripped(code: &'static Code, text: impl Into<String>) -> EngineFault {
-        EngineFault { kind: FaultKind::Failed, code: code.id.to_string(), text: text.into() }
+    pub fn from_tripwire(code: &'static Code, text: impl Into<String>) -> EngineFault {
+        EngineFault { kind: EngineFaultKind::Failed, code: code.id.to_string(), text: text.into() }
     }
 
-    /// The class with which the run ends.
+    /// Returns the class with which the run ends.
     #[must_use]
-    pub fn class(&self) -> FailureClass {
+    pub fn failure_class(&self) -> FailureClass {
         match self.kind {
-            FaultKind::Stalled => FailureClass::Stall,
+            EngineFaultKind::Stalled => FailureClass::Stall,
             _ if [&T0737, &T0747, &T0751, &T0754].iter().any(|c| c.id == self.code) => FailureClass::Drift,
             _ => FailureClass::Engine,
         }
     }
 }
 
-/// Programs of an engine.
+/// Program counts of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ProgramCount {
-    /// Programs that it holds.
+    /// Programs that are loaded.
     pub loaded: u32,
-    /// Different programs that ran, and were compiled or captured where they are, before [`Engine::warmed`].
+    /// Distinct programs that ran, and were compiled or captured if the backend does so, before
+    /// [`Engine::finish_warmup`].
     pub warmed: u32,
-    /// Programs compiled, captured or first run since.
+    /// Programs compiled, captured or first run after the warm-up.
     pub new_since_warmup: u32,
 }
 
-/// What a reload found.
+/// The result of a weight reload.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Reloaded {
-    /// Digest of the weights as a whole.
+pub struct ReloadedWeights {
+    /// Digest of all weights.
     pub weights: Digest,
-    /// What this rank holds of them, shard by shard.
-    pub fingerprints: Vec<ShardPrint>,
+    /// Digests of this rank's shards.
+    pub fingerprints: Vec<ShardFingerprint>,
 }
 
-/// A part of the weights that was hashed again.
+/// The result of hashing a part of the weights again.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rehash {
-    /// The tensor and its slice, in words.
-    pub what: String,
+pub struct RehashResult {
+    /// A description of the tensor and its slice.
+    pub label: String,
     /// Digest of the bytes when they were loaded.
-    pub loaded: Digest,
+    pub digest_at_load: Digest,
     /// Digest of the bytes now.
-    pub now: Digest,
+    pub digest_now: Digest,
 }
 
-/// Runs verified programs on one rank. Lives on one thread and never leaves it.
+/// Executes verified programs on one rank. An engine is created on one thread and never moves to
+/// another.
 pub trait Engine {
-    /// A committed call begins: told before its first phase.
-    fn begin(&mut self, _call: &ReadyCall) {}
+    /// Announces a committed call before its first phase.
+    fn begin_call(&mut self, _call: &ReadyCall) {}
 
-    /// Runs one phase to its end. `inputs` are the call's tensors; `progress` takes a mark that grows within
-    /// the phase, as often as is convenient: a phase longer than the stall limit needs several.
+    /// Runs one phase to completion. `inputs` are the call's tensors. `progress` takes a counter
+    /// that grows within the phase; an engine calls it at its convenience, several times in a phase
+    /// that is longer than the stall limit.
     fn run(
         &mut self,
         phase: &PhaseCall,
@@ -172,72 +179,84 @@ pub trait Engine {
         progress: &(dyn Fn(u32) + Sync),
     ) -> Result<PhaseReport, EngineFault>;
 
-    /// Lets a drill change a committed call before it runs on this rank; nothing else does.
-    fn tampers(&mut self, _call: &mut ReadyCall) {}
+    /// Lets a drill change a committed call before it runs on this rank. Other engines keep the
+    /// default.
+    fn tamper_call(&mut self, _call: &mut ReadyCall) {}
 
-    /// Forgets everything cached. Called at a hard cut, before the first phase.
+    /// Clears all cached state. The runtime calls it at a hard cut, before the first phase.
     fn reset(&mut self);
 
-    /// The latents of the chunk whose emit phase ran last: the same bytes on every rank that puts them out, which
-    /// are those of the first stage.
-    fn output(&mut self) -> Result<Option<Tensor>, EngineFault>;
+    /// Returns the latents of the chunk whose emit phase ran last. Only ranks of the first stage
+    /// return latents, and their bytes are equal.
+    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault>;
 
-    /// See [`AbortHandle`].
+    /// Returns the [`AbortHandle`] of this rank.
     fn abort_handle(&self) -> AbortHandle;
 
-    /// What it holds of the weights, shard by shard. Asked once, after loading.
-    fn fingerprints(&self) -> Vec<ShardPrint> {
+    /// Returns the digests of this rank's weight shards. The runtime calls it once, after loading.
+    fn weight_fingerprints(&self) -> Vec<ShardFingerprint> {
         Vec::new()
     }
 
-    /// Its programs so far.
-    fn programs(&self) -> ProgramCount;
+    /// Returns the program counts so far.
+    fn program_count(&self) -> ProgramCount;
 
-    /// The warm-up is over: what is compiled, captured or run for the first time from now on is new.
-    fn warmed(&mut self);
+    /// Ends the warm-up: programs that are compiled, captured or first run from now on count as
+    /// new.
+    fn finish_warmup(&mut self);
 
-    /// Hashes the next part of the weights again, if one is due after this call.
-    fn rehash(&mut self) -> Option<Rehash> {
+    /// Hashes the next part of the weights again, if a part is due after this call.
+    fn rehash_weights(&mut self) -> Option<RehashResult> {
         None
     }
 
-    /// Replaces the weights by those at `source`. Called between calls, on every rank alike, never to be undone.
-    fn reload(&mut self, source: &str) -> Result<Reloaded, EngineFault> {
-        Err(EngineFault::failed(format!("this engine cannot reload weights from `{source}`")))
+    /// Replaces the weights with those at `source`. The runtime calls it between calls, on every
+    /// rank. A reload cannot be undone.
+    fn reload_weights(&mut self, source: &str) -> Result<ReloadedWeights, EngineFault> {
+        Err(EngineFault::local_failure(format!("this engine cannot reload weights from `{source}`")))
     }
 
-    /// CPU time of the calling thread in nanoseconds, to tell what digests cost; 0 if it is not known.
+    /// Returns the CPU time of the calling thread in nanoseconds, or 0 if it is unknown. The
+    /// runtime measures the cost of digests with it.
     fn cpu_ns(&self) -> u64 {
         0
     }
 }
 
-/// The leader's own work beside the lockstep: prompts in, frames out. Lives on one thread and never leaves it.
-pub trait Studio {
-    /// The embedding of a prompt, as the tensor `text`.
-    fn text(&mut self, prompt: &str) -> Result<Tensor, Diagnostic>;
+/// The text encoder and the VAE decoder of the leader, which run beside the lockstep: prompts in,
+/// frames out. A media pipeline is created on one thread and never moves to another.
+pub trait MediaPipeline {
+    /// Encodes a prompt into the tensor `text`.
+    fn encode_prompt(&mut self, prompt: &str) -> Result<Tensor, Diagnostic>;
 
-    /// The tensor `context` of `chunk`, from the output of the chunk before it, which may have been its scene's
-    /// first. Called before that output is delivered, unless `chunk` is asked for later than that.
-    fn context(&mut self, chunk: u32, previous: &Tensor, opens_scene: bool) -> Result<Tensor, Diagnostic>;
+    /// Encodes the tensor `context` of `chunk` from the output of the previous chunk. `opens_scene`
+    /// tells whether that chunk is the first of its scene. The runtime calls it before that output
+    /// is delivered, unless `chunk` is requested after the delivery.
+    fn encode_context(
+        &mut self,
+        chunk: u32,
+        previous: &Tensor,
+        opens_scene: bool,
+    ) -> Result<Tensor, Diagnostic>;
 
-    /// Decodes and writes a chunk; returns how many frames it became. Called once per chunk, in order.
-    fn deliver(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic>;
+    /// Decodes and writes a chunk and returns its number of frames. The runtime calls it once per
+    /// chunk, in order.
+    fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic>;
 
     /// Closes the output after the last chunk.
-    fn finish(&mut self) -> Result<(), Diagnostic>;
+    fn finish_output(&mut self) -> Result<(), Diagnostic>;
 }
 
-/// A committed call, as the engine's thread receives it.
+/// A committed call as the engine's thread receives it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReadyCall {
-    /// Its id.
+    /// Id of the call.
     pub call_id: u64,
-    /// What it is for.
+    /// Action of the call.
     pub action: CallAction,
-    /// Chunk that it makes.
+    /// The chunk that the call generates.
     pub chunk: u32,
-    /// Epoch of the caches that it runs in.
+    /// The cache epoch in which the call runs.
     pub cache_epoch: u32,
     /// Payload of a chunk or of the warm-up.
     pub meta: Option<CallMeta>,
@@ -247,184 +266,188 @@ pub struct ReadyCall {
     pub inputs: Tensors,
 }
 
-/// What running a call gave.
+/// The result of a call.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CallReport {
-    /// What was seen.
-    pub observed: Observed,
+    /// The rank's observation of the call.
+    pub observed: CallObservation,
     /// The chunk's latents.
     pub output: Option<Tensor>,
-    /// What a reload loaded.
-    pub fingerprints: Vec<ShardPrint>,
+    /// Shard digests of the weights that a reload loaded.
+    pub fingerprints: Vec<ShardFingerprint>,
 }
 
-/// Runs a committed call and holds the engine to it: counts before each generator pass, collectives and trace
-/// after each phase, and `cache` follows what ran rather than what was announced.
+/// Runs a committed call and checks the engine against it: the number of forwards before each
+/// generator phase, and collectives and trace after each phase. `cache` follows the executed phases
+/// rather than the announced ones.
 pub fn run_call(
     engine: &mut dyn Engine,
     call: &ReadyCall,
-    census: &Census,
-    cache: &mut Cache,
+    programs: &ProgramIndex,
+    cache: &mut CacheState,
     tripwires: &Tripwires,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<CallReport, EngineFault> {
-    let mut run = Run { call, cache, tripwires, progress, generator_calls: 0 };
-    let mut observed = Observed::default();
+    let mut run = CallRun { call, cache, tripwires, progress, generator_calls: 0 };
+    let mut observed = CallObservation::default();
     let mut report = CallReport::default();
-    engine.begin(call);
-    run.begin(engine)?;
+    engine.begin_call(call);
+    run.begin_call(engine)?;
     if let Some(reload) = &call.reload {
-        let loaded = engine.reload(&reload.source)?;
-        run.announced(reload, loaded.weights)?;
+        let loaded = engine.reload_weights(&reload.source)?;
+        run.check_announced_weights(reload, loaded.weights)?;
         observed.weights = loaded.weights;
         report.fingerprints = loaded.fingerprints;
     }
     let phases = call.meta.as_ref().map_or(&[][..], |m| &m.phases);
     let mut trace = Vec::with_capacity(phases.len());
     for (i, phase) in phases.iter().enumerate() {
-        let seen = run.phase(engine, i, phase, census)?;
-        observed.collectives += seen.collectives;
-        observed.compensated += seen.compensated;
-        observed.phase_ns.push(seen.ns);
-        trace.push((phase.program.as_str(), seen.trace));
+        let phase_report = run.run_phase(engine, i, phase, programs)?;
+        observed.collectives += phase_report.collectives;
+        observed.compensated += phase_report.compensated;
+        observed.phase_ns.push(phase_report.ns);
+        trace.push((phase.program.as_str(), phase_report.trace));
     }
-    run.end()?;
+    run.check_call_end()?;
     observed.generator_calls = run.generator_calls;
-    observed.trace = Digest::of_trace(trace);
+    observed.trace = Digest::hash_trace(trace);
     if call.action == CallAction::Warmup {
-        observed.new_programs = engine.programs().warmed;
-        engine.warmed();
+        observed.new_programs = engine.program_count().warmed;
+        engine.finish_warmup();
         engine.reset();
     } else {
-        observed.new_programs = engine.programs().new_since_warmup;
+        observed.new_programs = engine.program_count().new_since_warmup;
     }
     if call.action == CallAction::Infer {
-        report.output = engine.output()?;
+        report.output = engine.chunk_output()?;
     }
     let begun = engine.cpu_ns();
-    observed.state = run.cache.digest();
-    observed.output = report.output.as_ref().map_or(Digest::default(), |t| Digest::of(t.data()));
+    observed.state = run.cache.state_digest();
+    observed.output = report.output.as_ref().map_or(Digest::default(), |t| Digest::hash_bytes(t.data()));
     if call.action == CallAction::Infer
-        && let Some(part) = engine.rehash()
+        && let Some(part) = engine.rehash_weights()
     {
-        run.unchanged(&part)?;
-        observed.weights = part.now;
+        run.check_unchanged_weights(&part)?;
+        observed.weights = part.digest_now;
     }
     observed.digest_ns = engine.cpu_ns().saturating_sub(begun);
     report.observed = observed;
     Ok(report)
 }
 
-/// A call under way.
-struct Run<'a> {
+/// A call in execution.
+struct CallRun<'a> {
     call: &'a ReadyCall,
-    cache: &'a mut Cache,
+    cache: &'a mut CacheState,
     tripwires: &'a Tripwires,
     progress: &'a (dyn Fn(u64) + Sync),
     generator_calls: u32,
 }
 
-impl Run<'_> {
-    /// Ends the call unless the tripwire is off.
-    fn trip(&self, code: &'static Code, text: impl FnOnce() -> String) -> Result<(), EngineFault> {
-        if self.tripwires.armed(code) { Err(EngineFault::tripped(code, text())) } else { Ok(()) }
+impl CallRun<'_> {
+    /// Fails the call unless the tripwire is disabled.
+    fn trip_if_armed(&self, code: &'static Code, text: impl FnOnce() -> String) -> Result<(), EngineFault> {
+        if self.tripwires.is_armed(code) { Err(EngineFault::from_tripwire(code, text())) } else { Ok(()) }
     }
 
-    fn cached(&self, done: Result<(), Diagnostic>) -> Result<(), EngineFault> {
-        match done {
+    fn check_cache(&self, result: Result<(), Diagnostic>) -> Result<(), EngineFault> {
+        match result {
             Ok(()) => Ok(()),
-            Err(d) => self.trip(&T0747, || format!("{} ({})", d.message, d.code.id)),
+            Err(d) => self.trip_if_armed(&T0747, || format!("{} ({})", d.message, d.code.id)),
         }
     }
 
-    fn expected(&self) -> u32 {
+    fn expected_generator_calls(&self) -> u32 {
         self.call.meta.as_ref().map_or(0, |m| m.expected_generator_calls)
     }
 
-    fn begin(&mut self, engine: &mut dyn Engine) -> Result<(), EngineFault> {
+    fn begin_call(&mut self, engine: &mut dyn Engine) -> Result<(), EngineFault> {
         match (self.call.action, &self.call.meta) {
             (CallAction::Infer, Some(meta)) => {
                 if meta.reset_kv {
                     engine.reset();
                 }
                 let begun = self.cache.begin_call(meta.reset_kv);
-                self.cached(begun)
+                self.check_cache(begun)
             }
             (CallAction::Reset | CallAction::Reload, _) => {
                 engine.reset();
-                let reset = self.cache.apply(Transition::Reset);
-                self.cached(reset)
+                let reset = self.cache.apply_transition(Transition::Reset);
+                self.check_cache(reset)
             }
             _ => Ok(()),
         }
     }
 
-    fn phase(
+    fn run_phase(
         &mut self,
         engine: &mut dyn Engine,
         i: usize,
         phase: &PhaseCall,
-        census: &Census,
+        programs: &ProgramIndex,
     ) -> Result<PhaseReport, EngineFault> {
         let name = phase.program.as_str();
-        let facts = census
+        let facts = programs
             .get(name)
-            .map_err(|d| EngineFault::tripped(&T0747, format!("{} ({})", d.message, d.code.id)))?;
-        if PhaseKind::of(name).is_some_and(PhaseKind::is_generator) {
-            if self.generator_calls >= self.expected() {
-                self.trip(&T0747, || {
+            .map_err(|d| EngineFault::from_tripwire(&T0747, format!("{} ({})", d.message, d.code.id)))?;
+        if PhaseKind::from_program(name).is_some_and(PhaseKind::is_generator) {
+            if self.generator_calls >= self.expected_generator_calls() {
+                self.trip_if_armed(&T0747, || {
                     format!(
                         "phase {i} `{name}` would be generator call {}, the envelope allows {}",
                         self.generator_calls + 1,
-                        self.expected()
+                        self.expected_generator_calls()
                     )
                 })?;
             }
             self.generator_calls += 1;
         }
         if self.call.action == CallAction::Infer {
-            let moved = self.cache.run_phase(phase);
-            self.cached(moved)?;
+            let cache_result = self.cache.apply_phase(phase);
+            self.check_cache(cache_result)?;
         }
         let mark = |inner: u32| (self.progress)(((i as u64 + 1) << 32) | u64::from(inner));
         mark(0);
-        let seen = engine.run(phase, &self.call.inputs, &mark)?;
-        if seen.collectives != facts.collectives || seen.trace != facts.trace {
-            self.trip(&T0747, || {
+        let phase_report = engine.run(phase, &self.call.inputs, &mark)?;
+        if phase_report.collectives != facts.collectives || phase_report.trace != facts.trace {
+            self.trip_if_armed(&T0747, || {
                 format!(
                     "phase {i} `{name}` issued {} collectives with trace {}, the plan holds {} with trace {}",
-                    seen.collectives, seen.trace, facts.collectives, facts.trace
+                    phase_report.collectives, phase_report.trace, facts.collectives, facts.trace
                 )
             })?;
         }
-        Ok(seen)
+        Ok(phase_report)
     }
 
-    fn end(&self) -> Result<(), EngineFault> {
-        let (ran, expected) = (self.generator_calls, self.expected());
+    fn check_call_end(&self) -> Result<(), EngineFault> {
+        let (ran, expected) = (self.generator_calls, self.expected_generator_calls());
         if ran == expected {
             return Ok(());
         }
-        self.trip(&T0747, || {
+        self.trip_if_armed(&T0747, || {
             format!("the call ended after {ran} generator calls, the envelope requires {expected}")
         })
     }
 
-    fn announced(&self, reload: &Reload, found: Digest) -> Result<(), EngineFault> {
+    fn check_announced_weights(&self, reload: &Reload, found: Digest) -> Result<(), EngineFault> {
         if found == reload.weights {
             return Ok(());
         }
-        self.trip(&T0737, || {
-            format!("`{}` holds weights {found}, announced were {}", reload.source, reload.weights)
+        self.trip_if_armed(&T0737, || {
+            format!("`{}` holds weights {found}, the leader announced {}", reload.source, reload.weights)
         })
     }
 
-    fn unchanged(&self, part: &Rehash) -> Result<(), EngineFault> {
-        if part.now == part.loaded {
+    fn check_unchanged_weights(&self, part: &RehashResult) -> Result<(), EngineFault> {
+        if part.digest_now == part.digest_at_load {
             return Ok(());
         }
-        self.trip(&T0754, || {
-            format!("{} changed since it was loaded: {} then, {} now", part.what, part.loaded, part.now)
+        self.trip_if_armed(&T0754, || {
+            format!(
+                "{} changed after loading: digest {} then, {} now",
+                part.label, part.digest_at_load, part.digest_now
+            )
         })
     }
 }

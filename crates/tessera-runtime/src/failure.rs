@@ -1,30 +1,31 @@
-//! How a run ends badly: one failure, one class, one exit status.
+//! Failures that end a run: each run ends with at most one failure, which has one class and one
+//! exit status.
 
 use serde::{Deserialize, Serialize};
 use tessera_base::{Code, Diagnostic};
 
-use crate::tripwire::{self, Place};
+use crate::tripwire::{self, CheckSite};
 
 /// Why a run ended. Each class has its own exit status between 10 and 29.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FailureClass {
-    /// A process ended that should not have.
+    /// A process ended unexpectedly.
     RankDied,
-    /// A rank lives but makes no progress, or did not answer in time.
+    /// A rank is alive but makes no progress, or did not answer in time.
     Stall,
-    /// A message that may not arrive here, now, or in this form.
+    /// A message arrived at the wrong process, at the wrong time, or in an invalid form.
     Protocol,
-    /// Ranks do not hold the same plan, build or settings.
+    /// Ranks have different plans, builds or settings.
     Parity,
-    /// Ranks held the same plan and came to different results.
+    /// Ranks had the same plan and produced different results.
     Drift,
-    /// The request or the plan was refused before any rank was made to wait.
+    /// The request or the plan was refused before any rank waited for it.
     Preflight,
     /// The device or a kernel failed.
     Engine,
     /// The output could not be decoded or written.
     Output,
-    /// The launching process went away.
+    /// The launching process ended.
     LauncherGone,
     /// A peer did not prove that it belongs to the run.
     Peer,
@@ -45,28 +46,28 @@ impl FailureClass {
         FailureClass::Peer,
     ];
 
-    /// The exit status of a process that ends for this reason.
+    /// Returns the exit status of a process that ends with this class.
     #[must_use]
     pub fn exit_code(self) -> i32 {
         10 + FailureClass::ALL.iter().position(|c| *c == self).unwrap_or(0) as i32
     }
 
-    /// The class of an exit status, if it is one of ours.
+    /// Returns the class of an exit status, if the status is one of these classes.
     #[must_use]
     pub fn from_exit_code(code: i32) -> Option<FailureClass> {
         usize::try_from(code - 10).ok().and_then(|i| FailureClass::ALL.get(i).copied())
     }
 
-    /// A few words for a person.
+    /// Returns a short description.
     #[must_use]
-    pub fn words(self) -> &'static str {
+    pub fn as_str(self) -> &'static str {
         match self {
             FailureClass::RankDied => "a rank died",
             FailureClass::Stall => "a rank stalled",
             FailureClass::Protocol => "the lockstep protocol was broken",
-            FailureClass::Parity => "ranks do not hold the same plan or settings",
+            FailureClass::Parity => "ranks have different plans or settings",
             FailureClass::Drift => "ranks drifted apart",
-            FailureClass::Preflight => "refused before any rank was made to wait",
+            FailureClass::Preflight => "refused before any rank waited",
             FailureClass::Engine => "an engine failed",
             FailureClass::Output => "the output could not be delivered",
             FailureClass::LauncherGone => "the launching process is gone",
@@ -75,41 +76,44 @@ impl FailureClass {
     }
 }
 
-/// The one reason for which a run ended. A later failure never replaces an earlier one.
+/// The single reason for the end of a run. A later failure never replaces an earlier one.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
     /// The class, which fixes the exit status.
     pub class: FailureClass,
-    /// The rank that departed first, where one can be named.
+    /// The rank that deviated first, if one can be named.
     pub rank: Option<u32>,
-    /// Where it was found.
-    pub place: Place,
-    /// Id of the diagnostic's code, for `tessera explain`.
+    /// The check that found the failure.
+    pub site: CheckSite,
+    /// The id of the diagnostic code, for `tessera explain`.
     pub code: String,
-    /// What happened, with both sides' numbers.
+    /// A description with the values of both sides.
     pub text: String,
 }
 
-/// Most bytes of a failure's text: it travels, and a message that is over a limit tells nobody anything.
+/// Maximum bytes of a failure's text. The text is sent in a message, and a message over a limit
+/// could not be sent at all.
 const MAX_TEXT_BYTES: usize = 64 << 10;
 
 impl Failure {
-    /// A failure with a code of this build, found at the first place of its tripwire.
+    /// Creates a failure with a code of this build, found at the primary site of the code's
+    /// tripwire.
     #[must_use]
     pub fn new(class: FailureClass, rank: Option<u32>, code: &Code, text: impl Into<String>) -> Failure {
-        let place = tripwire::first_place(code);
+        let site = tripwire::primary_site(code);
         let mut text = text.into();
         text.truncate(text.floor_char_boundary(MAX_TEXT_BYTES));
-        Failure { class, rank, place, code: code.id.to_string(), text }
+        Failure { class, rank, site, code: code.id.to_string(), text }
     }
 
-    /// The same failure, found elsewhere.
+    /// Returns the same failure with another site.
     #[must_use]
-    pub fn at(self, place: Place) -> Failure {
-        Failure { place, ..self }
+    pub fn with_site(self, site: CheckSite) -> Failure {
+        Failure { site, ..self }
     }
 
-    /// The first of several findings, with the others named beside it.
+    /// Converts the first of several findings and appends the others to its text. Returns `None` if
+    /// there are no findings.
     #[must_use]
     pub(crate) fn from_diagnostics(
         class: FailureClass,
@@ -123,12 +127,12 @@ impl Failure {
         Some(failure)
     }
 
-    /// Flattens a diagnostic into text that can travel.
+    /// Converts a diagnostic into a failure with a plain text.
     #[must_use]
     pub fn from_diagnostic(class: FailureClass, rank: Option<u32>, d: &Diagnostic) -> Failure {
         let mut text = d.message.clone();
-        for p in &d.places {
-            text += &format!("; {}: {}", p.at, p.says);
+        for p in &d.labels {
+            text += &format!("; {}: {}", p.location, p.message);
         }
         for n in &d.notes {
             text += &format!("; {n}");
@@ -143,7 +147,7 @@ impl Failure {
 impl std::fmt::Display for Failure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let rank = self.rank.map_or(String::new(), |r| format!(" (rank {r})"));
-        write!(f, "[{}] {}{rank}: {}", self.code, self.class.words(), self.text)
+        write!(f, "[{}] {}{rank}: {}", self.code, self.class.as_str(), self.text)
     }
 }
 

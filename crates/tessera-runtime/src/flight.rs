@@ -1,31 +1,33 @@
-//! The seam to a rank's flight record: what drivers tell it, in the words of the lockstep.
+//! The interface to a rank's flight record: drivers report lockstep events to a [`FlightSink`].
 //!
-//! The door keeps the record, because rooms write no files. Collectives and phases are told by the door's own engine;
-//! what passes between leader and ranks is told from here, by the thread that owns the machines.
+//! The application crate writes the record, because library crates write no files. Its engine
+//! reports collectives and phases itself; messages between leader and ranks are reported here, by
+//! the thread that owns the state machines.
 
 use crate::wire::Message;
 use crate::{Failure, FailureClass};
 
-/// Keeps the marks of one rank. Called from several threads; returns at once and never fails a run.
-pub trait Sink: Send + Sync {
-    /// Something happened on this rank.
-    fn mark(&self, mark: Mark<'_>);
+/// Receives the events of one rank. Several threads call it. It returns at once and never fails a
+/// run.
+pub trait FlightSink: Send + Sync {
+    /// Records an event of this rank.
+    fn record_event(&self, mark: FlightEvent<'_>);
 }
 
-/// One step in the life of a rank.
+/// An event in the life of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mark<'a> {
+pub enum FlightEvent<'a> {
     /// The process joined its run.
     Joined,
-    /// Programs and weights are loaded, and the leader was told.
+    /// Programs and weights are loaded, and the hello was sent to the leader.
     Hello,
-    /// The leader decided a call and sent its envelope.
-    Called {
+    /// The leader planned a call and sent its envelope.
+    CallIssued {
         /// The call.
         call_id: u64,
-        /// Chunk that it is for.
+        /// The chunk that the call generates.
         chunk: u32,
-        /// Epoch of the caches.
+        /// The cache epoch.
         epoch: u32,
     },
     /// This rank agreed to a call.
@@ -33,79 +35,82 @@ pub enum Mark<'a> {
         /// The call.
         call_id: u64,
     },
-    /// A call was committed: by the leader when it sends, by a rank when it hears of it.
+    /// A call was committed: on the leader when it sends the commit, on a rank when it receives it.
     Commit {
         /// The call.
         call_id: u64,
     },
-    /// This rank finished a call and said so.
+    /// This rank finished a call and reported it.
     Done {
         /// The call.
         call_id: u64,
     },
-    /// Something failed, here or elsewhere.
+    /// A failure on this rank or on another.
     Failed {
-        /// The class, which says how the process ends.
+        /// The class, which determines the exit status.
         class: FailureClass,
-        /// The rank that is said to have departed first.
+        /// The rank that deviated first according to the failure.
         rank: Option<u32>,
-        /// Id of a code.
+        /// The id of a diagnostic code.
         code: &'a str,
-        /// What is said of it.
+        /// The failure's text.
         text: &'a str,
-        /// Whether it is known to be the echo of another failure.
-        echo: bool,
+        /// Whether the failure is known to be caused by another failure.
+        secondary: bool,
     },
-    /// The process is about to end by itself.
+    /// The process is about to exit.
     Exit {
-        /// Its exit status.
+        /// The exit status.
         status: i32,
     },
 }
 
-impl<'a> Mark<'a> {
-    /// The mark of a failure that ends this rank.
+impl<'a> FlightEvent<'a> {
+    /// Creates the event of a failure that ends this rank.
     #[must_use]
-    pub fn failed(f: &'a Failure) -> Mark<'a> {
-        Mark::Failed { class: f.class, rank: f.rank, code: &f.code, text: &f.text, echo: false }
+    pub fn from_failure(f: &'a Failure) -> FlightEvent<'a> {
+        FlightEvent::Failed { class: f.class, rank: f.rank, code: &f.code, text: &f.text, secondary: false }
     }
 
-    /// What a message means to the rank that sends it; `me` is that rank. Most mean nothing.
+    /// Returns the event that a sent message means for its sender, `own_rank`. Most messages mean
+    /// no event.
     #[must_use]
-    pub fn sent(me: u32, message: &'a Message) -> Option<Mark<'a>> {
+    pub fn from_sent(own_rank: u32, message: &'a Message) -> Option<FlightEvent<'a>> {
         Some(match message {
-            Message::HelloAck(_) => Mark::Hello,
-            Message::Envelope(e) => {
-                Mark::Called { call_id: e.header.call_id, chunk: e.header.chunk, epoch: e.header.cache_epoch }
-            }
-            Message::Commit(c) => Mark::Commit { call_id: c.call_id },
-            Message::Ready(r) => Mark::Ready { call_id: r.call_id },
-            Message::Done(d) => Mark::Done { call_id: d.call_id },
-            Message::Refused(r) => Mark::failed(&r.failure),
-            Message::Fault(f) => Mark::Failed {
+            Message::HelloAck(_) => FlightEvent::Hello,
+            Message::Envelope(e) => FlightEvent::CallIssued {
+                call_id: e.header.call_id,
+                chunk: e.header.chunk,
+                epoch: e.header.cache_epoch,
+            },
+            Message::Commit(c) => FlightEvent::Commit { call_id: c.call_id },
+            Message::Ready(r) => FlightEvent::Ready { call_id: r.call_id },
+            Message::Done(d) => FlightEvent::Done { call_id: d.call_id },
+            Message::Refused(r) => FlightEvent::from_failure(&r.failure),
+            Message::Fault(f) => FlightEvent::Failed {
                 class: f.failure.class,
-                rank: Some(me).filter(|_| !f.secondary),
+                rank: Some(own_rank).filter(|_| !f.secondary),
                 code: &f.failure.code,
                 text: &f.failure.text,
-                echo: f.secondary,
+                secondary: f.secondary,
             },
-            Message::Abort(a) => Mark::failed(&a.failure),
-            Message::Failed(f) => Mark::failed(f),
+            Message::Abort(a) => FlightEvent::from_failure(&a.failure),
+            Message::Failed(f) => FlightEvent::from_failure(f),
             _ => return None,
         })
     }
 
-    /// What a message means to the rank that receives it.
+    /// Returns the event that a message means for its receiver.
     #[must_use]
-    pub fn received(message: &'a Message) -> Option<Mark<'a>> {
+    pub fn from_received(message: &'a Message) -> Option<FlightEvent<'a>> {
         Some(match message {
-            Message::Commit(c) => Mark::Commit { call_id: c.call_id },
-            Message::Abort(a) => Mark::Failed {
+            Message::Commit(c) => FlightEvent::Commit { call_id: c.call_id },
+            Message::Abort(a) => FlightEvent::Failed {
                 class: a.failure.class,
                 rank: a.failure.rank,
                 code: &a.failure.code,
                 text: &a.failure.text,
-                echo: true,
+                secondary: true,
             },
             _ => return None,
         })

@@ -1,37 +1,41 @@
-//! Lockstep: a leader that decides every call, workers that check, run and answer, and the drivers beneath.
+//! Lockstep runtime: a leader that plans every call, workers that check, run and answer, and the
+//! drivers that connect them.
 //!
-//! This room never names a model, a backend or a file format. Leader, worker and caches are pure state
-//! machines: `step(now, event)` returns actions, and only [`driver`] owns sockets, processes, threads and
-//! clocks. Wire types live here and nowhere else.
+//! This crate never names a model, a backend or a file format. Leader, worker, mesh leader and
+//! cache state are pure state machines: `handle_event(now, event)` returns actions, and only
+//! [`driver`] owns sockets, processes, threads and clocks. Wire types are defined here and nowhere
+//! else.
 //!
 //! - [`wire`]: messages and frames.
-//! - [`cache`]: the life of the key/value caches.
-//! - [`census`]: what the seal says of each program.
-//! - [`decide`]: which phases a call has.
-//! - [`check`]: whether an envelope may run.
-//! - [`leader`], [`worker`]: the two sides of lockstep; [`mesh_leader`] between them where the leader stands outside.
+//! - [`kv_cache`]: the state machine of the KV caches.
+//! - [`program_index`]: the properties of each program in the sealed plan.
+//! - [`director`]: the choice of phases for each call.
+//! - [`envelope_check`]: the checks that an envelope must pass before it runs.
+//! - [`leader`], [`worker`]: the two sides of lockstep; [`mesh_leader`] relays between them if the
+//!   leader is outside the mesh.
 //! - [`tripwire`]: every check that ends a run, and where it is made.
-//! - [`engine`]: what the door implements.
-//! - [`sim`]: all of it on a made-up clock.
+//! - [`engine`]: the traits that the application crate implements.
+//! - [`sim`]: the whole runtime on a simulated clock.
 //! - [`driver`]: processes, sockets, threads.
 //!
-//! [`tripwire_reference`] and [`parity_reference`] print two pages of docs/reference from the tables.
+//! [`tripwire_reference`] and [`parity_reference`] render two pages of docs/reference from the
+//! tables in the code.
 
-pub mod cache;
-pub mod census;
-pub mod check;
-pub mod decide;
 mod digest;
+pub mod director;
 mod drift;
 pub mod drill;
 pub mod driver;
 pub mod engine;
+pub mod envelope_check;
 mod failure;
 pub mod flight;
+pub mod kv_cache;
 pub mod leader;
 mod limits;
 pub mod mesh_leader;
 pub mod parity;
+pub mod program_index;
 mod reference;
 pub mod sim;
 pub mod tripwire;
@@ -39,14 +43,14 @@ pub mod wire;
 pub mod worker;
 
 pub use digest::Digest;
-pub use drift::{T0754, shards_differ};
+pub use drift::{T0754, find_shard_mismatch};
 pub use failure::{Failure, FailureClass};
 pub use limits::Limits;
 pub use parity::{Parity, ParityClass, ParityKey};
 pub use reference::{parity_reference, tripwire_reference};
-pub use tripwire::{Place, TRIPWIRES, Tripwire, Tripwires};
+pub use tripwire::{CheckSite, TRIPWIRES, Tripwire, Tripwires};
 
-/// Codes that this room raises.
+/// The diagnostic codes that this crate raises.
 pub const CODES: &[&tessera_base::Code] = &[
     &wire::T0701,
     &wire::T0702,
@@ -55,19 +59,19 @@ pub const CODES: &[&tessera_base::Code] = &[
     &wire::T0705,
     &wire::T0706,
     &worker::T0707,
-    &cache::T0710,
-    &cache::T0711,
-    &cache::T0712,
-    &decide::T0720,
-    &decide::T0721,
-    &census::T0722,
-    &census::T0723,
-    &check::T0730,
-    &check::T0731,
-    &check::T0732,
-    &check::T0733,
-    &check::T0734,
-    &check::T0735,
+    &kv_cache::T0710,
+    &kv_cache::T0711,
+    &kv_cache::T0712,
+    &director::T0720,
+    &director::T0721,
+    &program_index::T0722,
+    &program_index::T0723,
+    &envelope_check::T0730,
+    &envelope_check::T0731,
+    &envelope_check::T0732,
+    &envelope_check::T0733,
+    &envelope_check::T0734,
+    &envelope_check::T0735,
     &leader::T0736,
     &engine::T0737,
     &parity::T0740,

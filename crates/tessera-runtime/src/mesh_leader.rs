@@ -1,124 +1,127 @@
-//! The mesh leader: the rank through which a leader outside the mesh speaks to its members.
+//! The mesh leader: the rank that relays between a leader outside the mesh and the mesh's members.
 //!
-//! It passes frames on as they are, down from the leader and up from the ranks, and decides nothing. What it adds
-//! is a preflight: it checks each envelope and context against a state of its own before a member sees it, and
-//! lets no commit through before it has passed on every rank's ready. The rank's own worker beside it is one of
-//! the ranks to it, the first.
+//! It forwards frames unchanged, down from the leader and up from the ranks, and makes no
+//! decisions. It adds a preflight: it checks each envelope and context against its own cache state
+//! before a member receives it, and holds back a commit until it has forwarded every rank's ready.
+//! The worker in the same process counts as one of the ranks, the first.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
-use crate::cache::{Cache, CacheSpec};
-use crate::census::Census;
-use crate::check::{Local, check_context, check_envelope};
+use crate::envelope_check::{LocalState, check_context, check_envelope};
+use crate::kv_cache::{CacheSpec, CacheState};
 use crate::leader::T0743;
-use crate::limits::{AwakeClock, ms};
-use crate::tripwire::{Place, Tripwires};
-use crate::wire::{Abort, CallAction, CallMeta, Context, Envelope, Fault, Heartbeat, Message, Refused};
-use crate::worker::{T0707, T0742, T0749, refusal, wants_context};
+use crate::limits::{AwakeClock, format_ms};
+use crate::program_index::ProgramIndex;
+use crate::tripwire::{CheckSite, Tripwires};
+use crate::wire::{
+    Abort, CallAction, CallContext, CallMeta, Envelope, FaultReport, Heartbeat, Message, Refused,
+};
+use crate::worker::{T0707, T0742, T0749, failure_from_findings, needs_context};
 use crate::{Digest, Failure, FailureClass, Limits};
 
-/// A message that no member may see.
+/// Raised when the mesh leader blocks a message.
 pub(crate) static T0755: Code = Code {
     id: "T0755",
-    title: "the mesh leader stopped a message before a member saw it",
-    page: "A leader outside the mesh speaks to one rank, which passes its messages on to the members. That rank checks \
-every envelope and context against its own state first, and lets a commit through only after every member's ready has \
-passed it. One of these did not hold. No member saw the message, so none of them was made to wait for a collective.\n\n\
-The text holds the finding and its own code. The leader checks the same before it sends: a finding here is another build \
-on one side, or a message that changed between the two.",
+    title: "the mesh leader stopped a message before a member received it",
+    page: "A leader outside the mesh is connected to one rank, which relays its messages to the members. That rank checks \
+every envelope and context against its own state first, and forwards a commit only after it has forwarded every member's \
+ready. One of these checks failed. No member received the message, so none of them waited for a collective.\n\n\
+The text contains the finding and its own code. The leader makes the same checks before it sends: a finding here means that \
+the two sides have different builds, or that the message changed between them.",
 };
 
-/// What a mesh leader must know before its first message.
+/// The configuration of a mesh leader.
 #[derive(Debug, Clone)]
 pub struct MeshLeaderConfig {
-    /// This rank, which computes too.
+    /// This rank, which also runs calls.
     pub rank: u32,
-    /// The other ranks of the mesh, in ascending order; none in a mesh of one.
+    /// The other ranks of the mesh, in ascending order; empty in a mesh of one rank.
     pub members: Vec<u32>,
-    /// Digest of the sealed plan it holds.
+    /// Digest of the sealed plan on this rank.
     pub plan: Digest,
-    /// The seal's programs.
-    pub census: Arc<Census>,
-    /// Sizes of the caches, from the seal.
+    /// The programs of the sealed plan.
+    pub programs: Arc<ProgramIndex>,
+    /// Cache sizes from the sealed plan.
     pub cache: CacheSpec,
-    /// Bounds.
+    /// The bounds of queues and waits.
     pub limits: Limits,
-    /// What is not checked.
+    /// The disabled tripwires.
     pub tripwires: Tripwires,
 }
 
-/// What happened.
+/// An event that the driver reports to the mesh leader.
 #[derive(Debug)]
 pub enum Event {
     /// Time passed.
     Tick,
-    /// A frame came from the leader.
+    /// A frame arrived from the leader.
     Down(Message),
-    /// A frame came from a member, or from this rank's own worker.
+    /// A frame arrived from a member, or from this rank's own worker.
     Up {
-        /// The rank that made it; the driver has compared it with the link's.
+        /// The rank that made the message; the driver has compared it with the link's rank.
         origin: u32,
-        /// What it says.
+        /// The message.
         message: Message,
     },
     /// A member's socket closed or broke.
     Gone {
         /// The member.
         rank: u32,
-        /// How, in words.
+        /// A description of how it closed.
         how: String,
     },
-    /// The leader's socket closed or broke.
+    /// The leader's socket closed or broke; the text describes how.
     LeaderGone(String),
     /// The launcher's socket closed.
     LauncherGone,
-    /// Something beside the relay failed: a frame that does not decode.
+    /// Something other than the relay failed, for example a frame that does not decode.
     Failed(Failure),
 }
 
-/// What to do.
+/// An action that the driver executes for the mesh leader.
 #[derive(Debug)]
 pub enum Action {
-    /// Send this event's frame, byte by byte as it came, to every member, and hand its message to the own worker.
+    /// Sends this event's frame, byte for byte, to every member, and its message to the own worker.
     ForwardDown,
-    /// Send this event's frame, byte by byte as it came, to the leader.
+    /// Sends this event's frame, byte for byte, to the leader.
     ForwardUp,
-    /// Send a message of this rank to every member, and hand it to the own worker.
+    /// Sends a message of this rank to every member and to the own worker.
     Down(Message),
-    /// Send a message of this rank to the leader.
+    /// Sends a message of this rank to the leader.
     Up(Message),
-    /// End the process; nothing follows.
+    /// Ends the process; no action follows.
     Exit(Option<Failure>),
 }
 
-/// The machine.
+/// The mesh leader's state machine.
 #[derive(Debug)]
 pub struct MeshLeader {
     config: MeshLeaderConfig,
     clock: AwakeClock,
-    /// When the leader was last heard of.
-    heard_ns: u64,
+    /// Time of the leader's last message.
+    last_message_ns: u64,
     session: Option<u64>,
     last_call_id: u64,
-    /// State after the last envelope that was passed on.
-    predicted: Cache,
-    open: BTreeMap<u64, Open>,
-    peers: BTreeMap<u32, Peer>,
-    /// Id of the shutdown and when it was passed on.
-    stopping: Option<(u64, u64)>,
-    /// The own worker's answer to it.
-    own_done: Option<Message>,
-    /// The mark of the own worker's latest heartbeat, and when it was passed on.
-    beat: (u64, u64),
+    /// The cache state after the last forwarded envelope.
+    predicted: CacheState,
+    open_calls: BTreeMap<u64, RelayedCall>,
+    peers: BTreeMap<u32, MemberStatus>,
+    /// Id of the shutdown and the time at which it was forwarded.
+    shutdown: Option<(u64, u64)>,
+    /// The own worker's answer to the shutdown.
+    own_shutdown_answer: Option<Message>,
+    /// Progress in the own worker's latest heartbeat, and the time at which that heartbeat was
+    /// forwarded.
+    own_heartbeat: (u64, u64),
     ended: bool,
 }
 
-/// A call whose envelope was passed on.
+/// A call whose envelope was forwarded.
 #[derive(Debug, Default)]
-struct Open {
+struct RelayedCall {
     meta: Option<CallMeta>,
     waits_for_context: bool,
     committed: bool,
@@ -127,114 +130,124 @@ struct Open {
 }
 
 #[derive(Debug, Default)]
-struct Peer {
-    /// It said why it leaves, or answered the shutdown.
-    left: bool,
-    stopped: bool,
+struct MemberStatus {
+    /// The rank has reported its failure or answered the shutdown.
+    has_left: bool,
+    answered_shutdown: bool,
 }
 
 impl MeshLeader {
-    /// Refuses limits without bounds and impossible caches.
+    /// Creates a mesh leader. Refuses limits without bounds and invalid cache sizes.
     pub fn new(config: MeshLeaderConfig) -> Result<MeshLeader, Diagnostics> {
         let mut found = config.limits.check();
-        config.tripwires.filter(&mut found);
+        config.tripwires.retain_armed(&mut found);
         if !found.is_empty() {
             return Err(found);
         }
-        let predicted = Cache::new(config.cache).map_err(|d| vec![d])?;
+        let predicted = CacheState::new(config.cache).map_err(|d| vec![d])?;
         let ranks = config.members.iter().chain([&config.rank]);
-        let peers = ranks.map(|r| (*r, Peer::default())).collect();
+        let peers = ranks.map(|r| (*r, MemberStatus::default())).collect();
         Ok(MeshLeader {
             config,
             clock: AwakeClock::default(),
-            heard_ns: 0,
+            last_message_ns: 0,
             session: None,
             last_call_id: 0,
             predicted,
-            open: BTreeMap::new(),
+            open_calls: BTreeMap::new(),
             peers,
-            stopping: None,
-            own_done: None,
-            beat: (0, 0),
+            shutdown: None,
+            own_shutdown_answer: None,
+            own_heartbeat: (0, 0),
             ended: false,
         })
     }
 
-    /// Takes one event.
-    pub fn step(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
+    /// Handles one event and returns the resulting actions.
+    pub fn handle_event(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
         let mut out = Vec::new();
         if self.ended {
             return out;
         }
-        let now = self.clock.advance(now_ns, self.config.limits.heartbeat_ns);
+        let now = self.clock.advance_to(now_ns, self.config.limits.heartbeat_ns);
         match event {
-            Event::Tick => self.tick(now, &mut out),
+            Event::Tick => self.handle_tick(now, &mut out),
             Event::Down(message) => {
-                self.heard_ns = now;
-                self.down(&message, &mut out);
+                self.last_message_ns = now;
+                self.handle_down(&message, &mut out);
             }
-            Event::Up { origin, message } => self.up(origin, &message, &mut out),
-            Event::Gone { rank, how } => self.gone(rank, &how, &mut out),
+            Event::Up { origin, message } => self.handle_up(origin, &message, &mut out),
+            Event::Gone { rank, how } => self.handle_member_gone(rank, &how, &mut out),
             Event::LeaderGone(how) => {
-                if self.armed(&T0742) && self.stopping.is_none() {
+                if self.is_armed(&T0742) && self.shutdown.is_none() {
                     let text = format!("the leader is gone: {how}");
-                    self.end(self.here(FailureClass::RankDied, Some(0), &T0742, text), &mut out);
+                    self.end_run(self.relay_failure(FailureClass::RankDied, Some(0), &T0742, text), &mut out);
                 }
             }
             Event::LauncherGone => {
-                if self.armed(&T0749) {
+                if self.is_armed(&T0749) {
                     let text = "the launching process closed its socket";
-                    self.end(self.here(FailureClass::LauncherGone, None, &T0749, text), &mut out);
+                    self.end_run(
+                        self.relay_failure(FailureClass::LauncherGone, None, &T0749, text),
+                        &mut out,
+                    );
                 }
             }
-            Event::Failed(failure) => self.fault(failure.at(Place::MeshLeader), &mut out),
+            Event::Failed(failure) => self.report_fault(failure.with_site(CheckSite::MeshLeader), &mut out),
         }
         out
     }
 
-    /// Whether nothing more will come out of this machine.
+    /// Whether the run has ended, so that no further action follows.
     #[must_use]
-    pub fn ended(&self) -> bool {
+    pub fn has_ended(&self) -> bool {
         self.ended
     }
 
-    fn tick(&mut self, now: u64, out: &mut Vec<Action>) {
-        // The own worker has ended: a rank that only waits for its members is alive.
-        if self.own_done.is_some() && now >= self.beat.1 + self.config.limits.heartbeat_ns {
-            self.beat.1 = now;
-            out.push(Action::Up(Message::Heartbeat(Heartbeat { mark: self.beat.0 })));
+    fn handle_tick(&mut self, now: u64, out: &mut Vec<Action>) {
+        // The own worker has ended and sends no heartbeats, but this rank still waits for its
+        // members and must count as alive.
+        if self.own_shutdown_answer.is_some() && now >= self.own_heartbeat.1 + self.config.limits.heartbeat_ns
+        {
+            self.own_heartbeat.1 = now;
+            out.push(Action::Up(Message::Heartbeat(Heartbeat { progress: self.own_heartbeat.0 })));
         }
-        if !self.armed(&T0743) {
+        if !self.is_armed(&T0743) {
             return;
         }
         let limits = &self.config.limits;
-        // Half of the leader's patience: only here is it known who is missing.
-        if let Some((_, since)) = self.stopping
+        // The limit is half of the leader's, because only the mesh leader knows which member is
+        // missing.
+        if let Some((_, since)) = self.shutdown
             && now.saturating_sub(since) > limits.ready_ns / 2
         {
-            let missing = |r: &&u32| self.peers.get(r).is_some_and(|p| !p.stopped);
+            let missing = |r: &&u32| self.peers.get(r).is_some_and(|p| !p.answered_shutdown);
             let missing: Vec<u32> = self.peers.keys().filter(missing).copied().collect();
-            let text = format!("no answer to the shutdown of ranks {missing:?} within the limit");
+            let text = format!("no answer to the shutdown from ranks {missing:?} within the limit");
             let rank = missing.first().copied();
-            return self.fault(self.here(FailureClass::Stall, rank, &T0743, text), out);
+            return self.report_fault(self.relay_failure(FailureClass::Stall, rank, &T0743, text), out);
         }
-        let patience = if self.session.is_some() { limits.stale_ns } else { limits.hello_ns };
-        let quiet = now.saturating_sub(self.heard_ns);
-        if quiet > patience {
-            let text = format!("nothing was heard of the leader for {}, limit {}", ms(quiet), ms(patience));
-            self.end(self.here(FailureClass::Stall, Some(0), &T0743, text), out);
+        let patience_ns = if self.session.is_some() { limits.stale_ns } else { limits.hello_ns };
+        let quiet_ns = now.saturating_sub(self.last_message_ns);
+        if quiet_ns > patience_ns {
+            let text = format!(
+                "no message from the leader for {}, limit {}",
+                format_ms(quiet_ns),
+                format_ms(patience_ns)
+            );
+            self.end_run(self.relay_failure(FailureClass::Stall, Some(0), &T0743, text), out);
         }
     }
 
-    fn down(&mut self, message: &Message, out: &mut Vec<Action>) {
-        let stopped = match message {
+    fn handle_down(&mut self, message: &Message, out: &mut Vec<Action>) {
+        let blocked = match message {
             Message::Init(init) => {
                 self.session = Some(init.session);
                 None
             }
-            Message::Envelope(e) => self.envelope(e).map(|f| (e.header.call_id, f)),
-            Message::Context(c) => self.context(c).map(|f| (c.call_id, f)),
-            Message::Commit(c) => self.commit(c.call_id).map(|f| (c.call_id, f)),
+            Message::Envelope(e) => self.admit_envelope(e).map(|f| (e.header.call_id, f)),
+            Message::Context(c) => self.admit_context(c).map(|f| (c.call_id, f)),
+            Message::Commit(c) => self.admit_commit(c.call_id).map(|f| (c.call_id, f)),
             Message::Heartbeat(_) => None,
             Message::Abort(a) => {
                 out.push(Action::ForwardDown);
@@ -243,71 +256,78 @@ impl MeshLeader {
                 return;
             }
             other => {
-                let text = format!("a {:?} message came from the leader", other.kind());
-                self.armed(&T0707).then(|| (0, self.here(FailureClass::Protocol, Some(0), &T0707, text)))
+                let text = format!("a {:?} message arrived from the leader", other.kind());
+                self.is_armed(&T0707)
+                    .then(|| (0, self.relay_failure(FailureClass::Protocol, Some(0), &T0707, text)))
             }
         };
-        match stopped {
+        match blocked {
             None => out.push(Action::ForwardDown),
             Some((call_id, failure)) => {
                 out.push(Action::Up(Message::Refused(Refused { call_id, failure: failure.clone() })));
-                self.end(failure, out);
+                self.end_run(failure, out);
             }
         }
     }
 
-    fn envelope(&mut self, e: &Envelope) -> Option<Failure> {
+    fn admit_envelope(&mut self, e: &Envelope) -> Option<Failure> {
         let id = e.header.call_id;
-        let most = self.config.limits.max_outstanding as usize;
-        if self.open.len() >= most && e.header.action != CallAction::Shutdown {
-            let text =
-                format!("envelope {id} came while {} calls are open, the limit is {most}", self.open.len());
-            if let Some(failure) = self.stopped(FailureClass::Protocol, text) {
+        let max_open = self.config.limits.max_outstanding as usize;
+        if self.open_calls.len() >= max_open && e.header.action != CallAction::Shutdown {
+            let text = format!(
+                "envelope {id} arrived while {} calls are open, the limit is {max_open}",
+                self.open_calls.len()
+            );
+            if let Some(failure) = self.block_message(FailureClass::Protocol, text) {
                 return Some(failure);
             }
         }
-        let local = Local {
+        let local = LocalState {
             plan: self.config.plan,
             session: self.session.unwrap_or_default(),
             last_call_id: self.last_call_id,
             cache: &self.predicted,
-            census: &self.config.census,
-            open: self.open.len(),
+            programs: &self.config.programs,
+            open_calls: self.open_calls.len(),
             tripwires: &self.config.tripwires,
         };
         match check_envelope(e, &local) {
             Ok(after) => self.predicted = after,
             Err(found) => {
-                if let Some(failure) = self.stop(&found) {
+                if let Some(failure) = self.block_on_findings(&found) {
                     return Some(failure);
                 }
             }
         }
         self.last_call_id = id;
         if e.header.action == CallAction::Shutdown {
-            self.stopping = Some((id, self.clock.now()));
+            self.shutdown = Some((id, self.clock.now_ns()));
         } else {
-            let open = Open { meta: e.meta.clone(), waits_for_context: wants_context(e), ..Open::default() };
-            self.open.insert(id, open);
+            let open = RelayedCall {
+                meta: e.meta.clone(),
+                waits_for_context: needs_context(e),
+                ..RelayedCall::default()
+            };
+            self.open_calls.insert(id, open);
         }
         None
     }
 
-    fn context(&mut self, c: &Context) -> Option<Failure> {
-        let open = self.open.get_mut(&c.call_id).filter(|o| o.waits_for_context);
+    fn admit_context(&mut self, c: &CallContext) -> Option<Failure> {
+        let open = self.open_calls.get_mut(&c.call_id).filter(|o| o.waits_for_context);
         let Some(open) = open else {
-            let text = format!("context came for call {}, which does not wait for it", c.call_id);
-            return self.stopped(FailureClass::Protocol, text);
+            let text = format!("context arrived for call {}, which does not wait for one", c.call_id);
+            return self.block_message(FailureClass::Protocol, text);
         };
         open.waits_for_context = false;
-        let (census, tripwires) = (&self.config.census, &self.config.tripwires);
-        let found = open.meta.as_ref().and_then(|m| check_context(m, &c.tensors, census, tripwires).err());
-        found.and_then(|found| self.stop(&found))
+        let (programs, tripwires) = (&self.config.programs, &self.config.tripwires);
+        let found = open.meta.as_ref().and_then(|m| check_context(m, &c.tensors, programs, tripwires).err());
+        found.and_then(|found| self.block_on_findings(&found))
     }
 
-    fn commit(&mut self, call_id: u64) -> Option<Failure> {
-        let first = self.open.keys().next().copied();
-        let text = match self.open.get(&call_id) {
+    fn admit_commit(&mut self, call_id: u64) -> Option<Failure> {
+        let first = self.open_calls.keys().next().copied();
+        let text = match self.open_calls.get(&call_id) {
             None => format!("commit of call {call_id}, which is not open"),
             Some(o) if o.committed => format!("a second commit of call {call_id}"),
             Some(_) if first != Some(call_id) => {
@@ -322,105 +342,118 @@ impl MeshLeader {
                 }
             }
         };
-        let failure = if text.is_empty() { None } else { self.stopped(FailureClass::Protocol, text) };
-        if let Some(open) = self.open.get_mut(&call_id) {
+        let failure = if text.is_empty() { None } else { self.block_message(FailureClass::Protocol, text) };
+        if let Some(open) = self.open_calls.get_mut(&call_id) {
             open.committed = true;
         }
         failure
     }
 
-    fn up(&mut self, origin: u32, message: &Message, out: &mut Vec<Action>) {
+    fn handle_up(&mut self, origin: u32, message: &Message, out: &mut Vec<Action>) {
         let Some(peer) = self.peers.get_mut(&origin) else {
-            let text = format!("a message came from rank {origin}, which is not of this mesh");
-            if self.armed(&T0707) {
-                self.fault(self.here(FailureClass::Protocol, Some(origin), &T0707, text), out);
+            let text = format!("a message arrived from rank {origin}, which is not in this mesh");
+            if self.is_armed(&T0707) {
+                self.report_fault(
+                    self.relay_failure(FailureClass::Protocol, Some(origin), &T0707, text),
+                    out,
+                );
             }
             return;
         };
         if let Message::Done(d) = message
-            && self.stopping.is_some_and(|(id, _)| id == d.call_id)
+            && self.shutdown.is_some_and(|(id, _)| id == d.call_id)
         {
-            (peer.stopped, peer.left) = (true, true);
-            return self.stopped_rank(origin, message, out);
+            (peer.answered_shutdown, peer.has_left) = (true, true);
+            return self.handle_shutdown_answer(origin, message, out);
         }
         out.push(Action::ForwardUp);
         match message {
             Message::Ready(r) => {
-                if let Some(open) = self.open.get_mut(&r.call_id) {
+                if let Some(open) = self.open_calls.get_mut(&r.call_id) {
                     open.ready.insert(origin);
                 }
             }
             Message::Done(d) => {
-                if let Some(open) = self.open.get_mut(&d.call_id) {
+                if let Some(open) = self.open_calls.get_mut(&d.call_id) {
                     open.done.insert(origin);
                     if open.done.len() == self.peers.len() {
-                        self.open.remove(&d.call_id);
+                        self.open_calls.remove(&d.call_id);
                     }
                 }
             }
-            Message::Refused(_) | Message::Fault(_) => peer.left = true,
-            Message::Heartbeat(h) if origin == self.config.rank => self.beat = (h.mark, self.clock.now()),
+            Message::Refused(_) | Message::Fault(_) => peer.has_left = true,
+            Message::Heartbeat(h) if origin == self.config.rank => {
+                self.own_heartbeat = (h.progress, self.clock.now_ns())
+            }
             _ => {}
         }
     }
 
-    /// A rank answered the shutdown. This rank's own answer goes last: to the leader it is there as long as it
-    /// passes others on.
-    fn stopped_rank(&mut self, origin: u32, message: &Message, out: &mut Vec<Action>) {
+    /// Handles a rank's answer to the shutdown. This rank's own answer is sent last, because the
+    /// leader counts on this rank until it has relayed all other answers.
+    fn handle_shutdown_answer(&mut self, origin: u32, message: &Message, out: &mut Vec<Action>) {
         if origin == self.config.rank {
-            self.own_done = Some(message.clone());
+            self.own_shutdown_answer = Some(message.clone());
         } else {
             out.push(Action::ForwardUp);
         }
-        if self.peers.values().all(|p| p.stopped) {
-            out.extend(self.own_done.take().map(Action::Up));
+        if self.peers.values().all(|p| p.answered_shutdown) {
+            out.extend(self.own_shutdown_answer.take().map(Action::Up));
             out.push(Action::Exit(None));
             self.ended = true;
         }
     }
 
-    /// The leader holds no socket to a member: it is told here.
-    fn gone(&mut self, rank: u32, how: &str, out: &mut Vec<Action>) {
-        if !self.armed(&T0742) || self.peers.get(&rank).is_none_or(|p| p.left) {
+    /// Reports that a member's socket closed. The leader has no socket to a member, so only this
+    /// rank notices.
+    fn handle_member_gone(&mut self, rank: u32, how: &str, out: &mut Vec<Action>) {
+        if !self.is_armed(&T0742) || self.peers.get(&rank).is_none_or(|p| p.has_left) {
             return;
         }
-        let call = self.open.iter().next();
-        let place = match call {
+        let call = self.open_calls.iter().next();
+        let stage_text = match call {
             Some((id, o)) if o.committed => format!("while call {id} ran"),
             Some((id, _)) => format!("while call {id} was prepared"),
             None => "between calls".to_string(),
         };
-        let text = format!("rank {rank} is gone ({how}) {place}");
-        self.fault(self.here(FailureClass::RankDied, Some(rank), &T0742, text), out);
+        let text = format!("rank {rank} is gone ({how}) {stage_text}");
+        self.report_fault(self.relay_failure(FailureClass::RankDied, Some(rank), &T0742, text), out);
     }
 
-    /// Findings about a message as the reason to stop it, if this tripwire is armed.
-    fn stop(&self, found: &Diagnostics) -> Option<Failure> {
-        let finding = refusal(Some(self.config.rank), Place::MeshLeader, found);
-        self.stopped(finding.class, format!("[{}] {}", finding.code, finding.text))
+    /// Returns the failure that blocks a message with these findings, unless the tripwire is
+    /// disabled.
+    fn block_on_findings(&self, found: &Diagnostics) -> Option<Failure> {
+        let finding = failure_from_findings(Some(self.config.rank), CheckSite::MeshLeader, found);
+        self.block_message(finding.class, format!("[{}] {}", finding.code, finding.text))
     }
 
-    fn stopped(&self, class: FailureClass, text: String) -> Option<Failure> {
-        self.armed(&T0755).then(|| self.here(class, Some(self.config.rank), &T0755, text))
+    fn block_message(&self, class: FailureClass, text: String) -> Option<Failure> {
+        self.is_armed(&T0755).then(|| self.relay_failure(class, Some(self.config.rank), &T0755, text))
     }
 
-    /// Tells the leader, then leaves with the members.
-    fn fault(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        out.push(Action::Up(Message::Fault(Fault { failure: failure.clone(), secondary: false })));
-        self.end(failure, out);
+    /// Reports a failure to the leader, then ends with the members.
+    fn report_fault(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        out.push(Action::Up(Message::Fault(FaultReport { failure: failure.clone(), secondary: false })));
+        self.end_run(failure, out);
     }
 
-    fn end(&mut self, failure: Failure, out: &mut Vec<Action>) {
+    fn end_run(&mut self, failure: Failure, out: &mut Vec<Action>) {
         out.push(Action::Down(Message::Abort(Abort { failure: failure.clone() })));
         out.push(Action::Exit(Some(failure)));
         self.ended = true;
     }
 
-    fn armed(&self, code: &Code) -> bool {
-        self.config.tripwires.armed(code)
+    fn is_armed(&self, code: &Code) -> bool {
+        self.config.tripwires.is_armed(code)
     }
 
-    fn here(&self, class: FailureClass, rank: Option<u32>, code: &Code, text: impl Into<String>) -> Failure {
-        Failure::new(class, rank, code, text).at(Place::MeshLeader)
+    fn relay_failure(
+        &self,
+        class: FailureClass,
+        rank: Option<u32>,
+        code: &Code,
+        text: impl Into<String>,
+    ) -> Failure {
+        Failure::new(class, rank, code, text).with_site(CheckSite::MeshLeader)
     }
 }

@@ -1,178 +1,180 @@
-//! A rank's side of lockstep: checks what it is sent, answers, runs what is committed, and decides nothing.
+//! A rank's side of lockstep: it checks the calls that it receives, answers, and runs the committed
+//! ones. It makes no decisions.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
-use crate::cache::{Cache, CacheSpec, T0710, T0712};
-use crate::census::Census;
-use crate::check::{Local, T0731, check_context, check_envelope, input_digest};
-use crate::engine::{CallReport, EngineFault, FaultKind, ReadyCall};
+use crate::engine::{CallReport, EngineFault, EngineFaultKind, ReadyCall};
+use crate::envelope_check::{LocalState, T0731, check_context, check_envelope, input_digest};
+use crate::kv_cache::{CacheSpec, CacheState, T0710, T0712};
 use crate::leader::T0743;
-use crate::limits::{AwakeClock, ms};
-use crate::parity::identity;
-use crate::tripwire::{Place, Tripwires};
+use crate::limits::{AwakeClock, format_ms};
+use crate::parity::identity_keys;
+use crate::program_index::ProgramIndex;
+use crate::tripwire::{CheckSite, Tripwires};
 use crate::wire::{
-    CallAction, Context, Done, Envelope, Fault, Heartbeat, HelloAck, Init, Kind, Message, Observed, Ready,
-    Refused, Role, ShardPrint, Tensors,
+    CallAction, CallContext, CallObservation, Done, Envelope, FaultReport, Heartbeat, HelloAck, Init,
+    Message, MessageKind, Ready, Refused, SenderRole, ShardFingerprint, Tensors,
 };
 use crate::{Digest, Failure, FailureClass, Limits, Parity};
 
-/// A message that may not come here now.
+/// Raised for a message from the wrong role or at the wrong time.
 pub(crate) static T0707: Code = Code {
     id: "T0707",
     title: "a message came from the wrong role or at the wrong time",
-    page: "Only the leader originates control messages; a worker replies and shows signs of life, and each message \
-has its place: hello, envelope, context, commit. This one was sent by the wrong side, for a call that is not open, or \
-before what must precede it. The peer is another program, another build, or has lost its place; the run ends.",
+    page: "Only the leader originates control messages; a worker replies and sends heartbeats. The messages have \
+a fixed order: hello, envelope, context, commit. This message was sent by the wrong side, for a call that is not open, or \
+before a message that must precede it. The peer is another program or another build, or it lost its state; the run ends.",
 };
-/// One call twice.
+/// Raised when a call is committed a second time.
 pub(crate) static T0746: Code = Code {
     id: "T0746",
-    title: "a second run of a call was asked for",
+    title: "a call was committed a second time",
     page: "A rank runs each call exactly once. A commit arrived for a call that this rank has run, is running, or \
-never agreed to. Running it again would issue collectives that no peer joins, so it is refused and the run ends.",
+never agreed to. A second run would issue collectives that no peer joins, so the rank refuses and the run ends.",
 };
-/// The launcher is gone.
+/// Raised when the launching process ends first.
 pub(crate) static T0749: Code = Code {
     id: "T0749",
     title: "the process that started the ranks is gone",
-    page: "Every rank holds a socket to the process that spawned it. That socket closed without a stop, so nobody \
+    page: "Every rank holds a socket to the process that spawned it. That socket closed without a stop, so no process \
 is left to receive output or to clean up, and the rank ended itself. The launching process was killed or crashed; \
-start there.",
+find its cause first.",
 };
-/// A peer died.
+/// Raised when a rank's process ends while other ranks need it.
 pub(crate) static T0742: Code = Code {
     id: "T0742",
     title: "a rank's process ended while it was needed",
-    page: "The control socket of a rank closed before that rank had answered the shutdown, so its process is gone: \
-killed, out of memory, or crashed. The launcher's report adds its exit status or signal. Signal 9 without anybody \
-having sent it is usually the kernel's out-of-memory killer; the kernel log says so.",
+    page: "The control socket of a rank closed before that rank had answered the shutdown, so its process has ended: \
+killed, out of memory, or crashed. The launcher's report adds its exit status or signal. Signal 9 without a known \
+sender usually comes from the kernel's out-of-memory killer; the kernel log records that.",
 };
 
-/// What a worker must know before its first message.
+/// The configuration of a worker.
 #[derive(Debug, Clone)]
 pub struct WorkerConfig {
     /// This rank.
     pub rank: u32,
-    /// The rank that its socket leads to: 0, or the mesh leader of a member behind one.
-    pub above: u32,
-    /// Digest of the sealed plan it holds.
+    /// The rank at the other end of this rank's control socket: 0, or the mesh leader for a member
+    /// behind a mesh leader.
+    pub upstream_rank: u32,
+    /// Digest of the sealed plan on this rank.
     pub plan: Digest,
-    /// Its build.
+    /// This rank's build.
     pub build: String,
-    /// What it shows at the hello.
+    /// This rank's parity keys for the hello.
     pub parity: Parity,
-    /// The seal's programs.
-    pub census: Arc<Census>,
-    /// Sizes of the caches, from the seal.
+    /// The programs of the sealed plan.
+    pub programs: Arc<ProgramIndex>,
+    /// Cache sizes from the sealed plan.
     pub cache: CacheSpec,
-    /// Bounds.
+    /// The bounds of queues and waits.
     pub limits: Limits,
     /// Whether this rank sends the chunk's latents to the leader.
-    pub delivers: bool,
-    /// What is not checked.
+    pub sends_output: bool,
+    /// The disabled tripwires.
     pub tripwires: Tripwires,
 }
 
-/// What happened.
+/// An event that the driver reports to the worker.
 #[derive(Debug)]
 pub enum Event {
-    /// Time passed; `mark` is the engine's progress.
+    /// Time passed; `progress` is the engine's progress counter.
     Tick {
-        /// See [`Heartbeat`].
-        mark: u64,
+        /// The counter that [`Heartbeat`] sends.
+        progress: u64,
     },
     /// A message from the leader.
     Message(Message),
     /// The engine is loaded.
     EngineReady {
-        /// What it adds to the parity table.
+        /// The engine's parity keys.
         parity: Parity,
-        /// What it holds of the weights.
-        fingerprints: Vec<ShardPrint>,
+        /// Digests of the loaded weight shards.
+        fingerprints: Vec<ShardFingerprint>,
     },
     /// The engine could not be loaded.
     EngineFailed(Failure),
     /// The committed call ended.
     CallEnded(Result<CallReport, EngineFault>),
-    /// The socket to the rank above closed.
-    LeaderGone(String),
+    /// The control socket to the upstream rank closed; the text describes how.
+    UpstreamGone(String),
     /// The launcher's socket closed.
     LauncherGone,
 }
 
-/// What to do.
+/// An action that the driver executes for the worker.
 #[derive(Debug)]
 pub enum Action {
-    /// Send to the leader.
+    /// Sends a message to the leader.
     Send(Message),
-    /// Hand to the engine's thread.
+    /// Passes a call to the engine's thread.
     Run(Box<ReadyCall>),
-    /// Make blocked collectives return.
+    /// Makes blocked collectives return.
     AbortEngine,
-    /// End the process; nothing follows.
+    /// Ends the process; no action follows.
     Exit(Option<Failure>),
 }
 
-/// The machine.
+/// The worker's state machine.
 #[derive(Debug)]
 pub struct Worker {
     config: WorkerConfig,
     clock: AwakeClock,
-    last_beat_ns: u64,
-    /// When the leader was last heard of.
-    heard_ns: u64,
-    /// The leader's count of progress, over all ranks.
-    progress: u64,
+    last_heartbeat_ns: u64,
+    /// Time of the leader's last message.
+    last_message_ns: u64,
+    /// The leader's progress counter, over all ranks.
+    leader_progress: u64,
     init: Option<Init>,
-    /// What the loaded engine holds of the weights.
-    loaded: Option<Vec<ShardPrint>>,
+    /// Shard digests of the loaded engine; `None` before loading.
+    loaded_fingerprints: Option<Vec<ShardFingerprint>>,
     last_call_id: u64,
     last_commit: u64,
-    /// State after the last accepted envelope.
-    predicted: Cache,
-    pending: VecDeque<Pending>,
-    running: Option<Running>,
+    /// The cache state after the last accepted envelope.
+    predicted: CacheState,
+    pending: VecDeque<PendingCall>,
+    running: Option<RunningCall>,
     ended: bool,
 }
 
 /// An accepted call that is not committed.
 #[derive(Debug)]
-struct Pending {
+struct PendingCall {
     envelope: Envelope,
-    after: Digest,
+    predicted_state: Digest,
     context: Tensors,
     ready: bool,
 }
 
 #[derive(Debug)]
-struct Running {
+struct RunningCall {
     call_id: u64,
     cache_epoch: u32,
     deadline_ns: u64,
-    mark: u64,
-    marked_ns: u64,
+    progress: u64,
+    last_progress_ns: u64,
 }
 
 impl Worker {
-    /// Refuses limits without bounds and impossible caches.
+    /// Creates a worker. Refuses limits without bounds and invalid cache sizes.
     pub fn new(config: WorkerConfig) -> Result<Worker, Diagnostics> {
         let mut found = config.limits.check();
-        config.tripwires.filter(&mut found);
+        config.tripwires.retain_armed(&mut found);
         if !found.is_empty() {
             return Err(found);
         }
-        let predicted = Cache::new(config.cache).map_err(|d| vec![d])?;
+        let predicted = CacheState::new(config.cache).map_err(|d| vec![d])?;
         Ok(Worker {
             config,
             clock: AwakeClock::default(),
-            last_beat_ns: 0,
-            heard_ns: 0,
-            progress: 0,
+            last_heartbeat_ns: 0,
+            last_message_ns: 0,
+            leader_progress: 0,
             init: None,
-            loaded: None,
+            loaded_fingerprints: None,
             last_call_id: 0,
             last_commit: 0,
             predicted,
@@ -182,212 +184,221 @@ impl Worker {
         })
     }
 
-    /// Takes one event.
-    pub fn step(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
+    /// Handles one event and returns the resulting actions.
+    pub fn handle_event(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
         let mut out = Vec::new();
         if self.ended {
             return out;
         }
-        self.clock.advance(now_ns, self.config.limits.heartbeat_ns);
+        self.clock.advance_to(now_ns, self.config.limits.heartbeat_ns);
         match event {
-            Event::Tick { mark } => self.tick(mark, &mut out),
-            Event::Message(message) => self.message(message, &mut out),
+            Event::Tick { progress: mark } => self.handle_tick(mark, &mut out),
+            Event::Message(message) => self.handle_message(message, &mut out),
             Event::EngineReady { parity, fingerprints } => {
-                self.config.parity = std::mem::take(&mut self.config.parity).join(&parity);
-                self.loaded = Some(fingerprints);
-                self.hello(&mut out);
+                self.config.parity = std::mem::take(&mut self.config.parity).merge(&parity);
+                self.loaded_fingerprints = Some(fingerprints);
+                self.send_hello(&mut out);
             }
-            Event::EngineFailed(failure) => self.fault(failure, false, &mut out),
-            Event::CallEnded(Ok(report)) => self.call_ended(report, &mut out),
+            Event::EngineFailed(failure) => self.report_fault(failure, false, &mut out),
+            Event::CallEnded(Ok(report)) => self.finish_call(report, &mut out),
             Event::CallEnded(Err(fault)) => {
                 let failure = Failure {
-                    class: fault.class(),
+                    class: fault.failure_class(),
                     rank: Some(self.config.rank),
-                    place: Place::Worker,
+                    site: CheckSite::Worker,
                     code: fault.code,
                     text: fault.text,
                 };
-                self.fault(failure, fault.kind == FaultKind::Aborted, &mut out);
+                self.report_fault(failure, fault.kind == EngineFaultKind::Aborted, &mut out);
             }
-            Event::LeaderGone(how) if self.armed(&T0742) => {
-                let (above, who) = self.above();
+            Event::UpstreamGone(how) if self.is_armed(&T0742) => {
+                let (above, who) = self.upstream_name();
                 let text = format!("{who} is gone: {how}");
-                self.end(self.here(FailureClass::RankDied, Some(above), &T0742, text), &mut out);
+                self.end_run(self.local_failure(FailureClass::RankDied, Some(above), &T0742, text), &mut out);
             }
-            Event::LauncherGone if self.armed(&T0749) => {
+            Event::LauncherGone if self.is_armed(&T0749) => {
                 let text = "the launching process closed its socket".to_string();
-                self.end(self.here(FailureClass::LauncherGone, None, &T0749, text), &mut out);
+                self.end_run(self.local_failure(FailureClass::LauncherGone, None, &T0749, text), &mut out);
             }
-            Event::LeaderGone(_) | Event::LauncherGone => {}
+            Event::UpstreamGone(_) | Event::LauncherGone => {}
         }
         out
     }
 
-    /// Whether nothing more will come out of this machine.
+    /// Whether the run has ended, so that no further action follows.
     #[must_use]
-    pub fn ended(&self) -> bool {
+    pub fn has_ended(&self) -> bool {
         self.ended
     }
 
-    fn tick(&mut self, mark: u64, out: &mut Vec<Action>) {
-        let now = self.clock.now();
-        if now >= self.last_beat_ns + self.config.limits.heartbeat_ns {
-            self.last_beat_ns = now;
-            // The mark of a finished call must not be taken for progress of the next one.
-            let mark = if self.running.is_some() { mark } else { 0 };
-            out.push(Action::Send(Message::Heartbeat(Heartbeat { mark })));
+    fn handle_tick(&mut self, progress: u64, out: &mut Vec<Action>) {
+        let now = self.clock.now_ns();
+        if now >= self.last_heartbeat_ns + self.config.limits.heartbeat_ns {
+            self.last_heartbeat_ns = now;
+            // The progress of a finished call must not count as progress of the next one.
+            let progress = if self.running.is_some() { progress } else { 0 };
+            out.push(Action::Send(Message::Heartbeat(Heartbeat { progress })));
         }
         if let Some(running) = &mut self.running
-            && running.mark != mark
+            && running.progress != progress
         {
-            (running.mark, running.marked_ns) = (mark, now);
+            (running.progress, running.last_progress_ns) = (progress, now);
         }
-        if !self.armed(&T0743) {
+        if !self.is_armed(&T0743) {
             return;
         }
-        // Before its first message a leader may be loading, as long as anybody may.
+        // Before its first message a leader may be loading, for as long as any rank may take to
+        // load.
         let limits = &self.config.limits;
-        let patience = if self.init.is_some() { limits.stale_ns } else { limits.hello_ns };
-        // A mesh leader misses a silent leader first, and says so.
-        let patience = patience + if self.config.above == 0 { 0 } else { limits.heartbeat_ns };
-        let quiet = now.saturating_sub(self.heard_ns);
-        if quiet > patience {
-            let (above, who) = self.above();
-            let text = format!("nothing was heard of {who} for {}, limit {}", ms(quiet), ms(patience));
-            return self.end(self.here(FailureClass::Stall, Some(above), &T0743, text), out);
+        let patience_ns = if self.init.is_some() { limits.stale_ns } else { limits.hello_ns };
+        // A mesh leader detects a silent leader first and reports it, so the ranks behind it wait
+        // longer.
+        let patience_ns = patience_ns + if self.config.upstream_rank == 0 { 0 } else { limits.heartbeat_ns };
+        let quiet_ns = now.saturating_sub(self.last_message_ns);
+        if quiet_ns > patience_ns {
+            let (above, who) = self.upstream_name();
+            let text = format!(
+                "no message from {who} for {}, limit {}",
+                format_ms(quiet_ns),
+                format_ms(patience_ns)
+            );
+            return self.end_run(self.local_failure(FailureClass::Stall, Some(above), &T0743, text), out);
         }
         if let Some(r) = &self.running
-            && now.saturating_sub(r.marked_ns) > r.deadline_ns
+            && now.saturating_sub(r.last_progress_ns) > r.deadline_ns
         {
-            let (quiet, limit) = (ms(now - r.marked_ns), ms(r.deadline_ns));
-            let text = format!("call {}: no progress here for {quiet}, deadline {limit}", r.call_id);
-            // It may be waiting for another rank: only the leader sees all marks.
-            let failure = self.here(FailureClass::Stall, Some(self.config.rank), &T0743, text);
-            self.fault(failure, true, out);
+            let (quiet_ns, limit) = (format_ms(now - r.last_progress_ns), format_ms(r.deadline_ns));
+            let text =
+                format!("call {}: this rank made no progress for {quiet_ns}, deadline {limit}", r.call_id);
+            // This rank may be waiting for another one; only the leader sees the progress of all
+            // ranks. The failure is therefore secondary.
+            let failure = self.local_failure(FailureClass::Stall, Some(self.config.rank), &T0743, text);
+            self.report_fault(failure, true, out);
         }
     }
 
-    fn message(&mut self, message: Message, out: &mut Vec<Action>) {
-        self.heard_ns = self.clock.now();
+    fn handle_message(&mut self, message: Message, out: &mut Vec<Action>) {
+        self.last_message_ns = self.clock.now_ns();
         let kind = message.kind();
-        if kind.sender() != Role::Leader && kind != Kind::Heartbeat {
-            return self.broken(0, format!("a {kind:?} message arrived at a worker"), out);
+        if kind.allowed_sender() != SenderRole::Leader && kind != MessageKind::Heartbeat {
+            return self.protocol_violation(0, format!("a {kind:?} message arrived at a worker"), out);
         }
         match message {
             Message::Init(init) if self.init.is_none() => {
                 self.init = Some(init);
-                self.hello(out);
+                self.send_hello(out);
             }
-            Message::Envelope(e) => self.envelope(*e, out),
-            Message::Context(c) => self.context(c, out),
-            Message::Commit(c) => self.commit(c.call_id, out),
-            Message::Abort(a) => self.end(a.failure, out),
-            Message::Heartbeat(h) => self.leader_beats(h.mark),
-            _ => self.broken(0, format!("a {kind:?} message arrived out of place"), out),
+            Message::Envelope(e) => self.handle_envelope(*e, out),
+            Message::Context(c) => self.handle_context(c, out),
+            Message::Commit(c) => self.handle_commit(c.call_id, out),
+            Message::Abort(a) => self.end_run(a.failure, out),
+            Message::Heartbeat(h) => self.handle_leader_heartbeat(h.progress),
+            _ => self.protocol_violation(0, format!("a {kind:?} message arrived at the wrong time"), out),
         }
     }
 
-    /// Progress anywhere is progress here: this rank may wait in a collective for a peer that is slow and goes on.
-    fn leader_beats(&mut self, progress: u64) {
-        if progress != self.progress {
-            self.progress = progress;
+    /// Counts progress of any rank as progress of this one, which may wait inside a collective for
+    /// a slow peer that still advances.
+    fn handle_leader_heartbeat(&mut self, progress: u64) {
+        if progress != self.leader_progress {
+            self.leader_progress = progress;
             if let Some(running) = &mut self.running {
-                running.marked_ns = self.clock.now();
+                running.last_progress_ns = self.clock.now_ns();
             }
         }
     }
 
-    fn hello(&mut self, out: &mut Vec<Action>) {
-        let (Some(_), Some(fingerprints)) = (&self.init, &self.loaded) else { return };
+    fn send_hello(&mut self, out: &mut Vec<Action>) {
+        let (Some(_), Some(fingerprints)) = (&self.init, &self.loaded_fingerprints) else { return };
         let c = &self.config;
         out.push(Action::Send(Message::HelloAck(HelloAck {
             build: c.build.clone(),
             plan: c.plan,
-            parity: identity(&c.build, c.plan, &c.census, &c.tripwires).join(&c.parity),
+            parity: identity_keys(&c.build, c.plan, &c.programs, &c.tripwires).merge(&c.parity),
             fingerprints: fingerprints.clone(),
         })));
     }
 
-    fn envelope(&mut self, e: Envelope, out: &mut Vec<Action>) {
+    fn handle_envelope(&mut self, e: Envelope, out: &mut Vec<Action>) {
         let call_id = e.header.call_id;
         let Some(init) = &self.init else {
-            return self.broken(call_id, "an envelope came before the hello".into(), out);
+            return self.protocol_violation(call_id, "an envelope came before the hello".into(), out);
         };
         let shutdown = e.header.action == CallAction::Shutdown;
-        if !shutdown && self.loaded.is_none() {
-            let text = "an envelope came before this rank was loaded".into();
-            return self.broken(call_id, text, out);
+        if !shutdown && self.loaded_fingerprints.is_none() {
+            let text = "an envelope came before this rank had loaded".into();
+            return self.protocol_violation(call_id, text, out);
         }
         let open = self.pending.len() + usize::from(self.running.is_some());
-        let local = Local {
+        let local = LocalState {
             plan: self.config.plan,
             session: init.session,
             last_call_id: self.last_call_id,
             cache: &self.predicted,
-            census: &self.config.census,
-            open,
+            programs: &self.config.programs,
+            open_calls: open,
             tripwires: &self.config.tripwires,
         };
         let after = match check_envelope(&e, &local) {
             Ok(after) => after,
-            Err(found) => return self.refuse(call_id, self.failure(&found), out),
+            Err(found) => return self.refuse_call(call_id, self.refusal_of_findings(&found), out),
         };
         if shutdown {
-            return self.shutdown(&e, out);
+            return self.answer_shutdown(&e, out);
         }
         if open >= self.config.limits.max_outstanding as usize {
             let text = format!("envelope {call_id} came while {open} calls are open, the limit");
-            return self.broken(call_id, text, out);
+            return self.protocol_violation(call_id, text, out);
         }
         self.last_call_id = call_id;
-        let digest = after.digest();
+        let digest = after.state_digest();
         self.predicted = after;
-        self.pending.push_back(Pending {
+        self.pending.push_back(PendingCall {
             envelope: e,
-            after: digest,
+            predicted_state: digest,
             context: Tensors::default(),
             ready: false,
         });
         let newest = self.pending.len() - 1;
-        if !wants_context(&self.pending[newest].envelope) {
-            self.ready(newest, out);
+        if !needs_context(&self.pending[newest].envelope) {
+            self.send_ready(newest, out);
         }
     }
 
-    fn context(&mut self, c: Context, out: &mut Vec<Action>) {
+    fn handle_context(&mut self, c: CallContext, out: &mut Vec<Action>) {
         let at = self
             .pending
             .iter()
-            .position(|p| p.envelope.header.call_id == c.call_id && !p.ready && wants_context(&p.envelope));
+            .position(|p| p.envelope.header.call_id == c.call_id && !p.ready && needs_context(&p.envelope));
         let Some(at) = at else {
-            let text = format!("context came for call {}, which does not wait for it", c.call_id);
-            return self.broken(c.call_id, text, out);
+            let text = format!("context arrived for call {}, which does not wait for one", c.call_id);
+            return self.protocol_violation(c.call_id, text, out);
         };
         if let Some(meta) = &self.pending[at].envelope.meta
-            && let Err(found) = check_context(meta, &c.tensors, &self.config.census, &self.config.tripwires)
+            && let Err(found) = check_context(meta, &c.tensors, &self.config.programs, &self.config.tripwires)
         {
-            return self.refuse(c.call_id, self.failure(&found), out);
+            return self.refuse_call(c.call_id, self.refusal_of_findings(&found), out);
         }
         self.pending[at].context = c.tensors;
-        self.ready(at, out);
+        self.send_ready(at, out);
     }
 
-    fn ready(&mut self, at: usize, out: &mut Vec<Action>) {
+    fn send_ready(&mut self, at: usize, out: &mut Vec<Action>) {
         let p = &mut self.pending[at];
         p.ready = true;
         out.push(Action::Send(Message::Ready(Ready {
             call_id: p.envelope.header.call_id,
-            predicted_state: p.after,
+            predicted_state: p.predicted_state,
             inputs: input_digest(&p.envelope, &p.context),
         })));
     }
 
-    fn commit(&mut self, call_id: u64, out: &mut Vec<Action>) {
+    fn handle_commit(&mut self, call_id: u64, out: &mut Vec<Action>) {
         let front = self.pending.front();
         let open = front.is_some_and(|p| p.envelope.header.call_id == call_id && p.ready);
         if self.running.is_some() || !open {
             let code = if call_id <= self.last_commit { &T0746 } else { &T0707 };
-            if !self.armed(code) {
+            if !self.is_armed(code) {
                 return;
             }
             let text = format!(
@@ -396,16 +407,16 @@ impl Worker {
                 front.map(|p| p.envelope.header.call_id),
                 self.last_commit
             );
-            let failure = self.here(FailureClass::Protocol, Some(self.config.rank), code, text);
-            return self.refuse(call_id, failure, out);
+            let failure = self.local_failure(FailureClass::Protocol, Some(self.config.rank), code, text);
+            return self.refuse_call(call_id, failure, out);
         }
         let Some(p) = self.pending.pop_front() else { return };
-        self.running = Some(Running {
+        self.running = Some(RunningCall {
             call_id,
             cache_epoch: p.envelope.header.cache_epoch,
             deadline_ns: u64::from(p.envelope.header.deadline_ms) * 1_000_000,
-            mark: 0,
-            marked_ns: self.clock.now(),
+            progress: 0,
+            last_progress_ns: self.clock.now_ns(),
         });
         self.last_commit = call_id;
         let mut inputs = p.envelope.tensors;
@@ -421,11 +432,11 @@ impl Worker {
         })));
     }
 
-    fn call_ended(&mut self, report: CallReport, out: &mut Vec<Action>) {
-        let Some(Running { call_id, cache_epoch, .. }) = self.running.take() else {
-            return self.broken(0, "the engine ended a call that was not running".into(), out);
+    fn finish_call(&mut self, report: CallReport, out: &mut Vec<Action>) {
+        let Some(RunningCall { call_id, cache_epoch, .. }) = self.running.take() else {
+            return self.protocol_violation(0, "the engine ended a call that was not running".into(), out);
         };
-        let output = if self.config.delivers { report.output.into_iter().collect() } else { Vec::new() };
+        let output = if self.config.sends_output { report.output.into_iter().collect() } else { Vec::new() };
         out.push(Action::Send(Message::Done(Box::new(Done {
             call_id,
             cache_epoch,
@@ -435,14 +446,17 @@ impl Worker {
         }))));
     }
 
-    fn shutdown(&mut self, e: &Envelope, out: &mut Vec<Action>) {
+    fn answer_shutdown(&mut self, e: &Envelope, out: &mut Vec<Action>) {
         let call_id = e.header.call_id;
         if let Some(running) = &self.running {
             let text = format!("shutdown came while call {} runs", running.call_id);
-            return self.broken(call_id, text, out);
+            return self.protocol_violation(call_id, text, out);
         }
-        let observed =
-            Observed { trace: Digest::of_trace([]), state: self.predicted.digest(), ..Observed::default() };
+        let observed = CallObservation {
+            trace: Digest::hash_trace([]),
+            state: self.predicted.state_digest(),
+            ..CallObservation::default()
+        };
         let done = Done {
             call_id,
             cache_epoch: e.header.cache_epoch,
@@ -455,69 +469,71 @@ impl Worker {
         self.ended = true;
     }
 
-    /// A message that may not come here now: the end, unless nobody checks.
-    fn broken(&mut self, call_id: u64, text: String, out: &mut Vec<Action>) {
-        if self.armed(&T0707) {
-            let failure = self.here(FailureClass::Protocol, Some(self.config.rank), &T0707, text);
-            self.refuse(call_id, failure, out);
+    /// Refuses a message that is illegal at this time and ends the run, unless the tripwire is
+    /// disabled.
+    fn protocol_violation(&mut self, call_id: u64, text: String, out: &mut Vec<Action>) {
+        if self.is_armed(&T0707) {
+            let failure = self.local_failure(FailureClass::Protocol, Some(self.config.rank), &T0707, text);
+            self.refuse_call(call_id, failure, out);
         }
     }
 
-    /// Says why a call is not run here, then leaves.
-    fn refuse(&mut self, call_id: u64, failure: Failure, out: &mut Vec<Action>) {
+    /// Reports why this rank refuses a call, then ends.
+    fn refuse_call(&mut self, call_id: u64, failure: Failure, out: &mut Vec<Action>) {
         out.push(Action::Send(Message::Refused(Refused { call_id, failure: failure.clone() })));
-        self.end(failure, out);
+        self.end_run(failure, out);
     }
 
-    /// Says why this rank cannot go on, then leaves.
-    fn fault(&mut self, failure: Failure, secondary: bool, out: &mut Vec<Action>) {
-        out.push(Action::Send(Message::Fault(Fault { failure: failure.clone(), secondary })));
-        self.end(failure, out);
+    /// Reports why this rank cannot continue, then ends.
+    fn report_fault(&mut self, failure: Failure, secondary: bool, out: &mut Vec<Action>) {
+        out.push(Action::Send(Message::Fault(FaultReport { failure: failure.clone(), secondary })));
+        self.end_run(failure, out);
     }
 
-    fn end(&mut self, failure: Failure, out: &mut Vec<Action>) {
+    fn end_run(&mut self, failure: Failure, out: &mut Vec<Action>) {
         out.push(Action::AbortEngine);
         out.push(Action::Exit(Some(failure)));
         self.ended = true;
     }
 
-    fn armed(&self, code: &Code) -> bool {
-        self.config.tripwires.armed(code)
+    fn is_armed(&self, code: &Code) -> bool {
+        self.config.tripwires.is_armed(code)
     }
 
-    /// Who leads this rank directly, and what it is called.
-    fn above(&self) -> (u32, &'static str) {
-        let above = self.config.above;
+    /// Returns the upstream rank and its name in messages.
+    fn upstream_name(&self) -> (u32, &'static str) {
+        let above = self.config.upstream_rank;
         (above, if above == 0 { "the leader" } else { "the mesh leader" })
     }
 
-    fn here(&self, class: FailureClass, rank: Option<u32>, code: &Code, text: String) -> Failure {
-        Failure::new(class, rank, code, text).at(Place::Worker)
+    fn local_failure(&self, class: FailureClass, rank: Option<u32>, code: &Code, text: String) -> Failure {
+        Failure::new(class, rank, code, text).with_site(CheckSite::Worker)
     }
 
-    fn failure(&self, found: &Diagnostics) -> Failure {
-        refusal(Some(self.config.rank), Place::Worker, found)
+    fn refusal_of_findings(&self, found: &Diagnostics) -> Failure {
+        failure_from_findings(Some(self.config.rank), CheckSite::Worker, found)
     }
 }
 
-/// The first finding about an envelope as a failure: the rest follow from it or stand beside it in the text.
-pub(crate) fn refusal(rank: Option<u32>, place: Place, found: &Diagnostics) -> Failure {
+/// Converts findings about an envelope into one failure. The first finding determines its class and
+/// code, because the others often follow from it; the text contains all of them.
+pub(crate) fn failure_from_findings(rank: Option<u32>, place: CheckSite, found: &Diagnostics) -> Failure {
     let class = match found.first() {
         Some(d) if d.code == &T0731 => FailureClass::Parity,
         Some(d) if d.code == &T0712 || d.code == &T0710 => FailureClass::Drift,
         _ => FailureClass::Protocol,
     };
     Failure::from_diagnostics(class, rank, found)
-        .unwrap_or_else(|| Failure::new(class, rank, &T0707, "refused without a reason"))
-        .at(place)
+        .unwrap_or_else(|| Failure::new(class, rank, &T0707, "refused without a finding"))
+        .with_site(place)
 }
 
-/// An engine that could not be loaded, as a failure of this rank.
+/// Converts the diagnostic of an engine that failed to load into a failure of this rank.
 #[must_use]
 pub fn load_failure(rank: u32, d: &tessera_base::Diagnostic) -> Failure {
-    Failure::from_diagnostic(FailureClass::Engine, Some(rank), d).at(Place::Init)
+    Failure::from_diagnostic(FailureClass::Engine, Some(rank), d).with_site(CheckSite::Init)
 }
 
-pub(crate) fn wants_context(e: &Envelope) -> bool {
+pub(crate) fn needs_context(e: &Envelope) -> bool {
     e.header.action == CallAction::Infer && e.meta.as_ref().is_some_and(|m| m.recompute)
 }

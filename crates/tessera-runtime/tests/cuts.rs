@@ -1,58 +1,61 @@
-//! Hard cuts, calls without a chunk, weights that change between two calls, and time.
+//! Tests of hard cuts, calls without a chunk, weight reloads between two calls, and time limits.
 
 mod support;
 
 use support::net::{FIRST, NEXT, Net, Request};
-use support::{Bug, Shape, leader_config, text, weights_at, worker_config};
-use tessera_runtime::cache::Regime;
-use tessera_runtime::decide::{ChunkRequest, Cut};
+use support::{Bug, LeaderPlacement, leader_config, prompt_tensor, weights_at, worker_config};
+use tessera_runtime::director::{ChunkRequest, SceneCut};
+use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::leader;
 use tessera_runtime::wire::{CallAction, Message, Tensor};
 use tessera_runtime::{FailureClass, Tripwires};
 
-const BOTH: [Shape; 2] = [Shape::Mesh, Shape::Pp];
-const FLUSH: ChunkRequest = ChunkRequest { cut: Cut::Flush, ..NEXT };
+const BOTH: [LeaderPlacement; 2] = [LeaderPlacement::InMesh, LeaderPlacement::Outside];
+const FLUSH: ChunkRequest = ChunkRequest { cut: SceneCut::Flush, ..NEXT };
 
-fn chunks(delivered: &[(u32, Tensor)]) -> Vec<u32> {
+fn chunk_ids(delivered: &[(u32, Tensor)]) -> Vec<u32> {
     delivered.iter().map(|(k, _)| *k).collect()
 }
 
-fn clean_messages(shape: Shape, regime: Regime, chunks: u32) -> u64 {
-    let mut net = Net::shaped(shape, 2, regime, chunks);
+fn clean_message_count(shape: LeaderPlacement, regime: CacheRegime, chunks: u32) -> u64 {
+    let mut net = Net::with_placement(shape, 2, regime, chunks);
     net.run_clean();
     net.carried
 }
 
 #[test]
-fn after_a_flush_nothing_of_an_older_epoch_is_emitted_and_everything_given_up_is_written_down() {
-    for (shape, regime) in BOTH.into_iter().flat_map(|s| [(s, Regime::Resident), (s, Regime::Recompute)]) {
+fn after_a_flush_no_chunk_of_an_older_epoch_is_delivered_and_every_dropped_request_is_recorded() {
+    for (shape, regime) in
+        BOTH.into_iter().flat_map(|s| [(s, CacheRegime::Resident), (s, CacheRegime::Recompute)])
+    {
         let mut kinds = [0; 3];
-        for n in 0..clean_messages(shape, regime, 6) {
+        for n in 0..clean_message_count(shape, regime, 6) {
             for held in [false, true] {
-                let mut net = Net::shaped(shape, 2, regime, 6);
+                let mut net = Net::with_placement(shape, 2, regime, 6);
                 let request = FLUSH;
                 net.inject.insert(n, leader::Event::Request { request, text: None });
                 net.deliver = !held;
                 if held {
-                    // Chunks pile up before the studio, then the cut comes, then the studio goes on.
+                    // Finished chunks wait for the media pipeline, then the cut comes, then the
+                    // pipeline continues.
                     net.run_for(1);
                     net.deliver = true;
-                    assert_eq!(net.go_on(60), None);
+                    assert_eq!(net.resume(60), None);
                 } else {
                     assert_eq!(net.run(60), None, "{shape:?} {regime:?} {n}");
                 }
                 let cut = net.records.iter().find(|r| r.plan.meta.as_ref().is_some_and(|m| m.reset_kv));
                 let Some(cut) = cut else {
-                    // The stop came first: nothing was asked for after it.
+                    // The stop came first, so no request followed it.
                     assert!(net.dropped.is_empty());
                     continue;
                 };
                 let epoch = cut.plan.cache_epoch;
                 assert_eq!(epoch, 1);
-                // Of the older epoch only what had left before the cut was taken.
-                let taken = net.cut_taken.expect("a fence");
+                // Only chunks of the older epoch that were delivered before the cut took effect.
+                let taken = net.delivered_at_cut.expect("a fence");
                 assert!(net.delivered[taken..].iter().all(|(k, _)| *k >= cut.plan.chunk), "{n}");
-                // Each request is either delivered or written down, once.
+                // Each request is either delivered or recorded as dropped, exactly once.
                 let given: Vec<u64> = net.dropped.iter().map(|(r, ..)| *r).collect();
                 let mut all: Vec<u64> = net
                     .records
@@ -67,9 +70,9 @@ fn after_a_flush_nothing_of_an_older_epoch_is_emitted_and_everything_given_up_is
                 kinds[0] += net.dropped.iter().filter(|(_, chunk, _)| chunk.is_none()).count();
                 kinds[1] += net.records.iter().filter(|r| r.discarded).count();
                 kinds[2] += net.dropped.len();
-                // The stream goes on in a new scene, and ids of chunks only grow.
-                assert!(chunks(&net.delivered).is_sorted_by(|a, b| a < b));
-                assert!(net.most_undelivered <= 2);
+                // The stream continues in a new scene, and chunk ids only grow.
+                assert!(chunk_ids(&net.delivered).is_sorted_by(|a, b| a < b));
+                assert!(net.max_undelivered <= 2);
             }
         }
         assert!(kinds[0] > 0 && kinds[1] > 0, "before and while being computed: {kinds:?}");
@@ -78,46 +81,47 @@ fn after_a_flush_nothing_of_an_older_epoch_is_emitted_and_everything_given_up_is
 }
 
 #[test]
-fn a_prompt_that_is_given_up_with_its_request_holds_for_the_flush() {
-    let mut net = Net::new(2, Regime::Resident, 1);
+fn the_prompt_of_a_dropped_request_applies_to_the_flush() {
+    let mut net = Net::new(2, CacheRegime::Resident, 1);
     net.requests.clear();
-    // Before the ranks have said hello, so the first request is still waiting.
-    net.inject.insert(0, leader::Event::Request { request: FIRST, text: Some(text(5)) });
+    // The ranks have not sent their hello, so the first request still waits.
+    net.inject.insert(0, leader::Event::Request { request: FIRST, text: Some(prompt_tensor(5)) });
     net.inject.insert(1, leader::Event::Request { request: FLUSH, text: None });
     net.inject.insert(2, leader::Event::NoMoreRequests);
     net.hold_requests = true;
     assert_eq!(net.run(60), None);
-    assert_eq!((net.dropped.as_slice(), chunks(&net.delivered)), (&[(0, None, 0)][..], vec![0]));
+    assert_eq!((net.dropped.as_slice(), chunk_ids(&net.delivered)), (&[(0, None, 0)][..], vec![0]));
     let sent = net.trace.iter().find_map(|(_, m)| match m {
         Message::Envelope(e) if e.header.action == CallAction::Infer => e.tensors.get("text").cloned(),
         _ => None,
     });
-    assert_eq!(sent, Some(text(5)));
+    assert_eq!(sent, Some(prompt_tensor(5)));
 }
 
 #[test]
-fn a_noop_proves_the_whole_way_and_a_reset_is_a_cut_without_a_chunk() {
+fn a_noop_reaches_every_rank_and_a_reset_is_a_cut_without_a_chunk() {
     for shape in BOTH {
-        let regime = Regime::Recompute;
-        let mut net = Net::shaped(shape, 2, regime, 8);
+        let regime = CacheRegime::Recompute;
+        let mut net = Net::with_placement(shape, 2, regime, 8);
         net.inject.insert(20, leader::Event::Control(CallAction::Noop));
         net.inject.insert(21, leader::Event::Control(CallAction::Reset));
         net.run_clean();
         let actions: Vec<CallAction> = net.controls.iter().map(|c| c.plan.action).collect();
         assert_eq!(actions, [CallAction::Warmup, CallAction::Noop, CallAction::Reset]);
         assert!(net.controls.iter().all(|c| c.observed.len() == 2));
-        assert_eq!(chunks(&net.delivered), [0, 1, 2, 3, 4, 5, 6, 7]);
+        assert_eq!(chunk_ids(&net.delivered), [0, 1, 2, 3, 4, 5, 6, 7]);
         let last = net.records.last().expect("eight");
         assert_eq!(last.plan.cache_epoch, 1);
         let opens: Vec<u32> =
             net.records.iter().filter(|r| r.plan.opens_scene).map(|r| r.plan.chunk).collect();
         assert_eq!((opens.len(), opens[0]), (2, 0));
-        // A context is told of the chunk before it whether that opened its scene; a scene's first has none.
+        // The context request tells whether the previous chunk opened its scene; the first chunk of
+        // a scene has no context.
         let scenes: Vec<(u32, bool)> =
             (1..8).filter(|k| !opens.contains(k)).map(|k| (k, opens.contains(&(k - 1)))).collect();
         assert_eq!(net.scenes, scenes);
         for bad in [CallAction::Infer, CallAction::Shutdown, CallAction::Warmup, CallAction::Reload] {
-            let mut net = Net::shaped(shape, 2, regime, 4);
+            let mut net = Net::with_placement(shape, 2, regime, 4);
             net.inject.insert(20, leader::Event::Control(bad));
             assert_eq!(net.run(10).expect("a failure").code, "T0707");
         }
@@ -126,13 +130,15 @@ fn a_noop_proves_the_whole_way_and_a_reset_is_a_cut_without_a_chunk() {
 
 #[test]
 fn a_reload_waits_for_open_calls_runs_alone_and_bumps_the_epoch() {
-    for (shape, regime) in BOTH.into_iter().flat_map(|s| [(s, Regime::Resident), (s, Regime::Recompute)]) {
-        for n in 0..clean_messages(shape, regime, 4) {
-            let mut net = Net::shaped(shape, 2, regime, 4);
+    for (shape, regime) in
+        BOTH.into_iter().flat_map(|s| [(s, CacheRegime::Resident), (s, CacheRegime::Recompute)])
+    {
+        for n in 0..clean_message_count(shape, regime, 4) {
+            let mut net = Net::with_placement(shape, 2, regime, 4);
             let (source, weights) = ("other".to_string(), weights_at("other"));
             net.inject.insert(n, leader::Event::Reload { source, weights });
             assert_eq!(net.run(60), None, "{shape:?} {regime:?} {n}");
-            assert_eq!(chunks(&net.delivered), [0, 1, 2, 3]);
+            assert_eq!(chunk_ids(&net.delivered), [0, 1, 2, 3]);
             let Some(reload) = net.controls.iter().find(|c| c.plan.action == CallAction::Reload) else {
                 continue; // the shutdown was on its way
             };
@@ -140,8 +146,8 @@ fn a_reload_waits_for_open_calls_runs_alone_and_bumps_the_epoch() {
             assert!(reload.observed.values().all(|o| o.weights == weights));
             let mut open = 0;
             for (_, m) in net.trace.iter().filter(|(way, _)| match shape {
-                Shape::Mesh => true,
-                Shape::Pp => !matches!(way, support::net::Way::Relay(_)),
+                LeaderPlacement::InMesh => true,
+                LeaderPlacement::Outside => !matches!(way, support::net::Hop::Relay(_)),
             }) {
                 match m {
                     Message::Envelope(e) if e.header.action == CallAction::Infer => open += 1,
@@ -159,15 +165,16 @@ fn a_reload_waits_for_open_calls_runs_alone_and_bumps_the_epoch() {
 }
 
 #[test]
-fn a_step_that_makes_progress_lives_and_one_that_does_not_ends_in_time() {
+fn a_slow_phase_with_progress_survives_and_one_without_fails_in_time() {
     for shape in BOTH {
-        // A minute inside one phase, with a mark each second: twenty times and more what was seen before.
-        let mut net = Net::shaped(shape, 2, Regime::Resident, 4);
+        // A minute inside one phase with progress every second, more than twenty times the
+        // durations seen before.
+        let mut net = Net::with_placement(shape, 2, CacheRegime::Resident, 4);
         net.slow.insert((1, 4), (1200, 20));
         assert_eq!(net.run(120), None);
         assert!(net.now_ns >= 60_000_000_000);
-        // The same without marks.
-        let mut net = Net::shaped(shape, 2, Regime::Resident, 4);
+        // The same without progress.
+        let mut net = Net::with_placement(shape, 2, CacheRegime::Resident, 4);
         net.slow.insert((1, 4), (1200, 5000));
         let f = net.run(120).expect("a failure");
         assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(1)), "{f}");
@@ -178,8 +185,9 @@ fn a_step_that_makes_progress_lives_and_one_that_does_not_ends_in_time() {
 #[test]
 fn a_rank_that_waited_for_a_slow_one_has_time_to_finish_after_it() {
     for shape in BOTH {
-        // Rank 1 works for ten seconds and shows it; rank 2 waits for it in a collective and ends a moment later.
-        let mut net = Net::shaped(shape, 3, Regime::Resident, 4);
+        // Rank 1 works for ten seconds and reports progress; rank 2 waits for it in a collective
+        // and ends a moment later.
+        let mut net = Net::with_placement(shape, 3, CacheRegime::Resident, 4);
         net.slow.insert((1, 4), (200, 20));
         net.slow.insert((2, 4), (203, 5000));
         assert_eq!(net.run(120), None);
@@ -188,19 +196,19 @@ fn a_rank_that_waited_for_a_slow_one_has_time_to_finish_after_it() {
 
 #[test]
 fn limits_are_learned_from_the_program_that_was_slow() {
-    // Gaps of 2 s in one program make 7 s there bearable, and nowhere else.
-    let mut net = Net::new(2, Regime::Resident, 4);
+    // Gaps of 2 s in one program allow 7 s in that program, but not in others.
+    let mut net = Net::new(2, CacheRegime::Resident, 4);
     net.slow.insert((1, 3), (200, 40));
     net.slow.insert((1, 4), (140, 5000));
     assert_eq!(net.run(120), None);
-    let mut net = Net::new(2, Regime::Resident, 4);
+    let mut net = Net::new(2, CacheRegime::Resident, 4);
     net.slow.insert((1, 4), (140, 5000));
     assert_eq!(net.run(120).map(|f| f.class), Some(FailureClass::Stall));
 }
 
 #[test]
 fn a_call_is_recorded_with_its_instants_in_order() {
-    let mut net = Net::new(2, Regime::Resident, 3);
+    let mut net = Net::new(2, CacheRegime::Resident, 3);
     net.slow.insert((1, 3), (10, 1));
     net.run_clean();
     for r in net.records.iter().chain(&net.controls) {
@@ -210,32 +218,36 @@ fn a_call_is_recorded_with_its_instants_in_order() {
     let slow = &net.records[1];
     assert_eq!(slow.done_ns - slow.committed_ns, 500_000_000);
     let next = &net.records[2];
-    assert!(next.ready_ns < slow.done_ns && next.committed_ns == slow.done_ns, "it was prepared meanwhile");
+    assert!(
+        next.ready_ns < slow.done_ns && next.committed_ns == slow.done_ns,
+        "it was prepared in the meantime"
+    );
 }
 
 #[test]
 fn nothing_grows_over_ten_thousand_chunks() {
-    let mut net = Net::new(2, Regime::Resident, 0);
-    net.requests.push_back(Request { request: FIRST, text: Some(text(1)) });
+    let mut net = Net::new(2, CacheRegime::Resident, 0);
+    net.requests.push_back(Request { request: FIRST, text: Some(prompt_tensor(1)) });
     net.requests.extend((1..10_000).map(|k| {
-        let cut = if k % 100 == 0 { Cut::Ordered } else { Cut::None };
+        let cut = if k % 100 == 0 { SceneCut::Ordered } else { SceneCut::None };
         Request { request: ChunkRequest { cut, ..NEXT }, text: None }
     }));
     net.keep_trace = false;
     net.run_clean();
     assert_eq!(net.delivered.len(), 10_000);
     assert_eq!(net.records.last().map(|r| r.plan.cache_epoch), Some(99));
-    assert!(net.most_undelivered <= 2);
+    assert!(net.max_undelivered <= 2);
 }
 
 #[test]
-fn a_difference_that_is_switched_off_is_found_by_the_next_check() {
-    // A rank issues one collective too many and does not notice: the leader counts.
-    let off = Tripwires::off(["T0747"]);
-    let mut config = leader_config(Shape::Mesh, 3, Regime::Resident);
+fn a_deviation_that_a_disabled_check_misses_is_found_by_the_next_check() {
+    // A rank issues one extra collective and its own check is disabled; the leader compares the
+    // counts.
+    let off = Tripwires::disabling(["T0747"]);
+    let mut config = leader_config(LeaderPlacement::InMesh, 3, CacheRegime::Resident);
     config.tripwires = off.clone();
-    let mut net = Net::with(Shape::Mesh, config, Regime::Resident, 3, |r| {
-        let mut w = worker_config(Shape::Mesh, r, Regime::Resident);
+    let mut net = Net::with_configs(LeaderPlacement::InMesh, config, CacheRegime::Resident, 3, |r| {
+        let mut w = worker_config(LeaderPlacement::InMesh, r, CacheRegime::Resident);
         w.tripwires = off.clone();
         w
     });

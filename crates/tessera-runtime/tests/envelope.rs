@@ -1,49 +1,51 @@
-//! Each field of the envelope, broken once: refused with the code that the table promises.
+//! Breaks each field of the envelope once and checks that the check reports the code listed in the
+//! table.
 
 mod support;
 
-use support::{SESSION, census, context, plan, stream, text};
-use tessera_runtime::cache::{Cache, Regime};
-use tessera_runtime::check::{Local, check_context, check_envelope};
-use tessera_runtime::decide::{ChunkRequest, Cut, Director};
+use support::{SESSION, context_tensor, plan_digest, prompt_tensor, test_programs, test_stream};
+use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
+use tessera_runtime::envelope_check::{LocalState, check_context, check_envelope};
+use tessera_runtime::kv_cache::{CacheRegime, CacheState};
 use tessera_runtime::wire::{
-    CallAction, CallMeta, Envelope, EnvelopeHeader, F32Bits, FIELDS, Reload, Tensor, Tensors, WIRE_VERSION,
+    CallAction, CallMeta, ENVELOPE_FIELDS, Envelope, EnvelopeHeader, F32Bits, Reload, Tensor, Tensors,
+    WIRE_VERSION,
 };
 use tessera_runtime::{Digest, Tripwires};
 
-/// The second call of a recompute stream with a new prompt, and the state before it.
-fn second_call() -> (Envelope, Cache) {
-    let mut director = Director::new(stream(Regime::Recompute)).expect("legal");
-    let request = ChunkRequest { prompt_change: true, seed: 7, cut: Cut::None };
-    director.next(&request, &census()).expect("planned");
-    let before = director.cache().clone();
-    let call = director.next(&request, &census()).expect("planned");
+/// The second call of a recompute stream with a new prompt, and the cache before that call.
+fn second_call() -> (Envelope, CacheState) {
+    let mut director = Director::new(test_stream(CacheRegime::Recompute)).expect("legal");
+    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    director.plan_chunk(&request, &test_programs()).expect("planned");
+    let before = director.cache_state().clone();
+    let call = director.plan_chunk(&request, &test_programs()).expect("planned");
     let header = EnvelopeHeader {
         version: WIRE_VERSION,
         action: CallAction::Infer,
-        plan: plan(),
+        plan: plan_digest(),
         session: SESSION,
         call_id: 2,
         chunk: call.chunk,
         cache_epoch: call.cache_epoch,
         deadline_ms: 5000,
     };
-    (Envelope { header, meta: call.meta, reload: None, tensors: Tensors(vec![text(1)]) }, before)
+    (Envelope { header, meta: call.meta, reload: None, tensors: Tensors(vec![prompt_tensor(1)]) }, before)
 }
 
-fn codes(e: &Envelope, before: &Cache) -> Vec<&'static str> {
-    codes_without(e, before, &Tripwires::default())
+fn refusal_codes(e: &Envelope, before: &CacheState) -> Vec<&'static str> {
+    refusal_codes_with(e, before, &Tripwires::default())
 }
 
-fn codes_without(e: &Envelope, before: &Cache, tripwires: &Tripwires) -> Vec<&'static str> {
-    let census = census();
-    let local = Local {
-        plan: plan(),
+fn refusal_codes_with(e: &Envelope, before: &CacheState, tripwires: &Tripwires) -> Vec<&'static str> {
+    let programs = test_programs();
+    let local = LocalState {
+        plan: plan_digest(),
         session: SESSION,
         last_call_id: 1,
         cache: before,
-        census: &census,
-        open: 0,
+        programs: &programs,
+        open_calls: 0,
         tripwires,
     };
     check_envelope(e, &local).err().unwrap_or_default().iter().map(|d| d.code.id).collect()
@@ -55,7 +57,7 @@ fn break_field(e: &mut Envelope, field: &str) {
     match field {
         "version" => h.version += 1,
         "action" => h.action = CallAction::Warmup,
-        "reload" => *reload = Some(Reload { source: "elsewhere".into(), weights: plan() }),
+        "reload" => *reload = Some(Reload { source: "elsewhere".into(), weights: plan_digest() }),
         "plan" => h.plan = Digest::default(),
         "session" => h.session += 1,
         "call_id" => h.call_id = 1,
@@ -77,44 +79,44 @@ fn break_field(e: &mut Envelope, field: &str) {
         "phases" => m.phases[1].program = "denoise.fill99".into(),
         "predicted_state" => m.predicted_state = Digest::default(),
         "text" => tensors.0.clear(),
-        other => panic!("no way to break `{other}` is known: add one beside the field"),
+        other => panic!("no rule breaks `{other}`: add one for the new field"),
     }
 }
 
 #[test]
 fn the_untouched_envelope_is_accepted() {
     let (e, before) = second_call();
-    assert_eq!(codes(&e, &before), [] as [&str; 0]);
+    assert_eq!(refusal_codes(&e, &before), [] as [&str; 0]);
 }
 
 #[test]
-fn each_field_broken_once_is_refused_with_the_promised_code() {
-    for field in FIELDS.iter().filter(|f| f.name != "context") {
+fn each_broken_field_is_refused_with_its_listed_code() {
+    for field in ENVELOPE_FIELDS.iter().filter(|f| f.name != "context") {
         let (mut e, before) = second_call();
         break_field(&mut e, field.name);
-        let found = codes(&e, &before);
-        assert!(found.contains(&field.checked), "`{}`: {found:?} lacks {}", field.name, field.checked);
-        let off = codes_without(&e, &before, &Tripwires::off([field.checked]));
-        assert!(!off.contains(&field.checked), "`{}` is found by a tripwire that is off", field.name);
+        let found = refusal_codes(&e, &before);
+        assert!(found.contains(&field.codes), "`{}`: {found:?} lacks {}", field.name, field.codes);
+        let off = refusal_codes_with(&e, &before, &Tripwires::disabling([field.codes]));
+        assert!(!off.contains(&field.codes), "`{}` is reported although its tripwire is off", field.name);
     }
 }
 
 #[test]
-fn a_recompute_call_takes_its_context_and_no_other() {
+fn a_recompute_call_accepts_only_its_own_context() {
     let (e, _) = second_call();
     let meta = e.meta.expect("a chunk");
     let check = |tensors: Vec<Tensor>| {
-        check_context(&meta, &Tensors(tensors), &census(), &Tripwires::default())
+        check_context(&meta, &Tensors(tensors), &test_programs(), &Tripwires::default())
             .err()
             .unwrap_or_default()
             .first()
             .map(|d| d.code.id)
     };
-    let good = context(&Tensor::from_f32("x", &[4], &[0.0; 4]).expect("fits"));
+    let good = context_tensor(&Tensor::from_f32("x", &[4], &[0.0; 4]).expect("fits"));
     assert_eq!(check(vec![good.clone()]), None);
-    assert_eq!(check(vec![]), Some("T0735"), "no falling back to an older context");
-    assert_eq!(check(vec![text(1)]), Some("T0735"));
-    assert_eq!(check(vec![good, text(1)]), Some("T0735"));
+    assert_eq!(check(vec![]), Some("T0735"), "no fallback to an older context");
+    assert_eq!(check(vec![prompt_tensor(1)]), Some("T0735"));
+    assert_eq!(check(vec![good, prompt_tensor(1)]), Some("T0735"));
 }
 
 #[test]
@@ -124,23 +126,26 @@ fn actions_without_payload_carry_none() {
         let epoch = u32::from(action == CallAction::Reset);
         let header = EnvelopeHeader { action, cache_epoch: epoch, ..e.header.clone() };
         let bare = Envelope { header, meta: None, reload: None, tensors: Tensors::default() };
-        assert_eq!(codes(&bare, &before), [] as [&str; 0], "{action:?}");
-        assert_eq!(codes(&Envelope { tensors: Tensors(vec![text(1)]), ..bare.clone() }, &before), ["T0732"]);
-        assert_eq!(codes(&Envelope { meta: e.meta.clone(), ..bare }, &before), ["T0732"]);
+        assert_eq!(refusal_codes(&bare, &before), [] as [&str; 0], "{action:?}");
+        assert_eq!(
+            refusal_codes(&Envelope { tensors: Tensors(vec![prompt_tensor(1)]), ..bare.clone() }, &before),
+            ["T0732"]
+        );
+        assert_eq!(refusal_codes(&Envelope { meta: e.meta.clone(), ..bare }, &before), ["T0732"]);
     }
 }
 
 #[test]
-fn the_epoch_grows_at_a_hard_cut_and_at_nothing_else() {
+fn the_epoch_grows_only_at_a_hard_cut() {
     let (mut e, before) = second_call();
     e.header.action = CallAction::Noop;
     (e.meta, e.tensors) = (None, Tensors::default());
     e.header.cache_epoch = 1;
-    assert_eq!(codes(&e, &before), ["T0712"]);
+    assert_eq!(refusal_codes(&e, &before), ["T0712"]);
     e.header.action = CallAction::Reset;
-    assert_eq!(codes(&e, &before), [] as [&str; 0]);
+    assert_eq!(refusal_codes(&e, &before), [] as [&str; 0]);
     e.header.cache_epoch = 0;
-    assert_eq!(codes(&e, &before), ["T0712"]);
+    assert_eq!(refusal_codes(&e, &before), ["T0712"]);
 }
 
 #[test]
@@ -151,9 +156,9 @@ fn a_phase_at_another_position_or_row_is_refused() {
         let phase = m.phases.iter_mut().find(|p| p.program == "denoise.fill3").expect("one");
         for (name, arg) in &mut phase.args {
             if name == scalar {
-                *arg = tessera_runtime::wire::Arg::I64(0);
+                *arg = tessera_runtime::wire::ScalarArg::I64(0);
             }
         }
-        assert!(codes(&e, &before).contains(&"T0712"));
+        assert!(refusal_codes(&e, &before).contains(&"T0712"));
     }
 }

@@ -1,49 +1,52 @@
-//! Leader and ranks over a deterministic network: clean runs, and everything that can go wrong.
+//! Tests of leader and ranks over a deterministic network: clean runs, and runs with failures.
 
 mod support;
 
 use std::cell::Cell;
 use std::rc::Rc;
 
-use support::net::{FIRST, NEXT, Net, Request, Way};
-use support::{Bug, Shape, context, leader_config, text, worker_config};
-use tessera_runtime::cache::{Regime, Transition};
-use tessera_runtime::decide::{ChunkRequest, Cut};
+use support::net::{FIRST, Hop, NEXT, Net, Request};
+use support::{Bug, LeaderPlacement, context_tensor, leader_config, prompt_tensor, worker_config};
+use tessera_runtime::director::{ChunkRequest, SceneCut};
+use tessera_runtime::kv_cache::{CacheRegime, Transition};
 use tessera_runtime::leader::Leader;
 use tessera_runtime::wire::{CallAction, Commit, Message, PhaseCall, Tensor};
 use tessera_runtime::worker::{Action, Event, Worker, WorkerConfig};
 use tessera_runtime::{Digest, Failure, FailureClass, Limits, ParityClass};
 
-const BOTH: [Regime; 2] = [Regime::Resident, Regime::Recompute];
+const BOTH: [CacheRegime; 2] = [CacheRegime::Resident, CacheRegime::Recompute];
 
-fn failed(net: &mut Net) -> Failure {
+fn run_to_failure(net: &mut Net) -> Failure {
     let failure = net.run(60).expect("a failure");
-    // Whoever is left knows why it leaves, and nobody leaves as if all were well.
+    // Every surviving rank ends with a failure, and no rank ends as if the run were clean.
     for (r, rank) in net.ranks.iter().filter(|(_, r)| r.alive) {
         assert!(matches!(rank.outcome, Some(Some(_))), "rank {r} after {failure}: {:?}", rank.outcome);
     }
     failure
 }
 
-fn messages(shape: Shape, regime: Regime, ranks: u32, chunks: u32) -> u64 {
-    let mut net = Net::shaped(shape, ranks, regime, chunks);
+fn clean_message_count(shape: LeaderPlacement, regime: CacheRegime, ranks: u32, chunks: u32) -> u64 {
+    let mut net = Net::with_placement(shape, ranks, regime, chunks);
     net.run_clean();
     net.carried
 }
 
-/// Every shape of so many computing ranks in both regimes.
-fn everywhere() -> impl Iterator<Item = (Shape, Regime)> {
-    [Shape::Mesh, Shape::Pp].into_iter().flat_map(|s| BOTH.map(|r| (s, r)))
+/// Returns every leader placement in both regimes.
+fn all_placements() -> impl Iterator<Item = (LeaderPlacement, CacheRegime)> {
+    [LeaderPlacement::InMesh, LeaderPlacement::Outside].into_iter().flat_map(|s| BOTH.map(|r| (s, r)))
 }
 
 #[test]
 fn a_clean_run_delivers_every_chunk_once_and_equal_on_every_mesh() {
     for regime in BOTH {
         let mut want: Option<Vec<(u32, Tensor)>> = None;
-        for (shape, ranks) in [1, 2, 4].into_iter().flat_map(|n| [(Shape::Mesh, n), (Shape::Pp, n)]) {
-            let mut net = Net::shaped(shape, ranks, regime, 7);
-            net.requests[3] = Request { request: ChunkRequest { cut: Cut::Ordered, ..NEXT }, text: None };
-            net.requests[5] = Request { request: FIRST, text: Some(text(9)) };
+        for (shape, ranks) in
+            [1, 2, 4].into_iter().flat_map(|n| [(LeaderPlacement::InMesh, n), (LeaderPlacement::Outside, n)])
+        {
+            let mut net = Net::with_placement(shape, ranks, regime, 7);
+            net.requests[3] =
+                Request { request: ChunkRequest { cut: SceneCut::Ordered, ..NEXT }, text: None };
+            net.requests[5] = Request { request: FIRST, text: Some(prompt_tensor(9)) };
             net.run_clean();
             let chunks: Vec<u32> = net.delivered.iter().map(|(k, _)| *k).collect();
             assert_eq!(chunks, [0, 1, 2, 3, 4, 5, 6]);
@@ -84,7 +87,7 @@ fn preparing_overlaps_running_and_no_rank_runs_before_all_are_ready() {
                 _ => {}
             }
         }
-        assert!(prepared_ahead >= 4 * 3, "envelopes leave before the call before them is done");
+        assert!(prepared_ahead >= 4 * 3, "envelopes are sent before the previous call is done");
     }
 }
 
@@ -100,22 +103,22 @@ fn text_travels_on_change_only_and_context_only_when_recomputing() {
         });
         tensors.filter(|t| t.name() == name).count()
     };
-    assert_eq!((count(Regime::Resident, "text"), count(Regime::Resident, "context")), (1, 0));
-    assert_eq!((count(Regime::Recompute, "text"), count(Regime::Recompute, "context")), (1, 5));
+    assert_eq!((count(CacheRegime::Resident, "text"), count(CacheRegime::Resident, "context")), (1, 0));
+    assert_eq!((count(CacheRegime::Recompute, "text"), count(CacheRegime::Recompute, "context")), (1, 5));
 }
 
 #[test]
-fn an_engine_that_fails_in_any_phase_is_named_and_nobody_stays() {
+fn an_engine_that_fails_in_any_phase_is_named_and_every_rank_ends() {
     for (bug, class, code) in [
         (Bug::FailAt as fn(u32) -> Bug, FailureClass::Engine, "T0745"),
         (Bug::ExtraCollective, FailureClass::Drift, "T0747"),
         (Bug::OtherTrace, FailureClass::Drift, "T0747"),
-        (Bug::OtherNumbers, FailureClass::Drift, "T0744"),
+        (Bug::OtherResult, FailureClass::Drift, "T0744"),
     ] {
         for phase in 0..14 {
-            let mut net = Net::new(3, Regime::Resident, 4);
+            let mut net = Net::new(3, CacheRegime::Resident, 4);
             net.rank(2).engine.bug = bug(phase);
-            let failure = failed(&mut net);
+            let failure = run_to_failure(&mut net);
             assert_eq!(
                 (failure.class, failure.rank, failure.code.as_str()),
                 (class, Some(2), code),
@@ -128,8 +131,8 @@ fn an_engine_that_fails_in_any_phase_is_named_and_nobody_stays() {
 #[test]
 fn a_rank_that_runs_one_phase_more_or_less_stops_at_the_boundary() {
     for more in [true, false] {
-        let mut net = Net::new(3, Regime::Resident, 4);
-        net.meddle = Box::new(move |rank, call, _| {
+        let mut net = Net::new(3, CacheRegime::Resident, 4);
+        net.alter_call = Box::new(move |rank, call, _| {
             if let (1, 3, Some(meta)) = (rank, call.call_id, &mut call.meta) {
                 let at = meta.phases.iter().position(|p| p.program.starts_with("denoise")).expect("one");
                 if more {
@@ -140,7 +143,7 @@ fn a_rank_that_runs_one_phase_more_or_less_stops_at_the_boundary() {
                 }
             }
         });
-        let failure = failed(&mut net);
+        let failure = run_to_failure(&mut net);
         assert_eq!(
             (failure.class, failure.rank, failure.code.as_str()),
             (FailureClass::Drift, Some(1), "T0747")
@@ -152,22 +155,22 @@ fn a_rank_that_runs_one_phase_more_or_less_stops_at_the_boundary() {
 
 #[test]
 fn an_out_of_band_reset_on_one_rank_is_caught() {
-    let mut net = Net::new(2, Regime::Resident, 4);
-    net.meddle = Box::new(|rank, call, cache| {
+    let mut net = Net::new(2, CacheRegime::Resident, 4);
+    net.alter_call = Box::new(|rank, call, cache| {
         if (rank, call.call_id) == (1, 4) {
-            cache.apply(Transition::Reset).expect("legal in itself");
+            cache.apply_transition(Transition::Reset).expect("legal in itself");
         }
     });
-    let failure = failed(&mut net);
+    let failure = run_to_failure(&mut net);
     assert_eq!((failure.class, failure.rank), (FailureClass::Drift, Some(1)));
     assert!(failure.text.contains("T0712"), "{failure}");
 }
 
 #[test]
 fn every_single_lost_message_ends_the_run_in_bounded_time() {
-    for (shape, regime) in everywhere() {
-        for n in 0..messages(shape, regime, 2, 3) {
-            let mut net = Net::shaped(shape, 2, regime, 3);
+    for (shape, regime) in all_placements() {
+        for n in 0..clean_message_count(shape, regime, 2, 3) {
+            let mut net = Net::with_placement(shape, 2, regime, 3);
             let lost = Rc::new(Cell::new(None));
             let seen = Rc::clone(&lost);
             net.tamper = Box::new(move |way, at, m| {
@@ -183,8 +186,8 @@ fn every_single_lost_message_ends_the_run_in_bounded_time() {
                 assert_eq!(failure, None);
                 continue;
             }
-            let (Way::To(rank) | Way::From(rank) | Way::Relay(rank)) = way;
-            let failure = failure.unwrap_or_else(|| panic!("message {n} was lost and nobody noticed"));
+            let (Hop::To(rank) | Hop::From(rank) | Hop::Relay(rank)) = way;
+            let failure = failure.unwrap_or_else(|| panic!("message {n} was lost without a failure"));
             assert_eq!(failure.rank, Some(rank), "{shape:?}, message {n}, {way:?}: {failure}");
         }
     }
@@ -192,9 +195,9 @@ fn every_single_lost_message_ends_the_run_in_bounded_time() {
 
 #[test]
 fn every_single_doubled_message_is_refused_or_harmless_and_nothing_runs_twice() {
-    for (shape, regime) in everywhere() {
-        for n in 0..messages(shape, regime, 2, 3) {
-            let mut net = Net::shaped(shape, 2, regime, 3);
+    for (shape, regime) in all_placements() {
+        for n in 0..clean_message_count(shape, regime, 2, 3) {
+            let mut net = Net::with_placement(shape, 2, regime, 3);
             net.tamper = Box::new(move |_, at, m| if at == n { vec![m.clone(), m] } else { vec![m] });
             let failure = net.run(30);
             for rank in net.ranks.values() {
@@ -209,33 +212,34 @@ fn every_single_doubled_message_is_refused_or_harmless_and_nothing_runs_twice() 
 
 #[test]
 fn a_rank_that_dies_at_any_message_is_named() {
-    for (shape, regime) in everywhere() {
-        let all = messages(shape, regime, 3, 3);
+    for (shape, regime) in all_placements() {
+        let all = clean_message_count(shape, regime, 3, 3);
         for (n, who) in (0..all).flat_map(|n| [(n, 1), (n, 2)]) {
-            let mut net = Net::shaped(shape, 3, regime, 3);
+            let mut net = Net::with_placement(shape, 3, regime, 3);
             net.kill = Some((n, who));
             match net.run(10) {
                 Some(f) => {
                     assert_eq!((f.class, f.rank), (FailureClass::RankDied, Some(who)), "{shape:?} {n}: {f}");
                 }
-                // It had answered the shutdown.
-                None => assert!(n + 8 > all, "rank {who} died at message {n} of {all} and nobody noticed"),
+                // The rank had answered the shutdown.
+                None => assert!(n + 8 > all, "rank {who} died at message {n} of {all} without a failure"),
             }
         }
     }
 }
 
 #[test]
-fn a_rank_that_stops_at_any_message_is_named_before_those_it_passes_on() {
-    for (shape, regime) in everywhere() {
-        let all = messages(shape, regime, 3, 3);
-        // With waits for a rank that end before it counts as silent, and the other way round.
+fn a_rank_that_stops_at_any_message_is_named_before_the_ranks_behind_it() {
+    for (shape, regime) in all_placements() {
+        let all = clean_message_count(shape, regime, 3, 3);
+        // The waits for the rank end before it counts as silent in one case, and after it in the
+        // other.
         for (n, who, ready_s) in (0..all).flat_map(|n| [(n, 1, 2), (n, 2, 2), (n, 1, 30), (n, 2, 30)]) {
             let mut config = leader_config(shape, 3, regime);
             config.limits.ready_ns = ready_s * 1_000_000_000;
             config.limits.done_floor_ns = config.limits.ready_ns;
             let limits = config.limits.clone();
-            let mut net = Net::with(shape, config, regime, 3, |r| WorkerConfig {
+            let mut net = Net::with_configs(shape, config, regime, 3, |r| WorkerConfig {
                 limits: limits.clone(),
                 ..worker_config(shape, r, regime)
             });
@@ -244,17 +248,17 @@ fn a_rank_that_stops_at_any_message_is_named_before_those_it_passes_on() {
                 Some(f) => {
                     assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(who)), "{shape:?} {n}: {f}");
                 }
-                None => assert!(n + 8 > all, "rank {who} stopped at message {n} of {all} and nobody noticed"),
+                None => assert!(n + 8 > all, "rank {who} stopped at message {n} of {all} without a failure"),
             }
         }
     }
 }
 
 #[test]
-fn a_leader_that_dies_at_any_message_takes_everybody_along() {
+fn a_leader_that_dies_at_any_message_ends_every_rank() {
     for regime in BOTH {
-        for n in 0..messages(Shape::Pp, regime, 3, 3) {
-            let mut net = Net::shaped(Shape::Pp, 3, regime, 3);
+        for n in 0..clean_message_count(LeaderPlacement::Outside, regime, 3, 3) {
+            let mut net = Net::with_placement(LeaderPlacement::Outside, 3, regime, 3);
             net.kill = Some((n, 0));
             net.run(10);
             assert!(net.now_ns < 1_000_000_000, "{n}: {}", net.now_ns);
@@ -267,13 +271,13 @@ fn a_leader_that_dies_at_any_message_takes_everybody_along() {
 }
 
 #[test]
-fn a_leader_that_stops_is_missed_by_every_rank() {
-    for shape in [Shape::Mesh, Shape::Pp] {
-        let mut net = Net::shaped(shape, 3, Regime::Resident, 50);
+fn every_rank_detects_a_stopped_leader() {
+    for shape in [LeaderPlacement::InMesh, LeaderPlacement::Outside] {
+        let mut net = Net::with_placement(shape, 3, CacheRegime::Resident, 50);
         net.deliver = false;
         assert_eq!(net.run_for(2), None, "it waits for its consumer");
         net.leader_frozen = true;
-        net.go_on(60);
+        net.resume(60);
         assert!(net.now_ns <= 5_500_000_000, "{}", net.now_ns);
         for rank in net.ranks.values() {
             let f = rank.outcome.clone().flatten().expect("a failure");
@@ -283,39 +287,39 @@ fn a_leader_that_stops_is_missed_by_every_rank() {
 }
 
 #[test]
-fn a_rank_names_the_one_that_leads_it() {
+fn a_rank_names_its_upstream_rank() {
     let end = |actions: Vec<Action>| {
         let ends = actions.into_iter().find_map(|a| if let Action::Exit(end) = a { end } else { None });
         ends.expect("a failure")
     };
     for (shape, rank, above, who) in [
-        (Shape::Mesh, 2, 0, "the leader"),
-        (Shape::Pp, 1, 0, "the leader"),
-        (Shape::Pp, 2, 1, "the mesh leader"),
+        (LeaderPlacement::InMesh, 2, 0, "the leader"),
+        (LeaderPlacement::Outside, 1, 0, "the leader"),
+        (LeaderPlacement::Outside, 2, 1, "the mesh leader"),
     ] {
-        let config = worker_config(shape, rank, Regime::Resident);
+        let config = worker_config(shape, rank, CacheRegime::Resident);
         let hello_ns = config.limits.hello_ns;
         let mut worker = Worker::new(config.clone()).expect("legal");
-        let f = end(worker.step(1, Event::LeaderGone("its socket closed".into())));
+        let f = end(worker.handle_event(1, Event::UpstreamGone("its socket closed".into())));
         assert_eq!((f.class, f.rank), (FailureClass::RankDied, Some(above)), "{f}");
         assert!(f.text.starts_with(&format!("{who} is gone")), "{f}");
         let mut worker = Worker::new(config).expect("legal");
         let mut silent = (0..).map(|n| n * 200_000_000).flat_map(|now_ns| {
-            assert!(now_ns < 2 * hello_ns, "it waits for ever");
-            worker.step(now_ns, Event::Tick { mark: 0 })
+            assert!(now_ns < 2 * hello_ns, "it waits forever");
+            worker.handle_event(now_ns, Event::Tick { progress: 0 })
         });
         let f = end(silent.find(|a| matches!(a, Action::Exit(_))).into_iter().collect());
         assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(above)), "{f}");
-        assert!(f.text.contains(&format!("nothing was heard of {who} for")), "{f}");
+        assert!(f.text.contains(&format!("no message from {who} for")), "{f}");
     }
 }
 
-/// Drops everything on a rank's control link from some message on.
-fn cut_link(shape: Shape, rank: u32, from: u64) -> support::net::Tamper {
+/// Drops every message on a rank's control link, starting with message number `from`.
+fn cut_link(shape: LeaderPlacement, rank: u32, from: u64) -> support::net::Tamper {
     Box::new(move |way, n, m| {
         let on_link = match way {
-            Way::To(r) | Way::From(r) => r == rank,
-            Way::Relay(_) => shape == Shape::Pp && rank == 1,
+            Hop::To(r) | Hop::From(r) => r == rank,
+            Hop::Relay(_) => shape == LeaderPlacement::Outside && rank == 1,
         };
         if n >= from && on_link { Vec::new() } else { vec![m] }
     })
@@ -323,10 +327,12 @@ fn cut_link(shape: Shape, rank: u32, from: u64) -> support::net::Tamper {
 
 #[test]
 fn a_link_that_is_cut_ends_both_sides_and_names_the_far_one() {
-    for (shape, who) in [(Shape::Mesh, 2), (Shape::Pp, 1), (Shape::Pp, 3)] {
-        let all = messages(shape, Regime::Resident, 3, 3);
+    for (shape, who) in
+        [(LeaderPlacement::InMesh, 2), (LeaderPlacement::Outside, 1), (LeaderPlacement::Outside, 3)]
+    {
+        let all = clean_message_count(shape, CacheRegime::Resident, 3, 3);
         for n in (0..all).step_by(5) {
-            let mut net = Net::shaped(shape, 3, Regime::Resident, 3);
+            let mut net = Net::with_placement(shape, 3, CacheRegime::Resident, 3);
             net.tamper = cut_link(shape, who, n);
             let failure = net.run(20);
             assert!(net.now_ns < 9_000_000_000, "{shape:?} {who} {n}: {}", net.now_ns);
@@ -341,26 +347,26 @@ fn a_link_that_is_cut_ends_both_sides_and_names_the_far_one() {
 }
 
 #[test]
-fn a_clock_that_jumps_and_a_host_that_slept_kill_nobody() {
-    for shape in [Shape::Mesh, Shape::Pp] {
-        let mut net = Net::shaped(shape, 3, Regime::Resident, 9);
+fn a_clock_jump_and_a_host_sleep_end_no_run() {
+    for shape in [LeaderPlacement::InMesh, LeaderPlacement::Outside] {
+        let mut net = Net::with_placement(shape, 3, CacheRegime::Resident, 9);
         net.deliver = false;
         for _ in 0..20 {
             let until = net.now_ns / 1_000_000_000 + 1;
-            assert_eq!(net.run_some(until), None);
+            assert_eq!(net.run_until(until), None);
             net.now_ns += 3_600_000_000_000;
         }
         net.deliver = true;
-        assert_eq!(net.go_on(u64::MAX / 1_000_000_000), None);
+        assert_eq!(net.resume(u64::MAX / 1_000_000_000), None);
         assert_eq!(net.delivered.len(), 9);
     }
 }
 
 #[test]
 fn a_stop_at_any_message_ends_cleanly_at_a_chunk_boundary() {
-    for (shape, regime) in everywhere() {
-        for n in 0..messages(shape, regime, 2, 4) {
-            let mut net = Net::shaped(shape, 2, regime, 4);
+    for (shape, regime) in all_placements() {
+        for n in 0..clean_message_count(shape, regime, 2, 4) {
+            let mut net = Net::with_placement(shape, 2, regime, 4);
             net.inject.insert(n, tessera_runtime::leader::Event::Stop);
             net.run_clean();
             assert!(net.now_ns < 5_000_000_000);
@@ -370,10 +376,10 @@ fn a_stop_at_any_message_ends_cleanly_at_a_chunk_boundary() {
 }
 
 #[test]
-fn the_end_of_the_launcher_ends_everybody() {
-    for shape in [Shape::Mesh, Shape::Pp] {
-        for n in 0..messages(shape, Regime::Resident, 2, 3) {
-            let mut net = Net::shaped(shape, 2, Regime::Resident, 3);
+fn the_end_of_the_launcher_ends_every_rank() {
+    for shape in [LeaderPlacement::InMesh, LeaderPlacement::Outside] {
+        for n in 0..clean_message_count(shape, CacheRegime::Resident, 2, 3) {
+            let mut net = Net::with_placement(shape, 2, CacheRegime::Resident, 3);
             net.launcher_gone_at = Some(n);
             let failure = net.run(10).expect("a failure");
             assert_eq!(failure.class, FailureClass::LauncherGone);
@@ -384,17 +390,17 @@ fn the_end_of_the_launcher_ends_everybody() {
 
 #[test]
 fn a_stuck_engine_and_a_frozen_process_are_stalls_of_the_right_rank() {
-    for shape in [Shape::Mesh, Shape::Pp] {
+    for shape in [LeaderPlacement::InMesh, LeaderPlacement::Outside] {
         for who in [1, 2] {
-            let mut net = Net::shaped(shape, 3, Regime::Resident, 4);
+            let mut net = Net::with_placement(shape, 3, CacheRegime::Resident, 4);
             net.stuck.insert((who, 3));
-            let failure = failed(&mut net);
+            let failure = run_to_failure(&mut net);
             assert_eq!((failure.class, failure.rank), (FailureClass::Stall, Some(who)));
-            assert!(failure.text.contains(&format!("no progress of rank {who}")), "{failure}");
+            assert!(failure.text.contains(&format!("rank {who} made no progress")), "{failure}");
             assert!(net.now_ns < 7_000_000_000, "{}", net.now_ns);
             assert!(net.lost.iter().any(|(id, ready, done)| *id == 3 && ready.len() == 3 && done.len() == 2));
 
-            let mut net = Net::shaped(shape, 3, Regime::Resident, 4);
+            let mut net = Net::with_placement(shape, 3, CacheRegime::Resident, 4);
             net.frozen.insert((who, 3));
             let failure = net.run(30).expect("a failure");
             assert_eq!(
@@ -408,26 +414,27 @@ fn a_stuck_engine_and_a_frozen_process_are_stalls_of_the_right_rank() {
 }
 
 #[test]
-fn an_echo_is_never_shown_as_the_cause() {
-    // Rank 1 only hears that somebody aborted, and says so before rank 2 can tell why.
-    let mut net = Net::new(3, Regime::Resident, 4);
-    net.rank(1).engine.bug = Bug::EchoAt(2);
+fn a_secondary_failure_is_never_reported_as_the_cause() {
+    // Rank 1 only learns that another rank aborted, and reports it before rank 2 can report the
+    // cause.
+    let mut net = Net::new(3, CacheRegime::Resident, 4);
+    net.rank(1).engine.bug = Bug::PeerAbortAt(2);
     net.rank(2).engine.bug = Bug::FailAt(2);
-    let failure = failed(&mut net);
+    let failure = run_to_failure(&mut net);
     assert_eq!((failure.class, failure.rank), (FailureClass::Engine, Some(2)));
-    // Alone it is better than nothing.
-    let mut net = Net::new(3, Regime::Resident, 4);
-    net.rank(1).engine.bug = Bug::EchoAt(2);
-    assert_eq!(failed(&mut net).rank, Some(1));
+    // Without another failure the secondary one is reported.
+    let mut net = Net::new(3, CacheRegime::Resident, 4);
+    net.rank(1).engine.bug = Bug::PeerAbortAt(2);
+    assert_eq!(run_to_failure(&mut net).rank, Some(1));
 }
 
-fn envelope_change(
+fn tamper_envelope(
     rank: u32,
     call: u64,
     change: impl Fn(&mut tessera_runtime::wire::Envelope) + 'static,
 ) -> support::net::Tamper {
     Box::new(move |way, _, m| match m {
-        Message::Envelope(mut e) if way == Way::To(rank) && e.header.call_id == call => {
+        Message::Envelope(mut e) if way == Hop::To(rank) && e.header.call_id == call => {
             change(&mut e);
             vec![Message::Envelope(e)]
         }
@@ -436,10 +443,15 @@ fn envelope_change(
 }
 
 #[test]
-fn one_rank_that_is_sent_something_else_refuses_or_is_found_before_anything_runs() {
+fn a_rank_with_a_changed_message_refuses_or_is_detected_before_the_call_runs() {
     type Change = Box<dyn Fn(&mut tessera_runtime::wire::Envelope)>;
     let cases: Vec<(&str, FailureClass, &str, Change)> = vec![
-        ("T0731", FailureClass::Parity, "plan digest", Box::new(|e| e.header.plan = Digest::of(b"another"))),
+        (
+            "T0731",
+            FailureClass::Parity,
+            "plan digest",
+            Box::new(|e| e.header.plan = Digest::hash_bytes(b"another")),
+        ),
         ("T0731", FailureClass::Parity, "session", Box::new(|e| e.header.session += 1)),
         ("T0730", FailureClass::Protocol, "repeated or earlier call_id", Box::new(|e| e.header.call_id = 2)),
         ("T0730", FailureClass::Protocol, "call_id", Box::new(|e| e.header.call_id = 9)),
@@ -449,23 +461,23 @@ fn one_rank_that_is_sent_something_else_refuses_or_is_found_before_anything_runs
         ("T0701", FailureClass::Protocol, "version", Box::new(|e| e.header.version = 9)),
     ];
     for (code, class, says, change) in cases {
-        let mut net = Net::new(3, Regime::Resident, 4);
-        net.tamper = envelope_change(2, 3, change);
-        let failure = failed(&mut net);
+        let mut net = Net::new(3, CacheRegime::Resident, 4);
+        net.tamper = tamper_envelope(2, 3, change);
+        let failure = run_to_failure(&mut net);
         assert_eq!((failure.code.as_str(), failure.class, failure.rank), (code, class, Some(2)), "{failure}");
         assert!(failure.text.contains(says), "{failure}");
-        assert!(net.ranks.values().all(|r| !r.runs.contains_key(&3)), "nobody ran the call");
+        assert!(net.ranks.values().all(|r| !r.runs.contains_key(&3)), "no rank ran the call");
     }
-    // A change that is legal in itself is found by the digest of what arrived.
-    let mut net = Net::new(3, Regime::Recompute, 4);
+    // A change that is legal in itself is found by the digest of the arrived inputs.
+    let mut net = Net::new(3, CacheRegime::Recompute, 4);
     net.tamper = Box::new(|way, _, m| match m {
-        Message::Context(mut c) if way == Way::To(1) => {
-            c.tensors.0 = vec![context(&Tensor::from_f32("x", &[4], &[9.0; 4]).expect("fits"))];
+        Message::Context(mut c) if way == Hop::To(1) => {
+            c.tensors.0 = vec![context_tensor(&Tensor::from_f32("x", &[4], &[9.0; 4]).expect("fits"))];
             vec![Message::Context(c)]
         }
         m => vec![m],
     });
-    let failure = failed(&mut net);
+    let failure = run_to_failure(&mut net);
     assert_eq!((failure.class, failure.rank), (FailureClass::Drift, Some(1)));
     assert!(failure.text.contains("inputs of rank 1"), "{failure}");
     assert!(net.ranks.values().all(|r| !r.runs.contains_key(&3)));
@@ -473,7 +485,7 @@ fn one_rank_that_is_sent_something_else_refuses_or_is_found_before_anything_runs
 
 #[test]
 fn what_a_rank_reports_is_compared_with_the_plan_and_with_its_peers() {
-    type Change = fn(&mut tessera_runtime::wire::Observed);
+    type Change = fn(&mut tessera_runtime::wire::CallObservation);
     let cases: [(&str, Change); 5] = [
         ("generator calls: planned 3, observed 4", |o| o.generator_calls += 1),
         ("collectives: planned", |o| o.collectives += 1),
@@ -482,66 +494,66 @@ fn what_a_rank_reports_is_compared_with_the_plan_and_with_its_peers() {
         ("output differs: ranks [", |o| o.output = Digest::default()),
     ];
     for (says, change) in cases {
-        let mut net = Net::new(3, Regime::Resident, 3);
+        let mut net = Net::new(3, CacheRegime::Resident, 3);
         net.tamper = Box::new(move |way, _, m| match m {
-            Message::Done(mut d) if way == Way::From(1) && d.call_id == 3 => {
+            Message::Done(mut d) if way == Hop::From(1) && d.call_id == 3 => {
                 change(&mut d.observed);
                 vec![Message::Done(d)]
             }
             m => vec![m],
         });
-        let failure = failed(&mut net);
+        let failure = run_to_failure(&mut net);
         assert_eq!((failure.class, failure.rank), (FailureClass::Drift, Some(1)), "{failure}");
         assert!(failure.text.contains(says), "{failure}");
-        assert_eq!(net.delivered.len(), 1, "nothing of the chunk leaves");
+        assert_eq!(net.delivered.len(), 1, "no output of the chunk is delivered");
     }
 }
 
 #[test]
 fn a_second_run_of_a_call_and_a_message_of_the_wrong_role_are_refused() {
-    let mut net = Net::new(2, Regime::Resident, 4);
+    let mut net = Net::new(2, CacheRegime::Resident, 4);
     net.tamper = Box::new(|way, _, m| match m {
-        Message::Commit(c) if way == Way::To(1) && c.call_id == 3 => {
+        Message::Commit(c) if way == Hop::To(1) && c.call_id == 3 => {
             vec![Message::Commit(Commit { call_id: 2 })]
         }
         m => vec![m],
     });
-    let failure = failed(&mut net);
+    let failure = run_to_failure(&mut net);
     assert_eq!((failure.code.as_str(), failure.rank), ("T0746", Some(1)));
 
-    let mut net = Net::new(2, Regime::Resident, 4);
+    let mut net = Net::new(2, CacheRegime::Resident, 4);
     net.tamper = Box::new(|way, _, m| match m {
-        Message::Ready(r) if way == Way::From(1) => vec![Message::Commit(Commit { call_id: r.call_id })],
+        Message::Ready(r) if way == Hop::From(1) => vec![Message::Commit(Commit { call_id: r.call_id })],
         m => vec![m],
     });
-    let failure = failed(&mut net);
+    let failure = run_to_failure(&mut net);
     assert_eq!(
         (failure.code.as_str(), failure.class, failure.rank),
         ("T0707", FailureClass::Protocol, Some(1))
     );
 
-    let mut net = Net::new(2, Regime::Resident, 4);
+    let mut net = Net::new(2, CacheRegime::Resident, 4);
     net.tamper = Box::new(|way, _, m| match m {
-        Message::Commit(_) if way == Way::To(1) => vec![Message::Finished],
+        Message::Commit(_) if way == Hop::To(1) => vec![Message::Finished],
         m => vec![m],
     });
-    assert_eq!(failed(&mut net).code, "T0707");
+    assert_eq!(run_to_failure(&mut net).code, "T0707");
 }
 
 #[test]
-fn what_the_leader_refuses_itself_never_leaves_it() {
+fn a_call_that_the_leader_refuses_is_never_sent() {
     for bad in [
         Request { request: NEXT, text: None },
         Request { request: FIRST, text: None },
         Request { request: FIRST, text: Some(Tensor::from_f32("text", &[5], &[0.0; 5]).expect("fits")) },
         Request {
             request: FIRST,
-            text: Some(context(&Tensor::from_f32("x", &[4], &[0.0; 4]).expect("fits"))),
+            text: Some(context_tensor(&Tensor::from_f32("x", &[4], &[0.0; 4]).expect("fits"))),
         },
     ] {
-        let mut net = Net::new(2, Regime::Resident, 1);
+        let mut net = Net::new(2, CacheRegime::Resident, 1);
         net.requests[0] = bad;
-        let failure = failed(&mut net);
+        let failure = run_to_failure(&mut net);
         assert_eq!((failure.class, failure.rank), (FailureClass::Preflight, None), "{failure}");
         let sent = |m: &Message| matches!(m, Message::Envelope(e) if e.header.action == CallAction::Infer);
         assert!(!net.trace.iter().any(|(_, m)| sent(m)));
@@ -551,18 +563,18 @@ fn what_the_leader_refuses_itself_never_leaves_it() {
 #[test]
 fn a_rank_with_another_build_or_plan_never_starts() {
     for (says, key) in [("`build`", 0), ("`plan digest`", 1), ("`backend.matmul`", 2)] {
-        let config = leader_config(Shape::Mesh, 3, Regime::Resident);
-        let mut net = Net::with(Shape::Mesh, config, Regime::Resident, 2, |r| {
-            let mut w = worker_config(Shape::Mesh, r, Regime::Resident);
+        let config = leader_config(LeaderPlacement::InMesh, 3, CacheRegime::Resident);
+        let mut net = Net::with_configs(LeaderPlacement::InMesh, config, CacheRegime::Resident, 2, |r| {
+            let mut w = worker_config(LeaderPlacement::InMesh, r, CacheRegime::Resident);
             match (r, key) {
                 (2, 0) => w.build = "another".into(),
-                (2, 1) => w.plan = Digest::of(b"another"),
-                (2, 2) => w.parity = w.parity.with("backend.matmul", ParityClass::AtInit, "fast"),
+                (2, 1) => w.plan = Digest::hash_bytes(b"another"),
+                (2, 2) => w.parity = w.parity.with_key("backend.matmul", ParityClass::AtInit, "fast"),
                 _ => {}
             }
             w
         });
-        let failure = failed(&mut net);
+        let failure = run_to_failure(&mut net);
         assert_eq!((failure.class, failure.rank), (FailureClass::Parity, Some(2)), "{failure}");
         assert!(failure.text.contains(says), "{failure}");
         assert!(!net.trace.iter().any(|(_, m)| matches!(m, Message::Envelope(_))));
@@ -571,15 +583,15 @@ fn a_rank_with_another_build_or_plan_never_starts() {
 
 #[test]
 fn a_slow_consumer_blocks_the_producer_at_the_bound() {
-    let mut net = Net::new(2, Regime::Resident, 10);
+    let mut net = Net::new(2, CacheRegime::Resident, 10);
     net.deliver = false;
     assert_eq!(net.run_for(20), None, "the stream waits for its consumer");
-    assert_eq!((net.most_undelivered, net.records.len()), (2, 2));
-    assert!(net.leader.wants() == 0, "and takes no further requests");
+    assert_eq!((net.max_undelivered, net.records.len()), (2, 2));
+    assert!(net.leader.request_capacity() == 0, "and accepts no further requests");
     net.deliver = true;
-    assert_eq!(net.go_on(60), None);
+    assert_eq!(net.resume(60), None);
     assert_eq!(net.delivered.len(), 10);
-    assert_eq!(net.most_undelivered, 2);
+    assert_eq!(net.max_undelivered, 2);
 }
 
 #[test]
@@ -589,7 +601,7 @@ fn a_configuration_without_bounds_is_refused() {
         Limits { d_out: u32::MAX, ..Limits::default() },
         Limits { max_outstanding: 0, ..Limits::default() },
     ] {
-        let mut config = leader_config(Shape::Mesh, 2, Regime::Resident);
+        let mut config = leader_config(LeaderPlacement::InMesh, 2, CacheRegime::Resident);
         config.limits = limits;
         assert_eq!(Leader::new(config).expect_err("refused")[0].code.id, "T0741");
     }
@@ -597,19 +609,19 @@ fn a_configuration_without_bounds_is_refused() {
 
 #[test]
 fn a_phase_that_is_not_in_the_seal_is_refused_by_name() {
-    let mut net = Net::new(2, Regime::Resident, 3);
-    net.tamper = envelope_change(1, 3, |e| {
+    let mut net = Net::new(2, CacheRegime::Resident, 3);
+    net.tamper = tamper_envelope(1, 3, |e| {
         if let Some(m) = &mut e.meta {
             m.phases[0] = PhaseCall::new("renoize", vec![]);
         }
     });
-    let failure = failed(&mut net);
+    let failure = run_to_failure(&mut net);
     assert_eq!((failure.code.as_str(), failure.rank), ("T0722", Some(1)));
     assert!(failure.text.contains("`renoise`"), "{failure}");
 }
 
-/// A cheap deterministic stream of numbers.
-fn dice(seed: u64) -> impl FnMut(u64) -> u64 {
+/// A cheap deterministic random number generator.
+fn random_numbers(seed: u64) -> impl FnMut(u64) -> u64 {
     let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     move |n| {
         x ^= x << 13;
@@ -620,13 +632,13 @@ fn dice(seed: u64) -> impl FnMut(u64) -> u64 {
 }
 
 #[test]
-fn whatever_happens_to_messages_everybody_ends_and_nothing_runs_that_not_all_had_agreed_to() {
+fn any_message_faults_end_every_rank_and_only_agreed_calls_run() {
     for seed in 0..400 {
-        let mut roll = dice(seed);
-        let shape = [Shape::Mesh, Shape::Pp][roll(2) as usize];
-        let mut net = Net::shaped(shape, 2 + roll(3) as u32, BOTH[roll(2) as usize], 6);
+        let mut roll = random_numbers(seed);
+        let shape = [LeaderPlacement::InMesh, LeaderPlacement::Outside][roll(2) as usize];
+        let mut net = Net::with_placement(shape, 2 + roll(3) as u32, BOTH[roll(2) as usize], 6);
         let rare = 10 + roll(60);
-        let mut held: Vec<(Way, Message)> = Vec::new();
+        let mut held: Vec<(Hop, Message)> = Vec::new();
         net.tamper = Box::new(move |way, _, m| {
             let late = held.iter().position(|(w, _)| *w == way).map(|i| held.remove(i).1);
             let mut out = match roll(rare) {
@@ -646,7 +658,7 @@ fn whatever_happens_to_messages_everybody_ends_and_nothing_runs_that_not_all_had
         let mut ready = std::collections::BTreeMap::<u64, std::collections::BTreeSet<u32>>::new();
         for (way, m) in &net.trace {
             match (way, m) {
-                (Way::From(r) | Way::Relay(r), Message::Ready(m)) => {
+                (Hop::From(r) | Hop::Relay(r), Message::Ready(m)) => {
                     ready.entry(m.call_id).or_default().insert(*r);
                 }
                 (_, Message::Commit(c)) => assert_eq!(ready[&c.call_id].len(), ranks, "seed {seed}"),

@@ -1,4 +1,4 @@
-//! Real processes: this file's own executable, started again as launcher and as ranks.
+//! Tests with real processes: this test executable starts itself again as launcher and as ranks.
 
 mod support;
 
@@ -9,26 +9,29 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use support::{Bug, FakeEngine, Shape, context, leader_config, mesh_leader_config, text, worker_config};
-use tessera_base::Diagnostic;
-use tessera_runtime::cache::Regime;
-use tessera_runtime::decide::Cut;
-use tessera_runtime::driver::{
-    EngineFactory, Interrupt, Joined, LaunchEvent, LaunchReport, LaunchSpec, LeaderParts, MeshLeaderParts,
-    RankExit, StreamRequest, Topology, WorkerParts, exit, join, launch, run_leader, run_mesh_leader,
-    run_worker,
+use support::{
+    Bug, FakeEngine, LeaderPlacement, context_tensor, leader_config, mesh_leader_config, prompt_tensor,
+    worker_config,
 };
-use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, Studio};
+use tessera_base::Diagnostic;
+use tessera_runtime::director::SceneCut;
+use tessera_runtime::driver::{
+    ControlTopology, EngineFactory, JoinedRank, LaunchEvent, LaunchReport, LaunchSpec, LeaderParts,
+    MeshLeaderParts, RankExit, StopHandle, StreamRequest, WorkerParts, exit_process, join_launch,
+    launch_ranks, run_leader, run_mesh_leader, run_worker,
+};
+use tessera_runtime::engine::{AbortHandle, Engine, EngineFault, MediaPipeline, PhaseReport, ProgramCount};
+use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{Heartbeat, Init, Message, PhaseCall, Tensor, Tensors, WIRE_VERSION, encode};
 use tessera_runtime::worker::{self, Worker};
 use tessera_runtime::{Failure, FailureClass, Limits, Parity};
 
-/// Who the processes of a run are.
+/// The processes of a run.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum World {
-    /// Three ranks, of which rank 0 leads.
+    /// Three ranks with rank 0 as leader.
     Mesh,
-    /// A leader and the one mesh rank.
+    /// A leader and a single mesh rank.
     Pp0,
     /// A leader, the mesh leader and two members.
     Pp1,
@@ -45,8 +48,8 @@ impl World {
         }
     }
 
-    fn topology(self) -> Topology {
-        if self == Mesh { Topology::Mesh } else { Topology::Outside }
+    fn topology(self) -> ControlTopology {
+        if self == Mesh { ControlTopology::Mesh } else { ControlTopology::ExternalLeader }
     }
 }
 
@@ -67,22 +70,22 @@ fn main() -> ExitCode {
         a_killed_member_is_named
         a_killed_mesh_leader_is_named
         a_killed_leader_is_named
-        a_killed_launcher_leaves_nobody
+        a_killed_launcher_leaves_no_process
         a_killed_launcher_leaves_no_stopped_leader
         a_stop_ends_at_a_chunk_boundary
         a_second_stop_kills
         a_stop_while_loading_ends_cleanly
-        a_stop_before_the_launch_starts_nobody
+        a_stop_before_the_launch_starts_no_process
         a_panicking_engine_is_named
         a_stopped_process_is_a_stall
         a_stopped_leader_is_a_stall
         a_stopped_mesh_leader_or_member_is_a_stall
-        an_engine_deaf_to_aborts_is_left_behind
+        an_engine_that_ignores_aborts_is_abandoned
         a_peer_that_does_not_read_is_a_stall
         a_process_that_hangs_on_its_way_out_is_ended
         a_loaded_host_is_not_a_stall
         a_full_disk_is_an_output_failure
-        a_studio_that_never_answers_is_named
+        a_silent_media_pipeline_is_named
     ];
     if args.iter().any(|a| a == "--list") {
         tests.iter().for_each(|(name, _)| println!("{name}: test"));
@@ -102,20 +105,24 @@ fn main() -> ExitCode {
 // The processes under test.
 
 fn as_rank() -> ! {
-    let joined = join().expect("a welcome");
-    let (rank, world) = (joined.welcome.rank, joined.welcome.world);
+    let joined = join_launch().expect("a welcome");
+    let (rank, world) = (joined.welcome.rank, joined.welcome.world_size);
     let payload = String::from_utf8(joined.welcome.payload.clone()).expect("text");
     let (shape, scenario) = match payload.strip_prefix("pp ") {
-        Some(rest) => (Shape::Pp, rest.to_string()),
-        None => (Shape::Mesh, payload),
+        Some(rest) => (LeaderPlacement::Outside, rest.to_string()),
+        None => (LeaderPlacement::InMesh, payload),
     };
-    let topology = if shape == Shape::Mesh { Topology::Mesh } else { Topology::Outside };
+    let topology = if shape == LeaderPlacement::InMesh {
+        ControlTopology::Mesh
+    } else {
+        ControlTopology::ExternalLeader
+    };
     if scenario == "mute" && rank == 2 {
         never_read(joined);
     }
     let bug = if scenario == "panic" && rank == 2 { Bug::PanicAt(20) } else { Bug::None };
     let (deaf, loads) = (scenario == "deaf" && rank == 2, scenario == "loading");
-    let regime = Regime::Recompute;
+    let regime = CacheRegime::Recompute;
     let engine: EngineFactory = Box::new(move || {
         if loads {
             std::thread::sleep(Duration::from_secs(2));
@@ -123,12 +130,12 @@ fn as_rank() -> ! {
         let mut engine = FakeEngine::new(bug);
         engine.sleep = Duration::from_millis(2);
         let engine: Box<dyn Engine> =
-            if deaf { Box::new(Deaf { engine, left: 40 }) } else { Box::new(engine) };
+            if deaf { Box::new(AbortIgnoringEngine { engine, left: 40 }) } else { Box::new(engine) };
         Ok((engine, Parity::default()))
     });
     let mut config = worker_config(shape, rank, regime);
     config.limits = limits();
-    let ranks = world - shape.first();
+    let ranks = world - shape.first_compute_rank();
     let outcome = if rank == 0 {
         let mut leader = leader_config(shape, ranks, regime);
         leader.limits = limits();
@@ -137,75 +144,79 @@ fn as_rank() -> ! {
         let requests = (0..chunks).map(|k| StreamRequest {
             prompt: (k % 5 == 0).then(|| "a lighthouse".to_string()),
             seed: 7,
-            cut: if k > 0 && k % 10 == 0 { Cut::Ordered } else { Cut::None },
+            cut: if k > 0 && k % 10 == 0 { SceneCut::Ordered } else { SceneCut::None },
             reload: None,
         });
         let parts = LeaderParts {
             config: leader,
-            engine: (shape == Shape::Mesh).then_some((config, engine)),
+            local_rank: (shape == LeaderPlacement::InMesh).then_some((config, engine)),
             topology,
-            studio: Box::new(move || {
-                Ok(Box::new(Desk { full: scenario == "full", stuck: scenario == "stuck studio" }))
+            media: Box::new(move || {
+                Ok(Box::new(TestMediaPipeline {
+                    disk_full: scenario == "full",
+                    stuck: scenario == "stuck media",
+                }))
             }),
             requests: Box::new(requests),
             record: Box::new(|_| {}),
-            interrupt: None,
+            stop: None,
             flight: None,
-            tap: None,
+            interceptor: None,
         };
         run_leader(joined, parts)
-    } else if shape == Shape::Pp && rank == 1 {
+    } else if shape == LeaderPlacement::Outside && rank == 1 {
         let mut relay = mesh_leader_config(ranks, regime);
         relay.limits = limits();
         run_mesh_leader(
             joined,
-            MeshLeaderParts { config: relay, engine: (config, engine), flight: None, tap: None },
+            MeshLeaderParts { config: relay, local_rank: (config, engine), flight: None, interceptor: None },
         )
     } else {
-        let outcome = run_worker(joined, WorkerParts { config, engine, topology, flight: None, tap: None });
+        let outcome =
+            run_worker(joined, WorkerParts { config, engine, topology, flight: None, interceptor: None });
         if scenario == "hang on exit" {
             std::thread::sleep(Duration::from_secs(3600));
         }
         outcome
     };
     let failure = outcome.expect("legal");
-    exit(failure.map_or(0, |f| f.class.exit_code()))
+    exit_process(failure.map_or(0, |f| f.class.exit_code()))
 }
 
-/// A rank that shows signs of life and answers the hello, but reads nothing.
-fn never_read(joined: Joined) -> ! {
+/// A rank that sends signs of life and answers the hello, but reads nothing.
+fn never_read(joined: JoinedRank) -> ! {
     let rank = joined.welcome.rank;
     let mut link = joined.into_links().remove(0);
-    let config = worker_config(Shape::Mesh, rank, Regime::Recompute);
+    let config = worker_config(LeaderPlacement::InMesh, rank, CacheRegime::Recompute);
     let mut machine = Worker::new(config).expect("legal");
     let init = Init {
         wire_version: WIRE_VERSION,
         build: "test".into(),
-        plan: support::plan(),
+        plan: support::plan_digest(),
         session: 77,
         parity: Parity::default(),
     };
     let loaded = worker::Event::EngineReady { parity: Parity::default(), fingerprints: Vec::new() };
-    let mut said = machine.step(0, loaded);
-    said.extend(machine.step(0, worker::Event::Message(Message::Init(init))));
+    let mut said = machine.handle_event(0, loaded);
+    said.extend(machine.handle_event(0, worker::Event::Message(Message::Init(init))));
     for k in 1_u64.. {
         for action in said.drain(..) {
             let worker::Action::Send(message) = action else { continue };
             let _ = link.write(&encode(rank, &message).expect("within limits"));
         }
         std::thread::sleep(Duration::from_millis(50));
-        said = vec![worker::Action::Send(Message::Heartbeat(Heartbeat { mark: k }))];
+        said = vec![worker::Action::Send(Message::Heartbeat(Heartbeat { progress: k }))];
     }
-    unreachable!("it beats until it is killed")
+    unreachable!("the loop runs until the process is killed")
 }
 
-/// Gets stuck in a library that knows nothing of aborts.
-struct Deaf {
+/// An engine that blocks in a library without abort support.
+struct AbortIgnoringEngine {
     engine: FakeEngine,
     left: u32,
 }
 
-impl Engine for Deaf {
+impl Engine for AbortIgnoringEngine {
     fn run(
         &mut self,
         phase: &PhaseCall,
@@ -225,40 +236,40 @@ impl Engine for Deaf {
         self.engine.reset();
     }
 
-    fn output(&mut self) -> Result<Option<Tensor>, EngineFault> {
-        self.engine.output()
+    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
+        self.engine.chunk_output()
     }
 
     fn abort_handle(&self) -> AbortHandle {
         Arc::new(|| {})
     }
 
-    fn programs(&self) -> ProgramCount {
-        self.engine.programs()
+    fn program_count(&self) -> ProgramCount {
+        self.engine.program_count()
     }
 
-    fn warmed(&mut self) {
-        self.engine.warmed();
+    fn finish_warmup(&mut self) {
+        self.engine.finish_warmup();
     }
 }
 
-struct Desk {
-    full: bool,
+struct TestMediaPipeline {
+    disk_full: bool,
     stuck: bool,
 }
 
-impl Studio for Desk {
-    fn text(&mut self, prompt: &str) -> Result<Tensor, Diagnostic> {
-        Ok(text(prompt.len() as u32))
+impl MediaPipeline for TestMediaPipeline {
+    fn encode_prompt(&mut self, prompt: &str) -> Result<Tensor, Diagnostic> {
+        Ok(prompt_tensor(prompt.len() as u32))
     }
 
-    fn context(&mut self, _: u32, previous: &Tensor, _: bool) -> Result<Tensor, Diagnostic> {
-        Ok(context(previous))
+    fn encode_context(&mut self, _: u32, previous: &Tensor, _: bool) -> Result<Tensor, Diagnostic> {
+        Ok(context_tensor(previous))
     }
 
-    fn deliver(&mut self, chunk: u32, _: &Tensor) -> Result<u32, Diagnostic> {
+    fn deliver_chunk(&mut self, chunk: u32, _: &Tensor) -> Result<u32, Diagnostic> {
         std::thread::sleep(Duration::from_millis(3));
-        if self.full && chunk == 3 {
+        if self.disk_full && chunk == 3 {
             let code = tessera_runtime::CODES.iter().find(|c| c.id == "T0748").expect("listed");
             return Err(Diagnostic::error(code, "no space left on device"));
         }
@@ -268,14 +279,14 @@ impl Studio for Desk {
         Ok(12)
     }
 
-    fn finish(&mut self) -> Result<(), Diagnostic> {
+    fn finish_output(&mut self) -> Result<(), Diagnostic> {
         Ok(())
     }
 }
 
 fn limits() -> Limits {
     let second = 1_000_000_000;
-    Limits { done_floor_ns: 2 * second, ready_ns: 2 * second, studio_ns: second, ..Limits::default() }
+    Limits { done_floor_ns: 2 * second, ready_ns: 2 * second, media_ns: second, ..Limits::default() }
 }
 
 fn spec(world: World, scenario: &str) -> LaunchSpec {
@@ -284,20 +295,23 @@ fn spec(world: World, scenario: &str) -> LaunchSpec {
     let payload = if world == Mesh { scenario.to_string() } else { format!("pp {scenario}") };
     LaunchSpec {
         argv: vec![me, "as-rank".into()],
-        ranks,
+        rank_count: ranks,
         topology: world.topology(),
         session: 77,
-        extras: vec![vec![Arc::new(std::fs::File::open("/dev/null").expect("there").into())]; ranks as usize],
+        extra_fds: vec![
+            vec![Arc::new(std::fs::File::open("/dev/null").expect("there").into())];
+            ranks as usize
+        ],
         payload: payload.into_bytes(),
         env: Vec::new(),
         limits: limits(),
     }
 }
 
-/// Prints its ranks' process ids and its progress, for the test that will kill it.
+/// Prints the process ids and the progress of its ranks, for the test that will kill it.
 fn as_launcher(pp: bool) -> ! {
     let world = if pp { Pp1 } else { Mesh };
-    let report = launch(&spec(world, "endless"), &Interrupt::default(), &mut |event| match event {
+    let report = launch_ranks(&spec(world, "endless"), &StopHandle::default(), &mut |event| match event {
         LaunchEvent::Started(pids) => {
             println!("{}", pids.iter().map(u32::to_string).collect::<Vec<_>>().join(" "));
         }
@@ -308,18 +322,18 @@ fn as_launcher(pp: bool) -> ! {
 
 // Helpers.
 
-/// How a run ended, how long after something was done to it, and the chunks that it delivered.
-struct Ended {
+/// The report of a run, the time from the test's action to the end, and the delivered chunks.
+struct RunOutcome {
     report: LaunchReport,
-    took: Duration,
+    time_to_end: Duration,
     chunks: Vec<u32>,
 }
 
-/// Launches and does something once chunk 5 was delivered.
-fn launch_and(world: World, scenario: &str, act: impl Fn(&[u32], &Interrupt)) -> Ended {
-    let interrupt = Interrupt::default();
+/// Launches a run and performs an action once chunk 5 was delivered.
+fn launch_and_act(world: World, scenario: &str, act: impl Fn(&[u32], &StopHandle)) -> RunOutcome {
+    let interrupt = StopHandle::default();
     let (mut pids, mut since, mut chunks) = (Vec::new(), None, Vec::new());
-    let report = launch(&spec(world, scenario), &interrupt, &mut |event| match event {
+    let report = launch_ranks(&spec(world, scenario), &interrupt, &mut |event| match event {
         LaunchEvent::Started(list) => pids = list.to_vec(),
         LaunchEvent::Progress(p) => {
             chunks.push(p.chunk);
@@ -332,19 +346,20 @@ fn launch_and(world: World, scenario: &str, act: impl Fn(&[u32], &Interrupt)) ->
     .expect("launched");
     assert!(chunks.iter().copied().eq(0..chunks.len() as u32), "{chunks:?}");
     let took = since.map_or(Duration::ZERO, |s| s.elapsed());
-    assert!(pids.iter().all(|p| gone(*p)), "a rank outlived its launcher: {report:?}");
-    Ended { report, took, chunks }
+    assert!(pids.iter().all(|p| has_ended(*p)), "a rank outlived its launcher: {report:?}");
+    RunOutcome { report, time_to_end: took, chunks }
 }
 
-/// Sends a signal to a rank of a running world, which must end within `limit_s` and name that rank.
-fn hit(world: World, rank: u32, what: Signal, class: FailureClass, limit_s: u64) -> LaunchReport {
-    let ended = launch_and(world, "endless", |pids, _| signal(pids[rank as usize], what));
+/// Sends a signal to a rank of a running world. The run must end within `limit_s` and name that
+/// rank.
+fn signal_rank(world: World, rank: u32, what: Signal, class: FailureClass, limit_s: u64) -> LaunchReport {
+    let ended = launch_and_act(world, "endless", |pids, _| signal(pids[rank as usize], what));
     let f = failure(&ended.report);
     assert_eq!((f.class, f.rank), (class, Some(rank)), "{f}");
     if what == Signal::KILL {
         assert!(f.text.contains("killed by signal 9"), "{f}");
     }
-    assert!(ended.took < Duration::from_secs(limit_s), "{:?}: {f}", ended.took);
+    assert!(ended.time_to_end < Duration::from_secs(limit_s), "{:?}: {f}", ended.time_to_end);
     ended.report
 }
 
@@ -357,8 +372,8 @@ fn signal(pid: u32, signal: Signal) {
     kill_process(pid, signal).expect("it lives");
 }
 
-/// Gone, or waiting for a parent that does not collect it.
-fn gone(pid: u32) -> bool {
+/// Whether the process has ended, including a zombie that its parent has not reaped.
+fn has_ended(pid: u32) -> bool {
     match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(stat) => stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('Z')),
         Err(_) => true,
@@ -368,48 +383,48 @@ fn gone(pid: u32) -> bool {
 // The tests.
 
 fn a_clean_run_ends_with_zero_everywhere() {
-    clean(Mesh, "short");
+    assert_clean_run(Mesh, "short");
 }
 
 fn clean_runs_with_the_leader_outside() {
-    clean(Pp0, "short");
-    clean(Pp1, "short");
+    assert_clean_run(Pp0, "short");
+    assert_clean_run(Pp1, "short");
 }
 
-fn clean(world: World, scenario: &str) {
-    let Ended { report, chunks, .. } = launch_and(world, scenario, |_, _| {});
+fn assert_clean_run(world: World, scenario: &str) {
+    let RunOutcome { report, chunks, .. } = launch_and_act(world, scenario, |_, _| {});
     assert_eq!(report.failure, None);
     assert_eq!(chunks.len(), 12);
     assert!(report.exits.iter().all(|e| e.status == Some(0)), "{report:?}");
 }
 
 fn a_killed_worker_is_named() {
-    let report = hit(Mesh, 2, Signal::KILL, FailureClass::RankDied, 2);
+    let report = signal_rank(Mesh, 2, Signal::KILL, FailureClass::RankDied, 2);
     assert_eq!(report.exits[0].status, Some(10), "{report:?}");
 }
 
 fn a_killed_member_is_named() {
-    let report = hit(Pp1, 3, Signal::KILL, FailureClass::RankDied, 2);
+    let report = signal_rank(Pp1, 3, Signal::KILL, FailureClass::RankDied, 2);
     assert!(report.exits[..3].iter().all(|e| e.status == Some(10)), "{report:?}");
 }
 
 fn a_killed_mesh_leader_is_named() {
-    hit(Pp1, 1, Signal::KILL, FailureClass::RankDied, 2);
-    hit(Pp0, 1, Signal::KILL, FailureClass::RankDied, 2);
+    signal_rank(Pp1, 1, Signal::KILL, FailureClass::RankDied, 2);
+    signal_rank(Pp0, 1, Signal::KILL, FailureClass::RankDied, 2);
 }
 
 fn a_killed_leader_is_named() {
-    hit(Mesh, 0, Signal::KILL, FailureClass::RankDied, 2);
-    hit(Pp1, 0, Signal::KILL, FailureClass::RankDied, 2);
-    hit(Pp0, 0, Signal::KILL, FailureClass::RankDied, 2);
+    signal_rank(Mesh, 0, Signal::KILL, FailureClass::RankDied, 2);
+    signal_rank(Pp1, 0, Signal::KILL, FailureClass::RankDied, 2);
+    signal_rank(Pp0, 0, Signal::KILL, FailureClass::RankDied, 2);
 }
 
-fn a_killed_launcher_leaves_nobody() {
+fn a_killed_launcher_leaves_no_process() {
     kill_launcher("mesh", |_| {});
     kill_launcher("pp", |_| {});
 }
 
-/// A stopped process does not see a socket close.
+/// A stopped process does not notice that a socket closes.
 fn a_killed_launcher_leaves_no_stopped_leader() {
     kill_launcher("mesh", |pids| signal(pids[0], Signal::STOP));
     kill_launcher("pp", |pids| pids.iter().for_each(|p| signal(*p, Signal::STOP)));
@@ -424,12 +439,12 @@ fn kill_launcher(world: &str, before: impl Fn(&[u32])) {
     let mut next = || lines.next().expect("a line").expect("text");
     let pids: Vec<u32> = next().split(' ').map(|p| p.parse().expect("a number")).collect();
     while next() != "chunk 5" {}
-    assert!(pids.iter().all(|p| !gone(*p)));
+    assert!(pids.iter().all(|p| !has_ended(*p)));
     before(&pids);
     launcher.kill().expect("it lives");
     let since = Instant::now();
-    while !pids.iter().all(|p| gone(*p)) {
-        assert!(since.elapsed() < Duration::from_secs(2), "ranks are left");
+    while !pids.iter().all(|p| has_ended(*p)) {
+        assert!(since.elapsed() < Duration::from_secs(2), "some ranks are still running");
         std::thread::sleep(Duration::from_millis(10));
     }
     launcher.wait().expect("ended");
@@ -437,7 +452,8 @@ fn kill_launcher(world: &str, before: impl Fn(&[u32])) {
 
 fn a_stop_ends_at_a_chunk_boundary() {
     for world in [Mesh, Pp1] {
-        let Ended { report, took, chunks } = launch_and(world, "endless", |_, i| i.interrupt());
+        let RunOutcome { report, time_to_end: took, chunks } =
+            launch_and_act(world, "endless", |_, i| i.request_stop());
         assert_eq!(report.failure, None, "{report:?}");
         assert!(report.interrupted && report.exits.iter().all(|e| e.status == Some(0)), "{report:?}");
         assert!(took < Duration::from_secs(5) && chunks.len() < 12, "{took:?} {chunks:?}");
@@ -445,10 +461,10 @@ fn a_stop_ends_at_a_chunk_boundary() {
 }
 
 fn a_second_stop_kills() {
-    let Ended { report, took, .. } = launch_and(Mesh, "endless", |pids, interrupt| {
+    let RunOutcome { report, time_to_end: took, .. } = launch_and_act(Mesh, "endless", |pids, interrupt| {
         signal(pids[0], Signal::STOP);
-        interrupt.interrupt();
-        interrupt.interrupt();
+        interrupt.request_stop();
+        interrupt.request_stop();
     });
     assert!(report.interrupted && took < Duration::from_secs(1), "{took:?}");
     assert!(report.exits.iter().any(|e| e.signal == Some(9)), "{report:?}");
@@ -456,14 +472,14 @@ fn a_second_stop_kills() {
 
 fn a_stop_while_loading_ends_cleanly() {
     for (world, after_ms) in [(Mesh, 0), (Mesh, 300), (Pp0, 300), (Pp1, 0), (Pp1, 300)] {
-        let interrupt = Interrupt::default();
+        let interrupt = StopHandle::default();
         let begun = Instant::now();
-        let report = launch(&spec(world, "loading"), &interrupt, &mut |event| {
+        let report = launch_ranks(&spec(world, "loading"), &interrupt, &mut |event| {
             if let LaunchEvent::Started(_) = event {
                 let interrupt = interrupt.clone();
                 std::thread::spawn(move || {
                     std::thread::sleep(Duration::from_millis(after_ms));
-                    interrupt.interrupt();
+                    interrupt.request_stop();
                 });
             }
         })
@@ -474,16 +490,16 @@ fn a_stop_while_loading_ends_cleanly() {
     }
 }
 
-fn a_stop_before_the_launch_starts_nobody() {
-    let interrupt = Interrupt::default();
-    interrupt.interrupt();
-    let report = launch(&spec(Mesh, "endless"), &interrupt, &mut |_| {}).expect("legal");
+fn a_stop_before_the_launch_starts_no_process() {
+    let interrupt = StopHandle::default();
+    interrupt.request_stop();
+    let report = launch_ranks(&spec(Mesh, "endless"), &interrupt, &mut |_| {}).expect("legal");
     assert!(report.interrupted && report.failure.is_none() && report.exits.is_empty(), "{report:?}");
 }
 
 fn a_panicking_engine_is_named() {
     for world in [Mesh, Pp1] {
-        let Ended { report, .. } = launch_and(world, "panic", |_, _| {});
+        let RunOutcome { report, .. } = launch_and_act(world, "panic", |_, _| {});
         let f = failure(&report);
         assert_eq!((f.class, f.rank), (FailureClass::Engine, Some(2)), "{f}");
         assert!(f.text.contains("index out of bounds"), "{f}");
@@ -492,27 +508,27 @@ fn a_panicking_engine_is_named() {
 }
 
 fn a_stopped_process_is_a_stall() {
-    hit(Mesh, 1, Signal::STOP, FailureClass::Stall, 5);
+    signal_rank(Mesh, 1, Signal::STOP, FailureClass::Stall, 5);
 }
 
 fn a_stopped_leader_is_a_stall() {
-    hit(Mesh, 0, Signal::STOP, FailureClass::Stall, 5);
-    hit(Pp1, 0, Signal::STOP, FailureClass::Stall, 5);
+    signal_rank(Mesh, 0, Signal::STOP, FailureClass::Stall, 5);
+    signal_rank(Pp1, 0, Signal::STOP, FailureClass::Stall, 5);
 }
 
 fn a_stopped_mesh_leader_or_member_is_a_stall() {
-    hit(Pp1, 1, Signal::STOP, FailureClass::Stall, 5);
-    hit(Pp1, 3, Signal::STOP, FailureClass::Stall, 5);
-    hit(Pp0, 1, Signal::STOP, FailureClass::Stall, 5);
+    signal_rank(Pp1, 1, Signal::STOP, FailureClass::Stall, 5);
+    signal_rank(Pp1, 3, Signal::STOP, FailureClass::Stall, 5);
+    signal_rank(Pp0, 1, Signal::STOP, FailureClass::Stall, 5);
 }
 
-fn an_engine_deaf_to_aborts_is_left_behind() {
+fn an_engine_that_ignores_aborts_is_abandoned() {
     for world in [Mesh, Pp1] {
         let begun = Instant::now();
-        let Ended { report, .. } = launch_and(world, "deaf", |_, _| {});
+        let RunOutcome { report, .. } = launch_and_act(world, "deaf", |_, _| {});
         let f = failure(&report);
         assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(2)), "{f}");
-        // The launcher kills a rank that stands still, unless it has gone by then.
+        // The launcher kills a stalled rank, unless the rank has already exited.
         let killed = |e: &RankExit| e.rank == 2 && e.signal == Some(9);
         assert!(report.exits.iter().all(|e| e.status == Some(11) || killed(e)), "{report:?}");
         assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
@@ -521,7 +537,7 @@ fn an_engine_deaf_to_aborts_is_left_behind() {
 
 fn a_peer_that_does_not_read_is_a_stall() {
     let begun = Instant::now();
-    let Ended { report, .. } = launch_and(Mesh, "mute", |_, _| {});
+    let RunOutcome { report, .. } = launch_and_act(Mesh, "mute", |_, _| {});
     let f = failure(&report);
     assert_eq!((f.class, f.rank), (FailureClass::Stall, Some(2)), "{f}");
     assert_eq!((report.exits[0].status, report.exits[1].status), (Some(11), Some(11)), "{report:?}");
@@ -529,8 +545,8 @@ fn a_peer_that_does_not_read_is_a_stall() {
 }
 
 fn a_process_that_hangs_on_its_way_out_is_ended() {
-    let Ended { report, took, .. } =
-        launch_and(Mesh, "hang on exit", |pids, _| signal(pids[2], Signal::KILL));
+    let RunOutcome { report, time_to_end: took, .. } =
+        launch_and_act(Mesh, "hang on exit", |pids, _| signal(pids[2], Signal::KILL));
     assert_eq!(failure(&report).rank, Some(2), "{report:?}");
     assert_eq!(report.exits[1].status, Some(10), "{report:?}");
     assert!(took < Duration::from_secs(3), "{took:?}");
@@ -545,24 +561,24 @@ fn a_loaded_host_is_not_a_stall() {
             std::thread::spawn(move || while !done.load(Ordering::Relaxed) {})
         })
         .collect();
-    clean(Pp1, "short");
-    clean(Mesh, "short");
+    assert_clean_run(Pp1, "short");
+    assert_clean_run(Mesh, "short");
     done.store(true, Ordering::Relaxed);
     busy.into_iter().for_each(|b| b.join().expect("no panic"));
 }
 
-fn a_studio_that_never_answers_is_named() {
+fn a_silent_media_pipeline_is_named() {
     for world in [Mesh, Pp1] {
-        let Ended { report, chunks, .. } = launch_and(world, "stuck studio", |_, _| {});
+        let RunOutcome { report, chunks, .. } = launch_and_act(world, "stuck media", |_, _| {});
         let f = failure(&report);
         assert_eq!((f.class, f.rank, chunks.len()), (FailureClass::Output, Some(0), 3), "{f}");
-        assert!(f.text.contains("the studio has not answered for"), "{f}");
+        assert!(f.text.contains("the media pipeline has not answered for"), "{f}");
     }
 }
 
 fn a_full_disk_is_an_output_failure() {
     for world in [Mesh, Pp1] {
-        let Ended { report, chunks, .. } = launch_and(world, "full", |_, _| {});
+        let RunOutcome { report, chunks, .. } = launch_and_act(world, "full", |_, _| {});
         let f = failure(&report);
         assert_eq!((f.class, chunks.len()), (FailureClass::Output, 3), "{f}");
         assert!(f.text.contains("no space left"), "{f}");

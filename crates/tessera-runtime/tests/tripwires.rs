@@ -1,4 +1,5 @@
-//! Each tripwire fires at its place, with its code and the rank, and not when it is off.
+//! Tests that each tripwire fires at its site, with its code and rank, and does not fire when it is
+//! disabled.
 
 mod support;
 
@@ -6,56 +7,64 @@ use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use support::net::{NEXT, Net, Request, Tamper, Way};
+use support::net::{Hop, NEXT, Net, Request, Tamper};
 use support::{
-    Bug, Shape, census, context, leader_config, mesh_leader_config, text, weights_at, worker_config,
+    Bug, LeaderPlacement, context_tensor, leader_config, mesh_leader_config, prompt_tensor, test_programs,
+    weights_at, worker_config,
 };
-use tessera_runtime::cache::Regime;
-use tessera_runtime::census::{ArgKind, Census, ProgramFacts};
-use tessera_runtime::decide::{ChunkRequest, Cut};
+use tessera_runtime::director::{ChunkRequest, SceneCut};
+use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::leader::{self, Leader};
 use tessera_runtime::mesh_leader::MeshLeader;
+use tessera_runtime::program_index::{ArgKind, ProgramIndex, ProgramInfo};
 use tessera_runtime::wire::{
-    Arg, CallAction, CallMeta, Commit, Done, Envelope, Message, PhaseCall, Reload, Tensor,
+    CallAction, CallMeta, Commit, Done, Envelope, Message, PhaseCall, Reload, ScalarArg, Tensor,
 };
-use tessera_runtime::{Digest, Failure, FailureClass, Limits, ParityClass, Place, TRIPWIRES, Tripwires};
+use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, ParityClass, TRIPWIRES, Tripwires};
 
-/// A run with one fault in it.
-struct Case {
+/// A run with one injected fault.
+struct TripwireCase {
     code: &'static str,
-    place: Place,
+    site: CheckSite,
     rank: Option<u32>,
-    shape: Shape,
-    regime: Regime,
+    shape: LeaderPlacement,
+    regime: CacheRegime,
     fault: Box<dyn Fn(&mut Net)>,
 }
 
-fn case(code: &'static str, place: Place, rank: Option<u32>, fault: impl Fn(&mut Net) + 'static) -> Case {
-    let shape = if place == Place::MeshLeader { Shape::Pp } else { Shape::Mesh };
-    Case { code, place, rank, shape, regime: Regime::Resident, fault: Box::new(fault) }
+fn case(
+    code: &'static str,
+    place: CheckSite,
+    rank: Option<u32>,
+    fault: impl Fn(&mut Net) + 'static,
+) -> TripwireCase {
+    let shape =
+        if place == CheckSite::MeshLeader { LeaderPlacement::Outside } else { LeaderPlacement::InMesh };
+    TripwireCase { code, site: place, rank, shape, regime: CacheRegime::Resident, fault: Box::new(fault) }
 }
 
-fn net(shape: Shape, regime: Regime, off: &Tripwires) -> Net {
+fn faulty_net(shape: LeaderPlacement, regime: CacheRegime, off: &Tripwires) -> Net {
     let mut config = leader_config(shape, 3, regime);
     config.tripwires = off.clone();
-    Net::with(shape, config, regime, 4, |r| {
+    Net::with_configs(shape, config, regime, 4, |r| {
         let mut w = worker_config(shape, r, regime);
         w.tripwires = off.clone();
         w
     })
 }
 
-/// How the run with this fault ends; a run that nobody ends counts as one without a failure.
-fn outcome(c: &Case, off: &Tripwires) -> Option<Failure> {
-    let mut net = net(c.shape, c.regime, off);
+/// Returns the failure of a run with this fault. A run that does not end counts as one without a
+/// failure.
+fn run_outcome(c: &TripwireCase, off: &Tripwires) -> Option<Failure> {
+    let mut net = faulty_net(c.shape, c.regime, off);
     (c.fault)(&mut net);
     net.run_for(40).flatten()
 }
 
-/// Changes an envelope of a chunk on its way to a rank.
-fn envelope(to: u32, call: u64, change: impl Fn(&mut Envelope) + 'static) -> Tamper {
+/// Changes the envelope of a call on its way to a rank.
+fn tamper_envelope(to: u32, call: u64, change: impl Fn(&mut Envelope) + 'static) -> Tamper {
     Box::new(move |way, _, m| match m {
-        Message::Envelope(mut e) if way == Way::To(to) && e.header.call_id == call => {
+        Message::Envelope(mut e) if way == Hop::To(to) && e.header.call_id == call => {
             change(&mut e);
             vec![Message::Envelope(e)]
         }
@@ -63,7 +72,7 @@ fn envelope(to: u32, call: u64, change: impl Fn(&mut Envelope) + 'static) -> Tam
     })
 }
 
-fn meta(change: impl Fn(&mut CallMeta) + 'static) -> impl Fn(&mut Envelope) {
+fn change_meta(change: impl Fn(&mut CallMeta) + 'static) -> impl Fn(&mut Envelope) {
     move |e| {
         if let Some(m) = &mut e.meta {
             change(m);
@@ -71,11 +80,11 @@ fn meta(change: impl Fn(&mut CallMeta) + 'static) -> impl Fn(&mut Envelope) {
     }
 }
 
-/// The same, with counts that fit the changed phases.
-fn phases(change: impl Fn(&mut Vec<PhaseCall>) + 'static) -> impl Fn(&mut Envelope) {
-    meta(move |m| {
+/// Changes the phases and updates the expected totals to match.
+fn change_phases(change: impl Fn(&mut Vec<PhaseCall>) + 'static) -> impl Fn(&mut Envelope) {
+    change_meta(move |m| {
         change(&mut m.phases);
-        if let Ok(want) = census().expect(&m.phases) {
+        if let Ok(want) = test_programs().expected_totals(&m.phases) {
             m.expected_generator_calls = want.generator_calls;
             m.expected_collectives = want.collectives;
             m.expected_trace_digest = want.trace;
@@ -83,9 +92,9 @@ fn phases(change: impl Fn(&mut Vec<PhaseCall>) + 'static) -> impl Fn(&mut Envelo
     })
 }
 
-fn done(from: u32, call: u64, change: impl Fn(&mut Done) + 'static) -> Tamper {
+fn tamper_done(from: u32, call: u64, change: impl Fn(&mut Done) + 'static) -> Tamper {
     Box::new(move |way, _, m| match m {
-        Message::Done(mut d) if way == Way::From(from) && d.call_id == call => {
+        Message::Done(mut d) if way == Hop::From(from) && d.call_id == call => {
             change(&mut d);
             vec![Message::Done(d)]
         }
@@ -93,7 +102,7 @@ fn done(from: u32, call: u64, change: impl Fn(&mut Done) + 'static) -> Tamper {
     })
 }
 
-fn instead(way: Way, of: impl Fn(&Message) -> bool + 'static, other: Message) -> Tamper {
+fn replace_message(way: Hop, of: impl Fn(&Message) -> bool + 'static, other: Message) -> Tamper {
     Box::new(move |w, _, m| if w == way && of(&m) { vec![other.clone()] } else { vec![m] })
 }
 
@@ -105,24 +114,26 @@ fn is_commit(m: &Message) -> bool {
     matches!(m, Message::Commit(c) if c.call_id == 3)
 }
 
-fn cases() -> Vec<Case> {
-    use Place::{Init, Leader as Lead, MeshLeader as Relay, Worker};
+fn cases() -> Vec<TripwireCase> {
+    use CheckSite::{Init, Leader as Lead, MeshLeader as Relay, Worker};
     let rank2 = |code, change: Box<dyn Fn(&mut Envelope)>| {
         let change = Rc::new(change);
         case(code, Worker, Some(2), move |n| {
             let change = Rc::clone(&change);
-            n.tamper = envelope(2, 3, move |e| change(e));
+            n.tamper = tamper_envelope(2, 3, move |e| change(e));
         })
     };
     let mut all = vec![
         rank2("T0701", Box::new(|e| e.header.version = 9)),
         rank2(
             "T0710",
-            Box::new(phases(|p| p.insert(0, PhaseCall::new("rebase", vec![("shift".into(), Arg::I64(0))])))),
+            Box::new(change_phases(|p| {
+                p.insert(0, PhaseCall::new("rebase", vec![("shift".into(), ScalarArg::I64(0))]))
+            })),
         ),
         rank2("T0712", Box::new(|e| e.header.chunk = 0)),
-        rank2("T0722", Box::new(phases(|p| p.insert(0, PhaseCall::new("rebasement", vec![]))))),
-        rank2("T0723", Box::new(phases(|p| p[0].args.clear()))),
+        rank2("T0722", Box::new(change_phases(|p| p.insert(0, PhaseCall::new("rebasement", vec![]))))),
+        rank2("T0723", Box::new(change_phases(|p| p[0].args.clear()))),
         rank2("T0730", Box::new(|e| e.header.call_id = 9)),
         rank2("T0731", Box::new(|e| e.header.session += 1)),
         rank2("T0732", Box::new(|e| e.header.deadline_ms = 0)),
@@ -134,28 +145,34 @@ fn cases() -> Vec<Case> {
                 (e.meta, e.reload) = (None, Some(Reload { source: "x".into(), weights: Digest::default() }));
             }),
         ),
-        rank2("T0734", Box::new(meta(|m| m.expected_collectives += 1))),
-        rank2("T0735", Box::new(|e| e.tensors.0.push(text(1)))),
+        rank2("T0734", Box::new(change_meta(|m| m.expected_collectives += 1))),
+        rank2("T0735", Box::new(|e| e.tensors.0.push(prompt_tensor(1)))),
         case("T0707", Lead, Some(1), |n| {
             let ready = |m: &Message| matches!(m, Message::Ready(_));
-            n.tamper = instead(Way::From(1), ready, Message::Commit(Commit { call_id: 1 }));
+            n.tamper = replace_message(Hop::From(1), ready, Message::Commit(Commit { call_id: 1 }));
         }),
-        case("T0707", Worker, Some(1), |n| n.tamper = instead(Way::To(1), is_commit, Message::Finished)),
-        case("T0707", Relay, Some(0), |n| n.tamper = instead(Way::To(1), is_commit, Message::Finished)),
-        case("T0721", Lead, None, |n| n.requests[0] = Request { request: NEXT, text: Some(text(1)) }),
+        case("T0707", Worker, Some(1), |n| {
+            n.tamper = replace_message(Hop::To(1), is_commit, Message::Finished)
+        }),
+        case("T0707", Relay, Some(0), |n| {
+            n.tamper = replace_message(Hop::To(1), is_commit, Message::Finished)
+        }),
+        case("T0721", Lead, None, |n| {
+            n.requests[0] = Request { request: NEXT, text: Some(prompt_tensor(1)) }
+        }),
         case("T0732", Lead, None, |_| {}),
         case("T0736", Lead, Some(2), |n| {
-            n.requests[2] = Request { request: ChunkRequest { cut: Cut::Ordered, ..NEXT }, text: None };
-            n.tamper = done(2, 4, |d| d.cache_epoch -= 1);
+            n.requests[2] = Request { request: ChunkRequest { cut: SceneCut::Ordered, ..NEXT }, text: None };
+            n.tamper = tamper_done(2, 4, |d| d.cache_epoch -= 1);
         }),
         case("T0737", Worker, Some(2), |n| {
             n.inject.insert(30, reload());
-            n.rank(2).engine.bug = Bug::ReloadsOthers;
+            n.rank(2).engine.bug = Bug::WrongReload;
         }),
         case("T0737", Lead, Some(1), |n| {
             n.inject.insert(30, reload());
             n.tamper = Box::new(|way, _, m| match m {
-                Message::Done(mut d) if way == Way::From(1) && !d.fingerprints.is_empty() => {
+                Message::Done(mut d) if way == Hop::From(1) && !d.fingerprints.is_empty() => {
                     d.observed.weights = Digest::default();
                     vec![Message::Done(d)]
                 }
@@ -165,30 +182,34 @@ fn cases() -> Vec<Case> {
         case("T0742", Lead, Some(2), |n| n.kill = Some((40, 2))),
         case("T0742", Relay, Some(2), |n| n.kill = Some((60, 2))),
         case("T0743", Lead, Some(2), |n| n.stuck.extend([(2, 3)])),
-        case("T0744", Lead, Some(2), |n| n.rank(2).engine.bug = Bug::OtherNumbers(4)),
+        case("T0744", Lead, Some(2), |n| n.rank(2).engine.bug = Bug::OtherResult(4)),
         case("T0746", Worker, Some(1), |n| {
-            n.tamper = instead(Way::To(1), is_commit, Message::Commit(Commit { call_id: 2 }));
+            n.tamper = replace_message(Hop::To(1), is_commit, Message::Commit(Commit { call_id: 2 }));
         }),
         case("T0747", Worker, Some(2), |n| n.rank(2).engine.bug = Bug::ExtraCollective(4)),
         case("T0749", Lead, None, |n| n.launcher_gone_at = Some(20)),
         case("T0752", Lead, Some(2), |n| n.rank(2).engine.bug = Bug::CompilesAt(4)),
-        case("T0753", Lead, Some(2), |n| n.rank(2).engine.bug = Bug::WarmsLess),
-        case("T0754", Init, Some(1), |n| n.rank(1).engine.prints[1].digest = Digest::of(b"other")),
+        case("T0753", Lead, Some(2), |n| n.rank(2).engine.bug = Bug::IncompleteWarmup),
+        case("T0754", Init, Some(1), |n| {
+            n.rank(1).engine.fingerprints[1].digest = Digest::hash_bytes(b"other")
+        }),
         case("T0754", Init, Some(2), |n| {
-            let first = n.rank(0).engine.prints[0].digest;
-            n.rank(2).engine.prints[0].digest = first;
+            let first = n.rank(0).engine.fingerprints[0].digest;
+            n.rank(2).engine.fingerprints[0].digest = first;
         }),
         case("T0754", Lead, Some(2), |n| {
             n.inject.insert(30, reload());
-            n.rank(2).engine.bug = Bug::ReloadsOtherShards;
+            n.rank(2).engine.bug = Bug::WrongShardReload;
         }),
-        case("T0754", Worker, Some(2), |n| n.rank(2).engine.bug = Bug::ForgetsAt(4)),
-        case("T0755", Relay, Some(1), |n| n.tamper = envelope(1, 3, |e| e.header.chunk = 0)),
-        case("T0755", Relay, Some(1), |n| n.tamper = envelope(1, 3, meta(|m| m.expected_collectives += 1))),
-        // The leader commits before all are ready.
+        case("T0754", Worker, Some(2), |n| n.rank(2).engine.bug = Bug::WeightChangeAt(4)),
+        case("T0755", Relay, Some(1), |n| n.tamper = tamper_envelope(1, 3, |e| e.header.chunk = 0)),
+        case("T0755", Relay, Some(1), |n| {
+            n.tamper = tamper_envelope(1, 3, change_meta(|m| m.expected_collectives += 1))
+        }),
+        // The leader commits before all ranks are ready.
         case("T0755", Relay, Some(1), |n| {
             n.tamper = Box::new(|way, _, m| match m {
-                Message::Envelope(e) if way == Way::To(1) && e.header.call_id == 3 => {
+                Message::Envelope(e) if way == Hop::To(1) && e.header.call_id == 3 => {
                     vec![Message::Envelope(e), Message::Commit(Commit { call_id: 3 })]
                 }
                 m => vec![m],
@@ -197,22 +218,22 @@ fn cases() -> Vec<Case> {
     ];
     let other_context = |n: &mut Net| {
         n.tamper = Box::new(|way, _, m| match m {
-            Message::Context(mut c) if way == Way::To(2) => {
-                c.tensors.0 = vec![context(&Tensor::from_f32("x", &[4], &[9.0; 4]).expect("fits"))];
+            Message::Context(mut c) if way == Hop::To(2) => {
+                c.tensors.0 = vec![context_tensor(&Tensor::from_f32("x", &[4], &[9.0; 4]).expect("fits"))];
                 vec![Message::Context(c)]
             }
             m => vec![m],
         });
     };
-    let recompute = |code, place, rank, fault: fn(&mut Net)| Case {
-        regime: Regime::Recompute,
+    let recompute = |code, place, rank, fault: fn(&mut Net)| TripwireCase {
+        regime: CacheRegime::Recompute,
         ..case(code, place, rank, fault)
     };
     all.push(recompute("T0759", Lead, Some(2), other_context));
-    // A recompute call without its context: nothing older is used.
+    // A recompute call arrives without its context: no older context is used.
     all.push(recompute("T0735", Worker, Some(2), |n| {
         n.tamper = Box::new(|way, _, m| match m {
-            Message::Context(mut c) if way == Way::To(2) => {
+            Message::Context(mut c) if way == Hop::To(2) => {
                 c.tensors.0.clear();
                 vec![Message::Context(c)]
             }
@@ -221,32 +242,32 @@ fn cases() -> Vec<Case> {
     }));
     all.push(recompute("T0755", Relay, Some(1), |n| {
         n.tamper = Box::new(|way, _, m| match m {
-            Message::Context(mut c) if way == Way::To(1) => {
+            Message::Context(mut c) if way == Hop::To(1) => {
                 c.tensors.0.clear();
                 vec![Message::Context(c)]
             }
             m => vec![m],
         });
     }));
-    all.retain(|c| (c.code, c.place) != ("T0732", Lead));
+    all.retain(|c| (c.code, c.site) != ("T0732", Lead));
     all
 }
 
 #[test]
-fn each_fires_at_its_place_and_not_when_it_is_off() {
+fn each_tripwire_fires_at_its_site_and_not_when_it_is_disabled() {
     let mut fired = BTreeSet::new();
     for c in cases() {
-        let on =
-            outcome(&c, &Tripwires::default()).unwrap_or_else(|| panic!("{} {:?}: clean", c.code, c.place));
-        assert_eq!((on.code.as_str(), on.place, on.rank), (c.code, c.place, c.rank), "{on}");
-        let off = outcome(&c, &Tripwires::off([c.code]));
+        let on = run_outcome(&c, &Tripwires::default())
+            .unwrap_or_else(|| panic!("{} {:?}: clean", c.code, c.site));
+        assert_eq!((on.code.as_str(), on.site, on.rank), (c.code, c.site, c.rank), "{on}");
+        let off = run_outcome(&c, &Tripwires::disabling([c.code]));
         assert!(off.as_ref().is_none_or(|f| f.code != c.code), "{} is off and fired: {off:?}", c.code);
         let listed = TRIPWIRES.iter().find(|t| t.code.id == c.code).expect("listed");
-        assert!(listed.places.contains(&c.place), "{} {:?}", c.code, c.place);
+        assert!(listed.sites.contains(&c.site), "{} {:?}", c.code, c.site);
         fired.insert(c.code);
     }
-    // Those below have tests of their own; some are raised beside the machines: by an engine's guard, by the proof of
-    // a peer, by the writer and the reader of frames.
+    // The codes below have their own tests. Some are raised outside of the state machines: by an
+    // engine's guard, by peer authentication, by the frame encoder and decoder.
     fired.extend(["T0702", "T0703", "T0704", "T0705", "T0706", "T0740", "T0741", "T0751", "T0756", "T0757"]);
     for t in TRIPWIRES {
         assert!(fired.contains(t.code.id), "{} has no test", t.code.id);
@@ -254,40 +275,40 @@ fn each_fires_at_its_place_and_not_when_it_is_off() {
 }
 
 #[test]
-fn a_meta_that_cannot_travel_never_leaves_the_leader() {
+fn an_oversized_meta_is_never_sent() {
     let frames = 2_000_000;
-    let facts = |scalars: &[(&str, ArgKind)]| ProgramFacts {
+    let facts = |scalars: &[(&str, ArgKind)]| ProgramInfo {
         scalars: scalars.iter().map(|(n, k)| ((*n).to_string(), *k)).collect(),
-        ..ProgramFacts::default()
+        ..ProgramInfo::default()
     };
     let denoise = facts(&[("t", ArgKind::F32s(frames))]);
     let names = ["denoise.fill0", "clean.fill0", "recompute"];
     let programs = names.map(|n| (n.to_string(), denoise.clone()));
-    let mut config = leader_config(Shape::Mesh, 1, Regime::Resident);
-    config.census = Arc::new(Census::new(programs));
-    let mut net = Net::with(Shape::Mesh, config.clone(), Regime::Resident, 1, |r| {
-        let mut w = worker_config(Shape::Mesh, r, Regime::Resident);
-        w.census = Arc::clone(&config.census);
+    let mut config = leader_config(LeaderPlacement::InMesh, 1, CacheRegime::Resident);
+    config.programs = Arc::new(ProgramIndex::new(programs));
+    let mut net = Net::with_configs(LeaderPlacement::InMesh, config.clone(), CacheRegime::Resident, 1, |r| {
+        let mut w = worker_config(LeaderPlacement::InMesh, r, CacheRegime::Resident);
+        w.programs = Arc::clone(&config.programs);
         w
     });
     let failure = net.run(10).expect("a failure");
-    assert_eq!((failure.code.as_str(), failure.place), ("T0703", Place::Leader), "{failure}");
+    assert_eq!((failure.code.as_str(), failure.site), ("T0703", CheckSite::Leader), "{failure}");
     assert!(!net.trace.iter().any(|(_, m)| matches!(m, Message::Envelope(_))));
 }
 
 #[test]
 fn every_differing_key_is_shown_with_all_its_values_and_ranks() {
     for off in ["", "T0740"] {
-        let off = Tripwires::off([off]);
-        let mut config = leader_config(Shape::Mesh, 4, Regime::Resident);
+        let off = Tripwires::disabling([off]);
+        let mut config = leader_config(LeaderPlacement::InMesh, 4, CacheRegime::Resident);
         config.tripwires = off.clone();
-        let mut net = Net::with(Shape::Mesh, config, Regime::Resident, 2, |r| {
-            let mut w = worker_config(Shape::Mesh, r, Regime::Resident);
+        let mut net = Net::with_configs(LeaderPlacement::InMesh, config, CacheRegime::Resident, 2, |r| {
+            let mut w = worker_config(LeaderPlacement::InMesh, r, CacheRegime::Resident);
             w.tripwires = off.clone();
-            w.parity = w.parity.set("threads", r.to_string());
+            w.parity = w.parity.with_known_key("threads", r.to_string());
             if r == 2 {
                 w.build = "another".into();
-                w.parity = w.parity.with("backend.matmul", ParityClass::AtInit, "fast");
+                w.parity = w.parity.with_key("backend.matmul", ParityClass::AtInit, "fast");
             }
             w
         });
@@ -295,7 +316,7 @@ fn every_differing_key_is_shown_with_all_its_values_and_ranks() {
             assert_eq!(net.delivered.len(), 2);
             continue;
         };
-        assert_eq!((failure.code.as_str(), failure.place, failure.rank), ("T0740", Place::Init, Some(2)));
+        assert_eq!((failure.code.as_str(), failure.site, failure.rank), ("T0740", CheckSite::Init, Some(2)));
         assert_eq!(
             failure.text,
             "2 keys differ\n  `backend.matmul`: `fast` on rank 2; `naive` on ranks 0, 1, 3\n  \
@@ -309,21 +330,22 @@ fn every_differing_key_is_shown_with_all_its_values_and_ranks() {
 }
 
 #[test]
-fn groups_in_another_order_and_tripwires_that_only_one_rank_lacks_are_refused() {
+fn other_group_orders_and_tripwires_disabled_on_one_rank_are_refused() {
     for (key, code) in [("groups", "T0757"), ("tripwires off", "T0740")] {
-        let config = leader_config(Shape::Pp, 3, Regime::Resident);
-        let mut net = Net::with(Shape::Pp, config, Regime::Resident, 2, |r| {
-            let mut w = worker_config(Shape::Pp, r, Regime::Resident);
-            w.parity = w.parity.set("groups", if key == "groups" && r == 3 { "b, a" } else { "a, b" });
+        let config = leader_config(LeaderPlacement::Outside, 3, CacheRegime::Resident);
+        let mut net = Net::with_configs(LeaderPlacement::Outside, config, CacheRegime::Resident, 2, |r| {
+            let mut w = worker_config(LeaderPlacement::Outside, r, CacheRegime::Resident);
+            w.parity =
+                w.parity.with_known_key("groups", if key == "groups" && r == 3 { "b, a" } else { "a, b" });
             if key != "groups" && r == 3 {
-                w.tripwires = Tripwires::off(["T0744"]);
+                w.tripwires = Tripwires::disabling(["T0744"]);
             }
             w
         });
         let failure = net.run(10).expect("a failure");
         assert_eq!(
-            (failure.code.as_str(), failure.place, failure.rank),
-            (code, Place::Init, Some(3)),
+            (failure.code.as_str(), failure.site, failure.rank),
+            (code, CheckSite::Init, Some(3)),
             "{failure}"
         );
         assert!(failure.text.contains(key), "{failure}");
@@ -331,32 +353,32 @@ fn groups_in_another_order_and_tripwires_that_only_one_rank_lacks_are_refused() 
 }
 
 #[test]
-fn a_bound_that_is_none_is_refused_unless_its_tripwire_is_off() {
+fn an_invalid_bound_is_refused_unless_its_tripwire_is_off() {
     let limits = Limits { d_in: u32::MAX, ..Limits::default() };
     for (off, refused) in [("none", true), ("T0741", false)] {
-        let mut config = leader_config(Shape::Mesh, 2, Regime::Resident);
-        (config.limits, config.tripwires) = (limits.clone(), Tripwires::off([off]));
+        let mut config = leader_config(LeaderPlacement::InMesh, 2, CacheRegime::Resident);
+        (config.limits, config.tripwires) = (limits.clone(), Tripwires::disabling([off]));
         assert_eq!(Leader::new(config).is_err(), refused);
-        let mut relay = mesh_leader_config(2, Regime::Resident);
-        (relay.limits, relay.tripwires) = (limits.clone(), Tripwires::off([off]));
+        let mut relay = mesh_leader_config(2, CacheRegime::Resident);
+        (relay.limits, relay.tripwires) = (limits.clone(), Tripwires::disabling([off]));
         assert_eq!(MeshLeader::new(relay).is_err(), refused);
     }
 }
 
 #[test]
-fn a_worker_ends_by_itself_what_nobody_else_watches() {
-    let mut config = leader_config(Shape::Mesh, 3, Regime::Resident);
-    config.tripwires = Tripwires::off(["T0740", "T0743"]);
-    let mut net = Net::with(Shape::Mesh, config, Regime::Resident, 4, |r| {
-        let mut w = worker_config(Shape::Mesh, r, Regime::Resident);
-        w.tripwires = Tripwires::off(["T0740"]);
+fn a_worker_detects_its_own_stall_without_the_leader() {
+    let mut config = leader_config(LeaderPlacement::InMesh, 3, CacheRegime::Resident);
+    config.tripwires = Tripwires::disabling(["T0740", "T0743"]);
+    let mut net = Net::with_configs(LeaderPlacement::InMesh, config, CacheRegime::Resident, 4, |r| {
+        let mut w = worker_config(LeaderPlacement::InMesh, r, CacheRegime::Resident);
+        w.tripwires = Tripwires::disabling(["T0740"]);
         w
     });
     net.stuck.insert((2, 3));
     let failure = net.run(30).expect("a failure");
     assert_eq!(
-        (failure.code.as_str(), failure.place, failure.rank),
-        ("T0743", Place::Worker, Some(2)),
+        (failure.code.as_str(), failure.site, failure.rank),
+        ("T0743", CheckSite::Worker, Some(2)),
         "{failure}"
     );
     assert_eq!(failure.class, FailureClass::Stall);

@@ -1,100 +1,106 @@
-//! Frames: round trips, refusals, and bytes that mean nothing.
+//! Tests of the frame codec: round trips, rejected frames, and random bytes.
 
 mod support;
 
 use proptest::prelude::*;
-use support::{census, plan, stream, text};
-use tessera_runtime::cache::Regime;
-use tessera_runtime::decide::{ChunkRequest, Cut, Director};
+use support::{plan_digest, prompt_tensor, test_programs, test_stream};
+use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
+use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{
-    Abort, Arg, CallAction, Commit, Context, Done, Dtype, Envelope, EnvelopeHeader, F32Bits, FIELDS, Fault,
-    HEADER_BYTES, Heartbeat, HelloAck, Init, Kind, MAX_META_BYTES, MAX_TENSORS, Message, Observed, PhaseCall,
-    Progress, Ready, Refused, Reload, Role, ShardPrint, Tensor, Tensors, WIRE_VERSION, Welcome, decode,
-    decode_header, encode, envelope_reference,
+    Abort, CallAction, CallContext, CallObservation, Commit, Done, Dtype, ENVELOPE_FIELDS, Envelope,
+    EnvelopeHeader, F32Bits, FaultReport, HEADER_BYTES, Heartbeat, HelloAck, Init, MAX_META_BYTES,
+    MAX_TENSORS, Message, MessageKind, PhaseCall, Progress, Ready, Refused, Reload, ScalarArg, SenderRole,
+    ShardFingerprint, Tensor, Tensors, WIRE_VERSION, Welcome, decode, decode_header, encode,
+    envelope_reference,
 };
-use tessera_runtime::{Digest, Failure, FailureClass, Parity, ParityClass, Place};
+use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Parity, ParityClass};
 
 fn failure() -> Failure {
     Failure {
         class: FailureClass::Drift,
         rank: Some(1),
-        place: Place::Leader,
+        site: CheckSite::Leader,
         code: "T0744".into(),
         text: "output differs".into(),
     }
 }
 
 fn envelope() -> Envelope {
-    let mut director = Director::new(stream(Regime::Resident)).expect("legal");
-    let request = ChunkRequest { prompt_change: true, seed: 7, cut: Cut::None };
-    let plan_of = director.next(&request, &census()).expect("planned");
+    let mut director = Director::new(test_stream(CacheRegime::Resident)).expect("legal");
+    let request = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    let plan_of = director.plan_chunk(&request, &test_programs()).expect("planned");
     let header = EnvelopeHeader {
         version: WIRE_VERSION,
         action: CallAction::Infer,
-        plan: plan(),
+        plan: plan_digest(),
         session: 1,
         call_id: 1,
         chunk: 0,
         cache_epoch: 0,
         deadline_ms: 5000,
     };
-    Envelope { header, meta: plan_of.meta, reload: None, tensors: Tensors(vec![text(3)]) }
+    Envelope { header, meta: plan_of.meta, reload: None, tensors: Tensors(vec![prompt_tensor(3)]) }
 }
 
 fn every_message() -> Vec<Message> {
-    let parity = Parity::default().with("k", ParityClass::BestEffort, "v");
-    let observed = Observed {
+    let parity = Parity::default().with_key("k", ParityClass::BestEffort, "v");
+    let observed = CallObservation {
         generator_calls: 3,
         collectives: 99,
-        trace: plan(),
-        state: plan(),
-        output: plan(),
+        trace: plan_digest(),
+        state: plan_digest(),
+        output: plan_digest(),
         compensated: 0,
         phase_ns: vec![1, u64::MAX],
         new_programs: 2,
         digest_ns: 77,
-        weights: plan(),
+        weights: plan_digest(),
     };
-    let print = ShardPrint { tensor: "ffn".into(), slice: "[0..4]".into(), digest: plan(), constant: true };
-    let fingerprints = vec![print];
+    let fingerprint = ShardFingerprint {
+        tensor: "ffn".into(),
+        slice: "[0..4]".into(),
+        digest: plan_digest(),
+        constant: true,
+    };
+    let fingerprints = vec![fingerprint];
     vec![
         Message::Welcome(Welcome {
             rank: 1,
-            world: 2,
+            world_size: 2,
             session: 3,
-            sockets: 1,
-            extras: 0,
+            control_sockets: 1,
+            extra_fds: 0,
             payload: vec![0; 9],
         }),
         Message::Stop,
         Message::Init(Init {
             wire_version: WIRE_VERSION,
             build: "b".into(),
-            plan: plan(),
+            plan: plan_digest(),
             session: 3,
             parity: parity.clone(),
         }),
         Message::Envelope(Box::new(envelope())),
-        Message::Context(Context { call_id: 2, tensors: Tensors(vec![text(1)]) }),
+        Message::Context(CallContext { call_id: 2, tensors: Tensors(vec![prompt_tensor(1)]) }),
         Message::Commit(Commit { call_id: 2 }),
         Message::Abort(Abort { failure: failure() }),
         Message::HelloAck(HelloAck {
             build: "b".into(),
-            plan: plan(),
+            plan: plan_digest(),
             parity,
             fingerprints: fingerprints.clone(),
         }),
-        Message::Ready(Ready { call_id: 2, predicted_state: plan(), inputs: Digest::default() }),
+        Message::Ready(Ready { call_id: 2, predicted_state: plan_digest(), inputs: Digest::default() }),
         Message::Refused(Refused { call_id: 2, failure: failure() }),
         Message::Done(Box::new(Done {
             call_id: 2,
             cache_epoch: 1,
             observed,
             fingerprints,
-            output: Tensors(vec![text(2)]),
+            output: Tensors(vec![prompt_tensor(2)]),
         })),
-        Message::Fault(Fault { failure: failure(), secondary: true }),
-        Message::Heartbeat(Heartbeat { mark: 1 << 40 }),
+        Message::Fault(FaultReport { failure: failure(), secondary: true }),
+        Message::Heartbeat(Heartbeat { progress: 1 << 40 }),
         Message::Progress(Progress {
             chunk: 1,
             frames: 12,
@@ -108,14 +114,14 @@ fn every_message() -> Vec<Message> {
 }
 
 #[test]
-fn every_message_makes_the_round_trip_and_has_a_sender() {
+fn every_message_round_trips_and_has_a_sender() {
     let all = every_message();
-    assert_eq!(all.len(), Kind::ALL.len());
+    assert_eq!(all.len(), MessageKind::ALL.len());
     for m in all {
         let frame = encode(3, &m).expect("within limits");
         assert_eq!(decode(&frame).expect("reads"), (3, m.clone()));
         assert_eq!(encode(3, &m).expect("within limits"), frame, "equal content has equal bytes");
-        let worker_speaks = matches!(
+        let worker_sends = matches!(
             m,
             Message::HelloAck(_)
                 | Message::Ready(_)
@@ -123,7 +129,7 @@ fn every_message_makes_the_round_trip_and_has_a_sender() {
                 | Message::Done(_)
                 | Message::Fault(_)
         );
-        assert_eq!(m.kind().sender() == Role::Worker, worker_speaks, "{:?}", m.kind());
+        assert_eq!(m.kind().allowed_sender() == SenderRole::Worker, worker_sends, "{:?}", m.kind());
     }
 }
 
@@ -131,18 +137,18 @@ fn every_message_makes_the_round_trip_and_has_a_sender() {
 fn an_unknown_version_is_refused_from_the_header_alone_with_both_versions() {
     let mut frame = encode(0, &Message::Stop).expect("within limits");
     frame[4..6].copy_from_slice(&7u16.to_le_bytes());
-    // Lengths that nobody could allocate.
+    // Lengths that no host could allocate.
     frame[8..20].fill(0xff);
     let head: [u8; HEADER_BYTES] = frame[..HEADER_BYTES].try_into().expect("long enough");
     let d = decode_header(&head).expect_err("refused");
     assert_eq!(d.code.id, "T0701");
-    assert_eq!(d.message, format!("the peer speaks wire version 7, this process speaks {WIRE_VERSION}"));
+    assert_eq!(d.message, format!("the peer uses wire version 7, this process uses {WIRE_VERSION}"));
 }
 
 #[test]
-fn a_reload_envelope_makes_the_round_trip() {
+fn a_reload_envelope_round_trips() {
     let Envelope { header, .. } = envelope();
-    let reload = Reload { source: "models/other".into(), weights: plan() };
+    let reload = Reload { source: "models/other".into(), weights: plan_digest() };
     let header = EnvelopeHeader { action: CallAction::Reload, ..header };
     let e = Envelope { header, meta: None, reload: Some(reload), tensors: Tensors::default() };
     let m = Message::Envelope(Box::new(e));
@@ -150,7 +156,7 @@ fn a_reload_envelope_makes_the_round_trip() {
 }
 
 #[test]
-fn damaged_frames_are_refused_by_the_code_that_fits() {
+fn damaged_frames_are_refused_with_the_matching_code() {
     let good = encode(0, &Message::Envelope(Box::new(envelope()))).expect("within limits");
     let code = |frame: &[u8]| decode(frame).expect_err("refused").code.id;
     let with = |at: usize, bytes: &[u8]| {
@@ -160,7 +166,7 @@ fn damaged_frames_are_refused_by_the_code_that_fits() {
     };
     assert_eq!(code(&with(0, b"HTTP")), "T0702");
     assert_eq!(code(&with(6, &999u16.to_le_bytes())), "T0702");
-    assert_eq!(code(&with(8, &9u32.to_le_bytes())), "T0704", "the origin is covered");
+    assert_eq!(code(&with(8, &9u32.to_le_bytes())), "T0704", "the checksum covers the origin");
     assert_eq!(code(&with(12, &(MAX_META_BYTES + 1).to_le_bytes())), "T0703");
     assert_eq!(code(&with(16, &u32::MAX.to_le_bytes())), "T0703");
     assert_eq!(code(&with(good.len() - 1, &[good[good.len() - 1] ^ 1])), "T0704");
@@ -169,7 +175,7 @@ fn damaged_frames_are_refused_by_the_code_that_fits() {
     assert_eq!(code(&[&good[..], &[0]].concat()), "T0705");
 }
 
-/// Rewrites a frame's meta and puts the right lengths and checksum around it.
+/// Edits a frame's meta and tensors, and corrects the lengths and the checksum.
 fn reframe(frame: &[u8], edit: impl Fn(&mut Vec<u8>, &mut Vec<u8>)) -> Vec<u8> {
     let meta_len = u32::from_le_bytes(frame[12..16].try_into().expect("four")) as usize;
     let mut meta = frame[HEADER_BYTES..HEADER_BYTES + meta_len].to_vec();
@@ -187,34 +193,37 @@ fn xxhash(bytes: &[u8]) -> u64 {
 }
 
 #[test]
-fn well_framed_nonsense_is_refused_too() {
+fn invalid_contents_in_a_valid_frame_are_refused() {
     let commit = encode(0, &Message::Commit(Commit { call_id: 1 })).expect("within limits");
-    assert_eq!(reframe(&commit, |_, _| {}), commit, "the test's framing is the real one");
+    assert_eq!(reframe(&commit, |_, _| {}), commit, "the test's framing matches the encoder");
     let code = |frame: Vec<u8>| decode(&frame).expect_err("refused").code.id;
     assert_eq!(code(reframe(&commit, |m, _| m.push(0))), "T0705", "trailing bytes");
     assert_eq!(code(reframe(&commit, |m, _| m.clear())), "T0705", "a missing field");
     assert_eq!(code(reframe(&commit, |m, _| *m = vec![0x81, 0x00])), "T0705", "a longer integer than needed");
-    assert_eq!(code(reframe(&commit, |_, t| t.push(0))), "T0706", "tensors where none may be");
+    assert_eq!(code(reframe(&commit, |_, t| t.push(0))), "T0706", "tensors in a message without tensors");
     let context = encode(
         0,
-        &Message::Context(Context {
+        &Message::Context(CallContext {
             call_id: 1,
-            tensors: Tensors(vec![text(1), Tensor::from_f32("other", &[8], &[9.0; 8]).expect("fits")]),
+            tensors: Tensors(vec![
+                prompt_tensor(1),
+                Tensor::from_f32("other", &[8], &[9.0; 8]).expect("fits"),
+            ]),
         }),
     )
     .expect("within limits");
     assert_eq!(code(reframe(&context, |_, t| t.rotate_left(32))), "T0706", "tensors in another order");
-    assert_eq!(code(reframe(&context, |_, t| t.truncate(32))), "T0706", "a tensor that did not travel");
+    assert_eq!(code(reframe(&context, |_, t| t.truncate(32))), "T0706", "a listed tensor that was not sent");
     assert_eq!(code(reframe(&context, |_, t| t.extend([0; 4]))), "T0706", "bytes outside the manifest");
 }
 
 #[test]
-fn a_nan_has_one_form_on_the_wire() {
+fn a_nan_has_one_encoding() {
     let call = |x: f32| {
         Message::Envelope(Box::new({
             let mut e = envelope();
             if let Some(m) = &mut e.meta {
-                m.phases = vec![PhaseCall::new("p", vec![("x".into(), Arg::f32(x))])];
+                m.phases = vec![PhaseCall::new("p", vec![("x".into(), ScalarArg::from_f32(x))])];
             }
             e
         }))
@@ -226,29 +235,32 @@ fn a_nan_has_one_form_on_the_wire() {
 }
 
 #[test]
-fn tensors_that_do_not_fit_their_shape_or_the_limits_are_not_made() {
+fn tensors_that_contradict_their_shape_or_the_limits_are_refused() {
     assert!(Tensor::new("x", Dtype::Bf16, &[2, 3], vec![0; 11]).is_err());
     assert!(Tensor::new("x", Dtype::I64, &[u64::MAX, 9], vec![]).is_err());
     assert!(Tensor::new("x", Dtype::F32, &[1; 9], vec![0; 4]).is_err());
     let bf16 = Tensor::new("x", Dtype::Bf16, &[1], vec![0x80, 0x3f]).expect("fits");
     assert_eq!(bf16.to_f32(), Some(vec![1.0]));
     let many = (0..=MAX_TENSORS).map(|i| Tensor::from_f32(&i.to_string(), &[1], &[0.0]).expect("fits"));
-    let message = |tensors| Message::Context(Context { call_id: 1, tensors: Tensors(tensors) });
+    let message = |tensors| Message::Context(CallContext { call_id: 1, tensors: Tensors(tensors) });
     assert_eq!(encode(0, &message(many.collect())).expect_err("refused").code.id, "T0706");
-    assert_eq!(encode(0, &message(vec![text(1), text(1)])).expect_err("refused").code.id, "T0706");
+    assert_eq!(
+        encode(0, &message(vec![prompt_tensor(1), prompt_tensor(1)])).expect_err("refused").code.id,
+        "T0706"
+    );
 }
 
 #[test]
-fn the_reference_page_is_the_one_in_the_repository() {
+fn the_reference_page_is_up_to_date() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/envelope.md");
     let page = std::fs::read_to_string(path).expect("docs/reference/envelope.md is there");
     assert!(
         page == envelope_reference(),
-        "docs/reference/envelope.md is not what the table says; print it anew with\n  \
+        "docs/reference/envelope.md is out of date; regenerate it with\n  \
          cargo run -p tessera-runtime --example envelope_reference > docs/reference/envelope.md"
     );
-    for f in FIELDS {
-        assert!(f.checked.split(", ").all(|id| tessera_runtime::CODES.iter().any(|c| c.id == id)), "{f:?}");
+    for f in ENVELOPE_FIELDS {
+        assert!(f.codes.split(", ").all(|id| tessera_runtime::CODES.iter().any(|c| c.id == id)), "{f:?}");
     }
 }
 
@@ -259,28 +271,28 @@ proptest! {
     }
 
     #[test]
-    fn random_meta_in_a_right_frame_never_panics(
-        kind in 0..Kind::ALL.len(),
+    fn random_meta_in_a_valid_frame_never_panics(
+        kind in 0..MessageKind::ALL.len(),
         meta in proptest::collection::vec(any::<u8>(), 0..300),
         tensors in proptest::collection::vec(any::<u8>(), 0..40),
     ) {
         let mut frame = encode(0, &Message::Stop).expect("within limits");
-        frame[6..8].copy_from_slice(&(Kind::ALL[kind] as u16).to_le_bytes());
+        frame[6..8].copy_from_slice(&(MessageKind::ALL[kind] as u16).to_le_bytes());
         let frame = reframe(&frame, |m, t| (m.clone_from(&meta), t.clone_from(&tensors)).0);
         if let Ok((origin, message)) = decode(&frame) {
-            prop_assert_eq!(encode(origin, &message).expect("it was read"), frame);
+            prop_assert_eq!(encode(origin, &message).expect("decoded before"), frame);
         }
     }
 
     #[test]
-    fn a_flipped_byte_in_the_meta_reads_as_itself_or_not_at_all(at in 0usize..600, with in any::<u8>()) {
+    fn a_changed_meta_byte_is_rejected_or_round_trips(at in 0usize..600, with in any::<u8>()) {
         let good = encode(0, &Message::Envelope(Box::new(envelope()))).expect("within limits");
         let frame = reframe(&good, |m, _| {
             let at = at % m.len();
             m[at] = with;
         });
         if let Ok((origin, message)) = decode(&frame) {
-            prop_assert_eq!(encode(origin, &message).expect("it was read"), frame);
+            prop_assert_eq!(encode(origin, &message).expect("decoded before"), frame);
         }
     }
 }

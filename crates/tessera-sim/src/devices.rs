@@ -1,622 +1,661 @@
-//! Devices of all ranks: streams, events, launches and meetings on one clock.
+//! The devices of all ranks: streams, events, launches and rendezvous on one clock.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 use std::rc::Rc;
 
 use tessera_base::Diagnostic;
-use tessera_device::Prices;
+use tessera_device::TimingModel;
 use tessera_ir::Program;
 use tessera_mesh::{Mesh, Rank};
 
-use crate::lanes::{LaneId, Lanes};
-use crate::script::Script;
+use crate::communicators::{CommunicatorIndex, CommunicatorTable};
+use crate::timed_program::TimedProgram;
 use crate::{T0810, T0811};
 
-/// Instants inside are not whole nanoseconds; one so little after a whole one is that one.
-const CLOSE_NS: f64 = 1e-3;
-/// Most ranks that a message about a standstill names.
-const STALLED_SHOWN: usize = 12;
+/// Internal times are fractional nanoseconds; a time at most this far above a whole nanosecond
+/// rounds down to it.
+const ROUNDING_NS: f64 = 1e-3;
+/// Maximum number of ranks that a stall message lists.
+const MAX_STALLED_SHOWN: usize = 12;
 
-/// A loaded program.
+/// Handle of a loaded program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Loaded(usize);
+pub struct SimProgramId(usize);
 
-/// A rank came to the end of a program.
+/// The end of a program on a rank.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Ended {
+pub struct ProgramEnd {
     /// The rank.
     pub rank: Rank,
     /// The program.
-    pub program: Loaded,
-    /// When it began, in nanoseconds.
-    pub begun_ns: f64,
-    /// When its last stream, and its host, had nothing left to do, in nanoseconds.
-    pub ended_ns: f64,
-    /// Collectives, sends and receives that it went through, by op, in the order of their launch.
-    pub met: Vec<usize>,
+    pub program: SimProgramId,
+    /// Start time in nanoseconds.
+    pub start_ns: f64,
+    /// The time at which the last stream and the host finished, in nanoseconds.
+    pub end_ns: f64,
+    /// Ops of the completed collectives, sends and receives, in launch order.
+    pub completed_ops: Vec<usize>,
 }
 
-/// Work beside programs came to its end: see [`Devices::occupy`].
+/// The end of work outside programs: see [`SimDevices::occupy`].
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Occupied {
+pub struct OutsideWork {
     /// The rank.
     pub rank: Rank,
-    /// When it got the device, in nanoseconds.
-    pub begun_ns: f64,
-    /// When it gave it back, in nanoseconds.
-    pub ended_ns: f64,
+    /// The time at which the work got the device, in nanoseconds.
+    pub start_ns: f64,
+    /// The time at which the work released the device, in nanoseconds.
+    pub end_ns: f64,
 }
 
-/// What a stream of a device was busy with.
+/// An interval in which a stream of a device was busy.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Bar {
+pub struct BusyInterval {
     /// The rank.
     pub rank: Rank,
     /// The program.
-    pub program: Loaded,
+    pub program: SimProgramId,
     /// Index of the op.
     pub op: usize,
     /// Index of its stream.
     pub stream: usize,
-    /// Whether data moved, rather than the device worked.
+    /// Whether the interval is a transfer rather than device work.
     pub transfer: bool,
-    /// Start in nanoseconds; of a transfer, when its last member was there.
+    /// Start in nanoseconds; for a transfer, the arrival of its last member.
     pub start_ns: f64,
     /// End in nanoseconds.
     pub end_ns: f64,
 }
 
-/// All ranks of a world.
+/// The simulated devices of all ranks of a mesh.
 #[derive(Debug)]
-pub struct Devices {
+pub struct SimDevices {
     mesh: Mesh,
     contention: f64,
-    scripts: Vec<Rc<Script>>,
-    /// Lane of each launch of a script on a rank.
-    routes: BTreeMap<(Rank, Loaded), Rc<Vec<LaneId>>>,
-    lanes: Lanes,
-    seats: Vec<Seat>,
-    meetings: BTreeMap<(LaneId, u64), Meeting>,
+    programs: Vec<Rc<TimedProgram>>,
+    /// The communicator of each launch of a script on a rank.
+    launch_routes: BTreeMap<(Rank, SimProgramId), Rc<Vec<CommunicatorIndex>>>,
+    communicators: CommunicatorTable,
+    states: Vec<RankDevice>,
+    pending_launches: BTreeMap<(CommunicatorIndex, u64), MatchedLaunch>,
     now_ns: f64,
-    queue: BinaryHeap<Reverse<Due>>,
+    queue: BinaryHeap<Reverse<TimedEvent>>,
     seq: u64,
-    /// Ranks to which something happened at this instant.
-    touched: BTreeSet<usize>,
-    ended: Vec<Ended>,
-    freed: Vec<Occupied>,
-    bars: Option<Vec<Bar>>,
+    /// Ranks whose state changed at the current time.
+    touched_ranks: BTreeSet<usize>,
+    ended_programs: Vec<ProgramEnd>,
+    ended_work: Vec<OutsideWork>,
+    intervals: Option<Vec<BusyInterval>>,
 }
 
-/// One rank.
+/// The state of one rank.
 #[derive(Debug, Default)]
-struct Seat {
-    run: Option<Run>,
-    /// How often it launched on each lane.
-    launched: BTreeMap<LaneId, u64>,
-    /// Its transfers under way.
-    transfers: u32,
-    busy: Option<Busy>,
-    /// Work beside programs that waits for the device, in the order of asking: since when, and how long it takes.
-    beside: VecDeque<(Instant, f64)>,
-    /// Grows with every piece of work and every change of its pace, so that an end that was put off is known.
+struct RankDevice {
+    running: Option<RunningProgram>,
+    /// Number of launches on each communicator.
+    launch_counts: BTreeMap<CommunicatorIndex, u64>,
+    /// Number of transfers in progress.
+    active_transfers: u32,
+    device_work: Option<DeviceWork>,
+    /// Work outside programs that waits for the device, in order of request: (request time,
+    /// duration).
+    outside_work: VecDeque<(TimeNs, f64)>,
+    /// Incremented with every new piece of work and every change of its speed, so that outdated
+    /// end events are recognised.
     version: u64,
-    /// When something last went on here.
+    /// Time of the last activity on this rank.
     active_ns: f64,
 }
 
-/// A program under way.
+/// A running program.
 #[derive(Debug)]
-struct Run {
-    program: Loaded,
-    script: Rc<Script>,
+struct RunningProgram {
+    program: SimProgramId,
+    timed_program: Rc<TimedProgram>,
     begun_ns: f64,
-    /// Of each launch of a collective: where and as the how many-th.
-    places: Vec<(LaneId, u64)>,
-    streams: Vec<Stream>,
-    /// Ops that are over: of an issue, its transfer.
+    /// The communicator and sequence number of each collective launch.
+    launch_keys: Vec<(CommunicatorIndex, u64)>,
+    streams: Vec<StreamCursor>,
+    /// Completed ops; an issue op is complete when its transfer is.
     done: Vec<bool>,
-    /// Launches of the host that are over.
+    /// Number of completed host launches.
     launched: usize,
-    /// Ops that wait for the device, by when they could have had it and then in program order.
-    ready: BTreeSet<(Instant, usize)>,
-    met: Vec<usize>,
+    /// Ops that wait for the device, ordered by the time at which they became ready, then by
+    /// program order.
+    ready: BTreeSet<(TimeNs, usize)>,
+    completed_ops: Vec<usize>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
-struct Stream {
-    /// Place in the stream's queue.
+struct StreamCursor {
+    /// Index of the next op in the stream's queue.
     next: usize,
-    state: State,
+    state: StreamState,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-enum State {
-    /// The next op waits for what it comes after.
+enum StreamState {
+    /// The next op waits for its dependencies.
     #[default]
-    Held,
-    /// It waits for the device, or has it.
-    Works,
-    /// So many of its transfers are not over.
-    Meets(usize),
+    Blocked,
+    /// The op waits for the device or occupies it.
+    Working,
+    /// The number of unfinished transfers of the op.
+    Transferring(usize),
 }
 
-/// Work that has the device.
+/// Work that occupies the device.
 #[derive(Debug)]
-struct Busy {
-    /// None for work beside programs.
+struct DeviceWork {
+    /// `None` for work outside programs.
     op: Option<usize>,
     begun_ns: f64,
-    /// Work that is left at `since_ns`, at full pace.
-    left_ns: f64,
+    /// Remaining work at `since_ns`, at full speed.
+    remaining_ns: f64,
     since_ns: f64,
 }
 
-/// One launch of every member of a lane.
+/// One matched launch of all members of a communicator.
 #[derive(Debug, Default)]
-struct Meeting {
-    /// Rank and op of those who are there.
-    there: Vec<(usize, usize)>,
-    ns: f64,
-    what: Option<u64>,
-    /// Members came with different calls: it never begins.
-    broken: bool,
+struct MatchedLaunch {
+    /// Rank and op of the members that have arrived.
+    arrived: Vec<(usize, usize)>,
+    duration_ns: f64,
+    signature: Option<u64>,
+    /// Members arrived with different collectives: the transfer never starts.
+    mismatched: bool,
     begun_ns: Option<f64>,
 }
 
-/// An instant in nanoseconds; never less than 0 and never no number.
+/// A time in nanoseconds; never negative and never NaN.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Instant(f64);
-impl Eq for Instant {}
-impl PartialOrd for Instant {
-    fn partial_cmp(&self, other: &Instant) -> Option<std::cmp::Ordering> {
+struct TimeNs(f64);
+impl Eq for TimeNs {}
+impl PartialOrd for TimeNs {
+    fn partial_cmp(&self, other: &TimeNs) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
-impl Ord for Instant {
-    fn cmp(&self, other: &Instant) -> std::cmp::Ordering {
+impl Ord for TimeNs {
+    fn cmp(&self, other: &TimeNs) -> std::cmp::Ordering {
         self.0.total_cmp(&other.0)
     }
 }
 
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Due {
-    at: Instant,
+struct TimedEvent {
+    at: TimeNs,
     seq: u64,
-    what: What,
+    kind: EventKind,
 }
 
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum What {
-    Begins(usize, Loaded),
-    Occupies { rank: usize, ns: u64 },
-    Launches(usize),
-    WorkEnds { rank: usize, version: u64 },
-    MeetingEnds(LaneId, u64),
+enum EventKind {
+    ProgramStart(usize, SimProgramId),
+    WorkRequest { rank: usize, ns: u64 },
+    HostLaunch(usize),
+    WorkEnd { rank: usize, version: u64 },
+    TransferEnd(CommunicatorIndex, u64),
 }
 
-impl Devices {
-    /// Devices of every rank of a mesh's world, idle at instant 0. `contention` is [`Prices::contention`].
+impl SimDevices {
+    /// Creates the devices of every rank of a mesh, idle at time 0. `contention` is
+    /// [`TimingModel::contention_factor`].
     #[must_use]
-    pub fn new(mesh: Mesh, contention: f64) -> Devices {
-        Devices {
+    pub fn new(mesh: Mesh, contention: f64) -> SimDevices {
+        SimDevices {
             mesh,
             contention: if contention > 1.0 { contention } else { 1.0 },
-            scripts: Vec::new(),
-            routes: BTreeMap::new(),
-            lanes: Lanes::default(),
-            seats: (0..mesh.ranks()).map(|_| Seat::default()).collect(),
-            meetings: BTreeMap::new(),
+            programs: Vec::new(),
+            launch_routes: BTreeMap::new(),
+            communicators: CommunicatorTable::default(),
+            states: (0..mesh.world_size()).map(|_| RankDevice::default()).collect(),
+            pending_launches: BTreeMap::new(),
             now_ns: 0.0,
             queue: BinaryHeap::new(),
             seq: 0,
-            touched: BTreeSet::new(),
-            ended: Vec::new(),
-            freed: Vec::new(),
-            bars: None,
+            touched_ranks: BTreeSet::new(),
+            ended_programs: Vec::new(),
+            ended_work: Vec::new(),
+            intervals: None,
         }
     }
 
-    /// Keeps what streams are busy with from now on, until [`Devices::take_bars`].
-    pub fn record(&mut self) {
-        self.bars.get_or_insert_with(Vec::new);
+    /// Records busy intervals of the streams from now on, for [`SimDevices::take_intervals`].
+    pub fn start_recording(&mut self) {
+        self.intervals.get_or_insert_with(Vec::new);
     }
 
-    /// What streams were busy with since the last time, by end; empty unless they are kept.
-    pub fn take_bars(&mut self) -> Vec<Bar> {
-        self.bars.as_mut().map(std::mem::take).unwrap_or_default()
+    /// Returns the busy intervals since the last call, ordered by end; empty unless recording is
+    /// on.
+    pub fn take_intervals(&mut self) -> Vec<BusyInterval> {
+        self.intervals.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Loads a program on the ranks of its role.
     ///
     /// # Errors
-    /// T0810 where an op does not say when it may start or whom it meets.
+    /// T0810 if an op lacks a valid start dependency or a communicator.
     pub fn load(
         &mut self,
         program: &Program,
         ranks: &[Rank],
-        prices: &dyn Prices,
-    ) -> Result<Loaded, Diagnostic> {
-        let script = Script::new(program, &self.mesh, prices)?;
-        let loaded = Loaded(self.scripts.len());
+        timing: &dyn TimingModel,
+    ) -> Result<SimProgramId, Diagnostic> {
+        let script = TimedProgram::new(program, &self.mesh, timing)?;
+        let loaded = SimProgramId(self.programs.len());
         for rank in ranks {
-            let mut lanes = Vec::with_capacity(script.meets.len());
-            for meet in &script.meets {
-                let Some(lane) = self.lanes.find(&self.mesh, *rank, meet.way) else {
-                    let message = format!("{} in {}: rank {rank} meets nobody there", meet.says, script.name);
+            let mut lanes = Vec::with_capacity(script.collectives.len());
+            for meet in &script.collectives {
+                let Some(lane) = self.communicators.find_or_insert(&self.mesh, *rank, meet.route) else {
+                    let message = format!(
+                        "{} in {}: rank {rank} has no such group or peer",
+                        meet.description, script.name
+                    );
                     return Err(Diagnostic::error(&T0810, message)
-                        .at(script.name.clone(), format!("op {}", meet.op))
-                        .at("mesh", self.mesh.to_string()));
+                        .with_label(script.name.clone(), format!("op {}", meet.op))
+                        .with_label("mesh", self.mesh.to_string()));
                 };
                 lanes.push(lane);
             }
-            self.routes.insert((*rank, loaded), Rc::new(lanes));
+            self.launch_routes.insert((*rank, loaded), Rc::new(lanes));
         }
-        self.scripts.push(Rc::new(script));
+        self.programs.push(Rc::new(script));
         Ok(loaded)
     }
 
-    /// Has a rank begin a program that is loaded on it, now or later. A rank runs one at a time: one that has not come to
-    /// the end of another by then is left alone.
-    pub fn begin(&mut self, at_ns: u64, rank: Rank, program: Loaded) {
+    /// Starts a program on a rank where it is loaded, at `at_ns` or now if that has passed. A rank
+    /// runs one program at a time: if another one is still running then, this call has no effect.
+    pub fn start_program(&mut self, at_ns: u64, rank: Rank, program: SimProgramId) {
         let at = (at_ns as f64).max(self.now_ns);
-        self.push(at, What::Begins(rank.0 as usize, program));
+        self.push_event(at, EventKind::ProgramStart(rank.0 as usize, program));
     }
 
-    /// Has a rank do work of so many nanoseconds that belongs to no program, now or later. It takes the device whole, as an
-    /// op does: after the op that has it then, and before every op that asks for it later. What two kernels would share op
-    /// by op is served in turn here, which puts the same work on the device and fills no gap of either: an upper bound.
+    /// Schedules `ns` nanoseconds of work outside any program on a rank. The work takes the whole
+    /// device, as an op does: after the op that occupies it then, and before every op that becomes
+    /// ready later. Two real kernels would share the device op by op; serialising them puts the
+    /// same work on the device but fills no gap of either, so the result is an upper bound.
     pub fn occupy(&mut self, at_ns: u64, rank: Rank, ns: u64) {
         let at = (at_ns as f64).max(self.now_ns);
-        self.push(at, What::Occupies { rank: rank.0 as usize, ns });
+        self.push_event(at, EventKind::WorkRequest { rank: rank.0 as usize, ns });
     }
 
-    /// Work beside programs that ended since the last time, in order.
-    pub fn take_freed(&mut self) -> Vec<Occupied> {
-        std::mem::take(&mut self.freed)
+    /// Returns the work outside programs that ended since the last call, in order.
+    pub fn take_ended_work(&mut self) -> Vec<OutsideWork> {
+        std::mem::take(&mut self.ended_work)
     }
 
-    /// When something next happens, in whole nanoseconds; nothing where all stands still.
+    /// Returns the time of the next event in whole nanoseconds, or `None` if no event is pending.
     #[must_use]
-    pub fn next_ns(&self) -> Option<u64> {
-        self.queue.peek().map(|Reverse(due)| whole(due.at.0))
+    pub fn next_event_ns(&self) -> Option<u64> {
+        self.queue.peek().map(|Reverse(due)| ceil_ns(due.at.0))
     }
 
-    /// Moves the clock, and gives the programs that ended on the way, in order.
-    pub fn advance(&mut self, to_ns: u64) -> Vec<Ended> {
-        let until = to_ns as f64 + CLOSE_NS;
+    /// Advances the clock, and returns the programs that ended meanwhile, in order.
+    pub fn advance_to(&mut self, to_ns: u64) -> Vec<ProgramEnd> {
+        let until = to_ns as f64 + ROUNDING_NS;
         while let Some(at) = self.queue.peek().map(|Reverse(due)| due.at.0).filter(|at| *at <= until) {
             self.now_ns = at.max(self.now_ns);
-            // All of an instant before anything follows from it, so that nothing depends on the order inside it.
+            // Process all events of one time before their consequences, so that no result depends
+            // on the order within that time.
             while self.queue.peek().is_some_and(|Reverse(due)| due.at.0 <= at) {
                 if let Some(Reverse(due)) = self.queue.pop() {
-                    self.take(due.what);
+                    self.handle_event(due.kind);
                 }
             }
-            self.settle();
+            self.settle_ranks();
         }
         self.now_ns = self.now_ns.max(to_ns as f64);
-        std::mem::take(&mut self.ended)
+        std::mem::take(&mut self.ended_programs)
     }
 
-    /// Until when something went on at a rank, in nanoseconds: `now_ns`, while its device works, a transfer of it is under way
-    /// or its host launches. A rank that only waits stays where it was.
+    /// Returns the time of the last activity on a rank, in nanoseconds: `now_ns` while its device
+    /// works, a transfer is in progress or its host launches. The value does not advance while a
+    /// rank only waits.
     #[must_use]
-    pub fn active_ns(&self, rank: Rank, now_ns: u64) -> u64 {
-        let Some(seat) = self.seats.get(rank.0 as usize) else { return 0 };
-        let launches = seat.run.as_ref().is_some_and(|r| r.launched < r.script.launches.len());
-        let active = seat.busy.is_some() || seat.transfers > 0 || launches;
-        if active { now_ns } else { seat.active_ns as u64 }
+    pub fn last_active_ns(&self, rank: Rank, now_ns: u64) -> u64 {
+        let Some(state) = self.states.get(rank.0 as usize) else { return 0 };
+        let launches =
+            state.running.as_ref().is_some_and(|r| r.launched < r.timed_program.launch_times_ns.len());
+        let active = state.device_work.is_some() || state.active_transfers > 0 || launches;
+        if active { now_ns } else { state.active_ns as u64 }
     }
 
-    /// Why ranks have ops left though nothing is on its way.
+    /// Explains why ranks have unfinished ops although no event is pending.
     #[must_use]
-    pub fn stalled(&self) -> Option<Diagnostic> {
+    pub fn find_stall(&self) -> Option<Diagnostic> {
         if !self.queue.is_empty() {
             return None;
         }
-        let held: Vec<usize> = (0..self.seats.len()).filter(|r| self.seats[*r].run.is_some()).collect();
-        let first = held.first()?;
+        let stalled_ranks: Vec<usize> =
+            (0..self.states.len()).filter(|r| self.states[*r].running.is_some()).collect();
+        let first = stalled_ranks.first()?;
         let mut d = Diagnostic::error(
             &T0811,
-            format!("{} ranks wait for each other, rank {first} among them", held.len()),
+            format!("{} ranks wait for each other, rank {first} among them", stalled_ranks.len()),
         );
-        for rank in held.iter().take(STALLED_SHOWN) {
-            let Some(run) = &self.seats[*rank].run else { continue };
-            d = d.at(format!("rank {rank} in {}", run.script.name), self.waits(*rank, run));
+        for rank in stalled_ranks.iter().take(MAX_STALLED_SHOWN) {
+            let Some(run) = &self.states[*rank].running else { continue };
+            d = d.with_label(
+                format!("rank {rank} in {}", run.timed_program.name),
+                self.describe_waits(*rank, run),
+            );
         }
-        if held.len() > STALLED_SHOWN {
-            d = d.note(format!("{} more ranks wait likewise", held.len() - STALLED_SHOWN));
+        if stalled_ranks.len() > MAX_STALLED_SHOWN {
+            d = d.with_note(format!(
+                "{} more ranks wait in the same way",
+                stalled_ranks.len() - MAX_STALLED_SHOWN
+            ));
         }
         Some(d)
     }
 
-    /// What a rank waits for, in words.
-    fn waits(&self, rank: usize, run: &Run) -> String {
-        let open = run.script.meets.iter().zip(&run.places);
-        let mut says = Vec::new();
+    /// Describes the collectives that a rank waits for.
+    fn describe_waits(&self, rank: usize, run: &RunningProgram) -> String {
+        let open = run.timed_program.collectives.iter().zip(&run.launch_keys);
+        let mut descriptions = Vec::new();
         for (meet, (lane, nth)) in open {
-            let Some(m) = self.meetings.get(&(*lane, *nth)) else { continue };
-            if !m.there.iter().any(|(r, _)| *r == rank) {
+            let Some(m) = self.pending_launches.get(&(*lane, *nth)) else { continue };
+            if !m.arrived.iter().any(|(r, _)| *r == rank) {
                 continue;
             }
-            let members = &self.lanes.get(*lane).members;
+            let members = &self.communicators.get(*lane).members;
             let missing: Vec<String> = members
                 .iter()
-                .filter(|r| !m.there.iter().any(|(there, _)| *there == r.0 as usize))
+                .filter(|r| !m.arrived.iter().any(|(there, _)| *there == r.0 as usize))
                 .map(ToString::to_string)
                 .collect();
-            let why = if m.broken { "others came with another call".to_string() } else { String::new() };
+            let why = if m.mismatched {
+                "other members joined with another collective".to_string()
+            } else {
+                String::new()
+            };
             let why = if missing.is_empty() { why } else { format!("waits for rank {}", missing.join(", ")) };
-            says.push(format!("{} (op {}): {why}", meet.says, meet.op));
+            descriptions.push(format!("{} (op {}): {why}", meet.description, meet.op));
         }
-        if says.is_empty() { "stands before its first collective".to_string() } else { says.join("; ") }
+        if descriptions.is_empty() {
+            "has not reached its first collective".to_string()
+        } else {
+            descriptions.join("; ")
+        }
     }
 
-    fn push(&mut self, at_ns: f64, what: What) {
+    fn push_event(&mut self, at_ns: f64, what: EventKind) {
         self.seq += 1;
-        self.queue.push(Reverse(Due { at: Instant(at_ns), seq: self.seq, what }));
+        self.queue.push(Reverse(TimedEvent { at: TimeNs(at_ns), seq: self.seq, kind: what }));
     }
 
-    fn take(&mut self, what: What) {
+    fn handle_event(&mut self, what: EventKind) {
         match what {
-            What::Begins(rank, program) => self.begins(rank, program),
-            What::Occupies { rank, ns } => {
-                if let Some(seat) = self.seats.get_mut(rank) {
-                    seat.beside.push_back((Instant(self.now_ns), ns as f64));
-                    self.touched.insert(rank);
+            EventKind::ProgramStart(rank, program) => self.handle_start(rank, program),
+            EventKind::WorkRequest { rank, ns } => {
+                if let Some(state) = self.states.get_mut(rank) {
+                    state.outside_work.push_back((TimeNs(self.now_ns), ns as f64));
+                    self.touched_ranks.insert(rank);
                 }
             }
-            What::Launches(rank) => {
-                if let Some(run) = self.seats[rank].run.as_mut() {
+            EventKind::HostLaunch(rank) => {
+                if let Some(run) = self.states[rank].running.as_mut() {
                     run.launched += 1;
-                    let next = run.script.launches.get(run.launched).copied();
+                    let next = run.timed_program.launch_times_ns.get(run.launched).copied();
                     if let Some(ns) = next {
-                        self.push(self.now_ns + ns, What::Launches(rank));
+                        self.push_event(self.now_ns + ns, EventKind::HostLaunch(rank));
                     }
-                    self.touched.insert(rank);
+                    self.touched_ranks.insert(rank);
                 }
             }
-            What::WorkEnds { rank, version } if self.seats[rank].version == version => self.work_ends(rank),
-            What::WorkEnds { .. } => {}
-            What::MeetingEnds(lane, nth) => self.meeting_ends(lane, nth),
+            EventKind::WorkEnd { rank, version } if self.states[rank].version == version => {
+                self.handle_work_end(rank)
+            }
+            EventKind::WorkEnd { .. } => {}
+            EventKind::TransferEnd(lane, nth) => self.handle_transfer_end(lane, nth),
         }
     }
 
-    fn begins(&mut self, rank: usize, program: Loaded) {
+    fn handle_start(&mut self, rank: usize, program: SimProgramId) {
         let (Some(script), Some(route)) =
-            (self.scripts.get(program.0), self.routes.get(&(Rank(rank as u32), program)))
+            (self.programs.get(program.0), self.launch_routes.get(&(Rank(rank as u32), program)))
         else {
             return;
         };
-        let (script, seat) = (Rc::clone(script), &mut self.seats[rank]);
-        if seat.run.is_some() {
+        let (script, state) = (Rc::clone(script), &mut self.states[rank]);
+        if state.running.is_some() {
             return;
         }
-        // The n-th launch of the host on a lane is its n-th there, whenever its stream comes to it.
-        let nth = |lane: &LaneId| {
-            let n = seat.launched.entry(*lane).or_insert(0);
+        // The host's n-th launch on a communicator has sequence number n there, whenever its stream
+        // reaches it.
+        let nth = |lane: &CommunicatorIndex| {
+            let n = state.launch_counts.entry(*lane).or_insert(0);
             *n += 1;
             (*lane, *n)
         };
         let places = route.iter().map(nth).collect();
-        let first = script.launches.first().copied();
-        seat.run = Some(Run {
+        let first = script.launch_times_ns.first().copied();
+        state.running = Some(RunningProgram {
             program,
             begun_ns: self.now_ns,
-            places,
-            streams: vec![Stream::default(); script.queues.len()],
+            launch_keys: places,
+            streams: vec![StreamCursor::default(); script.queues.len()],
             done: vec![false; script.steps.len()],
             launched: 0,
             ready: BTreeSet::new(),
-            met: Vec::new(),
-            script,
+            completed_ops: Vec::new(),
+            timed_program: script,
         });
         if let Some(ns) = first {
-            self.push(self.now_ns + ns, What::Launches(rank));
+            self.push_event(self.now_ns + ns, EventKind::HostLaunch(rank));
         }
-        self.touched.insert(rank);
+        self.touched_ranks.insert(rank);
     }
 
-    /// Follows what the present instant brings until nothing more comes of it, then hands free devices out.
-    fn settle(&mut self) {
-        while let Some(rank) = self.touched.pop_first() {
-            self.seats[rank].active_ns = self.now_ns;
-            self.streams(rank);
-            self.device(rank);
-            self.over(rank);
+    /// Processes all consequences of the current time, then assigns free devices.
+    fn settle_ranks(&mut self) {
+        while let Some(rank) = self.touched_ranks.pop_first() {
+            self.states[rank].active_ns = self.now_ns;
+            self.advance_streams(rank);
+            self.assign_device(rank);
+            self.end_if_complete(rank);
         }
     }
 
-    /// Takes every stream of a rank as far as it comes without the device.
-    fn streams(&mut self, rank: usize) {
+    /// Advances every stream of a rank as far as possible without the device.
+    fn advance_streams(&mut self, rank: usize) {
         let mut moved = true;
         while std::mem::take(&mut moved) {
-            let streams = self.seats[rank].run.as_ref().map_or(0, |r| r.streams.len());
+            let streams = self.states[rank].running.as_ref().map_or(0, |r| r.streams.len());
             for at in 0..streams {
-                while let Some(op) = self.seats[rank].run.as_ref().and_then(|r| r.startable(at)) {
+                while let Some(op) = self.states[rank].running.as_ref().and_then(|r| r.next_startable(at)) {
                     moved = true;
-                    let now = Instant(self.now_ns);
-                    let Some(run) = self.seats[rank].run.as_mut() else { return };
-                    if run.script.steps[op].work_ns > 0.0 {
-                        run.streams[at].state = State::Works;
+                    let now = TimeNs(self.now_ns);
+                    let Some(run) = self.states[rank].running.as_mut() else { return };
+                    if run.timed_program.steps[op].work_ns > 0.0 {
+                        run.streams[at].state = StreamState::Working;
                         run.ready.insert((now, op));
                         break;
                     }
-                    self.worked(rank, at, op);
+                    self.complete_work(rank, at, op);
                 }
             }
         }
     }
 
-    /// Gives a free device to what could have had it first: an op, or work beside programs.
-    fn device(&mut self, rank: usize) {
-        let seat = &mut self.seats[rank];
-        if seat.busy.is_some() {
+    /// Assigns a free device to the earliest request: an op, or work outside programs.
+    fn assign_device(&mut self, rank: usize) {
+        let state = &mut self.states[rank];
+        if state.device_work.is_some() {
             return;
         }
-        let first = seat.run.as_ref().and_then(|r| r.ready.first()).map(|(since, _)| *since);
-        let (op, left_ns) = match seat.beside.pop_front_if(|(asked, _)| first.is_none_or(|op| *asked <= op)) {
+        let first = state.running.as_ref().and_then(|r| r.ready.first()).map(|(since, _)| *since);
+        let (op, left_ns) = match state
+            .outside_work
+            .pop_front_if(|(requested_ns, _)| first.is_none_or(|op| *requested_ns <= op))
+        {
             Some((_, ns)) => (None, ns),
             None => {
-                let Some(run) = seat.run.as_mut() else { return };
+                let Some(run) = state.running.as_mut() else { return };
                 let Some((_, op)) = run.ready.pop_first() else { return };
-                (Some(op), run.script.steps[op].work_ns)
+                (Some(op), run.timed_program.steps[op].work_ns)
             }
         };
-        seat.busy = Some(Busy { op, begun_ns: self.now_ns, left_ns, since_ns: self.now_ns });
-        self.due(rank);
+        state.device_work =
+            Some(DeviceWork { op, begun_ns: self.now_ns, remaining_ns: left_ns, since_ns: self.now_ns });
+        self.schedule_work_end(rank);
     }
 
-    /// Puts down when a device's work ends at its present pace.
-    fn due(&mut self, rank: usize) {
-        let slow = self.slow(rank);
-        let seat = &mut self.seats[rank];
-        seat.version += 1;
-        let version = seat.version;
-        if let Some(busy) = &seat.busy {
-            let at = busy.since_ns + busy.left_ns * slow;
-            self.push(at, What::WorkEnds { rank, version });
+    /// Schedules the end of a device's work at its present speed.
+    fn schedule_work_end(&mut self, rank: usize) {
+        let slow = self.slowdown_factor(rank);
+        let state = &mut self.states[rank];
+        state.version += 1;
+        let version = state.version;
+        if let Some(busy) = &state.device_work {
+            let at = busy.since_ns + busy.remaining_ns * slow;
+            self.push_event(at, EventKind::WorkEnd { rank, version });
         }
     }
 
-    /// How much longer work takes on a rank's device now.
-    fn slow(&self, rank: usize) -> f64 {
-        if self.seats[rank].transfers > 0 { self.contention } else { 1.0 }
+    /// Returns the present slowdown factor of a rank's device.
+    fn slowdown_factor(&self, rank: usize) -> f64 {
+        if self.states[rank].active_transfers > 0 { self.contention } else { 1.0 }
     }
 
-    fn work_ends(&mut self, rank: usize) {
-        let Some(busy) = self.seats[rank].busy.take() else { return };
-        self.touched.insert(rank);
+    fn handle_work_end(&mut self, rank: usize) {
+        let Some(busy) = self.states[rank].device_work.take() else { return };
+        self.touched_ranks.insert(rank);
         let Some(op) = busy.op else {
             let (rank, begun_ns, ended_ns) = (Rank(rank as u32), busy.begun_ns, self.now_ns);
-            return self.freed.push(Occupied { rank, begun_ns, ended_ns });
+            return self.ended_work.push(OutsideWork { rank, start_ns: begun_ns, end_ns: ended_ns });
         };
-        let Some(run) = &self.seats[rank].run else { return };
+        let Some(run) = &self.states[rank].running else { return };
         let Some(at) = run.stream_of(op) else { return };
-        self.bar(rank, op, false, busy.begun_ns);
-        self.worked(rank, at, op);
+        self.record_interval(rank, op, false, busy.begun_ns);
+        self.complete_work(rank, at, op);
     }
 
-    /// An op's own work is over: a collective now meets, everything else is done.
-    fn worked(&mut self, rank: usize, stream: usize, op: usize) {
+    /// Completes an op's own work: a collective now joins its rendezvous, any other op is done.
+    fn complete_work(&mut self, rank: usize, stream: usize, op: usize) {
         let now_ns = self.now_ns;
-        let Some(run) = self.seats[rank].run.as_mut() else { return };
-        let meets = run.script.steps[op].meets.clone();
+        let Some(run) = self.states[rank].running.as_mut() else { return };
+        let meets = run.timed_program.steps[op].collectives.clone();
         if meets.is_empty() {
-            return run.finish(stream, op);
+            return run.finish_op(stream, op);
         }
-        run.streams[stream].state = State::Meets(meets.len());
-        let script = Rc::clone(&run.script);
-        let places: Vec<(LaneId, u64)> = run.places[meets.clone()].to_vec();
-        for (meet, place) in script.meets[meets].iter().zip(places) {
-            let m = self.meetings.entry(place).or_default();
-            m.there.push((rank, meet.op));
-            m.ns = m.ns.max(meet.ns);
-            m.broken |= *m.what.get_or_insert(meet.what) != meet.what;
-            if m.broken || m.there.len() < self.lanes.get(place.0).members.len() {
+        run.streams[stream].state = StreamState::Transferring(meets.len());
+        let script = Rc::clone(&run.timed_program);
+        let places: Vec<(CommunicatorIndex, u64)> = run.launch_keys[meets.clone()].to_vec();
+        for (meet, place) in script.collectives[meets].iter().zip(places) {
+            let m = self.pending_launches.entry(place).or_default();
+            m.arrived.push((rank, meet.op));
+            m.duration_ns = m.duration_ns.max(meet.duration_ns);
+            m.mismatched |= *m.signature.get_or_insert(meet.signature) != meet.signature;
+            if m.mismatched || m.arrived.len() < self.communicators.get(place.0).members.len() {
                 continue;
             }
             m.begun_ns = Some(now_ns);
-            let (ends, members) = (now_ns + m.ns, m.there.clone());
-            self.push(ends, What::MeetingEnds(place.0, place.1));
+            let (ends, members) = (now_ns + m.duration_ns, m.arrived.clone());
+            self.push_event(ends, EventKind::TransferEnd(place.0, place.1));
             for (member, _) in members {
-                self.transfers(member, true);
+                self.count_transfer(member, true);
             }
         }
     }
 
-    /// A transfer of a rank begins or ends: the work under way there may change its pace.
-    fn transfers(&mut self, rank: usize, begins: bool) {
-        let (before, now_ns) = (self.slow(rank), self.now_ns);
-        let under_way = &mut self.seats[rank].transfers;
+    /// Counts the start or end of a transfer of a rank; the speed of its current work may change.
+    fn count_transfer(&mut self, rank: usize, begins: bool) {
+        let (before, now_ns) = (self.slowdown_factor(rank), self.now_ns);
+        let under_way = &mut self.states[rank].active_transfers;
         *under_way = if begins { *under_way + 1 } else { under_way.saturating_sub(1) };
-        if self.slow(rank) == before {
+        if self.slowdown_factor(rank) == before {
             return;
         }
-        if let Some(busy) = &mut self.seats[rank].busy {
-            busy.left_ns = (busy.left_ns - (now_ns - busy.since_ns) / before).max(0.0);
+        if let Some(busy) = &mut self.states[rank].device_work {
+            busy.remaining_ns = (busy.remaining_ns - (now_ns - busy.since_ns) / before).max(0.0);
             busy.since_ns = now_ns;
-            self.due(rank);
+            self.schedule_work_end(rank);
         }
     }
 
-    fn meeting_ends(&mut self, lane: LaneId, nth: u64) {
-        let Some(m) = self.meetings.remove(&(lane, nth)) else { return };
-        for (rank, op) in m.there {
-            self.transfers(rank, false);
-            self.bar(rank, op, true, m.begun_ns.unwrap_or(self.now_ns));
-            self.touched.insert(rank);
-            let Some(run) = self.seats[rank].run.as_mut() else { continue };
-            run.met.push(op);
+    fn handle_transfer_end(&mut self, lane: CommunicatorIndex, nth: u64) {
+        let Some(m) = self.pending_launches.remove(&(lane, nth)) else { return };
+        for (rank, op) in m.arrived {
+            self.count_transfer(rank, false);
+            self.record_interval(rank, op, true, m.begun_ns.unwrap_or(self.now_ns));
+            self.touched_ranks.insert(rank);
+            let Some(run) = self.states[rank].running.as_mut() else { continue };
+            run.completed_ops.push(op);
             let Some(stream) = run.stream_of(op) else { continue };
             match run.streams[stream].state {
-                State::Meets(left) if left > 1 => run.streams[stream].state = State::Meets(left - 1),
+                StreamState::Transferring(left) if left > 1 => {
+                    run.streams[stream].state = StreamState::Transferring(left - 1)
+                }
                 _ => {
-                    let at = run.script.queues[stream][run.streams[stream].next];
-                    // What was launched as one is over as one.
-                    let together = run.script.steps[at].meets.clone();
+                    let at = run.timed_program.queues[stream][run.streams[stream].next];
+                    // The ops of a batch complete together.
+                    let together = run.timed_program.steps[at].collectives.clone();
                     for i in together {
-                        run.done[run.script.meets[i].op] = true;
+                        run.done[run.timed_program.collectives[i].op] = true;
                     }
-                    run.finish(stream, at);
+                    run.finish_op(stream, at);
                 }
             }
         }
     }
 
-    fn bar(&mut self, rank: usize, op: usize, transfer: bool, start_ns: f64) {
+    fn record_interval(&mut self, rank: usize, op: usize, transfer: bool, start_ns: f64) {
         let end_ns = self.now_ns;
-        let Some(run) = &self.seats[rank].run else { return };
-        if let (Some(bars), Some(stream)) = (&mut self.bars, run.stream_of(op)) {
+        let Some(run) = &self.states[rank].running else { return };
+        if let (Some(bars), Some(stream)) = (&mut self.intervals, run.stream_of(op)) {
             let (rank, program) = (Rank(rank as u32), run.program);
-            bars.push(Bar { rank, program, op, stream, transfer, start_ns, end_ns });
+            bars.push(BusyInterval { rank, program, op, stream, transfer, start_ns, end_ns });
         }
     }
 
-    /// Ends a program that has nothing left.
-    fn over(&mut self, rank: usize) {
-        let Some(run) = self.seats[rank].run.take_if(|r| r.is_over()) else { return };
-        let mut met = run.met;
+    /// Ends a program that has no work left.
+    fn end_if_complete(&mut self, rank: usize) {
+        let Some(run) = self.states[rank].running.take_if(|r| r.is_complete()) else { return };
+        let mut met = run.completed_ops;
         met.sort_unstable();
-        self.ended.push(Ended {
+        self.ended_programs.push(ProgramEnd {
             rank: Rank(rank as u32),
             program: run.program,
-            begun_ns: run.begun_ns,
-            ended_ns: self.now_ns,
-            met,
+            start_ns: run.begun_ns,
+            end_ns: self.now_ns,
+            completed_ops: met,
         });
     }
 }
 
-impl Run {
-    /// The next op of a stream, if nothing holds it.
-    fn startable(&self, stream: usize) -> Option<usize> {
+impl RunningProgram {
+    /// Returns the next op of a stream if all its dependencies are met.
+    fn next_startable(&self, stream: usize) -> Option<usize> {
         let s = self.streams[stream];
-        let op = *self.script.queues[stream].get(s.next).filter(|_| s.state == State::Held)?;
-        let step = &self.script.steps[op];
-        let free = step.launched <= self.launched
-            && step.after.iter().chain(&step.takes).all(|earlier| self.done[*earlier]);
+        let op =
+            *self.timed_program.queues[stream].get(s.next).filter(|_| s.state == StreamState::Blocked)?;
+        let step = &self.timed_program.steps[op];
+        let free = step.required_launches <= self.launched
+            && step.event_ops.iter().chain(&step.issue_op).all(|earlier| self.done[*earlier]);
         free.then_some(op)
     }
 
-    fn finish(&mut self, stream: usize, op: usize) {
+    fn finish_op(&mut self, stream: usize, op: usize) {
         self.done[op] = true;
-        self.streams[stream] = Stream { next: self.streams[stream].next + 1, state: State::Held };
+        self.streams[stream] =
+            StreamCursor { next: self.streams[stream].next + 1, state: StreamState::Blocked };
     }
 
-    /// The stream on which an op is, or was launched with another one.
+    /// Returns the stream of an op.
     fn stream_of(&self, op: usize) -> Option<usize> {
-        self.script.stream_of.get(op).copied()
+        self.timed_program.op_streams.get(op).copied()
     }
 
-    fn is_over(&self) -> bool {
-        self.launched == self.script.launches.len()
-            && self.streams.iter().zip(&self.script.queues).all(|(s, queue)| s.next == queue.len())
+    fn is_complete(&self) -> bool {
+        self.launched == self.timed_program.launch_times_ns.len()
+            && self.streams.iter().zip(&self.timed_program.queues).all(|(s, queue)| s.next == queue.len())
     }
 }
 
-/// The whole nanosecond at or after an instant.
-fn whole(ns: f64) -> u64 {
-    (ns - CLOSE_NS).ceil().max(0.0) as u64
+/// Rounds a time up to whole nanoseconds.
+fn ceil_ns(ns: f64) -> u64 {
+    (ns - ROUNDING_NS).ceil().max(0.0) as u64
 }

@@ -1,41 +1,45 @@
-//! The modelled device: all ranks of a plan on one clock that only arithmetic moves. Time alone; no number of any
-//! program is computed, so weights are not needed and a laptop holds a rack.
+//! The simulated device: all ranks of a plan on one clock that only arithmetic advances. It
+//! simulates time alone and computes no values, so it needs no weights, and a laptop can simulate a
+//! rack.
 //!
-//! [`Devices`] is told when a rank begins a program and says when it has ended. Within a rank each stream takes its ops
-//! in order, an op waits for its events and for its launch, and ops that compute take turns on the device. Across ranks
-//! the n-th launch on a lane meets the n-th launch of every other member; nobody leaves before the last one came. So a
-//! program that would hang stands still here, and [`Devices::stalled`] says who waits for whom. Work that belongs to no
-//! program, such as a decoder's, has its turn on the device like an op, and what it holds up waits.
+//! The caller starts programs on ranks of [`SimDevices`] and receives their ends. Within a rank,
+//! each stream executes its ops in order, an op waits for its events and for its launch, and
+//! compute ops share the device one at a time. Across ranks, the n-th launch on a communicator
+//! matches the n-th launch of every other member, and no member completes before the last one has
+//! arrived. A program that would hang therefore stalls here, and [`SimDevices::find_stall`] reports
+//! the ranks and their waits. Work outside programs, such as a VAE decode, occupies the device like
+//! an op and delays the ops behind it.
 //!
-//! This room knows no plan, no model, no call and no process. It is handed programs and prices and asks nothing else; it
-//! shares no code with whoever estimates the same programs, so that the two can be compared.
+//! This library crate knows no plan, no model, no call and no process; its only inputs are programs
+//! and timing models. It shares no code with the estimator of the same programs, so that the two
+//! can be compared.
 
+mod communicators;
 mod devices;
-mod lanes;
-mod script;
+mod timed_program;
 
-pub use devices::{Bar, Devices, Ended, Loaded, Occupied};
+pub use devices::{BusyInterval, OutsideWork, ProgramEnd, SimDevices, SimProgramId};
 
 use tessera_base::Code;
 
 /// A program that cannot be timed.
 pub static T0810: Code = Code {
     id: "T0810",
-    title: "program cannot be run on a modelled device",
-    page: "The modelled device takes a program of one role as it is: each op on its stream, each wait after its issue, each \
-collective over a group that the rank is a member of. One op of this program does not say so. Programs of a sealed plan \
-always do, since the judge has read them; seen here, the program was changed after it was judged, or was never \
-sealed. `tessera check` of the program says what is wrong with it.",
+    title: "program cannot be run on a simulated device",
+    page: "The simulated device executes a program of one role unchanged: each op on its stream, each wait after its issue, \
+each collective over a group that the rank is a member of. One op of this program violates this. Programs of a sealed \
+plan never do, because the verifier has checked them; if this error occurs, the program was changed after verification \
+or was never sealed. Run `tessera check` on the program to see the violation.",
 };
 /// Ranks that wait for each other.
 pub static T0811: Code = Code {
     id: "T0811",
-    title: "ranks of a modelled run wait for each other",
-    page: "Nothing runs on any device and nothing is on its way, but some ranks have ops left: each is held by a collective \
-that other members of its group never join, or join with another call. On real devices this is a hang.\n\nThe message \
-lists who stands where and whom it waits for. A sealed plan cannot come to this; a rank that was given another program, or \
-that began fewer programs than its peers, can.",
+    title: "ranks of a simulated run wait for each other",
+    page: "No device is busy and no event is pending, but some ranks have unfinished ops: each waits in a collective \
+that other members of its group never join, or join with a different collective. On real devices this is a hang.\n\nThe \
+message lists the waiting ranks and the ranks that each one waits for. A sealed plan cannot stall; a rank that runs \
+another program, or fewer programs than its peers, can cause a stall.",
 };
 
-/// Codes this room raises.
+/// The diagnostic codes of this crate.
 pub const CODES: &[&Code] = &[&T0810, &T0811];

@@ -1,38 +1,45 @@
-//! Storms: the whole runtime on a made-up clock, under delays, losses, duplicates, kills, stalls and partitions.
+//! Storms: simulated runs of the whole runtime on a virtual clock, under delays, losses,
+//! duplicates, kills, stalls and partitions.
 //!
-//! One seed is one [`Case`], which is one run, event by event. [`run`] looks at everything that happens and reports
-//! what must never: a rank in collectives that another will not join, a picture of a scene that is over, ids that
-//! fall, a wait without an end, a process that stays, a run that is ended although nothing was wrong, and a healthy
-//! rank that is blamed. A [`Plant`] puts a known bug in, to show that the storm would have found it.
+//! A seed determines one [`Scenario`], and a scenario one run, event by event. [`run_scenario`]
+//! observes every event and reports violated invariants: a rank that enters collectives which
+//! another rank will not join, a frame of a scene that is over, decreasing ids, an unbounded wait,
+//! a process that never exits, a run that is ended without a fault, and a healthy rank that is
+//! blamed. An [`InjectedBug`] adds a known bug, to show that the storm would have found it.
 //!
-//! This workshop knows the machines by what they send and do, and nothing of how they decide.
+//! This development crate observes the state machines only through their messages and actions, and
+//! does not depend on how they decide.
 
-mod case;
-mod check;
-mod plant;
-mod sky;
+mod injected_bugs;
+mod invariants;
+mod scenario;
+mod world;
 
-pub use case::Case;
-pub use check::{Outcome, Violation};
-pub use plant::Plant;
+pub use injected_bugs::InjectedBug;
+pub use invariants::{InvariantViolation, StormOutcome};
+pub use scenario::Scenario;
 
-use check::Checker;
-use sky::Sky;
+use invariants::InvariantChecker;
 use tessera_runtime::sim::Sim;
+use world::ScenarioWorld;
 
-/// Longest run of the made-up clock, in nanoseconds.
-pub const LIMIT_NS: u64 = 400_000_000_000;
+/// Maximum simulated duration of a run in nanoseconds.
+pub const MAX_SIMULATED_NS: u64 = 400_000_000_000;
 
-/// Runs a case, with a bug or without. `trace` is told every event.
+/// Runs a scenario, optionally with an injected bug. `trace` receives every event.
 #[must_use]
-pub fn run(case: &Case, plant: Option<Plant>, trace: Option<&mut dyn FnMut(String)>) -> Outcome {
-    let setup = plant::setup(case, plant);
-    let sky = Sky::new(case, plant, Checker::new(case), trace);
-    match Sim::new(setup, sky) {
+pub fn run_scenario(
+    scenario: &Scenario,
+    bug: Option<InjectedBug>,
+    trace: Option<&mut dyn FnMut(String)>,
+) -> StormOutcome {
+    let setup = injected_bugs::sim_config(scenario, bug);
+    let world = ScenarioWorld::new(scenario, bug, InvariantChecker::new(scenario), trace);
+    match Sim::new(setup, world) {
         Ok(mut sim) => {
-            let ending = sim.run(LIMIT_NS);
-            sim.world.finish(&ending)
+            let ending = sim.run(MAX_SIMULATED_NS);
+            sim.world.into_outcome(&ending)
         }
-        Err(found) => Outcome::refused(&found),
+        Err(found) => StormOutcome::from_setup_errors(&found),
     }
 }

@@ -1,26 +1,26 @@
-//! `tessera-storm --seeds 10000 [--from 0] [--plant NAME] [--trace]`: runs so many storms and prints what must never
-//! happen and did. Exit status 1 then, 2 on a wrong argument. With `--plant` it is the other way round: the bug must
-//! be found.
+//! `tessera-storm --seeds 10000 [--from 0] [--bug NAME] [--trace]`: runs that many storms and
+//! prints violated invariants. The exit status is 1 if an invariant was violated and 2 on an
+//! invalid argument. With `--bug` the exit status is 0 only if the storms find the bug.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use tessera_storm::{Case, Plant, run};
+use tessera_storm::{InjectedBug, Scenario, run_scenario};
 
-const USAGE: &str = "usage: tessera-storm [--seeds N] [--from SEED] [--plant NAME|all] [--trace]";
-/// Violations that are shown; more are counted alone.
+const USAGE: &str = "usage: tessera-storm [--seeds N] [--from SEED] [--bug NAME|all] [--trace]";
+/// Maximum number of violating scenarios that are printed; further ones are only counted.
 const SHOWN: usize = 8;
 
 struct Arguments {
     seeds: u64,
     from: u64,
-    plants: Vec<Plant>,
+    bugs: Vec<InjectedBug>,
     trace: bool,
 }
 
 fn main() -> ExitCode {
-    let args = match arguments() {
+    let args = match parse_arguments() {
         Ok(args) => args,
         Err(why) => {
             eprintln!("{why}\n{USAGE}");
@@ -28,12 +28,12 @@ fn main() -> ExitCode {
         }
     };
     let good =
-        if args.plants.is_empty() { storms(&args) } else { args.plants.iter().all(|p| found(&args, *p)) };
+        if args.bugs.is_empty() { run_storms(&args) } else { args.bugs.iter().all(|p| finds_bug(&args, *p)) };
     ExitCode::from(u8::from(!good))
 }
 
-fn arguments() -> Result<Arguments, String> {
-    let mut out = Arguments { seeds: 10_000, from: 0, plants: Vec::new(), trace: false };
+fn parse_arguments() -> Result<Arguments, String> {
+    let mut out = Arguments { seeds: 10_000, from: 0, bugs: Vec::new(), trace: false };
     let mut args = std::env::args().skip(1);
     while let Some(name) = args.next() {
         if name == "--trace" {
@@ -45,37 +45,39 @@ fn arguments() -> Result<Arguments, String> {
         match name.as_str() {
             "--seeds" => out.seeds = value.parse().map_err(wrong)?,
             "--from" => out.from = value.parse().map_err(wrong)?,
-            "--plant" if value == "all" => out.plants = Plant::ALL.to_vec(),
-            "--plant" => {
-                let plant = Plant::ALL.into_iter().find(|p| p.name() == value);
-                let names: Vec<&str> = Plant::ALL.iter().map(|p| p.name()).collect();
-                out.plants
-                    .push(plant.ok_or_else(|| format!("no bug `{value}`: there are {}", names.join(", ")))?);
+            "--bug" if value == "all" => out.bugs = InjectedBug::ALL.to_vec(),
+            "--bug" => {
+                let bug = InjectedBug::ALL.into_iter().find(|p| p.name() == value);
+                let names: Vec<&str> = InjectedBug::ALL.iter().map(|p| p.name()).collect();
+                out.bugs.push(
+                    bug.ok_or_else(|| format!("unknown bug `{value}`; known bugs: {}", names.join(", ")))?,
+                );
             }
-            _ => return Err(format!("{name} is not known")),
+            _ => return Err(format!("unknown option {name}")),
         }
     }
     Ok(out)
 }
 
-/// Whether nothing happened that must not.
-fn storms(args: &Arguments) -> bool {
+/// Runs the storms and returns whether no invariant was violated.
+fn run_storms(args: &Arguments) -> bool {
     let start = Instant::now();
     let (mut wrong, mut events, mut finished) = (0, 0, 0);
     let mut ends: BTreeMap<String, u64> = BTreeMap::new();
     for seed in args.from..args.from.saturating_add(args.seeds) {
-        let case = Case::random(seed);
+        let scenario = Scenario::from_seed(seed);
         let mut print = |line: String| println!("{line}");
-        let outcome = run(&case, None, args.trace.then_some(&mut print as &mut dyn FnMut(String)));
+        let outcome =
+            run_scenario(&scenario, None, args.trace.then_some(&mut print as &mut dyn FnMut(String)));
         events += outcome.events;
         finished += u64::from(outcome.finished);
         if let Some((class, _)) = outcome.failure {
-            *ends.entry(class.words().to_string()).or_default() += 1;
+            *ends.entry(class.as_str().to_string()).or_default() += 1;
         }
         if !outcome.violations.is_empty() {
             wrong += 1;
             if wrong <= SHOWN {
-                println!("seed {seed}: {case:?}");
+                println!("seed {seed}: {scenario:?}");
                 for v in &outcome.violations {
                     println!("  {} at {:.3} s: {}", v.rule, v.at_ns as f64 / 1e9, v.text);
                 }
@@ -93,15 +95,15 @@ fn storms(args: &Arguments) -> bool {
     wrong == 0
 }
 
-/// Whether a bug is found.
-fn found(args: &Arguments, plant: Plant) -> bool {
+/// Runs storms with a bug until one finds it, and returns whether one did.
+fn finds_bug(args: &Arguments, bug: InjectedBug) -> bool {
     for seed in args.from..args.from.saturating_add(args.seeds) {
-        let outcome = run(&Case::random(seed), Some(plant), None);
+        let outcome = run_scenario(&Scenario::from_seed(seed), Some(bug), None);
         if let Some(v) = outcome.violations.first() {
-            println!("{}: found by seed {seed}, {}: {}", plant.name(), v.rule, v.text);
+            println!("{}: found by seed {seed}, {}: {}", bug.name(), v.rule, v.text);
             return true;
         }
     }
-    println!("{}: not found in {} storms", plant.name(), args.seeds);
+    println!("{}: not found in {} storms", bug.name(), args.seeds);
     false
 }

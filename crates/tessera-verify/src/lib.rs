@@ -1,42 +1,45 @@
-//! The judge: proves that the ranks of a plan cannot hang or drift, or says with a counterexample why they could.
+//! The verifier: it proves that the ranks of a plan cannot hang or drift, or shows with a
+//! counterexample how they could.
 //!
-//! It derives everything again from the programs and trusts no annotation. It issues no collective, does no
-//! I/O, and refuses to know how a program came to be: the planner is not among its imports, nor is any device.
-//! A program has no branches, so "no collective under a condition" holds by construction.
+//! The verifier derives every fact again from the programs and trusts no annotation. It issues no
+//! collective, does no I/O, and does not depend on how a program was produced: neither the planner
+//! nor a device is among its imports. A program has no branches, so no collective can be
+//! conditional.
 //!
-//! [`check_program`] judges one role's program, [`check_phase`] the programs of all ranks together, [`judge`] both, [`seal`]
-//! everything a run may execute. Only here is a [`Verified`] made, and it never crosses a wire: whoever loads a
-//! plan judges it again.
+//! [`check_program`] checks one role's program, [`check_phase`] checks the programs of all ranks
+//! against each other, [`verify_phase`] does both, and [`seal`] verifies everything that a run may
+//! execute. Only this crate creates a [`Verified`], which never crosses a wire: a process that
+//! loads a plan verifies it again.
 
-mod graph;
-mod launch;
-mod meet;
+mod captured_graph;
+mod display;
+mod happens_before;
+mod launch_order;
+mod matching;
 mod memory;
 mod observed;
-mod order;
 mod phase;
+mod phase_programs;
 mod program;
-mod ranks;
-mod same;
-mod say;
 mod seal;
 mod sequence;
+mod signature;
 mod structure;
-mod trace;
+mod value_numbering;
 mod verified;
 
-pub use graph::check_graph_mixing;
-pub use memory::{Limits, RoleMemory, check_slots};
-pub use observed::{Call, GroupId, Traces, check_traces};
-pub use phase::{check_phase, judge};
+pub use captured_graph::check_graph_mixing;
+pub use memory::{DeviceLimits, RoleMemory, check_slots};
+pub use observed::{GroupId, ObservedCall, Traces, check_traces};
+pub use phase::{check_phase, verify_phase};
 pub use program::check_program;
 pub use seal::{SealedPlan, seal};
-pub use trace::{Census, collective_line, collective_lines};
+pub use signature::{CollectiveDigest, collective_line, collective_lines};
 pub use verified::Verified;
 
 use tessera_base::Code;
 
-/// Codes this room raises.
+/// Diagnostic codes that this crate raises.
 pub const CODES: &[&Code] = &[
     &sequence::T0301,
     &sequence::T0302,
@@ -48,14 +51,14 @@ pub const CODES: &[&Code] = &[
     &sequence::T0308,
     &program::T0309,
     &program::T0310,
-    &launch::T0311,
-    &launch::T0312,
+    &launch_order::T0311,
+    &launch_order::T0312,
     &program::T0313,
     &program::T0314,
     &program::T0315,
-    &order::T0316,
+    &happens_before::T0316,
     &program::T0317,
-    &order::T0318,
+    &happens_before::T0318,
     &structure::T0319,
     &structure::T0320,
     &program::T0321,
@@ -72,14 +75,14 @@ pub const CODES: &[&Code] = &[
     &phase::T0332,
     &sequence::T0333,
     &sequence::T0334,
-    &graph::T0335,
-    &graph::T0336,
+    &captured_graph::T0335,
+    &captured_graph::T0336,
     &phase::T0337,
     &observed::T0338,
     &program::T0339,
     &memory::T0340,
     &observed::T0341,
     &observed::T0342,
-    &same::T0343,
+    &value_numbering::T0343,
     &sequence::T0344,
 ];

@@ -1,93 +1,94 @@
-//! Whether the programs of all ranks fit together in one phase.
+//! Checks that the programs of all ranks fit together in one phase.
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_ir::{Opcode, Phase, Program, RoleRanks};
 use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
 
-use crate::ranks::Ranks;
-use crate::{launch, program, same, say, sequence, structure};
+use crate::phase_programs::PhasePrograms;
+use crate::{display, launch_order, program, sequence, structure, value_numbering};
 
-/// Roles, ranks or programs that do not line up.
+/// Diagnostic for roles, ranks and programs that do not line up.
 pub static T0329: Code = Code {
     id: "T0329",
     title: "roles and programs do not cover the ranks",
-    page: "A plan gives every rank of the mesh exactly one role, and every phase has one program per role, in the \
-order of the roles, written for the plan's mesh and for that role. Names of roles, phases and calls are each used \
-once. A rank without a role would never join its groups' collectives, and everyone else would wait.\n\n\
+    page: "A plan assigns every rank of the mesh exactly one role, and every phase has one program per role, in the \
+order of the roles, written for the plan's mesh and for that role. Names of roles, phases and calls are unique. \
+A rank without a role would never join its groups' collectives, and every other member would wait.\n\n\
 A role with nothing to do in a phase has an empty program.",
 };
-/// A local extent that is not the rank's piece.
+/// Diagnostic for a local extent that differs from the rank's shard.
 pub static T0331: Code = Code {
     id: "T0331",
-    title: "uneven shard is not the rank's piece",
-    page: "Where a dim is cut unevenly, the first positions of the axis hold one unit more. All ranks of a role run one \
-program, so they must all hold pieces of the same size, the one that the program's local shape says. Otherwise counts \
-of an exchange differ between peers, and bytes land in the wrong rows.\n\nSplit the role into one per piece size.",
+    title: "uneven shard does not match the rank",
+    page: "If a dim is sharded unevenly, the first positions of the axis hold one unit more. All ranks of a role run one \
+program, so their shards must all have the size that the program's local shape declares. Otherwise the counts \
+of an all-to-all differ between peers, and bytes land in the wrong rows.\n\nSplit the role into one role per shard size.",
 };
-/// Roles that read one input differently.
+/// Diagnostic for roles that declare one input differently.
 pub static T0332: Code = Code {
     id: "T0332",
     title: "roles disagree about an input",
-    page: "The tensors and scalars of a call are sent to every rank as they are, so all roles of a phase must declare \
+    page: "The tensors and scalars of a call are sent unchanged to every rank, so all roles of a phase must declare \
 an input of one name with one dtype and shape. Correct the role whose declaration differs; the message shows both.",
 };
 
-/// A rank outside the mesh in the mesh's affairs.
+/// Diagnostic for a rank outside the mesh that takes part in the mesh, or the other way round.
 pub static T0337: Code = Code {
     id: "T0337",
-    title: "rank outside the mesh plays a part of the mesh",
-    page: "With `mesh(tp=2, outside=1)` rank 0 stands outside the mesh: it may encode, decode and lead, and it talks to the mesh \
-over the world. It is in no group of an axis and holds no piece of a cut value, so a role that it plays is named `…@out0`, \
-calls collectives over `world` alone, and nobody in the mesh plays that role. Called over a mesh axis by such a rank, a \
-collective would either hang in a group that does not expect it or complete on the wrong one.\n\n\
+    title: "rank outside the mesh is used as a member of the mesh",
+    page: "With `mesh(tp=2, outside=1)` rank 0 lies outside the mesh: it may encode, decode and lead, and it communicates with \
+the mesh over the world. It belongs to no group of an axis and holds no shard of a value, so its role is named `…@out0`, \
+uses collectives over `world` only, and is assigned to no rank of the mesh. A collective over a mesh axis on that rank \
+would either hang in a group that does not expect it or complete on the wrong group.\n\n\
 Send over the world to a rank of the mesh, and broadcast from there over the axis.",
 };
 
-/// Judges the programs of one phase across ranks: groups agree position by position, sends meet receives, no
-/// cycle of waits, one order of launches. Each program is taken to be right by itself ([`crate::check_program`]).
+/// Checks the programs of one phase across ranks: groups agree position by position, sends match
+/// receives, no wait cycle exists, and one launch order serves all ranks. Each program must be
+/// correct by itself ([`crate::check_program`]).
 ///
-/// The work is by roles; ranks of one role cost only their place in a table.
+/// The cost grows with the number of roles; each further rank of a role costs one table entry.
 #[must_use]
 pub fn check_phase(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostics {
     let malformed: Diagnostics = phase.programs.iter().flat_map(structure::check).collect();
-    if malformed.is_empty() { together(mesh, roles, phase) } else { malformed }
+    if malformed.is_empty() { check_together(mesh, roles, phase) } else { malformed }
 }
 
-/// Judges each program of a phase by itself and, where all are right, all of them together.
+/// Checks each program of a phase by itself and, if all are correct, all of them together.
 #[must_use]
-pub fn judge(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostics {
+pub fn verify_phase(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostics {
     let own: Diagnostics = phase.programs.iter().flat_map(program::check_program).collect();
-    if own.is_empty() { together(mesh, roles, phase) } else { own }
+    if own.is_empty() { check_together(mesh, roles, phase) } else { own }
 }
 
-/// [`check_phase`] of programs that are known to be well-formed.
-fn together(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostics {
+/// Runs [`check_phase`] on programs that are known to be well-formed.
+fn check_together(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostics {
     let mut out = check_roles(mesh, roles);
     out.extend(check_programs(mesh, roles, phase));
     if !out.is_empty() {
         return out;
     }
-    let ranks = Ranks::of(mesh, roles, &phase.programs);
-    out.extend(peers(&ranks));
-    out.extend(pieces(&ranks));
-    out.extend(inputs(&phase.programs));
+    let ranks = PhasePrograms::new(mesh, roles, &phase.programs);
+    out.extend(check_peers(&ranks));
+    out.extend(check_shards(&ranks));
+    out.extend(check_inputs(&phase.programs));
     if !out.is_empty() {
         return out;
     }
     let mut out = sequence::check(&ranks);
     if out.is_empty() {
-        out = launch::check(&ranks, || ranks.held());
+        out = launch_order::check(&ranks, || ranks.held_launches());
     }
-    if out.is_empty() { same::check(&ranks) } else { out }
+    if out.is_empty() { value_numbering::check(&ranks) } else { out }
 }
 
-/// Most ranks of one role that are told of; more would say the same.
-const SLIPS_MAX: usize = 8;
+/// Maximum number of diagnostics about the ranks of one role; more would repeat the same fact.
+const MAX_DIAGNOSTICS_PER_ROLE: usize = 8;
 
-/// Every rank has one role.
+/// Checks that every rank has exactly one role.
 pub(crate) fn check_roles(mesh: &Mesh, roles: &[RoleRanks]) -> Diagnostics {
     let mut out = Vec::new();
-    let mut owner: Vec<Option<&str>> = vec![None; mesh.ranks() as usize];
+    let mut owner: Vec<Option<&str>> = vec![None; mesh.world_size() as usize];
     let mut names = std::collections::BTreeSet::new();
     for role in roles {
         if !names.insert(&role.role) {
@@ -99,41 +100,42 @@ pub(crate) fn check_roles(mesh: &Mesh, roles: &[RoleRanks]) -> Diagnostics {
         if !role.ranks.windows(2).all(|w| w[0] < w[1]) {
             out.push(Diagnostic::error(&T0329, format!("ranks of role {} are not ascending", role.role)));
         }
-        let leads = tessera_ir::rules::role_outside(&role.role).is_some();
-        let astray = |r: &&Rank| r.0 < mesh.ranks() && mesh.contains(**r) == leads;
-        if let Some(r) = role.ranks.iter().find(astray) {
-            let stands = if leads { "in" } else { "outside" };
+        let is_outside = tessera_ir::rules::role_outside(&role.role).is_some();
+        let on_wrong_side = |r: &&Rank| r.0 < mesh.world_size() && mesh.contains(**r) == is_outside;
+        if let Some(r) = role.ranks.iter().find(on_wrong_side) {
+            let location = if is_outside { "inside" } else { "outside" };
             out.push(
                 Diagnostic::error(
                     &T0337,
-                    format!("role {} is played by rank {r}, {stands} the mesh", role.role),
+                    format!("role {} is assigned to rank {r}, which lies {location} the mesh", role.role),
                 )
-                .at("mesh", mesh.to_string()),
+                .with_label("mesh", mesh.to_string()),
             );
         }
-        let told = out.len();
+        let reported = out.len();
         for r in &role.ranks {
-            let slip = match owner.get_mut(r.0 as usize) {
+            let error = match owner.get_mut(r.0 as usize) {
                 None => {
-                    let message = format!("role {} names rank {r} of a mesh of {}", role.role, mesh.ranks());
-                    Diagnostic::error(&T0329, message).at("mesh", mesh.to_string())
+                    let message =
+                        format!("role {} names rank {r} of a mesh of {}", role.role, mesh.world_size());
+                    Diagnostic::error(&T0329, message).with_label("mesh", mesh.to_string())
                 }
                 Some(Some(first)) if *first != role.role => {
-                    Diagnostic::error(&T0329, format!("rank {r} plays both {first} and {}", role.role))
+                    Diagnostic::error(&T0329, format!("rank {r} has two roles, {first} and {}", role.role))
                 }
                 Some(slot) => {
                     *slot = Some(&role.role);
                     continue;
                 }
             };
-            if out.len() < told + SLIPS_MAX {
-                out.push(slip);
+            if out.len() < reported + MAX_DIAGNOSTICS_PER_ROLE {
+                out.push(error);
             }
         }
     }
     let missing: Vec<Rank> = mesh.iter().filter(|r| owner[r.0 as usize].is_none()).collect();
     if !missing.is_empty() {
-        out.push(Diagnostic::error(&T0329, format!("no role for {}", say::ranks(&missing))));
+        out.push(Diagnostic::error(&T0329, format!("no role for {}", display::list_ranks(&missing))));
     }
     out
 }
@@ -147,9 +149,11 @@ fn check_programs(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostic
     }
     for (role, p) in roles.iter().zip(&phase.programs) {
         let mut bad = |what: &str, has: String, wants: String| {
-            let d =
-                Diagnostic::error(&T0329, format!("a program of phase {} is for another {what}", phase.name));
-            out.push(d.at(say::title(p), has).at("plan", wants));
+            let d = Diagnostic::error(
+                &T0329,
+                format!("a program of phase {} is written for another {what}", phase.name),
+            );
+            out.push(d.with_label(display::program_title(p), has).with_label("plan", wants));
         };
         if p.mesh != *mesh {
             bad("mesh", p.mesh.to_string(), mesh.to_string());
@@ -167,82 +171,91 @@ fn check_programs(mesh: &Mesh, roles: &[RoleRanks], phase: &Phase) -> Diagnostic
     out
 }
 
-/// No rank sends to itself or beyond its group, and no group is of one rank.
-fn peers(ranks: &Ranks<'_>) -> Diagnostics {
+/// Checks that no rank sends to itself or beyond its group, and that no group has a single rank.
+fn check_peers(ranks: &PhasePrograms<'_>) -> Diagnostics {
     let mut out = Vec::new();
     for (role, p) in ranks.programs.iter().enumerate() {
         let mut seen = std::collections::BTreeSet::new();
-        for (i, signature) in ranks.kinds(role) {
+        for (i, signature) in ranks.distinct_launches(role) {
             let (op, group) = (&p.ops[i], signature.group);
             let key = match op.opcode {
                 Opcode::Send => "to",
                 Opcode::Recv => "from",
                 _ => "",
             };
-            let peer = op.int(key);
-            // One refusal per peer is enough: the others say the same.
+            let peer = op.int_attr(key);
+            // Report one diagnostic per peer; further ones would repeat it.
             if !seen.insert((group, peer)) {
                 continue;
             }
             let size = ranks.mesh.group_size(group);
-            let astray = ranks.roles[role].ranks.iter().find(|r| ranks.mesh.position(**r, group).is_none());
-            if let Some(r) = astray {
-                let message =
-                    format!("{} over {group} by rank {r}, which is in no such group", op.opcode.name());
-                out.push(say::refuse(&T0337, p, i, message));
+            let non_member =
+                ranks.roles[role].ranks.iter().find(|r| ranks.mesh.group_position(**r, group).is_none());
+            if let Some(r) = non_member {
+                let message = format!(
+                    "{} over {group} by rank {r}, which is not a member of any such group",
+                    op.opcode.name()
+                );
+                out.push(display::error_at_op(&T0337, p, i, message));
                 continue;
             }
             if size < 2 {
-                let message = format!("{} over {group} of one rank", op.opcode.name());
-                out.push(say::refuse(&program::T0310, p, i, message));
+                let message = format!("{} over {group}, which has only one rank", op.opcode.name());
+                out.push(display::error_at_op(&program::T0310, p, i, message));
                 continue;
             }
             if key.is_empty() {
                 continue;
             }
             let peer = peer.and_then(|k| u32::try_from(k).ok()).unwrap_or(u32::MAX);
-            let stands = |r: &&Rank| ranks.mesh.position(**r, group) == Some(peer);
-            let mine = ranks.roles[role].ranks.iter().find(stands);
+            let has_position = |r: &&Rank| ranks.mesh.group_position(**r, group) == Some(peer);
+            let mine = ranks.roles[role].ranks.iter().find(has_position);
             if peer >= size || mine.is_some() {
                 let who =
-                    mine.map_or("no rank".to_string(), |r| format!("rank {r}, which runs the program,"));
-                let message = format!("{} {key} {group} {peer}: {who} stands there", op.opcode.name());
-                out.push(say::refuse(&program::T0309, p, i, message));
+                    mine.map_or("no rank".to_string(), |r| format!("rank {r}, which runs this program,"));
+                let message = format!("{} {key} {group} {peer}: {who} has this position", op.opcode.name());
+                out.push(display::error_at_op(&program::T0309, p, i, message));
             }
         }
     }
     out
 }
 
-/// Local extents of uneven shards are those of every rank of the role.
-fn pieces(ranks: &Ranks<'_>) -> Diagnostics {
+/// Checks that local extents of uneven shards hold for every rank of the role.
+fn check_shards(ranks: &PhasePrograms<'_>) -> Diagnostics {
     let mut out = Vec::new();
-    let cut = |p: &&Program| {
+    let has_uneven_shard = |p: &&Program| {
         let types = p.values.iter().map(|v| &v.ty).chain(p.buffers.iter().map(|b| &b.ty));
         let uneven = |l: AxisLayout| matches!(l, AxisLayout::Shard(Shard { uneven: Some(_), .. }));
-        types.into_iter().any(|t| Axis::ALL.into_iter().any(|a| uneven(t.layout.on(a))))
+        types.into_iter().any(|t| Axis::ALL.into_iter().any(|a| uneven(t.layout.on_axis(a))))
     };
-    for (role, p) in ranks.programs.iter().enumerate().filter(|(_, p)| cut(p)) {
-        for axis in ranks.mesh.axes() {
-            let found = uneven(p, axis);
+    for (role, p) in ranks.programs.iter().enumerate().filter(|(_, p)| has_uneven_shard(p)) {
+        for axis in ranks.mesh.active_axes() {
+            let found = uneven_shards(p, axis);
             if found.is_empty() {
                 continue;
             }
             let mut positions = std::collections::BTreeMap::new();
             for r in &ranks.roles[role].ranks {
-                positions.entry(ranks.mesh.coord_of(*r).on(axis)).or_insert(*r);
+                positions.entry(ranks.mesh.coord_of(*r).on_axis(axis)).or_insert(*r);
             }
             for (name, shard, local) in found {
-                let piece = |at: u32| shard.range(local, ranks.mesh.size(axis), at).1;
-                let Some((at, rank)) = positions.iter().find(|(at, _)| piece(**at) != local) else {
+                let shard_size = |at: u32| shard.global_range(local, ranks.mesh.axis_size(axis), at).1;
+                let Some((at, rank)) = positions.iter().find(|(at, _)| shard_size(**at) != local) else {
                     continue;
                 };
-                let of = shard.uneven.map_or(0, |u| u.extent);
-                let message = format!("{name} has {local} of {of} along dim {} over {axis}", shard.dim);
+                let global_extent = shard.uneven.map_or(0, |u| u.extent);
+                let message = format!(
+                    "{name} has local extent {local} of {global_extent} along dim {} over {axis}",
+                    shard.dim
+                );
                 out.push(
                     Diagnostic::error(&T0331, message)
-                        .at(say::title(p), format!("local extent {local}"))
-                        .at(format!("rank {rank}, position {at} of {axis}"), format!("holds {}", piece(*at))),
+                        .with_label(display::program_title(p), format!("local extent {local}"))
+                        .with_label(
+                            format!("rank {rank}, position {at} of {axis}"),
+                            format!("holds {}", shard_size(*at)),
+                        ),
                 );
             }
         }
@@ -250,14 +263,14 @@ fn pieces(ranks: &Ranks<'_>) -> Diagnostics {
     out
 }
 
-/// Distinct uneven shards over an axis: a name to show, the shard, the local extent.
-fn uneven(p: &Program, axis: Axis) -> Vec<(String, Shard, u64)> {
+/// Returns the distinct uneven shards over an axis: name for messages, shard, and local extent.
+fn uneven_shards(p: &Program, axis: Axis) -> Vec<(String, Shard, u64)> {
     let mut seen = std::collections::BTreeSet::new();
     let values = p.values.iter().map(|v| ('%', &v.name, &v.ty));
     let buffers = p.buffers.iter().map(|b| ('@', &b.name, &b.ty));
     values
         .chain(buffers)
-        .filter_map(|(sigil, name, ty)| match ty.layout.on(axis) {
+        .filter_map(|(sigil, name, ty)| match ty.layout.on_axis(axis) {
             AxisLayout::Shard(s) if s.uneven.is_some() => {
                 Some((format!("{sigil}{name}"), s, *ty.shape.get(s.dim)?))
             }
@@ -267,19 +280,19 @@ fn uneven(p: &Program, axis: Axis) -> Vec<(String, Shard, u64)> {
         .collect()
 }
 
-fn inputs(programs: &[Program]) -> Diagnostics {
+fn check_inputs(programs: &[Program]) -> Diagnostics {
     let mut out = Vec::new();
     let mut known = std::collections::BTreeMap::new();
     for p in programs {
         for (i, op) in p.ops.iter().enumerate() {
             let (Opcode::Input | Opcode::Call, Some(name)) = (op.opcode, &op.name) else { continue };
-            let ty = p.ty(op.results[0]);
+            let ty = p.type_of(op.results[0]);
             let (first, at) = *known.entry((op.opcode, name)).or_insert((p, i));
-            let other = first.ty(first.ops[at].results[0]);
+            let other = first.type_of(first.ops[at].results[0]);
             if (ty.dtype, &ty.shape) != (other.dtype, &other.shape) {
                 let d = Diagnostic::error(&T0332, format!("\"{name}\" has two types"));
-                let d = say::at_op(d, first, at, other.display(&first.mesh));
-                out.push(say::at_op(d, p, i, ty.display(&p.mesh)));
+                let d = display::with_op_label(d, first, at, other.display_on(&first.mesh));
+                out.push(display::with_op_label(d, p, i, ty.display_on(&p.mesh)));
             }
         }
     }

@@ -1,43 +1,44 @@
-//! The sealed plan: everything a run may execute, judged, with one digest.
+//! The sealed plan: everything that a run may execute, verified, with one digest.
 
 use std::collections::BTreeSet;
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, canonical};
+use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, canonical_text};
 use tessera_mesh::{Mesh, Rank, RankMap};
 
-use crate::memory::{check_limits, check_slots, of_role};
+use crate::memory::{check_limits, check_slots, role_memory};
 use crate::phase::{T0329, check_roles};
-use crate::trace::hex;
-use crate::{Census, Limits, RoleMemory, Verified, graph, judge};
+use crate::signature::to_hex;
+use crate::{CollectiveDigest, DeviceLimits, RoleMemory, Verified, captured_graph, verify_phase};
 
-/// A call that lists a phase which is not there.
+/// Diagnostic for a call that lists a missing phase.
 pub static T0330: Code = Code {
     id: "T0330",
     title: "call lists an unknown phase",
-    page: "A call is a list of phases that the plan has programs for; the seal admits these calls and no others. A name \
-in the list that no phase has would be noticed only when the request comes, on every rank at once.\n\n\
+    page: "A call is a list of phases for which the plan has programs; the seal admits these calls and no others. A missing \
+phase would be noticed only when the request arrives, on every rank at once.\n\n\
 Correct the name or add the phase.",
 };
 
-/// Version of what the digest covers; part of it.
+/// Version of the digest's contents; part of the digest.
 const DIGEST_VERSION: &str = "tessera sealed plan 1";
 
-/// Judges a bundle and seals it.
+/// Verifies a bundle and seals it.
 ///
 /// # Errors
-/// Everything found: T02xx and T03xx. Ranks are compared only where each program is right by itself.
-pub fn seal(bundle: Bundle, limits: &Limits) -> Result<SealedPlan, Diagnostics> {
-    let mut out = check_frame(&bundle);
+/// All diagnostics found, with codes T02xx and T03xx. Programs are compared across ranks only if
+/// each is correct by itself.
+pub fn seal(bundle: Bundle, limits: &DeviceLimits) -> Result<SealedPlan, Diagnostics> {
+    let mut out = check_bundle(&bundle);
     if !out.is_empty() {
         return Err(out);
     }
     for phase in &bundle.phases {
-        let found = judge(&bundle.mesh, &bundle.roles, phase);
+        let found = verify_phase(&bundle.mesh, &bundle.roles, phase);
         if found.is_empty() {
-            out.extend(phase.programs.iter().zip(&phase.memory).flat_map(|(p, s)| check_slots(p, s)));
+            out.extend(phase.programs.iter().zip(&phase.slots).flat_map(|(p, s)| check_slots(p, s)));
             if limits.graph_mixing_off {
-                out.extend(phase.programs.iter().flat_map(graph::check_graph_mixing));
+                out.extend(phase.programs.iter().flat_map(captured_graph::check_graph_mixing));
             }
         }
         out.extend(found);
@@ -47,15 +48,15 @@ pub fn seal(bundle: Bundle, limits: &Limits) -> Result<SealedPlan, Diagnostics> 
     }
     let mut memory = Vec::new();
     for (i, role) in bundle.roles.iter().enumerate() {
-        let (needs, found) = of_role(&bundle.phases, i);
+        let (needs, found) = role_memory(&bundle.phases, i);
         out.extend(found);
         out.extend(check_limits(&role.role, &needs, limits));
         memory.push(needs);
     }
-    if out.is_empty() { Ok(SealedPlan::of(bundle, memory)) } else { Err(out) }
+    if out.is_empty() { Ok(SealedPlan::new(bundle, memory)) } else { Err(out) }
 }
 
-/// A plan that was judged as a whole, in this process. It cannot be changed.
+/// A plan that this process verified as a whole. It is immutable.
 #[derive(Debug, Clone)]
 pub struct SealedPlan {
     digest: [u8; 32],
@@ -63,32 +64,32 @@ pub struct SealedPlan {
     rank_map: RankMap,
     roles: Vec<RoleRanks>,
     role_of: Vec<usize>,
-    names: Vec<String>,
-    /// Per phase, per role.
-    phases: Vec<Vec<Part>>,
+    phase_names: Vec<String>,
+    /// Programs per phase and role.
+    phases: Vec<Vec<SealedProgram>>,
     calls: Vec<(String, Vec<String>)>,
     mapping: String,
-    /// Per role.
+    /// Memory per role.
     memory: Vec<RoleMemory>,
 }
 
 #[derive(Debug, Clone)]
-struct Part {
+struct SealedProgram {
     program: Verified<Program>,
     slots: Slots,
-    census: Census,
+    collectives: CollectiveDigest,
 }
 
 impl SealedPlan {
-    fn of(bundle: Bundle, memory: Vec<RoleMemory>) -> SealedPlan {
-        let digest = digest(&bundle);
-        let mut role_of = vec![0; bundle.mesh.ranks() as usize];
+    fn new(bundle: Bundle, memory: Vec<RoleMemory>) -> SealedPlan {
+        let digest = bundle_digest(&bundle);
+        let mut role_of = vec![0; bundle.mesh.world_size() as usize];
         for (i, role) in bundle.roles.iter().enumerate() {
             role.ranks.iter().for_each(|r| role_of[r.0 as usize] = i);
         }
-        let part = |(program, slots): (Program, Slots)| Part {
-            census: Census::of(&program),
-            program: Verified::mark(program),
+        let part = |(program, slots): (Program, Slots)| SealedProgram {
+            collectives: CollectiveDigest::from_program(&program),
+            program: Verified::new(program),
             slots,
         };
         SealedPlan {
@@ -97,11 +98,11 @@ impl SealedPlan {
             rank_map: bundle.rank_map,
             roles: bundle.roles,
             role_of,
-            names: bundle.phases.iter().map(|p| p.name.clone()).collect(),
+            phase_names: bundle.phases.iter().map(|p| p.name.clone()).collect(),
             phases: bundle
                 .phases
                 .into_iter()
-                .map(|p| p.programs.into_iter().zip(p.memory).map(part).collect())
+                .map(|p| p.programs.into_iter().zip(p.slots).map(part).collect())
                 .collect(),
             calls: bundle.calls,
             mapping: bundle.mapping,
@@ -109,104 +110,104 @@ impl SealedPlan {
         }
     }
 
-    /// BLAKE3 over the canonical text of the whole plan. Names of values, source positions and the order in
-    /// which roles, phases and calls are listed do not enter.
+    /// Returns the BLAKE3 digest of the whole plan's canonical text. Value names, source positions
+    /// and the order in which roles, phases and calls are listed do not affect the digest.
     #[must_use]
     pub fn digest(&self) -> [u8; 32] {
         self.digest
     }
 
-    /// The digest as 64 hex digits.
+    /// Returns the digest as 64 hex digits.
     #[must_use]
     pub fn digest_hex(&self) -> String {
-        hex(&self.digest)
+        to_hex(&self.digest)
     }
 
-    /// Mesh.
+    /// Returns the mesh.
     #[must_use]
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// Devices in rank order.
+    /// Returns the devices in rank order.
     #[must_use]
     pub fn rank_map(&self) -> &RankMap {
         &self.rank_map
     }
 
-    /// Roles and their ranks.
+    /// Returns the roles with their ranks.
     #[must_use]
     pub fn roles(&self) -> &[RoleRanks] {
         &self.roles
     }
 
-    /// Index into [`SealedPlan::roles`] of a rank's role.
+    /// Returns the index of a rank's role in [`SealedPlan::roles`].
     #[must_use]
     pub fn role_of(&self, rank: Rank) -> Option<usize> {
         self.role_of.get(rank.0 as usize).copied()
     }
 
-    /// Names of the phases, in the order of the plan.
+    /// Returns the names of the phases, in plan order.
     #[must_use]
-    pub fn phases(&self) -> &[String] {
-        &self.names
+    pub fn phase_names(&self) -> &[String] {
+        &self.phase_names
     }
 
-    /// Calls that may be made: name and phases in order.
+    /// Returns the permitted calls: name, and phases in order.
     #[must_use]
     pub fn calls(&self) -> &[(String, Vec<String>)] {
         &self.calls
     }
 
-    /// The mapping's canonical text.
+    /// Returns the canonical text of the mapping.
     #[must_use]
-    pub fn mapping(&self) -> &str {
+    pub fn mapping_text(&self) -> &str {
         &self.mapping
     }
 
-    /// What a rank runs in a phase. `None` for a phase or rank that the plan does not have.
+    /// Returns the program of a rank in a phase, or `None` if the plan lacks the phase or the rank.
     #[must_use]
-    pub fn program(&self, phase: &str, rank: Rank) -> Option<&Verified<Program>> {
-        Some(&self.part(phase, rank)?.program)
+    pub fn rank_program(&self, phase: &str, rank: Rank) -> Option<&Verified<Program>> {
+        Some(&self.sealed_program(phase, rank)?.program)
     }
 
-    /// Where a rank keeps the temporaries of a phase.
+    /// Returns the memory slots of a rank's temporaries in a phase.
     #[must_use]
-    pub fn slots(&self, phase: &str, rank: Rank) -> Option<&Slots> {
-        Some(&self.part(phase, rank)?.slots)
+    pub fn rank_slots(&self, phase: &str, rank: Rank) -> Option<&Slots> {
+        Some(&self.sealed_program(phase, rank)?.slots)
     }
 
-    /// The collectives of a rank in a phase.
+    /// Returns the number and digest of a rank's collectives in a phase.
     #[must_use]
-    pub fn census(&self, phase: &str, rank: Rank) -> Option<Census> {
-        Some(self.part(phase, rank)?.census)
+    pub fn collective_digest(&self, phase: &str, rank: Rank) -> Option<CollectiveDigest> {
+        Some(self.sealed_program(phase, rank)?.collectives)
     }
 
-    /// Memory that a rank needs.
+    /// Returns the memory that a rank needs.
     #[must_use]
-    pub fn memory(&self, rank: Rank) -> Option<RoleMemory> {
+    pub fn rank_memory(&self, rank: Rank) -> Option<RoleMemory> {
         self.memory.get(self.role_of(rank)?).copied()
     }
 
-    fn part(&self, phase: &str, rank: Rank) -> Option<&Part> {
-        let at = self.names.iter().position(|n| n == phase)?;
+    fn sealed_program(&self, phase: &str, rank: Rank) -> Option<&SealedProgram> {
+        let at = self.phase_names.iter().position(|n| n == phase)?;
         self.phases[at].get(self.role_of(rank)?)
     }
 }
 
-/// The parts of a bundle line up.
-fn check_frame(b: &Bundle) -> Diagnostics {
+/// Checks that the components of a bundle fit together.
+fn check_bundle(b: &Bundle) -> Diagnostics {
     let mut out = check_roles(&b.mesh, &b.roles);
     let mut bad = |message: String| out.push(Diagnostic::error(&T0329, message));
-    if b.rank_map.devices().len() != b.mesh.ranks() as usize {
-        bad(format!("{} devices for {} ranks", b.rank_map.devices().len(), b.mesh.ranks()));
+    if b.rank_map.devices().len() != b.mesh.world_size() as usize {
+        bad(format!("{} devices for {} ranks", b.rank_map.devices().len(), b.mesh.world_size()));
     }
     let mut names = BTreeSet::new();
     for phase in &b.phases {
         if !names.insert(&phase.name) {
             bad(format!("two phases are called {}", phase.name));
         }
-        for (what, n) in [("programs", phase.programs.len()), ("memory plans", phase.memory.len())] {
+        for (what, n) in [("programs", phase.programs.len()), ("memory plans", phase.slots.len())] {
             if n != b.roles.len() {
                 bad(format!("phase {} has {n} {what} for {} roles", phase.name, b.roles.len()));
             }
@@ -223,10 +224,10 @@ fn check_frame(b: &Bundle) -> Diagnostics {
             let known = b.phases.iter().map(|p| p.name.as_str());
             let d = Diagnostic::error(
                 &T0330,
-                format!("call {name} lists the phase {phase}, which the plan does not have"),
+                format!("call {name} lists phase {phase}, which is not in the plan"),
             );
-            out.push(match tessera_base::nearest(phase, known) {
-                Some(n) => d.hint(format!("did you mean {n}?")),
+            out.push(match tessera_base::closest_name(phase, known) {
+                Some(n) => d.with_hint(format!("did you mean {n}?")),
                 None => d,
             });
         }
@@ -234,56 +235,57 @@ fn check_frame(b: &Bundle) -> Diagnostics {
     out
 }
 
-/// Canonical bytes of the plan: every field by its length, lists sorted by name.
-fn digest(b: &Bundle) -> [u8; 32] {
-    let mut fields = Fields(blake3::Hasher::new());
-    fields.text(DIGEST_VERSION);
-    fields.text(&b.mapping);
-    fields.text(&b.mesh.to_string());
-    fields.number(b.rank_map.devices().len() as u64);
-    b.rank_map.devices().iter().for_each(|d| fields.text(d));
+/// Returns the digest of the plan's canonical bytes: every field preceded by its length, lists
+/// sorted by name.
+fn bundle_digest(b: &Bundle) -> [u8; 32] {
+    let mut fields = DigestWriter(blake3::Hasher::new());
+    fields.write_text(DIGEST_VERSION);
+    fields.write_text(&b.mapping);
+    fields.write_text(&b.mesh.to_string());
+    fields.write_number(b.rank_map.devices().len() as u64);
+    b.rank_map.devices().iter().for_each(|d| fields.write_text(d));
     let mut roles: Vec<(usize, &RoleRanks)> = b.roles.iter().enumerate().collect();
     roles.sort_by_key(|(_, r)| &r.role);
-    fields.number(roles.len() as u64);
+    fields.write_number(roles.len() as u64);
     for (_, role) in &roles {
-        fields.text(&role.role);
-        fields.number(role.ranks.len() as u64);
-        role.ranks.iter().for_each(|r| fields.number(u64::from(r.0)));
+        fields.write_text(&role.role);
+        fields.write_number(role.ranks.len() as u64);
+        role.ranks.iter().for_each(|r| fields.write_number(u64::from(r.0)));
     }
     let mut calls: Vec<_> = b.calls.iter().collect();
     calls.sort();
-    fields.number(calls.len() as u64);
+    fields.write_number(calls.len() as u64);
     for (name, phases) in calls {
-        fields.text(name);
-        fields.number(phases.len() as u64);
-        phases.iter().for_each(|p| fields.text(p));
+        fields.write_text(name);
+        fields.write_number(phases.len() as u64);
+        phases.iter().for_each(|p| fields.write_text(p));
     }
     let mut phases: Vec<&Phase> = b.phases.iter().collect();
     phases.sort_by_key(|p| &p.name);
-    fields.number(phases.len() as u64);
+    fields.write_number(phases.len() as u64);
     for phase in phases {
-        fields.text(&phase.name);
+        fields.write_text(&phase.name);
         for (i, _) in &roles {
-            fields.text(&canonical(&phase.programs[*i]));
-            let slots = &phase.memory[*i];
-            fields.number(slots.bytes.len() as u64);
-            slots.bytes.iter().for_each(|n| fields.number(*n));
-            fields.number(slots.of.len() as u64);
-            slots.of.iter().for_each(|s| fields.number(s.map_or(0, |s| u64::from(s) + 1)));
+            fields.write_text(&canonical_text(&phase.programs[*i]));
+            let slots = &phase.slots[*i];
+            fields.write_number(slots.slot_bytes.len() as u64);
+            slots.slot_bytes.iter().for_each(|n| fields.write_number(*n));
+            fields.write_number(slots.value_slots.len() as u64);
+            slots.value_slots.iter().for_each(|s| fields.write_number(s.map_or(0, |s| u64::from(s) + 1)));
         }
     }
     *fields.0.finalize().as_bytes()
 }
 
-struct Fields(blake3::Hasher);
+struct DigestWriter(blake3::Hasher);
 
-impl Fields {
-    fn number(&mut self, n: u64) {
+impl DigestWriter {
+    fn write_number(&mut self, n: u64) {
         self.0.update(&n.to_le_bytes());
     }
 
-    fn text(&mut self, s: &str) {
-        self.number(s.len() as u64);
+    fn write_text(&mut self, s: &str) {
+        self.write_number(s.len() as u64);
         self.0.update(s.as_bytes());
     }
 }

@@ -1,14 +1,14 @@
-//! The mark of something that was judged.
+//! A wrapper that marks verified values.
 
 use std::ops::Deref;
 
-/// A value that the judge accepted in this process. Only this crate makes one, and it cannot be serialised or
-/// changed: what comes from a file or a peer is judged again.
+/// A value that the verifier accepted in this process. Only this crate creates one, and it can be
+/// neither serialised nor changed: a value from a file or a peer is verified again.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Verified<T>(T);
 
 impl<T> Verified<T> {
-    pub(crate) fn mark(value: T) -> Verified<T> {
+    pub(crate) fn new(value: T) -> Verified<T> {
         Verified(value)
     }
 }

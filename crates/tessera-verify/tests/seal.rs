@@ -1,67 +1,74 @@
-//! Sealing: memory, calls, limits, and a digest that names the plan and nothing else.
+//! Tests of sealing: memory, calls, limits, and a digest that depends on the plan only.
 #![allow(clippy::unwrap_used)]
 
 mod common;
 
 use common::*;
 use proptest::prelude::*;
-use tessera_ir::{Bundle, Opcode, Program, Slots, canonical};
+use tessera_ir::{Bundle, Opcode, Program, Slots, canonical_text};
 use tessera_mesh::{Axis, Rank, RankMap};
-use tessera_verify::{CODES, Limits, check_slots, collective_line, seal};
+use tessera_verify::{CODES, DeviceLimits, check_slots, collective_line, seal};
 
-fn pair() -> Bundle {
+fn two_rank_bundle() -> Bundle {
     bundle((0..2).map(|r| block(&format!("r{r}"), mesh("tp=2"), 3)).collect())
 }
 
 fn digest(b: &Bundle) -> [u8; 32] {
-    seal(b.clone(), &Limits::default()).unwrap_or_else(|e| panic!("{}", text(&e))).digest()
+    seal(b.clone(), &DeviceLimits::default()).unwrap_or_else(|e| panic!("{}", diagnostic_text(&e))).digest()
 }
 
-fn refused(change: impl FnOnce(&mut Bundle)) -> tessera_base::Diagnostics {
-    let mut b = pair();
+fn seal_errors(change: impl FnOnce(&mut Bundle)) -> tessera_base::Diagnostics {
+    let mut b = two_rank_bundle();
     change(&mut b);
-    seal(b, &Limits::default()).err().unwrap_or_default()
+    seal(b, &DeviceLimits::default()).err().unwrap_or_default()
 }
 
 #[test]
-fn a_sealed_plan_answers_for_every_rank() {
-    let plan = seal(pair(), &Limits::default()).unwrap();
-    assert_eq!(plan.phases(), ["denoise"]);
+fn a_sealed_plan_has_data_for_every_rank() {
+    let plan = seal(two_rank_bundle(), &DeviceLimits::default()).unwrap();
+    assert_eq!(plan.phase_names(), ["denoise"]);
     assert_eq!(plan.digest_hex().len(), 64);
     for r in [Rank(0), Rank(1)] {
-        let p = plan.program("denoise", r).unwrap();
+        let p = plan.rank_program("denoise", r).unwrap();
         assert_eq!(p.role, format!("r{r}"));
-        assert_eq!(plan.slots("denoise", r).unwrap().of.len(), p.values.len());
-        let memory = plan.memory(r).unwrap();
-        // x [4, 4] and w [8, 4]; three products and three sums of [4, 8]; f32.
+        assert_eq!(plan.rank_slots("denoise", r).unwrap().value_slots.len(), p.values.len());
+        let memory = plan.rank_memory(r).unwrap();
+        // x [4, 4] and w [8, 4]; three matmul results and three sums of [4, 8]; f32.
         assert_eq!([memory.weights.0, memory.buffers.0, memory.inputs.0], [64 + 128, 0, 0]);
         assert_eq!(memory.temporaries.0, 6 * 128);
-        assert_eq!(memory.total().0, 960);
+        assert_eq!(memory.total_bytes().0, 960);
     }
-    let (a, b) = (plan.census("denoise", Rank(0)).unwrap(), plan.census("denoise", Rank(1)).unwrap());
+    let (a, b) = (
+        plan.collective_digest("denoise", Rank(0)).unwrap(),
+        plan.collective_digest("denoise", Rank(1)).unwrap(),
+    );
     assert_eq!((a.collectives, a), (3, b));
-    assert!(plan.program("encode", Rank(0)).is_none() && plan.program("denoise", Rank(2)).is_none());
+    assert!(
+        plan.rank_program("encode", Rank(0)).is_none() && plan.rank_program("denoise", Rank(2)).is_none()
+    );
 }
 
 #[test]
-fn a_runtime_can_fold_the_trace_itself() {
+fn a_runtime_can_recompute_the_trace_digest() {
     let p = block("stage0", mesh("tp=2"), 2);
     let lines: Vec<String> = (0..p.ops.len()).filter_map(|i| collective_line(&p, i)).collect();
     assert_eq!(lines, ["tp all_reduce f32[4, 8] {tp: partial(sum)} reduction=sum"; 2]);
     let folded = *blake3::hash(format!("{}\n{}\n", lines[0], lines[1]).as_bytes()).as_bytes();
-    let plan =
-        seal(bundle(vec![block("r0", mesh("tp=2"), 2), block("r1", mesh("tp=2"), 2)]), &Limits::default());
-    assert_eq!(plan.unwrap().census("denoise", Rank(0)).unwrap().trace_digest, folded);
+    let plan = seal(
+        bundle(vec![block("r0", mesh("tp=2"), 2), block("r1", mesh("tp=2"), 2)]),
+        &DeviceLimits::default(),
+    );
+    assert_eq!(plan.unwrap().collective_digest("denoise", Rank(0)).unwrap().trace_digest, folded);
 }
 
 #[test]
-fn the_digest_covers_everything_that_a_run_depends_on() {
-    let base = digest(&pair());
+fn the_digest_covers_all_run_inputs() {
+    let base = digest(&two_rank_bundle());
     let changes: Vec<fn(&mut Bundle)> = vec![
         |b| b.mapping.push('\n'),
         |b| b.rank_map = RankMap::new(&b.mesh, vec!["cpu1".into(), "cpu0".into()]).unwrap(),
         |b| b.calls.push(("more".into(), vec![])),
-        |b| b.phases[0].memory[0].bytes[0] += 1,
+        |b| b.phases[0].slots[0].slot_bytes[0] += 1,
         |b| {
             b.phases[0].programs[0].role = "first".into();
             b.roles[0].role = "first".into();
@@ -69,15 +76,15 @@ fn the_digest_covers_everything_that_a_run_depends_on() {
         |b| *b = bundle((0..2).map(|r| block(&format!("r{r}"), mesh("tp=2"), 4)).collect()),
     ];
     for (i, change) in changes.into_iter().enumerate() {
-        let mut b = pair();
+        let mut b = two_rank_bundle();
         change(&mut b);
         assert_ne!(digest(&b), base, "change {i}");
     }
-    // The order in which things are listed is not a property of the plan.
-    let mut b = pair();
+    // The listing order is not a property of the plan.
+    let mut b = two_rank_bundle();
     b.roles.reverse();
     b.phases[0].programs.reverse();
-    b.phases[0].memory.reverse();
+    b.phases[0].slots.reverse();
     assert_eq!(digest(&b), base);
 }
 
@@ -86,24 +93,24 @@ fn t0324_phases_of_a_role_agree_about_buffers() {
     let with = |second: u64| {
         let m = mesh("tp=1");
         let program = |name: &str, rows: u64| {
-            let mut b = tessera_ir::Builder::role(name, "stage0", m, &STREAMS);
-            let x = b.input("x", f32s(&[4, 8]));
-            let cache = b.buffer("kv", f32s(&[rows, 8]));
-            b.write(cache, x);
-            done(b)
+            let mut b = tessera_ir::Builder::new_role(name, "stage0", m, &STREAMS);
+            let x = b.add_input("x", f32s(&[4, 8]));
+            let cache = b.declare_buffer("kv", f32s(&[rows, 8]));
+            b.write_buffer(cache, x);
+            finish_program(b)
         };
         let mut b = bundle(vec![program("denoise", 8)]);
         let mut clean = phase(vec![program("clean", second)]);
         clean.name = "clean".into();
         b.phases.push(clean);
-        seal(b, &Limits::default()).err().unwrap_or_default()
+        seal(b, &DeviceLimits::default()).err().unwrap_or_default()
     };
-    only(&with(9), "T0324");
-    clean(&with(8));
+    assert_only(&with(9), "T0324");
+    assert_clean(&with(8));
 }
 
 #[test]
-fn t0325_t0326_every_temporary_has_room() {
+fn t0325_t0326_every_temporary_has_a_large_enough_slot() {
     let p = block("stage0", mesh("tp=2"), 1);
     let y = p.ops.iter().position(|o| o.opcode == Opcode::Matmul).unwrap();
     let y = p.ops[y].results[0].0 as usize;
@@ -112,12 +119,12 @@ fn t0325_t0326_every_temporary_has_room() {
         change(&mut s);
         check_slots(&p, &s)
     };
-    clean(&with(&|_| ()));
-    only(&with(&|s| s.of[y] = None), "T0325");
-    only(&with(&|s| s.of[y] = Some(99)), "T0325");
-    only(&with(&|s| s.of.truncate(y)), "T0325");
-    only(&with(&|s| s.bytes[0] -= 1), "T0326");
-    clean(&with(&|s| s.bytes[0] += 1));
+    assert_clean(&with(&|_| ()));
+    assert_only(&with(&|s| s.value_slots[y] = None), "T0325");
+    assert_only(&with(&|s| s.value_slots[y] = Some(99)), "T0325");
+    assert_only(&with(&|s| s.value_slots.truncate(y)), "T0325");
+    assert_only(&with(&|s| s.slot_bytes[0] -= 1), "T0326");
+    assert_clean(&with(&|s| s.slot_bytes[0] += 1));
 }
 
 #[test]
@@ -125,15 +132,18 @@ fn t0327_live_values_do_not_share_a_slot() {
     // a = silu x; b = silu a; c = silu b on one stream.
     let chain = |shared: [u32; 3]| {
         let mut b = builder("stage0", mesh("tp=1"));
-        let x = b.input("x", f32s(&[4]));
-        let y = b.op(Opcode::Silu, &[x]);
-        let z = b.op(Opcode::Silu, &[y]);
-        b.op(Opcode::Silu, &[z]);
-        let slots = Slots { bytes: vec![16; 3], of: [None].into_iter().chain(shared.map(Some)).collect() };
-        check_slots(&done(b), &slots)
+        let x = b.add_input("x", f32s(&[4]));
+        let y = b.add_op(Opcode::Silu, &[x]);
+        let z = b.add_op(Opcode::Silu, &[y]);
+        b.add_op(Opcode::Silu, &[z]);
+        let slots = Slots {
+            slot_bytes: vec![16; 3],
+            value_slots: [None].into_iter().chain(shared.map(Some)).collect(),
+        };
+        check_slots(&finish_program(b), &slots)
     };
-    clean(&chain([0, 1, 0]));
-    only(&chain([0, 0, 1]), "T0327");
+    assert_clean(&chain([0, 1, 0]));
+    assert_only(&chain([0, 0, 1]), "T0327");
 }
 
 #[test]
@@ -141,65 +151,70 @@ fn t0327_a_collective_holds_operand_and_result_from_issue_to_wait() {
     let program = |reuse_operand: bool, early: bool| {
         let mut b = builder("stage0", mesh("tp=2"));
         let p = partial(&mut b, Axis::Tp);
-        let x = b.input("x", f32s(&[4, 8]));
-        let t = b.attr("axis", "tp").attr("reduction", "sum").issue(Opcode::AllReduce, &[p]);
-        let other = if early { Some(b.op(Opcode::Silu, &[x])) } else { None };
-        let y = b.wait(t, None).unwrap();
-        let other = other.unwrap_or_else(|| b.op(Opcode::Silu, &[x]));
-        b.output("y", y);
-        let p2 = done(b);
+        let x = b.add_input("x", f32s(&[4, 8]));
+        let t = b.set_attr("axis", "tp").set_attr("reduction", "sum").add_issue(Opcode::AllReduce, &[p]);
+        let other = if early { Some(b.add_op(Opcode::Silu, &[x])) } else { None };
+        let y = b.add_wait(t, None).unwrap();
+        let other = other.unwrap_or_else(|| b.add_op(Opcode::Silu, &[x]));
+        b.add_output("y", y);
+        let p2 = finish_program(b);
         let mut slots = own_slots(&p2);
-        slots.of[other.0 as usize] = slots.of[if reuse_operand { p } else { y }.0 as usize];
+        slots.value_slots[other.0 as usize] = slots.value_slots[if reuse_operand { p } else { y }.0 as usize];
         check_slots(&p2, &slots)
     };
-    only(&program(true, true), "T0327");
-    clean(&program(true, false));
-    // The result is being written while the other op runs.
-    only(&program(false, true), "T0327");
+    assert_only(&program(true, true), "T0327");
+    assert_clean(&program(true, false));
+    // The collective writes its result while the other op runs.
+    assert_only(&program(false, true), "T0327");
 }
 
 #[test]
-fn t0327_slots_pass_between_streams_behind_events() {
+fn t0327_slot_reuse_across_streams_needs_events() {
     let program = |ordered: bool| {
         let mut b = builder("stage0", mesh("tp=1"));
-        let x = b.input("x", f32s(&[4]));
-        let y = b.op(Opcode::Silu, &[x]);
-        b.output("y", y);
-        let e = b.op(Opcode::EventRecord, &[]);
+        let x = b.add_input("x", f32s(&[4]));
+        let y = b.add_op(Opcode::Silu, &[x]);
+        b.add_output("y", y);
+        let e = b.add_op(Opcode::EventRecord, &[]);
         if ordered {
-            b.after(e);
+            b.start_after(e);
         }
-        let z = b.stream("io").op(Opcode::Silu, &[x]);
-        let p = done(b);
+        let z = b.set_stream("io").add_op(Opcode::Silu, &[x]);
+        let p = finish_program(b);
         let mut slots = own_slots(&p);
-        slots.of[z.0 as usize] = slots.of[y.0 as usize];
+        slots.value_slots[z.0 as usize] = slots.value_slots[y.0 as usize];
         check_slots(&p, &slots)
     };
-    only(&program(false), "T0327");
-    clean(&program(true));
+    assert_only(&program(false), "T0327");
+    assert_clean(&program(true));
 }
 
 #[test]
-fn t0328_the_device_must_hold_it() {
-    let at =
-        |device_bytes| seal(pair(), &Limits { device_bytes, ..Limits::default() }).err().unwrap_or_default();
-    clean(&at(Some(960)));
-    clean(&at(None));
+fn t0328_the_plan_must_fit_the_device() {
+    let at = |device_bytes| {
+        seal(two_rank_bundle(), &DeviceLimits { device_bytes, ..DeviceLimits::default() })
+            .err()
+            .unwrap_or_default()
+    };
+    assert_clean(&at(Some(960)));
+    assert_clean(&at(None));
     let found = at(Some(959));
-    only(&found, "T0328");
-    assert!(text(&found).contains("weights 192 + buffers 0 + inputs 0 + temporaries 768 = 960 bytes"));
-    assert!(text(&found).contains("959 bytes: 1 too few"));
+    assert_only(&found, "T0328");
+    assert!(
+        diagnostic_text(&found).contains("weights 192 + buffers 0 + inputs 0 + temporaries 768 = 960 bytes")
+    );
+    assert!(diagnostic_text(&found).contains("959 bytes: 1 too few"));
 }
 
 #[test]
-fn t0329_t0330_the_frame_lines_up() {
-    only(&refused(|b| b.calls[0].1.push("denoize".into())), "T0330");
-    only(&refused(|b| b.roles[1].ranks.clear()), "T0329");
-    only(&refused(|b| drop(b.phases[0].memory.pop())), "T0329");
-    only(&refused(|b| b.phases.push(b.phases[0].clone())), "T0329");
-    only(&refused(|b| b.calls.push(b.calls[0].clone())), "T0329");
-    only(&refused(|b| b.rank_map = RankMap::logical(&mesh("tp=3"), "cpu")), "T0329");
-    clean(&refused(|b| b.calls[0].1.push("denoise".into())));
+fn t0329_t0330_bundle_components_fit_together() {
+    assert_only(&seal_errors(|b| b.calls[0].1.push("denoize".into())), "T0330");
+    assert_only(&seal_errors(|b| b.roles[1].ranks.clear()), "T0329");
+    assert_only(&seal_errors(|b| drop(b.phases[0].slots.pop())), "T0329");
+    assert_only(&seal_errors(|b| b.phases.push(b.phases[0].clone())), "T0329");
+    assert_only(&seal_errors(|b| b.calls.push(b.calls[0].clone())), "T0329");
+    assert_only(&seal_errors(|b| b.rank_map = RankMap::from_device_kind(&mesh("tp=3"), "cpu")), "T0329");
+    assert_clean(&seal_errors(|b| b.calls[0].1.push("denoise".into())));
 }
 
 #[test]
@@ -218,8 +233,8 @@ fn every_code_has_a_page_and_a_test() {
     }
 }
 
-/// Renames every value; the text form differs, the plan does not.
-fn renamed(p: &Program, seed: u64) -> Program {
+/// Renames every value: the text form differs, but the plan is the same.
+fn rename_values(p: &Program, seed: u64) -> Program {
     let mut p = p.clone();
     for (i, v) in p.values.iter_mut().enumerate() {
         v.name = format!("v{}", seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(i as u64));
@@ -232,32 +247,32 @@ proptest! {
     #[test]
     fn names_do_not_matter(seed in any::<u64>(), times in 1usize..4) {
         let programs: Vec<Program> = (0..2).map(|r| block(&format!("r{r}"), mesh("tp=2"), times)).collect();
-        let named: Vec<Program> = programs.iter().map(|p| renamed(p, seed)).collect();
-        prop_assert_eq!(canonical(&programs[0]), canonical(&named[0]));
+        let named: Vec<Program> = programs.iter().map(|p| rename_values(p, seed)).collect();
+        prop_assert_eq!(canonical_text(&programs[0]), canonical_text(&named[0]));
         prop_assert_eq!(digest(&bundle(programs)), digest(&bundle(named)));
     }
 }
 
 #[test]
-fn t0336_one_graph_at_a_time_where_mixing_is_off() {
+fn t0336_one_graph_at_a_time_if_mixing_is_off() {
     let seal = |graph: &'static [&'static str], graph_mixing_off: bool| {
         let program = |r: usize| {
             let mut b = builder(&format!("r{r}"), mesh("tp=2"));
             for (i, name) in graph.iter().enumerate() {
-                let x = b.weight(&format!("x{i}"), f32s(&[4]));
+                let x = b.add_weight(&format!("x{i}"), f32s(&[4]));
                 if !name.is_empty() {
-                    b.attr("graph", *name);
+                    b.set_attr("graph", *name);
                 }
-                b.attr("axis", "tp").attr("root", 0i64).op(Opcode::Broadcast, &[x]);
+                b.set_attr("axis", "tp").set_attr("root", 0i64).add_op(Opcode::Broadcast, &[x]);
             }
-            done(b)
+            finish_program(b)
         };
-        let limits = Limits { graph_mixing_off, ..Limits::default() };
+        let limits = DeviceLimits { graph_mixing_off, ..DeviceLimits::default() };
         seal(bundle((0..2).map(program).collect()), &limits).err().unwrap_or_default()
     };
-    clean(&seal(&["g", ""], false));
-    only(&seal(&["g", ""], true), "T0336");
-    clean(&seal(&["", "g", "h"], true));
+    assert_clean(&seal(&["g", ""], false));
+    assert_only(&seal(&["g", ""], true), "T0336");
+    assert_clean(&seal(&["", "g", "h"], true));
 }
 
 #[test]
@@ -267,31 +282,33 @@ fn t0340_a_collective_in_place() {
         let x = match op {
             Opcode::AllReduce => partial(&mut b, Axis::Tp),
             _ => {
-                let w = b.weight("x", f32s(&[4, 8]).on(Axis::Tp, shard(0)));
-                b.op(Opcode::Silu, &[w])
+                let w = b.add_weight("x", f32s(&[4, 8]).with_axis_layout(Axis::Tp, shard(0)));
+                b.add_op(Opcode::Silu, &[w])
             }
         };
-        b.attr("axis", "tp");
+        b.set_attr("axis", "tp");
         match op {
-            Opcode::AllReduce => b.attr("reduction", "sum"),
-            _ => b.attr("dim", 0i64),
+            Opcode::AllReduce => b.set_attr("reduction", "sum"),
+            _ => b.set_attr("dim", 0i64),
         };
-        let t = b.issue(op, &[x]);
+        let t = b.add_issue(op, &[x]);
         if read_after {
-            b.op(Opcode::Add, &[x, x]);
+            b.add_op(Opcode::Add, &[x, x]);
         }
-        let y = b.wait(t, None).unwrap();
-        (done(b), x, y)
+        let y = b.add_wait(t, None).unwrap();
+        (finish_program(b), x, y)
     };
-    let judge = |op, read_after| {
+    let verify = |op, read_after| {
         let (p, x, y) = program(op, read_after);
         let mut slots = own_slots(&p);
-        let (from, into) = (slots.of[y.0 as usize].unwrap(), slots.of[x.0 as usize].unwrap());
-        slots.bytes[into as usize] = slots.bytes[into as usize].max(slots.bytes[from as usize]);
-        slots.of[y.0 as usize] = Some(into);
+        let (from, into) =
+            (slots.value_slots[y.0 as usize].unwrap(), slots.value_slots[x.0 as usize].unwrap());
+        slots.slot_bytes[into as usize] =
+            slots.slot_bytes[into as usize].max(slots.slot_bytes[from as usize]);
+        slots.value_slots[y.0 as usize] = Some(into);
         check_slots(&p, &slots)
     };
-    clean(&judge(Opcode::AllReduce, false));
-    only(&judge(Opcode::AllReduce, true), "T0340");
-    only(&judge(Opcode::AllGather, false), "T0340");
+    assert_clean(&verify(Opcode::AllReduce, false));
+    assert_only(&verify(Opcode::AllReduce, true), "T0340");
+    assert_only(&verify(Opcode::AllGather, false), "T0340");
 }

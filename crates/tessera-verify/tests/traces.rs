@@ -1,24 +1,24 @@
-//! Observed sequences under the rules for plans.
+//! Tests of observed sequences under the rules for plans.
 #![allow(clippy::unwrap_used)]
 
 mod common;
 
-use common::{clean, only, text};
+use common::{assert_clean, assert_only, diagnostic_text};
 use tessera_base::{Counterexample, Diagnostics, Span};
-use tessera_verify::{Call, Traces, check_traces};
+use tessera_verify::{ObservedCall, Traces, check_traces};
 
-/// `op group dtype count [key=value…]` per launch.
-fn judge(groups: &[(&str, &[u32])], ranks: &[&[&str]]) -> Diagnostics {
+/// Verifies traces given as `op group dtype count [key=value…]` per launch.
+fn verify_traces(groups: &[(&str, &[u32])], ranks: &[&[&str]]) -> Diagnostics {
     let mut t = Traces::new();
     for (rank, lines) in ranks.iter().enumerate() {
-        let at = t.rank(rank as u32, &format!("rank{rank}.jsonl"));
+        let at = t.add_rank(rank as u32, &format!("rank{rank}.jsonl"));
         for (n, line) in lines.iter().enumerate() {
             let words: Vec<&str> = line.split_whitespace().collect();
-            let mut call = Call {
+            let mut call = ObservedCall {
                 op: words[0].into(),
                 dtype: words[2].into(),
                 count: words[3].parse().unwrap(),
-                ..Call::default()
+                ..ObservedCall::default()
             };
             let (mut stream, mut batch) = (words[1], 0);
             let counts = |v: &str| v.split(',').map(|n| n.parse().unwrap()).collect::<Vec<u64>>();
@@ -36,8 +36,8 @@ fn judge(groups: &[(&str, &[u32])], ranks: &[&[&str]]) -> Diagnostics {
                 }
             }
             let members = groups.iter().find(|g| g.0 == words[1]).unwrap().1;
-            let group = t.group(words[1], members);
-            t.push(at, group, call, stream, batch, Span { start: n, end: n + 1 });
+            let group = t.add_group(words[1], members);
+            t.push_launch(at, group, call, stream, batch, Span { start: n, end: n + 1 });
         }
     }
     check_traces(&t)
@@ -48,7 +48,7 @@ const TP: &[(&str, &[u32])] = &[("tp", &[0, 1])];
 #[test]
 fn equal_sequences_pass() {
     let lines: &[&str] = &["all_reduce tp bf16 8 reduction=sum", "all_gather tp bf16 4"];
-    clean(&judge(TP, &[lines, lines]));
+    assert_clean(&verify_traces(TP, &[lines, lines]));
 }
 
 #[test]
@@ -62,22 +62,26 @@ fn every_field_is_compared_and_shapes_are_not() {
         ("all_reduce tp bf16 8 reduction=sum root=1", "T0305"),
         ("all_reduce tp bf16 8 reduction=sum graph=g", "T0334"),
     ] {
-        let found = judge(TP, &[&[base, base], &[base, other]]);
-        only(&found, code);
-        assert!(text(&found).contains("position 1 of the tp group"), "{}", text(&found));
+        let found = verify_traces(TP, &[&[base, base], &[base, other]]);
+        assert_only(&found, code);
+        assert!(
+            diagnostic_text(&found).contains("position 1 of the tp group"),
+            "{}",
+            diagnostic_text(&found)
+        );
         let Some(Counterexample::Mismatch(m)) = found[0].counterexample.as_deref() else { panic!() };
         assert_eq!((m.position, m.sides[1].0), (1, 1));
     }
-    only(&judge(TP, &[&[base, base], &[base]]), "T0307");
+    assert_only(&verify_traces(TP, &[&[base, base], &[base]]), "T0307");
 }
 
 #[test]
-fn the_odd_rank_is_named_even_if_it_is_the_first() {
+fn the_divergent_rank_is_named_even_if_it_is_the_first() {
     let groups: &[(&str, &[u32])] = &[("ep", &[0, 1, 2, 3])];
     let (odd, right): (&[&str], &[&str]) = (&["all_gather ep f32 7"], &["all_gather ep f32 8"]);
-    let found = judge(groups, &[odd, right, right, right]);
-    only(&found, "T0302");
-    assert!(found[0].message.starts_with("rank 0 departs from rank 1"), "{}", text(&found));
+    let found = verify_traces(groups, &[odd, right, right, right]);
+    assert_only(&found, "T0302");
+    assert!(found[0].message.starts_with("rank 0 differs from rank 1"), "{}", diagnostic_text(&found));
 }
 
 #[test]
@@ -96,15 +100,15 @@ fn orders_over_two_groups_contradict() {
             of(order("tp1", "dp1", last)),
         ];
         let lines: Vec<Vec<&str>> = all.iter().map(|l| l.iter().map(String::as_str).collect()).collect();
-        judge(groups, &lines.iter().map(Vec::as_slice).collect::<Vec<_>>())
+        verify_traces(groups, &lines.iter().map(Vec::as_slice).collect::<Vec<_>>())
     };
-    // Each group on a stream of its own: only the order of launches contradicts.
-    only(&run(true, ""), "T0312");
-    only(&run(true, " stream=7"), "T0311");
-    clean(&run(false, ""));
+    // With each group on a stream of its own, only the launch orders contradict each other.
+    assert_only(&run(true, ""), "T0312");
+    assert_only(&run(true, " stream=7"), "T0311");
+    assert_clean(&run(false, ""));
     let found = run(true, " stream=7");
-    let Some(Counterexample::Circle(links)) = found[0].counterexample.as_deref() else { panic!() };
-    assert_eq!(links.len(), 4, "{}", text(&found));
+    let Some(Counterexample::WaitCycle(links)) = found[0].counterexample.as_deref() else { panic!() };
+    assert_eq!(links.len(), 4, "{}", diagnostic_text(&found));
 }
 
 #[test]
@@ -115,57 +119,57 @@ fn grouped_sends_and_receives_are_one_launch() {
         };
         let all = [lines(1), lines(0)];
         let lines: Vec<Vec<&str>> = all.iter().map(|l| l.iter().map(String::as_str).collect()).collect();
-        judge(TP, &lines.iter().map(Vec::as_slice).collect::<Vec<_>>())
+        verify_traces(TP, &lines.iter().map(Vec::as_slice).collect::<Vec<_>>())
     };
-    only(&both(""), "T0311");
-    clean(&both(" batch=1"));
+    assert_only(&both(""), "T0311");
+    assert_clean(&both(" batch=1"));
 }
 
 #[test]
-fn exchanged_counts_fit_both_ways() {
-    let run = |b: &str| judge(TP, &[&["all_to_all tp bf16 5 send=2,3 take=2,1"], &[b]]);
-    clean(&run("all_to_all tp bf16 5 send=1,4 take=3,4"));
-    only(&run("all_to_all tp bf16 5 send=1,4 take=2,4"), "T0338");
-    only(&run("all_to_all tp bf16 5 send=1,4,0 take=3,4,0"), "T0338");
+fn exchanged_counts_agree_both_ways() {
+    let run = |b: &str| verify_traces(TP, &[&["all_to_all tp bf16 5 send=2,3 take=2,1"], &[b]]);
+    assert_clean(&run("all_to_all tp bf16 5 send=1,4 take=3,4"));
+    assert_only(&run("all_to_all tp bf16 5 send=1,4 take=2,4"), "T0338");
+    assert_only(&run("all_to_all tp bf16 5 send=1,4,0 take=3,4,0"), "T0338");
 }
 
 #[test]
-fn a_rank_outside_of_a_group_and_a_missing_trace_are_told() {
+fn a_non_member_and_a_missing_trace_are_reported() {
     let groups: &[(&str, &[u32])] = &[("mesh", &[1, 2])];
     let call: &[&str] = &["broadcast mesh f32 4 root=1"];
-    only(&judge(groups, &[call, call, call]), "T0342");
-    clean(&judge(groups, &[&[], call, call]));
-    only(&judge(groups, &[&[], call]), "T0341");
-    only(&judge(TP, &[&["send tp f32 4"], &[]]), "T0342");
-    only(&judge(TP, &[&["send tp f32 4 peer=0"], &[]]), "T0342");
+    assert_only(&verify_traces(groups, &[call, call, call]), "T0342");
+    assert_clean(&verify_traces(groups, &[&[], call, call]));
+    assert_only(&verify_traces(groups, &[&[], call]), "T0341");
+    assert_only(&verify_traces(TP, &[&["send tp f32 4"], &[]]), "T0342");
+    assert_only(&verify_traces(TP, &[&["send tp f32 4 peer=0"], &[]]), "T0342");
 }
 
 #[test]
-fn a_rank_number_that_cannot_be_one_takes_no_memory() {
+fn an_impossible_rank_number_allocates_no_memory() {
     let mut t = Traces::new();
-    t.rank(u32::MAX, "rank4294967295.jsonl");
-    only(&check_traces(&t), "T0341");
+    t.add_rank(u32::MAX, "rank4294967295.jsonl");
+    assert_only(&check_traces(&t), "T0341");
 }
 
 #[test]
 fn members_of_a_group_are_a_set() {
     let twice: &[(&str, &[u32])] = &[("tp", &[1, 0, 1])];
     let call: &[&str] = &["all_reduce tp f32 4"];
-    clean(&judge(twice, &[call, call]));
-    only(&judge(twice, &[call, &[]]), "T0307");
+    assert_clean(&verify_traces(twice, &[call, call]));
+    assert_only(&verify_traces(twice, &[call, &[]]), "T0307");
 }
 
 #[test]
-fn a_send_meets_receives_alone() {
-    only(&judge(TP, &[&["send tp f32 4 peer=1"], &["all_reduce tp f32 4 peer=0"]]), "T0308");
-    clean(&judge(TP, &[&["send tp f32 4 peer=1"], &["recv tp f32 4 peer=0"]]));
+fn a_send_matches_only_receives() {
+    assert_only(&verify_traces(TP, &[&["send tp f32 4 peer=1"], &["all_reduce tp f32 4 peer=0"]]), "T0308");
+    assert_clean(&verify_traces(TP, &[&["send tp f32 4 peer=1"], &["recv tp f32 4 peer=0"]]));
 }
 
 #[test]
-fn a_group_of_other_traces_takes_nothing() {
+fn a_group_of_other_traces_is_ignored() {
     let (mut t, mut other) = (Traces::new(), Traces::new());
-    let group = other.group("tp", &[0]);
-    let at = t.rank(0, "rank0.jsonl");
-    t.push(at, group, Call::default(), "", 0, Span::default());
-    clean(&check_traces(&t));
+    let group = other.add_group("tp", &[0]);
+    let at = t.add_rank(0, "rank0.jsonl");
+    t.push_launch(at, group, ObservedCall::default(), "", 0, Span::default());
+    assert_clean(&check_traces(&t));
 }

@@ -1,8 +1,9 @@
-//! Element types of safetensors files: those that can be read, and the sizes of all that can be named.
+//! Element types of safetensors files: the readable ones, and the sizes of all types that the
+//! format defines.
 
 use std::fmt;
 
-/// An element type that this room reads. Always little-endian on disk.
+/// A readable element type. Elements are always little-endian on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FileDtype {
     /// IEEE 754 binary32.
@@ -14,16 +15,16 @@ pub enum FileDtype {
 }
 
 impl FileDtype {
-    /// Every readable type.
+    /// All readable types.
     pub const ALL: [FileDtype; 3] = [FileDtype::F32, FileDtype::F16, FileDtype::Bf16];
 
-    /// The type with this safetensors name, if it can be read.
+    /// Returns the type with this safetensors name if it is readable.
     #[must_use]
     pub fn from_name(name: &str) -> Option<FileDtype> {
         FileDtype::ALL.into_iter().find(|d| d.name() == name)
     }
 
-    /// The safetensors name.
+    /// Returns the safetensors name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -33,17 +34,18 @@ impl FileDtype {
         }
     }
 
-    /// Bytes of one element.
+    /// Returns the size of one element in bytes.
     #[must_use]
-    pub fn bytes(self) -> u64 {
+    pub fn byte_size(self) -> u64 {
         match self {
             FileDtype::F32 => 4,
             FileDtype::F16 | FileDtype::Bf16 => 2,
         }
     }
 
-    /// Appends the elements of `raw` to `out`. Every value, NaN payloads of bf16 and f32 included, is exact.
-    pub(crate) fn widen(self, raw: &[u8], out: &mut Vec<f32>) {
+    /// Appends the elements of `raw` to `out`. Every value is exact, including NaN payloads of bf16
+    /// and f32.
+    pub(crate) fn widen_to_f32(self, raw: &[u8], out: &mut Vec<f32>) {
         match self {
             FileDtype::F32 => out.extend(raw.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
             FileDtype::F16 => {
@@ -65,8 +67,8 @@ impl fmt::Display for FileDtype {
     }
 }
 
-/// Bits of one element of any type that the format names, readable or not.
-pub(crate) fn bits(name: &str) -> Option<u64> {
+/// Returns the size in bits of one element of any type that the format defines, readable or not.
+pub(crate) fn bit_size(name: &str) -> Option<u64> {
     Some(match name {
         "F4" => 4,
         "F6_E2M3" | "F6_E3M2" => 6,
@@ -86,8 +88,8 @@ mod tests {
     fn every_half_widens_exactly() {
         let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
         let (mut f16, mut bf16) = (Vec::new(), Vec::new());
-        FileDtype::F16.widen(&all, &mut f16);
-        FileDtype::Bf16.widen(&all, &mut bf16);
+        FileDtype::F16.widen_to_f32(&all, &mut f16);
+        FileDtype::Bf16.widen_to_f32(&all, &mut bf16);
         for bits in 0..=u16::MAX {
             let (h, b) = (half::f16::from_bits(bits), half::bf16::from_bits(bits));
             let (x, y) = (f16[usize::from(bits)], bf16[usize::from(bits)]);

@@ -1,7 +1,9 @@
-//! The header of one safetensors file, read with hard limits: nothing in it is believed until it fits the bytes.
+//! Parses the header of one safetensors file with hard limits: no value is trusted until it is
+//! checked against the bytes.
 //!
-//! A file is `u64 n`, `n` bytes of JSON, then the tensors' bytes without gaps. Parsed here and not by a library
-//! so that every refusal can say how many bytes were expected and how many are there.
+//! A file is `u64 n`, `n` bytes of JSON, then the tensors' bytes without gaps. This crate parses
+//! the header itself, without a library, so that every error can report the expected and the actual
+//! number of bytes.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry as Slot;
@@ -13,62 +15,77 @@ use tessera_base::{Code, Diagnostic};
 
 use crate::dtype;
 
-/// A header larger than this is refused, as the format's own library does.
+/// Maximum header size; the format's own library has the same limit.
 pub(crate) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Bytes before the header: its length.
+/// Size of the length field before the header.
 const LENGTH_BYTES: u64 = 8;
 
 /// One tensor of a file.
 #[derive(Debug)]
-pub(crate) struct Entry {
+pub(crate) struct TensorEntry {
     pub(crate) dtype: String,
     pub(crate) shape: Vec<u64>,
-    /// First byte, counted from the file's beginning.
+    /// Offset of the first byte from the start of the file.
     pub(crate) start: usize,
     /// One past the last byte.
     pub(crate) end: usize,
 }
 
-/// A header that fits its file.
+/// A header that is consistent with its file.
 #[derive(Debug)]
-pub(crate) struct Header {
+pub(crate) struct SafetensorsHeader {
     pub(crate) metadata: BTreeMap<String, String>,
-    pub(crate) tensors: BTreeMap<String, Entry>,
+    pub(crate) tensors: BTreeMap<String, TensorEntry>,
 }
 
-/// Checks `file`, the whole of the file that `at` names, against its header.
-pub(crate) fn parse(at: &str, file: &[u8]) -> Result<Header, Diagnostic> {
+/// Parses the header of `file`, the complete content of the file named `at`, and checks it against
+/// the content.
+pub(crate) fn parse(at: &str, file: &[u8]) -> Result<SafetensorsHeader, Diagnostic> {
     let found = file.len() as u64;
     let Some((length, rest)) = file.split_first_chunk::<8>() else {
-        return Err(truncated(at, LENGTH_BYTES, found, "the header's length").hint(hint(file)));
+        return Err(
+            truncated_error(at, LENGTH_BYTES, found, "the header's length").with_hint(file_type_hint(file))
+        );
     };
     let n = u64::from_le_bytes(*length);
     if n > MAX_HEADER_BYTES {
-        let says = format!("the first 8 bytes say {n} bytes of header, the limit is {MAX_HEADER_BYTES}");
-        return Err(Diagnostic::error(&T0503, "not a safetensors file").at(at, says).hint(hint(file)));
+        let message =
+            format!("the first 8 bytes declare {n} bytes of header, the limit is {MAX_HEADER_BYTES}");
+        return Err(Diagnostic::error(&T0503, "not a safetensors file")
+            .with_label(at, message)
+            .with_hint(file_type_hint(file)));
     }
     let Some((json, data)) = rest.split_at_checked(n as usize) else {
-        return Err(truncated(at, LENGTH_BYTES + n, found, "the header").hint(hint(file)));
+        return Err(
+            truncated_error(at, LENGTH_BYTES + n, found, "the header").with_hint(file_type_hint(file))
+        );
     };
     let corrupt = |why: String| {
-        Diagnostic::error(&T0503, "the header is not what the format asks for")
-            .at(at, format!("in the {n} bytes of header: {why}"))
-            .hint(hint(file))
+        Diagnostic::error(&T0503, "the header is malformed")
+            .with_label(at, format!("in the {n} bytes of header: {why}"))
+            .with_hint(file_type_hint(file))
     };
     let json = std::str::from_utf8(json).map_err(|e| corrupt(e.to_string()))?;
     let raw: RawHeader = serde_json::from_str(json).map_err(|e| corrupt(e.to_string()))?;
-    check(at, raw, data.len() as u64, LENGTH_BYTES + n)
+    check_entries(at, raw, data.len() as u64, LENGTH_BYTES + n)
 }
 
-/// Sizes, then bounds, then order: so a short file is called short only where its header is sound.
-fn check(at: &str, raw: RawHeader, data_bytes: u64, data_start: u64) -> Result<Header, Diagnostic> {
-    let wrong: Vec<String> = raw.tensors.iter().filter_map(|(name, t)| misfit(name, t)).collect();
+/// Checks sizes, then bounds, then order, so that a file is reported as truncated only if its
+/// header is sound.
+fn check_entries(
+    at: &str,
+    raw: RawHeader,
+    data_bytes: u64,
+    data_start: u64,
+) -> Result<SafetensorsHeader, Diagnostic> {
+    let wrong: Vec<String> = raw.tensors.iter().filter_map(|(name, t)| entry_defect(name, t)).collect();
     if !wrong.is_empty() {
-        let says = format!("{} of {} tensors", wrong.len(), raw.tensors.len());
-        let mut d = Diagnostic::error(&T0504, "tensors whose bytes are not shape × dtype").at(at, says);
+        let message = format!("{} of {} tensors", wrong.len(), raw.tensors.len());
+        let mut d = Diagnostic::error(&T0504, "tensors whose byte ranges are not shape × dtype")
+            .with_label(at, message);
         d.notes = wrong;
-        return Err(d.hint(DAMAGED));
+        return Err(d.with_hint(DAMAGED_HINT));
     }
 
     let mut order: Vec<(&String, [u64; 2])> = raw.tensors.iter().map(|(k, t)| (k, t.data_offsets)).collect();
@@ -79,9 +96,12 @@ fn check(at: &str, raw: RawHeader, data_bytes: u64, data_start: u64) -> Result<H
         if offsets[0] != end {
             let what = if offsets[0] < end { "overlaps" } else { "leaves a gap after" };
             return Err(Diagnostic::error(&T0504, format!("tensor {name} {what} the bytes before it"))
-                .at(format!("{at}, {}", before.unwrap_or("start of data")), format!("ends at byte {end}"))
-                .at(format!("{at}, {name}"), format!("begins at byte {}", offsets[0]))
-                .hint(DAMAGED));
+                .with_label(
+                    format!("{at}, {}", before.unwrap_or("start of data")),
+                    format!("ends at byte {end}"),
+                )
+                .with_label(format!("{at}, {name}"), format!("begins at byte {}", offsets[0]))
+                .with_hint(DAMAGED_HINT));
         }
         end = offsets[1];
         before = Some(name.as_str());
@@ -92,43 +112,47 @@ fn check(at: &str, raw: RawHeader, data_bytes: u64, data_start: u64) -> Result<H
             order.iter().filter(|(_, o)| o[1] > data_bytes).map(|(name, _)| name.as_str()).collect();
         let first = lost.first().copied().unwrap_or_default();
         let expected = data_start.saturating_add(end);
-        return Err(truncated(at, expected, data_start + data_bytes, "header and tensors")
-            .note(format!("{} of {} tensors are cut, the first is {first}", lost.len(), order.len()))
-            .hint(DAMAGED));
+        return Err(truncated_error(at, expected, data_start + data_bytes, "header and tensors")
+            .with_note(format!(
+                "{} of {} tensors are truncated, the first is {first}",
+                lost.len(),
+                order.len()
+            ))
+            .with_hint(DAMAGED_HINT));
     }
     if end < data_bytes {
         return Err(Diagnostic::error(&T0504, "the file is longer than its tensors")
-            .at(at, format!("expected {} bytes, found {}", data_start + end, data_start + data_bytes))
-            .hint(DAMAGED));
+            .with_label(at, format!("expected {} bytes, found {}", data_start + end, data_start + data_bytes))
+            .with_hint(DAMAGED_HINT));
     }
 
-    // Every offset is now within the file, and a file in memory is within usize.
+    // Every offset is now within the file, and the size of a mapped file fits usize.
     let place = |offset: u64| (data_start + offset) as usize;
     let tensors = raw
         .tensors
         .into_iter()
         .map(|(name, t)| {
             let [start, end] = t.data_offsets;
-            (name, Entry { dtype: t.dtype, shape: t.shape, start: place(start), end: place(end) })
+            (name, TensorEntry { dtype: t.dtype, shape: t.shape, start: place(start), end: place(end) })
         })
         .collect();
-    Ok(Header { metadata: raw.metadata, tensors })
+    Ok(SafetensorsHeader { metadata: raw.metadata, tensors })
 }
 
-/// What is wrong with one entry on its own.
-fn misfit(name: &str, t: &RawEntry) -> Option<String> {
+/// Describes the defect of one entry on its own, if there is one.
+fn entry_defect(name: &str, t: &RawEntry) -> Option<String> {
     let [start, end] = t.data_offsets;
     if end < start {
         return Some(format!("{name}: begins at byte {start} and ends at {end}"));
     }
-    let Some(bits) = dtype::bits(&t.dtype) else {
-        return Some(format!("{name}: the format knows no dtype {:?}", t.dtype));
+    let Some(bits) = dtype::bit_size(&t.dtype) else {
+        return Some(format!("{name}: the format has no dtype {:?}", t.dtype));
     };
     let total = t.shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d)).and_then(|n| n.checked_mul(bits));
     match total {
         Some(total) if total % 8 == 0 && total / 8 == end - start => None,
         Some(total) => Some(format!(
-            "{name}: {} {:?} needs {} bytes, the header gives it {}",
+            "{name}: {} {:?} needs {} bytes, the header assigns it {}",
             t.dtype,
             t.shape,
             total.div_ceil(8),
@@ -138,29 +162,30 @@ fn misfit(name: &str, t: &RawEntry) -> Option<String> {
     }
 }
 
-fn truncated(at: &str, expected: u64, found: u64, what: &str) -> Diagnostic {
-    Diagnostic::error(&T0502, "the weight file is cut short").at(
+fn truncated_error(at: &str, expected: u64, found: u64, what: &str) -> Diagnostic {
+    Diagnostic::error(&T0502, "the weight file is truncated").with_label(
         at,
         format!("expected {expected} bytes ({what}), found {found}, {} are missing", expected - found),
     )
 }
 
-const DAMAGED: &str = "fetch or copy the file again and compare its size and checksum with the original's";
+const DAMAGED_HINT: &str =
+    "fetch or copy the file again and compare its size and checksum with the original's";
 
-/// What the bytes look like, for people who were handed another kind of file.
-fn hint(file: &[u8]) -> &'static str {
+/// Guesses the actual file type, for users who received another kind of file.
+fn file_type_hint(file: &[u8]) -> &'static str {
     if file.is_empty() {
-        "the file is empty: a download or copy did not begin, or the disk is full"
+        "the file is empty: a download or copy did not start, or the disk is full"
     } else if file.starts_with(b"version https://git-lfs") {
         "this is a Git LFS pointer, not the file: run `git lfs pull` where it came from"
     } else if file.starts_with(b"PK\x03\x04") || file.starts_with(b"\x80\x02") {
         "this looks like a PyTorch checkpoint, which can run code when read: convert it to safetensors"
     } else if file.starts_with(b"<") {
-        "this looks like a web page, perhaps of a download that asked to log in"
+        "this looks like a web page, perhaps from a download that required a login"
     } else if file.starts_with(b"GGUF") {
-        "this is a GGUF file: take the safetensors of the same model"
+        "this is a GGUF file: use the safetensors of the same model"
     } else {
-        DAMAGED
+        DAMAGED_HINT
     }
 }
 
@@ -176,7 +201,8 @@ struct RawHeader {
     tensors: BTreeMap<String, RawEntry>,
 }
 
-/// By hand, because a derived map would silently keep the last of two tensors with one name.
+/// Implemented manually, because a derived map would silently keep the last of two tensors with the
+/// same name.
 impl<'de> Deserialize<'de> for RawHeader {
     fn deserialize<D: serde::Deserializer<'de>>(d: D) -> Result<RawHeader, D::Error> {
         struct Names;
@@ -214,33 +240,33 @@ impl<'de> Deserialize<'de> for RawHeader {
 
 pub(crate) static T0502: Code = Code {
     id: "T0502",
-    title: "a weight file is cut short",
-    page: "A safetensors file begins with the length of its header, then the header, then all tensors without gaps. \
-This file ends before the bytes that its own beginning promises. Nothing of it is used.\n\n\
-The usual causes are a download or copy that stopped, a full disk, or a file that something is still writing. \
-Compare its size with the number of expected bytes in the message; if it is still growing, wait; otherwise fetch it \
-again. On several hosts, check each host's copy: one short copy among good ones is a common way for one rank to \
-fail alone.",
+    title: "a weight file is truncated",
+    page: "A safetensors file starts with the length of its header, followed by the header and all tensors without gaps. \
+This file ends before the end that its header declares. No part of it is used.\n\n\
+The usual causes are an interrupted download or copy, a full disk, or a file that another process is still writing. \
+Compare its size with the expected number of bytes in the message; if it is still growing, wait; otherwise fetch it \
+again. With several hosts, check each host's copy: one truncated copy among good ones is a common reason why one rank \
+fails alone.",
 };
 
 pub(crate) static T0503: Code = Code {
     id: "T0503",
     title: "a weight file is not safetensors",
-    page: "The first bytes do not lead to a JSON object of tensors within the limit of 100 000 000 bytes, so this is \
+    page: "The first bytes do not start a JSON object of tensors within the limit of 100 000 000 bytes, so this is \
 another kind of file, or its beginning is damaged.\n\n\
-Files that are often mistaken for weights: a Git LFS pointer (about 130 bytes of text), a web page saved in place of \
-a download, a PyTorch checkpoint (.pt, .bin, .ckpt) that was renamed. Checkpoints are never unpickled, because that \
-runs code from the file; convert them to safetensors with the tool of whoever published them. A tensor name that \
-appears twice in a header is refused too, because readers disagree about which one counts.",
+Files often mistaken for weights: a Git LFS pointer (about 130 bytes of text), a web page saved instead of a \
+download, a renamed PyTorch checkpoint (.pt, .bin, .ckpt). Tessera never unpickles checkpoints, because that \
+runs code from the file; convert them to safetensors with the publisher's tool. A tensor name that \
+appears twice in a header is rejected too, because readers disagree on which one counts.",
 };
 
 pub(crate) static T0504: Code = Code {
     id: "T0504",
-    title: "a header's tensors do not fit its bytes",
-    page: "Each tensor of a header has a shape, a dtype and a byte range. The range must hold exactly shape × dtype, \
-and the ranges together must cover the file's data once: no overlap, no gap, no rest at the end.\n\n\
-A file that breaks this was damaged or written by a faulty tool; reading it could mix one tensor's numbers into \
-another, which no later check would notice. Fetch it again, or write it again with a current version of the \
+    title: "a header's tensors do not match the file's bytes",
+    page: "Each tensor of a header has a shape, a dtype and a byte range. The range must have exactly the size shape × dtype, \
+and the ranges together must cover the file's data exactly once: no overlap, no gap, no bytes left at the end.\n\n\
+A file that violates this was damaged or written by a faulty tool; reading it could mix one tensor's values into \
+another, which no later check would detect. Fetch it again, or write it again with a current version of the \
 safetensors library.",
 };
 
@@ -251,7 +277,7 @@ mod tests {
     use proptest::prelude::*;
     use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 
-    fn good() -> Vec<u8> {
+    fn valid_file() -> Vec<u8> {
         let bytes: Vec<u8> = (0..60).collect();
         let view =
             |d, s: &[usize], r: std::ops::Range<usize>| TensorView::new(d, s.to_vec(), &bytes[r]).unwrap();
@@ -268,35 +294,35 @@ mod tests {
         [&(json.len() as u64).to_le_bytes()[..], json.as_bytes(), &vec![0; data]].concat()
     }
 
-    fn code(file: &[u8]) -> &'static str {
+    fn error_code(file: &[u8]) -> &'static str {
         parse("f", file).unwrap_err().code.id
     }
 
     #[test]
     fn reads_what_the_library_writes() {
-        let h = parse("f", &good()).unwrap();
+        let h = parse("f", &valid_file()).unwrap();
         assert_eq!(h.metadata["k"], "v");
         assert_eq!(h.tensors.keys().collect::<Vec<_>>(), ["a", "b.weight", "c", "d"]);
         assert_eq!((h.tensors["a"].dtype.as_str(), &h.tensors["a"].shape[..]), ("F32", &[2, 3][..]));
         let a = &h.tensors["a"];
-        assert_eq!(good()[a.start..a.end], (0..24).collect::<Vec<u8>>());
+        assert_eq!(valid_file()[a.start..a.end], (0..24).collect::<Vec<u8>>());
     }
 
     #[test]
-    fn every_cut_is_named_with_its_numbers() {
-        let whole = good();
+    fn every_truncation_reports_its_sizes() {
+        let whole = valid_file();
         for cut in 0..whole.len() {
             let d = parse("f", &whole[..cut]).unwrap_err();
             assert_eq!(d.code.id, "T0502", "{cut}");
-            let says = &d.places[0].says;
+            let says = &d.labels[0].message;
             assert!(says.contains(&format!("found {cut},")), "{says}");
         }
         let d = parse("f", &whole[..whole.len() - 1]).unwrap_err();
-        assert!(d.places[0].says.starts_with(&format!("expected {} bytes", whole.len())), "{d:?}");
+        assert!(d.labels[0].message.starts_with(&format!("expected {} bytes", whole.len())), "{d:?}");
     }
 
     #[test]
-    fn lies_are_refused() {
+    fn inconsistent_headers_are_rejected() {
         let entry =
             |d: &str, s: &str, o: &str| format!(r#"{{"dtype":"{d}","shape":{s},"data_offsets":{o}}}"#);
         let one = |d: &str, s: &str, o: &str| format!(r#"{{"a":{}}}"#, entry(d, s, o));
@@ -322,18 +348,18 @@ mod tests {
             ("[]".into(), 0, "T0503"),
             (format!(r#"{{"a":{0},"a":{0}}}"#, entry("F32", "[1]", "[0,4]")), 4, "T0503"),
         ] {
-            assert_eq!(code(&with_header(&json, data)), expected, "{json} + {data}");
+            assert_eq!(error_code(&with_header(&json, data)), expected, "{json} + {data}");
         }
-        assert_eq!(code(&u64::MAX.to_le_bytes()), "T0503");
-        assert_eq!(code(b"version https://git-lfs.github.com/spec/v1"), "T0503");
-        assert_eq!(code(&[&4u64.to_le_bytes()[..], b"\xff\xff\xff\xff"].concat()), "T0503");
-        assert!(parse("f", &with_header(&two("[4,8]", "[0,4]"), 8)).is_ok(), "order in the header is free");
+        assert_eq!(error_code(&u64::MAX.to_le_bytes()), "T0503");
+        assert_eq!(error_code(b"version https://git-lfs.github.com/spec/v1"), "T0503");
+        assert_eq!(error_code(&[&4u64.to_le_bytes()[..], b"\xff\xff\xff\xff"].concat()), "T0503");
+        assert!(parse("f", &with_header(&two("[4,8]", "[0,4]"), 8)).is_ok(), "header order is free");
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
-        /// Whatever is accepted, the format's own library accepts too.
+        /// Every accepted file is accepted by the format's own library too.
         #[test]
         fn random_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), framed: bool) {
             let bytes = if framed {
@@ -348,9 +374,9 @@ mod tests {
 
         #[test]
         fn damaged_files_never_panic(edits in prop::collection::vec((any::<usize>(), any::<u8>()), 1..6)) {
-            let mut file = good();
+            let mut file = valid_file();
             for (at, byte) in edits {
-                // Mostly the header, where it hurts.
+                // Most edits hit the header, where damage matters.
                 let n = file.len();
                 file[at % n] = if byte < 128 { byte } else { b'0' + byte % 10 };
             }

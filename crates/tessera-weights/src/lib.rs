@@ -1,14 +1,15 @@
-//! Weights on disk: safetensors files, their tensors' names and slices, memory maps and fingerprints.
+//! Weights on disk: safetensors files, their tensors' names and slices, memory maps and
+//! fingerprints.
 //!
-//! A caller says which tensors it expects ([`Expected`]: a canonical name, aliases, a shape) and then reads one
-//! range per dim. This room knows nothing of models, meshes or layouts, never unpickles and never writes.
-//! The one `unsafe` block is the memory map.
+//! A caller lists the tensors that it expects ([`ExpectedTensor`]: a canonical name, aliases, a shape)
+//! and then reads one range per dim. This library crate knows nothing of models, meshes or layouts,
+//! never unpickles and never writes. Its only `unsafe` block is the memory map.
 //!
 //! ```no_run
-//! # use tessera_weights::{Expected, WeightFiles};
+//! # use tessera_weights::{ExpectedTensor, WeightFiles};
 //! # fn main() -> Result<(), tessera_base::Diagnostics> {
 //! let files = WeightFiles::open("models/demo".as_ref())?;
-//! let weights = files.resolve(&[Expected {
+//! let weights = files.resolve(&[ExpectedTensor {
 //!     name: "blocks.0.self_attn.q.weight".into(),
 //!     aliases: vec!["blocks.0.attn1.to_q.weight".into()],
 //!     shape: vec![64, 64],
@@ -18,30 +19,30 @@
 //! # Ok(()) }
 //! ```
 
+mod byte_runs;
 mod dtype;
-mod files;
 mod header;
 mod resolve;
-mod set;
-mod slice;
+mod weight_files;
+mod weight_set;
 
 pub use dtype::FileDtype;
-pub use files::{TensorInfo, WeightFiles};
-pub use resolve::Expected;
-pub use set::WeightSet;
+pub use resolve::ExpectedTensor;
+pub use weight_files::{TensorInfo, WeightFiles};
+pub use weight_set::WeightSet;
 
 use tessera_base::Code;
 
-/// Codes this room raises.
+/// The diagnostic codes of this crate.
 pub const CODES: &[&Code] = &[
-    &files::T0501,
+    &weight_files::T0501,
     &header::T0502,
     &header::T0503,
     &header::T0504,
-    &files::T0505,
+    &weight_files::T0505,
     &resolve::T0506,
-    &set::T0507,
-    &files::T0508,
+    &weight_set::T0507,
+    &weight_files::T0508,
 ];
 
 #[cfg(test)]

@@ -1,11 +1,12 @@
-//! `bench dit`: the network alone on GPUs, one process a GPU, with weights that nobody trained.
+//! `bench dit`: benchmarks the DiT alone on GPUs, with one process per GPU and random weights.
 //!
-//! A step is what a chunk costs: five denoising forwards over three frames of context, twelve frames of video. The coordinator
-//! starts a process for each rank, tells all of them at once to go, and takes the slowest.
+//! A step is the work of one chunk: five denoising forwards over three frames of context, which
+//! produce twelve frames of video. The coordinator starts a process for each rank, starts each step
+//! on all ranks at once, and reports the time of the slowest rank.
 
+mod forward_trace;
 mod rank;
-mod traced;
-mod weights;
+mod synthetic_weights;
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -15,295 +16,319 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_cost::measured::{Ran, medians};
+use tessera_cost::estimate_error::{MeasuredStep, median_steps};
 
-use crate::gpus::Gpus;
+use crate::gpus::GpuDiscovery;
 use crate::{Mapping, Model, Overrides, Plan, cuda, plan};
 
+pub use forward_trace::{RankForward, TracedForward, machine_for, write_timeline};
 pub use rank::rank_main;
-pub use tessera_cost::Machine;
-pub use tessera_cost::bars::Overlap;
-pub use tessera_cost::measured::Line;
-pub use traced::{OfRank, Traced, machine_for, write_timeline};
-pub use weights::Synthetic;
+pub use synthetic_weights::SyntheticWeights;
+pub use tessera_cost::MachineModel;
+pub use tessera_cost::estimate_error::ErrorRow;
+pub use tessera_cost::intervals::OverlapTotals;
 
-/// A benchmark's rank that ended.
+/// Reported when a rank of a benchmark exits or stops responding.
 pub static T0061: Code = Code {
     id: "T0061",
-    title: "a rank of a benchmark ended or fell silent",
-    page: "`tessera bench dit` runs one process for each GPU. One of them ended, or said nothing for three minutes. Its last words \
-follow; the other ranks were ended with it. Too little free memory on a GPU that others use is the usual reason: `tessera doctor` \
-lists the GPUs, nvidia-smi who uses them.",
+    title: "a rank of a benchmark exited or stopped responding",
+    page: "`tessera bench dit` runs one process for each GPU. One of them exited, or wrote nothing for three minutes. Its last \
+    output follows; the other ranks were stopped with it. The usual cause is too little free memory on a GPU that other \
+    processes use: `tessera doctor` lists the GPUs, nvidia-smi shows the processes on them.",
 };
 
-/// What is timed.
+/// The configuration of a benchmark, which the coordinator sends to each rank.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Asked {
+pub struct BenchConfig {
     /// Folder with the model's config.
     pub model: PathBuf,
-    /// How it is laid out; its text.
+    /// Text of the mapping.
     pub mapping: String,
-    /// Height and width of each picture in pixels, each timed by itself; the model's own where none is named.
+    /// Height and width of each picture size in pixels, timed separately; if empty, the model's own
+    /// size.
     pub sizes: Vec<(u64, u64)>,
-    /// Blocks, where not all.
+    /// Number of blocks to run; `None` for all.
     pub layers: Option<u64>,
-    /// Whether the folder is a case: weights and inputs are its own, and what comes out is written beside them.
+    /// Whether the folder is a reference case: it has its own weights and inputs, and the benchmark
+    /// writes the outputs beside them.
     pub case: bool,
 }
 
-/// One size of the picture.
+/// One picture size with its model and plan.
 #[derive(Debug)]
-pub struct Point {
-    /// Height and width in pixels, such as `480x832`.
+pub struct BenchPoint {
+    /// Height and width in pixels, for example `480x832`.
     pub size: String,
     /// The model at that size.
     pub model: Model,
-    /// Its plan.
+    /// The plan of that model.
     pub plan: Plan,
 }
 
-/// What a rank says when it is ready.
+/// The report of a rank that is ready for timing.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Ready {
-    /// Digests of the plans, in the order of sizes.
+pub struct RankReport {
+    /// Plan digests, in the order of the sizes.
     pub plans: Vec<String>,
-    /// Bytes by plan, of all sizes together: weights, buffers, temporaries, and what context and libraries take.
+    /// Planned bytes of all sizes together: weights, buffers, temporaries, and the overhead of the
+    /// CUDA context and the libraries.
     pub planned: [u64; 4],
-    /// Bytes of the device that this process took, as the driver says.
+    /// Bytes of device memory that the driver attributes to this process.
     pub measured: u64,
-    /// How ranks meet, by lane.
-    pub ways: Vec<String>,
-    /// Seconds from start to here.
+    /// The transport of each communicator.
+    pub transports: Vec<String>,
+    /// Seconds from the start of the process to this report.
     pub load_s: f64,
-    /// What was compiled, captured and allocated before.
+    /// Numbers of compilations, captures and allocations before the timed steps.
     pub counts: (u32, u32, u32),
 }
 
-impl Ready {
-    /// Bytes by plan in all.
+impl RankReport {
+    /// Returns the sum of the planned bytes.
     #[must_use]
     pub fn planned_bytes(&self) -> u64 {
         self.planned.iter().sum()
     }
 
-    /// By how much the plan is off, as a share of what was measured; none where nothing was.
+    /// Returns the relative error of the planned memory against the measured memory, or `None` if
+    /// nothing was measured.
     #[must_use]
     pub fn memory_error(&self) -> Option<f64> {
         (self.measured > 0).then(|| self.planned_bytes() as f64 / self.measured as f64 - 1.0)
     }
 }
 
-/// A step of a traced forward as a rank tells it: indices of its ops, its stream, its begin and its end in nanoseconds.
-type Told = (Vec<usize>, String, f64, f64);
+/// One interval of a traced forward as a rank reports it: op indices, stream, begin and end in
+/// nanoseconds.
+type TracedSpan = (Vec<usize>, String, f64, f64);
 
-/// A coordinator of ranks.
+/// The coordinator's rank processes.
 #[derive(Debug)]
-pub struct Ranks {
-    ranks: Vec<Running>,
-    /// What each rank said of itself.
-    pub ready: Vec<Ready>,
+pub struct BenchRanks {
+    processes: Vec<BenchProcess>,
+    /// The report of each rank, in rank order.
+    pub reports: Vec<RankReport>,
 }
 
 #[derive(Debug)]
-struct Running {
+struct BenchProcess {
     child: Child,
-    to: ChildStdin,
-    from: Receiver<String>,
+    stdin: ChildStdin,
+    stdout_lines: Receiver<String>,
     rank: u32,
 }
 
-/// Longest silence of a rank while it loads 28 GB of weights or runs steps.
-const SILENCE: Duration = Duration::from_secs(180);
+/// Maximum time without output from a rank, which may be loading 28 GB of weights or running steps.
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Longest wait for a peer in one collective.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Maximum wait for a peer in one collective.
+const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Forwards of a step.
-pub const FORWARDS: usize = 5;
+/// Number of forwards in a step.
+pub const FORWARDS_PER_STEP: usize = 5;
 
-/// Frames of video that a step stands for.
-pub const FRAMES: usize = 12;
+/// Number of video frames that a step produces.
+pub const FRAMES_PER_STEP: usize = 12;
 
-impl Ranks {
-    /// Starts a process for each rank of the mapping and waits until all have loaded and run every size.
+impl BenchRanks {
+    /// Starts a process for each rank of the mapping and waits until all ranks have loaded and run
+    /// every size.
     ///
     /// # Errors
-    /// What a rank refuses, T0061.
-    pub fn start(asked: &Asked) -> Result<Ranks, Diagnostics> {
-        let mapping = Mapping::parse("mapping", &asked.mapping)?;
-        let world = mapping.world().map_err(|d| vec![*d])?.iter().count() as u32;
-        // What is missing is said once, before any process starts.
-        cuda::check(&Gpus::look(), world as usize)?;
-        let orders = serde_json::to_string(asked).map_err(|e| one(format!("orders: {e}")))?;
-        let program = std::env::current_exe().map_err(|e| one(format!("this program's path: {e}")))?;
+    /// T0061 if a rank fails; a diagnostic of the mapping or of the GPUs before any process starts.
+    pub fn start(config: &BenchConfig) -> Result<BenchRanks, Diagnostics> {
+        let mapping = Mapping::parse("mapping", &config.mapping)?;
+        let world = mapping.world_mesh().map_err(|d| vec![*d])?.iter().count() as u32;
+        // Missing libraries or GPUs are reported once here rather than by every process.
+        cuda::check_gpus(&GpuDiscovery::discover(), world as usize)?;
+        let config_json = serde_json::to_string(config)
+            .map_err(|e| bench_error(format!("configuration of a rank: {e}")))?;
+        let program =
+            std::env::current_exe().map_err(|e| bench_error(format!("path of this program: {e}")))?;
         let mut ranks = Vec::new();
         for rank in 0..world {
             let mut child = Command::new(&program)
-                .args(["bench-rank", &rank.to_string(), &orders])
-                .envs(cuda::environment())
+                .args(["bench-rank", &rank.to_string(), &config_json])
+                .envs(cuda::missing_env())
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
                 .spawn()
-                .map_err(|e| one(format!("rank {rank} cannot be started: {e}")))?;
-            let (to, out) = match (child.stdin.take(), child.stdout.take()) {
-                (Some(to), Some(out)) => (to, out),
-                _ => return Err(one(format!("rank {rank} has no pipes"))),
+                .map_err(|e| bench_error(format!("rank {rank} cannot be started: {e}")))?;
+            let (stdin, stdout) = match (child.stdin.take(), child.stdout.take()) {
+                (Some(stdin), Some(stdout)) => (stdin, stdout),
+                _ => return Err(bench_error(format!("rank {rank} has no pipes"))),
             };
-            let (send, from) = channel();
+            let (sender, stdout_lines) = channel();
             std::thread::spawn(move || {
-                for line in BufReader::new(out).lines().map_while(Result::ok) {
-                    if send.send(line).is_err() {
+                for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                    if sender.send(line).is_err() {
                         return;
                     }
                 }
             });
-            ranks.push(Running { child, to, from, rank });
+            ranks.push(BenchProcess { child, stdin, stdout_lines, rank });
         }
-        let mut all = Ranks { ranks, ready: Vec::new() };
+        let mut bench = BenchRanks { processes: ranks, reports: Vec::new() };
         if world > 1 {
-            // The first makes the names by which ranks find one another.
-            let ids = all.ranks[0].answer()?;
-            for r in &mut all.ranks[1..] {
-                r.say(&ids)?;
+            // Rank 0 creates the communicator ids through which the ranks find one another.
+            let ids = bench.processes[0].read_reply()?;
+            for r in &mut bench.processes[1..] {
+                r.send_line(&ids)?;
             }
         }
-        all.ready = all
-            .ranks
+        bench.reports = bench
+            .processes
             .iter_mut()
             .map(|r| {
-                let line = r.answer()?;
-                serde_json::from_str(&line).map_err(|e| one(format!("rank {} said {line:?}: {e}", r.rank)))
+                let line = r.read_reply()?;
+                serde_json::from_str(&line).map_err(|e| {
+                    bench_error(format!("rank {} sent an unreadable report {line:?}: {e}", r.rank))
+                })
             })
             .collect::<Result<_, _>>()?;
-        Ok(all)
+        Ok(bench)
     }
 
-    /// Runs steps of a size for so long: a GPU settles under its power limit.
+    /// Runs steps of one size for `seconds`, until the GPUs settle at their power limit.
     ///
     /// # Errors
-    /// T0061.
-    pub fn warm(&mut self, at: usize, seconds: f64) -> Result<(), Diagnostics> {
-        // Ranks step together or not at all, so it is not theirs to say when they are warm.
+    /// T0061 if a rank exits or stops responding.
+    pub fn warm_up(&mut self, size_index: usize, seconds: f64) -> Result<(), Diagnostics> {
+        // All ranks must run the same number of steps, so the coordinator decides when the warm-up
+        // ends.
         let began = Instant::now();
         while began.elapsed().as_secs_f64() < seconds {
-            self.steps(at, 1)?;
+            self.time_steps(size_index, 1)?;
         }
         Ok(())
     }
 
-    /// Runs steps of a size on all ranks together: milliseconds of each, the slowest rank's.
+    /// Runs `count` steps of one size on all ranks together and returns the milliseconds of each
+    /// step on the slowest rank.
     ///
     /// # Errors
-    /// T0061.
-    pub fn steps(&mut self, at: usize, count: usize) -> Result<Vec<f64>, Diagnostics> {
+    /// T0061 if a rank exits or stops responding.
+    pub fn time_steps(&mut self, size_index: usize, count: usize) -> Result<Vec<f64>, Diagnostics> {
         (0..count)
             .map(|_| {
-                self.ask(&format!("step {at}"))?
+                self.request_all(&format!("step {size_index}"))?
                     .into_iter()
-                    .try_fold(0.0, |most: f64, line| number(&line).map(|v| most.max(v)))
+                    .try_fold(0.0, |most: f64, line| parse_ms(&line).map(|v| most.max(v)))
             })
             .collect()
     }
 
-    /// Traces forwards of a size on all ranks together: each rank's steps, at their medians.
+    /// Traces `count` forwards of one size on all ranks together and returns each rank's intervals,
+    /// with median times.
     ///
     /// # Errors
-    /// T0061.
-    pub fn trace(&mut self, at: usize, count: usize) -> Result<Vec<Vec<Ran>>, Diagnostics> {
-        let ran = |(ops, stream, start_ns, end_ns): Told| Ran { ops, stream, start_ns, end_ns };
-        self.ask(&format!("trace {at} {count}"))?
+    /// T0061 if a rank exits or stops responding.
+    pub fn trace_forwards(
+        &mut self,
+        size_index: usize,
+        count: usize,
+    ) -> Result<Vec<Vec<MeasuredStep>>, Diagnostics> {
+        let to_ran =
+            |(ops, stream, start_ns, end_ns): TracedSpan| MeasuredStep { ops, stream, start_ns, end_ns };
+        self.request_all(&format!("trace {size_index} {count}"))?
             .iter()
             .map(|line| {
-                let told: Vec<Vec<Told>> =
-                    serde_json::from_str(line).map_err(|e| one(format!("a trace cannot be read: {e}")))?;
-                Ok(medians(&told.into_iter().map(|t| t.into_iter().map(ran).collect()).collect::<Vec<_>>()))
+                let spans: Vec<Vec<TracedSpan>> = serde_json::from_str(line)
+                    .map_err(|e| bench_error(format!("trace of a rank is unreadable: {e}")))?;
+                Ok(median_steps(
+                    &spans.into_iter().map(|t| t.into_iter().map(to_ran).collect()).collect::<Vec<_>>(),
+                ))
             })
             .collect()
     }
 
-    /// Each rank's bits of the latent that a size's last forward predicted.
+    /// Returns, for each rank, the bits of the latent that the last forward of one size predicted,
+    /// in hex.
     ///
     /// # Errors
-    /// T0061.
-    pub fn latents(&mut self, at: usize) -> Result<Vec<String>, Diagnostics> {
-        self.ask(&format!("latent {at}"))
+    /// T0061 if a rank exits or stops responding.
+    pub fn latent_bits(&mut self, size_index: usize) -> Result<Vec<String>, Diagnostics> {
+        self.request_all(&format!("latent {size_index}"))
     }
 
-    /// What each rank answers to a word.
-    fn ask(&mut self, word: &str) -> Result<Vec<String>, Diagnostics> {
-        for r in &mut self.ranks {
-            r.say(word)?;
+    /// Sends a command to all ranks and collects their replies.
+    fn request_all(&mut self, command: &str) -> Result<Vec<String>, Diagnostics> {
+        for r in &mut self.processes {
+            r.send_line(command)?;
         }
-        self.ranks.iter_mut().map(Running::answer).collect()
+        self.processes.iter_mut().map(BenchProcess::read_reply).collect()
     }
 }
 
-impl Drop for Ranks {
+impl Drop for BenchRanks {
     fn drop(&mut self) {
-        for r in &mut self.ranks {
-            // One that has ended already has nothing to be ended.
+        for r in &mut self.processes {
+            // Killing a process that has already exited does nothing.
             let _ = r.child.kill();
             let _ = r.child.wait();
         }
     }
 }
 
-impl Running {
-    fn say(&mut self, word: &str) -> Result<(), Diagnostics> {
-        let said = writeln!(self.to, "{word}").and_then(|()| self.to.flush());
-        said.map_err(|e| one(format!("rank {} does not listen: {e}", self.rank)))
+impl BenchProcess {
+    fn send_line(&mut self, line: &str) -> Result<(), Diagnostics> {
+        let result = writeln!(self.stdin, "{line}").and_then(|()| self.stdin.flush());
+        result.map_err(|e| bench_error(format!("rank {} does not read its commands: {e}", self.rank)))
     }
 
-    fn answer(&mut self) -> Result<String, Diagnostics> {
-        match self.from.recv_timeout(SILENCE) {
+    fn read_reply(&mut self) -> Result<String, Diagnostics> {
+        match self.stdout_lines.recv_timeout(SILENCE_TIMEOUT) {
             Ok(line) => Ok(line),
-            Err(RecvTimeoutError::Timeout) => {
-                Err(one(format!("rank {} said nothing for {} s", self.rank, SILENCE.as_secs())))
-            }
+            Err(RecvTimeoutError::Timeout) => Err(bench_error(format!(
+                "rank {} wrote nothing for {} s",
+                self.rank,
+                SILENCE_TIMEOUT.as_secs()
+            ))),
             Err(RecvTimeoutError::Disconnected) => {
                 let status = self.child.wait().map(|s| s.to_string()).unwrap_or_default();
-                Err(one(format!("rank {} ended: {status}", self.rank)))
+                Err(bench_error(format!("rank {} exited: {status}", self.rank)))
             }
         }
     }
 }
 
-fn one(message: impl Into<String>) -> Diagnostics {
+fn bench_error(message: impl Into<String>) -> Diagnostics {
     vec![Diagnostic::error(&T0061, message)]
 }
 
-fn number(line: &str) -> Result<f64, Diagnostics> {
-    line.parse().map_err(|_| one(format!("a rank said {line:?} where milliseconds were due")))
+fn parse_ms(line: &str) -> Result<f64, Diagnostics> {
+    line.parse().map_err(|_| bench_error(format!("a rank sent {line:?} instead of milliseconds")))
 }
 
-/// The models and plans that are timed, by size.
+/// Opens the model and makes the plan for each size.
 ///
 /// # Errors
-/// What is wrong with any of them.
-pub fn planned(asked: &Asked) -> Result<Vec<Point>, Diagnostics> {
-    if asked.case && asked.sizes.len() > 1 {
-        return Err(one("a case is of one size"));
+/// T0061 for a size that is given twice or is not a whole number of tokens, and diagnostics of the
+/// model or the plan.
+pub fn build_points(config: &BenchConfig) -> Result<Vec<BenchPoint>, Diagnostics> {
+    if config.case && config.sizes.len() > 1 {
+        return Err(bench_error("a reference case has only one size"));
     }
-    let named = asked.sizes.iter().map(|s| Point::of(asked, Some(*s)));
-    let own = asked.sizes.is_empty().then(|| Point::of(asked, None));
-    let points: Vec<Point> = named.chain(own).collect::<Result<_, _>>()?;
+    let named = config.sizes.iter().map(|s| BenchPoint::for_size(config, Some(*s)));
+    let own = config.sizes.is_empty().then(|| BenchPoint::for_size(config, None));
+    let points: Vec<BenchPoint> = named.chain(own).collect::<Result<_, _>>()?;
     for (i, p) in points.iter().enumerate() {
         if points[..i].iter().any(|q| q.size == p.size) {
-            return Err(one(format!("size {} is asked for twice", p.size)));
+            return Err(bench_error(format!("size {} is given twice", p.size)));
         }
     }
     Ok(points)
 }
 
-impl Point {
-    fn of(asked: &Asked, size: Option<(u64, u64)>) -> Result<Point, Diagnostics> {
+impl BenchPoint {
+    fn for_size(config: &BenchConfig, size: Option<(u64, u64)>) -> Result<BenchPoint, Diagnostics> {
         let overrides = Overrides { recompute: Some(false), ..Overrides::default() };
-        let mut model = Model::open(&asked.model, &overrides)?;
+        let mut model = Model::open(&config.model, &overrides)?;
         let (s, patch) = (&mut model.video.stream, model.video.wan.patch);
         if let Some((height, width)) = size {
             let cell = [s.stride[1] * patch[0], s.stride[2] * patch[1]];
             if height % cell[0] != 0 || width % cell[1] != 0 || height * width == 0 {
-                return Err(one(format!(
+                return Err(bench_error(format!(
                     "{height}x{width} is not a whole number of tokens of {} × {}",
                     cell[0], cell[1]
                 )));
@@ -311,46 +336,47 @@ impl Point {
             (s.height, s.width) = (height, width);
         }
         let size = format!("{}x{}", s.height, s.width);
-        if let Some(layers) = asked.layers {
+        if let Some(layers) = config.layers {
             model.video.wan.layers = layers.clamp(1, model.video.wan.layers);
         }
-        let mapping = Mapping::parse("mapping", &asked.mapping)?;
-        let plan = plan::make(&model.video, &model.name, "", &mapping)?;
-        Ok(Point { size, model, plan })
+        let mapping = Mapping::parse("mapping", &config.mapping)?;
+        let plan = plan::plan_model(&model.video, &model.name, "", &mapping)?;
+        Ok(BenchPoint { size, model, plan })
     }
 
-    /// Frames of context.
+    /// Returns the number of context frames.
     #[must_use]
-    pub fn fill(&self) -> u64 {
+    pub fn context_frames(&self) -> u64 {
         self.model.video.stream.window_frames - self.model.video.stream.chunk_frames
     }
 
-    /// The phase that is timed.
+    /// Returns the name of the timed phase.
     #[must_use]
-    pub fn phase(&self) -> String {
-        format!("denoise.fill{}", self.fill())
+    pub fn phase_name(&self) -> String {
+        format!("denoise.fill{}", self.context_frames())
     }
 }
 
-/// Digest of the bits that ranks hold of one tensor, by rows in order of rank; ranks that hold all of it count once.
+/// Hashes one tensor from the hex bits that each rank holds. Different parts are concatenated in
+/// rank order; identical parts are replicas and count once.
 #[must_use]
-pub fn digest(parts: &[String]) -> String {
-    let whole = match parts {
+pub fn hash_parts(parts: &[String]) -> String {
+    let bits = match parts {
         [first, rest @ ..] if rest.iter().all(|r| r == first) => first.clone(),
         parts => parts.concat(),
     };
-    blake3::hash(whole.as_bytes()).to_hex()[..16].to_string()
+    blake3::hash(bits.as_bytes()).to_hex()[..16].to_string()
 }
 
-/// Median, and the tenth and ninetieth of a hundred.
+/// Returns the median, the 10th and the 90th percentile.
 #[must_use]
-pub fn spread(times: &[f64]) -> (f64, f64, f64) {
+pub fn median_and_deciles(times: &[f64]) -> (f64, f64, f64) {
     let mut sorted = times.to_vec();
     sorted.sort_by(f64::total_cmp);
-    let at = |share: f64| {
+    let quantile = |share: f64| {
         sorted.get(((sorted.len() as f64 - 1.0) * share).round() as usize).copied().unwrap_or(0.0)
     };
-    (at(0.5), at(0.1), at(0.9))
+    (quantile(0.5), quantile(0.1), quantile(0.9))
 }
 
 #[cfg(test)]
@@ -359,19 +385,19 @@ mod tests {
     use tessera_mesh::Rank;
 
     use super::*;
-    use crate::{DtypePolicy, Strategy, comm};
+    use crate::{DtypePolicy, Strategy, communicators};
 
-    /// The demo in bf16 on two ranks.
-    pub(crate) fn asked(sizes: &[(u64, u64)]) -> Asked {
+    /// The bf16 demo on two ranks.
+    pub(crate) fn bench_config(sizes: &[(u64, u64)]) -> BenchConfig {
         let mapping = Mapping {
             mesh: "tp=2".parse().unwrap(),
             strategy: Strategy::Ulysses,
             dtype: DtypePolicy::Bf16,
             ..Mapping::default()
         };
-        Asked {
+        BenchConfig {
             model: std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo"),
-            mapping: mapping.text(),
+            mapping: mapping.to_toml(),
             sizes: sizes.to_vec(),
             layers: None,
             case: false,
@@ -379,31 +405,36 @@ mod tests {
     }
 
     #[test]
-    fn a_size_twice_or_of_a_fraction_of_a_token_is_refused() {
-        let message = |sizes| planned(&asked(sizes)).unwrap_err()[0].message.clone();
+    fn duplicate_sizes_and_partial_tokens_are_rejected() {
+        let message = |sizes| build_points(&bench_config(sizes)).unwrap_err()[0].message.clone();
         assert!(message(&[(96, 128), (96, 128)]).contains("twice"));
         assert!(message(&[(96, 128), (97, 128)]).contains("whole number of tokens"));
-        let case = Asked { case: true, ..asked(&[(96, 128), (48, 64)]) };
-        assert!(planned(&case).unwrap_err()[0].message.contains("one size"));
+        let case = BenchConfig { case: true, ..bench_config(&[(96, 128), (48, 64)]) };
+        assert!(build_points(&case).unwrap_err()[0].message.contains("one size"));
     }
 
     #[test]
-    fn sizes_have_the_same_weights_and_lanes() {
-        let points = planned(&asked(&[(96, 128), (48, 64)])).unwrap();
+    fn all_sizes_have_the_same_weights_and_communicators() {
+        let points = build_points(&bench_config(&[(96, 128), (48, 64)])).unwrap();
         let [a, b] = [&points[0], &points[1]];
-        let weights = |p: &Point| {
-            let program = p.plan.sealed.program(&p.phase(), Rank(1)).unwrap();
+        let weights = |p: &BenchPoint| {
+            let program = p.plan.sealed.rank_program(&p.phase_name(), Rank(1)).unwrap();
             let held = program.ops.iter().filter(|o| o.opcode == Opcode::Weight).map(|o| {
                 (
                     o.name.clone(),
-                    program.ty(o.results[0]).display(&program.mesh),
-                    o.str("load").map(String::from),
+                    program.type_of(o.results[0]).display_on(&program.mesh),
+                    o.str_attr("load").map(String::from),
                 )
             });
             held.collect::<std::collections::BTreeSet<_>>()
         };
         assert!(weights(a).len() > 10 && weights(a) == weights(b));
-        let lanes = |p: &Point| comm::groups(&p.plan.sealed).into_iter().map(|g| g.lane).collect::<Vec<_>>();
+        let lanes = |p: &BenchPoint| {
+            communicators::communicator_specs(&p.plan.sealed)
+                .into_iter()
+                .map(|g| g.communicator)
+                .collect::<Vec<_>>()
+        };
         assert_eq!(lanes(a), lanes(b));
         assert_ne!(a.plan.sealed.digest(), b.plan.sealed.digest());
     }

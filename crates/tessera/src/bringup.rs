@@ -1,5 +1,5 @@
-//! The checklist from the first run to scale: six items in order, each answered from what runs left behind, none
-//! green while one before it is not.
+//! The bring-up checklist from the first run to production scale. Six ordered items are answered
+//! from the files that runs leave behind; an item passes only if all items before it pass.
 
 use std::path::{Path, PathBuf};
 
@@ -7,178 +7,178 @@ use tessera_base::{Bytes, Code, Diagnostic, Diagnostics};
 use tessera_ir::Opcode;
 use tessera_mesh::Axis;
 use tessera_plan::search::thresholds::Thresholds;
-use tessera_report::flight::{Entry, Flight, overlap_ratio};
-use tessera_report::overlap::Overlap;
-use tessera_report::record::{Device, Record, Status};
+use tessera_report::flight::{FlightEntry, FlightLog, overlap_ratio};
+use tessera_report::overlap::OverlapStats;
+use tessera_report::record::{RunDevice, RunRecord, RunStatus};
 
-use crate::opened::{self, Opened};
 use crate::plan::Plan;
+use crate::run_dir::{self, RunDir};
 
-/// A folder that no item can be answered from.
+/// Reported when a folder cannot answer any item.
 pub static T0045: Code = Code {
     id: "T0045",
     title: "folder holds no run to check",
     page: "Every item of the bring-up checklist is answered from runs: the record, the sealed plan and the flight records in \
-the folder that `tessera stream --out` made. One of the folders that were named has no record.jsonl or no plan that can \
-be judged again. Name folders of runs; three runs of one request let every item be answered.",
+    the folder that `tessera stream --out` wrote. One of the named folders has no record.jsonl, or no plan that passes \
+    verification again. Name run directories; three runs of the same request are enough to answer every item.",
 };
 
-/// Runs of one request that must agree before their golden hash is called stable.
+/// Number of runs of one request that must agree before their golden hash counts as stable.
 const STABLE_RUNS: usize = 3;
 
-/// What is asked of a run.
+/// The thresholds that a run must meet.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Goals {
-    /// Least share of collective time that is hidden.
-    pub overlap_ratio: f64,
-    /// Least OverlapScore of a leader outside the mesh.
-    pub overlap_score: f64,
-    /// Largest share of a rank's time in which it waits for another stage.
-    pub bubble: f64,
-    /// Least share of cache reads that the device's own memory answers.
-    pub cache_hit: f64,
+pub struct BringupGoals {
+    /// Minimum share of the collective time that is hidden.
+    pub min_overlap_ratio: f64,
+    /// Minimum OverlapScore with a leader outside the mesh.
+    pub min_overlap_score: f64,
+    /// Maximum share of a rank's time spent waiting for another pipeline stage.
+    pub max_bubble: f64,
+    /// Minimum share of cache reads served from the device's own memory.
+    pub min_cache_hit: f64,
 }
 
-impl From<&Thresholds> for Goals {
-    fn from(t: &Thresholds) -> Goals {
-        Goals {
-            overlap_ratio: t.overlap_least,
-            overlap_score: tessera_report::overlap::OVERLAP_GATE,
-            bubble: t.bubble_most,
-            cache_hit: t.hits_least,
+impl From<&Thresholds> for BringupGoals {
+    fn from(t: &Thresholds) -> BringupGoals {
+        BringupGoals {
+            min_overlap_ratio: t.min_overlap,
+            min_overlap_score: tessera_report::overlap::OVERLAP_GATE,
+            max_bubble: t.max_bubble,
+            min_cache_hit: t.min_hits,
         }
     }
 }
 
-impl Default for Goals {
-    fn default() -> Goals {
-        Goals::from(&Thresholds::default())
+impl Default for BringupGoals {
+    fn default() -> BringupGoals {
+        BringupGoals::from(&Thresholds::default())
     }
 }
 
-/// How an item stands.
+/// The status of a checklist item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Standing {
-    /// It holds.
+pub enum ItemStatus {
+    /// The item's requirement is met.
     Pass,
-    /// The question does not arise in this plan.
-    Void,
-    /// It would hold, and an item before it does not.
-    Held,
-    /// Nothing was recorded that answers it.
-    Open,
-    /// It does not hold.
+    /// The item does not apply to this plan.
+    NotApplicable,
+    /// The requirement is met, but an earlier item does not pass.
+    Blocked,
+    /// The runs recorded nothing that answers the item.
+    Unanswered,
+    /// The requirement is not met.
     Fail,
 }
 
-impl Standing {
-    /// One word.
+impl ItemStatus {
+    /// Returns the name of the status in one word.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Standing::Pass => "pass",
-            Standing::Void => "n/a",
-            Standing::Held => "held",
-            Standing::Open => "open",
-            Standing::Fail => "fail",
+            ItemStatus::Pass => "pass",
+            ItemStatus::NotApplicable => "n/a",
+            ItemStatus::Blocked => "blocked",
+            ItemStatus::Unanswered => "open",
+            ItemStatus::Fail => "fail",
         }
     }
 }
 
-/// One item.
+/// One item of the checklist.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Item {
-    /// What it asks.
+pub struct ChecklistItem {
+    /// The requirement in a few words.
     pub title: &'static str,
-    /// How it stands.
-    pub standing: Standing,
-    /// The numbers, and what to do.
-    pub says: String,
+    /// The status of the item.
+    pub status: ItemStatus,
+    /// The measured numbers, and what to do if the item does not pass.
+    pub detail: String,
 }
 
-/// A run that is looked at.
-struct Run {
+/// A run under check.
+struct CheckedRun {
     name: String,
     plan: Plan,
-    record: Record,
-    flights: Vec<Flight>,
+    record: RunRecord,
+    flights: Vec<FlightLog>,
 }
 
-/// Answers the checklist from the folders of runs.
+/// Answers the checklist from run directories, oldest first.
 ///
 /// # Errors
-/// T0045 for every folder that is no run's.
-pub fn bringup(folders: &[PathBuf], goals: &Goals) -> Result<Vec<Item>, Diagnostics> {
-    let (mut runs, mut ds) = (Vec::new(), Vec::new());
+/// T0045 for every folder that is not a run directory or is named twice.
+pub fn check_bringup(folders: &[PathBuf], goals: &BringupGoals) -> Result<Vec<ChecklistItem>, Diagnostics> {
+    let (mut runs, mut diagnostics) = (Vec::new(), Vec::new());
     let mut known: Vec<PathBuf> = Vec::new();
     for folder in folders {
-        let place = folder.canonicalize().unwrap_or_else(|_| folder.clone());
-        if known.contains(&place) {
-            ds.push(
+        let canonical = folder.canonicalize().unwrap_or_else(|_| folder.clone());
+        if known.contains(&canonical) {
+            diagnostics.push(
                 Diagnostic::error(&T0045, format!("{} is named twice", folder.display()))
-                    .at(folder.display().to_string(), "a run agrees with itself")
-                    .hint("run the same request again, into another folder"),
+                    .with_label(folder.display().to_string(), "a run always agrees with itself")
+                    .with_hint("run the same request again with another --out folder"),
             );
             continue;
         }
-        known.push(place);
-        match open(folder) {
+        known.push(canonical);
+        match open_run(folder) {
             Ok(run) => runs.push(run),
-            Err(d) => ds.push(d),
+            Err(d) => diagnostics.push(d),
         }
     }
-    if !ds.is_empty() {
-        return Err(ds);
+    if !diagnostics.is_empty() {
+        return Err(diagnostics);
     }
     let Some(last) = runs.last() else {
         return Err(vec![
-            Diagnostic::error(&T0045, "no run named").hint("name folders of runs, oldest first"),
+            Diagnostic::error(&T0045, "no run is named").with_hint("name run directories, oldest first"),
         ]);
     };
     let answers = [
-        ("rank map stable; mesh axes verified", rank_map(&runs)),
-        ("kernels tuned on a subset, then frozen", frozen(&runs)),
-        ("all-to-all of experts fused; its FP8 wire validated", experts(&last.plan)),
-        ("cache residency meets its hit rate", residency(&last.plan, goals)),
-        ("overlap reached; bubbles small", overlap(last, goals)),
-        ("golden hash stable over runs", golden(&runs)),
+        ("rank map stable; mesh axes verified", check_rank_map(&runs)),
+        ("kernels tuned on a subset, then frozen", check_frozen_kernels(&runs)),
+        ("experts' all-to-all fused; its FP8 wire format validated", check_expert_exchange(&last.plan)),
+        ("KV cache residency reaches the required hit rate", check_cache_residency(&last.plan, goals)),
+        ("overlap reached; pipeline bubbles small", check_overlap(last, goals)),
+        ("golden hash stable across runs", check_golden_hash(&runs)),
     ];
-    // Time that was modelled, and numbers that were not computed, are evidence of nothing.
-    let modelled = runs.iter().find(|r| r.record.start.device == Device::Sim);
+    // A simulated run proves nothing: its times are estimates, and it computes no numbers.
+    let simulated = runs.iter().find(|r| r.record.start.device == RunDevice::Sim);
     let mut items = Vec::new();
-    let mut behind: Option<usize> = None;
-    for (i, (title, (mut standing, mut says))) in answers.into_iter().enumerate() {
-        if let Some(run) = modelled.filter(|_| standing != Standing::Void) {
-            (standing, says) = (Standing::Open, format!("{} ran on a modelled machine", run.name));
+    let mut first_blocking: Option<usize> = None;
+    for (i, (title, (mut standing, mut answer))) in answers.into_iter().enumerate() {
+        if let Some(run) = simulated.filter(|_| standing != ItemStatus::NotApplicable) {
+            (standing, answer) = (ItemStatus::Unanswered, format!("{} ran on a simulated machine", run.name));
         }
-        match (standing, behind) {
-            (Standing::Pass, Some(first)) => {
-                standing = Standing::Held;
-                says = format!("held back by item {}: {says}", first + 1);
+        match (standing, first_blocking) {
+            (ItemStatus::Pass, Some(first)) => {
+                standing = ItemStatus::Blocked;
+                answer = format!("blocked by item {}: {answer}", first + 1);
             }
-            (Standing::Open | Standing::Fail, None) => behind = Some(i),
+            (ItemStatus::Unanswered | ItemStatus::Fail, None) => first_blocking = Some(i),
             _ => {}
         }
-        items.push(Item { title, standing, says });
+        items.push(ChecklistItem { title, status: standing, detail: answer });
     }
     Ok(items)
 }
 
-fn open(folder: &Path) -> Result<Run, Diagnostic> {
+fn open_run(folder: &Path) -> Result<CheckedRun, Diagnostic> {
     let refuse = |why: String| {
         Diagnostic::error(&T0045, format!("{} holds no run to check", folder.display()))
-            .at(folder.display().to_string(), why)
-            .hint("name the folder that `tessera stream --out` made")
+            .with_label(folder.display().to_string(), why)
+            .with_hint("name the folder that `tessera stream --out` wrote")
     };
-    let Opened { plan, record, flights } = opened::open(folder).map_err(refuse)?;
-    Ok(Run { name: folder.display().to_string(), plan, record, flights })
+    let RunDir { plan, record, flight_records: flights } = run_dir::open_run_dir(folder).map_err(refuse)?;
+    Ok(CheckedRun { name: folder.display().to_string(), plan, record, flights })
 }
 
-type Answer = (Standing, String);
+type ItemAnswer = (ItemStatus, String);
 
-fn rank_map(runs: &[Run]) -> Answer {
+fn check_rank_map(runs: &[CheckedRun]) -> ItemAnswer {
     let first = &runs[0];
-    let map = |r: &Run| {
+    let map = |r: &CheckedRun| {
         let mut hash = blake3::Hasher::new();
         for (rank, device) in r.plan.sealed.rank_map().devices().iter().enumerate() {
             hash.update(format!("{rank} {device}\n").as_bytes());
@@ -189,13 +189,13 @@ fn rank_map(runs: &[Run]) -> Answer {
         let sealed = r.plan.sealed.digest_hex();
         if r.record.start.plan != sealed {
             return (
-                Standing::Fail,
-                format!("{} ran plan {} and holds {sealed}", r.name, r.record.start.plan),
+                ItemStatus::Fail,
+                format!("{} ran plan {} but contains plan {sealed}", r.name, r.record.start.plan),
             );
         }
         if map(r) != map(first) || r.record.start.mesh != first.record.start.mesh {
             return (
-                Standing::Fail,
+                ItemStatus::Fail,
                 format!(
                     "{}: mesh {}, rank map {}; {}: mesh {}, rank map {}",
                     first.name,
@@ -208,146 +208,164 @@ fn rank_map(runs: &[Run]) -> Answer {
             );
         }
     }
-    let says = format!("mesh {}, rank map {}", first.record.start.mesh, map(first));
+    let text = format!("mesh {}, rank map {}", first.record.start.mesh, map(first));
     if runs.len() < 2 {
-        return (Standing::Open, format!("{says} in one run; name a second one of fresh processes"));
+        return (
+            ItemStatus::Unanswered,
+            format!("{text} in one run; name a second run, made by newly started processes"),
+        );
     }
-    (Standing::Pass, format!("{says}, the same in {} runs; every plan judged again", runs.len()))
+    (
+        ItemStatus::Pass,
+        format!("{text}, the same in {} runs; every plan passed verification again", runs.len()),
+    )
 }
 
-fn frozen(runs: &[Run]) -> Answer {
-    let broken = runs.iter().find(|r| r.record.status() != Status::Complete);
+fn check_frozen_kernels(runs: &[CheckedRun]) -> ItemAnswer {
+    let broken = runs.iter().find(|r| r.record.status() != RunStatus::Complete);
     if let Some(r) = broken {
-        return (Standing::Open, format!("{} did not run to its end", r.name));
+        return (ItemStatus::Unanswered, format!("{} did not complete", r.name));
     }
     let chunks: u32 = runs.iter().map(|r| r.record.chunk_count()).sum();
-    // A program that runs for the first time after warm-up ends the run (T0752), so a complete run had none.
+    // A program that first runs after warm-up ends the run with T0752, so a complete run had none.
     (
-        Standing::Pass,
+        ItemStatus::Pass,
         format!(
-            "no program was compiled, captured or first run after warm-up in {chunks} chunks of {} complete runs; this \
-             backend's kernels are fixed when it is built",
+            "no program was compiled, captured or first run after warm-up in {chunks} chunks of {} complete runs; the \
+             kernels of this backend are fixed at build time",
             runs.len()
         ),
     )
 }
 
-fn experts(plan: &Plan) -> Answer {
+fn check_expert_exchange(plan: &Plan) -> ItemAnswer {
     let sealed = &plan.sealed;
-    let routed = sealed.phases().iter().any(|phase| {
+    let routed = sealed.phase_names().iter().any(|phase| {
         sealed.mesh().iter().any(|rank| {
-            sealed.program(phase, rank).is_some_and(|p| p.ops.iter().any(|o| o.opcode == Opcode::MoeRoute))
+            sealed
+                .rank_program(phase, rank)
+                .is_some_and(|p| p.ops.iter().any(|o| o.opcode == Opcode::MoeRoute))
         })
     });
     if routed {
-        (Standing::Open, "experts are routed and no error bound of the wire is recorded".to_string())
+        (
+            ItemStatus::Unanswered,
+            "the plan routes experts, but no error bound of the FP8 wire format is recorded".to_string(),
+        )
     } else {
-        (Standing::Void, "no program of the plan routes experts, and nothing travels in FP8".to_string())
+        (
+            ItemStatus::NotApplicable,
+            "no program of the plan routes experts, and no message uses FP8".to_string(),
+        )
     }
 }
 
-fn residency(plan: &Plan, goals: &Goals) -> Answer {
-    let (sealed, mut most, mut reads) = (&plan.sealed, 0u64, 0usize);
+fn check_cache_residency(plan: &Plan, goals: &BringupGoals) -> ItemAnswer {
+    let (sealed, mut max_bytes, mut reads) = (&plan.sealed, 0u64, 0usize);
     for rank in plan.mesh_ranks() {
-        let mut held = std::collections::BTreeMap::new();
-        for phase in sealed.phases() {
-            let Some(p) = sealed.program(phase, rank) else { continue };
+        let mut buffer_bytes = std::collections::BTreeMap::new();
+        for phase in sealed.phase_names() {
+            let Some(p) = sealed.rank_program(phase, rank) else { continue };
             reads += p.ops.iter().filter(|o| o.opcode == Opcode::CacheRead).count();
             for b in p.buffers.iter().filter(|b| b.name.starts_with("kv.")) {
-                held.insert(b.name.clone(), b.ty.bytes().0);
+                buffer_bytes.insert(b.name.clone(), b.ty.byte_size().0);
             }
         }
-        most = most.max(held.values().sum());
+        max_bytes = max_bytes.max(buffer_bytes.values().sum());
     }
     if reads == 0 {
-        return (Standing::Void, "no program reads a cache".to_string());
+        return (ItemStatus::NotApplicable, "no program reads a KV cache".to_string());
     }
-    // A sealed program names one place for each buffer, and that place is the device.
+    // A sealed program assigns each buffer to one memory, and that memory is the device's.
     (
-        Standing::Pass,
+        ItemStatus::Pass,
         format!(
-            "hit rate 1.00 (goal {:.2}): the plan keeps every key and value in the device's memory, {} on the rank with \
-             most",
-            goals.cache_hit,
-            Bytes(most)
+            "hit rate 1.00 (goal {:.2}): the plan keeps all keys and values in device memory, at most {} on \
+             one rank",
+            goals.min_cache_hit,
+            Bytes(max_bytes)
         ),
     )
 }
 
-fn overlap(run: &Run, goals: &Goals) -> Answer {
-    let (mut says, mut standing) = (Vec::new(), Standing::Void);
-    let mut weigh = |held: bool, text: String| {
-        standing = match (standing, held) {
-            (Standing::Fail, _) | (_, false) => Standing::Fail,
-            _ => Standing::Pass,
+fn check_overlap(run: &CheckedRun, goals: &BringupGoals) -> ItemAnswer {
+    let (mut lines, mut standing) = (Vec::new(), ItemStatus::NotApplicable);
+    let mut add_measurement = |passes: bool, text: String| {
+        standing = match (standing, passes) {
+            (ItemStatus::Fail, _) | (_, false) => ItemStatus::Fail,
+            _ => ItemStatus::Pass,
         };
-        says.push(text);
+        lines.push(text);
     };
     if let Some(ratio) = overlap_ratio(&run.flights) {
-        let text = format!("overlap ratio {ratio:.2} (goal {:.2})", goals.overlap_ratio);
-        weigh(ratio >= goals.overlap_ratio, text);
+        let text = format!("overlap ratio {ratio:.2} (goal {:.2})", goals.min_overlap_ratio);
+        add_measurement(ratio >= goals.min_overlap_ratio, text);
     }
-    if let Some(o) = Overlap::of(&run.record.chunks).filter(|_| run.plan.sealed.mesh().outside() > 0) {
-        let text = format!("OverlapScore {:.2} (goal {:.2})", o.score, goals.overlap_score);
-        weigh(o.score >= goals.overlap_score, text);
+    if let Some(o) =
+        OverlapStats::from_chunks(&run.record.chunks).filter(|_| run.plan.sealed.mesh().outside_count() > 0)
+    {
+        let text = format!("OverlapScore {:.2} (goal {:.2})", o.score, goals.min_overlap_score);
+        add_measurement(o.score >= goals.min_overlap_score, text);
     }
-    if run.plan.sealed.mesh().size(Axis::Pp) > 1
-        && let Some((rank, share)) = bubble(&run.flights)
+    if run.plan.sealed.mesh().axis_size(Axis::Pp) > 1
+        && let Some((rank, share)) = largest_bubble(&run.flights)
     {
         let text = format!(
             "largest bubble {:.0} % at rank {rank} (goal below {:.0} %)",
             share * 100.0,
-            goals.bubble * 100.0
+            goals.max_bubble * 100.0
         );
-        weigh(share < goals.bubble, text);
+        add_measurement(share < goals.max_bubble, text);
     }
-    match says.is_empty() {
-        true if run.plan.sealed.mesh().ranks() == 1 => {
-            (Standing::Void, "one rank: no collective to hide, no stage to wait for".to_string())
-        }
-        true => (Standing::Open, format!("{} holds no flight record of a collective", run.name)),
-        false => (standing, says.join("; ")),
+    match lines.is_empty() {
+        true if run.plan.sealed.mesh().world_size() == 1 => (
+            ItemStatus::NotApplicable,
+            "one rank: there is no collective to hide and no stage to wait for".to_string(),
+        ),
+        true => (ItemStatus::Unanswered, format!("{} has no flight record of a collective", run.name)),
+        false => (standing, lines.join("; ")),
     }
 }
 
-/// The rank that waits most for another stage, and the share of its time: from its first phase after warm-up to its
-/// last, what is neither phase nor receive that was not waited for.
-fn bubble(flights: &[Flight]) -> Option<(u32, f64)> {
-    let of = |f: &Flight| {
+/// Returns the rank with the largest bubble, and the bubble's share of the rank's time. The time
+/// runs from the first phase after warm-up to the end of the last phase; time outside phases and
+/// exposed time of receives are bubble.
+fn largest_bubble(flights: &[FlightLog]) -> Option<(u32, f64)> {
+    let bubble_of = |f: &FlightLog| {
         let first = f.lines.iter().filter_map(|l| match &l.entry {
-            Entry::Phase(p) => Some(p.call),
+            FlightEntry::Phase(p) => Some(p.call),
             _ => None,
         });
         let warm_up = first.min()?;
         let (mut from, mut to, mut busy, mut waits) = (u64::MAX, 0u64, 0u64, 0u64);
         for l in &f.lines {
             match &l.entry {
-                Entry::Phase(p) if p.call > warm_up && p.end_ns > 0 => {
+                FlightEntry::Phase(p) if p.call > warm_up && p.end_ns > 0 => {
                     (from, to) = (from.min(l.at_ns), to.max(p.end_ns));
                     busy += p.end_ns.saturating_sub(l.at_ns);
                 }
-                Entry::Collective(c) if c.call > warm_up && c.op == "recv" => waits += c.exposed_ns,
+                FlightEntry::Collective(c) if c.call > warm_up && c.op == "recv" => waits += c.exposed_ns,
                 _ => {}
             }
         }
-        let whole = to.checked_sub(from).filter(|w| *w > 0)?;
-        Some((f.header.rank, 1.0 - busy.saturating_sub(waits) as f64 / whole as f64))
+        let span_ns = to.checked_sub(from).filter(|w| *w > 0)?;
+        Some((f.header.rank, 1.0 - busy.saturating_sub(waits) as f64 / span_ns as f64))
     };
-    flights.iter().filter_map(of).max_by(|a, b| a.1.total_cmp(&b.1))
+    flights.iter().filter_map(bubble_of).max_by(|a, b| a.1.total_cmp(&b.1))
 }
 
-fn golden(runs: &[Run]) -> Answer {
+fn check_golden_hash(runs: &[CheckedRun]) -> ItemAnswer {
     let mut hashes = Vec::new();
     for r in runs {
-        match r.record.end.as_ref().filter(|e| e.status == Status::Complete) {
+        match r.record.end.as_ref().filter(|e| e.status == RunStatus::Complete) {
             Some(end) => hashes.push((&r.name, &end.golden, r.record.chunk_count())),
-            None => return (Standing::Open, format!("{} did not run to its end", r.name)),
+            None => return (ItemStatus::Unanswered, format!("{} did not complete", r.name)),
         }
     }
     let (name, hash, chunks) = hashes[0];
     if let Some((other, theirs, n)) = hashes.iter().find(|(_, h, n)| *h != hash || *n != chunks) {
         return (
-            Standing::Fail,
+            ItemStatus::Fail,
             format!(
                 "{name}: {chunks} chunks, {hash}; {other}: {n} chunks, {theirs}: pin algorithms, rank order and seeds"
             ),
@@ -356,9 +374,9 @@ fn golden(runs: &[Run]) -> Answer {
     let says = format!("{hash} over {chunks} chunks");
     if runs.len() < STABLE_RUNS {
         return (
-            Standing::Open,
+            ItemStatus::Unanswered,
             format!("{says} in {} of {STABLE_RUNS} runs; run the same request again", runs.len()),
         );
     }
-    (Standing::Pass, format!("{says}, the same in {} runs", runs.len()))
+    (ItemStatus::Pass, format!("{says}, the same in {} runs", runs.len()))
 }

@@ -1,32 +1,33 @@
-//! Judges timelines that people drew: Gantt charts of a block by stream, or of a wave of micro-batches by stage.
+//! Checks hand-drawn timelines: Gantt charts of a block by stream, or of a wave of micro-batches by
+//! pipeline stage.
 
 use std::path::Path;
 
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_cost::audit::{BLOCK_INPUTS, Goals, block, wave};
-use tessera_cost::bars::{Bar, Kind};
-use tessera_report::gantt::{self, Chart, T0906};
+use tessera_cost::intervals::{Interval, IntervalKind};
+use tessera_cost::timeline_lint::{BLOCK_INPUTS, TimelineGoals, lint_block, lint_pipeline};
+use tessera_report::gantt::{self, GanttChart, T0906};
 
 use crate::files::read_text;
 
-/// Whether a path names such a chart.
+/// Returns whether a path has the extension of a Gantt chart.
 #[must_use]
 pub fn is_chart(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "mmd")
 }
 
-/// What was found in a chart.
+/// The result of checking a chart.
 #[derive(Debug, Clone, Default)]
 pub struct ChartFindings {
-    /// Errors where it cannot be read, warnings where it misses its goals or cannot be true.
+    /// Errors if the chart cannot be read; warnings if it misses its goals or is impossible.
     pub diagnostics: Diagnostics,
-    /// Its text.
+    /// The text of the chart.
     pub source: String,
-    /// What can be measured on it, one sentence each.
+    /// The measurements taken from the chart, one sentence each.
     pub measured: Vec<String>,
 }
 
-/// Reads and judges a chart.
+/// Reads and checks a chart.
 #[must_use]
 pub fn check_chart(path: &Path) -> ChartFindings {
     let name = path.display().to_string();
@@ -36,35 +37,36 @@ pub fn check_chart(path: &Path) -> ChartFindings {
     };
     match gantt::parse(&name, &source) {
         Ok(chart) => {
-            let (diagnostics, measured) = judge(&name, &chart);
+            let (diagnostics, measured) = lint_chart(&name, &chart);
             ChartFindings { diagnostics, source, measured }
         }
         Err(diagnostics) => ChartFindings { diagnostics, source, ..ChartFindings::default() },
     }
 }
 
-fn judge(name: &str, chart: &Chart) -> (Vec<Diagnostic>, Vec<String>) {
-    let goals = Goals::default();
-    // A chart whose every section is a stage is one of a pipeline; any other shows streams, of the ranks that sections name.
+fn lint_chart(name: &str, chart: &GanttChart) -> (Vec<Diagnostic>, Vec<String>) {
+    let goals = TimelineGoals::default();
+    // If every section is named as a stage, the chart shows a pipeline. Otherwise it shows the
+    // streams of the ranks that the sections name.
     let stages = chart.sections.iter().all(|s| s.name.to_lowercase().starts_with("stage"));
-    let bars = bars(chart, stages);
+    let bars = chart_intervals(chart, stages);
     if stages {
-        if chart.left_out > 0 {
+        if chart.omitted_bars > 0 {
             let drawn = bars.len();
-            let says = "the bubble of the whole is not seen";
+            let consequence = "the bubble of the whole wave is unknown";
             return (
                 Vec::new(),
                 vec![format!(
-                    "{} of {} bars are left out: {says}",
-                    chart.left_out,
-                    drawn as u64 + chart.left_out
+                    "{} of {} intervals are omitted from the chart: {consequence}",
+                    chart.omitted_bars,
+                    drawn as u64 + chart.omitted_bars
                 )],
             );
         }
-        let w = wave(&bars, goals);
-        let worst = w.bubble.iter().copied().fold(0.0, f64::max);
-        let needed = w.needed.map_or(String::new(), |n| {
-            format!("; {n} micro-batches would bring it below {:.0} %", goals.bubble * 100.0)
+        let w = lint_pipeline(&bars, goals);
+        let worst = w.stage_bubbles.iter().copied().fold(0.0, f64::max);
+        let needed = w.min_micro_batches.map_or(String::new(), |n| {
+            format!("; {n} micro-batches would bring it below {:.0} %", goals.max_bubble * 100.0)
         });
         let mut measured = vec![format!(
             "{} stages, {} micro-batches: the largest bubble is {:.0} % of {} units{needed}",
@@ -74,37 +76,39 @@ fn judge(name: &str, chart: &Chart) -> (Vec<Diagnostic>, Vec<String>) {
             w.makespan_ns
         )];
         if !w.missing.is_empty() {
-            measured.push(format!("{} bars are missing and were put in where they fit", w.missing.len()));
+            measured
+                .push(format!("{} intervals were missing and were inserted where they fit", w.missing.len()));
         }
         return (w.diagnostics(name), measured);
     }
-    let b = block(&bars, BLOCK_INPUTS, goals);
+    let b = lint_block(&bars, BLOCK_INPUTS, goals);
     let mut measured = vec![format!(
         "overlap ratio {:.2} (goal {:.2}), {:.2} with packing counted",
         b.overlap.ratio(),
-        goals.overlap,
-        b.packed.ratio()
+        goals.min_overlap,
+        b.overlap_with_packing.ratio()
     )];
-    if chart.left_out > 0 {
-        measured.push(format!("{} bars are left out of the chart", chart.left_out));
+    if chart.omitted_bars > 0 {
+        measured.push(format!("{} intervals are omitted from the chart", chart.omitted_bars));
     }
     (b.diagnostics(name), measured)
 }
 
-/// One unit of the chart is one nanosecond here: only ratios are taken.
-fn bars(chart: &Chart, stages: bool) -> Vec<Bar> {
+/// Converts the chart to intervals. One unit of the chart becomes one nanosecond, since only ratios
+/// are computed.
+fn chart_intervals(chart: &GanttChart, stages: bool) -> Vec<Interval> {
     let mut out = Vec::new();
     for (i, section) in chart.sections.iter().enumerate() {
         for b in &section.bars {
-            out.push(Bar {
-                rank: if stages { u32::try_from(i).unwrap_or(u32::MAX) } else { rank(&section.name) },
-                lane: section.name.clone(),
+            out.push(Interval {
+                rank: if stages { u32::try_from(i).unwrap_or(u32::MAX) } else { section_rank(&section.name) },
+                track: section.name.clone(),
                 name: b.name.clone(),
                 kind: match stages {
-                    true => Kind::Compute,
-                    // Launches bear the names of what they launch.
-                    false if section.name.ends_with(" host") => Kind::Other,
-                    false => Kind::of_name(&b.name),
+                    true => IntervalKind::Compute,
+                    // A host section repeats the names of the kernels that it launches.
+                    false if section.name.ends_with(" host") => IntervalKind::Other,
+                    false => IntervalKind::from_name(&b.name),
                 },
                 start_ns: b.start as f64,
                 end_ns: (b.start + b.length) as f64,
@@ -114,8 +118,9 @@ fn bars(chart: &Chart, stages: bool) -> Vec<Bar> {
     out
 }
 
-/// Whose stream a section is, such as `rank 3 compute`; of the one rank of the chart where none is named.
-fn rank(section: &str) -> u32 {
+/// Parses the rank from a section name, for example `rank 3 compute`. A section without a rank
+/// belongs to rank 0.
+fn section_rank(section: &str) -> u32 {
     let name = section.to_lowercase();
     let number = name.strip_prefix("rank ").and_then(|rest| rest.split(|c: char| !c.is_ascii_digit()).next());
     number.and_then(|n| n.parse().ok()).unwrap_or(0)

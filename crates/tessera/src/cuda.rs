@@ -1,117 +1,135 @@
-//! Ranks on GPUs: which lanes they meet in, by which names, which device is whose, and how a rank's backend is opened.
+//! Ranks on GPUs: their communicators and communicator ids, the assignment of devices to ranks, and
+//! the start of a rank's CUDA backend.
 
 use std::hash::Hasher as _;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_cuda::{Cuda, End, Library, Options, T1304, UniqueId, unique_id};
-use tessera_device::{Seat, T0801};
+use tessera_cuda::{CommunicatorMember, CudaBackend, CudaOptions, Library, T1304, UniqueId, unique_id};
+use tessera_device::{MeshRank, T0801};
 use tessera_mesh::{Mesh, Rank};
 use tessera_verify::SealedPlan;
 
-use crate::comm;
-use crate::gpus::{Gpus, kernels};
+use crate::communicators;
+use crate::gpus::{GpuDiscovery, open_kernel_cache};
 
-/// Longest wait for the other ranks of a lane before the first collective: they load weights meanwhile.
-const SETUP: Duration = Duration::from_secs(300);
+/// Maximum wait for the other ranks of a communicator before the first collective. The ranks load
+/// weights during this time.
+const SETUP_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// What a rank's process on GPUs runs under, where its user says nothing else: sums by multicast over NVSwitch depend on
-/// what was allocated before.
-pub(crate) const ENVIRONMENT: [(&str, &str); 1] = [("NCCL_NVLS_ENABLE", "0")];
+/// Default environment of a rank process on GPUs. NVLS sums over NVSwitch multicast depend on
+/// earlier allocations, so they are off.
+pub(crate) const DEFAULT_ENV: [(&str, &str); 1] = [("NCCL_NVLS_ENABLE", "0")];
 
-/// Those of [`ENVIRONMENT`] that the environment does not set already.
-pub(crate) fn environment() -> Vec<(&'static str, &'static str)> {
-    ENVIRONMENT.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect()
+/// Returns the entries of [`DEFAULT_ENV`] that the environment does not set already.
+pub(crate) fn missing_env() -> Vec<(&'static str, &'static str)> {
+    DEFAULT_ENV.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect()
 }
 
-/// Keys of the parity table and their values.
-pub(crate) type Shown = Vec<(&'static str, String)>;
+/// Parity keys and their values.
+pub(crate) type ParityValues = Vec<(&'static str, String)>;
 
-/// What ranks are told that run on GPUs.
+/// The GPU part of a rank's configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct OnGpus {
-    /// Names of all lanes of the plan, in order.
-    pub(crate) lanes: Vec<String>,
-    /// First rank of this rank's host, which has the host's first device.
-    pub(crate) first: u32,
+pub(crate) struct GpuRankConfig {
+    /// Ids of all communicators of the plan, in plan order.
+    pub(crate) communicator_ids: Vec<String>,
+    /// First rank of this rank's host. It uses the first device of the host.
+    pub(crate) first_rank_of_host: u32,
 }
 
-impl OnGpus {
-    /// Opens the backend of a rank of the mesh, and what it shows of its device and libraries.
+impl GpuRankConfig {
+    /// Opens the backend of a rank of the mesh, and returns the parity values of its device and
+    /// libraries with it.
     ///
     /// # Errors
-    /// As [`open`].
-    pub(crate) fn open(
+    /// The errors of [`open_cuda`].
+    pub(crate) fn open_backend(
         &self,
         sealed: &SealedPlan,
         rank: Rank,
-        patience: Duration,
-    ) -> Result<(Cuda, Shown), Diagnostic> {
-        let gpus = Gpus::look();
-        let device = device(sealed.mesh(), self.first, rank);
-        let cuda = open(&gpus, sealed, rank, device, &self.lanes, patience)?;
-        Ok((cuda, shown(&gpus, device)))
+        collective_timeout: Duration,
+    ) -> Result<(CudaBackend, ParityValues), Diagnostic> {
+        let gpus = GpuDiscovery::discover();
+        let device = device_index(sealed.mesh(), self.first_rank_of_host, rank);
+        let cuda = open_cuda(&gpus, sealed, rank, device, &self.communicator_ids, collective_timeout)?;
+        Ok((cuda, parity_values(&gpus, device)))
     }
 }
 
-/// The visible device of a rank of the mesh: its place among the ranks of its host that compute. A leader outside the mesh
-/// needs none.
+/// Returns the index of a rank's visible device, which is the rank's position among the mesh ranks
+/// of its host. A leader outside the mesh needs no device.
 #[must_use]
-pub fn device(mesh: &Mesh, first: u32, rank: Rank) -> u32 {
+pub fn device_index(mesh: &Mesh, first: u32, rank: Rank) -> u32 {
     (first..rank.0).filter(|r| mesh.contains(Rank(*r))).count() as u32
 }
 
-/// Names of all lanes of a plan, in order, for whoever starts its ranks: made once, told to all. A lane of one rank has none.
+/// Creates an id for each communicator of a plan, in plan order. Whoever starts the ranks calls
+/// this once and sends the ids to all of them. A communicator of one rank has an empty id.
 ///
 /// # Errors
-/// T1301 where NCCL is not here, T1303 where it fails.
-pub fn lane_ids(gpus: &Gpus, sealed: &SealedPlan) -> Result<Vec<String>, Diagnostic> {
+/// T1301 if NCCL is not installed, T1303 if NCCL fails.
+pub fn create_communicator_ids(gpus: &GpuDiscovery, sealed: &SealedPlan) -> Result<Vec<String>, Diagnostic> {
     let hex = |id: UniqueId| id.0.iter().map(|b| format!("{b:02x}")).collect();
-    let name = |spec: &comm::GroupSpec| match spec.lane.members.len() {
+    let name = |spec: &communicators::CommunicatorSpec| match spec.communicator.members.len() {
         0 | 1 => Ok(String::new()),
         _ => unique_id(&gpus.libraries).map(hex),
     };
-    comm::groups(sealed).iter().map(name).collect()
+    communicators::communicator_specs(sealed).iter().map(name).collect()
 }
 
 /// Opens a rank's backend on a visible device.
 ///
 /// # Errors
-/// A missing library or device, ranks that do not meet, ids that are not this plan's.
-pub fn open(
-    gpus: &Gpus,
+/// A diagnostic for a missing library or device, a timeout while ranks connect, or T1304 for ids of
+/// another plan.
+pub fn open_cuda(
+    gpus: &GpuDiscovery,
     sealed: &SealedPlan,
     rank: Rank,
     device: u32,
     ids: &[String],
-    patience: Duration,
-) -> Result<Cuda, Diagnostic> {
-    let seat = Seat { mesh: *sealed.mesh(), rank };
-    let options = Options { device, kernels: kernels(), patience, setup: SETUP, host: host(), graphs: true };
-    Cuda::open(&gpus.libraries, seat, ends(sealed, rank, ids)?, options)
+    collective_timeout: Duration,
+) -> Result<CudaBackend, Diagnostic> {
+    let seat = MeshRank { mesh: *sealed.mesh(), rank };
+    let options = CudaOptions {
+        device_index: device,
+        kernel_cache: open_kernel_cache(),
+        peer_timeout: collective_timeout,
+        setup_timeout: SETUP_TIMEOUT,
+        host_id: host_id(),
+        use_graphs: true,
+    };
+    CudaBackend::open(&gpus.libraries, seat, communicator_members(sealed, rank, ids)?, options)
 }
 
-fn ends(sealed: &SealedPlan, rank: Rank, ids: &[String]) -> Result<Vec<End>, Diagnostic> {
-    let specs = comm::groups(sealed);
+fn communicator_members(
+    sealed: &SealedPlan,
+    rank: Rank,
+    ids: &[String],
+) -> Result<Vec<CommunicatorMember>, Diagnostic> {
+    let specs = communicators::communicator_specs(sealed);
     if specs.len() != ids.len() {
-        let what = format!("{} names for {} lanes: another plan's", ids.len(), specs.len());
+        let what =
+            format!("{} ids for {} communicators: the ids are of another plan", ids.len(), specs.len());
         return Err(Diagnostic::error(&T1304, what));
     }
-    let mine = specs.iter().zip(ids).filter(|(s, _)| s.lane.members.contains(&rank));
+    let mine = specs.iter().zip(ids).filter(|(s, _)| s.communicator.members.contains(&rank));
     mine.filter_map(|(spec, id)| {
-        let me = spec.lane.members.iter().position(|r| *r == rank)?;
-        let route = spec.lane.route(sealed.mesh(), me)?;
-        let members = spec.lane.members.len();
-        let unread =
-            || Diagnostic::error(&T1304, format!("the name of lane {route} is not 128 bytes in hex"));
-        let id = if members == 1 && id.is_empty() { Ok([0; 128]) } else { bytes(id).ok_or_else(unread) };
-        Some(id.map(|id| End { route, id: UniqueId(id), me, members }))
+        let member = spec.communicator.members.iter().position(|r| *r == rank)?;
+        let route = spec.communicator.member_route(sealed.mesh(), member)?;
+        let members = spec.communicator.members.len();
+        let malformed_id =
+            || Diagnostic::error(&T1304, format!("the id of communicator {route} is not 128 bytes in hex"));
+        let id =
+            if members == 1 && id.is_empty() { Ok([0; 128]) } else { decode_id(id).ok_or_else(malformed_id) };
+        Some(id.map(|id| CommunicatorMember { route, id: UniqueId(id), member, member_count: members }))
     })
     .collect()
 }
 
-fn bytes(hex: &str) -> Option<[u8; 128]> {
+fn decode_id(hex: &str) -> Option<[u8; 128]> {
     let mut out = [0; 128];
     if hex.len() != 256 || !hex.bytes().all(|b| b.is_ascii_hexdigit()) {
         return None;
@@ -122,8 +140,9 @@ fn bytes(hex: &str) -> Option<[u8; 128]> {
     Some(out)
 }
 
-/// The same number for all processes of this host since it was started, another on another host; 0 where that cannot be told.
-fn host() -> u64 {
+/// Returns a number that all processes of this host share until its next boot and that differs
+/// between hosts; 0 if the boot id cannot be read.
+fn host_id() -> u64 {
     let read = |path: &str| std::fs::read(path).ok();
     let Some(boot) = read("/proc/sys/kernel/random/boot_id") else { return 0 };
     let name = read("/proc/sys/kernel/hostname").unwrap_or_default();
@@ -133,87 +152,93 @@ fn host() -> u64 {
     hash.finish().max(1)
 }
 
-/// Parity keys of a rank's device and of the libraries that choose its kernels.
-fn shown(gpus: &Gpus, device: u32) -> Shown {
+/// Returns the parity values of a rank's device and of the libraries that choose its kernels.
+fn parity_values(gpus: &GpuDiscovery, device: u32) -> ParityValues {
     let gpu = gpus.devices.as_ref().ok().and_then(|d| d.gpus.get(device as usize));
     let gpu = gpu.map_or("unknown".to_string(), |g| {
         let (major, minor) = g.capability;
         format!("{}, sm_{major}{minor}", g.name)
     });
-    let choosing = gpus.libraries.found.iter().filter(|f| f.library != Library::Nvml);
-    let versions =
-        choosing.map(|f| format!("{} {}", f.library.name(), f.version.as_deref().unwrap_or("of no version")));
+    let libraries = gpus.libraries.found.iter().filter(|f| f.library != Library::Nvml);
+    let versions = libraries
+        .map(|f| format!("{} {}", f.library.name(), f.version.as_deref().unwrap_or("without version")));
     vec![("GPU", gpu), ("GPU libraries", versions.collect::<Vec<_>>().join(", "))]
 }
 
-/// What is said where somebody wants GPUs and there are none, or too few.
+/// Checks that this host has the libraries and GPUs for `ranks` ranks.
 ///
 /// # Errors
-/// One diagnostic that says what is missing.
-pub fn check(gpus: &Gpus, ranks: usize) -> Result<(), Diagnostics> {
+/// One diagnostic that names the first missing part.
+pub fn check_gpus(gpus: &GpuDiscovery, ranks: usize) -> Result<(), Diagnostics> {
     for library in Library::ALL {
         let needed = library != Library::Nvml && (library != Library::Nccl || ranks > 1);
-        if let Some(lost) = gpus.libraries.lost.iter().find(|l| needed && l.library == library) {
-            return Err(vec![lost.diagnostic()]);
+        if let Some(lost) = gpus.libraries.missing.iter().find(|l| needed && l.library == library) {
+            return Err(vec![lost.to_diagnostic()]);
         }
     }
     match &gpus.devices {
         Err(d) => Err(vec![d.clone()]),
         Ok(d) if d.gpus.len() < ranks => {
-            let what = format!("{ranks} ranks want a GPU each, {} are here", d.gpus.len());
+            let what = format!("{ranks} ranks need one GPU each, but this host has {}", d.gpus.len());
             Err(vec![
                 Diagnostic::error(&T1304, what)
-                    .hint("a smaller --mesh, or CUDA_VISIBLE_DEVICES with more of them"),
+                    .with_hint("use a smaller --mesh, or list more GPUs in CUDA_VISIBLE_DEVICES"),
             ])
         }
         Ok(_) => Ok(()),
     }
 }
 
-/// The same for a plan of which so many ranks want a GPU here, and others may elsewhere.
+/// Checks a plan of which `ranks` ranks need a GPU on this host; further ranks may run on other
+/// hosts.
 ///
 /// # Errors
-/// One diagnostic.
-pub(crate) fn check_plan(gpus: &Gpus, sealed: &SealedPlan, ranks: usize) -> Result<(), Diagnostics> {
+/// One diagnostic that names the first missing part, or a communicator between CPU and GPU ranks.
+pub(crate) fn check_plan(gpus: &GpuDiscovery, sealed: &SealedPlan, ranks: usize) -> Result<(), Diagnostics> {
     if ranks > 0 {
-        check(gpus, ranks)?;
+        check_gpus(gpus, ranks)?;
     }
-    let meets = comm::groups(sealed).iter().any(|s| s.lane.members.len() > 1);
-    match gpus.libraries.lost.iter().find(|l| meets && l.library == Library::Nccl) {
-        Some(lost) => Err(vec![lost.diagnostic()]),
-        None => between_devices(sealed).map_or(Ok(()), |d| Err(vec![d])),
+    let has_groups =
+        communicators::communicator_specs(sealed).iter().any(|s| s.communicator.members.len() > 1);
+    match gpus.libraries.missing.iter().find(|l| has_groups && l.library == Library::Nccl) {
+        Some(lost) => Err(vec![lost.to_diagnostic()]),
+        None => find_mixed_communicator(sealed).map_or(Ok(()), |d| Err(vec![d])),
     }
 }
 
-/// The first lane that a rank outside the mesh, on processors, shares with one on a GPU: there is no way between them.
-fn between_devices(sealed: &SealedPlan) -> Option<Diagnostic> {
+/// Finds the first communicator that joins a CPU rank outside the mesh with a GPU rank. No
+/// transport connects them.
+fn find_mixed_communicator(sealed: &SealedPlan) -> Option<Diagnostic> {
     let mesh = sealed.mesh();
-    let specs = comm::groups(sealed);
+    let specs = communicators::communicator_specs(sealed);
     let mixed = specs.iter().find(|s| {
-        let inside = s.lane.members.iter().filter(|r| mesh.contains(**r)).count();
-        inside > 0 && inside < s.lane.members.len()
+        let inside = s.communicator.members.iter().filter(|r| mesh.contains(**r)).count();
+        inside > 0 && inside < s.communicator.members.len()
     })?;
-    let ranks: Vec<String> = mixed.lane.members.iter().map(ToString::to_string).collect();
-    let what =
-        format!("collectives over {} join ranks {}, not all on GPUs", mixed.lane.over, ranks.join(", "));
+    let ranks: Vec<String> = mixed.communicator.members.iter().map(ToString::to_string).collect();
+    let what = format!(
+        "collectives over {} include ranks {}, which are not all on GPUs",
+        mixed.communicator.group,
+        ranks.join(", ")
+    );
     Some(
         Diagnostic::error(&T0801, what)
-            .at("backend", "cuda")
-            .hint("--topology mesh, where every rank is on a GPU"),
+            .with_label("backend", "cuda")
+            .with_hint("use --topology mesh, which puts every rank on a GPU"),
     )
 }
 
-/// One line for the doctor: whether ranks on GPUs would run here.
+/// Returns one line for `tessera doctor` that states whether ranks on GPUs can run on this host.
 #[must_use]
-pub fn verdict(gpus: &Gpus) -> String {
-    let refusal = |ranks| check(gpus, ranks).err().and_then(|ds| ds.into_iter().next());
-    let here = gpus.devices.as_ref().map_or(0, |d| d.gpus.len());
+pub fn readiness_line(gpus: &GpuDiscovery) -> String {
+    let refusal = |ranks| check_gpus(gpus, ranks).err().and_then(|ds| ds.into_iter().next());
+    let gpu_count = gpus.devices.as_ref().map_or(0, |d| d.gpus.len());
     match (refusal(1), refusal(2)) {
         (Some(d), _) => format!("would not run: {} ({})", d.message, d.code.id),
-        (None, Some(d)) if here > 1 => {
-            format!("would run on one of {here} GPUs, not on several: {} ({})", d.message, d.code.id)
+        (None, Some(d)) if gpu_count > 1 => {
+            format!("would run on one of {gpu_count} GPUs, not on several: {} ({})", d.message, d.code.id)
         }
-        _ => format!("would run, on up to {here} GPU{}", if here == 1 { "" } else { "s" }),
+        _ => format!("would run, on up to {gpu_count} GPU{}", if gpu_count == 1 { "" } else { "s" }),
     }
 }
 
@@ -224,42 +249,47 @@ mod tests {
     use super::*;
     use crate::{DtypePolicy, Mapping, Model, Overrides, Plan, Strategy, Topology, plan};
 
-    fn planned(mesh: &str, topology: Topology, strategy: Strategy) -> Plan {
+    fn plan_demo(mesh: &str, topology: Topology, strategy: Strategy) -> Plan {
         let demo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
         let model = Model::open(&demo, &Overrides::default()).unwrap();
         let mesh = mesh.parse().unwrap();
         let map = Mapping { mesh, topology, strategy, ..Mapping::default() };
-        plan::make(&model.video, &model.name, "", &map).unwrap()
+        plan::plan_model(&model.video, &model.name, "", &map).unwrap()
     }
 
-    fn nothing() -> Gpus {
+    fn no_gpus() -> GpuDiscovery {
         let libraries = Libraries::load(&[]);
-        let devices = tessera_cuda::devices(&libraries);
-        Gpus { folders: Vec::new(), libraries, devices }
+        let devices = tessera_cuda::list_devices(&libraries);
+        GpuDiscovery { searched: Vec::new(), libraries, devices }
     }
 
     #[test]
-    fn ranks_of_a_host_take_its_devices_in_order_and_a_leader_outside_takes_none() {
+    fn devices_are_assigned_in_rank_order_and_an_outside_leader_has_none() {
         let devices = |plan: &Plan, first| {
             let mesh = plan.sealed.mesh();
-            plan.mesh_ranks().filter(|r| r.0 >= first).map(|r| device(mesh, first, r)).collect::<Vec<_>>()
+            plan.mesh_ranks()
+                .filter(|r| r.0 >= first)
+                .map(|r| device_index(mesh, first, r))
+                .collect::<Vec<_>>()
         };
-        let inside = planned("tp=2,pp=2", Topology::Mesh, Strategy::Ulysses);
+        let inside = plan_demo("tp=2,pp=2", Topology::Mesh, Strategy::Ulysses);
         assert_eq!((devices(&inside, 0), devices(&inside, 2)), (vec![0, 1, 2, 3], vec![0, 1]));
-        let outside = planned("tp=2", Topology::Pp1, Strategy::Ulysses);
+        let outside = plan_demo("tp=2", Topology::Pp1, Strategy::Ulysses);
         assert_eq!(outside.mesh_ranks().collect::<Vec<_>>(), [Rank(1), Rank(2)]);
         assert_eq!((devices(&outside, 0), devices(&outside, 1)), (vec![0, 1], vec![0, 1]));
     }
 
     #[test]
-    fn no_lane_of_a_streams_plan_joins_processors_and_gpus() {
+    fn no_communicator_of_a_streams_plan_joins_cpus_and_gpus() {
         for topology in [Topology::Mesh, Topology::Pp1] {
             for strategy in [Strategy::Ulysses, Strategy::Megatron] {
-                let found = between_devices(&planned("tp=2,pp=2", topology, strategy).sealed);
+                let found = find_mixed_communicator(&plan_demo("tp=2,pp=2", topology, strategy).sealed);
                 assert!(found.is_none(), "{found:?}");
             }
         }
-        assert!(between_devices(&planned("tp=1", Topology::Pp0, Strategy::Ulysses).sealed).is_none());
+        assert!(
+            find_mixed_communicator(&plan_demo("tp=1", Topology::Pp0, Strategy::Ulysses).sealed).is_none()
+        );
     }
 
     #[test]
@@ -277,11 +307,11 @@ mod tests {
                 both.into_iter().flat_map(move |s| dtypes.map(|d| (m, s, d)))
             }) {
                 let map = Mapping { mesh: mesh.parse().unwrap(), strategy, dtype, ..Mapping::default() };
-                let plan = plan::make(&model.video, &model.name, "", &map).unwrap();
+                let plan = plan::plan_model(&model.video, &model.name, "", &map).unwrap();
                 for rank in plan.mesh_ranks() {
                     for phase in crate::engine::mesh_phases(&plan.sealed) {
-                        let Some(program) = plan.sealed.program(phase, rank) else { continue };
-                        let refused = Cuda::refusal(program);
+                        let Some(program) = plan.sealed.rank_program(phase, rank) else { continue };
+                        let refused = CudaBackend::find_unsupported(program);
                         assert!(
                             refused.is_none(),
                             "{mesh} {strategy:?} {dtype:?} {}: {refused:?}",
@@ -294,30 +324,30 @@ mod tests {
     }
 
     #[test]
-    fn names_of_lanes_are_read_as_they_were_written_or_refused() {
-        let plan = planned("tp=2", Topology::Mesh, Strategy::Ulysses);
-        let lanes = comm::groups(&plan.sealed).len();
+    fn communicator_ids_round_trip_or_are_rejected() {
+        let plan = plan_demo("tp=2", Topology::Mesh, Strategy::Ulysses);
+        let lanes = communicators::communicator_specs(&plan.sealed).len();
         let name: String = (0..128_u8).map(|b| format!("{b:02x}")).collect();
-        let read = ends(&plan.sealed, Rank(1), &vec![name.clone(); lanes]).unwrap();
+        let read = communicator_members(&plan.sealed, Rank(1), &vec![name.clone(); lanes]).unwrap();
         let id: [u8; 128] = std::array::from_fn(|i| i as u8);
-        assert!(read.iter().all(|e| (e.id, e.me, e.members) == (UniqueId(id), 1, 2)), "{read:?}");
+        assert!(read.iter().all(|e| (e.id, e.member, e.member_count) == (UniqueId(id), 1, 2)), "{read:?}");
         for wrong in [name[1..].to_string(), name.replace("7f", "+f"), String::new()] {
-            let refused = ends(&plan.sealed, Rank(1), &vec![wrong; lanes]).unwrap_err();
+            let refused = communicator_members(&plan.sealed, Rank(1), &vec![wrong; lanes]).unwrap_err();
             assert!(refused.message.contains("128 bytes in hex"), "{refused:?}");
         }
-        let refused = ends(&plan.sealed, Rank(0), &[]).unwrap_err();
-        assert!(refused.message.contains("0 names for"), "{refused:?}");
-        let one = planned("tp=1", Topology::Mesh, Strategy::Ulysses);
-        assert_eq!(comm::groups(&one.sealed).len(), 0);
+        let refused = communicator_members(&plan.sealed, Rank(0), &[]).unwrap_err();
+        assert!(refused.message.contains("0 ids for"), "{refused:?}");
+        let one = plan_demo("tp=1", Topology::Mesh, Strategy::Ulysses);
+        assert_eq!(communicators::communicator_specs(&one.sealed).len(), 0);
     }
 
     #[test]
-    fn the_verdict_and_the_refusal_name_the_same_thing() {
-        let gpus = nothing();
-        // A machine with a driver of its own finds it wherever it looks.
-        let Err(refused) = check(&gpus, 1) else { return };
+    fn the_readiness_line_and_the_check_name_the_same_problem() {
+        let gpus = no_gpus();
+        // On a machine with a CUDA driver the driver is found even without library folders.
+        let Err(refused) = check_gpus(&gpus, 1) else { return };
         assert_eq!(refused.len(), 1);
-        let verdict = verdict(&gpus);
+        let verdict = readiness_line(&gpus);
         assert!(verdict.starts_with("would not run: ") && verdict.contains(refused[0].code.id), "{verdict}");
     }
 }

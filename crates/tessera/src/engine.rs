@@ -1,4 +1,5 @@
-//! A rank's engine: sealed programs on a backend, held to the sealed trace.
+//! The engine of one rank: runs the sealed programs on a backend and checks every collective
+//! against the sealed trace.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Deref, DerefMut};
@@ -6,64 +7,70 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_device::{Abort, Backend, CallData, Fault, Loaded, Scalar, Seat, WeightSource, slice_words};
+use tessera_device::{
+    AbortFn, Backend, CallData, Fault, MeshRank, ProgramHandle, Scalar, WeightSource, describe_slice,
+};
 use tessera_ir::{DType, Opcode, Program};
 use tessera_mesh::Rank;
-use tessera_runtime::census::{ArgKind, Census, InputFacts, ProgramFacts};
 use tessera_runtime::engine::{
-    AbortHandle, Engine, EngineFault, FaultKind, PhaseReport, ProgramCount, ReadyCall, Rehash, Reloaded,
+    AbortHandle, Engine, EngineFault, EngineFaultKind, PhaseReport, ProgramCount, ReadyCall, RehashResult,
+    ReloadedWeights,
 };
+use tessera_runtime::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
 use tessera_runtime::tripwire::T0751;
-use tessera_runtime::wire::{Arg, Dtype, PhaseCall, ShardPrint, Tensor, Tensors};
+use tessera_runtime::wire::{Dtype, PhaseCall, ScalarArg, ShardFingerprint, Tensor, Tensors};
 use tessera_runtime::{Digest, Failure, FailureClass};
 use tessera_verify::SealedPlan;
 
+use crate::collective_guard::{CallPosition, CollectiveGuard, CollectiveSequence};
 use crate::flight::FlightRecord;
-use crate::guard::{At, Guard, Sequence};
-use crate::shards::{OpenWeights, Shards, print, thread_ns};
+use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
 
-/// Phases that the leader runs beside the lockstep.
+/// Phases that the leader runs outside the lockstep.
 pub(crate) const LEADER_PHASES: [&str; 2] = ["decode", "encode"];
 
-/// Phases that ranks of the mesh run in calls.
+/// Iterates over the phases that the ranks of the mesh run in calls.
 pub(crate) fn mesh_phases(plan: &SealedPlan) -> impl Iterator<Item = &str> {
-    plan.phases().iter().map(String::as_str).filter(|p| !LEADER_PHASES.contains(p))
+    plan.phase_names().iter().map(String::as_str).filter(|p| !LEADER_PHASES.contains(p))
 }
 
-/// What a sealed plan's programs add up to over all ranks of the mesh, for the envelope. A rank compares its own sequence
-/// with its own part of the seal and then answers with these, so that ranks of different roles can be compared.
+/// Builds the program index of a sealed plan for the call envelope: for each phase, the facts of
+/// all mesh ranks combined. A rank compares its own collective sequence with its own part of the
+/// seal and then reports the combined facts, so that ranks of different roles can be compared.
 #[must_use]
-pub fn census(plan: &SealedPlan) -> Census {
+pub fn build_program_index(plan: &SealedPlan) -> ProgramIndex {
     let ranks: Vec<Rank> = plan.mesh().iter().filter(|r| plan.mesh().contains(*r)).collect();
-    Census::new(plan.phases().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())).map(|phase| {
-        let mut hash = blake3::Hasher::new();
-        let mut facts = ProgramFacts::default();
-        let mut scalars: BTreeMap<String, ArgKind> = BTreeMap::new();
-        let mut inputs: BTreeMap<String, InputFacts> = BTreeMap::new();
-        for rank in &ranks {
-            if let Some(c) = plan.census(phase, *rank) {
-                facts.collectives += c.collectives;
-                hash.update(&c.trace_digest);
+    ProgramIndex::new(plan.phase_names().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())).map(
+        |phase| {
+            let mut hash = blake3::Hasher::new();
+            let mut facts = ProgramInfo::default();
+            let mut scalars: BTreeMap<String, ArgKind> = BTreeMap::new();
+            let mut inputs: BTreeMap<String, InputSpec> = BTreeMap::new();
+            for rank in &ranks {
+                if let Some(c) = plan.collective_digest(phase, *rank) {
+                    facts.collectives += c.collectives;
+                    hash.update(&c.trace_digest);
+                }
+                if let Some(p) = plan.rank_program(phase, *rank) {
+                    collect_sources(p, &mut scalars, &mut inputs);
+                }
             }
-            if let Some(p) = plan.program(phase, *rank) {
-                collect_sources(p, &mut scalars, &mut inputs);
-            }
-        }
-        facts.trace = Digest(*hash.finalize().as_bytes());
-        facts.scalars = scalars.into_iter().collect();
-        facts.inputs = inputs.into_values().collect();
-        (phase.clone(), facts)
-    }))
+            facts.trace = Digest(*hash.finalize().as_bytes());
+            facts.scalars = scalars.into_iter().collect();
+            facts.inputs = inputs.into_values().collect();
+            (phase.clone(), facts)
+        },
+    ))
 }
 
 fn collect_sources(
     p: &Program,
     scalars: &mut BTreeMap<String, ArgKind>,
-    inputs: &mut BTreeMap<String, InputFacts>,
+    inputs: &mut BTreeMap<String, InputSpec>,
 ) {
     for op in &p.ops {
         let (Some(name), Some(v)) = (op.name.clone(), op.results.first()) else { continue };
-        let ty = p.ty(*v);
+        let ty = p.type_of(*v);
         match op.opcode {
             Opcode::Call => {
                 let kind = match (ty.dtype, &ty.shape[..]) {
@@ -74,131 +81,134 @@ fn collect_sources(
                 scalars.insert(name, kind);
             }
             Opcode::Input => {
-                inputs.insert(name.clone(), InputFacts { name, dtype: Dtype::F32, shape: ty.shape.clone() });
+                inputs.insert(name.clone(), InputSpec { name, dtype: Dtype::F32, shape: ty.shape.clone() });
             }
             _ => {}
         }
     }
 }
 
-struct Phase {
-    loaded: Loaded,
-    /// Collectives that it may issue.
-    sequence: Sequence,
+struct LoadedPhase {
+    loaded: ProgramHandle,
+    /// Collectives that the phase may issue.
+    sequence: CollectiveSequence,
     scalars: BTreeSet<String>,
     inputs: BTreeSet<String>,
     trace: [u8; 32],
-    whole: ProgramFacts,
-    /// Shape of the latents, if this program puts them out.
-    latents: Option<Vec<u64>>,
+    mesh_facts: ProgramInfo,
+    /// Shape of the latents if this program outputs them.
+    latents_shape: Option<Vec<u64>>,
 }
 
-/// An engine's backend.
-pub enum Held {
-    /// It goes with the engine.
+/// The backend of an engine, with its ownership.
+pub enum EngineBackend {
+    /// The backend is dropped with the engine.
     Owned(Box<dyn Backend>),
-    /// It stays until the process ends, and the system takes back what it held: for one that would wait for its device or for
-    /// other ranks as it goes.
-    Kept(&'static mut dyn Backend),
+    /// The backend lives until the process exits, and the operating system reclaims its resources.
+    /// This suits a backend whose drop would wait for its device or for other ranks.
+    Leaked(&'static mut dyn Backend),
 }
 
-impl<B: Backend + 'static> From<Box<B>> for Held {
-    fn from(backend: Box<B>) -> Held {
-        Held::Owned(backend)
+impl<B: Backend + 'static> From<Box<B>> for EngineBackend {
+    fn from(backend: Box<B>) -> EngineBackend {
+        EngineBackend::Owned(backend)
     }
 }
 
-impl Deref for Held {
+impl Deref for EngineBackend {
     type Target = dyn Backend;
 
     fn deref(&self) -> &Self::Target {
         match self {
-            Held::Owned(backend) => &**backend,
-            Held::Kept(backend) => &**backend,
+            EngineBackend::Owned(backend) => &**backend,
+            EngineBackend::Leaked(backend) => &**backend,
         }
     }
 }
 
-impl DerefMut for Held {
+impl DerefMut for EngineBackend {
     fn deref_mut(&mut self) -> &mut Self::Target {
         match self {
-            Held::Owned(backend) => &mut **backend,
-            Held::Kept(backend) => &mut **backend,
+            EngineBackend::Owned(backend) => &mut **backend,
+            EngineBackend::Leaked(backend) => &mut **backend,
         }
     }
 }
 
-/// Runs a sealed plan's programs for one rank.
+/// Runs the programs of a sealed plan for one rank.
 pub struct MeshEngine {
-    backend: Held,
-    phases: BTreeMap<String, Phase>,
-    /// Shape of the chunk's latents where this rank puts them out.
-    latents: Option<Vec<u64>>,
-    flight: Option<Arc<FlightRecord>>,
-    /// Whether a collective that the plan does not hold is refused before it is issued.
-    armed: bool,
-    at: At,
-    count: ProgramCount,
-    /// Programs that have run.
-    ran: BTreeSet<String>,
-    warm: bool,
-    /// What the backend had made when the warm-up was over.
-    made: u64,
-    shards: Shards,
-    /// Every buffer, and which slice of it is here.
-    buffers: BTreeMap<String, String>,
-    /// Time of the phases since weights were last looked at.
+    backend: EngineBackend,
+    phases: BTreeMap<String, LoadedPhase>,
+    /// Shape of the chunk's latents if this rank outputs them.
+    latents_shape: Option<Vec<u64>>,
+    flight_record: Option<Arc<FlightRecord>>,
+    /// Whether the engine rejects a collective outside the plan before it is issued.
+    guard_armed: bool,
+    position: CallPosition,
+    program_count: ProgramCount,
+    /// Names of the programs that have run.
+    executed: BTreeSet<String>,
+    warmed_up: bool,
+    /// Number of objects that the backend had compiled, captured or allocated when the warm-up ended.
+    made_at_warmup: u64,
+    weight_fingerprints: WeightFingerprints,
+    /// Slice text of every buffer on this rank, by buffer name.
+    buffer_slices: BTreeMap<String, String>,
+    /// Time spent in phases since the last rehash of weights, in nanoseconds.
     phases_ns: u64,
-    /// When the output was handed out, in this thread's CPU time: digests follow.
+    /// CPU time of this thread when the output was returned, in nanoseconds; digests are computed
+    /// afterwards.
     output_at_ns: u64,
 }
 
 impl MeshEngine {
-    /// Loads every program of the rank, and takes the fingerprints of its weights.
+    /// Loads every program of the rank and fingerprints its weights.
     ///
     /// # Errors
-    /// What the backend or the weights refuse.
+    /// Returns the error of the backend or of the weight source.
     pub fn load(
         plan: &SealedPlan,
         rank: Rank,
-        backend: impl Into<Held>,
+        backend: impl Into<EngineBackend>,
         weights: &mut dyn WeightSource,
     ) -> Result<MeshEngine, Diagnostic> {
-        MeshEngine::load_changed(plan, rank, backend.into(), weights, &|_| {})
+        MeshEngine::load_modified(plan, rank, backend.into(), weights, &|_| {})
     }
 
-    /// The same with this rank's copy of each program changed before it is loaded, for a drill: what it runs is held to
-    /// the sealed one all the same.
+    /// Like [`MeshEngine::load`], but modifies this rank's copy of each program before it is loaded
+    /// (for drills). The engine still checks the modified program against the sealed one.
     ///
     /// # Errors
-    /// What the backend or the weights refuse.
-    pub(crate) fn load_changed(
+    /// Returns the error of the backend or of the weight source.
+    pub(crate) fn load_modified(
         plan: &SealedPlan,
         rank: Rank,
-        mut backend: Held,
+        mut backend: EngineBackend,
         weights: &mut dyn WeightSource,
-        change: &dyn Fn(&mut Program),
+        modify: &dyn Fn(&mut Program),
     ) -> Result<MeshEngine, Diagnostic> {
-        let whole = census(plan);
+        let whole = build_program_index(plan);
         let mut phases = BTreeMap::new();
         let mut latents = None;
         let mut buffers = BTreeMap::new();
-        let seat = Seat { mesh: *plan.mesh(), rank };
-        for name in plan.phases().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())) {
-            let (Some(program), Some(slots), Some(own)) =
-                (plan.program(name, rank), plan.slots(name, rank), plan.census(name, rank))
-            else {
+        let seat = MeshRank { mesh: *plan.mesh(), rank };
+        for name in plan.phase_names().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())) {
+            let (Some(program), Some(slots), Some(own)) = (
+                plan.rank_program(name, rank),
+                plan.rank_slots(name, rank),
+                plan.collective_digest(name, rank),
+            ) else {
                 continue;
             };
             let mut program: Program = (**program).clone();
-            change(&mut program);
+            modify(&mut program);
             let program = Arc::new(program);
             let loaded = backend.load(&program, slots, weights)?;
             for b in &program.buffers {
-                buffers.entry(b.name.clone()).or_insert_with(|| slice_words(&b.ty, None, &seat));
+                buffers.entry(b.name.clone()).or_insert_with(|| describe_slice(&b.ty, None, &seat));
             }
-            let sealed = plan.program(name, rank).map_or(&*program, |p| p);
-            let sequence = Sequence::new(name, plan.mesh(), rank, sealed, &program);
+            let sealed = plan.rank_program(name, rank).map_or(&*program, |p| p);
+            let sequence = CollectiveSequence::new(name, plan.mesh(), rank, sealed, &program);
             let names = |opcode| {
                 program
                     .ops
@@ -211,103 +221,108 @@ impl MeshEngine {
                 .ops
                 .iter()
                 .find(|o| o.opcode == Opcode::Output && o.name.as_deref() == Some("latents"));
-            let shape = out.map(|o| program.ty(o.operands[0]).shape.clone());
+            let shape = out.map(|o| program.type_of(o.operands[0]).shape.clone());
             latents = latents.or(shape.clone());
-            let phase = Phase {
+            let phase = LoadedPhase {
                 loaded,
                 sequence,
                 scalars: names(Opcode::Call),
                 inputs: names(Opcode::Input),
                 trace: own.trace_digest,
-                whole: whole.get(name)?.clone(),
-                latents: shape,
+                mesh_facts: whole.get(name)?.clone(),
+                latents_shape: shape,
             };
             phases.insert(name.clone(), phase);
         }
-        let mut shards = Shards::new(plan, rank);
-        shards.take(&*backend, weights)?;
+        let mut shards = WeightFingerprints::new(plan, rank);
+        shards.fingerprint_loaded(&*backend, weights)?;
         let loaded = u32::try_from(phases.len()).unwrap_or(u32::MAX);
         let count = ProgramCount { loaded, ..ProgramCount::default() };
         Ok(MeshEngine {
             backend,
             phases,
-            latents,
-            count,
-            ran: BTreeSet::new(),
-            warm: false,
-            made: 0,
-            shards,
-            buffers,
+            latents_shape: latents,
+            program_count: count,
+            executed: BTreeSet::new(),
+            warmed_up: false,
+            made_at_warmup: 0,
+            weight_fingerprints: shards,
+            buffer_slices: buffers,
             phases_ns: 0,
             output_at_ns: 0,
-            flight: None,
-            armed: true,
-            at: At::default(),
+            flight_record: None,
+            guard_armed: true,
+            position: CallPosition::default(),
         })
     }
 
-    /// Writes what it issues into a flight record.
-    pub(crate) fn record(&mut self, flight: Option<Arc<FlightRecord>>) {
-        self.flight = flight;
+    /// Makes the engine write its phases and collectives to a flight record.
+    pub(crate) fn set_flight_record(&mut self, flight: Option<Arc<FlightRecord>>) {
+        self.flight_record = flight;
     }
 
-    /// Arms or disarms the refusal of collectives that the plan does not hold; armed unless told otherwise.
-    pub fn guard(&mut self, armed: bool) {
-        self.armed = armed;
+    /// Arms or disarms the rejection of collectives that the plan does not contain. The default is
+    /// armed.
+    pub fn arm_guard(&mut self, armed: bool) {
+        self.guard_armed = armed;
     }
 
-    /// Lets the engine exchange its weights for those that `open` finds.
+    /// Enables weight reloads: the engine opens new weights with `open`.
     #[must_use]
-    pub fn reloads(mut self, open: OpenWeights) -> MeshEngine {
-        self.shards.opens(open);
+    pub fn with_weight_opener(mut self, open: WeightOpener) -> MeshEngine {
+        self.weight_fingerprints.set_opener(open);
         self
     }
 
-    /// Arms or disarms the refusal of a reload outside of a RELOAD; armed unless told otherwise.
-    pub fn guard_reload(&mut self, armed: bool) {
-        self.shards.guard(armed);
+    /// Arms or disarms the rejection of weight reloads outside a RELOAD call. The default is armed.
+    pub fn arm_reload_guard(&mut self, armed: bool) {
+        self.weight_fingerprints.arm_reload_guard(armed);
     }
 
-    /// Sets one element of a weight in memory, behind the back of its fingerprint: a fault for drills, nothing else
-    /// calls it. `false` when there is no such element.
+    /// Overwrites one element of a weight in memory without updating its fingerprint. Only drills
+    /// use this fault. Returns `false` if the element does not exist.
     pub fn mutate_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
         self.backend.write_weight(name, index, value)
     }
 
-    /// Has every run from now on begin with work that never ends: a fault for drills. Returns only where the backend has
-    /// work of its own; where the thread that calls is what works, it works from here on.
-    pub(crate) fn stick(&mut self) {
-        while !self.backend.stick() {
+    /// Makes every later run begin with work that never ends (a fault for drills). Returns if the
+    /// backend executes its own work; a backend that works on the calling thread hangs here, from
+    /// now on.
+    pub(crate) fn inject_hang(&mut self) {
+        while !self.backend.inject_hang() {
             std::hint::spin_loop();
         }
     }
 
-    /// Digests of what each buffer holds, by name and slice: for a flight record, on a cadence of chunks that is the
-    /// same on all ranks, since it reads every buffer. Equal slices are equal on all ranks; a shard of a cache is
-    /// compared with the same shard of a replay.
+    /// Returns a digest of each buffer, by name and slice. Every buffer is read, so the flight
+    /// record takes these digests only every few chunks, at the same chunks on all ranks. Equal
+    /// slices have equal digests on all ranks; a shard of a cache is compared with the same shard
+    /// of a replay.
     #[must_use]
-    pub fn cache_contents(&self) -> Vec<ShardPrint> {
-        let held =
-            self.buffers.iter().filter_map(|(name, slice)| self.backend.fingerprint_buffer(name, slice));
-        held.map(print).collect()
+    pub fn cache_fingerprints(&self) -> Vec<ShardFingerprint> {
+        let fingerprints = self
+            .buffer_slices
+            .iter()
+            .filter_map(|(name, slice)| self.backend.fingerprint_buffer(name, slice));
+        fingerprints.map(to_shard_fingerprint).collect()
     }
 
-    /// Names of the programs that are loaded.
+    /// Returns the names of the loaded programs.
     pub(crate) fn program_names(&self) -> impl Iterator<Item = &str> {
         self.phases.keys().map(String::as_str)
     }
 
-    /// Bytes held: weights, buffers, temporaries.
+    /// Returns the bytes of weights, buffers and temporaries.
     #[must_use]
-    pub fn memory(&self) -> [u64; 3] {
-        self.backend.memory()
+    pub fn memory_bytes(&self) -> [u64; 3] {
+        self.backend.memory_bytes()
     }
 }
 
 impl Engine for MeshEngine {
-    fn begin(&mut self, call: &ReadyCall) {
-        self.shards.begin(call.action);
-        self.at = At::call(call);
+    fn begin_call(&mut self, call: &ReadyCall) {
+        self.weight_fingerprints.begin_call(call.action);
+        self.position = CallPosition::from_call(call);
     }
 
     fn run(
@@ -317,15 +332,15 @@ impl Engine for MeshEngine {
         progress: &(dyn Fn(u32) + Sync),
     ) -> Result<PhaseReport, EngineFault> {
         let Some(phase) = self.phases.get_mut(&call.program) else {
-            return Err(EngineFault::failed(format!("this rank holds no program @{}", call.program)));
+            return Err(EngineFault::local_failure(format!("this rank has no program @{}", call.program)));
         };
         let mut data = CallData::default();
-        // Ranks of other stages read other scalars; each takes its own.
+        // Each stage reads its own scalars, so those of the other stages are skipped.
         for (name, arg) in call.args.iter().filter(|(n, _)| phase.scalars.contains(n)) {
             let scalar = match arg {
-                Arg::I64(i) => Scalar::I64(*i),
-                Arg::F32(x) => Scalar::F32(x.get()),
-                Arg::F32s(xs) => Scalar::F32s(xs.iter().map(|x| x.get()).collect()),
+                ScalarArg::I64(i) => Scalar::I64(*i),
+                ScalarArg::F32(x) => Scalar::F32(x.get()),
+                ScalarArg::F32s(xs) => Scalar::F32s(xs.iter().map(|x| x.get()).collect()),
             };
             data.scalars.insert(name, scalar);
         }
@@ -333,94 +348,109 @@ impl Engine for MeshEngine {
         for name in &phase.inputs {
             let values = inputs.get(name).and_then(Tensor::to_f32);
             tensors.push(
-                values.ok_or_else(|| EngineFault::failed(format!("the call brings no tensor `{name}`")))?,
+                values.ok_or_else(|| {
+                    EngineFault::local_failure(format!("the call carries no tensor `{name}`"))
+                })?,
             );
         }
         for (name, values) in phase.inputs.iter().zip(&tensors) {
             data.inputs.insert(name, values);
         }
-        let flight = self.flight.as_ref();
-        let mut guard = Guard::begin(&mut phase.sequence, &mut self.at, self.armed, flight, progress);
-        let (start, before) = (Instant::now(), self.backend.compensated());
+        let flight = self.flight_record.as_ref();
+        let mut guard = CollectiveGuard::begin_phase(
+            &mut phase.sequence,
+            &mut self.position,
+            self.guard_armed,
+            flight,
+            progress,
+        );
+        let (start, before) = (Instant::now(), self.backend.compensated_sums());
         self.backend.run(phase.loaded, &data, &mut guard).map_err(|f| match f {
-            Fault::Refused(text) => EngineFault::tripped(&T0751, text),
-            Fault::Failed(text) => EngineFault::failed(text),
-            Fault::Stalled(text) => EngineFault { kind: FaultKind::Stalled, ..EngineFault::failed(text) },
-            Fault::Aborted(text) => EngineFault::aborted(text),
+            Fault::Refused(text) => EngineFault::from_tripwire(&T0751, text),
+            Fault::Failed(text) => EngineFault::local_failure(text),
+            Fault::Stalled(text) => {
+                EngineFault { kind: EngineFaultKind::Stalled, ..EngineFault::local_failure(text) }
+            }
+            Fault::Aborted(text) => EngineFault::peer_abort(text),
         })?;
-        if self.ran.insert(call.program.clone()) {
-            let new = if self.warm { &mut self.count.new_since_warmup } else { &mut self.count.warmed };
+        if self.executed.insert(call.program.clone()) {
+            let new = if self.warmed_up {
+                &mut self.program_count.new_since_warmup
+            } else {
+                &mut self.program_count.warmed
+            };
             *new += 1;
         }
-        let seen = guard.end().map_err(|text| EngineFault::tripped(&T0751, text))?;
-        if seen != phase.trace {
-            return Err(EngineFault::failed(format!(
-                "@{} issued collectives with trace {}, the sealed plan holds {} for this rank",
+        let issued_trace = guard.end_phase().map_err(|text| EngineFault::from_tripwire(&T0751, text))?;
+        if issued_trace != phase.trace {
+            return Err(EngineFault::local_failure(format!(
+                "@{} issued collectives with trace {}, but the sealed plan expects {} for this rank",
                 call.program,
-                Digest(seen),
+                Digest(issued_trace),
                 Digest(phase.trace)
             )));
         }
-        if phase.latents.is_some() {
-            self.latents.clone_from(&phase.latents);
+        if phase.latents_shape.is_some() {
+            self.latents_shape.clone_from(&phase.latents_shape);
         }
         let ns = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.phases_ns = self.phases_ns.saturating_add(ns);
         Ok(PhaseReport {
             ns,
-            collectives: phase.whole.collectives,
-            trace: phase.whole.trace,
-            compensated: self.backend.compensated() - before,
+            collectives: phase.mesh_facts.collectives,
+            trace: phase.mesh_facts.trace,
+            compensated: self.backend.compensated_sums() - before,
         })
     }
 
     fn reset(&mut self) {
-        self.backend.reset();
+        self.backend.reset_buffers();
     }
 
-    fn output(&mut self) -> Result<Option<Tensor>, EngineFault> {
-        let (Some(shape), Some(values)) = (&self.latents, self.backend.output("latents")) else {
-            self.output_at_ns = thread_ns();
+    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
+        let (Some(shape), Some(values)) = (&self.latents_shape, self.backend.output("latents")) else {
+            self.output_at_ns = thread_cpu_ns();
             return Ok(None);
         };
         let output = Tensor::from_f32("latents", shape, values);
-        self.output_at_ns = thread_ns();
-        output.map(Some).map_err(|d| EngineFault::failed(d.message))
+        self.output_at_ns = thread_cpu_ns();
+        output.map(Some).map_err(|d| EngineFault::local_failure(d.message))
     }
 
-    fn programs(&self) -> ProgramCount {
-        let since = if self.warm { self.backend.made().saturating_sub(self.made) } else { 0 };
-        let new = u64::from(self.count.new_since_warmup) + since;
-        ProgramCount { new_since_warmup: u32::try_from(new).unwrap_or(u32::MAX), ..self.count }
+    fn program_count(&self) -> ProgramCount {
+        let made_since_warmup =
+            if self.warmed_up { self.backend.setup_count().saturating_sub(self.made_at_warmup) } else { 0 };
+        let new = u64::from(self.program_count.new_since_warmup) + made_since_warmup;
+        ProgramCount { new_since_warmup: u32::try_from(new).unwrap_or(u32::MAX), ..self.program_count }
     }
 
-    fn warmed(&mut self) {
-        self.warm = true;
-        self.made = self.backend.made();
+    fn finish_warmup(&mut self) {
+        self.warmed_up = true;
+        self.made_at_warmup = self.backend.setup_count();
     }
 
-    fn fingerprints(&self) -> Vec<ShardPrint> {
-        self.shards.prints().to_vec()
+    fn weight_fingerprints(&self) -> Vec<ShardFingerprint> {
+        self.weight_fingerprints.as_slice().to_vec()
     }
 
-    fn rehash(&mut self) -> Option<Rehash> {
-        let digest_ns = thread_ns().saturating_sub(self.output_at_ns);
-        self.shards.rehash(&mut *self.backend, std::mem::take(&mut self.phases_ns), digest_ns)
+    fn rehash_weights(&mut self) -> Option<RehashResult> {
+        let digest_ns = thread_cpu_ns().saturating_sub(self.output_at_ns);
+        self.weight_fingerprints.rehash(&mut *self.backend, std::mem::take(&mut self.phases_ns), digest_ns)
     }
 
-    fn reload(&mut self, source: &str) -> Result<Reloaded, EngineFault> {
-        self.shards.reload(&mut *self.backend, source).map_err(|d| {
+    fn reload_weights(&mut self, source: &str) -> Result<ReloadedWeights, EngineFault> {
+        self.weight_fingerprints.reload(&mut *self.backend, source).map_err(|d| {
             let Failure { code, text, .. } = Failure::from_diagnostic(FailureClass::Engine, None, &d);
-            EngineFault { kind: FaultKind::Failed, code, text }
+            EngineFault { kind: EngineFaultKind::Failed, code, text }
         })
     }
 
     fn cpu_ns(&self) -> u64 {
-        thread_ns()
+        thread_cpu_ns()
     }
 
     fn abort_handle(&self) -> AbortHandle {
-        let abort: Abort = self.backend.abort();
+        let abort: AbortFn = self.backend.abort_fn();
         Arc::new(move || abort("the run ended"))
     }
 }

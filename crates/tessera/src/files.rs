@@ -1,4 +1,5 @@
-//! Folders that appear whole or not at all, and files read with a diagnostic instead of an error number.
+//! Staged folders, which appear complete or not at all, and file access that reports errors as
+//! diagnostics.
 
 use std::fs::File;
 use std::io::Write;
@@ -6,74 +7,74 @@ use std::path::{Path, PathBuf};
 
 use tessera_base::{Code, Diagnostic};
 
-/// Something is there already.
+/// The output folder already exists.
 pub static T0013: Code = Code {
     id: "T0013",
     title: "output folder exists",
-    page: "Nothing is ever overwritten: the folder named for output is already there. Name another one, or move it away.",
+    page: "Tessera never overwrites output, and the output folder already exists. Name another folder, or move this one away.",
 };
-/// Writing failed.
+/// An output file or folder cannot be written.
 pub static T0014: Code = Code {
     id: "T0014",
     title: "output cannot be written",
-    page: "The operating system refused to create or write a file: no space left, no permission, or a read-only place. \
-A plan folder appears whole or not at all. A run's folder keeps what was written before, and its record says how the run \
-ended.",
+    page: "The operating system refused to create or write a file: no space left, no permission, or a read-only file system. \
+A plan folder appears complete or not at all. A run directory keeps everything written before the error, and its record \
+states how the run ended.",
 };
 
-/// A folder under construction beside its final place.
+/// A folder under construction in a staging directory beside its target path.
 #[derive(Debug)]
-pub(crate) struct Folder {
+pub(crate) struct StagedFolder {
     staging: PathBuf,
     target: PathBuf,
-    done: bool,
+    committed: bool,
 }
 
-impl Folder {
-    /// Begins a folder that must not exist yet.
-    pub(crate) fn create(target: &Path) -> Result<Folder, Diagnostic> {
+impl StagedFolder {
+    /// Creates the staging directory. The target must not exist yet.
+    pub(crate) fn create(target: &Path) -> Result<StagedFolder, Diagnostic> {
         refuse_existing(target)?;
         let name = target.file_name().map_or("plan".into(), |n| n.to_string_lossy().into_owned());
         let staging = target.with_file_name(format!(".{name}.{}", std::process::id()));
-        std::fs::create_dir_all(&staging).map_err(|e| unwritable(&staging, &e))?;
-        Ok(Folder { staging, target: target.to_path_buf(), done: false })
+        std::fs::create_dir_all(&staging).map_err(|e| write_error(&staging, &e))?;
+        Ok(StagedFolder { staging, target: target.to_path_buf(), committed: false })
     }
 
     pub(crate) fn write(&mut self, name: &str, bytes: &[u8]) -> Result<(), Diagnostic> {
         let path = self.staging.join(name);
         if let Some(parent) = path.parent() {
-            std::fs::create_dir_all(parent).map_err(|e| unwritable(parent, &e))?;
+            std::fs::create_dir_all(parent).map_err(|e| write_error(parent, &e))?;
         }
         write_file(&path, bytes)
     }
 
-    /// Moves it to its place.
-    pub(crate) fn finish(mut self) -> Result<(), Diagnostic> {
-        std::fs::rename(&self.staging, &self.target).map_err(|e| unwritable(&self.target, &e))?;
-        self.done = true;
+    /// Moves the folder to its target path.
+    pub(crate) fn commit(mut self) -> Result<(), Diagnostic> {
+        std::fs::rename(&self.staging, &self.target).map_err(|e| write_error(&self.target, &e))?;
+        self.committed = true;
         Ok(())
     }
 }
 
-impl Drop for Folder {
+impl Drop for StagedFolder {
     fn drop(&mut self) {
-        if !self.done {
-            // What cannot be removed is a hidden folder that nothing reads.
+        if !self.committed {
+            // A staging directory that cannot be removed is hidden, and nothing reads it.
             let _ = std::fs::remove_dir_all(&self.staging);
         }
     }
 }
 
-/// Refuses a target that is there already.
+/// Returns T0013 if the target exists.
 pub(crate) fn refuse_existing(target: &Path) -> Result<(), Diagnostic> {
     if target.symlink_metadata().is_ok() {
-        return Err(Diagnostic::error(&T0013, format!("{} is there already", target.display()))
-            .hint("name another folder with --out, or move this one away"));
+        return Err(Diagnostic::error(&T0013, format!("{} already exists", target.display()))
+            .with_hint("name another folder with --out, or move this one away"));
     }
     Ok(())
 }
 
-/// Writes a file that appears whole or not at all.
+/// Writes a file atomically: it appears complete or not at all.
 pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Diagnostic> {
     let name = path.file_name().map_or("file".into(), |n| n.to_string_lossy().into_owned());
     let staging = path.with_file_name(format!(".{name}.part"));
@@ -85,24 +86,24 @@ pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Diagnostic> {
     };
     write().map_err(|e| {
         let _ = std::fs::remove_file(&staging);
-        unwritable(path, &e)
+        write_error(path, &e)
     })
 }
 
-/// Reads a text file.
+/// Reads a text file and reports an error under `code`.
 pub(crate) fn read_text(path: &Path, code: &'static Code) -> Result<String, Diagnostic> {
     std::fs::read_to_string(path)
         .map_err(|e| Diagnostic::error(code, format!("{} cannot be read: {e}", path.display())))
 }
 
-/// T0014 for a path.
-pub(crate) fn unwritable(path: &Path, e: &std::io::Error) -> Diagnostic {
+/// Builds the T0014 diagnostic for a failed write to `path`.
+pub(crate) fn write_error(path: &Path, e: &std::io::Error) -> Diagnostic {
     let d = Diagnostic::error(&T0014, format!("{} cannot be written: {e}", path.display()));
     match e.kind() {
         std::io::ErrorKind::StorageFull => {
-            d.hint("make room on the disk, or name a folder on another one with --out")
+            d.with_hint("free some disk space, or name a folder on another disk with --out")
         }
-        std::io::ErrorKind::PermissionDenied => d.hint("name a folder that you may write to with --out"),
+        std::io::ErrorKind::PermissionDenied => d.with_hint("name a folder that you may write to with --out"),
         _ => d,
     }
 }

@@ -1,4 +1,5 @@
-//! NVIDIA GPUs of the machine at hand: where their libraries may lie, and what was found.
+//! Finds the NVIDIA GPUs of this machine and the CUDA libraries, and keeps the cache of compiled
+//! kernels.
 
 use std::collections::BTreeSet;
 use std::fs::Permissions;
@@ -8,19 +9,22 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_cuda::{Devices, Libraries, Shelf, devices};
+use tessera_cuda::{Devices, KernelCache, Libraries, list_devices};
 
-/// Names further folders with libraries, separated by colons; they come first.
-pub const FOLDERS: &str = "TESSERA_CUDA_LIBS";
+/// Environment variable with additional library folders, separated by colons. They are searched
+/// first.
+pub const LIBRARY_PATH_VAR: &str = "TESSERA_CUDA_LIBS";
 
-/// Names the folder where compiled kernels and choices by time are kept; an empty name keeps none.
-pub const KERNELS: &str = "TESSERA_KERNELS";
+/// Environment variable with the folder for compiled kernels and the autotune cache. An empty value
+/// disables the cache.
+pub const KERNEL_CACHE_VAR: &str = "TESSERA_KERNELS";
 
-/// Where compiled kernels and choices by time are kept from run to run: a folder of the user's cache, unless told otherwise.
+/// Opens the cache of compiled kernels and autotuner results. It lies in the user's cache folder
+/// unless [`KERNEL_CACHE_VAR`] names another folder.
 #[must_use]
-pub fn kernels() -> Option<Arc<dyn Shelf>> {
-    let folder = match std::env::var_os(KERNELS) {
-        Some(told) => (!told.is_empty()).then(|| PathBuf::from(told)),
+pub fn open_kernel_cache() -> Option<Arc<dyn KernelCache>> {
+    let folder = match std::env::var_os(KERNEL_CACHE_VAR) {
+        Some(configured) => (!configured.is_empty()).then(|| PathBuf::from(configured)),
         None => {
             let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
             let home = || std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache"));
@@ -28,24 +32,25 @@ pub fn kernels() -> Option<Arc<dyn Shelf>> {
             cache.map(|c| c.join("tessera").join("kernels"))
         }
     };
-    folder.map(|f| Arc::new(Folder(f)) as Arc<dyn Shelf>)
+    folder.map(|f| Arc::new(KernelDir(f)) as Arc<dyn KernelCache>)
 }
 
 /// A folder of compiled kernels.
 #[derive(Debug)]
-pub struct Folder(pub PathBuf);
+pub struct KernelDir(pub PathBuf);
 
-impl Shelf for Folder {
-    fn find(&self, name: &str) -> Option<Vec<u8>> {
+impl KernelCache for KernelDir {
+    fn load(&self, name: &str) -> Option<Vec<u8>> {
         std::fs::read(self.0.join(name)).ok()
     }
 
-    /// Under a name of its own first: a reader never sees half a file, though ranks in threads, processes and containers keep the
-    /// same at once.
-    fn keep(&self, name: &str, image: &[u8]) {
-        // What cannot be kept is made again next time.
+    /// Writes to a temporary file first and renames it, so that a reader never sees a partial file
+    /// although threads, processes and containers may write the same kernel at the same time.
+    fn save(&self, name: &str, image: &[u8]) {
+        // A failed write only means that the kernel is compiled again in the next run.
         let _ = std::fs::create_dir_all(&self.0).and_then(|()| {
-            // As readable as a file is by the user's mask; a temporary one is its owner's alone.
+            // A temporary file is readable by its owner alone. The kernel gets the permissions that
+            // the user's umask allows.
             let readable = Permissions::from_mode(0o666);
             let mut part = tempfile::Builder::new().permissions(readable).tempfile_in(&self.0)?;
             part.write_all(image)?;
@@ -54,33 +59,33 @@ impl Shelf for Folder {
     }
 }
 
-/// What was found.
+/// The result of looking for GPUs and libraries.
 #[derive(Debug)]
-pub struct Gpus {
-    /// Folders that were looked in, in order.
-    pub folders: Vec<PathBuf>,
-    /// Libraries that are here, and those that are not.
+pub struct GpuDiscovery {
+    /// Searched folders, in order.
+    pub searched: Vec<PathBuf>,
+    /// Libraries that were found, and libraries that were not.
     pub libraries: Libraries,
-    /// GPUs, or why the driver tells of none.
+    /// The GPUs, or the reason why the driver reports none.
     pub devices: Result<Devices, Diagnostic>,
 }
 
-impl Gpus {
-    /// Looks.
+impl GpuDiscovery {
+    /// Looks for libraries and GPUs.
     #[must_use]
-    pub fn look() -> Gpus {
+    pub fn discover() -> GpuDiscovery {
         let split = |name: &str| -> Vec<PathBuf> {
             std::env::var_os(name).map(|v| std::env::split_paths(&v).collect()).unwrap_or_default()
         };
-        let folders = folders(split(FOLDERS), &split("PATH"));
-        let libraries = Libraries::load(&folders);
-        let devices = devices(&libraries);
-        Gpus { folders, libraries, devices }
+        let searched = library_folders(split(LIBRARY_PATH_VAR), &split("PATH"));
+        let libraries = Libraries::load(&searched);
+        let devices = list_devices(&libraries);
+        GpuDiscovery { searched, libraries, devices }
     }
 
-    /// The same by name, for people.
+    /// Returns the result as names and values for display.
     #[must_use]
-    pub fn facts(&self) -> Vec<(String, String)> {
+    pub fn to_rows(&self) -> Vec<(String, String)> {
         let mut out = Vec::new();
         match &self.devices {
             Ok(all) => {
@@ -96,64 +101,65 @@ impl Gpus {
                         format!("GPU {i}"),
                         format!(
                             "{}, {}, {} multiprocessors, sm_{major}{minor}, {}{links}",
-                            g.name, g.memory, g.multiprocessors, g.bus
+                            g.name, g.memory, g.multiprocessors, g.pci_bus_id
                         ),
                     ));
                 }
                 if all.gpus.len() > 1 {
-                    out.push(("peer access".to_string(), peers(all)));
+                    out.push(("peer access".to_string(), describe_peer_access(all)));
                 }
             }
-            // The driver's absence is told among the libraries.
+            // A missing driver is reported with the libraries below.
             Err(d) if d.code.id == tessera_cuda::T1301.id => {
-                out.push(("GPUs".to_string(), "none: no driver is here".to_string()));
+                out.push(("GPUs".to_string(), "none: no driver is installed".to_string()));
             }
             Err(d) => out.push(("GPUs".to_string(), format!("none: {} ({})", d.message, d.code.id))),
         }
         for f in &self.libraries.found {
-            let version = f.version.clone().unwrap_or_else(|| "of no version".to_string());
+            let version = f.version.clone().unwrap_or_else(|| "without version".to_string());
             out.push((f.library.name().to_string(), format!("{version}, {}", f.path.display())));
         }
-        for l in &self.libraries.lost {
-            let told = l.diagnostic();
-            let mut text = format!("{} ({})", told.message, told.code.id);
-            for (path, why) in &l.refused {
-                text += &format!("; {} would not load: {why}", path.display());
+        for l in &self.libraries.missing {
+            let diagnostic = l.to_diagnostic();
+            let mut text = format!("{} ({})", diagnostic.message, diagnostic.code.id);
+            for (path, why) in &l.load_errors {
+                text += &format!("; {} cannot be loaded: {why}", path.display());
             }
             out.push((l.library.name().to_string(), text));
         }
-        if self.libraries.lost.iter().any(|l| !l.library.of_driver()) {
-            let folders = self.folders.iter().map(|f| f.display().to_string());
-            let all: Vec<String> =
-                folders.chain(["the folders of the system's loader".to_string()]).collect();
-            out.push(("looked in".to_string(), all.join(", ")));
+        if self.libraries.missing.iter().any(|l| !l.library.is_part_of_driver()) {
+            let folders = self.searched.iter().map(|f| f.display().to_string());
+            let all: Vec<String> = folders.chain(["the folders of the dynamic loader".to_string()]).collect();
+            out.push(("searched".to_string(), all.join(", ")));
         }
         out
     }
 }
 
-fn peers(all: &Devices) -> String {
-    let pairs = |with: fn(&tessera_cuda::Link) -> bool| all.links.iter().filter(|l| with(l)).count();
+fn describe_peer_access(all: &Devices) -> String {
+    let pairs = |with: fn(&tessera_cuda::PeerLink) -> bool| all.peer_links.iter().filter(|l| with(l)).count();
     let (access, atomics) = (pairs(|l| l.access), pairs(|l| l.atomics));
     match (access, atomics) {
-        (0, _) => "none between any two".to_string(),
-        (n, a) if n == all.links.len() && a == n => "between all, atomics too".to_string(),
+        (0, _) => "none between any pair".to_string(),
+        (n, a) if n == all.peer_links.len() && a == n => "between all pairs, with atomics".to_string(),
         (n, a) => {
-            let lacking = all.links.iter().filter(|l| !l.access).map(|l| format!("{}→{}", l.from, l.to));
-            let lacking: Vec<String> = lacking.collect();
-            let but = if lacking.is_empty() { String::new() } else { format!(", not {}", lacking.join(" ")) };
-            format!("{n} of {} ordered pairs{but}; atomics on {a}", all.links.len())
+            let missing = all.peer_links.iter().filter(|l| !l.access).map(|l| format!("{}→{}", l.from, l.to));
+            let missing: Vec<String> = missing.collect();
+            let exceptions =
+                if missing.is_empty() { String::new() } else { format!(", not {}", missing.join(" ")) };
+            format!("{n} of {} ordered pairs{exceptions}; atomics on {a}", all.peer_links.len())
         }
     }
 }
 
-/// Folders that may hold libraries: those told, those of wheels beside each Python on the path, those of a toolkit.
-fn folders(told: Vec<PathBuf>, path: &[PathBuf]) -> Vec<PathBuf> {
-    let mut out = told;
+/// Lists the folders that may contain libraries: the configured ones, those of the NVIDIA wheels
+/// beside each Python on the path, and those of a CUDA toolkit.
+fn library_folders(configured: Vec<PathBuf>, path: &[PathBuf]) -> Vec<PathBuf> {
+    let mut out = configured;
     let mut prefixes: Vec<PathBuf> = Vec::new();
     for bin in path {
         let python = bin.join("python3");
-        // An environment's Python is a link to another's, and both may have wheels.
+        // The Python of a virtual environment links to another Python, and both may have wheels.
         for python in [Some(python.clone()), std::fs::canonicalize(&python).ok()].into_iter().flatten() {
             if python.exists()
                 && let Some(prefix) = python.parent().and_then(Path::parent)
@@ -166,7 +172,7 @@ fn folders(told: Vec<PathBuf>, path: &[PathBuf]) -> Vec<PathBuf> {
     let mut sites = Vec::new();
     for prefix in prefixes {
         for lib in ["lib", "lib64", "local/lib"] {
-            for python in entries(&prefix.join(lib)) {
+            for python in sorted_entries(&prefix.join(lib)) {
                 if python.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3")) {
                     sites.extend(["site-packages", "dist-packages"].map(|s| python.join(s).join("nvidia")));
                 }
@@ -174,21 +180,21 @@ fn folders(told: Vec<PathBuf>, path: &[PathBuf]) -> Vec<PathBuf> {
         }
     }
     for site in sites {
-        out.extend(entries(&site).into_iter().map(|wheel| wheel.join("lib")).filter(|p| p.is_dir()));
+        out.extend(sorted_entries(&site).into_iter().map(|wheel| wheel.join("lib")).filter(|p| p.is_dir()));
     }
     let toolkit = ["/usr/local/cuda/lib64", "/usr/local/nvidia/lib64"].map(PathBuf::from);
     out.extend(toolkit.into_iter().filter(|p| p.is_dir()));
-    // A folder may be there under two names: it is looked in once, and an empty name is none.
+    // Two names may refer to the same folder, which is searched only once. Empty names are dropped.
     let mut seen = BTreeSet::new();
     out.retain(|p| {
-        let same = std::fs::canonicalize(p).unwrap_or_else(|_| p.clone());
-        !p.as_os_str().is_empty() && seen.insert(same)
+        let canonical = std::fs::canonicalize(p).unwrap_or_else(|_| p.clone());
+        !p.as_os_str().is_empty() && seen.insert(canonical)
     });
     out
 }
 
-/// What lies in a folder, sorted; nothing where it cannot be read.
-fn entries(folder: &Path) -> Vec<PathBuf> {
+/// Returns the sorted entries of a folder, or nothing if it cannot be read.
+fn sorted_entries(folder: &Path) -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> =
         std::fs::read_dir(folder).map(|d| d.flatten().map(|e| e.path()).collect()).unwrap_or_default();
     all.sort();
@@ -198,12 +204,12 @@ fn entries(folder: &Path) -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use tessera_base::Bytes;
-    use tessera_cuda::{Gpu, Link};
+    use tessera_cuda::{Gpu, PeerLink};
 
     use super::*;
 
     #[test]
-    fn wheels_of_an_environment_come_after_what_was_told() {
+    fn configured_folders_come_before_wheels() {
         let dir = tempfile::tempdir().unwrap();
         let at = |p: &str| dir.path().join(p);
         for p in ["env/bin", "env/lib/python3.12/site-packages/nvidia/cu13/lib", "mine"] {
@@ -212,7 +218,7 @@ mod tests {
         std::fs::create_dir_all(at("env/lib/python3.12/site-packages/nvidia/cudnn/lib")).unwrap();
         std::fs::create_dir_all(at("env/lib/python3.12/site-packages/nvidia/headers")).unwrap();
         std::fs::write(at("env/bin/python3"), "").unwrap();
-        let found = folders(vec![at("mine")], &[at("nowhere"), at("env/bin"), at("env/bin")]);
+        let found = library_folders(vec![at("mine")], &[at("nowhere"), at("env/bin"), at("env/bin")]);
         let site = at("env/lib/python3.12/site-packages/nvidia");
         let begin = [at("mine"), site.join("cu13/lib"), site.join("cudnn/lib")];
         assert_eq!(found[..3], begin);
@@ -220,22 +226,22 @@ mod tests {
     }
 
     #[test]
-    fn what_several_keep_at_once_is_found_whole() {
+    fn concurrently_written_kernels_are_never_torn() {
         let dir = tempfile::tempdir().unwrap();
-        let folder = Folder(dir.path().join("new"));
+        let folder = KernelDir(dir.path().join("new"));
         let images = [vec![1_u8; 1 << 16], vec![2; 1 << 20]];
         std::thread::scope(|s| {
             for image in &images {
-                s.spawn(|| (0..50).for_each(|_| folder.keep("kernel", image)));
+                s.spawn(|| (0..50).for_each(|_| folder.save("kernel", image)));
             }
             for _ in 0..200 {
-                let found = folder.find("kernel");
+                let found = folder.load("kernel");
                 assert!(found.is_none_or(|f| images.contains(&f)));
             }
         });
-        assert!(images.contains(&folder.find("kernel").unwrap()));
+        assert!(images.contains(&folder.load("kernel").unwrap()));
         assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 1);
-        // Others read it as they would any file.
+        // Other users can read the kernel as they can read any new file.
         let plain = dir.path().join("plain");
         std::fs::write(&plain, "").unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode();
@@ -243,22 +249,22 @@ mod tests {
     }
 
     #[test]
-    fn pairs_that_cannot_reach_each_other_are_named() {
+    fn pairs_without_peer_access_are_listed() {
         let gpu = Gpu {
             name: "a GPU".into(),
-            bus: "0000:00:00.0".into(),
+            pci_bus_id: "0000:00:00.0".into(),
             memory: Bytes(1 << 30),
             multiprocessors: 1,
             capability: (9, 0),
             nvlinks: None,
         };
-        let link = |from, to, access| Link { from, to, access, atomics: access };
+        let link = |from, to, access| PeerLink { from, to, access, atomics: access };
         let gpus = vec![gpu.clone(), gpu];
-        let both = Devices { gpus, links: vec![link(0, 1, true), link(1, 0, true)] };
-        assert_eq!(peers(&both), "between all, atomics too");
-        let one = Devices { links: vec![link(0, 1, true), link(1, 0, false)], ..both.clone() };
-        assert_eq!(peers(&one), "1 of 2 ordered pairs, not 1→0; atomics on 1");
-        let none = Devices { links: vec![link(0, 1, false), link(1, 0, false)], ..both };
-        assert_eq!(peers(&none), "none between any two");
+        let both = Devices { gpus, peer_links: vec![link(0, 1, true), link(1, 0, true)] };
+        assert_eq!(describe_peer_access(&both), "between all pairs, with atomics");
+        let one = Devices { peer_links: vec![link(0, 1, true), link(1, 0, false)], ..both.clone() };
+        assert_eq!(describe_peer_access(&one), "1 of 2 ordered pairs, not 1→0; atomics on 1");
+        let none = Devices { peer_links: vec![link(0, 1, false), link(1, 0, false)], ..both };
+        assert_eq!(describe_peer_access(&none), "none between any pair");
     }
 }

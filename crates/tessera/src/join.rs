@@ -1,8 +1,9 @@
-//! One rank of a stream whose ranks somebody else started, on one host or on several: it meets the others at rank 0,
-//! and then does what a launched rank does.
+//! One rank of a stream whose ranks an external launcher (torchrun, Slurm, a shell) started, on one
+//! host or on several. The rank meets the others at rank 0 and then runs like a launched rank.
 //!
-//! Every rank plans from its own arguments or reads its own copy of a plan; digests are compared before anything runs.
-//! What to stream is rank 0's to say, and rank 0 alone writes the run's folder; others keep only their flight record there.
+//! Every rank plans from its own arguments or reads its own copy of a plan; the ranks compare
+//! digests before anything runs. Only rank 0 decides what to stream and writes the run directory;
+//! the other ranks write only their flight record there.
 
 use std::net::IpAddr;
 use std::os::unix::fs::PermissionsExt;
@@ -13,102 +14,105 @@ use std::time::Duration;
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
-use tessera_runtime::driver::rendezvous::{Peers, Rendezvous, meet};
-use tessera_runtime::driver::secure::{Credentials, Secret, Tls};
-use tessera_runtime::driver::{Interrupt, Joined};
+use tessera_runtime::driver::rendezvous::{RendezvousPeers, RendezvousSpec, join_peers};
+use tessera_runtime::driver::secure::{Credentials, Secret, TlsConfig};
+use tessera_runtime::driver::{JoinedRank, StopHandle};
 use tessera_runtime::wire::{Progress, Welcome};
 use tessera_runtime::{Failure, FailureClass};
 
 use crate::Model;
-use crate::comm::{self, Lanes};
-use crate::cuda::{self, OnGpus};
+use crate::communicators::{self, EndpointSources};
+use crate::cuda::{self, GpuRankConfig};
 use crate::plan::Plan;
-use crate::rank::{Arrival, Common, Orders, Tell, Told, follow, lead, links};
-use crate::stream::{self, Device, StreamOptions, StreamReport, Tally};
+use crate::rank::{
+    LeaderEvent, LeaderEventHandler, RankConfig, RankContext, RankSetup, control_topology, run_as_leader,
+    run_follower,
+};
+use crate::stream::{self, ProgressTally, RunDevice, StreamOptions, StreamReport};
 
-/// A place in the world that does not add up.
+/// The rank environment of the process is inconsistent.
 pub static T0034: Code = Code {
     id: "T0034",
-    title: "this process's place among the ranks does not add up",
-    page: "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, `tessera stream` is one rank of a run that somebody else \
-started, such as torchrun, Slurm or a shell on each host. All four are needed: whole numbers with RANK below WORLD_SIZE, and \
-the address and port where rank 0 listens. The plan must have as many ranks as the world, and a secret or certificates must \
-be named, because the ranks' connections are open to the network.\n\nTo start all ranks on this host instead, unset the four.",
+    title: "inconsistent rank environment",
+    page: "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, `tessera stream` is one rank of a run that an external \
+launcher started, such as torchrun, Slurm or a shell on each host. All four are required: whole numbers with RANK below \
+WORLD_SIZE, and the address and port where rank 0 listens. The plan must have exactly WORLD_SIZE ranks, and a secret or \
+certificates must be given, because the ranks' connections are open to the network.\n\nTo start all ranks on this host instead, unset the four variables.",
 };
-/// A file of the run's credentials that cannot be used.
+/// A credentials file cannot be used.
 pub static T0035: Code = Code {
     id: "T0035",
-    title: "a file of the run's credentials cannot be used",
+    title: "credentials file cannot be used",
     page: "The secret of a run is a file of 32 bytes or more that every rank reads (`--secret FILE`), for instance from \
 `head -c 32 /dev/urandom`. Certificates come as three PEM files: this rank's certificate, its key, and the certificate of the \
-authority that all ranks believe (`--tls-cert`, `--tls-key`, `--tls-ca`); all three or none. A secret or a key that everybody \
-on the host may read is refused: `chmod 600` it.",
+authority that all ranks trust (`--tls-cert`, `--tls-key`, `--tls-ca`); give all three or none. A secret or a key that every \
+user of the host can read is rejected: `chmod 600` it.",
 };
 
-/// Most bytes of a file of credentials.
-const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Maximum size of a credentials file in bytes.
+const MAX_CREDENTIAL_BYTES: u64 = 1 << 20;
 
-/// Which place this process has among the ranks, and how it proves it.
+/// The rank of this process in the run, and its credentials.
 #[derive(Debug, Clone)]
 pub struct JoinOptions {
-    /// This rank.
+    /// Rank of this process.
     pub rank: u32,
-    /// How many there are.
+    /// Number of ranks.
     pub world: u32,
     /// Host and port where rank 0 listens.
     pub master: (String, u16),
-    /// Ranks on this host, which share its cores.
+    /// Number of ranks on this host; they share its cores.
     pub local_world: u32,
-    /// This rank's place among them, where somebody says.
+    /// Index of this rank among the ranks of this host, if the launcher provides it.
     pub local_rank: Option<u32>,
-    /// Address of this host at which to listen instead.
+    /// Address of this host to listen on instead of the default.
     pub bind: Option<IpAddr>,
-    /// File of the run's secret.
+    /// File with the shared secret of the run.
     pub secret: Option<PathBuf>,
-    /// Files of certificates.
+    /// TLS certificate files.
     pub tls: Option<TlsFiles>,
-    /// How long the others are waited for.
+    /// Maximum time to wait for the other ranks.
     pub timeout: Duration,
 }
 
-/// Three PEM files.
+/// Paths of the three PEM files for TLS.
 #[derive(Debug, Clone)]
 pub struct TlsFiles {
-    /// This rank's certificate, with what leads to the authority.
+    /// This rank's certificate, followed by its chain up to the authority.
     pub certificate: PathBuf,
-    /// Its key.
+    /// Private key of the certificate.
     pub key: PathBuf,
     /// Certificates of the authority.
     pub authority: PathBuf,
 }
 
-/// What happens while a joined rank runs.
+/// An event while a joined rank runs.
 #[derive(Debug)]
 pub enum JoinEvent {
-    /// A stranger, or something else worth knowing.
+    /// A connection from a stranger, or another condition worth reporting.
     Note(Diagnostic),
-    /// All ranks have met; where each listens, in order.
-    Met(Vec<String>),
-    /// Rank 0: a chunk is on disk.
+    /// All ranks have connected; the listening address of each, in rank order.
+    Connected(Vec<String>),
+    /// A chunk is on disk (rank 0 only).
     Chunk(stream::ChunkProgress),
-    /// Rank 0: the run failed. The process has little time left.
+    /// The run failed (rank 0 only). The process exits soon.
     Failed(Failure),
 }
 
-/// How a joined rank ended.
+/// The outcome of a joined rank.
 #[derive(Debug)]
 pub enum JoinReport {
-    /// Rank 0, which has the run's folder.
+    /// Outcome of rank 0, which owns the run directory.
     Leader(StreamReport),
-    /// Another rank, and how the run failed for it.
+    /// Outcome of another rank, with the failure that it observed.
     Rank(Option<Failure>),
-    /// Another rank, cut off because rank 0 was asked twice to stop.
-    Cut,
+    /// Another rank was stopped because rank 0 was interrupted twice.
+    Interrupted,
 }
 
-/// The class of a refusal that the ranks came to together, if they did.
+/// Returns the failure class if `ds` contains a rejection that all ranks reached together.
 #[must_use]
-pub fn class(ds: &[Diagnostic]) -> Option<FailureClass> {
+pub fn joint_failure_class(ds: &[Diagnostic]) -> Option<FailureClass> {
     ds.iter().find_map(|d| match d.code.id {
         "T0756" => Some(FailureClass::Peer),
         "T0740" | "T0757" => Some(FailureClass::Parity),
@@ -116,206 +120,223 @@ pub fn class(ds: &[Diagnostic]) -> Option<FailureClass> {
     })
 }
 
-/// Runs one rank. Blocks until the run is over.
+/// Runs one rank and blocks until the run is over.
 ///
 /// # Errors
-/// What is wrong before anything was started or written, on this rank or, told by rank 0, on another.
+/// Returns everything that is wrong before anything was started or written, on this rank or, as
+/// reported by rank 0, on another.
 pub fn run(
     plan: Plan,
     model: &Model,
     options: &StreamOptions,
     join: &JoinOptions,
-    interrupt: &Interrupt,
-    on: &mut dyn FnMut(JoinEvent),
+    interrupt: &StopHandle,
+    on_event: &mut dyn FnMut(JoinEvent),
 ) -> Result<JoinReport, Diagnostics> {
-    let mut spec = rendezvous(&plan, options, join)?;
-    let first = first_of_host(join);
-    let on_gpus = options.device == Device::Cuda;
+    let mut spec = build_rendezvous(&plan, options, join)?;
+    let first_rank_of_host = first_rank_of_host(join);
+    let on_gpus = options.device == RunDevice::Cuda;
     if on_gpus {
-        // This rank's device, and those before it.
-        let needed = cuda::device(plan.sealed.mesh(), first, Rank(join.rank + 1)) as usize;
-        let gpus = stream::gpus(&plan, options, needed)?;
+        // Covers this rank's device and the devices before it.
+        let needed = cuda::device_index(plan.sealed.mesh(), first_rank_of_host, Rank(join.rank + 1)) as usize;
+        let gpus = stream::find_gpus(&plan, options, needed)?;
         if let Some(gpus) = gpus.filter(|_| join.rank == 0) {
-            let lanes = cuda::lane_ids(&gpus, &plan.sealed).map_err(|d| vec![d])?;
-            spec.tells = serde_json::to_vec(&lanes).map_err(|e| vec![unheard(&e)])?;
+            let ids = cuda::create_communicator_ids(&gpus, &plan.sealed).map_err(|d| vec![d])?;
+            spec.leader_payload = serde_json::to_vec(&ids).map_err(|e| vec![communicator_ids_error(&e)])?;
         }
     }
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if join.rank == 0 {
-        // Who shares these cores is not rank 0's to know.
+        // The other ranks may be on other hosts, so rank 0 cannot check for oversubscription.
         let options = StreamOptions { oversubscribe: true, ..options.clone() };
-        stream::check(&plan, model, &options, spec.world, cores)?;
+        stream::check_stream(&plan, model, &options, spec.world_size, cores)?;
     }
     let threads = (cores / join.local_world.max(1) as usize).max(1);
-    let mut orders = stream::orders(&plan, model, options, threads).map_err(|d| vec![d])?;
-    // Before any rank goes on: on a disk that ranks share the others find the folder there.
-    let mut folder = || stream::write_folder(&plan, &orders, options).map_err(|d| vec![d]);
-    let peers = meet(&spec, interrupt, &mut |d| on(JoinEvent::Note(d)), &mut folder)?;
+    let mut orders = stream::build_rank_config(&plan, model, options, threads).map_err(|d| vec![d])?;
+    // The folder must exist before any rank continues: ranks that share a disk write their flight
+    // records there.
+    let mut folder = || stream::write_run_dir(&plan, &orders, options).map_err(|d| vec![d]);
+    let peers = join_peers(&spec, interrupt, &mut |d| on_event(JoinEvent::Note(d)), &mut folder)?;
     if on_gpus {
-        // Rank 0 made the names by which ranks meet on GPUs.
-        let lanes = serde_json::from_slice(&peers.told).map_err(|e| vec![unheard(&e)])?;
-        orders.gpus = Some(OnGpus { lanes, first });
+        // Rank 0 created the NCCL ids of the communicators.
+        let communicator_ids =
+            serde_json::from_slice(&peers.leader_payload).map_err(|e| vec![communicator_ids_error(&e)])?;
+        orders.gpus = Some(GpuRankConfig { communicator_ids, first_rank_of_host });
     }
-    on(JoinEvent::Met(peers.addresses.clone()));
+    on_event(JoinEvent::Connected(peers.addresses.clone()));
     if join.rank == 0 {
-        return leader(&plan, &orders, options, &spec, peers, interrupt, on);
+        return run_rank_zero(&plan, &orders, options, &spec, peers, interrupt, on_event);
     }
-    let arrive = || Ok(arrival(Arc::new(plan), &orders, &spec, peers));
-    Ok(match follow(arrive, &orders, Rank(spec.rank))? {
-        // Nobody launched these ranks: only rank 0 says so, when it is told to leave at once.
-        Some(f) if f.class == FailureClass::LauncherGone => JoinReport::Cut,
+    let setup = || Ok(setup_from_peers(Arc::new(plan), &orders, &spec, peers));
+    Ok(match run_follower(setup, &orders, Rank(spec.rank))? {
+        // No launcher started these ranks; only rank 0 sends this failure, when it is interrupted
+        // twice.
+        Some(f) if f.class == FailureClass::LauncherGone => JoinReport::Interrupted,
         failure => JoinReport::Rank(failure),
     })
 }
 
-/// First rank of this rank's host: a launcher gives a host's ranks one after another.
-fn first_of_host(join: &JoinOptions) -> u32 {
+/// Returns the first rank of this rank's host; launchers number the ranks of a host consecutively.
+fn first_rank_of_host(join: &JoinOptions) -> u32 {
     let local = join.local_rank.unwrap_or(join.rank % join.local_world.max(1));
     join.rank.saturating_sub(local)
 }
 
-fn unheard(e: &serde_json::Error) -> Diagnostic {
-    Diagnostic::error(&T0034, format!("names of the lanes on GPUs do not travel from rank 0: {e}"))
-        .hint("start every rank from the same build with the same --device")
+fn communicator_ids_error(e: &serde_json::Error) -> Diagnostic {
+    Diagnostic::error(&T0034, format!("cannot transfer the communicator ids from rank 0: {e}"))
+        .with_hint("start every rank from the same build with the same --device")
 }
 
-fn leader(
+fn run_rank_zero(
     plan: &Plan,
-    orders: &Orders,
+    orders: &RankConfig,
     options: &StreamOptions,
-    spec: &Rendezvous,
-    peers: Peers,
-    interrupt: &Interrupt,
-    on: &mut dyn FnMut(JoinEvent),
+    spec: &RendezvousSpec,
+    peers: RendezvousPeers,
+    interrupt: &StopHandle,
+    on_event: &mut dyn FnMut(JoinEvent),
 ) -> Result<JoinReport, Diagnostics> {
-    let own = Plan::read(&orders.plan)?;
-    let mut tally = Tally::new(options.chunks);
-    let (told, hear) = channel();
+    let leader_plan = Plan::read(&orders.plan)?;
+    let mut tally = ProgressTally::new(options.chunks);
+    let (sender, receiver) = channel();
     let outcome = std::thread::scope(|s| {
-        let leads = s.spawn(move || {
+        let leader_thread = s.spawn(move || {
             let arrive = || {
-                let arrival = arrival(Arc::new(own), orders, spec, peers);
-                Ok(Arrival { interrupt: Some(interrupt.clone()), tell: Some(teller(told)), ..arrival })
+                let arrival = setup_from_peers(Arc::new(leader_plan), orders, spec, peers);
+                Ok(RankSetup {
+                    interrupt: Some(interrupt.clone()),
+                    on_event: Some(forward_events(sender)),
+                    ..arrival
+                })
             };
-            lead(arrive, orders)
+            run_as_leader(arrive, orders)
         });
-        // It ends with the leader, which holds the other end.
-        for heard in hear {
-            on(match heard {
-                Heard::Chunk(progress) => JoinEvent::Chunk(tally.chunk(&progress)),
-                Heard::Failed(failure) => JoinEvent::Failed(failure),
+        // The loop ends when the leader drops the sender.
+        for event in receiver {
+            on_event(match event {
+                OwnedLeaderEvent::Chunk(progress) => JoinEvent::Chunk(tally.count_chunk(&progress)),
+                OwnedLeaderEvent::Failed(failure) => JoinEvent::Failed(failure),
             });
         }
-        leads.join()
+        leader_thread.join()
     });
     let (failure, interrupted) = match outcome {
-        Ok(Ok(failure)) => (failure, interrupt.asked()),
+        Ok(Ok(failure)) => (failure, interrupt.is_stop_requested()),
         Ok(Err(ds)) => {
             (ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, Some(0), d)), false)
         }
         Err(panic) => std::panic::resume_unwind(panic),
     };
-    Ok(JoinReport::Leader(stream::close(plan, options, failure, interrupted)))
+    Ok(JoinReport::Leader(stream::close_run(plan, options, failure, interrupted)))
 }
 
-enum Heard {
+enum OwnedLeaderEvent {
     Chunk(Progress),
     Failed(Failure),
 }
 
-fn teller(told: Sender<Heard>) -> Tell {
+fn forward_events(sender: Sender<OwnedLeaderEvent>) -> LeaderEventHandler {
     Box::new(move |what| {
-        let _ = told.send(match what {
-            Told::Chunk(progress) => Heard::Chunk(progress.clone()),
-            Told::Failed(failure) => Heard::Failed(failure.clone()),
+        let _ = sender.send(match what {
+            LeaderEvent::Chunk(progress) => OwnedLeaderEvent::Chunk(progress.clone()),
+            LeaderEvent::Failed(failure) => OwnedLeaderEvent::Failed(failure.clone()),
         });
     })
 }
 
-fn arrival(plan: Arc<Plan>, orders: &Orders, spec: &Rendezvous, peers: Peers) -> Arrival {
+fn setup_from_peers(
+    plan: Arc<Plan>,
+    orders: &RankConfig,
+    spec: &RendezvousSpec,
+    peers: RendezvousPeers,
+) -> RankSetup {
     let welcome = Welcome {
         rank: spec.rank,
-        world: spec.world,
+        world_size: spec.world_size,
         session: peers.session,
-        sockets: peers.control.len() as u32,
-        extras: 0,
+        control_sockets: peers.control.len() as u32,
+        extra_fds: 0,
         payload: Vec::new(),
     };
-    Arrival {
-        joined: Joined::over(welcome, Vec::new(), peers.control),
-        lanes: Lanes::Streams(peers.lanes),
-        common: Common::new(plan, orders.modelled).among(peers.digest),
+    RankSetup {
+        joined: JoinedRank::from_links(welcome, Vec::new(), peers.control),
+        communicators: EndpointSources::Streams(peers.communicators),
+        context: RankContext::new(plan, orders.delays).with_peers(peers.digest),
         interrupt: None,
-        tell: None,
+        on_event: None,
     }
 }
 
-/// What this rank knows before it meets the others.
-fn rendezvous(plan: &Plan, options: &StreamOptions, join: &JoinOptions) -> Result<Rendezvous, Diagnostics> {
-    let mut wrong = Vec::new();
-    let ranks = plan.sealed.mesh().ranks();
+/// Builds the rendezvous spec: everything that this rank knows before it meets the others.
+fn build_rendezvous(
+    plan: &Plan,
+    options: &StreamOptions,
+    join: &JoinOptions,
+) -> Result<RendezvousSpec, Diagnostics> {
+    let mut diagnostics = Vec::new();
+    let ranks = plan.sealed.mesh().world_size();
     if join.rank >= join.world {
-        wrong.push(
+        diagnostics.push(
             Diagnostic::error(&T0034, format!("there is no rank {} in a world of {}", join.rank, join.world))
-                .at("RANK", join.rank.to_string())
-                .at("WORLD_SIZE", join.world.to_string())
-                .hint("ranks count from 0"),
+                .with_label("RANK", join.rank.to_string())
+                .with_label("WORLD_SIZE", join.world.to_string())
+                .with_hint("ranks count from 0"),
         );
     }
     if ranks != join.world {
-        wrong.push(
+        diagnostics.push(
             Diagnostic::error(
                 &T0034,
                 format!("the plan is for {ranks} ranks and the world has {}", join.world),
             )
-            .at("plan", format!("{} and {} ranks", plan.sealed.mesh(), ranks))
-            .at("WORLD_SIZE", join.world.to_string())
-            .hint("give a --mesh of as many ranks, the same on every rank"),
+            .with_label("plan", format!("{} and {} ranks", plan.sealed.mesh(), ranks))
+            .with_label("WORLD_SIZE", join.world.to_string())
+            .with_hint("give a --mesh with WORLD_SIZE ranks, the same on every rank"),
         );
     }
-    let credentials = credentials(join).map_err(|d| wrong.push(d)).ok();
-    let Some(credentials) = credentials.filter(|_| wrong.is_empty()) else { return Err(wrong) };
-    // Ranks on GPUs meet there.
-    let on_gpus = options.device == Device::Cuda;
-    let specs = if on_gpus { Vec::new() } else { comm::groups(&plan.sealed) };
-    Ok(Rendezvous {
+    let credentials = load_credentials(join).map_err(|d| diagnostics.push(d)).ok();
+    let Some(credentials) = credentials.filter(|_| diagnostics.is_empty()) else { return Err(diagnostics) };
+    // GPU ranks communicate on the GPUs and need no CPU communicators.
+    let on_gpus = options.device == RunDevice::Cuda;
+    let specs = if on_gpus { Vec::new() } else { communicators::communicator_specs(&plan.sealed) };
+    Ok(RendezvousSpec {
         rank: join.rank,
-        world: join.world,
+        world_size: join.world,
         master: join.master.clone(),
         bind: join.bind,
         credentials,
-        topology: links(plan),
-        lanes: comm::members(&specs),
-        facts: vec![
+        topology: control_topology(plan),
+        communicators: communicators::member_ranks(&specs),
+        parity_values: vec![
             ("build".into(), format!("tessera {}", env!("CARGO_PKG_VERSION"))),
             ("wire version".into(), tessera_runtime::wire::WIRE_VERSION.to_string()),
             ("plan digest".into(), plan.sealed.digest_hex()),
             ("topology".into(), plan.mapping.topology.name().into()),
-            ("modelled decoder".into(), options.modelled.announced()),
+            ("synthetic delays".into(), options.delays.announced_text()),
             ("device".into(), if on_gpus { "cuda" } else { "cpu" }.into()),
         ],
-        session: stream::session(plan),
-        tells: Vec::new(),
-        limit: join.timeout,
+        session: stream::new_session_id(plan),
+        leader_payload: Vec::new(),
+        join_limit: join.timeout,
     })
 }
 
-fn credentials(join: &JoinOptions) -> Result<Credentials, Diagnostic> {
-    // A file that does not do is no stranger.
+fn load_credentials(join: &JoinOptions) -> Result<Credentials, Diagnostic> {
+    // An unusable file of this rank is not an authentication failure, so it gets its own code.
     let own = |d: Diagnostic| Diagnostic { code: &T0035, ..d };
     let secret = match &join.secret {
         Some(path) => {
-            let read = read(path, "secret", true)?;
-            Some(Secret::new(&read).map_err(|d| own(d).at(shown(path), "read"))?)
+            let read = read_credential_file(path, "secret", true)?;
+            Some(Secret::new(&read).map_err(|d| own(d).with_label(path_text(path), "read"))?)
         }
         None => None,
     };
     match (&join.tls, secret) {
         (Some(files), secret) => {
-            let tls = Tls::new(
-                &read(&files.certificate, "certificate", false)?,
-                &read(&files.key, "key", true)?,
-                &read(&files.authority, "certificate of the authority", false)?,
+            let tls = TlsConfig::new(
+                &read_credential_file(&files.certificate, "certificate", false)?,
+                &read_credential_file(&files.key, "key", true)?,
+                &read_credential_file(&files.authority, "certificate of the authority", false)?,
             )
             .map_err(own)?;
             Ok(Credentials::Tls(tls, secret))
@@ -323,31 +344,32 @@ fn credentials(join: &JoinOptions) -> Result<Credentials, Diagnostic> {
         (None, Some(secret)) => Ok(Credentials::Secret(secret)),
         (None, None) => Err(Diagnostic::error(
             &T0034,
-            "nothing is named by which ranks prove that they belong together",
+            "no secret or certificates were given to authenticate the ranks",
         )
-        .hint(
-            "give every rank the same --secret FILE, or certificates by --tls-cert, --tls-key and --tls-ca",
+        .with_hint(
+            "give every rank the same --secret FILE, or certificates with --tls-cert, --tls-key and --tls-ca",
         )),
     }
 }
 
-/// Reads a small file; of a private one, refuses what everybody may read.
-fn read(path: &Path, what: &str, private: bool) -> Result<Vec<u8>, Diagnostic> {
-    let refuse =
-        |why: String| Diagnostic::error(&T0035, format!("the {what} cannot be used")).at(shown(path), why);
+/// Reads a small file. A `private` file must not be accessible to every user of the host.
+fn read_credential_file(path: &Path, what: &str, private: bool) -> Result<Vec<u8>, Diagnostic> {
+    let refuse = |why: String| {
+        Diagnostic::error(&T0035, format!("the {what} cannot be used")).with_label(path_text(path), why)
+    };
     let io = |e: std::io::Error| refuse(e.to_string());
     let facts = std::fs::metadata(path).map_err(io)?;
-    if !facts.is_file() || facts.len() > MAX_FILE_BYTES {
-        return Err(refuse(format!("no file of at most {MAX_FILE_BYTES} bytes")));
+    if !facts.is_file() || facts.len() > MAX_CREDENTIAL_BYTES {
+        return Err(refuse(format!("not a regular file of at most {MAX_CREDENTIAL_BYTES} bytes")));
     }
     let mode = facts.permissions().mode();
     if private && mode & 0o007 != 0 {
-        return Err(refuse(format!("mode {:04o}: everybody on this host may use it", mode & 0o7777))
-            .hint(format!("chmod 600 {}", path.display())));
+        return Err(refuse(format!("mode {:04o}: every user of this host can access it", mode & 0o7777))
+            .with_hint(format!("chmod 600 {}", path.display())));
     }
     std::fs::read(path).map_err(io)
 }
 
-fn shown(path: &Path) -> String {
+fn path_text(path: &Path) -> String {
     path.display().to_string()
 }

@@ -1,15 +1,17 @@
-//! The door: config → model → plan → verify → run. The only place that names a backend.
+//! The application crate: config → model → plan → verify → run. Only this crate names concrete
+//! backends.
 //!
-//! [`Model`] reads a model's folder, [`plan::make`] plans and seals it, [`Plan::write`] and [`Plan::read`] keep a
-//! plan in a folder, [`stream`] runs it as processes on this host, [`local`] within this process, [`sim`] on a machine that is
-//! not here.
+//! [`Model`] reads a model folder, [`plan::plan_model`] plans and seals the model, [`Plan::write`]
+//! and [`Plan::read`] store a plan in a folder, [`stream`] runs a plan as processes on this host,
+//! [`local`] runs it as threads of this process, and [`sim`] simulates it on another machine.
 
 pub mod autopsy;
 pub mod bench;
 pub mod bringup;
 pub mod charts;
 pub mod check;
-pub mod comm;
+mod collective_guard;
+pub mod communicators;
 pub mod cuda;
 pub mod doctor;
 pub mod drawings;
@@ -18,24 +20,23 @@ pub mod engine;
 mod files;
 mod flight;
 pub mod gpus;
-mod guard;
+mod html_writer;
 pub mod join;
 pub mod local;
 pub mod measure;
+mod media_pipeline;
 mod model;
-pub mod modelled;
-mod opened;
-mod page;
 mod parity;
 pub mod plan;
 mod rank;
 mod record;
+mod run_dir;
 pub mod search;
 pub mod shards;
 pub mod sim;
 pub mod stream;
-mod studio;
 pub mod summary;
+pub mod synthetic_delays;
 pub mod trace;
 
 pub use model::{Model, Overrides, Weights};
@@ -43,15 +44,15 @@ pub use plan::Plan;
 pub use rank::rank_main;
 pub use shards::preflight_reload;
 pub use tessera_mesh::Mesh;
-pub use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology, Via};
-pub use tessera_report::overlap::Overlap;
-pub use tessera_runtime::decide::Cut;
-pub use tessera_runtime::driver::{Interrupt, StreamRequest, exit, exit_at_once};
+pub use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology, Transport};
+pub use tessera_report::overlap::OverlapStats;
+pub use tessera_runtime::director::SceneCut;
+pub use tessera_runtime::driver::{StopHandle, StreamRequest, exit_process, exit_without_handlers};
 pub use tessera_runtime::{Failure, FailureClass};
 
 use tessera_base::{Code, Registry};
 
-/// Codes this room raises.
+/// Diagnostic codes of this crate.
 pub const CODES: &[&Code] = &[
     &model::T0010,
     &plan::T0011,
@@ -60,7 +61,7 @@ pub const CODES: &[&Code] = &[
     &files::T0014,
     &stream::T0015,
     &model::T0016,
-    &comm::T0017,
+    &communicators::T0017,
     &stream::T0018,
     &local::T0019,
     &trace::T0020,
@@ -89,9 +90,9 @@ pub const CODES: &[&Code] = &[
     &doctor::T0053,
 ];
 
-/// Every code of this build.
+/// Returns the registry of all diagnostic codes of this build.
 #[must_use]
-pub fn registry() -> Registry {
+pub fn diagnostic_registry() -> Registry {
     Registry::new(&[
         tessera_base::CODES,
         CODES,

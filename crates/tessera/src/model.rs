@@ -1,59 +1,59 @@
-//! A model's folder: its two configs, its weights, its text encoder.
+//! A model folder: its two config files, its weights and its text encoder.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_device::numbers::{over_scales, scales_of};
-use tessera_device::{Seat, WeightSource};
+use tessera_device::dtype::{divide_by_row_scales, row_scales};
+use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
-use tessera_models::{TextEncoder, VideoModel, WanConfig, Words, expected_weights};
-use tessera_weights::{Expected, WeightFiles, WeightSet};
+use tessera_models::{TextEncoder, VideoModel, WanConfig, WordEncoder, expected_weights};
+use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
 use crate::Plan;
 
-/// No model there.
+/// The folder contains no usable model.
 pub static T0010: Code = Code {
     id: "T0010",
     title: "no model in this folder",
-    page: "A model is a folder with config.json (the model's own), stream.toml (how it is streamed) and weights as \
-safetensors. The folder, one of the first two, or the vocab.txt of a word-table text encoder is not there or cannot be read. The demo model lies in models/demo.",
+    page: "A model is a folder with config.json (the model's own), stream.toml (streaming settings) and weights as \
+safetensors. The folder, one of these two files, or the vocab.txt of a word-table text encoder is missing or cannot be read. The demo model is in models/demo.",
 };
-/// The model cannot be streamed.
+/// The model lacks a component that streaming needs.
 pub static T0016: Code = Code {
     id: "T0016",
     title: "model lacks a component that streaming needs",
-    page: "A model without a text encoder can be planned and checked, but there is nothing to turn a prompt into. The \
-recompute regime also needs a decoder: its anchor is a decoded frame. stream.toml names the components.",
+    page: "A model without a text encoder can be planned and checked, but it cannot encode a prompt. The recompute \
+regime also needs a decoder, because its anchor is a decoded frame. stream.toml names the components.",
 };
 
-/// A model and where it lies.
+/// A model and its folder.
 #[derive(Debug, Clone)]
 pub struct Model {
-    /// Folder name, for people.
+    /// Folder name, for display.
     pub name: String,
-    /// The folder.
+    /// Path of the folder.
     pub dir: PathBuf,
-    /// Configs.
+    /// Model and streaming configs.
     pub video: VideoModel,
 }
 
-/// Settings that a command line may change.
+/// Settings that the command line can override.
 #[derive(Debug, Clone, Default)]
 pub struct Overrides {
-    /// Cache regime: recompute or not.
+    /// Whether the cache regime is recompute.
     pub recompute: Option<bool>,
-    /// Timesteps.
+    /// Denoising timesteps.
     pub steps: Option<Vec<f64>>,
 }
 
 impl Model {
-    /// Reads the configs of a model's folder.
+    /// Reads the configs of a model folder.
     ///
     /// # Errors
-    /// T0010, or everything that is wrong with either config.
+    /// Returns T0010, or everything that is wrong with either config.
     pub fn open(dir: &Path, overrides: &Overrides) -> Result<Model, Diagnostics> {
-        no_folder(dir).map_err(|d| vec![d])?;
+        require_folder(dir).map_err(|d| vec![d])?;
         let read = |file: &str| {
             let path = dir.join(file);
             std::fs::read_to_string(&path)
@@ -71,7 +71,7 @@ impl Model {
         if let Some(steps) = &overrides.steps {
             video.stream.steps.clone_from(steps);
         }
-        let ds = video.stream.contradictions("command line", &video.wan);
+        let ds = video.stream.find_contradictions("command line", &video.wan);
         if !ds.is_empty() {
             return Err(ds);
         }
@@ -79,30 +79,31 @@ impl Model {
         Ok(Model { name, dir: dir.to_path_buf(), video })
     }
 
-    /// A model's folder under a sealed plan: the plan's settings hold, the folder only says where the files are.
+    /// Opens a model folder with the settings of a sealed plan; the folder only provides the files.
     ///
     /// # Errors
-    /// T0010 when there is no such folder.
-    pub fn under(dir: &Path, plan: &Plan) -> Result<Model, Diagnostic> {
-        no_folder(dir)?;
+    /// Returns T0010 if the folder does not exist.
+    pub fn open_for_plan(dir: &Path, plan: &Plan) -> Result<Model, Diagnostic> {
+        require_folder(dir)?;
         Ok(Model { name: plan.model.clone(), dir: dir.to_path_buf(), video: plan.video.clone() })
     }
 
-    /// Opens the weights and compares them with what the config asks for.
+    /// Opens the weights and compares them with what the config requires.
     ///
     /// # Errors
-    /// One diagnostic with everything that is missing, extra or misshapen, or why the files cannot be read.
-    pub fn weights(&self) -> Result<Weights, Diagnostics> {
-        let expected: Vec<Expected> = expected_weights(&self.video.wan)
+    /// Returns one diagnostic that lists every missing, extra or misshapen tensor, or the reason
+    /// why the files cannot be read.
+    pub fn open_weights(&self) -> Result<Weights, Diagnostics> {
+        let expected: Vec<ExpectedTensor> = expected_weights(&self.video.wan)
             .into_iter()
-            .map(|w| Expected { name: w.name, aliases: vec![w.diffusers], shape: w.shape })
+            .map(|w| ExpectedTensor { name: w.name, aliases: vec![w.diffusers_name], shape: w.shape })
             .collect();
         let set = WeightFiles::open(&self.dir)?.resolve(&expected)?;
         Ok(Weights { set, wan: self.video.wan.clone() })
     }
 
-    /// Opens the weights of one file under the names that they have there, which need not be all.
-    pub(crate) fn some_weights(&self, file: &str) -> Result<Weights, Diagnostics> {
+    /// Opens the weights of one file under the file's own tensor names; the set may be partial.
+    pub(crate) fn open_partial_weights(&self, file: &str) -> Result<Weights, Diagnostics> {
         let set = WeightFiles::open_file(&self.dir.join(file)).map_err(|d| vec![d])?.resolve_as_is()?;
         Ok(Weights { set, wan: self.video.wan.clone() })
     }
@@ -110,12 +111,14 @@ impl Model {
     /// Opens the text encoder.
     ///
     /// # Errors
-    /// T0016 when there is none, or what is wrong with its files.
-    pub fn words(&self) -> Result<Words, Diagnostics> {
+    /// Returns T0016 if the model has none, or what is wrong with its files.
+    pub fn open_text_encoder(&self) -> Result<WordEncoder, Diagnostics> {
         if self.video.stream.text != TextEncoder::Words {
             return Err(vec![
-                Diagnostic::error(&T0016, format!("{} names no text encoder", self.name))
-                    .at(self.dir.join("stream.toml").display().to_string(), "[text] encoder = \"none\""),
+                Diagnostic::error(&T0016, format!("{} has no text encoder", self.name)).with_label(
+                    self.dir.join("stream.toml").display().to_string(),
+                    "[text] encoder = \"none\"",
+                ),
             ]);
         }
         let vocab = self.dir.join("vocab.txt");
@@ -125,19 +128,20 @@ impl Model {
         let file = self.dir.join("text_encoder.safetensors");
         let set = WeightFiles::open_file(&file).map_err(|d| vec![d])?.resolve_as_is()?;
         let table = set.read_whole_f32("words.weight").map_err(|d| vec![d])?;
-        Words::new(&words, table, self.video.wan.text_dim, self.video.wan.text_len).map_err(|d| vec![*d])
+        WordEncoder::new(&words, table, self.video.wan.text_dim, self.video.wan.text_len)
+            .map_err(|d| vec![*d])
     }
 }
 
-fn no_folder(dir: &Path) -> Result<(), Diagnostic> {
+fn require_folder(dir: &Path) -> Result<(), Diagnostic> {
     if dir.is_dir() {
         return Ok(());
     }
-    Err(Diagnostic::error(&T0010, format!("there is no folder {}", dir.display()))
-        .hint("give the path of a model's folder, for example models/demo"))
+    Err(Diagnostic::error(&T0010, format!("folder {} does not exist", dir.display()))
+        .with_hint("give the path of a model folder, for example models/demo"))
 }
 
-/// A model's weights, read slice by slice.
+/// The weights of a model, read slice by slice.
 #[derive(Debug, Clone)]
 pub struct Weights {
     set: WeightSet,
@@ -145,41 +149,48 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Digest of names, dtypes, shapes and the ends of every tensor: equal for both spellings of one checkpoint, and
-    /// different for another checkpoint of the same shapes.
+    /// Returns a digest of names, dtypes, shapes and both ends of every tensor's data. The digest
+    /// is equal for both naming schemes of one checkpoint and differs between checkpoints of the
+    /// same shapes.
     #[must_use]
-    pub fn digest(&self) -> [u8; 32] {
+    pub fn sample_digest(&self) -> [u8; 32] {
         self.set.sample_digest()
     }
 
-    /// Whether other weights have the same names, dtypes and shapes.
+    /// Checks that other weights have the same names, dtypes and shapes.
     ///
     /// # Errors
-    /// T0506 with everything that differs.
-    pub fn may_become(&self, other: &Weights) -> Result<(), Diagnostic> {
-        self.set.may_become(&other.set)
+    /// Returns T0506 with every difference.
+    pub fn check_compatible(&self, other: &Weights) -> Result<(), Diagnostic> {
+        self.set.check_replaceable_by(&other.set)
     }
 
-    /// A whole tensor.
-    pub(crate) fn whole(&self, name: &str) -> Result<Vec<f32>, Diagnostic> {
+    /// Reads a whole tensor.
+    pub(crate) fn read_tensor(&self, name: &str) -> Result<Vec<f32>, Diagnostic> {
         self.set.read_whole_f32(name)
     }
 
-    /// Which part of the tensor in the file a piece is.
-    fn ranges(&self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Vec<Range<u64>> {
-        let pieces = ty.layout.ranges(&ty.shape, &seat.mesh, seat.coord());
-        let piece = pieces.into_iter().map(|(start, len)| start..start + len);
+    /// Returns the ranges of the stored tensor that a shard covers.
+    fn slice_ranges(
+        &self,
+        name: &str,
+        ty: &Type,
+        load: Option<&str>,
+        mesh_rank: &MeshRank,
+    ) -> Vec<Range<u64>> {
+        let dims = ty.layout.global_ranges(&ty.shape, &mesh_rank.mesh, mesh_rank.coord());
+        let ranges = dims.into_iter().map(|(start, len)| start..start + len);
         match load {
             Some("patch") => {
                 let [ph, pw] = self.wan.patch;
-                piece.take(1).chain([0..self.wan.channels, 0..1, 0..ph, 0..pw]).collect()
+                ranges.take(1).chain([0..self.wan.channels, 0..1, 0..ph, 0..pw]).collect()
             }
-            // Whole rows, whichever columns are asked for: a scale is of the row.
+            // FP8 scales are per row, so whole rows are read whichever columns the shard has.
             Some("e4m3" | "e4m3.scale") => {
-                let columns = self.set.shape(name).and_then(|s| s.get(1)).copied();
-                piece.take(1).chain(columns.map(|n| 0..n)).collect()
+                let columns = self.set.tensor_shape(name).and_then(|s| s.get(1)).copied();
+                ranges.take(1).chain(columns.map(|n| 0..n)).collect()
             }
-            _ => piece.collect(),
+            _ => ranges.collect(),
         }
     }
 }
@@ -190,42 +201,48 @@ impl WeightSource for Weights {
         name: &str,
         ty: &Type,
         load: Option<&str>,
-        seat: &Seat,
+        mesh_rank: &MeshRank,
     ) -> Result<Vec<f32>, Diagnostic> {
-        let mut raw = self.set.read_f32(name, &self.ranges(name, ty, load, seat))?;
-        let width = || self.set.shape(name).and_then(|s| s.get(1)).map_or(1, |n| *n as usize);
+        let mut raw = self.set.read_f32(name, &self.slice_ranges(name, ty, load, mesh_rank))?;
+        let width = || self.set.tensor_shape(name).and_then(|s| s.get(1)).map_or(1, |n| *n as usize);
         Ok(match load {
             Some("e4m3") => {
-                over_scales(&mut raw, width());
-                columns(raw, width(), ty, seat)
+                divide_by_row_scales(&mut raw, width());
+                select_columns(raw, width(), ty, mesh_rank)
             }
-            Some("e4m3.scale") => scales_of(&raw, width()),
+            Some("e4m3.scale") => row_scales(&raw, width()),
             Some("patch") => {
                 let [ph, pw] = self.wan.patch;
-                patch_rows(&raw, self.wan.channels as usize, (ph * pw) as usize)
+                transpose_patch_rows(&raw, self.wan.channels as usize, (ph * pw) as usize)
             }
             _ => raw,
         })
     }
 
-    fn check(&mut self, name: &str, ty: &Type, load: Option<&str>, seat: &Seat) -> Result<(), Diagnostic> {
-        self.set.check(name, &self.ranges(name, ty, load, seat))
+    fn check(
+        &mut self,
+        name: &str,
+        ty: &Type,
+        load: Option<&str>,
+        mesh_rank: &MeshRank,
+    ) -> Result<(), Diagnostic> {
+        self.set.check(name, &self.slice_ranges(name, ty, load, mesh_rank))
     }
 }
 
-/// Of whole rows the columns that a piece has.
-fn columns(rows: Vec<f32>, width: usize, ty: &Type, seat: &Seat) -> Vec<f32> {
-    let piece = ty.layout.ranges(&ty.shape, &seat.mesh, seat.coord()).get(1).copied();
-    match piece.map(|(start, len)| start as usize..(start + len) as usize) {
-        Some(piece) if piece.len() < width && piece.end <= width => {
-            rows.chunks_exact(width).flat_map(|row| &row[piece.clone()]).copied().collect()
+/// Selects the columns of a shard from whole rows.
+fn select_columns(rows: Vec<f32>, width: usize, ty: &Type, mesh_rank: &MeshRank) -> Vec<f32> {
+    let column_range = ty.layout.global_ranges(&ty.shape, &mesh_rank.mesh, mesh_rank.coord()).get(1).copied();
+    match column_range.map(|(start, len)| start as usize..(start + len) as usize) {
+        Some(column_range) if column_range.len() < width && column_range.end <= width => {
+            rows.chunks_exact(width).flat_map(|row| &row[column_range.clone()]).copied().collect()
         }
         _ => rows,
     }
 }
 
-/// Rows of (channel, cell) to rows of (cell, channel).
-fn patch_rows(raw: &[f32], channels: usize, cells: usize) -> Vec<f32> {
+/// Transposes rows of (channel, cell) to rows of (cell, channel).
+fn transpose_patch_rows(raw: &[f32], channels: usize, cells: usize) -> Vec<f32> {
     let mut out = vec![0.0; raw.len()];
     for (from, to) in raw.chunks_exact(channels * cells).zip(out.chunks_exact_mut(channels * cells)) {
         for c in 0..channels {
@@ -249,38 +266,38 @@ mod tests {
     }
 
     #[test]
-    fn scales_are_of_the_whole_tensors_rows() {
-        use tessera_device::numbers::scale_of;
+    fn fp8_scales_come_from_whole_rows() {
+        use tessera_device::dtype::row_scale;
         use tessera_ir::DType;
         use tessera_mesh::{Axis, AxisLayout, Rank, Shard};
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/wan-odd");
         let model = Model::open(&dir, &Overrides::default()).unwrap();
-        let mut weights = model.weights().unwrap();
+        let mut weights = model.open_weights().unwrap();
         let name = "blocks.0.ffn.0.weight";
-        let [m, k] = weights.set.shape(name).unwrap()[..] else { panic!("a matrix") };
+        let [m, k] = weights.set.tensor_shape(name).unwrap()[..] else { panic!("a matrix") };
         let all = weights.set.read_whole_f32(name).unwrap();
         let mesh: tessera_mesh::Mesh = "tp=2".parse().unwrap();
         for rank in [0, 1] {
-            let seat = Seat { mesh, rank: Rank(rank) };
+            let mesh_rank = MeshRank { mesh, rank: Rank(rank) };
             for dim in [0, 1] {
-                let shard = AxisLayout::Shard(Shard::of(dim, [m, k][dim], 1, 2).unwrap());
+                let shard = AxisLayout::Shard(Shard::new(dim, [m, k][dim], 1, 2).unwrap());
                 let mut shape = [m, k];
                 shape[dim] /= 2;
-                let ty = Type::new(DType::E4m3, shape).on(Axis::Tp, shard);
-                let piece = ty.layout.ranges(&ty.shape, &mesh, seat.coord());
+                let ty = Type::new(DType::E4m3, shape).with_axis_layout(Axis::Tp, shard);
+                let piece = ty.layout.global_ranges(&ty.shape, &mesh, mesh_rank.coord());
                 let [rows, columns] = [0, 1].map(|d| piece[d].0 as usize..(piece[d].0 + piece[d].1) as usize);
-                let found = weights.read(name, &ty, Some("e4m3"), &seat).unwrap();
+                let found = weights.read(name, &ty, Some("e4m3"), &mesh_rank).unwrap();
                 let row = |i: usize| &all[i * k as usize..][..k as usize];
                 let expected: Vec<f32> = rows
                     .clone()
-                    .flat_map(|i| row(i)[columns.clone()].iter().map(move |x| x / scale_of(row(i))))
+                    .flat_map(|i| row(i)[columns.clone()].iter().map(move |x| x / row_scale(row(i))))
                     .collect();
                 assert_eq!(found, expected, "dim {dim} of rank {rank}");
-                weights.check(name, &ty, Some("e4m3"), &seat).unwrap();
+                weights.check(name, &ty, Some("e4m3"), &mesh_rank).unwrap();
                 if dim == 0 {
-                    let ty = Type::new(DType::F32, [m / 2]).on(Axis::Tp, shard);
-                    let scales = weights.read(name, &ty, Some("e4m3.scale"), &seat).unwrap();
-                    assert_eq!(scales, rows.map(|i| scale_of(row(i))).collect::<Vec<_>>());
+                    let ty = Type::new(DType::F32, [m / 2]).with_axis_layout(Axis::Tp, shard);
+                    let scales = weights.read(name, &ty, Some("e4m3.scale"), &mesh_rank).unwrap();
+                    assert_eq!(scales, rows.map(|i| row_scale(row(i))).collect::<Vec<_>>());
                 }
             }
         }
@@ -289,6 +306,6 @@ mod tests {
     #[test]
     fn patch_weights_become_channel_fastest() {
         let raw: Vec<f32> = (0..12).map(|i| i as f32).collect();
-        assert_eq!(patch_rows(&raw, 3, 4)[..6], [0.0, 4.0, 8.0, 1.0, 5.0, 9.0]);
+        assert_eq!(transpose_patch_rows(&raw, 3, 4)[..6], [0.0, 4.0, 8.0, 1.0, 5.0, 9.0]);
     }
 }

@@ -1,85 +1,87 @@
-//! What a rank shows of itself before the first call, as effective values: what was loaded, not what was asked for.
+//! The parity facts that a rank reports before the first call. They are effective values: what was
+//! loaded, not what was requested.
 
 use tessera_cpu::kernels::vector_unit;
 use tessera_runtime::{Digest, Parity};
 
-use crate::comm;
-use crate::modelled::Modelled;
+use crate::communicators;
 use crate::plan::Plan;
+use crate::synthetic_delays::SyntheticDelays;
 
-/// A value that a rank has none of.
-const NONE: &str = "none";
+/// Value of a fact that does not apply to a rank.
+const NOT_APPLICABLE: &str = "none";
 
-/// Everything but what the machines of lockstep show by themselves. `programs` are the names of those that this rank
-/// holds ready; a leader outside the mesh names what it expects of the others. `gpus`: whether the mesh is on GPUs. `threads`
-/// is absent where no kernel of the processors runs calls.
-pub(crate) fn shown<'a>(
+/// Returns all facts except those that the lockstep state machines add themselves. `programs` names
+/// the programs that this rank has loaded; a leader outside the mesh names the programs that it
+/// expects of the other ranks. `gpus` states whether the mesh runs on GPUs. `threads` is `None` if
+/// no CPU kernels run calls.
+pub(crate) fn rank_parity<'a>(
     plan: &Plan,
     weights: [u8; 32],
-    modelled: &Modelled,
+    delays: &SyntheticDelays,
     programs: impl IntoIterator<Item = &'a str>,
     (gpus, threads): (bool, Option<usize>),
 ) -> Parity {
-    let shown = Parity::default()
-        .set("backend", if gpus { "cuda" } else { "cpu" })
-        // Processors run a program op by op.
-        .set("captured regions", if gpus { "every program" } else { NONE })
-        .set("drill", NONE)
-        .set("groups", groups(plan))
-        .set("modelled decoder", modelled.announced())
-        .set(
+    let parity = Parity::default()
+        .with_known_key("backend", if gpus { "cuda" } else { "cpu" })
+        // The CPU backend runs a program op by op.
+        .with_known_key("captured programs", if gpus { "every program" } else { NOT_APPLICABLE })
+        .with_known_key("drill", NOT_APPLICABLE)
+        .with_known_key("groups", describe_groups(plan))
+        .with_known_key(
             "numerics",
             format!("{} in {}, sums in f32", plan.mapping.numerics.name(), plan.mapping.dtype.name()),
         )
-        .set("program set", set(programs))
-        .set("topology", plan.mapping.topology.name())
-        .set("weights", Digest(weights).to_string())
-        .set("cpu model", cpu_model())
-        .set("host", line_of("/proc/sys/kernel/hostname"))
-        .set("kernel version", line_of("/proc/sys/kernel/osrelease"));
+        .with_known_key("program set", describe_program_set(programs))
+        .with_known_key("synthetic delays", delays.announced_text())
+        .with_known_key("topology", plan.mapping.topology.name())
+        .with_known_key("weights", Digest(weights).to_string())
+        .with_known_key("cpu model", cpu_model())
+        .with_known_key("host", read_line_or_unknown("/proc/sys/kernel/hostname"))
+        .with_known_key("kernel version", read_line_or_unknown("/proc/sys/kernel/osrelease"));
     match threads {
-        Some(n) => shown.set("kernels", vector_unit()).set("threads", n.to_string()),
-        None => shown,
+        Some(n) => parity.with_known_key("kernels", vector_unit()).with_known_key("threads", n.to_string()),
+        None => parity,
     }
 }
 
-/// The groups of ranks that found each other: with where they are.
-pub(crate) fn groups_among(parity: Parity, plan: &Plan, peers: Option<Digest>) -> Parity {
+/// Adds the digest of the peers to the `groups` fact of ranks that found each other by rendezvous.
+pub(crate) fn add_peers_to_groups(parity: Parity, plan: &Plan, peers: Option<Digest>) -> Parity {
     match peers {
         None => parity,
-        Some(peers) => parity.set("groups", format!("{}, peers {peers}", groups(plan))),
+        Some(peers) => parity.with_known_key("groups", format!("{}, peers {peers}", describe_groups(plan))),
     }
 }
 
-/// Names of programs, however they are ordered.
-fn set<'a>(programs: impl IntoIterator<Item = &'a str>) -> String {
+/// Describes a set of program names, independent of their order.
+fn describe_program_set<'a>(programs: impl IntoIterator<Item = &'a str>) -> String {
     let mut names: Vec<&str> = programs.into_iter().collect();
     names.sort_unstable();
-    format!("{} programs, {}", names.len(), digest(names))
+    format!("{} programs, {}", names.len(), hash_texts(names))
 }
 
-/// Who is in the world and in the mesh, and every group and pair that exchanges data, in the order in which a rank
-/// makes them.
-fn groups(plan: &Plan) -> String {
+/// Describes the world, the mesh, and every group and pair that exchanges data, in the order in
+/// which a rank creates them.
+fn describe_groups(plan: &Plan) -> String {
     let mesh = plan.sealed.mesh();
-    let lanes = comm::groups(&plan.sealed);
+    let communicators = communicators::communicator_specs(&plan.sealed);
     let mut parts = vec![mesh.to_string()];
-    for spec in &lanes {
-        let members: Vec<String> = spec.lane.members.iter().map(ToString::to_string).collect();
-        let how = if spec.lane.transfer { "transfers" } else { "group" };
-        parts.push(format!("{how} {} of {}", spec.lane.over, members.join(" ")));
+    for spec in &communicators {
+        let members: Vec<String> = spec.communicator.members.iter().map(ToString::to_string).collect();
+        let kind = if spec.communicator.is_transfer { "transfers" } else { "group" };
+        parts.push(format!("{kind} {} of {}", spec.communicator.group, members.join(" ")));
     }
     format!(
-        "world of {}, mesh of {}, {} lanes, {}",
-        mesh.ranks(),
-        mesh.inside(),
-        lanes.len(),
-        digest(parts.iter().map(String::as_str).collect())
+        "world of {}, mesh of {}, {} communicators, {}",
+        mesh.world_size(),
+        mesh.mesh_size(),
+        communicators.len(),
+        hash_texts(parts.iter().map(String::as_str).collect())
     )
 }
 
-/// The head of a digest of some texts, in order.
-fn digest(texts: Vec<&str>) -> String {
+/// Returns the first 16 hex digits of a digest of the texts, in order.
+fn hash_texts(texts: Vec<&str>) -> String {
     let mut hash = blake3::Hasher::new();
     for text in texts {
         hash.update(&(text.len() as u64).to_le_bytes());
@@ -88,8 +90,8 @@ fn digest(texts: Vec<&str>) -> String {
     hash.finalize().to_hex()[..16].to_string()
 }
 
-/// The one line of a small file, if it can be read.
-fn line_of(path: &str) -> String {
+/// Returns the trimmed contents of a one-line file, or `unknown` if it cannot be read.
+fn read_line_or_unknown(path: &str) -> String {
     std::fs::read_to_string(path).map_or("unknown".to_string(), |text| text.trim().to_string())
 }
 
@@ -104,9 +106,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_set_of_programs_has_no_order_and_names_do_not_run_together() {
-        assert_eq!(set(["b", "a"]), set(["a", "b"]));
-        assert!(set(["a", "b"]).starts_with("2 programs, "));
-        assert_ne!(set(["ab", "c"]), set(["a", "bc"]));
+    fn a_program_set_ignores_order_and_separates_names() {
+        assert_eq!(describe_program_set(["b", "a"]), describe_program_set(["a", "b"]));
+        assert!(describe_program_set(["a", "b"]).starts_with("2 programs, "));
+        assert_ne!(describe_program_set(["ab", "c"]), describe_program_set(["a", "bc"]));
     }
 }

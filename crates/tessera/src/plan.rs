@@ -1,4 +1,4 @@
-//! From a model and a mapping to a sealed plan, and from a plan's folder back to one.
+//! Plans: from a model and a mapping to a sealed plan, and between a sealed plan and its folder.
 
 use std::path::Path;
 
@@ -6,59 +6,59 @@ use serde::{Deserialize, Serialize};
 use tessera_base::{Bytes, Code, Diagnostic, Diagnostics};
 use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, parse, print};
 use tessera_mesh::{Rank, RankMap};
-use tessera_models::{VideoModel, calls, phases};
-use tessera_plan::{Logical, Mapping, lower};
-use tessera_verify::{Limits, SealedPlan, seal};
+use tessera_models::{VideoModel, build_phases, list_calls};
+use tessera_plan::{LogicalModel, Mapping, lower};
+use tessera_verify::{DeviceLimits, SealedPlan, seal};
 
-use crate::check::name_files;
-use crate::files::{Folder, read_text};
+use crate::check::map_places_to_files;
+use crate::files::{StagedFolder, read_text};
 
-/// A plan folder that cannot be taken.
+/// The plan folder cannot be used.
 pub static T0011: Code = Code {
     id: "T0011",
     title: "plan folder cannot be used",
     page: "A plan folder holds mapping.toml, the model's config.json and stream.toml, one .tir text per phase and role, \
-memory.json and seal.json. One is missing, cannot be read, or does not fit the others. Make the plan again with \
-`tessera plan`.",
+memory.json and seal.json. One of these files is missing, unreadable or inconsistent with the others. Make the plan again \
+with `tessera plan`.",
 };
-/// A plan that differs from its seal.
+/// The plan differs from its seal.
 pub static T0012: Code = Code {
     id: "T0012",
     title: "plan differs from its seal",
-    page: "seal.json holds the digest of everything in the plan at the time it was made. What is there now has another \
-digest: a program, the mapping or the memory plan was edited, or the folder is a mix of two plans. `tessera check` of \
-a single program in it judges that program as it is; to run what was edited, plan again so that it is sealed.",
+    page: "seal.json holds the digest of the whole plan at the time it was made. The current contents have another \
+digest: a program, the mapping or the memory plan was edited, or the folder mixes two plans. `tessera check` verifies a \
+single program of the folder as it is; to run an edited plan, plan again so that it is sealed.",
 };
 
-/// A sealed plan with what it was made from.
+/// A sealed plan and its sources.
 #[derive(Debug)]
 pub struct Plan {
     /// Model configs, as sealed.
     pub video: VideoModel,
-    /// Name of the model, for people.
+    /// Name of the model, for display.
     pub model: String,
-    /// Folder of the model, where weights are looked for. Not part of the seal.
+    /// Model folder, where weights are looked up. It is not part of the seal.
     pub model_dir: String,
     /// Mapping, as sealed.
     pub mapping: Mapping,
-    /// The judged programs.
+    /// The verified programs.
     pub sealed: SealedPlan,
 }
 
-/// Plans a model under a mapping.
+/// Plans a model under a mapping and seals the result.
 ///
 /// # Errors
-/// Why the mapping does not fit, or what the judge refuses.
-pub fn make(
+/// Returns why the mapping does not fit the model, or what the verifier rejects.
+pub fn plan_model(
     video: &VideoModel,
     model: &str,
     model_dir: &str,
     mapping: &Mapping,
 ) -> Result<Plan, Diagnostics> {
     let mut mapping = mapping.clone();
-    let mut bundle = lower(&logical(video), &mut mapping)?;
+    let mut bundle = lower(&logical_model(video), &mut mapping)?;
     bundle.mapping = sealed_text(&mapping, video);
-    let sealed = seal(bundle, &Limits::default())?;
+    let sealed = seal(bundle, &DeviceLimits::default())?;
     Ok(Plan {
         video: video.clone(),
         model: model.to_string(),
@@ -68,24 +68,25 @@ pub fn make(
     })
 }
 
-pub(crate) fn logical(m: &VideoModel) -> Logical {
-    Logical {
-        phases: phases(m),
-        calls: calls(m),
+pub(crate) fn logical_model(m: &VideoModel) -> LogicalModel {
+    LogicalModel {
+        phases: build_phases(m),
+        calls: list_calls(m),
         heads: m.wan.heads,
-        dim: m.wan.dim,
-        ffn: m.wan.ffn_dim,
+        hidden_size: m.wan.dim,
+        ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),
         blocks: m.wan.layers,
     }
 }
 
-/// What the seal covers besides programs: mapping, config and stream settings, in canonical text.
+/// Returns the canonical text that the seal covers besides the programs: mapping, config and stream
+/// settings.
 fn sealed_text(mapping: &Mapping, video: &VideoModel) -> String {
-    format!("{}\n{}\n{}", mapping.text(), video.wan.text(), video.stream.text())
+    format!("{}\n{}\n{}", mapping.to_toml(), video.wan.to_json(), video.stream.to_toml())
 }
 
-/// What `seal.json` says.
+/// The contents of `seal.json`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct SealFile {
@@ -100,58 +101,64 @@ struct SealFile {
 }
 
 impl SealFile {
-    /// The program file of an op, as the judge names it.
-    fn file_of(&self, at: &str) -> Option<String> {
+    /// Finds the program file of an op from the location text of a verifier diagnostic.
+    fn find_program_file(&self, location: &str) -> Option<String> {
         let pairs = self.phases.iter().flat_map(|p| self.roles.iter().map(move |(r, _)| (p, r)));
         pairs
-            .filter(|(phase, role)| at.contains(&format!("@{phase} role({role})")))
+            .filter(|(phase, role)| location.contains(&format!("@{phase} role({role})")))
             .map(|(phase, role)| program_file(phase, role))
             .next()
     }
 }
 
-/// One program's memory plan in `memory.json`.
+/// The memory plan of one program in `memory.json`.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct SlotsFile {
     phase: String,
     role: String,
     bytes: Vec<u64>,
-    of: Vec<Option<u32>>,
+    slot_of_value: Vec<Option<u32>>,
 }
 
-const PLAN_VERSION: u32 = 1;
+/// Version of the plan folder. Version 2 renamed keys of the programs and of `memory.json`.
+const PLAN_VERSION: u32 = 2;
+
+/// The keys of plan version 1 that have other names now.
+const PLAN_1_KEYS: &str = "plan version 2 has new names for keys of version 1: `of` of memory.json is `slot_of_value`, and the \
+programs and mapping.toml have new names, too";
 
 fn program_file(phase: &str, role: &str) -> String {
     format!("programs/{phase}.{role}.tir")
 }
 
 impl Plan {
-    /// Writes the plan's folder. Nothing is left half written: the folder appears whole or not at all.
+    /// Writes the plan folder. The folder appears complete or not at all.
     ///
     /// # Errors
-    /// When the folder exists or cannot be written.
+    /// Returns T0013 if the folder exists, or T0014 if it cannot be written.
     pub fn write(&self, dir: &Path) -> Result<(), Diagnostic> {
-        let mut folder = Folder::create(dir)?;
+        let mut folder = StagedFolder::create(dir)?;
         self.write_into(&mut folder, "")?;
-        folder.finish()
+        folder.commit()
     }
 
-    /// Writes the plan's files below `prefix` of a folder under construction.
-    pub(crate) fn write_into(&self, folder: &mut Folder, prefix: &str) -> Result<(), Diagnostic> {
+    /// Writes the plan's files under `prefix` into a staged folder.
+    pub(crate) fn write_into(&self, folder: &mut StagedFolder, prefix: &str) -> Result<(), Diagnostic> {
         let mut write = |name: &str, bytes: &[u8]| folder.write(&format!("{prefix}{name}"), bytes);
         let mut slots = Vec::new();
-        for phase in self.sealed.phases() {
+        for phase in self.sealed.phase_names() {
             for role in self.sealed.roles() {
                 let rank = role.ranks[0];
-                if let (Some(p), Some(s)) = (self.sealed.program(phase, rank), self.sealed.slots(phase, rank))
+                if let (Some(p), Some(s)) =
+                    (self.sealed.rank_program(phase, rank), self.sealed.rank_slots(phase, rank))
                 {
                     write(&program_file(phase, &role.role), print(p).as_bytes())?;
                     slots.push(SlotsFile {
                         phase: phase.clone(),
                         role: role.role.clone(),
-                        bytes: s.bytes.clone(),
-                        of: s.of.clone(),
+                        bytes: s.slot_bytes.clone(),
+                        slot_of_value: s.value_slots.clone(),
                     });
                 }
             }
@@ -168,55 +175,60 @@ impl Plan {
                 .map(|r| (r.role.clone(), r.ranks.iter().map(|r| r.0).collect()))
                 .collect(),
             devices: self.sealed.rank_map().devices().to_vec(),
-            phases: self.sealed.phases().to_vec(),
+            phases: self.sealed.phase_names().to_vec(),
             calls: self.sealed.calls().to_vec(),
         };
-        write("mapping.toml", self.mapping.text().as_bytes())?;
-        write("config.json", self.video.wan.text().as_bytes())?;
-        write("stream.toml", self.video.stream.text().as_bytes())?;
-        write("memory.json", json(&slots).as_bytes())?;
-        write("seal.json", json(&seal).as_bytes())
+        write("mapping.toml", self.mapping.to_toml().as_bytes())?;
+        write("config.json", self.video.wan.to_json().as_bytes())?;
+        write("stream.toml", self.video.stream.to_toml().as_bytes())?;
+        write("memory.json", to_json(&slots).as_bytes())?;
+        write("seal.json", to_json(&seal).as_bytes())
     }
 
-    /// Reads a plan's folder and judges it anew; the digest must be the sealed one.
+    /// Reads a plan folder and verifies it again; its digest must equal the sealed one.
     ///
     /// # Errors
-    /// T0011, T0012, or what the judge refuses.
+    /// Returns T0011, T0012, or what the verifier rejects.
     pub fn read(dir: &Path) -> Result<Plan, Diagnostics> {
-        Plan::read_within(dir, &Limits::default())
+        Plan::read_with_limits(dir, &DeviceLimits::default())
     }
 
-    /// The same under limits of the machine that it is to run on.
+    /// Like [`Plan::read`], with the limits of the machine that will run the plan.
     ///
     /// # Errors
-    /// T0011, T0012, or what the judge refuses.
-    pub fn read_within(dir: &Path, limits: &Limits) -> Result<Plan, Diagnostics> {
+    /// Returns T0011, T0012, or what the verifier rejects.
+    pub fn read_with_limits(dir: &Path, limits: &DeviceLimits) -> Result<Plan, Diagnostics> {
         let (bundle, video, mapping, seal_file) = read_bundle(dir)?;
         let sealed = seal(bundle, limits).map_err(|mut ds| {
-            name_files(&mut ds, &|at| seal_file.file_of(at).map(|f| dir.join(f).display().to_string()));
+            map_places_to_files(&mut ds, &|at| {
+                seal_file.find_program_file(at).map(|f| dir.join(f).display().to_string())
+            });
             ds
         })?;
         if sealed.digest_hex() != seal_file.digest {
             return Err(vec![
                 Diagnostic::error(&T0012, "the plan is not the one that was sealed")
-                    .at(dir.join("seal.json").display().to_string(), format!("digest {}", seal_file.digest))
-                    .at(dir.display().to_string(), format!("digest {}", sealed.digest_hex()))
-                    .hint("make the plan again with `tessera plan`"),
+                    .with_label(
+                        dir.join("seal.json").display().to_string(),
+                        format!("digest {}", seal_file.digest),
+                    )
+                    .with_label(dir.display().to_string(), format!("digest {}", sealed.digest_hex()))
+                    .with_hint("make the plan again with `tessera plan`"),
             ]);
         }
         Ok(Plan { video, model: seal_file.model, model_dir: seal_file.model_dir, mapping, sealed })
     }
 
-    /// The ranks that compute, ascending: all but those outside the mesh.
+    /// Returns the ranks that compute, ascending: every rank except a leader outside the mesh.
     pub fn mesh_ranks(&self) -> impl Iterator<Item = Rank> + use<> {
         let mesh = *self.sealed.mesh();
         mesh.iter().filter(move |r| mesh.contains(*r))
     }
 
-    /// Weights, buffers and temporaries of a rank.
+    /// Returns the bytes of weights, buffers and temporaries of a rank.
     #[must_use]
-    pub fn memory(&self, rank: Rank) -> [Bytes; 3] {
-        self.sealed.memory(rank).map_or([Bytes(0); 3], |m| [m.weights, m.buffers, m.temporaries])
+    pub fn memory_bytes(&self, rank: Rank) -> [Bytes; 3] {
+        self.sealed.rank_memory(rank).map_or([Bytes(0); 3], |m| [m.weights, m.buffers, m.temporaries])
     }
 }
 
@@ -225,10 +237,11 @@ fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Di
     let text = |name: &str| read_text(&dir.join(name), &T0011).map_err(|d| vec![d]);
     let seal_file: SealFile = from_json(&shown("seal.json"), &text("seal.json")?)?;
     if seal_file.tessera_plan != PLAN_VERSION {
-        return Err(vec![Diagnostic::error(
-            &T0011,
-            format!("plan version {}; this build reads {PLAN_VERSION}", seal_file.tessera_plan),
-        )]);
+        let d = Diagnostic::error(&T0011, "another version of tessera made this plan")
+            .with_label(shown("seal.json"), format!("plan version {}", seal_file.tessera_plan))
+            .with_label("this build", format!("reads plan version {PLAN_VERSION}"))
+            .with_hint("make the plan again with `tessera plan`");
+        return Err(vec![if seal_file.tessera_plan == 1 { d.with_note(PLAN_1_KEYS) } else { d }]);
     }
     let slots: Vec<SlotsFile> = from_json(&shown("memory.json"), &text("memory.json")?)?;
     let video = VideoModel::parse(
@@ -236,20 +249,24 @@ fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Di
         (&shown("stream.toml"), &text("stream.toml")?),
     )?;
     let mapping = Mapping::parse(&shown("mapping.toml"), &text("mapping.toml")?)?;
-    let world = mapping.world().map_err(|d| vec![*d])?;
+    let world = mapping.world_mesh().map_err(|d| vec![*d])?;
     let rank_map = RankMap::new(&world, seal_file.devices.clone()).map_err(|d| vec![*d])?;
     let mut ds = Vec::new();
     let mut phases = Vec::new();
     for name in &seal_file.phases {
-        let mut phase = Phase { name: name.clone(), programs: Vec::new(), memory: Vec::new() };
+        let mut phase = Phase { name: name.clone(), programs: Vec::new(), slots: Vec::new() };
         for (role, _) in &seal_file.roles {
             let file = program_file(name, role);
             let program = text(&file).and_then(|t| parse(&t, &shown(&file)));
             let memory = slots.iter().find(|s| s.phase == *name && s.role == *role);
             match (program, memory) {
                 (Ok(p), Some(m)) => {
-                    phase.programs.push(named(p, name, role, &shown(&file)).map_err(|d| vec![d])?);
-                    phase.memory.push(Slots { bytes: m.bytes.clone(), of: m.of.clone() });
+                    phase
+                        .programs
+                        .push(check_program_name(p, name, role, &shown(&file)).map_err(|d| vec![d])?);
+                    phase
+                        .slots
+                        .push(Slots { slot_bytes: m.bytes.clone(), value_slots: m.slot_of_value.clone() });
                 }
                 (Err(e), _) => ds.extend(e),
                 (_, None) => {
@@ -281,22 +298,25 @@ fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Di
     Ok((bundle, video, mapping, seal_file))
 }
 
-/// A program must be of the phase and role whose file it stands in.
-fn named(p: Program, phase: &str, role: &str, file: &str) -> Result<Program, Diagnostic> {
+/// Checks that a program belongs to the phase and role of its file.
+fn check_program_name(p: Program, phase: &str, role: &str, file: &str) -> Result<Program, Diagnostic> {
     if p.name == phase && p.role == role {
         return Ok(p);
     }
     Err(Diagnostic::error(&T0011, format!("the file of @{phase} of {role} holds @{} of {}", p.name, p.role))
-        .at(file.to_string(), "this file"))
+        .with_label(file.to_string(), "this file"))
 }
 
-fn json<T: Serialize>(value: &T) -> String {
+fn to_json<T: Serialize>(value: &T) -> String {
     // Plain structs of numbers and strings always serialise.
     serde_json::to_string_pretty(value).unwrap_or_default() + "\n"
 }
 
 fn from_json<T: for<'a> Deserialize<'a>>(file: &str, text: &str) -> Result<T, Diagnostics> {
     serde_json::from_str(text).map_err(|e| {
-        vec![Diagnostic::error(&T0011, format!("{file} cannot be read: {e}")).at(file.to_string(), "here")]
+        vec![
+            Diagnostic::error(&T0011, format!("{file} cannot be read: {e}"))
+                .with_label(file.to_string(), "here"),
+        ]
     })
 }

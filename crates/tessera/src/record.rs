@@ -1,6 +1,7 @@
-//! The record of a run while it runs: lines that each say something finished.
+//! Writes the record of a run while it runs: each line describes something finished.
 //!
-//! A chunk's line is written when the chunk is on disk, so a record never claims more than the folder holds.
+//! A chunk's line is written once the chunk is on disk, so a record never claims more than the
+//! folder holds.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -9,194 +10,215 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use tessera_base::Diagnostic;
-use tessera_report::record::{Cause, Chunk, End, Event, Line, Phase, Pipeline, RankChunk, Status};
+use tessera_report::record::{
+    ChunkRecord, FailureCause, PhaseRecord, PipelineTimes, RankChunk, RecordLine, RunEnd, RunEvent, RunStatus,
+};
 use tessera_runtime::leader::CallRecord;
 use tessera_runtime::wire::CallMeta;
 use tessera_runtime::{Failure, FailureClass};
 use tessera_verify::SealedPlan;
 
-use crate::files::unwritable;
-use crate::studio::Lap;
+use crate::files::write_error;
+use crate::media_pipeline::MediaInterval;
 
-/// File name in a run's folder.
-pub(crate) const RECORD: &str = "record.jsonl";
+/// Name of the record file in a run directory.
+pub(crate) const RECORD_FILE: &str = "record.jsonl";
 
-/// What the event of a chunk that was given up for a cut is called.
-pub(crate) const DROPPED: &str = "dropped";
+/// Name of the event for a request that was dropped for a cut.
+pub(crate) const DROPPED_EVENT: &str = "dropped";
 
-/// Appends to a run's record.
+/// Appends lines to a run's record.
 #[derive(Debug)]
 pub(crate) struct RecordWriter {
     path: PathBuf,
     file: File,
-    clock: Clock,
-    /// Chunks that every rank has finished and that are not delivered.
-    finished: BTreeMap<u32, Chunk>,
-    /// The leader's own work on chunks that are not delivered.
-    studio: BTreeMap<u32, Vec<Phase>>,
-    /// Of all latents; none where none are computed.
-    golden: Option<blake3::Hasher>,
+    clock: RecordClock,
+    /// Chunks that every rank has finished but that are not yet delivered.
+    finished: BTreeMap<u32, ChunkRecord>,
+    /// Phases of the leader's own work on undelivered chunks.
+    media_phases: BTreeMap<u32, Vec<PhaseRecord>>,
+    /// Hash of all latents; `None` if the run computes no numbers.
+    golden_hash: Option<blake3::Hasher>,
     chunks: u32,
     dropped: u32,
     frames: u64,
-    /// When the first call began and the last delivery ended.
+    /// Start of the first call and end of the last delivery, in nanoseconds.
     span: Option<(u64, u64)>,
-    /// When the chunk before was committed and done, on the leader's clock.
-    before: Option<(u64, u64)>,
-    /// The leader's own work that had the device of a rank of the mesh, from when to when, since the last call ended; none
-    /// where it has one of its own or nobody knows.
-    held: Option<Vec<(u64, u64)>>,
-    /// Collectives of each phase on each rank, from the seal.
-    collectives: BTreeMap<(String, u32), u32>,
-    /// Nothing follows the end.
+    /// Commit and completion of the previous call on the leader's clock, in nanoseconds.
+    previous_call: Option<(u64, u64)>,
+    /// Intervals since the end of the last call in which the leader's own work occupied the device
+    /// of a mesh rank. `None` if the leader has its own device or its device is unknown.
+    shared_device_intervals: Option<Vec<(u64, u64)>>,
+    /// Number of collectives of each phase on each rank, from the seal.
+    collective_counts: BTreeMap<(String, u32), u32>,
+    /// Whether the end line is written; nothing follows it.
     ended: bool,
 }
 
-/// What tells the time of a record, in nanoseconds since the run's start.
+/// The clock of a record, in nanoseconds since the start of the run.
 #[derive(Debug, Clone, Copy)]
-enum Clock {
+enum RecordClock {
     Real(Instant),
-    /// The instant at which a modelled run is.
-    Modelled(u64),
+    /// Current time of a simulated run, in nanoseconds.
+    Simulated(u64),
 }
 
-/// What each rank did in a call, by the clock of the record.
-pub(crate) type Laid = BTreeMap<u32, Vec<Phase>>;
+/// The phases of each rank in a call, on the record's clock.
+pub(crate) type PhasesByRank = BTreeMap<u32, Vec<PhaseRecord>>;
 
-/// What a chunk was asked to be.
+/// The requested settings of a chunk.
 #[derive(Debug, Clone)]
-pub(crate) struct Asked {
+pub(crate) struct ChunkSettings {
     pub(crate) prompt: String,
     pub(crate) seed: u64,
     pub(crate) cut: bool,
 }
 
 impl RecordWriter {
-    /// Opens the record that the launcher began.
+    /// Opens the record that the launcher created.
     pub(crate) fn open(dir: &Path) -> Result<RecordWriter, Diagnostic> {
-        let path = dir.join(RECORD);
-        let file = OpenOptions::new().append(true).open(&path).map_err(|e| unwritable(&path, &e))?;
+        let path = dir.join(RECORD_FILE);
+        let file = OpenOptions::new().append(true).open(&path).map_err(|e| write_error(&path, &e))?;
         Ok(RecordWriter {
             path,
             file,
-            clock: Clock::Real(Instant::now()),
+            clock: RecordClock::Real(Instant::now()),
             finished: BTreeMap::new(),
-            studio: BTreeMap::new(),
-            golden: Some(blake3::Hasher::new()),
+            media_phases: BTreeMap::new(),
+            golden_hash: Some(blake3::Hasher::new()),
             chunks: 0,
             dropped: 0,
             frames: 0,
             span: None,
-            before: None,
-            held: None,
-            collectives: BTreeMap::new(),
+            previous_call: None,
+            shared_device_intervals: None,
+            collective_counts: BTreeMap::new(),
             ended: false,
         })
     }
 
-    /// The same for a modelled run, whose clock is [`RecordWriter::at`] and whose latents are no numbers. `shares` says
-    /// whether the leader's own work is done on the device of a rank of the mesh.
-    pub(crate) fn modelled(dir: &Path, shares: bool) -> Result<RecordWriter, Diagnostic> {
-        let held = shares.then(Vec::new);
-        Ok(RecordWriter { clock: Clock::Modelled(0), golden: None, held, ..RecordWriter::open(dir)? })
+    /// Opens the record of a simulated run, whose clock is set by
+    /// [`RecordWriter::set_simulated_time`] and whose latents are not computed. `shares` states
+    /// whether the leader's own work runs on the device of a mesh rank.
+    pub(crate) fn open_simulated(dir: &Path, shares: bool) -> Result<RecordWriter, Diagnostic> {
+        let intervals = shares.then(Vec::new);
+        Ok(RecordWriter {
+            clock: RecordClock::Simulated(0),
+            golden_hash: None,
+            shared_device_intervals: intervals,
+            ..RecordWriter::open(dir)?
+        })
     }
 
-    /// Sets the clock of a modelled run.
-    pub(crate) fn at(&mut self, now_ns: u64) {
-        self.clock = Clock::Modelled(now_ns);
+    /// Sets the clock of a simulated run.
+    pub(crate) fn set_simulated_time(&mut self, now_ns: u64) {
+        self.clock = RecordClock::Simulated(now_ns);
     }
 
-    /// What the seal says of each phase on each rank.
-    pub(crate) fn census(&mut self, plan: &SealedPlan) {
-        for phase in plan.phases() {
+    /// Takes the number of collectives of each phase and rank from the seal.
+    pub(crate) fn set_collective_counts(&mut self, plan: &SealedPlan) {
+        for phase in plan.phase_names() {
             for rank in plan.mesh().iter() {
-                let n =
-                    plan.census(phase, rank).map_or(0, |c| u32::try_from(c.collectives).unwrap_or(u32::MAX));
-                self.collectives.insert((phase.clone(), rank.0), n);
+                let n = plan
+                    .collective_digest(phase, rank)
+                    .map_or(0, |c| u32::try_from(c.collectives).unwrap_or(u32::MAX));
+                self.collective_counts.insert((phase.clone(), rank.0), n);
             }
         }
     }
 
-    /// Requests that came to an end: chunks on disk, and those that were given up for a cut.
-    pub(crate) fn settled(&self) -> u32 {
+    /// Returns the number of settled requests: chunks on disk plus requests dropped for a cut.
+    pub(crate) fn settled_requests(&self) -> u32 {
         self.chunks + self.dropped
     }
 
-    /// A request was given up for a cut.
-    pub(crate) fn dropped(&mut self, request: u64, epoch: u32, why: &str) -> Result<(), Diagnostic> {
+    /// Records that a request was dropped for a cut.
+    pub(crate) fn record_dropped(&mut self, request: u64, epoch: u32, why: &str) -> Result<(), Diagnostic> {
         self.dropped += 1;
-        self.event(DROPPED, &format!("request {request}, of epoch {epoch}: {why}"))
+        self.write_event(DROPPED_EVENT, &format!("request {request}, of epoch {epoch}: {why}"))
     }
 
-    /// Nanoseconds since this writer began: the clock of the record.
+    /// Returns the nanoseconds since this writer was opened: the record's clock.
     pub(crate) fn now_ns(&self) -> u64 {
         match self.clock {
-            Clock::Real(start) => u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
-            Clock::Modelled(now_ns) => now_ns,
+            RecordClock::Real(start) => u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            RecordClock::Simulated(now_ns) => now_ns,
         }
     }
 
-    fn line(&mut self, line: &Line) -> Result<(), Diagnostic> {
+    fn write_line(&mut self, line: &RecordLine) -> Result<(), Diagnostic> {
         if self.ended {
             return Ok(());
         }
-        // One write a line, so that a killed process leaves at most one cut line.
-        self.file.write_all(line.to_json().as_bytes()).map_err(|e| unwritable(&self.path, &e))
+        // Each line is one write, so that a killed process leaves at most one truncated line.
+        self.file.write_all(line.to_json().as_bytes()).map_err(|e| write_error(&self.path, &e))
     }
 
-    pub(crate) fn event(&mut self, what: &str, detail: &str) -> Result<(), Diagnostic> {
+    pub(crate) fn write_event(&mut self, event: &str, detail: &str) -> Result<(), Diagnostic> {
         let at_ns = self.now_ns();
-        self.line(&Line::Event(Event { at_ns, what: what.into(), detail: detail.into() }))
+        self.write_line(&RecordLine::Event(RunEvent { at_ns, event: event.into(), detail: detail.into() }))
     }
 
-    /// Every rank finished a call. `asked` is what its chunk was asked to be; none for a call without a chunk, and for one
-    /// that is given up. Without `laid`, phases are laid end to end from the call's commit: ranks send durations, not
-    /// clocks.
-    pub(crate) fn call(&mut self, call: &CallRecord, asked: Option<&Asked>, mut laid: Option<Laid>) {
+    /// Records a call that every rank has finished. `settings` are those of its chunk; they are
+    /// `None` for a call without a chunk and for a discarded call. Without `phases_by_rank`, phases
+    /// are placed end to end from the call's commit, because ranks report durations, not
+    /// timestamps.
+    pub(crate) fn record_call(
+        &mut self,
+        call: &CallRecord,
+        settings: Option<&ChunkSettings>,
+        mut phases_by_rank: Option<PhasesByRank>,
+    ) {
         let end = self.now_ns();
-        let pipeline = self.pipeline(call, end);
-        let (Some(meta), Some(request), Some(asked)) = (&call.plan.meta, call.request, asked) else { return };
+        let pipeline = self.pipeline_times(call, end);
+        let (Some(meta), Some(request), Some(settings)) = (&call.plan.meta, call.request, settings) else {
+            return;
+        };
         let chunk = call.plan.chunk;
-        // What cannot be written here cannot be delivered either: the delivery reports it.
-        if asked.cut {
-            let _ = self.event("cut", &format!("chunk {chunk} begins epoch {}", call.plan.cache_epoch));
+        // If an event cannot be written, the delivery fails too and reports the error.
+        if settings.cut {
+            let _ = self.write_event("cut", &format!("chunk {chunk} begins epoch {}", call.plan.cache_epoch));
         }
-        if let Some(shift) = meta.phases.iter().find(|p| p.program == "rebase").and_then(|p| p.int("shift")) {
-            let _ = self.event("rebase", &format!("chunk {chunk}: positions move by {shift} frames"));
+        if let Some(shift) =
+            meta.phases.iter().find(|p| p.program == "rebase").and_then(|p| p.int_arg("shift"))
+        {
+            let _ = self.write_event("rebase", &format!("chunk {chunk}: positions move by {shift} frames"));
         }
         if let Some(n) = call.observed.values().map(|o| o.compensated).max().filter(|n| *n > 0) {
-            let _ = self.event("compensated sums", &format!("chunk {chunk}: {n} sums over ranks cancelled"));
+            let _ = self
+                .write_event("compensated sums", &format!("chunk {chunk}: {n} sums over ranks cancelled"));
         }
         let wall_ns = match self.clock {
-            Clock::Real(_) => call.run_ns,
-            Clock::Modelled(_) => call.done_ns.saturating_sub(call.committed_ns),
+            RecordClock::Real(_) => call.run_ns,
+            RecordClock::Simulated(_) => call.done_ns.saturating_sub(call.committed_ns),
         };
         let start_ns = end.saturating_sub(wall_ns);
         self.span.get_or_insert((start_ns, end));
         let ranks = call
             .observed
             .iter()
-            .map(|(rank, seen)| {
-                let laid = laid.as_mut().map(|l| l.remove(rank).unwrap_or_default());
-                let phases = laid.unwrap_or_else(|| self.end_to_end(*rank, meta, &seen.phase_ns, start_ns));
+            .map(|(rank, rank_times)| {
+                let phases_by_rank = phases_by_rank.as_mut().map(|l| l.remove(rank).unwrap_or_default());
+                let phases = phases_by_rank
+                    .unwrap_or_else(|| self.phases_end_to_end(*rank, meta, &rank_times.phase_ns, start_ns));
                 RankChunk {
                     rank: *rank,
                     phases,
-                    state_digest: seen.state.to_string(),
-                    trace_digest: seen.trace.to_string(),
+                    state_digest: rank_times.state.to_string(),
+                    trace_digest: rank_times.trace.to_string(),
                 }
             })
             .collect();
         let output = call.observed.values().next().map_or(String::new(), |o| o.output.to_string());
-        let line = Chunk {
+        let line = ChunkRecord {
             chunk,
             request: Some(request),
             call_id: call.call_id,
             cache_epoch: call.plan.cache_epoch,
             start_frame: u64::from(meta.start_frame),
-            prompt: asked.prompt.clone(),
-            seed: asked.seed,
-            cut: asked.cut,
+            prompt: settings.prompt.clone(),
+            seed: settings.seed,
+            cut: settings.cut,
             latents_digest: output,
             frames: 0,
             start_ns,
@@ -209,35 +231,42 @@ impl RecordWriter {
         self.finished.insert(chunk, line);
     }
 
-    /// A rank's phases from an instant on, by their durations.
-    fn end_to_end(&self, rank: u32, meta: &CallMeta, durations: &[u64], start_ns: u64) -> Vec<Phase> {
+    /// Places a rank's phases end to end from `start_ns`, by their durations.
+    fn phases_end_to_end(
+        &self,
+        rank: u32,
+        meta: &CallMeta,
+        durations: &[u64],
+        start_ns: u64,
+    ) -> Vec<PhaseRecord> {
         let mut at = start_ns;
         let phases = meta.phases.iter().zip(durations).map(|(p, ns)| {
             let begun = at;
             at += ns;
-            Phase {
+            PhaseRecord {
                 name: p.program.clone(),
                 stream: "compute".into(),
                 start_ns: begun,
                 end_ns: at,
-                collectives: self.collectives.get(&(p.program.clone(), rank)).copied().unwrap_or(0),
+                collectives: self.collective_counts.get(&(p.program.clone(), rank)).copied().unwrap_or(0),
                 waits: None,
             }
         });
         phases.collect()
     }
 
-    /// The instants of a call that ended at `end`, on the clock of the record. What the leader does for the chunk
-    /// is not known yet.
-    fn pipeline(&mut self, call: &CallRecord, end: u64) -> Pipeline {
+    /// Returns the times of a call that ended at `end`, on the record's clock. The leader's own
+    /// work on the chunk is not known yet.
+    fn pipeline_times(&mut self, call: &CallRecord, end: u64) -> PipelineTimes {
         let at = |ns: u64| end.saturating_sub(call.done_ns.saturating_sub(ns));
-        let before = self.before.replace((call.committed_ns, call.done_ns));
+        let before = self.previous_call.replace((call.committed_ns, call.done_ns));
         let since = |ns: u64| call.committed_ns.saturating_sub(ns);
-        // The leader's own work is not the generator's, also where the generator waits for it.
-        let held = self.held.as_mut().map(std::mem::take).unwrap_or_default();
-        let own = held.iter().map(|(from, to)| to.saturating_sub(call.committed_ns.max(*from)));
-        let held_ns: u64 = own.sum();
-        Pipeline {
+        // The leader's own work does not count as generator time, even if the generator waits for
+        // it.
+        let intervals = self.shared_device_intervals.as_mut().map(std::mem::take).unwrap_or_default();
+        let overlaps = intervals.iter().map(|(from, to)| to.saturating_sub(call.committed_ns.max(*from)));
+        let held_ns: u64 = overlaps.sum();
+        PipelineTimes {
             decided_ns: at(call.decided_ns),
             ready_ns: at(call.ready_ns),
             done_ns: end,
@@ -249,32 +278,37 @@ impl RecordWriter {
         }
     }
 
-    /// Work of the leader on a chunk, beside the mesh.
-    pub(crate) fn studio(&mut self, chunk: u32, laps: Vec<Lap>) {
-        let Clock::Real(start) = self.clock else { return };
+    /// Records the leader's own work on a chunk, outside the mesh.
+    pub(crate) fn record_media_laps(&mut self, chunk: u32, laps: Vec<MediaInterval>) {
+        let RecordClock::Real(start) = self.clock else { return };
         let ns = |at: Instant| u64::try_from(at.duration_since(start).as_nanos()).unwrap_or(u64::MAX);
         for lap in laps {
-            self.lap(chunk, lap.name, ns(lap.begun), ns(lap.ended));
+            self.record_media_interval(chunk, lap.name, ns(lap.begun), ns(lap.ended));
         }
     }
 
-    /// The same, one piece between two instants of the record.
-    pub(crate) fn lap(&mut self, chunk: u32, name: &str, start_ns: u64, end_ns: u64) {
-        if let Some(held) = &mut self.held {
-            held.push((start_ns, end_ns));
+    /// Records one interval of the leader's own work, given on the record's clock.
+    pub(crate) fn record_media_interval(&mut self, chunk: u32, name: &str, start_ns: u64, end_ns: u64) {
+        if let Some(intervals) = &mut self.shared_device_intervals {
+            intervals.push((start_ns, end_ns));
         }
         let (name, stream) = (name.into(), "decode".into());
-        let phase = Phase { name, stream, start_ns, end_ns, ..Phase::default() };
-        self.studio.entry(chunk).or_default().push(phase);
+        let phase = PhaseRecord { name, stream, start_ns, end_ns, ..PhaseRecord::default() };
+        self.media_phases.entry(chunk).or_default().push(phase);
     }
 
-    /// A chunk is on disk, as so many frames.
-    pub(crate) fn delivered(&mut self, chunk: u32, frames: u32, latents: &[u8]) -> Result<(), Diagnostic> {
+    /// Records that a chunk is on disk as `frames` frames.
+    pub(crate) fn record_delivery(
+        &mut self,
+        chunk: u32,
+        frames: u32,
+        latents: &[u8],
+    ) -> Result<(), Diagnostic> {
         if self.ended {
             return Ok(());
         }
         let end = self.now_ns();
-        if let Some(golden) = &mut self.golden {
+        if let Some(golden) = &mut self.golden_hash {
             golden.update(latents);
         }
         self.chunks += 1;
@@ -282,9 +316,9 @@ impl RecordWriter {
         if let Some(span) = &mut self.span {
             span.1 = end;
         }
-        let own = self.studio.remove(&chunk).unwrap_or_default();
-        // Chunks come in order: what is left of earlier ones was discarded by a cut.
-        self.studio.retain(|c, _| *c > chunk);
+        let own = self.media_phases.remove(&chunk).unwrap_or_default();
+        // Chunks are delivered in order, so entries of earlier chunks were discarded by a cut.
+        self.media_phases.retain(|c, _| *c > chunk);
         self.finished.retain(|c, _| *c >= chunk);
         let Some(mut line) = self.finished.remove(&chunk) else { return Ok(()) };
         line.frames = frames;
@@ -300,39 +334,39 @@ impl RecordWriter {
                 RankChunk { rank: 0, phases: own, state_digest: String::new(), trace_digest: String::new() },
             ),
         }
-        self.line(&Line::Chunk(line))
+        self.write_line(&RecordLine::Chunk(line))
     }
 
-    /// Writes the end, once. `complete` says whether every chunk that was asked for is on disk.
-    pub(crate) fn end(&mut self, failure: Option<&Failure>, complete: bool) -> Result<(), Diagnostic> {
+    /// Writes the end line, once. `complete` states whether every requested chunk is on disk.
+    pub(crate) fn write_end(&mut self, failure: Option<&Failure>, complete: bool) -> Result<(), Diagnostic> {
         if self.ended {
             return Ok(());
         }
         let wall_ns = self.span.map_or(0, |(a, b)| b.saturating_sub(a));
         let status = match (failure, complete) {
-            (Some(_), _) => Status::Failed,
-            (None, true) => Status::Complete,
-            (None, false) => Status::Interrupted,
+            (Some(_), _) => RunStatus::Failed,
+            (None, true) => RunStatus::Complete,
+            (None, false) => RunStatus::Interrupted,
         };
-        let end = End {
+        let end = RunEnd {
             status,
-            cause: failure.map(cause),
+            cause: failure.map(failure_cause),
             chunks: self.chunks,
             frames: self.frames,
             wall_ns,
             fps: if wall_ns == 0 { 0.0 } else { self.frames as f64 / (wall_ns as f64 / 1e9) },
             output_complete: complete && failure.is_none(),
-            golden: self.golden.as_ref().map_or(String::new(), |g| g.finalize().to_hex().to_string()),
+            golden: self.golden_hash.as_ref().map_or(String::new(), |g| g.finalize().to_hex().to_string()),
         };
-        self.line(&Line::End(end))?;
+        self.write_line(&RecordLine::End(end))?;
         self.ended = true;
-        self.file.sync_data().map_err(|e| unwritable(&self.path, &e))
+        self.file.sync_data().map_err(|e| write_error(&self.path, &e))
     }
 }
 
-/// A failure in the record's words.
-pub(crate) fn cause(f: &Failure) -> Cause {
-    Cause {
+/// Converts a failure to its form in the record.
+pub(crate) fn failure_cause(f: &Failure) -> FailureCause {
+    FailureCause {
         class: class_name(f.class).into(),
         exit_code: u8::try_from(f.class.exit_code()).unwrap_or(u8::MAX),
         rank: f.rank,
@@ -342,5 +376,5 @@ pub(crate) fn cause(f: &Failure) -> Cause {
 }
 
 fn class_name(class: FailureClass) -> &'static str {
-    class.words()
+    class.as_str()
 }

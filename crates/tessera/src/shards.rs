@@ -1,5 +1,5 @@
-//! What a rank says of its weights: fingerprints of what it holds, of a neighbour's shards as its own files have them, and
-//! a rolling look at memory within a share of each call's time.
+//! Fingerprints of a rank's weights: of the shards that it holds, of its neighbor's shards as this
+//! rank's own files contain them, and a rolling check of memory within a share of each call's time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -7,290 +7,308 @@ use std::sync::Arc;
 
 use rustix::time::{ClockId, clock_gettime};
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_device::{Backend, Fingerprint, Hasher, Seat, WeightSource, slice_words};
+use tessera_device::{Backend, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice};
 use tessera_ir::{Opcode, Program, Type};
 use tessera_mesh::Rank;
-use tessera_runtime::engine::{Rehash, Reloaded, T0737};
-use tessera_runtime::wire::{CallAction, ShardPrint};
+use tessera_runtime::engine::{RehashResult, ReloadedWeights, T0737};
+use tessera_runtime::wire::{CallAction, ShardFingerprint};
 use tessera_runtime::{Digest, T0754};
 use tessera_verify::SealedPlan;
 
 use crate::engine::LEADER_PHASES;
 use crate::{Model, Plan, Weights};
 
-/// Bytes that a rank's fingerprints may take in a message, half of them for what it holds.
-const MAX_PRINT_BYTES: usize = 512 << 10;
+/// Maximum bytes of a rank's fingerprints in a message; half of them are for its own shards.
+const MAX_FINGERPRINT_BYTES: usize = 512 << 10;
 
-/// One part in this many of a call's time may go into digests.
-const DIGEST_SHARE: u64 = 160;
+/// Divisor of a call's time: 1/160 of it may be spent on digests.
+const DIGEST_TIME_DIVISOR: u64 = 160;
 
-/// One part in this many of that share belongs to weights, whatever other digests take.
-const LEAST: u64 = 4;
+/// Divisor of the digest share: weights always get a quarter of it, however long other digests
+/// take.
+const WEIGHT_TIME_DIVISOR: u64 = 4;
 
-/// Bytes hashed per nanosecond, until a rate has been measured.
-const FIRST_RATE: f64 = 0.5;
+/// Hash rate in bytes per nanosecond until one has been measured.
+const INITIAL_HASH_RATE: f64 = 0.5;
 
-/// Opens weights at a place, in the words of a RELOAD, with the digest of what is found there.
-pub type OpenWeights = Box<dyn FnMut(&str) -> Result<(Box<dyn WeightSource>, Digest), Diagnostic>>;
+/// Opens the weights at the location that a RELOAD names, and returns them with their digest.
+pub type WeightOpener = Box<dyn FnMut(&str) -> Result<(Box<dyn WeightSource>, Digest), Diagnostic>>;
 
-/// A piece of a weight that a rank's programs read.
-struct Piece {
+/// A shard of a weight that a rank's programs read.
+struct WeightShard {
     tensor: String,
     ty: Type,
     load: Option<String>,
 }
 
-/// The weights of one rank as told to others, and the look at them that goes on.
-pub(crate) struct Shards {
-    /// Every piece of this rank's programs, in the plan's words.
-    own: BTreeSet<(String, String)>,
-    /// Pieces of the next rank that this one lacks, and its seat.
-    next: (Seat, Vec<Piece>),
-    prints: Vec<ShardPrint>,
-    /// Bytes of one round.
-    bytes: u64,
-    /// CPU time that may be spent, below zero where too much was.
+/// The weight fingerprints of one rank, and the state of their rolling check.
+pub(crate) struct WeightFingerprints {
+    /// Tensor and slice of every shard of this rank's programs, as the plan describes them.
+    own_slices: BTreeSet<(String, String)>,
+    /// Placement of the next rank, and its shards that this rank lacks.
+    neighbor_shards: (MeshRank, Vec<WeightShard>),
+    fingerprints: Vec<ShardFingerprint>,
+    /// Bytes of one full round over the weights.
+    round_bytes: u64,
+    /// CPU time that may be spent, in nanoseconds; negative after overspending.
     credit_ns: i64,
-    /// Bytes per nanosecond, as measured last.
-    rate: f64,
-    /// CPU time of this thread in nanoseconds.
-    clock: fn() -> u64,
-    open: Option<OpenWeights>,
-    /// Whether weights may change now: during a RELOAD.
-    due: bool,
-    /// Whether it is refused that they change otherwise.
-    armed: bool,
+    /// Hash rate in bytes per nanosecond, as last measured.
+    hash_rate: f64,
+    /// Clock of this thread's CPU time, in nanoseconds.
+    cpu_clock: fn() -> u64,
+    opener: Option<WeightOpener>,
+    /// Whether weights may change now: true during a RELOAD.
+    reload_expected: bool,
+    /// Whether a weight change outside a RELOAD is rejected.
+    reload_guard_armed: bool,
 }
 
-impl Shards {
-    /// What the plan has a rank hold.
-    pub(crate) fn new(plan: &SealedPlan, rank: Rank) -> Shards {
+impl WeightFingerprints {
+    /// Collects the shards that the plan assigns to a rank and to its neighbor.
+    pub(crate) fn new(plan: &SealedPlan, rank: Rank) -> WeightFingerprints {
         let mesh = *plan.mesh();
-        let seat = |rank| Seat { mesh, rank };
-        let words = |pieces: &[Piece], seat: Seat| -> BTreeSet<(String, String)> {
-            pieces.iter().map(|p| (p.tensor.clone(), p.words(&seat))).collect()
+        let mesh_rank = |rank| MeshRank { mesh, rank };
+        let words = |pieces: &[WeightShard], mesh_rank: MeshRank| -> BTreeSet<(String, String)> {
+            pieces.iter().map(|p| (p.tensor.clone(), p.slice_text(&mesh_rank))).collect()
         };
-        let own = words(&pieces(plan, rank), seat(rank));
-        // Each rank's shards are read a second time, by the rank before it: a damaged copy shows though no other
-        // rank holds the shard. What several ranks hold by plan needs no second reader.
+        let own_slices = words(&weight_shards(plan, rank), mesh_rank(rank));
+        // The previous rank reads each rank's shards a second time, so a damaged copy is detected
+        // even if no other rank holds the shard. Shards that several ranks hold by plan need no
+        // second reader.
         let ranks: Vec<Rank> = mesh.iter().filter(|r| mesh.contains(*r)).collect();
         let at = ranks.iter().position(|r| *r == rank).unwrap_or(0);
         let next = ranks.get((at + 1) % ranks.len().max(1)).copied().unwrap_or(rank);
-        let mut seen = own.clone();
-        let mut theirs = pieces(plan, next);
-        theirs.retain(|p| seen.insert((p.tensor.clone(), p.words(&seat(next)))));
-        Shards {
-            own,
-            next: (seat(next), theirs),
-            prints: Vec::new(),
-            bytes: 0,
+        let mut seen = own_slices.clone();
+        let mut theirs = weight_shards(plan, next);
+        theirs.retain(|p| seen.insert((p.tensor.clone(), p.slice_text(&mesh_rank(next)))));
+        WeightFingerprints {
+            own_slices,
+            neighbor_shards: (mesh_rank(next), theirs),
+            fingerprints: Vec::new(),
+            round_bytes: 0,
             credit_ns: 0,
-            rate: FIRST_RATE,
-            clock: thread_ns,
-            open: None,
-            due: false,
-            armed: true,
+            hash_rate: INITIAL_HASH_RATE,
+            cpu_clock: thread_cpu_ns,
+            opener: None,
+            reload_expected: false,
+            reload_guard_armed: true,
         }
     }
 
-    /// Takes the fingerprints of what a backend loaded, and reads the next rank's pieces from the same source.
+    /// Fingerprints what a backend loaded, and reads the next rank's shards from the same source.
     ///
     /// # Errors
-    /// T0754 when the backend holds other pieces than the plan gives it, or what the source refuses.
-    pub(crate) fn take(
+    /// Returns T0754 if the backend holds other shards than the plan assigns, or the error of the
+    /// source.
+    pub(crate) fn fingerprint_loaded(
         &mut self,
         backend: &dyn Backend,
         source: &mut dyn WeightSource,
     ) -> Result<(), Diagnostic> {
-        let held = backend.fingerprints();
-        let says: BTreeSet<(String, String)> =
-            held.iter().map(|f| (f.tensor.clone(), f.slice.clone())).collect();
-        if let Some((tensor, slice)) = self.own.iter().find(|piece| !says.contains(*piece)) {
-            let instead = held.iter().find(|f| f.tensor == *tensor).map_or("nothing", |f| &f.slice);
-            return Err(Diagnostic::error(&T0754, format!("the backend holds another piece of `{tensor}`"))
-                .at("plan", slice)
-                .at("backend", instead)
-                .hint("the backend took another rank's seat"));
+        let loaded = backend.fingerprints();
+        let loaded_slices: BTreeSet<(String, String)> =
+            loaded.iter().map(|f| (f.tensor.clone(), f.slice.clone())).collect();
+        if let Some((tensor, slice)) = self.own_slices.iter().find(|piece| !loaded_slices.contains(*piece)) {
+            let instead = loaded.iter().find(|f| f.tensor == *tensor).map_or("nothing", |f| &f.slice);
+            return Err(Diagnostic::error(&T0754, format!("the backend holds another shard of `{tensor}`"))
+                .with_label("plan", slice)
+                .with_label("backend", instead)
+                .with_hint("the backend uses another rank's placement"));
         }
-        self.bytes = held.iter().map(|f| f.bytes).sum();
-        let mut prints = fold(held.into_iter().map(print).collect(), MAX_PRINT_BYTES / 2);
-        let (seat, pieces) = &self.next;
+        self.round_bytes = loaded.iter().map(|f| f.bytes).sum();
+        let mut prints = fold_fingerprints(
+            loaded.into_iter().map(to_shard_fingerprint).collect(),
+            MAX_FINGERPRINT_BYTES / 2,
+        );
+        let (neighbor, pieces) = &self.neighbor_shards;
         let mut next = Vec::new();
         for p in pieces {
-            let mut hash = Hasher::default();
-            let rows = source.read(&p.tensor, &p.ty, p.load.as_deref(), seat)?;
+            let mut hash = FingerprintHasher::default();
+            let rows = source.read(&p.tensor, &p.ty, p.load.as_deref(), neighbor)?;
             hash.update_as(&rows, p.ty.dtype);
-            next.push(print(hash.finish(&p.tensor, p.words(seat))));
+            next.push(to_shard_fingerprint(hash.finish(&p.tensor, p.slice_text(neighbor))));
         }
         next.sort_by(|a, b| (&a.tensor, &a.slice).cmp(&(&b.tensor, &b.slice)));
-        prints.extend(fold(next, MAX_PRINT_BYTES / 2));
+        prints.extend(fold_fingerprints(next, MAX_FINGERPRINT_BYTES / 2));
         prints.sort_by(|a, b| (&a.tensor, &a.slice).cmp(&(&b.tensor, &b.slice)));
-        self.prints = prints;
+        self.fingerprints = prints;
         Ok(())
     }
 
-    pub(crate) fn prints(&self) -> &[ShardPrint] {
-        &self.prints
+    pub(crate) fn as_slice(&self) -> &[ShardFingerprint] {
+        &self.fingerprints
     }
 
-    pub(crate) fn opens(&mut self, open: OpenWeights) {
-        self.open = Some(open);
+    pub(crate) fn set_opener(&mut self, open: WeightOpener) {
+        self.opener = Some(open);
     }
 
-    /// A call begins.
-    pub(crate) fn begin(&mut self, action: CallAction) {
-        self.due = action == CallAction::Reload;
+    /// Prepares for a call with this action.
+    pub(crate) fn begin_call(&mut self, action: CallAction) {
+        self.reload_expected = action == CallAction::Reload;
     }
 
-    /// Arms or disarms the refusal of a reload that no call asked for.
-    pub(crate) fn guard(&mut self, armed: bool) {
-        self.armed = armed;
+    /// Arms or disarms the rejection of reloads outside a RELOAD.
+    pub(crate) fn arm_reload_guard(&mut self, armed: bool) {
+        self.reload_guard_armed = armed;
     }
 
-    /// Hashes what the time of a call allows and compares it with what was loaded. `call_ns` is the time of the call's
-    /// phases, `digest_ns` what other digests of it took. Something comes back where a piece changed, and at the end
-    /// of a round.
+    /// Hashes as many weights as the time of a call allows and compares them with their
+    /// fingerprints. `call_ns` is the time of the call's phases and `digest_ns` the time of its
+    /// other digests. Returns a result if a shard changed, and at the end of a round.
     pub(crate) fn rehash(
         &mut self,
         backend: &mut dyn Backend,
         call_ns: u64,
         digest_ns: u64,
-    ) -> Option<Rehash> {
-        let share = call_ns / DIGEST_SHARE;
-        let budget = signed(share.saturating_sub(digest_ns).max(share / LEAST));
-        // A round is done once per call at most, so more than its price is never needed.
-        let round_ns = (self.bytes as f64 / self.rate) as i64 + 1;
+    ) -> Option<RehashResult> {
+        let share = call_ns / DIGEST_TIME_DIVISOR;
+        let budget = saturating_i64(share.saturating_sub(digest_ns).max(share / WEIGHT_TIME_DIVISOR));
+        // A call completes at most one round, so more credit than a round costs is never needed.
+        let round_ns = (self.round_bytes as f64 / self.hash_rate) as i64 + 1;
         self.credit_ns = self.credit_ns.saturating_add(budget).min(round_ns.saturating_mul(2));
         if self.credit_ns <= 0 {
             return None;
         }
-        let before = (self.clock)();
-        let seen = backend.audit((self.credit_ns as f64 * self.rate) as u64);
-        let ns = (self.clock)().saturating_sub(before);
-        self.credit_ns = self.credit_ns.saturating_sub(signed(ns));
-        if seen.bytes > 0 && ns > 0 {
-            self.rate = (self.rate + seen.bytes as f64 / ns as f64) / 2.0;
+        let before = (self.cpu_clock)();
+        let audited = backend.audit_weights((self.credit_ns as f64 * self.hash_rate) as u64);
+        let ns = (self.cpu_clock)().saturating_sub(before);
+        self.credit_ns = self.credit_ns.saturating_sub(saturating_i64(ns));
+        if audited.bytes > 0 && ns > 0 {
+            self.hash_rate = (self.hash_rate + audited.bytes as f64 / ns as f64) / 2.0;
         }
-        if let Some((print, now)) = seen.changed {
+        if let Some((print, now)) = audited.changed {
             let what = format!("`{}` {} in memory", print.tensor, print.slice);
-            return Some(Rehash { what, loaded: Digest(print.digest), now: Digest(now) });
+            return Some(RehashResult {
+                label: what,
+                digest_at_load: Digest(print.digest),
+                digest_now: Digest(now),
+            });
         }
-        if seen.rounds == 0 {
+        if audited.rounds == 0 {
             return None;
         }
-        let all = Digest::of_value("weights", &self.prints);
-        Some(Rehash { what: "all weights".to_string(), loaded: all, now: all })
+        let all = Digest::hash_value("weights", &self.fingerprints);
+        Some(RehashResult { label: "all weights".to_string(), digest_at_load: all, digest_now: all })
     }
 
-    /// Exchanges the backend's weights for those of `source`; where that is refused, the old ones are still there.
-    pub(crate) fn reload(&mut self, backend: &mut dyn Backend, source: &str) -> Result<Reloaded, Diagnostic> {
-        if !std::mem::take(&mut self.due) && self.armed {
+    /// Replaces the backend's weights with those of `source`. On failure the old weights stay
+    /// loaded.
+    pub(crate) fn reload(
+        &mut self,
+        backend: &mut dyn Backend,
+        source: &str,
+    ) -> Result<ReloadedWeights, Diagnostic> {
+        if !std::mem::take(&mut self.reload_expected) && self.reload_guard_armed {
             return Err(Diagnostic::error(&T0737, format!("weights of {source} outside of a RELOAD"))
-                .at("this rank", "was told to replace its weights while no RELOAD runs")
-                .hint("ask the leader for a RELOAD, which every rank runs between the same two calls"));
+                .with_label("this rank", "was asked to reload its weights while no RELOAD runs")
+                .with_hint(
+                    "request a RELOAD from the leader; every rank runs it between the same two calls",
+                ));
         }
-        let Some(open) = self.open.as_mut() else {
+        let Some(open) = self.opener.as_mut() else {
             return Err(Diagnostic::error(&T0737, format!("this rank cannot open weights at {source}")));
         };
         let (mut weights, found) = open(source)?;
-        let (seat, next) = &self.next;
+        let (neighbor, next) = &self.neighbor_shards;
         for p in next {
-            weights.check(&p.tensor, &p.ty, p.load.as_deref(), seat)?;
+            weights.check(&p.tensor, &p.ty, p.load.as_deref(), neighbor)?;
         }
-        backend.reload(&mut *weights)?;
+        backend.reload_weights(&mut *weights)?;
         self.credit_ns = 0;
-        self.take(backend, &mut *weights)?;
-        Ok(Reloaded { weights: found, fingerprints: self.prints.clone() })
+        self.fingerprint_loaded(backend, &mut *weights)?;
+        Ok(ReloadedWeights { weights: found, fingerprints: self.fingerprints.clone() })
     }
 }
 
-/// What a rank may be told to reload: a folder whose weights have the names, dtypes and shapes of those in use. The
-/// digest is that of the new weights, to be announced.
+/// Checks that a folder can be reloaded: its weights must have the names, dtypes and shapes of
+/// those in use. Returns the digest of the new weights, which the RELOAD announces.
 ///
 /// # Errors
-/// What is wrong with either folder, or T0506 with everything that differs.
+/// Returns what is wrong with either folder, or T0506 with every difference.
 pub fn preflight_reload(plan: &Plan, in_use: &Path, next: &Path) -> Result<Digest, Diagnostics> {
-    let open = |dir: &Path| Model::under(dir, plan).map_err(|d| vec![d])?.weights();
+    let open = |dir: &Path| Model::open_for_plan(dir, plan).map_err(|d| vec![d])?.open_weights();
     let (old, new) = (open(in_use)?, open(next)?);
-    old.may_become(&new).map_err(|d| vec![d])?;
-    Ok(Digest(new.digest()))
+    old.check_compatible(&new).map_err(|d| vec![d])?;
+    Ok(Digest(new.sample_digest()))
 }
 
-/// Opens folders for a RELOAD, for as long as they hold weights like the ones in use.
-pub(crate) fn opener(plan: Arc<Plan>, in_use: Weights) -> OpenWeights {
+/// Returns an opener for RELOAD folders that accepts only weights compatible with `in_use`.
+pub(crate) fn weight_opener(plan: Arc<Plan>, in_use: Weights) -> WeightOpener {
     Box::new(move |source| {
         let first = |ds: Diagnostics| {
-            ds.into_iter().next().unwrap_or_else(|| Diagnostic::error(&T0737, "nothing was said about it"))
+            ds.into_iter().next().unwrap_or_else(|| Diagnostic::error(&T0737, "no diagnostic was given"))
         };
-        let weights = Model::under(Path::new(source), &plan)?.weights().map_err(first)?;
-        in_use.may_become(&weights)?;
-        let digest = Digest(weights.digest());
+        let weights = Model::open_for_plan(Path::new(source), &plan)?.open_weights().map_err(first)?;
+        in_use.check_compatible(&weights)?;
+        let digest = Digest(weights.sample_digest());
         Ok((Box::new(weights) as Box<dyn WeightSource>, digest))
     })
 }
 
-/// Makes a list of prints fit into `max_bytes` of a message. Where it does not, prints are joined by their tensors'
-/// parent (`blocks.7.ffn.*`), then by the parent's parent: equal lists still have equal prints, a wrong shard that takes
-/// in all tensors of a parent still stands out, and the message names the parent instead of the tensor.
-fn fold(mut prints: Vec<ShardPrint>, max_bytes: usize) -> Vec<ShardPrint> {
-    while size(&prints) > max_bytes && prints.len() > 1 {
-        let mut parents: BTreeMap<String, Vec<ShardPrint>> = BTreeMap::new();
-        for p in prints {
+/// Makes a list of fingerprints fit into `max_bytes` of a message. If the list is too long,
+/// fingerprints are merged by the parent of their tensors (`blocks.7.ffn.*`), then by the parent's
+/// parent. Equal lists still have equal merged fingerprints, a wrong shard of all tensors of a
+/// parent is still detected, and the message names the parent instead of the tensor.
+fn fold_fingerprints(mut fingerprints: Vec<ShardFingerprint>, max_bytes: usize) -> Vec<ShardFingerprint> {
+    while encoded_size(&fingerprints) > max_bytes && fingerprints.len() > 1 {
+        let mut parents: BTreeMap<String, Vec<ShardFingerprint>> = BTreeMap::new();
+        for p in fingerprints {
             let name = p.tensor.strip_suffix(".*").unwrap_or(&p.tensor);
             let parent = name.rsplit_once('.').map_or("*".to_string(), |(parent, _)| format!("{parent}.*"));
             parents.entry(parent).or_default().push(p);
         }
-        // Every name gets shorter, so this ends with a single print at the latest.
-        prints = parents.into_iter().map(|(parent, parts)| joined(parent, parts)).collect();
+        // Every name gets shorter, so this ends with a single fingerprint at the latest.
+        fingerprints = parents.into_iter().map(|(parent, parts)| merge_fingerprints(parent, parts)).collect();
     }
-    prints
+    fingerprints
 }
 
-/// Bytes that the prints take in a message, a few too many.
-fn size(prints: &[ShardPrint]) -> usize {
+/// Returns an upper bound of the bytes that the fingerprints take in a message.
+fn encoded_size(prints: &[ShardFingerprint]) -> usize {
     prints.iter().map(|p| p.tensor.len() + p.slice.len() + 32 + 7).sum()
 }
 
-fn joined(parent: String, mut parts: Vec<ShardPrint>) -> ShardPrint {
+fn merge_fingerprints(parent: String, mut parts: Vec<ShardFingerprint>) -> ShardFingerprint {
     if let [only] = &mut parts[..] {
-        return ShardPrint { tensor: parent, slice: std::mem::take(&mut only.slice), ..*only };
+        return ShardFingerprint { tensor: parent, slice: std::mem::take(&mut only.slice), ..*only };
     }
     let names: Vec<_> = parts.iter().map(|p| (&p.tensor, &p.slice)).collect();
-    let slices = Digest::of_value("slices", &names);
+    let slices = Digest::hash_value("slices", &names);
     let digests: Vec<Digest> = parts.iter().map(|p| p.digest).collect();
-    ShardPrint {
+    ShardFingerprint {
         tensor: parent,
         slice: format!("{} pieces {}", parts.len(), &slices.to_string()[..8]),
-        digest: Digest::of_value("prints", &digests),
+        digest: Digest::hash_value("prints", &digests),
         constant: parts.iter().all(|p| p.constant),
     }
 }
 
-fn signed(ns: u64) -> i64 {
+fn saturating_i64(ns: u64) -> i64 {
     i64::try_from(ns).unwrap_or(i64::MAX)
 }
 
-/// CPU time of this thread, in nanoseconds.
-pub(crate) fn thread_ns() -> u64 {
+/// Returns the CPU time of this thread in nanoseconds.
+pub(crate) fn thread_cpu_ns() -> u64 {
     let t = clock_gettime(ClockId::ThreadCPUTime);
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
-/// The weight pieces of a rank's programs, each once.
-fn pieces(plan: &SealedPlan, rank: Rank) -> Vec<Piece> {
-    let seat = Seat { mesh: *plan.mesh(), rank };
-    let mut seen = BTreeSet::new();
+/// Collects the weight shards of a rank's programs, without duplicates.
+fn weight_shards(plan: &SealedPlan, rank: Rank) -> Vec<WeightShard> {
+    let mesh_rank = MeshRank { mesh: *plan.mesh(), rank };
+    let mut names = BTreeSet::new();
     let mut all = Vec::new();
-    let programs = plan.phases().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str()));
-    for program in programs.filter_map(|phase| plan.program(phase, rank)) {
+    let programs = plan.phase_names().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str()));
+    for program in programs.filter_map(|phase| plan.rank_program(phase, rank)) {
         let program: &Program = program;
         for op in program.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
-            let piece = Piece {
+            let piece = WeightShard {
                 tensor: op.name.clone().unwrap_or_default(),
-                ty: program.ty(op.results[0]).clone(),
-                load: op.str("load").map(str::to_string),
+                ty: program.type_of(op.results[0]).clone(),
+                load: op.str_attr("load").map(str::to_string),
             };
-            if seen.insert((piece.tensor.clone(), piece.words(&seat))) {
+            if names.insert((piece.tensor.clone(), piece.slice_text(&mesh_rank))) {
                 all.push(piece);
             }
         }
@@ -298,14 +316,14 @@ fn pieces(plan: &SealedPlan, rank: Rank) -> Vec<Piece> {
     all
 }
 
-impl Piece {
-    fn words(&self, seat: &Seat) -> String {
-        slice_words(&self.ty, self.load.as_deref(), seat)
+impl WeightShard {
+    fn slice_text(&self, mesh_rank: &MeshRank) -> String {
+        describe_slice(&self.ty, self.load.as_deref(), mesh_rank)
     }
 }
 
-pub(crate) fn print(f: Fingerprint) -> ShardPrint {
-    ShardPrint { tensor: f.tensor, slice: f.slice, digest: Digest(f.digest), constant: f.constant }
+pub(crate) fn to_shard_fingerprint(f: Fingerprint) -> ShardFingerprint {
+    ShardFingerprint { tensor: f.tensor, slice: f.slice, digest: Digest(f.digest), constant: f.constant }
 }
 
 #[cfg(test)]

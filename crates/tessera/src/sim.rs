@@ -1,213 +1,221 @@
-//! Runs a sealed plan on a modelled machine: the real leader, mesh leader and workers over modelled devices, in one process
-//! and as fast as the arithmetic goes.
+//! Runs a sealed plan on a simulated machine: the real leader, mesh leader and workers run over
+//! simulated devices, in one process and without waiting for wall-clock time.
 //!
-//! Every envelope, ready, commit and done is a real message between the real machines, every rank's caches move as in a real
-//! run, and every rank's collectives are folded into the trace that the seal holds of it. What is modelled is time: of ops
-//! and transfers by [`Prices`], of control messages by [`HOP_NS`]. No number of the model is computed: latents are digests of
-//! what a rank was told, prompts and contexts are placeholders of the right shape, and weights are not read.
+//! Every envelope, ready, commit and done is a real message between the real state machines; every
+//! rank's caches change as in a real run, and every rank's collectives are hashed and compared with
+//! the trace digest in the seal. Only time is simulated: [`Prices`] gives the durations of ops and
+//! transfers, [`HOP_LATENCY_NS`] the latency of control messages. Nothing of the model is computed:
+//! latents are digests of a rank's inputs, prompts and contexts are placeholders of the right
+//! shape, and weights are not read.
 //!
-//! The leader decodes and encodes on rank 0's device. Where that is one of the mesh, decode and phases take turns on it and the
-//! other ranks wait in their next collective, as in the planner's estimate.
+//! The leader encodes and decodes on rank 0's device. If rank 0 is part of the mesh, decode and
+//! phases alternate on its device and the other ranks wait in their next collective, as in the
+//! planner's estimate.
 
-mod ops;
+mod op_trace;
 mod prices;
-mod rack;
-mod seat;
+mod sim_engine;
+mod world;
 
-pub use prices::{ClusterPrices, bundle};
+pub use prices::{ClusterPrices, to_bundle};
 
 use std::path::{Path, PathBuf};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_device::Prices;
+use tessera_device::TimingModel;
 use tessera_mesh::Rank;
-use tessera_report::record::{Device, Start};
-use tessera_runtime::decide::ChunkRequest;
-use tessera_runtime::driver::Interrupt;
-use tessera_runtime::sim::{Blow, Ending, Facts, Setup, Sim};
+use tessera_report::record::{RunDevice, RunStart};
+use tessera_runtime::director::ChunkRequest;
+use tessera_runtime::driver::StopHandle;
+use tessera_runtime::sim::{ExternalEvent, SharedConfig, Sim, SimConfig, SimOutcome};
 use tessera_runtime::{Digest, Failure, FailureClass, Parity, Tripwires};
 
-use crate::engine::census;
+use crate::engine::build_program_index;
 use crate::files::refuse_existing;
 use crate::model::T0016;
 use crate::plan::Plan;
-use crate::rank::{Orders, build, limits, silent, stream_spec};
+use crate::rank::{RankConfig, build_id, ranks_without_latents, run_limits, stream_spec};
 use crate::record::RecordWriter;
 use crate::stream::{self, StreamEvent, StreamOptions, StreamReport};
 use crate::{Model, engine};
 
-use rack::Rack;
+use world::SimWorld;
 
-/// Options that a modelled run has no use for.
+/// Options that do not apply to the selected device.
 pub static T0040: Code = Code {
     id: "T0040",
-    title: "option does not go with the device",
-    page: "With --device sim a plan runs on a modelled machine: time passes, nothing is computed. So there are no frames to \
-write as PNGs, no weights to load and no other processes to join, and times of the generator come from the machine rather \
-than from the command line. On real devices, in turn, there is no machine to choose: --cluster and --profile go with \
---device sim. The message names the option and what it contradicts; leave one of the two out.",
+    title: "option does not apply to this device",
+    page: "With --device sim a plan runs on a simulated machine: only time is simulated, nothing is computed. There are no frames to \
+write as PNGs, no weights to load and no other processes to join, and the durations of forwards come from the machine rather \
+than from the command line. Real devices, on the other hand, need no machine description: --cluster and --profile require \
+--device sim. The message names the option and the one that it contradicts; omit one of the two.",
 };
 
-/// What one control message takes between two processes, in nanoseconds. A process tells itself at once.
-pub const HOP_NS: u64 = 50_000;
-/// Modelled time between two looks at a request to stop, in nanoseconds.
-const SLICE_NS: u64 = 1_000_000_000;
+/// Latency of one control message between two processes, in nanoseconds. Messages within a process
+/// take no time.
+pub const HOP_LATENCY_NS: u64 = 50_000;
+/// Simulated time between two checks for an interrupt, in nanoseconds.
+const INTERRUPT_POLL_NS: u64 = 1_000_000_000;
 
-/// A machine to model.
+/// A machine to simulate.
 #[derive(Clone, Copy)]
-pub struct Machine<'a> {
-    /// What ops take there.
-    pub prices: &'a dyn Prices,
-    /// What it is called, for the record: `gb200-nvl72, profile torch-2.11`.
+pub struct SimMachine<'a> {
+    /// Durations of ops and collectives on the machine.
+    pub prices: &'a dyn TimingModel,
+    /// The machine's name in the record, for example `gb200-nvl72, profile torch-2.11`.
     pub name: &'a str,
 }
 
-/// The machine that a command line names by the catalog or by files; else the one that the plan in `folder` was made for by
-/// estimate; else the usual one for so many ranks: one host of eight, or racks of 72. It has as many racks as the ranks need.
+/// Returns the machine that the command line names, from the catalog or from files. Without a name,
+/// returns the machine of the estimate in `folder`; without an estimate, a default for the number
+/// of ranks: one host of eight devices, or racks of 72. The cluster gets as many racks as the ranks
+/// need.
 ///
 /// # Errors
-/// T1104 or T1105 for a name that is in no catalog, T0046 and what is wrong with a file for a file.
-pub fn machine(
+/// T1104 or T1105 for a name that is in no catalog, T0046 or a parse error for a file.
+pub fn resolve_machine(
     cluster: Option<&str>,
     profile: Option<&str>,
     folder: Option<&Path>,
     ranks: u32,
-) -> Result<tessera_cost::Machine, Diagnostics> {
-    if let (None, None, Some(planned)) = (cluster, profile, folder.and_then(planned_for)) {
+) -> Result<tessera_cost::MachineModel, Diagnostics> {
+    if let (None, None, Some(planned)) = (cluster, profile, folder.and_then(machine_from_estimate)) {
         return planned;
     }
     let usual = if ranks <= 8 { "hgx-h200" } else { "gb200-nvl72" };
-    crate::search::machine(cluster.unwrap_or(usual), profile, Some(ranks))
+    crate::search::load_machine(cluster.unwrap_or(usual), profile, Some(ranks))
 }
 
-/// The machine that stands in a plan's estimate, where it has one.
-fn planned_for(folder: &Path) -> Option<Result<tessera_cost::Machine, Diagnostics>> {
+/// Reads the machine from a plan's estimate, if the plan has one.
+fn machine_from_estimate(folder: &Path) -> Option<Result<tessera_cost::MachineModel, Diagnostics>> {
     let path = folder.join("estimate.json");
     let json: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).ok()?).ok()?;
-    Some(crate::doctor::machine_of(&path.display().to_string(), &json["asked"]["machine"]))
+    Some(crate::doctor::machine_from_json(&path.display().to_string(), &json["asked"]["machine"]))
 }
 
-/// Runs a plan on a modelled machine and leaves the folder of a run: record, trace and page. There is no clip. The plan
-/// alone is needed: neither weights nor the model's folder are looked at.
+/// Runs a plan on a simulated machine and writes the run folder with record, trace and HTML report,
+/// but no clip. The run needs only the plan; it reads neither the weights nor the model's folder.
 ///
 /// # Errors
-/// What is wrong before anything was written. What goes wrong later is in the report.
+/// Problems found before anything is written. Later failures are part of the returned report.
 pub fn run(
     plan: &Plan,
     options: &StreamOptions,
-    machine: Machine<'_>,
-    interrupt: &Interrupt,
-    on: &mut dyn FnMut(StreamEvent),
+    machine: SimMachine<'_>,
+    interrupt: &StopHandle,
+    on_event: &mut dyn FnMut(StreamEvent),
 ) -> Result<StreamReport, Diagnostics> {
-    check(plan, options)?;
-    // Nobody opens it.
+    validate_request(plan, options)?;
+    // The simulation never reads this folder.
     let model = Model { name: plan.model.clone(), dir: PathBuf::from("."), video: plan.video.clone() };
-    let orders = stream::orders(plan, &model, options, 1).map_err(|d| vec![d])?;
-    let start = Start {
-        // A modelled run begins at no instant: the same run gives the same bytes.
-        started_at: "on a modelled clock".into(),
-        device: Device::Sim,
+    let orders = stream::build_rank_config(plan, &model, options, 1).map_err(|d| vec![d])?;
+    let start = RunStart {
+        // A simulated run has no start time, so that equal runs produce equal bytes.
+        started_at: "on a simulated clock".into(),
+        device: RunDevice::Sim,
         machine: Some(machine.name.to_string()),
-        ..stream::start(plan, &orders, options)
+        ..stream::start_line(plan, &orders, options)
     };
-    stream::write_begun(plan, options, start).map_err(|d| vec![d])?;
-    let record =
-        RecordWriter::modelled(&options.out, plan.sealed.mesh().outside() == 0).map_err(|d| vec![d])?;
-    let rack = Rack::new(plan, &orders, machine.prices, record, on).map_err(|d| vec![d])?;
-    let mut sim = Sim::new(setup(plan, &orders), rack)?;
-    let (ending, stopped) = play(&mut sim, interrupt);
-    let (failure, ops) = sim.world.finish(&ending, options.chunks);
-    on(StreamEvent::Gone);
+    stream::write_run_dir_with(plan, options, start).map_err(|d| vec![d])?;
+    let record = RecordWriter::open_simulated(&options.out, plan.sealed.mesh().outside_count() == 0)
+        .map_err(|d| vec![d])?;
+    let rack = SimWorld::new(plan, &orders, machine.prices, record, on_event).map_err(|d| vec![d])?;
+    let mut sim = Sim::new(sim_setup(plan, &orders), rack)?;
+    let (ending, stopped) = run_to_end(&mut sim, interrupt);
+    let (failure, ops) = sim.world.finish_record(&ending, options.chunks);
+    on_event(StreamEvent::Exited);
     let interrupted = stopped && failure.is_none();
-    Ok(stream::close_with(plan, options, failure, interrupted, ops))
+    Ok(stream::close_run_with_ops(plan, options, failure, interrupted, ops))
 }
 
-/// Everything that can be known to be wrong before anything is written.
-fn check(plan: &Plan, options: &StreamOptions) -> Result<(), Diagnostics> {
+/// Reports all problems that can be found before anything is written.
+fn validate_request(plan: &Plan, options: &StreamOptions) -> Result<(), Diagnostics> {
     let mut ds = stream::check_options(options);
-    let mut senseless = |option: &str, why: &str| {
+    let mut reject = |option: &str, why: &str| {
         ds.push(
             Diagnostic::error(&T0040, format!("{option} does not go with --device sim"))
-                .at("--device sim", why)
-                .hint(format!("leave {option} out")),
+                .with_label("--device sim", why)
+                .with_hint(format!("omit {option}")),
         );
     };
     if options.png {
-        senseless("--png", "no pixel is computed");
+        reject("--png", "no pixels are computed");
     }
     if !options.weights_at.is_empty() {
-        senseless("--weights-at", "no weights are loaded");
+        reject("--weights-at", "no weights are loaded");
     }
-    if options.modelled.generate_ns.is_some() {
-        senseless("--model-generate", "passes take what the machine takes for them");
+    if options.delays.generate_ns.is_some() {
+        reject("--min-generate-ms", "the simulated machine determines the duration of a forward");
     }
     if options.drill.is_some() {
-        senseless("a drill", "there are no processes to break");
+        reject("a drill", "there are no processes to inject faults into");
     }
-    let unknown = plan.sealed.program("encode", Rank(0)).is_none() && options.modelled.studio.is_none();
-    if plan.video.stream.recompute && unknown {
+    let decode_time_unknown =
+        plan.sealed.rank_program("encode", Rank(0)).is_none() && options.delays.media.is_none();
+    if plan.video.stream.recompute && decode_time_unknown {
         ds.push(
             Diagnostic::error(&T0016, "the recompute regime needs a decoder for its anchor")
-                .hint("use --cache resident, or say what decode and encode take: --model-decode"),
+                .with_hint("use --cache resident, or give the decode and encode times with --min-decode-ms"),
         );
     }
     ds.extend(refuse_existing(&options.out).err());
-    ds.extend(stream_spec(plan).check());
+    ds.extend(stream_spec(plan).check_settings());
     if ds.is_empty() { Ok(()) } else { Err(ds) }
 }
 
-/// The machines of a plan's ranks, and what is asked of them.
-fn setup(plan: &Plan, orders: &Orders) -> Setup {
-    let limits = limits(plan);
+/// Builds the state machines of a plan's ranks and their requests.
+fn sim_setup(plan: &Plan, orders: &RankConfig) -> SimConfig {
+    let limits = run_limits(plan);
     let digest = plan.sealed.digest();
     let prompt = |chunk: u32| orders.prompts.iter().rposition(|(at, _)| *at == chunk);
     let request = |chunk: u32| {
         let prompt = prompt(chunk).and_then(|n| u32::try_from(n).ok());
-        let seed = orders.asked(u64::from(chunk)).seed;
-        (ChunkRequest { prompt_change: prompt.is_some(), seed, cut: orders.cut(chunk) }, prompt)
+        let seed = orders.chunk_settings(u64::from(chunk)).seed;
+        (ChunkRequest { prompt_change: prompt.is_some(), seed, cut: orders.cut_at(chunk) }, prompt)
     };
-    Setup {
-        ranks: plan.sealed.mesh().inside(),
-        outside: plan.sealed.mesh().outside() > 0,
+    SimConfig {
+        ranks: plan.sealed.mesh().mesh_size(),
+        outside: plan.sealed.mesh().outside_count() > 0,
         launcher: false,
-        facts: Facts {
+        shared: SharedConfig {
             plan: Digest(digest),
-            // Two runs of a plan are one run: nothing keeps their messages apart.
+            // Two runs of one plan share a session id, because no other run can receive their
+            // messages.
             session: digest.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b)),
-            build: build(),
+            build: build_id(),
             parity: Parity::default()
-                .set("backend", "sim")
-                .set("numerics", plan.mapping.numerics.name())
-                .set("topology", plan.mapping.topology.name()),
-            census: census(&plan.sealed).into(),
+                .with_known_key("backend", "sim")
+                .with_known_key("numerics", plan.mapping.numerics.name())
+                .with_known_key("topology", plan.mapping.topology.name()),
+            programs: build_program_index(&plan.sealed).into(),
             stream: stream_spec(plan),
-            silent: silent(plan),
+            ranks_without_output: ranks_without_latents(plan),
         },
-        // The machines' own waits are counted in heartbeats.
+        // The state machines count their own timeouts in heartbeats.
         tick_ns: limits.heartbeat_ns,
         limits,
         tripwires: Tripwires::default(),
         requests: (0..orders.chunks).map(request).collect(),
-        blows: Vec::new(),
+        external_events: Vec::new(),
     }
 }
 
-/// Runs to the end, and says whether it was asked to stop before.
-fn play(sim: &mut Sim<Rack<'_>>, interrupt: &Interrupt) -> (Ending, bool) {
+/// Runs the simulation to its end, and returns whether the user interrupted it.
+fn run_to_end(sim: &mut Sim<SimWorld<'_>>, interrupt: &StopHandle) -> (SimOutcome, bool) {
     let mut stopped = false;
     loop {
-        let ending = sim.run(sim.now_ns().saturating_add(SLICE_NS));
+        let ending = sim.run(sim.now_ns().saturating_add(INTERRUPT_POLL_NS));
         if ending.left.is_empty() {
             return (ending, stopped);
         }
-        if interrupt.asked() && !stopped {
+        if interrupt.is_stop_requested() && !stopped {
             stopped = true;
-            sim.strikes(Blow::Interrupt);
+            sim.inject_event(ExternalEvent::Interrupt);
         }
     }
 }
 
-/// A diagnostic of this process as the failure of a run.
-fn broken(d: &Diagnostic) -> Failure {
+/// Converts a diagnostic of this process to a run failure.
+fn to_failure(d: &Diagnostic) -> Failure {
     Failure::from_diagnostic(FailureClass::Output, None, d)
 }

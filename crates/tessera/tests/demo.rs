@@ -1,11 +1,12 @@
-//! What the demo model shows: the asked colour, shape and direction for every prompt of its vocabulary, still at
-//! chunk 200, the same on one rank and on several.
+//! Tests what the demo model shows: the requested colour, shape and direction for every prompt of
+//! its vocabulary, still at chunk 200, and the same on one rank as on several.
 //!
-//! Plans are sealed and run with the decisions, engines and decoder of a stream; ranks are threads. What a clip shows
-//! is measured from its pixels and from models/demo/palette.json alone (support/mod.rs). One thread per rank, because
-//! the tests of this file run beside each other.
+//! Plans are sealed and run with the decisions, engines and decoder of a stream; ranks are threads.
+//! The contents of a clip are measured from its pixels and from models/demo/palette.json alone
+//! (support/mod.rs). Each rank has one thread, because the tests of this file run concurrently.
 //!
-//! Every prompt for 200 chunks in both regimes, a table at the end (about 20 minutes on two cores):
+//! The following command runs every prompt for 200 chunks in both regimes and prints a table (about
+//! 20 minutes on two cores):
 //!
 //! ```text
 //! cargo test --release -p tessera --test demo -- --ignored --nocapture
@@ -18,8 +19,8 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use support::{Prompt, Seen, World, render};
-use tessera::local::{self, Chunk};
+use support::{ClipMeasurement, Prompt, World, render_clip};
+use tessera::local::{self, DeliveredChunk};
 use tessera::{Mapping, Model, Overrides, Plan, Strategy, StreamRequest, Topology, plan};
 use tessera_cpu::kernels::{PixelGeometry, depth_to_space_time, space_time_to_depth};
 
@@ -40,12 +41,12 @@ enum Regime {
     Recompute,
 }
 
-/// Streams on a mesh; `on` sees each chunk.
+/// Streams on a mesh and passes each chunk to `on`.
 fn stream(
     regime: Regime,
     (mesh, strategy): (&str, Strategy),
     requests: impl IntoIterator<Item = StreamRequest>,
-    on: impl FnMut(Chunk<'_>),
+    on: impl FnMut(DeliveredChunk<'_>),
 ) {
     let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() };
     stream_mapped(regime, &mapping, requests, on);
@@ -55,13 +56,13 @@ fn stream_mapped(
     regime: Regime,
     mapping: &Mapping,
     requests: impl IntoIterator<Item = StreamRequest>,
-    mut on: impl FnMut(Chunk<'_>),
+    mut on: impl FnMut(DeliveredChunk<'_>),
 ) {
     let mesh = mapping.mesh;
     let overrides = Overrides { recompute: Some(regime == Regime::Recompute), ..Overrides::default() };
     let model = Model::open(&demo(), &overrides).unwrap_or_else(|ds| panic!("{ds:#?}"));
-    let plan: Plan =
-        plan::make(&model.video, &model.name, "", mapping).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
+    let plan: Plan = plan::plan_model(&model.video, &model.name, "", mapping)
+        .unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
     local::run(&Arc::new(plan), &model, 1, requests, |chunk| {
         let opens_scene = chunk.chunk == 0 || chunk.meta.reset_kv;
         assert_eq!(chunk.meta.recompute, regime == Regime::Recompute && !opens_scene, "{regime:?}");
@@ -70,24 +71,25 @@ fn stream_mapped(
     .unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"));
 }
 
-const ONE: (&str, Strategy) = ("tp=1", Strategy::Ulysses);
+const ONE_RANK: (&str, Strategy) = ("tp=1", Strategy::Ulysses);
 
-fn ask(prompt: Option<Prompt>, seed: u64, cut: bool) -> StreamRequest {
-    let cut = if cut { tessera::Cut::Ordered } else { tessera::Cut::None };
+fn request(prompt: Option<Prompt>, seed: u64, cut: bool) -> StreamRequest {
+    let cut = if cut { tessera::SceneCut::Ordered } else { tessera::SceneCut::None };
     StreamRequest { prompt: prompt.map(Prompt::text), seed, cut, ..StreamRequest::default() }
 }
 
-/// Requests for a prompt per chunk; a request names it only where it changes.
+/// Builds one request per chunk; a request names its prompt only where the prompt changes.
 fn requests(asked: &[Prompt], seed: u64) -> Vec<StreamRequest> {
     (0..asked.len())
-        .map(|i| ask((i == 0 || asked[i] != asked[i - 1]).then_some(asked[i]), seed, false))
+        .map(|i| request((i == 0 || asked[i] != asked[i - 1]).then_some(asked[i]), seed, false))
         .collect()
 }
 
-/// Measures chunks as they come, holds each to its prompt and to the one before, and keeps the extremes.
-struct Watch<'a> {
+/// Measures chunks as they arrive, compares each with its prompt and with the previous chunk, and
+/// keeps the extremes.
+struct ClipChecker<'a> {
     world: &'a World,
-    last: Option<(u32, Prompt, Seen)>,
+    last: Option<(u32, Prompt, ClipMeasurement)>,
     faults: Vec<String>,
     measured: usize,
     psnr: (f64, f64),
@@ -95,9 +97,9 @@ struct Watch<'a> {
     purity: f64,
 }
 
-impl Watch<'_> {
-    fn new(world: &World) -> Watch<'_> {
-        Watch {
+impl ClipChecker<'_> {
+    fn new(world: &World) -> ClipChecker<'_> {
+        ClipChecker {
             world,
             last: None,
             faults: Vec::new(),
@@ -108,17 +110,19 @@ impl Watch<'_> {
         }
     }
 
-    fn see(&mut self, chunk: &Chunk<'_>, asked: Prompt) -> Seen {
+    fn check_chunk(&mut self, chunk: &DeliveredChunk<'_>, asked: Prompt) -> ClipMeasurement {
         let seen = self.world.measure(chunk.pixels);
         let mut faults = seen.faults(self.world, asked);
         if chunk.meta.reset_kv {
             self.last = None;
         }
         if let Some((at, prompt, before)) = self.last {
-            // An object goes on in its own direction to the end of a chunk, whatever the next one brings.
+            // An object keeps its direction to the end of a chunk, whatever the next chunk's prompt
+            // is.
             let frames = FRAMES * i64::from(chunk.chunk - at);
-            let there = self.world.moved(before.position, prompt.direction, frames);
-            if self.world.apart(there, seen.position) > 1 || before.background != seen.background {
+            let there = self.world.position_after(before.position, prompt.direction, frames);
+            if self.world.max_axis_distance(there, seen.position) > 1 || before.background != seen.background
+            {
                 faults.push(format!(
                     "the scene jumps: {there:?} on {} becomes {:?} on {}",
                     before.background, seen.position, seen.background
@@ -137,7 +141,7 @@ impl Watch<'_> {
         seen
     }
 
-    /// What was measured, in a line.
+    /// Formats the measurements as one line.
     fn summary(&self) -> String {
         format!(
             "{} chunks measured, {} faulty; PSNR mean {:.1} dB, worst {:.1} dB; worst overlap {:.3}, purity {:.3}",
@@ -150,19 +154,19 @@ impl Watch<'_> {
         )
     }
 
-    fn close(self, name: &str) {
+    fn assert_valid(self, name: &str) {
         println!("{name}: {}", self.summary());
         assert!(self.measured > 0 && self.faults.is_empty(), "{name}: {:#?}", self.faults);
     }
 }
 
 #[test]
-fn measuring_tells_every_valid_clip_and_refuses_others() {
+fn measurement_recognises_every_valid_clip_and_rejects_others() {
     let world = world();
     for i in 0..Prompt::COUNT {
         let (prompt, background) = (Prompt::nth(i), i % 8);
         let position = [(i * 37 % 128) as i64, (i * 59 % 128) as i64];
-        let mut pixels = render(&world, prompt, background, position);
+        let mut pixels = render_clip(&world, prompt, background, position);
         let seen = world.measure(&pixels);
         assert_eq!(seen.faults(&world, prompt), [""; 0], "{prompt:?}");
         assert_eq!((seen.position, seen.background), (position, background));
@@ -170,7 +174,7 @@ fn measuring_tells_every_valid_clip_and_refuses_others() {
         for other in (0..Prompt::COUNT).filter(|o| *o != i) {
             assert!(!seen.faults(&world, Prompt::nth(other)).is_empty(), "{i} passes as {other}");
         }
-        // Standing still in the second half is no valid movement.
+        // An object that stops in the second half is not a valid clip.
         let half = pixels.len() / 2;
         let frame = pixels.len() / FRAMES as usize;
         for n in FRAMES as usize / 2..FRAMES as usize {
@@ -186,18 +190,18 @@ fn resident_shows_every_prompt_at_once_after_200_chunks_and_across_a_rebase() {
     let mut asked = vec![Prompt::nth(0); 200];
     asked.extend((0..Prompt::COUNT).flat_map(|i| [Prompt::nth(i); 3]));
     asked.extend([Prompt::nth(Prompt::COUNT - 1); 6]);
-    let mut watch = Watch::new(&world);
+    let mut watch = ClipChecker::new(&world);
     let mut rebased = Vec::new();
-    stream(Regime::Resident, ONE, requests(&asked, SEED), |chunk| {
+    stream(Regime::Resident, ONE_RANK, requests(&asked, SEED), |chunk| {
         if chunk.meta.phases.iter().any(|p| p.program == "rebase") {
             rebased.push(chunk.chunk);
         }
         if chunk.chunk % 10 == 0 || chunk.chunk >= 199 {
-            watch.see(&chunk, asked[chunk.chunk as usize]);
+            watch.check_chunk(&chunk, asked[chunk.chunk as usize]);
         }
     });
     assert!(rebased.len() == 1 && (330..asked.len() as u32 - 3).contains(&rebased[0]), "{rebased:?}");
-    watch.close(&format!("resident, every prompt, rebase at {}", rebased[0]));
+    watch.assert_valid(&format!("resident, every prompt, rebase at {}", rebased[0]));
 }
 
 #[test]
@@ -205,25 +209,25 @@ fn recompute_shows_every_prompt_at_once() {
     let world = world();
     let mut asked = vec![Prompt::nth(Prompt::COUNT - 1); 24];
     asked.extend((0..Prompt::COUNT).flat_map(|i| [Prompt::nth(i); 3]));
-    let mut watch = Watch::new(&world);
-    stream(Regime::Recompute, ONE, requests(&asked, SEED), |chunk| {
-        watch.see(&chunk, asked[chunk.chunk as usize]);
+    let mut watch = ClipChecker::new(&world);
+    stream(Regime::Recompute, ONE_RANK, requests(&asked, SEED), |chunk| {
+        watch.check_chunk(&chunk, asked[chunk.chunk as usize]);
     });
-    watch.close("recompute, every prompt");
+    watch.assert_valid("recompute, every prompt");
 }
 
-/// Holds prompts for 200 chunks each, and looks now and then.
-fn hold(regime: Regime, prompts: [Prompt; 2]) {
+/// Streams each prompt for 200 chunks and checks a few of them.
+fn check_prompt_for_200_chunks(regime: Regime, prompts: [Prompt; 2]) {
     let world = world();
     for prompt in prompts {
-        let mut watch = Watch::new(&world);
+        let mut watch = ClipChecker::new(&world);
         let mut at = Vec::new();
-        stream(regime, ONE, requests(&[prompt; 200], SEED), |chunk| {
+        stream(regime, ONE_RANK, requests(&[prompt; 200], SEED), |chunk| {
             if [0, 1, 50, 100, 150, 199].contains(&chunk.chunk) {
-                at.push(format!("{}: {:.1} dB", chunk.chunk, watch.see(&chunk, prompt).psnr));
+                at.push(format!("{}: {:.1} dB", chunk.chunk, watch.check_chunk(&chunk, prompt).psnr));
             }
         });
-        watch.close(&format!("{regime:?}, {} ({})", prompt.text(), at.join(", ")));
+        watch.assert_valid(&format!("{regime:?}, {} ({})", prompt.text(), at.join(", ")));
     }
 }
 
@@ -232,36 +236,37 @@ fn hold(regime: Regime, prompts: [Prompt; 2]) {
 #[test]
 fn resident_holds_a_prompt_for_200_chunks() {
     let prompt = |color, shape, direction| Prompt { color, shape, direction };
-    hold(Regime::Resident, [prompt(0, 2, 2), prompt(1, 1, 1)]);
+    check_prompt_for_200_chunks(Regime::Resident, [prompt(0, 2, 2), prompt(1, 1, 1)]);
 }
 
 #[test]
 fn recompute_holds_a_prompt_for_200_chunks() {
     let prompt = |color, shape, direction| Prompt { color, shape, direction };
-    hold(Regime::Recompute, [prompt(2, 0, 0), prompt(3, 2, 3)]);
+    check_prompt_for_200_chunks(Regime::Recompute, [prompt(2, 0, 0), prompt(3, 2, 3)]);
 }
 
 #[test]
 fn a_cut_begins_the_scene_of_its_seed_and_a_seed_alone_does_not() {
     let world = world();
     let prompt = Prompt::nth(17);
-    // Two chunks per scene; the second has the next scene's seed already, which alone changes nothing.
+    // Each scene has two chunks; the second already has the next scene's seed, which changes
+    // nothing without a cut.
     let script: Vec<StreamRequest> = (0..24)
-        .map(|c| ask((c == 0).then_some(prompt), SEED + u64::div_ceil(c, 2), c > 0 && c % 2 == 0))
+        .map(|c| request((c == 0).then_some(prompt), SEED + u64::div_ceil(c, 2), c > 0 && c % 2 == 0))
         .collect();
-    let play = || {
-        let (mut watch, mut scenes, mut clips) = (Watch::new(&world), Vec::new(), Vec::new());
-        stream(Regime::Resident, ONE, script.clone(), |chunk| {
-            let seen = watch.see(&chunk, prompt);
+    let stream_script = || {
+        let (mut watch, mut scenes, mut clips) = (ClipChecker::new(&world), Vec::new(), Vec::new());
+        stream(Regime::Resident, ONE_RANK, script.clone(), |chunk| {
+            let seen = watch.check_chunk(&chunk, prompt);
             if chunk.chunk % 2 == 0 {
                 scenes.push((seen.position, seen.background));
             }
             clips.push(chunk.latents.data().to_vec());
         });
-        watch.close("cuts");
+        watch.assert_valid("cuts");
         (scenes, clips)
     };
-    let (scenes, clips) = play();
+    let (scenes, clips) = stream_script();
     let distinct = |mut keys: Vec<i64>| {
         keys.sort_unstable();
         keys.dedup();
@@ -271,12 +276,12 @@ fn a_cut_begins_the_scene_of_its_seed_and_a_seed_alone_does_not() {
     let backgrounds = distinct(scenes.iter().map(|(_, b)| *b as i64).collect());
     println!("{} scenes: {positions} positions, {backgrounds} backgrounds", scenes.len());
     assert!(positions >= 6 && backgrounds >= 4, "{scenes:?}");
-    assert!(play().1 == clips, "the same seeds gave another clip");
+    assert!(stream_script().1 == clips, "the same seeds gave another clip");
 
-    // Seeds of a stream's own beginning do the same as those of a cut.
+    // The seed at the start of a stream has the same effect as the seed of a cut.
     let begin = |seed| {
         let mut seen = None;
-        stream(Regime::Resident, ONE, [ask(Some(prompt), seed, false)], |chunk| {
+        stream(Regime::Resident, ONE_RANK, [request(Some(prompt), seed, false)], |chunk| {
             let s = world.measure(chunk.pixels);
             seen = Some((s.position, s.background));
         });
@@ -286,16 +291,16 @@ fn a_cut_begins_the_scene_of_its_seed_and_a_seed_alone_does_not() {
     assert!((2..6).any(|seed| begin(seed) != scenes[0]));
 }
 
-/// Latents and pixels of nine chunks with a new prompt at 3 and a cut at 6.
-fn clip(regime: Regime, (mesh, strategy): (&str, Strategy)) -> (Vec<Vec<u8>>, Vec<Vec<f32>>) {
-    clip_mapped(regime, &Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() })
+/// Returns latents and pixels of nine chunks with a new prompt at chunk 3 and a cut at chunk 6.
+fn stream_clip(regime: Regime, (mesh, strategy): (&str, Strategy)) -> (Vec<Vec<u8>>, Vec<Vec<f32>>) {
+    stream_clip_mapped(regime, &Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() })
 }
 
-fn clip_mapped(regime: Regime, mapping: &Mapping) -> (Vec<Vec<u8>>, Vec<Vec<f32>>) {
+fn stream_clip_mapped(regime: Regime, mapping: &Mapping) -> (Vec<Vec<u8>>, Vec<Vec<f32>>) {
     let script = (0..9).map(|c| match c {
-        0 => ask(Some(Prompt::nth(5)), SEED, false),
-        3 => ask(Some(Prompt::nth(42)), SEED, false),
-        _ => ask(None, SEED + u64::from(c >= 6), c == 6),
+        0 => request(Some(Prompt::nth(5)), SEED, false),
+        3 => request(Some(Prompt::nth(42)), SEED, false),
+        _ => request(None, SEED + u64::from(c >= 6), c == 6),
     });
     let (mut latents, mut pixels) = (Vec::new(), Vec::new());
     stream_mapped(regime, mapping, script, |chunk| {
@@ -307,15 +312,15 @@ fn clip_mapped(regime: Regime, mapping: &Mapping) -> (Vec<Vec<u8>>, Vec<Vec<f32>
 }
 
 #[test]
-fn several_ranks_stream_the_clip_of_one() {
+fn several_ranks_stream_the_same_clip_as_one() {
     for regime in [Regime::Resident, Regime::Recompute] {
-        let (latents, pixels) = clip(regime, ONE);
+        let (latents, pixels) = stream_clip(regime, ONE_RANK);
         for mesh in ["tp=2", "pp=2"] {
-            let several = clip(regime, (mesh, Strategy::Ulysses)).0;
+            let several = stream_clip(regime, (mesh, Strategy::Ulysses)).0;
             let differs = several.iter().zip(&latents).position(|(a, b)| a != b);
             assert_eq!(differs, None, "{regime:?} {mesh}: first chunk whose latents differ");
         }
-        let several = clip(regime, ("tp=2", Strategy::Megatron)).1;
+        let several = stream_clip(regime, ("tp=2", Strategy::Megatron)).1;
         let error = several
             .iter()
             .flatten()
@@ -337,51 +342,59 @@ fn a_leader_outside_the_mesh_streams_the_same_clip() {
             (Topology::Pp1, "pp=2", Strategy::Ulysses),
         ] {
             let mapping = Mapping { topology, mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() };
-            let within = clip(regime, (mesh, strategy));
-            assert!(clip_mapped(regime, &mapping) == within, "{regime:?} {topology:?} {mesh} {strategy:?}");
+            let within = stream_clip(regime, (mesh, strategy));
+            assert!(
+                stream_clip_mapped(regime, &mapping) == within,
+                "{regime:?} {topology:?} {mesh} {strategy:?}"
+            );
         }
     }
 }
 
 #[test]
-fn rows_in_pieces_stream_the_same_clip() {
+fn chunked_rows_stream_the_same_clip() {
     for regime in [Regime::Resident, Regime::Recompute] {
         for mesh in ["tp=2", "tp=4"] {
             let strategy = Strategy::Megatron;
-            let whole = clip(regime, (mesh, strategy));
-            let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, pieces: 2, ..Mapping::default() };
-            assert!(clip_mapped(regime, &mapping) == whole, "{regime:?} {mesh}");
+            let whole = stream_clip(regime, (mesh, strategy));
+            let mapping =
+                Mapping { mesh: mesh.parse().unwrap(), strategy, overlap_chunks: 2, ..Mapping::default() };
+            assert!(stream_clip_mapped(regime, &mapping) == whole, "{regime:?} {mesh}");
         }
     }
 }
 
-/// A chunk of the demo model, as its whole decode takes it.
-const LATENT: PixelGeometry = PixelGeometry { frames: 3, height: 16, width: 16, stride: [4, 8, 8] };
+/// Geometry of a chunk of the demo model, for decoding the chunk as a whole.
+const CHUNK_GEOMETRY: PixelGeometry = PixelGeometry { frames: 3, height: 16, width: 16, stride: [4, 8, 8] };
 
 #[test]
 fn the_anchor_first_decode_is_the_decode_of_whole_chunks() {
     let mut before: Option<(Vec<f32>, bool)> = None;
     let mut anchored = 0;
-    let script = (0..9).map(|c| ask((c == 0).then_some(Prompt::nth(5)), SEED, c == 5));
+    let script = (0..9).map(|c| request((c == 0).then_some(Prompt::nth(5)), SEED, c == 5));
     let overrides = Overrides { recompute: Some(true), ..Overrides::default() };
     let model = Model::open(&demo(), &overrides).unwrap_or_else(|ds| panic!("{ds:#?}"));
-    let plan = plan::make(&model.video, &model.name, "", &Mapping::default()).unwrap();
+    let plan = plan::plan_model(&model.video, &model.name, "", &Mapping::default()).unwrap();
     local::run(&Arc::new(plan), &model, 1, script, |chunk| {
         let latents = chunk.latents.to_f32().unwrap();
         let mut whole = vec![0.0; latents.len()];
-        depth_to_space_time(&mut whole, &latents, LATENT);
+        depth_to_space_time(&mut whole, &latents, CHUNK_GEOMETRY);
         assert!(chunk.pixels == whole, "chunk {}", chunk.chunk);
         let opens_scene = chunk.meta.reset_kv || chunk.chunk == 0;
         if let (Some((previous, opened)), Some(context)) = (&before, chunk.context) {
             let mut expected = previous.clone();
             if !opened {
-                // The last pixel frame of latent 0, repeated, is what the anchor encodes.
+                // The anchor encodes the last pixel frame of latent 0, repeated.
                 let mut pixels = vec![0.0; previous.len()];
-                depth_to_space_time(&mut pixels, previous, LATENT);
+                depth_to_space_time(&mut pixels, previous, CHUNK_GEOMETRY);
                 let frame = pixels.len() / FRAMES as usize;
                 let anchor = pixels[3 * frame..4 * frame].repeat(4);
                 let first = previous.len() / 3;
-                space_time_to_depth(&mut expected[..first], &anchor, PixelGeometry { frames: 1, ..LATENT });
+                space_time_to_depth(
+                    &mut expected[..first],
+                    &anchor,
+                    PixelGeometry { frames: 1, ..CHUNK_GEOMETRY },
+                );
                 anchored += 1;
             }
             assert!(context.to_f32().unwrap() == expected, "context of chunk {}", chunk.chunk);
@@ -400,10 +413,10 @@ fn every_prompt_holds_for_200_chunks() {
     println!("| cache | prompt | faulty chunks | PSNR at 0, 1, 50, 199 | worst | overlap |");
     println!("| --- | --- | --- | --- | --- | --- |");
     let row = |regime: Regime, prompt: Prompt| {
-        let mut watch = Watch::new(&world);
+        let mut watch = ClipChecker::new(&world);
         let mut at = Vec::new();
-        stream(regime, ONE, requests(&[prompt; 200], SEED + prompt.color as u64), |chunk| {
-            let seen = watch.see(&chunk, prompt);
+        stream(regime, ONE_RANK, requests(&[prompt; 200], SEED + prompt.color as u64), |chunk| {
+            let seen = watch.check_chunk(&chunk, prompt);
             if [0, 1, 50, 199].contains(&chunk.chunk) {
                 at.push(format!("{:.1}", seen.psnr));
             }

@@ -1,7 +1,7 @@
-//! What the CPU ranks compute, against an outside reference and against each other.
+//! Tests what the CPU ranks compute, against an external reference and against each other.
 //!
-//! The fixtures' expected flows come from PyTorch (fixtures/README.md). Ranks are threads here; the programs,
-//! arenas and kernels are those of a run.
+//! The expected flows of the fixtures come from PyTorch (fixtures/README.md). Ranks are threads
+//! here; the programs, arenas and kernels are those of a run.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
@@ -10,14 +10,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tessera::{Model, Overrides, Plan, comm, plan};
-use tessera_cpu::{Cpu, Pool};
-use tessera_device::{Backend, CallData, Loaded, Observer, Scalar, Seat};
+use tessera::{Model, Overrides, Plan, communicators, plan};
+use tessera_cpu::{CpuBackend, Pool};
+use tessera_device::{Backend, CallData, MeshRank, Observer, ProgramHandle, Scalar};
 use tessera_mesh::Rank;
 use tessera_plan::{Mapping, Numerics, Strategy};
 use tessera_weights::{WeightFiles, WeightSet};
 
-/// Max abs error allowed against the reference, in f32.
+/// Maximum absolute error against the reference, in f32.
 const TOLERANCE: f32 = 2e-5;
 
 fn fixture(name: &str) -> PathBuf {
@@ -38,9 +38,9 @@ fn expected(dir: &str) -> WeightSet {
     WeightFiles::open_file(&fixture(name).join("expected.safetensors")).unwrap().resolve_as_is().unwrap()
 }
 
-/// [C, F, H, W] to tokens [(f, h, w), (ph, pw, C)].
+/// Reorders [C, F, H, W] to tokens [(f, h, w), (ph, pw, C)].
 fn tokens(set: &WeightSet, name: &str) -> Vec<f32> {
-    let shape: Vec<usize> = set.shape(name).unwrap().iter().map(|n| *n as usize).collect();
+    let shape: Vec<usize> = set.tensor_shape(name).unwrap().iter().map(|n| *n as usize).collect();
     let data = set.read_whole_f32(name).unwrap();
     let [c, f, h, w] = shape[..] else { panic!("{name} {shape:?}") };
     let mut out = Vec::with_capacity(data.len());
@@ -57,7 +57,7 @@ fn tokens(set: &WeightSet, name: &str) -> Vec<f32> {
 }
 
 #[derive(Clone)]
-enum Step {
+enum ScriptStep {
     Phase {
         name: String,
         scalars: Vec<(&'static str, Scalar)>,
@@ -65,41 +65,44 @@ enum Step {
     },
     /// Sets the chunk's noisy or clean latents: buffer `x` or `latent`.
     Set(&'static str, Vec<f32>),
-    /// Runs `emit` and keeps what it puts out.
+    /// Runs `emit` and keeps its output.
     Emit,
 }
 
-struct Quiet;
-impl Observer for Quiet {
-    fn issued(&mut self, _: usize) {}
-    fn progress(&mut self, _: u32) {}
+struct NoopObserver;
+impl Observer for NoopObserver {
+    fn on_issued(&mut self, _: usize) {}
+    fn on_progress(&mut self, _: u32) {}
 }
 
-/// Runs a script on every rank of a plan, as threads; what rank 0 emitted.
-fn run(m: &Model, p: &Plan, script: &[Step]) -> Vec<Vec<f32>> {
-    let specs = comm::groups(&p.sealed);
-    let fds = comm::create(&specs).unwrap();
-    let weights = m.weights().unwrap_or_else(|d| panic!("{d:#?}"));
+/// Runs a script on every rank of a plan, as threads, and returns what rank 0 emitted.
+fn run_script(m: &Model, p: &Plan, script: &[ScriptStep]) -> Vec<Vec<f32>> {
+    let specs = communicators::communicator_specs(&p.sealed);
+    let fds = communicators::create_arenas(&specs).unwrap();
+    let weights = m.open_weights().unwrap_or_else(|d| panic!("{d:#?}"));
     std::thread::scope(|scope| {
         let handles: Vec<_> = p
             .sealed
             .mesh()
             .iter()
             .map(|rank| {
-                let mine = comm::of_rank(&specs, rank).map(|i| fds[i].try_clone().unwrap()).collect();
+                let mine = communicators::indices_of_rank(&specs, rank)
+                    .map(|i| fds[i].try_clone().unwrap())
+                    .collect();
                 let mut weights = weights.clone();
                 scope.spawn(move || {
-                    let groups = comm::attach(&p.sealed, rank, mine).unwrap();
-                    let seat = Seat { mesh: *p.sealed.mesh(), rank };
-                    let mut cpu = Cpu::new(seat, Pool::single(), groups, Duration::from_secs(20));
-                    let mut loaded: BTreeMap<String, Loaded> = BTreeMap::new();
-                    for name in p.sealed.phases() {
-                        let program = Arc::new((**p.sealed.program(name, rank).unwrap()).clone());
-                        let slots = p.sealed.slots(name, rank).unwrap();
+                    let groups = communicators::attach_arenas(&p.sealed, rank, mine).unwrap();
+                    let seat = MeshRank { mesh: *p.sealed.mesh(), rank };
+                    let mut cpu =
+                        CpuBackend::new(seat, Pool::single_thread(), groups, Duration::from_secs(20));
+                    let mut loaded: BTreeMap<String, ProgramHandle> = BTreeMap::new();
+                    for name in p.sealed.phase_names() {
+                        let program = Arc::new((**p.sealed.rank_program(name, rank).unwrap()).clone());
+                        let slots = p.sealed.rank_slots(name, rank).unwrap();
                         loaded.insert(name.clone(), cpu.load(&program, slots, &mut weights).unwrap());
                     }
-                    let abort = cpu.abort();
-                    let out = play(&mut cpu, &loaded, p, rank, script);
+                    let abort = cpu.abort_fn();
+                    let out = run_script_on_rank(&mut cpu, &loaded, p, rank, script);
                     if out.is_err() {
                         abort("a rank of the test failed");
                     }
@@ -111,34 +114,35 @@ fn run(m: &Model, p: &Plan, script: &[Step]) -> Vec<Vec<f32>> {
     })
 }
 
-fn play(
-    cpu: &mut Cpu,
-    loaded: &BTreeMap<String, Loaded>,
+fn run_script_on_rank(
+    cpu: &mut CpuBackend,
+    loaded: &BTreeMap<String, ProgramHandle>,
     p: &Plan,
     rank: Rank,
-    script: &[Step],
+    script: &[ScriptStep],
 ) -> Result<Vec<Vec<f32>>, tessera_device::Fault> {
     let mut out = Vec::new();
     for step in script {
         match step {
-            Step::Set(buffer, data) => {
-                let program = p.sealed.program("denoise.fill0", rank).unwrap();
+            ScriptStep::Set(buffer, data) => {
+                let program = p.sealed.rank_program("denoise.fill0", rank).unwrap();
                 if let Some(b) = program.buffers.iter().find(|b| b.name == *buffer) {
-                    let ranges = b.ty.layout.ranges(&b.ty.shape, &program.mesh, program.mesh.coord_of(rank));
+                    let ranges =
+                        b.ty.layout.global_ranges(&b.ty.shape, &program.mesh, program.mesh.coord_of(rank));
                     let width = b.ty.shape[1] as usize;
                     let (start, len) = (ranges[0].0 as usize * width, ranges[0].1 as usize * width);
                     assert!(cpu.write_buffer(buffer, &data[start..start + len]));
                 }
             }
-            Step::Phase { name, scalars, inputs } => {
+            ScriptStep::Phase { name, scalars, inputs } => {
                 let call = CallData {
                     scalars: scalars.iter().map(|(k, v)| (*k, v.clone())).collect(),
                     inputs: inputs.iter().map(|(k, v)| (*k, v.as_slice())).collect(),
                 };
-                cpu.run(loaded[name], &call, &mut Quiet)?;
+                cpu.run(loaded[name], &call, &mut NoopObserver)?;
             }
-            Step::Emit => {
-                cpu.run(loaded["emit"], &CallData::default(), &mut Quiet)?;
+            ScriptStep::Emit => {
+                cpu.run(loaded["emit"], &CallData::default(), &mut NoopObserver)?;
                 out.push(cpu.output("latents").map(<[f32]>::to_vec).unwrap_or_default());
             }
         }
@@ -146,19 +150,19 @@ fn play(
     Ok(out)
 }
 
-fn text(m: &Model, set: &WeightSet) -> Step {
+fn text_step(m: &Model, set: &WeightSet) -> ScriptStep {
     let rows = set.read_whole_f32("full.text").unwrap();
     let mut padded = vec![0.0; (m.video.wan.text_len * m.video.wan.text_dim) as usize];
     padded[..rows.len()].copy_from_slice(&rows);
-    Step::Phase { name: "text".into(), scalars: vec![], inputs: vec![("text", padded)] }
+    ScriptStep::Phase { name: "text".into(), scalars: vec![], inputs: vec![("text", padded)] }
 }
 
-fn frames(set: &WeightSet, name: &str) -> Scalar {
+fn per_frame_scalar(set: &WeightSet, name: &str) -> Scalar {
     let t = set.read_whole_f32(name).unwrap();
     Scalar::F32s(if t.len() == 1 { vec![t[0]; 3] } else { t })
 }
 
-/// One denoising pass over x; what it emits is x − flow, because sigma is 1.
+/// Builds one denoising forward over x; it emits x − flow, because sigma is 1.
 fn denoise(
     m: &Model,
     set: &WeightSet,
@@ -167,23 +171,23 @@ fn denoise(
     start: i64,
     row: i64,
     bias: Option<f32>,
-) -> Vec<Step> {
+) -> Vec<ScriptStep> {
     let rows = m.video.frame_tokens() as i64;
     let mut scalars = vec![
-        ("t", frames(set, &format!("{case}.t"))),
+        ("t", per_frame_scalar(set, &format!("{case}.t"))),
         ("sigma", Scalar::F32(1.0)),
         ("start", Scalar::I64(start)),
         ("row", Scalar::I64(row * rows)),
     ];
     scalars.extend(bias.map(|b| ("bias", Scalar::F32(b.ln()))));
     vec![
-        Step::Set("x", tokens(set, &format!("{case}.x"))),
-        Step::Phase { name: format!("denoise.fill{fill}"), scalars, inputs: vec![] },
-        Step::Emit,
+        ScriptStep::Set("x", tokens(set, &format!("{case}.x"))),
+        ScriptStep::Phase { name: format!("denoise.fill{fill}"), scalars, inputs: vec![] },
+        ScriptStep::Emit,
     ]
 }
 
-fn clean(m: &Model, set: &WeightSet, chunk: &str, fill: u64, start: i64, row: i64) -> Vec<Step> {
+fn clean_pass(m: &Model, set: &WeightSet, chunk: &str, fill: u64, start: i64, row: i64) -> Vec<ScriptStep> {
     let rows = m.video.frame_tokens() as i64;
     let scalars = vec![
         ("t", Scalar::F32s(vec![0.0; 3])),
@@ -191,16 +195,16 @@ fn clean(m: &Model, set: &WeightSet, chunk: &str, fill: u64, start: i64, row: i6
         ("row", Scalar::I64(row * rows)),
     ];
     vec![
-        Step::Set("latent", tokens(set, &format!("{chunk}.clean.x"))),
-        Step::Phase { name: format!("clean.fill{fill}"), scalars, inputs: vec![] },
+        ScriptStep::Set("latent", tokens(set, &format!("{chunk}.clean.x"))),
+        ScriptStep::Phase { name: format!("clean.fill{fill}"), scalars, inputs: vec![] },
     ]
 }
 
-/// Every case of a fixture in one regime: the script and, per emit, the name of the case.
-fn cases(m: &Model, set: &WeightSet, recompute: bool) -> (Vec<Step>, Vec<String>) {
-    let mut script = vec![text(m, set)];
+/// Builds every case of a fixture in one regime: the script and the case name of each emit.
+fn cases(m: &Model, set: &WeightSet, recompute: bool) -> (Vec<ScriptStep>, Vec<String>) {
+    let mut script = vec![text_step(m, set)];
     let mut names: Vec<String> = Vec::new();
-    let has = |n: &str| set.shape(n).is_some();
+    let has = |n: &str| set.tensor_shape(n).is_some();
     if recompute {
         for (prefix, bias) in [("rec", 1.0f32), ("rec.b", 0.3)] {
             for c in 1.. {
@@ -214,7 +218,7 @@ fn cases(m: &Model, set: &WeightSet, recompute: bool) -> (Vec<Step>, Vec<String>
                     ("row", Scalar::I64(0)),
                 ];
                 let context = tokens(set, &format!("{chunk}.context"));
-                script.push(Step::Phase {
+                script.push(ScriptStep::Phase {
                     name: "recompute".into(),
                     scalars,
                     inputs: vec![("context", context)],
@@ -239,7 +243,7 @@ fn cases(m: &Model, set: &WeightSet, recompute: bool) -> (Vec<Step>, Vec<String>
                     names.push(case);
                 }
                 if has(&format!("{chunk}.clean.x")) {
-                    script.extend(clean(m, set, &chunk, fill, start, row));
+                    script.extend(clean_pass(m, set, &chunk, fill, start, row));
                 }
             }
         }
@@ -247,14 +251,14 @@ fn cases(m: &Model, set: &WeightSet, recompute: bool) -> (Vec<Step>, Vec<String>
     (script, names)
 }
 
-fn make(m: &Model, mesh: &str, strategy: Strategy, numerics: Numerics) -> Plan {
+fn plan_mesh(m: &Model, mesh: &str, strategy: Strategy, numerics: Numerics) -> Plan {
     let mapping = Mapping { mesh: mesh.parse().unwrap(), strategy, numerics, ..Mapping::default() };
-    plan::make(&m.video, &m.name, "", &mapping).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"))
+    plan::plan_model(&m.video, &m.name, "", &mapping).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}"))
 }
 
 fn flows(m: &Model, set: &WeightSet, recompute: bool, p: &Plan) -> Vec<(String, Vec<f32>)> {
     let (script, names) = cases(m, set, recompute);
-    let out = run(m, p, &script);
+    let out = run_script(m, p, &script);
     assert_eq!(out.len(), names.len());
     names
         .into_iter()
@@ -277,7 +281,7 @@ fn one_rank_matches_the_reference_in_both_regimes() {
     for dir in ["wan-odd", "wan-even"] {
         for recompute in [false, true] {
             let (m, set) = (model(dir, recompute), expected(dir));
-            let p = make(&m, "tp=1", Strategy::Ulysses, Numerics::Standard);
+            let p = plan_mesh(&m, "tp=1", Strategy::Ulysses, Numerics::Standard);
             let found = flows(&m, &set, recompute, &p);
             assert!(found.len() >= 2, "{dir} {recompute}: {} cases", found.len());
             for (name, flow) in found {
@@ -293,7 +297,7 @@ fn the_diffusers_spelling_is_the_same_model() {
     let (a, set) = (model("wan-odd", false), expected("wan-odd"));
     let mut b = a.clone();
     b.dir = fixture("wan-odd/diffusers");
-    let p = make(&a, "tp=1", Strategy::Ulysses, Numerics::Standard);
+    let p = plan_mesh(&a, "tp=1", Strategy::Ulysses, Numerics::Standard);
     assert_eq!(flows(&a, &set, false, &p), flows(&b, &set, false, &p));
 }
 
@@ -305,9 +309,10 @@ fn ulysses_and_stages_are_bit_identical_to_one_rank() {
     ] {
         for recompute in [false, true] {
             let (m, set) = (model(dir, recompute), expected(dir));
-            let one = flows(&m, &set, recompute, &make(&m, "tp=1", Strategy::Ulysses, Numerics::Standard));
+            let one =
+                flows(&m, &set, recompute, &plan_mesh(&m, "tp=1", Strategy::Ulysses, Numerics::Standard));
             for mesh in meshes {
-                let p = make(&m, mesh, Strategy::Ulysses, Numerics::Standard);
+                let p = plan_mesh(&m, mesh, Strategy::Ulysses, Numerics::Standard);
                 assert_eq!(flows(&m, &set, recompute, &p), one, "{dir} {mesh}");
             }
         }
@@ -320,9 +325,9 @@ fn megatron_agrees_within_rounding() {
         [("wan-odd", &["tp=2", "tp=4", "tp=2,pp=2"][..]), ("wan-even", &["tp=2", "tp=4"][..])]
     {
         let (m, set) = (model(dir, false), expected(dir));
-        let one = flows(&m, &set, false, &make(&m, "tp=1", Strategy::Megatron, Numerics::Standard));
+        let one = flows(&m, &set, false, &plan_mesh(&m, "tp=1", Strategy::Megatron, Numerics::Standard));
         for mesh in meshes {
-            let p = make(&m, mesh, Strategy::Megatron, Numerics::Standard);
+            let p = plan_mesh(&m, mesh, Strategy::Megatron, Numerics::Standard);
             for ((name, a), (_, b)) in flows(&m, &set, false, &p).iter().zip(&one) {
                 let scale = b.iter().map(|x| x * x).sum::<f32>().sqrt();
                 let error = a.iter().zip(b).map(|(x, y)| (x - y) * (x - y)).sum::<f32>().sqrt() / scale;
@@ -336,7 +341,8 @@ fn megatron_agrees_within_rounding() {
 fn mesh_invariant_numerics_do_not_depend_on_the_mesh() {
     for recompute in [false, true] {
         let (m, set) = (model("wan-even", recompute), expected("wan-even"));
-        let one = flows(&m, &set, recompute, &make(&m, "tp=1", Strategy::Megatron, Numerics::MeshInvariant));
+        let one =
+            flows(&m, &set, recompute, &plan_mesh(&m, "tp=1", Strategy::Megatron, Numerics::MeshInvariant));
         for (mesh, strategy) in [
             ("tp=2", Strategy::Megatron),
             ("tp=4", Strategy::Megatron),
@@ -344,7 +350,7 @@ fn mesh_invariant_numerics_do_not_depend_on_the_mesh() {
             ("tp=2", Strategy::Ulysses),
             ("tp=2,pp=2", Strategy::Megatron),
         ] {
-            let p = make(&m, mesh, strategy, Numerics::MeshInvariant);
+            let p = plan_mesh(&m, mesh, strategy, Numerics::MeshInvariant);
             assert_eq!(flows(&m, &set, recompute, &p), one, "{mesh} {}", strategy.name());
         }
     }
@@ -353,12 +359,12 @@ fn mesh_invariant_numerics_do_not_depend_on_the_mesh() {
 #[test]
 fn a_rebase_moves_positions_and_not_the_picture() {
     let (m, set) = (model("wan-odd", false), expected("wan-odd"));
-    let p = make(&m, "tp=1", Strategy::Ulysses, Numerics::Standard);
+    let p = plan_mesh(&m, "tp=1", Strategy::Ulysses, Numerics::Standard);
     let script = |rebase: bool| {
-        let mut s = vec![text(&m, &set)];
-        s.extend(clean(&m, &set, "res.c0", 0, 900, 0));
+        let mut s = vec![text_step(&m, &set)];
+        s.extend(clean_pass(&m, &set, "res.c0", 0, 900, 0));
         let start = if rebase {
-            s.push(Step::Phase {
+            s.push(ScriptStep::Phase {
                 name: "rebase".into(),
                 scalars: vec![("shift", Scalar::I64(-900))],
                 inputs: vec![],
@@ -370,6 +376,6 @@ fn a_rebase_moves_positions_and_not_the_picture() {
         s.extend(denoise(&m, &set, "res.c1.s0", 3, start, 3, None));
         s
     };
-    let error = max_error(&run(&m, &p, &script(true))[0], &run(&m, &p, &script(false))[0]);
+    let error = max_error(&run_script(&m, &p, &script(true))[0], &run_script(&m, &p, &script(false))[0]);
     assert!(error <= TOLERANCE, "{error:e}");
 }

@@ -1,10 +1,11 @@
-//! Sealed plans of the fixture models: what the judge accepts, what the folder keeps, what the digest depends on.
+//! Tests sealed plans of the fixture models: what the verifier accepts, what the folder stores,
+//! what the digest depends on.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
 use std::path::{Path, PathBuf};
 
-use tessera::summary::Summary;
+use tessera::summary::PlanSummary;
 use tessera::{Model, Overrides, Plan, plan};
 use tessera_mesh::Rank;
 use tessera_plan::{DtypePolicy, Mapping, Numerics, Strategy, Topology};
@@ -22,10 +23,10 @@ fn mapping(mesh: &str, strategy: Strategy) -> Mapping {
     Mapping { mesh: mesh.parse().unwrap(), strategy, ..Mapping::default() }
 }
 
-fn make(m: &Model, mapping: &Mapping) -> Plan {
-    plan::make(&m.video, &m.name, "", mapping).unwrap_or_else(|ds| {
-        let text = tessera_base::render_all(&ds, tessera_base::Format::Text, &|_| None);
-        panic!("{}\n{text}", mapping.text())
+fn plan_mapping(m: &Model, mapping: &Mapping) -> Plan {
+    plan::plan_model(&m.video, &m.name, "", mapping).unwrap_or_else(|ds| {
+        let text = tessera_base::render_all(&ds, tessera_base::DiagnosticFormat::Text, &|_| None);
+        panic!("{}\n{text}", mapping.to_toml())
     })
 }
 
@@ -36,14 +37,14 @@ fn every_mesh_and_strategy_seals() {
             let m = model(name, recompute);
             for mesh in ["tp=1", "tp=2", "tp=3", "tp=4", "tp=5", "pp=2", "tp=2,pp=2", "tp=3,pp=2"] {
                 for strategy in [Strategy::Ulysses, Strategy::Megatron] {
-                    make(&m, &mapping(mesh, strategy));
+                    plan_mapping(&m, &mapping(mesh, strategy));
                 }
             }
         }
     }
-    make(&model("wan-even", false), &mapping("pp=3", Strategy::Ulysses));
+    plan_mapping(&model("wan-even", false), &mapping("pp=3", Strategy::Ulysses));
     let invariant = Mapping { numerics: Numerics::MeshInvariant, ..mapping("tp=4", Strategy::Megatron) };
-    make(&model("wan-even", false), &invariant);
+    plan_mapping(&model("wan-even", false), &invariant);
 }
 
 #[test]
@@ -53,11 +54,13 @@ fn a_dtype_is_part_of_the_plan() {
         for recompute in [false, true] {
             for mesh in ["tp=1", "tp=3,pp=2"] {
                 let m = model("wan-odd", recompute);
-                let whole = make(&m, &mapping(mesh, strategy));
-                let bf16 = make(&m, &Mapping { dtype: DtypePolicy::Bf16, ..mapping(mesh, strategy) });
-                let fp8 = make(&m, &Mapping { dtype: DtypePolicy::Fp8, ..mapping(mesh, strategy) });
+                let whole = plan_mapping(&m, &mapping(mesh, strategy));
+                let bf16 = plan_mapping(&m, &Mapping { dtype: DtypePolicy::Bf16, ..mapping(mesh, strategy) });
+                let fp8 = plan_mapping(&m, &Mapping { dtype: DtypePolicy::Fp8, ..mapping(mesh, strategy) });
                 assert_ne!(bf16.sealed.digest_hex(), fp8.sealed.digest_hex());
-                for (a, b) in Summary::of(&bf16).ranks.iter().zip(&Summary::of(&fp8).ranks) {
+                for (a, b) in
+                    PlanSummary::from_plan(&bf16).ranks.iter().zip(&PlanSummary::from_plan(&fp8).ranks)
+                {
                     assert!(b.weights_bytes < a.weights_bytes && b.buffers_bytes == a.buffers_bytes);
                 }
                 assert_ne!(whole.sealed.digest_hex(), bf16.sealed.digest_hex());
@@ -66,7 +69,7 @@ fn a_dtype_is_part_of_the_plan() {
                 let read = Plan::read(&at).unwrap_or_else(|ds| panic!("{ds:#?}"));
                 assert_eq!(read.mapping.dtype, DtypePolicy::Bf16);
                 assert_eq!(read.sealed.digest_hex(), bf16.sealed.digest_hex());
-                let (a, b) = (Summary::of(&whole), Summary::of(&read));
+                let (a, b) = (PlanSummary::from_plan(&whole), PlanSummary::from_plan(&read));
                 assert_eq!((a.dtype, b.dtype), ("f32", "bf16"));
                 for (a, b) in a.ranks.iter().zip(&b.ranks) {
                     let share = b.weights_bytes as f64 / a.weights_bytes as f64;
@@ -81,7 +84,7 @@ fn a_dtype_is_part_of_the_plan() {
         numerics: Numerics::MeshInvariant,
         ..mapping("tp=2", Strategy::Ulysses)
     };
-    let ds = plan::make(&model("wan-even", false).video, "wan-even", "", &both).unwrap_err();
+    let ds = plan::plan_model(&model("wan-even", false).video, "wan-even", "", &both).unwrap_err();
     assert_eq!((ds.len(), ds[0].code.id), (1, "T0604"));
     assert!(
         ds[0].hint.as_ref().is_some_and(|h| h.contains("standard") && h.contains("f32")),
@@ -90,9 +93,9 @@ fn a_dtype_is_part_of_the_plan() {
     );
 }
 
-/// Plans of the demo model, which has a decoder, with the leader outside the mesh.
+/// Plans the demo model, which has a decoder, with the leader outside the mesh.
 #[test]
-fn a_leader_outside_the_mesh_holds_what_encodes_and_decodes() {
+fn a_leader_outside_the_mesh_holds_the_encode_and_decode_programs() {
     let dir = tempfile::tempdir().unwrap();
     for (i, (topology, mesh)) in [
         (Topology::Pp0, "tp=1"),
@@ -106,37 +109,43 @@ fn a_leader_outside_the_mesh_holds_what_encodes_and_decodes() {
         for strategy in [Strategy::Ulysses, Strategy::Megatron] {
             for recompute in [false, true] {
                 let m = model("../models/demo", recompute);
-                let within = make(&m, &mapping(mesh, strategy));
-                let made = make(&m, &Mapping { topology, ..mapping(mesh, strategy) });
+                let within = plan_mapping(&m, &mapping(mesh, strategy));
+                let made = plan_mapping(&m, &Mapping { topology, ..mapping(mesh, strategy) });
                 assert_ne!(made.sealed.digest_hex(), within.sealed.digest_hex());
-                let ranks = made.sealed.mesh().ranks();
-                assert_eq!(ranks, within.sealed.mesh().ranks() + 1);
+                let ranks = made.sealed.mesh().world_size();
+                assert_eq!(ranks, within.sealed.mesh().world_size() + 1);
                 assert!(made.mesh_ranks().map(|r| r.0).eq(1..ranks));
                 let roles = made.sealed.roles();
                 assert_eq!((roles[0].role.as_str(), &roles[0].ranks[..]), ("leader@out0", &[Rank(0)][..]));
-                for phase in made.sealed.phases() {
+                for phase in made.sealed.phase_names() {
                     let own = ["decode", "encode"].contains(&phase.as_str());
                     for rank in made.sealed.mesh().iter() {
-                        let nothing = made.sealed.program(phase, rank).unwrap().ops.is_empty();
-                        // A later stage has nothing to do in some phases of the mesh either.
+                        let nothing = made.sealed.rank_program(phase, rank).unwrap().ops.is_empty();
+                        // A later stage has empty programs in some phases of the mesh too.
                         assert!(nothing || own == (rank == Rank(0)), "@{phase} of rank {rank}");
                         assert!(rank > Rank(1) || !nothing || own != (rank == Rank(0)));
                     }
                 }
-                // A rank of the mesh holds what it holds where the first one leads, but for decode and encode.
-                let [weights, caches, _] = made.memory(Rank(0));
+                // A mesh rank holds the same as under a leader inside the mesh, except for decode
+                // and encode.
+                let [weights, caches, _] = made.memory_bytes(Rank(0));
                 assert_eq!((weights.0, caches.0), (0, 0));
                 for rank in within.sealed.mesh().iter() {
-                    let [there, here] = [within.memory(rank), made.memory(Rank(rank.0 + 1))];
+                    let [there, here] = [within.memory_bytes(rank), made.memory_bytes(Rank(rank.0 + 1))];
                     assert_eq!(there[..2], here[..2]);
                     assert!(here[2] <= there[2]);
                 }
-                assert_eq!(tessera::engine::census(&made.sealed), tessera::engine::census(&within.sealed));
+                assert_eq!(
+                    tessera::engine::build_program_index(&made.sealed),
+                    tessera::engine::build_program_index(&within.sealed)
+                );
             }
         }
         let at = dir.path().join(format!("plan{i}"));
-        let made =
-            make(&model("../models/demo", true), &Mapping { topology, ..mapping(mesh, Strategy::Ulysses) });
+        let made = plan_mapping(
+            &model("../models/demo", true),
+            &Mapping { topology, ..mapping(mesh, Strategy::Ulysses) },
+        );
         made.write(&at).unwrap();
         let read = Plan::read(&at).unwrap_or_else(|ds| panic!("{ds:#?}"));
         assert_eq!(read.sealed.digest_hex(), made.sealed.digest_hex());
@@ -148,7 +157,7 @@ fn a_leader_outside_the_mesh_holds_what_encodes_and_decodes() {
 fn a_folder_keeps_the_plan_and_its_digest() {
     let dir = tempfile::tempdir().unwrap();
     for (i, mesh) in ["tp=2", "tp=3,pp=2"].into_iter().enumerate() {
-        let made = make(&model("wan-odd", false), &mapping(mesh, Strategy::Ulysses));
+        let made = plan_mapping(&model("wan-odd", false), &mapping(mesh, Strategy::Ulysses));
         let at = dir.path().join(format!("plan{i}"));
         made.write(&at).unwrap();
         let read = Plan::read(&at).unwrap_or_else(|ds| panic!("{ds:#?}"));
@@ -162,9 +171,9 @@ fn a_folder_keeps_the_plan_and_its_digest() {
 fn the_rotary_table_is_part_of_the_seal() {
     let dir = tempfile::tempdir().unwrap();
     let mut m = model("wan-odd", false);
-    let base = make(&m, &mapping("tp=2", Strategy::Ulysses));
+    let base = plan_mapping(&m, &mapping("tp=2", Strategy::Ulysses));
     m.video.wan.rope_frames = 77;
-    let made = make(&m, &mapping("tp=2", Strategy::Ulysses));
+    let made = plan_mapping(&m, &mapping("tp=2", Strategy::Ulysses));
     assert_ne!(made.sealed.digest_hex(), base.sealed.digest_hex());
     made.write(&dir.path().join("plan")).unwrap();
     let read = Plan::read(&dir.path().join("plan")).unwrap_or_else(|ds| panic!("{ds:#?}"));
@@ -175,7 +184,7 @@ fn the_rotary_table_is_part_of_the_seal() {
 fn an_edited_plan_is_not_the_sealed_one() {
     let dir = tempfile::tempdir().unwrap();
     let at = dir.path().join("plan");
-    make(&model("wan-odd", false), &mapping("tp=2", Strategy::Ulysses)).write(&at).unwrap();
+    plan_mapping(&model("wan-odd", false), &mapping("tp=2", Strategy::Ulysses)).write(&at).unwrap();
     let file = at.join("stream.toml");
     let text = std::fs::read_to_string(&file).unwrap();
     std::fs::write(&file, text.replace("fps = 24.0", "fps = 25.0")).unwrap();
@@ -185,12 +194,29 @@ fn an_edited_plan_is_not_the_sealed_one() {
 }
 
 #[test]
+fn a_plan_of_another_version_must_be_made_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = dir.path().join("plan");
+    plan_mapping(&model("wan-odd", false), &mapping("tp=2", Strategy::Ulysses)).write(&at).unwrap();
+    let file = at.join("seal.json");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let old = text.replace("\"tessera_plan\": 2", "\"tessera_plan\": 1");
+    assert_ne!(old, text);
+    std::fs::write(&file, old).unwrap();
+    let refused = Plan::read(&at).unwrap_err();
+    let labels: Vec<&str> = refused[0].labels.iter().map(|l| l.message.as_str()).collect();
+    assert_eq!((refused[0].code.id, &labels[..]), ("T0011", &["plan version 1", "reads plan version 2"][..]));
+    assert!(refused[0].notes[0].contains("slot_of_value"), "{refused:#?}");
+    assert_eq!(refused[0].hint.as_deref(), Some("make the plan again with `tessera plan`"));
+}
+
+#[test]
 fn the_digest_names_the_plan_and_nothing_else() {
     let m = model("wan-odd", false);
-    let digest = |m: &Model, map: &Mapping| make(m, map).sealed.digest_hex();
+    let digest = |m: &Model, map: &Mapping| plan_mapping(m, map).sealed.digest_hex();
     let base = mapping("tp=2", Strategy::Ulysses);
     assert_eq!(digest(&m, &base), digest(&m, &base));
-    // Where the model lies and what it is called is not part of the plan.
+    // The location and the name of the model are not part of the plan.
     let elsewhere = Model { name: "other".into(), dir: "/elsewhere".into(), ..m.clone() };
     assert_eq!(digest(&m, &base), digest(&elsewhere, &base));
     let others = [
@@ -215,12 +241,12 @@ fn published_sizes_plan_from_their_config_alone() {
         ("wan2.1-14b", "tp=5,pp=2", Strategy::Ulysses),
     ] {
         let m = Model::open(&fixture("../models").join(name), &Overrides::default()).unwrap();
-        let p = make(&m, &mapping(mesh, strategy));
-        let [weights, caches, temporaries] = p.memory(tessera_mesh::Rank(0));
+        let p = plan_mapping(&m, &mapping(mesh, strategy));
+        let [weights, caches, temporaries] = p.memory_bytes(tessera_mesh::Rank(0));
         assert!(weights.0 > 0 && caches.0 > 0 && temporaries.0 > 0);
     }
     let m = Model::open(&fixture("../models/wan2.1-1.3b"), &Overrides::default()).unwrap();
-    let refused = plan::make(&m.video, "m", "", &mapping("tp=13", Strategy::Ulysses)).unwrap_err();
+    let refused = plan::plan_model(&m.video, "m", "", &mapping("tp=13", Strategy::Ulysses)).unwrap_err();
     assert_eq!(refused[0].code.id, "T0602");
     assert!(refused[0].hint.as_deref().unwrap().contains("1, 2, 3, 4, 6 or 12"), "{refused:#?}");
 }

@@ -1,4 +1,4 @@
-//! Automation of the project: `cargo xtask tidy`, `cargo xtask bless`, `cargo xtask ci`.
+//! The project's automation: `cargo xtask tidy`, `cargo xtask bless`, `cargo xtask ci`.
 
 mod ci;
 mod tidy;
@@ -9,16 +9,16 @@ use std::process::ExitCode;
 
 const USAGE: &str = "usage: cargo xtask <task>
 
-  tidy   check what the compiler cannot: arrows between crates, purity, unsafe, codes, links
-  bless  run the filetests and rewrite their expected text
-  ci     everything that must pass: fmt, tidy, clippy, all tests";
+  tidy   run the checks that the compiler cannot: crate dependencies, purity, unsafe, codes, links
+  bless  run the filetests and rewrite their expected output
+  ci     run everything that must pass: fmt, tidy, clippy, all tests";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let task = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["tidy"] => ci::tidy,
-        ["bless"] => ci::bless,
-        ["ci"] => ci::all,
+        ["tidy"] => ci::run_tidy,
+        ["bless"] => ci::bless_filetests,
+        ["ci"] => ci::run_all,
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
             return ExitCode::SUCCESS;
@@ -28,7 +28,7 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    match task(&root()) {
+    match task(&workspace_root()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("xtask: {e:#}");
@@ -37,8 +37,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// The workspace's root: two folders above this crate.
-fn root() -> PathBuf {
-    let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
-    here.ancestors().nth(2).map_or(here.clone(), PathBuf::from)
+/// Returns the root folder of the workspace, two levels above this crate.
+fn workspace_root() -> PathBuf {
+    let crate_dir = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    crate_dir.ancestors().nth(2).map_or(crate_dir.clone(), PathBuf::from)
 }

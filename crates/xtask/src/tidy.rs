@@ -1,59 +1,61 @@
-//! What the compiler does not check: the rules of `ARCHITECTURE.md` and `STYLE.md`, over the whole tree.
+//! Checks of the rules of `ARCHITECTURE.md`, `STYLE.md` and the glossary that the compiler does not
+//! check, over the whole tree.
 //!
-//! The tables that a rule needs stand in those pages between markers and are read from there, so that a page
-//! and its check cannot part.
+//! Each check reads its table from the page itself, between markers, so that a page and its check
+//! cannot disagree.
 
-mod arrows;
 mod codes;
+mod dependencies;
 mod manifest;
 mod manual;
 mod page;
-mod rooms;
+mod purity;
 mod rust;
 mod text;
-mod wording;
+mod vocabulary;
 
 use std::fmt;
 
 use crate::tree::Tree;
-use page::{Room, long_files, rooms, unsafe_files};
+use page::{CrateRow, crate_rows, long_files, unsafe_files};
 
-/// Something to put right.
+/// A violation of a rule.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Problem {
     path: String,
     line: usize,
-    says: String,
+    message: String,
 }
 
 impl Problem {
-    /// At a line of a file, or with line 0 at the file as a whole. `says` ends with what to do.
-    fn new(path: &str, line: usize, says: impl Into<String>) -> Problem {
-        Problem { path: path.to_string(), line, says: says.into() }
+    /// Creates a problem at a line of a file; line 0 stands for the whole file. The message ends
+    /// with the fix.
+    fn new(path: &str, line: usize, message: impl Into<String>) -> Problem {
+        Problem { path: path.to_string(), line, message: message.into() }
     }
 }
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.line {
-            0 => write!(f, "{}: {}", self.path, self.says),
-            line => write!(f, "{}:{line}: {}", self.path, self.says),
+            0 => write!(f, "{}: {}", self.path, self.message),
+            line => write!(f, "{}:{line}: {}", self.path, self.message),
         }
     }
 }
 
-/// Every problem, in order of path and line.
-pub(crate) fn problems(tree: &Tree) -> Vec<Problem> {
-    let sources = rust::sources(tree);
+/// Runs all checks and returns the problems sorted by path and line.
+pub(crate) fn find_problems(tree: &Tree) -> Vec<Problem> {
+    let sources = rust::parse_sources(tree);
     let mut found = Vec::new();
-    let table = rooms(tree, &mut found);
-    arrows::check(tree, &table, &mut found);
+    let table = crate_rows(tree, &mut found);
+    dependencies::check(tree, &table, &mut found);
     manifest::check(tree, &mut found);
-    rooms::check(&sources, &table, &unsafe_files(tree, &mut found), &mut found);
+    purity::check(&sources, &table, &unsafe_files(tree, &mut found), &mut found);
     codes::check(tree, &sources, &mut found);
     text::check(tree, &long_files(tree, &mut found), &mut found);
     manual::check(tree, &mut found);
-    wording::check(tree, &mut found);
+    vocabulary::check(tree, &mut found);
     found.sort();
     found.dedup();
     found
@@ -65,9 +67,9 @@ mod tests {
 
     #[test]
     fn the_project_is_tidy() {
-        let tree = Tree::read(&crate::root()).unwrap();
-        let found = problems(&tree);
-        let shown: Vec<String> = found.iter().map(Problem::to_string).collect();
-        assert!(found.is_empty(), "{} to put right:\n{}", found.len(), shown.join("\n"));
+        let tree = Tree::read(&crate::workspace_root()).unwrap();
+        let found = find_problems(&tree);
+        let lines: Vec<String> = found.iter().map(Problem::to_string).collect();
+        assert!(found.is_empty(), "{} problem(s):\n{}", found.len(), lines.join("\n"));
     }
 }

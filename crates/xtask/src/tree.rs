@@ -1,4 +1,5 @@
-//! What tidy looks at, read once: the project's text files and what cargo says of its crates.
+//! The input of tidy, read once: the project's text files and the crates that `cargo metadata`
+//! lists.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -10,53 +11,54 @@ use serde_json::Value;
 /// A text file.
 #[derive(Debug)]
 pub(crate) struct File {
-    /// From the root, with `/`.
+    /// Path relative to the workspace root, with `/` as separator.
     pub(crate) path: String,
-    /// Contents.
+    /// Contents of the file.
     pub(crate) text: String,
 }
 
-/// When a crate is needed.
+/// What a dependency is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum When {
-    /// To build it, or by its build script.
-    Always,
-    /// By its tests, examples and benches alone.
+pub(crate) enum DependencyKind {
+    /// The crate itself or its build script needs the dependency.
+    Normal,
+    /// Only tests, examples and benches need the dependency.
     Dev,
 }
 
 /// A crate of the workspace.
 #[derive(Debug)]
 pub(crate) struct Member {
-    /// Name, the same as its folder's.
+    /// Name, which is also the name of the crate's folder.
     pub(crate) name: String,
-    /// Crates it depends on, of the workspace or not.
-    pub(crate) needs: Vec<(String, When)>,
+    /// Names and kinds of all dependencies, inside and outside of the workspace.
+    pub(crate) dependencies: Vec<(String, DependencyKind)>,
 }
 
-/// The project.
+/// The files and crates of the project.
 #[derive(Debug, Default)]
 pub(crate) struct Tree {
-    /// Text files in order of path.
+    /// Text files, sorted by path.
     pub(crate) files: Vec<File>,
-    /// Every path, of files that are no text too.
+    /// Paths of all files, including binary files.
     pub(crate) paths: BTreeSet<String>,
-    /// Crates in order of name.
+    /// Crates, sorted by name.
     pub(crate) members: Vec<Member>,
 }
 
 impl Tree {
     /// Reads the project at `root`.
     pub(crate) fn read(root: &Path) -> Result<Tree> {
-        let mut tree = Tree { members: members(root)?, ..Tree::default() };
-        for path in paths(root)? {
-            let at = root.join(&path);
-            // A file that git still lists but a person has just removed.
-            if !at.is_file() {
+        let mut tree = Tree { members: read_members(root)?, ..Tree::default() };
+        for path in list_paths(root)? {
+            let full_path = root.join(&path);
+            // Git still lists a file that was deleted but not committed.
+            if !full_path.is_file() {
                 continue;
             }
-            if is_text(&path) {
-                let text = std::fs::read_to_string(&at).with_context(|| format!("cannot read {path}"))?;
+            if is_text_file(&path) {
+                let text =
+                    std::fs::read_to_string(&full_path).with_context(|| format!("cannot read {path}"))?;
                 tree.files.push(File { path: path.clone(), text });
             }
             tree.paths.insert(path);
@@ -64,41 +66,43 @@ impl Tree {
         Ok(tree)
     }
 
-    /// The text of a file.
-    pub(crate) fn text(&self, path: &str) -> Option<&str> {
+    /// Returns the contents of a text file.
+    pub(crate) fn file_text(&self, path: &str) -> Option<&str> {
         self.files.iter().find(|f| f.path == path).map(|f| f.text.as_str())
     }
 
-    /// Whether a file or folder is there.
-    pub(crate) fn has(&self, path: &str) -> bool {
+    /// Returns whether a file or folder exists.
+    pub(crate) fn contains(&self, path: &str) -> bool {
         let folder = format!("{path}/");
         path.is_empty()
             || self.paths.contains(path)
             || self.paths.range(folder.clone()..).next().is_some_and(|p| p.starts_with(&folder))
     }
 
-    /// Rust sources.
-    pub(crate) fn sources(&self) -> impl Iterator<Item = &File> {
+    /// Iterates over the Rust sources.
+    pub(crate) fn rust_files(&self) -> impl Iterator<Item = &File> {
         self.files.iter().filter(|f| f.path.ends_with(".rs"))
     }
 }
 
-/// The crate that a path belongs to.
-pub(crate) fn crate_of(path: &str) -> Option<&str> {
+/// Returns the name of the crate that contains `path`.
+pub(crate) fn owning_crate(path: &str) -> Option<&str> {
     path.strip_prefix("crates/")?.split('/').next()
 }
 
-/// Endings of files that people write.
-const TEXT: &[&str] = &["rs", "md", "toml", "tir", "py", "sh", "css", "html", "js", "yml", "yaml"];
-/// Folders that hold what was made, where git is not at hand to say so.
-const MADE: &[&str] = &["target", "out", "plan", "__pycache__", ".git"];
+/// Extensions of text files.
+const TEXT_EXTENSIONS: &[&str] = &["rs", "md", "toml", "tir", "py", "sh", "css", "html", "js", "yml", "yaml"];
+/// Folders of generated files, skipped where git is not available to list the tracked ones.
+const GENERATED_FOLDERS: &[&str] = &["target", "out", "plan", "__pycache__", ".git"];
 
-fn is_text(path: &str) -> bool {
-    path == ".ci/run" || path.rsplit_once('.').is_some_and(|(_, ending)| TEXT.contains(&ending))
+fn is_text_file(path: &str) -> bool {
+    path == ".ci/run"
+        || path.rsplit_once('.').is_some_and(|(_, extension)| TEXT_EXTENSIONS.contains(&extension))
 }
 
-/// Every path that git does not ignore; without git, every path outside of folders of made things.
-fn paths(root: &Path) -> Result<Vec<String>> {
+/// Lists every path that git does not ignore or, without git, every path outside of
+/// [`GENERATED_FOLDERS`].
+fn list_paths(root: &Path) -> Result<Vec<String>> {
     let git = Command::new("git")
         .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
         .current_dir(root)
@@ -109,7 +113,7 @@ fn paths(root: &Path) -> Result<Vec<String>> {
         }
         _ => {
             let mut found = Vec::new();
-            walk(root, "", &mut found)?;
+            walk_folder(root, "", &mut found)?;
             found
         }
     };
@@ -118,14 +122,15 @@ fn paths(root: &Path) -> Result<Vec<String>> {
     Ok(found)
 }
 
-fn walk(root: &Path, folder: &str, found: &mut Vec<String>) -> Result<()> {
+/// Appends the paths of all files below `folder`.
+fn walk_folder(root: &Path, folder: &str, found: &mut Vec<String>) -> Result<()> {
     for entry in std::fs::read_dir(root.join(folder)).with_context(|| format!("cannot list {folder}"))? {
         let entry = entry?;
         let Ok(name) = entry.file_name().into_string() else { continue };
         let path = if folder.is_empty() { name.clone() } else { format!("{folder}/{name}") };
         let kind = entry.file_type()?;
-        if kind.is_dir() && !MADE.contains(&name.as_str()) {
-            walk(root, &path, found)?;
+        if kind.is_dir() && !GENERATED_FOLDERS.contains(&name.as_str()) {
+            walk_folder(root, &path, found)?;
         } else if kind.is_file() {
             found.push(path);
         }
@@ -133,7 +138,8 @@ fn walk(root: &Path, folder: &str, found: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-fn members(root: &Path) -> Result<Vec<Member>> {
+/// Reads the workspace's crates and their dependencies from `cargo metadata`.
+fn read_members(root: &Path) -> Result<Vec<Member>> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let out = Command::new(cargo)
         .args(["metadata", "--no-deps", "--offline", "--format-version", "1"])
@@ -143,16 +149,17 @@ fn members(root: &Path) -> Result<Vec<Member>> {
     if !out.status.success() {
         bail!("cargo metadata: {}", String::from_utf8_lossy(&out.stderr));
     }
-    let told: Value = serde_json::from_slice(&out.stdout).context("cargo metadata printed no JSON")?;
-    let mut members: Vec<Member> = list(&told["packages"])
+    let metadata: Value =
+        serde_json::from_slice(&out.stdout).context("cargo metadata printed invalid JSON")?;
+    let mut members: Vec<Member> = as_list(&metadata["packages"])
         .iter()
         .map(|p| Member {
-            name: word(&p["name"]),
-            needs: list(&p["dependencies"])
+            name: as_string(&p["name"]),
+            dependencies: as_list(&p["dependencies"])
                 .iter()
                 .map(|d| {
                     let dev = d["kind"].as_str() == Some("dev");
-                    (word(&d["name"]), if dev { When::Dev } else { When::Always })
+                    (as_string(&d["name"]), if dev { DependencyKind::Dev } else { DependencyKind::Normal })
                 })
                 .collect(),
         })
@@ -161,18 +168,18 @@ fn members(root: &Path) -> Result<Vec<Member>> {
     Ok(members)
 }
 
-fn list(v: &Value) -> &[Value] {
+fn as_list(v: &Value) -> &[Value] {
     v.as_array().map_or(&[], Vec::as_slice)
 }
 
-fn word(v: &Value) -> String {
+fn as_string(v: &Value) -> String {
     v.as_str().unwrap_or_default().to_string()
 }
 
 #[cfg(test)]
 impl Tree {
-    /// A made-up project.
-    pub(crate) fn of(files: &[(&str, &str)]) -> Tree {
+    /// Builds a synthetic project for tests.
+    pub(crate) fn from_files(files: &[(&str, &str)]) -> Tree {
         Tree {
             files: files.iter().map(|(p, t)| File { path: p.to_string(), text: t.to_string() }).collect(),
             paths: files.iter().map(|(p, _)| p.to_string()).collect(),
@@ -180,10 +187,10 @@ impl Tree {
         }
     }
 
-    /// With a crate and what it needs.
-    pub(crate) fn with(mut self, name: &str, needs: &[(&str, When)]) -> Tree {
-        let needs = needs.iter().map(|(n, w)| (n.to_string(), *w)).collect();
-        self.members.push(Member { name: name.to_string(), needs });
+    /// Adds a crate and its dependencies.
+    pub(crate) fn with_crate(mut self, name: &str, dependencies: &[(&str, DependencyKind)]) -> Tree {
+        let dependencies = dependencies.iter().map(|(n, k)| (n.to_string(), *k)).collect();
+        self.members.push(Member { name: name.to_string(), dependencies });
         self
     }
 }

@@ -1,5 +1,9 @@
-# 1 GPU, about 3 minutes. Products of a 14B video generator by cuBLASLt's algorithms: the one that its heuristic lists first
-# against the fastest of all that it knows for the shape, cold and under the power limit. Times no block and no model.
+"""Compares cuBLASLt's GEMM algorithms at the shapes of a 14B video generator.
+
+For each shape the program times every algorithm that supports the shape, cold. It then times the algorithm that cuBLASLt's
+heuristic lists first, and up to eight of those fastest when cold, under the power limit. It times no transformer block and no
+model. It needs 1 GPU and takes about 3 minutes.
+"""
 import ctypes as C, glob, statistics as st, sys, time
 import torch
 
@@ -7,7 +11,7 @@ import pynvml as nvml
 
 BF16, F32, COMPUTE_F32 = 14, 0, 68
 ID, TILE, SPLIT_K, SWIZZLE, CUSTOM, STAGES, INNER, CLUSTER = 0, 1, 2, 4, 5, 6, 7, 8
-TILES_OF_ALGORITHM = 6
+CAP_TILE_IDS = 6
 WORKSPACE = 64 << 20
 SUSTAINED_S, SETTLED_S = 1.3, 0.6
 Algorithm = C.c_uint64 * 8
@@ -17,17 +21,17 @@ class Heuristic(C.Structure):
     _fields_ = [("algorithm", Algorithm), ("workspace", C.c_size_t), ("state", C.c_int), ("waves", C.c_float), ("reserved", C.c_int * 4)]
 
 
-def library():
+def load_cublaslt():
     found = sum((glob.glob(p + "/nvidia/*/lib/libcublasLt.so*") for p in sys.path), [])
     return C.CDLL(found[0] if found else "libcublasLt.so.13")
 
 
-lt = library()
+lt = load_cublaslt()
 
 
 def check(status):
     if status:
-        raise RuntimeError(f"cuBLASLt says {status}")
+        raise RuntimeError(f"cuBLASLt status {status}")
 
 
 handle, preference = C.c_void_p(), C.c_void_p()
@@ -36,42 +40,43 @@ check(lt.cublasLtMatmulPreferenceCreate(C.byref(preference)))
 check(lt.cublasLtMatmulPreferenceSetAttribute(preference, 1, C.byref(C.c_size_t(WORKSPACE)), 8))
 
 
-def layout(rows, columns):
+def matrix_layout(rows, columns):
     out = C.c_void_p()
     check(lt.cublasLtMatrixLayoutCreate(C.byref(out), BF16, C.c_uint64(rows), C.c_uint64(columns), C.c_int64(rows)))
     return out
 
 
-def get(algorithm, what):
+def get_config(algorithm, what):
     value, written = C.c_int(0), C.c_size_t()
     lt.cublasLtMatmulAlgoConfigGetAttribute(C.byref(algorithm), what, C.byref(value), 4, C.byref(written))
     return value.value
 
 
-def put(algorithm, what, value):
+def set_config(algorithm, what, value):
     short = what in (CLUSTER, INNER)
     x = (C.c_uint16 if short else C.c_int)(value)
     lt.cublasLtMatmulAlgoConfigSetAttribute(C.byref(algorithm), what, C.byref(x), 2 if short else 4)
 
 
-def known(description, a, b, c, listed):
-    """Algorithms of the kinds that the heuristic lists, over their tiles, clusters and orders of tiles."""
+def supported_algorithms(description, a, b, c, listed):
+    """Returns the supported algorithms of the kinds that the heuristic lists, over tiles, stages, clusters, swizzles and custom
+    options."""
     out, seen = [], set()
-    for kind in sorted({get(h.algorithm, ID) for h in listed}):
+    for kind in sorted({get_config(h.algorithm, ID) for h in listed}):
         base = Algorithm()
         check(lt.cublasLtMatmulAlgoInit(handle, COMPUTE_F32, F32, BF16, BF16, BF16, BF16, kind, C.byref(base)))
         tiles, written = (C.c_int * 256)(), C.c_size_t()
-        lt.cublasLtMatmulAlgoCapGetAttribute(C.byref(base), TILES_OF_ALGORITHM, C.byref(tiles), C.c_size_t(1024), C.byref(written))
-        of = lambda what: sorted({get(h.algorithm, what) for h in listed if get(h.algorithm, ID) == kind})
-        every = tiles[: written.value // 4]
-        for tile in sorted(set(of(TILE)) | set(every if len(every) < 80 else [])):
-            for stages in of(STAGES):
+        lt.cublasLtMatmulAlgoCapGetAttribute(C.byref(base), CAP_TILE_IDS, C.byref(tiles), C.c_size_t(1024), C.byref(written))
+        listed_values = lambda what: sorted({get_config(h.algorithm, what) for h in listed if get_config(h.algorithm, ID) == kind})
+        all_tiles = tiles[: written.value // 4]
+        for tile in sorted(set(listed_values(TILE)) | set(all_tiles if len(all_tiles) < 80 else [])):
+            for stages in listed_values(STAGES):
                 for cluster in range(8):
                     for swizzle in (0, 1):
-                        for custom in of(CUSTOM):
+                        for custom in listed_values(CUSTOM):
                             x, found = Algorithm(*base), Heuristic()
                             for what, value in ((TILE, tile), (STAGES, stages), (CLUSTER, cluster), (SWIZZLE, swizzle), (CUSTOM, custom), (SPLIT_K, 1)):
-                                put(x, what, value)
+                                set_config(x, what, value)
                             ok = lt.cublasLtMatmulAlgoCheck(handle, description, a, b, c, c, C.byref(x), C.byref(found)) == 0
                             if ok and found.workspace <= WORKSPACE and tuple(x) not in seen:
                                 seen.add(tuple(x))
@@ -80,7 +85,7 @@ def known(description, a, b, c, listed):
     return out
 
 
-def shape(rows, n, k, gpu):
+def measure_shape(rows, n, k, gpu):
     copies = max(1, int(300e6 / (n * k * 2)))
     weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
@@ -90,11 +95,11 @@ def shape(rows, n, k, gpu):
     description = C.c_void_p()
     check(lt.cublasLtMatmulDescCreate(C.byref(description), COMPUTE_F32, F32))
     check(lt.cublasLtMatmulDescSetAttribute(description, 3, C.byref(C.c_int(1)), 4))
-    a, b, c = layout(k, n), layout(k, rows), layout(n, rows)
+    a, b, c = matrix_layout(k, n), matrix_layout(k, rows), matrix_layout(n, rows)
     listed, count = (Heuristic * 16)(), C.c_int()
     check(lt.cublasLtMatmulAlgoGetHeuristic(handle, description, a, b, c, c, preference, 16, listed, C.byref(count)))
-    all_of = list(listed[: count.value])
-    all_of += known(description, a, b, c, all_of)
+    candidates = list(listed[: count.value])
+    candidates += supported_algorithms(description, a, b, c, candidates)
 
     def run(h, w):
         p = lambda t: C.c_void_p(t.data_ptr())
@@ -118,30 +123,30 @@ def shape(rows, n, k, gpu):
         return microseconds(h, 4)
 
     def sustained(h, times):
-        begun, late = time.time(), []
-        while time.time() - begun < SUSTAINED_S:
+        start, late = time.time(), []
+        while time.time() - start < SUSTAINED_S:
             us = microseconds(h, times)
-            if time.time() - begun > SETTLED_S:
+            if time.time() - start > SETTLED_S:
                 late.append((us, nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3, nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)))
         return [st.median(column) for column in zip(*late)]
 
-    # The first look wakes the clocks and loads kernels.
-    for h in all_of:
+    # The first burst raises the clocks and loads the kernels.
+    for h in candidates:
         burst(h)
-    bursts = [(us, i) for i, us in ((i, burst(h)) for i, h in enumerate(all_of)) if us]
+    bursts = [(us, i) for i, us in ((i, burst(h)) for i, h in enumerate(candidates)) if us]
     by_burst = {i: us for us, i in bursts}
     picked = [0] + [i for _, i in sorted(bursts)[:8] if i]
     times = max(1, int(0.1 / (min(bursts)[0] * 1e-6)))
     rate = lambda us: 2 * rows * n * k / us / 1e6
-    found = sorted((*sustained(all_of[i], times), i) for i in picked)
-    first = next(f for f in found if f[3] == 0)
-    print(f"{rows} x {n} x {k}: {len(all_of)} algorithms; listed first: {rate(by_burst[0]):.0f} TFLOP/s cold, "
-          f"{rate(first[0]):.0f} sustained at {first[1]:.0f} W and {first[2]:.0f} MHz")
+    sorted_results = sorted((*sustained(candidates[i], times), i) for i in picked)
+    first = next(f for f in sorted_results if f[3] == 0)
+    print(f"{rows} x {n} x {k}: {len(candidates)} algorithms; listed first: {rate(by_burst[0]):.0f} TFLOP/s cold, "
+          f"{rate(first[0]):.0f} TFLOP/s sustained at {first[1]:.0f} W and {first[2]:.0f} MHz")
     cold = min(bursts)
-    print(f"    fastest cold: {rate(cold[0]):.0f}, {by_burst[0] / cold[0]:.3f} times the first")
-    for us, watts, clock, i in found[:3] + found[-1:]:
-        config = [get(all_of[i].algorithm, w) for w in (TILE, STAGES, CLUSTER, SWIZZLE, CUSTOM)]
-        print(f"    sustained {rate(us):.0f} ({first[0] / us:.3f} times the first) at {watts:.0f} W and {clock:.0f} MHz, cold {rate(by_burst[i]):.0f}; "
+    print(f"    fastest cold: {rate(cold[0]):.0f} TFLOP/s, {by_burst[0] / cold[0]:.3f} times the first")
+    for us, watts, clock, i in sorted_results[:3] + sorted_results[-1:]:
+        config = [get_config(candidates[i].algorithm, w) for w in (TILE, STAGES, CLUSTER, SWIZZLE, CUSTOM)]
+        print(f"    sustained {rate(us):.0f} TFLOP/s ({first[0] / us:.3f} times the first) at {watts:.0f} W and {clock:.0f} MHz, cold {rate(by_burst[i]):.0f} TFLOP/s; "
               f"tile, stages, cluster, swizzle, custom {config}", flush=True)
 
 
@@ -152,7 +157,7 @@ def main():
     wide, square, up, down = (15360, 5120), (5120, 5120), (13824, 5120), (5120, 13824)
     for rows, (n, k) in [(4680, wide), (4680, square), (4680, up), (4680, down), (2340, up), (2340, square), (1170, up), (1170, square),
                          (2160, up), (2160, down), (540, up)]:
-        shape(rows, n, k, gpu)
+        measure_shape(rows, n, k, gpu)
 
 
 if __name__ == "__main__":

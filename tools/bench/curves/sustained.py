@@ -1,13 +1,16 @@
-# 1 GPU, about 1.5 minutes. Ceilings and curves only: compiled passes with static shapes; rate of products
-# and attention in long runs by the share of time that the tensor cores are busy; rate of passes in long runs.
+"""Measures compiled elementwise and norm kernels, and GEMMs and attention in long runs at several shares of busy time.
+
+The shapes of the compiled kernels are static. The program times single ops only, no transformer block. It needs 1 GPU and takes
+about 1.5 minutes.
+"""
 import os, sys, time, subprocess, traceback
 import torch
 import torch.nn.functional as F
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-def say(*a): print(*a, flush=True)
+def log(*a): print(*a, flush=True)
 
-def graph_of(fn, n):
+def capture_graph(fn, n):
     s = torch.cuda.Stream(); s.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(s):
         for _ in range(3): fn()
@@ -18,7 +21,7 @@ def graph_of(fn, n):
     return g
 
 def time_graph(fn, n=8, reps=10):
-    g = graph_of(fn, n); g.replay(); torch.cuda.synchronize(); ts = []
+    g = capture_graph(fn, n); g.replay(); torch.cuda.synchronize(); ts = []
     for _ in range(reps):
         time.sleep(0.003)
         a, b = torch.cuda.Event(True), torch.cuda.Event(True)
@@ -27,8 +30,9 @@ def time_graph(fn, n=8, reps=10):
     ts.sort(); return ts[len(ts) // 2]
 
 def long_run(fn, n, seconds):
-    """us per call over the last half of `seconds` of back-to-back replays; clock and power meanwhile"""
-    g = graph_of(fn, n); torch.cuda.synchronize(); spans = []; t0, q = time.time(), None
+    """Returns the time per call in us over the last half of `seconds` of back-to-back replays, and clock and power during the
+    run."""
+    g = capture_graph(fn, n); torch.cuda.synchronize(); spans = []; t0, q = time.time(), None
     while time.time() - t0 < seconds:
         if q is None and time.time() - t0 > seconds * 0.5:
             q = subprocess.Popen(["nvidia-smi", "-i", "0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"], stdout=subprocess.PIPE, text=True)
@@ -44,28 +48,28 @@ def long_run(fn, n, seconds):
 
 def duty():
     from torch.nn.attention import sdpa_kernel, SDPBackend
-    say("## long runs: product or attention, then idle; rate of the busy part by share of time busy")
-    def product(M, N, K):
+    log("## long runs: GEMM or attention, then idle; rate of the busy part by share of busy time")
+    def gemm(M, N, K):
         x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
         ws = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(4)]; b = torch.zeros(N, device="cuda", dtype=torch.bfloat16)
         it = [0]
         def f(): it[0] += 1; return F.linear(x, ws[it[0] % 4], b)
         return f, 2 * M * N * K
-    def att(h, n, m):
+    def attention(h, n, m):
         q = torch.randn(n, h, 128, device="cuda", dtype=torch.bfloat16).transpose(0, 1)[None]
         k = torch.randn(m, h, 128, device="cuda", dtype=torch.bfloat16).transpose(0, 1)[None]; v = torch.randn_like(k)
         def f():
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION): return F.scaled_dot_product_attention(q, k, v)
         return f, 4 * h * n * m * 128
-    # clock of the sleep kernel
+    # The clock that the sleep kernel counts.
     a, b = torch.cuda.Event(True), torch.cuda.Event(True)
     torch.cuda._sleep(1000); torch.cuda.synchronize()
     a.record(); torch.cuda._sleep(2_000_000); b.record(); torch.cuda.synchronize()
-    per_us = 2_000_000 / (a.elapsed_time(b) * 1e3); say(f"# sleep cycles per us {per_us:.0f}")
+    per_us = 2_000_000 / (a.elapsed_time(b) * 1e3); log(f"# cycles of the sleep kernel per us: {per_us:.0f}")
     u = torch.randn(4680, 5120, device="cuda", dtype=torch.bfloat16); o = torch.empty_like(u)
-    for name, (f, flops) in (("product", product(2340, 13824, 5120)), ("product", product(4680, 5120, 5120)), ("attention", att(20, 4680, 9360))):
+    for name, (f, flops) in (("gemm", gemm(2340, 13824, 5120)), ("gemm", gemm(4680, 5120, 5120)), ("attention", attention(20, 4680, 9360))):
         alone = time_graph(f, n=8)
-        say(f"duty {name} burst {alone:.1f} us {flops/alone/1e6:.0f} TFLOP/s")
+        log(f"duty {name} burst {alone:.1f} us {flops/alone/1e6:.0f} TFLOP/s")
         for share in (1.0, 0.85, 0.7, 0.5, 0.3):
             idle_us = alone * (1 - share) / share
             def both():
@@ -73,8 +77,8 @@ def duty():
                 if idle_us > 0: torch.cuda._sleep(int(idle_us * per_us))
             us, smi = long_run(both, 8, 1.6)
             busy = us - idle_us
-            say(f"duty {name} share {share} idle: {us:.1f} us in all, busy {busy:.1f} us {flops/busy/1e6:.0f} TFLOP/s if idle stays | {smi}")
-        # beside passes over memory in place of idling
+            log(f"duty {name} busy share {share}: {us:.1f} us in total, busy {busy:.1f} us, {flops/busy/1e6:.0f} TFLOP/s if the idle time is as requested | {smi}")
+        # Copies in place of idle time.
         cp = time_graph(lambda: o.copy_(u), n=8)
         for share in (0.85, 0.7, 0.5):
             reps = max(1, round(alone * (1 - share) / share / cp))
@@ -82,19 +86,19 @@ def duty():
                 f()
                 for _ in range(reps): o.copy_(u)
             us, smi = long_run(both, 8, 1.6)
-            say(f"duty {name} with {reps} copies ({alone/(alone+reps*cp):.2f} busy): {us:.1f} us against {alone+reps*cp:.1f} in a burst | {smi}")
+            log(f"duty {name} with {reps} copies (busy share {alone/(alone+reps*cp):.2f}): {us:.1f} us, {alone+reps*cp:.1f} us in a burst | {smi}")
 
-def passes():
-    say("## torch.compile passes, static shapes, d = 5120, bf16: name rows us GB/s (bytes read and written once)")
+def elementwise_kernels():
+    log("## elementwise and norm kernels by torch.compile, static shapes, d = 5120, bf16: name rows us GB/s (each byte counted once)")
     d = 5120
-    def table(m, i, x): # per-frame columns, as rows of x
+    def expand_by_frame(m, i, x): # expands a per-frame column to the rows of x
         return m[:, None, i].expand(3, x.shape[0] // 3, x.shape[1]).reshape(x.shape)
-    def ln_mod(x, m): return (F.layer_norm(x.float(), (x.shape[-1],), eps=1e-6) * (1 + table(m, 1, x)) + table(m, 0, x)).to(x.dtype)
+    def ln_mod(x, m): return (F.layer_norm(x.float(), (x.shape[-1],), eps=1e-6) * (1 + expand_by_frame(m, 1, x)) + expand_by_frame(m, 0, x)).to(x.dtype)
     def gate_ln(x, o, m, w, b):
-        x = (x.float() + o.float() * table(m, 2, x)).to(x.dtype)
+        x = (x.float() + o.float() * expand_by_frame(m, 2, x)).to(x.dtype)
         return x, F.layer_norm(x.float(), (x.shape[-1],), w, b, 1e-6).to(x.dtype)
     def gate_ln_mod(x, o, m):
-        x = (x.float() + o.float() * table(m, 2, x)).to(x.dtype)
+        x = (x.float() + o.float() * expand_by_frame(m, 2, x)).to(x.dtype)
         return x, ln_mod(x, m)
     def rms(x, w): return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * w
     def rms_rope(x, w, f):
@@ -114,12 +118,12 @@ def passes():
             torch._dynamo.reset()
             c = torch.compile(fn, dynamic=False)
             us = time_graph(lambda: c(*args), n=6, reps=6)
-            say(f"spass {name} {rows} {us:.1f} {nbytes/us/1e3:.0f}")
+            log(f"static_elementwise {name} {rows} {us:.1f} {nbytes/us/1e3:.0f}")
 
 if __name__ == "__main__":
-    say("torch", torch.__version__, torch.cuda.get_device_name(0))
-    for fn in (passes, duty):
+    log("torch", torch.__version__, torch.cuda.get_device_name(0))
+    for fn in (elementwise_kernels, duty):
         t = time.time()
         try: fn()
-        except Exception: say(fn.__name__, "failed"); traceback.print_exc()
-        say(f"# {fn.__name__} took {time.time()-t:.1f} s")
+        except Exception: log(fn.__name__, "failed"); traceback.print_exc()
+        log(f"# {fn.__name__} took {time.time()-t:.1f} s")

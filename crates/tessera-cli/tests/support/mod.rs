@@ -1,65 +1,66 @@
-//! The binary as tests run it, and what they read of it.
+//! Runs the binary for the tests and reads its output.
 
-// Each test file uses its part.
+// Each test file uses only some of these functions.
 #![allow(dead_code)]
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// Longest wait for a process: it ends a wait for one that hangs, not one for a slow machine.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+/// Maximum wait for a process. The limit ends a wait for a hanging process, so it is generous for
+/// slow machines.
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The project's folder.
-pub fn root() -> PathBuf {
+/// Returns the root folder of the repository.
+pub fn repo_root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The binary in the project's folder, not started, its output kept.
-pub fn command(args: &[&str]) -> Command {
+/// Returns a command for the binary in the repository root, not yet started, with piped output.
+pub fn tessera_command(args: &[&str]) -> Command {
     let mut c = Command::new(env!("CARGO_BIN_EXE_tessera"));
-    c.current_dir(root()).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
+    c.current_dir(repo_root()).args(args).stdout(Stdio::piped()).stderr(Stdio::piped());
     c
 }
 
-/// What became of it.
-pub fn tessera(args: &[&str]) -> Output {
-    command(args).output().unwrap()
+/// Runs the binary and returns its output.
+pub fn run_tessera(args: &[&str]) -> Output {
+    tessera_command(args).output().unwrap()
 }
 
-/// Bytes as text.
-pub fn text(bytes: &[u8]) -> String {
+/// Converts bytes to text.
+pub fn to_text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Both outputs as one text.
-pub fn words(o: &Output) -> String {
-    text(&o.stdout) + &text(&o.stderr)
+/// Returns standard output and standard error as one text.
+pub fn both_outputs(o: &Output) -> String {
+    to_text(&o.stdout) + &to_text(&o.stderr)
 }
 
-/// The first value of a field in a JSON text.
-pub fn field(json: &str, name: &str) -> String {
+/// Returns the first value of a field in a JSON text.
+pub fn json_field(json: &str, name: &str) -> String {
     let mark = format!("\"{name}\":");
     let rest = json.split(&mark).nth(1).unwrap_or_else(|| panic!("no {name} in {json}"));
     rest.split([',', '}']).next().unwrap().trim_matches('"').to_string()
 }
 
-/// Its exit status, and both outputs as one text.
-pub fn ask(args: &[&str]) -> (Option<i32>, String) {
-    let o = tessera(args);
-    (o.status.code(), words(&o))
+/// Runs the binary and returns its exit status and both outputs as one text.
+pub fn run_for_text(args: &[&str]) -> (Option<i32>, String) {
+    let o = run_tessera(args);
+    (o.status.code(), both_outputs(&o))
 }
 
-/// Sends a process a signal.
-pub fn signal(pid: u32, name: &str) {
+/// Sends a signal to a process.
+pub fn send_signal(pid: u32, name: &str) {
     assert!(Command::new("kill").args([&format!("-{name}"), &pid.to_string()]).status().unwrap().success());
 }
 
-/// Waits for a process.
-pub fn ended(mut child: Child) -> Output {
-    let begun = Instant::now();
+/// Waits for a process and returns its output. Panics after [`TIMEOUT`].
+pub fn wait_for_end(mut child: Child) -> Output {
+    let started = Instant::now();
     while child.try_wait().unwrap().is_none() {
-        if begun.elapsed() > PATIENCE {
+        if started.elapsed() > TIMEOUT {
             let _ = child.kill();
             panic!("it did not end");
         }

@@ -1,10 +1,12 @@
-//! Routers that prefer near experts, and batches that travel with their like.
+//! Routers that prefer near experts, and batches grouped by sequence length.
 
-/// Share of a token's experts that lie outside of its own sub-group, when the router takes `penalty` off the logit of each
-/// of those. Logits are independent Gumbel deviates of the given `scale`, so that without a penalty all choices are alike.
+/// Returns the share of a token's experts outside its own sub-group when the router subtracts
+/// `penalty` from the logits of those experts. Logits are independent Gumbel deviates with the
+/// given `scale`, so that without a penalty all selections are equally likely.
 ///
-/// `local` experts of `experts` lie in the sub-group, which is a choice (a tray, an ep group): inside one domain of
-/// switches no expert is nearer than another. A penalty in the gate and one in its training loss add up; give their sum.
+/// `local` of the `experts` experts lie in the sub-group. The sub-group is a choice (a tray, an ep
+/// group): within one switch domain no expert is nearer than another. A penalty in the gate and a
+/// penalty in its training loss add up; pass their sum.
 #[must_use]
 pub fn remote_share(experts: u64, top_k: u64, local: u64, penalty: f64, scale: f64) -> f64 {
     let (local, top_k) = (local.min(experts), top_k.min(experts) as usize);
@@ -12,8 +14,8 @@ pub fn remote_share(experts: u64, top_k: u64, local: u64, penalty: f64, scale: f
         return 0.0;
     }
     let weight = (-penalty / scale.max(1e-12)).exp();
-    // Chances of having chosen so many local experts: the best k of penalised Gumbel logits are drawn one after another by
-    // weight.
+    // Probabilities of having selected so many local experts: selecting the top k of penalised
+    // Gumbel logits equals drawing one after another by weight.
     let mut chosen = vec![0.0; top_k + 1];
     chosen[0] = 1.0;
     for picks in 0..top_k {
@@ -31,44 +33,45 @@ pub fn remote_share(experts: u64, top_k: u64, local: u64, penalty: f64, scale: f
 
 /// One sequence whose tokens are exchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Item {
-    /// Tokens.
+pub struct ExchangeItem {
+    /// Number of tokens.
     pub tokens: u64,
-    /// What it is, such as prompt or decode: kinds never share an exchange.
+    /// Kind of the sequence, for example prompt or decode; different kinds never share an exchange.
     pub kind: u32,
 }
 
-/// Exchanges of at most one sequence per rank each, every one padded to its longest.
+/// Exchanges of at most one sequence per rank each, padded to the longest sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rounds {
-    /// Items of each exchange, by their place in the batch.
+pub struct ExchangeRounds {
+    /// Indices into the batch of the sequences of each exchange.
     pub rounds: Vec<Vec<usize>>,
 }
 
-impl Rounds {
-    /// In order of arrival.
+impl ExchangeRounds {
+    /// Fills exchanges in order of arrival.
     #[must_use]
-    pub fn in_order(items: &[Item], ranks: usize) -> Rounds {
+    pub fn in_order(items: &[ExchangeItem], ranks: usize) -> ExchangeRounds {
         let all: Vec<usize> = (0..items.len()).collect();
-        Rounds { rounds: all.chunks(ranks.max(1)).map(<[usize]>::to_vec).collect() }
+        ExchangeRounds { rounds: all.chunks(ranks.max(1)).map(<[usize]>::to_vec).collect() }
     }
 
-    /// By kind and class of length: class c holds lengths up to `classes[c]`, a last one the rest. Classes come shortest
-    /// first; within one, items keep their order.
+    /// Fills exchanges by kind and length class: class c holds lengths up to `classes[c]`, and a
+    /// last class holds the rest. Shorter classes come first; within a class, sequences keep their
+    /// order.
     #[must_use]
-    pub fn bucketed(items: &[Item], ranks: usize, classes: &[u64]) -> Rounds {
+    pub fn by_length_class(items: &[ExchangeItem], ranks: usize, classes: &[u64]) -> ExchangeRounds {
         let class = |i: usize| classes.iter().filter(|c| items[i].tokens > **c).count();
         let mut all: Vec<usize> = (0..items.len()).collect();
         all.sort_by_key(|i| (class(*i), items[*i].kind, *i));
         let alike = |a: &usize, b: &usize| class(*a) == class(*b) && items[*a].kind == items[*b].kind;
         let rounds =
             all.chunk_by(alike).flat_map(|b| b.chunks(ranks.max(1)).map(<[usize]>::to_vec)).collect();
-        Rounds { rounds }
+        ExchangeRounds { rounds }
     }
 
-    /// The longest that any item waits for its exchange beyond its own tokens.
+    /// Returns the longest time that any sequence waits for its exchange beyond its own tokens.
     #[must_use]
-    pub fn longest_wait_ns(&self, items: &[Item], ns_per_token: f64) -> f64 {
+    pub fn longest_wait_ns(&self, items: &[ExchangeItem], ns_per_token: f64) -> f64 {
         let wait = |round: &Vec<usize>| {
             let tokens = round.iter().map(|i| items[*i].tokens);
             tokens.clone().max().unwrap_or(0) - tokens.min().unwrap_or(0)
@@ -76,16 +79,16 @@ impl Rounds {
         self.rounds.iter().map(wait).max().unwrap_or(0) as f64 * ns_per_token
     }
 
-    /// All exchanges one after another.
+    /// Returns the time of all exchanges one after another.
     #[must_use]
-    pub fn total_ns(&self, items: &[Item], ns_per_token: f64) -> f64 {
+    pub fn total_ns(&self, items: &[ExchangeItem], ns_per_token: f64) -> f64 {
         let longest = |round: &Vec<usize>| round.iter().map(|i| items[*i].tokens).max().unwrap_or(0);
         self.rounds.iter().map(longest).sum::<u64>() as f64 * ns_per_token
     }
 
-    /// Results as they come back, exchange by exchange, in the order of the batch.
+    /// Reorders results from the order of the exchanges to the order of the batch.
     #[must_use]
-    pub fn restore<T: Clone + Default>(&self, results: &[T]) -> Vec<T> {
+    pub fn restore_order<T: Clone + Default>(&self, results: &[T]) -> Vec<T> {
         let mut out = vec![T::default(); results.len()];
         for (place, result) in self.rounds.iter().flatten().zip(results) {
             out[*place] = result.clone();
@@ -97,23 +100,23 @@ impl Rounds {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tessera_base::random::Dice;
+    use tessera_base::random::Rng;
 
     #[test]
-    fn a_penalty_keeps_slots_near() {
+    fn penalty_lowers_the_remote_share() {
         let share = |penalty| remote_share(256, 8, 32, penalty, 1.0);
         assert!((share(0.0) - 7.0 / 8.0).abs() < 1e-12);
         let falling: Vec<f64> = [0.0, 0.05, 0.2, 1.0, 3.0, 10.0].map(share).to_vec();
         assert!(falling.windows(2).all(|w| w[1] < w[0]) && falling[5] < 1e-3, "{falling:?}");
         assert_eq!(remote_share(8, 2, 8, 1.0, 1.0), 0.0);
 
-        // Against routers that draw logits and take the best.
-        let mut dice = Dice::new(3, [9, 0]);
+        // Compares with sampled logits of which the top k are selected.
+        let mut dice = Rng::new(3, [9, 0]);
         let (mut remote, tokens) = (0, 4000);
         for _ in 0..tokens {
             let mut logits: Vec<(f64, usize)> = (0..64)
                 .map(|e| {
-                    let u = (f64::from(dice.word()) + 0.5) / 4_294_967_296.0;
+                    let u = (f64::from(dice.next_u32()) + 0.5) / 4_294_967_296.0;
                     (-(-u.ln()).ln() - if e < 16 { 0.0 } else { 1.0 }, e)
                 })
                 .collect();
@@ -126,19 +129,22 @@ mod tests {
     }
 
     #[test]
-    fn like_travels_with_like() {
-        let mut dice = Dice::new(1, [2, 0]);
-        let items: Vec<Item> =
-            (0..64).map(|i| Item { tokens: 1 + dice.below(4096) as u64, kind: i % 2 }).collect();
-        let (mixed, sorted) = (Rounds::in_order(&items, 8), Rounds::bucketed(&items, 8, &[512, 1024, 2048]));
+    fn length_classes_shorten_waits() {
+        let mut dice = Rng::new(1, [2, 0]);
+        let items: Vec<ExchangeItem> =
+            (0..64).map(|i| ExchangeItem { tokens: 1 + dice.next_below(4096) as u64, kind: i % 2 }).collect();
+        let (mixed, sorted) = (
+            ExchangeRounds::in_order(&items, 8),
+            ExchangeRounds::by_length_class(&items, 8, &[512, 1024, 2048]),
+        );
         assert!(sorted.longest_wait_ns(&items, 1.0) < mixed.longest_wait_ns(&items, 1.0));
         assert!(sorted.longest_wait_ns(&items, 1.0) <= 2048.0);
         for round in &sorted.rounds {
             assert!(round.len() <= 8 && round.iter().all(|i| items[*i].kind == items[round[0]].kind));
         }
-        // Nothing is lost, and what comes back is in the order of the batch.
+        // No sequence is lost, and the results come back in the order of the batch.
         let sent: Vec<u64> = sorted.rounds.iter().flatten().map(|i| items[*i].tokens).collect();
         let want: Vec<u64> = items.iter().map(|i| i.tokens).collect();
-        assert_eq!(sorted.restore(&sent), want);
+        assert_eq!(sorted.restore_order(&sent), want);
     }
 }

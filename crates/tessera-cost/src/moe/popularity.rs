@@ -1,109 +1,133 @@
-//! Which experts are asked for how often, and which ranks hold them.
+//! Popularity of experts under a routing distribution, and the distribution of experts over ranks.
 
 use tessera_base::random::philox4x32;
-use tessera_mesh::split;
+use tessera_mesh::split_units;
 
 use super::Routing;
 
-/// Experts that are equally popular.
+/// Experts with the same popularity.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Class {
-    /// How many.
+pub(super) struct ExpertClass {
+    /// Number of experts.
     pub count: f64,
-    /// Share of tokens that ask for one of them, 0 to 1.
-    pub asked: f64,
+    /// Share of tokens that select each of them, 0 to 1.
+    pub token_share: f64,
 }
 
 /// Ranks that hold the same number of experts of each class.
 #[derive(Debug, Clone)]
-pub(super) struct RankKind {
-    /// How many ranks.
+pub(super) struct ExpertRankKind {
+    /// Number of ranks.
     pub ranks: f64,
-    /// Experts of each.
+    /// Experts of each rank.
     pub experts: f64,
-    /// What a rank holds; where placement is mixed, all experts of the group, of which a rank holds any `experts`.
-    pub classes: Vec<Class>,
+    /// Experts of one rank; with mixed placement all experts of the group, of which a rank holds
+    /// any `experts`.
+    pub classes: Vec<ExpertClass>,
 }
 
-/// Experts over ranks.
+/// Distribution of experts over ranks.
 #[derive(Debug, Clone)]
-pub(super) struct Spread {
-    /// Whether ranks draw their experts from all of them.
+pub(super) struct ExpertSpread {
+    /// Whether each rank holds a random subset of all experts.
     pub mixed: bool,
     /// Kinds of ranks.
-    pub kinds: Vec<RankKind>,
+    pub kinds: Vec<ExpertRankKind>,
 }
 
-/// One expert in so many is hot.
-const HOT_OF: u64 = 32;
+/// One expert in this many is hot.
+const HOT_STRIDE: u64 = 32;
 
-/// Share of tokens that ask for each expert, in order of experts; adds up to `top_k`. What a placement or a cache of
-/// experts is made from. `step` turns the hotspot of [`Routing::W`] 6 and finds the burst of 7, which is each eighth
-/// step from 7 on; the order of experts under a power law is a fixed shuffle.
+/// Returns the share of tokens that select each expert, in order of experts; the shares add up to
+/// `top_k`. Placements and expert caches are computed from this list. `step` rotates the hotspot of
+/// [`Routing::Workload`] 6 and selects the burst of 7, which is every eighth step starting with
+/// step 7. Under a power law the order of experts is a fixed shuffle.
 #[must_use]
-pub fn popularity(experts: u64, top_k: u64, ep: u32, tokens: f64, routing: Routing, step: u64) -> Vec<f64> {
+pub fn expert_popularity(
+    experts: u64,
+    top_k: u64,
+    ep: u32,
+    tokens: f64,
+    routing: Routing,
+    step: u64,
+) -> Vec<f64> {
     let top_k = top_k.min(experts);
     if experts == 0 {
         return Vec::new();
     }
     let mut asked: Vec<f64> = match routing {
         Routing::PowerLaw(alpha) => {
-            let law = Law::new(alpha, tokens);
+            let law = PowerLawQuantiles::new(alpha, tokens);
             let mut drawn: Vec<f64> =
-                (0..experts).map(|i| law.at((i as f64 + 0.5) / experts as f64)).collect();
-            shuffle(&mut drawn);
+                (0..experts).map(|i| law.popularity_at((i as f64 + 0.5) / experts as f64)).collect();
+            fixed_shuffle(&mut drawn);
             drawn
         }
-        Routing::W(n) => (0..experts).map(|e| weight(n, e, experts, ep.max(1), step)).collect(),
+        Routing::Workload(n) => {
+            (0..experts).map(|e| workload_weight(n, e, experts, ep.max(1), step)).collect()
+        }
         Routing::Balanced | Routing::Random => vec![1.0; experts as usize],
     };
-    let mut classes: Vec<Class> = asked.iter().map(|a| Class { count: 1.0, asked: *a }).collect();
-    scale(&mut classes, top_k as f64);
+    let mut classes: Vec<ExpertClass> =
+        asked.iter().map(|a| ExpertClass { count: 1.0, token_share: *a }).collect();
+    normalize_shares(&mut classes, top_k as f64);
     for (a, c) in asked.iter_mut().zip(&classes) {
-        *a = c.asked;
+        *a = c.token_share;
     }
     asked
 }
 
-/// The same as few classes over few kinds of ranks.
-pub(super) fn spread(experts: u64, top_k: u64, ep: u32, tokens: f64, routing: Routing) -> Spread {
+/// Returns the popularity as few classes of experts over few kinds of ranks.
+pub(super) fn spread_experts(
+    experts: u64,
+    top_k: u64,
+    ep: u32,
+    tokens: f64,
+    routing: Routing,
+) -> ExpertSpread {
     match routing {
-        Routing::PowerLaw(alpha) => mixed(experts, top_k, ep, &Law::new(alpha, tokens)),
-        Routing::W(n @ 1..=7) if n != 4 => fixed(experts, top_k, ep, n),
+        Routing::PowerLaw(alpha) => {
+            power_law_spread(experts, top_k, ep, &PowerLawQuantiles::new(alpha, tokens))
+        }
+        Routing::Workload(n @ 1..=7) if n != 4 => workload_spread(experts, top_k, ep, n),
         _ => {
-            let asked = top_k as f64 / experts as f64;
-            let kind = |(ranks, held): (u32, u64)| RankKind {
+            let mean_share = top_k as f64 / experts as f64;
+            let kind = |(ranks, expert_count): (u32, u64)| ExpertRankKind {
                 ranks: f64::from(ranks),
-                experts: held as f64,
-                classes: vec![Class { count: held as f64, asked }],
+                experts: expert_count as f64,
+                classes: vec![ExpertClass { count: expert_count as f64, token_share: mean_share }],
             };
-            Spread { mixed: false, kinds: sizes(experts, ep).into_iter().map(kind).collect() }
+            ExpertSpread {
+                mixed: false,
+                kinds: experts_per_rank(experts, ep).into_iter().map(kind).collect(),
+            }
         }
     }
 }
 
-/// How many ranks hold how many experts: the first ranks hold one more where they do not divide.
-fn sizes(experts: u64, ep: u32) -> Vec<(u32, u64)> {
-    let (whole, rest) = (experts / u64::from(ep), (experts % u64::from(ep)) as u32);
-    [(rest, whole + 1), (ep - rest, whole)].into_iter().filter(|(ranks, _)| *ranks > 0).collect()
+/// Returns how many ranks hold how many experts: the first ranks hold one more if the division
+/// leaves a remainder.
+fn experts_per_rank(experts: u64, ep: u32) -> Vec<(u32, u64)> {
+    let (quotient, rest) = (experts / u64::from(ep), (experts % u64::from(ep)) as u32);
+    [(rest, quotient + 1), (ep - rest, quotient)].into_iter().filter(|(ranks, _)| *ranks > 0).collect()
 }
 
 /// Quantiles of P(x) ~ x^-alpha over 1 to `range`.
-struct Law {
+struct PowerLawQuantiles {
     power: f64,
     slope: f64,
     log: f64,
 }
 
-impl Law {
-    fn new(alpha: f64, tokens: f64) -> Law {
+impl PowerLawQuantiles {
+    fn new(alpha: f64, tokens: f64) -> PowerLawQuantiles {
         let range = (0.8 * tokens).max(200.0);
         let power = 1.0 - alpha;
-        Law { power, slope: range.powf(power) - 1.0, log: range.ln() }
+        PowerLawQuantiles { power, slope: range.powf(power) - 1.0, log: range.ln() }
     }
 
-    /// Popularity of the expert at share `u` of the experts, the most popular first.
-    fn at(&self, u: f64) -> f64 {
+    /// Returns the popularity of the expert at quantile `u`, with the most popular expert at 0.
+    fn popularity_at(&self, u: f64) -> f64 {
         let u = 1.0 - u;
         if self.power.abs() < 1e-9 {
             (self.log * u).exp()
@@ -113,76 +137,80 @@ impl Law {
     }
 }
 
-fn mixed(experts: u64, top_k: u64, ep: u32, law: &Law) -> Spread {
-    // The most popular one by one, where each counts; the others in groups that grow by an eighth.
+fn power_law_spread(experts: u64, top_k: u64, ep: u32, law: &PowerLawQuantiles) -> ExpertSpread {
+    // The most popular experts are classes of one, because each matters; the others form classes
+    // that grow by an eighth.
     let mut classes = Vec::with_capacity(80);
     let mut at = 0;
     while at < experts {
         let next = (at + 1 + if at < 16 { 0 } else { at / 8 }).min(experts);
         let middle = (at + next) as f64 / 2.0 / experts as f64;
-        classes.push(Class { count: (next - at) as f64, asked: law.at(middle) });
+        classes.push(ExpertClass { count: (next - at) as f64, token_share: law.popularity_at(middle) });
         at = next;
     }
-    scale(&mut classes, top_k as f64);
-    let kind = |(ranks, held): (u32, u64)| RankKind {
+    normalize_shares(&mut classes, top_k as f64);
+    let kind = |(ranks, expert_count): (u32, u64)| ExpertRankKind {
         ranks: f64::from(ranks),
-        experts: held as f64,
+        experts: expert_count as f64,
         classes: classes.clone(),
     };
-    Spread { mixed: true, kinds: sizes(experts, ep).into_iter().map(kind).collect() }
+    ExpertSpread { mixed: true, kinds: experts_per_rank(experts, ep).into_iter().map(kind).collect() }
 }
 
-/// The burst's step of workload 7, the first step of the others.
-fn fixed(experts: u64, top_k: u64, ep: u32, n: u8) -> Spread {
-    // What a rank holds is told by how many experts and how many of them are out of the ordinary.
+/// Returns the distribution of a workload: the burst step of workload 7, the first step of the
+/// others.
+fn workload_spread(experts: u64, top_k: u64, ep: u32, n: u8) -> ExpertSpread {
+    // The number of experts and the number of unusual ones among them identify the kind of a rank.
     let mut kinds: Vec<(u64, u64, f64)> = Vec::new();
     for rank in 0..ep {
-        let (start, held) = split(experts, ep, rank);
+        let (start, expert_count) = split_units(experts, ep, rank);
         let odd = match n {
-            1 | 7 => hot(experts).saturating_sub(start).min(held),
-            3 => (start + held).div_ceil(HOT_OF) - start.div_ceil(HOT_OF),
-            2 | 6 => held * u64::from(rank == 0),
-            _ => held * u64::from(ep > 1 && rank + 1 == ep),
+            1 | 7 => hot_count(experts).saturating_sub(start).min(expert_count),
+            3 => (start + expert_count).div_ceil(HOT_STRIDE) - start.div_ceil(HOT_STRIDE),
+            2 | 6 => expert_count * u64::from(rank == 0),
+            _ => expert_count * u64::from(ep > 1 && rank + 1 == ep),
         };
-        match kinds.iter_mut().find(|k| (k.0, k.1) == (held, odd)) {
+        match kinds.iter_mut().find(|k| (k.0, k.1) == (expert_count, odd)) {
             Some(k) => k.2 += 1.0,
-            None => kinds.push((held, odd, 1.0)),
+            None => kinds.push((expert_count, odd, 1.0)),
         }
     }
     let odd: f64 = kinds.iter().map(|k| k.1 as f64 * k.2).sum();
-    let mut both =
-        [Class { count: odd, asked: odd_weight(n) }, Class { count: experts as f64 - odd, asked: 1.0 }];
-    scale(&mut both, top_k as f64);
-    let kind = |(held, odd, ranks): (u64, u64, f64)| RankKind {
+    let mut both = [
+        ExpertClass { count: odd, token_share: odd_weight(n) },
+        ExpertClass { count: experts as f64 - odd, token_share: 1.0 },
+    ];
+    normalize_shares(&mut both, top_k as f64);
+    let kind = |(expert_count, odd, ranks): (u64, u64, f64)| ExpertRankKind {
         ranks,
-        experts: held as f64,
+        experts: expert_count as f64,
         classes: vec![
-            Class { count: odd as f64, asked: both[0].asked },
-            Class { count: (held - odd) as f64, asked: both[1].asked },
+            ExpertClass { count: odd as f64, token_share: both[0].token_share },
+            ExpertClass { count: (expert_count - odd) as f64, token_share: both[1].token_share },
         ],
     };
-    Spread { mixed: false, kinds: kinds.into_iter().map(kind).collect() }
+    ExpertSpread { mixed: false, kinds: kinds.into_iter().map(kind).collect() }
 }
 
-/// How popular an expert is under a workload, against the others.
-fn weight(n: u8, expert: u64, experts: u64, ep: u32, step: u64) -> f64 {
+/// Returns the relative popularity of an expert under a workload.
+fn workload_weight(n: u8, expert: u64, experts: u64, ep: u32, step: u64) -> f64 {
     let of_rank = |rank: u32| {
-        let (start, held) = split(experts, ep, rank);
-        (start..start + held).contains(&expert)
+        let (start, expert_count) = split_units(experts, ep, rank);
+        (start..start + expert_count).contains(&expert)
     };
     let odd = match n {
-        1 => expert < hot(experts),
+        1 => expert < hot_count(experts),
         2 => of_rank(0),
-        3 => expert.is_multiple_of(HOT_OF),
+        3 => expert.is_multiple_of(HOT_STRIDE),
         5 => ep > 1 && of_rank(ep - 1),
         6 => of_rank((step % u64::from(ep)) as u32),
-        7 => step % 8 == 7 && expert < hot(experts),
+        7 => step % 8 == 7 && expert < hot_count(experts),
         _ => false,
     };
     if odd { odd_weight(n) } else { 1.0 }
 }
 
-/// Popularity of what a workload makes popular or not.
+/// Returns the relative popularity of the experts that a workload makes popular or unpopular.
 fn odd_weight(n: u8) -> f64 {
     match n {
         1 | 3 => 16.0,
@@ -193,32 +221,32 @@ fn odd_weight(n: u8) -> f64 {
     }
 }
 
-fn hot(experts: u64) -> u64 {
-    experts.div_ceil(HOT_OF)
+fn hot_count(experts: u64) -> u64 {
+    experts.div_ceil(HOT_STRIDE)
 }
 
-/// Scales popularities so that they add up to `top_k` and none is above 1: a token asks for an expert once, and what
-/// one cannot take goes to the others.
-fn scale(classes: &mut [Class], top_k: f64) {
-    let total: f64 = classes.iter().map(|c| c.count * c.asked).sum();
+/// Scales popularities so that they add up to `top_k` and none exceeds 1. A token selects an expert
+/// at most once; demand beyond that goes to the other experts.
+fn normalize_shares(classes: &mut [ExpertClass], top_k: f64) {
+    let total: f64 = classes.iter().map(|c| c.count * c.token_share).sum();
     let factor = top_k / total.max(1e-300);
-    classes.iter_mut().for_each(|c| c.asked *= factor);
-    while classes.iter().any(|c| c.asked > 1.0 + 1e-9) {
+    classes.iter_mut().for_each(|c| c.token_share *= factor);
+    while classes.iter().any(|c| c.token_share > 1.0 + 1e-9) {
         let (mut full, mut open) = (0.0, 0.0);
         for c in classes.iter_mut() {
-            c.asked = c.asked.min(1.0);
-            *(if c.asked < 1.0 { &mut open } else { &mut full }) += c.count * c.asked;
+            c.token_share = c.token_share.min(1.0);
+            *(if c.token_share < 1.0 { &mut open } else { &mut full }) += c.count * c.token_share;
         }
         if open <= 0.0 {
             return;
         }
         let factor = (top_k - full) / open;
-        classes.iter_mut().filter(|c| c.asked < 1.0).for_each(|c| c.asked *= factor);
+        classes.iter_mut().filter(|c| c.token_share < 1.0).for_each(|c| c.token_share *= factor);
     }
 }
 
-/// A fixed shuffle.
-fn shuffle(list: &mut [f64]) {
+/// Applies a fixed shuffle.
+fn fixed_shuffle(list: &mut [f64]) {
     for i in (1..list.len()).rev() {
         let word = philox4x32([i as u32, 0, 0, 0], [0x7465_7373, 0x6572_6121])[0];
         list.swap(i, ((u64::from(word) * (i as u64 + 1)) >> 32) as usize);

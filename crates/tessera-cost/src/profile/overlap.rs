@@ -1,38 +1,41 @@
-//! What an executor lets run beside its transfers, and how it adds up gradients of weights.
+//! Overlap of an executor's transfers with computation, and its accumulation of weight gradients.
 
-/// How much of a layer's transfers an executor hides.
+/// Overlap of a layer's transfers with computation.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Overlap {
-    /// Transfers of tp.
-    pub tp: Hides,
-    /// Rows that a chunk of a product must keep to be worth it.
+pub struct OverlapTraits {
+    /// Overlap of tp transfers.
+    pub tp: TpOverlap,
+    /// Minimum rows of a GEMM chunk.
     pub chunk_rows: f64,
-    /// Whether gradients of weights add up within the product that makes them, and not in a pass of their own.
-    pub weight_gradient_fused: bool,
-    /// Whether weights that ranks share are gathered a layer ahead, and gradients scattered while the next are made.
-    pub gathers: bool,
-    /// Whether another micro-batch runs beside dispatch and combine.
-    pub exchanges: bool,
-    /// Where this is known from.
+    /// Whether weight gradients are accumulated in the epilogue of the GEMM that computes them,
+    /// without a separate kernel.
+    pub fuses_weight_gradient: bool,
+    /// Whether sharded weights are gathered one layer ahead, and gradients are scattered while the
+    /// next ones are computed.
+    pub overlaps_gathers: bool,
+    /// Whether another micro-batch overlaps dispatch and combine.
+    pub overlaps_dispatch: bool,
+    /// Origin of these settings.
     pub source: String,
 }
 
-/// What transfers of tp are hidden behind.
+/// The computation that hides tp transfers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Hides {
-    /// Nothing.
+pub enum TpOverlap {
+    /// No overlap.
     Nothing,
-    /// In the backward pass, those around a product by column: behind the product of the other gradient.
+    /// In the backward pass, transfers around a column-parallel matmul overlap the GEMM of the
+    /// other gradient.
     Backward,
-    /// Those, and every other behind its own product, cut into chunks.
+    /// As `Backward`, and every other transfer overlaps its own GEMM, split into row chunks.
     Chunks,
 }
 
-impl Hides {
-    /// All.
-    pub const ALL: [Hides; 3] = [Hides::Nothing, Hides::Backward, Hides::Chunks];
+impl TpOverlap {
+    /// All values, in declaration order.
+    pub const ALL: [TpOverlap; 3] = [TpOverlap::Nothing, TpOverlap::Backward, TpOverlap::Chunks];
 
-    /// Spelling.
+    /// Returns the name of the value.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["nothing", "backward", "chunks"][self as usize]

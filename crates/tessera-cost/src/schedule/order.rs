@@ -1,228 +1,240 @@
-//! The order in which each stage takes its turns. Dependencies are not looked at here: an order is a claim that
-//! [`super::simulate`] shows to be possible.
+//! Order of turns on each stage. This module ignores dependencies; [`super::simulate_schedule`]
+//! shows that an order is feasible.
 
 use std::collections::VecDeque;
 
-use crate::knobs::Schedule;
+use crate::params::PipelineSchedule;
 
-/// What is done for a micro-batch.
+/// The work on a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Work {
-    /// Forward.
+pub enum StageWork {
+    /// Forward pass.
     Forward,
-    /// Gradients of inputs and weights in one.
+    /// Input and weight gradients together.
     Backward,
-    /// Gradients of inputs alone.
+    /// Input gradients only.
     BackwardInput,
-    /// Gradients of weights alone.
+    /// Weight gradients only.
     BackwardWeight,
 }
 
-/// Work on one micro-batch by one piece of a stage.
+/// Work on one micro-batch by one model chunk of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Op {
-    /// What is done.
-    pub work: Work,
-    /// Piece of the stage. Of interleaved schedules, piece 0 holds the earliest layers; of DualPipe, piece 0 serves the
-    /// micro-batches that enter at the first stage, and piece 1 those that enter at the last.
-    pub piece: u32,
-    /// Micro-batch; of DualPipe, the count within its direction.
+pub struct StageOp {
+    /// The work.
+    pub work: StageWork,
+    /// Model chunk of the stage. In interleaved schedules chunk 0 holds the earliest layers. In
+    /// DualPipe chunk 0 serves the micro-batches that enter at the first stage, and chunk 1 those
+    /// that enter at the last.
+    pub model_chunk: u32,
+    /// Micro-batch; in DualPipe its number within its direction.
     pub micro_batch: u32,
 }
 
-/// One turn of a stage: an op, or a forward and a backward op run as one block.
+/// One turn of a stage: an op, or a forward and a backward op fused into one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Turn {
+pub struct StageTurn {
     /// The op.
-    pub op: Op,
-    /// What is run together with it.
-    pub beside: Option<Op>,
+    pub op: StageOp,
+    /// The op in the same block, if any.
+    pub paired: Option<StageOp>,
 }
 
-impl From<Op> for Turn {
-    fn from(op: Op) -> Turn {
-        Turn { op, beside: None }
+impl From<StageOp> for StageTurn {
+    fn from(op: StageOp) -> StageTurn {
+        StageTurn { op, paired: None }
     }
 }
 
-/// Turns of every stage, in order. Without a backward pass only its forward ops remain.
+/// Returns the turns of every stage, in order. With `forward_only`, only forward ops remain.
 #[must_use]
-pub fn orders(
-    schedule: Schedule,
+pub fn stage_orders(
+    schedule: PipelineSchedule,
     stages: u32,
     interleave: u32,
     micro_batches: u32,
     forward_only: bool,
-) -> Vec<Vec<Turn>> {
-    let of = |stage| match schedule {
-        Schedule::OneFOneB => one_f_one_b(stages, micro_batches, stage),
-        Schedule::Interleaved => interleaved(stages, interleave, micro_batches, stage),
-        Schedule::ZbH1 => zero_bubble(stages, micro_batches, stage, 1),
-        Schedule::ZbH2 => zero_bubble(stages, micro_batches, stage, 2),
-        Schedule::DualPipe => dual_pipe(stages, micro_batches, stage),
+) -> Vec<Vec<StageTurn>> {
+    let order_of_stage = |stage| match schedule {
+        PipelineSchedule::OneFOneB => one_f_one_b_order(stages, micro_batches, stage),
+        PipelineSchedule::Interleaved => interleaved_order(stages, interleave, micro_batches, stage),
+        PipelineSchedule::ZbH1 => zero_bubble_order(stages, micro_batches, stage, 1),
+        PipelineSchedule::ZbH2 => zero_bubble_order(stages, micro_batches, stage, 2),
+        PipelineSchedule::DualPipe => dual_pipe_order(stages, micro_batches, stage),
     };
-    let mut all: Vec<Vec<Turn>> = (0..stages).map(of).collect();
+    let mut all: Vec<Vec<StageTurn>> = (0..stages).map(order_of_stage).collect();
     if forward_only {
         for turns in &mut all {
-            turns.retain(|t| t.op.work == Work::Forward);
-            turns.iter_mut().for_each(|t| t.beside = None);
+            turns.retain(|t| t.op.work == StageWork::Forward);
+            turns.iter_mut().for_each(|t| t.paired = None);
         }
     }
     all
 }
 
-fn op(work: Work, piece: u32, micro_batch: u32) -> Op {
-    Op { work, piece, micro_batch }
+fn stage_op(work: StageWork, piece: u32, micro_batch: u32) -> StageOp {
+    StageOp { work, model_chunk: piece, micro_batch }
 }
 
-/// Forwards until the pipeline below is full, then one forward and one backward in turn, then the backwards that are
-/// left.
-fn one_f_one_b(p: u32, m: u32, stage: u32) -> Vec<Turn> {
+/// Forwards until the later stages are full, then one forward and one backward alternately, then
+/// the remaining backwards.
+fn one_f_one_b_order(p: u32, m: u32, stage: u32) -> Vec<StageTurn> {
     let warm = (p - 1 - stage).min(m);
-    alternate(m, warm, |k| op(Work::Forward, 0, k), |k| op(Work::Backward, 0, k))
+    alternate_turns(m, warm, |k| stage_op(StageWork::Forward, 0, k), |k| stage_op(StageWork::Backward, 0, k))
 }
 
-/// Micro-batches go round in groups of `p`, each group through all pieces; backwards mirror that.
-fn interleaved(p: u32, v: u32, m: u32, stage: u32) -> Vec<Turn> {
+/// Micro-batches run in groups of `p`, each group through all model chunks; backwards mirror that
+/// order.
+fn interleaved_order(p: u32, v: u32, m: u32, stage: u32) -> Vec<StageTurn> {
     let all = m * v;
     let warm = if m == p { all } else { ((p - 1 - stage) * 2 + (v - 1) * p).min(all) };
-    let place = |k: u32| ((k % (p * v)) / p, k / (p * v) * p + k % p);
-    let forward = |k| op(Work::Forward, place(k).0, place(k).1);
-    let backward = |k| op(Work::Backward, v - 1 - place(k).0, place(k).1);
-    alternate(all, warm, forward, backward)
+    let chunk_and_micro_batch = |k: u32| ((k % (p * v)) / p, k / (p * v) * p + k % p);
+    let forward = |k| stage_op(StageWork::Forward, chunk_and_micro_batch(k).0, chunk_and_micro_batch(k).1);
+    let backward =
+        |k| stage_op(StageWork::Backward, v - 1 - chunk_and_micro_batch(k).0, chunk_and_micro_batch(k).1);
+    alternate_turns(all, warm, forward, backward)
 }
 
-fn alternate(count: u32, warm: u32, forward: impl Fn(u32) -> Op, backward: impl Fn(u32) -> Op) -> Vec<Turn> {
-    let mut turns: Vec<Turn> = (0..warm).map(|k| forward(k).into()).collect();
+fn alternate_turns(
+    count: u32,
+    warm: u32,
+    forward: impl Fn(u32) -> StageOp,
+    backward: impl Fn(u32) -> StageOp,
+) -> Vec<StageTurn> {
+    let mut turns: Vec<StageTurn> = (0..warm).map(|k| forward(k).into()).collect();
     for k in warm..count {
-        turns.extend([Turn::from(forward(k)), backward(k - warm).into()]);
+        turns.extend([StageTurn::from(forward(k)), backward(k - warm).into()]);
     }
-    turns.extend((count - warm..count).map(|k| Turn::from(backward(k))));
+    turns.extend((count - warm..count).map(|k| StageTurn::from(backward(k))));
     turns
 }
 
-/// Like 1F1B with gradients of weights apart: later stages put off as many of them as keeps all stages at the same
-/// number of kept micro-batches, and fill the end with them. `depth` 2 warms up twice as far.
-fn zero_bubble(p: u32, m: u32, stage: u32, depth: u32) -> Vec<Turn> {
+/// As 1F1B with separate weight gradients. Later stages defer enough of them that all stages keep
+/// the same number of micro-batches, and fill the drain phase with them. `depth` 2 warms up twice
+/// as far.
+fn zero_bubble_order(p: u32, m: u32, stage: u32, depth: u32) -> Vec<StageTurn> {
     let warm = (depth * (p - 1 - stage)).min(m);
-    let put_off = depth * stage;
-    let mut turns: Vec<Turn> = (0..warm).map(|k| op(Work::Forward, 0, k).into()).collect();
+    let deferred = depth * stage;
+    let mut turns: Vec<StageTurn> = (0..warm).map(|k| stage_op(StageWork::Forward, 0, k).into()).collect();
     for k in 0..m {
         if warm + k < m {
-            turns.push(op(Work::Forward, 0, warm + k).into());
+            turns.push(stage_op(StageWork::Forward, 0, warm + k).into());
         }
-        turns.push(op(Work::BackwardInput, 0, k).into());
-        if k >= put_off {
-            turns.push(op(Work::BackwardWeight, 0, k - put_off).into());
+        turns.push(stage_op(StageWork::BackwardInput, 0, k).into());
+        if k >= deferred {
+            turns.push(stage_op(StageWork::BackwardWeight, 0, k - deferred).into());
         }
     }
-    turns.extend((m.saturating_sub(put_off)..m).map(|k| Turn::from(op(Work::BackwardWeight, 0, k))));
+    turns.extend(
+        (m.saturating_sub(deferred)..m).map(|k| StageTurn::from(stage_op(StageWork::BackwardWeight, 0, k))),
+    );
     turns
 }
 
-/// Half of the micro-batches enter at either end. A stage near an end sees its own direction first; stages of the
-/// second half do as their mirror images with directions swapped.
-fn dual_pipe(p: u32, m: u32, stage: u32) -> Vec<Turn> {
+/// Half of the micro-batches enter at either end. A stage near an end processes its own direction
+/// first; stages of the second half mirror the first half with the directions swapped.
+fn dual_pipe_order(p: u32, m: u32, stage: u32) -> Vec<StageTurn> {
     let half = p / 2;
     let depth = stage.min(p - 1 - stage);
     let to_middle = half - depth - 1;
-    let mut d = Directions { swapped: stage >= half, ..Directions::default() };
+    let mut d = DualPipeOrder { swapped: stage >= half, ..DualPipeOrder::default() };
     for _ in 0..2 * to_middle {
-        d.forward(0);
+        d.push_forward(0);
     }
     for _ in 0..=depth {
-        d.forward(0);
-        d.forward(1);
+        d.push_forward(0);
+        d.push_forward(1);
     }
     for _ in 0..to_middle {
-        d.backward_input(1);
-        d.weights();
-        d.forward(1);
+        d.push_backward_input(1);
+        d.push_weights();
+        d.push_forward(1);
     }
     for i in 0..m / 2 + depth + 1 - p {
         if i == 0 && to_middle == 0 {
-            // Nobody waits for the middle stages yet: apart, the forward is out earlier.
-            d.forward(0);
-            d.backward(1);
+            // No stage waits for the middle stages yet: as separate turns, the forward finishes
+            // earlier.
+            d.push_forward(0);
+            d.push_backward(1);
         } else {
-            d.pair(0, 1);
+            d.push_pair(0, 1);
         }
-        d.pair(1, 0);
+        d.push_pair(1, 0);
     }
     for _ in 0..to_middle {
-        d.backward(1);
-        d.pair(1, 0);
+        d.push_backward(1);
+        d.push_pair(1, 0);
     }
     let mut apart = false;
     for i in 0..=depth {
         let turning = i == depth.div_ceil(2);
         apart |= turning && depth % 2 == 1;
         if apart {
-            d.backward_input(1)
+            d.push_backward_input(1)
         } else {
-            d.backward(1)
+            d.push_backward(1)
         }
         apart |= turning;
-        if apart { d.backward_input(0) } else { d.backward(0) }
+        if apart { d.push_backward_input(0) } else { d.push_backward(0) }
     }
     for _ in 0..to_middle {
-        d.weights();
-        d.backward_input(0);
+        d.push_weights();
+        d.push_backward_input(0);
     }
     for _ in 0..=depth {
-        d.weights();
+        d.push_weights();
     }
     d.turns
 }
 
 #[derive(Default)]
-struct Directions {
+struct DualPipeOrder {
     swapped: bool,
-    turns: Vec<Turn>,
+    turns: Vec<StageTurn>,
     forwards: [u32; 2],
     backwards: [u32; 2],
-    put_off: VecDeque<Op>,
+    deferred: VecDeque<StageOp>,
 }
 
-impl Directions {
-    fn next_forward(&mut self, way: usize) -> Op {
-        self.forwards[way] += 1;
-        op(Work::Forward, self.piece(way), self.forwards[way] - 1)
+impl DualPipeOrder {
+    fn next_forward(&mut self, direction: usize) -> StageOp {
+        self.forwards[direction] += 1;
+        stage_op(StageWork::Forward, self.chunk_of(direction), self.forwards[direction] - 1)
     }
 
-    fn next_backward(&mut self, way: usize, work: Work) -> Op {
-        self.backwards[way] += 1;
-        op(work, self.piece(way), self.backwards[way] - 1)
+    fn next_backward(&mut self, direction: usize, work: StageWork) -> StageOp {
+        self.backwards[direction] += 1;
+        stage_op(work, self.chunk_of(direction), self.backwards[direction] - 1)
     }
 
-    fn piece(&self, way: usize) -> u32 {
-        way as u32 ^ u32::from(self.swapped)
+    fn chunk_of(&self, direction: usize) -> u32 {
+        direction as u32 ^ u32::from(self.swapped)
     }
 
-    fn forward(&mut self, way: usize) {
-        let op = self.next_forward(way);
+    fn push_forward(&mut self, direction: usize) {
+        let op = self.next_forward(direction);
         self.turns.push(op.into());
     }
 
-    fn backward(&mut self, way: usize) {
-        let op = self.next_backward(way, Work::Backward);
+    fn push_backward(&mut self, direction: usize) {
+        let op = self.next_backward(direction, StageWork::Backward);
         self.turns.push(op.into());
     }
 
-    fn backward_input(&mut self, way: usize) {
-        let op = self.next_backward(way, Work::BackwardInput);
+    fn push_backward_input(&mut self, direction: usize) {
+        let op = self.next_backward(direction, StageWork::BackwardInput);
         self.turns.push(op.into());
-        self.put_off.push_back(Op { work: Work::BackwardWeight, ..op });
+        self.deferred.push_back(StageOp { work: StageWork::BackwardWeight, ..op });
     }
 
-    fn weights(&mut self) {
-        let op = self.put_off.pop_front();
-        self.turns.extend(op.map(Turn::from));
+    fn push_weights(&mut self) {
+        let op = self.deferred.pop_front();
+        self.turns.extend(op.map(StageTurn::from));
     }
 
-    fn pair(&mut self, forward: usize, backward: usize) {
+    fn push_pair(&mut self, forward: usize, backward: usize) {
         let op = self.next_forward(forward);
-        let beside = Some(self.next_backward(backward, Work::Backward));
-        self.turns.push(Turn { op, beside });
+        let beside = Some(self.next_backward(backward, StageWork::Backward));
+        self.turns.push(StageTurn { op, paired: beside });
     }
 }

@@ -1,39 +1,43 @@
-//! Fetching the bytes of later layers on a stream of their own while earlier ones compute.
+//! Prefetch of the bytes of later layers on a separate stream while earlier layers compute.
 
-/// One layer, for one rank.
+/// Times of one layer on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LayerTimes {
-    /// Computation before the fetched bytes are needed (attention before experts; projections before old keys).
+    /// Computation before the fetched bytes are needed (attention before experts; projections
+    /// before old keys).
     pub before_ns: f64,
-    /// Computation that needs them.
+    /// Computation that needs the fetched bytes.
     pub after_ns: f64,
-    /// Time of the fetch by itself.
+    /// Time of the fetch alone.
     pub fetch_ns: f64,
 }
 
-/// A pass over all layers in steady state: the pass before fetched the first layers of this one.
+/// A pass over all layers in steady state: the previous pass has prefetched the first layers.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Prefetch {
-    /// Layers whose fetched bytes have room at once, the one that computes included; 0 fetches when bytes are needed.
+pub struct PrefetchResult {
+    /// Number of layers whose fetched bytes fit at once, including the layer that computes; 0
+    /// fetches on demand.
     pub window: usize,
     /// Time that computation waits for fetches.
     pub stall_ns: f64,
-    /// The pass, waiting included.
+    /// Time of the pass, including waits.
     pub pass_ns: f64,
 }
 
-/// Runs the layers with room for the bytes of `window` layers. Fetches run one after another in order of layers; one
-/// starts as soon as there is room, and room comes back when the layer that used it ends.
+/// Simulates the layers with room for the bytes of `window` layers. Fetches run one after another
+/// in order of layers; a fetch starts as soon as there is room, and a layer frees its room when it
+/// ends.
 #[must_use]
-pub fn prefetch(layers: &[LayerTimes], window: usize) -> Prefetch {
+pub fn simulate_prefetch(layers: &[LayerTimes], window: usize) -> PrefetchResult {
     let n = layers.len();
-    // Fetches slower than computation pile up over passes; by the third the waits repeat.
+    // Fetches slower than computation accumulate over passes; from the third pass on the waits
+    // repeat.
     let passes = 3;
     let mut ends: Vec<f64> = Vec::with_capacity(n * passes);
-    let (mut now, mut fetched, mut stall, mut begun) = (0.0f64, 0.0f64, 0.0, 0.0);
+    let (mut now, mut fetched, mut stall, mut pass_start) = (0.0f64, 0.0f64, 0.0, 0.0);
     for i in 0..n * passes {
         if i + n == n * passes {
-            (stall, begun) = (0.0, now);
+            (stall, pass_start) = (0.0, now);
         }
         let l = &layers[i % n];
         let needed = now + l.before_ns;
@@ -48,30 +52,32 @@ pub fn prefetch(layers: &[LayerTimes], window: usize) -> Prefetch {
         now = start + l.after_ns;
         ends.push(now);
     }
-    Prefetch { window, stall_ns: stall, pass_ns: now - begun }
+    PrefetchResult { window, stall_ns: stall, pass_ns: now - pass_start }
 }
 
-/// The smallest window up to `most` whose wait is within a thousandth of the shortest: room is memory.
+/// Returns the smallest window up to `most` whose pass time is within a thousandth of the shortest.
+/// A larger window costs memory.
 #[must_use]
-pub fn choose_window(layers: &[LayerTimes], most: usize) -> Prefetch {
-    let all: Vec<Prefetch> = (1..=most.max(1)).map(|w| prefetch(layers, w)).collect();
+pub fn choose_window(layers: &[LayerTimes], most: usize) -> PrefetchResult {
+    let all: Vec<PrefetchResult> = (1..=most.max(1)).map(|w| simulate_prefetch(layers, w)).collect();
     let least = all.iter().fold(f64::INFINITY, |m, p| m.min(p.pass_ns));
-    all.iter().find(|p| p.pass_ns <= least * 1.001).copied().unwrap_or_else(|| prefetch(layers, 1))
+    all.iter().find(|p| p.pass_ns <= least * 1.001).copied().unwrap_or_else(|| simulate_prefetch(layers, 1))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// 100 MB of cold experts a layer at 200 GB/s: what one device reads from Grace while its neighbour does too.
+    /// 100 MB of cold experts per layer at 200 GB/s, the rate of one device reading from Grace
+    /// while its neighbour reads too.
     fn reference() -> Vec<LayerTimes> {
         vec![LayerTimes { before_ns: 300e3, after_ns: 300e3, fetch_ns: 100e6 / 200.0 }; 24]
     }
 
     #[test]
-    fn two_layers_hide_what_one_cannot() {
-        let stall = |window| prefetch(&reference(), window).stall_ns;
-        // Alone, a fetch of 500 µs has the 300 µs before the experts to hide behind.
+    fn window_of_two_hides_every_fetch() {
+        let stall = |window| simulate_prefetch(&reference(), window).stall_ns;
+        // With one layer, a fetch of 500 µs overlaps only the 300 µs before the experts.
         assert!((stall(1) - 24.0 * 200e3).abs() < 1.0, "{}", stall(1));
         assert_eq!((stall(2), stall(3)), (0.0, 0.0));
         assert!((stall(0) - 24.0 * 500e3).abs() < 1.0);
@@ -84,7 +90,7 @@ mod tests {
         for (i, l) in layers.iter_mut().enumerate() {
             l.fetch_ns = if i % 4 < 2 { 950e3 } else { 150e3 };
         }
-        let stall = |window| prefetch(&layers, window).stall_ns;
+        let stall = |window| simulate_prefetch(&layers, window).stall_ns;
         assert!(stall(1) > stall(2) && stall(2) > stall(3) && stall(3) == 0.0, "{} {}", stall(2), stall(3));
         assert_eq!(choose_window(&layers, 3).window, 3);
     }
@@ -93,8 +99,8 @@ mod tests {
     fn no_window_hides_more_than_there_is() {
         let layers: Vec<LayerTimes> =
             reference().iter().map(|l| LayerTimes { fetch_ns: 900e3, ..*l }).collect();
-        let p = prefetch(&layers, 3);
-        // Bound by the fetches: 900 µs a layer instead of 600.
+        let p = simulate_prefetch(&layers, 3);
+        // Bound by the fetches: 900 µs per layer instead of 600.
         assert!((p.pass_ns - 24.0 * 900e3).abs() < 1e-3 * p.pass_ns, "{p:?}");
     }
 }

@@ -1,35 +1,35 @@
-//! Weights in memory: reading pieces, their fingerprints, looking at them again, exchanging them.
+//! Weights in memory: loading shards, fingerprinting, auditing and reloading them.
 
 use tessera_base::Diagnostic;
-use tessera_base::random::{DrawKey, normals};
-use tessera_device::{Audited, Fingerprint, Hasher, Seat, WeightSource, slice_words};
+use tessera_base::random::{DrawKey, fill_normals};
+use tessera_device::{AuditResult, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice};
 use tessera_ir::{Op, Opcode, Program, Type};
 
-use super::{Cpu, Held, WeightKey};
+use super::{CpuBackend, WeightData, WeightKey};
 use crate::Pool;
-use crate::kernels::{PackedWeight, ROWS_AT_ONCE, RopeSpec, RopeTables, time_embed};
+use crate::kernels::{PackedWeight, RopeSpec, RopeTables, UNPACK_ROWS, time_embed};
 
-/// Where a held weight came from, and what it was then.
+/// The origin of a loaded shard, and its fingerprint at load time.
 #[derive(Debug)]
-pub(super) struct Piece {
+pub(super) struct LoadedShard {
     name: String,
     ty: Type,
     load: Option<String>,
-    print: Fingerprint,
+    fingerprint: Fingerprint,
 }
 
-/// How far the look at the weights has come.
+/// The progress of the weight audit.
 #[derive(Debug, Default)]
-pub(super) struct Cursor {
-    piece: usize,
+pub(super) struct WeightAuditCursor {
+    shard: usize,
     unit: usize,
-    hash: Hasher,
-    /// Rows taken out of a packed weight.
+    hash: FingerprintHasher,
+    /// Rows unpacked from a packed weight.
     rows: Vec<f32>,
 }
 
-impl Cpu {
-    /// The held weight of a weight op, read if it is not held yet.
+impl CpuBackend {
+    /// Returns the index of a weight op's shard, and loads it on first use.
     pub(super) fn load_weight(
         &mut self,
         p: &Program,
@@ -37,15 +37,15 @@ impl Cpu {
         source: &mut dyn WeightSource,
     ) -> Result<usize, Diagnostic> {
         let (name, v) = (op.name.clone().unwrap_or_default(), op.results[0]);
-        let ty = p.ty(v);
-        let only_products = p.ops.iter().filter(|o| o.uses().any(|u| u == v)).all(|o| {
-            let elsewhere = o.uses().filter(|u| *u == v).count() > 1;
+        let ty = p.type_of(v);
+        let matmul_only = p.ops.iter().filter(|o| o.used_values().any(|u| u == v)).all(|o| {
+            let elsewhere = o.used_values().filter(|u| *u == v).count() > 1;
             o.opcode == Opcode::Matmul && o.operands[1] == v && !elsewhere
         });
-        let packed = only_products && ty.shape.len() == 2;
+        let packed = matmul_only && ty.shape.len() == 2;
         let mut key = WeightKey {
-            ty: ty.display(&p.mesh).to_string(),
-            load: op.str("load").map(str::to_string),
+            ty: ty.display_on(&p.mesh).to_string(),
+            load: op.str_attr("load").map(str::to_string),
             packed,
             name,
         };
@@ -53,190 +53,195 @@ impl Cpu {
             return Ok(*i);
         }
         if packed {
-            // A product reads a plain weight too; the other way round it is read once more.
+            // A matmul can use a plain weight too; in the opposite case the weight is loaded a
+            // second time.
             key.packed = false;
             if let Some(i) = self.weight_index.get(&key) {
                 return Ok(*i);
             }
             key.packed = true;
         }
-        let mut piece = Piece {
+        let mut piece = LoadedShard {
             name: key.name.clone(),
             ty: ty.clone(),
             load: key.load.clone(),
-            print: Hasher::default().finish("", ""),
+            fingerprint: FingerprintHasher::default().finish("", ""),
         };
-        let held = piece.read(&self.pool, &self.seat, packed, source, &mut self.cursor.rows)?;
-        self.memory.weights.push(held);
-        self.pieces.push(piece);
+        let data = piece.read(&self.pool, &self.placement, packed, source, &mut self.audit_cursor.rows)?;
+        self.memory.weights.push(data);
+        self.shards.push(piece);
         self.weight_index.insert(key, self.memory.weights.len() - 1);
         Ok(self.memory.weights.len() - 1)
     }
 
-    /// Fingerprints of the tables that an op's kernel derives from constants alone. Nothing of them is kept from load
-    /// to run, and what is kept between runs depends on the call; so a probe of each stands for all: it differs where
-    /// the arithmetic behind it does.
-    pub(super) fn derive(&mut self, p: &Program, op: &Op) {
+    /// Records fingerprints of the tables that an op's kernel derives from constants alone. No
+    /// table is kept from load to run, and the tables kept between runs depend on the call. One
+    /// probe of each therefore represents all of them: its fingerprint differs where the underlying
+    /// arithmetic does.
+    pub(super) fn fingerprint_derived(&mut self, p: &Program, op: &Op) {
         let tensor = match op.opcode {
             Opcode::Rope => {
-                let grid = op.ints("grid").unwrap_or(&[1, 1, 1]);
-                let (head, stride) = (op.int("head_dim").unwrap_or(0), op.int("frame_stride").unwrap_or(1));
+                let grid = op.ints_attr("grid").unwrap_or(&[1, 1, 1]);
+                let (head, stride) =
+                    (op.int_attr("head_dim").unwrap_or(0), op.int_attr("frame_stride").unwrap_or(1));
                 format!("(rope table, head {head}, grid {grid:?}, stride {stride})")
             }
             Opcode::TimeEmbed => {
-                let width = p.ty(op.results[0]).shape.last().copied().unwrap_or(0);
+                let width = p.type_of(op.results[0]).shape.last().copied().unwrap_or(0);
                 format!("(time table, width {width})")
             }
-            Opcode::Renoise => DRAWS.to_string(),
+            Opcode::Renoise => NORMAL_DRAWS_NAME.to_string(),
             _ => return,
         };
-        if self.derived.iter().any(|f| f.tensor == tensor) {
+        if self.derived_fingerprints.iter().any(|f| f.tensor == tensor) {
             return;
         }
-        let mut hash = Hasher::default();
+        let mut hash = FingerprintHasher::default();
         match op.opcode {
             Opcode::Rope => {
-                let grid = op.ints("grid").unwrap_or(&[1, 1, 1]);
+                let grid = op.ints_attr("grid").unwrap_or(&[1, 1, 1]);
                 let tables = RopeTables::new(RopeSpec {
-                    head_dim: op.int("head_dim").unwrap_or(0) as usize,
+                    head_dim: op.int_attr("head_dim").unwrap_or(0) as usize,
                     grid: [grid[0] as usize, grid[1] as usize, grid[2] as usize],
-                    start: PROBE,
-                    frame_stride: op.int("frame_stride").unwrap_or(1),
+                    start: PROBE_VALUE,
+                    frame_stride: op.int_attr("frame_stride").unwrap_or(1),
                 });
-                hash.update_wide(tables.turns());
+                hash.update_f64(tables.cos_sin_values());
             }
             Opcode::TimeEmbed => {
-                let width = p.ty(op.results[0]).shape.last().copied().unwrap_or(0) as usize;
+                let width = p.type_of(op.results[0]).shape.last().copied().unwrap_or(0) as usize;
                 let mut out = vec![0.0; 2 * width];
-                time_embed(&mut out, &[PROBE as f32, 0.5]);
+                time_embed(&mut out, &[PROBE_VALUE as f32, 0.5]);
                 hash.update(&out);
             }
             _ => {
                 let mut out = vec![0.0; 1024];
-                normals(DrawKey { seed: PROBE as u64, chunk: 1, draw: 2 }, 0, &mut out);
+                fill_normals(DrawKey { seed: PROBE_VALUE as u64, chunk: 1, draw: 2 }, 0, &mut out);
                 hash.update(&out);
             }
         }
-        self.derived.push(hash.finish(tensor, "whole"));
+        self.derived_fingerprints.push(hash.finish(tensor, "whole"));
     }
 
-    pub(super) fn prints(&self) -> Vec<Fingerprint> {
+    pub(super) fn list_fingerprints(&self) -> Vec<Fingerprint> {
         let mut all: Vec<Fingerprint> =
-            self.pieces.iter().map(|p| &p.print).chain(&self.derived).cloned().collect();
-        // A tensor held packed and plain is one piece; were its two copies to differ, both would be told.
+            self.shards.iter().map(|p| &p.fingerprint).chain(&self.derived_fingerprints).cloned().collect();
+        // A tensor stored both packed and plain is one shard; if its two copies differed, both
+        // fingerprints would be listed.
         all.sort();
         all.dedup();
         all
     }
 
-    pub(super) fn look(&mut self, bytes: u64) -> Audited {
-        let (mut seen, mut left) = (Audited::default(), bytes);
-        let Cursor { piece, unit, hash, rows } = &mut self.cursor;
-        while seen.rounds == 0
-            && let Some(held) = self.memory.weights.get(*piece)
+    pub(super) fn audit_next_units(&mut self, bytes: u64) -> AuditResult {
+        let (mut audited, mut budget) = (AuditResult::default(), bytes);
+        let WeightAuditCursor { shard: piece, unit, hash, rows } = &mut self.audit_cursor;
+        while audited.rounds == 0
+            && let Some(weight) = self.memory.weights.get(*piece)
         {
-            let size = held.unit_bytes(*unit);
-            if size > left {
+            let size = weight.unit_bytes(*unit);
+            if size > budget {
                 break;
             }
-            held.feed(*unit, hash, rows);
-            left -= size;
-            seen.bytes += size;
+            weight.hash_unit(*unit, hash, rows);
+            budget -= size;
+            audited.bytes += size;
             *unit += 1;
-            if *unit < held.units() {
+            if *unit < weight.unit_count() {
                 continue;
             }
-            let (print, found) = (&self.pieces[*piece].print, std::mem::take(hash).digest());
+            let (print, found) = (&self.shards[*piece].fingerprint, std::mem::take(hash).digest());
             if found != print.digest {
-                seen.changed.get_or_insert_with(|| (print.clone(), found));
+                audited.changed.get_or_insert_with(|| (print.clone(), found));
             }
             *unit = 0;
             *piece += 1;
             if *piece == self.memory.weights.len() {
                 *piece = 0;
-                seen.rounds = 1;
+                audited.rounds = 1;
             }
         }
-        seen
+        audited
     }
 
-    pub(super) fn exchange(&mut self, source: &mut dyn WeightSource) -> Result<(), Diagnostic> {
-        for p in &self.pieces {
-            source.check(&p.name, &p.ty, p.load.as_deref(), &self.seat)?;
+    pub(super) fn replace_weights(&mut self, source: &mut dyn WeightSource) -> Result<(), Diagnostic> {
+        for p in &self.shards {
+            source.check(&p.name, &p.ty, p.load.as_deref(), &self.placement)?;
         }
-        self.cursor = Cursor::default();
-        for (piece, held) in self.pieces.iter_mut().zip(&mut self.memory.weights) {
-            let packed = matches!(held, Held::Packed(_));
-            *held = piece.read(&self.pool, &self.seat, packed, source, &mut self.cursor.rows)?;
+        self.audit_cursor = WeightAuditCursor::default();
+        for (piece, weight) in self.shards.iter_mut().zip(&mut self.memory.weights) {
+            let packed = matches!(weight, WeightData::Packed(_));
+            *weight = piece.read(&self.pool, &self.placement, packed, source, &mut self.audit_cursor.rows)?;
         }
         Ok(())
     }
 
-    pub(super) fn poke(&mut self, name: &str, index: u64, value: f32) -> bool {
+    pub(super) fn write_element(&mut self, name: &str, index: u64, value: f32) -> bool {
         let index = usize::try_from(index).unwrap_or(usize::MAX);
-        self.pieces.iter().zip(&mut self.memory.weights).filter(|(p, _)| p.name == name).any(|(_, held)| {
-            match held {
-                Held::Packed(w) => w.set(index, value),
-                Held::Plain(v) => v.get_mut(index).map(|x| *x = value).is_some(),
+        self.shards.iter().zip(&mut self.memory.weights).filter(|(p, _)| p.name == name).any(|(_, weight)| {
+            match weight {
+                WeightData::Packed(w) => w.set(index, value),
+                WeightData::Plain(v) => v.get_mut(index).map(|x| *x = value).is_some(),
             }
         })
     }
 }
 
-/// Where tables are probed: a position, a timestep, a seed.
-const PROBE: i64 = 1021;
+/// Position, timestep and seed at which tables are probed.
+const PROBE_VALUE: i64 = 1021;
 
-/// Random numbers come from a counter and have no state; what may differ is the arithmetic from bits to normals.
-const DRAWS: &str = "(normal draws)";
+/// Random numbers come from a counter and have no state; only the arithmetic from bits to normals
+/// may differ.
+const NORMAL_DRAWS_NAME: &str = "(normal draws)";
 
-/// Elements of a plain weight that are hashed at once.
-const UNIT: usize = 16 << 10;
+/// Number of elements of a plain weight that are hashed at once.
+const UNIT_ELEMENTS: usize = 16 << 10;
 
-impl Piece {
-    /// Reads the piece and takes its fingerprint from memory, after whatever packing does to it.
+impl LoadedShard {
+    /// Loads the shard and computes its fingerprint from memory, after packing.
     fn read(
         &mut self,
         pool: &Pool,
-        seat: &Seat,
+        mesh_rank: &MeshRank,
         packed: bool,
         source: &mut dyn WeightSource,
         rows: &mut Vec<f32>,
-    ) -> Result<Held, Diagnostic> {
+    ) -> Result<WeightData, Diagnostic> {
         let load = self.load.as_deref();
-        let data = source.read(&self.name, &self.ty, load, seat)?;
-        let held = match self.ty.shape[..] {
-            [n, k] if packed => Held::Packed(PackedWeight::new(pool, &data, n as usize, k as usize)),
-            _ => Held::Plain(data),
+        let data = source.read(&self.name, &self.ty, load, mesh_rank)?;
+        let weight = match self.ty.shape[..] {
+            [n, k] if packed => WeightData::Packed(PackedWeight::new(pool, &data, n as usize, k as usize)),
+            _ => WeightData::Plain(data),
         };
-        let mut hash = Hasher::default();
-        (0..held.units()).for_each(|unit| held.feed(unit, &mut hash, rows));
-        self.print = hash.finish(&self.name, slice_words(&self.ty, load, seat));
-        Ok(held)
+        let mut hash = FingerprintHasher::default();
+        (0..weight.unit_count()).for_each(|unit| weight.hash_unit(unit, &mut hash, rows));
+        self.fingerprint = hash.finish(&self.name, describe_slice(&self.ty, load, mesh_rank));
+        Ok(weight)
     }
 }
 
-impl Held {
-    fn units(&self) -> usize {
+impl WeightData {
+    fn unit_count(&self) -> usize {
         match self {
-            Held::Plain(v) => v.len().div_ceil(UNIT).max(1),
-            Held::Packed(p) => p.shape().0.div_ceil(ROWS_AT_ONCE).max(1),
+            WeightData::Plain(v) => v.len().div_ceil(UNIT_ELEMENTS).max(1),
+            WeightData::Packed(p) => p.shape().0.div_ceil(UNPACK_ROWS).max(1),
         }
     }
 
     fn unit_bytes(&self, unit: usize) -> u64 {
         let elements = match self {
-            Held::Plain(v) => (v.len() - unit * UNIT).min(UNIT),
-            Held::Packed(p) => (p.shape().0 - unit * ROWS_AT_ONCE).min(ROWS_AT_ONCE) * p.shape().1,
+            WeightData::Plain(v) => (v.len() - unit * UNIT_ELEMENTS).min(UNIT_ELEMENTS),
+            WeightData::Packed(p) => (p.shape().0 - unit * UNPACK_ROWS).min(UNPACK_ROWS) * p.shape().1,
         };
         elements as u64 * 4
     }
 
     /// Hashes one unit, in the order of the tensor's elements.
-    fn feed(&self, unit: usize, hash: &mut Hasher, rows: &mut Vec<f32>) {
+    fn hash_unit(&self, unit: usize, hash: &mut FingerprintHasher, rows: &mut Vec<f32>) {
         match self {
-            Held::Plain(v) => hash.update(v.chunks(UNIT).nth(unit).unwrap_or_default()),
-            Held::Packed(p) => {
-                p.unpack(unit * ROWS_AT_ONCE, rows);
+            WeightData::Plain(v) => hash.update(v.chunks(UNIT_ELEMENTS).nth(unit).unwrap_or_default()),
+            WeightData::Packed(p) => {
+                p.unpack_rows(unit * UNPACK_ROWS, rows);
                 hash.update(rows);
             }
         }

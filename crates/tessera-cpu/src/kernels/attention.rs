@@ -1,26 +1,30 @@
 //! softmax(q · kᵀ / √head_dim + bias) · v, head by head.
 //!
-//! Scores are held transposed, keys by 32 queries: each query is a lane of its own, so maximum, sum and both
-//! products run down the keys in one order whatever the other queries, heads or threads are.
+//! Scores are stored transposed, keys by 32 queries: each query has a SIMD lane of its own, so
+//! maximum, sum and both matmuls accumulate over the keys in one order, whatever the other queries,
+//! heads or threads are.
 
 use super::{Scratch, borrow_buffer};
 use crate::Pool;
-use crate::simd::{BLOCK, Left, PANEL, Right, TILE_ROWS, Target, exp, pack_panel, tile, vectorized};
+use crate::simd::{
+    BLOCK, LhsOperand, OutputTile, PANEL, RhsPanel, TILE_ROWS, exp, multiply_tile, pack_panel, vectorized,
+};
 use std::ops::Range;
 
-/// A constant added to the scores of some keys.
+/// A constant that is added to the scores of some keys.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KeyBias {
     /// ln b, for a weight factor b.
     pub log_b: f32,
-    /// The rows of k it concerns.
+    /// The rows of k to which the bias applies.
     pub rows: Range<usize>,
 }
 
-/// `out[N, dl]` from `q[N, dl]`, `k[R, dl]`, `v[R, dl]`; dl holds whole heads of `head_dim` elements.
+/// Computes `out[N, dl]` from `q[N, dl]`, `k[R, dl]` and `v[R, dl]`; dl is a multiple of
+/// `head_dim`.
 ///
 /// # Panics
-/// If a length does not fit, or there are no keys.
+/// Panics if a length does not match or there are no keys.
 #[allow(clippy::too_many_arguments)]
 pub fn attention(
     pool: &Pool,
@@ -45,9 +49,10 @@ pub fn attention(
     let padded = panels * PANEL;
     let heads = dl / head_dim;
     let work = 4 * n * keys * dl;
-    // Values lie `[heads, panels, keys, 32]`: they are read once per few queries, so strides would cost.
-    let values = scratch.packed.take(heads * padded * keys);
-    pool.blocks(values, keys * PANEL, work / 16, |i, panel| {
+    // Values are laid out `[heads, panels, keys, 32]`: each group of a few queries reads them once,
+    // so strided access would cost.
+    let values = scratch.packed.ensure_len(heads * padded * keys);
+    pool.for_each_block(values, keys * PANEL, work / 16, |i, panel| {
         let column = i % panels * PANEL;
         let width = PANEL.min(head_dim - column);
         let first = i / panels * head_dim + column;
@@ -60,39 +65,46 @@ pub fn attention(
     let (blocks, spare) = (n.div_ceil(PANEL), &scratch.spare);
     // One part per (head, 32 queries), staged contiguously and copied out below.
     let part = PANEL * padded;
-    let staged = scratch.staged.take(heads * blocks * part);
-    pool.blocks(staged, part, work, |i, o| {
+    let staged = scratch.staged.ensure_len(heads * blocks * part);
+    pool.for_each_block(staged, part, work, |i, o| {
         let (head, first) = (i / blocks, i % blocks * PANEL);
         let rows = PANEL.min(n - first);
         borrow_buffer(spare, (head_dim + keys) * PANEL, |buffer| {
             let (queries, scores) = buffer.split_at_mut(head_dim * PANEL);
             pack_panel(&q[first * dl + head * head_dim..], dl, rows, head_dim, queries);
-            let right = Right { data: queries, k_step: PANEL };
+            let right = RhsPanel { data: queries, k_stride: PANEL };
             let scale = (head_dim as f32).sqrt().recip();
             let (log_b, biased) = bias.map_or((0.0, 0..0), |b| (b.log_b, b.rows.clone()));
-            let mut top = [f32::NEG_INFINITY; PANEL];
+            let mut running_max = [f32::NEG_INFINITY; PANEL];
             for key in (0..keys).step_by(TILE_ROWS) {
-                let left = Left { data: &k[key * dl + head * head_dim..], row_step: dl, k_step: 1 };
+                let left = LhsOperand { data: &k[key * dl + head * head_dim..], row_stride: dl, k_stride: 1 };
                 let count = TILE_ROWS.min(keys - key);
                 let data = &mut scores[key * PANEL..(key + count) * PANEL];
-                tile(count, left, right, head_dim, Target { data, row_step: PANEL, add: false, bias: None });
+                multiply_tile(
+                    count,
+                    left,
+                    right,
+                    head_dim,
+                    OutputTile { data, row_stride: PANEL, accumulate: false, bias: None },
+                );
                 let data = &mut scores[key * PANEL..(key + count) * PANEL];
-                scale_scores(data, scale, log_b, biased.start, biased.end, key, &mut top);
+                scale_scores(data, scale, log_b, biased.start, biased.end, key, &mut running_max);
             }
-            // Weights of one block of keys are used while the nearest cache holds them.
+            // The probabilities of one block of keys are consumed while the L1 cache still contains
+            // them.
             let mut sums = [0.0; PANEL];
             for key in (0..keys).step_by(BLOCK) {
                 let count = BLOCK.min(keys - key);
                 let weights = &mut scores[key * PANEL..(key + count) * PANEL];
-                exp_scores(weights, &top, &mut sums);
+                exp_scores(weights, &running_max, &mut sums);
                 for panel in 0..panels {
                     let data = &values[((head * panels + panel) * keys + key) * PANEL..][..count * PANEL];
-                    let right = Right { data, k_step: PANEL };
+                    let right = RhsPanel { data, k_stride: PANEL };
                     for lane in (0..rows).step_by(TILE_ROWS) {
-                        let left = Left { data: &weights[lane..], row_step: 1, k_step: PANEL };
+                        let left = LhsOperand { data: &weights[lane..], row_stride: 1, k_stride: PANEL };
                         let data = &mut o[lane * padded + panel * PANEL..];
-                        let target = Target { data, row_step: padded, add: key > 0, bias: None };
-                        tile(TILE_ROWS.min(rows - lane), left, right, count, target);
+                        let target = OutputTile { data, row_stride: padded, accumulate: key > 0, bias: None };
+                        multiply_tile(TILE_ROWS.min(rows - lane), left, right, count, target);
                     }
                 }
             }
@@ -112,8 +124,8 @@ pub fn attention(
 }
 
 vectorized! {
-    /// Scales raw scores `[keys, 32]` of the keys from `first`, adds `log_b` to those of the keys
-    /// `from..to`, and raises each lane's maximum.
+    /// Scales raw scores `[keys, 32]` of the keys from `first`, adds `log_b` to the scores of the
+    /// keys `from..to`, and updates each lane's running maximum.
     fn scale_scores(
         scores: &mut [f32],
         factor: f32,
@@ -121,10 +133,10 @@ vectorized! {
         from: usize,
         to: usize,
         first: usize,
-        top: &mut [f32; PANEL],
+        running_max: &mut [f32; PANEL],
     ) {
         let (rows, _) = scores.as_chunks_mut::<PANEL>();
-        let mut most = *top;
+        let mut most = *running_max;
         for (i, row) in rows.iter_mut().enumerate() {
             let add = if first + i >= from && first + i < to { log_b } else { 0.0 };
             for l in 0..PANEL {
@@ -132,21 +144,21 @@ vectorized! {
                 most[l] = if row[l] > most[l] { row[l] } else { most[l] };
             }
         }
-        *top = most;
+        *running_max = most;
     }
 }
 
 vectorized! {
-    /// Turns scores `[keys, 32]` into weights before division by their sums, to which it adds them. A lane's
-    /// largest weight is 1.
-    fn exp_scores(scores: &mut [f32], top: &[f32; PANEL], sums: &mut [f32; PANEL]) {
+    /// Replaces scores `[keys, 32]` by unnormalised probabilities, and adds those to `sums`. The
+    /// largest probability of a lane is 1.
+    fn exp_scores(scores: &mut [f32], running_max: &[f32; PANEL], sums: &mut [f32; PANEL]) {
         let (rows, _) = scores.as_chunks_mut::<PANEL>();
-        // Sums of 64 at a time: a running sum over thousands of keys would lose their last bits.
+        // Adds 64 keys at a time: one running sum over thousands of keys would lose the last bits.
         for block in rows.chunks_mut(64) {
             let mut part = [0.0f32; PANEL];
             for row in block {
                 for l in 0..PANEL {
-                    row[l] = exp(row[l] - top[l]);
+                    row[l] = exp(row[l] - running_max[l]);
                     part[l] += row[l];
                 }
             }

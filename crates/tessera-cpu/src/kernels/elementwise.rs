@@ -1,54 +1,56 @@
-//! Kernels without neighbours: sums, activations, noise, and the sinusoid of a time.
+//! Elementwise kernels: sums, activations, noise, and the sinusoidal timestep embedding.
 
-use super::Act;
+use super::Activation;
 use crate::Pool;
 use crate::simd::{gelu_tanh, silu as silu_of, vectorized};
-use tessera_base::random::{DrawKey, normals_inline};
+use tessera_base::random::{DrawKey, fill_normals_inline};
 
-/// Elements of one block of work.
-const BLOCK: usize = 4096;
+/// Number of elements of one block of work.
+const BLOCK_ELEMENTS: usize = 4096;
 
-/// `out = a + b`.
+/// Computes `out = a + b`.
 pub fn add(pool: &Pool, out: &mut [f32], a: &[f32], b: &[f32]) {
     assert!(out.len() == a.len() && a.len() == b.len());
-    pool.blocks(out, BLOCK, 2 * a.len(), |i, o| {
-        add_block(o, &a[i * BLOCK..], &b[i * BLOCK..]);
+    pool.for_each_block(out, BLOCK_ELEMENTS, 2 * a.len(), |i, o| {
+        add_block(o, &a[i * BLOCK_ELEMENTS..], &b[i * BLOCK_ELEMENTS..]);
     });
 }
 
-/// `out[N, d] = act(x[N, d] + b[d])`.
-pub fn bias_act(pool: &Pool, out: &mut [f32], x: &[f32], b: &[f32], act: Act) {
+/// Computes `out[N, d] = act(x[N, d] + b[d])`.
+pub fn bias_act(pool: &Pool, out: &mut [f32], x: &[f32], b: &[f32], act: Activation) {
     let d = b.len();
     assert!(out.len() == x.len() && x.len().is_multiple_of(d));
-    pool.blocks(out, 16 * d, 12 * x.len(), |i, o| bias_act_rows(o, &x[i * 16 * d..], b, act));
+    pool.for_each_block(out, 16 * d, 12 * x.len(), |i, o| bias_act_rows(o, &x[i * 16 * d..], b, act));
 }
 
-/// `out = x · sigmoid(x)`.
+/// Computes `out = x · sigmoid(x)`.
 pub fn silu(pool: &Pool, out: &mut [f32], x: &[f32]) {
     assert_eq!(out.len(), x.len());
-    pool.blocks(out, BLOCK, 12 * x.len(), |i, o| silu_block(o, &x[i * BLOCK..]));
+    pool.for_each_block(out, BLOCK_ELEMENTS, 12 * x.len(), |i, o| silu_block(o, &x[i * BLOCK_ELEMENTS..]));
 }
 
-/// `out = (1 − σ) · x0 + σ · noise`, where element i of `out` is element `first_element + i` of the draw.
+/// Computes `out = (1 − σ) · x0 + σ · noise`, where element i of `out` uses element `first_element
+/// + i` of the draw.
 pub fn renoise(pool: &Pool, out: &mut [f32], x0: &[f32], sigma: f32, key: DrawKey, first_element: u64) {
     assert_eq!(out.len(), x0.len());
-    pool.blocks(out, BLOCK, 50 * x0.len(), |i, o| {
-        renoise_block(o, &x0[i * BLOCK..], sigma, key, first_element + (i * BLOCK) as u64);
+    pool.for_each_block(out, BLOCK_ELEMENTS, 50 * x0.len(), |i, o| {
+        renoise_block(o, &x0[i * BLOCK_ELEMENTS..], sigma, key, first_element + (i * BLOCK_ELEMENTS) as u64);
     });
 }
 
-/// `out = x − σ · pred`, in f64 and rounded once.
+/// Computes `out = x − σ · pred` in f64, rounded once.
 pub fn to_x0(pool: &Pool, out: &mut [f32], x: &[f32], pred: &[f32], sigma: f64) {
     assert!(out.len() == x.len() && x.len() == pred.len());
-    pool.blocks(out, BLOCK, 4 * x.len(), |i, o| {
-        to_x0_block(o, &x[i * BLOCK..], &pred[i * BLOCK..], sigma);
+    pool.for_each_block(out, BLOCK_ELEMENTS, 4 * x.len(), |i, o| {
+        to_x0_block(o, &x[i * BLOCK_ELEMENTS..], &pred[i * BLOCK_ELEMENTS..], sigma);
     });
 }
 
-/// `out[F, width]`: for each time, `width / 2` cosines then as many sines of `t · 10000^(−i / half)`, in f64.
+/// Computes `out[F, width]`: for each timestep t, `width / 2` cosines, then as many sines, of `t ·
+/// 10000^(−i / half)`, in f64.
 ///
 /// # Panics
-/// If the width is odd.
+/// Panics if the width is odd.
 pub fn time_embed(out: &mut [f32], t: &[f32]) {
     if t.is_empty() {
         return;
@@ -74,13 +76,13 @@ vectorized! {
 }
 
 vectorized! {
-    fn bias_act_rows(out: &mut [f32], x: &[f32], b: &[f32], act: Act) {
+    fn bias_act_rows(out: &mut [f32], x: &[f32], b: &[f32], act: Activation) {
         for (o, x) in out.chunks_exact_mut(b.len()).zip(x.chunks_exact(b.len())) {
             let sums = o.iter_mut().zip(x).zip(b);
             match act {
-                Act::None => sums.for_each(|((o, x), b)| *o = x + b),
-                Act::Silu => sums.for_each(|((o, x), b)| *o = silu_of(x + b)),
-                Act::GeluTanh => sums.for_each(|((o, x), b)| *o = gelu_tanh(x + b)),
+                Activation::None => sums.for_each(|((o, x), b)| *o = x + b),
+                Activation::Silu => sums.for_each(|((o, x), b)| *o = silu_of(x + b)),
+                Activation::GeluTanh => sums.for_each(|((o, x), b)| *o = gelu_tanh(x + b)),
             }
         }
     }
@@ -96,7 +98,7 @@ vectorized! {
 
 vectorized! {
     fn renoise_block(out: &mut [f32], x0: &[f32], sigma: f32, key: DrawKey, first: u64) {
-        normals_inline(key, first, out);
+        fill_normals_inline(key, first, out);
         for (o, x) in out.iter_mut().zip(x0) {
             *o = (1.0 - sigma) * x + sigma * *o;
         }

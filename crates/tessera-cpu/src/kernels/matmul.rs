@@ -1,16 +1,16 @@
-//! y = act(x · wᵀ + bias), with an optional fixed cut of the contraction into segments.
+//! y = act(x · wᵀ + bias), with an optional fixed split of the contraction into segments.
 
 use super::{Scratch, borrow_buffer};
 use crate::Pool;
 use crate::simd::{
-    Aligned, BLOCK, Left, PANEL, Right, TILE_ROWS, Target, Tile, gelu_tanh, pack_panel, silu, tile,
-    vectorized,
+    AccumulatorTile, AlignedBuffer, BLOCK, LhsOperand, OutputTile, PANEL, RhsPanel, TILE_ROWS, gelu_tanh,
+    multiply_tile, pack_panel, silu, vectorized,
 };
 
-/// What follows a product.
+/// The activation function after a matmul or a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Act {
-    /// Nothing.
+pub enum Activation {
+    /// The identity.
     #[default]
     None,
     /// x · sigmoid(x).
@@ -19,12 +19,12 @@ pub enum Act {
     GeluTanh,
 }
 
-/// A weight `[N, K]`, rows contiguous, as it lies in a file or packed.
+/// A weight `[N, K]` with contiguous rows, either as stored in a file or packed.
 #[derive(Debug, Clone, Copy)]
-pub enum Weight<'a> {
-    /// `[N, K]`; packed anew by every call.
+pub enum MatmulWeight<'a> {
+    /// `[N, K]`; every call packs it again.
     Plain(&'a [f32]),
-    /// Packed once; the same bits, faster.
+    /// Packed once; faster, with the same bits.
     Packed(&'a PackedWeight),
 }
 
@@ -33,42 +33,42 @@ pub enum Weight<'a> {
 pub struct PackedWeight {
     n: usize,
     k: usize,
-    panels: Aligned,
+    panels: AlignedBuffer,
 }
 
 impl PackedWeight {
     /// Packs `w[n, k]`.
     ///
     /// # Panics
-    /// If `w` does not hold n·k elements.
+    /// Panics if `w` does not have n·k elements.
     #[must_use]
     pub fn new(pool: &Pool, w: &[f32], n: usize, k: usize) -> PackedWeight {
-        let mut panels = Aligned::default();
-        pack(pool, w, n, k, panels.take(n.div_ceil(PANEL) * PANEL * k));
+        let mut panels = AlignedBuffer::default();
+        pack_weight(pool, w, n, k, panels.ensure_len(n.div_ceil(PANEL) * PANEL * k));
         PackedWeight { n, k, panels }
     }
 
-    /// (N, K) of the weight.
+    /// Returns (N, K) of the weight.
     #[must_use]
     pub fn shape(&self) -> (usize, usize) {
         (self.n, self.k)
     }
 
-    /// The next rows from row `first` on, a multiple of [`ROWS_AT_ONCE`], as they were before packing: at most so
-    /// many, row-major.
+    /// Unpacks up to [`UNPACK_ROWS`] rows, starting at row `first`, a multiple of
+    /// [`UNPACK_ROWS`]. `out` receives them row-major, as they were before packing.
     ///
     /// # Panics
-    /// If there is no such row.
-    pub fn unpack(&self, first: usize, out: &mut Vec<f32>) {
-        let (rows, k) = (ROWS_AT_ONCE.min(self.n - first), self.k);
+    /// Panics if `first` is not below N.
+    pub fn unpack_rows(&self, first: usize, out: &mut Vec<f32>) {
+        let (rows, k) = (UNPACK_ROWS.min(self.n - first), self.k);
         let panel = &self.panels.get()[first / PANEL * PANEL * k..][..PANEL * k];
         let column = first % PANEL;
         out.clear();
         out.resize(rows * k, 0.0);
-        // In tiles, so that lines of both sides stay at hand.
-        for (at, tile) in panel.chunks(ROWS_AT_ONCE * PANEL).enumerate() {
+        // Transposes in tiles, so that the cache lines of both sides stay in cache.
+        for (at, tile) in panel.chunks(UNPACK_ROWS * PANEL).enumerate() {
             for (r, row) in out.chunks_exact_mut(k.max(1)).enumerate() {
-                let row = &mut row[at * ROWS_AT_ONCE..];
+                let row = &mut row[at * UNPACK_ROWS..];
                 for (o, line) in row.iter_mut().zip(tile.chunks_exact(PANEL)) {
                     *o = line[column + r];
                 }
@@ -76,7 +76,7 @@ impl PackedWeight {
         }
     }
 
-    /// Sets an element by its index in `[N, K]`; false beyond the end.
+    /// Sets an element by its index in `[N, K]`; returns false if the index is out of range.
     pub fn set(&mut self, index: usize, value: f32) -> bool {
         let (row, k) = (index / self.k.max(1), index % self.k.max(1));
         if row >= self.n {
@@ -87,34 +87,35 @@ impl PackedWeight {
     }
 }
 
-/// Rows that are unpacked together: half a panel.
-pub const ROWS_AT_ONCE: usize = PANEL / 2;
+/// Number of rows that are unpacked together: half a panel.
+pub const UNPACK_ROWS: usize = PANEL / 2;
 
-/// Rows that share one pass over a panel.
+/// Number of rows that share one sweep over a panel.
 const ROW_BLOCK: usize = 48;
-/// Most segments of a contraction.
+/// Maximum number of segments of a contraction.
 const MAX_SEGMENTS: usize = 8;
-/// Partial sums of a tree of so many leaves that can wait at once, and the one in the making.
-const LEVELS: usize = MAX_SEGMENTS.ilog2() as usize + 1;
+/// Maximum number of partial sums of the binary tree that are pending at once, plus the current
+/// one.
+const TREE_LEVELS: usize = MAX_SEGMENTS.ilog2() as usize + 1;
 
-/// `out[M, N] = act(x[M, K] · w[N, K]ᵀ + bias[N])`.
+/// Computes `out[M, N] = act(x[M, K] · w[N, K]ᵀ + bias[N])`.
 ///
-/// `segments` (1, 2, 4 or 8, a divisor of K) cuts K into equal contiguous parts, each a product of its own,
-/// summed in one binary tree, neighbours first; a rank that holds one subtree's columns of x and w gets that
-/// subtree's bits by giving its own share of the segments.
+/// `segments` (1, 2, 4 or 8, a divisor of K) splits K into equal contiguous segments. Each segment
+/// is a matmul of its own, and one binary tree sums them, neighbours first. A rank that has one
+/// subtree's columns of x and w gets that subtree's bits by passing its own share of the segments.
 ///
 /// # Panics
-/// If a length does not fit the shape, or the segments do not divide K.
+/// Panics if a length does not match the shape, or `segments` does not divide K.
 #[allow(clippy::too_many_arguments)]
 pub fn matmul(
     pool: &Pool,
     scratch: &mut Scratch,
     out: &mut [f32],
     x: &[f32],
-    w: Weight<'_>,
+    w: MatmulWeight<'_>,
     (m, n, k): (usize, usize, usize),
     bias: Option<&[f32]>,
-    act: Act,
+    act: Activation,
     segments: usize,
 ) {
     assert!(out.len() == m * n && x.len() == m * k, "matmul of [{m}, {k}] to [{m}, {n}]");
@@ -124,32 +125,33 @@ pub fn matmul(
         return;
     }
     let panels = match w {
-        Weight::Packed(p) => {
+        MatmulWeight::Packed(p) => {
             assert_eq!(p.shape(), (n, k), "packed weight of a matmul");
             p.panels.get()
         }
-        Weight::Plain(w) => {
-            let packed = scratch.packed.take(n.div_ceil(PANEL) * PANEL * k);
-            pack(pool, w, n, k, packed);
+        MatmulWeight::Plain(w) => {
+            let packed = scratch.packed.ensure_len(n.div_ceil(PANEL) * PANEL * k);
+            pack_weight(pool, w, n, k, packed);
             scratch.packed.get()
         }
     };
-    let product = Product { panels, n, k, bias: bias.unwrap_or(&[]), act, segments };
+    let packed_matmul = PackedMatmul { panels, n, k, bias: bias.unwrap_or(&[]), act, segments };
     let work = 2 * m * n * k;
-    if m >= ROW_BLOCK * pool.threads() || !pool.shares(work) {
-        pool.blocks(out, ROW_BLOCK * n, work, |i, o| {
+    if m >= ROW_BLOCK * pool.thread_count() || !pool.should_parallelize(work) {
+        pool.for_each_block(out, ROW_BLOCK * n, work, |i, o| {
             let rows = o.len() / n;
-            product.rows(&x[i * ROW_BLOCK * k..][..rows * k], 0..n, o);
+            packed_matmul.compute_rows(&x[i * ROW_BLOCK * k..][..rows * k], 0..n, o);
         });
         return;
     }
-    // Too few rows to share: share the columns, through a staging buffer whose parts are contiguous.
-    let columns = (n.div_ceil(PANEL).div_ceil(4 * pool.threads())).max(1) * PANEL;
+    // There are too few rows to distribute: distribute the columns, through a staging buffer whose
+    // parts are contiguous.
+    let columns = (n.div_ceil(PANEL).div_ceil(4 * pool.thread_count())).max(1) * PANEL;
     borrow_buffer(&scratch.spare, m * n.next_multiple_of(columns), |staged| {
-        pool.blocks(staged, m * columns, work, |i, o| {
+        pool.for_each_block(staged, m * columns, work, |i, o| {
             let first = i * columns;
             let last = (first + columns).min(n);
-            product.rows(x, first..last, &mut o[..m * (last - first)]);
+            packed_matmul.compute_rows(x, first..last, &mut o[..m * (last - first)]);
         });
         for (i, part) in staged.chunks(m * columns).enumerate() {
             let first = i * columns;
@@ -161,29 +163,30 @@ pub fn matmul(
     });
 }
 
-fn pack(pool: &Pool, w: &[f32], n: usize, k: usize, out: &mut [f32]) {
+fn pack_weight(pool: &Pool, w: &[f32], n: usize, k: usize, out: &mut [f32]) {
     assert_eq!(w.len(), n * k, "weight [{n}, {k}]");
-    pool.blocks(out, PANEL * k, 4 * n * k, |i, panel| {
+    pool.for_each_block(out, PANEL * k, 4 * n * k, |i, panel| {
         let columns = PANEL.min(n - i * PANEL);
         pack_panel(&w[i * PANEL * k..], k, columns, k, panel);
     });
 }
 
-struct Product<'a> {
+struct PackedMatmul<'a> {
     panels: &'a [f32],
     n: usize,
     k: usize,
     bias: &'a [f32],
-    act: Act,
+    act: Activation,
     segments: usize,
 }
 
-impl Product<'_> {
-    /// Some rows of x against the columns `range`, which begin on a panel; `out` has just those columns.
-    fn rows(&self, x: &[f32], range: std::ops::Range<usize>, out: &mut [f32]) {
+impl PackedMatmul<'_> {
+    /// Multiplies some rows of x with the columns `range`, which starts on a panel; `out` has just
+    /// those columns.
+    fn compute_rows(&self, x: &[f32], range: std::ops::Range<usize>, out: &mut [f32]) {
         let k = self.k;
         let step = range.len();
-        let mut sums: [Tile; LEVELS] = [[0.0; TILE_ROWS * PANEL]; LEVELS];
+        let mut sums: [AccumulatorTile; TREE_LEVELS] = [[0.0; TILE_ROWS * PANEL]; TREE_LEVELS];
         for row_block in 0..(x.len() / k).div_ceil(ROW_BLOCK) {
             let first_row = row_block * ROW_BLOCK;
             let last_row = (first_row + ROW_BLOCK).min(x.len() / k);
@@ -197,60 +200,81 @@ impl Product<'_> {
                 let at = |row: usize| row * step + column - range.start;
                 if self.segments == 1 && columns == PANEL {
                     let (x, out) = (&x[first_row * k..last_row * k], &mut out[at(first_row)..]);
-                    self.whole(x, panel, &bias, out, step);
+                    self.compute_full_panel(x, panel, &bias, out, step);
                     continue;
                 }
                 for row in (first_row..last_row).step_by(TILE_ROWS) {
                     let rows = TILE_ROWS.min(last_row - row);
-                    self.tile(rows, &x[row * k..], panel, &mut sums);
-                    finish(&sums[0], rows, columns, &bias, self.act, &mut out[at(row)..], step);
+                    self.compute_tile(rows, &x[row * k..], panel, &mut sums);
+                    store_tile(&sums[0], rows, columns, &bias, self.act, &mut out[at(row)..], step);
                 }
             }
         }
         debug_assert!(range.end <= self.n);
     }
 
-    /// Rows of one block against a full panel, straight to `out`. A block of k is done for all rows before the
-    /// next, so that its part of the panel stays in the nearest cache.
-    fn whole(&self, x: &[f32], panel: &[f32], bias: &[f32; PANEL], out: &mut [f32], step: usize) {
+    /// Multiplies the rows of one block with a full panel, straight into `out`. All rows finish a
+    /// k-block before the next one starts, so that its part of the panel stays in the L1 cache.
+    fn compute_full_panel(
+        &self,
+        x: &[f32],
+        panel: &[f32],
+        bias: &[f32; PANEL],
+        out: &mut [f32],
+        step: usize,
+    ) {
         let k = self.k;
         let rows = x.len() / k;
         for k0 in (0..k).step_by(BLOCK) {
             let length = BLOCK.min(k - k0);
             let bias = (k0 + length == k).then_some(bias);
             for row in (0..rows).step_by(TILE_ROWS) {
-                let left = Left { data: &x[row * k + k0..], row_step: k, k_step: 1 };
-                let right = Right { data: &panel[k0 * PANEL..], k_step: PANEL };
-                let target = Target { data: &mut out[row * step..], row_step: step, add: k0 > 0, bias };
-                tile(TILE_ROWS.min(rows - row), left, right, length, target);
+                let left = LhsOperand { data: &x[row * k + k0..], row_stride: k, k_stride: 1 };
+                let right = RhsPanel { data: &panel[k0 * PANEL..], k_stride: PANEL };
+                let target =
+                    OutputTile { data: &mut out[row * step..], row_stride: step, accumulate: k0 > 0, bias };
+                multiply_tile(TILE_ROWS.min(rows - row), left, right, length, target);
             }
         }
-        if self.act != Act::None {
-            activate(out, rows, step, self.act);
+        if self.act != Activation::None {
+            activate_rows(out, rows, step, self.act);
         }
     }
 
-    /// One tile into `waiting[0]`; the others are room for the sums of the tree.
-    fn tile(&self, rows: usize, x: &[f32], panel: &[f32], waiting: &mut [Tile; LEVELS]) {
+    /// Computes one tile into `waiting[0]`; the other tiles are storage for the sums of the tree.
+    fn compute_tile(
+        &self,
+        rows: usize,
+        x: &[f32],
+        panel: &[f32],
+        pending_tiles: &mut [AccumulatorTile; TREE_LEVELS],
+    ) {
         let k = self.k / self.segments;
-        let segment = |s: usize, data: &mut Tile, add: bool| {
-            let left = Left { data: &x[s * k..], row_step: self.k, k_step: 1 };
-            let right = Right { data: &panel[s * k * PANEL..][..k * PANEL], k_step: PANEL };
-            tile(rows, left, right, k, Target { data, row_step: PANEL, add, bias: None });
+        let segment = |s: usize, data: &mut AccumulatorTile, add: bool| {
+            let left = LhsOperand { data: &x[s * k..], row_stride: self.k, k_stride: 1 };
+            let right = RhsPanel { data: &panel[s * k * PANEL..][..k * PANEL], k_stride: PANEL };
+            multiply_tile(
+                rows,
+                left,
+                right,
+                k,
+                OutputTile { data, row_stride: PANEL, accumulate: add, bias: None },
+            );
         };
-        // A binary counter: the tiles waiting are the sums of the set bits of the segments so far.
+        // A binary counter: the pending tiles are the sums that correspond to the set bits of the
+        // number of segments so far.
         let mut depth = 0;
         for s in 0..self.segments {
             let mut count = s + 1;
             if count.is_multiple_of(2) && k <= BLOCK {
                 depth -= 1;
-                segment(s, &mut waiting[depth], true);
+                segment(s, &mut pending_tiles[depth], true);
                 count /= 2;
             } else {
-                segment(s, &mut waiting[depth], false);
+                segment(s, &mut pending_tiles[depth], false);
             }
             while count.is_multiple_of(2) {
-                let (left, right) = waiting.split_at_mut(depth);
+                let (left, right) = pending_tiles.split_at_mut(depth);
                 depth -= 1;
                 add_tile(&mut left[depth], &right[0]);
                 count /= 2;
@@ -261,7 +285,7 @@ impl Product<'_> {
 }
 
 vectorized! {
-    fn add_tile(left: &mut Tile, right: &Tile) {
+    fn add_tile(left: &mut AccumulatorTile, right: &AccumulatorTile) {
         for (l, r) in left.iter_mut().zip(right) {
             *l += *r;
         }
@@ -269,13 +293,14 @@ vectorized! {
 }
 
 vectorized! {
-    /// Bias and activation of a tile on its way to `out`, rows `step` apart.
-    fn finish(
-        sums: &Tile,
+    /// The epilogue of a tile: adds the bias, applies the activation and stores to `out`, whose
+    /// rows are `step` apart.
+    fn store_tile(
+        sums: &AccumulatorTile,
         rows: usize,
         columns: usize,
         bias: &[f32; PANEL],
-        act: Act,
+        act: Activation,
         out: &mut [f32],
         step: usize,
     ) {
@@ -285,7 +310,7 @@ vectorized! {
             for c in 0..PANEL {
                 y[c] = sums[c] + bias[c];
             }
-            apply(&mut y, act);
+            apply_activation(&mut y, act);
             match out[r * step..].first_chunk_mut::<PANEL>() {
                 Some(out) if columns == PANEL => *out = y,
                 _ => out[r * step..][..columns].copy_from_slice(&y[..columns]),
@@ -295,21 +320,21 @@ vectorized! {
 }
 
 vectorized! {
-    /// Activation of a panel's columns of `out`, rows `step` apart.
-    fn activate(out: &mut [f32], rows: usize, step: usize, act: Act) {
+    /// Applies the activation to a panel's columns of `out`, whose rows are `step` apart.
+    fn activate_rows(out: &mut [f32], rows: usize, step: usize, act: Activation) {
         for r in 0..rows {
             if let Some(row) = out[r * step..].first_chunk_mut::<PANEL>() {
-                apply(row, act);
+                apply_activation(row, act);
             }
         }
     }
 }
 
 #[inline(always)]
-fn apply(row: &mut [f32; PANEL], act: Act) {
+fn apply_activation(row: &mut [f32; PANEL], act: Activation) {
     match act {
-        Act::None => {}
-        Act::Silu => row.iter_mut().for_each(|v| *v = silu(*v)),
-        Act::GeluTanh => row.iter_mut().for_each(|v| *v = gelu_tanh(*v)),
+        Activation::None => {}
+        Activation::Silu => row.iter_mut().for_each(|v| *v = silu(*v)),
+        Activation::GeluTanh => row.iter_mut().for_each(|v| *v = gelu_tanh(*v)),
     }
 }

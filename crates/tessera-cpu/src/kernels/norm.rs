@@ -1,36 +1,39 @@
-//! Normalisations over the last dim, and the per-frame modulation around them.
+//! Normalisations over the last dim, with the per-frame modulation.
 
 use crate::Pool;
 use crate::simd::{sum_lanes, vectorized};
 
-/// Which latent frame a row of tokens belongs to: `(first_row + r) / rows_per_frame`.
+/// Maps a token row to its latent frame: `(first_row + r) / rows_per_frame`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Frames {
-    /// Global index of the first row at hand.
+pub struct FrameIndexing {
+    /// Global index of the first local row.
     pub first_row: usize,
-    /// Tokens of one frame.
+    /// Number of tokens per frame.
     pub rows_per_frame: usize,
 }
 
-impl Frames {
-    fn of(&self, row: usize) -> usize {
+impl FrameIndexing {
+    fn frame_of_row(&self, row: usize) -> usize {
         (self.first_row + row) / self.rows_per_frame
     }
 }
 
-/// Rows of one block of work.
-const ROWS: usize = 16;
+/// Number of rows of one block of work.
+const BLOCK_ROWS: usize = 16;
 
-/// `out[N, d]`: layer norm with weight and bias of length d.
+/// Computes `out[N, d]`: layer norm with weight and bias of length d.
 pub fn layer_norm(pool: &Pool, out: &mut [f32], x: &[f32], w: &[f32], b: &[f32], eps: f32) {
     let d = w.len();
     assert!(out.len() == x.len() && b.len() == d && x.len().is_multiple_of(d));
-    pool.blocks(out, ROWS * d, 12 * x.len(), |i, o| layer_norm_rows(o, &x[i * ROWS * d..], w, b, eps));
+    pool.for_each_block(out, BLOCK_ROWS * d, 12 * x.len(), |i, o| {
+        layer_norm_rows(o, &x[i * BLOCK_ROWS * d..], w, b, eps)
+    });
 }
 
-/// `out[N, d]`: layer norm without affine, then `· (1 + scale) + shift` of each row's frame.
+/// Computes `out[N, d]`: layer norm without affine parameters, then `· (1 + scale) + shift` of each
+/// row's frame.
 ///
-/// `m[F, parts · d]` holds the modulation of every frame; `shift` and `scale` say which part.
+/// `m[F, parts · d]` contains the modulation of every frame; `shift` and `scale` are part indices.
 #[allow(clippy::too_many_arguments)]
 pub fn norm_modulate(
     pool: &Pool,
@@ -40,21 +43,22 @@ pub fn norm_modulate(
     m: &[f32],
     parts: usize,
     (shift, scale): (usize, usize),
-    frames: Frames,
+    frames: FrameIndexing,
     eps: f32,
 ) {
     assert!(out.len() == x.len() && x.len().is_multiple_of(d) && m.len().is_multiple_of(parts * d));
     assert!(shift < parts && scale < parts);
-    pool.blocks(out, ROWS * d, 12 * x.len(), |i, o| {
+    pool.for_each_block(out, BLOCK_ROWS * d, 12 * x.len(), |i, o| {
         for (r, o) in o.chunks_mut(d).enumerate() {
-            let row = i * ROWS + r;
-            let m = &m[frames.of(row) * parts * d..][..parts * d];
+            let row = i * BLOCK_ROWS + r;
+            let m = &m[frames.frame_of_row(row) * parts * d..][..parts * d];
             modulate_row(o, &x[row * d..][..d], &m[shift * d..][..d], &m[scale * d..][..d], eps);
         }
     });
 }
 
-/// `out[N, d] = x + y · gate` with each row's frame's gate, part `gate` of `m[F, parts · d]`.
+/// Computes `out[N, d] = x + y · gate`, where the gate of each row's frame is part `gate` of `m[F,
+/// parts · d]`.
 #[allow(clippy::too_many_arguments)]
 pub fn gate_residual(
     pool: &Pool,
@@ -65,39 +69,41 @@ pub fn gate_residual(
     m: &[f32],
     parts: usize,
     gate: usize,
-    frames: Frames,
+    frames: FrameIndexing,
 ) {
     assert!(out.len() == x.len() && y.len() == x.len() && x.len().is_multiple_of(d));
     assert!(gate < parts && m.len().is_multiple_of(parts * d));
-    pool.blocks(out, ROWS * d, 4 * x.len(), |i, o| {
+    pool.for_each_block(out, BLOCK_ROWS * d, 4 * x.len(), |i, o| {
         for (r, o) in o.chunks_mut(d).enumerate() {
-            let row = i * ROWS + r;
-            let g = &m[(frames.of(row) * parts + gate) * d..][..d];
+            let row = i * BLOCK_ROWS + r;
+            let g = &m[(frames.frame_of_row(row) * parts + gate) * d..][..d];
             gate_row(o, &x[row * d..][..d], &y[row * d..][..d], g);
         }
     });
 }
 
-/// `out[N, k]`: column i is the sum of squares of each row of `xs[i][N, width]`.
+/// Computes `out[N, k]`: column i is the sum of squares of each row of `xs[i][N, width]`.
 ///
-/// As in [`super::matmul`], `segments` cuts the row into equal parts whose sums form one binary tree.
+/// As in [`super::matmul`], `segments` splits the row into equal parts, and one binary tree adds
+/// their sums.
 pub fn row_square_sum(pool: &Pool, out: &mut [f32], xs: &[&[f32]], width: usize, segments: usize) {
     let columns = xs.len();
     assert!(segments.is_power_of_two() && segments <= 8 && width.is_multiple_of(segments) && columns > 0);
     let rows = out.len() / columns;
     assert!(out.len() == rows * columns && xs.iter().all(|x| x.len() == rows * width));
-    pool.blocks(out, ROWS * columns, 2 * rows * columns * width, |i, o| {
+    pool.for_each_block(out, BLOCK_ROWS * columns, 2 * rows * columns * width, |i, o| {
         for (r, o) in o.chunks_mut(columns).enumerate() {
             for (o, x) in o.iter_mut().zip(xs) {
-                square_sum(o, &x[(i * ROWS + r) * width..][..width], segments);
+                square_sum(o, &x[(i * BLOCK_ROWS + r) * width..][..width], segments);
             }
         }
     });
 }
 
-/// `out = x / √(ss / width + eps) · w`, with `ss` column `column` of `ss[N, columns]`.
+/// Computes `out = x / √(ss / width + eps) · w`, with `ss` column `column` of `ss[N, columns]`.
 ///
-/// `x` is `[N, w.len()]`; `width` counts the elements that `ss` sums over, which may lie on other ranks too.
+/// `x` is `[N, w.len()]`; `width` is the number of elements that `ss` sums over, some of which may
+/// be on other ranks.
 #[allow(clippy::too_many_arguments)]
 pub fn rms_scale(
     pool: &Pool,
@@ -112,23 +118,24 @@ pub fn rms_scale(
     let d = w.len();
     let rows = x.len() / d;
     assert!(out.len() == x.len() && x.len() == rows * d && ss.len() == rows * columns && column < columns);
-    pool.blocks(out, ROWS * d, 4 * x.len(), |i, o| {
+    pool.for_each_block(out, BLOCK_ROWS * d, 4 * x.len(), |i, o| {
         for (r, o) in o.chunks_mut(d).enumerate() {
-            let row = i * ROWS + r;
+            let row = i * BLOCK_ROWS + r;
             let factor = rms_factor(ss[row * columns + column], width, eps);
             scale_row(o, &x[row * d..][..d], w, factor);
         }
     });
 }
 
-/// RMS norm over rows of length `w.len()`: the bits of [`row_square_sum`] and [`rms_scale`] in one pass.
+/// Computes the RMS norm over rows of length `w.len()`: one kernel with the bits of
+/// [`row_square_sum`] followed by [`rms_scale`].
 pub fn rms_norm(pool: &Pool, out: &mut [f32], x: &[f32], w: &[f32], segments: usize, eps: f32) {
     let d = w.len();
     assert!(out.len() == x.len() && x.len().is_multiple_of(d));
     assert!(segments.is_power_of_two() && segments <= 8 && d.is_multiple_of(segments));
-    pool.blocks(out, ROWS * d, 6 * x.len(), |i, o| {
+    pool.for_each_block(out, BLOCK_ROWS * d, 6 * x.len(), |i, o| {
         for (r, o) in o.chunks_mut(d).enumerate() {
-            let row = &x[(i * ROWS + r) * d..][..d];
+            let row = &x[(i * BLOCK_ROWS + r) * d..][..d];
             let mut ss = 0.0;
             square_sum(&mut ss, row, segments);
             scale_row(o, row, w, rms_factor(ss, d, eps));
@@ -195,7 +202,8 @@ vectorized! {
     }
 }
 
-/// Mean, and 1 / √(variance + eps), in two passes: the square of a large mean would cost the variance its bits.
+/// Returns the mean and 1 / √(variance + eps), in two sweeps: a one-sweep variance would lose its
+/// bits to the square of a large mean.
 #[inline(always)]
 fn moments(x: &[f32], eps: f32) -> (f32, f32) {
     let n = x.len() as f32;

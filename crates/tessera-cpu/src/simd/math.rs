@@ -1,7 +1,8 @@
-//! Elementary functions in straight-line f32 arithmetic, so that loops over them vectorise and every machine
-//! gives the same bits. The platform's `expf` and `tanhf` do neither.
+//! Elementary functions in straight-line f32 arithmetic, so that loops over them vectorise and
+//! every machine gives the same bits. The platform's `expf` and `tanhf` do neither.
 
-/// eˣ within 2 ulp for normal results. Below −87.336 it is 0, above 88.376 it stays at 2.4e38; NaN passes.
+/// Returns eˣ within 2 ulp for normal results. The result is 0 below −87.336 and stays at 2.4e38
+/// above 88.376; NaN propagates.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     const LOW: f32 = -87.336;
@@ -12,7 +13,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     let c = if c > HIGH { HIGH } else { c };
     let t = c.mul_add(std::f32::consts::LOG2_E, ROUND);
     let n = t - ROUND;
-    // ln 2 in two parts: the first has few bits, so n times it is exact.
+    // ln 2 is split into two parts: the first has few bits, so n times it is exact.
     let r = n.mul_add(-0.693_359_4, c);
     let r = n.mul_add(2.121_944_4e-4, r);
     let p = 1.987_569_1e-4f32;
@@ -26,13 +27,13 @@ pub(crate) fn exp(x: f32) -> f32 {
     if x < LOW { 0.0 } else { y * scale }
 }
 
-/// x · sigmoid(x).
+/// Returns x · sigmoid(x).
 #[inline(always)]
 pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
-/// x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))), by 1 + tanh(u) = 2 sigmoid(2u).
+/// Returns x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))), by 1 + tanh(u) = 2 sigmoid(2u).
 #[inline(always)]
 pub(crate) fn gelu_tanh(x: f32) -> f32 {
     const TWO_SQRT_2_PI: f32 = 1.595_769_2;

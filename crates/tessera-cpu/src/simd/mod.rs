@@ -1,5 +1,6 @@
-//! The vector unit: picks the widest one at run time, compiles a loop once for each, and holds the few
-//! functions that are written for it by hand. All `unsafe` of the kernels is in this module.
+//! SIMD support: selects the widest vector unit at run time, compiles each loop once per unit, and
+//! contains the few functions with hand-written intrinsics. All `unsafe` code of the kernels is in
+//! this module.
 
 #![allow(unsafe_code)]
 
@@ -7,9 +8,11 @@ mod math;
 mod tile;
 
 pub(crate) use math::{exp, gelu_tanh, silu, sum_lanes};
-pub(crate) use tile::{BLOCK, Left, PANEL, Right, TILE_ROWS, Target, Tile, pack_panel, tile};
+pub(crate) use tile::{
+    AccumulatorTile, BLOCK, LhsOperand, OutputTile, PANEL, RhsPanel, TILE_ROWS, multiply_tile, pack_panel,
+};
 
-/// A vector unit that this build can use.
+/// A SIMD level that this build supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Level {
     /// 16 lanes, 32 registers.
@@ -18,12 +21,12 @@ pub(crate) enum Level {
     /// 8 lanes, 16 registers.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// What the target's baseline offers.
+    /// The target's baseline instruction set.
     Portable,
 }
 
 impl Level {
-    /// Its name, as in lists of a machine's features.
+    /// Returns the name of the level, as in lists of CPU features.
     pub(crate) fn name(self) -> &'static str {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -35,11 +38,11 @@ impl Level {
     }
 }
 
-/// The widest unit of this machine. The answer is cached by the standard library.
+/// Returns the widest SIMD level of this machine. The standard library caches the answer.
 #[inline]
 pub(crate) fn level() -> Level {
     #[cfg(test)]
-    if let Some(level) = CHOSEN.get() {
+    if let Some(level) = TEST_LEVEL.get() {
         return level;
     }
     #[cfg(target_arch = "x86_64")]
@@ -60,11 +63,11 @@ pub(crate) fn level() -> Level {
 
 #[cfg(test)]
 thread_local! {
-    /// What a test runs this thread's loops on.
-    static CHOSEN: std::cell::Cell<Option<Level>> = const { std::cell::Cell::new(None) };
+    /// The level that a test selected for this thread.
+    static TEST_LEVEL: std::cell::Cell<Option<Level>> = const { std::cell::Cell::new(None) };
 }
 
-/// Every unit of this machine.
+/// Returns every SIMD level of this machine.
 #[cfg(test)]
 pub(crate) fn levels() -> Vec<Level> {
     let mut all = vec![Level::Portable];
@@ -80,19 +83,19 @@ pub(crate) fn levels() -> Vec<Level> {
     all
 }
 
-/// Runs `f` with the loops of this thread on one of [`levels`].
+/// Runs `f` with this thread's loops on one of [`levels`].
 #[cfg(test)]
 pub(crate) fn with_level<R>(level: Level, f: impl FnOnce() -> R) -> R {
-    CHOSEN.set(Some(level));
+    TEST_LEVEL.set(Some(level));
     let result = f();
-    CHOSEN.set(None);
+    TEST_LEVEL.set(None);
     result
 }
 
-/// Defines a function whose body is compiled for each vector unit and chosen at run time.
+/// Defines a function whose body is compiled for each SIMD level and selected at run time.
 ///
-/// The loops inside must fix their own order of additions (see [`sum_lanes`]); the compiler never reorders
-/// float arithmetic, so all versions give the same bits.
+/// The loops inside must fix their own order of additions (see [`sum_lanes`]); the compiler never
+/// reorders float arithmetic, so all versions give the same bits.
 macro_rules! vectorized {
     ($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $body:block) => {
         $(#[$meta])*
@@ -111,7 +114,7 @@ macro_rules! vectorized {
                 body($($arg),*)
             }
             match $crate::simd::level() {
-                // SAFETY: `level` has just seen these features on this machine.
+                // SAFETY: `level` has just detected these features on this machine.
                 #[cfg(target_arch = "x86_64")]
                 $crate::simd::Level::Avx512 => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
@@ -124,32 +127,34 @@ macro_rules! vectorized {
 }
 pub(crate) use vectorized;
 
-/// A growing buffer whose slices begin on a cache line, so that no vector load straddles two.
+/// A growing buffer whose slices start on a cache line, so that no vector load straddles two lines.
 #[derive(Debug, Default, Clone)]
-pub(crate) struct Aligned {
+pub(crate) struct AlignedBuffer {
     data: Vec<f32>,
     start: usize,
     len: usize,
 }
 
-impl Aligned {
-    /// The first `len` elements, grown if need be; what they hold is unspecified.
-    pub(crate) fn take(&mut self, len: usize) -> &mut [f32] {
+impl AlignedBuffer {
+    /// Returns the first `len` elements, growing the buffer if needed; their content is
+    /// unspecified.
+    pub(crate) fn ensure_len(&mut self, len: usize) -> &mut [f32] {
         if self.data.len() < len + 16 {
             self.data = vec![0.0; len + 16];
-            // 64 bytes are 16 elements; `align_offset` may decline, and alignment is only for speed.
+            // 64 bytes are 16 elements. `align_offset` may give up, because alignment only affects
+            // speed.
             self.start = self.data.as_ptr().align_offset(64).min(16);
         }
         self.len = len;
         &mut self.data[self.start..self.start + len]
     }
 
-    /// What the last [`take`](Aligned::take) gave.
+    /// Returns the slice of the last [`ensure_len`](AlignedBuffer::ensure_len).
     pub(crate) fn get(&self) -> &[f32] {
         &self.data[self.start..self.start + self.len]
     }
 
-    /// The same, to change it.
+    /// Returns the same slice, mutably.
     pub(crate) fn get_mut(&mut self) -> &mut [f32] {
         &mut self.data[self.start..self.start + self.len]
     }

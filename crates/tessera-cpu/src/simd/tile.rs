@@ -1,56 +1,58 @@
-//! The one inner loop of every product: a few rows of A against a panel of B, 32 columns wide.
+//! The inner loop of every matmul: a few rows of A times a panel of B, 32 columns wide.
 //!
-//! An element of a tile is Σₖ a·b as fused multiply-adds in the order of k, in blocks of [`BLOCK`] whose sums
-//! are added in order. No element sees another's row or column, so tiles of any height give the same bits.
+//! An element of a tile is Σₖ a·b as fused multiply-adds in the order of k, in blocks of [`BLOCK`]
+//! whose sums are added in order. No element depends on another element's row or column, so tiles
+//! of any height give the same bits.
 
 use super::{Level, level};
 
-/// Columns of a panel of B.
+/// Number of columns of a panel of B.
 pub(crate) const PANEL: usize = 32;
-/// Most rows of one tile.
+/// Maximum number of rows of one tile.
 pub(crate) const TILE_ROWS: usize = 12;
-/// Steps of k that share one running sum: bounds the growth of rounding errors.
+/// Number of k-steps that share one running sum, which bounds the growth of rounding errors.
 pub(crate) const BLOCK: usize = 256;
 
-/// A product tile, row-major.
-pub(crate) type Tile = [f32; TILE_ROWS * PANEL];
+/// An accumulator tile, row-major.
+pub(crate) type AccumulatorTile = [f32; TILE_ROWS * PANEL];
 
-/// A operand: element (row, k) at `row * row_step + k * k_step`.
+/// The A operand: element (row, k) is at `row * row_stride + k * k_stride`.
 #[derive(Clone, Copy)]
-pub(crate) struct Left<'a> {
+pub(crate) struct LhsOperand<'a> {
     pub(crate) data: &'a [f32],
-    pub(crate) row_step: usize,
-    pub(crate) k_step: usize,
+    pub(crate) row_stride: usize,
+    pub(crate) k_stride: usize,
 }
 
-/// B operand: element (k, column) at `k * k_step + column`.
+/// The B operand: element (k, column) is at `k * k_stride + column`.
 #[derive(Clone, Copy)]
-pub(crate) struct Right<'a> {
+pub(crate) struct RhsPanel<'a> {
     pub(crate) data: &'a [f32],
-    pub(crate) k_step: usize,
+    pub(crate) k_stride: usize,
 }
 
-/// Where a tile goes: element (row, column) at `row * row_step + column`.
-pub(crate) struct Target<'a> {
+/// The destination of a tile: element (row, column) is at `row * row_stride + column`.
+pub(crate) struct OutputTile<'a> {
     pub(crate) data: &'a mut [f32],
-    pub(crate) row_step: usize,
-    /// Adds the product to what is there, for products of at most [`BLOCK`] steps.
-    pub(crate) add: bool,
-    /// Added to every finished row.
+    pub(crate) row_stride: usize,
+    /// Whether to accumulate onto the existing values, for at most [`BLOCK`] k-steps.
+    pub(crate) accumulate: bool,
+    /// Bias that is added to every finished row.
     pub(crate) bias: Option<&'a [f32; PANEL]>,
 }
 
-/// Writes the product of `rows` (1 to 12) rows of `a` with 32 columns of `b` over `k` steps to `out`.
+/// Multiplies `rows` (1 to 12) rows of `a` with 32 columns of `b` over `k` steps, and writes the
+/// tile to `out`.
 ///
 /// # Panics
-/// If a slice is too short for what would be read or written.
-// Inlined, because operands handed over in memory are read back sooner than the stores of them are done.
+/// Panics if a slice is too short for the elements that would be read or written.
+// Inlined, because operands passed in memory would be reloaded before their stores complete.
 #[inline(always)]
-pub(crate) fn tile(rows: usize, a: Left<'_>, b: Right<'_>, k: usize, out: Target<'_>) {
-    assert!((1..=TILE_ROWS).contains(&rows) && k > 0 && (!out.add || k <= BLOCK));
-    assert!((rows - 1) * a.row_step + (k - 1) * a.k_step < a.data.len());
-    assert!((k - 1) * b.k_step + PANEL <= b.data.len());
-    assert!((rows - 1) * out.row_step + PANEL <= out.data.len());
+pub(crate) fn multiply_tile(rows: usize, a: LhsOperand<'_>, b: RhsPanel<'_>, k: usize, out: OutputTile<'_>) {
+    assert!((1..=TILE_ROWS).contains(&rows) && k > 0 && (!out.accumulate || k <= BLOCK));
+    assert!((rows - 1) * a.row_stride + (k - 1) * a.k_stride < a.data.len());
+    assert!((k - 1) * b.k_stride + PANEL <= b.data.len());
+    assert!((rows - 1) * out.row_stride + PANEL <= out.data.len());
     match level() {
         #[cfg(target_arch = "x86_64")]
         Level::Avx512 => {
@@ -65,20 +67,20 @@ pub(crate) fn tile(rows: usize, a: Left<'_>, b: Right<'_>, k: usize, out: Target
                     2 => x86::tile512::<2>,
                     _ => x86::tile512::<1>,
                 };
-                let (ap, op) = (&a.data[r * a.row_step], &mut out.data[r * out.row_step]);
-                // SAFETY: the asserts above bound every access of rows r..rows, `bias` is null or 32 elements,
-                // and `level` saw the feature.
+                let (ap, op) = (&a.data[r * a.row_stride], &mut out.data[r * out.row_stride]);
+                // SAFETY: the asserts above bound every access of rows r..rows, `bias` is null or
+                // 32 elements, and `level` detected the feature.
                 r += unsafe {
                     kernel(
                         ap,
-                        a.row_step,
-                        a.k_step,
+                        a.row_stride,
+                        a.k_stride,
                         b.data.as_ptr(),
-                        b.k_step,
+                        b.k_stride,
                         k,
                         op,
-                        out.row_step,
-                        out.add,
+                        out.row_stride,
+                        out.accumulate,
                         bias,
                     )
                 };
@@ -93,41 +95,41 @@ pub(crate) fn tile(rows: usize, a: Left<'_>, b: Right<'_>, k: usize, out: Target
                     2 => x86::tile256::<2>,
                     _ => x86::tile256::<1>,
                 };
-                let (ap, op) = (&a.data[r * a.row_step], &mut out.data[r * out.row_step]);
+                let (ap, op) = (&a.data[r * a.row_stride], &mut out.data[r * out.row_stride]);
                 // SAFETY: as above.
                 r += unsafe {
                     kernel(
                         ap,
-                        a.row_step,
-                        a.k_step,
+                        a.row_stride,
+                        a.k_stride,
                         b.data.as_ptr(),
-                        b.k_step,
+                        b.k_stride,
                         k,
                         op,
-                        out.row_step,
-                        out.add,
+                        out.row_stride,
+                        out.accumulate,
                         bias,
                     )
                 };
             }
         }
-        Level::Portable => portable(rows, a, b, k, out),
+        Level::Portable => tile_portable(rows, a, b, k, out),
     }
 }
 
-fn portable(rows: usize, a: Left<'_>, b: Right<'_>, k: usize, out: Target<'_>) {
+fn tile_portable(rows: usize, a: LhsOperand<'_>, b: RhsPanel<'_>, k: usize, out: OutputTile<'_>) {
     for r in 0..rows {
-        let o = &mut out.data[r * out.row_step..][..PANEL];
+        let o = &mut out.data[r * out.row_stride..][..PANEL];
         for k0 in (0..k).step_by(BLOCK) {
             let mut acc = [0.0f32; PANEL];
             for i in k0..(k0 + BLOCK).min(k) {
-                let v = a.data[r * a.row_step + i * a.k_step];
-                for (s, w) in acc.iter_mut().zip(&b.data[i * b.k_step..][..PANEL]) {
+                let v = a.data[r * a.row_stride + i * a.k_stride];
+                for (s, w) in acc.iter_mut().zip(&b.data[i * b.k_stride..][..PANEL]) {
                     *s = v.mul_add(*w, *s);
                 }
             }
             for (o, s) in o.iter_mut().zip(&acc) {
-                *o = if k0 == 0 && !out.add { *s } else { *o + *s };
+                *o = if k0 == 0 && !out.accumulate { *s } else { *o + *s };
             }
         }
         for (o, b) in o.iter_mut().zip(out.bias.into_iter().flatten()) {
@@ -144,11 +146,11 @@ mod x86 {
     macro_rules! tile_kernel {
         ($name:ident, $features:literal, $lanes:literal, $zero:ident, $load:ident, $splat:ident, $fma:ident,
          $add:ident, $store:ident) => {
-            /// `R` rows; returns `R`.
+            /// Computes `R` rows; returns `R`.
             ///
             /// # Safety
-            /// The machine has the features, the bounds that [`super::tile`] asserts hold for `R` rows from
-            /// `a` and `out`, and `bias` is null or points to 32 elements.
+            /// The machine has the features, the bounds that [`super::multiply_tile`] asserts hold
+            /// for `R` rows from `a` and `out`, and `bias` is null or points to 32 elements.
             #[target_feature(enable = $features)]
             #[allow(clippy::too_many_arguments)]
             pub(super) unsafe fn $name<const R: usize>(
@@ -183,7 +185,8 @@ mod x86 {
                     }
                     for (r, row) in acc.iter().enumerate() {
                         for v in 0..V {
-                            // SAFETY: r < R, so 32 columns from r * out_row lie inside `out`; `bias` has 32.
+                            // SAFETY: r < R, so 32 columns from r * out_row lie inside `out`;
+                            // `bias` has 32 elements.
                             unsafe {
                                 let o = out.add(r * out_row + v * $lanes);
                                 let y = if k0 == 0 && !add { row[v] } else { $add($load(o), row[v]) };
@@ -222,13 +225,13 @@ mod x86 {
         _mm256_storeu_ps
     );
 
-    /// Transposes 16 × 16: `out[c * out_step + r] = w[r * w_step + c]`.
+    /// Transposes a 16 × 16 block: `out[c * out_step + r] = w[r * w_step + c]`.
     ///
     /// # Safety
     /// The machine has AVX-512F; 16 rows of 16 elements lie inside both pointers' allocations.
     #[target_feature(enable = "avx512f")]
     pub(super) unsafe fn transpose16(w: *const f32, w_step: usize, out: *mut f32, out_step: usize) {
-        // SAFETY: rows 0..16 of `w` are readable by the caller's promise.
+        // SAFETY: the caller guarantees that rows 0..16 of `w` are readable.
         let a: [__m512; 16] = std::array::from_fn(|r| unsafe { _mm512_loadu_ps(w.add(r * w_step)) });
         let mut t = [_mm512_setzero_ps(); 16];
         for i in 0..8 {
@@ -252,7 +255,8 @@ mod x86 {
             let lo23 = _mm512_shuffle_f32x4::<0x88>(u[8 + j], u[12 + j]);
             let hi01 = _mm512_shuffle_f32x4::<0xdd>(u[j], u[4 + j]);
             let hi23 = _mm512_shuffle_f32x4::<0xdd>(u[8 + j], u[12 + j]);
-            // SAFETY: columns 0..16 are writable rows of `out` by the caller's promise.
+            // SAFETY: the caller guarantees that rows 0..16 of `out`, which receive the columns,
+            // are writable.
             unsafe {
                 _mm512_storeu_ps(out.add(j * out_step), _mm512_shuffle_f32x4::<0x88>(lo01, lo23));
                 _mm512_storeu_ps(out.add((4 + j) * out_step), _mm512_shuffle_f32x4::<0x88>(hi01, hi23));
@@ -263,8 +267,8 @@ mod x86 {
     }
 }
 
-/// Packs `columns` (at most 32) rows of `w[columns, k]`, `w_step` apart, as a panel `out[k, 32]`; missing
-/// columns become zeros.
+/// Packs `columns` (at most 32) rows of `w[columns, k]`, `w_step` apart, as a panel `out[k, 32]`;
+/// missing columns become zeros.
 pub(crate) fn pack_panel(w: &[f32], w_step: usize, columns: usize, k: usize, out: &mut [f32]) {
     assert!(columns <= PANEL && out.len() == k * PANEL);
     assert!(columns == 0 || (columns - 1) * w_step + k <= w.len());
@@ -273,8 +277,8 @@ pub(crate) fn pack_panel(w: &[f32], w_step: usize, columns: usize, k: usize, out
         let whole = k / 16 * 16;
         for k0 in (0..whole).step_by(16) {
             for half in [0, 16] {
-                // SAFETY: `level` saw AVX-512F; rows half..half + 16 and steps k0..k0 + 16 are inside both
-                // slices by the asserts above.
+                // SAFETY: `level` detected AVX-512F; rows half..half + 16 and steps k0..k0 + 16 are
+                // inside both slices by the asserts above.
                 unsafe {
                     let from = w.as_ptr().add(half * w_step + k0);
                     x86::transpose16(from, w_step, out.as_mut_ptr().add(k0 * PANEL + half), PANEL);
@@ -300,9 +304,9 @@ fn pack_plain(w: &[f32], w_step: usize, columns: usize, ks: std::ops::Range<usiz
 mod tests {
     use super::*;
 
-    fn numbers(n: usize, seed: u32) -> Vec<f32> {
+    fn random_values(n: usize, seed: u32) -> Vec<f32> {
         let mut out = vec![0.0; n];
-        tessera_base::random::normals(
+        tessera_base::random::fill_normals(
             tessera_base::random::DrawKey { seed: u64::from(seed), chunk: 0, draw: 0 },
             0,
             &mut out,
@@ -311,9 +315,9 @@ mod tests {
     }
 
     #[test]
-    fn every_vector_unit_gives_the_same_bits() {
+    fn tiles_are_bit_identical_on_all_simd_levels() {
         for (rows, k) in [(12, 96), (7, 300), (1, 1), (11, 513), (5, 256)] {
-            let (a, w) = (numbers(rows * k, 1), numbers(PANEL * k, 2));
+            let (a, w) = (random_values(rows * k, 1), random_values(PANEL * k, 2));
             let mut b = vec![0.0; k * PANEL];
             pack_panel(&w, k, PANEL, k, &mut b);
             let bias = [0.25; PANEL];
@@ -321,11 +325,11 @@ mod tests {
                 let mut out = [0.0; TILE_ROWS * PANEL];
                 super::super::with_level(level, || {
                     for r in (0..rows).step_by(height) {
-                        let left = Left { data: &a[r * k..], row_step: k, k_step: 1 };
-                        let right = Right { data: &b, k_step: PANEL };
+                        let left = LhsOperand { data: &a[r * k..], row_stride: k, k_stride: 1 };
+                        let right = RhsPanel { data: &b, k_stride: PANEL };
                         let data = &mut out[r * PANEL..];
-                        let to = Target { data, row_step: PANEL, add: false, bias: Some(&bias) };
-                        tile(height.min(rows - r), left, right, k, to);
+                        let to = OutputTile { data, row_stride: PANEL, accumulate: false, bias: Some(&bias) };
+                        multiply_tile(height.min(rows - r), left, right, k, to);
                     }
                 });
                 out
@@ -342,7 +346,7 @@ mod tests {
     #[test]
     fn packing_transposes_and_pads() {
         for (columns, k) in [(32, 96), (32, 37), (5, 20), (31, 16)] {
-            let w = numbers(columns * k, 3);
+            let w = random_values(columns * k, 3);
             let mut b = vec![f32::NAN; k * PANEL];
             pack_panel(&w, k, columns, k, &mut b);
             for i in 0..k {

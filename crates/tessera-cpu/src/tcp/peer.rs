@@ -1,4 +1,4 @@
-//! One peer of a lane: what is on its way to it, and what came from it.
+//! The stream to one peer: the frames to send to it and the frames received from it.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -7,134 +7,138 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::Xxh3;
 
-use super::Wire;
-use super::frame::{HASHED_BYTES, HEADER_BYTES, Header, Kind};
+use super::PeerStream;
+use super::frame::{CommFrameHeader, CommFrameKind, HASHED_BYTES, HEADER_BYTES};
 use crate::arena::ArenaLayout;
-use crate::exchange::REASON_BYTES;
+use crate::transport::REASON_BYTES;
 
-/// Bytes read at a time.
+/// Number of bytes per read call.
 const READ_BYTES: usize = 64 << 10;
-/// Most bytes read from one peer before the others are looked at.
-const TURN_BYTES: usize = 1 << 20;
+/// Maximum bytes read from one peer before the other peers get their share.
+const QUOTA_BYTES: usize = 1 << 20;
 
-/// How a peer's stream ended.
+/// The way in which a peer's stream ended.
 #[derive(Debug)]
-pub(super) enum End {
-    /// It closed or broke.
-    Gone(String),
-    /// It carried what no member sends.
-    Garbled(String),
+pub(super) enum StreamEnd {
+    /// The stream closed or broke.
+    Disconnected(String),
+    /// The stream carried an invalid frame.
+    InvalidFrame(String),
 }
 
-/// A slot as the peer filled it.
+/// A slot with the peer's contribution.
 #[derive(Debug)]
-pub(super) struct Slot {
-    /// One more than the number of the collective whose contribution is whole.
+pub(super) struct PeerSlot {
+    /// The number of the last completely received collective plus one.
     pub(super) published: u64,
     pub(super) fingerprint: u64,
     pub(super) data: Vec<f32>,
-    /// Whether the contribution was read here, so that the next may come.
+    /// Whether this member has read the contribution, so that the next may arrive.
     pub(super) free: bool,
 }
 
-/// A peer.
-pub(super) struct Peer {
-    wire: Box<dyn Wire>,
+/// The connection to a peer.
+pub(super) struct PeerConnection {
+    wire: Box<dyn PeerStream>,
     slot_bytes: usize,
-    out: VecDeque<(Arc<Vec<u8>>, usize)>,
-    /// Whether something is left inside the stream.
-    inside: bool,
-    /// Whether it takes nothing any more; what it sent before may still be read.
-    deaf: bool,
+    send_queue: VecDeque<(Arc<Vec<u8>>, usize)>,
+    /// Whether the stream has unsent bytes buffered inside.
+    wire_buffered: bool,
+    /// Whether the stream rejects writes; bytes that the peer sent before may still be read.
+    write_broken: bool,
     closed: bool,
     buffer: Box<[u8]>,
-    /// What of the buffer is read and not yet taken apart.
-    held: std::ops::Range<usize>,
-    header: Option<Header>,
-    /// Of what has come of the frame.
+    /// The range of the buffer that is read but not yet parsed.
+    unparsed: std::ops::Range<usize>,
+    header: Option<CommFrameHeader>,
+    /// Hash of the received part of the frame.
     hash: Box<Xxh3>,
     reason: Vec<u8>,
-    /// Contributions begun by the peer.
-    next: u64,
-    /// Slots of its contributions.
-    pub(super) slots: Vec<Slot>,
-    /// By slot: one more than the number of the last collective of ours that it has read.
+    /// Number of contributions that the peer has begun to send.
+    next_seq: u64,
+    /// Slots with the peer's contributions.
+    pub(super) slots: Vec<PeerSlot>,
+    /// By slot: the number of this member's last collective that the peer has read, plus one.
     pub(super) finished: Vec<u64>,
-    /// Set once.
-    pub(super) end: Option<End>,
-    /// Whether the last turn ended before the stream was empty.
-    pub(super) more: bool,
+    /// Set once, when the stream ends.
+    pub(super) stream_end: Option<StreamEnd>,
+    /// Whether the last receive stopped before the stream was empty.
+    pub(super) has_more: bool,
 }
 
-impl fmt::Debug for Peer {
+impl fmt::Debug for PeerConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Peer").field("next", &self.next).field("end", &self.end).finish_non_exhaustive()
+        f.debug_struct("Peer")
+            .field("next", &self.next_seq)
+            .field("end", &self.stream_end)
+            .finish_non_exhaustive()
     }
 }
 
-impl Peer {
-    pub(super) fn new(wire: Box<dyn Wire>, layout: ArenaLayout) -> Peer {
-        let slot = || Slot { published: 0, fingerprint: 0, data: Vec::new(), free: true };
-        Peer {
+impl PeerConnection {
+    pub(super) fn new(wire: Box<dyn PeerStream>, layout: ArenaLayout) -> PeerConnection {
+        let slot = || PeerSlot { published: 0, fingerprint: 0, data: Vec::new(), free: true };
+        PeerConnection {
             wire,
             slot_bytes: layout.slot_bytes,
-            out: VecDeque::new(),
-            inside: false,
-            deaf: false,
+            send_queue: VecDeque::new(),
+            wire_buffered: false,
+            write_broken: false,
             closed: false,
             buffer: vec![0; READ_BYTES].into(),
-            held: 0..0,
+            unparsed: 0..0,
             header: None,
             hash: Box::new(Xxh3::new()),
             reason: Vec::new(),
-            next: 0,
+            next_seq: 0,
             slots: (0..layout.slots).map(|_| slot()).collect(),
             finished: vec![0; layout.slots],
-            end: None,
-            more: false,
+            stream_end: None,
+            has_more: false,
         }
     }
 
-    /// Puts a frame behind those on their way. At most `slots` contributions, as many answers and an abort can be.
+    /// Appends a frame to the send queue. The queue contains at most `slots` contributions, as many
+    /// acknowledgements, and one abort.
     pub(super) fn send(&mut self, frame: Arc<Vec<u8>>) {
-        if !self.deaf {
-            self.out.push_back((frame, 0));
+        if !self.write_broken {
+            self.send_queue.push_back((frame, 0));
         }
     }
 
-    /// Whether something is still to be sent.
-    pub(super) fn unsent(&self) -> bool {
-        !self.out.is_empty() || self.inside
+    /// Returns whether any bytes remain to be sent.
+    pub(super) fn has_unsent(&self) -> bool {
+        !self.send_queue.is_empty() || self.wire_buffered
     }
 
-    /// Sends what the stream takes now.
+    /// Sends as much as the stream accepts now.
     pub(super) fn flush(&mut self) {
-        while let Some((frame, at)) = self.out.front_mut() {
+        while let Some((frame, at)) = self.send_queue.front_mut() {
             match self.wire.write(&frame[*at..]) {
                 Ok(0) => return,
                 Ok(n) => {
                     *at += n;
-                    self.inside = true;
+                    self.wire_buffered = true;
                     if *at == frame.len() {
-                        self.out.pop_front();
+                        self.send_queue.pop_front();
                     }
                 }
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                // Its last words may still be there to read.
-                Err(_) => return self.deafen(),
+                // The peer's last frames may still be readable.
+                Err(_) => return self.stop_sending(),
             }
         }
-        if self.inside {
+        if self.wire_buffered {
             match self.wire.flush() {
-                Ok(done) => self.inside = !done,
+                Ok(done) => self.wire_buffered = !done,
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {}
-                Err(_) => self.deafen(),
+                Err(_) => self.stop_sending(),
             }
         }
     }
 
-    /// Says that nothing more will be sent.
+    /// Closes the write direction, so that the peer sees the end of the stream.
     pub(super) fn close(&mut self) {
         if !self.closed {
             self.closed = true;
@@ -142,112 +146,112 @@ impl Peer {
         }
     }
 
-    /// Reads what is there. `published` is how many contributions of ours are on their way; `moved` is set when
-    /// something came whole. An abort's reason is handed over.
-    pub(super) fn receive(&mut self, published: u64, moved: &mut bool) -> Option<String> {
+    /// Reads the available bytes. `published` is the number of this member's published
+    /// contributions; `moved` is set when a frame is complete. Returns the reason of an abort.
+    pub(super) fn receive_available(&mut self, published: u64, progressed: &mut bool) -> Option<String> {
         let mut read = 0;
-        self.more = true;
-        while self.end.is_none() && read < TURN_BYTES {
-            if self.held.start > 0 {
-                self.buffer.copy_within(self.held.clone(), 0);
-                self.held = 0..self.held.len();
+        self.has_more = true;
+        while self.stream_end.is_none() && read < QUOTA_BYTES {
+            if self.unparsed.start > 0 {
+                self.buffer.copy_within(self.unparsed.clone(), 0);
+                self.unparsed = 0..self.unparsed.len();
             }
-            match self.wire.read(&mut self.buffer[self.held.end..]) {
-                Ok(0) => self.ended(moved, End::Gone("its stream closed".into())),
+            match self.wire.read(&mut self.buffer[self.unparsed.end..]) {
+                Ok(0) => self.mark_ended(progressed, StreamEnd::Disconnected("its stream closed".into())),
                 Ok(n) => {
                     read += n;
-                    self.held.end += n;
-                    match self.take_apart(published, moved) {
+                    self.unparsed.end += n;
+                    match self.parse_frames(published, progressed) {
                         Ok(None) => {}
                         Ok(reason) => return reason,
-                        Err(what) => self.ended(moved, End::Garbled(what)),
+                        Err(what) => self.mark_ended(progressed, StreamEnd::InvalidFrame(what)),
                     }
                 }
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {
-                    self.more = false;
+                    self.has_more = false;
                     break;
                 }
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) => self.ended(moved, End::Gone(e.to_string())),
+                Err(e) => self.mark_ended(progressed, StreamEnd::Disconnected(e.to_string())),
             }
         }
-        self.more &= self.end.is_none();
+        self.has_more &= self.stream_end.is_none();
         None
     }
 
-    fn ended(&mut self, moved: &mut bool, end: End) {
-        *moved = true;
-        self.deafen();
-        self.end = Some(end);
+    fn mark_ended(&mut self, progressed: &mut bool, end: StreamEnd) {
+        *progressed = true;
+        self.stop_sending();
+        self.stream_end = Some(end);
     }
 
-    fn deafen(&mut self) {
-        self.deaf = true;
-        self.inside = false;
-        self.out.clear();
+    fn stop_sending(&mut self) {
+        self.write_broken = true;
+        self.wire_buffered = false;
+        self.send_queue.clear();
     }
 
-    /// Takes whole frames, and as much of a contribution as there is, out of the buffer.
-    fn take_apart(&mut self, published: u64, moved: &mut bool) -> Result<Option<String>, String> {
+    /// Parses complete frames, and the available part of a contribution, out of the buffer.
+    fn parse_frames(&mut self, published: u64, progressed: &mut bool) -> Result<Option<String>, String> {
         loop {
             let header = match self.header.take() {
                 Some(h) => h,
                 None => {
-                    let Some(bytes) = self.buffer[self.held.clone()].first_chunk::<HEADER_BYTES>() else {
+                    let Some(bytes) = self.buffer[self.unparsed.clone()].first_chunk::<HEADER_BYTES>() else {
                         return Ok(None);
                     };
-                    let header = Header::read(bytes).ok_or("an unknown kind of frame")?;
+                    let header = CommFrameHeader::parse(bytes).ok_or("an unknown frame kind")?;
                     self.hash.reset();
                     self.hash.update(&bytes[..HASHED_BYTES]);
-                    self.held.start += HEADER_BYTES;
-                    self.begin(&header, published)?;
+                    self.unparsed.start += HEADER_BYTES;
+                    self.begin_frame(&header, published)?;
                     header
                 }
             };
-            match self.payload(header)? {
-                Progress::Wants(header) => {
+            match self.read_payload(header)? {
+                PayloadProgress::Incomplete(header) => {
                     self.header = Some(header);
                     return Ok(None);
                 }
-                Progress::Whole(Kind::Abort) => {
-                    *moved = true;
+                PayloadProgress::Complete(CommFrameKind::Abort) => {
+                    *progressed = true;
                     return Ok(Some(String::from_utf8_lossy(&self.reason).into_owned()));
                 }
-                Progress::Whole(_) => *moved = true,
+                PayloadProgress::Complete(_) => *progressed = true,
             }
         }
     }
 
-    /// Whether a frame may come now and be so long.
-    fn begin(&mut self, h: &Header, published: u64) -> Result<(), String> {
+    /// Checks that a frame may come now and that its length is valid.
+    fn begin_frame(&mut self, h: &CommFrameHeader, published: u64) -> Result<(), String> {
         let slots = self.slots.len() as u64;
         let slot = (h.seq % slots) as usize;
         match h.kind {
-            Kind::Data => {
-                if h.seq != self.next || !self.slots[slot].free {
+            CommFrameKind::Data => {
+                if h.seq != self.next_seq || !self.slots[slot].free {
                     return Err(format!(
-                        "contribution {} where {} of {slots} ahead is due",
-                        h.seq, self.next
+                        "contribution {} out of order or too early: {} expected, at most {slots} ahead",
+                        h.seq, self.next_seq
                     ));
                 }
                 if h.bytes > self.slot_bytes || !h.bytes.is_multiple_of(4) {
                     return Err(format!("{} bytes for a slot of {}", h.bytes, self.slot_bytes));
                 }
-                self.next += 1;
+                self.next_seq += 1;
                 let into = &mut self.slots[slot];
                 into.free = false;
                 into.fingerprint = h.fingerprint;
                 into.data.clear();
                 into.data.reserve_exact(h.bytes / 4);
             }
-            Kind::Finished => {
+            CommFrameKind::Finished => {
                 if h.bytes != 0 || h.seq >= published || self.finished[slot] > h.seq {
-                    return Err(format!("collective {} read, of {published} brought", h.seq));
+                    return Err(format!("collective {} finished, of {published} published", h.seq));
                 }
             }
-            Kind::Abort => {
+            CommFrameKind::Abort => {
                 if h.bytes > REASON_BYTES {
-                    return Err(format!("a reason of {} bytes", h.bytes));
+                    return Err(format!("an abort reason of {} bytes", h.bytes));
                 }
                 self.reason.clear();
             }
@@ -255,42 +259,42 @@ impl Peer {
         Ok(())
     }
 
-    /// Takes what is there of a payload.
-    fn payload(&mut self, h: Header) -> Result<Progress, String> {
+    /// Consumes the available part of a payload.
+    fn read_payload(&mut self, h: CommFrameHeader) -> Result<PayloadProgress, String> {
         let slot = (h.seq % self.slots.len() as u64) as usize;
         let (had, unit) = match h.kind {
-            Kind::Data => (self.slots[slot].data.len() * 4, 4),
+            CommFrameKind::Data => (self.slots[slot].data.len() * 4, 4),
             _ => (self.reason.len(), 1),
         };
-        let here = self.held.len().min(h.bytes - had.min(h.bytes)) / unit * unit;
-        let part = &self.buffer[self.held.start..self.held.start + here];
+        let here = self.unparsed.len().min(h.bytes - had.min(h.bytes)) / unit * unit;
+        let part = &self.buffer[self.unparsed.start..self.unparsed.start + here];
         self.hash.update(part);
         match h.kind {
-            Kind::Data => {
+            CommFrameKind::Data => {
                 let numbers = part.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
                 self.slots[slot].data.extend(numbers);
             }
-            Kind::Abort => self.reason.extend_from_slice(part),
-            Kind::Finished => {}
+            CommFrameKind::Abort => self.reason.extend_from_slice(part),
+            CommFrameKind::Finished => {}
         }
-        self.held.start += here;
+        self.unparsed.start += here;
         if had + here < h.bytes {
-            return Ok(Progress::Wants(h));
+            return Ok(PayloadProgress::Incomplete(h));
         }
-        if self.hash.digest() != h.sum {
-            return Err(format!("a frame of {} bytes changed on the way", h.bytes));
+        if self.hash.digest() != h.checksum {
+            return Err(format!("a wrong checksum on a frame of {} bytes", h.bytes));
         }
         match h.kind {
-            Kind::Data => self.slots[slot].published = h.seq + 1,
-            Kind::Finished => self.finished[slot] = h.seq + 1,
-            Kind::Abort => {}
+            CommFrameKind::Data => self.slots[slot].published = h.seq + 1,
+            CommFrameKind::Finished => self.finished[slot] = h.seq + 1,
+            CommFrameKind::Abort => {}
         }
-        Ok(Progress::Whole(h.kind))
+        Ok(PayloadProgress::Complete(h.kind))
     }
 }
 
-enum Progress {
-    /// The frame is not whole.
-    Wants(Header),
-    Whole(Kind),
+enum PayloadProgress {
+    /// The frame is incomplete.
+    Incomplete(CommFrameHeader),
+    Complete(CommFrameKind),
 }

@@ -1,24 +1,24 @@
-//! Ends of a lane for every member, by memory and by streams.
+//! Creates the transports of all members of a communicator, over shared memory or streams.
 
 #![allow(dead_code, clippy::unwrap_used)]
 
 use std::net::{TcpListener, TcpStream};
 
 use tessera_cpu::arena::{Arena, ArenaLayout};
-use tessera_cpu::exchange::Exchange;
-use tessera_cpu::tcp::{Tcp, Wire};
+use tessera_cpu::tcp::{PeerStream, TcpTransport};
+use tessera_cpu::transport::HostTransport;
 
-/// How members meet.
+/// The transport under test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum TransportKind {
     Memory,
     Streams,
 }
 
-pub const BOTH: [Kind; 2] = [Kind::Memory, Kind::Streams];
+pub const ALL_KINDS: [TransportKind; 2] = [TransportKind::Memory, TransportKind::Streams];
 
-/// Two ends of a connection.
-pub fn linked() -> [TcpStream; 2] {
+/// Returns both ends of a TCP connection.
+pub fn tcp_pair() -> [TcpStream; 2] {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let a = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let b = listener.accept().unwrap().0;
@@ -28,19 +28,19 @@ pub fn linked() -> [TcpStream; 2] {
     [a, b]
 }
 
-/// An end for every member.
-pub fn ends(kind: Kind, layout: ArenaLayout) -> Vec<Exchange> {
+/// Returns one transport per member.
+pub fn create_transports(kind: TransportKind, layout: ArenaLayout) -> Vec<HostTransport> {
     let members = layout.members;
-    if kind == Kind::Memory {
-        let fd = Arena::create(layout).unwrap();
+    if kind == TransportKind::Memory {
+        let fd = Arena::create_memfd(layout).unwrap();
         return (0..members).map(|m| Arena::attach(&fd, layout, m).unwrap().into()).collect();
     }
-    let mut wires: Vec<Vec<Option<Box<dyn Wire>>>> =
+    let mut wires: Vec<Vec<Option<Box<dyn PeerStream>>>> =
         (0..members).map(|_| (0..members).map(|_| None).collect()).collect();
     for (low, high) in (0..members).flat_map(|low| (low + 1..members).map(move |high| (low, high))) {
-        let [a, b] = linked();
+        let [a, b] = tcp_pair();
         wires[low][high] = Some(Box::new(a));
         wires[high][low] = Some(Box::new(b));
     }
-    wires.into_iter().enumerate().map(|(m, w)| Tcp::new(layout, m, w).unwrap().into()).collect()
+    wires.into_iter().enumerate().map(|(m, w)| TcpTransport::new(layout, m, w).unwrap().into()).collect()
 }

@@ -1,12 +1,13 @@
-//! Values that members bring, what they should come back as, and both as bytes.
+//! Test values: operands of the members, expected results, and conversion of both to bytes.
 
 use std::ops::Range;
 
 use tessera_ir::DType;
 use tessera_mesh::Reduction;
 
-/// Parts of an extent; uneven ones grow, and the first of many is empty.
-pub fn cut(extent: usize, members: usize, even: bool) -> Vec<Range<usize>> {
+/// Splits an extent among the members. Uneven parts grow, and the first is empty if there are more
+/// than two.
+pub fn split_extent(extent: usize, members: usize, even: bool) -> Vec<Range<usize>> {
     let total = members * (members - 1) / 2;
     let at = |m: usize| match even {
         true => extent * m / members,
@@ -16,16 +17,17 @@ pub fn cut(extent: usize, members: usize, even: bool) -> Vec<Range<usize>> {
     (0..members).map(|m| at(m)..if m + 1 == members { extent } else { at(m + 1) }).collect()
 }
 
-/// Elements that a part of a dim covers.
-pub fn take(x: &[f32], (rows, columns): (usize, usize), dim: usize, part: &Range<usize>) -> Vec<f32> {
+/// Returns the elements that a range of a dim covers.
+pub fn take_range(x: &[f32], (rows, columns): (usize, usize), dim: usize, part: &Range<usize>) -> Vec<f32> {
     if dim == 0 {
         return x[part.start * columns..part.end * columns].to_vec();
     }
     (0..rows).flat_map(|r| x[r * columns..][part.clone()].iter().copied()).collect()
 }
 
-/// A member's elements, as exact as the dtype; strange ones are no numbers and zeros of both signs.
-pub fn data(seed: usize, member: usize, len: usize, dtype: DType, strange: bool) -> Vec<f32> {
+/// Generates a member's elements, exact in the dtype. If `strange`, they include NaN and zeros of
+/// both signs.
+pub fn test_data(seed: usize, member: usize, len: usize, dtype: DType, strange: bool) -> Vec<f32> {
     let one = |i: usize| {
         let mut h = (seed as u64 * 1009 + member as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ i as u64;
         h = (h ^ (h >> 31)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -38,11 +40,11 @@ pub fn data(seed: usize, member: usize, len: usize, dtype: DType, strange: bool)
             _ => (h >> 40) as f32 / (1 << 23) as f32 - 1.0,
         }
     };
-    let exact = |v: f32| if dtype == DType::Bf16 { narrow(v) } else { v };
+    let exact = |v: f32| if dtype == DType::Bf16 { round_bf16(v) } else { v };
     (0..len).map(|i| exact(one(i))).collect()
 }
 
-pub fn reduce(all: &[Vec<f32>], reduction: Reduction, dtype: DType) -> Vec<f32> {
+pub fn reference_reduce(all: &[Vec<f32>], reduction: Reduction, dtype: DType) -> Vec<f32> {
     fn tree(t: &[f32]) -> f32 {
         if let [one] = t {
             return *one;
@@ -59,13 +61,13 @@ pub fn reduce(all: &[Vec<f32>], reduction: Reduction, dtype: DType) -> Vec<f32> 
                 terms[1..].iter().fold(terms[0], |s, t| if *t > s || s.is_nan() { *t } else { s })
             }
         };
-        if dtype == DType::Bf16 { narrow(wide) } else { wide }
+        if dtype == DType::Bf16 { round_bf16(wide) } else { wide }
     };
     (0..all[0].len()).map(one).collect()
 }
 
-/// To the nearest bfloat16, halves to even.
-pub fn narrow(v: f32) -> f32 {
+/// Rounds to the nearest bfloat16, ties to even.
+pub fn round_bf16(v: f32) -> f32 {
     if v.is_nan() {
         return v;
     }
@@ -73,14 +75,14 @@ pub fn narrow(v: f32) -> f32 {
     f32::from_bits((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff_0000)
 }
 
-pub fn encode(x: &[f32], dtype: DType) -> Vec<u8> {
+pub fn to_bytes(x: &[f32], dtype: DType) -> Vec<u8> {
     match dtype {
         DType::Bf16 => x.iter().flat_map(|v| ((v.to_bits() >> 16) as u16).to_le_bytes()).collect(),
         _ => x.iter().flat_map(|v| v.to_le_bytes()).collect(),
     }
 }
 
-pub fn decode(x: &[u8], dtype: DType) -> Vec<f32> {
+pub fn from_bytes(x: &[u8], dtype: DType) -> Vec<f32> {
     match dtype {
         DType::Bf16 => x
             .as_chunks::<2>()

@@ -1,260 +1,294 @@
-//! Weights in memory: reading pieces, their fingerprints, looking at them again, exchanging them.
+//! Weights in device memory: loading shards, fingerprinting them, auditing them against their
+//! fingerprints, and reloading them.
 
 use std::collections::BTreeMap;
 
 use tessera_base::Diagnostic;
-use tessera_device::{Audited, Fingerprint, Hasher, Seat, WeightSource, numbers, slice_words};
+use tessera_device::{
+    AuditResult, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice, dtype,
+};
 use tessera_ir::{DType, Op, Program, Type};
 
-use super::refused;
-use crate::driver::{Done, Memory, download, upload};
+use super::cuda_error;
+use crate::driver::{CudaResult, DeviceMemory, copy_to_device, copy_to_host};
 
-/// All weights of a rank, each held once.
+/// All weight shards of a rank, each stored once.
 #[derive(Debug, Default)]
-pub(super) struct Weights {
-    held: Vec<Held>,
-    index: BTreeMap<Key, usize>,
-    /// The last block that small tensors share, and how far it is full.
-    block: Option<(usize, usize)>,
-    blocks: Vec<Memory>,
-    cursor: Cursor,
+pub(super) struct DeviceWeights {
+    shards: Vec<DeviceShard>,
+    index: BTreeMap<ShardKey, usize>,
+    /// Index and used bytes of the allocation that currently receives small tensors.
+    open_block: Option<(usize, usize)>,
+    blocks: Vec<DeviceMemory>,
+    audit_cursor: AuditCursor,
 }
 
-type Key = (String, String, Option<String>);
+type ShardKey = (String, String, Option<String>);
 
-/// A piece of a tensor.
+/// One shard of a tensor.
 #[derive(Debug)]
-struct Held {
+struct DeviceShard {
     name: String,
     ty: Type,
-    load: Option<String>,
-    at: u64,
-    print: Fingerprint,
+    load_transform: Option<String>,
+    address: u64,
+    fingerprint: Fingerprint,
 }
 
-/// How far the look at the weights has come.
+/// Progress of the audit through the weights.
 #[derive(Debug, Default)]
-struct Cursor {
-    piece: usize,
+struct AuditCursor {
+    shard: usize,
     offset: u64,
-    hash: Hasher,
-    stage: Vec<u8>,
+    hash: FingerprintHasher,
+    host_buffer: Vec<u8>,
 }
 
-/// Bytes of one allocation: an allocation each would waste up to 2 MiB a tensor.
+/// Bytes of a shared allocation. Separate allocations would waste up to 2 MiB per tensor.
 const BLOCK_BYTES: usize = 256 << 20;
 
-/// Bytes that are brought back and hashed at once.
-const UNIT_BYTES: u64 = 4 << 20;
+/// Bytes that one audit step downloads and hashes.
+const AUDIT_READ_BYTES: u64 = 4 << 20;
 
-impl Weights {
-    /// The held weight of a weight op, read if it is not held yet.
+impl DeviceWeights {
+    /// Returns the index of the shard that a weight op loads; reads it on first use.
     pub(super) fn load(
         &mut self,
-        seat: &Seat,
+        mesh_rank: &MeshRank,
         p: &Program,
         op: &Op,
         source: &mut dyn WeightSource,
     ) -> Result<usize, Diagnostic> {
-        match self.index.get(&key(p, op)) {
+        match self.index.get(&weight_key(p, op)) {
             Some(i) => Ok(*i),
             None => {
-                let broken = |e| refused(&format!("weight {}", key(p, op).0), &e);
-                let at = self.take(p.ty(op.results[0]).bytes().0 as usize).map_err(broken)?;
-                self.read(seat, p, op, source, at)
+                let broken = |e| cuda_error(&format!("weight {}", weight_key(p, op).0), &e);
+                let at =
+                    self.allocate_bytes(p.type_of(op.results[0]).byte_size().0 as usize).map_err(broken)?;
+                self.read_shard(mesh_rank, p, op, source, at)
             }
         }
     }
 
-    /// Reads weights that are not held yet behind one another. Whether they lie so: those that were held lie where they lie.
-    pub(super) fn beside(
+    /// Loads the weights of several ops into contiguous memory, unless one of them is loaded
+    /// already. Returns whether the weights are contiguous; loaded weights do not move.
+    pub(super) fn load_contiguous(
         &mut self,
-        seat: &Seat,
+        mesh_rank: &MeshRank,
         p: &Program,
         ops: &[&Op],
         source: &mut dyn WeightSource,
     ) -> Result<bool, Diagnostic> {
-        let bytes = |op: &Op| p.ty(op.results[0]).bytes().0;
-        if ops.iter().all(|op| !self.index.contains_key(&key(p, op))) {
+        let bytes = |op: &Op| p.type_of(op.results[0]).byte_size().0;
+        if ops.iter().all(|op| !self.index.contains_key(&weight_key(p, op))) {
             let all: u64 = ops.iter().map(|op| bytes(op)).sum();
-            let broken = |e| refused(&format!("weight {}", key(p, ops[0]).0), &e);
-            let mut at = self.take(all as usize).map_err(broken)?;
+            let broken = |e| cuda_error(&format!("weight {}", weight_key(p, ops[0]).0), &e);
+            let mut at = self.allocate_bytes(all as usize).map_err(broken)?;
             for op in ops {
-                self.read(seat, p, op, source, at)?;
+                self.read_shard(mesh_rank, p, op, source, at)?;
                 at += bytes(op);
             }
         }
         let found: Option<Vec<u64>> =
-            ops.iter().map(|op| Some(self.at(*self.index.get(&key(p, op))?))).collect();
+            ops.iter().map(|op| Some(self.shard_address(*self.index.get(&weight_key(p, op))?))).collect();
         let Some(found) = found else { return Ok(false) };
         Ok(found.windows(2).zip(ops).all(|(pair, op)| pair[0] + bytes(op) == pair[1]))
     }
 
-    /// Reads a weight to a place.
-    fn read(
+    /// Reads a weight shard to an address.
+    fn read_shard(
         &mut self,
-        seat: &Seat,
+        mesh_rank: &MeshRank,
         p: &Program,
         op: &Op,
         source: &mut dyn WeightSource,
         at: u64,
     ) -> Result<usize, Diagnostic> {
-        let (key, ty) = (key(p, op), p.ty(op.results[0]));
+        let (key, ty) = (weight_key(p, op), p.type_of(op.results[0]));
         let (name, load) = (key.0.clone(), key.2.clone());
-        let data = source.read(&name, ty, load.as_deref(), seat)?;
-        let broken = |e| refused(&format!("weight {name}"), &e);
-        let hash = put_digested(at, ty.dtype, &data).map_err(broken)?;
-        let print = hash.finish(&name, slice_words(ty, load.as_deref(), seat));
-        self.held.push(Held { name: name.clone(), ty: ty.clone(), load, at, print });
-        self.index.insert(key, self.held.len() - 1);
-        Ok(self.held.len() - 1)
+        let data = source.read(&name, ty, load.as_deref(), mesh_rank)?;
+        let broken = |e| cuda_error(&format!("weight {name}"), &e);
+        let hash = upload_and_hash(at, ty.dtype, &data).map_err(broken)?;
+        let print = hash.finish(&name, describe_slice(ty, load.as_deref(), mesh_rank));
+        self.shards.push(DeviceShard {
+            name: name.clone(),
+            ty: ty.clone(),
+            load_transform: load,
+            address: at,
+            fingerprint: print,
+        });
+        self.index.insert(key, self.shards.len() - 1);
+        Ok(self.shards.len() - 1)
     }
 
-    pub(super) fn at(&self, i: usize) -> u64 {
-        self.held[i].at
+    pub(super) fn shard_address(&self, i: usize) -> u64 {
+        self.shards[i].address
     }
 
-    pub(super) fn bytes(&self) -> u64 {
-        self.held.iter().map(|h| h.ty.bytes().0).sum()
+    pub(super) fn total_bytes(&self) -> u64 {
+        self.shards.iter().map(|h| h.ty.byte_size().0).sum()
     }
 
-    pub(super) fn prints(&self) -> Vec<Fingerprint> {
-        let mut all: Vec<Fingerprint> = self.held.iter().map(|h| h.print.clone()).collect();
+    pub(super) fn list_fingerprints(&self) -> Vec<Fingerprint> {
+        let mut all: Vec<Fingerprint> = self.shards.iter().map(|h| h.fingerprint.clone()).collect();
         all.sort();
         all.dedup();
         all
     }
 
-    pub(super) fn look(&mut self, bytes: u64) -> Audited {
-        let (mut seen, mut left) = (Audited::default(), bytes);
-        let Cursor { piece, offset, hash, stage } = &mut self.cursor;
-        while seen.rounds == 0
-            && let Some(held) = self.held.get(*piece)
+    pub(super) fn audit_next(&mut self, bytes: u64) -> AuditResult {
+        let (mut audited, mut left) = (AuditResult::default(), bytes);
+        let AuditCursor { shard: piece, offset, hash, host_buffer: stage } = &mut self.audit_cursor;
+        while audited.rounds == 0
+            && let Some(weight) = self.shards.get(*piece)
         {
-            let size = UNIT_BYTES.min(held.ty.bytes().0 - *offset);
-            // What cannot be read any more is told by the next run.
-            if size > left || held.feed(*offset, size, hash, stage).is_err() {
+            let size = AUDIT_READ_BYTES.min(weight.ty.byte_size().0 - *offset);
+            // An unreadable device fails the next run, which reports the error.
+            if size > left || weight.hash_range(*offset, size, hash, stage).is_err() {
                 break;
             }
             left -= size;
-            seen.bytes += size;
+            audited.bytes += size;
             *offset += size;
-            if *offset < held.ty.bytes().0 {
+            if *offset < weight.ty.byte_size().0 {
                 continue;
             }
             let found = std::mem::take(hash).digest();
-            if found != held.print.digest {
-                seen.changed.get_or_insert_with(|| (held.print.clone(), found));
+            if found != weight.fingerprint.digest {
+                audited.changed.get_or_insert_with(|| (weight.fingerprint.clone(), found));
             }
             *offset = 0;
             *piece += 1;
-            if *piece == self.held.len() {
+            if *piece == self.shards.len() {
                 *piece = 0;
-                seen.rounds = 1;
+                audited.rounds = 1;
             }
         }
-        seen
+        audited
     }
 
-    pub(super) fn exchange(&mut self, seat: &Seat, source: &mut dyn WeightSource) -> Result<(), Diagnostic> {
-        for h in &self.held {
-            source.check(&h.name, &h.ty, h.load.as_deref(), seat)?;
+    pub(super) fn reload_all(
+        &mut self,
+        mesh_rank: &MeshRank,
+        source: &mut dyn WeightSource,
+    ) -> Result<(), Diagnostic> {
+        for h in &self.shards {
+            source.check(&h.name, &h.ty, h.load_transform.as_deref(), mesh_rank)?;
         }
-        (self.cursor.piece, self.cursor.offset, self.cursor.hash) = (0, 0, Hasher::default());
-        for h in &mut self.held {
-            let data = source.read(&h.name, &h.ty, h.load.as_deref(), seat)?;
+        (self.audit_cursor.shard, self.audit_cursor.offset, self.audit_cursor.hash) =
+            (0, 0, FingerprintHasher::default());
+        for h in &mut self.shards {
+            let data = source.read(&h.name, &h.ty, h.load_transform.as_deref(), mesh_rank)?;
             let name = h.name.clone();
-            let broken = |e| refused(&format!("weight {name}"), &e);
-            let hash = put_digested(h.at, h.ty.dtype, &data).map_err(broken)?;
-            h.print = hash.finish(&h.name, slice_words(&h.ty, h.load.as_deref(), seat));
+            let broken = |e| cuda_error(&format!("weight {name}"), &e);
+            let hash = upload_and_hash(h.address, h.ty.dtype, &data).map_err(broken)?;
+            h.fingerprint =
+                hash.finish(&h.name, describe_slice(&h.ty, h.load_transform.as_deref(), mesh_rank));
         }
         Ok(())
     }
 
-    pub(super) fn poke(&mut self, name: &str, index: u64, value: f32) -> bool {
-        let found = self.held.iter().find(|h| h.name == name && index < h.ty.elements());
-        found.is_some_and(|h| put(h.at + index * h.ty.dtype.bytes(), h.ty.dtype, &[value]).is_ok())
+    pub(super) fn overwrite_element(&mut self, name: &str, index: u64, value: f32) -> bool {
+        let found = self.shards.iter().find(|h| h.name == name && index < h.ty.element_count());
+        found.is_some_and(|h| {
+            upload_rounded(h.address + index * h.ty.dtype.element_bytes(), h.ty.dtype, &[value]).is_ok()
+        })
     }
 
-    /// Memory for a tensor.
-    fn take(&mut self, bytes: usize) -> Done<u64> {
+    /// Allocates memory for a tensor and returns its address.
+    fn allocate_bytes(&mut self, bytes: usize) -> CudaResult<u64> {
         let need = bytes.next_multiple_of(super::ALIGNMENT as usize);
         if need > BLOCK_BYTES / 4 {
-            let own = Memory::new(need)?;
-            let at = own.at();
+            let own = DeviceMemory::new(need)?;
+            let at = own.device_address();
             self.blocks.push(own);
             return Ok(at);
         }
-        let (block, full) = match self.block {
+        let (block, full) = match self.open_block {
             Some((block, full)) if full + need <= BLOCK_BYTES => (block, full),
             _ => {
-                self.blocks.push(Memory::new(BLOCK_BYTES)?);
+                self.blocks.push(DeviceMemory::new(BLOCK_BYTES)?);
                 (self.blocks.len() - 1, 0)
             }
         };
-        self.block = Some((block, full + need));
-        Ok(self.blocks[block].at() + full as u64)
+        self.open_block = Some((block, full + need));
+        Ok(self.blocks[block].device_address() + full as u64)
     }
 }
 
-/// What a weight op asks for: name, type, and how it is made of what is stored.
-fn key(p: &Program, op: &Op) -> Key {
+/// Returns the identity of a weight: its name, its type, and the transformation of the stored
+/// tensor.
+fn weight_key(p: &Program, op: &Op) -> ShardKey {
     let name = op.name.clone().unwrap_or_default();
-    (name, p.ty(op.results[0]).display(&p.mesh), op.str("load").map(str::to_string))
+    (name, p.type_of(op.results[0]).display_on(&p.mesh), op.str_attr("load").map(str::to_string))
 }
 
-impl Held {
-    fn feed(&self, offset: u64, size: u64, hash: &mut Hasher, stage: &mut Vec<u8>) -> Done<()> {
+impl DeviceShard {
+    fn hash_range(
+        &self,
+        offset: u64,
+        size: u64,
+        hash: &mut FingerprintHasher,
+        stage: &mut Vec<u8>,
+    ) -> CudaResult<()> {
         stage.resize(size as usize, 0);
-        download(stage, self.at + offset)?;
-        hash.update_held(stage, self.ty.dtype.bytes() as usize);
+        copy_to_host(stage, self.address + offset)?;
+        hash.update_raw(stage, self.ty.dtype.element_bytes() as usize);
         Ok(())
     }
 }
 
-/// Elements that are rounded and sent at once: the host works on the next while nothing waits, and no tensor is held twice.
-const PART: usize = 16 << 20;
+/// Elements per upload. Chunking lets the host convert one chunk while it hashes and uploads, and
+/// avoids a second full copy of a tensor in host memory.
+const UPLOAD_ELEMENTS: usize = 16 << 20;
 
-/// Rounds elements and sends them.
-pub(super) fn put(at: u64, dtype: DType, data: &[f32]) -> Done<()> {
-    send(at, dtype, data, None)
+/// Rounds elements to a dtype and uploads them.
+pub(super) fn upload_rounded(at: u64, dtype: DType, data: &[f32]) -> CudaResult<()> {
+    round_and_upload(at, dtype, data, None)
 }
 
-/// The same, and digests what was sent: a look at the device compares with that.
-fn put_digested(at: u64, dtype: DType, data: &[f32]) -> Done<Hasher> {
-    let mut hash = Hasher::default();
-    send(at, dtype, data, Some(&mut hash))?;
+/// Uploads elements like [`upload_rounded`] and returns the hash of the uploaded bytes, which
+/// audits compare with the device.
+fn upload_and_hash(at: u64, dtype: DType, data: &[f32]) -> CudaResult<FingerprintHasher> {
+    let mut hash = FingerprintHasher::default();
+    round_and_upload(at, dtype, data, Some(&mut hash))?;
     Ok(hash)
 }
 
-fn send(at: u64, dtype: DType, data: &[f32], mut hash: Option<&mut Hasher>) -> Done<()> {
-    let (width, mut bytes) = (dtype.bytes() as usize, Vec::new());
-    for (i, part) in data.chunks(PART).enumerate() {
+fn round_and_upload(
+    at: u64,
+    dtype: DType,
+    data: &[f32],
+    mut hash: Option<&mut FingerprintHasher>,
+) -> CudaResult<()> {
+    let (width, mut bytes) = (dtype.element_bytes() as usize, Vec::new());
+    for (i, part) in data.chunks(UPLOAD_ELEMENTS).enumerate() {
         bytes.resize(part.len() * width, 0);
-        round(dtype, part, &mut bytes);
-        // One core digests while another sends.
+        round_to_dtype(dtype, part, &mut bytes);
+        // One core hashes while another uploads.
         std::thread::scope(|s| {
             if let Some(hash) = &mut hash {
-                s.spawn(|| hash.update_held(&bytes, width));
+                s.spawn(|| hash.update_raw(&bytes, width));
             }
-            upload(at + (i * PART * width) as u64, &bytes)
+            copy_to_device(at + (i * UPLOAD_ELEMENTS * width) as u64, &bytes)
         })?;
     }
     Ok(())
 }
 
-/// Elements in a dtype, little-endian, by all cores: 14 billion of them take one core half a minute.
-fn round(dtype: DType, from: &[f32], to: &mut [u8]) {
-    let width = dtype.bytes() as usize;
+/// Rounds elements to a dtype, little-endian, on all cores: one core would take half a minute for
+/// 14 billion elements.
+fn round_to_dtype(dtype: DType, from: &[f32], to: &mut [u8]) {
+    let width = dtype.element_bytes() as usize;
     let one = |from: &[f32], to: &mut [u8]| match dtype {
         DType::Bf16 => {
             to.as_chunks_mut::<2>()
                 .0
                 .iter_mut()
                 .zip(from)
-                .for_each(|(o, v)| *o = numbers::bf16(*v).to_le_bytes());
+                .for_each(|(o, v)| *o = dtype::to_bf16_bits(*v).to_le_bytes());
         }
-        DType::E4m3 => to.iter_mut().zip(from).for_each(|(o, v)| *o = numbers::e4m3(*v)),
+        DType::E4m3 => to.iter_mut().zip(from).for_each(|(o, v)| *o = dtype::to_e4m3_bits(*v)),
         _ => to.as_chunks_mut::<4>().0.iter_mut().zip(from).for_each(|(o, v)| *o = v.to_le_bytes()),
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

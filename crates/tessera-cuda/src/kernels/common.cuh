@@ -1,4 +1,5 @@
-// What every kernel shares. NVRTC has no headers of the toolkit at hand, so conversions are spelled out.
+// Definitions shared by all kernels. NVRTC does not see the toolkit's headers, so conversions
+// between dtypes are written out here.
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -12,110 +13,111 @@ struct e4m3 {
     unsigned char bits;
 };
 
-__device__ __forceinline__ float up(float x) {
+__device__ __forceinline__ float to_f32(float x) {
     return x;
 }
-__device__ __forceinline__ float up(bf16 x) {
+__device__ __forceinline__ float to_f32(bf16 x) {
     return __uint_as_float((u32)x.bits << 16);
 }
-__device__ __forceinline__ void down(float x, float &out) {
+__device__ __forceinline__ void from_f32(float x, float &out) {
     out = x;
 }
-__device__ __forceinline__ void down(float x, bf16 &out) {
+__device__ __forceinline__ void from_f32(float x, bf16 &out) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
 }
-// To the nearest e4m3, the largest for what lies beyond.
-__device__ __forceinline__ void down(float x, e4m3 &out) {
+// Rounds to the nearest e4m3 and saturates at the largest finite value.
+__device__ __forceinline__ void from_f32(float x, e4m3 &out) {
 #if __CUDA_ARCH__ >= 890
-    u16 pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
-    out.bits = (unsigned char)pair;
+    u16 two;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.0f), "f"(x));
+    out.bits = (unsigned char)two;
 #else
     u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80;
     float size = fminf(fabsf(x), 448.0f);
     u32 normal = __float_as_uint(size);
     normal += 0x7ffff + (normal >> 20 & 1);
-    // Below 2^-6 in steps of 2^-9.
+    // Values below 2^-6 are subnormal: they lie 2^-9 apart.
     u32 e4m3_bits = size < 0.015625f ? (u32)rintf(size * 512.0f) : (normal >> 20) - (120 << 3);
     out.bits = (unsigned char)(x != x ? 0x7f : sign | e4m3_bits);
 #endif
 }
-// A number as it is once stored in T.
+// Returns the value that x has after a round trip through T.
 template <typename T> __device__ __forceinline__ float rounded(float x) {
     T t;
-    down(x, t);
-    return up(t);
+    from_f32(x, t);
+    return to_f32(t);
 }
 
 template <typename T, int N> struct alignas(sizeof(T) * N) Vec {
     T e[N];
 };
 
-struct Plus {
+struct Add {
     __device__ float operator()(float a, float b) const { return a + b; }
 };
-struct Larger {
+struct Maximum {
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-template <typename F> __device__ __forceinline__ float over_warp(float x, F f) {
+template <typename F> __device__ __forceinline__ float warp_reduce(float x, F f) {
     for (int o = 16; o > 0; o >>= 1) x = f(x, __shfl_xor_sync(0xffffffffu, x, o));
     return x;
 }
 __device__ __forceinline__ float warp_sum(float x) {
-    return over_warp(x, Plus());
+    return warp_reduce(x, Add());
 }
 __device__ __forceinline__ float warp_max(float x) {
-    return over_warp(x, Larger());
+    return warp_reduce(x, Maximum());
 }
 
-// Over a block of whole warps, the same bits in every thread.
-template <int THREADS, typename F> __device__ __forceinline__ float over_block(float x, F f) {
+// Reduces over a block of whole warps. Every thread gets the same bits.
+template <int THREADS, typename F> __device__ __forceinline__ float block_reduce(float x, F f) {
     constexpr int WARPS = THREADS / 32;
-    __shared__ float part[WARPS];
-    x = over_warp(x, f);
+    __shared__ float partials[WARPS];
+    x = warp_reduce(x, f);
     if (WARPS == 1) return x;
     __syncthreads();
-    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = x;
+    if (threadIdx.x % 32 == 0) partials[threadIdx.x / 32] = x;
     __syncthreads();
-    float s = part[0];
-    for (int i = 1; i < WARPS; i++) s = f(s, part[i]);
+    float s = partials[0];
+    for (int i = 1; i < WARPS; i++) s = f(s, partials[i]);
     return s;
 }
 template <int THREADS> __device__ __forceinline__ float block_sum(float x) {
-    return over_block<THREADS>(x, Plus());
+    return block_reduce<THREADS>(x, Add());
 }
 template <int THREADS> __device__ __forceinline__ float block_max(float x) {
-    return over_block<THREADS>(x, Larger());
+    return block_reduce<THREADS>(x, Maximum());
 }
 
-// Both as one expression each, of f32 alone.
-__device__ __forceinline__ float silu_of(float x) {
+// Each activation is one expression in f32.
+__device__ __forceinline__ float silu(float x) {
     return x / (1.0f + expf(-x));
 }
-__device__ __forceinline__ float gelu_of(float x) {
+__device__ __forceinline__ float gelu_tanh(float x) {
     float t = 0.7978845608028654f * (x + 0.044715f * x * x * x);
     return 0.5f * x * (1.0f + tanhf(t));
 }
 
-// Where members of a group want a piece of a matrix that is made here: its columns, or its rows, [first, first + count).
+// One member's destination for a shard of a matrix that this kernel produces: the columns, or the
+// rows, [first, first + count).
 struct Target {
-    u64 to, pitch;  // of its first row; bytes from a row to the next
+    u64 to, pitch;  // address of the shard's first row; bytes between rows
     int first, count;
 };
-// Of all members; none where the matrix stays here.
+// The destinations of all members of a group. `members` is 0 if the matrix stays on this device.
 struct Targets {
-    Target of[16];
-    const u32 *going;  // whether the members have met, and the pieces may be written
+    Target by_member[16];
+    const u32 *opened;  // non-zero once all members have arrived, so that their memory may be written
     u64 members;
 
-    __device__ __forceinline__ bool closed() const {
-        return members && *(const volatile u32 *)going == 0;
+    __device__ __forceinline__ bool is_closed() const {
+        return members && *(const volatile u32 *)opened == 0;
     }
-    // The one that wants this row or column.
-    __device__ __forceinline__ const Target &with(int at) const {
+    // Returns the destination of the member that owns this row or column.
+    __device__ __forceinline__ const Target &target_of(int index) const {
         int m = 0;
-        while (m + 1 < (int)members && (at < of[m].first || at >= of[m].first + of[m].count)) m++;
-        return of[m];
+        while (m + 1 < (int)members && (index < by_member[m].first || index >= by_member[m].first + by_member[m].count)) m++;
+        return by_member[m];
     }
 };

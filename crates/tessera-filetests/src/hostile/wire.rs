@@ -1,4 +1,4 @@
-//! Any bytes as what comes over a socket: frames, a peer's hello, records.
+//! Arbitrary bytes as data from a socket: frames, a peer's hello, records.
 
 use std::io::{Read, Result, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -6,78 +6,81 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use tessera_runtime::Limits;
-use tessera_runtime::driver::secure::{HELLO_BYTES, Records, read_hello};
-use tessera_runtime::driver::{Hub, HubEvent, Stream};
+use tessera_runtime::driver::secure::{HELLO_BYTES, RecordStream, read_hello};
+use tessera_runtime::driver::{ByteStream, Reactor, ReactorEvent};
 use tessera_runtime::wire::{
     self, HEADER_BYTES, MAX_FRAME_BYTES, decode, decode_body, decode_header, encode,
 };
 
-use super::told;
+use super::check_renders;
 
-/// Bytes as frames: read or refused, and what is read writes back to the same bytes.
-pub(super) fn frames(bytes: &[u8]) {
+/// Treats bytes as frames. The decoder must reject them, or the decoded message must encode to the
+/// same bytes.
+pub(super) fn check_frames(bytes: &[u8]) {
     match decode(bytes) {
-        Err(d) => told(&[d], ""),
+        Err(d) => check_renders(&[d], ""),
         Ok((origin, message)) => {
-            let again = encode(origin, &message).unwrap_or_else(|d| panic!("read and not written: {d:?}"));
-            assert!(again == bytes, "a frame with two forms: {message:?}");
+            let again = encode(origin, &message)
+                .unwrap_or_else(|d| panic!("a decoded message cannot be encoded: {d:?}"));
+            assert!(again == bytes, "a message has two encodings: {message:?}");
         }
     }
-    // As they come from a socket: a header, then as much as it says.
+    // As from a socket: first a header, then a body of the length that the header gives.
     let mut rest = bytes;
     while let Some((head, body)) = rest.split_first_chunk::<HEADER_BYTES>() {
         let Ok(header) = decode_header(head) else { break };
         let length = header.body_bytes();
-        assert!(HEADER_BYTES + length <= MAX_FRAME_BYTES, "a header over the limit");
+        assert!(HEADER_BYTES + length <= MAX_FRAME_BYTES, "a header exceeds the limit of a frame");
         let Some((body, after)) = body.split_at_checked(length) else { break };
         if let Err(d) = decode_body(&header, body) {
-            told(&[d], "");
+            check_renders(&[d], "");
         }
         rest = after;
     }
 }
 
-/// Most bytes of one input of [`assembled`]: what a socket takes without a reader.
-const SOCKET_BYTES: usize = 32 << 10;
+/// Maximum number of input bytes of [`check_assembly`]: a socket buffers this many without a
+/// reader.
+const MAX_SOCKET_BYTES: usize = 32 << 10;
 
-/// Bytes from a socket, put together by a hub: the frames that come are the bytes that went in, as far as they are
-/// frames.
-pub(super) fn assembled(bytes: &[u8]) {
-    let bytes = &bytes[..bytes.len().min(SOCKET_BYTES)];
-    let mut hub = Hub::new(&Limits::default()).expect("descriptors");
-    let (mut there, here) = UnixStream::pair().expect("a pair of sockets");
-    hub.add(Box::new(here), 0..4).expect("a socket");
+/// Sends bytes to a reactor through a socket. The frames that the reactor delivers must be a prefix
+/// of the bytes.
+pub(super) fn check_assembly(bytes: &[u8]) {
+    let bytes = &bytes[..bytes.len().min(MAX_SOCKET_BYTES)];
+    let mut reactor = Reactor::new(&Limits::default()).expect("descriptors are available");
+    let (mut sender, receiver) = UnixStream::pair().expect("sockets are available");
+    reactor.add_link(Box::new(receiver), 0..4).expect("the reactor accepts a socket");
     let (first, second) = bytes.split_at(bytes.len() / 3);
-    there.write_all(first).expect("room");
-    let (mut came, mut events, mut ended) = (Vec::new(), Vec::new(), false);
-    hub.wait(Duration::ZERO, &mut events);
-    // A hub that gave up on the first part closes.
-    let _ = there.write_all(second);
-    drop(there);
+    sender.write_all(first).expect("the socket's buffer has space");
+    let (mut received, mut events, mut ended) = (Vec::new(), Vec::new(), false);
+    reactor.wait_events(Duration::ZERO, &mut events);
+    // A reactor that rejected the first part has closed the socket.
+    let _ = sender.write_all(second);
+    drop(sender);
     for _ in 0..1000 {
         for event in events.drain(..) {
             match event {
-                HubEvent::Frame { frame, .. } => {
-                    came.extend_from_slice(frame.bytes());
-                    if let Err(d) = frame.message() {
-                        told(&[d], "");
+                ReactorEvent::Frame { frame, .. } => {
+                    received.extend_from_slice(frame.bytes());
+                    if let Err(d) = frame.decode_message() {
+                        check_renders(&[d], "");
                     }
                 }
-                HubEvent::Ended { .. } => ended = true,
-                HubEvent::Watched(_) => {}
+                ReactorEvent::Disconnected { .. } => ended = true,
+                ReactorEvent::FdReady(_) => {}
             }
         }
         if ended {
             break;
         }
-        hub.wait(Duration::from_millis(10), &mut events);
+        reactor.wait_events(Duration::from_millis(10), &mut events);
     }
-    assert!(ended, "a closed socket did not end its link");
-    assert!(bytes.starts_with(&came), "other bytes came out than went in");
+    assert!(ended, "closing the socket did not end its link");
+    assert!(bytes.starts_with(&received), "the frames differ from the bytes that were sent");
 }
 
-/// Bytes with the sums of a frame made right, so that what is beneath them is reached.
-pub(super) fn sealed(bytes: &[u8]) -> Option<Vec<u8>> {
+/// Wraps bytes in a frame with valid checksums, so that the decoder reaches the contents.
+pub(super) fn with_checksums(bytes: &[u8]) -> Option<Vec<u8>> {
     let (&kind, rest) = bytes.split_first()?;
     let (&cut, rest) = rest.split_first()?;
     let meta = rest.len().min(usize::from(cut) * 4);
@@ -96,41 +99,41 @@ pub(super) fn sealed(bytes: &[u8]) -> Option<Vec<u8>> {
     Some(frame)
 }
 
-/// Bytes as a hello, and as records that nobody made: neither is taken.
-pub(super) fn peer(bytes: &[u8]) {
+/// Treats bytes as a hello and as records that no peer made. Reading must end without a panic.
+pub(super) fn check_handshake(bytes: &[u8]) {
     if let Some(hello) = bytes.first_chunk::<HELLO_BYTES>() {
         let _ = read_hello(hello);
     }
-    let mut records = Records::unkeyed(Bytes::of(bytes));
+    let mut records = RecordStream::with_zero_keys(SliceStream::new(bytes));
     let mut into = [0; 97];
     let mut taken = 0;
     while let Ok(n @ 1..) = records.read(&mut into) {
         taken += n;
     }
-    assert!(taken <= bytes.len(), "more came out than went in");
+    assert!(taken <= bytes.len(), "the reader returned more bytes than it received");
 }
 
-/// A stream that was all there is, given away in pieces.
-struct Bytes<'a> {
-    left: &'a [u8],
-    /// A stream has a descriptor; nobody polls this one.
-    nothing: UnixStream,
+/// A stream that returns the bytes of a slice, a few at a time.
+struct SliceStream<'a> {
+    remaining: &'a [u8],
+    /// A descriptor that the trait requires. Nothing polls it.
+    descriptor: UnixStream,
 }
 
-impl Bytes<'_> {
-    fn of(left: &[u8]) -> Bytes<'_> {
+impl SliceStream<'_> {
+    fn new(remaining: &[u8]) -> SliceStream<'_> {
         thread_local! {
-            static NOTHING: UnixStream = UnixStream::pair().expect("a pair of sockets").0;
+            static NOTHING: UnixStream = UnixStream::pair().expect("sockets are available").0;
         }
-        let nothing = NOTHING.with(|n| n.try_clone().expect("a descriptor"));
-        Bytes { left, nothing }
+        let descriptor = NOTHING.with(|n| n.try_clone().expect("descriptors are available"));
+        SliceStream { remaining, descriptor }
     }
 }
 
-impl Stream for Bytes<'_> {
+impl ByteStream for SliceStream<'_> {
     fn read(&mut self, into: &mut [u8]) -> Result<usize> {
-        let n = into.len().min(1 + self.left.len() % 7);
-        self.left.read(&mut into[..n])
+        let n = into.len().min(1 + self.remaining.len() % 7);
+        self.remaining.read(&mut into[..n])
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<usize> {
@@ -138,6 +141,6 @@ impl Stream for Bytes<'_> {
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        self.nothing.as_fd()
+        self.descriptor.as_fd()
     }
 }

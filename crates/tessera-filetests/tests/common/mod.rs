@@ -1,4 +1,4 @@
-//! The files, and CPU backends for the ranks of one.
+//! The files of `filetests/`, and CPU backends for the ranks of a file.
 
 #![allow(dead_code, clippy::unwrap_used)]
 
@@ -8,20 +8,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_cpu::arena::{Arena, ArenaLayout};
-use tessera_cpu::{Cpu, End, Pool};
-use tessera_device::{Lane, Route};
-use tessera_filetests::{Maker, Subject, Tolerance};
+use tessera_cpu::{CommEndpoint, CpuBackend, Pool};
+use tessera_device::{CommRoute, Communicator};
+use tessera_filetests::{BackendFactory, BackendUnderTest, Tolerance};
 use tessera_ir::Program;
 use tessera_mesh::Mesh;
 
-/// Every file of `filetests/`, by its path there.
-pub fn files() -> Vec<(String, PathBuf)> {
+/// Returns every file of `filetests/` with its path relative to that folder.
+pub fn list_files() -> Vec<(String, PathBuf)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../filetests");
     let mut out = Vec::new();
     let mut folders = vec![root.clone()];
     while let Some(dir) = folders.pop() {
-        for path in std::fs::read_dir(dir).expect("filetests/ is there").map(|e| e.expect("an entry").path())
-        {
+        for path in std::fs::read_dir(dir).expect("filetests/ exists").map(|e| e.expect("an entry").path()) {
             if path.is_dir() {
                 folders.push(path);
             } else if path.extension().is_some_and(|e| e == "tir") {
@@ -33,50 +32,64 @@ pub fn files() -> Vec<(String, PathBuf)> {
     out
 }
 
-/// Name and text of every file.
-pub fn texts() -> Vec<(String, String)> {
-    files().into_iter().map(|(name, path)| (name, std::fs::read_to_string(path).expect("text"))).collect()
+/// Returns the name and text of every file.
+pub fn read_files() -> Vec<(String, String)> {
+    list_files()
+        .into_iter()
+        .map(|(name, path)| (name, std::fs::read_to_string(path).expect("text")))
+        .collect()
 }
 
-/// Longest wait in one collective of [`cpu`].
-pub const PATIENCE: Duration = Duration::from_secs(2);
+/// Maximum wait in one collective of the backends of [`cpu_backend`].
+pub const PEER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The CPU backend with an arena for each lane that the programs use.
+/// Describes the CPU backend with one arena for each communicator of the programs.
 ///
-/// About four units in the last place: a product accumulates in one f32 chain, and polynomials stand for the
-/// transcendental functions.
-pub fn cpu(name: &str) -> Subject<'_, Cpu> {
-    Subject { name, open: &open, tolerance: Tolerance { relative: 5e-7 }, patience: PATIENCE, compares: true }
+/// The tolerance is about four units in the last place: a matmul accumulates in one f32 chain, and
+/// polynomials approximate the transcendental functions.
+pub fn cpu_backend(name: &str) -> BackendUnderTest<'_, CpuBackend> {
+    BackendUnderTest {
+        name,
+        open: &open_cpu_backends,
+        tolerance: Tolerance { relative: 5e-7 },
+        peer_timeout: PEER_TIMEOUT,
+        detects_mismatch: true,
+    }
 }
 
-pub fn open(mesh: &Mesh, programs: &[Vec<Arc<Program>>]) -> Result<Vec<Maker<Cpu>>, String> {
-    /// Bytes of the largest contribution, and collectives at most in flight.
-    type Needs = BTreeMap<Lane, (u64, usize)>;
+pub fn open_cpu_backends(
+    mesh: &Mesh,
+    programs: &[Vec<Arc<Program>>],
+) -> Result<Vec<BackendFactory<CpuBackend>>, String> {
+    /// Bytes of the largest contribution, and the maximum number of collectives in flight.
+    type Needs = BTreeMap<Communicator, (u64, usize)>;
     let mut needs = Needs::new();
     for (rank, programs) in mesh.iter().zip(programs) {
         for p in programs {
-            for (_, op) in p.collectives() {
-                // What names no lane is for the backend to refuse.
-                let Some(lane) = Route::of(op).and_then(|r| r.lane(mesh, rank)) else { continue };
+            for (_, op) in p.collective_ops() {
+                // The backend rejects collectives without a communicator.
+                let Some(lane) = CommRoute::from_op(op).and_then(|r| r.communicator_of(mesh, rank)) else {
+                    continue;
+                };
                 let need = needs.entry(lane).or_default();
-                need.0 = need.0.max(op.operands.first().map_or(0, |v| p.ty(*v).bytes().0));
+                need.0 = need.0.max(op.operands.first().map_or(0, |v| p.type_of(*v).byte_size().0));
                 need.1 += 1;
             }
         }
     }
-    let mut ends: Vec<Vec<End>> = mesh.iter().map(|_| Vec::new()).collect();
+    let mut ends: Vec<Vec<CommEndpoint>> = mesh.iter().map(|_| Vec::new()).collect();
     for (lane, (bytes, flight)) in needs {
         let layout =
             ArenaLayout { members: lane.members.len(), slots: flight + 1, slot_bytes: bytes.max(4) as usize };
-        let fd = Arena::create(layout).map_err(|e| e.to_string())?;
+        let fd = Arena::create_memfd(layout).map_err(|e| e.to_string())?;
         for (at, rank) in lane.members.iter().enumerate() {
             let arena = Arena::attach(&fd, layout, at).map_err(|e| e.to_string())?;
-            let route = lane.route(mesh, at).ok_or("a lane without a group")?;
-            ends[rank.0 as usize].push(End { route, exchange: arena.into() });
+            let route = lane.member_route(mesh, at).ok_or("the communicator has no group")?;
+            ends[rank.0 as usize].push(CommEndpoint { route, transport: arena.into() });
         }
     }
-    let maker = |ends: Vec<End>| -> Maker<Cpu> {
-        Box::new(move |seat| Ok(Cpu::new(seat, Pool::single(), ends, PATIENCE)))
+    let maker = |ends: Vec<CommEndpoint>| -> BackendFactory<CpuBackend> {
+        Box::new(move |seat| Ok(CpuBackend::new(seat, Pool::single_thread(), ends, PEER_TIMEOUT)))
     };
     Ok(ends.into_iter().map(maker).collect())
 }

@@ -1,17 +1,17 @@
-//! Branches and loops, which programs do not have: words for them are met with the reason, and what they enclose
-//! is passed over.
+//! Detection of branches and loops, which the IR does not have: the parser explains why and skips
+//! the enclosed ops.
 
 use super::Parser;
-use super::lex::Tok;
-use super::resolve::Names;
+use super::lexer::TokenKind;
+use super::resolve::NameTable;
 
-/// What to do instead of branching.
-pub(super) const NO_BRANCHES: &str = "programs have no branches, so that every rank issues the same collectives: leave \
-the decision to the leader (a call's list of phases, or another phase), and always call the collective, with an empty \
-payload if need be";
+/// Hint that explains the alternative to a branch.
+pub(super) const NO_BRANCHES: &str = "programs have no branches, so that every rank issues the same collectives: let \
+the leader decide (through the phase list of a call, or another phase), and issue the collective unconditionally, with an empty \
+payload if necessary";
 
-/// Words that other languages branch, loop or choose with, as ops or as keys of an operand.
-const WORDS: &[&str] = &[
+/// Keywords for branches, loops and selection in other languages, used as op names or operand keys.
+const BRANCH_KEYWORDS: &[&str] = &[
     "branch",
     "case",
     "cond",
@@ -31,31 +31,32 @@ const WORDS: &[&str] = &[
     "while",
 ];
 
-/// Whether a word, with or without a dialect, would make what runs depend on data.
+/// Returns whether a word, with or without a dialect prefix, would make execution depend on data.
 pub(super) fn is_branch(spelled: &str) -> bool {
     let bare = spelled.rsplit('.').next().unwrap_or(spelled);
-    WORDS.contains(&bare)
+    BRANCH_KEYWORDS.contains(&bare)
 }
 
 impl Parser<'_> {
-    /// After a refused statement that began at token `begin`: if it opens a branch, on to its end. Values defined
-    /// inside become known as refused, so that their uses are not reported as well.
-    pub(super) fn skip_branch(&mut self, begin: usize, names: &mut Names) -> bool {
+    /// Skips a branch with its `else` parts, if the rejected statement that began at token `begin`
+    /// opens one. The values defined inside are recorded as rejected, so that their uses are not
+    /// reported as well.
+    pub(super) fn skip_branch(&mut self, begin: usize, names: &mut NameTable) -> bool {
         let word = |at: usize| {
-            self.tokens.get(at).and_then(|t| match &t.tok {
-                Tok::Word(w) => Some(w.as_str()),
+            self.tokens.get(at).and_then(|t| match &t.kind {
+                TokenKind::Word(w) => Some(w.as_str()),
                 _ => None,
             })
         };
-        let first = (begin..self.at.max(begin + 1)).find_map(word);
+        let first = (begin..self.position.max(begin + 1)).find_map(word);
         if !first.is_some_and(is_branch) {
             return false;
         }
         let mut at = begin;
         loop {
             let head = at;
-            let opens = |at: usize| self.tokens.get(at).is_some_and(|t| t.tok == Tok::Punct('{'));
-            let goes_on = |at: usize| self.tokens.get(at).is_some_and(|t| at == head || !t.first);
+            let opens = |at: usize| self.tokens.get(at).is_some_and(|t| t.kind == TokenKind::Punct('{'));
+            let goes_on = |at: usize| self.tokens.get(at).is_some_and(|t| at == head || !t.starts_line);
             while goes_on(at) && !opens(at) {
                 at += 1;
             }
@@ -68,10 +69,12 @@ impl Parser<'_> {
             }
             let mut open = 0usize;
             while let Some(t) = self.tokens.get(at) {
-                match &t.tok {
-                    Tok::Punct('{') => open += 1,
-                    Tok::Punct('}') => open -= 1,
-                    Tok::Value(n) if self.tokens.get(at + 1).is_some_and(|t| t.tok == Tok::Punct('=')) => {
+                match &t.kind {
+                    TokenKind::Punct('{') => open += 1,
+                    TokenKind::Punct('}') => open -= 1,
+                    TokenKind::Value(n)
+                        if self.tokens.get(at + 1).is_some_and(|t| t.kind == TokenKind::Punct('=')) =>
+                    {
                         names.entry(n.clone()).or_insert((None, t.span));
                     }
                     _ => {}
@@ -84,13 +87,13 @@ impl Parser<'_> {
             if !self
                 .tokens
                 .get(at)
-                .is_some_and(|t| matches!(&t.tok, Tok::Word(w) if w == "else" || w == "elif"))
+                .is_some_and(|t| matches!(&t.kind, TokenKind::Word(w) if w == "else" || w == "elif"))
             {
                 break;
             }
         }
-        self.at = at;
-        self.recover(at);
+        self.position = at;
+        self.skip_to_statement(at);
         true
     }
 }

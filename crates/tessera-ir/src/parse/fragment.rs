@@ -1,79 +1,88 @@
-//! Reads fragments: statements without a program around them.
+//! Parser for fragments: statements without an enclosing program.
 
 use std::collections::BTreeMap;
 
-use tessera_base::{Diagnostic, Diagnostics, Span, choices, nearest};
+use tessera_base::{Diagnostic, Diagnostics, Span, closest_name, format_choices};
 
-use super::lex::{Tok, lex};
-use super::{DIAGNOSTICS_MAX, Parsed, Parser, T0201, T0203, T0204, TEXT_BYTES_MAX, Written};
-use crate::fragment::{Fragment, FragmentOp, Name};
-use crate::{Dialect, HINTS, Program};
+use super::lexer::{TokenKind, tokenize};
+use super::{MAX_DIAGNOSTICS, MAX_TEXT_BYTES, ParseResult, ParsedOp, Parser, T0201, T0203, T0204};
+use crate::fragment::{Fragment, FragmentOp, SpannedName};
+use crate::{Dialect, HINT_ATTRS, Program};
 
-/// Whether a text is a fragment: it begins with an op, not with `program`.
+/// Returns whether a text is a fragment: it begins with an op instead of `program`.
 #[must_use]
 pub fn is_fragment(text: &str) -> bool {
-    // The first op stands on the first lines that are no comment; a long text is not read twice for it.
-    let end = text.char_indices().nth(FIRST_OP_CHARS_MAX).map_or(text.len(), |(i, _)| i);
-    let p = parser(&text[..end], "");
+    // Only a prefix of the text is tokenized, so that a long text is not read twice.
+    let end = text.char_indices().nth(MAX_PREFIX_CHARS).map_or(text.len(), |(i, _)| i);
+    let p = new_parser(&text[..end], "");
     match p.peek() {
-        Some(Tok::Value(_)) => true,
-        Some(Tok::Word(w)) => p.begins_statement() && w != "program" && w != "buffer",
+        Some(TokenKind::Value(_)) => true,
+        Some(TokenKind::Word(w)) => p.begins_statement() && w != "program" && w != "buffer",
         _ => false,
     }
 }
 
-/// The ops of a text that has no `program` around them. Operands may be defined by nobody, constants may be missing
-/// ([`Fragment::review`] lists both); types are not written in a fragment.
+/// Parses a text of ops without an enclosing `program`. Operands may be undefined and attributes
+/// may be missing ([`Fragment::review`] lists both), but types are not allowed.
 ///
 /// # Errors
-/// Everything that cannot be read: T0201 to T0204.
+/// All syntax errors: T0201 to T0204.
 pub fn parse_fragment(text: &str, file: &str) -> Result<Fragment, Diagnostics> {
-    if text.len() > TEXT_BYTES_MAX {
-        let m = format!("text of {} bytes; at most {TEXT_BYTES_MAX} are read", text.len());
-        return Err(vec![Diagnostic::error(&T0201, m).at(file, "too large")]);
+    if text.len() > MAX_TEXT_BYTES {
+        let m = format!("text has {} bytes, the maximum is {MAX_TEXT_BYTES}", text.len());
+        return Err(vec![Diagnostic::error(&T0201, m).with_label(file, "too large")]);
     }
-    let mut p = parser(text, file);
+    let mut p = new_parser(text, file);
     let mut f = Fragment::default();
-    // Every value seen, with whether it is defined: one that is read first may not be defined later.
+    // All values so far, with whether they are defined: a value must not be defined after its first
+    // use.
     let mut names: BTreeMap<String, (bool, Span)> = BTreeMap::new();
-    while p.at < p.tokens.len() && p.found.len() < DIAGNOSTICS_MAX {
-        let begin = p.at;
-        match p.fragment_op(&mut names) {
+    while p.position < p.tokens.len() && p.diagnostics.len() < MAX_DIAGNOSTICS {
+        let begin = p.position;
+        match p.parse_fragment_op(&mut names) {
             Ok(op) => f.ops.push(op),
             Err(d) => {
-                p.found.push(*d);
+                p.diagnostics.push(*d);
                 let mut refused = BTreeMap::new();
                 if !p.skip_branch(begin, &mut refused) {
-                    p.at = p.at.max(begin + 1);
-                    p.recover(begin);
+                    p.position = p.position.max(begin + 1);
+                    p.skip_to_statement(begin);
                 }
-                // Nothing closes here: a brace that no op opened was reported with its op.
-                while p.at > begin && p.eat('}') {}
+                // A fragment has no closing brace; an unmatched brace was already reported with its
+                // op.
+                while p.position > begin && p.eat_punct('}') {}
             }
         }
     }
-    if p.found.is_empty() { Ok(f) } else { Err(p.found) }
+    if p.diagnostics.is_empty() { Ok(f) } else { Err(p.diagnostics) }
 }
 
-/// Comments aside, more than any op before its name.
-const FIRST_OP_CHARS_MAX: usize = 1 << 16;
+/// Length of the prefix that [`is_fragment`] examines, in characters.
+const MAX_PREFIX_CHARS: usize = 1 << 16;
 
-fn parser<'a>(text: &'a str, file: &'a str) -> Parser<'a> {
-    Parser { text, file, tokens: lex(text), at: 0, found: Vec::new(), definitions: Vec::new() }
+fn new_parser<'a>(text: &'a str, file: &'a str) -> Parser<'a> {
+    Parser {
+        text,
+        file,
+        tokens: tokenize(text),
+        position: 0,
+        diagnostics: Vec::new(),
+        definitions: Vec::new(),
+    }
 }
 
 impl Parser<'_> {
-    fn fragment_op(&mut self, names: &mut BTreeMap<String, (bool, Span)>) -> Parsed<FragmentOp> {
-        let start = self.span();
+    fn parse_fragment_op(&mut self, names: &mut BTreeMap<String, (bool, Span)>) -> ParseResult<FragmentOp> {
+        let start = self.next_span();
         if self.begins_statement() && self.eat_word("buffer") {
             let m = "a declaration in a fragment";
-            let mut d = self.error(&T0201, m, "here", start);
-            *d = d.hint("write a program: `program @name … { buffer @name : type … }`");
+            let mut d = self.error_at(&T0201, m, "here", start);
+            *d = d.with_hint("write a program: `program @name … { buffer @name : type … }`");
             return Err(d);
         }
-        let dialect = self.dialect_here();
-        // The op's name and its types are read as in a program, which a fragment lacks.
-        let w = self.op(&Program {
+        let dialect = self.next_dialect();
+        // The op is parsed as part of a stand-in program, because a fragment has none.
+        let w = self.parse_op(&Program {
             name: String::new(),
             dialect,
             role: String::new(),
@@ -84,16 +93,18 @@ impl Parser<'_> {
             ops: Vec::new(),
         })?;
         if let Some((_, span)) = w.types.first() {
-            let mut d = self.error(&T0201, "a type in a fragment", "this type", *span);
-            *d = d.hint("a fragment has no mesh to lay types over: put `program @name … { … }` around it");
+            let mut d = self.error_at(&T0201, "a type in a fragment", "this type", *span);
+            *d = d.with_hint(
+                "a fragment has no mesh, so it cannot have layouts: put `program @name … { … }` around it",
+            );
             return Err(d);
         }
-        self.known_constants(&w)?;
-        let name = |(text, span): (String, Span)| Name { text, span };
-        let row = w.opcode.row();
+        self.check_attr_names(&w)?;
+        let name = |(text, span): (String, Span)| SpannedName { text, span };
+        let row = w.opcode.table_row();
         let mut keyed = Vec::new();
         for (key, value, span) in w.keyed {
-            keyed.push((self.keyed_operand(row, &key, span)?, Name { text: value, span }));
+            keyed.push((self.resolve_key(row, &key, span)?, SpannedName { text: value, span }));
         }
         keyed.sort_by_key(|(k, _)| row.keyed.iter().position(|o| o.trim_end_matches('?') == *k));
         let op = FragmentOp {
@@ -111,7 +122,7 @@ impl Parser<'_> {
             span: w.span,
             op_span: w.op_span,
         };
-        for n in op.uses() {
+        for n in op.used_names() {
             names.entry(n.text.clone()).or_insert((false, n.span));
         }
         for n in &op.results {
@@ -121,8 +132,8 @@ impl Parser<'_> {
                     false => ("defined below its use", "used here"),
                 };
                 let m = format!("value %{} is {how}", n.text);
-                let mut d = self.error(&T0204, m, "here", n.span);
-                *d = d.at_span(self.file, there, *first);
+                let mut d = self.error_at(&T0204, m, "here", n.span);
+                *d = d.with_span_label(self.file, there, *first);
                 return Err(d);
             }
             names.insert(n.text.clone(), (true, n.span));
@@ -130,24 +141,24 @@ impl Parser<'_> {
         Ok(op)
     }
 
-    /// Which dialect the op that follows is spelled in.
-    fn dialect_here(&self) -> Dialect {
-        let word = self.tokens[self.at..].iter().find_map(|t| match &t.tok {
-            Tok::Word(w) => Some(w.as_str()),
+    /// Returns the dialect in which the next op is written.
+    fn next_dialect(&self) -> Dialect {
+        let word = self.tokens[self.position..].iter().find_map(|t| match &t.kind {
+            TokenKind::Word(w) => Some(w.as_str()),
             _ => None,
         });
         if word.is_some_and(|w| w.starts_with("toperator.")) { Dialect::Logical } else { Dialect::Role }
     }
 
-    fn known_constants(&self, w: &Written) -> Parsed<()> {
-        let known: Vec<&str> = w.opcode.row().attrs.iter().map(|a| a.trim_end_matches('?')).collect();
-        let odd = |a: &&String| !known.contains(&a.as_str()) && !HINTS.contains(&a.as_str());
+    fn check_attr_names(&self, w: &ParsedOp) -> ParseResult<()> {
+        let known: Vec<&str> = w.opcode.table_row().attrs.iter().map(|a| a.trim_end_matches('?')).collect();
+        let odd = |a: &&String| !known.contains(&a.as_str()) && !HINT_ATTRS.contains(&a.as_str());
         let Some(odd) = w.attrs.keys().find(odd) else { return Ok(()) };
-        let m = format!("{} has no constant `{odd}`", w.opcode.name());
-        let mut d = self.error(&T0203, m, "this op", w.op_span);
-        *d = d.hint(match nearest(odd, known.iter().copied()) {
+        let m = format!("{} has no attribute `{odd}`", w.opcode.name());
+        let mut d = self.error_at(&T0203, m, "this op", w.op_span);
+        *d = d.with_hint(match closest_name(odd, known.iter().copied()) {
             Some(n) => format!("did you mean `{n}`?"),
-            None => format!("its constants: {}", choices(&known)),
+            None => format!("its attributes: {}", format_choices(&known)),
         });
         Err(d)
     }

@@ -1,11 +1,11 @@
-//! Reading by hand, reading back, and reading rubbish.
+//! Tests of manually written text, round trips and invalid text.
 
 use super::*;
 use crate::{print, print_fragment};
 use proptest::prelude::*;
 
-const TWO: &str = r#"
-// One column and one row parallel product, by hand.
+const MLP_PROGRAM: &str = r#"
+// One column-parallel and one row-parallel matmul.
 program @mlp role(stage0) mesh( tp = 2 ) streams(compute, tp_collective) {
   buffer @kv.0.k : f32[90, 24] {tp: shard(1)}
   %x = input : f32[30, 48]
@@ -37,11 +37,14 @@ fn codes(body: &str) -> Vec<&'static str> {
 
 #[test]
 fn hand_written_text_becomes_canonical() {
-    let p = parse(TWO, "two.tir").unwrap();
+    let p = parse(MLP_PROGRAM, "two.tir").unwrap();
     assert_eq!(p.ops.len(), 14);
     assert_eq!(p.ops[0].name.as_deref(), Some("x"));
     let span = p.ops[5].span.unwrap();
-    assert_eq!(&TWO[span.start..span.end], "%h = ttile.matmul\n         %x,\n         %w {act = \"silu\"}");
+    assert_eq!(
+        &MLP_PROGRAM[span.start..span.end],
+        "%h = ttile.matmul\n         %x,\n         %w {act = \"silu\"}"
+    );
     let text = print(&p);
     let again = parse(&text, "again").unwrap();
     assert_eq!(again.clone().without_spans(), p.without_spans());
@@ -64,7 +67,7 @@ fn every_mistake_is_reported_once() {
 }
 
 #[test]
-fn a_slip_gets_a_hint() {
+fn a_misspelt_op_gets_a_hint() {
     let text = "program @p { %x = input : f32[2, 2] %y = ttile.silu %x }";
     let ds = parse(text, "t").unwrap_err();
     assert_eq!(ds[0].hint.as_deref(), Some("did you mean `toperator.silu`?"));
@@ -72,7 +75,7 @@ fn a_slip_gets_a_hint() {
 }
 
 #[test]
-fn the_role_says_which_piece() {
+fn the_role_determines_the_shard() {
     let text = |role: &str| {
         format!(
             "program @p role({role}) mesh(tp=2) streams(compute) {{
@@ -103,7 +106,7 @@ const FRAGMENT: &str = r#"%S_rs  = ttile.collective.reduce_scatter %S_partial {a
 #[test]
 fn ops_without_a_program_are_a_fragment() {
     let f = parse_fragment(FRAGMENT, "t").unwrap();
-    let free: Vec<&str> = f.free().iter().map(|n| n.text.as_str()).collect();
+    let free: Vec<&str> = f.undefined_values().iter().map(|n| n.text.as_str()).collect();
     assert_eq!(free, ["S_partial", "G"]);
     assert_eq!(f.ops[2].symbol.as_ref().map(|s| &FRAGMENT[s.span.start..s.span.end]), Some("@Experts"));
     assert_eq!(&FRAGMENT[f.ops[1].span.start..f.ops[1].span.end], "%P     = ttile.softmax %S_rs");
@@ -112,13 +115,13 @@ fn ops_without_a_program_are_a_fragment() {
     let codes: Vec<&str> = review.iter().map(|d| d.code.id).collect();
     assert_eq!(codes, ["T0215", "T0215", "T0215", "T0206"]);
     assert!(review[0].notes[0].contains("wrong by O(1)"), "{review:#?}");
-    // Both are there: a fragment that mixes dialects goes into no program as it is.
-    assert!(review[3].notes.iter().any(|n| n.contains("do not go into one program")), "{review:#?}");
+    // A fragment that mixes dialects cannot become one program, which a note explains.
+    assert!(review[3].notes.iter().any(|n| n.contains("cannot contain both")), "{review:#?}");
     assert!(review[3].notes[0].contains("mesh(tp=…, ep=…)"), "{review:#?}");
 }
 
 #[test]
-fn a_program_is_no_fragment() {
+fn a_program_is_not_a_fragment() {
     for text in
         ["", "// nothing", "program @p {}", "// a\nprogram @p {}", "progam @p {}", "}", "buffer @b : f32"]
     {
@@ -130,7 +133,7 @@ fn a_program_is_no_fragment() {
 }
 
 #[test]
-fn branches_get_the_reason() {
+fn branches_are_rejected_with_a_reason() {
     for body in ["if %x { }", "%y = ttile.select %x, %x", "%y = ttile.silu %x, when=%x", "ttile.while %x"] {
         let text = format!("program @p role(r) mesh(tp=2) {{ %x = input : f32[2]\n{body}\n}}");
         let ds = parse(&text, "t").unwrap_err();
@@ -164,7 +167,7 @@ proptest! {
 
     #[test]
     fn damaged_text_never_panics(at in 0usize..1100, del in 0usize..40, ins in "[-%@{}()\\[\\],=:0-9a-z \n\"]{0,12}") {
-        let mut text: Vec<char> = TWO.chars().collect();
+        let mut text: Vec<char> = MLP_PROGRAM.chars().collect();
         let at = at.min(text.len());
         let end = (at + del).min(text.len());
         text.splice(at..end, ins.chars());
@@ -184,7 +187,7 @@ proptest! {
             "%y = ttile.depth_to_space_time %x {grid = [N, N, N], patch = [N, N], stride = [N, N, N]}",
             "%y = ttile.compact %x {extent = N, parts = N, unit = N}",
             "%y = ttile.take_shard %x {axis = \"tp\", dim = 0, unit = N}",
-            "%z = weight \"z\" : f32[N, 4] {tp: shard(0, of=N, unit=N)} %y = ttile.pad %z {axis = \"tp\", dim = 0, rows = N}",
+            "%z = weight \"z\" : f32[N, 4] {tp: shard(0, extent=N, unit=N)} %y = ttile.pad %z {axis = \"tp\", dim = 0, rows = N}",
             "%z = weight \"z\" : f32[N, N] {tp: shard(0)} %y = ttile.collective.all_gather %z {axis = \"tp\", dim = 0}",
             "%s = call : i64 %y = ttile.rope %x, start=%s {frame_stride = N, grid = [N, N, N], head_dim = N}",
         ][which];

@@ -1,55 +1,68 @@
-//! Rules of the ops that compute on one rank alone.
+//! Rules of the ops that compute on one rank only.
 
 use tessera_mesh::{AxisLayout, Shard};
 
-use super::{Cx, Rule, T0203, T0210, T0213, T0214, T0215, product, refuse, segments_tree};
+use super::{
+    RuleContext, RuleResult, T0203, T0210, T0213, T0214, T0215, has_segments, multiply_extents, rule_error,
+};
 use crate::{DType, Type};
 
-impl Cx<'_> {
-    pub(super) fn matmul(&self) -> Rule<Type> {
+impl RuleContext<'_> {
+    pub(super) fn matmul_type(&self) -> RuleResult<Type> {
         use AxisLayout::{Replicated as R, Shard as S};
-        let ([n, k], [m, k2]) = (self.matrix(0)?, self.matrix(1)?);
+        let ([n, k], [m, k2]) = (self.matrix_shape(0)?, self.matrix_shape(1)?);
         if k != k2 {
-            return refuse(&T0210, format!("inner extents differ: x {} · w {}", self.show(0), self.show(1)));
+            return rule_error(
+                &T0210,
+                format!(
+                    "inner extents differ: x {} · w {}",
+                    self.display_operand(0),
+                    self.display_operand(1)
+                ),
+            );
         }
-        self.same_dtype(0, 1)?;
-        let result = self.scaled([n, m])?;
-        self.segments(k)?;
-        self.act()?;
-        let bias = self.op.key("bias").map(|b| self.program.ty(b));
+        self.check_same_dtype(0, 1)?;
+        let result = self.matmul_dtype([n, m])?;
+        self.segment_count(k)?;
+        self.check_act()?;
+        let bias = self.op.keyed_operand("bias").map(|b| self.program.type_of(b));
         if let Some(b) = bias
             && b.shape != [m]
         {
-            return refuse(&T0210, format!("bias {} for {m} columns", b.display(self.mesh)));
+            return rule_error(&T0210, format!("bias {} for {m} columns", b.display_on(self.mesh)));
         }
         if let Some(b) = bias
             && b.dtype != result
         {
-            let b = b.display(self.mesh);
-            return refuse(&T0210, format!("bias {b} for a product that gives {result}"));
+            let b = b.display_on(self.mesh);
+            return rule_error(&T0210, format!("bias {b} for a matmul with a {result} result"));
         }
-        let scaled = self.op.key("x_scale").is_some();
-        let plain = bias.is_none() && self.op.str("act").is_none() && !scaled;
-        let layout = self.combine(&self.layouts(), |l| match (l[0], l[1]) {
+        let scaled = self.op.keyed_operand("x_scale").is_some();
+        let plain = bias.is_none() && self.op.str_attr("act").is_none() && !scaled;
+        let layout = self.combine_layouts(&self.operand_layouts(), |l| match (l[0], l[1]) {
             (R, R) => Some(R),
             (S(s), R) if s.dim == 0 => Some(S(s)),
             (R, S(s)) if s.dim == 0 => Some(S(Shard { dim: 1, ..s })),
-            (S(a), S(b)) if a == b && a.dim == 1 && plain => self.partial_of(a),
+            (S(a), S(b)) if a == b && a.dim == 1 && plain => self.partial_layout(a),
             _ => None,
         })?;
-        // A vector beside rows is cut as they are.
+        // A bias or scale vector must be sharded like the rows of its operand.
         for (vector, rows) in [("bias", 1), ("x_scale", 0), ("w_scale", 1)] {
-            let Some(v) = self.op.key(vector).map(|v| self.program.ty(v)) else { continue };
-            for axis in self.mesh.axes() {
-                let want = match self.x[rows].layout.on(axis) {
+            let Some(v) = self.op.keyed_operand(vector).map(|v| self.program.type_of(v)) else { continue };
+            for axis in self.mesh.active_axes() {
+                let want = match self.operands[rows].layout.on_axis(axis) {
                     S(s) if s.dim == 0 => S(s),
                     _ => R,
                 };
-                if v.layout.on(axis) != want {
+                if v.layout.on_axis(axis) != want {
                     let beside = if rows == 0 { "rows" } else { "weight" };
-                    return refuse(
+                    return rule_error(
                         &T0214,
-                        format!("{vector} {} beside {beside} {}", v.display(self.mesh), self.show(rows)),
+                        format!(
+                            "{vector} {} does not match {beside} {}",
+                            v.display_on(self.mesh),
+                            self.display_operand(rows)
+                        ),
                     );
                 }
             }
@@ -57,35 +70,37 @@ impl Cx<'_> {
         Ok(Type { dtype: result, shape: vec![n, m], layout })
     }
 
-    /// The dtype that a product gives; in e4m3 it takes a scale for each row of both operands, elsewhere none.
-    fn scaled(&self, rows: [u64; 2]) -> Rule<DType> {
-        let scales = ["x_scale", "w_scale"].map(|k| self.op.key(k).map(|v| self.program.ty(v)));
-        let dtype = self.x[0].dtype;
+    /// Returns the result dtype of a matmul. In e4m3 a matmul needs a scale per row of both
+    /// operands; in other dtypes it takes none.
+    fn matmul_dtype(&self, rows: [u64; 2]) -> RuleResult<DType> {
+        let scales =
+            ["x_scale", "w_scale"].map(|k| self.op.keyed_operand(k).map(|v| self.program.type_of(v)));
+        let dtype = self.operands[0].dtype;
         match scales {
             [None, None] if dtype != DType::E4m3 => Ok(dtype),
             [Some(x), Some(w)] if dtype == DType::E4m3 => {
                 for (scale, n) in [x, w].into_iter().zip(rows) {
                     if scale.dtype != DType::F32 || scale.shape != [n] {
-                        let says =
-                            format!("scales {} for {n} rows: f32[{n}] expected", scale.display(self.mesh));
-                        return refuse(&T0210, says);
+                        let message =
+                            format!("scales {} for {n} rows: expected f32[{n}]", scale.display_on(self.mesh));
+                        return rule_error(&T0210, message);
                     }
                 }
                 Ok(DType::Bf16)
             }
-            _ if dtype == DType::E4m3 => refuse(
-                &T0210,
-                "a product in e4m3 needs both x_scale and w_scale: its numbers mean nothing without",
-            ),
-            _ => {
-                refuse(&T0210, format!("scales beside operands in {dtype}: they belong to a product in e4m3"))
+            _ if dtype == DType::E4m3 => {
+                rule_error(&T0210, "a matmul in e4m3 needs both x_scale and w_scale")
             }
+            _ => rule_error(
+                &T0210,
+                format!("operands in {dtype} cannot have scales: only a matmul in e4m3 takes them"),
+            ),
         }
     }
 
-    /// A weight that is loaded as one of the results of `quantize`.
-    pub(super) fn loaded(&self, declared: &Type) -> Rule<()> {
-        let (dtype, dims) = match self.op.str("load") {
+    /// Checks the declared type of a weight that is loaded as one of the results of `quantize`.
+    pub(super) fn check_load(&self, declared: &Type) -> RuleResult<()> {
+        let (dtype, dims) = match self.op.str_attr("load") {
             Some("e4m3") => (DType::E4m3, 2),
             Some("e4m3.scale") => (DType::F32, 1),
             _ => return Ok(()),
@@ -93,322 +108,398 @@ impl Cx<'_> {
         if declared.dtype == dtype && declared.shape.len() == dims {
             return Ok(());
         }
-        let load = self.op.str("load").unwrap_or_default();
-        let says =
-            format!("load = \"{load}\" gives {dtype} of {dims} dims, not {}", declared.display(self.mesh));
-        refuse(&T0210, says)
+        let load = self.op.str_attr("load").unwrap_or_default();
+        let message = format!(
+            "load = \"{load}\" has type {dtype} with {dims} dims, not {}",
+            declared.display_on(self.mesh)
+        );
+        rule_error(&T0210, message)
     }
 
-    pub(super) fn quantize(&self) -> Rule<Vec<Type>> {
+    pub(super) fn quantize_types(&self) -> RuleResult<Vec<Type>> {
         use AxisLayout::{Replicated as R, Shard as S};
-        let [n, _] = self.matrix(0)?;
-        if self.x[0].dtype != DType::Bf16 {
-            return refuse(&T0210, format!("rows of bf16 are quantized, not {}", self.show(0)));
+        let [n, _] = self.matrix_shape(0)?;
+        if self.operands[0].dtype != DType::Bf16 {
+            return rule_error(
+                &T0210,
+                format!("quantize needs rows in bf16, not {}", self.display_operand(0)),
+            );
         }
-        if let Some(axis) = self.shards_dim(&self.x[0].layout, 1) {
-            let says = format!("the largest of a row over dim 1, which is sharded over {axis}");
-            return refuse(&T0213, says);
+        if let Some(axis) = self.axis_that_shards(&self.operands[0].layout, 1) {
+            let message = format!("the maximum of a row over dim 1, which is sharded over {axis}");
+            return rule_error(&T0213, message);
         }
-        let layout = self.combine(&self.layouts(), |l| match l[0] {
+        let layout = self.combine_layouts(&self.operand_layouts(), |l| match l[0] {
             R => Some(R),
             S(s) if s.dim == 0 => Some(S(s)),
             _ => None,
         })?;
-        let rows = Type { dtype: DType::E4m3, ..self.x[0].clone() };
+        let rows = Type { dtype: DType::E4m3, ..self.operands[0].clone() };
         Ok(vec![rows, Type { dtype: DType::F32, shape: vec![n], layout }])
     }
 
-    /// The terms that ranks hold of a sum over a dim cut by `s`. A fixed tree needs equal pieces.
-    pub(super) fn partial_of(&self, s: Shard) -> Option<AxisLayout> {
+    /// Returns the partial layout of a sum over the dim of shard `s`. `None` if a fixed tree
+    /// (`segments`) meets uneven shards, because the tree needs equal shards.
+    pub(super) fn partial_layout(&self, s: Shard) -> Option<AxisLayout> {
         use tessera_mesh::Reduction::{Sum, Tree};
-        match (segments_tree(self.op), s.uneven) {
-            (false, _) => Some(AxisLayout::Partial { reduction: Sum, ways: s.ways }),
-            (true, None) => Some(AxisLayout::Partial { reduction: Tree, ways: s.ways }),
+        match (has_segments(self.op), s.uneven) {
+            (false, _) => Some(AxisLayout::Partial { reduction: Sum, subgroup_size: s.subgroup_size }),
+            (true, None) => Some(AxisLayout::Partial { reduction: Tree, subgroup_size: s.subgroup_size }),
             (true, Some(_)) => None,
         }
     }
 
-    pub(super) fn bias_act(&self) -> Rule<Type> {
-        let [n, m] = self.matrix(0)?;
-        self.act()?;
-        if self.x[1].shape != [m] {
-            return refuse(&T0210, format!("bias {} for {m} columns", self.show(1)));
+    pub(super) fn bias_act_type(&self) -> RuleResult<Type> {
+        let [n, m] = self.matrix_shape(0)?;
+        self.check_act()?;
+        if self.operands[1].shape != [m] {
+            return rule_error(&T0210, format!("bias {} for {m} columns", self.display_operand(1)));
         }
-        self.same_dtype(0, 1)?;
+        self.check_same_dtype(0, 1)?;
         use AxisLayout::{Replicated as R, Shard as S};
-        let layout = self.combine(&self.layouts(), |l| match (l[0], l[1]) {
+        let layout = self.combine_layouts(&self.operand_layouts(), |l| match (l[0], l[1]) {
             (R, R) => Some(R),
             (S(s), R) if s.dim == 0 => Some(S(s)),
             (S(s), S(b)) if s.dim == 1 && b == (Shard { dim: 0, ..s }) => Some(S(s)),
             _ => None,
         })?;
-        Ok(self.typed([n, m], layout))
+        Ok(self.type_like_first([n, m], layout))
     }
 
-    /// An op that reduces each row of operand 0; its vectors must be whole.
-    pub(super) fn row_norm(&self, vectors: &[usize], dim: usize) -> Rule<Type> {
-        let [_, d] = self.matrix(0)?;
-        self.eps()?;
-        self.segments(d)?;
-        if let Some(axis) = self.shards_dim(&self.x[0].layout, dim) {
-            return refuse(
+    /// Infers the type of an op that reduces each row of operand 0; the operands in `vectors` must
+    /// be replicated.
+    pub(super) fn row_norm_type(&self, vectors: &[usize], dim: usize) -> RuleResult<Type> {
+        let [_, d] = self.matrix_shape(0)?;
+        self.check_eps()?;
+        self.segment_count(d)?;
+        if let Some(axis) = self.axis_that_shards(&self.operands[0].layout, dim) {
+            return rule_error(
                 &T0213,
                 format!("{} over dim {dim}, which is sharded over {axis}", self.op.opcode.name()),
             );
         }
         for v in vectors {
-            if self.x[*v].shape != [d] || !self.x[*v].layout.is_replicated() {
-                return refuse(&T0210, format!("vector {} for rows of {d}", self.show(*v)));
+            if self.operands[*v].shape != [d] || !self.operands[*v].layout.is_replicated() {
+                return rule_error(
+                    &T0210,
+                    format!("vector {} does not match rows of length {d}", self.display_operand(*v)),
+                );
             }
-            self.beside(*v, 0)?;
+            self.check_vector_dtype(*v, 0)?;
         }
-        Ok(self.x[0].clone())
+        Ok(self.operands[0].clone())
     }
 
-    /// A row op that also takes per-frame columns.
-    pub(super) fn modulated(&self, x: usize, m: usize, columns: &[&str]) -> Rule<Type> {
-        let ([_, d], [_, width]) = (self.matrix(x)?, self.matrix(m)?);
-        let frame_rows = self.positive("frame_rows")?;
+    /// Infers the type of a row op that also reads per-frame columns of operand `m`.
+    pub(super) fn modulated_type(&self, x: usize, m: usize, columns: &[&str]) -> RuleResult<Type> {
+        let ([_, d], [_, width]) = (self.matrix_shape(x)?, self.matrix_shape(m)?);
+        let frame_rows = self.positive_attr("frame_rows")?;
         for column in columns {
-            let Some(col) = self.op.int(column).and_then(|c| u64::try_from(c).ok()) else {
-                return refuse(&T0215, format!("`{column}` must be a column block of {}", self.show(m)));
+            let Some(col) = self.op.int_attr(column).and_then(|c| u64::try_from(c).ok()) else {
+                return rule_error(
+                    &T0215,
+                    format!("`{column}` must be a column block of {}", self.display_operand(m)),
+                );
             };
             if !width.is_multiple_of(d) || col >= width / d {
-                return refuse(&T0210, format!("column block {col} of {} for rows of {d}", self.show(m)));
+                return rule_error(
+                    &T0210,
+                    format!("column block {col} of {} for rows of length {d}", self.display_operand(m)),
+                );
             }
         }
-        let rows = self.x[x].layout.global(&self.x[x].shape, self.mesh)[0];
-        let first = self.first()?;
-        if first.saturating_add(rows) > frame_rows.saturating_mul(self.x[m].shape[0]) {
+        let rows = self.operands[x].layout.global_shape(&self.operands[x].shape, self.mesh)[0];
+        let first = self.first_row()?;
+        if first.saturating_add(rows) > frame_rows.saturating_mul(self.operands[m].shape[0]) {
             let from = if first > 0 { format!(" from row {first}") } else { String::new() };
-            return refuse(
+            return rule_error(
                 &T0210,
-                format!("{rows} rows{from} of {frame_rows} a frame, more frames than {} has", self.show(m)),
+                format!(
+                    "{rows} rows{from} with {frame_rows} rows per frame exceed the frames of {}",
+                    self.display_operand(m)
+                ),
             );
         }
-        self.beside(m, x)?;
-        if !self.x[m].layout.is_replicated() {
-            return refuse(&T0214, format!("per-frame columns must be whole, are {}", self.show(m)));
+        self.check_vector_dtype(m, x)?;
+        if !self.operands[m].layout.is_replicated() {
+            return rule_error(
+                &T0214,
+                format!("per-frame columns must be replicated, but are {}", self.display_operand(m)),
+            );
         }
-        if let Some(axis) = self.shards_dim(&self.x[x].layout, 1) {
-            return refuse(
+        if let Some(axis) = self.axis_that_shards(&self.operands[x].layout, 1) {
+            return rule_error(
                 &T0213,
                 format!("{} over dim 1, which is sharded over {axis}", self.op.opcode.name()),
             );
         }
-        Ok(self.x[x].clone())
+        Ok(self.operands[x].clone())
     }
 
-    /// Vectors and columns beside rows are of the rows' dtype or f32: they are few, and kept exact beside rounded rows.
-    fn beside(&self, vector: usize, rows: usize) -> Rule<()> {
-        let (of, rows_of) = (self.x[vector].dtype, self.x[rows].dtype);
-        if of == rows_of || of == DType::F32 {
+    /// Checks that vectors and columns have the dtype of their rows or f32. Because they are small,
+    /// they may stay exact next to rounded rows.
+    fn check_vector_dtype(&self, vector: usize, rows: usize) -> RuleResult<()> {
+        let (vector_dtype, rows_of) = (self.operands[vector].dtype, self.operands[rows].dtype);
+        if vector_dtype == rows_of || vector_dtype == DType::F32 {
             return Ok(());
         }
-        let says =
-            format!("{} beside rows {}: f32 or {rows_of} would do", self.show(vector), self.show(rows));
-        refuse(&T0210, says)
+        let message = format!(
+            "{} with rows {}: expected f32 or {rows_of}",
+            self.display_operand(vector),
+            self.display_operand(rows)
+        );
+        rule_error(&T0210, message)
     }
 
-    pub(super) fn norm_modulate(&self) -> Rule<Type> {
-        self.eps()?;
-        self.modulated(0, 1, &["scale", "shift"])
+    pub(super) fn norm_modulate_type(&self) -> RuleResult<Type> {
+        self.check_eps()?;
+        self.modulated_type(0, 1, &["scale", "shift"])
     }
 
-    pub(super) fn gate_residual(&self) -> Rule<Type> {
-        let t = self.same(0, 1)?;
+    pub(super) fn gate_residual_type(&self) -> RuleResult<Type> {
+        let t = self.same_type(0, 1)?;
         let given = |name: &str| self.op.attrs.contains_key(name);
-        match (self.x.len() == 3, given("gate"), given("first")) {
-            (true, ..) => self.modulated(0, 2, &["gate"]),
+        match (self.operands.len() == 3, given("gate"), given("first_row")) {
+            (true, ..) => self.modulated_type(0, 2, &["gate"]),
             (false, false, false) => Ok(t),
-            (false, true, _) => refuse(&T0203, "a gate column without the operand that holds it"),
-            (false, _, true) => refuse(&T0203, "`first` without the operand that has a row per frame"),
+            (false, true, _) => rule_error(&T0203, "`gate` needs the operand with the gate columns"),
+            (false, _, true) => rule_error(&T0203, "`first` needs the operand with the gate columns"),
         }
     }
 
-    pub(super) fn modulation(&self) -> Rule<Type> {
-        let [f, width] = self.matrix(1)?;
-        self.same_dtype(0, 1)?;
-        match self.x[0].shape[..] {
+    pub(super) fn modulation_type(&self) -> RuleResult<Type> {
+        let [f, width] = self.matrix_shape(1)?;
+        self.check_same_dtype(0, 1)?;
+        match self.operands[0].shape[..] {
             [1, c, d] if width == c.saturating_mul(d) || width == d => {
-                let layout = self.combine(&self.layouts(), |l| {
+                let layout = self.combine_layouts(&self.operand_layouts(), |l| {
                     (l[0] == AxisLayout::Replicated && l[1] == AxisLayout::Replicated)
                         .then_some(AxisLayout::Replicated)
                 })?;
-                Ok(Type { dtype: self.x[1].dtype, shape: vec![f, c * d], layout })
+                Ok(Type { dtype: self.operands[1].dtype, shape: vec![f, c * d], layout })
             }
-            _ => refuse(&T0210, format!("table {} with embedding {}", self.show(0), self.show(1))),
+            _ => rule_error(
+                &T0210,
+                format!(
+                    "table {} does not match embedding {}",
+                    self.display_operand(0),
+                    self.display_operand(1)
+                ),
+            ),
         }
     }
 
-    pub(super) fn row_square_sum(&self) -> Rule<Type> {
+    pub(super) fn row_square_sum_type(&self) -> RuleResult<Type> {
         use AxisLayout::{Partial, Replicated as R, Shard as S};
-        let [n, d] = self.matrix(0)?;
-        if self.x.len() == 2 && self.x[0] != self.x[1] {
-            return refuse(&T0210, format!("{} and {} differ", self.show(0), self.show(1)));
+        let [n, d] = self.matrix_shape(0)?;
+        if self.operands.len() == 2 && self.operands[0] != self.operands[1] {
+            return rule_error(
+                &T0210,
+                format!("{} and {} differ", self.display_operand(0), self.display_operand(1)),
+            );
         }
-        self.segments(d)?;
-        let layout = self.combine(&self.layouts()[..1], |l| match l[0] {
+        self.segment_count(d)?;
+        let layout = self.combine_layouts(&self.operand_layouts()[..1], |l| match l[0] {
             R => Some(R),
             S(s) if s.dim == 0 => Some(S(s)),
-            S(s) => self.partial_of(s),
+            S(s) => self.partial_layout(s),
             Partial { .. } => None,
         })?;
-        Ok(Type { dtype: DType::F32, shape: vec![n, self.x.len() as u64], layout })
+        Ok(Type { dtype: DType::F32, shape: vec![n, self.operands.len() as u64], layout })
     }
 
-    pub(super) fn rms_scale(&self) -> Rule<Type> {
+    pub(super) fn rms_scale_type(&self) -> RuleResult<Type> {
         use AxisLayout::{Replicated as R, Shard as S};
-        let ([n, d], [n2, cols]) = (self.matrix(0)?, self.matrix(1)?);
-        let col = self.op.int("col").unwrap_or(-1);
-        self.eps()?;
-        let (width, whole) =
-            (self.positive("width")?, self.x[0].layout.global(&self.x[0].shape, self.mesh)[1]);
-        if width != whole {
-            return refuse(&T0215, format!("width {width} for rows of {whole} over all ranks"));
+        let ([n, d], [n2, cols]) = (self.matrix_shape(0)?, self.matrix_shape(1)?);
+        let col = self.op.int_attr("col").unwrap_or(-1);
+        self.check_eps()?;
+        let (width, global_width) = (
+            self.positive_attr("width")?,
+            self.operands[0].layout.global_shape(&self.operands[0].shape, self.mesh)[1],
+        );
+        if width != global_width {
+            return rule_error(
+                &T0215,
+                format!("`width` is {width}, but the global rows have length {global_width}"),
+            );
         }
-        if n != n2 || u64::try_from(col).map_or(true, |c| c >= cols) || self.x[2].shape != [d] {
-            return refuse(
+        if n != n2 || u64::try_from(col).map_or(true, |c| c >= cols) || self.operands[2].shape != [d] {
+            return rule_error(
                 &T0210,
                 format!(
                     "{} with sums {} column {col} and weight {}",
-                    self.show(0),
-                    self.show(1),
-                    self.show(2)
+                    self.display_operand(0),
+                    self.display_operand(1),
+                    self.display_operand(2)
                 ),
             );
         }
-        if self.x[1].dtype != DType::F32 {
-            return refuse(&T0210, format!("sums of squares are f32, are {}", self.show(1)));
+        if self.operands[1].dtype != DType::F32 {
+            return rule_error(
+                &T0210,
+                format!("sums of squares must be f32, but are {}", self.display_operand(1)),
+            );
         }
-        self.beside(2, 0)?;
-        let layout = self.combine(&self.layouts(), |l| match (l[0], l[1], l[2]) {
+        self.check_vector_dtype(2, 0)?;
+        let layout = self.combine_layouts(&self.operand_layouts(), |l| match (l[0], l[1], l[2]) {
             (R, R, R) => Some(R),
             (S(s), S(t), R) if s == t && s.dim == 0 => Some(S(s)),
             (S(s), R, S(w)) if s.dim == 1 && w == (Shard { dim: 0, ..s }) => Some(S(s)),
             _ => None,
         })?;
-        Ok(self.typed([n, d], layout))
+        Ok(self.type_like_first([n, d], layout))
     }
 
-    pub(super) fn rope(&self) -> Rule<Type> {
-        let [_, d] = self.matrix(0)?;
-        let hd = self.positive("head_dim")?;
-        let grid = self.extents("grid", 3)?;
+    pub(super) fn rope_type(&self) -> RuleResult<Type> {
+        let [_, d] = self.matrix_shape(0)?;
+        let hd = self.positive_attr("head_dim")?;
+        let grid = self.extents_attr("grid", 3)?;
         if !hd.is_multiple_of(2) || !d.is_multiple_of(hd) {
-            return refuse(&T0210, format!("heads of {hd} over {}", self.show(0)));
+            return rule_error(&T0210, format!("heads of {hd} over {}", self.display_operand(0)));
         }
-        if self.op.attrs.contains_key("frame_stride") && self.op.int("frame_stride").is_none() {
-            return refuse(&T0215, "`frame_stride` must be a whole number");
+        if self.op.attrs.contains_key("frame_stride") && self.op.int_attr("frame_stride").is_none() {
+            return rule_error(&T0215, "`frame_stride` must be an integer");
         }
-        let rows: u64 = self.x[0].layout.global(&self.x[0].shape, self.mesh)[0];
-        let tokens = product(&grid)?;
-        let first = self.first()?;
-        let fits = match self.op.attrs.contains_key("first") {
+        let rows: u64 = self.operands[0].layout.global_shape(&self.operands[0].shape, self.mesh)[0];
+        let tokens = multiply_extents(&grid)?;
+        let first = self.first_row()?;
+        let fits = match self.op.attrs.contains_key("first_row") {
             true => first.saturating_add(rows) <= tokens,
             false => rows == tokens,
         };
-        if !fits && self.op.int("frame_stride") != Some(0) {
+        if !fits && self.op.int_attr("frame_stride") != Some(0) {
             let from = if first > 0 { format!(" from row {first}") } else { String::new() };
-            return refuse(&T0210, format!("grid {grid:?} has {tokens} tokens, the value {rows}{from}"));
-        }
-        Ok(self.x[0].clone())
-    }
-
-    pub(super) fn attention(&self) -> Rule<Type> {
-        use AxisLayout::{Replicated as R, Shard as S};
-        let ([n, d], [r, dk], [rv, dv]) = (self.matrix(0)?, self.matrix(1)?, self.matrix(2)?);
-        let hd = self.positive("head_dim")?;
-        if d != dk || d != dv || r != rv || !d.is_multiple_of(hd) {
-            return refuse(
+            return rule_error(
                 &T0210,
-                format!("q {} k {} v {} with heads of {hd}", self.show(0), self.show(1), self.show(2)),
+                format!("grid {grid:?} has {tokens} tokens, but the value has {rows} rows{from}"),
             );
         }
-        self.same_dtype(0, 1)?;
-        self.same_dtype(0, 2)?;
-        if let Some(b) = self.op.key("bias").map(|b| self.program.ty(b)).filter(|b| b.dtype != DType::F32) {
-            return refuse(&T0210, format!("a bias of scores is f32, is {}", b.display(self.mesh)));
+        Ok(self.operands[0].clone())
+    }
+
+    pub(super) fn attention_type(&self) -> RuleResult<Type> {
+        use AxisLayout::{Replicated as R, Shard as S};
+        let ([n, d], [r, dk], [rv, dv]) =
+            (self.matrix_shape(0)?, self.matrix_shape(1)?, self.matrix_shape(2)?);
+        let hd = self.positive_attr("head_dim")?;
+        if d != dk || d != dv || r != rv || !d.is_multiple_of(hd) {
+            return rule_error(
+                &T0210,
+                format!(
+                    "q {} k {} v {} with heads of {hd}",
+                    self.display_operand(0),
+                    self.display_operand(1),
+                    self.display_operand(2)
+                ),
+            );
         }
-        match (self.op.key("bias").is_some(), self.op.ints("bias_rows")) {
+        self.check_same_dtype(0, 1)?;
+        self.check_same_dtype(0, 2)?;
+        if let Some(b) =
+            self.op.keyed_operand("bias").map(|b| self.program.type_of(b)).filter(|b| b.dtype != DType::F32)
+        {
+            return rule_error(
+                &T0210,
+                format!("the bias of attention scores must be f32, but is {}", b.display_on(self.mesh)),
+            );
+        }
+        match (self.op.keyed_operand("bias").is_some(), self.op.ints_attr("bias_rows")) {
             (false, None) if !self.op.attrs.contains_key("bias_rows") => {}
             (true, Some(&[from, to]))
                 if 0 <= from && from <= to && u64::try_from(to).is_ok_and(|to| to <= r) => {}
             (true, _) => {
-                return refuse(&T0215, format!("`bias_rows` must be [from, to] within the {r} keys"));
+                return rule_error(&T0215, format!("`bias_rows` must be [from, to] within the {r} keys"));
             }
-            (false, _) => return refuse(&T0203, "`bias_rows` without a bias"),
+            (false, _) => return rule_error(&T0203, "`bias_rows` without a bias"),
         }
         for i in [1, 2] {
-            if let Some(axis) = self.shards_dim(&self.x[i].layout, 0) {
-                return refuse(&T0213, format!("softmax over keys, which are sharded over {axis}"));
+            if let Some(axis) = self.axis_that_shards(&self.operands[i].layout, 0) {
+                return rule_error(&T0213, format!("softmax over keys, which are sharded over {axis}"));
             }
         }
-        let layout = self.combine(&self.layouts(), |l| match (l[0], l[1], l[2]) {
+        let layout = self.combine_layouts(&self.operand_layouts(), |l| match (l[0], l[1], l[2]) {
             (R, R, R) => Some(R),
             (S(q), R, R) if q.dim == 0 => Some(S(q)),
             (S(q), S(k), S(v)) if q == k && k == v && q.dim == 1 => Some(S(q)),
             _ => None,
         })?;
-        Ok(self.typed([n, d], layout))
+        Ok(self.type_like_first([n, d], layout))
     }
 
-    pub(super) fn cast(&self) -> Rule<Type> {
+    pub(super) fn cast_type(&self) -> RuleResult<Type> {
         const TO: [DType; 4] = [DType::F32, DType::F64, DType::Bf16, DType::F16];
-        let from = self.x[0].dtype;
-        let to = self.op.str("to").and_then(DType::parse).filter(|to| TO.contains(to));
+        let from = self.operands[0].dtype;
+        let to = self.op.str_attr("to").and_then(DType::parse).filter(|to| TO.contains(to));
         match to {
-            // Numbers in 8 bits mean nothing without their scale.
-            _ if !TO.contains(&from) => refuse(&T0210, format!("a cast of {}", self.show(0))),
-            None => refuse(&T0215, format!("`to` must be {}", tessera_base::choices(&TO.map(DType::name)))),
-            Some(to) if to == from => refuse(&T0215, format!("a cast of {} to what it is", self.show(0))),
-            Some(to) => Ok(Type { dtype: to, ..self.x[0].clone() }),
+            // e4m3 numbers are meaningless without their scale.
+            _ if !TO.contains(&from) => {
+                rule_error(&T0210, format!("cannot cast {}", self.display_operand(0)))
+            }
+            None => rule_error(
+                &T0215,
+                format!("`to` must be {}", tessera_base::format_choices(&TO.map(DType::name))),
+            ),
+            Some(to) if to == from => {
+                rule_error(&T0215, format!("{} already has the dtype of the cast", self.display_operand(0)))
+            }
+            Some(to) => Ok(Type { dtype: to, ..self.operands[0].clone() }),
         }
     }
 
-    /// A list of `n` whole numbers ≥ 1.
-    pub(super) fn extents(&self, name: &str, n: usize) -> Rule<Vec<u64>> {
+    /// Returns an attribute that is a list of `n` integers ≥ 1.
+    pub(super) fn extents_attr(&self, name: &str, n: usize) -> RuleResult<Vec<u64>> {
         let v: Vec<u64> =
-            self.op.ints(name).unwrap_or(&[]).iter().filter_map(|i| u64::try_from(*i).ok()).collect();
-        if v.len() == n && self.op.ints(name).is_some_and(|i| i.len() == n) && !v.contains(&0) {
+            self.op.ints_attr(name).unwrap_or(&[]).iter().filter_map(|i| u64::try_from(*i).ok()).collect();
+        if v.len() == n && self.op.ints_attr(name).is_some_and(|i| i.len() == n) && !v.contains(&0) {
             Ok(v)
         } else {
-            refuse(&T0215, format!("`{name}` must be {n} whole numbers ≥ 1"))
+            rule_error(&T0215, format!("`{name}` must be {n} integers ≥ 1"))
         }
     }
 
-    /// Extents of the block of pixels that one token covers: frames, rows and columns.
-    pub(super) fn video(&self) -> Rule<[u64; 3]> {
-        let (s, p) = (self.extents("stride", 3)?, self.extents("patch", 2)?);
-        let block = [s[0], product(&[s[1], p[0]])?, product(&[s[2], p[1]])?];
-        product(&block)?;
+    /// Returns the extents of the pixel block of one token: frames, rows and columns.
+    pub(super) fn pixel_block(&self) -> RuleResult<[u64; 3]> {
+        let (s, p) = (self.extents_attr("stride", 3)?, self.extents_attr("patch", 2)?);
+        let block = [s[0], multiply_extents(&[s[1], p[0]])?, multiply_extents(&[s[2], p[1]])?];
+        multiply_extents(&block)?;
         Ok(block)
     }
 
-    pub(super) fn space_time_to_depth(&self) -> Rule<Type> {
-        let [bt, bh, bw] = self.video()?;
-        self.whole(0)?;
-        match self.x[0].shape[..] {
+    pub(super) fn space_time_to_depth_type(&self) -> RuleResult<Type> {
+        let [bt, bh, bw] = self.pixel_block()?;
+        self.check_replicated(0)?;
+        match self.operands[0].shape[..] {
             [t, h, w, c] if t.is_multiple_of(bt) && h.is_multiple_of(bh) && w.is_multiple_of(bw) => {
-                let tokens = product(&[t / bt, h / bh, w / bw])?;
-                Ok(Type::new(self.x[0].dtype, [tokens, product(&[bt, bh, bw, c])?]))
+                let tokens = multiply_extents(&[t / bt, h / bh, w / bw])?;
+                Ok(Type::new(self.operands[0].dtype, [tokens, multiply_extents(&[bt, bh, bw, c])?]))
             }
-            _ => refuse(&T0210, format!("{} in blocks of {bt}×{bh}×{bw}", self.show(0))),
+            _ => rule_error(
+                &T0210,
+                format!("{} cannot be split into blocks of {bt}×{bh}×{bw}", self.display_operand(0)),
+            ),
         }
     }
 
-    pub(super) fn depth_to_space_time(&self) -> Rule<Type> {
-        let [bt, bh, bw] = self.video()?;
-        let [n, p] = self.matrix(0)?;
-        self.whole(0)?;
-        let (grid, block) = (self.extents("grid", 3)?, product(&[bt, bh, bw])?);
-        if product(&grid)? != n || !p.is_multiple_of(block) {
-            return refuse(
+    pub(super) fn depth_to_space_time_type(&self) -> RuleResult<Type> {
+        let [bt, bh, bw] = self.pixel_block()?;
+        let [n, p] = self.matrix_shape(0)?;
+        self.check_replicated(0)?;
+        let (grid, block) = (self.extents_attr("grid", 3)?, multiply_extents(&[bt, bh, bw])?);
+        if multiply_extents(&grid)? != n || !p.is_multiple_of(block) {
+            return rule_error(
                 &T0210,
-                format!("{} on a grid of {grid:?} in blocks of {bt}×{bh}×{bw}", self.show(0)),
+                format!(
+                    "{} does not match a grid of {grid:?} with blocks of {bt}×{bh}×{bw}",
+                    self.display_operand(0)
+                ),
             );
         }
-        let shape = [product(&[grid[0], bt])?, product(&[grid[1], bh])?, product(&[grid[2], bw])?, p / block];
-        Ok(Type::new(self.x[0].dtype, shape))
+        let shape = [
+            multiply_extents(&[grid[0], bt])?,
+            multiply_extents(&[grid[1], bh])?,
+            multiply_extents(&[grid[2], bw])?,
+            p / block,
+        ];
+        Ok(Type::new(self.operands[0].dtype, shape))
     }
 }

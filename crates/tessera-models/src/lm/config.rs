@@ -1,46 +1,46 @@
-//! A language model's dims, from the `config.json` of its own release.
+//! Reads a language model's dims from the `config.json` of its release.
 
 use std::fmt::Display;
 
-use tessera_base::fields::{Fields, json};
-use tessera_base::{Code, Diagnostic, Diagnostics, choices, nearest};
+use tessera_base::config::{ConfigReader, parse_json};
+use tessera_base::{Code, Diagnostic, Diagnostics, closest_name, format_choices};
 
-use super::{Attention, Experts, LanguageModel, Mlp, Norm};
-use crate::config::elements;
+use super::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
+use crate::wan_config::checked_elements;
 
-/// Unknown architecture.
+/// The architecture is unknown.
 pub static T0430: Code = Code {
     id: "T0430",
-    title: "architecture of a language model is not known",
-    page: "A config.json names its network under `architectures`. The planner counts an op row for every part of a \
-layer, and can do so only for networks whose parts it knows; the message lists them.\n\n\
-Many releases are one of these under another name. If yours is, put the known name into a copy of the config and \
-compare the parameter count that `tessera plan` prints with the published one before you believe the rest.",
+    title: "unknown architecture of a language model",
+    page: "A config.json names its architecture under `architectures`. The planner creates an op row for every part of a \
+layer, and can do so only for architectures that it knows; the message lists them.\n\n\
+Many releases equal one of these under another name. If yours does, put the known name into a copy of the config and \
+compare the parameter count that `tessera plan` prints with the published one before you trust the rest.",
 };
 
-/// Dims that contradict each other.
+/// The dims contradict each other.
 pub static T0431: Code = Code {
     id: "T0431",
     title: "dims of a language model contradict each other",
-    page: "A layer needs: query heads a whole multiple of the heads of keys and values; a head width, given or as \
+    page: "A layer requires: the number of query heads a multiple of the number of KV heads; a head width, given or as \
 hidden_size over the heads; no more experts per token than there are experts. The message shows the numbers.\n\n\
-A weight of more than 2^40 numbers, or more than 1024 layers, is taken for a slip.",
+A weight of more than 2^40 elements, or more than 1024 layers, is treated as a typo.",
 };
 
-/// A variant that is not counted.
+/// A config key selects an unsupported variant.
 pub static T0432: Code = Code {
     id: "T0432",
-    title: "config key names another network",
-    page: "The key changes what a layer computes or how far it looks (a sliding window, another activation, experts in \
-some layers only), and its value is not one that the rows describe. An estimate that ignored it would be of another \
-model, so it is refused. The hint lists what is accepted.\n\n\
-Keys that do not change any shape, such as rotary bases, token ids or the precision of a checkpoint, are ignored.",
+    title: "config key selects an unsupported variant",
+    page: "The key changes what a layer computes or its attention span (a sliding window, another activation, experts in \
+some layers only), and the op rows do not describe this value. An estimate that ignored it would describe another \
+model, so the config is rejected. The hint lists the accepted values.\n\n\
+Keys that change no shape, such as rotary bases, token ids or the precision of a checkpoint, are ignored.",
 };
 
-/// Most layers.
+/// Maximum number of layers.
 const LAYERS_MAX: u64 = 1024;
 
-/// Keys of real configs that change no shape that is counted here.
+/// Keys of real configs that do not affect any counted shape.
 const IGNORED: &[&str] = &[
     "_attn_implementation",
     "attn_implementation",
@@ -93,31 +93,31 @@ const IGNORED: &[&str] = &[
     "use_cache",
 ];
 
-type Reader = fn(&mut Reading) -> LanguageModel;
+type ReadFn = fn(&mut ArchitectureReader) -> LanguageModel;
 
-/// Architectures, by the name under which configs know them.
-const READERS: &[(&str, Reader)] = &[
-    ("LlamaForCausalLM", llama),
-    ("MistralForCausalLM", mistral),
-    ("Qwen2ForCausalLM", qwen2),
-    ("Qwen3ForCausalLM", qwen3),
-    ("MixtralForCausalLM", mixtral),
-    ("Qwen3MoeForCausalLM", qwen3_moe),
-    ("DeepseekV3ForCausalLM", deepseek_v3),
-    ("GPT2LMHeadModel", gpt2),
-    ("SrMoeForCausalLM", sr_moe),
+/// Config readers by architecture name.
+const READERS: &[(&str, ReadFn)] = &[
+    ("LlamaForCausalLM", read_llama),
+    ("MistralForCausalLM", read_mistral),
+    ("Qwen2ForCausalLM", read_qwen2),
+    ("Qwen3ForCausalLM", read_qwen3),
+    ("MixtralForCausalLM", read_mixtral),
+    ("Qwen3MoeForCausalLM", read_qwen3_moe),
+    ("DeepseekV3ForCausalLM", read_deepseek_v3),
+    ("GPT2LMHeadModel", read_gpt2),
+    ("SrMoeForCausalLM", read_sr_moe),
 ];
 
 impl LanguageModel {
-    /// Reads `config.json`. `file` is only named in diagnostics.
+    /// Parses `config.json`. `file` appears only in diagnostics.
     ///
     /// # Errors
-    /// Everything that is wrong with it.
+    /// Returns one diagnostic per problem.
     pub fn parse(file: &str, text: &str) -> Result<LanguageModel, Diagnostics> {
-        let mut f = Fields::new(file, "", json(file, text)?);
-        f.ignore(IGNORED);
-        let named = f.take("architectures");
-        let name = f.take("_name_or_path").and_then(|v| v.as_str().map(str::to_string));
+        let mut f = ConfigReader::new(file, "", parse_json(file, text)?);
+        f.ignore_keys(IGNORED);
+        let named = f.take_value("architectures");
+        let name = f.take_value("_name_or_path").and_then(|v| v.as_str().map(str::to_string));
         if !f.diagnostics.is_empty() {
             return Err(f.diagnostics);
         }
@@ -126,110 +126,115 @@ impl LanguageModel {
             None => v.as_str().map(|s| [s]),
         });
         let (architecture, read) = match found {
-            Some([name]) => architecture(file, name)?,
+            Some([name]) => find_architecture(file, name)?,
             None => {
                 let found = named.map_or("missing".to_string(), |v| v.to_string());
-                return Err(vec![unknown(file, format!("`architectures` is {found}, not one name"), None)]);
+                return Err(vec![unknown_architecture(
+                    file,
+                    format!("`architectures` is {found}, expected one name"),
+                    None,
+                )]);
             }
         };
-        let mut r = Reading { f, file };
+        let mut r = ArchitectureReader { config: f, file };
         let mut model = read(&mut r);
         model.name = name.filter(|n| !n.is_empty()).unwrap_or_else(|| architecture.to_string());
-        let mut ds = r.f.finish();
+        let mut ds = r.config.finish();
         if ds.is_empty() {
-            ds = contradictions(file, &model);
+            ds = find_contradictions(file, &model);
         }
         if ds.is_empty() { Ok(model) } else { Err(ds) }
     }
 }
 
-fn architecture(file: &str, name: &str) -> Result<(&'static str, Reader), Diagnostics> {
+fn find_architecture(file: &str, name: &str) -> Result<(&'static str, ReadFn), Diagnostics> {
     READERS.iter().find(|(n, _)| *n == name).copied().ok_or_else(|| {
-        let near = nearest(name, READERS.iter().map(|(n, _)| *n));
-        vec![unknown(file, format!("`architectures` names {name}"), near)]
+        let near = closest_name(name, READERS.iter().map(|(n, _)| *n));
+        vec![unknown_architecture(file, format!("`architectures` names {name}"), near)]
     })
 }
 
-fn unknown(file: &str, message: String, near: Option<&str>) -> Diagnostic {
+fn unknown_architecture(file: &str, message: String, near: Option<&str>) -> Diagnostic {
     let names: Vec<&str> = READERS.iter().map(|(n, _)| *n).collect();
     let hint = match near {
         Some(n) => format!("did you mean `{n}`?"),
         None => format!("known: {}", names.join(", ")),
     };
-    Diagnostic::error(&T0430, message).at(file, "architectures").hint(hint)
+    Diagnostic::error(&T0430, message).with_label(file, "architectures").with_hint(hint)
 }
 
-/// A config while it is read.
-struct Reading<'a> {
-    f: Fields<'a>,
+/// A config while it is being read.
+struct ArchitectureReader<'a> {
+    config: ConfigReader<'a>,
     file: &'a str,
 }
 
-impl Reading<'_> {
-    fn count(&mut self, key: &'static str) -> u64 {
-        self.f.count(key, None)
+impl ArchitectureReader<'_> {
+    fn required_count(&mut self, key: &'static str) -> u64 {
+        self.config.read_count(key, None)
     }
 
-    /// A count that may be absent or null.
-    fn optional(&mut self, key: &'static str) -> Option<u64> {
-        let v = self.f.take(key).filter(|v| !v.is_null())?;
+    /// Reads a count that may be absent or null.
+    fn optional_count(&mut self, key: &'static str) -> Option<u64> {
+        let v = self.config.take_value(key).filter(|v| !v.is_null())?;
         let n = v.as_u64().filter(|n| (1..1 << 32).contains(n));
         if n.is_none() {
-            self.refuse(&T0432, key, &v, "a whole number from 1 to 2^32, or null");
+            self.reject_value(&T0432, key, &v, "an integer from 1 to 2^32, or null");
         }
         n
     }
 
-    /// A count that may be 0 or absent.
+    /// Reads a count that may be 0 or absent.
     fn count_or_none(&mut self, key: &'static str) -> u64 {
-        let Some(v) = self.f.take(key).filter(|v| !v.is_null()) else { return 0 };
+        let Some(v) = self.config.take_value(key).filter(|v| !v.is_null()) else { return 0 };
         let n = v.as_u64().filter(|n| *n < 1 << 32);
         if n.is_none() {
-            self.refuse(&T0432, key, &v, "a whole number from 0 to 2^32");
+            self.reject_value(&T0432, key, &v, "an integer from 0 to 2^32");
         }
         n.unwrap_or(0)
     }
 
-    /// A key that must be absent or have one of these values, as JSON: any other is another network.
-    fn only(&mut self, key: &'static str, accepted: &[&str]) {
-        if let Some(found) = self.f.take(key)
+    /// Checks that a key is absent or has one of these JSON values: any other value describes
+    /// another model.
+    fn accept_only(&mut self, key: &'static str, accepted: &[&str]) {
+        if let Some(found) = self.config.take_value(key)
             && !accepted.contains(&found.to_string().as_str())
         {
-            self.refuse(&T0432, key, &found, &choices(accepted));
+            self.reject_value(&T0432, key, &found, &format_choices(accepted));
         }
     }
 
-    /// Whether a share of dropout is above none.
-    fn dropout(&mut self, key: &'static str, default: f64) -> bool {
-        let share = self.f.number(key, Some(default));
+    /// Reads a dropout probability and returns whether it is above 0.
+    fn read_dropout(&mut self, key: &'static str, default: f64) -> bool {
+        let share = self.config.read_number(key, Some(default));
         if !(0.0..1.0).contains(&share) {
-            self.refuse(&T0431, key, &share, "a share from 0 to less than 1");
+            self.reject_value(&T0431, key, &share, "a probability from 0 to less than 1");
         }
         share > 0.0
     }
 
-    fn refuse(&mut self, code: &'static Code, key: &str, found: &dyn Display, want: &str) {
-        let message = format!("`{key}` is {found}: not a network that is counted");
-        let d = Diagnostic::error(code, message).at(self.file, format!("found {found}"));
-        self.f.diagnostics.push(d.hint(format!("accepted: {want}")));
+    fn reject_value(&mut self, code: &'static Code, key: &str, found: &dyn Display, want: &str) {
+        let message = format!("`{key}` is {found}: this model variant is not supported");
+        let d = Diagnostic::error(code, message).with_label(self.file, format!("found {found}"));
+        self.config.diagnostics.push(d.with_hint(format!("accepted: {want}")));
     }
 
-    /// What the configs of most models have in common: a gated feed-forward and grouped heads.
-    fn common(&mut self) -> LanguageModel {
-        let width = self.count("hidden_size");
-        let heads = self.count("num_attention_heads");
-        let kv_heads = self.optional("num_key_value_heads").unwrap_or(heads);
-        let head_dim = self.optional("head_dim").unwrap_or_else(|| self.quotient(width, heads));
-        self.only("hidden_act", &["\"silu\""]);
+    /// Reads the keys that most models share: a gated feed-forward and grouped-query attention.
+    fn read_common(&mut self) -> LanguageModel {
+        let width = self.required_count("hidden_size");
+        let heads = self.required_count("num_attention_heads");
+        let kv_heads = self.optional_count("num_key_value_heads").unwrap_or(heads);
+        let head_dim = self.optional_count("head_dim").unwrap_or_else(|| self.head_width(width, heads));
+        self.accept_only("hidden_act", &["\"silu\""]);
         LanguageModel {
             name: String::new(),
             width,
-            layers: self.count("num_hidden_layers"),
-            vocab: self.count("vocab_size"),
-            tied: self.f.flag("tie_word_embeddings", false),
-            positions: 0,
-            norm: Norm::Rms,
-            attention: Attention::Grouped {
+            layers: self.required_count("num_hidden_layers"),
+            vocab: self.required_count("vocab_size"),
+            tied_embedding: self.config.read_flag("tie_word_embeddings", false),
+            learned_positions: 0,
+            norm: NormKind::Rms,
+            attention: AttentionKind::Grouped {
                 heads,
                 kv_heads,
                 head_dim,
@@ -237,168 +242,170 @@ impl Reading<'_> {
                 out_bias: false,
                 qk_norm: false,
             },
-            mlp: Mlp { inner: self.count("intermediate_size"), gated: true, bias: false },
+            mlp: MlpConfig { inner: self.required_count("intermediate_size"), gated: true, bias: false },
             experts: None,
             dropout: false,
-            scores_dropout: self.dropout("attention_dropout", 0.0),
+            scores_dropout: self.read_dropout("attention_dropout", 0.0),
         }
     }
 
-    fn quotient(&mut self, width: u64, heads: u64) -> u64 {
+    fn head_width(&mut self, width: u64, heads: u64) -> u64 {
         if !width.is_multiple_of(heads) {
             let message =
-                format!("width {width} is not a whole number of {heads} heads, and no head_dim is given");
-            self.f.diagnostics.push(Diagnostic::error(&T0431, message).at(self.file, "these keys"));
+                format!("width {width} is not a multiple of {heads} heads, and no head_dim is given");
+            self.config
+                .diagnostics
+                .push(Diagnostic::error(&T0431, message).with_label(self.file, "these keys"));
         }
         (width / heads).max(1)
     }
 
-    /// `attention_bias`, which adds biases to all four products.
-    fn attention_bias(&mut self, m: &mut LanguageModel) {
-        let bias = self.f.flag("attention_bias", false);
-        if let Attention::Grouped { qkv_bias, out_bias, .. } = &mut m.attention {
+    /// Reads `attention_bias`, which adds biases to all four matmuls.
+    fn read_attention_bias(&mut self, m: &mut LanguageModel) {
+        let bias = self.config.read_flag("attention_bias", false);
+        if let AttentionKind::Grouped { qkv_bias, out_bias, .. } = &mut m.attention {
             (*qkv_bias, *out_bias) = (bias, bias);
         }
     }
 }
 
-fn llama(r: &mut Reading) -> LanguageModel {
-    let mut m = r.common();
-    r.attention_bias(&mut m);
-    m.mlp.bias = r.f.flag("mlp_bias", false);
+fn read_llama(r: &mut ArchitectureReader) -> LanguageModel {
+    let mut m = r.read_common();
+    r.read_attention_bias(&mut m);
+    m.mlp.bias = r.config.read_flag("mlp_bias", false);
     m
 }
 
-fn mistral(r: &mut Reading) -> LanguageModel {
-    r.only("sliding_window", &["null"]);
-    r.common()
+fn read_mistral(r: &mut ArchitectureReader) -> LanguageModel {
+    r.accept_only("sliding_window", &["null"]);
+    r.read_common()
 }
 
-fn qwen2(r: &mut Reading) -> LanguageModel {
-    let mut m = r.common();
-    no_window(r);
-    if let Attention::Grouped { qkv_bias, .. } = &mut m.attention {
+fn read_qwen2(r: &mut ArchitectureReader) -> LanguageModel {
+    let mut m = r.read_common();
+    reject_sliding_window(r);
+    if let AttentionKind::Grouped { qkv_bias, .. } = &mut m.attention {
         *qkv_bias = true;
     }
     m
 }
 
-fn qwen3(r: &mut Reading) -> LanguageModel {
-    let mut m = r.common();
-    no_window(r);
-    r.attention_bias(&mut m);
-    if let Attention::Grouped { qk_norm, .. } = &mut m.attention {
+fn read_qwen3(r: &mut ArchitectureReader) -> LanguageModel {
+    let mut m = r.read_common();
+    reject_sliding_window(r);
+    r.read_attention_bias(&mut m);
+    if let AttentionKind::Grouped { qk_norm, .. } = &mut m.attention {
         *qk_norm = true;
     }
     m
 }
 
-/// A window that is given and not used.
-fn no_window(r: &mut Reading) {
-    if r.f.flag("use_sliding_window", false) {
-        r.refuse(&T0432, "use_sliding_window", &true, "false");
+/// Checks that a configured sliding window is not used.
+fn reject_sliding_window(r: &mut ArchitectureReader) {
+    if r.config.read_flag("use_sliding_window", false) {
+        r.reject_value(&T0432, "use_sliding_window", &true, "false");
     }
-    r.f.ignore(&["sliding_window"]);
-    let kinds = r.f.take("layer_types");
+    r.config.ignore_keys(&["sliding_window"]);
+    let kinds = r.config.take_value("layer_types");
     let other =
         kinds.as_ref().and_then(|k| k.as_array()?.iter().find(|k| k.as_str() != Some("full_attention")));
     if let Some(other) = other {
-        r.refuse(&T0432, "layer_types", other, "\"full_attention\" in every place");
+        r.reject_value(&T0432, "layer_types", other, "\"full_attention\" for every layer");
     }
 }
 
-fn mixtral(r: &mut Reading) -> LanguageModel {
-    let mut m = mistral(r);
-    m.experts = Some(Experts {
-        count: r.count("num_local_experts"),
-        top_k: r.count("num_experts_per_tok"),
+fn read_mixtral(r: &mut ArchitectureReader) -> LanguageModel {
+    let mut m = read_mistral(r);
+    m.experts = Some(ExpertConfig {
+        count: r.required_count("num_local_experts"),
+        top_k: r.required_count("num_experts_per_tok"),
         inner: m.mlp.inner,
         gated: true,
-        shared: 0,
+        shared_inner: 0,
         router_bias: false,
-        dense: Vec::new(),
+        dense_layers: Vec::new(),
     });
     m
 }
 
-fn qwen3_moe(r: &mut Reading) -> LanguageModel {
-    let mut m = qwen3(r);
-    let step = r.f.count("decoder_sparse_step", Some(1));
-    let listed = r.f.numbers("mlp_only_layers", &[]);
-    r.only("shared_expert_intermediate_size", &["null", "0"]);
+fn read_qwen3_moe(r: &mut ArchitectureReader) -> LanguageModel {
+    let mut m = read_qwen3(r);
+    let step = r.config.read_count("decoder_sparse_step", Some(1));
+    let listed = r.config.read_numbers("mlp_only_layers", &[]);
+    r.accept_only("shared_expert_intermediate_size", &["null", "0"]);
     let dense = |layer: &u64| !(layer + 1).is_multiple_of(step) || listed.contains(&(*layer as f64));
-    m.experts = Some(Experts {
-        count: r.count("num_experts"),
-        top_k: r.count("num_experts_per_tok"),
-        inner: r.count("moe_intermediate_size"),
+    m.experts = Some(ExpertConfig {
+        count: r.required_count("num_experts"),
+        top_k: r.required_count("num_experts_per_tok"),
+        inner: r.required_count("moe_intermediate_size"),
         gated: true,
-        shared: 0,
+        shared_inner: 0,
         router_bias: false,
-        dense: (0..m.layers.min(LAYERS_MAX)).filter(dense).collect(),
+        dense_layers: (0..m.layers.min(LAYERS_MAX)).filter(dense).collect(),
     });
     m
 }
 
-fn deepseek_v3(r: &mut Reading) -> LanguageModel {
-    // The head width of the common keys has no meaning here: parts of a head have their own.
-    let nope = r.count("qk_nope_head_dim");
-    let rope = r.count("qk_rope_head_dim");
-    r.f.ignore(&["qk_head_dim", "head_dim", "num_key_value_heads"]);
-    let heads = r.count("num_attention_heads");
-    r.only("attention_bias", &["false"]);
-    r.only("moe_layer_freq", &["1"]);
-    r.only("hidden_act", &["\"silu\""]);
-    let layers = r.count("num_hidden_layers");
+fn read_deepseek_v3(r: &mut ArchitectureReader) -> LanguageModel {
+    // The common head width key is meaningless here: the parts of a head have their own widths.
+    let nope = r.required_count("qk_nope_head_dim");
+    let rope = r.required_count("qk_rope_head_dim");
+    r.config.ignore_keys(&["qk_head_dim", "head_dim", "num_key_value_heads"]);
+    let heads = r.required_count("num_attention_heads");
+    r.accept_only("attention_bias", &["false"]);
+    r.accept_only("moe_layer_freq", &["1"]);
+    r.accept_only("hidden_act", &["\"silu\""]);
+    let layers = r.required_count("num_hidden_layers");
     let methods = ["noaux_tc", "greedy", "group_limited_greedy"];
-    let corrected = r.f.word("topk_method", &methods, "noaux_tc") == "noaux_tc";
-    let inner = r.count("moe_intermediate_size");
+    let corrected = r.config.read_choice("topk_method", &methods, "noaux_tc") == "noaux_tc";
+    let inner = r.required_count("moe_intermediate_size");
     LanguageModel {
         name: String::new(),
-        width: r.count("hidden_size"),
+        width: r.required_count("hidden_size"),
         layers,
-        vocab: r.count("vocab_size"),
-        tied: r.f.flag("tie_word_embeddings", false),
-        positions: 0,
-        norm: Norm::Rms,
-        attention: Attention::Latent {
+        vocab: r.required_count("vocab_size"),
+        tied_embedding: r.config.read_flag("tie_word_embeddings", false),
+        learned_positions: 0,
+        norm: NormKind::Rms,
+        attention: AttentionKind::Latent {
             heads,
-            q_rank: r.optional("q_lora_rank"),
-            kv_rank: r.count("kv_lora_rank"),
+            q_rank: r.optional_count("q_lora_rank"),
+            kv_rank: r.required_count("kv_lora_rank"),
             nope,
             rope,
-            v: r.count("v_head_dim"),
+            v: r.required_count("v_head_dim"),
         },
-        mlp: Mlp { inner: r.count("intermediate_size"), gated: true, bias: false },
-        experts: Some(Experts {
-            count: r.count("n_routed_experts"),
-            top_k: r.count("num_experts_per_tok"),
+        mlp: MlpConfig { inner: r.required_count("intermediate_size"), gated: true, bias: false },
+        experts: Some(ExpertConfig {
+            count: r.required_count("n_routed_experts"),
+            top_k: r.required_count("num_experts_per_tok"),
             inner,
             gated: true,
-            shared: r.count_or_none("n_shared_experts").saturating_mul(inner),
+            shared_inner: r.count_or_none("n_shared_experts").saturating_mul(inner),
             router_bias: corrected,
-            dense: (0..r.count_or_none("first_k_dense_replace").min(layers).min(LAYERS_MAX)).collect(),
+            dense_layers: (0..r.count_or_none("first_k_dense_replace").min(layers).min(LAYERS_MAX)).collect(),
         }),
         dropout: false,
-        scores_dropout: r.dropout("attention_dropout", 0.0),
+        scores_dropout: r.read_dropout("attention_dropout", 0.0),
     }
 }
 
-fn gpt2(r: &mut Reading) -> LanguageModel {
-    let width = r.count("n_embd");
-    let heads = r.count("n_head");
-    let head_dim = r.quotient(width, heads);
-    r.only("activation_function", &["\"gelu\"", "\"gelu_new\"", "\"gelu_pytorch_tanh\""]);
-    r.only("add_cross_attention", &["false"]);
-    let dropout = [r.dropout("resid_pdrop", 0.1), r.dropout("embd_pdrop", 0.1)];
+fn read_gpt2(r: &mut ArchitectureReader) -> LanguageModel {
+    let width = r.required_count("n_embd");
+    let heads = r.required_count("n_head");
+    let head_dim = r.head_width(width, heads);
+    r.accept_only("activation_function", &["\"gelu\"", "\"gelu_new\"", "\"gelu_pytorch_tanh\""]);
+    r.accept_only("add_cross_attention", &["false"]);
+    let dropout = [r.read_dropout("resid_pdrop", 0.1), r.read_dropout("embd_pdrop", 0.1)];
     LanguageModel {
         name: String::new(),
         width,
-        layers: r.count("n_layer"),
-        vocab: r.count("vocab_size"),
-        tied: r.f.flag("tie_word_embeddings", true),
-        positions: r.count("n_positions"),
-        norm: Norm::Layer,
-        attention: Attention::Grouped {
+        layers: r.required_count("n_layer"),
+        vocab: r.required_count("vocab_size"),
+        tied_embedding: r.config.read_flag("tie_word_embeddings", true),
+        learned_positions: r.required_count("n_positions"),
+        norm: NormKind::Layer,
+        attention: AttentionKind::Grouped {
             heads,
             kv_heads: heads,
             head_dim,
@@ -406,95 +413,99 @@ fn gpt2(r: &mut Reading) -> LanguageModel {
             out_bias: true,
             qk_norm: false,
         },
-        mlp: Mlp { inner: r.optional("n_inner").unwrap_or(4 * width), gated: false, bias: true },
+        mlp: MlpConfig { inner: r.optional_count("n_inner").unwrap_or(4 * width), gated: false, bias: true },
         experts: None,
         dropout: dropout.contains(&true),
-        scores_dropout: r.dropout("attn_pdrop", 0.1),
+        scores_dropout: r.read_dropout("attn_pdrop", 0.1),
     }
 }
 
-/// A layer whose feed-forward stands beside its experts, without gates or biases.
-fn sr_moe(r: &mut Reading) -> LanguageModel {
-    let width = r.count("hidden_size");
-    let heads = r.count("num_attention_heads");
-    r.only("hidden_act", &["\"gelu\""]);
-    let head_dim = r.optional("head_dim").unwrap_or_else(|| r.quotient(width, heads));
-    let shared = r.count("intermediate_size");
+/// Reads a model whose layers have a dense feed-forward beside their experts, without gates or
+/// biases.
+fn read_sr_moe(r: &mut ArchitectureReader) -> LanguageModel {
+    let width = r.required_count("hidden_size");
+    let heads = r.required_count("num_attention_heads");
+    r.accept_only("hidden_act", &["\"gelu\""]);
+    let head_dim = r.optional_count("head_dim").unwrap_or_else(|| r.head_width(width, heads));
+    let shared = r.required_count("intermediate_size");
     LanguageModel {
         name: String::new(),
         width,
-        layers: r.count("num_hidden_layers"),
-        vocab: r.count("vocab_size"),
-        tied: r.f.flag("tie_word_embeddings", false),
-        positions: 0,
-        norm: Norm::Rms,
-        attention: Attention::Grouped {
+        layers: r.required_count("num_hidden_layers"),
+        vocab: r.required_count("vocab_size"),
+        tied_embedding: r.config.read_flag("tie_word_embeddings", false),
+        learned_positions: 0,
+        norm: NormKind::Rms,
+        attention: AttentionKind::Grouped {
             heads,
-            kv_heads: r.optional("num_key_value_heads").unwrap_or(heads),
+            kv_heads: r.optional_count("num_key_value_heads").unwrap_or(heads),
             head_dim,
             qkv_bias: false,
             out_bias: false,
             qk_norm: false,
         },
-        mlp: Mlp { inner: shared, gated: false, bias: false },
-        experts: Some(Experts {
-            count: r.count("num_experts"),
-            top_k: r.count("num_experts_per_tok"),
-            inner: r.count("moe_intermediate_size"),
+        mlp: MlpConfig { inner: shared, gated: false, bias: false },
+        experts: Some(ExpertConfig {
+            count: r.required_count("num_experts"),
+            top_k: r.required_count("num_experts_per_tok"),
+            inner: r.required_count("moe_intermediate_size"),
             gated: false,
-            shared,
+            shared_inner: shared,
             router_bias: false,
-            dense: Vec::new(),
+            dense_layers: Vec::new(),
         }),
         dropout: false,
-        scores_dropout: r.dropout("attention_dropout", 0.0),
+        scores_dropout: r.read_dropout("attention_dropout", 0.0),
     }
 }
 
-fn contradictions(file: &str, m: &LanguageModel) -> Diagnostics {
+fn find_contradictions(file: &str, m: &LanguageModel) -> Diagnostics {
     let mut ds = Vec::new();
-    let mut refuse = |message: String| ds.push(Diagnostic::error(&T0431, message).at(file, "these keys"));
+    let mut refuse =
+        |message: String| ds.push(Diagnostic::error(&T0431, message).with_label(file, "these keys"));
     if m.layers > LAYERS_MAX {
-        refuse(format!("{} layers, at most {LAYERS_MAX} are planned for", m.layers));
+        refuse(format!("{} layers exceed the limit of {LAYERS_MAX}", m.layers));
     }
     let d = m.width;
     let mut tensors: Vec<(&str, Vec<u64>)> = vec![
-        ("the embedding, words · width", vec![m.vocab, d]),
-        ("the positions, positions · width", vec![m.positions, d]),
+        ("the embedding, vocabulary · width", vec![m.vocab, d]),
+        ("the positions, positions · width", vec![m.learned_positions, d]),
         ("a feed-forward, matrices · inner · width", vec![3, m.mlp.inner, d]),
     ];
     match m.attention {
-        Attention::Grouped { heads, kv_heads, head_dim, .. } => {
+        AttentionKind::Grouped { heads, kv_heads, head_dim, .. } => {
             if !heads.is_multiple_of(kv_heads) {
-                refuse(format!(
-                    "{heads} query heads are not a whole multiple of {kv_heads} heads of keys and values"
-                ));
+                refuse(format!("{heads} query heads are not a multiple of {kv_heads} KV heads"));
             }
             tensors.push((
                 "queries, keys and values, 3 · heads · head_dim · width",
                 vec![3, heads, head_dim, d],
             ));
         }
-        Attention::Latent { heads, q_rank, kv_rank, nope, rope, v } => {
+        AttentionKind::Latent { heads, q_rank, kv_rank, nope, rope, v } => {
             let head = nope.max(v) * 2 + rope;
             let rank = q_rank.unwrap_or(1).max(kv_rank).max(d);
-            tensors.push(("a product of latent attention, heads · head · width", vec![heads, head, rank]));
+            tensors.push(("a matmul of latent attention, heads · head · width", vec![heads, head, rank]));
         }
     }
     if let Some(e) = &m.experts {
         if e.top_k > e.count {
-            refuse(format!("a token asks for {} experts of {}", e.top_k, e.count));
+            refuse(format!("a token needs {} experts of {}", e.top_k, e.count));
         }
-        if e.dense.len() as u64 >= m.layers {
-            refuse(format!("{} of {} layers are dense: none is left for experts", e.dense.len(), m.layers));
+        if e.dense_layers.len() as u64 >= m.layers {
+            refuse(format!(
+                "{} of {} layers are dense: no layer has experts",
+                e.dense_layers.len(),
+                m.layers
+            ));
         }
         tensors
             .push(("experts of a layer, experts · matrices · inner · width", vec![e.count, 3, e.inner, d]));
-        tensors.push(("shared experts, matrices · inner · width", vec![3, e.shared, d]));
+        tensors.push(("shared experts, matrices · inner · width", vec![3, e.shared_inner, d]));
     }
     for (what, extents) in tensors {
-        if elements(&extents).is_none() {
-            refuse(format!("{what} = {extents:?} has more than 2^40 numbers"));
+        if checked_elements(&extents).is_none() {
+            refuse(format!("{what} = {extents:?} has more than 2^40 elements"));
         }
     }
     ds

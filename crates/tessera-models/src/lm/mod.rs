@@ -1,7 +1,8 @@
-//! Language models as they are counted: dims from their own config, rows of ops for an estimate. They do not run.
+//! Language models for estimates: dims from their own config, converted to op rows. They are not
+//! executable.
 
+mod analytic_model;
 mod config;
-mod rows;
 #[cfg(test)]
 mod tests;
 
@@ -10,112 +11,114 @@ pub(crate) use config::{T0430, T0431, T0432};
 /// Dimensions of a decoder-only language model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LanguageModel {
-    /// Name, for people.
+    /// Display name.
     pub name: String,
     /// Width of the residual stream.
     pub width: u64,
-    /// Layers. Further heads that predict several tokens at once are not counted.
+    /// Number of layers, without extra multi-token-prediction modules.
     pub layers: u64,
-    /// Words of the vocabulary.
+    /// Vocabulary size.
     pub vocab: u64,
-    /// Whether the head reads the embedding's weights.
-    pub tied: bool,
-    /// Learned positions; 0 for rotary ones.
-    pub positions: u64,
-    /// What every norm learns.
-    pub norm: Norm,
+    /// Whether the head shares the embedding's weights.
+    pub tied_embedding: bool,
+    /// Number of learned positions; 0 for rotary positions.
+    pub learned_positions: u64,
+    /// The parameters of every norm.
+    pub norm: NormKind,
     /// Attention of every layer.
-    pub attention: Attention,
+    pub attention: AttentionKind,
     /// Feed-forward of a dense layer.
-    pub mlp: Mlp,
-    /// Experts, if some layers have them.
-    pub experts: Option<Experts>,
-    /// Whether dropout leaves masks behind in training: after each branch and after the embedding.
+    pub mlp: MlpConfig,
+    /// Routed experts, if some layers have them.
+    pub experts: Option<ExpertConfig>,
+    /// Whether training uses dropout after each branch and after the embedding, whose masks must be
+    /// kept.
     pub dropout: bool,
-    /// Whether attention drops scores.
+    /// Whether attention applies dropout to its scores.
     pub scores_dropout: bool,
 }
 
-/// What a norm learns.
+/// The parameters of a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Norm {
+pub enum NormKind {
     /// A scale.
     Rms,
     /// A scale and a shift.
     Layer,
 }
 
-/// How queries find keys.
+/// The attention variant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Attention {
-    /// Groups of query heads share a head of keys and values.
+pub enum AttentionKind {
+    /// Grouped-query attention: several query heads share one KV head.
     Grouped {
         /// Query heads.
         heads: u64,
-        /// Heads of keys and values.
+        /// KV heads.
         kv_heads: u64,
         /// Width of every head.
         head_dim: u64,
-        /// Whether query, key and value products add biases.
+        /// Whether the query, key and value matmuls add biases.
         qkv_bias: bool,
-        /// Whether the product behind attention does.
+        /// Whether the output matmul adds a bias.
         out_bias: bool,
-        /// Whether queries and keys pass a norm per head.
+        /// Whether queries and keys are normalised per head.
         qk_norm: bool,
     },
-    /// Keys and values of all heads are expanded from one latent, which is all that the cache holds.
+    /// Multi-head latent attention: keys and values of all heads are expanded from one latent, and
+    /// the KV cache stores only the latent.
     Latent {
         /// Query heads.
         heads: u64,
-        /// Width that queries pass through; none for one product.
+        /// Rank of the low-rank query projection; `None` for a single matmul.
         q_rank: Option<u64>,
         /// Width of the latent.
         kv_rank: u64,
-        /// Width of a query or key head without its rotary part.
+        /// Width of the non-rotary part of a query or key head.
         nope: u64,
-        /// Width of the rotary part; that of the keys is shared by all heads.
+        /// Width of the rotary part; all heads share the rotary part of the keys.
         rope: u64,
         /// Width of a value head.
         v: u64,
     },
 }
 
-impl Attention {
-    /// Query heads.
+impl AttentionKind {
+    /// Returns the number of query heads.
     #[must_use]
-    pub fn heads(&self) -> u64 {
+    pub fn head_count(&self) -> u64 {
         match self {
-            Attention::Grouped { heads, .. } | Attention::Latent { heads, .. } => *heads,
+            AttentionKind::Grouped { heads, .. } | AttentionKind::Latent { heads, .. } => *heads,
         }
     }
 }
 
 /// A feed-forward layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Mlp {
+pub struct MlpConfig {
     /// Inner width.
     pub inner: u64,
-    /// Whether a third matrix gates it.
+    /// Whether a third matrix gates the activation.
     pub gated: bool,
-    /// Whether products add biases.
+    /// Whether the matmuls add biases.
     pub bias: bool,
 }
 
 /// Routed experts.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Experts {
+pub struct ExpertConfig {
     /// Routed experts of a layer.
     pub count: u64,
-    /// Experts that a token asks for.
+    /// Experts per token.
     pub top_k: u64,
-    /// Inner width of one.
+    /// Inner width of one expert.
     pub inner: u64,
-    /// Whether a third matrix gates it.
+    /// Whether a third matrix gates the activation.
     pub gated: bool,
-    /// Inner width of what every token passes beside its experts; 0 for nothing.
-    pub shared: u64,
-    /// Whether the router corrects its choice by one learned number per expert.
+    /// Inner width of the shared experts that every token passes through; 0 for none.
+    pub shared_inner: u64,
+    /// Whether the router adds one learned bias per expert to its choice.
     pub router_bias: bool,
-    /// Layers that have a dense feed-forward in place of experts, ascending, from 0.
-    pub dense: Vec<u64>,
+    /// Layers with a dense feed-forward instead of experts, ascending, from 0.
+    pub dense_layers: Vec<u64>,
 }

@@ -1,27 +1,27 @@
-//! Counts against published ones.
+//! Compares counts with published ones.
 
-use tessera_ir::work::{Row, RowCut, RowOp, Work};
+use tessera_ir::analytic_model::{AnalyticModel, LayerOp, LayerOpKind, OpSharding};
 
 use super::LanguageModel;
 use crate::zoo;
 
-fn work(name: &str) -> Work {
-    zoo::named(name).unwrap().work(true)
+fn load_model(name: &str) -> AnalyticModel {
+    zoo::find_model(name).unwrap().to_analytic_model(true)
 }
 
-/// Within half a per cent.
-fn near(counted: u64, published: f64) {
+/// Checks that two counts agree within half a per cent.
+fn assert_near(counted: u64, published: f64) {
     let off = counted as f64 / published - 1.0;
     assert!(off.abs() <= 0.005, "{counted} against {published}: {:+.2} %", 100.0 * off);
 }
 
 #[test]
 fn every_name_is_a_model() {
-    for name in zoo::names() {
-        assert_eq!(zoo::named(name).unwrap().name, name);
-        assert!(work(name).parameters() > 0);
+    for name in zoo::model_names() {
+        assert_eq!(zoo::find_model(name).unwrap().name, name);
+        assert!(load_model(name).parameter_count() > 0);
     }
-    assert!(zoo::named("sr").is_none());
+    assert!(zoo::find_model("sr").is_none());
 }
 
 #[test]
@@ -43,21 +43,22 @@ fn parameters_are_the_published_ones() {
         ("gpt-530b", 529.6),
         ("gpt-1t", 1008.0),
     ] {
-        near(work(name).parameters(), billions * 1e9);
+        assert_near(load_model(name).parameter_count(), billions * 1e9);
     }
-    // Published to two digits: 1.7.
-    assert_eq!(work("gpt-1.7b").parameters(), 1_652_230_656);
+    // Published with two digits: 1.7.
+    assert_eq!(load_model("gpt-1.7b").parameter_count(), 1_652_230_656);
 }
 
 #[test]
 fn active_parameters_are_the_published_ones() {
-    // DeepSeek's own count of 36.7 and Qwen's of 22 are rounded; a table that is looked up does no work.
-    near(work("deepseek-v3").active_parameters(), 36.7e9);
-    assert_eq!(work("deepseek-v3").active_parameters(), 36_625_618_432);
-    near(work("mixtral-8x7b").active_parameters() + 32_000 * 4096, 12.9e9);
-    assert_eq!(work("qwen3-235b-a22b").active_parameters(), 22_190_763_520 - 151_936 * 4096);
-    let dense = work("llama-3.1-8b");
-    assert_eq!(dense.active_parameters(), dense.parameters() - 128_256 * 4096);
+    // DeepSeek's own count of 36.7 and Qwen's count of 22 are rounded; an embedding lookup does no
+    // work.
+    assert_near(load_model("deepseek-v3").active_parameter_count(), 36.7e9);
+    assert_eq!(load_model("deepseek-v3").active_parameter_count(), 36_625_618_432);
+    assert_near(load_model("mixtral-8x7b").active_parameter_count() + 32_000 * 4096, 12.9e9);
+    assert_eq!(load_model("qwen3-235b-a22b").active_parameter_count(), 22_190_763_520 - 151_936 * 4096);
+    let dense = load_model("llama-3.1-8b");
+    assert_eq!(dense.active_parameter_count(), dense.parameter_count() - 128_256 * 4096);
 }
 
 #[test]
@@ -68,74 +69,87 @@ fn cache_bytes_per_token() {
         ("llama-3.1-405b", 2 * 2 * 8 * 128 * 126),
         ("mixtral-8x7b", 2 * 2 * 8 * 128 * 32),
         ("qwen3-235b-a22b", 2 * 2 * 4 * 128 * 94),
-        // 70,272 bytes: the figure of its release.
+        // 70,272 bytes is the figure of its release.
         ("deepseek-v3", 70_272),
         ("sr-moe", 2 * 2 * 8192 * 24),
         ("sr-moe-wide", 2 * 2 * 16_384 * 24),
     ] {
-        assert_eq!(work(name).cache_bytes(2.0).0, bytes, "{name}");
+        assert_eq!(load_model(name).kv_cache_bytes(2.0).0, bytes, "{name}");
     }
 }
 
-fn kept(rows: &[Row], cuts: &[RowCut]) -> u64 {
-    rows.iter().filter(|r| cuts.contains(&r.cut)).map(|r| r.keep_bytes).sum()
+fn kept_bytes(rows: &[LayerOp], cuts: &[OpSharding]) -> u64 {
+    rows.iter().filter(|r| cuts.contains(&r.sharding)).map(|r| r.activation_bytes).sum()
 }
 
 #[test]
-fn what_a_layer_keeps_is_what_korthikanti_et_al_count() {
+fn kept_bytes_of_a_layer_match_korthikanti_et_al() {
     for (name, h) in [("gpt-22b", 6144), ("gpt-175b", 12_288), ("gpt-530b", 20_480), ("gpt-1t", 25_600)] {
-        let w = zoo::named(name).unwrap().work(false);
-        let rows = &w.stacks[0].rows;
-        assert_eq!(kept(rows, &[RowCut::Whole, RowCut::Col]), 10 * h, "what tp alone does not divide");
-        assert_eq!(kept(rows, &[RowCut::Row, RowCut::Heads]), 24 * h, "what tp divides");
-        let share =
-            |divided| rows.iter().map(|r| r.keep_bytes as f64 * r.cut.keep_share(8, divided)).sum::<f64>();
+        let w = zoo::find_model(name).unwrap().to_analytic_model(false);
+        let rows = &w.stacks[0].ops;
+        assert_eq!(
+            kept_bytes(rows, &[OpSharding::Replicated, OpSharding::Col]),
+            10 * h,
+            "the part that tp alone does not divide"
+        );
+        assert_eq!(
+            kept_bytes(rows, &[OpSharding::Row, OpSharding::Heads]),
+            24 * h,
+            "the part that tp divides"
+        );
+        let share = |divided| {
+            rows.iter()
+                .map(|r| r.activation_bytes as f64 * r.sharding.activation_fraction(8, divided))
+                .sum::<f64>()
+        };
         assert_eq!(share(false), (10.0 + 24.0 / 8.0) * h as f64);
         assert_eq!(share(true), 34.0 / 8.0 * h as f64);
-        let scores = rows.iter().find_map(|r| match r.op {
-            RowOp::Attention { scores_bytes, .. } => Some(scores_bytes),
+        let scores = rows.iter().find_map(|r| match r.kind {
+            LayerOpKind::Attention { stored_score_bytes: scores_bytes, .. } => Some(scores_bytes),
             _ => None,
         });
         assert_eq!(scores, Some(5));
-        // Outside the layers: a mask behind the embedding; inputs of norm and head and four-byte logits at the end.
-        assert_eq!(kept(&w.first, &[RowCut::Whole]), h);
-        assert_eq!(w.last.iter().map(|r| r.keep_bytes).sum::<u64>(), 4 * h + 4 * 51_200);
+        // Outside the layers: a mask after the embedding; inputs of the final norm and head, and
+        // four-byte logits.
+        assert_eq!(kept_bytes(&w.ops_before_layers, &[OpSharding::Replicated]), h);
+        assert_eq!(w.ops_after_layers.iter().map(|r| r.activation_bytes).sum::<u64>(), 4 * h + 4 * 51_200);
     }
 }
 
 #[test]
-fn what_a_gated_layer_keeps() {
-    let rows = &work("llama-3.1-8b").stacks[0].rows;
+fn kept_bytes_of_a_gated_layer() {
+    let rows = &load_model("llama-3.1-8b").stacks[0].ops;
     let (h, kv, inner, heads) = (4096, 1024, 14_336, 32);
-    // Two norms and two products read the stream; attention keeps q, k, v, its output and a number per head.
+    // Two norms and two matmuls read the residual stream; attention keeps q, k, v, its output and
+    // one number per head.
     let attention = 2 * (h + 2 * kv) + 2 * h + 4 * heads;
-    assert_eq!(rows.iter().map(|r| r.keep_bytes).sum::<u64>(), 8 * h + attention + 6 * inner);
+    assert_eq!(rows.iter().map(|r| r.activation_bytes).sum::<u64>(), 8 * h + attention + 6 * inner);
 }
 
 #[test]
 fn latent_attention_has_parts() {
-    let w = work("deepseek-v3");
+    let w = load_model("deepseek-v3");
     let counts: Vec<_> = w.stacks.iter().map(|s| (s.name, s.count)).collect();
     assert_eq!(counts, [("dense", 3), ("experts", 58)]);
-    let of = |name: &str| w.stacks[1].rows.iter().find(|r| r.name == name).unwrap();
-    assert_eq!(of("attention.down").weights(), 7168 * (1536 + 512 + 64));
-    assert_eq!(of("attention.q_up").weights(), 1536 * 128 * 192);
-    assert_eq!(of("attention.kv_up").weights(), 512 * 128 * 256);
-    assert_eq!(of("attention.out").weights(), 128 * 128 * 7168);
-    assert_eq!(of("experts.ffn").weights(), 256 * 3 * 7168 * 2048);
-    let RowOp::Attention { qk, v, latent, .. } = of("attention.core").op else { panic!() };
+    let of = |name: &str| w.stacks[1].ops.iter().find(|r| r.name == name).unwrap();
+    assert_eq!(of("attention.down").weight_count(), 7168 * (1536 + 512 + 64));
+    assert_eq!(of("attention.q_up").weight_count(), 1536 * 128 * 192);
+    assert_eq!(of("attention.kv_up").weight_count(), 512 * 128 * 256);
+    assert_eq!(of("attention.out").weight_count(), 128 * 128 * 7168);
+    assert_eq!(of("experts.ffn").weight_count(), 256 * 3 * 7168 * 2048);
+    let LayerOpKind::Attention { qk, v, latent, .. } = of("attention.core").kind else { panic!() };
     let latent = latent.unwrap();
     assert_eq!((qk, v, latent.qk, latent.v), (192, 128, 576, 512));
-    assert_eq!((w.kv_heads, w.experts()), (1, Some((256, 8))));
+    assert_eq!((w.kv_heads, w.routed_experts()), (1, Some((256, 8))));
 }
 
 #[test]
 fn both_head_widths_of_sr_moe_are_models() {
     for (name, width) in [("sr-moe", 8192), ("sr-moe-wide", 16_384)] {
-        let w = work(name);
-        assert_eq!((w.width, w.heads, w.experts()), (8192, 128, Some((4096, 2))));
-        let qkv = w.stacks[0].rows.iter().find(|r| r.name == "attention.qkv").unwrap();
-        assert_eq!(qkv.weights(), 8192 * 3 * width);
+        let w = load_model(name);
+        assert_eq!((w.hidden_size, w.heads, w.routed_experts()), (8192, 128, Some((4096, 2))));
+        let qkv = w.stacks[0].ops.iter().find(|r| r.name == "attention.qkv").unwrap();
+        assert_eq!(qkv.weight_count(), 8192 * 3 * width);
     }
 }
 
@@ -144,7 +158,7 @@ const LLAMA: &str = r#"{"architectures":["LlamaForCausalLM"],"vocab_size":100,"h
     "rope_scaling":{"factor":8.0},"torch_dtype":"bfloat16","eos_token_id":[1,2],"use_cache":true}"#;
 
 #[test]
-fn mistakes_are_told_with_the_nearest_key() {
+fn mistakes_suggest_the_nearest_key() {
     let code = |text: &str| {
         let ds = LanguageModel::parse("config.json", text).unwrap_err();
         (ds[0].code.id, ds[0].message.clone(), ds[0].hint.clone().unwrap_or_default())
@@ -175,12 +189,12 @@ fn mistakes_are_told_with_the_nearest_key() {
 }
 
 #[test]
-fn experts_may_stand_in_some_layers_only() {
+fn experts_may_be_in_some_layers_only() {
     let text = r#"{"architectures":["Qwen3MoeForCausalLM"],"vocab_size":100,"hidden_size":64,"intermediate_size":96,
         "num_hidden_layers":6,"num_attention_heads":4,"num_key_value_heads":2,"hidden_act":"silu","head_dim":16,
         "num_experts":8,"num_experts_per_tok":2,"moe_intermediate_size":32,"decoder_sparse_step":2,
         "mlp_only_layers":[3]}"#;
-    let w = LanguageModel::parse("config.json", text).unwrap().work(true);
+    let w = LanguageModel::parse("config.json", text).unwrap().to_analytic_model(true);
     let counts: Vec<_> = w.stacks.iter().map(|s| (s.name, s.count)).collect();
     assert_eq!(counts, [("dense", 1), ("experts", 1), ("dense", 3), ("experts", 1)]);
     let none = text.replace("[3]", "[1,3,5]");
@@ -190,30 +204,30 @@ fn experts_may_stand_in_some_layers_only() {
 #[test]
 fn another_routing_is_the_same_as_another_config() {
     for (name, experts, top_k) in [("deepseek-v3", 512, 6), ("sr-moe", 4096, 1), ("mixtral-8x7b", 16, 2)] {
-        let model = zoo::named(name).unwrap();
+        let model = zoo::find_model(name).unwrap();
         let mut other = model.clone();
         let routed = other.experts.as_mut().unwrap();
         (routed.count, routed.top_k) = (experts, top_k);
-        assert_eq!(model.work(true).routed(experts, top_k), other.work(true));
+        assert_eq!(model.to_analytic_model(true).with_experts(experts, top_k), other.to_analytic_model(true));
     }
 }
 
 #[test]
-fn keys_and_values_are_cut_by_column_and_experts_over_ranks() {
-    for name in zoo::names() {
-        for row in work(name).stacks.iter().flat_map(|s| &s.rows) {
+fn qkv_is_column_sharded_and_experts_over_ranks() {
+    for name in zoo::model_names() {
+        for row in load_model(name).stacks.iter().flat_map(|s| &s.ops) {
             let cut = match row.name {
                 "attention.qkv" | "attention.q_up" | "attention.kv_up" | "mlp.up" | "shared.up" => {
-                    RowCut::Col
+                    OpSharding::Col
                 }
                 "attention.core" | "attention.rope" | "attention.qk_norm" | "mlp.act" | "shared.act" => {
-                    RowCut::Heads
+                    OpSharding::Heads
                 }
-                "attention.out" | "mlp.down" | "shared.down" => RowCut::Row,
-                "experts.ffn" | "experts.act" => RowCut::Experts,
-                _ => RowCut::Whole,
+                "attention.out" | "mlp.down" | "shared.down" => OpSharding::Row,
+                "experts.ffn" | "experts.act" => OpSharding::Experts,
+                _ => OpSharding::Replicated,
             };
-            assert_eq!(row.cut, cut, "{name}: {}", row.name);
+            assert_eq!(row.sharding, cut, "{name}: {}", row.name);
         }
     }
 }

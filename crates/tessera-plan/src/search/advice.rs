@@ -1,91 +1,101 @@
-//! What could be done about a layer of experts or a long context, in numbers: better placements, capacities and policies
-//! beside what a plan has.
+//! Advises on expert layers and long contexts: compares a plan's expert placement, capacity and
+//! cache residency policy with better ones, in numbers.
 
 use tessera_base::Bytes;
 use tessera_cost::moe::{
-    Capacity, ExpertLoad, Placement, Routing, experts, placed, popularity, rebalance, tune_capacity,
+    CapacitySweep, ExpertLoad, ExpertPlacement, Routing, expert_load, expert_popularity, placement_load,
+    rebalance_experts, tune_capacity,
 };
-use tessera_cost::tiers::{CacheHits, Reads, Residency, replay_cache};
+use tessera_cost::tiers::{KvResidency, SegmentReads, TierHits, replay_reads};
 use tessera_mesh::Precision;
 
-use super::gates::{Gate, GateFacts, gates};
+use super::gates::{GateInputs, GateResult, evaluate_gates};
 use super::thresholds::Thresholds;
 
-/// A layer of experts as a plan has it.
+/// An expert layer as a plan runs it.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ExpertsAsked {
-    /// Experts.
+pub struct ExpertLayer {
+    /// Number of experts.
     pub experts: u64,
-    /// Experts that a token asks for.
+    /// Experts per token.
     pub top_k: u64,
-    /// Ranks that they are dealt to.
+    /// Ranks that share the experts.
     pub ep: u32,
     /// Tokens of one micro-batch over all ranks of the group.
     pub tokens: f64,
-    /// Numbers of a token.
+    /// Hidden size of a token.
     pub width: u64,
-    /// What they travel as.
+    /// Precision of tokens in dispatch.
     pub wire: Precision,
-    /// How tokens choose.
+    /// The model of how tokens choose experts.
     pub routing: Routing,
     /// Bytes of one expert.
     pub expert_bytes: f64,
 }
 
-/// What the layer comes to, and what it could.
+/// The expert loads of a layer under the current placement and under alternatives.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ExpertsAdvice {
-    /// Contiguous pieces, nothing dropped.
-    pub plain: ExpertLoad,
-    /// The same experts dealt by popularity.
-    pub packed: ExpertLoad,
-    /// With one further slot on every rank for copies of the hottest.
-    pub copied: ExpertLoad,
-    /// What those slots take on a rank.
+pub struct ExpertAdvice {
+    /// Contiguous placement without drops.
+    pub contiguous: ExpertLoad,
+    /// The same experts, placed by popularity.
+    pub by_popularity: ExpertLoad,
+    /// One extra slot per rank, filled with copies of the most popular experts.
+    pub with_copies: ExpertLoad,
+    /// Memory of the extra slots on one rank.
     pub copies_bytes: Bytes,
-    /// Capacities against drops and peak bytes, and the one to choose.
-    pub capacity: Capacity,
+    /// Drops and peak bytes by capacity, and the recommended capacity.
+    pub capacity: CapacitySweep,
 }
 
-/// Share of assignments that a capacity may drop where it is chosen for one.
-const MOST_DROPPED: f64 = 0.01;
+/// Maximum share of assignments that the recommended capacity may drop.
+const MAX_DROPPED: f64 = 0.01;
 
-/// Weighs placements and capacities of a layer of experts.
+/// Compares placements and capacities of an expert layer.
 #[must_use]
-pub fn advise_experts(a: &ExpertsAsked, limits: &Thresholds) -> ExpertsAdvice {
-    let asked = popularity(a.experts, a.top_k, a.ep, a.tokens, a.routing, 0);
-    let ranks = a.ep.max(1) as usize;
-    let load = |placement: &Placement| placed(placement, &asked, a.tokens);
-    let allowed = (limits.capacity_least_pct as u32, limits.capacity_most_pct as u32);
-    ExpertsAdvice {
-        plain: experts(a.experts, a.top_k, a.ep, a.tokens, a.routing, 0),
-        packed: load(&rebalance(&asked, asked.len(), ranks, 1)),
-        copied: load(&rebalance(&asked, asked.len() + ranks, ranks, 1)),
-        copies_bytes: Bytes(a.expert_bytes.max(0.0) as u64),
+pub fn advise_experts(layer: &ExpertLayer, limits: &Thresholds) -> ExpertAdvice {
+    let popularity_by_rank =
+        expert_popularity(layer.experts, layer.top_k, layer.ep, layer.tokens, layer.routing, 0);
+    let ranks = layer.ep.max(1) as usize;
+    let load = |placement: &ExpertPlacement| placement_load(placement, &popularity_by_rank, layer.tokens);
+    let allowed = (limits.min_capacity_pct as u32, limits.max_capacity_pct as u32);
+    ExpertAdvice {
+        contiguous: expert_load(layer.experts, layer.top_k, layer.ep, layer.tokens, layer.routing, 0),
+        by_popularity: load(&rebalance_experts(&popularity_by_rank, popularity_by_rank.len(), ranks, 1)),
+        with_copies: load(&rebalance_experts(
+            &popularity_by_rank,
+            popularity_by_rank.len() + ranks,
+            ranks,
+            1,
+        )),
+        copies_bytes: Bytes(layer.expert_bytes.max(0.0) as u64),
         capacity: tune_capacity(
-            (a.experts, a.top_k, a.ep),
-            a.tokens,
-            (a.width, a.wire),
-            a.routing,
+            (layer.experts, layer.top_k, layer.ep),
+            layer.tokens,
+            (layer.width, layer.wire),
+            layer.routing,
             allowed,
-            MOST_DROPPED,
+            MAX_DROPPED,
         ),
     }
 }
 
-impl ExpertsAdvice {
-    /// In sentences.
+impl ExpertAdvice {
+    /// Returns the advice as sentences.
     #[must_use]
-    pub fn says(&self) -> Vec<String> {
+    pub fn to_sentences(&self) -> Vec<String> {
         let c = &self.capacity.chosen;
         vec![
             format!(
-                "the slowest rank of the experts has {:.2} times the mean; dealt by popularity {:.2}, with one copy more a \
-                 rank ({} a layer) {:.2}",
-                self.plain.slowest, self.packed.slowest, self.copies_bytes, self.copied.slowest
+                "the slowest expert rank has {:.2} times the mean load; placed by popularity {:.2}, with one extra copy per \
+                 rank ({} per layer) {:.2}",
+                self.contiguous.slowest_over_mean,
+                self.by_popularity.slowest_over_mean,
+                self.copies_bytes,
+                self.with_copies.slowest_over_mean
             ),
             format!(
-                "a capacity of {} % drops {:.2} % and needs {} for a dispatch; the slowest rank then has {:.2} times the mean",
+                "a capacity of {} % drops {:.2} % and needs {} per dispatch; the slowest rank then has {:.2} times the mean",
                 c.pct,
                 c.dropped * 100.0,
                 Bytes(c.peak_bytes as u64),
@@ -95,33 +105,33 @@ impl ExpertsAdvice {
     }
 }
 
-/// What each policy of residency hits on a long context, with its gate: `room` and `peer_room` in segments; `peer` says
-/// whether peers' memory counts as hot.
+/// Replays a long context under each residency policy and returns the hits with the gate's result.
+/// `room` and `peer_room` are in segments; `peer` states whether peers' memory counts as hot.
 #[must_use]
 pub fn advise_residency(
-    reads: &Reads,
-    room: usize,
-    peer_room: usize,
+    reads: &SegmentReads,
+    local_segments: usize,
+    peer_segments: usize,
     peer: bool,
     limits: &Thresholds,
-) -> Vec<(Residency, CacheHits, Gate)> {
-    let judge = |policy: Residency| {
-        let hits = replay_cache(reads, policy, room, peer_room);
-        let facts = GateFacts { cache_hits: Some(hits.hot(peer)), ..GateFacts::default() };
-        let gate = gates(&facts, limits).into_iter().find(|g| g.id == "cache.hits");
+) -> Vec<(KvResidency, TierHits, GateResult)> {
+    let evaluate = |policy: KvResidency| {
+        let hits = replay_reads(reads, policy, local_segments, peer_segments);
+        let facts = GateInputs { cache_hit_share: Some(hits.hot_share(peer)), ..GateInputs::default() };
+        let gate = evaluate_gates(&facts, limits).into_iter().find(|g| g.id == "cache.hits");
         gate.map(|g| (policy, hits, g))
     };
-    Residency::ALL.into_iter().filter_map(judge).collect()
+    KvResidency::ALL.into_iter().filter_map(evaluate).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::gates::Verdict;
+    use super::super::gates::GateStatus;
     use super::*;
 
     #[test]
     fn copies_of_the_hottest_are_worth_their_memory() {
-        let asked = ExpertsAsked {
+        let asked = ExpertLayer {
             experts: 256,
             top_k: 8,
             ep: 32,
@@ -133,26 +143,32 @@ mod tests {
         };
         let advice = advise_experts(&asked, &Thresholds::default());
         assert!(
-            advice.copied.slowest < advice.packed.slowest && advice.packed.slowest < advice.plain.slowest
+            advice.with_copies.slowest_over_mean < advice.by_popularity.slowest_over_mean
+                && advice.by_popularity.slowest_over_mean < advice.contiguous.slowest_over_mean
         );
         assert_eq!(advice.capacity.chosen.pct, 130);
-        assert!(advice.says()[1].starts_with("a capacity of 130 %"), "{:?}", advice.says());
-        let even =
-            advise_experts(&ExpertsAsked { routing: Routing::Random, ..asked }, &Thresholds::default());
+        assert!(advice.to_sentences()[1].starts_with("a capacity of 130 %"), "{:?}", advice.to_sentences());
+        let even = advise_experts(&ExpertLayer { routing: Routing::Random, ..asked }, &Thresholds::default());
         assert_eq!(even.capacity.chosen.pct, 110);
     }
 
     #[test]
     fn the_policy_decides_whether_a_long_context_passes() {
-        let reads =
-            Reads { seed: 5, segments: 128, steps: 400, steps_per_segment: 16, recent: 8, older: Some(4) };
+        let reads = SegmentReads {
+            seed: 5,
+            segments: 128,
+            steps: 400,
+            steps_per_segment: 16,
+            recent: 8,
+            older: Some(4),
+        };
         let verdicts = |peer| {
             let all = advise_residency(&reads, 48, 48, peer, &Thresholds::default());
-            all.into_iter().map(|(p, _, g)| (p.name(), g.verdict)).collect::<Vec<_>>()
+            all.into_iter().map(|(p, _, g)| (p.name(), g.status)).collect::<Vec<_>>()
         };
         let near = verdicts(false);
-        assert_eq!(near[0], ("window", Verdict::Fail));
-        assert_eq!(near[2], ("hotness", Verdict::Pass));
-        assert_eq!(verdicts(true)[1], ("lru", Verdict::Pass));
+        assert_eq!(near[0], ("window", GateStatus::Fail));
+        assert_eq!(near[2], ("hotness", GateStatus::Pass));
+        assert_eq!(verdicts(true)[1], ("lru", GateStatus::Pass));
     }
 }

@@ -1,131 +1,133 @@
-//! The gates of a plan: each compares one number with one limit and names the term that decides.
+//! The gates of a plan: each compares one number with one threshold and names the dominant term.
 //!
-//! A gate judges nothing by itself: what is illegal is refused elsewhere, and a plan that fails a gate may still be the
-//! best there is. Facts come in as plain numbers, so that a run's record can be judged by the same lines as an estimate.
+//! A gate never rejects a plan: the constraints do that, and a plan that fails a gate may still be
+//! the best one. The inputs are plain numbers, so that the same gates evaluate an estimate and the
+//! record of a run.
 
 use tessera_base::{Bytes, Code, Diagnostic};
 
 use super::thresholds::Thresholds;
 
-/// A gate that a plan does not pass.
+/// A plan fails a gate.
 pub static T1241: Code = Code {
     id: "T1241",
-    title: "a gate is not passed",
-    page: "A gate is a rule of thumb of the mapping guide with a limit: how much of a device's memory activations and cache \
-may take, how many experts a rank should hold, how much collective time should be hidden, how long a stage may wait, and \
-so on. The message gives the number, the limit and the term that decides.\n\n\
-Not passing is advice, not a refusal: the plan is legal and may be the best one for a machine that is too small or a batch \
-that is too short. Change what the message names, or the limit: all of them are in one file (`gates.toml`) that yours may \
-replace.\n\n\
-A gate that does not apply says why with its arithmetic, for instance balance over experts for a decode batch that gives \
-each expert a handful of rows: those vary by more than the limit with a perfect router.",
+    title: "plan fails a gate",
+    page: "A gate is a rule of thumb of the mapping guide with a threshold: how much of a device's memory activations and KV \
+cache may take, how many experts a rank should hold, how much collective time should be hidden, how long a stage may wait, \
+and so on. The message gives the number, the threshold and the dominant term.\n\n\
+A failed gate is advice, not an error: the plan is legal and may be the best one for a small machine or a small batch. \
+Change what the message names, or the threshold: all of them are in one file (`gates.toml`), which your own file may \
+override.\n\n\
+A gate that does not apply gives the reason with its arithmetic. For example, expert balance does not apply to a decode batch \
+that gives each expert a handful of rows: those vary by more than the threshold even with a perfect router.",
 };
 
-/// What a gate says.
+/// The status of a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Verdict {
-    /// Within the limit.
+pub enum GateStatus {
+    /// The value is within the threshold.
     Pass,
-    /// Beyond what is recommended.
+    /// The value exceeds the recommendation.
     Warn,
-    /// Beyond the limit.
+    /// The value exceeds the threshold.
     Fail,
-    /// Nothing to judge, or not judgeable at this size.
+    /// The gate has no input, or does not apply at this size.
     NotApplicable,
 }
 
-impl Verdict {
-    /// Spelling.
+impl GateStatus {
+    /// Returns the name used in reports.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["pass", "warn", "fail", "n/a"][self as usize]
     }
 }
 
-/// One number against one limit.
+/// The evaluation of one gate.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Gate {
-    /// Stable name, such as `memory.activations-and-cache`.
+pub struct GateResult {
+    /// Stable identifier, such as `memory.activations-and-cache`.
     pub id: &'static str,
-    /// Title for people.
+    /// Title for reports.
     pub title: &'static str,
-    /// The number; 0 where nothing applies.
+    /// The value; 0 if the gate does not apply.
     pub value: f64,
-    /// The limit that it is judged by.
-    pub limit: f64,
-    /// Unit of both.
+    /// The threshold.
+    pub threshold: f64,
+    /// Unit of the value and the threshold.
     pub unit: &'static str,
-    /// What follows.
-    pub verdict: Verdict,
-    /// The arithmetic, the term that decides, and what is left.
-    pub says: String,
+    /// The status.
+    pub status: GateStatus,
+    /// The arithmetic, the dominant term and the remaining headroom.
+    pub explanation: String,
 }
 
-impl Gate {
-    /// As a diagnostic, where it is not passed: a warning, since the plan stands.
+impl GateResult {
+    /// Returns a warning if the gate is not passed; the plan remains valid.
     #[must_use]
-    pub fn diagnostic(&self) -> Option<Diagnostic> {
-        matches!(self.verdict, Verdict::Warn | Verdict::Fail).then(|| {
-            Diagnostic::warning(&T1241, format!("gate `{}`: {}", self.id, self.title))
-                .at("plan", format!("{:.3} {}", self.value, self.unit))
-                .at("limit", format!("{} {}", self.limit, self.unit))
-                .note(self.says.clone())
+    pub fn to_diagnostic(&self) -> Option<Diagnostic> {
+        matches!(self.status, GateStatus::Warn | GateStatus::Fail).then(|| {
+            Diagnostic::warning(&T1241, format!("gate `{}` not passed: {}", self.id, self.title))
+                .with_label("plan", format!("{:.3} {}", self.value, self.unit))
+                .with_label("limit", format!("{} {}", self.threshold, self.unit))
+                .with_note(self.explanation.clone())
         })
     }
 }
 
-/// Bytes of the fullest rank in device memory.
+/// Device memory of the peak rank, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct MemoryFacts {
-    /// Memory of a device.
-    pub device: f64,
+pub struct MemoryGateInputs {
+    /// Device memory.
+    pub device_bytes: f64,
     /// Weights, experts included.
-    pub parameters: f64,
-    /// Gradients and optimizer.
-    pub training: f64,
-    /// Activations kept, all micro-batches in flight (A times tokens).
-    pub activations: f64,
-    /// What they would be if nothing were recomputed.
-    pub activations_plain: f64,
+    pub parameter_bytes: f64,
+    /// Gradients and optimizer state.
+    pub training_bytes: f64,
+    /// Saved activations of all micro-batches in flight (A times tokens).
+    pub activation_bytes: f64,
+    /// The activations without recomputation.
+    pub unrecomputed_activation_bytes: f64,
     /// Keys and values (K times tokens).
-    pub cache: f64,
-    /// Buffers of sends and prefetch, and libraries.
-    pub other: f64,
-    /// Tokens whose activations are kept; A is their share of the bytes.
+    pub cache_bytes: f64,
+    /// Workspace, send and prefetch buffers, and libraries.
+    pub other_bytes: f64,
+    /// Tokens whose activations are saved; A is `activation_bytes` divided by this.
     pub activation_tokens: f64,
-    /// Tokens whose keys and values are held.
+    /// Tokens whose keys and values are cached.
     pub cache_tokens: f64,
 }
 
-/// Experts of one layer.
+/// The experts of one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct ExpertFacts {
-    /// Experts.
+pub struct ExpertGateInputs {
+    /// Number of experts.
     pub experts: u64,
-    /// Experts that a token asks for.
+    /// Experts per token.
     pub top_k: u64,
-    /// Ranks that they are dealt to.
+    /// Ranks that share the experts.
     pub ep: u32,
     /// Tokens of one micro-batch over all ranks of the group.
     pub tokens: f64,
-    /// Standard deviation of rows over experts, over their mean.
+    /// Standard deviation of rows over experts, relative to the mean.
     pub std_over_mean: f64,
-    /// The same over ranks.
+    /// Standard deviation of rows over ranks, relative to the mean.
     pub rank_std_over_mean: f64,
-    /// Rows of the slowest rank over the mean.
-    pub slowest: f64,
-    /// Capacity in per cent of the even share; 0 without one.
+    /// Rows of the slowest rank, relative to the mean.
+    pub slowest_over_mean: f64,
+    /// Capacity in per cent of the even share; 0 if unlimited.
     pub capacity_pct: u32,
     /// Share of assignments dropped.
-    pub dropped: f64,
-    /// Window of prefetch in layers (0 where nothing is fetched ahead) and the stall of a pass that is left; absent where all experts are in device memory.
+    pub dropped_share: f64,
+    /// Prefetch window in layers (0 if nothing is fetched ahead) and remaining stall per forward
+    /// pass in nanoseconds; `None` if all experts are in device memory.
     pub prefetch: Option<(u32, f64)>,
 }
 
-/// Dispatch of one layer: bytes that the busiest rank sends to others, how long that takes, and the line rate.
+/// The dispatch of one layer, as the busiest rank sends it to others.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct ExchangeFacts {
-    /// Bytes to other ranks, each token once per rank.
+pub struct ExchangeGateInputs {
+    /// Bytes to other ranks; each token counts once per destination rank.
     pub bytes: f64,
     /// Time in nanoseconds.
     pub ns: f64,
@@ -133,464 +135,480 @@ pub struct ExchangeFacts {
     pub line_bytes_per_s: f64,
 }
 
-/// A group of ranks that a collective runs over.
+/// The rank groups of one axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GroupFacts {
-    /// What it is for: `tp`, `ep`, `pp`, `dp`.
+pub struct GroupGateInputs {
+    /// The axis: `tp`, `ep`, `pp` or `dp`.
     pub axis: &'static str,
-    /// Ranks.
+    /// Ranks per group.
     pub ranks: u32,
-    /// Domains of switches that they stand in.
+    /// Scale-up domains that a group spans.
     pub domains: u32,
 }
 
-/// How one copy of the model stands on racks.
+/// The placement of model replicas on racks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ReplicaFacts {
-    /// Copies.
-    pub copies: u32,
-    /// Ranks of one.
-    pub ranks: u32,
-    /// Most racks that one copy touches.
-    pub racks: u32,
-    /// Devices of a rack.
+pub struct ReplicaGateInputs {
+    /// Number of replicas.
+    pub replica_count: u32,
+    /// Ranks per replica.
+    pub ranks_per_replica: u32,
+    /// Maximum number of racks that a replica spans.
+    pub racks_per_replica: u32,
+    /// Devices per rack.
     pub rack_devices: u32,
 }
 
-/// What is judged. What is absent gives gates that do not apply.
+/// The inputs of all gates. Gates with absent inputs do not apply.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct GateFacts {
-    /// Whether this is training.
+pub struct GateInputs {
+    /// Whether the workload is training.
     pub training: bool,
-    /// Whether anything is recomputed.
+    /// Whether any activations are recomputed.
     pub recomputes: bool,
-    /// Memory of the fullest rank.
-    pub memory: MemoryFacts,
-    /// Experts, of a model that has some.
-    pub experts: Option<ExpertFacts>,
-    /// Dispatch, where experts are on several ranks.
-    pub exchange: Option<ExchangeFacts>,
-    /// Collective time of a step that is hidden, and all of it, in nanoseconds.
+    /// Memory of the peak rank.
+    pub memory: MemoryGateInputs,
+    /// Experts, if the model has any.
+    pub experts: Option<ExpertGateInputs>,
+    /// Dispatch, if the experts span several ranks.
+    pub dispatch: Option<ExchangeGateInputs>,
+    /// Hidden collective time of a step, in nanoseconds.
     pub hidden_ns: f64,
-    /// All collective time of a step.
+    /// All collective time of a step, in nanoseconds.
     pub collective_ns: f64,
     /// Share of the step that each stage waits for others.
-    pub bubbles: Vec<f64>,
-    /// Share of reads that find keys and values in a hot tier; absent without a cache.
-    pub cache_hits: Option<f64>,
-    /// Groups with more than one rank.
-    pub groups: Vec<GroupFacts>,
-    /// Copies of the model.
-    pub replica: ReplicaFacts,
+    pub idle_shares: Vec<f64>,
+    /// Share of KV reads that hit a hot tier; `None` without a KV cache.
+    pub cache_hit_share: Option<f64>,
+    /// The groups with more than one rank.
+    pub axis_groups: Vec<GroupGateInputs>,
+    /// The model replicas.
+    pub replicas: ReplicaGateInputs,
 }
 
-/// Judges facts by limits; always the same gates in the same order.
+/// Evaluates all gates, always in the same order.
 #[must_use]
-pub fn gates(facts: &GateFacts, limits: &Thresholds) -> Vec<Gate> {
+pub fn evaluate_gates(inputs: &GateInputs, limits: &Thresholds) -> Vec<GateResult> {
     vec![
-        fits(&facts.memory, limits),
-        activations_and_cache(&facts.memory, limits),
-        recomputation(facts, limits),
-        density(facts.experts.as_ref(), limits),
-        balance(facts.experts.as_ref(), limits),
-        capacity(facts.experts.as_ref(), limits),
-        prefetch(facts.experts.as_ref(), limits),
-        exchange(facts.exchange.as_ref(), limits),
-        overlap(facts, limits),
-        bubble(facts, limits),
-        hits(facts, limits),
-        domains(&facts.groups),
-        racks(&facts.replica),
+        memory_gate(&inputs.memory, limits),
+        headroom_gate(&inputs.memory, limits),
+        recompute_gate(inputs, limits),
+        density_gate(inputs.experts.as_ref(), limits),
+        balance_gate(inputs.experts.as_ref(), limits),
+        capacity_gate(inputs.experts.as_ref(), limits),
+        prefetch_gate(inputs.experts.as_ref(), limits),
+        exchange_gate(inputs.dispatch.as_ref(), limits),
+        overlap_gate(inputs, limits),
+        bubble_gate(inputs, limits),
+        cache_hit_gate(inputs, limits),
+        domain_gate(&inputs.axis_groups),
+        rack_gate(&inputs.replicas),
     ]
 }
 
-/// Whether a plan should recompute: activations over the rank's parameters, and the reason in words.
+/// Returns whether a plan should recompute activations, by the ratio of activations to the rank's
+/// parameters, and the reason in words.
 #[must_use]
-pub fn should_recompute(activations: f64, parameters: f64, limits: &Thresholds) -> (bool, String) {
+pub fn should_recompute(activations: f64, parameters: f64, thresholds: &Thresholds) -> (bool, String) {
     let ratio = activations / parameters.max(1.0);
-    let over = ratio > limits.recompute_above;
-    let says = format!(
-        "activations {} are {ratio:.2} of the rank's parameters {}: {} than {}, so {}",
-        bytes(activations),
-        bytes(parameters),
+    let over = ratio > thresholds.recompute_above;
+    let explanation = format!(
+        "activations {} are {ratio:.2} of the rank's parameters {}: {} than the threshold of {}, so {}",
+        round_bytes(activations),
+        round_bytes(parameters),
         if over { "more" } else { "no more" },
-        limits.recompute_above,
-        if over { "recompute" } else { "nothing need be recomputed" }
+        thresholds.recompute_above,
+        if over { "recompute" } else { "no recomputation is needed" }
     );
-    (over, says)
+    (over, explanation)
 }
 
-fn fits(m: &MemoryFacts, t: &Thresholds) -> Gate {
+fn memory_gate(m: &MemoryGateInputs, t: &Thresholds) -> GateResult {
     let terms = [
-        ("parameters", m.parameters),
-        ("gradients and optimizer", m.training),
-        ("activations", m.activations),
-        ("cache", m.cache),
-        ("buffers and libraries", m.other),
+        ("parameters", m.parameter_bytes),
+        ("gradients and optimizer", m.training_bytes),
+        ("activations", m.activation_bytes),
+        ("cache", m.cache_bytes),
+        ("buffers and libraries", m.other_bytes),
     ];
     let used: f64 = terms.iter().map(|t| t.1).sum();
     let largest = terms.iter().fold(terms[0], |a, b| if b.1 > a.1 { *b } else { a });
-    let (left, what) =
-        if used <= m.device { (m.device - used, "left") } else { (used - m.device, "too much") };
-    let says = format!(
-        "{} of {}: {} {what}; the largest are {} with {}",
-        bytes(used),
-        bytes(m.device),
-        bytes(left),
-        largest.0,
-        bytes(largest.1)
-    );
-    let share = used / m.device.max(1.0);
-    let (verdict, limit) = match share {
-        s if s > 1.0 => (Verdict::Fail, 1.0),
-        s if s > t.device_warn => (Verdict::Warn, t.device_warn),
-        _ => (Verdict::Pass, t.device_warn),
+    let (left, what) = if used <= m.device_bytes {
+        (m.device_bytes - used, "left")
+    } else {
+        (used - m.device_bytes, "too much")
     };
-    Gate {
+    let explanation = format!(
+        "{} of {}: {} {what}; the largest term is {} with {}",
+        round_bytes(used),
+        round_bytes(m.device_bytes),
+        round_bytes(left),
+        largest.0,
+        round_bytes(largest.1)
+    );
+    let share = used / m.device_bytes.max(1.0);
+    let (verdict, limit) = match share {
+        s if s > 1.0 => (GateStatus::Fail, 1.0),
+        s if s > t.device_warn => (GateStatus::Warn, t.device_warn),
+        _ => (GateStatus::Pass, t.device_warn),
+    };
+    GateResult {
         id: "memory.fits",
         title: "memory within the device",
         value: share,
-        limit,
+        threshold: limit,
         unit: SHARE,
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     }
 }
 
-fn activations_and_cache(m: &MemoryFacts, t: &Thresholds) -> Gate {
-    let gate = |value, limit, verdict, says| Gate {
+fn headroom_gate(m: &MemoryGateInputs, t: &Thresholds) -> GateResult {
+    let gate = |value, limit, verdict, explanation| GateResult {
         id: "memory.activations-and-cache",
-        title: "activations and cache leave headroom",
+        title: "activations and KV cache leave headroom",
         value,
-        limit,
+        threshold: limit,
         unit: SHARE,
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
     if m.activation_tokens <= 0.0 && m.cache_tokens <= 0.0 {
-        let says = "A and K are bytes per token: no tokens, nothing to judge".to_string();
-        return gate(0.0, t.activations_and_cache_fail, Verdict::NotApplicable, says);
+        let explanation = "A and K are bytes per token, and there are no tokens".to_string();
+        return gate(0.0, t.activations_and_cache_fail, GateStatus::NotApplicable, explanation);
     }
-    let (both, device) = (m.activations + m.cache, m.device.max(1.0));
+    let (both, device) = (m.activation_bytes + m.cache_bytes, m.device_bytes.max(1.0));
     let share = both / device;
     let (verdict, limit) = match share {
-        s if s > t.activations_and_cache_fail => (Verdict::Fail, t.activations_and_cache_fail),
-        s if s > t.activations_and_cache_warn => (Verdict::Warn, t.activations_and_cache_warn),
-        _ => (Verdict::Pass, t.activations_and_cache_warn),
+        s if s > t.activations_and_cache_fail => (GateStatus::Fail, t.activations_and_cache_fail),
+        s if s > t.activations_and_cache_warn => (GateStatus::Warn, t.activations_and_cache_warn),
+        _ => (GateStatus::Pass, t.activations_and_cache_warn),
     };
     let per_token = |all: f64, tokens: f64| {
         if tokens > 0.0 {
-            format!("{} × {tokens:.0} tokens", bytes(all / tokens))
+            format!("{} × {tokens:.0} tokens", round_bytes(all / tokens))
         } else {
             "no tokens".to_string()
         }
     };
-    let says = format!(
-        "A {} ({}) + K {} ({}) = {} of {}, of which {} decides; {} are left for parameters and temporaries",
-        bytes(m.activations),
-        per_token(m.activations, m.activation_tokens),
-        bytes(m.cache),
-        per_token(m.cache, m.cache_tokens),
-        bytes(both),
-        bytes(m.device),
-        if m.activations >= m.cache { "A" } else { "K" },
-        bytes((m.device - both).max(0.0))
+    let explanation = format!(
+        "A {} ({}) + K {} ({}) = {} of {}, dominated by {}; {} are left for parameters and temporaries",
+        round_bytes(m.activation_bytes),
+        per_token(m.activation_bytes, m.activation_tokens),
+        round_bytes(m.cache_bytes),
+        per_token(m.cache_bytes, m.cache_tokens),
+        round_bytes(both),
+        round_bytes(m.device_bytes),
+        if m.activation_bytes >= m.cache_bytes { "A" } else { "K" },
+        round_bytes((m.device_bytes - both).max(0.0))
     );
-    gate(share, limit, verdict, says)
+    gate(share, limit, verdict, explanation)
 }
 
-fn recomputation(facts: &GateFacts, t: &Thresholds) -> Gate {
+fn recompute_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
     let m = &facts.memory;
-    let gate = |value, verdict, says| Gate {
+    let gate = |value, verdict, explanation| GateResult {
         id: "memory.recompute",
-        title: "recomputation where activations outgrow parameters",
+        title: "recomputation if activations outgrow parameters",
         value,
-        limit: t.recompute_above,
+        threshold: t.recompute_above,
         unit: "of the rank's parameters",
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
     if !facts.training {
-        return gate(0.0, Verdict::NotApplicable, "nothing is kept for a backward pass".to_string());
+        return gate(
+            0.0,
+            GateStatus::NotApplicable,
+            "no backward pass: no activations are saved".to_string(),
+        );
     }
-    let plain = m.activations_plain.max(m.activations);
-    let (advised, mut says) = should_recompute(plain, m.parameters, t);
+    let plain = m.unrecomputed_activation_bytes.max(m.activation_bytes);
+    let (advised, mut explanation) = should_recompute(plain, m.parameter_bytes, t);
     if advised && facts.recomputes {
-        says = format!("{says}, and the plan does: {} are kept", bytes(m.activations));
+        explanation =
+            format!("{explanation}, and the plan does: {} are saved", round_bytes(m.activation_bytes));
     }
-    let verdict = if advised && !facts.recomputes { Verdict::Warn } else { Verdict::Pass };
-    gate(plain / m.parameters.max(1.0), verdict, says)
+    let verdict = if advised && !facts.recomputes { GateStatus::Warn } else { GateStatus::Pass };
+    gate(plain / m.parameter_bytes.max(1.0), verdict, explanation)
 }
 
-fn density(experts: Option<&ExpertFacts>, t: &Thresholds) -> Gate {
-    let gate = |value, verdict, says| Gate {
+fn density_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -> GateResult {
+    let gate = |value, verdict, explanation| GateResult {
         id: "experts.density",
         title: "enough experts on each rank",
         value,
-        limit: t.per_rank_least,
+        threshold: t.min_per_rank,
         unit: "experts",
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
-    let Some(e) = experts else { return gate(0.0, Verdict::NotApplicable, NO_EXPERTS.to_string()) };
+    let Some(e) = experts else { return gate(0.0, GateStatus::NotApplicable, NO_EXPERTS.to_string()) };
     let each = e.experts as f64 / f64::from(e.ep.max(1));
-    if (e.experts as f64) < t.per_rank_least {
-        let says = format!("the layer has {} experts in all, fewer than {}", e.experts, t.per_rank_least);
-        return gate(each, Verdict::NotApplicable, says);
+    if (e.experts as f64) < t.min_per_rank {
+        let explanation = format!("the layer has only {} experts, fewer than {}", e.experts, t.min_per_rank);
+        return gate(each, GateStatus::NotApplicable, explanation);
     }
-    let says = format!("{} experts / ep {} = {each:.1}", e.experts, e.ep);
-    if each >= t.per_rank_least {
-        return gate(each, Verdict::Pass, says);
+    let explanation = format!("{} experts / ep {} = {each:.1}", e.experts, e.ep);
+    if each >= t.min_per_rank {
+        return gate(each, GateStatus::Pass, explanation);
     }
-    let most = (e.experts as f64 / t.per_rank_least) as u32;
+    let max_ep = (e.experts as f64 / t.min_per_rank) as u32;
     gate(
         each,
-        Verdict::Fail,
-        format!("{says}, of which ep is to blame: {most} is the most that keeps {}", t.per_rank_least),
+        GateStatus::Fail,
+        format!(
+            "{explanation}; ep is too large: {max_ep} is the maximum that keeps {} per rank",
+            t.min_per_rank
+        ),
     )
 }
 
-fn balance(experts: Option<&ExpertFacts>, t: &Thresholds) -> Gate {
-    let gate = |value, verdict, says| Gate {
+fn balance_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -> GateResult {
+    let gate = |value, verdict, explanation| GateResult {
         id: "experts.balance",
         title: "rows are balanced over experts",
         value,
-        limit: t.balance_most,
+        threshold: t.max_balance,
         unit: "std/mean",
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
-    let Some(e) = experts else { return gate(0.0, Verdict::NotApplicable, NO_EXPERTS.to_string()) };
+    let Some(e) = experts else { return gate(0.0, GateStatus::NotApplicable, NO_EXPERTS.to_string()) };
     let rows = e.tokens * e.top_k as f64 / (e.experts as f64).max(1.0);
     let each = format!("{:.0} tokens × {} / {} experts = {rows:.1} rows each", e.tokens, e.top_k, e.experts);
-    if rows < t.balance_rows_least {
-        let says = format!(
+    if rows < t.min_balance_rows {
+        let explanation = format!(
             "{each}, below {}: a perfect router varies by {:.1} % there",
-            t.balance_rows_least,
+            t.min_balance_rows,
             100.0 / rows.max(1e-9).sqrt()
         );
-        return gate(e.std_over_mean, Verdict::NotApplicable, says);
+        return gate(e.std_over_mean, GateStatus::NotApplicable, explanation);
     }
-    let verdict = if e.std_over_mean <= t.balance_most { Verdict::Pass } else { Verdict::Fail };
-    let says = format!(
-        "{each}; std/mean {:.1} % over experts, {:.1} % over ranks; the slowest rank has {:.2} times the mean",
+    let verdict = if e.std_over_mean <= t.max_balance { GateStatus::Pass } else { GateStatus::Fail };
+    let explanation = format!(
+        "{each}; std/mean {:.1} % over experts, {:.1} % over ranks; the slowest rank has {:.2} times the mean load",
         e.std_over_mean * 100.0,
         e.rank_std_over_mean * 100.0,
-        e.slowest
+        e.slowest_over_mean
     );
-    gate(e.std_over_mean, verdict, says)
+    gate(e.std_over_mean, verdict, explanation)
 }
 
-fn capacity(experts: Option<&ExpertFacts>, t: &Thresholds) -> Gate {
-    let gate = |value, limit, verdict, says| Gate {
+fn capacity_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -> GateResult {
+    let gate = |value, limit, verdict, explanation| GateResult {
         id: "experts.capacity",
-        title: "capacity of experts in its range",
+        title: "expert capacity is within range",
         value,
-        limit,
+        threshold: limit,
         unit: "% of the even share",
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
-    let (low, high) = (t.capacity_least_pct, t.capacity_most_pct);
+    let (low, high) = (t.min_capacity_pct, t.max_capacity_pct);
     let Some(e) = experts.filter(|e| e.capacity_pct > 0) else {
-        let says = if experts.is_some() { "no capacity: nothing is dropped" } else { NO_EXPERTS };
-        return gate(0.0, high, Verdict::NotApplicable, says.to_string());
+        let explanation =
+            if experts.is_some() { "unlimited capacity: nothing is dropped" } else { NO_EXPERTS };
+        return gate(0.0, high, GateStatus::NotApplicable, explanation.to_string());
     };
     let pct = f64::from(e.capacity_pct);
-    let dropped = e.dropped * 100.0;
-    let inside = (low..=high).contains(&pct) && dropped <= t.dropped_most_pct;
-    let verdict = if inside { Verdict::Pass } else { Verdict::Warn };
-    let says = format!(
-        "{pct} % of {low} to {high} %; {dropped:.2} % of assignments are dropped, of {} % at most",
-        t.dropped_most_pct
+    let dropped = e.dropped_share * 100.0;
+    let inside = (low..=high).contains(&pct) && dropped <= t.max_dropped_pct;
+    let verdict = if inside { GateStatus::Pass } else { GateStatus::Warn };
+    let explanation = format!(
+        "{pct} %, range {low} to {high} %; {dropped:.2} % of assignments are dropped, at most {} % advised",
+        t.max_dropped_pct
     );
-    gate(pct, if pct < low { low } else { high }, verdict, says)
+    gate(pct, if pct < low { low } else { high }, verdict, explanation)
 }
 
-fn prefetch(experts: Option<&ExpertFacts>, t: &Thresholds) -> Gate {
-    let gate = |value, limit, verdict, says| Gate {
+fn prefetch_gate(experts: Option<&ExpertGateInputs>, t: &Thresholds) -> GateResult {
+    let gate = |value, limit, verdict, explanation| GateResult {
         id: "experts.prefetch",
-        title: "cold experts are fetched ahead",
+        title: "cold experts are prefetched",
         value,
-        limit,
+        threshold: limit,
         unit: "layers",
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
-    let (low, high) = (t.prefetch_least, t.prefetch_most);
+    let (low, high) = (t.min_prefetch, t.max_prefetch);
     let Some((window, stall_ns)) = experts.and_then(|e| e.prefetch) else {
-        let says = if experts.is_some() { "all experts are in device memory" } else { NO_EXPERTS };
-        return gate(0.0, low, Verdict::NotApplicable, says.to_string());
+        let explanation = if experts.is_some() { "all experts are in device memory" } else { NO_EXPERTS };
+        return gate(0.0, low, GateStatus::NotApplicable, explanation.to_string());
     };
-    let (window, waits) = (f64::from(window), format!("waits {:.1} µs a pass", stall_ns / 1e3));
-    let says = if window > 0.0 {
-        format!("window of {window} layers, {low} to {high} advised; {waits}")
+    let (window, waits) = (f64::from(window), format!("stalls {:.1} µs per forward pass", stall_ns / 1e3));
+    let explanation = if window > 0.0 {
+        format!("prefetch window of {window} layers, {low} to {high} advised; {waits}")
     } else {
         format!(
-            "nothing is fetched before the router names it, {low} to {high} layers ahead advised; {waits}"
+            "no prefetch: experts are fetched after the router runs, {low} to {high} layers ahead advised; {waits}"
         )
     };
     let verdict = match (low..=high).contains(&window) || window > 0.0 && window < low && stall_ns <= 0.0 {
-        false => Verdict::Fail,
-        true if stall_ns > 0.0 => Verdict::Warn,
-        true => Verdict::Pass,
+        false => GateStatus::Fail,
+        true if stall_ns > 0.0 => GateStatus::Warn,
+        true => GateStatus::Pass,
     };
-    gate(window, if window > high { high } else { low }, verdict, says)
+    gate(window, if window > high { high } else { low }, verdict, explanation)
 }
 
-fn exchange(exchange: Option<&ExchangeFacts>, t: &Thresholds) -> Gate {
-    let gate = |value, verdict, says| Gate {
+fn exchange_gate(exchange: Option<&ExchangeGateInputs>, t: &Thresholds) -> GateResult {
+    let gate = |value, verdict, explanation| GateResult {
         id: "collectives.exchange",
-        title: "dispatch and combine use the links",
+        title: "dispatch and combine saturate the links",
         value,
-        limit: t.exchange_least,
+        threshold: t.min_exchange,
         unit: "of the line rate",
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
     let Some(x) = exchange.filter(|x| x.ns > 0.0 && x.line_bytes_per_s > 0.0) else {
-        return gate(0.0, Verdict::NotApplicable, "nothing is exchanged between ranks".to_string());
+        return gate(0.0, GateStatus::NotApplicable, "no dispatch between ranks".to_string());
     };
     let rate = x.bytes / x.ns * 1e9;
     let share = rate / x.line_bytes_per_s;
-    let says = format!(
-        "{} to other ranks, each token once per rank, in {:.1} µs = {:.0} of {:.0} GB/s",
-        bytes(x.bytes),
+    let explanation = format!(
+        "{} to other ranks, each token once per rank, in {:.1} µs: {:.0} of {:.0} GB/s",
+        round_bytes(x.bytes),
         x.ns / 1e3,
         rate / 1e9,
         x.line_bytes_per_s / 1e9
     );
     if x.bytes < t.exchange_burst_bytes {
-        let says = format!("{says}; no burst: those have {} or more", bytes(t.exchange_burst_bytes));
-        return gate(share, Verdict::NotApplicable, says);
+        let explanation =
+            format!("{explanation}; below the burst size of {}", round_bytes(t.exchange_burst_bytes));
+        return gate(share, GateStatus::NotApplicable, explanation);
     }
-    gate(share, if share >= t.exchange_least { Verdict::Pass } else { Verdict::Fail }, says)
+    gate(share, if share >= t.min_exchange { GateStatus::Pass } else { GateStatus::Fail }, explanation)
 }
 
-fn overlap(facts: &GateFacts, t: &Thresholds) -> Gate {
-    let gate = |value, verdict, says| Gate {
+fn overlap_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
+    let gate = |value, verdict, explanation| GateResult {
         id: "collectives.overlap",
-        title: "collectives hide behind computation",
+        title: "collectives overlap compute",
         value,
-        limit: t.overlap_least,
+        threshold: t.min_overlap,
         unit: SHARE,
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
     if facts.collective_ns <= 0.0 {
-        return gate(0.0, Verdict::NotApplicable, "no collectives".to_string());
+        return gate(0.0, GateStatus::NotApplicable, "no collectives".to_string());
     }
     let share = facts.hidden_ns / facts.collective_ns;
-    let says = format!(
+    let explanation = format!(
         "{:.1} of {:.1} µs hidden, {:.1} µs exposed",
         facts.hidden_ns / 1e3,
         facts.collective_ns / 1e3,
         (facts.collective_ns - facts.hidden_ns) / 1e3
     );
-    gate(share, if share >= t.overlap_least { Verdict::Pass } else { Verdict::Fail }, says)
+    gate(share, if share >= t.min_overlap { GateStatus::Pass } else { GateStatus::Fail }, explanation)
 }
 
-fn bubble(facts: &GateFacts, t: &Thresholds) -> Gate {
-    let gate = |value, verdict, says| Gate {
+fn bubble_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
+    let gate = |value, verdict, explanation| GateResult {
         id: "pipeline.bubble",
-        title: "stages do not wait",
+        title: "pipeline bubble is small",
         value,
-        limit: t.bubble_most,
+        threshold: t.max_bubble,
         unit: "of the step",
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
-    let worst =
-        (0..facts.bubbles.len()).reduce(|a, b| if facts.bubbles[b] > facts.bubbles[a] { b } else { a });
+    let worst = (0..facts.idle_shares.len())
+        .reduce(|a, b| if facts.idle_shares[b] > facts.idle_shares[a] { b } else { a });
     match worst {
-        Some(stage) if facts.bubbles.len() > 1 => {
-            let share = facts.bubbles[stage];
-            let verdict = if share < t.bubble_most { Verdict::Pass } else { Verdict::Fail };
-            let over = facts.bubbles.iter().filter(|b| **b >= t.bubble_most).count();
-            let says = format!(
-                "stage {stage} waits {:.1} % of the step, the longest of {}; {over} at or over the limit",
+        Some(stage) if facts.idle_shares.len() > 1 => {
+            let share = facts.idle_shares[stage];
+            let verdict = if share < t.max_bubble { GateStatus::Pass } else { GateStatus::Fail };
+            let over = facts.idle_shares.iter().filter(|b| **b >= t.max_bubble).count();
+            let explanation = format!(
+                "stage {stage} waits {:.1} % of the step, the maximum of {} stages; {over} at or over the threshold",
                 share * 100.0,
-                facts.bubbles.len()
+                facts.idle_shares.len()
             );
-            gate(share, verdict, says)
+            gate(share, verdict, explanation)
         }
-        _ => gate(0.0, Verdict::NotApplicable, "one stage".to_string()),
+        _ => gate(0.0, GateStatus::NotApplicable, "one stage".to_string()),
     }
 }
 
-fn hits(facts: &GateFacts, t: &Thresholds) -> Gate {
-    let gate = |value, verdict, says| Gate {
+fn cache_hit_gate(facts: &GateInputs, t: &Thresholds) -> GateResult {
+    let gate = |value, verdict, explanation| GateResult {
         id: "cache.hits",
-        title: "keys and values are read from hot tiers",
+        title: "KV reads hit hot tiers",
         value,
-        limit: t.hits_least,
+        threshold: t.min_hits,
         unit: "of reads",
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
-    let Some(share) = facts.cache_hits else {
-        return gate(0.0, Verdict::NotApplicable, "no cache of keys and values".to_string());
+    let Some(share) = facts.cache_hit_share else {
+        return gate(0.0, GateStatus::NotApplicable, "no KV cache".to_string());
     };
-    let says = format!("{:.1} % of reads hit", share * 100.0);
-    gate(share, if share >= t.hits_least { Verdict::Pass } else { Verdict::Fail }, says)
+    let explanation = format!("{:.1} % of reads hit a hot tier", share * 100.0);
+    gate(share, if share >= t.min_hits { GateStatus::Pass } else { GateStatus::Fail }, explanation)
 }
 
-fn domains(groups: &[GroupFacts]) -> Gate {
-    let across: Vec<&GroupFacts> = groups.iter().filter(|g| g.domains > 1).collect();
-    let names = |gs: &[&GroupFacts]| {
-        let one = |g: &&GroupFacts| format!("{} ({} ranks over {} domains)", g.axis, g.ranks, g.domains);
+fn domain_gate(groups: &[GroupGateInputs]) -> GateResult {
+    let across: Vec<&GroupGateInputs> = groups.iter().filter(|g| g.domains > 1).collect();
+    let names = |gs: &[&GroupGateInputs]| {
+        let one = |g: &&GroupGateInputs| format!("{} ({} ranks over {} domains)", g.axis, g.ranks, g.domains);
         gs.iter().map(one).collect::<Vec<_>>().join(", ")
     };
-    // Stages and copies may stand apart: they send little and rarely.
-    let chatty: Vec<&GroupFacts> =
+    // Stages and replicas may be far apart: they send little and rarely.
+    let chatty: Vec<&GroupGateInputs> =
         across.iter().copied().filter(|g| !matches!(g.axis, "pp" | "dp")).collect();
-    let (verdict, says) = if !chatty.is_empty() {
-        (Verdict::Fail, format!("leave their domain: {}", names(&chatty)))
+    let (verdict, explanation) = if !chatty.is_empty() {
+        (GateStatus::Fail, format!("groups that leave their domain: {}", names(&chatty)))
     } else if groups.is_empty() {
-        (Verdict::NotApplicable, "one rank".to_string())
+        (GateStatus::NotApplicable, "one rank".to_string())
     } else if across.is_empty() {
-        (Verdict::Pass, format!("all {} kinds of groups stay in one domain", groups.len()))
+        (GateStatus::Pass, format!("the groups of all {} axes stay in one domain", groups.len()))
     } else {
-        (Verdict::Pass, format!("only {} leave theirs", names(&across)))
+        (GateStatus::Pass, format!("only these leave their domain: {}", names(&across)))
     };
-    let most = groups.iter().filter(|g| !matches!(g.axis, "pp" | "dp")).map(|g| g.domains).max().unwrap_or(1);
-    Gate {
+    let domains =
+        groups.iter().filter(|g| !matches!(g.axis, "pp" | "dp")).map(|g| g.domains).max().unwrap_or(1);
+    GateResult {
         id: "mesh.domain",
-        title: "collectives of tp and ep stay in one domain",
-        value: f64::from(most),
-        limit: 1.0,
+        title: "tp and ep collectives stay in one domain",
+        value: f64::from(domains),
+        threshold: 1.0,
         unit: "domains",
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     }
 }
 
-fn racks(r: &ReplicaFacts) -> Gate {
-    let gate = |verdict, says| Gate {
+fn rack_gate(r: &ReplicaGateInputs) -> GateResult {
+    let gate = |verdict, explanation| GateResult {
         id: "mesh.rack",
-        title: "each copy stays in a rack",
-        value: f64::from(r.racks),
-        limit: 1.0,
+        title: "each model replica stays in one rack",
+        value: f64::from(r.racks_per_replica),
+        threshold: 1.0,
         unit: "racks",
-        verdict,
-        says,
+        status: verdict,
+        explanation,
     };
-    if r.copies <= 1 && r.racks <= 1 {
-        return gate(Verdict::NotApplicable, "one copy in one rack".to_string());
+    if r.replica_count <= 1 && r.racks_per_replica <= 1 {
+        return gate(GateStatus::NotApplicable, "one replica in one rack".to_string());
     }
-    let says = format!("a copy of {} ranks touches {} racks of {} devices", r.ranks, r.racks, r.rack_devices);
-    match (r.racks <= 1, r.ranks <= r.rack_devices) {
-        (true, _) => gate(Verdict::Pass, says),
-        (false, true) => {
-            gate(Verdict::Fail, format!("{says}, though it would fit one: the order of ranks is to blame"))
-        }
-        (false, false) => gate(Verdict::Warn, format!("{says}: it does not fit one")),
+    let explanation = format!(
+        "a replica of {} ranks spans {} racks of {} devices",
+        r.ranks_per_replica, r.racks_per_replica, r.rack_devices
+    );
+    match (r.racks_per_replica <= 1, r.ranks_per_replica <= r.rack_devices) {
+        (true, _) => gate(GateStatus::Pass, explanation),
+        (false, true) => gate(GateStatus::Fail, format!("{explanation}, but fits in one: reorder the ranks")),
+        (false, false) => gate(GateStatus::Warn, format!("{explanation}: it is larger than a rack")),
     }
 }
 
 const SHARE: &str = "of 1";
-const NO_EXPERTS: &str = "a model without routed experts";
+const NO_EXPERTS: &str = "the model has no routed experts";
 
-fn bytes(b: f64) -> Bytes {
+fn round_bytes(b: f64) -> Bytes {
     Bytes(b.max(0.0).round() as u64)
 }

@@ -1,54 +1,54 @@
-//! The guide's memory sums as a table: parameters per layer, activations and cache per token, experts, and the memory of
-//! one device, each term with its unit.
+//! The mapping guide's memory arithmetic as a table: parameters per layer, activations and KV cache
+//! per token, experts, and the memory of one device, each term with its unit.
 
 use tessera_base::Bytes;
 
-/// What is planned by hand. A and K are bytes per token: without token counts nothing can be said.
+/// The inputs of a memory plan. A and K are bytes per token, so the table needs token counts.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct MemoryInputs {
-    /// P: parameters of a layer outside of routed experts, in numbers.
+pub struct MemoryPlanInputs {
+    /// P: number of parameters of a layer, without routed experts.
     pub parameters: f64,
-    /// Bytes of a parameter, with what training adds to it.
+    /// Bytes per parameter, including gradients and optimizer state in training.
     pub bytes_per_parameter: f64,
-    /// Layers of the rank's stage.
+    /// Layers on the rank's stage.
     pub layers: u64,
-    /// A: bytes that a token's activations keep in one layer.
+    /// A: bytes of activations that a token saves in one layer.
     pub activation_bytes: f64,
     /// K: bytes of a token's keys and values in one layer.
     pub cache_bytes: f64,
-    /// E: routed experts of a layer.
+    /// E: routed experts per layer.
     pub experts: u64,
-    /// Parameters of one expert, in numbers.
+    /// Number of parameters of one expert.
     pub expert_parameters: f64,
-    /// H: memory of a device in bytes.
+    /// H: device memory in bytes.
     pub device_bytes: f64,
-    /// Tokens whose activations are alive at once.
+    /// Tokens whose activations are live at once.
     pub tokens: f64,
-    /// Tokens in the cache.
+    /// Tokens in the KV cache.
     pub cached_tokens: f64,
-    /// Ranks over which attention and dense rows are cut.
+    /// Ranks that shard attention and dense matmuls.
     pub tp: u32,
-    /// Ranks over which experts are dealt.
+    /// Ranks that shard the experts.
     pub ep: u32,
 }
 
-/// One line of the table.
+/// One row of the table.
 #[derive(Debug, Clone, PartialEq)]
-pub struct MemoryLine {
-    /// What it is.
+pub struct MemoryTableRow {
+    /// Name of the term.
     pub term: &'static str,
-    /// The product, with units.
-    pub sum: String,
+    /// The formula, with units.
+    pub formula: String,
     /// Bytes on one rank.
     pub bytes: Bytes,
-    /// Share of the device.
+    /// Share of device memory.
     pub share: f64,
 }
 
-/// The budget of one rank: terms, then their total and what is left. What divides over tp or ep is divided, the rank with the
-/// most experts counts.
+/// Returns the memory budget of one rank: the terms, their total and the remainder. Dense terms are
+/// divided by tp, experts by ep, rounded up to the rank with the most experts.
 #[must_use]
-pub fn plan_memory(inputs: &MemoryInputs) -> Vec<MemoryLine> {
+pub fn plan_memory(inputs: &MemoryPlanInputs) -> Vec<MemoryTableRow> {
     let i = inputs;
     let (tp, layers) = (f64::from(i.tp.max(1)), i.layers as f64);
     let held = i.experts.div_ceil(u64::from(i.ep.max(1))) as f64;
@@ -57,9 +57,9 @@ pub fn plan_memory(inputs: &MemoryInputs) -> Vec<MemoryLine> {
     let activations = i.activation_bytes * i.tokens * layers / tp;
     let cache = i.cache_bytes * i.cached_tokens * layers / tp;
     let total = dense + experts + activations + cache;
-    let line = |term, sum, bytes: f64| MemoryLine {
+    let line = |term, sum, bytes: f64| MemoryTableRow {
         term,
-        sum,
+        formula: sum,
         bytes: Bytes(bytes.max(0.0).round() as u64),
         share: bytes / i.device_bytes.max(1.0),
     };
@@ -114,8 +114,9 @@ mod tests {
 
     #[test]
     fn terms_are_per_token_and_say_so() {
-        // 61 layers' shape of a large mixture on one of 8 ranks, by hand.
-        let inputs = MemoryInputs {
+        // 10 layers shaped like those of a large mixture-of-experts model, on one of 8 ranks;
+        // expected values computed on paper.
+        let inputs = MemoryPlanInputs {
             parameters: 200e6,
             bytes_per_parameter: 1.0,
             layers: 10,
@@ -131,12 +132,12 @@ mod tests {
         };
         let table = plan_memory(&inputs);
         let bytes: Vec<u64> = table.iter().map(|l| l.bytes.0).collect();
-        // 256 over 9 ranks: 29 on the fullest.
+        // 256 experts over 9 ranks: 29 on the fullest.
         let want = [250e6, 44e6 * 29.0 * 10.0, 512e6, 1_440e6];
         assert_eq!(bytes[..4], want.map(|b| b as u64));
         assert_eq!(bytes[4], want.iter().sum::<f64>() as u64);
         assert_eq!(bytes[5], 186_000_000_000 - bytes[4]);
-        let sums: Vec<&str> = table.iter().map(|l| l.sum.as_str()).collect();
+        let sums: Vec<&str> = table.iter().map(|l| l.formula.as_str()).collect();
         for part in ["100000 B/token/layer × 4096 tokens", "1152 B/token/layer × 1000000 tokens", "29 of 256"]
         {
             assert!(sums.iter().any(|s| s.contains(part)), "{sums:?}");

@@ -1,175 +1,182 @@
-//! The search over mappings of a model that is counted as rows: what is asked, what may be chosen, what comes out.
+//! Searches the mappings of a language model that is described by cost rows: the query, the search
+//! space and the outcome.
 //!
-//! Every arrangement is counted: it is legal and has an estimate, or it is refused for a reason that has a page. What is
-//! made from rows cannot be run; where a lowered program exists, the estimate is made from that instead.
+//! The search counts every candidate: a candidate is legal and has an estimate, or it is rejected
+//! for a reason with an error code and a page. Candidates estimated from cost rows cannot be
+//! executed; where a lowered program exists, the estimate is made from that program instead.
 
 pub mod advice;
 pub mod axes;
 pub mod budget;
+mod constraints;
+mod enumerate;
 mod estimate;
-mod facts;
-mod front;
+mod gate_inputs;
 pub mod gates;
-mod legal;
 pub mod memory_table;
+pub mod mitigation;
+mod pareto;
 pub mod placement;
 mod reasons;
 pub mod recipe;
-pub mod remedy;
 mod space;
-mod stages;
+mod stage_balance;
 pub mod thresholds;
 pub mod timeline;
-mod walk;
 mod why;
 
 use std::collections::BTreeMap;
 
 use tessera_base::{Bytes, Nanoseconds};
-use tessera_cost::Machine;
-use tessera_cost::knobs::{CacheAt, ExpertsAt, Layout, Optimizer, Recompute, Schedule};
+use tessera_cost::MachineModel;
 use tessera_cost::moe::Routing;
-use tessera_ir::work::Work;
-use tessera_mesh::{LinkClass, Tier};
+use tessera_cost::params::{
+    ExpertStorage, KvCacheStorage, LayerLayout, OptimizerSharding, PipelineSchedule, Recompute,
+};
+use tessera_ir::analytic_model::AnalyticModel;
+use tessera_mesh::{LinkClass, MemoryTier};
 
+pub use enumerate::{estimate_candidate, search};
 pub use reasons::{
     Reason, T1201, T1202, T1203, T1204, T1205, T1206, T1207, T1208, T1209, T1210, T1211, T1212, T1213, T1214,
     T1215, T1216, T1217, T1218,
 };
-pub use space::{Pins, Space, T1200};
-pub use walk::{estimate, search};
-pub use why::{Answer, Neighbour, Term, Verdict, why};
+pub use space::{Pins, SearchSpace, T1200};
+pub use why::{Neighbour, TermComparison, WhyAnswer, WhyVerdict, explain_pins};
 
-/// What is asked of a search.
+/// A query for the mapping search.
 #[derive(Debug, Clone)]
-pub struct Question {
-    /// The model.
-    pub work: Work,
-    /// What the ranks are to do.
+pub struct SearchQuery {
+    /// The model, as cost rows.
+    pub work: AnalyticModel,
+    /// The workload of the ranks.
     pub job: Job,
-    /// What is wanted.
+    /// The quantity to optimize.
     pub objective: Objective,
-    /// Where, and under which executor.
-    pub machine: Machine,
-    /// How tokens choose experts.
+    /// The cluster and the executor profile.
+    pub machine: MachineModel,
+    /// The model of how tokens choose experts.
     pub routing: Routing,
-    /// What is decided already.
+    /// The knobs that are fixed in advance.
     pub pins: Pins,
-    /// What may be chosen.
-    pub space: Space,
+    /// The values that the other knobs may take.
+    pub space: SearchSpace,
 }
 
-impl Question {
-    /// Tokens that attention looks back at most, where old keys and values are dropped and it is said how many stay.
+impl SearchQuery {
+    /// Returns the attention window in tokens, if old keys and values are dropped and the number of
+    /// tokens to keep is given.
     #[must_use]
-    pub fn window(&self) -> Option<u64> {
+    pub fn attention_window(&self) -> Option<u64> {
         let dropped = match self.pins.cache_at {
-            Some(at) => at == CacheAt::Window,
-            None => self.space.caches_at == [CacheAt::Window],
+            Some(at) => at == KvCacheStorage::Window,
+            None => self.space.caches_at == [KvCacheStorage::Window],
         };
         self.pins.window.map(u64::from).or(self.space.window).filter(|_| dropped)
     }
 
-    /// Tokens of a sequence in the cache.
+    /// Returns the tokens per sequence in the KV cache.
     #[must_use]
     pub fn cached_tokens(&self) -> u64 {
-        let context = self.job.context();
-        self.window().map_or(context, |w| w.clamp(1, context))
+        let context = self.job.context_tokens();
+        self.attention_window().map_or(context, |w| w.clamp(1, context))
     }
 }
 
-/// What a search finds.
+/// The result of a search.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Outcome {
-    /// Devices used.
-    pub devices: u32,
-    /// Devices left idle, because nothing was legal on more.
-    pub idle: u32,
-    /// Arrangements counted: the legal ones and all that were refused.
-    pub considered: u64,
-    /// Of these, how many had their memory computed one by one; the others fell with a choice above them.
-    pub priced: u64,
-    /// Arrangements that may run.
-    pub legal: u64,
-    /// The others, by the first rule that each breaks.
-    pub rejected: BTreeMap<Reason, Rejected>,
-    /// The best by the objective, best first.
-    pub best: Vec<Ranked>,
-    /// Some of those that no other beats in step, rate and memory at once, in order of step.
-    pub front: Vec<Ranked>,
-    /// What a reader should know: idle devices, a deadline that nothing meets, figures that nobody measured.
+pub struct SearchOutcome {
+    /// Devices in use.
+    pub used_devices: u32,
+    /// Devices left idle because no candidate was legal on more.
+    pub idle_devices: u32,
+    /// Number of candidates counted, legal and rejected.
+    pub candidate_count: u64,
+    /// Number of candidates whose memory was computed individually; a rejected outer knob removed
+    /// the others.
+    pub costed_count: u64,
+    /// Number of legal candidates.
+    pub legal_count: u64,
+    /// The rejected candidates, grouped by the first constraint that each violates.
+    pub rejected: BTreeMap<Reason, Rejection>,
+    /// The best candidates by the objective, best first.
+    pub best_candidates: Vec<RankedCandidate>,
+    /// A sample of the Pareto front over step time, throughput and memory, ordered by step time.
+    pub pareto_front: Vec<RankedCandidate>,
+    /// Notes for the reader: idle devices, a deadline that no candidate meets, figures that were
+    /// not measured.
     pub notes: Vec<String>,
 }
 
-/// Arrangements that break one rule.
+/// The candidates that violate one constraint.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Rejected {
-    /// How many.
+pub struct Rejection {
+    /// Number of candidates.
     pub count: u64,
-    /// The first of them.
+    /// The first candidate rejected for this reason.
     pub example: Candidate,
-    /// Its arithmetic.
-    pub says: String,
+    /// The arithmetic of the violation for the example.
+    pub explanation: String,
 }
 
-/// A legal arrangement with its estimate.
+/// A legal candidate with its estimate.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Ranked {
-    /// The arrangement.
+pub struct RankedCandidate {
+    /// The candidate.
     pub candidate: Candidate,
-    /// What it comes to.
-    pub estimate: Estimate,
-    /// The gates and their numbers.
-    pub gates: Vec<gates::Gate>,
-    /// Layers of each stage.
-    pub stages: Vec<StageShare>,
-    /// Micro-batches of a step on each replica.
+    /// Its estimate.
+    pub estimate: StepEstimate,
+    /// The planner's gates, evaluated.
+    pub gates: Vec<gates::GateResult>,
+    /// The layers assigned to each pipeline stage.
+    pub stages: Vec<StageAssignment>,
+    /// Micro-batches per step on each replica.
     pub micro_batches: u32,
-    /// Share of the assignments to experts that are dropped.
-    pub dropped: f64,
+    /// Share of the expert assignments that are dropped.
+    pub dropped_share: f64,
 }
 
-/// What one stage holds.
+/// The layers assigned to one pipeline stage.
 #[derive(Debug, Clone, PartialEq)]
-pub struct StageShare {
-    /// Layers, as ranges of one piece each.
-    pub pieces: Vec<std::ops::Range<u64>>,
-    /// Whether the embedding is here.
-    pub first: bool,
-    /// Whether the head is here.
-    pub last: bool,
-    /// One micro-batch, forward and backward.
-    pub ns: f64,
+pub struct StageAssignment {
+    /// One range of layers per model chunk.
+    pub chunks: Vec<std::ops::Range<u64>>,
+    /// Whether the stage holds the embedding.
+    pub has_embedding: bool,
+    /// Whether the stage holds the LM head.
+    pub has_head: bool,
+    /// Time of one micro-batch in nanoseconds, forward and backward.
+    pub micro_batch_ns: f64,
 }
 
-/// What the ranks are to do.
+/// The workload of the ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Job {
     /// Training steps.
     Train {
-        /// Sequences of a step, over all replicas.
+        /// Sequences per step, over all replicas.
         batch: u64,
-        /// Tokens of a sequence.
+        /// Tokens per sequence.
         sequence: u64,
     },
-    /// Prompts in, first token out.
+    /// Prefill: processes prompts up to the first generated token.
     Prefill {
-        /// Prompts at once, over all replicas.
+        /// Prompts processed at once, over all replicas.
         batch: u64,
-        /// Tokens of a prompt.
+        /// Tokens per prompt.
         sequence: u64,
     },
-    /// One token for each of many sequences.
+    /// Decode: generates one token for each of many sequences.
     Decode {
-        /// Sequences at once, over all replicas.
+        /// Sequences decoded at once, over all replicas.
         batch: u64,
-        /// Tokens already in the cache of each.
+        /// Tokens already cached per sequence.
         context: u64,
     },
 }
 
 impl Job {
-    /// Name, as profiles say for which jobs they were validated.
+    /// Returns the name of the workload, as profiles list the workloads they were validated for.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -179,26 +186,26 @@ impl Job {
         }
     }
 
-    /// Sequences over all replicas.
+    /// Returns the sequences over all replicas.
     #[must_use]
-    pub fn batch(&self) -> u64 {
+    pub fn batch_size(&self) -> u64 {
         match *self {
             Job::Train { batch, .. } | Job::Prefill { batch, .. } | Job::Decode { batch, .. } => batch,
         }
     }
 
-    /// Tokens of a sequence that go through the layers.
+    /// Returns the tokens per sequence that pass through the layers.
     #[must_use]
-    pub fn queries(&self) -> u64 {
+    pub fn query_tokens(&self) -> u64 {
         match *self {
             Job::Train { sequence, .. } | Job::Prefill { sequence, .. } => sequence,
             Job::Decode { .. } => 1,
         }
     }
 
-    /// Tokens of a sequence that attention may look at.
+    /// Returns the tokens per sequence that attention may attend to.
     #[must_use]
-    pub fn context(&self) -> u64 {
+    pub fn context_tokens(&self) -> u64 {
         match *self {
             Job::Train { sequence, .. } | Job::Prefill { sequence, .. } => sequence,
             Job::Decode { context, .. } => context + 1,
@@ -206,116 +213,117 @@ impl Job {
     }
 }
 
-/// What is wanted of a mapping.
+/// The quantity that a search optimizes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Objective {
     /// The shortest step.
     Latency,
-    /// The most tokens per second and device.
+    /// The highest throughput in tokens per second per device.
     Throughput,
-    /// The least memory on the fullest rank.
+    /// The lowest peak memory of any rank.
     Memory,
-    /// The most tokens per second and device among those whose step ends in time.
+    /// The highest throughput per device among the candidates whose step meets the deadline.
     Deadline(Nanoseconds),
 }
 
-/// One arrangement of a model over the ranks.
+/// One candidate mapping of a model onto the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Candidate {
-    /// How each layer is laid out within a stage.
-    pub layout: Layout,
-    /// Stages.
+    /// The layout of each layer within a stage.
+    pub layout: LayerLayout,
+    /// Pipeline stages.
     pub pp: u32,
-    /// Copies of the attention ranks within a stage: `tp · replicas = expert_tp · ep · expert_replicas`.
+    /// Attention replicas within a stage: `tp · replicas = expert_tp · ep · expert_replicas`.
     pub replicas: u32,
-    /// Copies of the expert ranks within a stage.
+    /// Expert replicas within a stage.
     pub expert_replicas: u32,
-    /// Order of micro-batches.
-    pub schedule: Schedule,
-    /// Pieces of layers per stage; 1 but for [`Schedule::Interleaved`].
+    /// The pipeline schedule.
+    pub schedule: PipelineSchedule,
+    /// Model chunks per stage; 1 except under [`PipelineSchedule::Interleaved`].
     pub interleave: u32,
-    /// Sequences of one micro-batch of one replica.
+    /// Sequences per micro-batch of one replica.
     pub micro_batch: u32,
-    /// What is computed again.
+    /// The activation recomputation policy.
     pub recompute: Recompute,
-    /// Who holds optimizer state.
-    pub optimizer: Optimizer,
-    /// Where experts lie.
-    pub experts_at: ExpertsAt,
-    /// Where old keys and values lie.
-    pub cache_at: CacheAt,
+    /// The sharding of the optimizer state.
+    pub optimizer: OptimizerSharding,
+    /// The placement of the experts' weights.
+    pub experts_at: ExpertStorage,
+    /// The placement of old keys and values.
+    pub cache_at: KvCacheStorage,
 }
 
-/// What a byte of memory is for.
+/// The purpose of an allocation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Use {
-    /// Weights outside of routed experts.
+pub enum MemoryUse {
+    /// Weights other than routed experts.
     Weights,
-    /// Routed experts.
+    /// Weights of routed experts.
     Experts,
     /// Gradients.
     Gradients,
-    /// Optimizer state and f32 masters.
-    Optimizer,
-    /// What the backward pass needs.
+    /// Optimizer state and f32 master weights.
+    OptimizerSharding,
+    /// Activations saved for the backward pass.
     Activations,
-    /// Keys and values.
+    /// The KV cache.
     Cache,
-    /// Buffers of sends and prefetch.
+    /// Workspace, send buffers and prefetch buffers.
     Buffers,
-    /// What runtime and libraries take.
+    /// Memory reserved by the runtime and the libraries.
     Library,
 }
 
-/// Bytes of the fullest rank, by use and tier.
+/// Peak memory of any rank, by use and tier.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Budget {
-    /// Bytes by use and tier; absent is none.
-    pub bytes: BTreeMap<(Tier, Use), Bytes>,
+pub struct MemoryBudget {
+    /// Bytes by tier and use; an absent entry means zero bytes.
+    pub bytes: BTreeMap<(MemoryTier, MemoryUse), Bytes>,
 }
 
-/// Times of one step in nanoseconds, on the ranks that take longest; they add up to the step.
+/// A breakdown of one step in nanoseconds, on the slowest ranks. The parts other than
+/// `collective_ns` add up to the step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Times {
-    /// Products and attention.
+pub struct StepTimes {
+    /// Matmuls and attention.
     pub compute_ns: f64,
-    /// Passes over memory.
+    /// Memory-bound kernels.
     pub memory_ns: f64,
-    /// Collectives over tp that nothing hides.
+    /// Exposed collectives over tp.
     pub tp_ns: f64,
-    /// Dispatch and combine that nothing hides.
+    /// Exposed dispatch and combine.
     pub ep_ns: f64,
-    /// Sends between stages and gradients over replicas that nothing hides.
+    /// Exposed sends between stages and gradient reductions over replicas.
     pub pp_dp_ns: f64,
-    /// Waiting for the slowest rank of the experts.
+    /// Time lost waiting for the slowest expert rank.
     pub imbalance_ns: f64,
-    /// Waiting for other stages.
+    /// Pipeline bubble: time spent waiting for other stages.
     pub bubble_ns: f64,
-    /// The host's launches that nothing hides.
+    /// Exposed kernel launch overhead of the host.
     pub launch_ns: f64,
-    /// Fetches from other tiers that nothing hides.
+    /// Exposed fetches from other memory tiers.
     pub fetch_ns: f64,
-    /// Optimizer.
+    /// The optimizer step.
     pub optimizer_ns: f64,
-    /// Collective time, hidden or not: what the overlap ratio is measured against.
+    /// All collective time, hidden or exposed: the denominator of the overlap ratio.
     pub collective_ns: f64,
 }
 
-/// What one candidate comes to.
+/// The estimate of one candidate.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Estimate {
-    /// One step.
+pub struct StepEstimate {
+    /// Step time in nanoseconds.
     pub step_ns: f64,
-    /// Where it goes.
-    pub times: Times,
+    /// The breakdown of the step time.
+    pub times: StepTimes,
     /// Tokens per second over all devices.
     pub tokens_per_s: f64,
-    /// Share of the peak that useful operations make, 0 to 1.
+    /// Model FLOPs utilization, 0 to 1.
     pub mfu: f64,
-    /// Memory of the fullest rank.
-    pub budget: Budget,
+    /// Peak memory of any rank.
+    pub budget: MemoryBudget,
     /// Bytes that the busiest rank sends in a step, by link class.
     pub link_bytes: BTreeMap<LinkClass, f64>,
-    /// Half-width of the error bar, as a share of the step.
-    pub error: f64,
+    /// Half-width of the error bar, as a share of the step time.
+    pub error_share: f64,
 }

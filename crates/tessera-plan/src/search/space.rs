@@ -1,85 +1,89 @@
-//! What a search may choose from: the values of each knob, what a person has pinned, and the meshes that a number of
-//! devices factors into.
+//! Defines the search space: the values of each knob, the knobs that a user pins, and the meshes
+//! into which a number of devices factors.
 
-use tessera_base::{Code, Diagnostic, Diagnostics, choices, nearest};
-use tessera_cost::knobs::{CacheAt, ExpertsAt, Optimizer, Recompute, Schedule, Scheme};
+use tessera_base::{Code, Diagnostic, Diagnostics, closest_name, format_choices};
 use tessera_cost::moe::Routing;
-use tessera_ir::work::{Row, RowOp, Work};
+use tessera_cost::params::{
+    ExpertStorage, KvCacheStorage, OptimizerSharding, PipelineSchedule, Recompute, TpScheme,
+};
+use tessera_ir::analytic_model::{AnalyticModel, LayerOp, LayerOpKind};
 use tessera_mesh::{Cluster, Precision};
 
 use super::thresholds::Thresholds;
 use super::{Candidate, Job};
 
-/// A pin cannot be read.
+/// A pin cannot be parsed.
 pub static T1200: Code = Code {
     id: "T1200",
-    title: "pin of a mapping cannot be read",
+    title: "cannot parse a mapping pin",
     page: "Pins are written as `knob=value`, separated by commas: `tp=12,ep=6,scheme=ulysses`. The message names the \
-knob or the value that is not known, and the nearest ones that are.\n\nWith all four of tp, ep, pp and dp pinned they are \
-the axes of one mesh and must multiply to the number of devices. With fewer, attention and experts may factor the same \
-ranks in two ways: tp · replicas = expert_tp · ep · expert replicas.",
+unknown knob or value and the nearest known one.\n\nIf tp, ep, pp and dp are all pinned, they are the axes of one mesh \
+and must multiply to the number of devices. With fewer pins, attention and experts may factor the ranks of a stage \
+differently: tp · replicas = expert_tp · ep · expert replicas.",
 };
 
-/// Which values each knob may take. A value that changes nothing (a schedule with one stage, an optimizer shared by one
-/// replica) is never counted as an arrangement of its own.
+/// The values that each knob may take. A value without effect (a schedule with one stage, a sharded
+/// optimizer with one replica) does not count as a separate candidate.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Space {
-    /// Devices to use; a search uses fewer only where nothing fits on all.
+pub struct SearchSpace {
+    /// Devices to use; the search uses fewer only where no candidate is legal on all of them.
     pub devices: u32,
-    /// How tp cuts. Rings take every size that divides tp.
-    pub schemes: Vec<Scheme>,
-    /// Orders of micro-batches.
-    pub schedules: Vec<Schedule>,
-    /// Pieces of layers per stage, where the schedule has several.
+    /// Tensor-parallel schemes. Ring schemes try every ring size that divides tp.
+    pub schemes: Vec<TpScheme>,
+    /// Pipeline schedules.
+    pub schedules: Vec<PipelineSchedule>,
+    /// Model chunks per stage, for interleaved schedules.
     pub interleaves: Vec<u32>,
-    /// Sequences of a micro-batch. Inference also tries a replica's whole share, and its share over pp and 2 · pp.
+    /// Sequences per micro-batch. Inference also tries a replica's whole share of the batch, and
+    /// that share divided by pp and by 2 · pp.
     pub micro_batches: Vec<u32>,
-    /// What is computed again.
+    /// Activation recomputation policies.
     pub recompute: Vec<Recompute>,
-    /// Who holds optimizer state.
-    pub optimizers: Vec<Optimizer>,
-    /// Where experts lie.
-    pub experts_at: Vec<ExpertsAt>,
-    /// Where old keys and values lie.
-    pub caches_at: Vec<CacheAt>,
-    /// Tokens that stay where old keys and values are dropped; as many as there is room for where absent.
+    /// Shardings of the optimizer state.
+    pub optimizers: Vec<OptimizerSharding>,
+    /// Placements of the experts' weights.
+    pub experts_at: Vec<ExpertStorage>,
+    /// Placements of old keys and values.
+    pub caches_at: Vec<KvCacheStorage>,
+    /// Tokens to keep where old keys and values are dropped; if absent, as many as fit.
     pub window: Option<u64>,
-    /// Precision of products.
+    /// Matmul precisions.
     pub precisions: Vec<Precision>,
-    /// Precision of what experts are sent.
+    /// Precisions of expert dispatch.
     pub wires: Vec<Precision>,
-    /// Capacity of an expert in per cent of the even share; 0 drops nothing.
+    /// Expert capacities in per cent of the even share; 0 means unlimited, so that no token is
+    /// dropped.
     pub capacities_pct: Vec<u32>,
-    /// Refuse pieces that differ by one.
-    pub strict: bool,
-    /// Allow fp4 in training.
+    /// Whether to reject uneven shards.
+    pub even_only: bool,
+    /// Whether to allow fp4 in training.
     pub fp4_training: bool,
-    /// With several copies of the model, refuse a copy that does not stay in one rack.
+    /// Whether to reject candidates with several model replicas of which one spans racks.
     pub replica_in_rack: bool,
-    /// Refuse collectives over tp or ep that leave a domain.
-    pub inside_domain: bool,
-    /// Fewest tokens of a context that one rank of a ring may hold.
-    pub ring_tokens: u64,
-    /// Most assignments to experts that a capacity may drop, as a share, unless it is pinned.
-    pub most_dropped: f64,
-    /// Share of the cold experts that a predictor names one layer before the router does; the others are fetched while their
-    /// layer waits.
-    pub forecast: f64,
-    /// Limits of the gates.
-    pub limits: Thresholds,
-    /// How many of the best to give.
-    pub keep: usize,
-    /// How many of the Pareto front to give.
-    pub show: usize,
+    /// Whether to reject tp and ep collectives that leave a scale-up domain.
+    pub within_domain: bool,
+    /// Minimum number of context tokens per ring rank.
+    pub min_ring_tokens: u64,
+    /// Maximum share of expert assignments that a capacity may drop, unless the capacity is pinned.
+    pub max_dropped: f64,
+    /// Share of the cold experts that a predictor names one layer before the router does. The layer
+    /// waits for the fetch of the others.
+    pub prefetch_hit_rate: f64,
+    /// Thresholds of the gates.
+    pub thresholds: Thresholds,
+    /// Number of best candidates to return.
+    pub best_count: usize,
+    /// Number of Pareto-front candidates to return.
+    pub front_count: usize,
 }
 
-impl Space {
-    /// Everything that makes sense for a job on a machine.
+impl SearchSpace {
+    /// Returns every value that is reasonable for a workload on a cluster.
     #[must_use]
-    pub fn of(work: &Work, job: Job, cluster: &Cluster) -> Space {
+    pub fn for_job(work: &AnalyticModel, job: Job, cluster: &Cluster) -> SearchSpace {
         let train = matches!(job, Job::Train { .. });
         let decode = matches!(job, Job::Decode { .. });
-        let moe = work.experts().is_some();
+        let moe = work.routed_experts().is_some();
         let has = |p: &Precision| cluster.flops_per_s(*p).is_some();
         let mut precisions = vec![Precision::Bf16, Precision::Fp8];
         let mut wires = vec![Precision::Bf16, Precision::Fp8];
@@ -88,14 +92,14 @@ impl Space {
         }
         precisions.retain(has);
         if precisions.is_empty() {
-            // A device without units for narrow formats computes at the widest.
+            // A device without tensor cores for narrow formats computes in f32.
             precisions.push(Precision::F32);
         }
         wires.retain(|p| *p == Precision::Bf16 || has(p));
-        Space {
-            devices: cluster.devices(),
-            schemes: Scheme::ALL.to_vec(),
-            schedules: if train { Schedule::ALL.to_vec() } else { vec![Schedule::OneFOneB] },
+        SearchSpace {
+            devices: cluster.device_count(),
+            schemes: TpScheme::ALL.to_vec(),
+            schedules: if train { PipelineSchedule::ALL.to_vec() } else { vec![PipelineSchedule::OneFOneB] },
             interleaves: vec![2, 4],
             micro_batches: match job {
                 Job::Train { .. } => vec![1, 2, 4, 8],
@@ -103,41 +107,46 @@ impl Space {
                 Job::Decode { .. } => Vec::new(),
             },
             recompute: if train { Recompute::ALL.to_vec() } else { vec![Recompute::None] },
-            optimizers: if train { Optimizer::ALL.to_vec() } else { vec![Optimizer::Replicated] },
-            experts_at: if moe && !train { ExpertsAt::ALL.to_vec() } else { vec![ExpertsAt::Hbm] },
-            caches_at: if decode {
-                vec![CacheAt::Hbm, CacheAt::Peer, CacheAt::Host]
+            optimizers: if train {
+                OptimizerSharding::ALL.to_vec()
             } else {
-                vec![CacheAt::Hbm]
+                vec![OptimizerSharding::Replicated]
+            },
+            experts_at: if moe && !train { ExpertStorage::ALL.to_vec() } else { vec![ExpertStorage::Hbm] },
+            caches_at: if decode {
+                vec![KvCacheStorage::Hbm, KvCacheStorage::Peer, KvCacheStorage::Host]
+            } else {
+                vec![KvCacheStorage::Hbm]
             },
             window: None,
             precisions,
             wires,
             capacities_pct: vec![0, 125],
-            strict: false,
+            even_only: false,
             fp4_training: false,
-            // A rack that is one domain is where copies belong; where a domain is one host, a rack is no border.
-            replica_in_rack: cluster.domain > cluster.devices_per_host,
-            inside_domain: false,
-            ring_tokens: 1024,
-            most_dropped: 0.01,
-            forecast: 0.0,
-            limits: Thresholds::default(),
-            keep: 10,
-            show: 24,
+            // Replicas belong in one rack if the rack is one scale-up domain. Where the domain is
+            // one host, the rack boundary does not matter.
+            replica_in_rack: cluster.domain_size > cluster.devices_per_host,
+            within_domain: false,
+            min_ring_tokens: 1024,
+            max_dropped: 0.01,
+            prefetch_hit_rate: 0.0,
+            thresholds: Thresholds::default(),
+            best_count: 10,
+            front_count: 24,
         }
     }
 }
 
 macro_rules! pins {
     ($( $name:ident : $ty:ty = $read:expr, $show:expr, $known:expr; )+) => {
-        /// What a person has decided; `None` leaves a knob to the search.
+        /// The knobs that a user has fixed; `None` leaves a knob to the search.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
         #[allow(missing_docs)]
         pub struct Pins { $(pub $name: Option<$ty>,)+ }
 
         impl Pins {
-            /// Names of all knobs, in order.
+            /// Names of all knobs, in declaration order.
             pub const KNOBS: &'static [&'static str] = &[$(stringify!($name),)+];
 
             fn set(&mut self, knob: &str, value: &str) -> Option<Diagnostic> {
@@ -145,22 +154,22 @@ macro_rules! pins {
                     $(stringify!($name) => {
                         self.$name = apply($read, value);
                         self.$name.is_none().then(|| {
-                            Diagnostic::error(&T1200, format!("`{knob}` cannot be `{value}`"))
-                                .at(format!("pin {knob}={value}"), format!("must be {}", $known))
+                            Diagnostic::error(&T1200, format!("invalid value `{value}` for knob `{knob}`"))
+                                .with_label(format!("pin {knob}={value}"), format!("must be {}", $known))
                         })
                     })+
                     _ => {
-                        let d = Diagnostic::error(&T1200, format!("no knob is named `{knob}`"))
-                            .at(format!("pin {knob}={value}"), format!("knobs are {}", choices(Pins::KNOBS)));
-                        Some(match nearest(knob, Pins::KNOBS.iter().copied()) {
-                            Some(n) => d.hint(format!("did you mean `{n}`?")),
+                        let d = Diagnostic::error(&T1200, format!("unknown knob `{knob}`"))
+                            .with_label(format!("pin {knob}={value}"), format!("knobs are {}", format_choices(Pins::KNOBS)));
+                        Some(match closest_name(knob, Pins::KNOBS.iter().copied()) {
+                            Some(n) => d.with_hint(format!("did you mean `{n}`?")),
                             None => d,
                         })
                     }
                 }
             }
 
-            /// Knobs that are pinned, with their values as they are written.
+            /// Returns the pinned knobs with their values in text form.
             #[must_use]
             pub fn values(&self) -> Vec<(&'static str, String)> {
                 let mut out = Vec::new();
@@ -170,14 +179,14 @@ macro_rules! pins {
                 out
             }
 
-            /// The same without one knob.
+            /// Returns these pins with one knob released.
             #[must_use]
             pub fn without(mut self, knob: &str) -> Pins {
                 $(if knob == stringify!($name) { self.$name = None; })+
                 self
             }
 
-            /// These, and those of another where these leave a knob free.
+            /// Returns these pins, completed from `other` where a knob is free.
             #[must_use]
             pub fn or(mut self, other: &Pins) -> Pins {
                 $(self.$name = self.$name.or(other.$name);)+
@@ -187,49 +196,49 @@ macro_rules! pins {
     };
 }
 
-/// Gives a closure its types.
+/// Calls `f(a)`. The signature gives the closures in `pins!` their parameter types.
 fn apply<A, B>(f: impl Fn(A) -> B, a: A) -> B {
     f(a)
 }
-fn count(text: &str) -> Option<u32> {
-    text.parse().ok().filter(|n| (1..=MOST).contains(n))
+fn parse_count(text: &str) -> Option<u32> {
+    text.parse().ok().filter(|n| (1..=MAX_PIN).contains(n))
 }
-fn precision(text: &str) -> Option<Precision> {
+fn parse_precision(text: &str) -> Option<Precision> {
     Precision::ALL.into_iter().find(|p| p.name() == text)
 }
-fn words<T: Copy>(all: &[T], name: fn(T) -> &'static str) -> String {
-    choices(&all.iter().map(|x| name(*x)).collect::<Vec<_>>())
+fn join_choices<T: Copy>(all: &[T], name: fn(T) -> &'static str) -> String {
+    format_choices(&all.iter().map(|x| name(*x)).collect::<Vec<_>>())
 }
-const WHOLE: &str = "a whole number from 1 to 16777216";
-/// Largest value of a pin.
-const MOST: u32 = 1 << 24;
+const WHOLE_NUMBER: &str = "a whole number from 1 to 16777216";
+/// Largest value of a numeric pin.
+const MAX_PIN: u32 = 1 << 24;
 
 pins! {
-    tp: u32 = count, |v| v.to_string(), WHOLE;
-    ep: u32 = count, |v| v.to_string(), WHOLE;
-    pp: u32 = count, |v| v.to_string(), WHOLE;
-    dp: u32 = count, |v| v.to_string(), WHOLE;
-    expert_tp: u32 = count, |v| v.to_string(), WHOLE;
-    scheme: Scheme = Scheme::named, |v| v.name().to_string(), words(Scheme::ALL, Scheme::name);
-    ring: u32 = count, |v| v.to_string(), WHOLE;
-    schedule: Schedule = Schedule::named, |v| v.name().to_string(), words(Schedule::ALL, Schedule::name);
-    interleave: u32 = count, |v| v.to_string(), WHOLE;
-    micro_batch: u32 = count, |v| v.to_string(), WHOLE;
-    recompute: Recompute = Recompute::named, |v| v.name().to_string(), words(Recompute::ALL, Recompute::name);
-    optimizer: Optimizer = Optimizer::named, |v| v.name().to_string(), words(Optimizer::ALL, Optimizer::name);
-    experts_at: ExpertsAt = ExpertsAt::named, |v| v.name().to_string(), words(ExpertsAt::ALL, ExpertsAt::name);
-    cache_at: CacheAt = CacheAt::named, |v| v.name().to_string(), words(CacheAt::ALL, CacheAt::name);
-    precision: Precision = precision, |v| v.name().to_string(), words(&Precision::ALL, Precision::name);
-    wire: Precision = precision, |v| v.name().to_string(), words(&Precision::ALL, Precision::name);
+    tp: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
+    ep: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
+    pp: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
+    dp: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
+    expert_tp: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
+    scheme: TpScheme = TpScheme::from_name, |v| v.name().to_string(), join_choices(TpScheme::ALL, TpScheme::name);
+    ring: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
+    schedule: PipelineSchedule = PipelineSchedule::from_name, |v| v.name().to_string(), join_choices(PipelineSchedule::ALL, PipelineSchedule::name);
+    interleave: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
+    micro_batch: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
+    recompute: Recompute = Recompute::from_name, |v| v.name().to_string(), join_choices(Recompute::ALL, Recompute::name);
+    optimizer: OptimizerSharding = OptimizerSharding::from_name, |v| v.name().to_string(), join_choices(OptimizerSharding::ALL, OptimizerSharding::name);
+    experts_at: ExpertStorage = ExpertStorage::from_name, |v| v.name().to_string(), join_choices(ExpertStorage::ALL, ExpertStorage::name);
+    cache_at: KvCacheStorage = KvCacheStorage::from_name, |v| v.name().to_string(), join_choices(KvCacheStorage::ALL, KvCacheStorage::name);
+    precision: Precision = parse_precision, |v| v.name().to_string(), join_choices(&Precision::ALL, Precision::name);
+    wire: Precision = parse_precision, |v| v.name().to_string(), join_choices(&Precision::ALL, Precision::name);
     capacity_pct: u32 = |t| t.parse().ok().filter(|n| *n == 0 || *n >= 100), |v| v.to_string(), "0 or a whole number from 100";
-    window: u32 = count, |v| v.to_string(), WHOLE;
+    window: u32 = parse_count, |v| v.to_string(), WHOLE_NUMBER;
 }
 
 impl Pins {
-    /// Reads `tp=12,ep=6,scheme=ulysses`; blanks between are fine.
+    /// Parses `tp=12,ep=6,scheme=ulysses`; spaces may also separate the pins.
     ///
     /// # Errors
-    /// T1200 for each pin that cannot be read.
+    /// T1200 for each pin that cannot be parsed.
     pub fn parse(text: &str) -> Result<Pins, Diagnostics> {
         let (mut pins, mut found) = (Pins::default(), Vec::new());
         for item in text.split([',', ' ']).map(str::trim).filter(|s| !s.is_empty()) {
@@ -237,27 +246,27 @@ impl Pins {
                 Some((knob, value)) => found.extend(pins.set(knob.trim(), value.trim())),
                 None => found.push(
                     Diagnostic::error(&T1200, format!("`{item}` is not `knob=value`"))
-                        .at(format!("pin {item}"), "no `=`"),
+                        .with_label(format!("pin {item}"), "no `=`"),
                 ),
             }
         }
         if found.is_empty() { Ok(pins) } else { Err(found) }
     }
 
-    /// As [`Pins::parse`] reads it.
+    /// Returns the pins in the form that [`Pins::parse`] reads.
     #[must_use]
-    pub fn text(&self) -> String {
+    pub fn to_text(&self) -> String {
         self.values().iter().map(|(k, v)| format!("{k}={v}")).collect::<Vec<_>>().join(",")
     }
 
-    /// All knobs as a candidate has them, so that nothing is left to choose.
+    /// Pins every knob to its value in a candidate.
     #[must_use]
-    pub fn of(c: &Candidate) -> Pins {
+    pub fn from_candidate(c: &Candidate) -> Pins {
         Pins {
             tp: Some(c.layout.tp),
             ep: Some(c.layout.ep),
             pp: Some(c.pp),
-            dp: Some(c.copies()),
+            dp: Some(c.model_replicas()),
             expert_tp: Some(c.layout.expert_tp),
             scheme: Some(c.layout.scheme),
             ring: Some(c.layout.ring),
@@ -269,16 +278,17 @@ impl Pins {
             experts_at: Some(c.experts_at),
             cache_at: Some(c.cache_at),
             precision: Some(c.layout.precision),
-            wire: Some(c.layout.wire),
+            wire: Some(c.layout.wire_precision),
             capacity_pct: Some(c.layout.capacity_pct),
-            // Of the question, not of an arrangement.
+            // The window belongs to the query, not to the candidate.
             window: None,
         }
     }
 
-    /// Whether tp, ep, pp and dp are the axes of one mesh: all four pinned and the experts' own tp not.
+    /// Returns whether tp, ep, pp and dp are the axes of one mesh: all four are pinned and the
+    /// experts' own tp is not.
     #[must_use]
-    pub fn four_axes(&self) -> bool {
+    pub fn has_mesh_axes(&self) -> bool {
         self.tp.is_some()
             && self.ep.is_some()
             && self.pp.is_some()
@@ -287,9 +297,10 @@ impl Pins {
     }
 }
 
-/// How ranks divide: stages of `tp · replicas = expert_tp · ep · expert_replicas` ranks.
+/// A factorization of the ranks: each stage has `tp · replicas = expert_tp · ep · expert_replicas`
+/// ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Factors {
+pub(super) struct MeshFactors {
     pub pp: u32,
     pub tp: u32,
     pub ep: u32,
@@ -298,9 +309,10 @@ pub(super) struct Factors {
     pub expert_replicas: u32,
 }
 
-/// All ways to factor `devices` that the pins allow. `axes` ties the experts' tp to tp, as the four axes of one mesh do;
-/// without experts they are not cut. Empty where the pins cannot multiply to the devices.
-pub(super) fn factors(devices: u32, moe: bool, pins: &Pins, axes: bool) -> Vec<Factors> {
+/// Returns all factorizations of `devices` that the pins allow. `axes` ties the experts' tp to tp,
+/// as one four-axis mesh does; a model without experts has no expert factors. The result is empty
+/// if the pins cannot multiply to the devices.
+pub(super) fn factor_meshes(devices: u32, moe: bool, pins: &Pins, axes: bool) -> Vec<MeshFactors> {
     let fits = |pin: Option<u32>, value: u32| pin.is_none_or(|p| p == value);
     let mut out = Vec::new();
     let experts = moe || pins.ep.is_some_and(|ep| ep > 1);
@@ -309,7 +321,7 @@ pub(super) fn factors(devices: u32, moe: bool, pins: &Pins, axes: bool) -> Vec<F
         for tp in divisors(stage).filter(|tp| fits(pins.tp, *tp)) {
             for ep in divisors(stage).filter(|ep| fits(pins.ep, *ep) && (experts || *ep == 1)) {
                 for expert_tp in divisors(stage / ep).filter(|e| fits(pins.expert_tp, *e)) {
-                    let f = Factors {
+                    let f = MeshFactors {
                         pp,
                         tp,
                         ep,
@@ -318,7 +330,7 @@ pub(super) fn factors(devices: u32, moe: bool, pins: &Pins, axes: bool) -> Vec<F
                         expert_replicas: stage / (ep * expert_tp),
                     };
                     let tied = if experts { !axes || expert_tp == tp } else { expert_tp == 1 };
-                    if tied && fits(pins.dp, f.copies()) {
+                    if tied && fits(pins.dp, f.model_replicas()) {
                         out.push(f);
                     }
                 }
@@ -328,45 +340,50 @@ pub(super) fn factors(devices: u32, moe: bool, pins: &Pins, axes: bool) -> Vec<F
     out
 }
 
-impl Factors {
-    /// Copies of the model that share nothing but gradients.
-    pub fn copies(&self) -> u32 {
-        copies(self.tp, self.replicas, lcm(self.tp, self.expert_tp.saturating_mul(self.ep)))
+impl MeshFactors {
+    /// Returns the number of model replicas, which share nothing but gradients.
+    pub fn model_replicas(&self) -> u32 {
+        replica_count(
+            self.tp,
+            self.replicas,
+            least_common_multiple(self.tp, self.expert_tp.saturating_mul(self.ep)),
+        )
     }
 }
 
 impl Candidate {
-    /// Ranks that hold one stage of one copy, standing together: the least that both tp and the experts' ranks divide.
+    /// Returns the number of consecutive ranks that hold one stage of one model replica: the least
+    /// common multiple of tp and the experts' ranks.
     #[must_use]
-    pub fn unit(&self) -> u32 {
-        lcm(self.layout.tp, self.layout.expert_tp.saturating_mul(self.layout.ep))
+    pub fn replica_stage_ranks(&self) -> u32 {
+        least_common_multiple(self.layout.tp, self.layout.expert_tp.saturating_mul(self.layout.ep))
     }
 
-    /// Copies of the model that share nothing but gradients: the dp axis.
+    /// Returns the number of model replicas, which share nothing but gradients: the dp axis.
     #[must_use]
-    pub fn copies(&self) -> u32 {
-        copies(self.layout.tp, self.replicas, self.unit())
+    pub fn model_replicas(&self) -> u32 {
+        replica_count(self.layout.tp, self.replicas, self.replica_stage_ranks())
     }
 
-    /// Ranks of all stages and copies.
+    /// Returns the ranks of all stages and replicas.
     #[must_use]
-    pub fn ranks(&self) -> u32 {
+    pub fn rank_count(&self) -> u32 {
         self.layout.tp.saturating_mul(self.replicas).saturating_mul(self.pp)
     }
 
-    /// One line that names every knob that chooses something.
+    /// Returns one line with the value of every knob.
     #[must_use]
-    pub fn text(&self) -> String {
-        Pins::of(self).text()
+    pub fn to_text(&self) -> String {
+        Pins::from_candidate(self).to_text()
     }
 }
 
-/// Divisors in order.
+/// Returns the divisors of `n` in ascending order.
 pub(super) fn divisors(n: u32) -> impl Iterator<Item = u32> {
     (1..=n).filter(move |d| n.is_multiple_of(*d))
 }
 
-pub(super) fn lcm(a: u32, b: u32) -> u32 {
+pub(super) fn least_common_multiple(a: u32, b: u32) -> u32 {
     let (mut x, mut y) = (a, b);
     while y != 0 {
         (x, y) = (y, x % y);
@@ -374,90 +391,101 @@ pub(super) fn lcm(a: u32, b: u32) -> u32 {
     (a / x.max(1)).saturating_mul(b)
 }
 
-fn copies(tp: u32, replicas: u32, unit: u32) -> u32 {
+fn replica_count(tp: u32, replicas: u32, unit: u32) -> u32 {
     (u64::from(tp) * u64::from(replicas) / u64::from(unit.max(1))) as u32
 }
 
-/// Which knobs can change anything, whatever the mesh.
+/// Knobs that can have an effect, whatever the mesh.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Matters {
-    /// There are routed experts.
+pub(super) struct RelevantKnobs {
+    /// Whether the model has routed experts.
     pub experts: bool,
-    /// A capacity may drop something: some expert may get more than its share.
-    pub drops: bool,
-    /// Attention writes scores that can be computed again.
-    pub scores: bool,
+    /// Whether a capacity may drop tokens, because the routing is uneven.
+    pub capacity_drops: bool,
+    /// Whether attention stores scores that can be recomputed.
+    pub stores_scores: bool,
 }
 
-impl Matters {
-    pub fn of(work: &Work, routing: Routing) -> Matters {
-        let experts = work.experts().is_some();
-        let scores = |r: &Row| matches!(r.op, RowOp::Attention { scores_bytes, .. } if scores_bytes > 0);
-        Matters {
+impl RelevantKnobs {
+    pub fn from_model(work: &AnalyticModel, routing: Routing) -> RelevantKnobs {
+        let experts = work.routed_experts().is_some();
+        let scores = |r: &LayerOp| matches!(r.kind, LayerOpKind::Attention { stored_score_bytes, .. } if stored_score_bytes > 0);
+        RelevantKnobs {
             experts,
-            drops: experts && !matches!(routing, Routing::Balanced | Routing::W(0)),
-            scores: work.stacks.iter().flat_map(|s| &s.rows).any(scores),
+            capacity_drops: experts && !matches!(routing, Routing::Balanced | Routing::Workload(0)),
+            stores_scores: work.stacks.iter().flat_map(|s| &s.ops).any(scores),
         }
     }
 }
 
-/// What is left to choose within one [`Factors`], each list in the order in which it is tried.
+/// The values left to choose within one [`MeshFactors`], each list in the order of enumeration.
 #[derive(Debug, Default)]
-pub(super) struct Lists {
-    pub schemes: Vec<(Scheme, u32)>,
+pub(super) struct KnobValues {
+    pub schemes: Vec<(TpScheme, u32)>,
     pub precisions: Vec<Precision>,
-    /// What is sent, and an expert's capacity.
+    /// Dispatch precision and expert capacity.
     pub wires: Vec<(Precision, u32)>,
     pub micro_batches: Vec<u32>,
     pub recompute: Vec<Recompute>,
-    pub schedules: Vec<(Schedule, u32)>,
-    /// Who holds the optimizer, where experts and old keys lie.
-    pub places: Vec<(Optimizer, ExpertsAt, CacheAt)>,
+    pub schedules: Vec<(PipelineSchedule, u32)>,
+    /// Optimizer sharding, expert placement and cache placement.
+    pub placements: Vec<(OptimizerSharding, ExpertStorage, KvCacheStorage)>,
 }
 
-/// Candidates below one choice. From the micro-batch on for one place each.
+/// Number of candidates below each level of the enumeration. `micro_batch` and `recompute` count
+/// for one state placement.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Below {
+pub(super) struct SubtreeSizes {
     pub mesh: u64,
     pub scheme: u64,
     pub precision: u64,
-    /// Of one place, within a precision.
-    pub place: u64,
+    /// For one state placement, within a precision.
+    pub placement: u64,
     pub micro_batch: u64,
     pub recompute: u64,
 }
 
-impl Lists {
-    /// Fills the lists for one mesh. What cannot matter there takes its first value, unless it is pinned.
-    pub fn fill(&mut self, s: &Space, pins: &Pins, f: &Factors, job: Job, matters: Matters) {
+impl KnobValues {
+    /// Fills the lists for one mesh. A knob without effect on this mesh takes its first value,
+    /// unless it is pinned.
+    pub fn fill_for_mesh(
+        &mut self,
+        s: &SearchSpace,
+        pins: &Pins,
+        f: &MeshFactors,
+        job: Job,
+        matters: RelevantKnobs,
+    ) {
         let moe = matters.experts;
-        put(&mut self.precisions, pins.precision, &s.precisions, true);
-        put(&mut self.recompute, pins.recompute, &s.recompute, true);
-        if !matters.scores && pins.recompute.is_none() {
+        fill_values(&mut self.precisions, pins.precision, &s.precisions, true);
+        fill_values(&mut self.recompute, pins.recompute, &s.recompute, true);
+        if !matters.stores_scores && pins.recompute.is_none() {
             self.recompute.retain(|r| *r != Recompute::Attention || s.recompute.len() == 1);
         }
         self.wires.clear();
-        for wire in some(&pins.wire, &s.wires, f.ep > 1) {
-            let capacities = some(&pins.capacity_pct, &s.capacities_pct, matters.drops);
+        for wire in knob_values(&pins.wire, &s.wires, f.ep > 1) {
+            let capacities = knob_values(&pins.capacity_pct, &s.capacities_pct, matters.capacity_drops);
             self.wires.extend(capacities.iter().map(|c| (*wire, *c)));
         }
-        self.places.clear();
-        // Ranks of tp may hold the same weights too: that is for the scheme to say.
-        for o in some(&pins.optimizer, &s.optimizers, f.replicas > 1 || f.tp > 1) {
-            for e in some(&pins.experts_at, &s.experts_at, moe) {
-                self.places.extend(some(&pins.cache_at, &s.caches_at, true).iter().map(|c| (*o, *e, *c)));
+        self.placements.clear();
+        // Ranks of tp may also hold the same weights; the constraints decide that once the scheme
+        // is known.
+        for o in knob_values(&pins.optimizer, &s.optimizers, f.replicas > 1 || f.tp > 1) {
+            for e in knob_values(&pins.experts_at, &s.experts_at, moe) {
+                self.placements
+                    .extend(knob_values(&pins.cache_at, &s.caches_at, true).iter().map(|c| (*o, *e, *c)));
             }
         }
 
         self.schemes.clear();
         for scheme in s.schemes.iter().copied().filter(|x| pins.scheme.is_none_or(|p| p == *x)).chain(
-            // A pin may name what the space leaves out.
+            // A pin may name a value outside of the search space.
             pins.scheme.filter(|p| !s.schemes.contains(p)),
         ) {
             if f.tp == 1 && pins.scheme.is_none() && !self.schemes.is_empty() {
                 break;
             }
-            let ringed = matches!(scheme, Scheme::Ring | Scheme::Striped);
+            let ringed = matches!(scheme, TpScheme::Ring | TpScheme::Striped);
             match (ringed, pins.ring) {
                 (true, Some(r)) => self.schemes.push((scheme, r)),
                 (true, None) if f.tp == 1 => self.schemes.push((scheme, 1)),
@@ -474,7 +502,7 @@ impl Lists {
         for x in schedule.iter().copied().take(if matters { usize::MAX } else { 1 }) {
             match (x, pins.interleave) {
                 (_, Some(v)) => self.schedules.push((x, v)),
-                (Schedule::Interleaved, None) => {
+                (PipelineSchedule::Interleaved, None) => {
                     self.schedules.extend(s.interleaves.iter().map(|v| (x, *v)));
                 }
                 (_, None) => self.schedules.push((x, 1)),
@@ -487,9 +515,14 @@ impl Lists {
             None => {
                 self.micro_batches.extend(&s.micro_batches);
                 if !matches!(job, Job::Train { .. }) {
-                    let share = job.batch().div_ceil(u64::from(f.replicas));
-                    let of = |waves: u32| u32::try_from(share.div_ceil(u64::from(waves))).unwrap_or(u32::MAX);
-                    self.micro_batches.extend([of(1), of(f.pp), of(2 * f.pp)]);
+                    let share = job.batch_size().div_ceil(u64::from(f.replicas));
+                    let micro_batch_for =
+                        |waves: u32| u32::try_from(share.div_ceil(u64::from(waves))).unwrap_or(u32::MAX);
+                    self.micro_batches.extend([
+                        micro_batch_for(1),
+                        micro_batch_for(f.pp),
+                        micro_batch_for(2 * f.pp),
+                    ]);
                 }
                 self.micro_batches.sort_unstable();
                 self.micro_batches.dedup();
@@ -497,25 +530,32 @@ impl Lists {
         }
     }
 
-    /// Candidates below each choice.
-    pub fn below(&self) -> Below {
+    /// Returns the number of candidates below each choice.
+    pub fn subtree_sizes(&self) -> SubtreeSizes {
         let n = |len: usize| len as u64;
         let recompute = n(self.schedules.len());
         let micro_batch = recompute * n(self.recompute.len());
         let place = micro_batch * n(self.micro_batches.len()) * n(self.wires.len());
-        let precision = place * n(self.places.len());
+        let precision = place * n(self.placements.len());
         let scheme = precision * n(self.precisions.len());
-        Below { mesh: scheme * n(self.schemes.len()), scheme, precision, place, micro_batch, recompute }
+        SubtreeSizes {
+            mesh: scheme * n(self.schemes.len()),
+            scheme,
+            precision,
+            placement: place,
+            micro_batch,
+            recompute,
+        }
     }
 }
 
-fn put<T: Copy>(list: &mut Vec<T>, pin: Option<T>, all: &[T], matters: bool) {
+fn fill_values<T: Copy>(list: &mut Vec<T>, pin: Option<T>, all: &[T], matters: bool) {
     list.clear();
-    list.extend(some(&pin, all, matters));
+    list.extend(knob_values(&pin, all, matters));
 }
 
-/// What a knob may be: the pin, or all values, or the first where it does not matter.
-fn some<'a, T>(pin: &'a Option<T>, all: &'a [T], matters: bool) -> &'a [T] {
+/// Returns the values of a knob: the pin, all values, or only the first if the knob has no effect.
+fn knob_values<'a, T>(pin: &'a Option<T>, all: &'a [T], matters: bool) -> &'a [T] {
     match pin {
         Some(_) => pin.as_slice(),
         None if matters => all,

@@ -1,38 +1,40 @@
-//! Limits of the gates: one file with defaults, which a person's own may replace in part or whole.
+//! The thresholds of the gates: one file with defaults, which a user's file may override in part or
+//! in whole.
 
 use std::fmt::Write as _;
 
-use tessera_base::fields::{Fields, toml};
+use tessera_base::config::{ConfigReader, parse_toml};
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
-/// A limit out of range.
+/// A threshold is out of range.
 pub static T1240: Code = Code {
     id: "T1240",
-    title: "limit of a gate is out of range",
-    page: "The file of limits holds a number that no plan could be judged by: a share that is not between 0 and 1, a count \
-below 1, or a lower limit above its upper one. The message names the key and what was found.\n\n\
-Every limit is indicative and has a default; a file needs only the keys that it changes. `gates.toml` of the planner lists \
-all of them with what they mean.",
+    title: "gate threshold is out of range",
+    page: "The threshold file holds an unusable number: a share that is not between 0 and 1, a count below 1, or a lower \
+limit above its upper one. The message names the key and the value found.\n\n\
+Every threshold is indicative and has a default; a file needs only the keys that it changes. `gates.toml` of the planner \
+lists and explains all of them.",
 };
 
 macro_rules! thresholds {
     ($($table:ident { $($(#[$doc:meta])* $name:ident: $kind:ident,)+ })+) => {
-        /// The limits, by the names that they have in the file.
+        /// The thresholds, named as in the file.
         #[derive(Debug, Clone, PartialEq)]
         pub struct Thresholds { $($($(#[$doc])* pub $name: f64,)+)+ }
 
         impl Thresholds {
-            /// Names, tables and kinds, in the order of the file.
+            /// Table, key and kind of each threshold, in file order.
             const KEYS: &[(&str, &str, Kind)] = &[$($((stringify!($table), stringify!($name), Kind::$kind),)+)+];
 
             fn values(&self) -> Vec<f64> {
                 vec![$($(self.$name,)+)+]
             }
 
-            fn read(fields: &mut Fields<'_>, defaults: Option<&Thresholds>) -> Thresholds {
+            fn read(fields: &mut ConfigReader<'_>, defaults: Option<&Thresholds>) -> Thresholds {
                 $(
-                    let mut table = fields.table(stringify!($table));
-                    $(let $name = table.number(stringify!($name), defaults.map(|d| d.$name));)+
+                    let mut table = fields.read_table(stringify!($table));
+                    table.renamed_keys(RENAMED_KEYS);
+                    $(let $name = table.read_number(stringify!($name), defaults.map(|d| d.$name));)+
                     fields.diagnostics.extend(table.finish());
                 )+
                 Thresholds { $($($name,)+)+ }
@@ -49,62 +51,66 @@ enum Kind {
 
 thresholds! {
     memory {
-        /// Share of a device's memory from which all that lies there draws a warning.
+        /// Share of device memory above which the total usage gets a warning.
         device_warn: Share,
-        /// Share of a device's memory that activations and cache may take without a warning.
+        /// Share of device memory above which activations and KV cache get a warning.
         activations_and_cache_warn: Share,
-        /// Share that they may take at all.
+        /// Maximum share of device memory for activations and KV cache.
         activations_and_cache_fail: Share,
-        /// Activations over the rank's parameters from which recomputation is advised.
+        /// Ratio of activations to the rank's parameters above which recomputation is advised.
         recompute_above: Share,
     }
     experts {
-        /// Experts of a rank, at least.
-        per_rank_least: Count,
-        /// Standard deviation of rows over experts, over their mean, at most.
-        balance_most: Share,
-        /// Mean rows of an expert from which balance is judged.
-        balance_rows_least: Count,
-        /// Layers whose cold experts are fetched ahead, at least.
-        prefetch_least: Count,
-        /// The same, at most.
-        prefetch_most: Count,
-        /// Capacity of an expert in per cent of the even share, at least.
-        capacity_least_pct: Count,
-        /// The same, at most.
-        capacity_most_pct: Count,
-        /// Assignments to experts that are dropped, in per cent, at most.
-        dropped_most_pct: Count,
+        /// Minimum number of experts per rank.
+        min_per_rank: Count,
+        /// Maximum standard deviation of rows over experts, relative to the mean.
+        max_balance: Share,
+        /// Minimum mean rows per expert for the balance gate to apply.
+        min_balance_rows: Count,
+        /// Minimum prefetch window in layers for cold experts.
+        min_prefetch: Count,
+        /// Maximum prefetch window in layers for cold experts.
+        max_prefetch: Count,
+        /// Minimum capacity of an expert in per cent of the even share.
+        min_capacity_pct: Count,
+        /// Maximum capacity of an expert in per cent of the even share.
+        max_capacity_pct: Count,
+        /// Maximum dropped expert assignments in per cent.
+        max_dropped_pct: Count,
     }
     collectives {
-        /// Share of collective time that is hidden, at least.
-        overlap_least: Share,
-        /// Share of the line rate that dispatch and combine reach, at least.
-        exchange_least: Share,
-        /// Bytes of one exchange and rank from which that is judged.
+        /// Minimum share of collective time that is hidden.
+        min_overlap: Share,
+        /// Minimum share of the line rate that dispatch and combine reach.
+        min_exchange: Share,
+        /// Minimum bytes of an exchange per rank for the exchange gate to apply.
         exchange_burst_bytes: Count,
     }
     pipeline {
-        /// Share of the step that a stage waits for others, at most.
-        bubble_most: Share,
+        /// Maximum share of the step that a stage waits for others.
+        max_bubble: Share,
     }
     cache {
-        /// Share of reads that find keys and values in a hot tier, at least.
-        hits_least: Share,
+        /// Minimum share of KV reads that hit a hot tier.
+        min_hits: Share,
     }
 }
 
 impl Thresholds {
-    /// The limits of a file; what it does not name keeps its default.
+    /// Parses a threshold file; keys that it omits keep their default.
     ///
     /// # Errors
     /// T0001 for text that is not TOML, T0002 and T0004 for keys, T1240 for numbers out of range.
     pub fn parse(file: &str, text: &str) -> Result<Thresholds, Diagnostics> {
-        Thresholds::over(file, text, Some(&Thresholds::default()))
+        Thresholds::parse_with_defaults(file, text, Some(&Thresholds::default()))
     }
 
-    fn over(file: &str, text: &str, defaults: Option<&Thresholds>) -> Result<Thresholds, Diagnostics> {
-        let mut fields = Fields::new(file, "", toml(file, text)?);
+    fn parse_with_defaults(
+        file: &str,
+        text: &str,
+        defaults: Option<&Thresholds>,
+    ) -> Result<Thresholds, Diagnostics> {
+        let mut fields = ConfigReader::new(file, "", parse_toml(file, text)?);
         let limits = Thresholds::read(&mut fields, defaults);
         let mut diagnostics = fields.finish();
         for ((table, name, kind), value) in Thresholds::KEYS.iter().zip(limits.values()) {
@@ -115,36 +121,35 @@ impl Thresholds {
             if !fits {
                 diagnostics.push(
                     Diagnostic::error(&T1240, format!("`{table}.{name}` must be {want}"))
-                        .at(file, format!("found {value}")),
+                        .with_label(file, format!("found {value}")),
                 );
             }
         }
         let ordered = [
             (
-                "memory.activations_and_cache",
-                limits.activations_and_cache_warn,
-                limits.activations_and_cache_fail,
+                ("memory.activations_and_cache_warn", limits.activations_and_cache_warn),
+                ("memory.activations_and_cache_fail", limits.activations_and_cache_fail),
             ),
-            ("experts.prefetch", limits.prefetch_least, limits.prefetch_most),
-            ("experts.capacity", limits.capacity_least_pct, limits.capacity_most_pct),
+            (("experts.min_prefetch", limits.min_prefetch), ("experts.max_prefetch", limits.max_prefetch)),
+            (
+                ("experts.min_capacity_pct", limits.min_capacity_pct),
+                ("experts.max_capacity_pct", limits.max_capacity_pct),
+            ),
         ];
-        for (what, low, high) in ordered {
+        for ((low_key, low), (high_key, high)) in ordered {
             if low > high {
                 diagnostics.push(
-                    Diagnostic::error(
-                        &T1240,
-                        format!("the lower limit of `{what}_…` is above the upper one"),
-                    )
-                    .at(file, format!("{low} and {high}")),
+                    Diagnostic::error(&T1240, format!("`{low_key}` exceeds `{high_key}`"))
+                        .with_label(file, format!("{low} and {high}")),
                 );
             }
         }
         if diagnostics.is_empty() { Ok(limits) } else { Err(diagnostics) }
     }
 
-    /// The file that gives these limits.
+    /// Returns the file that defines these thresholds.
     #[must_use]
-    pub fn text(&self) -> String {
+    pub fn to_toml(&self) -> String {
         let mut out = String::new();
         let mut open = "";
         for ((table, name, _), value) in Thresholds::KEYS.iter().zip(self.values()) {
@@ -159,14 +164,30 @@ impl Thresholds {
 }
 
 impl Default for Thresholds {
-    /// The planner's own file, which a test reads without a complaint.
+    /// Parses the planner's own `gates.toml`; a test checks that it is valid.
     fn default() -> Thresholds {
-        let table = toml("gates.toml", OWN).unwrap_or_default();
-        Thresholds::read(&mut Fields::new("gates.toml", "", table), None)
+        let table = parse_toml("gates.toml", DEFAULT_TOML).unwrap_or_default();
+        Thresholds::read(&mut ConfigReader::new("gates.toml", "", table), None)
     }
 }
 
-const OWN: &str = include_str!("../../gates.toml");
+/// Keys of earlier files and the keys that replaced them.
+const RENAMED_KEYS: &[(&str, &str)] = &[
+    ("per_rank_least", "min_per_rank"),
+    ("balance_most", "max_balance"),
+    ("balance_rows_least", "min_balance_rows"),
+    ("prefetch_least", "min_prefetch"),
+    ("prefetch_most", "max_prefetch"),
+    ("capacity_least_pct", "min_capacity_pct"),
+    ("capacity_most_pct", "max_capacity_pct"),
+    ("dropped_most_pct", "max_dropped_pct"),
+    ("overlap_least", "min_overlap"),
+    ("exchange_least", "min_exchange"),
+    ("bubble_most", "max_bubble"),
+    ("hits_least", "min_hits"),
+];
+
+const DEFAULT_TOML: &str = include_str!("../../gates.toml");
 
 #[cfg(test)]
 mod tests {
@@ -174,21 +195,23 @@ mod tests {
 
     #[test]
     fn the_file_names_every_limit() {
-        let own = Thresholds::over("gates.toml", OWN, None).unwrap();
+        let own = Thresholds::parse_with_defaults("gates.toml", DEFAULT_TOML, None).unwrap();
         assert_eq!(own, Thresholds::default());
-        assert_eq!((own.activations_and_cache_fail, own.per_rank_least, own.hits_least), (0.6, 128.0, 0.9));
-        assert_eq!(Thresholds::parse("own", &own.text()).unwrap(), own);
+        assert_eq!((own.activations_and_cache_fail, own.min_per_rank, own.min_hits), (0.6, 128.0, 0.9));
+        assert_eq!(Thresholds::parse("own", &own.to_toml()).unwrap(), own);
     }
 
     #[test]
     fn a_person_may_change_one() {
-        let t = Thresholds::parse("own.toml", "[collectives]\noverlap_least = 0.4\n").unwrap();
-        assert_eq!(t, Thresholds { overlap_least: 0.4, ..Thresholds::default() });
+        let t = Thresholds::parse("own.toml", "[collectives]\nmin_overlap = 0.4\n").unwrap();
+        assert_eq!(t, Thresholds { min_overlap: 0.4, ..Thresholds::default() });
         let refused = |text: &str| Thresholds::parse("own.toml", text).unwrap_err()[0].code.id;
-        assert_eq!(refused("[collectives]\noverlap_least = 1.4\n"), "T1240");
+        assert_eq!(refused("[collectives]\nmin_overlap = 1.4\n"), "T1240");
         assert_eq!(refused("[memory]\nactivations_and_cache_warn = 0.7\n"), "T1240");
-        assert_eq!(refused("[experts]\nper_rank_least = 0\n"), "T1240");
-        assert_eq!(refused("[collectives]\noverlap_lest = 0.4\n"), "T0002");
+        assert_eq!(refused("[experts]\nmin_per_rank = 0\n"), "T1240");
+        assert_eq!(refused("[collectives]\nmin_overlep = 0.4\n"), "T0002");
+        let old = &Thresholds::parse("own.toml", "[collectives]\noverlap_least = 0.4\n").unwrap_err()[0];
+        assert_eq!(old.hint.as_deref(), Some("`collectives.overlap_least` is now `collectives.min_overlap`"));
         assert_eq!(refused("[collectives\n"), "T0001");
     }
 }

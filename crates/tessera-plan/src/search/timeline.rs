@@ -1,245 +1,266 @@
-//! Bars of an arrangement: some layers per rank and stream as they repeat, and the wave of micro-batches per stage.
+//! Draws the timeline of a candidate: a few layers in steady state per rank and stream, and the
+//! wave of micro-batches per stage.
 //!
-//! Both are played by the event engine of `tessera-cost` from the same rows and prices as the estimate, so what the estimate
-//! adds up in closed form is seen here bar by bar. Where the two differ, the bars say why: transfers wait for slower
-//! members, and stages wait for sends. Launches of the host are not drawn.
+//! The event engine of `tessera-cost` simulates both from the same cost rows as the estimate, so
+//! the timeline shows interval by interval what the estimate sums in closed form. If the two
+//! differ, the intervals show the reason: transfers wait for slower members, and stages wait for
+//! sends. Host launches are not drawn.
 
 mod block;
 
-use tessera_cost::bars::{Bar, Kind, Overlap, overlap};
-use tessera_cost::knobs::{ExpertsAt, Recompute, Schedule, Scheme};
-use tessera_cost::layer::{LayerCost, Load, Spans, layer};
-use tessera_cost::moe::{self, ExpertLoad, experts};
-use tessera_cost::schedule::{Pace, Slot, Work as Turn, simulate_uneven};
-use tessera_cost::{CollectiveOp, Span};
-use tessera_ir::work::{Row, RowOp};
-use tessera_mesh::Tier;
+use tessera_cost::intervals::{Interval, IntervalKind, OverlapTotals, measure_overlap};
+use tessera_cost::layer::{GroupSpans, LayerCost, LayerLoad, layer_cost};
+use tessera_cost::moe::{self, ExpertLoad, expert_load};
+use tessera_cost::params::{ExpertStorage, PipelineSchedule, Recompute, TpScheme};
+use tessera_cost::schedule::{MicroBatchTimes, StageSlot, StageWork as Turn, simulate_uneven_schedule};
+use tessera_cost::{CollectiveOp, GroupSpan};
+use tessera_ir::analytic_model::{LayerOp, LayerOpKind};
+use tessera_mesh::MemoryTier;
 
-use super::{Candidate, Job, Question, Ranked, Use};
+use super::{Candidate, Job, MemoryUse, RankedCandidate, SearchQuery};
 
-/// Charts of one arrangement.
+/// The charts of one candidate.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Timeline {
-    /// Forward pass of [`LAYERS`] equal layers in the steady state, from time 0. Lanes are the streams `compute`,
-    /// `tp_collective`, `a2a` and `io`.
-    pub block: Vec<Bar>,
-    /// What each rank of `block` stands for: one rank, or a mean one and the slowest where loads are uneven.
-    pub ranks: Vec<String>,
-    /// What the layers are, such as `experts`.
-    pub layer: &'static str,
-    /// Overlap of the collectives in `block`.
-    pub overlap: Overlap,
-    /// Turns of every stage in one step of `drawn` micro-batches: `rank` is the stage, names are `F3`, `B3`, `W3` and so
-    /// on, with the piece after a point where stages have several.
-    pub wave: Vec<Bar>,
-    /// Micro-batches drawn: all of the step's, or as many as show how it goes.
-    pub drawn: u32,
-    /// Share of the whole step, from the first start to the last end of its wave, that each stage waits.
-    pub idle: Vec<f64>,
+pub struct CandidateTimeline {
+    /// Forward pass of [`BLOCK_LAYERS`] equal layers in steady state, from time 0. The lanes are the
+    /// streams `compute`, `tp_collective`, `a2a` and `io`.
+    pub block_bars: Vec<Interval>,
+    /// Description of each rank in `block_bars`: every rank, or a rank with the mean load and the
+    /// slowest.
+    pub rank_labels: Vec<String>,
+    /// Name of the layers, such as `experts`.
+    pub layer_name: &'static str,
+    /// Overlap of the collectives in `block_bars`.
+    pub overlap: OverlapTotals,
+    /// Intervals of every stage in one step of `drawn_micro_batches`: `rank` is the stage, names
+    /// are `F3`, `B3`, `W3` and so on, with the model chunk after a dot if stages have several.
+    pub wave_bars: Vec<Interval>,
+    /// Number of micro-batches drawn: all of the step's, or enough to show the pattern.
+    pub drawn_micro_batches: u32,
+    /// Share of the whole step, from the first start to the last end of its wave, that each stage
+    /// is idle.
+    pub idle_shares: Vec<f64>,
 }
 
-/// Layers drawn in a block.
-pub const LAYERS: u32 = 2;
+/// Number of layers drawn in a block.
+pub const BLOCK_LAYERS: u32 = 2;
 
-/// Most micro-batches drawn in a wave; longer steps only repeat.
-pub const WAVE: u32 = 64;
+/// Maximum number of micro-batches drawn in a wave; longer steps only repeat.
+pub const MAX_WAVE_MICRO_BATCHES: u32 = 64;
 
-/// Most micro-batches that waiting is measured over; with more, stages wait even less.
-const MEASURED: u32 = 4096;
+/// Maximum number of micro-batches over which idle time is measured; with more, stages idle even
+/// less.
+const MAX_MEASURED_MICRO_BATCHES: u32 = 4096;
 
-/// Draws a legal arrangement.
+/// Draws a legal candidate.
 #[must_use]
-pub fn timeline(q: &Question, ranked: &Ranked) -> Timeline {
-    let scene = Scene::of(q, ranked);
-    let stack = scene.stacks.iter().position(|s| s.experts).unwrap_or(0);
+pub fn draw_timeline(q: &SearchQuery, ranked: &RankedCandidate) -> CandidateTimeline {
+    let inputs = TimelineInputs::from_ranked(q, ranked);
+    let stack = inputs.stacks.iter().position(|s| s.has_experts).unwrap_or(0);
     let (block, ranks) =
-        q.work.stacks.get(stack).map_or((Vec::new(), Vec::new()), |s| block::play(&scene, &s.rows));
+        q.work.stacks.get(stack).map_or((Vec::new(), Vec::new()), |s| block::simulate_block(&inputs, &s.ops));
     let c = &ranked.candidate;
-    let paces: Vec<Pace> = (0..c.pp).map(|stage| scene.pace(ranked, stage as usize)).collect();
-    let play = |micro_batches| simulate_uneven(c.schedule, c.interleave.max(1), micro_batches, &paces);
-    let drawn = whole_rounds(c, ranked.micro_batches, WAVE);
-    let wave: Vec<Bar> = play(drawn).iter().map(|s| bar(s, c)).collect();
-    Timeline {
-        overlap: overlap(&block, false),
-        block,
-        ranks,
-        layer: q.work.stacks.get(stack).map_or("", |s| s.name),
-        wave,
-        drawn,
-        idle: idle(&play(whole_rounds(c, ranked.micro_batches, MEASURED)), c.pp),
+    let paces: Vec<MicroBatchTimes> =
+        (0..c.pp).map(|stage| inputs.stage_pace(ranked, stage as usize)).collect();
+    let simulate =
+        |micro_batches| simulate_uneven_schedule(c.schedule, c.interleave.max(1), micro_batches, &paces);
+    let drawn = whole_rounds(c, ranked.micro_batches, MAX_WAVE_MICRO_BATCHES);
+    let wave: Vec<Interval> = simulate(drawn).iter().map(|s| slot_bar(s, c)).collect();
+    CandidateTimeline {
+        overlap: measure_overlap(&block, false),
+        block_bars: block,
+        rank_labels: ranks,
+        layer_name: q.work.stacks.get(stack).map_or("", |s| s.name),
+        wave_bars: wave,
+        drawn_micro_batches: drawn,
+        idle_shares: idle_shares(
+            &simulate(whole_rounds(c, ranked.micro_batches, MAX_MEASURED_MICRO_BATCHES)),
+            c.pp,
+        ),
     }
 }
 
-/// As many of a step's micro-batches as are at most `most`, in numbers that the schedule admits.
+/// Rounds the number of micro-batches down to at most `most`, to a count that the schedule admits.
 fn whole_rounds(c: &Candidate, all: u32, most: u32) -> u32 {
     let few = if all > most { (most / c.pp * c.pp).max(c.pp) } else { all };
-    // Two directions need an even number, and enough to fill both.
-    if c.schedule == Schedule::DualPipe { (few / 2 * 2).max(2 * c.pp) } else { few }
+    // A bidirectional schedule needs an even number, and enough to fill both directions.
+    if c.schedule == PipelineSchedule::DualPipe { (few / 2 * 2).max(2 * c.pp) } else { few }
 }
 
-/// What both charts are made from.
-struct Scene<'a> {
-    q: &'a Question,
+/// The inputs of both charts.
+struct TimelineInputs<'a> {
+    q: &'a SearchQuery,
     c: Candidate,
-    load: Load,
-    spans: Spans,
-    experts: ExpertLoad,
-    stacks: Vec<Stack>,
-    /// Whether two micro-batches are under way at once on a rank.
-    beside: bool,
-    /// Fetch of the cold experts of one layer: those that a predictor names ahead, and the others.
+    load: LayerLoad,
+    spans: GroupSpans,
+    expert_load: ExpertLoad,
+    stacks: Vec<StackCost>,
+    /// Whether two micro-batches overlap on a rank.
+    overlaps_exchange: bool,
+    /// Fetch time of the cold experts of one layer: those that a predictor names ahead, and the
+    /// others.
     fetch_ns: [f64; 2],
 }
 
-struct Stack {
+struct StackCost {
     cost: LayerCost,
     count: u64,
-    experts: bool,
+    has_experts: bool,
 }
 
-impl<'a> Scene<'a> {
-    fn of(q: &'a Question, ranked: &Ranked) -> Scene<'a> {
+impl<'a> TimelineInputs<'a> {
+    fn from_ranked(q: &'a SearchQuery, ranked: &RankedCandidate) -> TimelineInputs<'a> {
         let c = ranked.candidate;
         let (l, cluster) = (&c.layout, &q.machine.cluster);
-        let tokens = f64::from(c.micro_batch) * q.job.queries() as f64;
+        let tokens = f64::from(c.micro_batch) * q.job.query_tokens() as f64;
         let train = matches!(q.job, Job::Train { .. });
-        let load = Load {
+        let load = LayerLoad {
             tokens,
             sequences: f64::from(c.micro_batch),
-            keys: q.job.context() as f64,
-            window: q.window().map(|w| w as f64),
+            keys: q.job.context_tokens() as f64,
+            window: q.attention_window().map(|w| w as f64),
             training: train,
             recompute: c.recompute,
         };
-        let spans = Spans {
-            tp: Span::of(l.tp, 1, cluster),
-            expert_tp: Span::of(l.expert_tp, 1, cluster),
-            ep: Span::of(l.ep, l.expert_tp, cluster),
+        let spans = GroupSpans {
+            tp: GroupSpan::from_stride(l.tp, 1, cluster),
+            expert_tp: GroupSpan::from_stride(l.expert_tp, 1, cluster),
+            ep: GroupSpan::from_stride(l.ep, l.expert_tp, cluster),
         };
         let group = tokens * f64::from(l.expert_tp * l.ep) / f64::from(l.tp);
-        let routed = q.work.experts();
-        let load_of = |(n, k)| experts(n, k, l.ep, group, q.routing, l.capacity_pct);
-        let experts = routed.map_or(ExpertLoad::NONE, load_of);
-        let stack = |s: &tessera_ir::work::Stack| Stack {
-            cost: layer(&q.machine, &s.rows, l, &load, &spans, &experts),
+        let routed = q.work.routed_experts();
+        let load_of = |(n, k)| expert_load(n, k, l.ep, group, q.routing, l.capacity_pct);
+        let expert_load = routed.map_or(ExpertLoad::NONE, load_of);
+        let stack = |s: &tessera_ir::analytic_model::LayerStack| StackCost {
+            cost: layer_cost(&q.machine, &s.ops, l, &load, &spans, &expert_load),
             count: s.count,
-            experts: s.rows.iter().any(|r| matches!(r.op, RowOp::Experts { .. })),
+            has_experts: s.ops.iter().any(|r| matches!(r.kind, LayerOpKind::Experts { .. })),
         };
-        let two = if train { c.schedule == Schedule::DualPipe } else { ranked.micro_batches >= 2 * c.pp };
-        let beside = two && q.machine.curves().overlap.exchanges;
+        let two =
+            if train { c.schedule == PipelineSchedule::DualPipe } else { ranked.micro_batches >= 2 * c.pp };
+        let overlaps_exchange = two && q.machine.device_curves().overlap.overlaps_dispatch;
         let fetch_ns = if train { [0.0; 2] } else { fetch_ns(q, ranked, group) };
-        Scene {
+        TimelineInputs {
             q,
             c,
             load,
             spans,
-            experts,
+            expert_load,
             stacks: q.work.stacks.iter().map(stack).collect(),
-            beside,
+            overlaps_exchange,
             fetch_ns,
         }
     }
 
-    /// One micro-batch on a stage.
-    fn pace(&self, ranked: &Ranked, stage: usize) -> Pace {
-        let cost = self.stage(ranked, stage);
+    /// Returns the times of one micro-batch on a stage.
+    fn stage_pace(&self, ranked: &RankedCandidate, stage: usize) -> MicroBatchTimes {
+        let cost = self.stage_cost(ranked, stage);
         let (input, weight) = if self.load.training {
-            ((cost.recompute + cost.backward_input).ns(), cost.backward_weight.ns())
+            ((cost.recompute + cost.backward_input).total_ns(), cost.backward_weight.total_ns())
         } else {
             (0.0, 0.0)
         };
-        Pace {
-            forward_ns: cost.forward.ns(),
+        MicroBatchTimes {
+            forward_ns: cost.forward.total_ns(),
             backward_input_ns: input,
             backward_weight_ns: weight,
             send_ns: self.send_ns(),
         }
     }
 
-    /// Everything that a stage does with one micro-batch.
-    fn stage(&self, ranked: &Ranked, stage: usize) -> LayerCost {
+    /// Returns the cost of one micro-batch on a stage.
+    fn stage_cost(&self, ranked: &RankedCandidate, stage: usize) -> LayerCost {
         let mut sum = LayerCost::default();
         let Some(share) = ranked.stages.get(stage) else { return sum };
         let mut begin = 0;
         for stack in &self.stacks {
             let end = begin + stack.count;
             let here = |p: &std::ops::Range<u64>| p.end.min(end).saturating_sub(p.start.max(begin));
-            let n = share.pieces.iter().map(here).sum::<u64>() as f64;
+            let n = share.chunks.iter().map(here).sum::<u64>() as f64;
             sum.forward += stack.cost.forward * n;
             sum.backward_input += stack.cost.backward_input * n;
             sum.backward_weight += stack.cost.backward_weight * n;
             sum.recompute += stack.cost.recompute * n;
             begin = end;
         }
-        let ends = Load { recompute: Recompute::None, ..self.load };
-        let end = |rows: &[Row]| {
-            layer(&self.q.machine, rows, &self.c.layout, &ends, &self.spans, &ExpertLoad::NONE)
+        let ends = LayerLoad { recompute: Recompute::None, ..self.load };
+        let end = |rows: &[LayerOp]| {
+            layer_cost(&self.q.machine, rows, &self.c.layout, &ends, &self.spans, &ExpertLoad::NONE)
         };
-        if share.first {
-            sum = sum + end(&self.q.work.first);
+        if share.has_embedding {
+            sum = sum + end(&self.q.work.ops_before_layers);
         }
-        if share.last {
-            sum = sum + end(&self.q.work.last);
+        if share.has_head {
+            sum = sum + end(&self.q.work.ops_after_layers);
         }
         sum
     }
 
-    /// One send between stages: each rank of tp its piece, put together on the other side where tp keeps tokens whole.
+    /// Returns the time of one send between stages: each tp rank sends its shard, and the receivers
+    /// gather the shards if tp keeps whole tokens.
     fn send_ns(&self) -> f64 {
         let (c, m) = (&self.c, &self.q.machine);
         if c.pp <= 1 {
             return 0.0;
         }
-        let whole = self.load.tokens * self.q.work.width as f64 * 2.0;
-        let piece = (self.load.tokens / f64::from(c.layout.tp)).ceil() * self.q.work.width as f64 * 2.0;
-        let send = m.collective(CollectiveOp::SendRecv, piece, Span::of(2, c.unit(), &m.cluster)).ns;
-        let divided = !matches!(c.layout.scheme, Scheme::Megatron | Scheme::RsMmAg);
-        let gather = m.collective(CollectiveOp::AllGather, whole, self.spans.tp).ns;
+        let whole = self.load.tokens * self.q.work.hidden_size as f64 * 2.0;
+        let piece = (self.load.tokens / f64::from(c.layout.tp)).ceil() * self.q.work.hidden_size as f64 * 2.0;
+        let send = m
+            .collective_cost(
+                CollectiveOp::SendRecv,
+                piece,
+                GroupSpan::from_stride(2, c.replica_stage_ranks(), &m.cluster),
+            )
+            .ns;
+        let divided = !matches!(c.layout.scheme, TpScheme::Megatron | TpScheme::RsMmAg);
+        let gather = m.collective_cost(CollectiveOp::AllGather, whole, self.spans.tp).ns;
         if divided || c.layout.tp == 1 { send } else { send + gather }
     }
 }
 
-/// Fetch of what one layer's batch of `group` tokens of all ranks asks of the experts that lie on the host: of those that a
-/// predictor names before the router has, and of the others.
-fn fetch_ns(q: &Question, ranked: &Ranked, group: f64) -> [f64; 2] {
+/// Returns the time to fetch the host-resident experts that one layer needs for a batch of `group`
+/// tokens of all ranks: those that a predictor names before the router runs, and the others.
+fn fetch_ns(q: &SearchQuery, ranked: &RankedCandidate, group: f64) -> [f64; 2] {
     let c = &ranked.candidate;
-    let at = |tier| ranked.estimate.budget.bytes.get(&(tier, Use::Experts)).map_or(0.0, |b| b.0 as f64);
-    let cold = at(Tier::Host) / (at(Tier::Host) + at(Tier::Hbm)).max(1.0);
-    if c.experts_at != ExpertsAt::Host || cold == 0.0 {
+    let at = |tier| ranked.estimate.budget.bytes.get(&(tier, MemoryUse::Experts)).map_or(0.0, |b| b.0 as f64);
+    let cold = at(MemoryTier::Host) / (at(MemoryTier::Host) + at(MemoryTier::Hbm)).max(1.0);
+    if c.experts_at != ExpertStorage::Host || cold == 0.0 {
         return [0.0; 2];
     }
-    let one = q.work.stacks.iter().flat_map(|s| &s.rows).find_map(|r| match r.op {
-        RowOp::Experts { experts, top_k, .. } => Some((experts, top_k, r.weights() as f64 / experts as f64)),
+    let one = q.work.stacks.iter().flat_map(|s| &s.ops).find_map(|r| match r.kind {
+        LayerOpKind::Experts { experts, top_k, .. } => {
+            Some((experts, top_k, r.weight_count() as f64 / experts as f64))
+        }
         _ => None,
     });
     let Some((count, top_k, numbers)) = one else { return [0.0; 2] };
-    let asked = moe::cold(count, top_k, c.layout.ep, group, q.routing, 1.0 - cold).touched;
-    let bytes = asked * numbers / f64::from(c.layout.expert_tp) * c.layout.precision.bytes();
-    let named = q.space.forecast.clamp(0.0, 1.0);
+    let asked = moe::count_cold_experts(count, top_k, c.layout.ep, group, q.routing, 1.0 - cold).selected;
+    let bytes = asked * numbers / f64::from(c.layout.expert_tp) * c.layout.precision.element_bytes();
+    let named = q.space.prefetch_hit_rate.clamp(0.0, 1.0);
     [named, 1.0 - named]
-        .map(|share| if share > 0.0 { q.machine.tier_ns(Tier::Host, share * bytes) } else { 0.0 })
+        .map(|share| if share > 0.0 { q.machine.tier_fetch_ns(MemoryTier::Host, share * bytes) } else { 0.0 })
 }
 
-fn bar(slot: &Slot, c: &Candidate) -> Bar {
+fn slot_bar(slot: &StageSlot, c: &Candidate) -> Interval {
     let letter = match slot.work {
         Turn::Forward => 'F',
         Turn::Backward | Turn::BackwardInput => 'B',
         Turn::BackwardWeight => 'W',
     };
-    let several = c.interleave > 1 || c.schedule == Schedule::DualPipe;
-    let piece = if several { format!(".{}", slot.piece) } else { String::new() };
-    Bar {
+    let several = c.interleave > 1 || c.schedule == PipelineSchedule::DualPipe;
+    let piece = if several { format!(".{}", slot.model_chunk) } else { String::new() };
+    Interval {
         rank: slot.stage,
-        lane: format!("stage {}", slot.stage),
+        track: format!("stage {}", slot.stage),
         name: format!("{letter}{}{piece}", slot.micro_batch),
-        kind: Kind::Compute,
+        kind: IntervalKind::Compute,
         start_ns: slot.start_ns,
         end_ns: slot.end_ns,
     }
 }
 
-/// Share of the time from the first start to the last end that each stage waits.
-fn idle(slots: &[Slot], stages: u32) -> Vec<f64> {
+/// Returns the share of the time from the first start to the last end that each stage is idle.
+fn idle_shares(slots: &[StageSlot], stages: u32) -> Vec<f64> {
     let start = slots.iter().map(|s| s.start_ns).fold(f64::INFINITY, f64::min);
     let span = slots.iter().map(|s| s.end_ns).fold(0.0, f64::max) - start;
     let mut busy = vec![0.0; stages as usize];

@@ -1,124 +1,128 @@
-//! Why not this one: the answer for one arrangement, or for all that some pins leave.
+//! Explains why a candidate is not chosen: compares one candidate, or all that some pins leave,
+//! with the best.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::estimate::Prices;
-use super::front::Point;
-use super::space::{Factors, factors};
-use super::walk::Walk;
-use super::{Pins, Question, Ranked, Reason, Rejected, Times};
+use super::enumerate::Enumeration;
+use super::estimate::Estimator;
+use super::pareto::ScoredCandidate;
+use super::space::{MeshFactors, factor_meshes};
+use super::{Pins, RankedCandidate, Reason, Rejection, SearchQuery, StepTimes};
 
-/// What is said of the arrangements that some pins leave.
+/// The answer about the candidates that some pins leave.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Answer {
-    /// The pins, those of the question included.
-    pub asked: Pins,
-    /// Arrangements that they leave.
-    pub considered: u64,
-    /// What became of them.
-    pub verdict: Verdict,
+pub struct WhyAnswer {
+    /// The pins in effect, those of the query included.
+    pub pins: Pins,
+    /// Number of candidates that the pins leave.
+    pub candidate_count: u64,
+    /// The verdict on them.
+    pub verdict: WhyVerdict,
 }
 
-/// Refused, or legal and where it stands.
+/// Whether the candidates are rejected, or legal and how they rank.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Verdict {
-    /// None is legal.
+pub enum WhyVerdict {
+    /// No candidate is legal.
     Refused {
-        /// By the first rule that each breaks.
-        reasons: BTreeMap<Reason, Rejected>,
-        /// Legal arrangements that keep as many of the pins as can be, nearest first.
+        /// The rejected candidates by the first constraint that each violates.
+        reasons: BTreeMap<Reason, Rejection>,
+        /// Legal candidates that keep as many pins as possible, nearest first.
         neighbours: Vec<Neighbour>,
     },
-    /// Some are.
+    /// At least one candidate is legal.
     Legal {
-        /// The best of them.
-        ranked: Box<Ranked>,
-        /// Arrangements of the whole question that are better than it.
+        /// The best of the legal candidates.
+        ranked: Box<RankedCandidate>,
+        /// Number of candidates of the whole query that are better.
         better: u64,
-        /// Legal arrangements of the whole question.
+        /// Number of legal candidates of the whole query.
         legal: u64,
-        /// The best of the whole question.
-        best: Box<Ranked>,
-        /// Where the step goes, here and there.
-        terms: Vec<Term>,
+        /// The best candidate of the whole query.
+        best: Box<RankedCandidate>,
+        /// The step breakdown of both, side by side.
+        terms: Vec<TermComparison>,
     },
 }
 
-/// A legal arrangement near a refused one.
+/// A legal candidate near a rejected one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Neighbour {
-    /// Knobs that differ from what was asked, with the value here.
+    /// Knobs that differ from the query's pins, with their values here.
     pub changed: Vec<(&'static str, String)>,
-    /// The best of those.
-    pub ranked: Ranked,
+    /// The best candidate with these knobs.
+    pub ranked: RankedCandidate,
 }
 
-/// One part of a step, compared.
+/// One part of a step, compared between two candidates.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Term {
-    /// What it is.
+pub struct TermComparison {
+    /// Name of the part.
     pub name: &'static str,
-    /// In the arrangement that was asked for.
-    pub here_ns: f64,
-    /// In the best.
+    /// Time in the requested candidate.
+    pub requested_ns: f64,
+    /// Time in the best candidate.
     pub best_ns: f64,
 }
 
-/// Neighbours that are given.
-const NEIGHBOURS: usize = 6;
+/// Maximum number of neighbours to return.
+const MAX_NEIGHBOURS: usize = 6;
 
-/// Meshes that are tried for neighbours.
-const TRIES: usize = 96;
+/// Maximum number of meshes to try for neighbours.
+const MAX_MESHES_TRIED: usize = 96;
 
-/// Answers for what `pins` leave of the question.
+/// Answers for the candidates that `pins` leave of the query.
 #[must_use]
-pub fn why(q: &Question, pins: &Pins) -> Answer {
-    let asked = Question { pins: pins.or(&q.pins), ..q.clone() };
+pub fn explain_pins(q: &SearchQuery, pins: &Pins) -> WhyAnswer {
+    let asked = SearchQuery { pins: pins.or(&q.pins), ..q.clone() };
     let devices = q.space.devices;
-    let mut walk = Walk::over(&asked, devices, None);
-    let considered = walk.considered;
+    let mut walk = Enumeration::run(&asked, devices, None);
+    let considered = walk.candidate_count;
     let point = walk.best.points.first().copied();
     let verdict = match point {
-        None => {
-            Verdict::Refused { reasons: std::mem::take(&mut walk.rejected), neighbours: neighbours(&asked) }
-        }
-        Some(point) => match stands(q, devices, point) {
+        None => WhyVerdict::Refused {
+            reasons: std::mem::take(&mut walk.rejected),
+            neighbours: find_neighbours(&asked),
+        },
+        Some(point) => match rank_among_all(q, devices, point) {
             Some(verdict) => verdict,
-            None => Verdict::Refused { reasons: std::mem::take(&mut walk.rejected), neighbours: Vec::new() },
+            None => {
+                WhyVerdict::Refused { reasons: std::mem::take(&mut walk.rejected), neighbours: Vec::new() }
+            }
         },
     };
-    Answer { asked: asked.pins, considered, verdict }
+    WhyAnswer { pins: asked.pins, candidate_count: considered, verdict }
 }
 
-/// Where a legal arrangement stands among all.
-fn stands(q: &Question, devices: u32, point: Point) -> Option<Verdict> {
-    let all = Walk::over(q, devices, Some(point));
-    let mut prices = Prices::new(q, devices);
-    let ranked = prices.ranked(&point.candidate).ok()?;
-    // Pins of the question itself may leave this one out, and even everything.
-    let best = all.best.points.first().filter(|b| b.beats(&point, q.objective)).unwrap_or(&point);
-    let best = prices.ranked(&best.candidate).ok()?;
-    let terms = terms(&ranked.estimate.times, &best.estimate.times);
-    let (better, legal) = (all.better, all.legal.max(1));
-    Some(Verdict::Legal { ranked: Box::new(ranked), better, legal, best: Box::new(best), terms })
+/// Ranks a legal candidate among all candidates of the query.
+fn rank_among_all(q: &SearchQuery, devices: u32, point: ScoredCandidate) -> Option<WhyVerdict> {
+    let all = Enumeration::run(q, devices, Some(point));
+    let mut prices = Estimator::new(q, devices);
+    let ranked = prices.rank_candidate(&point.candidate).ok()?;
+    // The query's own pins may exclude this candidate, or even all.
+    let best = all.best.points.first().filter(|b| b.is_better_than(&point, q.objective)).unwrap_or(&point);
+    let best = prices.rank_candidate(&best.candidate).ok()?;
+    let terms = compare_terms(&ranked.estimate.times, &best.estimate.times);
+    let (better, legal) = (all.better_count, all.legal_count.max(1));
+    Some(WhyVerdict::Legal { ranked: Box::new(ranked), better, legal, best: Box::new(best), terms })
 }
 
-/// Parts of a step side by side, what costs most against the best first.
-fn terms(here: &Times, best: &Times) -> Vec<Term> {
-    let mut out: Vec<Term> = here
-        .parts()
+/// Compares the parts of a step, largest excess over the best first.
+fn compare_terms(here: &StepTimes, best: &StepTimes) -> Vec<TermComparison> {
+    let mut out: Vec<TermComparison> = here
+        .named_parts()
         .into_iter()
-        .zip(best.parts())
-        .map(|((name, here_ns), (_, best_ns))| Term { name, here_ns, best_ns })
+        .zip(best.named_parts())
+        .map(|((name, here_ns), (_, best_ns))| TermComparison { name, requested_ns: here_ns, best_ns })
         .collect();
-    out.sort_by(|a, b| (b.here_ns - b.best_ns).total_cmp(&(a.here_ns - a.best_ns)));
+    out.sort_by(|a, b| (b.requested_ns - b.best_ns).total_cmp(&(a.requested_ns - a.best_ns)));
     out
 }
 
-impl Times {
-    /// Parts that add up to the step, with their names.
+impl StepTimes {
+    /// Returns the named parts that add up to the step.
     #[must_use]
-    pub fn parts(&self) -> [(&'static str, f64); 10] {
+    pub fn named_parts(&self) -> [(&'static str, f64); 10] {
         [
             ("compute", self.compute_ns),
             ("memory", self.memory_ns),
@@ -134,48 +138,50 @@ impl Times {
     }
 }
 
-/// Legal arrangements that keep as many pins as can be.
-fn neighbours(asked: &Question) -> Vec<Neighbour> {
-    let axes = asked.pins.four_axes();
+/// Finds legal candidates that keep as many pins as possible.
+fn find_neighbours(query: &SearchQuery) -> Vec<Neighbour> {
+    let axes = query.pins.has_mesh_axes();
     let mut out: Vec<Neighbour> = Vec::new();
     let mut keep = |changed: &[&'static str], pins: Pins, axes: bool| -> bool {
-        let q = Question { pins, ..asked.clone() };
-        let walk = Walk::with(&q, q.space.devices, axes, None);
+        let q = SearchQuery { pins, ..query.clone() };
+        let walk = Enumeration::run_with_axes(&q, q.space.devices, axes, None);
         let Some(best) = walk.best.points.first() else { return false };
-        let Ok(ranked) = Prices::new(&q, q.space.devices).ranked(&best.candidate) else { return false };
-        let values = Pins::of(&ranked.candidate).values();
+        let Ok(ranked) = Estimator::new(&q, q.space.devices).rank_candidate(&best.candidate) else {
+            return false;
+        };
+        let values = Pins::from_candidate(&ranked.candidate).values();
         let changed = values.into_iter().filter(|(k, _)| changed.contains(k)).collect::<Vec<_>>();
         out.push(Neighbour { changed, ranked });
         true
     };
     let mesh = ["tp", "ep", "pp", "dp", "expert_tp"];
-    for (knob, _) in asked.pins.values().into_iter().filter(|(k, _)| !mesh.contains(k)) {
-        keep(&[knob], asked.pins.without(knob), axes);
+    for (knob, _) in query.pins.values().into_iter().filter(|(k, _)| !mesh.contains(k)) {
+        keep(&[knob], query.pins.without(knob), axes);
     }
     let mut found = 0;
-    for (changed, pins) in near_meshes(asked, axes).into_iter().take(TRIES) {
+    for (changed, pins) in nearest_meshes(query, axes).into_iter().take(MAX_MESHES_TRIED) {
         found += usize::from(keep(&changed, pins, axes));
-        if found == NEIGHBOURS {
+        if found == MAX_NEIGHBOURS {
             break;
         }
     }
     if axes {
-        // The same tp, ep and pp with experts over the ranks of attention in another way.
-        keep(&["expert_tp", "dp"], asked.pins.without("dp"), false);
+        // The same tp, ep and pp, with the experts folded over the attention ranks in another way.
+        keep(&["expert_tp", "dp"], query.pins.without("dp"), false);
     }
     out.sort_by_key(|n| n.changed.len());
     out.dedup_by(|a, b| a.ranked.candidate == b.ranked.candidate);
     out
 }
 
-/// Meshes that differ from the pinned one, nearest first: fewest axes changed, pp and dp kept where that is possible, then
-/// the smallest factors between old and new.
-fn near_meshes(asked: &Question, axes: bool) -> Vec<(Vec<&'static str>, Pins)> {
-    let moe = asked.work.experts().is_some();
-    let pins = &asked.pins;
+/// Returns the meshes that differ from the pinned one, nearest first: fewest axes changed, then
+/// fewest of pp and dp, then the smallest ratios between old and new values.
+fn nearest_meshes(query: &SearchQuery, axes: bool) -> Vec<(Vec<&'static str>, Pins)> {
+    let moe = query.work.routed_experts().is_some();
+    let pins = &query.pins;
     let mut seen = BTreeSet::new();
     let mut out = Vec::new();
-    for f in factors(asked.space.devices, moe, &Pins::default(), axes) {
+    for f in factor_meshes(query.space.devices, moe, &Pins::default(), axes) {
         let mut near = *pins;
         let (mut changed, mut distance) = (Vec::new(), 0.0);
         for (name, slot, value) in [
@@ -183,7 +189,7 @@ fn near_meshes(asked: &Question, axes: bool) -> Vec<(Vec<&'static str>, Pins)> {
             ("ep", &mut near.ep, f.ep),
             ("expert_tp", &mut near.expert_tp, f.expert_tp),
             ("pp", &mut near.pp, f.pp),
-            ("dp", &mut near.dp, Factors::copies(&f)),
+            ("dp", &mut near.dp, MeshFactors::model_replicas(&f)),
         ] {
             if let Some(old) = *slot
                 && old != value
@@ -196,7 +202,7 @@ fn near_meshes(asked: &Question, axes: bool) -> Vec<(Vec<&'static str>, Pins)> {
         let key = (near.tp, near.ep, near.expert_tp, near.pp, near.dp);
         if !changed.is_empty() && seen.insert(key) {
             let stages = changed.iter().filter(|k| matches!(**k, "pp" | "dp")).count();
-            // Thousandths, so that the order is one of whole numbers.
+            // Thousandths, so that the sort key is an integer.
             out.push(((changed.len(), stages, (distance * 1000.0).round() as u64, key), changed, near));
         }
     }

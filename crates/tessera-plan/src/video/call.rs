@@ -1,513 +1,567 @@
-//! One call by discrete events: the programs of its phases, in order, on all ranks, with the streams and events that the
-//! programs say.
+//! Estimates one call by discrete-event simulation: the programs of its phases, in order, on all
+//! ranks, with the streams and events of the programs.
 
 use std::collections::BTreeMap;
 
 use tessera_base::Diagnostic;
-use tessera_cost::bars::{Bar, Kind, Overlap, overlap};
-use tessera_cost::program::{Doing, Price, span_of};
-use tessera_cost::streams::{Contention, Task, TaskId, Tasks, Uses, Window};
-use tessera_cost::{CollectiveOp, Machine, Span, Transfer};
+use tessera_cost::intervals::{Interval, IntervalKind, OverlapTotals, measure_overlap};
+use tessera_cost::program_cost::{OpActivity, OpEstimate, ranks_span};
+use tessera_cost::stream_sim::{Contention, Task, TaskGraph, TaskId, TaskResource, TaskWindow};
+use tessera_cost::{CollectiveCost, CollectiveOp, GroupSpan, MachineModel};
 use tessera_ir::Bundle;
 use tessera_mesh::{Group, LinkClass, Rank};
 
-use super::players::{Player, players_of};
-use super::score::{Called, Does, Movement, Score, Step, Way, Whom};
+use super::representatives::{RankClass, classify_scheduled_ranks};
+use super::schedule::{
+    CallSchedule, CommDirection, CommPeers, PhaseSchedule, ScheduledStep, StepEffect, StepLabel,
+};
 
-/// What one call comes to.
+/// The estimate of one call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CallEstimate {
-    /// Its name.
+    /// Name of the call.
     pub call: String,
-    /// From the first start to the last end, over all ranks.
+    /// Time from the first start to the last end, over all ranks.
     pub ns: f64,
-    /// Its phases in order.
+    /// Phases of the call in order.
     pub phases: Vec<PhaseSpan>,
-    /// The ranks that were followed.
-    pub players: Vec<Player>,
-    /// What ran on the streams of the players; without names unless they were asked for.
-    pub bars: Vec<Bar>,
-    /// Of each bar, the index of its op in its phase's program; none without names.
-    pub ops: Vec<usize>,
-    /// Collective time of all ranks, and how much of it computing hides.
-    pub overlap: Overlap,
-    /// Device time of the busiest rank by what it does, in nanoseconds, without contention.
-    pub work_ns: BTreeMap<Doing, f64>,
-    /// Time of the collectives of the rank that has most of it, in nanoseconds.
+    /// Classes of the simulated ranks.
+    pub rank_classes: Vec<RankClass>,
+    /// Busy intervals of the representatives' streams; without names unless requested.
+    pub intervals: Vec<Interval>,
+    /// Op index of each interval in its phase's program; empty without names.
+    pub interval_ops: Vec<usize>,
+    /// Collective time of all ranks, and how much of it compute hides.
+    pub overlap: OverlapTotals,
+    /// Device time of the busiest rank by kind of work, in nanoseconds, without contention.
+    pub work_ns: BTreeMap<OpActivity, f64>,
+    /// Collective time of the rank with the most, in nanoseconds.
     pub collective_ns: f64,
     /// Bytes that all ranks together send, by link class.
-    pub sent: [f64; 3],
+    pub sent_bytes: [f64; 3],
     /// Floating-point operations of all ranks.
     pub flops: f64,
-    /// Share of full speed at which products and attention run.
-    pub pace: f64,
+    /// Fraction of full speed at which matmuls and attention run.
+    pub throttle_factor: f64,
 }
 
-/// When a phase ran.
+/// The time span of a phase.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PhaseSpan {
-    /// Its name.
+    /// Name of the phase.
     pub name: String,
-    /// When the first rank began it.
+    /// Start on the first rank.
     pub start_ns: f64,
-    /// When the last rank ended it.
+    /// End on the last rank.
     pub end_ns: f64,
 }
 
 impl CallEstimate {
-    /// Collective time that nothing hides, per rank on the mean, in nanoseconds.
+    /// Returns the collective time that no compute hides, as a mean per rank, in nanoseconds.
     #[must_use]
     pub fn exposed_ns(&self) -> f64 {
-        let ranks: usize = self.players.iter().map(|p| p.stands_for.len()).sum();
+        let ranks: usize = self.rank_classes.iter().map(|p| p.members.len()).sum();
         self.overlap.exposed_ns() / ranks.max(1) as f64
     }
 
-    /// What each of the `ops` ops of a rank's program takes, in nanoseconds, in a call of one phase with names: of an exchange also
-    /// what is done on the device for it.
+    /// Returns the time of each of the `ops` ops of a rank's program, in nanoseconds, in a call of
+    /// one phase with names. The time of a collective includes its device work.
     #[must_use]
-    pub fn ops_ns(&self, rank: Rank, ops: usize) -> Vec<f64> {
+    pub fn op_times_ns(&self, rank: Rank, ops: usize) -> Vec<f64> {
         let mut out = vec![0.0; ops];
-        let player = self.players.iter().find(|p| p.stands_for.contains(&rank));
-        let own = |b: &Bar| player.is_some_and(|p| p.rank.0 == b.rank) && b.kind != Kind::Other;
-        for (bar, op) in self.bars.iter().zip(&self.ops).filter(|(b, _)| own(b)) {
+        let player = self.rank_classes.iter().find(|p| p.members.contains(&rank));
+        let own = |b: &Interval| {
+            player.is_some_and(|p| p.representative.0 == b.rank) && b.kind != IntervalKind::Other
+        };
+        for (bar, op) in self.intervals.iter().zip(&self.interval_ops).filter(|(b, _)| own(b)) {
             if let Some(ns) = out.get_mut(*op) {
-                *ns += bar.ns();
+                *ns += bar.duration_ns();
             }
         }
         out
     }
 
-    /// The bars of every rank: those of its player.
+    /// Returns the intervals of every rank: a copy of its representative's.
     #[must_use]
-    pub fn expand(&self) -> Vec<Bar> {
+    pub fn intervals_of_all_ranks(&self) -> Vec<Interval> {
         let mut out = Vec::new();
-        for player in &self.players {
-            let own: Vec<&Bar> = self.bars.iter().filter(|b| b.rank == player.rank.0).collect();
-            for rank in &player.stands_for {
-                out.extend(own.iter().map(|b| Bar { rank: rank.0, ..(*b).clone() }));
+        for player in &self.rank_classes {
+            let own: Vec<&Interval> =
+                self.intervals.iter().filter(|b| b.rank == player.representative.0).collect();
+            for rank in &player.members {
+                out.extend(own.iter().map(|b| Interval { rank: rank.0, ..(*b).clone() }));
             }
         }
         out
     }
 }
 
-/// Estimates a call of a bundle. `named` gives each bar its lane and name; a search does without.
+/// Estimates a call of a bundle. `named` gives each interval its lane and name; a search omits
+/// them.
 ///
 /// # Errors
-/// T1115 when ranks wait for each other in a circle, as no sealed plan does.
+/// Returns T1115 if ranks form a wait cycle, which no sealed plan has.
 pub fn estimate_call(
     bundle: &Bundle,
     call: &str,
     phases: &[String],
-    machine: &Machine,
+    machine: &MachineModel,
     named: bool,
 ) -> Result<CallEstimate, Box<Diagnostic>> {
-    play(&Score::of(bundle, machine, named), call, phases, machine)
+    simulate_call(&CallSchedule::from_bundle(bundle, machine, named), call, phases, machine)
 }
 
-/// Plays a call of a score.
+/// Simulates a call of a schedule.
 ///
 /// # Errors
-/// T1115.
-pub(super) fn play(
-    score: &Score,
+/// Returns T1115.
+pub(super) fn simulate_call(
+    schedule: &CallSchedule,
     call: &str,
     phases: &[String],
-    machine: &Machine,
+    machine: &MachineModel,
 ) -> Result<CallEstimate, Box<Diagnostic>> {
-    let players = players_of(score, &machine.cluster);
-    let mut cast = Cast::new(score, &players, machine);
-    cast.reserve(phases);
+    let classes = classify_scheduled_ranks(schedule, &machine.cluster);
+    let mut simulation = CallSimulation::new(schedule, &classes, machine);
+    simulation.reserve_tasks(phases);
     for name in phases {
-        cast.phase(name);
+        simulation.add_phase(name);
     }
-    let run = |cast: &Cast<'_>| {
-        let contention = Contention { compute: machine.contention(), links: false };
-        cast.tasks
-            .run(contention)
-            .map_err(|stuck| Box::new(stuck.diagnostic(|t| cast.said(t).map_or("", |s| &s.name).to_string())))
+    let run = |simulation: &CallSimulation<'_>| {
+        let contention = Contention { compute: machine.contention_factor(), links: false };
+        simulation.tasks.run(contention).map_err(|stuck| {
+            Box::new(stuck.to_diagnostic(|t| simulation.step_label(t).map_or("", |s| &s.name).to_string()))
+        })
     };
-    // Power depends on what fills the call, so it is played once at full speed to see how busy it is.
-    let mut windows = run(&cast)?;
-    let end = |windows: &[Window]| windows.iter().map(|w| w.end_ns).fold(0.0, f64::max);
-    let busy = busiest(&cast.work, 1.0);
-    let heavy: f64 = [Doing::Product, Doing::Attention].iter().filter_map(|d| busy.get(d)).sum();
-    let pace = machine.profile.habits.pace(heavy / end(&windows).max(f64::MIN_POSITIVE));
-    if pace < 1.0 {
-        cast.pace(pace);
-        windows = run(&cast)?;
+    // Throttling depends on how much of the call is heavy work, so the first simulation runs at
+    // full speed to measure it.
+    let mut windows = run(&simulation)?;
+    let end = |windows: &[TaskWindow]| windows.iter().map(|w| w.end_ns).fold(0.0, f64::max);
+    let work = busiest_rank_work(&simulation.work, 1.0);
+    let heavy: f64 = [OpActivity::Gemm, OpActivity::Attention].iter().filter_map(|d| work.get(d)).sum();
+    let throttle = machine.profile.executor.throttle_factor(heavy / end(&windows).max(f64::MIN_POSITIVE));
+    if throttle < 1.0 {
+        simulation.set_throttle(throttle);
+        windows = run(&simulation)?;
     }
     let at = |t: &TaskId| windows[t.0 as usize];
-    let spans = cast.spans.iter().map(|(name, begin, end)| PhaseSpan {
+    let spans = simulation.phase_marks.iter().map(|(name, begin, end)| PhaseSpan {
         name: name.clone(),
         start_ns: begin.iter().map(|t| at(t).end_ns).fold(f64::INFINITY, f64::min).max(0.0),
         end_ns: end.iter().map(|t| at(t).end_ns).fold(0.0, f64::max),
     });
     let phases: Vec<PhaseSpan> = spans.collect();
-    // By player, so that each has its own in one piece.
-    let mut bars: Vec<Vec<Bar>> = vec![Vec::new(); players.len()];
-    let mut ops: Vec<Vec<usize>> = vec![Vec::new(); players.len()];
-    for (i, (drawn, w)) in cast.drawn.iter().zip(&windows).enumerate() {
-        if drawn.step.is_some() && w.end_ns > w.start_ns {
-            let said = cast.said(TaskId(i as u32));
-            let lane = said.map_or("", |s| if drawn.launch { "host" } else { &s.lane });
-            ops[drawn.player].extend(said.map(|s| s.op));
-            bars[drawn.player].push(Bar {
-                rank: players[drawn.player].rank.0,
-                lane: lane.to_string(),
-                name: said.map_or("", |s| &s.name).to_string(),
-                kind: drawn.kind,
+    // Group by representative, so that the intervals of each are contiguous.
+    let mut intervals: Vec<Vec<Interval>> = vec![Vec::new(); classes.len()];
+    let mut ops: Vec<Vec<usize>> = vec![Vec::new(); classes.len()];
+    for (i, (origin, w)) in simulation.origins.iter().zip(&windows).enumerate() {
+        if origin.step.is_some() && w.end_ns > w.start_ns {
+            let label = simulation.step_label(TaskId(i as u32));
+            let lane = label.map_or("", |s| if origin.is_launch { "host" } else { &s.lane });
+            ops[origin.class].extend(label.map(|s| s.op));
+            intervals[origin.class].push(Interval {
+                rank: classes[origin.class].representative.0,
+                track: lane.to_string(),
+                name: label.map_or("", |s| &s.name).to_string(),
+                kind: origin.kind,
                 start_ns: w.start_ns,
                 end_ns: w.end_ns,
             });
         }
     }
-    let exchanging = |own: &Vec<Bar>| own.iter().filter(|b| b.kind == Kind::Collective).map(Bar::ns).sum();
+    let exchanging = |own: &Vec<Interval>| {
+        own.iter().filter(|b| b.kind == IntervalKind::Collective).map(Interval::duration_ns).sum()
+    };
     Ok(CallEstimate {
         call: call.to_string(),
         ns: end(&windows),
-        pace,
+        throttle_factor: throttle,
         phases,
-        overlap: over_ranks(&players, &bars),
-        collective_ns: bars.iter().map(exchanging).fold(0.0, f64::max),
-        bars: bars.into_iter().flatten().collect(),
-        ops: ops.into_iter().flatten().collect(),
-        work_ns: busiest(&cast.work, pace),
-        sent: cast.sent,
-        flops: cast.flops,
-        players,
+        overlap: total_overlap(&classes, &intervals),
+        collective_ns: intervals.iter().map(exchanging).fold(0.0, f64::max),
+        intervals: intervals.into_iter().flatten().collect(),
+        interval_ops: ops.into_iter().flatten().collect(),
+        work_ns: busiest_rank_work(&simulation.work, throttle),
+        sent_bytes: simulation.sent_bytes,
+        flops: simulation.flops,
+        rank_classes: classes,
     })
 }
 
-/// Overlap summed over all ranks, each with its player's.
-fn over_ranks(players: &[Player], bars: &[Vec<Bar>]) -> Overlap {
-    players.iter().zip(bars).fold(Overlap::default(), |sum, (p, own)| {
-        let (one, n) = (overlap(own, false), p.stands_for.len() as f64);
-        Overlap { total_ns: sum.total_ns + n * one.total_ns, hidden_ns: sum.hidden_ns + n * one.hidden_ns }
+/// Sums the overlap over all ranks, each with its representative's.
+fn total_overlap(classes: &[RankClass], intervals: &[Vec<Interval>]) -> OverlapTotals {
+    classes.iter().zip(intervals).fold(OverlapTotals::default(), |sum, (p, own)| {
+        let (one, n) = (measure_overlap(own, false), p.members.len() as f64);
+        OverlapTotals {
+            total_ns: sum.total_ns + n * one.total_ns,
+            hidden_ns: sum.hidden_ns + n * one.hidden_ns,
+        }
     })
 }
 
-/// Device time of a player by what it does, and the part of it that pace stretches.
-type Work = BTreeMap<Doing, (f64, f64)>;
+/// Device time of a representative by kind of work: the total, and the part that throttling
+/// stretches.
+type WorkByKind = BTreeMap<OpActivity, (f64, f64)>;
 
-/// The work of the player that has most.
-fn busiest(work: &[Work], pace: f64) -> BTreeMap<Doing, f64> {
-    let at = |(ns, paced): &(f64, f64)| paced / pace + (ns - paced);
-    let sum = |w: &Work| w.values().map(at).sum::<f64>();
+/// Returns the work of the representative with the most.
+fn busiest_rank_work(work: &[WorkByKind], throttle: f64) -> BTreeMap<OpActivity, f64> {
+    let at = |(ns, paced): &(f64, f64)| paced / throttle + (ns - paced);
+    let sum = |w: &WorkByKind| w.values().map(at).sum::<f64>();
     let most = work.iter().max_by(|a, b| sum(a).total_cmp(&sum(b)));
     most.map_or_else(BTreeMap::new, |w| w.iter().map(|(d, x)| (*d, at(x))).collect())
 }
 
-/// What a task is drawn as.
-struct Drawn {
-    player: usize,
-    kind: Kind,
-    /// Phase of the score and step of the player's part in it; none for a mark, which is not drawn.
+/// The step that a simulated task belongs to, for charts.
+struct TaskOrigin {
+    class: usize,
+    kind: IntervalKind,
+    /// Phase of the schedule and step of the role in it; `None` for a mark, which no chart shows.
     step: Option<(usize, usize)>,
-    /// Whether it is the host's launch of the step.
-    launch: bool,
+    /// Whether the task is the host's launch of the step.
+    is_launch: bool,
 }
 
-/// Stream of a rank on which its host launches.
+/// Stream of a rank for the launches of its host.
 const HOST: u8 = u8::MAX;
-/// Stream of a rank on which its phases join.
+/// Stream of a rank that joins its phases.
 const JOIN: u8 = u8::MAX - 1;
 
-/// Tasks of all players under construction.
-struct Cast<'a> {
-    score: &'a Score,
-    players: &'a [Player],
-    machine: &'a Machine,
-    tasks: Tasks,
-    drawn: Vec<Drawn>,
-    /// Where each player's last phase ended.
-    joined: Vec<Option<TaskId>>,
-    /// Player that stands for each rank.
-    player_of: BTreeMap<Rank, usize>,
-    /// Whom each player meets.
-    doors: Vec<Vec<(Whom, Door)>>,
-    /// How often each player came to each kind of meeting: several of whom it meets may be one kind.
-    came: Vec<Vec<usize>>,
-    /// Kinds of meetings.
-    meetings: BTreeMap<Meeting, u32>,
-    /// Number of each meeting, by kind.
-    numbers: Vec<Vec<u32>>,
-    /// Meetings so far.
-    met: u32,
-    /// What was priced already.
-    transfers: Vec<((CollectiveOp, u64, Span), Transfer)>,
-    /// Tasks whose work depends on the pace.
-    paced: Vec<(TaskId, Price)>,
-    /// Begin and end marks of the players, by phase.
-    spans: Vec<(String, Vec<TaskId>, Vec<TaskId>)>,
-    work: Vec<Work>,
-    sent: [f64; 3],
+/// The tasks of all representatives under construction.
+struct CallSimulation<'a> {
+    schedule: &'a CallSchedule,
+    classes: &'a [RankClass],
+    machine: &'a MachineModel,
+    tasks: TaskGraph,
+    origins: Vec<TaskOrigin>,
+    /// End of each representative's last phase.
+    phase_ends: Vec<Option<TaskId>>,
+    /// Index of the class of each rank.
+    class_of: BTreeMap<Rank, usize>,
+    /// Communicators that each representative belongs to, by its partners.
+    memberships: Vec<Vec<(CommPeers, Membership)>>,
+    /// How often each representative has used each communicator: several sets of partners may share
+    /// one communicator.
+    use_counts: Vec<Vec<usize>>,
+    /// Index of each communicator.
+    communicators: BTreeMap<CommunicatorKey, u32>,
+    /// Rendezvous ids by communicator, in order.
+    rendezvous_ids: Vec<Vec<u32>>,
+    /// Number of rendezvous so far.
+    rendezvous_count: u32,
+    /// Transfers that are already priced.
+    transfers: Vec<((CollectiveOp, u64, GroupSpan), CollectiveCost)>,
+    /// Tasks whose duration depends on throttling.
+    throttled: Vec<(TaskId, OpEstimate)>,
+    /// Start and end marks of the representatives, by phase.
+    phase_marks: Vec<(String, Vec<TaskId>, Vec<TaskId>)>,
+    work: Vec<WorkByKind>,
+    sent_bytes: [f64; 3],
     flops: f64,
 }
 
-/// Who meets: the players concerned, in order, and for a send and its receive the direction.
+/// Identifies a communicator: the classes that take part, in order, or the direction of a send and
+/// its receive.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Meeting {
-    Of(Option<Group>, Vec<usize>),
-    FromTo(usize, usize),
+enum CommunicatorKey {
+    Group(Option<Group>, Vec<usize>),
+    SendRecv(usize, usize),
 }
 
-/// A meeting as a player comes to it again and again.
+/// A representative's membership in a communicator, reused at every rendezvous.
 #[derive(Debug, Clone, Copy)]
-struct Door {
-    span: Span,
-    /// Its kind; none where nobody else comes.
-    kind: Option<u32>,
+struct Membership {
+    span: GroupSpan,
+    /// Index of the communicator; `None` if the representative has no partner.
+    communicator: Option<u32>,
 }
 
-/// One phase of one player under construction.
-struct Now {
-    player: usize,
+/// One phase of one representative under construction.
+struct PhaseInProgress {
+    class: usize,
     phase: usize,
     begin: TaskId,
     /// Last task of each stream.
-    last: Vec<(u8, TaskId)>,
-    /// Tasks behind the steps so far: of points and exchanges.
-    behind: Vec<Option<TaskId>>,
+    last_tasks: Vec<(u8, TaskId)>,
+    /// Task of each step so far, if the step is an event or a collective.
+    step_tasks: Vec<Option<TaskId>>,
 }
 
-impl<'a> Cast<'a> {
-    fn new(score: &'a Score, players: &'a [Player], machine: &'a Machine) -> Cast<'a> {
-        let stands = |(i, p): (usize, &Player)| p.stands_for.iter().map(move |r| (*r, i)).collect::<Vec<_>>();
-        Cast {
-            score,
-            players,
+impl<'a> CallSimulation<'a> {
+    fn new(
+        schedule: &'a CallSchedule,
+        classes: &'a [RankClass],
+        machine: &'a MachineModel,
+    ) -> CallSimulation<'a> {
+        let stands = |(i, p): (usize, &RankClass)| p.members.iter().map(move |r| (*r, i)).collect::<Vec<_>>();
+        CallSimulation {
+            schedule,
+            classes,
             machine,
-            tasks: Tasks::default(),
-            drawn: Vec::new(),
-            joined: vec![None; players.len()],
-            player_of: players.iter().enumerate().flat_map(stands).collect(),
-            doors: vec![Vec::new(); players.len()],
-            came: vec![Vec::new(); players.len()],
-            meetings: BTreeMap::new(),
-            numbers: Vec::new(),
-            met: 0,
+            tasks: TaskGraph::default(),
+            origins: Vec::new(),
+            phase_ends: vec![None; classes.len()],
+            class_of: classes.iter().enumerate().flat_map(stands).collect(),
+            memberships: vec![Vec::new(); classes.len()],
+            use_counts: vec![Vec::new(); classes.len()],
+            communicators: BTreeMap::new(),
+            rendezvous_ids: Vec::new(),
+            rendezvous_count: 0,
             transfers: Vec::new(),
-            paced: Vec::new(),
-            spans: Vec::new(),
-            work: vec![BTreeMap::new(); players.len()],
-            sent: [0.0; 3],
+            throttled: Vec::new(),
+            phase_marks: Vec::new(),
+            work: vec![BTreeMap::new(); classes.len()],
+            sent_bytes: [0.0; 3],
             flops: 0.0,
         }
     }
 
-    /// Makes room for a call's tasks.
-    fn reserve(&mut self, phases: &[String]) {
-        let found = phases.iter().filter_map(|name| self.score.phase(name)).map(|at| &self.score.phases[at]);
+    /// Reserves capacity for a call's tasks.
+    fn reserve_tasks(&mut self, phases: &[String]) {
+        let found = phases
+            .iter()
+            .filter_map(|name| self.schedule.phase_index(name))
+            .map(|at| &self.schedule.phases[at]);
         let steps =
-            |phase: &Movement| -> usize { self.players.iter().map(|p| phase.parts[p.role].len()).sum() };
+            |phase: &PhaseSchedule| -> usize { self.classes.iter().map(|p| phase.roles[p.role].len()).sum() };
         let tasks = found.map(steps).sum();
         self.tasks.reserve(tasks);
-        self.drawn.reserve(tasks);
+        self.origins.reserve(tasks);
     }
 
-    fn phase(&mut self, name: &str) {
-        let score = self.score;
-        let Some(phase) = score.phase(name) else { return };
+    fn add_phase(&mut self, name: &str) {
+        let score = self.schedule;
+        let Some(phase) = score.phase_index(name) else { return };
         let (mut begins, mut ends) = (Vec::new(), Vec::new());
-        for (i, player) in self.players.iter().enumerate() {
-            let part = &score.phases[phase].parts[player.role];
-            let begin = self.mark(i, self.joined[i]);
-            let mut now = Now { player: i, phase, begin, last: Vec::new(), behind: Vec::new() };
-            for at in part.order() {
-                self.step(&mut now, at, &part.steps[at]);
+        for (i, player) in self.classes.iter().enumerate() {
+            let part = &score.phases[phase].roles[player.role];
+            let begin = self.add_mark(i, self.phase_ends[i]);
+            let mut progress =
+                PhaseInProgress { class: i, phase, begin, last_tasks: Vec::new(), step_tasks: Vec::new() };
+            for at in part.step_order() {
+                self.add_step(&mut progress, at, &part.steps[at]);
             }
-            let end = self.mark(i, Some(begin));
-            for (_, last) in &now.last {
-                self.tasks.after(end, *last);
+            let end = self.add_mark(i, Some(begin));
+            for (_, last) in &progress.last_tasks {
+                self.tasks.add_dependency(end, *last);
             }
-            self.joined[i] = Some(end);
+            self.phase_ends[i] = Some(end);
             begins.push(begin);
             ends.push(end);
         }
-        self.spans.push((name.to_string(), begins, ends));
+        self.phase_marks.push((name.to_string(), begins, ends));
     }
 
-    /// A point in a player's time.
-    fn mark(&mut self, player: usize, after: Option<TaskId>) -> TaskId {
-        let drawn = Drawn { player, kind: Kind::Other, step: None, launch: false };
-        let task = self.push(drawn, JOIN, 0.0, Uses::Nothing, None);
+    /// Adds a mark: a task without duration on a representative's join stream.
+    fn add_mark(&mut self, class: usize, after: Option<TaskId>) -> TaskId {
+        let drawn = TaskOrigin { class, kind: IntervalKind::Other, step: None, is_launch: false };
+        let task = self.push(drawn, JOIN, 0.0, TaskResource::Nothing, None);
         if let Some(after) = after {
-            self.tasks.after(task, after);
+            self.tasks.add_dependency(task, after);
         }
         task
     }
 
-    fn push(&mut self, drawn: Drawn, stream: u8, work_ns: f64, uses: Uses, meets: Option<u32>) -> TaskId {
-        let rank = self.players[drawn.player].rank.0;
-        self.drawn.push(drawn);
-        self.tasks.push(Task { rank, stream, work_ns, uses, meets })
+    fn push(
+        &mut self,
+        origin: TaskOrigin,
+        stream: u8,
+        work_ns: f64,
+        uses: TaskResource,
+        meets: Option<u32>,
+    ) -> TaskId {
+        let rank = self.classes[origin.class].representative.0;
+        self.origins.push(origin);
+        self.tasks.push(Task { rank, stream, work_ns, resource: uses, collective: meets })
     }
 
-    fn step(&mut self, now: &mut Now, at: usize, step: &Step) {
+    fn add_step(&mut self, progress: &mut PhaseInProgress, at: usize, step: &ScheduledStep) {
         let price = &step.price;
-        let people = self.players[now.player].stands_for.len() as f64;
-        self.flops += price.flops * people;
+        let member_count = self.classes[progress.class].members.len() as f64;
+        self.flops += price.flops * member_count;
         if price.ns > 0.0 {
-            let work = self.work[now.player].entry(price.doing).or_insert((0.0, 0.0));
-            (work.0, work.1) = (work.0 + price.ns, work.1 + price.paced_ns);
+            let work = self.work[progress.class].entry(price.activity).or_insert((0.0, 0.0));
+            (work.0, work.1) = (work.0 + price.ns, work.1 + price.throttled_ns);
         }
-        let here = now.behind.len();
-        let earlier = |back: &u32| now.behind.get(here - *back as usize).copied().flatten();
-        let mut after: Vec<TaskId> = step.after.iter().filter_map(earlier).collect();
+        let here = progress.step_tasks.len();
+        let earlier = |back: &u32| progress.step_tasks.get(here - *back as usize).copied().flatten();
+        let mut after: Vec<TaskId> = step.dependencies.iter().filter_map(earlier).collect();
         let host = self.machine.launch_ns() * f64::from(price.launches);
         if host > 0.0 {
-            let drawn =
-                Drawn { player: now.player, kind: Kind::Other, step: Some((now.phase, at)), launch: true };
-            let launch = self.push(drawn, HOST, host, Uses::Nothing, None);
-            self.order(now, HOST, launch, &[]);
+            let drawn = TaskOrigin {
+                class: progress.class,
+                kind: IntervalKind::Other,
+                step: Some((progress.phase, at)),
+                is_launch: true,
+            };
+            let launch = self.push(drawn, HOST, host, TaskResource::Nothing, None);
+            self.add_dependencies(progress, HOST, launch, &[]);
             after.push(launch);
         }
         let works = price.ns > 0.0;
-        let behind = match step.does {
-            Does::Point => {
-                let last = now.last.iter().find(|(s, _)| *s == step.stream);
-                Some(last.map_or(now.begin, |(_, t)| *t))
+        let task = match step.effect {
+            StepEffect::Event => {
+                let last = progress.last_tasks.iter().find(|(s, _)| *s == step.stream);
+                Some(last.map_or(progress.begin, |(_, t)| *t))
             }
-            Does::Take => {
-                let uses = if works { Uses::Compute } else { Uses::Nothing };
-                self.work(now, (at, step), Kind::Pack, uses, &after);
+            StepEffect::Wait => {
+                let uses = if works { TaskResource::Compute } else { TaskResource::Nothing };
+                self.add_work(progress, (at, step), IntervalKind::Pack, uses, &after);
                 None
             }
-            Does::Exchange { whom, what, bytes, issue } => {
+            StepEffect::Communicate { peers: whom, op: what, bytes, is_async: issue } => {
                 if works {
-                    self.work(now, (at, step), Kind::Pack, Uses::Compute, &after);
+                    self.add_work(progress, (at, step), IntervalKind::Pack, TaskResource::Compute, &after);
                     after.clear();
                 }
-                let task = self.exchange(now, (at, step), whom, (what, bytes), &after);
+                let task = self.add_communication(progress, (at, step), whom, (what, bytes), &after);
                 issue.then_some(task)
             }
-            Does::Work => {
+            StepEffect::Compute => {
                 if works || !after.is_empty() {
-                    self.work(now, (at, step), Kind::Compute, Uses::Compute, &after);
+                    self.add_work(progress, (at, step), IntervalKind::Compute, TaskResource::Compute, &after);
                 }
                 None
             }
         };
-        now.behind.push(behind);
+        progress.step_tasks.push(task);
     }
 
-    /// What a step does on its own device.
-    fn work(&mut self, now: &mut Now, (at, step): (usize, &Step), kind: Kind, uses: Uses, after: &[TaskId]) {
-        let drawn = Drawn { player: now.player, kind, step: Some((now.phase, at)), launch: false };
-        let task = self.push(drawn, step.stream, step.price.ns, uses, None);
-        if step.price.paced_ns > 0.0 {
-            self.paced.push((task, step.price));
-        }
-        self.order(now, step.stream, task, after);
-    }
-
-    fn exchange(
+    /// Adds the device work of a step.
+    fn add_work(
         &mut self,
-        now: &mut Now,
-        (at, step): (usize, &Step),
-        whom: Whom,
+        progress: &mut PhaseInProgress,
+        (at, step): (usize, &ScheduledStep),
+        kind: IntervalKind,
+        uses: TaskResource,
+        after: &[TaskId],
+    ) {
+        let drawn =
+            TaskOrigin { class: progress.class, kind, step: Some((progress.phase, at)), is_launch: false };
+        let task = self.push(drawn, step.stream, step.price.ns, uses, None);
+        if step.price.throttled_ns > 0.0 {
+            self.throttled.push((task, step.price));
+        }
+        self.add_dependencies(progress, step.stream, task, after);
+    }
+
+    fn add_communication(
+        &mut self,
+        progress: &mut PhaseInProgress,
+        (at, step): (usize, &ScheduledStep),
+        peers: CommPeers,
         (what, bytes): (CollectiveOp, f64),
         after: &[TaskId],
     ) -> TaskId {
-        let people = self.players[now.player].stands_for.len() as f64;
-        let (span, meets) = self.come(now.player, whom);
-        let transfer = self.transfer(what, bytes, span);
-        if !matches!(whom.way, Way::From(_)) {
-            for (sum, sent) in self.sent.iter_mut().zip(transfer.sent) {
-                *sum += sent * people;
+        let member_count = self.classes[progress.class].members.len() as f64;
+        let (span, meets) = self.enter_rendezvous(progress.class, peers);
+        let transfer = self.price_transfer(what, bytes, span);
+        if !matches!(peers.direction, CommDirection::RecvFrom(_)) {
+            for (sum, sent) in self.sent_bytes.iter_mut().zip(transfer.sent_bytes) {
+                *sum += sent * member_count;
             }
         }
-        let class = if span.domains > 1 { LinkClass::Out } else { LinkClass::Domain };
-        let drawn =
-            Drawn { player: now.player, kind: Kind::Collective, step: Some((now.phase, at)), launch: false };
-        let task = self.push(drawn, step.stream, transfer.ns, Uses::Link(class), meets);
-        self.order(now, step.stream, task, after);
+        let class = if span.domains > 1 { LinkClass::Network } else { LinkClass::Domain };
+        let drawn = TaskOrigin {
+            class: progress.class,
+            kind: IntervalKind::Collective,
+            step: Some((progress.phase, at)),
+            is_launch: false,
+        };
+        let task = self.push(drawn, step.stream, transfer.ns, TaskResource::Link(class), meets);
+        self.add_dependencies(progress, step.stream, task, after);
         task
     }
 
-    fn transfer(&mut self, what: CollectiveOp, bytes: f64, span: Span) -> Transfer {
+    fn price_transfer(&mut self, what: CollectiveOp, bytes: f64, span: GroupSpan) -> CollectiveCost {
         let key = (what, bytes.to_bits(), span);
         if let Some((_, known)) = self.transfers.iter().find(|(k, _)| *k == key) {
             return *known;
         }
-        let transfer = self.machine.collective(what, bytes, span);
+        let transfer = self.machine.collective_cost(what, bytes, span);
         self.transfers.push((key, transfer));
         transfer
     }
 
-    /// The span of a meeting that a player comes to, and its number if others come too: the how many-th of its kind it is
-    /// to the player.
-    fn come(&mut self, player: usize, whom: Whom) -> (Span, Option<u32>) {
-        let at = match self.doors[player].iter().position(|(w, _)| *w == whom) {
+    /// Returns the span of the rendezvous that a representative enters next with these partners,
+    /// and its id if other ranks take part. The n-th use of a communicator by each member is the
+    /// same rendezvous.
+    fn enter_rendezvous(&mut self, class: usize, peers: CommPeers) -> (GroupSpan, Option<u32>) {
+        let at = match self.memberships[class].iter().position(|(w, _)| *w == peers) {
             Some(at) => at,
             None => {
-                let door = self.door(player, whom);
-                self.doors[player].push((whom, door));
-                self.doors[player].len() - 1
+                let membership = self.find_membership(class, peers);
+                self.memberships[class].push((peers, membership));
+                self.memberships[class].len() - 1
             }
         };
-        let door = self.doors[player][at].1;
-        let Some(kind) = door.kind.map(|k| k as usize) else { return (door.span, None) };
-        let came = &mut self.came[player];
+        let membership = self.memberships[class][at].1;
+        let Some(kind) = membership.communicator.map(|k| k as usize) else { return (membership.span, None) };
+        let came = &mut self.use_counts[class];
         came.resize(came.len().max(kind + 1), 0);
         let nth = came[kind];
         came[kind] += 1;
-        let numbers = &mut self.numbers[kind];
+        let numbers = &mut self.rendezvous_ids[kind];
         if numbers.len() <= nth {
-            numbers.push(self.met);
-            self.met += 1;
+            numbers.push(self.rendezvous_count);
+            self.rendezvous_count += 1;
         }
-        (door.span, Some(numbers[nth]))
+        (membership.span, Some(numbers[nth]))
     }
 
-    fn door(&mut self, player: usize, whom: Whom) -> Door {
-        let others = whom.met(&self.score.mesh, self.players[player].rank);
-        let of = |r: &Rank| self.player_of.get(r).copied().unwrap_or(player);
-        let kind = (others.len() > 1).then(|| match whom.way {
-            Way::To(_) => Meeting::FromTo(player, of(&others[1])),
-            Way::From(_) => Meeting::FromTo(of(&others[1]), player),
-            Way::All => {
+    fn find_membership(&mut self, class: usize, peers: CommPeers) -> Membership {
+        let others = peers.participants(&self.schedule.mesh, self.classes[class].representative);
+        let of = |r: &Rank| self.class_of.get(r).copied().unwrap_or(class);
+        let kind = (others.len() > 1).then(|| match peers.direction {
+            CommDirection::SendTo(_) => CommunicatorKey::SendRecv(class, of(&others[1])),
+            CommDirection::RecvFrom(_) => CommunicatorKey::SendRecv(of(&others[1]), class),
+            CommDirection::Collective => {
                 let mut all: Vec<usize> = others.iter().map(of).collect();
                 all.sort_unstable();
                 all.dedup();
-                Meeting::Of(whom.group, all)
+                CommunicatorKey::Group(peers.group, all)
             }
         });
         let kind = kind.map(|kind| {
-            let next = self.meetings.len() as u32;
-            *self.meetings.entry(kind).or_insert(next)
+            let next = self.communicators.len() as u32;
+            *self.communicators.entry(kind).or_insert(next)
         });
-        self.numbers.resize(self.meetings.len(), Vec::new());
-        Door { span: span_of(&self.machine.cluster, &others), kind }
+        self.rendezvous_ids.resize(self.communicators.len(), Vec::new());
+        Membership { span: ranks_span(&self.machine.cluster, &others), communicator: kind }
     }
 
-    /// Puts a task behind its phase's begin, if it is its stream's first, and behind what it comes after.
-    fn order(&mut self, now: &mut Now, stream: u8, task: TaskId, after: &[TaskId]) {
-        match now.last.iter_mut().find(|(s, _)| *s == stream) {
+    /// Orders a task after the start of its phase, if it is the first on its stream, and after its
+    /// dependencies.
+    fn add_dependencies(
+        &mut self,
+        progress: &mut PhaseInProgress,
+        stream: u8,
+        task: TaskId,
+        after: &[TaskId],
+    ) {
+        match progress.last_tasks.iter_mut().find(|(s, _)| *s == stream) {
             Some((_, last)) => *last = task,
             None => {
-                now.last.push((stream, task));
-                self.tasks.after(task, now.begin);
+                progress.last_tasks.push((stream, task));
+                self.tasks.add_dependency(task, progress.begin);
             }
         }
         for earlier in after {
-            self.tasks.after(task, *earlier);
+            self.tasks.add_dependency(task, *earlier);
         }
     }
 
-    /// Gives products and attention the time they take at a share of full speed.
-    fn pace(&mut self, pace: f64) {
-        for (task, price) in &self.paced {
-            self.tasks.set_work(*task, price.at(pace));
+    /// Sets the durations of matmuls and attention to those at a fraction of full speed.
+    fn set_throttle(&mut self, throttle: f64) {
+        for (task, price) in &self.throttled {
+            self.tasks.set_work(*task, price.ns_at_speed(throttle));
         }
     }
 
-    /// What a task is called, if its score has names.
-    fn said(&self, task: TaskId) -> Option<&'a Called> {
-        let drawn = &self.drawn[task.0 as usize];
+    /// Returns the label of a task, if its schedule has labels.
+    fn step_label(&self, task: TaskId) -> Option<&'a StepLabel> {
+        let drawn = &self.origins[task.0 as usize];
         let (phase, step) = drawn.step?;
-        let part = &self.score.phases[phase].parts[self.players[drawn.player].role];
-        part.names.as_ref().map(|names| &names[step])
+        let part = &self.schedule.phases[phase].roles[self.classes[drawn.class].role];
+        part.labels.as_ref().map(|names| &names[step])
     }
 }

@@ -1,5 +1,5 @@
-//! What each role of a bundle keeps in the memory of a device: in the dtypes of its programs, or in the executor's precision
-//! where they are all f32.
+//! The device memory of each role of a bundle: in the dtypes of its programs, or in the executor's
+//! precision if the programs are all f32.
 
 use std::collections::BTreeMap;
 
@@ -9,73 +9,74 @@ use tessera_mesh::Precision;
 
 use crate::DtypePolicy;
 
-/// Bytes that a rank keeps.
+/// Device memory of a rank, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct RankBytes {
-    /// Weights.
+pub struct RankMemory {
+    /// Bytes of all weights.
     pub weights: Bytes,
-    /// Caches and latents.
+    /// Bytes of caches and latents.
     pub buffers: Bytes,
-    /// What calls bring.
+    /// Bytes of the inputs of calls.
     pub inputs: Bytes,
-    /// Slots of the largest phase.
+    /// Bytes of the slots of the largest phase.
     pub temporaries: Bytes,
 }
 
-impl RankBytes {
-    /// All of it.
+impl RankMemory {
+    /// Returns the sum of all fields.
     #[must_use]
-    pub fn total(&self) -> Bytes {
+    pub fn total_bytes(&self) -> Bytes {
         [self.weights, self.buffers, self.inputs, self.temporaries].into_iter().sum()
     }
 }
 
-/// Bytes of one rank of each role, in the order of the bundle's roles. Where the mapping's dtype is f32, f32 values are kept
-/// at `precision`, the executor's; otherwise the programs' types say what is kept.
+/// Returns the memory of one rank of each role, in the order of the bundle's roles. If the
+/// mapping's dtype is f32, f32 values are stored at `precision`, the executor's; otherwise at the
+/// dtypes of the programs.
 #[must_use]
-pub fn bytes_of_roles(bundle: &Bundle, dtype: DtypePolicy, precision: Precision) -> Vec<RankBytes> {
-    let precision = kept_at(dtype, precision);
-    (0..bundle.roles.len()).map(|role| bytes_of(bundle, role, precision)).collect()
+pub fn memory_by_role(bundle: &Bundle, dtype: DtypePolicy, precision: Precision) -> Vec<RankMemory> {
+    let precision = storage_precision(dtype, precision);
+    (0..bundle.roles.len()).map(|role| role_memory(bundle, role, precision)).collect()
 }
 
-fn bytes_of(bundle: &Bundle, role: usize, precision: Precision) -> RankBytes {
+fn role_memory(bundle: &Bundle, role: usize, precision: Precision) -> RankMemory {
     let kept = |ty: &Type| {
-        let full = ty.bytes();
-        if ty.dtype == DType::F32 { at_precision(full, precision).0 } else { full.0 }
+        let full = ty.byte_size();
+        if ty.dtype == DType::F32 { scale_to_precision(full, precision).0 } else { full.0 }
     };
-    // One tensor of a name, whatever phases read it.
+    // Phases that read a tensor of the same name share it.
     let (mut weights, mut buffers, mut inputs) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     let mut temporaries = 0;
     for phase in &bundle.phases {
         let program = &phase.programs[role];
         for op in &program.ops {
             let (Some(name), Some(result)) = (op.name.as_deref(), op.results.first()) else { continue };
-            let bytes = kept(program.ty(*result));
+            let bytes = kept(program.type_of(*result));
             match op.opcode {
-                Opcode::Weight => weights.insert((name, op.str("load")), bytes),
+                Opcode::Weight => weights.insert((name, op.str_attr("load")), bytes),
                 Opcode::Input => inputs.insert(name, bytes),
                 _ => None,
             };
         }
         buffers.extend(program.buffers.iter().map(|b| (b.name.as_str(), kept(&b.ty))));
-        temporaries = temporaries.max(phase.memory[role].total().0);
+        temporaries = temporaries.max(phase.slots[role].total_bytes().0);
     }
     let sum = |of: BTreeMap<&str, u64>| Bytes(of.into_values().sum());
-    RankBytes {
+    RankMemory {
         weights: Bytes(weights.into_values().sum()),
         buffers: sum(buffers),
         inputs: sum(inputs),
-        temporaries: at_precision(Bytes(temporaries), precision),
+        temporaries: scale_to_precision(Bytes(temporaries), precision),
     }
 }
 
-/// What f32 values are kept at.
-pub(super) fn kept_at(dtype: DtypePolicy, precision: Precision) -> Precision {
+/// Returns the precision at which f32 values are stored.
+pub(super) fn storage_precision(dtype: DtypePolicy, precision: Precision) -> Precision {
     if dtype == DtypePolicy::F32 { precision } else { Precision::F32 }
 }
 
-/// Bytes of f32 values when they are kept at a precision.
-pub(super) fn at_precision(full: Bytes, precision: Precision) -> Bytes {
-    let scale = precision.bytes() / Precision::F32.bytes();
+/// Returns the bytes of f32 values when they are stored at a precision.
+pub(super) fn scale_to_precision(full: Bytes, precision: Precision) -> Bytes {
+    let scale = precision.element_bytes() / Precision::F32.element_bytes();
     Bytes((full.0 as f64 * scale).ceil() as u64)
 }

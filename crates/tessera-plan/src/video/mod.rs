@@ -1,20 +1,22 @@
-//! The search over mappings of a video generator. Unlike models that are counted as rows, its estimate is made from the
-//! programs that would be sealed: one call of every candidate is played by discrete events. Blocks are alike and so are
-//! stages, so few of those programs have to be made.
+//! The search over mappings of a video generator. For other models the estimate sums op costs; here
+//! it simulates, as discrete events, one call of the programs that would be sealed, for every
+//! candidate. Blocks are equivalent and so are stages, so the search lowers only a few of those
+//! programs.
 
-mod alike;
+mod block_equivalence;
 mod call;
+mod lowering_cache;
 mod memory;
 mod period;
-mod players;
-mod score;
+mod representatives;
+mod schedule;
 mod search;
-mod shelf;
 
 pub use call::{CallEstimate, PhaseSpan, estimate_call};
-pub use memory::{RankBytes, bytes_of_roles};
-pub use period::{Decode, Period, Studio, period};
-pub use players::{Player, players};
+pub use memory::{RankMemory, memory_by_role};
+pub use period::{DecodePlacement, MediaCosts, StreamPeriod, stream_period};
+pub use representatives::{RankClass, classify_ranks};
 pub use search::{
-    Outcome, Pins, Question, Ranked, Refused, T1230, T1231, T1232, estimate, search, search_telling,
+    MappingQuery, RankedMapping, RejectedMappings, T1230, T1231, T1232, VideoPins, VideoSearchResult,
+    estimate_mapping, search_mappings, search_with_progress,
 };

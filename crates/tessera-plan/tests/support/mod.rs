@@ -1,16 +1,16 @@
-//! What several tests of plans of video models need.
+//! Helpers that several tests of video plans share.
 
-use tessera_models::{VideoModel, calls, phases};
-use tessera_plan::Logical;
+use tessera_models::{VideoModel, build_phases, list_calls};
+use tessera_plan::LogicalModel;
 
-/// A video model as the planner takes it.
-pub fn logical(m: &VideoModel) -> Logical {
-    Logical {
-        phases: phases(m),
-        calls: calls(m),
+/// Returns the planner's input for a video model.
+pub fn logical(m: &VideoModel) -> LogicalModel {
+    LogicalModel {
+        phases: build_phases(m),
+        calls: list_calls(m),
         heads: m.wan.heads,
-        dim: m.wan.dim,
-        ffn: m.wan.ffn_dim,
+        hidden_size: m.wan.dim,
+        ffn_size: m.wan.ffn_dim,
         tokens: m.chunk_tokens(),
         blocks: m.wan.layers,
     }

@@ -1,176 +1,178 @@
-//! The page of a plan that was estimated and not run: what was chosen, what each rank holds and does when, which gates
-//! pass, how sure that is, and why everything else was refused.
+//! The HTML report of a plan that was estimated and not run: the chosen mapping, each rank's memory
+//! and timeline, the gates, the accuracy of the estimate, and the reasons for which other mappings
+//! were rejected.
 
 use std::fmt::Write;
 
 use tessera_base::{Bytes, Nanoseconds};
 
-use super::{CSS, LOGO, MemoryRow};
-use crate::markup::{count, plural, text};
+use super::{CSS, LOGO, RoleMemoryRow};
+use crate::markup::{escape_text, format_count, format_plural};
 use crate::svg::{self, Palette};
-use crate::timeline::{Timeline, Window, phase_kind};
+use crate::timeline::{TimeWindow, Timeline, phase_kind};
 
-/// Most rows of a table of mappings.
+/// Maximum number of rows in a table of mappings.
 pub const MAX_MAPPINGS: usize = 40;
 
-/// What the page shows. Empty parts are left out.
+/// Content of the report. Empty parts are left out.
 #[derive(Debug, Clone, Default)]
 pub struct EstimatePage {
-    /// Version of the program.
+    /// Version of tessera.
     pub tessera: String,
     /// What is planned, such as `deepseek-v3 on 72 GPUs of gb200-nvl72`.
     pub title: String,
-    /// How it stands.
-    pub standing: Standing,
-    /// One sentence that says what to do.
-    pub says: String,
-    /// What must not be overlooked, a sentence each.
+    /// Overall verdict.
+    pub verdict: EstimateVerdict,
+    /// One sentence that recommends what to do.
+    pub recommendation: String,
+    /// Warnings, one sentence each.
     pub warnings: Vec<String>,
-    /// The few numbers to see first.
-    pub numbers: Vec<Number>,
-    /// What was chosen: a key and its value.
-    pub facts: Vec<(String, String)>,
-    /// Where a step goes: a name and nanoseconds, in the order to draw.
-    pub parts: Vec<(String, f64)>,
-    /// What is behind the parts, in a sentence.
-    pub parts_note: String,
-    /// What ranks hold.
-    pub memory: Vec<MemoryRow>,
+    /// The few headline numbers.
+    pub headline_numbers: Vec<HeadlineNumber>,
+    /// Properties of the chosen mapping: a key and its value.
+    pub mapping_facts: Vec<(String, String)>,
+    /// Breakdown of a step: a name and nanoseconds per part, in drawing order.
+    pub step_parts: Vec<(String, f64)>,
+    /// One sentence that explains the breakdown.
+    pub step_parts_note: String,
+    /// Memory use of the ranks.
+    pub memory: Vec<RoleMemoryRow>,
     /// Gates.
     pub gates: Vec<PlanGate>,
     /// Timelines, each with a title and a sentence.
-    pub timelines: Vec<Drawing>,
-    /// Failure modes that threaten, and remedies with their numbers.
-    pub remedies: Vec<Remedy>,
-    /// What is worth knowing beyond the gates.
-    pub advice: Vec<Advice>,
-    /// Columns of the table of mappings.
-    pub columns: Vec<String>,
-    /// Mappings worth weighing, the chosen one first.
+    pub timelines: Vec<TimelineChart>,
+    /// Likely failure modes, and mitigations with their predicted effect.
+    pub failure_modes: Vec<FailureModeAdvice>,
+    /// Advice beyond the gates.
+    pub advice: Vec<AdviceTable>,
+    /// Column names of the table of mappings.
+    pub mapping_columns: Vec<String>,
+    /// Candidate mappings, the chosen one first.
     pub mappings: Vec<Vec<String>>,
-    /// Mappings that were looked at.
-    pub considered: u64,
-    /// Why mappings were refused: reason, how many, one of them in words.
-    pub refused: Vec<(String, u64, String)>,
-    /// Where figures come from, and what is an estimate.
-    pub sources: Vec<String>,
-    /// The mapping's TOML.
+    /// Number of mappings that the search considered.
+    pub considered_count: u64,
+    /// Why mappings were rejected: the reason, how many mappings, and one example in words.
+    pub rejections: Vec<(String, u64, String)>,
+    /// Where the figures come from, and which of them are estimates.
+    pub accuracy_notes: Vec<String>,
+    /// Text of mapping.toml.
     pub mapping: String,
-    /// The command that gives this page again.
+    /// Command that reproduces this report.
     pub command: String,
 }
 
-/// How a plan stands.
+/// Verdict on a plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Standing {
-    /// It fits and its gates pass.
+pub enum EstimateVerdict {
+    /// The plan fits and its gates pass.
     #[default]
     Good,
-    /// It fits; a gate warns or fails.
-    Warns,
-    /// Nothing fits.
-    Refused,
+    /// The plan fits, but a gate warns or fails.
+    Warn,
+    /// No mapping fits.
+    Rejected,
 }
 
-/// A number to see first.
+/// A headline number.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Number {
-    /// Such as `12.4`.
+pub struct HeadlineNumber {
+    /// The value, such as `12.4`.
     pub value: String,
-    /// Such as `ms`.
+    /// The unit, such as `ms`.
     pub unit: String,
-    /// What it is.
+    /// Description of the number.
     pub label: String,
 }
 
 /// A gate of a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanGate {
-    /// What is asked.
+    /// Question that the gate answers.
     pub title: String,
-    /// The value, with its unit.
+    /// Value with its unit.
     pub value: String,
-    /// The limit.
+    /// Limit of the value.
     pub limit: String,
-    /// `pass`, `warn`, `fail` or `not applicable`.
+    /// Outcome: pass, warn, fail or not applicable.
     pub verdict: GateVerdict,
-    /// The arithmetic and the offending term.
-    pub says: String,
+    /// The arithmetic and the term that dominates it.
+    pub explanation: String,
 }
 
-/// What a gate comes to.
+/// Outcome of a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GateVerdict {
-    /// It holds.
+    /// The value is within the limit.
     Pass,
-    /// Close.
+    /// The value is close to the limit.
     Warn,
-    /// It does not hold.
+    /// The value exceeds the limit.
     Fail,
-    /// The question does not arise.
-    Void,
+    /// The gate does not apply to the plan.
+    NotApplicable,
 }
 
 /// A timeline to draw.
 #[derive(Debug, Clone, Default)]
-pub struct Drawing {
-    /// Its title.
+pub struct TimelineChart {
+    /// Title of the drawing.
     pub title: String,
-    /// A sentence on how to read it.
+    /// One sentence on how to read the drawing.
     pub note: String,
-    /// What ran when.
+    /// Timeline that is drawn.
     pub timeline: Timeline,
 }
 
-/// A failure mode and what may be done.
+/// A failure mode and its mitigations.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Remedy {
-    /// The failure mode.
+pub struct FailureModeAdvice {
+    /// Name of the failure mode.
     pub mode: String,
-    /// Why it is suspected.
-    pub sign: String,
-    /// Remedies: what, and what it would come to.
-    pub actions: Vec<(String, String)>,
+    /// Symptom that makes the failure mode likely.
+    pub symptom: String,
+    /// Mitigations: the change, and its predicted effect.
+    pub mitigations: Vec<(String, String)>,
 }
 
-/// A table that is worth knowing, and what follows from it.
+/// A table of advice and the conclusion from it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Advice {
-    /// What programs know it by, in small letters: it stays when the title is worded otherwise.
+pub struct AdviceTable {
+    /// Stable identifier for programs, in lowercase; the title may be reworded.
     pub id: &'static str,
-    /// Its title.
+    /// Title of the table.
     pub title: String,
-    /// What follows from it, in a sentence or two.
+    /// Conclusion from the table, in one or two sentences.
     pub note: String,
-    /// Names of the columns.
+    /// Column names.
     pub columns: Vec<String>,
-    /// Rows of as many cells.
+    /// Rows, each with one cell per column.
     pub rows: Vec<Vec<String>>,
 }
 
-/// Letters of a cell from which a column holds words.
-const WORDS: usize = 24;
+/// Cell length in characters from which a column counts as text.
+const MIN_TEXT_CHARS: usize = 24;
 
-impl Advice {
-    /// Columns that hold numbers: all but the first and those with words in them.
+impl AdviceTable {
+    /// Returns the indices of numeric columns: all but the first column and those with long cells.
     #[must_use]
-    pub fn numbers(&self) -> Vec<usize> {
-        numbers_of(&self.columns, &self.rows)
+    pub fn numeric_columns(&self) -> Vec<usize> {
+        find_numeric_columns(&self.columns, &self.rows)
     }
 }
 
-fn numbers_of(columns: &[String], rows: &[Vec<String>]) -> Vec<usize> {
-    let wordy = |c: &usize| rows.iter().any(|r| r.get(*c).is_some_and(|s| s.chars().count() >= WORDS));
+fn find_numeric_columns(columns: &[String], rows: &[Vec<String>]) -> Vec<usize> {
+    let wordy =
+        |c: &usize| rows.iter().any(|r| r.get(*c).is_some_and(|s| s.chars().count() >= MIN_TEXT_CHARS));
     (1..columns.len()).filter(|c| !wordy(c)).collect()
 }
 
-/// The page.
+/// Renders the report as one HTML file.
 #[must_use]
-pub fn estimate(page: &EstimatePage) -> String {
-    let (class, word) = match page.standing {
-        Standing::Good => ("good", "Fits"),
-        Standing::Warns => ("warn", "Fits, with warnings"),
-        Standing::Refused => ("bad", "Refused"),
+pub fn render_estimate(page: &EstimatePage) -> String {
+    let (class, word) = match page.verdict {
+        EstimateVerdict::Good => ("good", "Fits"),
+        EstimateVerdict::Warn => ("warn", "Fits, with warnings"),
+        EstimateVerdict::Rejected => ("bad", "Rejected"),
     };
     let mut out = String::with_capacity(64 << 10);
     let _ = write!(
@@ -180,65 +182,73 @@ pub fn estimate(page: &EstimatePage) -> String {
          <title>{0} · Tessera</title>\n<style>\n{CSS}</style>\n</head>\n<body>\n<main>\n\
          <header>\n<p class=\"brow\">{LOGO}<span>Tessera plan, estimated</span></p>\n<h1>{0}</h1>\n\
          <p class=\"verdict {class}\"><span><b class=\"{class}\">{word}.</b> {1}</span></p>\n",
-        text(&page.title),
-        text(&page.says)
+        escape_text(&page.title),
+        escape_text(&page.recommendation)
     );
     for warning in &page.warnings {
         let _ = writeln!(
             out,
             "<p class=\"verdict warn\"><span><b class=\"warn\">Warning:</b> {}</span></p>",
-            text(warning)
+            escape_text(warning)
         );
     }
     out.push_str("</header>\n");
-    numbers(&mut out, &page.numbers);
-    facts(&mut out, &page.facts);
-    parts(&mut out, page);
-    drawings(&mut out, &page.timelines);
+    write_numbers(&mut out, &page.headline_numbers);
+    write_facts(&mut out, &page.mapping_facts);
+    write_step_parts(&mut out, page);
+    write_timelines(&mut out, &page.timelines);
     if !page.memory.is_empty() {
-        memory(&mut out, &page.memory);
+        write_memory(&mut out, &page.memory);
     }
-    gates(&mut out, &page.gates);
-    remedies(&mut out, &page.remedies);
-    advice(&mut out, &page.advice);
-    mappings(&mut out, page);
-    refused(&mut out, page);
-    sources(&mut out, page);
+    write_gates(&mut out, &page.gates);
+    write_failure_modes(&mut out, &page.failure_modes);
+    write_advice(&mut out, &page.advice);
+    write_mappings(&mut out, page);
+    write_rejections(&mut out, page);
+    write_accuracy(&mut out, page);
     let _ = write!(
         out,
         "<footer>Written by tessera {}. Every time on this page is an estimate.</footer>\n</main>\n</body>\n</html>\n",
-        text(&page.tessera)
+        escape_text(&page.tessera)
     );
     out
 }
 
-fn numbers(out: &mut String, numbers: &[Number]) {
+fn write_numbers(out: &mut String, numbers: &[HeadlineNumber]) {
     if numbers.is_empty() {
         return;
     }
     out.push_str("<div class=\"hero solo\"><dl class=\"numbers\">");
     for n in numbers {
-        let unit =
-            if n.unit.is_empty() { String::new() } else { format!("<small>{}</small>", text(&n.unit)) };
-        let _ = write!(out, "<div><dt>{}</dt><dd>{}{unit}</dd></div>", text(&n.label), text(&n.value));
+        let unit = if n.unit.is_empty() {
+            String::new()
+        } else {
+            format!("<small>{}</small>", escape_text(&n.unit))
+        };
+        let _ = write!(
+            out,
+            "<div><dt>{}</dt><dd>{}{unit}</dd></div>",
+            escape_text(&n.label),
+            escape_text(&n.value)
+        );
     }
     out.push_str("</dl></div>\n");
 }
 
-fn facts(out: &mut String, facts: &[(String, String)]) {
+fn write_facts(out: &mut String, facts: &[(String, String)]) {
     if facts.is_empty() {
         return;
     }
     out.push_str("<section>\n<h2>Mapping</h2>\n<dl class=\"facts\">\n");
     for (key, value) in facts {
-        let _ = writeln!(out, "<div><dt>{}</dt><dd>{}</dd></div>", text(key), text(value));
+        let _ = writeln!(out, "<div><dt>{}</dt><dd>{}</dd></div>", escape_text(key), escape_text(value));
     }
     out.push_str("</dl>\n</section>\n");
 }
 
-/// Where a step goes: one bar, then a line for each part.
-fn parts(out: &mut String, page: &EstimatePage) {
-    let parts: Vec<&(String, f64)> = page.parts.iter().filter(|(_, ns)| *ns > 0.0).collect();
+/// Writes the breakdown of a step: one stacked bar, then a table row for each part.
+fn write_step_parts(out: &mut String, page: &EstimatePage) {
+    let parts: Vec<&(String, f64)> = page.step_parts.iter().filter(|(_, ns)| *ns > 0.0).collect();
     let whole: f64 = parts.iter().map(|(_, ns)| ns).sum();
     if parts.is_empty() || !whole.is_finite() {
         return;
@@ -246,7 +256,7 @@ fn parts(out: &mut String, page: &EstimatePage) {
     let _ = write!(
         out,
         "<section>\n<h2>Where the time goes</h2>\n<p class=\"note\">{}</p>\n<svg height=\"26\" role=\"img\" aria-label=\"parts of a step\">",
-        text(&page.parts_note)
+        escape_text(&page.step_parts_note)
     );
     let mut at = 0.0;
     for (i, (name, ns)) in parts.iter().enumerate() {
@@ -255,8 +265,8 @@ fn parts(out: &mut String, page: &EstimatePage) {
             out,
             "<rect class=\"p{}\" x=\"{at:.3}%\" width=\"{wide:.3}%\" height=\"26\"><title>{}: {}</title></rect>",
             i.min(8),
-            text(name),
-            time(*ns)
+            escape_text(name),
+            format_time(*ns)
         );
         at += wide;
     }
@@ -268,15 +278,15 @@ fn parts(out: &mut String, page: &EstimatePage) {
             out,
             "<tr><td><i class=\"dot b{0}\"></i>{1}</td><td>{2}</td><td>{shown} %<span class=\"meter\"><i class=\"b{0}\" style=\"width:{share:.1}%\"></i></span></td></tr>",
             i.min(8),
-            text(name),
-            time(*ns)
+            escape_text(name),
+            format_time(*ns)
         );
     }
     out.push_str("</tbody>\n</table></div>\n</section>\n");
 }
 
-fn drawings(out: &mut String, drawings: &[Drawing]) {
-    let drawings: Vec<&Drawing> = drawings.iter().filter(|d| !d.timeline.spans.is_empty()).collect();
+fn write_timelines(out: &mut String, drawings: &[TimelineChart]) {
+    let drawings: Vec<&TimelineChart> = drawings.iter().filter(|d| !d.timeline.spans.is_empty()).collect();
     if drawings.is_empty() {
         return;
     }
@@ -285,10 +295,15 @@ fn drawings(out: &mut String, drawings: &[Drawing]) {
         let t = &d.timeline;
         let start_ns = t.spans.iter().map(|s| s.start_ns).min().unwrap_or(0);
         let end_ns = t.spans.iter().map(|s| s.end_ns).max().unwrap_or(0).max(start_ns + 1);
-        let _ = write!(out, "<h3>{}</h3>\n<p class=\"note\">{}</p>\n", text(&d.title), text(&d.note));
+        let _ = write!(
+            out,
+            "<h3>{}</h3>\n<p class=\"note\">{}</p>\n",
+            escape_text(&d.title),
+            escape_text(&d.note)
+        );
         let palette = Palette::new(t);
-        out.push_str(&palette.legend(|kind| t.spans.iter().any(|s| phase_kind(&s.name) == kind)));
-        out.push_str(&svg::lanes(t, Window { start_ns, end_ns }, &palette));
+        out.push_str(&palette.render_legend(|kind| t.spans.iter().any(|s| phase_kind(&s.name) == kind)));
+        out.push_str(&svg::draw_lanes(t, TimeWindow { start_ns, end_ns }, &palette));
         if t.ranks.len() > svg::MAX_RANKS {
             let more = t.ranks.len() - svg::MAX_RANKS;
             let _ = writeln!(out, "<p class=\"note\">{more} more ranks are in the trace.</p>");
@@ -297,30 +312,31 @@ fn drawings(out: &mut String, drawings: &[Drawing]) {
     out.push_str("</section>\n");
 }
 
-/// What the fullest rank holds: a line for each use, a column for each tier, so that it is as wide as there are tiers.
-fn memory(out: &mut String, rows: &[MemoryRow]) {
+/// Writes the memory of the fullest rank: a row for each use and a column for each memory tier, so
+/// that the table is only as wide as the number of tiers.
+fn write_memory(out: &mut String, rows: &[RoleMemoryRow]) {
     let mut uses: Vec<&str> = Vec::new();
-    for (name, _) in rows.iter().flat_map(|r| &r.items) {
+    for (name, _) in rows.iter().flat_map(|r| &r.bytes_by_use) {
         if !uses.contains(&name.as_str()) {
             uses.push(name);
         }
     }
-    let line = |head: &str, cell: &dyn Fn(&MemoryRow) -> String| -> String {
+    let line = |head: &str, cell: &dyn Fn(&RoleMemoryRow) -> String| -> String {
         let cells: String = rows.iter().map(|r| format!("<td>{}</td>", cell(r))).collect();
-        format!("<tr><td>{}</td>{cells}</tr>\n", text(head))
+        format!("<tr><td>{}</td>{cells}</tr>\n", escape_text(head))
     };
-    let heads: String = rows.iter().map(|r| format!("<th>{}</th>", text(&r.role))).collect();
+    let heads: String = rows.iter().map(|r| format!("<th>{}</th>", escape_text(&r.role))).collect();
     let ranks = rows.first().map_or("", |r| r.ranks.as_str());
     let _ = write!(
         out,
         "<section>\n<h2>Memory</h2>\n<p class=\"note\">One rank, {}.</p>\n<div class=\"scroll\"><table>\n\
          <thead><tr><th></th>{heads}</tr></thead>\n<tbody>\n",
-        text(ranks)
+        escape_text(ranks)
     );
-    let sum = |r: &MemoryRow| r.items.iter().fold(0u64, |a, (_, b)| a.saturating_add(*b));
+    let sum = |r: &RoleMemoryRow| r.bytes_by_use.iter().fold(0u64, |a, (_, b)| a.saturating_add(*b));
     for name in uses {
         out.push_str(&line(name, &|r| {
-            let mut bytes = r.items.iter().filter(|(n, _)| n == name).map(|(_, b)| *b).peekable();
+            let mut bytes = r.bytes_by_use.iter().filter(|(n, _)| n == name).map(|(_, b)| *b).peekable();
             match bytes.peek() {
                 Some(_) => Bytes(bytes.fold(0, u64::saturating_add)).to_string(),
                 None => "–".to_string(),
@@ -329,7 +345,7 @@ fn memory(out: &mut String, rows: &[MemoryRow]) {
     }
     out.push_str(&line("sum", &|r| Bytes(sum(r)).to_string()));
     if rows.iter().any(|r| r.capacity.is_some_and(|c| c > 0)) {
-        out.push_str(&line("of what is there", &|r| {
+        out.push_str(&line("of capacity", &|r| {
             r.capacity.filter(|c| *c > 0).map_or("–".to_string(), |c| {
                 let share = sum(r) as f64 / c as f64 * 100.0;
                 let class = if share > 100.0 { "b4" } else { "b1" };
@@ -344,74 +360,79 @@ fn memory(out: &mut String, rows: &[MemoryRow]) {
     out.push_str("</tbody>\n</table></div>\n</section>\n");
 }
 
-fn gates(out: &mut String, gates: &[PlanGate]) {
+fn write_gates(out: &mut String, gates: &[PlanGate]) {
     if gates.is_empty() {
         return;
     }
     let of = |v| gates.iter().filter(|g| g.verdict == v).count();
     let _ = write!(
         out,
-        "<section>\n<h2>Gates</h2>\n<p class=\"note\">{} pass, {} warn, {} fail, {} do not apply. Limits are indicative and stand in one file that may be replaced.</p>\n\
+        "<section>\n<h2>Gates</h2>\n<p class=\"note\">{} pass, {} warn, {} fail, {} do not apply. Limits are indicative; all of them are in one file that can be replaced.</p>\n\
          <div class=\"scroll\"><table>\n<thead><tr><th>gate</th><th>value</th><th>limit</th><th></th></tr></thead>\n<tbody>\n",
         of(GateVerdict::Pass),
         of(GateVerdict::Warn),
         of(GateVerdict::Fail),
-        of(GateVerdict::Void)
+        of(GateVerdict::NotApplicable)
     );
     for g in gates {
         let (class, word) = match g.verdict {
             GateVerdict::Pass => ("good", "pass"),
             GateVerdict::Warn => ("warn", "warn"),
             GateVerdict::Fail => ("bad", "fail"),
-            GateVerdict::Void => ("", "n/a"),
+            GateVerdict::NotApplicable => ("", "n/a"),
         };
         let _ = writeln!(
             out,
             "<tr><td class=\"words\">{}<small>{}</small></td><td>{}</td><td>{}</td><td class=\"{class}\">{word}</td></tr>",
-            text(&g.title),
-            text(&g.says),
-            text(&g.value),
-            text(&g.limit)
+            escape_text(&g.title),
+            escape_text(&g.explanation),
+            escape_text(&g.value),
+            escape_text(&g.limit)
         );
     }
     out.push_str("</tbody>\n</table></div>\n</section>\n");
 }
 
-fn remedies(out: &mut String, remedies: &[Remedy]) {
-    if remedies.is_empty() {
+fn write_failure_modes(out: &mut String, failure_modes: &[FailureModeAdvice]) {
+    if failure_modes.is_empty() {
         return;
     }
-    out.push_str("<section>\n<h2>What threatens, and what helps</h2>\n");
-    for r in remedies {
+    out.push_str("<section>\n<h2>Likely failure modes and mitigations</h2>\n");
+    for r in failure_modes {
         let _ = write!(
             out,
             "<h3>{}</h3>\n<p class=\"note\">{}</p>\n<div class=\"scroll\"><table>\n<tbody>\n",
-            text(&r.mode),
-            text(&r.sign)
+            escape_text(&r.mode),
+            escape_text(&r.symptom)
         );
-        for (what, then) in &r.actions {
-            let _ = writeln!(out, "<tr><td>{}</td><td class=\"words\">{}</td></tr>", text(what), text(then));
+        for (what, then) in &r.mitigations {
+            let _ = writeln!(
+                out,
+                "<tr><td>{}</td><td class=\"words\">{}</td></tr>",
+                escape_text(what),
+                escape_text(then)
+            );
         }
         out.push_str("</tbody>\n</table></div>\n");
     }
     out.push_str("</section>\n");
 }
 
-/// What follows is seen, the tables behind it open on demand.
-fn advice(out: &mut String, advice: &[Advice]) {
+/// Writes the conclusions; the tables behind them are collapsed.
+fn write_advice(out: &mut String, advice: &[AdviceTable]) {
     if advice.is_empty() {
         return;
     }
-    out.push_str("<section>\n<h2>Worth knowing</h2>\n");
+    out.push_str("<section>\n<h2>Advice</h2>\n");
     for a in advice {
-        let numbers = a.numbers();
+        let numbers = a.numeric_columns();
         let cell = |tag: &str, at: usize, words: &str| {
             let class = match (at > 0 && !numbers.contains(&at), tag) {
                 (false, _) => "",
                 (true, "th") => " class=\"l\"",
                 (true, _) => " class=\"words\"",
             };
-            format!("<{tag}{class}>{}</{tag}>", text(words))
+            format!("<{tag}{class}>{}</{tag}>", escape_text(words))
         };
         let line = |tag: &str, cells: &[String]| -> String {
             cells.iter().enumerate().map(|(at, words)| cell(tag, at, words)).collect()
@@ -419,8 +440,8 @@ fn advice(out: &mut String, advice: &[Advice]) {
         let _ = write!(
             out,
             "<h3>{}</h3>\n<p class=\"note\">{}</p>\n<details><summary>Table</summary><div class=\"scroll\"><table>\n<thead><tr>{}</tr></thead>\n<tbody>\n",
-            text(&a.title),
-            text(&a.note),
+            escape_text(&a.title),
+            escape_text(&a.note),
             line("th", &a.columns)
         );
         for row in &a.rows {
@@ -431,26 +452,26 @@ fn advice(out: &mut String, advice: &[Advice]) {
     out.push_str("</section>\n");
 }
 
-fn mappings(out: &mut String, page: &EstimatePage) {
+fn write_mappings(out: &mut String, page: &EstimatePage) {
     if page.mappings.is_empty() {
         return;
     }
-    let numbers = numbers_of(&page.columns, &page.mappings);
+    let numbers = find_numeric_columns(&page.mapping_columns, &page.mappings);
     let cell = |tag: &str, at: usize, words: &str| {
         let class = match (numbers.contains(&at), tag) {
             (true, _) => "",
             (false, "th") => " class=\"l\"",
             (false, _) => " class=\"words\"",
         };
-        format!("<{tag}{class}>{}</{tag}>", text(words))
+        format!("<{tag}{class}>{}</{tag}>", escape_text(words))
     };
     let line = |tag: &str, cells: &[String]| -> String {
         cells.iter().enumerate().map(|(at, words)| cell(tag, at, words)).collect()
     };
-    let heads = line("th", &page.columns);
+    let heads = line("th", &page.mapping_columns);
     let _ = write!(
         out,
-        "<section>\n<h2>Other mappings</h2>\n<p class=\"note\">The chosen one first, then those that are better in something.</p>\n\
+        "<section>\n<h2>Other mappings</h2>\n<p class=\"note\">The chosen mapping first, then mappings that are better in at least one metric.</p>\n\
          <div class=\"scroll\"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n"
     );
     for row in page.mappings.iter().take(MAX_MAPPINGS) {
@@ -458,55 +479,55 @@ fn mappings(out: &mut String, page: &EstimatePage) {
     }
     out.push_str("</tbody>\n</table></div>\n");
     if page.mappings.len() > MAX_MAPPINGS {
-        let more = plural((page.mappings.len() - MAX_MAPPINGS) as u64, "more");
+        let more = format_plural((page.mappings.len() - MAX_MAPPINGS) as u64, "more");
         let _ = writeln!(out, "<p class=\"note\">{more} left out.</p>");
     }
     out.push_str("</section>\n");
 }
 
-fn refused(out: &mut String, page: &EstimatePage) {
-    if page.refused.is_empty() {
+fn write_rejections(out: &mut String, page: &EstimatePage) {
+    if page.rejections.is_empty() {
         return;
     }
-    let all: u64 = page.refused.iter().map(|(_, n, _)| n).sum();
+    let all: u64 = page.rejections.iter().map(|(_, n, _)| n).sum();
     let _ = write!(
         out,
-        "<section>\n<h2>Refused</h2>\n<p class=\"note\">{} of {} mappings, each counted under the first reason that it met.</p>\n\
-         <div class=\"scroll\"><table>\n<thead><tr><th>reason</th><th>mappings</th><th class=\"l\">one of them</th></tr></thead>\n<tbody>\n",
-        count(all),
-        count(page.considered)
+        "<section>\n<h2>Rejected mappings</h2>\n<p class=\"note\">{} of {} mappings, each counted under its first reason.</p>\n\
+         <div class=\"scroll\"><table>\n<thead><tr><th>reason</th><th>mappings</th><th class=\"l\">example</th></tr></thead>\n<tbody>\n",
+        format_count(all),
+        format_count(page.considered_count)
     );
-    for (reason, n, example) in &page.refused {
+    for (reason, n, example) in &page.rejections {
         let _ = writeln!(
             out,
             "<tr><td>{}</td><td>{}</td><td class=\"words\">{}</td></tr>",
-            text(reason),
-            count(*n),
-            text(example)
+            escape_text(reason),
+            format_count(*n),
+            escape_text(example)
         );
     }
     out.push_str("</tbody>\n</table></div>\n</section>\n");
 }
 
-fn sources(out: &mut String, page: &EstimatePage) {
-    out.push_str("<section>\n<h2>How sure this is</h2>\n");
-    for s in &page.sources {
-        let _ = writeln!(out, "<p class=\"note\">{}</p>", text(s));
+fn write_accuracy(out: &mut String, page: &EstimatePage) {
+    out.push_str("<section>\n<h2>Accuracy and sources</h2>\n");
+    for s in &page.accuracy_notes {
+        let _ = writeln!(out, "<p class=\"note\">{}</p>", escape_text(s));
     }
     if !page.mapping.is_empty() {
         let _ = writeln!(
             out,
-            "<details><summary>Mapping as a file</summary><pre>{}</pre></details>",
-            text(&page.mapping)
+            "<details><summary>mapping.toml</summary><pre>{}</pre></details>",
+            escape_text(&page.mapping)
         );
     }
     if !page.command.is_empty() {
-        let _ = writeln!(out, "<h3>Again</h3>\n<pre class=\"run\">{}</pre>", text(&page.command));
+        let _ = writeln!(out, "<h3>Reproduce</h3>\n<pre class=\"run\">{}</pre>", escape_text(&page.command));
     }
     out.push_str("</section>\n");
 }
 
-fn time(ns: f64) -> String {
+fn format_time(ns: f64) -> String {
     Nanoseconds(ns.max(0.0).round() as u64).to_string()
 }
 
@@ -514,10 +535,10 @@ fn time(ns: f64) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::timeline::Span;
+    use crate::timeline::TimelineSpan;
 
     fn page() -> EstimatePage {
-        let span = |name: &str, stream: &str, start_ns, end_ns| Span {
+        let span = |name: &str, stream: &str, start_ns, end_ns| TimelineSpan {
             rank: 0,
             stream: stream.into(),
             name: name.into(),
@@ -531,29 +552,29 @@ mod tests {
             spans: vec![span("attention", "compute", 0, 30), span("all_to_all", "a2a", 10, 50)],
             ..Timeline::default()
         };
-        timeline.sort();
+        timeline.sort_and_name();
         EstimatePage {
             title: "a <model> on 72".into(),
-            standing: Standing::Warns,
-            says: "one gate warns".into(),
-            parts: vec![("products".into(), 3e6), ("waiting".into(), 1e6), ("none".into(), 0.0)],
+            verdict: EstimateVerdict::Warn,
+            recommendation: "one gate warns".into(),
+            step_parts: vec![("gemm".into(), 3e6), ("waiting".into(), 1e6), ("none".into(), 0.0)],
             gates: vec![PlanGate {
                 title: "overlap".into(),
                 value: "0.50".into(),
                 limit: "≥ 0.60".into(),
                 verdict: GateVerdict::Fail,
-                says: "all-gather is exposed".into(),
+                explanation: "all-gather is exposed".into(),
             }],
-            timelines: vec![Drawing { title: "a layer".into(), note: "by stream".into(), timeline }],
-            considered: 1_000,
-            refused: vec![("memory".into(), 900, "190 of 186 GB".into())],
+            timelines: vec![TimelineChart { title: "a layer".into(), note: "by stream".into(), timeline }],
+            considered_count: 1_000,
+            rejections: vec![("memory".into(), 900, "190 of 186 GB".into())],
             ..EstimatePage::default()
         }
     }
 
     #[test]
-    fn a_page_says_what_was_chosen_and_what_was_not() {
-        let html = estimate(&page());
+    fn the_report_shows_chosen_and_rejected_mappings() {
+        let html = render_estimate(&page());
         for part in [
             "a &lt;model&gt; on 72",
             "Fits, with warnings.",
@@ -566,24 +587,26 @@ mod tests {
         ] {
             assert!(html.contains(part), "{part}\nis not in\n{html}");
         }
-        assert!(!html.contains("<td>none"), "a part of no length is not listed");
-        assert_eq!(html, estimate(&page()));
+        assert!(!html.contains("<td>none"), "a part of zero length is not listed");
+        assert_eq!(html, render_estimate(&page()));
     }
 
     #[test]
-    fn what_is_absent_is_left_out() {
-        let html = estimate(&EstimatePage::default());
-        for part in ["Gates", "Memory", "Timelines", "Refused", "Other mappings", "Where the time goes"] {
+    fn empty_sections_are_left_out() {
+        let html = render_estimate(&EstimatePage::default());
+        for part in
+            ["Gates", "Memory", "Timelines", "Rejected mappings", "Other mappings", "Where the time goes"]
+        {
             assert!(!html.contains(&format!("<h2>{part}")), "{part}");
         }
     }
 
     #[test]
-    fn tables_are_as_wide_as_there_are_tiers_and_long_cells_wrap() {
-        let row = |role: &str, items: &[(&str, u64)], capacity| MemoryRow {
+    fn memory_has_a_column_per_tier_and_long_cells_wrap() {
+        let row = |role: &str, items: &[(&str, u64)], capacity| RoleMemoryRow {
             role: role.into(),
             ranks: "the fullest".into(),
-            items: items.iter().map(|(n, b)| ((*n).to_string(), *b)).collect(),
+            bytes_by_use: items.iter().map(|(n, b)| ((*n).to_string(), *b)).collect(),
             capacity,
         };
         let memory = vec![
@@ -591,10 +614,10 @@ mod tests {
             row("host", &[("experts", 1 << 30)], None),
         ];
         let knobs = "striped, ring=2, zb-h2, micro-batch 1".to_string();
-        let html = estimate(&EstimatePage {
+        let html = render_estimate(&EstimatePage {
             memory,
             warnings: vec!["groups leave <their> domain".into()],
-            columns: vec!["mapping".into(), "step".into(), "knobs".into()],
+            mapping_columns: vec!["mapping".into(), "step".into(), "knobs".into()],
             mappings: vec![vec!["tp=8".into(), "1.1 s".into(), knobs.clone()]],
             ..page()
         });
@@ -611,20 +634,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_worth_knowing_comes_before_its_table() {
-        assert!(!estimate(&page()).contains("Worth knowing"));
+    fn advice_precedes_its_table() {
+        assert!(!render_estimate(&page()).contains("<h2>Advice"));
         let sum = "44040192 numbers × 1 B × 58 layers".to_string();
-        let advice = Advice {
-            id: "memory-by-hand",
-            title: "Memory <by hand>".into(),
+        let advice = AdviceTable {
+            id: "memory-formulas",
+            title: "Memory <breakdown>".into(),
             note: "One rank.".into(),
             columns: vec!["term".into(), "bytes".into(), "sum".into()],
             rows: vec![vec!["experts".into(), "2.55 GB".into(), sum.clone()]],
         };
-        assert_eq!(advice.numbers(), [1]);
-        let html = estimate(&EstimatePage { advice: vec![advice], ..page() });
+        assert_eq!(advice.numeric_columns(), [1]);
+        let html = render_estimate(&EstimatePage { advice: vec![advice], ..page() });
         for part in [
-            "<h2>Worth knowing</h2>\n<h3>Memory &lt;by hand&gt;</h3>\n<p class=\"note\">One rank.</p>\n<details>",
+            "<h2>Advice</h2>\n<h3>Memory &lt;breakdown&gt;</h3>\n<p class=\"note\">One rank.</p>\n<details>",
             "<th>term</th><th>bytes</th><th class=\"l\">sum</th>",
             &format!("<td>experts</td><td>2.55 GB</td><td class=\"words\">{sum}</td>"),
         ] {

@@ -1,27 +1,27 @@
-//! The page's section on how the two stages of the stream ran beside each other.
+//! The report's section on how well the two pipeline stages of a stream overlapped.
 
 use std::fmt::Write;
 
 use tessera_base::Nanoseconds;
 
-use crate::markup::plural;
-use crate::overlap::{OVERLAP_GATE, Overlap};
-use crate::record::Record;
+use crate::markup::format_plural;
+use crate::overlap::{OVERLAP_GATE, OverlapStats};
+use crate::record::RunRecord;
 
-/// A table of medians and a verdict; nothing for a record without a chunk to count.
-pub(super) fn pipeline(out: &mut String, record: &Record) {
-    let Some(o) = Overlap::of(&record.chunks) else { return };
-    let (class, verdict) = match (o.stage0_ns, o.passes()) {
+/// Writes a table of medians and a verdict; writes nothing if no chunk of the record counts.
+pub(super) fn write_pipeline_section(out: &mut String, record: &RunRecord) {
+    let Some(o) = OverlapStats::from_chunks(&record.chunks) else { return };
+    let (class, verdict) = match (o.stage0_ns, o.passes_gate()) {
         (0, _) => ("", "the leader has no work to hide"),
         (_, true) => ("good", "overlapped"),
-        (_, false) => ("bad", "in turn"),
+        (_, false) => ("bad", "not overlapped"),
     };
     let _ = write!(
         out,
-        "<section>\n<h2>Pipeline</h2>\n<p class=\"note\">Medians over {}, the first of each scene left out. Stage 0 is \
+        "<section>\n<h2>Pipeline</h2>\n<p class=\"note\">Medians over {}, without the first chunk of each scene. Stage 0 is \
          the leader’s own work for a chunk, stage 1 the generator. OverlapScore is max(0, stage 0 + stage 1 − period) / \
          min(stage 0, stage 1).</p>\n<div class=\"scroll\"><table>\n<thead><tr><th>measure</th><th>value</th><th></th></tr></thead>\n<tbody>\n",
-        plural(u64::from(o.chunks), "chunk")
+        format_plural(u64::from(o.chunks), "chunk")
     );
     let mut row = |name: &str, value: String, says: &str| {
         let _ = writeln!(
@@ -37,9 +37,9 @@ pub(super) fn pipeline(out: &mut String, record: &Record) {
     row("period", Nanoseconds(o.period_ns).to_string(), "from one commit to the next");
     row("stage 0", Nanoseconds(o.stage0_ns).to_string(), "context, decode, write");
     row("stage 1", Nanoseconds(o.stage1_ns).to_string(), "from commit to the last rank’s done");
-    row("idle", Nanoseconds(o.idle_ns).to_string(), "the mesh waits before a commit");
-    row("queue in", o.queue_in.to_string(), "most requests that waited");
-    row("queue out", o.queue_out.to_string(), "most finished chunks that waited");
+    row("idle", Nanoseconds(o.idle_ns).to_string(), "time the mesh is idle before a commit");
+    row("queue in", o.queue_in.to_string(), "maximum number of queued requests");
+    row("queue out", o.queue_out.to_string(), "maximum number of finished chunks in the queue");
     row("digests", format!("{:.2} %", o.digest_share * 100.0), "of the period");
     out.push_str("</tbody>\n</table></div>\n</section>\n");
 }
@@ -48,23 +48,23 @@ pub(super) fn pipeline(out: &mut String, record: &Record) {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::record::Pipeline;
+    use crate::record::PipelineTimes;
     use crate::timeline::tests::sample;
 
     #[test]
     fn the_section_gives_a_verdict_or_is_absent() {
         let mut record = sample(3);
-        let page = |record: &Record| {
+        let page = |record: &RunRecord| {
             let mut out = String::new();
-            pipeline(&mut out, record);
+            write_pipeline_section(&mut out, record);
             out
         };
         assert_eq!(page(&record), "");
-        for (period_ns, says) in
-            [(800, "1.00</td><td class=\"l\"><span class=\"good\">overlapped"), (1000, "in turn")]
+        for (period_ns, expected) in
+            [(800, "1.00</td><td class=\"l\"><span class=\"good\">overlapped"), (1000, "not overlapped")]
         {
             for chunk in &mut record.chunks {
-                chunk.pipeline = Some(Pipeline {
+                chunk.pipeline = Some(PipelineTimes {
                     decided_ns: 0,
                     ready_ns: 0,
                     done_ns: 0,
@@ -76,7 +76,10 @@ mod tests {
                 });
             }
             let html = page(&record);
-            assert!(html.contains(says) && html.contains(" %</td><td class=\"l\">of the period"), "{html}");
+            assert!(
+                html.contains(expected) && html.contains(" %</td><td class=\"l\">of the period"),
+                "{html}"
+            );
         }
     }
 }

@@ -1,69 +1,69 @@
-//! The plan on the page: mapping, memory, collectives, programs.
+//! The report's section on the sealed plan: mapping, memory, collectives and programs.
 
-use crate::markup::{count, plural, text};
+use crate::markup::{escape_text, format_count, format_plural};
 use std::fmt::Write;
 use tessera_base::Bytes;
 
-/// Most bytes shown of one program or mapping.
+/// Maximum number of bytes shown of one program or mapping.
 pub const MAX_TEXT_BYTES: usize = 512 << 10;
 
-/// The sealed plan, as far as the page shows it.
+/// The parts of a sealed plan that the report shows.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PlanView {
-    /// The mapping's TOML.
+    /// Text of mapping.toml.
     pub mapping: String,
-    /// Programs by role.
+    /// Programs, one per role and phase.
     pub programs: Vec<ProgramView>,
-    /// Memory by role.
-    pub memory: Vec<MemoryRow>,
-    /// Collectives by phase.
-    pub collectives: Vec<CollectiveRow>,
+    /// Memory use, one row per role.
+    pub memory: Vec<RoleMemoryRow>,
+    /// Collectives, grouped by phase.
+    pub collectives: Vec<CollectiveTotalsRow>,
 }
 
-/// A program.
+/// One program of the plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProgramView {
     /// Role and phase, such as `stage0 · denoise.fill3`.
     pub name: String,
-    /// Its text.
+    /// Text form of the program.
     pub text: String,
 }
 
-/// What a rank of a role holds.
+/// Memory use of one rank of a role.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MemoryRow {
-    /// Role.
+pub struct RoleMemoryRow {
+    /// Name of the role.
     pub role: String,
-    /// Ranks that have it, such as `1–4`.
+    /// Ranks with the role, such as `1–4`.
     pub ranks: String,
-    /// What takes how many bytes, such as weights, caches, activations.
-    pub items: Vec<(String, u64)>,
-    /// Bytes that the device has.
+    /// Bytes by use, such as weights, caches and activations.
+    pub bytes_by_use: Vec<(String, u64)>,
+    /// Memory capacity of the device in bytes.
     pub capacity: Option<u64>,
 }
 
-/// The collectives of one phase on one rank.
+/// Collectives of one operation over one axis that a rank issues in a phase.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct CollectiveRow {
-    /// Phase.
+pub struct CollectiveTotalsRow {
+    /// Name of the phase.
     pub phase: String,
-    /// Operation.
+    /// Name of the operation.
     pub op: String,
-    /// Axis of the mesh.
+    /// Mesh axis of the group.
     pub axis: String,
-    /// How many.
+    /// Number of collectives.
     pub count: u64,
-    /// Bytes that a rank sends in all of them.
+    /// Bytes that a rank sends in all of these collectives together.
     pub bytes: u64,
 }
 
-/// The section.
-pub(super) fn plan(out: &mut String, p: &PlanView) {
+/// Writes the section on the plan.
+pub(super) fn write_plan_section(out: &mut String, p: &PlanView) {
     out.push_str("<section>\n<h2>Plan</h2>\n");
     if !p.mapping.is_empty() {
-        let _ = write!(out, "<h3>Mapping</h3>\n<pre>{}</pre>\n", clipped(&p.mapping));
+        let _ = write!(out, "<h3>Mapping</h3>\n<pre>{}</pre>\n", truncate_text(&p.mapping));
     }
-    memory(out, &p.memory);
+    write_memory_table(out, &p.memory);
     if !p.collectives.is_empty() {
         out.push_str(
             "<h3>Collectives of one rank</h3>\n<div class=\"scroll\"><table>\n<thead><tr><th>phase</th>\
@@ -73,10 +73,10 @@ pub(super) fn plan(out: &mut String, p: &PlanView) {
             let _ = writeln!(
                 out,
                 "<tr><td>{}</td><td class=\"l\">{}</td><td class=\"l\">{}</td><td>{}</td><td>{}</td></tr>",
-                text(&c.phase),
-                text(&c.op),
-                text(&c.axis),
-                count(c.count),
+                escape_text(&c.phase),
+                escape_text(&c.op),
+                escape_text(&c.axis),
+                format_count(c.count),
                 Bytes(c.bytes)
             );
         }
@@ -85,38 +85,44 @@ pub(super) fn plan(out: &mut String, p: &PlanView) {
     if !p.programs.is_empty() {
         out.push_str("<h3>Programs</h3>\n");
         for program in &p.programs {
-            let lines = plural(program.text.lines().count() as u64, "line");
+            let lines = format_plural(program.text.lines().count() as u64, "line");
             let _ = writeln!(
                 out,
                 "<details><summary>{}<small>{lines}</small></summary><pre>{}</pre></details>",
-                text(&program.name),
-                clipped(&program.text)
+                escape_text(&program.name),
+                truncate_text(&program.text)
             );
         }
     }
     out.push_str("</section>\n");
 }
 
-fn memory(out: &mut String, rows: &[MemoryRow]) {
+fn write_memory_table(out: &mut String, rows: &[RoleMemoryRow]) {
     if rows.is_empty() {
         return;
     }
     let mut columns: Vec<&str> = Vec::new();
-    for (name, _) in rows.iter().flat_map(|r| &r.items) {
+    for (name, _) in rows.iter().flat_map(|r| &r.bytes_by_use) {
         if !columns.contains(&name.as_str()) {
             columns.push(name);
         }
     }
-    let heads: String = columns.iter().map(|c| format!("<th>{}</th>", text(c))).collect();
+    let heads: String = columns.iter().map(|c| format!("<th>{}</th>", escape_text(c))).collect();
     let _ = write!(
         out,
         "<h3>Memory of one rank</h3>\n<div class=\"scroll\"><table>\n\
          <thead><tr><th>role</th><th class=\"l\">ranks</th>{heads}<th>sum</th><th>of device</th></tr></thead>\n<tbody>\n"
     );
     for r in rows {
-        let _ = write!(out, "<tr><td>{}</td><td class=\"l\">{}</td>", text(&r.role), text(&r.ranks));
+        let _ = write!(
+            out,
+            "<tr><td>{}</td><td class=\"l\">{}</td>",
+            escape_text(&r.role),
+            escape_text(&r.ranks)
+        );
         for column in &columns {
-            let mut bytes = r.items.iter().filter(|(name, _)| name == column).map(|(_, b)| *b).peekable();
+            let mut bytes =
+                r.bytes_by_use.iter().filter(|(name, _)| name == column).map(|(_, b)| *b).peekable();
             match bytes.peek() {
                 Some(_) => {
                     let _ = write!(out, "<td>{}</td>", Bytes(bytes.fold(0, u64::saturating_add)));
@@ -124,27 +130,27 @@ fn memory(out: &mut String, rows: &[MemoryRow]) {
                 None => out.push_str("<td>–</td>"),
             }
         }
-        let sum = r.items.iter().fold(0u64, |a, (_, b)| a.saturating_add(*b));
+        let sum = r.bytes_by_use.iter().fold(0u64, |a, (_, b)| a.saturating_add(*b));
         let share = r.capacity.filter(|c| *c > 0).map(|c| sum as f64 / c as f64 * 100.0);
-        let of = share.map_or("–".to_string(), |share| {
+        let share_of_device = share.map_or("–".to_string(), |share| {
             let class = if share > 100.0 { "b4" } else { "b1" };
             format!(
                 "{share:.0} %<span class=\"meter\"><i class=\"{class}\" style=\"width:{:.1}%\"></i></span>",
                 share.min(100.0)
             )
         });
-        let _ = writeln!(out, "<td>{}</td><td>{of}</td></tr>", Bytes(sum));
+        let _ = writeln!(out, "<td>{}</td><td>{share_of_device}</td></tr>", Bytes(sum));
     }
     out.push_str("</tbody>\n</table></div>\n");
 }
 
-/// A text, cut at a limit and saying so.
-fn clipped(s: &str) -> String {
+/// Escapes a text for HTML; cuts it at [`MAX_TEXT_BYTES`] and notes how many bytes are missing.
+fn truncate_text(s: &str) -> String {
     if s.len() <= MAX_TEXT_BYTES {
-        return text(s);
+        return escape_text(s);
     }
     let end = s.floor_char_boundary(MAX_TEXT_BYTES);
-    format!("{}\n… {} more bytes", text(&s[..end]), count((s.len() - end) as u64))
+    format!("{}\n… {} more bytes", escape_text(&s[..end]), format_count((s.len() - end) as u64))
 }
 
 #[cfg(test)]
@@ -153,9 +159,10 @@ mod tests {
 
     #[test]
     fn a_long_text_is_cut_between_characters() {
-        assert_eq!(clipped("a<b"), "a&lt;b");
+        assert_eq!(truncate_text("a<b"), "a&lt;b");
         assert!(
-            clipped(&format!("x{}", "é".repeat(MAX_TEXT_BYTES))).ends_with("\n… 524\u{202f}290 more bytes")
+            truncate_text(&format!("x{}", "é".repeat(MAX_TEXT_BYTES)))
+                .ends_with("\n… 524\u{202f}290 more bytes")
         );
     }
 }

@@ -1,4 +1,5 @@
-//! The thread on which an engine lives from its making to the end of the process.
+//! The engine thread: it builds the engine, runs every call on it, and owns it until the process
+//! ends.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -7,64 +8,65 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 
 use tessera_base::Diagnostic;
 
-use crate::cache::{Cache, CacheSpec};
-use crate::census::Census;
 use crate::engine::{AbortHandle, CallReport, Engine, EngineFault, ReadyCall, T0745, run_call};
+use crate::kv_cache::{CacheSpec, CacheState};
+use crate::program_index::ProgramIndex;
 use crate::tripwire::Tripwires;
-use crate::wire::ShardPrint;
+use crate::wire::ShardFingerprint;
 use crate::worker::load_failure;
 use crate::{Failure, FailureClass, Parity};
 
-/// Makes the engine on its own thread, with what it adds to the parity table.
+/// Builds the engine on the engine thread and returns it with its entries for the parity table.
 pub type EngineFactory = Box<dyn FnOnce() -> Result<(Box<dyn Engine>, Parity), Diagnostic> + Send>;
 
-/// What the thread tells.
+/// Events that the engine thread sends to the control thread.
 pub enum EngineEvent {
-    /// The engine is made.
+    /// The engine was built.
     Loaded {
-        /// Ends its collectives.
+        /// Makes the engine's blocked collectives return.
         abort: AbortHandle,
-        /// What it adds to the parity table.
+        /// The engine's entries for the parity table.
         parity: Parity,
-        /// What it holds of the weights.
-        fingerprints: Vec<ShardPrint>,
+        /// Fingerprints of the weight shards that the engine loaded.
+        fingerprints: Vec<ShardFingerprint>,
     },
-    /// The engine could not be made; the thread has ended.
+    /// The engine could not be built; the thread has ended.
     NotLoaded(Failure),
-    /// A call is over.
-    Ended(Box<Result<CallReport, EngineFault>>),
+    /// A call ended.
+    CallEnded(Box<Result<CallReport, EngineFault>>),
 }
 
-/// The other end of an engine's thread, which lives until this is dropped and its call is over.
+/// The control thread's handle to the engine thread. The engine thread ends after this handle is
+/// dropped and the running call has ended.
 pub struct EngineThread {
     calls: SyncSender<Box<ReadyCall>>,
-    mark: Arc<AtomicU64>,
+    progress: Arc<AtomicU64>,
 }
 
 impl EngineThread {
-    /// Starts the thread, which makes the engine and then waits for calls.
+    /// Starts the thread, which builds the engine and then waits for calls.
     ///
     /// # Errors
-    /// When the system starts no thread.
+    /// Returns the operating system's error if no thread can be started.
     pub fn spawn(
         rank: u32,
         factory: EngineFactory,
-        census: Arc<Census>,
+        program_index: Arc<ProgramIndex>,
         cache: CacheSpec,
         tripwires: Tripwires,
-        tell: impl Fn(EngineEvent) + Send + 'static,
+        on_event: impl Fn(EngineEvent) + Send + 'static,
     ) -> std::io::Result<EngineThread> {
         let (calls, inbox) = sync_channel::<Box<ReadyCall>>(1);
         let mark = Arc::new(AtomicU64::new(0));
-        let shared = Arc::clone(&mark);
+        let thread_progress = Arc::clone(&mark);
         std::thread::Builder::new().name("engine".into()).spawn(move || {
-            let made = catch_unwind(AssertUnwindSafe(factory));
-            let (mut engine, parity) = match made {
-                Ok(Ok(made)) => made,
-                Ok(Err(d)) => return tell(EngineEvent::NotLoaded(load_failure(rank, &d))),
+            let built = catch_unwind(AssertUnwindSafe(factory));
+            let (mut engine, parity) = match built {
+                Ok(Ok(built)) => built,
+                Ok(Err(d)) => return on_event(EngineEvent::NotLoaded(load_failure(rank, &d))),
                 Err(panic) => {
                     let text = format!("the engine panicked while loading: {}", panic_text(&*panic));
-                    return tell(EngineEvent::NotLoaded(Failure::new(
+                    return on_event(EngineEvent::NotLoaded(Failure::new(
                         FailureClass::Engine,
                         Some(rank),
                         &T0745,
@@ -72,36 +74,37 @@ impl EngineThread {
                     )));
                 }
             };
-            let mut cache = match Cache::new(cache) {
+            let mut cache = match CacheState::new(cache) {
                 Ok(cache) => cache,
-                Err(d) => return tell(EngineEvent::NotLoaded(load_failure(rank, &d))),
+                Err(d) => return on_event(EngineEvent::NotLoaded(load_failure(rank, &d))),
             };
-            let (abort, fingerprints) = (engine.abort_handle(), engine.fingerprints());
-            tell(EngineEvent::Loaded { abort, parity, fingerprints });
+            let (abort, fingerprints) = (engine.abort_handle(), engine.weight_fingerprints());
+            on_event(EngineEvent::Loaded { abort, parity, fingerprints });
             while let Ok(mut call) = inbox.recv() {
-                engine.tampers(&mut call);
-                let progress = |m: u64| shared.store(m, Ordering::Relaxed);
-                let ran = catch_unwind(AssertUnwindSafe(|| {
-                    run_call(engine.as_mut(), &call, &census, &mut cache, &tripwires, &progress)
+                engine.tamper_call(&mut call);
+                let progress = |m: u64| thread_progress.store(m, Ordering::Relaxed);
+                let call_result = catch_unwind(AssertUnwindSafe(|| {
+                    run_call(engine.as_mut(), &call, &program_index, &mut cache, &tripwires, &progress)
                 }));
-                let outcome = ran.unwrap_or_else(|panic| {
-                    Err(EngineFault::failed(format!("the engine panicked: {}", panic_text(&*panic))))
+                let outcome = call_result.unwrap_or_else(|panic| {
+                    Err(EngineFault::local_failure(format!("the engine panicked: {}", panic_text(&*panic))))
                 });
-                tell(EngineEvent::Ended(Box::new(outcome)));
+                on_event(EngineEvent::CallEnded(Box::new(outcome)));
             }
         })?;
-        Ok(EngineThread { calls, mark })
+        Ok(EngineThread { calls, progress: mark })
     }
 
-    /// Hands over a call; false if the thread is gone or has one waiting. Nobody hands over a second one before
-    /// the first has ended, so the thread's queue of one has room.
-    pub fn run(&self, call: Box<ReadyCall>) -> bool {
-        self.mark.store(0, Ordering::Relaxed);
+    /// Hands a call to the engine; returns false if the thread has ended or its queue is full. The
+    /// queue holds one call, which suffices: the worker never hands over a second call before the
+    /// first has ended.
+    pub fn start_call(&self, call: Box<ReadyCall>) -> bool {
+        self.progress.store(0, Ordering::Relaxed);
         self.calls.try_send(call).is_ok()
     }
 
-    pub(crate) fn mark(&self) -> u64 {
-        self.mark.load(Ordering::Relaxed)
+    pub(crate) fn progress_counter(&self) -> u64 {
+        self.progress.load(Ordering::Relaxed)
     }
 }
 

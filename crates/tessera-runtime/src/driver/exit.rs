@@ -1,4 +1,5 @@
-//! Leaving in bounded time, whatever the engine's libraries, a full pipe or a lock do on the way out.
+//! Ends the process in bounded time, even if a library's exit handler, a full pipe or a lock would
+//! block it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
@@ -7,74 +8,79 @@ use std::time::{Duration, Instant};
 use crate::FailureClass;
 use crate::limits::{AwakeClock, Limits};
 
-/// How long the exit handlers of libraries may take.
-const HANDLERS: Duration = Duration::from_millis(300);
-/// How often the keeper looks.
-const LOOK: Duration = Duration::from_millis(50);
-/// A control thread that was not seen for so many times `stale_ns` is stuck; its peers have long given it up.
+/// Time limit of the libraries' exit handlers.
+const HANDLER_TIMEOUT: Duration = Duration::from_millis(300);
+/// Interval at which the watchdog checks the process.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
+/// The control thread counts as stuck after `STUCK_FACTOR * stale_ns` without progress. Its peers
+/// have declared it stalled long before.
 const STUCK_FACTOR: u64 = 2;
 
-/// Ends the process with this status. If the exit handlers of a library hang, the process ends without them.
-pub fn exit(status: i32) -> ! {
+/// Ends the process with `status`. If a library's exit handler hangs, the process ends without it.
+pub fn exit_process(status: i32) -> ! {
     let backstop = std::thread::Builder::new().name("backstop".into()).spawn(move || {
-        std::thread::sleep(HANDLERS);
-        at_once(status)
+        std::thread::sleep(HANDLER_TIMEOUT);
+        exit_immediately(status)
     });
     match backstop {
         Ok(_) => std::process::exit(status),
-        Err(_) => at_once(status),
+        Err(_) => exit_immediately(status),
     }
 }
 
-/// Ends the process without exit handlers: no code of a library runs, and no lock or pipe is waited for. What is still
-/// to be written must have been written.
-pub fn exit_at_once(status: i32) -> ! {
-    at_once(status)
+/// Ends the process without exit handlers: no library code runs, and no lock or pipe can block. The
+/// caller must have written its output before.
+pub fn exit_without_handlers(status: i32) -> ! {
+    exit_immediately(status)
 }
 
-fn at_once(status: i32) -> ! {
+fn exit_immediately(status: i32) -> ! {
     signal_hook::low_level::exit(status)
 }
 
-/// A thread that ends the process when a deadline passes, or when the control thread is stuck. It is there from
-/// the start, so that in need nothing has to be allocated or spawned.
+/// A thread that ends the process when a deadline passes or when the control thread is stuck. It
+/// runs from the start, so that an emergency exit needs no allocation and no new thread.
 #[derive(Debug)]
-pub(crate) struct Keeper(Arc<Kept>);
+pub(crate) struct Watchdog(Arc<WatchdogState>);
 
 #[derive(Debug)]
-struct Kept {
+struct WatchdogState {
     start: Instant,
-    /// Nanoseconds from the start at which the process ends; zero for none.
+    /// Time since `start` at which the process must end, in nanoseconds; 0 means no deadline.
     deadline_ns: AtomicU64,
     status: AtomicI64,
-    /// Grows while the control thread goes round. `DISMISSED`: it need not any more.
-    rounds: AtomicU64,
+    /// Iterations of the control loop; `LOOP_ENDED` once the loop has ended.
+    iterations: AtomicU64,
 }
 
-const DISMISSED: u64 = u64::MAX;
+const LOOP_ENDED: u64 = u64::MAX;
 
-impl Keeper {
+impl Watchdog {
+    /// Starts the watchdog thread.
+    ///
     /// # Errors
-    /// When the system starts no thread.
-    pub(crate) fn start(limits: &Limits) -> std::io::Result<Keeper> {
-        let kept = Arc::new(Kept {
+    /// Returns the operating system's error if no thread can be started.
+    pub(crate) fn start_thread(limits: &Limits) -> std::io::Result<Watchdog> {
+        let state = Arc::new(WatchdogState {
             start: Instant::now(),
             deadline_ns: AtomicU64::new(0),
             status: AtomicI64::new(0),
-            rounds: AtomicU64::new(0),
+            iterations: AtomicU64::new(0),
         });
-        let shared = Arc::clone(&kept);
-        let (stuck_ns, beat_ns) = (limits.stale_ns.saturating_mul(STUCK_FACTOR), limits.heartbeat_ns);
-        std::thread::Builder::new().name("keeper".into()).spawn(move || shared.keep(stuck_ns, beat_ns))?;
-        Ok(Keeper(kept))
+        let shared = Arc::clone(&state);
+        let (stuck_ns, heartbeat_ns) = (limits.stale_ns.saturating_mul(STUCK_FACTOR), limits.heartbeat_ns);
+        std::thread::Builder::new()
+            .name("watchdog".into())
+            .spawn(move || shared.watch_process(stuck_ns, heartbeat_ns))?;
+        Ok(Watchdog(state))
     }
 
-    /// The control thread goes round.
-    pub(crate) fn round(&self) {
-        self.0.rounds.fetch_add(1, Ordering::Relaxed);
+    /// Records that the control thread makes progress.
+    pub(crate) fn mark_alive(&self) {
+        self.0.iterations.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// From now on the process lives at most `limit`, then exits with `status`.
+    /// Ends the process with `status` after `limit`, unless it exits before.
     pub(crate) fn exit_within(&self, limit: Duration, status: i32) {
         self.0.status.store(i64::from(status), Ordering::Relaxed);
         let at = (self.0.start.elapsed() + limit).as_nanos() as u64;
@@ -82,36 +88,36 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
-    /// The control loop is over; a deadline stays.
+impl Drop for Watchdog {
+    /// Stops watching the control loop, which has ended. A deadline stays in force.
     fn drop(&mut self) {
-        self.0.rounds.store(DISMISSED, Ordering::Release);
+        self.0.iterations.store(LOOP_ENDED, Ordering::Release);
     }
 }
 
-impl Kept {
-    fn keep(&self, stuck_ns: u64, beat_ns: u64) {
+impl WatchdogState {
+    fn watch_process(&self, stuck_ns: u64, heartbeat_ns: u64) {
         let mut clock = AwakeClock::default();
-        let (mut seen, mut seen_ns) = (0, 0);
+        let (mut last_iterations, mut last_progress_ns) = (0, 0);
         loop {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(CHECK_INTERVAL);
             let now = self.start.elapsed().as_nanos() as u64;
-            let awake_ns = clock.advance(now, beat_ns);
+            let awake_ns = clock.advance_to(now, heartbeat_ns);
             let deadline = self.deadline_ns.load(Ordering::Acquire);
             if deadline != 0 {
                 if now >= deadline {
-                    at_once(self.status.load(Ordering::Relaxed) as i32);
+                    exit_immediately(self.status.load(Ordering::Relaxed) as i32);
                 }
                 continue;
             }
-            let rounds = self.rounds.load(Ordering::Acquire);
-            if rounds == DISMISSED {
+            let rounds = self.iterations.load(Ordering::Acquire);
+            if rounds == LOOP_ENDED {
                 return;
             }
-            if rounds != seen {
-                (seen, seen_ns) = (rounds, awake_ns);
-            } else if awake_ns - seen_ns > stuck_ns {
-                at_once(FailureClass::Stall.exit_code());
+            if rounds != last_iterations {
+                (last_iterations, last_progress_ns) = (rounds, awake_ns);
+            } else if awake_ns - last_progress_ns > stuck_ns {
+                exit_immediately(FailureClass::Stall.exit_code());
             }
         }
     }

@@ -1,4 +1,5 @@
-//! Spawns the ranks, relays the leader's reports, stops them on request, and leaves nobody behind.
+//! The launcher spawns the ranks, forwards the leader's progress, stops the ranks on request, and
+//! leaves no process behind.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -13,81 +14,84 @@ use rustix::process::{
 };
 use tessera_base::{Diagnostic, Diagnostics};
 
-use super::fds::{failed, send_welcome};
-use super::hub::{Hub, HubEvent, LinkId, Waker};
-use super::link::{Frame, LinkEnd};
-use super::{T0750, TICK, Topology};
+use super::link::{DisconnectReason, Frame};
+use super::reactor::{LinkId, Reactor, ReactorEvent, Waker};
+use super::welcome::{io_diagnostic, send_welcome};
+use super::{ControlTopology, T0750, TICK_INTERVAL};
 use crate::leader::T0743;
 use crate::limits::AwakeClock;
-use crate::tripwire::Place;
+use crate::tripwire::CheckSite;
 use crate::wire::{LAUNCHER, Message, Progress, Welcome};
 use crate::worker::T0742;
 use crate::{Failure, FailureClass, Limits};
 
-/// Ranks that have finished get so many times `reap_ns` to unload their devices.
-const FINISH_FACTOR: u32 = 3;
+/// Finished ranks get this many times `reap_ns` to release their devices.
+const FINISH_REAP_FACTOR: u32 = 3;
 
-/// What the door supplies.
+/// The application's description of a launch.
 #[derive(Debug)]
 pub struct LaunchSpec {
-    /// Command line of every rank.
+    /// Command line, the same for every rank.
     pub argv: Vec<String>,
-    /// How many ranks.
-    pub ranks: u32,
-    /// Who speaks with whom.
-    pub topology: Topology,
-    /// The session that every envelope names.
+    /// Number of ranks.
+    pub rank_count: u32,
+    /// Control links between the ranks.
+    pub topology: ControlTopology,
+    /// Session id, which every envelope carries.
     pub session: u64,
-    /// Descriptors for each rank, such as the arenas of its groups; one list per rank, or none at all.
-    pub extras: Vec<Vec<Arc<OwnedFd>>>,
-    /// Bytes for every rank, handed over untouched.
+    /// Extra descriptors per rank, such as the shared arenas of its groups: one list per rank, or
+    /// no list at all.
+    pub extra_fds: Vec<Vec<Arc<OwnedFd>>>,
+    /// Opaque bytes that every rank receives in its welcome.
     pub payload: Vec<u8>,
-    /// Environment of every rank beyond the launcher's own: name and value.
+    /// Environment variables that every rank gets in addition to the launcher's environment: name
+    /// and value.
     pub env: Vec<(&'static str, &'static str)>,
-    /// Bounds.
+    /// Time limits.
     pub limits: Limits,
 }
 
-/// Asks a launch to stop, from any thread or a signal handler's thread. The first request ends at a chunk
-/// boundary, the second kills.
+/// A handle to stop a launch from any thread, including a signal handler's thread. The first
+/// request stops the run at a chunk boundary; the second kills the ranks.
 #[derive(Debug, Clone, Default)]
-pub struct Interrupt(Arc<Requests>);
+pub struct StopHandle(Arc<StopState>);
 
 #[derive(Debug, Default)]
-struct Requests {
+struct StopState {
     count: AtomicU32,
     waker: OnceLock<Waker>,
 }
 
-impl Interrupt {
-    /// One more request to stop.
-    pub fn interrupt(&self) {
+impl StopHandle {
+    /// Adds a request to stop.
+    pub fn request_stop(&self) {
         self.0.count.fetch_add(1, Ordering::Relaxed);
         if let Some(waker) = self.0.waker.get() {
-            waker.wake();
+            waker.wake_reactor();
         }
     }
 
-    /// Whether a request has come.
+    /// Whether any request to stop was made.
     #[must_use]
-    pub fn asked(&self) -> bool {
-        self.count() > 0
+    pub fn is_stop_requested(&self) -> bool {
+        self.request_count() > 0
     }
 
-    pub(super) fn count(&self) -> u32 {
+    pub(super) fn request_count(&self) -> u32 {
         self.0.count.load(Ordering::Relaxed)
     }
 
-    /// From now on a request wakes this hub. It is looked at regularly as well.
-    pub(super) fn wakes(&self, hub: &Hub) {
-        let _ = self.0.waker.set(hub.waker());
+    /// Makes later requests wake this reactor. The control loop also checks the request count
+    /// regularly.
+    pub(super) fn set_reactor(&self, reactor: &Reactor) {
+        let _ = self.0.waker.set(reactor.waker());
     }
 }
 
-/// What happens while the ranks run.
+/// Events while the ranks run.
 #[derive(Debug)]
 pub enum LaunchEvent<'a> {
-    /// Every rank was spawned; process ids in order of rank.
+    /// Every rank was spawned; process ids in rank order.
     Started(&'a [u32]),
     /// A chunk was delivered.
     Progress(&'a Progress),
@@ -100,16 +104,16 @@ pub struct RankExit {
     pub rank: u32,
     /// Its exit status.
     pub status: Option<i32>,
-    /// The signal that killed it.
+    /// Signal that killed the process.
     pub signal: Option<i32>,
 }
 
 impl RankExit {
-    fn clean(&self) -> bool {
+    fn is_clean(&self) -> bool {
         self.status == Some(0)
     }
 
-    fn words(&self) -> String {
+    fn to_sentence(self) -> String {
         match (self.status, self.signal) {
             (Some(status), _) => format!("its process exited with status {status}"),
             (None, Some(signal)) => format!("its process was killed by signal {signal}"),
@@ -118,181 +122,197 @@ impl RankExit {
     }
 }
 
-/// How a launch ended. No process of it is left.
+/// The outcome of a launch, whose processes have all ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LaunchReport {
-    /// The one failure, if it failed.
+    /// The failure that ended the run, if any.
     pub failure: Option<Failure>,
-    /// Every rank's end, in order of rank.
+    /// Exit of every rank, in rank order.
     pub exits: Vec<RankExit>,
-    /// Whether it was asked to stop.
+    /// Whether a stop was requested.
     pub interrupted: bool,
 }
 
-/// Spawns the ranks and stays until the last is gone. Blocks the calling thread, which must live as long:
-/// the kernel ties the ranks' parent-death signal to it.
-pub fn launch(
+/// Spawns the ranks and blocks until the last one has exited. The kernel ties the ranks'
+/// parent-death signal to the calling thread, so that thread must outlive them.
+///
+/// # Errors
+/// T0750 if the description is invalid or a rank cannot be spawned.
+pub fn launch_ranks(
     spec: &LaunchSpec,
-    interrupt: &Interrupt,
+    stop: &StopHandle,
     on_event: &mut dyn FnMut(LaunchEvent<'_>),
 ) -> Result<LaunchReport, Diagnostics> {
-    let found = check(spec);
+    let found = check_spec(spec);
     if !found.is_empty() {
         return Err(found);
     }
-    if interrupt.count() > 0 {
+    if stop.request_count() > 0 {
         return Ok(LaunchReport { failure: None, exits: Vec::new(), interrupted: true });
     }
-    let hub = Hub::new(&spec.limits).map_err(|e| vec![failed("the launcher's sockets", &e)])?;
-    interrupt.wakes(&hub);
-    let mut ranks = Ranks { hub, list: Vec::new() };
-    if let Err(d) = ranks.spawn(spec) {
-        ranks.kill_all();
+    let reactor =
+        Reactor::new(&spec.limits).map_err(|e| vec![io_diagnostic("the launcher's sockets", &e)])?;
+    stop.set_reactor(&reactor);
+    let mut ranks = RankProcesses { reactor, list: Vec::new() };
+    if let Err(d) = ranks.spawn_all(spec) {
+        ranks.kill_and_reap_all();
         return Err(vec![d]);
     }
     let pids: Vec<u32> = ranks.list.iter().map(|r| r.child.id()).collect();
     on_event(LaunchEvent::Started(&pids));
-    Ok(watch(spec, interrupt, on_event, ranks))
+    Ok(supervise_ranks(spec, stop, on_event, ranks))
 }
 
-fn check(spec: &LaunchSpec) -> Diagnostics {
+fn check_spec(spec: &LaunchSpec) -> Diagnostics {
     let mut found = spec.limits.check();
     let mut refuse = |what: String| found.push(Diagnostic::error(&T0750, what));
-    if spec.ranks == 0 {
+    if spec.rank_count == 0 {
         refuse("a launch needs at least one rank".into());
     }
     if spec.argv.is_empty() {
         refuse("a launch needs a command line".into());
     }
-    if spec.topology == Topology::Outside && spec.ranks < 2 {
-        refuse("a leader outside the mesh needs a rank inside".into());
+    if spec.topology == ControlTopology::ExternalLeader && spec.rank_count < 2 {
+        refuse("a leader outside the mesh needs at least one rank in the mesh".into());
     }
-    if !spec.extras.is_empty() && spec.extras.len() != spec.ranks as usize {
-        refuse(format!("{} lists of descriptors for {} ranks", spec.extras.len(), spec.ranks));
+    if !spec.extra_fds.is_empty() && spec.extra_fds.len() != spec.rank_count as usize {
+        refuse(format!(
+            "there are {} lists of descriptors for {} ranks",
+            spec.extra_fds.len(),
+            spec.rank_count
+        ));
     }
     found
 }
 
-struct Rank {
+struct RankProcess {
     child: Child,
-    /// Open as long as the launcher lives; its closing tells the rank.
+    /// Stays open as long as the launcher lives, so that its closing notifies the rank.
     link: LinkId,
     exit: Option<RankExit>,
 }
 
-struct Ranks {
-    hub: Hub,
-    list: Vec<Rank>,
+struct RankProcesses {
+    reactor: Reactor,
+    list: Vec<RankProcess>,
 }
 
-impl Ranks {
-    fn spawn(&mut self, spec: &LaunchSpec) -> Result<(), Diagnostic> {
-        let mut ends = control_sockets(spec)?;
+impl RankProcesses {
+    fn spawn_all(&mut self, spec: &LaunchSpec) -> Result<(), Diagnostic> {
+        let mut control_ends = control_sockets(spec)?;
         let mut streams = Vec::new();
-        for rank in 0..spec.ranks {
-            let (here, there) = pair()?;
-            let stream = here.try_clone().map_err(|e| failed("launcher socket", &e))?;
-            let link = self.hub.add(Box::new(here), [rank]).map_err(|e| failed("launcher socket", &e))?;
+        for rank in 0..spec.rank_count {
+            let (here, there) = socket_pair()?;
+            let stream = here.try_clone().map_err(|e| io_diagnostic("launcher socket", &e))?;
+            let link = self
+                .reactor
+                .add_link(Box::new(here), [rank])
+                .map_err(|e| io_diagnostic("launcher socket", &e))?;
             let child = Command::new(&spec.argv[0])
                 .args(&spec.argv[1..])
                 .envs(spec.env.iter().copied())
                 .stdin(Stdio::from(OwnedFd::from(there)))
                 .process_group(0)
                 .spawn()
-                .map_err(|e| failed(&format!("starting rank {rank} as `{}`", spec.argv.join(" ")), &e))?;
+                .map_err(|e| {
+                    io_diagnostic(&format!("starting rank {rank} as `{}`", spec.argv.join(" ")), &e)
+                })?;
             let pid = child.id();
-            self.list.push(Rank { child, link, exit: None });
+            self.list.push(RankProcess { child, link, exit: None });
             streams.push(stream);
-            // Without it a death is seen at the next tick.
-            if let Some(fd) = pid_of(pid).and_then(|p| pidfd_open(p, PidfdFlags::empty()).ok()) {
-                self.hub.watch(rank as usize, fd);
+            // Without a pidfd, the launcher notices a death only at the next tick.
+            if let Some(fd) = to_pid(pid).and_then(|p| pidfd_open(p, PidfdFlags::empty()).ok()) {
+                self.reactor.watch_fd(rank as usize, fd);
             }
         }
         for (i, stream) in streams.iter().enumerate() {
-            let sockets = std::mem::take(&mut ends[i]);
-            let extras = spec.extras.get(i).map_or(&[][..], |e| e);
+            let sockets = std::mem::take(&mut control_ends[i]);
+            let extras = spec.extra_fds.get(i).map_or(&[][..], |e| e);
             let mut fds: Vec<_> = sockets.iter().map(|s| s.as_fd()).collect();
             fds.extend(extras.iter().map(|e| e.as_fd()));
             let welcome = Welcome {
                 rank: i as u32,
-                world: spec.ranks,
+                world_size: spec.rank_count,
                 session: spec.session,
-                sockets: sockets.len() as u32,
-                extras: extras.len() as u32,
+                control_sockets: sockets.len() as u32,
+                extra_fds: extras.len() as u32,
                 payload: spec.payload.clone(),
             };
-            send_welcome(&mut self.hub, self.list[i].link, stream, welcome, &fds)?;
+            send_welcome(&mut self.reactor, self.list[i].link, stream, welcome, &fds)?;
         }
         Ok(())
     }
 
-    /// Collects the ranks that ended, with whatever they left running in their groups; true when none is left.
-    fn reap(&mut self) -> bool {
+    /// Reaps the ranks that ended and kills any process left in their groups; returns true when no
+    /// rank is left.
+    fn reap_exited(&mut self) -> bool {
         for (i, rank) in self.list.iter_mut().enumerate().filter(|(_, r)| r.exit.is_none()) {
-            let Some(pid) = pid_of(rank.child.id()) else { continue };
-            let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-            if matches!(waitid(WaitId::Pid(pid), look), Ok(Some(_))) {
-                // Not collected yet, so the id still names its group.
+            let Some(pid) = to_pid(rank.child.id()) else { continue };
+            let wait_options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+            if matches!(waitid(WaitId::Pid(pid), wait_options), Ok(Some(_))) {
+                // The child is not reaped yet, so its process id still names its group.
                 let _ = kill_process_group(pid, Signal::KILL);
             }
             if let Ok(Some(status)) = rank.child.try_wait() {
-                rank.exit = Some(ended(i as u32, status));
+                rank.exit = Some(to_rank_exit(i as u32, status));
             }
         }
         self.list.iter().all(|r| r.exit.is_some())
     }
 
-    /// Kills the process group of every rank that is left.
-    fn kill_left(&self) {
-        (0..self.list.len() as u32).for_each(|rank| self.kill(rank));
+    /// Kills the process group of every rank that has not ended.
+    fn kill_remaining(&self) {
+        (0..self.list.len() as u32).for_each(|rank| self.kill_rank(rank));
     }
 
-    /// Kills a rank's process group, if it is left. The child is not reaped, so its id still names it and its group.
-    fn kill(&self, rank: u32) {
+    /// Kills the process group of `rank` if it has not ended. An unreaped child's process id stays
+    /// valid for it and its group.
+    fn kill_rank(&self, rank: u32) {
         let left = self.list.get(rank as usize).filter(|r| r.exit.is_none());
-        if let Some(pid) = left.and_then(|r| pid_of(r.child.id())) {
+        if let Some(pid) = left.and_then(|r| to_pid(r.child.id())) {
             let _ = kill_process_group(pid, Signal::KILL);
         }
     }
 
-    fn kill_all(&mut self) {
-        self.kill_left();
+    fn kill_and_reap_all(&mut self) {
+        self.kill_remaining();
         for rank in &mut self.list {
             let _ = rank.child.wait();
         }
     }
 
-    /// The first rank that ended other than by status 0; a signal explains more than a status that we chose.
-    fn first_bad(&self) -> Option<RankExit> {
-        let bad = || self.list.iter().filter_map(|r| r.exit).filter(|e| !e.clean());
-        bad().find(|e| e.signal.is_some()).or_else(|| bad().next())
+    /// Returns the first rank that did not exit with status 0. A rank killed by a signal takes
+    /// precedence, because a signal explains more than a status that Tessera chose.
+    fn first_abnormal_exit(&self) -> Option<RankExit> {
+        let abnormal_exits = || self.list.iter().filter_map(|r| r.exit).filter(|e| !e.is_clean());
+        abnormal_exits().find(|e| e.signal.is_some()).or_else(|| abnormal_exits().next())
     }
 }
 
-/// Each rank's control sockets, in the order in which it expects them.
+/// Creates the control sockets of each rank, in the order in which the rank expects them.
 fn control_sockets(spec: &LaunchSpec) -> Result<Vec<Vec<UnixStream>>, Diagnostic> {
-    let mut ends: Vec<Vec<UnixStream>> = (0..spec.ranks).map(|_| Vec::new()).collect();
-    for (upper, lower) in spec.topology.links(spec.ranks) {
-        let (up, down) = pair()?;
+    let mut ends: Vec<Vec<UnixStream>> = (0..spec.rank_count).map(|_| Vec::new()).collect();
+    for (upper, lower) in spec.topology.control_links(spec.rank_count) {
+        let (up, down) = socket_pair()?;
         ends[upper as usize].push(up);
         ends[lower as usize].push(down);
     }
     Ok(ends)
 }
 
-fn pair() -> Result<(UnixStream, UnixStream), Diagnostic> {
-    UnixStream::pair().map_err(|e| failed("a socket pair", &e))
+fn socket_pair() -> Result<(UnixStream, UnixStream), Diagnostic> {
+    UnixStream::pair().map_err(|e| io_diagnostic("a socket pair", &e))
 }
 
-fn pid_of(id: u32) -> Option<Pid> {
+fn to_pid(id: u32) -> Option<Pid> {
     i32::try_from(id).ok().and_then(Pid::from_raw)
 }
 
-fn watch(
+fn supervise_ranks(
     spec: &LaunchSpec,
-    interrupt: &Interrupt,
+    stop: &StopHandle,
     on_event: &mut dyn FnMut(LaunchEvent<'_>),
-    mut ranks: Ranks,
+    mut ranks: RankProcesses,
 ) -> LaunchReport {
     let start = Instant::now();
     let reap = Duration::from_nanos(spec.limits.reap_ns);
@@ -300,42 +320,42 @@ fn watch(
     let mut clock = AwakeClock::default();
     let mut failure: Option<Failure> = None;
     let (mut finished, mut leader_closed, mut stop_sent, mut killed) = (false, false, false, false);
-    let mut first_bad: Option<RankExit> = None;
-    let mut heard_ns: Option<u64> = None;
-    let mut ending: Option<Instant> = None;
+    let mut first_abnormal: Option<RankExit> = None;
+    let mut last_message_ns: Option<u64> = None;
+    let mut ending_since: Option<Instant> = None;
     let (mut all_gone, mut reaped) = (false, start);
     let mut events = Vec::new();
     loop {
-        ranks.hub.wait(TICK, &mut events);
-        // Progress alone is no reason to look at every child.
-        let mut look = reaped.elapsed() >= TICK;
-        let now_ns = clock.advance(start.elapsed().as_nanos() as u64, spec.limits.heartbeat_ns);
+        ranks.reactor.wait_events(TICK_INTERVAL, &mut events);
+        // Progress messages alone do not require a check of every child.
+        let mut check_children = reaped.elapsed() >= TICK_INTERVAL;
+        let now_ns = clock.advance_to(start.elapsed().as_nanos() as u64, spec.limits.heartbeat_ns);
         for event in events.drain(..) {
             let message = match event {
-                HubEvent::Frame { link, frame } if link == leader => frame.message(),
-                HubEvent::Ended { link, end } if link == leader => {
-                    (leader_closed, look) = (true, true);
+                ReactorEvent::Frame { link, frame } if link == leader => frame.decode_message(),
+                ReactorEvent::Disconnected { link, reason: end } if link == leader => {
+                    (leader_closed, check_children) = (true, true);
                     match end {
-                        LinkEnd::Broken(d) => Err(d),
+                        DisconnectReason::Broken(d) => Err(d),
                         _ => continue,
                     }
                 }
-                HubEvent::Frame { .. } => continue,
-                HubEvent::Watched(_) | HubEvent::Ended { .. } => {
-                    look = true;
+                ReactorEvent::Frame { .. } => continue,
+                ReactorEvent::FdReady(_) | ReactorEvent::Disconnected { .. } => {
+                    check_children = true;
                     continue;
                 }
             };
-            heard_ns = Some(now_ns);
+            last_message_ns = Some(now_ns);
             match message {
                 Ok(Message::Progress(p)) => on_event(LaunchEvent::Progress(&p)),
                 Ok(Message::Finished) => finished = true,
                 Ok(Message::Failed(f)) => {
-                    // A rank that stands still will not go by itself.
+                    // A stalled rank does not exit by itself.
                     if let (FailureClass::Stall, Some(rank)) = (f.class, f.rank)
                         && rank > 0
                     {
-                        ranks.kill(rank);
+                        ranks.kill_rank(rank);
                     }
                     failure.get_or_insert(f);
                 }
@@ -346,89 +366,94 @@ fn watch(
                 }
             }
         }
-        if look {
-            all_gone = ranks.reap();
+        if check_children {
+            all_gone = ranks.reap_exited();
             reaped = Instant::now();
         }
-        if first_bad.is_none_or(|b| b.signal.is_none()) {
-            first_bad = ranks.first_bad();
+        if first_abnormal.is_none_or(|b| b.signal.is_none()) {
+            first_abnormal = ranks.first_abnormal_exit();
         }
-        if interrupt.count() > 0 && !stop_sent {
+        if stop.request_count() > 0 && !stop_sent {
             stop_sent = true;
             if let Ok(frame) = Frame::new(LAUNCHER, &Message::Stop) {
-                ranks.hub.send(leader, &frame);
+                ranks.reactor.send(leader, &frame);
             }
         }
         if failure.is_none() && !finished && !leader_closed {
-            failure = silence(heard_ns, now_ns, &spec.limits);
+            failure = check_leader_silence(last_message_ns, now_ns, &spec.limits);
             if failure.is_some() {
-                ranks.kill_left();
+                ranks.kill_remaining();
             }
         }
-        if interrupt.count() > 1 && !killed {
+        if stop.request_count() > 1 && !killed {
             killed = true;
-            ranks.kill_left();
+            ranks.kill_remaining();
         }
-        // The end of any other rank is the leader's to report: it may have answered the shutdown.
-        let leader_bad = first_bad.is_some_and(|b| b.rank == 0);
-        if failure.is_some() || finished || leader_closed || leader_bad || all_gone {
-            ending.get_or_insert_with(Instant::now);
+        // The leader reports the end of any other rank: that rank may have acknowledged the
+        // shutdown before.
+        let leader_failed = first_abnormal.is_some_and(|b| b.rank == 0);
+        if failure.is_some() || finished || leader_closed || leader_failed || all_gone {
+            ending_since.get_or_insert_with(Instant::now);
         }
-        let patience = if finished { reap * FINISH_FACTOR } else { reap };
-        let late = ending.is_some_and(|since| since.elapsed() > patience);
-        // A socket that outlives its process was inherited by somebody else; it is not waited for.
-        if all_gone && (leader_closed || late) {
+        let exit_limit = if finished { reap * FINISH_REAP_FACTOR } else { reap };
+        let overdue = ending_since.is_some_and(|since| since.elapsed() > exit_limit);
+        // If a socket outlives its process, another process inherited it; the launcher does not
+        // wait for that socket to close.
+        if all_gone && (leader_closed || overdue) {
             break;
         }
-        if late {
-            ranks.kill_left();
+        if overdue {
+            ranks.kill_remaining();
         }
     }
     let exits: Vec<RankExit> = ranks.list.iter().filter_map(|r| r.exit).collect();
-    // A second request that reaches every process takes ranks away before they are killed.
-    if interrupt.count() > 1 && failure.as_ref().is_some_and(|f| f.class == FailureClass::RankDied) {
+    // A second stop signal that also reaches the ranks can end them before the launcher kills them.
+    // That is no failure.
+    if stop.request_count() > 1 && failure.as_ref().is_some_and(|f| f.class == FailureClass::RankDied) {
         failure = None;
     }
-    if failure.is_none() && !finished && interrupt.count() < 2 {
-        failure = Some(unreported(first_bad, &exits));
+    if failure.is_none() && !finished && stop.request_count() < 2 {
+        failure = Some(unreported_failure(first_abnormal, &exits));
     }
     if let Some(f) = &mut failure
         && let Some(exit) = exits.iter().find(|e| Some(e.rank) == f.rank)
     {
-        f.text += &format!("; {}", exit.words());
+        f.text += &format!("; {}", exit.to_sentence());
     }
-    LaunchReport { failure, exits, interrupted: interrupt.count() > 0 }
+    LaunchReport { failure, exits, interrupted: stop.request_count() > 0 }
 }
 
-/// A leader that says nothing, although it shows a sign of life every heartbeat once it is up.
-fn silence(heard_ns: Option<u64>, now_ns: u64, limits: &Limits) -> Option<Failure> {
-    let (since, limit) = heard_ns.map_or((0, limits.hello_ns), |heard| (heard, limits.stale_ns));
+/// Returns a stall failure if the leader's sign of life is overdue. A running leader sends one per
+/// heartbeat interval.
+fn check_leader_silence(last_message_ns: Option<u64>, now_ns: u64, limits: &Limits) -> Option<Failure> {
+    let (since, limit) = last_message_ns.map_or((0, limits.hello_ns), |heard| (heard, limits.stale_ns));
     (now_ns.saturating_sub(since) > limit).then(|| {
         let text = format!("no sign of life of the leader for {} ms", limit / 1_000_000);
         Failure::new(FailureClass::Stall, Some(0), &T0743, text)
     })
 }
 
-/// The failure of a run whose leader did not live to name one. A rank that chose its status chose its class. The place
-/// is that of the check which found it: the ranks', where they say that their leader died; else nobody's but the rank's
-/// own, unless it is the leader's.
-fn unreported(bad: Option<RankExit>, exits: &[RankExit]) -> Failure {
+/// Builds the failure of a run whose leader died before it reported one. A rank that exited with a
+/// failure status determines the failure class. The place is that of the check that detected the
+/// failure: the workers, if one of them reported that its leader died, or if a rank other than the
+/// leader failed; otherwise the leader.
+fn unreported_failure(exit: Option<RankExit>, exits: &[RankExit]) -> Failure {
     let died = Some(FailureClass::RankDied.exit_code());
-    match bad {
+    match exit {
         Some(exit) => {
             let class = exit.status.and_then(FailureClass::from_exit_code).unwrap_or(FailureClass::RankDied);
-            let text = format!("rank {} is gone and the leader reported nothing", exit.rank);
-            let seen = exit.rank != 0 || exits.iter().any(|e| e.rank != 0 && e.status == died);
-            let place = if seen { Place::Worker } else { Place::Leader };
-            Failure::new(class, Some(exit.rank), &T0742, text).at(place)
+            let text = format!("rank {} has ended and the leader reported no failure", exit.rank);
+            let reported_by_worker = exit.rank != 0 || exits.iter().any(|e| e.rank != 0 && e.status == died);
+            let place = if reported_by_worker { CheckSite::Worker } else { CheckSite::Leader };
+            Failure::new(class, Some(exit.rank), &T0742, text).with_site(place)
         }
         None => {
-            let text = "every rank exited with status 0 and the leader never said that it finished";
+            let text = "every rank exited with status 0 but the leader did not report that the run finished";
             Failure::new(FailureClass::RankDied, Some(0), &T0742, text)
         }
     }
 }
 
-fn ended(rank: u32, status: ExitStatus) -> RankExit {
+fn to_rank_exit(rank: u32, status: ExitStatus) -> RankExit {
     RankExit { rank, status: status.code(), signal: status.signal() }
 }

@@ -1,5 +1,6 @@
-//! The control thread of the leader's process: its machine, its own place in the mesh if it has one, every
-//! socket, and no wait for engine, studio, door or peer.
+//! The control thread of the leader's process. It runs the leader's state machine, the local rank
+//! if the leader is in the mesh, and every socket; it never blocks on the engine, the media
+//! pipeline, the application or a peer.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -7,83 +8,83 @@ use std::time::{Duration, Instant};
 
 use tessera_base::{Diagnostic, Diagnostics};
 
+use super::boundary::{Interceptor, MessageBoundary, MessageDirection};
+use super::closed_peers::ClosedPeers;
 use super::engine_thread::EngineFactory;
-use super::exit::Keeper;
-use super::fds::{Joined, failed, outlive_launcher};
-use super::gate::{Gate, Tap, Way};
-use super::gone::Gone;
-use super::hub::{Hub, HubEvent, LinkId};
-use super::intake::{Intake, Taken};
-use super::launcher::Interrupt;
-use super::link::{Frame, LinkEnd};
-use super::local_rank::{LocalRank, Todo};
-use super::studio_thread::{Desk, StreamRequest, StudioCommand, StudioEvent, StudioFactory};
-use super::worker_process::{bound, broken, leave, stuck};
-use super::{T0750, TICK, Topology};
-use crate::decide::ChunkRequest;
-use crate::flight::{Mark, Sink};
+use super::exit::Watchdog;
+use super::launcher::StopHandle;
+use super::link::{DisconnectReason, Frame};
+use super::local_rank::{LocalRank, RankAction};
+use super::media_thread::{MediaCommand, MediaEvent, MediaPipelineFactory, MediaThread, StreamRequest};
+use super::reactor::{LinkId, Reactor, ReactorEvent};
+use super::request_intake::{IntakeEvent, RequestIntake};
+use super::welcome::{JoinedRank, io_diagnostic, outlive_launcher};
+use super::worker_process::{failed_process_lifetime, protocol_failure, stall_failure, wind_down};
+use super::{ControlTopology, T0750, TICK_INTERVAL};
+use crate::director::ChunkRequest;
+use crate::flight::{FlightEvent, FlightSink};
 use crate::leader::{self, CallRecord, Leader, LeaderConfig, T0748};
-use crate::tripwire::Place;
+use crate::tripwire::CheckSite;
 use crate::wire::{Heartbeat, LAUNCHER, Message, Progress, Reload};
 use crate::worker::{self, T0749, WorkerConfig};
 use crate::{Failure, FailureClass, Limits};
 
-/// Exit status of a process that was asked to stop.
+/// Exit status of a process that was stopped on request.
 const INTERRUPTED: i32 = 130;
-/// Longest time that closing the output may take.
+/// Time limit for closing the output.
 const FINISH_LIMIT: Duration = Duration::from_secs(60);
 
-/// What the door supplies.
+/// The application's parts of the leader's process.
 pub struct LeaderParts {
     /// The leader's settings.
     pub config: LeaderConfig,
-    /// Rank 0's own place in the mesh; none where the leader stands outside.
-    pub engine: Option<(WorkerConfig, EngineFactory)>,
-    /// Who speaks with whom.
-    pub topology: Topology,
-    /// Makes the studio.
-    pub studio: StudioFactory,
-    /// What is wanted, chunk by chunk; asked for at most `d_in` ahead. May block.
+    /// Worker settings and engine of rank 0; `None` if the leader is outside the mesh.
+    pub local_rank: Option<(WorkerConfig, EngineFactory)>,
+    /// Control links between the ranks.
+    pub topology: ControlTopology,
+    /// Builds the media pipeline.
+    pub media: MediaPipelineFactory,
+    /// Requests, chunk by chunk, pulled at most `d_in` ahead. The iterator may block.
     pub requests: Box<dyn Iterator<Item = StreamRequest> + Send>,
-    /// Told what goes into the record; must not block.
+    /// Receives the entries of the run's record; must not block.
     pub record: Box<dyn FnMut(RecordEntry<'_>)>,
-    /// Stops a leader that nobody launched.
-    pub interrupt: Option<Interrupt>,
-    /// Keeps the rank's flight record.
-    pub flight: Option<Arc<dyn Sink>>,
-    /// Meddles with messages in a drill.
-    pub tap: Option<Tap>,
+    /// Stops a leader that no launcher started.
+    pub stop: Option<StopHandle>,
+    /// Stores the rank's flight record.
+    pub flight: Option<Arc<dyn FlightSink>>,
+    /// Alters messages in a drill.
+    pub interceptor: Option<Interceptor>,
 }
 
-/// What goes into a run's record.
+/// An entry of a run's record.
 #[derive(Debug)]
 pub enum RecordEntry<'a> {
     /// A call that every rank has finished.
     Call(&'a CallRecord),
     /// A chunk was delivered.
     Progress(&'a Progress),
-    /// Worth knowing.
+    /// A remark for the reader of the record.
     Note(&'a str),
-    /// A request or a finished chunk was given up for a hard cut.
+    /// A request or a finished chunk was dropped for a hard cut.
     Dropped {
-        /// The request, counted from 0.
+        /// Index of the request, from 0.
         request: u64,
-        /// Its chunk, if it had become one.
+        /// Its chunk, if one was already assigned.
         chunk: Option<u32>,
-        /// The life of the caches that is over.
+        /// The cache epoch that ended.
         epoch: u32,
-        /// Where it was.
+        /// The stage in which it was dropped.
         why: &'static str,
     },
     /// A call was open when the run failed.
     Lost {
-        /// Its id.
+        /// Id of the call.
         call_id: u64,
-        /// Its chunk.
+        /// Chunk of the call.
         chunk: u32,
-        /// Its life of the caches.
+        /// Cache epoch of the call.
         epoch: u32,
-        /// Ranks that were ready.
+        /// Ranks that had answered ready.
         ready: &'a [u32],
         /// Ranks that had finished.
         done: &'a [u32],
@@ -92,269 +93,297 @@ pub enum RecordEntry<'a> {
     Failed(&'a Failure),
 }
 
-/// Runs the leader until the session ends; see [`super::run_worker`] for how it returns.
-pub fn run_leader(mut joined: Joined, parts: LeaderParts) -> Result<Option<Failure>, Diagnostics> {
+/// Runs the leader until the session ends; [`super::run_worker`] describes the return values.
+///
+/// # Errors
+/// The diagnostics of an invalid configuration, or T0750.
+pub fn run_leader(mut joined: JoinedRank, parts: LeaderParts) -> Result<Option<Failure>, Diagnostics> {
     if let Err(found) = Leader::new(parts.config.clone()) {
         if let Some(d) = found.first() {
-            let failure = Failure::from_diagnostic(FailureClass::Preflight, Some(0), d).at(Place::Leader);
-            if joined.refuse(&failure) {
+            let failure =
+                Failure::from_diagnostic(FailureClass::Preflight, Some(0), d).with_site(CheckSite::Leader);
+            if joined.report_refusal(&failure) {
                 return Ok(Some(failure));
             }
         }
         return Err(found);
     }
-    Process::start(joined, parts)?.run()
+    LeaderProcess::start_process(joined, parts)?.run_loop()
 }
 
-/// What the machines of this process are told.
-enum Input {
+/// An event for one of the state machines of this process.
+enum LeaderProcessEvent {
     Leader(leader::Event),
     Local(worker::Event),
 }
 
-struct Process {
+struct LeaderProcess {
     start: Instant,
     limits: Limits,
     leader: Leader,
     rank: u32,
     local: Option<LocalRank>,
-    gate: Gate,
-    keeper: Keeper,
+    boundary: MessageBoundary,
+    watchdog: Watchdog,
     peers: BTreeMap<u32, LinkId>,
     launcher: Option<LinkId>,
-    desk: Desk,
-    intake: Intake,
+    media: MediaThread,
+    intake: RequestIntake,
     record: Box<dyn FnMut(RecordEntry<'_>)>,
-    interrupt: Option<Interrupt>,
-    interrupts: u32,
-    gone: Gone,
-    /// Events for the machines, in order.
-    queue: VecDeque<Input>,
+    stop: Option<StopHandle>,
+    stop_requests_seen: u32,
+    closed_peers: ClosedPeers,
+    /// Events for the state machines, in order.
+    queue: VecDeque<LeaderProcessEvent>,
     outcome: Option<Option<Failure>>,
 }
 
-impl Process {
-    fn start(joined: Joined, parts: LeaderParts) -> Result<Process, Diagnostics> {
-        let LeaderParts { config, engine, topology, studio, requests, record, interrupt, flight, tap } =
-            parts;
+impl LeaderProcess {
+    fn start_process(joined: JoinedRank, parts: LeaderParts) -> Result<LeaderProcess, Diagnostics> {
+        let LeaderParts {
+            config,
+            local_rank: engine,
+            topology,
+            media: media_pipeline,
+            requests,
+            record,
+            stop: interrupt,
+            flight,
+            interceptor: tap,
+        } = parts;
         let limits = config.limits.clone();
-        let io = |what: &str, e: &std::io::Error| vec![failed(what, e)];
+        let io = |what: &str, e: &std::io::Error| vec![io_diagnostic(what, e)];
         let leader = Leader::new(config.clone())?;
-        let keeper = Keeper::start(&limits).map_err(|e| io("keeper thread", &e))?;
-        let mut hub = Hub::new(&limits).map_err(|e| io("control sockets", &e))?;
-        let (rank, world) = (joined.welcome.rank, joined.welcome.world);
-        let led: Vec<u32> = topology.links(world).iter().filter(|l| l.0 == rank).map(|l| l.1).collect();
-        let inside = topology == Topology::Mesh;
-        let mesh_is = config.ranks.iter().copied().eq(u32::from(!inside)..world)
-            && inside == engine.is_some()
-            && joined.links.len() == led.len();
-        if !mesh_is {
+        let watchdog = Watchdog::start_thread(&limits).map_err(|e| io("watchdog thread", &e))?;
+        let mut reactor = Reactor::new(&limits).map_err(|e| io("control sockets", &e))?;
+        let (rank, world) = (joined.welcome.rank, joined.welcome.world_size);
+        let led_ranks: Vec<u32> =
+            topology.control_links(world).iter().filter(|l| l.0 == rank).map(|l| l.1).collect();
+        let leader_in_mesh = topology == ControlTopology::Mesh;
+        let mesh_matches = config.ranks.iter().copied().eq(u32::from(!leader_in_mesh)..world)
+            && leader_in_mesh == engine.is_some()
+            && joined.links.len() == led_ranks.len();
+        if !mesh_matches {
             return Err(vec![
-                Diagnostic::error(&T0750, "the mesh is not the processes that were launched")
-                    .at("mesh", format!("ranks {:?}, {topology:?}", config.ranks))
-                    .at("launched", format!("{world} ranks, {} sockets", joined.links.len())),
+                Diagnostic::error(&T0750, "the mesh does not match the launched processes")
+                    .with_label("mesh", format!("ranks {:?}, {topology:?}", config.ranks))
+                    .with_label("launched", format!("{world} ranks, {} sockets", joined.links.len())),
             ]);
         }
         let mut peers = BTreeMap::new();
-        for (peer, stream) in led.into_iter().zip(joined.links) {
-            // The mesh leader passes on what its members say.
-            let origins = if inside { peer..=peer } else { peer..=world - 1 };
-            let link = hub.add(stream, origins).map_err(|e| io("control socket", &e))?;
+        for (peer, stream) in led_ranks.into_iter().zip(joined.links) {
+            // The mesh leader forwards its members' messages.
+            let origins = if leader_in_mesh { peer..=peer } else { peer..=world - 1 };
+            let link = reactor.add_link(stream, origins).map_err(|e| io("control socket", &e))?;
             peers.insert(peer, link);
         }
         let launcher = joined
             .launcher
-            .map(|stream| hub.add(stream, [LAUNCHER]))
+            .map(|stream| reactor.add_link(stream, [LAUNCHER]))
             .transpose()
             .map_err(|e| io("launcher socket", &e))?;
-        // A launcher that is stopped by hand reads later.
-        launcher.into_iter().for_each(|l| hub.set_patient(l));
-        let local = engine.map(|(config, factory)| LocalRank::start(config, factory, &hub)).transpose()?;
-        let desk =
-            Desk::spawn(studio, Leader::studio_depth(&limits), &hub).map_err(|e| io("studio thread", &e))?;
-        let intake = Intake::spawn(requests, &hub).map_err(|e| io("intake thread", &e))?;
-        interrupt.iter().for_each(|i| i.wakes(&hub));
+        // A launcher that a person suspended reads later.
+        launcher.into_iter().for_each(|l| reactor.set_best_effort(l));
+        let local =
+            engine.map(|(config, factory)| LocalRank::start(config, factory, &reactor)).transpose()?;
+        let media = MediaThread::spawn_thread(media_pipeline, Leader::media_queue_depth(&limits), &reactor)
+            .map_err(|e| io("media thread", &e))?;
+        let intake = RequestIntake::spawn_thread(requests, &reactor).map_err(|e| io("intake thread", &e))?;
+        interrupt.iter().for_each(|i| i.set_reactor(&reactor));
         if launcher.is_some() {
             outlive_launcher();
         }
-        Ok(Process {
+        Ok(LeaderProcess {
             start: Instant::now(),
             limits,
             leader,
             rank,
             local,
-            gate: Gate::new(rank, hub, flight, tap, config.tripwires.clone()),
-            keeper,
+            boundary: MessageBoundary::new(rank, reactor, flight, tap, config.tripwires.clone()),
+            watchdog,
             peers,
             launcher,
-            desk,
+            media,
             intake,
             record,
-            interrupt,
-            interrupts: 0,
-            gone: Gone::new(launcher.is_some()),
+            stop: interrupt,
+            stop_requests_seen: 0,
+            closed_peers: ClosedPeers::new(launcher.is_some()),
             queue: VecDeque::new(),
             outcome: None,
         })
     }
 
-    fn run(mut self) -> Result<Option<Failure>, Diagnostics> {
+    fn run_loop(mut self) -> Result<Option<Failure>, Diagnostics> {
         let mut events = Vec::new();
         loop {
-            self.keeper.round();
-            self.gate.hub.wait(TICK, &mut events);
+            self.watchdog.mark_alive();
+            self.boundary.reactor.wait_events(TICK_INTERVAL, &mut events);
             for event in events.drain(..) {
-                self.arrived(event);
-                self.settle();
+                self.handle_reactor_event(event);
+                self.drain_queue();
             }
-            self.threads();
-            for (rank, how) in self.gone.due() {
-                self.tell(leader::Event::Gone { rank, how });
+            self.poll_threads();
+            for (rank, how) in self.closed_peers.take_due() {
+                self.queue_leader_event(leader::Event::Gone { rank, how });
             }
-            self.settle();
-            // What has arrived comes before the clock: a peer is not late because its answer lies in the inbox.
-            self.queue.push_back(Input::Leader(leader::Event::Tick));
+            self.drain_queue();
+            // Messages are handled before the clock: a peer is not late if its answer is already in
+            // the inbox.
+            self.queue.push_back(LeaderProcessEvent::Leader(leader::Event::Tick));
             if let Some(local) = &self.local {
-                self.queue.push_back(Input::Local(local.tick()));
+                self.queue.push_back(LeaderProcessEvent::Local(local.tick_event()));
             }
-            self.settle();
+            self.drain_queue();
             if let Some(outcome) = self.outcome.take() {
-                return Ok(self.close(outcome));
+                return Ok(self.close_session(outcome));
             }
-            self.intake.grant(self.leader.wants());
+            self.intake.grant_permits(self.leader.request_capacity());
         }
     }
 
-    /// Steps the machines until nothing is left to tell them, or one has ended.
-    fn settle(&mut self) {
+    /// Steps the state machines until no event is queued, or one of them has ended.
+    fn drain_queue(&mut self) {
         while self.outcome.is_none()
             && let Some(input) = self.queue.pop_front()
         {
             let now_ns = self.start.elapsed().as_nanos() as u64;
             match input {
-                Input::Leader(event) => {
-                    for action in self.leader.step(now_ns, event) {
-                        self.act(action);
+                LeaderProcessEvent::Leader(event) => {
+                    for action in self.leader.handle_event(now_ns, event) {
+                        self.apply_action(action);
                     }
                 }
-                Input::Local(event) => self.local_step(now_ns, event),
+                LeaderProcessEvent::Local(event) => self.step_local_rank(now_ns, event),
             }
         }
     }
 
-    fn arrived(&mut self, event: HubEvent) {
+    fn handle_reactor_event(&mut self, event: ReactorEvent) {
         match event {
-            HubEvent::Frame { link, frame } if Some(link) == self.launcher => match frame.message() {
-                Ok(Message::Stop) => self.tell(leader::Event::Stop),
-                _ => self.tell(leader::Event::LauncherGone),
-            },
-            HubEvent::Ended { link, .. } if Some(link) == self.launcher => {
-                self.tell(leader::Event::LauncherGone);
+            ReactorEvent::Frame { link, frame } if Some(link) == self.launcher => {
+                match frame.decode_message() {
+                    Ok(Message::Stop) => self.queue_leader_event(leader::Event::Stop),
+                    _ => self.queue_leader_event(leader::Event::LauncherGone),
+                }
             }
-            HubEvent::Frame { frame, .. } => match self.gate.receive(&frame) {
+            ReactorEvent::Disconnected { link, .. } if Some(link) == self.launcher => {
+                self.queue_leader_event(leader::Event::LauncherGone);
+            }
+            ReactorEvent::Frame { frame, .. } => match self.boundary.receive_frame(&frame) {
                 Ok(messages) => {
                     for message in messages {
-                        // What fails because a rank is gone is not the cause.
+                        // A failure that follows from the loss of a rank is not the root cause.
                         if matches!(message, Message::Fault(_) | Message::Refused(_)) {
-                            for (rank, how) in self.gone.all() {
-                                self.tell(leader::Event::Gone { rank, how });
+                            for (rank, how) in self.closed_peers.take_all() {
+                                self.queue_leader_event(leader::Event::Gone { rank, how });
                             }
                         }
-                        self.tell(leader::Event::Message { rank: frame.origin(), message });
+                        self.queue_leader_event(leader::Event::Message { rank: frame.origin(), message });
                     }
                 }
-                Err(d) => self.fails(Failure { rank: Some(frame.origin()), ..broken(&d) }),
+                Err(d) => self.queue_failure(Failure { rank: Some(frame.origin()), ..protocol_failure(&d) }),
             },
-            HubEvent::Ended { link, end } => {
+            ReactorEvent::Disconnected { link, reason: end } => {
                 let Some(rank) = self.peers.iter().find(|(_, l)| **l == link).map(|(r, _)| *r) else {
                     return;
                 };
                 match end {
-                    LinkEnd::Closed(how) => self.gone.saw(rank, how),
-                    LinkEnd::Broken(d) => self.fails(Failure { rank: Some(rank), ..broken(&d) }),
-                    LinkEnd::Stuck(how) => self.fails(stuck(rank, &how)),
+                    DisconnectReason::Closed(how) => self.closed_peers.add_closed(rank, how),
+                    DisconnectReason::Broken(d) => {
+                        self.queue_failure(Failure { rank: Some(rank), ..protocol_failure(&d) })
+                    }
+                    DisconnectReason::Stalled(how) => self.queue_failure(stall_failure(rank, &how)),
                 }
             }
-            HubEvent::Watched(_) => {}
+            ReactorEvent::FdReady(_) => {}
         }
     }
 
-    /// What the other threads of this process have said.
-    fn threads(&mut self) {
-        while let Some(event) = self.local.as_mut().and_then(LocalRank::heard) {
-            self.queue.push_back(Input::Local(event));
+    /// Handles the events of the other threads of this process.
+    fn poll_threads(&mut self) {
+        while let Some(event) = self.local.as_mut().and_then(LocalRank::next_event) {
+            self.queue.push_back(LeaderProcessEvent::Local(event));
         }
-        let mut taken = Vec::new();
-        while let Some(event) = self.desk.heard() {
+        let mut intake_events = Vec::new();
+        while let Some(event) = self.media.next_event() {
             match event {
-                StudioEvent::Text(tensor) => self.intake.text(tensor, &mut taken),
-                StudioEvent::Context { chunk, tensor } => {
-                    self.tell(leader::Event::Context { chunk, tensor });
+                MediaEvent::PromptEmbedded(tensor) => {
+                    self.intake.attach_embedding(tensor, &mut intake_events)
                 }
-                StudioEvent::Delivered { chunk, frames } => {
-                    self.tell(leader::Event::Delivered { chunk, frames });
+                MediaEvent::ContextReady { chunk, tensor } => {
+                    self.queue_leader_event(leader::Event::Context { chunk, tensor });
                 }
-                StudioEvent::Discarded { chunk } => self.tell(leader::Event::Discarded { chunk }),
-                StudioEvent::Made | StudioEvent::Finished => {}
-                StudioEvent::Failed(failure) => self.fails(failure),
+                MediaEvent::Delivered { chunk, frames } => {
+                    self.queue_leader_event(leader::Event::Delivered { chunk, frames });
+                }
+                MediaEvent::Discarded { chunk } => {
+                    self.queue_leader_event(leader::Event::Discarded { chunk })
+                }
+                MediaEvent::Built | MediaEvent::Finished => {}
+                MediaEvent::Failed(failure) => self.queue_failure(failure),
             }
         }
         let now_ns = self.start.elapsed().as_nanos() as u64;
-        if let Some(failure) = self.desk.stuck(now_ns, &self.limits) {
-            self.fails(failure);
+        if let Some(failure) = self.media.check_stalled(now_ns, &self.limits) {
+            self.queue_failure(failure);
         }
-        self.intake.heard(&mut taken);
-        for taken in taken {
-            match taken {
-                Taken::Text(prompt) => self.command(StudioCommand::Text { prompt }),
-                Taken::Request(request, text) => {
+        self.intake.poll_events(&mut intake_events);
+        for intake_events in intake_events {
+            match intake_events {
+                IntakeEvent::Prompt(prompt) => self.send_media_command(MediaCommand::EmbedPrompt { prompt }),
+                IntakeEvent::Request(request, text) => {
                     let StreamRequest { prompt, seed, cut, reload } = request;
                     if let Some(Reload { source, weights }) = reload {
-                        self.tell(leader::Event::Reload { source, weights });
+                        self.queue_leader_event(leader::Event::Reload { source, weights });
                     }
                     let request = ChunkRequest { prompt_change: prompt.is_some(), seed, cut };
-                    self.tell(leader::Event::Request { request, text });
+                    self.queue_leader_event(leader::Event::Request { request, text });
                 }
-                Taken::Over => self.tell(leader::Event::NoMoreRequests),
+                IntakeEvent::Finished => self.queue_leader_event(leader::Event::NoMoreRequests),
             }
         }
-        if let Some(interrupt) = &self.interrupt {
-            let count = interrupt.count();
-            if count > self.interrupts {
-                self.interrupts = count;
-                // A second one that reaches every rank reaches this one too.
-                self.gone.keep_back();
+        if let Some(interrupt) = &self.stop {
+            let count = interrupt.request_count();
+            if count > self.stop_requests_seen {
+                self.stop_requests_seen = count;
+                // A second stop signal that reaches every rank also reaches this process.
+                self.closed_peers.enable_delay();
                 if count == 1 {
-                    self.tell(leader::Event::Stop);
+                    self.queue_leader_event(leader::Event::Stop);
                 } else {
-                    self.fails(asked_twice());
+                    self.queue_failure(second_stop_failure());
                 }
             }
         }
     }
 
-    fn act(&mut self, action: leader::Action) {
+    fn apply_action(&mut self, action: leader::Action) {
         match action {
             leader::Action::Broadcast(message) => {
-                if let Err(d) = self.gate.send(&self.peers, &message) {
-                    return self.fails(Failure::from_diagnostic(FailureClass::Preflight, None, &d));
+                if let Err(d) = self.boundary.send_to(&self.peers, &message) {
+                    return self.queue_failure(Failure::from_diagnostic(FailureClass::Preflight, None, &d));
                 }
                 if self.local.is_some() {
-                    match self.gate.pass(Way::Out, self.rank, message) {
-                        Ok(messages) => self
-                            .queue
-                            .extend(messages.into_iter().map(|m| Input::Local(worker::Event::Message(m)))),
-                        Err(d) => self.fails(Failure { rank: Some(self.rank), ..broken(&d) }),
+                    match self.boundary.intercept_message(MessageDirection::Outbound, self.rank, message) {
+                        Ok(messages) => self.queue.extend(
+                            messages
+                                .into_iter()
+                                .map(|m| LeaderProcessEvent::Local(worker::Event::Message(m))),
+                        ),
+                        Err(d) => {
+                            self.queue_failure(Failure { rank: Some(self.rank), ..protocol_failure(&d) })
+                        }
                     }
                 }
             }
             leader::Action::MakeContext { chunk, previous, opens_scene } => {
-                self.command(StudioCommand::Context { chunk, previous, opens_scene });
+                self.send_media_command(MediaCommand::MakeContext { chunk, previous, opens_scene });
             }
             leader::Action::Deliver { chunk, epoch, latents } => {
-                self.command(StudioCommand::Deliver { chunk, epoch, latents });
+                self.send_media_command(MediaCommand::Deliver { chunk, epoch, latents });
             }
-            leader::Action::Fence { epoch } => self.desk.fence(epoch),
+            leader::Action::SetMinEpoch { epoch } => self.media.set_min_epoch(epoch),
             leader::Action::Dropped { request, chunk, epoch, why } => {
                 (self.record)(RecordEntry::Dropped { request, chunk, epoch, why });
             }
@@ -363,137 +392,142 @@ impl Process {
             }
             leader::Action::Record(record) => (self.record)(RecordEntry::Call(&record)),
             leader::Action::Note(note) => (self.record)(RecordEntry::Note(&note)),
-            // Told once the output is closed.
+            // The launcher gets this report only after the output is closed.
             leader::Action::Report(Message::Finished) => {}
             leader::Action::Report(message) => {
                 if let Message::Progress(progress) = &message {
                     (self.record)(RecordEntry::Progress(progress));
                 }
-                self.report(&message);
+                self.report_to_launcher(&message);
             }
             leader::Action::Exit(outcome) => self.outcome = Some(outcome),
         }
     }
 
-    fn local_step(&mut self, now_ns: u64, event: worker::Event) {
+    fn step_local_rank(&mut self, now_ns: u64, event: worker::Event) {
         let Some(local) = &mut self.local else { return };
-        for todo in local.step(now_ns, event) {
-            // The leader's machine decides when this process ends.
-            let Todo::Send(message) = todo else { continue };
-            self.gate.mark(Mark::sent(self.rank, &message));
-            match self.gate.pass(Way::In, self.rank, message) {
+        for action in local.step_worker(now_ns, event) {
+            // The leader's state machine decides when this process ends.
+            let RankAction::Send(message) = action else { continue };
+            self.boundary.record_mark(FlightEvent::from_sent(self.rank, &message));
+            match self.boundary.intercept_message(MessageDirection::Inbound, self.rank, message) {
                 Ok(messages) => {
                     for message in messages {
-                        self.tell(leader::Event::Message { rank: self.rank, message });
+                        self.queue_leader_event(leader::Event::Message { rank: self.rank, message });
                     }
                 }
-                Err(d) => self.fails(Failure { rank: Some(self.rank), ..broken(&d) }),
+                Err(d) => self.queue_failure(Failure { rank: Some(self.rank), ..protocol_failure(&d) }),
             }
         }
     }
 
-    fn tell(&mut self, event: leader::Event) {
-        self.queue.push_back(Input::Leader(event));
+    fn queue_leader_event(&mut self, event: leader::Event) {
+        self.queue.push_back(LeaderProcessEvent::Leader(event));
     }
 
-    fn fails(&mut self, failure: Failure) {
-        self.tell(leader::Event::Failed(failure));
+    fn queue_failure(&mut self, failure: Failure) {
+        self.queue_leader_event(leader::Event::Failed(failure));
     }
 
-    fn command(&mut self, command: StudioCommand) {
-        if let Err(failure) = self.desk.command(command) {
-            self.fails(failure);
+    fn send_media_command(&mut self, command: MediaCommand) {
+        if let Err(failure) = self.media.send_command(command) {
+            self.queue_failure(failure);
         }
     }
 
-    /// Tells the launcher. One that does not read now hears no sign of life, but hears how it ended.
-    fn report(&mut self, message: &Message) {
+    /// Reports to the launcher. If the launcher does not read, heartbeats are skipped, but the
+    /// final message is still queued.
+    fn report_to_launcher(&mut self, message: &Message) {
         let (Some(launcher), Ok(frame)) = (self.launcher, Frame::new(self.rank, message)) else { return };
         match message {
-            Message::Heartbeat(_) if !self.gate.hub.idle(launcher) => {}
-            Message::Failed(_) | Message::Finished => self.gate.hub.send_last(launcher, &frame),
-            _ => self.gate.hub.send(launcher, &frame),
+            Message::Heartbeat(_) if !self.boundary.reactor.is_idle(launcher) => {}
+            Message::Failed(_) | Message::Finished => {
+                self.boundary.reactor.send_dropping_queued(launcher, &frame)
+            }
+            _ => self.boundary.reactor.send(launcher, &frame),
         }
     }
 
-    fn close(mut self, outcome: Option<Failure>) -> Option<Failure> {
-        let outcome = outcome.or_else(|| self.finish_output());
+    fn close_session(mut self, outcome: Option<Failure>) -> Option<Failure> {
+        let outcome = outcome.or_else(|| self.close_output());
         let Some(failure) = outcome else {
-            self.report(&Message::Finished);
-            self.gate.ends(None);
-            // A launcher that is stopped reads later; until then this process shows that it goes round.
-            let until = Instant::now() + FINISH_LIMIT;
-            while !self.gate.hub.flushed() && Instant::now() < until {
-                self.keeper.round();
-                self.gate.hub.flush(TICK);
+            self.report_to_launcher(&Message::Finished);
+            self.boundary.record_exit(None);
+            // A suspended launcher reads later; until then, the watchdog must see progress.
+            let flush_deadline = Instant::now() + FINISH_LIMIT;
+            while !self.boundary.reactor.is_flushed() && Instant::now() < flush_deadline {
+                self.watchdog.mark_alive();
+                self.boundary.reactor.flush(TICK_INTERVAL);
             }
             return None;
         };
-        // Ranks that the second request reached too are gone because of it.
-        let asked_twice = self.interrupt.as_ref().is_some_and(|i| i.count() > 1)
+        // A second stop signal also ends other ranks, so their loss is no failure.
+        let stopped_twice = self.stop.as_ref().is_some_and(|i| i.request_count() > 1)
             && matches!(failure.class, FailureClass::LauncherGone | FailureClass::RankDied);
-        let status = if asked_twice { INTERRUPTED } else { failure.class.exit_code() };
-        self.keeper.exit_within(bound(&self.limits), status);
-        // The last broadcast went to the local rank through the queue; it aborts the engine there.
+        let status = if stopped_twice { INTERRUPTED } else { failure.class.exit_code() };
+        self.watchdog.exit_within(failed_process_lifetime(&self.limits), status);
+        // The last broadcast is still in the local rank's queue; that message aborts the engine.
         while let Some(input) = self.queue.pop_front() {
-            if let Input::Local(event) = input {
-                self.local_step(self.start.elapsed().as_nanos() as u64, event);
+            if let LeaderProcessEvent::Local(event) = input {
+                self.step_local_rank(self.start.elapsed().as_nanos() as u64, event);
             }
         }
-        if asked_twice {
-            // The others were told to leave; nothing failed.
-            self.gate.hub.flush(TICK);
-            return leave(self.gate, self.local, &self.keeper, &self.limits, None);
+        if stopped_twice {
+            // The other ranks got the abort; nothing failed.
+            self.boundary.reactor.flush(TICK_INTERVAL);
+            return wind_down(self.boundary, self.local, &self.watchdog, &self.limits, None);
         }
-        self.gate.mark(Some(Mark::failed(&failure)));
-        // Whatever the record waits for, peers and launcher hear of it first.
-        self.gate.hub.flush(TICK);
+        self.boundary.record_mark(Some(FlightEvent::from_failure(&failure)));
+        // Peers and launcher get the failure before the record is written, which may block.
+        self.boundary.reactor.flush(TICK_INTERVAL);
         (self.record)(RecordEntry::Failed(&failure));
-        leave(self.gate, self.local, &self.keeper, &self.limits, Some(failure))
+        wind_down(self.boundary, self.local, &self.watchdog, &self.limits, Some(failure))
     }
 
-    /// Every rank has left; the output remains to be closed.
-    fn finish_output(&mut self) -> Option<Failure> {
-        let mut why = self.desk.command(StudioCommand::Finish).err();
-        let (until, beat) = (Instant::now() + FINISH_LIMIT, Duration::from_nanos(self.limits.heartbeat_ns));
-        let (mut beaten, mut events) = (Instant::now(), Vec::new());
-        while why.is_none() {
-            self.keeper.round();
-            if self.interrupt.as_ref().is_some_and(|i| i.count() > 1) {
-                return Some(asked_twice());
+    /// Closes the output after every rank has ended.
+    fn close_output(&mut self) -> Option<Failure> {
+        let mut failure = self.media.send_command(MediaCommand::Finish).err();
+        let (until, heartbeat_interval) =
+            (Instant::now() + FINISH_LIMIT, Duration::from_nanos(self.limits.heartbeat_ns));
+        let (mut last_heartbeat, mut events) = (Instant::now(), Vec::new());
+        while failure.is_none() {
+            self.watchdog.mark_alive();
+            if self.stop.as_ref().is_some_and(|i| i.request_count() > 1) {
+                return Some(second_stop_failure());
             }
-            while let Some(event) = self.desk.heard() {
+            while let Some(event) = self.media.next_event() {
                 match event {
-                    StudioEvent::Finished => return None,
-                    StudioEvent::Failed(failure) => why = Some(failure),
+                    MediaEvent::Finished => return None,
+                    MediaEvent::Failed(f) => failure = Some(f),
                     _ => {}
                 }
             }
             if Instant::now() >= until {
-                let text = "closing the output took too long";
-                why.get_or_insert(Failure::new(FailureClass::Output, Some(0), &T0748, text));
+                let text = "closing the output exceeded its time limit";
+                failure.get_or_insert(Failure::new(FailureClass::Output, Some(0), &T0748, text));
             }
-            if beaten.elapsed() >= beat {
-                beaten = Instant::now();
-                self.report(&Message::Heartbeat(Heartbeat { mark: 0 }));
+            if last_heartbeat.elapsed() >= heartbeat_interval {
+                last_heartbeat = Instant::now();
+                self.report_to_launcher(&Message::Heartbeat(Heartbeat { progress: 0 }));
             }
-            self.gate.hub.wait(TICK, &mut events);
+            self.boundary.reactor.wait_events(TICK_INTERVAL, &mut events);
             if events
                 .drain(..)
-                .any(|e| matches!(e, HubEvent::Ended { link, .. } if Some(link) == self.launcher))
+                .any(|e| matches!(e, ReactorEvent::Disconnected { link, .. } if Some(link) == self.launcher))
             {
-                let text = "the launching process closed its socket while the output was closed";
-                why = Some(Failure::new(FailureClass::LauncherGone, None, &T0749, text));
+                let text = "the launching process closed its socket while the output was being closed";
+                failure = Some(Failure::new(FailureClass::LauncherGone, None, &T0749, text));
             }
         }
-        if let Some(failure) = &why {
-            self.report(&Message::Failed(failure.clone()));
+        if let Some(failure) = &failure {
+            self.report_to_launcher(&Message::Failed(failure.clone()));
         }
-        why
+        failure
     }
 }
 
-/// What ends a leader that nobody launched when it is asked to stop again; the other ranks hear it as a failure.
-fn asked_twice() -> Failure {
-    Failure::new(FailureClass::LauncherGone, None, &T0749, "a second request to stop came")
+/// Builds the failure that ends a leader without a launcher on the second stop request. The other
+/// ranks receive it as an abort.
+fn second_stop_failure() -> Failure {
+    Failure::new(FailureClass::LauncherGone, None, &T0749, "a second stop was requested")
 }

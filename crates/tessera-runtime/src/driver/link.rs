@@ -1,4 +1,5 @@
-//! One peer of the hub: bytes into whole frames, frames into bytes, and what waits for it.
+//! One link of the reactor: it assembles incoming bytes into frames, writes outgoing frames, and
+//! queues those that do not fit the socket.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::io::ErrorKind;
@@ -6,22 +7,23 @@ use std::sync::Arc;
 
 use tessera_base::Diagnostic;
 
-use super::stream::Stream;
+use super::byte_stream::ByteStream;
 use crate::wire::{self, FrameHeader, HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_body, decode_header};
 use crate::worker::T0707;
 
-/// Frames that may wait for one peer.
-pub const OUT_FRAMES: usize = 256;
-/// Bytes that may wait for one peer: the largest frame behind another of its size.
-pub const OUT_BYTES: usize = 2 * MAX_FRAME_BYTES;
-/// Bytes taken from one peer before the others have their turn.
-const IN_TURN: usize = 4 << 20;
-/// Bytes given to one peer before the others have their turn.
-const OUT_TURN: usize = 4 << 20;
-/// A frame's memory grows with what has arrived of it, by at most so much at a time.
-pub(super) const IN_STEP: usize = 1 << 20;
+/// Maximum queued frames per peer.
+pub const MAX_QUEUED_FRAMES: usize = 256;
+/// Maximum queued bytes per peer: two frames of maximum size.
+pub const MAX_QUEUED_BYTES: usize = 2 * MAX_FRAME_BYTES;
+/// Maximum bytes read from one peer before the other peers are served.
+const READ_TURN_BYTES: usize = 4 << 20;
+/// Maximum bytes written to one peer before the other peers are served.
+const WRITE_TURN_BYTES: usize = 4 << 20;
+/// A frame's buffer grows with the bytes that arrived, not with the announced length: by this many
+/// bytes, or to twice its size if that is more.
+pub(super) const BUFFER_GROWTH_BYTES: usize = 1 << 20;
 
-/// One frame, whole: forwarded as it came, or read. Clones share the bytes.
+/// One complete frame, which can be forwarded unchanged or decoded. Clones share the bytes.
 #[derive(Debug, Clone)]
 pub struct Frame {
     header: FrameHeader,
@@ -29,10 +31,10 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Writes a message of `origin`.
+    /// Encodes a message of `origin`.
     ///
     /// # Errors
-    /// When it is over a limit of the wire.
+    /// A wire limit, such as T0703.
     pub fn new(origin: u32, message: &Message) -> Result<Frame, Diagnostic> {
         let bytes = wire::encode(origin, message)?;
         let Some(head) = bytes.first_chunk::<HEADER_BYTES>() else {
@@ -41,77 +43,77 @@ impl Frame {
         Ok(Frame { header: decode_header(head)?, bytes: Arc::new(bytes) })
     }
 
-    /// The rank that made it.
+    /// Returns the rank that created the frame.
     #[must_use]
     pub fn origin(&self) -> u32 {
         self.header.origin
     }
 
-    /// Its header.
+    /// Returns the header.
     #[must_use]
     pub fn header(&self) -> &FrameHeader {
         &self.header
     }
 
-    /// Its bytes, header first.
+    /// Returns the bytes of the frame, header first.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Reads it.
+    /// Decodes the message.
     ///
     /// # Errors
-    /// When its bytes are not what its header says, or not canonical.
-    pub fn message(&self) -> Result<Message, Diagnostic> {
+    /// T0704, T0705 or T0706 if the bytes contradict the header or are not canonical.
+    pub fn decode_message(&self) -> Result<Message, Diagnostic> {
         decode_body(&self.header, self.bytes.get(HEADER_BYTES..).unwrap_or_default())
     }
 }
 
-/// How a link ended.
+/// Why a link ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum LinkEnd {
-    /// The peer closed, or its process is gone.
+pub enum DisconnectReason {
+    /// The peer closed the link, or its process ended.
     Closed(String),
-    /// The peer sent something that is not a frame, or one that it may not send.
+    /// The peer sent bytes that are not a frame, or a frame that it must not send.
     Broken(Diagnostic),
-    /// The peer reads nothing.
-    Stuck(String),
+    /// The peer does not read.
+    Stalled(String),
 }
 
-/// One peer: its stream, the frame that arrives, and those that wait to leave.
-pub(super) struct Link {
-    pub(super) stream: Box<dyn Stream>,
+/// One peer: its stream, the partly received frame, and the queued frames.
+pub(super) struct PeerLink {
+    pub(super) stream: Box<dyn ByteStream>,
     origins: BTreeSet<u32>,
     head: Vec<u8>,
-    pub(super) part: Option<(FrameHeader, Vec<u8>)>,
+    pub(super) partial: Option<(FrameHeader, Vec<u8>)>,
     pub(super) queue: VecDeque<Frame>,
-    /// Bytes of the first queued frame that left.
-    pub(super) sent: usize,
+    /// Bytes of the first queued frame that were already written.
+    pub(super) written: usize,
     pub(super) queued_bytes: usize,
-    /// Since when nothing left although something waits.
-    pub(super) stuck_ns: Option<u64>,
-    /// Why writing failed; what the peer said before is still read.
-    pub(super) unwritable: Option<String>,
-    /// Input was left in the stream when its turn was over.
-    pub(super) more: bool,
-    pub(super) patient: bool,
+    /// Time since which no byte could be written although some are queued.
+    pub(super) blocked_since_ns: Option<u64>,
+    /// Why writing failed. Input that the peer sent before is still read.
+    pub(super) write_error: Option<String>,
+    /// Input was left in the stream when the read limit was reached.
+    pub(super) has_more_input: bool,
+    pub(super) best_effort: bool,
 }
 
-impl Link {
-    pub(super) fn new(stream: Box<dyn Stream>, origins: BTreeSet<u32>) -> Link {
-        Link {
-            more: stream.holds_input(),
+impl PeerLink {
+    pub(super) fn new(stream: Box<dyn ByteStream>, origins: BTreeSet<u32>) -> PeerLink {
+        PeerLink {
+            has_more_input: stream.holds_input(),
             stream,
             origins,
             head: Vec::with_capacity(HEADER_BYTES),
-            part: None,
+            partial: None,
             queue: VecDeque::new(),
-            sent: 0,
+            written: 0,
             queued_bytes: 0,
-            stuck_ns: None,
-            unwritable: None,
-            patient: false,
+            blocked_since_ns: None,
+            write_error: None,
+            best_effort: false,
         }
     }
 
@@ -119,85 +121,94 @@ impl Link {
         !self.queue.is_empty() || self.stream.wants_write()
     }
 
-    pub(super) fn write_out(&mut self, now_ns: u64) {
-        if self.unwritable.is_some() {
+    pub(super) fn write_queued(&mut self, now_ns: u64) {
+        if self.write_error.is_some() {
             return;
         }
-        let mut turn = 0;
+        let mut bytes_written = 0;
         while let Some(frame) = self.queue.front() {
-            let rest = &frame.bytes[self.sent..];
+            let rest = &frame.bytes[self.written..];
             match self.stream.write(rest) {
-                Ok(0) => return self.cannot_write("its socket takes nothing".into()),
+                Ok(0) => return self.fail_writes("its socket accepts no bytes".into()),
                 Ok(n) => {
-                    self.sent += n;
-                    self.stuck_ns = None;
-                    turn += n;
-                    if self.sent == frame.bytes.len() {
-                        self.queued_bytes -= self.sent;
-                        self.sent = 0;
+                    self.written += n;
+                    self.blocked_since_ns = None;
+                    bytes_written += n;
+                    if self.written == frame.bytes.len() {
+                        self.queued_bytes -= self.written;
+                        self.written = 0;
                         self.queue.pop_front();
-                    } else if turn >= OUT_TURN {
+                    } else if bytes_written >= WRITE_TURN_BYTES {
                         break;
                     }
                 }
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == ErrorKind::WouldBlock => break,
-                Err(e) => return self.cannot_write(words(&e)),
+                Err(e) => return self.fail_writes(describe_io_error(&e)),
             }
         }
         match self.stream.flush() {
             Ok(()) => {}
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-            Err(e) => return self.cannot_write(words(&e)),
+            Err(e) => return self.fail_writes(describe_io_error(&e)),
         }
         if self.wants_write() {
-            self.stuck_ns.get_or_insert(now_ns);
+            self.blocked_since_ns.get_or_insert(now_ns);
         } else {
-            self.stuck_ns = None;
+            self.blocked_since_ns = None;
         }
     }
 
-    fn cannot_write(&mut self, why: String) {
+    fn fail_writes(&mut self, reason: String) {
         self.queue.clear();
-        (self.sent, self.queued_bytes, self.stuck_ns) = (0, 0, None);
-        self.unwritable = Some(why);
+        (self.written, self.queued_bytes, self.blocked_since_ns) = (0, 0, None);
+        self.write_error = Some(reason);
     }
 
-    /// Takes what has arrived, for one turn.
-    pub(super) fn read_in(&mut self, scratch: &mut [u8], mut whole: impl FnMut(Frame)) -> Option<LinkEnd> {
-        let mut turn = 0;
-        self.more = false;
+    /// Reads the bytes that have arrived, up to the limit per turn, and passes complete frames to
+    /// `on_frame`.
+    pub(super) fn read_available(
+        &mut self,
+        buffer: &mut [u8],
+        mut on_frame: impl FnMut(Frame),
+    ) -> Option<DisconnectReason> {
+        let mut bytes_read = 0;
+        self.has_more_input = false;
         loop {
-            match self.stream.read(scratch) {
+            match self.stream.read(buffer) {
                 Ok(0) => {
-                    return Some(LinkEnd::Closed(match (self.head.is_empty(), &self.part) {
+                    return Some(DisconnectReason::Closed(match (self.head.is_empty(), &self.partial) {
                         (true, None) => "its socket closed".to_string(),
                         _ => "its socket closed inside a frame".to_string(),
                     }));
                 }
                 Ok(n) => {
-                    if let Err(d) = self.assemble(&scratch[..n], &mut whole) {
-                        return Some(LinkEnd::Broken(d));
+                    if let Err(d) = self.assemble_frames(&buffer[..n], &mut on_frame) {
+                        return Some(DisconnectReason::Broken(d));
                     }
-                    turn += n;
-                    if n < scratch.len() && !self.stream.holds_input() {
+                    bytes_read += n;
+                    if n < buffer.len() && !self.stream.holds_input() {
                         return None;
                     }
-                    if turn >= IN_TURN {
-                        self.more = true;
+                    if bytes_read >= READ_TURN_BYTES {
+                        self.has_more_input = true;
                         return None;
                     }
                 }
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == ErrorKind::WouldBlock => return None,
-                Err(e) => return Some(LinkEnd::Closed(words(&e))),
+                Err(e) => return Some(DisconnectReason::Closed(describe_io_error(&e))),
             }
         }
     }
 
-    fn assemble(&mut self, mut bytes: &[u8], whole: &mut impl FnMut(Frame)) -> Result<(), Diagnostic> {
+    fn assemble_frames(
+        &mut self,
+        mut bytes: &[u8],
+        on_frame: &mut impl FnMut(Frame),
+    ) -> Result<(), Diagnostic> {
         while !bytes.is_empty() {
-            let (header, mut frame) = match self.part.take() {
+            let (header, mut frame) = match self.partial.take() {
                 Some(part) => part,
                 None => {
                     let take = bytes.len().min(HEADER_BYTES - self.head.len());
@@ -208,10 +219,10 @@ impl Link {
                     if !self.origins.contains(&header.origin) {
                         return Err(Diagnostic::error(
                             &T0707,
-                            format!("a {:?} frame names an origin that this link may not carry", header.kind),
+                            format!("the origin of a {:?} frame is not allowed on this link", header.kind),
                         )
-                        .at("frame", format!("rank {}", header.origin))
-                        .at("link", format!("ranks {:?}", self.origins)));
+                        .with_label("frame", format!("rank {}", header.origin))
+                        .with_label("link", format!("ranks {:?}", self.origins)));
                     }
                     (header, std::mem::take(&mut self.head))
                 }
@@ -219,22 +230,23 @@ impl Link {
             let total = HEADER_BYTES + header.body_bytes();
             let take = bytes.len().min(total - frame.len());
             if frame.capacity() < frame.len() + take {
-                frame.reserve_exact((total - frame.len()).min(take.max(frame.len()).max(IN_STEP)));
+                frame
+                    .reserve_exact((total - frame.len()).min(take.max(frame.len()).max(BUFFER_GROWTH_BYTES)));
             }
             frame.extend_from_slice(&bytes[..take]);
             bytes = &bytes[take..];
             if frame.len() == total {
-                whole(Frame { header, bytes: Arc::new(frame) });
+                on_frame(Frame { header, bytes: Arc::new(frame) });
             } else {
-                self.part = Some((header, frame));
+                self.partial = Some((header, frame));
             }
         }
         Ok(())
     }
 }
 
-/// An I/O error in the words of a report.
-fn words(e: &std::io::Error) -> String {
+/// Describes an I/O error for a report.
+fn describe_io_error(e: &std::io::Error) -> String {
     match e.kind() {
         ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => {
             "its socket closed".to_string()

@@ -1,19 +1,19 @@
-//! A rank's own place in the mesh: its machine and the thread of its engine.
+//! The part of the mesh that runs in this process: a worker state machine and its engine thread.
 
 use std::sync::mpsc::{Receiver, TryRecvError};
 
 use tessera_base::Diagnostics;
 
 use super::engine_thread::{EngineEvent, EngineFactory, EngineThread};
-use super::fds::failed;
-use super::hub::Hub;
+use super::reactor::Reactor;
+use super::welcome::io_diagnostic;
 use crate::engine::{AbortHandle, T0745};
 use crate::wire::Message;
 use crate::worker::{Action, Event, Worker, WorkerConfig};
 use crate::{Failure, FailureClass};
 
-/// What the control thread has to do for it.
-pub(super) enum Todo {
+/// Actions of the local rank that the control thread must carry out.
+pub(super) enum RankAction {
     Send(Message),
     Exit(Option<Failure>),
 }
@@ -25,33 +25,34 @@ pub(super) struct LocalRank {
     abort: Option<AbortHandle>,
     busy: bool,
     rank: u32,
-    /// Whether it was told that the engine's thread has ended.
-    over: bool,
+    /// Whether the end of the engine thread was already reported.
+    thread_end_reported: bool,
 }
 
 impl LocalRank {
     pub(super) fn start(
         config: WorkerConfig,
         factory: EngineFactory,
-        hub: &Hub,
+        reactor: &Reactor,
     ) -> Result<LocalRank, Diagnostics> {
         let rank = config.rank;
         let machine = Worker::new(config.clone())?;
-        let (post, inbox) = hub.inbox();
-        let tell = move |event| {
+        let (post, inbox) = reactor.new_inbox();
+        let on_event = move |event| {
             post.send(event);
         };
-        let engine = EngineThread::spawn(rank, factory, config.census, config.cache, config.tripwires, tell)
-            .map_err(|e| vec![failed("engine thread", &e)])?;
-        Ok(LocalRank { machine, engine, inbox, abort: None, busy: false, rank, over: false })
+        let engine =
+            EngineThread::spawn(rank, factory, config.programs, config.cache, config.tripwires, on_event)
+                .map_err(|e| vec![io_diagnostic("engine thread", &e)])?;
+        Ok(LocalRank { machine, engine, inbox, abort: None, busy: false, rank, thread_end_reported: false })
     }
 
-    /// What the engine has said since it was last asked.
-    pub(super) fn heard(&mut self) -> Option<Event> {
+    /// Returns the next event from the engine thread, if any.
+    pub(super) fn next_event(&mut self) -> Option<Event> {
         let event = match self.inbox.try_recv() {
             Ok(event) => event,
             Err(TryRecvError::Empty) => return None,
-            Err(TryRecvError::Disconnected) => return self.lost(),
+            Err(TryRecvError::Disconnected) => return self.thread_ended_event(),
         };
         Some(match event {
             EngineEvent::Loaded { abort, parity, fingerprints } => {
@@ -59,58 +60,58 @@ impl LocalRank {
                 Event::EngineReady { parity, fingerprints }
             }
             EngineEvent::NotLoaded(failure) => Event::EngineFailed(failure),
-            EngineEvent::Ended(outcome) => {
+            EngineEvent::CallEnded(outcome) => {
                 self.busy = false;
                 Event::CallEnded(*outcome)
             }
         })
     }
 
-    /// The engine's thread has ended without a word; told once.
-    fn lost(&mut self) -> Option<Event> {
+    /// Reports, once, that the engine thread ended without an event of its own.
+    fn thread_ended_event(&mut self) -> Option<Event> {
         self.busy = false;
-        if std::mem::replace(&mut self.over, true) {
+        if std::mem::replace(&mut self.thread_end_reported, true) {
             return None;
         }
         let text = "the engine's thread has ended";
         Some(Event::EngineFailed(Failure::new(FailureClass::Engine, Some(self.rank), &T0745, text)))
     }
 
-    /// The clock's event, with the engine's progress.
-    pub(super) fn tick(&self) -> Event {
-        Event::Tick { mark: self.engine.mark() }
+    /// Returns the tick event, with the engine's progress counter.
+    pub(super) fn tick_event(&self) -> Event {
+        Event::Tick { progress: self.engine.progress_counter() }
     }
 
-    pub(super) fn step(&mut self, now_ns: u64, event: Event) -> Vec<Todo> {
-        let (mut todo, mut lost) = (Vec::new(), None);
-        for action in self.machine.step(now_ns, event) {
+    pub(super) fn step_worker(&mut self, now_ns: u64, event: Event) -> Vec<RankAction> {
+        let (mut actions, mut engine_lost) = (Vec::new(), None);
+        for action in self.machine.handle_event(now_ns, event) {
             match action {
-                Action::Send(message) => todo.push(Todo::Send(message)),
+                Action::Send(message) => actions.push(RankAction::Send(message)),
                 Action::Run(call) => {
-                    self.busy = self.engine.run(call);
+                    self.busy = self.engine.start_call(call);
                     if !self.busy {
-                        lost = self.lost();
+                        engine_lost = self.thread_ended_event();
                     }
                 }
-                Action::AbortEngine => self.abort(),
-                Action::Exit(outcome) => todo.push(Todo::Exit(outcome)),
+                Action::AbortEngine => self.abort_engine(),
+                Action::Exit(outcome) => actions.push(RankAction::Exit(outcome)),
             }
         }
-        if let Some(event) = lost {
-            todo.extend(self.step(now_ns, event));
+        if let Some(event) = engine_lost {
+            actions.extend(self.step_worker(now_ns, event));
         }
-        todo
+        actions
     }
 
-    pub(super) fn abort(&self) {
+    pub(super) fn abort_engine(&self) {
         if let Some(abort) = &self.abort {
             abort();
         }
     }
 
-    /// Whether a call runs.
-    pub(super) fn busy(&mut self) -> bool {
-        while self.busy && self.heard().is_some() {}
+    /// Whether a call is running.
+    pub(super) fn is_busy(&mut self) -> bool {
+        while self.busy && self.next_event().is_some() {}
         self.busy
     }
 }

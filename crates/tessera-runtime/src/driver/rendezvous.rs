@@ -1,11 +1,13 @@
-//! How ranks that nobody launched find each other: everybody connects to rank 0 and proves itself, rank 0 compares what
-//! they hold and tells everybody where everybody is, and then each pair that needs one opens a link.
+//! The rendezvous of ranks that no launcher started. Every rank connects to rank 0 and
+//! authenticates itself. Rank 0 compares the ranks' parameters and sends everyone the addresses;
+//! then every pair of ranks that needs a link opens one.
 //!
-//! Rank 0 gives up only on what a proved rank says. A stranger at its port is told of and otherwise ignored.
+//! Only an authenticated rank can make rank 0 give up. Rank 0 reports an unauthenticated process at
+//! its port and otherwise ignores it.
 
-mod card;
 mod gather;
 mod links;
+mod messages;
 
 use std::fmt::Write as _;
 use std::io::ErrorKind;
@@ -14,303 +16,334 @@ use std::time::{Duration, Instant};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
-use super::Topology;
-use super::launcher::Interrupt;
-use super::secure::{self, Claim, Credentials, HANDSHAKE_LIMIT, Proved, Purpose};
-use super::stream::Stream;
+use super::ControlTopology;
+use super::byte_stream::ByteStream;
+use super::launcher::StopHandle;
+use super::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose, Credentials, HANDSHAKE_LIMIT};
 use crate::Digest;
-use card::{Card, Word, hear, say};
+use messages::{RankInfo, RendezvousMessage, receive_message, send_message};
 
-/// Ranks that did not meet.
+/// The rendezvous failed.
 pub(crate) static T0758: Code = Code {
     id: "T0758",
-    title: "the ranks of a run did not all meet",
+    title: "the rendezvous of the ranks failed",
     page: "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, a rank joins the others instead of starting them. Rank 0 \
-listens at that address, every other rank connects there, and then ranks connect to each other. All of it has a limit \
-(`--join-timeout`), and one of these steps did not come to its end: the port was taken, nobody listened, a rank never came, or \
-one left again while the others were waited for.\n\nStart every rank, rank 0 too, with the same address, port and world size. \
-Firewalls must let ranks reach each other on any port, not only rank 0's. A rank that failed by itself says why on its own \
-terminal.",
+listens at that address, every other rank connects to it, and then ranks connect to each other. The whole rendezvous has a time \
+limit (`--join-timeout`), and one of its steps did not complete: the port was in use, no process listened, a rank never \
+connected, or a rank left while the others were still expected.\n\nStart every rank, including rank 0, with the same address, \
+port and world size. Firewalls must allow ranks to reach each other on any port, not only rank 0's. A rank that failed by itself \
+prints the reason on its own terminal.",
 };
 
-/// Most ranks that can meet.
+/// Maximum number of ranks in a rendezvous.
 pub const MAX_WORLD: u32 = 1024;
-/// Longest time for links between ranks once all have met.
+/// Time limit for opening the links between ranks once all ranks have joined.
 pub const LINK_LIMIT: Duration = Duration::from_secs(30);
-/// A host that does not answer for so long is cut off.
-pub const CUT_LIMIT: Duration = Duration::from_secs(5);
+/// A host that does not answer for this long counts as unreachable.
+pub const UNREACHABLE_LIMIT: Duration = Duration::from_secs(5);
 
-/// What one rank knows before it meets the others.
+/// The parameters of one rank for the rendezvous.
 #[derive(Debug, Clone)]
-pub struct Rendezvous {
+pub struct RendezvousSpec {
     /// This rank.
     pub rank: u32,
-    /// How many there are.
-    pub world: u32,
-    /// Where rank 0 listens: a host's name or address, and a port.
+    /// World size.
+    pub world_size: u32,
+    /// Where rank 0 listens: a host name or address, and a port.
     pub master: (String, u16),
-    /// Where this rank listens instead of at the address through which it reaches rank 0; of rank 0, instead of at
-    /// the master's address.
+    /// Address at which this rank listens. The default is the local address of its connection to
+    /// rank 0; for rank 0, the master's address.
     pub bind: Option<IpAddr>,
-    /// What it can prove.
+    /// Credentials for authentication.
     pub credentials: Credentials,
-    /// Which control links there are.
-    pub topology: Topology,
-    /// Members of each lane of collectives, in the order in which every rank makes them.
-    pub lanes: Vec<Vec<u32>>,
-    /// What must be equal on every rank before links are made, by name: the plan's digest, the build.
-    pub facts: Vec<(String, String)>,
-    /// The session, decided by rank 0; other ranks' is not looked at.
+    /// The control links that are needed.
+    pub topology: ControlTopology,
+    /// Members of each communicator of collectives, in the order in which every rank creates them.
+    pub communicators: Vec<Vec<u32>>,
+    /// Values that must be equal on every rank before links are opened, by name: the plan's digest,
+    /// the build.
+    pub parity_values: Vec<(String, String)>,
+    /// The session, which rank 0 decides; the value of any other rank is ignored.
     pub session: u64,
-    /// What rank 0 tells all others once they have met; of another rank, not looked at.
-    pub tells: Vec<u8>,
-    /// How long the others are waited for.
-    pub limit: Duration,
+    /// Payload that rank 0 sends to all other ranks once they have joined; the value of any other
+    /// rank is ignored.
+    pub leader_payload: Vec<u8>,
+    /// How long this rank waits for the others.
+    pub join_limit: Duration,
 }
 
-/// Everything that a rank needs of its peers.
-pub struct Peers {
+/// The result of the rendezvous: this rank's streams to its peers.
+pub struct RendezvousPeers {
     /// The session that rank 0 decided.
     pub session: u64,
-    /// Control links, in the order of [`super::Joined::over`].
-    pub control: Vec<Box<dyn Stream>>,
-    /// Lanes that this rank is in: their index, and a stream to each other member in order of member.
-    pub lanes: Vec<(usize, Vec<Box<dyn Stream>>)>,
-    /// Where each rank listens; of rank 0, the master's address as it calls it.
+    /// Control links, in the order of [`super::JoinedRank::from_links`].
+    pub control: Vec<Box<dyn ByteStream>>,
+    /// The communicators of this rank: index, and a stream to each other member in the order of the
+    /// member list.
+    pub communicators: Vec<(usize, Vec<Box<dyn ByteStream>>)>,
+    /// The address at which each rank listens; for rank 0, the master's address as this rank was
+    /// given it.
     pub addresses: Vec<String>,
-    /// Of who is where and in which lanes: a parity key.
+    /// Digest of the ranks' addresses and communicators: a parity key.
     pub digest: Digest,
-    /// What rank 0 told all.
-    pub told: Vec<u8>,
+    /// The payload of rank 0.
+    pub leader_payload: Vec<u8>,
 }
 
-impl std::fmt::Debug for Peers {
+impl std::fmt::Debug for RendezvousPeers {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Peers(session {:016x}, {:?})", self.session, self.addresses)
+        write!(f, "RendezvousPeers(session {:016x}, {:?})", self.session, self.addresses)
     }
 }
 
-/// Meets the other ranks. `note` is told of strangers; `stop` ends the wait. On rank 0 `ready` is asked once all have their
-/// links, and before any of them goes on.
+/// Joins the other ranks and returns the streams to them. `note` receives a diagnostic per
+/// unauthenticated process; `stop` ends the wait. On rank 0, `ready` runs after all ranks have
+/// their links and before any of them continues.
 ///
 /// # Errors
-/// T0756, T0757, T0758, T0740: who, where, and the numbers of both sides.
-pub fn meet(
-    spec: &Rendezvous,
-    stop: &Interrupt,
+/// T0756, T0757, T0758 or T0740, with the rank, the address and the values of both sides.
+pub fn join_peers(
+    spec: &RendezvousSpec,
+    stop: &StopHandle,
     note: &mut dyn FnMut(Diagnostic),
     ready: &mut dyn FnMut() -> Result<(), Diagnostics>,
-) -> Result<Peers, Diagnostics> {
-    let found = spec.check();
+) -> Result<RendezvousPeers, Diagnostics> {
+    let found = spec.check_spec();
     if !found.is_empty() {
         return Err(found);
     }
-    let watch = Watch { stop, until: Instant::now() + spec.limit };
-    if spec.rank == 0 { gather::lead(spec, &watch, note, ready) } else { follow(spec, &watch, note) }
+    let wait = WaitLimit { stop, deadline: Instant::now() + spec.join_limit };
+    if spec.rank == 0 {
+        gather::gather_ranks(spec, &wait, note, ready)
+    } else {
+        join_as_follower(spec, &wait, note)
+    }
 }
 
-impl Rendezvous {
-    fn check(&self) -> Diagnostics {
+impl RendezvousSpec {
+    fn check_spec(&self) -> Diagnostics {
         let mut found = Vec::new();
-        if self.world == 0 || self.world > MAX_WORLD {
+        if self.world_size == 0 || self.world_size > MAX_WORLD {
             found.push(
                 Diagnostic::error(&T0758, "the world's size is out of range")
-                    .at("world size", self.world.to_string())
-                    .at("allowed", format!("1 to {MAX_WORLD}")),
+                    .with_label("world size", self.world_size.to_string())
+                    .with_label("allowed", format!("1 to {MAX_WORLD}")),
             );
-        } else if self.rank >= self.world {
+        } else if self.rank >= self.world_size {
             found.push(
                 Diagnostic::error(
                     &T0758,
-                    format!("there is no rank {} in a world of {}", self.rank, self.world),
+                    format!("there is no rank {} in a world of {}", self.rank, self.world_size),
                 )
-                .at("rank", self.rank.to_string())
-                .at("world size", format!("{}: ranks 0 to {}", self.world, self.world - 1)),
+                .with_label("rank", self.rank.to_string())
+                .with_label("world size", format!("{}: ranks 0 to {}", self.world_size, self.world_size - 1)),
             );
         }
         found
     }
 
-    fn claim(&self, purpose: Purpose, to: u32, lane: u32, session: u64) -> Claim {
-        Claim { purpose, rank: self.rank, to, world: self.world, lane, session }
+    fn make_claim(
+        &self,
+        purpose: ConnectionPurpose,
+        expected_peer: u32,
+        communicator: u32,
+        session: u64,
+    ) -> Claim {
+        Claim { purpose, rank: self.rank, expected_peer, world_size: self.world_size, communicator, session }
     }
 
-    fn card(&self, port: u16) -> Card {
+    fn make_info(&self, port: u16) -> RankInfo {
         let address = self.bind.filter(|ip| !ip.is_unspecified()).map(|ip| ip.to_string());
-        Card { facts: self.facts.clone(), lanes: self.lanes_digest(), port, address }
+        RankInfo {
+            parity_values: self.parity_values.clone(),
+            communicators_digest: self.communicators_digest(),
+            port,
+            address,
+        }
     }
 
-    fn lanes_digest(&self) -> String {
-        Digest::of_value("lanes of a run", &self.lanes).to_string()
+    fn communicators_digest(&self) -> String {
+        Digest::hash_value("lanes of a run", &self.communicators).to_string()
     }
 
-    /// The master as written.
-    fn master(&self) -> String {
+    /// Returns the master's address as given.
+    fn master_address(&self) -> String {
         format!("{}:{}", self.master.0, self.master.1)
     }
 }
 
-/// Until when, and whether somebody asked to stop.
-struct Watch<'a> {
-    stop: &'a Interrupt,
-    until: Instant,
+/// The deadline of a wait, and the handle that can stop the wait.
+struct WaitLimit<'a> {
+    stop: &'a StopHandle,
+    deadline: Instant,
 }
 
-impl Watch<'_> {
-    /// What ends a wait, if anything does by now.
-    fn over(&self, waited_for: &str) -> Option<Diagnostic> {
-        if self.stop.count() > 0 {
-            return Some(stopped(waited_for));
+impl WaitLimit<'_> {
+    /// Returns the diagnostic that ends the wait, if the deadline has passed or a stop was
+    /// requested.
+    fn check_expired(&self, waited_for: &str) -> Option<Diagnostic> {
+        if self.stop.request_count() > 0 {
+            return Some(stopped_diagnostic(waited_for));
         }
-        let late = Instant::now() >= self.until;
-        late.then(|| Diagnostic::error(&T0758, format!("{waited_for} did not come in time")))
+        let late = Instant::now() >= self.deadline;
+        late.then(|| Diagnostic::error(&T0758, format!("timed out waiting for {waited_for}")))
     }
 
-    fn left(&self) -> Duration {
-        self.until.saturating_duration_since(Instant::now())
+    fn time_left(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now())
     }
 }
 
-/// Somebody asked to stop.
-fn stopped(waited_for: &str) -> Diagnostic {
-    Diagnostic::error(&T0758, format!("stopped on request, waiting for {waited_for}"))
+/// Builds the diagnostic of a wait that was stopped on request.
+fn stopped_diagnostic(waited_for: &str) -> Diagnostic {
+    Diagnostic::error(&T0758, format!("stopped on request while waiting for {waited_for}"))
 }
 
-/// A handshake's own limit.
-fn handshake_until() -> Instant {
+/// Returns the deadline of a handshake that starts now.
+fn handshake_deadline() -> Instant {
     Instant::now() + HANDSHAKE_LIMIT
 }
 
-/// Another rank than 0.
-fn follow(
-    spec: &Rendezvous,
-    watch: &Watch<'_>,
+/// The rendezvous of a rank other than 0.
+fn join_as_follower(
+    spec: &RendezvousSpec,
+    wait: &WaitLimit<'_>,
     note: &mut dyn FnMut(Diagnostic),
-) -> Result<Peers, Diagnostics> {
-    let (mut leader, here, there) = reach_master(spec, watch).map_err(|d| vec![d])?;
+) -> Result<RendezvousPeers, Diagnostics> {
+    let (mut leader, own_address, master_address) = reach_master(spec, wait).map_err(|d| vec![d])?;
     let session = leader.claim.session;
     let fail = |what: &str, e: &std::io::Error| {
         if e.kind() == ErrorKind::Interrupted {
-            return vec![stopped("the other ranks")];
+            return vec![stopped_diagnostic("the other ranks")];
         }
         vec![
             Diagnostic::error(&T0758, format!("rank 0 left while {what}"))
-                .at(format!("rank 0 at {}", spec.master()), e.to_string())
-                .hint("rank 0's terminal says why"),
+                .with_label(format!("rank 0 at {}", spec.master_address()), e.to_string())
+                .with_hint("the output of rank 0 shows the reason"),
         ]
     };
-    let listener = listen(spec.bind.unwrap_or(here.ip()), 0).map_err(|d| vec![d])?;
-    let port = listener.local_addr().map_err(|e| fail("an address was asked for", &e))?.port();
-    say(&mut *leader.stream, &Word::Card(spec.card(port)), watch.until)
-        .map_err(|e| fail("this rank said where it is", &e))?;
-    // The others may come late; a rank 0 that is gone is seen at once.
-    let table = match hear(&mut *leader.stream, watch.until + LINK_LIMIT, Some(watch.stop)) {
-        Ok(Word::Table(table)) => table,
-        Ok(Word::Refused(said)) => return Err(said.into_iter().map(|s| s.into_diagnostic()).collect()),
-        Ok(_) => return Err(fail("a table was due", &ErrorKind::InvalidData.into())),
-        Err(e) => return Err(fail("the others were waited for", &e)),
+    let listener = listen_at(spec.bind.unwrap_or(own_address.ip()), 0).map_err(|d| vec![d])?;
+    let port = listener.local_addr().map_err(|e| fail("this rank looked up its own address", &e))?.port();
+    send_message(&mut *leader.stream, &RendezvousMessage::Info(spec.make_info(port)), wait.deadline)
+        .map_err(|e| fail("this rank sent its address", &e))?;
+    // The other ranks may connect late, so the wait is long; if rank 0 ends, the wait ends at once.
+    let table = match receive_message(&mut *leader.stream, wait.deadline + LINK_LIMIT, Some(wait.stop)) {
+        Ok(RendezvousMessage::Table(table)) => table,
+        Ok(RendezvousMessage::Refused(refusal)) => {
+            return Err(refusal.into_iter().map(|s| s.into_diagnostic()).collect());
+        }
+        Ok(_) => return Err(fail("it was due to send the address table", &ErrorKind::InvalidData.into())),
+        Err(e) => return Err(fail("this rank waited for the other ranks", &e)),
     };
-    if table.addresses.len() != spec.world as usize {
-        return Err(fail("a table was due", &ErrorKind::InvalidData.into()));
+    if table.addresses.len() != spec.world_size as usize {
+        return Err(fail("it was due to send the address table", &ErrorKind::InvalidData.into()));
     }
-    let watch = Watch { stop: watch.stop, until: Instant::now() + LINK_LIMIT };
-    let made = links::make(spec, session, &table, there, &listener, &watch, note);
-    let links = match made {
+    let wait = WaitLimit { stop: wait.stop, deadline: Instant::now() + LINK_LIMIT };
+    let link_result = links::open_links(spec, session, &table, master_address, &listener, &wait, note);
+    let links = match link_result {
         Ok(links) => links,
         Err(ds) => {
-            let said = Word::Refused(ds.iter().map(card::Said::of).collect());
-            let _ = say(&mut *leader.stream, &said, handshake_until());
+            let refusal = RendezvousMessage::Refused(
+                ds.iter().map(messages::WireDiagnostic::from_diagnostic).collect(),
+            );
+            let _ = send_message(&mut *leader.stream, &refusal, handshake_deadline());
             return Err(ds);
         }
     };
-    say(&mut *leader.stream, &Word::Linked, watch.until).map_err(|e| fail("links were made", &e))?;
-    match hear(&mut *leader.stream, watch.until + LINK_LIMIT, Some(watch.stop)) {
-        Ok(Word::Go) => Ok(links.into_peers(spec, session, table, vec![(0, leader.stream)])),
-        Ok(Word::Refused(said)) => Err(said.into_iter().map(|s| s.into_diagnostic()).collect()),
-        Ok(_) => Err(fail("the others made their links", &ErrorKind::InvalidData.into())),
-        Err(e) => Err(fail("the others made their links", &e)),
+    send_message(&mut *leader.stream, &RendezvousMessage::Linked, wait.deadline)
+        .map_err(|e| fail("this rank opened its links", &e))?;
+    match receive_message(&mut *leader.stream, wait.deadline + LINK_LIMIT, Some(wait.stop)) {
+        Ok(RendezvousMessage::Start) => Ok(links.into_peers(spec, session, table, vec![(0, leader.stream)])),
+        Ok(RendezvousMessage::Refused(refusal)) => {
+            Err(refusal.into_iter().map(|s| s.into_diagnostic()).collect())
+        }
+        Ok(_) => Err(fail("the other ranks opened their links", &ErrorKind::InvalidData.into())),
+        Err(e) => Err(fail("the other ranks opened their links", &e)),
     }
 }
 
-/// Connects to rank 0, again and again while nobody listens there.
+/// Connects to rank 0, and retries while no process listens there.
 fn reach_master(
-    spec: &Rendezvous,
-    watch: &Watch<'_>,
-) -> Result<(Proved, SocketAddr, SocketAddr), Diagnostic> {
+    spec: &RendezvousSpec,
+    wait: &WaitLimit<'_>,
+) -> Result<(AuthenticatedPeer, SocketAddr, SocketAddr), Diagnostic> {
     let mut pause = Duration::from_millis(50);
-    let mut last = "never tried".to_string();
+    let mut last_error = "never tried".to_string();
     let mut tries = 0u32;
     loop {
         tries += 1;
-        match resolve(spec) {
-            Err(e) => last = format!("the name does not resolve: {e}"),
+        match resolve_master(spec) {
+            Err(e) => last_error = format!("the name does not resolve: {e}"),
             Ok(addresses) => {
                 for at in addresses {
-                    let limit = watch.left().clamp(Duration::from_millis(1), Duration::from_secs(3));
+                    let limit = wait.time_left().clamp(Duration::from_millis(1), Duration::from_secs(3));
                     match TcpStream::connect_timeout(&at, limit) {
                         Ok(stream) => return greet_master(spec, stream, at),
-                        Err(e) => last = format!("{at}: {e}"),
+                        Err(e) => last_error = format!("{at}: {e}"),
                     }
                 }
             }
         }
-        if let Some(d) = watch.over(&format!("rank 0 at {}", spec.master())) {
+        if let Some(d) = wait.check_expired(&format!("rank 0 at {}", spec.master_address())) {
             return Err(d
-                .at(
+                .with_label(
                     format!("rank {}", spec.rank),
-                    format!("tried {tries} times in {} s", spec.limit.as_secs()),
+                    format!("tried {tries} times in {} s", spec.join_limit.as_secs()),
                 )
-                .at("last", last)
-                .hint("start rank 0 too, with the same MASTER_ADDR and MASTER_PORT"));
+                .with_label("last error", last_error)
+                .with_hint("start rank 0 too, with the same MASTER_ADDR and MASTER_PORT"));
         }
-        std::thread::sleep(pause.min(watch.left()));
+        std::thread::sleep(pause.min(wait.time_left()));
         pause = (pause * 2).min(Duration::from_secs(1));
     }
 }
 
 fn greet_master(
-    spec: &Rendezvous,
+    spec: &RendezvousSpec,
     stream: TcpStream,
-    at: SocketAddr,
-) -> Result<(Proved, SocketAddr, SocketAddr), Diagnostic> {
+    address: SocketAddr,
+) -> Result<(AuthenticatedPeer, SocketAddr, SocketAddr), Diagnostic> {
     let io = |e: std::io::Error| {
-        Diagnostic::error(&T0758, format!("the connection to rank 0 at {at} failed"))
-            .at("system", e.to_string())
+        Diagnostic::error(&T0758, format!("the connection to rank 0 at {address} failed"))
+            .with_label("system", e.to_string())
     };
-    secure::tune(&stream, CUT_LIMIT).map_err(io)?;
-    let here = stream.local_addr().map_err(io)?;
-    let claim = spec.claim(Purpose::Join, 0, 0, 0);
-    let leader = secure::connect(stream, &spec.credentials, &claim, handshake_until())?;
-    // What else differs is rank 0's to tell, which sees all ranks.
-    if leader.claim.rank != 0 || leader.claim.purpose != Purpose::Join {
-        return Err(Diagnostic::error(&T0758, format!("who listens at {at} is not rank 0"))
-            .at(at.to_string(), format!("calls itself {}", leader.claim)));
+    secure::tune_socket(&stream, UNREACHABLE_LIMIT).map_err(io)?;
+    let own_address = stream.local_addr().map_err(io)?;
+    let claim = spec.make_claim(ConnectionPurpose::Join, 0, 0, 0);
+    let leader = secure::connect_peer(stream, &spec.credentials, &claim, handshake_deadline())?;
+    // Rank 0 reports any other mismatch, because it sees all ranks.
+    if leader.claim.rank != 0 || leader.claim.purpose != ConnectionPurpose::Join {
+        return Err(Diagnostic::error(
+            &T0758,
+            format!("the process that listens at {address} is not rank 0"),
+        )
+        .with_label(address.to_string(), format!("claims to be {}", leader.claim)));
     }
-    Ok((leader, here, at))
+    Ok((leader, own_address, address))
 }
 
-fn resolve(spec: &Rendezvous) -> std::io::Result<Vec<SocketAddr>> {
+fn resolve_master(spec: &RendezvousSpec) -> std::io::Result<Vec<SocketAddr>> {
     Ok((spec.master.0.as_str(), spec.master.1).to_socket_addrs()?.collect())
 }
 
-/// Listens at one address; port 0 for any that is free.
-fn listen(ip: IpAddr, port: u16) -> Result<TcpListener, Diagnostic> {
+/// Listens at an address; port 0 selects any free port.
+fn listen_at(ip: IpAddr, port: u16) -> Result<TcpListener, Diagnostic> {
     let at = SocketAddr::new(ip, port);
     let listener = TcpListener::bind(at).and_then(|l| l.set_nonblocking(true).map(|()| l));
     listener.map_err(|e| {
-        let d = Diagnostic::error(&T0758, format!("this rank cannot listen at {at}")).at("system", e.to_string());
+        let d = Diagnostic::error(&T0758, format!("this rank cannot listen at {at}")).with_label("system", e.to_string());
         match e.kind() {
-            ErrorKind::AddrInUse => d.hint("another run listens there: choose another MASTER_PORT, or end it"),
+            ErrorKind::AddrInUse => d.with_hint("another run listens there: choose another MASTER_PORT, or end that run"),
             ErrorKind::AddrNotAvailable => {
-                d.hint("the address is not one of this host: rank 0 runs where MASTER_ADDR points, or --bind names an address of this host")
+                d.with_hint("this host does not have the address: start rank 0 on the host of MASTER_ADDR, or give --bind an address of this host")
             }
             _ => d,
         }
     })
 }
 
-/// `0, 2, 5`.
-fn list(ranks: impl IntoIterator<Item = u32>) -> String {
+/// Formats ranks as `0, 2, 5`.
+fn format_ranks(ranks: impl IntoIterator<Item = u32>) -> String {
     let mut out = String::new();
     for r in ranks {
         let _ = write!(out, "{}{r}", if out.is_empty() { "" } else { ", " });

@@ -1,10 +1,14 @@
-//! Who may be a peer: a proof of the run's secret, certificates, or both, before anything of a peer is read but a hello
-//! of fixed size; and streams that nobody can write into from outside.
+//! Authenticates peers and protects the streams to them. A peer authenticates with the run's
+//! secret, with certificates, or with both. Before that, this process reads nothing from the peer
+//! except a hello of fixed size (and the TLS handshake). Afterwards, no third party can write into
+//! the stream.
 //!
-//! Both sides send a hello with a fresh nonce. Each then proves, by a keyed hash over both hellos, that it holds the
-//! run's secret; over TLS the session's own key goes in as well, so that a proof cannot be carried to another session.
-//! Afterwards bytes travel under TLS, or in records whose hashes are keyed by the secret, both nonces and a count, so
-//! that a changed, repeated or foreign record ends the stream. Records are not encrypted; TLS is.
+//! Both sides send a hello with a fresh nonce. Each side then proves, with a keyed hash over both
+//! hellos, that it holds the run's secret. Over TLS, the key of the hash also includes the
+//! session's exported key, so that a proof cannot be replayed in another session. Afterwards the
+//! bytes travel under TLS, or in records with a keyed hash. That key derives from the secret and
+//! both nonces, and the hash covers a counter, so that a modified, repeated or foreign record ends
+//! the stream. TLS encrypts; records do not.
 
 mod hello;
 mod record;
@@ -19,18 +23,18 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::sockopt;
 use tessera_base::Diagnostic;
 
-use super::stream::Stream;
+use super::byte_stream::ByteStream;
 use crate::tripwire::T0756;
-pub use hello::{Claim, HELLO_BYTES, Purpose, read_hello};
-pub use record::{RECORD_BYTES, Records};
-pub use tls::Tls;
+pub use hello::{Claim, ConnectionPurpose, HELLO_BYTES, read_hello};
+pub use record::{RECORD_BYTES, RecordStream};
+pub use tls::TlsConfig;
 
-/// Fewest bytes of a secret.
-pub const SECRET_BYTES: usize = 32;
-/// Longest handshake.
+/// Minimum length of a secret, in bytes.
+pub const MIN_SECRET_BYTES: usize = 32;
+/// Time limit of a handshake.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 
-/// What every rank of a run knows and nobody else.
+/// The shared secret of a run, known to its ranks only.
 #[derive(Clone)]
 pub struct Secret([u8; 32]);
 
@@ -41,88 +45,90 @@ impl std::fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// From the contents of a file.
+    /// Derives the secret from the contents of a file.
     ///
     /// # Errors
-    /// T0756 below [`SECRET_BYTES`] bytes.
+    /// T0756 if there are fewer than [`MIN_SECRET_BYTES`] bytes.
     pub fn new(bytes: &[u8]) -> Result<Secret, Diagnostic> {
-        if bytes.len() < SECRET_BYTES {
-            return Err(Diagnostic::error(&T0756, "the run's secret is too short to keep anybody out")
-                .at("secret", format!("{} bytes", bytes.len()))
-                .at("least", format!("{SECRET_BYTES} bytes"))
-                .hint("make one with `head -c 32 /dev/urandom > secret; chmod 600 secret`"));
+        if bytes.len() < MIN_SECRET_BYTES {
+            return Err(Diagnostic::error(&T0756, "the run's secret is too short to be safe")
+                .with_label("secret", format!("{} bytes", bytes.len()))
+                .with_label("minimum", format!("{MIN_SECRET_BYTES} bytes"))
+                .with_hint("create one with `head -c 32 /dev/urandom > secret; chmod 600 secret`"));
         }
         Ok(Secret(blake3::derive_key("tessera 2026-11 secret of a run", bytes)))
     }
 }
 
-/// What a rank can prove, and what it asks of its peers.
+/// A rank's own credentials, which also determine the proof that it requires from peers.
 #[derive(Debug, Clone)]
 pub enum Credentials {
     /// The run's secret.
     Secret(Secret),
-    /// Certificates, and the secret if there is one.
-    Tls(Tls, Option<Secret>),
+    /// Certificates, and optionally the secret.
+    Tls(TlsConfig, Option<Secret>),
 }
 
-/// A peer that has proved itself.
-pub struct Proved {
-    /// What it said of itself, which its proof covers.
+/// A peer that has authenticated itself.
+pub struct AuthenticatedPeer {
+    /// The peer's claim, which its proof covers.
     pub claim: Claim,
-    /// The stream to it, which nobody else can write into.
-    pub stream: Box<dyn Stream>,
+    /// The stream to the peer, into which no third party can write.
+    pub stream: Box<dyn ByteStream>,
 }
 
-impl std::fmt::Debug for Proved {
+impl std::fmt::Debug for AuthenticatedPeer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Proved").field("claim", &self.claim).finish_non_exhaustive()
+        f.debug_struct("AuthenticatedPeer").field("claim", &self.claim).finish_non_exhaustive()
     }
 }
 
-/// Proves this process to whom it has connected to, and has it proved in turn.
+/// Authenticates this process to the peer that it has connected to, and the peer to this process.
 ///
 /// # Errors
-/// T0756, naming the address and nothing more.
-pub fn connect(
+/// T0756, which names only the address.
+pub fn connect_peer(
     stream: TcpStream,
     credentials: &Credentials,
-    mine: &Claim,
-    until: Instant,
-) -> Result<Proved, Diagnostic> {
-    let at = address(&stream);
+    claim: &Claim,
+    deadline: Instant,
+) -> Result<AuthenticatedPeer, Diagnostic> {
+    let at = peer_address(&stream);
     let refused = |how: &str| {
-        Diagnostic::error(&T0756, format!("the process at {at} and this rank did not prove themselves to each other"))
-            .at("here", format!("{mine}, {}", credentials.words()))
-            .at(at.clone(), how.to_string())
-            .hint("every rank of a run needs the same secret file, or certificates of the same authority; and only one run may listen at an address")
+        Diagnostic::error(&T0756, format!("mutual authentication with the process at {at} failed"))
+            .with_label("here", format!("{claim}, {}", credentials.describe_methods()))
+            .with_label(at.clone(), how.to_string())
+            .with_hint("every rank of a run needs the same secret file, or certificates of the same authority; and only one run may listen at an address")
     };
-    handshake(stream, credentials, mine, Side::Connects, until).map_err(|(_, e)| refused(&words(&e)))
+    run_handshake(stream, credentials, claim, HandshakeSide::Connector, deadline)
+        .map_err(|(_, e)| refused(&redacted_reason(&e)))
 }
 
-/// Has who connected prove itself, and proves this process in turn.
+/// Authenticates the peer that has connected, and this process to the peer.
 ///
 /// # Errors
-/// T0756, naming the address, what the peer called itself, and nothing more.
-pub fn accept(
+/// T0756, which names only the address and the rank that the peer claimed.
+pub fn accept_peer(
     stream: TcpStream,
     credentials: &Credentials,
-    mine: &Claim,
-    until: Instant,
-) -> Result<Proved, Diagnostic> {
-    let at = address(&stream);
-    handshake(stream, credentials, mine, Side::Accepts, until).map_err(|(claim, e)| {
-        let who = claim.map_or(String::new(), |c| format!(", which calls itself {c},"));
+    own_claim: &Claim,
+    deadline: Instant,
+) -> Result<AuthenticatedPeer, Diagnostic> {
+    let at = peer_address(&stream);
+    run_handshake(stream, credentials, own_claim, HandshakeSide::Acceptor, deadline).map_err(|(claim, e)| {
+        let who = claim.map_or(String::new(), |c| format!(", which claims to be {c},"));
         Diagnostic::error(&T0756, format!("a process at {at}{who} did not prove that it belongs to this run"))
-            .at(at.clone(), words(&e))
-            .at("here", credentials.words())
+            .with_label(at.clone(), redacted_reason(&e))
+            .with_label("here", credentials.describe_methods())
     })
 }
 
-/// Settings of every stream between hosts: frames leave at once, and a host that is cut off is noticed within `limit`.
+/// Sets the socket options of a stream between hosts: frames leave without delay, and an
+/// unreachable host is detected within `limit`.
 ///
 /// # Errors
-/// The system's.
-pub fn tune(stream: &TcpStream, limit: Duration) -> io::Result<()> {
+/// Returns the operating system's error.
+pub fn tune_socket(stream: &TcpStream, limit: Duration) -> io::Result<()> {
     stream.set_nodelay(true)?;
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, Duration::from_secs(1))?;
@@ -132,16 +138,16 @@ pub fn tune(stream: &TcpStream, limit: Duration) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads exactly so many bytes before `until`, from a stream that never blocks.
+/// Fills `into` from a non-blocking stream before `deadline`.
 ///
 /// # Errors
-/// Those of the stream, `UnexpectedEof`, or `TimedOut`.
-pub fn read_exact(stream: &mut dyn Stream, mut into: &mut [u8], until: Instant) -> io::Result<()> {
+/// Returns the stream's error, `UnexpectedEof` or `TimedOut`.
+pub fn read_exact(stream: &mut dyn ByteStream, mut into: &mut [u8], deadline: Instant) -> io::Result<()> {
     while !into.is_empty() {
         match stream.read(into) {
             Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
             Ok(n) => into = &mut into[n..],
-            Err(e) if e.kind() == ErrorKind::WouldBlock => ready(stream.fd(), PollFlags::IN, until)?,
+            Err(e) if e.kind() == ErrorKind::WouldBlock => wait_ready(stream.fd(), PollFlags::IN, deadline)?,
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) => return Err(e),
         }
@@ -149,17 +155,17 @@ pub fn read_exact(stream: &mut dyn Stream, mut into: &mut [u8], until: Instant) 
     Ok(())
 }
 
-/// Writes all of the bytes before `until`, to a stream that never blocks.
+/// Writes all bytes to a non-blocking stream before `deadline`.
 ///
 /// # Errors
-/// Those of the stream, or `TimedOut`.
-pub fn write_all(stream: &mut dyn Stream, mut from: &[u8], until: Instant) -> io::Result<()> {
+/// Returns the stream's error or `TimedOut`.
+pub fn write_all(stream: &mut dyn ByteStream, mut from: &[u8], deadline: Instant) -> io::Result<()> {
     loop {
         let outcome = if from.is_empty() { stream.flush().map(|()| 0) } else { stream.write(from) };
         match outcome {
             Ok(_) if from.is_empty() => return Ok(()),
             Ok(n) => from = &from[n..],
-            Err(e) if e.kind() == ErrorKind::WouldBlock => ready(stream.fd(), PollFlags::OUT, until)?,
+            Err(e) if e.kind() == ErrorKind::WouldBlock => wait_ready(stream.fd(), PollFlags::OUT, deadline)?,
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) => return Err(e),
         }
@@ -167,7 +173,7 @@ pub fn write_all(stream: &mut dyn Stream, mut from: &[u8], until: Instant) -> io
 }
 
 impl Credentials {
-    fn words(&self) -> &'static str {
+    fn describe_methods(&self) -> &'static str {
         match self {
             Credentials::Secret(_) => "with a secret and without certificates",
             Credentials::Tls(_, None) => "with certificates and without a secret",
@@ -177,61 +183,61 @@ impl Credentials {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
-    Connects,
-    Accepts,
+pub(crate) enum HandshakeSide {
+    Connector,
+    Acceptor,
 }
 
-/// What a peer called itself so far, and what went wrong.
-type Stopped = (Option<Claim>, io::Error);
+/// The claim that the peer has made so far, if any, and the error.
+type HandshakeError = (Option<Claim>, io::Error);
 
-fn handshake(
+fn run_handshake(
     stream: TcpStream,
     credentials: &Credentials,
-    mine: &Claim,
-    side: Side,
-    until: Instant,
-) -> Result<Proved, Stopped> {
-    let unknown = |e: io::Error| (None, e);
-    stream.set_nonblocking(true).map_err(unknown)?;
-    let (mut stream, secret, bound) = match credentials {
-        Credentials::Secret(secret) => (Under::Plain(stream), Some(secret), [0; 32]),
+    own_claim: &Claim,
+    side: HandshakeSide,
+    deadline: Instant,
+) -> Result<AuthenticatedPeer, HandshakeError> {
+    let without_claim = |e: io::Error| (None, e);
+    stream.set_nonblocking(true).map_err(without_claim)?;
+    let (mut stream, secret, channel_binding) = match credentials {
+        Credentials::Secret(secret) => (RawStream::Plain(stream), Some(secret), [0; 32]),
         Credentials::Tls(tls, secret) => {
-            let mut stream = tls.over(stream, side).map_err(unknown)?;
-            stream.shake_hands(until).map_err(unknown)?;
-            let bound = stream.bound().map_err(unknown)?;
-            (Under::Tls(Box::new(stream)), secret.as_ref(), bound)
+            let mut stream = tls.open_session(stream, side).map_err(without_claim)?;
+            stream.complete_handshake(deadline).map_err(without_claim)?;
+            let channel_binding = stream.export_channel_binding().map_err(without_claim)?;
+            (RawStream::Tls(Box::new(stream)), secret.as_ref(), channel_binding)
         }
     };
     let key = match secret {
-        Some(secret) => *blake3::keyed_hash(&secret.0, &bound).as_bytes(),
-        // Certificates alone: the session's key stands for them.
-        None => blake3::derive_key("tessera 2026-11 run without a secret", &bound),
+        Some(secret) => *blake3::keyed_hash(&secret.0, &channel_binding).as_bytes(),
+        // With certificates alone, the session's exported key replaces the secret.
+        None => blake3::derive_key("tessera 2026-11 run without a secret", &channel_binding),
     };
-    let (claim, records) = hello::exchange(stream.stream(), mine, side, &key, until)?;
-    let stream: Box<dyn Stream> = match stream {
-        Under::Plain(stream) => Box::new(Records::new(stream, records)),
-        Under::Tls(stream) => stream,
+    let (claim, records) = hello::exchange_hellos(stream.as_stream(), own_claim, side, &key, deadline)?;
+    let stream: Box<dyn ByteStream> = match stream {
+        RawStream::Plain(stream) => Box::new(RecordStream::new(stream, records)),
+        RawStream::Tls(stream) => stream,
     };
-    Ok(Proved { claim, stream })
+    Ok(AuthenticatedPeer { claim, stream })
 }
 
-enum Under {
+enum RawStream {
     Plain(TcpStream),
-    Tls(Box<tls::Session>),
+    Tls(Box<tls::TlsSession>),
 }
 
-impl Under {
-    fn stream(&mut self) -> &mut dyn Stream {
+impl RawStream {
+    fn as_stream(&mut self) -> &mut dyn ByteStream {
         match self {
-            Under::Plain(stream) => stream,
-            Under::Tls(stream) => &mut **stream,
+            RawStream::Plain(stream) => stream,
+            RawStream::Tls(stream) => &mut **stream,
         }
     }
 }
 
-fn ready(fd: BorrowedFd<'_>, flags: PollFlags, until: Instant) -> io::Result<()> {
-    let left = until.saturating_duration_since(Instant::now());
+fn wait_ready(fd: BorrowedFd<'_>, flags: PollFlags, deadline: Instant) -> io::Result<()> {
+    let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
         return Err(ErrorKind::TimedOut.into());
     }
@@ -242,17 +248,18 @@ fn ready(fd: BorrowedFd<'_>, flags: PollFlags, until: Instant) -> io::Result<()>
     }
 }
 
-fn address(stream: &TcpStream) -> String {
+fn peer_address(stream: &TcpStream) -> String {
     stream.peer_addr().map_or("an unknown address".into(), |a: SocketAddr| a.to_string())
 }
 
-/// What of an error may be told: whether the peer was late or ended, not what of its proof was wrong.
-fn words(e: &io::Error) -> String {
+/// Describes an error without details that help an attacker: whether the peer was late or closed
+/// the connection, but not what was wrong with its proof.
+fn redacted_reason(e: &io::Error) -> String {
     match e.kind() {
-        ErrorKind::TimedOut => format!("it did not finish within {} s", HANDSHAKE_LIMIT.as_secs()),
+        ErrorKind::TimedOut => format!("the handshake did not finish within {} s", HANDSHAKE_LIMIT.as_secs()),
         ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => {
-            "it closed the connection".into()
+            "the peer closed the connection".into()
         }
-        _ => "its proof does not hold".into(),
+        _ => "the peer's proof is invalid".into(),
     }
 }

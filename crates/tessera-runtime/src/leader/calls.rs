@@ -1,91 +1,97 @@
-//! A call's way: planned and checked, sent, ready everywhere, committed, done everywhere, handed on.
+//! The stages of a call: planned and checked, sent, ready on every rank, committed, done on every
+//! rank, delivered.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::Diagnostics;
 
-use super::inbox::Item;
-use super::{Action, CallRecord, Finished, Leader, Open, Stage, T0736, Times, Warmup};
+use super::inbox::InboxItem;
+use super::{
+    Action, CallRecord, CallTimes, FinishedChunk, Leader, LeaderStage, OpenCall, T0736, WarmupStage,
+};
 use crate::FailureClass;
-use crate::census::Census;
-use crate::check::{Local, check_context, check_envelope, input_digest};
-use crate::decide::{CallPlan, ChunkRequest};
-use crate::drift::{T0744, T0759, departs, outputs_differ};
+use crate::director::{CallPlan, ChunkRequest};
+use crate::drift::{T0744, T0759, find_deviation, find_output_mismatch};
 use crate::engine::{T0737, T0752, T0753};
-use crate::tripwire::Place;
+use crate::envelope_check::{LocalState, check_context, check_envelope, input_digest};
+use crate::program_index::ProgramIndex;
+use crate::tripwire::CheckSite;
 use crate::wire::{
-    self, CallAction, Commit, Context, Done, Envelope, EnvelopeHeader, Message, Ready, Reload, Tensor,
+    self, CallAction, CallContext, Commit, Done, Envelope, EnvelopeHeader, Message, Ready, Reload, Tensor,
     Tensors, WIRE_VERSION,
 };
-use crate::worker::{T0707, wants_context};
+use crate::worker::{T0707, needs_context};
 
 impl Leader {
-    /// Prepares, commits and ends whatever may be now.
-    pub(super) fn pump(&mut self, out: &mut Vec<Action>) {
-        if self.stage == Stage::Running && !self.stopping {
-            if self.warmup == Warmup::Due {
-                self.warm_up(out);
+    /// Prepares, commits and finishes every call that can proceed now.
+    pub(super) fn advance_calls(&mut self, out: &mut Vec<Action>) {
+        if self.stage == LeaderStage::Running && !self.stopping {
+            if self.warmup == WarmupStage::Due {
+                self.send_warmup(out);
             }
-            while self.warmup == Warmup::Over && !self.ended() && self.may_prepare() {
+            while self.warmup == WarmupStage::Finished && !self.has_ended() && self.can_prepare() {
                 match self.inbox.pop_front() {
-                    Some(Item::Chunk { ordinal, request, text }) => {
+                    Some(InboxItem::Chunk { ordinal, request, text }) => {
                         self.prepare_chunk(ordinal, &request, text, out);
                     }
-                    Some(Item::Control(action)) => self.prepare_control(action, None, out),
-                    Some(Item::Reload(reload)) => {
+                    Some(InboxItem::Control(action)) => self.prepare_control(action, None, out),
+                    Some(InboxItem::Reload(reload)) => {
                         self.prepare_control(CallAction::Reload, Some(reload), out);
                     }
                     None => break,
                 }
             }
-            if self.ended() {
+            if self.has_ended() {
                 return;
             }
-            self.ask_context(out);
-            self.commit(out);
+            self.request_context(out);
+            self.commit_front(out);
         }
-        let now = self.clock.now();
-        let runs = self.open.front().is_some_and(|o| o.committed_ns.is_some());
+        let now = self.clock.now_ns();
+        let runs = self.open_calls.front().is_some_and(|o| o.committed_ns.is_some());
         match self.stage {
-            Stage::Hello { .. } if self.stopping => self.shutdown(now, out),
-            Stage::Running if self.stopping && !runs => self.shutdown(now, out),
-            Stage::Running if self.no_more && self.inbox.is_empty() && self.open.is_empty() => {
-                self.shutdown(now, out);
+            LeaderStage::Hello { .. } if self.stopping => self.send_shutdown(now, out),
+            LeaderStage::Running if self.stopping && !runs => self.send_shutdown(now, out),
+            LeaderStage::Running
+                if self.no_more_requests && self.inbox.is_empty() && self.open_calls.is_empty() =>
+            {
+                self.send_shutdown(now, out);
             }
             _ => {}
         }
-        if matches!(self.stage, Stage::Stopping { .. })
+        if matches!(self.stage, LeaderStage::Stopping { .. })
             && self.undelivered.is_empty()
-            && self.peers.values().all(|p| p.stopped)
+            && self.peers.values().all(|p| p.answered_shutdown)
         {
-            self.stage = Stage::Ended;
+            self.stage = LeaderStage::Ended;
             out.push(Action::Report(Message::Finished));
             out.push(Action::Exit(None));
         }
     }
 
-    /// Whether the next wanted call may be sent now: within the bound, and a reload alone.
-    fn may_prepare(&self) -> bool {
-        let reloads = |o: &Open| o.plan.action == CallAction::Reload;
+    /// Whether the next queued call may be sent now: the number of open calls is bounded, and a
+    /// reload runs alone.
+    fn can_prepare(&self) -> bool {
+        let reloads = |o: &OpenCall| o.plan.action == CallAction::Reload;
         match self.inbox.front() {
             None => false,
-            Some(Item::Reload(_)) => self.open.is_empty(),
+            Some(InboxItem::Reload(_)) => self.open_calls.is_empty(),
             Some(_) => {
-                self.open.len() < self.config.limits.max_outstanding as usize
-                    && !self.open.iter().any(reloads)
+                self.open_calls.len() < self.config.limits.max_outstanding as usize
+                    && !self.open_calls.iter().any(reloads)
             }
         }
     }
 
-    fn warm_up(&mut self, out: &mut Vec<Action>) {
-        let prepared = self.director.warmup(&self.config.census).and_then(|plan| {
-            let inputs = zeros(&self.config.census, &plan)?;
+    fn send_warmup(&mut self, out: &mut Vec<Action>) {
+        let prepared = self.director.plan_warmup(&self.config.programs).and_then(|plan| {
+            let inputs = zero_inputs(&self.config.programs, &plan)?;
             Ok((plan, inputs))
         });
         match prepared {
             Ok((plan, tensors)) => {
-                self.warmup = Warmup::Sent;
-                self.send(plan, None, None, tensors, out);
+                self.warmup = WarmupStage::Sent;
+                self.send_call(plan, None, None, tensors, out);
             }
             Err(found) => self.preflight_failed(found, out),
         }
@@ -99,26 +105,26 @@ impl Leader {
         out: &mut Vec<Action>,
     ) {
         if text.is_some() {
-            self.text = text;
+            self.prompt_embedding = text;
         }
-        let plan = match self.director.next(request, &self.config.census) {
+        let plan = match self.director.plan_chunk(request, &self.config.programs) {
             Ok(plan) => plan,
             Err(found) => return self.preflight_failed(found, out),
         };
         let wants_text = plan.meta.as_ref().is_some_and(|m| m.reset_cross);
-        let tensors = if wants_text { self.text.iter().cloned().collect() } else { Vec::new() };
-        self.send(plan, Some(ordinal), None, Tensors(tensors), out);
+        let tensors = if wants_text { self.prompt_embedding.iter().cloned().collect() } else { Vec::new() };
+        self.send_call(plan, Some(ordinal), None, Tensors(tensors), out);
     }
 
     fn prepare_control(&mut self, action: CallAction, reload: Option<Reload>, out: &mut Vec<Action>) {
-        match self.director.control(action) {
-            Ok(plan) => self.send(plan, None, reload, Tensors::default(), out),
+        match self.director.plan_control_call(action) {
+            Ok(plan) => self.send_call(plan, None, reload, Tensors::default(), out),
             Err(found) => self.preflight_failed(found, out),
         }
     }
 
-    /// Checks a call, then sends its envelope. Nothing leaves before the last check passed.
-    fn send(
+    /// Checks a call and sends its envelope. Nothing is sent before the last check passes.
+    fn send_call(
         &mut self,
         plan: CallPlan,
         request: Option<u64>,
@@ -126,14 +132,14 @@ impl Leader {
         tensors: Tensors,
         out: &mut Vec<Action>,
     ) {
-        let envelope = Envelope { header: self.header(&plan), meta: plan.meta.clone(), reload, tensors };
-        let local = Local {
+        let envelope = Envelope { header: self.next_header(&plan), meta: plan.meta.clone(), reload, tensors };
+        let local = LocalState {
             plan: self.config.plan,
             session: self.config.session,
             last_call_id: self.last_call_id,
-            cache: &self.checked,
-            census: &self.config.census,
-            open: self.open.len(),
+            cache: &self.preflight_cache,
+            programs: &self.config.programs,
+            open_calls: self.open_calls.len(),
             tripwires: &self.config.tripwires,
         };
         let after = match check_envelope(&envelope, &local) {
@@ -143,26 +149,26 @@ impl Leader {
         let inputs = input_digest(&envelope, &Tensors::default());
         let message = Message::Envelope(Box::new(envelope.clone()));
         if let Err(d) = wire::encode(0, &message)
-            && self.armed(d.code)
+            && self.is_armed(d.code)
         {
             return self.preflight_failed(vec![d], out);
         }
         self.last_call_id = envelope.header.call_id;
-        let digest = after.digest();
-        self.checked = after;
-        self.open.push_back(Open {
+        let digest = after.state_digest();
+        self.preflight_cache = after;
+        self.open_calls.push_back(OpenCall {
             plan,
             request,
             envelope,
-            after: digest,
+            predicted_state: digest,
             inputs,
-            context_asked: false,
+            context_requested: false,
             context_sent: false,
             discard: false,
             ready: BTreeSet::new(),
-            sent_ns: self.clock.now(),
+            sent_ns: self.clock.now_ns(),
             committed_ns: None,
-            times: Times { decided_ns: self.now_ns, ..Times::default() },
+            times: CallTimes { decided_ns: self.now_ns, ..CallTimes::default() },
             done: BTreeMap::new(),
             fingerprints: BTreeMap::new(),
             output: None,
@@ -170,7 +176,7 @@ impl Leader {
         out.push(Action::Broadcast(message));
     }
 
-    fn header(&self, plan: &CallPlan) -> EnvelopeHeader {
+    fn next_header(&self, plan: &CallPlan) -> EnvelopeHeader {
         EnvelopeHeader {
             version: WIRE_VERSION,
             action: plan.action,
@@ -183,33 +189,33 @@ impl Leader {
         }
     }
 
-    /// Asks for the front call's context once the output that it depends on exists.
-    fn ask_context(&mut self, out: &mut Vec<Action>) {
-        if let (Some(front), Some((previous, opens_scene))) = (self.open.front_mut(), &self.last_output)
-            && wants_context(&front.envelope)
-            && !front.context_asked
+    /// Requests the front call's context once the output that it depends on exists.
+    fn request_context(&mut self, out: &mut Vec<Action>) {
+        if let (Some(front), Some((previous, opens_scene))) = (self.open_calls.front_mut(), &self.last_output)
+            && needs_context(&front.envelope)
+            && !front.context_requested
             && !self.stopping
         {
-            front.context_asked = true;
+            front.context_requested = true;
             let (previous, opens_scene) = (previous.clone(), *opens_scene);
             out.push(Action::MakeContext { chunk: front.plan.chunk, previous, opens_scene });
         }
     }
 
-    pub(super) fn context(&mut self, chunk: u32, tensor: Tensor, out: &mut Vec<Action>) {
+    pub(super) fn handle_context(&mut self, chunk: u32, tensor: Tensor, out: &mut Vec<Action>) {
         if self.stopping {
             return;
         }
-        let now = self.clock.now();
-        let waits = |o: &&mut Open| o.plan.chunk == chunk && o.context_asked && !o.context_sent;
-        let Some(open) = self.open.iter_mut().find(waits) else {
-            let text = format!("a context for chunk {chunk}, which does not wait for it");
-            self.trip(FailureClass::Protocol, None, &T0707, text, out);
+        let now = self.clock.now_ns();
+        let waits = |o: &&mut OpenCall| o.plan.chunk == chunk && o.context_requested && !o.context_sent;
+        let Some(open) = self.open_calls.iter_mut().find(waits) else {
+            let text = format!("a context arrived for chunk {chunk}, which does not wait for one");
+            self.trip_if_armed(FailureClass::Protocol, None, &T0707, text, out);
             return;
         };
         let tensors = Tensors(vec![tensor]);
         if let Some(meta) = &open.envelope.meta
-            && let Err(found) = check_context(meta, &tensors, &self.config.census, &self.config.tripwires)
+            && let Err(found) = check_context(meta, &tensors, &self.config.programs, &self.config.tripwires)
         {
             return self.preflight_failed(found, out);
         }
@@ -217,34 +223,38 @@ impl Leader {
         open.context_sent = true;
         open.sent_ns = now;
         let call_id = open.call_id();
-        out.push(Action::Broadcast(Message::Context(Context { call_id, tensors })));
+        out.push(Action::Broadcast(Message::Context(CallContext { call_id, tensors })));
     }
 
-    pub(super) fn ready(&mut self, rank: u32, r: &Ready, out: &mut Vec<Action>) {
-        let Some(open) = self.open.iter().find(|o| o.call_id() == r.call_id) else {
-            // The answer to a prepared call that a stop has since cancelled.
-            if matches!(self.stage, Stage::Stopping { .. }) && r.call_id <= self.last_call_id {
+    pub(super) fn handle_ready(&mut self, rank: u32, r: &Ready, out: &mut Vec<Action>) {
+        let Some(open) = self.open_calls.iter().find(|o| o.call_id() == r.call_id) else {
+            // This rank answers a prepared call that a stop has cancelled in the meantime.
+            if matches!(self.stage, LeaderStage::Stopping { .. }) && r.call_id <= self.last_call_id {
                 return;
             }
-            return self.protocol(rank, format!("ready for call {}, which is not open", r.call_id), out);
+            return self.protocol_violation(
+                rank,
+                format!("ready for call {}, which is not open", r.call_id),
+                out,
+            );
         };
         if open.committed_ns.is_some() || open.ready.contains(&rank) {
-            return self.protocol(rank, format!("a second ready for call {}", r.call_id), out);
+            return self.protocol_violation(rank, format!("a second ready for call {}", r.call_id), out);
         }
-        let (inputs, after, chunk) = (open.inputs, open.after, open.plan.chunk);
+        let (inputs, after, chunk) = (open.inputs, open.predicted_state, open.plan.chunk);
         for (code, key, sent, here) in
             [(&T0759, "inputs", r.inputs, inputs), (&T0744, "predicted state", r.predicted_state, after)]
         {
             let text = || {
                 let id = r.call_id;
-                format!("call {id}, chunk {chunk}: {key} of rank {rank} is {sent}, of the leader {here}")
+                format!("call {id}, chunk {chunk}: {key} of rank {rank} is {sent}, the leader has {here}")
             };
-            if sent != here && self.trip(FailureClass::Drift, Some(rank), code, text(), out) {
+            if sent != here && self.trip_if_armed(FailureClass::Drift, Some(rank), code, text(), out) {
                 return;
             }
         }
         let (now_ns, ranks) = (self.now_ns, self.config.ranks.len());
-        if let Some(open) = self.open.iter_mut().find(|o| o.call_id() == r.call_id) {
+        if let Some(open) = self.open_calls.iter_mut().find(|o| o.call_id() == r.call_id) {
             open.ready.insert(rank);
             if open.ready.len() == ranks {
                 open.times.ready_ns = now_ns;
@@ -252,98 +262,107 @@ impl Leader {
         }
     }
 
-    fn commit(&mut self, out: &mut Vec<Action>) {
-        let room = self.undelivered.len() < self.config.limits.d_out as usize;
-        let now = self.clock.now();
+    fn commit_front(&mut self, out: &mut Vec<Action>) {
+        let has_room = self.undelivered.len() < self.config.limits.d_out as usize;
+        let now = self.clock.now_ns();
         let ranks = self.config.ranks.len();
-        if let Some(front) = self.open.front_mut()
+        if let Some(front) = self.open_calls.front_mut()
             && front.committed_ns.is_none()
             && front.ready.len() == ranks
-            && (room || front.request.is_none() || front.discard)
+            && (has_room || front.request.is_none() || front.discard)
         {
             front.committed_ns = Some(now);
             front.times.committed_ns = self.now_ns;
             for p in self.peers.values_mut() {
-                (p.mark, p.marked_ns) = (0, now);
+                (p.progress, p.last_progress_ns) = (0, now);
             }
             out.push(Action::Broadcast(Message::Commit(Commit { call_id: front.call_id() })));
         }
     }
 
-    pub(super) fn done(&mut self, rank: u32, d: Done, out: &mut Vec<Action>) {
-        if let Stage::Stopping { call_id, .. } = self.stage
+    pub(super) fn handle_done(&mut self, rank: u32, d: Done, out: &mut Vec<Action>) {
+        if let LeaderStage::Stopping { call_id, .. } = self.stage
             && d.call_id == call_id
         {
             if let Some(p) = self.peers.get_mut(&rank) {
-                p.stopped = true;
+                p.answered_shutdown = true;
             }
             return;
         }
-        let runs = |o: &&Open| o.call_id() == d.call_id && o.committed_ns.is_some();
-        let Some(open) = self.open.front().filter(runs) else {
-            let epoch = self.checked.epoch();
-            if d.call_id <= self.last_call_id && d.cache_epoch < epoch && self.armed(&T0736) {
+        let runs = |o: &&OpenCall| o.call_id() == d.call_id && o.committed_ns.is_some();
+        let Some(open) = self.open_calls.front().filter(runs) else {
+            let epoch = self.preflight_cache.epoch();
+            if d.call_id <= self.last_call_id && d.cache_epoch < epoch && self.is_armed(&T0736) {
                 let text = format!(
                     "rank {rank} sent a result of call {} from epoch {}; the epoch is {epoch}",
                     d.call_id, d.cache_epoch
                 );
-                self.trip(FailureClass::Protocol, Some(rank), &T0736, text, out);
+                self.trip_if_armed(FailureClass::Protocol, Some(rank), &T0736, text, out);
                 return;
             }
-            return self.protocol(rank, format!("done for call {}, which does not run", d.call_id), out);
+            return self.protocol_violation(
+                rank,
+                format!("done for call {}, which is not running", d.call_id),
+                out,
+            );
         };
         if open.done.contains_key(&rank) {
-            return self.protocol(rank, format!("call {} was run a second time", d.call_id), out);
+            return self.protocol_violation(rank, format!("call {} ran a second time", d.call_id), out);
         }
-        for (class, code, text) in departures(open, rank, &d) {
+        for (class, code, text) in find_deviations(open, rank, &d) {
             let text = format!("call {}, chunk {}: rank {rank}: {text}", d.call_id, open.plan.chunk);
-            if self.armed(code) {
-                self.trip(class, Some(rank), code, text, out);
+            if self.is_armed(code) {
+                self.trip_if_armed(class, Some(rank), code, text, out);
                 return;
             }
         }
         let ranks = self.config.ranks.len();
         self.progress += 1;
         if let Some(peer) = self.peers.get_mut(&rank) {
-            peer.marked_ns = self.clock.now();
+            peer.last_progress_ns = self.clock.now_ns();
         }
-        let Some(open) = self.open.front_mut() else { return };
+        let Some(open) = self.open_calls.front_mut() else { return };
         open.done.insert(rank, d.observed);
         open.fingerprints.insert(rank, d.fingerprints);
         if let Some(tensor) = d.output.0.into_iter().next() {
             open.output = Some(tensor);
         }
         if open.done.len() == ranks
-            && self.agreed(out)
-            && let Some(finished) = self.open.pop_front()
+            && self.ranks_agree(out)
+            && let Some(finished) = self.open_calls.pop_front()
         {
-            self.finish(finished, out);
+            self.finish_call(finished, out);
         }
     }
 
-    /// Whether the ranks agree about the front call, which all have finished; otherwise the run ends.
-    fn agreed(&mut self, out: &mut Vec<Action>) -> bool {
-        let Some(open) = self.open.front() else { return false };
+    /// Whether the ranks agree on the front call, which all have finished. If they do not agree,
+    /// the run fails.
+    fn ranks_agree(&mut self, out: &mut Vec<Action>) -> bool {
+        let Some(open) = self.open_calls.front() else { return false };
         match open.plan.action {
             CallAction::Infer => {
-                let Some((odd, text)) = outputs_differ(&open.done, &self.config.silent) else { return true };
+                let Some((outlier, text)) =
+                    find_output_mismatch(&open.done, &self.config.ranks_without_output)
+                else {
+                    return true;
+                };
                 let text = format!("call {}, chunk {}: {text}", open.call_id(), open.plan.chunk);
-                !self.trip(FailureClass::Drift, Some(odd), &T0744, text, out)
+                !self.trip_if_armed(FailureClass::Drift, Some(outlier), &T0744, text, out)
             }
             CallAction::Reload => {
-                let prints = open.fingerprints.clone();
-                self.shards_agree(&prints, (FailureClass::Drift, Place::Leader), out)
+                let fingerprints = open.fingerprints.clone();
+                self.shards_agree(&fingerprints, (FailureClass::Drift, CheckSite::Leader), out)
             }
             _ => true,
         }
     }
 
-    /// Every rank is done: writes the call down and hands its output on.
-    fn finish(&mut self, mut open: Open, out: &mut Vec<Action>) {
+    /// Records a call that every rank has finished and delivers its output.
+    fn finish_call(&mut self, mut open: OpenCall, out: &mut Vec<Action>) {
         let (chunk, epoch) = (open.plan.chunk, open.plan.cache_epoch);
         let call_id = open.call_id();
         if open.plan.action == CallAction::Warmup {
-            self.warmup = Warmup::Over;
+            self.warmup = WarmupStage::Finished;
         }
         let output = open.output.take();
         let served = open.request.filter(|_| !open.discard);
@@ -351,7 +370,7 @@ impl Leader {
             let ns = open.done.values().next().map(|o| o.phase_ns.clone()).unwrap_or_default();
             let names = open.plan.meta.iter().flat_map(|m| m.phases.iter().map(|p| p.program.clone()));
             let phases = names.zip(ns).collect();
-            self.undelivered.push_back(Finished { chunk, epoch, request, phases });
+            self.undelivered.push_back(FinishedChunk { chunk, epoch, request, phases });
         }
         let (request, discarded, opens_scene) = (open.request, open.discard, open.plan.opens_scene);
         out.push(Action::Record(Box::new(CallRecord {
@@ -363,50 +382,54 @@ impl Leader {
             ready_ns: open.times.ready_ns,
             committed_ns: open.times.committed_ns,
             done_ns: self.now_ns,
-            run_ns: self.clock.now() - open.committed_ns.unwrap_or_default(),
-            queued_in: self.waiting() as u32,
+            run_ns: self.clock.now_ns() - open.committed_ns.unwrap_or_default(),
+            queued_in: self.waiting_chunks() as u32,
             queued_out: self.undelivered.len() as u32,
             discarded,
         })));
         let Some(request) = request else { return };
         let Some(latents) = output else {
-            let text = format!("chunk {chunk} is done and no rank sent its latents");
-            self.trip(FailureClass::Protocol, None, &T0707, text, out);
+            let text = format!("chunk {chunk} is done, but no rank sent its latents");
+            self.trip_if_armed(FailureClass::Protocol, None, &T0707, text, out);
             return;
         };
         self.last_output = Some((latents.clone(), opens_scene));
         if discarded {
-            let why = "a hard cut came while it was computed";
+            let why = "a hard cut came while the chunk was computed";
             out.push(Action::Dropped { request, chunk: Some(chunk), epoch, why });
         } else {
             out.push(Action::Deliver { chunk, epoch, latents });
         }
     }
 
-    /// Calls that were prepared and not committed are dropped here and by the ranks.
-    fn shutdown(&mut self, now: u64, out: &mut Vec<Action>) {
-        self.open.clear();
-        let plan = match self.director.control(CallAction::Shutdown) {
+    /// Sends the shutdown. The leader and the ranks drop calls that are prepared but not committed.
+    fn send_shutdown(&mut self, now: u64, out: &mut Vec<Action>) {
+        self.open_calls.clear();
+        let plan = match self.director.plan_control_call(CallAction::Shutdown) {
             Ok(plan) => plan,
             Err(found) => return self.preflight_failed(found, out),
         };
-        let header = self.header(&plan);
+        let header = self.next_header(&plan);
         self.last_call_id = header.call_id;
-        self.stage = Stage::Stopping { since_ns: now, call_id: header.call_id };
+        self.stage = LeaderStage::Stopping { since_ns: now, call_id: header.call_id };
         let envelope = Envelope { header, meta: None, reload: None, tensors: Tensors::default() };
         out.push(Action::Broadcast(Message::Envelope(Box::new(envelope))));
     }
 }
 
-/// In what a rank's result departs from its call, the first thing first.
-fn departures(open: &Open, rank: u32, d: &Done) -> Vec<(FailureClass, &'static tessera_base::Code, String)> {
+/// Returns every deviation of a rank's result from its call, most important first.
+fn find_deviations(
+    open: &OpenCall,
+    rank: u32,
+    d: &Done,
+) -> Vec<(FailureClass, &'static tessera_base::Code, String)> {
     let (action, epoch) = (open.plan.action, open.plan.cache_epoch);
     let mut found = Vec::new();
     if d.cache_epoch != epoch {
         let text = format!("a result of epoch {}, its call is of epoch {epoch}", d.cache_epoch);
         found.push((FailureClass::Protocol, &T0736, text));
     }
-    if let Some(text) = departs(open.envelope.meta.as_ref(), open.after, &d.observed) {
+    if let Some(text) = find_deviation(open.envelope.meta.as_ref(), open.predicted_state, &d.observed) {
         found.push((FailureClass::Drift, &T0744, text));
     }
     let new = d.observed.new_programs;
@@ -423,19 +446,19 @@ fn departures(open: &Open, rank: u32, d: &Done) -> Vec<(FailureClass, &'static t
     if let Some(reload) = &open.envelope.reload
         && d.observed.weights != reload.weights
     {
-        let (seen, announced) = (d.observed.weights, reload.weights);
-        let text = format!("loaded weights {seen} on rank {rank}, announced were {announced}");
+        let (loaded, announced) = (d.observed.weights, reload.weights);
+        let text = format!("loaded weights {loaded} on rank {rank}, the leader announced {announced}");
         found.push((FailureClass::Drift, &T0737, text));
     }
     found
 }
 
-/// A tensor of zeros for each input of a warm-up.
-fn zeros(census: &Census, plan: &CallPlan) -> Result<Tensors, Diagnostics> {
+/// Creates a tensor of zeros for each input of a warm-up.
+fn zero_inputs(programs: &ProgramIndex, plan: &CallPlan) -> Result<Tensors, Diagnostics> {
     let phases = plan.meta.as_ref().map_or(&[][..], |m| &m.phases);
     let mut tensors = Vec::new();
-    for input in census.inputs(phases) {
-        let bytes = input.shape.iter().try_fold(input.dtype.bytes(), |n, d| n.checked_mul(*d));
+    for input in programs.call_inputs(phases) {
+        let bytes = input.shape.iter().try_fold(input.dtype.element_bytes(), |n, d| n.checked_mul(*d));
         let within = bytes.filter(|n| *n <= u64::from(wire::MAX_TENSOR_BYTES)).unwrap_or(0);
         let tensor = Tensor::new(&input.name, input.dtype, &input.shape, vec![0; within as usize]);
         tensors.push(tensor.map_err(|d| vec![d])?);

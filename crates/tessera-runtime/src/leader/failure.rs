@@ -1,37 +1,39 @@
-//! How the leader ends a run: once, with everything that was open written down.
+//! The leader's failure handling: it ends a run once and records every open call.
 
 use tessera_base::{Code, Diagnostics};
 
-use super::{Action, Leader, Stage};
-use crate::tripwire::Place;
+use super::{Action, Leader, LeaderStage};
+use crate::tripwire::CheckSite;
 use crate::wire::{Abort, Message};
 use crate::worker::{T0707, T0742};
 use crate::{Failure, FailureClass};
 
 impl Leader {
-    pub(super) fn gone(&mut self, rank: u32, how: &str, out: &mut Vec<Action>) {
-        // A rank that said why it leaves, or answered the shutdown, may close its socket.
-        if !self.armed(&T0742) || self.peers.get(&rank).is_none_or(|p| p.faulted || p.stopped) {
+    pub(super) fn handle_rank_gone(&mut self, rank: u32, how: &str, out: &mut Vec<Action>) {
+        // A rank that has reported its failure or answered the shutdown may close its socket.
+        if !self.is_armed(&T0742)
+            || self.peers.get(&rank).is_none_or(|p| p.reported_failure || p.answered_shutdown)
+        {
             return;
         }
-        let place = match self.open.front() {
+        let stage_text = match self.open_calls.front() {
             Some(o) if o.committed_ns.is_some() => {
                 format!("while call {} (chunk {}) ran", o.call_id(), o.plan.chunk)
             }
             Some(o) => format!("while call {} (chunk {}) was prepared", o.call_id(), o.plan.chunk),
             None => "between calls".to_string(),
         };
-        let text = format!("rank {rank} is gone ({how}) {place}");
-        self.fail(self.here(FailureClass::RankDied, Some(rank), &T0742, text), out);
+        let text = format!("rank {rank} is gone ({how}) {stage_text}");
+        self.fail_run(self.leader_failure(FailureClass::RankDied, Some(rank), &T0742, text), out);
     }
 
-    /// A message that may not come now: the end, unless nobody checks.
-    pub(super) fn protocol(&mut self, rank: u32, text: String, out: &mut Vec<Action>) {
-        self.trip(FailureClass::Protocol, Some(rank), &T0707, text, out);
+    /// Fails the run because of a message at the wrong time, unless the tripwire is disabled.
+    pub(super) fn protocol_violation(&mut self, rank: u32, text: String, out: &mut Vec<Action>) {
+        self.trip_if_armed(FailureClass::Protocol, Some(rank), &T0707, text, out);
     }
 
-    /// Ends the run unless the tripwire is off; whether it did.
-    pub(super) fn trip(
+    /// Fails the run unless the tripwire is disabled. Returns whether it failed the run.
+    pub(super) fn trip_if_armed(
         &mut self,
         class: FailureClass,
         rank: Option<u32>,
@@ -39,28 +41,28 @@ impl Leader {
         text: String,
         out: &mut Vec<Action>,
     ) -> bool {
-        let armed = self.armed(code);
+        let armed = self.is_armed(code);
         if armed {
-            self.fail(self.here(class, rank, code, text), out);
+            self.fail_run(self.leader_failure(class, rank, code, text), out);
         }
         armed
     }
 
-    /// What the leader refuses before any rank hears of it.
+    /// Fails the run for a refusal that happens before anything is sent to a rank.
     pub(super) fn preflight_failed(&mut self, mut found: Diagnostics, out: &mut Vec<Action>) {
-        self.config.tripwires.filter(&mut found);
+        self.config.tripwires.retain_armed(&mut found);
         if let Some(failure) = Failure::from_diagnostics(FailureClass::Preflight, None, &found) {
-            self.fail(failure.at(Place::Leader), out);
+            self.fail_run(failure.with_site(CheckSite::Leader), out);
         }
     }
 
-    /// The first failure ends the run; what comes after it is not looked at.
-    pub(super) fn fail(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        if self.ended() {
+    /// Ends the run with its first failure; later failures are ignored.
+    pub(super) fn fail_run(&mut self, failure: Failure, out: &mut Vec<Action>) {
+        if self.has_ended() {
             return;
         }
-        self.stage = Stage::Ended;
-        for open in &self.open {
+        self.stage = LeaderStage::Ended;
+        for open in &self.open_calls {
             out.push(Action::Lost {
                 call_id: open.call_id(),
                 chunk: open.plan.chunk,
@@ -74,17 +76,17 @@ impl Leader {
         out.push(Action::Exit(Some(failure)));
     }
 
-    pub(super) fn armed(&self, code: &Code) -> bool {
-        self.config.tripwires.armed(code)
+    pub(super) fn is_armed(&self, code: &Code) -> bool {
+        self.config.tripwires.is_armed(code)
     }
 
-    pub(super) fn here(
+    pub(super) fn leader_failure(
         &self,
         class: FailureClass,
         rank: Option<u32>,
         code: &Code,
         text: impl Into<String>,
     ) -> Failure {
-        Failure::new(class, rank, code, text).at(Place::Leader)
+        Failure::new(class, rank, code, text).with_site(CheckSite::Leader)
     }
 }

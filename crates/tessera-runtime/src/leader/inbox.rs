@@ -1,108 +1,108 @@
-//! What is wanted and not yet a call: requests in order, and the cut that does not wait its turn.
+//! The leader's queue of requests that are not yet calls, and the flush, which skips the queue.
 
-use super::{Action, Leader, Stage};
-use crate::decide::{ChunkRequest, Cut, T0721};
+use super::{Action, Leader, LeaderStage};
+use crate::director::{ChunkRequest, SceneCut, T0721};
 use crate::wire::{CallAction, Reload, Tensor};
 use crate::worker::T0707;
 use crate::{Digest, FailureClass, Limits};
 
-/// Something wanted.
+/// A queued request.
 #[derive(Debug)]
-pub(super) enum Item {
+pub(super) enum InboxItem {
     Chunk { ordinal: u64, request: ChunkRequest, text: Option<Tensor> },
     Control(CallAction),
     Reload(Reload),
 }
 
 impl Leader {
-    /// Chunks that wait to become calls.
-    pub(super) fn waiting(&self) -> usize {
-        self.inbox.iter().filter(|i| matches!(i, Item::Chunk { .. })).count()
+    /// Returns the number of queued chunk requests.
+    pub(super) fn waiting_chunks(&self) -> usize {
+        self.inbox.iter().filter(|i| matches!(i, InboxItem::Chunk { .. })).count()
     }
 
-    pub(super) fn request(
+    pub(super) fn handle_request(
         &mut self,
         mut request: ChunkRequest,
         mut text: Option<Tensor>,
         out: &mut Vec<Action>,
     ) {
-        if self.ending() {
+        if self.is_stopping() {
             return;
         }
-        let flush = request.cut == Cut::Flush;
-        if self.wants() == 0 && !flush {
-            let why = format!("a request came while {} wait, the limit", self.waiting());
-            if self.trip(FailureClass::Protocol, None, &T0707, why, out) {
+        let flush = request.cut == SceneCut::Flush;
+        if self.request_capacity() == 0 && !flush {
+            let why = format!("a request arrived while {} wait, the limit", self.waiting_chunks());
+            if self.trip_if_armed(FailureClass::Protocol, None, &T0707, why, out) {
                 return;
             }
         }
         if request.prompt_change != text.is_some() {
-            let why = "a new prompt and its embedding come together or not at all";
-            if self.trip(FailureClass::Preflight, None, &T0721, why.into(), out) {
+            let why = "a new prompt and its embedding must come together";
+            if self.trip_if_armed(FailureClass::Preflight, None, &T0721, why.into(), out) {
                 return;
             }
         }
         let ordinal = self.requests;
         self.requests += 1;
-        if flush && let Some(kept) = self.flush(out) {
-            // The prompt of a request that is dropped holds for what comes after it.
-            text = text.or(Some(kept));
+        if flush && let Some(dropped_embedding) = self.flush_requests(out) {
+            // The prompt of a dropped request applies to the requests after it.
+            text = text.or(Some(dropped_embedding));
             request.prompt_change = true;
         }
-        self.inbox.push_back(Item::Chunk { ordinal, request, text });
+        self.inbox.push_back(InboxItem::Chunk { ordinal, request, text });
     }
 
-    pub(super) fn control(&mut self, action: CallAction, out: &mut Vec<Action>) {
+    pub(super) fn enqueue_control(&mut self, action: CallAction, out: &mut Vec<Action>) {
         if !matches!(action, CallAction::Noop | CallAction::Reset) {
-            let why = format!("{} is not a call that can be asked for", action.name());
-            self.trip(FailureClass::Protocol, None, &T0707, why, out);
+            let why = format!("{} is not a call that an application may request", action.name());
+            self.trip_if_armed(FailureClass::Protocol, None, &T0707, why, out);
             return;
         }
-        self.wait(Item::Control(action), out);
+        self.enqueue_item(InboxItem::Control(action), out);
     }
 
-    pub(super) fn reload(&mut self, source: String, weights: Digest, out: &mut Vec<Action>) {
-        self.wait(Item::Reload(Reload { source, weights }), out);
+    pub(super) fn enqueue_reload(&mut self, source: String, weights: Digest, out: &mut Vec<Action>) {
+        self.enqueue_item(InboxItem::Reload(Reload { source, weights }), out);
     }
 
-    /// Whether nothing that is wanted now can become a call any more.
-    fn ending(&self) -> bool {
-        self.stopping || matches!(self.stage, Stage::Stopping { .. } | Stage::Ended)
+    /// Whether the run is stopping, so that queued requests can no longer become calls.
+    fn is_stopping(&self) -> bool {
+        self.stopping || matches!(self.stage, LeaderStage::Stopping { .. } | LeaderStage::Ended)
     }
 
-    fn wait(&mut self, item: Item, out: &mut Vec<Action>) {
-        if self.ending() {
+    fn enqueue_item(&mut self, item: InboxItem, out: &mut Vec<Action>) {
+        if self.is_stopping() {
             return;
         }
         if self.inbox.len() >= Limits::MAX_DEPTH as usize {
-            let why = format!("a call was asked for while {} wait, the limit", self.inbox.len());
-            self.trip(FailureClass::Protocol, None, &T0707, why, out);
+            let why = format!("a call was requested while {} wait, the limit", self.inbox.len());
+            self.trip_if_armed(FailureClass::Protocol, None, &T0707, why, out);
             return;
         }
         self.inbox.push_back(item);
     }
 
-    /// Gives up what was wanted before, and marks what is under way to be finished for nobody. The text of the
-    /// last prompt that is given up with its request.
-    fn flush(&mut self, out: &mut Vec<Action>) -> Option<Tensor> {
-        let epoch = self.director.cache().epoch();
-        let mut kept = None;
+    /// Drops the queued chunk requests and marks the open calls as discarded. Returns the prompt
+    /// embedding of the last dropped request that had one.
+    fn flush_requests(&mut self, out: &mut Vec<Action>) -> Option<Tensor> {
+        let epoch = self.director.cache_state().epoch();
+        let mut last_embedding = None;
         for item in std::mem::take(&mut self.inbox) {
             match item {
-                Item::Chunk { ordinal, text, .. } => {
-                    kept = text.or(kept);
-                    let why = "a hard cut came before it was prepared";
+                InboxItem::Chunk { ordinal, text, .. } => {
+                    last_embedding = text.or(last_embedding);
+                    let why = "a hard cut came before the call was prepared";
                     out.push(Action::Dropped { request: ordinal, chunk: None, epoch, why });
                 }
-                Item::Reload(_) => self.inbox.push_back(item),
-                // The cut resets, and proves the way as well as a call that does nothing.
-                Item::Control(_) => {}
+                InboxItem::Reload(_) => self.inbox.push_back(item),
+                // The cut includes a reset, and its call tests the path to every rank like a NOOP.
+                InboxItem::Control(_) => {}
             }
         }
-        for open in self.open.iter_mut().filter(|o| o.request.is_some()) {
+        for open in self.open_calls.iter_mut().filter(|o| o.request.is_some()) {
             open.discard = true;
         }
-        out.push(Action::Fence { epoch: epoch.saturating_add(1) });
-        kept
+        out.push(Action::SetMinEpoch { epoch: epoch.saturating_add(1) });
+        last_embedding
     }
 }

@@ -1,126 +1,131 @@
-//! The leader's side of lockstep: plans calls ahead, lets no rank run before all are ready, compares what the
-//! ranks saw, and turns the first thing that goes wrong into the one failure of the run.
+//! The leader's side of lockstep: it plans calls ahead, lets no rank run a call before all ranks
+//! are ready, compares the ranks' observations, and reports the first failure of the run.
 //!
-//! It speaks to ranks, not to sockets: a rank's message carries that rank's number whoever passed it on, so the
-//! machine is the same whether the leader computes too, stands beside one rank, or hears of all but one through
-//! a mesh leader.
+//! The leader addresses ranks, not sockets: a message carries the number of the rank that made it,
+//! whichever process relayed it. The state machine is therefore the same if the leader's process
+//! computes too, if it is outside the mesh beside a single rank, or if it reaches all other ranks
+//! through a mesh leader.
 
 mod calls;
 mod failure;
 mod hello;
 mod inbox;
-mod time;
+mod timeouts;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
-use crate::cache::Cache;
-use crate::census::Census;
-use crate::decide::{CallPlan, ChunkRequest, Director, StreamSpec};
+use crate::director::{CallPlan, ChunkRequest, Director, StreamSpec};
+use crate::kv_cache::CacheState;
 use crate::limits::AwakeClock;
+use crate::program_index::ProgramIndex;
 use crate::tripwire::Tripwires;
 use crate::wire::{
-    CallAction, Envelope, HelloAck, Init, Message, Observed, Progress, ShardPrint, Tensor, WIRE_VERSION,
+    CallAction, CallObservation, Envelope, HelloAck, Init, Message, Progress, ShardFingerprint, Tensor,
+    WIRE_VERSION,
 };
 use crate::worker::{T0707, T0749};
 use crate::{Digest, Failure, FailureClass, Limits, Parity};
 
-use inbox::Item;
-use time::Learned;
+use inbox::InboxItem;
+use timeouts::QuietHistory;
 
-/// A result that nobody waits for any more.
+/// Raised for a result of an epoch that is over.
 pub(crate) static T0736: Code = Code {
     id: "T0736",
     title: "a result belongs to an epoch that is over",
-    page: "A hard cut begins a new life of the caches, and every call and every result names the one it belongs to. \
-A rank sent a result of another epoch than its call's: it missed the cut, ran an old call again, or an old message was \
+    page: "A hard cut begins a new cache epoch, and every call and every result names its epoch. \
+A rank sent a result with another epoch than its call's: it missed the cut, ran an old call again, or an old message was \
 delivered late. The result was not used, because its picture belongs to a scene that is over.\n\nThe message gives \
-both epochs. Calls that are under way at a cut are finished and discarded in order; they never look like this.",
+both epochs. Calls that are open at a cut are finished and discarded in order; they never cause this error.",
 };
-/// No answer, or no progress.
+/// Raised when a rank does not answer or makes no progress.
 pub(crate) static T0743: Code = Code {
     id: "T0743",
     title: "a rank stalled",
-    page: "A process is alive, or at least its sockets are, but it did not answer in time, showed no sign of life, or \
-made no progress inside a call for longer than the limit. The rank named is the one that is furthest behind: ranks \
-that wait for it inside a collective are not the cause.\n\nThe limit inside a call is five seconds or four times the \
-99th percentile of the quiet times seen in that program so far, counted from the last mark. A stopped process, a stuck \
-device and a kernel that is really that slow look alike from here; the marks in the message say how far each rank came. \
-Rank 0 is named by a worker that heard nothing of its leader.",
+    page: "The process is alive, or at least its sockets are open, but it did not answer in time, sent no heartbeat, or \
+made no progress inside a call for longer than the limit. The message names the rank with the least progress: ranks \
+that wait for it inside a collective are not the cause.\n\nThe limit inside a call is five seconds, or four times the \
+99th percentile of the times without progress observed in that program so far, counted from the last progress. A stopped \
+process, a stuck device and a slow kernel look alike from the leader; the progress counters in the message show how far each \
+rank came. A worker that received nothing from its leader names rank 0.",
 };
-/// Chunks that could not be delivered.
+/// Raised when finished chunks cannot be delivered.
 pub(crate) static T0748: Code = Code {
     id: "T0748",
     title: "finished chunks could not be delivered",
-    page: "The ranks did their part and the leader could not decode or write what they made: a full disk, a folder \
-that is gone, or a decoder that failed. The text is the system's own. Chunks delivered before this one are complete.",
+    page: "The ranks completed their work, but the leader could not decode or write the result: a full disk, a missing \
+folder, or a decoder that failed. The text comes from the system. Chunks delivered before this one are complete.",
 };
 
-/// What the leader must know before its first message.
+/// The configuration of a leader.
 #[derive(Debug, Clone)]
 pub struct LeaderConfig {
-    /// Ranks that run calls, in ascending order; rank 0 is among them unless it stands outside the mesh.
+    /// Ranks that run calls, in ascending order. Rank 0 is among them unless it is outside the
+    /// mesh.
     pub ranks: Vec<u32>,
     /// Digest of the sealed plan.
     pub plan: Digest,
-    /// The session.
+    /// Id of the session.
     pub session: u64,
     /// The leader's build.
     pub build: String,
-    /// Ranks that put out no latents, because they are not of the first stage.
-    pub silent: Vec<u32>,
-    /// What the leader's own process shows in the comparison over all ranks.
+    /// Ranks that return no latents because they are not in the first stage.
+    pub ranks_without_output: Vec<u32>,
+    /// The leader's own parity table, which is compared with those of all ranks.
     pub parity: Parity,
-    /// The seal's programs.
-    pub census: Arc<Census>,
-    /// The stream.
+    /// The programs of the sealed plan.
+    pub programs: Arc<ProgramIndex>,
+    /// The stream's settings.
     pub stream: StreamSpec,
-    /// Bounds.
+    /// The bounds of queues and waits.
     pub limits: Limits,
-    /// What is not checked.
+    /// The disabled tripwires.
     pub tripwires: Tripwires,
 }
 
-/// What happened.
+/// An event that the driver reports to the leader.
 #[derive(Debug)]
 pub enum Event {
     /// Time passed.
     Tick,
-    /// A message from a rank.
+    /// A message arrived from a rank.
     Message {
-        /// The rank that made it, from the frame's header.
+        /// The rank that made the message, from the frame's header.
         rank: u32,
-        /// What it sent.
+        /// The message.
         message: Message,
     },
     /// A rank's socket closed or broke.
     Gone {
         /// The rank.
         rank: u32,
-        /// How, in words.
+        /// A description of how it closed.
         how: String,
     },
-    /// A chunk is wanted; never more than [`Leader::wants`] at a time, except for one that flushes.
+    /// A chunk is requested. The application requests at most [`Leader::request_capacity`] chunks
+    /// at a time, except for one with [`SceneCut::Flush`](crate::director::SceneCut::Flush).
     Request {
-        /// What is wanted.
+        /// The request.
         request: ChunkRequest,
-        /// The prompt's embedding, with a new prompt.
+        /// The prompt's embedding, if the request has a new prompt.
         text: Option<Tensor>,
     },
-    /// A call without a chunk is wanted: NOOP, which proves the whole way to every rank and back, or RESET.
+    /// A call without a chunk is requested: NOOP, which tests the path to every rank and back, or
+    /// RESET.
     Control(CallAction),
-    /// Other weights are wanted, from the next call on.
+    /// Other weights are requested from the next call on.
     Reload {
-        /// Where they are, in words that every rank's engine understands.
+        /// Location of the weights, in a form that every rank's engine understands.
         source: String,
-        /// Their digest as a whole.
+        /// Digest of all weights.
         weights: Digest,
     },
-    /// No further chunk will be wanted.
+    /// No further chunk will be requested.
     NoMoreRequests,
-    /// The context for a chunk is made.
+    /// The media pipeline finished the context for a chunk.
     Context {
         /// The chunk.
         chunk: u32,
@@ -131,148 +136,155 @@ pub enum Event {
     Delivered {
         /// The chunk.
         chunk: u32,
-        /// Frames it became.
+        /// Number of frames of the decoded chunk.
         frames: u32,
     },
-    /// A chunk was found below the fence and not written.
+    /// The media pipeline did not write a chunk because its epoch is below the minimum.
     Discarded {
         /// The chunk.
         chunk: u32,
     },
-    /// Something beside the lockstep failed: the studio, a socket write, the engine's thread.
+    /// Something other than the lockstep failed: the media pipeline, a socket write, or the
+    /// engine's thread.
     Failed(Failure),
-    /// End at the next chunk boundary.
+    /// Stop at the next chunk boundary.
     Stop,
     /// The launcher's socket closed.
     LauncherGone,
 }
 
-/// What to do.
+/// An action that the driver executes for the leader.
 #[derive(Debug)]
 pub enum Action {
-    /// Send to every rank of the mesh.
+    /// Sends a message to every rank of the mesh.
     Broadcast(Message),
-    /// Have the studio make the context of a chunk from the output before it.
+    /// Requests the context of a chunk from the media pipeline.
     MakeContext {
         /// The chunk that needs it.
         chunk: u32,
-        /// Output of the chunk before.
+        /// Output of the previous chunk.
         previous: Tensor,
-        /// Whether the chunk before is the first of its scene.
+        /// Whether the previous chunk is the first of its scene.
         opens_scene: bool,
     },
-    /// Have the studio decode and write a chunk, unless its epoch is below the fence by then.
+    /// Requests that the media pipeline decode and write a chunk, unless its epoch is below the
+    /// minimum by then.
     Deliver {
         /// The chunk.
         chunk: u32,
-        /// Its life of the caches.
+        /// The chunk's cache epoch.
         epoch: u32,
         /// Its latents.
         latents: Tensor,
     },
-    /// From now on chunks of an epoch below this one are not written; the studio answers `Discarded` for each.
-    Fence {
-        /// The first epoch that counts.
+    /// Sets the minimum epoch: from now on the media pipeline does not write chunks of a lower
+    /// epoch and answers `Discarded` for each.
+    SetMinEpoch {
+        /// The first valid epoch.
         epoch: u32,
     },
-    /// Write down that a request or a finished chunk is given up for a hard cut.
+    /// Records that a request or a finished chunk is dropped because of a hard cut.
     Dropped {
-        /// The request, counted from 0 in the order in which they came.
+        /// Number of the request, counted from 0 in order of arrival.
         request: u64,
-        /// Its chunk, if it had become one.
+        /// The chunk, if the request had become a call.
         chunk: Option<u32>,
-        /// The life of the caches that is over.
+        /// The cache epoch that is over.
         epoch: u32,
-        /// Where it was.
+        /// The reason, which names how far the request had come.
         why: &'static str,
     },
-    /// Write down a call that was open when the run failed.
+    /// Records a call that was open when the run failed.
     Lost {
-        /// Its id.
+        /// Id of the call.
         call_id: u64,
-        /// Its chunk.
+        /// Chunk of the call.
         chunk: u32,
-        /// Its life of the caches.
+        /// Cache epoch of the call.
         epoch: u32,
         /// Ranks that were ready.
         ready: Vec<u32>,
         /// Ranks that had finished.
         done: Vec<u32>,
     },
-    /// Write down a finished call.
+    /// Records a finished call.
     Record(Box<CallRecord>),
-    /// Write down something worth knowing that stops nothing.
+    /// Records a note that does not affect the run.
     Note(String),
-    /// Send to the launcher.
+    /// Sends a message to the launcher.
     Report(Message),
-    /// End the process; nothing follows.
+    /// Ends the process; no action follows.
     Exit(Option<Failure>),
 }
 
-/// A finished call, for the run's record. Times are those that were given to [`Leader::step`], in nanoseconds.
+/// A finished call, for the run's record. Times are those that the driver passed to
+/// [`Leader::handle_event`], in nanoseconds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallRecord {
-    /// Its id.
+    /// Id of the call.
     pub call_id: u64,
-    /// The request that it serves, counted from 0; none for a call without a chunk.
+    /// The request that the call serves, counted from 0; `None` for a call without a chunk.
     pub request: Option<u64>,
-    /// The call as it was decided.
+    /// The call as it was planned.
     pub plan: CallPlan,
-    /// What each rank saw.
-    pub observed: BTreeMap<u32, Observed>,
-    /// When its envelope was sent.
+    /// The observation of each rank.
+    pub observed: BTreeMap<u32, CallObservation>,
+    /// Time at which the envelope was sent.
     pub decided_ns: u64,
-    /// When the last rank was ready.
+    /// Time at which the last rank was ready.
     pub ready_ns: u64,
-    /// When it was committed.
+    /// Time of the commit.
     pub committed_ns: u64,
-    /// When the last rank had finished.
+    /// Time at which the last rank had finished.
     pub done_ns: u64,
-    /// From commit to the last rank's done, in nanoseconds of the leader's waking time.
+    /// Time from the commit to the last rank's done, in nanoseconds of the leader's awake clock.
     pub run_ns: u64,
-    /// Requests that waited when it finished.
+    /// Requests that waited when the call finished.
     pub queued_in: u32,
-    /// Finished chunks that waited for delivery when it finished, this one included.
+    /// Finished chunks that waited for delivery when the call finished, including this one.
     pub queued_out: u32,
-    /// Whether its output is given up for a hard cut.
+    /// Whether the output is discarded because of a hard cut.
     pub discarded: bool,
 }
 
-/// The machine.
+/// The leader's state machine.
 #[derive(Debug)]
 pub struct Leader {
     config: LeaderConfig,
     director: Director,
-    /// State after the last envelope, kept apart from the director's for the preflight.
-    checked: Cache,
+    /// The cache state after the last envelope. The preflight uses its own copy, apart from the
+    /// director's.
+    preflight_cache: CacheState,
     clock: AwakeClock,
-    /// The time as it was given, for the record alone.
+    /// The last time that the driver passed, for records only.
     now_ns: u64,
-    stage: Stage,
-    warmup: Warmup,
-    peers: BTreeMap<u32, Peer>,
+    stage: LeaderStage,
+    warmup: WarmupStage,
+    peers: BTreeMap<u32, PeerStatus>,
     hellos: BTreeMap<u32, HelloAck>,
-    inbox: VecDeque<Item>,
+    inbox: VecDeque<InboxItem>,
     requests: u64,
-    no_more: bool,
+    no_more_requests: bool,
     stopping: bool,
-    open: VecDeque<Open>,
+    open_calls: VecDeque<OpenCall>,
     last_call_id: u64,
-    text: Option<Tensor>,
-    /// Latents of the last finished chunk, and whether it was its scene's first.
+    prompt_embedding: Option<Tensor>,
+    /// Latents of the last finished chunk, and whether that chunk was the first of its scene.
     last_output: Option<(Tensor, bool)>,
     /// Finished chunks that are not delivered, oldest first.
-    undelivered: VecDeque<Finished>,
-    /// Grows whenever any rank shows progress or a chunk is delivered; workers hear of it by the heartbeat.
+    undelivered: VecDeque<FinishedChunk>,
+    /// A counter that grows when any rank makes progress or a chunk is delivered. Heartbeats send
+    /// it to the workers.
     progress: u64,
-    learned: Learned,
-    last_beat_ns: u64,
-    /// An echo of a failure whose cause may still be on its way, and until when to wait for it.
-    echo: Option<(Failure, u64)>,
+    quiet_history: QuietHistory,
+    last_heartbeat_ns: u64,
+    /// A secondary failure whose cause may still arrive, and the time until which the leader waits
+    /// for the cause.
+    secondary_failure: Option<(Failure, u64)>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum LeaderStage {
     New,
     Hello { since_ns: u64 },
     Running,
@@ -281,56 +293,56 @@ enum Stage {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Warmup {
+enum WarmupStage {
     Due,
     Sent,
-    Over,
+    Finished,
 }
 
 #[derive(Debug, Default)]
-struct Peer {
-    stopped: bool,
-    faulted: bool,
-    /// When it was last heard of; before its first message it may be loading.
-    heard_ns: Option<u64>,
-    mark: u64,
-    marked_ns: u64,
+struct PeerStatus {
+    answered_shutdown: bool,
+    reported_failure: bool,
+    /// Time of the last message. A rank that has sent none may still be loading.
+    last_message_ns: Option<u64>,
+    progress: u64,
+    last_progress_ns: u64,
 }
 
 /// A call whose envelope was sent.
 #[derive(Debug)]
-struct Open {
+struct OpenCall {
     plan: CallPlan,
     request: Option<u64>,
     envelope: Envelope,
-    after: Digest,
-    /// Digest of header, meta and tensors; the context's with it once there is one.
+    predicted_state: Digest,
+    /// Digest of header, meta and tensors; it includes the context once that was sent.
     inputs: Digest,
-    context_asked: bool,
+    context_requested: bool,
     context_sent: bool,
-    /// Finished like any other, but its output goes nowhere.
+    /// The call finishes like any other, but its output is discarded.
     discard: bool,
     ready: BTreeSet<u32>,
-    /// When the last thing that ready waits for was sent.
+    /// Time at which the last message that a ready depends on was sent.
     sent_ns: u64,
     committed_ns: Option<u64>,
-    times: Times,
-    done: BTreeMap<u32, Observed>,
-    fingerprints: BTreeMap<u32, Vec<ShardPrint>>,
+    times: CallTimes,
+    done: BTreeMap<u32, CallObservation>,
+    fingerprints: BTreeMap<u32, Vec<ShardFingerprint>>,
     output: Option<Tensor>,
 }
 
-/// Instants of a call, as they were given.
+/// Times of a call, as the driver passed them.
 #[derive(Debug, Clone, Copy, Default)]
-struct Times {
+struct CallTimes {
     decided_ns: u64,
     ready_ns: u64,
     committed_ns: u64,
 }
 
-/// A chunk on its way to the studio.
+/// A finished chunk that waits for the media pipeline.
 #[derive(Debug)]
-struct Finished {
+struct FinishedChunk {
     chunk: u32,
     epoch: u32,
     request: u64,
@@ -338,65 +350,66 @@ struct Finished {
     phases: Vec<(String, u64)>,
 }
 
-impl Open {
+impl OpenCall {
     fn call_id(&self) -> u64 {
         self.envelope.header.call_id
     }
 }
 
 impl Leader {
-    /// Refuses limits without bounds, a stream that cannot be, and a mesh without ranks.
+    /// Creates a leader. Refuses limits without bounds, an invalid stream, and ranks that are empty
+    /// or not in ascending order.
     pub fn new(config: LeaderConfig) -> Result<Leader, Diagnostics> {
         let mut found = config.limits.check();
         if config.ranks.is_empty() || !config.ranks.is_sorted_by(|a, b| a < b) {
             found.push(tessera_base::Diagnostic::error(
                 &T0707,
-                format!("{:?} are not ranks in ascending order", config.ranks),
+                format!("ranks {:?} are empty or not in ascending order", config.ranks),
             ));
         }
-        config.tripwires.filter(&mut found);
+        config.tripwires.retain_armed(&mut found);
         if !found.is_empty() {
             return Err(found);
         }
         let director = Director::new(config.stream.clone())?;
-        let checked = director.cache().clone();
-        let peers = config.ranks.iter().map(|r| (*r, Peer::default())).collect();
+        let checked = director.cache_state().clone();
+        let peers = config.ranks.iter().map(|r| (*r, PeerStatus::default())).collect();
         Ok(Leader {
             config,
             director,
-            checked,
+            preflight_cache: checked,
             clock: AwakeClock::default(),
             now_ns: 0,
-            stage: Stage::New,
-            warmup: Warmup::Due,
+            stage: LeaderStage::New,
+            warmup: WarmupStage::Due,
             peers,
             hellos: BTreeMap::new(),
             inbox: VecDeque::new(),
             requests: 0,
-            no_more: false,
+            no_more_requests: false,
             stopping: false,
-            open: VecDeque::new(),
+            open_calls: VecDeque::new(),
             last_call_id: 0,
-            text: None,
+            prompt_embedding: None,
             last_output: None,
             undelivered: VecDeque::new(),
             progress: 0,
-            learned: Learned::default(),
-            last_beat_ns: 0,
-            echo: None,
+            quiet_history: QuietHistory::default(),
+            last_heartbeat_ns: 0,
+            secondary_failure: None,
         })
     }
 
-    /// Takes one event. The first tick sends the hello.
-    pub fn step(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
+    /// Handles one event and returns the resulting actions. The first event also sends the hello.
+    pub fn handle_event(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
         let mut out = Vec::new();
-        if self.ended() {
+        if self.has_ended() {
             return out;
         }
         self.now_ns = now_ns;
-        let now = self.clock.advance(now_ns, self.config.limits.heartbeat_ns);
-        if self.stage == Stage::New {
-            self.stage = Stage::Hello { since_ns: now };
+        let now = self.clock.advance_to(now_ns, self.config.limits.heartbeat_ns);
+        if self.stage == LeaderStage::New {
+            self.stage = LeaderStage::Hello { since_ns: now };
             out.push(Action::Broadcast(Message::Init(Init {
                 wire_version: WIRE_VERSION,
                 build: self.config.build.clone(),
@@ -406,122 +419,130 @@ impl Leader {
             })));
         }
         match event {
-            Event::Tick => self.tick(now, &mut out),
-            Event::Message { rank, message } => self.message(rank, message, &mut out),
-            Event::Gone { rank, how } => self.gone(rank, &how, &mut out),
-            Event::Request { request, text } => self.request(request, text, &mut out),
-            Event::Control(action) => self.control(action, &mut out),
-            Event::Reload { source, weights } => self.reload(source, weights, &mut out),
-            Event::NoMoreRequests => self.no_more = true,
-            Event::Context { chunk, tensor } => self.context(chunk, tensor, &mut out),
-            Event::Delivered { chunk, frames } => self.delivered(chunk, frames, &mut out),
-            Event::Discarded { chunk } => self.discarded(chunk, &mut out),
-            Event::Failed(failure) => self.fail(failure, &mut out),
+            Event::Tick => self.handle_tick(now, &mut out),
+            Event::Message { rank, message } => self.handle_message(rank, message, &mut out),
+            Event::Gone { rank, how } => self.handle_rank_gone(rank, &how, &mut out),
+            Event::Request { request, text } => self.handle_request(request, text, &mut out),
+            Event::Control(action) => self.enqueue_control(action, &mut out),
+            Event::Reload { source, weights } => self.enqueue_reload(source, weights, &mut out),
+            Event::NoMoreRequests => self.no_more_requests = true,
+            Event::Context { chunk, tensor } => self.handle_context(chunk, tensor, &mut out),
+            Event::Delivered { chunk, frames } => self.handle_delivered(chunk, frames, &mut out),
+            Event::Discarded { chunk } => self.handle_discarded(chunk, &mut out),
+            Event::Failed(failure) => self.fail_run(failure, &mut out),
             Event::Stop => {
                 self.stopping = true;
                 self.inbox.clear();
             }
             Event::LauncherGone => {
-                if self.armed(&T0749) {
+                if self.is_armed(&T0749) {
                     let text = "the launching process closed its socket";
-                    self.fail(self.here(FailureClass::LauncherGone, None, &T0749, text), &mut out);
+                    self.fail_run(
+                        self.leader_failure(FailureClass::LauncherGone, None, &T0749, text),
+                        &mut out,
+                    );
                 }
             }
         }
-        self.pump(&mut out);
-        context_first(&mut out);
+        self.advance_calls(&mut out);
+        move_context_first(&mut out);
         out
     }
 
-    /// How many more requests may be handed over now.
+    /// Returns how many more requests the leader accepts now.
     #[must_use]
-    pub fn wants(&self) -> usize {
-        if self.no_more || self.stopping || self.ended() {
+    pub fn request_capacity(&self) -> usize {
+        if self.no_more_requests || self.stopping || self.has_ended() {
             return 0;
         }
-        (self.config.limits.d_in as usize).saturating_sub(self.waiting())
+        (self.config.limits.d_in as usize).saturating_sub(self.waiting_chunks())
     }
 
-    /// Whether nothing more will come out of this machine.
+    /// Whether the run has ended, so that no further action follows.
     #[must_use]
-    pub fn ended(&self) -> bool {
-        self.stage == Stage::Ended
+    pub fn has_ended(&self) -> bool {
+        self.stage == LeaderStage::Ended
     }
 
-    /// Most finished chunks that can wait for delivery, plus the context of the next.
+    /// Returns the maximum number of jobs that can wait for the media pipeline: finished chunks,
+    /// and the context of the next chunk.
     #[must_use]
-    pub fn studio_depth(limits: &Limits) -> usize {
+    pub fn media_queue_depth(limits: &Limits) -> usize {
         limits.d_out as usize + limits.d_in as usize + 2
     }
 
-    fn message(&mut self, rank: u32, message: Message, out: &mut Vec<Action>) {
-        let now = self.clock.now();
+    fn handle_message(&mut self, rank: u32, message: Message, out: &mut Vec<Action>) {
+        let now = self.clock.now_ns();
         let Some(peer) = self.peers.get_mut(&rank) else {
-            return self.protocol(rank, "a message came from a rank outside the mesh".into(), out);
+            return self.protocol_violation(
+                rank,
+                "a message arrived from a rank outside the mesh".into(),
+                out,
+            );
         };
-        peer.heard_ns = Some(now);
+        peer.last_message_ns = Some(now);
         match message {
-            Message::HelloAck(ack) => self.hello_ack(rank, ack, out),
-            Message::Ready(r) => self.ready(rank, &r, out),
+            Message::HelloAck(ack) => self.handle_hello(rank, ack, out),
+            Message::Ready(r) => self.handle_ready(rank, &r, out),
             Message::Refused(r) => {
-                peer.faulted = true;
-                self.fail(blamed(r.failure, rank), out);
+                peer.reported_failure = true;
+                self.fail_run(with_default_rank(r.failure, rank), out);
             }
-            Message::Done(d) => self.done(rank, *d, out),
+            Message::Done(d) => self.handle_done(rank, *d, out),
             Message::Fault(f) => {
-                peer.faulted = true;
-                let failure = blamed(f.failure, rank);
+                peer.reported_failure = true;
+                let failure = with_default_rank(f.failure, rank);
                 if f.secondary {
-                    self.echo.get_or_insert((failure, now + self.config.limits.blame_ns));
+                    self.secondary_failure.get_or_insert((failure, now + self.config.limits.blame_ns));
                 } else {
-                    self.fail(failure, out);
+                    self.fail_run(failure, out);
                 }
             }
-            Message::Heartbeat(h) => self.heartbeat(rank, h.mark),
+            Message::Heartbeat(h) => self.handle_heartbeat(rank, h.progress),
             other => {
                 let kind = other.kind();
-                let text = format!("a {kind:?} message, which is a {:?}'s to send", kind.sender());
-                self.protocol(rank, text, out);
+                let text = format!("a {kind:?} message, which only a {:?} may send", kind.allowed_sender());
+                self.protocol_violation(rank, text, out);
             }
         }
     }
 
-    fn delivered(&mut self, chunk: u32, frames: u32, out: &mut Vec<Action>) {
-        let Some(finished) = self.leaves(chunk, out) else { return };
+    fn handle_delivered(&mut self, chunk: u32, frames: u32, out: &mut Vec<Action>) {
+        let Some(finished) = self.pop_undelivered(chunk, out) else { return };
         self.progress += 1;
         out.push(Action::Report(Message::Progress(Progress {
             chunk,
             frames,
             phases: finished.phases,
-            queued_in: self.waiting() as u32,
+            queued_in: self.waiting_chunks() as u32,
             queued_out: self.undelivered.len() as u32,
         })));
     }
 
-    fn discarded(&mut self, chunk: u32, out: &mut Vec<Action>) {
-        let Some(Finished { epoch, request, .. }) = self.leaves(chunk, out) else { return };
-        let why = "a hard cut came while it waited for delivery";
+    fn handle_discarded(&mut self, chunk: u32, out: &mut Vec<Action>) {
+        let Some(FinishedChunk { epoch, request, .. }) = self.pop_undelivered(chunk, out) else { return };
+        let why = "a hard cut came while the chunk waited for delivery";
         out.push(Action::Dropped { request, chunk: Some(chunk), epoch, why });
     }
 
-    /// The oldest finished chunk, which must be this one.
-    fn leaves(&mut self, chunk: u32, out: &mut Vec<Action>) -> Option<Finished> {
+    /// Removes the oldest finished chunk, which must be `chunk`; otherwise the run fails.
+    fn pop_undelivered(&mut self, chunk: u32, out: &mut Vec<Action>) -> Option<FinishedChunk> {
         match self.undelivered.pop_front() {
             Some(finished) if finished.chunk == chunk => Some(finished),
             other => {
                 let next = other.map(|f| f.chunk);
-                let text = format!("chunk {chunk} left the studio, {next:?} was next");
-                self.fail(self.here(FailureClass::Output, None, &T0748, text), out);
+                let text = format!("the media pipeline finished chunk {chunk}, but {next:?} was next");
+                self.fail_run(self.leader_failure(FailureClass::Output, None, &T0748, text), out);
                 None
             }
         }
     }
 }
 
-/// Lets the context of the next chunk go before the delivery of this one, also where the next call was prepared last: the mesh
-/// waits for the one and not for the other.
-fn context_first(actions: &mut [Action]) {
-    let at = |of: fn(&Action) -> bool| actions.iter().position(of);
+/// Moves the context of the next chunk before the delivery of this one, even if the next call was
+/// prepared last. The mesh waits for the context, but not for the delivery.
+fn move_context_first(actions: &mut [Action]) {
+    let at = |matches_action: fn(&Action) -> bool| actions.iter().position(matches_action);
     let deliver = at(|a| matches!(a, Action::Deliver { .. }));
     let context = at(|a| matches!(a, Action::MakeContext { .. }));
     if let (Some(deliver), Some(context)) = (deliver, context)
@@ -531,7 +552,7 @@ fn context_first(actions: &mut [Action]) {
     }
 }
 
-/// A rank's failure, on that rank unless it names another.
-fn blamed(failure: Failure, rank: u32) -> Failure {
+/// Sets the failure's rank to the sender unless the failure names a rank.
+fn with_default_rank(failure: Failure, rank: u32) -> Failure {
     Failure { rank: failure.rank.or(Some(rank)), ..failure }
 }

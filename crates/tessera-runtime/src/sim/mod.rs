@@ -1,21 +1,26 @@
-//! The whole runtime on a clock that only arithmetic moves: the very machines of leader, workers and mesh leader,
-//! with links, processes, a launcher, a studio and an engine that are made up.
+//! A simulation of the whole runtime: the real state machines of leader, workers and mesh leader on
+//! a simulated clock, with simulated links, processes, launcher, media pipeline and engines.
 //!
-//! A [`World`] says how long things take, what becomes of a frame, and sees everything that happens; the same world
-//! gives the same run, event by event. Nothing here sleeps, opens or spawns.
+//! A [`World`] determines how long operations take and what happens to each frame, and observes
+//! every event. Equal worlds give equal runs, event by event. The simulation never sleeps and opens
+//! no files, sockets or processes.
 //!
-//! What is modelled: a frame arrives in order and after some time, a socket closes after what was sent, a killed
-//! process says nothing, a stopped one hears nothing until it goes on, a rank waits in a phase's collectives until
-//! every rank of the mesh is there, an abort releases all that wait, and workers die with their launcher.
+//! Its model: frames arrive in order and after a delay; a socket closes after the data that was
+//! sent on it; a killed process sends nothing more; a stopped one receives nothing until it
+//! continues; a rank waits in a phase's collectives until every rank of the mesh has entered them;
+//! an abort releases all waiting ranks; and workers die with their launcher.
 
+mod fixture;
+mod media_pipeline;
 mod overlap;
 mod process;
-mod studio;
-mod work;
 
-pub use overlap::{ChunkTimes, Stages, pipeline};
-pub use studio::Work;
-pub use work::{Facts, FoldEngine, census, collectives, context, stream, text};
+pub use fixture::{
+    HashEngine, SharedConfig, collective_count, context_tensor, prompt_tensor, synthetic_programs,
+    synthetic_stream,
+};
+pub use media_pipeline::MediaJob;
+pub use overlap::{ChunkTimes, StageTimes, simulate_pipeline};
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
@@ -23,100 +28,101 @@ use std::sync::Arc;
 
 use tessera_base::Diagnostics;
 
-use crate::cache::Cache;
-use crate::census::Census;
-use crate::decide::ChunkRequest;
+use crate::director::ChunkRequest;
 use crate::engine::{Engine, EngineFault, ReadyCall};
+use crate::kv_cache::CacheState;
 use crate::leader::{Action, CallRecord, Leader, LeaderConfig, T0743};
 use crate::mesh_leader::{MeshLeader, MeshLeaderConfig};
+use crate::program_index::ProgramIndex;
 use crate::tripwire::Tripwires;
 use crate::wire::{Message, Tensor};
 use crate::worker::{T0742, Worker, WorkerConfig};
 use crate::{Failure, FailureClass, Limits, Parity};
 
-use process::{Fitted, Process, Seat, State};
-use studio::Studio;
+use media_pipeline::MediaQueue;
+use process::{EngineBox, ProcessState, SimProcess, SimRank};
 
-/// How often a process usually looks at the clock, in nanoseconds.
+/// The default interval between two ticks of a process, in nanoseconds.
 pub const TICK_NS: u64 = 50_000_000;
-/// A phase of this length never ends and shows no progress.
-pub const STUCK: u64 = u64::MAX;
-/// A phase of this length lasts until the world says that it ended, collectives and all: see [`World::advance`].
-pub const OPEN: u64 = u64::MAX - 1;
-/// Interval of an engine's progress marks, in nanoseconds.
-const MARK_NS: u64 = 20_000_000;
+/// The duration of a phase that never ends and makes no progress.
+pub const NEVER_ENDS: u64 = u64::MAX;
+/// The duration of a phase that lasts until the world ends it, collectives included: see
+/// [`World::advance_open_phases`].
+pub const OPEN_ENDED: u64 = u64::MAX - 1;
+/// Interval between two progress updates of an engine, in nanoseconds.
+const PROGRESS_INTERVAL_NS: u64 = 20_000_000;
 
-/// What is run.
+/// The configuration of a simulation.
 #[derive(Debug, Clone)]
-pub struct Setup {
-    /// Ranks of the mesh.
+pub struct SimConfig {
+    /// Number of ranks in the mesh.
     pub ranks: u32,
-    /// Whether the leader stands outside the mesh, before a mesh leader.
+    /// Whether the leader is outside the mesh and a mesh leader relays.
     pub outside: bool,
-    /// Whether a launcher started the processes; without one each ends by itself.
+    /// Whether a launcher started the processes. Without a launcher each process ends on its own.
     pub launcher: bool,
-    /// What the ranks hold.
-    pub facts: Facts,
-    /// How often a process looks at the clock, in nanoseconds.
+    /// The configuration that all ranks share.
+    pub shared: SharedConfig,
+    /// Interval between two ticks of a process, in nanoseconds.
     pub tick_ns: u64,
-    /// Bounds.
+    /// The bounds of queues and waits.
     pub limits: Limits,
-    /// What is not checked.
+    /// The disabled tripwires.
     pub tripwires: Tripwires,
-    /// Chunks that are wanted, in order; a number for a new prompt.
+    /// Requested chunks, in order, each with the number of its new prompt, if any.
     pub requests: Vec<(ChunkRequest, Option<u32>)>,
-    /// What strikes, and when, in nanoseconds.
-    pub blows: Vec<(u64, Blow)>,
+    /// External events with their times in nanoseconds.
+    pub external_events: Vec<(u64, ExternalEvent)>,
 }
 
-/// Something that happens to processes from outside.
+/// An event that affects processes from outside.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Blow {
+pub enum ExternalEvent {
     /// A rank's process is killed.
     Kill(u32),
     /// A rank's process is stopped.
     Stop(u32),
-    /// A stopped process goes on.
+    /// A stopped process continues.
     Continue(u32),
     /// The launcher is killed.
     KillLauncher,
-    /// A person asks for the end.
+    /// The user requests a stop.
     Interrupt,
-    /// Nothing passes between these ranks and the others; what is sent waits.
+    /// Nothing passes between these ranks and the others; sent frames are held back.
     Partition(BTreeSet<u32>),
-    /// What waited at a partition passes.
+    /// The partition ends, and the held frames pass.
     Heal,
 }
 
 /// A message on one link.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Frame {
-    /// Process that sends it.
+    /// The sending process.
     pub from: u32,
-    /// Process that receives it; the sender itself for what leader and rank of one process tell each other.
+    /// The receiving process. It equals the sender if leader and rank share the process.
     pub to: u32,
-    /// Rank that made the message.
+    /// The rank that made the message.
     pub origin: u32,
-    /// Whether it goes towards the leader.
+    /// Whether the frame travels towards the leader.
     pub up: bool,
     /// The message.
     pub message: Message,
 }
 
-/// What happens, as it happens.
+/// An event of the simulation, reported when it happens.
 #[derive(Debug)]
-pub enum Seen<'a> {
-    /// A process sends a frame, or one of its machines tells the other something.
-    Sends(&'a Frame),
-    /// A rank begins to run a call.
-    Run {
+pub enum SimEvent<'a> {
+    /// A process sends a frame, also between two state machines of one process.
+    FrameSent(&'a Frame),
+    /// A rank starts a call.
+    CallStarted {
         /// The rank.
         rank: u32,
         /// The call.
         call: &'a ReadyCall,
     },
     /// A rank enters the collectives of a phase.
-    Collectives {
+    CollectivesEntered {
         /// The rank.
         rank: u32,
         /// The call.
@@ -124,185 +130,209 @@ pub enum Seen<'a> {
         /// The phase.
         phase: usize,
     },
-    /// The leader closed a call.
-    Call(&'a CallRecord),
-    /// Chunks of an epoch below this one are not to be written any more.
-    Fence(u32),
-    /// The studio ended a piece of work.
-    Studio {
-        /// The work.
-        work: &'a Work,
-        /// When it began, in nanoseconds.
+    /// The leader finished a call.
+    CallFinished(&'a CallRecord),
+    /// The media pipeline no longer writes chunks of an epoch below this one.
+    MinEpochSet(u32),
+    /// The media pipeline finished a job.
+    MediaJobFinished {
+        /// The job.
+        work: &'a MediaJob,
+        /// Start time, in nanoseconds.
         begun_ns: u64,
-        /// Whether something came out of it: false for a chunk below the fence.
+        /// Whether the job had a result: false for a chunk below the minimum epoch.
         emitted: bool,
-        /// What waits behind it.
+        /// Number of jobs that wait behind it.
         waiting: usize,
     },
-    /// A process decided to end, and why.
-    Leaves {
+    /// A process begins to exit.
+    Exiting {
         /// Its rank.
         rank: u32,
-        /// Why; none for a clean end.
+        /// The reason; `None` for a clean exit.
         failure: Option<&'a Failure>,
     },
-    /// A process is gone.
-    Gone(u32),
+    /// A process has exited.
+    Exited(u32),
 }
 
-/// How long things take and what becomes of them. Called in one fixed order.
+/// Determines how long operations take and what happens to frames. The simulation calls the methods
+/// in a deterministic order.
 pub trait World {
-    /// What arrives of a frame: delays in nanoseconds, each with what comes then. Nothing for a lost one.
-    fn carry(&mut self, now_ns: u64, frame: Frame) -> Vec<(u64, Frame)>;
-    /// Length of a phase on a rank in nanoseconds, collectives apart; [`STUCK`] for one that never ends, [`OPEN`] for one
-    /// of which the world says when it ended.
+    /// Returns what arrives for a sent frame: a delay in nanoseconds and a frame for each arrival,
+    /// or nothing for a lost frame.
+    fn deliver_frame(&mut self, now_ns: u64, frame: Frame) -> Vec<(u64, Frame)>;
+    /// Returns the duration of a phase on a rank in nanoseconds, without collectives;
+    /// [`NEVER_ENDS`] for a phase that never ends, [`OPEN_ENDED`] for a phase that the world ends.
     fn phase_ns(&mut self, now_ns: u64, rank: u32, call: &ReadyCall, phase: usize) -> u64;
-    /// Length of a piece of the studio's work in nanoseconds; [`OPEN`] for one of which the world says when it ended.
-    fn studio_ns(&mut self, now_ns: u64, work: &Work) -> u64;
-    /// How long a process takes to end once it has decided to, in nanoseconds.
+    /// Returns the duration of a media job in nanoseconds; [`OPEN_ENDED`] for a job that the world
+    /// ends.
+    fn media_ns(&mut self, now_ns: u64, job: &MediaJob) -> u64;
+    /// Returns the time that a process takes to exit, in nanoseconds.
     fn exit_ns(&mut self, rank: u32) -> u64;
-    /// A committed call on its way to a rank's engine, after it was seen to begin.
-    fn meddle(&mut self, _rank: u32, _call: &mut ReadyCall) {}
-    /// Whether the studio writes a chunk of this epoch.
-    fn writes(&mut self, epoch: u32, fence: u32) -> bool {
-        epoch >= fence
+    /// May change a committed call before a rank's engine runs it, after its start was observed.
+    fn alter_call(&mut self, _rank: u32, _call: &mut ReadyCall) {}
+    /// Returns whether the media pipeline writes a chunk of this epoch.
+    fn should_write(&mut self, epoch: u32, min_epoch: u32) -> bool {
+        epoch >= min_epoch
     }
-    /// The engine of a rank.
-    fn engine(&mut self, _rank: u32, census: &Arc<Census>) -> Box<dyn Engine> {
-        Box::new(FoldEngine::new(Arc::clone(census)))
+    /// Creates the engine of a rank.
+    fn make_engine(&mut self, _rank: u32, programs: &Arc<ProgramIndex>) -> Box<dyn Engine> {
+        Box::new(HashEngine::new(Arc::clone(programs)))
     }
-    /// When an open phase may next come to something, in nanoseconds, no earlier than now.
-    fn next_ns(&mut self) -> Option<u64> {
+    /// Returns the earliest time at which an open-ended phase may change, in nanoseconds. The
+    /// simulation raises a time in the past to now.
+    fn next_change_ns(&mut self) -> Option<u64> {
         None
     }
-    /// Takes open phases up to now, and tells the ranks whose phase ended.
-    fn advance(&mut self, _now_ns: u64) -> Vec<u32> {
+    /// Advances open-ended phases to now and returns the ranks whose phase ended.
+    fn advance_open_phases(&mut self, _now_ns: u64) -> Vec<u32> {
         Vec::new()
     }
-    /// Whether the studio's open piece of work has ended by now. Asked after [`World::advance`].
-    fn studio_ended(&mut self) -> bool {
+    /// Returns whether the open-ended media job has ended by now. The simulation calls it after
+    /// [`World::advance_open_phases`].
+    fn media_job_ended(&mut self) -> bool {
         false
     }
-    /// Until when something went on in a rank's open phase, in nanoseconds.
-    fn active_ns(&mut self, now_ns: u64, _rank: u32) -> u64 {
+    /// Returns the time of the last activity in a rank's open-ended phase, in nanoseconds.
+    fn last_activity_ns(&mut self, now_ns: u64, _rank: u32) -> u64 {
         now_ns
     }
-    /// The embedding of the `n`th prompt.
-    fn text(&mut self, n: u32) -> Option<Tensor> {
-        text(n)
+    /// Returns the embedding of the `n`th prompt.
+    fn prompt_embedding(&mut self, n: u32) -> Option<Tensor> {
+        prompt_tensor(n)
     }
-    /// The context that follows from a chunk's output.
-    fn context(&mut self, previous: &Tensor) -> Option<Tensor> {
-        context(previous)
+    /// Returns the context that follows from a chunk's output.
+    fn make_context(&mut self, previous: &Tensor) -> Option<Tensor> {
+        context_tensor(previous)
     }
-    /// Frames of a chunk.
-    fn frames(&mut self) -> u32 {
+    /// Returns the number of frames of a chunk.
+    fn frames_per_chunk(&mut self) -> u32 {
         12
     }
-    /// What the leader decided, before it takes effect.
-    fn leads(&mut self, _now_ns: u64, _action: &Action) {}
-    /// What happens.
-    fn seen(&mut self, now_ns: u64, what: Seen<'_>);
+    /// Observes an action of the leader before it takes effect.
+    fn observe_action(&mut self, _now_ns: u64, _action: &Action) {}
+    /// Observes an event.
+    fn observe_event(&mut self, now_ns: u64, what: SimEvent<'_>);
 }
 
-/// How a run ended.
+/// The outcome of a simulated run.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Ending {
-    /// The failure that a person is told, if one was named.
+pub struct SimOutcome {
+    /// The failure that the run reports to the user, if any.
     pub failure: Option<Failure>,
-    /// When the last process was gone, in nanoseconds; none if some were still there at the limit.
+    /// Time at which the last process had exited, in nanoseconds; `None` if processes remained at
+    /// the limit.
     pub gone_ns: Option<u64>,
-    /// Processes that were left at the limit.
+    /// Processes that remained at the limit.
     pub left: Vec<u32>,
-    /// Whether every chunk came out and every rank answered the shutdown.
+    /// Whether every chunk was delivered and every rank answered the shutdown.
     pub finished: bool,
 }
 
-/// A run under way.
+/// A simulated run.
 #[derive(Debug)]
 pub struct Sim<W> {
     /// The world.
     pub world: W,
     now_ns: u64,
-    queue: BinaryHeap<Reverse<Due>>,
+    queue: BinaryHeap<Reverse<ScheduledEvent>>,
     seq: u64,
-    processes: BTreeMap<u32, Process>,
+    processes: BTreeMap<u32, SimProcess>,
     mesh: Vec<u32>,
     outside: bool,
     parity: Parity,
     tick_ns: u64,
     limits: Limits,
     tripwires: Tripwires,
-    /// When the last frame of a link arrives.
+    /// Arrival time of the last frame of each link.
     arrivals: BTreeMap<(u32, u32), u64>,
-    parted: Option<BTreeSet<u32>>,
-    held: Vec<Item>,
-    /// Ranks in the collectives of a phase of a call.
+    partition: Option<BTreeSet<u32>>,
+    withheld: Vec<QueuedEvent>,
+    /// Ranks inside the collectives of a call's phase.
     barriers: BTreeMap<(u64, usize), BTreeSet<u32>>,
-    launcher: Option<Launcher>,
-    studio: Studio,
-    asked: VecDeque<(ChunkRequest, Option<u32>)>,
-    over: bool,
+    launcher: Option<LauncherState>,
+    media: MediaQueue,
+    pending_requests: VecDeque<(ChunkRequest, Option<u32>)>,
+    requests_ended: bool,
     finished: bool,
     failure: Option<Failure>,
 }
 
 #[derive(Debug, Default)]
-struct Launcher {
-    heard_ns: u64,
+struct LauncherState {
+    last_message_ns: u64,
     failed: bool,
     ending_ns: Option<u64>,
 }
 
 #[derive(Debug)]
-struct Due {
+struct ScheduledEvent {
     at_ns: u64,
     seq: u64,
-    item: Item,
+    item: QueuedEvent,
 }
 
 #[derive(Debug)]
-enum Item {
+enum QueuedEvent {
     Tick(u32),
-    Watch,
+    LauncherTick,
     Frame(Frame),
-    Closed { from: u32, to: u32 },
-    Loaded(u32),
+    LinkClosed { from: u32, to: u32 },
+    EngineLoaded(u32),
     PhaseEnds { rank: u32, call_id: u64, phase: usize },
     CallEnds { rank: u32, call_id: u64, fault: Option<EngineFault> },
-    StudioEnds { begun_ns: u64 },
-    Ends(u32),
-    Strikes(Blow),
+    MediaJobEnds { begun_ns: u64 },
+    ProcessExits(u32),
+    External(ExternalEvent),
 }
 
 impl<W: World> Sim<W> {
-    /// Refuses what the machines refuse.
+    /// Creates a simulation.
     ///
     /// # Errors
-    /// Limits without bounds.
-    pub fn new(setup: Setup, mut world: W) -> Result<Sim<W>, Diagnostics> {
-        let Setup { ranks, outside, launcher, facts, tick_ns, limits, tripwires, requests, blows } = setup;
+    /// The diagnostics of the state machines, for example for limits without bounds.
+    pub fn new(setup: SimConfig, mut world: W) -> Result<Sim<W>, Diagnostics> {
+        let SimConfig {
+            ranks,
+            outside,
+            launcher,
+            shared: facts,
+            tick_ns,
+            limits,
+            tripwires,
+            requests,
+            external_events: blows,
+        } = setup;
         let mesh: Vec<u32> = (u32::from(outside)..u32::from(outside) + ranks).collect();
-        let Facts { plan, session, build, parity, census, stream, silent } = facts;
+        let SharedConfig {
+            plan,
+            session,
+            build,
+            parity,
+            programs: program_index,
+            stream,
+            ranks_without_output: silent,
+        } = facts;
         let mut processes = BTreeMap::new();
         for rank in mesh.iter().copied().chain(outside.then_some(0)) {
-            let seat = if mesh.contains(&rank) {
-                Some(Seat {
+            let rank_state = if mesh.contains(&rank) {
+                Some(SimRank {
                     machine: Worker::new(WorkerConfig {
                         rank,
-                        above: u32::from(outside && rank > 1),
+                        upstream_rank: u32::from(outside && rank > 1),
                         plan,
                         build: build.clone(),
                         parity: parity.clone(),
-                        census: Arc::clone(&census),
+                        programs: Arc::clone(&program_index),
                         cache: stream.cache,
                         limits: limits.clone(),
-                        delivers: rank == mesh[0],
+                        sends_output: rank == mesh[0],
                         tripwires: tripwires.clone(),
                     })?,
-                    engine: Fitted(world.engine(rank, &census)),
-                    cache: Cache::new(stream.cache).map_err(|d| vec![d])?,
-                    census: Arc::clone(&census),
+                    engine: EngineBox(world.make_engine(rank, &program_index)),
+                    cache: CacheState::new(stream.cache).map_err(|d| vec![d])?,
+                    programs: Arc::clone(&program_index),
                     running: None,
                 })
             } else {
@@ -313,7 +343,7 @@ impl<W: World> Sim<W> {
                     rank,
                     members: mesh[1..].to_vec(),
                     plan,
-                    census: Arc::clone(&census),
+                    programs: Arc::clone(&program_index),
                     cache: stream.cache,
                     limits: limits.clone(),
                     tripwires: tripwires.clone(),
@@ -327,9 +357,9 @@ impl<W: World> Sim<W> {
                     plan,
                     session,
                     build: build.clone(),
-                    silent: silent.clone(),
+                    ranks_without_output: silent.clone(),
                     parity: parity.clone(),
-                    census: Arc::clone(&census),
+                    programs: Arc::clone(&program_index),
                     stream: stream.clone(),
                     limits: limits.clone(),
                     tripwires: tripwires.clone(),
@@ -337,7 +367,7 @@ impl<W: World> Sim<W> {
             } else {
                 None
             };
-            processes.insert(rank, Process::new(leader, relay, seat));
+            processes.insert(rank, SimProcess::new(leader, relay, rank_state));
         }
         let mut sim = Sim {
             world,
@@ -352,213 +382,223 @@ impl<W: World> Sim<W> {
             limits,
             tripwires,
             arrivals: BTreeMap::new(),
-            parted: None,
-            held: Vec::new(),
+            partition: None,
+            withheld: Vec::new(),
             barriers: BTreeMap::new(),
-            launcher: launcher.then(Launcher::default),
-            studio: Studio::default(),
-            asked: requests.into(),
-            over: false,
+            launcher: launcher.then(LauncherState::default),
+            media: MediaQueue::default(),
+            pending_requests: requests.into(),
+            requests_ended: false,
             finished: false,
             failure: None,
         };
         for (i, rank) in sim.processes.keys().copied().collect::<Vec<_>>().into_iter().enumerate() {
-            // Processes do not tick in step.
-            sim.push(i as u64 * 7_000_000, Item::Tick(rank));
+            // The ticks of different processes are offset against each other.
+            sim.schedule_event(i as u64 * 7_000_000, QueuedEvent::Tick(rank));
             if sim.mesh.contains(&rank) {
-                sim.push(1_000_000, Item::Loaded(rank));
+                sim.schedule_event(1_000_000, QueuedEvent::EngineLoaded(rank));
             }
         }
-        sim.push(0, Item::Watch);
+        sim.schedule_event(0, QueuedEvent::LauncherTick);
         for (at_ns, blow) in blows {
-            sim.push(at_ns, Item::Strikes(blow));
+            sim.schedule_event(at_ns, QueuedEvent::External(blow));
         }
         Ok(sim)
     }
 
-    /// Runs until every process is gone, or to the end of what comes by `limit_ns`; it may be called again with a later one.
-    pub fn run(&mut self, limit_ns: u64) -> Ending {
+    /// Runs until every process has exited, or until no event is due by `limit_ns`. The caller may
+    /// call it again with a later limit.
+    pub fn run(&mut self, limit_ns: u64) -> SimOutcome {
         let mut gone_ns = None;
-        while let Some(at_ns) = self.next_ns().filter(|at| *at <= limit_ns) {
+        while let Some(at_ns) = self.next_event_ns().filter(|at| *at <= limit_ns) {
             self.now_ns = at_ns;
             match self.queue.peek() {
                 Some(Reverse(due)) if due.at_ns <= at_ns => {
                     if let Some(Reverse(due)) = self.queue.pop() {
-                        self.take(due.item);
+                        self.dispatch_event(due.item);
                     }
                 }
                 _ => {
-                    for rank in self.world.advance(at_ns) {
-                        self.open_ends(rank);
+                    for rank in self.world.advance_open_phases(at_ns) {
+                        self.end_open_phase(rank);
                     }
-                    self.open_studio_ends();
+                    self.end_open_job();
                 }
             }
-            if self.processes.values().all(|p| p.state == State::Gone) {
+            if self.processes.values().all(|p| p.state == ProcessState::Exited) {
                 gone_ns = Some(self.now_ns);
                 break;
             }
         }
-        let left = self.processes.iter().filter(|(_, p)| p.state != State::Gone).map(|(r, _)| *r).collect();
-        Ending { failure: self.failure.clone(), gone_ns, left, finished: self.finished }
+        let left =
+            self.processes.iter().filter(|(_, p)| p.state != ProcessState::Exited).map(|(r, _)| *r).collect();
+        SimOutcome { failure: self.failure.clone(), gone_ns, left, finished: self.finished }
     }
 
-    /// Something happens to processes from outside, now.
-    pub fn strikes(&mut self, blow: Blow) {
-        self.push(0, Item::Strikes(blow));
+    /// Applies an external event now.
+    pub fn inject_event(&mut self, blow: ExternalEvent) {
+        self.schedule_event(0, QueuedEvent::External(blow));
     }
 
-    /// When something next happens, in the queue or in the world.
-    fn next_ns(&mut self) -> Option<u64> {
+    /// Returns the time of the next event, in the queue or in the world.
+    fn next_event_ns(&mut self) -> Option<u64> {
         let own = self.queue.peek().map(|Reverse(due)| due.at_ns);
-        own.into_iter().chain(self.world.next_ns().map(|at| at.max(self.now_ns))).min()
+        own.into_iter().chain(self.world.next_change_ns().map(|at| at.max(self.now_ns))).min()
     }
 
-    /// Time on the clock, in nanoseconds.
+    /// Returns the simulated time, in nanoseconds.
     #[must_use]
     pub fn now_ns(&self) -> u64 {
         self.now_ns
     }
 
-    fn push(&mut self, after_ns: u64, item: Item) {
+    fn schedule_event(&mut self, after_ns: u64, item: QueuedEvent) {
         self.seq += 1;
         let at_ns = self.now_ns.saturating_add(after_ns);
-        self.queue.push(Reverse(Due { at_ns, seq: self.seq, item }));
+        self.queue.push(Reverse(ScheduledEvent { at_ns, seq: self.seq, item }));
     }
 
-    fn take(&mut self, item: Item) {
+    fn dispatch_event(&mut self, item: QueuedEvent) {
         match item {
-            Item::Tick(rank) => self.tick(rank),
-            Item::Watch => self.watch(),
-            Item::Frame(ref f) if self.parts(f.from, f.to) => self.held.push(item),
-            Item::Closed { from, to } if self.parts(from, to) => self.held.push(item),
-            Item::Frame(ref f) if self.stopped(f.to) => self.store(f.to, item),
-            Item::Closed { to, .. } if self.stopped(to) => self.store(to, item),
-            Item::PhaseEnds { rank, .. } | Item::CallEnds { rank, .. } if self.stopped(rank) => {
-                self.store(rank, item);
+            QueuedEvent::Tick(rank) => self.tick_process(rank),
+            QueuedEvent::LauncherTick => self.tick_launcher(),
+            QueuedEvent::Frame(ref f) if self.crosses_partition(f.from, f.to) => self.withheld.push(item),
+            QueuedEvent::LinkClosed { from, to } if self.crosses_partition(from, to) => {
+                self.withheld.push(item)
             }
-            Item::StudioEnds { .. } if self.stopped(0) => self.store(0, item),
-            Item::Loaded(rank) if self.stopped(rank) => self.store(rank, item),
-            Item::Frame(frame) => self.arrives(frame),
-            Item::Closed { from, to } => self.closed(from, to),
-            Item::Loaded(rank) => self.loaded(rank),
-            Item::PhaseEnds { rank, call_id, phase } => self.phase_ends(rank, call_id, phase),
-            Item::CallEnds { rank, call_id, fault } => self.call_ends(rank, call_id, fault),
-            Item::StudioEnds { begun_ns } => self.studio_ends(begun_ns),
-            Item::Ends(rank) => self.gone(rank),
-            Item::Strikes(blow) => self.strike(blow),
+            QueuedEvent::Frame(ref f) if self.is_stopped(f.to) => self.defer_event(f.to, item),
+            QueuedEvent::LinkClosed { to, .. } if self.is_stopped(to) => self.defer_event(to, item),
+            QueuedEvent::PhaseEnds { rank, .. } | QueuedEvent::CallEnds { rank, .. }
+                if self.is_stopped(rank) =>
+            {
+                self.defer_event(rank, item);
+            }
+            QueuedEvent::MediaJobEnds { .. } if self.is_stopped(0) => self.defer_event(0, item),
+            QueuedEvent::EngineLoaded(rank) if self.is_stopped(rank) => self.defer_event(rank, item),
+            QueuedEvent::Frame(frame) => self.receive_frame(frame),
+            QueuedEvent::LinkClosed { from, to } => self.handle_closed_link(from, to),
+            QueuedEvent::EngineLoaded(rank) => self.finish_loading(rank),
+            QueuedEvent::PhaseEnds { rank, call_id, phase } => self.end_phase(rank, call_id, phase),
+            QueuedEvent::CallEnds { rank, call_id, fault } => self.end_call(rank, call_id, fault),
+            QueuedEvent::MediaJobEnds { begun_ns } => self.end_job(begun_ns),
+            QueuedEvent::ProcessExits(rank) => self.remove_process(rank),
+            QueuedEvent::External(blow) => self.apply_external_event(blow),
         }
     }
 
-    fn stopped(&self, rank: u32) -> bool {
-        self.processes.get(&rank).is_some_and(|p| p.state == State::Stopped)
+    fn is_stopped(&self, rank: u32) -> bool {
+        self.processes.get(&rank).is_some_and(|p| p.state == ProcessState::Stopped)
     }
 
-    fn store(&mut self, rank: u32, item: Item) {
+    fn defer_event(&mut self, rank: u32, item: QueuedEvent) {
         if let Some(p) = self.processes.get_mut(&rank) {
-            p.stored.push(item);
+            p.deferred.push(item);
         }
     }
 
-    fn parts(&self, from: u32, to: u32) -> bool {
-        self.parted.as_ref().is_some_and(|side| side.contains(&from) != side.contains(&to))
+    fn crosses_partition(&self, from: u32, to: u32) -> bool {
+        self.partition.as_ref().is_some_and(|side| side.contains(&from) != side.contains(&to))
     }
 
     // Links.
 
-    fn send(&mut self, frame: Frame) {
+    fn send_frame(&mut self, frame: Frame) {
         let link = (frame.from, frame.to);
-        self.world.seen(self.now_ns, Seen::Sends(&frame));
+        self.world.observe_event(self.now_ns, SimEvent::FrameSent(&frame));
         if link.0 == link.1 {
-            return self.push(0, Item::Frame(frame));
+            return self.schedule_event(0, QueuedEvent::Frame(frame));
         }
-        for (delay_ns, frame) in self.world.carry(self.now_ns, frame) {
-            // A link keeps the order of what is sent on it.
+        for (delay_ns, frame) in self.world.deliver_frame(self.now_ns, frame) {
+            // A link keeps the order of its frames.
             let last = self.arrivals.get(&link).copied().unwrap_or(0);
             let at = (self.now_ns + delay_ns).max(last);
             self.arrivals.insert(link, at);
-            self.push(at - self.now_ns, Item::Frame(frame));
+            self.schedule_event(at - self.now_ns, QueuedEvent::Frame(frame));
         }
     }
 
-    /// The process to which a rank's messages go first.
-    fn parent(&self, rank: u32) -> u32 {
+    /// Returns the process that receives a rank's messages first.
+    fn upstream_process(&self, rank: u32) -> u32 {
         u32::from(self.outside && rank != 0)
     }
 
-    fn links(&self, rank: u32) -> Vec<u32> {
-        let above = |r: u32| if self.outside && r == 1 { 0 } else { self.parent(r) };
+    fn linked_processes(&self, rank: u32) -> Vec<u32> {
+        let upstream = |r: u32| if self.outside && r == 1 { 0 } else { self.upstream_process(r) };
         self.processes
             .keys()
             .copied()
-            .filter(|r| *r != rank && (above(*r) == rank || above(rank) == *r))
+            .filter(|r| *r != rank && (upstream(*r) == rank || upstream(rank) == *r))
             .collect()
     }
 
-    // Processes from outside.
+    // External events.
 
-    fn strike(&mut self, blow: Blow) {
+    fn apply_external_event(&mut self, blow: ExternalEvent) {
         match blow {
-            Blow::Kill(rank) => self.gone(rank),
-            Blow::Stop(rank) => {
-                if let Some(p) = self.processes.get_mut(&rank).filter(|p| p.state == State::Runs) {
-                    p.state = State::Stopped;
+            ExternalEvent::Kill(rank) => self.remove_process(rank),
+            ExternalEvent::Stop(rank) => {
+                if let Some(p) = self.processes.get_mut(&rank).filter(|p| p.state == ProcessState::Running) {
+                    p.state = ProcessState::Stopped;
                 }
             }
-            Blow::Continue(rank) => {
-                let Some(p) = self.processes.get_mut(&rank).filter(|p| p.state == State::Stopped) else {
+            ExternalEvent::Continue(rank) => {
+                let Some(p) = self.processes.get_mut(&rank).filter(|p| p.state == ProcessState::Stopped)
+                else {
                     return;
                 };
-                p.state = State::Runs;
-                for item in std::mem::take(&mut p.stored) {
-                    self.push(0, item);
+                p.state = ProcessState::Running;
+                for item in std::mem::take(&mut p.deferred) {
+                    self.schedule_event(0, item);
                 }
             }
-            Blow::KillLauncher => {
+            ExternalEvent::KillLauncher => {
                 if self.launcher.take().is_some() {
                     for rank in self.processes.keys().copied().filter(|r| *r != 0).collect::<Vec<_>>() {
-                        self.gone(rank);
+                        self.remove_process(rank);
                     }
-                    // Its parent-death signal wakes a leader that is stopped.
-                    self.strike(Blow::Continue(0));
-                    self.leader(crate::leader::Event::LauncherGone);
+                    // The parent-death signal wakes a stopped leader.
+                    self.apply_external_event(ExternalEvent::Continue(0));
+                    self.step_leader(crate::leader::Event::LauncherGone);
                 }
             }
-            Blow::Interrupt => self.leader(crate::leader::Event::Stop),
-            Blow::Partition(side) => self.parted = Some(side),
-            Blow::Heal => {
-                self.parted = None;
-                for item in std::mem::take(&mut self.held) {
-                    self.push(0, item);
+            ExternalEvent::Interrupt => self.step_leader(crate::leader::Event::Stop),
+            ExternalEvent::Partition(side) => self.partition = Some(side),
+            ExternalEvent::Heal => {
+                self.partition = None;
+                for item in std::mem::take(&mut self.withheld) {
+                    self.schedule_event(0, item);
                 }
             }
         }
     }
 
-    /// A process is gone: its sockets close after all that it had sent.
-    fn gone(&mut self, rank: u32) {
-        let Some(p) = self.processes.get_mut(&rank).filter(|p| p.state != State::Gone) else { return };
-        p.state = State::Gone;
-        p.stored.clear();
-        self.world.seen(self.now_ns, Seen::Gone(rank));
-        for to in self.links(rank) {
+    /// Removes a process. Its sockets close after the data that it had sent.
+    fn remove_process(&mut self, rank: u32) {
+        let Some(p) = self.processes.get_mut(&rank).filter(|p| p.state != ProcessState::Exited) else {
+            return;
+        };
+        p.state = ProcessState::Exited;
+        p.deferred.clear();
+        self.world.observe_event(self.now_ns, SimEvent::Exited(rank));
+        for to in self.linked_processes(rank) {
             let last = self.arrivals.get(&(rank, to)).copied().unwrap_or(0);
             let at = last.max(self.now_ns);
-            self.push(at - self.now_ns, Item::Closed { from: rank, to });
+            self.schedule_event(at - self.now_ns, QueuedEvent::LinkClosed { from: rank, to });
         }
     }
 
-    /// The launcher's own watch over its processes, as its driver keeps it.
-    fn watch(&mut self) {
+    /// Simulates the launcher's supervision of its processes, like the launcher's driver.
+    fn tick_launcher(&mut self) {
         let now_ns = self.now_ns;
-        self.push(TICK_NS, Item::Watch);
-        let bad = self.processes.iter().find(|(_, p)| p.state == State::Gone && !p.clean).map(|(r, _)| *r);
-        let leader_gone = self.processes.get(&0).is_none_or(|p| p.state == State::Gone);
+        self.schedule_event(TICK_NS, QueuedEvent::LauncherTick);
+        let bad =
+            self.processes.iter().find(|(_, p)| p.state == ProcessState::Exited && !p.clean).map(|(r, _)| *r);
+        let leader_gone = self.processes.get(&0).is_none_or(|p| p.state == ProcessState::Exited);
         let (limits, finished) = (&self.limits, self.finished);
         let Some(l) = &mut self.launcher else { return };
-        // Until it first speaks a leader may be loading.
-        let patience = if l.heard_ns == 0 { limits.hello_ns } else { limits.stale_ns };
-        let silent = now_ns.saturating_sub(l.heard_ns) > patience;
+        // Until its first message a leader may be loading.
+        let patience = if l.last_message_ns == 0 { limits.hello_ns } else { limits.stale_ns };
+        let silent = now_ns.saturating_sub(l.last_message_ns) > patience;
         let kills_now = silent && !l.failed && !finished && !leader_gone;
         if kills_now || l.failed || finished || bad.is_some() {
             l.ending_ns.get_or_insert(now_ns);
@@ -574,27 +614,27 @@ impl<W: World> Sim<W> {
                 Some(rank) if !kills_now => (FailureClass::RankDied, rank, &T0742),
                 _ => (FailureClass::Stall, 0, &T0743),
             };
-            self.failure = Some(Failure::new(class, Some(rank), code, "told by the launcher"));
+            self.failure = Some(Failure::new(class, Some(rank), code, "reported by the launcher"));
         }
         for rank in self.processes.keys().copied().collect::<Vec<_>>() {
-            self.gone(rank);
+            self.remove_process(rank);
         }
     }
 }
 
-impl PartialEq for Due {
-    fn eq(&self, other: &Due) -> bool {
+impl PartialEq for ScheduledEvent {
+    fn eq(&self, other: &ScheduledEvent) -> bool {
         (self.at_ns, self.seq) == (other.at_ns, other.seq)
     }
 }
-impl Eq for Due {}
-impl PartialOrd for Due {
-    fn partial_cmp(&self, other: &Due) -> Option<std::cmp::Ordering> {
+impl Eq for ScheduledEvent {}
+impl PartialOrd for ScheduledEvent {
+    fn partial_cmp(&self, other: &ScheduledEvent) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
-impl Ord for Due {
-    fn cmp(&self, other: &Due) -> std::cmp::Ordering {
+impl Ord for ScheduledEvent {
+    fn cmp(&self, other: &ScheduledEvent) -> std::cmp::Ordering {
         (self.at_ns, self.seq).cmp(&(other.at_ns, other.seq))
     }
 }

@@ -1,189 +1,201 @@
-//! One process: the machines in it, the engine of its rank, and what their actions do to the rest.
+//! A simulated process: its state machines, the engine of its rank, and the effects of their
+//! actions.
 
 use std::sync::Arc;
 
-use super::{Frame, Item, MARK_NS, OPEN, STUCK, Seen, Sim, Work, World};
+use super::{
+    Frame, MediaJob, NEVER_ENDS, OPEN_ENDED, PROGRESS_INTERVAL_NS, QueuedEvent, Sim, SimEvent, World,
+};
 use crate::Failure;
-use crate::cache::Cache;
-use crate::census::Census;
 use crate::engine::{Engine, EngineFault, ReadyCall, run_call};
+use crate::kv_cache::CacheState;
 use crate::leader::{self, Leader};
 use crate::mesh_leader::{self, MeshLeader};
+use crate::program_index::ProgramIndex;
 use crate::wire::Message;
 use crate::worker::{self, Worker};
 
 #[derive(Debug)]
-pub(super) struct Process {
-    pub(super) state: State,
-    /// Whether it ended as it should.
+pub(super) struct SimProcess {
+    pub(super) state: ProcessState,
+    /// Whether it exited without a failure.
     pub(super) clean: bool,
     leader: Option<Leader>,
     relay: Option<MeshLeader>,
-    seat: Option<Seat>,
-    /// What came while it was stopped.
-    pub(super) stored: Vec<Item>,
+    rank: Option<SimRank>,
+    /// Events that arrived while it was stopped.
+    pub(super) deferred: Vec<QueuedEvent>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
-    Runs,
+pub(super) enum ProcessState {
+    Running,
     Stopped,
-    /// It has decided to end and takes its time.
-    Leaves,
-    Gone,
+    /// The process is exiting, which takes some time.
+    Exiting,
+    Exited,
 }
 
-/// A rank's place in the mesh.
+/// The state of a rank in the mesh.
 #[derive(Debug)]
-pub(super) struct Seat {
+pub(super) struct SimRank {
     pub(super) machine: Worker,
-    pub(super) engine: Fitted,
-    pub(super) cache: Cache,
-    pub(super) census: Arc<Census>,
-    pub(super) running: Option<Running>,
+    pub(super) engine: EngineBox,
+    pub(super) cache: CacheState,
+    pub(super) programs: Arc<ProgramIndex>,
+    pub(super) running: Option<ActiveCall>,
 }
 
-/// An engine; what is in it is its own affair.
-pub(super) struct Fitted(pub(super) Box<dyn Engine>);
+/// An engine with an opaque `Debug` form, because engines do not implement `Debug`.
+pub(super) struct EngineBox(pub(super) Box<dyn Engine>);
 
-impl std::fmt::Debug for Fitted {
+impl std::fmt::Debug for EngineBox {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Fitted")
+        f.write_str("EngineBox")
     }
 }
 
 #[derive(Debug)]
-pub(super) struct Running {
+pub(super) struct ActiveCall {
     call: ReadyCall,
     phase: usize,
     begun_ns: u64,
-    /// Length of the phase under way; 0 once its collectives are entered.
-    takes_ns: u64,
+    /// Duration of the current phase; 0 once the rank has entered the phase's collectives.
+    duration_ns: u64,
 }
 
-impl Process {
-    pub(super) fn new(leader: Option<Leader>, relay: Option<MeshLeader>, seat: Option<Seat>) -> Process {
-        Process { state: State::Runs, clean: false, leader, relay, seat, stored: Vec::new() }
+impl SimProcess {
+    pub(super) fn new(
+        leader: Option<Leader>,
+        relay: Option<MeshLeader>,
+        rank: Option<SimRank>,
+    ) -> SimProcess {
+        SimProcess { state: ProcessState::Running, clean: false, leader, relay, rank, deferred: Vec::new() }
     }
 }
 
-impl Seat {
-    /// How far the engine has come; a phase that is stuck, and one that waits for its peers, show nothing new. Of an open
-    /// phase the world knows until when something went on, in nanoseconds.
-    fn mark(&self, now_ns: u64, active_ns: u64) -> u64 {
+impl SimRank {
+    /// Returns the engine's progress. A phase that is stuck or waits for its peers makes no
+    /// progress; for an open-ended phase the world provides the time of its last activity.
+    fn progress_counter(&self, now_ns: u64, active_ns: u64) -> u64 {
         let Some(r) = &self.running else { return 0 };
-        let inner = match r.takes_ns {
+        let inner = match r.duration_ns {
             0 => u64::from(u32::MAX),
-            STUCK => 0,
-            OPEN => active_ns.saturating_sub(r.begun_ns) / MARK_NS,
-            _ => now_ns.saturating_sub(r.begun_ns) / MARK_NS,
+            NEVER_ENDS => 0,
+            OPEN_ENDED => active_ns.saturating_sub(r.begun_ns) / PROGRESS_INTERVAL_NS,
+            _ => now_ns.saturating_sub(r.begun_ns) / PROGRESS_INTERVAL_NS,
         };
         ((r.phase as u64 + 1) << 32) | inner
     }
 }
 
 impl<W: World> Sim<W> {
-    fn runs(&mut self, rank: u32) -> Option<&mut Process> {
-        self.processes.get_mut(&rank).filter(|p| p.state == State::Runs)
+    fn running_process(&mut self, rank: u32) -> Option<&mut SimProcess> {
+        self.processes.get_mut(&rank).filter(|p| p.state == ProcessState::Running)
     }
 
-    pub(super) fn tick(&mut self, rank: u32) {
-        if self.processes.get(&rank).is_none_or(|p| p.state == State::Gone) {
+    pub(super) fn tick_process(&mut self, rank: u32) {
+        if self.processes.get(&rank).is_none_or(|p| p.state == ProcessState::Exited) {
             return;
         }
-        self.push(self.tick_ns, Item::Tick(rank));
-        if self.stopped(rank) {
+        self.schedule_event(self.tick_ns, QueuedEvent::Tick(rank));
+        if self.is_stopped(rank) {
             return;
         }
         if rank == 0 {
-            self.leader(leader::Event::Tick);
+            self.step_leader(leader::Event::Tick);
         }
-        self.relay(rank, mesh_leader::Event::Tick, None);
+        self.step_relay(rank, mesh_leader::Event::Tick, None);
         let now_ns = self.now_ns;
-        let active_ns = self.world.active_ns(now_ns, rank);
-        if let Some(seat) = self.runs(rank).and_then(|p| p.seat.as_ref()) {
-            let mark = seat.mark(now_ns, active_ns);
-            self.worker(rank, worker::Event::Tick { mark });
+        let active_ns = self.world.last_activity_ns(now_ns, rank);
+        if let Some(sim_rank) = self.running_process(rank).and_then(|p| p.rank.as_ref()) {
+            let mark = sim_rank.progress_counter(now_ns, active_ns);
+            self.step_worker(rank, worker::Event::Tick { progress: mark });
         }
     }
 
-    pub(super) fn loaded(&mut self, rank: u32) {
-        self.worker(
+    pub(super) fn finish_loading(&mut self, rank: u32) {
+        self.step_worker(
             rank,
             worker::Event::EngineReady { parity: self.parity.clone(), fingerprints: Vec::new() },
         );
     }
 
-    pub(super) fn arrives(&mut self, frame: Frame) {
+    pub(super) fn receive_frame(&mut self, frame: Frame) {
         let (to, relays) = (frame.to, self.outside && frame.to == 1);
         match (frame.up, relays) {
             (true, true) => {
                 let Frame { origin, message, .. } = frame.clone();
-                self.relay(to, mesh_leader::Event::Up { origin, message }, Some(frame));
+                self.step_relay(to, mesh_leader::Event::Up { origin, message }, Some(frame));
             }
             (false, true) => {
-                self.relay(to, mesh_leader::Event::Down(frame.message.clone()), Some(frame));
+                self.step_relay(to, mesh_leader::Event::Down(frame.message.clone()), Some(frame));
             }
             (true, false) => {
-                self.leader(leader::Event::Message { rank: frame.origin, message: frame.message });
+                self.step_leader(leader::Event::Message { rank: frame.origin, message: frame.message });
             }
-            (false, false) => self.worker(to, worker::Event::Message(frame.message)),
+            (false, false) => self.step_worker(to, worker::Event::Message(frame.message)),
         }
     }
 
-    pub(super) fn closed(&mut self, from: u32, to: u32) {
+    pub(super) fn handle_closed_link(&mut self, from: u32, to: u32) {
         let how = || "its socket closed".to_string();
         match (to, self.outside) {
-            (0, _) => self.leader(leader::Event::Gone { rank: from, how: how() }),
-            (1, true) if from == 0 => self.relay(to, mesh_leader::Event::LeaderGone(how()), None),
-            (1, true) => self.relay(to, mesh_leader::Event::Gone { rank: from, how: how() }, None),
-            _ => self.worker(to, worker::Event::LeaderGone(how())),
+            (0, _) => self.step_leader(leader::Event::Gone { rank: from, how: how() }),
+            (1, true) if from == 0 => self.step_relay(to, mesh_leader::Event::LeaderGone(how()), None),
+            (1, true) => self.step_relay(to, mesh_leader::Event::Gone { rank: from, how: how() }, None),
+            _ => self.step_worker(to, worker::Event::UpstreamGone(how())),
         }
     }
 
-    // The machines.
+    // State machines.
 
-    pub(super) fn leader(&mut self, event: leader::Event) {
+    pub(super) fn step_leader(&mut self, event: leader::Event) {
         let now_ns = self.now_ns;
-        let Some(machine) = self.runs(0).and_then(|p| p.leader.as_mut()) else { return };
-        let actions = machine.step(now_ns, event);
+        let Some(machine) = self.running_process(0).and_then(|p| p.leader.as_mut()) else { return };
+        let actions = machine.handle_event(now_ns, event);
         for action in actions {
-            self.world.leads(now_ns, &action);
+            self.world.observe_action(now_ns, &action);
             match action {
-                leader::Action::Broadcast(message) => self.broadcast(&message),
+                leader::Action::Broadcast(message) => self.broadcast_message(&message),
                 leader::Action::MakeContext { chunk, previous, opens_scene } => {
-                    self.command(Work::Context { chunk, previous, opens_scene });
+                    self.enqueue_job(MediaJob::Context { chunk, previous, opens_scene });
                 }
-                leader::Action::Deliver { chunk, epoch, .. } => self.command(Work::Deliver { chunk, epoch }),
-                leader::Action::Fence { epoch } => {
-                    self.studio.fence = epoch;
-                    self.world.seen(now_ns, Seen::Fence(epoch));
+                leader::Action::Deliver { chunk, epoch, .. } => {
+                    self.enqueue_job(MediaJob::Deliver { chunk, epoch })
                 }
-                leader::Action::Record(record) => self.world.seen(now_ns, Seen::Call(&record)),
-                leader::Action::Report(message) => self.report(message),
+                leader::Action::SetMinEpoch { epoch } => {
+                    self.media.min_epoch = epoch;
+                    self.world.observe_event(now_ns, SimEvent::MinEpochSet(epoch));
+                }
+                leader::Action::Record(record) => {
+                    self.world.observe_event(now_ns, SimEvent::CallFinished(&record))
+                }
+                leader::Action::Report(message) => self.receive_report(message),
                 leader::Action::Dropped { .. } | leader::Action::Lost { .. } | leader::Action::Note(_) => {}
                 leader::Action::Exit(outcome) => {
                     if let Some(f) = &outcome {
                         self.failure.get_or_insert_with(|| f.clone());
                     }
-                    self.leaves(0, outcome.as_ref());
+                    self.begin_exit(0, outcome.as_ref());
                 }
             }
         }
-        let wants = self.runs(0).and_then(|p| p.leader.as_ref()).map_or(0, Leader::wants);
+        let wants =
+            self.running_process(0).and_then(|p| p.leader.as_ref()).map_or(0, Leader::request_capacity);
         if wants > 0 {
-            self.intake(wants);
+            self.pull_requests(wants);
         }
     }
 
-    fn broadcast(&mut self, message: &Message) {
+    fn broadcast_message(&mut self, message: &Message) {
         let targets = if self.outside { vec![1] } else { self.mesh.clone() };
         for to in targets {
-            self.send(Frame { from: 0, to, origin: 0, up: false, message: message.clone() });
+            self.send_frame(Frame { from: 0, to, origin: 0, up: false, message: message.clone() });
         }
     }
 
-    fn report(&mut self, message: Message) {
+    fn receive_report(&mut self, message: Message) {
         let now_ns = self.now_ns;
         match message {
             Message::Finished => self.finished = true,
@@ -195,175 +207,176 @@ impl<W: World> Sim<W> {
             _ => {}
         }
         if let Some(l) = &mut self.launcher {
-            l.heard_ns = now_ns.max(1);
+            l.last_message_ns = now_ns.max(1);
         }
     }
 
-    fn relay(&mut self, rank: u32, event: mesh_leader::Event, frame: Option<Frame>) {
+    fn step_relay(&mut self, rank: u32, event: mesh_leader::Event, frame: Option<Frame>) {
         let now_ns = self.now_ns;
-        let Some(machine) = self.runs(rank).and_then(|p| p.relay.as_mut()) else { return };
-        let actions = machine.step(now_ns, event);
+        let Some(machine) = self.running_process(rank).and_then(|p| p.relay.as_mut()) else { return };
+        let actions = machine.handle_event(now_ns, event);
         for action in actions {
             match action {
                 mesh_leader::Action::ForwardDown => {
                     if let Some(f) = &frame {
-                        self.down(rank, f.origin, &f.message);
+                        self.forward_down(rank, f.origin, &f.message);
                     }
                 }
                 mesh_leader::Action::ForwardUp => {
                     if let Some(f) = &frame {
-                        self.send(Frame { from: rank, to: 0, ..f.clone() });
+                        self.send_frame(Frame { from: rank, to: 0, ..f.clone() });
                     }
                 }
-                mesh_leader::Action::Down(message) => self.down(rank, rank, &message),
+                mesh_leader::Action::Down(message) => self.forward_down(rank, rank, &message),
                 mesh_leader::Action::Up(message) => {
-                    self.send(Frame { from: rank, to: 0, origin: rank, up: true, message });
+                    self.send_frame(Frame { from: rank, to: 0, origin: rank, up: true, message });
                 }
-                mesh_leader::Action::Exit(outcome) => self.leaves(rank, outcome.as_ref()),
+                mesh_leader::Action::Exit(outcome) => self.begin_exit(rank, outcome.as_ref()),
             }
         }
     }
 
-    /// To every member, and to the rank's own worker.
-    fn down(&mut self, rank: u32, origin: u32, message: &Message) {
+    /// Delivers a message to every member and to the rank's own worker.
+    fn forward_down(&mut self, rank: u32, origin: u32, message: &Message) {
         for to in self.mesh.clone() {
             if to == rank {
-                self.worker(rank, worker::Event::Message(message.clone()));
+                self.step_worker(rank, worker::Event::Message(message.clone()));
             } else {
-                self.send(Frame { from: rank, to, origin, up: false, message: message.clone() });
+                self.send_frame(Frame { from: rank, to, origin, up: false, message: message.clone() });
             }
         }
     }
 
-    fn worker(&mut self, rank: u32, event: worker::Event) {
+    fn step_worker(&mut self, rank: u32, event: worker::Event) {
         let now_ns = self.now_ns;
-        let Some(seat) = self.runs(rank).and_then(|p| p.seat.as_mut()) else { return };
-        let actions = seat.machine.step(now_ns, event);
+        let Some(sim_rank) = self.running_process(rank).and_then(|p| p.rank.as_mut()) else { return };
+        let actions = sim_rank.machine.handle_event(now_ns, event);
         for action in actions {
             match action {
                 worker::Action::Send(message) => {
-                    let to = self.parent(rank);
-                    self.send(Frame { from: rank, to, origin: rank, up: true, message });
+                    let to = self.upstream_process(rank);
+                    self.send_frame(Frame { from: rank, to, origin: rank, up: true, message });
                 }
-                worker::Action::Run(call) => self.begins(rank, *call),
-                worker::Action::AbortEngine => self.aborts(),
+                worker::Action::Run(call) => self.start_call(rank, *call),
+                worker::Action::AbortEngine => self.abort_collectives(),
                 worker::Action::Exit(outcome) => {
-                    // Where another machine shares the process, that one ends it.
+                    // Another state machine in this process ends it.
                     let alone =
                         self.processes.get(&rank).is_some_and(|p| p.leader.is_none() && p.relay.is_none());
                     if alone {
-                        self.leaves(rank, outcome.as_ref());
+                        self.begin_exit(rank, outcome.as_ref());
                     }
                 }
             }
         }
     }
 
-    fn leaves(&mut self, rank: u32, failure: Option<&Failure>) {
-        self.world.seen(self.now_ns, Seen::Leaves { rank, failure });
+    fn begin_exit(&mut self, rank: u32, failure: Option<&Failure>) {
+        self.world.observe_event(self.now_ns, SimEvent::Exiting { rank, failure });
         if failure.is_some() {
-            self.aborts();
+            self.abort_collectives();
         }
         let unwinds = self.world.exit_ns(rank).min(self.limits.unwind_ns + self.limits.reap_ns / 2);
-        if let Some(p) = self.runs(rank) {
-            p.state = State::Leaves;
+        if let Some(p) = self.running_process(rank) {
+            p.state = ProcessState::Exiting;
             p.clean = failure.is_none();
-            self.push(unwinds, Item::Ends(rank));
+            self.schedule_event(unwinds, QueuedEvent::ProcessExits(rank));
         }
     }
 
     // The engine.
 
-    fn begins(&mut self, rank: u32, mut call: ReadyCall) {
-        self.world.seen(self.now_ns, Seen::Run { rank, call: &call });
-        self.world.meddle(rank, &mut call);
+    fn start_call(&mut self, rank: u32, mut call: ReadyCall) {
+        self.world.observe_event(self.now_ns, SimEvent::CallStarted { rank, call: &call });
+        self.world.alter_call(rank, &mut call);
         let begun_ns = self.now_ns;
-        if let Some(seat) = self.runs(rank).and_then(|p| p.seat.as_mut()) {
-            seat.running = Some(Running { call, phase: 0, begun_ns, takes_ns: 0 });
+        if let Some(sim_rank) = self.running_process(rank).and_then(|p| p.rank.as_mut()) {
+            sim_rank.running = Some(ActiveCall { call, phase: 0, begun_ns, duration_ns: 0 });
         }
-        self.phase_begins(rank);
+        self.start_phase(rank);
     }
 
-    fn phase_begins(&mut self, rank: u32) {
+    fn start_phase(&mut self, rank: u32) {
         let now_ns = self.now_ns;
         let Some(p) = self.processes.get_mut(&rank) else { return };
-        let Some(running) = p.seat.as_mut().and_then(|s| s.running.as_mut()) else { return };
+        let Some(running) = p.rank.as_mut().and_then(|s| s.running.as_mut()) else { return };
         let (call_id, phase) = (running.call.call_id, running.phase);
         let phases = running.call.meta.as_ref().map_or(0, |m| m.phases.len());
         if phase == phases {
-            return self.push(0, Item::CallEnds { rank, call_id, fault: None });
+            return self.schedule_event(0, QueuedEvent::CallEnds { rank, call_id, fault: None });
         }
         let takes_ns = self.world.phase_ns(now_ns, rank, &running.call, phase);
-        (running.begun_ns, running.takes_ns) = (now_ns, takes_ns.max(1));
-        if takes_ns < OPEN {
-            self.push(takes_ns, Item::PhaseEnds { rank, call_id, phase });
+        (running.begun_ns, running.duration_ns) = (now_ns, takes_ns.max(1));
+        if takes_ns < OPEN_ENDED {
+            self.schedule_event(takes_ns, QueuedEvent::PhaseEnds { rank, call_id, phase });
         }
     }
 
-    pub(super) fn phase_ends(&mut self, rank: u32, call_id: u64, phase: usize) {
-        let Some(seat) = self.runs(rank).and_then(|p| p.seat.as_mut()) else { return };
-        let Some(running) = seat.running.as_mut().filter(|r| (r.call.call_id, r.phase) == (call_id, phase))
+    pub(super) fn end_phase(&mut self, rank: u32, call_id: u64, phase: usize) {
+        let Some(sim_rank) = self.running_process(rank).and_then(|p| p.rank.as_mut()) else { return };
+        let Some(running) =
+            sim_rank.running.as_mut().filter(|r| (r.call.call_id, r.phase) == (call_id, phase))
         else {
             return;
         };
-        let open = std::mem::take(&mut running.takes_ns) == OPEN;
+        let open = std::mem::take(&mut running.duration_ns) == OPEN_ENDED;
         let program = running.call.meta.as_ref().map(|m| m.phases[phase].program.as_str());
-        let facts = program.and_then(|p| seat.census.get(p).ok());
-        // An open phase ends with its collectives behind it.
+        let facts = program.and_then(|p| sim_rank.programs.get(p).ok());
+        // An open-ended phase includes its collectives.
         if open || facts.is_none_or(|f| f.collectives == 0) {
-            return self.next_phase(rank);
+            return self.start_next_phase(rank);
         }
-        self.world.seen(self.now_ns, Seen::Collectives { rank, call_id, phase });
+        self.world.observe_event(self.now_ns, SimEvent::CollectivesEntered { rank, call_id, phase });
         let inside = self.barriers.entry((call_id, phase)).or_default();
         inside.insert(rank);
         if inside.len() == self.mesh.len() {
             self.barriers.remove(&(call_id, phase));
             for rank in self.mesh.clone() {
-                self.next_phase(rank);
+                self.start_next_phase(rank);
             }
         }
     }
 
-    /// The world says that a rank came to the end of its open phase.
-    pub(super) fn open_ends(&mut self, rank: u32) {
-        let Some(running) = self.processes.get(&rank).and_then(|p| p.seat.as_ref()?.running.as_ref()) else {
+    /// Ends a rank's open-ended phase, as the world requested.
+    pub(super) fn end_open_phase(&mut self, rank: u32) {
+        let Some(running) = self.processes.get(&rank).and_then(|p| p.rank.as_ref()?.running.as_ref()) else {
             return;
         };
-        if running.takes_ns == OPEN {
+        if running.duration_ns == OPEN_ENDED {
             let (call_id, phase) = (running.call.call_id, running.phase);
-            self.push(0, Item::PhaseEnds { rank, call_id, phase });
+            self.schedule_event(0, QueuedEvent::PhaseEnds { rank, call_id, phase });
         }
     }
 
-    fn next_phase(&mut self, rank: u32) {
-        let running = self.processes.get_mut(&rank).and_then(|p| p.seat.as_mut()?.running.as_mut());
+    fn start_next_phase(&mut self, rank: u32) {
+        let running = self.processes.get_mut(&rank).and_then(|p| p.rank.as_mut()?.running.as_mut());
         if let Some(running) = running {
             running.phase += 1;
-            self.phase_begins(rank);
+            self.start_phase(rank);
         }
     }
 
     /// Releases every rank that waits in a collective.
-    fn aborts(&mut self) {
+    fn abort_collectives(&mut self) {
         for ((call_id, _), inside) in std::mem::take(&mut self.barriers) {
             for rank in inside {
-                let fault = Some(EngineFault::aborted("a peer aborted"));
-                self.push(1_000, Item::CallEnds { rank, call_id, fault });
+                let fault = Some(EngineFault::peer_abort("a peer aborted"));
+                self.schedule_event(1_000, QueuedEvent::CallEnds { rank, call_id, fault });
             }
         }
     }
 
-    pub(super) fn call_ends(&mut self, rank: u32, call_id: u64, fault: Option<EngineFault>) {
+    pub(super) fn end_call(&mut self, rank: u32, call_id: u64, fault: Option<EngineFault>) {
         let tripwires = self.tripwires.clone();
-        let Some(seat) = self.runs(rank).and_then(|p| p.seat.as_mut()) else { return };
-        let Some(running) = seat.running.take_if(|r| r.call.call_id == call_id) else { return };
+        let Some(sim_rank) = self.running_process(rank).and_then(|p| p.rank.as_mut()) else { return };
+        let Some(running) = sim_rank.running.take_if(|r| r.call.call_id == call_id) else { return };
         let outcome = match fault {
             Some(fault) => Err(fault),
             None => {
-                let engine: &mut dyn Engine = &mut *seat.engine.0;
-                run_call(engine, &running.call, &seat.census, &mut seat.cache, &tripwires, &|_| {})
+                let engine: &mut dyn Engine = &mut *sim_rank.engine.0;
+                run_call(engine, &running.call, &sim_rank.programs, &mut sim_rank.cache, &tripwires, &|_| {})
             }
         };
-        self.worker(rank, worker::Event::CallEnded(outcome));
+        self.step_worker(rank, worker::Event::CallEnded(outcome));
     }
 }

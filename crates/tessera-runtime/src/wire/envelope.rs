@@ -1,29 +1,31 @@
-//! The envelope of a call: everything the leader decided, so that no worker decides anything.
+//! The envelope of a call. It contains every decision of the leader, so that no worker decides
+//! anything.
 
 use serde::{Deserialize, Serialize};
 
 use super::Tensors;
 use crate::Digest;
 
-/// What a call is for. Every action takes one call id; an id is never used twice, whatever the action.
+/// The purpose of a call. Every action consumes one call id; an id is never reused, whatever the
+/// action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CallAction {
-    /// Nothing but the protocol itself.
+    /// Exercises the protocol only.
     Noop,
-    /// Produce one chunk.
+    /// Produces one chunk.
     Infer,
-    /// A hard cut without producing a chunk.
+    /// Makes a hard cut without producing a chunk.
     Reset,
-    /// Exchange the weights on every rank, between the same two calls; a hard cut as well.
+    /// Replaces the weights on every rank, between the same two calls; also a hard cut.
     Reload,
-    /// Run every program once before the first request; the first id of a session.
+    /// Runs every program once before the first request; the first id of a session.
     Warmup,
-    /// End the session; the last id of it.
+    /// Ends the session; the last id of the session.
     Shutdown,
 }
 
 impl CallAction {
-    /// Upper-case name, as in `INFER`.
+    /// Returns the upper-case name, as in `INFER`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -37,51 +39,51 @@ impl CallAction {
     }
 }
 
-/// What every envelope carries, with or without a payload.
+/// The fields that every envelope carries, with or without a payload.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EnvelopeHeader {
     /// Version of the envelope's fields and their meaning.
     pub version: u16,
-    /// What the call is for.
+    /// Purpose of the call.
     pub action: CallAction,
     /// Digest of the sealed plan under which the call runs.
     pub plan: Digest,
-    /// The session; drawn once by the launching process.
+    /// Session id, drawn once by the launching process.
     pub session: u64,
-    /// Grows by one with every envelope of the session, over all actions.
+    /// Call id, which grows by one with every envelope of the session, over all actions.
     pub call_id: u64,
-    /// Chunk of the stream.
+    /// Index of the chunk in the stream.
     pub chunk: u32,
-    /// Life of the caches; grows by one at a hard cut and at nothing else.
+    /// Cache epoch; grows by one at a hard cut and never otherwise.
     pub cache_epoch: u32,
-    /// Time the leader allows for the call, in milliseconds; never 0.
+    /// Time limit of the call in milliseconds; never 0.
     pub deadline_ms: u32,
 }
 
 /// The payload of an `INFER` or `WARMUP` envelope.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallMeta {
-    /// Denoise steps.
+    /// Number of denoise steps.
     pub n_steps: u32,
-    /// Generator forward passes: denoise steps, clean pass, recompute pass.
+    /// Generator forwards: denoise steps, clean forward, recompute forward.
     pub expected_generator_calls: u32,
-    /// Collectives that each rank issues in the call.
+    /// Collectives that each rank issues during the call.
     pub expected_collectives: u64,
     /// Trace digests of the phases, joined in order.
     pub expected_trace_digest: Digest,
-    /// Empty the caches before the first phase.
+    /// Whether to clear the caches before the first phase.
     pub reset_kv: bool,
-    /// Replace the text keys and values.
+    /// Whether to replace the text keys and values.
     pub reset_cross: bool,
     /// Whether a recompute phase fills the cache from context frames.
     pub recompute: bool,
-    /// Rotary position of the chunk's first frame.
+    /// RoPE position of the chunk's first frame.
     pub start_frame: u32,
     /// Seed of the random draws.
     pub seed: u64,
-    /// Life of the text keys and values after the call.
+    /// Epoch of the text keys and values after the call.
     pub prompt_epoch: u32,
-    /// Bias b on context keys, as given by the person; programs receive ln b.
+    /// Bias b on context keys, as the user gave it; programs receive ln b.
     pub kv_bias: F32Bits,
     /// The phases, in the order in which they run.
     pub phases: Vec<PhaseCall>,
@@ -92,84 +94,85 @@ pub struct CallMeta {
 /// The payload of a `RELOAD` envelope.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reload {
-    /// Where the weights are, in the words of the door; the same on every rank.
+    /// Where the weights are, in the application's notation; the same on every rank.
     pub source: String,
-    /// Digest of the weights as a whole, which every rank must find there.
+    /// Digest of the complete weights; every rank must find this digest at the source.
     pub weights: Digest,
 }
 
-/// One envelope. The context tensor of a recompute call follows in a message of its own.
+/// One envelope. The context tensor of a recompute call follows in a separate message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Envelope {
-    /// Always there.
+    /// The header, which every envelope has.
     pub header: EnvelopeHeader,
-    /// There for `INFER` and `WARMUP` and for nothing else.
+    /// The payload of `INFER` and `WARMUP`; `None` for any other action.
     pub meta: Option<CallMeta>,
-    /// There for `RELOAD` and for nothing else.
+    /// The payload of `RELOAD`; `None` for any other action.
     pub reload: Option<Reload>,
-    /// What the manifest lists.
+    /// The tensors of the manifest.
     pub tensors: Tensors,
 }
 
-/// One program of the seal with its scalars.
+/// One program of the sealed plan with its scalar arguments.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhaseCall {
-    /// Name in the seal, such as `denoise.fill3`.
+    /// Name in the sealed plan, such as `denoise.fill3`.
     pub program: String,
-    /// Scalars by name, in ascending order of name, so that equal content has equal bytes.
-    pub args: Vec<(String, Arg)>,
+    /// Scalars in ascending order of name, so that equal content has equal bytes.
+    pub args: Vec<(String, ScalarArg)>,
 }
 
 impl PhaseCall {
-    /// Sorts the scalars by name.
+    /// Creates a phase call and sorts the scalars by name.
     #[must_use]
-    pub fn new(program: impl Into<String>, mut args: Vec<(String, Arg)>) -> PhaseCall {
+    pub fn new(program: impl Into<String>, mut args: Vec<(String, ScalarArg)>) -> PhaseCall {
         args.sort_by(|a, b| a.0.cmp(&b.0));
         PhaseCall { program: program.into(), args }
     }
 
-    /// The scalar of this name.
+    /// Returns the scalar named `name`.
     #[must_use]
-    pub fn arg(&self, name: &str) -> Option<&Arg> {
+    pub fn scalar_arg(&self, name: &str) -> Option<&ScalarArg> {
         self.args.iter().find(|(n, _)| n == name).map(|(_, a)| a)
     }
 
-    /// The integer of this name.
+    /// Returns the integer named `name`, or `None` if the scalar is missing or has another type.
     #[must_use]
-    pub fn int(&self, name: &str) -> Option<i64> {
-        match self.arg(name) {
-            Some(Arg::I64(v)) => Some(*v),
+    pub fn int_arg(&self, name: &str) -> Option<i64> {
+        match self.scalar_arg(name) {
+            Some(ScalarArg::I64(v)) => Some(*v),
             _ => None,
         }
     }
 }
 
-/// A scalar, or a short list of them, that a program takes per call.
+/// A scalar, or a short list of scalars, that a program takes per call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Arg {
+pub enum ScalarArg {
     /// An integer.
     I64(i64),
     /// A float.
     F32(F32Bits),
-    /// A float per frame.
+    /// One float per frame.
     F32s(Vec<F32Bits>),
 }
 
-impl Arg {
-    /// A float, by its bits.
+impl ScalarArg {
+    /// Creates a float argument.
     #[must_use]
-    pub fn f32(v: f32) -> Arg {
-        Arg::F32(F32Bits::new(v))
+    pub fn from_f32(v: f32) -> ScalarArg {
+        ScalarArg::F32(F32Bits::new(v))
     }
 
-    /// Floats, by their bits.
+    /// Creates an argument of one float per frame.
     #[must_use]
-    pub fn f32s(v: &[f32]) -> Arg {
-        Arg::F32s(v.iter().map(|x| F32Bits::new(*x)).collect())
+    pub fn from_f32s(v: &[f32]) -> ScalarArg {
+        ScalarArg::F32s(v.iter().map(|x| F32Bits::new(*x)).collect())
     }
 }
 
-/// A float by its bits; every NaN is the one canonical NaN, so equal content has equal bytes.
+/// The bits of an `f32`. Every NaN is stored as the one canonical NaN, so that equal content has
+/// equal bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "u32", into = "u32")]
 pub struct F32Bits(u32);
@@ -177,13 +180,13 @@ pub struct F32Bits(u32);
 const CANONICAL_NAN: u32 = 0x7fc0_0000;
 
 impl F32Bits {
-    /// The bits of `v`.
+    /// Stores the bits of `v`, with any NaN made canonical.
     #[must_use]
     pub fn new(v: f32) -> F32Bits {
         F32Bits(if v.is_nan() { CANONICAL_NAN } else { v.to_bits() })
     }
 
-    /// The float.
+    /// Returns the float.
     #[must_use]
     pub fn get(self) -> f32 {
         f32::from_bits(self.0)
@@ -200,7 +203,7 @@ impl TryFrom<u32> for F32Bits {
     type Error = &'static str;
     fn try_from(bits: u32) -> Result<F32Bits, &'static str> {
         if f32::from_bits(bits).is_nan() && bits != CANONICAL_NAN {
-            return Err("a NaN that is not the canonical one");
+            return Err("a NaN that is not canonical");
         }
         Ok(F32Bits(bits))
     }

@@ -3,9 +3,9 @@
 //! | bytes | field |
 //! | --- | --- |
 //! | 0..4 | magic |
-//! | 4..6 | wire version, little-endian as all that follows |
+//! | 4..6 | wire version, little-endian like every following field |
 //! | 6..8 | kind |
-//! | 8..12 | origin: the rank that made the frame, whoever passes it on |
+//! | 8..12 | origin: the rank that created the frame, even if another rank forwards it |
 //! | 12..16 | length of meta |
 //! | 16..20 | length of tensors |
 //! | 20..28 | xxh3 of bytes 0..20, meta and tensors |
@@ -14,62 +14,62 @@ use serde::{Serialize, de::DeserializeOwned};
 use tessera_base::{Code, Diagnostic};
 use xxhash_rust::xxh3::Xxh3;
 
-use super::message::Kind;
+use super::message::MessageKind;
 use super::tensor::{T0706, check_manifest};
 use super::{
-    CallMeta, Context, Done, Envelope, EnvelopeHeader, HEADER_BYTES, MAGIC, MAX_META_BYTES, MAX_TENSOR_BYTES,
-    Message, Observed, Reload, ShardPrint, TensorSpec, Tensors, WIRE_VERSION,
+    CallContext, CallMeta, CallObservation, Done, Envelope, EnvelopeHeader, HEADER_BYTES, MAGIC,
+    MAX_META_BYTES, MAX_TENSOR_BYTES, Message, Reload, ShardFingerprint, TensorSpec, Tensors, WIRE_VERSION,
 };
 use crate::digest::canonical_bytes;
 
-/// The two ends speak different versions.
+/// The two ends use different wire versions.
 pub(crate) static T0701: Code = Code {
     id: "T0701",
-    title: "the peer speaks another wire version",
-    page: "Both processes must come from the same release: the wire version names every field, its order and its \
-meaning, and nothing is guessed across versions. The frame was refused before anything was allocated for it.\n\n\
-Install the same build on every host, and look for a rank that was started from an older path.",
+    title: "the peer uses another wire version",
+    page: "Both processes must come from the same release: the wire version determines every field, its order and its \
+meaning, and nothing is guessed across versions. The receiver rejected the frame before it allocated memory for it.\n\n\
+Install the same build on every host, and check whether a rank was started from an older path.",
 };
-/// Not a frame.
+/// The bytes are not a frame.
 pub(crate) static T0702: Code = Code {
     id: "T0702",
     title: "the bytes are not a frame of this protocol",
-    page: "The first bytes of a frame are a magic number and a known message kind. Something else arrived: a \
-foreign process on the socket, or a sender that lost its place in the stream. The stream cannot be resynchronised; \
+    page: "A frame begins with a magic number and a known message kind. Other bytes arrived: from a \
+foreign process on the socket, or from a sender that lost the frame boundary. The stream cannot be resynchronised, so \
 the run ends.",
 };
-/// Over a limit.
+/// A frame exceeds a limit.
 pub(crate) static T0703: Code = Code {
     id: "T0703",
-    title: "a frame is over a limit",
-    page: "Meta bytes, tensor bytes and the number of tensors of a frame each have a fixed limit, checked by the \
-sender before the first byte and by the receiver before it allocates. Chunks, prompts and contexts stay far below. \
-A frame over the limit is a plan with a wrong shape, or a length field that was damaged.",
+    title: "a frame exceeds a limit",
+    page: "The meta bytes, the tensor bytes and the number of tensors of a frame each have a fixed limit. The sender checks \
+it before the first byte, and the receiver before it allocates memory. Chunks, prompts and contexts stay far below it. \
+A frame over the limit means that the plan has a wrong shape, or that a length field was corrupted.",
 };
-/// Damaged.
+/// The checksum of a frame is wrong.
 pub(crate) static T0704: Code = Code {
     id: "T0704",
     title: "a frame's checksum does not match its bytes",
-    page: "The header, meta and tensors are covered by one checksum. A mismatch means that bytes changed between \
-the sender's memory and the receiver's: faulty memory, a faulty link, or two writers on one socket. The call is not \
-run; the run ends rather than continue with inputs that may differ between ranks.",
+    page: "One checksum covers the header, meta and tensors. A mismatch means that bytes changed between \
+the sender's memory and the receiver's: faulty memory, a faulty link, or two writers on one socket. The call does not \
+run; the run ends, because it might otherwise continue with inputs that differ between ranks.",
 };
-/// Meta that does not read.
+/// The meta bytes do not decode.
 pub(crate) static T0705: Code = Code {
     id: "T0705",
-    title: "a frame's meta does not read as its kind",
-    page: "Meta bytes have one canonical form: fixed field order, shortest integers, floats by their bits with one \
-NaN, nothing after the last field. Bytes that end early, go on, or could be written shorter are refused, so that \
-equal content has equal bytes and digests can be compared.\n\nThis is a fault of the sending program, or a damaged \
-frame whose checksum happens to match.",
+    title: "a frame's meta does not decode as its kind",
+    page: "Meta bytes have one canonical form: fixed field order, shortest integers, floats as bits with one \
+NaN, nothing after the last field. Bytes that end early, continue after the last field, or have a shorter encoding are \
+rejected, so that equal content has equal bytes and digests can be compared.\n\nThe cause is a bug in the sender, or a \
+corrupted frame whose checksum happens to match.",
 };
 
-/// A frame's header, read and within limits.
+/// A decoded header, which is within the limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// What the frame is.
-    pub kind: Kind,
-    /// The rank that made it; [`LAUNCHER`](super::LAUNCHER) for the launching process.
+    /// Kind of the message.
+    pub kind: MessageKind,
+    /// The rank that created the frame; [`LAUNCHER`](super::LAUNCHER) for the launching process.
     pub origin: u32,
     /// Length of the meta.
     pub meta_bytes: u32,
@@ -79,45 +79,48 @@ pub struct FrameHeader {
     head: [u8; HEAD_BYTES],
 }
 
-/// Header bytes before the checksum.
+/// Number of header bytes before the checksum.
 const HEAD_BYTES: usize = HEADER_BYTES - 8;
 
 impl FrameHeader {
-    /// Bytes that follow the header.
+    /// Returns the number of bytes that follow the header.
     #[must_use]
     pub fn body_bytes(&self) -> usize {
         self.meta_bytes as usize + self.tensor_bytes as usize
     }
 }
 
-/// Writes a message of `origin` as one frame. Refused before a byte exists if it is over a limit.
+/// Encodes a message of `origin` as one frame.
+///
+/// # Errors
+/// T0703 or T0706 if the message exceeds a limit; no byte is encoded then.
 pub fn encode(origin: u32, message: &Message) -> Result<Vec<u8>, Diagnostic> {
-    let none = Tensors::default();
+    let no_tensors = Tensors::default();
     let (meta, tensors) = match message {
-        Message::Welcome(m) => (canonical_bytes(m), &none),
-        Message::Stop | Message::Finished => (Vec::new(), &none),
-        Message::Init(m) => (canonical_bytes(m), &none),
+        Message::Welcome(m) => (canonical_bytes(m), &no_tensors),
+        Message::Stop | Message::Finished => (Vec::new(), &no_tensors),
+        Message::Init(m) => (canonical_bytes(m), &no_tensors),
         Message::Envelope(m) => {
-            (canonical_bytes(&(&m.header, &m.meta, &m.reload, m.tensors.specs())), &m.tensors)
+            (canonical_bytes(&(&m.header, &m.meta, &m.reload, m.tensors.to_specs())), &m.tensors)
         }
-        Message::Context(m) => (canonical_bytes(&(m.call_id, m.tensors.specs())), &m.tensors),
-        Message::Commit(m) => (canonical_bytes(m), &none),
-        Message::Abort(m) => (canonical_bytes(m), &none),
-        Message::HelloAck(m) => (canonical_bytes(m), &none),
-        Message::Ready(m) => (canonical_bytes(m), &none),
-        Message::Refused(m) => (canonical_bytes(m), &none),
+        Message::Context(m) => (canonical_bytes(&(m.call_id, m.tensors.to_specs())), &m.tensors),
+        Message::Commit(m) => (canonical_bytes(m), &no_tensors),
+        Message::Abort(m) => (canonical_bytes(m), &no_tensors),
+        Message::HelloAck(m) => (canonical_bytes(m), &no_tensors),
+        Message::Ready(m) => (canonical_bytes(m), &no_tensors),
+        Message::Refused(m) => (canonical_bytes(m), &no_tensors),
         Message::Done(m) => {
-            let rest = (&m.observed, &m.fingerprints, m.output.specs());
+            let rest = (&m.observed, &m.fingerprints, m.output.to_specs());
             (canonical_bytes(&(m.call_id, m.cache_epoch, rest)), &m.output)
         }
-        Message::Fault(m) => (canonical_bytes(m), &none),
-        Message::Heartbeat(m) => (canonical_bytes(m), &none),
-        Message::Progress(m) => (canonical_bytes(m), &none),
-        Message::Failed(m) => (canonical_bytes(m), &none),
+        Message::Fault(m) => (canonical_bytes(m), &no_tensors),
+        Message::Heartbeat(m) => (canonical_bytes(m), &no_tensors),
+        Message::Progress(m) => (canonical_bytes(m), &no_tensors),
+        Message::Failed(m) => (canonical_bytes(m), &no_tensors),
     };
-    check_manifest(&tensors.specs())?;
-    let meta_bytes = within("meta", meta.len() as u64, MAX_META_BYTES)?;
-    let tensor_bytes = within("tensors", tensors.bytes(), MAX_TENSOR_BYTES)?;
+    check_manifest(&tensors.to_specs())?;
+    let meta_bytes = check_limit("meta", meta.len() as u64, MAX_META_BYTES)?;
+    let tensor_bytes = check_limit("tensors", tensors.total_bytes(), MAX_TENSOR_BYTES)?;
     let mut frame = Vec::with_capacity(HEADER_BYTES + meta.len() + tensor_bytes as usize);
     frame.extend_from_slice(&MAGIC);
     frame.extend_from_slice(&WIRE_VERSION.to_le_bytes());
@@ -131,23 +134,27 @@ pub fn encode(origin: u32, message: &Message) -> Result<Vec<u8>, Diagnostic> {
     for t in &tensors.0 {
         frame.extend_from_slice(t.data());
     }
-    let checksum = checksum(&frame[..checksum_at], &frame[HEADER_BYTES..]);
+    let checksum = frame_checksum(&frame[..checksum_at], &frame[HEADER_BYTES..]);
     frame[checksum_at..HEADER_BYTES].copy_from_slice(&checksum.to_le_bytes());
     Ok(frame)
 }
 
-/// The same frame with bytes behind its tensors that no manifest lists, and all lengths and checksums right: for a drill.
+/// Appends bytes that no manifest lists to a frame's tensors, and corrects the length and the
+/// checksum. For drills.
 pub(crate) fn with_unlisted_bytes(mut frame: Vec<u8>, more: &[u8]) -> Vec<u8> {
     frame.extend_from_slice(more);
     let Some(length) = frame.get(16..20).and_then(|b| b.first_chunk::<4>()) else { return frame };
     let length = u32::from_le_bytes(*length) + more.len() as u32;
     frame[16..20].copy_from_slice(&length.to_le_bytes());
-    let checksum = checksum(&frame[..HEAD_BYTES], &frame[HEADER_BYTES..]);
+    let checksum = frame_checksum(&frame[..HEAD_BYTES], &frame[HEADER_BYTES..]);
     frame[HEAD_BYTES..HEADER_BYTES].copy_from_slice(&checksum.to_le_bytes());
     frame
 }
 
-/// Reads a header. Nothing of the frame's size has been allocated yet.
+/// Decodes a header. At this point, no memory that depends on the frame's size has been allocated.
+///
+/// # Errors
+/// T0701, T0702 or T0703.
 pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<FrameHeader, Diagnostic> {
     let mut head = [0; HEAD_BYTES];
     head.copy_from_slice(&bytes[..HEAD_BYTES]);
@@ -155,113 +162,121 @@ pub fn decode_header(bytes: &[u8; HEADER_BYTES]) -> Result<FrameHeader, Diagnost
     let u32_at = |i: usize| u32::from_le_bytes([bytes[i], bytes[i + 1], bytes[i + 2], bytes[i + 3]]);
     if head[..4] != MAGIC {
         return Err(Diagnostic::error(&T0702, "a frame does not begin with the magic number")
-            .at("received", format!("{:02x?}", &head[..4]))
-            .at("expected", format!("{MAGIC:02x?}")));
+            .with_label("received", format!("{:02x?}", &head[..4]))
+            .with_label("expected", format!("{MAGIC:02x?}")));
     }
     let version = u16_at(4);
     if version != WIRE_VERSION {
         return Err(Diagnostic::error(
             &T0701,
-            format!("the peer speaks wire version {version}, this process speaks {WIRE_VERSION}"),
+            format!("the peer uses wire version {version}, this process uses {WIRE_VERSION}"),
         )
-        .at("peer", format!("version {version}"))
-        .at("here", format!("version {WIRE_VERSION}"))
-        .hint("start every rank from the same build"));
+        .with_label("peer", format!("version {version}"))
+        .with_label("here", format!("version {WIRE_VERSION}"))
+        .with_hint("start every rank from the same build"));
     }
-    let Some(kind) = Kind::from_u16(u16_at(6)) else {
+    let Some(kind) = MessageKind::from_u16(u16_at(6)) else {
         return Err(Diagnostic::error(&T0702, format!("unknown message kind {}", u16_at(6))));
     };
-    let meta_bytes = within("meta", u64::from(u32_at(12)), MAX_META_BYTES)?;
-    let tensor_bytes = within("tensors", u64::from(u32_at(16)), MAX_TENSOR_BYTES)?;
+    let meta_bytes = check_limit("meta", u64::from(u32_at(12)), MAX_META_BYTES)?;
+    let tensor_bytes = check_limit("tensors", u64::from(u32_at(16)), MAX_TENSOR_BYTES)?;
     let mut sum = [0; 8];
     sum.copy_from_slice(&bytes[HEAD_BYTES..]);
     let checksum = u64::from_le_bytes(sum);
     Ok(FrameHeader { kind, origin: u32_at(8), meta_bytes, tensor_bytes, checksum, head })
 }
 
-/// Reads what follows a header.
+/// Decodes the bytes that follow a header.
+///
+/// # Errors
+/// T0704, T0705 or T0706.
 pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnostic> {
     if body.len() != header.body_bytes() {
-        return Err(Diagnostic::error(&T0705, "a frame's body has another length than its header says")
-            .at("header", format!("{} bytes", header.body_bytes()))
-            .at("body", format!("{} bytes", body.len())));
+        return Err(Diagnostic::error(&T0705, "the length of a frame's body differs from its header")
+            .with_label("header", format!("{} bytes", header.body_bytes()))
+            .with_label("body", format!("{} bytes", body.len())));
     }
-    let found = checksum(&header.head, body);
+    let found = frame_checksum(&header.head, body);
     if found != header.checksum {
-        return Err(Diagnostic::error(&T0704, "a frame's bytes changed on the way")
-            .at("header", format!("{:016x}", header.checksum))
-            .at("computed", format!("{found:016x}")));
+        return Err(Diagnostic::error(&T0704, "a frame's bytes changed in transit")
+            .with_label("header", format!("{:016x}", header.checksum))
+            .with_label("computed", format!("{found:016x}")));
     }
     let (meta, tensors) = body.split_at(header.meta_bytes as usize);
-    if !tensors.is_empty() && !matches!(header.kind, Kind::Envelope | Kind::Context | Kind::Done) {
+    if !tensors.is_empty()
+        && !matches!(header.kind, MessageKind::Envelope | MessageKind::Context | MessageKind::Done)
+    {
         return Err(Diagnostic::error(&T0706, format!("a {:?} frame carries tensors", header.kind))
-            .at("frame", format!("{} tensor bytes", tensors.len())));
+            .with_label("frame", format!("{} tensor bytes", tensors.len())));
     }
     let kind = header.kind;
     Ok(match kind {
-        Kind::Welcome => Message::Welcome(read(kind, meta)?),
-        Kind::Stop => empty(kind, meta, Message::Stop)?,
-        Kind::Init => Message::Init(read(kind, meta)?),
-        Kind::Envelope => {
+        MessageKind::Welcome => Message::Welcome(read_meta(kind, meta)?),
+        MessageKind::Stop => read_empty_meta(kind, meta, Message::Stop)?,
+        MessageKind::Init => Message::Init(read_meta(kind, meta)?),
+        MessageKind::Envelope => {
             type Parts = (EnvelopeHeader, Option<CallMeta>, Option<Reload>, Vec<TensorSpec>);
-            let (header, meta, reload, specs): Parts = read(kind, meta)?;
-            let tensors = Tensors::cut(specs, tensors)?;
+            let (header, meta, reload, specs): Parts = read_meta(kind, meta)?;
+            let tensors = Tensors::split_payload(specs, tensors)?;
             Message::Envelope(Box::new(Envelope { header, meta, reload, tensors }))
         }
-        Kind::Context => {
-            let (call_id, specs): (u64, Vec<TensorSpec>) = read(kind, meta)?;
-            Message::Context(Context { call_id, tensors: Tensors::cut(specs, tensors)? })
+        MessageKind::Context => {
+            let (call_id, specs): (u64, Vec<TensorSpec>) = read_meta(kind, meta)?;
+            Message::Context(CallContext { call_id, tensors: Tensors::split_payload(specs, tensors)? })
         }
-        Kind::Commit => Message::Commit(read(kind, meta)?),
-        Kind::Abort => Message::Abort(read(kind, meta)?),
-        Kind::HelloAck => Message::HelloAck(read(kind, meta)?),
-        Kind::Ready => Message::Ready(read(kind, meta)?),
-        Kind::Refused => Message::Refused(read(kind, meta)?),
-        Kind::Done => {
-            type Parts = (u64, u32, (Observed, Vec<ShardPrint>, Vec<TensorSpec>));
-            let (call_id, cache_epoch, (observed, fingerprints, specs)): Parts = read(kind, meta)?;
-            let output = Tensors::cut(specs, tensors)?;
+        MessageKind::Commit => Message::Commit(read_meta(kind, meta)?),
+        MessageKind::Abort => Message::Abort(read_meta(kind, meta)?),
+        MessageKind::HelloAck => Message::HelloAck(read_meta(kind, meta)?),
+        MessageKind::Ready => Message::Ready(read_meta(kind, meta)?),
+        MessageKind::Refused => Message::Refused(read_meta(kind, meta)?),
+        MessageKind::Done => {
+            type Parts = (u64, u32, (CallObservation, Vec<ShardFingerprint>, Vec<TensorSpec>));
+            let (call_id, cache_epoch, (observed, fingerprints, specs)): Parts = read_meta(kind, meta)?;
+            let output = Tensors::split_payload(specs, tensors)?;
             Message::Done(Box::new(Done { call_id, cache_epoch, observed, fingerprints, output }))
         }
-        Kind::Fault => Message::Fault(read(kind, meta)?),
-        Kind::Heartbeat => Message::Heartbeat(read(kind, meta)?),
-        Kind::Progress => Message::Progress(read(kind, meta)?),
-        Kind::Finished => empty(kind, meta, Message::Finished)?,
-        Kind::Failed => Message::Failed(read(kind, meta)?),
+        MessageKind::Fault => Message::Fault(read_meta(kind, meta)?),
+        MessageKind::Heartbeat => Message::Heartbeat(read_meta(kind, meta)?),
+        MessageKind::Progress => Message::Progress(read_meta(kind, meta)?),
+        MessageKind::Finished => read_empty_meta(kind, meta, Message::Finished)?,
+        MessageKind::Failed => Message::Failed(read_meta(kind, meta)?),
     })
 }
 
-/// Reads one whole frame and nothing after it: its origin and its message.
+/// Decodes exactly one frame, without trailing bytes, into its origin and its message.
+///
+/// # Errors
+/// T0701 to T0706.
 pub fn decode(bytes: &[u8]) -> Result<(u32, Message), Diagnostic> {
     let Some((head, body)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
         return Err(Diagnostic::error(&T0702, "the bytes end inside a frame's header")
-            .at("received", format!("{} bytes", bytes.len()))
-            .at("header", format!("{HEADER_BYTES} bytes")));
+            .with_label("received", format!("{} bytes", bytes.len()))
+            .with_label("header", format!("{HEADER_BYTES} bytes")));
     };
     let header = decode_header(head)?;
     Ok((header.origin, decode_body(&header, body)?))
 }
 
-fn within(what: &str, bytes: u64, limit: u32) -> Result<u32, Diagnostic> {
+fn check_limit(what: &str, bytes: u64, limit: u32) -> Result<u32, Diagnostic> {
     if bytes <= u64::from(limit) {
         return Ok(bytes as u32);
     }
-    Err(Diagnostic::error(&T0703, format!("a frame's {what} are over the limit"))
-        .at("frame", format!("{bytes} bytes"))
-        .at("limit", format!("{limit} bytes")))
+    Err(Diagnostic::error(&T0703, format!("a frame's {what} exceed the limit"))
+        .with_label("frame", format!("{bytes} bytes"))
+        .with_label("limit", format!("{limit} bytes")))
 }
 
-fn checksum(head: &[u8], body: &[u8]) -> u64 {
+fn frame_checksum(head: &[u8], body: &[u8]) -> u64 {
     let mut hash = Xxh3::new();
     hash.update(head);
     hash.update(body);
     hash.digest()
 }
 
-fn read<T: Serialize + DeserializeOwned>(kind: Kind, bytes: &[u8]) -> Result<T, Diagnostic> {
+fn read_meta<T: Serialize + DeserializeOwned>(kind: MessageKind, bytes: &[u8]) -> Result<T, Diagnostic> {
     let refuse = |why: String| {
-        Diagnostic::error(&T0705, format!("the meta of a {kind:?} frame does not read: {why}"))
-            .at("frame", format!("{} bytes of meta", bytes.len()))
+        Diagnostic::error(&T0705, format!("the meta of a {kind:?} frame does not decode: {why}"))
+            .with_label("frame", format!("{} bytes of meta", bytes.len()))
     };
     let (value, rest) = postcard::take_from_bytes::<T>(bytes).map_err(|e| refuse(e.to_string()))?;
     if !rest.is_empty() {
@@ -273,6 +288,6 @@ fn read<T: Serialize + DeserializeOwned>(kind: Kind, bytes: &[u8]) -> Result<T, 
     Ok(value)
 }
 
-fn empty(kind: Kind, meta: &[u8], message: Message) -> Result<Message, Diagnostic> {
-    read::<()>(kind, meta).map(|()| message)
+fn read_empty_meta(kind: MessageKind, meta: &[u8], message: Message) -> Result<Message, Diagnostic> {
+    read_meta::<()>(kind, meta).map(|()| message)
 }

@@ -1,50 +1,52 @@
-//! Every message there is, and who may send it.
+//! Every message of the protocol, and which process may send it.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Envelope, Tensors};
 use crate::{Digest, Failure, Parity};
 
-/// A message. The set is closed: an unknown kind is refused.
+/// A message. The set is closed: an unknown kind is rejected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Message {
-    /// Launcher to a rank: who it is. Descriptors ride along.
+    /// Launcher to a rank: the rank's identity, with its descriptors attached.
     Welcome(Welcome),
     /// Launcher to leader: end at the next chunk boundary.
     Stop,
-    /// Leader to workers: what must be equal before anything runs.
+    /// Leader to workers: the values that must be equal on every rank before any call.
     Init(Init),
-    /// Leader to workers: one call, fully decided.
+    /// Leader to workers: one fully decided call.
     Envelope(Box<Envelope>),
     /// Leader to workers: the context tensors of a recompute call.
-    Context(Context),
-    /// Leader to workers: every rank is ready; run.
+    Context(CallContext),
+    /// Leader to workers: every rank is ready; run the call.
     Commit(Commit),
-    /// Leader to workers: the run is over, and why.
+    /// Leader to workers: the run has ended, with the reason.
     Abort(Abort),
-    /// Worker to leader: loaded, and what it holds.
+    /// Worker to leader: the rank is loaded, with its parity table and weight fingerprints.
     HelloAck(HelloAck),
-    /// Worker to leader: the call is valid here.
+    /// Worker to leader: the call is valid on this rank.
     Ready(Ready),
-    /// Worker to leader: the call is not valid here.
+    /// Worker to leader: the call is invalid on this rank.
     Refused(Refused),
-    /// Worker to leader: the call is finished, and what was seen.
+    /// Worker to leader: the call is finished, with the rank's observations.
     Done(Box<Done>),
-    /// Worker to leader: this rank cannot go on.
-    Fault(Fault),
-    /// A sign of life: of a rank to the leader, of the leader to its workers and to the launcher.
+    /// Worker to leader: this rank cannot continue.
+    Fault(FaultReport),
+    /// A sign of life: from a rank to the leader, and from the leader to its workers and the
+    /// launcher.
     Heartbeat(Heartbeat),
     /// Leader to launcher: a chunk was delivered.
     Progress(Progress),
-    /// Leader to launcher: everything was delivered and every rank has answered the shutdown.
+    /// Leader to launcher: every chunk was delivered and every rank has acknowledged the shutdown.
     Finished,
     /// Leader to launcher: the run failed.
     Failed(Failure),
 }
 
-/// Who originates a message. A worker originates no control message: it replies and shows signs of life.
+/// The process that originates a message. A worker originates no control message: it only replies
+/// and sends signs of life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
+pub enum SenderRole {
     /// The process that spawned the ranks.
     Launcher,
     /// Rank 0.
@@ -59,7 +61,7 @@ pub enum Role {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u16)]
 #[allow(missing_docs, reason = "each kind is the message of the same name")]
-pub enum Kind {
+pub enum MessageKind {
     Welcome = 1,
     Stop = 2,
     Init = 16,
@@ -78,85 +80,85 @@ pub enum Kind {
     Failed = 51,
 }
 
-impl Kind {
+impl MessageKind {
     /// Every kind.
-    pub const ALL: [Kind; 16] = [
-        Kind::Welcome,
-        Kind::Stop,
-        Kind::Init,
-        Kind::Envelope,
-        Kind::Context,
-        Kind::Commit,
-        Kind::Abort,
-        Kind::HelloAck,
-        Kind::Ready,
-        Kind::Refused,
-        Kind::Done,
-        Kind::Fault,
-        Kind::Heartbeat,
-        Kind::Progress,
-        Kind::Finished,
-        Kind::Failed,
+    pub const ALL: [MessageKind; 16] = [
+        MessageKind::Welcome,
+        MessageKind::Stop,
+        MessageKind::Init,
+        MessageKind::Envelope,
+        MessageKind::Context,
+        MessageKind::Commit,
+        MessageKind::Abort,
+        MessageKind::HelloAck,
+        MessageKind::Ready,
+        MessageKind::Refused,
+        MessageKind::Done,
+        MessageKind::Fault,
+        MessageKind::Heartbeat,
+        MessageKind::Progress,
+        MessageKind::Finished,
+        MessageKind::Failed,
     ];
 
-    /// The kind of this number.
+    /// Returns the kind with this number.
     #[must_use]
-    pub fn from_u16(n: u16) -> Option<Kind> {
-        Kind::ALL.into_iter().find(|k| *k as u16 == n)
+    pub fn from_u16(n: u16) -> Option<MessageKind> {
+        MessageKind::ALL.into_iter().find(|k| *k as u16 == n)
     }
 
-    /// Who may send it.
+    /// Returns the process that may send this kind.
     #[must_use]
-    pub fn sender(self) -> Role {
+    pub fn allowed_sender(self) -> SenderRole {
         match self as u16 {
-            0..16 => Role::Launcher,
-            16..32 => Role::Leader,
-            32..48 => Role::Worker,
-            48 => Role::AnyRank,
-            _ => Role::Leader,
+            0..16 => SenderRole::Launcher,
+            16..32 => SenderRole::Leader,
+            32..48 => SenderRole::Worker,
+            48 => SenderRole::AnyRank,
+            _ => SenderRole::Leader,
         }
     }
 }
 
 impl Message {
-    /// Its kind.
+    /// Returns the kind of the message.
     #[must_use]
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> MessageKind {
         match self {
-            Message::Welcome(_) => Kind::Welcome,
-            Message::Stop => Kind::Stop,
-            Message::Init(_) => Kind::Init,
-            Message::Envelope(_) => Kind::Envelope,
-            Message::Context(_) => Kind::Context,
-            Message::Commit(_) => Kind::Commit,
-            Message::Abort(_) => Kind::Abort,
-            Message::HelloAck(_) => Kind::HelloAck,
-            Message::Ready(_) => Kind::Ready,
-            Message::Refused(_) => Kind::Refused,
-            Message::Done(_) => Kind::Done,
-            Message::Fault(_) => Kind::Fault,
-            Message::Heartbeat(_) => Kind::Heartbeat,
-            Message::Progress(_) => Kind::Progress,
-            Message::Finished => Kind::Finished,
-            Message::Failed(_) => Kind::Failed,
+            Message::Welcome(_) => MessageKind::Welcome,
+            Message::Stop => MessageKind::Stop,
+            Message::Init(_) => MessageKind::Init,
+            Message::Envelope(_) => MessageKind::Envelope,
+            Message::Context(_) => MessageKind::Context,
+            Message::Commit(_) => MessageKind::Commit,
+            Message::Abort(_) => MessageKind::Abort,
+            Message::HelloAck(_) => MessageKind::HelloAck,
+            Message::Ready(_) => MessageKind::Ready,
+            Message::Refused(_) => MessageKind::Refused,
+            Message::Done(_) => MessageKind::Done,
+            Message::Fault(_) => MessageKind::Fault,
+            Message::Heartbeat(_) => MessageKind::Heartbeat,
+            Message::Progress(_) => MessageKind::Progress,
+            Message::Finished => MessageKind::Finished,
+            Message::Failed(_) => MessageKind::Failed,
         }
     }
 }
 
-/// What a rank learns from the process that spawned it.
+/// A rank's identity, sent by the process that spawned the rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// This process's rank.
+    /// Rank of the receiving process.
     pub rank: u32,
-    /// How many ranks there are.
-    pub world: u32,
-    /// The session id that every envelope carries.
+    /// World size.
+    pub world_size: u32,
+    /// Session id, which every envelope carries.
     pub session: u64,
-    /// Control sockets among the descriptors: one per rank that this one speaks with.
-    pub sockets: u32,
-    /// Further descriptors, after the sockets, in the order in which the door gave them.
-    pub extras: u32,
-    /// Opaque bytes from the door.
+    /// Control sockets among the attached descriptors: one per directly connected rank.
+    pub control_sockets: u32,
+    /// Additional descriptors after the sockets, in the application's order.
+    pub extra_fds: u32,
+    /// The application's opaque bytes.
     pub payload: Vec<u8>,
 }
 
@@ -169,7 +171,7 @@ pub struct Init {
     pub build: String,
     /// Digest of the sealed plan.
     pub plan: Digest,
-    /// The session.
+    /// Session id.
     pub session: u64,
     /// The leader's parity table.
     pub parity: Parity,
@@ -177,24 +179,24 @@ pub struct Init {
 
 /// Tensors that follow an envelope.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Context {
-    /// The call they belong to.
+pub struct CallContext {
+    /// Id of the call that uses the tensors.
     pub call_id: u64,
-    /// What the manifest lists.
+    /// The tensors of the manifest.
     pub tensors: Tensors,
 }
 
-/// The point after which ranks issue collectives.
+/// The leader's permission to run a call; ranks issue collectives only after it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Commit {
     /// The call to run.
     pub call_id: u64,
 }
 
-/// The end of the run.
+/// The leader's announcement that the run has ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Abort {
-    /// Why.
+    /// The reason.
     pub failure: Failure,
 }
 
@@ -203,115 +205,117 @@ pub struct Abort {
 pub struct HelloAck {
     /// Build of the worker.
     pub build: String,
-    /// Digest of the plan that the worker holds.
+    /// Digest of the worker's plan.
     pub plan: Digest,
     /// The worker's parity table.
     pub parity: Parity,
-    /// What it loaded, shard by shard.
-    pub fingerprints: Vec<ShardPrint>,
+    /// Fingerprints of the loaded weights, shard by shard.
+    pub fingerprints: Vec<ShardFingerprint>,
 }
 
-/// What a rank holds of one weight tensor.
+/// Fingerprint of one rank's shard of a weight tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ShardPrint {
+pub struct ShardFingerprint {
     /// Name of the tensor.
     pub tensor: String,
-    /// Which part of it, such as `[0..64, ..]`; equal text is the same part.
+    /// Index range of the shard, such as `[0..64, ..]`; equal text means the same range.
     pub slice: String,
-    /// Digest of the part's bytes.
+    /// Digest of the shard's bytes.
     pub digest: Digest,
-    /// Whether all its elements are equal, so that other parts may have the same digest.
+    /// Whether all elements of the shard are equal, so that other shards may have the same digest.
     pub constant: bool,
 }
 
-/// A rank's consent.
+/// A rank's confirmation that it can run a call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
-    /// The call.
+    /// Id of the call.
     pub call_id: u64,
     /// Cache state that this rank predicts after the call.
     pub predicted_state: Digest,
-    /// Digest of the header, meta and tensors as they arrived here.
+    /// Digest of the header, meta and tensors as this rank received them.
     pub inputs: Digest,
 }
 
-/// A rank's refusal; ends the run.
+/// A rank's refusal of a call, which ends the run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refused {
-    /// The call.
+    /// Id of the call.
     pub call_id: u64,
-    /// Class, code and text.
+    /// Class, code and text of the refusal.
     pub failure: Failure,
 }
 
-/// What a rank saw while it ran a call.
+/// A rank's observations during a call.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Observed {
-    /// Generator forward passes.
+pub struct CallObservation {
+    /// Number of generator forwards.
     pub generator_calls: u32,
-    /// Collectives issued.
+    /// Number of collectives issued.
     pub collectives: u64,
     /// Trace digests of the phases, joined in order.
     pub trace: Digest,
-    /// Cache state that the phases led to.
+    /// Digest of the cache state after the phases.
     pub state: Digest,
-    /// Digest of the replicated output; of zeros in a warm-up, which puts nothing out.
+    /// Digest of the replicated output; zeros in a warm-up, which produces no output.
     pub output: Digest,
-    /// Sums over ranks whose terms cancelled and were added with compensation.
+    /// Number of cross-rank sums whose terms cancelled and that were therefore computed with
+    /// compensated summation.
     pub compensated: u64,
     /// Duration of each phase, in nanoseconds.
     pub phase_ns: Vec<u64>,
-    /// Programs compiled, captured or first run since the warm-up; in the warm-up itself, those that it ran.
+    /// Programs compiled, captured or run for the first time since the warm-up; in the warm-up
+    /// itself, the programs that it ran.
     pub new_programs: u32,
     /// CPU time spent on digests, in nanoseconds.
     pub digest_ns: u64,
-    /// Of weights that were hashed again in this call, or loaded by it; zeros when none were due.
+    /// Digest of the weights that this call hashed again or loaded; zeros if none were due.
     pub weights: Digest,
 }
 
-/// The close of a call on one rank.
+/// A rank's report that a call is finished.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Done {
-    /// The call.
+    /// Id of the call.
     pub call_id: u64,
-    /// Life of the caches in which it ran.
+    /// Cache epoch of the call.
     pub cache_epoch: u32,
-    /// What was seen.
-    pub observed: Observed,
-    /// What a `RELOAD` loaded, shard by shard; empty otherwise.
-    pub fingerprints: Vec<ShardPrint>,
-    /// The chunk's latents, from the one rank that delivers; empty from the others.
+    /// The rank's observations.
+    pub observed: CallObservation,
+    /// Fingerprints of the weights that a `RELOAD` loaded, shard by shard; empty otherwise.
+    pub fingerprints: Vec<ShardFingerprint>,
+    /// The chunk's latents, from the one delivering rank; empty from the others.
     pub output: Tensors,
 }
 
-/// A rank that cannot go on.
+/// A rank's report that it cannot continue.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fault {
+pub struct FaultReport {
     /// Why the run should end.
     pub failure: Failure,
-    /// Whether this is only the echo of another rank's failure, such as an aborted collective.
+    /// Whether the failure only follows from another rank's failure, such as an aborted collective.
     pub secondary: bool,
 }
 
-/// A sign of life with a progress mark.
+/// A sign of life with a progress counter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Heartbeat {
-    /// Of a rank, grows as its engine advances: phase number in the upper half, the engine's own mark in the lower.
-    /// Of the leader, how often anybody made progress.
-    pub mark: u64,
+    /// From a rank: grows as its engine advances; the upper half is the phase number, the lower
+    /// half the engine's own counter. From the leader: how often any rank made progress.
+    pub progress: u64,
 }
 
-/// A chunk that left the pipeline.
+/// A delivered chunk.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// The chunk.
+    /// Index of the chunk.
     pub chunk: u32,
     /// Frames delivered for it.
     pub frames: u32,
     /// Name of each phase and its duration on the first rank, in nanoseconds.
     pub phases: Vec<(String, u64)>,
-    /// Requests waiting.
+    /// Number of waiting requests.
     pub queued_in: u32,
-    /// Finished chunks not yet delivered.
+    /// Number of finished chunks that are not yet delivered.
     pub queued_out: u32,
 }

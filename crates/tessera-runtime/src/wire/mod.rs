@@ -1,44 +1,46 @@
-//! What travels between processes: a closed set of messages, each one frame of header, meta and tensors.
+//! The wire protocol between processes: a closed set of messages, each sent as one frame.
 //!
-//! A frame is a fixed header ([`HEADER_BYTES`]), meta bytes in one canonical form, and the tensors that the
-//! meta's manifest lists, in its order. The decoder never panics, whatever the bytes.
+//! A frame is a fixed header ([`HEADER_BYTES`]), meta bytes in one canonical form, and the tensors
+//! that the meta's manifest lists, in the order of that list. The decoder never panics, whatever
+//! the bytes.
 
 mod envelope;
-mod fields;
+mod envelope_fields;
 mod frame;
 mod message;
 mod tensor;
 
-pub use envelope::{Arg, CallAction, CallMeta, Envelope, EnvelopeHeader, F32Bits, PhaseCall, Reload};
-pub use fields::{FIELDS, Field, envelope_reference};
+pub use envelope::{CallAction, CallMeta, Envelope, EnvelopeHeader, F32Bits, PhaseCall, Reload, ScalarArg};
+pub use envelope_fields::{ENVELOPE_FIELDS, EnvelopeField, envelope_reference};
 pub(crate) use frame::with_unlisted_bytes;
 pub use frame::{FrameHeader, decode, decode_body, decode_header, encode};
 pub use message::{
-    Abort, Commit, Context, Done, Fault, Heartbeat, HelloAck, Init, Kind, Message, Observed, Progress, Ready,
-    Refused, Role, ShardPrint, Welcome,
+    Abort, CallContext, CallObservation, Commit, Done, FaultReport, Heartbeat, HelloAck, Init, Message,
+    MessageKind, Progress, Ready, Refused, SenderRole, ShardFingerprint, Welcome,
 };
 pub use tensor::{Dtype, Tensor, TensorSpec, Tensors};
 
 pub(crate) use frame::{T0701, T0702, T0703, T0704, T0705};
 pub(crate) use tensor::T0706;
 
-/// Version of everything in this module. Any change of a field, an order or a meaning raises it.
+/// Version of everything in this module. Any change of a field, an order or a meaning must increase
+/// it.
 pub const WIRE_VERSION: u16 = 2;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"TSRA";
-/// Origin of frames that the launching process makes; every other origin is a rank.
+/// Origin of frames from the launching process; every other origin is a rank.
 pub const LAUNCHER: u32 = u32::MAX;
-/// Magic, version, kind, origin, length of meta, length of tensors, checksum.
+/// Size of a header: magic, version, kind, origin, length of meta, length of tensors, checksum.
 pub const HEADER_BYTES: usize = 28;
-/// Most meta bytes of a frame.
+/// Maximum meta bytes of a frame.
 pub const MAX_META_BYTES: u32 = 4 << 20;
-/// Most tensor bytes of a frame.
+/// Maximum tensor bytes of a frame.
 pub const MAX_TENSOR_BYTES: u32 = 256 << 20;
-/// Most bytes of a frame.
+/// Maximum bytes of a frame.
 pub const MAX_FRAME_BYTES: usize = HEADER_BYTES + MAX_META_BYTES as usize + MAX_TENSOR_BYTES as usize;
-/// Most tensors of a manifest.
+/// Maximum number of tensors in a manifest.
 pub const MAX_TENSORS: usize = 16;
-/// Most dims of a tensor.
+/// Maximum number of dims of a tensor.
 pub const MAX_DIMS: usize = 8;
-/// Most phases of a call.
+/// Maximum number of phases in a call.
 pub const MAX_PHASES: usize = 512;

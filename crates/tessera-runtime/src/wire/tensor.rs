@@ -1,4 +1,4 @@
-//! Tensors as they travel: a manifest entry and little-endian bytes.
+//! Tensors on the wire: a manifest entry and little-endian bytes.
 
 use std::sync::Arc;
 
@@ -8,18 +8,18 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::{MAX_DIMS, MAX_TENSORS};
 
-/// A tensor manifest and its bytes disagree.
+/// A tensor manifest contradicts the tensor bytes.
 pub(crate) static T0706: Code = Code {
     id: "T0706",
     title: "tensor manifest and tensor bytes disagree",
-    page: "Every tensor that travels is listed in its frame's tensor_specs: name, dtype, shape, byte length and \
-checksum. The receiver allocates from that list alone, in its order, and refuses a length that does not follow \
-from dtype and shape, a name that occurs twice, and bytes whose checksum differs.\n\nA wrong checksum in one tensor \
-with a right frame checksum means that the sender listed one tensor and sent another, or sent them in another \
-order: a fault in the sender, not in the link.",
+    page: "The tensor_specs of a frame list each of its tensors: name, dtype, shape, byte length and \
+checksum. The receiver allocates memory from that list alone, in its order, and rejects a length that does not follow \
+from dtype and shape, a name that occurs twice, and bytes with another checksum.\n\nA wrong checksum in one tensor \
+with a correct frame checksum means that the sender listed one tensor and sent another, or sent the tensors in another \
+order: a bug in the sender, not a fault of the link.",
 };
 
-/// Element types that may travel.
+/// Element types of tensors on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dtype {
     /// IEEE single precision.
@@ -31,9 +31,9 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes of one element.
+    /// Returns the size of one element in bytes.
     #[must_use]
-    pub fn bytes(self) -> u64 {
+    pub fn element_bytes(self) -> u64 {
         match self {
             Dtype::F32 => 4,
             Dtype::Bf16 => 2,
@@ -61,25 +61,26 @@ pub struct TensorSpec {
     pub dtype: Dtype,
     /// Extents, outermost first.
     pub shape: Vec<u64>,
-    /// Length in bytes: elements times the size of one.
+    /// Length in bytes: number of elements times element size.
     pub bytes: u64,
     /// xxh3 of the bytes.
     pub checksum: u64,
 }
 
 impl TensorSpec {
-    /// `bf16[512, 4096]`.
+    /// Formats dtype and shape as `bf16[512, 4096]`.
     #[must_use]
     pub fn type_text(&self) -> String {
         format!("{}{:?}", self.dtype, self.shape)
     }
 
-    /// Length that follows from dtype and shape; `None` on overflow or too many dims.
+    /// Returns the length that follows from dtype and shape, or `None` on overflow or too many
+    /// dims.
     fn implied_bytes(&self) -> Option<u64> {
         if self.shape.len() > MAX_DIMS {
             return None;
         }
-        self.shape.iter().try_fold(self.dtype.bytes(), |n, d| n.checked_mul(*d))
+        self.shape.iter().try_fold(self.dtype.element_bytes(), |n, d| n.checked_mul(*d))
     }
 }
 
@@ -91,7 +92,10 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Wraps little-endian bytes, row-major. Refused if the length does not follow from dtype and shape.
+    /// Wraps little-endian bytes in row-major order.
+    ///
+    /// # Errors
+    /// T0706 if the length does not follow from dtype and shape.
     pub fn new(
         name: &str,
         dtype: Dtype,
@@ -111,13 +115,16 @@ impl Tensor {
         Ok(Tensor { spec, data })
     }
 
-    /// An `f32` tensor.
+    /// Creates an `f32` tensor.
+    ///
+    /// # Errors
+    /// T0706 if the number of values does not match the shape.
     pub fn from_f32(name: &str, shape: &[u64], values: &[f32]) -> Result<Tensor, Diagnostic> {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         Tensor::new(name, Dtype::F32, shape, bytes)
     }
 
-    /// The values as `f32`; `None` for an integer tensor.
+    /// Returns the values as `f32`, or `None` for an integer tensor.
     #[must_use]
     pub fn to_f32(&self) -> Option<Vec<f32>> {
         match self.spec.dtype {
@@ -134,19 +141,19 @@ impl Tensor {
         }
     }
 
-    /// Name in the manifest.
+    /// Returns the name in the manifest.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.spec.name
     }
 
-    /// The manifest entry.
+    /// Returns the manifest entry.
     #[must_use]
-    pub fn spec(&self) -> &TensorSpec {
+    pub fn manifest_entry(&self) -> &TensorSpec {
         &self.spec
     }
 
-    /// Little-endian bytes, row-major.
+    /// Returns the little-endian bytes in row-major order.
     #[must_use]
     pub fn data(&self) -> &[u8] {
         &self.data
@@ -158,47 +165,51 @@ impl Tensor {
 pub struct Tensors(pub Vec<Tensor>);
 
 impl Tensors {
-    /// The tensor of this name.
+    /// Returns the tensor named `name`.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.0.iter().find(|t| t.name() == name)
     }
 
-    /// The manifest.
+    /// Returns the manifest.
     #[must_use]
-    pub fn specs(&self) -> Vec<TensorSpec> {
+    pub fn to_specs(&self) -> Vec<TensorSpec> {
         self.0.iter().map(|t| t.spec.clone()).collect()
     }
 
-    /// Bytes of all tensors.
+    /// Returns the total number of bytes.
     #[must_use]
-    pub fn bytes(&self) -> u64 {
+    pub fn total_bytes(&self) -> u64 {
         self.0.iter().map(|t| t.spec.bytes).sum()
     }
 
-    /// Cuts a payload by its manifest.
-    pub(super) fn cut(specs: Vec<TensorSpec>, payload: &[u8]) -> Result<Tensors, Diagnostic> {
+    /// Splits a payload into the tensors of its manifest.
+    pub(super) fn split_payload(specs: Vec<TensorSpec>, payload: &[u8]) -> Result<Tensors, Diagnostic> {
         check_manifest(&specs)?;
         let listed = specs.iter().try_fold(0u64, |n, s| n.checked_add(s.bytes));
         if listed != Some(payload.len() as u64) {
             return Err(Diagnostic::error(&T0706, "the manifest does not cover the tensor bytes")
-                .at("manifest", listed.map_or("more than 2^64 bytes".into(), |n| format!("{n} bytes")))
-                .at("frame", format!("{} bytes", payload.len())));
+                .with_label(
+                    "manifest",
+                    listed.map_or("more than 2^64 bytes".into(), |n| format!("{n} bytes")),
+                )
+                .with_label("frame", format!("{} bytes", payload.len())));
         }
         let mut rest = payload;
         let mut tensors = Vec::with_capacity(specs.len());
         for spec in specs {
-            // Every entry is at most the sum, and the sum is the payload's length.
+            // The conversion cannot truncate: an entry is at most the sum, and the sum is the
+            // payload's length.
             let (data, tail) = rest.split_at(spec.bytes as usize);
             rest = tail;
             let found = xxh3_64(data);
             if found != spec.checksum {
                 return Err(Diagnostic::error(
                     &T0706,
-                    format!("the bytes at the place of tensor `{}` are not its bytes", spec.name),
+                    format!("the bytes of tensor `{}` do not match its checksum", spec.name),
                 )
-                .at("manifest", format!("checksum {:016x}", spec.checksum))
-                .at("frame", format!("checksum {found:016x}")));
+                .with_label("manifest", format!("checksum {:016x}", spec.checksum))
+                .with_label("frame", format!("checksum {found:016x}")));
             }
             tensors.push(Tensor { spec, data: data.into() });
         }
@@ -206,12 +217,12 @@ impl Tensors {
     }
 }
 
-/// Count, names and lengths of a manifest.
+/// Checks the number, names and lengths of a manifest's tensors.
 pub(super) fn check_manifest(specs: &[TensorSpec]) -> Result<(), Diagnostic> {
     if specs.len() > MAX_TENSORS {
         return Err(Diagnostic::error(&T0706, "too many tensors in one manifest")
-            .at("manifest", format!("{} tensors", specs.len()))
-            .at("limit", format!("{MAX_TENSORS} tensors")));
+            .with_label("manifest", format!("{} tensors", specs.len()))
+            .with_label("limit", format!("{MAX_TENSORS} tensors")));
     }
     for (i, spec) in specs.iter().enumerate() {
         check_length(spec)?;
@@ -229,6 +240,6 @@ fn check_length(spec: &TensorSpec) -> Result<(), Diagnostic> {
     }
     let implied = implied.map_or("no possible length".to_string(), |n| format!("{n} bytes"));
     Err(Diagnostic::error(&T0706, format!("tensor `{}` has the wrong length", spec.name))
-        .at("dtype and shape", format!("{} is {implied}", spec.type_text()))
-        .at("length", format!("{} bytes", spec.bytes)))
+        .with_label("dtype and shape", format!("{} is {implied}", spec.type_text()))
+        .with_label("actual length", format!("{} bytes", spec.bytes)))
 }

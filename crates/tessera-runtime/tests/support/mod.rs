@@ -1,4 +1,4 @@
-//! A seal of made-up programs and an engine that computes something cheap and deterministic.
+//! A synthetic plan, and an engine whose computation is cheap and deterministic.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 pub mod latency;
@@ -7,15 +7,15 @@ pub mod net;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use tessera_runtime::cache::{CacheSpec, Regime};
-use tessera_runtime::census::{ArgKind, Census, InputFacts, ProgramFacts};
-use tessera_runtime::decide::{Step, StreamSpec};
+use tessera_runtime::director::{DenoiseStep, StreamSpec};
 use tessera_runtime::engine::{
-    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, Rehash, Reloaded,
+    AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount, RehashResult, ReloadedWeights,
 };
+use tessera_runtime::kv_cache::{CacheRegime, CacheSpec};
 use tessera_runtime::leader::LeaderConfig;
 use tessera_runtime::mesh_leader::MeshLeaderConfig;
-use tessera_runtime::wire::{Dtype, PhaseCall, ShardPrint, Tensor, Tensors};
+use tessera_runtime::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
+use tessera_runtime::wire::{Dtype, PhaseCall, ShardFingerprint, Tensor, Tensors};
 use tessera_runtime::worker::WorkerConfig;
 use tessera_runtime::{Digest, Limits, Parity, ParityClass, Tripwires};
 
@@ -23,14 +23,14 @@ pub const CHUNK: u32 = 3;
 pub const SESSION: u64 = 42;
 
 pub fn trace_of(program: &str) -> Digest {
-    Digest::of(format!("trace of {program}").as_bytes())
+    Digest::hash_bytes(format!("trace of {program}").as_bytes())
 }
 
 pub fn collectives_of(program: &str) -> u64 {
     program.len() as u64
 }
 
-pub fn census() -> Census {
+pub fn test_programs() -> ProgramIndex {
     let place = vec![("start", ArgKind::I64), ("row", ArgKind::I64), ("t", ArgKind::F32s(CHUNK))];
     let with_sigma = [&place[..], &[("sigma", ArgKind::F32)]].concat();
     let draw = vec![
@@ -50,27 +50,27 @@ pub fn census() -> Census {
         rows.push((format!("denoise.fill{fill}"), with_sigma.clone()));
         rows.push((format!("clean.fill{fill}"), place.clone()));
     }
-    Census::new(rows.into_iter().map(|(name, scalars)| {
+    ProgramIndex::new(rows.into_iter().map(|(name, scalars)| {
         let input = match name.as_str() {
             "text" => Some(("text", vec![4, 2])),
             "recompute" => Some(("context", vec![2, 2])),
             _ => None,
         };
-        let facts = ProgramFacts {
+        let facts = ProgramInfo {
             collectives: collectives_of(&name),
             trace: trace_of(&name),
             scalars: scalars.into_iter().map(|(n, k)| (n.to_string(), k)).collect(),
             inputs: input
                 .into_iter()
-                .map(|(n, shape)| InputFacts { name: n.into(), dtype: Dtype::F32, shape })
+                .map(|(n, shape)| InputSpec { name: n.into(), dtype: Dtype::F32, shape })
                 .collect(),
         };
         (name, facts)
     }))
 }
 
-pub fn stream(regime: Regime) -> StreamSpec {
-    let window_frames = if regime == Regime::Resident { 9 } else { 6 };
+pub fn test_stream(regime: CacheRegime) -> StreamSpec {
+    let window_frames = if regime == CacheRegime::Resident { 9 } else { 6 };
     StreamSpec {
         cache: CacheSpec {
             regime,
@@ -80,123 +80,127 @@ pub fn stream(regime: Regime) -> StreamSpec {
             tokens_per_frame: 10,
         },
         bias: 0.3,
-        steps: vec![Step { timestep: 1000.0, sigma: 1.0 }, Step { timestep: 500.0, sigma: 0.5 }],
+        steps: vec![
+            DenoiseStep { timestep: 1000.0, sigma: 1.0 },
+            DenoiseStep { timestep: 500.0, sigma: 0.5 },
+        ],
     }
 }
 
-pub fn plan() -> Digest {
-    Digest::of(b"the sealed plan")
+pub fn plan_digest() -> Digest {
+    Digest::hash_bytes(b"the sealed plan")
 }
 
-pub fn parity() -> Parity {
-    Parity::default().with("backend.matmul", ParityClass::AtInit, "naive")
+pub fn test_parity() -> Parity {
+    Parity::default().with_key("backend.matmul", ParityClass::AtInit, "naive")
 }
 
-/// Where the leader is.
+/// Placement of the leader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shape {
+pub enum LeaderPlacement {
     /// Rank 0 leads and computes.
-    Mesh,
-    /// Rank 0 leads, rank 1 computes and relays, the others are its members.
-    Pp,
+    InMesh,
+    /// Rank 0 leads, rank 1 computes and relays, the others are members behind rank 1.
+    Outside,
 }
 
-impl Shape {
+impl LeaderPlacement {
     /// The first rank that computes.
-    pub fn first(self) -> u32 {
-        u32::from(self == Shape::Pp)
+    pub fn first_compute_rank(self) -> u32 {
+        u32::from(self == LeaderPlacement::Outside)
     }
 }
 
-pub fn mesh_leader_config(ranks: u32, regime: Regime) -> MeshLeaderConfig {
+pub fn mesh_leader_config(ranks: u32, regime: CacheRegime) -> MeshLeaderConfig {
     MeshLeaderConfig {
         rank: 1,
         members: (2..=ranks).collect(),
-        plan: plan(),
-        census: Arc::new(census()),
-        cache: stream(regime).cache,
+        plan: plan_digest(),
+        programs: Arc::new(test_programs()),
+        cache: test_stream(regime).cache,
         limits: Limits::default(),
         tripwires: Tripwires::default(),
     }
 }
 
-pub fn leader_config(shape: Shape, ranks: u32, regime: Regime) -> LeaderConfig {
+pub fn leader_config(shape: LeaderPlacement, ranks: u32, regime: CacheRegime) -> LeaderConfig {
     LeaderConfig {
-        ranks: (shape.first()..shape.first() + ranks).collect(),
-        plan: plan(),
+        ranks: (shape.first_compute_rank()..shape.first_compute_rank() + ranks).collect(),
+        plan: plan_digest(),
         session: SESSION,
         build: "test".into(),
-        silent: Vec::new(),
-        parity: parity(),
-        census: Arc::new(census()),
-        stream: stream(regime),
+        ranks_without_output: Vec::new(),
+        parity: test_parity(),
+        programs: Arc::new(test_programs()),
+        stream: test_stream(regime),
         limits: Limits { hello_ns: 5_000_000_000, ..Limits::default() },
         tripwires: Tripwires::default(),
     }
 }
 
-pub fn worker_config(shape: Shape, rank: u32, regime: Regime) -> WorkerConfig {
+pub fn worker_config(shape: LeaderPlacement, rank: u32, regime: CacheRegime) -> WorkerConfig {
     WorkerConfig {
         rank,
-        above: u32::from(shape.first() == 1 && rank > 1),
-        plan: plan(),
+        upstream_rank: u32::from(shape.first_compute_rank() == 1 && rank > 1),
+        plan: plan_digest(),
         build: "test".into(),
-        parity: parity(),
-        census: Arc::new(census()),
-        cache: stream(regime).cache,
+        parity: test_parity(),
+        programs: Arc::new(test_programs()),
+        cache: test_stream(regime).cache,
         limits: Limits::default(),
-        delivers: rank == shape.first(),
+        sends_output: rank == shape.first_compute_rank(),
         tripwires: Tripwires::default(),
     }
 }
 
-pub fn text(seed: u32) -> Tensor {
+pub fn prompt_tensor(seed: u32) -> Tensor {
     let values: Vec<f32> = (0..8).map(|i| (i * seed) as f32).collect();
     Tensor::from_f32("text", &[4, 2], &values).expect("fits")
 }
 
-pub fn context(previous: &Tensor) -> Tensor {
+pub fn context_tensor(previous: &Tensor) -> Tensor {
     let last = previous.to_f32().expect("floats");
     Tensor::from_f32("context", &[2, 2], &last[..4]).expect("fits")
 }
 
-/// What an engine should do wrong, and when: its life begins after the warm-up.
+/// A bug of a test engine, and the phase at which it occurs, counted from the end of the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bug {
     None,
-    /// The warm-up misses one program.
-    WarmsLess,
-    /// The nth phase of its life compiles something.
+    /// The warm-up skips one program.
+    IncompleteWarmup,
+    /// The nth phase compiles something.
     CompilesAt(u32),
-    /// The nth phase of its life finds weights changed.
-    ForgetsAt(u32),
+    /// The nth phase finds changed weights.
+    WeightChangeAt(u32),
     /// A reload finds other weights than announced.
-    ReloadsOthers,
+    WrongReload,
     /// A reload loads other shards than the peers.
-    ReloadsOtherShards,
-    /// The nth phase of its life fails.
+    WrongShardReload,
+    /// The nth phase fails.
     FailAt(u32),
-    /// The nth phase of its life panics.
+    /// The nth phase panics.
     PanicAt(u32),
-    /// The nth phase of its life never returns.
+    /// The nth phase never returns.
     HangAt(u32),
-    /// The nth phase of its life issues one collective more.
+    /// The nth phase issues one extra collective.
     ExtraCollective(u32),
-    /// The nth phase of its life follows another trace.
+    /// The nth phase has another trace.
     OtherTrace(u32),
-    /// The nth phase of its life computes something else.
-    OtherNumbers(u32),
-    /// The nth phase of its life is told that another rank aborted.
-    EchoAt(u32),
+    /// The nth phase computes another result.
+    OtherResult(u32),
+    /// The nth phase reports that another rank aborted.
+    PeerAbortAt(u32),
 }
 
-/// Folds everything it is given into a few floats; equal on every rank when every rank gets the same.
+/// An engine that hashes all its inputs into a few floats. The result is equal on every rank if
+/// every rank receives equal inputs.
 pub struct FakeEngine {
     pub bug: Bug,
     pub phase_ns: u64,
     pub sleep: std::time::Duration,
     pub phases_run: u32,
-    pub prints: Vec<ShardPrint>,
+    pub fingerprints: Vec<ShardFingerprint>,
     count: ProgramCount,
     ran: std::collections::BTreeSet<String>,
     warm: bool,
@@ -207,20 +211,20 @@ pub struct FakeEngine {
 
 /// Digest of the weights that a reload from `source` loads.
 pub fn weights_at(source: &str) -> Digest {
-    Digest::of(source.as_bytes())
+    Digest::hash_bytes(source.as_bytes())
 }
 
 impl FakeEngine {
-    /// Holds a shard of its own and what all hold.
-    pub fn of_rank(rank: u32, bug: Bug) -> FakeEngine {
-        let print = |tensor: &str, slice: String, of: &str| ShardPrint {
+    /// Creates an engine with a shard of its own and a shard that every rank holds.
+    pub fn for_rank(rank: u32, bug: Bug) -> FakeEngine {
+        let print = |tensor: &str, slice: String, of: &str| ShardFingerprint {
             tensor: tensor.into(),
-            digest: Digest::of(of.as_bytes()),
+            digest: Digest::hash_bytes(of.as_bytes()),
             slice,
             constant: false,
         };
         let own = print("ffn", format!("[{rank}]"), &format!("shard {rank}"));
-        FakeEngine { prints: vec![own, print("norm", "all".into(), "norm")], ..FakeEngine::new(bug) }
+        FakeEngine { fingerprints: vec![own, print("norm", "all".into(), "norm")], ..FakeEngine::new(bug) }
     }
 
     pub fn new(bug: Bug) -> FakeEngine {
@@ -229,7 +233,7 @@ impl FakeEngine {
             phase_ns: 1_000_000,
             sleep: std::time::Duration::ZERO,
             phases_run: 0,
-            prints: Vec::new(),
+            fingerprints: Vec::new(),
             count: ProgramCount::default(),
             ran: std::collections::BTreeSet::new(),
             warm: false,
@@ -270,23 +274,23 @@ impl Engine for FakeEngine {
         };
         bytes.extend(read.iter().flat_map(|t| t.data()));
         match self.bug {
-            Bug::FailAt(k) if k == n => return Err(EngineFault::failed("out of memory")),
+            Bug::FailAt(k) if k == n => return Err(EngineFault::local_failure("out of memory")),
             Bug::PanicAt(k) if k == n => panic!("index out of bounds"),
-            Bug::EchoAt(k) if k == n => return Err(EngineFault::aborted("aborted by a peer")),
+            Bug::PeerAbortAt(k) if k == n => return Err(EngineFault::peer_abort("aborted by a peer")),
             Bug::HangAt(k) if k == n => {
                 while !self.aborted.load(Ordering::Relaxed) {
                     std::thread::sleep(std::time::Duration::from_millis(5));
                 }
-                return Err(EngineFault::aborted("aborted while hanging"));
+                return Err(EngineFault::peer_abort("aborted while hanging"));
             }
             Bug::ExtraCollective(k) if k == n => report.collectives += 1,
-            Bug::OtherTrace(k) if k == n => report.trace = Digest::of(b"another branch"),
-            Bug::OtherNumbers(k) if k == n => bytes.push(1),
+            Bug::OtherTrace(k) if k == n => report.trace = Digest::hash_bytes(b"another branch"),
+            Bug::OtherResult(k) if k == n => bytes.push(1),
             Bug::CompilesAt(k) if k == n => self.count.new_since_warmup += 1,
-            Bug::ForgetsAt(k) if k == n => self.changed = true,
+            Bug::WeightChangeAt(k) if k == n => self.changed = true,
             _ => {}
         }
-        self.state = Digest::of(&bytes).0.to_vec();
+        self.state = Digest::hash_bytes(&bytes).0.to_vec();
         Ok(report)
     }
 
@@ -294,40 +298,40 @@ impl Engine for FakeEngine {
         self.state.clear();
     }
 
-    fn output(&mut self) -> Result<Option<Tensor>, EngineFault> {
+    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
         let values: Vec<f32> = self.state.iter().map(|b| f32::from(*b)).collect();
         Ok(Some(Tensor::from_f32("output", &[values.len() as u64], &values).expect("fits")))
     }
 
-    fn fingerprints(&self) -> Vec<ShardPrint> {
-        self.prints.clone()
+    fn weight_fingerprints(&self) -> Vec<ShardFingerprint> {
+        self.fingerprints.clone()
     }
 
-    fn programs(&self) -> ProgramCount {
-        let less = u32::from(self.bug == Bug::WarmsLess);
+    fn program_count(&self) -> ProgramCount {
+        let less = u32::from(self.bug == Bug::IncompleteWarmup);
         ProgramCount { warmed: self.count.warmed - less, ..self.count }
     }
 
-    fn warmed(&mut self) {
+    fn finish_warmup(&mut self) {
         self.warm = true;
         self.phases_run = 0;
     }
 
-    fn rehash(&mut self) -> Option<Rehash> {
-        let (loaded, changed) = (Digest::of(b"loaded"), Digest::of(b"changed"));
+    fn rehash_weights(&mut self) -> Option<RehashResult> {
+        let (loaded, changed) = (Digest::hash_bytes(b"loaded"), Digest::hash_bytes(b"changed"));
         let now = if self.changed { changed } else { loaded };
-        Some(Rehash { what: "`ffn` [0]".into(), loaded, now })
+        Some(RehashResult { label: "`ffn` [0]".into(), digest_at_load: loaded, digest_now: now })
     }
 
-    fn reload(&mut self, source: &str) -> Result<Reloaded, EngineFault> {
-        let other = if self.bug == Bug::ReloadsOthers { "elsewhere" } else { source };
-        for p in &mut self.prints {
-            p.digest = Digest::of(format!("{} {} of {other}", p.tensor, p.slice).as_bytes());
+    fn reload_weights(&mut self, source: &str) -> Result<ReloadedWeights, EngineFault> {
+        let other = if self.bug == Bug::WrongReload { "elsewhere" } else { source };
+        for p in &mut self.fingerprints {
+            p.digest = Digest::hash_bytes(format!("{} {} of {other}", p.tensor, p.slice).as_bytes());
         }
-        if self.bug == Bug::ReloadsOtherShards {
-            self.prints[1].digest = Digest::of(b"stale");
+        if self.bug == Bug::WrongShardReload {
+            self.fingerprints[1].digest = Digest::hash_bytes(b"stale");
         }
-        Ok(Reloaded { weights: weights_at(other), fingerprints: self.prints.clone() })
+        Ok(ReloadedWeights { weights: weights_at(other), fingerprints: self.fingerprints.clone() })
     }
 
     fn abort_handle(&self) -> AbortHandle {

@@ -1,12 +1,12 @@
-//! Leader and ranks in one thread, joined by queues, on a clock that only the test moves. In the shape `Pp` the
-//! leader stands outside the mesh, and rank 1 relays through a mesh leader.
+//! Leader and ranks in one thread, connected by queues, on a clock that only the test advances.
+//! With the placement `Pp` the leader is outside the mesh, and rank 1 relays through a mesh leader.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use tessera_runtime::cache::{Cache, Regime};
-use tessera_runtime::decide::{ChunkRequest, Cut};
+use tessera_runtime::director::{ChunkRequest, SceneCut};
 use tessera_runtime::engine::{CallReport, Engine, EngineFault, ReadyCall, run_call};
+use tessera_runtime::kv_cache::{CacheRegime, CacheState};
 use tessera_runtime::leader::{self, CallRecord, Leader, LeaderConfig};
 use tessera_runtime::mesh_leader::{self, MeshLeader};
 use tessera_runtime::wire::{Message, Tensor, decode, encode};
@@ -14,22 +14,23 @@ use tessera_runtime::worker::{self, Worker, WorkerConfig};
 use tessera_runtime::{Failure, Parity, Tripwires};
 
 use super::{
-    Bug, FakeEngine, Shape, census, context, leader_config, mesh_leader_config, stream, text, worker_config,
+    Bug, FakeEngine, LeaderPlacement, context_tensor, leader_config, mesh_leader_config, prompt_tensor,
+    test_programs, test_stream, worker_config,
 };
 
-/// What a test may do to a message on its way: nothing, change it, drop it, or send it more than once.
-pub type Tamper = Box<dyn FnMut(Way, u64, Message) -> Vec<Message>>;
-/// What a test may do to a committed call before a rank's engine receives it.
-pub type Meddle = Box<dyn FnMut(u32, &mut ReadyCall, &mut Cache)>;
+/// A test's manipulation of a message on its way: pass, change, drop or repeat it.
+pub type Tamper = Box<dyn FnMut(Hop, u64, Message) -> Vec<Message>>;
+/// A test's manipulation of a committed call before a rank's engine receives it.
+pub type AlterCall = Box<dyn FnMut(u32, &mut ReadyCall, &mut CacheState)>;
 
 /// A hop of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
+pub enum Hop {
     /// To a rank, over its own control link.
     To(u32),
     /// From a rank, over its own control link.
     From(u32),
-    /// Of a member, passed on by the mesh leader to the leader.
+    /// From a member, relayed by the mesh leader to the leader.
     Relay(u32),
 }
 
@@ -39,26 +40,28 @@ pub struct Request {
 }
 
 pub struct Net {
-    pub regime: Regime,
+    pub regime: CacheRegime,
     pub leader: Leader,
     pub relay: Option<MeshLeader>,
     pub ranks: BTreeMap<u32, Rank>,
     pub requests: VecDeque<Request>,
     pub tamper: Tamper,
-    pub meddle: Meddle,
-    /// Ranks whose process dies just before this message (counted over all) is carried; 0 is a leader outside.
+    pub alter_call: AlterCall,
+    /// A rank whose process dies just before this message (counted over all messages) is carried; 0
+    /// is a leader outside the mesh.
     pub kill: Option<(u64, u32)>,
-    /// The same for ranks that stop being scheduled.
+    /// A rank that is no longer scheduled from just before this message on.
     pub freeze: Option<(u64, u32)>,
     /// Events for the leader just before these messages are carried.
     pub inject: BTreeMap<u64, leader::Event>,
-    /// The launcher's end, just before this message is carried.
+    /// The message before which the launcher ends.
     pub launcher_gone_at: Option<u64>,
     /// Ranks whose engine never returns from this call.
     pub stuck: BTreeSet<(u32, u64)>,
-    /// Calls of a rank that take so many ticks, with a new mark each so many.
+    /// Calls of a rank that take this number of ticks, with progress every so many ticks: (ticks,
+    /// interval).
     pub slow: BTreeMap<(u32, u64), (u32, u32)>,
-    /// Ranks that stop being scheduled once they run this call.
+    /// Ranks that are no longer scheduled once they run this call.
     pub frozen: BTreeSet<(u32, u64)>,
     pub leader_alive: bool,
     pub leader_frozen: bool,
@@ -68,29 +71,29 @@ pub struct Net {
     pub carried: u64,
     pub outcome: Option<Option<Failure>>,
     pub delivered: Vec<(u32, Tensor)>,
-    /// Finished calls with a chunk, and those without.
+    /// Finished calls with a chunk.
     pub records: Vec<CallRecord>,
     pub controls: Vec<CallRecord>,
     pub dropped: Vec<(u64, Option<u32>, u32)>,
     pub lost: Vec<(u64, Vec<u32>, Vec<u32>)>,
     pub notes: Vec<String>,
     pub scenes: Vec<(u32, bool)>,
-    pub trace: Vec<(Way, Message)>,
-    pub most_undelivered: usize,
-    /// How many chunks had been delivered when the last flush was taken.
-    pub cut_taken: Option<usize>,
+    pub trace: Vec<(Hop, Message)>,
+    pub max_undelivered: usize,
+    /// Number of delivered chunks when the last flush took effect.
+    pub delivered_at_cut: Option<usize>,
     /// Whether requests come from `inject` alone.
     pub hold_requests: bool,
     pub keep_trace: bool,
-    fence: u32,
+    min_epoch: u32,
     undelivered: VecDeque<(u32, u32, Tensor)>,
-    wire: VecDeque<(Way, u32, Message)>,
-    later: Vec<Later>,
-    ended: VecDeque<(u32, Result<CallReport, EngineFault>)>,
+    wire: VecDeque<(Hop, u32, Message)>,
+    delayed: Vec<DelayedCall>,
+    finished_calls: VecDeque<(u32, Result<CallReport, EngineFault>)>,
 }
 
-/// A call that takes its time.
-struct Later {
+/// A call that takes several ticks.
+struct DelayedCall {
     rank: u32,
     call: Box<ReadyCall>,
     passed: u32,
@@ -101,32 +104,32 @@ struct Later {
 pub struct Rank {
     pub machine: Worker,
     pub engine: FakeEngine,
-    pub cache: Cache,
+    pub cache: CacheState,
     pub alive: bool,
     pub frozen: bool,
     pub outcome: Option<Option<Failure>>,
     pub runs: BTreeMap<u64, u32>,
-    gone_told: bool,
+    gone_reported: bool,
 }
 
-pub const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, seed: 7, cut: Cut::None };
-pub const NEXT: ChunkRequest = ChunkRequest { prompt_change: false, seed: 7, cut: Cut::None };
+pub const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+pub const NEXT: ChunkRequest = ChunkRequest { prompt_change: false, seed: 7, cut: SceneCut::None };
 
 impl Net {
-    pub fn new(ranks: u32, regime: Regime, chunks: u32) -> Net {
-        Net::shaped(Shape::Mesh, ranks, regime, chunks)
+    pub fn new(ranks: u32, regime: CacheRegime, chunks: u32) -> Net {
+        Net::with_placement(LeaderPlacement::InMesh, ranks, regime, chunks)
     }
 
-    pub fn shaped(shape: Shape, ranks: u32, regime: Regime, chunks: u32) -> Net {
-        Net::with(shape, leader_config(shape, ranks, regime), regime, chunks, |r| {
+    pub fn with_placement(shape: LeaderPlacement, ranks: u32, regime: CacheRegime, chunks: u32) -> Net {
+        Net::with_configs(shape, leader_config(shape, ranks, regime), regime, chunks, |r| {
             worker_config(shape, r, regime)
         })
     }
 
-    pub fn with(
-        shape: Shape,
+    pub fn with_configs(
+        shape: LeaderPlacement,
         config: LeaderConfig,
-        regime: Regime,
+        regime: CacheRegime,
         chunks: u32,
         worker: impl Fn(u32) -> WorkerConfig,
     ) -> Net {
@@ -134,11 +137,11 @@ impl Net {
         let tripwires = config.tripwires.clone();
         let requests = (0..chunks)
             .map(|k| match k {
-                0 => Request { request: FIRST, text: Some(text(1)) },
+                0 => Request { request: FIRST, text: Some(prompt_tensor(1)) },
                 _ => Request { request: NEXT, text: None },
             })
             .collect();
-        let relay = (shape == Shape::Pp).then(|| {
+        let relay = (shape == LeaderPlacement::Outside).then(|| {
             let mut relay = mesh_leader_config(numbers.len() as u32, regime);
             (relay.tripwires, relay.limits) = (tripwires.clone(), config.limits.clone());
             MeshLeader::new(relay).expect("legal")
@@ -152,20 +155,20 @@ impl Net {
                 .map(|r| {
                     let rank = Rank {
                         machine: Worker::new(worker(r)).expect("legal"),
-                        engine: FakeEngine::of_rank(r, Bug::None),
-                        cache: Cache::new(stream(regime).cache).expect("legal"),
+                        engine: FakeEngine::for_rank(r, Bug::None),
+                        cache: CacheState::new(test_stream(regime).cache).expect("legal"),
                         alive: true,
                         frozen: false,
                         outcome: None,
                         runs: BTreeMap::new(),
-                        gone_told: false,
+                        gone_reported: false,
                     };
                     (r, rank)
                 })
                 .collect(),
             requests,
             tamper: Box::new(|_, _, m| vec![m]),
-            meddle: Box::new(|_, _, _| {}),
+            alter_call: Box::new(|_, _, _| {}),
             kill: None,
             freeze: None,
             inject: BTreeMap::new(),
@@ -188,15 +191,15 @@ impl Net {
             notes: Vec::new(),
             scenes: Vec::new(),
             trace: Vec::new(),
-            most_undelivered: 0,
-            cut_taken: None,
+            max_undelivered: 0,
+            delivered_at_cut: None,
             hold_requests: false,
             keep_trace: true,
-            fence: 0,
+            min_epoch: 0,
             undelivered: VecDeque::new(),
             wire: VecDeque::new(),
-            later: Vec::new(),
-            ended: VecDeque::new(),
+            delayed: Vec::new(),
+            finished_calls: VecDeque::new(),
         }
     }
 
@@ -204,32 +207,35 @@ impl Net {
         self.ranks.get_mut(&r).expect("a rank of the mesh")
     }
 
-    fn numbers(&self) -> Vec<u32> {
+    fn rank_numbers(&self) -> Vec<u32> {
         self.ranks.keys().copied().collect()
     }
 
-    /// Runs until everybody has ended, which must be before `limit_s` of the clock have passed.
+    /// Runs until every process has ended. Panics if one remains after `limit_s` seconds of
+    /// simulated time.
     pub fn run(&mut self, limit_s: u64) -> Option<Failure> {
         self.run_for(limit_s).unwrap_or_else(|| self.blocked())
     }
 
-    /// Runs until everybody has ended; `None` if somebody is left after `limit_s` of the clock.
+    /// Runs until every process has ended; returns `None` if one remains after `limit_s` seconds of
+    /// simulated time.
     pub fn run_for(&mut self, limit_s: u64) -> Option<Option<Failure>> {
-        self.leader(leader::Event::Tick);
-        for r in self.numbers() {
-            let fingerprints = self.rank(r).engine.fingerprints();
-            self.worker(r, worker::Event::EngineReady { parity: Parity::default(), fingerprints });
+        self.step_leader(leader::Event::Tick);
+        for r in self.rank_numbers() {
+            let fingerprints = self.rank(r).engine.weight_fingerprints();
+            self.step_worker(r, worker::Event::EngineReady { parity: Parity::default(), fingerprints });
         }
         self.advance(limit_s)
     }
 
-    /// Goes on with a run that the test had interrupted.
-    pub fn go_on(&mut self, limit_s: u64) -> Option<Failure> {
+    /// Continues a run that the test had interrupted.
+    pub fn resume(&mut self, limit_s: u64) -> Option<Failure> {
         self.advance(limit_s).unwrap_or_else(|| self.blocked())
     }
 
-    /// Begins or goes on with a run until the clock shows so many seconds; `None` if somebody is left.
-    pub fn run_some(&mut self, until_s: u64) -> Option<Option<Failure>> {
+    /// Begins or continues a run until this many seconds of simulated time; returns `None` if a
+    /// process remains.
+    pub fn run_until(&mut self, until_s: u64) -> Option<Option<Failure>> {
         if self.now_ns == 0 { self.run_for(until_s) } else { self.advance(until_s) }
     }
 
@@ -241,32 +247,32 @@ impl Net {
 
     fn advance(&mut self, limit_s: u64) -> Option<Option<Failure>> {
         while self.now_ns < limit_s * 1_000_000_000 {
-            self.settle();
+            self.process_messages();
             if (self.outcome.is_some() || !self.leader_alive || self.leader_frozen)
                 && self.ranks.values().all(|r| !r.alive || r.frozen || r.outcome.is_some())
             {
                 return Some(self.outcome.clone().flatten());
             }
             self.now_ns += 50_000_000;
-            self.leader(leader::Event::Tick);
-            self.relay(mesh_leader::Event::Tick);
-            for r in self.numbers() {
-                let slow = self.later.iter().find(|l| l.rank == r);
+            self.step_leader(leader::Event::Tick);
+            self.step_relay(mesh_leader::Event::Tick);
+            for r in self.rank_numbers() {
+                let slow = self.delayed.iter().find(|l| l.rank == r);
                 let mark = match slow {
                     Some(l) => 1 << 32 | u64::from(l.passed / l.every),
                     None => u64::from(self.rank(r).engine.phases_run) << 32,
                 };
-                self.worker(r, worker::Event::Tick { mark });
+                self.step_worker(r, worker::Event::Tick { progress: mark });
             }
-            for mut l in std::mem::take(&mut self.later) {
+            for mut l in std::mem::take(&mut self.delayed) {
                 l.passed += 1;
-                if l.passed < l.ticks { self.later.push(l) } else { self.execute(l.rank, &l.call) }
+                if l.passed < l.ticks { self.delayed.push(l) } else { self.execute_call(l.rank, &l.call) }
             }
         }
         None
     }
 
-    /// The outcome of a run in which every rank must have ended cleanly.
+    /// Runs and asserts that every rank ends cleanly.
     pub fn run_clean(&mut self) {
         let failure = self.run(60);
         assert_eq!(failure, None);
@@ -275,10 +281,10 @@ impl Net {
         }
     }
 
-    fn settle(&mut self) {
+    fn process_messages(&mut self) {
         loop {
             while !self.hold_requests
-                && self.leader.wants() > 0
+                && self.leader.request_capacity() > 0
                 && self.outcome.is_none()
                 && self.leader_alive
             {
@@ -286,34 +292,34 @@ impl Net {
                     Some(Request { request, text }) => leader::Event::Request { request, text },
                     None => leader::Event::NoMoreRequests,
                 };
-                self.leader(event);
+                self.step_leader(event);
             }
             if let Some((way, origin, message)) = self.wire.pop_front() {
-                self.carry(way, origin, message);
-            } else if let Some((rank, outcome)) = self.ended.pop_front() {
-                self.worker(rank, worker::Event::CallEnded(outcome));
+                self.carry_message(way, origin, message);
+            } else if let Some((rank, outcome)) = self.finished_calls.pop_front() {
+                self.step_worker(rank, worker::Event::CallEnded(outcome));
             } else if self.deliver && !self.undelivered.is_empty() {
                 if let Some((chunk, epoch, latents)) = self.undelivered.pop_front() {
-                    let event = if epoch < self.fence {
+                    let event = if epoch < self.min_epoch {
                         leader::Event::Discarded { chunk }
                     } else {
                         self.delivered.push((chunk, latents));
                         leader::Event::Delivered { chunk, frames: 12 }
                     };
-                    self.leader(event);
+                    self.step_leader(event);
                 }
-            } else if !self.sockets_close() {
+            } else if !self.report_closed_sockets() {
                 return;
             }
         }
     }
 
-    /// Tells each side once that the other's process is gone, after all that it had sent.
-    fn sockets_close(&mut self) -> bool {
-        let mut told = false;
+    /// Tells each side once that the other's process has ended, after its messages have arrived.
+    fn report_closed_sockets(&mut self) -> bool {
+        let mut any_reported = false;
         let leader_gone = self.outcome.is_some() || !self.leader_alive;
         let relays = self.relay.is_some();
-        for r in self.numbers() {
+        for r in self.rank_numbers() {
             let upstream_gone = if relays && r != 1 {
                 let one = &self.ranks[&1];
                 !one.alive || one.outcome.is_some()
@@ -323,44 +329,44 @@ impl Net {
             let rank = self.rank(r);
             let gone = !rank.alive || rank.outcome.is_some();
             let how = || "its socket closed".to_string();
-            if gone && !rank.gone_told {
-                rank.gone_told = true;
-                told = true;
+            if gone && !rank.gone_reported {
+                rank.gone_reported = true;
+                any_reported = true;
                 if relays && r != 1 {
-                    self.relay(mesh_leader::Event::Gone { rank: r, how: how() });
+                    self.step_relay(mesh_leader::Event::Gone { rank: r, how: how() });
                 } else {
-                    self.leader(leader::Event::Gone { rank: r, how: how() });
+                    self.step_leader(leader::Event::Gone { rank: r, how: how() });
                 }
             }
             let rank = self.rank(r);
             if rank.alive && !rank.frozen && rank.outcome.is_none() && upstream_gone {
-                told = true;
+                any_reported = true;
                 if relays && r == 1 {
-                    self.relay(mesh_leader::Event::LeaderGone(how()));
-                    // What it says last arrives before its own sockets close.
+                    self.step_relay(mesh_leader::Event::LeaderGone(how()));
+                    // Its last message arrives before its own sockets close.
                     return self.rank(1).outcome.is_some();
                 } else {
-                    self.worker(r, worker::Event::LeaderGone(how()));
+                    self.step_worker(r, worker::Event::UpstreamGone(how()));
                     if self.rank(r).outcome.is_none() {
                         return false;
                     }
                 }
             }
         }
-        told
+        any_reported
     }
 
-    fn carry(&mut self, way: Way, origin: u32, message: Message) {
+    fn carry_message(&mut self, way: Hop, origin: u32, message: Message) {
         let n = self.carried;
         self.carried += 1;
         if let Some(event) = self.inject.remove(&n) {
-            self.leader(event);
+            self.step_leader(event);
         }
         if self.launcher_gone_at == Some(n) {
-            self.leader(leader::Event::LauncherGone);
-            self.relay(mesh_leader::Event::LauncherGone);
-            for r in self.numbers() {
-                self.worker(r, worker::Event::LauncherGone);
+            self.step_leader(leader::Event::LauncherGone);
+            self.step_relay(mesh_leader::Event::LauncherGone);
+            for r in self.rank_numbers() {
+                self.step_worker(r, worker::Event::LauncherGone);
             }
         }
         if let Some((at, rank)) = self.kill
@@ -383,42 +389,42 @@ impl Net {
                 self.trace.push((way, message.clone()));
             }
             match way {
-                Way::To(1) if self.relay.is_some() => self.relay(mesh_leader::Event::Down(message)),
-                Way::To(r) => self.worker(r, worker::Event::Message(message)),
-                Way::From(r) if self.relay.is_some() && r != 1 => {
-                    self.relay(mesh_leader::Event::Up { origin, message });
+                Hop::To(1) if self.relay.is_some() => self.step_relay(mesh_leader::Event::Down(message)),
+                Hop::To(r) => self.step_worker(r, worker::Event::Message(message)),
+                Hop::From(r) if self.relay.is_some() && r != 1 => {
+                    self.step_relay(mesh_leader::Event::Up { origin, message });
                 }
-                Way::From(_) | Way::Relay(_) => {
-                    self.leader(leader::Event::Message { rank: origin, message });
+                Hop::From(_) | Hop::Relay(_) => {
+                    self.step_leader(leader::Event::Message { rank: origin, message });
                 }
             }
         }
     }
 
-    fn leader(&mut self, event: leader::Event) {
+    fn step_leader(&mut self, event: leader::Event) {
         if self.outcome.is_some() || !self.leader_alive || self.leader_frozen {
             return;
         }
-        for action in self.leader.step(self.now_ns, event) {
+        for action in self.leader.handle_event(self.now_ns, event) {
             match action {
                 leader::Action::Broadcast(m) => {
-                    let to = if self.relay.is_some() { vec![1] } else { self.numbers() };
+                    let to = if self.relay.is_some() { vec![1] } else { self.rank_numbers() };
                     for r in to {
-                        self.wire.push_back((Way::To(r), 0, m.clone()));
+                        self.wire.push_back((Hop::To(r), 0, m.clone()));
                     }
                 }
                 leader::Action::MakeContext { chunk, previous, opens_scene } => {
                     self.scenes.push((chunk, opens_scene));
-                    let tensor = context(&previous);
-                    self.leader(leader::Event::Context { chunk, tensor });
+                    let tensor = context_tensor(&previous);
+                    self.step_leader(leader::Event::Context { chunk, tensor });
                 }
                 leader::Action::Deliver { chunk, epoch, latents } => {
                     self.undelivered.push_back((chunk, epoch, latents));
-                    self.most_undelivered = self.most_undelivered.max(self.undelivered.len());
+                    self.max_undelivered = self.max_undelivered.max(self.undelivered.len());
                 }
-                leader::Action::Fence { epoch } => {
-                    self.fence = epoch;
-                    self.cut_taken = Some(self.delivered.len());
+                leader::Action::SetMinEpoch { epoch } => {
+                    self.min_epoch = epoch;
+                    self.delivered_at_cut = Some(self.delivered.len());
                 }
                 leader::Action::Dropped { request, chunk, epoch, .. } => {
                     self.dropped.push((request, chunk, epoch));
@@ -433,8 +439,8 @@ impl Net {
         }
     }
 
-    /// An event of the mesh leader beside rank 1's worker.
-    fn relay(&mut self, event: mesh_leader::Event) {
+    /// Passes an event to the mesh leader beside rank 1's worker.
+    fn step_relay(&mut self, event: mesh_leader::Event) {
         if self.relay.is_none() || !self.ranks.get(&1).is_some_and(|r| r.alive && !r.frozen) {
             return;
         }
@@ -444,42 +450,42 @@ impl Net {
             _ => (1, None),
         };
         let now_ns = self.now_ns;
-        let actions = self.relay.as_mut().map(|m| m.step(now_ns, event)).unwrap_or_default();
+        let actions = self.relay.as_mut().map(|m| m.handle_event(now_ns, event)).unwrap_or_default();
         for action in actions {
             match (action, &message) {
-                (mesh_leader::Action::ForwardDown, Some(m)) => self.down(origin, m),
+                (mesh_leader::Action::ForwardDown, Some(m)) => self.forward_down(origin, m),
                 (mesh_leader::Action::ForwardUp, Some(m)) => {
-                    let way = if origin == 1 { Way::From(1) } else { Way::Relay(origin) };
+                    let way = if origin == 1 { Hop::From(1) } else { Hop::Relay(origin) };
                     self.wire.push_back((way, origin, m.clone()));
                 }
-                (mesh_leader::Action::Down(m), _) => self.down(1, &m),
-                (mesh_leader::Action::Up(m), _) => self.wire.push_back((Way::From(1), 1, m)),
+                (mesh_leader::Action::Down(m), _) => self.forward_down(1, &m),
+                (mesh_leader::Action::Up(m), _) => self.wire.push_back((Hop::From(1), 1, m)),
                 (mesh_leader::Action::Exit(outcome), _) => self.rank(1).outcome = Some(outcome),
                 (action, None) => panic!("{action:?} without a frame"),
             }
         }
     }
 
-    fn down(&mut self, origin: u32, m: &Message) {
-        for r in self.numbers().into_iter().filter(|r| *r != 1) {
-            self.wire.push_back((Way::To(r), origin, m.clone()));
+    fn forward_down(&mut self, origin: u32, m: &Message) {
+        for r in self.rank_numbers().into_iter().filter(|r| *r != 1) {
+            self.wire.push_back((Hop::To(r), origin, m.clone()));
         }
-        self.worker(1, worker::Event::Message(m.clone()));
+        self.step_worker(1, worker::Event::Message(m.clone()));
     }
 
-    fn worker(&mut self, r: u32, event: worker::Event) {
+    fn step_worker(&mut self, r: u32, event: worker::Event) {
         let rank = self.ranks.get_mut(&r).expect("a rank of the mesh");
         if !rank.alive || rank.frozen || rank.outcome.is_some() {
             return;
         }
         let relayed = r == 1 && self.relay.is_some();
-        for action in rank.machine.step(self.now_ns, event) {
+        for action in rank.machine.handle_event(self.now_ns, event) {
             let rank = self.ranks.get_mut(&r).expect("a rank of the mesh");
             match action {
                 worker::Action::Send(message) if relayed => {
-                    self.relay(mesh_leader::Event::Up { origin: 1, message });
+                    self.step_relay(mesh_leader::Event::Up { origin: 1, message });
                 }
-                worker::Action::Send(m) => self.wire.push_back((Way::From(r), r, m)),
+                worker::Action::Send(m) => self.wire.push_back((Hop::From(r), r, m)),
                 worker::Action::Run(mut call) => {
                     *rank.runs.entry(call.call_id).or_insert(0) += 1;
                     if self.stuck.contains(&(r, call.call_id)) {
@@ -489,27 +495,27 @@ impl Net {
                         rank.frozen = true;
                         continue;
                     }
-                    (self.meddle)(r, &mut call, &mut rank.cache);
+                    (self.alter_call)(r, &mut call, &mut rank.cache);
                     match self.slow.get(&(r, call.call_id)) {
                         Some((ticks, every)) => {
                             let (ticks, every) = (*ticks, *every);
-                            self.later.push(Later { rank: r, call, passed: 0, ticks, every });
+                            self.delayed.push(DelayedCall { rank: r, call, passed: 0, ticks, every });
                         }
-                        None => self.execute(r, &call),
+                        None => self.execute_call(r, &call),
                     }
                 }
                 worker::Action::AbortEngine => {}
-                // The process of a mesh leader ends when the relay does.
+                // The process of a mesh leader ends when the relay ends.
                 worker::Action::Exit(_) if relayed => {}
                 worker::Action::Exit(outcome) => rank.outcome = Some(outcome),
             }
         }
     }
 
-    fn execute(&mut self, r: u32, call: &ReadyCall) {
+    fn execute_call(&mut self, r: u32, call: &ReadyCall) {
         let rank = self.ranks.get_mut(&r).expect("a rank of the mesh");
         let (engine, cache) = (&mut rank.engine, &mut rank.cache);
-        let outcome = run_call(engine, call, &census(), cache, &self.tripwires, &|_| {});
-        self.ended.push_back((r, outcome));
+        let outcome = run_call(engine, call, &test_programs(), cache, &self.tripwires, &|_| {});
+        self.finished_calls.push_back((r, outcome));
     }
 }

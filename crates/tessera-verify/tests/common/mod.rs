@@ -1,5 +1,5 @@
-//! Small programs and bundles that several tests start from.
-#![allow(dead_code, clippy::unwrap_used, reason = "each test file uses a part")]
+//! Small programs and bundles that several tests share.
+#![allow(dead_code, clippy::unwrap_used, reason = "each test file uses some of these")]
 
 use tessera_base::Diagnostics;
 use tessera_ir::{Builder, Bundle, DType, Opcode, Phase, Program, RoleRanks, Slots, Type, ValueId};
@@ -20,62 +20,65 @@ pub fn i64s() -> Type {
 }
 
 pub fn shard(dim: usize) -> AxisLayout {
-    AxisLayout::Shard(Shard { dim, uneven: None, ways: None })
+    AxisLayout::Shard(Shard { dim, uneven: None, subgroup_size: None })
 }
 
 pub fn builder(role: &str, mesh: Mesh) -> Builder {
-    Builder::role("denoise", role, mesh, &STREAMS)
+    Builder::new_role("denoise", role, mesh, &STREAMS)
 }
 
-pub fn done(b: Builder) -> Program {
+pub fn finish_program(b: Builder) -> Program {
     b.finish().unwrap_or_else(|e| panic!("{e:?}"))
 }
 
-/// A term of a sum over `axis`: `[4, 8]` partial.
+/// Returns one term of a sum over `axis`: `[4, 8]` partial.
 pub fn partial(b: &mut Builder, axis: Axis) -> ValueId {
-    let x = b.weight(&format!("x.{axis}"), f32s(&[4, 4]).on(axis, shard(1)));
-    let w = b.weight(&format!("w.{axis}"), f32s(&[8, 4]).on(axis, shard(1)));
-    b.op(Opcode::Matmul, &[x, w])
+    let x = b.add_weight(&format!("x.{axis}"), f32s(&[4, 4]).with_axis_layout(axis, shard(1)));
+    let w = b.add_weight(&format!("w.{axis}"), f32s(&[8, 4]).with_axis_layout(axis, shard(1)));
+    b.add_op(Opcode::Matmul, &[x, w])
 }
 
-/// Reduces on the communication stream, with the events that it takes.
+/// Reduces a value on the communication stream, with the necessary events.
 pub fn reduce(b: &mut Builder, v: ValueId, axis: Axis) -> ValueId {
-    let e = b.op(Opcode::EventRecord, &[]);
-    b.after(e).stream("comm").attr("axis", axis.name()).attr("reduction", Reduction::Sum.name());
-    let t = b.issue(Opcode::AllReduce, &[v]);
-    b.wait(t, None).unwrap()
+    let e = b.add_op(Opcode::EventRecord, &[]);
+    b.start_after(e)
+        .set_stream("comm")
+        .set_attr("axis", axis.name())
+        .set_attr("reduction", Reduction::Sum.name());
+    let t = b.add_issue(Opcode::AllReduce, &[v]);
+    b.add_wait(t, None).unwrap()
 }
 
-/// A clean program: `times` row-parallel products, each reduced over tp.
+/// Returns a correct program with `times` row-parallel matmuls, each reduced over tp.
 pub fn block(role: &str, mesh: Mesh, times: usize) -> Program {
     let mut b = builder(role, mesh);
     for i in 0..times {
         let p = partial(&mut b, Axis::Tp);
         let y = reduce(&mut b, p, Axis::Tp);
         if i + 1 == times {
-            b.output("y", y);
+            b.add_output("y", y);
         }
     }
-    done(b)
+    finish_program(b)
 }
 
-/// One slot per value that needs one.
+/// Assigns one slot to each value that needs memory.
 pub fn own_slots(p: &Program) -> Slots {
-    let mut slots = Slots { bytes: vec![], of: vec![None; p.values.len()] };
+    let mut slots = Slots { slot_bytes: vec![], value_slots: vec![None; p.values.len()] };
     for op in &p.ops {
         let bare = matches!(op.opcode, Opcode::Input | Opcode::Call | Opcode::Weight | Opcode::CacheRead);
         for r in &op.results {
-            let ty = p.ty(*r);
+            let ty = p.type_of(*r);
             if !bare && !ty.is_token() {
-                slots.of[r.0 as usize] = Some(slots.bytes.len() as u32);
-                slots.bytes.push(ty.bytes().0);
+                slots.value_slots[r.0 as usize] = Some(slots.slot_bytes.len() as u32);
+                slots.slot_bytes.push(ty.byte_size().0);
             }
         }
     }
     slots
 }
 
-/// One role per program, the ranks in order.
+/// Returns one role per program, with ranks in order.
 pub fn roles(programs: &[Program]) -> Vec<RoleRanks> {
     programs
         .iter()
@@ -86,15 +89,15 @@ pub fn roles(programs: &[Program]) -> Vec<RoleRanks> {
 
 pub fn phase(programs: Vec<Program>) -> Phase {
     let memory = programs.iter().map(own_slots).collect();
-    Phase { name: "denoise".into(), programs, memory }
+    Phase { name: "denoise".into(), programs, slots: memory }
 }
 
-/// A bundle of one phase with one rank per program.
+/// Returns a bundle of one phase with one rank per program.
 pub fn bundle(programs: Vec<Program>) -> Bundle {
     let mesh = programs[0].mesh;
     Bundle {
         mesh,
-        rank_map: RankMap::logical(&mesh, "cpu"),
+        rank_map: RankMap::from_device_kind(&mesh, "cpu"),
         roles: roles(&programs),
         phases: vec![phase(programs)],
         calls: vec![("chunk".into(), vec!["denoise".into()])],
@@ -102,21 +105,25 @@ pub fn bundle(programs: Vec<Program>) -> Bundle {
     }
 }
 
-pub fn codes(found: &Diagnostics) -> Vec<&'static str> {
+pub fn diagnostic_codes(found: &Diagnostics) -> Vec<&'static str> {
     found.iter().map(|d| d.code.id).collect()
 }
 
-/// Everything a diagnostic says, in one string.
-pub fn text(found: &Diagnostics) -> String {
-    tessera_base::render_all(found, tessera_base::Format::Text, &|_| None)
+/// Renders all text of the diagnostics into one string.
+pub fn diagnostic_text(found: &Diagnostics) -> String {
+    tessera_base::render_all(found, tessera_base::DiagnosticFormat::Text, &|_| None)
 }
 
 #[track_caller]
-pub fn only(found: &Diagnostics, code: &str) {
-    assert!(!found.is_empty() && found.iter().all(|d| d.code.id == code), "want {code}:\n{}", text(found));
+pub fn assert_only(found: &Diagnostics, code: &str) {
+    assert!(
+        !found.is_empty() && found.iter().all(|d| d.code.id == code),
+        "want {code}:\n{}",
+        diagnostic_text(found)
+    );
 }
 
 #[track_caller]
-pub fn clean(found: &Diagnostics) {
-    assert!(found.is_empty(), "{}", text(found));
+pub fn assert_clean(found: &Diagnostics) {
+    assert!(found.is_empty(), "{}", diagnostic_text(found));
 }

@@ -1,142 +1,172 @@
-//! The doctor for estimates from op rows: recipes, models of the zoo, and folders that hold what was asked.
+//! Examines estimates from op rows: recipes, models of the zoo, and folders that contain a query.
 
 use std::path::Path;
 
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_plan::search::remedy::{Finding, Limits, Mode, Numbers, Signs, diagnose};
-use tessera_plan::search::{Candidate, Outcome, Pins, Question, Reason, search};
+use tessera_plan::search::mitigation::{
+    CandidateMetrics, Diagnosis, FailureMode, SymptomThresholds, Symptoms, diagnose,
+};
+use tessera_plan::search::{Candidate, Pins, Reason, SearchOutcome, SearchQuery, search};
 
-use super::asked::{asked_of, machine_of};
-use super::{Action, Checkup, Found, Shown, T0051, T0052};
+use super::query_json::{machine_from_json, query_from_json};
+use super::{DoctorReport, FailureFinding, Mitigation, ReportedSigns, T0051, T0052};
 use crate::files::read_text;
-use crate::search::{Asked, question};
+use crate::search::{LanguageQuery, question_and_title};
 
-/// What was asked in a folder of `tessera plan --out`.
+/// Reads the query from a folder of `tessera plan --out`.
 ///
 /// # Errors
 /// T0051.
-pub fn kept(folder: &Path) -> Result<Asked, Diagnostics> {
-    let (file, v) = json_of(folder)?;
-    asked_of(&file, &v["asked"])
+pub fn read_query(folder: &Path) -> Result<LanguageQuery, Diagnostics> {
+    let (file, v) = read_estimate_json(folder)?;
+    query_from_json(&file, &v["query"])
 }
 
-/// The machine that an estimate beside a sealed plan was made for, where there is one.
-pub(super) fn machine_beside(folder: &Path) -> Option<Result<tessera_cost::Machine, Diagnostics>> {
+/// Reads the machine from the estimate beside a sealed plan, if there is one.
+pub(super) fn read_planned_machine(folder: &Path) -> Option<Result<tessera_cost::MachineModel, Diagnostics>> {
     folder.join("estimate.json").is_file().then(|| {
-        let (file, v) = json_of(folder)?;
-        machine_of(&file, &v["asked"]["machine"])
+        let (file, v) = read_estimate_json(folder)?;
+        machine_from_json(&file, &v["query"]["machine"])
     })
 }
 
-fn json_of(folder: &Path) -> Result<(String, serde_json::Value), Diagnostics> {
+fn read_estimate_json(folder: &Path) -> Result<(String, serde_json::Value), Diagnostics> {
     let path = folder.join("estimate.json");
     let file = path.display().to_string();
     let text = read_text(&path, &T0051).map_err(|d| vec![d])?;
-    let v = serde_json::from_str(&text).map_err(|e| {
-        vec![Diagnostic::error(&T0051, format!("{file} is no JSON: {e}")).at(file.clone(), "this file")]
+    let v: serde_json::Value = serde_json::from_str(&text).map_err(|e| {
+        vec![
+            Diagnostic::error(&T0051, format!("{file} is not valid JSON: {e}"))
+                .with_label(file.clone(), "this file"),
+        ]
     })?;
+    if v.get("query").is_none() && v.get("asked").is_some() {
+        return Err(vec![
+            Diagnostic::error(&T0051, format!("{file} was written by an older build"))
+                .with_label(file.clone(), "`asked` is now `query`")
+                .with_hint("create it again with `tessera plan --out`"),
+        ]);
+    }
     Ok((file, v))
 }
 
-/// Examines the best arrangement that a question leaves, or, where only memory forbids any, one of those.
+/// Examines the best mapping that a question allows. If only memory rules out every
+/// mapping, examines one of those.
 ///
 /// # Errors
-/// What is wrong with the question, and T0052.
-pub fn rows(asked: &Asked, shown: &Shown) -> Result<Checkup, Diagnostics> {
-    let (q, title) = question(asked)?;
+/// Diagnostics of the query, and T0052.
+pub fn examine_estimate(asked: &LanguageQuery, shown: &ReportedSigns) -> Result<DoctorReport, Diagnostics> {
+    let (q, title) = question_and_title(asked)?;
     let outcome = search(&q);
-    let candidate = patient(&q, &outcome)?;
-    let numbers = Numbers::of(&q, &candidate)?;
-    let estimated = Signs::of(&q, &numbers);
-    let signs = Signs {
+    let candidate = choose_candidate(&q, &outcome)?;
+    let numbers = CandidateMetrics::estimate(&q, &candidate)?;
+    let estimated = Symptoms::from_metrics(&q, &numbers);
+    let signs = Symptoms {
         a2a_rate: shown.a2a_rate,
         peak_bytes: shown.peak_bytes.or(estimated.peak_bytes),
         overflows: shown.overflows,
         drifted: shown.drifted,
         ..estimated
     };
-    let found = diagnose(&q, &candidate, &signs, &Limits::default())?;
-    let of = |x: Option<f64>| x.unwrap_or(0.0);
+    let found = diagnose(&q, &candidate, &signs, &SymptomThresholds::default())?;
+    let or_zero = |x: Option<f64>| x.unwrap_or(0.0);
     let mut seen = vec![
-        ("arrangement".to_string(), Pins::of(&candidate).text()),
-        ("estimate".to_string(), words(&numbers)),
+        ("mapping".to_string(), Pins::from_candidate(&candidate).to_text()),
+        ("estimate".to_string(), format_numbers(&numbers)),
         (
             "exchange of experts".to_string(),
-            format!("{:.1} % of the step in the open", of(estimated.a2a_share) * 100.0),
+            format!("{:.1} % of the step is exposed", or_zero(estimated.a2a_share) * 100.0),
         ),
         (
             "memory".to_string(),
             format!(
                 "{:.1} GB of {:.1} on the fullest rank{}",
-                of(signs.peak_bytes) / 1e9,
-                of(signs.capacity_bytes) / 1e9,
-                if shown.peak_bytes.is_some() { ", as was told" } else { "" }
+                or_zero(signs.peak_bytes) / 1e9,
+                or_zero(signs.capacity_bytes) / 1e9,
+                if shown.peak_bytes.is_some() { ", as given" } else { "" }
             ),
         ),
     ];
     let mut unknown = Vec::new();
-    let mut told = |known: Option<String>, name: &str, absent: &str| match known {
+    let mut add = |known: Option<String>, name: &str, absent: &str| match known {
         Some(value) => seen.push((name.to_string(), value)),
         None => unknown.push(format!("{name}: {absent}")),
     };
-    let rate = shown.a2a_rate.map(|r| format!("{:.0} % of the links, as was told", r * 100.0));
-    if q.work.experts().is_some() {
-        told(rate, "bandwidth of the exchange in bursts", "only a run shows it; --a2a-rate SHARE tells it");
+    let rate = shown.a2a_rate.map(|r| format!("{:.0} % of the links' peak, as given", r * 100.0));
+    if q.work.routed_experts().is_some() {
+        add(
+            rate,
+            "bandwidth of the exchange in bursts",
+            "only a run measures it; give it with --a2a-rate SHARE",
+        );
     }
-    let count = |n: Option<u64>| n.map(|n| format!("{n}, as was told"));
-    told(
+    let count = |n: Option<u64>| n.map(|n| format!("{n}, as given"));
+    add(
         count(shown.overflows),
         "infinities and NaN under fp8",
-        "only a run shows them; --overflows N tells them",
+        "only a run measures them; give their number with --overflows N",
     );
-    told(count(shown.drifted), "reruns that differ", "only runs show them; --drifted N tells them");
-    Ok(Checkup { title, seen, found: found.iter().map(Found::of).collect(), unknown })
+    add(
+        count(shown.drifted),
+        "reruns that differ",
+        "only runs show them; give their number with --drifted N",
+    );
+    Ok(DoctorReport {
+        title,
+        observations: seen,
+        failures: found.iter().map(FailureFinding::from_finding).collect(),
+        not_recorded: unknown,
+    })
 }
 
-/// Whom to examine.
-fn patient(q: &Question, outcome: &Outcome) -> Result<Candidate, Diagnostics> {
-    if let Some(best) = outcome.best.first() {
+/// Chooses the candidate to examine.
+fn choose_candidate(q: &SearchQuery, outcome: &SearchOutcome) -> Result<Candidate, Diagnostics> {
+    if let Some(best) = outcome.best_candidates.first() {
         return Ok(best.candidate);
     }
     if let Some(full) = outcome.rejected.get(&Reason::Memory) {
         return Ok(full.example);
     }
-    let mut d = Diagnostic::error(&T0052, format!("none of {} arrangements can run", outcome.considered))
-        .at(q.work.name.clone(), format!("{} devices of {}", q.space.devices, q.machine.cluster.title));
+    let mut d =
+        Diagnostic::error(&T0052, format!("none of the {} mappings can run", outcome.candidate_count))
+            .with_label(
+                q.work.name.clone(),
+                format!("{} devices of {}", q.space.devices, q.machine.cluster.title),
+            );
     for (reason, r) in &outcome.rejected {
-        d = d.note(format!(
-            "{} ({}): {} of them, such as {}",
+        d = d.with_note(format!(
+            "{} ({}): {} mappings, for example {}",
             reason.title(),
             reason.code().id,
             r.count,
-            r.says
+            r.explanation
         ));
     }
-    Err(vec![d.hint("tessera plan --why says what would be legal")])
+    Err(vec![d.with_hint("tessera plan --why shows the legal neighbours")])
 }
 
-impl Found {
-    fn of(f: &Finding) -> Found {
-        Found {
+impl FailureFinding {
+    fn from_finding(f: &Diagnosis) -> FailureFinding {
+        FailureFinding {
             code: f.mode.code(),
-            sign: f.sign.clone(),
-            before: words(&f.before),
-            remedies: f
-                .remedies
+            sign: f.symptom.clone(),
+            before: format_numbers(&f.current),
+            mitigations: f
+                .mitigations
                 .iter()
-                .map(|r| Action {
+                .map(|r| Mitigation {
                     action: r.action.to_string(),
-                    how: r.how.clone(),
-                    after: r.after.map(|n| compared(f.mode, &n, &f.before)),
+                    how: r.details.clone(),
+                    after: r.predicted.map(|n| compare_numbers(f.mode, &n, &f.current)),
                 })
                 .collect(),
         }
     }
 }
 
-fn words(n: &Numbers) -> String {
+fn format_numbers(n: &CandidateMetrics) -> String {
     format!(
-        "step {:.2} ms, exchange {:.2} ms, {:.1} % dropped, peak {:.1} GB{}",
+        "step {:.2} ms, expert exchange {:.2} ms, {:.1} % dropped, peak {:.1} GB{}",
         n.step_ns / 1e6,
         n.a2a_ns / 1e6,
         n.dropped * 100.0,
@@ -145,18 +175,18 @@ fn words(n: &Numbers) -> String {
     )
 }
 
-/// The new numbers, and which way the one in question went.
-fn compared(mode: Mode, after: &Numbers, before: &Numbers) -> String {
-    let in_question = |n: &Numbers| match mode {
-        Mode::Congestion => Some(n.a2a_ns),
-        Mode::Memory => Some(n.peak_bytes),
-        Mode::Fp8 | Mode::Drift => None,
+/// Formats the new numbers, and whether the number of interest improved.
+fn compare_numbers(mode: FailureMode, after: &CandidateMetrics, before: &CandidateMetrics) -> String {
+    let relevant_number = |n: &CandidateMetrics| match mode {
+        FailureMode::Congestion => Some(n.a2a_ns),
+        FailureMode::Memory => Some(n.peak_bytes),
+        FailureMode::Fp8 | FailureMode::Drift => None,
     };
-    let helps = match (in_question(after), in_question(before)) {
+    let helps = match (relevant_number(after), relevant_number(before)) {
         (Some(a), Some(b)) if a < b => ": helps",
         (Some(a), Some(b)) if a > b => ": makes it worse",
         (Some(_), Some(_)) => ": changes nothing",
         _ => "",
     };
-    words(after) + helps
+    format_numbers(after) + helps
 }

@@ -1,59 +1,60 @@
-//! A doctor for plans and runs: what this machine is, which of four ways to fail a plan or a run shows, and what each
-//! remedy would bring by a new estimate. What was not recorded is said, never filled in.
+//! Diagnoses plans and runs: describes this machine, recognises four failure modes in a plan or a
+//! run, and estimates the effect of each mitigation. The report lists data that was not recorded
+//! instead of guessing it.
 
-mod asked;
 mod estimates;
+mod query_json;
 mod runs;
 
-pub use estimates::{kept, rows};
-pub use runs::{Patient, open, video};
+pub use estimates::{examine_estimate, read_query};
+pub use runs::{PlanWithRuns, examine_plan, open_folders};
 
-pub(crate) use asked::{asked_json, machine_json, machine_of};
+pub(crate) use query_json::{machine_from_json, machine_to_json, query_to_json};
 
 use std::path::Path;
 
 use tessera_base::{Code, Diagnostic};
 use tessera_cost::Profile;
 use tessera_cpu::kernels::vector_unit;
-use tessera_mesh::clusters;
+use tessera_mesh::catalog;
 use tessera_models::zoo;
+use tessera_plan::search::mitigation::FailureMode;
 use tessera_plan::search::recipe;
-use tessera_plan::search::remedy::Mode;
 
-use crate::cuda::verdict;
-use crate::gpus::Gpus;
+use crate::cuda::readiness_line;
+use crate::gpus::GpuDiscovery;
 use crate::measure::Host;
-use crate::record::RECORD;
+use crate::record::RECORD_FILE;
 
-/// A folder that no question can be read from.
+/// A folder that contains nothing to examine.
 pub static T0051: Code = Code {
     id: "T0051",
-    title: "folder holds nothing to examine",
-    page: "The doctor looks at three kinds of folders: one of `tessera stream --out` with record.jsonl and the plan that ran, \
-a sealed plan with seal.json, and one of `tessera plan --out` whose estimate.json holds what was asked. This one is none of \
-them, or what it holds cannot be read. An estimate.json of an older build lacks what was asked: plan again.",
+    title: "folder contains nothing to examine",
+    page: "The doctor examines three kinds of folders: a run folder of `tessera stream --out` with record.jsonl and the plan that ran, \
+a sealed plan with seal.json, and a folder of `tessera plan --out` whose estimate.json contains the query. This folder is none of \
+them, or its content cannot be read. An estimate.json of an older build does not contain the query: plan again.",
 };
 /// A plan that fails for other reasons than memory.
 pub static T0052: Code = Code {
     id: "T0052",
     title: "plan cannot be estimated",
-    page: "The doctor estimates the plan as it is before it changes anything. None of the arrangements that the question \
-leaves can run, and not because of memory alone: axes, heads, experts or batch do not fit. `tessera plan --why` gives the \
-arithmetic and the legal neighbours; a plan that exists again can be examined.",
+    page: "The doctor first estimates the unchanged plan. None of the mappings that the query allows can \
+run, and memory is not the only reason: axes, heads, experts or batch do not fit. `tessera plan --why` shows the \
+arithmetic and the legal neighbours. Examine the plan again once one of its mappings is legal.",
 };
-/// Folders that do not belong together.
+/// Folders that cannot be examined together.
 pub static T0053: Code = Code {
     id: "T0053",
-    title: "these cannot be examined together",
-    page: "Several runs are compared with each other, so all of them are folders of `tessera stream --out`. A plan or an \
-estimate is examined by itself. --overflows and the other signs say what a run elsewhere showed, and go with a recipe, a \
+    title: "folders cannot be examined together",
+    page: "The doctor compares several runs with each other, so all of them must be folders of `tessera stream --out`. Examine a plan or an \
+estimate separately. --overflows and the other signs describe a run elsewhere, and apply to a recipe, a \
 model or an estimate.",
 };
 
-/// What kind of folder it is.
+/// The kind of a folder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// A run.
+pub enum FolderKind {
+    /// A folder of a run.
     Run,
     /// A sealed plan.
     Plan,
@@ -61,113 +62,117 @@ pub enum Kind {
     Estimate,
 }
 
-impl Kind {
-    /// Looks at a folder.
+impl FolderKind {
+    /// Detects the kind of a folder.
     ///
     /// # Errors
     /// T0051.
-    pub fn of(folder: &Path) -> Result<Kind, Diagnostic> {
+    pub fn from_folder(folder: &Path) -> Result<FolderKind, Diagnostic> {
         let has = |name: &str| folder.join(name).is_file();
-        if has(RECORD) {
-            Ok(Kind::Run)
+        if has(RECORD_FILE) {
+            Ok(FolderKind::Run)
         } else if has("seal.json") {
-            Ok(Kind::Plan)
+            Ok(FolderKind::Plan)
         } else if has("estimate.json") {
-            Ok(Kind::Estimate)
+            Ok(FolderKind::Estimate)
         } else {
-            Err(Diagnostic::error(&T0051, format!("{} holds nothing to examine", folder.display()))
-                .at(folder.display().to_string(), format!("no {RECORD}, no seal.json, no estimate.json"))
-                .hint("name what `tessera stream --out` or `tessera plan --out` made"))
+            Err(Diagnostic::error(&T0051, format!("{} contains nothing to examine", folder.display()))
+                .with_label(
+                    folder.display().to_string(),
+                    format!("no {RECORD_FILE}, no seal.json, no estimate.json"),
+                )
+                .with_hint("name a folder that `tessera stream --out` or `tessera plan --out` wrote"))
         }
     }
 }
 
-/// Signs that a run elsewhere showed; absent is not known.
+/// Signs observed in a run elsewhere; `None` means unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Shown {
-    /// Bandwidth of the exchange of experts in bursts, as a share of what the links carry at best.
+pub struct ReportedSigns {
+    /// Burst bandwidth of the expert exchange, as a share of the links' peak.
     pub a2a_rate: Option<f64>,
-    /// Most bytes held on one device.
+    /// Maximum number of bytes used on one device.
     pub peak_bytes: Option<f64>,
-    /// Infinities or NaN while fp8 was in use.
+    /// Infinities or NaN counted while fp8 was in use.
     pub overflows: Option<u64>,
-    /// Reruns whose digest differs from the first one's.
+    /// Number of reruns whose digest differs from the first run's.
     pub drifted: Option<u64>,
 }
 
-impl Shown {
-    /// Whether any is given.
+impl ReportedSigns {
+    /// Returns whether any sign is given.
     #[must_use]
-    pub fn any(&self) -> bool {
-        *self != Shown::default()
+    pub fn is_any_given(&self) -> bool {
+        *self != ReportedSigns::default()
     }
 }
 
-/// A way to fail that was recognised.
+/// A recognised failure mode.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Found {
-    /// Code with a page about it.
+pub struct FailureFinding {
+    /// Code whose page describes the mode.
     pub code: &'static Code,
-    /// The sign, with its numbers.
+    /// The sign with its numbers.
     pub sign: String,
-    /// The plan as it is, in numbers.
+    /// The estimate of the plan before any change.
     pub before: String,
-    /// What may be done.
-    pub remedies: Vec<Action>,
+    /// Proposed mitigations.
+    pub mitigations: Vec<Mitigation>,
 }
 
-/// Something to do.
+/// A proposed mitigation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Action {
-    /// What.
+pub struct Mitigation {
+    /// Name of the mitigation.
     pub action: String,
-    /// What that is here.
+    /// How it applies to this plan.
     pub how: String,
-    /// The numbers it would give; none where it cannot be or changes none.
+    /// The new estimate; `None` if the mitigation is impossible or changes no number.
     pub after: Option<String>,
 }
 
-/// What an examination came to.
+/// The result of an examination.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Checkup {
-    /// What was examined.
+pub struct DoctorReport {
+    /// Title of the examined plan or run.
     pub title: String,
-    /// What was seen, by name.
-    pub seen: Vec<(String, String)>,
-    /// Ways to fail that were recognised.
-    pub found: Vec<Found>,
-    /// Signs that nothing tells.
-    pub unknown: Vec<String>,
+    /// Observations as pairs of name and text.
+    pub observations: Vec<(String, String)>,
+    /// Recognised failure modes.
+    pub failures: Vec<FailureFinding>,
+    /// Signs that are unknown, with the reason.
+    pub not_recorded: Vec<String>,
 }
 
-/// The four ways to fail, in the order in which they are listed.
-pub const MODES: [Mode; 4] = [Mode::Congestion, Mode::Memory, Mode::Fp8, Mode::Drift];
+/// The four failure modes, in display order.
+pub const FAILURE_MODES: [FailureMode; 4] =
+    [FailureMode::Congestion, FailureMode::Memory, FailureMode::Fp8, FailureMode::Drift];
 
-/// What this machine has and what this build knows, by name.
+/// Describes this machine and this build as pairs of name and text.
 #[must_use]
-pub fn machine_at_hand() -> Vec<(String, String)> {
-    let host = Host::look();
+pub fn describe_machine() -> Vec<(String, String)> {
+    let host = Host::detect_host();
     let list = |names: Vec<&str>| names.join(", ");
     let memory = host
         .memory_bytes
-        .map_or("the system does not say".to_string(), |b| format!("{:.1} GB", b as f64 / 1e9));
+        .map_or("not reported by the operating system".to_string(), |b| format!("{:.1} GB", b as f64 / 1e9));
     let fact = |name: &str, text: String| (name.to_string(), text);
     let mut out = vec![
         fact("processor", host.cpu),
         fact("cores", host.cores.to_string()),
         fact("memory", memory),
-        fact("kernels", format!("{}, the same bits on every vector unit", vector_unit())),
+        fact("kernels", format!("{}, bit-identical on every vector unit", vector_unit())),
     ];
-    let gpus = Gpus::look();
-    out.extend(gpus.facts());
-    out.push(fact("--device cuda", verdict(&gpus)));
+    let gpus = GpuDiscovery::discover();
+    out.extend(gpus.to_rows());
+    out.push(fact("--device cuda", readiness_line(&gpus)));
     let (version, arch, os) = (env!("CARGO_PKG_VERSION"), std::env::consts::ARCH, std::env::consts::OS);
     out.extend([
         fact("tessera", format!("{version} for {arch} on {os}")),
-        fact("clusters", list(clusters::names().collect())),
-        fact("profiles", list(Profile::names().collect())),
-        fact("models", list(zoo::names().into_iter().collect())),
-        fact("recipes", list(recipe::names())),
+        fact("clusters", list(catalog::cluster_names().collect())),
+        fact("profiles", list(Profile::builtin_names().collect())),
+        fact("models", list(zoo::model_names().into_iter().collect())),
+        fact("recipes", list(recipe::recipe_names())),
     ]);
     out
 }

@@ -1,19 +1,21 @@
-//! Break-it tests: a table of faults with what must be seen of each, and what runs them on this machine.
+//! Break-it tests: a table of faults with their expected failures, and a runner for this machine.
 //!
-//! The faults themselves are compiled into every binary and armed by nothing but a key that all ranks announce.
+//! Every binary contains the faults. A fault is armed only by a parity key that all ranks announce.
 
 mod engine;
-mod hand;
-mod minimal;
-mod overlap;
-mod programs;
+mod injector;
+mod media_pipeline;
+mod minimal_model;
+mod overlap_sweep;
+mod program_faults;
 mod run;
-mod studio;
 mod table;
 
-pub use hand::Arming;
-pub(crate) use hand::Hand;
-pub use overlap::{Gate, Measured, coupling, coupling_gates, sweep, sweep_gates, sweep_markdown};
+pub use injector::DrillConfig;
+pub(crate) use injector::FaultInjector;
+pub use overlap_sweep::{
+    MeasuredGate, StreamMedians, coupling_gates, measure_coupling, sweep_depths, sweep_gates, sweep_markdown,
+};
 pub(crate) use run::T0029;
-pub use run::{Bench, Outcome, Range, Seal, Seen, launch};
-pub use table::{DRILLS, Drill, Signature, Way, reference};
+pub use run::{DrillOutcome, DrillRunner, DrillSetup, Observation, ObservedFailure, run_launcher};
+pub use table::{DRILLS, Drill, DrillKind, FailureSignature, reference_page};

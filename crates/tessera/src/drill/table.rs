@@ -1,45 +1,45 @@
-//! Every drill: what it breaks, where it runs, and what must be seen of it.
+//! The table of drills: the fault that each drill injects, its placement, and the expected failure.
 
 use std::fmt::Write as _;
 
-use tessera_runtime::Place;
-use tessera_runtime::drill::{Armed, Fault};
+use tessera_runtime::CheckSite;
+use tessera_runtime::drill::{ArmedFault, DrillFault};
 
 use crate::{Strategy, Topology};
 
-/// How a fault must show.
+/// The expected failure of a drill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Signature {
-    /// Code of the one failure of the run.
+pub struct FailureSignature {
+    /// Code of the single failure of the run.
     pub code: &'static str,
-    /// The rank that it names, where one departed.
+    /// The rank that the failure names, or `None` if no rank deviated.
     pub rank: Option<u32>,
-    /// Where it was found.
-    pub place: Place,
+    /// The site of the check that must find the failure.
+    pub site: CheckSite,
 }
 
-impl std::fmt::Display for Signature {
+impl std::fmt::Display for FailureSignature {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {} {}", self.code, rank_words(self.rank), self.place.words())
+        write!(f, "{} {} {}", self.code, rank_label(self.rank), self.site.as_str())
     }
 }
 
-/// `rank 1`, or `no rank`.
-pub(super) fn rank_words(rank: Option<u32>) -> String {
+/// Formats a rank as `rank 1`, or its absence as `no rank`.
+pub(super) fn rank_label(rank: Option<u32>) -> String {
     rank.map_or("no rank".to_string(), |r| format!("rank {r}"))
 }
 
-/// How a drill is run.
+/// The kind of a drill, which determines how it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
-    /// A stream over processes with a fault armed.
+pub enum DrillKind {
+    /// A stream over processes with an armed fault.
     Stream,
-    /// The same under a launcher that is killed.
-    Orphans,
-    /// Two processes that meet over TCP, one without the secret.
-    Strangers,
+    /// The same with a launcher process that the drill kills.
+    OrphanedRanks,
+    /// Two processes that connect over TCP, one of them without the secret.
+    WrongSecret,
     /// A measurement with gates.
-    Measured,
+    Measurement,
 }
 
 /// One break-it test.
@@ -47,109 +47,109 @@ pub enum Way {
 pub struct Drill {
     /// Name on the command line.
     pub id: &'static str,
-    /// What is broken, in a few words.
-    pub what: &'static str,
-    /// How it is run.
-    pub way: Way,
-    /// The fault; none for a measurement.
-    pub fault: Option<Fault>,
-    /// Rank that has the fault.
+    /// The injected fault in a few words.
+    pub description: &'static str,
+    /// How the drill runs.
+    pub kind: DrillKind,
+    /// The armed fault; `None` for a measurement.
+    pub fault: Option<DrillFault>,
+    /// The rank with the fault.
     pub rank: u32,
-    /// Call in which it strikes: 1 is the warm-up, the first chunk has 2.
+    /// The call in which the fault fires: the warm-up is 1, the first chunk is 2.
     pub call: u64,
-    /// Where the leader stands.
+    /// Placement of the leader.
     pub topology: Topology,
-    /// How tp cuts a block.
+    /// How tensor parallelism splits a block.
     pub strategy: Strategy,
     /// Whether the context is recomputed before each chunk.
     pub recompute: bool,
-    /// Chunk before which the scene is cut.
-    pub cut: Option<u32>,
-    /// What must be seen; none for a measurement.
-    pub expect: Option<Signature>,
-    /// From the fault to the end of the last process, in milliseconds.
+    /// The chunk before which the scene is cut.
+    pub cut_before: Option<u32>,
+    /// The expected failure; `None` for a measurement.
+    pub expected: Option<FailureSignature>,
+    /// Maximum time from the fault to the end of the last process, in milliseconds.
     pub limit_ms: u64,
-    /// Stem of the manual's page.
+    /// File stem of the manual page.
     pub page: &'static str,
 }
 
 impl Drill {
-    /// What is armed.
+    /// Returns the armed fault with its rank and call.
     #[must_use]
-    pub fn armed(&self) -> Option<Armed> {
-        self.fault.map(|fault| Armed { fault, rank: self.rank, call: self.call })
+    pub fn armed_fault(&self) -> Option<ArmedFault> {
+        self.fault.map(|fault| ArmedFault { fault, rank: self.rank, call: self.call })
     }
 
-    /// The drill of a name.
+    /// Returns the drill with this name.
     #[must_use]
     pub fn find(id: &str) -> Option<&'static Drill> {
         DRILLS.iter().find(|d| d.id == id)
     }
 }
 
-/// Most faults end within this.
+/// Default time limit.
 const LIMIT_MS: u64 = 3_000;
 
-const fn drill(
-    fault: Fault,
+const fn stream_drill(
+    fault: DrillFault,
     what: &'static str,
     code: &'static str,
-    place: Place,
+    place: CheckSite,
     page: &'static str,
 ) -> Drill {
     Drill {
         id: fault.name(),
-        what,
-        way: Way::Stream,
+        description: what,
+        kind: DrillKind::Stream,
         fault: Some(fault),
         rank: 1,
         call: 4,
         topology: Topology::Mesh,
         strategy: Strategy::Ulysses,
         recompute: false,
-        cut: None,
-        expect: Some(Signature { code, rank: Some(1), place }),
+        cut_before: None,
+        expected: Some(FailureSignature { code, rank: Some(1), site: place }),
         limit_ms: LIMIT_MS,
         page,
     }
 }
 
 impl Drill {
-    const fn at(self, rank: u32, call: u64) -> Drill {
-        let expect = match self.expect {
-            Some(s) => Some(Signature { rank: Some(rank), ..s }),
+    const fn armed_at(self, rank: u32, call: u64) -> Drill {
+        let expect = match self.expected {
+            Some(s) => Some(FailureSignature { rank: Some(rank), ..s }),
             None => None,
         };
-        Drill { rank, call, expect, ..self }
+        Drill { rank, call, expected: expect, ..self }
     }
 
-    /// No rank departed: the request or the launch did.
-    const fn nobody(self) -> Drill {
-        let expect = match self.expect {
-            Some(s) => Some(Signature { rank: None, ..s }),
+    /// Expects a failure that names no rank, because the request or the launch is at fault.
+    const fn naming_no_rank(self) -> Drill {
+        let expect = match self.expected {
+            Some(s) => Some(FailureSignature { rank: None, ..s }),
             None => None,
         };
-        Drill { expect, ..self }
+        Drill { expected: expect, ..self }
     }
 
-    const fn over(self, topology: Topology) -> Drill {
+    const fn with_topology(self, topology: Topology) -> Drill {
         Drill { topology, ..self }
     }
 
-    const fn cut_at(self, chunk: u32) -> Drill {
-        Drill { cut: Some(chunk), ..self }
+    const fn with_scene_cut(self, chunk: u32) -> Drill {
+        Drill { cut_before: Some(chunk), ..self }
     }
 }
 
-const fn measured(id: &'static str, what: &'static str) -> Drill {
-    let like = drill(Fault::UnboundedOutput, what, "", Place::Leader, "overlap");
-    Drill { id, way: Way::Measured, fault: None, expect: None, limit_ms: 30_000, ..like }
+const fn measurement(id: &'static str, what: &'static str) -> Drill {
+    let like = stream_drill(DrillFault::UnboundedOutput, what, "", CheckSite::Leader, "overlap");
+    Drill { id, kind: DrillKind::Measurement, fault: None, expected: None, limit_ms: 30_000, ..like }
 }
 
-/// Every drill, in the order of the manual's pages.
+/// All drills, in the order of the manual pages.
 #[rustfmt::skip]
 pub static DRILLS: &[Drill] = {
-    use Place::{Init, Leader, MeshLeader, Worker};
+    use CheckSite::{Init, Leader, MeshLeader, Worker};
     use Topology::Pp1;
     const CONTROL: &str = "control-plane";
     const GROUPS: &str = "groups";
@@ -159,78 +159,78 @@ pub static DRILLS: &[Drill] = {
     const SAME: &str = "determinism";
     const REPLAY: &str = "replay";
     &[
-        drill(Fault::UnserialisableMeta, "the leader's meta does not fit a frame", "T0703", Leader, CONTROL).at(0, 4).nobody(),
-        drill(Fault::UnsupportedDtype, "the text comes in a dtype that no program reads", "T0735", Leader, CONTROL).at(0, 2).nobody(),
-        drill(Fault::MissingTensor, "the text does not come", "T0735", Leader, CONTROL).at(0, 2).nobody(),
-        drill(Fault::OtherVersion, "a rank is sent an envelope of another version", "T0701", Worker, CONTROL),
-        drill(Fault::OtherPlan, "a rank is sent an envelope of another plan", "T0731", Worker, CONTROL),
-        drill(Fault::UnlistedTensor, "a frame with bytes that its manifest does not list", "T0706", Worker, CONTROL),
-        drill(Fault::OtherPlanAtInit, "a rank holds another plan", "T0740", Init, CONTROL),
-        drill(Fault::ArmedAlone, "a rank has a fault armed that the others do not know of", "T0740", Init, CONTROL),
-        Drill { way: Way::Strangers, limit_ms: 5_000, ..drill(Fault::WrongSecret, "a peer without the secret of the run", "T0756", Init, CONTROL) },
-        drill(Fault::OneCallMore, "a rank makes one generator pass more", "T0747", Worker, GROUPS),
-        drill(Fault::OneCallLess, "a rank makes one generator pass less", "T0747", Worker, GROUPS),
-        drill(Fault::ConditionalCollective, "a rank skips a collective behind a flag", "T0751", Worker, GROUPS).at(1, 1),
-        drill(Fault::AdHocBroadcast, "a rank adds a broadcast that nobody planned", "T0751", Worker, GROUPS).at(1, 1),
-        drill(Fault::WrongGroup, "a rank issues a collective over another group", "T0751", Worker, GROUPS).at(1, 1),
-        drill(Fault::WrongShape, "a rank brings another shape to a collective", "T0751", Worker, GROUPS).at(1, 1),
-        drill(Fault::GroupOrder, "a rank made its groups in another order", "T0757", Init, GROUPS),
-        drill(Fault::RelayRefuses, "an envelope is damaged before the mesh leader sees it", "T0755", MeshLeader, GROUPS).over(Pp1),
-        drill(Fault::UnboundedOutput, "a slow consumer, and d_out without a bound", "T0741", Leader, OVERLAP).at(0, 1),
-        measured("depth-sweep", "queues of 1, 2, 3 and 4 places with the same stages"),
-        measured("overlap-signature", "modelled stages on processes, 2 places and 1"),
-        measured("recompute-coupling", "decode in full before the context, the anchor first, no coupling"),
-        drill(Fault::StaleResult, "a result names an epoch that is over", "T0736", Leader, OVERLAP).cut_at(2),
-        drill(Fault::ResetOnOne, "a rank's caches are reset in the middle of a scene", "T0747", Worker, KV),
-        drill(Fault::StartSkew, "a rank is sent another start frame", "T0712", Worker, KV),
-        Drill { recompute: true, ..drill(Fault::RecomputeWithoutContext, "the context message comes without the context", "T0735", Worker, KV) },
-        drill(Fault::LateAfterReset, "a result of before the cut arrives once more after it", "T0736", Leader, KV).at(1, 3).cut_at(2),
-        drill(Fault::LeaderDies, "the leader is killed after the envelope was received", "T0742", Worker, SHUTDOWN).at(0, 4),
-        drill(Fault::MeshLeaderDies, "the mesh leader is killed", "T0742", Leader, SHUTDOWN).over(Pp1),
-        drill(Fault::MemberDies, "a rank is killed", "T0742", Leader, SHUTDOWN),
-        Drill { way: Way::Orphans, ..drill(Fault::OrphanedWorker, "the launcher is killed", "T0749", Leader, SHUTDOWN).nobody() },
-        drill(Fault::StoppedRank, "a rank is stopped", "T0743", Leader, SHUTDOWN),
-        drill(Fault::StuckInLibrary, "an engine never comes back and ignores its abort", "T0743", Leader, SHUTDOWN),
-        drill(Fault::StuckKernel, "a kernel never ends", "T0743", Leader, SHUTDOWN),
-        drill(Fault::PerturbedInput, "one bit of an input differs on a rank", "T0759", Leader, SAME).at(1, 2),
-        drill(Fault::MutatedWeight, "a weight changes in a rank's memory", "T0754", Worker, SAME),
-        Drill { strategy: Strategy::Megatron, ..drill(Fault::WrongShard, "a rank loads the shards of another", "T0754", Init, SAME) },
-        drill(Fault::OtherOutput, "a rank computes something else", "T0744", Leader, SAME),
-        drill(Fault::PrivateReload, "a rank loads weights by itself", "T0737", Worker, SAME),
-        drill(Fault::ProgramSet, "a rank holds another set of programs", "T0740", Init, SAME),
-        drill(Fault::CapturedOnOne, "a rank alone captured a region", "T0740", Init, SAME),
-        drill(Fault::EffectiveBackend, "a rank resolved another backend", "T0740", Init, SAME),
-        drill(Fault::SkippedWarmUp, "a rank did not warm up a program", "T0753", Leader, SAME).at(1, 1),
-        drill(Fault::NewProgram, "a rank runs a program first after the warm-up", "T0752", Leader, SAME).at(1, 1),
-        drill(Fault::RepeatedCall, "a rank is sent an envelope twice", "T0730", Worker, REPLAY),
-        drill(Fault::LostCall, "an envelope never comes to a rank", "T0730", Worker, REPLAY),
-        drill(Fault::SecondCommit, "a rank is sent a commit twice", "T0746", Worker, REPLAY),
+        stream_drill(DrillFault::UnserialisableMeta, "the leader's metadata exceeds the size of a frame", "T0703", Leader, CONTROL).armed_at(0, 4).naming_no_rank(),
+        stream_drill(DrillFault::UnsupportedDtype, "the text embedding has an unsupported dtype", "T0735", Leader, CONTROL).armed_at(0, 2).naming_no_rank(),
+        stream_drill(DrillFault::MissingTensor, "the text embedding is missing", "T0735", Leader, CONTROL).armed_at(0, 2).naming_no_rank(),
+        stream_drill(DrillFault::OtherVersion, "a rank receives an envelope of another version", "T0701", Worker, CONTROL),
+        stream_drill(DrillFault::OtherPlan, "a rank receives an envelope of another plan", "T0731", Worker, CONTROL),
+        stream_drill(DrillFault::UnlistedTensor, "a frame contains bytes that its manifest does not list", "T0706", Worker, CONTROL),
+        stream_drill(DrillFault::OtherPlanAtInit, "a rank loads another plan", "T0740", Init, CONTROL),
+        stream_drill(DrillFault::ArmedAlone, "a fault is armed on one rank only", "T0740", Init, CONTROL),
+        Drill { kind: DrillKind::WrongSecret, limit_ms: 5_000, ..stream_drill(DrillFault::WrongSecret, "a peer has the wrong secret for the run", "T0756", Init, CONTROL) },
+        stream_drill(DrillFault::ExtraForward, "a rank runs one extra generator forward", "T0747", Worker, GROUPS),
+        stream_drill(DrillFault::MissingForward, "a rank runs one generator forward too few", "T0747", Worker, GROUPS),
+        stream_drill(DrillFault::ConditionalCollective, "a rank skips a collective behind a flag", "T0751", Worker, GROUPS).armed_at(1, 1),
+        stream_drill(DrillFault::AdHocBroadcast, "a rank issues an unplanned broadcast", "T0751", Worker, GROUPS).armed_at(1, 1),
+        stream_drill(DrillFault::WrongGroup, "a rank issues a collective over another group", "T0751", Worker, GROUPS).armed_at(1, 1),
+        stream_drill(DrillFault::WrongShape, "a rank issues a collective with another shape", "T0751", Worker, GROUPS).armed_at(1, 1),
+        stream_drill(DrillFault::GroupOrder, "a rank creates its groups in another order", "T0757", Init, GROUPS),
+        stream_drill(DrillFault::RelayRefuses, "an envelope is corrupted before it reaches the mesh leader", "T0755", MeshLeader, GROUPS).with_topology(Pp1),
+        stream_drill(DrillFault::UnboundedOutput, "the consumer is slow and d_out is unbounded", "T0741", Leader, OVERLAP).armed_at(0, 1),
+        measurement("depth-sweep", "queue depths 1, 2, 3 and 4 with the same stages"),
+        measurement("overlap-signature", "synthetic stage times on processes, depths 2 and 1"),
+        measurement("recompute-coupling", "whole decode before the context, anchor first, no coupling"),
+        stream_drill(DrillFault::StaleResult, "a result names an expired epoch", "T0736", Leader, OVERLAP).with_scene_cut(2),
+        stream_drill(DrillFault::ResetOnOne, "the caches of one rank are reset in the middle of a scene", "T0747", Worker, KV),
+        stream_drill(DrillFault::StartSkew, "a rank receives another start frame", "T0712", Worker, KV),
+        Drill { recompute: true, ..stream_drill(DrillFault::RecomputeWithoutContext, "the context message has no context tensor", "T0735", Worker, KV) },
+        stream_drill(DrillFault::LateAfterReset, "a result from before the cut arrives again after the cut", "T0736", Leader, KV).armed_at(1, 3).with_scene_cut(2),
+        stream_drill(DrillFault::LeaderDies, "the leader is killed after the envelope is received", "T0742", Worker, SHUTDOWN).armed_at(0, 4),
+        stream_drill(DrillFault::MeshLeaderDies, "the mesh leader is killed", "T0742", Leader, SHUTDOWN).with_topology(Pp1),
+        stream_drill(DrillFault::MemberDies, "a rank is killed", "T0742", Leader, SHUTDOWN),
+        Drill { kind: DrillKind::OrphanedRanks, ..stream_drill(DrillFault::OrphanedWorker, "the launcher is killed", "T0749", Leader, SHUTDOWN).naming_no_rank() },
+        stream_drill(DrillFault::StoppedRank, "a rank is stopped by SIGSTOP", "T0743", Leader, SHUTDOWN),
+        stream_drill(DrillFault::StuckInLibrary, "an engine hangs and ignores its abort", "T0743", Leader, SHUTDOWN),
+        stream_drill(DrillFault::StuckKernel, "a kernel never ends", "T0743", Leader, SHUTDOWN),
+        stream_drill(DrillFault::PerturbedInput, "one bit of an input differs on one rank", "T0759", Leader, SAME).armed_at(1, 2),
+        stream_drill(DrillFault::MutatedWeight, "a weight changes in the memory of one rank", "T0754", Worker, SAME),
+        Drill { strategy: Strategy::Megatron, ..stream_drill(DrillFault::WrongShard, "a rank loads the shards of another rank", "T0754", Init, SAME) },
+        stream_drill(DrillFault::PerturbedOutput, "a rank computes a different output", "T0744", Leader, SAME),
+        stream_drill(DrillFault::PrivateReload, "a rank reloads its weights on its own", "T0737", Worker, SAME),
+        stream_drill(DrillFault::ProgramSet, "a rank has another set of programs", "T0740", Init, SAME),
+        stream_drill(DrillFault::CapturedOnOne, "only one rank captures a region", "T0740", Init, SAME),
+        stream_drill(DrillFault::EffectiveBackend, "a rank selects another backend", "T0740", Init, SAME),
+        stream_drill(DrillFault::SkippedWarmUp, "a rank skips the warm-up of a program", "T0753", Leader, SAME).armed_at(1, 1),
+        stream_drill(DrillFault::NewProgram, "a rank first runs a program after the warm-up", "T0752", Leader, SAME).armed_at(1, 1),
+        stream_drill(DrillFault::RepeatedCall, "a rank receives an envelope twice", "T0730", Worker, REPLAY),
+        stream_drill(DrillFault::LostCall, "a rank never receives an envelope", "T0730", Worker, REPLAY),
+        stream_drill(DrillFault::SecondCommit, "a rank receives a commit twice", "T0746", Worker, REPLAY),
     ]
 };
 
-/// The table as a page of the reference.
+/// Renders the table as a page of the reference.
 #[must_use]
-pub fn reference() -> String {
+pub fn reference_page() -> String {
     let mut out = String::from(
         "# Drills\n\n\
-         Printed by `tessera drill --list --markdown`; do not edit. `tessera drill` runs all of them on this machine, \
-         `tessera drill ID...` some.\n\n\
-         A drill streams over real processes with one fault armed, and passes when the run ends within the limit, with \
-         this code, naming this rank, found at this place, and no process is left. The fault is a parity key that every \
-         rank announces. Measurements have gates instead of a code.\n\n\
-         | id | code | rank | place | what | limit | page |\n\
+         Generated by `tessera drill --list --markdown`; do not edit. `tessera drill` runs all drills on this machine, \
+         `tessera drill ID...` runs some.\n\n\
+         A drill streams over real processes with one armed fault. The drill passes if the run ends within the limit with \
+         this code, names this rank and this place, and leaves no process behind. Every rank announces the fault as a parity \
+         key. Measurements have gates instead of a code.\n\n\
+         | id | code | rank | place | fault | limit | page |\n\
          | --- | --- | --- | --- | --- | --- | --- |\n",
     );
     for d in DRILLS {
-        let (code, rank, place) = match &d.expect {
+        let (code, rank, place) = match &d.expected {
             Some(s) => {
                 let rank = s.rank.map_or("—".to_string(), |r| r.to_string());
-                (s.code, rank, s.place.words())
+                (s.code, rank, s.site.as_str())
             }
             None => ("—", "—".to_string(), "—"),
         };
-        let (id, what, page, seconds) = (d.id, d.what, d.page, d.limit_ms / 1000);
-        // Writing to a String does not fail.
+        let (id, what, page, seconds) = (d.id, d.description, d.page, d.limit_ms / 1000);
+        // Writing to a String cannot fail.
         let _ = writeln!(
             out,
             "| `{id}` | {code} | {rank} | {place} | {what} | {seconds} s | [{page}](../manual/{page}.md) |"
@@ -252,31 +252,31 @@ mod tests {
     fn ids_are_unique_and_every_fault_has_its_drill() {
         let ids: BTreeSet<_> = DRILLS.iter().map(|d| d.id).collect();
         assert_eq!(ids.len(), DRILLS.len());
-        for fault in Fault::ALL {
+        for fault in DrillFault::ALL {
             let drill = Drill::find(fault.name()).unwrap_or_else(|| panic!("{} has no drill", fault.name()));
             assert_eq!(drill.fault, Some(*fault));
         }
     }
 
     #[test]
-    fn every_expectation_is_a_tripwire_at_one_of_its_places() {
-        for (d, s) in DRILLS.iter().filter_map(|d| Some((d, d.expect?))) {
+    fn every_expected_failure_is_a_tripwire_at_one_of_its_sites() {
+        for (d, s) in DRILLS.iter().filter_map(|d| Some((d, d.expected?))) {
             let wire = TRIPWIRES.iter().find(|t| t.code.id == s.code);
             let wire = wire.unwrap_or_else(|| panic!("{}: {} is no tripwire", d.id, s.code));
             assert!(
-                wire.places.contains(&s.place),
+                wire.sites.contains(&s.site),
                 "{}: {} is not raised at the {}",
                 d.id,
                 s.code,
-                s.place.words()
+                s.site.as_str()
             );
         }
     }
 
     #[test]
-    fn the_reference_is_what_the_table_says() {
+    fn the_reference_page_is_up_to_date() {
         let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/drills.md");
         let kept = std::fs::read_to_string(page).unwrap();
-        assert!(kept == reference(), "run `tessera drill --list --markdown > docs/reference/drills.md`");
+        assert!(kept == reference_page(), "run `tessera drill --list --markdown > docs/reference/drills.md`");
     }
 }

@@ -1,17 +1,18 @@
-//! Measures the machine at hand, so that it can be planned for: a cluster whose every figure says that it was measured,
-//! and a profile of the CPU backend whose curves were fitted to what its kernels and exchanges took.
+//! Measures this machine so that plans can be made for it: creates a cluster whose every figure is
+//! marked as measured, and a profile of the CPU backend with curves fitted to the measured times of
+//! its kernels and collectives.
 //!
-//! A device of the cluster is a rank's share of the cores. Ranks are threads that work at once, so figures are what one
-//! rank gets while its neighbours do the same.
+//! A device of the cluster is a rank's share of the cores. Ranks are threads that run concurrently,
+//! so a figure is the performance of one rank while its neighbours do the same work.
 
+mod collectives;
 mod curves;
 mod fit;
 mod host;
 mod kernels;
-mod lanes;
-mod team;
+mod rank_threads;
 
-pub use fit::{Fitted, fit};
+pub use fit::{Fitted, fit_curve};
 pub use host::Host;
 
 use std::path::Path;
@@ -22,148 +23,152 @@ use tessera_cost::Profile;
 use tessera_cpu::kernels::vector_unit;
 use tessera_mesh::Cluster;
 
-use crate::files::{Folder, refuse_existing};
-use crate::stream::utc;
+use crate::files::{StagedFolder, refuse_existing};
+use crate::stream::format_utc;
 use curves::Samples;
-use team::Team;
+use rank_threads::RankThreads;
 
-/// Measuring failed.
+/// The measurement failed.
 pub static T0048: Code = Code {
     id: "T0048",
     title: "machine cannot be measured",
-    page: "`tessera measure` runs the CPU backend's kernels on threads, and exchanges through the shared memory that ranks \
-of a stream use. The operating system refused threads or shared memory, or a member of an exchange did not come in twenty \
-seconds: a machine that swaps, or a container whose limits are below what two ranks need. `--ranks` sets how many ranks \
-there are.",
+    page: "`tessera measure` runs the CPU backend's kernels on threads, and collectives through the shared memory that the ranks \
+of a stream use. The operating system refused threads or shared memory, or a member of a collective did not arrive within twenty \
+seconds. Possible causes are a machine that swaps, or container limits that are too low for two ranks. `--ranks` sets the \
+number of ranks.",
 };
-/// What this build does not measure.
+/// A device that this build cannot measure.
 pub static T0049: Code = Code {
     id: "T0049",
-    title: "this build measures CPUs alone",
-    page: "A GPU was asked for or seen, and this build has no backend that runs on one, so nothing of it can be measured: \
-its figures would be guesses that look like measurements. Plan for GPUs with an entry of the catalog, as in `tessera plan \
---cluster hgx-h200`; its figures say where they come from. `tessera measure` without --device measures the processor.",
+    title: "this build measures only CPUs",
+    page: "A GPU was requested or detected, but this build has no GPU backend, so it cannot measure one: \
+the figures would be guesses that look like measurements. Plan for GPUs with an entry of the catalog, as in `tessera plan \
+--cluster hgx-h200`; its figures name their sources. `tessera measure` without --device measures the processor.",
 };
-/// More ranks than can be.
+/// A number of ranks that this machine cannot run.
 pub static T0050: Code = Code {
     id: "T0050",
-    title: "number of ranks cannot be measured",
-    page: "Each rank is a thread that works all the time while it is measured, so there can be no more ranks than cores, and \
-there is at least one. An entry holds for its number of ranks: each has its share of the cores, as it has when `tessera \
-stream` runs a mesh of so many ranks.",
+    title: "invalid number of ranks",
+    page: "Each rank is a thread that is busy throughout the measurement, so the number of ranks must be at least one and at most the \
+number of cores. The result is valid for this number of ranks: each rank has its share of the cores, as when `tessera \
+stream` runs a mesh of the same size.",
 };
 
-/// What to measure.
+/// Options of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Asked {
-    /// Ranks; one per core where none is given.
+pub struct MeasureOptions {
+    /// Number of ranks; by default one per core.
     pub ranks: Option<usize>,
-    /// Fewer sizes and less time for each.
+    /// Measures fewer sizes, and each for less time.
     pub quick: bool,
 }
 
-/// One curve and how well it fits.
+/// A curve and the quality of its fit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fit {
-    /// What of.
-    pub what: &'static str,
-    /// Points that were measured.
-    pub points: usize,
+    /// Name of the curve.
+    pub curve_name: &'static str,
+    /// Number of measured points.
+    pub point_count: usize,
     /// Mean of |curve / measured − 1|.
-    pub mean: f64,
-    /// Largest of them.
-    pub worst: f64,
+    pub mean_error: f64,
+    /// Maximum of |curve / measured − 1|.
+    pub max_error: f64,
 }
 
-/// A machine, measured.
+/// A measured machine.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Measured {
+pub struct MeasuredMachine {
     /// The machine as a cluster.
     pub cluster: Cluster,
-    /// The CPU backend on it.
+    /// The profile of the CPU backend on it.
     pub profile: Profile,
-    /// Curves and how well they fit.
+    /// Curves and the quality of their fits.
     pub fits: Vec<Fit>,
     /// Figures to show: name, number with its unit.
     pub figures: Vec<(&'static str, String)>,
-    /// What could not be measured here, and what stands in its place.
-    pub open: Vec<String>,
+    /// Quantities that could not be measured here, with the values assumed instead.
+    pub not_measured: Vec<String>,
 }
 
-/// Steps that [`measure`] tells of.
-pub const STEPS: [&str; 6] = ["memory", "products", "attention", "passes", "exchanges", "waking"];
+/// Names of the steps that [`measure_machine`] reports.
+pub const STEP_NAMES: [&str; 6] =
+    ["memory", "matmuls", "attention", "elementwise kernels", "collectives", "wake-up"];
 
-/// Measures. `on` is told of each step of [`STEPS`] before it begins.
+/// Measures this machine. Calls `on_step` with the name of each step before the step begins.
 ///
 /// # Errors
 /// T0048, T0050.
-pub fn measure(asked: Asked, on: &mut dyn FnMut(&'static str)) -> Result<Measured, Diagnostic> {
-    let host = Host::look();
+pub fn measure_machine(
+    asked: MeasureOptions,
+    on_step: &mut dyn FnMut(&'static str),
+) -> Result<MeasuredMachine, Diagnostic> {
+    let host = Host::detect_host();
     let ranks = asked.ranks.unwrap_or(host.cores);
     if ranks == 0 || ranks > host.cores {
         return Err(Diagnostic::error(&T0050, format!("{ranks} ranks on {} cores", host.cores))
-            .at(host.cpu, format!("{} cores", host.cores))
-            .hint(format!("--ranks 1 to {}", host.cores)));
+            .with_label(host.cpu, format!("{} cores", host.cores))
+            .with_hint(format!("--ranks 1 to {}", host.cores)));
     }
     let budget = Duration::from_millis(if asked.quick { 12 } else { 60 });
-    let team = Team { ranks, threads: (host.cores / ranks).max(1), budget };
-    let (own_bytes, load) = (host::resident_bytes(), host::load());
-    on(STEPS[0]);
-    let memory = kernels::memory(&team)?;
-    on(STEPS[1]);
-    let products = kernels::products(&team, asked.quick)?;
-    on(STEPS[2]);
-    let attentions = kernels::attentions(&team, asked.quick)?;
-    let one_query = kernels::one_query(&team)?;
-    on(STEPS[3]);
-    let plain = kernels::plain_passes(&team, asked.quick)?;
-    let working = kernels::working_passes(&team, asked.quick)?;
-    let op_ns = kernels::op_by_itself(budget)?;
-    on(STEPS[4]);
-    let meetings = lanes::meetings(&team, asked.quick)?;
-    let hidden = lanes::hidden(&team)?;
-    on(STEPS[5]);
-    let wake_ns = lanes::wake(asked.quick)?;
+    let team = RankThreads { ranks, threads: (host.cores / ranks).max(1), budget };
+    let (own_bytes, load) = (host::resident_bytes(), host::load_average());
+    on_step(STEP_NAMES[0]);
+    let memory = kernels::time_memory(&team)?;
+    on_step(STEP_NAMES[1]);
+    let matmuls = kernels::time_matmuls(&team, asked.quick)?;
+    on_step(STEP_NAMES[2]);
+    let attentions = kernels::time_attentions(&team, asked.quick)?;
+    let one_query = kernels::time_single_query(&team)?;
+    on_step(STEP_NAMES[3]);
+    let plain = kernels::time_adds(&team, asked.quick)?;
+    let working = kernels::time_compute_kernels(&team, asked.quick)?;
+    let op_ns = kernels::op_overhead(budget)?;
+    on_step(STEP_NAMES[4]);
+    let meetings = collectives::time_collectives(&team, asked.quick)?;
+    let hidden = collectives::overlap_share(&team)?;
+    on_step(STEP_NAMES[5]);
+    let wake_ns = collectives::wake_latency(asked.quick)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let samples = Samples {
         ranks,
         threads: team.threads,
-        date: utc(now).split('T').next().unwrap_or_default().to_string(),
+        date: format_utc(now).split('T').next().unwrap_or_default().to_string(),
         vector_unit: vector_unit(),
         host,
-        own_bytes,
-        load,
+        resident_bytes: own_bytes,
+        load_average: load,
         memory,
-        products,
+        matmuls,
         attentions,
-        one_query,
-        plain,
-        working,
-        op_ns,
-        meetings,
-        hidden,
+        single_query: one_query,
+        adds: plain,
+        compute_kernels: working,
+        op_overhead_ns: op_ns,
+        collectives: meetings,
+        overlap_share: hidden,
         wake_ns,
     };
-    Ok(samples.measured())
+    Ok(samples.fit_machine())
 }
 
-/// Refuses a folder that is there already, before any time is spent.
+/// Rejects an output folder that exists already, before any time is spent.
 ///
 /// # Errors
 /// T0013.
-pub fn free(dir: &Path) -> Result<(), Diagnostic> {
+pub fn check_out_dir(dir: &Path) -> Result<(), Diagnostic> {
     refuse_existing(dir)
 }
 
-impl Measured {
-    /// Writes `cluster.toml` and `profile.toml`. The folder appears whole or not at all.
+impl MeasuredMachine {
+    /// Writes `cluster.toml` and `profile.toml`. The folder is created atomically.
     ///
     /// # Errors
-    /// When the folder exists or cannot be written.
+    /// Fails if the folder exists or cannot be written.
     pub fn write(&self, dir: &Path) -> Result<(), Diagnostic> {
-        let mut folder = Folder::create(dir)?;
-        folder.write("cluster.toml", self.cluster.text().as_bytes())?;
-        folder.write("profile.toml", self.profile.text().as_bytes())?;
-        folder.finish()
+        let mut folder = StagedFolder::create(dir)?;
+        folder.write("cluster.toml", self.cluster.to_toml().as_bytes())?;
+        folder.write("profile.toml", self.profile.to_toml().as_bytes())?;
+        folder.commit()
     }
 }

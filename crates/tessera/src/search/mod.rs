@@ -1,76 +1,78 @@
-//! Planning by estimate: a model's config and a machine's name in; which mapping, what it comes to, and why not the
-//! others out. What a search finds becomes one [`Sheet`], which is printed, drawn and kept.
+//! Planning by estimate: given a model's config and a machine's name, searches the mappings, and
+//! reports the best one, its estimated cost and why the others were rejected. Every search returns
+//! an [`EstimateReport`], which can be printed, rendered as HTML or written to a folder.
 
 mod advice;
-mod folder;
-mod hints;
-mod module;
-mod ranks;
-mod rows;
-mod sheet;
-mod usual;
+mod attention_program;
+mod defaults;
+mod language;
+mod library_env;
+mod output_folder;
+mod rank_table;
+mod report;
 mod video;
 
-pub use hints::{Needs, hints};
-pub use rows::{Asked, Subject, rows, rows_why};
-pub use sheet::Sheet;
-pub(crate) use sheet::timeline_of;
-pub use usual::{HOST, JobKind, RACK, job};
-pub use video::{VideoAsked, pins as video_pins, video, video_why};
+pub use defaults::{DEFAULT_HOST, DEFAULT_RACK, JobKind, job_with_defaults};
+pub use language::{LanguageQuery, ModelSource, explain_language, search_language};
+pub use library_env::{LibraryRequirements, render_env};
+pub use report::EstimateReport;
+pub(crate) use report::intervals_to_timeline;
+pub use video::{VideoQuery, explain_video, parse_pins as video_pins, search_video};
 
-pub(crate) use rows::question;
-pub(crate) use video::found as video_found;
+pub(crate) use language::question_and_title;
+pub(crate) use video::search_with_pins as video_found;
 
 use std::path::Path;
 
-pub use tessera_cost::Machine;
+pub use tessera_cost::MachineModel;
 pub use tessera_cost::moe::Routing;
 pub use tessera_plan::search::{Job, Objective};
 
 use tessera_base::{Code, Diagnostic, Diagnostics};
 use tessera_cost::Profile;
-use tessera_mesh::{Cluster, clusters};
+use tessera_mesh::{Cluster, catalog};
 use tessera_plan::search::Pins;
 use tessera_plan::search::thresholds::Thresholds;
 
 use crate::model::T0010;
 
-/// A file of a plan by estimate that cannot be read.
+/// An input file of a plan by estimate cannot be read.
 pub static T0046: Code = Code {
     id: "T0046",
     title: "cluster, profile or limits cannot be read",
-    page: "A cluster, an executor profile and the limits of gates are given by a name of the catalog or by a file in TOML. \
-What was given is no such name, and no file of that path can be read. `tessera measure` writes a cluster and a profile for \
-the machine at hand, which may be edited: every figure names its source.",
+    page: "A cluster, an executor profile or a set of gate limits is given by a catalog name or by the path of a TOML file. The \
+argument is no catalog name, and no file can be read at that path. `tessera measure` writes a cluster and a profile for \
+this machine. Both files may be edited: every figure names its source.",
 };
-/// A model that cannot be estimated.
+/// The model to estimate is not known.
 pub static T0047: Code = Code {
     id: "T0047",
-    title: "model is not known",
-    page: "A model is named by a folder with its own config.json, by that file, or by a name of the zoo. The message lists \
-the zoo. Language models need nothing but config.json; video models also need stream.toml, which says how they are streamed.",
+    title: "unknown model",
+    page: "A model is given by a folder with a config.json, by the path of that file, or by a name of the zoo, which the message \
+lists. A language model needs only config.json; a video model also needs stream.toml, which defines how it is streamed.",
 };
 
-/// A forecast that nothing could follow.
+/// A prefetch hit rate was given for a model or a job that fetches no experts.
 pub static T0056: Code = Code {
     id: "T0056",
-    title: "forecast names no experts",
-    page: "A forecast is the share of the experts on the host that a predictor names a layer before the router asks for \
-them: 0 is no predictor, 1 one that is always right. What it names is fetched while the layer before computes; the rest is \
-fetched while its own layer waits.\n\nIt says something only of a model with routed experts in prefill or decode: training keeps \
-all experts in device memory, and a dense model fetches none. Leave it out there. The share must be from 0 to 1.",
+    title: "prefetch hit rate does not apply",
+    page: "A prefetch hit rate is the share of the host-memory experts that a predictor names one layer before the router selects \
+them: 0 means no predictor, 1 a perfect one. Predicted experts are fetched while the previous layer computes; the others are \
+fetched while their own layer waits.\n\nA prefetch hit rate only applies to a model with routed experts in prefill or decode: training keeps \
+all experts in device memory, and a dense model fetches none. Omit it in these cases. The share must be from 0 to 1.",
 };
 
-/// Whether a refusal says that the question itself is not understood: a name, a pin or a file of it that is not known or not
-/// there. Otherwise the question stands, and the answer is no.
+/// Returns whether a diagnostic rejects the query itself: it names an unknown catalog entry, an
+/// unknown pin, or a file that cannot be read. Any other diagnostic means that the query was
+/// understood and that its answer is negative.
 #[must_use]
-pub fn not_understood(d: &Diagnostic) -> bool {
+pub fn is_invalid_query(d: &Diagnostic) -> bool {
     let codes: [&Code; 8] = [
         &T0010,
         &T0046,
         &T0047,
         &T0056,
-        &clusters::T1104,
+        &catalog::T1104,
         &tessera_cost::profile::T1105,
         &tessera_plan::search::T1200,
         &tessera_plan::search::recipe::T1229,
@@ -78,59 +80,66 @@ pub fn not_understood(d: &Diagnostic) -> bool {
     codes.contains(&d.code)
 }
 
-/// A machine by the names or files of its cluster and profile, with enough racks for so many devices.
+/// Loads a machine from the names or files of its cluster and its profile, and adds racks until it
+/// has at least `devices` devices.
 ///
 /// # Errors
-/// T0046, T1101 and on.
-pub fn machine(cluster: &str, profile: Option<&str>, devices: Option<u32>) -> Result<Machine, Diagnostics> {
-    let mut found: Cluster = match file(cluster)? {
+/// T0046 if a file cannot be read, T1101 and above if its content is invalid.
+pub fn load_machine(
+    cluster: &str,
+    profile: Option<&str>,
+    devices: Option<u32>,
+) -> Result<MachineModel, Diagnostics> {
+    let mut found: Cluster = match read_if_file(cluster)? {
         Some(text) => Cluster::parse(cluster, &text)?,
-        None => clusters::find(cluster).map_err(|d| vec![*d])?,
+        None => catalog::find_cluster(cluster).map_err(|d| vec![*d])?,
     };
-    if let Some(n) = devices.filter(|n| *n > found.devices()) {
+    if let Some(n) = devices.filter(|n| *n > found.device_count()) {
         let racks = n.div_ceil(found.devices_per_rack().max(1));
         found = found.with_racks(racks);
     }
     let profile = profile.unwrap_or(&found.profile).to_string();
-    let profile = match file(&profile)? {
+    let profile = match read_if_file(&profile)? {
         Some(text) => Profile::parse(&profile, &text)?,
-        None => Profile::find(&profile).map_err(|d| vec![*d])?,
+        None => Profile::find_builtin(&profile).map_err(|d| vec![*d])?,
     };
-    Ok(Machine::new(found, profile))
+    Ok(MachineModel::new(found, profile))
 }
 
-/// Limits of the gates: the defaults, or those of a file.
+/// Loads the gate limits from a file, or returns the defaults.
 ///
 /// # Errors
-/// T0046, T1240.
-pub fn thresholds(path: Option<&Path>) -> Result<Thresholds, Diagnostics> {
+/// T0046 if the file cannot be read, T1240 if a limit is invalid.
+pub fn load_thresholds(path: Option<&Path>) -> Result<Thresholds, Diagnostics> {
     match path {
         None => Ok(Thresholds::default()),
         Some(path) => {
             let name = path.display().to_string();
-            let text = std::fs::read_to_string(path).map_err(|e| vec![unreadable(&name, &e)])?;
+            let text = std::fs::read_to_string(path).map_err(|e| vec![unreadable_file(&name, &e)])?;
             Thresholds::parse(&name, &text)
         }
     }
 }
 
-/// Pins of a language model.
+/// Parses the pins of a language model.
 ///
 /// # Errors
 /// T1200.
-pub fn row_pins(text: &str) -> Result<Pins, Diagnostics> {
+pub fn parse_language_pins(text: &str) -> Result<Pins, Diagnostics> {
     Pins::parse(text)
 }
 
-/// The text of a file, where a name looks like one. Names of the catalogs may hold dots.
-fn file(name: &str) -> Result<Option<String>, Diagnostics> {
+/// Reads a file if `name` looks like one, and returns `None` for a catalog name, which may contain
+/// dots too.
+fn read_if_file(name: &str) -> Result<Option<String>, Diagnostics> {
     let path = Path::new(name);
     if !name.ends_with(".toml") && !path.is_file() {
         return Ok(None);
     }
-    std::fs::read_to_string(path).map(Some).map_err(|e| vec![unreadable(name, &e)])
+    std::fs::read_to_string(path).map(Some).map_err(|e| vec![unreadable_file(name, &e)])
 }
 
-fn unreadable(name: &str, why: &std::io::Error) -> Diagnostic {
-    Diagnostic::error(&T0046, format!("{name} cannot be read: {why}")).at(name.to_string(), "this file")
+fn unreadable_file(name: &str, why: &std::io::Error) -> Diagnostic {
+    Diagnostic::error(&T0046, format!("{name} cannot be read: {why}"))
+        .with_label(name.to_string(), "this file")
 }

@@ -1,4 +1,4 @@
-//! Wrong, damaged, mutated and exchanged weights on the demo model, ranks as threads.
+//! Tests with wrong, damaged, mutated and reloaded weights of the demo model; ranks are threads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -7,24 +7,24 @@ use std::time::{Duration, Instant};
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
 use tempfile::TempDir;
-use tessera_cpu::{Cpu, Pool};
+use tessera_cpu::{CpuBackend, Pool};
 use tessera_plan::{Mapping, Numerics, Strategy, Topology};
-use tessera_runtime::decide::{ChunkRequest, Cut, Director};
+use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::engine::{Engine, ReadyCall, run_call};
 use tessera_runtime::wire::{CallAction, MAX_META_BYTES, Reload, Tensors};
-use tessera_runtime::{Tripwires, shards_differ};
+use tessera_runtime::{Tripwires, find_shard_mismatch};
 
 use super::*;
 use crate::engine::MeshEngine;
-use crate::rank::Common;
-use crate::studio::Codec;
-use crate::{Overrides, comm, plan};
+use crate::media_pipeline::MediaCodec;
+use crate::rank::RankContext;
+use crate::{Overrides, communicators, plan};
 
 fn demo() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo")
 }
 
-fn planned(mesh: &str, strategy: Strategy) -> Arc<Plan> {
+fn demo_plan(mesh: &str, strategy: Strategy) -> Arc<Plan> {
     let model = Model::open(&demo(), &Overrides::default()).unwrap_or_else(|ds| panic!("{ds:#?}"));
     let numerics = Mapping::default().numerics;
     let numerics = if strategy == Strategy::Megatron { Numerics::MeshInvariant } else { numerics };
@@ -35,16 +35,17 @@ fn planned(mesh: &str, strategy: Strategy) -> Arc<Plan> {
     };
     let mapping = Mapping { mesh: mesh.parse().unwrap(), topology, strategy, numerics, ..Mapping::default() };
     Arc::new(
-        plan::make(&model.video, &model.name, "", &mapping).unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}")),
+        plan::plan_model(&model.video, &model.name, "", &mapping)
+            .unwrap_or_else(|ds| panic!("{mesh}: {ds:#?}")),
     )
 }
 
-fn weights(plan: &Plan, dir: &Path) -> Weights {
-    Model::under(dir, plan).unwrap().weights().unwrap_or_else(|ds| panic!("{ds:#?}"))
+fn open_weights(plan: &Plan, dir: &Path) -> Weights {
+    Model::open_for_plan(dir, plan).unwrap().open_weights().unwrap_or_else(|ds| panic!("{ds:#?}"))
 }
 
-/// The demo's folder with its tensors changed: `bend` sees each name, shape and bytes.
-fn bent(mut bend: impl FnMut(&str, &mut Vec<usize>, &mut Vec<u8>)) -> TempDir {
+/// Copies the demo folder with modified tensors: `modify` receives each name, shape and bytes.
+fn modified_checkpoint(mut modify: impl FnMut(&str, &mut Vec<usize>, &mut Vec<u8>)) -> TempDir {
     let dir = TempDir::new().unwrap();
     for file in ["config.json", "stream.toml", "vocab.txt", "text_encoder.safetensors"] {
         std::fs::copy(demo().join(file), dir.path().join(file)).unwrap();
@@ -55,7 +56,7 @@ fn bent(mut bend: impl FnMut(&str, &mut Vec<usize>, &mut Vec<u8>)) -> TempDir {
         .iter()
         .map(|(name, t)| {
             let (mut shape, mut data) = (t.shape().to_vec(), t.data().to_vec());
-            bend(name, &mut shape, &mut data);
+            modify(name, &mut shape, &mut data);
             (name.to_string(), t.dtype(), shape, data)
         })
         .collect();
@@ -65,9 +66,9 @@ fn bent(mut bend: impl FnMut(&str, &mut Vec<usize>, &mut Vec<u8>)) -> TempDir {
     dir
 }
 
-/// Another checkpoint: every weight a little smaller.
-fn another() -> TempDir {
-    bent(|_, _, data| {
+/// Creates another checkpoint, in which every weight is scaled by 0.97.
+fn scaled_checkpoint() -> TempDir {
+    modified_checkpoint(|_, _, data| {
         for x in data.as_chunks_mut::<2>().0 {
             let smaller = f32::from_bits(u32::from(u16::from_le_bytes(*x)) << 16) * 0.97;
             *x = ((smaller.to_bits() >> 16) as u16).to_le_bytes();
@@ -75,27 +76,32 @@ fn another() -> TempDir {
     })
 }
 
-/// A rank's engine, which computes nothing with others.
-fn lone(plan: &Plan, rank: Rank, source: &mut dyn WeightSource) -> MeshEngine {
-    let seat = Seat { mesh: *plan.sealed.mesh(), rank };
-    let cpu = Cpu::new(seat, Pool::single(), Vec::new(), Duration::from_secs(1));
+/// Loads the engine of one rank without communicators.
+fn load_single_engine(plan: &Plan, rank: Rank, source: &mut dyn WeightSource) -> MeshEngine {
+    let mesh_rank = MeshRank { mesh: *plan.sealed.mesh(), rank };
+    let cpu = CpuBackend::new(mesh_rank, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
     MeshEngine::load(&plan.sealed, rank, Box::new(cpu), source).unwrap_or_else(|d| panic!("{d:#?}"))
 }
 
-/// Every rank's fingerprints, each rank with a source of its own.
-fn prints<S: WeightSource>(plan: &Plan, mut source: impl FnMut(Rank) -> S) -> BTreeMap<u32, Vec<ShardPrint>> {
-    plan.mesh_ranks().map(|r| (r.0, lone(plan, r, &mut source(r)).fingerprints())).collect()
+/// Returns the fingerprints of every rank; each rank has its own source.
+fn all_fingerprints<S: WeightSource>(
+    plan: &Plan,
+    mut source: impl FnMut(Rank) -> S,
+) -> BTreeMap<u32, Vec<ShardFingerprint>> {
+    plan.mesh_ranks()
+        .map(|r| (r.0, load_single_engine(plan, r, &mut source(r)).weight_fingerprints()))
+        .collect()
 }
 
-/// What is wrong with them, and whose fault it is taken for.
-fn told(prints: &BTreeMap<u32, Vec<ShardPrint>>) -> Option<(u32, String)> {
-    shards_differ(prints)
+/// Returns the rank that is blamed for a difference, and the message.
+fn fingerprint_difference(prints: &BTreeMap<u32, Vec<ShardFingerprint>>) -> Option<(u32, String)> {
+    find_shard_mismatch(prints)
 }
 
 #[test]
-fn sound_ranks_agree_on_every_mesh_and_constant_pieces_raise_nothing() {
+fn intact_ranks_agree_on_every_mesh_and_constant_shards_raise_no_error() {
     let zeros = "blocks.1.ffn.0.bias";
-    let folder = bent(|name, _, data| {
+    let folder = modified_checkpoint(|name, _, data| {
         if name == zeros || name == "blocks.1.ffn.2.weight" {
             data.fill(0);
         }
@@ -109,14 +115,14 @@ fn sound_ranks_agree_on_every_mesh_and_constant_pieces_raise_nothing() {
         ("pp1 tp=2", Strategy::Megatron),
         ("pp1 tp=4", Strategy::Ulysses),
     ] {
-        let plan = planned(mesh, strategy);
-        let all = prints(&plan, |_| weights(&plan, folder.path()));
-        assert_eq!(told(&all), None, "{mesh} {strategy:?}");
+        let plan = demo_plan(mesh, strategy);
+        let all = all_fingerprints(&plan, |_| open_weights(&plan, folder.path()));
+        assert_eq!(fingerprint_difference(&all), None, "{mesh} {strategy:?}");
         if strategy == Strategy::Megatron {
             let bias: Vec<_> = all.values().flatten().filter(|p| p.tensor == zeros).collect();
             assert!(bias.len() >= 2 && bias.iter().all(|p| p.constant), "{bias:?}");
         }
-        // Each piece is printed once by its rank, and every shard is known to two ranks.
+        // Each rank fingerprints each shard once, and two ranks know every shard.
         for prints in all.values() {
             let names: BTreeSet<_> = prints.iter().map(|p| (&p.tensor, &p.slice)).collect();
             assert_eq!(names.len(), prints.len(), "{mesh}");
@@ -129,20 +135,20 @@ fn sound_ranks_agree_on_every_mesh_and_constant_pieces_raise_nothing() {
 }
 
 #[test]
-fn tables_that_ranks_derive_are_printed_beside_their_weights() {
-    let plan = planned("tp=2", Strategy::Ulysses);
-    let all = prints(&plan, |_| weights(&plan, &demo()));
+fn derived_tables_are_fingerprinted_with_the_weights() {
+    let plan = demo_plan("tp=2", Strategy::Ulysses);
+    let all = all_fingerprints(&plan, |_| open_weights(&plan, &demo()));
     for table in ["(rope table", "(time table", "(normal draws"] {
         assert!(all[&1].iter().any(|p| p.tensor.starts_with(table)), "{table}");
     }
     let mut other = all.clone();
     let rope = other.get_mut(&1).unwrap().iter_mut().find(|p| p.tensor.starts_with("(rope")).unwrap();
-    rope.digest = Digest::of(b"another sine");
-    let (rank, text) = told(&other).unwrap();
+    rope.digest = Digest::hash_bytes(b"another sine");
+    let (rank, text) = fingerprint_difference(&other).unwrap();
     assert!(rank == 1 && text.contains("`(rope table") && text.contains("different bytes"), "{text}");
 }
 
-/// Takes every rank for rank 0, as a loader does whose rank was never set.
+/// A source that treats every rank as rank 0, like a loader whose rank was never set.
 struct AlwaysRank0(Weights, bool);
 
 impl WeightSource for AlwaysRank0 {
@@ -151,25 +157,27 @@ impl WeightSource for AlwaysRank0 {
         name: &str,
         ty: &Type,
         load: Option<&str>,
-        seat: &Seat,
+        mesh_rank: &MeshRank,
     ) -> Result<Vec<f32>, Diagnostic> {
-        let rank = if self.1 { Rank(0) } else { seat.rank };
-        self.0.read(name, ty, load, &Seat { rank, ..*seat })
+        let rank = if self.1 { Rank(0) } else { mesh_rank.rank };
+        self.0.read(name, ty, load, &MeshRank { rank, ..*mesh_rank })
     }
 }
 
 #[test]
-fn a_loader_that_gives_every_rank_shard_0_is_found() {
-    let plan = planned("tp=2", Strategy::Megatron);
-    let (_, text) = told(&prints(&plan, |_| AlwaysRank0(weights(&plan, &demo()), true))).unwrap();
+fn a_loader_that_gives_every_rank_shard_0_is_detected() {
+    let plan = demo_plan("tp=2", Strategy::Megatron);
+    let (_, text) =
+        fingerprint_difference(&all_fingerprints(&plan, |_| AlwaysRank0(open_weights(&plan, &demo()), true)))
+            .unwrap();
     let parts =
         ["equal bytes for different slices", "`blocks.0.", "dim 0 [0..64) of 128", "dim 0 [64..128) of 128"];
-    for part in parts.into_iter().chain(["rank 0, 1", "more pieces"]) {
+    for part in parts.into_iter().chain(["rank 0, 1", "more slices"]) {
         assert!(text.contains(part), "{part} in {text}");
     }
-    // On one rank alone: its shards are those of rank 0.
-    let one = prints(&plan, |r| AlwaysRank0(weights(&plan, &demo()), r == Rank(1)));
-    let (rank, text) = told(&one).unwrap();
+    // Only rank 1 loads the shards of rank 0.
+    let one = all_fingerprints(&plan, |r| AlwaysRank0(open_weights(&plan, &demo()), r == Rank(1)));
+    let (rank, text) = fingerprint_difference(&one).unwrap();
     assert_eq!(rank, 1);
     for part in
         parts.into_iter().chain(["[0..64) of 128 on rank 0, 1 and", "[64..128) of 128 on rank 1, both"])
@@ -179,67 +187,72 @@ fn a_loader_that_gives_every_rank_shard_0_is_found() {
 }
 
 #[test]
-fn a_flipped_bit_in_one_ranks_file_is_found_whoever_else_holds_the_piece() {
-    // In the last rows: of a shard that no other rank holds under megatron.
+fn a_flipped_bit_in_one_ranks_file_is_detected() {
+    // The flipped bit is in the last rows; under megatron no other rank holds that shard.
     let tensor = "blocks.2.self_attn.q.weight";
-    let damaged = bent(|name, _, data| {
+    let damaged = modified_checkpoint(|name, _, data| {
         if name == tensor {
             let at = data.len() * 3 / 4 + 2;
             data[at] ^= 1;
         }
     });
     for (strategy, slice) in [(Strategy::Ulysses, "whole"), (Strategy::Megatron, "dim 0 [64..128) of 128")] {
-        let plan = planned("tp=2", strategy);
+        let plan = demo_plan("tp=2", strategy);
         let dir = |r| if r == Rank(1) { damaged.path().to_path_buf() } else { demo() };
         assert_eq!(
-            weights(&plan, &dir(Rank(0))).digest(),
-            weights(&plan, &dir(Rank(1))).digest(),
-            "the sample sees it, which is not what is tested"
+            open_weights(&plan, &dir(Rank(0))).sample_digest(),
+            open_weights(&plan, &dir(Rank(1))).sample_digest(),
+            "the sample digest must not detect the flipped bit"
         );
-        let (rank, text) = told(&prints(&plan, |r| weights(&plan, &dir(r)))).unwrap();
+        let (rank, text) =
+            fingerprint_difference(&all_fingerprints(&plan, |r| open_weights(&plan, &dir(r)))).unwrap();
         for part in ["different bytes for one slice", tensor, slice, "on rank 0", "on rank 1"] {
             assert!(rank == 1 && text.contains(part), "{strategy:?}: {part} in {text}");
         }
-        assert!(!text.contains("more pieces"), "{strategy:?}: {text}");
+        assert!(!text.contains("more slices"), "{strategy:?}: {text}");
     }
 }
 
-/// An engine's weights without the programs around them.
-fn held(plan: &Plan, rank: Rank) -> (Cpu, Shards) {
-    let mut source = weights(plan, &demo());
-    let seat = Seat { mesh: *plan.sealed.mesh(), rank };
-    let mut cpu = Cpu::new(seat, Pool::single(), Vec::new(), Duration::from_secs(1));
-    for phase in plan.sealed.phases().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())) {
-        let (program, slots) = (plan.sealed.program(phase, rank), plan.sealed.slots(phase, rank));
+/// Loads the weights of a rank into a backend and fingerprints them, without an engine.
+fn load_rank(plan: &Plan, rank: Rank) -> (CpuBackend, WeightFingerprints) {
+    let mut source = open_weights(plan, &demo());
+    let mesh_rank = MeshRank { mesh: *plan.sealed.mesh(), rank };
+    let mut cpu = CpuBackend::new(mesh_rank, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
+    for phase in plan.sealed.phase_names().iter().filter(|p| !LEADER_PHASES.contains(&p.as_str())) {
+        let (program, slots) = (plan.sealed.rank_program(phase, rank), plan.sealed.rank_slots(phase, rank));
         cpu.load(&Arc::new((**program.unwrap()).clone()), slots.unwrap(), &mut source).unwrap();
     }
-    let mut shards = Shards::new(&plan.sealed, rank);
-    shards.take(&cpu, &mut source).unwrap();
+    let mut shards = WeightFingerprints::new(&plan.sealed, rank);
+    shards.fingerprint_loaded(&cpu, &mut source).unwrap();
     (cpu, shards)
 }
 
-/// Looks until something is said.
-fn until_said(cpu: &mut Cpu, shards: &mut Shards, call_ns: u64) -> (u64, Rehash) {
+/// Rehashes until a call returns a result.
+fn rehash_until_result(
+    cpu: &mut CpuBackend,
+    shards: &mut WeightFingerprints,
+    call_ns: u64,
+) -> (u64, RehashResult) {
     (1..10_000).find_map(|call| shards.rehash(cpu, call_ns, 0).map(|said| (call, said))).unwrap()
 }
 
 #[test]
-fn a_weight_changed_in_memory_is_found_within_a_round() {
-    let plan = planned("tp=2", Strategy::Megatron);
+fn a_weight_changed_in_memory_is_detected_within_a_round() {
+    let plan = demo_plan("tp=2", Strategy::Megatron);
     let call_ns = 5_000_000;
     for (tensor, index) in [("blocks.3.ffn.2.weight", 77), ("blocks.0.norm3.weight", 5)] {
-        let (mut cpu, mut shards) = held(&plan, Rank(1));
-        let (calls, said) = until_said(&mut cpu, &mut shards, call_ns);
-        assert!(said.loaded == said.now && calls > 1, "{said:?} after {calls} calls");
+        let (mut cpu, mut shards) = load_rank(&plan, Rank(1));
+        let (calls, said) = rehash_until_result(&mut cpu, &mut shards, call_ns);
+        assert!(said.digest_at_load == said.digest_now && calls > 1, "{said:?} after {calls} calls");
         shards.rehash(&mut cpu, call_ns, 0);
         assert!(cpu.write_weight(tensor, index, 0.123));
-        let (_, mut said) = until_said(&mut cpu, &mut shards, call_ns);
-        if said.what == "all weights" {
-            // It was passed in this round already.
-            said = until_said(&mut cpu, &mut shards, call_ns).1;
+        let (_, mut said) = rehash_until_result(&mut cpu, &mut shards, call_ns);
+        if said.label == "all weights" {
+            // The round had already passed the changed weight.
+            said = rehash_until_result(&mut cpu, &mut shards, call_ns).1;
         }
-        assert!(said.loaded != said.now && said.what.contains(tensor), "{said:?}");
-        assert!(said.what.contains(if tensor.contains("ffn.2") {
+        assert!(said.digest_at_load != said.digest_now && said.label.contains(tensor), "{said:?}");
+        assert!(said.label.contains(if tensor.contains("ffn.2") {
             "dim 1 [256..512) of 512"
         } else {
             "whole"
@@ -248,20 +261,21 @@ fn a_weight_changed_in_memory_is_found_within_a_round() {
 }
 
 #[test]
-fn what_is_not_spent_is_kept_and_what_is_overspent_is_owed() {
+fn unspent_digest_time_is_kept_and_overspent_time_is_owed() {
     thread_local!(static READS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
-    /// Every look at the weights takes as long, however little it is.
+    /// Time of each check of the weights, however few bytes it hashes.
     const LOOK_NS: u64 = 20_000;
-    let plan = planned("tp=1", Strategy::Ulysses);
-    let (mut cpu, mut shards) = held(&plan, Rank(0));
-    shards.clock = || READS.replace(READS.get() + 1) * LOOK_NS;
+    let plan = demo_plan("tp=1", Strategy::Ulysses);
+    let (mut cpu, mut shards) = load_rank(&plan, Rank(0));
+    shards.cpu_clock = || READS.replace(READS.get() + 1) * LOOK_NS;
     let (mut allowed, mut rounds) = (0, 0);
     for call in 0..4000u64 {
-        // A call in a hundred is long; in the others, other digests take more than there is.
+        // One call in a hundred is long; in the others, other digests take more than the whole
+        // share.
         let (call_ns, digest_ns) = if call % 100 == 0 { (30_000_000, 100_000) } else { (120_000, 5000) };
         rounds += u32::from(shards.rehash(&mut cpu, call_ns, digest_ns).is_some());
-        let share = call_ns / DIGEST_SHARE;
-        allowed += share.saturating_sub(digest_ns).max(share / LEAST);
+        let share = call_ns / DIGEST_TIME_DIVISOR;
+        allowed += share.saturating_sub(digest_ns).max(share / WEIGHT_TIME_DIVISOR);
         let spent = READS.get() / 2 * LOOK_NS;
         assert!(spent <= allowed + LOOK_NS, "call {call}: {spent} ns of {allowed} ns");
     }
@@ -269,49 +283,60 @@ fn what_is_not_spent_is_kept_and_what_is_overspent_is_owed() {
 }
 
 #[test]
-fn a_message_holds_the_prints_of_any_model() {
-    let list = |blocks: usize, experts: usize, slice: &str, shard: u8| -> Vec<ShardPrint> {
+fn a_message_holds_the_fingerprints_of_any_model() {
+    let list = |blocks: usize, experts: usize, slice: &str, shard: u8| -> Vec<ShardFingerprint> {
         let name = |i: usize| format!("blocks.{}.ffn.experts.{}.gate_proj.weight", i / experts, i % experts);
-        let print = |i: usize| ShardPrint {
+        let print = |i: usize| ShardFingerprint {
             tensor: name(i),
             slice: slice.to_string(),
-            digest: Digest::of(&[(i % 251) as u8, shard]),
+            digest: Digest::hash_bytes(&[(i % 251) as u8, shard]),
             constant: false,
         };
         (0..blocks * experts).map(print).collect()
     };
     let (first, second) = ("dim 0 [0..1728) of 13824", "dim 0 [1728..3456) of 13824");
-    // As many tensors as a model of 14 billion has: all are told one by one, for the rank and for its neighbour.
-    let dense = fold(list(40, 28, first, 0), MAX_PRINT_BYTES / 2);
-    assert!(dense.len() == 40 * 28 && size(&dense) * 2 < MAX_META_BYTES as usize / 2);
-    // With a tensor per expert they are joined.
-    let experts = |slice, shard| fold(list(60, 256, slice, shard), MAX_PRINT_BYTES / 2);
+    // As many tensors as a model with 14 billion parameters has: every tensor is listed, for the
+    // rank and for its neighbor.
+    let dense = fold_fingerprints(list(40, 28, first, 0), MAX_FINGERPRINT_BYTES / 2);
+    assert!(dense.len() == 40 * 28 && encoded_size(&dense) * 2 < MAX_META_BYTES as usize / 2);
+    // With one tensor per expert the fingerprints are merged.
+    let experts = |slice, shard| fold_fingerprints(list(60, 256, slice, shard), MAX_FINGERPRINT_BYTES / 2);
     let (a, b) = (experts(first, 0), experts(second, 1));
     assert!(a.len() == 60 && a[0].tensor == "blocks.0.ffn.experts.*", "{} {}", a.len(), a[0].tensor);
-    let two = |a: &[ShardPrint], b: &[ShardPrint]| told(&BTreeMap::from([(0, a.to_vec()), (1, b.to_vec())]));
+    let two = |a: &[ShardFingerprint], b: &[ShardFingerprint]| {
+        fingerprint_difference(&BTreeMap::from([(0, a.to_vec()), (1, b.to_vec())]))
+    };
     assert_eq!(two(&a, &b), None);
     assert!(two(&a, &experts(second, 0)).unwrap().1.contains("equal bytes"));
     assert!(two(&a, &experts(first, 1)).unwrap().1.contains("different bytes"));
-    assert_eq!(fold(list(60, 256, first, 0), 100).len(), 1);
+    assert_eq!(fold_fingerprints(list(60, 256, first, 0), 100).len(), 1);
 }
 
-/// Latents per chunk of a stream on several ranks. Before chunk `cut` the scene is cut; there the weights of `reload` are
-/// taken, if any.
-fn stream(plan: &Arc<Plan>, from: &Path, cut: u32, chunks: u32, reload: Option<&Path>) -> Vec<Vec<u8>> {
-    let specs = comm::groups(&plan.sealed);
-    let fds = comm::create(&specs).unwrap();
-    let common = Common::new(Arc::clone(plan), crate::modelled::Modelled::default());
-    let model = Model::under(from, plan).unwrap();
+/// Streams on all ranks and returns the latents of each chunk. Before chunk `cut` the scene is cut,
+/// and the weights of `reload`, if any, are loaded.
+fn stream_latents(
+    plan: &Arc<Plan>,
+    from: &Path,
+    cut: u32,
+    chunks: u32,
+    reload: Option<&Path>,
+) -> Vec<Vec<u8>> {
+    let specs = communicators::communicator_specs(&plan.sealed);
+    let fds = communicators::create_arenas(&specs).unwrap();
+    let common = RankContext::new(Arc::clone(plan), crate::synthetic_delays::SyntheticDelays::default());
+    let model = Model::open_for_plan(from, plan).unwrap();
     let mut director = Director::new(common.stream.clone()).unwrap();
-    let text =
-        Codec::load(plan, model.words().unwrap(), None).unwrap().text("a red circle moves left").unwrap();
+    let text = MediaCodec::load(plan, model.open_text_encoder().unwrap(), None)
+        .unwrap()
+        .encode_text("a red circle moves left")
+        .unwrap();
     let mut calls = Vec::new();
     for c in 0..chunks {
         let id = |calls: &[ReadyCall]| calls.len() as u64 + 1;
         if let Some(dir) = reload.filter(|_| c == cut) {
             let weights = preflight_reload(plan, from, dir).unwrap();
             let source = dir.display().to_string();
-            let plan = director.control(CallAction::Reload).unwrap();
+            let plan = director.plan_control_call(CallAction::Reload).unwrap();
             calls.push(ReadyCall {
                 call_id: id(&calls),
                 action: plan.action,
@@ -322,9 +347,9 @@ fn stream(plan: &Arc<Plan>, from: &Path, cut: u32, chunks: u32, reload: Option<&
                 inputs: Tensors::default(),
             });
         }
-        let cut = if c == cut { Cut::Ordered } else { Cut::None };
+        let cut = if c == cut { SceneCut::Ordered } else { SceneCut::None };
         let asked = ChunkRequest { prompt_change: c == 0, seed: 7 + u64::from(c), cut };
-        let call = director.next(&asked, &common.census).unwrap();
+        let call = director.plan_chunk(&asked, &common.program_index).unwrap();
         let meta = call.meta.unwrap();
         let inputs = Tensors(if meta.reset_cross { vec![text.clone()] } else { Vec::new() });
         calls.push(ReadyCall {
@@ -343,22 +368,26 @@ fn stream(plan: &Arc<Plan>, from: &Path, cut: u32, chunks: u32, reload: Option<&
             .mesh()
             .iter()
             .map(|rank| {
-                let mine = comm::of_rank(&specs, rank).map(|i| fds[i].try_clone().unwrap()).collect();
+                let mine = communicators::indices_of_rank(&specs, rank)
+                    .map(|i| fds[i].try_clone().unwrap())
+                    .collect();
                 let (common, calls) = (&common, &calls);
                 scope.spawn(move || {
-                    let ends = comm::attach(&plan.sealed, rank, mine).unwrap();
-                    let seat = Seat { mesh: *plan.sealed.mesh(), rank };
-                    let cpu = Cpu::new(seat, Pool::single(), ends, Duration::from_secs(60));
-                    let in_use = weights(plan, from);
+                    let ends = communicators::attach_arenas(&plan.sealed, rank, mine).unwrap();
+                    let mesh_rank = MeshRank { mesh: *plan.sealed.mesh(), rank };
+                    let cpu =
+                        CpuBackend::new(mesh_rank, Pool::single_thread(), ends, Duration::from_secs(60));
+                    let in_use = open_weights(plan, from);
                     let mut engine = MeshEngine::load(&plan.sealed, rank, Box::new(cpu), &mut in_use.clone())
                         .unwrap()
-                        .reloads(opener(Arc::clone(plan), in_use));
-                    let mut cache = tessera_runtime::cache::Cache::new(common.stream.cache).unwrap();
+                        .with_weight_opener(weight_opener(Arc::clone(plan), in_use));
+                    let mut cache = tessera_runtime::kv_cache::CacheState::new(common.stream.cache).unwrap();
                     let (mut out, mut spent) = (Vec::new(), (0, 0));
                     let armed = Tripwires::default();
                     for call in calls {
                         let report =
-                            run_call(&mut engine, call, &common.census, &mut cache, &armed, &|_| {}).unwrap();
+                            run_call(&mut engine, call, &common.program_index, &mut cache, &armed, &|_| {})
+                                .unwrap();
                         assert_eq!(report.fingerprints.is_empty(), call.reload.is_none());
                         if call.meta.is_some() {
                             spent.0 += report.observed.digest_ns;
@@ -367,16 +396,18 @@ fn stream(plan: &Arc<Plan>, from: &Path, cut: u32, chunks: u32, reload: Option<&
                         }
                     }
                     println!("digests: {} µs of {} µs in phases", spent.0 / 1000, spent.1 / 1000);
-                    (out, engine.fingerprints(), engine.cache_contents())
+                    (out, engine.weight_fingerprints(), engine.cache_fingerprints())
                 })
             })
             .collect();
         let mut ranks: Vec<_> = ranks.into_iter().map(|r| r.join().unwrap()).collect();
         let prints = (0u32..).zip(ranks.iter().map(|r| r.1.clone())).collect();
-        assert_eq!(told(&prints), None);
-        // What several ranks cache by plan is equal to the bit, and shards of a cache are different.
-        let caches: BTreeMap<u32, Vec<ShardPrint>> = (0..).zip(ranks.iter().map(|r| r.2.clone())).collect();
-        assert_eq!(told(&caches), None);
+        assert_eq!(fingerprint_difference(&prints), None);
+        // Caches that several ranks hold by plan are bit-identical, and the shards of a cache
+        // differ.
+        let caches: BTreeMap<u32, Vec<ShardFingerprint>> =
+            (0..).zip(ranks.iter().map(|r| r.2.clone())).collect();
+        assert_eq!(fingerprint_difference(&caches), None);
         assert!(caches[&0].iter().any(|p| p.tensor.starts_with("kv.") && p.slice != "whole" && !p.constant));
         ranks.swap_remove(0).0
     })
@@ -384,33 +415,34 @@ fn stream(plan: &Arc<Plan>, from: &Path, cut: u32, chunks: u32, reload: Option<&
 
 #[test]
 fn after_a_reload_a_stream_is_that_of_the_new_checkpoint() {
-    let other = another();
+    let other = scaled_checkpoint();
     for (mesh, strategy) in [("tp=2", Strategy::Ulysses), ("tp=2", Strategy::Megatron)] {
-        let plan = planned(mesh, strategy);
+        let plan = demo_plan(mesh, strategy);
         let (cut, chunks) = (2, 4);
-        let old = stream(&plan, &demo(), cut, chunks, None);
-        let new = stream(&plan, other.path(), cut, chunks, None);
-        let reloaded = stream(&plan, &demo(), cut, chunks, Some(other.path()));
+        let old = stream_latents(&plan, &demo(), cut, chunks, None);
+        let new = stream_latents(&plan, other.path(), cut, chunks, None);
+        let reloaded = stream_latents(&plan, &demo(), cut, chunks, Some(other.path()));
         let cut = cut as usize;
         assert!(reloaded[..cut] == old[..cut], "{mesh} {strategy:?}: before the reload");
         assert!(reloaded[cut..] == new[cut..], "{mesh} {strategy:?}: after it");
-        assert!((cut..old.len()).all(|c| old[c] != new[c]), "the checkpoints show the same");
+        assert!((cut..old.len()).all(|c| old[c] != new[c]), "both checkpoints give the same latents");
     }
 }
 
 #[test]
 fn a_reload_that_does_not_fit_is_refused_and_the_old_weights_stay() {
-    let plan = planned("tp=2", Strategy::Megatron);
-    let other = another();
-    let wider = bent(|name, shape, data| {
+    let plan = demo_plan("tp=2", Strategy::Megatron);
+    let other = scaled_checkpoint();
+    let wider = modified_checkpoint(|name, shape, data| {
         if name == "blocks.1.ffn.0.bias" {
             shape[0] += 1;
             data.extend([0; 2]);
         }
     });
-    let in_use = weights(&plan, &demo());
-    let mut engine = lone(&plan, Rank(0), &mut in_use.clone()).reloads(opener(Arc::clone(&plan), in_use));
-    let before = engine.fingerprints();
+    let in_use = open_weights(&plan, &demo());
+    let mut engine = load_single_engine(&plan, Rank(0), &mut in_use.clone())
+        .with_weight_opener(weight_opener(Arc::clone(&plan), in_use));
+    let before = engine.weight_fingerprints();
     let asked = ReadyCall {
         call_id: 1,
         action: CallAction::Reload,
@@ -425,20 +457,21 @@ fn a_reload_that_does_not_fit_is_refused_and_the_old_weights_stay() {
     let ds = preflight_reload(&plan, &demo(), wider.path()).unwrap_err();
     assert_eq!(ds[0].code.id, "T0506");
     for (source, code) in [(path(&wider), "T0506"), ("/nowhere".to_string(), "T0010")] {
-        engine.begin(&asked);
-        let fault = engine.reload(&source).unwrap_err();
+        engine.begin_call(&asked);
+        let fault = engine.reload_weights(&source).unwrap_err();
         assert_eq!(fault.code, code, "{fault:?}");
     }
-    assert_eq!(engine.fingerprints(), before);
-    engine.begin(&ReadyCall { action: CallAction::Reset, ..asked.clone() });
-    let fault = engine.reload(&path(&other)).unwrap_err();
+    assert_eq!(engine.weight_fingerprints(), before);
+    engine.begin_call(&ReadyCall { action: CallAction::Reset, ..asked.clone() });
+    let fault = engine.reload_weights(&path(&other)).unwrap_err();
     assert!(fault.code == "T0737" && fault.text.contains("outside of a RELOAD"), "{fault:?}");
-    assert_eq!(engine.fingerprints(), before);
+    assert_eq!(engine.weight_fingerprints(), before);
 
-    engine.begin(&asked);
+    engine.begin_call(&asked);
     let digest = preflight_reload(&plan, &demo(), other.path()).unwrap();
-    let Reloaded { weights: found, fingerprints: after } = engine.reload(&path(&other)).unwrap();
-    assert_eq!((found, &after), (digest, &engine.fingerprints()));
+    let ReloadedWeights { weights: found, fingerprints: after } =
+        engine.reload_weights(&path(&other)).unwrap();
+    assert_eq!((found, &after), (digest, &engine.weight_fingerprints()));
     assert_ne!(preflight_reload(&plan, &demo(), &demo()).unwrap(), digest);
     for (b, a) in before.iter().zip(&after) {
         assert_eq!((&b.tensor, &b.slice), (&a.tensor, &a.slice));
@@ -447,61 +480,61 @@ fn a_reload_that_does_not_fit_is_refused_and_the_old_weights_stay() {
 }
 
 #[test]
-fn what_is_reloaded_is_watched_from_then_on() {
-    let plan = planned("tp=2", Strategy::Megatron);
-    let (other, (mut cpu, mut shards)) = (another(), held(&plan, Rank(1)));
+fn reloaded_weights_are_rehashed() {
+    let plan = demo_plan("tp=2", Strategy::Megatron);
+    let (other, (mut cpu, mut shards)) = (scaled_checkpoint(), load_rank(&plan, Rank(1)));
     shards.rehash(&mut cpu, 5_000_000, 0);
-    shards.opens(opener(Arc::clone(&plan), weights(&plan, &demo())));
-    let before = until_said(&mut cpu, &mut shards, 5_000_000).1;
-    shards.guard(false);
+    shards.set_opener(weight_opener(Arc::clone(&plan), open_weights(&plan, &demo())));
+    let before = rehash_until_result(&mut cpu, &mut shards, 5_000_000).1;
+    shards.arm_reload_guard(false);
     shards.reload(&mut cpu, &other.path().display().to_string()).unwrap();
-    let after = until_said(&mut cpu, &mut shards, 5_000_000).1;
-    assert!(after.loaded == after.now && after.now != before.now, "{after:?}");
+    let after = rehash_until_result(&mut cpu, &mut shards, 5_000_000).1;
+    assert!(after.digest_at_load == after.digest_now && after.digest_now != before.digest_now, "{after:?}");
 }
 
 #[test]
 #[ignore = "a measurement, for an optimised build"]
-fn what_fingerprints_cost() {
+fn measure_fingerprint_cost() {
     for (mesh, strategy) in
         [("tp=1", Strategy::Ulysses), ("tp=2", Strategy::Ulysses), ("tp=2", Strategy::Megatron)]
     {
-        let plan = planned(mesh, strategy);
-        let source = weights(&plan, &demo());
+        let plan = demo_plan(mesh, strategy);
+        let source = open_weights(&plan, &demo());
         let begun = Instant::now();
-        let engine = lone(&plan, Rank(0), &mut source.clone());
+        let engine = load_single_engine(&plan, Rank(0), &mut source.clone());
         let load = begun.elapsed();
-        let bytes = engine.memory()[0];
-        let (mut shards, begun) = (Shards::new(&plan.sealed, Rank(0)), Instant::now());
-        let (seat, next) = &shards.next;
+        let bytes = engine.memory_bytes()[0];
+        let (mut shards, begun) = (WeightFingerprints::new(&plan.sealed, Rank(0)), Instant::now());
+        let (seat, next) = &shards.neighbor_shards;
         let mut witnessed = 0;
         for p in next {
-            let mut hash = Hasher::default();
+            let mut hash = FingerprintHasher::default();
             hash.update(&source.clone().read(&p.tensor, &p.ty, p.load.as_deref(), seat).unwrap());
             witnessed += hash.finish("", "").bytes;
         }
         let witness = begun.elapsed();
-        let (mut cpu, _) = held(&plan, Rank(0));
+        let (mut cpu, _) = load_rank(&plan, Rank(0));
         let mut rounds: Vec<u64> = (0..9)
             .map(|_| {
-                let begun = thread_ns();
-                assert_eq!(cpu.audit(u64::MAX).rounds, 1);
-                thread_ns() - begun
+                let begun = thread_cpu_ns();
+                assert_eq!(cpu.audit_weights(u64::MAX).rounds, 1);
+                thread_cpu_ns() - begun
             })
             .collect();
         rounds.sort_unstable();
-        shards.prints = engine.fingerprints();
+        shards.fingerprints = engine.weight_fingerprints();
         let caches = Instant::now();
-        let contents = engine.cache_contents();
+        let contents = engine.cache_fingerprints();
         println!(
-            "{mesh} {strategy:?}: load {load:?}, {} prints, {bytes} bytes in one round of {} µs ({:.2} GB/s), neighbour's \
-             {witnessed} bytes in {witness:?}, {} caches digested in {:?}; at 1/{DIGEST_SHARE} of a 60 ms call a round takes \
+            "{mesh} {strategy:?}: load {load:?}, {} fingerprints, {bytes} bytes in one round of {} µs ({:.2} GB/s), neighbour's \
+             {witnessed} bytes in {witness:?}, {} caches digested in {:?}; at 1/{DIGEST_TIME_DIVISOR} of a 60 ms call a round takes \
              {:.1} calls",
-            shards.prints.len(),
+            shards.fingerprints.len(),
             rounds[4] / 1000,
             bytes as f64 / rounds[4] as f64,
             contents.len(),
             caches.elapsed(),
-            rounds[4] as f64 / (60e6 / DIGEST_SHARE as f64),
+            rounds[4] as f64 / (60e6 / DIGEST_TIME_DIVISOR as f64),
         );
     }
 }

@@ -1,11 +1,12 @@
-//! Prices of a plan's programs on a cluster, under the curves and habits of an executor's profile.
+//! Op durations of a plan's programs on a cluster, from the curves and executor traits of a
+//! profile.
 
 use std::collections::BTreeMap;
 
 use tessera_base::Diagnostics;
-use tessera_cost::Machine;
-use tessera_cost::program::{Priced, span};
-use tessera_device::Prices;
+use tessera_cost::MachineModel;
+use tessera_cost::program_cost::{ProgramEstimate, op_span};
+use tessera_device::TimingModel;
 use tessera_ir::{Bundle, Phase, Program};
 use tessera_mesh::{Mesh, Rank};
 use tessera_plan::video::estimate_call;
@@ -13,123 +14,134 @@ use tessera_verify::SealedPlan;
 
 use crate::engine::LEADER_PHASES;
 use crate::plan::Plan;
-use crate::summary::Summary;
+use crate::summary::PlanSummary;
 
-/// What the programs of one plan take on one machine. Ranks stand on the cluster's devices in order.
+/// The durations of all ops of one plan on one machine. Ranks are placed on the cluster's devices
+/// in order.
 #[derive(Debug, Clone)]
 pub struct ClusterPrices {
-    /// By phase, then by role.
+    /// Op durations by phase, then by role.
     programs: BTreeMap<String, BTreeMap<String, Vec<OpPrice>>>,
     contention: f64,
-    pace: f64,
+    throttle_factor: f64,
     name: String,
 }
 
-/// One op, in nanoseconds.
+/// The durations of one op, in nanoseconds.
 #[derive(Debug, Clone, Copy, Default)]
 struct OpPrice {
-    own: u64,
-    launch: u64,
-    /// Of a collective, between the worst placed ranks of its role.
-    met: u64,
+    kernel_ns: u64,
+    launch_ns: u64,
+    /// Duration of a collective between the ranks of its role with the slowest placement.
+    collective_ns: u64,
 }
 
 impl ClusterPrices {
-    /// Prices every program of a plan. Power limits the pace of products in a long run by how busy the steady chunk keeps
-    /// its devices, which is the pace of the estimate of that chunk.
+    /// Prices every program of a plan. In a long run the power limit throttles matmuls and
+    /// attention. The throttle factor is that of the estimate of the steady chunk, and follows from
+    /// how busy that chunk keeps its devices.
     ///
     /// # Errors
-    /// T1115 when the ranks of the estimate wait for each other, as those of no sealed plan do.
-    pub fn of(plan: &Plan, machine: &Machine) -> Result<ClusterPrices, Diagnostics> {
+    /// T1115 if the ranks of the estimate deadlock, which cannot happen for a sealed plan.
+    pub fn from_plan(plan: &Plan, machine: &MachineModel) -> Result<ClusterPrices, Diagnostics> {
         let sealed = &plan.sealed;
-        let steady = Summary::of(plan).steady_call().map(|c| (c.name.clone(), c.phases.clone()));
+        let steady = PlanSummary::from_plan(plan).steady_call().map(|c| (c.name.clone(), c.phases.clone()));
         let pace = match steady {
             Some((call, phases)) => {
-                estimate_call(&bundle(sealed), &call, &phases, machine, false).map_err(|d| vec![*d])?.pace
+                estimate_call(&to_bundle(sealed), &call, &phases, machine, false)
+                    .map_err(|d| vec![*d])?
+                    .throttle_factor
             }
             None => 1.0,
         };
         let mut programs: BTreeMap<String, BTreeMap<String, Vec<OpPrice>>> = BTreeMap::new();
-        for phase in sealed.phases() {
-            // One program of the leader by itself never heats the device for long.
+        for phase in sealed.phase_names() {
+            // A single program of the leader is too short to heat the device.
             let pace = if LEADER_PHASES.contains(&phase.as_str()) { 1.0 } else { pace };
             for role in sealed.roles() {
-                let Some(program) = role.ranks.first().and_then(|r| sealed.program(phase, *r)) else {
+                let Some(program) = role.ranks.first().and_then(|r| sealed.rank_program(phase, *r)) else {
                     continue;
                 };
-                let priced = price(program, sealed.mesh(), &role.ranks, machine, pace);
+                let priced = price_program(program, sealed.mesh(), &role.ranks, machine, pace);
                 programs.entry(phase.clone()).or_default().insert(role.role.clone(), priced);
             }
         }
         let name = format!("{}, profile {}", machine.cluster.name, machine.profile.name);
-        Ok(ClusterPrices { programs, contention: machine.contention(), pace, name })
+        Ok(ClusterPrices { programs, contention: machine.contention_factor(), throttle_factor: pace, name })
     }
 
-    /// The machine in words: `gb200-nvl72, profile torch-2.11`.
+    /// Returns the machine's name, for example `gb200-nvl72, profile torch-2.11`.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Share of full speed at which products and attention run.
+    /// Returns the share of full speed at which matmuls and attention run.
     #[must_use]
-    pub fn pace(&self) -> f64 {
-        self.pace
+    pub fn throttle_factor(&self) -> f64 {
+        self.throttle_factor
     }
 
-    fn get(&self, p: &Program, op: usize) -> OpPrice {
+    fn op_price(&self, p: &Program, op: usize) -> OpPrice {
         let priced = self.programs.get(&p.name).and_then(|roles| roles.get(&p.role));
         priced.and_then(|ops| ops.get(op)).copied().unwrap_or_default()
     }
 }
 
-impl Prices for ClusterPrices {
+impl TimingModel for ClusterPrices {
     fn op_ns(&self, program: &Program, op: usize) -> u64 {
-        self.get(program, op).own
+        self.op_price(program, op).kernel_ns
     }
 
     fn launch_ns(&self, program: &Program, op: usize) -> u64 {
-        self.get(program, op).launch
+        self.op_price(program, op).launch_ns
     }
 
     fn collective_ns(&self, program: &Program, op: usize, _: &Mesh) -> u64 {
-        self.get(program, op).met
+        self.op_price(program, op).collective_ns
     }
 
-    fn contention(&self) -> f64 {
+    fn contention_factor(&self) -> f64 {
         self.contention
     }
 }
 
-fn price(program: &Program, mesh: &Mesh, ranks: &[Rank], machine: &Machine, pace: f64) -> Vec<OpPrice> {
-    let whole = |ns: f64| ns.round().max(0.0) as u64;
-    let priced = Priced::of(machine, program, pace);
+fn price_program(
+    program: &Program,
+    mesh: &Mesh,
+    ranks: &[Rank],
+    machine: &MachineModel,
+    pace: f64,
+) -> Vec<OpPrice> {
+    let round_ns = |ns: f64| ns.round().max(0.0) as u64;
+    let priced = ProgramEstimate::new(machine, program, pace);
     let ops = program.ops.iter().zip(&priced.ops).enumerate();
     ops.map(|(i, (op, price))| {
         let met = ranks
             .iter()
             .filter(|_| op.opcode.is_collective())
-            .map(|r| span(&machine.cluster, mesh, *r, op))
+            .map(|r| op_span(&machine.cluster, mesh, *r, op))
             .max_by_key(|s| (s.domains, s.ranks))
-            .and_then(|widest| priced.exchange(i, widest));
+            .and_then(|widest| priced.transfer_cost(i, widest));
         OpPrice {
-            own: whole(price.ns),
-            launch: whole(machine.launch_ns() * f64::from(price.launches)),
-            met: met.map_or(0, |t| whole(t.ns)),
+            kernel_ns: round_ns(price.ns),
+            launch_ns: round_ns(machine.launch_ns() * f64::from(price.launches)),
+            collective_ns: met.map_or(0, |t| round_ns(t.ns)),
         }
     })
     .collect()
 }
 
-/// A sealed plan as the bundle that it was judged as, without what a rank outside the mesh does beside calls.
+/// Converts a sealed plan back to the bundle that the verifier checked, without the leader's phases
+/// outside of calls.
 #[must_use]
-pub fn bundle(sealed: &SealedPlan) -> Bundle {
+pub fn to_bundle(sealed: &SealedPlan) -> Bundle {
     let phase = |name: &String| {
         let ranks = || sealed.roles().iter().filter_map(|r| r.ranks.first().copied());
         Phase {
             name: name.clone(),
-            programs: ranks().filter_map(|r| sealed.program(name, r)).map(|p| (**p).clone()).collect(),
-            memory: ranks().filter_map(|r| sealed.slots(name, r)).cloned().collect(),
+            programs: ranks().filter_map(|r| sealed.rank_program(name, r)).map(|p| (**p).clone()).collect(),
+            slots: ranks().filter_map(|r| sealed.rank_slots(name, r)).cloned().collect(),
         }
     };
     let computes = |name: &&String| !LEADER_PHASES.contains(&name.as_str());
@@ -137,8 +149,8 @@ pub fn bundle(sealed: &SealedPlan) -> Bundle {
         mesh: *sealed.mesh(),
         rank_map: sealed.rank_map().clone(),
         roles: sealed.roles().to_vec(),
-        phases: sealed.phases().iter().filter(computes).map(phase).collect(),
+        phases: sealed.phase_names().iter().filter(computes).map(phase).collect(),
         calls: sealed.calls().to_vec(),
-        mapping: sealed.mapping().to_string(),
+        mapping: sealed.mapping_text().to_string(),
     }
 }

@@ -1,25 +1,27 @@
-//! Manifests: every crate inherits what the workspace decides.
+//! Checks that every `Cargo.toml` inherits its package fields, lints and dependency versions from
+//! the workspace.
 
 use super::Problem;
 use crate::tree::Tree;
 
-/// Package fields that the workspace decides.
-const INHERITED: &[&str] = &["version", "edition", "rust-version", "license", "publish"];
-/// Tables of dependencies.
-const TABLES: &[&str] = &["dependencies", "dev-dependencies", "build-dependencies"];
+/// Package fields that every crate inherits.
+const INHERITED_FIELDS: &[&str] = &["version", "edition", "rust-version", "license", "publish"];
+/// Names of the tables of dependencies.
+const DEPENDENCY_TABLES: &[&str] = &["dependencies", "dev-dependencies", "build-dependencies"];
 
+/// Checks the manifest of every crate.
 pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     for member in &tree.members {
         let path = format!("crates/{}/Cargo.toml", member.name);
-        let Some(text) = tree.text(&path) else { continue };
+        let Some(text) = tree.file_text(&path) else { continue };
         let Ok(manifest) = text.parse::<toml::Table>() else {
-            found.push(Problem::new(&path, 0, "is no TOML"));
+            found.push(Problem::new(&path, 0, "the file is not valid TOML: correct it"));
             continue;
         };
         let inherits = |v: Option<&toml::Value>| {
             v.and_then(|v| v.get("workspace")).and_then(toml::Value::as_bool) == Some(true)
         };
-        for field in INHERITED {
+        for field in INHERITED_FIELDS {
             if !inherits(manifest.get("package").and_then(|p| p.get(*field))) {
                 found.push(Problem::new(&path, 0, format!("write `{field}.workspace = true` in [package]")));
             }
@@ -30,14 +32,16 @@ pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
         let per_target = manifest.get("target").and_then(toml::Value::as_table);
         let tables = std::iter::once(&manifest)
             .chain(per_target.into_iter().flat_map(|t| t.values()).filter_map(toml::Value::as_table));
-        for (name, needed) in tables
-            .flat_map(|t| TABLES.iter().filter_map(|k| t.get(*k)))
+        for (name, dependency) in tables
+            .flat_map(|t| DEPENDENCY_TABLES.iter().filter_map(|k| t.get(*k)))
             .filter_map(toml::Value::as_table)
             .flatten()
         {
-            if !inherits(Some(needed)) {
-                let says = format!("`{name}`: name its version in the root's [workspace.dependencies] alone");
-                found.push(Problem::new(&path, 0, says));
+            if !inherits(Some(dependency)) {
+                let message = format!(
+                    "`{name}`: state the version in the root's [workspace.dependencies] only, and write `workspace = true` here"
+                );
+                found.push(Problem::new(&path, 0, message));
             }
         }
     }
@@ -48,15 +52,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_inherited_is_told() {
+    fn fields_that_are_not_inherited_are_reported() {
         let text = "[package]\nname = \"a\"\nversion.workspace = true\nedition = \"2021\"\n\
 rust-version.workspace = true\nlicense.workspace = true\npublish.workspace = true\n\
 [dependencies]\nserde = \"1\"\ntoml = { workspace = true }\n";
-        let tree = Tree::of(&[("crates/a/Cargo.toml", text)]).with("a", &[]);
+        let tree = Tree::from_files(&[("crates/a/Cargo.toml", text)]).with_crate("a", &[]);
         let mut found = Vec::new();
         check(&tree, &mut found);
-        let said: Vec<&str> = found.iter().map(|p| p.says.as_str()).collect();
-        assert_eq!(said.len(), 3, "{said:?}");
-        assert!(said[0].contains("edition") && said[1].contains("[lints]") && said[2].contains("serde"));
+        let messages: Vec<&str> = found.iter().map(|p| p.message.as_str()).collect();
+        assert_eq!(messages.len(), 3, "{messages:?}");
+        assert!(
+            messages[0].contains("edition")
+                && messages[1].contains("[lints]")
+                && messages[2].contains("serde")
+        );
     }
 }

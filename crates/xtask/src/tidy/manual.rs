@@ -1,110 +1,119 @@
-//! The operator's manual: every page has its sections, and what a page claims is there: tripwires with their places,
-//! drills, tests.
+//! Checks the operator's manual: every page has its sections, and every tripwire, drill and test
+//! that a page names exists.
 //!
-//! Tripwires and drills are read from the reference pages that the code prints, so that a page of the manual is held to
-//! the code.
+//! The check reads tripwires and drills from the reference pages that the code prints, so that it
+//! compares the manual with the code.
 
 use std::collections::BTreeMap;
 
 use super::Problem;
-use super::codes::ids;
-use super::text::resolve;
+use super::codes::find_ids;
+use super::text::resolve_link;
 use crate::tree::{File, Tree};
 
-/// Where the pages are.
+/// Folder of the manual's pages.
 const MANUAL: &str = "docs/manual/";
-/// Printed by `cargo run -p tessera-runtime --example reference tripwires`.
+/// The page that `cargo run -p tessera-runtime --example reference tripwires` prints.
 const TRIPWIRES: &str = "docs/reference/tripwires.md";
-/// Printed from the table of drills.
+/// The page that is printed from the table of drills.
 const DRILLS: &str = "docs/reference/drills.md";
-/// What every page has, in this order; [`MORE`] may follow.
+/// The sections of every page, in this order. [`OPTIONAL_SECTION`] may follow.
 const SECTIONS: [&str; 4] = ["Contract", "Tripwires", "Break-it tests", "Instrumentation"];
-const MORE: &str = "Details";
-/// Sentences before the first section.
-const OPENING: usize = 3;
-/// Longest section in lines, [`MORE`] aside: two screens.
-const SCREENS: usize = 80;
-/// Drills that a page runs.
-const BREAKS: std::ops::RangeInclusive<usize> = 2..=4;
-/// Marks of the two lists of a contract.
-const LISTS: [&str; 2] = ["Must:", "Forbidden:"];
+/// An optional last section, of any length.
+const OPTIONAL_SECTION: &str = "Details";
+/// Number of sentences before the first section.
+const OPENING_SENTENCES: usize = 3;
+/// Maximum number of lines of a section except [`OPTIONAL_SECTION`]: two screens.
+const MAX_SECTION_LINES: usize = 80;
+/// Number of drills in the section of break-it tests.
+const BREAK_IT_TESTS: std::ops::RangeInclusive<usize> = 2..=4;
+/// Headings of the two lists of a contract.
+const CONTRACT_LISTS: [&str; 2] = ["Must:", "Forbidden:"];
 
-/// What a page is held to.
-struct Known<'a> {
+/// The facts that a page is checked against.
+struct Facts<'a> {
     tree: &'a Tree,
-    /// Places and page of each tripwire.
+    /// The places and the manual page of each tripwire, by code.
     tripwires: BTreeMap<&'a str, (Vec<&'a str>, &'a str)>,
-    /// The row of each drill; none while there is no page of drills.
+    /// The row of each drill, by id; `None` if the page of drills does not exist.
     drills: Option<BTreeMap<&'a str, &'a str>>,
 }
 
+/// Checks every page of the manual.
 pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     let pages: Vec<&File> = tree.files.iter().filter(|f| f.path.starts_with(MANUAL)).collect();
     if pages.is_empty() {
         return;
     }
-    let known = Known { tree, tripwires: tripwires(tree), drills: drills(tree) };
+    let facts = Facts { tree, tripwires: read_tripwires(tree), drills: read_drills(tree) };
     for page in &pages {
-        commands(page, &known, found);
+        check_drill_commands(page, &facts, found);
         if page.path != format!("{MANUAL}README.md") {
-            check_page(page, &known, found);
+            check_page(page, &facts, found);
         }
     }
-    for (id, (_, stem)) in &known.tripwires {
+    for (id, (_, stem)) in &facts.tripwires {
         let path = format!("{MANUAL}{stem}.md");
-        let sections = tree.text(&path).map(sections).unwrap_or_default();
-        if !table(&sections, "Tripwires").iter().any(|row| row.cells[0] == *id) {
-            found.push(Problem::new(&path, 0, format!("give {id} a row under Tripwires")));
+        let sections = tree.file_text(&path).map(split_sections).unwrap_or_default();
+        if !table_of_section(&sections, "Tripwires").iter().any(|row| row.cells[0] == *id) {
+            found.push(Problem::new(&path, 0, format!("add a row for {id} under Tripwires")));
         }
     }
 }
 
-fn check_page(page: &File, known: &Known<'_>, found: &mut Vec<Problem>) {
-    let sections = sections(&page.text);
-    let mut say = |line, says: String| found.push(Problem::new(&page.path, line, says));
+/// Checks the structure of one page and the content of its sections.
+fn check_page(page: &File, facts: &Facts<'_>, found: &mut Vec<Problem>) {
+    let sections = split_sections(&page.text);
+    let mut report = |line, message: String| found.push(Problem::new(&page.path, line, message));
     let names: Vec<&str> = sections.iter().map(|s| s.name).collect();
-    if names.strip_suffix(&[MORE]).unwrap_or(&names) != SECTIONS {
-        let want = SECTIONS.join(", ");
-        return say(0, format!("the sections are {want}, then {MORE} or nothing; here {}", names.join(", ")));
+    if names.strip_suffix(&[OPTIONAL_SECTION]).unwrap_or(&names) != SECTIONS {
+        let expected = SECTIONS.join(", ");
+        let message = format!(
+            "write the sections {expected} and optionally {OPTIONAL_SECTION}; found {}",
+            names.join(", ")
+        );
+        return report(0, message);
     }
-    let before = page.text.split("\n## ").next().unwrap_or_default();
-    let opening: String = before.lines().filter(|l| !l.starts_with('#')).collect::<Vec<_>>().join(" ");
+    let opening = page.text.split("\n## ").next().unwrap_or_default();
+    let opening: String = opening.lines().filter(|l| !l.starts_with('#')).collect::<Vec<_>>().join(" ");
     let count = opening.split_whitespace().filter(|w| w.ends_with(['.', '!', '?'])).count();
-    if count != OPENING {
-        say(1, format!("{count} sentences before the first section: say it in {OPENING}"));
+    if count != OPENING_SENTENCES {
+        report(1, format!("{count} sentences before the first section: write exactly {OPENING_SENTENCES}"));
     }
-    for s in sections.iter().filter(|s| s.name != MORE && s.lines.len() > SCREENS) {
-        say(s.line, format!("{} has {} lines: at most {SCREENS}", s.name, s.lines.len()));
+    for s in sections.iter().filter(|s| s.name != OPTIONAL_SECTION && s.lines.len() > MAX_SECTION_LINES) {
+        report(s.line, format!("{} has {} lines: the maximum is {MAX_SECTION_LINES}", s.name, s.lines.len()));
     }
-    contract(&sections[0], known, &mut say);
-    for row in table(&sections, "Tripwires") {
-        tripwire(&page.path, &row, known, &mut say);
+    check_contract(&sections[0], facts, &mut report);
+    for row in table_of_section(&sections, "Tripwires") {
+        check_tripwire_row(&page.path, &row, facts, &mut report);
     }
-    let runs: Vec<Row<'_>> = table(&sections, "Break-it tests");
-    let several = |row: &Row<'_>| drills_run(row.cells[0]).len() != 1;
-    if !BREAKS.contains(&runs.len()) || runs.iter().any(several) {
-        let (least, most) = (BREAKS.start(), BREAKS.end());
-        let says = format!("a row for each of {least} to {most} drills, its first cell `tessera drill ID`");
-        say(sections[2].line, says);
+    let tests: Vec<Row<'_>> = table_of_section(&sections, "Break-it tests");
+    let is_malformed = |row: &Row<'_>| drill_ids(row.cells[0]).len() != 1;
+    if !BREAK_IT_TESTS.contains(&tests.len()) || tests.iter().any(is_malformed) {
+        let (min, max) = (BREAK_IT_TESTS.start(), BREAK_IT_TESTS.end());
+        let message =
+            format!("write {min} to {max} drills, one per row, with `tessera drill ID` in the first cell");
+        report(sections[2].line, message);
     }
-    for row in runs {
-        signature(&row, known, &mut say);
+    for row in tests {
+        check_expected_codes(&row, facts, &mut report);
     }
 }
 
-/// Each rule of the contract names what shows it: a drill, a test, or the code that refuses.
-fn contract(section: &Section<'_>, known: &Known<'_>, say: &mut dyn FnMut(usize, String)) {
+/// Checks that each rule of the contract names its evidence: a drill, a test, or the code of the
+/// diagnostic that enforces it.
+fn check_contract(section: &Section<'_>, facts: &Facts<'_>, report: &mut dyn FnMut(usize, String)) {
     let mut list = None;
-    let mut counts = [0; LISTS.len()];
+    let mut counts = [0; CONTRACT_LISTS.len()];
     let mut items: Vec<(usize, String)> = Vec::new();
     for (i, line) in section.lines.iter().enumerate() {
         let at = section.line + 1 + i;
-        if let Some(n) = LISTS.iter().position(|l| line.trim() == *l) {
+        if let Some(n) = CONTRACT_LISTS.iter().position(|l| line.trim() == *l) {
             list = Some(n);
         } else if let Some(text) = line.strip_prefix("- ") {
             match list {
                 Some(n) => counts[n] += 1,
-                None => say(at, format!("put the rule under {}", LISTS.join(" or "))),
+                None => report(at, format!("put the rule under {}", CONTRACT_LISTS.join(" or "))),
             }
             items.push((at, text.to_string()));
         } else if line.starts_with("  ")
@@ -114,23 +123,23 @@ fn contract(section: &Section<'_>, known: &Known<'_>, say: &mut dyn FnMut(usize,
             text.push_str(line.trim());
         }
     }
-    for (name, count) in LISTS.iter().zip(counts) {
+    for (name, count) in CONTRACT_LISTS.iter().zip(counts) {
         if count == 0 {
-            say(section.line, format!("{} has no rule under {name}", section.name));
+            report(section.line, format!("{} has no rule under {name}", section.name));
         }
     }
     for (at, text) in items {
-        let proofs = proofs(&text);
-        if proofs.is_empty() && ids(&text).next().is_none() {
-            say(at, "name what shows this rule: drill `id`, test `name` or a code".to_string());
+        let references = find_references(&text);
+        if references.is_empty() && find_ids(&text).next().is_none() {
+            report(at, "name the evidence for this rule: drill `id`, test `name` or a code".to_string());
         }
-        for (kind, name) in proofs {
+        for (kind, name) in references {
             match kind {
-                Proof::Drill => drill(name, at, known, say),
-                Proof::Test => {
+                Reference::Drill => check_drill_id(name, at, facts, report),
+                Reference::Test => {
                     let head = format!("fn {name}(");
-                    if !known.tree.sources().any(|f| f.text.contains(&head)) {
-                        say(at, format!("no test `{name}`: correct the name"));
+                    if !facts.tree.rust_files().any(|f| f.text.contains(&head)) {
+                        report(at, format!("test `{name}` does not exist: correct the name"));
                     }
                 }
             }
@@ -138,59 +147,63 @@ fn contract(section: &Section<'_>, known: &Known<'_>, say: &mut dyn FnMut(usize,
     }
 }
 
-/// A row of Tripwires: code, place, what it asserts, file that raises it.
-fn tripwire(page: &str, row: &Row<'_>, known: &Known<'_>, say: &mut dyn FnMut(usize, String)) {
+/// Checks a row of Tripwires: code, place, asserted condition, file that raises the code.
+fn check_tripwire_row(page: &str, row: &Row<'_>, facts: &Facts<'_>, report: &mut dyn FnMut(usize, String)) {
     let [id, place, _, file] = row.cells[..] else {
-        return say(row.line, "the row needs code, place, what it asserts, file".to_string());
+        return report(row.line, "the row needs code, place, asserted condition, file".to_string());
     };
-    let Some((places, _)) = known.tripwires.get(id) else {
-        return say(row.line, format!("{id} is no tripwire of {TRIPWIRES}: correct the code"));
+    let Some((places, _)) = facts.tripwires.get(id) else {
+        return report(row.line, format!("{TRIPWIRES} has no tripwire {id}: correct the code"));
     };
     for place in place.split(", ").filter(|p| !places.contains(p)) {
-        say(row.line, format!("{id} is not raised at `{place}`: {}", places.join(", ")));
+        report(row.line, format!("{id} is not raised at `{place}`; its places are {}", places.join(", ")));
     }
     let link = file.split_once("](").and_then(|(_, to)| to.split_once(')')).map(|(to, _)| to);
-    let raises = link.and_then(|to| known.tree.text(&resolve(page, to)?)).is_some_and(|t| t.contains(id));
-    if !raises {
-        say(row.line, format!("link the file that raises {id}; this one does not speak of it"));
+    let is_raised_there =
+        link.and_then(|to| facts.tree.file_text(&resolve_link(page, to)?)).is_some_and(|t| t.contains(id));
+    if !is_raised_there {
+        report(row.line, format!("link the file that raises {id}; this file does not mention the code"));
     }
 }
 
-/// What a break-it test promises is what the table of drills says.
-fn signature(row: &Row<'_>, known: &Known<'_>, say: &mut dyn FnMut(usize, String)) {
-    let told = row.cells[1..].join(" ");
-    if let [run] = drills_run(row.cells[0])[..]
-        && let Some(known) = known.drills.as_ref().and_then(|d| d.get(run))
+/// Checks that a break-it test promises the codes that the table of drills lists.
+fn check_expected_codes(row: &Row<'_>, facts: &Facts<'_>, report: &mut dyn FnMut(usize, String)) {
+    let promised = row.cells[1..].join(" ");
+    if let [drill] = drill_ids(row.cells[0])[..]
+        && let Some(table_row) = facts.drills.as_ref().and_then(|d| d.get(drill))
     {
-        for (_, code) in ids(&told).filter(|(_, code)| !known.contains(code)) {
-            say(row.line, format!("`{run}` does not end with {code}: see {DRILLS}"));
+        for (_, code) in find_ids(&promised).filter(|(_, code)| !table_row.contains(code)) {
+            report(row.line, format!("`{drill}` does not end with {code}: see {DRILLS}"));
         }
-        if ids(known).next().is_some() && ids(&told).next().is_none() {
-            say(row.line, format!("say with which code `{run}` ends: see {DRILLS}"));
+        if find_ids(table_row).next().is_some() && find_ids(&promised).next().is_none() {
+            report(row.line, format!("name the code with which `{drill}` ends: see {DRILLS}"));
         }
     }
 }
 
-/// Every command on the page that runs a drill.
-fn commands(page: &File, known: &Known<'_>, found: &mut Vec<Problem>) {
+/// Checks the ids in every `tessera drill` command of a page.
+fn check_drill_commands(page: &File, facts: &Facts<'_>, found: &mut Vec<Problem>) {
     for (i, line) in page.text.lines().enumerate() {
-        for id in drills_run(line) {
-            drill(id, i + 1, known, &mut |at, says| found.push(Problem::new(&page.path, at, says)));
+        for id in drill_ids(line) {
+            let mut report = |at, message| found.push(Problem::new(&page.path, at, message));
+            check_drill_id(id, i + 1, facts, &mut report);
         }
     }
 }
 
-fn drill(id: &str, at: usize, known: &Known<'_>, say: &mut dyn FnMut(usize, String)) {
-    let well_formed = id.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
-    if id.is_empty() || !well_formed {
-        say(at, format!("`{id}` is no id of a drill: lower-case words joined by `-`"));
-    } else if known.drills.as_ref().is_some_and(|d| !d.contains_key(id)) {
-        say(at, format!("no drill `{id}` in {DRILLS}: correct the id"));
+/// Checks that a drill id is well formed and exists.
+fn check_drill_id(id: &str, at: usize, facts: &Facts<'_>, report: &mut dyn FnMut(usize, String)) {
+    let is_well_formed = id.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-');
+    if id.is_empty() || !is_well_formed {
+        report(at, format!("`{id}` is not a drill id: write lower-case words joined by `-`"));
+    } else if facts.drills.as_ref().is_some_and(|d| !d.contains_key(id)) {
+        report(at, format!("{DRILLS} has no drill `{id}`: correct the id"));
     }
 }
 
-/// Ids behind `tessera drill` in a line, up to an option or the end of the command. `ID` stands for any.
-fn drills_run(line: &str) -> Vec<&str> {
+/// Returns the ids after `tessera drill` in a line, up to an option or the end of the command. The
+/// placeholder `ID` does not count.
+fn drill_ids(line: &str) -> Vec<&str> {
     const COMMAND: &str = "tessera drill";
     let mut out = Vec::new();
     for (at, _) in line.match_indices(COMMAND) {
@@ -201,15 +214,16 @@ fn drills_run(line: &str) -> Vec<&str> {
     out
 }
 
-/// What may show a rule, a code aside.
+/// The kind of evidence that a rule names, besides codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Proof {
+enum Reference {
     Drill,
     Test,
 }
 
-/// Names in back quotes behind the words drill, drills, test and tests, with those that follow them in a list.
-fn proofs(text: &str) -> Vec<(Proof, &str)> {
+/// Finds the names in back quotes after the words drill, drills, test and tests, including further
+/// names of the same list.
+fn find_references(text: &str) -> Vec<(Reference, &str)> {
     let mut out = Vec::new();
     let mut kind = None;
     for (i, piece) in text.split('`').enumerate() {
@@ -219,8 +233,8 @@ fn proofs(text: &str) -> Vec<(Proof, &str)> {
         }
         let word = piece.trim_end().rsplit(|c: char| !c.is_alphanumeric()).next().unwrap_or_default();
         kind = match word.to_lowercase().as_str() {
-            "drill" | "drills" => Some(Proof::Drill),
-            "test" | "tests" => Some(Proof::Test),
+            "drill" | "drills" => Some(Reference::Drill),
+            "test" | "tests" => Some(Reference::Test),
             _ if matches!(piece.trim(), "," | "and" | ", and") => kind,
             _ => None,
         };
@@ -228,9 +242,9 @@ fn proofs(text: &str) -> Vec<(Proof, &str)> {
     out
 }
 
-/// Places and page of every tripwire, by code.
-fn tripwires(tree: &Tree) -> BTreeMap<&str, (Vec<&str>, &str)> {
-    let rows = rows(tree.text(TRIPWIRES).unwrap_or_default().lines().zip(1..));
+/// Reads the places and the manual page of every tripwire, by code.
+fn read_tripwires(tree: &Tree) -> BTreeMap<&str, (Vec<&str>, &str)> {
+    let rows = table_rows(tree.file_text(TRIPWIRES).unwrap_or_default().lines().zip(1..));
     rows.into_iter()
         .filter_map(|row| match row.cells[..] {
             [id, _, places, page] => {
@@ -242,21 +256,22 @@ fn tripwires(tree: &Tree) -> BTreeMap<&str, (Vec<&str>, &str)> {
         .collect()
 }
 
-/// Every drill with its row; `None` while there is no page of them.
-fn drills(tree: &Tree) -> Option<BTreeMap<&str, &str>> {
-    let text = tree.text(DRILLS)?;
+/// Reads the row of every drill, by id; `None` if the page of drills does not exist.
+fn read_drills(tree: &Tree) -> Option<BTreeMap<&str, &str>> {
+    let text = tree.file_text(DRILLS)?;
     Some(text.lines().filter_map(|l| Some((l.strip_prefix("| `")?.split('`').next()?, l))).collect())
 }
 
-/// A part of a page under a heading of the second level.
+/// The part of a page below a second-level heading.
 struct Section<'a> {
     name: &'a str,
-    /// Of the heading.
+    /// Line number of the heading.
     line: usize,
     lines: Vec<&'a str>,
 }
 
-fn sections(text: &str) -> Vec<Section<'_>> {
+/// Splits a page at its second-level headings, outside of code fences.
+fn split_sections(text: &str) -> Vec<Section<'_>> {
     let mut out: Vec<Section<'_>> = Vec::new();
     let mut fenced = false;
     for (line, number) in text.lines().zip(1..) {
@@ -272,27 +287,29 @@ fn sections(text: &str) -> Vec<Section<'_>> {
     out
 }
 
+/// A row of a table and its line number.
 struct Row<'a> {
     cells: Vec<&'a str>,
     line: usize,
 }
 
-/// Rows of the tables of a section, without their heads.
-fn table<'a>(sections: &[Section<'a>], name: &str) -> Vec<Row<'a>> {
+/// Returns the rows of all tables of a section, without their headers.
+fn table_of_section<'a>(sections: &[Section<'a>], name: &str) -> Vec<Row<'a>> {
     let Some(s) = sections.iter().find(|s| s.name == name) else { return Vec::new() };
-    rows(s.lines.iter().copied().zip(s.line + 1..))
+    table_rows(s.lines.iter().copied().zip(s.line + 1..))
 }
 
-fn rows<'a>(lines: impl Iterator<Item = (&'a str, usize)>) -> Vec<Row<'a>> {
+/// Collects the rows of all tables in numbered lines, without their headers.
+fn table_rows<'a>(lines: impl Iterator<Item = (&'a str, usize)>) -> Vec<Row<'a>> {
     let mut out = Vec::new();
-    let mut head = 0;
+    let mut table_line = 0;
     for (text, line) in lines {
         if !text.starts_with('|') {
-            head = 0;
+            table_line = 0;
             continue;
         }
-        head += 1;
-        if head > 2 {
+        table_line += 1;
+        if table_line > 2 {
             out.push(Row { cells: text.trim().trim_matches('|').split('|').map(str::trim).collect(), line });
         }
     }
@@ -315,83 +332,95 @@ mod tests {
     const SOURCE: &str = "//! x\n// T0101 T0102\n#[test]\nfn a_test() {}\n";
     const TABLE: &str = "| id | code |\n| --- | --- |\n| `x-y` | T0101 |\n| `z` | T0102 |\n";
 
-    fn said(page: &str, drills: Option<&str>) -> Vec<String> {
+    fn problems(page: &str, drills: Option<&str>) -> Vec<String> {
         let mut files =
             vec![("docs/manual/a.md", page), ("x.rs", SOURCE), ("docs/reference/tripwires.md", WIRES)];
         files.extend(drills.map(|d| (DRILLS, d)));
         let mut found = Vec::new();
-        check(&Tree::of(&files), &mut found);
+        check(&Tree::from_files(&files), &mut found);
         found.into_iter().map(|p| p.to_string()).collect()
     }
 
-    /// What is said when `from` is `to` on an otherwise good page.
-    fn with(from: &str, to: &str) -> Vec<String> {
+    /// Returns the problems of the valid page after one replacement.
+    fn problems_after(from: &str, to: &str) -> Vec<String> {
         assert!(PAGE.contains(from), "{from}");
-        said(&PAGE.replacen(from, to, 1), Some(TABLE))
+        problems(&PAGE.replacen(from, to, 1), Some(TABLE))
     }
 
-    fn one(said: &[String], part: &str) {
-        assert!(said.len() == 1 && said[0].contains(part), "{part}: {said:?}");
+    fn assert_one(found: &[String], part: &str) {
+        assert!(found.len() == 1 && found[0].contains(part), "{part}: {found:?}");
     }
 
     #[test]
-    fn a_page_in_order_passes_with_and_without_a_table_of_drills() {
-        assert_eq!(said(PAGE, Some(TABLE)), Vec::<String>::new());
-        assert_eq!(said(PAGE, None), Vec::<String>::new());
-        assert_eq!(said(&format!("{PAGE}\n## Details\n\nMore.\n"), None), Vec::<String>::new());
+    fn a_correct_page_passes_with_and_without_a_table_of_drills() {
+        assert_eq!(problems(PAGE, Some(TABLE)), Vec::<String>::new());
+        assert_eq!(problems(PAGE, None), Vec::<String>::new());
+        assert_eq!(problems(&format!("{PAGE}\n## Details\n\nMore.\n"), None), Vec::<String>::new());
     }
 
     #[test]
     fn sections_and_their_order_are_fixed() {
-        // Without its Tripwires a page lacks their rows too.
-        let renamed = with("## Tripwires", "## Traps");
-        assert!(renamed.len() == 3 && renamed[2].contains("give T0102 a row"), "{renamed:?}");
-        let more = said(&format!("{PAGE}\n## Instrumentation\n\nAgain.\n"), None);
-        one(&more, "the sections are Contract, Tripwires");
+        // A page without the section Tripwires also lacks its rows.
+        let renamed = problems_after("## Tripwires", "## Traps");
+        assert!(renamed.len() == 3 && renamed[2].contains("add a row for T0102"), "{renamed:?}");
+        let more = problems(&format!("{PAGE}\n## Instrumentation\n\nAgain.\n"), None);
+        assert_one(&more, "write the sections Contract, Tripwires");
     }
 
     #[test]
-    fn an_opening_has_three_sentences_and_a_section_two_screens() {
-        one(&with("Two here.\n", "Two here. And more.\n"), "4 sentences before");
-        one(&with("\nA.\n", &"\nA.\n".repeat(41)), "Instrumentation has 82 lines");
+    fn an_opening_has_three_sentences_and_a_section_at_most_two_screens() {
+        assert_one(&problems_after("Two here.\n", "Two here. And more.\n"), "4 sentences before");
+        assert_one(&problems_after("\nA.\n", &"\nA.\n".repeat(41)), "Instrumentation has 82 lines");
     }
 
     #[test]
-    fn a_rule_names_what_shows_it_and_that_exists() {
-        one(&with("Two: test `a_test`.", "Two."), "name what shows this rule");
-        one(&with("test `a_test`", "test `b_test`"), "no test `b_test`");
-        one(&with("drills `x-y` and `z`", "drills `x-y` and `w`"), "no drill `w`");
-        let unlisted = with("Forbidden:\n\n- Three (T0101).\n", "");
-        one(&unlisted, "no rule under Forbidden:");
+    fn a_rule_names_evidence_that_exists() {
+        assert_one(&problems_after("Two: test `a_test`.", "Two."), "name the evidence for this rule");
+        assert_one(&problems_after("test `a_test`", "test `b_test`"), "test `b_test` does not exist");
+        assert_one(&problems_after("drills `x-y` and `z`", "drills `x-y` and `w`"), "has no drill `w`");
+        let unlisted = problems_after("Forbidden:\n\n- Three (T0101).\n", "");
+        assert_one(&unlisted, "no rule under Forbidden:");
     }
 
     #[test]
-    fn a_tripwire_stands_at_its_places_and_in_its_file() {
-        one(&with("| T0101 | worker check |", "| T0101 | init parity |"), "not raised at `init parity`");
-        one(
-            &with("| b | [x.rs](../../x.rs) |", "| b | [x.rs](../../y.rs) |"),
+    fn a_tripwire_has_its_places_and_its_file() {
+        assert_one(
+            &problems_after("| T0101 | worker check |", "| T0101 | init parity |"),
+            "not raised at `init parity`",
+        );
+        assert_one(
+            &problems_after("| b | [x.rs](../../x.rs) |", "| b | [x.rs](../../y.rs) |"),
             "link the file that raises T0102",
         );
-        let other = with("| T0102 | init parity | b |", "| T0103 | init parity | b |");
-        assert!(other.len() == 2 && other[0].contains("T0103 is no tripwire"), "{other:?}");
-        assert!(other[1].contains("give T0102 a row"), "{other:?}");
+        let other = problems_after("| T0102 | init parity | b |", "| T0103 | init parity | b |");
+        assert!(other.len() == 2 && other[0].contains("has no tripwire T0103"), "{other:?}");
+        assert!(other[1].contains("add a row for T0102"), "{other:?}");
     }
 
     #[test]
     fn break_it_tests_are_two_to_four_drills_that_exist_with_their_codes() {
-        one(&with("| `tessera drill z` | b | T0102 |\n", ""), "2 to 4 drills");
-        one(&with("| `tessera drill z` |", "| `tessera drill z x-y` |"), "2 to 4 drills");
-        one(&with("| b | T0102 |\n\n## I", "| b | T0101 |\n\n## I"), "`z` does not end with T0101");
-        one(&with("| b | T0102 |\n\n## I", "| b | an end |\n\n## I"), "say with which code `z` ends");
-        let unknown = with("\nA.\n", "\n`tessera drill w --list` and `tessera drill ID`\n");
-        one(&unknown, "no drill `w`");
-        one(&said(&PAGE.replacen("`z` |", "`Z` |", 1).replace("drill z", "drill Z"), None), "`Z` is no id");
+        assert_one(&problems_after("| `tessera drill z` | b | T0102 |\n", ""), "2 to 4 drills");
+        assert_one(&problems_after("| `tessera drill z` |", "| `tessera drill z x-y` |"), "2 to 4 drills");
+        assert_one(
+            &problems_after("| b | T0102 |\n\n## I", "| b | T0101 |\n\n## I"),
+            "`z` does not end with T0101",
+        );
+        assert_one(
+            &problems_after("| b | T0102 |\n\n## I", "| b | an end |\n\n## I"),
+            "name the code with which `z` ends",
+        );
+        let unknown = problems_after("\nA.\n", "\n`tessera drill w --list` and `tessera drill ID`\n");
+        assert_one(&unknown, "has no drill `w`");
+        assert_one(
+            &problems(&PAGE.replacen("`z` |", "`Z` |", 1).replace("drill z", "drill Z"), None),
+            "`Z` is not a drill id",
+        );
     }
 
     #[test]
-    fn a_list_of_proofs_ends_with_another_word() {
+    fn a_list_of_references_ends_with_another_word() {
         let text = "Call `f`. Drills `a`, `b` and `c`, test `d`; see `e`.";
-        let names: Vec<&str> = proofs(text).into_iter().map(|(_, n)| n).collect();
+        let names: Vec<&str> = find_references(text).into_iter().map(|(_, n)| n).collect();
         assert_eq!(names, ["a", "b", "c", "d"]);
     }
 }

@@ -1,4 +1,4 @@
-//! The tables of `ARCHITECTURE.md` and `STYLE.md` that tidy obeys.
+//! Reads the tables of `ARCHITECTURE.md`, `STYLE.md` and the glossary that configure tidy.
 
 use super::Problem;
 use crate::tree::Tree;
@@ -7,26 +7,29 @@ use crate::tree::Tree;
 pub(super) const ARCHITECTURE: &str = "ARCHITECTURE.md";
 /// The page with the table of long files.
 pub(super) const STYLE: &str = "STYLE.md";
+/// The page with the table of banned words.
+pub(super) const GLOSSARY: &str = "docs/glossary.md";
 
-/// What a crate is for, which decides who may need it.
+/// The kind of a crate, which decides which crates may depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// Holds a part of the work; needs rooms alone.
-    Room,
-    /// Where people and programs come in.
-    Door,
-    /// Serves those who work on the project; nothing but tests may need it.
-    Workshop,
+pub(super) enum CrateKind {
+    /// Implements a part of Tessera and depends on library crates only.
+    Library,
+    /// Offers an entry point to people and programs.
+    Application,
+    /// Serves the project's developers; only tests may depend on it.
+    Development,
 }
 
 /// A row of the table of crates.
 #[derive(Debug, Clone)]
-pub(super) struct Room {
+pub(super) struct CrateRow {
     pub(super) name: String,
-    pub(super) kind: Kind,
-    /// Crates it may use; `None` for any room, door or workshop.
+    pub(super) kind: CrateKind,
+    /// Workspace crates that it may use; `None` allows all of them.
     pub(super) may_use: Option<Vec<String>>,
-    /// Whether the same input must give the same bytes: no I/O, environment, clock or thread.
+    /// Whether the same input must give the same bytes, without I/O, environment, clocks or
+    /// threads.
     pub(super) pure: bool,
     pub(super) line: usize,
 }
@@ -35,60 +38,67 @@ pub(super) struct Room {
 #[derive(Debug)]
 pub(super) struct LongFile {
     pub(super) path: String,
-    /// A list of like things may be as long as it must.
-    pub(super) list: bool,
+    /// Whether the file is a list of similar items, whose length is not limited.
+    pub(super) is_list: bool,
     pub(super) line: usize,
 }
 
-/// The crates of [`ARCHITECTURE`].
-pub(super) fn rooms(tree: &Tree, found: &mut Vec<Problem>) -> Vec<Room> {
+/// Reads the table of crates of [`ARCHITECTURE`].
+pub(super) fn crate_rows(tree: &Tree, found: &mut Vec<Problem>) -> Vec<CrateRow> {
     let mut out = Vec::new();
-    for (line, cells) in rows(tree, ARCHITECTURE, "crates", found) {
+    for (line, cells) in table_rows(tree, ARCHITECTURE, "crates", found) {
         let [name, kind, may_use, pure] = &cells[..] else {
             found.push(Problem::new(ARCHITECTURE, line, "the row needs crate, kind, may use, pure"));
             continue;
         };
         let kind = match kind.as_str() {
-            "room" => Kind::Room,
-            "door" => Kind::Door,
-            "workshop" => Kind::Workshop,
+            "library" => CrateKind::Library,
+            "application" => CrateKind::Application,
+            "development" => CrateKind::Development,
             other => {
-                let says = format!("`{other}` is no kind of crate: write room, door or workshop");
-                found.push(Problem::new(ARCHITECTURE, line, says));
+                let message =
+                    format!("unknown kind of crate `{other}`: write library, application or development");
+                found.push(Problem::new(ARCHITECTURE, line, message));
                 continue;
             }
         };
-        let words = |s: &str| s.split(',').map(|w| bare(w).to_string()).collect::<Vec<_>>();
+        let names = |s: &str| s.split(',').map(|n| strip_markup(n).to_string()).collect::<Vec<_>>();
         let may_use = match may_use.as_str() {
             "anything" => None,
             "nothing" => Some(Vec::new()),
-            some => Some(words(some)),
+            list => Some(names(list)),
         };
-        out.push(Room { name: bare(name).to_string(), kind, may_use, pure: pure == "pure", line });
+        out.push(CrateRow {
+            name: strip_markup(name).to_string(),
+            kind,
+            may_use,
+            pure: pure == "pure",
+            line,
+        });
     }
     out
 }
 
-/// Files that may hold `unsafe`.
+/// Reads the list of files that may contain `unsafe`.
 pub(super) fn unsafe_files(tree: &Tree, found: &mut Vec<Problem>) -> Vec<String> {
     let mut out = Vec::new();
-    for (line, cells) in rows(tree, ARCHITECTURE, "unsafe", found) {
-        let path = cells.first().map_or("", |c| bare(c)).to_string();
-        if !tree.has(&path) {
-            found.push(Problem::new(ARCHITECTURE, line, format!("{path} is not there: remove the row")));
+    for (line, cells) in table_rows(tree, ARCHITECTURE, "unsafe", found) {
+        let path = cells.first().map_or("", |c| strip_markup(c)).to_string();
+        if !tree.contains(&path) {
+            found.push(Problem::new(ARCHITECTURE, line, format!("{path} does not exist: remove the row")));
         }
         out.push(path);
     }
     out
 }
 
-/// Files that may be long.
+/// Reads the list of files that may be long.
 pub(super) fn long_files(tree: &Tree, found: &mut Vec<Problem>) -> Vec<LongFile> {
     let mut out = Vec::new();
-    for (line, cells) in rows(tree, STYLE, "long", found) {
+    for (line, cells) in table_rows(tree, STYLE, "long", found) {
         match &cells[..] {
             [path, kind, reason] if !reason.is_empty() && matches!(kind.as_str(), "list" | "whole") => {
-                out.push(LongFile { path: bare(path).to_string(), list: kind == "list", line });
+                out.push(LongFile { path: strip_markup(path).to_string(), is_list: kind == "list", line });
             }
             _ => found.push(Problem::new(STYLE, line, "the row needs file, kind (whole or list) and reason")),
         }
@@ -96,10 +106,16 @@ pub(super) fn long_files(tree: &Tree, found: &mut Vec<Problem>) -> Vec<LongFile>
     out
 }
 
-/// Rows of the table between `<!-- tidy:NAME -->` and `<!-- /tidy:NAME -->`, with their line numbers.
-fn rows(tree: &Tree, page: &str, name: &str, found: &mut Vec<Problem>) -> Vec<(usize, Vec<String>)> {
+/// Reads the rows of the table between `<!-- tidy:NAME -->` and `<!-- /tidy:NAME -->`, with their
+/// line numbers.
+pub(super) fn table_rows(
+    tree: &Tree,
+    page: &str,
+    name: &str,
+    found: &mut Vec<Problem>,
+) -> Vec<(usize, Vec<String>)> {
     let (open, close) = (format!("<!-- tidy:{name} -->"), format!("<!-- /tidy:{name} -->"));
-    let text = tree.text(page).unwrap_or_default();
+    let text = tree.file_text(page).unwrap_or_default();
     let lines = || text.lines().enumerate();
     let from = lines().find(|(_, l)| l.trim() == open).map(|(i, _)| i);
     let to = lines().find(|(_, l)| l.trim() == close).map(|(i, _)| i);
@@ -107,7 +123,7 @@ fn rows(tree: &Tree, page: &str, name: &str, found: &mut Vec<Problem>) -> Vec<(u
         found.push(Problem::new(page, 0, format!("put a table between `{open}` and `{close}`")));
         return Vec::new();
     };
-    // The header and the line under it are for people.
+    // The header and the separator below it hold no data.
     lines()
         .filter(|(i, l)| (from..to).contains(i) && l.starts_with('|'))
         .skip(2)
@@ -115,8 +131,8 @@ fn rows(tree: &Tree, page: &str, name: &str, found: &mut Vec<Problem>) -> Vec<(u
         .collect()
 }
 
-/// Without the back quotes, and without a link around it.
-fn bare(cell: &str) -> &str {
+/// Removes the back quotes of a cell and a link around it.
+fn strip_markup(cell: &str) -> &str {
     let cell = cell.trim();
     let cell = cell.strip_prefix('[').and_then(|c| c.split(']').next()).unwrap_or(cell);
     cell.trim_matches('`')
@@ -127,16 +143,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_is_read_and_a_bad_row_is_named() {
+    fn a_table_is_read_and_a_bad_row_is_reported() {
         let page = "<!-- tidy:crates -->\n\n| a | b | c | d |\n|---|---|---|---|\n\
-| [`x`](crates/x) | room | `y`, `z` | pure |\n| `w` | barn | nothing | |\n<!-- /tidy:crates -->\n";
+| [`x`](crates/x) | library | `y`, `z` | pure |\n| `w` | barn | nothing | |\n<!-- /tidy:crates -->\n";
         let mut found = Vec::new();
-        let table = rooms(&Tree::of(&[(ARCHITECTURE, page)]), &mut found);
+        let table = crate_rows(&Tree::from_files(&[(ARCHITECTURE, page)]), &mut found);
         assert_eq!(table.len(), 1);
         assert_eq!((table[0].name.as_str(), table[0].pure), ("x", true));
         assert_eq!(table[0].may_use.as_deref(), Some(&["y".to_string(), "z".to_string()][..]));
         assert_eq!(found.len(), 1);
         assert_eq!(found[0].line, 6);
-        assert!(found[0].says.contains("barn"));
+        assert!(found[0].message.contains("barn"));
     }
 }

@@ -1,16 +1,18 @@
-//! Rules about text alone: first lines, lengths, links, and words that belong to a machine or a day.
+//! Checks of text alone: first lines, file lengths, links, and strings that belong to one machine
+//! or to unfinished work.
 
 use super::Problem;
 use super::page::{LongFile, STYLE};
 use crate::tree::Tree;
 
-/// A source longer than this has a row in `STYLE.md`.
-const LONG: usize = 800;
-/// A source longer than this is a list or is cut in two.
-const TOO_LONG: usize = 1200;
+/// Number of lines above which a source needs a row in `STYLE.md`.
+const LONG_LINES: usize = 800;
+/// Number of lines above which a source must be a list or must be split.
+const MAX_LINES: usize = 1200;
 
-/// What no file of the project says: paths of one machine, and promises. Split so that this file passes too.
-const FOREIGN: &[&str] = &[
+/// Strings that no file of the project contains: paths of one machine and markers of unfinished
+/// work. They are split here so that this file passes, too.
+const BANNED_STRINGS: &[&str] = &[
     concat!("/wo", "rk/"),
     concat!("/ro", "ot/"),
     concat!("/tmp/tar", "get-"),
@@ -18,47 +20,50 @@ const FOREIGN: &[&str] = &[
     concat!("FIX", "ME"),
 ];
 
+/// Runs the checks over every file.
 pub(super) fn check(tree: &Tree, long: &[LongFile], found: &mut Vec<Problem>) {
-    for f in tree.sources() {
+    for f in tree.rust_files() {
         if !f.text.starts_with("//!") {
-            found.push(Problem::new(&f.path, 1, "begin the file with `//!` and what it is for"));
+            found.push(Problem::new(
+                &f.path,
+                1,
+                "begin the file with a `//!` comment that states its purpose",
+            ));
         }
         let lines = f.text.lines().count();
         let row = long.iter().find(|l| l.path == f.path);
-        let says = match row {
-            None if lines > LONG => {
-                format!("{lines} lines: cut it along a seam, or give it a row and a reason in {STYLE}")
+        let message = match row {
+            None if lines > LONG_LINES => {
+                format!("{lines} lines: split the file, or add a row with a reason to {STYLE}")
             }
-            Some(row) if lines > TOO_LONG && !row.list => {
-                format!("{lines} lines: only a list may be longer than {TOO_LONG}; cut it along a seam")
+            Some(row) if lines > MAX_LINES && !row.is_list => {
+                format!("{lines} lines: only a list may be longer than {MAX_LINES}; split the file")
             }
             _ => continue,
         };
-        found.push(Problem::new(&f.path, 0, says));
+        found.push(Problem::new(&f.path, 0, message));
     }
     for row in long {
-        if tree.text(&row.path).is_none_or(|t| t.lines().count() <= LONG) {
-            let says = format!("{} is no longer than {LONG} lines: remove the row", row.path);
-            found.push(Problem::new(STYLE, row.line, says));
+        if tree.file_text(&row.path).is_none_or(|t| t.lines().count() <= LONG_LINES) {
+            let message = format!("{} is not longer than {LONG_LINES} lines: remove the row", row.path);
+            found.push(Problem::new(STYLE, row.line, message));
         }
     }
     for f in &tree.files {
         for (i, line) in f.text.lines().enumerate() {
-            if let Some(word) = FOREIGN.iter().find(|w| line.contains(**w)) {
-                let says = format!(
-                    "`{word}` means nothing to a reader elsewhere: say it in the project's own terms"
-                );
-                found.push(Problem::new(&f.path, i + 1, says));
+            if let Some(word) = BANNED_STRINGS.iter().find(|w| line.contains(**w)) {
+                let message = format!("`{word}` means nothing on another machine: remove it");
+                found.push(Problem::new(&f.path, i + 1, message));
             }
         }
         if f.path.ends_with(".md") {
-            links(tree, &f.path, &f.text, found);
+            check_links(tree, &f.path, &f.text, found);
         }
     }
 }
 
-/// Relative links of a page that lead nowhere.
-fn links(tree: &Tree, path: &str, text: &str, found: &mut Vec<Problem>) {
+/// Reports the relative links of a page whose target does not exist.
+fn check_links(tree: &Tree, path: &str, text: &str, found: &mut Vec<Problem>) {
     let mut fenced = false;
     for (i, line) in text.lines().enumerate() {
         if line.trim_start().starts_with("```") {
@@ -74,41 +79,41 @@ fn links(tree: &Tree, path: &str, text: &str, found: &mut Vec<Problem>) {
             if file.is_empty() || file.contains("://") || file.starts_with("mailto:") {
                 continue;
             }
-            match resolve(path, file) {
-                Some(to) if tree.has(&to) => {}
+            match resolve_link(path, file) {
+                Some(to) if tree.contains(&to) => {}
                 _ => found.push(Problem::new(
                     path,
                     i + 1,
-                    format!("link to {target}, which is not there: correct it"),
+                    format!("link to {target}, which does not exist: correct it"),
                 )),
             }
         }
     }
 }
 
-/// A link of a page as a path from the root; `None` where it leaves the project.
-pub(super) fn resolve(page: &str, link: &str) -> Option<String> {
-    let mut at: Vec<&str> = page.split('/').collect();
-    at.pop();
+/// Resolves a link of a page to a path from the root; `None` if it leaves the project.
+pub(super) fn resolve_link(page: &str, link: &str) -> Option<String> {
+    let mut parts: Vec<&str> = page.split('/').collect();
+    parts.pop();
     for part in link.split('/') {
         match part {
             "" | "." => {}
             ".." => {
-                at.pop()?;
+                parts.pop()?;
             }
-            name => at.push(name),
+            name => parts.push(name),
         }
     }
-    Some(at.join("/"))
+    Some(parts.join("/"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn said(files: &[(&str, &str)], long: &[LongFile]) -> Vec<String> {
+    fn problems(files: &[(&str, &str)], long: &[LongFile]) -> Vec<String> {
         let mut found = Vec::new();
-        check(&Tree::of(files), long, &mut found);
+        check(&Tree::from_files(files), long, &mut found);
         found.iter().map(Problem::to_string).collect()
     }
 
@@ -116,26 +121,26 @@ mod tests {
     fn links_are_followed() {
         let page =
             "[a](../b.md#x) [c](d/) [e](f.md) [g](https://h) [i](#j) [k](../../l.md)\n```\n[m](n.md)\n```\n";
-        let said = said(&[("docs/a.md", page), ("b.md", ""), ("docs/d/x.md", "")], &[]);
-        assert_eq!(said.len(), 2, "{said:?}");
-        assert!(said[0].contains("link to f.md") && said[1].contains("link to ../../l.md"));
+        let found = problems(&[("docs/a.md", page), ("b.md", ""), ("docs/d/x.md", "")], &[]);
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert!(found[0].contains("link to f.md") && found[1].contains("link to ../../l.md"));
     }
 
     #[test]
-    fn length_is_a_ratchet() {
-        let row = |list| vec![LongFile { path: "a.rs".into(), list, line: 7 }];
-        let of = |n: usize| format!("//! a\n{}", "x\n".repeat(n - 1));
-        let told = |n: usize, long: &[LongFile]| said(&[("a.rs", &of(n))], long).len();
-        assert_eq!((told(800, &[]), told(801, &[])), (0, 1));
-        assert_eq!((told(801, &row(false)), told(1201, &row(false)), told(1201, &row(true))), (0, 1, 0));
+    fn the_length_limit_is_a_ratchet() {
+        let row = |list| vec![LongFile { path: "a.rs".into(), is_list: list, line: 7 }];
+        let source = |n: usize| format!("//! a\n{}", "x\n".repeat(n - 1));
+        let count = |n: usize, long: &[LongFile]| problems(&[("a.rs", &source(n))], long).len();
+        assert_eq!((count(800, &[]), count(801, &[])), (0, 1));
+        assert_eq!((count(801, &row(false)), count(1201, &row(false)), count(1201, &row(true))), (0, 1, 0));
         assert_eq!(
-            said(&[("a.rs", &of(700))], &row(false)),
-            ["STYLE.md:7: a.rs is no longer than 800 lines: remove the row"]
+            problems(&[("a.rs", &source(700))], &row(false)),
+            ["STYLE.md:7: a.rs is not longer than 800 lines: remove the row"]
         );
     }
 
     #[test]
-    fn a_source_says_what_it_is_for() {
-        assert_eq!(said(&[("a.rs", "fn a() {}\n")], &[]).len(), 1);
+    fn a_source_starts_with_a_doc_comment() {
+        assert_eq!(problems(&[("a.rs", "fn a() {}\n")], &[]).len(), 1);
     }
 }

@@ -1,4 +1,5 @@
-//! Rank 0's side: it takes every rank's card, compares them, and hands out the table.
+//! Rank 0's side of the rendezvous: it collects every rank's information, compares it, and sends
+//! out the address table.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -10,261 +11,284 @@ use std::time::{Duration, Instant};
 
 use tessera_base::{Diagnostic, Diagnostics};
 
-use super::card::{Card, Said, Table, Word, hear, say};
-use super::{
-    CUT_LIMIT, LINK_LIMIT, Peers, Rendezvous, T0758, Watch, handshake_until, links, list, listen, resolve,
-    stopped,
+use super::messages::{
+    AddressTable, RankInfo, RendezvousMessage, WireDiagnostic, receive_message, send_message,
 };
-use crate::driver::launcher::Interrupt;
-use crate::driver::secure::{self, Claim, Credentials, Proved, Purpose};
-use crate::driver::stream::Stream;
+use super::{
+    LINK_LIMIT, RendezvousPeers, RendezvousSpec, T0758, UNREACHABLE_LIMIT, WaitLimit, format_ranks,
+    handshake_deadline, links, listen_at, resolve_master, stopped_diagnostic,
+};
+use crate::driver::byte_stream::ByteStream;
+use crate::driver::launcher::StopHandle;
+use crate::driver::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose, Credentials};
 use crate::parity::T0740;
 use crate::tripwire::T0757;
 
-/// Handshakes under way at once; more connections wait.
-const MAX_PENDING: usize = 64;
-/// How often the door is looked at.
-const LOOK: Duration = Duration::from_millis(10);
+/// Maximum concurrent handshakes; further connections wait.
+const MAX_HANDSHAKES: usize = 64;
+/// Interval at which the listener is polled.
+const ACCEPT_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A rank that has come.
-struct Guest {
-    stream: Box<dyn Stream>,
-    card: Card,
-    from: SocketAddr,
+/// A rank that has joined.
+struct JoinedPeer {
+    stream: Box<dyn ByteStream>,
+    info: RankInfo,
+    address: SocketAddr,
 }
 
-pub(super) fn lead(
-    spec: &Rendezvous,
-    watch: &Watch<'_>,
+pub(super) fn gather_ranks(
+    spec: &RendezvousSpec,
+    wait: &WaitLimit<'_>,
     note: &mut dyn FnMut(Diagnostic),
     ready: &mut dyn FnMut() -> Result<(), Diagnostics>,
-) -> Result<Peers, Diagnostics> {
+) -> Result<RendezvousPeers, Diagnostics> {
     let listener = match spec.bind {
-        Some(ip) => listen(ip, spec.master.1).map_err(|d| vec![d])?,
+        Some(ip) => listen_at(ip, spec.master.1).map_err(|d| vec![d])?,
         None => listen_at_master(spec).map_err(|d| vec![d])?,
     };
-    let mut guests: BTreeMap<u32, Guest> = BTreeMap::new();
-    let outcome = host(spec, watch, note, ready, &listener, &mut guests);
+    let mut joined_peers: BTreeMap<u32, JoinedPeer> = BTreeMap::new();
+    let outcome = gather_and_link(spec, wait, note, ready, &listener, &mut joined_peers);
     if let Err(ds) = &outcome {
-        let said: Vec<Said> = ds.iter().map(Said::of).collect();
-        for guest in guests.values_mut() {
-            let _ = say(&mut *guest.stream, &Word::Refused(said.clone()), handshake_until());
+        let refusals: Vec<WireDiagnostic> = ds.iter().map(WireDiagnostic::from_diagnostic).collect();
+        for guest in joined_peers.values_mut() {
+            let _ = send_message(
+                &mut *guest.stream,
+                &RendezvousMessage::Refused(refusals.clone()),
+                handshake_deadline(),
+            );
         }
     }
     let (links, table) = outcome?;
-    let joined = guests.into_iter().map(|(rank, guest)| (rank, guest.stream)).collect();
+    let joined = joined_peers.into_iter().map(|(rank, guest)| (rank, guest.stream)).collect();
     Ok(links.into_peers(spec, spec.session, table, joined))
 }
 
-fn listen_at_master(spec: &Rendezvous) -> Result<TcpListener, Diagnostic> {
-    let addresses = resolve(spec).map_err(|e| {
+fn listen_at_master(spec: &RendezvousSpec) -> Result<TcpListener, Diagnostic> {
+    let addresses = resolve_master(spec).map_err(|e| {
         Diagnostic::error(&T0758, format!("the name `{}` does not resolve", spec.master.0))
-            .at("system", e.to_string())
+            .with_label("system", e.to_string())
     })?;
     let mut last = None;
     for at in addresses {
-        match listen(at.ip(), at.port()) {
+        match listen_at(at.ip(), at.port()) {
             Ok(listener) => return Ok(listener),
             Err(d) => last = Some(d),
         }
     }
-    Err(last.unwrap_or_else(|| Diagnostic::error(&T0758, "the master's name has no address")))
+    Err(last.unwrap_or_else(|| Diagnostic::error(&T0758, "the master's name resolves to no address")))
 }
 
-fn host(
-    spec: &Rendezvous,
-    watch: &Watch<'_>,
+fn gather_and_link(
+    spec: &RendezvousSpec,
+    wait: &WaitLimit<'_>,
     note: &mut dyn FnMut(Diagnostic),
     ready: &mut dyn FnMut() -> Result<(), Diagnostics>,
     listener: &TcpListener,
-    guests: &mut BTreeMap<u32, Guest>,
-) -> Result<(links::Links, Table), Diagnostics> {
+    joined: &mut BTreeMap<u32, JoinedPeer>,
+) -> Result<(links::OpenLinks, AddressTable), Diagnostics> {
     let mut refused = Vec::new();
     {
-        let mine = spec.claim(Purpose::Join, 0, 0, spec.session);
-        let mut door = Door::new(listener, spec.credentials.clone(), mine);
-        while guests.len() + 1 < spec.world as usize {
-            match door.next() {
-                Some(Ok((from, proved))) => welcome(spec, guests, from, proved)?,
+        let mine = spec.make_claim(ConnectionPurpose::Join, 0, 0, spec.session);
+        let mut handshakes = HandshakePool::new(listener, spec.credentials.clone(), mine);
+        while joined.len() + 1 < spec.world_size as usize {
+            match handshakes.poll_next() {
+                Some(Ok((from, proved))) => admit_rank(spec, joined, from, proved)?,
                 Some(Err(d)) => {
                     refused.push(d.message.clone());
                     refused.truncate(5);
                     note(d);
                 }
-                None => std::thread::sleep(LOOK),
+                None => std::thread::sleep(ACCEPT_INTERVAL),
             }
-            still_here(guests)?;
-            let missing = || list((1..spec.world).filter(|r| !guests.contains_key(r)));
-            if let Some(d) = watch.over("ranks that are missing") {
+            check_connected(joined)?;
+            let missing = || format_ranks((1..spec.world_size).filter(|r| !joined.contains_key(r)));
+            if let Some(d) = wait.check_expired("missing ranks") {
                 let d = d
-                    .at("missing", format!("ranks {}", missing()))
-                    .at("here", format!("ranks {}", list(std::iter::once(0).chain(guests.keys().copied()))))
-                    .at(format!("listening at {}", spec.master()), format!("for {} s", spec.limit.as_secs()));
-                return Err(vec![refused.iter().fold(d, |d, r| d.at("refused", r.clone()))]);
+                    .with_label("missing", format!("ranks {}", missing()))
+                    .with_label(
+                        "joined",
+                        format!("ranks {}", format_ranks(std::iter::once(0).chain(joined.keys().copied()))),
+                    )
+                    .with_label(
+                        format!("listening at {}", spec.master_address()),
+                        format!("for {} s", spec.join_limit.as_secs()),
+                    );
+                return Err(vec![refused.iter().fold(d, |d, r| d.with_label("refused", r.clone()))]);
             }
         }
     }
-    let found = compare(spec, guests);
+    let found = compare_ranks(spec, joined);
     if !found.is_empty() {
         return Err(found);
     }
     let mut addresses = vec![String::new()];
-    for guest in guests.values() {
-        let ip = guest.card.address.as_deref().and_then(|a| a.parse().ok()).unwrap_or(guest.from.ip());
-        addresses.push(SocketAddr::new(ip, guest.card.port).to_string());
+    for guest in joined.values() {
+        let ip = guest.info.address.as_deref().and_then(|a| a.parse().ok()).unwrap_or(guest.address.ip());
+        addresses.push(SocketAddr::new(ip, guest.info.port).to_string());
     }
-    let table = Table { addresses, told: spec.tells.clone() };
-    let watch = Watch { stop: watch.stop, until: Instant::now() + LINK_LIMIT };
-    for (rank, guest) in guests.iter_mut() {
-        say(&mut *guest.stream, &Word::Table(table.clone()), watch.until).map_err(|e| left(*rank, &e))?;
+    let table = AddressTable { addresses, leader_payload: spec.leader_payload.clone() };
+    let wait = WaitLimit { stop: wait.stop, deadline: Instant::now() + LINK_LIMIT };
+    for (rank, guest) in joined.iter_mut() {
+        send_message(&mut *guest.stream, &RendezvousMessage::Table(table.clone()), wait.deadline)
+            .map_err(|e| peer_left_diagnostic(*rank, &e))?;
     }
     let master = SocketAddr::from(([0, 0, 0, 0], 0));
-    let made = links::make(spec, spec.session, &table, master, listener, &watch, note)?;
-    for (rank, guest) in guests.iter_mut() {
-        match hear(&mut *guest.stream, watch.until, Some(watch.stop)) {
-            Ok(Word::Linked) => {}
-            Ok(Word::Refused(said)) => return Err(said.into_iter().map(Said::into_diagnostic).collect()),
-            Ok(_) => return Err(left(*rank, &ErrorKind::InvalidData.into())),
-            Err(e) => return Err(left(*rank, &e)),
+    let open_links = links::open_links(spec, spec.session, &table, master, listener, &wait, note)?;
+    for (rank, guest) in joined.iter_mut() {
+        match receive_message(&mut *guest.stream, wait.deadline, Some(wait.stop)) {
+            Ok(RendezvousMessage::Linked) => {}
+            Ok(RendezvousMessage::Refused(said)) => {
+                return Err(said.into_iter().map(WireDiagnostic::into_diagnostic).collect());
+            }
+            Ok(_) => return Err(peer_left_diagnostic(*rank, &ErrorKind::InvalidData.into())),
+            Err(e) => return Err(peer_left_diagnostic(*rank, &e)),
         }
     }
     ready()?;
-    for (rank, guest) in guests.iter_mut() {
-        say(&mut *guest.stream, &Word::Go, watch.until).map_err(|e| left(*rank, &e))?;
+    for (rank, guest) in joined.iter_mut() {
+        send_message(&mut *guest.stream, &RendezvousMessage::Start, wait.deadline)
+            .map_err(|e| peer_left_diagnostic(*rank, &e))?;
     }
-    Ok((made, table))
+    Ok((open_links, table))
 }
 
-fn left(rank: u32, e: &std::io::Error) -> Diagnostics {
+fn peer_left_diagnostic(rank: u32, e: &std::io::Error) -> Diagnostics {
     if e.kind() == ErrorKind::Interrupted {
-        return vec![stopped(&format!("rank {rank}"))];
+        return vec![stopped_diagnostic(&format!("rank {rank}"))];
     }
     vec![
-        Diagnostic::error(&T0758, format!("rank {rank} left before all ranks had met"))
-            .at(format!("rank {rank}"), e.to_string())
-            .hint(format!("rank {rank}'s terminal says why")),
+        Diagnostic::error(&T0758, format!("rank {rank} left before all ranks had joined"))
+            .with_label(format!("rank {rank}"), e.to_string())
+            .with_hint(format!("the output of rank {rank} shows the reason")),
     ]
 }
 
-/// A proved rank is taken in, or shows that the run cannot be.
-fn welcome(
-    spec: &Rendezvous,
-    guests: &mut BTreeMap<u32, Guest>,
+/// Admits an authenticated rank, or fails the rendezvous if its claim contradicts the run.
+fn admit_rank(
+    spec: &RendezvousSpec,
+    joined: &mut BTreeMap<u32, JoinedPeer>,
     from: SocketAddr,
-    (proved, card): (Proved, Card),
+    (proved, card): (AuthenticatedPeer, RankInfo),
 ) -> Result<(), Diagnostics> {
-    let Claim { rank, world, .. } = proved.claim;
-    let refuse = |mut stream: Box<dyn Stream>, d: Diagnostic| {
-        let _ = say(&mut *stream, &Word::Refused(vec![Said::of(&d)]), handshake_until());
+    let Claim { rank, world_size: world, .. } = proved.claim;
+    let refuse = |mut stream: Box<dyn ByteStream>, d: Diagnostic| {
+        let _ = send_message(
+            &mut *stream,
+            &RendezvousMessage::Refused(vec![WireDiagnostic::from_diagnostic(&d)]),
+            handshake_deadline(),
+        );
         Err(vec![d])
     };
-    if world != spec.world {
-        let d = Diagnostic::error(&T0757, format!("rank {rank} at {from} counts another number of ranks"))
-            .at("rank 0", format!("WORLD_SIZE {}", spec.world))
-            .at(format!("rank {rank}"), format!("WORLD_SIZE {world}"))
-            .hint("start every rank with the same WORLD_SIZE");
+    if world != spec.world_size {
+        let d = Diagnostic::error(&T0757, format!("rank {rank} at {from} has another world size"))
+            .with_label("rank 0", format!("WORLD_SIZE {}", spec.world_size))
+            .with_label(format!("rank {rank}"), format!("WORLD_SIZE {world}"))
+            .with_hint("start every rank with the same WORLD_SIZE");
         return refuse(proved.stream, d);
     }
     let taken = if rank == 0 {
         Some("this process".to_string())
     } else {
-        guests.get(&rank).map(|g| g.from.to_string())
+        joined.get(&rank).map(|g| g.address.to_string())
     };
-    if rank >= spec.world || taken.is_some() {
+    if rank >= spec.world_size || taken.is_some() {
         let d = match taken {
             Some(other) => {
-                Diagnostic::error(&T0757, format!("two processes call themselves rank {rank} of {world}"))
-                    .at("first", other)
-                    .at("second", from.to_string())
+                Diagnostic::error(&T0757, format!("two processes claim to be rank {rank} of {world}"))
+                    .with_label("first", other)
+                    .with_label("second", from.to_string())
             }
             None => {
-                Diagnostic::error(&T0757, format!("a process at {from} calls itself rank {rank} of {world}"))
-                    .at("allowed", format!("ranks 0 to {}", spec.world - 1))
+                Diagnostic::error(&T0757, format!("a process at {from} claims to be rank {rank} of {world}"))
+                    .with_label("allowed", format!("ranks 0 to {}", spec.world_size - 1))
             }
         };
-        return refuse(proved.stream, d.hint("give every process a RANK of its own, counted from 0"));
+        return refuse(proved.stream, d.with_hint("give every process its own RANK, counted from 0"));
     }
-    guests.insert(rank, Guest { stream: proved.stream, card, from });
+    joined.insert(rank, JoinedPeer { stream: proved.stream, info: card, address: from });
     Ok(())
 }
 
-/// A rank that waits says nothing; if it does, or its stream ends, it is gone.
-fn still_here(guests: &mut BTreeMap<u32, Guest>) -> Result<(), Diagnostics> {
-    for (rank, guest) in guests {
+/// Checks that every joined rank is still connected. A waiting rank sends nothing, so any input or
+/// the end of the stream means that it has left.
+fn check_connected(joined: &mut BTreeMap<u32, JoinedPeer>) -> Result<(), Diagnostics> {
+    for (rank, guest) in joined {
         match guest.stream.read(&mut [0]) {
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
-            Err(e) => return Err(left(*rank, &e)),
-            Ok(_) => return Err(left(*rank, &ErrorKind::UnexpectedEof.into())),
+            Err(e) => return Err(peer_left_diagnostic(*rank, &e)),
+            Ok(_) => return Err(peer_left_diagnostic(*rank, &ErrorKind::UnexpectedEof.into())),
         }
     }
     Ok(())
 }
 
-/// What ranks hold differently, each as a key with its values and who holds them.
-fn compare(spec: &Rendezvous, guests: &BTreeMap<u32, Guest>) -> Diagnostics {
-    let own = spec.card(0);
-    let cards: Vec<(u32, &Card)> =
-        std::iter::once((0, &own)).chain(guests.iter().map(|(r, g)| (*r, &g.card))).collect();
+/// Compares the ranks' values and returns one diagnostic per differing key, with its values and the
+/// ranks that hold them.
+fn compare_ranks(spec: &RendezvousSpec, joined: &BTreeMap<u32, JoinedPeer>) -> Diagnostics {
+    let own = spec.make_info(0);
+    let cards: Vec<(u32, &RankInfo)> =
+        std::iter::once((0, &own)).chain(joined.iter().map(|(r, g)| (*r, &g.info))).collect();
     let mut keys: Vec<&str> = Vec::new();
     for (_, card) in &cards {
-        for (key, _) in &card.facts {
+        for (key, _) in &card.parity_values {
             if !keys.contains(&key.as_str()) {
                 keys.push(key);
             }
         }
     }
-    let fact = |card: &Card, key: &str| {
-        card.facts.iter().find(|(k, _)| k == key).map_or("not set".to_string(), |(_, v)| v.clone())
+    let fact = |card: &RankInfo, key: &str| {
+        card.parity_values.iter().find(|(k, _)| k == key).map_or("not set".to_string(), |(_, v)| v.clone())
     };
     let mut found = Vec::new();
-    let mut judge = |code, key: &str, value: &dyn Fn(&Card) -> String| {
-        let mut by: BTreeMap<String, Vec<u32>> = BTreeMap::new();
+    let mut compare_key = |code, key: &str, value: &dyn Fn(&RankInfo) -> String| {
+        let mut ranks_by_value: BTreeMap<String, Vec<u32>> = BTreeMap::new();
         for (rank, card) in &cards {
-            by.entry(value(card)).or_default().push(*rank);
+            ranks_by_value.entry(value(card)).or_default().push(*rank);
         }
-        if by.len() > 1 {
+        if ranks_by_value.len() > 1 {
             let d = Diagnostic::error(code, format!("ranks hold different values of `{key}`"));
-            let d = by.iter().fold(d, |d, (value, ranks)| {
+            let d = ranks_by_value.iter().fold(d, |d, (value, ranks)| {
                 let who = if ranks.len() == 1 { "rank" } else { "ranks" };
-                d.at(format!("{who} {}", list(ranks.iter().copied())), value.clone())
+                d.with_label(format!("{who} {}", format_ranks(ranks.iter().copied())), value.clone())
             });
-            found.push(d.hint("start every rank with the same plan, options and build"));
+            found.push(d.with_hint("start every rank with the same plan, options and build"));
         }
     };
     for key in keys {
-        judge(&T0740, key, &|card| fact(card, key));
+        compare_key(&T0740, key, &|card| fact(card, key));
     }
-    judge(&T0757, "groups", &|card| card.lanes.clone());
+    compare_key(&T0757, "groups", &|card| card.communicators_digest.clone());
     found
 }
 
-/// Takes connections, each through its handshake on a thread of its own, so that a slow stranger keeps nobody out.
-struct Door<'a> {
+/// Accepts connections and runs each handshake on its own thread, so that a slow stranger cannot
+/// block the ranks.
+struct HandshakePool<'a> {
     listener: &'a TcpListener,
     credentials: Credentials,
-    mine: Claim,
+    own_claim: Claim,
     pending: Arc<AtomicUsize>,
-    tell: std::sync::mpsc::SyncSender<Came>,
-    came: Receiver<Came>,
+    sender: std::sync::mpsc::SyncSender<HandshakeOutcome>,
+    outcomes: Receiver<HandshakeOutcome>,
 }
 
-type Came = Result<(SocketAddr, (Proved, Card)), Diagnostic>;
+type HandshakeOutcome = Result<(SocketAddr, (AuthenticatedPeer, RankInfo)), Diagnostic>;
 
-impl Door<'_> {
-    fn new(listener: &TcpListener, credentials: Credentials, mine: Claim) -> Door<'_> {
-        let (tell, came) = sync_channel(MAX_PENDING);
-        Door { listener, credentials, mine, pending: Arc::default(), tell, came }
+impl HandshakePool<'_> {
+    fn new(listener: &TcpListener, credentials: Credentials, own_claim: Claim) -> HandshakePool<'_> {
+        let (sender, outcomes) = sync_channel(MAX_HANDSHAKES);
+        HandshakePool { listener, credentials, own_claim, pending: Arc::default(), sender, outcomes }
     }
 
-    fn next(&mut self) -> Option<Came> {
-        if self.pending.load(Ordering::Relaxed) < MAX_PENDING
+    fn poll_next(&mut self) -> Option<HandshakeOutcome> {
+        if self.pending.load(Ordering::Relaxed) < MAX_HANDSHAKES
             && let Ok((stream, from)) = self.listener.accept()
         {
-            let (credentials, mine, tell) = (self.credentials.clone(), self.mine, self.tell.clone());
+            let (credentials, mine, tell) = (self.credentials.clone(), self.own_claim, self.sender.clone());
             let pending = Arc::clone(&self.pending);
             pending.fetch_add(1, Ordering::Relaxed);
             let spawned = std::thread::Builder::new().name("handshake".into()).spawn(move || {
-                let came = shake(stream, &credentials, &mine).map(|guest| (from, guest));
+                let came = accept_rank(stream, &credentials, &mine).map(|guest| (from, guest));
                 pending.fetch_sub(1, Ordering::Relaxed);
                 let _ = tell.send(came);
             });
@@ -272,28 +296,28 @@ impl Door<'_> {
                 self.pending.fetch_sub(1, Ordering::Relaxed);
             }
         }
-        self.came.try_recv().ok()
+        self.outcomes.try_recv().ok()
     }
 }
 
-fn shake(
+fn accept_rank(
     stream: std::net::TcpStream,
     credentials: &Credentials,
     mine: &Claim,
-) -> Result<(Proved, Card), Diagnostic> {
+) -> Result<(AuthenticatedPeer, RankInfo), Diagnostic> {
     let from = stream.peer_addr().map_or("an unknown address".into(), |a| a.to_string());
     let broken = |e: std::io::Error| {
-        Diagnostic::error(&T0758, format!("a process at {from} did not say where it listens"))
-            .at(from.clone(), e.to_string())
+        Diagnostic::error(&T0758, format!("a process at {from} did not send its address"))
+            .with_label(from.clone(), e.to_string())
     };
-    secure::tune(&stream, CUT_LIMIT).map_err(broken)?;
-    let until = handshake_until();
-    let mut proved = secure::accept(stream, credentials, mine, until)?;
-    if proved.claim.purpose != Purpose::Join {
+    secure::tune_socket(&stream, UNREACHABLE_LIMIT).map_err(broken)?;
+    let until = handshake_deadline();
+    let mut proved = secure::accept_peer(stream, credentials, mine, until)?;
+    if proved.claim.purpose != ConnectionPurpose::Join {
         return Err(broken(ErrorKind::InvalidData.into()));
     }
-    match hear(&mut *proved.stream, until, None::<&Interrupt>) {
-        Ok(Word::Card(card)) => Ok((proved, card)),
+    match receive_message(&mut *proved.stream, until, None::<&StopHandle>) {
+        Ok(RendezvousMessage::Info(card)) => Ok((proved, card)),
         Ok(_) => Err(broken(ErrorKind::InvalidData.into())),
         Err(e) => Err(broken(e)),
     }

@@ -1,38 +1,41 @@
-//! Records: 4 bytes of length, 16 of a keyed hash over the record's number, its length and its bytes, then the bytes.
+//! The record layer: 4 bytes of length, then 16 bytes of a keyed hash over the record's number,
+//! length and bytes, then the bytes.
 
 use std::io::{Error, ErrorKind, Result};
 use std::os::fd::BorrowedFd;
 
-use super::hello::Keys;
-use crate::driver::stream::Stream;
+use super::hello::RecordKeys;
+use crate::driver::byte_stream::ByteStream;
 
-/// Most bytes in one record.
+/// Maximum bytes in one record.
 pub const RECORD_BYTES: usize = 64 << 10;
 const TAG_BYTES: usize = 16;
 const HEAD_BYTES: usize = 4 + TAG_BYTES;
 
-/// A stream under another one, in records that only the other side can have made, in the order in which it made them.
-pub struct Records<S> {
-    under: S,
-    out: Direction,
-    into: Direction,
-    /// A record on its way out, and how much of it left.
-    leaving: Vec<u8>,
-    left: usize,
-    /// What arrived of a record, and how much of its bytes was taken once it was whole.
-    arriving: Vec<u8>,
-    have: usize,
-    taken: Option<usize>,
+/// A stream that wraps another one in authenticated records: only the other side can have created
+/// them, in this order.
+pub struct RecordStream<S> {
+    inner: S,
+    send_mac: RecordMac,
+    receive_mac: RecordMac,
+    /// The outgoing record, and how many of its bytes were written.
+    outgoing: Vec<u8>,
+    written: usize,
+    /// The incoming record, how many of its bytes arrived, and how many were consumed once it was
+    /// complete.
+    incoming: Vec<u8>,
+    received: usize,
+    consumed: Option<usize>,
 }
 
-struct Direction {
+struct RecordMac {
     key: [u8; 32],
     count: u64,
 }
 
-impl Direction {
-    /// The tag of the next record.
-    fn tag(&mut self, bytes: &[u8]) -> [u8; TAG_BYTES] {
+impl RecordMac {
+    /// Returns the tag of the next record.
+    fn next_tag(&mut self, bytes: &[u8]) -> [u8; TAG_BYTES] {
         let mut hash = blake3::Hasher::new_keyed(&self.key);
         hash.update(&self.count.to_le_bytes());
         hash.update(&(bytes.len() as u32).to_le_bytes());
@@ -44,124 +47,126 @@ impl Direction {
     }
 }
 
-impl<S: Stream> Records<S> {
-    pub(super) fn new(under: S, keys: Keys) -> Records<S> {
-        Records {
-            under,
-            out: Direction { key: keys.out, count: 0 },
-            into: Direction { key: keys.into, count: 0 },
-            leaving: Vec::new(),
-            left: 0,
-            arriving: vec![0; HEAD_BYTES + RECORD_BYTES],
-            have: 0,
-            taken: None,
+impl<S: ByteStream> RecordStream<S> {
+    pub(super) fn new(inner: S, keys: RecordKeys) -> RecordStream<S> {
+        RecordStream {
+            inner,
+            send_mac: RecordMac { key: keys.send, count: 0 },
+            receive_mac: RecordMac { key: keys.receive, count: 0 },
+            outgoing: Vec::new(),
+            written: 0,
+            incoming: vec![0; HEAD_BYTES + RECORD_BYTES],
+            received: 0,
+            consumed: None,
         }
     }
 
-    /// Records over a stream whose keys are all zero, for programs that look for bytes it should not take.
-    pub fn unkeyed(under: S) -> Records<S> {
-        Records::new(under, Keys { out: [0; 32], into: [0; 32] })
+    /// Wraps a stream with all-zero keys, for fuzzers that look for input that the record layer
+    /// must reject.
+    pub fn with_zero_keys(under: S) -> RecordStream<S> {
+        RecordStream::new(under, RecordKeys { send: [0; 32], receive: [0; 32] })
     }
 
-    fn length(&self) -> Result<usize> {
-        let a = &self.arriving;
+    fn record_length(&self) -> Result<usize> {
+        let a = &self.incoming;
         let bytes = u32::from_le_bytes([a[0], a[1], a[2], a[3]]) as usize;
-        // An empty record would be an end of the stream that nobody meant.
-        if (1..=RECORD_BYTES).contains(&bytes) { Ok(bytes) } else { Err(broken()) }
+        // An empty record would look like the end of the stream.
+        if (1..=RECORD_BYTES).contains(&bytes) { Ok(bytes) } else { Err(forged_record_error()) }
     }
 
-    fn give(&mut self, at: usize, into: &mut [u8]) -> Result<usize> {
-        let whole = self.length()?;
+    fn copy_plaintext(&mut self, at: usize, into: &mut [u8]) -> Result<usize> {
+        let whole = self.record_length()?;
         let n = into.len().min(whole - at);
-        into[..n].copy_from_slice(&self.arriving[HEAD_BYTES + at..HEAD_BYTES + at + n]);
-        self.taken = (at + n < whole).then_some(at + n);
-        if self.taken.is_none() {
-            self.have = 0;
+        into[..n].copy_from_slice(&self.incoming[HEAD_BYTES + at..HEAD_BYTES + at + n]);
+        self.consumed = (at + n < whole).then_some(at + n);
+        if self.consumed.is_none() {
+            self.received = 0;
         }
         Ok(n)
     }
 
-    fn push(&mut self) -> Result<()> {
-        while self.left < self.leaving.len() {
-            match self.under.write(&self.leaving[self.left..])? {
+    fn write_outgoing(&mut self) -> Result<()> {
+        while self.written < self.outgoing.len() {
+            match self.inner.write(&self.outgoing[self.written..])? {
                 0 => return Err(ErrorKind::WouldBlock.into()),
-                n => self.left += n,
+                n => self.written += n,
             }
         }
         Ok(())
     }
 }
 
-impl<S: Stream> Stream for Records<S> {
+impl<S: ByteStream> ByteStream for RecordStream<S> {
     fn read(&mut self, into: &mut [u8]) -> Result<usize> {
         if into.is_empty() {
             return Ok(0);
         }
-        if let Some(at) = self.taken {
-            return self.give(at, into);
+        if let Some(at) = self.consumed {
+            return self.copy_plaintext(at, into);
         }
         loop {
-            let want = if self.have < HEAD_BYTES { HEAD_BYTES } else { HEAD_BYTES + self.length()? };
-            if self.have == want && want > HEAD_BYTES {
+            let want =
+                if self.received < HEAD_BYTES { HEAD_BYTES } else { HEAD_BYTES + self.record_length()? };
+            if self.received == want && want > HEAD_BYTES {
                 break;
             }
-            match self.under.read(&mut self.arriving[self.have..want])? {
-                0 if self.have == 0 => return Ok(0),
+            match self.inner.read(&mut self.incoming[self.received..want])? {
+                0 if self.received == 0 => return Ok(0),
                 0 => return Err(ErrorKind::UnexpectedEof.into()),
-                n => self.have += n,
+                n => self.received += n,
             }
         }
-        let tag = self.into.tag(&self.arriving[HEAD_BYTES..self.have]);
+        let tag = self.receive_mac.next_tag(&self.incoming[HEAD_BYTES..self.received]);
         let mut differ = 0;
-        for (a, b) in tag.iter().zip(&self.arriving[4..HEAD_BYTES]) {
+        for (a, b) in tag.iter().zip(&self.incoming[4..HEAD_BYTES]) {
             differ |= a ^ b;
         }
         if std::hint::black_box(differ) != 0 {
-            return Err(broken());
+            return Err(forged_record_error());
         }
-        self.give(0, into)
+        self.copy_plaintext(0, into)
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<usize> {
-        self.push()?;
+        self.write_outgoing()?;
         let bytes = &bytes[..bytes.len().min(RECORD_BYTES)];
         if bytes.is_empty() {
             return Ok(0);
         }
-        self.leaving.clear();
-        self.left = 0;
-        let tag = self.out.tag(bytes);
-        self.leaving.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
-        self.leaving.extend_from_slice(&tag);
-        self.leaving.extend_from_slice(bytes);
-        match self.push() {
+        self.outgoing.clear();
+        self.written = 0;
+        let tag = self.send_mac.next_tag(bytes);
+        self.outgoing.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
+        self.outgoing.extend_from_slice(&tag);
+        self.outgoing.extend_from_slice(bytes);
+        match self.write_outgoing() {
             Ok(()) => Ok(bytes.len()),
-            // It is taken, and leaves by and by.
+            // The record is accepted; later calls write the rest of it.
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(bytes.len()),
             Err(e) => Err(e),
         }
     }
 
     fn flush(&mut self) -> Result<()> {
-        self.push()?;
-        self.under.flush()
+        self.write_outgoing()?;
+        self.inner.flush()
     }
 
     fn holds_input(&self) -> bool {
-        self.taken.is_some() || self.under.holds_input()
+        self.consumed.is_some() || self.inner.holds_input()
     }
 
     fn wants_write(&self) -> bool {
-        self.left < self.leaving.len() || self.under.wants_write()
+        self.written < self.outgoing.len() || self.inner.wants_write()
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        self.under.fd()
+        self.inner.fd()
     }
 }
 
-fn broken() -> Error {
-    Error::new(ErrorKind::InvalidData, "a record that the peer did not make")
+fn forged_record_error() -> Error {
+    Error::new(ErrorKind::InvalidData, "a record that the peer did not create")
 }
 
 #[cfg(test)]
@@ -171,27 +176,27 @@ mod tests {
 
     use super::*;
 
-    fn pair() -> (Records<UnixStream>, UnixStream) {
+    fn pair() -> (RecordStream<UnixStream>, UnixStream) {
         let (a, b) = UnixStream::pair().expect("a pair");
         a.set_nonblocking(true).expect("non-blocking");
         b.set_nonblocking(true).expect("non-blocking");
-        (Records::unkeyed(a), b)
+        (RecordStream::with_zero_keys(a), b)
     }
 
     #[test]
-    fn bytes_arrive_in_pieces_of_any_size() {
+    fn bytes_arrive_in_chunks_of_any_size() {
         let (mut a, b) = pair();
-        let mut b = Records::unkeyed(b);
+        let mut b = RecordStream::with_zero_keys(b);
         let sent: Vec<u8> = (0..1_000_003u32).map(|i| ((i * 31) >> 3) as u8).collect();
-        let (mut at, mut got, mut piece) = (0, Vec::<u8>::new(), 1);
+        let (mut at, mut got, mut chunk) = (0, Vec::<u8>::new(), 1);
         while got.len() < sent.len() {
-            piece = piece * 7 % 100_003;
-            let end = (at + piece).min(sent.len());
+            chunk = chunk * 7 % 100_003;
+            let end = (at + chunk).min(sent.len());
             match if at < end { a.write(&sent[at..end]) } else { a.flush().map(|()| 0) } {
                 Ok(n) => at += n,
                 Err(e) => assert_eq!(e.kind(), ErrorKind::WouldBlock),
             }
-            let mut into = vec![0; piece];
+            let mut into = vec![0; chunk];
             match b.read(&mut into) {
                 Ok(n) => got.extend(&into[..n]),
                 Err(e) => assert_eq!(e.kind(), ErrorKind::WouldBlock),
@@ -203,8 +208,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_changed_repeated_left_out_or_cut_is_not_read() {
-        let taken = |bend: &dyn Fn(&mut Vec<Vec<u8>>)| -> Result<Vec<u8>> {
+    fn modified_repeated_dropped_or_truncated_records_are_rejected() {
+        let read_mutated = |bend: &dyn Fn(&mut Vec<Vec<u8>>)| -> Result<Vec<u8>> {
             let (mut a, mut raw) = pair();
             let mut records = Vec::new();
             for text in [&b"one"[..], b"two", b"three"] {
@@ -226,9 +231,9 @@ mod tests {
                 }
             }
         };
-        assert_eq!(taken(&|_| {}).expect("whole"), b"onetwothree");
+        assert_eq!(read_mutated(&|_| {}).expect("whole"), b"onetwothree");
         type Bend<'a> = &'a dyn Fn(&mut Vec<Vec<u8>>);
-        let bends: [Bend<'_>; 6] = [
+        let mutations: [Bend<'_>; 6] = [
             &|r| r[1][HEAD_BYTES] ^= 1,
             &|r| r[1][0] ^= 1,
             &|r| r[1][3] = 1,
@@ -236,8 +241,8 @@ mod tests {
             &|r| drop(r.remove(1)),
             &|r| r[2].truncate(22),
         ];
-        for (i, bend) in bends.into_iter().enumerate() {
-            assert!(taken(bend).is_err(), "bend {i}");
+        for (i, bend) in mutations.into_iter().enumerate() {
+            assert!(read_mutated(bend).is_err(), "bend {i}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! TLS 1.3 on both sides by certificates of the run's own authority.
+//! TLS 1.3 with certificates on both sides, issued by the run's own authority.
 
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
@@ -19,29 +19,34 @@ use rustls::{
 };
 use tessera_base::Diagnostic;
 
-use super::{Side, ready};
-use crate::driver::stream::Stream;
+use super::{HandshakeSide, wait_ready};
+use crate::driver::byte_stream::ByteStream;
 use crate::tripwire::T0756;
 
-/// A rank's certificate and the authority that it believes.
+/// A rank's certificate and the authority that it trusts.
 #[derive(Debug, Clone)]
-pub struct Tls {
+pub struct TlsConfig {
     client: Arc<ClientConfig>,
     server: Arc<ServerConfig>,
 }
 
-impl Tls {
-    /// From the contents of PEM files: this rank's certificate with what leads to the authority, its key, and the
-    /// certificates of the authority. Every certificate of the authority belongs to the run, whatever name is in it.
+impl TlsConfig {
+    /// Builds the configuration from the contents of PEM files: this rank's certificate with the
+    /// chain to the authority, its key, and the certificates of the authority. Every certificate of
+    /// the authority belongs to the run, whatever its name.
     ///
     /// # Errors
-    /// T0756 naming the file that does not do.
-    pub fn new(certificate: &[u8], key: &[u8], authority: &[u8]) -> std::result::Result<Tls, Diagnostic> {
+    /// T0756, which names the unusable file.
+    pub fn new(
+        certificate: &[u8],
+        key: &[u8],
+        authority: &[u8],
+    ) -> std::result::Result<TlsConfig, Diagnostic> {
         let refuse = |file: &str, why: String| {
             Diagnostic::error(&T0756, format!("the {file} cannot be used: {why}"))
-                .hint("PEM files are needed, as openssl writes them")
+                .with_hint("the files must be in PEM format, as openssl writes them")
         };
-        let many =
+        let read_certificates =
             |file: &str, pem: &[u8]| -> std::result::Result<Vec<CertificateDer<'static>>, Diagnostic> {
                 let read: std::result::Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
                 match read {
@@ -50,63 +55,65 @@ impl Tls {
                     Err(e) => Err(refuse(file, e.to_string())),
                 }
             };
-        let chain = many("certificate", certificate)?;
+        let chain = read_certificates("certificate", certificate)?;
         let mut roots = RootCertStore::empty();
-        for root in many("certificate of the authority", authority)? {
+        for root in read_certificates("certificate of the authority", authority)? {
             roots.add(root).map_err(|e| refuse("certificate of the authority", e.to_string()))?;
         }
         let roots = Arc::new(roots);
         let key = || PrivateKeyDer::from_pem_slice(key).map_err(|e| refuse("key", e.to_string()));
         let provider = Arc::new(ring::default_provider());
-        let together = |e: rustls::Error| refuse("key with its certificate", e.to_string());
-        let only = &[&version::TLS13];
-        let authority = Arc::new(Authority { roots: Arc::clone(&roots), provider: Arc::clone(&provider) });
+        let config_error = |e: rustls::Error| refuse("key with its certificate", e.to_string());
+        let versions = &[&version::TLS13];
+        let authority =
+            Arc::new(AuthorityVerifier { roots: Arc::clone(&roots), provider: Arc::clone(&provider) });
         let mut client = ClientConfig::builder_with_provider(Arc::clone(&provider))
-            .with_protocol_versions(only)
-            .map_err(together)?
+            .with_protocol_versions(versions)
+            .map_err(config_error)?
             .dangerous()
             .with_custom_certificate_verifier(authority)
             .with_client_auth_cert(chain.clone(), key()?)
-            .map_err(together)?;
+            .map_err(config_error)?;
         client.enable_sni = false;
         client.resumption = rustls::client::Resumption::disabled();
-        let peers = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider))
+        let client_verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider))
             .build()
             .map_err(|e| refuse("certificate of the authority", e.to_string()))?;
         let mut server = ServerConfig::builder_with_provider(provider)
-            .with_protocol_versions(only)
-            .map_err(together)?
-            .with_client_cert_verifier(peers)
+            .with_protocol_versions(versions)
+            .map_err(config_error)?
+            .with_client_cert_verifier(client_verifier)
             .with_single_cert(chain, key()?)
-            .map_err(together)?;
+            .map_err(config_error)?;
         server.send_tls13_tickets = 0;
-        Ok(Tls { client: Arc::new(client), server: Arc::new(server) })
+        Ok(TlsConfig { client: Arc::new(client), server: Arc::new(server) })
     }
 
-    pub(super) fn over(&self, socket: TcpStream, side: Side) -> Result<Session> {
+    pub(super) fn open_session(&self, socket: TcpStream, side: HandshakeSide) -> Result<TlsSession> {
         let connection = match side {
-            Side::Connects => {
+            HandshakeSide::Connector => {
                 let name = ServerName::try_from("tessera").map_err(Error::other)?;
                 let client = ClientConnection::new(Arc::clone(&self.client), name).map_err(Error::other)?;
                 Connection::Client(client)
             }
-            Side::Accepts => {
+            HandshakeSide::Acceptor => {
                 let server = ServerConnection::new(Arc::clone(&self.server)).map_err(Error::other)?;
                 Connection::Server(server)
             }
         };
-        Ok(Session { connection, socket, full: false })
+        Ok(TlsSession { connection, socket, may_hold_input: false })
     }
 }
 
-/// A peer's certificate must come from the authority; ranks have no names that could be compared with an address.
+/// Verifies that a peer's certificate was issued by the authority. The name is not checked, because
+/// ranks have no names to compare with an address.
 #[derive(Debug)]
-struct Authority {
+struct AuthorityVerifier {
     roots: Arc<RootCertStore>,
     provider: Arc<CryptoProvider>,
 }
 
-impl ServerCertVerifier for Authority {
+impl ServerCertVerifier for AuthorityVerifier {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -127,7 +134,7 @@ impl ServerCertVerifier for Authority {
         _: &CertificateDer<'_>,
         _: &DigitallySignedStruct,
     ) -> std::result::Result<HandshakeSignatureValid, rustls::Error> {
-        Err(rustls::Error::General("only TLS 1.3 is spoken here".into()))
+        Err(rustls::Error::General("only TLS 1.3 is supported".into()))
     }
 
     fn verify_tls13_signature(
@@ -145,21 +152,21 @@ impl ServerCertVerifier for Authority {
     }
 }
 
-/// A TLS session over a socket that never blocks.
-pub(super) struct Session {
+/// A TLS session over a non-blocking socket.
+pub(super) struct TlsSession {
     connection: Connection,
     socket: TcpStream,
-    /// Whether the last read filled all it was given, so that more may lie here.
-    full: bool,
+    /// Whether the last read filled its whole buffer, so that more plaintext may be buffered here.
+    may_hold_input: bool,
 }
 
-impl Session {
-    pub(super) fn shake_hands(&mut self, until: Instant) -> Result<()> {
+impl TlsSession {
+    pub(super) fn complete_handshake(&mut self, deadline: Instant) -> Result<()> {
         while self.connection.is_handshaking() || self.connection.wants_write() {
             match self.flush() {
                 Ok(()) => {}
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {
-                    ready(self.socket.as_fd(), PollFlags::OUT, until)?;
+                    wait_ready(self.socket.as_fd(), PollFlags::OUT, deadline)?;
                     continue;
                 }
                 Err(e) => return Err(e),
@@ -167,11 +174,11 @@ impl Session {
             if !self.connection.is_handshaking() {
                 break;
             }
-            match self.take_in() {
+            match self.read_packets() {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(_) => {}
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {
-                    ready(self.socket.as_fd(), PollFlags::IN, until)?;
+                    wait_ready(self.socket.as_fd(), PollFlags::IN, deadline)?;
                 }
                 Err(e) => return Err(e),
             }
@@ -179,17 +186,17 @@ impl Session {
         Ok(())
     }
 
-    /// A secret of this session and of no other.
-    pub(super) fn bound(&self) -> Result<[u8; 32]> {
+    /// Returns a secret that only this session's two ends know.
+    pub(super) fn export_channel_binding(&self) -> Result<[u8; 32]> {
         let label = b"EXPERIMENTAL-tessera-run";
         self.connection.export_keying_material([0; 32], label, None).map_err(Error::other)
     }
 
-    /// Takes bytes from the socket into the session; 0 at their end.
-    fn take_in(&mut self) -> Result<usize> {
+    /// Reads bytes from the socket into the session; returns 0 at the end of the stream.
+    fn read_packets(&mut self) -> Result<usize> {
         let n = self.connection.read_tls(&mut self.socket)?;
         if let Err(e) = self.connection.process_new_packets() {
-            // The peer is told why, as far as TLS tells anybody.
+            // Sends the TLS alert, which gives the peer as much of the reason as TLS allows.
             let _ = self.connection.write_tls(&mut self.socket);
             return Err(Error::new(ErrorKind::InvalidData, e));
         }
@@ -197,19 +204,19 @@ impl Session {
     }
 }
 
-impl Stream for Session {
+impl ByteStream for TlsSession {
     fn read(&mut self, into: &mut [u8]) -> Result<usize> {
         loop {
             match self.connection.reader().read(into) {
                 Ok(n) => {
-                    self.full = n > 0 && n == into.len();
+                    self.may_hold_input = n > 0 && n == into.len();
                     return Ok(n);
                 }
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {}
                 Err(e) => return Err(e),
             }
-            self.full = false;
-            self.take_in()?;
+            self.may_hold_input = false;
+            self.read_packets()?;
         }
     }
 
@@ -237,7 +244,7 @@ impl Stream for Session {
     }
 
     fn holds_input(&self) -> bool {
-        self.full
+        self.may_hold_input
     }
 
     fn wants_write(&self) -> bool {

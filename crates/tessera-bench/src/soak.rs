@@ -1,0 +1,384 @@
+//! Soak test: checks whether memory, descriptors, threads, queues or bounded files grow in a long
+//! run.
+//!
+//! All observations come from outside: from `/proc`, from the run's folder and from its record. The
+//! first chunks fill caches, buffers and the allocator's pools; the slopes exclude them.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use serde_json::{Value, json};
+
+use crate::process_list::{Process, ProcessUsage, find_ranks, new_run_tag};
+use crate::stats::{max_value, regression_slope, round_to_millis};
+use crate::stream_process::{StreamProcess, StreamTarget};
+use crate::{BenchResult, OutputArgs};
+
+/// Stream many chunks and report what grows
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    target: StreamTarget,
+
+    /// Mesh, such as tp=2
+    #[arg(long, default_value = "tp=2")]
+    mesh: String,
+
+    /// Control topology of the run
+    #[arg(long, default_value = "mesh")]
+    topology: String,
+
+    /// Number of chunks to stream
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    chunks: u32,
+
+    /// Number of chunks before the slopes begin
+    #[arg(long, value_name = "N", default_value_t = 1000)]
+    warm_up: u32,
+
+    /// Stream a copy of the model with these denoise steps, such as 1000,500
+    #[arg(long, value_name = "LIST")]
+    steps: Option<String>,
+
+    #[command(flatten)]
+    pub output: OutputArgs,
+}
+
+/// Polling interval of the processes.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// Polling interval after the last chunk, while the launcher writes the files that it derives from
+/// the record.
+const CLOSING_POLL_INTERVAL: Duration = Duration::from_millis(3);
+/// Growth of resident memory that exceeds noise, in KiB per 1,000 chunks.
+const LIMIT_KIB: f64 = 64.0;
+/// Maximum share of the period that digests may take.
+const LIMIT_DIGEST_SHARE: f64 = 0.01;
+
+/// Pairs of chunk number and value.
+type SeriesPoints = Vec<(f64, f64)>;
+
+/// Observations of one process.
+#[derive(Default)]
+struct ProcessSeries {
+    rss_kib: SeriesPoints,
+    descriptors: SeriesPoints,
+    threads: SeriesPoints,
+    /// Resident memory after the last chunk, and the peak until the end.
+    before_close_kib: u64,
+    peak_kib: u64,
+    cpu_s: f64,
+}
+
+/// Sums and series from the record, updated as it grows.
+#[derive(Default)]
+struct RecordSeries {
+    chunks: u32,
+    queue_in: SeriesPoints,
+    queue_out: SeriesPoints,
+    digest_ns: u64,
+    period_ns: u64,
+    idle_ns: u64,
+    pipelines: u32,
+}
+
+/// Runs the benchmark.
+pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
+    ensure!(
+        args.warm_up + 10 <= args.chunks,
+        "--chunks {}: no chunks are left after a warm-up of {}",
+        args.chunks,
+        args.warm_up
+    );
+    let dir = tempfile::tempdir()?;
+    let mut target = args.target.clone();
+    if let Some(steps) = &args.steps {
+        target.model = copy_model_with_steps(&target.model, steps, &dir.path().join("model"))?;
+    }
+    let argv = target.command_line(dir.path(), &args.mesh, &args.topology, args.chunks)?;
+    let begun = Instant::now();
+    let mut stream = StreamProcess::start(&argv, dir.path(), &new_run_tag(), &[])?;
+    let mut tail = stream.open_record();
+    let mut record = RecordSeries::default();
+    let mut processes: BTreeMap<String, Process> = BTreeMap::new();
+    let mut process_series: BTreeMap<String, ProcessSeries> = BTreeMap::new();
+    let mut files: BTreeMap<String, SeriesPoints> = BTreeMap::new();
+    let mut streamed_s = 0.0;
+    while stream.try_reap().is_none() {
+        for line in tail.read()? {
+            record.add_line(&line);
+        }
+        if processes.is_empty() && record.chunks > 0 {
+            processes.extend(stream.launcher_process().map(|p| ("launcher".to_string(), p)));
+            let ranks = find_ranks(stream.launcher_pid(), &stream.tag);
+            processes.extend(ranks.into_iter().map(|(rank, p)| (format!("rank {rank}"), p)));
+        }
+        let closing = record.chunks >= args.chunks;
+        for (name, process) in &processes {
+            if let Some(usage) = ProcessUsage::read(*process) {
+                process_series.entry(name.clone()).or_default().add_usage(record.chunks, usage, closing);
+            }
+        }
+        if !closing {
+            streamed_s = begun.elapsed().as_secs_f64();
+            for (name, bytes) in file_sizes(&dir.path().join("run")) {
+                files.entry(name).or_default().push((f64::from(record.chunks), bytes as f64));
+            }
+        }
+        std::thread::sleep(if closing { CLOSING_POLL_INTERVAL } else { POLL_INTERVAL });
+    }
+    for line in tail.read()? {
+        record.add_line(&line);
+    }
+    let result = stream
+        .printed_result()
+        .with_context(|| format!("the stream printed no result: {}", stream.output_text()))?;
+    if result["failure"] != Value::Null || record.chunks != args.chunks {
+        bail!("the stream ended with {} chunks: {}", record.chunks, stream.output_text());
+    }
+    for (name, bytes) in file_sizes(&dir.path().join("run")) {
+        files.entry(name).or_default().push((f64::from(args.chunks), bytes as f64));
+    }
+    Ok(build_report(args, &record, &process_series, &files, streamed_s, begun.elapsed().as_secs_f64()))
+}
+
+impl RecordSeries {
+    fn add_line(&mut self, line: &Value) {
+        if line["kind"] != "chunk" {
+            return;
+        }
+        self.chunks += 1;
+        let at = f64::from(self.chunks);
+        self.queue_in.push((at, line["queue_in"].as_f64().unwrap_or(0.0)));
+        self.queue_out.push((at, line["queue_out"].as_f64().unwrap_or(0.0)));
+        let pipeline = &line["pipeline"];
+        if pipeline.is_object() {
+            let ns = |key: &str| pipeline[key].as_u64().unwrap_or(0);
+            self.pipelines += 1;
+            self.digest_ns += ns("digest_ns");
+            self.period_ns += ns("period_ns");
+            self.idle_ns += ns("idle_ns");
+        }
+    }
+
+    fn digest_share(&self) -> Option<f64> {
+        (self.period_ns > 0).then(|| self.digest_ns as f64 / self.period_ns as f64)
+    }
+}
+
+impl ProcessSeries {
+    fn add_usage(&mut self, chunks: u32, usage: ProcessUsage, closing: bool) {
+        self.peak_kib = self.peak_kib.max(usage.peak_kib);
+        self.cpu_s = usage.cpu_s;
+        if closing {
+            return;
+        }
+        let at = f64::from(chunks);
+        self.rss_kib.push((at, usage.rss_kib as f64));
+        self.descriptors.push((at, usage.descriptors as f64));
+        self.threads.push((at, usage.threads as f64));
+        self.before_close_kib = usage.rss_kib;
+    }
+}
+
+/// Growth of a value after the warm-up: slope per 1,000 chunks, first value and maximum.
+struct SeriesGrowth {
+    slope: f64,
+    first: f64,
+    max: f64,
+}
+
+impl SeriesGrowth {
+    fn after_warm_up(points: &SeriesPoints, warm: u32) -> SeriesGrowth {
+        let steady: SeriesPoints = points.iter().copied().filter(|(x, _)| *x >= f64::from(warm)).collect();
+        let values: Vec<f64> = steady.iter().map(|(_, y)| *y).collect();
+        SeriesGrowth {
+            slope: regression_slope(&steady) * 1000.0,
+            first: values.first().copied().unwrap_or(0.0),
+            max: max_value(&values),
+        }
+    }
+
+    fn to_json(&self) -> Value {
+        json!({"slope_per_1000": round_to_millis(self.slope), "after_warm_up": self.first, "max": self.max})
+    }
+}
+
+fn build_report(
+    args: &Args,
+    record: &RecordSeries,
+    process_series: &BTreeMap<String, ProcessSeries>,
+    files: &BTreeMap<String, SeriesPoints>,
+    streamed_s: f64,
+    total_s: f64,
+) -> BenchResult {
+    let mut text = format!(
+        "{} chunks in {streamed_s:.1} s, closed in {:.1} s; slopes over chunks {} to {}\n",
+        record.chunks,
+        total_s - streamed_s,
+        args.warm_up,
+        args.chunks
+    );
+    let _ = writeln!(
+        text,
+        "{:<10} {:>26} {:>17} {:>17} {:>22}",
+        "", "memory KiB, per 1,000", "descriptors, max", "threads, max", "peak at the end KiB"
+    );
+    let mut processes = serde_json::Map::new();
+    let mut flat = true;
+    for (name, s) in process_series {
+        let [rss, descriptors, threads] =
+            [&s.rss_kib, &s.descriptors, &s.threads].map(|p| SeriesGrowth::after_warm_up(p, args.warm_up));
+        let grows =
+            rss.slope > LIMIT_KIB || descriptors.max > descriptors.first || threads.max > threads.first;
+        flat &= !grows;
+        let _ = writeln!(
+            text,
+            "{name:<10} {:>12.0} {:>+13.1} {:>10.0} {:>6.0} {:>10.0} {:>6.0} {:>22}{}",
+            rss.first,
+            rss.slope,
+            descriptors.first,
+            descriptors.max,
+            threads.first,
+            threads.max,
+            s.peak_kib,
+            if grows { "  grows" } else { "" }
+        );
+        processes.insert(
+            name.clone(),
+            json!({
+                "rss_kib": rss.to_json(),
+                "descriptors": descriptors.to_json(),
+                "threads": threads.to_json(),
+                "before_close_kib": s.before_close_kib,
+                "peak_kib": s.peak_kib,
+                "closing_kib_per_1000": round_to_millis(closing_kib_per_1000(s, record.chunks)),
+                "cpu_s": round_to_millis(s.cpu_s),
+                "grows": grows,
+            }),
+        );
+    }
+    let queues = [("in", &record.queue_in), ("out", &record.queue_out)].map(|(name, points)| {
+        let g = SeriesGrowth::after_warm_up(points, args.warm_up);
+        let _ = writeln!(text, "queue {name}: max {:.0}, slope {:+.3} per 1,000 chunks", g.max, g.slope);
+        g.to_json()
+    });
+    let mut sizes = serde_json::Map::new();
+    for (name, points) in files {
+        let g = SeriesGrowth::after_warm_up(points, args.warm_up);
+        let end = points.last().map_or(0.0, |(_, y)| *y);
+        let _ = writeln!(
+            text,
+            "{name}: {:.0} kB at the end, {:+.1} kB per 1,000 chunks",
+            end / 1e3,
+            g.slope / 1e3
+        );
+        let fields = json!({"bytes": end, "bytes_per_1000_chunks": round_to_millis(g.slope)});
+        sizes.insert(name.clone(), fields);
+    }
+    let share = record.digest_share();
+    let _ = match share {
+        Some(s) => {
+            write!(
+                text,
+                "digests take {:.3} % of the period (limit {} %)",
+                s * 100.0,
+                LIMIT_DIGEST_SHARE * 100.0
+            )
+        }
+        None => write!(text, "the record contains no digest times"),
+    };
+    let [queue_in, queue_out] = queues;
+    let numbers = json!({
+        "bench": "soak",
+        "model": args.target.model,
+        "mesh": args.mesh,
+        "topology": args.topology,
+        "chunks": record.chunks,
+        "warm_up": args.warm_up,
+        "seconds": round_to_millis(streamed_s),
+        "closing_seconds": round_to_millis(total_s - streamed_s),
+        "processes": processes,
+        "no_growth_while_running": flat,
+        "limit_kib_per_1000": LIMIT_KIB,
+        "queue_in": queue_in,
+        "queue_out": queue_out,
+        "files": sizes,
+        "digest_share": share,
+        "digests_within_limit": share.map(|s| s <= LIMIT_DIGEST_SHARE),
+        "period_ms": (record.pipelines > 0).then(|| round_to_millis(record.period_ns as f64 / f64::from(record.pipelines) / 1e6)),
+        "idle_ms": (record.pipelines > 0).then(|| round_to_millis(record.idle_ns as f64 / f64::from(record.pipelines) / 1e6)),
+    });
+    BenchResult { text, numbers }
+}
+
+/// Returns the memory growth of a process after the last chunk, per 1,000 chunks.
+fn closing_kib_per_1000(s: &ProcessSeries, chunks: u32) -> f64 {
+    s.peak_kib.saturating_sub(s.before_close_kib) as f64 / (f64::from(chunks) / 1000.0)
+}
+
+/// Returns the size of each file of a run, except the plan, which does not grow.
+fn file_sizes(run: &Path) -> Vec<(String, u64)> {
+    let mut out = Vec::new();
+    let mut folders = vec![run.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+            let Ok(about) = entry.metadata() else { continue };
+            if about.is_dir() {
+                if entry.file_name() != "plan" {
+                    folders.push(entry.path());
+                }
+            } else if let Some(name) = entry.path().strip_prefix(run).ok().and_then(Path::to_str) {
+                out.push((name.to_string(), about.len()));
+            }
+        }
+    }
+    out
+}
+
+/// Creates a copy of a model folder with other denoise steps: links to its files and a new
+/// stream.toml.
+fn copy_model_with_steps(model: &Path, steps: &str, to: &Path) -> anyhow::Result<std::path::PathBuf> {
+    std::fs::create_dir(to)?;
+    for entry in std::fs::read_dir(model).with_context(|| format!("cannot read {}", model.display()))? {
+        let entry = entry?;
+        if entry.file_name() != "stream.toml" {
+            std::os::unix::fs::symlink(std::path::absolute(entry.path())?, to.join(entry.file_name()))?;
+        }
+    }
+    let text = std::fs::read_to_string(model.join("stream.toml")).context("the model has no stream.toml")?;
+    let lines = text.lines().map(|l| match l.strip_prefix("steps = ") {
+        Some(_) => format!("steps = [{steps}]\n"),
+        None => format!("{l}\n"),
+    });
+    std::fs::write(to.join("stream.toml"), lines.collect::<String>())?;
+    Ok(to.to_path_buf())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_is_distinguished_from_filling_up() {
+        let fills: SeriesPoints = (0..100).map(|i| (f64::from(i), f64::from(i.min(20)))).collect();
+        let g = SeriesGrowth::after_warm_up(&fills, 20);
+        assert_eq!((g.slope, g.first, g.max), (0.0, 20.0, 20.0));
+        let grows: SeriesPoints = (0..100).map(|i| (f64::from(i), f64::from(2 * i))).collect();
+        let g = SeriesGrowth::after_warm_up(&grows, 20);
+        assert!((g.slope - 2000.0).abs() < 1e-6 && g.max == 198.0, "{}", g.slope);
+    }
+
+    #[test]
+    fn the_records_pipeline_adds_up() {
+        let mut told = RecordSeries::default();
+        told.add_line(&json!({"kind": "start"}));
+        told.add_line(&json!({"kind": "chunk", "queue_in": 2, "queue_out": 1}));
+        assert_eq!((told.chunks, told.digest_share()), (1, None));
+        let pipeline = json!({"digest_ns": 3, "period_ns": 400, "idle_ns": 0});
+        told.add_line(&json!({"kind": "chunk", "queue_in": 2, "queue_out": 1, "pipeline": pipeline}));
+        assert_eq!((told.chunks, told.digest_share()), (2, Some(0.0075)));
+    }
+}

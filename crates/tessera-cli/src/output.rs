@@ -1,0 +1,177 @@
+//! Output of the binary: diagnostics with an exit status, and text on standard output.
+
+use std::io::{ErrorKind, Write};
+use std::process::ExitCode;
+
+use clap::ValueEnum;
+use tessera_base::{Code, Diagnostic, DiagnosticFormat, Diagnostics, Registry, render_all};
+
+/// Standard output cannot be written.
+pub static T0033: Code = Code {
+    id: "T0033",
+    title: "standard output cannot be written",
+    page: "The output of the subcommand could not be written to standard output, usually because it is redirected to a \
+file on a full disk. The work itself was done, and a folder given by --out exists. Redirect the output to another place and run \
+the subcommand again with another --out.",
+};
+
+/// Exit status of a rejected input.
+pub const EXIT_DIAGNOSTICS: u8 = 1;
+/// Exit status of a usage error.
+pub const EXIT_USAGE: u8 = 2;
+
+/// The result of a subcommand: an exit status after all output is written, or an error that `main`
+/// prints.
+pub type CliResult = Result<u8, CliError>;
+
+/// Diagnostics that end a subcommand, with their exit status.
+#[derive(Debug)]
+pub struct CliError {
+    diagnostics: Diagnostics,
+    status: u8,
+}
+
+impl CliError {
+    /// Returns a usage error.
+    pub fn usage(diagnostics: impl Into<Diagnostics>) -> CliError {
+        CliError { diagnostics: diagnostics.into(), status: EXIT_USAGE }
+    }
+
+    /// Returns the failure of a run, whose class has its own exit status.
+    pub fn with_status(diagnostics: Diagnostics, status: u8) -> CliError {
+        CliError { diagnostics, status }
+    }
+
+    /// Returns the same error with the exit status of a usage error, for subcommands in which
+    /// status 1 has another meaning.
+    pub fn into_usage(self) -> CliError {
+        CliError { status: EXIT_USAGE, ..self }
+    }
+
+    /// Returns the error of a search query; it gets the status of a usage error if the query cannot
+    /// be understood.
+    pub fn for_query(self) -> CliError {
+        let is_usage_error =
+            self.status == EXIT_DIAGNOSTICS && self.diagnostics.iter().any(tessera::search::is_invalid_query);
+        if is_usage_error { self.into_usage() } else { self }
+    }
+
+    /// Prints the diagnostics once and returns the exit status. JSON goes to standard output, other
+    /// formats to standard error.
+    pub fn print(self, format: DiagnosticFormat) -> ExitCode {
+        // If standard output cannot be written, it cannot carry this diagnostic either.
+        let format =
+            if self.diagnostics.iter().any(|d| d.code == &T0033) { DiagnosticFormat::Text } else { format };
+        print_diagnostics(&self.diagnostics, format, &|_| None);
+        ExitCode::from(self.status)
+    }
+}
+
+impl From<Diagnostics> for CliError {
+    fn from(diagnostics: Diagnostics) -> CliError {
+        CliError { diagnostics, status: EXIT_DIAGNOSTICS }
+    }
+}
+
+impl From<Diagnostic> for CliError {
+    fn from(d: Diagnostic) -> CliError {
+        vec![d].into()
+    }
+}
+
+/// Returns all diagnostic codes of the build, including those of this binary.
+pub fn full_registry() -> Registry {
+    let library_codes = tessera::diagnostic_registry();
+    let library_codes: Vec<&'static Code> = library_codes.iter().collect();
+    Registry::new(&[&library_codes, crate::CODES])
+}
+
+/// Prints diagnostics: text to standard error, JSON lines and GitHub workflow commands to standard
+/// output.
+pub fn print_diagnostics(
+    ds: &[Diagnostic],
+    format: DiagnosticFormat,
+    source: &dyn Fn(&str) -> Option<String>,
+) {
+    if ds.is_empty() {
+        return;
+    }
+    let text = render_all(ds, format, source);
+    if format != DiagnosticFormat::Text {
+        // If standard output fails here, there is no other channel for the report.
+        let _ = write_stdout(&text);
+        return;
+    }
+    // Errors come before warnings in the list of codes.
+    let (errors, warnings): (Vec<&Diagnostic>, Vec<&Diagnostic>) = ds.iter().partition(|d| d.is_error());
+    let mut codes: Vec<&str> = errors.into_iter().chain(warnings).map(|d| d.code.id).collect();
+    let mut listed = std::collections::BTreeSet::new();
+    codes.retain(|c| listed.insert(*c));
+    let more = match codes[..] {
+        [one] => format!("tessera explain {one}"),
+        [first, ..] => format!("tessera explain {first} (also {})", codes[1..].join(", ")),
+        [] => return,
+    };
+    eprintln!("{text}more: {more}");
+}
+
+/// Writes to standard output. A closed pipe, as in `tessera explain | head`, is not an error.
+pub fn write_stdout(text: &str) -> Result<(), Diagnostic> {
+    let mut stdout = std::io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => {
+            Err(Diagnostic::error(&T0033, format!("standard output cannot be written: {e}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The values of `--format` of most subcommands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum OutputFormat {
+    /// Human-readable text
+    #[default]
+    Text,
+    /// JSON, for scripts
+    Json,
+}
+
+impl From<OutputFormat> for DiagnosticFormat {
+    fn from(shape: OutputFormat) -> DiagnosticFormat {
+        match shape {
+            OutputFormat::Text => DiagnosticFormat::Text,
+            OutputFormat::Json => DiagnosticFormat::Json,
+        }
+    }
+}
+
+/// Lays rows out in columns; the first row is the heading. `right_aligned` selects the
+/// right-aligned columns.
+pub fn format_table(rows: &[Vec<String>], right_aligned: &[bool]) -> String {
+    let width = |i: usize| rows.iter().filter_map(|r| r.get(i)).map(|c| c.chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..right_aligned.len()).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).zip(right_aligned).map(|((cell, w), right_aligned)| {
+            if *right_aligned { format!("{cell:>w$}") } else { format!("{cell:<w$}") }
+        });
+        format!("  {}", cells.collect::<Vec<_>>().join("  ")).trim_end().to_string() + "\n"
+    };
+    rows.iter().map(line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codes_of_library_and_binary_do_not_collide() {
+        assert!(full_registry().get("T0033").is_some() && full_registry().get("t0301").is_some());
+    }
+
+    #[test]
+    fn columns_are_aligned() {
+        let row = |a: &str, b: &str| vec![a.to_string(), b.to_string()];
+        let text = format_table(&[row("phase", "bytes"), row("µs", "7"), row("", "1234567")], &[false, true]);
+        assert_eq!(text, "  phase    bytes\n  µs           7\n         1234567\n");
+    }
+}

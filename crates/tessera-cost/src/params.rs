@@ -1,0 +1,152 @@
+//! The parameters of a mapping: every choice that a planner may make, with the name of each
+//! value.
+
+use tessera_mesh::Precision;
+
+macro_rules! named_enum {
+    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $variant:ident = $word:literal,)+ }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum $name { $($(#[$vdoc])* $variant,)+ }
+
+        impl $name {
+            /// All values, in the order in which a search tries them.
+            pub const ALL: &'static [$name] = &[$($name::$variant,)+];
+
+            /// Returns the name of the value.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self { $($name::$variant => $word,)+ }
+            }
+
+            /// Returns the value with this name.
+            #[must_use]
+            pub fn from_name(word: &str) -> Option<$name> {
+                $name::ALL.iter().copied().find(|x| x.name() == word)
+            }
+        }
+    };
+}
+
+named_enum! {
+    /// Sharding scheme of a layer over tp.
+    TpScheme {
+        /// Megatron: column-parallel, then row-parallel weights, with one all-reduce per pair.
+        Megatron = "megatron",
+        /// Megatron with sequence parallelism: norms and residuals are sharded over tokens, and a
+        /// reduce-scatter and an all-gather replace each all-reduce.
+        MegatronSequence = "megatron_sp",
+        /// Ulysses: tokens are sharded and weights replicated; an all-to-all before and after
+        /// attention switches to sharded heads.
+        Ulysses = "ulysses",
+        /// Megatron over part of tp and context parallelism over rings of the rest: keys and values
+        /// travel, and each rank holds contiguous tokens.
+        Ring = "ring",
+        /// Ring attention with tokens dealt round robin, which balances a causal mask.
+        Striped = "striped",
+        /// Keys and values sharded by column: reduce-scatter of scores, local matmul, all-gather.
+        RsMmAg = "rs_mm_ag",
+    }
+}
+
+named_enum! {
+    /// Order of micro-batches over pipeline stages.
+    PipelineSchedule {
+        /// One forward, one backward.
+        OneFOneB = "1f1b",
+        /// One forward, one backward over `interleave` model chunks per stage.
+        Interleaved = "interleaved",
+        /// Weight gradients fill the bubble, with the memory of 1F1B.
+        ZbH1 = "zb-h1",
+        /// Weight gradients fill the bubble, with twice the memory.
+        ZbH2 = "zb-h2",
+        /// Micro-batches enter from both ends at once, and each rank holds two sets of parameters.
+        DualPipe = "dualpipe",
+    }
+}
+
+named_enum! {
+    /// Activations that the backward pass recomputes.
+    Recompute {
+        /// No recomputation.
+        None = "none",
+        /// What attention keeps before its softmax.
+        Attention = "attention",
+        /// Every second layer in full.
+        EveryOther = "every_other",
+        /// Every layer in full.
+        Full = "full",
+    }
+}
+
+named_enum! {
+    /// Sharding of the optimizer state over replicas.
+    OptimizerSharding {
+        /// Every replica holds the full state.
+        Replicated = "replicated",
+        /// The state and the f32 master weights are sharded over replicas.
+        Sharded = "sharded",
+        /// Weights and gradients are sharded too, and gathered layer by layer.
+        Full = "full_shard",
+    }
+}
+
+named_enum! {
+    /// Memory tier of routed experts.
+    ExpertStorage {
+        /// All experts in device memory.
+        Hbm = "hbm",
+        /// The hottest experts in device memory; the others in host memory, prefetched.
+        Host = "host",
+    }
+}
+
+named_enum! {
+    /// Memory tier of the old part of the KV cache.
+    KvCacheStorage {
+        /// The whole cache in device memory.
+        Hbm = "hbm",
+        /// Old segments in the memory of other devices of the domain.
+        Peer = "peer",
+        /// Old segments in host memory.
+        Host = "host",
+        /// Old segments are dropped, which leaves a sliding window.
+        Window = "window",
+    }
+}
+
+/// Placement of one layer over the ranks of one stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LayerLayout {
+    /// Ranks that share attention and dense ops.
+    pub tp: u32,
+    /// Number of those ranks in one context ring; 1 except for [`TpScheme::Ring`] and
+    /// [`TpScheme::Striped`]. Heads are sharded over `tp / ring` ranks.
+    pub ring: u32,
+    /// Sharding scheme of tp.
+    pub scheme: TpScheme,
+    /// Ranks over which the inner dim of each expert is sharded.
+    pub expert_tp: u32,
+    /// Ranks over which experts are distributed.
+    pub ep: u32,
+    /// Precision of GEMMs.
+    pub precision: Precision,
+    /// Precision of dispatched tokens. Combined results travel in bf16, or in f32 if this is f32.
+    pub wire_precision: Precision,
+    /// Capacity of an expert in per cent of the even share; 0 drops nothing.
+    pub capacity_pct: u32,
+}
+
+impl LayerLayout {
+    /// One rank without sharding.
+    pub const SINGLE_RANK: LayerLayout = LayerLayout {
+        tp: 1,
+        ring: 1,
+        scheme: TpScheme::Megatron,
+        expert_tp: 1,
+        ep: 1,
+        precision: Precision::Bf16,
+        wire_precision: Precision::Bf16,
+        capacity_pct: 0,
+    };
+}

@@ -1,0 +1,524 @@
+//! Estimated times of the ops of a lowered program on a cluster with an executor.
+//!
+//! Estimates are for one rank: an op's work on its own device, and a collective's time from the
+//! arrival of its last member. If an executor fuses several ops into one kernel, the first op
+//! carries the time of the kernel and the others take none, because all inputs of the kernel exist
+//! by then.
+
+mod kernel_fusion;
+
+use std::collections::BTreeSet;
+
+use tessera_ir::{DType, Op, Opcode, Program, ValueId, op_workload};
+use tessera_mesh::{Cluster, Group, Mesh, Precision, Rank};
+
+use crate::{AttentionWork, CollectiveCost, CollectiveOp, GroupSpan, MachineModel};
+
+/// The dominant activity of an op.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum OpActivity {
+    /// A GEMM.
+    Gemm,
+    /// Attention.
+    Attention,
+    /// A memory-bound kernel.
+    MemoryBound,
+    /// A transfer between ranks; its estimate covers the device work before the transfer.
+    Transfer,
+    /// A wait for a transfer; its estimate covers the device work after the transfer.
+    Wait,
+    /// No device work.
+    Nothing,
+}
+
+/// Estimated cost of one op on its own device.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OpEstimate {
+    /// The dominant activity.
+    pub activity: OpActivity,
+    /// Device time in nanoseconds, without launch overhead.
+    pub ns: f64,
+    /// The part of the full-speed time that throttling stretches: GEMMs and attention.
+    pub throttled_ns: f64,
+    /// Number of kernels that the host launches for the op.
+    pub launches: u32,
+    /// Floating-point operations.
+    pub flops: f64,
+}
+
+impl OpEstimate {
+    const ZERO: OpEstimate =
+        OpEstimate { activity: OpActivity::Nothing, ns: 0.0, throttled_ns: 0.0, launches: 0, flops: 0.0 };
+
+    /// Returns the time in nanoseconds at the share `pace` of full speed, for an estimate made at
+    /// full speed.
+    #[must_use]
+    pub fn ns_at_speed(&self, pace: f64) -> f64 {
+        if pace == 1.0 { self.ns } else { self.throttled_ns / pace + (self.ns - self.throttled_ns) }
+    }
+}
+
+/// A program with the estimated cost of each op.
+#[derive(Debug, Clone)]
+pub struct ProgramEstimate<'a> {
+    /// Cost of each op, in program order.
+    pub ops: Vec<OpEstimate>,
+    machine: &'a MachineModel,
+    program: &'a Program,
+    widths: ValueWidths,
+}
+
+impl<'a> ProgramEstimate<'a> {
+    /// Estimates a program whose GEMMs and attention run at the share `pace` of full speed.
+    #[must_use]
+    pub fn new(machine: &'a MachineModel, program: &'a Program, pace: f64) -> ProgramEstimate<'a> {
+        let executor = &machine.profile.executor;
+        let widths = ValueWidths::new(program, executor.precision);
+        let defs = program.defining_ops();
+        let mut ops: Vec<OpEstimate> =
+            program.ops.iter().map(|op| estimate_op(machine, program, &widths, &defs, op)).collect();
+        if executor.merges_gemms {
+            for set in kernel_fusion::mergeable_matmuls(program) {
+                let merged = merged_gemm_ns(machine, program, &widths, &set);
+                // The work of each op besides its matmul remains.
+                let extra: f64 = set.iter().map(|i| ops[*i].ns - ops[*i].throttled_ns).sum();
+                for i in &set[1..] {
+                    (ops[*i].ns, ops[*i].throttled_ns, ops[*i].launches) = (0.0, 0.0, 0);
+                }
+                let first = &mut ops[set[0]];
+                (first.ns, first.throttled_ns) = (merged + extra, merged);
+            }
+        }
+        if executor.fuses_elementwise {
+            let readers = program.value_readers();
+            for set in kernel_fusion::fused_elementwise(program, &defs) {
+                let bytes = kernel_fusion::kernel_traffic(program, &widths, &readers, &set);
+                for (at, i) in set.iter().enumerate() {
+                    ops[*i].ns = if at == 0 { elementwise_ns(machine, bytes) } else { 0.0 };
+                    ops[*i].launches = u32::from(at == 0);
+                }
+            }
+        }
+        for price in &mut ops {
+            price.ns = price.ns_at_speed(pace);
+        }
+        ProgramEstimate { ops, machine, program, widths }
+    }
+
+    /// Returns the time of the program alone, in nanoseconds from its first launch to its last end:
+    /// its kernels run one after another, and no kernel starts before the host has launched it.
+    #[must_use]
+    pub fn standalone_ns(&self) -> f64 {
+        let launch_ns = self.machine.launch_ns();
+        let (host_ns, device_ns) = self.ops.iter().fold((0.0, 0.0f64), |(host, device), op| {
+            let host = host + launch_ns * f64::from(op.launches);
+            (host, if op.ns > 0.0 { device.max(host) + op.ns } else { device })
+        });
+        device_ns.max(host_ns)
+    }
+
+    /// Returns the cost of a collective, send or receive from the arrival of its last member, with
+    /// the bytes that this rank sends. Returns `None` for other ops.
+    #[must_use]
+    pub fn transfer_cost(&self, op: usize, span: GroupSpan) -> Option<CollectiveCost> {
+        let (what, bytes) = self.transfer_payload(op)?;
+        let mut transfer = self.machine.collective_cost(what, bytes, span);
+        if self.program.ops[op].opcode == Opcode::Recv {
+            transfer.sent_bytes = [0.0; 3];
+        }
+        Some(transfer)
+    }
+
+    /// Returns the kind of a collective, send or receive, and its full buffer in bytes as
+    /// [`MachineModel::collective_cost`] counts it. Returns `None` for other ops, and for an
+    /// all-gather without a group.
+    #[must_use]
+    pub fn transfer_payload(&self, op: usize) -> Option<(CollectiveOp, f64)> {
+        let (p, op) = (self.program, self.program.ops.get(op)?);
+        let operand = || op.operands.first().map_or(0.0, |v| self.widths.value_bytes(p, *v));
+        Some(match op.opcode {
+            Opcode::AllReduce => (CollectiveOp::AllReduce, operand()),
+            // Shards are equal, so the full buffer is one shard times the number of members.
+            Opcode::AllGather => {
+                (CollectiveOp::AllGather, operand() * f64::from(p.mesh.group_size(op.comm_group()?)))
+            }
+            Opcode::ReduceScatter => (CollectiveOp::ReduceScatter, operand()),
+            Opcode::AllToAll => (CollectiveOp::AllToAll, operand()),
+            Opcode::Broadcast => (CollectiveOp::Broadcast, operand()),
+            Opcode::Send => (CollectiveOp::SendRecv, operand()),
+            Opcode::Recv => (CollectiveOp::SendRecv, self.received_bytes(op)),
+            _ => return None,
+        })
+    }
+
+    fn received_bytes(&self, op: &Op) -> f64 {
+        self.program.collective_result(op).map_or(0.0, |r| self.widths.value_bytes(self.program, r))
+    }
+}
+
+/// Returns the span of the ranks that take part in an op, including `rank`. A send or receive
+/// involves only its two ends.
+#[must_use]
+pub fn op_span(cluster: &Cluster, mesh: &Mesh, rank: Rank, op: &Op) -> GroupSpan {
+    let members = op.comm_group().map_or_else(Vec::new, |g: Group| mesh.group_members(rank, g));
+    let peer =
+        ["to", "from"].into_iter().find_map(|k| op.int_attr(k)).and_then(|at| usize::try_from(at).ok());
+    match (op.opcode, peer.and_then(|at| members.get(at))) {
+        (Opcode::Send | Opcode::Recv, Some(other)) => ranks_span(cluster, &[rank, *other]),
+        _ => ranks_span(cluster, &members),
+    }
+}
+
+/// Returns the number of ranks and the number of domains that they touch. Ranks are placed on the
+/// cluster's devices in order.
+#[must_use]
+pub fn ranks_span(cluster: &Cluster, met: &[Rank]) -> GroupSpan {
+    let domains: BTreeSet<u32> = met.iter().map(|r| r.0 / cluster.domain_size.max(1)).collect();
+    GroupSpan { ranks: met.len().max(1) as u32, domains: domains.len().max(1) as u32 }
+}
+
+/// Bytes and precision of a program's values. They follow the types if any type is narrower than
+/// f32; a program entirely in f32 leaves the choice to its executor.
+#[derive(Debug, Clone)]
+pub(crate) struct ValueWidths {
+    /// The executor's precision, if the choice is left to the executor.
+    precision: Option<Precision>,
+    /// Values that stay f32 in any precision.
+    exact: Vec<bool>,
+}
+
+impl ValueWidths {
+    pub(crate) fn new(p: &Program, precision: Precision) -> ValueWidths {
+        let mut exact = vec![false; p.values.len()];
+        for op in &p.ops {
+            let keeps = match op.opcode {
+                Opcode::RowSquareSum | Opcode::TimeEmbed => true,
+                Opcode::AllReduce | Opcode::Wait => op.operands.iter().any(|v| exact[v.0 as usize]),
+                _ => false,
+            };
+            for r in op.results.iter().filter(|_| keeps) {
+                exact[r.0 as usize] = true;
+            }
+        }
+        let types = p.values.iter().map(|v| &v.ty).chain(p.buffers.iter().map(|b| &b.ty));
+        let is_all_f32 =
+            types.into_iter().all(|t| !matches!(t.dtype, DType::Bf16 | DType::F16 | DType::E4m3));
+        ValueWidths { precision: is_all_f32.then_some(precision), exact }
+    }
+
+    /// Returns the precision of an op on this value.
+    pub(crate) fn value_precision(&self, p: &Program, v: ValueId) -> Precision {
+        self.precision.unwrap_or(match p.type_of(v).dtype {
+            DType::E4m3 => Precision::Fp8,
+            DType::Bf16 | DType::F16 => Precision::Bf16,
+            _ => Precision::F32,
+        })
+    }
+
+    pub(crate) fn value_bytes(&self, p: &Program, v: ValueId) -> f64 {
+        let ty = p.type_of(v);
+        let bytes_per_element = match self.precision {
+            Some(precision) if ty.dtype == DType::F32 && !self.exact[v.0 as usize] => {
+                precision.element_bytes()
+            }
+            _ => ty.dtype.element_bytes() as f64,
+        };
+        ty.element_count() as f64 * bytes_per_element
+    }
+}
+
+/// Estimates an op alone, as one kernel or none.
+fn estimate_op(
+    m: &MachineModel,
+    p: &Program,
+    widths: &ValueWidths,
+    defs: &[Option<usize>],
+    op: &Op,
+) -> OpEstimate {
+    let kernel = |doing, ns: f64| OpEstimate {
+        activity: doing,
+        ns,
+        throttled_ns: if doing == OpActivity::MemoryBound { 0.0 } else { ns },
+        launches: 1,
+        flops: op_workload(p, op).flops.0 as f64,
+    };
+    let exchange = OpEstimate { activity: OpActivity::Transfer, launches: 1, ..OpEstimate::ZERO };
+    match op.opcode {
+        Opcode::Matmul => estimate_gemm(m, p, widths, op),
+        Opcode::Attention => kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(widths, p, op))),
+        Opcode::Bmm => {
+            let (x, y) = (op.operands[0], op.operands[1]);
+            let k = p.type_of(x).shape.last().map_or(1.0, |k| *k as f64);
+            let rows = p.type_of(x).element_count() as f64 / k;
+            let columns = op.results.first().map_or(1.0, |r| p.type_of(*r).element_count() as f64 / rows);
+            let batch = (p.type_of(y).element_count() as f64 / (k * columns)).max(1.0);
+            kernel(
+                OpActivity::Gemm,
+                m.grouped_gemm_ns(batch, rows / batch, columns, k, widths.value_precision(p, x)),
+            )
+        }
+        Opcode::MoeRoute => {
+            let bank: Vec<f64> =
+                op.buffer.map_or_else(Vec::new, |b| p.buffer(b).ty.shape.iter().map(|n| *n as f64).collect());
+            let [experts, out, k] = bank[..] else { return OpEstimate::ZERO };
+            let top_k = op.int_attr("top_k").unwrap_or(2) as f64;
+            let rows = dim_extent(p, op.operands[0], 0) * top_k / experts.max(1.0);
+            kernel(
+                OpActivity::Gemm,
+                m.grouped_gemm_ns(experts, rows, out, k, widths.value_precision(p, op.operands[0])),
+            )
+        }
+        Opcode::AllToAll => exchange.with_kernel(pack_ns(m, p, widths, op, true)),
+        Opcode::Wait => OpEstimate { activity: OpActivity::Wait, ..OpEstimate::ZERO }
+            .with_kernel(unpack_ns(m, p, widths, defs, op)),
+        _ if op.opcode.is_collective() => exchange,
+        _ if kernel_fusion::is_memory_bound(op.opcode) => {
+            let bytes = kernel_fusion::op_traffic(p, widths, op);
+            let copies = kernel_fusion::is_copy(op.opcode);
+            kernel(
+                OpActivity::MemoryBound,
+                if copies { m.memory_bound_ns(bytes) } else { elementwise_ns(m, bytes) },
+            )
+        }
+        _ => OpEstimate::ZERO,
+    }
+}
+
+impl OpEstimate {
+    /// Adds one more kernel if there is one.
+    fn with_kernel(self, pass: Option<f64>) -> OpEstimate {
+        match pass {
+            Some(ns) => OpEstimate { ns: self.ns + ns, launches: self.launches + 1, ..self },
+            None => self,
+        }
+    }
+}
+
+/// Returns the time of one GEMM that merges the matmuls of `set`, which share a left operand. `set`
+/// must not be empty.
+fn merged_gemm_ns(m: &MachineModel, p: &Program, widths: &ValueWidths, set: &[usize]) -> f64 {
+    let x = p.ops[set[0]].operands[0];
+    let [rows, k] = [0, 1].map(|d| dim_extent(p, x, d));
+    let columns: f64 = set.iter().map(|i| dim_extent(p, p.ops[*i].operands[1], 0)).sum();
+    m.gemm_ns(rows, columns, k, widths.value_precision(p, x))
+}
+
+fn estimate_gemm(m: &MachineModel, p: &Program, widths: &ValueWidths, op: &Op) -> OpEstimate {
+    let executor = &m.profile.executor;
+    let [rows, k] = [0, 1].map(|d| dim_extent(p, op.operands[0], d));
+    let columns = dim_extent(p, op.operands[1], 0);
+    let ns = m.gemm_ns(rows, columns, k, widths.value_precision(p, op.operands[0]));
+    let price = OpEstimate {
+        activity: OpActivity::Gemm,
+        ns,
+        throttled_ns: ns,
+        launches: 1,
+        flops: op_workload(p, op).flops.0 as f64,
+    };
+    let bias = op.keyed_operand("bias").is_some() && !executor.fuses_bias;
+    let act = op.str_attr("act").is_some() && !executor.fuses_activation;
+    let written = op.results.first().map_or(0.0, |r| widths.value_bytes(p, *r));
+    price.with_kernel((bias || act).then(|| elementwise_ns(m, 2.0 * written)))
+}
+
+/// Returns the time of a memory-bound kernel that also computes.
+fn elementwise_ns(m: &MachineModel, bytes: f64) -> f64 {
+    m.memory_bound_ns(bytes / m.profile.executor.elementwise_share)
+}
+
+fn attention_sizes(widths: &ValueWidths, p: &Program, op: &Op) -> AttentionWork {
+    let precision = widths.value_precision(p, op.operands[0]);
+    let width = dim_extent(p, op.operands[0], 1);
+    let head = op.int_attr("head_dim").map_or(width, |h| h as f64).max(1.0);
+    AttentionWork {
+        queries: dim_extent(p, op.operands[0], 0),
+        keys: dim_extent(p, op.operands[1], 0),
+        heads: width / head,
+        kv_heads: dim_extent(p, op.operands[1], 1) / head,
+        qk: head,
+        v: head,
+        causal: false,
+        precision,
+        key_bytes: 2.0 * head * precision.element_bytes(),
+    }
+}
+
+/// Returns the time of the kernel that packs the shards of an all-to-all before it (`before`) or
+/// unpacks them after it. With sharded columns the shards of each peer are scattered over the rows.
+fn pack_ns(m: &MachineModel, p: &Program, widths: &ValueWidths, op: &Op, before: bool) -> Option<f64> {
+    let executor = &m.profile.executor;
+    let cut = op.int_attr(if before { "split" } else { "concat" })?;
+    let bytes = widths.value_bytes(p, *op.operands.first()?);
+    (executor.packs_all_to_all && cut > 0).then(|| m.memory_bound_ns(2.0 * bytes))
+}
+
+/// Returns the time of the kernel that unpacks an all-to-all whose columns are concatenated.
+fn unpack_ns(
+    m: &MachineModel,
+    p: &Program,
+    widths: &ValueWidths,
+    defs: &[Option<usize>],
+    wait: &Op,
+) -> Option<f64> {
+    let ticket = wait.operands.first()?;
+    let issue = defs.get(ticket.0 as usize).copied().flatten().map(|i| &p.ops[i])?;
+    if issue.opcode == Opcode::AllToAll { pack_ns(m, p, widths, issue, false) } else { None }
+}
+
+fn dim_extent(p: &Program, v: ValueId, dim: usize) -> f64 {
+    p.type_of(v).shape.get(dim).map_or(1.0, |n| *n as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Profile;
+    use crate::executor_traits::ExecutorTraits;
+    use tessera_ir::{Builder, Type};
+    use tessera_mesh::{Axis, AxisLayout, Reduction, Shard, catalog};
+
+    fn machine(executor: ExecutorTraits) -> MachineModel {
+        let profile = Profile { executor, ..Profile::builtin("torch-2.11").unwrap() };
+        MachineModel::new(catalog::get("hgx-h200").unwrap(), profile)
+    }
+
+    fn fusing() -> ExecutorTraits {
+        ExecutorTraits {
+            precision: Precision::Bf16,
+            fuses_elementwise: true,
+            merges_gemms: true,
+            ..ExecutorTraits::default()
+        }
+    }
+
+    fn f32(shape: &[u64]) -> Type {
+        Type::new(DType::F32, shape)
+    }
+
+    /// Queries, keys and values of 8 rows and 64 columns; keys are normalised, rotated and written
+    /// to the KV cache.
+    fn keys() -> Program {
+        let mut b = Builder::new_logical("p");
+        let x = b.add_input("x", f32(&[8, 64]));
+        let start = b.add_call_scalar("start", Type::scalar(DType::I64));
+        let made = ["q", "k", "v"].map(|n| {
+            let w = b.add_weight(n, f32(&[64, 64]));
+            b.add_op(Opcode::Matmul, &[x, w])
+        });
+        let norm = b.add_weight("norm", f32(&[64]));
+        b.set_attr("eps", 1e-6);
+        let k = b.add_op(Opcode::RmsNorm, &[made[1], norm]);
+        b.set_attr("head_dim", 32u64).set_attr("grid", vec![2, 2, 2]).add_keyed("start", start);
+        let k = b.add_op(Opcode::Rope, &[k]);
+        let buffer = b.declare_buffer("kv.0.k", f32(&[8, 64]));
+        b.write_buffer(buffer, k);
+        b.finish().unwrap()
+    }
+
+    fn times_of(p: &Program, prices: &ProgramEstimate<'_>, opcode: Opcode) -> Vec<f64> {
+        p.ops.iter().zip(&prices.ops).filter(|(o, _)| o.opcode == opcode).map(|(_, x)| x.ns).collect()
+    }
+
+    #[test]
+    fn adjacent_ops_are_fused() {
+        let p = keys();
+        let m = machine(fusing());
+        let prices = ProgramEstimate::new(&m, &p, 1.0);
+        assert_eq!(
+            times_of(&p, &prices, Opcode::Matmul),
+            [m.gemm_ns(8.0, 192.0, 64.0, Precision::Bf16), 0.0, 0.0]
+        );
+        // Keys in, weights in, the start, keys out: the two intermediate values never reach memory.
+        let bytes = 8.0 * 64.0 * 2.0 + 64.0 * 2.0 + 8.0 + 8.0 * 64.0 * 2.0;
+        assert_eq!(times_of(&p, &prices, Opcode::RmsNorm), [m.memory_bound_ns(bytes)]);
+        assert_eq!(
+            [times_of(&p, &prices, Opcode::Rope), times_of(&p, &prices, Opcode::CacheWrite)].concat(),
+            [0.0, 0.0]
+        );
+        assert_eq!(prices.ops.iter().map(|o| o.launches).sum::<u32>(), 2);
+
+        let plain = machine(ExecutorTraits { precision: Precision::Bf16, ..ExecutorTraits::default() });
+        let apart = ProgramEstimate::new(&plain, &p, 1.0);
+        assert_eq!(apart.ops.iter().map(|o| o.launches).sum::<u32>(), 6);
+        let sum = |p: &ProgramEstimate<'_>| p.ops.iter().map(|o| o.ns).sum::<f64>();
+        assert!(sum(&apart) > sum(&prices));
+        let twice = ProgramEstimate::new(&plain, &p, 0.5);
+        assert_eq!(times_of(&p, &twice, Opcode::Matmul)[0], 2.0 * times_of(&p, &apart, Opcode::Matmul)[0]);
+        assert_eq!(times_of(&p, &twice, Opcode::Rope), times_of(&p, &apart, Opcode::Rope));
+    }
+
+    #[test]
+    fn typed_programs_are_priced_by_their_dtypes() {
+        let of_dtype = |dtype| {
+            let mut b = Builder::new_logical("p");
+            let ty = |shape: &[u64]| Type::new(dtype, shape);
+            let (x, w) = (b.add_input("x", ty(&[4096, 4096])), b.add_weight("w", ty(&[4096, 4096])));
+            let y = b.add_op(Opcode::Matmul, &[x, w]);
+            let y =
+                b.set_attr("to", if dtype == DType::F32 { "bf16" } else { "f32" }).add_op(Opcode::Cast, &[y]);
+            b.add_op(Opcode::Silu, &[y]);
+            b.finish().unwrap()
+        };
+        let (f32, bf16) = (of_dtype(DType::F32), of_dtype(DType::Bf16));
+        let m = machine(ExecutorTraits { precision: Precision::Bf16, ..ExecutorTraits::default() });
+        let ns = |p: &Program| {
+            let prices = ProgramEstimate::new(&m, p, 1.0);
+            [Opcode::Matmul, Opcode::Cast, Opcode::Silu].map(|o| times_of(p, &prices, o)[0])
+        };
+        let n = 4096.0 * 4096.0;
+        let gemm = |p| m.gemm_ns(4096.0, 4096.0, 4096.0, p);
+        let passes = |bytes: f64| elementwise_ns(&m, bytes * n);
+        assert_eq!(ns(&bf16), [gemm(Precision::Bf16), m.memory_bound_ns(6.0 * n), passes(8.0)]);
+        // Its matmul has f32 operands, because the program has narrower values elsewhere.
+        assert_eq!(ns(&f32), [gemm(Precision::F32), m.memory_bound_ns(6.0 * n), passes(4.0)]);
+    }
+
+    #[test]
+    fn unfused_epilogue_costs_one_kernel() {
+        let mut b = Builder::new_logical("p");
+        let (x, w) = (b.add_input("x", f32(&[8, 64])), b.add_weight("w", f32(&[64, 64])));
+        let bias = b.add_weight("b", f32(&[64]));
+        b.set_attr("act", "gelu_tanh").add_keyed("bias", bias);
+        b.add_op(Opcode::Matmul, &[x, w]);
+        let p = b.finish().unwrap();
+        let ns =
+            |h: ExecutorTraits| times_of(&p, &ProgramEstimate::new(&machine(h), &p, 1.0), Opcode::Matmul)[0];
+        let all = ExecutorTraits::default();
+        let (one, other) =
+            (ExecutorTraits { fuses_activation: false, ..all }, ExecutorTraits { fuses_bias: false, ..all });
+        let pass = machine(all).memory_bound_ns(2.0 * 8.0 * 64.0 * 4.0);
+        assert!((ns(one) - ns(all) - pass).abs() < 1e-6 * pass);
+        assert_eq!(ns(one), ns(other));
+    }
+
+    #[test]
+    fn sums_of_squares_stay_f32_and_columns_are_packed() {
+        let mut b = Builder::new_role("p", "r", "tp=2".parse().unwrap(), &["compute", "tp_collective"]);
+        let by_rows = AxisLayout::Shard(Shard::new(0, 8, 1, 2).unwrap());
+        let x = b.add_input(
+            "x",
+            f32(&[8, 64]).with_axis_layout(Axis::Tp, AxisLayout::Shard(Shard::new(1, 128, 64, 2).unwrap())),
+        );
+        let y = b.add_input("y", f32(&[4, 128]).with_axis_layout(Axis::Tp, by_rows));
+        let sums = b.add_op(Opcode::RowSquareSum, &[x]);
+        b.set_attr("axis", "tp").set_attr("reduction", Reduction::Sum.name());
+        let t = b.add_issue(Opcode::AllReduce, &[sums]);
+        b.add_wait(t, None);
+        b.set_attr("axis", "tp").set_attr("concat", 0u64).set_attr("split", 1u64).set_attr("unit", 64u64);
+        let t = b.add_issue(Opcode::AllToAll, &[y]);
+        let z = b.add_wait(t, None).unwrap();
+        b.set_attr("axis", "tp").set_attr("concat", 1u64).set_attr("split", 0u64);
+        let t = b.add_issue(Opcode::AllToAll, &[z]);
+        b.add_wait(t, None);
+        let p = b.finish().unwrap();
+        let m = machine(ExecutorTraits { packs_all_to_all: true, ..fusing() });
+        let prices = ProgramEstimate::new(&m, &p, 1.0);
+        let two = GroupSpan { ranks: 2, domains: 1 };
+        let sent: Vec<f64> =
+            (0..p.ops.len()).filter_map(|i| prices.transfer_cost(i, two)).map(|t| t.sent_bytes[0]).collect();
+        assert_eq!(sent, [8.0 * 4.0, 4.0 * 128.0 * 2.0 / 2.0, 8.0 * 64.0 * 2.0 / 2.0]);
+        let copy = m.memory_bound_ns(2.0 * 4.0 * 128.0 * 2.0);
+        assert_eq!(times_of(&p, &prices, Opcode::AllToAll), [copy, 0.0], "packed before the first");
+        assert_eq!(times_of(&p, &prices, Opcode::Wait), [0.0, 0.0, copy], "unpacked after the second");
+    }
+}

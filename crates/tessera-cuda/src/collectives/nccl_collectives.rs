@@ -1,0 +1,162 @@
+//! Collectives over NCCL. A collective that NCCL does not have is packed, sent with grouped sends
+//! and receives, and unpacked.
+//!
+//! NCCL chooses the order of a sum and rounds bf16 between additions, so the last bits may differ
+//! from those of the P2P kernels. A tree reduction is a plain NCCL sum.
+
+use tessera_mesh::Reduction;
+
+use super::copy_plan::{CollectiveKind, CopyRect, GroupCollective, NcclCall, PaddedScatter, STAGING_ALIGN};
+use super::kernel_launch::{CollectiveKernels, KernelRect};
+use super::signals::HostSignals;
+use crate::driver::{CudaResult, CudaStream, DeviceMemory, cuda_failure};
+use crate::nccl::NcclCommunicator;
+
+/// Resources of one member for collectives over NCCL.
+pub(super) struct NcclCollectives<'a> {
+    pub(super) member: usize,
+    pub(super) comm: &'a NcclCommunicator,
+    pub(super) kernels: &'a CollectiveKernels,
+    pub(super) signals: &'a HostSignals,
+    pub(super) staging: Option<&'a DeviceMemory>,
+    pub(super) max_blocks: u32,
+}
+
+/// Bump allocator over staging memory.
+struct StagingAllocator {
+    next: u64,
+    end: u64,
+}
+
+impl NcclCollectives<'_> {
+    pub(super) fn enqueue_collective(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
+        self.kernels.launch_mark(self.signals.started_address(), m.op_index, stream)?;
+        match &m.kind {
+            CollectiveKind::Copy { nccl_call: NcclCall::AllGather(bytes), .. } => {
+                self.comm.all_gather(m.operand, m.result, *bytes, stream)?;
+            }
+            CollectiveKind::Copy { nccl_call: NcclCall::Broadcast(root, bytes), .. } => {
+                let from = if *root == self.member { m.operand } else { m.result };
+                self.comm.launch_broadcast(from, m.result, *bytes, *root, stream)?;
+            }
+            CollectiveKind::Copy { sends: to, receives: from, nccl_call: NcclCall::SendRecv } => {
+                self.enqueue_send_recv(m, to, from, stream)?
+            }
+            CollectiveKind::AllReduce { elements, reduction } => {
+                self.comm.all_reduce(m.operand, m.result, *elements, (m.dtype, *reduction), stream)?;
+            }
+            CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction } => {
+                match PaddedScatter::from_uneven_parts((*rows, *columns), *dim, parts) {
+                    None => {
+                        let elements = rows * columns / parts.len();
+                        self.comm.reduce_scatter(
+                            m.operand,
+                            m.result,
+                            elements,
+                            (m.dtype, *reduction),
+                            stream,
+                        )?;
+                    }
+                    Some(scatter) => self.enqueue_padded_scatter(m, scatter, *reduction, stream)?,
+                }
+            }
+        }
+        self.kernels.launch_mark(self.signals.completed_address(), m.op_index, stream)
+    }
+
+    fn enqueue_send_recv(
+        &self,
+        m: &GroupCollective,
+        to: &[CopyRect],
+        from: &[CopyRect],
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        let mut staging = self.staging_allocator();
+        let (mut before, mut after) = (Vec::new(), Vec::new());
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for (j, rect) in to.iter().enumerate().filter(|(_, r)| r.total_bytes() > 0) {
+            if j == self.member {
+                before.push(KernelRect::from_copy(rect, m.operand, m.result)?);
+            } else if rect.contiguous_sides().0 {
+                sends.push((j, m.operand + rect.from_offset as u64, rect.total_bytes()));
+            } else {
+                let at = staging.allocate_bytes(rect.total_bytes())?;
+                let packed = CopyRect { to_offset: 0, to_pitch: rect.row_bytes, ..*rect };
+                before.push(KernelRect::from_copy(&packed, m.operand, at)?);
+                sends.push((j, at, rect.total_bytes()));
+            }
+        }
+        for (j, rect) in from.iter().enumerate().filter(|(j, r)| *j != self.member && r.total_bytes() > 0) {
+            if rect.contiguous_sides().1 {
+                receives.push((j, m.result + rect.to_offset as u64, rect.total_bytes()));
+            } else {
+                let at = staging.allocate_bytes(rect.total_bytes())?;
+                let packed = CopyRect { from_offset: 0, from_pitch: rect.row_bytes, ..*rect };
+                after.push(KernelRect::from_copy(&packed, at, m.result)?);
+                receives.push((j, at, rect.total_bytes()));
+            }
+        }
+        self.kernels.launch_pack(&before, self.max_blocks, stream)?;
+        if !sends.is_empty() || !receives.is_empty() {
+            self.comm.send_and_recv(&sends, &receives, stream)?;
+        }
+        self.kernels.launch_pack(&after, self.max_blocks, stream)
+    }
+
+    /// Packs the parts contiguously, each padded to the largest. NCCL reduces the padding too, and
+    /// nobody reads it.
+    fn enqueue_padded_scatter(
+        &self,
+        m: &GroupCollective,
+        scatter: PaddedScatter,
+        reduction: Reduction,
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        let CollectiveKind::ReduceScatter { rows, columns, dim, parts, .. } = &m.kind else { return Ok(()) };
+        let element = m.dtype.element_bytes() as usize;
+        let bytes = scatter.part_elements * element;
+        let mut staging = self.staging_allocator();
+        let (all, mine) = (staging.allocate_bytes(parts.len() * bytes)?, staging.allocate_bytes(bytes)?);
+        let pieces = parts.iter().enumerate().filter(|(_, p)| !p.is_empty()).map(|(j, part)| {
+            let len = part.len() * element;
+            let rect = if *dim == 0 {
+                CopyRect::contiguous_run(part.start * columns * element, j * bytes, len * columns)
+            } else {
+                CopyRect {
+                    from_offset: part.start * element,
+                    from_pitch: columns * element,
+                    to_offset: j * bytes,
+                    to_pitch: len,
+                    row_bytes: len,
+                    rows: *rows,
+                }
+            };
+            KernelRect::from_copy(&rect, m.operand, all)
+        });
+        self.kernels.launch_pack(
+            &pieces.collect::<CudaResult<Vec<KernelRect>>>()?,
+            self.max_blocks,
+            stream,
+        )?;
+        self.comm.reduce_scatter(all, mine, scatter.part_elements, (m.dtype, reduction), stream)?;
+        let own = parts[self.member].len() * if *dim == 0 { *columns } else { *rows };
+        let back = KernelRect::from_copy(&CopyRect::contiguous_run(0, 0, own * element), mine, m.result)?;
+        self.kernels.launch_pack(&[back], self.max_blocks, stream)
+    }
+
+    fn staging_allocator(&self) -> StagingAllocator {
+        let next = self.staging.map_or(0, DeviceMemory::device_address);
+        StagingAllocator { next, end: self.staging.map_or(0, |s| s.device_address() + s.byte_len() as u64) }
+    }
+}
+
+impl StagingAllocator {
+    fn allocate_bytes(&mut self, bytes: usize) -> CudaResult<u64> {
+        let at = self.next;
+        self.next += bytes.next_multiple_of(STAGING_ALIGN) as u64;
+        if self.next > self.end {
+            return cuda_failure(format!("staging memory is {} bytes short", self.next - self.end));
+        }
+        Ok(at)
+    }
+}

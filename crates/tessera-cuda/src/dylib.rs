@@ -1,0 +1,102 @@
+//! Typed function tables of the dynamically loaded libraries.
+//!
+//! Types and constants come from cudarc. Its loader is not used because it chooses the search path
+//! itself: the functions must come from exactly the file that `tessera doctor` lists.
+
+#![allow(unsafe_code, reason = "library symbols are looked up by their documented types")]
+
+use std::ffi::{c_char, c_int, c_void};
+
+use cudarc::cublaslt::sys as lt;
+use cudarc::cudnn::sys as dnn;
+use cudarc::nvrtc::sys as rtc;
+use tessera_base::Diagnostic;
+
+use crate::libraries::{Libraries, Library, T1301};
+
+macro_rules! function_table {
+    ($(#[$doc:meta])* $table:ident of $library:ident { $($field:ident = $symbol:literal : fn($($arg:ty),*) -> $ret:ty;)* }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy)]
+        pub(crate) struct $table {
+            $(pub(crate) $field: extern "C" fn($($arg),*) -> $ret,)*
+        }
+
+        impl $table {
+            /// Looks up all functions of the loaded library.
+            pub(crate) fn load(libraries: &Libraries) -> Result<$table, Diagnostic> {
+                libraries.check_loaded(Library::$library)?;
+                Ok($table {
+                    $($field: {
+                        // SAFETY: the library documents this type for the symbol.
+                        let symbol = unsafe { libraries.get_symbol::<extern "C" fn($($arg),*) -> $ret>(Library::$library, $symbol) };
+                        *symbol.ok_or_else(|| missing_symbol(libraries, Library::$library, $symbol))?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+function_table! {
+    /// Functions of NVRTC.
+    Nvrtc of Nvrtc {
+        version = "nvrtcVersion": fn(*mut c_int, *mut c_int) -> rtc::nvrtcResult;
+        create = "nvrtcCreateProgram": fn(*mut rtc::nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> rtc::nvrtcResult;
+        compile = "nvrtcCompileProgram": fn(rtc::nvrtcProgram, c_int, *const *const c_char) -> rtc::nvrtcResult;
+        cubin_size = "nvrtcGetCUBINSize": fn(rtc::nvrtcProgram, *mut usize) -> rtc::nvrtcResult;
+        cubin = "nvrtcGetCUBIN": fn(rtc::nvrtcProgram, *mut c_char) -> rtc::nvrtcResult;
+        log_size = "nvrtcGetProgramLogSize": fn(rtc::nvrtcProgram, *mut usize) -> rtc::nvrtcResult;
+        log = "nvrtcGetProgramLog": fn(rtc::nvrtcProgram, *mut c_char) -> rtc::nvrtcResult;
+        destroy = "nvrtcDestroyProgram": fn(*mut rtc::nvrtcProgram) -> rtc::nvrtcResult;
+    }
+}
+
+function_table! {
+    /// Functions of cuBLASLt.
+    CublasLt of CublasLt {
+        version = "cublasLtGetVersion": fn() -> usize;
+        create = "cublasLtCreate": fn(*mut lt::cublasLtHandle_t) -> lt::cublasStatus_t;
+        destroy = "cublasLtDestroy": fn(lt::cublasLtHandle_t) -> lt::cublasStatus_t;
+        desc_create = "cublasLtMatmulDescCreate": fn(*mut lt::cublasLtMatmulDesc_t, lt::cublasComputeType_t, lt::cudaDataType) -> lt::cublasStatus_t;
+        desc_destroy = "cublasLtMatmulDescDestroy": fn(lt::cublasLtMatmulDesc_t) -> lt::cublasStatus_t;
+        desc_set = "cublasLtMatmulDescSetAttribute": fn(lt::cublasLtMatmulDesc_t, lt::cublasLtMatmulDescAttributes_t, *const c_void, usize) -> lt::cublasStatus_t;
+        layout_create = "cublasLtMatrixLayoutCreate": fn(*mut lt::cublasLtMatrixLayout_t, lt::cudaDataType, u64, u64, i64) -> lt::cublasStatus_t;
+        layout_destroy = "cublasLtMatrixLayoutDestroy": fn(lt::cublasLtMatrixLayout_t) -> lt::cublasStatus_t;
+        pref_create = "cublasLtMatmulPreferenceCreate": fn(*mut lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
+        pref_destroy = "cublasLtMatmulPreferenceDestroy": fn(lt::cublasLtMatmulPreference_t) -> lt::cublasStatus_t;
+        pref_set = "cublasLtMatmulPreferenceSetAttribute": fn(lt::cublasLtMatmulPreference_t, lt::cublasLtMatmulPreferenceAttributes_t, *const c_void, usize) -> lt::cublasStatus_t;
+        heuristic = "cublasLtMatmulAlgoGetHeuristic": fn(lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatmulPreference_t, c_int, *mut lt::cublasLtMatmulHeuristicResult_t, *mut c_int) -> lt::cublasStatus_t;
+        algo_get = "cublasLtMatmulAlgoConfigGetAttribute": fn(*const lt::cublasLtMatmulAlgo_t, lt::cublasLtMatmulAlgoConfigAttributes_t, *mut c_void, usize, *mut usize) -> lt::cublasStatus_t;
+        algo_set = "cublasLtMatmulAlgoConfigSetAttribute": fn(*mut lt::cublasLtMatmulAlgo_t, lt::cublasLtMatmulAlgoConfigAttributes_t, *const c_void, usize) -> lt::cublasStatus_t;
+        algo_check = "cublasLtMatmulAlgoCheck": fn(lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, *const lt::cublasLtMatmulAlgo_t, *mut lt::cublasLtMatmulHeuristicResult_t) -> lt::cublasStatus_t;
+        matmul = "cublasLtMatmul": fn(lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, *const c_void, *const c_void, lt::cublasLtMatrixLayout_t, *const c_void, lt::cublasLtMatrixLayout_t, *const c_void, *const c_void, lt::cublasLtMatrixLayout_t, *mut c_void, lt::cublasLtMatrixLayout_t, *const lt::cublasLtMatmulAlgo_t, *mut c_void, usize, lt::cudaStream_t) -> lt::cublasStatus_t;
+    }
+}
+
+function_table! {
+    /// Functions of cuDNN's backend (graph) API.
+    Cudnn of Cudnn {
+        create = "cudnnCreate": fn(*mut dnn::cudnnHandle_t) -> dnn::cudnnStatus_t;
+        destroy = "cudnnDestroy": fn(dnn::cudnnHandle_t) -> dnn::cudnnStatus_t;
+        set_stream = "cudnnSetStream": fn(dnn::cudnnHandle_t, dnn::cudaStream_t) -> dnn::cudnnStatus_t;
+        last_error = "cudnnGetLastErrorString": fn(*mut c_char, usize) -> ();
+        descriptor = "cudnnBackendCreateDescriptor": fn(dnn::cudnnBackendDescriptorType_t, *mut dnn::cudnnBackendDescriptor_t) -> dnn::cudnnStatus_t;
+        drop = "cudnnBackendDestroyDescriptor": fn(dnn::cudnnBackendDescriptor_t) -> dnn::cudnnStatus_t;
+        set = "cudnnBackendSetAttribute": fn(dnn::cudnnBackendDescriptor_t, dnn::cudnnBackendAttributeName_t, dnn::cudnnBackendAttributeType_t, i64, *const c_void) -> dnn::cudnnStatus_t;
+        get = "cudnnBackendGetAttribute": fn(dnn::cudnnBackendDescriptor_t, dnn::cudnnBackendAttributeName_t, dnn::cudnnBackendAttributeType_t, i64, *mut i64, *mut c_void) -> dnn::cudnnStatus_t;
+        finalize = "cudnnBackendFinalize": fn(dnn::cudnnBackendDescriptor_t) -> dnn::cudnnStatus_t;
+        execute = "cudnnBackendExecute": fn(dnn::cudnnHandle_t, dnn::cudnnBackendDescriptor_t, dnn::cudnnBackendDescriptor_t) -> dnn::cudnnStatus_t;
+    }
+}
+
+fn missing_symbol(libraries: &Libraries, library: Library, symbol: &str) -> Diagnostic {
+    let found = libraries.found.iter().find(|f| f.library == library);
+    let version = found.and_then(|f| f.version.clone()).unwrap_or_else(|| "of unknown version".into());
+    let d = Diagnostic::error(&T1301, format!("{} {version} has no {symbol}", library.name()));
+    let d = match found {
+        Some(f) => d.with_label(f.path.display().to_string(), "the loaded file"),
+        None => d,
+    };
+    d.with_hint("a newer version is needed: TESSERA_CUDA_LIBS lists folders that are searched first")
+}

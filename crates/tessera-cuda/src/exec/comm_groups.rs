@@ -1,0 +1,441 @@
+//! The communicators of a rank: one group per route, translation of collective ops into group
+//! operations, progress reports, and device faults expressed as ranks and ops.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use tessera_device::{
+    AbortFn, CommRoute, Fault, MeshRank, Observer, as_matrix, collective_signature, shard_ranges,
+};
+use tessera_ir::{Op, Opcode, Program, Type, ValueId};
+use tessera_mesh::{Axis, Reduction};
+
+use super::{CommOffload, CommunicatorMember, CudaBackend, CudaOptions, ValueLocation};
+use crate::collectives::{
+    CollectiveGroup, CollectiveKind, GroupAborter, GroupCollective, GroupConfig, GroupFault, GroupTransport,
+    RequestedTransport, SplitDim, Targets,
+};
+use crate::compile::Compiler;
+use crate::driver::{CudaError, CudaResult, CudaStream, DeviceMemory, cuda_failure};
+use crate::libraries::Libraries;
+
+/// All communicators of a rank.
+#[derive(Debug)]
+pub(super) struct CommGroups {
+    routed_groups: Vec<RoutedGroup>,
+    placement: MeshRank,
+}
+
+#[derive(Debug)]
+struct RoutedGroup {
+    route: CommRoute,
+    group: CollectiveGroup,
+    /// By program and op: the offsets of every member's operand and of its result in that member's
+    /// exchange memory.
+    peer_offsets: BTreeMap<(usize, usize), (Vec<u64>, Vec<u64>)>,
+}
+
+/// Thread blocks of a copy kernel, enough to saturate the links: with 16 MiB per peer, 32 blocks
+/// reach 220 GB/s and 8 blocks half of that.
+const MAX_COPY_BLOCKS: u32 = 32;
+
+/// Page size of exchange memory: memory shared between processes consists of whole pages.
+pub(super) const PAGE_BYTES: usize = 2 << 20;
+
+/// Time limit for aborting NCCL.
+const NCCL_ABORT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Offset entry of a member without an operand or a result.
+const NO_OFFSET: u64 = u64::MAX;
+
+impl CommGroups {
+    /// Connects to the members of each communicator, one communicator after another.
+    pub(super) fn join_all(
+        libraries: &Libraries,
+        compiler: &mut Compiler,
+        mesh_rank: MeshRank,
+        ends: Vec<CommunicatorMember>,
+        options: &CudaOptions,
+    ) -> CudaResult<CommGroups> {
+        let abort = Arc::new(AtomicBool::new(false));
+        let terms = GroupConfig {
+            transport: GroupTransport::Best,
+            max_blocks: MAX_COPY_BLOCKS,
+            peer_timeout: options.peer_timeout,
+            setup_timeout: options.setup_timeout,
+            host_id: options.host_id,
+            staging_bytes: [0; 2],
+        };
+        let mut out = Vec::new();
+        for e in ends {
+            let group = CollectiveGroup::join_members(
+                libraries,
+                compiler,
+                &e.id,
+                (e.member, e.member_count),
+                terms,
+                Arc::clone(&abort),
+            )
+            .map_err(|why| CudaError(format!("communicator {}: {why}", e.route)))?;
+            out.push(RoutedGroup { route: e.route, group, peer_offsets: BTreeMap::new() });
+        }
+        Ok(CommGroups { routed_groups: out, placement: mesh_rank })
+    }
+
+    /// Describes the transport of each communicator.
+    pub(super) fn describe_transports(&self) -> Vec<String> {
+        let describe = |e: &RoutedGroup| match e.group.p2p_failure() {
+            None => format!("{}: peer-to-peer memory", e.route),
+            Some(why) => format!("{}: NCCL, because {why}", e.route),
+        };
+        self.routed_groups.iter().map(describe).collect()
+    }
+
+    /// Returns whether any communicator uses NCCL, which connects on the first use of each
+    /// collective and may be captured only after that.
+    pub(super) fn has_lazy_connections(&self) -> bool {
+        self.routed_groups.iter().any(|e| e.group.uses_nccl())
+    }
+
+    pub(super) fn reset_progress(&self) {
+        self.routed_groups.iter().for_each(|e| e.group.reset_progress());
+    }
+
+    /// Aborts the work in flight of all communicators. The abort is complete, or has timed out,
+    /// once all returned threads have ended. NCCL does not abort a communicator while a graph holds
+    /// work of it, so drop those graphs before joining the threads.
+    pub(super) fn abort_all(&self) -> Vec<JoinHandle<()>> {
+        abort_groups(&self.group_aborters())
+    }
+
+    fn group_aborters(&self) -> Vec<GroupAborter> {
+        self.routed_groups.iter().map(|e| e.group.new_aborter()).collect()
+    }
+
+    pub(super) fn abort_handle(&self) -> AbortFn {
+        let aborters = self.group_aborters();
+        // The caller must return promptly and must not wait for a library, so the threads are
+        // detached.
+        Arc::new(move |_| drop(abort_groups(&aborters)))
+    }
+
+    /// Returns the first fault on the device, expressed as ranks and ops.
+    pub(super) fn find_fault(&self, p: &Program) -> Option<Fault> {
+        self.routed_groups.iter().find_map(|e| {
+            let fault = e.group.find_fault()?;
+            let lane = e.route.communicator_of(&self.placement.mesh, self.placement.rank);
+            let rank = |member: usize| match lane.as_ref().and_then(|l| l.members.get(member)) {
+                Some(r) => format!("rank {r}"),
+                None => format!("member {member}"),
+            };
+            let at = |op: u32| {
+                let name = p.ops.get(op as usize).map_or("?", |o| o.opcode.name());
+                format!("{name} over {} in @{} (op {op})", e.route, p.name)
+            };
+            Some(match &fault {
+                GroupFault::Mismatch { op, peer, mine, theirs } => Fault::Failed(format!(
+                    "{}: {} launched a different collective ({theirs:#010x}, this rank {mine:#010x})",
+                    at(*op),
+                    rank(*peer)
+                )),
+                GroupFault::Timeout { op, peers, .. } => {
+                    let who: Vec<String> = peers.iter().map(|m| rank(*m)).collect();
+                    Fault::Stalled(format!("{}: {} did not arrive in time", at(*op), who.join(", ")))
+                }
+                GroupFault::Aborted { op } => Fault::Aborted(format!("{}: aborted", at(*op))),
+                // Another rank caused the failure and reports the cause.
+                GroupFault::Remote(why) => {
+                    Fault::Aborted(format!("NCCL over {} in @{}: {why}", e.route, p.name))
+                }
+                GroupFault::Nccl(why) => {
+                    Fault::Failed(format!("NCCL over {} in @{}: {why}", e.route, p.name))
+                }
+            })
+        })
+    }
+
+    /// Returns, for each route, the last op that the device started and the last one that it
+    /// completed.
+    pub(super) fn device_progress(&self) -> Vec<(CommRoute, Option<u32>, Option<u32>)> {
+        self.routed_groups
+            .iter()
+            .map(|e| {
+                let progress = e.group.read_progress();
+                (e.route, progress.started, progress.completed)
+            })
+            .collect()
+    }
+
+    fn group_index(&self, op: &Op) -> CudaResult<usize> {
+        let route = CommRoute::from_op(op);
+        let found = self.routed_groups.iter().position(|e| Some(e.route) == route);
+        found.ok_or_else(|| CudaError(format!("no communicator for {} {:?}", op.opcode.name(), op.attrs)))
+    }
+}
+
+impl CudaBackend {
+    /// Shares the exchange memory with the other members of every communicator, and exchanges the
+    /// offsets of operands and results.
+    pub(super) fn share_memory(&mut self, memory: &DeviceMemory, offsets: &[u64]) -> CudaResult<()> {
+        let mut groups = std::mem::replace(
+            &mut self.groups,
+            CommGroups { routed_groups: Vec::new(), placement: self.placement },
+        );
+        let done = self.share_with_groups(&mut groups, memory, offsets);
+        self.groups = groups;
+        done
+    }
+
+    fn share_with_groups(
+        &self,
+        groups: &mut CommGroups,
+        memory: &DeviceMemory,
+        offsets: &[u64],
+    ) -> CudaResult<()> {
+        let mut wanted: Vec<Vec<(usize, usize, u64, u64)>> = vec![Vec::new(); groups.routed_groups.len()];
+        for (program, prepared) in self.programs.iter().enumerate() {
+            let p = &prepared.program;
+            let slot = |v: Option<ValueId>| match v.map(|v| prepared.locations[v.0 as usize]) {
+                Some(ValueLocation::Slot(s)) => offsets[s],
+                _ => NO_OFFSET,
+            };
+            for (i, op) in p.collective_ops() {
+                let Some(lane) =
+                    groups.routed_groups.iter().position(|e| Some(e.route) == CommRoute::from_op(op))
+                else {
+                    return cuda_failure(format!("no communicator for {} of @{}", op.opcode.name(), p.name));
+                };
+                let (operand, result) = (slot(op.operands.first().copied()), slot(p.collective_result(op)));
+                wanted[lane].push((program, i, operand, result));
+                let m = self.build_collective(p, i)?;
+                groups.routed_groups[lane].group.reserve_staging(&m);
+            }
+        }
+        for (lane, wanted) in groups.routed_groups.iter_mut().zip(wanted) {
+            lane.group.share_memory(memory)?;
+            if lane.route.peer.is_some() {
+                lane.group.connect_nccl()?;
+            }
+            let own_offsets: Vec<u64> = wanted.iter().flat_map(|(_, _, a, b)| [*a, *b]).collect();
+            let all = lane.group.exchange_table(&own_offsets)?;
+            lane.peer_offsets.clear();
+            for (k, (program, op, ..)) in wanted.iter().enumerate() {
+                let member_offsets =
+                    |at: usize| all.iter().map(|w| w.get(2 * k + at).copied().unwrap_or(NO_OFFSET)).collect();
+                lane.peer_offsets.insert((*program, *op), (member_offsets(0), member_offsets(1)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues a whole collective.
+    pub(super) fn launch_collective(
+        &mut self,
+        program: usize,
+        i: usize,
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        let (m, lane) = self.locate_collective(program, i)?;
+        let by_engines = self.programs[program].comm_offloads.get(&i) == Some(&CommOffload::CopyEngines)
+            && m.suits_copy_engines();
+        let group = &mut self.groups.routed_groups[lane].group;
+        if !by_engines || group.active_transport() != GroupTransport::P2p {
+            return group.enqueue_collective(&m, stream);
+        }
+        group.enqueue_open(&m, stream)?;
+        group.enqueue_copies(&m, stream)?;
+        group.enqueue_close(&m, stream)
+    }
+
+    /// Enqueues the opening synchronization of a collective whose data the producer stores.
+    pub(super) fn launch_collective_open(
+        &self,
+        program: usize,
+        i: usize,
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        let (m, lane) = self.locate_collective(program, i)?;
+        self.groups.routed_groups[lane].group.enqueue_open(&m, stream)
+    }
+
+    /// Enqueues the closing synchronization of that collective.
+    pub(super) fn launch_collective_close(
+        &self,
+        program: usize,
+        i: usize,
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        let (m, lane) = self.locate_collective(program, i)?;
+        self.groups.routed_groups[lane].group.enqueue_close(&m, stream)
+    }
+
+    /// Returns the destinations to which the producer of a collective's operand stores it; `None`
+    /// if that is impossible.
+    pub(super) fn store_targets(
+        &self,
+        program: usize,
+        i: usize,
+        along: SplitDim,
+    ) -> CudaResult<Option<Targets>> {
+        let (m, lane) = self.locate_collective(program, i)?;
+        self.groups.routed_groups[lane].group.store_targets(&m, along)
+    }
+
+    /// Returns a collective with its addresses, and the index of its communicator.
+    fn locate_collective(&self, program: usize, i: usize) -> CudaResult<(GroupCollective, usize)> {
+        let p = Arc::clone(&self.programs[program].program);
+        let op = &p.ops[i];
+        let mut m = self.build_collective(&p, i)?;
+        m.operand = op.operands.first().map_or(Ok(0), |v| self.value_address(program, *v))?;
+        m.result = p.collective_result(op).map_or(Ok(0), |v| self.value_address(program, v))?;
+        let lane = self.groups.group_index(op)?;
+        if let Some((operands, results)) = self.groups.routed_groups[lane].peer_offsets.get(&(program, i)) {
+            (m.peer_operand_offsets, m.peer_result_offsets) = (operands.clone(), results.clone());
+        }
+        Ok((m, lane))
+    }
+
+    /// Builds the description of a collective, without addresses.
+    fn build_collective(&self, p: &Program, i: usize) -> CudaResult<GroupCollective> {
+        let op = &p.ops[i];
+        let Some(route) = CommRoute::from_op(op) else {
+            return cuda_failure("a collective without a communicator");
+        };
+        let lane = route.communicator_of(&self.placement.mesh, self.placement.rank);
+        let members = lane.map_or(1, |l| l.members.len());
+        let me = member_index(route, &self.placement);
+        let operand = op.operands.first().map(|v| p.type_of(*v));
+        let out = p.collective_result(op).map(|v| p.type_of(v));
+        let Some(ty) = operand.or(out) else {
+            return cuda_failure("a collective without operand and result");
+        };
+        let element = ty.dtype.element_bytes() as usize;
+        let axis = op.mesh_axis().unwrap_or(Axis::Tp);
+        let pieces = |ty: &Type| shard_ranges(ty, axis, members as u32);
+        let reduction = op.reduction().unwrap_or(Reduction::Sum);
+        let kind = match (op.opcode, operand, out) {
+            (Opcode::AllReduce, Some(x), _) => {
+                CollectiveKind::AllReduce { elements: x.element_count() as usize, reduction }
+            }
+            (Opcode::AllGather, Some(x), Some(y)) => {
+                let (dim, parts) = pieces(x);
+                CollectiveKind::all_gather(me, as_matrix(&y.shape, dim), dim.min(1), &parts, element)
+            }
+            (Opcode::ReduceScatter, Some(x), Some(y)) => {
+                let (dim, parts) = pieces(y);
+                let (rows, columns) = as_matrix(&x.shape, dim);
+                CollectiveKind::ReduceScatter { rows, columns, dim: dim.min(1), parts, reduction }
+            }
+            (Opcode::AllToAll, Some(x), Some(y)) => {
+                let ((dim, concat), (_, split)) = (pieces(x), pieces(y));
+                let global_shape = x.layout.global_shape(&x.shape, &self.placement.mesh);
+                CollectiveKind::all_to_all(me, as_matrix(&global_shape, 1), dim, &concat, &split, element)
+            }
+            (Opcode::Broadcast, ..) => {
+                let root = op.int_attr("root").unwrap_or(0) as usize;
+                CollectiveKind::broadcast_from(me, members, root, ty.byte_size().0 as usize)
+            }
+            (Opcode::Send | Opcode::Recv, ..) => CollectiveKind::send_recv(me, ty.byte_size().0 as usize),
+            (other, ..) => return cuda_failure(format!("{} is not a collective", other.name())),
+        };
+        let digest = blake3::hash(collective_signature(p, op).as_bytes());
+        let bytes = digest.as_bytes();
+        Ok(GroupCollective {
+            kind,
+            dtype: ty.dtype,
+            operand: 0,
+            result: 0,
+            peer_operand_offsets: Vec::new(),
+            peer_result_offsets: Vec::new(),
+            fingerprint: u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+            op_index: i as u32,
+            transport: match op.str_attr("transport") {
+                Some("p2p") => RequestedTransport::P2p,
+                Some("nccl") => RequestedTransport::Nccl,
+                _ => RequestedTransport::Best,
+            },
+        })
+    }
+}
+
+/// Reports the progress of collectives to an observer: each completion once, in program order
+/// within a communicator.
+#[derive(Debug)]
+pub(super) struct ProgressReporter<'a> {
+    program: &'a Program,
+    collectives: Vec<(usize, CommRoute)>,
+    /// Whether each collective has been reported as completed.
+    reported: Vec<bool>,
+    /// Progress of the device: twice the index of the furthest op, plus 1 if the op started or plus
+    /// 2 if it completed.
+    furthest_progress: u64,
+}
+
+impl<'a> ProgressReporter<'a> {
+    pub(super) fn new(program: &'a Program) -> ProgressReporter<'a> {
+        let collectives: Vec<(usize, CommRoute)> =
+            program.collective_ops().filter_map(|(i, op)| Some((i, CommRoute::from_op(op)?))).collect();
+        let reported = vec![false; collectives.len()];
+        ProgressReporter { program, collectives, reported, furthest_progress: 0 }
+    }
+
+    /// Reports new progress and returns whether there was any.
+    pub(super) fn report_progress(&mut self, groups: &CommGroups, observer: &mut dyn Observer) -> bool {
+        let mut changed = false;
+        for (route, arrived, done) in groups.device_progress() {
+            // Progress only grows, however far the communicators are apart.
+            let progress =
+                arrived.map_or(0, |a| 2 * u64::from(a) + 1).max(done.map_or(0, |d| 2 * u64::from(d) + 2));
+            if progress > self.furthest_progress {
+                self.furthest_progress = progress;
+                observer.on_progress((progress / 2) as u32);
+                changed = true;
+            }
+            for (k, (i, collective_route)) in
+                self.collectives.iter().enumerate().filter(|(_, (_, r))| *r == route)
+            {
+                debug_assert_eq!(*collective_route, route);
+                if done.is_some_and(|d| *i <= d as usize) && !self.reported[k] {
+                    self.reported[k] = true;
+                    observer.on_completed(*i);
+                    changed = true;
+                }
+            }
+        }
+        changed
+    }
+
+    /// Reports completion of everything that remains, once the device is done.
+    pub(super) fn report_completion(&mut self, observer: &mut dyn Observer) {
+        for (k, (i, _)) in self.collectives.iter().enumerate() {
+            if !std::mem::replace(&mut self.reported[k], true) {
+                observer.on_completed(*i);
+            }
+        }
+        observer.on_progress(self.program.ops.len() as u32);
+    }
+}
+
+/// Aborts all waits at once. NCCL aborts run on one thread per communicator, because aborting one
+/// communicator may wait for the kernel of another. Whatever NCCL does not abort in time ends with
+/// the process.
+fn abort_groups(aborters: &[GroupAborter]) -> Vec<JoinHandle<()>> {
+    aborters.iter().for_each(GroupAborter::stop);
+    let through_nccl = aborters.iter().filter(|a| a.uses_nccl()).cloned();
+    let ended = |a: GroupAborter| {
+        let end = move || {
+            a.abort_within(NCCL_ABORT_TIMEOUT);
+        };
+        std::thread::Builder::new().name("nccl-abort".into()).spawn(end).ok()
+    };
+    through_nccl.filter_map(ended).collect()
+}
+
+/// Returns the index of the rank among the members of a communicator.
+fn member_index(route: CommRoute, mesh_rank: &MeshRank) -> usize {
+    let lane = route.communicator_of(&mesh_rank.mesh, mesh_rank.rank);
+    lane.and_then(|l| l.members.iter().position(|r| *r == mesh_rank.rank)).unwrap_or(0)
+}

@@ -1,0 +1,103 @@
+//! Check of an op against its row of the op table.
+
+use super::{RuleResult, T0215, rule_error};
+use crate::parse::T0203;
+use crate::{DType, Dialect, HINT_ATTRS, Op, OpKind, Opcode, Program};
+
+/// Checks the operands, attributes, name and buffer of an op against its row of the op table, and
+/// the kinds of its operand values.
+pub(super) fn check_well_formed(program: &Program, op: &Op) -> RuleResult<()> {
+    let row = op.opcode.table_row();
+    let (least, most) = row.operands;
+    let n = op.operands.len();
+    if n < least || n > most {
+        let want = if least == most { least.to_string() } else { format!("{least} to {most}") };
+        return rule_error(&T0203, format!("has {n} operands, expected {want}"));
+    }
+    let stem = |k: &&'static str| k.strip_suffix('?').unwrap_or(k);
+    for (i, (k, _)) in op.keyed.iter().enumerate() {
+        if !row.keyed.iter().any(|known| stem(known) == *k) {
+            return rule_error(&T0203, format!("has no operand `{k}`"));
+        }
+        if op.keyed[..i].iter().any(|(other, _)| other == k) {
+            return rule_error(&T0203, format!("operand `{k}` appears twice"));
+        }
+    }
+    if let Some(k) = row.keyed.iter().find(|k| !k.ends_with('?') && op.keyed_operand(k).is_none()) {
+        return rule_error(&T0203, format!("operand `{k}=%…` is missing"));
+    }
+    for a in op.attrs.keys() {
+        if !row.attrs.iter().any(|known| stem(known) == a) && !HINT_ATTRS.contains(&a.as_str()) {
+            let known: Vec<&str> = row.attrs.iter().map(|a| a.trim_end_matches('?')).collect();
+            let near = tessera_base::closest_name(a, known.iter().copied());
+            let near = near
+                .map_or(format!("its attributes: {}", tessera_base::format_choices(&known)), |n| {
+                    format!("did you mean `{n}`?")
+                });
+            return rule_error(&T0203, format!("has no attribute `{a}`; {near}"));
+        }
+    }
+    if let Some(a) = row.attrs.iter().find(|a| !a.ends_with('?') && !op.attrs.contains_key(**a)) {
+        return rule_error(&T0215, format!("attribute `{a}` is missing"));
+    }
+    let named = matches!(op.opcode, Opcode::Input | Opcode::Call | Opcode::Weight | Opcode::Output);
+    if named != op.name.is_some() {
+        return rule_error(&T0203, if named { "needs a quoted name" } else { "does not take a name" });
+    }
+    if op.opcode.takes_buffer() != op.buffer.is_some() {
+        return rule_error(
+            &T0203,
+            if op.buffer.is_some() { "does not take a buffer" } else { "needs a buffer (`@name`)" },
+        );
+    }
+    if op.issue && row.kind != OpKind::Collective {
+        return rule_error(&T0203, "cannot be issued: it is not a collective");
+    }
+    if row.kind == OpKind::Collective && program.dialect == Dialect::Logical {
+        return rule_error(&T0203, "is a collective: a logical program has no ranks");
+    }
+    let dtype = |v: &crate::ValueId| program.type_of(*v).dtype;
+    if let Some(v) = op.after.iter().find(|v| dtype(v) != DType::Event) {
+        return rule_error(&T0203, format!("waits for %{}, which is not an event", program.value(*v).name));
+    }
+    let ticket = op.opcode == Opcode::Wait;
+    for v in &op.operands {
+        let d = dtype(v);
+        if ticket != (d == DType::Ticket) || d == DType::Event {
+            return rule_error(&T0203, format!("operand %{} has type {d}", program.value(*v).name));
+        }
+        if row.kind == OpKind::Compute && d == DType::I64 {
+            let why = match program.type_of(*v).shape[..] {
+                [] => "call scalars must be keyed operands",
+                _ => "integer tensors can be passed on, but not computed with or sharded",
+            };
+            return rule_error(&T0203, format!("operand %{} has type {d}: {why}", program.value(*v).name));
+        }
+    }
+    for (k, v) in &op.keyed {
+        let t = program.type_of(*v);
+        // A matmul's bias and scales are vectors, which its rule checks; every other keyed operand
+        // is a call scalar.
+        let fits = match (*k, op.opcode) {
+            ("bias" | "x_scale" | "w_scale", Opcode::Matmul) => is_float(t.dtype),
+            ("bias" | "sigma", _) => is_float(t.dtype) && t.shape.is_empty() && t.layout.is_replicated(),
+            _ => t.dtype == DType::I64 && t.shape.is_empty() && t.layout.is_replicated(),
+        };
+        if !fits {
+            let want = match *k {
+                "bias" | "sigma" => "a float scalar",
+                "x_scale" | "w_scale" => "a vector of f32",
+                _ => "an i64 scalar",
+            };
+            return rule_error(
+                &T0203,
+                format!("`{k}` is {}, but must be {want}", t.display_on(&program.mesh)),
+            );
+        }
+    }
+    Ok(())
+}
+
+fn is_float(d: DType) -> bool {
+    !matches!(d, DType::I64 | DType::Ticket | DType::Event)
+}

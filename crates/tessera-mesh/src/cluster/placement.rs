@@ -1,0 +1,93 @@
+//! Placement of ranks on devices in topology order, so that neighbouring ranks have short paths.
+
+use tessera_base::Diagnostic;
+
+use super::Cluster;
+use crate::mesh::{Mesh, Rank, T0103};
+
+/// Location of the device that a rank runs on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct RankPlacement {
+    /// The rank.
+    pub rank: Rank,
+    /// Rack, from 0.
+    pub rack: u32,
+    /// Host within the rack.
+    pub host: u32,
+    /// Socket within the host, which has the closest host memory.
+    pub socket: u32,
+    /// Device within the host, in the order of PCIe bus addresses.
+    pub slot: u32,
+    /// Switch domain, numbered over the whole cluster.
+    pub domain: u32,
+    /// Position within the switch domain: the switch port.
+    pub port: u32,
+}
+
+impl Cluster {
+    /// Returns the placement of a rank: rank n runs on the n-th device, counted by slot, then host,
+    /// then rack.
+    #[must_use]
+    pub fn place_rank(&self, rank: Rank) -> RankPlacement {
+        let (device, rack) = (rank.0, self.devices_per_rack().max(1));
+        let (within, host) = (device % rack, self.devices_per_host.max(1));
+        let slot = within % host;
+        let domain = self.domain_size.max(1);
+        RankPlacement {
+            rank,
+            rack: device / rack,
+            host: within / host,
+            socket: slot / self.devices_per_socket.max(1),
+            slot,
+            domain: device / domain,
+            port: device % domain,
+        }
+    }
+
+    /// Returns the placements of all ranks of a world in rank order; ranks outside the mesh come
+    /// first.
+    ///
+    /// # Errors
+    /// T0103 if there are more ranks than devices.
+    pub fn rank_table(&self, mesh: &Mesh) -> Result<Vec<RankPlacement>, Box<Diagnostic>> {
+        if mesh.world_size() > self.device_count() {
+            let racks = mesh.world_size().div_ceil(self.devices_per_rack().max(1));
+            return Err(Box::new(
+                Diagnostic::error(
+                    &T0103,
+                    format!("{} ranks do not fit {} devices", mesh.world_size(), self.device_count()),
+                )
+                .with_label(format!("mesh {mesh}"), format!("{} ranks", mesh.world_size()))
+                .with_label(format!("cluster {}", self.name), format!("{} devices", self.device_count()))
+                .with_hint(format!("{racks} racks have enough devices")),
+            ));
+        }
+        Ok(mesh.iter().map(|rank| self.place_rank(rank)).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::catalog;
+
+    #[test]
+    fn placements_follow_the_topology() {
+        let c = catalog::get("gb200-nvl72").unwrap().with_racks(2);
+        let table = c.rank_table(&"tp=8, pp=9, dp=2".parse().unwrap()).unwrap();
+        assert_eq!(table.len(), 144);
+        assert!(
+            table.windows(2).all(|w| (w[0].rack, w[0].host, w[0].slot) < (w[1].rack, w[1].host, w[1].slot))
+        );
+        let s = table[75];
+        assert_eq!((s.rack, s.host, s.socket, s.slot, s.domain, s.port), (1, 0, 1, 3, 1, 3));
+        assert!(table[..72].iter().all(|s| s.domain == 0 && s.rack == 0));
+    }
+
+    #[test]
+    fn a_mesh_larger_than_the_cluster_is_rejected() {
+        let c = catalog::get("gb200-nvl72").unwrap();
+        let d = c.rank_table(&"tp=12, ep=12".parse().unwrap()).unwrap_err();
+        assert!(d.message.contains("144 ranks") && d.message.contains("72 devices"), "{d:?}");
+        assert_eq!(d.hint.as_deref(), Some("2 racks have enough devices"));
+    }
+}

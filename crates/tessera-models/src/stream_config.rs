@@ -1,0 +1,337 @@
+//! Stream settings of a model from `stream.toml`: picture, latent, cache regime, schedule, text
+//! encoder and decoder.
+
+use tessera_base::config::{ConfigReader, parse_toml};
+use tessera_base::{Code, Diagnostic, Diagnostics};
+
+use crate::WanConfig;
+use crate::wan_config::{ELEMENTS_MAX, STRIDE_MAX, checked_elements};
+
+/// The stream settings contradict the model or each other.
+pub static T0411: Code = Code {
+    id: "T0411",
+    title: "stream settings contradict each other",
+    page: "stream.toml defines how a model is streamed. The picture size must be a multiple of the patch size, the \
+cache window a multiple of the chunk size and at least one chunk, and the channels of the decoder must match the model. \
+The recompute regime needs a window of exactly two chunks. The window may not be longer than the model's RoPE table \
+(rope_max_seq_len in config.json), which defines the positions. A tensor of more than 2^40 elements, a call of more than \
+2^60 operations, more than 64 chunks in the window or more than 100 steps are treated as typos. The message shows the \
+numbers.",
+};
+
+/// The quantity that the model predicts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PredictionTarget {
+    /// noise − x0; x0 = x − σ · flow.
+    Flow,
+    /// x0 itself.
+    X0,
+}
+
+/// The component that encodes a prompt as rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TextEncoder {
+    /// A table with one row per word.
+    Words,
+    /// No text encoder: the model can be planned but not streamed.
+    None,
+}
+
+/// The component that decodes latents to pixels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PixelDecoder {
+    /// Lossless rearrangement of channels.
+    SpaceTimeDepth,
+    /// No decoder: a stream writes latents only.
+    None,
+}
+
+/// Maximum chunks of a cache window; each chunk is a fill level with its own programs.
+const CHUNKS_MAX: u64 = 64;
+
+/// Maximum denoising steps of a chunk.
+const STEPS_MAX: usize = 100;
+
+/// Maximum operations of a forward, so that sums of costs fit 64 bits.
+const OPERATIONS_MAX: u128 = 1 << 60;
+
+/// The settings of a stream. Source: `stream.toml` in the model's folder.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StreamConfig {
+    /// Picture width in pixels.
+    pub width: u64,
+    /// Picture height in pixels.
+    pub height: u64,
+    /// Playback rate in frames per second.
+    pub fps: f64,
+    /// Pixels per latent cell: frames, rows, columns.
+    pub stride: [u64; 3],
+    /// Latent frames per chunk.
+    pub chunk_frames: u64,
+    /// Latent frames that the KV cache can hold.
+    pub window_frames: u64,
+    /// Whether the context is recomputed before each chunk (else it is resident).
+    pub recompute: bool,
+    /// Weight of past frames' keys in the recompute regime; 1 has no effect.
+    pub bias: f64,
+    /// Timesteps before the warp.
+    pub steps: Vec<f64>,
+    /// Shift of the schedule.
+    pub shift: f64,
+    /// Whether the shift warps the timesteps too.
+    pub warp: bool,
+    /// The quantity that the model predicts.
+    pub prediction: PredictionTarget,
+    /// Text encoder.
+    pub text: TextEncoder,
+    /// Decoder.
+    pub decoder: PixelDecoder,
+}
+
+impl StreamConfig {
+    /// Parses `stream.toml` for a model.
+    ///
+    /// # Errors
+    /// Returns one diagnostic per problem.
+    pub fn parse(file: &str, text: &str, model: &WanConfig) -> Result<StreamConfig, Diagnostics> {
+        let mut root = ConfigReader::new(file, "", parse_toml(file, text)?);
+        let (mut video, mut latent, mut cache) =
+            (root.read_table("video"), root.read_table("latent"), root.read_table("cache"));
+        let (mut schedule, mut words, mut decoder) =
+            (root.read_table("schedule"), root.read_table("text"), root.read_table("decoder"));
+        let stride = latent.read_numbers("stride", &[4.0, 8.0, 8.0]);
+        let config = StreamConfig {
+            width: video.read_count("width", None),
+            height: video.read_count("height", None),
+            fps: video.read_number("fps", Some(16.0)),
+            stride: match stride[..] {
+                [t, h, w] if stride.iter().all(|s| (1.0..=STRIDE_MAX).contains(s) && s.fract() == 0.0) => {
+                    [t as u64, h as u64, w as u64]
+                }
+                _ => [0, 0, 0],
+            },
+            chunk_frames: latent.read_count("chunk_frames", Some(3)),
+            window_frames: cache.read_count("window_frames", Some(6)),
+            recompute: cache.read_choice("mode", &["resident", "recompute"], "resident") == "recompute",
+            bias: cache.read_number("bias", Some(1.0)),
+            steps: schedule.read_numbers("steps", &[1000.0, 750.0, 500.0, 250.0]),
+            shift: schedule.read_number("shift", Some(5.0)),
+            warp: schedule.read_flag("warp", true),
+            prediction: match schedule.read_choice("prediction", &["flow", "x0"], "flow") {
+                "x0" => PredictionTarget::X0,
+                _ => PredictionTarget::Flow,
+            },
+            text: match words.read_choice("encoder", &["words", "none"], "none") {
+                "words" => TextEncoder::Words,
+                _ => TextEncoder::None,
+            },
+            decoder: match decoder.read_choice("kind", &["space_time_depth", "none"], "none") {
+                "space_time_depth" => PixelDecoder::SpaceTimeDepth,
+                _ => PixelDecoder::None,
+            },
+        };
+        let mut ds: Diagnostics = [root, video, latent, cache, schedule, words, decoder]
+            .into_iter()
+            .flat_map(ConfigReader::finish)
+            .collect();
+        if ds.is_empty() {
+            ds = config.find_contradictions(file, model);
+        }
+        if ds.is_empty() { Ok(config) } else { Err(ds) }
+    }
+
+    /// Renders the settings as `stream.toml` with every key, in a fixed order.
+    #[must_use]
+    pub fn to_toml(&self) -> String {
+        let regime = if self.recompute { "recompute" } else { "resident" };
+        let prediction = if self.prediction == PredictionTarget::X0 { "x0" } else { "flow" };
+        let text = if self.text == TextEncoder::Words { "words" } else { "none" };
+        let decoder = if self.decoder == PixelDecoder::SpaceTimeDepth { "space_time_depth" } else { "none" };
+        format!(
+            "[video]\nwidth = {}\nheight = {}\nfps = {:?}\n\n[latent]\nstride = {:?}\nchunk_frames = {}\n\n\
+[cache]\nmode = \"{regime}\"\nwindow_frames = {}\nbias = {:?}\n\n[schedule]\nsteps = {:?}\nshift = {:?}\nwarp = {}\n\
+prediction = \"{prediction}\"\n\n[text]\nencoder = \"{text}\"\n\n[decoder]\nkind = \"{decoder}\"\n",
+            self.width,
+            self.height,
+            self.fps,
+            self.stride,
+            self.chunk_frames,
+            self.window_frames,
+            self.bias,
+            self.steps,
+            self.shift,
+            self.warp,
+        )
+    }
+
+    /// Lists the contradictions with the model and between settings. The application crate also
+    /// calls this after a command-line option changed a setting.
+    #[must_use]
+    pub fn find_contradictions(&self, file: &str, model: &WanConfig) -> Diagnostics {
+        let mut ds = Vec::new();
+        let mut refuse = |m: String| ds.push(Diagnostic::error(&T0411, m).with_label(file, "these settings"));
+        let [st, sh, sw] = self.stride;
+        if st * sh * sw == 0 {
+            refuse(format!("latent.stride must be three integers from 1 to {STRIDE_MAX}"));
+            return ds;
+        }
+        let (bh, bw) = (sh * model.patch[0], sw * model.patch[1]);
+        if !self.width.is_multiple_of(bw) || !self.height.is_multiple_of(bh) {
+            refuse(format!("{}×{} pixels are not a multiple of {bw}×{bh} patches", self.width, self.height));
+        }
+        if !self.window_frames.is_multiple_of(self.chunk_frames) || self.window_frames < self.chunk_frames {
+            refuse(format!(
+                "a window of {} frames is not a multiple of a chunk of {}",
+                self.window_frames, self.chunk_frames
+            ));
+        }
+        if self.recompute && self.window_frames != 2 * self.chunk_frames {
+            refuse(format!(
+                "the recompute regime needs {} context and {} new frames; window_frames is {}",
+                self.chunk_frames, self.chunk_frames, self.window_frames
+            ));
+        }
+        let chunks = self.window_frames.checked_div(self.chunk_frames).unwrap_or(0);
+        if chunks > CHUNKS_MAX {
+            refuse(format!(
+                "a window of {} frames has {chunks} chunks of {}, the limit is {CHUNKS_MAX}",
+                self.window_frames, self.chunk_frames
+            ));
+        }
+        if self.window_frames > model.rope_frames {
+            refuse(format!(
+                "a window of {} frames is longer than the model's RoPE table of {}",
+                self.window_frames, model.rope_frames
+            ));
+        }
+        if !(self.bias > 0.0 && self.bias <= 1.0) {
+            refuse(format!("cache.bias {} must be in (0, 1]", self.bias));
+        }
+        if self.fps <= 0.0 || self.shift <= 0.0 {
+            refuse(format!("fps {} and shift {} must be positive", self.fps, self.shift));
+        }
+        if self.steps.len() > STEPS_MAX {
+            refuse(format!("schedule.steps has {} entries, the limit is {STEPS_MAX}", self.steps.len()));
+        }
+        let falling = self.steps.windows(2).all(|p| p[0] > p[1]);
+        if self.steps.is_empty() || !falling || self.steps.iter().any(|t| !(*t > 0.0 && *t <= 1000.0)) {
+            refuse(format!("schedule.steps {:?} must decrease from at most 1000 to above 0", self.steps));
+        }
+        if self.decoder == PixelDecoder::SpaceTimeDepth && model.channels != 3 * st * sh * sw {
+            refuse(format!(
+                "a {st}×{sh}×{sw} decoder has {} channels, the model {}",
+                3 * st * sh * sw,
+                model.channels
+            ));
+        }
+        if let Some(message) = self.describe_excess(model) {
+            refuse(message);
+        }
+        ds
+    }
+
+    /// Describes the first tensor, or the cost of a call, that exceeds the limits.
+    fn describe_excess(&self, model: &WanConfig) -> Option<String> {
+        let [chunk, rows, cols] = self.token_grid(model);
+        let (d, width) = (model.dim, model.ffn_dim.max(model.token_width()).max(model.dim));
+        let tensors: [(&str, &[u64]); 5] = [
+            ("the cache, window_frames · rows · columns · dim", &[self.window_frames, rows, cols, d]),
+            ("the chunk, chunk_frames · rows · columns · width", &[chunk, rows, cols, width]),
+            ("the chunk's pixels", &[chunk, self.stride[0], self.height, self.width, 3]),
+            ("the time modulation, chunk_frames · 6 · dim", &[chunk, 6, d]),
+            ("the time embeddings, chunk_frames · freq_dim", &[chunk, model.freq_dim]),
+        ];
+        for (what, extents) in tensors {
+            if checked_elements(extents).is_none() {
+                return Some(format!("{what} = {extents:?} has more than {ELEMENTS_MAX} elements"));
+            }
+        }
+        // All factors below are within the limits checked above, so the numbers of operations stay far
+        // below 2^128.
+        let to_u128 = u128::from;
+        let (d, ffn, frame) = (to_u128(d), to_u128(model.ffn_dim), to_u128(rows * cols));
+        let (tokens, attended) =
+            (to_u128(chunk) * frame, to_u128(self.window_frames) * frame + to_u128(model.text_len));
+        let block = tokens * d * (12 * d + 4 * ffn + 6 * attended);
+        let text = 2 * to_u128(model.text_len) * d * (to_u128(model.text_dim) + d);
+        let time = 2 * to_u128(chunk) * d * (to_u128(model.freq_dim) + 7 * d);
+        let ends = 4 * tokens * d * to_u128(model.token_width());
+        let total =
+            to_u128(model.layers) * (block + 4 * to_u128(model.text_len) * d * d) + text + time + ends;
+        (total > OPERATIONS_MAX)
+            .then(|| format!("one forward of a chunk is {total} operations, more than 2^60"))
+    }
+
+    /// Returns the token grid of a chunk: frames, rows, columns.
+    #[must_use]
+    pub fn token_grid(&self, model: &WanConfig) -> [u64; 3] {
+        [
+            self.chunk_frames,
+            self.height / (self.stride[1] * model.patch[0]),
+            self.width / (self.stride[2] * model.patch[1]),
+        ]
+    }
+
+    /// Returns the number of pixel frames of a chunk.
+    #[must_use]
+    pub fn frames_per_chunk(&self) -> u64 {
+        self.chunk_frames * self.stride[0]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_round_trips() {
+        let wan = WanConfig::parse("c", r#"{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1}"#).unwrap();
+        let s = StreamConfig::parse("s", "[video]\nwidth = 16\nheight = 32\n[cache]\nbias = 0.3\n", &wan)
+            .unwrap();
+        assert_eq!(StreamConfig::parse("t", &s.to_toml(), &wan).unwrap(), s);
+    }
+
+    #[test]
+    fn huge_streams_are_refused_not_planned() {
+        let text = |rope: u64, ffn: u64| {
+            format!(r#"{{"dim":12,"ffn_dim":{ffn},"num_heads":1,"num_layers":1,"rope_max_seq_len":{rope}}}"#)
+        };
+        let refused = |rope: u64, ffn: u64, stream: &str| {
+            let wan = WanConfig::parse("c", &text(rope, ffn)).unwrap();
+            match StreamConfig::parse("s", stream, &wan) {
+                Ok(_) => Vec::new(),
+                Err(ds) => ds.into_iter().map(|d| (d.code.id, d.message)).collect(),
+            }
+        };
+        let steps: Vec<String> = (0..101).map(|i| format!("{}", 1000 - i)).collect();
+        let small = "[video]\nwidth = 16\nheight = 16\n";
+        let large = "[video]\nwidth = 4294967280\nheight = 4294967280\n";
+        let many = format!("{small}[cache]\nwindow_frames = 195\n");
+        let long = format!("{small}[cache]\nwindow_frames = 12\n");
+        let stride = format!("{small}[latent]\nstride = [4, 8, 1e18]\n");
+        let wide = "[video]\nwidth = 131072\nheight = 65536\n";
+        for (rope, ffn, stream, says) in [
+            (1024, 8, large, "more than"),
+            (1024, 8, many.as_str(), "65 chunks"),
+            (11, 8, long.as_str(), "RoPE table of 11"),
+            (1024, 8, stride.as_str(), "65536"),
+            (1024, 8, &format!("{small}[schedule]\nsteps = [{}]\n", steps.join(",")), "101 entries"),
+            (1024, 4_000_000_000, wide, "more than"),
+            (1024, 8, wide, "operations"),
+        ] {
+            let found = refused(rope, ffn, stream);
+            assert!(found.iter().any(|(id, m)| *id == "T0411" && m.contains(says)), "{says}: {found:?}");
+        }
+        assert!(refused(12, 8, &long).is_empty());
+    }
+
+    #[test]
+    fn contradictions_show_their_numbers() {
+        let wan = WanConfig::parse("c", r#"{"dim":12,"ffn_dim":8,"num_heads":1,"num_layers":1}"#).unwrap();
+        let text = "[video]\nwidth = 20\nheight = 16\n[cache]\nmode = \"recompute\"\nwindow_frames = 9\nbias = 2.0\n\
+[schedule]\nsteps = [500, 750]\n[decoder]\nkind = \"space_time_depth\"\n";
+        let ds = StreamConfig::parse("s", text, &wan).unwrap_err();
+        assert_eq!(ds.len(), 5, "{ds:#?}");
+        assert!(ds.iter().all(|d| d.code.id == "T0411"));
+    }
+}

@@ -1,0 +1,379 @@
+//! The DiT's dimensions, from `config.json` in the original or the diffusers format.
+
+use tessera_base::config::{ConfigReader, parse_json};
+use tessera_base::{Code, Diagnostic, Diagnostics, format_choices};
+
+/// The dimensions contradict each other.
+pub static T0410: Code = Code {
+    id: "T0410",
+    title: "model dimensions contradict each other",
+    page: "A Wan DiT requires: dim a multiple of the number of heads, an even head_dim of at least 6 (three rotary axes share \
+it), equal input and output channels, an even freq_dim, and a patch of one frame. The message shows the numbers.\n\n\
+A key that selects a variant of the model (qk_norm, window_size, model_type, image_dim and similar keys) must have the \
+value of the implemented variant: any other value describes another model, and running this one instead would produce \
+plausible but wrong output. A weight of more than 2^40 elements, or more than 1024 blocks, is treated as a typo.",
+};
+
+/// The dimensions of a Wan2.1 DiT. Source: the model's own `config.json`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct WanConfig {
+    /// Width of the residual stream.
+    pub dim: u64,
+    /// Width of the feed-forward layer.
+    pub ffn_dim: u64,
+    /// Width of the timestep's sinusoidal embedding.
+    pub freq_dim: u64,
+    /// Latent channels.
+    pub channels: u64,
+    /// Attention heads.
+    pub heads: u64,
+    /// Transformer blocks.
+    pub layers: u64,
+    /// Number of text rows to which every prompt is padded.
+    pub text_len: u64,
+    /// Width of a text row.
+    pub text_dim: u64,
+    /// Rows and columns of a patch.
+    pub patch: [u64; 2],
+    /// Epsilon of every norm.
+    pub eps: f64,
+    /// Number of frames in the RoPE table.
+    pub rope_frames: u64,
+}
+
+/// Maximum elements of one tensor, which the programs' types allow. A larger size is treated as a
+/// typo.
+pub(crate) const ELEMENTS_MAX: u64 = 1 << 40;
+
+/// Maximum pixels of a patch or of a latent stride along one dim.
+pub(crate) const STRIDE_MAX: f64 = 65_536.0;
+
+/// Maximum number of transformer blocks.
+const LAYERS_MAX: u64 = 1024;
+
+/// Returns the number of elements of a tensor with these extents, or `None` if it exceeds [`ELEMENTS_MAX`].
+pub(crate) fn checked_elements(extents: &[u64]) -> Option<u64> {
+    extents.iter().try_fold(1u64, |n, x| n.checked_mul(*x)).filter(|n| *n <= ELEMENTS_MAX)
+}
+
+impl WanConfig {
+    /// Returns the width of a head.
+    #[must_use]
+    pub fn head_dim(&self) -> u64 {
+        self.dim / self.heads
+    }
+
+    /// Returns the width of a latent token: patch · channels.
+    #[must_use]
+    pub fn token_width(&self) -> u64 {
+        self.patch[0] * self.patch[1] * self.channels
+    }
+
+    /// Parses `config.json`. `file` appears only in diagnostics.
+    ///
+    /// # Errors
+    /// Returns one diagnostic per problem.
+    pub fn parse(file: &str, text: &str) -> Result<WanConfig, Diagnostics> {
+        let mut f = ConfigReader::new(file, "", parse_json(file, text)?);
+        f.ignore_keys(&["_class_name", "_diffusers_version", "_name_or_path", "_library_version"]);
+        // Only the diffusers format gives the head width; both formats describe the same model.
+        let diffusers = text.contains("\"attention_head_dim\"");
+        let config =
+            if diffusers { WanConfig::read_diffusers(&mut f) } else { WanConfig::read_original(&mut f) };
+        check_variants(&mut f, file, if diffusers { DIFFUSERS_VARIANTS } else { ORIGINAL_VARIANTS });
+        let mut ds = f.finish();
+        if ds.is_empty() {
+            ds = config.find_contradictions(file);
+        }
+        if ds.is_empty() { Ok(config) } else { Err(ds) }
+    }
+
+    /// Renders the dimensions as `config.json` in the original format, with keys in a fixed order.
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        format!(
+            "{{\"_class_name\":\"WanModel\",\"model_type\":\"t2v\",\"dim\":{},\"eps\":{:e},\"ffn_dim\":{},\
+\"freq_dim\":{},\"in_dim\":{},\"num_heads\":{},\"num_layers\":{},\"out_dim\":{},\"patch_size\":[1,{},{}],\
+\"rope_max_seq_len\":{},\"text_dim\":{},\"text_len\":{}}}\n",
+            self.dim,
+            self.eps,
+            self.ffn_dim,
+            self.freq_dim,
+            self.channels,
+            self.heads,
+            self.layers,
+            self.channels,
+            self.patch[0],
+            self.patch[1],
+            self.rope_frames,
+            self.text_dim,
+            self.text_len,
+        )
+    }
+
+    fn read_original(f: &mut ConfigReader) -> WanConfig {
+        let out = f.read_count("out_dim", Some(16));
+        let channels = f.read_count("in_dim", Some(16));
+        let config = WanConfig {
+            dim: f.read_count("dim", None),
+            ffn_dim: f.read_count("ffn_dim", None),
+            freq_dim: f.read_count("freq_dim", Some(256)),
+            channels,
+            heads: f.read_count("num_heads", None),
+            layers: f.read_count("num_layers", None),
+            text_len: f.read_count("text_len", Some(512)),
+            text_dim: f.read_count("text_dim", Some(4096)),
+            patch: read_patch(f),
+            eps: f.read_number("eps", Some(1e-6)),
+            rope_frames: f.read_count("rope_max_seq_len", Some(1024)),
+        };
+        check_same_channels(f, channels, out);
+        config
+    }
+
+    fn read_diffusers(f: &mut ConfigReader) -> WanConfig {
+        let heads = f.read_count("num_attention_heads", None);
+        let out = f.read_count("out_channels", Some(16));
+        let channels = f.read_count("in_channels", Some(16));
+        let config = WanConfig {
+            dim: heads.saturating_mul(f.read_count("attention_head_dim", None)),
+            ffn_dim: f.read_count("ffn_dim", None),
+            freq_dim: f.read_count("freq_dim", Some(256)),
+            channels,
+            heads,
+            layers: f.read_count("num_layers", None),
+            text_len: f.read_count("text_len", Some(512)),
+            text_dim: f.read_count("text_dim", Some(4096)),
+            patch: read_patch(f),
+            eps: f.read_number("eps", Some(1e-6)),
+            rope_frames: f.read_count("rope_max_seq_len", Some(1024)),
+        };
+        check_same_channels(f, channels, out);
+        config
+    }
+
+    fn find_contradictions(&self, file: &str) -> Diagnostics {
+        let mut ds = Vec::new();
+        let mut refuse =
+            |message: String| ds.push(Diagnostic::error(&T0410, message).with_label(file, "these keys"));
+        if !self.dim.is_multiple_of(self.heads) {
+            refuse(format!("dim {} is not a multiple of {} heads", self.dim, self.heads));
+        } else if !self.head_dim().is_multiple_of(2) || self.head_dim() < 6 {
+            refuse(format!(
+                "head_dim {} = {} / {} must be even and at least 6",
+                self.head_dim(),
+                self.dim,
+                self.heads
+            ));
+        }
+        if !self.freq_dim.is_multiple_of(2) {
+            refuse(format!("freq_dim {} must be even", self.freq_dim));
+        }
+        if self.eps <= 0.0 {
+            refuse(format!("eps {} must be positive", self.eps));
+        }
+        if self.layers > LAYERS_MAX {
+            refuse(format!("{} blocks exceed the limit of {LAYERS_MAX}", self.layers));
+        }
+        let (d, [rows, cols]) = (self.dim, self.patch);
+        let tensors: [(&str, &[u64]); 7] = [
+            ("the feed-forward weight, ffn_dim · dim", &[self.ffn_dim, d]),
+            ("the time projection, 6 · dim · dim", &[6, d, d]),
+            ("the time embedding, freq_dim · dim", &[self.freq_dim, d]),
+            ("the patch embedding, patch · channels · dim", &[rows, cols, self.channels, d]),
+            ("the text, text_len · dim", &[self.text_len, d]),
+            ("the text, text_len · text_dim", &[self.text_len, self.text_dim]),
+            ("the text embedding, text_dim · dim", &[self.text_dim, d]),
+        ];
+        for (what, extents) in tensors {
+            if checked_elements(extents).is_none() {
+                refuse(format!("{what} = {extents:?} has more than {ELEMENTS_MAX} elements"));
+            }
+        }
+        ds
+    }
+}
+
+/// The accepted values of a key that selects a variant of the model.
+enum AcceptedValues {
+    /// One of these values, as JSON.
+    Values(&'static [&'static str]),
+    /// Any integer from 1, because `stream.toml` decides.
+    Count,
+}
+
+type VariantKey = (&'static str, AcceptedValues);
+
+const MODEL_TYPE: VariantKey = ("model_type", AcceptedValues::Values(&["\"t2v\""]));
+const QK_NORM: VariantKey = ("qk_norm", AcceptedValues::Values(&["true", "\"rms_norm_across_heads\""]));
+const CROSS_ATTN_NORM: VariantKey = ("cross_attn_norm", AcceptedValues::Values(&["true"]));
+
+/// The variant keys of the original format.
+const ORIGINAL_VARIANTS: &[VariantKey] = &[
+    MODEL_TYPE,
+    QK_NORM,
+    CROSS_ATTN_NORM,
+    ("window_size", AcceptedValues::Values(&["[-1,-1]"])),
+    ("local_attn_size", AcceptedValues::Values(&["-1"])),
+    ("sink_size", AcceptedValues::Values(&["0"])),
+    ("num_frame_per_block", AcceptedValues::Count),
+];
+
+/// The variant keys of the diffusers format.
+const DIFFUSERS_VARIANTS: &[VariantKey] = &[
+    MODEL_TYPE,
+    QK_NORM,
+    CROSS_ATTN_NORM,
+    ("added_kv_proj_dim", AcceptedValues::Values(&["null"])),
+    ("image_dim", AcceptedValues::Values(&["null"])),
+    ("pos_embed_seq_len", AcceptedValues::Values(&["null"])),
+];
+
+/// Rejects every variant of the model except the implemented one.
+fn check_variants(f: &mut ConfigReader, file: &str, keys: &[VariantKey]) {
+    for (key, accepted) in keys {
+        let Some(found) = f.take_value(key) else { continue };
+        let (fits, want) = match accepted {
+            AcceptedValues::Values(values) => {
+                (values.contains(&found.to_string().as_str()), format_choices(values))
+            }
+            AcceptedValues::Count => (found.as_u64().is_some_and(|n| n > 0), "an integer from 1".to_string()),
+        };
+        if !fits {
+            f.diagnostics.push(
+                Diagnostic::error(
+                    &T0410,
+                    format!("`{key}` is {found}: this model variant is not implemented"),
+                )
+                .with_label(file, format!("found {found}"))
+                .with_hint(format!("accepted: {want}")),
+            );
+        }
+    }
+}
+
+fn read_patch(f: &mut ConfigReader) -> [u64; 2] {
+    let list = f.read_numbers("patch_size", &[1.0, 2.0, 2.0]);
+    match list[..] {
+        [1.0, h, w] if [h, w].iter().all(|x| (1.0..=STRIDE_MAX).contains(x) && x.fract() == 0.0) => {
+            [h as u64, w as u64]
+        }
+        _ => {
+            f.diagnostics.push(Diagnostic::error(
+                &T0410,
+                format!("patch_size {list:?} must be [1, rows, columns], at most {STRIDE_MAX} each"),
+            ));
+            [1, 1]
+        }
+    }
+}
+
+fn check_same_channels(f: &mut ConfigReader, input: u64, output: u64) {
+    if input != output {
+        f.diagnostics.push(Diagnostic::error(
+            &T0410,
+            format!(
+                "{input} input channels and {output} output channels: a streaming DiT feeds its output back"
+            ),
+        ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ORIGINAL: &str = r#"{"_class_name":"WanModel","model_type":"t2v","dim":1536,"eps":1e-6,"ffn_dim":8960,
+        "freq_dim":256,"in_dim":16,"num_heads":12,"num_layers":30,"out_dim":16,"text_len":512}"#;
+    const DIFFUSERS: &str = r#"{"_class_name":"WanTransformer3DModel","added_kv_proj_dim":null,"attention_head_dim":128,
+        "cross_attn_norm":true,"eps":1e-6,"ffn_dim":8960,"freq_dim":256,"image_dim":null,"in_channels":16,
+        "num_attention_heads":12,"num_layers":30,"out_channels":16,"patch_size":[1,2,2],
+        "qk_norm":"rms_norm_across_heads","rope_max_seq_len":1024,"text_dim":4096}"#;
+
+    #[test]
+    fn both_formats_give_one_model() {
+        assert_eq!(WanConfig::parse("a", ORIGINAL).unwrap(), WanConfig::parse("b", DIFFUSERS).unwrap());
+    }
+
+    #[test]
+    fn text_round_trips() {
+        let c = WanConfig::parse("a", ORIGINAL).unwrap();
+        assert_eq!(WanConfig::parse("b", &c.to_json()).unwrap(), c);
+    }
+
+    #[test]
+    fn the_rotary_table_round_trips() {
+        for source in [ORIGINAL, DIFFUSERS] {
+            let mut c = WanConfig::parse("a", source).unwrap();
+            c.rope_frames = 77;
+            assert_eq!(WanConfig::parse("b", &c.to_json()).unwrap(), c);
+        }
+    }
+
+    #[test]
+    fn huge_dimensions_are_refused() {
+        let with = |extra: &str| {
+            let text = format!("{{\"num_heads\":4,\"num_layers\":1,\"ffn_dim\":8,\"dim\":48{extra}}}");
+            WanConfig::parse("c", &text).map_err(|ds| ds[0].code.id)
+        };
+        assert!(with("").is_ok());
+        for extra in [
+            ",\"text_len\":4294967295",
+            ",\"text_dim\":4294967295,\"text_len\":512",
+            ",\"in_dim\":4294967295,\"out_dim\":4294967295,\"patch_size\":[1,65536,65536]",
+            ",\"patch_size\":[1,1e18,2]",
+        ] {
+            assert_eq!(with(extra).unwrap_err(), "T0410", "{extra}");
+        }
+        let text = r#"{"attention_head_dim":4294967294,"num_attention_heads":4294967295,"ffn_dim":4294967295,"num_layers":2000}"#;
+        let ds = WanConfig::parse("c", text).unwrap_err();
+        assert!(ds.len() >= 3 && ds.iter().all(|d| d.code.id == "T0410"), "{ds:#?}");
+    }
+
+    #[test]
+    fn other_variants_are_rejected() {
+        let original = |extra: &str| {
+            WanConfig::parse("c.json", &ORIGINAL.replace("\"t2v\"", &format!("\"t2v\",{extra}")))
+        };
+        for fine in [
+            r#""qk_norm":true,"cross_attn_norm":true,"window_size":[-1, -1]"#,
+            r#""local_attn_size":-1,"sink_size":0,"num_frame_per_block":3,"qk_norm":"rms_norm_across_heads""#,
+        ] {
+            original(fine).unwrap();
+        }
+        for (key, value) in [
+            ("qk_norm", "false"),
+            ("cross_attn_norm", "false"),
+            ("window_size", "[4,4]"),
+            ("local_attn_size", "21"),
+            ("sink_size", "3"),
+            ("num_frame_per_block", "1.5"),
+        ] {
+            let ds = original(&format!("\"{key}\":{value}")).unwrap_err();
+            assert_eq!((ds.len(), ds[0].code.id), (1, "T0410"), "{ds:#?}");
+            assert!(ds[0].message.contains(key) && ds[0].message.contains(value), "{ds:#?}");
+            assert!(ds[0].hint.as_deref().unwrap().starts_with("accepted: "));
+        }
+        let other = ORIGINAL.replace("t2v", "i2v");
+        assert_eq!(WanConfig::parse("c", &other).unwrap_err()[0].code.id, "T0410");
+        for key in ["image_dim", "added_kv_proj_dim"] {
+            let other = DIFFUSERS.replace(&format!("\"{key}\":null"), &format!("\"{key}\":1280"));
+            assert_eq!(WanConfig::parse("c", &other).unwrap_err()[0].code.id, "T0410");
+        }
+    }
+
+    #[test]
+    fn every_mistake_is_reported() {
+        let text = r#"{"dim":"x","ffn_dm":1,"num_heads":4,"num_layers":0}"#;
+        let ds = WanConfig::parse("c.json", text).unwrap_err();
+        let codes: Vec<_> = ds.iter().map(|d| d.code.id).collect();
+        assert_eq!(codes, ["T0004", "T0003", "T0004", "T0002"]);
+        assert!(ds.iter().any(|d| d.hint.as_deref() == Some("did you mean `ffn_dim`?")));
+    }
+
+    #[test]
+    fn heads_must_divide() {
+        let text = r#"{"dim":50,"ffn_dim":8,"num_heads":4,"num_layers":1}"#;
+        assert_eq!(WanConfig::parse("c", text).unwrap_err()[0].code.id, "T0410");
+    }
+}

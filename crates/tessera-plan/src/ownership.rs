@@ -1,0 +1,61 @@
+//! A logical program with the facts that lowering looks up at every op: the readers of a value and
+//! the stages that own an op.
+
+use tessera_ir::{Op, Program};
+
+use crate::strategy::all_readers_want_heads;
+
+/// A logical program with the facts that lowering looks up repeatedly.
+pub(crate) struct ProgramAnalysis<'a> {
+    pub(crate) program: &'a Program,
+    /// Index of the op that defines each value.
+    pub(crate) defs: Vec<Option<usize>>,
+    /// The ops that read each value.
+    pub(crate) readers: Vec<Vec<usize>>,
+    /// Owner of each op.
+    pub(crate) owners: Vec<OpOwner>,
+    /// Whether every reader of an op's result needs it sharded by heads.
+    pub(crate) wants_heads: Vec<bool>,
+    /// Whether the phase runs on the leader alone.
+    pub(crate) is_leader_phase: bool,
+}
+
+/// The stages that run an op.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum OpOwner {
+    First,
+    Block(u64),
+    Last,
+    /// Every stage that needs the op.
+    All,
+}
+
+impl<'a> ProgramAnalysis<'a> {
+    pub(crate) fn new(program: &'a Program) -> ProgramAnalysis<'a> {
+        let owner = |op: &Op| match op.str_attr("at") {
+            Some("all") => OpOwner::All,
+            Some("last") => OpOwner::Last,
+            Some(at) => match at.strip_prefix("block.").and_then(|b| b.parse().ok()) {
+                Some(block) => OpOwner::Block(block),
+                None => OpOwner::First,
+            },
+            None => OpOwner::First,
+        };
+        let (defs, readers) = (program.defining_ops(), program.value_readers());
+        ProgramAnalysis {
+            program,
+            owners: program.ops.iter().map(owner).collect(),
+            wants_heads: (0..program.ops.len())
+                .map(|i| all_readers_want_heads(program, &readers, &defs, i))
+                .collect(),
+            defs,
+            readers,
+            is_leader_phase: is_leader_phase(program),
+        }
+    }
+}
+
+/// Returns whether a phase belongs to the leader, in any topology: encode or decode.
+fn is_leader_phase(p: &Program) -> bool {
+    p.ops.iter().any(|o| o.str_attr("at") == Some("leader"))
+}

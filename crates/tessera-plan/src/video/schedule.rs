@@ -1,0 +1,228 @@
+//! The schedule of a call for simulation: the priced steps of every role in every phase.
+
+use std::ops::Range;
+use std::rc::Rc;
+
+use tessera_cost::program_cost::{OpEstimate, ProgramEstimate};
+use tessera_cost::{CollectiveOp, MachineModel};
+use tessera_ir::{Bundle, Op, OpKind, Opcode, Program, ValueId};
+use tessera_mesh::{Group, Mesh, Rank};
+
+/// The schedule of the ranks of a mesh.
+pub(super) struct CallSchedule {
+    pub mesh: Mesh,
+    /// Ranks of each role.
+    pub roles: Vec<Vec<Rank>>,
+    pub phases: Vec<PhaseSchedule>,
+}
+
+/// The schedule of one phase.
+pub(super) struct PhaseSchedule {
+    pub name: String,
+    /// Steps of each role, in the order of roles.
+    pub roles: Vec<RoleSteps>,
+}
+
+/// The steps of a role in a phase, of which one range may repeat.
+#[derive(Clone)]
+pub(super) struct RoleSteps {
+    pub steps: Rc<[ScheduledStep]>,
+    pub repeat: Range<usize>,
+    pub extra_repeats: u64,
+    /// Label of each step, if a chart needs them.
+    pub labels: Option<Rc<[StepLabel]>>,
+}
+
+/// The label of a step.
+pub(super) struct StepLabel {
+    pub lane: String,
+    pub name: String,
+    /// Index of the step's op in the program.
+    pub op: usize,
+}
+
+/// One op with a cost or a dependency; ops that only name existing memory have no step.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct ScheduledStep {
+    pub effect: StepEffect,
+    pub stream: u8,
+    /// Price at full speed.
+    pub price: OpEstimate,
+    /// Distances, in steps backwards, to the steps that this step waits for in addition to its
+    /// stream.
+    pub dependencies: Vec<u32>,
+    /// Bytes of the results: equal steps need equal slots.
+    pub result_bytes: u64,
+}
+
+/// The effect of a step on the streams of its rank.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum StepEffect {
+    /// Records an event on its stream.
+    Event,
+    /// Waits for the result of an issued collective.
+    Wait,
+    /// Communicates with other ranks; with `issue`, a later step waits for the result.
+    Communicate { peers: CommPeers, op: CollectiveOp, bytes: f64, is_async: bool },
+    /// Computes.
+    Compute,
+}
+
+/// The communication partners of a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct CommPeers {
+    pub group: Option<Group>,
+    pub direction: CommDirection,
+}
+
+/// The direction of a communication.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum CommDirection {
+    /// A collective of all members.
+    Collective,
+    /// A send to one member, which is `None` if the program is invalid.
+    SendTo(Option<PeerPosition>),
+    /// A receive from one member.
+    RecvFrom(Option<PeerPosition>),
+}
+
+/// The position of a group member.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum PeerPosition {
+    Index(usize),
+    First,
+    Previous,
+    Next,
+    Last,
+}
+
+impl CallSchedule {
+    /// Creates the schedule of a bundle. `named` keeps the label of each step.
+    pub fn from_bundle(bundle: &Bundle, machine: &MachineModel, named: bool) -> CallSchedule {
+        let role_steps = |program: &Program| {
+            let (steps, at) = schedule_steps(program, machine);
+            let names = named.then(|| {
+                let defs = program.defining_ops();
+                let lane = |op: &Op| program.streams.get(op.stream.0 as usize).cloned().unwrap_or_default();
+                let ops = at.iter().map(|i| (*i, &program.ops[*i]));
+                ops.map(|(i, op)| StepLabel { lane: lane(op), name: op_label(program, &defs, op), op: i })
+                    .collect()
+            });
+            RoleSteps { repeat: 0..0, extra_repeats: 0, steps: steps.into(), labels: names }
+        };
+        CallSchedule {
+            mesh: bundle.mesh,
+            roles: bundle.roles.iter().map(|r| r.ranks.clone()).collect(),
+            phases: bundle
+                .phases
+                .iter()
+                .map(|p| PhaseSchedule {
+                    name: p.name.clone(),
+                    roles: p.programs.iter().map(role_steps).collect(),
+                })
+                .collect(),
+        }
+    }
+
+    /// Returns the index of a phase.
+    pub fn phase_index(&self, name: &str) -> Option<usize> {
+        self.phases.iter().position(|p| p.name == name)
+    }
+}
+
+impl RoleSteps {
+    /// Returns the number of steps including repetitions.
+    pub fn len(&self) -> usize {
+        self.steps.len() + self.extra_repeats as usize * self.repeat.len()
+    }
+
+    /// Iterates over the step indices in simulation order.
+    pub fn step_order(&self) -> impl Iterator<Item = usize> + use<> {
+        let (again, times) = (self.repeat.clone(), self.extra_repeats);
+        let rest = again.end..self.steps.len();
+        (0..again.end).chain((0..times).flat_map(move |_| again.clone())).chain(rest)
+    }
+}
+
+impl CommPeers {
+    pub fn from_op(op: &Op) -> CommPeers {
+        let peer = |key| op.int_attr(key).and_then(|at| usize::try_from(at).ok()).map(PeerPosition::Index);
+        let direction = match op.opcode {
+            Opcode::Send => CommDirection::SendTo(peer("to")),
+            Opcode::Recv => CommDirection::RecvFrom(peer("from")),
+            _ => CommDirection::Collective,
+        };
+        CommPeers { group: op.comm_group(), direction }
+    }
+
+    /// Returns the ranks that communicate, given one of them: all members of a collective; for a
+    /// send or receive the two ends, `rank` first.
+    pub fn participants(self, mesh: &Mesh, rank: Rank) -> Vec<Rank> {
+        let members = self.group.map_or_else(Vec::new, |g| mesh.group_members(rank, g));
+        let (CommDirection::SendTo(peer) | CommDirection::RecvFrom(peer)) = self.direction else {
+            return members;
+        };
+        let here = members.iter().position(|r| *r == rank);
+        let at = |peer| match peer {
+            PeerPosition::Index(at) => Some(at),
+            PeerPosition::First => Some(0),
+            PeerPosition::Previous => here?.checked_sub(1),
+            PeerPosition::Next => Some(here? + 1),
+            PeerPosition::Last => members.len().checked_sub(1),
+        };
+        let other = peer.and_then(at).and_then(|at| members.get(at));
+        std::iter::once(rank).chain(other.copied()).collect()
+    }
+}
+
+/// Returns the steps of a program, and the op index of each step.
+pub(super) fn schedule_steps(program: &Program, machine: &MachineModel) -> (Vec<ScheduledStep>, Vec<usize>) {
+    let priced = ProgramEstimate::new(machine, program, 1.0);
+    let defs = program.defining_ops();
+    let (mut out, mut at): (Vec<ScheduledStep>, Vec<usize>) = (Vec::new(), Vec::new());
+    let mut step_of: Vec<Option<usize>> = vec![None; program.ops.len()];
+    for (i, (op, price)) in program.ops.iter().zip(&priced.ops).enumerate() {
+        if op.opcode.table_row().kind == OpKind::Source && op.after.is_empty() {
+            continue;
+        }
+        let does = match op.opcode {
+            Opcode::EventRecord => StepEffect::Event,
+            Opcode::Wait => StepEffect::Wait,
+            _ => match priced.transfer_payload(i) {
+                Some((what, bytes)) => StepEffect::Communicate {
+                    peers: CommPeers::from_op(op),
+                    op: what,
+                    bytes,
+                    is_async: op.issue,
+                },
+                None => StepEffect::Compute,
+            },
+        };
+        let ticket = op.operands.first().filter(|_| op.opcode == Opcode::Wait);
+        let earlier = op.after.iter().chain(ticket);
+        let back = |v: &ValueId| step_of[defs[v.0 as usize]?].map(|s| (out.len() - s) as u32);
+        out.push(ScheduledStep {
+            effect: does,
+            stream: op.stream.0 as u8,
+            price: *price,
+            dependencies: earlier.filter_map(back).collect(),
+            result_bytes: op.results.iter().map(|r| program.type_of(*r).byte_size().0).sum(),
+        });
+        at.push(i);
+        step_of[i] = Some(out.len() - 1);
+    }
+    (out, at)
+}
+
+/// Returns the name of an op for a chart: its opcode and the weight or buffer that it uses.
+fn op_label(p: &Program, defs: &[Option<usize>], op: &Op) -> String {
+    let maker = |v: &ValueId| defs[v.0 as usize].map(|d| &p.ops[d]);
+    let weight = op.operands.iter().filter_map(maker).find(|o| o.opcode == Opcode::Weight);
+    let buffer = op.buffer.or_else(|| op.operands.get(1).and_then(maker)?.buffer);
+    let verb = op.opcode.name();
+    match (weight.and_then(|w| w.name.as_deref()), buffer) {
+        (Some(w), _) => format!("{verb} {}", w.trim_end_matches(".weight")),
+        (None, Some(b)) => format!("{verb} {}", p.buffer(b).name),
+        (None, None) => verb.to_string(),
+    }
+}

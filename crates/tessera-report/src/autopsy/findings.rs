@@ -1,0 +1,749 @@
+//! Builds findings: their sentences, evidence and counterexamples, and the recommended next step.
+
+use tessera_base::{Counterexample, Mismatch, RankCollective, WaitEdge};
+
+use super::rank_view::{ObservedCollective, PlanDivergence, RankView};
+use super::wait_graph::{CollectiveMismatch, WaitNode, type_dtype};
+use super::{
+    AutopsyRunState, Finding, FindingClass, GroupProgress, Investigation, LAUNCHER_GONE, ProcessEnd,
+    ProcessVitals, RankDiagnosis, is_death, is_own_failure,
+};
+use crate::flight::{CollectiveProgress, FlightCollective, write_ranks};
+
+/// Builds the finding for a rank whose collectives differ from the plan.
+pub(super) fn divergence_finding(
+    case: &Investigation<'_>,
+    v: &RankView<'_>,
+    d: &PlanDivergence<'_>,
+) -> Finding {
+    let rank = v.rank;
+    let (summary, at, mut evidence) = match d {
+        PlanDivergence::Different(c) => {
+            let done = if c.state == CollectiveProgress::Refused { "was about to issue" } else { "issued" };
+            let wants = c.planned_line.as_deref().unwrap_or("no further collective");
+            let evidence = vec![
+                format!("the plan: {wants}"),
+                format!(
+                    "rank {rank}: {} {} {}{}",
+                    c.group,
+                    c.op,
+                    c.ty,
+                    c.reduction.as_ref().map_or(String::new(), |r| format!(" reduction={r}"))
+                ),
+            ];
+            (
+                format!(
+                    "rank {rank} diverged from the plan: at #{} of {} it {done} a different collective",
+                    c.pos,
+                    describe_phase(c)
+                ),
+                Some(*c),
+                evidence,
+            )
+        }
+        PlanDivergence::Missing { phase, moved } => {
+            let wants = phase.missing_line.as_deref().unwrap_or_default();
+            let at = format!("{} (call {}, chunk {})", phase.phase, phase.call, phase.chunk);
+            let mut evidence = vec![format!("missing at the end: {wants}")];
+            evidence.extend(moved.map(|c| {
+                format!(
+                    "the first op at the wrong position is #{}: the skipped collective was most likely planned there",
+                    c.pos
+                )
+            }));
+            let summary = format!(
+                "rank {rank} diverged from the plan: {at} ended after {} of {} collectives",
+                phase.issued, phase.planned_count
+            );
+            (summary, *moved, evidence)
+        }
+    };
+    let others: Vec<u32> = case
+        .views
+        .iter()
+        .filter(|o| o.waiting_collective().is_some() && o.rank != rank)
+        .map(|o| o.rank)
+        .collect();
+    if !others.is_empty() {
+        evidence.push(format!("{} in a collective", describe_left_waiting(&others)));
+    }
+    Finding {
+        class: FindingClass::Diverged,
+        ranks: vec![rank],
+        summary,
+        evidence,
+        chain: wait_chain(case, rank),
+        counterexample: at
+            .and_then(|c| peer_call_counterexample(case, v, c))
+            .or_else(|| missing_call_counterexample(case, v)),
+    }
+}
+
+fn describe_left_waiting(ranks: &[u32]) -> String {
+    match ranks {
+        [one] => format!("rank {one} still waits"),
+        _ => format!("ranks {} still wait", write_ranks(ranks)),
+    }
+}
+
+/// Builds the finding for members that issued different collectives at one position.
+pub(super) fn mismatch_finding(case: &Investigation<'_>, d: &CollectiveMismatch) -> Finding {
+    let call =
+        |(rank, index): (u32, usize)| case.views.get(rank as usize).and_then(|v| v.collectives.get(index));
+    let ranks = |side: &[(u32, usize)]| write_ranks(&side.iter().map(|s| s.0).collect::<Vec<_>>());
+    let tie = d.minority.len() == d.majority.len();
+    let mut odd: Vec<u32> = d.minority.iter().map(|s| s.0).collect();
+    if tie {
+        odd.extend(d.majority.iter().map(|s| s.0));
+        odd.sort_unstable();
+    }
+    let at = d.minority.first().and_then(|s| call(*s));
+    let summary = format!(
+        "{} at #{} of {}: ranks {} differ from ranks {} in the {}",
+        at.map_or(String::new(), |c| c.communicator.group.clone()),
+        at.map_or(0, |c| c.entry.pos),
+        at.map_or(String::new(), |c| describe_phase(c.entry)),
+        ranks(&d.minority),
+        ranks(&d.majority),
+        d.field
+    );
+    let line = |side: &[(u32, usize)]| {
+        let c = side.first().and_then(|s| call(*s));
+        c.map(|c| format!("ranks {}: {}", ranks(side), describe_signature(c.entry)))
+    };
+    let mut evidence: Vec<String> = [&d.majority, &d.minority].into_iter().filter_map(|s| line(s)).collect();
+    if tie {
+        evidence.push(
+            "as many ranks agree with one side as with the other: the records do not show which are wrong"
+                .into(),
+        );
+    }
+    let side = |s: Option<&(u32, usize)>| s.and_then(|s| Some((s.0, counterexample_step(call(*s)?))));
+    let proof = match (side(d.majority.first()), side(d.minority.first())) {
+        (Some(a), Some(b)) => Some(Counterexample::Mismatch(Mismatch {
+            group: at
+                .map_or(String::new(), |c| group_with_members(&c.communicator.group, &c.communicator.ranks)),
+            position: at.map_or(0, |c| c.sequence_index),
+            field: d.field.to_string(),
+            sides: [(a.0, Some(a.1)), (b.0, Some(b.1))],
+        })),
+        _ => None,
+    };
+    Finding {
+        class: FindingClass::Diverged,
+        ranks: odd,
+        summary,
+        evidence,
+        chain: Vec::new(),
+        counterexample: proof,
+    }
+}
+
+/// Builds the finding for a rank that reported a failure of its own.
+pub(super) fn own_failure_finding(
+    case: &Investigation<'_>,
+    v: &RankView<'_>,
+    m: &crate::flight::FlightMark,
+) -> Finding {
+    let code = m.code.as_deref().unwrap_or("no code");
+    let class = m.class.as_deref().unwrap_or("no failure class");
+    let mut evidence = vec![format!("[{code}] {}", m.detail.as_deref().unwrap_or_default())];
+    let later =
+        case.views.iter().filter(|o| o.rank != v.rank && o.marks().any(|(_, m)| is_own_failure(o.rank, m)));
+    let later: Vec<u32> = later.map(|o| o.rank).collect();
+    if !later.is_empty() {
+        evidence.push(format!("ranks {} failed later, probably as a consequence", write_ranks(&later)));
+    }
+    Finding {
+        class: classify_failure(class, FindingClass::Failed),
+        ranks: vec![v.rank],
+        summary: format!("rank {} was the first to report a failure of its own: {class}", v.rank),
+        evidence,
+        chain: wait_chain(case, v.rank),
+        counterexample: None,
+    }
+}
+
+/// Builds the finding for a failure that the leader reported about a rank.
+pub(super) fn reported_failure_finding(
+    about: Option<u32>,
+    code: Option<&str>,
+    class: &str,
+    text: &str,
+) -> Option<Finding> {
+    Some(Finding {
+        class: classify_failure(class, FindingClass::Failed),
+        ranks: about.into_iter().collect(),
+        summary: match about {
+            Some(rank) => format!("the leader reported rank {rank}: {class}"),
+            None => format!("the run ended: {class}"),
+        },
+        evidence: vec![format!("[{}] {text}", code.unwrap_or("no code"))],
+        chain: Vec::new(),
+        counterexample: None,
+    })
+}
+
+fn classify_failure(words: &str, otherwise: FindingClass) -> FindingClass {
+    match words {
+        "ranks drifted apart" => FindingClass::Drifted,
+        "the lockstep protocol was broken"
+        | "ranks have different plans or settings"
+        | "refused before any rank waited" => FindingClass::Refused,
+        LAUNCHER_GONE => FindingClass::LauncherGone,
+        _ => otherwise,
+    }
+}
+
+/// Builds the finding for a rank that fell silent.
+pub(super) fn silence_finding(case: &Investigation<'_>, v: &RankView<'_>) -> Finding {
+    let rank = v.rank;
+    let waiter = case.views.iter().find(|w| case.waits.awaited_ranks(w.rank).contains(&rank));
+    let wanted = waiter.and_then(|w| w.waiting_collective()).map(|c| c.entry);
+    // How far a rank without a flight record came is unknown.
+    let never = v.flight.is_some() && wanted.is_some_and(|c| v.last_call < c.call);
+    let mut evidence = Vec::new();
+    match v.flight {
+        None => evidence.push(
+            "it left no flight record here: it died before it joined, or its file is on another host"
+                .to_string(),
+        ),
+        Some(_) => evidence.push(format!(
+            "its last event: {}, {} before {}",
+            describe_last_event(v),
+            format_seconds(case.end_ns.saturating_sub(v.last_wall_ns)),
+            if case.state == AutopsyRunState::Running { "now" } else { "the last event of the run" }
+        )),
+    }
+    let died = was_reported(case, rank, "a rank died");
+    match process_vitals(case, rank) {
+        Some(ProcessVitals::Stopped) => {
+            evidence.push(format!("its process{} is stopped (SIGSTOP or a debugger)", format_pid(case, v)))
+        }
+        Some(ProcessVitals::Gone) => evidence.push("its process is gone".to_string()),
+        Some(ProcessVitals::Alive) => evidence.push(format!("its process{} is alive", format_pid(case, v))),
+        None => {}
+    }
+    if let Some(end) = process_end(case, rank) {
+        match (end.signal, end.status) {
+            (Some(9), _) if !died && was_reported(case, rank, "a rank stalled") => {
+                evidence.push("it did not respond and was killed (signal 9) when the run ended".to_string());
+            }
+            (Some(n), _) => evidence.push(format!("its process was killed by signal {n}{}", signal_name(n))),
+            (None, Some(0)) | (None, None) => {}
+            (None, Some(s)) => evidence.push(format!("its process exited with status {s}")),
+        }
+    }
+    if let Some(next) = next_planned_collective(case, v) {
+        evidence.push(format!("the next collective in the plan: {next}"));
+    }
+    let summary = match (never, wanted) {
+        (true, Some(c)) => format!(
+            "rank {rank} never began call {} (chunk {}), in which other ranks wait for it",
+            c.call, c.chunk
+        ),
+        (_, Some(_)) if v.flight.is_none() && !died => {
+            format!("other ranks wait for rank {rank}, which has no flight record here")
+        }
+        _ if !case.waits.awaited_ranks(rank).is_empty() => {
+            format!(
+                "rank {rank} fell silent while it waited for {}",
+                format_ranks(&case.waits.awaited_ranks(rank))
+            )
+        }
+        (_, Some(_)) => format!("rank {rank} fell silent: other ranks wait for it, and it waits for no rank"),
+        _ => format!("rank {rank} fell silent and never reported again"),
+    };
+    Finding {
+        class: if never { FindingClass::NeverReached } else { FindingClass::HostSilent },
+        ranks: vec![rank],
+        summary,
+        evidence,
+        chain: wait_chain(case, rank),
+        counterexample: missing_call_counterexample(case, v),
+    }
+}
+
+/// Returns whether a rank or the run record reported a failure of this class about `rank`.
+fn was_reported(case: &Investigation<'_>, rank: u32, class: &str) -> bool {
+    let by_rank = case.views.iter().any(|v| {
+        v.marks().any(|(_, m)| {
+            m.event == "failed" && m.blamed_rank == Some(rank) && m.class.as_deref() == Some(class)
+        })
+    });
+    let cause = case.evidence.record.as_ref().and_then(|r| r.end.as_ref()?.cause.as_ref());
+    by_rank || cause.is_some_and(|c| c.rank == Some(rank) && c.class == class)
+}
+
+/// Returns how a rank's process ended, as its launcher observed it.
+fn process_end<'a>(case: &'a Investigation<'_>, rank: u32) -> Option<&'a ProcessEnd> {
+    case.evidence.process_ends.iter().find(|e| e.rank == rank)
+}
+
+/// Returns the state of a rank's process. A process whose end the launcher observed is gone, even
+/// if its id is in use again.
+fn process_vitals(case: &Investigation<'_>, rank: u32) -> Option<ProcessVitals> {
+    let ended = process_end(case, rank).map(|_| ProcessVitals::Gone);
+    ended.or_else(|| case.evidence.vitals.get(&rank).copied())
+}
+
+/// Formats the id of a rank's process with a leading space. The result is empty for a process that
+/// is gone or probably gone: a run that is over leaves no process behind.
+fn format_pid(case: &Investigation<'_>, v: &RankView<'_>) -> String {
+    let there = match process_vitals(case, v.rank) {
+        Some(ProcessVitals::Gone) => false,
+        Some(_) => true,
+        None => case.state == AutopsyRunState::Running,
+    };
+    v.flight.filter(|_| there).map_or(String::new(), |f| format!(" {}", f.header.pid))
+}
+
+/// Returns whether a rank died before the others ended, according to a rank, the launcher or the
+/// system.
+fn is_dead(case: &Investigation<'_>, rank: u32) -> bool {
+    if was_reported(case, rank, "a rank died") {
+        return true;
+    }
+    // The launcher kills unresponsive ranks when the run ends, so their kill is not a cause.
+    let stalled = was_reported(case, rank, "a rank stalled");
+    let killed = process_end(case, rank).is_some_and(|e| e.signal.is_some());
+    let alone =
+        case.state == AutopsyRunState::Running && process_vitals(case, rank) == Some(ProcessVitals::Gone);
+    !stalled && (killed || alone)
+}
+
+fn signal_name(n: i32) -> &'static str {
+    match n {
+        6 => " (SIGABRT)",
+        7 => " (SIGBUS)",
+        9 => " (SIGKILL: from a user, or from the kernel when memory ran out)",
+        11 => " (SIGSEGV)",
+        15 => " (SIGTERM)",
+        _ => "",
+    }
+}
+
+/// Builds the finding for a rank whose device lags behind.
+pub(super) fn device_behind_finding(case: &Investigation<'_>, v: &RankView<'_>) -> Finding {
+    let oldest = v.pending_collectives().next().map_or(String::new(), |c| describe_collective(c.entry));
+    Finding {
+        class: FindingClass::DeviceBehind,
+        ranks: vec![v.rank],
+        summary: format!("the device of rank {} lags behind its peers", v.rank),
+        evidence: vec![
+            format!("its oldest unfinished collective: {oldest}"),
+            "its host has reached the same collective as the others".to_string(),
+        ],
+        chain: wait_chain(case, v.rank),
+        counterexample: None,
+    }
+}
+
+/// Builds the finding for a cycle of waits.
+pub(super) fn cycle_finding(case: &Investigation<'_>, ranks: &[u32]) -> Finding {
+    // Each rank of the cycle waits for another one in it; this loop follows the waits once around.
+    let mut order: Vec<u32> = Vec::new();
+    let mut at = ranks.first().copied();
+    while let Some(rank) = at.filter(|r| !order.contains(r)) {
+        order.push(rank);
+        at = case.waits.awaited_ranks(rank).into_iter().find(|r| ranks.contains(r));
+    }
+    let waiting = |r: u32| case.views.get(r as usize).and_then(|v| v.waiting_collective());
+    let chain: Vec<String> = order.iter().map(|r| describe_wait(case, WaitNode::Host(*r))).collect();
+    // Each link waits for the previous link, so the drawing uses the reverse order.
+    let links: Vec<WaitEdge> = order
+        .iter()
+        .rev()
+        .filter_map(|r| {
+            let holds = waiting(*r)?;
+            let for_me = order.iter().find(|o| case.waits.awaited_ranks(**o).contains(r) && *o != r)?;
+            Some(WaitEdge {
+                rank: *r,
+                blocked_in: counterexample_step(holds),
+                not_reached: counterexample_step(waiting(*for_me)?),
+            })
+        })
+        .collect();
+    Finding {
+        class: FindingClass::Cycle,
+        ranks: ranks.to_vec(),
+        summary: format!("ranks {} wait for each other in a cycle", write_ranks(ranks)),
+        evidence: vec!["each of them is in a collective that another one has not reached: they used their groups in different orders".into()],
+        chain,
+        counterexample: (links.len() > 1).then_some(Counterexample::WaitCycle(links)),
+    }
+}
+
+/// Builds the finding for a collective that all members have reached and that does not complete.
+pub(super) fn transport_finding(case: &Investigation<'_>, ranks: &[u32]) -> Finding {
+    let call = ranks.first().and_then(|r| case.views.get(*r as usize)?.waiting_collective());
+    Finding {
+        class: FindingClass::Transport,
+        ranks: Vec::new(),
+        summary: format!(
+            "all of ranks {} are in {}, which does not complete",
+            write_ranks(ranks),
+            call.map_or(String::new(), |c| describe_collective(c.entry))
+        ),
+        evidence: vec!["no rank is missing: the transport between them makes no progress".to_string()],
+        chain: Vec::new(),
+        counterexample: None,
+    }
+}
+
+/// Builds the finding for a run whose launcher is gone.
+pub(super) fn lost_launcher_finding() -> Finding {
+    Finding {
+        class: FindingClass::LauncherGone,
+        ranks: Vec::new(),
+        summary: "the launching process ended, and the ranks exited because of it".to_string(),
+        evidence: vec!["no rank failed before that".to_string()],
+        chain: Vec::new(),
+        counterexample: None,
+    }
+}
+
+/// Explains why a rank that the run record names is not among the findings.
+pub(super) fn explain_innocence(case: &Investigation<'_>, v: &RankView<'_>) -> String {
+    let direct = case.waits.awaited_ranks(v.rank);
+    match v.waiting_collective() {
+        Some(c) if !direct.is_empty() => {
+            format!(
+                "rank {} waited in {} for {}",
+                v.rank,
+                describe_collective(c.entry),
+                format_ranks(&direct)
+            )
+        }
+        _ => format!("the flight records show no fault of this rank ({})", describe_last_event(v)),
+    }
+}
+
+/// Returns the kind of problem and the recommended next step.
+pub(super) fn triage_and_next_step(case: &Investigation<'_>, findings: &[Finding]) -> (&'static str, String) {
+    let Some(f) = findings.first() else {
+        return (
+            "none",
+            match case.state {
+                AutopsyRunState::Complete | AutopsyRunState::Interrupted => "nothing to do: the run ended normally".into(),
+                AutopsyRunState::Running => "nothing to do: no wait is longer than work explains. Run the autopsy again if the run makes no progress".into(),
+                _ => "the records name no rank: check the last lines of the launcher, the host’s log (dmesg) and the disk".into(),
+            },
+        );
+    };
+    let ranks = format_ranks(&f.ranks);
+    let dead = f.ranks.iter().any(|r| is_dead(case, *r));
+    match f.class {
+        FindingClass::Diverged => (
+            "drift",
+            format!(
+                "compare the program of {ranks} with the plan: look for a branch that only it takes, a wrong group handle, or an additional collective (tessera explain T0751)"
+            ),
+        ),
+        FindingClass::Drifted => (
+            "drift",
+            format!(
+                "compare inputs, weights and state of {ranks} with another rank at the named call; a run with the same seed reproduces it (tessera explain {})",
+                leading_code(f, "T0744")
+            ),
+        ),
+        FindingClass::Refused => (
+            "refusal",
+            format!("read the difference above; no collective ran (tessera explain {})", leading_code(f, "T0740")),
+        ),
+        FindingClass::Failed => (
+            "crash",
+            format!(
+                "read the failure message of {ranks}; the other ranks failed as a consequence (tessera explain {})",
+                leading_code(f, "T0745")
+            ),
+        ),
+        FindingClass::HostSilent | FindingClass::NeverReached if dead => (
+            "crash",
+            format!(
+                "find out what killed {ranks}: check dmesg for the OOM killer, the core dump, and its standard error"
+            ),
+        ),
+        FindingClass::HostSilent | FindingClass::NeverReached => ("hang", silent_rank_next_step(case, f, &ranks)),
+        FindingClass::DeviceBehind => {
+            ("hang", format!("check the device of {ranks}: a stuck kernel, device errors, its clock rate"))
+        }
+        FindingClass::Cycle => (
+            "hang",
+            "use one order of groups on all of these ranks; `tessera check` on the plan or on a trace draws the cycle"
+                .to_string(),
+        ),
+        FindingClass::Transport => {
+            ("hang", "check what connects the ranks: links, switches, shared memory".to_string())
+        }
+        FindingClass::LauncherGone => {
+            ("crash", "find out what ended the launcher; the ranks are not at fault".to_string())
+        }
+    }
+}
+
+/// Returns the next step for ranks that other ranks wait for.
+fn silent_rank_next_step(case: &Investigation<'_>, f: &Finding, ranks: &str) -> String {
+    let views = || f.ranks.iter().filter_map(|r| case.views.get(*r as usize));
+    let pids: String = views().map(|v| format_pid(case, v)).collect();
+    if f.ranks.iter().any(|r| process_vitals(case, *r) == Some(ProcessVitals::Stopped)) {
+        format!("{ranks} is stopped: kill -CONT{pids} resumes it, if the run still waits")
+    } else if !pids.is_empty() {
+        format!("inspect the process of {ranks}: its stack (gdb -p{pids}), its disk, its memory")
+    } else if views().any(|v| v.flight.is_none()) {
+        format!(
+            "copy the flight record of {ranks} from its host and run the autopsy again; on that host, inspect its process, its disk and its memory"
+        )
+    } else {
+        let how = match views().all(|v| process_vitals(case, v.rank) == Some(ProcessVitals::Gone)) {
+            true => "is gone, so its stack cannot be read",
+            false => "belongs to a run that is over",
+        };
+        format!(
+            "the process of {ranks} {how}: check its standard error, its disk and its memory; if the hang recurs, run the autopsy while the run hangs"
+        )
+    }
+}
+
+/// Returns the diagnostic code at the beginning of a finding's first fact, such as `[T0744] …`.
+fn leading_code(f: &Finding, otherwise: &str) -> String {
+    let first = f.evidence.first().and_then(|e| e.strip_prefix('[')?.split(']').next());
+    first.filter(|c| c.starts_with('T')).unwrap_or(otherwise).to_string()
+}
+
+impl Investigation<'_> {
+    /// Returns the state of a rank, for the report.
+    pub(super) fn rank_diagnosis(&self, v: &RankView<'_>, findings: &[Finding]) -> RankDiagnosis {
+        let culprit = findings.iter().find(|f| f.ranks.contains(&v.rank));
+        let failure_mark = v.marks().filter(|(_, m)| m.event == "failed").last().map(|(_, m)| m);
+        let state = match (culprit, v.waiting_collective(), failure_mark) {
+            (Some(f), ..) => match f.class {
+                FindingClass::Diverged => "diverged",
+                FindingClass::Failed => "failed",
+                FindingClass::Drifted => "drifted",
+                FindingClass::Refused => "refused",
+                FindingClass::HostSilent => "silent",
+                FindingClass::NeverReached => "never arrived",
+                FindingClass::DeviceBehind => "device behind",
+                FindingClass::Cycle => "in the cycle",
+                FindingClass::Transport | FindingClass::LauncherGone => "waits",
+            },
+            (None, Some(_), _) => "waits",
+            (None, None, Some(m))
+                if m.is_relayed || m.blamed_rank != Some(v.rank) || is_death(m.class.as_deref()) =>
+            {
+                "ended as a consequence"
+            }
+            (None, None, Some(_)) => "failed later",
+            (None, None, None) if v.flight.is_none() => "no record",
+            (None, None, None) => "healthy",
+        };
+        RankDiagnosis {
+            rank: v.rank,
+            state: state.to_string(),
+            last_event: describe_last_event(v),
+            silent_ns: v.flight.map(|_| self.end_ns.saturating_sub(v.last_wall_ns)),
+            waits_for: self.waits.awaited_ranks(v.rank),
+        }
+    }
+
+    /// Returns the progress of the members of each group of the last call.
+    pub(super) fn group_progress(&self) -> Vec<GroupProgress> {
+        let last = self.views.iter().map(|v| v.engine_position().0).max().unwrap_or(0);
+        let mut channels: Vec<_> = self
+            .views
+            .iter()
+            .flat_map(|v| v.collectives.iter().filter(|c| c.entry.call == last).map(|c| &c.communicator))
+            .collect();
+        channels.sort();
+        channels.dedup();
+        let reached = |rank: u32, channel: &super::rank_view::ObservedCommunicator| {
+            let v = self.views.get(rank as usize)?;
+            let c =
+                v.collectives.iter().rev().find(|c| c.entry.call == last && c.communicator == *channel)?;
+            Some(format!(
+                "{} #{} of {}, {}",
+                c.entry.op,
+                c.entry.pos,
+                c.entry.phase,
+                state_label(c.entry.state)
+            ))
+        };
+        let group = |channel: &super::rank_view::ObservedCommunicator| GroupProgress {
+            group: match channel.pair {
+                Some((from, to)) => format!("{} {from} → {to}", channel.group),
+                None => group_with_members(&channel.group, &channel.ranks),
+            },
+            reached: channel
+                .ranks
+                .iter()
+                .map(|r| (*r, reached(*r, channel).unwrap_or_else(|| "not in this call".to_string())))
+                .collect(),
+        };
+        channels.into_iter().map(group).collect()
+    }
+}
+
+/// Describes the waits that lead to a rank.
+fn wait_chain(case: &Investigation<'_>, to: u32) -> Vec<String> {
+    let nodes = case.waits.chain_to(to);
+    nodes.into_iter().filter(|n| n.rank() != to).map(|n| describe_wait(case, n)).collect()
+}
+
+fn describe_wait(case: &Investigation<'_>, node: WaitNode) -> String {
+    let rank = node.rank();
+    let Some(v) = case.views.get(rank as usize) else { return String::new() };
+    match (node, v.waiting_collective()) {
+        (WaitNode::Host(_), Some(c)) => {
+            let since = format_seconds(case.end_ns.saturating_sub(v.wall_ns(c.at_ns)));
+            format!(
+                "rank {rank} waits in {} for {}, for {since}",
+                describe_collective(c.entry),
+                format_ranks(&case.waits.awaited_ranks(rank))
+            )
+        }
+        _ => format!(
+            "the device of rank {rank} is at {}",
+            v.pending_collectives().next().map_or(String::new(), |c| describe_collective(c.entry))
+        ),
+    }
+}
+
+/// Returns the collective that a rank would have issued next, according to the plan.
+fn next_planned_collective(case: &Investigation<'_>, v: &RankView<'_>) -> Option<String> {
+    let p = v.phase.filter(|p| p.end_ns == 0)?;
+    let issued = v
+        .collectives
+        .iter()
+        .filter(|c| (c.entry.call, c.entry.step) == (p.call, p.step))
+        .map(|c| c.entry.pos + 1)
+        .max()
+        .unwrap_or(0);
+    let line = case.evidence.plan.get(&(p.phase.clone(), v.rank))?.get(issued as usize)?;
+    Some(format!("{line}, #{issued} of {}", p.phase))
+}
+
+/// Describes the last event of a rank's engine.
+fn describe_last_event(v: &RankView<'_>) -> String {
+    let collective = v.collectives.iter().max_by_key(|c| c.at_ns.max(c.entry.end_ns));
+    let phase = v.phase;
+    match (collective, phase) {
+        (Some(c), Some(p)) if (p.call, p.step) <= (c.entry.call, c.entry.step) && p.end_ns == 0 => {
+            format!("{} {}", state_label(c.entry.state), describe_collective(c.entry))
+        }
+        (_, Some(p)) if p.end_ns > 0 => format!("ended {} (call {}, chunk {})", p.phase, p.call, p.chunk),
+        (_, Some(p)) => format!("began {} (call {}, chunk {})", p.phase, p.call, p.chunk),
+        (Some(c), None) => format!("{} {}", state_label(c.entry.state), describe_collective(c.entry)),
+        (None, None) => match v.marks().last() {
+            Some((_, m)) => m.call.map_or(m.event.clone(), |k| format!("{} call {k}", m.event)),
+            None => "nothing".to_string(),
+        },
+    }
+}
+
+fn state_label(s: CollectiveProgress) -> &'static str {
+    match s {
+        CollectiveProgress::Issued => "issued",
+        CollectiveProgress::Waiting => "waits in",
+        CollectiveProgress::Done => "completed",
+        CollectiveProgress::Refused => "refused",
+    }
+}
+
+/// Describes a collective, such as `tp all_reduce #14 of denoise.fill3 (call 7, chunk 6)`.
+fn describe_collective(c: &FlightCollective) -> String {
+    let peer = match (c.op.as_str(), c.peer) {
+        ("send", Some(p)) => format!(" to rank {p}"),
+        ("recv", Some(p)) => format!(" from rank {p}"),
+        _ => String::new(),
+    };
+    format!("{} {}{peer} #{} of {}", c.group, c.op, c.pos, describe_phase(c))
+}
+
+fn describe_phase(c: &FlightCollective) -> String {
+    format!("{} (call {}, chunk {})", c.phase, c.call, c.chunk)
+}
+
+fn describe_signature(c: &FlightCollective) -> String {
+    let reduction = c.reduction.as_ref().map_or(String::new(), |r| format!(" reduction={r}"));
+    let root = c.root.map_or(String::new(), |r| format!(" root={r}"));
+    format!("{} {} {}{reduction}{root}", c.group, c.op, c.ty)
+}
+
+fn group_with_members(group: &str, ranks: &[u32]) -> String {
+    format!("{group} of ranks {}", write_ranks(ranks))
+}
+
+/// Formats ranks as `rank 1` or `ranks 1,2`.
+fn format_ranks(ranks: &[u32]) -> String {
+    match ranks {
+        [] => "no rank".to_string(),
+        [one] => format!("rank {one}"),
+        _ => format!("ranks {}", write_ranks(ranks)),
+    }
+}
+
+pub(super) fn format_seconds(ns: u64) -> String {
+    let s = ns as f64 / 1e9;
+    if s < 10.0 { format!("{s:.2} s") } else { format!("{s:.0} s") }
+}
+
+fn counterexample_step(call: &ObservedCollective<'_>) -> RankCollective {
+    let c = call.entry;
+    RankCollective {
+        description: format!(
+            "{} over {} of {}",
+            c.op,
+            group_with_members(&c.group, &call.communicator.ranks),
+            c.ty
+        ),
+        op: c.op.clone(),
+        dtype: type_dtype(&c.ty).to_string(),
+        shape: c.ty.strip_prefix(type_dtype(&c.ty)).unwrap_or_default().to_string(),
+        ranks: call.communicator.ranks.clone(),
+        stream: c.phase.clone(),
+        index: c.pos as usize,
+        source: None,
+    }
+}
+
+/// Returns a counterexample of a rank that did not reach a collective and a rank that waits for it.
+fn missing_call_counterexample(case: &Investigation<'_>, v: &RankView<'_>) -> Option<Counterexample> {
+    let waiter = case.views.iter().find(|w| case.waits.awaited_ranks(w.rank).contains(&v.rank))?;
+    let call = waiter.waiting_collective()?;
+    Some(Counterexample::Mismatch(Mismatch {
+        group: group_with_members(&call.communicator.group, &call.communicator.ranks),
+        position: call.sequence_index,
+        field: "op".to_string(),
+        sides: [(waiter.rank, Some(counterexample_step(call))), (v.rank, None)],
+    }))
+}
+
+/// Returns a counterexample of a rank's collective and another member's at the same position.
+fn peer_call_counterexample(
+    case: &Investigation<'_>,
+    v: &RankView<'_>,
+    c: &FlightCollective,
+) -> Option<Counterexample> {
+    let mine = v.collectives.iter().find(|x| std::ptr::eq(x.entry, c))?;
+    let same =
+        |o: &&ObservedCollective<'_>| (o.entry.call, o.entry.step, o.entry.pos) == (c.call, c.step, c.pos);
+    let (rank, theirs) = case
+        .views
+        .iter()
+        .filter(|o| o.rank != v.rank && o.divergence.is_none())
+        .find_map(|o| Some((o.rank, o.collectives.iter().find(same)?)))?;
+    let field = if theirs.communicator.group != mine.communicator.group {
+        "group"
+    } else if theirs.entry.op != c.op {
+        "op"
+    } else {
+        "type"
+    };
+    Some(Counterexample::Mismatch(Mismatch {
+        group: group_with_members(&theirs.communicator.group, &theirs.communicator.ranks),
+        position: theirs.sequence_index,
+        field: field.to_string(),
+        sides: [(rank, Some(counterexample_step(theirs))), (v.rank, Some(counterexample_step(mine)))],
+    }))
+}

@@ -1,0 +1,505 @@
+//! The director plans each call on the leader: its phases, their scalars, and the expected totals.
+//!
+//! Every decision that may change a rank's execution is made here once and sent. Workers derive
+//! nothing.
+
+use tessera_base::{Code, Diagnostic, Diagnostics};
+
+use crate::kv_cache::{CacheRegime, CacheSpec, CacheStage, CacheState, Transition};
+use crate::program_index::ProgramIndex;
+use crate::wire::{CallAction, CallMeta, F32Bits, PhaseCall, ScalarArg};
+
+use serde::{Deserialize, Serialize};
+
+/// Raised for invalid stream settings.
+pub(crate) static T0720: Code = Code {
+    id: "T0720",
+    title: "the stream's settings are refused",
+    page: "A stream needs at least one denoise step. Each step has a finite timestep and a noise level between 0 and 1 \
+that never grows, and the attention bias is above 0. Only the leader reads these settings; workers receive the calls that \
+follow from them.\n\nThe step list of a distilled model belongs to the model: start from the values in its recipe.",
+};
+/// Raised for a chunk request that cannot be planned.
+pub(crate) static T0721: Code = Code {
+    id: "T0721",
+    title: "a chunk request is refused",
+    page: "The first chunk of a session must bring a prompt, because there are no text keys and values to attend \
+to before it. A request that brings a prompt must bring its embedding. The leader refused the request before it sent \
+anything to a rank.",
+};
+
+/// One denoise step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DenoiseStep {
+    /// The input of the time embedding.
+    pub timestep: f32,
+    /// Noise level; 1 is pure noise.
+    pub sigma: f32,
+}
+
+/// The settings of a stream, which never change.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StreamSpec {
+    /// Sizes and regime of the caches.
+    pub cache: CacheSpec,
+    /// Attention bias b on context keys; 1 disables it. Programs with a bias scalar receive ln b.
+    pub bias: f32,
+    /// Denoise steps, noisiest first.
+    pub steps: Vec<DenoiseStep>,
+}
+
+impl StreamSpec {
+    /// Returns a diagnostic for every invalid setting.
+    #[must_use]
+    pub fn check_settings(&self) -> Diagnostics {
+        let mut found = Vec::new();
+        let mut refuse = |what: String| found.push(Diagnostic::error(&T0720, what));
+        if self.steps.is_empty() {
+            refuse("a stream needs at least one denoise step".into());
+        }
+        for (i, s) in self.steps.iter().enumerate() {
+            if !s.timestep.is_finite() || !(0.0..=1.0).contains(&s.sigma) {
+                refuse(format!("step {i} has timestep {} and noise level {}", s.timestep, s.sigma));
+            }
+        }
+        for (i, pair) in self.steps.windows(2).enumerate() {
+            if pair[1].sigma > pair[0].sigma {
+                refuse(format!(
+                    "the noise level grows from {} at step {i} to {} at step {}",
+                    pair[0].sigma,
+                    pair[1].sigma,
+                    i + 1
+                ));
+            }
+        }
+        if !(self.bias.is_finite() && self.bias > 0.0) {
+            refuse(format!("the attention bias is {}, not a number above 0", self.bias));
+        }
+        if let Err(d) = CacheState::new(self.cache) {
+            found.push(d);
+        }
+        found
+    }
+}
+
+/// Whether a chunk begins a new scene, and how the chunks before it are treated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub enum SceneCut {
+    /// The scene continues.
+    #[default]
+    None,
+    /// A new scene begins after every chunk that was requested before.
+    Ordered,
+    /// A new scene begins now: chunks that were requested before and are not delivered yet are
+    /// drained and discarded.
+    Flush,
+}
+
+impl SceneCut {
+    /// Whether a new scene begins.
+    #[must_use]
+    pub fn is_cut(self) -> bool {
+        self != SceneCut::None
+    }
+}
+
+/// A request for one chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkRequest {
+    /// Whether a new prompt takes effect with this chunk.
+    pub prompt_change: bool,
+    /// Seed of the chunk's random draws.
+    pub seed: u64,
+    /// The hard cut before this chunk, if any.
+    pub cut: SceneCut,
+}
+
+/// A call as the leader planned it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CallPlan {
+    /// Action of the call.
+    pub action: CallAction,
+    /// Number of the chunk in the stream.
+    pub chunk: u32,
+    /// The cache epoch in which the call runs.
+    pub cache_epoch: u32,
+    /// Payload of a chunk or of the warm-up.
+    pub meta: Option<CallMeta>,
+    /// Whether the chunk is the first of its scene.
+    pub opens_scene: bool,
+}
+
+/// Plans the calls of a stream one after the other, ahead of their execution.
+#[derive(Debug, Clone)]
+pub struct Director {
+    spec: StreamSpec,
+    /// The cache state after the last planned call.
+    cache: CacheState,
+}
+
+impl Director {
+    /// Creates a director, or returns a diagnostic for every invalid setting.
+    pub fn new(spec: StreamSpec) -> Result<Director, Diagnostics> {
+        let found = spec.check_settings();
+        if !found.is_empty() {
+            return Err(found);
+        }
+        let cache = CacheState::new(spec.cache).map_err(|d| vec![d])?;
+        Ok(Director { spec, cache })
+    }
+
+    /// Plans the next chunk. On an error the director is unchanged.
+    pub fn plan_chunk(
+        &mut self,
+        request: &ChunkRequest,
+        programs: &ProgramIndex,
+    ) -> Result<CallPlan, Diagnostics> {
+        let mut draft =
+            CallDraft { cache: self.cache.clone(), phases: Vec::new(), programs, found: Vec::new() };
+        let cut = request.cut.is_cut();
+        draft.cache.begin_call(cut).map_err(|d| vec![d])?;
+        let chunk = draft.cache.next_chunk();
+        let opens_scene = draft.cache.stage() == CacheStage::Empty;
+        // A cut also clears the text keys and values, as does a RESET without a chunk.
+        let text = request.prompt_change || opens_scene;
+        if draft.cache.prompt_epoch() == 0 && !request.prompt_change {
+            return Err(vec![
+                Diagnostic::error(&T0721, "the first chunk of a session has no prompt")
+                    .with_label("request", format!("chunk {chunk}, no prompt")),
+            ]);
+        }
+        if text {
+            draft.push_phase("text", &[]);
+        }
+        if let Some(frames) = draft.cache.pending_rebase() {
+            // A rebase rotates keys back, so the shift is negative.
+            draft.push_phase("rebase", &[("shift", ScalarArg::I64(-i64::from(frames)))]);
+        }
+        let zeros = ScalarArg::from_f32s(&vec![0.0; self.spec.cache.chunk_frames as usize]);
+        let recompute =
+            self.spec.cache.regime == CacheRegime::Recompute && draft.cache.stage() == CacheStage::Holding;
+        if recompute {
+            let args = [("t", zeros.clone()), ("start", ScalarArg::I64(0)), ("row", ScalarArg::I64(0))];
+            draft.push_phase("recompute", &args);
+        }
+        let start_frame = draft.cache.start_frame();
+        let start = ScalarArg::I64(i64::from(start_frame));
+        let row = ScalarArg::I64(draft.cache.start_row() as i64);
+        let fill = draft.cache.fill_frames();
+        let bias = ScalarArg::from_f32(self.spec.bias.ln());
+        for (draw, step) in self.spec.steps.iter().enumerate() {
+            draft.push_phase(
+                "renoise",
+                &[
+                    ("sigma", ScalarArg::from_f32(step.sigma)),
+                    ("seed", ScalarArg::I64(request.seed as i64)),
+                    ("chunk", ScalarArg::I64(i64::from(chunk))),
+                    ("draw", ScalarArg::I64(draw as i64)),
+                ],
+            );
+            let t = ScalarArg::from_f32s(&vec![step.timestep; self.spec.cache.chunk_frames as usize]);
+            draft.push_phase(
+                &format!("denoise.fill{fill}"),
+                &[
+                    ("t", t),
+                    ("sigma", ScalarArg::from_f32(step.sigma)),
+                    ("start", start.clone()),
+                    ("row", row.clone()),
+                    ("bias", bias.clone()),
+                ],
+            );
+        }
+        if self.spec.cache.regime == CacheRegime::Resident {
+            let args = [("t", zeros), ("start", start), ("row", row), ("bias", bias)];
+            draft.push_phase(&format!("clean.fill{fill}"), &args);
+        }
+        draft.push_phase("emit", &[]);
+        let (cache, phases) = draft.into_phases()?;
+        let expected = programs.expected_totals(&phases)?;
+        let meta = CallMeta {
+            n_steps: self.spec.steps.len() as u32,
+            expected_generator_calls: expected.generator_calls,
+            expected_collectives: expected.collectives,
+            expected_trace_digest: expected.trace,
+            reset_kv: cut,
+            reset_cross: text,
+            recompute,
+            start_frame,
+            seed: request.seed,
+            prompt_epoch: cache.prompt_epoch(),
+            kv_bias: F32Bits::new(self.spec.bias),
+            phases,
+            predicted_state: cache.state_digest(),
+        };
+        let plan = CallPlan {
+            action: CallAction::Infer,
+            chunk,
+            cache_epoch: cache.epoch(),
+            meta: Some(meta),
+            opens_scene,
+        };
+        self.cache = cache;
+        Ok(plan)
+    }
+
+    /// Plans the warm-up call, which runs every program of the plan once. The cache state does not
+    /// change.
+    pub fn plan_warmup(&self, programs: &ProgramIndex) -> Result<CallPlan, Diagnostics> {
+        let meta = warmup_meta(programs, &self.cache)?;
+        Ok(CallPlan {
+            action: CallAction::Warmup,
+            chunk: self.cache.next_chunk(),
+            cache_epoch: self.cache.epoch(),
+            meta: Some(meta),
+            opens_scene: false,
+        })
+    }
+
+    /// Plans a call without a chunk: a reset, a reload, a shutdown or a no-op.
+    pub fn plan_control_call(&mut self, action: CallAction) -> Result<CallPlan, Diagnostics> {
+        if matches!(action, CallAction::Reset | CallAction::Reload) {
+            self.cache.apply_transition(Transition::Reset).map_err(|d| vec![d])?;
+        }
+        Ok(CallPlan {
+            action,
+            chunk: self.cache.next_chunk(),
+            cache_epoch: self.cache.epoch(),
+            meta: None,
+            opens_scene: false,
+        })
+    }
+
+    /// Returns the cache state after the last planned call.
+    #[must_use]
+    pub fn cache_state(&self) -> &CacheState {
+        &self.cache
+    }
+}
+
+/// Builds the payload of the warm-up in this cache state. Leader and workers compute the same
+/// payload.
+pub(crate) fn warmup_meta(programs: &ProgramIndex, cache: &CacheState) -> Result<CallMeta, Diagnostics> {
+    let phases = programs.warmup_phases();
+    let expected = programs.expected_totals(&phases)?;
+    Ok(CallMeta {
+        n_steps: 0,
+        expected_generator_calls: expected.generator_calls,
+        expected_collectives: expected.collectives,
+        expected_trace_digest: expected.trace,
+        reset_kv: false,
+        reset_cross: false,
+        recompute: false,
+        start_frame: 0,
+        seed: 0,
+        prompt_epoch: cache.prompt_epoch(),
+        kv_bias: F32Bits::new(1.0),
+        phases,
+        predicted_state: cache.state_digest(),
+    })
+}
+
+/// A call under construction.
+struct CallDraft<'a> {
+    cache: CacheState,
+    phases: Vec<PhaseCall>,
+    programs: &'a ProgramIndex,
+    found: Diagnostics,
+}
+
+impl CallDraft<'_> {
+    /// Adds a phase with those of the given scalars that its program declares.
+    fn push_phase(&mut self, program: &str, candidate_args: &[(&str, ScalarArg)]) {
+        let facts = match self.programs.get(program) {
+            Ok(facts) => facts,
+            Err(d) => return self.found.push(d),
+        };
+        let args = candidate_args
+            .iter()
+            .filter(|(name, _)| facts.scalars.iter().any(|(n, _)| n == name))
+            .map(|(name, arg)| ((*name).to_string(), arg.clone()))
+            .collect();
+        let phase = PhaseCall::new(program, args);
+        self.found.extend(self.programs.check_args(&phase));
+        if let Err(d) = self.cache.apply_phase(&phase) {
+            self.found.push(d);
+        }
+        self.phases.push(phase);
+    }
+
+    fn into_phases(self) -> Result<(CacheState, Vec<PhaseCall>), Diagnostics> {
+        if self.found.is_empty() { Ok((self.cache, self.phases)) } else { Err(self.found) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::program_index::{ArgKind, PhaseKind, ProgramInfo};
+    use crate::wire::PhaseCall;
+
+    fn program_index() -> ProgramIndex {
+        let mut programs = Vec::new();
+        let mut add = |name: &str, scalars: &[(&str, ArgKind)]| {
+            let scalars = scalars.iter().map(|(n, k)| ((*n).to_string(), *k)).collect();
+            let facts = ProgramInfo { collectives: name.len() as u64, scalars, ..ProgramInfo::default() };
+            programs.push((name.to_string(), facts));
+        };
+        let place = [("start", ArgKind::I64), ("row", ArgKind::I64), ("t", ArgKind::F32s(3))];
+        add("text", &[]);
+        add("emit", &[]);
+        add("rebase", &[("shift", ArgKind::I64)]);
+        add("recompute", &place);
+        let draw = [("seed", ArgKind::I64), ("chunk", ArgKind::I64), ("draw", ArgKind::I64)];
+        add("renoise", &[draw[0], draw[1], draw[2], ("sigma", ArgKind::F32)]);
+        for fill in [0, 3, 6] {
+            add(
+                &format!("denoise.fill{fill}"),
+                &[place[0], place[1], place[2], ("sigma", ArgKind::F32), ("bias", ArgKind::F32)],
+            );
+            add(&format!("clean.fill{fill}"), &place);
+        }
+        ProgramIndex::new(programs)
+    }
+
+    fn spec(regime: CacheRegime, window_frames: u32) -> StreamSpec {
+        let cache =
+            CacheSpec { regime, chunk_frames: 3, window_frames, table_frames: 1024, tokens_per_frame: 10 };
+        let steps =
+            vec![DenoiseStep { timestep: 1000.0, sigma: 1.0 }, DenoiseStep { timestep: 500.0, sigma: 0.5 }];
+        StreamSpec { cache, bias: 0.3, steps }
+    }
+
+    fn programs(plan: &CallPlan) -> Vec<&str> {
+        plan.meta.iter().flat_map(|m| &m.phases).map(|p| p.program.as_str()).collect()
+    }
+
+    const FIRST: ChunkRequest = ChunkRequest { prompt_change: true, seed: 7, cut: SceneCut::None };
+    const NEXT: ChunkRequest = ChunkRequest { prompt_change: false, seed: 7, cut: SceneCut::None };
+
+    #[test]
+    fn resident_chunks_fill_the_ring_then_stay_in_steady_state() {
+        let (mut d, index) = (Director::new(spec(CacheRegime::Resident, 9)).expect("legal"), program_index());
+        let first = d.plan_chunk(&FIRST, &index).expect("planned");
+        let pass = ["renoise", "denoise.fill0"];
+        assert_eq!(programs(&first), [&["text"][..], &pass, &pass, &["clean.fill0", "emit"]].concat());
+        assert_eq!(first.meta.as_ref().map(|m| m.expected_generator_calls), Some(3));
+        d.plan_chunk(&NEXT, &index).expect("planned");
+        for chunk in 2..6u32 {
+            let plan = d.plan_chunk(&NEXT, &index).expect("planned");
+            assert_eq!(
+                programs(&plan),
+                ["renoise", "denoise.fill6", "renoise", "denoise.fill6", "clean.fill6", "emit"]
+            );
+            let meta = plan.meta.expect("a chunk");
+            assert_eq!((plan.chunk, meta.start_frame), (chunk, chunk * 3));
+            assert_eq!(meta.phases[1].int_arg("row"), Some(i64::from(chunk * 3 % 9 * 10)));
+            assert_eq!(meta.phases[2].int_arg("draw"), Some(1));
+        }
+    }
+
+    #[test]
+    fn the_end_of_the_table_is_a_rebase_and_not_a_cut() {
+        let (mut d, index) = (Director::new(spec(CacheRegime::Resident, 9)).expect("legal"), program_index());
+        d.plan_chunk(&FIRST, &index).expect("planned");
+        let mut rebased = Vec::new();
+        for chunk in 1..700 {
+            let plan = d.plan_chunk(&NEXT, &index).expect("planned");
+            assert_eq!(plan.cache_epoch, 0);
+            if let Some(p) = plan.meta.iter().flat_map(|m| &m.phases).find(|p| p.program == "rebase") {
+                rebased.push((chunk, p.int_arg("shift")));
+            }
+        }
+        assert_eq!(rebased, [(341, Some(-1017)), (680, Some(-1017))]);
+    }
+
+    #[test]
+    fn recompute_chunks_begin_with_their_context() {
+        let (mut d, index) =
+            (Director::new(spec(CacheRegime::Recompute, 6)).expect("legal"), program_index());
+        let first = d.plan_chunk(&FIRST, &index).expect("planned");
+        assert_eq!(
+            programs(&first),
+            ["text", "renoise", "denoise.fill0", "renoise", "denoise.fill0", "emit"]
+        );
+        let next = d.plan_chunk(&NEXT, &index).expect("planned");
+        assert_eq!(
+            programs(&next),
+            ["recompute", "renoise", "denoise.fill3", "renoise", "denoise.fill3", "emit"]
+        );
+        let meta = next.meta.expect("a chunk");
+        assert_eq!((meta.start_frame, meta.expected_generator_calls, meta.recompute), (3, 3, true));
+        assert_eq!(meta.phases[2].scalar_arg("bias"), Some(&ScalarArg::from_f32(0.3f32.ln())));
+        let cut = ChunkRequest { cut: SceneCut::Ordered, ..NEXT };
+        let plan = d.plan_chunk(&cut, &index).expect("planned");
+        assert_eq!((plan.cache_epoch, plan.chunk), (1, 2), "the stream's chunk number continues");
+        assert_eq!(programs(&plan)[..3], ["text", "renoise", "denoise.fill0"]);
+        assert_eq!(plan.meta.expect("a chunk").phases[1].int_arg("chunk"), Some(2));
+    }
+
+    #[test]
+    fn a_reset_without_a_chunk_opens_a_scene_and_brings_the_text_again() {
+        let (mut d, index) =
+            (Director::new(spec(CacheRegime::Recompute, 6)).expect("legal"), program_index());
+        assert!(d.plan_chunk(&FIRST, &index).expect("planned").opens_scene);
+        assert!(!d.plan_chunk(&NEXT, &index).expect("planned").opens_scene);
+        assert_eq!(d.plan_control_call(CallAction::Noop).expect("planned").cache_epoch, 0);
+        assert_eq!(d.plan_control_call(CallAction::Reset).expect("planned").cache_epoch, 1);
+        assert_eq!(d.plan_control_call(CallAction::Reload).expect("planned").cache_epoch, 2);
+        let plan = d.plan_chunk(&NEXT, &index).expect("planned");
+        assert!(plan.opens_scene && programs(&plan)[0] == "text");
+        assert_eq!((plan.chunk, plan.cache_epoch), (2, 2));
+        assert!(plan.meta.is_some_and(|m| m.reset_cross && !m.reset_kv && !m.recompute));
+    }
+
+    #[test]
+    fn a_warm_up_runs_each_program_once_and_moves_nothing() {
+        let (d, index) = (Director::new(spec(CacheRegime::Resident, 9)).expect("legal"), program_index());
+        let before = d.cache_state().state_digest();
+        let plan = d.plan_warmup(&index).expect("planned");
+        let mut names = programs(&plan);
+        assert_eq!((names.len(), names[0], names[names.len() - 1]), (11, "text", "emit"));
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), 11);
+        let meta = plan.meta.expect("a payload");
+        let renoise = meta.phases.iter().find(|p| p.program == "renoise").expect("one");
+        assert_eq!(
+            (renoise.scalar_arg("sigma"), renoise.int_arg("draw")),
+            (Some(&ScalarArg::from_f32(1.0)), Some(0))
+        );
+        assert_eq!((meta.predicted_state, d.cache_state().state_digest()), (before, before));
+    }
+
+    #[test]
+    fn refusals_leave_the_director_as_it_was() {
+        let mut d = Director::new(spec(CacheRegime::Resident, 9)).expect("legal");
+        let before = d.cache_state().state_digest();
+        assert_eq!(d.plan_chunk(&NEXT, &program_index()).expect_err("no prompt")[0].code.id, "T0721");
+        let ids: Vec<_> = d
+            .plan_chunk(&FIRST, &ProgramIndex::default())
+            .expect_err("empty")
+            .iter()
+            .map(|d| d.code.id)
+            .collect();
+        assert!(ids.iter().all(|id| *id == "T0722") && ids.len() == 7);
+        assert_eq!(d.cache_state().state_digest(), before);
+        let mut bad = spec(CacheRegime::Resident, 9);
+        (bad.bias, bad.steps[1].sigma) = (0.0, 2.0);
+        assert_eq!(Director::new(bad).expect_err("refused").len(), 3);
+    }
+
+    #[test]
+    fn argument_order_does_not_change_a_phase() {
+        let args: Vec<(String, ScalarArg)> = (0..6)
+            .map(|i| (format!("a{i}"), ScalarArg::from_f32(if i == 3 { -f32::NAN } else { i as f32 })))
+            .collect();
+        let want = PhaseCall::new("denoise", args.clone());
+        let mut order = args;
+        for i in 0..1000usize {
+            let n = order.len();
+            order.swap(i % n, (i * 7 + 3) % n);
+            assert_eq!(PhaseCall::new("denoise", order.clone()), want);
+        }
+        assert!(PhaseKind::from_program("denoise.fill3").is_some_and(PhaseKind::is_generator));
+    }
+}

@@ -1,0 +1,191 @@
+//! The media thread: the leader embeds prompts, creates contexts, and decodes and writes chunks on
+//! it, concurrently with the running call.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+
+use tessera_base::Diagnostic;
+
+use super::engine_thread::panic_text;
+use super::reactor::{InboxSender, Reactor};
+use crate::director::SceneCut;
+use crate::engine::MediaPipeline;
+use crate::leader::T0748;
+use crate::limits::{AwakeClock, format_ms};
+use crate::wire::{Reload, Tensor};
+use crate::{Failure, FailureClass, Limits};
+
+/// Builds the media pipeline on the media thread.
+pub type MediaPipelineFactory = Box<dyn FnOnce() -> Result<Box<dyn MediaPipeline>, Diagnostic> + Send>;
+
+/// The user's request for the next chunk.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StreamRequest {
+    /// A new prompt, which takes effect with this chunk.
+    pub prompt: Option<String>,
+    /// Seed of the chunk's random draws.
+    pub seed: u64,
+    /// Hard cut before this chunk.
+    pub cut: SceneCut,
+    /// Weights that every rank loads before this chunk, which then opens a scene.
+    pub reload: Option<Reload>,
+}
+
+pub(crate) enum MediaCommand {
+    EmbedPrompt { prompt: String },
+    MakeContext { chunk: u32, previous: Tensor, opens_scene: bool },
+    Deliver { chunk: u32, epoch: u32, latents: Tensor },
+    Finish,
+}
+
+pub(crate) enum MediaEvent {
+    /// The media pipeline was built.
+    Built,
+    PromptEmbedded(Tensor),
+    ContextReady {
+        chunk: u32,
+        tensor: Tensor,
+    },
+    Delivered {
+        chunk: u32,
+        frames: u32,
+    },
+    Discarded {
+        chunk: u32,
+    },
+    Finished,
+    Failed(Failure),
+}
+
+/// The control thread's handle to the media thread.
+pub(super) struct MediaThread {
+    commands: SyncSender<MediaCommand>,
+    inbox: Receiver<MediaEvent>,
+    /// Chunks of an earlier epoch than this are not written.
+    min_epoch: Arc<AtomicU32>,
+    /// Commands without an answer, plus 1 until the pipeline is built.
+    pending: u32,
+    built: bool,
+    clock: AwakeClock,
+    /// Time of the last answer, or of the first command since the pipeline was idle.
+    last_progress_ns: u64,
+}
+
+impl MediaThread {
+    /// Starts the thread; its queue holds `depth` commands.
+    pub(super) fn spawn_thread(
+        factory: MediaPipelineFactory,
+        depth: usize,
+        reactor: &Reactor,
+    ) -> std::io::Result<MediaThread> {
+        let (commands, command_queue) = sync_channel::<MediaCommand>(depth);
+        let (post, inbox) = reactor.new_inbox();
+        let min_epoch = Arc::new(AtomicU32::new(0));
+        let shared = Arc::clone(&min_epoch);
+        std::thread::Builder::new().name("media".into()).spawn(move || {
+            if let Err(panic) =
+                catch_unwind(AssertUnwindSafe(|| run_media_thread(factory, &command_queue, &shared, &post)))
+            {
+                let text = format!("the media pipeline panicked: {}", panic_text(&*panic));
+                let failure = Failure::new(FailureClass::Output, Some(0), &T0748, text);
+                post.send(MediaEvent::Failed(failure));
+            }
+        })?;
+        let clock = AwakeClock::default();
+        Ok(MediaThread { commands, inbox, min_epoch, pending: 1, built: false, clock, last_progress_ns: 0 })
+    }
+
+    /// Sends a command without blocking.
+    ///
+    /// # Errors
+    /// An output failure if the queue is full or the thread has ended.
+    pub(super) fn send_command(&mut self, command: MediaCommand) -> Result<(), Failure> {
+        let reason = match self.commands.try_send(command) {
+            Ok(()) => {
+                if self.pending == 0 {
+                    self.last_progress_ns = self.clock.now_ns();
+                }
+                self.pending += 1;
+                return Ok(());
+            }
+            Err(TrySendError::Full(_)) => "the queue of the media pipeline is full",
+            Err(TrySendError::Disconnected(_)) => "the thread of the media pipeline has ended",
+        };
+        Err(Failure::new(FailureClass::Output, Some(0), &T0748, reason))
+    }
+
+    /// Allows only chunks of `epoch` and later epochs to be written.
+    pub(super) fn set_min_epoch(&self, epoch: u32) {
+        self.min_epoch.store(epoch, Ordering::Release);
+    }
+
+    pub(super) fn next_event(&mut self) -> Option<MediaEvent> {
+        let event = self.inbox.try_recv().ok()?;
+        self.pending = self.pending.saturating_sub(1);
+        self.last_progress_ns = self.clock.now_ns();
+        self.built = true;
+        Some(event)
+    }
+
+    /// Returns a failure if the pipeline's answer is overdue. No other check would detect this,
+    /// because the ranks wait for the pipeline too.
+    pub(super) fn check_stalled(&mut self, now_ns: u64, limits: &Limits) -> Option<Failure> {
+        let quiet_ns =
+            self.clock.advance_to(now_ns, limits.heartbeat_ns).saturating_sub(self.last_progress_ns);
+        let limit_ns = if self.built { limits.media_ns } else { limits.hello_ns };
+        if self.pending == 0 || quiet_ns <= limit_ns {
+            return None;
+        }
+        let text = format!(
+            "the media pipeline has not answered for {}, limit {}",
+            format_ms(quiet_ns),
+            format_ms(limit_ns)
+        );
+        Some(Failure::new(FailureClass::Output, Some(0), &T0748, text))
+    }
+}
+
+fn run_media_thread(
+    factory: MediaPipelineFactory,
+    command_queue: &Receiver<MediaCommand>,
+    min_epoch: &AtomicU32,
+    events: &InboxSender<MediaEvent>,
+) {
+    let failed = |class, d: &Diagnostic| {
+        events.send(MediaEvent::Failed(Failure::from_diagnostic(class, Some(0), d)));
+    };
+    let mut pipeline = match factory() {
+        Ok(pipeline) => pipeline,
+        Err(d) => return failed(FailureClass::Output, &d),
+    };
+    events.send(MediaEvent::Built);
+    while let Ok(command) = command_queue.recv() {
+        let (class, outcome) = match command {
+            MediaCommand::EmbedPrompt { prompt } => {
+                (FailureClass::Preflight, pipeline.encode_prompt(&prompt).map(MediaEvent::PromptEmbedded))
+            }
+            MediaCommand::MakeContext { chunk, previous, opens_scene } => (
+                FailureClass::Output,
+                pipeline
+                    .encode_context(chunk, &previous, opens_scene)
+                    .map(|tensor| MediaEvent::ContextReady { chunk, tensor }),
+            ),
+            MediaCommand::Deliver { chunk, epoch, .. } if epoch < min_epoch.load(Ordering::Acquire) => {
+                (FailureClass::Output, Ok(MediaEvent::Discarded { chunk }))
+            }
+            MediaCommand::Deliver { chunk, latents, .. } => (
+                FailureClass::Output,
+                pipeline.deliver_chunk(chunk, &latents).map(|frames| MediaEvent::Delivered { chunk, frames }),
+            ),
+            MediaCommand::Finish => {
+                (FailureClass::Output, pipeline.finish_output().map(|()| MediaEvent::Finished))
+            }
+        };
+        match outcome {
+            Ok(event) => drop(events.send(event)),
+            Err(d) => return failed(class, &d),
+        }
+    }
+}

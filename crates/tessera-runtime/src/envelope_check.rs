@@ -1,0 +1,369 @@
+//! The checks that an envelope must pass before it runs. The leader calls them before it sends the
+//! first byte, and each worker before it answers ready; both call the same function.
+
+use std::fmt::Display;
+
+use tessera_base::{Code, Diagnostic, Diagnostics};
+
+use crate::Digest;
+use crate::director::warmup_meta;
+use crate::kv_cache::{CacheState, T0712, Transition};
+use crate::program_index::{InputSpec, PhaseKind, ProgramIndex};
+use crate::tripwire::Tripwires;
+use crate::wire::{CallAction, CallMeta, Envelope, MAX_PHASES, T0701, Tensors, WIRE_VERSION};
+
+/// Raised when a call id is not the successor of the last one.
+pub(crate) static T0730: Code = Code {
+    id: "T0730",
+    title: "a call id is out of order",
+    page: "Call ids grow by one with every envelope of a session, for every action. An id that repeats or falls \
+means that an envelope was handled twice or that the sender lost its count; a gap means that an envelope was lost. In both \
+cases the ranks disagree on the call, so it is refused before any collective. The message gives both ids.",
+};
+/// Raised when an envelope names another plan or session.
+pub(crate) static T0731: Code = Code {
+    id: "T0731",
+    title: "an envelope belongs to another plan or session",
+    page: "Every envelope contains the digest of the sealed plan and its session. This rank has other values: \
+it was started from another plan folder, or a process of an earlier run still writes to this socket. \
+Stop every rank, check that all read the same plan, and start again.",
+};
+/// Raised for missing or contradicting fields.
+pub(crate) static T0732: Code = Code {
+    id: "T0732",
+    title: "an envelope's fields are missing or contradict each other",
+    page: "The table in docs/reference/envelope.md defines which fields an envelope needs for each action. The message names \
+the field, its value and the value that the rest of the envelope requires. The leader makes the same check before it sends. \
+On a worker this error therefore means that leader and worker are different builds, or that another program made the envelope.",
+};
+/// Raised for an action at an illegal position in the sequence of calls.
+pub(crate) static T0733: Code = Code {
+    id: "T0733",
+    title: "an action is not allowed at this position",
+    page: "WARMUP is the first call of a session and occurs once. RELOAD replaces the weights on every rank between \
+the same two calls, so no other call may be open when it arrives, and no call may follow before it is done. This rank \
+received one of them at another position: the leader lost its own order, or another program made the message.",
+};
+/// Raised when an envelope's counts contradict the sealed plan.
+pub(crate) static T0734: Code = Code {
+    id: "T0734",
+    title: "an envelope's counts differ from its phases",
+    page: "An envelope states the numbers of generator forwards and collectives of its call, and the digest of their trace. \
+The list of phases and the sealed plan give other values. A rank that ran the phases would issue another number of \
+collectives than its peers expect, so it refuses.",
+};
+/// Raised when tensors are missing, extra or of another type.
+pub(crate) static T0735: Code = Code {
+    id: "T0735",
+    title: "a call's tensors do not match the inputs of its programs",
+    page: "The programs of a call declare the tensors that they read. Each must arrive once, with that dtype and \
+shape and in that order; no other tensor may arrive. `text` is part of the envelope of a call that replaces the text keys and \
+values; `context` follows in a separate message if the call recomputes.\n\nA recompute call without its context \
+is refused: an older context in its place would produce a picture that no other rank has.",
+};
+
+/// Name of the tensor that follows an envelope in a separate message.
+pub const CONTEXT_TENSOR: &str = "context";
+
+/// The state of a rank against which an arriving envelope is checked.
+#[derive(Debug, Clone, Copy)]
+pub struct LocalState<'a> {
+    /// Digest of this rank's plan.
+    pub plan: Digest,
+    /// This rank's session.
+    pub session: u64,
+    /// Id of the last accepted envelope.
+    pub last_call_id: u64,
+    /// Cache state after the last accepted envelope.
+    pub cache: &'a CacheState,
+    /// The programs of the sealed plan.
+    pub programs: &'a ProgramIndex,
+    /// Number of open calls on this rank.
+    pub open_calls: usize,
+    /// The disabled tripwires.
+    pub tripwires: &'a Tripwires,
+}
+
+/// Returns the cache state after the call, or a diagnostic for every problem. [`check_context`]
+/// checks the context tensor when it arrives.
+pub fn check_envelope(e: &Envelope, local: &LocalState<'_>) -> Result<CacheState, Diagnostics> {
+    let h = &e.header;
+    if h.version != WIRE_VERSION && local.tripwires.is_armed(&T0701) {
+        return Err(vec![mismatch_error(&T0701, "envelope version", h.version, WIRE_VERSION)]);
+    }
+    let mut found = Vec::new();
+    if h.plan != local.plan {
+        found.push(mismatch_error(&T0731, "plan digest", h.plan, local.plan));
+    }
+    if h.session != local.session {
+        found.push(mismatch_error(&T0731, "session", h.session, local.session));
+    }
+    if local.last_call_id.checked_add(1) != Some(h.call_id) {
+        let what = if h.call_id <= local.last_call_id { "repeated or earlier call_id" } else { "call_id" };
+        found.push(mismatch_error(&T0730, what, h.call_id, format!("last {}", local.last_call_id)));
+    }
+    if h.deadline_ms == 0 {
+        found.push(Diagnostic::error(&T0732, "deadline_ms is 0: every wait needs a limit"));
+    }
+    if h.chunk != local.cache.next_chunk() {
+        found.push(mismatch_error(&T0712, "chunk", h.chunk, local.cache.next_chunk()));
+    }
+    let mut after = local.cache.clone();
+    let action = h.action;
+    found.extend(check_payload(e));
+    found.extend(check_action_order(action, local));
+    match (action, &e.meta) {
+        (CallAction::Infer, Some(meta)) => check_infer(meta, &e.tensors, local, &mut after, &mut found),
+        (CallAction::Warmup, Some(meta)) => check_warmup(meta, &e.tensors, local, &mut found),
+        (CallAction::Reset | CallAction::Reload, _) => {
+            if let Err(d) = after.apply_transition(Transition::Reset) {
+                found.push(d);
+            }
+        }
+        _ => {}
+    }
+    if h.cache_epoch != after.epoch() {
+        found.push(mismatch_error(&T0712, "cache_epoch", h.cache_epoch, after.epoch()));
+    }
+    local.tripwires.retain_armed(&mut found);
+    if found.is_empty() { Ok(after) } else { Err(found) }
+}
+
+/// Checks that the tensors that follow an envelope match its context input.
+pub fn check_context(
+    meta: &CallMeta,
+    tensors: &Tensors,
+    programs: &ProgramIndex,
+    tripwires: &Tripwires,
+) -> Result<(), Diagnostics> {
+    let inputs = programs.call_inputs(&meta.phases);
+    let late: Vec<_> = inputs.into_iter().filter(|i| i.name == CONTEXT_TENSOR).collect();
+    let mut found = check_tensors(&late, tensors);
+    tripwires.retain_armed(&mut found);
+    if found.is_empty() { Ok(()) } else { Err(found) }
+}
+
+/// Returns the digest of a call's header, meta, reload and tensor specs, which must be equal on
+/// every rank.
+#[must_use]
+pub fn input_digest(e: &Envelope, context: &Tensors) -> Digest {
+    Digest::hash_value("inputs", &(&e.header, &e.meta, &e.reload, e.tensors.to_specs(), context.to_specs()))
+}
+
+/// Checks that the envelope carries the payload of its action and no other.
+fn check_payload(e: &Envelope) -> Diagnostics {
+    let action = e.header.action;
+    let with_meta = matches!(action, CallAction::Infer | CallAction::Warmup);
+    let mut found = Vec::new();
+    let mut check = |what: &str, is: bool, must: bool| {
+        if is != must {
+            let words = if must { "has no" } else { "must not carry a" };
+            let text = format!("a {} envelope {words} {what}", action.name());
+            found.push(Diagnostic::error(&T0732, text));
+        }
+    };
+    check("meta", e.meta.is_some(), with_meta);
+    check("reload", e.reload.is_some(), action == CallAction::Reload);
+    if !with_meta {
+        check("tensor", !e.tensors.0.is_empty(), false);
+    }
+    found
+}
+
+/// Checks that the action is allowed at this position.
+fn check_action_order(action: CallAction, local: &LocalState<'_>) -> Option<Diagnostic> {
+    let refuse = |what: &str, is: String| {
+        Some(Diagnostic::error(&T0733, format!("{} {what}", action.name())).with_label("this rank", is))
+    };
+    match action {
+        CallAction::Warmup if local.last_call_id != 0 => {
+            refuse("is not the first call", format!("last call {}", local.last_call_id))
+        }
+        CallAction::Reload if local.open_calls > 0 => {
+            refuse("came while other calls are open", format!("{} open calls", local.open_calls))
+        }
+        _ => None,
+    }
+}
+
+fn check_warmup(m: &CallMeta, tensors: &Tensors, local: &LocalState<'_>, found: &mut Diagnostics) {
+    let want = match warmup_meta(local.programs, local.cache) {
+        Ok(want) => want,
+        Err(ds) => return found.extend(ds),
+    };
+    if m.phases != want.phases {
+        found.push(
+            Diagnostic::error(&T0732, "phases does not list every program of the plan exactly once")
+                .with_label("envelope", format!("{} phases", m.phases.len()))
+                .with_label("this rank", format!("{} programs", want.phases.len())),
+        );
+    }
+    check_counts(m, local.programs, found);
+    if m.predicted_state != want.predicted_state {
+        found.push(mismatch_error(&T0712, "predicted_state", m.predicted_state, want.predicted_state));
+    }
+    let settings = |m: &CallMeta| CallMeta {
+        phases: Vec::new(),
+        expected_generator_calls: 0,
+        expected_collectives: 0,
+        expected_trace_digest: Digest::default(),
+        predicted_state: Digest::default(),
+        ..m.clone()
+    };
+    if settings(m) != settings(&want) {
+        found.push(Diagnostic::error(&T0732, "a WARMUP envelope carries chunk settings"));
+    }
+    found.extend(check_tensors(&local.programs.call_inputs(&want.phases), tensors));
+}
+
+/// Checks that the expected totals of a call match its phases.
+fn check_counts(m: &CallMeta, programs: &ProgramIndex, found: &mut Diagnostics) {
+    // `check_args` reports unknown programs.
+    let Ok(totals) = programs.expected_totals(&m.phases) else { return };
+    let mut count = |field: &str, differs: bool, says: &dyn Display, adds_up: &dyn Display| {
+        if differs {
+            found.push(
+                Diagnostic::error(&T0734, format!("{field} differs from the phases"))
+                    .with_label("envelope", says.to_string())
+                    .with_label("its phases", adds_up.to_string()),
+            );
+        }
+    };
+    let (calls, collectives) = (m.expected_generator_calls, m.expected_collectives);
+    let trace = m.expected_trace_digest;
+    let differs = calls != totals.generator_calls;
+    count("expected_generator_calls", differs, &calls, &totals.generator_calls);
+    let differs = collectives != totals.collectives;
+    count("expected_collectives", differs, &collectives, &totals.collectives);
+    count("expected_trace_digest", trace != totals.trace, &trace, &totals.trace);
+}
+
+fn check_infer(
+    m: &CallMeta,
+    tensors: &Tensors,
+    local: &LocalState<'_>,
+    after: &mut CacheState,
+    found: &mut Diagnostics,
+) {
+    let mut refuse = |what: String| found.push(Diagnostic::error(&T0732, what));
+    let count =
+        |k: PhaseKind| m.phases.iter().filter(|p| PhaseKind::from_program(&p.program) == Some(k)).count();
+    if m.phases.len() > MAX_PHASES {
+        refuse(format!("phases lists {} phases, the maximum is {MAX_PHASES}", m.phases.len()));
+        return;
+    }
+    let denoise = count(PhaseKind::Denoise);
+    if m.n_steps == 0 || denoise != m.n_steps as usize {
+        refuse(format!("n_steps is {}, phases lists {denoise} denoise phases", m.n_steps));
+    }
+    for (field, value, kind, max_count) in [
+        ("reset_cross", m.reset_cross, PhaseKind::Text, 1),
+        ("recompute", m.recompute, PhaseKind::Recompute, 1),
+        ("phases", true, PhaseKind::Emit, 1),
+    ] {
+        let n = count(kind);
+        if n > max_count || (n == 1) != value {
+            refuse(format!("{field} is {value}, phases lists {n} of kind {kind:?}"));
+        }
+    }
+    if m.phases.last().and_then(|p| PhaseKind::from_program(&p.program)) != Some(PhaseKind::Emit) {
+        refuse("the last phase is not an emit".into());
+    }
+    let bias = m.kv_bias.get();
+    if !(bias.is_finite() && bias > 0.0) {
+        refuse(format!("kv_bias is {bias}, not a number above 0"));
+    }
+    for phase in &m.phases {
+        found.extend(local.programs.check_args(phase));
+        if let (Some(Some(seed)), Some(PhaseKind::Renoise)) =
+            (phase.scalar_arg("seed").map(|_| phase.int_arg("seed")), PhaseKind::from_program(&phase.program))
+            && seed != m.seed as i64
+        {
+            found.push(mismatch_error(
+                &T0732,
+                "seed",
+                m.seed,
+                format!("{seed} in phase `{}`", phase.program),
+            ));
+        }
+    }
+    check_counts(m, local.programs, found);
+    if let Err(d) = replay_phases(m, after, found) {
+        found.push(d);
+        return;
+    }
+    if m.prompt_epoch != after.prompt_epoch() {
+        found.push(mismatch_error(&T0712, "prompt_epoch", m.prompt_epoch, after.prompt_epoch()));
+    }
+    if m.predicted_state != after.state_digest() {
+        found.push(
+            mismatch_error(&T0712, "predicted_state", m.predicted_state, after.state_digest())
+                .with_note(after.describe()),
+        );
+    }
+    let inputs = local.programs.call_inputs(&m.phases);
+    if inputs.iter().any(|i| i.name == CONTEXT_TENSOR) != m.recompute {
+        let what = format!(
+            "recompute is {}, but the programs' use of `{CONTEXT_TENSOR}` contradicts that",
+            m.recompute
+        );
+        found.push(Diagnostic::error(&T0735, what));
+    }
+    let early: Vec<_> = inputs.into_iter().filter(|i| i.name != CONTEXT_TENSOR).collect();
+    found.extend(check_tensors(&early, tensors));
+}
+
+/// Applies the phases to the cache state.
+fn replay_phases(m: &CallMeta, cache: &mut CacheState, found: &mut Diagnostics) -> Result<(), Diagnostic> {
+    cache.begin_call(m.reset_kv)?;
+    let mut first_pass = true;
+    for phase in &m.phases {
+        if first_pass && PhaseKind::from_program(&phase.program) == Some(PhaseKind::Denoise) {
+            first_pass = false;
+            if m.start_frame != cache.start_frame() {
+                found.push(mismatch_error(&T0712, "start_frame", m.start_frame, cache.start_frame()));
+            }
+        }
+        cache.apply_phase(phase)?;
+    }
+    Ok(())
+}
+
+fn check_tensors(inputs: &[&InputSpec], tensors: &Tensors) -> Diagnostics {
+    let mut found = Vec::new();
+    for input in inputs {
+        let want = format!("{}{:?}", input.dtype, input.shape);
+        match tensors.get(&input.name) {
+            None => found.push(
+                Diagnostic::error(&T0735, format!("tensor `{}` is missing", input.name))
+                    .with_label("program", want),
+            ),
+            Some(t) if t.manifest_entry().dtype != input.dtype || t.manifest_entry().shape != input.shape => {
+                found.push(
+                    Diagnostic::error(&T0735, format!("tensor `{}` has another type", input.name))
+                        .with_label("program", want)
+                        .with_label("manifest", t.manifest_entry().type_text()),
+                );
+            }
+            Some(_) => {}
+        }
+    }
+    for t in &tensors.0 {
+        if !inputs.iter().any(|i| i.name == t.name()) {
+            found.push(Diagnostic::error(
+                &T0735,
+                format!("tensor `{}` arrived, but no program reads it", t.name()),
+            ));
+        }
+    }
+    if found.is_empty() && !tensors.0.iter().map(|t| t.name()).eq(inputs.iter().map(|i| i.name.as_str())) {
+        found.push(Diagnostic::error(&T0735, "the tensors are not in the order in which programs read them"));
+    }
+    found
+}
+
+fn mismatch_error(code: &'static Code, field: &str, sent: impl ToString, here: impl ToString) -> Diagnostic {
+    Diagnostic::error(code, format!("{field} differs from this rank's value"))
+        .with_label("envelope", sent.to_string())
+        .with_label("this rank", here.to_string())
+}

@@ -1,0 +1,637 @@
+//! The state machine of the KV caches, which leader and workers execute identically.
+//!
+//! There are two regimes. *Resident*: a ring of latent frames survives from chunk to chunk. Chunk
+//! rows are written at the ring's head, the oldest chunk is evicted when the ring is full, and
+//! rotary positions are absolute until the position table ends; then a rebase rotates every cached
+//! key back. *Recompute*: nothing survives between chunks; a forward over context frames fills the
+//! cache before each chunk except the first of an epoch.
+//!
+//! Cache contents are never sent: equal digests of this small state, and equal inputs, imply equal
+//! caches.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+use tessera_base::{Code, Diagnostic};
+
+use crate::Digest;
+use crate::program_index::PhaseKind;
+use crate::wire::PhaseCall;
+
+/// Raised for a transition that is not in [`TRANSITIONS`].
+pub(crate) static T0710: Code = Code {
+    id: "T0710",
+    title: "illegal transition of the cache state",
+    page: "The caches go through reset, prompt, evict, rebase, recompute, append and advance in an order that one \
+table defines. A transition was requested that the table does not allow from the current stage: an append into a full \
+ring without an evict, a recompute in the resident regime, an advance without an append.\n\nOn a worker this \
+means that the states of leader and worker differ; on the leader it is a bug. The state is unchanged, and the call is \
+refused before any collective.",
+};
+/// Raised for cache sizes that are invalid.
+pub(crate) static T0711: Code = Code {
+    id: "T0711",
+    title: "impossible cache geometry",
+    page: "The window must be a whole number of chunks, at least one, and fit the rotary position table. In the \
+recompute regime it is exactly two chunks: the context and the chunk itself. Change the window or the chunk length \
+in the mapping.",
+};
+/// Raised when leader and rank have different cache states.
+pub(crate) static T0712: Code = Code {
+    id: "T0712",
+    title: "an envelope does not match the cache state of this rank",
+    page: "Every envelope carries the epoch, the start frame and the digest of the resulting cache state; every \
+phase that uses the caches carries its position and row. This rank computed other values from its own state, so leader \
+and rank no longer agree on the contents of the caches. The chunk is refused before any collective.\n\nLook for an \
+out-of-band reset of one rank's caches, for a message that was handled twice, or for a restarted process.",
+};
+
+/// How the caches are filled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CacheRegime {
+    /// A ring that survives from chunk to chunk.
+    Resident,
+    /// A forward over context frames fills the cache before each chunk.
+    Recompute,
+}
+
+/// Cache sizes, which are constant in a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheSpec {
+    /// How the caches are filled.
+    pub regime: CacheRegime,
+    /// Latent frames per chunk.
+    pub chunk_frames: u32,
+    /// Capacity of the cache in latent frames, including the current chunk.
+    pub window_frames: u32,
+    /// Number of rotary positions.
+    pub table_frames: u32,
+    /// Cache rows per latent frame.
+    pub tokens_per_frame: u32,
+}
+
+/// The stage of the cache state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CacheStage {
+    /// No chunk was generated in this epoch.
+    Empty,
+    /// Between chunks, with room for another chunk.
+    Holding,
+    /// Between chunks with a full ring: an evict must precede the next append.
+    Full,
+    /// The context frames are written, the chunk is not.
+    Context,
+    /// The chunk's rows are being written, once per forward.
+    Open,
+}
+
+/// A transition of the cache state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transition {
+    /// Begins a new epoch and clears the caches.
+    Reset,
+    /// Replaces the text keys and values.
+    Prompt,
+    /// Drops the oldest chunk. Each rank derives it from the fill level; it is never sent.
+    Evict,
+    /// Moves all cached positions back by this number of frames, so that the oldest cached frame is
+    /// at position 0.
+    Rebase(u32),
+    /// Fills the cache from context frames.
+    Recompute,
+    /// Writes the chunk's rows; later forwards of the call overwrite them.
+    Append,
+    /// Closes the chunk.
+    Advance,
+}
+
+/// A row of the transition table: in this regime, the transition leads from one stage to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TransitionRule {
+    /// Regime that the row applies to.
+    pub regime: CacheRegime,
+    /// Stage before.
+    pub from: CacheStage,
+    /// Name of the transition.
+    pub transition: &'static str,
+    /// Stage after. An advance that fills the ring leads to [`CacheStage::Full`] instead.
+    pub to: CacheStage,
+}
+
+const fn transition_rule(
+    regime: CacheRegime,
+    from: CacheStage,
+    transition: &'static str,
+    to: CacheStage,
+) -> TransitionRule {
+    TransitionRule { regime, from, transition, to }
+}
+
+/// Every legal transition. All others are refused.
+pub const TRANSITIONS: &[TransitionRule] = {
+    use CacheRegime::{Recompute, Resident};
+    use CacheStage::{Context, Empty, Full, Holding, Open};
+    &[
+        transition_rule(Resident, Empty, "reset", Empty),
+        transition_rule(Resident, Empty, "prompt", Empty),
+        transition_rule(Resident, Empty, "append", Open),
+        transition_rule(Resident, Open, "append", Open),
+        transition_rule(Resident, Open, "advance", Holding),
+        transition_rule(Resident, Holding, "reset", Empty),
+        transition_rule(Resident, Holding, "prompt", Holding),
+        transition_rule(Resident, Holding, "rebase", Holding),
+        transition_rule(Resident, Holding, "append", Open),
+        transition_rule(Resident, Full, "reset", Empty),
+        transition_rule(Resident, Full, "prompt", Full),
+        transition_rule(Resident, Full, "evict", Holding),
+        transition_rule(Recompute, Empty, "reset", Empty),
+        transition_rule(Recompute, Empty, "prompt", Empty),
+        transition_rule(Recompute, Empty, "append", Open),
+        transition_rule(Recompute, Open, "append", Open),
+        transition_rule(Recompute, Open, "advance", Holding),
+        transition_rule(Recompute, Holding, "reset", Empty),
+        transition_rule(Recompute, Holding, "prompt", Holding),
+        transition_rule(Recompute, Holding, "recompute", Context),
+        transition_rule(Recompute, Context, "append", Open),
+    ]
+};
+
+impl Transition {
+    /// Returns its name in [`TRANSITIONS`].
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Transition::Reset => "reset",
+            Transition::Prompt => "prompt",
+            Transition::Evict => "evict",
+            Transition::Rebase(_) => "rebase",
+            Transition::Recompute => "recompute",
+            Transition::Append => "append",
+            Transition::Advance => "advance",
+        }
+    }
+}
+
+/// The cache state, which is equal on every rank. It determines the position and the meaning of
+/// cache rows, but does not hold their contents.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheState {
+    spec: CacheSpec,
+    stage: CacheStage,
+    epoch: u32,
+    prompt_epoch: u32,
+    /// Stream number of the next chunk, which continues across epochs.
+    chunk: u32,
+    /// Rotary position of the next appended frame (resident).
+    position: u32,
+    /// Ring frame at which the next chunk is written (resident).
+    head: u32,
+    /// Frames that are cached for a forward over the next chunk.
+    fill: u32,
+    /// Frames by which positions were moved back in this epoch.
+    rebased: u64,
+}
+
+impl CacheState {
+    /// Creates an empty cache of epoch 0, or returns T0711 for invalid sizes.
+    pub fn new(spec: CacheSpec) -> Result<CacheState, Diagnostic> {
+        let CacheSpec { regime, chunk_frames: c, window_frames: w, table_frames: t, tokens_per_frame } = spec;
+        let refuse = |what: &str| {
+            Err(Diagnostic::error(&T0711, what)
+                .with_label("window", format!("{w} frames"))
+                .with_label("chunk", format!("{c} frames of {tokens_per_frame} tokens"))
+                .with_label("position table", format!("{t} frames")))
+        };
+        if c == 0 || tokens_per_frame == 0 || w == 0 || !w.is_multiple_of(c) {
+            return refuse("the window is not a whole number of chunks");
+        }
+        if w > t {
+            return refuse("the window is longer than the position table");
+        }
+        if regime == CacheRegime::Recompute && u64::from(w) != 2 * u64::from(c) {
+            return refuse("the window of the recompute regime is not two chunks");
+        }
+        Ok(CacheState {
+            spec,
+            stage: CacheStage::Empty,
+            epoch: 0,
+            prompt_epoch: 0,
+            chunk: 0,
+            position: 0,
+            head: 0,
+            fill: 0,
+            rebased: 0,
+        })
+    }
+
+    /// Applies a transition. On an error the state is unchanged.
+    pub fn apply_transition(&mut self, transition: Transition) -> Result<(), Diagnostic> {
+        let found = TRANSITIONS.iter().find(|r| {
+            r.regime == self.spec.regime && r.from == self.stage && r.transition == transition.name()
+        });
+        let Some(rule) = found else {
+            return Err(self.transition_error(&format!("{} is not legal here", transition.name())));
+        };
+        let c = self.spec.chunk_frames;
+        let mut to = rule.to;
+        match transition {
+            Transition::Reset => {
+                self.epoch = match self.epoch.checked_add(1) {
+                    Some(e) => e,
+                    None => return Err(self.transition_error("the last epoch of a session is used up")),
+                };
+                (self.position, self.head, self.fill, self.rebased) = (0, 0, 0, 0);
+            }
+            Transition::Prompt => {
+                self.prompt_epoch = match self.prompt_epoch.checked_add(1) {
+                    Some(e) => e,
+                    None => {
+                        return Err(self.transition_error("the last prompt epoch of a session is used up"));
+                    }
+                };
+            }
+            Transition::Evict => self.fill -= c,
+            Transition::Rebase(frames) => {
+                if frames == 0 || frames != self.oldest_position() {
+                    return Err(self
+                        .transition_error("a rebase does not move the oldest cached frame to position 0")
+                        .with_label("rebase", format!("{frames} frames"))
+                        .with_label("oldest cached frame", format!("position {}", self.oldest_position())));
+                }
+                self.position -= frames;
+                self.rebased += u64::from(frames);
+            }
+            Transition::Recompute => self.fill = c,
+            Transition::Append => {
+                if u64::from(self.start_frame()) + u64::from(c) > u64::from(self.spec.table_frames) {
+                    return Err(
+                        self.transition_error("the chunk would exceed the position table; rebase first")
+                    );
+                }
+            }
+            Transition::Advance => {
+                self.chunk = match self.chunk.checked_add(1) {
+                    Some(k) => k,
+                    None => return Err(self.transition_error("the last chunk of a session is used up")),
+                };
+                match self.spec.regime {
+                    CacheRegime::Resident => {
+                        self.position += c;
+                        self.head = (self.head + c) % self.spec.window_frames;
+                        self.fill += c;
+                        if self.fill == self.spec.window_frames {
+                            to = CacheStage::Full;
+                        }
+                    }
+                    CacheRegime::Recompute => self.fill = 0,
+                }
+            }
+        }
+        self.stage = to;
+        Ok(())
+    }
+
+    /// Applies the transitions before the first phase of a chunk: a reset if `reset` is set, then
+    /// an evict if the ring is full.
+    pub fn begin_call(&mut self, reset: bool) -> Result<(), Diagnostic> {
+        if reset {
+            self.apply_transition(Transition::Reset)?;
+        }
+        if self.stage == CacheStage::Full {
+            self.apply_transition(Transition::Evict)?;
+        }
+        Ok(())
+    }
+
+    /// Applies a phase's transition. A phase with another position or row than this state's is
+    /// refused.
+    pub fn apply_phase(&mut self, phase: &PhaseCall) -> Result<(), Diagnostic> {
+        let Some(kind) = PhaseKind::from_program(&phase.program) else {
+            return Err(Diagnostic::error(
+                &crate::program_index::T0722,
+                format!("`{}` is not a phase of a call", phase.program),
+            ));
+        };
+        match kind {
+            PhaseKind::Renoise => Ok(()),
+            PhaseKind::Text => self.apply_transition(Transition::Prompt),
+            PhaseKind::Emit => self.apply_transition(Transition::Advance),
+            PhaseKind::Rebase => {
+                let frames = phase
+                    .int_arg("shift")
+                    .and_then(i64::checked_neg)
+                    .and_then(|v| u32::try_from(v).ok())
+                    .unwrap_or(0);
+                self.apply_transition(Transition::Rebase(frames))
+            }
+            PhaseKind::Recompute => {
+                self.check_scalar(phase, "start", 0)?;
+                self.check_scalar(phase, "row", 0)?;
+                self.apply_transition(Transition::Recompute)
+            }
+            PhaseKind::Denoise | PhaseKind::Clean => {
+                self.check_scalar(phase, "start", u64::from(self.start_frame()))?;
+                self.check_scalar(phase, "row", self.start_row())?;
+                if let Some((_, fill)) = phase.program.split_once(".fill")
+                    && fill.split('.').next() != Some(self.fill.to_string().as_str())
+                {
+                    return Err(self.mismatch_error(phase, "fill level", fill, &self.fill.to_string()));
+                }
+                self.apply_transition(Transition::Append)
+            }
+        }
+    }
+
+    /// Returns the frames by which positions must move back before the next append, if the append
+    /// would exceed the position table.
+    #[must_use]
+    pub fn pending_rebase(&self) -> Option<u32> {
+        let end = u64::from(self.start_frame()) + u64::from(self.spec.chunk_frames);
+        (end > u64::from(self.spec.table_frames)).then(|| self.oldest_position())
+    }
+
+    /// Returns the rotary position of the next chunk's first frame.
+    #[must_use]
+    pub fn start_frame(&self) -> u32 {
+        match self.spec.regime {
+            CacheRegime::Resident => self.position,
+            CacheRegime::Recompute => self.fill,
+        }
+    }
+
+    /// Returns the first cache row of the next chunk.
+    #[must_use]
+    pub fn start_row(&self) -> u64 {
+        let frame = match self.spec.regime {
+            CacheRegime::Resident => self.head,
+            CacheRegime::Recompute => self.fill,
+        };
+        u64::from(frame) * u64::from(self.spec.tokens_per_frame)
+    }
+
+    /// Returns the positions that the next evict drops; the range is empty unless the ring is full.
+    #[must_use]
+    pub fn evictable_positions(&self) -> Range<u32> {
+        let len = if self.stage == CacheStage::Full { self.spec.chunk_frames } else { 0 };
+        self.oldest_position()..self.oldest_position() + len
+    }
+
+    /// Returns the chunks whose keys and values are cached between calls, oldest first, each with
+    /// its range of cache rows. Rows index the time dim, so the ranges are equal for every shard.
+    /// The list is empty in the recompute regime.
+    #[must_use]
+    pub fn cached_chunks(&self) -> Vec<(u32, Range<u64>)> {
+        if self.spec.regime == CacheRegime::Recompute {
+            return Vec::new();
+        }
+        let (frames, rows) = (self.spec.chunk_frames, u64::from(self.spec.tokens_per_frame));
+        // A due evict is not applied yet.
+        let fill = if self.stage == CacheStage::Full { self.spec.window_frames } else { self.fill };
+        (1..=fill / frames)
+            .rev()
+            .map(|back| {
+                let frame = (self.head + self.spec.window_frames - back * frames) % self.spec.window_frames;
+                (self.chunk - back, u64::from(frame) * rows..u64::from(frame + frames) * rows)
+            })
+            .collect()
+    }
+
+    /// Returns the current stage.
+    #[must_use]
+    pub fn stage(&self) -> CacheStage {
+        self.stage
+    }
+
+    /// Returns the number of frames that are cached for a forward over the next chunk.
+    #[must_use]
+    pub fn fill_frames(&self) -> u32 {
+        self.fill
+    }
+
+    /// Returns the cache epoch.
+    #[must_use]
+    pub fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
+    /// Returns the prompt epoch, which counts replacements of the text keys and values.
+    #[must_use]
+    pub fn prompt_epoch(&self) -> u32 {
+        self.prompt_epoch
+    }
+
+    /// Returns the stream number of the next chunk.
+    #[must_use]
+    pub fn next_chunk(&self) -> u32 {
+        self.chunk
+    }
+
+    /// Returns the cache sizes.
+    #[must_use]
+    pub fn spec(&self) -> &CacheSpec {
+        &self.spec
+    }
+
+    /// Returns the digest of the whole state.
+    #[must_use]
+    pub fn state_digest(&self) -> Digest {
+        Digest::hash_value("cache", self)
+    }
+
+    /// Describes the state in one line.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        format!(
+            "epoch {}, chunk {}, {:?}, start frame {}, {} of {} frames, chunks in rows {:?}, prompt epoch {}",
+            self.epoch,
+            self.chunk,
+            self.stage,
+            self.start_frame(),
+            self.fill,
+            self.spec.window_frames,
+            self.cached_chunks(),
+            self.prompt_epoch
+        )
+    }
+
+    /// Returns the position of the oldest cached frame.
+    fn oldest_position(&self) -> u32 {
+        self.position.saturating_sub(self.fill)
+    }
+
+    fn check_scalar(&self, phase: &PhaseCall, scalar: &str, expected: u64) -> Result<(), Diagnostic> {
+        match phase.int_arg(scalar) {
+            Some(v) if u64::try_from(v) == Ok(expected) => Ok(()),
+            // A program without this scalar has the value fixed; the program index checks whether
+            // that is allowed.
+            None => Ok(()),
+            Some(v) => Err(self.mismatch_error(phase, scalar, &v.to_string(), &expected.to_string())),
+        }
+    }
+
+    fn mismatch_error(&self, phase: &PhaseCall, what: &str, sent: &str, expected: &str) -> Diagnostic {
+        Diagnostic::error(&T0712, format!("the {what} of phase `{}` differs from this rank's", phase.program))
+            .with_label("envelope", sent)
+            .with_label("this rank", format!("{expected} ({})", self.describe()))
+    }
+
+    fn transition_error(&self, what: &str) -> Diagnostic {
+        Diagnostic::error(&T0710, what)
+            .with_label("cache", format!("{:?}, {}", self.spec.regime, self.describe()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(regime: CacheRegime, chunk: u32, window: u32, table: u32) -> CacheSpec {
+        CacheSpec {
+            regime,
+            chunk_frames: chunk,
+            window_frames: window,
+            table_frames: table,
+            tokens_per_frame: 10,
+        }
+    }
+
+    #[test]
+    fn every_sequence_up_to_six_keeps_two_ranks_equal_and_inside_their_bounds() {
+        // A window of 2 and a table of 3 reach eviction and rebase within six transitions after two
+        // chunks.
+        for (regime, warm) in [
+            (CacheRegime::Resident, 0),
+            (CacheRegime::Resident, 2),
+            (CacheRegime::Resident, 3),
+            (CacheRegime::Recompute, 0),
+        ] {
+            let mut start = CacheState::new(spec(regime, 1, 2, 3)).expect("legal");
+            for _ in 0..warm {
+                start.begin_call(false).expect("legal");
+                start.apply_transition(Transition::Append).expect("legal");
+                start.apply_transition(Transition::Advance).expect("legal");
+            }
+            let all = [
+                Transition::Reset,
+                Transition::Prompt,
+                Transition::Evict,
+                Transition::Rebase(1),
+                Transition::Recompute,
+                Transition::Append,
+                Transition::Advance,
+            ];
+            let mut legal = 0;
+            for n in 0..7u32.pow(6) {
+                let (mut a, mut b) = (start.clone(), start.clone());
+                let mut rest = n;
+                for _ in 0..6 {
+                    let t = all[(rest % 7) as usize];
+                    rest /= 7;
+                    let before = a.clone();
+                    let outcome = a.apply_transition(t);
+                    assert_eq!(outcome.is_ok(), b.apply_transition(t).is_ok());
+                    assert_eq!(a, b);
+                    if outcome.is_err() {
+                        assert_eq!(a, before, "a refused transition changes nothing");
+                        break;
+                    }
+                    legal += 1;
+                    let listed = TRANSITIONS
+                        .iter()
+                        .any(|r| r.regime == regime && r.from == before.stage && r.transition == t.name());
+                    assert!(listed);
+                    assert!(a.fill <= 2 && a.head < 2 && a.position <= 3);
+                    assert!(a.fill <= a.position || regime == CacheRegime::Recompute);
+                    assert!(a.stage != CacheStage::Open || a.start_frame() < 3);
+                    assert_ne!(a.state_digest(), Digest::default());
+                }
+            }
+            assert!(legal > 1000);
+        }
+    }
+
+    #[test]
+    fn a_long_resident_stream_never_leaves_the_table_and_never_cuts() {
+        let mut cache = CacheState::new(spec(CacheRegime::Resident, 3, 9, 1024)).expect("legal");
+        let mut rebases = 0;
+        for k in 0..2000u32 {
+            let full = cache.stage() == CacheStage::Full;
+            let evicted = cache.evictable_positions();
+            assert_eq!(evicted.len(), if full { 3 } else { 0 });
+            cache.begin_call(false).expect("legal");
+            assert_eq!(cache.fill_frames(), (k * 3).min(6));
+            assert_eq!(cache.start_row(), u64::from((k * 3) % 9) * 10);
+            if let Some(frames) = cache.pending_rebase() {
+                rebases += 1;
+                cache.apply_transition(Transition::Rebase(frames)).expect("legal");
+                assert_eq!(cache.start_frame(), 6, "the oldest of six cached frames is at 0");
+            }
+            cache.apply_transition(Transition::Append).expect("legal");
+            cache.apply_transition(Transition::Append).expect("the clean phase rewrites the same rows");
+            assert!(cache.start_frame() + 3 <= 1024);
+            cache.apply_transition(Transition::Advance).expect("legal");
+            assert_eq!((cache.epoch(), cache.next_chunk()), (0, k + 1));
+        }
+        assert_eq!(rebases, 5);
+    }
+
+    #[test]
+    fn recompute_forgets_between_chunks() {
+        let mut cache = CacheState::new(spec(CacheRegime::Recompute, 3, 6, 1024)).expect("legal");
+        assert_eq!((cache.start_frame(), cache.start_row()), (0, 0));
+        cache.apply_transition(Transition::Append).expect("legal");
+        cache.apply_transition(Transition::Advance).expect("legal");
+        assert_eq!(cache.fill_frames(), 0);
+        assert!(
+            cache.apply_transition(Transition::Append).is_err(),
+            "a second chunk needs its context first"
+        );
+        for _ in 0..1000 {
+            cache.apply_transition(Transition::Recompute).expect("legal");
+            assert_eq!((cache.start_frame(), cache.start_row(), cache.pending_rebase()), (3, 30, None));
+            cache.apply_transition(Transition::Append).expect("legal");
+            cache.apply_transition(Transition::Advance).expect("legal");
+        }
+    }
+
+    #[test]
+    fn every_written_chunk_is_found_in_its_rows_until_it_is_evicted() {
+        let spec = CacheSpec {
+            regime: CacheRegime::Resident,
+            chunk_frames: 3,
+            window_frames: 9,
+            table_frames: 1024,
+            tokens_per_frame: 10,
+        };
+        let mut cache = CacheState::new(spec).expect("legal");
+        for k in 0..7u32 {
+            cache.begin_call(k == 0).expect("legal");
+            let row = cache.start_row();
+            cache.apply_transition(Transition::Append).expect("legal");
+            cache.apply_transition(Transition::Advance).expect("legal");
+            let held = cache.cached_chunks();
+            assert_eq!(
+                held.iter().map(|(c, _)| *c).collect::<Vec<_>>(),
+                (k.saturating_sub(2)..=k).collect::<Vec<_>>()
+            );
+            assert_eq!(held.last().expect("the newest").1, row..row + 30);
+            let mut rows: Vec<u64> = held.iter().flat_map(|(_, r)| r.clone()).collect();
+            rows.sort_unstable();
+            rows.dedup();
+            assert_eq!(rows.len(), held.len() * 30, "no row belongs to two chunks");
+        }
+    }
+
+    #[test]
+    fn impossible_geometries_are_refused() {
+        for (regime, c, w, t) in [
+            (CacheRegime::Resident, 0, 3, 10),
+            (CacheRegime::Resident, 3, 7, 10),
+            (CacheRegime::Resident, 3, 0, 10),
+            (CacheRegime::Resident, 3, 12, 10),
+            (CacheRegime::Recompute, 3, 9, 10),
+        ] {
+            assert_eq!(CacheState::new(spec(regime, c, w, t)).expect_err("refused").code.id, "T0711");
+        }
+    }
+}

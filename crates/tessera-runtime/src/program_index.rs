@@ -1,0 +1,259 @@
+//! An index of the sealed plan's programs with the properties that lockstep needs: scalars, inputs,
+//! collectives and trace.
+
+use std::collections::BTreeMap;
+
+use tessera_base::{Code, Diagnostic, Diagnostics, closest_name};
+
+use crate::Digest;
+use crate::wire::{Dtype, PhaseCall, ScalarArg};
+
+/// Raised for a program that the sealed plan does not contain.
+pub(crate) static T0722: Code = Code {
+    id: "T0722",
+    title: "a phase names a program that the sealed plan does not contain",
+    page: "The sealed plan lists every program that a run may use: one per phase kind, cache fill level and step \
+variant. A call that needs another program is refused. Nothing is compiled during a run, because another rank might not \
+compile the same program.\n\nPlan again with the window, steps and regime that the stream uses.",
+};
+/// Raised for scalars that differ from the declaration of the program.
+pub(crate) static T0723: Code = Code {
+    id: "T0723",
+    title: "the scalars of a phase do not match its program",
+    page: "Each program of the plan declares its scalars per call, by name and kind. A phase must \
+set exactly those. The message names the scalar that is missing, unknown or of another kind.\n\nThis happens when \
+the plan was made for another stream (other chunk length, other regime) than the running one.",
+};
+
+/// The kind of a phase, given by the part of the program's name before the first dot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PhaseKind {
+    /// Computes the keys and values of cross attention from the prompt embedding.
+    Text,
+    /// Draws the noisy latents of a step.
+    Renoise,
+    /// Runs one generator forward over noisy latents.
+    Denoise,
+    /// Runs one generator forward over the finished latents, so that the caches hold clean keys and
+    /// values.
+    Clean,
+    /// Runs one generator forward over context frames.
+    Recompute,
+    /// Rotates all cached keys back by a number of frames.
+    Rebase,
+    /// Outputs the chunk's latents; the last phase of a call.
+    Emit,
+}
+
+impl PhaseKind {
+    /// Returns the kind of a program by its name: `denoise.fill3` is a denoise phase.
+    #[must_use]
+    pub fn from_program(program: &str) -> Option<PhaseKind> {
+        Some(match program.split('.').next()? {
+            "text" => PhaseKind::Text,
+            "renoise" => PhaseKind::Renoise,
+            "denoise" => PhaseKind::Denoise,
+            "clean" => PhaseKind::Clean,
+            "recompute" => PhaseKind::Recompute,
+            "rebase" => PhaseKind::Rebase,
+            "emit" => PhaseKind::Emit,
+            _ => return None,
+        })
+    }
+
+    /// Whether the phase is a generator forward.
+    #[must_use]
+    pub fn is_generator(self) -> bool {
+        matches!(self, PhaseKind::Denoise | PhaseKind::Clean | PhaseKind::Recompute)
+    }
+}
+
+impl PhaseKind {
+    /// Every kind, in an order in which each phase finds the results of the earlier ones.
+    const WARMUP_ORDER: [PhaseKind; 7] = [
+        PhaseKind::Text,
+        PhaseKind::Recompute,
+        PhaseKind::Renoise,
+        PhaseKind::Denoise,
+        PhaseKind::Clean,
+        PhaseKind::Rebase,
+        PhaseKind::Emit,
+    ];
+}
+
+/// The type of a scalar.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ArgKind {
+    /// An integer.
+    I64,
+    /// A float.
+    F32,
+    /// A list of that many floats.
+    F32s(u32),
+}
+
+impl ArgKind {
+    fn accepts_arg(self, arg: &ScalarArg) -> bool {
+        match (self, arg) {
+            (ArgKind::I64, ScalarArg::I64(_)) | (ArgKind::F32, ScalarArg::F32(_)) => true,
+            (ArgKind::F32s(n), ScalarArg::F32s(v)) => v.len() as u64 == u64::from(n),
+            _ => false,
+        }
+    }
+}
+
+/// The declaration of a tensor that a program reads from the call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InputSpec {
+    /// Name in the manifest.
+    pub name: String,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Shape.
+    pub shape: Vec<u64>,
+}
+
+/// The properties of one program.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ProgramInfo {
+    /// Collectives that each rank issues.
+    pub collectives: u64,
+    /// Digest of the collective trace.
+    pub trace: Digest,
+    /// Scalars that the program takes per call.
+    pub scalars: Vec<(String, ArgKind)>,
+    /// Tensors that the program reads from the call.
+    pub inputs: Vec<InputSpec>,
+}
+
+/// The totals of a call over its programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpectedTotals {
+    /// Number of generator forwards.
+    pub generator_calls: u32,
+    /// Collectives per rank.
+    pub collectives: u64,
+    /// Digest of the phases' trace digests, in execution order.
+    pub trace: Digest,
+}
+
+/// The programs of a sealed plan, by name.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ProgramIndex {
+    programs: BTreeMap<String, ProgramInfo>,
+}
+
+impl ProgramIndex {
+    /// Creates an index from (name, properties) pairs.
+    pub fn new(programs: impl IntoIterator<Item = (String, ProgramInfo)>) -> ProgramIndex {
+        ProgramIndex { programs: programs.into_iter().collect() }
+    }
+
+    /// Returns the properties of a program.
+    pub fn get(&self, program: &str) -> Result<&ProgramInfo, Diagnostic> {
+        self.programs.get(program).ok_or_else(|| {
+            let d = Diagnostic::error(&T0722, format!("the sealed plan contains no program `{program}`"));
+            match closest_name(program, self.programs.keys().map(String::as_str)) {
+                Some(near) => d.with_hint(format!("did you mean `{near}`?")),
+                None => d,
+            }
+        })
+    }
+
+    /// Returns the totals over the phases of a call, or a diagnostic for every unknown program.
+    pub fn expected_totals(&self, phases: &[PhaseCall]) -> Result<ExpectedTotals, Diagnostics> {
+        let mut found = Vec::new();
+        let mut expected = ExpectedTotals { generator_calls: 0, collectives: 0, trace: Digest::default() };
+        let mut trace = Vec::with_capacity(phases.len());
+        for phase in phases {
+            match self.get(&phase.program) {
+                Ok(facts) => {
+                    expected.collectives += facts.collectives;
+                    trace.push((phase.program.as_str(), facts.trace));
+                }
+                Err(d) => found.push(d),
+            }
+            let generator = PhaseKind::from_program(&phase.program).is_some_and(PhaseKind::is_generator);
+            expected.generator_calls += u32::from(generator);
+        }
+        expected.trace = Digest::hash_trace(trace);
+        if found.is_empty() { Ok(expected) } else { Err(found) }
+    }
+
+    /// Checks that a phase sets exactly the scalars that its program declares, in ascending order
+    /// of name.
+    #[must_use]
+    pub fn check_args(&self, phase: &PhaseCall) -> Diagnostics {
+        let facts = match self.get(&phase.program) {
+            Ok(facts) => facts,
+            Err(d) => return vec![d],
+        };
+        let refuse = |why: String| Diagnostic::error(&T0723, format!("phase `{}` {why}", phase.program));
+        let mut found = Vec::new();
+        for (name, kind) in &facts.scalars {
+            match phase.scalar_arg(name) {
+                None => found.push(refuse(format!("does not set the scalar `{name}`"))),
+                Some(arg) if !kind.accepts_arg(arg) => found.push(
+                    refuse(format!("sets the scalar `{name}` with another kind"))
+                        .with_label("program", format!("{kind:?}"))
+                        .with_label("phase", format!("{arg:?}")),
+                ),
+                Some(_) => {}
+            }
+        }
+        for (name, _) in &phase.args {
+            if !facts.scalars.iter().any(|(n, _)| n == name) {
+                found.push(refuse(format!("sets the scalar `{name}`, which its program does not declare")));
+            }
+        }
+        if !phase.args.is_sorted_by(|a, b| a.0 < b.0) {
+            found.push(refuse("does not list each scalar once, in ascending order of name".into()));
+        }
+        found
+    }
+
+    /// Returns one phase for each program that calls may use, with neutral scalars: noise level 1,
+    /// everything else 0.
+    #[must_use]
+    pub fn warmup_phases(&self) -> Vec<PhaseCall> {
+        let mut phases: Vec<(usize, PhaseCall)> = Vec::new();
+        for (name, facts) in &self.programs {
+            let order = PhaseKind::from_program(name)
+                .and_then(|k| PhaseKind::WARMUP_ORDER.iter().position(|o| *o == k));
+            let Some(order) = order else { continue };
+            let args = facts.scalars.iter().map(|(scalar, kind)| {
+                let value = if scalar == "sigma" { 1.0 } else { 0.0 };
+                let arg = match kind {
+                    ArgKind::I64 => ScalarArg::I64(0),
+                    ArgKind::F32 => ScalarArg::from_f32(value),
+                    ArgKind::F32s(n) => ScalarArg::from_f32s(&vec![value; *n as usize]),
+                };
+                (scalar.clone(), arg)
+            });
+            phases.push((order, PhaseCall::new(name.as_str(), args.collect())));
+        }
+        // The sort is stable: programs of one kind stay in order of name.
+        phases.sort_by_key(|(order, _)| *order);
+        phases.into_iter().map(|(_, p)| p).collect()
+    }
+
+    /// Returns the digest of the warm-up phases, which must be equal on every rank.
+    #[must_use]
+    pub fn warmup_digest(&self) -> Digest {
+        Digest::hash_value("warm-up", &self.warmup_phases())
+    }
+
+    /// Returns the tensors that the phases of a call read, each once, in order of first use.
+    #[must_use]
+    pub fn call_inputs(&self, phases: &[PhaseCall]) -> Vec<&InputSpec> {
+        let mut inputs: Vec<&InputSpec> = Vec::new();
+        for facts in phases.iter().filter_map(|p| self.programs.get(&p.program)) {
+            for input in &facts.inputs {
+                if !inputs.iter().any(|i| i.name == input.name) {
+                    inputs.push(input);
+                }
+            }
+        }
+        inputs
+    }
+}

@@ -1,0 +1,191 @@
+//! A synthetic plan, and an engine that hashes its inputs into a few bytes: cheap, and equal on
+//! every rank exactly if every rank had equal inputs.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use crate::director::{DenoiseStep, StreamSpec};
+use crate::engine::{AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount};
+use crate::kv_cache::{CacheRegime, CacheSpec};
+use crate::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
+use crate::wire::{Dtype, PhaseCall, Tensor, Tensors};
+use crate::{Digest, Parity};
+
+/// Latent frames per chunk.
+pub const CHUNK_FRAMES: u32 = 3;
+
+/// The configuration that all ranks of a run share: the programs of a plan, and the stream.
+#[derive(Debug, Clone)]
+pub struct SharedConfig {
+    /// Digest of the sealed plan.
+    pub plan: Digest,
+    /// Id of the session, which every envelope carries.
+    pub session: u64,
+    /// The build of every rank.
+    pub build: String,
+    /// The parity table of every rank.
+    pub parity: Parity,
+    /// The programs of the sealed plan.
+    pub programs: Arc<ProgramIndex>,
+    /// The stream's settings.
+    pub stream: StreamSpec,
+    /// Ranks that return no latents.
+    pub ranks_without_output: Vec<u32>,
+}
+
+impl SharedConfig {
+    /// Creates the configuration of a synthetic plan: [`synthetic_programs`] and
+    /// [`synthetic_stream`].
+    #[must_use]
+    pub fn synthetic(regime: CacheRegime) -> SharedConfig {
+        SharedConfig {
+            plan: Digest::hash_bytes(b"the plan of a simulated run"),
+            session: 7,
+            build: "sim".into(),
+            parity: Parity::default(),
+            programs: Arc::new(synthetic_programs()),
+            stream: synthetic_stream(regime),
+            ranks_without_output: Vec::new(),
+        }
+    }
+}
+
+/// Returns a stream of two denoise steps for [`synthetic_programs`].
+#[must_use]
+pub fn synthetic_stream(regime: CacheRegime) -> StreamSpec {
+    StreamSpec {
+        cache: CacheSpec {
+            regime,
+            chunk_frames: CHUNK_FRAMES,
+            window_frames: if regime == CacheRegime::Resident { 3 * CHUNK_FRAMES } else { 2 * CHUNK_FRAMES },
+            table_frames: 1024,
+            tokens_per_frame: 4,
+        },
+        bias: 1.0,
+        steps: vec![
+            DenoiseStep { timestep: 1000.0, sigma: 1.0 },
+            DenoiseStep { timestep: 500.0, sigma: 0.5 },
+        ],
+    }
+}
+
+/// Returns programs for both regimes. The name of a program gives its number of collectives; see
+/// [`collective_count`].
+#[must_use]
+pub fn synthetic_programs() -> ProgramIndex {
+    let place = vec![("start", ArgKind::I64), ("row", ArgKind::I64), ("t", ArgKind::F32s(CHUNK_FRAMES))];
+    let draw = vec![("seed", ArgKind::I64), ("chunk", ArgKind::I64), ("draw", ArgKind::I64)];
+    let mut rows: Vec<(String, Vec<(&str, ArgKind)>)> = vec![
+        ("text".into(), vec![]),
+        ("rebase".into(), vec![("shift", ArgKind::I64)]),
+        ("recompute".into(), place.clone()),
+        ("renoise".into(), draw),
+        ("emit".into(), vec![]),
+    ];
+    for fill in [0, CHUNK_FRAMES, 2 * CHUNK_FRAMES] {
+        rows.push((format!("denoise.fill{fill}"), place.clone()));
+        rows.push((format!("clean.fill{fill}"), place.clone()));
+    }
+    ProgramIndex::new(rows.into_iter().map(|(name, scalars)| {
+        let input = match name.as_str() {
+            "text" => Some("text"),
+            "recompute" => Some(crate::envelope_check::CONTEXT_TENSOR),
+            _ => None,
+        };
+        let facts = ProgramInfo {
+            collectives: collective_count(&name),
+            trace: trace_digest(&name),
+            scalars: scalars.into_iter().map(|(n, k)| (n.to_string(), k)).collect(),
+            inputs: input
+                .into_iter()
+                .map(|n| InputSpec { name: n.into(), dtype: Dtype::F32, shape: vec![4] })
+                .collect(),
+        };
+        (name, facts)
+    }))
+}
+
+/// Returns the number of collectives of a program: the length of its name, or 0 for `renoise` and
+/// `emit`.
+#[must_use]
+pub fn collective_count(program: &str) -> u64 {
+    if matches!(program, "renoise" | "emit") { 0 } else { program.len() as u64 }
+}
+
+fn trace_digest(program: &str) -> Digest {
+    Digest::hash_bytes(program.as_bytes())
+}
+
+/// Returns the embedding of the `n`th prompt.
+#[must_use]
+pub fn prompt_tensor(n: u32) -> Option<Tensor> {
+    Tensor::from_f32("text", &[4], &[n as f32; 4]).ok()
+}
+
+/// Returns the context that follows from a chunk's output.
+#[must_use]
+pub fn context_tensor(previous: &Tensor) -> Option<Tensor> {
+    let values = previous.to_f32()?;
+    Tensor::from_f32(crate::envelope_check::CONTEXT_TENSOR, &[4], values.get(..4)?).ok()
+}
+
+/// An engine that reports the collectives and the trace of the program index for each program.
+#[derive(Debug)]
+pub struct HashEngine {
+    programs: Arc<ProgramIndex>,
+    state: Vec<u8>,
+    ran: BTreeSet<String>,
+    warmed: Option<u32>,
+}
+
+impl HashEngine {
+    /// Creates an engine that has run nothing.
+    #[must_use]
+    pub fn new(programs: Arc<ProgramIndex>) -> HashEngine {
+        HashEngine { programs, state: Vec::new(), ran: BTreeSet::new(), warmed: None }
+    }
+}
+
+impl Engine for HashEngine {
+    fn run(
+        &mut self,
+        phase: &PhaseCall,
+        inputs: &Tensors,
+        _: &(dyn Fn(u32) + Sync),
+    ) -> Result<PhaseReport, EngineFault> {
+        let facts = self.programs.get(&phase.program).map_err(|d| EngineFault::local_failure(d.message))?;
+        self.ran.insert(phase.program.clone());
+        let mut bytes = std::mem::take(&mut self.state);
+        bytes.extend(crate::digest::canonical_bytes(phase));
+        for tensor in facts.inputs.iter().filter_map(|i| inputs.get(&i.name)) {
+            bytes.extend(tensor.data());
+        }
+        self.state = Digest::hash_bytes(&bytes).0.to_vec();
+        Ok(PhaseReport { ns: 0, collectives: facts.collectives, compensated: 0, trace: facts.trace })
+    }
+
+    fn reset(&mut self) {
+        self.state.clear();
+    }
+
+    fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault> {
+        let values: Vec<f32> = self.state.iter().map(|b| f32::from(*b)).collect();
+        Tensor::from_f32("output", &[values.len() as u64], &values)
+            .map(Some)
+            .map_err(|d| EngineFault::local_failure(d.message))
+    }
+
+    fn program_count(&self) -> ProgramCount {
+        let ran = self.ran.len() as u32;
+        let warmed = self.warmed.unwrap_or(ran);
+        ProgramCount { loaded: ran, warmed, new_since_warmup: ran - warmed }
+    }
+
+    fn finish_warmup(&mut self) {
+        self.warmed = Some(self.ran.len() as u32);
+    }
+
+    fn abort_handle(&self) -> AbortHandle {
+        Arc::new(|| {})
+    }
+}

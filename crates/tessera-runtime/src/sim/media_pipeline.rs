@@ -1,0 +1,137 @@
+//! The simulated media pipeline of the leader: one job at a time, in order of request.
+
+use std::collections::VecDeque;
+
+use super::{OPEN_ENDED, QueuedEvent, Sim, SimEvent, World};
+use crate::director::ChunkRequest;
+use crate::leader;
+use crate::wire::Tensor;
+
+/// A job of the media pipeline.
+#[derive(Debug, Clone, PartialEq)]
+pub enum MediaJob {
+    /// Encodes a prompt.
+    EncodePrompt,
+    /// Decodes the first latent of a chunk and encodes it again, for the next chunk.
+    Context {
+        /// The chunk that waits for it.
+        chunk: u32,
+        /// Output of the previous chunk.
+        previous: Tensor,
+        /// Whether the previous chunk is the first of its scene.
+        opens_scene: bool,
+    },
+    /// Decodes and writes the rest of a chunk.
+    Deliver {
+        /// The chunk.
+        chunk: u32,
+        /// The chunk's cache epoch.
+        epoch: u32,
+    },
+}
+
+#[derive(Debug, Default)]
+pub(super) struct MediaQueue {
+    pub(super) jobs: VecDeque<MediaJob>,
+    pub(super) busy: bool,
+    /// Start time of an open-ended job.
+    open_ns: Option<u64>,
+    pub(super) min_epoch: u32,
+    /// Requests that are not yet passed to the leader. The flag tells whether the prompt is
+    /// encoded.
+    incoming: VecDeque<(ChunkRequest, Option<u32>, bool)>,
+}
+
+impl<W: World> Sim<W> {
+    pub(super) fn enqueue_job(&mut self, work: MediaJob) {
+        self.media.jobs.push_back(work);
+        self.start_next_job();
+    }
+
+    fn start_next_job(&mut self) {
+        if self.media.busy {
+            return;
+        }
+        let Some(work) = self.media.jobs.front() else { return };
+        self.media.busy = true;
+        let ns = self.world.media_ns(self.now_ns, work);
+        let begun_ns = self.now_ns;
+        match ns {
+            OPEN_ENDED => self.media.open_ns = Some(begun_ns),
+            _ => self.schedule_event(ns, QueuedEvent::MediaJobEnds { begun_ns }),
+        }
+    }
+
+    /// Ends the open-ended job if the world has ended it.
+    pub(super) fn end_open_job(&mut self) {
+        if self.media.open_ns.is_some()
+            && self.world.media_job_ended()
+            && let Some(begun_ns) = self.media.open_ns.take()
+        {
+            self.schedule_event(0, QueuedEvent::MediaJobEnds { begun_ns });
+        }
+    }
+
+    pub(super) fn end_job(&mut self, begun_ns: u64) {
+        let Some(work) = self.media.jobs.pop_front() else { return };
+        self.media.busy = false;
+        let fence = self.media.min_epoch;
+        let emitted = match work {
+            MediaJob::Deliver { epoch, .. } => self.world.should_write(epoch, fence),
+            _ => true,
+        };
+        let waiting = self.media.jobs.len();
+        self.world.observe_event(
+            self.now_ns,
+            SimEvent::MediaJobFinished { work: &work, begun_ns, emitted, waiting },
+        );
+        match work {
+            MediaJob::EncodePrompt => {
+                if let Some(first) = self.media.incoming.iter_mut().find(|(_, p, made)| p.is_some() && !made)
+                {
+                    first.2 = true;
+                }
+                self.hand_over_requests();
+            }
+            MediaJob::Context { chunk, previous, .. } => {
+                if let Some(tensor) = self.world.make_context(&previous) {
+                    self.step_leader(leader::Event::Context { chunk, tensor });
+                }
+            }
+            MediaJob::Deliver { chunk, .. } if emitted => {
+                let frames = self.world.frames_per_chunk();
+                self.step_leader(leader::Event::Delivered { chunk, frames });
+            }
+            MediaJob::Deliver { chunk, .. } => self.step_leader(leader::Event::Discarded { chunk }),
+        }
+        self.start_next_job();
+    }
+
+    /// Pulls as many requests as the leader has capacity for.
+    pub(super) fn pull_requests(&mut self, wants: usize) {
+        while self.media.incoming.len() < wants {
+            let Some((request, prompt)) = self.pending_requests.pop_front() else {
+                if !self.requests_ended && self.media.incoming.is_empty() {
+                    self.requests_ended = true;
+                    self.step_leader(leader::Event::NoMoreRequests);
+                }
+                break;
+            };
+            self.media.incoming.push_back((request, prompt, false));
+            if prompt.is_some() {
+                self.enqueue_job(MediaJob::EncodePrompt);
+            }
+        }
+        self.hand_over_requests();
+    }
+
+    fn hand_over_requests(&mut self) {
+        while let Some((_, prompt, made)) = self.media.incoming.front()
+            && (prompt.is_none() || *made)
+        {
+            let Some((request, prompt, _)) = self.media.incoming.pop_front() else { return };
+            let text = prompt.and_then(|n| self.world.prompt_embedding(n));
+            self.step_leader(leader::Event::Request { request, text });
+        }
+    }
+}

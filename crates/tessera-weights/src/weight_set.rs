@@ -1,0 +1,235 @@
+//! Resolved weights: reading slices, fingerprinting slices, and digests of the whole set.
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+use tessera_base::{Bytes, Code, Diagnostic, closest_name};
+
+use crate::byte_runs::{self, ByteRuns};
+use crate::dtype::FileDtype;
+use crate::resolve::{ResolvedTensors, T0506};
+use crate::weight_files::StoredTensor;
+
+/// Bytes sampled at each end of a tensor: one page.
+pub const SAMPLE_BYTES: usize = 4096;
+
+/// Weights by canonical name. Reads copy out of memory maps, so opening is cheap and only the
+/// requested slices are fetched from disk. Clones share the maps; many threads may read a set at
+/// once.
+#[derive(Debug, Clone)]
+pub struct WeightSet {
+    tensors: ResolvedTensors,
+}
+
+impl WeightSet {
+    pub(crate) fn new(tensors: ResolvedTensors) -> WeightSet {
+        WeightSet { tensors }
+    }
+
+    /// Iterates over the canonical names in order.
+    pub fn tensor_names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Returns the extent of each dim of a tensor.
+    #[must_use]
+    pub fn tensor_shape(&self, name: &str) -> Option<&[u64]> {
+        self.tensors.get(name).map(|(_, t)| t.shape.as_slice())
+    }
+
+    /// Returns the element type of a tensor on disk.
+    #[must_use]
+    pub fn tensor_dtype(&self, name: &str) -> Option<FileDtype> {
+        self.tensors.get(name).map(|(dtype, _)| *dtype)
+    }
+
+    /// Returns the total size of all tensors on disk.
+    #[must_use]
+    pub fn total_bytes(&self) -> Bytes {
+        self.tensors.values().map(|(_, t)| Bytes(t.raw_bytes().len() as u64)).sum()
+    }
+
+    /// Reads one slice as f32, row-major; `ranges` has one half-open range per dim. The conversion
+    /// is exact.
+    ///
+    /// # Errors
+    /// T0507: the tensor does not exist, or the ranges do not fit its shape.
+    pub fn read_f32(&self, name: &str, ranges: &[Range<u64>]) -> Result<Vec<f32>, Diagnostic> {
+        let (dtype, t) = self.find_slice(name, ranges)?;
+        let mut out = Vec::with_capacity(byte_runs::element_count(ranges) as usize);
+        for run in ByteRuns::new(&t.shape, ranges, dtype.byte_size()) {
+            dtype.widen_to_f32(&t.raw_bytes()[run], &mut out);
+        }
+        Ok(out)
+    }
+
+    /// Checks that a slice can be read: after success, no read of this slice fails.
+    ///
+    /// # Errors
+    /// T0507: the tensor does not exist, or the ranges do not fit its shape.
+    pub fn check(&self, name: &str, ranges: &[Range<u64>]) -> Result<(), Diagnostic> {
+        self.find_slice(name, ranges).map(drop)
+    }
+
+    /// Checks that another set has the same tensors with the same dtypes and shapes, so that it can
+    /// replace this one.
+    ///
+    /// # Errors
+    /// T0506 with a note per tensor that differs.
+    pub fn check_replaceable_by(&self, other: &WeightSet) -> Result<(), Diagnostic> {
+        let what = |set: &WeightSet, name: &str| match set.tensors.get(name) {
+            Some((dtype, t)) => format!("{dtype}{:?}", t.shape),
+            None => "missing".to_string(),
+        };
+        let names: BTreeSet<&str> = self.tensor_names().chain(other.tensor_names()).collect();
+        let differ: Vec<String> = names
+            .iter()
+            .map(|name| (name, what(self, name), what(other, name)))
+            .filter(|(_, here, there)| here != there)
+            .map(|(name, here, there)| format!("{name}: {here} in use, {there} in the new weights"))
+            .collect();
+        if differ.is_empty() {
+            return Ok(());
+        }
+        let mut d = Diagnostic::error(&T0506, "the new weights cannot replace the current ones")
+            .with_label("in use", format!("{} tensors", self.tensors.len()))
+            .with_label(
+                "new weights",
+                format!("{} of {} tensors differ in dtype or shape", differ.len(), names.len()),
+            )
+            .with_hint("end the stream and start another one with the new weights");
+        d.notes = differ;
+        Err(d)
+    }
+
+    /// Reads a whole tensor as f32, row-major.
+    ///
+    /// # Errors
+    /// T0507: the tensor does not exist.
+    pub fn read_whole_f32(&self, name: &str) -> Result<Vec<f32>, Diagnostic> {
+        let ranges: Vec<Range<u64>> =
+            self.tensor_shape(name).unwrap_or_default().iter().map(|n| 0..*n).collect();
+        self.read_f32(name, &ranges)
+    }
+
+    /// Reads one slice in its dtype on disk, little-endian and row-major; borrowed if it is
+    /// contiguous on disk.
+    ///
+    /// # Errors
+    /// T0507: the tensor does not exist, or the ranges do not fit its shape.
+    pub fn read_raw(&self, name: &str, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, Diagnostic> {
+        let (dtype, t) = self.find_slice(name, ranges)?;
+        let mut runs = ByteRuns::new(&t.shape, ranges, dtype.byte_size());
+        if runs.remaining_runs() <= 1 {
+            return Ok(Cow::Borrowed(runs.next().map_or(&[], |run| &t.raw_bytes()[run])));
+        }
+        let mut out = Vec::with_capacity((byte_runs::element_count(ranges) * dtype.byte_size()) as usize);
+        runs.for_each(|run| out.extend_from_slice(&t.raw_bytes()[run]));
+        Ok(Cow::Owned(out))
+    }
+
+    /// Computes BLAKE3 over name, dtype, ranges and the slice's bytes on disk. Ranks that should
+    /// have the same shard compare these fingerprints. Reads the whole slice.
+    ///
+    /// # Errors
+    /// T0507: the tensor does not exist, or the ranges do not fit its shape.
+    pub fn fingerprint_slice(&self, name: &str, ranges: &[Range<u64>]) -> Result<[u8; 32], Diagnostic> {
+        let (dtype, t) = self.find_slice(name, ranges)?;
+        let mut hash = FramedHasher::new("tessera weight slice 1");
+        hash.update_text(name);
+        hash.update_text(dtype.name());
+        hash.update_number(ranges.len() as u64);
+        for r in ranges {
+            hash.update_number(r.start);
+            hash.update_number(r.end);
+        }
+        for run in ByteRuns::new(&t.shape, ranges, dtype.byte_size()) {
+            hash.0.update(&t.raw_bytes()[run]);
+        }
+        Ok(hash.finish())
+    }
+
+    /// Computes BLAKE3 over (canonical name, dtype, shape) of all tensors in name order. The digest
+    /// depends neither on the files' naming style nor on their sharding. Reads no tensor.
+    #[must_use]
+    pub fn header_digest(&self) -> [u8; 32] {
+        let mut hash = FramedHasher::new("tessera weight headers 1");
+        hash.update_number(self.tensors.len() as u64);
+        for (name, (dtype, t)) in &self.tensors {
+            hash.update_text(name);
+            hash.update_text(dtype.name());
+            hash.update_number(t.shape.len() as u64);
+            t.shape.iter().for_each(|n| hash.update_number(*n));
+        }
+        hash.finish()
+    }
+
+    /// Computes BLAKE3 over the headers and the first and last [`SAMPLE_BYTES`] of every tensor.
+    /// The digest distinguishes checkpoints of the same shapes, but may miss a flipped bit in the
+    /// middle of a tensor; [`Self::fingerprint_slice`] of the slices read detects that.
+    #[must_use]
+    pub fn sample_digest(&self) -> [u8; 32] {
+        let mut hash = FramedHasher::new("tessera weight sample 1");
+        hash.0.update(&self.header_digest());
+        for (_, t) in self.tensors.values() {
+            let raw = t.raw_bytes();
+            hash.0.update(&raw[..raw.len().min(SAMPLE_BYTES)]);
+            hash.0.update(&raw[raw.len().saturating_sub(SAMPLE_BYTES)..]);
+        }
+        hash.finish()
+    }
+
+    fn find_slice(
+        &self,
+        name: &str,
+        ranges: &[Range<u64>],
+    ) -> Result<(FileDtype, &StoredTensor), Diagnostic> {
+        let Some((dtype, t)) = self.tensors.get(name) else {
+            let d = Diagnostic::error(&T0507, "no such weight")
+                .with_label(format!("weight {name}"), format!("not one of {}", self.tensors.len()));
+            return Err(match closest_name(name, self.tensor_names()) {
+                Some(near) => d.with_hint(format!("the nearest name is {near}")),
+                None => d,
+            });
+        };
+        match byte_runs::range_mismatch(&t.shape, ranges) {
+            None => Ok((*dtype, t)),
+            Some(why) => Err(Diagnostic::error(&T0507, "a slice does not fit its weight")
+                .with_label(format!("weight {name}"), format!("has shape {:?}", t.shape))
+                .with_label("the slice", why)
+                .with_hint("plan again with the config that belongs to these weights")),
+        }
+    }
+}
+
+/// BLAKE3 with length-prefixed fields, so that different inputs cannot concatenate to the same
+/// bytes.
+struct FramedHasher(blake3::Hasher);
+
+impl FramedHasher {
+    fn new(domain: &str) -> FramedHasher {
+        let mut hash = FramedHasher(blake3::Hasher::new());
+        hash.update_text(domain);
+        hash
+    }
+    fn update_text(&mut self, s: &str) {
+        self.update_number(s.len() as u64);
+        self.0.update(s.as_bytes());
+    }
+    fn update_number(&mut self, n: u64) {
+        self.0.update(&n.to_le_bytes());
+    }
+    fn finish(&self) -> [u8; 32] {
+        *self.0.finalize().as_bytes()
+    }
+}
+
+pub(crate) static T0507: Code = Code {
+    id: "T0507",
+    title: "a weight slice does not exist",
+    page: "A rank requested a weight that is not in the set, or a range outside its shape. The names and shapes \
+come from the model's config, the ranges from the plan, so the two belong to different models.\n\n\
+Plan again with the config in the weights' folder. If plan and config agree, this is a bug: report it with the plan \
+and with the weight's name and shape from the message.",
+};

@@ -1,0 +1,390 @@
+//! The communicators that a plan's collectives need, and each rank's endpoints of them: arenas in
+//! shared memory on one host, or streams between ranks that joined over the network.
+//!
+//! The communicators are a pure function of the sealed plan, so the launcher that creates the
+//! arenas and the ranks that attach to them agree without exchanging messages.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{ErrorKind, Result as IoResult};
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use tessera_base::{Code, Diagnostic};
+use tessera_cpu::arena::{Arena, ArenaLayout};
+use tessera_cpu::tcp::{PeerStream, TcpTransport};
+use tessera_cpu::{CommEndpoint, HostTransport};
+use tessera_device::{CommRoute, Communicator};
+use tessera_ir::{Opcode, Program};
+use tessera_mesh::Rank;
+use tessera_runtime::driver::ByteStream;
+use tessera_verify::SealedPlan;
+
+/// Reported when shared memory cannot be created or mapped.
+pub static T0017: Code = Code {
+    id: "T0017",
+    title: "shared memory for collectives cannot be set up",
+    page: "Ranks of one host exchange data through anonymous shared memory, with one arena for each group of ranks and one for \
+    each pair of sender and receiver. The operating system refused to create or map an arena, or a rank received an arena that \
+    does not match its plan. The usual cause is a memory limit of the container.",
+};
+
+/// A communicator and the arena that it needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CommunicatorSpec {
+    /// The group of ranks, or the sender and receiver pair.
+    pub communicator: Communicator,
+    /// Number and size of the arena's slots.
+    pub layout: ArenaLayout,
+}
+
+/// Returns every communicator that a plan needs, in a fixed order.
+#[must_use]
+pub fn communicator_specs(plan: &SealedPlan) -> Vec<CommunicatorSpec> {
+    let mesh = plan.mesh();
+    let mut demands: BTreeMap<Communicator, ArenaDemand> = BTreeMap::new();
+    for phase in plan.phase_names() {
+        for role in plan.roles() {
+            let Some(p) = role.ranks.first().and_then(|r| plan.rank_program(phase, *r)) else { continue };
+            for (route, need) in program_demands(p) {
+                for lane in role.ranks.iter().filter_map(|r| route.communicator_of(mesh, *r)) {
+                    let demand = demands.entry(lane).or_default();
+                    demand.contribution_bytes = demand.contribution_bytes.max(need.contribution_bytes);
+                    demand.in_flight = demand.in_flight.max(need.in_flight);
+                }
+            }
+        }
+    }
+    demands
+        .into_iter()
+        .map(|(lane, ArenaDemand { contribution_bytes: bytes, in_flight: flight })| CommunicatorSpec {
+            // One slot more than the maximum in flight: a fast member may begin the next collective
+            // while a slow member still reads the previous one.
+            layout: ArenaLayout {
+                members: lane.members.len(),
+                slots: flight + 1,
+                slot_bytes: bytes.max(4) as usize,
+            },
+            communicator: lane,
+        })
+        .collect()
+}
+
+/// The arena size that a program's collectives need.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct ArenaDemand {
+    /// Size of the largest contribution in bytes.
+    contribution_bytes: u64,
+    /// Maximum distance from the oldest open collective to the newest issued one, both included.
+    /// Slots are assigned round robin, so a collective in between keeps its slot even after its
+    /// wait.
+    in_flight: usize,
+}
+
+/// The collectives issued on one communicator so far, and those without a wait yet.
+#[derive(Debug, Default)]
+struct OpenIssues {
+    next_index: usize,
+    open: BTreeSet<usize>,
+}
+
+/// Computes a program's needs for each communicator that its ops name.
+fn program_demands(p: &Program) -> BTreeMap<CommRoute, ArenaDemand> {
+    let mut demands: BTreeMap<CommRoute, ArenaDemand> = BTreeMap::new();
+    let mut open_issues: BTreeMap<CommRoute, OpenIssues> = BTreeMap::new();
+    let mut tickets = BTreeMap::new();
+    for op in &p.ops {
+        if op.opcode == Opcode::Wait
+            && let Some((route, index)) = op.operands.first().and_then(|t| tickets.remove(t))
+            && let Some(b) = open_issues.get_mut(&route)
+        {
+            b.open.remove(&index);
+        }
+        let Some(route) = CommRoute::from_op(op) else { continue };
+        let b = open_issues.entry(route).or_default();
+        let index = b.next_index;
+        b.next_index += 1;
+        let need = demands.entry(route).or_default();
+        need.contribution_bytes =
+            need.contribution_bytes.max(op.operands.first().map_or(0, |v| p.type_of(*v).byte_size().0));
+        need.in_flight = need.in_flight.max(index + 1 - b.open.first().map_or(index, |oldest| *oldest));
+        if let (true, Some(ticket)) = (op.issue, op.results.first()) {
+            b.open.insert(index);
+            tickets.insert(*ticket, (route, index));
+        }
+    }
+    demands
+}
+
+/// Creates every arena.
+///
+/// # Errors
+/// T0017 if the operating system refuses to create an arena.
+pub fn create_arenas(specs: &[CommunicatorSpec]) -> Result<Vec<OwnedFd>, Diagnostic> {
+    specs
+        .iter()
+        .map(|s| {
+            Arena::create_memfd(s.layout)
+                .map_err(|e| Diagnostic::error(&T0017, format!("{}: {e}", describe_spec(s))))
+        })
+        .collect()
+}
+
+/// Returns the indices of the communicators that a rank is a member of, in order.
+pub fn indices_of_rank(specs: &[CommunicatorSpec], rank: Rank) -> impl Iterator<Item = usize> + '_ {
+    specs.iter().enumerate().filter(move |(_, s)| s.communicator.members.contains(&rank)).map(|(i, _)| i)
+}
+
+/// The resources from which a rank builds its endpoints.
+pub enum EndpointSources {
+    /// Arena descriptors, in the order of [`indices_of_rank`].
+    Arenas(Vec<OwnedFd>),
+    /// Communicator indices in that order, each with a stream to every other member in member
+    /// order.
+    Streams(Vec<(usize, Vec<Box<dyn ByteStream>>)>),
+}
+
+impl From<Vec<OwnedFd>> for EndpointSources {
+    fn from(fds: Vec<OwnedFd>) -> EndpointSources {
+        EndpointSources::Arenas(fds)
+    }
+}
+
+/// Builds a rank's endpoints from arena descriptors in the order of [`indices_of_rank`].
+///
+/// # Errors
+/// T0017 if the descriptors do not match the plan or cannot be mapped.
+pub fn attach_arenas(
+    plan: &SealedPlan,
+    rank: Rank,
+    fds: Vec<OwnedFd>,
+) -> Result<Vec<CommEndpoint>, Diagnostic> {
+    attach_endpoints(plan, rank, EndpointSources::Arenas(fds))
+}
+
+/// Builds a rank's communicator endpoints.
+///
+/// # Errors
+/// T0017 if the resources do not match the plan or cannot be mapped.
+pub fn attach_endpoints(
+    plan: &SealedPlan,
+    rank: Rank,
+    sources: EndpointSources,
+) -> Result<Vec<CommEndpoint>, Diagnostic> {
+    let specs = communicator_specs(plan);
+    let mine: Vec<usize> = indices_of_rank(&specs, rank).collect();
+    let sources: Vec<EndpointSource> = match sources {
+        EndpointSources::Arenas(fds) => fds.into_iter().map(EndpointSource::Arena).collect(),
+        EndpointSources::Streams(sources) => {
+            let named: Vec<usize> = sources.iter().map(|(i, _)| *i).collect();
+            if named != mine {
+                return Err(Diagnostic::error(
+                    &T0017,
+                    format!("rank {rank} is in communicators {mine:?} and received communicators {named:?}"),
+                ));
+            }
+            sources.into_iter().map(|(_, streams)| EndpointSource::Streams(streams)).collect()
+        }
+    };
+    if mine.len() != sources.len() {
+        return Err(Diagnostic::error(
+            &T0017,
+            format!("rank {rank} needs {} arenas and received {}", mine.len(), sources.len()),
+        ));
+    }
+    mine.into_iter()
+        .zip(sources)
+        .map(|(i, sources)| {
+            let spec = &specs[i];
+            let failed =
+                |why: &str| Diagnostic::error(&T0017, format!("rank {rank}, {}: {why}", describe_spec(spec)));
+            let member = spec.communicator.members.iter().position(|m| *m == rank).unwrap_or(0);
+            let route = spec
+                .communicator
+                .member_route(plan.mesh(), member)
+                .ok_or_else(|| failed("the mesh has no such group"))?;
+            let exchange = sources.into_exchange(spec.layout, member).map_err(|e| failed(&e.to_string()))?;
+            Ok(CommEndpoint { route, transport: exchange })
+        })
+        .collect()
+}
+
+/// Returns the members of every communicator, in order.
+#[must_use]
+pub fn member_ranks(specs: &[CommunicatorSpec]) -> Vec<Vec<u32>> {
+    specs.iter().map(|s| s.communicator.members.iter().map(|m| m.0).collect()).collect()
+}
+
+enum EndpointSource {
+    Arena(OwnedFd),
+    Streams(Vec<Box<dyn ByteStream>>),
+}
+
+impl EndpointSource {
+    fn into_exchange(
+        self,
+        layout: ArenaLayout,
+        member: usize,
+    ) -> Result<HostTransport, tessera_cpu::arena::ArenaError> {
+        match self {
+            EndpointSource::Arena(fd) => Arena::attach(fd, layout, member).map(HostTransport::from),
+            EndpointSource::Streams(streams) => {
+                let wire = |s| Some(Box::new(StreamWire(s)) as Box<dyn PeerStream>);
+                let mut wires: Vec<_> = streams.into_iter().map(wire).collect();
+                wires.insert(member.min(wires.len()), None);
+                TcpTransport::new(layout, member, wires).map(HostTransport::from)
+            }
+        }
+    }
+}
+
+/// Adapts a driver stream to the backend's wire trait.
+struct StreamWire(Box<dyn ByteStream>);
+
+impl PeerStream for StreamWire {
+    fn read(&mut self, into: &mut [u8]) -> IoResult<usize> {
+        self.0.read(into)
+    }
+
+    fn write(&mut self, from: &[u8]) -> IoResult<usize> {
+        self.0.write(from)
+    }
+
+    fn flush(&mut self) -> IoResult<bool> {
+        match self.0.flush() {
+            Ok(()) => Ok(true),
+            Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+
+    fn close(&mut self) {
+        // Layers above the socket may need no shutdown of their own; only the socket is shut down.
+        let _ = rustix::net::shutdown(self.0.fd(), rustix::net::Shutdown::Write);
+    }
+
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.fd()
+    }
+}
+
+fn describe_spec(spec: &CommunicatorSpec) -> String {
+    let ranks: Vec<String> = spec.communicator.members.iter().map(Rank::to_string).collect();
+    let what = if spec.communicator.is_transfer { "transfers" } else { "group" };
+    format!("{what} over {} of ranks {}", spec.communicator.group, ranks.join(", "))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use tessera_device::TransferPeer;
+    use tessera_ir::{Bundle, Phase, RoleRanks, Slots};
+    use tessera_mesh::{Axis, Group, RankMap};
+    use tessera_verify::{DeviceLimits, seal};
+
+    #[test]
+    fn slots_are_counted_from_the_oldest_open_collective_of_a_communicator() {
+        let text = "program @p role(r) mesh(tp=2, pp=2) streams(compute, tp_collective) {
+            %x = input : f32[4, 4] {tp: partial(sum)}
+            %z = input : f32[2, 4]
+            %a = ttile.collective.issue all_reduce %x {axis = \"tp\", reduction = \"sum\"} @tp_collective
+            %s = ttile.collective.issue send %z {axis = \"pp\", to = 1} @tp_collective
+            %b = ttile.collective.issue all_reduce %x {axis = \"tp\", reduction = \"sum\"} @tp_collective
+            %u = ttile.collective.wait %b : f32[4, 4] @compute
+            %c = ttile.collective.issue all_reduce %x {axis = \"tp\", reduction = \"sum\"} @tp_collective
+            %v = ttile.collective.wait %a : f32[4, 4] @compute
+            %w = ttile.collective.wait %c : f32[4, 4] @compute
+            ttile.collective.wait %s @compute
+        }";
+        let p = tessera_ir::parse_all(text, "p").unwrap_or_else(|d| panic!("{d:#?}")).remove(0);
+        let needs: Vec<_> = program_demands(&p).into_iter().collect();
+        let route = |axis, peer| CommRoute { group: Group::whole_axis(axis), peer };
+        let tp = (route(Axis::Tp, None), ArenaDemand { contribution_bytes: 64, in_flight: 3 });
+        let pp = (
+            route(Axis::Pp, Some(TransferPeer::To(1))),
+            ArenaDemand { contribution_bytes: 32, in_flight: 1 },
+        );
+        assert!(needs.len() == 2 && needs.contains(&tp) && needs.contains(&pp), "{needs:?}");
+    }
+    /// Seals a plan of one phase in which every value has its own slot.
+    fn seal_phase(text: &str) -> SealedPlan {
+        let programs = tessera_ir::parse_all(text, "p").unwrap_or_else(|d| panic!("{d:#?}"));
+        let mesh = programs[0].mesh;
+        let names: Vec<&str> = programs.iter().map(|p| p.role.as_str()).collect();
+        let slots = |p: &Program| Slots {
+            slot_bytes: p
+                .values
+                .iter()
+                .map(|v| if v.ty.is_token() { 4 } else { v.ty.byte_size().0 })
+                .collect(),
+            value_slots: (0..p.values.len() as u32).map(Some).collect(),
+        };
+        let bundle = Bundle {
+            mesh,
+            rank_map: RankMap::from_device_kind(&mesh, "cpu"),
+            roles: RoleRanks::assign_by_name(&mesh, &names),
+            phases: vec![Phase {
+                name: programs[0].name.clone(),
+                slots: programs.iter().map(slots).collect(),
+                programs,
+            }],
+            calls: vec![("call".to_string(), vec!["p".to_string()])],
+            mapping: String::new(),
+        };
+        seal(bundle, &DeviceLimits::default()).unwrap_or_else(|d| panic!("{d:#?}"))
+    }
+
+    #[test]
+    fn world_subgroups_and_transfers_have_separate_communicators() {
+        let head = "mesh(tp=4, outside=1)";
+        let given = "ttile.collective.broadcast %x {axis = \"world\", root = 0}";
+        let mut text = format!(
+            "program @p role(leader@out0) {head} {{
+                %x = input : f32[4, 4]
+                %given = {given}
+                output \"given\", %given
+            }}\n"
+        );
+        for at in 0..4 {
+            let beside = 1 - at % 2;
+            text += &format!(
+                "program @p role(r@tp{at}) {head} {{
+                    %x = input : f32[4, 4]
+                    %given = {given}
+                    %own = ttile.take_shard %given {{axis = \"tp\", dim = 0, group_size = 2}}
+                    %s = ttile.collective.issue send %own {{axis = \"tp\", batch = 1, to = {beside}, group_size = 2}}
+                    %r = ttile.collective.issue recv {{axis = \"tp\", batch = 1, from = {beside}, group_size = 2}}
+                    ttile.collective.wait %s
+                    %theirs = ttile.collective.wait %r : f32[2, 4] {{tp: shard(0, group_size=2)}}
+                    %all = ttile.collective.all_gather %theirs {{axis = \"tp\", dim = 0, group_size = 2}}
+                    output \"all\", %all
+                }}\n"
+            );
+        }
+        let plan = seal_phase(&text);
+        let specs = communicator_specs(&plan);
+        let lanes: Vec<String> = specs.iter().map(describe_spec).collect();
+        assert_eq!(
+            lanes,
+            [
+                "group over tp/2 of ranks 1, 2",
+                "group over tp/2 of ranks 3, 4",
+                "transfers over tp/2 of ranks 1, 2",
+                "transfers over tp/2 of ranks 2, 1",
+                "transfers over tp/2 of ranks 3, 4",
+                "transfers over tp/2 of ranks 4, 3",
+                "group over world of ranks 0, 1, 2, 3, 4",
+            ]
+        );
+        let bytes: Vec<usize> = specs.iter().map(|s| s.layout.slot_bytes).collect();
+        assert_eq!(bytes, [32, 32, 32, 32, 32, 32, 64]);
+        let fds = create_arenas(&specs).unwrap();
+        for rank in plan.mesh().iter() {
+            let mine = indices_of_rank(&specs, rank).map(|i| fds[i].try_clone().unwrap()).collect();
+            let ends = attach_arenas(&plan, rank, mine).unwrap();
+            let program = plan.rank_program("p", rank).unwrap();
+            let named: BTreeSet<CommRoute> = program.ops.iter().filter_map(CommRoute::from_op).collect();
+            assert_eq!(ends.iter().map(|e| e.route).collect::<BTreeSet<_>>(), named);
+            assert_eq!(ends.len(), if rank == Rank(0) { 1 } else { 4 });
+        }
+    }
+}
