@@ -42,7 +42,7 @@ pub struct Args {
 /// Limits on idle cores, in microseconds.
 const LIMIT_P50_US: f64 = 300.0;
 const LIMIT_P99_US: f64 = 1000.0;
-/// Limit under compute, as a multiple of the echo.
+/// Largest allowed ratio of the lockstep time to the echo time while the ranks compute.
 const LIMIT_RATIO: f64 = 1.5;
 /// Number of initial calls to ignore: they touch pages, buffers and caches for the first time.
 const IGNORED_CALLS: usize = 50;

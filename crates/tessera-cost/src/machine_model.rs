@@ -16,7 +16,8 @@ pub struct MachineModel {
     curves: Curves,
 }
 
-/// Sizes of one attention op: scores, softmax and values.
+/// Sizes of one attention op, which computes the scores, the softmax and the weighted sum of the
+/// values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionWork {
     /// Queries of one sequence; with `causal` they are the last positions of its keys.

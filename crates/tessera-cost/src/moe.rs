@@ -94,7 +94,7 @@ impl Routing {
 /// Load of the ranks of an ep group for one batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertLoad {
-    /// Rows on the slowest rank over the mean of ranks, after drops; at least 1.
+    /// Rows of the slowest rank divided by the mean rows per rank, after drops; at least 1.
     pub slowest_over_mean: f64,
     /// Share of assignments that a capacity drops, 0 to 1.
     pub dropped: f64,

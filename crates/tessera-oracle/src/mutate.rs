@@ -19,7 +19,8 @@ pub struct Mutation {
     rank: usize,
     at: usize,
     arg: usize,
-    /// Whether every rank of the collective gets the same change, which is often harmless.
+    /// Whether every rank with the same collective gets the same change. Such a change is often
+    /// harmless, because the ranks still agree.
     everywhere: bool,
 }
 

@@ -157,7 +157,7 @@ pub struct RankDiagnosis {
 pub struct GroupProgress {
     /// Name and members of the group.
     pub group: String,
-    /// Each rank with its last collective over the group.
+    /// Each member of the group with its last collective over the group.
     pub reached: Vec<(u32, String)>,
 }
 

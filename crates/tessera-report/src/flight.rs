@@ -214,7 +214,7 @@ pub struct FlightPhase {
     pub chunk: u32,
     /// Epoch of the KV caches.
     pub epoch: u32,
-    /// Name of the program.
+    /// Name of the program that the phase runs, such as `denoise.fill3`.
     pub phase: String,
     /// Index of the phase in the call, from 0.
     pub step: u32,

@@ -313,7 +313,8 @@ impl RankContext {
         }
     }
 
-    /// Writes the marks of how this process ends.
+    /// Writes the last flight-record entries of this process: the failure, if any, and the exit
+    /// status.
     fn end_flight(&self, outcome: &Result<Option<Failure>, Diagnostics>) {
         let failure = match outcome {
             Ok(failure) => failure.clone(),

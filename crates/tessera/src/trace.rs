@@ -285,7 +285,8 @@ fn check_world_sizes(files: &[RankFile]) -> Option<Diagnostic> {
     ))
 }
 
-/// Returns the rank, its span and the world size if the first line declares them.
+/// Returns the rank that the first line declares, with the span of the line and the world size if
+/// it states one.
 fn declared_rank(path: &Path) -> std::io::Result<Option<(u32, Span, Option<u32>)>> {
     let mut lines = LineReader::open(path)?;
     while let Some(line) = lines.next()? {

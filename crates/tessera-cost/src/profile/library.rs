@@ -14,7 +14,8 @@ pub struct CollectiveLibrary {
     pub broadcast: AlgorithmLines,
     /// Point-to-point send and receive.
     pub send: AlgorithmLines,
-    /// Time added to every call that is not captured.
+    /// Time added to every collective that the host launches itself instead of replaying it from a
+    /// CUDA graph.
     pub eager_ns: f64,
     /// Share of the achievable rate of links between domains that collectives reach.
     pub network_rate: f64,

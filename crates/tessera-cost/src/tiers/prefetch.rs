@@ -8,7 +8,7 @@ pub struct LayerTimes {
     pub before_ns: f64,
     /// Computation that needs the fetched bytes.
     pub after_ns: f64,
-    /// Time of the fetch alone.
+    /// Time to fetch the layer's bytes, without any wait for free memory or for earlier fetches.
     pub fetch_ns: f64,
 }
 

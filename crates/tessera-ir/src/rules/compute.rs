@@ -236,8 +236,8 @@ impl RuleContext<'_> {
         Ok(self.operands[x].clone())
     }
 
-    /// Checks that vectors and columns have the dtype of their rows or f32. Because they are small,
-    /// they may stay exact next to rounded rows.
+    /// Checks that a vector or column operand has the dtype of its rows, or f32. Vectors are small,
+    /// so they may stay f32 when the rows have a lower precision.
     fn check_vector_dtype(&self, vector: usize, rows: usize) -> RuleResult<()> {
         let (vector_dtype, rows_of) = (self.operands[vector].dtype, self.operands[rows].dtype);
         if vector_dtype == rows_of || vector_dtype == DType::F32 {

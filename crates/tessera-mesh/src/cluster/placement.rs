@@ -14,7 +14,7 @@ pub struct RankPlacement {
     pub rack: u32,
     /// Host within the rack.
     pub host: u32,
-    /// Socket within the host, which has the closest host memory.
+    /// CPU socket within the host whose memory is closest to the device.
     pub socket: u32,
     /// Device within the host, in the order of PCIe bus addresses.
     pub slot: u32,

@@ -149,7 +149,7 @@ pub struct StageAssignment {
     pub micro_batch_ns: f64,
 }
 
-/// The workload of the ranks.
+/// The workload to plan for, such as training or prefill, with its batch and sequence sizes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Job {
     /// Training steps.

@@ -72,7 +72,7 @@ pub struct Recipe {
     pub knobs: &'static str,
     /// The workload.
     pub job: Job,
-    /// The objective.
+    /// The quantity that a search for this recipe optimises.
     pub objective: Objective,
     /// The guide's prescription.
     pub guide_text: &'static str,

@@ -20,7 +20,8 @@ pub struct WhyAnswer {
     pub verdict: WhyVerdict,
 }
 
-/// Whether the candidates are rejected, or legal and how they rank.
+/// The verdict on the candidates: all are rejected, or at least one is legal, with the rank of the
+/// best.
 #[derive(Debug, Clone, PartialEq)]
 pub enum WhyVerdict {
     /// No candidate is legal.

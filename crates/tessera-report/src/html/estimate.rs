@@ -115,7 +115,7 @@ pub enum GateVerdict {
 /// A timeline to draw.
 #[derive(Debug, Clone, Default)]
 pub struct TimelineChart {
-    /// Title of the drawing.
+    /// Title that the report shows with the timeline.
     pub title: String,
     /// One sentence on how to read the drawing.
     pub note: String,

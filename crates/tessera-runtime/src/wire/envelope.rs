@@ -100,7 +100,8 @@ pub struct Reload {
     pub weights: Digest,
 }
 
-/// One envelope. The context tensor of a recompute call follows in a separate message.
+/// The leader's message that starts one call: a header, the metadata of its action, and tensors.
+/// The context tensors of a recompute call follow in a separate message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Envelope {
     /// The header, which every envelope has.

@@ -177,7 +177,7 @@ pub struct Init {
     pub parity: Parity,
 }
 
-/// Tensors that follow an envelope.
+/// The context tensors of a recompute call, sent in a message after its envelope.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallContext {
     /// Id of the call that uses the tensors.

@@ -106,7 +106,7 @@ fn print_line(line: &str) {
     println!("{line}");
 }
 
-/// The denoising forwards of one rank.
+/// The backend of one rank and, for each picture size, the denoising forward to time.
 struct BenchForwards {
     backend: CudaBackend,
     forwards: Vec<SizeForward>,

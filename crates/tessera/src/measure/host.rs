@@ -5,7 +5,8 @@
 pub struct Host {
     /// Model name of the processor.
     pub cpu: String,
-    /// Cores that this process may use; hardware threads count as the operating system counts them.
+    /// Logical CPUs that this process may use, as the operating system counts them; each hardware
+    /// thread is one.
     pub cores: usize,
     /// Memory in bytes that this process may use: the machine's, or the container's limit if that
     /// is lower. `None` if the operating system does not report it.
