@@ -53,7 +53,7 @@ pub static T0203: Code = Code {
     id: "T0203",
     title: "operands or attributes do not match the op",
     page: "The op table lists for each op its positional operands, its keyed operands (`start=%s`), and its \
-required and optional attributes. Something is missing, appears twice, or is not listed. An unknown attribute \
+required and optional attributes. This op lacks a required one, gives one twice, or gives one that the table does not list. An unknown attribute \
 is rejected instead of being ignored: a misspelt `segments` would otherwise silently change the numbers.\n\n\
 Tickets can only be used by `wait`, events only in `after(…)`, and call scalars only as keyed operands.",
 };

@@ -48,7 +48,7 @@ A list of devices names the device of every rank, with the leader outside the me
 more than one rank has all-reduces, and each chunk needs a row.\n\n\
 `topology`, not the mesh, determines whether a rank lies outside the mesh: in `mesh` rank 0 leads and computes; in `pp0` \
 rank 0 encodes and decodes beside a mesh of one rank; in `pp1` beside a mesh of two ranks or more, the first of which relays. \
-That is a pipeline over phases; `pp` of the mesh is one over blocks, and a mapping may use both.",
+`pp0` and `pp1` pipeline the phases of a call; the mesh axis `pp` pipelines the blocks of the model. A mapping may use both.",
 };
 
 /// The placement of the leader: which ranks encode and decode, and which generate.

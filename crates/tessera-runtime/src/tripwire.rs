@@ -18,9 +18,9 @@ use crate::{
 pub static T0751: Code = Code {
     id: "T0751",
     title: "a rank was about to issue a collective that differs from its plan",
-    page: "Each rank compares every collective with the sealed program before it sends a byte: op, group, dtype and \
-shape, in program order. This collective was extra, missing, on another group or of another shape, so no peer, or the wrong \
-peers, would have joined it. The rank stopped before it communicated, and its peers were released.\n\nThe message \
+    page: "Before it sends a byte, each rank compares the op, group, dtype and shape of a collective with the next one in \
+the sealed program. This collective was extra, followed a skipped one, or was on another group or of another shape, so no peer, \
+or the wrong peers, would have joined it. The rank stopped before it communicated, and its peers were released.\n\nThe message \
 gives the phase, the position in it, the planned and the issued collective. Look at the code path of \
 that rank alone: a flag that only it has set, a call outside of the plan, a group created outside of the runtime.",
 };

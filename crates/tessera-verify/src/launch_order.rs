@@ -27,8 +27,8 @@ pub static T0312: Code = Code {
     title: "collectives have no common launch order",
     page: "No stream dependency makes the ranks wait for each other, but the ranks launch collectives of several groups in \
 contradicting orders. A device runs the operations of several communicators in launch order (NCCL's default \
-requires one global order per device), so two ranks that start with different collectives wait for each other: usually only \
-under load, when both operations no longer fit on the device together.\n\n\
+requires one global order per device), so two ranks that launch different collectives first can deadlock. Usually this happens \
+only under load, when the device cannot run both operations at once.\n\n\
 Issue these collectives in the same order on all ranks. Putting them on different streams does not help.",
 };
 

@@ -15,8 +15,8 @@ pub static T0301: Code = Code {
     page: "At one position of a group's sequence one rank calls, say, an all_reduce and another an all_gather, or the ranks make \
 the same calls in different orders. The communication library does not check this: the ranks hang, or exchange bytes \
 with different meanings.\n\n\
-The message names the first position that differs. Everything before it agrees, so look just before that op \
-in each program for an op that one role moved, inserted or omitted.",
+The message names the first position that differs. All earlier calls agree. Compare the programs from \
+that position on: one role has moved, inserted or omitted a call there.",
 };
 /// Diagnostic for different element counts.
 pub static T0302: Code = Code {

@@ -45,10 +45,11 @@ both epochs. Calls that are open at a cut are finished and discarded in order; t
 pub(crate) static T0743: Code = Code {
     id: "T0743",
     title: "a rank stalled",
-    page: "The process is alive, or at least its sockets are open, but it did not answer in time, sent no heartbeat, or \
-made no progress inside a call for longer than the limit. The message names the rank with the least progress: ranks \
-that wait for it inside a collective are not the cause.\n\nThe limit inside a call is five seconds, or four times the \
-99th percentile of the times without progress observed in that program so far, counted from the last progress. A stopped \
+    page: "The sockets of the process are open, but for longer than a limit it answered nothing, sent no heartbeat, or \
+made no progress inside a call. The message names the rank with the least progress: ranks \
+that wait for it inside a collective are not the cause.\n\nThe limit inside a call runs from the last progress. It is \
+five seconds, or four times the 99th percentile of the times without progress observed in that program so far, whichever is \
+longer. A stopped \
 process, a stuck device and a slow kernel look alike from the leader; the progress counters in the message show how far each \
 rank came. A worker that received nothing from its leader names rank 0.",
 };
