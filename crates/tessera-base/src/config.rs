@@ -145,7 +145,7 @@ impl<'a> ConfigReader<'a> {
         }
     }
 
-    /// Reads a boolean.
+    /// Reads an optional boolean; a value of another type is reported and replaced by `default`.
     pub fn read_flag(&mut self, key: &'static str, default: bool) -> bool {
         match self.take_value(key) {
             None => default,

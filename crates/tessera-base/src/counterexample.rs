@@ -19,7 +19,7 @@ pub enum Counterexample {
 /// after that.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WaitEdge {
-    /// The blocked rank.
+    /// The rank that waits in `blocked_in`.
     pub rank: u32,
     /// The collective that is in flight and cannot finish.
     pub blocked_in: RankCollective,

@@ -14,7 +14,7 @@ pub enum Severity {
 /// A half-open byte range in a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub struct Span {
-    /// First byte.
+    /// Byte offset of the first byte in the text.
     pub start: usize,
     /// One past the last byte.
     pub end: usize,
@@ -39,13 +39,13 @@ pub struct Label {
 pub struct Diagnostic {
     /// Stable code of the kind of problem.
     pub code: &'static Code,
-    /// Error or warning.
+    /// Whether the input is rejected, or is only suspicious.
     pub severity: Severity,
     /// One sentence without a final period.
     pub message: String,
     /// Locations involved, the primary one first.
     pub labels: Vec<Label>,
-    /// Additional facts.
+    /// Facts that belong to no location, in the order of printing.
     pub notes: Vec<String>,
     /// Suggestion what to do next.
     pub hint: Option<String>,
@@ -58,7 +58,7 @@ pub struct Diagnostic {
 pub type Diagnostics = Vec<Diagnostic>;
 
 impl Diagnostic {
-    /// Creates an error.
+    /// Creates a diagnostic that rejects the input, without labels, notes or a hint.
     #[must_use]
     pub fn error(code: &'static Code, message: impl Into<String>) -> Diagnostic {
         Diagnostic {
@@ -72,7 +72,7 @@ impl Diagnostic {
         }
     }
 
-    /// Creates a warning.
+    /// Creates a diagnostic of a suspicious but valid input, without labels, notes or a hint.
     #[must_use]
     pub fn warning(code: &'static Code, message: impl Into<String>) -> Diagnostic {
         Diagnostic { severity: Severity::Warning, ..Diagnostic::error(code, message) }
@@ -97,14 +97,14 @@ impl Diagnostic {
         self
     }
 
-    /// Adds a note.
+    /// Appends a fact that belongs to no location.
     #[must_use]
     pub fn with_note(mut self, note: impl Into<String>) -> Diagnostic {
         self.notes.push(note.into());
         self
     }
 
-    /// Sets the hint.
+    /// Sets the suggestion what to do next, and replaces an earlier one.
     #[must_use]
     pub fn with_hint(mut self, hint: impl Into<String>) -> Diagnostic {
         self.hint = Some(hint.into());

@@ -9,7 +9,7 @@
 /// global tensor, so a rank that owns a shard computes exactly its part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DrawKey {
-    /// The user's seed.
+    /// Seed that the user gives; equal keys give the same bits on every machine and mesh.
     pub seed: u64,
     /// Chunk of the video stream.
     pub chunk: u32,

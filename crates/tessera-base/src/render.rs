@@ -10,7 +10,7 @@ pub enum DiagnosticFormat {
     Text,
     /// One JSON object per line.
     Json,
-    /// GitHub workflow commands.
+    /// Workflow commands, which GitHub Actions shows as annotations.
     Github,
 }
 

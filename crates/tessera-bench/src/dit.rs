@@ -41,7 +41,7 @@ pub struct Args {
     pub output: OutputArgs,
 }
 
-/// Runs the benchmark.
+/// Times all forwards of one steady chunk on one rank in this process.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(args.chunks > 0, "--chunks 0: nothing to time");
     let overrides = Overrides { recompute: Some(false), ..Overrides::default() };

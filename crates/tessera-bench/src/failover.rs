@@ -163,7 +163,7 @@ impl FailoverCase {
     }
 }
 
-/// Runs the benchmark.
+/// Kills or stops ranks of repeated runs and measures how soon all their processes are gone.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(args.repetitions > 0, "--repetitions 0: nothing to measure");
     let mut cases = build_cases(args);

@@ -62,7 +62,7 @@ const SLOW_CHUNK: u32 = 10;
 /// limit.
 const STUCK_FACTOR: u32 = 4;
 
-/// Runs the benchmark.
+/// Streams under load, with a slow step that reports progress, and with one that does not.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(args.chunks > 0, "--chunks 0: nothing to stream");
     let mut text = String::new();

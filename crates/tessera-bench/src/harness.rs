@@ -44,7 +44,7 @@ pub struct HarnessConfig {
     pub ranks: u32,
     /// Whether rank 0 is outside of the mesh, which rank 1 leads.
     pub leader_outside: bool,
-    /// Number of chunks.
+    /// Number of chunks that the leader requests in the run.
     pub chunks: u32,
     /// Behaviour of the engines.
     pub engine_script: EngineScript,
@@ -59,11 +59,11 @@ pub struct HarnessConfig {
 /// The behaviour of an engine in the denoise phase of a chunk. It does nothing in the other phases.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub enum EngineScript {
-    /// Does nothing.
+    /// Computes nothing, so that a call costs only its agreement.
     Nothing,
     /// Computes for a fixed time.
     Compute {
-        /// Duration in nanoseconds.
+        /// Time in nanoseconds for which the engine computes in each chunk.
         ns: u64,
     },
     /// Takes `step_ns` and reports progress. In one chunk one rank takes `times` times as long,
@@ -73,9 +73,9 @@ pub enum EngineScript {
         step_ns: u64,
         /// Factor by which the slow step takes longer.
         slow_factor: u32,
-        /// The slow chunk.
+        /// Index of the chunk that contains the slow step.
         chunk: u32,
-        /// The slow rank.
+        /// The rank whose step is slow; the others wait for it.
         rank: u32,
         /// Whether the slow rank reports progress meanwhile.
         reports_progress: bool,
@@ -123,7 +123,7 @@ pub struct RankTimestamps {
 /// Times of a call by the leader's own clock, which started with its process.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct CallTimestamps {
-    /// Call id.
+    /// Id of the call, which the commit events of all ranks repeat.
     pub id: u64,
     /// Time of the decision.
     pub decided_ns: u64,
@@ -157,7 +157,7 @@ impl FlightSink for TimestampSink {
 
 /// The outcome of a run, with the timestamps of the ranks that ended without an error.
 pub struct HarnessRun {
-    /// The launcher's report.
+    /// The launcher's account of how the run and its ranks ended.
     pub report: LaunchReport,
     /// Duration of the whole run.
     pub duration: Duration,
@@ -426,9 +426,9 @@ fn answer_echoes(mut stream: UnixStream, sizes: &FrameSizes, does: EngineScript,
 pub struct FrameSizes {
     /// Envelope with its payload.
     pub envelope: usize,
-    /// Ready answer.
+    /// A rank's answer that it is ready, with digests of its predicted state and its inputs.
     pub ready: usize,
-    /// Commit.
+    /// The leader's commit, which carries only the call id.
     pub commit: usize,
 }
 
@@ -513,7 +513,7 @@ fn build_label() -> String {
     format!("bench {}", env!("CARGO_PKG_VERSION"))
 }
 
-/// Frames per chunk.
+/// Frames per chunk of the harness's small model; its window holds two chunks.
 const CHUNK_FRAMES: u32 = 3;
 /// Number of elements of the text embedding and of an output.
 const TENSOR_ELEMENTS: usize = 8;

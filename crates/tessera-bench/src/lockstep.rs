@@ -76,7 +76,7 @@ impl LoadCondition {
     }
 }
 
-/// Runs the benchmark.
+/// Measures the time from the leader's decision to the commit, against a bare echo.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(args.ranks >= 2, "--ranks {}: the minimum is 2", args.ranks);
     ensure!(

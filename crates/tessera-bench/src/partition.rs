@@ -80,7 +80,7 @@ struct PartitionCase {
     outcomes: BTreeMap<String, u32>,
 }
 
-/// Runs the benchmark.
+/// Cuts the link between two hosts during a stream and measures how soon both end the run.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(args.repetitions > 0, "--repetitions 0: nothing to measure");
     if let Err(why) = NetnsPair::create("probe") {

@@ -26,7 +26,7 @@ pub fn new_run_tag() -> String {
 /// time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Process {
-    /// Process id.
+    /// Process id, which the system may reuse after the process ends.
     pub pid: u32,
     /// Start time in ticks since the system booted.
     pub started: u64,
@@ -145,9 +145,9 @@ pub struct ProcessUsage {
     pub rss_kib: u64,
     /// Peak resident memory so far, in KiB.
     pub peak_kib: u64,
-    /// Open descriptors.
+    /// Number of open file descriptors, from `/proc/PID/fd`.
     pub descriptors: u64,
-    /// Threads.
+    /// Number of threads, from `/proc/PID/stat`.
     pub threads: u64,
     /// CPU time so far, in seconds.
     pub cpu_s: f64,

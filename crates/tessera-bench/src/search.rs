@@ -44,7 +44,7 @@ const JOBS: [(&str, Job); 3] = [
     ("decode", Job::Decode { batch: 9216, context: 4096 }),
 ];
 
-/// Runs the benchmark.
+/// Times the mapping search on one rack of 72 devices and on clusters of up to 128 racks.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(args.rounds > 0 && args.racks > 0, "--rounds and --racks are at least 1");
     let mut lines = Vec::new();

@@ -84,7 +84,7 @@ struct RecordSeries {
     pipelines: u32,
 }
 
-/// Runs the benchmark.
+/// Streams for a long time and checks from outside whether any resource grows.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(
         args.warm_up + 10 <= args.chunks,

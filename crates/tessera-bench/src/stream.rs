@@ -41,7 +41,7 @@ pub struct Args {
     pub output: OutputArgs,
 }
 
-/// Runs the benchmark.
+/// Streams with one process per rank and measures the rate of frames on disk.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     if args.chunks < 2 {
         bail!("--chunks {}: the minimum is 2", args.chunks);

@@ -52,7 +52,7 @@ const RACK: &str = "tp=3,ep=2,pp=3,dp=4";
 const MESHES: [&str; 4] =
     ["tp=3,pp=3", "tp=3,ep=2,pp=3,dp=4", "tp=4,ep=6,pp=3,dp=12", "tp=8,ep=12,pp=3,dp=32"];
 
-/// Runs the benchmark.
+/// Times the proof that ranks cannot hang, for growing programs of a pipeline.
 pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     ensure!(args.rounds > 0, "--rounds 0: nothing to time");
     let min_collectives = PERIOD * 2;

@@ -37,7 +37,7 @@ pub struct Args {
     pub svg: Option<PathBuf>,
 }
 
-/// Runs the subcommand.
+/// Reads the flight records of a run and names the rank that failed or blocks the others.
 pub fn run(args: &Args) -> CliResult {
     let found = examine_run(&args.dir).map_err(|d| CliError::usage(vec![d]))?;
     let name = args.dir.display().to_string();

@@ -143,7 +143,7 @@ pub enum BenchDevice {
     Cuda,
 }
 
-/// Runs the subcommand.
+/// Measures how fast this machine's GPUs run the DiT of a video model.
 pub fn run(args: &Args) -> CliResult {
     let BenchCommand::Dit(dit) = &args.command;
     let strategy: tessera::Strategy = dit.strategy.into();

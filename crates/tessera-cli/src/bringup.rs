@@ -36,7 +36,7 @@ pub struct Args {
     pub format: OutputFormat,
 }
 
-/// Runs the subcommand.
+/// Evaluates the bring-up checklist on recorded runs.
 pub fn run(args: &Args) -> CliResult {
     let items = check_bringup(&args.runs, &BringupGoals::from(&load_thresholds(args.gates.as_deref())?))?;
     match args.format {

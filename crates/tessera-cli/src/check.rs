@@ -77,7 +77,7 @@ impl From<CheckFormat> for DiagnosticFormat {
     }
 }
 
-/// Runs the subcommand.
+/// Verifies the given plan folders, program files or traces of collectives.
 pub fn run(args: &Args) -> CliResult {
     let mut drawings = args.svg.as_deref().map(DrawingDir::create_in).transpose()?;
     let limits = DeviceLimits { graph_mixing_off: args.no_graph_mixing, ..DeviceLimits::default() };

@@ -58,7 +58,7 @@ pub struct Args {
     pub format: OutputFormat,
 }
 
-/// Runs the subcommand.
+/// Describes this machine, or diagnoses the given plan or runs.
 pub fn run(args: &Args) -> CliResult {
     diagnose_args(args).map_err(CliError::into_usage)
 }

@@ -102,7 +102,7 @@ impl From<DrillDevice> for RunDevice {
     }
 }
 
-/// Runs the subcommand.
+/// Injects the faults and checks that each is detected as expected.
 pub fn run(args: &Args) -> Said {
     let rank = vec![current_exe_path()?, "rank".to_string()];
     if let Some(launch_file) = &args.launch {

@@ -155,7 +155,7 @@ impl SearchArgs {
             || self.video_options().iter().chain(&self.language_options()).any(|(_, given)| *given)
     }
 
-    /// Runs the search.
+    /// Searches the mappings of the chosen model on the cluster and prints the estimates.
     pub fn run(
         &self,
         dir: Option<&Path>,

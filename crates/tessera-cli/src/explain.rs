@@ -50,7 +50,7 @@ pub struct Args {
     pub format: OutputFormat,
 }
 
-/// Runs the subcommand.
+/// Prints the documentation of a diagnostic code.
 pub fn run(args: &Args) -> CliResult {
     let registry = full_registry();
     let text = match (&args.code, args.format) {

@@ -142,7 +142,7 @@ impl JoinArgs {
     }
 }
 
-/// Runs one rank.
+/// Runs this process as one rank of a stream whose other ranks are started externally.
 pub fn run(
     plan: Plan,
     model: &Model,

@@ -53,7 +53,7 @@ pub enum MeasureDevice {
     Gpu,
 }
 
-/// Runs the subcommand.
+/// Measures this machine, and writes its cluster and profile as TOML files.
 pub fn run(args: &Args) -> CliResult {
     if args.device == MeasureDevice::Gpu {
         return Err(CliError::usage(vec![

@@ -61,7 +61,7 @@ pub struct Args {
     pub format: OutputFormat,
 }
 
-/// Runs the subcommand.
+/// Plans and verifies a model under a mapping, and prints a summary of the plan.
 pub fn run(args: &Args) -> CliResult {
     plan_or_search(args).map_err(CliError::for_query)
 }

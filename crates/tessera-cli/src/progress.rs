@@ -18,7 +18,7 @@ const MAX_PHASES_SHOWN: usize = 4;
 /// Shows the progress of a stream on standard error.
 #[derive(Clone)]
 pub enum Progress {
-    /// No output.
+    /// Prints nothing to standard error.
     Silent,
     /// One line per this number of chunks.
     Lines(u32),
@@ -99,7 +99,7 @@ impl SearchProgress {
         self.0.set_position(done as u64);
     }
 
-    /// Removes the bar.
+    /// Ends the progress bar and erases it from the terminal.
     pub fn clear_bar(&self) {
         self.0.finish_and_clear();
     }

@@ -129,7 +129,7 @@ pub struct Args {
 const CHANGES_HEADING: &str = "Changes during the stream";
 const DELAYS_HEADING: &str = "Synthetic delays (to measure overlap)";
 
-/// Runs the subcommand.
+/// Runs a plan with one process per rank on this host.
 pub fn run(args: &Args) -> CliResult {
     let changes = parse_changes(args)?;
     args.target.check_sim_options()?;

@@ -79,7 +79,7 @@ pub struct GroupSpan {
 }
 
 impl GroupSpan {
-    /// A single rank.
+    /// A group of a single rank, which communicates with no other.
     pub const ONE: GroupSpan = GroupSpan { ranks: 1, domains: 1 };
 
     /// Returns the span of groups of `ranks` ranks with stride `stride`, laid out side by side from

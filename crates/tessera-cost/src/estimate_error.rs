@@ -10,7 +10,7 @@ use tessera_ir::{Op, Opcode, Program};
 
 use crate::intervals::{Interval, IntervalKind};
 
-/// One measured step.
+/// Ops of a program that ran as one step on a stream, with the measured start and end.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MeasuredStep {
     /// Indices of the step's ops in the program, in order.

@@ -52,7 +52,7 @@ pub struct Interval {
     pub name: String,
     /// Kind of the activity.
     pub kind: IntervalKind,
-    /// Start time.
+    /// Start in nanoseconds, from the origin of the timeline.
     pub start_ns: f64,
     /// End time, not before the start.
     pub end_ns: f64,

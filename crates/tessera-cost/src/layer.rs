@@ -70,7 +70,7 @@ pub struct GroupSpans {
 /// Cost of one layer for one micro-batch on the slowest rank.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LayerCost {
-    /// Forward pass.
+    /// Forward pass of one micro-batch; `recompute` counts its later repetition.
     pub forward: CostParts,
     /// Gradients of the inputs.
     pub backward_input: CostParts,
@@ -223,7 +223,7 @@ struct LayerTransfers<'a> {
 /// The computation that may overlap a transfer.
 #[derive(Clone, Copy)]
 enum OverlapWith {
-    /// No computation.
+    /// No computation: the whole transfer is exposed.
     Nothing,
     /// The op's own GEMM in row chunks: its rows and its time in ns.
     Chunks(f64, f64),

@@ -8,7 +8,7 @@ use crate::profile::{Curves, Profile};
 /// A cluster and the executor that runs on it. All times are device times without launch overhead.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MachineModel {
-    /// The cluster.
+    /// Devices and links with their peak rates, of which the curves are shares.
     pub cluster: Cluster,
     /// The executor's profile. [`MachineModel::new`] resolves its curves: to change a curve, change
     /// the profile and build a new model.

@@ -48,24 +48,24 @@ pub fn pipeline_rate(stage_ns: &[f64], send_ns: f64, in_flight: u32) -> Pipeline
 /// Work of one kernel on one rank, and the rates of the device.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ShardedKernel {
-    /// Floating-point operations.
+    /// Floating-point operations before sharding; each of tp ranks does an equal share.
     pub flops: f64,
     /// Bytes that every rank reads or writes in full, independent of the sharding.
     pub replicated_bytes: f64,
     /// Bytes that the sharding divides.
     pub sharded_bytes: f64,
-    /// Compute rate.
+    /// Rate of the device in floating-point operations per second.
     pub flops_per_s: f64,
-    /// Memory bandwidth.
+    /// Memory bandwidth of the device in bytes per second.
     pub bytes_per_s: f64,
 }
 
 /// The resource that limits a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Bottleneck {
-    /// Compute.
+    /// Arithmetic takes at least as long as memory traffic, so sharding over tp saves time.
     Compute,
-    /// Memory bandwidth.
+    /// Memory traffic takes longer than arithmetic; tp helps only as far as it divides the bytes.
     Bandwidth,
 }
 
@@ -133,9 +133,9 @@ pub struct ParallelismInputs {
 pub struct ParallelismChoice {
     /// Ranks that shard matmuls.
     pub tp: u32,
-    /// Pipeline stages.
+    /// Number of pipeline stages of a replica.
     pub pp: u32,
-    /// Replicas.
+    /// Number of model replicas, which process different items.
     pub dp: u32,
     /// Latency of an item.
     pub latency_ns: f64,

@@ -68,7 +68,7 @@ named_enum! {
 named_enum! {
     /// Activations that the backward pass recomputes.
     Recompute {
-        /// No recomputation.
+        /// Recomputes nothing: all activations are kept until the backward pass.
         None = "none",
         /// What attention keeps before its softmax.
         Attention = "attention",
@@ -129,7 +129,7 @@ pub struct LayerLayout {
     pub expert_tp: u32,
     /// Ranks over which experts are distributed.
     pub ep: u32,
-    /// Precision of GEMMs.
+    /// Number format of GEMM inputs, which selects the peak rate and the GEMM curve.
     pub precision: Precision,
     /// Precision of dispatched tokens. Combined results travel in bf16, or in f32 if this is f32.
     pub wire_precision: Precision,

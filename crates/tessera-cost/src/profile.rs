@@ -43,12 +43,12 @@ Each collective needs at least one cost line, and each table states the origin o
 /// the chunk.
 pub const JOBS: [&str; 4] = ["training", "prefill", "decode", "stream"];
 
-/// An executor profile.
+/// How efficiently an executor uses devices: its traits, its curves, and what validated them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Profile {
     /// Name that selects the profile, for example `torch-2.11`.
     pub name: String,
-    /// Display name.
+    /// One-line description for people, for example `No overhead: a floor`.
     pub title: String,
     /// Half-width of an estimate's error bar, as a share, from comparisons with measurements.
     pub error_share: f64,
@@ -68,15 +68,15 @@ pub struct Curves {
     /// GEMM curves by precision, in the order of [`Precision::ALL`]. A precision that the file
     /// omits has the curve of the next wider precision that the file names.
     pub gemms: [GemmCurve; 4],
-    /// Attention.
+    /// Efficiency of attention by the number of queries and keys.
     pub attention: AttentionCurve,
     /// Grouped GEMMs of experts.
     pub grouped_gemm: GroupedGemmCurve,
-    /// Memory-bound kernels.
+    /// Efficiency of memory-bound kernels, and the memory that the executor reserves.
     pub memory: MemoryCurve,
-    /// Host overheads.
+    /// Kernel launch overhead, and the slowdown of compute by transfers in flight.
     pub host: HostCosts,
-    /// Collectives.
+    /// Constant costs of the collective library, by collective and algorithm.
     pub library: CollectiveLibrary,
     /// Overlap of computation with transfers.
     pub overlap: OverlapTraits,
@@ -86,7 +86,7 @@ pub struct Curves {
 /// m/(m+m_half) · n/(n+n_half) · k/(k+k_half))`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GemmCurve {
-    /// Maximum efficiency.
+    /// Share of the device's peak that no GEMM exceeds, whatever its shape.
     pub max_efficiency: f64,
     /// Factor before the three saturation terms.
     pub share: f64,

@@ -17,24 +17,24 @@ use crate::{AttentionWork, CollectiveCost, CollectiveOp, GroupSpan, MachineModel
 /// The dominant activity of an op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum OpActivity {
-    /// A GEMM.
+    /// A GEMM, which throttling slows.
     Gemm,
-    /// Attention.
+    /// An attention kernel, which throttling slows like a GEMM.
     Attention,
-    /// A memory-bound kernel.
+    /// A kernel limited by memory bandwidth, which throttling does not slow.
     MemoryBound,
     /// A transfer between ranks; its estimate covers the device work before the transfer.
     Transfer,
     /// A wait for a transfer; its estimate covers the device work after the transfer.
     Wait,
-    /// No device work.
+    /// The op launches no kernel and takes no device time.
     Nothing,
 }
 
 /// Estimated cost of one op on its own device.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OpEstimate {
-    /// The dominant activity.
+    /// The kind of work that dominates the op and decides whether throttling slows it.
     pub activity: OpActivity,
     /// Device time in nanoseconds, without launch overhead.
     pub ns: f64,
@@ -42,7 +42,7 @@ pub struct OpEstimate {
     pub throttled_ns: f64,
     /// Number of kernels that the host launches for the op.
     pub launches: u32,
-    /// Floating-point operations.
+    /// Number of floating-point operations of the op on this rank.
     pub flops: f64,
 }
 

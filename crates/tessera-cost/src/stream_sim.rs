@@ -64,7 +64,7 @@ pub struct Contention {
 }
 
 impl Contention {
-    /// Streams without interference.
+    /// Transfers neither slow compute down nor share link bandwidth.
     pub const NONE: Contention = Contention { compute: 1.0, links: false };
 }
 
@@ -74,9 +74,9 @@ pub struct TaskWindow {
     /// Time at which its stream and its dependencies allowed the task to start. From here to the
     /// start it waited for other members or for compute.
     pub ready_ns: f64,
-    /// Start time.
+    /// Time at which the task starts to run, after any wait since `ready_ns`.
     pub start_ns: f64,
-    /// End time.
+    /// Time at which the task ends; equal for all tasks of one collective.
     pub end_ns: f64,
 }
 

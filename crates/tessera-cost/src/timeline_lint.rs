@@ -16,7 +16,7 @@ use crate::schedule::{MicroBatchTimes, min_micro_batches};
 /// Targets that a timeline should reach.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TimelineGoals {
-    /// Minimum overlap ratio.
+    /// Lower bound of the share of collective time that computation on the same rank hides.
     pub min_overlap: f64,
     /// Upper bound (exclusive) of the bubble of each stage, as a share of the makespan.
     pub max_bubble: f64,
@@ -211,7 +211,7 @@ const MAX_LISTED: usize = 12;
 /// Lint results for the timeline of a pipeline with one interval per stage and micro-batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PipelineLint {
-    /// Number of stages.
+    /// Number of stages: the ranks that have intervals in the timeline.
     pub stages: u32,
     /// Number of micro-batches, taken from the stage that runs the most.
     pub micro_batches: u32,

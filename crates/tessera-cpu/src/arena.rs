@@ -81,9 +81,9 @@ pub enum ArenaError {
     /// Another member has claimed this index, or the index is not below the member count.
     #[error("member {index} of {members} is already taken or does not exist")]
     IndexTaken {
-        /// The requested index.
+        /// The member index that this process tried to claim.
         index: usize,
-        /// Number of members.
+        /// Number of members; valid indices are below it.
         members: usize,
     },
     /// A system call failed.

@@ -35,7 +35,7 @@ use crate::kernels::{
 };
 use crate::transport::{HostTransport, Ticket, TransportAborter};
 
-/// The CPU backend.
+/// Runs the programs of one rank on CPU threads, with collectives over a host transport.
 #[derive(Debug)]
 pub struct CpuBackend {
     placement: MeshRank,

@@ -146,7 +146,7 @@ pub enum CommFault {
         /// Position in the group's sequence.
         seq: u64,
     },
-    /// The deadline passed.
+    /// Peers did not publish or read before the deadline of the collective.
     #[error("collective {seq}: members {missing:?} did not {awaited} in time")]
     Timeout {
         /// The members that had not acted.
@@ -167,7 +167,7 @@ pub enum CommFault {
     /// A peer's stream closed while its contribution or its slot is still needed.
     #[error("collective {seq}: member {peer} disconnected: {how}")]
     Disconnected {
-        /// The disconnected peer.
+        /// The member whose stream closed.
         peer: usize,
         /// Position in the group's sequence.
         seq: u64,
@@ -208,7 +208,7 @@ pub enum CommFault {
 /// An action that a member did not perform in time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PeerAction {
-    /// Publishing its contribution.
+    /// Publishing its contribution to the collective for the other members to read.
     Publish,
     /// Reading the contributions of an earlier collective whose slot is needed.
     Read,

@@ -36,7 +36,7 @@ pub struct Gpu {
     pub name: String,
     /// PCI bus id, for example `0000:1B:00.0`.
     pub pci_bus_id: String,
-    /// Total memory.
+    /// Total device memory that the driver reports, whether free or in use.
     pub memory: Bytes,
     /// Number of streaming multiprocessors.
     pub multiprocessors: u32,

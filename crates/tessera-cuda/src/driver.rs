@@ -67,14 +67,14 @@ pub(crate) struct PinnedMemory {
 // launches.
 unsafe impl Send for PinnedMemory {}
 
-/// A CUDA stream.
+/// An owned CUDA stream that does not synchronize with the default stream.
 #[derive(Debug)]
 pub(crate) struct CudaStream(sys::CUstream);
 
 // SAFETY: the driver allows any thread to use a stream.
 unsafe impl Send for CudaStream {}
 
-/// A CUDA event.
+/// An owned CUDA event, with or without timing.
 #[derive(Debug)]
 pub(crate) struct CudaEvent(sys::CUevent);
 
@@ -136,7 +136,7 @@ impl KernelArgs {
         self
     }
 
-    /// Adds an `int`.
+    /// Adds a 32-bit `int`; higher bits of `v` are dropped.
     pub(crate) fn with_int(mut self, v: i64) -> KernelArgs {
         self.slots.push(u64::from(v as i32 as u32));
         self
@@ -148,7 +148,7 @@ impl KernelArgs {
         self
     }
 
-    /// Adds a `float`.
+    /// Adds a `float`, passed by its 32 bits.
     pub(crate) fn with_float(mut self, v: f32) -> KernelArgs {
         self.slots.push(u64::from(v.to_bits()));
         self
@@ -384,7 +384,7 @@ impl CudaStream {
         Ok(unsafe { result::memset_d8_async(at, 0, bytes, self.0) }?)
     }
 
-    /// Launches a kernel.
+    /// Launches a kernel with `block` threads per block and `shared` bytes of shared memory.
     pub(crate) fn launch_kernel(
         &self,
         function: KernelFunction,
@@ -495,7 +495,7 @@ impl Drop for CudaEvent {
 }
 
 impl CudaModule {
-    /// Loads a cubin.
+    /// Loads a cubin, a compiled GPU binary, into the current context.
     pub(crate) fn load(image: &[u8]) -> CudaResult<CudaModule> {
         // SAFETY: the image is a complete cubin, which contains its own length.
         Ok(CudaModule(unsafe { result::module::load_data(image.as_ptr().cast::<c_void>()) }?))

@@ -39,7 +39,7 @@ macro_rules! function_table {
 }
 
 function_table! {
-    /// Functions of NVRTC.
+    /// Functions of NVRTC, which compile CUDA source to a cubin at run time.
     Nvrtc of Nvrtc {
         version = "nvrtcVersion": fn(*mut c_int, *mut c_int) -> rtc::nvrtcResult;
         create = "nvrtcCreateProgram": fn(*mut rtc::nvrtcProgram, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char) -> rtc::nvrtcResult;
@@ -53,7 +53,7 @@ function_table! {
 }
 
 function_table! {
-    /// Functions of cuBLASLt.
+    /// Functions of cuBLASLt that describe a GEMM, choose its algorithm and run it.
     CublasLt of CublasLt {
         version = "cublasLtGetVersion": fn() -> usize;
         create = "cublasLtCreate": fn(*mut lt::cublasLtHandle_t) -> lt::cublasStatus_t;

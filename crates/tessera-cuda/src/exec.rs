@@ -84,7 +84,7 @@ pub struct CommunicatorMember {
     pub id: UniqueId,
     /// Index of this rank among the members.
     pub member: usize,
-    /// Number of members.
+    /// Number of ranks in the communicator, including this one.
     pub member_count: usize,
 }
 

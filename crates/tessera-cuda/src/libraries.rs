@@ -29,13 +29,13 @@ were found and their paths. The CPU backend needs none of them.",
 /// A library that the backend uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Library {
-    /// The CUDA driver.
+    /// The CUDA driver, which all work on a GPU needs.
     Driver,
     /// The management library, which reports links and the driver's version.
     Nvml,
     /// The run-time kernel compiler.
     Nvrtc,
-    /// The GEMM library.
+    /// The library that runs every GEMM.
     CublasLt,
     /// The library for attention and convolutions.
     Cudnn,
@@ -98,7 +98,7 @@ impl Library {
 /// A library that was loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundLibrary {
-    /// The library.
+    /// Which of the backend's libraries was loaded.
     pub library: Library,
     /// Its path, or its file name if the system's loader found it.
     pub path: PathBuf,
@@ -109,7 +109,7 @@ pub struct FoundLibrary {
 /// A library that could not be loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MissingLibrary {
-    /// The library.
+    /// Which of the backend's libraries is missing.
     pub library: Library,
     /// Files with its name that failed to load, with the loader's error.
     pub load_errors: Vec<(PathBuf, String)>,
@@ -137,7 +137,7 @@ impl MissingLibrary {
 pub struct Libraries {
     /// The loaded libraries, in the order of [`Library::ALL`].
     pub found: Vec<FoundLibrary>,
-    /// The missing libraries.
+    /// The libraries that could not be loaded, with the loader's errors.
     pub missing: Vec<MissingLibrary>,
     handles: Vec<(Library, Arc<PermanentHandle>)>,
 }

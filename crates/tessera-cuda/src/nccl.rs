@@ -110,7 +110,7 @@ impl NcclConfig {
 
 macro_rules! api {
     ($($field:ident = $name:literal : fn($($arg:ty),*) -> $out:ty;)*) => {
-        /// Functions of NCCL.
+        /// Functions of NCCL, resolved by symbol from the loaded library.
         #[derive(Clone, Copy)]
         struct NcclApi {
             $($field: extern "C" fn($($arg),*) -> $out,)*

@@ -19,9 +19,9 @@ the plan and the programs differ.",
 /// A scalar of a call, or one number per latent frame.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Scalar {
-    /// An integer.
+    /// One integer for the whole call.
     I64(i64),
-    /// A single number.
+    /// One number for all latent frames.
     F32(f32),
     /// One number per latent frame.
     F32s(Vec<f32>),

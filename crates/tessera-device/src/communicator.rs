@@ -15,7 +15,7 @@ use tessera_mesh::{Axis, AxisLayout, Group, Mesh, Rank};
 /// block each other.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Communicator {
-    /// Kind of group.
+    /// Kind of group whose collectives or transfers the communicator carries.
     pub group: Group,
     /// Whether the communicator carries point-to-point transfers.
     pub is_transfer: bool,
@@ -28,7 +28,7 @@ pub struct Communicator {
 /// can resolve to a different communicator on each of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CommRoute {
-    /// Kind of group.
+    /// Kind of group; the rank that resolves the route determines which one.
     pub group: Group,
     /// Other end of a transfer; `None` for a collective of the whole group.
     pub peer: Option<TransferPeer>,
@@ -37,9 +37,9 @@ pub struct CommRoute {
 /// Other end of a transfer, by its position in the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TransferPeer {
-    /// The peer receives.
+    /// This rank sends to the member at this position.
     To(u32),
-    /// The peer sends.
+    /// This rank receives from the member at this position.
     From(u32),
 }
 

@@ -197,7 +197,7 @@ pub trait Backend {
     /// Overwrites a buffer. Returns `false` if there is no buffer with this name and length.
     fn write_buffer(&mut self, name: &str, data: &[f32]) -> bool;
 
-    /// Zeroes every buffer.
+    /// Zeroes every named buffer that keeps state between runs; weights stay.
     fn reset_buffers(&mut self);
 
     /// Returns the bytes allocated for weights, buffers and temporaries.

@@ -45,7 +45,7 @@ impl SeedCorpus {
         out
     }
 
-    /// Returns the plans.
+    /// Returns the bundles built from the seed plans, before any mutation.
     #[must_use]
     pub fn bundles(&self) -> &[Bundle] {
         &self.bundles

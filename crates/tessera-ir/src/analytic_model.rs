@@ -19,7 +19,7 @@ pub mod names {
 /// A model described by the costs of its ops. It can be estimated but not run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AnalyticModel {
-    /// Display name.
+    /// Name of the model in reports.
     pub name: String,
     /// Width of the residual stream.
     pub hidden_size: u64,
@@ -57,7 +57,7 @@ pub struct LayerOp {
     pub name: &'static str,
     /// Computation of the op.
     pub kind: LayerOpKind,
-    /// Sharding over tp.
+    /// How the op's weights or heads are split over tp, and thus which collective it needs.
     pub sharding: OpSharding,
     /// Activation bytes per token that the backward pass needs, at two bytes per number: inputs and
     /// masks that no earlier op has counted. The bytes that attention stores per query and key are
@@ -115,9 +115,9 @@ pub enum LayerOpKind {
     },
     /// Attention: scores, softmax and weighted values.
     Attention {
-        /// Query heads.
+        /// Number of query heads, before sharding over tp.
         heads: u64,
-        /// KV heads.
+        /// Number of key/value heads; fewer than `heads` under grouped-query attention.
         kv_heads: u64,
         /// Width of a query head.
         qk: u64,
@@ -139,7 +139,7 @@ pub enum LayerOpKind {
     Experts {
         /// Routed experts per layer.
         experts: u64,
-        /// Experts per token.
+        /// Number of routed experts that each token is sent to.
         top_k: u64,
         /// Input and output width.
         k: u64,
@@ -150,9 +150,9 @@ pub enum LayerOpKind {
     },
     /// A memory-bound kernel: norms, residuals, activations, RoPE.
     Elementwise {
-        /// Numbers read.
+        /// Numbers read from memory per token.
         reads: u64,
-        /// Numbers written.
+        /// Numbers written to memory per token.
         writes: u64,
         /// Number of weights, such as a norm's scale.
         weights: u64,

@@ -118,7 +118,7 @@ impl Slots {
 /// Everything that a run may execute, before verification.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Bundle {
-    /// Mesh.
+    /// Mesh over which the programs of all roles run.
     pub mesh: Mesh,
     /// Devices in rank order.
     pub rank_map: RankMap,

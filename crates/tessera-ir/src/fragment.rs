@@ -37,7 +37,7 @@ pub struct SpannedName {
 /// One op of a fragment.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FragmentOp {
-    /// Opcode.
+    /// Operation, independent of the dialect in which it is spelled.
     pub opcode: Opcode,
     /// Dialect of the op's spelling.
     pub dialect: Dialect,
@@ -45,15 +45,15 @@ pub struct FragmentOp {
     pub issue: bool,
     /// Values that the op defines.
     pub results: Vec<SpannedName>,
-    /// Quoted name operand.
+    /// Quoted operand: the name of an input, call scalar, weight or output.
     pub name: Option<String>,
-    /// Buffer operand (`@name`).
+    /// Buffer that the op accesses, written `@name`; the fragment need not declare it.
     pub symbol: Option<SpannedName>,
-    /// Positional operands.
+    /// Operands identified by position; a fragment may leave them undefined.
     pub operands: Vec<SpannedName>,
     /// Keyed operands, in the order of the op table.
     pub keyed: Vec<(&'static str, SpannedName)>,
-    /// Attributes.
+    /// Compile-time attributes as written; required ones may be missing.
     pub attrs: Attrs,
     /// Stream, if the text names one.
     pub stream: Option<String>,

@@ -32,14 +32,14 @@ pub enum OpKind {
     Compute,
     /// Issued by every member of a group.
     Collective,
-    /// Orders other ops.
+    /// Computes nothing: waits for an issued collective or records an event.
     Order,
 }
 
 /// A row of the op table.
 #[derive(Debug)]
 pub struct OpRow {
-    /// Opcode.
+    /// Opcode that the row describes.
     pub opcode: Opcode,
     /// Name of the op without the dialect prefix. Ops of kind [`OpKind::Source`] and
     /// [`OpKind::Sink`] have no prefix in the text form.
@@ -52,7 +52,7 @@ pub struct OpRow {
     pub keyed: &'static [&'static str],
     /// Attributes; a trailing `?` marks an optional attribute.
     pub attrs: &'static [&'static str],
-    /// Number of results.
+    /// Number of values that the op defines.
     pub results: usize,
     /// Whether the op commutes with addition, so that a partial operand may pass through unreduced.
     pub linear: bool,

@@ -70,10 +70,10 @@ pub struct Buffer {
     pub ty: Type,
 }
 
-/// One op.
+/// One op of a program, with operands as indices into the program's values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Op {
-    /// Opcode.
+    /// Operation, which selects the row of the op table.
     pub opcode: Opcode,
     /// For a collective: `true` if the op only issues it and a later `wait` returns the result.
     pub issue: bool,
@@ -81,11 +81,11 @@ pub struct Op {
     pub name: Option<String>,
     /// Buffer that the op accesses.
     pub buffer: Option<BufferId>,
-    /// Positional operands.
+    /// Values identified by position, in the order of the op table.
     pub operands: Vec<ValueId>,
     /// Keyed operands, in the order of the op table.
     pub keyed: Vec<(&'static str, ValueId)>,
-    /// Attributes.
+    /// Compile-time attributes, such as the axis of a collective.
     pub attrs: Attrs,
     /// Values that the op defines.
     pub results: Vec<ValueId>,
@@ -213,7 +213,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Returns a value.
+    /// Returns the value with this index. Panics if the id is of another, larger program.
     #[must_use]
     pub fn value(&self, id: ValueId) -> &Value {
         &self.values[id.0 as usize]
@@ -225,7 +225,7 @@ impl Program {
         &self.value(id).ty
     }
 
-    /// Returns a buffer.
+    /// Returns the buffer with this index. Panics if the id is of another, larger program.
     #[must_use]
     pub fn buffer(&self, id: BufferId) -> &Buffer {
         &self.buffers[id.0 as usize]

@@ -8,13 +8,13 @@ use tessera_mesh::{Axis, AxisLayout, Layout, Mesh};
 /// Element type of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DType {
-    /// IEEE binary32.
+    /// IEEE binary32, 4 bytes.
     F32,
-    /// IEEE binary64.
+    /// IEEE binary64, 8 bytes.
     F64,
-    /// bfloat16.
+    /// bfloat16: the exponent range of f32 with 7 stored mantissa bits.
     Bf16,
-    /// IEEE binary16.
+    /// IEEE binary16: 5 exponent and 10 stored mantissa bits.
     F16,
     /// FP8 with 4 exponent and 3 mantissa bits.
     E4m3,
@@ -60,7 +60,7 @@ impl DType {
 /// Type of a value on one rank: `f32[90, 60] {tp: shard(1)}`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Type {
-    /// Element type.
+    /// Format of each element, or the kind of token.
     pub dtype: DType,
     /// Local extents; empty for a scalar.
     pub shape: Vec<u64>,

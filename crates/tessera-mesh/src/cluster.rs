@@ -19,9 +19,9 @@ pub struct Figure {
 /// A number format that devices compute in or links transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Precision {
-    /// 4 bytes.
+    /// 4 bytes per number.
     F32,
-    /// 2 bytes.
+    /// 2 bytes per number.
     Bf16,
     /// 1 byte; on a link with one scale per 128 numbers.
     Fp8,
@@ -65,7 +65,7 @@ pub enum LinkClass {
 }
 
 impl LinkClass {
-    /// All link classes.
+    /// All link classes, in the order that indexes per-class arrays such as [`Cluster::links`].
     pub const ALL: [LinkClass; 3] = [LinkClass::Domain, LinkClass::Network, LinkClass::Host];
 
     /// Returns the name of the class.
@@ -101,7 +101,7 @@ pub enum MemoryTier {
 }
 
 impl MemoryTier {
-    /// All memory tiers.
+    /// All memory tiers, nearest to the device first.
     pub const ALL: [MemoryTier; 3] = [MemoryTier::Hbm, MemoryTier::Peer, MemoryTier::Host];
 
     /// Returns the name of the tier.
@@ -119,9 +119,9 @@ pub struct DeviceSpec {
     /// Architecture family, which selects the executor's performance curves: `ampere`, `hopper`,
     /// `blackwell`, `cpu`.
     pub family: String,
-    /// Memory capacity.
+    /// Capacity of the device's own memory, in bytes.
     pub memory_bytes: Figure,
-    /// Peak memory bandwidth.
+    /// Peak bandwidth of the device's own memory, in bytes per second.
     pub memory_bytes_per_s: Figure,
     /// Dense peak per precision, in the order of [`Precision::ALL`]; `None` if the device has no
     /// units for the precision.
@@ -133,7 +133,7 @@ pub struct DeviceSpec {
 pub struct Cluster {
     /// Catalog name, such as `gb200-nvl72`.
     pub name: String,
-    /// Display name.
+    /// Name of the cluster in reports.
     pub title: String,
     /// Number of racks.
     pub racks: u32,
@@ -146,7 +146,7 @@ pub struct Cluster {
     pub devices_per_socket: u32,
     /// Number of devices per switch domain: 8 for a host with NVLink, 72 for an NVL72 rack.
     pub domain_size: u32,
-    /// The device type.
+    /// Device that every host contains; a cluster is homogeneous.
     pub device: DeviceSpec,
     /// Links, in the order of [`LinkClass::ALL`].
     pub links: [LinkSpec; 3],

@@ -12,7 +12,7 @@ pub enum Group {
     /// the axis are split into runs of that many consecutive positions, and each run is a group:
     /// `tp/2` on an axis of size 4 has the groups {0, 1} and {2, 3}.
     Axis {
-        /// The axis.
+        /// Mesh axis along which the members differ.
         axis: Axis,
         /// Number of positions per subgroup; `None` for the whole axis.
         subgroup_size: Option<u32>,

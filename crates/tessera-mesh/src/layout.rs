@@ -11,7 +11,7 @@ pub enum Reduction {
     Sum,
     /// Addition along a binary tree over the ranks, neighbours first.
     Tree,
-    /// Maximum.
+    /// Elementwise maximum; its result does not depend on the order of the ranks.
     Max,
 }
 

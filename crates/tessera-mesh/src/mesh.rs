@@ -53,7 +53,7 @@ pub enum Axis {
     Ep,
     /// Pipeline parallelism: layer blocks as stages.
     Pp,
-    /// Data parallelism: replicas.
+    /// Data parallelism: replicas of the weights that process different data.
     Dp,
 }
 

@@ -36,7 +36,7 @@ pub enum DimName {
 }
 
 impl DimName {
-    /// All names.
+    /// All dims that a shard spec can name.
     pub const ALL: [DimName; 3] = [DimName::Col, DimName::Row, DimName::Experts];
 
     /// Returns the name of the dim.

@@ -24,7 +24,7 @@ pub enum ContextRegime {
 pub struct VideoModel {
     /// Dimensions of the DiT.
     pub wan: WanConfig,
-    /// Stream settings.
+    /// Settings of generation: chunks, cache window, denoising steps and decoder.
     pub stream: StreamConfig,
 }
 
@@ -395,7 +395,7 @@ impl<'a> GraphBuilder<'a> {
 struct ChunkPosition {
     /// RoPE position of the first frame.
     start: ValueId,
-    /// First cache row.
+    /// First row of the KV cache that the chunk's keys and values occupy.
     row: ValueId,
     /// Number of attended frames, including this chunk's.
     frames: u64,

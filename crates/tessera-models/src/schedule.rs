@@ -2,7 +2,7 @@
 
 use crate::StreamConfig;
 
-/// One denoising step.
+/// Timestep and noise level of one denoising step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SigmaStep {
     /// Timestep on which the model is conditioned.

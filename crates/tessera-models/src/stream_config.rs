@@ -24,7 +24,7 @@ numbers.",
 pub enum PredictionTarget {
     /// noise − x0; x0 = x − σ · flow.
     Flow,
-    /// x0 itself.
+    /// x0 itself, the denoised latent.
     X0,
 }
 
@@ -82,9 +82,9 @@ pub struct StreamConfig {
     pub warp: bool,
     /// The quantity that the model predicts.
     pub prediction: PredictionTarget,
-    /// Text encoder.
+    /// Component that turns a prompt into the rows that cross-attention reads.
     pub text: TextEncoder,
-    /// Decoder.
+    /// Component that turns latents into pixels, if the stream writes any.
     pub decoder: PixelDecoder,
 }
 

@@ -23,11 +23,11 @@ pub struct WanConfig {
     pub ffn_dim: u64,
     /// Width of the timestep's sinusoidal embedding.
     pub freq_dim: u64,
-    /// Latent channels.
+    /// Channels of the latent video that the DiT denoises.
     pub channels: u64,
-    /// Attention heads.
+    /// Attention heads per block, each of width `dim / heads`.
     pub heads: u64,
-    /// Transformer blocks.
+    /// Number of transformer blocks.
     pub layers: u64,
     /// Number of text rows to which every prompt is padded.
     pub text_len: u64,

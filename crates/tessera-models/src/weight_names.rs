@@ -5,11 +5,11 @@ use crate::WanConfig;
 /// A tensor that the checkpoint must contain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpectedWeight {
-    /// Original name.
+    /// Name in a checkpoint with the original naming.
     pub name: String,
     /// Name in a diffusers checkpoint.
     pub diffusers_name: String,
-    /// Global shape.
+    /// Extents of the whole tensor, before sharding.
     pub shape: Vec<u64>,
 }
 

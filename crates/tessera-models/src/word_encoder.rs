@@ -28,7 +28,7 @@ numbers per line of vocab.txt. A word may occur there only once, regardless of l
 read, and every row after it would belong to the wrong word.",
 };
 
-/// A word table.
+/// Text encoder that looks up one `text_dim`-wide table row per word of a closed vocabulary.
 #[derive(Debug, Clone)]
 pub struct WordEncoder {
     rows: BTreeMap<String, usize>,

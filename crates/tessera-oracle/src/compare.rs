@@ -69,7 +69,7 @@ pub fn conservative_reason(code: &str) -> Option<&'static str> {
 pub struct Comparison {
     /// Codes raised by the verifier, without duplicates, in order.
     pub codes: Vec<&'static str>,
-    /// Simulated outcome.
+    /// What the simulated ranks do: complete, hang, mismatch or race.
     pub outcome: ExecutionOutcome,
 }
 

@@ -64,7 +64,7 @@ pub(crate) struct ExecutionState {
 pub(crate) enum ExecutionStep {
     /// An op runs on its stream.
     RunOp(usize),
-    /// A launch begins.
+    /// The launch with this index starts on its rank, which puts its member calls in flight.
     Launch(usize),
     /// These calls are all in flight and complete as one operation.
     CompleteCalls(Vec<usize>),
@@ -394,7 +394,7 @@ impl<'a> DeviceModel<'a> {
         }
     }
 
-    /// Takes a step.
+    /// Applies one step to the state: finishes an op, starts a launch or completes matched calls.
     pub(crate) fn take_step(&self, state: &mut ExecutionState, step: &ExecutionStep) {
         match step {
             ExecutionStep::RunOp(n) => self.finish_op(state, *n),

@@ -45,7 +45,7 @@ pub enum MutationKind {
 }
 
 impl MutationKind {
-    /// All kinds.
+    /// Every kind of change to one rank's list of calls, in declaration order.
     pub const ALL: [MutationKind; 14] = [
         MutationKind::Drop,
         MutationKind::Swap,

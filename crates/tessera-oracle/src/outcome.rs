@@ -16,16 +16,16 @@ pub enum ExecutionOutcome {
     },
     /// Calls in flight on one group that do not match.
     Mismatch {
-        /// Field that differs.
+        /// First field in which the two calls differ.
         field: MismatchField,
-        /// Both calls.
+        /// Descriptions of the two mismatched calls, one per line.
         trace: String,
         /// Rank and op of one side.
         at: (usize, usize),
     },
     /// A value may be read before it is ready, or two accesses to one buffer have no order.
     Race {
-        /// Both ops.
+        /// Descriptions of the two ops whose accesses have no order.
         trace: String,
         /// Rank and op of the reader, or of the later op in program order.
         at: (usize, usize),
@@ -35,15 +35,15 @@ pub enum ExecutionOutcome {
 /// A field in which two calls in flight on one group differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MismatchField {
-    /// Op name.
+    /// The ranks call different collectives, such as an all-reduce and an all-gather.
     Op,
     /// One call is captured and the other is not, or they are in different graphs.
     Graph,
-    /// Element type.
+    /// Element type of the data on the wire.
     Dtype,
-    /// Reduction.
+    /// Reduction operator that combines the ranks' values.
     Reduction,
-    /// Root.
+    /// Root rank, the source of a broadcast.
     Root,
     /// Number of elements sent and received.
     Count,

@@ -18,7 +18,7 @@ pub struct ProgramSet {
     pub streams: usize,
     /// Whether ranks with equal calls get equal programs, like ranks of one role.
     pub share_programs: bool,
-    /// Collectives in order.
+    /// Collectives and transfers in the order in which each participating rank issues them.
     pub operations: Vec<JointOperation>,
     /// Mutations of the lists of single ranks.
     pub mutations: Vec<Mutation>,
@@ -43,7 +43,7 @@ pub struct PlannedCall {
     pub(crate) collective: CollectiveSpec,
     /// Sharding of the value that a broadcast, send or receive moves.
     pub(crate) sharding: ValueSharding,
-    /// Index into [`SHAPES`].
+    /// Tensor shape, as an index into [`SHAPES`].
     pub(crate) shape: usize,
     pub(crate) dtype: DType,
     pub(crate) batch: Option<u32>,
@@ -70,11 +70,11 @@ pub enum ValueSharding {
     Whole,
     /// Ranks hold shards of a dim over an axis or over each of its subgroups.
     Shards {
-        /// Mesh axis.
+        /// Mesh axis whose ranks hold the shards.
         axis: Axis,
-        /// Subgroup size.
+        /// Number of ranks per subgroup; `None` shards over the whole axis.
         subgroup_size: Option<u32>,
-        /// Tensor dim.
+        /// Index of the tensor dim that is cut into shards.
         dim: usize,
         /// Whether the first ranks hold more rows.
         uneven: bool,
@@ -84,11 +84,11 @@ pub enum ValueSharding {
 /// The dim of an all-to-all that is sharded unevenly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnevenDim {
-    /// No dim.
+    /// Neither dim: all shards have equal size.
     Even,
-    /// The concatenated dim.
+    /// The dim along which received pieces are concatenated.
     Concat,
-    /// The split dim.
+    /// The dim that is cut into the pieces sent.
     Split,
 }
 

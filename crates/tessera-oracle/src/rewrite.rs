@@ -35,7 +35,7 @@ pub enum RewriteKind {
 }
 
 impl RewriteKind {
-    /// All kinds.
+    /// Every kind of rewrite of a lowered program, in declaration order.
     pub const ALL: [RewriteKind; 10] = [
         RewriteKind::DropEvent,
         RewriteKind::DropAfter,

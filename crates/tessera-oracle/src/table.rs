@@ -12,7 +12,7 @@ use crate::rewrite::RewriteKind;
 /// Results of the comparison on many sets.
 #[derive(Debug, Clone, Default)]
 pub struct ComparisonTable {
-    /// Number of sets.
+    /// Number of program sets that were both verified and simulated.
     pub sets: u64,
     /// Number of programs in these sets.
     pub programs: u64,

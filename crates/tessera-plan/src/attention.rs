@@ -52,9 +52,9 @@ pub struct AttentionShape {
     pub v_dim: u64,
     /// Sequences per micro-batch.
     pub sequences: u64,
-    /// Queries per sequence.
+    /// Query positions per sequence: rows of the score matrix.
     pub queries: u64,
-    /// Keys per sequence.
+    /// Key positions per sequence: columns of the score matrix.
     pub keys: u64,
     /// Whether a query attends only to keys up to its own position.
     pub causal: bool,

@@ -52,7 +52,7 @@ pub struct LogicalModel {
     pub hidden_size: u64,
     /// Width of the feed-forward layer.
     pub ffn_size: u64,
-    /// Tokens per chunk.
+    /// Video tokens per generated chunk: the rows that a block processes in one call.
     pub tokens: u64,
     /// Number of transformer blocks.
     pub blocks: u64,

@@ -64,7 +64,7 @@ pub enum Topology {
 }
 
 impl Topology {
-    /// All topologies.
+    /// All placements of the leader, in declaration order, which [`Topology::name`] indexes.
     pub const ALL: [Topology; 3] = [Topology::Mesh, Topology::Pp0, Topology::Pp1];
 
     /// Returns the spelling in a mapping.
@@ -134,7 +134,7 @@ pub enum DtypePolicy {
 }
 
 impl DtypePolicy {
-    /// All policies.
+    /// All policies from widest to narrowest dtype.
     pub const ALL: [DtypePolicy; 3] = [DtypePolicy::F32, DtypePolicy::Bf16, DtypePolicy::Fp8];
 
     /// Returns the spelling in a mapping.
@@ -153,12 +153,12 @@ pub enum Transport {
     Best,
     /// One kernel per collective, over peer memory if ranks can reach it.
     P2p,
-    /// NCCL.
+    /// NCCL library calls for every collective, whether or not ranks reach peer memory.
     Nccl,
 }
 
 impl Transport {
-    /// All transports.
+    /// All transports that a mapping can name.
     pub const ALL: [Transport; 3] = [Transport::Best, Transport::P2p, Transport::Nccl];
 
     /// Returns the spelling in a mapping.
@@ -177,11 +177,11 @@ pub struct Mapping {
     pub mesh: Mesh,
     /// Sharding strategy over tp.
     pub strategy: Strategy,
-    /// Numerics policy.
+    /// Whether the bits of sums may depend on the mesh.
     pub numerics: Numerics,
-    /// Compute dtype policy.
+    /// Dtype of matmuls and of the ops on their results.
     pub dtype: DtypePolicy,
-    /// Transport of collectives.
+    /// How GPU collectives move data: peer-to-peer kernels, NCCL or the faster of them.
     pub transport: Transport,
     /// Number of row chunks of a call under megatron, so that the all-reduce of one chunk overlaps
     /// the compute of another; 1 leaves rows whole.
@@ -458,7 +458,7 @@ pub struct ModelExtents {
     pub hidden_size: u64,
     /// Width of the feed-forward layer.
     pub ffn_size: u64,
-    /// Tokens per chunk.
+    /// Tokens per chunk of video, which ulysses shards over tp.
     pub tokens: u64,
     /// Number of transformer blocks.
     pub blocks: u64,

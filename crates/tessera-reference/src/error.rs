@@ -11,7 +11,7 @@ pub enum EvalError {
     Setup(String),
     /// A rank cannot evaluate an op.
     Op {
-        /// Rank.
+        /// Rank whose program contains the op.
         rank: Rank,
         /// Index of the op in the rank's program.
         op: usize,

@@ -13,7 +13,7 @@ use crate::{EvalError, Tensor, tile_ops};
 /// A call scalar, or a vector with one number per frame.
 #[derive(Debug, Clone, PartialEq)]
 pub enum CallScalar {
-    /// An `i64`.
+    /// An integer scalar, kept exact as `i64` instead of as a tensor of f64.
     Int(i64),
     /// A floating-point scalar or vector.
     Float(Tensor),
@@ -34,7 +34,7 @@ pub enum InputTensor {
 pub struct CallInputs {
     /// Call scalars by name.
     pub scalars: BTreeMap<String, CallScalar>,
-    /// Tensors by name.
+    /// Input tensors of the call, by name.
     pub inputs: BTreeMap<String, InputTensor>,
 }
 

@@ -9,7 +9,7 @@ pub struct Rounding {
     digits: i32,
     /// Exponent of the smallest normal number; subnormal numbers have the spacing of that exponent.
     min_exponent: i32,
-    /// Largest finite number.
+    /// Largest finite number of the dtype; larger ones saturate or become infinity.
     max_value: f64,
     /// Whether larger numbers saturate; otherwise they become infinity.
     saturates: bool,

@@ -21,7 +21,7 @@ impl Tensor {
         Tensor { shape: shape.to_vec(), data }
     }
 
-    /// Creates a scalar.
+    /// Creates a tensor of rank 0, with no extents and one element.
     #[must_use]
     pub fn scalar(x: f64) -> Tensor {
         Tensor::new(&[], vec![x])
@@ -39,7 +39,7 @@ impl Tensor {
         Tensor::from_fn(shape, |_| x)
     }
 
-    /// Returns the extents.
+    /// Returns the extent of each dimension; empty for a scalar.
     #[must_use]
     pub fn shape(&self) -> &[usize] {
         &self.shape

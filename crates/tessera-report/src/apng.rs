@@ -32,16 +32,16 @@ The diagnostic names both numbers; their ratio usually shows the cause (4 channe
 pub struct FilePatch {
     /// Offset from the start of the file, in bytes.
     pub offset: u64,
-    /// New content.
+    /// Bytes to write at the offset, over those already there.
     pub bytes: Vec<u8>,
 }
 
 /// The changes that complete a file after the frames so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ApngEnding {
-    /// Bytes to append.
+    /// Bytes to append after the last frame: the IEND chunk; empty if there is nothing to end.
     pub trailer: Vec<u8>,
-    /// Bytes to overwrite.
+    /// Overwrites of the animation control chunk near the file's start, with the final frame count.
     pub patch: Vec<FilePatch>,
 }
 

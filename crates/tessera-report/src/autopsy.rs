@@ -59,7 +59,7 @@ pub struct AutopsyEvidence {
     pub record: Option<RunRecord>,
     /// Flight records, possibly including those of other runs.
     pub flight_records: Vec<FlightLog>,
-    /// Ends of processes.
+    /// How the processes of ranks ended, where that is known.
     pub process_ends: Vec<ProcessEnd>,
     /// Current state of processes, if known.
     pub vitals: BTreeMap<u32, ProcessVitals>,
@@ -125,7 +125,7 @@ pub struct Finding {
     /// Ranks at fault; empty if no rank is. For a cycle, all of its ranks, because the evidence
     /// does not distinguish them.
     pub ranks: Vec<u32>,
-    /// One sentence.
+    /// What went wrong, in one sentence.
     pub summary: String,
     /// Facts that support the finding.
     pub evidence: Vec<String>,
@@ -139,7 +139,7 @@ pub struct Finding {
 /// State of a rank, for the report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct RankDiagnosis {
-    /// The rank.
+    /// Rank that the state describes.
     pub rank: u32,
     /// State in one or two words.
     pub state: String,
@@ -188,7 +188,7 @@ pub struct Autopsy {
     pub record_comparison: String,
     /// Kind of problem: `hang`, `drift`, `crash`, `refusal` or `none`.
     pub triage: &'static str,
-    /// Recommended next step.
+    /// What the user should do next, derived from the findings.
     pub next_step: String,
     /// States of all ranks.
     pub ranks: Vec<RankDiagnosis>,

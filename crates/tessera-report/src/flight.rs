@@ -49,9 +49,9 @@ leaves no file. An empty file was created but never written, for example because
 /// The first line of a flight record, which identifies the rank and the run.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct FlightHeader {
-    /// [`SCHEMA`].
+    /// Version of the flight record's format; this build writes [`SCHEMA`].
     pub schema: u32,
-    /// Always `flight`.
+    /// Always `flight`, which marks the line as the header of a flight record.
     pub kind: String,
     /// Rank that wrote the record.
     pub rank: u32,
@@ -66,7 +66,7 @@ pub struct FlightHeader {
     pub mesh: String,
     /// Role of the rank in the plan.
     pub role: String,
-    /// Process id.
+    /// Id of the rank's process in its operating system, which may reuse it later.
     pub pid: u32,
     /// Start time of the process in the system's own ticks, which distinguishes it from a later
     /// process with the same id.
@@ -253,7 +253,7 @@ pub struct FlightMark {
     /// Whether the rank relays another rank's failure.
     #[serde(default, rename = "relayed", skip_serializing_if = "std::ops::Not::not")]
     pub is_relayed: bool,
-    /// Exit status.
+    /// Exit status of the process, for a line that records its exit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub status: Option<i32>,
     /// Details in words, truncated to fit the line.
@@ -331,7 +331,7 @@ pub fn add_collective_waits(record: &mut RunRecord, flights: &[FlightLog]) {
 /// A flight record that was read from a file.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct FlightLog {
-    /// Header line.
+    /// First line of the file, which identifies the rank and the run.
     pub header: FlightHeader,
     /// Lines that are still in the ring, oldest first.
     pub lines: Vec<FlightLine>,

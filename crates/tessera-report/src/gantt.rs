@@ -19,7 +19,7 @@ place would change every ratio that is computed from the chart.",
 /// Maximum number of bars in a chart.
 pub const MAX_CHART_BARS: usize = 100_000;
 
-/// A gantt chart.
+/// A Mermaid gantt chart with integral start times and lengths.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GanttChart {
     /// Title; empty if there is none.
@@ -32,7 +32,7 @@ pub struct GanttChart {
     pub omitted_bars: u64,
     /// Column of the colon after a bar's name; a longer name is followed by one space.
     pub name_width: usize,
-    /// Sections in order.
+    /// Sections from top to bottom, in the order of the chart's text.
     pub sections: Vec<GanttSection>,
 }
 
@@ -71,7 +71,7 @@ const OMITTED_SUFFIX: &str = " bars left out";
 pub struct GanttSection {
     /// Name of the section.
     pub name: String,
-    /// Bars in order.
+    /// Bars in the order of the chart's text.
     pub bars: Vec<GanttBar>,
 }
 

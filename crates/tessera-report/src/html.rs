@@ -32,11 +32,11 @@ pub const DETAIL_CHUNKS: usize = 4;
 pub struct ReportPage<'a> {
     /// Record of the run.
     pub record: &'a RunRecord,
-    /// Animated clip.
+    /// The run's frames as an animated PNG.
     pub clip: Option<ReportClip<'a>>,
     /// Frames of the contact sheet, in order.
     pub frames: &'a [SheetFrame],
-    /// Sealed plan.
+    /// Mapping, programs, memory and collectives of the sealed plan that ran.
     pub plan: Option<&'a PlanView>,
     /// Measured values and their limits.
     pub gates: &'a [ReportGate],
@@ -44,7 +44,7 @@ pub struct ReportPage<'a> {
     pub trace_href: Option<&'a str>,
 }
 
-/// An animated clip.
+/// The run's frames as an animated PNG, inlined in the page or linked from it.
 #[derive(Debug, Clone, Copy)]
 pub struct ReportClip<'a> {
     /// The whole APNG file; `None` is allowed for a clip above [`MAX_INLINE_CLIP_BYTES`], which is

@@ -66,7 +66,7 @@ impl RecordLine {
 /// The request and the plan that it ran.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunStart {
-    /// [`SCHEMA`].
+    /// Version of the record's format; this build reads and writes only [`SCHEMA`].
     pub schema: u32,
     /// Version of tessera that wrote the record.
     pub tessera: String,
@@ -78,7 +78,7 @@ pub struct RunStart {
     pub mesh: String,
     /// Strategy per axis, such as `tp: ulysses`.
     pub strategy: String,
-    /// Numerics policy.
+    /// Name of the numerics policy in the mapping under which the plan was made.
     pub numerics: String,
     /// Dtype in which the programs compute. Records of earlier builds lack it; those runs computed
     /// in f32.
@@ -88,7 +88,7 @@ pub struct RunStart {
     pub cache: String,
     /// Topology: `mesh`, `pp0` or `pp1`.
     pub topology: String,
-    /// The user's seed.
+    /// Seed that the user chose, from which the noise of the run is drawn.
     pub seed: u64,
     /// Prompts, each with the first chunk that uses it; the first prompt is for chunk 0.
     pub prompts: Vec<ScheduledPrompt>,
@@ -362,7 +362,7 @@ pub struct FailureCause {
 /// A record that was read from a file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunRecord {
-    /// The start line.
+    /// First line of the file: the request and the plan that it ran.
     pub start: RunStart,
     /// Chunks in the order of the file; of a long run only the first and the last ones.
     pub chunks: Vec<ChunkRecord>,
@@ -379,7 +379,7 @@ pub struct RunRecord {
 /// Counts of the chunks that were read and not kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct OmittedChunks {
-    /// Number of chunks.
+    /// Number of chunks whose records were read and not kept.
     pub chunks: u32,
     /// Number of frames in these chunks.
     pub frames: u64,

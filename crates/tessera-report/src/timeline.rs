@@ -76,7 +76,7 @@ pub struct TimelineMark {
 /// A half-open interval of time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TimeWindow {
-    /// First nanosecond.
+    /// First nanosecond inside the interval.
     pub start_ns: u64,
     /// One past the last.
     pub end_ns: u64,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 pub struct Digest(pub [u8; 32]);
 
 impl Digest {
-    /// Hashes raw bytes.
+    /// Hashes bytes as they are, without the label that [`Digest::hash_value`] adds.
     #[must_use]
     pub fn hash_bytes(bytes: &[u8]) -> Digest {
         Digest(*blake3::hash(bytes).as_bytes())

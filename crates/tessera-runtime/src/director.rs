@@ -28,7 +28,7 @@ to before it. A request that brings a prompt must bring its embedding. The leade
 anything to a rank.",
 };
 
-/// One denoise step.
+/// Parameters of one denoise step of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DenoiseStep {
     /// The input of the time embedding.
@@ -85,7 +85,7 @@ impl StreamSpec {
 /// Whether a chunk begins a new scene, and how the chunks before it are treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum SceneCut {
-    /// The scene continues.
+    /// The chunk continues the scene of the chunk before it.
     #[default]
     None,
     /// A new scene begins after every chunk that was requested before.

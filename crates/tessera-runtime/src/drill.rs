@@ -23,7 +23,7 @@ macro_rules! faults {
         }
 
         impl DrillFault {
-            /// Every fault.
+            /// Every fault, in declaration order.
             pub const ALL: &[DrillFault] = &[$(DrillFault::$name,)*];
 
             /// Returns the fault's name on a command line.
@@ -143,7 +143,7 @@ impl FromStr for DrillFault {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ArmedFault {
-    /// The fault.
+    /// Which fault the drill injects.
     pub fault: DrillFault,
     /// The rank on which the fault fires.
     pub rank: u32,

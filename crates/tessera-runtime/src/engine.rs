@@ -69,9 +69,9 @@ pub type AbortHandle = Arc<dyn Fn() + Send + Sync>;
 /// The measurements of one executed phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PhaseReport {
-    /// Duration in nanoseconds.
+    /// Measured duration of the phase on this rank, in nanoseconds.
     pub ns: u64,
-    /// Collectives issued.
+    /// Number of collectives that this rank issued during the phase.
     pub collectives: u64,
     /// Digest of the collective trace.
     pub trace: Digest,
@@ -97,7 +97,7 @@ pub struct EngineFault {
     pub kind: EngineFaultKind,
     /// The id of a diagnostic code.
     pub code: String,
-    /// A description.
+    /// What went wrong, as readable text for the failure report.
     pub text: String,
 }
 
@@ -271,7 +271,7 @@ pub struct ReadyCall {
 pub struct CallReport {
     /// The rank's observation of the call.
     pub observed: CallObservation,
-    /// The chunk's latents.
+    /// The latents of the chunk that the call generated; `None` if this rank returns none.
     pub output: Option<Tensor>,
     /// Shard digests of the weights that a reload loaded.
     pub fingerprints: Vec<ShardFingerprint>,

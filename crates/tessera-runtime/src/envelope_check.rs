@@ -70,7 +70,7 @@ pub const CONTEXT_TENSOR: &str = "context";
 pub struct LocalState<'a> {
     /// Digest of this rank's plan.
     pub plan: Digest,
-    /// This rank's session.
+    /// Id of the session this rank joined; an envelope of another session is refused.
     pub session: u64,
     /// Id of the last accepted envelope.
     pub last_call_id: u64,
@@ -80,7 +80,7 @@ pub struct LocalState<'a> {
     pub programs: &'a ProgramIndex,
     /// Number of open calls on this rank.
     pub open_calls: usize,
-    /// The disabled tripwires.
+    /// Tripwires whose checks are skipped; empty except in a self-test.
     pub tripwires: &'a Tripwires,
 }
 

@@ -23,26 +23,26 @@ pub enum FlightEvent<'a> {
     Hello,
     /// The leader planned a call and sent its envelope.
     CallIssued {
-        /// The call.
+        /// Id of the planned call.
         call_id: u64,
         /// The chunk that the call generates.
         chunk: u32,
-        /// The cache epoch.
+        /// Cache epoch of the call.
         epoch: u32,
     },
     /// This rank agreed to a call.
     Ready {
-        /// The call.
+        /// Id of the call that this rank is ready to run.
         call_id: u64,
     },
     /// A call was committed: on the leader when it sends the commit, on a rank when it receives it.
     Commit {
-        /// The call.
+        /// Id of the committed call.
         call_id: u64,
     },
     /// This rank finished a call and reported it.
     Done {
-        /// The call.
+        /// Id of the finished call.
         call_id: u64,
     },
     /// A failure on this rank or on another.
@@ -53,14 +53,14 @@ pub enum FlightEvent<'a> {
         rank: Option<u32>,
         /// The id of a diagnostic code.
         code: &'a str,
-        /// The failure's text.
+        /// Readable description of the failure.
         text: &'a str,
         /// Whether the failure is known to be caused by another failure.
         secondary: bool,
     },
     /// The process is about to exit.
     Exit {
-        /// The exit status.
+        /// Exit status that the process returns to its parent.
         status: i32,
     },
 }

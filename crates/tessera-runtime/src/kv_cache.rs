@@ -101,7 +101,7 @@ pub enum Transition {
     Recompute,
     /// Writes the chunk's rows; later forwards of the call overwrite them.
     Append,
-    /// Closes the chunk.
+    /// Ends the chunk after its last forward and increments the chunk index.
     Advance,
 }
 
@@ -110,7 +110,7 @@ pub enum Transition {
 pub struct TransitionRule {
     /// Regime that the row applies to.
     pub regime: CacheRegime,
-    /// Stage before.
+    /// Stage in which the transition is legal.
     pub from: CacheStage,
     /// Name of the transition.
     pub transition: &'static str,

@@ -48,14 +48,14 @@ pub struct MeshLeaderConfig {
     pub cache: CacheSpec,
     /// The bounds of queues and waits.
     pub limits: Limits,
-    /// The disabled tripwires.
+    /// Tripwires whose checks are skipped on the mesh leader; empty except in a self-test.
     pub tripwires: Tripwires,
 }
 
 /// An event that the driver reports to the mesh leader.
 #[derive(Debug)]
 pub enum Event {
-    /// Time passed.
+    /// The driver's periodic wake-up, on which deadlines are checked.
     Tick,
     /// A frame arrived from the leader.
     Down(Message),
@@ -63,12 +63,12 @@ pub enum Event {
     Up {
         /// The rank that made the message; the driver has compared it with the link's rank.
         origin: u32,
-        /// The message.
+        /// The decoded control message on its way to the leader.
         message: Message,
     },
     /// A member's socket closed or broke.
     Gone {
-        /// The member.
+        /// Rank of the member whose link is lost.
         rank: u32,
         /// A description of how it closed.
         how: String,

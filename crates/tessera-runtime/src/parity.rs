@@ -170,7 +170,7 @@ impl Parity {
         other.keys.iter().fold(self, |p, k| p.with_key(k.key.clone(), k.class, k.value.clone()))
     }
 
-    /// Returns the keys.
+    /// Returns every key of the table with its class and value.
     #[must_use]
     pub fn keys(&self) -> &[ParityKey] {
         &self.keys

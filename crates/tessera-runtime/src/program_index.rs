@@ -84,9 +84,9 @@ impl PhaseKind {
 /// The type of a scalar.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ArgKind {
-    /// An integer.
+    /// A signed 64-bit integer.
     I64,
-    /// A float.
+    /// A single-precision float, sent as its bits.
     F32,
     /// A list of that many floats.
     F32s(u32),
@@ -107,9 +107,9 @@ impl ArgKind {
 pub struct InputSpec {
     /// Name in the manifest.
     pub name: String,
-    /// Element type.
+    /// Element type that the program expects.
     pub dtype: Dtype,
-    /// Shape.
+    /// Extents that the program expects, outermost first.
     pub shape: Vec<u64>,
 }
 
@@ -131,7 +131,7 @@ pub struct ProgramInfo {
 pub struct ExpectedTotals {
     /// Number of generator forwards.
     pub generator_calls: u32,
-    /// Collectives per rank.
+    /// Number of collectives that each rank issues during the call, over all phases.
     pub collectives: u64,
     /// Digest of the phases' trace digests, in execution order.
     pub trace: Digest,

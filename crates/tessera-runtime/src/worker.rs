@@ -55,14 +55,14 @@ sender usually comes from the kernel's out-of-memory killer; the kernel log reco
 /// The configuration of a worker.
 #[derive(Debug, Clone)]
 pub struct WorkerConfig {
-    /// This rank.
+    /// Rank of this worker in the run.
     pub rank: u32,
     /// The rank at the other end of this rank's control socket: 0, or the mesh leader for a member
     /// behind a mesh leader.
     pub upstream_rank: u32,
     /// Digest of the sealed plan on this rank.
     pub plan: Digest,
-    /// This rank's build.
+    /// Build identifier of this rank's binary.
     pub build: String,
     /// This rank's parity keys for the hello.
     pub parity: Parity,
@@ -74,7 +74,7 @@ pub struct WorkerConfig {
     pub limits: Limits,
     /// Whether this rank sends the chunk's latents to the leader.
     pub sends_output: bool,
-    /// The disabled tripwires.
+    /// Codes of the tripwires that this rank does not check; empty except in a self-test.
     pub tripwires: Tripwires,
 }
 

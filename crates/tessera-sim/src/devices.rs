@@ -26,9 +26,9 @@ pub struct SimProgramId(usize);
 /// The end of a program on a rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ProgramEnd {
-    /// The rank.
+    /// Rank on which the program ended.
     pub rank: Rank,
-    /// The program.
+    /// Handle of the program that ended.
     pub program: SimProgramId,
     /// Start time in nanoseconds.
     pub start_ns: f64,
@@ -41,7 +41,7 @@ pub struct ProgramEnd {
 /// The end of work outside programs: see [`SimDevices::occupy`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OutsideWork {
-    /// The rank.
+    /// Rank whose device did the work.
     pub rank: Rank,
     /// The time at which the work got the device, in nanoseconds.
     pub start_ns: f64,
@@ -52,9 +52,9 @@ pub struct OutsideWork {
 /// An interval in which a stream of a device was busy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BusyInterval {
-    /// The rank.
+    /// Rank whose device was busy.
     pub rank: Rank,
-    /// The program.
+    /// Handle of the program that contains the op.
     pub program: SimProgramId,
     /// Index of the op.
     pub op: usize,
@@ -64,7 +64,7 @@ pub struct BusyInterval {
     pub transfer: bool,
     /// Start in nanoseconds; for a transfer, the arrival of its last member.
     pub start_ns: f64,
-    /// End in nanoseconds.
+    /// Simulated time in nanoseconds at which the op or its transfer ended.
     pub end_ns: f64,
 }
 
@@ -108,7 +108,7 @@ struct RankDevice {
     active_ns: f64,
 }
 
-/// A running program.
+/// Progress of one rank through the program that it executes.
 #[derive(Debug)]
 struct RunningProgram {
     program: SimProgramId,

@@ -51,7 +51,7 @@ pub(crate) struct CollectiveLaunch {
     pub(crate) duration_ns: f64,
     /// The properties on which all members must agree, encoded as one number.
     pub(crate) signature: u64,
-    /// Description for messages.
+    /// Text that identifies this launch in messages about mismatches and stalls.
     pub(crate) description: String,
 }
 

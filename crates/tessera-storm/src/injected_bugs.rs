@@ -27,7 +27,7 @@ pub enum InjectedBug {
 }
 
 impl InjectedBug {
-    /// All bugs.
+    /// Every bug that a storm can inject.
     pub const ALL: [InjectedBug; 8] = [
         InjectedBug::CommitEarly,
         InjectedBug::MinEpochIgnored,

@@ -14,7 +14,7 @@ use crate::Scenario;
 /// watchdog, a second one that starts when the first expires, and the duration of a slow step.
 const MAX_RUN_AFTER_EVENT_NS: u64 = 90_000_000_000;
 
-/// A violated invariant.
+/// One violation of an invariant, with its simulated time.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct InvariantViolation {
     /// Name of the invariant.
@@ -28,11 +28,11 @@ pub struct InvariantViolation {
 /// The outcome of a scenario.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StormOutcome {
-    /// Violated invariants.
+    /// Violations of invariants during the run; empty if the scenario passed.
     pub violations: Vec<InvariantViolation>,
     /// Digest of all events: equal for equal runs.
     pub trace: Digest,
-    /// Number of events.
+    /// Number of events that the trace digest covers.
     pub events: u64,
     /// Whether the run ended with every chunk delivered.
     pub finished: bool,

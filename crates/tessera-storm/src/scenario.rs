@@ -22,7 +22,7 @@ pub struct Scenario {
     pub outside: bool,
     /// Whether a launcher started the processes.
     pub launcher: bool,
-    /// KV cache regime.
+    /// How KV caches are filled: kept from chunk to chunk, or recomputed before each chunk.
     pub regime: CacheRegime,
     /// Requested chunks; the number identifies a new prompt.
     pub requests: Vec<(ChunkRequest, Option<u32>)>,

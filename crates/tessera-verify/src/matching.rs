@@ -26,7 +26,7 @@ pub(crate) struct RoleLaunches {
 }
 
 impl RoleLaunches {
-    /// Appends a launch.
+    /// Appends a launch in host order and its signature to the sequence of its endpoint.
     pub(crate) fn push_launch(&mut self, endpoint: u32, signature: u32, batch: u32) {
         let at = endpoint as usize;
         if self.signatures.len() <= at {

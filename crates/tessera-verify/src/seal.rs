@@ -69,7 +69,7 @@ pub struct SealedPlan {
     phases: Vec<Vec<SealedProgram>>,
     calls: Vec<(String, Vec<String>)>,
     mapping: String,
-    /// Memory per role.
+    /// Bytes of weights, buffers, inputs and temporaries of one rank, per role.
     memory: Vec<RoleMemory>,
 }
 
@@ -123,7 +123,7 @@ impl SealedPlan {
         to_hex(&self.digest)
     }
 
-    /// Returns the mesh.
+    /// Returns the mesh for which the programs were verified.
     #[must_use]
     pub fn mesh(&self) -> &Mesh {
         &self.mesh

@@ -15,7 +15,7 @@ pub enum FileDtype {
 }
 
 impl FileDtype {
-    /// All readable types.
+    /// Every element type that can be read from a file.
     pub const ALL: [FileDtype; 3] = [FileDtype::F32, FileDtype::F16, FileDtype::Bf16];
 
     /// Returns the type with this safetensors name if it is readable.

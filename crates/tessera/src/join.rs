@@ -57,7 +57,7 @@ const MAX_CREDENTIAL_BYTES: u64 = 1 << 20;
 pub struct JoinOptions {
     /// Rank of this process.
     pub rank: u32,
-    /// Number of ranks.
+    /// Number of ranks of the run on all hosts.
     pub world: u32,
     /// Host and port where rank 0 listens.
     pub master: (String, u16),
@@ -69,7 +69,7 @@ pub struct JoinOptions {
     pub bind: Option<IpAddr>,
     /// File with the shared secret of the run.
     pub secret: Option<PathBuf>,
-    /// TLS certificate files.
+    /// Certificate files for TLS; `None` without TLS.
     pub tls: Option<TlsFiles>,
     /// Maximum time to wait for the other ranks.
     pub timeout: Duration,

@@ -43,7 +43,7 @@ pub struct Model {
 pub struct Overrides {
     /// Whether the cache regime is recompute.
     pub recompute: Option<bool>,
-    /// Denoising timesteps.
+    /// Denoising timesteps that replace those of the streaming config.
     pub steps: Option<Vec<f64>>,
 }
 

@@ -41,7 +41,7 @@ pub struct Plan {
     pub model_dir: String,
     /// Mapping, as sealed.
     pub mapping: Mapping,
-    /// The verified programs.
+    /// The verified programs of all phases and roles, with their digest.
     pub sealed: SealedPlan,
 }
 

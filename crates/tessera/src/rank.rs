@@ -56,7 +56,7 @@ pub(crate) struct RankConfig {
     pub(crate) digest: String,
     /// Folder of the model.
     pub(crate) model: PathBuf,
-    /// Run directory.
+    /// Directory to which the run writes its output.
     pub(crate) out: PathBuf,
     /// Number of CPU threads per rank.
     pub(crate) threads: usize,
@@ -189,7 +189,7 @@ pub(crate) type LeaderEventHandler = Box<dyn FnMut(LeaderEvent<'_>)>;
 pub(crate) enum LeaderEvent<'a> {
     /// A chunk was delivered.
     Chunk(&'a Progress),
-    /// The run failed.
+    /// The run ended with this failure.
     Failed(&'a Failure),
 }
 
@@ -242,7 +242,7 @@ pub(crate) struct RankContext {
     delays: SyntheticDelays,
     /// Topology of the control links.
     topology: ControlTopology,
-    /// The disabled tripwires.
+    /// Codes of the tripwires that this rank does not check; empty except in a self-test.
     tripwires: Tripwires,
     /// Flight record; `None` if the rank is not its own process.
     flight: Option<Arc<FlightRecord>>,

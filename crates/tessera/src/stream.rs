@@ -57,11 +57,11 @@ const MAX_LINE_BYTES: u64 = 64 << 20;
 /// The options of a stream.
 #[derive(Debug, Clone, Default)]
 pub struct StreamOptions {
-    /// Number of chunks.
+    /// Number of chunks to generate.
     pub chunks: u32,
-    /// First prompt.
+    /// Prompt from chunk 0 until the first of `prompts_at`.
     pub prompt: String,
-    /// First seed.
+    /// Seed from chunk 0 until the first of `seeds_at`.
     pub seed: u64,
     /// Later prompts by chunk.
     pub prompts_at: Vec<(u32, String)>,
@@ -131,11 +131,11 @@ pub struct StreamReport {
     pub failure: Option<Failure>,
     /// Whether the run was interrupted.
     pub interrupted: bool,
-    /// Chunks on disk.
+    /// Number of chunks written to disk.
     pub chunks: u32,
     /// Requested chunks that were dropped for a cut.
     pub dropped: u32,
-    /// Frames on disk.
+    /// Number of pixel frames written to disk.
     pub frames: u64,
     /// Frames per second from the first call to the last delivery.
     pub fps: f64,
@@ -145,7 +145,7 @@ pub struct StreamReport {
     pub overlap: Option<OverlapStats>,
     /// Description of the simulated machine; `None` if the ranks ran on this host.
     pub machine: Option<String>,
-    /// Run directory.
+    /// Directory that holds the output of the run.
     pub out: PathBuf,
 }
 

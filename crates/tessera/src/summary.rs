@@ -21,7 +21,7 @@ pub struct PlanSummary {
     pub strategy: &'static str,
     /// Number of row chunks; 1 if rows are not split.
     pub overlap_chunks: u32,
-    /// Numerics policy.
+    /// Summation order of partial sums: by rank, or in a tree that is equal on any mesh.
     pub numerics: &'static str,
     /// Compute dtype: `f32`; `bf16` for matmuls and the activations they produce; `fp8` for the
     /// matmuls of blocks.
@@ -38,18 +38,18 @@ pub struct PlanSummary {
     pub frames_per_chunk: u64,
     /// Number of transformer blocks on each stage.
     pub blocks_per_stage: Vec<u64>,
-    /// Ranks, in order.
+    /// Role, device and memory of each rank, in rank order.
     pub ranks: Vec<RankSummary>,
     /// Phases, in the order of the plan.
     pub phases: Vec<PhaseSummary>,
-    /// Admitted calls.
+    /// Sequences of phases that the plan admits as calls, with their totals.
     pub calls: Vec<CallSummary>,
 }
 
 /// The summary of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RankSummary {
-    /// The rank.
+    /// Index of the rank in rank order.
     pub rank: u32,
     /// Coordinate on each axis with more than one rank, for example `tp=1, pp=0`; `outside` for a
     /// rank outside the mesh.
@@ -58,7 +58,7 @@ pub struct RankSummary {
     pub role: String,
     /// Device of the rank.
     pub device: String,
-    /// Bytes of weights.
+    /// Bytes of the rank's distinct weight shards over all phases.
     pub weights_bytes: u64,
     /// Bytes of caches and latents.
     pub buffers_bytes: u64,
@@ -73,7 +73,7 @@ pub struct RankSummary {
 /// The summary of one phase.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PhaseSummary {
-    /// Name and variant.
+    /// Name of the phase with its variant.
     pub name: String,
     /// Floating-point operations of the busiest rank.
     pub flops: u64,
@@ -99,9 +99,9 @@ pub struct CollectiveSummary {
 /// The summary of one admitted call.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CallSummary {
-    /// Name.
+    /// Name of the call in the sealed plan.
     pub name: String,
-    /// Phases, in order.
+    /// Names of the phases that the call runs, in order.
     pub phases: Vec<String>,
     /// Collectives that the busiest ranks issue, summed over all phases.
     pub collectives: u64,
@@ -112,7 +112,7 @@ pub struct CallSummary {
 }
 
 impl PlanSummary {
-    /// Summarizes a plan.
+    /// Sums the memory per rank and the FLOPs and collectives per phase and call of a plan.
     #[must_use]
     pub fn from_plan(plan: &Plan) -> PlanSummary {
         let (sealed, stream) = (&plan.sealed, &plan.video.stream);

@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-/// A text file.
+/// A text file of the workspace with its contents.
 #[derive(Debug)]
 pub(crate) struct File {
     /// Path relative to the workspace root, with `/` as separator.

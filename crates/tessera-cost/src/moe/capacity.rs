@@ -38,7 +38,7 @@ pub struct CapacityPoint {
 pub struct CapacitySweep {
     /// Points from 100 to 200 per cent in steps of 5.
     pub points: Vec<CapacityPoint>,
-    /// The chosen point.
+    /// The smallest allowed point that drops few enough rows, or else the largest allowed.
     pub chosen: CapacityPoint,
 }
 

@@ -4,7 +4,7 @@
 /// Ranks whose rows have the same distribution.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RankGroup {
-    /// Number of ranks.
+    /// Number of ranks that share the distribution.
     pub ranks: f64,
     /// Expected rows of one rank.
     pub mean: f64,
@@ -104,7 +104,7 @@ pub(super) fn to_skewed(z: f64, skew: f64) -> f64 {
     (root.max(0.0).powi(3) - 1.0) * 2.0 / skew
 }
 
-/// Inverts [`to_skewed`].
+/// Returns the standard normal value that [`to_skewed`] maps to `y`.
 fn from_skewed(y: f64, skew: f64) -> f64 {
     if skew < 1e-3 {
         return y;

@@ -34,7 +34,7 @@ pub fn remote_share(experts: u64, top_k: u64, local: u64, penalty: f64, scale: f
 /// One sequence whose tokens are exchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExchangeItem {
-    /// Number of tokens.
+    /// Length of the sequence in tokens, before padding.
     pub tokens: u64,
     /// Kind of the sequence, for example prompt or decode; different kinds never share an exchange.
     pub kind: u32,

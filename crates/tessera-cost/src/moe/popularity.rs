@@ -8,7 +8,7 @@ use super::Routing;
 /// Experts with the same popularity.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ExpertClass {
-    /// Number of experts.
+    /// Number of experts in the class.
     pub count: f64,
     /// Share of tokens that select each of them, 0 to 1.
     pub token_share: f64,
@@ -17,7 +17,7 @@ pub(super) struct ExpertClass {
 /// Ranks that hold the same number of experts of each class.
 #[derive(Debug, Clone)]
 pub(super) struct ExpertRankKind {
-    /// Number of ranks.
+    /// Number of ranks of this kind in the group.
     pub ranks: f64,
     /// Experts of each rank.
     pub experts: f64,
@@ -31,7 +31,7 @@ pub(super) struct ExpertRankKind {
 pub(super) struct ExpertSpread {
     /// Whether each rank holds a random subset of all experts.
     pub mixed: bool,
-    /// Kinds of ranks.
+    /// Groups of ranks, which differ in the number of experts that they hold of each class.
     pub kinds: Vec<ExpertRankKind>,
 }
 

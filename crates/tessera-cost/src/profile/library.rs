@@ -4,13 +4,13 @@
 /// Constants of a collective library.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CollectiveLibrary {
-    /// All-reduce.
+    /// Cost lines of an all-reduce, by algorithm.
     pub all_reduce: AlgorithmLines,
-    /// All-gather and reduce-scatter.
+    /// Cost lines that all-gather and reduce-scatter share.
     pub gather: AlgorithmLines,
-    /// All-to-all.
+    /// Cost lines of an all-to-all, by algorithm.
     pub all_to_all: AlgorithmLines,
-    /// Broadcast.
+    /// Cost lines of a broadcast, by algorithm.
     pub broadcast: AlgorithmLines,
     /// Point-to-point send and receive.
     pub send: AlgorithmLines,

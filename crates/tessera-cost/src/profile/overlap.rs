@@ -22,7 +22,7 @@ pub struct OverlapTraits {
 /// The computation that hides tp transfers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TpOverlap {
-    /// No overlap.
+    /// No computation hides tp transfers: their whole time is exposed.
     Nothing,
     /// In the backward pass, transfers around a column-parallel matmul overlap the GEMM of the
     /// other gradient.

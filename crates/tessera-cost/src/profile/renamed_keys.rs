@@ -3,7 +3,7 @@
 /// Tables of a profile or of a device family.
 pub(crate) const RENAMED_TABLES: &[(&str, &str)] =
     &[("habits", "executor"), ("products", "gemms"), ("experts", "grouped_gemm")];
-/// Keys of `[executor]`.
+/// Keys of `[executor]`, as pairs of the earlier and the present key.
 pub(crate) const RENAMED_TRAITS: &[(&str, &str)] = &[
     ("fuses_passes", "fuses_elementwise"),
     ("joins_products", "merges_gemms"),
@@ -15,15 +15,15 @@ pub(crate) const RENAMED_TRAITS: &[(&str, &str)] = &[
 ];
 /// Keys of a GEMM curve.
 pub(crate) const RENAMED_GEMM: &[(&str, &str)] = &[("most", "max_efficiency")];
-/// Keys of `[memory]`.
+/// Keys of `[memory]`, as pairs of the earlier and the present key.
 pub(crate) const RENAMED_MEMORY: &[(&str, &str)] = &[("cached_times", "cached_speedup")];
-/// Keys of `[overlap]`.
+/// Keys of `[overlap]`, as pairs of the earlier and the present key.
 pub(crate) const RENAMED_OVERLAP: &[(&str, &str)] = &[
     ("weight_gradient_fused", "fuses_weight_gradient"),
     ("gathers", "overlaps_gathers"),
     ("exchanges", "overlaps_dispatch"),
 ];
-/// Keys of `[library]`.
+/// Keys of `[library]`, as pairs of the earlier and the present key.
 pub(crate) const RENAMED_LIBRARY: &[(&str, &str)] = &[("out_rate", "network_rate")];
 /// Keys of a cost line.
 pub(crate) const RENAMED_LINE: &[(&str, &str)] = &[("own", "self_copy"), ("far", "network_share")];

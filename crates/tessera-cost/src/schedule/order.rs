@@ -8,20 +8,20 @@ use crate::params::PipelineSchedule;
 /// The work on a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum StageWork {
-    /// Forward pass.
+    /// Forward pass of the chunk's layers.
     Forward,
     /// Input and weight gradients together.
     Backward,
-    /// Input gradients only.
+    /// Input gradients only, which the preceding stage waits for.
     BackwardInput,
-    /// Weight gradients only.
+    /// Weight gradients only, which no other stage waits for.
     BackwardWeight,
 }
 
 /// Work on one micro-batch by one model chunk of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StageOp {
-    /// The work.
+    /// Which pass runs: forward, backward, or one half of backward.
     pub work: StageWork,
     /// Model chunk of the stage. In interleaved schedules chunk 0 holds the earliest layers. In
     /// DualPipe chunk 0 serves the micro-batches that enter at the first stage, and chunk 1 those
@@ -34,7 +34,7 @@ pub struct StageOp {
 /// One turn of a stage: an op, or a forward and a backward op fused into one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StageTurn {
-    /// The op.
+    /// The op of this turn; in a fused block one of its two ops.
     pub op: StageOp,
     /// The op in the same block, if any.
     pub paired: Option<StageOp>,

@@ -8,15 +8,15 @@ use crate::params::PipelineSchedule;
 /// One op of a stage with its time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StageSlot {
-    /// Stage.
+    /// Index of the pipeline stage that runs the op.
     pub stage: u32,
     /// Model chunk of the stage, as in [`StageOp::model_chunk`].
     pub model_chunk: u32,
     /// Micro-batch, as in [`StageOp::micro_batch`].
     pub micro_batch: u32,
-    /// The work.
+    /// Which pass runs: forward, backward, or one half of backward.
     pub work: StageWork,
-    /// Start time.
+    /// Time at which the op starts, in nanoseconds.
     pub start_ns: f64,
     /// End time. Of two ops in one block the first takes its time first, and the results of both
     /// are available at the end of the block.

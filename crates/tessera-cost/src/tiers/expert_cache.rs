@@ -154,7 +154,7 @@ impl ExpertCache {
         self.last_use.insert(e, step);
     }
 
-    /// Counts a request.
+    /// Records a request for expert `e` at `step`: decays its earlier count, then adds 1.
     fn count_request(&mut self, e: usize, step: usize) {
         if let Some(held) = self.last_use.get_mut(&e) {
             *held = step;

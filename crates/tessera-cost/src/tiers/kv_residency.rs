@@ -20,7 +20,7 @@ pub struct SegmentReads {
     pub seed: u64,
     /// Segments of the context before the first step.
     pub segments: usize,
-    /// Number of steps.
+    /// Number of steps to simulate.
     pub steps: usize,
     /// Number of steps that fill one more segment.
     pub steps_per_segment: usize,
@@ -34,7 +34,7 @@ pub struct SegmentReads {
 /// Policy for the segments that stay in device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KvResidency {
-    /// The newest segments.
+    /// The newest segments, however often older ones are read.
     Window,
     /// The most recently read segments.
     Lru,
@@ -44,7 +44,7 @@ pub enum KvResidency {
 }
 
 impl KvResidency {
-    /// All policies.
+    /// All policies, in declaration order.
     pub const ALL: [KvResidency; 3] = [KvResidency::Window, KvResidency::Lru, KvResidency::Hotness];
 
     /// Returns the name of the policy.

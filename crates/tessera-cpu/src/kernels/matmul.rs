@@ -10,7 +10,7 @@ use crate::simd::{
 /// The activation function after a matmul or a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Activation {
-    /// The identity.
+    /// The identity: values pass unchanged.
     #[default]
     None,
     /// x · sigmoid(x).

@@ -3,7 +3,7 @@
 /// The dimensions of a chunk of pixels and of its tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PixelGeometry {
-    /// Latent frames.
+    /// Number of latent frames in the chunk.
     pub frames: usize,
     /// Latent height, even: a token covers 2 × 2 latents.
     pub height: usize,

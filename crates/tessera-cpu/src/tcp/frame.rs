@@ -18,7 +18,7 @@ pub(super) const HASHED_BYTES: usize = 24;
 /// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CommFrameKind {
-    /// A contribution.
+    /// The payload is the sender's contribution to a collective.
     Data = 1,
     /// The sender has read a collective: the receiver's slot is free.
     Finished = 2,
@@ -26,7 +26,7 @@ pub(super) enum CommFrameKind {
     Abort = 3,
 }
 
-/// A parsed header.
+/// The decoded header of a frame, without its payload.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CommFrameHeader {
     pub(super) kind: CommFrameKind,

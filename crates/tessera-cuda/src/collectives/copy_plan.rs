@@ -41,7 +41,7 @@ pub(crate) enum RequestedTransport {
     Best,
     /// A P2P kernel of its own if the ranks can access peer memory, otherwise NCCL.
     P2p,
-    /// NCCL.
+    /// NCCL, even if the group has P2P memory, unless it has no NCCL communicator.
     Nccl,
 }
 
@@ -54,14 +54,14 @@ pub(crate) enum CollectiveKind {
         sends: Vec<CopyRect>,
         /// By member: the part of that member's operand that goes to this member's result.
         receives: Vec<CopyRect>,
-        /// Equivalent NCCL calls.
+        /// The NCCL calls with the same effect, for groups that use NCCL.
         nccl_call: NcclCall,
     },
     /// Every member gets the reduction of all operands.
     AllReduce {
         /// Elements of an operand.
         elements: usize,
-        /// Reduction operator.
+        /// Operator that combines the operands element by element.
         reduction: Reduction,
     },
     /// Member m gets `parts[m]` along `dim` of the reduction of all operands.
@@ -74,7 +74,7 @@ pub(crate) enum CollectiveKind {
         dim: usize,
         /// Range along `dim` of each member.
         parts: Vec<Range<usize>>,
-        /// Reduction operator.
+        /// Operator that combines the operands element by element.
         reduction: Reduction,
     },
 }

@@ -42,7 +42,7 @@ pub(crate) enum GroupTransport {
     Best,
     /// P2P memory; joining fails without it.
     P2p,
-    /// NCCL.
+    /// NCCL, even if all members support P2P memory.
     Nccl,
 }
 

@@ -14,7 +14,7 @@ use super::horizontal_fusion::FusedGroup;
 /// One launch, or a few that belong together. Numbers are op indices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum LaunchStep {
-    /// One op.
+    /// One op that is not fused with others.
     Single(usize),
     /// A residual add, the norm of the sum, and its quantization to e4m3. At least two of them are
     /// present.

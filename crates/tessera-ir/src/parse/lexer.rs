@@ -17,7 +17,7 @@ pub(super) enum TokenKind {
     Value(String),
     /// `@name`, without the `@`.
     Symbol(String),
-    /// An integer.
+    /// An integer that fits in 64 signed bits.
     Int(i64),
     /// A number with a point or an exponent, or written as its bits.
     Float(f64),

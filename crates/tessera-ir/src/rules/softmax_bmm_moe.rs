@@ -9,7 +9,7 @@ use tessera_mesh::{Axis, AxisLayout, Shard};
 use super::{RuleContext, RuleResult, T0203, T0210, T0213, T0214, T0215, rule_error};
 use crate::{Attr, Attrs, Dialect, Type};
 
-/// Default of `top_k`.
+/// Experts per token if an op has no `top_k` attribute.
 const DEFAULT_TOP_K: u64 = 2;
 
 impl RuleContext<'_> {

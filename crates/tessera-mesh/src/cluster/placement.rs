@@ -8,9 +8,9 @@ use crate::mesh::{Mesh, Rank, T0103};
 /// Location of the device that a rank runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RankPlacement {
-    /// The rank.
+    /// Rank in the mesh whose device is located.
     pub rank: Rank,
-    /// Rack, from 0.
+    /// Index of the rack in the cluster, from 0.
     pub rack: u32,
     /// Host within the rack.
     pub host: u32,

@@ -11,13 +11,13 @@ pub(crate) use config::{T0430, T0431, T0432};
 /// Dimensions of a decoder-only language model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LanguageModel {
-    /// Display name.
+    /// Name of the model in reports.
     pub name: String,
     /// Width of the residual stream.
     pub width: u64,
     /// Number of layers, without extra multi-token-prediction modules.
     pub layers: u64,
-    /// Vocabulary size.
+    /// Number of entries in the vocabulary: rows of the embedding table.
     pub vocab: u64,
     /// Whether the head shares the embedding's weights.
     pub tied_embedding: bool,
@@ -41,20 +41,20 @@ pub struct LanguageModel {
 /// The parameters of a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormKind {
-    /// A scale.
+    /// RMS norm: one learned scale per feature, no shift.
     Rms,
     /// A scale and a shift.
     Layer,
 }
 
-/// The attention variant.
+/// How queries share keys and values, which determines the bytes of the KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionKind {
     /// Grouped-query attention: several query heads share one KV head.
     Grouped {
-        /// Query heads.
+        /// Number of query heads per layer.
         heads: u64,
-        /// KV heads.
+        /// Number of KV heads, which the KV cache stores; divides `heads`.
         kv_heads: u64,
         /// Width of every head.
         head_dim: u64,
@@ -68,7 +68,7 @@ pub enum AttentionKind {
     /// Multi-head latent attention: keys and values of all heads are expanded from one latent, and
     /// the KV cache stores only the latent.
     Latent {
-        /// Query heads.
+        /// Number of query heads, each with its own expanded key and value.
         heads: u64,
         /// Rank of the low-rank query projection; `None` for a single matmul.
         q_rank: Option<u64>,
@@ -93,10 +93,10 @@ impl AttentionKind {
     }
 }
 
-/// A feed-forward layer.
+/// Dimensions of a dense feed-forward layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MlpConfig {
-    /// Inner width.
+    /// Width between the up and down projections.
     pub inner: u64,
     /// Whether a third matrix gates the activation.
     pub gated: bool,
@@ -104,12 +104,12 @@ pub struct MlpConfig {
     pub bias: bool,
 }
 
-/// Routed experts.
+/// Routed experts of a mixture-of-experts layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExpertConfig {
     /// Routed experts of a layer.
     pub count: u64,
-    /// Experts per token.
+    /// Number of routed experts that each token is sent to.
     pub top_k: u64,
     /// Inner width of one expert.
     pub inner: u64,

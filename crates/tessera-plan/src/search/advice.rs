@@ -15,9 +15,9 @@ use super::thresholds::Thresholds;
 /// An expert layer as a plan runs it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertLayer {
-    /// Number of experts.
+    /// Number of routed experts in the layer, over all ranks.
     pub experts: u64,
-    /// Experts per token.
+    /// Routed experts that the router picks for each token.
     pub top_k: u64,
     /// Ranks that share the experts.
     pub ep: u32,

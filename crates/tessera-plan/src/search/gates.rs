@@ -48,15 +48,15 @@ impl GateStatus {
 pub struct GateResult {
     /// Stable identifier, such as `memory.activations-and-cache`.
     pub id: &'static str,
-    /// Title for reports.
+    /// What the gate checks, as reports and warnings print it.
     pub title: &'static str,
     /// The value; 0 if the gate does not apply.
     pub value: f64,
-    /// The threshold.
+    /// The limit that `value` is compared with, in the same unit.
     pub threshold: f64,
     /// Unit of the value and the threshold.
     pub unit: &'static str,
-    /// The status.
+    /// Whether the value passes, warns or fails, or the gate does not apply.
     pub status: GateStatus,
     /// The arithmetic, the dominant term and the remaining headroom.
     pub explanation: String,
@@ -78,7 +78,7 @@ impl GateResult {
 /// Device memory of the peak rank, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct MemoryGateInputs {
-    /// Device memory.
+    /// Memory capacity of one device.
     pub device_bytes: f64,
     /// Weights, experts included.
     pub parameter_bytes: f64,
@@ -101,9 +101,9 @@ pub struct MemoryGateInputs {
 /// The experts of one layer.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct ExpertGateInputs {
-    /// Number of experts.
+    /// Number of routed experts in the layer, over all ranks.
     pub experts: u64,
-    /// Experts per token.
+    /// Routed experts that the router picks for each token.
     pub top_k: u64,
     /// Ranks that share the experts.
     pub ep: u32,
@@ -129,7 +129,7 @@ pub struct ExpertGateInputs {
 pub struct ExchangeGateInputs {
     /// Bytes to other ranks; each token counts once per destination rank.
     pub bytes: f64,
-    /// Time in nanoseconds.
+    /// Duration of the dispatch in nanoseconds.
     pub ns: f64,
     /// Line rate per device and direction.
     pub line_bytes_per_s: f64,
@@ -140,7 +140,7 @@ pub struct ExchangeGateInputs {
 pub struct GroupGateInputs {
     /// The axis: `tp`, `ep`, `pp` or `dp`.
     pub axis: &'static str,
-    /// Ranks per group.
+    /// Ranks in each group: the size of the axis.
     pub ranks: u32,
     /// Scale-up domains that a group spans.
     pub domains: u32,
@@ -149,13 +149,13 @@ pub struct GroupGateInputs {
 /// The placement of model replicas on racks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ReplicaGateInputs {
-    /// Number of replicas.
+    /// Number of complete copies of the model.
     pub replica_count: u32,
-    /// Ranks per replica.
+    /// Ranks that together hold one copy of the model.
     pub ranks_per_replica: u32,
     /// Maximum number of racks that a replica spans.
     pub racks_per_replica: u32,
-    /// Devices per rack.
+    /// Number of devices in one rack of the cluster.
     pub rack_devices: u32,
 }
 
@@ -182,7 +182,7 @@ pub struct GateInputs {
     pub cache_hit_share: Option<f64>,
     /// The groups with more than one rank.
     pub axis_groups: Vec<GroupGateInputs>,
-    /// The model replicas.
+    /// How model replicas are placed on racks, for the gate on replicas that span racks.
     pub replicas: ReplicaGateInputs,
 }
 

@@ -40,7 +40,7 @@ experts per token (from 2 to 1.5: every other token uses one less). Each is show
 suffices, the weights themselves are too large for this mesh: `tessera plan --why` names the legal neighbours.",
 };
 
-/// fp8 values overflow.
+/// Infinities or NaN appeared while matmuls or messages used fp8.
 pub static T1227: Code = Code {
     id: "T1227",
     title: "fp8 is numerically unstable here",
@@ -71,7 +71,7 @@ pub enum FailureMode {
     Congestion,
     /// Not enough device memory.
     Memory,
-    /// Unstable fp8 numerics.
+    /// Infinities or NaN while matmuls or messages use fp8.
     Fp8,
     /// Results that differ between reruns.
     Drift,
@@ -202,7 +202,7 @@ impl CandidateMetrics {
 /// A diagnosed failure mode.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Diagnosis {
-    /// The failure mode.
+    /// Which failure mode the symptoms indicate; it selects the code and the mitigations.
     pub mode: FailureMode,
     /// The symptom, with its numbers.
     pub symptom: String,

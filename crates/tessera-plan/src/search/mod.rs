@@ -86,7 +86,7 @@ impl SearchQuery {
 /// The result of a search.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SearchOutcome {
-    /// Devices in use.
+    /// Devices that the candidates of this search occupy.
     pub used_devices: u32,
     /// Devices left idle because no candidate was legal on more.
     pub idle_devices: u32,
@@ -111,7 +111,7 @@ pub struct SearchOutcome {
 /// The candidates that violate one constraint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rejection {
-    /// Number of candidates.
+    /// Number of candidates for which this is the first violated constraint.
     pub count: u64,
     /// The first candidate rejected for this reason.
     pub example: Candidate,
@@ -122,9 +122,9 @@ pub struct Rejection {
 /// A legal candidate with its estimate.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RankedCandidate {
-    /// The candidate.
+    /// The knob settings: layout, pipeline, micro-batch, recomputation and placements.
     pub candidate: Candidate,
-    /// Its estimate.
+    /// Predicted step time, throughput and memory of the candidate.
     pub estimate: StepEstimate,
     /// The planner's gates, evaluated.
     pub gates: Vec<gates::GateResult>,
@@ -152,7 +152,7 @@ pub struct StageAssignment {
 /// The workload to plan for, such as training or prefill, with its batch and sequence sizes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Job {
-    /// Training steps.
+    /// Training: a step runs forward, backward and the optimizer over one batch.
     Train {
         /// Sequences per step, over all replicas.
         batch: u64,
@@ -216,7 +216,7 @@ impl Job {
 /// The quantity that a search optimizes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Objective {
-    /// The shortest step.
+    /// The shortest step time in nanoseconds, whatever the throughput per device.
     Latency,
     /// The highest throughput in tokens per second per device.
     Throughput,
@@ -231,13 +231,13 @@ pub enum Objective {
 pub struct Candidate {
     /// The layout of each layer within a stage.
     pub layout: LayerLayout,
-    /// Pipeline stages.
+    /// Number of pipeline stages.
     pub pp: u32,
     /// Attention replicas within a stage: `tp · replicas = expert_tp · ep · expert_replicas`.
     pub replicas: u32,
     /// Expert replicas within a stage.
     pub expert_replicas: u32,
-    /// The pipeline schedule.
+    /// The order in which a stage runs micro-batches forward and backward.
     pub schedule: PipelineSchedule,
     /// Model chunks per stage; 1 except under [`PipelineSchedule::Interleaved`].
     pub interleave: u32,
@@ -260,13 +260,13 @@ pub enum MemoryUse {
     Weights,
     /// Weights of routed experts.
     Experts,
-    /// Gradients.
+    /// Weight gradients accumulated over the micro-batches of a step.
     Gradients,
     /// Optimizer state and f32 master weights.
     OptimizerSharding,
     /// Activations saved for the backward pass.
     Activations,
-    /// The KV cache.
+    /// Keys and values of earlier tokens, kept for attention at inference.
     Cache,
     /// Workspace, send buffers and prefetch buffers.
     Buffers,
@@ -285,9 +285,9 @@ pub struct MemoryBudget {
 /// `collective_ns` add up to the step.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct StepTimes {
-    /// Matmuls and attention.
+    /// Time in matmuls and attention.
     pub compute_ns: f64,
-    /// Memory-bound kernels.
+    /// Time in kernels that memory bandwidth limits.
     pub memory_ns: f64,
     /// Exposed collectives over tp.
     pub tp_ns: f64,
@@ -303,7 +303,7 @@ pub struct StepTimes {
     pub launch_ns: f64,
     /// Exposed fetches from other memory tiers.
     pub fetch_ns: f64,
-    /// The optimizer step.
+    /// Time of the weight update after the last micro-batch; 0 for inference.
     pub optimizer_ns: f64,
     /// All collective time, hidden or exposed: the denominator of the overlap ratio.
     pub collective_ns: f64,

@@ -60,7 +60,7 @@ model, a workload and some pins; use `tessera plan --model NAME --mesh tp=8,ep=9
 pub struct Recipe {
     /// Name on the command line.
     pub name: &'static str,
-    /// Title for reports.
+    /// Heading of the recipe in reports.
     pub title: &'static str,
     /// Name of the model in the zoo.
     pub model: &'static str,
@@ -70,11 +70,11 @@ pub struct Recipe {
     pub axes: [u32; 4],
     /// Other knobs that the guide fixes, in the format of [`Pins::parse`].
     pub knobs: &'static str,
-    /// The workload.
+    /// Training, prefill or decode, with the batch and sequence sizes to plan for.
     pub job: Job,
     /// The quantity that a search for this recipe optimises.
     pub objective: Objective,
-    /// The guide's prescription.
+    /// The mesh and other settings that the guide prescribes, as reports quote them.
     pub guide_text: &'static str,
     /// The choices that the guide leaves open and this planner makes.
     pub our_choices: &'static str,

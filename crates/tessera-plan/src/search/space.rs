@@ -30,14 +30,14 @@ pub struct SearchSpace {
     pub devices: u32,
     /// Tensor-parallel schemes. Ring schemes try every ring size that divides tp.
     pub schemes: Vec<TpScheme>,
-    /// Pipeline schedules.
+    /// Pipeline schedules to try where a candidate has several stages.
     pub schedules: Vec<PipelineSchedule>,
     /// Model chunks per stage, for interleaved schedules.
     pub interleaves: Vec<u32>,
     /// Sequences per micro-batch. Inference also tries a replica's whole share of the batch, and
     /// that share divided by pp and by 2 · pp.
     pub micro_batches: Vec<u32>,
-    /// Activation recomputation policies.
+    /// Policies to try on which activations the backward pass recomputes.
     pub recompute: Vec<Recompute>,
     /// Shardings of the optimizer state.
     pub optimizers: Vec<OptimizerSharding>,
@@ -47,7 +47,7 @@ pub struct SearchSpace {
     pub caches_at: Vec<KvCacheStorage>,
     /// Tokens to keep where old keys and values are dropped; if absent, as many as fit.
     pub window: Option<u64>,
-    /// Matmul precisions.
+    /// Precisions of matmul operands to try.
     pub precisions: Vec<Precision>,
     /// Precisions of expert dispatch.
     pub wires: Vec<Precision>,

@@ -52,7 +52,7 @@ type Cached<T> = Option<Rc<T>>;
 /// The schedule of a mesh, without its programs.
 pub(super) struct MeshSchedule {
     pub schedule: CallSchedule,
-    /// Blocks per stage.
+    /// Number of transformer blocks in each pipeline stage, in stage order.
     pub blocks: Vec<u64>,
     /// Memory of one rank of each role.
     pub role_memory: Vec<RankMemory>,
@@ -77,7 +77,7 @@ type StageRoles = Vec<StageRole>;
 struct StageRole {
     /// Coordinates of the role's ranks over tp.
     coordinates: Vec<u32>,
-    /// Steps by phase.
+    /// Scheduled steps of the role, one entry per phase.
     phases: Vec<RoleSteps>,
     memory: RankMemory,
     /// Live ranges of each phase's temporaries, and the op index of each step; empty for a stage

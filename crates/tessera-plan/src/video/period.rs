@@ -87,7 +87,7 @@ pub enum DecodePlacement {
 }
 
 impl DecodePlacement {
-    /// All placements.
+    /// All placements, in the order in which a search tries them.
     pub const ALL: [DecodePlacement; 6] = [
         DecodePlacement::OnMesh,
         DecodePlacement::AllRanks,

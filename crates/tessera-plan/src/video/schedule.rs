@@ -64,7 +64,7 @@ pub(super) enum StepEffect {
     Wait,
     /// Communicates with other ranks; with `issue`, a later step waits for the result.
     Communicate { peers: CommPeers, op: CollectiveOp, bytes: f64, is_async: bool },
-    /// Computes.
+    /// Occupies the rank's own device, without any communication with other ranks.
     Compute,
 }
 

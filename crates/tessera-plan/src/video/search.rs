@@ -43,7 +43,7 @@ on a rank of its own needs topology pp0 or pp1; a decoder on the mesh needs topo
 /// The input of a search.
 #[derive(Debug, Clone)]
 pub struct MappingQuery<'a> {
-    /// The model.
+    /// Model whose calls are mapped, before it is divided among ranks.
     pub logical: &'a LogicalModel,
     /// Name in [`LogicalModel::calls`] of the call of a chunk in the middle of a stream.
     pub call: &'a str,
@@ -62,7 +62,7 @@ pub struct MappingQuery<'a> {
     pub media: MediaCosts,
     /// Time of one message between leader and workers, in nanoseconds.
     pub message_ns: f64,
-    /// Compute dtype policy.
+    /// Compute dtype policy (f32, bf16 or fp8), the same for all candidates.
     pub dtype: DtypePolicy,
     /// Parameters with a fixed value.
     pub pins: VideoPins,
@@ -105,7 +105,7 @@ pub struct RankedMapping {
     /// Time from the last moment at which an input can enter a call to the last pixel of its chunk,
     /// in nanoseconds; includes the calls already sent.
     pub latency_ns: f64,
-    /// Frames per second.
+    /// Pixel frames per second of a steady stream: frames of a chunk divided by the period.
     pub fps: f64,
     /// Memory of the fullest rank of the mesh.
     pub memory: RankMemory,
@@ -117,7 +117,7 @@ pub struct RankedMapping {
 /// Candidates rejected for one reason.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RejectedMappings {
-    /// Number of candidates.
+    /// Number of candidate mappings rejected for this reason.
     pub count: u64,
     /// A description of one of them.
     pub example: String,

@@ -44,7 +44,7 @@ pub(super) struct WaitGraph {
 pub(super) struct CollectiveMismatch {
     /// The largest group of ranks that agree, each with the index of its collective.
     pub(super) majority: Vec<(u32, usize)>,
-    /// The other ranks.
+    /// Ranks that issued another collective than the majority, each with the index of its own.
     pub(super) minority: Vec<(u32, usize)>,
     pub(super) field: &'static str,
 }

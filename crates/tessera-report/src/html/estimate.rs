@@ -17,11 +17,11 @@ pub const MAX_MAPPINGS: usize = 40;
 /// Content of the report. Empty parts are left out.
 #[derive(Debug, Clone, Default)]
 pub struct EstimatePage {
-    /// Version of tessera.
+    /// Version of tessera that computed the estimate.
     pub tessera: String,
     /// What is planned, such as `deepseek-v3 on 72 GPUs of gb200-nvl72`.
     pub title: String,
-    /// Overall verdict.
+    /// Whether a mapping fits and whether its gates pass.
     pub verdict: EstimateVerdict,
     /// One sentence that recommends what to do.
     pub recommendation: String,
@@ -37,7 +37,7 @@ pub struct EstimatePage {
     pub step_parts_note: String,
     /// Memory use of the ranks.
     pub memory: Vec<RoleMemoryRow>,
-    /// Gates.
+    /// Checks of the plan that pass, warn or fail, and so determine the verdict.
     pub gates: Vec<PlanGate>,
     /// Timelines, each with a title and a sentence.
     pub timelines: Vec<TimelineChart>,
@@ -55,7 +55,7 @@ pub struct EstimatePage {
     pub rejections: Vec<(String, u64, String)>,
     /// Where the figures come from, and which of them are estimates.
     pub accuracy_notes: Vec<String>,
-    /// Text of mapping.toml.
+    /// Text of the chosen mapping as a mapping.toml file.
     pub mapping: String,
     /// Command that reproduces this report.
     pub command: String,
@@ -69,11 +69,11 @@ pub enum EstimateVerdict {
     Good,
     /// The plan fits, but a gate warns or fails.
     Warn,
-    /// No mapping fits.
+    /// No mapping fits, so there is no plan to recommend.
     Rejected,
 }
 
-/// A headline number.
+/// One of the few numbers that the report shows first and largest.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct HeadlineNumber {
     /// The value, such as `12.4`.
@@ -143,7 +143,7 @@ pub struct AdviceTable {
     pub title: String,
     /// Conclusion from the table, in one or two sentences.
     pub note: String,
-    /// Column names.
+    /// Column headings, one for each cell of a row.
     pub columns: Vec<String>,
     /// Rows, each with one cell per column.
     pub rows: Vec<Vec<String>>,

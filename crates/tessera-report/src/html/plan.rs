@@ -10,7 +10,7 @@ pub const MAX_TEXT_BYTES: usize = 512 << 10;
 /// The parts of a sealed plan that the report shows.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PlanView {
-    /// Text of mapping.toml.
+    /// Text of the mapping.toml from which the plan was made.
     pub mapping: String,
     /// Programs, one per role and phase.
     pub programs: Vec<ProgramView>,
@@ -51,7 +51,7 @@ pub struct CollectiveTotalsRow {
     pub op: String,
     /// Mesh axis of the group.
     pub axis: String,
-    /// Number of collectives.
+    /// Number of such collectives that one rank issues in the phase.
     pub count: u64,
     /// Bytes that a rank sends in all of these collectives together.
     pub bytes: u64,

@@ -14,7 +14,7 @@ use crate::wire::Message;
 /// The direction of a message, seen from this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MessageDirection {
-    /// Into this process.
+    /// From a peer into this process.
     Inbound,
     /// Out of this process.
     Outbound,

@@ -32,7 +32,7 @@ pub enum EngineEvent {
     },
     /// The engine could not be built; the thread has ended.
     NotLoaded(Failure),
-    /// A call ended.
+    /// The engine finished a call: its report, or the fault that ended it.
     CallEnded(Box<Result<CallReport, EngineFault>>),
 }
 

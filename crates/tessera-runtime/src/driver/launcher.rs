@@ -33,7 +33,7 @@ const FINISH_REAP_FACTOR: u32 = 3;
 pub struct LaunchSpec {
     /// Command line, the same for every rank.
     pub argv: Vec<String>,
-    /// Number of ranks.
+    /// Number of ranks, each a process of its own.
     pub rank_count: u32,
     /// Control links between the ranks.
     pub topology: ControlTopology,
@@ -47,7 +47,7 @@ pub struct LaunchSpec {
     /// Environment variables that every rank gets in addition to the launcher's environment: name
     /// and value.
     pub env: Vec<(&'static str, &'static str)>,
-    /// Time limits.
+    /// Queue depths and time limits of the run.
     pub limits: Limits,
 }
 
@@ -100,9 +100,9 @@ pub enum LaunchEvent<'a> {
 /// How one rank's process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankExit {
-    /// The rank.
+    /// Rank whose process ended.
     pub rank: u32,
-    /// Its exit status.
+    /// Exit status; `None` if a signal killed the process.
     pub status: Option<i32>,
     /// Signal that killed the process.
     pub signal: Option<i32>,

@@ -49,7 +49,7 @@ impl Frame {
         self.header.origin
     }
 
-    /// Returns the header.
+    /// Returns the frame's decoded header, which names the rank that created it.
     #[must_use]
     pub fn header(&self) -> &FrameHeader {
         &self.header

@@ -36,14 +36,14 @@ pub enum ReactorEvent {
     Frame {
         /// The link on which it arrived.
         link: LinkId,
-        /// The frame.
+        /// The complete frame: its header and its payload.
         frame: Frame,
     },
     /// A link has ended; no further events come from it.
     Disconnected {
-        /// The link.
+        /// The link that ended.
         link: LinkId,
-        /// The reason.
+        /// Why the link ended.
         reason: DisconnectReason,
     },
     /// A watched descriptor became readable. Reported once.

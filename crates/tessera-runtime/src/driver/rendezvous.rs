@@ -23,7 +23,7 @@ use super::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose, Credentia
 use crate::Digest;
 use messages::{RankInfo, RendezvousMessage, receive_message, send_message};
 
-/// The rendezvous failed.
+/// The ranks could not all find, authenticate and connect to each other.
 pub(crate) static T0758: Code = Code {
     id: "T0758",
     title: "the rendezvous of the ranks failed",
@@ -45,16 +45,16 @@ pub const UNREACHABLE_LIMIT: Duration = Duration::from_secs(5);
 /// The parameters of one rank for the rendezvous.
 #[derive(Debug, Clone)]
 pub struct RendezvousSpec {
-    /// This rank.
+    /// Rank of this process, from 0 to the world size less one.
     pub rank: u32,
-    /// World size.
+    /// Number of ranks in the run, the same on each of them.
     pub world_size: u32,
     /// Where rank 0 listens: a host name or address, and a port.
     pub master: (String, u16),
     /// Address at which this rank listens. The default is the local address of its connection to
     /// rank 0; for rank 0, the master's address.
     pub bind: Option<IpAddr>,
-    /// Credentials for authentication.
+    /// Secret or certificates by which the ranks authenticate each other.
     pub credentials: Credentials,
     /// The control links that are needed.
     pub topology: ControlTopology,

@@ -18,7 +18,7 @@ pub(super) struct RequestIntake {
     finished: bool,
 }
 
-/// Events from [`RequestIntake`].
+/// What [`RequestIntake`] hands to the leader: prompts to embed, and requests.
 pub(super) enum IntakeEvent {
     /// A prompt that needs an embedding.
     Prompt(String),

@@ -63,7 +63,7 @@ impl Secret {
 /// A rank's own credentials, which also determine the proof that it requires from peers.
 #[derive(Debug, Clone)]
 pub enum Credentials {
-    /// The run's secret.
+    /// The run's shared secret alone, without certificates.
     Secret(Secret),
     /// Certificates, and optionally the secret.
     Tls(TlsConfig, Option<Secret>),

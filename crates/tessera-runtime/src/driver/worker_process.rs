@@ -23,7 +23,7 @@ use crate::{Failure, FailureClass, Limits};
 pub struct WorkerParts {
     /// Settings of the worker state machine.
     pub config: WorkerConfig,
-    /// Builds the engine.
+    /// Builds the rank's engine; it is called once, on the engine thread.
     pub engine: EngineFactory,
     /// Control links between the ranks.
     pub topology: ControlTopology,

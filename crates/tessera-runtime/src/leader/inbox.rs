@@ -6,7 +6,7 @@ use crate::wire::{CallAction, Reload, Tensor};
 use crate::worker::T0707;
 use crate::{Digest, FailureClass, Limits};
 
-/// A queued request.
+/// A chunk request, control call or reload that waits to become a call.
 #[derive(Debug)]
 pub(super) enum InboxItem {
     Chunk { ordinal: u64, request: ChunkRequest, text: Option<Tensor> },

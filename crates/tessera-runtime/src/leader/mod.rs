@@ -71,7 +71,7 @@ pub struct LeaderConfig {
     pub plan: Digest,
     /// Id of the session.
     pub session: u64,
-    /// The leader's build.
+    /// Build of the leader's executable, with which those of all ranks are compared.
     pub build: String,
     /// Ranks that return no latents because they are not in the first stage.
     pub ranks_without_output: Vec<u32>,
@@ -79,29 +79,29 @@ pub struct LeaderConfig {
     pub parity: Parity,
     /// The programs of the sealed plan.
     pub programs: Arc<ProgramIndex>,
-    /// The stream's settings.
+    /// Cache sizes, attention bias and denoise steps, fixed for the whole stream.
     pub stream: StreamSpec,
     /// The bounds of queues and waits.
     pub limits: Limits,
-    /// The disabled tripwires.
+    /// Tripwires whose checks are skipped on the leader; empty except in a self-test.
     pub tripwires: Tripwires,
 }
 
 /// An event that the driver reports to the leader.
 #[derive(Debug)]
 pub enum Event {
-    /// Time passed.
+    /// The driver's periodic wake-up, on which deadlines are checked.
     Tick,
     /// A message arrived from a rank.
     Message {
         /// The rank that made the message, from the frame's header.
         rank: u32,
-        /// The message.
+        /// The decoded control message.
         message: Message,
     },
     /// A rank's socket closed or broke.
     Gone {
-        /// The rank.
+        /// The rank at the other end of the socket.
         rank: u32,
         /// A description of how it closed.
         how: String,
@@ -109,7 +109,7 @@ pub enum Event {
     /// A chunk is requested. The application requests at most [`Leader::request_capacity`] chunks
     /// at a time, except for one with [`SceneCut::Flush`](crate::director::SceneCut::Flush).
     Request {
-        /// The request.
+        /// Seed, prompt change and scene cut of the requested chunk.
         request: ChunkRequest,
         /// The prompt's embedding, if the request has a new prompt.
         text: Option<Tensor>,
@@ -128,21 +128,21 @@ pub enum Event {
     NoMoreRequests,
     /// The media pipeline finished the context for a chunk.
     Context {
-        /// The chunk.
+        /// Index of the chunk that the context is for.
         chunk: u32,
-        /// Its context.
+        /// Context frames that the call reads as its context tensor.
         tensor: Tensor,
     },
     /// A chunk was decoded and written.
     Delivered {
-        /// The chunk.
+        /// Index of the delivered chunk.
         chunk: u32,
         /// Number of frames of the decoded chunk.
         frames: u32,
     },
     /// The media pipeline did not write a chunk because its epoch is below the minimum.
     Discarded {
-        /// The chunk.
+        /// Index of the chunk that was not written.
         chunk: u32,
     },
     /// Something other than the lockstep failed: the media pipeline, a socket write, or the
@@ -171,11 +171,11 @@ pub enum Action {
     /// Requests that the media pipeline decode and write a chunk, unless its epoch is below the
     /// minimum by then.
     Deliver {
-        /// The chunk.
+        /// Index of the chunk to decode and write.
         chunk: u32,
         /// The chunk's cache epoch.
         epoch: u32,
-        /// Its latents.
+        /// Latents that the chunk's call returned.
         latents: Tensor,
     },
     /// Sets the minimum epoch: from now on the media pipeline does not write chunks of a lower

@@ -27,7 +27,7 @@ pub struct SharedConfig {
     pub parity: Parity,
     /// The programs of the sealed plan.
     pub programs: Arc<ProgramIndex>,
-    /// The stream's settings.
+    /// Cache sizes, attention bias and denoise steps, fixed for the whole stream.
     pub stream: StreamSpec,
     /// Ranks that return no latents.
     pub ranks_without_output: Vec<u32>,

@@ -10,7 +10,7 @@ use crate::wire::Tensor;
 /// A job of the media pipeline.
 #[derive(Debug, Clone, PartialEq)]
 pub enum MediaJob {
-    /// Encodes a prompt.
+    /// Encodes a request's new prompt into its text embedding.
     EncodePrompt,
     /// Decodes the first latent of a chunk and encodes it again, for the next chunk.
     Context {
@@ -23,7 +23,7 @@ pub enum MediaJob {
     },
     /// Decodes and writes the rest of a chunk.
     Deliver {
-        /// The chunk.
+        /// Index of the chunk to decode and write.
         chunk: u32,
         /// The chunk's cache epoch.
         epoch: u32,

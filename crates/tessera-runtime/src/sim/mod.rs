@@ -67,7 +67,7 @@ pub struct SimConfig {
     pub tick_ns: u64,
     /// The bounds of queues and waits.
     pub limits: Limits,
-    /// The disabled tripwires.
+    /// Tripwires whose checks are skipped in every simulated process.
     pub tripwires: Tripwires,
     /// Requested chunks, in order, each with the number of its new prompt, if any.
     pub requests: Vec<(ChunkRequest, Option<u32>)>,
@@ -97,7 +97,7 @@ pub enum ExternalEvent {
 /// A message on one link.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Frame {
-    /// The sending process.
+    /// Rank of the process at the sending end of the link.
     pub from: u32,
     /// The receiving process. It equals the sender if leader and rank share the process.
     pub to: u32,
@@ -105,7 +105,7 @@ pub struct Frame {
     pub origin: u32,
     /// Whether the frame travels towards the leader.
     pub up: bool,
-    /// The message.
+    /// The control message that the frame carries.
     pub message: Message,
 }
 
@@ -116,18 +116,18 @@ pub enum SimEvent<'a> {
     FrameSent(&'a Frame),
     /// A rank starts a call.
     CallStarted {
-        /// The rank.
+        /// Rank whose engine starts the call.
         rank: u32,
-        /// The call.
+        /// The committed call, as the engine receives it.
         call: &'a ReadyCall,
     },
     /// A rank enters the collectives of a phase.
     CollectivesEntered {
-        /// The rank.
+        /// Rank that enters the collectives.
         rank: u32,
-        /// The call.
+        /// Id of the call that the rank runs.
         call_id: u64,
-        /// The phase.
+        /// Index of the phase within the call.
         phase: usize,
     },
     /// The leader finished a call.
@@ -136,7 +136,7 @@ pub enum SimEvent<'a> {
     MinEpochSet(u32),
     /// The media pipeline finished a job.
     MediaJobFinished {
-        /// The job.
+        /// The finished job: a prompt, a context or a delivery.
         work: &'a MediaJob,
         /// Start time, in nanoseconds.
         begun_ns: u64,
@@ -147,7 +147,7 @@ pub enum SimEvent<'a> {
     },
     /// A process begins to exit.
     Exiting {
-        /// Its rank.
+        /// Rank of the exiting process.
         rank: u32,
         /// The reason; `None` for a clean exit.
         failure: Option<&'a Failure>,
@@ -212,7 +212,7 @@ pub trait World {
     }
     /// Observes an action of the leader before it takes effect.
     fn observe_action(&mut self, _now_ns: u64, _action: &Action) {}
-    /// Observes an event.
+    /// Observes an event of the simulation at the simulated time `now_ns`.
     fn observe_event(&mut self, now_ns: u64, what: SimEvent<'_>);
 }
 
@@ -230,10 +230,10 @@ pub struct SimOutcome {
     pub finished: bool,
 }
 
-/// A simulated run.
+/// A simulated run of leader, ranks and media pipeline in simulated time.
 #[derive(Debug)]
 pub struct Sim<W> {
-    /// The world.
+    /// Determines durations and the fate of frames, and observes events.
     pub world: W,
     now_ns: u64,
     queue: BinaryHeap<Reverse<ScheduledEvent>>,

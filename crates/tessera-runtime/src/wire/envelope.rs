@@ -12,7 +12,7 @@ use crate::Digest;
 pub enum CallAction {
     /// Exercises the protocol only.
     Noop,
-    /// Produces one chunk.
+    /// Runs the phases that generate one chunk.
     Infer,
     /// Makes a hard cut without producing a chunk.
     Reset,
@@ -150,9 +150,9 @@ impl PhaseCall {
 /// A scalar, or a short list of scalars, that a program takes per call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ScalarArg {
-    /// An integer.
+    /// A signed 64-bit integer.
     I64(i64),
-    /// A float.
+    /// A single-precision float, sent as its bits with NaN made canonical.
     F32(F32Bits),
     /// One float per frame.
     F32s(Vec<F32Bits>),
@@ -187,7 +187,7 @@ impl F32Bits {
         F32Bits(if v.is_nan() { CANONICAL_NAN } else { v.to_bits() })
     }
 
-    /// Returns the float.
+    /// Returns the stored bits as a float.
     #[must_use]
     pub fn get(self) -> f32 {
         f32::from_bits(self.0)

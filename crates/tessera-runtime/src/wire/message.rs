@@ -49,11 +49,11 @@ pub enum Message {
 pub enum SenderRole {
     /// The process that spawned the ranks.
     Launcher,
-    /// Rank 0.
+    /// Rank 0, which plans and commits the calls.
     Leader,
     /// A rank that runs calls.
     Worker,
-    /// Leader or worker.
+    /// Leader or worker, both of which send heartbeats.
     AnyRank,
 }
 
@@ -81,7 +81,7 @@ pub enum MessageKind {
 }
 
 impl MessageKind {
-    /// Every kind.
+    /// Every message kind that the wire format defines.
     pub const ALL: [MessageKind; 16] = [
         MessageKind::Welcome,
         MessageKind::Stop,
@@ -150,7 +150,7 @@ impl Message {
 pub struct Welcome {
     /// Rank of the receiving process.
     pub rank: u32,
-    /// World size.
+    /// Number of ranks in the run.
     pub world_size: u32,
     /// Session id, which every envelope carries.
     pub session: u64,
@@ -171,7 +171,7 @@ pub struct Init {
     pub build: String,
     /// Digest of the sealed plan.
     pub plan: Digest,
-    /// Session id.
+    /// Session id, which every envelope carries.
     pub session: u64,
     /// The leader's parity table.
     pub parity: Parity,
@@ -196,7 +196,7 @@ pub struct Commit {
 /// The leader's announcement that the run has ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Abort {
-    /// The reason.
+    /// The failure that ended the run.
     pub failure: Failure,
 }
 
@@ -280,7 +280,7 @@ pub struct Done {
     pub call_id: u64,
     /// Cache epoch of the call.
     pub cache_epoch: u32,
-    /// The rank's observations.
+    /// Counters and digests of the call on this rank, which the leader compares across ranks.
     pub observed: CallObservation,
     /// Fingerprints of the weights that a `RELOAD` loaded, shard by shard; empty otherwise.
     pub fingerprints: Vec<ShardFingerprint>,
@@ -305,7 +305,7 @@ pub struct Heartbeat {
     pub progress: u64,
 }
 
-/// A delivered chunk.
+/// Report on a delivered chunk: frames, phase durations and queue lengths.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     /// Index of the chunk.

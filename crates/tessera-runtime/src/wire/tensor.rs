@@ -57,7 +57,7 @@ impl std::fmt::Display for Dtype {
 pub struct TensorSpec {
     /// Name, such as `text` or `context`.
     pub name: String,
-    /// Element type.
+    /// Element type, which sets the bytes per element.
     pub dtype: Dtype,
     /// Extents, outermost first.
     pub shape: Vec<u64>,
@@ -171,7 +171,7 @@ impl Tensors {
         self.0.iter().find(|t| t.name() == name)
     }
 
-    /// Returns the manifest.
+    /// Returns the manifest: name, element type, shape and length of each tensor, in order.
     #[must_use]
     pub fn to_specs(&self) -> Vec<TensorSpec> {
         self.0.iter().map(|t| t.spec.clone()).collect()

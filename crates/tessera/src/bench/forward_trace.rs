@@ -47,7 +47,7 @@ pub struct TracedForward {
 /// The traced forward of one rank, compared with its estimate.
 #[derive(Debug, Clone)]
 pub struct RankForward {
-    /// The rank.
+    /// Rank that ran the traced forward.
     pub rank: u32,
     /// Times by op class.
     pub classes: Vec<ErrorRow>,

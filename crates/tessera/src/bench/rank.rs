@@ -169,7 +169,7 @@ impl BenchForwards {
         Ok(began.elapsed().as_secs_f64() * 1e3)
     }
 
-    /// Traces `count` forwards.
+    /// Runs `count` forwards of one size and returns the ops, stream, begin and end of each span.
     fn trace_forwards(
         &mut self,
         size_index: usize,

@@ -56,7 +56,7 @@ model or an estimate.",
 pub enum FolderKind {
     /// A folder of a run.
     Run,
-    /// A sealed plan.
+    /// A folder of a sealed plan.
     Plan,
     /// An estimate from op rows.
     Estimate,
@@ -116,11 +116,11 @@ pub struct FailureFinding {
     pub sign: String,
     /// The estimate of the plan before any change.
     pub before: String,
-    /// Proposed mitigations.
+    /// Changes that may remove the failure mode, each with a new estimate where one exists.
     pub mitigations: Vec<Mitigation>,
 }
 
-/// A proposed mitigation.
+/// A change of the plan that may remove a failure mode, with its estimated effect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mitigation {
     /// Name of the mitigation.
@@ -138,7 +138,7 @@ pub struct DoctorReport {
     pub title: String,
     /// Observations as pairs of name and text.
     pub observations: Vec<(String, String)>,
-    /// Recognised failure modes.
+    /// Failure modes whose signs the examination found.
     pub failures: Vec<FailureFinding>,
     /// Signs that are unknown, with the reason.
     pub not_recorded: Vec<String>,

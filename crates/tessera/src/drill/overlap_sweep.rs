@@ -23,7 +23,7 @@ const ENCODE_NS: u64 = 15_500 * US;
 const CHUNKS: u32 = 40;
 const EDGE_CHUNKS: usize = 8;
 
-/// Measured queue depths.
+/// Queue depths that the sweep compares.
 pub const DEPTHS: [u32; 4] = [1, 2, 3, 4];
 /// Maximum relative gain in the period from a depth above 2.
 const MAX_FURTHER_GAIN: f64 = 0.02;
@@ -33,7 +33,7 @@ const GAIN_TOLERANCE: f64 = 0.10;
 /// Medians over the steady-state chunks of a stream.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamMedians {
-    /// The OverlapScore.
+    /// OverlapScore, computed from the times of both stages and the period.
     pub score: f64,
     /// Time from one commit to the next, in nanoseconds.
     pub period_ns: u64,
@@ -71,9 +71,9 @@ fn measure_stream(stages: StageTimes, regime: CacheRegime, depth: u32) -> Result
 /// A gate with its measured value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MeasuredGate {
-    /// The requirement.
+    /// What the measurement must show for the gate to pass.
     pub requirement: String,
-    /// The measured value.
+    /// Measured value, as text for display.
     pub observed: String,
     /// Whether the requirement is met.
     pub passes: bool,

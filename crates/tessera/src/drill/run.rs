@@ -82,16 +82,16 @@ pub enum Observation {
     Gates(Vec<MeasuredGate>),
 }
 
-/// An observed failure.
+/// The failure with which a drill's run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObservedFailure {
-    /// The diagnostic code.
+    /// Diagnostic code of the failure, for example T0756.
     pub code: String,
     /// The rank that the failure names.
     pub rank: Option<u32>,
     /// The site of the check that found the failure.
     pub site: CheckSite,
-    /// The message.
+    /// Message of the failure.
     pub text: String,
 }
 

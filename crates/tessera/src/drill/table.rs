@@ -42,7 +42,7 @@ pub enum DrillKind {
     Measurement,
 }
 
-/// One break-it test.
+/// A test that injects one fault and checks how the run fails, or a measurement with gates.
 #[derive(Debug, Clone, Copy)]
 pub struct Drill {
     /// Name on the command line.
@@ -87,7 +87,7 @@ impl Drill {
     }
 }
 
-/// Default time limit.
+/// Default time limit of a drill in milliseconds.
 const LIMIT_MS: u64 = 3_000;
 
 const fn stream_drill(

@@ -14,7 +14,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// Detects the machine.
+    /// Reads the CPU name, the usable CPUs and the memory limit from the operating system.
     #[must_use]
     pub fn detect_host() -> Host {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();

@@ -28,7 +28,7 @@ use crate::stream::format_utc;
 use curves::Samples;
 use rank_threads::RankThreads;
 
-/// The measurement failed.
+/// The operating system refused threads or shared memory, or a collective timed out.
 pub static T0048: Code = Code {
     id: "T0048",
     title: "machine cannot be measured",
@@ -76,7 +76,7 @@ pub struct Fit {
     pub max_error: f64,
 }
 
-/// A measured machine.
+/// The measured cluster and CPU profile of a machine, with the quality of the fitted curves.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MeasuredMachine {
     /// The machine as a cluster.

@@ -10,7 +10,7 @@ pub const DEFAULT_RACK: &str = "gb200-nvl72";
 /// Default machine for a model from a folder or a file, such as the user's own language model or a
 /// video model.
 pub const DEFAULT_HOST: &str = "hgx-h200";
-/// Default objective.
+/// Objective of a search for which none was chosen: throughput.
 pub(super) const DEFAULT_OBJECTIVE: Objective = Objective::Throughput;
 /// Default routing: every token is an independent draw, which is the best that a router trained for
 /// balance achieves.
@@ -21,7 +21,7 @@ const DEFAULT_TOKENS: u64 = 4096;
 /// The kind of a workload, without its sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum JobKind {
-    /// Training steps.
+    /// Runs training steps.
     Train,
     /// Processes prompts up to the first token.
     Prefill,

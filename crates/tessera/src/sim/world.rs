@@ -64,7 +64,7 @@ pub(super) struct SimWorld<'a> {
     write_error: Option<Diagnostic>,
 }
 
-/// A loaded program.
+/// Phase and collective trace lines of a program that the simulated devices have loaded.
 struct LoadedProgram {
     phase: String,
     /// The trace line of each collective, by op index.

@@ -10,7 +10,7 @@ use crate::tree::{Tree, owning_crate};
 #[derive(Debug)]
 pub(super) struct Source<'a> {
     pub(super) path: &'a str,
-    /// The unchanged text.
+    /// The source as it is in the file, with comments and literals.
     pub(super) text: &'a str,
     /// The text with comments and the contents of literals replaced by spaces.
     pub(super) code: String,
@@ -53,7 +53,7 @@ pub(super) fn parse_sources(tree: &Tree) -> Vec<Source<'_>> {
     out
 }
 
-/// Parses one source.
+/// Builds the three views of a source and finds its test-only ranges.
 pub(super) fn parse_source<'a>(path: &'a str, text: &'a str) -> Source<'a> {
     let (code, uncommented) = mask_text(text);
     let test_ranges = find_test_ranges(&code);

@@ -15,7 +15,7 @@ use crate::Digest;
 use crate::driver::byte_stream::ByteStream;
 use crate::driver::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose};
 
-/// Maximum concurrent handshakes.
+/// Maximum handshakes in progress; further connections wait in the listener's backlog.
 const MAX_HANDSHAKES: usize = 64;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 

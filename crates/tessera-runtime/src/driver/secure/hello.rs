@@ -29,7 +29,7 @@ const VERSION: u16 = 1;
 pub enum ConnectionPurpose {
     /// The rendezvous with rank 0.
     Join = 1,
-    /// Control messages.
+    /// Control messages between two ranks, for the whole run.
     Control = 2,
     /// The collectives of one communicator.
     Communicator = 3,
