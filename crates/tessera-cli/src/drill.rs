@@ -51,7 +51,7 @@ pub struct Args {
     #[arg(long, conflicts_with_all = ["ids", "self_test", "keep", "model"])]
     pub list: bool,
 
-    /// Run each drill with its check disabled: it must turn red
+    /// Run each drill with the tripwire that it tests disabled; the drill must then fail (RED)
     #[arg(long)]
     pub self_test: bool,
 

@@ -19,7 +19,7 @@ use crate::progress::SearchProgress;
 
 /// The options of the mapping search.
 #[derive(Debug, Clone, clap::Args)]
-#[command(next_help_heading = "Mapping search (instead of planning the mapping given by --mesh)")]
+#[command(next_help_heading = "Mapping search")]
 pub struct SearchArgs {
     /// Cluster to estimate on: a catalog name (gb200-nvl72, hgx-h200, laptop, …) or a TOML file
     /// that `tessera measure` wrote [default: gb200-nvl72 with --model or --recipe, else hgx-h200]

@@ -35,7 +35,7 @@ pub const EXIT_INTERRUPTED: u8 = 130;
 /// The message for the first stop request while ranks stream.
 pub const STOPPING_MESSAGE: &str = "stopping after the current chunk; interrupt again to kill the ranks";
 
-/// Stream a video from a model over ranks on this machine
+/// Stream a video from a model over the ranks of one or several hosts
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES, allow_negative_numbers = true)]
 pub struct Args {
@@ -129,7 +129,7 @@ pub struct Args {
 const CHANGES_HEADING: &str = "Changes during the stream";
 const DELAYS_HEADING: &str = "Synthetic delays (to measure overlap)";
 
-/// Runs a plan with one process per rank on this host.
+/// Streams a plan on this host, or as one rank of a run that is started externally.
 pub fn run(args: &Args) -> CliResult {
     let changes = parse_changes(args)?;
     args.target.check_sim_options()?;
