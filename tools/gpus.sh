@@ -41,7 +41,7 @@ run_logged() {
     status=$?
     verdict=passed
     [ $status -eq 0 ] || verdict="FAILED with exit status $status"
-    skipped=$(grep -c 'skipped: \|not run on ' "$out/$name.txt")
+    skipped=$(grep -c 'skipped: \|not run: \|not run on ' "$out/$name.txt")
     [ "$skipped" -eq 0 ] || verdict="$verdict, $skipped skipped"
     echo "$name: $verdict, $(($(date +%s) - start)) s"
     return $status
@@ -51,7 +51,7 @@ case $1 in
 pack)
     cargo build --release -p tessera-cli || exit 1
     cp "${CARGO_TARGET_DIR:-target}/release/tessera" "$bin/tessera" || exit 1
-    for test in "tessera-cuda --lib lib" "tessera --test=cuda conformance" "tessera-cli --test=cuda streams"; do
+    for test in "tessera-cuda --lib lib" "tessera-tools --test=cuda conformance" "tessera-cli --test=cuda streams"; do
         set -- $test
         executable=$(cargo test --release -p "$1" "$2" --no-run --message-format=json | python3 -c '
 import json, sys

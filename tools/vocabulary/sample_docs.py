@@ -23,7 +23,7 @@ def doc_comments():
             if found:
                 start = start if block else number
                 block.append(found.group(1))
-            elif block:
+            elif block and not line.strip().startswith("#["):
                 yield path, start, " ".join(block), line.strip()
                 block = []
 

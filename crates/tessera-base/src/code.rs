@@ -1,9 +1,10 @@
 //! Diagnostic codes: a stable id for each kind of diagnostic, with the page that `tessera explain`
 //! prints.
 //!
-//! A code is a `static` next to the code that raises it. Each library crate lists its codes in a
-//! `CODES` table, and the application crate joins the tables into a [`Registry`]. A retired id
-//! stays listed as reserved and is never reused.
+//! A library crate defines its codes in `codes.rs`, ordered by id, and lists them in a `CODES`
+//! table there: several files raise the same code, and none of them should import another for it.
+//! The application crate joins the tables into a [`Registry`]. A retired id stays listed as
+//! reserved and is never reused.
 
 /// A kind of diagnostic.
 ///

@@ -3,38 +3,13 @@
 
 use std::collections::BTreeMap;
 
-use crate::{Code, Diagnostic, Diagnostics, closest_name};
+pub use crate::codes::T0004;
+use crate::codes::{T0001, T0002, T0003};
+use crate::{Diagnostic, Diagnostics, closest_name};
 use serde_json::Value;
 
-/// The text is not valid JSON or TOML.
-pub static T0001: Code = Code {
-    id: "T0001",
-    title: "config file cannot be read",
-    page: "The file is not valid JSON (config.json) or TOML (stream.toml). The message gives the parser's position.",
-};
-/// A key is not known.
-pub static T0002: Code = Code {
-    id: "T0002",
-    title: "unknown config key",
-    page: "Tessera rejects keys that it does not know instead of ignoring them: if a misspelt `windw_frames` were \
-dropped silently, a different model would run from the one that was intended. The message names the closest known key.",
-};
-/// A required key is missing.
-pub static T0003: Code = Code {
-    id: "T0003",
-    title: "config key missing",
-    page: "The key has no safe default: a guessed value would run a different model. Add the key to the \
-file and table that the message names; the model's own release documents the value it was trained with.",
-};
-/// A value has the wrong type or is out of range.
-pub static T0004: Code = Code {
-    id: "T0004",
-    title: "config value has the wrong type",
-    page: "The key is known, but its value has the wrong type (for instance text where an integer is \
-expected) or is out of range. The message shows the value that was found.",
-};
-
-/// Reader for the fields of one config table.
+/// Reads the keys of one JSON or TOML table by type, and reports unknown, missing and invalid keys
+/// as diagnostics.
 #[derive(Debug)]
 pub struct ConfigReader<'a> {
     file: &'a str,
@@ -76,7 +51,7 @@ impl<'a> ConfigReader<'a> {
 
     /// Names the keys of earlier formats, as pairs of the old key and the key that replaced it. An
     /// old key stays an error, and its hint names the new key.
-    pub fn renamed_keys(&mut self, pairs: &'static [(&'static str, &'static str)]) {
+    pub fn set_renamed_keys(&mut self, pairs: &'static [(&'static str, &'static str)]) {
         self.renamed = pairs;
     }
 
@@ -157,7 +132,8 @@ impl<'a> ConfigReader<'a> {
         }
     }
 
-    /// Reads a list of numbers.
+    /// Reads a list of numbers; returns `default` if the key is absent or its value is invalid,
+    /// which is reported.
     pub fn read_numbers(&mut self, key: &'static str, default: &[f64]) -> Vec<f64> {
         match self.take_value(key) {
             None => default.to_vec(),

@@ -41,16 +41,17 @@ pub struct Mismatch {
     pub sides: [(u32, Option<RankCollective>); 2],
 }
 
-/// A collective as one rank issues it.
+/// One collective of one rank, as counterexamples show it: a text to print, and the fields in which
+/// two ranks may differ.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankCollective {
-    /// Description with op, group and type.
+    /// Op, reduction, group and type, such as `all_reduce(sum) over tp of bf16[4, 8]`.
     pub description: String,
     /// Name of the op, such as `all_reduce`.
     pub op: String,
     /// Dtype, such as `bf16`.
     pub dtype: String,
-    /// Shape or count, such as `[4, 8]`.
+    /// Shape, such as `[4, 8]`, or the number of elements if a trace gives no shape.
     pub shape: String,
     /// Members of the group, in ascending order.
     pub ranks: Vec<u32>,

@@ -1,6 +1,6 @@
 //! The [`Diagnostic`] type: a problem in an input, the locations involved, and what to do about it.
 
-use crate::{Code, Counterexample};
+use crate::{Code, Counterexample, Span};
 
 /// Severity of a diagnostic. Only errors make a command fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -9,15 +9,6 @@ pub enum Severity {
     Warning,
     /// The input is rejected.
     Error,
-}
-
-/// A half-open byte range in a text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-pub struct Span {
-    /// Byte offset of the first byte in the text.
-    pub start: usize,
-    /// One past the last byte.
-    pub end: usize,
 }
 
 /// A location that a diagnostic refers to (a file position, a rank, an op, a tensor), with a

@@ -4,21 +4,25 @@
 //! This library crate depends on no other crate of the workspace. It uses no files, clocks or
 //! threads, so the same input gives the same bytes on every machine.
 
+#![forbid(unsafe_code)]
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
 mod code;
+mod codes;
 pub mod config;
 mod counterexample;
 mod diagnostic;
 pub mod random;
 mod render;
+mod span;
 mod suggest;
 mod units;
 
 pub use code::{Code, Registry};
+pub use codes::CODES;
 pub use counterexample::{Counterexample, Mismatch, RankCollective, WaitEdge};
-pub use diagnostic::{Diagnostic, Diagnostics, Label, Severity, Span};
+pub use diagnostic::{Diagnostic, Diagnostics, Label, Severity};
 pub use render::{DiagnosticFormat, render, render_all};
+pub use span::Span;
 pub use suggest::{closest_name, format_choices};
 pub use units::{Bytes, Flops, Nanoseconds};
-
-/// Diagnostic codes that this crate raises.
-pub const CODES: &[&Code] = &[&config::T0001, &config::T0002, &config::T0003, &config::T0004];

@@ -11,9 +11,9 @@
 pub struct DrawKey {
     /// Seed that the user gives; equal keys give the same bits on every machine and mesh.
     pub seed: u64,
-    /// Chunk of the video stream.
+    /// Index of the chunk in the stream, from 0.
     pub chunk: u32,
-    /// Index of the draw within the chunk.
+    /// Tells apart the tensors that one chunk draws, such as the noise of each denoise step.
     pub draw: u32,
 }
 
@@ -59,11 +59,11 @@ pub fn philox4x32(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// Blocks computed together: a whole number of vectors on every unit, and few enough to stay in the
-/// L1 cache.
+/// Number of Philox blocks, of four elements each, that one loop computes. It is a multiple of the
+/// lanes of every vector unit, and small enough that the arrays of a loop stay in the L1 cache.
 const BLOCKS_PER_GROUP: usize = 64;
 
-/// Computes the normals of blocks `first..first + 64`.
+/// Computes the four normals of each Philox block from `first` to `first + 63`.
 #[inline(always)]
 #[allow(clippy::needless_range_loop)]
 fn normal_blocks(key: DrawKey, first: u64) -> [[f32; 4]; BLOCKS_PER_GROUP] {

@@ -2,7 +2,7 @@
 
 use crate::{Counterexample, Diagnostic, Mismatch, RankCollective, Severity, Span, WaitEdge};
 
-/// Output format of diagnostics.
+/// How [`render`] writes a diagnostic: for a person, for a program, or for GitHub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DiagnosticFormat {
     /// Plain text for a terminal, readable without colour.
@@ -211,7 +211,7 @@ fn render_github(d: &Diagnostic, source: &dyn Fn(&str) -> Option<String>) -> Str
     )
 }
 
-/// Formats a JSON string literal.
+/// Returns `s` as a JSON string with its quotes; characters beyond ASCII stay as they are.
 fn quote_json(s: &str) -> String {
     let mut out = String::from("\"");
     for c in s.chars() {

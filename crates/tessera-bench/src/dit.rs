@@ -25,7 +25,7 @@ const WARM_UP_CHUNKS: u32 = 3;
 /// Time the model's forwards of one steady chunk
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Folder of the model
+    /// Folder of a video model: config.json, stream.toml and weights
     #[arg(long, value_name = "DIR", default_value = "models/demo")]
     model: PathBuf,
 
@@ -93,7 +93,8 @@ impl Observer for NoopObserver {
     fn on_progress(&mut self, _: u32) {}
 }
 
-/// The only rank, with its programs loaded.
+/// The single rank of the benchmark: a CPU backend with the plan's programs, and the inputs of a
+/// chunk.
 struct BenchRank {
     cpu: CpuBackend,
     loaded: BTreeMap<String, ProgramHandle>,
@@ -102,7 +103,8 @@ struct BenchRank {
     window_frames: u64,
     frame_tokens: u64,
     text: Vec<f32>,
-    /// Noisy latents of a chunk.
+    /// Standard normals, one per latent value of a chunk; `warm_up` writes them to `x` and
+    /// `latent`.
     noise: Vec<f32>,
 }
 

@@ -62,7 +62,8 @@ pub struct Args {
 const CHUNKS_BEFORE: u64 = 3;
 /// A number of chunks that no run reaches.
 const ENDLESS_CHUNKS: u32 = 1_000_000;
-/// Maximum random delay between the chunks and the signal.
+/// Maximum random delay from the moment at which [`CHUNKS_BEFORE`] chunks are on disk to the
+/// signal.
 const MAX_DELAY: Duration = Duration::from_millis(60);
 
 /// The placement of the leader, which determines the links.
@@ -86,7 +87,7 @@ impl TestTopology {
     }
 }
 
-/// A process of a run by its function.
+/// The process of a run that receives the signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Victim {
     Launcher,
@@ -119,12 +120,11 @@ impl Victim {
     }
 }
 
-/// The signal to send.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum FaultSignal {
-    /// SIGKILL
+    /// SIGKILL, which ends the process at once
     Kill,
-    /// SIGSTOP
+    /// SIGSTOP, which freezes the process but keeps its sockets open
     Stop,
 }
 
@@ -136,7 +136,8 @@ impl FaultSignal {
         }
     }
 
-    /// Limit in seconds until all processes are gone.
+    /// Returns the longest allowed time from the signal until all processes of the run are gone, in
+    /// seconds.
     fn limit_s(self) -> f64 {
         match self {
             FaultSignal::Kill => 2.0,

@@ -23,11 +23,11 @@ pub struct Args {
     #[command(flatten)]
     target: StreamTarget,
 
-    /// Mesh, such as tp=2
+    /// Mesh of the run on busy cores, such as tp=2
     #[arg(long, default_value = "tp=2")]
     mesh: String,
 
-    /// Control topology of the run
+    /// Placement of the leader: mesh, pp0 or pp1
     #[arg(long, default_value = "mesh")]
     topology: String,
 

@@ -39,7 +39,7 @@ pub struct Args {
     pub output: OutputArgs,
 }
 
-/// Limits on idle cores, in microseconds.
+/// Limits of the time from the decision to the commit on idle cores, in microseconds.
 const LIMIT_P50_US: f64 = 300.0;
 const LIMIT_P99_US: f64 = 1000.0;
 /// Largest allowed ratio of the lockstep time to the echo time while the ranks compute.
@@ -188,11 +188,12 @@ struct AgreementTimes {
     lockstep: Vec<f64>,
     /// From the decision until the leader has the last rank's ready.
     to_ready: Vec<f64>,
-    /// From the request to the commit.
+    /// From just before the leader receives the request until the last rank has the commit.
     from_request: Vec<f64>,
     /// From the decision until the engines begin.
     to_engines: Vec<f64>,
-    /// Duration of the echo before the call.
+    /// From the leader's first byte of the echo before the call until the last rank has the echo's
+    /// commit.
     echo: Vec<f64>,
 }
 
@@ -272,7 +273,7 @@ fn measure_wake_up_us() -> anyhow::Result<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::harness::CallTimestamps;
+    use crate::harness::timestamps::CallTimestamps;
 
     #[test]
     fn the_last_rank_counts() {

@@ -5,6 +5,8 @@
 //! Each benchmark prints its result, with `--json` also as JSON on the last line. With `--save` it
 //! writes the result and facts about the host to `bench/runs/`.
 
+#![forbid(unsafe_code)]
+
 mod dit;
 mod failover;
 mod false_positives;
@@ -110,7 +112,7 @@ fn print_result(name: &str, output: &OutputArgs, result: &BenchResult) -> anyhow
     Ok(())
 }
 
-/// Converts diagnostics into an error.
+/// Returns an error with the text of the diagnostics, without lines of their sources.
 fn diagnostics_error(ds: Diagnostics) -> anyhow::Error {
     anyhow::anyhow!(render_all(&ds, DiagnosticFormat::Text, &|_| None))
 }

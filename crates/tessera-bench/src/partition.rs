@@ -41,14 +41,14 @@ pub struct Args {
     pub output: OutputArgs,
 }
 
-/// Limit in seconds until all processes are gone.
+/// Longest allowed time from the cut until all processes at both ends are gone, in seconds.
 const LIMIT_S: f64 = 10.0;
 /// Number of chunks on disk before the cut.
 const CHUNKS_BEFORE: u64 = 3;
 const ENDLESS_CHUNKS: u32 = 1_000_000;
-/// Port of the rendezvous.
+/// TCP port on which rank 0 listens for the rendezvous, inside its network namespace.
 const PORT: u16 = 29_500;
-/// Addresses of the two ends.
+/// Addresses of the ends of the link, by rank, in one /24 network.
 const END_ADDRESSES: [&str; 2] = ["10.77.0.1", "10.77.0.2"];
 /// A hardware address that no device has.
 const UNUSED_MAC: &str = "02:00:00:00:00:99";
@@ -74,7 +74,8 @@ struct PartitionCase {
     cut: LinkCut,
     seconds_until_gone: Vec<f64>,
     left_behind: usize,
-    /// Number of sides that named the other side.
+    /// Number of failure reports, two per repetition, that name the rank at the other end of the
+    /// link.
     sides_named_correctly: u32,
     /// How often each side reported each outcome.
     outcomes: BTreeMap<String, u32>,

@@ -33,7 +33,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Returns the process that currently has this id.
+    /// Returns the process that currently has this id, or `None` if no process has it.
     pub fn from_pid(pid: u32) -> Option<Process> {
         Some(Process { pid, started: ProcStat::read(pid)?.started })
     }

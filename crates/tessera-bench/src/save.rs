@@ -67,7 +67,7 @@ fn command_output(program: &str, args: &[&str]) -> Option<String> {
 
 /// Formats days since 1970 as a date such as `2026-11-20`.
 fn format_date(days: u64) -> String {
-    tessera::stream::format_utc(days * 86_400).chars().take_while(|c| *c != 'T').collect()
+    tessera::clock::format_utc(days * 86_400).chars().take_while(|c| *c != 'T').collect()
 }
 
 #[cfg(test)]

@@ -10,24 +10,25 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::process_list::{Process, ProcessUsage, find_ranks, new_run_tag};
 use crate::stats::{max_value, regression_slope, round_to_millis};
 use crate::stream_process::{StreamProcess, StreamTarget};
 use crate::{BenchResult, OutputArgs};
 
-/// Stream many chunks and report what grows
+/// Stream many chunks, and check whether memory, file descriptors, threads, queues or bounded files
+/// grow
 #[derive(Debug, clap::Args)]
 pub struct Args {
     #[command(flatten)]
     target: StreamTarget,
 
-    /// Mesh, such as tp=2
+    /// Mesh of the stream, such as tp=2
     #[arg(long, default_value = "tp=2")]
     mesh: String,
 
-    /// Control topology of the run
+    /// Placement of the leader: mesh, pp0 or pp1
     #[arg(long, default_value = "mesh")]
     topology: String,
 
@@ -35,7 +36,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     chunks: u32,
 
-    /// Number of chunks before the slopes begin
+    /// Number of first chunks that the slopes leave out
     #[arg(long, value_name = "N", default_value_t = 1000)]
     warm_up: u32,
 
@@ -47,27 +48,28 @@ pub struct Args {
     pub output: OutputArgs,
 }
 
-/// Polling interval of the processes.
+/// Interval between samples of the processes, the record and the file sizes during the stream.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Polling interval after the last chunk, while the launcher writes the files that it derives from
 /// the record.
 const CLOSING_POLL_INTERVAL: Duration = Duration::from_millis(3);
 /// Growth of resident memory that exceeds noise, in KiB per 1,000 chunks.
 const LIMIT_KIB: f64 = 64.0;
-/// Maximum share of the period that digests may take.
+/// Maximum share of the period (the time from commit to commit) that digests may take.
 const LIMIT_DIGEST_SHARE: f64 = 0.01;
 
 /// Pairs of chunk number and value.
 type SeriesPoints = Vec<(f64, f64)>;
 
-/// Observations of one process.
+/// Resource use of one process, sampled while the stream runs.
 #[derive(Default)]
 struct ProcessSeries {
     rss_kib: SeriesPoints,
     descriptors: SeriesPoints,
     threads: SeriesPoints,
-    /// Resident memory after the last chunk, and the peak until the end.
+    /// Resident memory in the last sample before the last chunk.
     before_close_kib: u64,
+    /// Peak resident memory of the whole run.
     peak_kib: u64,
     cpu_s: f64,
 }
@@ -141,7 +143,8 @@ pub fn run(args: &Args) -> anyhow::Result<BenchResult> {
     for (name, bytes) in file_sizes(&dir.path().join("run")) {
         files.entry(name).or_default().push((f64::from(args.chunks), bytes as f64));
     }
-    Ok(build_report(args, &record, &process_series, &files, streamed_s, begun.elapsed().as_secs_f64()))
+    let total_s = begun.elapsed().as_secs_f64();
+    Ok(build_report(args, &Observations { record, processes: process_series, files, streamed_s, total_s }))
 }
 
 impl RecordSeries {
@@ -165,6 +168,11 @@ impl RecordSeries {
 
     fn digest_share(&self) -> Option<f64> {
         (self.period_ns > 0).then(|| self.digest_ns as f64 / self.period_ns as f64)
+    }
+
+    /// Returns the mean per chunk of a sum of pipeline times, in milliseconds.
+    fn mean_pipeline_ms(&self, sum_ns: u64) -> Option<f64> {
+        (self.pipelines > 0).then(|| round_to_millis(sum_ns as f64 / f64::from(self.pipelines) / 1e6))
     }
 }
 
@@ -206,29 +214,78 @@ impl SeriesGrowth {
     }
 }
 
-fn build_report(
-    args: &Args,
-    record: &RecordSeries,
-    process_series: &BTreeMap<String, ProcessSeries>,
-    files: &BTreeMap<String, SeriesPoints>,
+/// Everything that was observed in a run.
+struct Observations {
+    record: RecordSeries,
+    processes: BTreeMap<String, ProcessSeries>,
+    files: BTreeMap<String, SeriesPoints>,
+    /// Time from the start to the last sample before the last chunk.
     streamed_s: f64,
     total_s: f64,
-) -> BenchResult {
+}
+
+fn build_report(args: &Args, seen: &Observations) -> BenchResult {
+    let record = &seen.record;
     let mut text = format!(
-        "{} chunks in {streamed_s:.1} s, closed in {:.1} s; slopes over chunks {} to {}\n",
+        "{} chunks in {:.1} s, closed in {:.1} s; slopes over chunks {} to {}\n",
         record.chunks,
-        total_s - streamed_s,
+        seen.streamed_s,
+        seen.total_s - seen.streamed_s,
         args.warm_up,
         args.chunks
     );
+    let (processes, flat) = report_processes(args, seen, &mut text);
+    let [queue_in, queue_out] =
+        [("in", &record.queue_in), ("out", &record.queue_out)].map(|(name, points)| {
+            let g = SeriesGrowth::after_warm_up(points, args.warm_up);
+            let _ = writeln!(text, "queue {name}: max {:.0}, slope {:+.3} per 1,000 chunks", g.max, g.slope);
+            g.to_json()
+        });
+    let files = report_files(args, &seen.files, &mut text);
+    let share = record.digest_share();
+    let _ = match share {
+        Some(s) => write!(
+            text,
+            "digests take {:.3} % of the period (limit {} %)",
+            s * 100.0,
+            LIMIT_DIGEST_SHARE * 100.0
+        ),
+        None => write!(text, "the record contains no digest times"),
+    };
+    let numbers = json!({
+        "bench": "soak",
+        "model": args.target.model,
+        "mesh": args.mesh,
+        "topology": args.topology,
+        "chunks": record.chunks,
+        "warm_up": args.warm_up,
+        "seconds": round_to_millis(seen.streamed_s),
+        "closing_seconds": round_to_millis(seen.total_s - seen.streamed_s),
+        "processes": processes,
+        "no_growth_while_running": flat,
+        "limit_kib_per_1000": LIMIT_KIB,
+        "queue_in": queue_in,
+        "queue_out": queue_out,
+        "files": files,
+        "digest_share": share,
+        "digests_within_limit": share.map(|s| s <= LIMIT_DIGEST_SHARE),
+        "period_ms": record.mean_pipeline_ms(record.period_ns),
+        "idle_ms": record.mean_pipeline_ms(record.idle_ns),
+    });
+    BenchResult { text, numbers }
+}
+
+/// Adds a line per process to the text. Returns the figures of each process, and whether the
+/// resources of none of them grow.
+fn report_processes(args: &Args, seen: &Observations, text: &mut String) -> (Map<String, Value>, bool) {
     let _ = writeln!(
         text,
         "{:<10} {:>26} {:>17} {:>17} {:>22}",
         "", "memory KiB, per 1,000", "descriptors, max", "threads, max", "peak at the end KiB"
     );
-    let mut processes = serde_json::Map::new();
+    let mut figures = Map::new();
     let mut flat = true;
-    for (name, s) in process_series {
+    for (name, s) in &seen.processes {
         let [rss, descriptors, threads] =
             [&s.rss_kib, &s.descriptors, &s.threads].map(|p| SeriesGrowth::after_warm_up(p, args.warm_up));
         let grows =
@@ -246,7 +303,7 @@ fn build_report(
             s.peak_kib,
             if grows { "  grows" } else { "" }
         );
-        processes.insert(
+        figures.insert(
             name.clone(),
             json!({
                 "rss_kib": rss.to_json(),
@@ -254,18 +311,22 @@ fn build_report(
                 "threads": threads.to_json(),
                 "before_close_kib": s.before_close_kib,
                 "peak_kib": s.peak_kib,
-                "closing_kib_per_1000": round_to_millis(closing_kib_per_1000(s, record.chunks)),
+                "closing_kib_per_1000": round_to_millis(closing_kib_per_1000(s, seen.record.chunks)),
                 "cpu_s": round_to_millis(s.cpu_s),
                 "grows": grows,
             }),
         );
     }
-    let queues = [("in", &record.queue_in), ("out", &record.queue_out)].map(|(name, points)| {
-        let g = SeriesGrowth::after_warm_up(points, args.warm_up);
-        let _ = writeln!(text, "queue {name}: max {:.0}, slope {:+.3} per 1,000 chunks", g.max, g.slope);
-        g.to_json()
-    });
-    let mut sizes = serde_json::Map::new();
+    (figures, flat)
+}
+
+/// Adds a line per file to the text and returns the sizes and slopes of the files.
+fn report_files(
+    args: &Args,
+    files: &BTreeMap<String, SeriesPoints>,
+    text: &mut String,
+) -> Map<String, Value> {
+    let mut figures = Map::new();
     for (name, points) in files {
         let g = SeriesGrowth::after_warm_up(points, args.warm_up);
         let end = points.last().map_or(0.0, |(_, y)| *y);
@@ -276,42 +337,9 @@ fn build_report(
             g.slope / 1e3
         );
         let fields = json!({"bytes": end, "bytes_per_1000_chunks": round_to_millis(g.slope)});
-        sizes.insert(name.clone(), fields);
+        figures.insert(name.clone(), fields);
     }
-    let share = record.digest_share();
-    let _ = match share {
-        Some(s) => {
-            write!(
-                text,
-                "digests take {:.3} % of the period (limit {} %)",
-                s * 100.0,
-                LIMIT_DIGEST_SHARE * 100.0
-            )
-        }
-        None => write!(text, "the record contains no digest times"),
-    };
-    let [queue_in, queue_out] = queues;
-    let numbers = json!({
-        "bench": "soak",
-        "model": args.target.model,
-        "mesh": args.mesh,
-        "topology": args.topology,
-        "chunks": record.chunks,
-        "warm_up": args.warm_up,
-        "seconds": round_to_millis(streamed_s),
-        "closing_seconds": round_to_millis(total_s - streamed_s),
-        "processes": processes,
-        "no_growth_while_running": flat,
-        "limit_kib_per_1000": LIMIT_KIB,
-        "queue_in": queue_in,
-        "queue_out": queue_out,
-        "files": sizes,
-        "digest_share": share,
-        "digests_within_limit": share.map(|s| s <= LIMIT_DIGEST_SHARE),
-        "period_ms": (record.pipelines > 0).then(|| round_to_millis(record.period_ns as f64 / f64::from(record.pipelines) / 1e6)),
-        "idle_ms": (record.pipelines > 0).then(|| round_to_millis(record.idle_ns as f64 / f64::from(record.pipelines) / 1e6)),
-    });
-    BenchResult { text, numbers }
+    figures
 }
 
 /// Returns the memory growth of a process after the last chunk, per 1,000 chunks.

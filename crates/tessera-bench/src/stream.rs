@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
-use tessera::stream::{StreamEvent, StreamOptions};
+use tessera::stream_options::{StreamEvent, StreamOptions};
 use tessera::{Mapping, Model, Overrides, StopHandle, Strategy, plan};
 
 use crate::stats::{median, round_to_millis};
@@ -13,11 +13,11 @@ use crate::{BenchResult, OutputArgs, diagnostics_error};
 /// Time a stream of processes up to frames on disk
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Folder of the model
+    /// Folder of a video model: config.json, stream.toml and weights
     #[arg(long, value_name = "DIR", default_value = "models/demo")]
     model: PathBuf,
 
-    /// Mesh, such as tp=2
+    /// Mesh of the stream, such as tp=2; each rank is a process
     #[arg(long, default_value = "tp=1")]
     mesh: String,
 
@@ -33,7 +33,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 40)]
     chunks: u32,
 
-    /// Text prompt of the stream
+    /// Text prompt of all chunks
     #[arg(long, value_name = "TEXT", default_value = "a red circle moves right")]
     prompt: String,
 

@@ -16,7 +16,7 @@ use rustix::process::Signal;
 
 /// Maximum wait until a run has written the expected chunks.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
-/// Polling interval of the record.
+/// Interval at which a wait for chunks reads the new lines of the record.
 const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The `tessera` binary and the model to stream.
@@ -26,11 +26,11 @@ pub struct StreamTarget {
     #[arg(long, value_name = "FILE")]
     pub tessera: Option<PathBuf>,
 
-    /// Folder of the model
+    /// Folder of a video model: config.json, stream.toml and weights
     #[arg(long, value_name = "DIR", default_value = "fixtures/wan-odd")]
     pub model: PathBuf,
 
-    /// Text prompt of the stream
+    /// Text prompt of all chunks
     #[arg(long, value_name = "TEXT", default_value = "red")]
     pub prompt: String,
 }
@@ -73,10 +73,10 @@ impl StreamTarget {
     }
 }
 
-/// A running or completed stream.
+/// A `tessera stream` that runs or has ended. Dropping the value kills every process of the run.
 pub struct StreamProcess {
     child: Child,
-    /// Value of its tag.
+    /// Value of [`RUN_TAG_VARIABLE`] in the environment of every process of the run.
     pub tag: String,
     /// Working folder, with the folder `run` and the output files.
     pub dir: PathBuf,
@@ -119,17 +119,17 @@ impl StreamProcess {
         Ok((dir, stream))
     }
 
-    /// Returns the launcher process, if it exists.
+    /// Returns the launcher with its start time, or `None` after it was reaped.
     pub fn launcher_process(&self) -> Option<Process> {
         Process::from_pid(self.child.id())
     }
 
-    /// Returns the process id of the launcher.
+    /// Returns the process id of the launcher, which is the parent of the ranks that it starts.
     pub fn launcher_pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Opens the record at its beginning.
+    /// Returns a reader at the start of `run/record.jsonl`, which need not exist yet.
     pub fn open_record(&self) -> JsonTail {
         JsonTail::new(self.dir.join("run/record.jsonl"))
     }
@@ -172,7 +172,8 @@ impl StreamProcess {
         }
     }
 
-    /// Returns the result that the launcher printed, if any.
+    /// Returns the JSON on the last line that the launcher has printed, or `None` if that line is
+    /// not JSON.
     pub fn printed_result(&self) -> Option<Value> {
         let text = std::fs::read_to_string(self.dir.join("stdout")).ok()?;
         serde_json::from_str(text.lines().last()?).ok()

@@ -44,7 +44,7 @@ pub struct Args {
     pub output: OutputArgs,
 }
 
-/// Number of collectives of a period.
+/// Number of collectives of a period: two all-reduces, an all-to-all, a send and a receive.
 const PERIOD: usize = 5;
 /// A rack: 72 ranks over four axes.
 const RACK: &str = "tp=3,ep=2,pp=3,dp=4";
@@ -217,7 +217,7 @@ fn peak_memory_mib() -> anyhow::Result<f64> {
     Ok(kib / 1024.0)
 }
 
-/// A plan of one phase.
+/// A plan of one phase, with a role per pipeline stage and `collectives` collectives per rank.
 struct SyntheticPlan {
     mesh: Mesh,
     roles: Vec<RoleRanks>,
@@ -255,7 +255,7 @@ impl SyntheticPlan {
     }
 }
 
-/// Builds the program of a stage.
+/// Builds the program of a stage with `collectives` collectives; its last period may be partial.
 fn stage_program(role: &str, mesh: Mesh, collectives: usize) -> anyhow::Result<Program> {
     let stages = mesh.axis_size(Axis::Pp);
     let stage = tessera_ir::rules::role_coord(role, Axis::Pp);
@@ -320,7 +320,7 @@ fn stage_program(role: &str, mesh: Mesh, collectives: usize) -> anyhow::Result<P
     b.finish().map_err(|e| anyhow!("{}", e.iter().map(|e| e.message.as_str()).collect::<Vec<_>>().join("; ")))
 }
 
-/// Builds the traces of all ranks for an equivalent plan.
+/// Builds traces of all ranks with the same period of collectives as [`SyntheticPlan`].
 fn synthetic_traces(mesh: &Mesh, collectives: usize) -> Traces {
     let mut t = Traces::new();
     let call = |op: &str, count: u64| ObservedCall {

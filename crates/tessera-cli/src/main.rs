@@ -1,37 +1,27 @@
-//! The binary `tessera`: parses the command line, calls the library crate `tessera`, and renders
-//! the result as text or JSON with an exit status.
+//! The binary `tessera`: parses the command line, calls `tessera`, `tessera-estimate` and
+//! `tessera-tools`, and renders the result as text or JSON with an exit status.
 //!
-//! One file per subcommand. This crate contains no planning, verification or runtime logic.
+//! One file per subcommand, in `commands`. This crate contains no planning, verification or runtime
+//! logic.
 //!
 //! Exit status: 0 success, 1 diagnostics, 2 usage error, 130 interrupted, 10 to 29 one per class of
 //! run failure.
 
-mod autopsy;
-mod bench;
-mod bringup;
-mod check;
-mod doctor;
-mod drill;
-mod estimate;
-mod explain;
-mod join;
-mod measure;
-mod options;
+#![forbid(unsafe_code)]
+
+mod codes;
+mod commands;
+mod flags;
 mod output;
 mod parse;
-mod plan;
 mod progress;
-mod stream;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+use commands::{autopsy, bench, bringup, check, doctor, drill, explain, measure, plan, stream};
 use output::CliResult;
-
-/// Diagnostic codes that this binary raises.
-pub const CODES: &[&tessera_base::Code] =
-    &[&parse::T0030, &options::T0031, &explain::T0032, &output::T0033, &drill::T0038];
 
 const EXAMPLES: &str = "\
 Examples:

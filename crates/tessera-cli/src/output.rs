@@ -6,18 +6,11 @@ use std::process::ExitCode;
 use clap::ValueEnum;
 use tessera_base::{Code, Diagnostic, DiagnosticFormat, Diagnostics, Registry, render_all};
 
-/// Standard output cannot be written.
-pub static T0033: Code = Code {
-    id: "T0033",
-    title: "standard output cannot be written",
-    page: "The output of the subcommand could not be written to standard output, usually because it is redirected to a \
-file on a full disk. The work itself was done, and a folder given by --out exists. Redirect the output to another place and run \
-the subcommand again with another --out.",
-};
+use crate::codes::T0033;
 
 /// Exit status of a rejected input.
 pub const EXIT_DIAGNOSTICS: u8 = 1;
-/// Exit status of a usage error.
+/// Exit status of an invalid request: an unknown option, name, pin or file. clap exits with it too.
 pub const EXIT_USAGE: u8 = 2;
 
 /// The result of a subcommand: an exit status after all output is written, or an error that `main`
@@ -32,7 +25,8 @@ pub struct CliError {
 }
 
 impl CliError {
-    /// Returns a usage error.
+    /// Returns an error with exit status [`EXIT_USAGE`]; `From<Diagnostics>` gives
+    /// [`EXIT_DIAGNOSTICS`].
     pub fn usage(diagnostics: impl Into<Diagnostics>) -> CliError {
         CliError { diagnostics: diagnostics.into(), status: EXIT_USAGE }
     }
@@ -51,8 +45,8 @@ impl CliError {
     /// Returns the error of a search query; it gets the status of a usage error if the query cannot
     /// be understood.
     pub fn for_query(self) -> CliError {
-        let is_usage_error =
-            self.status == EXIT_DIAGNOSTICS && self.diagnostics.iter().any(tessera::search::is_invalid_query);
+        let is_usage_error = self.status == EXIT_DIAGNOSTICS
+            && self.diagnostics.iter().any(tessera_estimate::is_invalid_query);
         if is_usage_error { self.into_usage() } else { self }
     }
 
@@ -81,9 +75,9 @@ impl From<Diagnostic> for CliError {
 
 /// Returns all diagnostic codes of the build, including those of this binary.
 pub fn full_registry() -> Registry {
-    let library_codes = tessera::diagnostic_registry();
+    let library_codes = tessera_tools::diagnostic_registry();
     let library_codes: Vec<&'static Code> = library_codes.iter().collect();
-    Registry::new(&[&library_codes, crate::CODES])
+    Registry::new(&[&library_codes, crate::codes::CODES])
 }
 
 /// Prints diagnostics: text to standard error, JSON lines and GitHub workflow commands to standard

@@ -1,10 +1,13 @@
-//! Progress output during a stream (a bar on a terminal, otherwise a line every few chunks) and
-//! during a mapping search.
+//! What a person sees and does while the binary works: progress of a stream (a bar on a terminal,
+//! otherwise a line every few chunks) and of a mapping search, and interrupts.
 
 use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use tessera::stream::{ChunkProgress, StreamEvent};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tessera::StopHandle;
+use tessera::stream_options::{ChunkProgress, StreamEvent};
 
 /// Number of progress lines of a short stream whose standard error is not a terminal.
 const MAX_LINES: u32 = 10;
@@ -14,6 +17,11 @@ const MAX_CHUNKS_PER_LINE: u32 = 25;
 const MIN_PHASE_NS: u64 = 50_000;
 /// Maximum number of phases in a progress line.
 const MAX_PHASES_SHOWN: usize = 4;
+
+/// Exit status after a stop request.
+pub const EXIT_INTERRUPTED: u8 = 130;
+/// The message for the first stop request while ranks stream.
+pub const STOPPING_MESSAGE: &str = "stopping after the current chunk; interrupt again to kill the ranks";
 
 /// Shows the progress of a stream on standard error.
 #[derive(Clone)]
@@ -27,7 +35,8 @@ pub enum Progress {
 }
 
 impl Progress {
-    /// Returns the progress display of a stream of `chunks` chunks.
+    /// Creates the display of a stream: none if `quiet` is set, a bar on a terminal, and otherwise
+    /// one line for every few chunks.
     pub fn new(quiet: bool, chunks: u32) -> Progress {
         if quiet {
             return Progress::Silent;
@@ -42,7 +51,7 @@ impl Progress {
         Progress::Bar(bar)
     }
 
-    /// Shows an event of the stream.
+    /// Moves the bar, or prints a line at the start and every few chunks; does nothing if silent.
     pub fn show_event(&self, event: &StreamEvent) {
         match (self, event) {
             (Progress::Silent, _) | (_, StreamEvent::Exited) => {}
@@ -77,6 +86,48 @@ impl Progress {
             bar.finish_and_clear();
         }
     }
+}
+
+/// Runs a stream while its progress is shown and interrupts become stop requests.
+pub fn run_watched<T>(
+    quiet: bool,
+    chunks: u32,
+    run: impl FnOnce(&StopHandle, &mut dyn FnMut(StreamEvent)) -> T,
+) -> T {
+    let progress = Progress::new(quiet, chunks);
+    let interrupt = StopHandle::default();
+    let listener = handle_signals(&interrupt, &progress, || STOPPING_MESSAGE);
+    let outcome = run(&interrupt, &mut |event| progress.show_event(&event));
+    if let Some(listener) = listener {
+        listener.close();
+    }
+    progress.clear_bar();
+    outcome
+}
+
+/// Turns SIGINT and SIGTERM into stop requests; otherwise they would end the launcher at once, and
+/// the ranks with it. `first_message` returns the message for the first request.
+pub fn handle_signals(
+    interrupt: &StopHandle,
+    progress: &Progress,
+    first_message: impl Fn() -> &'static str + Send + 'static,
+) -> Option<signal_hook::iterator::Handle> {
+    let mut signals = Signals::new([SIGINT, SIGTERM]).ok()?;
+    let handle = signals.handle();
+    let (interrupt, progress) = (interrupt.clone(), progress.clone());
+    let run_listener = move || {
+        for (count, _) in signals.forever().enumerate() {
+            interrupt.request_stop();
+            match count {
+                0 => progress.print_line(first_message()),
+                1 => progress.print_line("killing the ranks"),
+                // The ranks die with their launcher.
+                _ => std::process::exit(EXIT_INTERRUPTED.into()),
+            }
+        }
+    };
+    std::thread::Builder::new().name("signals".to_string()).spawn(run_listener).ok()?;
+    Some(handle)
 }
 
 /// Shows how many meshes a search has estimated, on a terminal only: a search takes seconds at

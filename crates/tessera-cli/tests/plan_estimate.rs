@@ -386,7 +386,8 @@ fn json_contains_the_numbers_of_the_report() {
 #[test]
 fn exit_statuses_match_the_help() {
     let help = run_with_status(0, &["plan", "--help"]);
-    let table = ["Exit status:\n  0  a plan", "\n  1  the request is valid", "\n  2  the request is invalid"];
+    let table =
+        ["Exit status:\n  0  a plan", "\n  1  no mapping is legal", "\n  2  the command line is wrong"];
     assert_contains(&help, &table);
     // The request is valid, and the answer is no.
     assert_fails(1, &["plan", "--recipe", "C"], &["T1220"]);

@@ -48,6 +48,30 @@ fn a_plan_for_a_rack_runs_from_its_folder_alone() {
 }
 
 #[test]
+fn a_planned_folder_is_simulated_on_the_machine_of_its_estimate() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = models_dir().join("demo");
+    let plan = ["plan", model.to_str().unwrap(), "--cluster", "laptop", "--mesh", "tp=2", "--out", "plan"];
+    let planned = tessera_in(&plan, dir.path());
+    assert!(planned.status.success(), "{}", both_outputs(&planned));
+    let stream =
+        ["stream", "--plan", "plan", "--device", "sim", "--chunks", "2", "--out", "run", "--format", "json"];
+    let ran = tessera_in(&stream, dir.path());
+    assert!(ran.status.success(), "{}", both_outputs(&ran));
+    let json: serde_json::Value = serde_json::from_slice(&ran.stdout).unwrap();
+    // Without the estimate two ranks would run on hgx-h200.
+    assert!(json["machine"].as_str().unwrap().starts_with("laptop, "), "{json}");
+
+    // An estimate of an older build is refused by name; the run does not fall back to a default.
+    let estimate = dir.path().join("plan/estimate.json");
+    let text = std::fs::read_to_string(&estimate).unwrap().replacen("\"query\"", "\"asked\"", 1);
+    std::fs::write(&estimate, text).unwrap();
+    let refused = tessera_in(&[&stream[..5], &["--out", "again"]].concat(), dir.path());
+    let text = both_outputs(&refused);
+    assert!(!refused.status.success() && text.contains("T0051") && text.contains("older build"), "{text}");
+}
+
+#[test]
 fn the_summary_states_that_there_is_no_clip() {
     let dir = tempfile::tempdir().unwrap();
     let model = models_dir().join("demo");

@@ -192,6 +192,25 @@ fn invalid_meshes_are_rejected() {
         2,
         &["T0102", "T0030", "`x`"],
     );
+    assert_fails(
+        &["plan", "fixtures/wan-odd", "--cluster", "laptop", "--steps", "9,x"],
+        2,
+        &["T0030", "`x`"],
+    );
+    assert_fails(
+        &[
+            "plan",
+            "fixtures/wan-odd",
+            "--cluster",
+            "laptop",
+            "--strategy",
+            "megatron",
+            "--pin",
+            "strategy=ulysses",
+        ],
+        2,
+        &["T0030", "strategy is given as ulysses and as megatron"],
+    );
     assert_fails(&["plan", "fixtures/wan-odd", "--strategy", "ulises"], 2, &["ulysses"]);
     // A leader outside the mesh, and the mesh sizes that it allows.
     assert_fails(

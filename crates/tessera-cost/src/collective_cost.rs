@@ -41,7 +41,7 @@ pub enum Algorithm {
     OneShot,
     /// Reduction and broadcast over a tree: a chain within a host, a tree over hosts and domains.
     Tree,
-    /// Ring over all ranks.
+    /// Each rank passes shards to the next rank of a ring over all ranks.
     Ring,
     /// Pairwise exchange of shards; an all-reduce does this twice.
     Direct,
@@ -62,7 +62,7 @@ impl Algorithm {
         Algorithm::Switch,
     ];
 
-    /// Returns the name of the algorithm.
+    /// Returns the name of the algorithm, for example `one_shot`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["one_shot", "tree", "ring", "direct", "hierarchical", "switch"][self as usize]
@@ -72,7 +72,7 @@ impl Algorithm {
 /// Size of a group and the number of domains that it touches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupSpan {
-    /// Ranks of the group.
+    /// Number of ranks in the group; collectives of fewer than two ranks cost nothing.
     pub ranks: u32,
     /// Domains that the group touches; 1 for a group within one domain.
     pub domains: u32,
@@ -118,7 +118,7 @@ fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// Cost of a collective.
+/// Time and traffic of one collective over one group, and the algorithm that it uses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CollectiveCost {
     /// Time from the last rank's call to the last rank's result.
@@ -131,7 +131,7 @@ pub struct CollectiveCost {
 }
 
 impl CollectiveCost {
-    /// The cost of an empty transfer.
+    /// The cost without any transfer, as in a group of one rank; its algorithm has no meaning.
     pub const NONE: CollectiveCost =
         CollectiveCost { ns: 0.0, algorithm: Algorithm::Direct, sent_bytes: [0.0; 3] };
 }

@@ -15,7 +15,7 @@ use crate::intervals::{Interval, IntervalKind};
 pub struct MeasuredStep {
     /// Indices of the step's ops in the program, in order.
     pub ops: Vec<usize>,
-    /// Stream that ran the step.
+    /// Name of the stream that ran the step, for example `tp_collective`.
     pub stream: String,
     /// Start, in nanoseconds from the start of the program.
     pub start_ns: f64,
@@ -26,13 +26,13 @@ pub struct MeasuredStep {
 /// Estimated and measured time of a group of steps.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ErrorRow {
-    /// Name of the group.
+    /// Class of the steps, such as `matmul`, or a launch with its shapes, such as `silu [4, 8]`.
     pub name: String,
     /// Number of steps that ran.
     pub count: usize,
     /// Estimated time in nanoseconds; `None` without an estimate.
     pub estimated_ns: Option<f64>,
-    /// Measured time in nanoseconds.
+    /// Sum of the measured durations of the steps, in nanoseconds.
     pub measured_ns: f64,
 }
 
@@ -44,7 +44,7 @@ impl ErrorRow {
         self.estimated_ns.filter(|_| self.measured_ns > 0.0).map(|e| e / self.measured_ns - 1.0)
     }
 
-    /// Returns the sum of several rows.
+    /// Returns a row `name` with the sums of `lines`. Its estimate is `None` if any line has none.
     #[must_use]
     pub fn sum_rows(name: &str, lines: &[ErrorRow]) -> ErrorRow {
         ErrorRow {
@@ -135,7 +135,7 @@ pub fn median_steps(traces: &[Vec<MeasuredStep>]) -> Vec<MeasuredStep> {
     first.iter().enumerate().map(each).collect()
 }
 
-/// Groups the steps by a key.
+/// Adds up the steps of each key in a row without a name; leaves out steps without a key.
 fn group_steps<K: Ord>(
     ran: &[MeasuredStep],
     estimate: Option<&[f64]>,

@@ -57,7 +57,7 @@ impl ExecutorTraits {
     /// Reads the keys of a table; absent keys keep their defaults.
     #[must_use]
     pub fn from_config(fields: &mut ConfigReader) -> ExecutorTraits {
-        fields.renamed_keys(RENAMED_TRAITS);
+        fields.set_renamed_keys(RENAMED_TRAITS);
         let defaults = ExecutorTraits::default();
         let precision_name =
             fields.read_choice("precision", &Precision::ALL.map(Precision::name), defaults.precision.name());

@@ -41,7 +41,7 @@ impl IntervalKind {
     }
 }
 
-/// One interval of a timeline.
+/// A named activity on one track of a rank, with its start and end: a bar of a timeline.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Interval {
     /// The rank, or the stage in a timeline of stages.
@@ -50,7 +50,7 @@ pub struct Interval {
     pub track: String,
     /// Name of the activity, for example `QK^T GEMM`.
     pub name: String,
-    /// Kind of the activity.
+    /// Kind of the activity, by which overlap measures tell compute from collectives.
     pub kind: IntervalKind,
     /// Start in nanoseconds, from the origin of the timeline.
     pub start_ns: f64,
@@ -117,21 +117,6 @@ pub fn makespan_ns(bars: &[Interval]) -> f64 {
     if bars.is_empty() { 0.0 } else { end - start }
 }
 
-/// Returns the share of the makespan in which a track has no interval, by rank and track.
-#[must_use]
-pub fn idle_share(bars: &[Interval]) -> BTreeMap<(u32, String), f64> {
-    let span = makespan_ns(bars);
-    let mut lanes: BTreeMap<(u32, String), Vec<(f64, f64)>> = BTreeMap::new();
-    for b in bars {
-        lanes.entry((b.rank, b.track.clone())).or_default().push((b.start_ns, b.end_ns));
-    }
-    let idle = |spans: Vec<(f64, f64)>| {
-        let busy: f64 = merge_spans(spans).iter().map(|s| s.1 - s.0).sum();
-        if span > 0.0 { 1.0 - busy / span } else { 0.0 }
-    };
-    lanes.into_iter().map(|(lane, spans)| (lane, idle(spans))).collect()
-}
-
 /// Returns the union of the selected intervals as disjoint spans, by rank.
 fn compute_spans(bars: &[Interval], selects: impl Fn(&Interval) -> bool) -> BTreeMap<u32, Vec<(f64, f64)>> {
     let mut by_rank: BTreeMap<u32, Vec<(f64, f64)>> = BTreeMap::new();
@@ -182,7 +167,6 @@ mod tests {
         ];
         assert_eq!(measure_overlap(&bars, false), OverlapTotals { total_ns: 5.0, hidden_ns: 2.0 });
         assert_eq!(measure_overlap(&bars, false).exposed_ns(), 3.0);
-        assert_eq!(idle_share(&bars)[&(0, "compute".to_owned())], 0.95);
     }
 
     #[test]

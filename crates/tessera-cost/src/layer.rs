@@ -11,6 +11,7 @@ use tessera_ir::analytic_model::{LayerOp, LayerOpKind, OpSharding};
 use tessera_mesh::Precision;
 
 use crate::collective_cost::{CollectiveOp, GroupSpan};
+pub use crate::layer_load::LayerLoad;
 use crate::machine_model::MachineModel;
 use crate::moe::{self, ExpertLoad};
 pub use crate::op_cost::CostParts;
@@ -18,50 +19,12 @@ use crate::op_cost::{ACTIVATION, OpCost, RankShare, op_cost};
 use crate::params::{LayerLayout, Recompute, TpScheme};
 use crate::profile::TpOverlap;
 
-/// The tokens, sequences and keys of one call or micro-batch.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct LayerLoad {
-    /// Tokens of one micro-batch of one replica, before sharding.
-    pub tokens: f64,
-    /// Sequences of the micro-batch; a decode step has one per token.
-    pub sequences: f64,
-    /// Keys of one sequence at the end of the call, cached and new.
-    pub keys: f64,
-    /// Size of the sliding window, in keys including the query's own; absent for full attention.
-    pub window: Option<f64>,
-    /// Whether a backward pass follows.
-    pub training: bool,
-    /// Activations that the backward pass recomputes; ignored for ops outside the layers.
-    pub recompute: Recompute,
-}
-
-impl LayerLoad {
-    /// Returns the number of keys of one sequence that its last query attends to.
-    #[must_use]
-    pub fn visible_keys(&self) -> f64 {
-        self.window.map_or(self.keys, |w| w.clamp(1.0, self.keys.max(1.0)))
-    }
-
-    /// Returns the mean number of keys that one of the last `own` queries of a sequence attends to.
-    #[must_use]
-    pub fn mean_visible_keys(&self, own: f64, causal: bool) -> f64 {
-        let (near, first) = (self.visible_keys(), self.keys - (own - 1.0).max(0.0));
-        if !causal || first >= near {
-            return near;
-        }
-        // Each query adds one key until the window is full.
-        let rising = near - first;
-        let full = self.keys - near + 1.0;
-        (((rising * (first + near - 1.0) / 2.0) + full * near) / (rising + full)).max(1.0)
-    }
-}
-
-/// Spans of the groups of a layout.
+/// How many ranks and domains the groups of a [`LayerLayout`] span.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GroupSpans {
-    /// Span of the tp group.
+    /// Span of the ranks that share attention and dense ops.
     pub tp: GroupSpan,
-    /// Span of the ep group.
+    /// Span of the ranks that dispatch and combine tokens among themselves.
     pub ep: GroupSpan,
     /// Span of the group that shards one expert.
     pub expert_tp: GroupSpan,
@@ -72,9 +35,9 @@ pub struct GroupSpans {
 pub struct LayerCost {
     /// Forward pass of one micro-batch; `recompute` counts its later repetition.
     pub forward: CostParts,
-    /// Gradients of the inputs.
+    /// Computation of the input gradients, with all of attention's backward pass; 0 in inference.
     pub backward_input: CostParts,
-    /// Gradients of the weights.
+    /// Computation of the weight gradients, with the transfers that may overlap it; 0 in inference.
     pub backward_weight: CostParts,
     /// Recomputation before the backward pass.
     pub recompute: CostParts,
@@ -85,7 +48,7 @@ pub struct LayerCost {
     pub working_bytes: f64,
     /// Number of weights outside routed experts.
     pub weights: f64,
-    /// Number of weights of routed experts.
+    /// Number of weights of the routed experts that the rank holds.
     pub expert_weights: f64,
     /// Number of tp ranks that hold the same weights outside experts and therefore reduce their
     /// gradients over tp too.
@@ -210,7 +173,7 @@ fn input_width(row: &LayerOp) -> f64 {
     }
 }
 
-/// The transfers of one op.
+/// The inputs for pricing the transfers of a layer's ops.
 struct LayerTransfers<'a> {
     machine: &'a MachineModel,
     layout: &'a LayerLayout,
@@ -336,7 +299,8 @@ impl LayerTransfers<'_> {
         }
     }
 
-    /// Returns the bytes of scores of all heads on one rank.
+    /// Returns the bytes of the partial scores, of all heads, that a rank holds under
+    /// [`TpScheme::RsMmAg`]; 0 for ops other than attention.
     fn score_bytes(&self, op: &LayerOpKind) -> f64 {
         match *op {
             LayerOpKind::Attention { heads, .. } => {
@@ -450,7 +414,7 @@ impl LayerTransfers<'_> {
         }
     }
 
-    /// Adds one tp transfer to a cost.
+    /// Adds a transfer over tp to `part`: its time, and the time that `beside` does not hide.
     fn add_transfer(
         &self,
         op: CollectiveOp,

@@ -5,11 +5,16 @@
 //! This library crate knows no mapping and searches nothing. It prices one mapping at a time.
 //! Times are `f64` nanoseconds because estimates are scaled and divided.
 
+#![forbid(unsafe_code)]
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
+mod codes;
 pub mod collective_cost;
 pub mod estimate_error;
 pub mod executor_traits;
 pub mod intervals;
 pub mod layer;
+mod layer_load;
 mod machine_model;
 pub mod moe;
 pub mod op_cost;
@@ -22,19 +27,7 @@ pub mod stream_sim;
 pub mod tiers;
 pub mod timeline_lint;
 
-use tessera_base::Code;
-
+pub use codes::CODES;
 pub use collective_cost::{Algorithm, CollectiveCost, CollectiveOp, GroupSpan};
 pub use machine_model::{AttentionWork, MachineModel};
 pub use profile::Profile;
-
-/// Diagnostic codes that this crate raises.
-pub const CODES: &[&Code] = &[
-    &profile::T1105,
-    &profile::T1106,
-    &stream_sim::T1115,
-    &timeline_lint::T1116,
-    &timeline_lint::T1117,
-    &timeline_lint::T1118,
-    &timeline_lint::T1119,
-];

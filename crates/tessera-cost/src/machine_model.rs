@@ -22,15 +22,15 @@ pub struct MachineModel {
 pub struct AttentionWork {
     /// Queries of one sequence; with `causal` they are the last positions of its keys.
     pub queries: f64,
-    /// Keys of one sequence.
+    /// Keys that the queries of one sequence may attend to, cached ones included.
     pub keys: f64,
     /// Query heads times sequences.
     pub heads: f64,
     /// KV heads times sequences.
     pub kv_heads: f64,
-    /// Dim of a query head.
+    /// Width of a query or key head, in elements.
     pub qk: f64,
-    /// Dim of a value head.
+    /// Width of a value head, in elements.
     pub v: f64,
     /// Whether a causal mask hides later keys.
     pub causal: bool,
@@ -68,7 +68,8 @@ impl AttentionWork {
 }
 
 impl MachineModel {
-    /// Creates the model of a cluster with an executor.
+    /// Creates the model of a cluster under a profile, with the profile's curves for the cluster's
+    /// devices.
     #[must_use]
     pub fn new(cluster: Cluster, profile: Profile) -> MachineModel {
         let curves = profile.curves_for(&cluster.device.family).clone();

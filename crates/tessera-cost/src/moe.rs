@@ -107,14 +107,14 @@ pub struct ExpertLoad {
     pub remote_copies: f64,
     /// Bytes into or out of the busiest rank over the mean of ranks; at least 1.
     pub busiest_over_mean: f64,
-    /// Standard deviation of rows over experts, over their mean, before drops.
+    /// Standard deviation of the rows per expert, divided by their mean, before drops.
     pub std_over_mean: f64,
-    /// Standard deviation of rows over ranks, over their mean.
+    /// Standard deviation of the rows per rank, divided by their mean.
     pub rank_std_over_mean: f64,
 }
 
 impl ExpertLoad {
-    /// The load of a layer without experts.
+    /// The load of a layer without experts or tokens: no rows, and no rank above the mean.
     pub const NONE: ExpertLoad = ExpertLoad {
         slowest_over_mean: 1.0,
         dropped: 0.0,
@@ -126,13 +126,13 @@ impl ExpertLoad {
         rank_std_over_mean: 0.0,
     };
 
-    /// Returns the rows of the slowest rank.
+    /// Returns the rows that the slowest rank computes, after drops.
     #[must_use]
     pub fn slowest_rows(&self) -> f64 {
         self.slowest_over_mean * self.mean_rows
     }
 
-    /// Returns the weighted mean over several steps.
+    /// Returns the mean of the loads of several steps, given as pairs of a weight and a load.
     fn weighted_mean(parts: &[(f64, ExpertLoad)]) -> ExpertLoad {
         let total: f64 = parts.iter().map(|p| p.0).sum();
         let mean = |f: fn(&ExpertLoad) -> f64| parts.iter().map(|(w, l)| w * f(l)).sum::<f64>() / total;

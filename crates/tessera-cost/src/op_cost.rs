@@ -6,7 +6,7 @@ use std::ops::{Add, AddAssign, Mul};
 use tessera_ir::analytic_model::{LayerOp, LayerOpKind, OpSharding};
 use tessera_mesh::Precision;
 
-use crate::layer::LayerLoad;
+use crate::layer_load::LayerLoad;
 use crate::machine_model::{AttentionWork, MachineModel};
 use crate::moe::ExpertLoad;
 use crate::params::{LayerLayout, TpScheme};
@@ -31,7 +31,7 @@ pub struct CostParts {
     pub tp_exposed_ns: f64,
     /// Time of dispatch, combine and expert-tp transfers, hidden or not.
     pub ep_ns: f64,
-    /// Time that these transfers add.
+    /// Time that dispatch, combine and expert-tp transfers add.
     pub ep_exposed_ns: f64,
     /// Additional time of the slowest rank over the mean rank, from uneven experts and causal
     /// rings.
@@ -40,7 +40,7 @@ pub struct CostParts {
     pub launches: f64,
     /// Floating-point operations; a multiply-add counts two.
     pub flops: f64,
-    /// Bytes sent, by link class.
+    /// Bytes that a rank sends, by link class in the order of [`tessera_mesh::LinkClass::ALL`].
     pub sent_bytes: [f64; 3],
 }
 
@@ -108,7 +108,7 @@ pub struct RankShare {
     pub whole_tokens: f64,
     /// Number of ranks over which features are sharded.
     pub feature_shards: u32,
-    /// Number of ranks of one context ring.
+    /// Number of ranks of one context ring; 1 without a ring.
     pub ring: u32,
     /// Query heads of the slowest rank, and of the layer.
     heads: (u64, u64),
@@ -119,7 +119,8 @@ pub struct RankShare {
 }
 
 impl RankShare {
-    /// Returns the share for a layer with these ops.
+    /// Returns the slowest rank's share of a layer with the ops `rows` and a micro-batch of
+    /// `tokens`.
     #[must_use]
     pub fn for_layer(rows: &[LayerOp], layout: &LayerLayout, tokens: f64) -> RankShare {
         let ring =
@@ -200,7 +201,7 @@ pub(crate) struct RankAttention {
 }
 
 impl RankShare {
-    /// Returns `None` for ops other than attention.
+    /// Returns the sizes of this rank's attention; `None` for other ops.
     pub(crate) fn rank_attention(&self, op: &LayerOpKind, load: &LayerLoad) -> Option<RankAttention> {
         let &LayerOpKind::Attention { qk, v, latent, .. } = op else { return None };
         let sequences = load.sequences.max(1.0);
@@ -220,19 +221,19 @@ impl RankShare {
 /// Cost of one op on the slowest rank, without collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct OpCost {
-    /// Forward pass.
+    /// Forward pass; `layer_cost` adds the transfers, here and to the gradients.
     pub forward: CostParts,
-    /// Gradient of the inputs.
+    /// Gradient of the inputs, with all of attention's backward pass; 0 in inference.
     pub backward_input: CostParts,
-    /// Gradient of the weights.
+    /// Gradient of the weights, added up in f32; 0 in inference.
     pub backward_weight: CostParts,
     /// Minimum traffic of the forward pass, with each value moved once.
     pub traffic_bytes: f64,
     /// Number of weights outside routed experts.
     pub weights: f64,
-    /// Number of weights of routed experts.
+    /// Number of weights of the routed experts that the rank holds.
     pub expert_weights: f64,
-    /// Bytes kept for the backward pass.
+    /// Bytes of inputs, masks and scores that are kept for the backward pass; 0 in inference.
     pub kept_bytes: f64,
     /// Part of the kept bytes that holds attention scores.
     pub scores_bytes: f64,
@@ -304,7 +305,7 @@ impl OpPricer<'_> {
         }
     }
 
-    /// Returns the bytes kept of an op's inputs and masks.
+    /// Returns the bytes of an op's inputs and masks that the rank keeps for the backward pass.
     fn kept_bytes(&self, row: &LayerOp) -> f64 {
         let keep = row.activation_bytes as f64;
         if row.sharding != OpSharding::Experts {

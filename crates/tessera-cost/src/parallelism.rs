@@ -52,7 +52,7 @@ pub struct ShardedKernel {
     pub flops: f64,
     /// Bytes that every rank reads or writes in full, independent of the sharding.
     pub replicated_bytes: f64,
-    /// Bytes that the sharding divides.
+    /// Bytes moved before sharding; each of tp ranks moves an equal share.
     pub sharded_bytes: f64,
     /// Rate of the device in floating-point operations per second.
     pub flops_per_s: f64,
@@ -122,7 +122,7 @@ pub struct ParallelismInputs {
     pub tp_ns: Vec<(u32, f64)>,
     /// Time of one send between stages.
     pub send_ns: f64,
-    /// Number of available devices.
+    /// Number of available devices, the upper bound of tp · pp · dp.
     pub devices: u32,
     /// Minimum number of devices that one replica of the model needs for its memory.
     pub min_devices: u32,
@@ -131,13 +131,13 @@ pub struct ParallelismInputs {
 /// Sizes of the axes, with their latency, their throughput and the reasons.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParallelismChoice {
-    /// Ranks that shard matmuls.
+    /// Number of ranks over which the matmuls of a stage are sharded.
     pub tp: u32,
     /// Number of pipeline stages of a replica.
     pub pp: u32,
     /// Number of model replicas, which process different items.
     pub dp: u32,
-    /// Latency of an item.
+    /// Time from an item's entry to its exit, sends between stages included.
     pub latency_ns: f64,
     /// Time between items that leave, over all replicas.
     pub period_ns: f64,
@@ -240,87 +240,96 @@ fn explain_choice(
     options: &[ParallelismChoice],
     choice: &ParallelismChoice,
 ) -> Vec<String> {
-    let ms = |ns: f64| format!("{:.3} ms", ns / 1e6);
     let whole: f64 = facts.part_ns.iter().sum();
-    let mut reasons = Vec::new();
-    let one = options.iter().find(|o| (o.tp, o.pp) == (1, 1));
-    match one {
-        Some(o) if o.latency_ns <= facts.deadline_ns => {
-            reasons.push(format!(
-                "one device answers in {}, within the {} deadline: a single item needs no sharding",
-                ms(whole),
-                ms(facts.deadline_ns)
-            ));
-        }
-        Some(_) => reasons.push(format!(
-            "one device needs {} but {} are allowed: only tp makes an item faster",
-            ms(whole),
-            ms(facts.deadline_ns)
-        )),
-        None => reasons.push(format!("one replica needs {} devices for its memory", facts.min_devices)),
-    }
+    let mut reasons = vec![explain_one_device(facts, options, whole)];
     if choice.tp > 1 {
         let same = options.iter().find(|o| (o.tp, o.pp) == (1, choice.pp));
         let before = same.map_or(whole, |o| o.latency_ns);
         reasons.push(format!(
             "tp={} reduces an item's latency from {} to {}",
             choice.tp,
-            ms(before),
-            ms(choice.latency_ns)
+            format_ms(before),
+            format_ms(choice.latency_ns)
         ));
     }
     if choice.pp > 1 {
-        let flat = options.iter().find(|o| (o.tp, o.pp) == (choice.tp, 1));
-        let all = options.iter().find(|o| (o.tp, o.pp, o.dp) == (choice.tp, choice.pp, 1));
-        if let (Some(flat), Some(all)) = (flat, all) {
-            reasons.push(format!(
-                "pp={} does not make an item faster ({} against {}) but completes one every {} instead of every {}, with {} in flight",
-                choice.pp,
-                ms(choice.latency_ns),
-                ms(flat.latency_ns),
-                ms(all.period_ns),
-                ms(flat.latency_ns),
-                choice.pp
-            ));
-        } else {
-            reasons.push(format!(
-                "pp={} makes a replica fit: tp={} alone has too little memory",
-                choice.pp, choice.tp
-            ));
-        }
-    }
-    if choice.pp > 1 {
-        let pp = choice.pp;
-        reasons.push(format!(
-            "with {pp} items in flight each stage works {:.0} % of the time if they enter and leave as one batch, and {:.0} % if one \
-             enters as another leaves",
-            batch_utilisation(pp, pp) * 100.0,
-            full_utilisation(pp, pp) * 100.0
-        ));
+        reasons.extend(explain_stages(options, choice));
     }
     if choice.dp > 1 {
         reasons.push(format!(
             "dp={} replicas complete one item every {}; latency does not change",
             choice.dp,
-            ms(choice.period_ns)
+            format_ms(choice.period_ns)
         ));
     }
+    reasons.extend(explain_missed_targets(facts, choice));
+    reasons
+}
+
+/// Explains what one device can do; `whole` is the time that it needs for an item.
+fn explain_one_device(facts: &ParallelismInputs, options: &[ParallelismChoice], whole: f64) -> String {
+    match options.iter().find(|o| (o.tp, o.pp) == (1, 1)) {
+        Some(o) if o.latency_ns <= facts.deadline_ns => format!(
+            "one device answers in {}, within the {} deadline: a single item needs no sharding",
+            format_ms(whole),
+            format_ms(facts.deadline_ns)
+        ),
+        Some(_) => format!(
+            "one device needs {} but {} are allowed: only tp makes an item faster",
+            format_ms(whole),
+            format_ms(facts.deadline_ns)
+        ),
+        None => format!("one replica needs {} devices for its memory", facts.min_devices),
+    }
+}
+
+/// Explains the reason for several stages, and the share of the time that they work.
+fn explain_stages(options: &[ParallelismChoice], choice: &ParallelismChoice) -> [String; 2] {
+    let pp = choice.pp;
+    let flat = options.iter().find(|o| (o.tp, o.pp) == (choice.tp, 1));
+    let all = options.iter().find(|o| (o.tp, o.pp, o.dp) == (choice.tp, pp, 1));
+    let reason = if let (Some(flat), Some(all)) = (flat, all) {
+        format!(
+            "pp={pp} does not make an item faster ({} against {}) but completes one every {} instead of every {}, with {pp} in flight",
+            format_ms(choice.latency_ns),
+            format_ms(flat.latency_ns),
+            format_ms(all.period_ns),
+            format_ms(flat.latency_ns)
+        )
+    } else {
+        format!("pp={pp} makes a replica fit: tp={} alone has too little memory", choice.tp)
+    };
+    let utilisation = format!(
+        "with {pp} items in flight each stage works {:.0} % of the time if they enter and leave as one batch, and {:.0} % if one \
+         enters as another leaves",
+        batch_utilisation(pp, pp) * 100.0,
+        full_utilisation(pp, pp) * 100.0
+    );
+    [reason, utilisation]
+}
+
+fn explain_missed_targets(facts: &ParallelismInputs, choice: &ParallelismChoice) -> Vec<String> {
+    let mut reasons = Vec::new();
     if choice.latency_ns > facts.deadline_ns {
         reasons.push(format!(
             "no mapping on up to {} devices answers within {}: {} is the closest",
             facts.devices,
-            ms(facts.deadline_ns),
-            ms(choice.latency_ns)
+            format_ms(facts.deadline_ns),
+            format_ms(choice.latency_ns)
         ));
     }
     if choice.period_ns > facts.period_ns {
         reasons.push(format!(
             "items arrive every {} but complete every {}: the queue grows",
-            ms(facts.period_ns),
-            ms(choice.period_ns)
+            format_ms(facts.period_ns),
+            format_ms(choice.period_ns)
         ));
     }
     reasons
+}
+
+fn format_ms(ns: f64) -> String {
+    format!("{:.3} ms", ns / 1e6)
 }
 
 #[cfg(test)]

@@ -13,13 +13,13 @@ macro_rules! named_enum {
             /// All values, in the order in which a search tries them.
             pub const ALL: &'static [$name] = &[$($name::$variant,)+];
 
-            /// Returns the name of the value.
+            /// Returns the name of the value, as pins and reports spell it.
             #[must_use]
             pub fn name(self) -> &'static str {
                 match self { $($name::$variant => $word,)+ }
             }
 
-            /// Returns the value with this name.
+            /// Returns the value whose name is `word`; `None` if there is none.
             #[must_use]
             pub fn from_name(word: &str) -> Option<$name> {
                 $name::ALL.iter().copied().find(|x| x.name() == word)
@@ -52,13 +52,14 @@ named_enum! {
 named_enum! {
     /// Order of micro-batches over pipeline stages.
     PipelineSchedule {
-        /// One forward, one backward.
+        /// 1F1B: after some warm-up forwards, a stage runs one forward and one backward
+        /// alternately.
         OneFOneB = "1f1b",
         /// One forward, one backward over `interleave` model chunks per stage.
         Interleaved = "interleaved",
         /// Weight gradients fill the bubble, with the memory of 1F1B.
         ZbH1 = "zb-h1",
-        /// Weight gradients fill the bubble, with twice the memory.
+        /// Weight gradients fill the bubble, with twice the memory of 1F1B.
         ZbH2 = "zb-h2",
         /// Micro-batches enter from both ends at once, and each rank holds two sets of parameters.
         DualPipe = "dualpipe",
@@ -70,11 +71,11 @@ named_enum! {
     Recompute {
         /// Recomputes nothing: all activations are kept until the backward pass.
         None = "none",
-        /// What attention keeps before its softmax.
+        /// Recomputes the attention op, so that its scores are not kept.
         Attention = "attention",
-        /// Every second layer in full.
+        /// Recomputes every second layer, of which only the input is kept.
         EveryOther = "every_other",
-        /// Every layer in full.
+        /// Recomputes every layer: only its input is kept.
         Full = "full",
     }
 }
@@ -123,7 +124,7 @@ pub struct LayerLayout {
     /// Number of those ranks in one context ring; 1 except for [`TpScheme::Ring`] and
     /// [`TpScheme::Striped`]. Heads are sharded over `tp / ring` ranks.
     pub ring: u32,
-    /// Sharding scheme of tp.
+    /// Scheme by which the `tp` ranks shard attention and dense ops.
     pub scheme: TpScheme,
     /// Ranks over which the inner dim of each expert is sharded.
     pub expert_tp: u32,

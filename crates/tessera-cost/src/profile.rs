@@ -11,33 +11,14 @@ mod toml_format;
 
 use std::collections::BTreeMap;
 
-use tessera_base::{Code, Diagnostic, closest_name};
+use tessera_base::{Diagnostic, closest_name};
 use tessera_mesh::Precision;
 
+pub use crate::codes::T1105;
 use crate::executor_traits::ExecutorTraits;
 
 pub use library::{AlgorithmLines, CollectiveLibrary, CostLine};
 pub use overlap::{OverlapTraits, TpOverlap};
-
-/// The profile name is unknown.
-pub static T1105: Code = Code {
-    id: "T1105",
-    title: "unknown executor profile",
-    page: "A profile describes how efficiently an executor uses a device: `torch-2.11` and `megatron` are PyTorch with NCCL for \
-inference and for large-scale training, `tessera` is this project's own backends, `ideal` reaches every peak and is a \
-floor, not a forecast. A cluster names its default profile.\n\n\
-A profile may also be a TOML file: print the closest built-in profile, edit its curves and pass the file's path.",
-};
-/// A curve of a profile is out of range.
-pub static T1106: Code = Code {
-    id: "T1106",
-    title: "profile's curve is out of range",
-    page: "Shares lie above 0 and are at most 1 (the `share` of a GEMM, which `max_efficiency` limits, is at most 2), halves and times \
-are not negative, and contention is at least 1. A GEMM curve is `share · m/(m+m_half) · n/(n+n_half) · k/(k+k_half)`, limited \
-to `max_efficiency`; with non-negative halves it never falls as a GEMM grows, and the search relies on this.\n\n\
-Each collective needs at least one cost line, and each table states the origin of its numbers in `source`. \
-`validated` lists jobs: training, prefill, decode and stream.",
-};
 
 /// Jobs for which a profile may be validated: training steps, prompts, decoded tokens, and video by
 /// the chunk.
@@ -54,11 +35,11 @@ pub struct Profile {
     pub error_share: f64,
     /// Jobs of [`JOBS`] for which estimates were compared with measurements.
     pub validated_jobs: Vec<String>,
-    /// Traits of the executor.
+    /// Precision, fusions and power limit of the executor; the same for all device families.
     pub executor: ExecutorTraits,
-    /// Curves on any device.
+    /// Curves on devices whose family `families` does not list.
     pub base: Curves,
-    /// Curves on the devices of one family, if they differ.
+    /// Curves by device family, for the families that do not use `base`.
     pub families: BTreeMap<String, Curves>,
 }
 
@@ -70,7 +51,7 @@ pub struct Curves {
     pub gemms: [GemmCurve; 4],
     /// Efficiency of attention by the number of queries and keys.
     pub attention: AttentionCurve,
-    /// Grouped GEMMs of experts.
+    /// Efficiency of the grouped GEMMs of experts, by the rows of one expert.
     pub grouped_gemm: GroupedGemmCurve,
     /// Efficiency of memory-bound kernels, and the memory that the executor reserves.
     pub memory: MemoryCurve,
@@ -78,7 +59,7 @@ pub struct Curves {
     pub host: HostCosts,
     /// Constant costs of the collective library, by collective and algorithm.
     pub library: CollectiveLibrary,
-    /// Overlap of computation with transfers.
+    /// Transfers that overlap compute, and the accumulation of weight gradients.
     pub overlap: OverlapTraits,
 }
 
@@ -88,7 +69,8 @@ pub struct Curves {
 pub struct GemmCurve {
     /// Share of the device's peak that no GEMM exceeds, whatever its shape.
     pub max_efficiency: f64,
-    /// Factor before the three saturation terms.
+    /// Factor before the three saturation terms: the efficiency of a huge GEMM, unless
+    /// `max_efficiency` is lower.
     pub share: f64,
     /// Rows at which half the efficiency is reached.
     pub m_half: f64,
@@ -96,30 +78,30 @@ pub struct GemmCurve {
     pub n_half: f64,
     /// Input features at which half the efficiency is reached.
     pub k_half: f64,
-    /// Device time of the smallest GEMM.
+    /// Fixed device time of every GEMM, to which the time for its FLOPs or bytes is added.
     pub start_ns: f64,
-    /// Origin of the numbers.
+    /// Origin of the numbers, as free text that each GEMM table of a file must state.
     pub source: String,
 }
 
 /// Efficiency of attention relative to the device's peak: `share · q/(q+queries_half) ·
-/// k/(k+keys_half)`, with q the queries of all heads.
+/// k/(k+keys_half)`, with q the queries of all heads and k the keys.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AttentionCurve {
-    /// Efficiency of the largest attention.
+    /// Efficiency that attention approaches as queries and keys grow, as a share of the peak.
     pub share: f64,
-    /// Queries times heads at which half the efficiency is reached.
+    /// Value of q, queries times heads, at which its factor is one half.
     pub queries_half: f64,
-    /// Keys at which half the efficiency is reached.
+    /// Value of k, the number of keys, at which its factor is one half.
     pub keys_half: f64,
     /// Share of the memory bandwidth while few queries read keys and values.
     pub memory_share: f64,
-    /// Device time of the smallest attention.
+    /// Fixed device time of every attention, to which the time for its FLOPs or bytes is added.
     pub start_ns: f64,
     /// Whether training writes scores to memory and keeps them for the backward pass, as unfused
     /// attention does.
     pub stores_scores: bool,
-    /// Origin of the numbers.
+    /// Origin of the numbers, as free text that a file must state.
     pub source: String,
 }
 
@@ -134,9 +116,9 @@ pub struct GroupedGemmCurve {
     /// Bandwidth of reading weights for few rows, as a share of a plain memory-bound kernel's
     /// bandwidth.
     pub memory_share: f64,
-    /// Device time of the smallest grouped GEMM.
+    /// Fixed device time of every grouped GEMM, to which the time for its FLOPs or bytes is added.
     pub start_ns: f64,
-    /// Origin of the numbers.
+    /// Origin of the numbers, as free text that a file must state.
     pub source: String,
 }
 
@@ -145,15 +127,15 @@ pub struct GroupedGemmCurve {
 pub struct MemoryCurve {
     /// Share of the bandwidth that a large kernel reaches.
     pub share: f64,
-    /// Device time of the smallest kernel.
+    /// Fixed device time of every memory-bound kernel, to which the time for its bytes is added.
     pub start_ns: f64,
     /// Bytes of device memory that the executor and its libraries reserve.
     pub reserved_bytes: f64,
     /// Bytes of a kernel's inputs that caches hold from the previous kernel; 0 without cache reuse.
     pub cached_bytes: f64,
-    /// Speedup of these bytes over device memory; at least 1.
+    /// Rate of reading the `cached_bytes` relative to the rate of device memory; at least 1.
     pub cached_speedup: f64,
-    /// Origin of the numbers.
+    /// Origin of the numbers, as free text that a file must state.
     pub source: String,
 }
 
@@ -167,7 +149,7 @@ pub struct HostCosts {
     pub captured: bool,
     /// Slowdown of compute while a transfer is in flight; at least 1.
     pub contention: f64,
-    /// Origin of the numbers.
+    /// Origin of the numbers, as free text that a file must state.
     pub source: String,
 }
 
@@ -214,7 +196,7 @@ impl Profile {
         self.validated_jobs.iter().any(|v| v == job)
     }
 
-    /// Returns the curves on a device family.
+    /// Returns the curves of a device family; `base` if the family has none of its own.
     #[must_use]
     pub fn curves_for(&self, family: &str) -> &Curves {
         self.families.get(family).unwrap_or(&self.base)

@@ -9,12 +9,13 @@ mod kernel_fusion;
 
 use std::collections::BTreeSet;
 
-use tessera_ir::{DType, Op, Opcode, Program, ValueId, op_workload};
+use tessera_ir::op_traits::KernelClass;
+use tessera_ir::{DType, Op, OpView, Opcode, PeerPosition, Program, ValueId, op_workload, views};
 use tessera_mesh::{Cluster, Group, Mesh, Precision, Rank};
 
 use crate::{AttentionWork, CollectiveCost, CollectiveOp, GroupSpan, MachineModel};
 
-/// The dominant activity of an op.
+/// The activity that takes most of an op's time and decides whether throttling slows the op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum OpActivity {
     /// A GEMM, which throttling slows.
@@ -31,7 +32,8 @@ pub enum OpActivity {
     Nothing,
 }
 
-/// Estimated cost of one op on its own device.
+/// Estimated device time, kernel launches and FLOPs of one op on one rank. The transfer of a
+/// collective and the wait for other ranks are not included.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OpEstimate {
     /// The kind of work that dominates the op and decides whether throttling slows it.
@@ -161,11 +163,13 @@ impl<'a> ProgramEstimate<'a> {
 #[must_use]
 pub fn op_span(cluster: &Cluster, mesh: &Mesh, rank: Rank, op: &Op) -> GroupSpan {
     let members = op.comm_group().map_or_else(Vec::new, |g: Group| mesh.group_members(rank, g));
-    let peer =
-        ["to", "from"].into_iter().find_map(|k| op.int_attr(k)).and_then(|at| usize::try_from(at).ok());
-    match (op.opcode, peer.and_then(|at| members.get(at))) {
-        (Opcode::Send | Opcode::Recv, Some(other)) => ranks_span(cluster, &[rank, *other]),
-        _ => ranks_span(cluster, &members),
+    let (PeerPosition::To(at) | PeerPosition::From(at)) = match op.peer_position() {
+        Some(peer) => peer,
+        None => return ranks_span(cluster, &members),
+    };
+    match usize::try_from(at).ok().and_then(|at| members.get(at)) {
+        Some(other) => ranks_span(cluster, &[rank, *other]),
+        None => ranks_span(cluster, &members),
     }
 }
 
@@ -183,7 +187,7 @@ pub fn ranks_span(cluster: &Cluster, met: &[Rank]) -> GroupSpan {
 pub(crate) struct ValueWidths {
     /// The executor's precision, if the choice is left to the executor.
     precision: Option<Precision>,
-    /// Values that stay f32 in any precision.
+    /// By value: whether the value stays f32 in any precision, such as a sum of squares.
     exact: Vec<bool>,
 }
 
@@ -206,7 +210,7 @@ impl ValueWidths {
         ValueWidths { precision: is_all_f32.then_some(precision), exact }
     }
 
-    /// Returns the precision of an op on this value.
+    /// Returns the precision in which an op with this operand computes.
     pub(crate) fn value_precision(&self, p: &Program, v: ValueId) -> Precision {
         self.precision.unwrap_or(match p.type_of(v).dtype {
             DType::E4m3 => Precision::Fp8,
@@ -243,49 +247,61 @@ fn estimate_op(
         flops: op_workload(p, op).flops.0 as f64,
     };
     let exchange = OpEstimate { activity: OpActivity::Transfer, launches: 1, ..OpEstimate::ZERO };
-    match op.opcode {
-        Opcode::Matmul => estimate_gemm(m, p, widths, op),
-        Opcode::Attention => kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(widths, p, op))),
-        Opcode::Bmm => {
-            let (x, y) = (op.operands[0], op.operands[1]);
-            let k = p.type_of(x).shape.last().map_or(1.0, |k| *k as f64);
-            let rows = p.type_of(x).element_count() as f64 / k;
+    let memory_bound = |ns: fn(&MachineModel, f64) -> f64| {
+        kernel(OpActivity::MemoryBound, ns(m, kernel_fusion::op_traffic(p, widths, op)))
+    };
+    match (op.opcode.table_row().traits.kernel, op.view()) {
+        (KernelClass::None, Ok(OpView::Wait(v))) => {
+            OpEstimate { activity: OpActivity::Wait, ..OpEstimate::ZERO }
+                .with_kernel(unpack_ns(m, p, widths, defs, v.ticket))
+        }
+        (KernelClass::Gemm, Ok(OpView::Matmul(v))) => estimate_gemm(m, p, widths, op, &v),
+        (KernelClass::Attention, Ok(OpView::Attention(v))) => {
+            kernel(OpActivity::Attention, m.attention_ns(&attention_sizes(widths, p, &v)))
+        }
+        (KernelClass::GroupedGemm, Ok(view)) => grouped_gemm_ns(m, p, widths, op, &view)
+            .map_or(OpEstimate::ZERO, |ns| kernel(OpActivity::Gemm, ns)),
+        (KernelClass::Transfer, Ok(OpView::AllToAll(v))) => {
+            exchange.with_kernel(pack_ns(m, p, widths, (v.x, v.split)))
+        }
+        (KernelClass::Transfer, _) => exchange,
+        (KernelClass::Copy, _) => memory_bound(MachineModel::memory_bound_ns),
+        (KernelClass::Elementwise, _) => memory_bound(elementwise_ns),
+        // An op without a view breaks the rules, and no plan contains it.
+        (KernelClass::None | KernelClass::Gemm | KernelClass::Attention | KernelClass::GroupedGemm, _) => {
+            OpEstimate::ZERO
+        }
+    }
+}
+
+/// Returns the time of a batch of matrix multiplies: a batched matmul, or the matmuls of all experts.
+fn grouped_gemm_ns(
+    m: &MachineModel,
+    p: &Program,
+    widths: &ValueWidths,
+    op: &Op,
+    view: &OpView,
+) -> Option<f64> {
+    match view {
+        OpView::Bmm(views::Bmm { x, y, .. }) => {
+            let k = p.type_of(*x).shape.last().map_or(1.0, |k| *k as f64);
+            let rows = p.type_of(*x).element_count() as f64 / k;
             let columns = op.results.first().map_or(1.0, |r| p.type_of(*r).element_count() as f64 / rows);
-            let batch = (p.type_of(y).element_count() as f64 / (k * columns)).max(1.0);
-            kernel(
-                OpActivity::Gemm,
-                m.grouped_gemm_ns(batch, rows / batch, columns, k, widths.value_precision(p, x)),
-            )
+            let batch = (p.type_of(*y).element_count() as f64 / (k * columns)).max(1.0);
+            Some(m.grouped_gemm_ns(batch, rows / batch, columns, k, widths.value_precision(p, *x)))
         }
-        Opcode::MoeRoute => {
-            let bank: Vec<f64> =
-                op.buffer.map_or_else(Vec::new, |b| p.buffer(b).ty.shape.iter().map(|n| *n as f64).collect());
-            let [experts, out, k] = bank[..] else { return OpEstimate::ZERO };
-            let top_k = op.int_attr("top_k").unwrap_or(2) as f64;
-            let rows = dim_extent(p, op.operands[0], 0) * top_k / experts.max(1.0);
-            kernel(
-                OpActivity::Gemm,
-                m.grouped_gemm_ns(experts, rows, out, k, widths.value_precision(p, op.operands[0])),
-            )
+        OpView::MoeRoute(v) => {
+            let bank: Vec<f64> = p.buffer(op.buffer?).ty.shape.iter().map(|n| *n as f64).collect();
+            let [experts, out, k] = bank[..] else { return None };
+            let rows = dim_extent(p, v.x, 0) * v.top_k as f64 / experts.max(1.0);
+            Some(m.grouped_gemm_ns(experts, rows, out, k, widths.value_precision(p, v.x)))
         }
-        Opcode::AllToAll => exchange.with_kernel(pack_ns(m, p, widths, op, true)),
-        Opcode::Wait => OpEstimate { activity: OpActivity::Wait, ..OpEstimate::ZERO }
-            .with_kernel(unpack_ns(m, p, widths, defs, op)),
-        _ if op.opcode.is_collective() => exchange,
-        _ if kernel_fusion::is_memory_bound(op.opcode) => {
-            let bytes = kernel_fusion::op_traffic(p, widths, op);
-            let copies = kernel_fusion::is_copy(op.opcode);
-            kernel(
-                OpActivity::MemoryBound,
-                if copies { m.memory_bound_ns(bytes) } else { elementwise_ns(m, bytes) },
-            )
-        }
-        _ => OpEstimate::ZERO,
+        _ => None,
     }
 }
 
 impl OpEstimate {
-    /// Adds one more kernel if there is one.
+    /// Adds a kernel that takes `pass` nanoseconds, and its launch; `None` adds nothing.
     fn with_kernel(self, pass: Option<f64>) -> OpEstimate {
         match pass {
             Some(ns) => OpEstimate { ns: self.ns + ns, launches: self.launches + 1, ..self },
@@ -303,11 +319,17 @@ fn merged_gemm_ns(m: &MachineModel, p: &Program, widths: &ValueWidths, set: &[us
     m.gemm_ns(rows, columns, k, widths.value_precision(p, x))
 }
 
-fn estimate_gemm(m: &MachineModel, p: &Program, widths: &ValueWidths, op: &Op) -> OpEstimate {
+fn estimate_gemm(
+    m: &MachineModel,
+    p: &Program,
+    widths: &ValueWidths,
+    op: &Op,
+    v: &views::Matmul,
+) -> OpEstimate {
     let executor = &m.profile.executor;
-    let [rows, k] = [0, 1].map(|d| dim_extent(p, op.operands[0], d));
-    let columns = dim_extent(p, op.operands[1], 0);
-    let ns = m.gemm_ns(rows, columns, k, widths.value_precision(p, op.operands[0]));
+    let [rows, k] = [0, 1].map(|d| dim_extent(p, v.x, d));
+    let columns = dim_extent(p, v.w, 0);
+    let ns = m.gemm_ns(rows, columns, k, widths.value_precision(p, v.x));
     let price = OpEstimate {
         activity: OpActivity::Gemm,
         ns,
@@ -315,8 +337,8 @@ fn estimate_gemm(m: &MachineModel, p: &Program, widths: &ValueWidths, op: &Op) -
         launches: 1,
         flops: op_workload(p, op).flops.0 as f64,
     };
-    let bias = op.keyed_operand("bias").is_some() && !executor.fuses_bias;
-    let act = op.str_attr("act").is_some() && !executor.fuses_activation;
+    let bias = v.bias.is_some() && !executor.fuses_bias;
+    let act = v.act.is_some() && !executor.fuses_activation;
     let written = op.results.first().map_or(0.0, |r| widths.value_bytes(p, *r));
     price.with_kernel((bias || act).then(|| elementwise_ns(m, 2.0 * written)))
 }
@@ -326,15 +348,14 @@ fn elementwise_ns(m: &MachineModel, bytes: f64) -> f64 {
     m.memory_bound_ns(bytes / m.profile.executor.elementwise_share)
 }
 
-fn attention_sizes(widths: &ValueWidths, p: &Program, op: &Op) -> AttentionWork {
-    let precision = widths.value_precision(p, op.operands[0]);
-    let width = dim_extent(p, op.operands[0], 1);
-    let head = op.int_attr("head_dim").map_or(width, |h| h as f64).max(1.0);
+fn attention_sizes(widths: &ValueWidths, p: &Program, v: &views::Attention) -> AttentionWork {
+    let precision = widths.value_precision(p, v.q);
+    let head = v.head_dim as f64;
     AttentionWork {
-        queries: dim_extent(p, op.operands[0], 0),
-        keys: dim_extent(p, op.operands[1], 0),
-        heads: width / head,
-        kv_heads: dim_extent(p, op.operands[1], 1) / head,
+        queries: dim_extent(p, v.q, 0),
+        keys: dim_extent(p, v.k, 0),
+        heads: dim_extent(p, v.q, 1) / head,
+        kv_heads: dim_extent(p, v.k, 1) / head,
         qk: head,
         v: head,
         causal: false,
@@ -343,13 +364,12 @@ fn attention_sizes(widths: &ValueWidths, p: &Program, op: &Op) -> AttentionWork 
     }
 }
 
-/// Returns the time of the kernel that packs the shards of an all-to-all before it (`before`) or
-/// unpacks them after it. With sharded columns the shards of each peer are scattered over the rows.
-fn pack_ns(m: &MachineModel, p: &Program, widths: &ValueWidths, op: &Op, before: bool) -> Option<f64> {
-    let executor = &m.profile.executor;
-    let cut = op.int_attr(if before { "split" } else { "concat" })?;
-    let bytes = widths.value_bytes(p, *op.operands.first()?);
-    (executor.packs_all_to_all && cut > 0).then(|| m.memory_bound_ns(2.0 * bytes))
+/// Returns the time of the kernel that packs the operand `x` of an all-to-all, or unpacks its result.
+/// `dim` is the dim that it splits or concatenates: with sharded columns the shards of each peer are
+/// scattered over the rows.
+fn pack_ns(m: &MachineModel, p: &Program, widths: &ValueWidths, (x, dim): (ValueId, usize)) -> Option<f64> {
+    let bytes = widths.value_bytes(p, x);
+    (m.profile.executor.packs_all_to_all && dim > 0).then(|| m.memory_bound_ns(2.0 * bytes))
 }
 
 /// Returns the time of the kernel that unpacks an all-to-all whose columns are concatenated.
@@ -358,11 +378,13 @@ fn unpack_ns(
     p: &Program,
     widths: &ValueWidths,
     defs: &[Option<usize>],
-    wait: &Op,
+    ticket: ValueId,
 ) -> Option<f64> {
-    let ticket = wait.operands.first()?;
     let issue = defs.get(ticket.0 as usize).copied().flatten().map(|i| &p.ops[i])?;
-    if issue.opcode == Opcode::AllToAll { pack_ns(m, p, widths, issue, false) } else { None }
+    match issue.view() {
+        Ok(OpView::AllToAll(v)) => pack_ns(m, p, widths, (v.x, v.concat)),
+        _ => None,
+    }
 }
 
 fn dim_extent(p: &Program, v: ValueId, dim: usize) -> f64 {

@@ -16,8 +16,10 @@
 
 mod event_loop;
 
-use tessera_base::{Code, Diagnostic};
+use tessera_base::Diagnostic;
 use tessera_mesh::LinkClass;
+
+use crate::codes::T1115;
 
 /// Number of a task, in the order in which tasks were pushed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -35,10 +37,10 @@ pub enum TaskResource {
     Nothing,
 }
 
-/// One task of one rank.
+/// One unit of simulated work on a stream, such as an op or a rank's part of a collective.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Task {
-    /// The rank; any number.
+    /// The rank, by any number; each rank has compute and links of its own.
     pub rank: u32,
     /// The stream of the rank; any number. Tasks of one stream run in the order in which they were
     /// pushed.
@@ -68,7 +70,7 @@ impl Contention {
     pub const NONE: Contention = Contention { compute: 1.0, links: false };
 }
 
-/// Times of one task.
+/// Simulated times of one task: when it could start, when it started and when it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct TaskWindow {
     /// Time at which its stream and its dependencies allowed the task to start. From here to the
@@ -80,7 +82,7 @@ pub struct TaskWindow {
     pub end_ns: f64,
 }
 
-/// Tasks and their dependencies.
+/// Tasks on streams with dependencies between them; [`TaskGraph::run`] simulates them.
 #[derive(Debug, Clone, Default)]
 pub struct TaskGraph {
     tasks: Vec<Task>,
@@ -89,7 +91,7 @@ pub struct TaskGraph {
 }
 
 impl TaskGraph {
-    /// Appends a task to its stream.
+    /// Appends a task to its stream and returns its number, by which dependencies refer to it.
     pub fn push(&mut self, task: Task) -> TaskId {
         self.tasks.push(task);
         TaskId((self.tasks.len() - 1) as u32)
@@ -106,7 +108,7 @@ impl TaskGraph {
         self.edges.reserve(tasks);
     }
 
-    /// Replaces the work of a task.
+    /// Replaces the duration of a task, in nanoseconds; does nothing if there is no such task.
     pub fn set_work(&mut self, task: TaskId, work_ns: f64) {
         if let Some(task) = self.tasks.get_mut(task.0 as usize) {
             task.work_ns = work_ns;
@@ -141,7 +143,7 @@ impl TaskGraph {
     }
 }
 
-/// A deadlock between tasks.
+/// The error of a simulation in which tasks wait for each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TaskDeadlock {
     /// The first task that never ran of each blocked stream, in order of number.
@@ -167,19 +169,6 @@ impl TaskDeadlock {
     /// Maximum number of tasks that a diagnostic names.
     const MAX_SHOWN: usize = 8;
 }
-
-/// Tasks of an estimate wait in a cycle.
-pub static T1115: Code = Code {
-    id: "T1115",
-    title: "tasks of an estimate wait for each other",
-    page: "A timeline is estimated by simulating the tasks of all streams. Here some streams deadlock: the first task of \
-each waits for an event that only a later task would record, or for members of a collective that are queued behind another \
-collective on their own stream.
-
-The real program would hang at the same place. The diagnostic names the first task of each blocked stream. Look for two \
-collectives that two ranks issue in different orders, or for a stage that waits to receive before it has posted the send that \
-its neighbour waits for.",
-};
 
 #[cfg(test)]
 mod tests {

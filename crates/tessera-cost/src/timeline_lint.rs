@@ -7,8 +7,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 
+use crate::codes::{T1116, T1117, T1118, T1119};
 use crate::intervals::{Interval, IntervalKind, OverlapTotals, makespan_ns, measure_overlap, overlapped_ns};
 use crate::params::PipelineSchedule;
 use crate::schedule::{MicroBatchTimes, min_micro_batches};
@@ -31,9 +32,9 @@ impl Default for TimelineGoals {
 /// The duration of a collective and its overlapped part.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CollectiveExposure {
-    /// Name of the interval.
+    /// Name of the collective's interval; several collectives may share a name.
     pub name: String,
-    /// Duration of the collective.
+    /// Time from the start to the end of the collective, overlapped or not.
     pub duration_ns: f64,
     /// Part of the duration that overlaps compute of the same rank.
     pub hidden_ns: f64,
@@ -42,13 +43,13 @@ pub struct CollectiveExposure {
 /// Two intervals that use one resource at the same time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ResourceConflict {
-    /// The interval that starts earlier.
+    /// The interval that starts earlier; if both start together, the one that ends earlier.
     pub first: Interval,
-    /// The interval that starts later.
+    /// The other interval, which starts between the start and the end of `first`.
     pub second: Interval,
-    /// Start of the common time.
+    /// Start of the common time, which is the start of `second`.
     pub start_ns: f64,
-    /// End of the common time.
+    /// End of the common time, which is the earlier of the two ends.
     pub end_ns: f64,
 }
 
@@ -57,14 +58,14 @@ pub struct ResourceConflict {
 pub struct PrematureStart {
     /// The interval that starts too early.
     pub bar: Interval,
-    /// The input of that interval.
+    /// The interval of the same rank whose output `bar` needs; it ends after `bar` starts.
     pub input: Interval,
 }
 
 /// Lint results for the timeline of a transformer block, with tracks of one or more ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockLint {
-    /// Overlap of the collectives alone.
+    /// Overlap of the collectives alone; the goal `min_overlap` applies to its ratio.
     pub overlap: OverlapTotals,
     /// Overlap of the collectives with packing counted as part of them.
     pub overlap_with_packing: OverlapTotals,
@@ -74,7 +75,7 @@ pub struct BlockLint {
     pub conflicts: Vec<ResourceConflict>,
     /// Intervals that start before their input ends.
     pub premature: Vec<PrematureStart>,
-    /// The targets that the lint compared with.
+    /// The targets that the lint compared the timeline with.
     pub goals: TimelineGoals,
 }
 
@@ -121,87 +122,78 @@ impl BlockLint {
     #[must_use]
     pub fn diagnostics(&self, at: &str) -> Diagnostics {
         let mut found = Vec::new();
-        let (ratio, packed) = (self.overlap.ratio(), self.overlap_with_packing.ratio());
-        if ratio < self.goals.min_overlap {
-            let message =
-                format!("overlap ratio {ratio:.2} is below the goal of {:.2}", self.goals.min_overlap);
-            let describe = |n: &CollectiveExposure| {
-                format!(
-                    "{} takes {}, of which {} is hidden",
-                    n.name,
-                    round_for_display(n.duration_ns),
-                    round_for_display(n.hidden_ns)
-                )
-            };
-            let mut d = Diagnostic::warning(&T1116, message)
-                .with_label(at, format!("{packed:.2} with packing counted"));
-            let mut exposed: Vec<(String, u32)> = Vec::new();
-            for exposed_text in self.collectives.iter().filter(|c| c.hidden_ns < c.duration_ns).map(describe)
-            {
-                match exposed.iter_mut().find(|(message, _)| *message == exposed_text) {
-                    Some((_, times)) => *times += 1,
-                    None => exposed.push((exposed_text, 1)),
-                }
-            }
-            for (message, times) in exposed.iter().take(MAX_LISTED) {
-                d = d.with_note(if *times > 1 {
-                    format!("{message}, {times} times")
-                } else {
-                    message.clone()
-                });
-            }
-            if exposed.len() > MAX_LISTED {
-                d = d.with_note(format!("and {} others", exposed.len() - MAX_LISTED));
-            }
-            found.push(d.with_hint("split the GEMM before an exposed collective into row chunks, or overlap it with another micro-batch"));
-        }
-        for c in &self.conflicts {
-            let message = |b: &Interval| {
-                format!(
-                    "`{}` from {} to {}",
-                    b.track,
-                    round_for_display(b.start_ns),
-                    round_for_display(b.end_ns)
-                )
-            };
-            let both = format!(
-                "{} and {} are both drawn from {} to {}",
-                c.first.name,
-                c.second.name,
-                round_for_display(c.start_ns),
-                round_for_display(c.end_ns)
-            );
-            found.push(
-                Diagnostic::warning(
-                    &T1117,
-                    format!("{both}, and both need the compute of rank {}", c.first.rank),
-                )
-                .with_label(format!("{at}: {}", c.first.name), message(&c.first))
-                .with_label(format!("{at}: {}", c.second.name), message(&c.second))
-                .with_hint(
-                    "run them one after the other, or state how the device is partitioned between them",
-                ),
-            );
-        }
-        for e in &self.premature {
-            let (bar, input) = (&e.bar, &e.input);
-            let by = round_for_display(input.end_ns - bar.start_ns);
-            found.push(
-                Diagnostic::warning(
-                    &T1118,
-                    format!("{} starts {by} before its input {} ends", bar.name, input.name),
-                )
-                .with_label(format!("{at}: {}", bar.name), format!("starts at {}", round_for_display(bar.start_ns)))
-                .with_label(format!("{at}: {}", input.name), format!("ends at {}", round_for_display(input.end_ns)))
-                .with_hint(format!(
-                    "valid only if {} produces its output in chunks; otherwise this interval starts at {} at the earliest",
-                    input.name,
-                    round_for_display(input.end_ns)
-                )),
-            );
-        }
+        found.extend(self.low_overlap_warning(at));
+        found.extend(self.conflicts.iter().map(|c| conflict_warning(c, at)));
+        found.extend(self.premature.iter().map(|p| premature_start_warning(p, at)));
         found
     }
+
+    /// Returns a warning that lists the exposed collectives, if the overlap ratio misses its goal.
+    fn low_overlap_warning(&self, at: &str) -> Option<Diagnostic> {
+        let (ratio, packed) = (self.overlap.ratio(), self.overlap_with_packing.ratio());
+        if ratio >= self.goals.min_overlap {
+            return None;
+        }
+        let message = format!("overlap ratio {ratio:.2} is below the goal of {:.2}", self.goals.min_overlap);
+        let mut d =
+            Diagnostic::warning(&T1116, message).with_label(at, format!("{packed:.2} with packing counted"));
+        let exposed = self.count_exposed_collectives();
+        for (message, times) in exposed.iter().take(MAX_LISTED) {
+            d = d.with_note(if *times > 1 { format!("{message}, {times} times") } else { message.clone() });
+        }
+        if exposed.len() > MAX_LISTED {
+            d = d.with_note(format!("and {} others", exposed.len() - MAX_LISTED));
+        }
+        Some(d.with_hint("split the GEMM before an exposed collective into row chunks, or overlap it with another micro-batch"))
+    }
+
+    /// Describes each collective that is not fully hidden, with the number of collectives that the
+    /// description fits, in order of the first of them.
+    fn count_exposed_collectives(&self) -> Vec<(String, u32)> {
+        let mut exposed: Vec<(String, u32)> = Vec::new();
+        for c in self.collectives.iter().filter(|c| c.hidden_ns < c.duration_ns) {
+            let message = format!(
+                "{} takes {}, of which {} is hidden",
+                c.name,
+                round_for_display(c.duration_ns),
+                round_for_display(c.hidden_ns)
+            );
+            match exposed.iter_mut().find(|(known, _)| *known == message) {
+                Some((_, times)) => *times += 1,
+                None => exposed.push((message, 1)),
+            }
+        }
+        exposed
+    }
+}
+
+fn conflict_warning(c: &ResourceConflict, at: &str) -> Diagnostic {
+    let label = |b: &Interval| format!("`{}` {}", b.track, display_window(b.start_ns, b.end_ns));
+    let message = format!(
+        "{} and {} are both drawn {}, and both need the compute of rank {}",
+        c.first.name,
+        c.second.name,
+        display_window(c.start_ns, c.end_ns),
+        c.first.rank
+    );
+    Diagnostic::warning(&T1117, message)
+        .with_label(format!("{at}: {}", c.first.name), label(&c.first))
+        .with_label(format!("{at}: {}", c.second.name), label(&c.second))
+        .with_hint("run them one after the other, or state how the device is partitioned between them")
+}
+
+fn premature_start_warning(p: &PrematureStart, at: &str) -> Diagnostic {
+    let (bar, input) = (&p.bar, &p.input);
+    let (start, input_end) = (round_for_display(bar.start_ns), round_for_display(input.end_ns));
+    let by = round_for_display(input.end_ns - bar.start_ns);
+    let message = format!("{} starts {by} before its input {} ends", bar.name, input.name);
+    Diagnostic::warning(&T1118, message)
+        .with_label(format!("{at}: {}", bar.name), format!("starts at {start}"))
+        .with_label(format!("{at}: {}", input.name), format!("ends at {input_end}"))
+        .with_hint(format!(
+            "valid only if {} produces its output in chunks; otherwise this interval starts at {input_end} at the earliest",
+            input.name
+        ))
 }
 
 /// Maximum number of exposed collectives that a diagnostic lists; timelines of whole plans have
@@ -223,7 +215,7 @@ pub struct PipelineLint {
     pub stage_bubbles: Vec<f64>,
     /// Minimum number of micro-batches with which the bubble of equal stages meets the goal.
     pub min_micro_batches: Option<u32>,
-    /// The targets that the lint compared with.
+    /// The targets that the lint compared the timeline with.
     pub goals: TimelineGoals,
 }
 
@@ -310,12 +302,7 @@ impl PipelineLint {
             let d = self.missing.iter().fold(d, |d, b| {
                 d.with_label(
                     format!("{at}: {}", b.track),
-                    format!(
-                        "{} belongs from {} to {}",
-                        b.name,
-                        round_for_display(b.start_ns),
-                        round_for_display(b.end_ns)
-                    ),
+                    format!("{} belongs {}", b.name, display_window(b.start_ns, b.end_ns)),
                 )
             });
             found.push(d.with_hint("add the missing bars; the bubble reported below includes them"));
@@ -343,6 +330,11 @@ impl PipelineLint {
         }
         found
     }
+}
+
+/// Returns a window of time for messages, such as `from 1 to 2.5`.
+fn display_window(start_ns: f64, end_ns: f64) -> String {
+    format!("from {} to {}", round_for_display(start_ns), round_for_display(end_ns))
 }
 
 /// Rounds a time to thousandths for messages.
@@ -385,46 +377,6 @@ fn find_premature_starts(sorted: &[&Interval], inputs: &[(&str, &str)]) -> Vec<P
     }
     found
 }
-
-/// The overlap ratio is below the goal.
-pub static T1116: Code = Code {
-    id: "T1116",
-    title: "too little of the collective time is overlapped",
-    page: "The overlap ratio is the share of all collective time during which the same rank computes. Below the goal, ranks mostly \
-wait for each other. The notes list each collective with its overlapped time. An exposed collective lies between two GEMMs, each of \
-which needs the complete result of the other.
-
-If a GEMM is split into row chunks, the collective of one chunk overlaps the next chunk's GEMM. With two micro-batches side by side, \
-one computes while the other communicates. Chunks of fewer than about a thousand rows slow the GEMM down by more than they hide.",
-};
-/// Two intervals book the compute of one device at the same time.
-pub static T1117: Code = Code {
-    id: "T1117",
-    title: "two bars use the compute of one device at the same time",
-    page: "A timeline may show two GEMMs side by side on two tracks, but a device has one set of compute units. Kernels on two \
-streams either run one after the other, so that the timeline is longer than drawn, or share the units, so that both are slower than drawn.
-
-Run one after the other, or plan with a device that is partitioned between streams and use each partition's own rates.",
-};
-/// An interval starts before its input ends.
-pub static T1118: Code = Code {
-    id: "T1118",
-    title: "a bar starts before its input ends",
-    page: "A task cannot start before its input is written. A timeline that shows an earlier start silently assumes that the \
-input is produced in chunks and that the first chunk is enough to start with.
-
-State the chunks in the mapping, so that the plan accounts for their cost, or move the bar behind its input.",
-};
-/// The bubble of a pipeline is too large, or its timeline lacks intervals.
-pub static T1119: Code = Code {
-    id: "T1119",
-    title: "a pipeline's bubble is too large, or its timeline is incomplete",
-    page: "While a pipeline fills and drains, its stages idle. With p equal stages and m micro-batches each stage idles for (p-1) of \
-(m+p-1) turns. More micro-batches lower this share, and so do schedules that fill the bubble with weight gradients.
-
-A bar counts as missing when a stage does not run a micro-batch that another stage runs. The share includes the missing bars, \
-because an incomplete pipeline looks shorter than it is.",
-};
 
 #[cfg(test)]
 mod tests {

@@ -147,7 +147,7 @@ fn incomplete_batches(mut stages: Vec<Vec<PostBatch>>, sends_wait: bool) -> usiz
     }
 }
 
-fn arrangements() -> impl Iterator<Item = (PipelineSchedule, u32, u32, u32)> {
+fn schedules() -> impl Iterator<Item = (PipelineSchedule, u32, u32, u32)> {
     PipelineSchedule::ALL.iter().flat_map(|&schedule| {
         (2..8u32).flat_map(move |p| (1..20u32).map(move |m| (p, m))).filter_map(
             move |(p, m)| match schedule {
@@ -164,7 +164,7 @@ fn arrangements() -> impl Iterator<Item = (PipelineSchedule, u32, u32, u32)> {
 #[test]
 fn sends_posted_with_the_next_receives_never_deadlock() {
     let mut seen = 0;
-    for (schedule, p, v, m) in arrangements() {
+    for (schedule, p, v, m) in schedules() {
         let sends_wait = schedule != PipelineSchedule::DualPipe;
         assert_eq!(
             incomplete_batches(stage_posts(schedule, p, v, m, true), sends_wait),
@@ -192,7 +192,7 @@ fn sends_posted_before_receives_deadlock_1f1b() {
 
 #[test]
 fn between_two_stages_activations_and_gradients_each_arrive_in_the_order_they_were_sent() {
-    for (schedule, p, v, m) in arrangements() {
+    for (schedule, p, v, m) in schedules() {
         let mut sent: BTreeMap<(u32, u32, bool, u32), Vec<StageMessage>> = BTreeMap::new();
         let mut received = sent.clone();
         for (stage, batches) in stage_posts(schedule, p, v, m, true).into_iter().enumerate() {

@@ -1,18 +1,20 @@
 //! Prints the throughput of the heavy kernels and of collectives on this machine: `cargo run
 //! --release --example rates -- [THREADS]`.
 
+#![allow(clippy::disallowed_methods, reason = "a program reads its arguments")]
+
 use rustix::time::{ClockId, clock_gettime};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 use tessera_cpu::Pool;
-use tessera_cpu::arena::{Arena, ArenaLayout};
+use tessera_cpu::arena::Arena;
 use tessera_cpu::collectives::all_reduce;
 use tessera_cpu::kernels::{
     Activation, MatmulWeight, PackedWeight, RopeCache, RopeSpec, Scratch, attention, layer_norm, matmul,
     renoise, rope,
 };
 use tessera_cpu::tcp::{PeerStream, TcpTransport};
-use tessera_cpu::transport::{CommFault, HostTransport};
+use tessera_cpu::transport::{CommFault, CommLayout, Transport};
 use tessera_mesh::Reduction;
 
 fn main() {
@@ -37,7 +39,7 @@ fn main() {
         for (name, w) in [("packed", MatmulWeight::Packed(&packed)), ("plain", MatmulWeight::Plain(&w))] {
             for segments in [1, 8] {
                 let t = best_seconds(threads, || {
-                    matmul(&pool, &mut scratch, &mut out, &x, w, (m, n, k), None, Activation::None, segments);
+                    matmul(&pool, &mut scratch, &mut out, &x, w, (m, n, k), None, None, segments);
                 });
                 let rate = (2 * m * n * k) as f64 / t / 1e9;
                 println!(
@@ -71,7 +73,7 @@ fn main() {
     let key = tessera_base::random::DrawKey { seed: 1, chunk: 0, draw: 0 };
     report("renoise", &mut |o| renoise(&pool, o, &x, 0.5, key, 0));
     report("gelu", &mut |o| {
-        tessera_cpu::kernels::bias_act(&pool, o, &x, &x[..d], Activation::GeluTanh);
+        tessera_cpu::kernels::bias_act(&pool, o, &x, &x[..d], Some(Activation::GeluTanh));
     });
     for (members, elements, rounds) in
         [(2, 64, 100_000), (2, 18_432, 10_000), (2, 294_912, 1000), (4, 64, 5000), (4, 18_432, 2000)]
@@ -86,14 +88,15 @@ fn main() {
     }
 }
 
-type CreateTransports = fn(ArenaLayout) -> Result<Vec<HostTransport>, Box<dyn std::error::Error>>;
+type Transports = Result<Vec<Box<dyn Transport>>, Box<dyn std::error::Error>>;
+type CreateTransports = fn(CommLayout) -> Transports;
 
-fn memory_transports(layout: ArenaLayout) -> Result<Vec<HostTransport>, Box<dyn std::error::Error>> {
+fn memory_transports(layout: CommLayout) -> Transports {
     let fd = Arena::create_memfd(layout)?;
-    (0..layout.members).map(|m| Ok(Arena::attach(&fd, layout, m)?.into())).collect()
+    (0..layout.members).map(|m| Ok(Box::new(Arena::attach(&fd, layout, m)?) as _)).collect()
 }
 
-fn stream_transports(layout: ArenaLayout) -> Result<Vec<HostTransport>, Box<dyn std::error::Error>> {
+fn stream_transports(layout: CommLayout) -> Transports {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let mut wires: Vec<Vec<Option<Box<dyn PeerStream>>>> =
         (0..layout.members).map(|_| (0..layout.members).map(|_| None).collect()).collect();
@@ -106,7 +109,7 @@ fn stream_transports(layout: ArenaLayout) -> Result<Vec<HostTransport>, Box<dyn 
         wires[low][high] = Some(Box::new(a));
         wires[high][low] = Some(Box::new(b));
     }
-    wires.into_iter().enumerate().map(|(m, w)| Ok(TcpTransport::new(layout, m, w)?.into())).collect()
+    wires.into_iter().enumerate().map(|(m, w)| Ok(Box::new(TcpTransport::new(layout, m, w)?) as _)).collect()
 }
 
 /// Prints the latency of an all-reduce between threads.
@@ -117,7 +120,7 @@ fn report_all_reduce(
     elements: usize,
     rounds: usize,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    let arenas = ends(ArenaLayout { members, slots: 4, slot_bytes: 4 * elements })?;
+    let arenas = ends(CommLayout { members, slots: 4, slot_bytes: 4 * elements })?;
     let times = std::thread::scope(|s| {
         let threads: Vec<_> = arenas
             .into_iter()
@@ -128,8 +131,8 @@ fn report_all_reduce(
                     for _ in 0..rounds {
                         let t = Instant::now();
                         let deadline = t + Duration::from_secs(10);
-                        arena.publish_and_collect(1, &x, deadline, |v| {
-                            all_reduce(&mut out, v, Reduction::Sum)
+                        arena.publish_and_collect(1, &x, deadline, &mut |v| {
+                            all_reduce(&mut out, v, Reduction::Sum);
                         })?;
                         times.push(t.elapsed().as_nanos() as f64 / 1e3);
                     }

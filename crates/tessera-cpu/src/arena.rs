@@ -21,75 +21,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::transport::{CommFault, PeerAction, REASON_BYTES, Ticket, truncate_reason};
+use tessera_device::AbortFn;
 
-/// The maximum number of members of one arena. It exceeds 72, the largest NVLink domain of today,
-/// so that one host can stand in for such a domain.
-pub const MAX_MEMBERS: usize = 128;
-
-/// The dimensions of an arena, the same on every member.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ArenaLayout {
-    /// Number of members, 1 to [`MAX_MEMBERS`].
-    pub members: usize,
-    /// Collectives that may be in flight at once, at least 1.
-    pub slots: usize,
-    /// Maximum bytes of one member's contribution to one collective.
-    pub slot_bytes: usize,
-}
-
-impl ArenaLayout {
-    /// Returns the size of the whole mapping in bytes.
-    ///
-    /// # Errors
-    /// Returns [`ArenaError::Layout`] if a number is out of range.
-    pub fn mapping_bytes(&self) -> Result<usize, ArenaError> {
-        let fits = (1..=MAX_MEMBERS).contains(&self.members) && self.slots >= 1 && self.slot_bytes >= 4;
-        let data = self.members.checked_mul(self.slots).and_then(|n| n.checked_mul(self.slot_stride()));
-        match data.and_then(|d| d.checked_add(self.data_offset())) {
-            Some(bytes) if fits && bytes <= isize::MAX as usize => Ok(bytes),
-            _ => Err(ArenaError::InvalidLayout(*self)),
-        }
-    }
-
-    fn slot_stride(&self) -> usize {
-        self.slot_bytes.next_multiple_of(128)
-    }
-
-    fn data_offset(&self) -> usize {
-        let states = self.members.saturating_mul(self.slots).saturating_mul(size_of::<SlotState>());
-        (size_of::<ArenaHeader>() + self.members.saturating_mul(size_of::<MemberState>()))
-            .saturating_add(states)
-    }
-}
-
-/// The reason why an arena could not be created or attached.
-#[derive(Debug, thiserror::Error)]
-pub enum ArenaError {
-    /// A number of the layout is out of range.
-    #[error("invalid arena layout: {0:?}")]
-    InvalidLayout(ArenaLayout),
-    /// The descriptor refers to something else than an arena of this layout: it has the wrong size,
-    /// is not sealed, or records different dimensions.
-    #[error("the descriptor does not refer to an arena of {expected:?}: {found}")]
-    LayoutMismatch {
-        /// The layout that this member passed.
-        expected: ArenaLayout,
-        /// The property of the descriptor that differs.
-        found: String,
-    },
-    /// Another member has claimed this index, or the index is not below the member count.
-    #[error("member {index} of {members} is already taken or does not exist")]
-    IndexTaken {
-        /// The member index that this process tried to claim.
-        index: usize,
-        /// Number of members; valid indices are below it.
-        members: usize,
-    },
-    /// A system call failed.
-    #[error("shared memory: {0}")]
-    Io(#[from] std::io::Error),
-}
+use crate::transport::{
+    CommFault, CommLayout, MAX_MEMBERS, PeerAction, REASON_BYTES, Ticket, Transport, TransportError,
+    truncate_reason,
+};
 
 /// One member's mapping of an arena.
 #[derive(Debug)]
@@ -100,28 +37,14 @@ pub struct Arena {
     spin_policy: SpinPolicy,
 }
 
-/// A handle that aborts the arena from any thread.
-#[derive(Debug, Clone)]
-pub struct ArenaAborter {
-    shared: Arc<ArenaMapping>,
-    me: usize,
-}
-
-impl ArenaAborter {
-    /// Ends every present and future wait on the arena. Only the first reason is kept.
-    pub fn abort(&self, reason: &str) {
-        self.shared.abort(self.me, reason);
-    }
-}
-
 impl Arena {
     /// Creates the memory of an arena: a sealed anonymous file whose descriptor is passed to every
     /// member.
     ///
     /// # Errors
     /// Fails if the layout is out of range or a system call fails.
-    pub fn create_memfd(layout: ArenaLayout) -> Result<OwnedFd, ArenaError> {
-        let bytes = layout.mapping_bytes()?;
+    pub fn create_memfd(layout: CommLayout) -> Result<OwnedFd, TransportError> {
+        let bytes = mapping_bytes(&layout)?;
         let fd = memfd_create("tessera-arena", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(std::io::Error::from)?;
         ftruncate(&fd, bytes as u64).map_err(std::io::Error::from)?;
@@ -141,9 +64,9 @@ impl Arena {
     ///
     /// # Errors
     /// Fails if the descriptor refers to another layout, the index is taken, or the mapping fails.
-    pub fn attach(fd: impl AsFd, layout: ArenaLayout, me: usize) -> Result<Arena, ArenaError> {
-        let bytes = layout.mapping_bytes()?;
-        let foreign = |found: String| ArenaError::LayoutMismatch { expected: layout, found };
+    pub fn attach(fd: impl AsFd, layout: CommLayout, me: usize) -> Result<Arena, TransportError> {
+        let bytes = mapping_bytes(&layout)?;
+        let foreign = |found: String| TransportError::LayoutMismatch { expected: layout, found };
         let size = fstat(&fd).map_err(std::io::Error::from)?.st_size;
         if size != bytes as i64 {
             return Err(foreign(format!("{size} bytes instead of {bytes}")));
@@ -167,73 +90,32 @@ impl Arena {
             word.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         };
         if me >= layout.members || !claim() {
-            return Err(ArenaError::IndexTaken { index: me, members: layout.members });
+            return Err(TransportError::IndexTaken { index: me, members: layout.members });
         }
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let patience =
             if layout.members > cores { SpinPolicy::OVERSUBSCRIBED } else { SpinPolicy::DEDICATED_CORES };
         Ok(Arena { shared: Arc::new(shared), me, next_seq: 0, spin_policy: patience })
     }
+}
 
-    /// Returns this member's index.
-    #[must_use]
-    pub fn member_index(&self) -> usize {
+impl Transport for Arena {
+    fn member_index(&self) -> usize {
         self.me
     }
 
-    /// Returns the layout that the arena was attached with.
-    #[must_use]
-    pub fn layout(&self) -> ArenaLayout {
-        self.shared.layout
+    fn abort_fn(&self) -> AbortFn {
+        let (shared, me) = (Arc::clone(&self.shared), self.me);
+        Arc::new(move |reason| shared.abort(me, reason))
     }
 
-    /// Sets how long a wait spins before it sleeps. The default is 50 µs if every member can have a
-    /// core of its own, else 5 µs.
-    pub fn set_spin(&mut self, spin: Duration) {
-        self.spin_policy.spin = spin;
-    }
-
-    /// Returns a handle that can abort from another thread.
-    #[must_use]
-    pub fn aborter(&self) -> ArenaAborter {
-        ArenaAborter { shared: Arc::clone(&self.shared), me: self.me }
-    }
-
-    /// Contributes `data` to the next collective. `fingerprint` identifies the collective that this
-    /// member is executing (op, shape, position in the program): see
-    /// [`crate::collectives::fingerprint_collective`].
-    ///
-    /// # Errors
-    /// Returns any [`CommFault`] except a mismatch. The arena is unusable after an error.
-    pub fn publish(
-        &mut self,
-        fingerprint: u64,
-        data: &[f32],
-        deadline: Instant,
-    ) -> Result<Ticket, CommFault> {
-        self.publish_with(fingerprint, data.len(), deadline, |slot| slot.copy_from_slice(data))
-    }
-
-    /// Does the same as [`publish`](Arena::publish), but lets `fill` write `len` elements straight
-    /// into the slot. The slot's initial content is unspecified.
-    ///
-    /// # Errors
-    /// Fails like [`publish`](Arena::publish).
-    pub fn publish_with(
-        &mut self,
-        fingerprint: u64,
-        len: usize,
-        deadline: Instant,
-        fill: impl FnOnce(&mut [f32]),
-    ) -> Result<Ticket, CommFault> {
+    fn publish(&mut self, fingerprint: u64, data: &[f32], deadline: Instant) -> Result<Ticket, CommFault> {
         let shared = &*self.shared;
         let seq = self.next_seq;
-        let ArenaLayout { slots, slot_bytes, members } = shared.layout;
-        if len.checked_mul(4).is_none_or(|bytes| bytes > slot_bytes) {
-            return Err(CommFault::TooLarge { seq, bytes: len.saturating_mul(4), slot_bytes });
-        }
+        let CommLayout { slots, members, .. } = shared.layout;
+        shared.layout.check_contribution(seq, data.len())?;
         shared.check_abort()?;
-        let slot = (seq % slots as u64) as usize;
+        let slot = shared.layout.slot_of(seq);
         if let Some(last) = seq.checked_sub(slots as u64) {
             let is_free = |m: usize| shared.slot_state(m, slot).finished.load(Ordering::Acquire) > last;
             if !is_free(self.me) {
@@ -248,36 +130,29 @@ impl Arena {
         }
         // SAFETY: only this member writes the slot; `finished` of its last use was read with
         // acquire for every member, so no member reads the slot until `published` below; `&mut
-        // self` keeps this member's other threads out. `len` is within the slot, the address is
+        // self` keeps this member's other threads out. `data` fits the slot, the address is
         // 128-byte aligned, and any bit pattern is a valid f32.
-        fill(unsafe { std::slice::from_raw_parts_mut(shared.slot_data(self.me, slot), len) });
+        let into = unsafe { std::slice::from_raw_parts_mut(shared.slot_data(self.me, slot), data.len()) };
+        into.copy_from_slice(data);
         let state = shared.slot_state(self.me, slot);
         state.fingerprint.store(fingerprint, Ordering::Relaxed);
-        state.len.store(len as u64, Ordering::Relaxed);
+        state.len.store(data.len() as u64, Ordering::Relaxed);
         state.published.store(seq + 1, Ordering::Release);
         shared.ring_doorbell(self.me);
         self.next_seq = seq + 1;
         Ok(Ticket { seq, fingerprint })
     }
 
-    /// Waits for all contributions, passes them to `read` in member order, and releases the slots.
-    /// Tickets may be collected in any order.
-    ///
-    /// # Errors
-    /// Returns a mismatch, timeout or abort, and then does not call `read`.
-    ///
-    /// # Panics
-    /// Panics if the ticket came from another arena.
-    pub fn collect<R>(
+    fn collect(
         &mut self,
         ticket: Ticket,
         deadline: Instant,
-        read: impl FnOnce(&[&[f32]]) -> R,
-    ) -> Result<R, CommFault> {
+        read: &mut dyn FnMut(&[&[f32]]),
+    ) -> Result<(), CommFault> {
         let shared = &*self.shared;
         let Ticket { seq, fingerprint: mine } = ticket;
-        let ArenaLayout { slots, slot_bytes, members } = shared.layout;
-        let slot = (seq % slots as u64) as usize;
+        let CommLayout { slot_bytes, members, .. } = shared.layout;
+        let slot = shared.layout.slot_of(seq);
         // This check guarantees that the member still holds the slot, which keeps peers from
         // overwriting their slots during the read.
         let own = shared.slot_state(self.me, slot);
@@ -313,31 +188,10 @@ impl Arena {
             // the views end before it. `len` is within the slot, which is aligned as above.
             *view = unsafe { std::slice::from_raw_parts(shared.slot_data(m, slot), len) };
         }
-        let result = read(&views[..members]);
+        read(&views[..members]);
         shared.slot_state(self.me, slot).finished.store(seq + 1, Ordering::Release);
         shared.ring_doorbell(self.me);
-        Ok(result)
-    }
-
-    /// Does [`publish`](Arena::publish) and [`collect`](Arena::collect) in one call.
-    ///
-    /// # Errors
-    /// Returns the errors of both.
-    pub fn publish_and_collect<R>(
-        &mut self,
-        fingerprint: u64,
-        data: &[f32],
-        deadline: Instant,
-        read: impl FnOnce(&[&[f32]]) -> R,
-    ) -> Result<R, CommFault> {
-        let ticket = self.publish(fingerprint, data, deadline)?;
-        self.collect(ticket, deadline, read)
-    }
-
-    /// Ends every present and future wait on the arena, on every member. Only the first reason is
-    /// kept.
-    pub fn abort(&self, reason: &str) {
-        self.shared.abort(self.me, reason);
+        Ok(())
     }
 }
 
@@ -401,15 +255,37 @@ struct SlotState {
     finished: AtomicU64,
 }
 
+/// Returns the size of the whole mapping in bytes: header, member states, slot states, data.
+///
+/// # Errors
+/// Returns [`TransportError::InvalidLayout`] if a number is out of range.
+fn mapping_bytes(layout: &CommLayout) -> Result<usize, TransportError> {
+    layout.check_ranges()?;
+    let data = (layout.members * layout.slots).checked_mul(slot_stride(layout));
+    match data.and_then(|d| d.checked_add(data_offset(layout))) {
+        Some(bytes) if bytes <= isize::MAX as usize => Ok(bytes),
+        _ => Err(TransportError::InvalidLayout(*layout)),
+    }
+}
+
+fn slot_stride(layout: &CommLayout) -> usize {
+    layout.slot_bytes.next_multiple_of(128)
+}
+
+fn data_offset(layout: &CommLayout) -> usize {
+    let states = layout.members.saturating_mul(layout.slots).saturating_mul(size_of::<SlotState>());
+    (size_of::<ArenaHeader>() + layout.members * size_of::<MemberState>()).saturating_add(states)
+}
+
 #[derive(Debug)]
 struct ArenaMapping {
     map: MmapRaw,
-    layout: ArenaLayout,
+    layout: CommLayout,
 }
 
 impl ArenaMapping {
     fn header(&self) -> &ArenaHeader {
-        // SAFETY: the mapping is page-aligned, at least `layout.mapping_bytes()` long and lives as
+        // SAFETY: the mapping is page-aligned, at least `mapping_bytes(&layout)` long and lives as
         // long as `self`; the header is at its start and all its fields are atomic.
         unsafe { &*self.map.as_ptr().cast::<ArenaHeader>() }
     }
@@ -431,7 +307,7 @@ impl ArenaMapping {
     /// Returns the start address of a slot's data, which is 128-byte aligned and `slot_bytes` long.
     fn slot_data(&self, m: usize, slot: usize) -> *mut f32 {
         assert!(m < self.layout.members && slot < self.layout.slots);
-        let at = self.layout.data_offset() + (m * self.layout.slots + slot) * self.layout.slot_stride();
+        let at = data_offset(&self.layout) + (m * self.layout.slots + slot) * slot_stride(&self.layout);
         // SAFETY: the offset is inside the mapping, which ends with the last slot.
         unsafe { self.map.as_mut_ptr().add(at).cast::<f32>() }
     }

@@ -1,13 +1,13 @@
 //! The data movement and arithmetic of each collective: safe functions from views of all
-//! contributions (see [`crate::arena::Arena::collect`]) and this member's shard to this member's
+//! contributions (see [`crate::transport::Transport::collect`]) and this member's shard to this member's
 //! output.
 //!
 //! Tensors are two-dimensional and row-major; a caller folds other dims into these two. Lengths
 //! come from a verified program on whose fingerprint all members have just agreed, so a wrong
 //! length panics.
 
-use crate::arena::MAX_MEMBERS;
 use crate::simd::vectorized;
+use crate::transport::MAX_MEMBERS;
 use std::ops::Range;
 use tessera_mesh::Reduction;
 use xxhash_rust::xxh3::xxh3_64;

@@ -9,6 +9,8 @@
 //!
 //! This library crate knows nothing of models, plans, programs of other roles, sockets or files.
 
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
 pub mod arena;
 pub mod collectives;
 mod exec;
@@ -20,4 +22,4 @@ pub mod transport;
 
 pub use exec::{CommEndpoint, CpuBackend};
 pub use pool::Pool;
-pub use transport::HostTransport;
+pub use transport::Transport;

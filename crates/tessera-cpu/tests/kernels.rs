@@ -31,17 +31,7 @@ fn assert_close(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
 
 fn run_matmul(pool: &Pool, x: &[f32], w: &[f32], mnk: (usize, usize, usize), segments: usize) -> Vec<f32> {
     let mut out = vec![f32::NAN; mnk.0 * mnk.1];
-    matmul(
-        pool,
-        &mut Scratch::new(),
-        &mut out,
-        x,
-        MatmulWeight::Plain(w),
-        mnk,
-        None,
-        Activation::None,
-        segments,
-    );
+    matmul(pool, &mut Scratch::new(), &mut out, x, MatmulWeight::Plain(w), mnk, None, None, segments);
     out
 }
 
@@ -51,16 +41,16 @@ fn matmul_agrees_with_double_precision() {
     let mut scratch = Scratch::new();
     for (m, n, k) in [(1, 1, 1), (2, 33, 7), (13, 31, 100), (50, 70, 513), (3, 200, 96), (97, 5, 1024)] {
         let (x, w, b) = (random_values(m * k, 1), random_values(n * k, 2), random_values(n, 3));
-        for act in [Activation::None, Activation::Silu, Activation::GeluTanh] {
+        for act in [None, Some(Activation::Silu), Some(Activation::GeluTanh)] {
             let mut want = vec![0.0f64; m * n];
             for (i, o) in want.iter_mut().enumerate() {
                 let (r, c) = (i / n, i % n);
                 let y = (0..k).map(|i| f64::from(x[r * k + i]) * f64::from(w[c * k + i])).sum::<f64>();
                 let y = y + f64::from(b[c]);
                 *o = match act {
-                    Activation::None => y,
-                    Activation::Silu => y / (1.0 + (-y).exp()),
-                    Activation::GeluTanh => {
+                    None => y,
+                    Some(Activation::Silu) => y / (1.0 + (-y).exp()),
+                    Some(Activation::GeluTanh) => {
                         let u = (2.0 / std::f64::consts::PI).sqrt() * (y + 0.044_715 * y.powi(3));
                         0.5 * y * (1.0 + u.tanh())
                     }
@@ -435,7 +425,7 @@ fn elementwise_kernels_agree_with_double_precision() {
             1e-6,
             "silu",
         );
-        bias_act(pool, &mut out, &x, &b, Activation::Silu);
+        bias_act(pool, &mut out, &x, &b, Some(Activation::Silu));
         let sums = x.iter().enumerate().map(|(i, v)| f(*v) + f(b[i % d]));
         assert_close(&out, &sums.map(|v| v / (1.0 + (-v).exp())).collect::<Vec<_>>(), 1e-6, "bias_act");
         renoise(pool, &mut out, &x, 0.3, key, first as u64);

@@ -70,6 +70,13 @@ fn a_too_large_head_is_rejected_at_load() {
 }
 
 #[test]
+fn a_cast_of_a_scalar_is_rejected_at_load() {
+    let text = "program @p { %s = call : f32 %y = toperator.cast %s {to = \"f64\"} output \"y\", %y }";
+    let d = load_programs(text, &mut OnesSource { reads: 0 }).unwrap_err();
+    assert!(d.code.id == "T0801" && d.message.contains("cast in @p"), "{d:?}");
+}
+
+#[test]
 fn batched_sends_are_accepted_if_none_blocks() {
     let program = |issue: &str, wait: &str| {
         format!(

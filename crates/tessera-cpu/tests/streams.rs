@@ -11,14 +11,13 @@ use std::time::{Duration, Instant};
 
 use support::{TransportKind, create_transports, tcp_pair};
 use tessera_base::random::philox4x32;
-use tessera_cpu::arena::ArenaLayout;
 use tessera_cpu::tcp::TcpTransport;
-use tessera_cpu::transport::CommFault;
+use tessera_cpu::transport::{CommFault, CommLayout, Transport};
 
 const ELEMENTS_8_MIB: usize = 2 << 20;
 
-fn layout(members: usize, slots: usize) -> ArenaLayout {
-    ArenaLayout { members, slots, slot_bytes: 4 * ELEMENTS_8_MIB }
+fn layout(members: usize, slots: usize) -> CommLayout {
+    CommLayout { members, slots, slot_bytes: 4 * ELEMENTS_8_MIB }
 }
 
 fn test_deadline() -> Instant {
@@ -32,7 +31,7 @@ fn a_closed_peer_is_a_fault_at_once() {
     let begun = Instant::now();
     for (me, end) in [(0, 0), (2, 1)] {
         let fault = match members[end].publish(1, &[1.0], test_deadline()) {
-            Ok(ticket) => members[end].collect(ticket, test_deadline(), |_| ()).unwrap_err(),
+            Ok(ticket) => members[end].collect(ticket, test_deadline(), &mut |_| ()).unwrap_err(),
             Err(fault) => fault,
         };
         assert!(matches!(fault, CommFault::Disconnected { peer: 1, seq: 0, .. }), "{me}: {fault}");
@@ -50,7 +49,7 @@ fn a_disconnect_wakes_a_sleeping_wait() {
             let ticket = waits.publish(1, &[1.0], test_deadline()).unwrap();
             tell.send(()).unwrap();
             let begun = Instant::now();
-            (waits.collect(ticket, test_deadline(), |_| ()).unwrap_err(), begun.elapsed())
+            (waits.collect(ticket, test_deadline(), &mut |_| ()).unwrap_err(), begun.elapsed())
         });
         asleep.recv().unwrap();
         drop(leaves);
@@ -72,13 +71,13 @@ fn contributions_are_sent_while_their_sender_computes() {
         let data = &data;
         s.spawn(move || {
             let ticket = reader.publish(7, &[], test_deadline()).unwrap();
-            reader.collect(ticket, test_deadline(), |views| assert!(views[0] == data)).unwrap();
+            reader.collect(ticket, test_deadline(), &mut |views| assert!(views[0] == data)).unwrap();
             tell.send(reader).unwrap();
         });
         let ticket = sender.publish(7, data, test_deadline()).unwrap();
         // Only the background thread moves data here.
         let _reader = read.recv_timeout(Duration::from_secs(20)).unwrap();
-        sender.collect(ticket, test_deadline(), |views| assert!(views[0] == data)).unwrap();
+        sender.collect(ticket, test_deadline(), &mut |views| assert!(views[0] == data)).unwrap();
     });
 }
 
@@ -91,15 +90,15 @@ fn the_last_contribution_of_a_closing_member_arrives() {
         let data = &data;
         let mine = stays.publish(1, &[], test_deadline()).unwrap();
         s.spawn(move || {
-            leaves.publish_and_collect(1, data, test_deadline(), |_| ()).unwrap();
+            leaves.publish_and_collect(1, data, test_deadline(), &mut |_| ()).unwrap();
         });
-        stays.collect(mine, test_deadline(), |views| assert!(views[0] == data)).unwrap();
+        stays.collect(mine, test_deadline(), &mut |views| assert!(views[0] == data)).unwrap();
     });
 }
 
 fn transport_and_raw_peer(slots: usize) -> (TcpTransport, TcpStream) {
     let [a, b] = tcp_pair();
-    let layout = ArenaLayout { members: 2, slots, slot_bytes: 64 };
+    let layout = CommLayout { members: 2, slots, slot_bytes: 64 };
     (TcpTransport::new(layout, 0, vec![None, Some(Box::new(a))]).unwrap(), b)
 }
 
@@ -135,14 +134,14 @@ fn invalid_frames_name_their_sender() {
         let (mut end, mut raw) = transport_and_raw_peer(2);
         let ticket = end.publish(9, &[], test_deadline()).unwrap();
         raw.write_all(&bytes).unwrap();
-        let fault = end.collect(ticket, test_deadline(), |_| ()).unwrap_err();
+        let fault = end.collect(ticket, test_deadline(), &mut |_| ()).unwrap_err();
         let CommFault::InvalidFrame { peer: 1, what, .. } = &fault else { panic!("{why}: {fault}") };
         assert!(what.contains(why), "{what}");
     }
     let (mut end, mut raw) = transport_and_raw_peer(2);
     let ticket = end.publish(9, &[], test_deadline()).unwrap();
     raw.write_all(&frame(3, 0, b"enough")).unwrap();
-    let fault = end.collect(ticket, test_deadline(), |_| ()).unwrap_err();
+    let fault = end.collect(ticket, test_deadline(), &mut |_| ()).unwrap_err();
     assert_eq!(fault, CommFault::Aborted { by: 1, reason: "enough".into() });
 }
 
@@ -171,7 +170,8 @@ fn any_bytes_from_a_peer_end_in_a_fault() {
         drop(raw);
         loop {
             let brief = Instant::now() + Duration::from_millis(20);
-            if end.publish_and_collect(9, &[1.0], brief, |views| assert!(views[1].len() <= 16)).is_err() {
+            if end.publish_and_collect(9, &[1.0], brief, &mut |views| assert!(views[1].len() <= 16)).is_err()
+            {
                 break;
             }
         }

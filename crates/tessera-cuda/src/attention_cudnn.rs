@@ -4,6 +4,8 @@
 //! A cuDNN plan is built once per shape and cached. Once frozen, [`CudnnAttention`] refuses new
 //! shapes.
 
+#![allow(unsafe_code, reason = "cuDNN's own functions")]
+
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_void};
 
@@ -13,10 +15,12 @@ use cudarc::cudnn::sys::{
     cudnnStatus_t,
 };
 
-use crate::driver::{CudaResult, CudaStream, DeviceMemory, cuda_failure};
+use crate::device_memory::DeviceMemory;
+use crate::driver::{CudaResult, CudaStream, cuda_failure};
 use crate::dylib::Cudnn;
 
-/// The shape of one attention in bf16.
+/// Number of query rows, key rows and heads of one attention in bf16, and elements per head. Plans
+/// are cached by shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct AttentionShape {
     pub(crate) queries: u64,
@@ -34,7 +38,7 @@ impl AttentionShape {
     }
 }
 
-/// Device addresses of the operands.
+/// Device addresses of the operands and the results of one attention.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionOperands {
     pub(crate) q: u64,
@@ -60,7 +64,8 @@ struct CudnnPlan {
     _descriptors: Vec<CudnnDescriptor>,
 }
 
-/// The cuDNN attention plans of one device.
+/// The cuDNN attention plans of one device, one per shape, and the workspace that all of them
+/// share.
 #[derive(Debug)]
 pub(crate) struct CudnnAttention {
     dnn: Cudnn,
@@ -70,17 +75,17 @@ pub(crate) struct CudnnAttention {
     frozen: bool,
 }
 
-#[allow(unsafe_code, reason = "raw handles are owned")]
 // SAFETY: only the owner of this value uses the library's objects.
 unsafe impl Send for CudnnAttention {}
 
-/// Unique ids of the graph's tensors.
+/// Unique ids of q, k, v, the result, the scale, and the log-sum-exps if they are stored.
 const TENSOR_IDS: [i64; 6] = [1, 2, 3, 4, 5, 6];
 
 impl CudnnAttention {
     pub(crate) fn new(dnn: Cudnn) -> CudaResult<CudnnAttention> {
         let mut handle = std::ptr::null_mut();
-        check_status(&dnn, (dnn.create)(&mut handle), "cudnnCreate")?;
+        // SAFETY: cuDNN writes the handle to this stack frame.
+        check_status(&dnn, unsafe { (dnn.create)(&mut handle) }, "cudnnCreate")?;
         Ok(CudnnAttention { dnn, handle, plans: BTreeMap::new(), workspace: None, frozen: false })
     }
 
@@ -101,12 +106,18 @@ impl CudnnAttention {
         Ok(())
     }
 
-    /// Sets whether new plans are refused.
+    /// Sets whether `prepare_plan` refuses shapes without a plan, as it does after warm-up.
     pub(crate) fn set_frozen(&mut self, frozen: bool) {
         self.frozen = frozen;
     }
 
-    pub(crate) fn run_plan(
+    /// Enqueues attention with a plan that [`prepare_plan`](CudnnAttention::prepare_plan) built.
+    ///
+    /// # Safety
+    /// Every operand must be an allocation of the shape's extent on this device, must stay allocated
+    /// until the stream has completed the work, and no other stream may write it meanwhile. One
+    /// stream at a time may use this value, because its plans share a workspace.
+    pub(crate) unsafe fn run_plan(
         &mut self,
         shape: AttentionShape,
         operands: AttentionOperands,
@@ -115,11 +126,9 @@ impl CudnnAttention {
         let Some(plan) = self.plans.get(&shape) else {
             return cuda_failure(format!("no cuDNN plan was built for attention with {shape:?}"));
         };
-        check_status(
-            &self.dnn,
-            (self.dnn.set_stream)(self.handle, stream.as_raw().cast()),
-            "cudnnSetStream",
-        )?;
+        // SAFETY: the handle and the stream are alive.
+        let set = unsafe { (self.dnn.set_stream)(self.handle, stream.as_raw().cast()) };
+        check_status(&self.dnn, set, "cudnnSetStream")?;
         let scale = 1.0 / (shape.head_size as f32).sqrt();
         let count = if shape.stores_lse { 6 } else { 5 };
         let pointers: [*const c_void; 6] = [
@@ -132,25 +141,23 @@ impl CudnnAttention {
         ];
         let workspace = self.workspace.as_ref().map_or(0, DeviceMemory::device_address) as *const c_void;
         let variant_pack = self.create_descriptor(Type::CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR)?;
-        variant_pack.set_attribute(
-            Attribute::CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS,
-            Kind::CUDNN_TYPE_INT64,
-            &TENSOR_IDS[..count],
-        )?;
-        let (data, kind) = (Attribute::CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, Kind::CUDNN_TYPE_VOID_PTR);
-        variant_pack.set_attribute(data, kind, &pointers[..count])?;
-        variant_pack.set_attribute(Attribute::CUDNN_ATTR_VARIANT_PACK_WORKSPACE, kind, &[workspace])?;
+        variant_pack.set_attribute(Attribute::CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, &TENSOR_IDS[..count])?;
+        let data = Attribute::CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS;
+        variant_pack.set_attribute(data, &pointers[..count])?;
+        variant_pack.set_attribute(Attribute::CUDNN_ATTR_VARIANT_PACK_WORKSPACE, &[workspace])?;
         variant_pack.finalize()?;
-        check_status(
-            &self.dnn,
-            (self.dnn.execute)(self.handle, plan.plan.raw, variant_pack.raw),
-            "cudnnBackendExecute",
-        )
+        // SAFETY: handle, plan and variant pack are alive. The pack names the operands, which the
+        // caller guarantees, the workspace, which is as large as the largest plan needs, and the
+        // scale, which cuDNN reads during this call.
+        let executed = unsafe { (self.dnn.execute)(self.handle, plan.plan.raw, variant_pack.raw) };
+        check_status(&self.dnn, executed, "cudnnBackendExecute")
     }
 
     fn create_descriptor(&self, ty: Type) -> CudaResult<CudnnDescriptor> {
         let mut raw = std::ptr::null_mut();
-        check_status(&self.dnn, (self.dnn.descriptor)(ty, &mut raw), "cudnnBackendCreateDescriptor")?;
+        // SAFETY: cuDNN writes the descriptor to this stack frame.
+        let created = unsafe { (self.dnn.descriptor)(ty, &mut raw) };
+        check_status(&self.dnn, created, "cudnnBackendCreateDescriptor")?;
         Ok(CudnnDescriptor { raw, dnn: self.dnn })
     }
 
@@ -164,20 +171,19 @@ impl CudnnAttention {
     ) -> CudaResult<CudnnDescriptor> {
         let t = self.create_descriptor(Type::CUDNN_BACKEND_TENSOR_DESCRIPTOR)?;
         let alignment = if host { 4_i64 } else { 16 };
-        t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_UNIQUE_ID, Kind::CUDNN_TYPE_INT64, &[id])?;
-        t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_DATA_TYPE, Kind::CUDNN_TYPE_DATA_TYPE, &[ty])?;
-        t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_DIMENSIONS, Kind::CUDNN_TYPE_INT64, &dims)?;
-        t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_STRIDES, Kind::CUDNN_TYPE_INT64, &strides)?;
-        t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, Kind::CUDNN_TYPE_INT64, &[alignment])?;
+        t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_UNIQUE_ID, &[id])?;
+        t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_DATA_TYPE, &[ty])?;
+        t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_DIMENSIONS, &dims)?;
+        t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_STRIDES, &strides)?;
+        t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, &[alignment])?;
         if host {
-            t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_IS_BY_VALUE, Kind::CUDNN_TYPE_BOOLEAN, &[true])?;
+            t.set_attribute(Attribute::CUDNN_ATTR_TENSOR_IS_BY_VALUE, &[true])?;
         }
         t.finalize()?;
         Ok(t)
     }
 
     fn build_plan(&self, s: AttentionShape) -> CudaResult<CudnnPlan> {
-        use Kind::CUDNN_TYPE_BACKEND_DESCRIPTOR as DESCRIPTOR;
         let rows = |n: u64| {
             ([1, s.heads, n, s.head_size], [n * s.heads * s.head_size, s.head_size, s.heads * s.head_size, 1])
         };
@@ -199,63 +205,38 @@ impl CudnnAttention {
             Attribute::CUDNN_ATTR_OPERATION_SDPA_FWD_SCALEDESC,
         ];
         for (name, part) in attributes.iter().zip(&descriptors) {
-            op.set_attribute(*name, DESCRIPTOR, &[part.raw])?;
+            op.set_attribute(*name, &[part.raw])?;
         }
         if s.stores_lse {
             let (dims, strides) = ([1, s.heads, s.queries, 1], [s.heads * s.queries, s.queries, 1, 1]);
             let sums = self.create_tensor(TENSOR_IDS[5], f32_type, dims, strides, false)?;
-            op.set_attribute(Attribute::CUDNN_ATTR_OPERATION_SDPA_FWD_STATSDESC, DESCRIPTOR, &[sums.raw])?;
+            op.set_attribute(Attribute::CUDNN_ATTR_OPERATION_SDPA_FWD_STATSDESC, &[sums.raw])?;
             descriptors.push(sums);
         }
         op.finalize()?;
         let graph = self.create_descriptor(Type::CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR)?;
-        graph.set_attribute(
-            Attribute::CUDNN_ATTR_OPERATIONGRAPH_HANDLE,
-            Kind::CUDNN_TYPE_HANDLE,
-            &[self.handle],
-        )?;
-        graph.set_attribute(Attribute::CUDNN_ATTR_OPERATIONGRAPH_OPS, DESCRIPTOR, &[op.raw])?;
+        graph.set_attribute(Attribute::CUDNN_ATTR_OPERATIONGRAPH_HANDLE, &[self.handle])?;
+        graph.set_attribute(Attribute::CUDNN_ATTR_OPERATIONGRAPH_OPS, &[op.raw])?;
         graph.finalize()?;
         let heuristic = self.create_descriptor(Type::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR)?;
-        heuristic.set_attribute(
-            Attribute::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH,
-            DESCRIPTOR,
-            &[graph.raw],
-        )?;
+        heuristic.set_attribute(Attribute::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, &[graph.raw])?;
         let mode = cudnnBackendHeurMode_t::CUDNN_HEUR_MODE_A;
-        heuristic.set_attribute(
-            Attribute::CUDNN_ATTR_ENGINEHEUR_MODE,
-            Kind::CUDNN_TYPE_HEUR_MODE,
-            &[mode],
-        )?;
+        heuristic.set_attribute(Attribute::CUDNN_ATTR_ENGINEHEUR_MODE, &[mode])?;
         heuristic.finalize()?;
         let configs = (0..8)
             .map(|_| self.create_descriptor(Type::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR))
             .collect::<CudaResult<Vec<CudnnDescriptor>>>()?;
         let mut raws: Vec<cudnnBackendDescriptor_t> = configs.iter().map(|c| c.raw).collect();
-        let found =
-            heuristic.get_attribute(Attribute::CUDNN_ATTR_ENGINEHEUR_RESULTS, DESCRIPTOR, &mut raws)?;
+        let found = heuristic.get_attribute(Attribute::CUDNN_ATTR_ENGINEHEUR_RESULTS, &mut raws)?;
         for config in configs.into_iter().take(found) {
             let plan = self.create_descriptor(Type::CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR)?;
-            plan.set_attribute(
-                Attribute::CUDNN_ATTR_EXECUTION_PLAN_HANDLE,
-                Kind::CUDNN_TYPE_HANDLE,
-                &[self.handle],
-            )?;
-            plan.set_attribute(
-                Attribute::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG,
-                DESCRIPTOR,
-                &[config.raw],
-            )?;
+            plan.set_attribute(Attribute::CUDNN_ATTR_EXECUTION_PLAN_HANDLE, &[self.handle])?;
+            plan.set_attribute(Attribute::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, &[config.raw])?;
             if plan.finalize().is_err() {
                 continue;
             }
             let mut bytes = [0_i64];
-            plan.get_attribute(
-                Attribute::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE,
-                Kind::CUDNN_TYPE_INT64,
-                &mut bytes,
-            )?;
+            plan.get_attribute(Attribute::CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, &mut bytes)?;
             descriptors.extend([op, graph, heuristic, config]);
             return Ok(CudnnPlan {
                 plan,
@@ -273,38 +254,90 @@ impl CudnnAttention {
 impl Drop for CudnnAttention {
     fn drop(&mut self) {
         self.plans.clear();
-        (self.dnn.destroy)(self.handle);
+        // SAFETY: `new` created the handle, and the plans that refer to it are gone.
+        unsafe { (self.dnn.destroy)(self.handle) };
     }
 }
 
+/// An element of an attribute's value, with the kind under which cuDNN reads this type.
+trait AttributeElement {
+    const KIND: Kind;
+}
+
+impl AttributeElement for i64 {
+    const KIND: Kind = Kind::CUDNN_TYPE_INT64;
+}
+
+/// cuDNN accepts dims and strides as unsigned words too: they have the same bits.
+impl AttributeElement for u64 {
+    const KIND: Kind = Kind::CUDNN_TYPE_INT64;
+}
+
+impl AttributeElement for bool {
+    const KIND: Kind = Kind::CUDNN_TYPE_BOOLEAN;
+}
+
+impl AttributeElement for cudnnDataType_t {
+    const KIND: Kind = Kind::CUDNN_TYPE_DATA_TYPE;
+}
+
+impl AttributeElement for cudnnBackendHeurMode_t {
+    const KIND: Kind = Kind::CUDNN_TYPE_HEUR_MODE;
+}
+
+impl AttributeElement for *const c_void {
+    const KIND: Kind = Kind::CUDNN_TYPE_VOID_PTR;
+}
+
+/// A descriptor.
+impl AttributeElement for *mut c_void {
+    const KIND: Kind = Kind::CUDNN_TYPE_BACKEND_DESCRIPTOR;
+}
+
+impl AttributeElement for cudnnHandle_t {
+    const KIND: Kind = Kind::CUDNN_TYPE_HANDLE;
+}
+
 impl CudnnDescriptor {
-    fn set_attribute<T>(&self, name: Attribute, kind: Kind, values: &[T]) -> CudaResult<()> {
-        let status = (self.dnn.set)(self.raw, name, kind, values.len() as i64, values.as_ptr().cast());
+    /// Sets an attribute; cuDNN copies the values.
+    fn set_attribute<T: AttributeElement>(&self, name: Attribute, values: &[T]) -> CudaResult<()> {
+        // SAFETY: the descriptor is alive, and cuDNN reads this many elements of the kind, which
+        // `AttributeElement` gives for this type.
+        let status =
+            unsafe { (self.dnn.set)(self.raw, name, T::KIND, values.len() as i64, values.as_ptr().cast()) };
         check_status(&self.dnn, status, &format!("{name:?}"))
     }
 
     /// Reads values and returns how many there are.
-    fn get_attribute<T>(&self, name: Attribute, kind: Kind, values: &mut [T]) -> CudaResult<usize> {
+    fn get_attribute<T: AttributeElement>(&self, name: Attribute, values: &mut [T]) -> CudaResult<usize> {
         let (capacity, mut count) = (values.len() as i64, 0);
-        let status = (self.dnn.get)(self.raw, name, kind, capacity, &mut count, values.as_mut_ptr().cast());
+        // SAFETY: the descriptor is alive, and cuDNN writes at most this many elements of the kind,
+        // which `AttributeElement` gives for this type. If they are descriptors, it writes to the
+        // objects behind them, which are alive.
+        let status = unsafe {
+            (self.dnn.get)(self.raw, name, T::KIND, capacity, &mut count, values.as_mut_ptr().cast())
+        };
         check_status(&self.dnn, status, &format!("{name:?}"))?;
         Ok(usize::try_from(count).unwrap_or(0).min(values.len()))
     }
 
     fn finalize(&self) -> CudaResult<()> {
-        check_status(&self.dnn, (self.dnn.finalize)(self.raw), "cudnnBackendFinalize")
+        // SAFETY: the descriptor is alive, and so are those that it refers to.
+        check_status(&self.dnn, unsafe { (self.dnn.finalize)(self.raw) }, "cudnnBackendFinalize")
     }
 }
 
 impl Drop for CudnnDescriptor {
     fn drop(&mut self) {
-        (self.dnn.drop)(self.raw);
+        // SAFETY: `create_descriptor` created it, and this is its only owner.
+        unsafe { (self.dnn.drop)(self.raw) };
     }
 }
 
 fn last_error(dnn: &Cudnn) -> String {
     let mut text = [0_u8; 512];
-    (dnn.last_error)(text.as_mut_ptr().cast::<c_char>(), text.len());
+    // SAFETY: cuDNN writes at most this many bytes, terminated by a NUL.
+    unsafe { (dnn.last_error)(text.as_mut_ptr().cast::<c_char>(), text.len()) };
     let end = text.iter().position(|b| *b == 0).unwrap_or(text.len());
     String::from_utf8_lossy(&text[..end]).into_owned()
 }

@@ -1,16 +1,30 @@
 //! FlashAttention kernels for bf16 heads of 128 on Hopper: they load tiles with TMA and multiply
 //! with wgmma. docs/design/0011 compares them with cuDNN.
 
+#![allow(unsafe_code, reason = "launches of kernels on raw addresses")]
+
 use cudarc::driver::sys::CUtensorMap;
 
 use crate::attention_cudnn::{AttentionOperands, AttentionShape};
+use crate::capabilities::{ATTENTION_FAMILY, Capabilities};
 use crate::collectives::Targets;
 use crate::compile::Compiler;
-use crate::driver::{CudaModule, CudaResult, CudaStream, KernelArgs, KernelFunction};
+use crate::driver::{CudaResult, CudaStream};
+use crate::kernel_params::{Bf16, DevicePtr, LoadedKernel, kernel_signatures};
 use crate::kernels::{COMMON, HOPPER};
 use crate::tensor_map::{BOX_COLUMNS, encode_tensor_map};
 
 const SOURCE: &str = include_str!("kernels/attention_sm90.cu");
+
+kernel_signatures! {
+    ATTENTION_TABLE:
+
+    /// softmax(q · kᵀ · scale) · v for all heads; `lse` is null unless log-sum-exps are stored.
+    FlashAttention {
+        q_map: CUtensorMap, k_map: CUtensorMap, v_map: CUtensorMap, out: DevicePtr<Bf16>,
+        lse: DevicePtr<f32>, rows: i32, keys: i32, heads: i32, long_heads: i32, targets: Targets,
+    } = FLASH_ATTENTION "attention";
+}
 
 /// Head size, number of compute warpgroups and rows per warpgroup; attention_sm90.cu has the same
 /// constants.
@@ -36,7 +50,7 @@ pub(crate) const TILINGS: [KeyTiling; 2] = [
     KeyTiling { tile_keys: 64, stages: 4, q_reg_slices: 4, relative_key_time: 102 },
 ];
 
-/// The attention kernels of one device.
+/// The compiled sm_90 attention kernels of one device, one per [`KeyTiling`].
 #[derive(Debug)]
 pub(crate) struct AttentionSm90 {
     variants: [TilingKernel; 2],
@@ -46,33 +60,37 @@ pub(crate) struct AttentionSm90 {
 #[derive(Debug)]
 struct TilingKernel {
     tiling: KeyTiling,
-    kernel: KernelFunction,
+    kernel: LoadedKernel<FlashAttention>,
     shared_bytes: u32,
-    _module: CudaModule,
 }
 
 impl AttentionSm90 {
-    /// Compiles the kernels. Returns `None` if the device is not sm_90.
+    /// Compiles the kernels. Returns `None` if the device does not support them.
     pub(crate) fn new(
         compiler: &mut Compiler,
-        (major, minor): (i32, i32),
-        multiprocessors: i32,
+        capabilities: &Capabilities,
     ) -> CudaResult<Option<AttentionSm90>> {
-        if (major, minor) != (9, 0) {
+        if !capabilities.supports(&ATTENTION_FAMILY) {
             return Ok(None);
         }
         let [one, other] = TILINGS.map(|cut| TilingKernel::new(compiler, cut));
         let variants = [one?, other?];
-        Ok(Some(AttentionSm90 { variants, multiprocessors: multiprocessors.max(1) as u64 }))
+        Ok(Some(AttentionSm90 { variants, multiprocessors: u64::from(capabilities.multiprocessors.max(1)) }))
     }
 
-    /// Returns whether the kernels support this shape.
+    /// Returns whether the kernels support this shape: they support any shape with heads of
+    /// [`HEAD_SIZE`].
     pub(crate) fn is_supported(shape: &AttentionShape) -> bool {
         shape.head_size == HEAD_SIZE
     }
 
-    /// Launches attention. Rows are stored to `targets`, if given, instead of `at.out`.
-    pub(crate) fn launch_attention(
+    /// Launches attention. Rows are stored to `targets`, if given, instead of `operands.out`.
+    ///
+    /// # Safety
+    /// Every operand must be device memory of the shape's extent, and so must the parts of the result
+    /// at `targets`. All must stay allocated until the stream has completed the work; meanwhile no
+    /// other stream may write the inputs or access the results.
+    pub(crate) unsafe fn launch_attention(
         &self,
         s: AttentionShape,
         operands: AttentionOperands,
@@ -82,21 +100,24 @@ impl AttentionSm90 {
         let v = &self.variants[fastest_tiling(s.keys)];
         let rows = COMPUTE_WARPGROUPS * WARPGROUP_ROWS;
         let long_heads = self.choose_long_heads(s.queries, s.heads);
-        let args = KernelArgs::new()
-            .with_tensor_map(head_rows_map(operands.q, s.queries, s.heads, rows)?)
-            .with_tensor_map(head_rows_map(operands.k, s.keys, s.heads, v.tiling.tile_keys)?)
-            .with_tensor_map(head_rows_map(operands.v, s.keys, s.heads, v.tiling.tile_keys)?)
-            .with_address(operands.out)
-            .with_address(operands.lse)
-            .with_int(s.queries as i64)
-            .with_int(s.keys as i64)
-            .with_int(s.heads as i64)
-            .with_int(long_heads as i64)
-            .with_struct(targets.copied().unwrap_or_default().pack_words());
+        let args = FlashAttention {
+            q_map: head_rows_map(operands.q, s.queries, s.heads, rows)?,
+            k_map: head_rows_map(operands.k, s.keys, s.heads, v.tiling.tile_keys)?,
+            v_map: head_rows_map(operands.v, s.keys, s.heads, v.tiling.tile_keys)?,
+            out: operands.out.into(),
+            lse: operands.lse.into(),
+            rows: s.queries as i32,
+            keys: s.keys as i32,
+            heads: s.heads as i32,
+            long_heads: long_heads as i32,
+            targets: targets.copied().unwrap_or_default(),
+        };
         let tiles = active_warpgroups(s.queries, s.heads, long_heads).len() as u64;
         let blocks = tiles.min(self.multiprocessors) as u32;
         let threads = 128 * (COMPUTE_WARPGROUPS as u32 + 1);
-        stream.launch_kernel(v.kernel, [blocks, 1, 1], threads, v.shared_bytes, args)
+        // SAFETY: the caller guarantees the operands; the kernel was compiled for this tiling and
+        // keeps inside the shape.
+        unsafe { v.kernel.launch([blocks, 1, 1], threads, v.shared_bytes, &args, stream) }
     }
 
     /// Returns the number of heads that use the longer tiles which minimises the last block's
@@ -137,7 +158,7 @@ fn active_warpgroups(queries: u64, heads: u64, long_heads: u64) -> Vec<u64> {
 impl TilingKernel {
     fn new(compiler: &mut Compiler, tiling: KeyTiling) -> CudaResult<TilingKernel> {
         let module = compiler.compile_module("attention", &kernel_source(), &tiling.compile_defines())?;
-        let kernel = module.get_function("attention")?;
+        let kernel = LoadedKernel::new(&module, FLASH_ATTENTION)?;
         // Q, the stages of K and V, and their mbarriers.
         let row_bytes = 2 * HEAD_SIZE;
         let bytes = COMPUTE_WARPGROUPS * WARPGROUP_ROWS * row_bytes
@@ -145,12 +166,13 @@ impl TilingKernel {
             + 16
             + 32 * tiling.stages;
         kernel.set_max_shared_bytes(bytes as u32)?;
-        Ok(TilingKernel { tiling, kernel, shared_bytes: bytes as u32, _module: module })
+        Ok(TilingKernel { tiling, kernel, shared_bytes: bytes as u32 })
     }
 }
 
 impl KeyTiling {
-    /// Returns the macros that the kernel is compiled with.
+    /// Returns the preprocessor macros that compile the kernel for this tiling, as names and
+    /// values.
     pub(crate) fn compile_defines(self) -> [(&'static str, String); 3] {
         [("KEYS", self.tile_keys), ("STAGES", self.stages), ("Q_REG_SLICES", self.q_reg_slices)]
             .map(|(k, v)| (k, v.to_string()))
@@ -161,7 +183,8 @@ impl KeyTiling {
     }
 }
 
-/// Returns the kernel's full source.
+/// Returns the CUDA source to compile: the code shared by all kernels, that for Hopper, and this
+/// kernel.
 pub(crate) fn kernel_source() -> String {
     format!("{COMMON}{HOPPER}{SOURCE}")
 }
@@ -183,8 +206,8 @@ mod tests {
     use tessera_device::dtype::to_bf16_bits;
 
     use super::*;
-    use crate::driver::{CudaEvent, DeviceMemory, copy_to_device, copy_to_host};
-    use crate::exec::widen_bf16;
+    use crate::device_memory::{DeviceMemory, copy_to_device, copy_to_host, widen_bf16};
+    use crate::driver::CudaEvent;
     use crate::test_gpu::open_test_gpu;
 
     #[test]
@@ -280,19 +303,14 @@ mod tests {
     #[test]
     fn results_match_the_reference_and_are_row_invariant() {
         let Some(mut gpu) = open_test_gpu() else { return };
-        let Some(mut flash) =
-            AttentionSm90::new(&mut gpu.compiler, gpu.capability, gpu.multiprocessors).unwrap()
-        else {
+        let Some(mut flash) = AttentionSm90::new(&mut gpu.compiler, &gpu.capabilities).unwrap() else {
             eprintln!("skipped: not a Hopper GPU");
             return;
         };
         let on_device = |x: &[f32]| {
             let memory = DeviceMemory::new(2 * x.len()).unwrap();
-            copy_to_device(
-                memory.device_address(),
-                &x.iter().map(|x| to_bf16_bits(*x)).collect::<Vec<u16>>(),
-            )
-            .unwrap();
+            let bits: Vec<u16> = x.iter().map(|x| to_bf16_bits(*x)).collect();
+            copy_to_device(memory.slice(0, bits.len()).unwrap(), &bits).unwrap();
             memory
         };
         let stream = CudaStream::new(false).unwrap();
@@ -322,10 +340,12 @@ mod tests {
                     out: out.device_address(),
                     lse: 0,
                 };
-                flash.launch_attention(s, at, None, &stream).unwrap();
+                // SAFETY: the operands hold the shape's rows, and the stream is waited for below.
+                unsafe { flash.launch_attention(s, at, None, &stream) }.unwrap();
                 stream.spin_until_done(&CudaEvent::new().unwrap()).unwrap();
                 let mut result = vec![0_u16; n * WIDTH];
-                copy_to_host(&mut result, out.device_address()).unwrap();
+                let len = result.len();
+                copy_to_host(&mut result, out.slice(0, len).unwrap()).unwrap();
                 result
             };
             let context = format!("{keys} keys, q of {size}");

@@ -4,12 +4,15 @@
 //! The caller that opens the backend supplies the cache; without one, every process compiles all
 //! kernels.
 
-use std::ffi::{CString, c_char, c_int};
+#![allow(unsafe_code, reason = "NVRTC's own functions")]
+
+use std::ffi::{CStr, CString, c_char, c_int};
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use cudarc::nvrtc::sys::nvrtcResult;
+use cudarc::nvrtc::sys::{nvrtcProgram, nvrtcResult};
 
+use crate::cubin::is_complete_cubin;
 use crate::driver::{CudaError, CudaModule, CudaResult, cuda_failure};
 use crate::dylib::Nvrtc;
 
@@ -21,7 +24,7 @@ pub trait KernelCache: Debug + Send + Sync {
     fn save(&self, name: &str, image: &[u8]);
 }
 
-/// A compiler for one device architecture.
+/// NVRTC for one device architecture, with an optional cache of its cubins.
 #[derive(Debug)]
 pub(crate) struct Compiler {
     nvrtc: Nvrtc,
@@ -33,21 +36,15 @@ pub(crate) struct Compiler {
 }
 
 impl Compiler {
-    /// Creates a compiler for a compute capability, for example (9, 0).
+    /// Creates a compiler for an architecture, for example `sm_90a`.
     pub(crate) fn new(
         nvrtc: Nvrtc,
-        capability: (i32, i32),
+        arch: String,
         cache: Option<Arc<dyn KernelCache>>,
     ) -> CudaResult<Compiler> {
         let (mut major, mut minor) = (0, 0);
-        check_result((nvrtc.version)(&mut major, &mut minor), "nvrtcVersion")?;
-        // The suffix `a` enables instructions of exactly this architecture.
-        let (cc_major, cc_minor) = capability;
-        let arch = if cc_major >= 9 {
-            format!("sm_{cc_major}{cc_minor}a")
-        } else {
-            format!("sm_{cc_major}{cc_minor}")
-        };
+        // SAFETY: NVRTC writes two ints of this stack frame.
+        check_result(unsafe { (nvrtc.version)(&mut major, &mut minor) }, "nvrtcVersion")?;
         Ok(Compiler { nvrtc, arch, version: format!("{major}.{minor}"), cache, compiled_count: 0 })
     }
 
@@ -61,8 +58,10 @@ impl Compiler {
         let options = compile_options(&self.arch, defines);
         let parts = options.iter().map(String::as_str).chain([self.version.as_str(), source]);
         let file = cache_file_name(name, parts, "cubin");
-        if let Some(image) = self.cache.as_ref().and_then(|k| k.load(&file))
-            && let Ok(module) = CudaModule::load(&image)
+        // The driver would read beyond the end of a truncated file.
+        if let Some(image) = self.cache.as_ref().and_then(|k| k.load(&file)).filter(|i| is_complete_cubin(i))
+            // SAFETY: the image contains all that its headers name.
+            && let Ok(module) = unsafe { CudaModule::load(&image) }
         {
             return Ok(module);
         }
@@ -71,7 +70,8 @@ impl Compiler {
         if let Some(kept) = &self.cache {
             kept.save(&file, &image);
         }
-        CudaModule::load(&image)
+        // SAFETY: NVRTC returned the whole image.
+        unsafe { CudaModule::load(&image) }
     }
 }
 
@@ -111,35 +111,70 @@ pub(crate) fn compile_cubin(
     source: &str,
     options: &[String],
 ) -> CudaResult<Vec<u8>> {
-    let text =
-        |s: &str| CString::new(s).map_err(|_| CudaError("a kernel's source contains a NUL byte".into()));
-    let (code, file) = (text(source)?, text(&format!("{name}.cu"))?);
-    let options = options.iter().map(|o| text(o)).collect::<CudaResult<Vec<CString>>>()?;
-    let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
-    let mut program = std::ptr::null_mut();
-    let none = std::ptr::null();
-    check_result(
-        (nvrtc.create)(&mut program, code.as_ptr(), file.as_ptr(), 0, none, none),
-        "nvrtcCreateProgram",
-    )?;
-    let done = (nvrtc.compile)(program, pointers.len() as c_int, pointers.as_ptr());
-    let out = if done == nvrtcResult::NVRTC_SUCCESS {
+    let program = NvrtcProgram::new(nvrtc, &to_c_string(source)?, &to_c_string(&format!("{name}.cu"))?)?;
+    let options = options.iter().map(|o| to_c_string(o)).collect::<CudaResult<Vec<CString>>>()?;
+    match program.compile(&options) {
+        nvrtcResult::NVRTC_SUCCESS => program.read_cubin(),
+        _ => cuda_failure(format!("{name}.cu does not compile: {}", program.read_log())),
+    }
+}
+
+fn to_c_string(text: &str) -> CudaResult<CString> {
+    CString::new(text).map_err(|_| CudaError("a kernel's source contains a NUL byte".into()))
+}
+
+/// An NVRTC program, destroyed on drop.
+struct NvrtcProgram<'a> {
+    nvrtc: &'a Nvrtc,
+    raw: nvrtcProgram,
+}
+
+impl NvrtcProgram<'_> {
+    fn new<'a>(nvrtc: &'a Nvrtc, source: &CStr, file: &CStr) -> CudaResult<NvrtcProgram<'a>> {
+        let mut raw = std::ptr::null_mut();
+        let none = std::ptr::null();
+        // SAFETY: both strings end with a NUL and NVRTC copies them; without headers it reads
+        // neither of the two lists; it writes the handle to this stack frame.
+        let created = unsafe { (nvrtc.create)(&mut raw, source.as_ptr(), file.as_ptr(), 0, none, none) };
+        check_result(created, "nvrtcCreateProgram")?;
+        Ok(NvrtcProgram { nvrtc, raw })
+    }
+
+    fn compile(&self, options: &[CString]) -> nvrtcResult {
+        let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
+        // SAFETY: the program is alive, and the list has as many NUL-terminated strings as stated.
+        unsafe { (self.nvrtc.compile)(self.raw, pointers.len() as c_int, pointers.as_ptr()) }
+    }
+
+    /// Returns the cubin of a program that compiled.
+    fn read_cubin(&self) -> CudaResult<Vec<u8>> {
         let mut size = 0;
-        check_result((nvrtc.cubin_size)(program, &mut size), "nvrtcGetCUBINSize").and_then(|()| {
-            let mut image = vec![0_u8; size];
-            check_result((nvrtc.cubin)(program, image.as_mut_ptr().cast::<c_char>()), "nvrtcGetCUBIN")?;
-            Ok(image)
-        })
-    } else {
+        // SAFETY: the program is alive; NVRTC writes one size to this stack frame.
+        check_result(unsafe { (self.nvrtc.cubin_size)(self.raw, &mut size) }, "nvrtcGetCUBINSize")?;
+        let mut image = vec![0_u8; size];
+        // SAFETY: the program is alive, and the buffer has the size that NVRTC asked for.
+        let read = unsafe { (self.nvrtc.cubin)(self.raw, image.as_mut_ptr().cast::<c_char>()) };
+        check_result(read, "nvrtcGetCUBIN")?;
+        Ok(image)
+    }
+
+    /// Returns the compiler's messages.
+    fn read_log(&self) -> String {
         let mut size = 0;
-        (nvrtc.log_size)(program, &mut size);
+        // SAFETY: the program is alive; NVRTC writes one size to this stack frame.
+        unsafe { (self.nvrtc.log_size)(self.raw, &mut size) };
         let mut log = vec![0_u8; size.max(1)];
-        (nvrtc.log)(program, log.as_mut_ptr().cast::<c_char>());
-        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
-        cuda_failure(format!("{name}.cu does not compile: {log}"))
-    };
-    (nvrtc.destroy)(&mut program);
-    out
+        // SAFETY: the program is alive, and the buffer has the size that NVRTC asked for.
+        unsafe { (self.nvrtc.log)(self.raw, log.as_mut_ptr().cast::<c_char>()) };
+        String::from_utf8_lossy(&log).trim_end_matches('\0').to_string()
+    }
+}
+
+impl Drop for NvrtcProgram<'_> {
+    fn drop(&mut self) {
+        // SAFETY: `new` created the program, and nothing uses it afterwards.
+        unsafe { (self.nvrtc.destroy)(&mut self.raw) };
+    }
 }
 
 fn check_result(result: nvrtcResult, call: &str) -> CudaResult<()> {

@@ -7,20 +7,10 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use cudarc::driver::result::{self, DriverError, device};
 use cudarc::driver::sys::{self, CUdevice, CUdevice_P2PAttribute as P2p, CUdevice_attribute as Attribute};
 use libloading::os::unix::Symbol;
-use tessera_base::{Bytes, Code, Diagnostic};
+use tessera_base::{Bytes, Diagnostic};
 
+use crate::codes::T1302;
 use crate::libraries::{Libraries, Library};
-
-/// Raised if the driver's library loads but cannot be used.
-pub static T1302: Code = Code {
-    id: "T1302",
-    title: "the driver cannot be used",
-    page: "The driver's library loaded, but it failed to initialise or to list its GPUs. The message carries the driver's own error \
-name. NO_DEVICE: no GPU is visible, as when CUDA_VISIBLE_DEVICES hides all or a container was started without any. \
-SYSTEM_DRIVER_MISMATCH: the library's version differs from the kernel module's, as after an update without a reboot. \
-SYSTEM_NOT_READY: the fabric manager of NVSwitch machines is not running. STUB_LIBRARY: a toolkit's folder of stubs is on \
-LD_LIBRARY_PATH and hides the driver; remove it. `nvidia-smi` shows what the driver itself sees.",
-};
 
 /// NVML's error codes for a link that the GPU does not have, and for GPUs without NVLink.
 const NO_SUCH_LINK: c_int = 2;
@@ -38,7 +28,7 @@ pub struct Gpu {
     pub pci_bus_id: String,
     /// Total device memory that the driver reports, whether free or in use.
     pub memory: Bytes,
-    /// Number of streaming multiprocessors.
+    /// Number of streaming multiprocessors (SMs), for example 132 on an H200.
     pub multiprocessors: u32,
     /// Compute capability as (major, minor).
     pub capability: (u32, u32),
@@ -53,7 +43,7 @@ pub struct PeerLink {
     pub from: usize,
     /// Index of the GPU that owns the memory.
     pub to: usize,
-    /// Whether peer access is supported.
+    /// Whether `from` can read and write the memory of `to`.
     pub access: bool,
     /// Whether the link supports native atomics on that memory.
     pub atomics: bool,
@@ -137,16 +127,20 @@ fn pci_bus_id(d: CUdevice) -> Result<String, DriverError> {
     Ok(String::from_utf8_lossy(&text[..end]).into_owned())
 }
 
+/// `nvmlDeviceGetHandleByPciBusId_v2`.
+// SAFETY: a type only; its callers state why their arguments are valid.
+type NvmlDeviceByBus = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
+
 /// Returns the bytes in use on a GPU by all processes, as NVML reports. A process's own usage is
 /// the difference of two calls.
 pub(crate) fn used_bytes(libraries: &Libraries, ordinal: u32) -> Option<u64> {
-    type Handle = extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
-    type Info = extern "C" fn(*mut c_void, *mut [u64; 3]) -> c_int;
+    // SAFETY: a type only; the calls below state why their arguments are valid.
+    type Info = unsafe extern "C" fn(*mut c_void, *mut [u64; 3]) -> c_int;
     let bus = CString::new(pci_bus_id(device::get(ordinal as c_int).ok()?).ok()?).ok()?;
-    // SAFETY: NVML documents these types; it reads a NUL-terminated string, writes a handle, and
-    // then writes total, free and used.
+    // SAFETY: NVML documents these types and was initialised when its version was read. It reads a
+    // NUL-terminated string, writes a handle, and then writes total, free and used.
     unsafe {
-        let handle: Symbol<Handle> =
+        let handle: Symbol<NvmlDeviceByBus> =
             libraries.get_symbol(Library::Nvml, "nvmlDeviceGetHandleByPciBusId_v2")?;
         let info: Symbol<Info> = libraries.get_symbol(Library::Nvml, "nvmlDeviceGetMemoryInfo")?;
         let (mut device, mut memory) = (std::ptr::null_mut(), [0; 3]);
@@ -156,13 +150,13 @@ pub(crate) fn used_bytes(libraries: &Libraries, ordinal: u32) -> Option<u64> {
 
 /// Counts a GPU's active NVLinks with NVML, which was initialised when its version was read.
 fn count_nvlinks(libraries: &Libraries, bus: &str) -> Option<u32> {
-    type Handle = extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
-    type State = extern "C" fn(*mut c_void, u32, *mut u32) -> c_int;
+    // SAFETY: a type only; the calls below state why their arguments are valid.
+    type State = unsafe extern "C" fn(*mut c_void, u32, *mut u32) -> c_int;
     let bus = CString::new(bus).ok()?;
-    // SAFETY: NVML documents these types; it reads a NUL-terminated string and writes a handle and
+    // SAFETY: NVML documents these types and was initialised when its version was read. It reads a NUL-terminated string and writes a handle and
     // one int per call.
     unsafe {
-        let handle: Symbol<Handle> =
+        let handle: Symbol<NvmlDeviceByBus> =
             libraries.get_symbol(Library::Nvml, "nvmlDeviceGetHandleByPciBusId_v2")?;
         let state: Symbol<State> = libraries.get_symbol(Library::Nvml, "nvmlDeviceGetNvLinkState")?;
         let mut device = std::ptr::null_mut();

@@ -1,5 +1,8 @@
 //! Typed function tables of the dynamically loaded libraries.
 //!
+//! Every entry is an `unsafe` function: the libraries follow the handles and addresses that they are
+//! given without a check. The tables do not end, because a loaded library is never unloaded.
+//!
 //! Types and constants come from cudarc. Its loader is not used because it chooses the search path
 //! itself: the functions must come from exactly the file that `tessera doctor` lists.
 
@@ -12,14 +15,18 @@ use cudarc::cudnn::sys as dnn;
 use cudarc::nvrtc::sys as rtc;
 use tessera_base::Diagnostic;
 
-use crate::libraries::{Libraries, Library, T1301};
+use crate::codes::T1301;
+use crate::libraries::{Libraries, Library};
 
 macro_rules! function_table {
     ($(#[$doc:meta])* $table:ident of $library:ident { $($field:ident = $symbol:literal : fn($($arg:ty),*) -> $ret:ty;)* }) => {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub(crate) struct $table {
-            $(pub(crate) $field: extern "C" fn($($arg),*) -> $ret,)*
+            $(
+                // SAFETY: a type only; each call states why its arguments are valid.
+                pub(crate) $field: unsafe extern "C" fn($($arg),*) -> $ret,
+            )*
         }
 
         impl $table {
@@ -29,7 +36,7 @@ macro_rules! function_table {
                 Ok($table {
                     $($field: {
                         // SAFETY: the library documents this type for the symbol.
-                        let symbol = unsafe { libraries.get_symbol::<extern "C" fn($($arg),*) -> $ret>(Library::$library, $symbol) };
+                        let symbol = unsafe { libraries.get_symbol::<unsafe extern "C" fn($($arg),*) -> $ret>(Library::$library, $symbol) };
                         *symbol.ok_or_else(|| missing_symbol(libraries, Library::$library, $symbol))?
                     },)*
                 })
@@ -87,6 +94,14 @@ function_table! {
         get = "cudnnBackendGetAttribute": fn(dnn::cudnnBackendDescriptor_t, dnn::cudnnBackendAttributeName_t, dnn::cudnnBackendAttributeType_t, i64, *mut i64, *mut c_void) -> dnn::cudnnStatus_t;
         finalize = "cudnnBackendFinalize": fn(dnn::cudnnBackendDescriptor_t) -> dnn::cudnnStatus_t;
         execute = "cudnnBackendExecute": fn(dnn::cudnnHandle_t, dnn::cudnnBackendDescriptor_t, dnn::cudnnBackendDescriptor_t) -> dnn::cudnnStatus_t;
+    }
+}
+
+impl CublasLt {
+    /// Returns the library's version as one number, for example 130100.
+    pub(crate) fn query_version(&self) -> usize {
+        // SAFETY: the function has no precondition.
+        unsafe { (self.version)() }
     }
 }
 

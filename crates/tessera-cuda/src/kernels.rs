@@ -1,15 +1,19 @@
 //! The elementwise kernels and the row kernels of this crate. Row kernels are compiled for each row
 //! width.
 
+#![allow(unsafe_code, reason = "launches of kernels on raw addresses")]
+
 use std::collections::BTreeMap;
 
 use tessera_ir::DType;
 
 use crate::compile::Compiler;
-use crate::driver::{CudaError, CudaModule, CudaResult, CudaStream, KernelArgs, KernelFunction};
+use crate::driver::{CudaError, CudaModule, CudaResult, CudaStream, KernelFunction};
+use crate::kernel_params::{Kernel, KernelParams};
+use crate::kernel_table;
 
 pub(crate) const COMMON: &str = include_str!("kernels/common.cuh");
-/// Definitions shared by the kernels for Hopper.
+/// Mbarrier, TMA and wgmma building blocks, included by the sm90 GEMM and attention kernels.
 pub(crate) const HOPPER: &str = include_str!("kernels/hopper.cuh");
 const ROW_COMMON: &str = include_str!("kernels/rows.cuh");
 const NORMS: &str = include_str!("kernels/norms.cu");
@@ -27,12 +31,11 @@ pub(crate) struct KernelSet {
     functions: BTreeMap<&'static str, KernelFunction>,
     /// Row kernels by width, and by whether rows are bf16 rather than f32.
     row_kernels: BTreeMap<(u64, bool), BTreeMap<&'static str, RowKernel>>,
-    row_modules: Vec<CudaModule>,
     multiprocessors: u32,
 }
 
 /// A kernel for rows of one width and dtype.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct RowKernel {
     kernel: KernelFunction,
     threads: u32,
@@ -40,25 +43,83 @@ struct RowKernel {
     max_blocks: u32,
 }
 
+/// One launch of an elementwise or a row kernel, with all that it needs except the stream.
+#[derive(Debug)]
+pub(crate) struct KernelLaunch {
+    name: &'static str,
+    grid: LaunchGrid,
+    /// Arguments of the type that the kernel declares.
+    args: Box<dyn KernelParams>,
+}
+
+/// The grid of a launch.
+#[derive(Debug, Clone, Copy)]
+enum LaunchGrid {
+    /// `count` blocks of an elementwise kernel with dynamic shared memory; nothing is launched for 0
+    /// blocks.
+    Blocks { count: u64, threads: u32, shared_bytes: u32 },
+    /// A row kernel with as many blocks as the device can run at once; each block loops over rows.
+    Rows { rows: u64, width: u64, dtype: DType },
+}
+
+impl KernelLaunch {
+    /// An elementwise kernel with one thread per element.
+    pub(crate) fn elements<P: KernelParams + 'static>(kernel: Kernel<P>, n: u64, args: P) -> KernelLaunch {
+        let blocks = n.div_ceil(u64::from(ELEMENTWISE_THREADS));
+        KernelLaunch::blocks(kernel, (blocks, ELEMENTWISE_THREADS, 0), args)
+    }
+
+    /// An elementwise kernel with this many blocks, threads per block, and bytes of dynamic shared
+    /// memory.
+    pub(crate) fn blocks<P: KernelParams + 'static>(
+        kernel: Kernel<P>,
+        (count, threads, shared_bytes): (u64, u32, u32),
+        args: P,
+    ) -> KernelLaunch {
+        let grid = LaunchGrid::Blocks { count, threads, shared_bytes };
+        KernelLaunch { name: kernel.name(), grid, args: Box::new(args) }
+    }
+
+    /// A row kernel for rows of this width and dtype.
+    pub(crate) fn rows<P: KernelParams + 'static>(
+        kernel: Kernel<P>,
+        (rows, width, dtype): (u64, u64, DType),
+        args: P,
+    ) -> KernelLaunch {
+        KernelLaunch {
+            name: kernel.name(),
+            grid: LaunchGrid::Rows { rows, width, dtype },
+            args: Box::new(args),
+        }
+    }
+}
+
 /// Sources of the row kernels: their kernels, and how many bytes of a bf16 row a thread loads at
 /// once. Rotary embedding loads rotations for each vector and wants long vectors. Norms load two
 /// f32 columns for each element; with vectors of four elements a warp's loads are contiguous.
 const ROW_SOURCES: [(&str, &str, u64, &[&str]); 2] = [
-    ("norms", NORMS, 8, &["residual_norm", "row_square_sum", "quantize"]),
-    ("rms_rope", RMS_ROPE, 16, &["rms_rope"]),
+    (
+        "norms",
+        NORMS,
+        8,
+        &[
+            kernel_table::RESIDUAL_NORM.name(),
+            kernel_table::ROW_SQUARE_SUM.name(),
+            kernel_table::QUANTIZE.name(),
+        ],
+    ),
+    ("rms_rope", RMS_ROPE, 16, &[kernel_table::RMS_ROPE.name()]),
 ];
 
 impl KernelSet {
-    pub(crate) fn new(mut compiler: Compiler, multiprocessors: i32) -> CudaResult<KernelSet> {
-        let elements = compiler.compile_module("elements", &format!("{COMMON}{ELEMENTWISE}"), &[])?;
-        let multiprocessors = multiprocessors.max(1) as u32;
+    pub(crate) fn new(mut compiler: Compiler, multiprocessors: u32) -> CudaResult<KernelSet> {
+        let elements = compiler.compile_module("elements", &elementwise_source(), &[])?;
         Ok(KernelSet {
             compiler,
             elementwise: elements,
             functions: BTreeMap::new(),
             row_kernels: BTreeMap::new(),
-            row_modules: vec![],
-            multiprocessors,
+            multiprocessors: multiprocessors.max(1),
         })
     }
 
@@ -71,36 +132,49 @@ impl KernelSet {
         let mut found = BTreeMap::new();
         for (name, source, bytes, kernels) in ROW_SOURCES {
             let (threads, defines) = row_launch_params(width, is_bf16, bytes);
-            let module =
-                self.compiler.compile_module(name, &format!("{COMMON}{ROW_COMMON}{source}"), &defines)?;
+            let module = self.compiler.compile_module(name, &row_source(source), &defines)?;
             for name in kernels {
                 let kernel = module.get_function(name)?;
                 let most_blocks = kernel.max_active_blocks(threads)? * self.multiprocessors;
                 found.insert(*name, RowKernel { kernel, threads, max_blocks: most_blocks });
             }
-            self.row_modules.push(module);
         }
         self.row_kernels.insert((width, is_bf16), found);
         Ok(())
     }
 
-    /// Launches a row kernel with as many blocks as the device can run at once; each block loops
-    /// over rows.
-    pub(crate) fn launch_rows(
-        &self,
-        name: &'static str,
-        (rows, width, dtype): (u64, u64, DType),
-        args: KernelArgs,
-        stream: &CudaStream,
-    ) -> CudaResult<()> {
-        let prepared = self.row_kernels.get(&(width, dtype == DType::Bf16)).and_then(|r| r.get(name));
-        let Some(r) = prepared else {
-            return Err(CudaError(format!("kernel {name} was not compiled for rows of {width} {dtype}")));
-        };
-        if rows == 0 {
-            return Ok(());
+    /// Enqueues a launch.
+    ///
+    /// # Safety
+    /// The addresses among the arguments must be device memory of the extents that the kernel's other
+    /// arguments and the grid give, or 0 where the kernel accepts an absent operand. The memory must
+    /// stay allocated until the stream has completed the launch; meanwhile no other stream may write
+    /// what the kernel reads, or access what it writes.
+    pub(crate) unsafe fn launch(&mut self, launch: &KernelLaunch, stream: &CudaStream) -> CudaResult<()> {
+        let KernelLaunch { name, grid, args } = launch;
+        match *grid {
+            LaunchGrid::Blocks { count: 0, .. } => Ok(()),
+            LaunchGrid::Blocks { count, threads, shared_bytes } => {
+                self.prepare_elementwise(name)?;
+                let (function, grid) = (&self.functions[name], [count as u32, 1, 1]);
+                // SAFETY: the kernel of this name declares arguments of this type; the caller
+                // guarantees the rest.
+                unsafe { stream.launch_kernel(function, grid, threads, shared_bytes, &mut args.addresses()) }
+            }
+            LaunchGrid::Rows { rows, width, dtype } => {
+                let prepared = self.row_kernels.get(&(width, dtype == DType::Bf16)).and_then(|r| r.get(name));
+                let Some(r) = prepared else {
+                    let what = format!("kernel {name} was not compiled for rows of {width} {dtype}");
+                    return Err(CudaError(what));
+                };
+                if rows == 0 {
+                    return Ok(());
+                }
+                let grid = [(rows as u32).min(r.max_blocks), 1, 1];
+                // SAFETY: as above, and the kernel was compiled for rows of this width and dtype.
+                unsafe { stream.launch_kernel(&r.kernel, grid, r.threads, 0, &mut args.addresses()) }
+            }
         }
-        stream.launch_kernel(r.kernel, [(rows as u32).min(r.max_blocks), 1, 1], r.threads, 0, args)
     }
 
     /// Looks up an elementwise kernel in advance, so that no launch has to.
@@ -110,41 +184,29 @@ impl KernelSet {
         }
         Ok(())
     }
+}
 
-    /// Launches an elementwise kernel with one thread per element.
-    pub(crate) fn launch_elementwise(
-        &mut self,
-        name: &'static str,
-        n: u64,
-        args: KernelArgs,
-        stream: &CudaStream,
-    ) -> CudaResult<()> {
-        self.launch_blocks(
-            name,
-            n.div_ceil(u64::from(ELEMENTWISE_THREADS)),
-            ELEMENTWISE_THREADS,
-            0,
-            args,
-            stream,
-        )
-    }
+/// Returns the CUDA source of the elementwise kernels.
+pub(crate) fn elementwise_source() -> String {
+    format!("{COMMON}{ELEMENTWISE}")
+}
 
-    /// Launches a kernel with `n` blocks.
-    pub(crate) fn launch_blocks(
-        &mut self,
-        name: &'static str,
-        n: u64,
-        threads: u32,
-        shared: u32,
-        args: KernelArgs,
-        stream: &CudaStream,
-    ) -> CudaResult<()> {
-        if n == 0 {
-            return Ok(());
-        }
-        self.prepare_elementwise(name)?;
-        stream.launch_kernel(self.functions[name], [n as u32, 1, 1], threads, shared, args)
-    }
+/// Returns the CUDA source of row kernels with all that they include.
+fn row_source(kernels: &str) -> String {
+    format!("{COMMON}{ROW_COMMON}{kernels}")
+}
+
+/// Returns the CUDA sources of the row kernels, each with the names of its kernels.
+#[cfg(test)]
+pub(crate) fn row_sources() -> Vec<(String, &'static [&'static str])> {
+    ROW_SOURCES.iter().map(|(_, source, _, kernels)| (row_source(source), *kernels)).collect()
+}
+
+/// Returns the sources of the row kernels with the macros for rows of a width.
+#[cfg(test)]
+pub(crate) fn row_variants(width: u64, is_bf16: bool) -> Vec<(String, [(&'static str, String); 4])> {
+    let variant = |source, bytes| (row_source(source), row_launch_params(width, is_bf16, bytes).1);
+    ROW_SOURCES.iter().map(|(_, source, bytes, _)| variant(source, *bytes)).collect()
 }
 
 /// Returns the threads per row and the macros of the row kernels. A vector has at most `bytes`
@@ -163,58 +225,4 @@ fn row_launch_params(width: u64, is_bf16: bool, max_vector_bytes: u64) -> (u32, 
         ("ROW_THREADS", threads.to_string()),
     ];
     (threads as u32, defines)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::attention_sm90;
-    use crate::compile::{compile_cubin, compile_options};
-    use crate::dylib::Nvrtc;
-    use crate::gemm_sm90;
-    use crate::libraries::Libraries;
-
-    /// Checks that a source compiles for an architecture.
-    fn assert_compiles(nvrtc: &Nvrtc, arch: &str, (name, source): (&str, &str), defines: &[(&str, String)]) {
-        if let Err(e) = compile_cubin(nvrtc, name, source, &compile_options(arch, defines)) {
-            panic!("{name} for {arch} with {defines:?}: {}", e.0);
-        }
-    }
-
-    #[test]
-    fn every_kernel_compiles() {
-        let folders = std::env::var_os("TESSERA_CUDA_LIBS").unwrap_or_default();
-        let libraries = Libraries::load(&std::env::split_paths(&folders).collect::<Vec<_>>());
-        let Ok(nvrtc) = Nvrtc::load(&libraries) else {
-            eprintln!("skipped: no NVRTC found; TESSERA_CUDA_LIBS lists the folders to search");
-            return;
-        };
-        let elements = format!("{COMMON}{ELEMENTWISE}");
-        let exchange = include_str!("kernels/p2p_collectives.cu");
-        let number = |(name, value): (&'static str, u64)| (name, value.to_string());
-        for arch in ["sm_80", "sm_90a"] {
-            assert_compiles(&nvrtc, arch, ("elements", &elements), &[]);
-            for (name, source, bytes, _) in ROW_SOURCES {
-                let source = format!("{COMMON}{ROW_COMMON}{source}");
-                for (width, half) in [(5120, true), (384, true), (128, false), (7, false)] {
-                    assert_compiles(&nvrtc, arch, (name, &source), &row_launch_params(width, half, bytes).1);
-                }
-            }
-            for (members, me) in [(1, 0), (2, 1), (4, 2), (16, 15)] {
-                let group = [("MEMBERS", members), ("ME", me)].map(number);
-                assert_compiles(&nvrtc, arch, ("exchange", exchange), &group);
-            }
-        }
-        for cut in attention_sm90::TILINGS {
-            assert_compiles(
-                &nvrtc,
-                "sm_90a",
-                ("attention", &attention_sm90::kernel_source()),
-                &cut.compile_defines(),
-            );
-        }
-        for cut in gemm_sm90::EPILOGUES.into_iter().flat_map(gemm_sm90::tile_candidates) {
-            assert_compiles(&nvrtc, "sm_90a", ("gemm", &cut.kernel_source()), &cut.compile_defines().0);
-        }
-    }
 }

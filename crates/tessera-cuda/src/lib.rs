@@ -4,43 +4,42 @@
 //! The crate reads no environment variables: its caller passes the folders to search. It knows
 //! nothing of models, plans or other ranks' programs.
 
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
 mod attention_cudnn;
 mod attention_sm90;
-mod autotune;
-mod autotune_cache;
+mod capabilities;
+mod codes;
 mod collectives;
 mod compile;
+#[cfg(test)]
+mod compile_check;
+mod cubin;
+mod cublaslt_objects;
+mod device_memory;
 mod devices;
 mod driver;
 mod dylib;
 mod exec;
-mod gemm_cublaslt;
-mod gemm_sm90;
+mod fusion;
+mod gemm;
+mod kernel_choice;
+mod kernel_params;
+mod kernel_table;
 mod kernels;
 mod libraries;
 mod nccl;
+#[cfg(test)]
+mod signature_check;
 mod tensor_map;
 #[cfg(test)]
 mod test_gpu;
 
-use tessera_base::Code;
-
-/// Raised if a library call fails while a backend is opened or loaded.
-pub static T1304: Code = Code {
-    id: "T1304",
-    title: "the GPU or one of its libraries returned an error",
-    page: "A call to the driver, NVRTC, cuBLASLt or cuDNN failed while a rank was being prepared. The text is the library's own, with \
-the call and the requested shape.\n\nToo little free memory is the usual reason: another process may hold some, which nvidia-smi lists, \
-or an earlier run may still be exiting. If a library has no algorithm for a shape, the message gives the shape's sizes; another mesh or \
-dtype may work. Each rank needs its own GPU: if there are more ranks than visible GPUs, the message states both numbers. A lost device \
-returns errors from every call until an administrator resets it.",
-};
-
+pub use capabilities::{FeatureMask, GpuFeature};
+pub use codes::{CODES, T1301, T1304};
 pub use compile::KernelCache;
-pub use devices::{Devices, Gpu, PeerLink, T1302, list_devices};
+pub use devices::{Devices, Gpu, PeerLink, list_devices};
 pub use exec::{CommunicatorMember, CudaBackend, CudaOptions, OneTimeCounts, StepSpan};
-pub use libraries::{FoundLibrary, Libraries, Library, MissingLibrary, T1301};
-pub use nccl::{T1303, UniqueId, unique_id};
-
-/// The diagnostic codes that this crate raises.
-pub const CODES: &[&Code] = &[&T1301, &T1302, &T1303, &T1304];
+pub use kernel_choice::describe_kernels;
+pub use libraries::{FoundLibrary, Libraries, Library, MissingLibrary};
+pub use nccl::{UniqueId, unique_id};

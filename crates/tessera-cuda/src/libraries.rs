@@ -11,20 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use libloading::os::unix::{Library as Handle, RTLD_GLOBAL, RTLD_NOW, Symbol};
-use tessera_base::{Code, Diagnostic};
+use tessera_base::Diagnostic;
 
-/// Raised if a required library cannot be loaded.
-pub static T1301: Code = Code {
-    id: "T1301",
-    title: "a CUDA library is missing",
-    page: "Runs on GPUs need the driver's libcuda.so.1 and, of CUDA 13, NVRTC, cuBLASLt, cuDNN 9 and, for more than one GPU, NCCL. \
-Only the system's loader locates the driver's own libraries, libcuda.so.1 and libnvidia-ml.so.1. The others are searched for in the \
-folders of TESSERA_CUDA_LIBS (separated by colons), in the nvidia/*/lib folders of the Pythons on PATH (where PyTorch's wheels \
-install them), in /usr/local/cuda, and then in the loader's own folders. The first file that loads is used.\n\nThe driver comes with \
-the machine: in a container it is present only if the container was started with GPUs. The others come with `pip install torch`, or \
-as the wheels nvidia-cuda-nvrtc, nvidia-cublas, nvidia-cudnn-cu13 and nvidia-nccl-cu13. `tessera doctor` lists the libraries that \
-were found and their paths. The CPU backend needs none of them.",
-};
+use crate::codes::T1301;
 
 /// A library that the backend uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -35,11 +24,12 @@ pub enum Library {
     Nvml,
     /// The run-time kernel compiler.
     Nvrtc,
-    /// The library that runs every GEMM.
+    /// The GEMM library. On Hopper, this crate's own kernel runs some of the bf16 GEMMs instead.
     CublasLt,
     /// The library for attention and convolutions.
     Cudnn,
-    /// The library for collectives.
+    /// The library that connects the members of a communicator, and carries its collectives where
+    /// P2P memory does not.
     Nccl,
 }
 
@@ -48,7 +38,7 @@ impl Library {
     pub const ALL: [Library; 6] =
         [Library::Driver, Library::Nvml, Library::Nvrtc, Library::CublasLt, Library::Cudnn, Library::Nccl];
 
-    /// Returns the library's common name.
+    /// Returns the library's common name, for example `cuBLASLt`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -81,21 +71,21 @@ impl Library {
         matches!(self, Library::Driver | Library::Nvml)
     }
 
-    /// Returns what the library is needed for.
+    /// Returns the purpose of the library, for diagnostics.
     #[must_use]
     pub fn needed_for(self) -> &'static str {
         match self {
             Library::Driver => "all work on a GPU",
             Library::Nvml => "the list of NVLinks",
             Library::Nvrtc => "compiling fused kernels",
-            Library::CublasLt => "every GEMM",
+            Library::CublasLt => "choosing and running GEMM kernels",
             Library::Cudnn => "attention or convolution",
             Library::Nccl => "communication between GPUs",
         }
     }
 }
 
-/// A library that was loaded.
+/// A library that [`Libraries::load`] loaded, for the life of the process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FoundLibrary {
     /// Which of the backend's libraries was loaded.
@@ -132,7 +122,7 @@ impl MissingLibrary {
     }
 }
 
-/// The loaded and the missing libraries.
+/// The result of loading each library of [`Library::ALL`]: it was either found or is missing.
 #[derive(Debug)]
 pub struct Libraries {
     /// The loaded libraries, in the order of [`Library::ALL`].
@@ -174,9 +164,14 @@ impl Libraries {
             match loaded {
                 Some((path, handle)) => {
                     let version = query_version(library, &handle);
+                    let companion = companion_path(library, &path, version.as_deref());
+                    let companion = companion.filter(|p| p.exists()).and_then(|p| open_library(&p).ok());
                     out.found.push(FoundLibrary { library, path, version });
-                    out.handles
-                        .push((library, Arc::new(PermanentHandle(std::mem::ManuallyDrop::new(handle)))));
+                    // Symbols are looked up in the first handle of a library.
+                    for handle in [handle].into_iter().chain(companion) {
+                        let handle = PermanentHandle(std::mem::ManuallyDrop::new(handle));
+                        out.handles.push((library, Arc::new(handle)));
+                    }
                 }
                 None => out.missing.push(MissingLibrary { library, load_errors }),
             }
@@ -211,25 +206,44 @@ impl Libraries {
     }
 }
 
+/// Returns the file that a library opens by name when it is used, beside the library itself. NVRTC
+/// from a Python wheel does not search its own folder for its built-in definitions, but finds them if
+/// they are loaded already.
+fn companion_path(library: Library, path: &Path, version: Option<&str>) -> Option<PathBuf> {
+    let is_in_folder = library == Library::Nvrtc && path.components().count() > 1;
+    version.filter(|_| is_in_folder).map(|v| path.with_file_name(format!("libnvrtc-builtins.so.{v}")))
+}
+
 fn open_library(path: &Path) -> Result<Handle, String> {
     // SAFETY: the initialisers of these libraries have no preconditions.
     unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_GLOBAL) }.map_err(|e| e.to_string())
 }
 
+// SAFETY: types only; `query_version` states why the arguments are valid.
+type QueryNumber = unsafe extern "C" fn(*mut c_int) -> c_int;
+// SAFETY: as above.
+type QueryPair = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
+// SAFETY: as above.
+type QueryText = unsafe extern "C" fn(*mut c_char, u32) -> c_int;
+// SAFETY: as above.
+type CallWithoutArguments = unsafe extern "C" fn() -> c_int;
+// SAFETY: as above.
+type ReturnSize = unsafe extern "C" fn() -> usize;
+
 fn query_version(library: Library, handle: &Handle) -> Option<String> {
-    // SAFETY: each function is called with its documented type, on memory of this stack frame.
+    // SAFETY: each function is called with its documented type, on memory of this stack frame that
+    // is as long as the library is told. None of these functions has a precondition, except that
+    // NVML is initialised before it is asked for the driver's version.
     unsafe {
         match library {
             Library::Driver => {
-                let get: Symbol<extern "C" fn(*mut c_int) -> c_int> =
-                    handle.get(b"cuDriverGetVersion").ok()?;
+                let get: Symbol<QueryNumber> = handle.get(b"cuDriverGetVersion").ok()?;
                 let mut v = 0;
                 (get(&mut v) == 0).then(|| format!("CUDA {}.{}", v / 1000, v % 1000 / 10))
             }
             Library::Nvml => {
-                let init: Symbol<extern "C" fn() -> c_int> = handle.get(b"nvmlInit_v2").ok()?;
-                let get: Symbol<extern "C" fn(*mut c_char, u32) -> c_int> =
-                    handle.get(b"nvmlSystemGetDriverVersion").ok()?;
+                let init: Symbol<CallWithoutArguments> = handle.get(b"nvmlInit_v2").ok()?;
+                let get: Symbol<QueryText> = handle.get(b"nvmlSystemGetDriverVersion").ok()?;
                 let mut text = [0_u8; 80];
                 (init() == 0 && get(text.as_mut_ptr().cast(), text.len() as u32) == 0).then(|| {
                     let end = text.iter().position(|b| *b == 0).unwrap_or(text.len());
@@ -237,23 +251,22 @@ fn query_version(library: Library, handle: &Handle) -> Option<String> {
                 })
             }
             Library::Nvrtc => {
-                let get: Symbol<extern "C" fn(*mut c_int, *mut c_int) -> c_int> =
-                    handle.get(b"nvrtcVersion").ok()?;
+                let get: Symbol<QueryPair> = handle.get(b"nvrtcVersion").ok()?;
                 let (mut major, mut minor) = (0, 0);
                 (get(&mut major, &mut minor) == 0).then(|| format!("{major}.{minor}"))
             }
             Library::CublasLt => {
-                let get: Symbol<extern "C" fn() -> usize> = handle.get(b"cublasLtGetVersion").ok()?;
+                let get: Symbol<ReturnSize> = handle.get(b"cublasLtGetVersion").ok()?;
                 let v = get();
                 Some(format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100))
             }
             Library::Cudnn => {
-                let get: Symbol<extern "C" fn() -> usize> = handle.get(b"cudnnGetVersion").ok()?;
+                let get: Symbol<ReturnSize> = handle.get(b"cudnnGetVersion").ok()?;
                 let v = get();
                 Some(format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100))
             }
             Library::Nccl => {
-                let get: Symbol<extern "C" fn(*mut c_int) -> c_int> = handle.get(b"ncclGetVersion").ok()?;
+                let get: Symbol<QueryNumber> = handle.get(b"ncclGetVersion").ok()?;
                 let mut v = 0;
                 (get(&mut v) == 0).then(|| format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100))
             }
@@ -262,6 +275,7 @@ fn query_version(library: Library, handle: &Handle) -> Option<String> {
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "a test writes a library")]
 mod tests {
     use super::*;
 
@@ -281,5 +295,14 @@ mod tests {
             "{diagnostic:?}"
         );
         assert!(format!("{diagnostic:?}").contains(&file.display().to_string()), "{diagnostic:?}");
+    }
+
+    #[test]
+    fn nvrtc_from_a_folder_brings_its_built_in_definitions() {
+        let path = |library, at: &str| companion_path(library, Path::new(at), Some("13.0"));
+        let found = path(Library::Nvrtc, "/wheel/lib/libnvrtc.so.13");
+        assert_eq!(found, Some(PathBuf::from("/wheel/lib/libnvrtc-builtins.so.13.0")));
+        assert_eq!(path(Library::Nvrtc, "libnvrtc.so.13"), None);
+        assert_eq!(path(Library::Cudnn, "/wheel/lib/libcudnn.so.9"), None);
     }
 }

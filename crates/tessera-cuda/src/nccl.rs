@@ -1,4 +1,6 @@
-//! Bindings to the NCCL functions in use, loaded at run time, and non-blocking communicators.
+//! Bindings to the NCCL functions in use, loaded at run time, and non-blocking communicators. Types
+//! and constants come from cudarc, for the same reason as in [`dylib`](crate::dylib) without its
+//! loader.
 //!
 //! A communicator is created with `blocking = 0`: an unfinished call returns "in progress" and is
 //! polled until a deadline or until the backend is stopped. Multicast (NVLS) is left to NCCL's
@@ -7,32 +9,23 @@
 
 #![allow(unsafe_code, reason = "NCCL's own functions")]
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
-use tessera_base::{Code, Diagnostic};
+use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, ncclResult_t, ncclUniqueId};
+use tessera_base::Diagnostic;
 use tessera_ir::DType;
 use tessera_mesh::Reduction;
 
+use crate::codes::T1303;
 use crate::driver::{CudaError, CudaResult, CudaStream, cuda_failure};
 use crate::libraries::{Libraries, Library, MissingLibrary};
-
-/// Raised if an NCCL call fails outside a run.
-pub static T1303: Code = Code {
-    id: "T1303",
-    title: "NCCL failed",
-    page: "An NCCL function failed outside a run; the message carries NCCL's own error text. Creating a group's id needs no GPU, but \
-it needs a network interface that the other members can reach: NCCL_SOCKET_IFNAME selects one if NCCL picks the wrong one, and \
-NCCL_DEBUG=WARN makes NCCL print details on standard error. If a function is missing, the library is older than 2.18: `tessera doctor` \
-shows the loaded version and its path, and TESSERA_CUDA_LIBS lists folders that are searched first.",
-};
 
 /// The id with which the members of a group find one another: one member creates it and distributes
 /// it to the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(C)]
 pub struct UniqueId(pub [u8; 128]);
 
 /// Creates an id for a group. Needs no GPU.
@@ -45,66 +38,56 @@ pub fn unique_id(libraries: &Libraries) -> Result<UniqueId, Diagnostic> {
     }
     let to_diagnostic = |e: CudaError| Diagnostic::error(&T1303, e.to_string());
     let api = NcclApi::load(libraries).map_err(to_diagnostic)?;
-    let mut id = UniqueId([0; 128]);
-    api.check_result("ncclGetUniqueId", None, (api.get_unique_id)(&mut id)).map_err(to_diagnostic)?;
-    Ok(id)
+    let mut id = ncclUniqueId { internal: [0; 128] };
+    // SAFETY: NCCL writes the id to this stack frame.
+    let created = unsafe { (api.get_unique_id)(&mut id) };
+    api.check_result("ncclGetUniqueId", None, created).map_err(to_diagnostic)?;
+    Ok(UniqueId(id.internal.map(|b| b as u8)))
 }
 
-type RawCommunicator = *mut c_void;
 type ConstBuffer = *const c_void;
 type MutBuffer = *mut c_void;
 type RawStream = cudarc::driver::sys::CUstream;
+// SAFETY: a type only; its caller states why the arguments are valid.
 type ReduceFn =
-    extern "C" fn(ConstBuffer, MutBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
+    unsafe extern "C" fn(ConstBuffer, MutBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
 
-const SUCCESS: c_int = 0;
-const REMOTE_ERROR: c_int = 6;
-const IN_PROGRESS: c_int = 7;
+/// Selects a reduction from the function table.
+type SelectReduction = fn(&NcclApi) -> ReduceFn;
 
-/// `ncclConfig_t` of 2.28. Newer libraries read only the first `size` bytes.
-#[repr(C)]
-struct NcclConfig {
-    size: usize,
-    magic: c_uint,
-    version: c_uint,
-    blocking: c_int,
-    cga_cluster_size: c_int,
-    min_ctas: c_int,
-    max_ctas: c_int,
-    net_name: *const c_char,
-    split_share: c_int,
-    traffic_class: c_int,
-    comm_name: *const c_char,
-    collnet_enable: c_int,
-    cta_policy: c_int,
-    shrink_share: c_int,
-    nvls_ctas: c_int,
-    channels_per_net_peer: c_int,
-    nvlink_centric_sched: c_int,
-}
+// Results and enums cross the boundary as `int`: a newer library may return a number that the enums
+// of cudarc do not have.
+const SUCCESS: c_int = ncclResult_t::ncclSuccess as c_int;
+const REMOTE_ERROR: c_int = ncclResult_t::ncclRemoteError as c_int;
+const IN_PROGRESS: c_int = ncclResult_t::ncclInProgress as c_int;
 
-impl NcclConfig {
-    fn new() -> NcclConfig {
-        let unset = c_int::MIN;
-        NcclConfig {
-            size: size_of::<NcclConfig>(),
-            magic: 0xcafe_beef,
-            version: 22809,
-            blocking: 0,
-            cga_cluster_size: unset,
-            min_ctas: unset,
-            max_ctas: unset,
-            net_name: std::ptr::null(),
-            split_share: unset,
-            traffic_class: unset,
-            comm_name: std::ptr::null(),
-            collnet_enable: 0,
-            cta_policy: unset,
-            shrink_share: unset,
-            nvls_ctas: unset,
-            channels_per_net_peer: unset,
-            nvlink_centric_sched: unset,
-        }
+/// The magic number and the version of `NCCL_CONFIG_INITIALIZER` in the header that cudarc's
+/// `ncclConfig_t` was generated from. An older library ignores the fields that it does not know, and a
+/// newer one does not read beyond `size`.
+const CONFIG_MAGIC: u32 = 0xcafe_beef;
+const CONFIG_VERSION: u32 = 22809;
+
+/// Returns the configuration of a non-blocking communicator.
+fn non_blocking_config() -> ncclConfig_t {
+    let unset = c_int::MIN;
+    ncclConfig_t {
+        size: size_of::<ncclConfig_t>(),
+        magic: CONFIG_MAGIC,
+        version: CONFIG_VERSION,
+        blocking: 0,
+        cgaClusterSize: unset,
+        minCTAs: unset,
+        maxCTAs: unset,
+        netName: std::ptr::null(),
+        splitShare: unset,
+        trafficClass: unset,
+        commName: std::ptr::null(),
+        collnetEnable: 0,
+        CTAPolicy: unset,
+        shrinkShare: unset,
+        nvlsCTAs: unset,
+        nChannelsPerNetPeer: unset,
+        nvlinkCentricSched: unset,
     }
 }
 
@@ -113,7 +96,10 @@ macro_rules! api {
         /// Functions of NCCL, resolved by symbol from the loaded library.
         #[derive(Clone, Copy)]
         struct NcclApi {
-            $($field: extern "C" fn($($arg),*) -> $out,)*
+            $(
+                // SAFETY: a type only; each call states why its arguments are valid.
+                $field: unsafe extern "C" fn($($arg),*) -> $out,
+            )*
         }
 
         impl NcclApi {
@@ -123,7 +109,7 @@ macro_rules! api {
                 Ok(NcclApi {
                     $($field: {
                         // SAFETY: NCCL's header declares this type for the function.
-                        let symbol = unsafe { libraries.get_symbol::<extern "C" fn($($arg),*) -> $out>(Library::Nccl, $name) };
+                        let symbol = unsafe { libraries.get_symbol::<unsafe extern "C" fn($($arg),*) -> $out>(Library::Nccl, $name) };
                         *symbol.ok_or_else(|| CudaError(format!("NCCL {version} has no {}", $name)))?
                     },)*
                 })
@@ -133,20 +119,20 @@ macro_rules! api {
 }
 
 api! {
-    get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> c_int;
-    init = "ncclCommInitRankConfig": fn(*mut RawCommunicator, c_int, UniqueId, c_int, *mut NcclConfig) -> c_int;
-    finalize = "ncclCommFinalize": fn(RawCommunicator) -> c_int;
-    destroy = "ncclCommDestroy": fn(RawCommunicator) -> c_int;
-    abort = "ncclCommAbort": fn(RawCommunicator) -> c_int;
-    async_error = "ncclCommGetAsyncError": fn(RawCommunicator, *mut c_int) -> c_int;
+    get_unique_id = "ncclGetUniqueId": fn(*mut ncclUniqueId) -> c_int;
+    init = "ncclCommInitRankConfig": fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t) -> c_int;
+    finalize = "ncclCommFinalize": fn(ncclComm_t) -> c_int;
+    destroy = "ncclCommDestroy": fn(ncclComm_t) -> c_int;
+    abort = "ncclCommAbort": fn(ncclComm_t) -> c_int;
+    async_error = "ncclCommGetAsyncError": fn(ncclComm_t, *mut c_int) -> c_int;
     error_string = "ncclGetErrorString": fn(c_int) -> *const c_char;
-    last_error = "ncclGetLastError": fn(RawCommunicator) -> *const c_char;
-    all_reduce = "ncclAllReduce": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
-    all_gather = "ncclAllGather": fn(ConstBuffer, MutBuffer, usize, c_int, RawCommunicator, RawStream) -> c_int;
-    reduce_scatter = "ncclReduceScatter": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
-    broadcast = "ncclBroadcast": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
-    send = "ncclSend": fn(ConstBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
-    recv = "ncclRecv": fn(MutBuffer, usize, c_int, c_int, RawCommunicator, RawStream) -> c_int;
+    last_error = "ncclGetLastError": fn(ncclComm_t) -> *const c_char;
+    all_reduce = "ncclAllReduce": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
+    all_gather = "ncclAllGather": fn(ConstBuffer, MutBuffer, usize, c_int, ncclComm_t, RawStream) -> c_int;
+    reduce_scatter = "ncclReduceScatter": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
+    broadcast = "ncclBroadcast": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
+    send = "ncclSend": fn(ConstBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
+    recv = "ncclRecv": fn(MutBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
     group_start = "ncclGroupStart": fn() -> c_int;
     group_end = "ncclGroupEnd": fn() -> c_int;
 }
@@ -158,20 +144,27 @@ impl std::fmt::Debug for NcclApi {
 }
 
 impl NcclApi {
-    fn copy_c_string(at: *const c_char) -> String {
+    /// Copies a string that NCCL returned; null is an empty string.
+    ///
+    /// # Safety
+    /// The string must end with a NUL, and no other thread may write it during the call.
+    unsafe fn copy_c_string(at: *const c_char) -> String {
         if at.is_null() {
             return String::new();
         }
-        // SAFETY: NCCL's strings are NUL-terminated and never freed.
+        // SAFETY: the caller guarantees it.
         unsafe { CStr::from_ptr(at) }.to_string_lossy().into_owned()
     }
 
-    fn check_result(&self, call: &str, comm: Option<RawCommunicator>, result: c_int) -> CudaResult<()> {
+    fn check_result(&self, call: &str, comm: Option<ncclComm_t>, result: c_int) -> CudaResult<()> {
         if result == SUCCESS {
             return Ok(());
         }
-        let what = NcclApi::copy_c_string((self.error_string)(result));
-        let more = NcclApi::copy_c_string((self.last_error)(comm.unwrap_or(std::ptr::null_mut())));
+        // SAFETY: NCCL accepts any number and returns a constant string.
+        let what = unsafe { NcclApi::copy_c_string((self.error_string)(result)) };
+        // SAFETY: NCCL ignores the communicator, which may be null, and returns a buffer of the
+        // calling process that is never freed and that only failing NCCL calls write.
+        let more = unsafe { NcclApi::copy_c_string((self.last_error)(comm.unwrap_or(std::ptr::null_mut()))) };
         cuda_failure(match more.trim() {
             "" => format!("{call}: {what}"),
             more => format!("{call}: {what}: {more}"),
@@ -200,7 +193,7 @@ struct CommunicatorState {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct CommunicatorHandle(RawCommunicator);
+struct CommunicatorHandle(ncclComm_t);
 
 // SAFETY: NCCL allows any thread to use a communicator, one at a time; the mutex guarantees this.
 unsafe impl Send for CommunicatorHandle {}
@@ -220,8 +213,11 @@ impl NcclCommunicator {
     ) -> CudaResult<NcclCommunicator> {
         let api = NcclApi::load(libraries)?;
         let mut raw = std::ptr::null_mut();
-        let mut config = NcclConfig::new();
-        let result = (api.init)(&mut raw, member_count as c_int, *id, member as c_int, &mut config);
+        let mut config = non_blocking_config();
+        let id = ncclUniqueId { internal: id.0.map(|b| b as c_char) };
+        // SAFETY: NCCL copies the id and the configuration and writes the handle, all of this stack
+        // frame. It returns before the members have connected, and refers to none of the three then.
+        let result = unsafe { (api.init)(&mut raw, member_count as c_int, id, member as c_int, &mut config) };
         if result != SUCCESS && result != IN_PROGRESS {
             api.check_result("ncclCommInitRankConfig", None, result)?;
         }
@@ -247,9 +243,13 @@ impl NcclCommunicator {
 
     /// Returns the asynchronous error, if there is one, and whether it occurred at another member.
     pub(crate) fn async_error(&self) -> Option<(String, bool)> {
-        let raw = self.shared.lock_handle().map(|h| h.0)?;
+        // The lock is held during the query: an abort on another thread frees the communicator.
+        let guard = self.shared.lock_handle();
+        let raw = guard.as_ref()?.0;
         let mut state = SUCCESS;
-        let status = (self.shared.api.async_error)(raw, &mut state);
+        // SAFETY: the communicator is alive while the lock is held; NCCL writes one number to this
+        // stack frame.
+        let status = unsafe { (self.shared.api.async_error)(raw, &mut state) };
         let state = if status == SUCCESS { state } else { status };
         if state == IN_PROGRESS {
             return None;
@@ -259,13 +259,32 @@ impl NcclCommunicator {
     }
 
     /// Gathers `bytes` bytes of every member at `to`, in member order.
-    pub(crate) fn all_gather(&self, from: u64, to: u64, bytes: usize, stream: &CudaStream) -> CudaResult<()> {
+    ///
+    /// # Safety
+    /// `from` must be a device allocation of `bytes` bytes and `to` one of as many for each member.
+    /// Both must stay allocated until the stream has completed the operation; meanwhile no other
+    /// stream may write `from` or access `to`.
+    pub(crate) unsafe fn all_gather(
+        &self,
+        from: u64,
+        to: u64,
+        bytes: usize,
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        let (from, to) = (from as ConstBuffer, to as MutBuffer);
         self.call_nccl("ncclAllGather", |api, raw| {
-            (api.all_gather)(from as ConstBuffer, to as MutBuffer, bytes, NCCL_INT8, raw, stream.as_raw())
+            // SAFETY: the communicator and the stream are alive; the caller guarantees the ranges.
+            unsafe { (api.all_gather)(from, to, bytes, BYTE, raw, stream.as_raw()) }
         })
     }
 
-    pub(crate) fn launch_broadcast(
+    /// Copies `bytes` bytes from the root's `from` to the `to` of every member.
+    ///
+    /// # Safety
+    /// `from`, which only the root reads, and `to` must be device allocations of `bytes` bytes. Both
+    /// must stay allocated until the stream has completed the operation; meanwhile no other stream
+    /// may write `from` or access `to`.
+    pub(crate) unsafe fn launch_broadcast(
         &self,
         from: u64,
         to: u64,
@@ -273,20 +292,20 @@ impl NcclCommunicator {
         root: usize,
         stream: &CudaStream,
     ) -> CudaResult<()> {
+        let (from, to, root) = (from as ConstBuffer, to as MutBuffer, root as c_int);
         self.call_nccl("ncclBroadcast", |api, raw| {
-            (api.broadcast)(
-                from as ConstBuffer,
-                to as MutBuffer,
-                bytes,
-                NCCL_INT8,
-                root as c_int,
-                raw,
-                stream.as_raw(),
-            )
+            // SAFETY: the communicator and the stream are alive; the caller guarantees the ranges.
+            unsafe { (api.broadcast)(from, to, bytes, BYTE, root, raw, stream.as_raw()) }
         })
     }
 
-    pub(crate) fn all_reduce(
+    /// Reduces all members' elements; every member receives the result.
+    ///
+    /// # Safety
+    /// `from` and `to` must be device allocations of `elements` elements. Both must stay allocated
+    /// until the stream has completed the operation; meanwhile no other stream may write `from` or
+    /// access `to`.
+    pub(crate) unsafe fn all_reduce(
         &self,
         from: u64,
         to: u64,
@@ -294,16 +313,18 @@ impl NcclCommunicator {
         reduction: (DType, Reduction),
         stream: &CudaStream,
     ) -> CudaResult<()> {
-        self.launch_reduction(
-            ("ncclAllReduce", |api| api.all_reduce),
-            (from, to, elements),
-            reduction,
-            stream,
-        )
+        let function = ("ncclAllReduce", (|api| api.all_reduce) as SelectReduction);
+        // SAFETY: the caller guarantees the ranges, which an all-reduce does not exceed.
+        unsafe { self.launch_reduction(function, (from, to, elements), reduction, stream) }
     }
 
     /// Reduces and scatters; `elements` is the number of elements that each member receives.
-    pub(crate) fn reduce_scatter(
+    ///
+    /// # Safety
+    /// `from` must be a device allocation of `elements` elements for each member and `to` one of
+    /// `elements` elements. Both must stay allocated until the stream has completed the operation;
+    /// meanwhile no other stream may write `from` or access `to`.
+    pub(crate) unsafe fn reduce_scatter(
         &self,
         from: u64,
         to: u64,
@@ -311,68 +332,68 @@ impl NcclCommunicator {
         reduction: (DType, Reduction),
         stream: &CudaStream,
     ) -> CudaResult<()> {
-        self.launch_reduction(
-            ("ncclReduceScatter", |api| api.reduce_scatter),
-            (from, to, elements),
-            reduction,
-            stream,
-        )
+        let function = ("ncclReduceScatter", (|api| api.reduce_scatter) as SelectReduction);
+        // SAFETY: the caller guarantees the ranges, which a reduce-scatter does not exceed.
+        unsafe { self.launch_reduction(function, (from, to, elements), reduction, stream) }
     }
 
-    fn launch_reduction(
+    /// Launches the selected reduction.
+    ///
+    /// # Safety
+    /// As the function that is selected.
+    unsafe fn launch_reduction(
         &self,
-        (name, select_function): (&'static str, fn(&NcclApi) -> ReduceFn),
+        (name, select_function): (&'static str, SelectReduction),
         (from, to, elements): (u64, u64, usize),
         (dtype, reduction): (DType, Reduction),
         stream: &CudaStream,
     ) -> CudaResult<()> {
         let (dtype, operator) = (nccl_dtype(dtype)?, nccl_operator(reduction));
+        let (from, to) = (from as ConstBuffer, to as MutBuffer);
         self.call_nccl(name, |api, raw| {
-            select_function(api)(
-                from as ConstBuffer,
-                to as MutBuffer,
-                elements,
-                dtype,
-                operator,
-                raw,
-                stream.as_raw(),
-            )
+            // SAFETY: the communicator and the stream are alive; the caller guarantees the ranges.
+            unsafe { select_function(api)(from, to, elements, dtype, operator, raw, stream.as_raw()) }
         })
     }
 
     /// Sends and receives in one NCCL group. Entries are (member, address, bytes).
-    pub(crate) fn send_and_recv(
+    ///
+    /// # Safety
+    /// Every entry must be a range of a device allocation, and those of `receives` must not overlap
+    /// any other. All must stay allocated until the stream has completed the operation; meanwhile no
+    /// other stream may write a range of `sends` or access one of `receives`.
+    pub(crate) unsafe fn send_and_recv(
         &self,
         sends: &[(usize, u64, usize)],
         receives: &[(usize, u64, usize)],
         stream: &CudaStream,
     ) -> CudaResult<()> {
+        let on = stream.as_raw();
         self.call_nccl("ncclGroupEnd", |api, raw| {
-            let mut first = (api.group_start)();
+            // SAFETY: the function has no precondition; the group ends below on this thread.
+            let mut first = unsafe { (api.group_start)() };
             let mut note = |result: c_int| {
                 if first == SUCCESS && result != IN_PROGRESS {
                     first = result;
                 }
             };
             for (member, at, bytes) in sends {
-                note((api.send)(
-                    *at as ConstBuffer,
-                    *bytes,
-                    NCCL_INT8,
-                    *member as c_int,
-                    raw,
-                    stream.as_raw(),
-                ));
+                // SAFETY: the communicator and the stream are alive; the caller guarantees the range.
+                note(unsafe { (api.send)(*at as ConstBuffer, *bytes, BYTE, *member as c_int, raw, on) });
             }
             for (member, at, bytes) in receives {
-                note((api.recv)(*at as MutBuffer, *bytes, NCCL_INT8, *member as c_int, raw, stream.as_raw()));
+                // SAFETY: as for the sends.
+                note(unsafe { (api.recv)(*at as MutBuffer, *bytes, BYTE, *member as c_int, raw, on) });
             }
-            let ended = (api.group_end)();
+            // SAFETY: ends the group that this thread started, whose communicator is alive.
+            let ended = unsafe { (api.group_end)() };
             if first == SUCCESS { ended } else { first }
         })
     }
 
-    fn call_nccl(&self, name: &str, f: impl FnOnce(&NcclApi, RawCommunicator) -> c_int) -> CudaResult<()> {
+    /// Calls a function with the live communicator, which the lock keeps from being aborted, and
+    /// waits until it is no longer in progress.
+    fn call_nccl(&self, name: &str, f: impl FnOnce(&NcclApi, ncclComm_t) -> c_int) -> CudaResult<()> {
         self.call_with_timeout(name, self.timeout, f)
     }
 
@@ -380,7 +401,7 @@ impl NcclCommunicator {
         &self,
         name: &str,
         timeout: Duration,
-        f: impl FnOnce(&NcclApi, RawCommunicator) -> c_int,
+        f: impl FnOnce(&NcclApi, ncclComm_t) -> c_int,
     ) -> CudaResult<()> {
         let result = {
             let guard = self.shared.lock_handle();
@@ -403,7 +424,9 @@ impl NcclCommunicator {
                     return cuda_failure(format!("{name}: the communicator was aborted"));
                 };
                 if result == IN_PROGRESS {
-                    let status = (self.shared.api.async_error)(handle.0, &mut result);
+                    // SAFETY: the communicator is alive while the lock is held; NCCL writes one
+                    // number to this stack frame.
+                    let status = unsafe { (self.shared.api.async_error)(handle.0, &mut result) };
                     if status != SUCCESS {
                         result = status;
                     }
@@ -427,12 +450,14 @@ impl Drop for NcclCommunicator {
     /// Finalises and destroys the communicator if the other members do the same in time, and aborts
     /// it otherwise. Graphs that contain its operations have been destroyed by now.
     fn drop(&mut self) {
-        let finalized =
-            self.call_with_timeout("ncclCommFinalize", DESTROY_TIMEOUT, |api, raw| (api.finalize)(raw));
+        let finalized = self.call_with_timeout("ncclCommFinalize", DESTROY_TIMEOUT, |api, raw| {
+            // SAFETY: the communicator is alive while the lock is held, and no operation follows.
+            unsafe { (api.finalize)(raw) }
+        });
         let Some(handle) = self.shared.lock_handle().take() else { return };
         let api = self.shared.api;
         let release = if finalized.is_ok() { api.destroy } else { api.abort };
-        run_with_timeout(handle, release, DESTROY_TIMEOUT);
+        release_within(handle, release, DESTROY_TIMEOUT);
     }
 }
 
@@ -461,33 +486,35 @@ impl CommunicatorAborter {
             }
         };
         handle.is_none_or(|h| {
-            run_with_timeout(h, self.0.api.abort, until.saturating_duration_since(Instant::now()))
+            release_within(h, self.0.api.abort, until.saturating_duration_since(Instant::now()))
         })
     }
 }
 
-/// Calls a function that may never return, on a thread of its own. Returns whether it finished in
-/// time; if not, the thread is leaked.
-fn run_with_timeout(
-    handle: CommunicatorHandle,
-    call: extern "C" fn(RawCommunicator) -> c_int,
-    timeout: Duration,
-) -> bool {
+// SAFETY: a type only; `release_within` states why the argument is valid.
+type ReleaseFn = unsafe extern "C" fn(ncclComm_t) -> c_int;
+
+/// Destroys or aborts a communicator, on a thread of its own because the call may never return.
+/// Returns whether it finished in time; if not, the thread is leaked. `handle` was taken out of the
+/// shared state, so nothing else uses it.
+fn release_within(handle: CommunicatorHandle, release: ReleaseFn, timeout: Duration) -> bool {
     let (done_sender, done_receiver) = mpsc::channel();
     let thread = std::thread::Builder::new().name("nccl-end".into()).spawn(move || {
         let sent_handle = handle;
-        let _ = call(sent_handle.0);
+        // SAFETY: `init_rank` created the communicator, and this thread is the last that uses it.
+        let _ = unsafe { release(sent_handle.0) };
         let _ = done_sender.send(());
     });
     thread.is_ok() && done_receiver.recv_timeout(timeout).is_ok()
 }
 
-const NCCL_INT8: c_int = 0;
+/// The dtype of transfers that move bytes.
+const BYTE: c_int = ncclDataType_t::ncclInt8 as c_int;
 
 fn nccl_dtype(dtype: DType) -> CudaResult<c_int> {
     match dtype {
-        DType::F32 => Ok(7),
-        DType::Bf16 => Ok(9),
+        DType::F32 => Ok(ncclDataType_t::ncclFloat32 as c_int),
+        DType::Bf16 => Ok(ncclDataType_t::ncclBfloat16 as c_int),
         other => cuda_failure(format!("no reduction of {}", other.name())),
     }
 }
@@ -497,7 +524,32 @@ fn nccl_dtype(dtype: DType) -> CudaResult<c_int> {
 /// for NaN.
 fn nccl_operator(reduction: Reduction) -> c_int {
     match reduction {
-        Reduction::Sum | Reduction::Tree => 0,
-        Reduction::Max => 2,
+        Reduction::Sum | Reduction::Tree => ncclRedOp_t::ncclSum as c_int,
+        Reduction::Max => ncclRedOp_t::ncclMax as c_int,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_configuration_has_the_bytes_of_the_documented_initializer() {
+        // NCCL_CONFIG_INITIALIZER of 2.28: size, magic, version, then the fields.
+        let c = non_blocking_config();
+        assert_eq!((c.size, size_of::<ncclConfig_t>()), (80, 80));
+        assert_eq!((c.magic, c.version, c.blocking, c.collnetEnable), (0xcafe_beef, 22809, 0, 0));
+        assert_eq!(std::mem::offset_of!(ncclConfig_t, netName), 32);
+        assert_eq!(std::mem::offset_of!(ncclConfig_t, commName), 48);
+        assert_eq!(std::mem::offset_of!(ncclConfig_t, nvlinkCentricSched), 76);
+        assert!(c.netName.is_null() && c.commName.is_null());
+    }
+
+    #[test]
+    fn dtypes_and_operators_have_the_numbers_of_the_header() {
+        assert_eq!((nccl_dtype(DType::F32), nccl_dtype(DType::Bf16)), (Ok(7), Ok(9)));
+        assert!(nccl_dtype(DType::E4m3).is_err());
+        let operators = [Reduction::Sum, Reduction::Tree, Reduction::Max].map(nccl_operator);
+        assert_eq!((operators, BYTE, [SUCCESS, REMOTE_ERROR, IN_PROGRESS]), ([0, 0, 2], 0, [0, 6, 7]));
     }
 }

@@ -1,18 +1,16 @@
 //! The first GPU, for tests of this crate.
 
-use cudarc::driver::sys::CUdevice_attribute as Attribute;
-
+use crate::capabilities::{Capabilities, FeatureMask};
 use crate::compile::Compiler;
 use crate::driver::Context;
 use crate::dylib::Nvrtc;
 use crate::libraries::Libraries;
 
-/// A GPU and a compiler for it.
+/// What a test needs to compile and run kernels on GPU 0.
 #[derive(Debug)]
 pub(crate) struct TestGpu {
     pub(crate) compiler: Compiler,
-    pub(crate) capability: (i32, i32),
-    pub(crate) multiprocessors: i32,
+    pub(crate) capabilities: Capabilities,
     pub(crate) context: Context,
     pub(crate) libraries: Libraries,
 }
@@ -28,12 +26,7 @@ pub(crate) fn open_test_gpu() -> Option<TestGpu> {
         eprintln!("skipped: no GPU");
         return None;
     };
-    let attribute = |which| context.device_attribute(which).unwrap();
-    let capability = (
-        attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
-        attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
-    );
-    let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
-    let compiler = Compiler::new(nvrtc, capability, None).unwrap();
-    Some(TestGpu { compiler, capability, multiprocessors, context, libraries })
+    let capabilities = Capabilities::query(&context, FeatureMask::default()).unwrap();
+    let compiler = Compiler::new(nvrtc, capabilities.architecture(), None).unwrap();
+    Some(TestGpu { compiler, capabilities, context, libraries })
 }

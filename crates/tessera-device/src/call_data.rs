@@ -2,19 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use tessera_base::Code;
 use tessera_ir::{DType, Op, Opcode, Program};
 
 use crate::Fault;
-
-/// A call does not provide the data that a program reads.
-pub static T0802: Code = Code {
-    id: "T0802",
-    title: "call does not provide the data that the program reads",
-    page: "A program reads its call scalars and input tensors by name. One of them is missing, has the wrong type, or has the wrong \
-number of elements. Leader and worker validate envelopes against the plan before a program runs, so this error means that \
-the plan and the programs differ.",
-};
+use crate::codes::T0802;
 
 /// A scalar of a call, or one number per latent frame.
 #[derive(Debug, Clone, PartialEq)]
@@ -30,7 +21,7 @@ pub enum Scalar {
 /// The data that a call passes to a program.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct CallData<'a> {
-    /// Call scalars by name.
+    /// Call scalars, by the name that the program's `call` ops give.
     pub scalars: BTreeMap<&'a str, Scalar>,
     /// Global input tensors by name, row-major f32.
     pub inputs: BTreeMap<&'a str, &'a [f32]>,

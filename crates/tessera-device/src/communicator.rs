@@ -4,7 +4,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use tessera_ir::{Op, Opcode, Program, Type};
+use tessera_ir::{Op, Opcode, PeerPosition, Program, Type};
 use tessera_mesh::{Axis, AxisLayout, Group, Mesh, Rank};
 
 /// An ordered sequence of collectives with its own rendezvous: the collectives of a group, or the
@@ -107,11 +107,11 @@ impl CommRoute {
         if !op.opcode.is_collective() {
             return None;
         }
-        let position = |key: &str| op.int_attr(key).and_then(|at| u32::try_from(at).ok());
-        let peer = match op.opcode {
-            Opcode::Send => Some(TransferPeer::To(position("to")?)),
-            Opcode::Recv => Some(TransferPeer::From(position("from")?)),
-            _ => None,
+        let peer = match (op.opcode, op.peer_position()) {
+            (_, Some(PeerPosition::To(at))) => Some(TransferPeer::To(u32::try_from(at).ok()?)),
+            (_, Some(PeerPosition::From(at))) => Some(TransferPeer::From(u32::try_from(at).ok()?)),
+            (Opcode::Send | Opcode::Recv, None) => return None,
+            (_, None) => None,
         };
         Some(CommRoute { group: op.comm_group()?, peer })
     }

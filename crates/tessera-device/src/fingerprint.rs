@@ -21,14 +21,14 @@ pub struct Fingerprint {
     /// Whether all elements are bit-equal. Different shards of a constant tensor legitimately have
     /// equal bytes.
     pub constant: bool,
-    /// Number of bytes digested.
+    /// Number of bytes digested: the size of the shard in the stored dtype.
     pub bytes: u64,
 }
 
 /// Result of one audit step over the weights.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct AuditResult {
-    /// Number of bytes hashed.
+    /// Number of bytes hashed in this step, at most as many as requested.
     pub bytes: u64,
     /// Number of rounds over all weights that were completed in this step.
     pub rounds: u32,

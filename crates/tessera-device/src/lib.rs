@@ -5,13 +5,18 @@
 //! freely, as long as it respects program order and events. This library crate has no notion of
 //! models, plans and processes, and does not depend on any backend.
 
+#![forbid(unsafe_code)]
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
 mod call_data;
+mod codes;
 mod communicator;
 pub mod dtype;
 mod fingerprint;
 mod timing_model;
 
-pub use call_data::{CallData, Scalar, T0802, check_input};
+pub use call_data::{CallData, Scalar, check_input};
+pub use codes::{CODES, T0801, T0802};
 pub use communicator::{
     CommRoute, Communicator, TransferPeer, as_matrix, collective_signature, shard_ranges,
 };
@@ -20,31 +25,21 @@ pub use timing_model::TimingModel;
 
 use std::sync::Arc;
 
-use tessera_base::{Code, Diagnostic};
+use tessera_base::Diagnostic;
 use tessera_ir::{Program, Slots, Type};
 use tessera_mesh::{Coord, Mesh, Rank};
-
-/// The backend cannot run a program.
-pub static T0801: Code = Code {
-    id: "T0801",
-    title: "backend cannot run this program",
-    page: "The program is well formed, but this backend has no kernel for one of its ops in the required dtype and \
-layout. The message names the op. Try another backend, strategy or dtype.",
-};
-/// Diagnostic codes that this crate raises.
-pub const CODES: &[&Code] = &[&T0801, &T0802];
 
 /// A rank and its mesh: the position at which a backend runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MeshRank {
-    /// Mesh of the plan.
+    /// Mesh of the plan, including the number of ranks outside it.
     pub mesh: Mesh,
-    /// Rank of the backend.
+    /// Rank of the backend in the world; ranks outside the mesh come first.
     pub rank: Rank,
 }
 
 impl MeshRank {
-    /// Returns the coordinate of this rank.
+    /// Returns the rank's position on each axis; the origin for a rank outside the mesh.
     #[must_use]
     pub fn coord(&self) -> Coord {
         self.mesh.coord_of(self.rank)
@@ -84,18 +79,19 @@ pub trait WeightSource {
     }
 }
 
-/// Handle of a loaded program.
+/// Handle of a program that a backend has loaded; only this backend accepts the handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ProgramHandle(pub usize);
 
 /// Reason why a program did not complete.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
-    /// This rank failed on its own.
+    /// This rank detected an error itself; the text gives the cause.
     Failed(String),
     /// A collective exceeded its deadline; the text names the missing ranks.
     Stalled(String),
-    /// Another party ended the run.
+    /// Another rank or the host ended the run; the text gives the cause as far as this rank knows
+    /// it.
     Aborted(String),
     /// The observer rejected a collective before it was issued; the text comes from the observer.
     Refused(String),

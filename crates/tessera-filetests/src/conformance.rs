@@ -28,11 +28,12 @@ pub type BackendFactory<B> = Box<dyn FnOnce(MeshRank) -> Result<B, String> + Sen
 pub type OpenBackends<'a, B> =
     &'a dyn Fn(&Mesh, &[Vec<Arc<Program>>]) -> Result<Vec<BackendFactory<B>>, String>;
 
-/// A backend under test.
+/// How the suite opens a backend, and what it expects of the backend.
 pub struct BackendUnderTest<'a, B> {
-    /// Name for the report.
+    /// Name of the backend in the report, such as `cuda`.
     pub name: &'a str,
-    /// Creates the backends of a file.
+    /// Creates one backend per rank. Called separately for a file's logical programs and for its
+    /// role programs.
     pub open: OpenBackends<'a, B>,
     /// Accuracy that the backend claims.
     pub tolerance: Tolerance,
@@ -57,10 +58,10 @@ pub struct Tolerance {
     pub relative: f64,
 }
 
-/// The result of a conformance run.
+/// Files that passed, were skipped or failed in a conformance run, with the largest error.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ConformanceReport {
-    /// Name of the backend.
+    /// [`BackendUnderTest::name`] of the tested backend.
     pub backend: String,
     /// Files that ran and agreed, including files that ended in the expected fault.
     pub passed: Vec<String>,

@@ -7,7 +7,7 @@ use tessera_ir::{Program, RoleRanks};
 use tessera_mesh::{Mesh, Rank};
 use tessera_reference::{CallInputs, CallScalar, InputTensor, Tensor};
 
-/// The kind of test that a file contains.
+/// What a test file asserts about its programs; the `test:` line at its top selects it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TestKind {
     /// The file parses, or fails to parse with the marked errors.
@@ -26,7 +26,7 @@ pub(crate) enum TestKind {
 const RENAMED_KEYS: [(&str, &str); 3] =
     [("homeless", "no-slot"), ("share", "share-slot"), ("piece", "shard")];
 
-/// The header of a file.
+/// Settings from the `// key: value` lines at the top of a test file.
 #[derive(Debug)]
 pub(crate) struct Header {
     pub kind: TestKind,
@@ -44,11 +44,11 @@ pub(crate) struct Header {
     pub shared_slots: Vec<Vec<String>>,
     /// Values without a memory slot.
     pub unslotted: Vec<String>,
-    /// Memory of a device in bytes.
+    /// Device memory in bytes that a role may use; `None` skips the verifier's check.
     pub device_bytes: Option<u64>,
     /// Whether a communicator serves only one graph at a time.
     pub graph_mixing_off: bool,
-    /// The calls that the plan allows, as lists of phases.
+    /// The calls that the plan allows: the name and the phases of each.
     pub calls: Vec<(String, Vec<String>)>,
 }
 

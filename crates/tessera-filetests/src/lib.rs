@@ -5,6 +5,8 @@
 //! reads neither files nor the environment and names no backend; its test binaries do, and they
 //! write the text that [`bless`] returns.
 
+#![forbid(unsafe_code)]
+
 mod conformance;
 mod eval;
 mod expected;

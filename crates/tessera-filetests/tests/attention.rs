@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 use tessera_base::random::{DrawKey, fill_normals};
-use tessera_ir::{Attr, Builder, Bundle, DType, Opcode, Program, Type, parse_all, print};
+use tessera_ir::{Attr, Builder, Bundle, DType, OpView, Opcode, Program, Type, parse_all, print};
 use tessera_mesh::{Axis, Mesh};
 use tessera_plan::attention::{AttentionShape, QLayout, rs_mm_ag};
 use tessera_reference::{CallInputs, Evaluator, Tensor};
@@ -186,7 +186,12 @@ fn only_a_scatter_of_scores_and_a_gather_of_outputs_communicate() {
                 assert_eq!(between.iter().filter(|o| **o == Opcode::Bmm).count(), 1);
                 assert!(at(Opcode::Softmax) > scatter && at(Opcode::Softmax) < gather);
                 for o in [ops[scatter], ops[gather]] {
-                    assert_eq!((o.mesh_axis(), o.int_attr("dim")), (Some(Axis::Tp), Some(0)), "over heads");
+                    let dim = match o.view().unwrap() {
+                        OpView::ReduceScatter(v) => v.dim,
+                        OpView::AllGather(v) => v.dim,
+                        other => panic!("{other:?}"),
+                    };
+                    assert_eq!((o.mesh_axis(), dim), (Some(Axis::Tp), 0), "over heads");
                     let travels = &p.values[o.operands[0].0 as usize].name;
                     assert!(["S_partial", "O_loc"].contains(&travels.as_str()), "{travels}");
                 }

@@ -8,7 +8,7 @@ use tessera_base::Diagnostics;
 use tessera_filetests::dedicated_slots;
 use tessera_filetests::hostile::{SeedCorpus, rename_values};
 use tessera_ir::{
-    Attr, Builder, Bundle, DType, Opcode, Phase, Program, RoleRanks, Type, ValueId, canonical_text, parse,
+    Builder, Bundle, DType, OpView, Opcode, Phase, Program, RoleRanks, Type, ValueId, canonical_text, parse,
     parse_all, print,
 };
 use tessera_mesh::{Axis, AxisLayout, Mesh, RankMap, Reduction, Shard};
@@ -218,5 +218,6 @@ fn random_plans_pass_and_fail() {
     let dp: &[BuildStep] = &[(1, 0, 1), (5, 1, 1)];
     assert_eq!(verdict(&build_plan(&[], dp, 1e-6), &DeviceLimits::default()), Err(vec!["T0307"]));
     let p = build_program("r", "tp=2".parse().unwrap(), &[(10, 0, 0)], f64::MIN_POSITIVE);
-    assert!(p.ops.iter().any(|o| o.attrs.get("eps") == Some(&Attr::Float(f64::MIN_POSITIVE))));
+    let smallest = |v: &OpView| matches!(v, OpView::LayerNorm(v) if v.eps == f64::MIN_POSITIVE);
+    assert!(p.ops.iter().any(|o| smallest(&o.view().unwrap())));
 }

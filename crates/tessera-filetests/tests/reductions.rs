@@ -5,8 +5,9 @@
 use std::time::{Duration, Instant};
 
 use tessera_base::random::{DrawKey, fill_normals};
-use tessera_cpu::arena::{Arena, ArenaLayout};
+use tessera_cpu::arena::Arena;
 use tessera_cpu::collectives::{all_reduce, fingerprint_collective, reduce_scatter};
+use tessera_cpu::transport::{CommLayout, Transport};
 use tessera_mesh::Reduction;
 
 const ELEMENTS: usize = 100;
@@ -32,7 +33,7 @@ fn random_delays(ranks: usize, run: u32) -> Vec<Duration> {
 
 /// Runs all ranks on threads with their delays and returns every rank's sum.
 fn run_ranks(terms: &[Vec<f32>], run: u32, reduction: Reduction) -> Vec<Vec<f32>> {
-    let layout = ArenaLayout { members: terms.len(), slots: 2, slot_bytes: ELEMENTS * 4 };
+    let layout = CommLayout { members: terms.len(), slots: 2, slot_bytes: ELEMENTS * 4 };
     let fd = Arena::create_memfd(layout).unwrap();
     let arenas: Vec<Arena> = (0..terms.len()).map(|m| Arena::attach(&fd, layout, m).unwrap()).collect();
     std::thread::scope(|s| {
@@ -44,8 +45,10 @@ fn run_ranks(terms: &[Vec<f32>], run: u32, reduction: Reduction) -> Vec<Vec<f32>
                     let mut out = vec![0.0; ELEMENTS];
                     let (mine, until) =
                         (&terms[arena.member_index()], Instant::now() + Duration::from_secs(30));
-                    let sum = |views: &[&[f32]]| all_reduce(&mut out, views, reduction);
-                    arena.publish_and_collect(fingerprint_collective(b"sum"), mine, until, sum).unwrap();
+                    let mut sum = |views: &[&[f32]]| {
+                        all_reduce(&mut out, views, reduction);
+                    };
+                    arena.publish_and_collect(fingerprint_collective(b"sum"), mine, until, &mut sum).unwrap();
                     out
                 })
             })

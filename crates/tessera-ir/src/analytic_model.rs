@@ -23,7 +23,7 @@ pub struct AnalyticModel {
     pub name: String,
     /// Width of the residual stream.
     pub hidden_size: u64,
-    /// Number of entries in the vocabulary.
+    /// Entries of the vocabulary: rows of the embedding and columns of the output head.
     pub vocab_size: u64,
     /// Query heads per layer; 0 without attention.
     pub heads: u64,
@@ -44,9 +44,9 @@ pub struct AnalyticModel {
 pub struct LayerStack {
     /// Kind of the layers, such as `dense` or `experts`.
     pub name: &'static str,
-    /// Number of layers.
+    /// Number of identical layers in the stack.
     pub count: u64,
-    /// Ops of one layer.
+    /// Ops of each layer, in the order of the forward pass.
     pub ops: Vec<LayerOp>,
 }
 
@@ -55,7 +55,7 @@ pub struct LayerStack {
 pub struct LayerOp {
     /// Name within the layer, such as `attention.qkv`.
     pub name: &'static str,
-    /// Computation of the op.
+    /// Computation of the op, with the sizes that determine its cost.
     pub kind: LayerOpKind,
     /// How the op's weights or heads are split over tp, and thus which collective it needs.
     pub sharding: OpSharding,
@@ -66,7 +66,7 @@ pub struct LayerOp {
     pub activation_bytes: u64,
 }
 
-/// Sharding of an op over tp.
+/// How ranks of tp share an op, or of ep and expert tp for routed experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum OpSharding {
     /// Weights are replicated; tokens may be sharded (sequence parallelism).
@@ -125,7 +125,7 @@ pub enum LayerOpKind {
         v: u64,
         /// Numbers per token in the KV cache, over all heads.
         cache_width: u64,
-        /// Whether the attention is causal.
+        /// Whether a query attends only to keys up to its own position.
         causal: bool,
         /// Bytes stored for the backward pass per head, query and key: 5 if scores are stored with
         /// a dropout mask, 2 if they are stored without, 0 for a fused kernel.
@@ -159,9 +159,9 @@ pub enum LayerOpKind {
     },
     /// Lookup of table rows.
     Embedding {
-        /// Number of rows in the table.
+        /// Rows of the table: entries of the vocabulary, or learned positions.
         rows: u64,
-        /// Width of a row.
+        /// Numbers per row: the width of the residual stream.
         width: u64,
     },
 }

@@ -5,9 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use tessera_base::Code;
 use tessera_mesh::Mesh;
 
-use crate::rules::{RuleError, T0210, T0215, infer_types_with};
+use crate::codes::{T0210, T0215};
+use crate::rules::{RuleError, infer_types};
 use crate::{
-    Attr, Attrs, Buffer, BufferId, DType, Dialect, Op, Opcode, Program, StreamId, Type, Value, ValueId,
+    Attr, Attrs, Buffer, BufferId, DType, Dialect, Op, Opcode, Program, StreamId, StreamKind, Type, Value,
+    ValueId,
 };
 
 /// Builds a program op by op. If a rule rejects an op, the builder records the error, uses scalars
@@ -38,26 +40,26 @@ struct PendingOp {
 }
 
 impl Builder {
-    /// Creates a logical program with one stream.
+    /// Starts a logical program without ops; it has one stream, `compute`.
     #[must_use]
     pub fn new_logical(name: &str) -> Builder {
-        Builder::new(name, Dialect::Logical, "", Mesh::default(), &["compute"])
+        Builder::new(name, Dialect::Logical, "", Mesh::default(), &[StreamKind::Compute])
     }
 
-    /// Creates the program of a role.
+    /// Starts the program of a role without ops. Its first stream is the default of the ops.
     #[must_use]
-    pub fn new_role(name: &str, role: &str, mesh: Mesh, streams: &[&str]) -> Builder {
+    pub fn new_role(name: &str, role: &str, mesh: Mesh, streams: &[impl AsRef<str>]) -> Builder {
         Builder::new(name, Dialect::Role, role, mesh, streams)
     }
 
-    fn new(name: &str, dialect: Dialect, role: &str, mesh: Mesh, streams: &[&str]) -> Builder {
+    fn new(name: &str, dialect: Dialect, role: &str, mesh: Mesh, streams: &[impl AsRef<str>]) -> Builder {
         Builder {
             program: Program {
                 name: name.to_string(),
                 dialect,
                 role: role.to_string(),
                 mesh,
-                streams: streams.iter().map(|s| (*s).to_string()).collect(),
+                streams: streams.iter().map(|s| s.as_ref().to_string()).collect(),
                 buffers: Vec::new(),
                 values: Vec::new(),
                 ops: Vec::new(),
@@ -84,7 +86,7 @@ impl Builder {
         self.program.type_of(v)
     }
 
-    /// Sets an attribute of the next op.
+    /// Sets an attribute of the next op; a second value for the same name replaces the first.
     pub fn set_attr(&mut self, name: &str, value: impl Into<Attr>) -> &mut Builder {
         self.pending.attrs.insert(name.to_string(), value.into());
         self
@@ -93,6 +95,13 @@ impl Builder {
     /// Sets several attributes of the next op.
     pub fn set_attrs(&mut self, attrs: Attrs) -> &mut Builder {
         self.pending.attrs.extend(attrs);
+        self
+    }
+
+    /// Gives the next op those of the named attributes that another op states.
+    pub fn copy_attrs(&mut self, op: &Op, names: &[&str]) -> &mut Builder {
+        let stated = op.attrs.iter().filter(|(name, _)| names.contains(&name.as_str()));
+        self.pending.attrs.extend(stated.map(|(name, attr)| (name.clone(), attr.clone())));
         self
     }
 
@@ -109,7 +118,8 @@ impl Builder {
     }
 
     /// Selects the stream of the next op; the default is the first stream.
-    pub fn set_stream(&mut self, name: &str) -> &mut Builder {
+    pub fn set_stream(&mut self, name: impl AsRef<str>) -> &mut Builder {
+        let name = name.as_ref();
         let at = self.program.streams.iter().position(|s| s == name).unwrap_or_else(|| {
             self.program.streams.push(name.to_string());
             self.program.streams.len() - 1
@@ -148,7 +158,8 @@ impl Builder {
         self.add_source(Opcode::Call, name, ty)
     }
 
-    /// Adds a shard of a weight.
+    /// Adds a weight whose shard on this role has type `ty`; a repeated request returns the first
+    /// value.
     pub fn add_weight(&mut self, name: &str, ty: Type) -> ValueId {
         self.add_source(Opcode::Weight, name, ty)
     }
@@ -196,12 +207,12 @@ impl Builder {
         self.push_op(Opcode::Output, false, Some(name.to_string()), None, &[value], vec![]);
     }
 
-    /// Adds a read of a whole buffer.
+    /// Adds a view of a buffer: of all rows, unless the attributes `row` and `rows` select some.
     pub fn read_buffer(&mut self, buffer: BufferId) -> ValueId {
         self.push_op(Opcode::CacheRead, false, None, Some(buffer), &[], vec![])[0]
     }
 
-    /// Adds a write to a buffer.
+    /// Adds a write of `value` to the buffer's rows from `row` (default 0) plus `first_row` on.
     pub fn write_buffer(&mut self, buffer: BufferId, value: ValueId) {
         self.push_op(Opcode::CacheWrite, false, None, Some(buffer), &[value], vec![]);
     }
@@ -245,9 +256,8 @@ impl Builder {
         declared: Vec<Type>,
     ) -> Vec<ValueId> {
         let pending = std::mem::take(&mut self.pending);
-        let order = opcode.table_row().keyed;
         let mut keyed = pending.keyed;
-        keyed.sort_by_key(|(k, _)| order.iter().position(|o| o.trim_end_matches('?') == *k));
+        keyed.sort_by_key(|(k, _)| opcode.table_row().keyed_position(k));
         let mut op = Op {
             opcode,
             issue,
@@ -265,18 +275,17 @@ impl Builder {
             after: pending.after,
             span: None,
         };
-        let types =
-            infer_types_with(&self.program, &op, &declared, &self.definitions).unwrap_or_else(|mut e| {
-                e.message = format!(
-                    "{} ({} of @{}): {}",
-                    opcode.name(),
-                    self.program.ops.len(),
-                    self.program.name,
-                    e.message
-                );
-                self.errors.push(e);
-                vec![Type::scalar(DType::F32); opcode.table_row().results]
-            });
+        let types = infer_types(&self.program, &op, &declared, &self.definitions).unwrap_or_else(|mut e| {
+            e.message = format!(
+                "{} ({} of @{}): {}",
+                opcode.name(),
+                self.program.ops.len(),
+                self.program.name,
+                e.message
+            );
+            self.errors.push(e);
+            vec![Type::scalar(DType::F32); opcode.table_row().results]
+        });
         op.results = types
             .into_iter()
             .enumerate()
@@ -415,10 +424,9 @@ mod tests {
         let definitions = p.defining_ops();
         for op in &p.ops {
             let written: Vec<Type> = op.results.iter().map(|r| p.type_of(*r).clone()).collect();
-            let scanned = crate::rules::infer_types(&p, op, &written).unwrap();
-            assert_eq!(infer_types_with(&p, op, &written, &definitions).unwrap(), scanned);
+            assert_eq!(infer_types(&p, op, &written, &definitions).unwrap(), written);
             // A wait without its issue has no type.
-            assert_eq!(infer_types_with(&p, op, &written, &[]).is_err(), op.opcode == Opcode::Wait);
+            assert_eq!(infer_types(&p, op, &written, &[]).is_err(), op.opcode == Opcode::Wait);
         }
     }
 

@@ -100,7 +100,7 @@ pub struct Phase {
 /// Memory slots of a program's temporaries. Values whose live ranges do not overlap share a slot.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Slots {
-    /// Size of each slot in bytes.
+    /// Size of each slot in bytes: that of the largest value assigned to it.
     pub slot_bytes: Vec<u64>,
     /// Slot of each value, indexed by value id. `None` for values without memory of their own:
     /// tokens, weights, inputs, call scalars, and views of buffers.
@@ -120,11 +120,12 @@ impl Slots {
 pub struct Bundle {
     /// Mesh over which the programs of all roles run.
     pub mesh: Mesh,
-    /// Devices in rank order.
+    /// Device of each rank of the world, ranks outside the mesh first.
     pub rank_map: RankMap,
     /// Roles, which together cover every rank exactly once.
     pub roles: Vec<RoleRanks>,
-    /// All phases, in a fixed order.
+    /// All phases, in the order of the model's logical programs. The plan's digest does not depend
+    /// on this order.
     pub phases: Vec<Phase>,
     /// Permitted calls: name and phase sequence of each.
     pub calls: Vec<(String, Vec<String>)>,

@@ -2,7 +2,8 @@
 
 use tessera_base::{Bytes, Flops};
 
-use crate::{Op, Opcode, Program};
+use crate::op_traits::FlopCount;
+use crate::{Op, OpView, Opcode, Program, ValueId};
 
 /// Cost of one op on one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -16,37 +17,16 @@ pub struct OpWorkload {
     pub wire: Bytes,
 }
 
-/// Returns the cost of an op.
+/// Returns the cost of an op from its types in `p`. Collectives and ops that only move data have 0
+/// flops.
 #[must_use]
 pub fn op_workload(p: &Program, op: &Op) -> OpWorkload {
-    let size = |i: usize| op.operands.get(i).map_or(0, |v| p.type_of(*v).element_count());
-    let extent = |i: usize, d: usize| {
-        op.operands.get(i).and_then(|v| p.type_of(*v).shape.get(d).copied()).unwrap_or(0)
-    };
-    let out: u64 = op.results.iter().map(|r| p.type_of(*r).element_count()).sum();
-    let flops = match op.opcode {
-        Opcode::Matmul => 2 * extent(0, 0) * extent(0, 1) * extent(1, 0),
-        Opcode::Attention => {
-            let (n, d, r) = (extent(0, 0), extent(0, 1), extent(1, 0));
-            let heads = d / op.int_attr("head_dim").and_then(|h| u64::try_from(h).ok()).unwrap_or(d).max(1);
-            4 * n * d * r + 10 * n * r * heads
-        }
-        Opcode::Softmax => 12 * out,
-        Opcode::Bmm => {
-            let k = op.operands.first().and_then(|v| p.type_of(*v).shape.last().copied()).unwrap_or(0);
-            2 * out * k
-        }
-        // Assumes that no token is dropped at any of its experts.
-        Opcode::MoeRoute => 2 * out * extent(0, 1) * op.int_attr("top_k").map_or(2, i64::unsigned_abs),
-        Opcode::Renoise | Opcode::TimeEmbed => 16 * out,
-        Opcode::Silu | Opcode::BiasAct => 10 * out,
-        Opcode::LayerNorm | Opcode::NormModulate | Opcode::RmsNorm => 8 * out,
-        Opcode::Rope | Opcode::RmsScale => 3 * out,
-        Opcode::Add | Opcode::GateResidual | Opcode::Modulation | Opcode::ToX0 => 2 * out,
-        Opcode::RowSquareSum => 2 * (size(0) + size(1)),
-        Opcode::Cast => out,
-        Opcode::Quantize => 3 * size(0),
-        _ => 0,
+    let elements = |values: &[ValueId]| values.iter().map(|v| p.type_of(*v).element_count()).sum::<u64>();
+    let flops = match op.opcode.table_row().traits.flops {
+        FlopCount::Zero => 0,
+        FlopCount::PerResult(n) => n * elements(&op.results),
+        FlopCount::PerOperand(n) => n * elements(&op.operands),
+        FlopCount::FromExtents => matrix_flops(p, op).unwrap_or(0),
     };
     let moves = !matches!(
         op.opcode,
@@ -72,5 +52,22 @@ pub fn op_workload(p: &Program, op: &Op) -> OpWorkload {
         flops: Flops(flops),
         bytes: Bytes(if moves { read + bank + written } else { 0 }),
         wire: Bytes(wire),
+    }
+}
+
+/// Returns the FLOPs of an op that multiplies matrices; `None` for other ops.
+fn matrix_flops(p: &Program, op: &Op) -> Option<u64> {
+    let extent = |v: ValueId, dim: usize| p.type_of(v).shape.get(dim).copied();
+    let out = || Some(p.type_of(*op.results.first()?).element_count());
+    match op.view().ok()? {
+        OpView::Matmul(v) => Some(2 * extent(v.x, 0)? * extent(v.x, 1)? * extent(v.w, 0)?),
+        OpView::Attention(v) => {
+            let (n, d, r) = (extent(v.q, 0)?, extent(v.q, 1)?, extent(v.k, 0)?);
+            Some(4 * n * d * r + 10 * n * r * (d / v.head_dim))
+        }
+        OpView::Bmm(v) => Some(2 * out()? * p.type_of(v.x).shape.last()?),
+        // Assumes that no token is dropped at any of its experts.
+        OpView::MoeRoute(v) => Some(2 * out()? * extent(v.x, 1)? * v.top_k),
+        _ => None,
     }
 }

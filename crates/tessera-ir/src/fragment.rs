@@ -4,46 +4,37 @@
 
 use std::collections::BTreeSet;
 
-use tessera_base::{Code, Diagnostic, Diagnostics, Span};
-use tessera_mesh::{Axis, Reduction};
+use tessera_base::{Diagnostic, Diagnostics, Span};
+use tessera_mesh::Axis;
 
-use crate::parse::{T0203, qualified_name};
-use crate::print::{format_attr, insert_buffer_operand, quote_string};
-use crate::rules::{T0215, check_moe_attrs};
+use crate::attr::{format_attr, quote_string};
+use crate::attr_kind::{AttrKind, MeshAxis};
+use crate::codes::{T0203, T0206, T0215};
+use crate::parse::qualified_name;
+use crate::print::insert_buffer_operand;
+use crate::rules::quantize_without_policy;
+use crate::view_reader::invalid_attr;
 use crate::{Attrs, Dialect, Opcode};
-
-/// The text contains ops without a program.
-pub static T0206: Code = Code {
-    id: "T0206",
-    title: "fragment is not a program",
-    page: "The text contains ops without an enclosing `program`. It can be parsed and printed, but nothing can be proved about it: \
-without types it is unknown which dim of a value is sharded over which axis, and the same ops are correct for one layout \
-and wrong for another.\n\n\
-The message lists what is missing. Put `program @name role(r) mesh(tp=4) streams(compute) { … }` around the ops, or \
-`program @name { … }` around logical ops. Define every undefined value as an input, a weight or a \
-cache.read with its type, declare every `@name` as `buffer @name : type`, and return results with `output`. The types of \
-other results may be omitted: the rules of the ops determine them.",
-};
 
 /// A name with its position in the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SpannedName {
     /// The name without `%` or `@`.
     pub text: String,
-    /// Position in the text.
+    /// Byte range in the parsed text; [`Fragment::without_spans`] clears it.
     pub span: Span,
 }
 
-/// One op of a fragment.
+/// One op of a fragment, with names where an [`Op`](crate::Op) has indices.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FragmentOp {
     /// Operation, independent of the dialect in which it is spelled.
     pub opcode: Opcode,
-    /// Dialect of the op's spelling.
+    /// Dialect of the op's prefix: `Logical` for `toperator.`, otherwise `Role`.
     pub dialect: Dialect,
     /// Whether the op only issues a collective, which a later op waits for.
     pub issue: bool,
-    /// Values that the op defines.
+    /// Names that the text gives to the results, left of `=`.
     pub results: Vec<SpannedName>,
     /// Quoted operand: the name of an input, call scalar, weight or output.
     pub name: Option<String>,
@@ -57,11 +48,11 @@ pub struct FragmentOp {
     pub attrs: Attrs,
     /// Stream, if the text names one.
     pub stream: Option<String>,
-    /// Events that the op waits for.
+    /// Events in `after(…)`, which the op waits for before it starts.
     pub after: Vec<SpannedName>,
-    /// Span of the whole op.
+    /// Span of the whole op, from its results to its events.
     pub span: Span,
-    /// Span of the op's name.
+    /// Span of the op's name, which diagnostics about the op mark.
     pub op_span: Span,
 }
 
@@ -174,8 +165,8 @@ impl Fragment {
         let named: BTreeSet<Axis> = self
             .ops
             .iter()
-            .flat_map(|op| ["axis", "a2a_axis"].map(|a| op.str_attr(a)))
-            .filter_map(|a| a?.parse().ok())
+            .flat_map(|op| ["axis", "a2a_axis"].map(|a| op.attrs.get(a)))
+            .filter_map(|a| MeshAxis::parse(a?))
             .collect();
         let axes: Vec<String> = named.iter().map(|a| format!("{a}=…")).collect();
         if axes.is_empty() { "tp=…".to_string() } else { axes.join(", ") }
@@ -186,13 +177,6 @@ impl FragmentOp {
     /// Iterates over all values that the op reads, in text order.
     pub fn used_names(&self) -> impl Iterator<Item = &SpannedName> {
         self.operands.iter().chain(self.keyed.iter().map(|(_, n)| n)).chain(&self.after)
-    }
-
-    fn str_attr(&self, name: &str) -> Option<&str> {
-        match self.attrs.get(name) {
-            Some(crate::Attr::Str(s)) => Some(s),
-            _ => None,
-        }
     }
 
     fn to_text(&self) -> String {
@@ -257,39 +241,33 @@ impl FragmentOp {
         if self.name.is_some() && !named {
             out.push(refuse(&T0203, "does not take a name".to_string()));
         }
-        for key in row.keyed.iter().filter(|k| !k.ends_with('?')) {
-            if !self.keyed.iter().any(|(k, _)| k == key) {
-                out.push(refuse(&T0203, format!("operand `{key}=%…` is missing")));
+        for key in row.keyed.iter().filter(|k| !k.optional) {
+            if !self.keyed.iter().any(|(k, _)| *k == key.name) {
+                out.push(refuse(&T0203, format!("operand `{}=%…` is missing", key.name)));
             }
         }
         if self.opcode.takes_buffer() && self.symbol.is_none() {
             out.push(refuse(&T0203, "needs a buffer (`@name`)".to_string()));
         }
-        for name in row.attrs.iter().filter(|a| !a.ends_with('?') && !self.attrs.contains_key(**a)) {
-            out.push(match dim_reason(self.opcode, name) {
-                Some((what, why)) => {
-                    refuse(&T0215, format!("attribute `{name}` is missing: it determines {what}"))
-                        .with_note(why)
+        for attr in row.attrs {
+            let name = attr.name;
+            match self.attrs.get(name) {
+                None if attr.optional => {}
+                None => out.push(match dim_reason(self.opcode, name) {
+                    Some((what, why)) => {
+                        refuse(&T0215, format!("attribute `{name}` is missing: it determines {what}"))
+                            .with_note(why)
+                    }
+                    None => refuse(&T0215, format!("attribute `{name}` is missing")),
+                }),
+                Some(value) if !(attr.accepts)(value) => {
+                    out.push(refuse(&T0215, invalid_attr(name, value, attr.expected)));
                 }
-                None => refuse(&T0215, format!("attribute `{name}` is missing")),
-            });
-        }
-        for (name, is_known) in [
-            ("axis", (|w: &str| w.parse::<Axis>().is_ok()) as fn(&str) -> bool),
-            ("reduction", |w| Reduction::parse(w).is_some()),
-        ] {
-            let written = self.attrs.get(name).filter(|_| row.attrs.contains(&name));
-            if written.is_some() && !self.str_attr(name).is_some_and(is_known) {
-                let what = if name == "axis" { "mesh axis" } else { "reduction" };
-                out.push(refuse(&T0215, format!("`{name}` is not a {what}")));
+                Some(_) => {}
             }
         }
-        let complete = row.attrs.iter().all(|a| a.ends_with('?') || self.attrs.contains_key(*a));
-        if self.opcode == Opcode::MoeRoute
-            && complete
-            && let Err(e) = check_moe_attrs(&self.attrs, None)
-        {
-            out.push(refuse(e.code, e.message));
+        if let Some(why) = quantize_without_policy(&self.attrs) {
+            out.push(refuse(&T0215, why.to_string()));
         }
         out
     }

@@ -5,42 +5,42 @@
 //! local shapes, explicit collectives). This library crate has no notion of models, strategies and
 //! devices, and does not execute anything.
 
+#![forbid(unsafe_code)]
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
 pub mod analytic_model;
+mod attr;
+mod attr_kind;
 mod builder;
 mod bundle;
+mod codes;
 mod cost;
 mod fragment;
 mod op_table;
+pub mod op_traits;
+mod op_view;
+mod opcode;
 mod parse;
 mod print;
 mod program;
 pub mod rules;
+mod stream_kind;
 mod types;
+mod view_reader;
 
+pub use attr::{Attr, Attrs};
+pub use attr_kind::{Activation, CommAxis, Transport, WeightLoad};
 pub use builder::Builder;
 pub use bundle::{Bundle, Phase, RoleRanks, Slots};
+pub use codes::CODES;
 pub use cost::{OpWorkload, op_workload};
 pub use fragment::{Fragment, FragmentOp, SpannedName, print_fragment};
-pub use op_table::{HINT_ATTRS, OP_TABLE, OpKind, OpRow, Opcode};
+pub use op_table::{AttrRow, HINT_ATTRS, KeyedRow, OP_TABLE, OpKind, OpRow, OpView, views};
+pub use op_view::{Gate, PeerPosition};
+pub use opcode::Opcode;
 pub use parse::{is_fragment, parse, parse_all, parse_fragment};
 pub use print::{canonical_text, print, program_digest};
-pub use program::{Attr, Attrs, Buffer, BufferId, Dialect, Op, Program, StreamId, Value, ValueId};
+pub use program::{Buffer, BufferId, Dialect, Op, Program, StreamId, Value, ValueId};
+pub use stream_kind::StreamKind;
 pub use types::{DType, Type};
-
-use tessera_base::Code;
-
-/// Diagnostic codes that this crate raises.
-pub const CODES: &[&Code] = &[
-    &parse::T0201,
-    &parse::T0202,
-    &parse::T0203,
-    &parse::T0204,
-    &parse::T0205,
-    &fragment::T0206,
-    &rules::T0210,
-    &rules::T0211,
-    &rules::T0212,
-    &rules::T0213,
-    &rules::T0214,
-    &rules::T0215,
-];
+pub use view_reader::ViewError;

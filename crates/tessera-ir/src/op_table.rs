@@ -2,26 +2,19 @@
 //!
 //! The shape and sharding rules of an op are in [`crate::rules`], its cost is in
 //! [`crate::op_workload`], and its executable semantics are in the reference evaluator. Everything
-//! that queries an op reads the same row.
+//! that queries an op reads the same row, and each op has a view with its operands and attributes as
+//! typed fields: [`Op::view`].
 
-/// An op of either dialect.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[rustfmt::skip]
-#[allow(missing_docs, reason = "each row of the table documents its op")]
-pub enum Opcode {
-    Input, Call, Weight, Output,
-    CacheRead, CacheWrite,
-    Matmul, BiasAct, Add, Silu, Cast, Quantize,
-    LayerNorm, Modulation, NormModulate, GateResidual,
-    RmsNorm, RowSquareSum, RmsScale,
-    Rope, Attention, Softmax, Bmm, MoeRoute, TimeEmbed, Renoise, ToX0,
-    SpaceTimeToDepth, DepthToSpaceTime,
-    TakeRows, TakeShard, Pad, Compact,
-    AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast, Send, Recv,
-    Wait, EventRecord,
-}
+use crate::DType::F32;
+use crate::attr::Attr;
+use crate::attr_kind::*;
+use crate::op_traits::{FlopCount::*, KernelClass, LoweringRule, OpTraits, ResultDtype::*, RowAccess::*};
+use crate::opcode::Opcode;
+use crate::program::Op;
+use crate::view_reader::{Operand, OperandKind, OptOperand, OptVector, Vector, ViewError, ViewReader};
 
-/// Kind of an op.
+/// Kind of an op: whether it moves values into or out of a program, computes, communicates or
+/// orders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpKind {
     /// Defines a value from outside the program.
@@ -36,125 +29,239 @@ pub enum OpKind {
     Order,
 }
 
-/// A row of the op table.
+/// Signature of an op: its name, operands, attributes, results and semantics.
 #[derive(Debug)]
 pub struct OpRow {
-    /// Opcode that the row describes.
+    /// Op that the row describes, and the index of the row in [`OP_TABLE`].
     pub opcode: Opcode,
     /// Name of the op without the dialect prefix. Ops of kind [`OpKind::Source`] and
-    /// [`OpKind::Sink`] have no prefix in the text form.
+    /// [`OpKind::Sink`], and `event.record`, have no prefix in the text form.
     pub name: &'static str,
-    /// Kind of the op.
+    /// Kind of the op; it also determines the prefix in the text form, except for `wait`.
     pub kind: OpKind,
     /// Minimum and maximum number of positional operands.
     pub operands: (usize, usize),
-    /// Keyed operands in printing order; a trailing `?` marks an optional operand.
-    pub keyed: &'static [&'static str],
-    /// Attributes; a trailing `?` marks an optional attribute.
-    pub attrs: &'static [&'static str],
+    /// For each positional operand, whether it is a vector or a table that applies to the rows of the
+    /// first operand. Vectors stay f32 under every dtype policy.
+    pub vectors: &'static [bool],
+    /// Keyed operands in printing order.
+    pub keyed: &'static [KeyedRow],
+    /// Attributes, sorted by name.
+    pub attrs: &'static [AttrRow],
     /// Number of values that the op defines.
     pub results: usize,
     /// Whether the op commutes with addition, so that a partial operand may pass through unreduced.
     pub linear: bool,
-    /// Description of the semantics.
+    /// How planner and cost model treat the op.
+    pub traits: OpTraits,
+    /// Definition of the result in words and formulas, with the meaning of the attributes.
     pub doc: &'static str,
 }
 
-macro_rules! rows {
-    ($($op:ident $name:literal $kind:ident $n:expr, [$($k:literal),*], [$($a:literal),*], $r:literal, $lin:literal, $doc:literal;)*) => {
+/// A keyed operand of an op, written `name=%value`.
+#[derive(Debug)]
+pub struct KeyedRow {
+    /// Name of the operand in the text form.
+    pub name: &'static str,
+    /// Whether the op may omit the operand.
+    pub optional: bool,
+}
+
+/// An attribute of an op.
+#[derive(Debug)]
+pub struct AttrRow {
+    /// Name of the attribute in the text form.
+    pub name: &'static str,
+    /// Whether the op may omit the attribute.
+    pub optional: bool,
+    /// Permitted values in words, as in "`eps` must be a number ≥ 0".
+    pub expected: &'static str,
+    /// Returns whether a value is permitted, as far as the attribute alone decides it.
+    pub accepts: fn(&Attr) -> bool,
+}
+
+impl OpRow {
+    /// Returns the attribute with this name.
+    #[must_use]
+    pub fn find_attr(&self, name: &str) -> Option<&'static AttrRow> {
+        self.attrs.iter().find(|a| a.name == name)
+    }
+
+    /// Returns the position of a keyed operand in printing order.
+    #[must_use]
+    pub fn keyed_position(&self, name: &str) -> Option<usize> {
+        self.keyed.iter().position(|k| k.name == name)
+    }
+}
+
+macro_rules! op_table {
+    ($($op:ident $name:literal $kind:ident
+        ($($x:ident: $xk:ident),*) [$($k:ident: $kk:ident),*] {$($a:ident: $ak:ty),*}
+        -> $results:literal, $linear:literal, [$kernel:ident, $flops:expr, $dtype:expr, $rows:expr, $lowering:ident], $doc:literal;)*) => {
         /// All rows, in the order of [`Opcode`].
         pub static OP_TABLE: &[OpRow] = &[$(OpRow {
-            opcode: Opcode::$op, name: $name, kind: OpKind::$kind, operands: $n, keyed: &[$($k),*],
-            attrs: &[$($a),*], results: $r, linear: $lin, doc: $doc,
+            opcode: Opcode::$op,
+            name: $name,
+            kind: OpKind::$kind,
+            operands: (0 $(+ !$xk::OPTIONAL as usize)*, <[&str]>::len(&[$(stringify!($x)),*])),
+            vectors: &[$($xk::IS_VECTOR),*],
+            keyed: &[$(KeyedRow { name: stringify!($k), optional: $kk::OPTIONAL }),*],
+            attrs: &[$(AttrRow {
+                name: stringify!($a),
+                optional: <$ak as AttrKind>::OPTIONAL,
+                expected: <$ak as AttrKind>::EXPECTED,
+                accepts: |attr| <$ak as AttrKind>::parse(attr).is_some(),
+            }),*],
+            results: $results,
+            linear: $linear,
+            traits: OpTraits {
+                kernel: KernelClass::$kernel,
+                flops: $flops,
+                result_dtype: $dtype,
+                rows: $rows,
+                lowering: LoweringRule::$lowering,
+            },
+            doc: $doc,
         }),*];
+
+        /// One view per op: its operands and attributes as typed fields.
+        pub mod views {
+            use super::{AttrKind, Op, ViewError, ViewReader};
+            #[allow(clippy::wildcard_imports, reason = "the rows of the table name these kinds")]
+            use crate::attr_kind::*;
+            use crate::view_reader::{Operand, OperandKind, OptOperand, OptVector, Vector};
+
+            $(
+                #[doc = concat!("View of `", $name, "`. ", $doc)]
+                #[derive(Debug, Clone, PartialEq)]
+                #[allow(missing_docs, reason = "the text of the op names each operand and attribute")]
+                pub struct $op {
+                    $(pub $x: <$xk as OperandKind>::Value,)*
+                    $(pub $k: <$kk as OperandKind>::Value,)*
+                    $(pub $a: <$ak as AttrKind>::Value,)*
+                }
+
+                impl $op {
+                    /// Reads the view of an op with this opcode.
+                    ///
+                    /// # Errors
+                    /// A missing operand, or a missing or invalid attribute.
+                    pub fn new(op: &Op) -> Result<$op, ViewError> {
+                        #[allow(unused_mut, unused_variables, reason = "an op may have no operand")]
+                        let mut reader = ViewReader::new(op);
+                        Ok($op {
+                            $($x: reader.read_operand::<$xk>(stringify!($x))?,)*
+                            $($k: reader.read_keyed::<$kk>(stringify!($k))?,)*
+                            $($a: reader.read_attr::<$ak>(stringify!($a))?,)*
+                        })
+                    }
+                }
+            )*
+        }
+
+        /// An op with typed operands and attributes. A match on it without `_` makes the compiler
+        /// list every place that a new op concerns.
+        #[derive(Debug, Clone, PartialEq)]
+        #[allow(missing_docs, reason = "each row of the table documents its op")]
+        pub enum OpView {
+            $($op(views::$op),)*
+        }
+
+        impl OpView {
+            pub(crate) fn read(op: &Op) -> Result<OpView, ViewError> {
+                Ok(match op.opcode {
+                    $(Opcode::$op => OpView::$op(views::$op::new(op)?),)*
+                })
+            }
+        }
     };
 }
 
 #[rustfmt::skip]
-rows! {
-Input "input" Source (0, 0), [], [], 1, true,
+op_table! {
+Input "input" Source () [] {} -> 1, true, [None, Zero, Stated, Aligned(0), Own],
     "An input tensor of the call, replicated on every rank.";
-Call "call" Source (0, 0), [], [], 1, true,
+Call "call" Source () [] {} -> 1, true, [None, Zero, Stated, Whole, Own],
     "A scalar of the call, or one number per latent frame. It may be used in arithmetic, RoPE offsets, random keys and cache rows, but never determines a shape, a group, a branch or the choice of an op.";
-Weight "weight" Source (0, 0), [], ["load?", "part?", "unit?"], 1, true,
+Weight "weight" Source () [] {load: Opt<LoadName>, part: Opt<Name>, unit: Or<Count, 1>} -> 1, true, [None, Zero, Stated, Whole, Own],
     "A shard of a named model tensor. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C); `\"e4m3\"` and `\"e4m3.scale\"` load the two results of `quantize` on the rows of the whole tensor. In a logical program, `part` (col, row, whole) and `unit` specify how a strategy may shard the weight.";
-Output "output" Sink (1, 1), [], [], 0, false,
+Output "output" Sink (x: Operand) [] {} -> 0, false, [None, Zero, Fixed(F32), Whole, Own],
     "Returns a value to the host.";
-CacheRead "cache.read" Source (0, 0), [], ["row?", "rows?"], 1, true,
+CacheRead "cache.read" Source () [] {row: Or<Index, 0>, rows: Opt<Count>} -> 1, true, [None, Zero, Buffer, Aligned(0), Own],
     "Views rows `row..row + rows` of a buffer without a copy. No later op may write the buffer before the last use of the view.";
-CacheWrite "cache.write" Sink (1, 1), ["row?"], ["first_row?"], 0, false,
-    "Writes the operand to rows of the buffer that start at `row` (default 0), plus `first` if given.";
-Matmul "matmul" Compute (2, 2), ["bias?", "x_scale?", "w_scale?"], ["act?", "segments?"], 1, false,
+CacheWrite "cache.write" Sink (x: Operand) [row: OptOperand] {first_row: Or<Index, 0>} -> 0, false, [Copy, Zero, Buffer, Aligned(1), Own],
+    "Writes the operand to rows of the buffer that start at `row` (default 0), plus `first_row` if given.";
+Matmul "matmul" Compute (x: Operand, w: Operand) [bias: OptOperand, x_scale: OptOperand, w_scale: OptOperand] {act: Opt<Act>, segments: Or<Count, 1>} -> 1, false, [Gemm, FromExtents, Matmul, Aligned(1), Own],
     "y = act(x · wᵀ + bias), x [n, k], w [m, k]. `segments` splits k into that many equal segments whose partial sums are added in one binary tree. In e4m3, the accumulator of row i and column j is multiplied by x_scale[i] · w_scale[j] before the bias is added, and y is bf16.";
-BiasAct "bias_act" Compute (2, 2), [], ["act?"], 1, false,
+BiasAct "bias_act" Compute (x: Operand, bias: Operand) [] {act: Opt<Act>} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
     "y = act(x + bias), with bias [m] broadcast over the rows of x [n, m].";
-Add "add" Compute (2, 2), [], [], 1, true,
+Add "add" Compute (x: Operand, y: Operand) [] {} -> 1, true, [Copy, PerResult(2), FirstOperand, Aligned(2), ByRow],
     "Elementwise sum.";
-Silu "silu" Compute (1, 1), [], [], 1, false,
+Silu "silu" Compute (x: Operand) [] {} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
     "x · sigmoid(x).";
-Cast "cast" Compute (1, 1), [], ["to"], 1, false,
+Cast "cast" Compute (x: Operand) [] {to: CastDtype} -> 1, false, [Copy, PerResult(1), Stated, Aligned(1), ByRow],
     "Converts x to the dtype `to` (f32, f64, bf16 or f16), rounding to nearest, ties to even.";
-Quantize "quantize" Compute (1, 1), [], [], 2, false,
+Quantize "quantize" Compute (x: Operand) [] {} -> 2, false, [Elementwise, PerOperand(3), Fixed(F32), Aligned(1), Own],
     "Quantizes the rows of x [n, k] to e4m3 and returns a scale [n]: the maximum of |x| in the row divided by 448, or 1 for a row of zeros. Scales and x / scale are computed in f32; x / scale is then rounded to nearest, ties to even, and saturates at ±448.";
-LayerNorm "layer_norm" Compute (3, 3), [], ["eps"], 1, false,
+LayerNorm "layer_norm" Compute (x: Operand, w: Vector, b: Vector) [] {eps: NonNegative} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), ByRow],
     "Normalises the rows of x to zero mean and unit variance, multiplies by w [d] and adds b [d].";
-Modulation "modulation" Compute (2, 2), [], [], 1, false,
+Modulation "modulation" Compute (table: Operand, embedding: Operand) [] {} -> 1, false, [Elementwise, PerResult(2), Fixed(F32), Whole, ByRow],
     "Adds the table [1, c, d] to a per-frame embedding, giving [f, c·d]: the embedding is [f, c·d], or [f, d] repeated c times.";
-NormModulate "norm_modulate" Compute (2, 2), [], ["eps", "first_row?", "frame_rows", "scale", "shift"], 1, false,
-    "Layer norm without weights, times (1 + scale), plus shift. Scale and shift are d-wide columns of m [f, c·d]; the frame of a token selects the row of m. With `first`, the rows of x start at that token.";
-GateResidual "gate_residual" Compute (2, 3), [], ["first_row?", "frame_rows?", "gate?"], 1, false,
-    "x + y · gate, with the gate a column block of m [f, c·d]; x + y if there is no m. `first` as in norm_modulate.";
-RmsNorm "rms_norm" Compute (2, 2), [], ["eps", "segments?"], 1, false,
+NormModulate "norm_modulate" Compute (x: Operand, m: Vector) [] {eps: NonNegative, first_row: Or<Index, 0>, frame_rows: Count, scale: Index, shift: Index} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), ByRow],
+    "Layer norm without weights, times (1 + scale), plus shift. Scale and shift are d-wide columns of m [f, c·d]; the frame of a token selects the row of m. With `first_row`, the rows of x start at that token.";
+GateResidual "gate_residual" Compute (x: Operand, y: Operand, m: OptVector) [] {first_row: Or<Index, 0>, frame_rows: Opt<Count>, gate: Opt<Index>} -> 1, false, [Elementwise, PerResult(2), FirstOperand, Aligned(2), ByRow],
+    "x + y · gate, with the gate a column block of m [f, c·d]; x + y if there is no m. `first_row` as in norm_modulate.";
+RmsNorm "rms_norm" Compute (x: Operand, w: Vector) [] {eps: NonNegative, segments: Or<Count, 1>} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), Own],
     "Divides the rows of x by their root mean square over the full width and multiplies by w [d].";
-RowSquareSum "row_square_sum" Compute (1, 2), [], ["segments?"], 1, false,
+RowSquareSum "row_square_sum" Compute (x: Operand, y: OptOperand) [] {segments: Or<Count, 1>} -> 1, false, [Elementwise, PerOperand(2), Sums, Aligned(2), Own],
     "Sum of squares of each row of each operand: [n, operands].";
-RmsScale "rms_scale" Compute (3, 3), [], ["col", "eps", "width"], 1, false,
+RmsScale "rms_scale" Compute (x: Operand, square_sums: Vector, w: Vector) [] {col: Index, eps: NonNegative, width: Count} -> 1, false, [Elementwise, PerResult(3), FirstOperand, Aligned(2), ByRow],
     "x · rsqrt(ss[:, col] / width + eps) · w: the second half of rms_norm, after the sums of squares were reduced over all ranks.";
-Rope "rope" Compute (1, 1), ["start"], ["first_row?", "frame_stride?", "grid", "head_dim"], 1, false,
-    "3-D rotary embedding over (frame, row, column) of the token grid, with interleaved pairs. The position of frame f is start + frame_stride · f; with frame_stride 0 all rows are rotated by the frame position `start` only. With `first`, the rows of x start at that row of the grid.";
-Attention "attention" Compute (3, 3), ["bias?"], ["bias_rows?", "head_dim"], 1, false,
+Rope "rope" Compute (x: Operand) [start: Operand] {first_row: Or<Index, 0>, frame_stride: Or<Int, 1>, grid: Extents<3>, head_dim: Count} -> 1, false, [Elementwise, PerResult(3), FirstOperand, Aligned(1), ByRow],
+    "3-D rotary embedding over (frame, row, column) of the token grid, with interleaved pairs. The position of frame f is start + frame_stride · f; with frame_stride 0 all rows are rotated by the frame position `start` only. With `first_row`, the rows of x start at that row of the grid.";
+Attention "attention" Compute (q: Operand, k: Operand, v: Operand) [bias: OptOperand] {bias_rows: Opt<RowRange>, head_dim: Count} -> 1, false, [Attention, FromExtents, FirstOperand, Aligned(1), Own],
     "softmax(q · kᵀ / √head_dim + bias) · v per head; the bias is added to the scores of key rows bias_rows[0]..bias_rows[1].";
-Softmax "softmax" Compute (1, 1), [], ["dim?"], 1, false,
+Softmax "softmax" Compute (x: Operand) [] {dim: Opt<Dim>} -> 1, false, [Elementwise, PerResult(12), FirstOperand, Whole, Refused],
     "exp(x) divided by its sum along `dim` (default: the last dim); the maximum is subtracted first.";
-Bmm "bmm" Compute (2, 2), [], ["scale?", "transposed?"], 1, false,
+Bmm "bmm" Compute (x: Operand, y: Operand) [] {scale: Or<Number, 1>, transposed: Or<Flag, 0>} -> 1, false, [GroupedGemm, FromExtents, FirstOperand, Whole, Refused],
     "Batched matmul: scale · x · y for x [..., n, k] and y [..., k, m]; with `transposed = true`, y is [..., m, k].";
-MoeRoute "moe_route" Compute (2, 2), [], ["a2a_axis", "capacity_factor", "pack_fused?", "policy?", "quantize_fp8?", "top_k?"], 1, false,
+MoeRoute "moe_route" Compute (x: Operand, gates: Operand) [] {a2a_axis: MeshAxis, capacity_factor: Positive, pack_fused: Or<Flag, 0>, policy: Opt<Name>, quantize_fp8: Or<Flag, 0>, top_k: Or<Count, 2>} -> 1, false, [GroupedGemm, FromExtents, Fixed(F32), Whole, Refused],
     "Σ g · (x · Wᵉᵀ) over the `top_k` experts of each token with the largest weights g (default 2, ties to the lower expert), for x [tokens, d], g [tokens, experts] and the buffer W [experts, d_out, d]. An expert accepts tokens in order, at most ⌈capacity_factor · tokens · top_k / experts⌉; further tokens are dropped. Logical programs only: `a2a_axis` is the mesh axis of the all-to-all, `pack_fused` and `quantize_fp8` select its implementation.";
-TimeEmbed "time_embed" Compute (1, 1), [], ["width"], 1, false,
+TimeEmbed "time_embed" Compute (timesteps: Operand) [] {width: Count} -> 1, false, [Elementwise, PerResult(16), Fixed(F32), Whole, ByRow],
     "Sinusoidal embedding of each timestep in f64: cosines, then sines; base 10000.";
-Renoise "renoise" Compute (1, 1), ["sigma", "seed", "chunk", "draw"], [], 1, false,
+Renoise "renoise" Compute (x: Operand) [sigma: Operand, seed: Operand, chunk: Operand, draw: Operand] {} -> 1, false, [Elementwise, PerResult(16), Fixed(F32), Whole, ByRow],
     "(1 − sigma) · x + sigma · normal. The normal of an element is keyed by (seed, chunk, draw, index of the element in the global tensor).";
-ToX0 "to_x0" Compute (2, 2), ["sigma"], [], 1, false,
+ToX0 "to_x0" Compute (x: Operand, flow: Operand) [sigma: Operand] {} -> 1, false, [Elementwise, PerResult(2), Fixed(F32), Aligned(2), ByRow],
     "x − sigma · flow, computed in f64.";
-SpaceTimeToDepth "space_time_to_depth" Compute (1, 1), [], ["patch", "stride"], 1, false,
+SpaceTimeToDepth "space_time_to_depth" Compute (x: Operand) [] {patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],
     "Converts pixels [t, h, w, 3] to latent tokens [tokens, ph·pw·C]: the encoder of a lossless model.";
-DepthToSpaceTime "depth_to_space_time" Compute (1, 1), [], ["grid", "patch", "stride"], 1, false,
+DepthToSpaceTime "depth_to_space_time" Compute (x: Operand) [] {grid: Extents<3>, patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],
     "Converts latent tokens to pixels [t, h, w, 3], clamped to [−1, 1]: the decoder of a lossless model.";
-TakeRows "take_rows" Compute (1, 1), [], ["row", "rows"], 1, true,
+TakeRows "take_rows" Compute (x: Operand) [] {row: Index, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
     "Rows `row..row + rows` of x.";
-TakeShard "take_shard" Compute (1, 1), [], ["axis", "dim", "group_size?", "unit?"], 1, true,
+TakeShard "take_shard" Compute (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, unit: Or<Count, 1>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
     "This rank's shard of a replicated value, without communication. With `group_size`, each subgroup of that many positions of the axis holds all shards.";
-Pad "pad" Compute (1, 1), [], ["axis", "dim", "group_size?", "rows"], 1, true,
+Pad "pad" Compute (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
     "Appends zero rows up to `rows`, so that an uneven shard can take part in a collective with equal counts.";
-Compact "compact" Compute (1, 1), [], ["extent", "parts", "unit"], 1, true,
+Compact "compact" Compute (x: Operand) [] {extent: Count, parts: Count, unit: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
     "Removes the padding rows of `parts` gathered uneven shards.";
-AllReduce "all_reduce" Collective (1, 1), [], ["axis", "group_size?", "reduction", "transport?"], 1, true,
+AllReduce "all_reduce" Collective (x: Operand) [] {axis: GroupAxis, group_size: Opt<Int>, reduction: ReductionName, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
     "The reduction of the partial values of all members, on every member. For this and every other collective, `axis` is a mesh axis or `world`; with `group_size`, each subgroup of that many consecutive positions of the axis is a group. `transport` selects the transport: `p2p` (peer-to-peer kernels) or `nccl`; the default is the faster one that can connect the ranks.";
-AllGather "all_gather" Collective (1, 1), [], ["axis", "dim", "group_size?", "transport?"], 1, true,
+AllGather "all_gather" Collective (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
     "Concatenates the shards of all members along `dim` in rank order, on every member.";
-ReduceScatter "reduce_scatter" Collective (1, 1), [], ["axis", "dim", "group_size?", "reduction", "transport?"], 1, true,
+ReduceScatter "reduce_scatter" Collective (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, reduction: ReductionName, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
     "The reduction of partial values, sharded over `dim`: each member keeps its shard.";
-AllToAll "all_to_all" Collective (1, 1), [], ["axis", "concat", "group_size?", "split", "transport?", "unit?"], 1, true,
+AllToAll "all_to_all" Collective (x: Operand) [] {axis: GroupAxis, concat: Dim, group_size: Opt<Int>, split: Dim, transport: Opt<TransportName>, unit: Or<Count, 1>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
     "Changes the sharding from dim `concat` to dim `split`. With uneven shards each peer has its own count.";
-Broadcast "broadcast" Collective (1, 1), [], ["axis", "group_size?", "root", "transport?"], 1, true,
+Broadcast "broadcast" Collective (x: Operand) [] {axis: GroupAxis, group_size: Opt<Int>, root: Index, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
     "Copies the value of the member at position `root` of the group to every member. A position in the world is a rank.";
-Send "send" Collective (1, 1), [], ["axis", "batch?", "group_size?", "to", "transport?"], 0, true,
+Send "send" Collective (x: Operand) [] {axis: GroupAxis, batch: Opt<Int>, group_size: Opt<Int>, to: Index, transport: Opt<TransportName>} -> 0, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
     "Sends a value to the member at position `to` of the group. Sends and receives with the same `batch` number form one launch.";
-Recv "recv" Collective (0, 0), [], ["axis", "batch?", "from", "group_size?", "transport?"], 1, true,
+Recv "recv" Collective () [] {axis: GroupAxis, batch: Opt<Int>, from: Index, group_size: Opt<Int>, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
     "Receives a value from the member at position `from` of the group. `batch` as for send.";
-Wait "wait" Order (1, 1), [], [], 1, true,
+Wait "wait" Order (ticket: Operand) [] {} -> 1, true, [None, Zero, Fixed(F32), Whole, ByRow],
     "Waits for an issued collective and returns its result, if it has one (a send has none). Every issued collective is waited for exactly once.";
-EventRecord "event.record" Order (0, 0), [], [], 1, true,
+EventRecord "event.record" Order () [] {} -> 1, true, [None, Zero, Fixed(F32), Whole, ByRow],
     "Records an event on a stream; ops of other streams can wait for it.";
 }
 
@@ -176,7 +283,7 @@ impl Opcode {
         self.table_row().name
     }
 
-    /// Returns the op with this name.
+    /// Returns the op with this name, given without the dialect prefix; `None` if there is none.
     #[must_use]
     pub fn parse(name: &str) -> Option<Opcode> {
         OP_TABLE.iter().find(|r| r.name == name).map(|r| r.opcode)
@@ -203,9 +310,7 @@ mod tests {
     fn rows_are_in_opcode_order() {
         for (i, row) in OP_TABLE.iter().enumerate() {
             assert_eq!(row.opcode as usize, i, "{}", row.name);
-            let mut sorted = row.attrs.to_vec();
-            sorted.sort_unstable();
-            assert_eq!(sorted, row.attrs, "attributes of {} are sorted by name", row.name);
+            assert!(row.attrs.is_sorted_by_key(|a| a.name), "attributes of {} are sorted by name", row.name);
         }
     }
 }

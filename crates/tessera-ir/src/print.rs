@@ -4,8 +4,9 @@
 //! definition, so that programs that differ only in value names have the same digest. Neither
 //! contains source positions.
 
+use crate::attr::{format_attr, quote_string};
 use crate::parse::qualified_name;
-use crate::{Attr, Dialect, Op, Opcode, Program, ValueId};
+use crate::{Dialect, Op, Opcode, Program, ValueId};
 
 /// Returns the text of a program. [`crate::parse`] restores an equal program from it.
 #[must_use]
@@ -105,33 +106,4 @@ pub(crate) fn insert_buffer_operand(
 ) -> Vec<String> {
     let (before, after) = if opcode == Opcode::MoeRoute { (None, buffer) } else { (buffer, None) };
     before.into_iter().chain(values).chain(after).collect()
-}
-
-pub(crate) fn format_attr(a: &Attr) -> String {
-    match a {
-        Attr::Int(i) => i.to_string(),
-        Attr::Float(x) => format_float(*x),
-        Attr::Str(s) => quote_string(s),
-        Attr::Ints(v) => format!("[{}]", v.iter().map(i64::to_string).collect::<Vec<_>>().join(", ")),
-        Attr::Bool(b) => b.to_string(),
-    }
-}
-
-pub(crate) fn quote_string(s: &str) -> String {
-    let mut out = String::from("\"");
-    for c in s.chars() {
-        match c {
-            '"' => out.push_str("\\\""),
-            '\\' => out.push_str("\\\\"),
-            '\n' => out.push_str("\\n"),
-            c => out.push(c),
-        }
-    }
-    out + "\""
-}
-
-/// Formats a float as the shortest decimal that parses to the same bits, always with a point or an
-/// exponent. Values without a decimal form are written as their bits.
-fn format_float(x: f64) -> String {
-    if x.is_finite() { format!("{x:?}") } else { format!("f64:{:#018x}", x.to_bits()) }
 }

@@ -1,55 +1,23 @@
 //! Programs: buffers, values and an ordered list of ops, each on a named stream.
 
-use std::collections::BTreeMap;
-
 use tessera_base::Span;
-use tessera_mesh::{Axis, Group, Mesh, Reduction};
+use tessera_mesh::Mesh;
 
-use crate::{Opcode, Type};
+use crate::Type;
+use crate::attr::Attrs;
+use crate::opcode::Opcode;
 
-/// Index of a value in its program.
+/// Index of a value in [`Program::values`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ValueId(pub u32);
 
-/// Index of a buffer in its program.
+/// Index of a buffer in [`Program::buffers`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BufferId(pub u32);
 
-/// Index of a stream in its program.
+/// Index of a stream in [`Program::streams`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamId(pub u32);
-
-/// Value of an op's attribute.
-#[derive(Debug, Clone)]
-pub enum Attr {
-    /// An integer.
-    Int(i64),
-    /// A floating-point number, compared by its bits.
-    Float(f64),
-    /// A string.
-    Str(String),
-    /// A list of integers.
-    Ints(Vec<i64>),
-    /// A boolean.
-    Bool(bool),
-}
-
-impl PartialEq for Attr {
-    fn eq(&self, other: &Attr) -> bool {
-        match (self, other) {
-            (Attr::Int(a), Attr::Int(b)) => a == b,
-            (Attr::Float(a), Attr::Float(b)) => a.to_bits() == b.to_bits(),
-            (Attr::Str(a), Attr::Str(b)) => a == b,
-            (Attr::Ints(a), Attr::Ints(b)) => a == b,
-            (Attr::Bool(a), Attr::Bool(b)) => a == b,
-            _ => false,
-        }
-    }
-}
-impl Eq for Attr {}
-
-/// Attributes of an op, sorted by name.
-pub type Attrs = BTreeMap<String, Attr>;
 
 /// A value: its name in the text and its type on this role.
 #[derive(Debug, Clone, PartialEq)]
@@ -79,7 +47,7 @@ pub struct Op {
     pub issue: bool,
     /// Name of the input, call scalar, weight or output.
     pub name: Option<String>,
-    /// Buffer that the op accesses.
+    /// Buffer that the op accesses; `None` unless [`Opcode::takes_buffer`].
     pub buffer: Option<BufferId>,
     /// Values identified by position, in the order of the op table.
     pub operands: Vec<ValueId>,
@@ -87,9 +55,9 @@ pub struct Op {
     pub keyed: Vec<(&'static str, ValueId)>,
     /// Compile-time attributes, such as the axis of a collective.
     pub attrs: Attrs,
-    /// Values that the op defines.
+    /// Values that the op defines; an issued collective defines only its ticket.
     pub results: Vec<ValueId>,
-    /// Stream that the op runs on.
+    /// Stream of the op; ops of one stream run in program order.
     pub stream: StreamId,
     /// Events that the op waits for before it starts.
     pub after: Vec<ValueId>,
@@ -98,80 +66,6 @@ pub struct Op {
 }
 
 impl Op {
-    /// Returns an integer attribute.
-    #[must_use]
-    pub fn int_attr(&self, name: &str) -> Option<i64> {
-        match self.attrs.get(name) {
-            Some(Attr::Int(i)) => Some(*i),
-            _ => None,
-        }
-    }
-
-    /// Returns a float attribute; an integer is converted.
-    #[must_use]
-    pub fn float_attr(&self, name: &str) -> Option<f64> {
-        match self.attrs.get(name) {
-            Some(Attr::Float(x)) => Some(*x),
-            Some(Attr::Int(i)) => Some(*i as f64),
-            _ => None,
-        }
-    }
-
-    /// Returns a string attribute.
-    #[must_use]
-    pub fn str_attr(&self, name: &str) -> Option<&str> {
-        match self.attrs.get(name) {
-            Some(Attr::Str(s)) => Some(s),
-            _ => None,
-        }
-    }
-
-    /// Returns an integer list attribute.
-    #[must_use]
-    pub fn ints_attr(&self, name: &str) -> Option<&[i64]> {
-        match self.attrs.get(name) {
-            Some(Attr::Ints(v)) => Some(v),
-            _ => None,
-        }
-    }
-
-    /// Returns the keyed operand with this name.
-    #[must_use]
-    pub fn keyed_operand(&self, name: &str) -> Option<ValueId> {
-        self.keyed.iter().find(|(k, _)| *k == name).map(|(_, v)| *v)
-    }
-
-    /// Returns the mesh axis of a collective; `None` for a collective over the world. The group may
-    /// be a subgroup of the axis: see [`Op::comm_group`].
-    #[must_use]
-    pub fn mesh_axis(&self) -> Option<Axis> {
-        self.str_attr("axis")?.parse().ok()
-    }
-
-    /// Returns the group of a collective, or the group whose positions determine the shards of an
-    /// op. `None` if the attributes name no group.
-    #[must_use]
-    pub fn comm_group(&self) -> Option<Group> {
-        let (axis, subgroup_size) = (self.str_attr("axis")?, self.attrs.get("group_size"));
-        if axis == "world" {
-            return subgroup_size.is_none().then_some(Group::World);
-        }
-        let axis = axis.parse().ok()?;
-        match subgroup_size {
-            None => Some(Group::whole_axis(axis)),
-            Some(_) => Some(Group::Axis {
-                axis,
-                subgroup_size: Some(u32::try_from(self.int_attr("group_size")?).ok()?),
-            }),
-        }
-    }
-
-    /// Returns the reduction of a collective.
-    #[must_use]
-    pub fn reduction(&self) -> Option<Reduction> {
-        Reduction::parse(self.str_attr("reduction")?)
-    }
-
     /// Iterates over all values that the op reads, including tokens, in text order.
     pub fn used_values(&self) -> impl Iterator<Item = ValueId> + '_ {
         self.operands
@@ -182,7 +76,7 @@ impl Op {
     }
 }
 
-/// Dialect of a program.
+/// Kind of a program, which also determines the prefix of its compute ops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Dialect {
     /// `toperator`: logical, global shapes, no collectives.
@@ -196,13 +90,14 @@ pub enum Dialect {
 pub struct Program {
     /// Phase with variant, such as `denoise.fill3`, without the `@`.
     pub name: String,
-    /// Dialect of the program.
+    /// Whether the program is logical, with global shapes, or of one role, with local shapes.
     pub dialect: Dialect,
     /// Name of the role, such as `stage0`; empty for a logical program.
     pub role: String,
     /// Device mesh; a single rank for a logical program.
     pub mesh: Mesh,
-    /// Names of the streams.
+    /// Names of the streams, indexed by [`StreamId`]; an op without a stream in the text is on the
+    /// first.
     pub streams: Vec<String>,
     /// Buffers in order of declaration.
     pub buffers: Vec<Buffer>,

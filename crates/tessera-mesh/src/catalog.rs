@@ -1,17 +1,9 @@
 //! The catalog of built-in clusters. Each entry is a TOML file with a source for every figure.
 
-use tessera_base::{Code, Diagnostic, closest_name};
+use tessera_base::{Diagnostic, closest_name};
 
 use crate::Cluster;
-
-/// The catalog has no cluster with this name.
-pub static T1104: Code = Code {
-    id: "T1104",
-    title: "unknown cluster",
-    page: "A cluster is a name from the catalog or the path of a TOML file. `tessera measure` writes such a file for the \
-current machine. To describe a machine that you do not have, print the closest catalog entry, edit its figures and pass the \
-file's path instead of a name. Several racks of the same cluster need no entry of their own: pass the number of racks.",
-};
+pub use crate::codes::T1104;
 
 /// Name and file of every entry, in the order in which they are listed.
 const ENTRIES: &[(&str, &str)] = &[
@@ -24,12 +16,12 @@ const ENTRIES: &[(&str, &str)] = &[
     ("laptop", include_str!("../clusters/laptop.toml")),
 ];
 
-/// Iterates over the names of the catalog.
+/// Iterates over the names that [`get`] accepts, such as `hgx-h200`, in the order of listings.
 pub fn cluster_names() -> impl Iterator<Item = &'static str> {
     ENTRIES.iter().map(|(name, _)| *name)
 }
 
-/// Returns a catalog entry with one rack.
+/// Returns the catalog's cluster of this name, with one rack; `None` for an unknown name.
 #[must_use]
 pub fn get(name: &str) -> Option<Cluster> {
     let (name, text) = ENTRIES.iter().find(|(n, _)| *n == name)?;

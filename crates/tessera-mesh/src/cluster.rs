@@ -7,7 +7,7 @@ pub(crate) mod validate;
 
 pub use placement::RankPlacement;
 
-/// A number and its source.
+/// A hardware figure with the data sheet or measurement that it comes from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Figure {
     /// The number, in the unit that the field name ends with.
@@ -33,7 +33,7 @@ impl Precision {
     /// All formats, widest first.
     pub const ALL: [Precision; 4] = [Precision::F32, Precision::Bf16, Precision::Fp8, Precision::Fp4];
 
-    /// Returns the name of the format.
+    /// Returns the name of the format, for example `bf16`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["f32", "bf16", "fp8", "fp4"][self as usize]
@@ -68,7 +68,8 @@ impl LinkClass {
     /// All link classes, in the order that indexes per-class arrays such as [`Cluster::links`].
     pub const ALL: [LinkClass; 3] = [LinkClass::Domain, LinkClass::Network, LinkClass::Host];
 
-    /// Returns the name of the class.
+    /// Returns the name of the class, which is its key in a cluster file: `domain`, `network` or
+    /// `host`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["domain", "network", "host"][self as usize]
@@ -89,7 +90,7 @@ pub struct LinkSpec {
     pub multicast: bool,
 }
 
-/// A memory tier, fastest first.
+/// A place for the data of a rank, nearest first: the memory of its device, a peer, or the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum MemoryTier {
     /// Memory of the device itself.
@@ -104,14 +105,15 @@ impl MemoryTier {
     /// All memory tiers, nearest to the device first.
     pub const ALL: [MemoryTier; 3] = [MemoryTier::Hbm, MemoryTier::Peer, MemoryTier::Host];
 
-    /// Returns the name of the tier.
+    /// Returns the name of the tier in reports: `hbm`, `peer` or `host`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["hbm", "peer", "host"][self as usize]
     }
 }
 
-/// The device type of a cluster.
+/// Memory size, memory bandwidth and peak rates of the devices of a cluster, which are all of one
+/// type.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DeviceSpec {
     /// Name, such as `NVIDIA H200 SXM`.
@@ -135,11 +137,11 @@ pub struct Cluster {
     pub name: String,
     /// Name of the cluster in reports.
     pub title: String,
-    /// Number of racks.
+    /// Number of racks: 1 in every catalog entry, changed by [`Cluster::with_racks`].
     pub racks: u32,
-    /// Number of hosts per rack.
+    /// Number of hosts per rack: 18 for an NVL72, 1 for the HGX entries of the catalog.
     pub hosts_per_rack: u32,
-    /// Number of devices per host.
+    /// Number of devices per host: 4 for an NVL72, 8 for an HGX host.
     pub devices_per_host: u32,
     /// Number of devices per CPU socket, which share the memory of the socket: 2 for a Grace, 4 for
     /// a socket of an HGX host.
@@ -150,7 +152,7 @@ pub struct Cluster {
     pub device: DeviceSpec,
     /// Links, in the order of [`LinkClass::ALL`].
     pub links: [LinkSpec; 3],
-    /// Host memory per device.
+    /// Host memory per device, in bytes.
     pub host_bytes: Figure,
     /// Bandwidth of host memory per device while all devices of the host read.
     pub host_bytes_per_s: Figure,
@@ -167,7 +169,7 @@ impl Cluster {
         self.racks * self.hosts_per_rack * self.devices_per_host
     }
 
-    /// Returns the links of a class.
+    /// Returns the rate, efficiency and latency of the links of a class.
     #[must_use]
     pub fn link_spec(&self, class: LinkClass) -> &LinkSpec {
         &self.links[class as usize]

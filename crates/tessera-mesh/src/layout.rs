@@ -43,7 +43,8 @@ pub enum AxisLayout {
     Shard(Shard),
     /// Each rank holds a term; the value is the reduction of all terms.
     Partial {
-        /// Reduction that combines the terms.
+        /// Reduction that combines the terms; the collective that reduces them must name the same
+        /// one.
         reduction: Reduction,
         /// Subgroup size, if the terms of each subgroup combine to the whole value; `None` if the
         /// terms of the whole axis do.
@@ -95,7 +96,7 @@ impl Layout {
     /// The layout that is replicated on every axis.
     pub const REPLICATED: Layout = Layout { axes: [AxisLayout::Replicated; 4] };
 
-    /// Returns the layout on an axis.
+    /// Returns whether the tensor is replicated, sharded or partial on an axis.
     #[must_use]
     pub fn on_axis(&self, axis: Axis) -> AxisLayout {
         self.axes[axis as usize]

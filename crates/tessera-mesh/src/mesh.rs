@@ -3,43 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use tessera_base::{Code, Diagnostic, closest_name, format_choices};
+use tessera_base::{Diagnostic, closest_name, format_choices};
 
-/// The axis name is unknown.
-pub static T0101: Code = Code {
-    id: "T0101",
-    title: "unknown mesh axis",
-    page: "A mesh has at most four axes: tp (shards weights, heads or tokens), ep (shards experts), pp (layer \
-blocks as stages) and dp (replicas). Sequence parallelism is not a fifth axis: it is a strategy over tp.\n\n\
-Write the mesh as name=size pairs, for example `--mesh tp=2,pp=2`.",
-};
-
-/// The mesh text is malformed.
-pub static T0102: Code = Code {
-    id: "T0102",
-    title: "mesh text cannot be read",
-    page: "A mesh is a comma-separated list of axis=size pairs. Each axis appears at most once, and each size is an integer of at \
-least 1: `tp=2`, `tp=2,pp=3`. Axes that are not listed have size 1.\n\n\
-`outside=1` next to the axes adds ranks outside the mesh, such as a leader that runs the text encoder and the decoder while \
-the mesh generates. They come first in rank order: with `tp=2,outside=1`, rank 0 is outside and ranks 1 and 2 are tp 0 and 1.",
-};
-
-/// The device list does not fit the mesh.
-pub static T0103: Code = Code {
-    id: "T0103",
-    title: "device list does not fit the mesh",
-    page: "The rank map assigns one device to every rank, in rank order: rank = tp + TP·(ep + EP·(pp + PP·dp)), so tp \
-varies fastest. Ranks outside the mesh come first. The list must have exactly one entry per rank and must not repeat a \
-device.",
-};
-
-/// The mesh has more ranks than Tessera supports.
-pub static T0104: Code = Code {
-    id: "T0104",
-    title: "mesh is too large",
-    page: "The axis sizes multiply to the ranks of the mesh; the ranks outside the mesh are added to them. Tessera plans for \
-at most 65,536 ranks; a larger number is assumed to be a mistake.",
-};
+use crate::codes::{T0101, T0102, T0103, T0104};
 
 /// Maximum number of ranks of a mesh, including the ranks outside it.
 pub const MAX_RANKS: u32 = 65_536;
@@ -61,7 +27,7 @@ impl Axis {
     /// All axes, fastest first.
     pub const ALL: [Axis; 4] = [Axis::Tp, Axis::Ep, Axis::Pp, Axis::Dp];
 
-    /// Returns the name of the axis.
+    /// Returns the name of the axis in text: `tp`, `ep`, `pp` or `dp`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["tp", "ep", "pp", "dp"][self as usize]
@@ -89,7 +55,7 @@ impl FromStr for Axis {
     }
 }
 
-/// Reason why a mesh is invalid.
+/// The diagnostic of an invalid mesh, axis name, dim name or device list.
 pub type MeshError = Box<Diagnostic>;
 
 /// A rank: the index of a process in the world. Ranks outside the mesh come first, followed by the
@@ -108,7 +74,7 @@ impl fmt::Display for Rank {
 pub struct Coord(pub [u32; 4]);
 
 impl Coord {
-    /// Returns the position on an axis.
+    /// Returns the position on an axis, from 0.
     #[must_use]
     pub fn on_axis(self, axis: Axis) -> u32 {
         self.0[axis as usize]
@@ -176,7 +142,7 @@ impl Mesh {
         }
     }
 
-    /// Returns the size of an axis.
+    /// Returns the size of an axis; 1 for an axis that the mesh does not use.
     #[must_use]
     pub fn axis_size(&self, axis: Axis) -> u32 {
         self.sizes[axis as usize]
@@ -347,7 +313,7 @@ impl RankMap {
         RankMap { devices: mesh.iter().map(|r| format!("{kind}{r}")).collect() }
     }
 
-    /// Returns the device of a rank.
+    /// Returns the device name of a rank, such as `cpu0`; `None` for a rank beyond the world.
     #[must_use]
     pub fn device_of(&self, rank: Rank) -> Option<&str> {
         self.devices.get(rank.0 as usize).map(String::as_str)

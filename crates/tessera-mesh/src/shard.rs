@@ -12,7 +12,7 @@ pub fn split_units(units: u64, parts: u32, at: u32) -> (u64, u64) {
 /// Sharding of a dim over one axis, or over each subgroup of an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Shard {
-    /// Index of the sharded dim.
+    /// Index of the sharded dim in the tensor's shape, from 0.
     pub dim: usize,
     /// Global extent and unit of an uneven shard. `None` for an even shard, which is determined by
     /// the local shape.

@@ -2,26 +2,11 @@
 
 use std::str::FromStr;
 
-use tessera_base::{Code, Diagnostic, closest_name, format_choices};
+use tessera_base::{Diagnostic, closest_name, format_choices};
 
+use crate::codes::{T0105, T0106};
 use crate::mesh::MeshError;
 use crate::{Axis, AxisLayout, Layout, Mesh, Shard};
-
-/// The dim name is unknown.
-pub static T0105: Code = Code {
-    id: "T0105",
-    title: "unknown dim name",
-    page: "The dims of a weight are named after the effect of sharding them: `col` is the output features (each rank computes some \
-columns of the result), `row` is the input features (each rank computes one term of a sum), `experts` is the first dim of an \
-expert bank. Other names are rejected, because a matmul still runs when the wrong dim is sharded.",
-};
-/// The names and axes do not pair up, or the tensor lacks a dim.
-pub static T0106: Code = Code {
-    id: "T0106",
-    title: "shard spec does not fit",
-    page: "A shard spec pairs named dims with mesh axes one to one: it has as many names as axes, without repetition. Every named dim \
-must exist in the tensor and have at least one unit for each rank. The message shows both sides.",
-};
 
 /// A dim of a weight, named after the effect of sharding it. Weights are stored as [out, in] and
 /// expert banks as [experts, out, in].
@@ -31,7 +16,7 @@ pub enum DimName {
     Col,
     /// Input features: row parallel.
     Row,
-    /// Experts of an expert bank.
+    /// First dim of an expert bank: each rank holds whole experts.
     Experts,
 }
 
@@ -39,7 +24,7 @@ impl DimName {
     /// All dims that a shard spec can name.
     pub const ALL: [DimName; 3] = [DimName::Col, DimName::Row, DimName::Experts];
 
-    /// Returns the name of the dim.
+    /// Returns the name of the dim in a shard spec: `col`, `row` or `experts`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["col", "row", "experts"][self as usize]

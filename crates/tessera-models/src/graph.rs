@@ -19,10 +19,10 @@ pub enum ContextRegime {
     Recompute,
 }
 
-/// A model and its stream settings.
+/// A video model as the two config files of its folder describe it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VideoModel {
-    /// Dimensions of the DiT.
+    /// Dimensions of the DiT, from the model's `config.json`.
     pub wan: WanConfig,
     /// Settings of generation: chunks, cache window, denoising steps and decoder.
     pub stream: StreamConfig,
@@ -39,7 +39,8 @@ impl VideoModel {
         Ok(VideoModel { wan, stream })
     }
 
-    /// Returns the cache regime.
+    /// Returns whether keys and values stay cached across chunks or are recomputed before each
+    /// chunk.
     #[must_use]
     pub fn context_regime(&self) -> ContextRegime {
         if self.stream.recompute { ContextRegime::Recompute } else { ContextRegime::Resident }
@@ -136,7 +137,7 @@ pub fn list_calls(m: &VideoModel) -> Vec<(String, Vec<String>)> {
     out
 }
 
-/// A program under construction, together with the model.
+/// A program under construction, the model, and the attribute `at` of the next ops.
 struct GraphBuilder<'a> {
     builder: Builder,
     model: &'a VideoModel,

@@ -6,6 +6,10 @@
 //! knows no mesh, no strategy and no backend; for each weight it states the natural shardings
 //! (`part`), not the chosen one.
 
+#![forbid(unsafe_code)]
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
+mod codes;
 mod graph;
 mod lm;
 mod schedule;
@@ -15,6 +19,7 @@ mod weight_names;
 mod word_encoder;
 pub mod zoo;
 
+pub use codes::CODES;
 pub use graph::{ContextRegime, VideoModel, build_phases, list_calls};
 pub use lm::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
 pub use schedule::{SigmaStep, denoising_steps};
@@ -22,17 +27,3 @@ pub use stream_config::{PixelDecoder, PredictionTarget, StreamConfig, TextEncode
 pub use wan_config::WanConfig;
 pub use weight_names::{ExpectedWeight, expected_weights};
 pub use word_encoder::WordEncoder;
-
-use tessera_base::Code;
-
-/// The diagnostic codes of this crate.
-pub const CODES: &[&Code] = &[
-    &wan_config::T0410,
-    &stream_config::T0411,
-    &word_encoder::T0420,
-    &word_encoder::T0421,
-    &word_encoder::T0422,
-    &lm::T0430,
-    &lm::T0431,
-    &lm::T0432,
-];

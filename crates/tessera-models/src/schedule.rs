@@ -5,7 +5,7 @@ use crate::StreamConfig;
 /// Timestep and noise level of one denoising step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SigmaStep {
-    /// Timestep on which the model is conditioned.
+    /// Timestep on which the model is conditioned, above 0 and at most 1000.
     pub timestep: f32,
     /// Noise share of the input: x = (1 − σ) · x0 + σ · noise.
     pub sigma: f32,

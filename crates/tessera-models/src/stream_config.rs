@@ -2,22 +2,11 @@
 //! encoder and decoder.
 
 use tessera_base::config::{ConfigReader, parse_toml};
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 
 use crate::WanConfig;
+use crate::codes::T0411;
 use crate::wan_config::{ELEMENTS_MAX, STRIDE_MAX, checked_elements};
-
-/// The stream settings contradict the model or each other.
-pub static T0411: Code = Code {
-    id: "T0411",
-    title: "stream settings contradict each other",
-    page: "stream.toml defines how a model is streamed. The picture size must be a multiple of the patch size, the \
-cache window a multiple of the chunk size and at least one chunk, and the channels of the decoder must match the model. \
-The recompute regime needs a window of exactly two chunks. The window may not be longer than the model's RoPE table \
-(rope_max_seq_len in config.json), which defines the positions. A tensor of more than 2^40 elements, a call of more than \
-2^60 operations, more than 64 chunks in the window or more than 100 steps are treated as typos. The message shows the \
-numbers.",
-};
 
 /// The quantity that the model predicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +29,7 @@ pub enum TextEncoder {
 /// The component that decodes latents to pixels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PixelDecoder {
-    /// Lossless rearrangement of channels.
+    /// Depth to space and time: the channels of a latent cell are its pixels in another order.
     SpaceTimeDepth,
     /// No decoder: a stream writes latents only.
     None,
@@ -74,13 +63,14 @@ pub struct StreamConfig {
     pub recompute: bool,
     /// Weight of past frames' keys in the recompute regime; 1 has no effect.
     pub bias: f64,
-    /// Timesteps before the warp.
+    /// Denoising timesteps as configured, before `shift` warps them if `warp` is set.
     pub steps: Vec<f64>,
-    /// Shift of the schedule.
+    /// Shift s > 0 of the noise schedule: σ = s·u / (1 + (s − 1)·u) over u from 1 to 0.001.
     pub shift: f64,
-    /// Whether the shift warps the timesteps too.
+    /// Whether the warp is on: a step t then takes timestep and σ from row 1000 − t of the noise
+    /// schedule, instead of keeping t and taking the nearest σ.
     pub warp: bool,
-    /// The quantity that the model predicts.
+    /// Whether the model predicts the flow, which `to_x0` converts, or x0 itself.
     pub prediction: PredictionTarget,
     /// Component that turns a prompt into the rows that cross-attention reads.
     pub text: TextEncoder,

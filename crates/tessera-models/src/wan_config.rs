@@ -1,18 +1,9 @@
 //! The DiT's dimensions, from `config.json` in the original or the diffusers format.
 
 use tessera_base::config::{ConfigReader, parse_json};
-use tessera_base::{Code, Diagnostic, Diagnostics, format_choices};
+use tessera_base::{Diagnostic, Diagnostics, format_choices};
 
-/// The dimensions contradict each other.
-pub static T0410: Code = Code {
-    id: "T0410",
-    title: "model dimensions contradict each other",
-    page: "A Wan DiT requires: dim a multiple of the number of heads, an even head_dim of at least 6 (three rotary axes share \
-it), equal input and output channels, an even freq_dim, and a patch of one frame. The message shows the numbers.\n\n\
-A key that selects a variant of the model (qk_norm, window_size, model_type, image_dim and similar keys) must have the \
-value of the implemented variant: any other value describes another model, and running this one instead would produce \
-plausible but wrong output. A weight of more than 2^40 elements, or more than 1024 blocks, is treated as a typo.",
-};
+use crate::codes::T0410;
 
 /// The dimensions of a Wan2.1 DiT. Source: the model's own `config.json`.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,13 +22,13 @@ pub struct WanConfig {
     pub layers: u64,
     /// Number of text rows to which every prompt is padded.
     pub text_len: u64,
-    /// Width of a text row.
+    /// Width of a text row as the text encoder returns it; the DiT projects it to `dim`.
     pub text_dim: u64,
-    /// Rows and columns of a patch.
+    /// Rows and columns of latent cells that form one token; a patch spans one frame.
     pub patch: [u64; 2],
     /// Epsilon of every norm.
     pub eps: f64,
-    /// Number of frames in the RoPE table.
+    /// Latent frames in the RoPE table: the longest possible cache window.
     pub rope_frames: u64,
 }
 
@@ -198,7 +189,7 @@ impl WanConfig {
 enum AcceptedValues {
     /// One of these values, as JSON.
     Values(&'static [&'static str]),
-    /// Any integer from 1, because `stream.toml` decides.
+    /// Any integer from 1: `stream.toml` sets the frames per chunk, not this key.
     Count,
 }
 
@@ -208,7 +199,7 @@ const MODEL_TYPE: VariantKey = ("model_type", AcceptedValues::Values(&["\"t2v\""
 const QK_NORM: VariantKey = ("qk_norm", AcceptedValues::Values(&["true", "\"rms_norm_across_heads\""]));
 const CROSS_ATTN_NORM: VariantKey = ("cross_attn_norm", AcceptedValues::Values(&["true"]));
 
-/// The variant keys of the original format.
+/// Keys of the original format that select a model variant, with the accepted values.
 const ORIGINAL_VARIANTS: &[VariantKey] = &[
     MODEL_TYPE,
     QK_NORM,
@@ -219,7 +210,7 @@ const ORIGINAL_VARIANTS: &[VariantKey] = &[
     ("num_frame_per_block", AcceptedValues::Count),
 ];
 
-/// The variant keys of the diffusers format.
+/// Keys of the diffusers format that select a model variant, with the accepted values.
 const DIFFUSERS_VARIANTS: &[VariantKey] = &[
     MODEL_TYPE,
     QK_NORM,

@@ -7,7 +7,7 @@ use crate::WanConfig;
 pub struct ExpectedWeight {
     /// Name in a checkpoint with the original naming.
     pub name: String,
-    /// Name in a diffusers checkpoint.
+    /// Name of the same tensor in a diffusers checkpoint; some names are equal in both.
     pub diffusers_name: String,
     /// Extents of the whole tensor, before sharding.
     pub shape: Vec<u64>,

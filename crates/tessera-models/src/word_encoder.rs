@@ -3,30 +3,9 @@
 
 use std::collections::BTreeMap;
 
-use tessera_base::{Code, Diagnostic, closest_name};
+use tessera_base::{Diagnostic, closest_name};
 
-/// The prompt is empty.
-pub static T0420: Code = Code {
-    id: "T0420",
-    title: "prompt is empty",
-    page: "A prompt needs at least one word; an empty one would condition the model on padding alone. For the demo \
-model try `a red circle moves right`.",
-};
-/// A word has no row in the table.
-pub static T0421: Code = Code {
-    id: "T0421",
-    title: "word is not in the model's vocabulary",
-    page: "The model's text encoder is a table with one row per word, listed in vocab.txt in its folder. The model cannot \
-represent a word without a row, so the prompt is rejected; dropping the word would change its meaning.",
-};
-/// The prompt has too many words, or the table does not match the vocabulary.
-pub static T0422: Code = Code {
-    id: "T0422",
-    title: "text does not fit the model",
-    page: "A prompt may have at most text_len words (config.json), and the word table must have one row of text_dim \
-numbers per line of vocab.txt. A word may occur there only once, regardless of letter case: a second row would never be \
-read, and every row after it would belong to the wrong word.",
-};
+use crate::codes::{T0420, T0421, T0422};
 
 /// Text encoder that looks up one `text_dim`-wide table row per word of a closed vocabulary.
 #[derive(Debug, Clone)]
@@ -117,7 +96,7 @@ impl WordEncoder {
         Ok(out)
     }
 
-    /// Returns the known words in alphabetical order.
+    /// Returns the known words in alphabetical order, separated by spaces.
     #[must_use]
     pub fn known_words(&self) -> String {
         self.rows.keys().cloned().collect::<Vec<_>>().join(" ")

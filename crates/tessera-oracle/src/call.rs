@@ -1,29 +1,29 @@
 //! The properties of a collective in flight that the other members of its group can observe.
 
-use tessera_ir::{Attr, DType, Op, Opcode, Program, Type};
-use tessera_mesh::{Axis, AxisLayout, split_units};
+use tessera_ir::{CommAxis, DType, Op, OpView, Opcode, PeerPosition, Program, Type, views};
+use tessera_mesh::{AxisLayout, Reduction, split_units};
 
 use crate::outcome::MismatchField;
 
-/// One collective of one rank, with the fields visible to others.
+/// One collective of one rank, with the fields that the other members of its group can observe.
 #[derive(Debug, Clone)]
 pub(crate) struct WireCall {
     pub(crate) opcode: Opcode,
     /// Index of the group; `None` if the attributes name no group, so that the call never
     /// completes.
     pub(crate) group: Option<usize>,
-    /// Position in the group.
+    /// Position of the calling rank in the group; 0 without a group.
     pub(crate) position: usize,
     /// Peer rank of a send or receive.
     pub(crate) peer: Option<usize>,
-    graph: Option<Attr>,
+    graph: Option<String>,
     dtype: Option<DType>,
-    reduction: Option<String>,
-    root: Option<i64>,
+    reduction: Option<Reduction>,
+    root: Option<u64>,
     counts: TransferCounts,
 }
 
-/// Numbers of elements transferred.
+/// The element counts that one member passes to a call. The counts of all members must agree.
 #[derive(Debug, Clone)]
 enum TransferCounts {
     /// The size of a receive without a wait is unknown.
@@ -40,19 +40,29 @@ impl WireCall {
         let members = group.map_or(&[][..], |g| g.1);
         let moved = transferred_type(p, op);
         let position = members.iter().position(|m| *m == rank).unwrap_or(0);
-        let key = if op.opcode == Opcode::Send { "to" } else { "from" };
-        let peer = op.int_attr(key).and_then(|i| members.get(usize::try_from(i).ok()?).copied());
+        let peer = op.peer_position().and_then(|peer| {
+            let (PeerPosition::To(at) | PeerPosition::From(at)) = peer;
+            members.get(usize::try_from(at).ok()?).copied()
+        });
+        let view = op.view().ok();
+        let root = match &view {
+            Some(OpView::Broadcast(v)) => Some(v.root),
+            _ => None,
+        };
         WireCall {
             opcode: op.opcode,
             group: group.map(|g| g.0),
             position,
             peer,
-            graph: op.attrs.get("graph").cloned(),
+            graph: op.graph_name().map(str::to_string),
             dtype: moved.map(|t| t.dtype),
-            reduction: op.str_attr("reduction").map(str::to_string),
-            root: op.int_attr("root"),
-            counts: moved
-                .map_or(TransferCounts::Unknown, |t| transfer_counts(op, t, members.len(), position)),
+            reduction: op.reduction(),
+            root,
+            counts: match (moved, &view) {
+                (None, _) => TransferCounts::Unknown,
+                (Some(t), Some(OpView::AllToAll(v))) => exchange_counts(v, t, members.len(), position),
+                (Some(t), _) => TransferCounts::Same(t.element_count()),
+            },
         }
     }
 
@@ -110,16 +120,17 @@ fn transferred_type<'a>(p: &'a Program, op: &Op) -> Option<&'a Type> {
     Some(p.type_of(*v))
 }
 
-fn transfer_counts(op: &Op, t: &Type, parts: usize, position: usize) -> TransferCounts {
-    if op.opcode != Opcode::AllToAll {
-        return TransferCounts::Same(t.element_count());
+fn exchange_counts(v: &views::AllToAll, t: &Type, parts: usize, position: usize) -> TransferCounts {
+    let &views::AllToAll { concat: cat, split: cut, unit, .. } = v;
+    if cat.max(cut) >= t.shape.len() {
+        return TransferCounts::Unknown;
     }
-    let dim = |name| op.int_attr(name).and_then(|i| usize::try_from(i).ok()).filter(|d| *d < t.shape.len());
-    let (Some(cat), Some(cut)) = (dim("concat"), dim("split")) else { return TransferCounts::Unknown };
-    let unit = op.int_attr("unit").and_then(|u| u64::try_from(u).ok()).filter(|u| *u > 0).unwrap_or(1);
-    let axis = Axis::ALL.into_iter().find(|a| op.str_attr("axis") == Some(a.name()));
+    let layout = match v.axis {
+        CommAxis::Axis(axis) => Some(t.layout.on_axis(axis)),
+        CommAxis::World => None,
+    };
     // Rows that each position holds, and columns that each position will receive.
-    let rows: Vec<u64> = match axis.map(|a| t.layout.on_axis(a)) {
+    let rows: Vec<u64> = match layout {
         Some(AxisLayout::Shard(s)) if s.dim == cat && s.uneven.is_some() => {
             let (extent, unit) = s.uneven.map_or((0, 1), |u| (u.extent, u.unit.max(1)));
             (0..parts).map(|at| split_units(extent / unit, parts as u32, at as u32).1 * unit).collect()

@@ -16,8 +16,8 @@ pub type Verifier<'a> = &'a dyn Fn(&Mesh, &[Program]) -> Vec<&'static str>;
 pub const EXACT: &[&str] =
     &["T0301", "T0302", "T0303", "T0304", "T0305", "T0307", "T0308", "T0311", "T0312", "T0334"];
 
-/// Codes that may reject a run that completes, each with the reason. A code in neither table must
-/// not reject a completing run.
+/// Codes that may reject a run that completes, each with the reason. No other code, in [`EXACT`] or
+/// not, may reject such a run.
 pub const CONSERVATIVE: &[(&str, &str)] = &[
     ("T0203", "form: the op table does not contain it, although a device might run it"),
     ("T0210", "types: bytes arrive, but not as the tensor that the program declares"),
@@ -76,7 +76,7 @@ pub struct Comparison {
 /// A forbidden disagreement between the verifier and the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Disagreement {
-    /// The verifier accepted a set that fails.
+    /// The verifier accepted a set that hangs, mismatches or races in the simulation.
     AcceptedFails,
     /// The verifier rejected a completing set with a code that predicts failure.
     RejectedCompletes(&'static str),
@@ -89,7 +89,8 @@ impl Comparison {
         self.codes.iter().all(|c| NOT_ABOUT_COMPLETION.contains(c))
     }
 
-    /// Returns the disagreement, if any.
+    /// Returns how verdict and outcome contradict each other; `None` if they agree, or if every
+    /// code may reject a completing run.
     #[must_use]
     pub fn disagreement(&self) -> Option<Disagreement> {
         if self.outcome.is_failure() {
@@ -100,7 +101,8 @@ impl Comparison {
     }
 }
 
-/// Verifies and simulates one set.
+/// Returns the verifier's codes for a set of programs, one program per rank, and the outcome of a
+/// simulated run of the set.
 #[must_use]
 pub fn compare_set(mesh: &Mesh, programs: &[Program], verifier: Verifier<'_>) -> Comparison {
     let mut codes = verifier(mesh, programs);
@@ -201,7 +203,7 @@ pub fn to_filetest(programs: &[Program], comparison: &Comparison, note: &str) ->
     out
 }
 
-/// Returns the code that usually rejects a failure.
+/// Returns the code with which the verifier usually rejects a set with this outcome.
 fn expected_code(outcome: &ExecutionOutcome) -> &'static str {
     match outcome {
         ExecutionOutcome::Mismatch { field, .. } => match field {

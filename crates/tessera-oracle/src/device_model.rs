@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{Op, Opcode, Program, ValueId};
+use tessera_ir::{CommAxis, Op, OpView, Opcode, PeerPosition, Program, ValueId};
 use tessera_mesh::Mesh;
 
 use crate::call::WireCall;
@@ -25,7 +25,7 @@ pub(crate) struct DeviceModel<'a> {
     pub(crate) conflicts: Vec<(usize, usize)>,
 }
 
-/// One op of one rank.
+/// One op in the program of one rank, with the ops that must finish before it.
 pub(crate) struct OpInstance {
     pub(crate) rank: usize,
     pub(crate) op: usize,
@@ -35,7 +35,7 @@ pub(crate) struct OpInstance {
     /// Dependencies besides the previous op of the stream; `None` for a dependency that never
     /// finishes.
     pub(crate) needs: Vec<Option<usize>>,
-    /// Producers of the values that the op reads, with the value.
+    /// For each value that the op reads, the index of its producer in `nodes`, and the value.
     pub(crate) reads: Vec<(usize, ValueId)>,
     pub(crate) launch: Option<usize>,
     call: Option<WireCall>,
@@ -48,7 +48,7 @@ pub(crate) struct QueuedLaunch {
     pub(crate) before: Option<usize>,
 }
 
-/// The progress of a simulation.
+/// The progress of a simulation; equal states have equal possible next steps.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct ExecutionState {
     /// Number of finished ops of each stream.
@@ -59,10 +59,10 @@ pub(crate) struct ExecutionState {
     completed: Vec<u64>,
 }
 
-/// A possible next step.
+/// One transition from an [`ExecutionState`] to the next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ExecutionStep {
-    /// An op runs on its stream.
+    /// The op with this index in [`DeviceModel::nodes`] runs and finishes on its stream.
     RunOp(usize),
     /// The launch with this index starts on its rank, which puts its member calls in flight.
     Launch(usize),
@@ -70,13 +70,13 @@ pub(crate) enum ExecutionStep {
     CompleteCalls(Vec<usize>),
 }
 
-/// Two calls in flight that differ, and the field.
+/// Two nodes whose calls in flight differ, and the first field in which they differ.
 pub(crate) type CallMismatch = (usize, usize, MismatchField);
 
 /// The captured graph that is open while a program is loaded.
 #[derive(Default)]
 struct OpenGraph {
-    name: Option<tessera_ir::Attr>,
+    name: Option<String>,
     /// Stream of the graph's first op.
     origin: usize,
     /// Last op on that stream before the graph.
@@ -164,7 +164,8 @@ impl<'a> DeviceModel<'a> {
             let mut call = None;
             let mut launch = None;
             if op.opcode.is_collective() {
-                let group = group::group_of(mesh, op, rank).map(|g| self.intern_group(g));
+                let group = op.view().ok().and_then(|view| group::group_of(mesh, &view, rank));
+                let group = group.map(|g| self.intern_group(g));
                 let known = group.map(|g| (g, self.groups[g].members.as_slice()));
                 call = Some(WireCall::from_op(p, op, rank, known));
                 launch = Some(self.enqueue_launch(&mut queue, first, p, op, node));
@@ -187,7 +188,7 @@ impl<'a> DeviceModel<'a> {
     /// when all lanes end.
     fn stream_of(&mut self, first: usize, op: &Op, graph: &mut OpenGraph, held: &mut Vec<usize>) -> usize {
         let on = first + op.stream.0 as usize;
-        let name = op.attrs.get("graph").cloned();
+        let name = op.graph_name().map(str::to_string);
         if name != graph.name {
             let ends = graph.lanes.iter().filter_map(|(_, lane)| self.streams[*lane].last().copied());
             graph.tails.entry(graph.origin).or_default().extend(ends);
@@ -221,9 +222,8 @@ impl<'a> DeviceModel<'a> {
         node: usize,
     ) -> usize {
         let batch = |o: &Op| {
-            let number = o.attrs.get("batch").filter(|_| matches!(o.opcode, Opcode::Send | Opcode::Recv));
             // A batch never spans the boundary of a graph.
-            number.map(|n| (n.clone(), o.attrs.get("graph").cloned()))
+            o.batch_number().map(|n| (n, o.graph_name().map(str::to_string)))
         };
         let joins = queue.last().copied().filter(|l| {
             let last = self.launches[*l].members[0];
@@ -261,7 +261,7 @@ impl<'a> DeviceModel<'a> {
         self.nodes[node].stream_position.is_none_or(|(s, i)| i < usize::from(state.finished_ops[s]))
     }
 
-    /// Returns whether the value is available from the start.
+    /// Returns whether a node is a source, whose value is available from the start.
     pub(crate) fn is_given(&self, node: usize) -> bool {
         self.nodes[node].stream_position.is_none()
     }
@@ -429,14 +429,7 @@ impl<'a> DeviceModel<'a> {
         let n = &self.nodes[node];
         let p = self.programs[n.rank];
         let op = &p.ops[n.op];
-        let mut words = String::new();
-        for name in ["axis", "group_size", "to", "from", "root", "reduction", "batch", "graph"] {
-            match op.attrs.get(name) {
-                Some(tessera_ir::Attr::Int(i)) => words += &format!(" {name}={i}"),
-                Some(tessera_ir::Attr::Str(s)) => words += &format!(" {name}={s}"),
-                _ => {}
-            }
-        }
+        let words = describe_attrs(op);
         let ty = op.operands.first().or(op.results.first()).map(|v| p.type_of(*v)).filter(|t| !t.is_token());
         let ty = ty.map_or(String::new(), |t| format!(" of {}", t.display_on(&p.mesh)));
         let issue = if op.issue { "issue " } else { "" };
@@ -444,7 +437,7 @@ impl<'a> DeviceModel<'a> {
         format!("rank {} op {}: {issue}{}{words}{ty} on {stream}", n.rank, n.op, op.opcode.name())
     }
 
-    /// Returns the name of a value.
+    /// Returns the name of a value in the text form of a rank's program, such as `%y.1`.
     pub(crate) fn value_name(&self, rank: usize, v: ValueId) -> String {
         format!("%{}", self.programs[rank].value(v).name)
     }
@@ -481,19 +474,46 @@ impl<'a> DeviceModel<'a> {
     }
 }
 
+/// Describes the attributes that decide with which ops of other ranks an op matches.
+fn describe_attrs(op: &Op) -> String {
+    let view = op.view().ok();
+    let (axis, subgroup_size) = match view.as_ref().and_then(group::stated_group) {
+        Some((CommAxis::World, size)) => (Some("world"), size),
+        Some((CommAxis::Axis(axis), size)) => (Some(axis.name()), size),
+        None => (None, None),
+    };
+    let (to, from) = match op.peer_position() {
+        Some(PeerPosition::To(at)) => (Some(at), None),
+        Some(PeerPosition::From(at)) => (None, Some(at)),
+        None => (None, None),
+    };
+    let root = match &view {
+        Some(OpView::Broadcast(v)) => Some(v.root),
+        _ => None,
+    };
+    let words = [
+        axis.map(|a| format!(" axis={a}")),
+        subgroup_size.map(|n| format!(" group_size={n}")),
+        to.map(|at| format!(" to={at}")),
+        from.map(|at| format!(" from={at}")),
+        root.map(|at| format!(" root={at}")),
+        op.reduction().map(|r| format!(" reduction={}", r.name())),
+        op.batch_number().map(|n| format!(" batch={n}")),
+        op.graph_name().map(|g| format!(" graph={g}")),
+    ];
+    words.into_iter().flatten().collect()
+}
+
 /// Returns the rows of a buffer that an access covers; a row given by a scalar may be any row.
 fn accessed_rows(p: &Program, op: &Op) -> (u64, u64) {
     let Some(b) = op.buffer else { return (0, 0) };
     let all = p.buffer(b).ty.shape.first().copied().unwrap_or(1);
-    let number = |name: &str| op.int_attr(name).and_then(|i| u64::try_from(i).ok());
-    if op.keyed_operand("row").is_some() {
-        return (0, all);
-    }
-    match op.opcode {
-        Opcode::CacheRead => {
-            let row = number("row").unwrap_or(0);
-            (row, row + number("rows").unwrap_or(all))
+    match op.view() {
+        Ok(OpView::CacheRead(v)) => (v.row, v.row + v.rows.unwrap_or(all)),
+        Ok(OpView::CacheWrite(v)) if v.row.is_none() => {
+            let rows = p.type_of(v.x).shape.first().copied().unwrap_or(all);
+            (v.first_row, v.first_row + rows)
         }
-        _ => (0, op.operands.first().and_then(|v| p.type_of(*v).shape.first().copied()).unwrap_or(all)),
+        _ => (0, all),
     }
 }

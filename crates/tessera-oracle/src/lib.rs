@@ -25,6 +25,8 @@
 //! [`explore_all_orders`] visits every state without relying on this argument. A test compares the
 //! two.
 
+#![forbid(unsafe_code)]
+
 mod call;
 mod compare;
 mod device_model;
@@ -34,6 +36,7 @@ mod lower;
 mod mutate;
 mod one_order;
 mod outcome;
+mod planned_call;
 mod programs;
 mod rewrite;
 mod table;
@@ -46,7 +49,8 @@ pub use interleavings::explore_all_orders;
 pub use mutate::{Mutation, MutationKind};
 pub use one_order::explore_one_order;
 pub use outcome::{ExecutionOutcome, MismatchField};
-pub use programs::{CollectiveSpec, JointOperation, ProgramSet, ValueSharding};
+pub use planned_call::{CollectiveSpec, ValueSharding};
+pub use programs::{JointOperation, ProgramSet};
 pub use rewrite::{Rewrite, RewriteKind};
 pub use table::ComparisonTable;
 pub use tessera_base::random::Rng;

@@ -4,7 +4,7 @@
 use tessera_ir::{Attr, BufferId, Builder, DType, Op, Opcode, Program, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Group, Mesh, Rank, Shard};
 
-use crate::programs::{CollectiveSpec, PlannedCall, SHAPES, UnevenDim, ValueSharding};
+use crate::planned_call::{CollectiveSpec, PlannedCall, SHAPES, UnevenDim, ValueSharding};
 use crate::rewrite::fuse_wait;
 use tessera_base::random::Rng;
 
@@ -12,7 +12,7 @@ const STREAMS: [&str; 3] = ["compute", "comm", "io"];
 /// An extent that 2, 3 and 4 ranks shard unevenly.
 const UNEVEN: u64 = 7;
 
-/// An axis, or subgroups of it with a number of positions.
+/// An axis, and the number of positions per subgroup; `None` for the whole axis.
 type AxisSpan = (Axis, Option<u32>);
 
 /// Properties that all ranks of a set share.
@@ -20,11 +20,11 @@ type AxisSpan = (Axis, Option<u32>);
 pub(crate) struct SetStyle {
     /// Streams of each program, at most three.
     pub(crate) streams: usize,
-    /// Whether ranks with equal lists get equal programs.
+    /// Whether ranks with equal lists of calls get equal programs.
     pub(crate) share_programs: bool,
 }
 
-/// Lowers the list of one rank.
+/// Lowers one rank's calls to its program. The error lists what the IR rules rejected.
 pub(crate) fn lower_rank(
     mesh: &Mesh,
     rank: usize,
@@ -102,7 +102,8 @@ struct ProgramLowering<'a> {
     graph_start: usize,
     /// Op ranges of closed graphs: first, end, number.
     captured: Vec<(usize, usize, u32)>,
-    /// All ops before this index have finished for every stream.
+    /// Index of the first op for which an event may be necessary: every stream already runs after
+    /// all ops before it.
     ordered_before: usize,
 }
 
@@ -134,6 +135,34 @@ impl ProgramLowering<'_> {
             operands.push(self.make_operand(d, call, stream));
         }
         self.add_events(stream, &operands, None);
+        let opcode = self.set_collective_attrs(call);
+        self.builder.set_stream(STREAMS[stream]);
+        let op = self.builder.program().ops.len();
+        let (ticket, ty) = match opcode {
+            Opcode::Recv => {
+                let ty = self.moved_type(call);
+                (self.builder.add_recv(ty.clone()), Some(ty))
+            }
+            _ => (self.builder.add_issue(opcode, &operands), None),
+        };
+        self.note_view_use(&operands, stream, op);
+        let blocks = !batched && d.next_ratio(2, 5);
+        let (due, wait) =
+            if blocks { (0, stream) } else { (1 + d.next_below(3), d.next_below(self.streams)) };
+        let due = if batched { usize::MAX } else { due };
+        self.open.push(OpenIssue { ticket, ty, due, stream: wait });
+        if blocks {
+            self.blocking.push(op);
+            let last = self.open.len() - 1;
+            self.emit_wait(last);
+        }
+        if !batched {
+            (0..2).for_each(|_| self.emit_compute(d));
+        }
+    }
+
+    /// Sets the attributes of a call's collective for the next op and returns its opcode.
+    fn set_collective_attrs(&mut self, call: &PlannedCall) -> Opcode {
         let (axis, subgroup_size) = match call.group {
             Group::World => ("world", None),
             Group::Axis { axis, subgroup_size } => (axis.name(), subgroup_size),
@@ -146,7 +175,7 @@ impl ProgramLowering<'_> {
             b.set_attr("batch", i64::from(n));
         }
         let reduction = |tree| if tree { "tree" } else { "sum" };
-        let opcode = match call.collective {
+        match call.collective {
             CollectiveSpec::AllReduce { tree } => {
                 b.set_attr("reduction", reduction(tree));
                 Opcode::AllReduce
@@ -175,29 +204,6 @@ impl ProgramLowering<'_> {
                 b.set_attr("from", from as i64);
                 Opcode::Recv
             }
-        };
-        b.set_stream(STREAMS[stream]);
-        let op = self.builder.program().ops.len();
-        let (ticket, ty) = match opcode {
-            Opcode::Recv => {
-                let ty = self.moved_type(call);
-                (self.builder.add_recv(ty.clone()), Some(ty))
-            }
-            _ => (self.builder.add_issue(opcode, &operands), None),
-        };
-        self.note_view_use(&operands, stream, op);
-        let blocks = !batched && d.next_ratio(2, 5);
-        let (due, wait) =
-            if blocks { (0, stream) } else { (1 + d.next_below(3), d.next_below(self.streams)) };
-        let due = if batched { usize::MAX } else { due };
-        self.open.push(OpenIssue { ticket, ty, due, stream: wait });
-        if blocks {
-            self.blocking.push(op);
-            let last = self.open.len() - 1;
-            self.emit_wait(last);
-        }
-        if !batched {
-            (0..2).for_each(|_| self.emit_compute(d));
         }
     }
 

@@ -2,6 +2,8 @@
 //! simulation on many random sets of programs and prints a table. The exit status is 1 if they
 //! disagree and 2 on an invalid argument.
 
+#![forbid(unsafe_code)]
+
 mod verifier;
 
 use std::collections::BTreeMap;
@@ -51,7 +53,8 @@ fn parse_arguments() -> Result<Arguments, String> {
     Ok(out)
 }
 
-/// Returns the number of sets on which the verifier was wrong.
+/// Compares the verifier with the simulation on the requested sets and prints the table. Returns
+/// the number of sets on which they disagree.
 fn run_sets(args: &Arguments) -> Result<u64, String> {
     let mut table = ComparisonTable::new();
     let mut wrong = 0;

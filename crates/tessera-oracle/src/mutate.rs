@@ -4,7 +4,7 @@
 use tessera_ir::{DType, Opcode};
 use tessera_mesh::{Group, Mesh, Rank};
 
-use crate::programs::{
+use crate::planned_call::{
     CollectiveSpec, EQUAL_COUNT_SHAPES, PlannedCall, SHAPES, ValueSharding, group_kinds, has_attribute,
     has_layout, possible_shardings,
 };
@@ -14,7 +14,7 @@ use tessera_base::random::Rng;
 /// applies to a smaller set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mutation {
-    /// Kind of the mutation.
+    /// Change that the mutation makes, such as another root or a dropped call.
     pub kind: MutationKind,
     rank: usize,
     at: usize,
@@ -24,7 +24,7 @@ pub struct Mutation {
     everywhere: bool,
 }
 
-/// Kinds of mutations of a list.
+/// Ways in which a [`Mutation`] changes a rank's list of collectives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "the names describe the mutations; `name` gives the text")]
 pub enum MutationKind {
@@ -63,7 +63,7 @@ impl MutationKind {
         MutationKind::OtherGraph,
     ];
 
-    /// Returns the description of the kind.
+    /// Returns the row label in the comparison table, such as `call dropped`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -96,7 +96,7 @@ impl MutationKind {
 }
 
 impl Mutation {
-    /// Moves the mutation to another position.
+    /// Sets which candidate the mutation changes: `at`, modulo the number of candidates.
     pub(crate) fn move_to(&mut self, at: usize) {
         self.at = at;
     }
@@ -114,7 +114,8 @@ impl Mutation {
     }
 }
 
-/// Applies the mutation, if the list has a candidate.
+/// Changes one call of the mutation's rank, or the same operation on all ranks. Without a candidate
+/// in that rank's list, nothing changes.
 pub(crate) fn apply_mutation(m: &Mutation, mesh: &Mesh, lists: &mut [Vec<PlannedCall>]) {
     let list = &lists[m.rank];
     let fitting: Vec<usize> =

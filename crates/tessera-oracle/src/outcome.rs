@@ -11,7 +11,7 @@ pub enum ExecutionOutcome {
     Hang {
         /// Blocking op of each rank, one per line.
         state: String,
-        /// First blocked rank and its op.
+        /// First blocked rank, and the index of its blocked op.
         at: (usize, usize),
     },
     /// Calls in flight on one group that do not match.
@@ -20,12 +20,12 @@ pub enum ExecutionOutcome {
         field: MismatchField,
         /// Descriptions of the two mismatched calls, one per line.
         trace: String,
-        /// Rank and op of one side.
+        /// Rank and op index of the second call in `trace`.
         at: (usize, usize),
     },
     /// A value may be read before it is ready, or two accesses to one buffer have no order.
     Race {
-        /// Descriptions of the two ops whose accesses have no order.
+        /// Descriptions of the two ops, and between them a line that states the conflict.
         trace: String,
         /// Rank and op of the reader, or of the later op in program order.
         at: (usize, usize),
@@ -67,7 +67,7 @@ impl ExecutionOutcome {
         }
     }
 
-    /// Returns the rank and op at which the failure appears.
+    /// Returns the rank and the op index at which the failure appears; `None` if the set completes.
     #[must_use]
     pub fn failing_op(&self) -> Option<(usize, usize)> {
         match self {

@@ -1,18 +1,22 @@
 //! Random sets of programs: a list of collectives in one order for all ranks, which cannot fail,
 //! and changes to it.
 
-use tessera_ir::{DType, HINT_ATTRS, Opcode, Program};
+use tessera_ir::{DType, Opcode, Program};
 use tessera_mesh::{Axis, Group, Mesh, Rank};
 
 use crate::lower::{self, SetStyle};
 use crate::mutate::{self, Mutation};
+use crate::planned_call::{
+    CollectiveSpec, PlannedCall, SHAPES, UnevenDim, ValueSharding, group_kinds, has_attribute, has_layout,
+    possible_shardings,
+};
 use crate::rewrite::{self, Rewrite};
 use tessera_base::random::Rng;
 
 /// A set of programs before lowering. These fields determine the programs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ProgramSet {
-    /// Mesh of the ranks.
+    /// Mesh of the set; each rank of its world gets a program.
     pub mesh: Mesh,
     /// Streams of each program, 1 to 3.
     pub streams: usize,
@@ -20,9 +24,10 @@ pub struct ProgramSet {
     pub share_programs: bool,
     /// Collectives and transfers in the order in which each participating rank issues them.
     pub operations: Vec<JointOperation>,
-    /// Mutations of the lists of single ranks.
+    /// Mutations of the lists of calls: of one rank, or of all ranks that take part in an
+    /// operation.
     pub mutations: Vec<Mutation>,
-    /// Rewrites of single programs.
+    /// Rewrites of single programs, applied after lowering.
     pub rewrites: Vec<Rewrite>,
 }
 
@@ -32,70 +37,6 @@ pub struct JointOperation {
     /// Participating ranks with their calls.
     pub parts: Vec<(usize, PlannedCall)>,
 }
-
-/// One collective of one rank.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PlannedCall {
-    /// Identifies the operation: open choices are drawn from it, independently of the rest of the
-    /// set.
-    pub(crate) salt: u32,
-    pub(crate) group: Group,
-    pub(crate) collective: CollectiveSpec,
-    /// Sharding of the value that a broadcast, send or receive moves.
-    pub(crate) sharding: ValueSharding,
-    /// Tensor shape, as an index into [`SHAPES`].
-    pub(crate) shape: usize,
-    pub(crate) dtype: DType,
-    pub(crate) batch: Option<u32>,
-    pub(crate) graph: Option<u32>,
-}
-
-/// A kind of collective with its attributes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the attributes of the op table")]
-pub enum CollectiveSpec {
-    AllReduce { tree: bool },
-    AllGather { dim: usize },
-    ReduceScatter { dim: usize, tree: bool },
-    AllToAll { concat: usize, cut: UnevenDim },
-    Broadcast { root: usize },
-    Send { to: usize },
-    Recv { from: usize },
-}
-
-/// The way in which ranks hold a value that a broadcast, send or receive moves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ValueSharding {
-    /// Every rank holds the complete value.
-    Whole,
-    /// Ranks hold shards of a dim over an axis or over each of its subgroups.
-    Shards {
-        /// Mesh axis whose ranks hold the shards.
-        axis: Axis,
-        /// Number of ranks per subgroup; `None` shards over the whole axis.
-        subgroup_size: Option<u32>,
-        /// Index of the tensor dim that is cut into shards.
-        dim: usize,
-        /// Whether the first ranks hold more rows.
-        uneven: bool,
-    },
-}
-
-/// The dim of an all-to-all that is sharded unevenly.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum UnevenDim {
-    /// Neither dim: all shards have equal size.
-    Even,
-    /// The dim along which received pieces are concatenated.
-    Concat,
-    /// The dim that is cut into the pieces sent.
-    Split,
-}
-
-/// Matrix shapes that every axis divides: first three with 576 elements, then others.
-pub(crate) const SHAPES: [[u64; 2]; 5] = [[12, 48], [24, 24], [48, 12], [12, 12], [12, 24]];
-/// Number of leading [`SHAPES`] with equal element counts.
-pub(crate) const EQUAL_COUNT_SHAPES: usize = 3;
 
 /// Sizes of the axes, and the number of outside ranks; the smallest meshes come first.
 const MESHES: [([u32; 4], u32); 13] = [
@@ -115,12 +56,6 @@ const MESHES: [([u32; 4], u32); 13] = [
 ];
 const MAX_OPERATIONS: usize = 5;
 const MAX_CALLS_PER_RANK: usize = 6;
-
-/// Returns whether the op table has this attribute for an op.
-pub(crate) fn has_attribute(opcode: Opcode, constant: &str) -> bool {
-    let row = opcode.table_row().attrs.iter();
-    row.chain(HINT_ATTRS).any(|a| a.trim_end_matches('?') == constant)
-}
 
 impl ProgramSet {
     /// Generates set number `index` of a seed; every second set is mutated.
@@ -203,47 +138,7 @@ impl ProgramSet {
     }
 }
 
-/// Returns every group with more than one member: the axes, their subgroups, and the world.
-pub(crate) fn group_kinds(mesh: &Mesh) -> Vec<Group> {
-    let blocks = |axis| {
-        mesh.subgroup_sizes(axis).into_iter().map(move |w| Group::Axis { axis, subgroup_size: Some(w) })
-    };
-    let of_axes = mesh.active_axes().flat_map(|a| std::iter::once(Group::whole_axis(a)).chain(blocks(a)));
-    of_axes.chain([Group::World]).collect()
-}
-
-/// Returns whether the IR has a layout for this collective over this group.
-pub(crate) fn has_layout(mesh: &Mesh, what: CollectiveSpec, group: Group) -> bool {
-    match (what, group) {
-        (_, Group::Axis { .. })
-        | (CollectiveSpec::Broadcast { .. } | CollectiveSpec::Send { .. } | CollectiveSpec::Recv { .. }, _) => {
-            true
-        }
-        // No op produces terms over two axes at once, and outside ranks hold none.
-        (CollectiveSpec::AllReduce { .. }, Group::World) => {
-            mesh.outside_count() == 0 && mesh.active_axes().count() == 1
-        }
-        (_, Group::World) => false,
-    }
-}
-
-/// Returns the possible shardings of a value that is moved over a group.
-pub(crate) fn possible_shardings(mesh: &Mesh, what: CollectiveSpec, group: Group) -> Vec<ValueSharding> {
-    let mut out = vec![ValueSharding::Whole];
-    let Group::Axis { axis: own, .. } = group else { return out };
-    for kind in group_kinds(mesh) {
-        let Group::Axis { axis, subgroup_size } = kind else { continue };
-        if axis == own && matches!(what, CollectiveSpec::Broadcast { .. }) {
-            continue;
-        }
-        for (dim, uneven) in [(0, false), (1, false), (0, true), (1, true)] {
-            out.push(ValueSharding::Shards { axis, subgroup_size, dim, uneven });
-        }
-    }
-    out
-}
-
-/// Like [`possible_shardings`], without uneven shards that differ between members.
+/// Picks one of [`possible_shardings`], but no uneven shards that differ between members.
 fn pick_uniform_sharding(d: &mut Rng, mesh: &Mesh, what: CollectiveSpec, group: Group) -> ValueSharding {
     let mut all = possible_shardings(mesh, what, group);
     let own = |axis: Axis| matches!(group, Group::Axis { axis: own, .. } if own == axis);

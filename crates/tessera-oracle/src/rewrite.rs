@@ -5,20 +5,20 @@ use std::collections::BTreeSet;
 use tessera_ir::{Attr, Opcode, Program, StreamId, ValueId};
 use tessera_mesh::Mesh;
 
-use crate::programs::has_attribute;
+use crate::planned_call::has_attribute;
 use tessera_base::random::Rng;
 
 /// One rewrite of one rank's program. The position is taken modulo the number of candidates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rewrite {
-    /// Kind of the rewrite.
+    /// Change that the rewrite makes, such as a dropped event.
     pub kind: RewriteKind,
     rank: usize,
     at: usize,
     arg: usize,
 }
 
-/// Kinds of rewrites of a program.
+/// Ways in which a [`Rewrite`] changes a lowered program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[allow(missing_docs, reason = "the names describe the rewrites; `name` gives the text")]
 pub enum RewriteKind {
@@ -49,7 +49,7 @@ impl RewriteKind {
         RewriteKind::OtherRole,
     ];
 
-    /// Returns the description of the kind.
+    /// Returns the row label in the comparison table, such as `wait dropped`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -74,7 +74,7 @@ impl RewriteKind {
 }
 
 impl Rewrite {
-    /// Moves the rewrite to another position.
+    /// Sets which candidate op the rewrite changes: `at`, modulo the number of candidates.
     pub(crate) fn move_to(&mut self, at: usize) {
         self.at = at;
     }

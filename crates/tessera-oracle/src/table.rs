@@ -20,12 +20,12 @@ pub struct ComparisonTable {
     pub outcomes: BTreeMap<String, u64>,
     /// Number of sets by kind of change; a set with several changes counts for each.
     pub changes: BTreeMap<&'static str, VerdictCounts>,
-    /// Number of rejected and failing sets by code.
+    /// Number of failing sets that each code rejects.
     pub rejected_fails: BTreeMap<&'static str, u64>,
     /// Number of failing sets that only this code rejects: a verifier without the code would accept
     /// them.
     pub rejected_by_one_code: BTreeMap<&'static str, u64>,
-    /// Number of rejected and completing sets by code.
+    /// Number of completing sets that each code rejects.
     pub rejected_completes: BTreeMap<&'static str, u64>,
     /// Totals over all sets.
     pub all: VerdictCounts,
@@ -80,7 +80,7 @@ impl ComparisonTable {
         comparison.disagreement()
     }
 
-    /// Renders the table as text.
+    /// Renders the numbers of sets by mutation, outcome and the verifier's codes as text tables.
     #[must_use]
     pub fn to_text(&self) -> String {
         let mut out = String::new();
@@ -139,7 +139,7 @@ impl VerdictCounts {
         *cell += 1;
     }
 
-    /// Returns the total number of sets.
+    /// Returns the number of sets, over all combinations of verdict and outcome.
     #[must_use]
     pub fn total_sets(&self) -> u64 {
         self.accepted_completes + self.rejected_fails + self.accepted_fails + self.rejected_completes

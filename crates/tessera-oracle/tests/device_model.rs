@@ -349,6 +349,20 @@ fn rows_of_a_buffer_race_only_where_they_overlap() {
 }
 
 #[test]
+fn a_write_covers_rows_from_its_first_row() {
+    let body = |row: u64| {
+        format!(
+            "buffer @kv : f32[8, 4] {{tp: replicated}}
+             %x = weight \"x\" : f32[4, 4] {{tp: replicated}}
+             cache.write @kv, %x {{first_row = 3}} @compute
+             %v = cache.read @kv {{row = {row}, rows = 3}} : f32[3, 4] {{tp: replicated}} @io"
+        )
+    };
+    assert_eq!(outcome_kind(TWO, &[&body(0), &body(0)]), "completes");
+    assert_eq!(outcome_kind(TWO, &[&body(5), &body(0)]), "race");
+}
+
+#[test]
 fn a_write_under_a_view_in_flight_is_a_race() {
     let body = |order: &[&str]| {
         let wait = "ttile.collective.wait %t @compute";

@@ -83,7 +83,7 @@ fn every_kind_of_group_occurs() {
                 Group::World => "world from outside",
             };
             *calls.entry((op.opcode.name(), kind)).or_default() += 1;
-            if let Some(b) = op.int_attr("batch") {
+            if let Some(b) = op.batch_number() {
                 groups.entry(b).or_default().insert(group);
             }
         }

@@ -5,32 +5,12 @@
 //! would normalise only its shard of a row; over queries, a rank would need all of the values.
 //! Heads are the only dim that both matmuls keep whole.
 
-use tessera_base::{Bytes, Code, Diagnostic, Diagnostics, format_choices};
-use tessera_ir::{Attr, Builder, Bundle, DType, Opcode, Phase, RoleRanks, Type, ValueId};
+use tessera_base::{Bytes, Diagnostic, Diagnostics, format_choices};
+use tessera_ir::{Attr, Builder, Bundle, DType, Opcode, Phase, RoleRanks, StreamKind, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Mesh, RankMap, Shard, split_units};
 
-use crate::lower::T0606;
+use crate::codes::{T0606, T0607, T0608};
 use crate::memory;
-
-/// tp does not divide the heads or the features.
-pub static T0607: Code = Code {
-    id: "T0607",
-    title: "attention cannot be scattered over heads",
-    page: "rs_mm_ag reduce-scatters partial scores so that each rank of tp holds whole heads. A reduce-scatter needs \
-equal shards, and a value that is still a partial sum cannot be padded, so tp must divide the heads. With fewer heads of \
-keys and values, tp must divide those too, or be a multiple of them so that every rank holds a copy of one. Partial \
-scores come from a rank's features of each head: each rank needs at least one feature. With tp = 1 there is nothing to \
-reduce. The hint lists the legal values of tp; other schemes accept head counts that differ by one.",
-};
-/// Causal attention over several queries has no mask op.
-pub static T0608: Code = Code {
-    id: "T0608",
-    title: "no op masks scores between two matmuls",
-    page: "Causal attention masks scores before the softmax. A fused attention op applies the mask itself; no op does so \
-between `bmm` and `softmax`, and a mask tensor would be as large as the scores of all heads. A decoding step has one \
-query, which attends to every key and needs no mask: the module exists for that case. For other jobs only an estimate \
-exists.",
-};
 
 /// The base role of every rank; roles of unequal feature shards append the first coordinate of
 /// their class.
@@ -42,7 +22,7 @@ const FEATURES_DIM: usize = 3;
 /// Sizes of one layer's attention on one tp group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AttentionShape {
-    /// Number of query heads.
+    /// Number of query heads, over all ranks of tp.
     pub heads: u64,
     /// Number of key/value heads; `heads / kv_heads` query heads share one.
     pub kv_heads: u64,
@@ -171,7 +151,7 @@ pub fn rs_mm_ag(shape: &AttentionShape, q: QLayout) -> Result<Bundle, Diagnostic
     let names: Vec<String> = first_coordinates.iter().map(|at| name(*at)).collect();
     let mut programs = Vec::new();
     for (role, at) in names.iter().zip(&first_coordinates) {
-        let b = Builder::new_role(ROLE, role, mesh, &["compute", "tp_collective"]);
+        let b = Builder::new_role(ROLE, role, mesh, &[StreamKind::Compute, StreamKind::TpCollective]);
         let module = ProgramEmitter { shape, stacks, feature_shard, features: features(*at), builder: b };
         match module.emit_program(q).finish() {
             Ok(p) => programs.push(p),
@@ -197,7 +177,7 @@ pub fn rs_mm_ag(shape: &AttentionShape, q: QLayout) -> Result<Bundle, Diagnostic
     })
 }
 
-/// A builder of one rank's program.
+/// Writes the module's program for one rank, which holds one shard of the features.
 struct ProgramEmitter<'a> {
     shape: &'a AttentionShape,
     stacks: u64,
@@ -260,7 +240,7 @@ impl ProgramEmitter<'_> {
         if opcode == Opcode::ReduceScatter {
             b.set_attr("reduction", "sum");
         }
-        b.set_stream("tp_collective").start_after(event);
+        b.set_stream(StreamKind::TpCollective).start_after(event);
         let ticket = b.add_issue(opcode, &[x]);
         b.set_label(label).add_wait(ticket, None).unwrap_or(ticket)
     }

@@ -7,68 +7,31 @@
 //! runs the others, and each has an empty program for the phases of the other.
 
 mod collectives;
+mod ops;
+mod values;
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_ir::op_traits::LoweringRule;
 use tessera_ir::{
-    Attr, Builder, Bundle, Op, OpKind, Opcode, Phase, Program, RoleRanks, Slots, Type, ValueId,
+    Attr, Builder, Bundle, OpKind, OpView, Opcode, Phase, Program, RoleRanks, Slots, StreamKind, ValueId,
 };
-use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard, Uneven};
+use tessera_mesh::{Axis, Mesh, Rank, Shard, Uneven};
 
-use crate::mapping::ModelExtents;
+use crate::codes::T0606;
 use crate::ownership::{OpOwner, ProgramAnalysis};
 use crate::roles::{TpClass, group_roles, uneven_shards};
 use crate::stages::StageCosts;
-use crate::strategy::{ShardingRules, check_opcodes, check_parts, reads_self_cache};
-use crate::{DtypePolicy, Mapping, Numerics, Strategy, Transport, memory, op_order, precision, row_chunks};
-
-/// Lowering produced a program that fails the op rules.
-pub static T0606: Code = Code {
-    id: "T0606",
-    title: "strategy has no rule for this op",
-    page: "The strategy met an op with operands in layouts that no rule covers, so no correct program could be made. \
-The message names the op and the layouts. This code also rejects a hint `part` that no strategy knows: treating it as \
-`whole` would give correct results but waste ranks. Another strategy, or tp=1, may work; the rejection itself is a gap in the planner.",
+use crate::strategy::{ShardingRules, check_opcodes, check_parts};
+use crate::{
+    DtypePolicy, LogicalModel, Mapping, Numerics, Strategy, Transport, memory, op_order, precision,
+    row_chunks,
 };
 
 /// The role of the leader outside the mesh.
 const LEADER: &str = "leader@out0";
-
-/// Number of segments of a split contraction under the mesh-invariant policy.
-const SEGMENTS: i64 = 8;
-
-/// The logical programs of a model and the sizes that the planner needs.
-#[derive(Debug, Clone)]
-pub struct LogicalModel {
-    /// Logical programs, one per phase.
-    pub phases: Vec<Program>,
-    /// Legal calls: a name and its phases in order.
-    pub calls: Vec<(String, Vec<String>)>,
-    /// Number of attention heads.
-    pub heads: u64,
-    /// Width of the residual stream.
-    pub hidden_size: u64,
-    /// Width of the feed-forward layer.
-    pub ffn_size: u64,
-    /// Video tokens per generated chunk: the rows that a block processes in one call.
-    pub tokens: u64,
-    /// Number of transformer blocks.
-    pub blocks: u64,
-}
-
-impl LogicalModel {
-    pub(crate) fn model_extents(&self) -> ModelExtents {
-        ModelExtents {
-            heads: self.heads,
-            hidden_size: self.hidden_size,
-            ffn_size: self.ffn_size,
-            tokens: self.tokens,
-            blocks: self.blocks,
-        }
-    }
-}
 
 /// Lowers every phase under a mapping and fills in the mapping's blocks per stage if they are
 /// empty.
@@ -82,34 +45,13 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
     if !ds.is_empty() {
         return Err(ds);
     }
-    let rounded;
-    let logical = match mapping.dtype {
-        DtypePolicy::F32 => logical,
-        dtype => {
-            let phases = logical
-                .phases
-                .iter()
-                .map(|p| precision::apply_dtype_policy(p, dtype, mapping.strategy))
-                .collect::<Result<_, _>>()?;
-            rounded = LogicalModel { phases, ..logical.clone() };
-            &rounded
-        }
-    };
+    let logical = with_dtype_policy(logical, mapping)?;
     let mesh = mapping.mesh;
-    let stages = u64::from(mesh.axis_size(Axis::Pp));
     if mapping.blocks.is_empty() {
-        mapping.blocks = StageCosts::from_model(logical).split_blocks(stages);
+        let stages = u64::from(mesh.axis_size(Axis::Pp));
+        mapping.blocks = StageCosts::from_model(&logical).split_blocks(stages);
     }
-    let chunked;
-    let logical = match mapping.overlap_chunks {
-        1 => logical,
-        n => {
-            let phases =
-                logical.phases.iter().map(|p| row_chunks::split_rows(p, n)).collect::<Result<_, _>>()?;
-            chunked = LogicalModel { phases, ..logical.clone() };
-            &chunked
-        }
-    };
+    let logical = with_row_chunks(logical, mapping.overlap_chunks)?;
     let rank_map = mapping.rank_map().map_err(|d| vec![*d])?;
     let world = mapping.world_mesh().map_err(|d| vec![*d])?;
 
@@ -122,8 +64,63 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
         .map(|p| if joint_norms { Cow::Borrowed(p) } else { op_order::reorder_chains(p) })
         .collect();
     let sources: Vec<ProgramAnalysis<'_>> = ordered.iter().map(|p| ProgramAnalysis::new(p)).collect();
-    // A coordinate affects nothing but the sizes of uneven shards: coordinates with equal sizes are
-    // lowered once.
+    let lower_phase = |phase, target| Lowering::new(&logical, mapping, world, phase, target).run();
+    let (mut roles, mut of_role) =
+        group_roles(&world, lower_tp_classes(mapping.mesh, &sources, lower_phase)?);
+    if world.outside_count() > 0 {
+        let mut leader_programs = Vec::new();
+        for phase in &sources {
+            leader_programs.extend(lower_phase(phase, LoweringTarget::Leader)?);
+        }
+        roles.insert(
+            0,
+            RoleRanks { role: LEADER.to_string(), ranks: (0..world.outside_count()).map(Rank).collect() },
+        );
+        of_role.insert(0, leader_programs);
+    }
+    Ok(Bundle {
+        mesh: world,
+        rank_map,
+        roles,
+        phases: collect_phases(&logical, of_role, mapping.transport),
+        calls: logical.calls.clone(),
+        mapping: mapping.to_toml(),
+    })
+}
+
+/// Inserts the casts and quantizations of the mapping's dtype policy.
+fn with_dtype_policy<'a>(
+    logical: &'a LogicalModel,
+    mapping: &Mapping,
+) -> Result<Cow<'a, LogicalModel>, Diagnostics> {
+    if mapping.dtype == DtypePolicy::F32 {
+        return Ok(Cow::Borrowed(logical));
+    }
+    let apply = |p| precision::apply_dtype_policy(p, mapping.dtype, mapping.strategy);
+    let phases = logical.phases.iter().map(apply).collect::<Result<_, _>>()?;
+    Ok(Cow::Owned(LogicalModel { phases, ..logical.clone() }))
+}
+
+/// Splits the rows of every phase into chunks, so that their collectives overlap compute.
+fn with_row_chunks(
+    logical: Cow<'_, LogicalModel>,
+    chunks: u32,
+) -> Result<Cow<'_, LogicalModel>, Diagnostics> {
+    if chunks == 1 {
+        return Ok(logical);
+    }
+    let split = |p| row_chunks::split_rows(p, chunks);
+    let phases = logical.phases.iter().map(split).collect::<Result<_, _>>()?;
+    Ok(Cow::Owned(LogicalModel { phases, ..logical.into_owned() }))
+}
+
+/// Lowers every phase for every tp coordinate. A coordinate affects nothing but the sizes of uneven
+/// shards: coordinates with equal sizes are lowered once.
+fn lower_tp_classes<'a>(
+    mesh: Mesh,
+    phases: &'a [ProgramAnalysis<'a>],
+    lower_phase: impl Fn(&'a ProgramAnalysis<'a>, LoweringTarget) -> Result<Vec<Program>, Diagnostics>,
+) -> Result<Vec<TpClass>, Diagnostics> {
     let tp = mesh.axis_size(Axis::Tp);
     let mut classes: Vec<TpClass> = Vec::new();
     let mut uneven: BTreeSet<(Uneven, Option<u32>)> = BTreeSet::new();
@@ -138,10 +135,9 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
             class.coordinates.push(at);
             continue;
         }
-        let mut per_stage: Vec<Vec<Program>> = vec![Vec::new(); stages as usize];
-        for phase in &sources {
-            let lowered =
-                Lowering::new(logical, mapping, world, phase, LoweringTarget::Mesh { tp: at }).run()?;
+        let mut per_stage: Vec<Vec<Program>> = vec![Vec::new(); mesh.axis_size(Axis::Pp) as usize];
+        for phase in phases {
+            let lowered = lower_phase(phase, LoweringTarget::Mesh { tp: at })?;
             for (stage, p) in lowered.into_iter().enumerate() {
                 per_stage[stage].push(p);
             }
@@ -150,38 +146,22 @@ pub fn lower(logical: &LogicalModel, mapping: &mut Mapping) -> Result<Bundle, Di
         let sizes = uneven.iter().map(size).collect();
         classes.push(TpClass { shard_sizes: sizes, coordinates: vec![at], per_stage });
     }
-    let (mut roles, mut of_role) = group_roles(&world, classes);
-    if world.outside_count() > 0 {
-        let mut leader_programs = Vec::new();
-        for phase in &sources {
-            leader_programs
-                .extend(Lowering::new(logical, mapping, world, phase, LoweringTarget::Leader).run()?);
-        }
-        roles.insert(
-            0,
-            RoleRanks { role: LEADER.to_string(), ranks: (0..world.outside_count()).map(Rank).collect() },
-        );
-        of_role.insert(0, leader_programs);
-    }
+    Ok(classes)
+}
+
+/// Regroups the programs of each role by phase, and assigns their transport and slots.
+fn collect_phases(logical: &LogicalModel, of_role: Vec<Vec<Program>>, transport: Transport) -> Vec<Phase> {
     let mut of_role: Vec<std::vec::IntoIter<Program>> = of_role.into_iter().map(Vec::into_iter).collect();
-    let phases = logical
+    logical
         .phases
         .iter()
         .map(|l| {
             let mut programs: Vec<Program> = of_role.iter_mut().filter_map(Iterator::next).collect();
-            programs.iter_mut().for_each(|p| set_transport(p, mapping.transport));
-            let memory: Vec<Slots> = programs.iter().map(memory::assign_slots).collect();
-            Phase { name: l.name.clone(), programs, slots: memory }
+            programs.iter_mut().for_each(|p| set_transport(p, transport));
+            let slots: Vec<Slots> = programs.iter().map(memory::assign_slots).collect();
+            Phase { name: l.name.clone(), programs, slots }
         })
-        .collect();
-    Ok(Bundle {
-        mesh: world,
-        rank_map,
-        roles,
-        phases,
-        calls: logical.calls.clone(),
-        mapping: mapping.to_toml(),
-    })
+        .collect()
 }
 
 /// Writes the transport into every collective, unless the choice is left open.
@@ -197,7 +177,7 @@ fn set_transport(p: &mut Program, transport: Transport) {
 /// The local counterpart of a logical value on one stage.
 #[derive(Clone, Copy)]
 enum LocalValue {
-    /// The value is available.
+    /// The value is defined in the stage's program and needs no wait.
     Ready(ValueId),
     /// The value's collective has been issued; its first reader waits for it.
     Pending(ValueId),
@@ -208,14 +188,15 @@ enum LocalValue {
 enum LoweringTarget {
     /// All stages at this tp coordinate.
     Mesh { tp: u32 },
-    /// The leader outside the mesh.
+    /// The leader outside the mesh, which runs the encode and decode phases.
     Leader,
 }
 
 struct Lowering<'a> {
     program: &'a Program,
     analysis: &'a ProgramAnalysis<'a>,
-    /// Whether the phase runs on this target at all.
+    /// Whether this target runs the phase. A leader outside the mesh runs the encode and decode
+    /// phases, and the mesh runs the others; in topology `mesh`, the mesh runs all.
     is_active: bool,
     sharding: ShardingRules,
     mesh_invariant: bool,
@@ -249,19 +230,21 @@ impl<'a> Lowering<'a> {
             LoweringTarget::Mesh { .. } => (mesh.axis_size(Axis::Tp), mesh.axis_size(Axis::Pp)),
             LoweringTarget::Leader => (1, 1),
         };
-        let streams: &[&str] = match (tp > 1, pp > 1) {
-            (false, false) => &["compute"],
-            (true, false) => &["compute", "tp_collective"],
-            (false, true) => &["compute", "pp"],
-            (true, true) => &["compute", "tp_collective", "pp"],
-        };
+        let streams: Vec<StreamKind> = [
+            Some(StreamKind::Compute),
+            (tp > 1).then_some(StreamKind::TpCollective),
+            (pp > 1).then_some(StreamKind::Pp),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
         let role = |s| match target {
             LoweringTarget::Mesh { tp } => format!("stage{s}@tp{tp}"),
             LoweringTarget::Leader => LEADER.to_string(),
         };
         let stages = (0..pp)
             .map(|s| StageBuilder {
-                builder: Builder::new_role(&program.name, &role(s), mesh, streams),
+                builder: Builder::new_role(&program.name, &role(s), mesh, &streams),
                 values: BTreeMap::new(),
                 pending_sends: Vec::new(),
             })
@@ -303,7 +286,7 @@ impl<'a> Lowering<'a> {
         let mut ds = Vec::new();
         for mut stage in self.stages {
             for t in std::mem::take(&mut stage.pending_sends) {
-                stage.builder.set_stream("compute");
+                stage.builder.set_stream(StreamKind::Compute);
                 stage.builder.add_wait(t, None);
             }
             match stage.builder.finish() {
@@ -342,362 +325,21 @@ impl<'a> Lowering<'a> {
     /// any.
     fn lower_op(&mut self, i: usize, s: usize) -> Option<usize> {
         let op = &self.program.ops[i];
-        match op.opcode {
-            Opcode::Matmul => self.lower_matmul(op, s, self.analysis.wants_heads[i]),
-            Opcode::RmsNorm => return self.lower_rms_norm(i, s),
-            Opcode::RowSquareSum => self.lower_row_square_sum(op, s),
-            Opcode::CacheWrite => self.lower_cache_write(op, s),
-            Opcode::CacheRead => self.lower_cache_read(op, s),
-            Opcode::Attention => self.lower_attention(op, s),
-            Opcode::Output => self.lower_output(op, s),
-            Opcode::Quantize => self.lower_quantize(op, s),
-            _ => self.lower_rowwise(op, s, self.analysis.wants_heads[i]),
+        let by_heads = self.analysis.wants_heads[i];
+        match (op.opcode.table_row().traits.lowering, op.view()) {
+            (LoweringRule::Own, Ok(OpView::Matmul(v))) => self.lower_matmul(op, &v, s, by_heads),
+            (LoweringRule::Own, Ok(OpView::RmsNorm(_))) => return self.lower_rms_norm(i, s),
+            (LoweringRule::Own, Ok(OpView::RowSquareSum(_))) => self.lower_row_square_sum(op, s),
+            (LoweringRule::Own, Ok(OpView::CacheWrite(v))) => self.lower_cache_write(op, &v, s),
+            (LoweringRule::Own, Ok(OpView::CacheRead(_))) => self.lower_cache_read(op, s),
+            (LoweringRule::Own, Ok(OpView::Attention(v))) => self.lower_attention(op, &v, s),
+            (LoweringRule::Own, Ok(OpView::Output(_))) => self.lower_output(op, s),
+            (LoweringRule::Own, Ok(OpView::Quantize(_))) => self.lower_quantize(op, s),
+            // `check_opcodes` has refused the third kind, and sources are lowered where they are read.
+            (LoweringRule::ByRow | LoweringRule::Own | LoweringRule::Refused, _) => {
+                self.lower_rowwise(op, s, by_heads);
+            }
         }
         None
-    }
-
-    // Values.
-
-    /// Returns the local counterpart of a logical value on stage `s`, in any layout.
-    fn local_value(&mut self, v: ValueId, s: usize) -> ValueId {
-        match self.stages[s].values.get(&v) {
-            Some(LocalValue::Ready(x)) => return *x,
-            Some(LocalValue::Pending(ticket)) => {
-                let ticket = *ticket;
-                let x = self.wait_for(s, ticket, None);
-                self.stages[s].values.insert(v, LocalValue::Ready(x));
-                return x;
-            }
-            None => {}
-        }
-        let x = match self.analysis.defs[v.0 as usize].map(|d| &self.program.ops[d]) {
-            Some(op) if op.opcode.table_row().kind == OpKind::Source && op.opcode != Opcode::CacheRead => {
-                self.lower_source(op, s)
-            }
-            _ => self.receive_from_owner(v, s),
-        };
-        self.stages[s].values.insert(v, LocalValue::Ready(x));
-        x
-    }
-
-    fn lower_source(&mut self, op: &Op, s: usize) -> ValueId {
-        let logical = self.program.type_of(op.results[0]).clone();
-        let layout = match op.opcode {
-            Opcode::Weight => self.sharding.weight_layout(op, &logical.shape),
-            _ => AxisLayout::Replicated,
-        };
-        let ty = self.local_type(&logical, layout, s);
-        let name = op.name.clone().unwrap_or_default();
-        let b = &mut self.stages[s].builder;
-        if let Some(load) = op.str_attr("load") {
-            b.set_attr("load", load);
-        }
-        b.set_label(&self.program.value(op.results[0]).name);
-        let x = match op.opcode {
-            Opcode::Weight => b.add_weight(&name, ty),
-            Opcode::Call => b.add_call_scalar(&name, ty),
-            _ => b.add_input(&name, ty),
-        };
-        // An input that holds tokens arrives whole; each rank keeps its own.
-        if op.str_attr("part") == Some("tokens") {
-            let want = self.sharding.token_layout(&logical.shape);
-            return self.reshard(x, want, s, 1);
-        }
-        x
-    }
-
-    /// Sends a value from the stage that holds it to stage `s` and waits for it there.
-    fn receive_from_owner(&mut self, v: ValueId, s: usize) -> ValueId {
-        let from =
-            (0..self.stages.len()).find(|t| *t != s && self.stages[*t].values.contains_key(&v)).unwrap_or(0);
-        let x = self.local_value(v, from);
-        let ty = self.stages[from].builder.type_of(x).clone();
-        let ticket = self.issue_collective(from, Opcode::Send, &[x], &[("to", s as i64)], "pp", Axis::Pp);
-        self.stages[from].pending_sends.push(ticket);
-        let b = &mut self.stages[s].builder;
-        // The compute stream is the last that touched the memory which the receive overwrites.
-        b.set_stream("compute");
-        let event = b.add_op(Opcode::EventRecord, &[]);
-        b.set_attr("axis", "pp").set_attr("from", from as i64).set_stream("pp").start_after(event);
-        let ticket = b.add_recv(ty.clone());
-        self.wait_for(s, ticket, Some(ty))
-    }
-
-    fn local_type(&self, logical: &Type, layout: AxisLayout, s: usize) -> Type {
-        let program = self.stages[s].builder.program();
-        let mut ty = logical.clone().with_axis_layout(Axis::Tp, layout);
-        if let AxisLayout::Shard(shard) = layout {
-            ty.shape[shard.dim] = match shard.uneven {
-                None => ty.shape[shard.dim] / u64::from(shard.part_count(self.mesh.axis_size(Axis::Tp))),
-                Some(u) => tessera_ir::rules::role_shard_len(program, Axis::Tp, u, shard.subgroup_size),
-            };
-        }
-        ty
-    }
-
-    fn set_result(&mut self, op: &Op, s: usize, x: ValueId) {
-        self.stages[s].values.insert(op.results[0], LocalValue::Ready(x));
-    }
-
-    fn tp_layout(&self, x: ValueId, s: usize) -> AxisLayout {
-        self.stages[s].builder.type_of(x).layout.on_axis(Axis::Tp)
-    }
-
-    // Ops.
-
-    fn lower_matmul(&mut self, op: &Op, s: usize, by_heads: bool) {
-        use AxisLayout::{Replicated, Shard as S};
-        let w = self.local_value(op.operands[1], s);
-        let mut x = self.local_value(op.operands[0], s);
-        let (lx, lw) = (self.tp_layout(x, s), self.tp_layout(w, s));
-        // The rows of x may be sharded; its columns only if w is sharded alike.
-        let split = matches!((lx, lw), (S(a), S(b)) if a.dim == 1 && a == b);
-        if let S(a) = lx
-            && a.dim == 1
-            && !split
-        {
-            let global = self.stages[s].builder.type_of(x).shape[0];
-            let want = if lw == Replicated { self.sharding.token_layout(&[global]) } else { Replicated };
-            x = self.reshard(x, want, s, 1);
-        }
-        let bias = op.keyed_operand("bias").map(|b| self.local_value(b, s));
-        let scales = ["x_scale", "w_scale"].map(|k| op.keyed_operand(k).map(|v| (k, self.local_value(v, s))));
-        let act = op.str_attr("act").map(str::to_string);
-        let segmented = self.mesh_invariant && self.weight_part(op.operands[1]) == Some("row");
-        let b = &mut self.stages[s].builder;
-        if segmented {
-            b.set_attr("segments", if split { SEGMENTS / i64::from(self.sharding.tp) } else { SEGMENTS });
-        }
-        let y = if split {
-            // A bias or activation inside the matmul would apply to each rank's partial sum.
-            let y = b.add_op(Opcode::Matmul, &[x, w]);
-            if bias.is_none() && act.is_none() {
-                return self.set_reduced_result(op, s, y);
-            }
-            let mut y = self.all_reduce(y, s);
-            if let Some(bias) = bias {
-                let b = &mut self.stages[s].builder;
-                if let Some(act) = &act {
-                    b.set_attr("act", act.as_str());
-                }
-                y = b.add_op(Opcode::BiasAct, &[y, bias]);
-            }
-            y
-        } else {
-            if let Some(act) = &act {
-                b.set_attr("act", act.as_str());
-            }
-            if let Some(bias) = bias {
-                b.add_keyed("bias", bias);
-            }
-            for (k, scale) in scales.into_iter().flatten() {
-                b.add_keyed(k, scale);
-            }
-            b.add_op(Opcode::Matmul, &[x, w])
-        };
-        self.finish_row_op(op, s, y, by_heads);
-    }
-
-    /// Lowers a quantization, which needs whole rows: reshards from columns to rows, as the reading
-    /// matmul would require anyway.
-    fn lower_quantize(&mut self, op: &Op, s: usize) {
-        let mut x = self.local_value(op.operands[0], s);
-        if matches!(self.tp_layout(x, s), AxisLayout::Shard(shard) if shard.dim == 1) {
-            let want = self.sharding.token_layout(&self.program.type_of(op.operands[0]).shape);
-            x = self.reshard(x, want, s, 1);
-        }
-        let made = self.stages[s].builder.add_quantize(x);
-        for (logical, local) in op.results.iter().zip(made) {
-            self.stages[s].values.insert(*logical, LocalValue::Ready(local));
-        }
-    }
-
-    fn weight_part(&self, weight: ValueId) -> Option<&str> {
-        self.analysis.defs[weight.0 as usize].and_then(|d| self.program.ops[d].str_attr("part"))
-    }
-
-    /// Stores a result; if every reader wants it by heads and it is sharded by tokens, issues its
-    /// all-to-all now.
-    fn finish_row_op(&mut self, op: &Op, s: usize, y: ValueId, by_heads: bool) {
-        if by_heads && let AxisLayout::Shard(from) = self.tp_layout(y, s) {
-            let width = self.stages[s].builder.type_of(y).shape[1];
-            if from.dim == 0
-                && let AxisLayout::Shard(to) = self.sharding.head_layout(width)
-            {
-                let unit = self.sharding.head_dim;
-                let ticket = self.issue_all_to_all(y, from, to, s, unit);
-                self.stages[s].values.insert(op.results[0], LocalValue::Pending(ticket));
-                return;
-            }
-        }
-        self.set_result(op, s, y);
-    }
-
-    /// Lowers a norm over whole rows, or over sharded rows with one small all-reduce of the square
-    /// sums. A following norm of the same shape shares that all-reduce.
-    fn lower_rms_norm(&mut self, i: usize, s: usize) -> Option<usize> {
-        let op = &self.program.ops[i];
-        let x = self.local_value(op.operands[0], s);
-        let sharded = matches!(self.tp_layout(x, s), AxisLayout::Shard(shard) if shard.dim == 1);
-        let by_heads = self.analysis.wants_heads[i];
-        if !sharded {
-            let w = self.local_value(op.operands[1], s);
-            let segmented = self.mesh_invariant;
-            let b = &mut self.stages[s].builder;
-            if segmented {
-                b.set_attr("segments", SEGMENTS);
-            }
-            b.set_attr("eps", op.float_attr("eps").unwrap_or(1e-6));
-            let y = b.add_op(Opcode::RmsNorm, &[x, w]);
-            self.finish_row_op(op, s, y, by_heads);
-            return None;
-        }
-        let mut ops = vec![(op, x)];
-        let mut second = None;
-        let next_op = (i + 1..self.program.ops.len()).find(|j| self.program.ops[*j].opcode != Opcode::Weight);
-        if let Some(j) = next_op
-            && self.program.ops[j].opcode == Opcode::RmsNorm
-            && self.owning_stages(j) == (s..=s)
-        {
-            let next = &self.program.ops[j];
-            let y = self.local_value(next.operands[0], s);
-            if self.stages[s].builder.type_of(y) == self.stages[s].builder.type_of(x) {
-                ops.push((next, y));
-                second = Some(j);
-            }
-        }
-        let width = self.program.type_of(op.results[0]).shape[1];
-        let values: Vec<ValueId> = ops.iter().map(|o| o.1).collect();
-        let sums = self.emit_square_sums(&values, s);
-        let sums = self.all_reduce(sums, s);
-        for (col, (op, x)) in ops.iter().enumerate() {
-            let w = self.local_value(op.operands[1], s);
-            let b = &mut self.stages[s].builder;
-            b.set_attr("col", col as u64)
-                .set_attr("width", width)
-                .set_attr("eps", op.float_attr("eps").unwrap_or(1e-6));
-            let y = b.add_op(Opcode::RmsScale, &[*x, sums, w]);
-            self.set_result(op, s, y);
-        }
-        second
-    }
-
-    fn lower_row_square_sum(&mut self, op: &Op, s: usize) {
-        let values: Vec<ValueId> = op.operands.iter().map(|v| self.local_value(*v, s)).collect();
-        let sums = self.emit_square_sums(&values, s);
-        self.set_reduced_result(op, s, sums);
-    }
-
-    /// Emits the per-row square sums of values with equal layouts; the result is partial if columns
-    /// are sharded.
-    fn emit_square_sums(&mut self, values: &[ValueId], s: usize) -> ValueId {
-        let split = matches!(self.tp_layout(values[0], s), AxisLayout::Shard(shard) if shard.dim == 1);
-        let b = &mut self.stages[s].builder;
-        if self.mesh_invariant {
-            b.set_attr("segments", if split { SEGMENTS / i64::from(self.sharding.tp) } else { SEGMENTS });
-        }
-        b.add_op(Opcode::RowSquareSum, values)
-    }
-
-    fn local_buffer(&mut self, op: &Op, s: usize) -> (tessera_ir::BufferId, Type) {
-        let logical = op.buffer.map(|b| self.program.buffer(b));
-        let (name, ty) = logical.map_or((String::new(), None), |b| (b.name.clone(), Some(b.ty.clone())));
-        let ty = ty.unwrap_or_else(|| Type::scalar(tessera_ir::DType::F32));
-        let layout = self.sharding.buffer_layout(&name, &ty.shape);
-        let local = self.local_type(&ty, layout, s);
-        (self.stages[s].builder.declare_buffer(&name, local.clone()), local)
-    }
-
-    fn lower_cache_write(&mut self, op: &Op, s: usize) {
-        let x = self.local_value(op.operands[0], s);
-        let (buffer, ty) = self.local_buffer(op, s);
-        let unit = if op.buffer.is_some_and(|b| self.program.buffer(b).name.contains('.')) {
-            self.sharding.head_dim
-        } else {
-            1
-        };
-        let x = self.reshard(x, ty.layout.on_axis(Axis::Tp), s, unit);
-        let row = op.keyed_operand("row").map(|r| self.local_value(r, s));
-        let b = &mut self.stages[s].builder;
-        if let Some(first) = op.int_attr("first_row") {
-            b.set_attr("first_row", first);
-        }
-        if let Some(row) = row {
-            b.add_keyed("row", row);
-        }
-        b.write_buffer(buffer, x);
-    }
-
-    fn lower_cache_read(&mut self, op: &Op, s: usize) {
-        let (buffer, _) = self.local_buffer(op, s);
-        let b = &mut self.stages[s].builder;
-        for name in ["row", "rows"] {
-            if let Some(n) = op.int_attr(name) {
-                b.set_attr(name, n);
-            }
-        }
-        let x = b.read_buffer(buffer);
-        self.set_result(op, s, x);
-    }
-
-    fn lower_attention(&mut self, op: &Op, s: usize) {
-        let is_self_attention = reads_self_cache(self.program, self.analysis.defs[op.operands[1].0 as usize]);
-        let mut q = self.local_value(op.operands[0], s);
-        let (k, v) = (self.local_value(op.operands[1], s), self.local_value(op.operands[2], s));
-        if is_self_attention {
-            let want = self.tp_layout(k, s);
-            let unit = self.sharding.head_dim;
-            q = self.reshard(q, want, s, unit);
-        }
-        let bias = op.keyed_operand("bias").map(|b| self.local_value(b, s));
-        let b = &mut self.stages[s].builder;
-        b.set_attr("head_dim", self.sharding.head_dim);
-        if let Some(rows) = op.ints_attr("bias_rows") {
-            b.set_attr("bias_rows", rows.to_vec());
-        }
-        if let Some(bias) = bias {
-            b.add_keyed("bias", bias);
-        }
-        let y = b.add_op(Opcode::Attention, &[q, k, v]);
-        self.set_result(op, s, y);
-    }
-
-    fn lower_output(&mut self, op: &Op, s: usize) {
-        let x = self.local_value(op.operands[0], s);
-        let x = self.reshard(x, AxisLayout::Replicated, s, 1);
-        self.stages[s].builder.add_output(op.name.as_deref().unwrap_or("out"), x);
-    }
-
-    /// Lowers an op that works row by row, so its rows may be sharded. Operands after the first
-    /// take the first one's layout if they have the same shape; per-frame and per-column operands
-    /// keep theirs.
-    fn lower_rowwise(&mut self, op: &Op, s: usize, by_heads: bool) {
-        let mut operands = Vec::new();
-        for v in &op.operands {
-            let x = self.local_value(*v, s);
-            operands.push(x);
-        }
-        if let Some(first) = operands.first().copied() {
-            let rows = self.program.type_of(op.operands[0]).shape.clone();
-            let want = self.tp_layout(first, s);
-            for (i, x) in operands.iter_mut().enumerate().skip(1) {
-                if self.program.type_of(op.operands[i]).shape == rows {
-                    *x = self.reshard(*x, want, s, 1);
-                }
-            }
-        }
-        let keyed: Vec<(&'static str, ValueId)> =
-            op.keyed.iter().map(|(k, v)| (*k, self.local_value(*v, s))).collect();
-        let b = &mut self.stages[s].builder;
-        let mut attrs = op.attrs.clone();
-        for logical_only in ["at", "part", "unit"] {
-            attrs.remove(logical_only);
-        }
-        b.set_attrs(attrs);
-        for (k, v) in keyed {
-            b.add_keyed(k, v);
-        }
-        let y = b.add_op(op.opcode, &operands);
-        self.finish_row_op(op, s, y, by_heads);
     }
 }

@@ -1,55 +1,13 @@
 //! The mapping, which a person reads and edits: topology, mesh, strategy, numerics policy, stages
 //! and queue depths.
 
+mod checks;
+
 use tessera_base::config::{ConfigReader, T0004, parse_toml};
-use tessera_base::{Code, Diagnostic, Diagnostics, format_choices};
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_mesh::{Axis, Mesh, RankMap};
 
-/// A mesh axis that this kind of model cannot use is larger than 1.
-pub static T0601: Code = Code {
-    id: "T0601",
-    title: "mesh axis has nothing to shard",
-    page: "A video generator has no experts, so `ep` must be 1, and a stream is one sequence, so `dp` must be 1. Use tp \
-to shard heads or tokens, and pp to split blocks into stages.",
-};
-/// tp has more ranks than the model has units to shard.
-pub static T0602: Code = Code {
-    id: "T0602",
-    title: "tp does not fit the model",
-    page: "Every rank of tp must hold at least one whole head, at least one column of the feed-forward layer \
-(megatron) and at least one token (ulysses). Counts that tp does not divide give shards that differ by one unit; with more \
-ranks than units a rank would hold nothing, so the mapping is rejected. The hint lists the legal sizes, even ones first.",
-};
-/// pp has more stages than the model has blocks.
-pub static T0603: Code = Code {
-    id: "T0603",
-    title: "pp does not fit the model",
-    page: "Each stage of a block pipeline holds at least one whole block. A list of blocks per stage must have one \
-entry per stage and add up to the model's blocks.",
-};
-/// The mesh-invariant numerics policy is impossible for this mapping and model.
-pub static T0604: Code = Code {
-    id: "T0604",
-    title: "mesh-invariant numerics are not possible here",
-    page: "Under `mesh-invariant` every contraction that some mesh may split is divided into 8 equal segments summed in \
-one binary tree, so that no result depends on the mesh. That requires tp to divide 8, tp to divide the heads, and 8 to \
-divide both the model width and the feed-forward width. The tree sums in f32, so `dtype` must be f32 too. Use the standard \
-policy or one of the sizes in the hint.",
-};
-/// The mapping is inconsistent.
-pub static T0605: Code = Code {
-    id: "T0605",
-    title: "mapping contradicts itself",
-    page: "The mapping's device list, stages or queue depths do not fit its mesh. Queue depths are bounds: 0 would \
-stop the stream, and an unbounded queue would hide a slow consumer, so each depth is 1 to 64. Blocks per stage are whole numbers from 1. \
-The planner prints a device name in quotes into the sealed mapping, so it may contain no quote, backslash or control character. \
-A list of devices names the device of every rank, with the leader outside the mesh first.\n\n\
-`chunks` of `overlap` splits the rows of a call into chunks so that the all-reduces of one chunk overlap the compute of another. Only `megatron` over \
-more than one rank has all-reduces, and each chunk needs a row.\n\n\
-`topology`, not the mesh, determines whether a rank lies outside the mesh: in `mesh` rank 0 leads and computes; in `pp0` \
-rank 0 encodes and decodes beside a mesh of one rank; in `pp1` beside a mesh of two ranks or more, the first of which relays. \
-`pp0` and `pp1` pipeline the phases of a call; the mesh axis `pp` pipelines the blocks of the model. A mapping may use both.",
-};
+use crate::codes::T0605;
 
 /// The placement of the leader: which ranks encode and decode, and which generate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,7 +25,7 @@ impl Topology {
     /// All placements of the leader, in declaration order, which [`Topology::name`] indexes.
     pub const ALL: [Topology; 3] = [Topology::Mesh, Topology::Pp0, Topology::Pp1];
 
-    /// Returns the spelling in a mapping.
+    /// Returns the name in a `mapping.toml`, such as `pp1`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["mesh", "pp0", "pp1"][self as usize]
@@ -90,7 +48,7 @@ pub enum Strategy {
 }
 
 impl Strategy {
-    /// Returns the spelling in a mapping.
+    /// Returns the name in a `mapping.toml`: `megatron` or `ulysses`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -105,12 +63,13 @@ impl Strategy {
 pub enum Numerics {
     /// Each rank computes a partial sum; ranks add the partial sums in rank order.
     Standard,
-    /// Eight segments are summed in one tree, on any mesh.
+    /// A contraction that some mesh may split is divided into eight segments, and one binary tree
+    /// sums them on every mesh.
     MeshInvariant,
 }
 
 impl Numerics {
-    /// Returns the spelling in a mapping.
+    /// Returns the name in a `mapping.toml`: `standard` or `mesh-invariant`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -137,7 +96,7 @@ impl DtypePolicy {
     /// All policies from widest to narrowest dtype.
     pub const ALL: [DtypePolicy; 3] = [DtypePolicy::F32, DtypePolicy::Bf16, DtypePolicy::Fp8];
 
-    /// Returns the spelling in a mapping.
+    /// Returns the name in a `mapping.toml`: `f32`, `bf16` or `fp8`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["f32", "bf16", "fp8"][self as usize]
@@ -161,21 +120,22 @@ impl Transport {
     /// All transports that a mapping can name.
     pub const ALL: [Transport; 3] = [Transport::Best, Transport::P2p, Transport::Nccl];
 
-    /// Returns the spelling in a mapping.
+    /// Returns the name in a `mapping.toml`: `best`, `p2p` or `nccl`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["best", "p2p", "nccl"][self as usize]
     }
 }
 
-/// A mapping of a model onto ranks.
+/// The contents of a `mapping.toml`: the placement of a model on ranks, its numerics, and the queue
+/// depths.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mapping {
-    /// Placement of the leader.
+    /// Whether rank 0, the leader, lies in the mesh or outside it.
     pub topology: Topology,
     /// The mesh without the ranks outside it; [`Mapping::world_mesh`] includes them.
     pub mesh: Mesh,
-    /// Sharding strategy over tp.
+    /// How tp shards a transformer block: by weights and heads, or by tokens and heads.
     pub strategy: Strategy,
     /// Whether the bits of sums may depend on the mesh.
     pub numerics: Numerics,
@@ -233,8 +193,8 @@ impl Mapping {
         let (mut numerics, mut stages) = (root.read_table("numerics"), root.read_table("stages"));
         let (mut devices, mut queues) = (root.read_table("devices"), root.read_table("queues"));
         let mut overlap = root.read_table("overlap");
-        root.renamed_keys(&[("exchange", "collectives")]);
-        overlap.renamed_keys(&[("pieces", "chunks")]);
+        root.set_renamed_keys(&[("exchange", "collectives")]);
+        overlap.set_renamed_keys(&[("pieces", "chunks")]);
         let mut sizes = [1u32; 4];
         for (axis, name) in Axis::ALL.into_iter().zip(["tp", "ep", "pp", "dp"]) {
             sizes[axis as usize] = u32::try_from(mesh.read_count(name, Some(1))).unwrap_or(u32::MAX);
@@ -369,90 +329,12 @@ impl Mapping {
             RankMap::new(&world, self.devices.clone())
         }
     }
-
-    /// Returns every inconsistency of the mapping itself, independent of a model.
-    #[must_use]
-    pub fn check_consistency(&self) -> Diagnostics {
-        let mut ds = Vec::new();
-        for (name, n) in
-            [("d_in", self.d_in), ("d_out", self.d_out), ("max_outstanding", self.max_outstanding)]
-        {
-            if !(1..=64).contains(&n) {
-                ds.push(Diagnostic::error(&T0605, format!("queues.{name} = {n} is out of range: 1 to 64")));
-            }
-        }
-        if self.mesh.outside_count() > 0 {
-            ds.push(
-                Diagnostic::error(
-                    &T0605,
-                    format!(
-                        "{} ranks outside the mesh, which a mapping cannot express",
-                        self.mesh.outside_count()
-                    ),
-                )
-                .with_label("mesh", self.mesh.to_string())
-                .with_hint("remove `outside`; topology pp0 or pp1 puts the leader outside the mesh"),
-            );
-        }
-        let tp = self.mesh.axis_size(Axis::Tp);
-        if self.overlap_chunks == 0 {
-            ds.push(Diagnostic::error(&T0605, "overlap.chunks = 0 leaves no rows"));
-        } else if self.overlap_chunks > 1 && (self.strategy != Strategy::Megatron || tp < 2) {
-            let message = format!("overlap.chunks = {} without an all-reduce over tp", self.overlap_chunks);
-            ds.push(
-                Diagnostic::error(&T0605, message)
-                    .with_label("mapping", format!("{} over tp = {tp}", self.strategy.name()))
-                    .with_hint("remove `chunks`, or use strategy megatron with tp=2 or more; ulysses overlaps its all-to-alls without it"),
-            );
-        }
-        let inside = self.mesh.mesh_size();
-        let topology_hint = match self.topology {
-            Topology::Pp0 if inside != 1 => {
-                Some("topology pp1 needs a mesh of two ranks or more; pp0 needs tp=1; mesh accepts any")
-            }
-            Topology::Pp1 if inside < 2 => Some(
-                "topology pp0 is a leader and one rank; pp1 needs tp=2 or more, or pp=2 or more; mesh accepts any",
-            ),
-            _ => None,
-        };
-        if let Some(hint) = topology_hint {
-            let ranks = if inside == 1 { "1 rank".to_string() } else { format!("{inside} ranks") };
-            ds.push(
-                Diagnostic::error(
-                    &T0605,
-                    format!("topology {} with a mesh of {ranks}", self.topology.name()),
-                )
-                .with_label("mesh", self.mesh.to_string())
-                .with_hint(hint),
-            );
-        }
-        let stages = self.mesh.axis_size(Axis::Pp) as usize;
-        if !self.blocks.is_empty() && self.blocks.len() != stages {
-            ds.push(Diagnostic::error(
-                &T0605,
-                format!("{} entries of blocks for pp = {stages}", self.blocks.len()),
-            ));
-        }
-        for (i, name) in self.devices.iter().enumerate() {
-            if name.contains(|c: char| c == '"' || c == '\\' || c.is_control()) {
-                ds.push(
-                    Diagnostic::error(&T0605, format!("a mapping cannot contain the device name {name:?}"))
-                        .with_label(format!("rank {i}"), format!("{name:?}"))
-                        .with_hint("use a name without quotes, backslashes and control characters"),
-                );
-            }
-        }
-        if let Err(d) = self.rank_map() {
-            ds.push(*d);
-        }
-        ds
-    }
 }
 
 /// The sizes of a model that a mapping must fit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelExtents {
-    /// Number of attention heads.
+    /// Number of attention heads per block, over all ranks of tp.
     pub heads: u64,
     /// Width of the residual stream.
     pub hidden_size: u64,
@@ -460,98 +342,8 @@ pub struct ModelExtents {
     pub ffn_size: u64,
     /// Tokens per chunk of video, which ulysses shards over tp.
     pub tokens: u64,
-    /// Number of transformer blocks.
+    /// Number of transformer blocks, over all stages.
     pub blocks: u64,
-}
-
-impl Mapping {
-    /// Returns every reason why this mapping does not fit a model, with the legal alternatives.
-    #[must_use]
-    pub fn check_fit(&self, e: &ModelExtents) -> Diagnostics {
-        let mut ds = self.check_consistency();
-        let tp = u64::from(self.mesh.axis_size(Axis::Tp));
-        let pp = u64::from(self.mesh.axis_size(Axis::Pp));
-        for axis in [Axis::Ep, Axis::Dp] {
-            let n = self.mesh.axis_size(axis);
-            if n > 1 {
-                let why =
-                    if axis == Axis::Ep { "the model has no experts" } else { "a stream is one sequence" };
-                ds.push(
-                    Diagnostic::error(&T0601, format!("{axis} = {n}, but {why}"))
-                        .with_label("mesh", self.mesh.to_string())
-                        .with_hint(format!("use {axis}=1")),
-                );
-            }
-        }
-        let (unit_name, units) = match self.strategy {
-            Strategy::Megatron => ("columns of the feed-forward layer", e.ffn_size),
-            Strategy::Ulysses => ("tokens of a chunk", e.tokens),
-        };
-        if tp > e.heads.min(units) {
-            let most = e.heads.min(units);
-            let scarce_unit = if e.heads <= units { "heads" } else { unit_name };
-            let even: Vec<u64> =
-                (1..=most).filter(|n| e.heads.is_multiple_of(*n) && units.is_multiple_of(*n)).collect();
-            ds.push(
-                Diagnostic::error(
-                    &T0602,
-                    format!("tp = {tp} over {most} {scarce_unit} leaves a rank without a unit"),
-                )
-                .with_label("model", format!("{} heads, {units} {unit_name}", e.heads))
-                .with_label("mesh", self.mesh.to_string())
-                .with_hint(format!(
-                    "even shards: tp = {}; uneven shards up to tp = {most}",
-                    format_choices(&even)
-                )),
-            );
-        }
-        if u64::from(self.overlap_chunks) > e.tokens {
-            let message = format!(
-                "overlap.chunks = {} over {} tokens per chunk of video",
-                self.overlap_chunks, e.tokens
-            );
-            ds.push(
-                Diagnostic::error(&T0605, message)
-                    .with_hint("each row chunk needs at least one token; 2 chunks hide most of the time"),
-            );
-        }
-        let total = self.blocks.iter().try_fold(0u64, |sum, n| sum.checked_add(*n));
-        if pp > e.blocks || (!self.blocks.is_empty() && (total != Some(e.blocks) || self.blocks.contains(&0)))
-        {
-            ds.push(
-                Diagnostic::error(&T0603, format!("{} blocks over pp = {pp} stages", e.blocks))
-                    .with_label("mapping", format!("blocks = {:?}", self.blocks))
-                    .with_hint(format!("pp may be 1 to {}", e.blocks)),
-            );
-        }
-        if self.numerics == Numerics::MeshInvariant {
-            let legal: Vec<u64> = [1, 2, 4, 8].into_iter().filter(|n| e.heads.is_multiple_of(*n)).collect();
-            let widths = e.hidden_size.is_multiple_of(8) && e.ffn_size.is_multiple_of(8);
-            if !widths || !legal.contains(&tp) {
-                let mut d = Diagnostic::error(
-                    &T0604,
-                    format!(
-                        "tp = {tp}, {} heads, width {}, feed-forward {}",
-                        e.heads, e.hidden_size, e.ffn_size
-                    ),
-                );
-                d = d.with_hint(if widths {
-                    format!("use tp = {}, or numerics = \"standard\"", format_choices(&legal))
-                } else {
-                    "8 must divide the model's widths; use numerics = \"standard\"".to_string()
-                });
-                ds.push(d);
-            }
-            if self.dtype != DtypePolicy::F32 {
-                let dtype = self.dtype.name();
-                let message = format!("numerics mesh-invariant in {dtype}: its summation trees need f32");
-                ds.push(Diagnostic::error(&T0604, message).with_hint(format!(
-                    "use dtype = \"f32\" under mesh-invariant, or numerics = \"standard\" in {dtype}; ulysses in {dtype} is bit-identical on any tp"
-                )));
-            }
-        }
-        ds
-    }
 }
 
 #[cfg(test)]

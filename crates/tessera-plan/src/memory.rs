@@ -85,14 +85,15 @@ impl RepeatedRange {
     }
 }
 
-/// The state of the slots after an op.
+/// The slots after an op: the bytes of each, the free ones, and when the others become free.
 #[derive(Default)]
 struct SlotAssignment {
     bytes: Vec<u64>,
     free: Vec<u32>,
     /// Slots that become free after as many more ops as their index.
     freed_in: VecDeque<Vec<u32>>,
-    /// Slots that become free after an op behind the repeated range.
+    /// Slots of values that outlive the repeated range, by the index of the op that reads the value
+    /// last.
     freed_after_range: BTreeMap<usize, Vec<u32>>,
 }
 
@@ -108,7 +109,7 @@ impl SlotAssignment {
 /// The values for which each op of a program takes slots.
 pub(crate) type LiveRanges = Vec<Vec<LiveRange>>;
 
-/// A value that needs a slot.
+/// A value that needs a slot from the op that lists it until its last use.
 pub(crate) struct LiveRange {
     value: ValueId,
     bytes: u64,
@@ -220,7 +221,7 @@ fn first_producing_op(
     Some(at)
 }
 
-/// Returns the wait of each ticket: its index and its results.
+/// Returns, by ticket, the index and the results of the op that waits for the ticket.
 fn wait_results(p: &Program) -> BTreeMap<ValueId, (usize, &[ValueId])> {
     let waits = p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::Wait);
     waits.map(|(i, o)| (o.operands[0], (i, &o.results[..]))).collect()

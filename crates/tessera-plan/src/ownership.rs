@@ -12,7 +12,7 @@ pub(crate) struct ProgramAnalysis<'a> {
     pub(crate) defs: Vec<Option<usize>>,
     /// The ops that read each value.
     pub(crate) readers: Vec<Vec<usize>>,
-    /// Owner of each op.
+    /// Stages that run each op, by op index.
     pub(crate) owners: Vec<OpOwner>,
     /// Whether every reader of an op's result needs it sharded by heads.
     pub(crate) wants_heads: Vec<bool>,
@@ -20,7 +20,7 @@ pub(crate) struct ProgramAnalysis<'a> {
     pub(crate) is_leader_phase: bool,
 }
 
-/// The stages that run an op.
+/// The stages that run an op, as its attribute `at` requests.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OpOwner {
     First,
@@ -32,7 +32,7 @@ pub(crate) enum OpOwner {
 
 impl<'a> ProgramAnalysis<'a> {
     pub(crate) fn new(program: &'a Program) -> ProgramAnalysis<'a> {
-        let owner = |op: &Op| match op.str_attr("at") {
+        let owner = |op: &Op| match op.placement_hint() {
             Some("all") => OpOwner::All,
             Some("last") => OpOwner::Last,
             Some(at) => match at.strip_prefix("block.").and_then(|b| b.parse().ok()) {
@@ -57,5 +57,5 @@ impl<'a> ProgramAnalysis<'a> {
 
 /// Returns whether a phase belongs to the leader, in any topology: encode or decode.
 fn is_leader_phase(p: &Program) -> bool {
-    p.ops.iter().any(|o| o.str_attr("at") == Some("leader"))
+    p.ops.iter().any(|o| o.placement_hint() == Some("leader"))
 }

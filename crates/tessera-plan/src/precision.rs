@@ -28,9 +28,10 @@
 use std::collections::BTreeMap;
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_ir::op_traits::ResultDtype;
 use tessera_ir::{Builder, DType, Op, OpKind, Opcode, Program, Type, ValueId};
 
-use crate::lower::T0606;
+use crate::codes::T0606;
 use crate::{DtypePolicy, Strategy};
 
 /// Applies a dtype policy to a program, for a strategy; returns a copy under f32.
@@ -60,7 +61,8 @@ struct DtypePass<'a> {
     program: &'a Program,
     defs: Vec<Option<usize>>,
     readers: Vec<Vec<usize>>,
-    /// Whether each value is computed from calls alone.
+    /// Whether each value is conditioning, which stays f32: it is computed from call scalars and
+    /// weights alone.
     conditioning: Vec<bool>,
     /// Dtype of each value after the transformation.
     dtypes: Vec<DType>,
@@ -104,13 +106,14 @@ impl<'a> DtypePass<'a> {
             _ => false,
         };
         let first = op.operands.first().map_or(DType::F32, |v| self.dtypes[v.0 as usize]);
-        let is = match op.opcode {
-            Opcode::Matmul if !self.conditioning[result] => DType::Bf16,
-            Opcode::CacheRead => op.buffer.map_or(first, |b| buffer_type(self.program, b).dtype),
-            Opcode::Cast => self.dtypes[result],
-            _ if op.opcode.table_row().kind == OpKind::Source => self.dtypes[result],
-            _ if keeps_operand_dtype(op.opcode) => first,
-            _ => DType::F32,
+        let is = match op.opcode.table_row().traits.result_dtype {
+            ResultDtype::Matmul if self.conditioning[result] => DType::F32,
+            ResultDtype::Matmul => DType::Bf16,
+            ResultDtype::Buffer => op.buffer.map_or(first, |b| buffer_type(self.program, b).dtype),
+            ResultDtype::Stated => self.dtypes[result],
+            ResultDtype::FirstOperand => first,
+            ResultDtype::Sums => DType::F32,
+            ResultDtype::Fixed(dtype) => dtype,
         };
         self.dtypes[result] = is;
     }
@@ -119,8 +122,8 @@ impl<'a> DtypePass<'a> {
     fn select_quantized_weights(&mut self, strategy: Strategy) {
         for weight in self.program.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
             let v = weight.results[0];
-            let cut_by_inputs = strategy == Strategy::Megatron && weight.str_attr("part") == Some("row");
-            let plain = !cut_by_inputs && !weight.attrs.contains_key("load");
+            let cut_by_inputs = strategy == Strategy::Megatron && weight.part_hint() == Some("row");
+            let plain = !cut_by_inputs && weight.weight_load().is_none();
             let readers = &self.readers[v.0 as usize];
             let reads = |i: &usize| {
                 self.is_block_matmul(&self.program.ops[*i]) && self.program.ops[*i].operands[1] == v
@@ -131,7 +134,7 @@ impl<'a> DtypePass<'a> {
 
     /// Returns whether an op is a bf16 matmul of a block on a value that a block produces.
     fn is_block_matmul(&self, op: &Op) -> bool {
-        let in_block = |op: &Op| op.str_attr("at").is_some_and(|at| at.starts_with("block."));
+        let in_block = |op: &Op| op.placement_hint().is_some_and(|at| at.starts_with("block."));
         let maker = op.operands.first().and_then(|x| self.defs[x.0 as usize]).map(|d| &self.program.ops[d]);
         op.opcode == Opcode::Matmul
             && in_block(op)
@@ -146,22 +149,18 @@ impl<'a> DtypePass<'a> {
     /// Returns the dtype that an op requires of its positional operand `at`.
     fn operand_dtype(&self, op: &Op, at: usize) -> RequiredDtype {
         let first = || self.dtypes[op.operands[0].0 as usize];
-        match op.opcode {
-            Opcode::Matmul => Some(match op.results.first() {
+        let row = op.opcode.table_row();
+        match row.traits.result_dtype {
+            ResultDtype::Matmul => Some(match op.results.first() {
                 Some(r) => self.dtypes[r.0 as usize],
                 None => DType::F32,
             }),
-            Opcode::CacheWrite => op.buffer.map(|b| buffer_type(self.program, b).dtype),
-            Opcode::Cast => None,
-            o if keeps_operand_dtype(o) && at == 0 => None,
-            // Vectors and columns that apply to rows.
-            Opcode::LayerNorm | Opcode::RmsNorm | Opcode::NormModulate => Some(DType::F32),
-            Opcode::RmsScale => Some(DType::F32),
-            Opcode::GateResidual if at == 2 => Some(DType::F32),
-            Opcode::RowSquareSum if at == 0 => None,
-            Opcode::RowSquareSum => Some(first()),
-            o if keeps_operand_dtype(o) => Some(first()),
-            _ => Some(DType::F32),
+            ResultDtype::Buffer => op.buffer.map(|b| buffer_type(self.program, b).dtype),
+            ResultDtype::Stated => None,
+            ResultDtype::FirstOperand | ResultDtype::Sums if at == 0 => None,
+            ResultDtype::FirstOperand if row.vectors[at] => Some(DType::F32),
+            ResultDtype::FirstOperand | ResultDtype::Sums => Some(first()),
+            ResultDtype::Fixed(dtype) => Some(dtype),
         }
     }
 
@@ -277,7 +276,7 @@ impl<'a> DtypePass<'a> {
         if let Some(made) = out.scaled.get(&v) {
             return *made;
         }
-        if let Some(at) = self.defs[v.0 as usize].and_then(|d| self.program.ops[d].str_attr("at")) {
+        if let Some(at) = self.defs[v.0 as usize].and_then(|d| self.program.ops[d].placement_hint()) {
             out.builder.set_attr("at", at);
         }
         let made =
@@ -312,13 +311,14 @@ impl<'a> DtypePass<'a> {
         let maker = self.defs[v.0 as usize].map(|d| &self.program.ops[d]);
         let is_source = maker
             .is_some_and(|m| m.opcode.table_row().kind == OpKind::Source && m.opcode != Opcode::CacheRead);
-        let made_at = maker.and_then(|m| m.str_attr("at"));
+        let made_at = maker.and_then(|m| m.placement_hint());
         let narrower = to.element_bytes() < self.dtypes[v.0 as usize].element_bytes();
         if narrower && !is_source {
             return made_at;
         }
         let readers = self.readers[v.0 as usize].iter().map(|i| &self.program.ops[*i]);
-        let mut places = readers.filter(|o| self.required_dtype(o, v) == Some(to)).map(|o| o.str_attr("at"));
+        let mut places =
+            readers.filter(|o| self.required_dtype(o, v) == Some(to)).map(|o| o.placement_hint());
         let first = places.next().flatten();
         match places.all(|at| at == first) {
             true => first,
@@ -333,32 +333,8 @@ struct RoundedProgram {
     builder: Builder,
     values: BTreeMap<ValueId, ValueId>,
     casts: BTreeMap<(ValueId, DType), ValueId>,
-    /// Values in e4m3, with their scales.
+    /// E4m3 values and their row scales, by the value of the original program.
     scaled: BTreeMap<ValueId, [ValueId; 2]>,
-}
-
-/// Returns whether an op's result has the dtype of its first operand, whatever that is.
-fn keeps_operand_dtype(op: Opcode) -> bool {
-    use Opcode as O;
-    matches!(
-        op,
-        O::BiasAct
-            | O::Add
-            | O::Silu
-            | O::LayerNorm
-            | O::NormModulate
-            | O::GateResidual
-            | O::RmsNorm
-            | O::RmsScale
-            | O::Rope
-            | O::Attention
-            | O::Softmax
-            | O::Bmm
-            | O::TakeRows
-            | O::TakeShard
-            | O::Pad
-            | O::Compact
-    )
 }
 
 /// Returns a buffer's type: the caches of blocks have the dtype of the matmuls that fill them.

@@ -8,7 +8,7 @@
 //! computes.
 //!
 //! - All values that share the rows of such a matmul are chunked, followed through ops that work
-//!   row by row. An op that depends on the index of a row states in `first` how many rows precede
+//!   row by row. An op that depends on the index of a row states in `first_row` how many rows precede
 //!   its chunk.
 //! - A section ends where a partial sum is complete: at a row-parallel matmul, whose bias is added
 //!   after the all-reduce, and at the square sums of norms over sharded columns, with those of
@@ -23,9 +23,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::{Diagnostic, Diagnostics};
-use tessera_ir::{Attr, BufferId, Builder, Op, Opcode, Program, ValueId};
+use tessera_ir::op_traits::RowAccess;
+use tessera_ir::{Attr, BufferId, Builder, Op, OpView, Opcode, Program, ValueId};
 
-use crate::lower::T0606;
+use crate::codes::T0606;
 
 /// Splits the rows of a program into the given number of chunks, at least 1; returns a copy of the
 /// program if its rows must stay whole.
@@ -44,11 +45,12 @@ struct RowChunker<'a> {
     defs: Vec<Option<usize>>,
     /// First row and row count of each chunk.
     chunks: Vec<(u64, u64)>,
-    /// Values that are split into chunks.
+    /// Values whose rows are split into chunks, found from the operands of row-parallel matmuls.
     chunked: BTreeSet<ValueId>,
 }
 
-/// One unit of work in a section.
+/// An op in a section, or a part of one: a row-parallel matmul and a norm over sharded columns are
+/// each split at the end of a section.
 #[derive(Clone, Copy)]
 enum SectionItem {
     /// An op on no rows of the call; emitted with the first chunk alone.
@@ -96,15 +98,15 @@ impl<'a> RowChunker<'a> {
     /// Returns the `part` of the weight that an op reads as operand `at`.
     fn weight_part(&self, op: &Op, at: usize) -> Option<&str> {
         let weight = &self.program.ops[self.defs[op.operands.get(at)?.0 as usize]?];
-        if weight.opcode == Opcode::Weight { weight.str_attr("part") } else { None }
+        if weight.opcode == Opcode::Weight { weight.part_hint() } else { None }
     }
 
     /// Returns whether an op is a row-parallel matmul after whose sum only a bias and an activation
     /// follow.
     fn is_row_parallel_matmul(&self, op: &Op) -> bool {
-        let plain = op.keyed_operand("x_scale").is_none()
-            && (op.keyed_operand("bias").is_some() || op.str_attr("act").is_none());
-        op.opcode == Opcode::Matmul && plain && self.weight_part(op, 1) == Some("row")
+        let Ok(OpView::Matmul(v)) = op.view() else { return false };
+        let plain = v.x_scale.is_none() && (v.bias.is_some() || v.act.is_none());
+        plain && self.weight_part(op, 1) == Some("row")
     }
 
     /// Returns whether an op is a norm over sharded columns.
@@ -148,7 +150,7 @@ impl<'a> RowChunker<'a> {
             } else if self.is_row_parallel_matmul(op) {
                 section.push(SectionItem::PerChunk(i));
                 out.push(std::mem::take(&mut section));
-                if op.keyed_operand("bias").is_some() {
+                if matmul_bias(op).is_some() {
                     section.push(SectionItem::Epilogue(i));
                 }
             } else if let Some(sums_of) = shared_with.get(&i) {
@@ -221,12 +223,9 @@ impl<'a> RowChunker<'a> {
             attrs.remove("act");
         }
         if let Some((first, rows)) = chunk.map(|k| self.chunks[k]) {
-            let plus = |name: &str| {
-                Attr::from(op.int_attr(name).and_then(|n| u64::try_from(n).ok()).unwrap_or(0) + first)
-            };
-            match op.opcode {
+            match op.view() {
                 // An input arrives whole, for any reader.
-                Opcode::Input => {
+                Ok(OpView::Input(_)) => {
                     out.builder
                         .set_attrs(std::mem::take(&mut attrs))
                         .set_label(&self.program.value(op.results[0]).name);
@@ -237,13 +236,16 @@ impl<'a> RowChunker<'a> {
                     out.values.insert((op.results[0], chunk), taken);
                     return;
                 }
-                Opcode::CacheRead => {
-                    attrs.extend([("row".to_string(), plus("row")), ("rows".to_string(), rows.into())]);
+                Ok(OpView::CacheRead(v)) => {
+                    let row = Attr::from(v.row + first);
+                    attrs.extend([("row".to_string(), row), ("rows".to_string(), rows.into())]);
                 }
-                _ if depends_on_row_index(op) => {
-                    attrs.insert("first_row".to_string(), plus("first_row"));
+                Ok(view) => {
+                    if let Some(first_row) = first_row_of(&view) {
+                        attrs.insert("first_row".to_string(), Attr::from(first_row + first));
+                    }
                 }
-                _ => {}
+                Err(_) => {}
             }
         }
         for (k, v) in op.keyed.iter().filter(|(k, _)| !(ends && *k == "bias")) {
@@ -272,7 +274,7 @@ impl<'a> RowChunker<'a> {
     /// Emits the bias and activation of a matmul after its all-reduce.
     fn emit_epilogue(&self, i: usize, k: usize, out: &mut ChunkedProgram) {
         let op = &self.program.ops[i];
-        let (v, Some(bias)) = (op.results[0], op.keyed_operand("bias")) else { return };
+        let (v, Some(bias)) = (op.results[0], matmul_bias(op)) else { return };
         let (sum, bias) = (self.chunk_value(v, Some(k), out), self.chunk_value(bias, None, out));
         self.copy_attrs(op, &["act"], out);
         let made = out.builder.add_op(Opcode::BiasAct, &[sum, bias]);
@@ -304,11 +306,10 @@ impl<'a> RowChunker<'a> {
 
     /// Copies another op's stage owner and some of its attributes to the next op.
     fn copy_attrs(&self, op: &Op, also: &[&str], out: &mut ChunkedProgram) {
-        let kept = op.attrs.iter().filter(|(k, _)| *k == "at" || also.contains(&k.as_str()));
-        out.builder.set_attrs(kept.map(|(k, a)| (k.clone(), a.clone())).collect());
+        out.builder.copy_attrs(op, &["at"]).copy_attrs(op, also);
     }
 
-    /// Returns the new counterpart of a value, for a chunk.
+    /// Returns the value of the new program that replaces a value, or its part in a chunk.
     fn chunk_value(&self, v: ValueId, chunk: Option<usize>, out: &ChunkedProgram) -> ValueId {
         let chunk = chunk.filter(|_| self.chunked.contains(&v));
         out.values.get(&(v, chunk)).copied().unwrap_or(v)
@@ -320,29 +321,35 @@ impl<'a> RowChunker<'a> {
 struct ChunkedProgram {
     builder: Builder,
     values: BTreeMap<(ValueId, Option<usize>), ValueId>,
-    /// Square sums computed for a norm, by chunk.
+    /// Square sums by the op index of the norm and the index of the chunk.
     square_sums: BTreeMap<(usize, usize), ValueId>,
 }
 
 /// Returns the operands that an op reads row by row, with rows aligned to those of its results;
 /// `None` for an op that may need whole rows.
 fn row_operands(op: &Op) -> Option<Vec<ValueId>> {
-    use Opcode as O;
-    let operands = match op.opcode {
-        O::Input | O::CacheRead => 0,
-        O::CacheWrite | O::Matmul | O::BiasAct | O::Silu | O::Cast | O::Quantize => 1,
-        O::LayerNorm | O::NormModulate | O::RmsNorm | O::Rope | O::Attention => 1,
-        O::Add | O::GateResidual | O::RmsScale | O::RowSquareSum | O::ToX0 => 2,
-        _ => return None,
+    let RowAccess::Aligned(leading) = op.opcode.table_row().traits.rows else { return None };
+    let x_scale = match op.view() {
+        Ok(OpView::Matmul(v)) => v.x_scale,
+        _ => None,
     };
-    Some(op.operands.iter().take(operands).copied().chain(op.keyed_operand("x_scale")).collect())
+    Some(op.operands.iter().take(leading).copied().chain(x_scale).collect())
 }
 
-/// Returns whether an op depends on the index of a row.
-fn depends_on_row_index(op: &Op) -> bool {
-    match op.opcode {
-        Opcode::NormModulate | Opcode::Rope | Opcode::CacheWrite => true,
-        Opcode::GateResidual => op.operands.len() > 2,
-        _ => false,
+/// Returns the index of the first row of an op that depends on the index of its rows.
+fn first_row_of(view: &OpView) -> Option<u64> {
+    match view {
+        OpView::NormModulate(v) => Some(v.first_row),
+        OpView::Rope(v) => Some(v.first_row),
+        OpView::CacheWrite(v) => Some(v.first_row),
+        OpView::GateResidual(v) => v.m.map(|_| v.first_row),
+        _ => None,
+    }
+}
+
+fn matmul_bias(op: &Op) -> Option<ValueId> {
+    match op.view() {
+        Ok(OpView::Matmul(v)) => v.bias,
+        _ => None,
     }
 }

@@ -33,7 +33,7 @@ pub(crate) struct StageCosts {
 impl StageCosts {
     pub(crate) fn from_model(logical: &LogicalModel) -> StageCosts {
         let flops_at = |p: &Program, at: &str| -> u64 {
-            p.ops.iter().filter(|o| o.str_attr("at") == Some(at)).map(|o| op_workload(p, o).flops.0).sum()
+            p.ops.iter().filter(|o| o.placement_hint() == Some(at)).map(|o| op_workload(p, o).flops.0).sum()
         };
         let heaviest = logical
             .phases
@@ -44,7 +44,7 @@ impl StageCosts {
         StageCosts { blocks: logical.blocks, block_flops: block.max(1), first_flops, last_flops }
     }
 
-    /// Returns the blocks per stage.
+    /// Returns the number of blocks of each stage, in stage order, balanced by FLOPs.
     pub(crate) fn split_blocks(&self, stages: u64) -> Vec<u64> {
         balance_stages(self.blocks, stages, self.block_flops, self.first_flops, self.last_flops)
     }

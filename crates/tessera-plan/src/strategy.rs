@@ -1,11 +1,12 @@
 //! The sharding rules of each strategy for weights, buffers and inputs.
 
 use tessera_base::{Diagnostic, Diagnostics};
+use tessera_ir::op_traits::LoweringRule;
 use tessera_ir::{Op, Opcode, Program};
 use tessera_mesh::{AxisLayout, DimName, Shard};
 
 use crate::Strategy;
-use crate::lower::T0606;
+use crate::codes::T0606;
 
 /// The `part` of a weight that stays whole.
 const WHOLE: &str = "whole";
@@ -14,7 +15,7 @@ const WHOLE: &str = "whole";
 pub(crate) fn check_parts(phases: &[Program]) -> Diagnostics {
     let mut ds = Vec::new();
     for (p, op) in phases.iter().flat_map(|p| p.ops.iter().map(move |op| (p, op))) {
-        if let (Some(want), Some(part)) = (expected_part(p, op), op.attrs.get("part")) {
+        if let (Some(want), Some(part)) = (expected_part(p, op), op.part_hint()) {
             let name = op.name.as_deref().unwrap_or_default();
             ds.push(
                 Diagnostic::error(&T0606, format!("no strategy can shard part {part:?} of `{name}`"))
@@ -29,7 +30,7 @@ pub(crate) fn check_parts(phases: &[Program]) -> Diagnostics {
 /// Reports ops that no strategy can shard. As row-wise ops they might pass their rules and still be
 /// slow or wrong.
 pub(crate) fn check_opcodes(phases: &[Program]) -> Diagnostics {
-    let cut_by_none = |op: &&Op| matches!(op.opcode, Opcode::Softmax | Opcode::Bmm | Opcode::MoeRoute);
+    let cut_by_none = |op: &&Op| op.opcode.table_row().traits.lowering == LoweringRule::Refused;
     let refuse = |p: &Program, op: &Op| {
         Diagnostic::error(&T0606, format!("no strategy can shard {}", op.opcode.name()))
             .with_label(format!("@{}", p.name), "this phase")
@@ -40,8 +41,7 @@ pub(crate) fn check_opcodes(phases: &[Program]) -> Diagnostics {
 
 /// Returns the legal values of a source's `part`, as text, if the source has another one.
 fn expected_part(p: &Program, op: &Op) -> Option<&'static str> {
-    op.attrs.get("part")?;
-    let part = op.str_attr("part").unwrap_or_default();
+    let part = op.part_hint()?;
     let dims = op.results.first().map_or(0, |r| p.type_of(*r).shape.len());
     let (fits, want) = match op.opcode {
         Opcode::Weight => {
@@ -68,11 +68,11 @@ pub(crate) struct ShardingRules {
 impl ShardingRules {
     /// Returns the layout over tp of a weight, from its `part`.
     pub(crate) fn weight_layout(&self, op: &Op, shape: &[u64]) -> AxisLayout {
-        let unit = op.int_attr("unit").and_then(|u| u64::try_from(u).ok()).unwrap_or(1);
+        let unit = op.unit_hint().unwrap_or(1);
         if self.strategy == Strategy::Ulysses || self.tp == 1 {
             return AxisLayout::Replicated;
         }
-        let part = op.str_attr("part").filter(|p| *p != WHOLE).and_then(|p| p.parse::<DimName>().ok());
+        let part = op.part_hint().filter(|p| *p != WHOLE).and_then(|p| p.parse::<DimName>().ok());
         match part.and_then(|p| p.dim_index(shape.len())) {
             Some(dim) => self.shard_layout(dim, shape[dim], unit),
             None => AxisLayout::Replicated,
@@ -90,7 +90,8 @@ impl ShardingRules {
         }
     }
 
-    /// Returns the layout over tp of a value's tokens.
+    /// Returns the layout over tp of a value with one row per token: sharded under ulysses,
+    /// replicated under megatron.
     pub(crate) fn token_layout(&self, shape: &[u64]) -> AxisLayout {
         match self.strategy {
             Strategy::Megatron => AxisLayout::Replicated,
@@ -98,7 +99,7 @@ impl ShardingRules {
         }
     }
 
-    /// Returns the layout over tp of a value's heads.
+    /// Returns the layout over tp of a value whose columns are sharded by whole heads.
     pub(crate) fn head_layout(&self, width: u64) -> AxisLayout {
         self.shard_layout(1, width, self.head_dim)
     }

@@ -2,6 +2,8 @@
 //! bounds, and docs/reference/calibration.md reports them. `TESSERA_BLESS=1` rewrites the page;
 //! review the difference.
 
+#![allow(clippy::disallowed_methods, reason = "it compares a page with the results")]
+
 #[path = "calibration/page.rs"]
 mod page;
 #[path = "calibration/runs.rs"]

@@ -80,7 +80,6 @@ fn congestion_is_named_and_each_action_lowers_it() {
     // The cost of each mitigation is reported too.
     assert!(f.mitigations[1].predicted.unwrap().dropped > before.dropped);
     assert!(f.mitigations[2].predicted.unwrap().peak_bytes > before.peak_bytes);
-    assert!(f.best_mitigation().is_some());
 }
 
 #[test]

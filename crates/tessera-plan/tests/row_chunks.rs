@@ -2,6 +2,7 @@
 //! another chunk, and the planned text equals the one in filetests/check, which the verifier
 //! accepts there.
 
+#![allow(clippy::disallowed_methods, reason = "it compares files with planned texts")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
 use std::collections::BTreeMap;

@@ -60,7 +60,7 @@ fn hbm_bytes(r: &tessera_plan::search::RankedCandidate) -> u64 {
 }
 
 #[test]
-fn every_arrangement_is_legal_or_has_a_reason() {
+fn every_candidate_is_legal_or_has_a_reason() {
     for model in ["sr-moe", "deepseek-v3", "llama-3.1-70b"] {
         for job in [TRAIN, PREFILL, DECODE] {
             let out = search(&query(model, "gb200-nvl72", job, "micro_batch=1"));

@@ -1,6 +1,7 @@
 //! Tests plans whose leader lies outside the mesh: which role runs which phase, and that the
 //! planned texts equal those in filetests/check, which the verifier accepts there.
 
+#![allow(clippy::disallowed_methods, reason = "it compares files with planned texts")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
 use std::path::Path;

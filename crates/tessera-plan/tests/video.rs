@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{Bundle, Opcode, print};
+use tessera_ir::{Activation, Attr, Bundle, Op, OpView, Opcode, print};
 use tessera_models::VideoModel;
 use tessera_plan::{Mapping, Numerics, Strategy, lower};
 
@@ -45,8 +45,8 @@ fn megatron_reduces_at_row_parallel_outputs_only() {
     // all-reduces of square sums (query and key together, the cross-attention query alone).
     assert_eq!(count_collectives(&b, "denoise.fill3", 0), BTreeMap::from([("all_reduce", 3 * 5)]));
     let p = &b.find_phase("denoise.fill3").unwrap().programs[0];
-    let fused =
-        p.ops.iter().filter(|o| o.opcode == Opcode::Matmul && o.str_attr("act") == Some("gelu_tanh")).count();
+    let has_gelu = |o: &&Op| matches!(o.view(), Ok(OpView::Matmul(v)) if v.act == Some(Activation::GeluTanh));
+    let fused = p.ops.iter().filter(has_gelu).count();
     assert_eq!(fused, 3, "the feed-forward's bias and activation form one epilogue");
 }
 
@@ -154,10 +154,10 @@ fn mesh_invariant_marks_every_splittable_sum() {
         };
         let b = lower(&logical(&m), &mut mapping).unwrap();
         let p = &b.find_phase("denoise.fill0").unwrap().programs[0];
-        let segments: Vec<i64> = p.ops.iter().filter_map(|o| o.int_attr("segments")).collect();
+        let segments: Vec<Attr> = p.ops.iter().filter_map(|o| o.attrs.get("segments").cloned()).collect();
         // Per block: three row-parallel matmuls and three norms, of which query and key share one
         // if sharded.
         let per_block = if strategy == Strategy::Megatron { 5 } else { 6 };
-        assert_eq!(segments, vec![want; 2 * per_block], "{mesh}");
+        assert_eq!(segments, vec![Attr::Int(want); 2 * per_block], "{mesh}");
     }
 }

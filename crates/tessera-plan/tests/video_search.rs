@@ -1,6 +1,7 @@
 //! Tests the search over mappings of a video generator: the best mappings, and the consistency of
 //! its estimates.
 
+#![allow(clippy::disallowed_methods, reason = "it reads a page of measurements")]
 #![allow(clippy::unwrap_used, reason = "a test that cannot set itself up fails")]
 
 use std::collections::BTreeSet;

@@ -2,15 +2,15 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{Attr, Op, Opcode};
-use tessera_mesh::{Group, Rank, split_units};
+use tessera_ir::{Attrs, Op, OpView, Opcode, PeerPosition};
+use tessera_mesh::{Group, Rank, Reduction, split_units};
 
+use crate::error::OpError;
 use crate::{EvalError, Tensor};
 
 /// All collectives and transfers between ranks, finished or in flight.
 #[derive(Debug, Default)]
 pub(crate) struct CollectiveFabric {
-    /// The sequence of collectives per communicator.
     sequences: BTreeMap<FabricCommunicator, Vec<SequencePosition>>,
 }
 
@@ -29,7 +29,9 @@ struct SequencePosition {
 #[derive(Debug, Clone)]
 struct Contribution {
     opcode: Opcode,
-    attrs: Vec<(String, Attr)>,
+    /// All attributes as stated, because the members must state the same.
+    attrs: Attrs,
+    view: OpView,
     tensor: Option<Tensor>,
 }
 
@@ -42,7 +44,7 @@ pub(crate) struct CollectiveTicket {
     opcode: Opcode,
 }
 
-/// The progress of an issued collective.
+/// Whether every member has contributed to a collective and, if so, the result of one member.
 pub(crate) enum TicketState {
     /// A member has not contributed yet.
     Open,
@@ -59,33 +61,25 @@ impl CollectiveFabric {
         group: Vec<Rank>,
         over: Group,
         op: &Op,
+        view: &OpView,
         tensor: Option<Tensor>,
-    ) -> Result<CollectiveTicket, Result<EvalError, String>> {
-        let peer = |key: &str| {
-            let at = op.int_attr(key).and_then(|i| usize::try_from(i).ok());
-            at.and_then(|i| group.get(i).copied())
-                .ok_or_else(|| Err(format!("`{key}` is not a position of the group")))
+    ) -> Result<CollectiveTicket, OpError> {
+        let peer = |key: &str, at: u64| {
+            let peer = group.get(at as usize).copied();
+            peer.ok_or_else(|| format!("`{key}` is not a position of the group"))
         };
         // A transfer involves two ranks, which have a communicator of their own per direction.
-        let (members, direct) = match op.opcode {
-            Opcode::Send => (vec![rank, peer("to")?], true),
-            Opcode::Recv => (vec![peer("from")?, rank], true),
-            _ => (group, false),
+        let (members, direct) = match op.peer_position() {
+            Some(PeerPosition::To(at)) => (vec![rank, peer("to", at)?], true),
+            Some(PeerPosition::From(at)) => (vec![peer("from", at)?, rank], true),
+            None => (group, false),
         };
-        let member = match op.opcode {
-            Opcode::Send => 0,
-            Opcode::Recv => 1,
-            _ => members
-                .iter()
-                .position(|m| *m == rank)
-                .ok_or_else(|| Err("is not a member of the group".to_string()))?,
+        let member = match op.peer_position() {
+            Some(PeerPosition::To(_)) => 0,
+            Some(PeerPosition::From(_)) => 1,
+            None => members.iter().position(|m| *m == rank).ok_or("is not a member of the group")?,
         };
-        let attrs = op.attrs.iter().filter(|(k, _)| !direct || matches!(k.as_str(), "axis" | "group_size"));
-        let brought = Contribution {
-            opcode: op.opcode,
-            attrs: attrs.map(|(k, v)| (k.clone(), v.clone())).collect(),
-            tensor,
-        };
+        let brought = Contribution { opcode: op.opcode, attrs: op.attrs.clone(), view: view.clone(), tensor };
         let lane = (over, members, direct);
         let meetings = self.sequences.entry(lane.clone()).or_default();
         let position = match meetings.iter().position(|m| m.contributions[member].is_none()) {
@@ -101,7 +95,7 @@ impl CollectiveFabric {
             && !direct
             && !other.agrees_with(&brought)
         {
-            return Err(Ok(EvalError::Mismatch {
+            return Err(OpError::Group(EvalError::Mismatch {
                 here: (lane.1[i], other.to_text(over)),
                 there: (rank, brought.to_text(over)),
             }));
@@ -109,12 +103,12 @@ impl CollectiveFabric {
         meeting.contributions[member] = Some(brought);
         if meeting.contributions.iter().all(Option::is_some) {
             let all: Vec<Contribution> = meeting.contributions.iter().flatten().cloned().collect();
-            meeting.results = Some(compute_results(over, &all).map_err(Err)?);
+            meeting.results = Some(compute_results(over, &all)?);
         }
         Ok(CollectiveTicket { communicator: lane, position, member, opcode: op.opcode })
     }
 
-    /// Returns the progress of an issued collective.
+    /// Returns the ticket holder's result once all members have contributed to the collective.
     pub(crate) fn collective_state(&self, t: &CollectiveTicket) -> TicketState {
         let meeting = self.sequences.get(&t.communicator).and_then(|l| l.get(t.position));
         match meeting.and_then(|m| m.results.as_ref()) {
@@ -124,7 +118,8 @@ impl CollectiveFabric {
         }
     }
 
-    /// Describes a collective and its missing members.
+    /// Describes a collective for an error: the op, its position in the communicator's sequence,
+    /// and the members that have not issued it.
     pub(crate) fn describe_ticket(&self, t: &CollectiveTicket) -> String {
         let (over, members, _) = &t.communicator;
         let meeting = self.sequences.get(&t.communicator).and_then(|l| l.get(t.position));
@@ -152,7 +147,6 @@ impl CollectiveFabric {
 }
 
 impl CollectiveTicket {
-    /// Returns the rank that issued the collective.
     pub(crate) fn issuing_rank(&self) -> Rank {
         self.communicator.1[self.member]
     }
@@ -167,46 +161,32 @@ impl Contribution {
         let attrs: Vec<String> = self.attrs.iter().map(|(k, v)| format!("{k}={v:?}")).collect();
         format!("{} over {over} {{{}}}", self.opcode.name(), attrs.join(", "))
     }
-
-    fn int_attr(&self, name: &str) -> Result<usize, String> {
-        let found = self.attrs.iter().find(|(k, _)| k == name);
-        match found {
-            Some((_, Attr::Int(i))) => usize::try_from(*i).map_err(|_| format!("`{name}` is negative")),
-            _ => Err(format!("`{name}` is missing")),
-        }
-    }
-
-    fn is_max(&self) -> bool {
-        self.attrs.iter().any(|(k, v)| k == "reduction" && *v == Attr::Str("max".to_string()))
-    }
 }
 
 /// Computes the results of all members from all contributions, by position.
 fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, String> {
     let n = all.len();
-    let first = &all[0];
     let tensors: Vec<Tensor> = all.iter().filter_map(|b| b.tensor.clone()).collect();
     if tensors.is_empty() {
         return Err("no member contributed a tensor".to_string());
     }
     let shapes = || tensors.iter().map(|t| format!("{:?}", t.shape())).collect::<Vec<_>>().join(" and ");
-    match first.opcode {
-        Opcode::AllGather | Opcode::ReduceScatter | Opcode::AllToAll if over == Group::World => {
+    use OpView as V;
+    match &all[0].view {
+        V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_) if over == Group::World => {
             Err("collectives over shards need a mesh axis, but the group is world".to_string())
         }
-        Opcode::AllReduce => Ok(vec![reduce_terms(&tensors, first.is_max())?; n]),
-        Opcode::AllGather => {
-            let dim = first.int_attr("dim")?;
+        V::AllReduce(v) => Ok(vec![reduce_terms(&tensors, v.reduction)?; n]),
+        V::AllGather(v) => {
             if tensors.iter().any(|t| t.shape() != tensors[0].shape()) {
                 return Err(format!("shards to gather have different shapes: {}", shapes()));
             }
-            let whole = Tensor::concat(dim, &tensors)
-                .ok_or_else(|| format!("no dim {dim} to gather: {}", shapes()))?;
+            let whole = Tensor::concat(v.dim, &tensors)
+                .ok_or_else(|| format!("no dim {} to gather: {}", v.dim, shapes()))?;
             Ok(vec![whole; n])
         }
-        Opcode::ReduceScatter => {
-            let dim = first.int_attr("dim")?;
-            let whole = reduce_terms(&tensors, first.is_max())?;
+        V::ReduceScatter(v) => {
+            let (dim, whole) = (v.dim, reduce_terms(&tensors, v.reduction)?);
             let extent = *whole.shape().get(dim).ok_or_else(|| format!("no dim {dim}: {}", shapes()))?;
             if !extent.is_multiple_of(n) {
                 return Err(format!("dim {dim} of extent {extent} is not divisible by {n} ranks"));
@@ -214,28 +194,32 @@ fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, Str
             let each = extent / n;
             (0..n).map(|i| whole.slice(dim, i * each, each).ok_or_else(|| "slice".to_string())).collect()
         }
-        Opcode::AllToAll => {
-            let (split_dim, concat) = (first.int_attr("split")?, first.int_attr("concat")?);
-            let unit = first.int_attr("unit").unwrap_or(1).max(1);
-            (0..n)
-                .map(|to| {
-                    let pieces: Option<Vec<Tensor>> =
-                        tensors.iter().map(|t| take_shard(t, split_dim, unit, n, to)).collect();
-                    pieces.and_then(|p| Tensor::concat(concat, &p))
-                })
-                .collect::<Option<Vec<_>>>()
-                .ok_or_else(|| {
-                    format!("invalid all_to_all of {}: split {split_dim}, concat {concat}", shapes())
-                })
-        }
-        Opcode::Broadcast => {
-            let root = first.int_attr("root")?;
-            let from = tensors.get(root).ok_or_else(|| format!("root {root} is not one of {n} ranks"))?;
+        V::AllToAll(v) => (0..n)
+            .map(|to| {
+                let pieces: Option<Vec<Tensor>> =
+                    tensors.iter().map(|t| take_shard(t, v.split, v.unit as usize, n, to)).collect();
+                pieces.and_then(|p| Tensor::concat(v.concat, &p))
+            })
+            .collect::<Option<Vec<_>>>()
+            .ok_or_else(|| {
+                format!("invalid all_to_all of {}: split {}, concat {}", shapes(), v.split, v.concat)
+            }),
+        V::Broadcast(v) => {
+            let root = v.root;
+            let from =
+                tensors.get(root as usize).ok_or_else(|| format!("root {root} is not one of {n} ranks"))?;
             Ok(vec![from.clone(); n])
         }
-        // Only the sender contributes a tensor.
-        Opcode::Send => Ok(vec![tensors[0].clone(); n]),
-        other => Err(format!("{} is not a collective", other.name())),
+        // The sender is the first member, and only it contributes a tensor.
+        V::Send(_) => Ok(vec![tensors[0].clone(); n]),
+        #[rustfmt::skip]
+        V::Recv(_) | V::Input(_) | V::Call(_) | V::Weight(_) | V::Output(_) | V::CacheRead(_)
+        | V::CacheWrite(_) | V::Matmul(_) | V::BiasAct(_) | V::Add(_) | V::Silu(_) | V::Cast(_)
+        | V::Quantize(_) | V::LayerNorm(_) | V::Modulation(_) | V::NormModulate(_) | V::GateResidual(_)
+        | V::RmsNorm(_) | V::RowSquareSum(_) | V::RmsScale(_) | V::Rope(_) | V::Attention(_) | V::Softmax(_)
+        | V::Bmm(_) | V::MoeRoute(_) | V::TimeEmbed(_) | V::Renoise(_) | V::ToX0(_) | V::SpaceTimeToDepth(_)
+        | V::DepthToSpaceTime(_) | V::TakeRows(_) | V::TakeShard(_) | V::Pad(_) | V::Compact(_) | V::Wait(_)
+        | V::EventRecord(_) => Err(format!("{} is not a collective with a result", all[0].opcode.name())),
     }
 }
 
@@ -252,7 +236,7 @@ pub(crate) fn take_shard(t: &Tensor, dim: usize, unit: usize, parts: usize, at: 
     t.slice(dim, start as usize * unit, len as usize * unit)
 }
 
-fn reduce_terms(tensors: &[Tensor], max: bool) -> Result<Tensor, String> {
+fn reduce_terms(tensors: &[Tensor], reduction: Reduction) -> Result<Tensor, String> {
     let mut out = tensors[0].clone();
     for t in &tensors[1..] {
         if t.shape() != out.shape() {
@@ -263,7 +247,10 @@ fn reduce_terms(tensors: &[Tensor], max: bool) -> Result<Tensor, String> {
             ));
         }
         for (o, x) in out.data_mut().iter_mut().zip(t.data()) {
-            *o = if max { o.max(*x) } else { *o + x };
+            *o = match reduction {
+                Reduction::Sum | Reduction::Tree => *o + x,
+                Reduction::Max => o.max(*x),
+            };
         }
     }
     Ok(out)

@@ -4,7 +4,7 @@ use std::fmt;
 
 use tessera_mesh::Rank;
 
-/// An evaluation error with its rank.
+/// The reason why an evaluation ends without outputs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum EvalError {
     /// The number of programs, or a program's mesh, differs from the evaluator's mesh.
@@ -15,7 +15,7 @@ pub enum EvalError {
         rank: Rank,
         /// Index of the op in the rank's program.
         op: usize,
-        /// Description of the error.
+        /// Name of the op, a colon, and the reason why the op cannot be evaluated.
         message: String,
     },
     /// Members of a group issued different collectives at one position of its sequence.
@@ -49,3 +49,24 @@ impl fmt::Display for EvalError {
 }
 
 impl std::error::Error for EvalError {}
+
+/// Why one op of a rank cannot be evaluated.
+#[derive(Debug)]
+pub(crate) enum OpError {
+    /// An error of the whole group, which names its ranks itself.
+    Group(EvalError),
+    /// A reason that concerns only this rank.
+    Rank(String),
+}
+
+impl From<String> for OpError {
+    fn from(why: String) -> OpError {
+        OpError::Rank(why)
+    }
+}
+
+impl From<&str> for OpError {
+    fn from(why: &str) -> OpError {
+        OpError::Rank(why.to_string())
+    }
+}

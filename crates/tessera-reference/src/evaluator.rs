@@ -3,11 +3,13 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{DType, Op, Opcode, Program, Type, ValueId};
+use tessera_ir::{Op, OpView, Program, Type, ValueId, WeightLoad, views};
 use tessera_mesh::{AxisLayout, Coord, Group, Mesh, Rank};
 
 use crate::collectives::{CollectiveFabric, CollectiveTicket, TicketState, take_shard};
-use crate::compute::{self, GlobalPosition};
+use crate::compute::{self, OpContext};
+use crate::error::OpError;
+use crate::rank_values::{EvalValue, RankValues};
 use crate::{EvalError, Tensor, tile_ops};
 
 /// A call scalar, or a vector with one number per frame.
@@ -32,21 +34,21 @@ pub enum InputTensor {
 /// The scalars and tensors of a call.
 #[derive(Debug, Clone, Default)]
 pub struct CallInputs {
-    /// Call scalars by name.
+    /// Values that the programs' `call` ops return, by the op's name, such as `sigma`.
     pub scalars: BTreeMap<String, CallScalar>,
-    /// Input tensors of the call, by name.
+    /// Tensors that the programs' `input` ops return, by the op's name.
     pub inputs: BTreeMap<String, InputTensor>,
 }
 
 impl CallInputs {
-    /// Adds an `i64` scalar.
+    /// Adds an integer scalar, or replaces the scalar of that name.
     #[must_use]
     pub fn with_int(mut self, name: &str, x: i64) -> CallInputs {
         self.scalars.insert(name.to_string(), CallScalar::Int(x));
         self
     }
 
-    /// Adds a float scalar.
+    /// Adds a float scalar, or replaces the scalar of that name.
     #[must_use]
     pub fn with_float(mut self, name: &str, x: f64) -> CallInputs {
         self.scalars.insert(name.to_string(), CallScalar::Float(Tensor::scalar(x)));
@@ -60,7 +62,8 @@ impl CallInputs {
         self
     }
 
-    /// Adds a global tensor.
+    /// Adds a global tensor, of which each rank reads its shard, or replaces the input of that
+    /// name.
     #[must_use]
     pub fn with_input(mut self, name: &str, x: Tensor) -> CallInputs {
         self.inputs.insert(name.to_string(), InputTensor::Global(x));
@@ -80,20 +83,13 @@ pub struct Evaluator {
 /// The outputs of one rank by name.
 pub type Outputs = BTreeMap<String, Tensor>;
 
-enum EvalValue {
-    Empty,
-    Tensor(Tensor),
-    Int(i64),
-    Ticket(CollectiveTicket),
-    Event,
-}
-
 struct RankEvaluator<'a> {
     rank: Rank,
     program: &'a Program,
     next: usize,
-    slots: Vec<EvalValue>,
-    /// The blocking collective in progress, if any.
+    values: RankValues<'a>,
+    /// The blocking collective that the op at `next` issued and that some member has not joined
+    /// yet.
     blocking_collective: Option<CollectiveTicket>,
     outputs: Outputs,
 }
@@ -145,16 +141,15 @@ impl Evaluator {
         &self,
         name: &str,
         ty: &Type,
-        load: Option<&str>,
+        load: Option<WeightLoad>,
         coord: Coord,
     ) -> Result<Tensor, String> {
         let global = self.weights.get(name).ok_or_else(|| format!("there is no weight \"{name}\""))?;
         match load {
             None => self.shard_tensor(global, ty, coord),
-            Some("patch") => self.shard_tensor(&compute::flatten_patches(global)?, ty, coord),
-            Some("e4m3") => self.shard_tensor(&compute::quantize_rows(global)?.0, ty, coord),
-            Some("e4m3.scale") => self.shard_tensor(&compute::quantize_rows(global)?.1, ty, coord),
-            Some(other) => Err(format!("unknown transformation load = \"{other}\"")),
+            Some(WeightLoad::Patch) => self.shard_tensor(&compute::flatten_patches(global)?, ty, coord),
+            Some(WeightLoad::E4m3) => self.shard_tensor(&compute::quantize_rows(global)?.0, ty, coord),
+            Some(WeightLoad::E4m3Scale) => self.shard_tensor(&compute::quantize_rows(global)?.1, ty, coord),
         }
     }
 
@@ -199,7 +194,7 @@ impl Evaluator {
                     rank,
                     program,
                     next: 0,
-                    slots: program.values.iter().map(|_| EvalValue::Empty).collect(),
+                    values: RankValues::new(program),
                     blocking_collective: None,
                     outputs: Outputs::new(),
                 }
@@ -248,16 +243,11 @@ impl Evaluator {
         if !self.mesh.contains(r.rank) && !op.results.iter().all(is_replicated) {
             return Err(fault("returns a sharded or partial value on a rank outside the mesh".to_string()));
         }
-        let done = if op.opcode.is_collective() {
-            self.run_collective(r, op, fabric).map_err(|e| e.unwrap_or_else(&fault))?
-        } else if op.opcode == Opcode::Wait {
-            match fabric.collective_state(&r.ticket_value(op.operands.first()).map_err(&fault)?) {
-                TicketState::Open => None,
-                TicketState::Done(result) => Some(result.map(EvalValue::Tensor).into_iter().collect()),
-            }
-        } else {
-            Some(self.evaluate_local(r, op, call).map_err(&fault)?)
-        };
+        let view = op.view().map_err(|e| fault(e.message))?;
+        let done = self.evaluate_op(r, op, &view, fabric, call).map_err(|e| match e {
+            OpError::Group(e) => e,
+            OpError::Rank(why) => fault(why),
+        })?;
         let Some(made) = done else { return Ok(false) };
         if made.len() != op.results.len() {
             return Err(fault(format!(
@@ -266,34 +256,91 @@ impl Evaluator {
                 made.len()
             )));
         }
-        for (slot, v) in made.into_iter().zip(&op.results) {
-            slot.check_type(r.program.type_of(*v)).map_err(fault)?;
-            r.slots[v.0 as usize] = slot;
+        for (value, v) in made.into_iter().zip(&op.results) {
+            r.values.define(*v, value).map_err(fault)?;
         }
         r.next += 1;
         Ok(true)
     }
 
-    #[allow(clippy::type_complexity, reason = "a fault of the group, or a message of this rank")]
+    /// Evaluates an op and returns its results; `None` if it must wait for another rank.
+    fn evaluate_op(
+        &mut self,
+        r: &mut RankEvaluator<'_>,
+        op: &Op,
+        view: &OpView,
+        fabric: &mut CollectiveFabric,
+        call: &CallInputs,
+    ) -> Result<Option<Vec<EvalValue>>, OpError> {
+        use OpView as V;
+        let tensor = |t: Tensor| vec![EvalValue::Tensor(t)];
+        let values = match view {
+            #[rustfmt::skip]
+            V::AllReduce(_) | V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_) | V::Broadcast(_)
+            | V::Send(_) | V::Recv(_) => return self.run_collective(r, op, view, fabric),
+            V::Wait(v) => match fabric.collective_state(&r.values.ticket_value(v.ticket)?) {
+                TicketState::Open => return Ok(None),
+                TicketState::Done(result) => result.map(EvalValue::Tensor).into_iter().collect(),
+            },
+            V::EventRecord(_) => vec![EvalValue::Event],
+            V::Input(_) => tensor(self.input_value(name_of(op)?, r.result_type(op)?, r.rank, call)?),
+            V::Call(_) => vec![call_value(name_of(op)?, call)?],
+            V::Weight(v) => {
+                let coord = self.mesh.coord_of(r.rank);
+                tensor(self.weight_value(name_of(op)?, r.result_type(op)?, v.load, coord)?)
+            }
+            V::Output(v) => {
+                r.write_output(name_of(op)?, v.x)?;
+                vec![]
+            }
+            V::CacheRead(v) => tensor(read_rows(self.buffer_mut(r, op)?, v)?),
+            V::CacheWrite(v) => {
+                self.write_rows(r, op, v)?;
+                vec![]
+            }
+            V::MoeRoute(v) => {
+                let (x, gates) = (r.values.tensor_value(v.x)?, r.values.tensor_value(v.gates)?);
+                tensor(tile_ops::moe_route(v, x, gates, self.buffer_mut(r, op)?)?)
+            }
+            V::Quantize(v) => {
+                let (rows, scales) = compute::quantize_rows(r.values.tensor_value(v.x)?)?;
+                vec![EvalValue::Tensor(rows), EvalValue::Tensor(scales)]
+            }
+            V::TakeShard(v) => tensor(self.take_own_shard(r, op, v)?),
+            #[rustfmt::skip]
+            V::Matmul(_) | V::BiasAct(_) | V::Add(_) | V::Silu(_) | V::Cast(_) | V::LayerNorm(_)
+            | V::Modulation(_) | V::NormModulate(_) | V::GateResidual(_) | V::RmsNorm(_)
+            | V::RowSquareSum(_) | V::RmsScale(_) | V::Rope(_) | V::Attention(_) | V::Softmax(_) | V::Bmm(_)
+            | V::TimeEmbed(_) | V::Renoise(_) | V::ToX0(_) | V::SpaceTimeToDepth(_) | V::DepthToSpaceTime(_)
+            | V::TakeRows(_) | V::Pad(_) | V::Compact(_) => {
+                let coord = self.mesh.coord_of(r.rank);
+                let cx = OpContext { values: &r.values, mesh: &self.mesh, coord };
+                tensor(compute::evaluate_op(&cx, view)?)
+            }
+        };
+        Ok(Some(values))
+    }
+
     fn run_collective(
         &self,
         r: &mut RankEvaluator<'_>,
         op: &Op,
+        view: &OpView,
         fabric: &mut CollectiveFabric,
-    ) -> Result<Option<Vec<EvalValue>>, Result<EvalError, String>> {
+    ) -> Result<Option<Vec<EvalValue>>, OpError> {
         let ticket = match r.blocking_collective.clone() {
             Some(t) => t,
             None => {
-                let group = op.comm_group().ok_or_else(|| Err("names no group".to_string()))?;
+                let group = op.comm_group().ok_or("names no group")?;
                 let members = self.mesh.group_members(r.rank, group);
                 if members.is_empty() {
-                    return Err(Err(format!("belongs to no group of {group} in mesh({})", self.mesh)));
+                    return Err(self.no_group_error(group).into());
                 }
                 let tensor = match op.operands.first() {
-                    Some(v) => Some(r.tensor_value(*v).map_err(Err)?.clone()),
+                    Some(v) => Some(r.values.tensor_value(*v)?.clone()),
                     None => None,
                 };
-                fabric.issue_collective(r.rank, members, group, op, tensor)?
+                fabric.issue_collective(r.rank, members, group, op, view, tensor)?
             }
         };
         if op.issue {
@@ -312,112 +359,39 @@ impl Evaluator {
         Ok(done)
     }
 
-    /// Evaluates an op that involves only one rank and returns its results.
-    fn evaluate_local(
-        &mut self,
-        r: &mut RankEvaluator<'_>,
-        op: &Op,
-        call: &CallInputs,
-    ) -> Result<Vec<EvalValue>, String> {
-        let coord = self.mesh.coord_of(r.rank);
-        let name = || op.name.clone().ok_or_else(|| "has no name".to_string());
-        let ty = |i: usize| {
-            op.results.get(i).map(|v| r.program.type_of(*v)).ok_or_else(|| "has no result".to_string())
+    fn write_rows(&mut self, r: &RankEvaluator<'_>, op: &Op, v: &views::CacheWrite) -> Result<(), String> {
+        let value = r.values.tensor_value(v.x)?;
+        let row = match v.row {
+            None => 0,
+            Some(row) => r.values.int_value(row)?,
         };
-        let tensor = |t: Tensor| Ok(vec![EvalValue::Tensor(t)]);
-        match op.opcode {
-            Opcode::Input => tensor(self.input_value(&name()?, ty(0)?, r.rank, call)?),
-            Opcode::Call => match call.scalars.get(&name()?) {
-                None => Err(format!("the call has no scalar \"{}\"", name()?)),
-                Some(CallScalar::Int(i)) => Ok(vec![EvalValue::Int(*i)]),
-                Some(CallScalar::Float(t)) => tensor(t.clone()),
-            },
-            Opcode::Weight => tensor(self.weight_value(&name()?, ty(0)?, op.str_attr("load"), coord)?),
-            Opcode::Output => {
-                let value = r.tensor_value(*op.operands.first().ok_or("has no operand")?)?.clone();
-                match r.outputs.insert(name()?, value) {
-                    None => Ok(vec![]),
-                    Some(_) => Err(format!("output \"{}\" is written twice", name()?)),
-                }
-            }
-            Opcode::CacheRead => {
-                let b = self.buffer_mut(r, op)?;
-                let read_row_count = |name: &str| {
-                    op.int_attr(name).map(|i| usize::try_from(i).map_err(|_| format!("`{name}` is negative")))
-                };
-                let row = read_row_count("row").transpose()?.unwrap_or(0);
-                let have = b.shape().first().copied().unwrap_or(0);
-                let rows = read_row_count("rows").transpose()?.unwrap_or(have);
-                match b.slice(0, row, rows) {
-                    Some(t) => tensor(t),
-                    None => Err(format!("rows {rows} from {row} exceed a buffer of {have}")),
-                }
-            }
-            Opcode::CacheWrite => {
-                let value = r.tensor_value(*op.operands.first().ok_or("has no operand")?)?.clone();
-                let row = match op.keyed_operand("row") {
-                    None => 0,
-                    Some(v) => r.int_value(v)?,
-                };
-                let row = row.checked_add(op.int_attr("first_row").unwrap_or(0)).map(usize::try_from);
-                let Some(Ok(row)) = row else { return Err("a negative row".to_string()) };
-                let b = self.buffer_mut(r, op)?;
-                let (have, rows) = (b.shape().to_vec(), value.shape().to_vec());
-                let fits = have.len() == rows.len()
-                    && !have.is_empty()
-                    && have[1..] == rows[1..]
-                    && row.checked_add(rows[0]).is_some_and(|end| end <= have[0]);
-                if !fits {
-                    return Err(format!("{rows:?} from row {row} does not fit a buffer {have:?}"));
-                }
-                let width: usize = have[1..].iter().product();
-                b.data_mut()[row * width..][..value.data().len()].copy_from_slice(value.data());
-                Ok(vec![])
-            }
-            Opcode::MoeRoute => {
-                let x =
-                    op.operands.iter().map(|v| r.tensor_value(*v).cloned()).collect::<Result<Vec<_>, _>>()?;
-                let [x, g] = &x[..] else { return Err(format!("expected 2 operands, got {}", x.len())) };
-                tensor(tile_ops::moe_route(op, x, g, self.buffer_mut(r, op)?)?)
-            }
-            Opcode::EventRecord => Ok(vec![EvalValue::Event]),
-            Opcode::Quantize => {
-                let (rows, scales) =
-                    compute::quantize_rows(r.tensor_value(*op.operands.first().ok_or("has no operand")?)?)?;
-                Ok(vec![EvalValue::Tensor(rows), EvalValue::Tensor(scales)])
-            }
-            Opcode::TakeShard => {
-                let group = op.comm_group().filter(|g| *g != Group::World).ok_or("names no mesh axis")?;
-                let at = self.mesh.group_position(r.rank, group);
-                let at =
-                    at.ok_or_else(|| format!("belongs to no group of {group} in mesh({})", self.mesh))?;
-                let parts = self.mesh.group_size(group);
-                let x = r.tensor_value(*op.operands.first().ok_or("has no operand")?)?;
-                let dim = op.int_attr("dim").and_then(|d| usize::try_from(d).ok()).ok_or("names no dim")?;
-                let unit = op.int_attr("unit").and_then(|d| usize::try_from(d).ok()).unwrap_or(1);
-                match take_shard(x, dim, unit, parts as usize, at as usize) {
-                    Some(t) => tensor(t),
-                    None => Err(format!("dim {dim} of {:?} cannot be sharded in units of {unit}", x.shape())),
-                }
-            }
-            _ => {
-                let operands =
-                    op.operands.iter().map(|v| r.tensor_value(*v)).collect::<Result<Vec<_>, _>>()?;
-                let key = |name: &str| op.keyed_operand(name).map(|v| &r.slots[v.0 as usize]);
-                let float = |name: &str| match key(name) {
-                    Some(EvalValue::Tensor(t)) => Some(t),
-                    _ => None,
-                };
-                let int = |name: &str| match key(name) {
-                    Some(EvalValue::Int(i)) => Some(*i),
-                    _ => None,
-                };
-                let first = op.operands.first().map(|v| r.program.type_of(*v));
-                let place = first
-                    .map_or(GlobalPosition::default(), |t| GlobalPosition::from_type(t, &self.mesh, coord));
-                tensor(compute::evaluate_op(op, &operands, &float, &int, &place)?)
-            }
+        let row = i64::try_from(v.first_row).ok().and_then(|first| row.checked_add(first));
+        let row = row.and_then(|row| usize::try_from(row).ok()).ok_or("a negative row")?;
+        let b = self.buffer_mut(r, op)?;
+        let (have, rows) = (b.shape().to_vec(), value.shape());
+        let fits = have.len() == rows.len()
+            && !have.is_empty()
+            && have[1..] == rows[1..]
+            && row.checked_add(rows[0]).is_some_and(|end| end <= have[0]);
+        if !fits {
+            return Err(format!("{rows:?} from row {row} does not fit a buffer {have:?}"));
         }
+        let width: usize = have[1..].iter().product();
+        b.data_mut()[row * width..][..value.data().len()].copy_from_slice(value.data());
+        Ok(())
+    }
+
+    fn take_own_shard(&self, r: &RankEvaluator<'_>, op: &Op, v: &views::TakeShard) -> Result<Tensor, String> {
+        let group = op.comm_group().filter(|g| *g != Group::World).ok_or("names no mesh axis")?;
+        let at = self.mesh.group_position(r.rank, group).ok_or_else(|| self.no_group_error(group))?;
+        let (x, parts) = (r.values.tensor_value(v.x)?, self.mesh.group_size(group));
+        take_shard(x, v.dim, v.unit as usize, parts as usize, at as usize).ok_or_else(|| {
+            format!("dim {} of {:?} cannot be sharded in units of {}", v.dim, x.shape(), v.unit)
+        })
+    }
+
+    fn no_group_error(&self, group: Group) -> String {
+        format!("belongs to no group of {group} in mesh({})", self.mesh)
     }
 
     fn buffer_mut(&mut self, r: &RankEvaluator<'_>, op: &Op) -> Result<&mut Tensor, String> {
@@ -470,56 +444,40 @@ impl Evaluator {
 }
 
 impl RankEvaluator<'_> {
-    fn tensor_value(&self, v: ValueId) -> Result<&Tensor, String> {
-        match self.slots.get(v.0 as usize) {
-            Some(EvalValue::Tensor(t)) => Ok(t),
-            _ => Err(format!("%{} holds no tensor", self.program.value(v).name)),
-        }
+    fn result_type(&self, op: &Op) -> Result<&Type, String> {
+        op.results.first().map(|v| self.program.type_of(*v)).ok_or_else(|| "has no result".to_string())
     }
 
-    fn int_value(&self, v: ValueId) -> Result<i64, String> {
-        match self.slots.get(v.0 as usize) {
-            Some(EvalValue::Int(i)) => Ok(*i),
-            _ => Err(format!("%{} is not an integer", self.program.value(v).name)),
-        }
-    }
-
-    fn ticket_value(&self, v: Option<&ValueId>) -> Result<CollectiveTicket, String> {
-        match v.and_then(|v| self.slots.get(v.0 as usize)) {
-            Some(EvalValue::Ticket(t)) => Ok(t.clone()),
-            _ => Err("has no ticket of an issued collective".to_string()),
+    fn write_output(&mut self, name: &str, v: ValueId) -> Result<(), String> {
+        let value = self.values.tensor_value(v)?.clone();
+        match self.outputs.insert(name.to_string(), value) {
+            None => Ok(()),
+            Some(_) => Err(format!("output \"{name}\" is written twice")),
         }
     }
 
     /// Returns the collective that this rank waits for, or `None` if the rank has finished.
     fn blocking_ticket(&self) -> Option<CollectiveTicket> {
         let op = self.program.ops.get(self.next)?;
-        self.blocking_collective.clone().or_else(|| self.ticket_value(op.operands.first()).ok())
+        let waited = || self.values.ticket_value(*op.operands.first()?).ok();
+        self.blocking_collective.clone().or_else(waited)
     }
 }
 
-impl EvalValue {
-    fn check_type(&self, ty: &Type) -> Result<(), String> {
-        let fits = match self {
-            EvalValue::Empty => false,
-            EvalValue::Tensor(t) => {
-                !ty.is_token()
-                    && ty.dtype != DType::I64
-                    && t.shape().iter().map(|n| *n as u64).eq(ty.shape.iter().copied())
-            }
-            EvalValue::Int(_) => ty.dtype == DType::I64 && ty.shape.is_empty(),
-            EvalValue::Ticket(_) => ty.dtype == DType::Ticket,
-            EvalValue::Event => ty.dtype == DType::Event,
-        };
-        let have = match self {
-            EvalValue::Tensor(t) => format!("a tensor {:?}", t.shape()),
-            EvalValue::Int(_) => "an integer".to_string(),
-            _ => "a token".to_string(),
-        };
-        if fits {
-            Ok(())
-        } else {
-            Err(format!("returns {have}, but the annotation is {}{:?}", ty.dtype, ty.shape))
-        }
+fn name_of(op: &Op) -> Result<&str, String> {
+    op.name.as_deref().ok_or_else(|| "has no name".to_string())
+}
+
+fn call_value(name: &str, call: &CallInputs) -> Result<EvalValue, String> {
+    match call.scalars.get(name) {
+        None => Err(format!("the call has no scalar \"{name}\"")),
+        Some(CallScalar::Int(i)) => Ok(EvalValue::Int(*i)),
+        Some(CallScalar::Float(t)) => Ok(EvalValue::Tensor(t.clone())),
     }
+}
+
+fn read_rows(buffer: &Tensor, v: &views::CacheRead) -> Result<Tensor, String> {
+    let have = buffer.shape().first().copied().unwrap_or(0);
+    let (row, rows) = (v.row as usize, v.rows.map_or(have, |rows| rows as usize));
+    buffer.slice(0, row, rows).ok_or_else(|| format!("rows {rows} from {row} exceed a buffer of {have}"))
 }

@@ -19,10 +19,13 @@
 //! assert_eq!(out[0]["y"].data(), [2.0, 20.0]);
 //! ```
 
+#![forbid(unsafe_code)]
+
 mod collectives;
 mod compute;
 mod error;
 mod evaluator;
+mod rank_values;
 mod round;
 mod tensor;
 mod tile_ops;

@@ -32,7 +32,8 @@ pub fn rounding_to(to: DType) -> Option<Rounding> {
 }
 
 impl Rounding {
-    /// Returns the nearest number of the dtype.
+    /// Rounds to the nearest number of the dtype, ties to even; a number that is too large
+    /// saturates or becomes infinity.
     #[must_use]
     pub fn round_nearest(&self, x: f64) -> f64 {
         if self.digits == 53 || x == 0.0 || !x.is_finite() {

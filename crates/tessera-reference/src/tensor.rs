@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+pub(crate) type TensorResult = Result<Tensor, String>;
+
 /// A tensor with extents and elements, the last dim fastest. A scalar has no extents and one
 /// element.
 #[derive(Clone, PartialEq)]
@@ -14,7 +16,7 @@ impl Tensor {
     /// Creates a tensor from its elements.
     ///
     /// # Panics
-    /// If the number of elements is not the one to which the extents multiply.
+    /// If `data` does not have as many elements as `shape` requires.
     #[must_use]
     pub fn new(shape: &[usize], data: Vec<f64>) -> Tensor {
         assert_eq!(shape.iter().product::<usize>(), data.len(), "elements of a tensor {shape:?}");

@@ -1,18 +1,16 @@
 //! Reference semantics of softmax, batched matmul and mixture-of-experts routing.
 
-use tessera_ir::{Attr, Op};
+use tessera_ir::views;
 
 use crate::Tensor;
-
-type TensorResult = Result<Tensor, String>;
+use crate::tensor::TensorResult;
 
 /// Computes softmax along a dim.
-pub(crate) fn softmax(op: &Op, x: &Tensor) -> TensorResult {
+pub(crate) fn softmax(v: &views::Softmax, x: &Tensor) -> TensorResult {
     let shape = x.shape();
-    let dim = match op.attrs.get("dim") {
+    let dim = match v.dim {
         None => shape.len().checked_sub(1),
-        Some(Attr::Int(d)) => usize::try_from(*d).ok().filter(|d| *d < shape.len()),
-        Some(_) => None,
+        Some(dim) => Some(dim).filter(|d| *d < shape.len()),
     };
     let dim = dim.ok_or_else(|| format!("`dim` is not a dim of {shape:?}"))?;
     let inner: usize = shape[dim + 1..].iter().product();
@@ -32,14 +30,10 @@ pub(crate) fn softmax(op: &Op, x: &Tensor) -> TensorResult {
     Ok(y)
 }
 
-/// Computes scale · x · y per batch.
-pub(crate) fn batched_matmul(op: &Op, x: &Tensor, y: &Tensor) -> TensorResult {
+/// Computes scale · x · y per batch, or scale · x · yᵀ with the attribute `transposed`.
+pub(crate) fn batched_matmul(v: &views::Bmm, x: &Tensor, y: &Tensor) -> TensorResult {
     let differ = || format!("shapes do not match: x {:?}, y {:?}", x.shape(), y.shape());
-    let transposed = flag_attr(op, "transposed")?;
-    let scale = match op.attrs.get("scale") {
-        None => 1.0,
-        Some(_) => op.float_attr("scale").ok_or("`scale` is not a number")?,
-    };
+    let &views::Bmm { transposed, scale, .. } = v;
     let ([batch @ .., n, k], [batch_y @ .., a, b]) = (x.shape(), y.shape()) else { return Err(differ()) };
     let (k2, m) = if transposed { (*b, *a) } else { (*a, *b) };
     if batch != batch_y || *k != k2 {
@@ -60,7 +54,7 @@ pub(crate) fn batched_matmul(op: &Op, x: &Tensor, y: &Tensor) -> TensorResult {
 }
 
 /// Computes Σ g · (x · Wᵉᵀ) over the experts e of each token.
-pub(crate) fn moe_route(op: &Op, x: &Tensor, g: &Tensor, experts: &Tensor) -> TensorResult {
+pub(crate) fn moe_route(v: &views::MoeRoute, x: &Tensor, g: &Tensor, experts: &Tensor) -> TensorResult {
     let differ = || {
         format!(
             "shapes do not match: x {:?}, weights {:?}, experts {:?}",
@@ -69,7 +63,7 @@ pub(crate) fn moe_route(op: &Op, x: &Tensor, g: &Tensor, experts: &Tensor) -> Te
             experts.shape()
         )
     };
-    if flag_attr(op, "quantize_fp8")? {
+    if v.quantize_fp8 {
         return Err("quantize_fp8 has no meaning in f64: its result depends on the backend".to_string());
     }
     let ([tokens, d], [n, d_out, d2]) = (x.shape(), experts.shape()) else { return Err(differ()) };
@@ -77,14 +71,8 @@ pub(crate) fn moe_route(op: &Op, x: &Tensor, g: &Tensor, experts: &Tensor) -> Te
         return Err(differ());
     }
     let (tokens, d, n, d_out) = (*tokens, *d, *n, *d_out);
-    let top_k = match op.attrs.get("top_k") {
-        None => 2,
-        Some(_) => {
-            op.int_attr("top_k").and_then(|k| usize::try_from(k).ok()).ok_or("`top_k` is not an integer")?
-        }
-    };
-    let factor = op.float_attr("capacity_factor").ok_or("`capacity_factor` is missing")?;
-    if !(1..=n).contains(&top_k) || factor.is_nan() || factor <= 0.0 {
+    let (top_k, factor) = (v.top_k as usize, v.capacity_factor);
+    if top_k > n {
         return Err(format!("invalid routing: top_k {top_k} of {n} experts, capacity_factor {factor}"));
     }
     let capacity = (factor * (tokens * top_k) as f64 / n as f64).ceil() as usize;
@@ -107,14 +95,6 @@ pub(crate) fn moe_route(op: &Op, x: &Tensor, g: &Tensor, experts: &Tensor) -> Te
         }
     }
     Ok(y)
-}
-
-fn flag_attr(op: &Op, name: &str) -> Result<bool, String> {
-    match op.attrs.get(name) {
-        None => Ok(false),
-        Some(Attr::Bool(b)) => Ok(*b),
-        Some(_) => Err(format!("`{name}` must be true or false")),
-    }
 }
 
 #[cfg(test)]

@@ -6,26 +6,9 @@
 //! stores only the rectangle that changed. Compression is lossless and fast, because a chunk must
 //! not wait for its frames to be encoded.
 
-use tessera_base::{Code, Diagnostic};
+use tessera_base::Diagnostic;
 
-/// The image's size or frame rate cannot be encoded.
-pub static T0903: Code = Code {
-    id: "T0903",
-    title: "image size or frame rate cannot be encoded",
-    page: "PNG allows widths and heights from 1 to 2147483647, and an animation needs a positive frame rate whose \
-frame time is a fraction of two numbers up to 65535. Sizes for which the pixels of one frame do not fit \
-in memory are rejected too.\n\n\
-Check the width, height and fps of the run; they come from the model's config or from the command line.",
-};
-
-/// A frame has the wrong number of bytes.
-pub static T0904: Code = Code {
-    id: "T0904",
-    title: "a frame has the wrong number of bytes",
-    page: "A frame is width × height × 3 bytes: red, green, blue, row by row from the top, without padding. A \
-decoder that returns another number was built for another size or puts channels first.\n\n\
-The diagnostic names both numbers; their ratio usually shows the cause (4 channels: 4/3, one channel: 1/3).",
-};
+use crate::codes::{T0903, T0904};
 
 /// Bytes that overwrite a part of the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,7 +28,7 @@ pub struct ApngEnding {
     pub patch: Vec<FilePatch>,
 }
 
-/// An encoder of an animated PNG.
+/// Encodes an animated PNG frame by frame. It returns bytes, which the caller writes to the file.
 #[derive(Debug)]
 pub struct ApngStream {
     width: u32,
@@ -62,7 +45,7 @@ impl ApngStream {
     /// file.
     ///
     /// # Errors
-    /// [`T0903`] for a size or rate that cannot be encoded.
+    /// T0903 for a size or rate that cannot be encoded.
     pub fn new(
         width: u32,
         height: u32,
@@ -97,7 +80,7 @@ impl ApngStream {
     /// the file.
     ///
     /// # Errors
-    /// [`T0904`] for a wrong number of bytes.
+    /// T0904 for a wrong number of bytes.
     pub fn encode_frame(&mut self, rgb: &[u8]) -> Result<Vec<u8>, Diagnostic> {
         check_frame(rgb, self.width, self.height)?;
         let area = match self.frames {
@@ -182,7 +165,7 @@ impl ApngStream {
 /// Encodes one image as a PNG file; `rgb` is `width * height * 3` bytes.
 ///
 /// # Errors
-/// [`T0903`] for an impossible size, [`T0904`] for a wrong number of bytes.
+/// T0903 for an impossible size, T0904 for a wrong number of bytes.
 pub fn png_frame(rgb: &[u8], width: u32, height: u32) -> Result<Vec<u8>, Diagnostic> {
     check_frame(rgb, width, height)?;
     encode_png(rgb, width, height)
@@ -294,7 +277,7 @@ fn encode_png(rgb: &[u8], width: u32, height: u32) -> Result<Vec<u8>, Diagnostic
     }
 }
 
-/// Iterates over the contents of the IDAT chunks of a PNG from [`encode`].
+/// Iterates over the contents of the IDAT chunks of a PNG from [`encode_png`].
 fn image_data(png: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut rest = png.get(SIGNATURE.len()..).unwrap_or(&[]);
     std::iter::from_fn(move || {
@@ -314,57 +297,8 @@ fn push_chunk(out: &mut Vec<u8>, name: [u8; 4], data: &[u8]) {
     let from = out.len();
     out.extend(name);
     out.extend_from_slice(data);
-    let crc = crc32(&out[from..]);
+    let crc = crc32fast::hash(&out[from..]);
     out.extend(crc.to_be_bytes());
-}
-
-/// Computes the CRC-32 of ISO 3309, eight bytes per iteration: with one byte per iteration it would
-/// take as long as the compression.
-fn crc32(data: &[u8]) -> u32 {
-    static TABLES: [[u32; 256]; 8] = crc_tables();
-    let mut crc = !0u32;
-    let mut steps = data.chunks_exact(8);
-    for s in &mut steps {
-        let low = crc ^ u32::from_le_bytes([s[0], s[1], s[2], s[3]]);
-        let [a, b, c, d] = low.to_le_bytes();
-        crc = TABLES[7][a as usize]
-            ^ TABLES[6][b as usize]
-            ^ TABLES[5][c as usize]
-            ^ TABLES[4][d as usize]
-            ^ TABLES[3][s[4] as usize]
-            ^ TABLES[2][s[5] as usize]
-            ^ TABLES[1][s[6] as usize]
-            ^ TABLES[0][s[7] as usize];
-    }
-    for byte in steps.remainder() {
-        crc = TABLES[0][((crc ^ u32::from(*byte)) & 0xff) as usize] ^ (crc >> 8);
-    }
-    !crc
-}
-
-const fn crc_tables() -> [[u32; 256]; 8] {
-    let mut t = [[0u32; 256]; 8];
-    let mut i = 0;
-    while i < 256 {
-        let mut c = i as u32;
-        let mut bit = 0;
-        while bit < 8 {
-            c = if c & 1 == 1 { 0xedb8_8320 ^ (c >> 1) } else { c >> 1 };
-            bit += 1;
-        }
-        t[0][i] = c;
-        i += 1;
-    }
-    let mut k = 1;
-    while k < 8 {
-        let mut i = 0;
-        while i < 256 {
-            t[k][i] = t[0][(t[k - 1][i] & 0xff) as usize] ^ (t[k - 1][i] >> 8);
-            i += 1;
-        }
-        k += 1;
-    }
-    t
 }
 
 #[cfg(test)]
@@ -486,11 +420,5 @@ mod tests {
         assert!(stream.current_ending().trailer.is_empty());
         assert_eq!(png_frame(&[0; 3], 1, 2).unwrap_err().code.id, "T0904");
         assert!(png_frame(&[1, 2, 3], 1, 1).unwrap().starts_with(&SIGNATURE));
-    }
-
-    #[test]
-    fn the_checksum_is_the_standard_one() {
-        assert_eq!(crc32(b"123456789"), 0xcbf4_3926);
-        assert_eq!(crc32(b"IEND"), 0xae42_6082);
     }
 }

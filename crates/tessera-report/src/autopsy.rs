@@ -4,12 +4,13 @@
 //! The autopsy is a pure function of the records. Waits form a graph over ranks: a rank whose host
 //! waits in a collective waits for the hosts that have not reached it or, if all have, for the
 //! devices that lag behind. The hang began at a rank that others wait for and that waits for no
-//! rank. A finding needs more evidence than that: a rank that reported another rank's failure was
-//! healthy, and a wait no longer than earlier ones is normal work.
+//! rank. A finding needs more evidence: a rank that reported another's failure was healthy, and a
+//! wait as long as earlier ones is normal.
 
 mod findings;
 mod rank_view;
 mod render;
+mod run_flights;
 mod wait_graph;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,18 +18,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use tessera_base::Counterexample;
 
-use crate::flight::{FlightHeader, FlightLog, FlightMark, write_ranks};
-use crate::record::{RunRecord, RunStatus};
-
+use crate::flight::{FlightLog, FlightMark, write_ranks};
+use crate::record::{FailureCause, RunRecord, RunStatus};
 use rank_view::{PlanDivergence, RankView};
+use run_flights::{select_run_flights, world_size};
 use wait_graph::WaitGraph;
 
-/// Minimum silence for which a rank can be named.
+/// Minimum silence in nanoseconds after which a finding can name a rank.
 const MIN_SILENCE_NS: u64 = 2_000_000_000;
 /// Minimum silence as a multiple of the longest gap between two events in healthy operation.
 const SILENCE_FACTOR: u64 = 4;
-/// Maximum number of ranks; a header with a larger number is damaged.
-const MAX_RANKS: u32 = 65_536;
 
 /// The state of a process at the time of the autopsy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,15 +43,15 @@ pub enum ProcessVitals {
 /// The end of a rank's process, as its launcher observed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessEnd {
-    /// Rank of the process.
+    /// Rank whose process ended.
     pub rank: u32,
-    /// Exit status of the process.
+    /// Exit status; `None` if a signal killed the process.
     pub status: Option<i32>,
-    /// Signal that killed the process.
+    /// Number of the signal that killed the process; `None` if the process exited.
     pub signal: Option<i32>,
 }
 
-/// Evidence about a run.
+/// The input of an autopsy: records, states of processes, and the collectives of the plan.
 #[derive(Debug, Clone, Default)]
 pub struct AutopsyEvidence {
     /// Record of the run, if it is readable.
@@ -61,29 +60,30 @@ pub struct AutopsyEvidence {
     pub flight_records: Vec<FlightLog>,
     /// How the processes of ranks ended, where that is known.
     pub process_ends: Vec<ProcessEnd>,
-    /// Current state of processes, if known.
+    /// Current state of each rank's process, by rank; unknown states are absent.
     pub vitals: BTreeMap<u32, ProcessVitals>,
     /// Current time in nanoseconds since 1970; `None` if no process of the run is alive.
     pub now_ns: Option<u64>,
     /// Collectives of the sealed plan by phase and rank, if the plan is available.
     pub plan: BTreeMap<(String, u32), Vec<String>>,
-    /// Members of groups by name, for lines that lack them.
+    /// Every group by the name of its kind, such as `tp`, as lists of ranks; for lines without
+    /// members.
     pub groups: BTreeMap<String, Vec<Vec<u32>>>,
     /// Problems with files, for the reader of the report.
     pub notes: Vec<String>,
 }
 
-/// State of a run.
+/// How far a run got, from its record or, without an end line, from its ranks and processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AutopsyRunState {
-    /// The run completed.
+    /// The record states that the run produced all that was requested.
     Complete,
     /// The user stopped the run.
     Interrupted,
     /// The run failed, according to its record or to its ranks.
     Failed,
-    /// The run is in progress.
+    /// There is no end line and no reported failure, and a process of the run still exists.
     Running,
     /// The run is over and left no end line.
     Unfinished,
@@ -120,7 +120,7 @@ pub enum FindingClass {
 /// A cause of the run's failure.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Finding {
-    /// Class of the finding.
+    /// Kind of fault, on which the advice to the user depends.
     pub class: FindingClass,
     /// Ranks at fault; empty if no rank is. For a cycle, all of its ranks, because the evidence
     /// does not distinguish them.
@@ -136,10 +136,10 @@ pub struct Finding {
     pub counterexample: Option<Counterexample>,
 }
 
-/// State of a rank, for the report.
+/// A row of the report's table of ranks: what one rank did last, and for which ranks it waits.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct RankDiagnosis {
-    /// Rank that the state describes.
+    /// The rank, which is also the index of this entry in [`Autopsy::ranks`].
     pub rank: u32,
     /// State in one or two words.
     pub state: String,
@@ -152,10 +152,11 @@ pub struct RankDiagnosis {
     pub waits_for: Vec<u32>,
 }
 
-/// Progress of the members of a group.
+/// How far each member of a group came in the last call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct GroupProgress {
-    /// Name and members of the group.
+    /// Name and members of the group, such as `tp of ranks 0-3`; for transfers, the sender and the
+    /// receiver, such as `pp 0 → 1`.
     pub group: String,
     /// Each member of the group with its last collective over the group.
     pub reached: Vec<(u32, String)>,
@@ -165,20 +166,20 @@ pub struct GroupProgress {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RecordAgreement {
-    /// Both name the same rank, or none.
+    /// The record names a rank that the findings name, or neither reports a failure.
     Agrees,
     /// They name different ranks.
     Disagrees,
-    /// The record names no failure.
+    /// The record has no end line, or it reports no failure although there are findings.
     Silent,
-    /// There is no record, or it names no rank.
+    /// There is no record, or either the record or the findings name no rank.
     Unknown,
 }
 
-/// The report of an autopsy.
+/// The causes of a run's failure, the state of every rank, and advice for the user.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Autopsy {
-    /// State of the run.
+    /// Whether the run completed, was stopped, failed, still runs, or left no end line.
     pub state: AutopsyRunState,
     /// Causes, the strongest first; empty if no problem was found.
     pub findings: Vec<Finding>,
@@ -190,7 +191,7 @@ pub struct Autopsy {
     pub triage: &'static str,
     /// What the user should do next, derived from the findings.
     pub next_step: String,
-    /// States of all ranks.
+    /// State of every rank in order of rank, also of ranks without a flight record.
     pub ranks: Vec<RankDiagnosis>,
     /// Progress in all groups of the last call.
     pub groups: Vec<GroupProgress>,
@@ -207,7 +208,7 @@ impl Autopsy {
     }
 }
 
-/// Diagnoses a run from all evidence about it.
+/// Finds why a run failed and what each rank was doing. Any part of the evidence may be absent.
 #[must_use]
 pub fn diagnose_run(evidence: &AutopsyEvidence) -> Autopsy {
     let mut notes = evidence.notes.clone();
@@ -253,56 +254,6 @@ pub fn diagnose_run(evidence: &AutopsyEvidence) -> Autopsy {
     }
 }
 
-/// Selects the flight records of this run, by rank. The run is the session whose plan the run
-/// record names, or else the session with the most files.
-fn select_run_flights<'a>(
-    evidence: &'a AutopsyEvidence,
-    notes: &mut Vec<String>,
-) -> BTreeMap<u32, &'a FlightLog> {
-    let mut sessions: BTreeMap<&str, (bool, usize, u64)> = BTreeMap::new();
-    let planned = |f: &FlightLog| evidence.record.as_ref().is_none_or(|r| r.start.plan == f.header.plan);
-    let (whole, damaged): (Vec<&FlightLog>, Vec<&FlightLog>) =
-        evidence.flight_records.iter().partition(|f| is_possible(&f.header));
-    for f in damaged {
-        let (rank, world) = (f.header.rank, f.header.world_size);
-        notes.push(format!("a flight record names rank {rank} of {world}: it is damaged and left out"));
-    }
-    for f in &whole {
-        let s = sessions.entry(&f.header.session).or_default();
-        *s = (s.0 || planned(f), s.1 + 1, s.2.max(f.header.wall_ns));
-    }
-    let run = sessions.iter().max_by_key(|(_, weight)| **weight).map(|(s, _)| *s);
-    let mut own: BTreeMap<u32, &FlightLog> = BTreeMap::new();
-    for f in whole {
-        let rank = f.header.rank;
-        if Some(f.header.session.as_str()) != run {
-            notes.push(format!(
-                "a flight record of rank {rank} is of another run (session {})",
-                f.header.session
-            ));
-        } else if own.get(&rank).is_some_and(|other| other.last_ns() >= f.last_ns()) {
-            notes.push(format!("a second flight record of rank {rank} is older and left out"));
-        } else {
-            own.insert(rank, f);
-        }
-    }
-    own
-}
-
-/// Returns whether a header's rank and number of ranks are plausible.
-fn is_possible(header: &FlightHeader) -> bool {
-    let (rank, world) = (header.rank, header.world_size);
-    // A world of 0 means that the rank did not know the number of ranks.
-    rank < MAX_RANKS && world <= MAX_RANKS && (world == 0 || rank < world)
-}
-
-/// Returns the number of ranks of the run, at most [`MAX_RANKS`].
-fn world_size(evidence: &AutopsyEvidence, flights: &BTreeMap<u32, &FlightLog>) -> u32 {
-    let recorded = evidence.record.iter().flat_map(|r| &r.start.ranks).map(|r| r.rank.saturating_add(1));
-    let said = flights.values().map(|f| f.header.world_size.max(f.header.rank.saturating_add(1)));
-    recorded.filter(|n| *n <= MAX_RANKS).chain(said).max().unwrap_or(0).min(MAX_RANKS)
-}
-
 fn run_state(evidence: &AutopsyEvidence, views: &[RankView<'_>]) -> AutopsyRunState {
     let by_record = evidence.record.as_ref().map_or(RunStatus::Running, RunRecord::status);
     let failed = || views.iter().any(|v| v.marks().any(|(_, m)| m.event == "failed"));
@@ -345,10 +296,10 @@ impl Investigation<'_> {
             return Vec::new();
         }
         let kinds: [&dyn Fn() -> Vec<Finding>; 6] = [
-            &|| self.find_mismatch(),
-            &|| self.find_own_failure(),
-            &|| self.find_reported_failure(),
-            &|| self.find_lost_launcher(),
+            &|| Vec::from_iter(self.find_mismatch()),
+            &|| Vec::from_iter(self.find_own_failure()),
+            &|| Vec::from_iter(self.find_reported_failure()),
+            &|| Vec::from_iter(self.find_lost_launcher()),
             &|| self.find_vanished_ranks(),
             &|| self.find_stuck_ranks(),
         ];
@@ -372,46 +323,39 @@ impl Investigation<'_> {
 
     /// Finds members that issued different collectives at one position, for collectives that were
     /// compared with no plan.
-    fn find_mismatch(&self) -> Vec<Finding> {
-        let Some(first) = self.waits.mismatches.first() else { return Vec::new() };
-        vec![findings::mismatch_finding(self, first)]
+    fn find_mismatch(&self) -> Option<Finding> {
+        self.waits.mismatches.first().map(|first| findings::mismatch_finding(self, first))
     }
 
     /// Finds the rank that first reported a failure of its own.
-    fn find_own_failure(&self) -> Vec<Finding> {
+    fn find_own_failure(&self) -> Option<Finding> {
         let own = self.views.iter().filter_map(|v| {
             let (at, mark) = v.marks().find(|(_, m)| is_own_failure(v.rank, m))?;
             Some((v.wall_ns(at), v, mark))
         });
         // Other ranks report deaths, and a rank that names itself as stalled relays its leader's
         // report.
-        own.min_by_key(|(at, ..)| *at)
-            .map(|(_, v, mark)| findings::own_failure_finding(self, v, mark))
-            .into_iter()
-            .collect()
+        own.min_by_key(|(at, ..)| *at).map(|(_, v, mark)| findings::own_failure_finding(self, v, mark))
     }
 
     /// Finds failures that the leader detected at a rank which could not know of them: results that
     /// differ, rejected settings.
-    fn find_reported_failure(&self) -> Vec<Finding> {
-        let marks = self.views.iter().flat_map(|v| v.marks().map(move |(at, m)| (v.wall_ns(at), m)));
-        let about = marks.filter(|(_, m)| m.event == "failed" && !is_death(m.class.as_deref()));
+    fn find_reported_failure(&self) -> Option<Finding> {
+        let about = self.failure_marks().filter(|(_, m)| !is_death(m.class.as_deref()));
         let first = about.filter(|(_, m)| m.blamed_rank.is_some()).min_by_key(|(at, _)| *at);
-        let by_record = self.evidence.record.as_ref().and_then(|r| r.end.as_ref()?.cause.as_ref());
+        let by_record = self.recorded_cause();
         match (first, by_record) {
-            (Some((_, m)), _) => findings::reported_failure_finding(
+            (Some((_, m)), _) => Some(findings::reported_failure_finding(
                 m.blamed_rank,
                 m.code.as_deref(),
                 m.class.as_deref().unwrap_or_default(),
                 m.detail.as_deref().unwrap_or_default(),
-            ),
+            )),
             (None, Some(c)) if !is_death(Some(&c.class)) && c.class != LAUNCHER_GONE => {
-                findings::reported_failure_finding(c.rank, c.code.as_deref(), &c.class, &c.message)
+                Some(findings::reported_failure_finding(c.rank, c.code.as_deref(), &c.class, &c.message))
             }
             _ => None,
         }
-        .into_iter()
-        .collect()
     }
 
     /// Finds ranks that were healthy at their last event and left without an exit mark, while at
@@ -466,34 +410,45 @@ impl Investigation<'_> {
         }
     }
 
-    /// Returns the ranks that other ranks reported as dead or unresponsive.
+    /// Returns the ranks that other ranks reported as dead or unresponsive, or without such a
+    /// report the rank that the record names.
     fn ranks_blamed_by_others(&self) -> BTreeSet<u32> {
         let marks = self.views.iter().flat_map(|v| v.marks().map(move |(_, m)| (v.rank, m)));
         let mut blamed: BTreeSet<u32> = marks
             .filter(|(rank, m)| m.event == "failed" && m.blamed_rank != Some(*rank))
             .filter_map(|(_, m)| m.blamed_rank)
             .collect();
-        let cause = self.evidence.record.as_ref().and_then(|r| r.end.as_ref()?.cause.as_ref()?.rank);
         if blamed.is_empty() {
-            blamed.extend(cause);
+            blamed.extend(self.recorded_cause().and_then(|c| c.rank));
         }
         blamed
     }
 
-    fn find_lost_launcher(&self) -> Vec<Finding> {
+    fn find_lost_launcher(&self) -> Option<Finding> {
         let gone = |class: Option<&str>| class == Some(LAUNCHER_GONE);
-        let by_record = self.evidence.record.as_ref().and_then(|r| r.end.as_ref()?.cause.as_ref());
-        let marks = self.views.iter().flat_map(|v| v.marks().map(move |(at, m)| (v.wall_ns(at), m)));
-        let first = marks.filter(|(_, m)| m.event == "failed").min_by_key(|(at, _)| *at);
-        let first = first.and_then(|(_, m)| m.class.as_deref());
-        if gone(first) || gone(by_record.map(|c| c.class.as_str())) {
-            vec![findings::lost_launcher_finding()]
-        } else {
-            Vec::new()
-        }
+        let by_record = self.recorded_cause();
+        let first = self.failure_marks().min_by_key(|(at, _)| *at).and_then(|(_, m)| m.class.as_deref());
+        let is_lost = gone(first) || gone(by_record.map(|c| c.class.as_str()));
+        is_lost.then(findings::lost_launcher_finding)
     }
 
-    /// Evaluates the wait graph, for waits that are long enough.
+    /// Returns the failure that ended the run, according to its record.
+    fn recorded_cause(&self) -> Option<&FailureCause> {
+        self.evidence.record.as_ref()?.cause()
+    }
+
+    /// Iterates over the failures that ranks reported, with their times since 1970.
+    fn failure_marks(&self) -> impl Iterator<Item = (u64, &FlightMark)> {
+        let marks = self.views.iter().flat_map(|v| v.marks().map(|(at, m)| (v.wall_ns(at), m)));
+        marks.filter(|(_, m)| m.event == "failed")
+    }
+
+    fn view(&self, rank: u32) -> Option<&RankView<'_>> {
+        self.views.get(rank as usize)
+    }
+
+    /// Finds the ranks at which the wait graph ends or cycles, if their silence, another rank's
+    /// report or the end of the run shows that they are stuck.
     fn find_stuck_ranks(&self) -> Vec<Finding> {
         let mut out = Vec::new();
         // A process that stopped the run for a stall had a limit of its own, learned over more
@@ -511,9 +466,8 @@ impl Investigation<'_> {
                 out.push(findings::device_behind_finding(self, v));
             }
         }
-        let long = |ranks: &[u32]| {
-            ranks.iter().all(|r| self.views.get(*r as usize).is_some_and(|v| self.is_silent_too_long(v)))
-        };
+        let long =
+            |ranks: &[u32]| ranks.iter().all(|r| self.view(*r).is_some_and(|v| self.is_silent_too_long(v)));
         // A cycle in a run that has ended is a cause, however short the wait was.
         let over = self.state != AutopsyRunState::Running;
         for cycle in self.waits.cycles.iter().filter(|c| over || long(c)) {
@@ -539,7 +493,7 @@ impl Investigation<'_> {
                 .waits
                 .waiting_ranks(v.rank)
                 .into_iter()
-                .filter_map(|r| self.views.get(r as usize))
+                .filter_map(|r| self.view(r))
                 .any(|waiter| waiter.flight.is_some() && long(waiter)),
         }
     }
@@ -547,7 +501,7 @@ impl Investigation<'_> {
     fn compare_with_record(&self, findings: &[Finding]) -> (RecordAgreement, String) {
         let Some(record) = &self.evidence.record else { return (RecordAgreement::Unknown, String::new()) };
         let culprits: BTreeSet<u32> = findings.iter().flat_map(|f| f.ranks.iter().copied()).collect();
-        let Some(cause) = record.end.as_ref().and_then(|e| e.cause.as_ref()) else {
+        let Some(cause) = self.recorded_cause() else {
             let what = match (&record.end, findings.is_empty()) {
                 (Some(_), true) => return (RecordAgreement::Agrees, "the record reports no failure".into()),
                 (Some(_), false) => "the record reports no failure",
@@ -564,8 +518,8 @@ impl Investigation<'_> {
                 (RecordAgreement::Agrees, format!("the record agrees: {said}"))
             }
             Some(r) => {
-                let view = self.views.get(r as usize);
-                let why = view.map_or("no such rank".to_string(), |v| findings::explain_innocence(self, v));
+                let why =
+                    self.view(r).map_or("no such rank".to_string(), |v| findings::explain_innocence(self, v));
                 (RecordAgreement::Disagrees, format!("the record disagrees: {said}; but {why}"))
             }
             None => (RecordAgreement::Unknown, format!("the record names no rank: {said}")),

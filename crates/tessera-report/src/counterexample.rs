@@ -5,9 +5,10 @@
 
 use std::fmt::Write;
 
+use maud::html;
 use tessera_base::{Counterexample, Mismatch, RankCollective, Span, WaitEdge};
 
-use crate::markup;
+use crate::markup::replace_control_chars;
 
 /// Draws a counterexample as a standalone SVG. `title` is its heading, usually the code and message
 /// of the diagnostic.
@@ -130,18 +131,19 @@ enum CycleRow<'a> {
 }
 
 impl CycleRow<'_> {
-    fn first_rank(&self) -> u32 {
+    fn links(&self) -> &[WaitEdge] {
         match self {
-            CycleRow::Lane(l) => l.rank,
-            CycleRow::Band(ls) => ls.first().map_or(0, |l| l.rank),
+            CycleRow::Lane(link) => std::slice::from_ref(*link),
+            CycleRow::Band(links) => links,
         }
     }
 
+    fn first_rank(&self) -> u32 {
+        self.links().first().map_or(0, |l| l.rank)
+    }
+
     fn last_rank(&self) -> u32 {
-        match self {
-            CycleRow::Lane(l) => l.rank,
-            CycleRow::Band(ls) => ls.last().map_or(0, |l| l.rank),
-        }
+        self.links().last().map_or(0, |l| l.rank)
     }
 
     /// Returns where an arrow leaves upwards from a row that begins at `y`.
@@ -168,10 +170,7 @@ fn cycle_rows(links: &[WaitEdge]) -> Vec<CycleRow<'_>> {
 
 fn draw_lane(out: &mut String, l: &WaitEdge, y: i32, line: LineLookup<'_>) {
     let right = WANT_X + BOX_W + LANE_PAD - PADDING;
-    let _ = write!(
-        out,
-        "<rect class=\"lane\" x=\"{PADDING}\" y=\"{y}\" width=\"{right}\" height=\"{LANE_H}\" rx=\"8\"/>"
-    );
+    draw_rect(out, "lane", (PADDING, y), (right, LANE_H), 8);
     let middle = y + LANE_H / 2;
     let name = l.rank.to_string();
     if name.len() <= 3 {
@@ -188,10 +187,7 @@ fn draw_lane(out: &mut String, l: &WaitEdge, y: i32, line: LineLookup<'_>) {
 
 fn draw_band(out: &mut String, hidden: &[WaitEdge], y: i32) {
     let right = WANT_X + BOX_W + LANE_PAD - PADDING;
-    let _ = write!(
-        out,
-        "<rect class=\"want\" x=\"{PADDING}\" y=\"{y}\" width=\"{right}\" height=\"{BAND_H}\" rx=\"8\"/>"
-    );
+    draw_rect(out, "want", (PADDING, y), (right, BAND_H), 8);
     let ranks: Vec<u32> = hidden.iter().map(|l| l.rank).collect();
     let words =
         format!("{} more ranks, each waiting for the one above: {}", hidden.len(), format_ranks(&ranks));
@@ -202,11 +198,8 @@ fn draw_band(out: &mut String, hidden: &[WaitEdge], y: i32) {
 fn draw_call(out: &mut String, s: &RankCollective, (x, y): (i32, i32), class: &str, line: LineLookup<'_>) {
     let full =
         format!("{}, {}, stream {}, {}", s.description, format_members(s), s.stream, call_position(s, line));
-    let _ = write!(
-        out,
-        "<g><title>{}</title><rect class=\"{class}\" x=\"{x}\" y=\"{y}\" width=\"{BOX_W}\" height=\"{BOX_H}\" rx=\"6\"/>",
-        escape_xml(&full)
-    );
+    let _ = write!(out, "<g><title>{}</title>", escape_xml(&full));
+    draw_rect(out, class, (x, y), (BOX_W, BOX_H), 6);
     let (name, rest) = split_call_name(s);
     let inner = BOX_W - 28;
     draw_label(out, (x + 14, y + 22), "m b", name, inner);
@@ -252,34 +245,23 @@ fn draw_mismatch(m: &Mismatch, title: &str, line: LineLookup<'_>) -> String {
     let top = draw_heading(&mut out, title, &format!("{}, position {}; {agreed}", m.group, m.position)) + 8;
     let rows = mismatch_rows(m, line);
     let body = top + 44;
-    let tall: i32 = rows.iter().map(|r| ROW_H + (r.line_count() as i32 - 1) * 19).sum();
+    let row_height = |row: &MismatchRow| ROW_H + (row.line_count() as i32 - 1) * 19;
+    let tall: i32 = rows.iter().map(row_height).sum();
     for ((rank, call), x) in m.sides.iter().zip(columns) {
-        let (class, height) = (if call.is_some() { "card" } else { "want" }, tall + 52);
-        let _ = write!(
-            out,
-            "<rect class=\"{class}\" x=\"{x}\" y=\"{top}\" width=\"{COLUMN_W}\" height=\"{height}\" rx=\"8\"/>"
-        );
+        let class = if call.is_some() { "card" } else { "want" };
+        draw_rect(&mut out, class, (x, top), (COLUMN_W, tall + 52), 8);
         draw_label(&mut out, (x + 18, top + 29), "r", &format!("rank {rank}"), COLUMN_W - 36);
     }
     let mut y = body;
     let both_called = m.sides.iter().all(|s| s.1.is_some());
     for row in &rows {
-        let height = ROW_H + (row.line_count() as i32 - 1) * 19;
-        let (class, name) = if row.differs { ("odd", "x b") } else { ("", "s") };
+        let height = row_height(row);
         if row.differs && both_called {
-            let wide = columns[1] + COLUMN_W - PADDING;
-            let _ = write!(
-                out,
-                "<rect class=\"{class}\" x=\"{PADDING}\" y=\"{y}\" width=\"{wide}\" height=\"{height}\" rx=\"6\"/>"
-            );
-            let at = columns[1] - 18;
-            let _ = write!(
-                out,
-                "<text class=\"h x\" x=\"{at}\" y=\"{}\" text-anchor=\"middle\">≠</text>",
-                y + height / 2 + 6
-            );
+            draw_rect(&mut out, "odd", (PADDING, y), (columns[1] + COLUMN_W - PADDING, height), 6);
+            draw_centred(&mut out, (columns[1] - 18, y + height / 2 + 6), "h x", "≠");
         }
-        draw_label(&mut out, (PADDING + 12, y + 22), name, row.name, LABEL_W - 12);
+        let class = if row.differs { "x b" } else { "s" };
+        draw_label(&mut out, (PADDING + 12, y + 22), class, row.name, LABEL_W - 12);
         for (lines, x) in row.sides.iter().zip(columns) {
             for (i, (shown, full_text)) in lines.iter().enumerate() {
                 let class = if row.differs { "m x b" } else { "m" };
@@ -291,14 +273,9 @@ fn draw_mismatch(m: &Mismatch, title: &str, line: LineLookup<'_>) -> String {
     }
     for ((rank, _), x) in m.sides.iter().zip(columns).filter(|((_, call), _)| call.is_none()) {
         let (x, y) = (x + COLUMN_W / 2, body + tall / 2);
-        let _ = write!(
-            out,
-            "<text class=\"h x\" x=\"{x}\" y=\"{}\" text-anchor=\"middle\">no call</text>\
-             <text class=\"s\" x=\"{x}\" y=\"{}\" text-anchor=\"middle\">rank {rank} issues no call at position {}</text>",
-            y - 4,
-            y + 20,
-            m.position
-        );
+        draw_centred(&mut out, (x, y - 4), "h x", "no call");
+        let words = format!("rank {rank} issues no call at position {}", m.position);
+        draw_centred(&mut out, (x, y + 20), "s", &words);
     }
     wrap_svg(title, body + tall + 8 + PADDING, &out)
 }
@@ -389,6 +366,18 @@ fn draw_text(out: &mut String, (x, y): (i32, i32), class: &str, shown: &str, ful
     let _ = write!(out, "<text class=\"{class}\" x=\"{x}\" y=\"{y}\">{title}{}</text>", escape_xml(shown));
 }
 
+fn draw_centred(out: &mut String, (x, y): (i32, i32), class: &str, words: &str) {
+    let words = escape_xml(words);
+    let _ = write!(out, "<text class=\"{class}\" x=\"{x}\" y=\"{y}\" text-anchor=\"middle\">{words}</text>");
+}
+
+fn draw_rect(out: &mut String, class: &str, (x, y): (i32, i32), (width, height): (i32, i32), radius: i32) {
+    let _ = write!(
+        out,
+        "<rect class=\"{class}\" x=\"{x}\" y=\"{y}\" width=\"{width}\" height=\"{height}\" rx=\"{radius}\"/>"
+    );
+}
+
 /// Draws an arrow of straight segments with rounded corners, from the first point to the last.
 fn draw_elbow_arrow(out: &mut String, points: &[(i32, i32)]) {
     const ROUND: i32 = 10;
@@ -413,14 +402,8 @@ fn draw_elbow_arrow(out: &mut String, points: &[(i32, i32)]) {
 fn draw_wait_pill(out: &mut String, x: i32, y: i32, waiter: u32, awaited: u32) {
     let words = format!("rank {waiter} waits for rank {awaited}");
     let wide = words.chars().count() as i32 * 7 + 20;
-    let _ = write!(
-        out,
-        "<rect class=\"pill\" x=\"{}\" y=\"{}\" width=\"{wide}\" height=\"24\" rx=\"12\"/>\
-         <text class=\"x\" x=\"{x}\" y=\"{}\" text-anchor=\"middle\">{words}</text>",
-        x - wide / 2,
-        y - 12,
-        y + 5
-    );
+    draw_rect(out, "pill", (x - wide / 2, y - 12), (wide, 24), 12);
+    draw_centred(out, (x, y + 5), "x", &words);
 }
 
 /// Formats the ranks of a call, such as `ranks 0, 1`.
@@ -534,21 +517,14 @@ fn char_width(c: char) -> usize {
     if c as u32 >= 0x1100 && !(0x2000..0x2600).contains(&(c as u32)) { 2 } else { 1 }
 }
 
-/// Escapes a text for XML on a single line, without the two non-control characters that XML
-/// forbids.
+/// Escapes a text for XML on a single line, without the characters that XML forbids.
 fn escape_xml(s: &str) -> String {
-    let plain: String = s
-        .chars()
-        .map(|c| match c {
-            '\n' | '\t' => ' ',
-            '\u{fffe}' | '\u{ffff}' => '\u{fffd}',
-            c => c,
-        })
-        .collect();
-    markup::escape_text(&plain)
+    let line = s.replace(['\n', '\t'], " ").replace(['\u{fffe}', '\u{ffff}'], "\u{fffd}");
+    replace_control_chars(html! { (line) }.into_string())
 }
 
 #[cfg(test)]
+#[allow(clippy::disallowed_methods, reason = "the drawings are compared with files")]
 mod tests {
     use super::*;
 

@@ -11,19 +11,20 @@ mod rank_list;
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use tessera_base::{Code, Diagnostic};
+use tessera_base::Diagnostic;
 
 pub use rank_list::{read_ranks, write_ranks};
 
+use crate::codes::T0905;
 use crate::record::{RunRecord, StreamWaits};
 
-/// Schema number of [`Header`].
+/// Version of the format that this build writes and reads: [`FlightHeader::schema`].
 pub const SCHEMA: u32 = 2;
 /// Width of the header line in bytes, newline included.
 pub const HEADER_BYTES: usize = 640;
 /// Width of every other line in bytes, newline included.
 pub const LINE_BYTES: usize = 384;
-/// Number of lines in the ring.
+/// Number of lines in the ring, after which a new line overwrites the oldest.
 pub const RING_LINES: u64 = 4096;
 /// Maximum length of a list of ranks in bytes. A longer list is left out; the plan contains the
 /// members.
@@ -35,16 +36,6 @@ const CHECKSUM_BYTES: usize = 24;
 const SCHEMA_1_KEYS: &str = "keys of schema 1 have other names now: `of` is `planned`; `wants` is `expected` in a \
 collective and `missing` in a phase; `plan` of a collective is `plan_match`; `about` is `blamed_rank`; `echo` is `relayed`; `x` \
 is `checksum`";
-
-/// The file is not a flight record.
-pub static T0905: Code = Code {
-    id: "T0905",
-    title: "file is not a flight record",
-    page: "A flight record is flight/rank-N.jsonl in a run's folder: a header line with a schema number, then at most 4,096 \
-lines of fixed width. This file begins otherwise, or another version of tessera wrote it. The file is left out, and the autopsy treats \
-its rank as a rank without a record and relies on the records of the others.\n\nA rank that died before it joined the run \
-leaves no file. An empty file was created but never written, for example because the disk was full.",
-};
 
 /// The first line of a flight record, which identifies the rank and the run.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -58,13 +49,13 @@ pub struct FlightHeader {
     /// Number of ranks in the run.
     #[serde(rename = "world")]
     pub world_size: u32,
-    /// Session of the run, hex.
+    /// Session id of the run as 16 hex digits, the same for all ranks.
     pub session: String,
     /// Digest of the sealed plan, hex.
     pub plan: String,
     /// Mesh axes and their sizes, such as `tp=2,pp=1`.
     pub mesh: String,
-    /// Role of the rank in the plan.
+    /// Role of the rank in the plan, such as `stage0`; empty if the plan gives the rank no role.
     pub role: String,
     /// Id of the rank's process in its operating system, which may reuse it later.
     pub pid: u32,
@@ -72,14 +63,15 @@ pub struct FlightHeader {
     /// process with the same id.
     #[serde(rename = "started")]
     pub start_ticks: u64,
-    /// Name of the host.
+    /// Name of the process's host. On any other host, an autopsy cannot check whether the process
+    /// is alive.
     pub host: String,
     /// Time at which the record was opened, in nanoseconds on the monotonic clock of all other
     /// instants.
     pub mono_ns: u64,
     /// The same instant in nanoseconds since 1970.
     pub wall_ns: u64,
-    /// Version of tessera that wrote it.
+    /// Version of tessera that wrote the record.
     pub tessera: String,
 }
 
@@ -90,25 +82,25 @@ struct SchemaHead {
     schema: u32,
 }
 
-/// One line of the ring.
+/// One line of the ring: [`LINE_BYTES`] bytes in the file, with a checksum at the end.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FlightLine {
-    /// Sequence number of the line; its slot in the ring is the remainder modulo [`LINES`].
+    /// Sequence number of the line; its slot in the ring is the remainder modulo [`RING_LINES`].
     pub n: u64,
     /// Time or start of the event, in nanoseconds on the rank's monotonic clock.
     pub at_ns: u64,
-    /// Event of the line.
+    /// The collective, phase or life-cycle event that the line records.
     #[serde(flatten)]
     pub entry: FlightEntry,
 }
 
-/// The event of a line.
+/// What one line records. The line of a collective or a phase is rewritten as its state changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum FlightEntry {
-    /// A collective of a call.
+    /// A collective that the rank issued, or that the check against the plan refused.
     Collective(FlightCollective),
-    /// A phase of a call.
+    /// A phase that the rank began.
     Phase(FlightPhase),
     /// A life-cycle event of the rank.
     Mark(FlightMark),
@@ -117,21 +109,21 @@ pub enum FlightEntry {
 /// A collective as this rank issued it.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct FlightCollective {
-    /// Progress of the collective.
+    /// Progress of the collective on this rank when the line was last written.
     pub state: CollectiveProgress,
-    /// Id of the call.
+    /// Id of the call, from 1 within a session.
     pub call: u64,
-    /// Index of the chunk.
+    /// Index of the chunk that the call generates, from 0; 0 in the warm-up.
     pub chunk: u32,
-    /// Epoch of the KV caches.
+    /// Epoch of the KV caches in which the call runs; each hard cut begins another.
     pub epoch: u32,
-    /// Program of the phase.
+    /// Name of the program that the phase runs, such as `denoise.fill3`.
     pub phase: String,
     /// Index of the phase in the call, from 0.
     pub step: u32,
     /// Position in the phase's sequence of collectives on this rank, from 0.
     pub pos: u32,
-    /// Length of that sequence in the plan.
+    /// Number of collectives that the sealed plan has in this phase on this rank.
     #[serde(rename = "planned")]
     pub planned_count: u32,
     /// Name of the group, such as `tp`.
@@ -144,7 +136,7 @@ pub struct FlightCollective {
     /// Element type and local extents, such as `f32[4, 8]`.
     #[serde(rename = "type")]
     pub ty: String,
-    /// Name of the reduction.
+    /// Reduction of the op, such as `sum`; `None` for an op that reduces nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reduction: Option<String>,
     /// World rank of the root.
@@ -159,7 +151,7 @@ pub struct FlightCollective {
     /// Index of the op in the rank's program.
     #[serde(rename = "index")]
     pub op_index: u32,
-    /// Comparison with the sealed plan.
+    /// Whether the collective equals the line of the sealed plan at `pos`.
     pub plan_match: PlanMatch,
     /// The plan's line at this position, if it differs.
     #[serde(default, rename = "expected", skip_serializing_if = "Option::is_none")]
@@ -173,7 +165,7 @@ pub struct FlightCollective {
     pub exposed_ns: u64,
 }
 
-/// Progress of a collective on one rank.
+/// How far one rank has come with a collective; other members may be at another state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CollectiveProgress {
@@ -208,11 +200,11 @@ pub enum PlanMatch {
 /// A phase as this rank ran it. The line is written when the phase begins and again when it ends.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct FlightPhase {
-    /// Id of the call.
+    /// Id of the call, from 1 within a session.
     pub call: u64,
-    /// Index of the chunk.
+    /// Index of the chunk that the call generates, from 0; 0 in the warm-up.
     pub chunk: u32,
-    /// Epoch of the KV caches.
+    /// Epoch of the KV caches in which the call runs; each hard cut begins another.
     pub epoch: u32,
     /// Name of the program that the phase runs, such as `denoise.fill3`.
     pub phase: String,
@@ -220,10 +212,10 @@ pub struct FlightPhase {
     pub step: u32,
     /// Number of collectives issued, known at the end of the phase.
     pub issued: u32,
-    /// Number of collectives in the plan.
+    /// Number of collectives that the sealed plan has in this phase on this rank.
     #[serde(rename = "planned")]
     pub planned_count: u32,
-    /// End of the phase; 0 before.
+    /// Time at which the phase ended, in nanoseconds on the rank's monotonic clock; 0 before.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub end_ns: u64,
     /// The first line of the plan that was not issued, if the phase ended without it.
@@ -244,7 +236,7 @@ pub struct FlightMark {
     /// The rank at which a failure is reported to have begun.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blamed_rank: Option<u32>,
-    /// Id of the failure's code.
+    /// Id of the failure's diagnostic code, such as `T0744`; `None` for any other event.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub code: Option<String>,
     /// Class of the failure, in words.
@@ -262,7 +254,8 @@ pub struct FlightMark {
 }
 
 impl FlightHeader {
-    /// Returns the header line.
+    /// Encodes the header with its checksum as one line of [`HEADER_BYTES`] bytes; long texts are
+    /// truncated.
     #[must_use]
     pub fn encode_line(&self) -> Vec<u8> {
         let mut own = self.clone();
@@ -346,7 +339,7 @@ impl FlightLog {
     /// Reads a whole file, which may be cut anywhere after its header.
     ///
     /// # Errors
-    /// [`T0905`], with `name` in its message.
+    /// T0905, with `name` in its message.
     pub fn parse(name: &str, file: &[u8]) -> Result<FlightLog, Diagnostic> {
         let mut texts = file.split(|b| *b == b'\n').map(trim_padding);
         let first = texts.next().unwrap_or_default();
@@ -428,7 +421,7 @@ impl FlightLog {
 }
 
 impl FlightLine {
-    /// Returns the time at which the line was last written.
+    /// Returns the end of the collective or phase, or the time of the line if there is no end yet.
     #[must_use]
     pub fn last_ns(&self) -> u64 {
         match &self.entry {

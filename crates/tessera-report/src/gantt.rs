@@ -3,20 +3,11 @@
 
 use std::fmt::Write;
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 
-/// The chart cannot be read.
-pub static T0906: Code = Code {
-    id: "T0906",
-    title: "gantt chart cannot be read",
-    page: "Tessera reads Mermaid gantt charts with `dateFormat X` and bars of the form `name :id, start, length` in integral units, \
-and charts with `dateFormat x` and bars of the form `name :id, start, 12ms`, where one millisecond of the axis is one unit: \
-`tessera plan` writes this form as timeline.mmd, and Mermaid draws it to scale. A chart may also have a title, an axisFormat \
-and sections. Dates, `after` and other Mermaid keywords are rejected, because a bar in the wrong \
-place would change every ratio that is computed from the chart.",
-};
+pub use crate::codes::T0906;
 
-/// Maximum number of bars in a chart.
+/// Maximum number of bars that [`parse`] accepts.
 pub const MAX_CHART_BARS: usize = 100_000;
 
 /// A Mermaid gantt chart with integral start times and lengths.
@@ -24,7 +15,7 @@ pub const MAX_CHART_BARS: usize = 100_000;
 pub struct GanttChart {
     /// Title; empty if there is none.
     pub title: String,
-    /// Notation of bar lengths.
+    /// How the chart writes the lengths of bars, as its `dateFormat` line selects.
     pub length_notation: LengthNotation,
     /// Axis format for Mermaid; empty if there is none.
     pub axis_format: String,
@@ -36,7 +27,8 @@ pub struct GanttChart {
     pub sections: Vec<GanttSection>,
 }
 
-/// The notation of bar lengths.
+/// How a Mermaid Gantt chart writes the length of a bar; its `dateFormat` line selects the
+/// notation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LengthNotation {
     /// `dateFormat X`, and a bare number.
@@ -69,18 +61,19 @@ const OMITTED_SUFFIX: &str = " bars left out";
 /// A section of a chart: one stream of one rank, or one pipeline stage.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GanttSection {
-    /// Name of the section.
+    /// Name of the section, such as `rank 0 · lead decode`.
     pub name: String,
     /// Bars in the order of the chart's text.
     pub bars: Vec<GanttBar>,
 }
 
-/// A bar of a chart.
+/// One interval of a section, as a bar with integral start and length.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GanttBar {
-    /// Name of the bar.
+    /// Text on the bar, such as `denoise.0`. It contains no colon, which ends the name in the
+    /// chart.
     pub name: String,
-    /// Id of the bar in the chart.
+    /// Identifier of the bar for Mermaid, without spaces, such as `b7`.
     pub id: String,
     /// Start, in the chart's unit.
     pub start: u64,
@@ -97,7 +90,7 @@ pub fn is_gantt(text: &str) -> bool {
 /// Parses a chart. `file` is used in diagnostics only.
 ///
 /// # Errors
-/// [`T0906`] for every line that cannot be parsed.
+/// T0906 for every line that cannot be parsed.
 pub fn parse(file: &str, source: &str) -> Result<GanttChart, Diagnostics> {
     let mut chart = GanttChart::default();
     let mut ds = Vec::new();
@@ -183,7 +176,7 @@ fn parse_bar(line: &str, lengths: LengthNotation) -> Option<GanttBar> {
     })
 }
 
-/// Formats a chart as text.
+/// Writes a chart as Mermaid text that [`parse`] accepts.
 #[must_use]
 pub fn print(chart: &GanttChart) -> String {
     let mut out = format!("gantt\n    dateFormat {}\n", chart.length_notation.date_format());

@@ -5,8 +5,12 @@
 //! bytes, and the same input gives the same bytes on every machine. The application crates write
 //! those bytes to files.
 
+#![forbid(unsafe_code)]
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
 pub mod apng;
 pub mod autopsy;
+mod codes;
 mod counterexample;
 pub mod flight;
 pub mod gantt;
@@ -20,10 +24,5 @@ mod stats;
 mod svg;
 pub mod timeline;
 
+pub use codes::CODES;
 pub use counterexample::{draw_counterexample, draw_counterexample_with_lines};
-
-use tessera_base::Code;
-
-/// Diagnostic codes of this crate.
-pub const CODES: &[&Code] =
-    &[&record::T0901, &record::T0902, &apng::T0903, &apng::T0904, &flight::T0905, &gantt::T0906];

@@ -1,31 +1,26 @@
-//! Escaping of text for HTML and encoding of images as data URIs. All text from users or peers
-//! passes through [`escape_text`].
+//! Text of pages and drawings: replacement of control characters, images as data URIs, counts and
+//! command lines.
 
-/// Escapes text for element content and for attributes in either kind of quotes.
-pub(crate) fn escape_text(s: &str) -> String {
-    let mut out = String::with_capacity(s.len());
-    for c in s.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            '\n' | '\t' => out.push(c),
-            // HTML cannot represent most control characters.
-            c if c.is_control() => out.push('\u{fffd}'),
-            c => out.push(c),
-        }
-    }
-    out
+use base64::{Engine, prelude::BASE64_STANDARD};
+
+/// Replaces the control characters that HTML and XML cannot represent.
+pub(crate) fn replace_control_chars(s: String) -> String {
+    let is_refused = |c: char| c.is_control() && c != '\n' && c != '\t';
+    if s.contains(is_refused) { s.replace(is_refused, "\u{fffd}") } else { s }
 }
 
 /// Encodes a PNG file as a data URI, which loads without a network.
 pub(crate) fn png_uri(png: &[u8]) -> String {
-    format!("data:image/png;base64,{}", encode_base64(png))
+    format!("data:image/png;base64,{}", BASE64_STANDARD.encode(png))
 }
 
-/// Formats a command line with shell quoting.
+/// Formats a value, or a dash if there is none.
+pub(crate) fn format_or_dash(value: Option<impl ToString>) -> String {
+    value.map_or("–".to_string(), |v| v.to_string())
+}
+
+/// Formats a command line for a shell; puts words that a shell would split or expand in single
+/// quotes.
 pub(crate) fn format_shell_command(words: &[String]) -> String {
     let quoted: Vec<String> = words
         .iter()
@@ -59,39 +54,19 @@ pub(crate) fn format_plural(n: u64, word: &str) -> String {
     format!("{} {word}{}", format_count(n), if n == 1 { "" } else { "s" })
 }
 
-fn encode_base64(bytes: &[u8]) -> String {
-    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut out = String::with_capacity(bytes.len().div_ceil(3) * 4);
-    for three in bytes.chunks(3) {
-        let at = |i: usize| u32::from(three.get(i).copied().unwrap_or(0));
-        let bits = at(0) << 16 | at(1) << 8 | at(2);
-        for i in 0..4 {
-            let digit = DIGITS[(bits >> (18 - 6 * i)) as usize & 63];
-            out.push(if i <= three.len() { digit as char } else { '=' });
-        }
-    }
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn text_is_escaped() {
-        assert_eq!(
-            escape_text("<a b='c' d=\"e\">&\u{0}\n"),
-            "&lt;a b=&#39;c&#39; d=&quot;e&quot;&gt;&amp;\u{fffd}\n"
-        );
+    fn control_characters_are_replaced() {
+        assert_eq!(replace_control_chars("a\u{0}\r\n\tb".into()), "a\u{fffd}\u{fffd}\n\tb");
     }
 
     #[test]
-    fn base64_matches_the_standard() {
-        for (raw, coded) in [("", ""), ("f", "Zg=="), ("fo", "Zm8="), ("foo", "Zm9v"), ("foobar", "Zm9vYmFy")]
-        {
-            assert_eq!(encode_base64(raw.as_bytes()), coded);
-        }
-        assert_eq!(encode_base64(&[0xfb, 0xff]), "+/8=");
+    fn images_are_padded_base64() {
+        assert_eq!(png_uri(b"fooba"), "data:image/png;base64,Zm9vYmE=");
+        assert_eq!(png_uri(&[0xfb, 0xff]), "data:image/png;base64,+/8=");
     }
 
     #[test]

@@ -40,8 +40,8 @@ fn build_chart(timeline: &Timeline, window: TimeWindow) -> GanttChart {
     let mut lane = None;
     for (i, s) in timeline.spans.iter().enumerate().filter(|(i, _)| kept.contains(i)) {
         if lane.replace((s.rank, &s.stream)) != Some((s.rank, &s.stream)) {
-            let name = timeline.ranks.iter().find(|r| r.rank == s.rank).map_or("", |r| r.name.as_str());
-            sections.push(GanttSection { name: section_name(s, name), bars: Vec::new() });
+            let name = section_name(s, timeline.rank_name(s.rank));
+            sections.push(GanttSection { name, bars: Vec::new() });
         }
         let name = if chunks.len() > 1 { format!("{} {}", s.name, s.chunk) } else { s.name.clone() };
         let (start, end) = (at(s.start_ns), at(s.end_ns));

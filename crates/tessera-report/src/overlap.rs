@@ -16,7 +16,7 @@ pub const OVERLAP_GATE: f64 = 0.30;
 /// which have nothing to overlap with.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OverlapStats {
-    /// Number of chunks that count.
+    /// Number of chunks behind these statistics.
     pub chunks: u32,
     /// Median of the chunks' [`overlap_score`].
     pub score: f64,
@@ -28,7 +28,7 @@ pub struct OverlapStats {
     pub stage1_ns: u64,
     /// Median time for which the mesh is idle before a commit, in nanoseconds.
     pub idle_ns: u64,
-    /// Maximum number of queued requests when a call was committed.
+    /// Maximum number of requests that waited when a call finished.
     pub queue_in: u32,
     /// Maximum number of finished chunks in the output queue when a chunk was done.
     pub queue_out: u32,
@@ -73,6 +73,14 @@ impl OverlapStats {
     #[must_use]
     pub fn passes_gate(&self) -> bool {
         self.score >= OVERLAP_GATE
+    }
+}
+
+impl PipelineTimes {
+    /// Returns the chunk's OverlapScore; see [`overlap_score`].
+    #[must_use]
+    pub fn overlap_score(&self) -> f64 {
+        overlap_score(self.stage0_ns, self.stage1_ns, self.period_ns)
     }
 }
 

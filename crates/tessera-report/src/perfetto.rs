@@ -65,51 +65,48 @@ enum TraceEvent<'a> {
 
 impl TraceEvent<'_> {
     fn write(&self, out: &mut String, threads: &ThreadIds<'_>) {
-        // Chunks are asynchronous events because they overlap when the pipeline is full.
-        let mut chunk = |ph: char, at: u64, c: &TimelineChunk| {
-            write!(
-                out,
-                "{{\"ph\":\"{ph}\",\"pid\":0,\"tid\":0,\"ts\":{},\"id\":{1},\"cat\":\"chunk\",\"name\":\"chunk {1}\",\"args\":{{\"frames\":{2}}}}}",
-                format_micros(at),
-                c.chunk,
-                c.frames
-            )
+        let (ph, pid, tid, at_ns, fields) = match self {
+            // Chunks are asynchronous events because they overlap when the pipeline is full.
+            TraceEvent::Begin(c) => ('b', 0, Some(0), c.start_ns, chunk_fields(c)),
+            TraceEvent::End(c) => ('e', 0, Some(0), c.end_ns, chunk_fields(c)),
+            TraceEvent::Span(s) => {
+                ('X', process_id(s.rank), Some(threads.thread_id(&s.stream)), s.start_ns, span_fields(s))
+            }
+            TraceEvent::Queues(c) => {
+                let (input, output) = c.queue_lengths;
+                let fields = format!("\"name\":\"queues\",\"args\":{{\"in\":{input},\"out\":{output}}}");
+                ('C', 0, None, c.start_ns, fields)
+            }
+            TraceEvent::Mark(m) => {
+                let (name, detail) = (json_string(&m.label), json_string(&m.detail));
+                let fields = format!("\"s\":\"g\",\"name\":{name},\"args\":{{\"detail\":{detail}}}");
+                ('i', 0, Some(0), m.at_ns, fields)
+            }
         };
-        let _ = match self {
-            TraceEvent::Begin(c) => chunk('b', c.start_ns, c),
-            TraceEvent::End(c) => chunk('e', c.end_ns, c),
-            TraceEvent::Span(s) => write!(
-                out,
-                "{{\"ph\":\"X\",\"pid\":{},\"tid\":{},\"ts\":{},\"dur\":{},\"name\":{},\"cat\":{},\"args\":{{\"chunk\":{},\"collectives\":{}{}}}}}",
-                process_id(s.rank),
-                threads.thread_id(&s.stream),
-                format_micros(s.start_ns),
-                format_micros(s.end_ns.saturating_sub(s.start_ns)),
-                json_string(&s.name),
-                json_string(&s.stream),
-                s.chunk,
-                s.collectives,
-                s.waits.as_ref().map_or(String::new(), |waits| format!(
-                    ",\"waited_us\":{}",
-                    format_micros(waits.total_ns)
-                ))
-            ),
-            TraceEvent::Queues(c) => write!(
-                out,
-                "{{\"ph\":\"C\",\"pid\":0,\"ts\":{},\"name\":\"queues\",\"args\":{{\"in\":{},\"out\":{}}}}}",
-                format_micros(c.start_ns),
-                c.queue_lengths.0,
-                c.queue_lengths.1
-            ),
-            TraceEvent::Mark(m) => write!(
-                out,
-                "{{\"ph\":\"i\",\"pid\":0,\"tid\":0,\"ts\":{},\"s\":\"g\",\"name\":{},\"args\":{{\"detail\":{}}}}}",
-                format_micros(m.at_ns),
-                json_string(&m.label),
-                json_string(&m.detail)
-            ),
-        };
+        let tid = tid.map_or(String::new(), |tid| format!("\"tid\":{tid},"));
+        let ts = format_micros(at_ns);
+        let _ = write!(out, "{{\"ph\":\"{ph}\",\"pid\":{pid},{tid}\"ts\":{ts},{fields}}}");
     }
+}
+
+fn chunk_fields(c: &TimelineChunk) -> String {
+    format!(
+        "\"id\":{0},\"cat\":\"chunk\",\"name\":\"chunk {0}\",\"args\":{{\"frames\":{1}}}",
+        c.chunk, c.frames
+    )
+}
+
+fn span_fields(s: &TimelineSpan) -> String {
+    let waited = s.waits.as_ref().map(|waits| format!(",\"waited_us\":{}", format_micros(waits.total_ns)));
+    format!(
+        "\"dur\":{},\"name\":{},\"cat\":{},\"args\":{{\"chunk\":{},\"collectives\":{}{}}}",
+        format_micros(s.end_ns.saturating_sub(s.start_ns)),
+        json_string(&s.name),
+        json_string(&s.stream),
+        s.chunk,
+        s.collectives,
+        waited.unwrap_or_default()
+    )
 }
 
 /// Returns the metadata events: names and sort order of processes and threads. Process 0 stands for
@@ -120,13 +117,9 @@ fn metadata_events(t: &Timeline, threads: &ThreadIds<'_>) -> Vec<String> {
     };
     let mut out = vec![meta(0, 0, "process_name", "\"name\":\"run\"".into())];
     for r in &t.ranks {
-        out.push(meta(process_id(r.rank), 0, "process_name", format!("\"name\":{}", json_string(&r.name))));
-        out.push(meta(
-            process_id(r.rank),
-            0,
-            "process_sort_index",
-            format!("\"sort_index\":{}", process_id(r.rank)),
-        ));
+        let pid = process_id(r.rank);
+        out.push(meta(pid, 0, "process_name", format!("\"name\":{}", json_string(&r.name))));
+        out.push(meta(pid, 0, "process_sort_index", format!("\"sort_index\":{pid}")));
     }
     for lane in t.spans_by_lane() {
         let (pid, tid) = (process_id(lane[0].rank), threads.thread_id(&lane[0].stream));

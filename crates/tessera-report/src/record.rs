@@ -8,7 +8,9 @@
 use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize, Serializer};
-use tessera_base::{Code, Diagnostic};
+use tessera_base::Diagnostic;
+
+use crate::codes::{T0901, T0902};
 
 /// Schema number that [`RecordLine::to_json`] writes and [`RunRecord::parse`] reads.
 pub const SCHEMA: u32 = 2;
@@ -16,34 +18,13 @@ pub const SCHEMA: u32 = 2;
 /// The key of schema 1 that has another name now.
 const SCHEMA_1_KEYS: &str = "the event key `what` of schema 1 is now `event`";
 
-/// The file is not a record, or its schema is unknown.
-pub static T0901: Code = Code {
-    id: "T0901",
-    title: "the record does not begin with a start line of a known schema",
-    page: "A record.jsonl begins with one line whose kind is \"start\" and whose schema is a number that this build \
-knows. The schema decides how the rest of the file is read, so a file that begins otherwise is rejected.\n\n\
-If the file is empty, the run died before it wrote anything: look at the leader's log. If the schema number is another \
-one, another version of tessera wrote the file: read it with that version, which the first line names. Schema 2 renamed \
-the event key `what` to `event`. If the first line is missing because the file was cut or concatenated by hand, restore it.",
-};
-
-/// A line in the middle of the record does not parse.
-pub static T0902: Code = Code {
-    id: "T0902",
-    title: "a line of the record cannot be read",
-    page: "Every line of record.jsonl is one JSON object with a known kind. Only the last line may be incomplete, \
-because a run that is killed may die while it writes. An unreadable line before that means that another program \
-wrote to the file, that two runs shared one folder, or that the disk lost data.\n\n\
-Give each run its own --out folder. To read the rest of this record, delete the named line.",
-};
-
-/// One line of the record.
+/// One line of `record.jsonl`: a JSON object whose key `kind` names the variant.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum RecordLine {
     /// The first line: the request and the plan.
     Start(RunStart),
-    /// A finished chunk.
+    /// A finished chunk, written once its frames are delivered.
     Chunk(ChunkRecord),
     /// An event that the reader should see.
     Event(RunEvent),
@@ -72,7 +53,7 @@ pub struct RunStart {
     pub tessera: String,
     /// Digest of the sealed plan, hex.
     pub plan: String,
-    /// Name of the model.
+    /// Name of the model, for display.
     pub model: String,
     /// Mesh axes and their sizes, such as `tp=2,pp=1`.
     pub mesh: String,
@@ -138,20 +119,20 @@ pub enum RunDevice {
 pub struct ScheduledPrompt {
     /// First chunk that uses the prompt.
     pub chunk: u32,
-    /// Text of the prompt.
+    /// The prompt itself, in force until the first chunk of the next entry.
     pub text: String,
 }
 
-/// A rank and its role.
+/// A rank and the role whose programs the rank runs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankRole {
-    /// Rank of the process.
+    /// Rank in the world, where the ranks outside the mesh come first.
     pub rank: u32,
     /// Role in the plan, such as `stage0`.
     pub role: String,
 }
 
-/// Status of a run.
+/// Whether a run is in progress, and otherwise how the run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunStatus {
@@ -165,7 +146,7 @@ pub enum RunStatus {
     Failed,
 }
 
-/// One chunk of output.
+/// The record line of one delivered chunk: its request, its digests and its times on every rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ChunkRecord {
     /// Index in the stream, from 0.
@@ -174,27 +155,27 @@ pub struct ChunkRecord {
     /// discarded requests.
     #[serde(default)]
     pub request: Option<u64>,
-    /// Call that produced the chunk.
+    /// Id of the call that produced the chunk; flight records use the same id.
     pub call_id: u64,
     /// Epoch of the KV caches in which the call ran.
     pub cache_epoch: u32,
     /// Index of the chunk's first frame in the clip.
     pub start_frame: u64,
-    /// Prompt of the chunk.
+    /// Text of the prompt in force at the chunk.
     pub prompt: String,
-    /// Seed of the chunk.
+    /// Seed in force at the chunk; a stream may change its seed between chunks.
     pub seed: u64,
     /// Whether a hard cut precedes the chunk.
     pub cut: bool,
     /// Digest of the chunk's latents, hex.
     pub latents_digest: String,
-    /// Number of frames in the chunk.
+    /// Number of pixel frames to which the chunk's latents decode.
     pub frames: u32,
     /// Time at which the call was committed, in nanoseconds since the run's start.
     pub start_ns: u64,
     /// Time from commit to the chunk's last frame, in nanoseconds.
     pub wall_ns: u64,
-    /// Number of queued calls when this one was committed.
+    /// Number of requests that waited when the call finished.
     pub queue_in: u32,
     /// Number of queued results when the chunk was done.
     pub queue_out: u32,
@@ -213,7 +194,7 @@ pub struct PipelineTimes {
     pub decided_ns: u64,
     /// Time at which the last rank was ready for the call.
     pub ready_ns: u64,
-    /// Time at which the last rank was done.
+    /// Time at which the last rank reported the chunk done.
     pub done_ns: u64,
     /// Time from the previous chunk's commit to this one's, in nanoseconds; 0 for the first chunk.
     pub period_ns: u64,
@@ -228,18 +209,10 @@ pub struct PipelineTimes {
     pub digest_ns: u64,
 }
 
-impl PipelineTimes {
-    /// Returns the chunk's OverlapScore; see [`crate::overlap::overlap_score`].
-    #[must_use]
-    pub fn overlap_score(&self) -> f64 {
-        crate::overlap::overlap_score(self.stage0_ns, self.stage1_ns, self.period_ns)
-    }
-}
-
 /// Phases and digests of one rank in a chunk.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankChunk {
-    /// Rank of the process.
+    /// Rank that ran the phases and computed the digests.
     pub rank: u32,
     /// Phases in order of their start.
     pub phases: Vec<PhaseRecord>,
@@ -259,7 +232,7 @@ pub struct PhaseRecord {
     pub stream: String,
     /// Start in nanoseconds since the run's start.
     pub start_ns: u64,
-    /// End on the same clock.
+    /// End in nanoseconds since the run's start.
     pub end_ns: u64,
     /// Number of collectives that the phase issued.
     pub collectives: u32,
@@ -317,21 +290,21 @@ pub struct RunEvent {
     pub at_ns: u64,
     /// Kind of event, in one or two words.
     pub event: String,
-    /// Details in words.
+    /// What happened, in words, such as `chunk 3 begins epoch 1`.
     pub detail: String,
 }
 
-/// The outcome of a run.
+/// The end line of a record: how the run ended and what it delivered.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunEnd {
     /// Complete, interrupted or failed.
     pub status: RunStatus,
-    /// Cause of a failure.
+    /// Why the run failed; `None` unless the status is failed.
     #[serde(default)]
     pub cause: Option<FailureCause>,
-    /// Number of finished chunks.
+    /// Number of chunks that were delivered to the output.
     pub chunks: u32,
-    /// Number of finished frames.
+    /// Number of pixel frames in the delivered chunks.
     pub frames: u64,
     /// Duration of the run in nanoseconds.
     pub wall_ns: u64,
@@ -344,12 +317,12 @@ pub struct RunEnd {
     pub golden: String,
 }
 
-/// The cause of a failed run.
+/// The failure that ended a run, as the end line of its record states it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailureCause {
-    /// Failure class, such as `peer lost`.
+    /// Failure class in words, such as `a rank died`.
     pub class: String,
-    /// Exit status of that class.
+    /// Exit status of tessera for a failure of this class.
     pub exit_code: u8,
     /// Rank at which the failure began, if known.
     pub rank: Option<u32>,
@@ -366,9 +339,9 @@ pub struct RunRecord {
     pub start: RunStart,
     /// Chunks in the order of the file; of a long run only the first and the last ones.
     pub chunks: Vec<ChunkRecord>,
-    /// Chunks between those two groups, which were read and not kept.
+    /// Counts of the chunks between the first and the last ones in `chunks`.
     pub omitted: OmittedChunks,
-    /// Events in the order of the file.
+    /// All events, in the order of the file; unlike chunks, none is left out.
     pub events: Vec<RunEvent>,
     /// The end line, if the run wrote it.
     pub end: Option<RunEnd>,
@@ -404,7 +377,7 @@ impl RunRecord {
     /// line may end inside a character, which is why the input is bytes.
     ///
     /// # Errors
-    /// [`T0901`] if the first line is not a start line of this schema, [`T0902`] for any other
+    /// T0901 if the first line is not a start line of this schema, T0902 for any other
     /// unreadable line.
     pub fn parse(file: &[u8]) -> Result<RunRecord, Diagnostic> {
         let mut reader = RecordReader::new(usize::MAX);
@@ -412,6 +385,12 @@ impl RunRecord {
             reader.push_line(line)?;
         }
         reader.into_record()
+    }
+
+    /// Returns the failure that ended the run, if the end line states one.
+    #[must_use]
+    pub fn cause(&self) -> Option<&FailureCause> {
+        self.end.as_ref()?.cause.as_ref()
     }
 
     /// Returns the status in the end line, or [`RunStatus::Running`] without an end line.
@@ -434,8 +413,9 @@ pub struct RecordReader {
 }
 
 impl RecordReader {
-    /// Creates a reader that keeps at most `keep` chunks, the first and the last half of them, and
-    /// all events and the end line.
+    /// Creates a reader that keeps the start line, all events, the end line and at most
+    /// `max_chunks` chunks. Of a longer record it keeps `max_chunks / 2` chunks from the beginning,
+    /// rounded up, and `max_chunks / 2` from the end, rounded down.
     #[must_use]
     pub fn new(max_chunks: usize) -> RecordReader {
         RecordReader { record: None, max_chunks, tail: VecDeque::new(), lines: 0, bytes: 0 }
@@ -444,7 +424,7 @@ impl RecordReader {
     /// Reads the next line, newline included; the last line may lack it.
     ///
     /// # Errors
-    /// [`T0901`] if the first line is not a start line of this schema, [`T0902`] for any other
+    /// T0901 if the first line is not a start line of this schema, T0902 for any other
     /// unreadable line.
     pub fn push_line(&mut self, line: &[u8]) -> Result<(), Diagnostic> {
         self.bytes += line.len();
@@ -489,10 +469,10 @@ impl RecordReader {
         Ok(())
     }
 
-    /// Returns the record.
+    /// Returns the record that the lines so far make up.
     ///
     /// # Errors
-    /// [`T0901`] if there was no start line.
+    /// T0901 if there was no start line.
     pub fn into_record(self) -> Result<RunRecord, Diagnostic> {
         let Some(mut record) = self.record else {
             return Err(Diagnostic::error(&T0901, "the record is empty")

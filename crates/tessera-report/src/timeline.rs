@@ -20,7 +20,7 @@ pub struct Timeline {
 /// A rank and its display name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankName {
-    /// Rank of the process.
+    /// Rank whose spans the charts show under the name.
     pub rank: u32,
     /// Display name, such as `rank 0 · stage0`.
     pub name: String,
@@ -29,13 +29,13 @@ pub struct RankName {
 /// Time of a chunk from commit to its last frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TimelineChunk {
-    /// Index of the chunk in the stream.
+    /// Index of the chunk in the stream, from 0.
     pub chunk: u32,
-    /// Number of frames in the chunk.
+    /// Number of pixel frames that the chunk adds to the clip.
     pub frames: u32,
     /// Start in nanoseconds since the run's start.
     pub start_ns: u64,
-    /// End on the same clock.
+    /// Time of the chunk's last frame, on the same clock.
     pub end_ns: u64,
     /// Number of calls in the input queue and of results in the output queue.
     pub queue_lengths: (u32, u32),
@@ -44,11 +44,11 @@ pub struct TimelineChunk {
 /// A phase that ran on a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TimelineSpan {
-    /// Rank of the process.
+    /// Rank on which the phase ran, or for which it was estimated.
     pub rank: u32,
-    /// Name of the stream.
+    /// Stream on which the phase ran, such as `compute`; [`stream_order`] sorts the streams.
     pub stream: String,
-    /// Name of the phase.
+    /// Name of the phase, such as `denoise.fill3`; in an estimate and in a trace of ops, of the op.
     pub name: String,
     /// Chunk to which the phase belongs.
     pub chunk: u32,
@@ -69,7 +69,7 @@ pub struct TimelineMark {
     pub at_ns: u64,
     /// Kind of event, in one or two words.
     pub label: String,
-    /// Details in words.
+    /// What happened, in words for the reader, such as `chunk 4 begins epoch 2`.
     pub detail: String,
 }
 
@@ -83,7 +83,7 @@ pub struct TimeWindow {
 }
 
 impl Timeline {
-    /// Builds the timeline of a recorded run.
+    /// Converts a record: chunks, phases as spans, and events as marks, sorted into drawing order.
     #[must_use]
     pub fn from_record(record: &RunRecord) -> Timeline {
         let mut t = Timeline { omitted_frames: record.omitted.frames, ..Timeline::default() };
@@ -169,11 +169,23 @@ impl Timeline {
         self.spans.chunk_by(|a, b| a.rank == b.rank && a.stream == b.stream)
     }
 
+    /// Returns the display name of a rank; empty for an unknown rank.
+    pub(crate) fn rank_name(&self, rank: u32) -> &str {
+        self.ranks.iter().find(|r| r.rank == rank).map_or("", |r| r.name.as_str())
+    }
+
     fn chunk_window(&self, from: usize, to: usize) -> Option<TimeWindow> {
         let chosen = self.chunks.get(from..to.min(self.chunks.len())).filter(|c| !c.is_empty())?;
         let start_ns = chosen.iter().map(|c| c.start_ns).min()?;
         let end_ns = chosen.iter().map(|c| c.end_ns).max()?;
         (end_ns > start_ns).then_some(TimeWindow { start_ns, end_ns })
+    }
+}
+
+impl TimelineSpan {
+    /// Returns whether any part of the span is inside a window.
+    pub(crate) fn is_inside(&self, window: TimeWindow) -> bool {
+        self.end_ns >= window.start_ns && self.start_ns < window.end_ns
     }
 }
 

@@ -2,6 +2,8 @@
 //! do nothing, next to an echo of the same message sizes over bare sockets: `cargo run --release -p
 //! tessera-runtime --example commit_latency [RANKS [CALLS]]`.
 
+#![allow(clippy::disallowed_methods, reason = "a program reads its arguments and keeps files")]
+
 #[path = "../tests/support/mod.rs"]
 mod support;
 

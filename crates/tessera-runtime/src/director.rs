@@ -3,35 +3,20 @@
 //! Every decision that may change a rank's execution is made here once and sent. Workers derive
 //! nothing.
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 
+use crate::codes::{T0720, T0721};
 use crate::kv_cache::{CacheRegime, CacheSpec, CacheStage, CacheState, Transition};
 use crate::program_index::ProgramIndex;
 use crate::wire::{CallAction, CallMeta, F32Bits, PhaseCall, ScalarArg};
 
 use serde::{Deserialize, Serialize};
 
-/// Raised for invalid stream settings.
-pub(crate) static T0720: Code = Code {
-    id: "T0720",
-    title: "the stream's settings are refused",
-    page: "A stream needs at least one denoise step. Each step has a finite timestep and a noise level between 0 and 1 \
-that never grows, and the attention bias is above 0. Only the leader reads these settings; workers receive the calls that \
-follow from them.\n\nThe step list of a distilled model belongs to the model: start from the values in its recipe.",
-};
-/// Raised for a chunk request that cannot be planned.
-pub(crate) static T0721: Code = Code {
-    id: "T0721",
-    title: "a chunk request is refused",
-    page: "The first chunk of a session must bring a prompt, because there are no text keys and values to attend \
-to before it. A request that brings a prompt must bring its embedding. The leader refused the request before it sent \
-anything to a rank.",
-};
-
 /// Parameters of one denoise step of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DenoiseStep {
-    /// The input of the time embedding.
+    /// Input of the time embedding, on the models' scale from 1000 (pure noise) to 0 (clean
+    /// latents).
     pub timestep: f32,
     /// Noise level; 1 is pure noise.
     pub sigma: f32,
@@ -40,7 +25,7 @@ pub struct DenoiseStep {
 /// The settings of a stream, which never change.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StreamSpec {
-    /// Sizes and regime of the caches.
+    /// Sizes and regime of the KV caches, equal on the leader and on every rank.
     pub cache: CacheSpec,
     /// Attention bias b on context keys; 1 disables it. Programs with a bias scalar receive ln b.
     pub bias: f32,
@@ -103,7 +88,7 @@ impl SceneCut {
     }
 }
 
-/// A request for one chunk.
+/// One requested chunk as the [`Director`] needs it: without the text of its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkRequest {
     /// Whether a new prompt takes effect with this chunk.
@@ -114,16 +99,17 @@ pub struct ChunkRequest {
     pub cut: SceneCut,
 }
 
-/// A call as the leader planned it.
+/// One call that the [`Director`] planned. The leader adds the call's id, a deadline and the
+/// tensors, and sends the result as an envelope.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallPlan {
-    /// Action of the call.
+    /// What the call does; `INFER` and `WARMUP` have a `meta`, other actions have none.
     pub action: CallAction,
-    /// Number of the chunk in the stream.
+    /// Index of the chunk that the call generates; for a call without a chunk, of the next chunk.
     pub chunk: u32,
-    /// The cache epoch in which the call runs.
+    /// Epoch of the KV caches in which the call runs; a hard cut, reset or reload begins another.
     pub cache_epoch: u32,
-    /// Payload of a chunk or of the warm-up.
+    /// Payload of an `INFER` or `WARMUP` call; `None` for any other action.
     pub meta: Option<CallMeta>,
     /// Whether the chunk is the first of its scene.
     pub opens_scene: bool,
@@ -171,48 +157,14 @@ impl Director {
         if text {
             draft.push_phase("text", &[]);
         }
-        if let Some(frames) = draft.cache.pending_rebase() {
-            // A rebase rotates keys back, so the shift is negative.
-            draft.push_phase("rebase", &[("shift", ScalarArg::I64(-i64::from(frames)))]);
-        }
-        let zeros = ScalarArg::from_f32s(&vec![0.0; self.spec.cache.chunk_frames as usize]);
+        draft.push_rebase();
         let recompute =
             self.spec.cache.regime == CacheRegime::Recompute && draft.cache.stage() == CacheStage::Holding;
         if recompute {
-            let args = [("t", zeros.clone()), ("start", ScalarArg::I64(0)), ("row", ScalarArg::I64(0))];
-            draft.push_phase("recompute", &args);
+            draft.push_recompute(self.spec.cache.chunk_frames);
         }
         let start_frame = draft.cache.start_frame();
-        let start = ScalarArg::I64(i64::from(start_frame));
-        let row = ScalarArg::I64(draft.cache.start_row() as i64);
-        let fill = draft.cache.fill_frames();
-        let bias = ScalarArg::from_f32(self.spec.bias.ln());
-        for (draw, step) in self.spec.steps.iter().enumerate() {
-            draft.push_phase(
-                "renoise",
-                &[
-                    ("sigma", ScalarArg::from_f32(step.sigma)),
-                    ("seed", ScalarArg::I64(request.seed as i64)),
-                    ("chunk", ScalarArg::I64(i64::from(chunk))),
-                    ("draw", ScalarArg::I64(draw as i64)),
-                ],
-            );
-            let t = ScalarArg::from_f32s(&vec![step.timestep; self.spec.cache.chunk_frames as usize]);
-            draft.push_phase(
-                &format!("denoise.fill{fill}"),
-                &[
-                    ("t", t),
-                    ("sigma", ScalarArg::from_f32(step.sigma)),
-                    ("start", start.clone()),
-                    ("row", row.clone()),
-                    ("bias", bias.clone()),
-                ],
-            );
-        }
-        if self.spec.cache.regime == CacheRegime::Resident {
-            let args = [("t", zeros), ("start", start), ("row", row), ("bias", bias)];
-            draft.push_phase(&format!("clean.fill{fill}"), &args);
-        }
+        draft.push_steps(&self.spec, request.seed, chunk);
         draft.push_phase("emit", &[]);
         let (cache, phases) = draft.into_phases()?;
         let expected = programs.expected_totals(&phases)?;
@@ -298,7 +250,7 @@ pub(crate) fn warmup_meta(programs: &ProgramIndex, cache: &CacheState) -> Result
     })
 }
 
-/// A call under construction.
+/// The phases of a chunk's call so far, the cache state after them, and the problems found.
 struct CallDraft<'a> {
     cache: CacheState,
     phases: Vec<PhaseCall>,
@@ -307,6 +259,56 @@ struct CallDraft<'a> {
 }
 
 impl CallDraft<'_> {
+    /// Adds the rebase of the cached keys, if one is pending.
+    fn push_rebase(&mut self) {
+        if let Some(frames) = self.cache.pending_rebase() {
+            // A rebase rotates keys back, so the shift is negative.
+            self.push_phase("rebase", &[("shift", ScalarArg::I64(-i64::from(frames)))]);
+        }
+    }
+
+    /// Adds the phase that computes the keys and values of the context again, at timestep 0.
+    fn push_recompute(&mut self, chunk_frames: u32) {
+        let t = frame_timesteps(0.0, chunk_frames);
+        self.push_phase("recompute", &[("t", t), ("start", ScalarArg::I64(0)), ("row", ScalarArg::I64(0))]);
+    }
+
+    /// Adds the denoise steps of a chunk and, in the resident regime, the phase that caches the
+    /// keys and values of the clean chunk.
+    fn push_steps(&mut self, spec: &StreamSpec, seed: u64, chunk: u32) {
+        let start = ScalarArg::I64(i64::from(self.cache.start_frame()));
+        let row = ScalarArg::I64(self.cache.start_row() as i64);
+        let fill = self.cache.fill_frames();
+        let bias = ScalarArg::from_f32(spec.bias.ln());
+        for (draw, step) in spec.steps.iter().enumerate() {
+            let sigma = ScalarArg::from_f32(step.sigma);
+            self.push_phase(
+                "renoise",
+                &[
+                    ("sigma", sigma.clone()),
+                    ("seed", ScalarArg::I64(seed as i64)),
+                    ("chunk", ScalarArg::I64(i64::from(chunk))),
+                    ("draw", ScalarArg::I64(draw as i64)),
+                ],
+            );
+            self.push_phase(
+                &format!("denoise.fill{fill}"),
+                &[
+                    ("t", frame_timesteps(step.timestep, spec.cache.chunk_frames)),
+                    ("sigma", sigma),
+                    ("start", start.clone()),
+                    ("row", row.clone()),
+                    ("bias", bias.clone()),
+                ],
+            );
+        }
+        if spec.cache.regime == CacheRegime::Resident {
+            let t = frame_timesteps(0.0, spec.cache.chunk_frames);
+            let args = [("t", t), ("start", start), ("row", row), ("bias", bias)];
+            self.push_phase(&format!("clean.fill{fill}"), &args);
+        }
+    }
+
     /// Adds a phase with those of the given scalars that its program declares.
     fn push_phase(&mut self, program: &str, candidate_args: &[(&str, ScalarArg)]) {
         let facts = match self.programs.get(program) {
@@ -329,6 +331,11 @@ impl CallDraft<'_> {
     fn into_phases(self) -> Result<(CacheState, Vec<PhaseCall>), Diagnostics> {
         if self.found.is_empty() { Ok((self.cache, self.phases)) } else { Err(self.found) }
     }
+}
+
+/// Returns the same timestep for each frame of a chunk.
+fn frame_timesteps(timestep: f32, chunk_frames: u32) -> ScalarArg {
+    ScalarArg::from_f32s(&vec![timestep; chunk_frames as usize])
 }
 
 #[cfg(test)]

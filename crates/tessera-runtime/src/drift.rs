@@ -3,41 +3,8 @@
 
 use std::collections::BTreeMap;
 
-use tessera_base::Code;
-
 use crate::Digest;
 use crate::wire::{CallMeta, CallObservation, ShardFingerprint};
-
-/// Raised when the results of ranks differ.
-pub(crate) static T0744: Code = Code {
-    id: "T0744",
-    title: "ranks drifted apart",
-    page: "Every rank reports what it did: generator forwards, collectives, their trace, the resulting cache state, and \
-the output. One of these values differs from the plan or from the other ranks. The message names the first key that differs \
-and the outlier rank.\n\nDifferent counts or traces mean that the rank took another code path. A different state means that \
-only one rank saw a reset or a call. Equal traces with different outputs point to arithmetic: that rank has another library, \
-device or weight file.",
-};
-/// Raised when a rank's weights contradict those of the other ranks or those that it loaded.
-pub static T0754: Code = Code {
-    id: "T0754",
-    title: "a rank holds the wrong weights",
-    page: "Each rank reports a digest of every weight slice that it loaded. The same slice must have the same digest on \
-every rank that holds it. Two different slices of one tensor with the same digest are also refused, unless all their \
-elements are equal, because a shard that was loaded twice looks like that. During a run each rank hashes a part of its \
-weights again after every call and compares the digest with the one from loading.\n\nThe message names the tensor, the \
-slices and the ranks. A difference at the hello means another weight file or a wrong slice on that rank. A later change \
-means that memory was overwritten: by a merge or a reload on one rank alone, by an out-of-bounds kernel, or by faulty memory.",
-};
-/// Raised when a call's inputs arrive changed.
-pub(crate) static T0759: Code = Code {
-    id: "T0759",
-    title: "the inputs of a call differ on a rank",
-    page: "Every rank answers an envelope with a digest of the call's header, meta and tensors as they arrived. This rank's \
-digest differs from the digest of what the leader sent. The call was not committed, so nothing ran on the wrong inputs.\n\nThe \
-bytes changed between the leader's memory and the rank's memory, and their checksums were computed after the change. The \
-cause is faulty memory, or a program in between that re-encodes messages.",
-};
 
 /// Returns the first key in which a rank's observation differs from the call, with the planned and
 /// the observed value.

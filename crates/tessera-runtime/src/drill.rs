@@ -16,7 +16,7 @@ use crate::{Digest, Limits};
 
 macro_rules! faults {
     ($($(#[$doc:meta])* $name:ident $text:literal,)*) => {
-        /// A fault that a drill injects.
+        /// What a drill breaks on purpose; [`ArmedFault`] adds the rank and the call.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         pub enum DrillFault {
             $($(#[$doc])* $name,)*
@@ -42,15 +42,15 @@ faults! {
     UnserialisableMeta "unserialisable-meta",
     /// The text embedding has a dtype that no program reads.
     UnsupportedDtype "unsupported-dtype",
-    /// The text embedding is missing.
+    /// The text embedding is sent under another name, so that the tensor `text` is missing.
     MissingTensor "missing-tensor",
-    /// An envelope has another version.
+    /// The version in an envelope is one above this build's.
     OtherVersion "other-version",
-    /// An envelope names another plan.
+    /// An envelope names the digest of a plan that no rank has.
     OtherPlan "other-plan",
     /// A frame carries bytes that its manifest does not list.
     UnlistedTensor "unlisted-tensor",
-    /// A rank starts with another plan.
+    /// A rank announces the digest of a plan that no other rank has.
     OtherPlanAtInit "other-plan-at-init",
     /// One rank alone announces an armed fault.
     ArmedAlone "armed-alone",
@@ -64,11 +64,11 @@ faults! {
     ConditionalCollective "conditional-collective",
     /// A rank issues a broadcast that is not in the plan.
     AdHocBroadcast "ad-hoc-broadcast",
-    /// A rank issues a collective on another group.
+    /// A rank issues a collective over the world instead of its axis.
     WrongGroup "wrong-group",
-    /// A rank issues a collective with another shape.
+    /// A rank issues a collective whose operand has another shape than in the plan.
     WrongShape "wrong-shape",
-    /// A rank creates its groups in another order.
+    /// A rank announces that it created its groups in reverse order.
     GroupOrder "group-order",
     /// An envelope is damaged before the mesh leader receives it.
     RelayRefuses "relay-refuses",
@@ -78,25 +78,25 @@ faults! {
     StaleResult "stale-result",
     /// A rank's caches are cleared in the middle of a scene.
     ResetOnOne "reset-on-one",
-    /// An envelope has another start frame.
+    /// The start frame in an envelope is one too high.
     StartSkew "start-skew",
-    /// A context message arrives without the context.
+    /// The context message of a recompute call reaches a rank without its tensor.
     RecomputeWithoutContext "recompute-without-context",
     /// The result of a call before a cut is sent once more after the cut.
     LateAfterReset "late-after-reset",
     /// The leader is killed after every rank has received the envelope.
     LeaderDies "leader-dies",
-    /// The mesh leader is killed.
+    /// The mesh leader is killed by SIGKILL when it begins the armed call.
     MeshLeaderDies "mesh-leader-dies",
-    /// A rank is killed.
+    /// A rank is killed by SIGKILL when it begins the armed call.
     MemberDies "member-dies",
-    /// The launcher is killed.
+    /// The launching process is killed after the first chunk; its ranks must end too.
     OrphanedWorker "orphaned-worker",
-    /// A rank's process is stopped.
+    /// A rank's process is stopped by SIGSTOP when it begins the armed call.
     StoppedRank "stopped-rank",
     /// An engine call does not return and ignores its abort.
     StuckInLibrary "stuck-in-library",
-    /// A kernel never ends.
+    /// A rank's device, or its engine thread on a CPU, spins without end inside a phase.
     StuckKernel "stuck-kernel",
     /// One bit of an input is flipped.
     PerturbedInput "perturbed-input",
@@ -110,9 +110,9 @@ faults! {
     PrivateReload "private-reload",
     /// A rank's set of programs lacks one program.
     ProgramSet "program-set",
-    /// One rank alone captures a region.
+    /// One rank alone announces that it has captured a program.
     CapturedOnOne "captured-on-one",
-    /// `auto` resolves to another backend on one rank.
+    /// One rank announces that its backend is the reference kernels of the CPU.
     EffectiveBackend "effective-backend",
     /// A rank skips one program of the warm-up.
     SkippedWarmUp "skipped-warm-up",
@@ -120,9 +120,9 @@ faults! {
     NewProgram "new-program",
     /// An envelope is received twice.
     RepeatedCall "repeated-call",
-    /// An envelope is lost.
+    /// A rank never receives the envelope of the armed call.
     LostCall "lost-call",
-    /// A commit is received twice.
+    /// A rank receives the commit of the armed call twice.
     SecondCommit "second-commit",
 }
 
@@ -143,7 +143,7 @@ impl FromStr for DrillFault {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ArmedFault {
-    /// Which fault the drill injects.
+    /// The fault to inject; in the text form, [`DrillFault::name`] before the `@`.
     pub fault: DrillFault,
     /// The rank on which the fault fires.
     pub rank: u32,
@@ -253,7 +253,7 @@ impl MessageFaultInjector {
         })
     }
 
-    /// Whether the fault has fired.
+    /// Whether the fault has acted on a message; afterwards all messages pass unchanged.
     #[must_use]
     pub fn has_fired(&self) -> bool {
         self.fired

@@ -5,62 +5,15 @@ use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostic};
 
-use crate::drift::T0754;
+pub use crate::codes::T0737;
+use crate::codes::{T0745, T0747, T0751, T0754};
 use crate::kv_cache::{CacheState, Transition};
 use crate::program_index::{PhaseKind, ProgramIndex};
-use crate::tripwire::{T0751, Tripwires};
+use crate::tripwire::Tripwires;
 use crate::wire::{
     CallAction, CallMeta, CallObservation, PhaseCall, Reload, ShardFingerprint, Tensor, Tensors,
 };
 use crate::{Digest, FailureClass};
-
-/// Raised when a rank deviates from the envelope of its call.
-pub(crate) static T0747: Code = Code {
-    id: "T0747",
-    title: "a rank deviated from the call that it agreed to",
-    page: "While a call runs, each rank counts its own generator forwards and compares every phase's collectives and \
-trace with the sealed plan. This rank was about to run one forward too many, ended with one too few, or issued \
-collectives that the plan does not contain. It stopped at the phase boundary, before its peers could wait for a \
-collective that never comes.\n\nThe phase named here is the first deviation. The cause is in that rank's engine, not in \
-the message exchange: compare its build and backend with those of the other ranks.",
-};
-/// Raised when an engine fails.
-pub(crate) static T0745: Code = Code {
-    id: "T0745",
-    title: "an engine failed while loading or running a phase",
-    page: "The device, a kernel or a collective of this rank returned an error. The text comes from the engine. The \
-run ended on every rank, because a rank that leaves a call cannot rejoin it.\n\nThe usual reasons are out of memory, a \
-missing library and a lost device; the text names the reason. A secondary failure, caused by another rank's failure, is \
-never reported as the cause.",
-};
-/// Raised when a rank loads other weights than the leader announced.
-pub static T0737: Code = Code {
-    id: "T0737",
-    title: "a rank loaded other weights than the leader announced",
-    page: "In a running session weights change only through RELOAD: every rank finishes its open calls, then all ranks load \
-the same weights between the same two calls and begin a new cache epoch. The envelope contains the digest of the new weights. \
-The weights that this rank found at the source have another digest, or the rank was about to load outside of a RELOAD call.\n\n\
-The ranks would have continued with different weights, so the run ended before a call could use them. Compare the source on \
-that rank's host with the others: a copy may still be in progress, or the path may name another file there.",
-};
-/// Raised when a program runs first after the warm-up.
-pub(crate) static T0752: Code = Code {
-    id: "T0752",
-    title: "a program was compiled, captured or run for the first time after the warm-up",
-    page: "The warm-up runs every program of the plan once on every rank, so that nothing is compiled, captured or \
-tuned while a stream runs: such work inside a call on one rank stalls the others and can select another kernel than \
-theirs. This rank counted a new program in a later call.\n\nThe usual reasons are a program that is missing from the plan, \
-a shape that depends on data, or an evicted entry in a cache of compiled code.",
-};
-/// Raised when a rank's warm-up differs from the others'.
-pub(crate) static T0753: Code = Code {
-    id: "T0753",
-    title: "a rank did not warm up like the others",
-    page: "The warm-up is one call that lists every program of the plan. Each rank answers with the number of programs \
-that it compiled, captured or ran, and that number must equal the length of the list. This rank ran fewer or more.\n\nThe \
-rank skipped a program that it already had, or it has another set of programs: compare its build, its backend and its cache \
-of compiled code with those of the other ranks.",
-};
 
 /// A callback that makes the blocked collectives of this rank return. Any thread may call it, at
 /// any time and more than once.
@@ -73,7 +26,8 @@ pub struct PhaseReport {
     pub ns: u64,
     /// Number of collectives that this rank issued during the phase.
     pub collectives: u64,
-    /// Digest of the collective trace.
+    /// Digest of the phase's collectives, which must equal that of its program in the program
+    /// index.
     pub trace: Digest,
     /// Reductions over ranks whose terms cancelled and that were summed with compensation.
     pub compensated: u64,
@@ -82,7 +36,7 @@ pub struct PhaseReport {
 /// Whether an engine fault originates on this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineFaultKind {
-    /// This rank itself failed.
+    /// The cause is on this rank: its device, a kernel, or a check that failed.
     Failed,
     /// A collective reached its own deadline.
     Stalled,
@@ -95,7 +49,7 @@ pub enum EngineFaultKind {
 pub struct EngineFault {
     /// Whether the fault originates on this rank.
     pub kind: EngineFaultKind,
-    /// The id of a diagnostic code.
+    /// Id of the diagnostic code, such as `T0745`; with `kind`, it determines the failure class.
     pub code: String,
     /// What went wrong, as readable text for the failure report.
     pub text: String,
@@ -131,10 +85,12 @@ impl EngineFault {
     }
 }
 
-/// Program counts of an engine.
+/// How many programs an engine has loaded, has run in the warm-up, and has first compiled, captured
+/// or run afterwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ProgramCount {
-    /// Programs that are loaded.
+    /// Programs that the engine has loaded, for information; the runtime compares only the other
+    /// counts.
     pub loaded: u32,
     /// Distinct programs that ran, and were compiled or captured if the backend does so, before
     /// [`Engine::finish_warmup`].
@@ -146,20 +102,22 @@ pub struct ProgramCount {
 /// The result of a weight reload.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ReloadedWeights {
-    /// Digest of all weights.
+    /// Digest of the weights found at the source, computed like [`Reload::weights`].
     pub weights: Digest,
-    /// Digests of this rank's shards.
+    /// Digests of this rank's shards, and possibly of other ranks' shards as this rank's source
+    /// gives them.
     pub fingerprints: Vec<ShardFingerprint>,
 }
 
-/// The result of hashing a part of the weights again.
+/// Digests of one weight slice at load and now. After every call an engine hashes a part of its
+/// weights again, to find bytes that changed in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RehashResult {
     /// A description of the tensor and its slice.
     pub label: String,
     /// Digest of the bytes when they were loaded.
     pub digest_at_load: Digest,
-    /// Digest of the bytes now.
+    /// Digest of the same bytes now; if it differs, the run ends with T0754.
     pub digest_now: Digest,
 }
 
@@ -190,7 +148,7 @@ pub trait Engine {
     /// return latents, and their bytes are equal.
     fn chunk_output(&mut self) -> Result<Option<Tensor>, EngineFault>;
 
-    /// Returns the [`AbortHandle`] of this rank.
+    /// Returns this rank's [`AbortHandle`]. The runtime calls it once, after loading.
     fn abort_handle(&self) -> AbortHandle;
 
     /// Returns the digests of this rank's weight shards. The runtime calls it once, after loading.
@@ -198,7 +156,7 @@ pub trait Engine {
         Vec::new()
     }
 
-    /// Returns the program counts so far.
+    /// Returns the program counts since loading. The runtime calls it after each call's phases.
     fn program_count(&self) -> ProgramCount;
 
     /// Ends the warm-up: programs that are compiled, captured or first run from now on count as
@@ -250,26 +208,26 @@ pub trait MediaPipeline {
 /// A committed call as the engine's thread receives it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReadyCall {
-    /// Id of the call.
+    /// Id from the call's envelope; ids count the calls of all actions, from 1.
     pub call_id: u64,
-    /// Action of the call.
+    /// What the call does; the action determines whether `meta` or `reload` is present.
     pub action: CallAction,
-    /// The chunk that the call generates.
+    /// Index of the chunk that an `INFER` call generates; for other actions, of the next chunk.
     pub chunk: u32,
-    /// The cache epoch in which the call runs.
+    /// Epoch of the KV caches in which the call runs; a hard cut, reset or reload begins another.
     pub cache_epoch: u32,
-    /// Payload of a chunk or of the warm-up.
+    /// Payload of an `INFER` or `WARMUP` call; `None` for any other action.
     pub meta: Option<CallMeta>,
-    /// Payload of a reload.
+    /// Source and digest of the weights to load; `None` unless the action is `RELOAD`.
     pub reload: Option<Reload>,
     /// Every tensor of the call, context included.
     pub inputs: Tensors,
 }
 
-/// The result of a call.
+/// The result of a finished call on one rank, which the worker sends to the leader.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CallReport {
-    /// The rank's observation of the call.
+    /// Counters, durations and digests, which the leader compares with the plan and across ranks.
     pub observed: CallObservation,
     /// The latents of the chunk that the call generated; `None` if this rank returns none.
     pub output: Option<Tensor>,
@@ -335,7 +293,6 @@ pub fn run_call(
     Ok(report)
 }
 
-/// A call in execution.
 struct CallRun<'a> {
     call: &'a ReadyCall,
     cache: &'a mut CacheState,

@@ -6,61 +6,12 @@ use std::fmt::Display;
 use tessera_base::{Code, Diagnostic, Diagnostics};
 
 use crate::Digest;
+use crate::codes::{T0701, T0712, T0730, T0731, T0732, T0733, T0734, T0735};
 use crate::director::warmup_meta;
-use crate::kv_cache::{CacheState, T0712, Transition};
+use crate::kv_cache::{CacheState, Transition};
 use crate::program_index::{InputSpec, PhaseKind, ProgramIndex};
 use crate::tripwire::Tripwires;
-use crate::wire::{CallAction, CallMeta, Envelope, MAX_PHASES, T0701, Tensors, WIRE_VERSION};
-
-/// Raised when a call id is not the successor of the last one.
-pub(crate) static T0730: Code = Code {
-    id: "T0730",
-    title: "a call id is out of order",
-    page: "Call ids grow by one with every envelope of a session, for every action. An id that repeats or falls \
-means that an envelope was handled twice or that the sender lost its count; a gap means that an envelope was lost. In both \
-cases the ranks disagree on the call, so it is refused before any collective. The message gives both ids.",
-};
-/// Raised when an envelope names another plan or session.
-pub(crate) static T0731: Code = Code {
-    id: "T0731",
-    title: "an envelope belongs to another plan or session",
-    page: "Every envelope contains the digest of the sealed plan and its session. This rank has other values: \
-it was started from another plan folder, or a process of an earlier run still writes to this socket. \
-Stop every rank, check that all read the same plan, and start again.",
-};
-/// Raised for missing or contradicting fields.
-pub(crate) static T0732: Code = Code {
-    id: "T0732",
-    title: "an envelope's fields are missing or contradict each other",
-    page: "The table in docs/reference/envelope.md defines which fields an envelope needs for each action. The message names \
-the field, its value and the value that the rest of the envelope requires. The leader makes the same check before it sends. \
-On a worker this error therefore means that leader and worker are different builds, or that another program made the envelope.",
-};
-/// Raised for an action at an illegal position in the sequence of calls.
-pub(crate) static T0733: Code = Code {
-    id: "T0733",
-    title: "an action is not allowed at this position",
-    page: "WARMUP is the first call of a session and occurs once. RELOAD replaces the weights on every rank between \
-the same two calls, so no other call may be open when it arrives, and no call may follow before it is done. This rank \
-received one of them at another position: the leader lost its own order, or another program made the message.",
-};
-/// Raised when an envelope's counts contradict the sealed plan.
-pub(crate) static T0734: Code = Code {
-    id: "T0734",
-    title: "an envelope's counts differ from its phases",
-    page: "An envelope states the numbers of generator forwards and collectives of its call, and the digest of their trace. \
-The list of phases and the sealed plan give other values. A rank that ran the phases would issue another number of \
-collectives than its peers expect, so it refuses.",
-};
-/// Raised when tensors are missing, extra or of another type.
-pub(crate) static T0735: Code = Code {
-    id: "T0735",
-    title: "a call's tensors do not match the inputs of its programs",
-    page: "The programs of a call declare the tensors that they read. Each must arrive once, with that dtype and \
-shape and in that order; no other tensor may arrive. `text` is part of the envelope of a call that replaces the text keys and \
-values; `context` follows in a separate message if the call recomputes.\n\nA recompute call without its context \
-is refused: an older context in its place would produce a picture that no other rank has.",
-};
+use crate::wire::{CallAction, CallMeta, Envelope, MAX_PHASES, Tensors, WIRE_VERSION};
 
 /// Name of the tensor that follows an envelope in a separate message.
 pub const CONTEXT_TENSOR: &str = "context";
@@ -68,17 +19,17 @@ pub const CONTEXT_TENSOR: &str = "context";
 /// The state of a rank against which an arriving envelope is checked.
 #[derive(Debug, Clone, Copy)]
 pub struct LocalState<'a> {
-    /// Digest of this rank's plan.
+    /// Digest of the sealed plan on this rank; an envelope of another plan is refused.
     pub plan: Digest,
     /// Id of the session this rank joined; an envelope of another session is refused.
     pub session: u64,
-    /// Id of the last accepted envelope.
+    /// Id of the last accepted envelope; 0 before the first.
     pub last_call_id: u64,
     /// Cache state after the last accepted envelope.
     pub cache: &'a CacheState,
-    /// The programs of the sealed plan.
+    /// Programs of the sealed plan, which define the scalars, inputs and counts of each phase.
     pub programs: &'a ProgramIndex,
-    /// Number of open calls on this rank.
+    /// Number of accepted calls that are not finished; a `RELOAD` requires 0.
     pub open_calls: usize,
     /// Tripwires whose checks are skipped; empty except in a self-test.
     pub tripwires: &'a Tripwires,
@@ -170,7 +121,7 @@ fn check_payload(e: &Envelope) -> Diagnostics {
     found
 }
 
-/// Checks that the action is allowed at this position.
+/// Checks that a warm-up is the first call and that no call is open when a reload arrives.
 fn check_action_order(action: CallAction, local: &LocalState<'_>) -> Option<Diagnostic> {
     let refuse = |what: &str, is: String| {
         Some(Diagnostic::error(&T0733, format!("{} {what}", action.name())).with_label("this rank", is))
@@ -313,7 +264,8 @@ fn check_infer(
     found.extend(check_tensors(&early, tensors));
 }
 
-/// Applies the phases to the cache state.
+/// Applies the call's transitions to `cache`, and checks the start frame before the first denoise
+/// phase.
 fn replay_phases(m: &CallMeta, cache: &mut CacheState, found: &mut Diagnostics) -> Result<(), Diagnostic> {
     cache.begin_call(m.reset_kv)?;
     let mut first_pass = true;

@@ -25,7 +25,8 @@ pub enum FailureClass {
     Engine,
     /// The output could not be decoded or written.
     Output,
-    /// The launching process ended.
+    /// The process that started the ranks ended first, or a leader without a launcher was stopped
+    /// twice.
     LauncherGone,
     /// A peer did not prove that it belongs to the run.
     Peer,
@@ -58,7 +59,7 @@ impl FailureClass {
         usize::try_from(code - 10).ok().and_then(|i| FailureClass::ALL.get(i).copied())
     }
 
-    /// Returns a short description.
+    /// Returns a phrase for messages, such as `a rank died`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -83,7 +84,7 @@ pub struct Failure {
     pub class: FailureClass,
     /// The rank that deviated first, if one can be named.
     pub rank: Option<u32>,
-    /// The check that found the failure.
+    /// Site of the check that found the failure; the fault itself may have begun elsewhere.
     pub site: CheckSite,
     /// The id of the diagnostic code, for `tessera explain`.
     pub code: String,

@@ -10,24 +10,25 @@ use crate::{Failure, FailureClass};
 /// Receives the events of one rank. Several threads call it. It returns at once and never fails a
 /// run.
 pub trait FlightSink: Send + Sync {
-    /// Records an event of this rank.
+    /// Stores an event of this rank; the implementation adds the time.
     fn record_event(&self, mark: FlightEvent<'_>);
 }
 
-/// An event in the life of a rank.
+/// A step in the run of one rank: it joins, agrees to calls and finishes them, fails or exits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FlightEvent<'a> {
-    /// The process joined its run.
+    /// The process has its rank, session and links; its engine is not loaded yet.
     Joined,
     /// Programs and weights are loaded, and the hello was sent to the leader.
     Hello,
     /// The leader planned a call and sent its envelope.
     CallIssued {
-        /// Id of the planned call.
+        /// Id in the envelope; ids count the calls of all actions, from 1.
         call_id: u64,
-        /// The chunk that the call generates.
+        /// Index of the chunk that the call generates; for a call without a chunk, of the next
+        /// chunk.
         chunk: u32,
-        /// Cache epoch of the call.
+        /// Cache epoch of the call; a call that makes a hard cut has the new epoch.
         epoch: u32,
     },
     /// This rank agreed to a call.
@@ -37,12 +38,12 @@ pub enum FlightEvent<'a> {
     },
     /// A call was committed: on the leader when it sends the commit, on a rank when it receives it.
     Commit {
-        /// Id of the committed call.
+        /// Id of the call, for which every rank has answered ready.
         call_id: u64,
     },
     /// This rank finished a call and reported it.
     Done {
-        /// Id of the finished call.
+        /// Id of the finished call; the answer to a shutdown counts as one.
         call_id: u64,
     },
     /// A failure on this rank or on another.
@@ -51,14 +52,14 @@ pub enum FlightEvent<'a> {
         class: FailureClass,
         /// The rank that deviated first according to the failure.
         rank: Option<u32>,
-        /// The id of a diagnostic code.
+        /// Id of the failure's diagnostic code, such as `T0742`.
         code: &'a str,
         /// Readable description of the failure.
         text: &'a str,
         /// Whether the failure is known to be caused by another failure.
         secondary: bool,
     },
-    /// The process is about to exit.
+    /// The process is about to exit by itself; a killed process records no exit.
     Exit {
         /// Exit status that the process returns to its parent.
         status: i32,
@@ -100,7 +101,8 @@ impl<'a> FlightEvent<'a> {
         })
     }
 
-    /// Returns the event that a message means for its receiver.
+    /// Returns the event that a received message means for its receiver: a commit, or a failure for
+    /// an abort. Other messages mean no event.
     #[must_use]
     pub fn from_received(message: &'a Message) -> Option<FlightEvent<'a>> {
         Some(match message {

@@ -12,39 +12,12 @@
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
-use tessera_base::{Code, Diagnostic};
+use tessera_base::Diagnostic;
 
 use crate::Digest;
+use crate::codes::{T0710, T0711, T0712, T0722};
 use crate::program_index::PhaseKind;
 use crate::wire::PhaseCall;
-
-/// Raised for a transition that is not in [`TRANSITIONS`].
-pub(crate) static T0710: Code = Code {
-    id: "T0710",
-    title: "illegal transition of the cache state",
-    page: "The caches go through reset, prompt, evict, rebase, recompute, append and advance in an order that one \
-table defines. A transition was requested that the table does not allow from the current stage: an append into a full \
-ring without an evict, a recompute in the resident regime, an advance without an append.\n\nOn a worker this \
-means that the states of leader and worker differ; on the leader it is a bug. The state is unchanged, and the call is \
-refused before any collective.",
-};
-/// Raised for cache sizes that are invalid.
-pub(crate) static T0711: Code = Code {
-    id: "T0711",
-    title: "impossible cache geometry",
-    page: "The window must be a whole number of chunks, at least one, and fit the rotary position table. In the \
-recompute regime it is exactly two chunks: the context and the chunk itself. Change the window or the chunk length \
-in the mapping.",
-};
-/// Raised when leader and rank have different cache states.
-pub(crate) static T0712: Code = Code {
-    id: "T0712",
-    title: "an envelope does not match the cache state of this rank",
-    page: "Every envelope carries the epoch, the start frame and the digest of the resulting cache state; every \
-phase that uses the caches carries its position and row. This rank computed other values from its own state, so leader \
-and rank no longer agree on the contents of the caches. The chunk is refused before any collective.\n\nLook for an \
-out-of-band reset of one rank's caches, for a message that was handled twice, or for a restarted process.",
-};
 
 /// How the caches are filled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,19 +31,20 @@ pub enum CacheRegime {
 /// Cache sizes, which are constant in a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheSpec {
-    /// How the caches are filled.
+    /// Whether the caches survive from chunk to chunk or are filled again before each chunk.
     pub regime: CacheRegime,
     /// Latent frames per chunk.
     pub chunk_frames: u32,
     /// Capacity of the cache in latent frames, including the current chunk.
     pub window_frames: u32,
-    /// Number of rotary positions.
+    /// Number of RoPE positions, one per latent frame. A chunk that would exceed them needs a
+    /// rebase first.
     pub table_frames: u32,
     /// Cache rows per latent frame.
     pub tokens_per_frame: u32,
 }
 
-/// The stage of the cache state.
+/// The stage of the caches, between two chunks or within one. It determines the legal transitions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CacheStage {
     /// No chunk was generated in this epoch.
@@ -85,7 +59,7 @@ pub enum CacheStage {
     Open,
 }
 
-/// A transition of the cache state.
+/// A change of the cache state; [`TRANSITIONS`] lists the stages in which each is legal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transition {
     /// Begins a new epoch and clears the caches.
@@ -105,14 +79,15 @@ pub enum Transition {
     Advance,
 }
 
-/// A row of the transition table: in this regime, the transition leads from one stage to another.
+/// A row of [`TRANSITIONS`]: under `regime`, `transition` leads from the stage `from` to the stage
+/// `to`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TransitionRule {
-    /// Regime that the row applies to.
+    /// Regime in which the transition is legal; each row covers one regime.
     pub regime: CacheRegime,
     /// Stage in which the transition is legal.
     pub from: CacheStage,
-    /// Name of the transition.
+    /// Name of the transition, as [`Transition::name`] returns it.
     pub transition: &'static str,
     /// Stage after. An advance that fills the ring leads to [`CacheStage::Full`] instead.
     pub to: CacheStage,
@@ -180,7 +155,7 @@ pub struct CacheState {
     stage: CacheStage,
     epoch: u32,
     prompt_epoch: u32,
-    /// Stream number of the next chunk, which continues across epochs.
+    /// Index of the next chunk in the output; it continues across epochs.
     chunk: u32,
     /// Rotary position of the next appended frame (resident).
     position: u32,
@@ -307,10 +282,7 @@ impl CacheState {
     /// refused.
     pub fn apply_phase(&mut self, phase: &PhaseCall) -> Result<(), Diagnostic> {
         let Some(kind) = PhaseKind::from_program(&phase.program) else {
-            return Err(Diagnostic::error(
-                &crate::program_index::T0722,
-                format!("`{}` is not a phase of a call", phase.program),
-            ));
+            return Err(Diagnostic::error(&T0722, format!("`{}` is not a phase of a call", phase.program)));
         };
         match kind {
             PhaseKind::Renoise => Ok(()),
@@ -369,13 +341,6 @@ impl CacheState {
         u64::from(frame) * u64::from(self.spec.tokens_per_frame)
     }
 
-    /// Returns the positions that the next evict drops; the range is empty unless the ring is full.
-    #[must_use]
-    pub fn evictable_positions(&self) -> Range<u32> {
-        let len = if self.stage == CacheStage::Full { self.spec.chunk_frames } else { 0 };
-        self.oldest_position()..self.oldest_position() + len
-    }
-
     /// Returns the chunks whose keys and values are cached between calls, oldest first, each with
     /// its range of cache rows. Rows index the time dim, so the ranges are equal for every shard.
     /// The list is empty in the recompute regime.
@@ -396,7 +361,7 @@ impl CacheState {
             .collect()
     }
 
-    /// Returns the current stage.
+    /// Returns the stage, which determines the transitions that are legal next.
     #[must_use]
     pub fn stage(&self) -> CacheStage {
         self.stage
@@ -408,7 +373,7 @@ impl CacheState {
         self.fill
     }
 
-    /// Returns the cache epoch.
+    /// Returns the cache epoch: the number of resets so far.
     #[must_use]
     pub fn epoch(&self) -> u32 {
         self.epoch
@@ -420,7 +385,7 @@ impl CacheState {
         self.prompt_epoch
     }
 
-    /// Returns the stream number of the next chunk.
+    /// Returns the index of the next chunk in the output; it continues across epochs.
     #[must_use]
     pub fn next_chunk(&self) -> u32 {
         self.chunk
@@ -432,13 +397,13 @@ impl CacheState {
         &self.spec
     }
 
-    /// Returns the digest of the whole state.
+    /// Returns the digest of the whole state, which must be equal on the leader and on every rank.
     #[must_use]
     pub fn state_digest(&self) -> Digest {
         Digest::hash_value("cache", self)
     }
 
-    /// Describes the state in one line.
+    /// Returns epochs, chunk, stage, start frame and fill level in one line, for diagnostics.
     #[must_use]
     pub fn describe(&self) -> String {
         format!(
@@ -555,9 +520,6 @@ mod tests {
         let mut cache = CacheState::new(spec(CacheRegime::Resident, 3, 9, 1024)).expect("legal");
         let mut rebases = 0;
         for k in 0..2000u32 {
-            let full = cache.stage() == CacheStage::Full;
-            let evicted = cache.evictable_positions();
-            assert_eq!(evicted.len(), if full { 3 } else { 0 });
             cache.begin_call(false).expect("legal");
             assert_eq!(cache.fill_frames(), (k * 3).min(6));
             assert_eq!(cache.start_row(), u64::from((k * 3) % 9) * 10);

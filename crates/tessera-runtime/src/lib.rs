@@ -21,6 +21,10 @@
 //! [`tripwire_reference`] and [`parity_reference`] render two pages of docs/reference from the
 //! tables in the code.
 
+#![forbid(unsafe_code)]
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
+mod codes;
 mod digest;
 pub mod director;
 mod drift;
@@ -42,59 +46,14 @@ pub mod tripwire;
 pub mod wire;
 pub mod worker;
 
+pub use codes::{CODES, T0754};
 pub use digest::Digest;
-pub use drift::{T0754, find_shard_mismatch};
+pub use drift::find_shard_mismatch;
 pub use failure::{Failure, FailureClass};
 pub use limits::Limits;
 pub use parity::{Parity, ParityClass, ParityKey};
 pub use reference::{parity_reference, tripwire_reference};
 pub use tripwire::{CheckSite, TRIPWIRES, Tripwire, Tripwires};
-
-/// The diagnostic codes that this crate raises.
-pub const CODES: &[&tessera_base::Code] = &[
-    &wire::T0701,
-    &wire::T0702,
-    &wire::T0703,
-    &wire::T0704,
-    &wire::T0705,
-    &wire::T0706,
-    &worker::T0707,
-    &kv_cache::T0710,
-    &kv_cache::T0711,
-    &kv_cache::T0712,
-    &director::T0720,
-    &director::T0721,
-    &program_index::T0722,
-    &program_index::T0723,
-    &envelope_check::T0730,
-    &envelope_check::T0731,
-    &envelope_check::T0732,
-    &envelope_check::T0733,
-    &envelope_check::T0734,
-    &envelope_check::T0735,
-    &leader::T0736,
-    &engine::T0737,
-    &parity::T0740,
-    &limits::T0741,
-    &worker::T0742,
-    &leader::T0743,
-    &drift::T0744,
-    &engine::T0745,
-    &worker::T0746,
-    &engine::T0747,
-    &leader::T0748,
-    &worker::T0749,
-    &driver::T0750,
-    &tripwire::T0751,
-    &engine::T0752,
-    &engine::T0753,
-    &drift::T0754,
-    &mesh_leader::T0755,
-    &tripwire::T0756,
-    &tripwire::T0757,
-    &driver::rendezvous::T0758,
-    &drift::T0759,
-];
 
 #[cfg(test)]
 mod tests {

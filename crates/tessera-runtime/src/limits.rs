@@ -1,19 +1,13 @@
 //! The bounds of every queue and every wait of a session.
 
 use serde::{Deserialize, Serialize};
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 
-/// Raised for a queue or wait without a bound.
-pub(crate) static T0741: Code = Code {
-    id: "T0741",
-    title: "a queue or wait is zero or has no bound",
-    page: "Waiting requests, waiting finished chunks and outstanding calls are all bounded, on both sides, so that a \
-slow consumer stops the producer instead of filling memory; and every wait has a deadline. A bound of zero would stop the \
-stream, and a huge bound has no effect.\n\nThe defaults are 2 requests, 2 chunks and 2 calls. A greater depth adds latency \
-and hides no additional work.",
-};
+use crate::codes::T0741;
 
 const SECOND: u64 = 1_000_000_000;
+/// Finished ranks get this many times `reap_ns` to release their devices.
+const FINISH_REAP_FACTOR: u64 = 3;
 
 /// The bounds of a session. The defaults suit a single host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,7 +26,8 @@ pub struct Limits {
     pub done_floor_ns: u64,
     /// Factor of a program's learned limit over the 99th percentile of its times without progress.
     pub done_factor: u32,
-    /// Interval of heartbeats, in nanoseconds.
+    /// Interval at which leader and ranks send heartbeats, in nanoseconds; at most half of
+    /// `stale_ns`.
     pub heartbeat_ns: u64,
     /// Time after which a rank or leader without any message counts as stopped, in nanoseconds.
     pub stale_ns: u64,
@@ -69,7 +64,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Maximum depth of a queue.
+    /// Highest allowed value of `d_in`, `d_out`, `max_outstanding` and `done_factor`.
     pub const MAX_DEPTH: u32 = 64;
     /// Maximum length of a wait: a day.
     pub const MAX_WAIT_NS: u64 = 24 * 3600 * SECOND;
@@ -117,6 +112,20 @@ impl Limits {
         }
         found
     }
+
+    /// Returns the limit that the leader's silence towards its launcher exceeds, in nanoseconds. A
+    /// running leader sends one message per heartbeat interval; until its first message it may be
+    /// loading.
+    pub(crate) fn exceeded_silence_ns(&self, last_message_ns: Option<u64>, now_ns: u64) -> Option<u64> {
+        let (since, limit) = last_message_ns.map_or((0, self.hello_ns), |at| (at, self.stale_ns));
+        (now_ns.saturating_sub(since) > limit).then_some(limit)
+    }
+
+    /// Returns the time that the launcher gives the ranks to exit once the run ends, in
+    /// nanoseconds.
+    pub(crate) fn exit_limit_ns(&self, finished: bool) -> u64 {
+        if finished { self.reap_ns.saturating_mul(FINISH_REAP_FACTOR) } else { self.reap_ns }
+    }
 }
 
 /// A clock that advances by at most one heartbeat per update. Time in which this process was not
@@ -140,7 +149,7 @@ impl AwakeClock {
     }
 }
 
-/// Formats nanoseconds as milliseconds.
+/// Formats nanoseconds as whole milliseconds, rounded down, such as `250 ms`.
 pub(crate) fn format_ms(ns: u64) -> String {
     format!("{} ms", ns / 1_000_000)
 }

@@ -10,30 +10,19 @@ use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
+use crate::codes::{T0707, T0742, T0743, T0749, T0755};
 use crate::envelope_check::{LocalState, check_context, check_envelope};
 use crate::kv_cache::{CacheSpec, CacheState};
-use crate::leader::T0743;
 use crate::limits::{AwakeClock, format_ms};
 use crate::program_index::ProgramIndex;
 use crate::tripwire::{CheckSite, Tripwires};
 use crate::wire::{
     Abort, CallAction, CallContext, CallMeta, Envelope, FaultReport, Heartbeat, Message, Refused,
 };
-use crate::worker::{T0707, T0742, T0749, failure_from_findings, needs_context};
+use crate::worker::{failure_from_findings, needs_context};
 use crate::{Digest, Failure, FailureClass, Limits};
 
-/// Raised when the mesh leader blocks a message.
-pub(crate) static T0755: Code = Code {
-    id: "T0755",
-    title: "the mesh leader stopped a message before a member received it",
-    page: "A leader outside the mesh is connected to one rank, which relays its messages to the members. That rank checks \
-every envelope and context against its own state first, and forwards a commit only after it has forwarded every member's \
-ready. One of these checks failed. No member received the message, so none of them waited for a collective.\n\n\
-The text contains the finding and its own code. The leader makes the same checks before it sends: a finding here means that \
-the two sides have different builds, or that the message changed between them.",
-};
-
-/// The configuration of a mesh leader.
+/// The rank and members of a mesh leader, and the plan and limits against which it checks messages.
 #[derive(Debug, Clone)]
 pub struct MeshLeaderConfig {
     /// This rank, which also runs calls.
@@ -42,7 +31,7 @@ pub struct MeshLeaderConfig {
     pub members: Vec<u32>,
     /// Digest of the sealed plan on this rank.
     pub plan: Digest,
-    /// The programs of the sealed plan.
+    /// Programs of the sealed plan, against which envelopes and contexts are checked.
     pub programs: Arc<ProgramIndex>,
     /// Cache sizes from the sealed plan.
     pub cache: CacheSpec,
@@ -70,7 +59,7 @@ pub enum Event {
     Gone {
         /// Rank of the member whose link is lost.
         rank: u32,
-        /// A description of how it closed.
+        /// How the socket ended, for the failure's text, such as `its socket closed`.
         how: String,
     },
     /// The leader's socket closed or broke; the text describes how.
@@ -96,12 +85,13 @@ pub enum Action {
     Exit(Option<Failure>),
 }
 
-/// The mesh leader's state machine.
+/// The mesh leader as a state machine without I/O: it checks the messages between the leader and
+/// the members, and returns those to relay.
 #[derive(Debug)]
 pub struct MeshLeader {
     config: MeshLeaderConfig,
     clock: AwakeClock,
-    /// Time of the leader's last message.
+    /// Time of the leader's last message, on `clock`; 0 before the first.
     last_message_ns: u64,
     session: Option<u64>,
     last_call_id: u64,
@@ -111,7 +101,7 @@ pub struct MeshLeader {
     peers: BTreeMap<u32, MemberStatus>,
     /// Id of the shutdown and the time at which it was forwarded.
     shutdown: Option<(u64, u64)>,
-    /// The own worker's answer to the shutdown.
+    /// The own worker's answer to the shutdown, which is held back until all members have answered.
     own_shutdown_answer: Option<Message>,
     /// Progress in the own worker's latest heartbeat, and the time at which that heartbeat was
     /// forwarded.
@@ -163,7 +153,8 @@ impl MeshLeader {
         })
     }
 
-    /// Handles one event and returns the resulting actions.
+    /// Handles one event at time `now_ns` and returns the actions for the driver, in order. After
+    /// the end of the run it returns none.
     pub fn handle_event(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
         let mut out = Vec::new();
         if self.ended {

@@ -6,20 +6,10 @@ use serde::{Deserialize, Serialize};
 use tessera_base::Code;
 
 use crate::Digest;
+use crate::codes::{T0740, T0757};
 use crate::program_index::ProgramIndex;
-use crate::tripwire::{T0757, Tripwires};
+use crate::tripwire::Tripwires;
 use crate::wire::{ENVELOPE_FIELDS, WIRE_VERSION};
-
-/// Raised when ranks differ in a key of the class `at init`.
-pub(crate) static T0740: Code = Code {
-    id: "T0740",
-    title: "ranks differ in a key that must be equal",
-    page: "Before the first call every rank sends the leader its build, its plan digest and its parity table: \
-versions, effective backends, device order, warm-up set. A key of the class `at init` must be equal on all ranks. \
-A key differs, so the ranks would run different code under the same plan.\n\nThe message lists every key that \
-differs, and each value with the ranks that hold it. Values are effective ones: what `auto` resolved to on that rank. Start \
-every rank from the same build, plan folder and environment.",
-};
 
 /// When a key is compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -33,7 +23,7 @@ pub enum ParityClass {
 }
 
 impl ParityClass {
-    /// Returns the name that tables show.
+    /// Returns the name that tables show, such as `at init`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -44,16 +34,16 @@ impl ParityClass {
     }
 }
 
-/// A row of the key table.
+/// A row of [`KEYS`]: a property of a rank that is compared, and what a difference means.
 #[derive(Debug, Clone, Copy)]
 pub struct ParityKeySpec {
-    /// Name of the key.
+    /// Name of the key in tables and messages, such as `backend`.
     pub key: &'static str,
-    /// When it is compared.
+    /// When the key is compared, and whether a difference ends the run.
     pub class: ParityClass,
-    /// The reason for the comparison.
+    /// Why ranks must agree on the key, or what a difference explains; shown on the reference page.
     pub why: &'static str,
-    /// The code that a difference raises.
+    /// Code that a difference raises; a key of the class `best effort` never raises its code.
     pub code: &'static Code,
 }
 
@@ -123,14 +113,14 @@ pub(crate) fn identity_keys(
         .with_known_key("tripwires off", tripwires.to_string())
 }
 
-/// One key of a rank with its value.
+/// One property of a rank, such as its backend, that is compared with the other ranks' values.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ParityKey {
     /// The key's name, such as `backend`.
     pub key: String,
-    /// When it is compared.
+    /// Class that this rank gives the key; if ranks give different ones, the strictest applies.
     pub class: ParityClass,
-    /// The value on this rank.
+    /// Effective value on this rank, such as what `auto` resolved to.
     pub value: String,
 }
 
@@ -184,11 +174,11 @@ impl Parity {
 /// A key that differs between ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParityDifference {
-    /// Name of the key.
+    /// Name of the key, which need not be in [`KEYS`].
     pub key: String,
     /// Class of the key; the strictest class if the ranks set different classes.
     pub class: ParityClass,
-    /// The code that the difference raises.
+    /// Code from [`KEYS`], or T0740 for another key; not raised in the class `best effort`.
     pub code: &'static Code,
     /// Each value with the ranks that hold it; `None` for ranks that do not set the key.
     pub values: Vec<(Option<String>, Vec<u32>)>,

@@ -3,27 +3,11 @@
 
 use std::collections::BTreeMap;
 
-use tessera_base::{Code, Diagnostic, Diagnostics, closest_name};
+use tessera_base::{Diagnostic, Diagnostics, closest_name};
 
 use crate::Digest;
+use crate::codes::{T0722, T0723};
 use crate::wire::{Dtype, PhaseCall, ScalarArg};
-
-/// Raised for a program that the sealed plan does not contain.
-pub(crate) static T0722: Code = Code {
-    id: "T0722",
-    title: "a phase names a program that the sealed plan does not contain",
-    page: "The sealed plan lists every program that a run may use: one per phase kind, cache fill level and step \
-variant. A call that needs another program is refused. Nothing is compiled during a run, because another rank might not \
-compile the same program.\n\nPlan again with the window, steps and regime that the stream uses.",
-};
-/// Raised for scalars that differ from the declaration of the program.
-pub(crate) static T0723: Code = Code {
-    id: "T0723",
-    title: "the scalars of a phase do not match its program",
-    page: "Each program of the plan declares its scalars per call, by name and kind. A phase must \
-set exactly those. The message names the scalar that is missing, unknown or of another kind.\n\nThis happens when \
-the plan was made for another stream (other chunk length, other regime) than the running one.",
-};
 
 /// The kind of a phase, given by the part of the program's name before the first dot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,7 +65,7 @@ impl PhaseKind {
     ];
 }
 
-/// The type of a scalar.
+/// The type of a scalar as its program declares it; an argument must match it exactly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ArgKind {
     /// A signed 64-bit integer.
@@ -105,7 +89,7 @@ impl ArgKind {
 /// The declaration of a tensor that a program reads from the call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InputSpec {
-    /// Name in the manifest.
+    /// Name of the tensor in an envelope's manifest, such as `text`.
     pub name: String,
     /// Element type that the program expects.
     pub dtype: Dtype,
@@ -113,12 +97,12 @@ pub struct InputSpec {
     pub shape: Vec<u64>,
 }
 
-/// The properties of one program.
+/// The inputs that a program needs and the collectives that every run of it must report.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ProgramInfo {
     /// Collectives that each rank issues.
     pub collectives: u64,
-    /// Digest of the collective trace.
+    /// Digest of the program's collectives, which each run of the program must report.
     pub trace: Digest,
     /// Scalars that the program takes per call.
     pub scalars: Vec<(String, ArgKind)>,
@@ -126,10 +110,10 @@ pub struct ProgramInfo {
     pub inputs: Vec<InputSpec>,
 }
 
-/// The totals of a call over its programs.
+/// What every rank must report for a call, from the sealed plan; the envelope carries it too.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpectedTotals {
-    /// Number of generator forwards.
+    /// Number of phases that are generator forwards: denoise, clean and recompute.
     pub generator_calls: u32,
     /// Number of collectives that each rank issues during the call, over all phases.
     pub collectives: u64,
@@ -149,7 +133,7 @@ impl ProgramIndex {
         ProgramIndex { programs: programs.into_iter().collect() }
     }
 
-    /// Returns the properties of a program.
+    /// Returns the properties of a program, or T0722 if the sealed plan does not contain it.
     pub fn get(&self, program: &str) -> Result<&ProgramInfo, Diagnostic> {
         self.programs.get(program).ok_or_else(|| {
             let d = Diagnostic::error(&T0722, format!("the sealed plan contains no program `{program}`"));

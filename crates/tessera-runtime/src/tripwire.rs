@@ -9,42 +9,10 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 use tessera_base::{Code, Diagnostics};
 
-use crate::{
-    director, drift, engine, envelope_check, kv_cache, leader, limits, mesh_leader, parity, program_index,
-    wire, worker,
-};
+use crate::codes;
+pub use crate::codes::T0751;
 
-/// Raised for a collective that deviates from the plan.
-pub static T0751: Code = Code {
-    id: "T0751",
-    title: "a rank was about to issue a collective that differs from its plan",
-    page: "Before it sends a byte, each rank compares the op, group, dtype and shape of a collective with the next one in \
-the sealed program. This collective was extra, followed a skipped one, or was on another group or of another shape, so no peer, \
-or the wrong peers, would have joined it. The rank stopped before it communicated, and its peers were released.\n\nThe message \
-gives the phase, the position in it, the planned and the issued collective. Look at the code path of \
-that rank alone: a flag that only it has set, a call outside of the plan, a group created outside of the runtime.",
-};
-/// Raised for a peer that cannot authenticate itself.
-pub static T0756: Code = Code {
-    id: "T0756",
-    title: "a peer did not prove that it belongs to this run",
-    page: "Every process of a run proves that it has the run's secret, or a certificate of the run's authority, \
-before the other side reads anything else from it. This peer did not: it was started with another secret file, its \
-certificate is not signed by the given authority, or it is a foreign process that found the port.\n\nNothing else that it \
-sent was read. Give every rank the same secret file, and check the clocks of the hosts if certificates are in use.",
-};
-/// Raised when tables of groups or peers differ.
-pub static T0757: Code = Code {
-    id: "T0757",
-    title: "the ranks' tables of peers or groups differ",
-    page: "Every rank creates its groups in one order, from the mesh alone, and the rendezvous gives every rank the same \
-list of peers and addresses. A digest of both is compared before the first collective. One rank has another table: it \
-created its groups in another order, has another number of ranks, or joined with addresses of another run.\n\nThe \
-message shows each value with the ranks that hold it. Groups created in different orders would pair up unrelated members \
-and hang or mix data; therefore the run ends here.",
-};
-
-/// The site at which a check runs.
+/// The place in the protocol at which a check runs: the process and the moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum CheckSite {
     /// Checks of the leader before it sends, before it commits, and while it waits.
@@ -58,7 +26,7 @@ pub enum CheckSite {
 }
 
 impl CheckSite {
-    /// Returns the name that tables and reports show.
+    /// Returns the name that tables and reports show, such as `leader preflight`.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -73,7 +41,7 @@ impl CheckSite {
 /// A check that ends a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Tripwire {
-    /// The code that the check raises.
+    /// Code that the check raises; its id also disables the check in a self-test.
     pub code: &'static Code,
     /// The sites that make the check; the first is the usual one.
     pub sites: &'static [CheckSite],
@@ -101,42 +69,42 @@ pub static TRIPWIRES: &[Tripwire] = {
     /// tripwire is disabled, they are dropped.
     const READ: &[CheckSite] = &[Worker, Leader, MeshLeader];
     &[
-        new_tripwire(&wire::T0701, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&wire::T0702, READ, PAGE_CONTROL_PLANE),
-        new_tripwire(&wire::T0703, &[Leader, Worker, MeshLeader], PAGE_CONTROL_PLANE),
-        new_tripwire(&wire::T0704, READ, PAGE_CONTROL_PLANE),
-        new_tripwire(&wire::T0705, READ, PAGE_CONTROL_PLANE),
-        new_tripwire(&wire::T0706, READ, PAGE_CONTROL_PLANE),
-        new_tripwire(&worker::T0707, &[Leader, Worker, MeshLeader], PAGE_CONTROL_PLANE),
-        new_tripwire(&kv_cache::T0710, ENVELOPE, PAGE_CACHES),
-        new_tripwire(&kv_cache::T0712, ENVELOPE, PAGE_CACHES),
-        new_tripwire(&director::T0721, &[Leader], PAGE_CONTROL_PLANE),
-        new_tripwire(&program_index::T0722, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&program_index::T0723, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&envelope_check::T0730, ENVELOPE, PAGE_REPLAY),
-        new_tripwire(&envelope_check::T0731, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&envelope_check::T0732, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&envelope_check::T0733, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&envelope_check::T0734, ENVELOPE, PAGE_GROUPS),
-        new_tripwire(&envelope_check::T0735, ENVELOPE, PAGE_CACHES),
-        new_tripwire(&leader::T0736, &[Leader], PAGE_OVERLAP),
-        new_tripwire(&engine::T0737, &[Worker, Leader], PAGE_DETERMINISM),
-        new_tripwire(&parity::T0740, &[Init], PAGE_DETERMINISM),
-        new_tripwire(&limits::T0741, &[Leader, Init], PAGE_OVERLAP),
-        new_tripwire(&worker::T0742, &[Leader, Worker, MeshLeader], PAGE_SHUTDOWN),
-        new_tripwire(&leader::T0743, &[Leader, Worker, MeshLeader], PAGE_SHUTDOWN),
-        new_tripwire(&drift::T0744, &[Leader], PAGE_DETERMINISM),
-        new_tripwire(&worker::T0746, &[Worker], PAGE_REPLAY),
-        new_tripwire(&engine::T0747, &[Worker], PAGE_GROUPS),
-        new_tripwire(&worker::T0749, &[Worker, Leader, MeshLeader], PAGE_SHUTDOWN),
-        new_tripwire(&T0751, &[Worker], PAGE_GROUPS),
-        new_tripwire(&engine::T0752, &[Leader], PAGE_DETERMINISM),
-        new_tripwire(&engine::T0753, &[Leader], PAGE_DETERMINISM),
-        new_tripwire(&drift::T0754, &[Init, Worker, Leader], PAGE_DETERMINISM),
-        new_tripwire(&mesh_leader::T0755, &[MeshLeader], PAGE_GROUPS),
-        new_tripwire(&T0756, &[Init], PAGE_CONTROL_PLANE),
-        new_tripwire(&T0757, &[Init], PAGE_GROUPS),
-        new_tripwire(&drift::T0759, &[Leader], PAGE_DETERMINISM),
+        new_tripwire(&codes::T0701, ENVELOPE, PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0702, READ, PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0703, &[Leader, Worker, MeshLeader], PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0704, READ, PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0705, READ, PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0706, READ, PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0707, &[Leader, Worker, MeshLeader], PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0710, ENVELOPE, PAGE_CACHES),
+        new_tripwire(&codes::T0712, ENVELOPE, PAGE_CACHES),
+        new_tripwire(&codes::T0721, &[Leader], PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0722, ENVELOPE, PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0723, ENVELOPE, PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0730, ENVELOPE, PAGE_REPLAY),
+        new_tripwire(&codes::T0731, ENVELOPE, PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0732, ENVELOPE, PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0733, ENVELOPE, PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0734, ENVELOPE, PAGE_GROUPS),
+        new_tripwire(&codes::T0735, ENVELOPE, PAGE_CACHES),
+        new_tripwire(&codes::T0736, &[Leader], PAGE_OVERLAP),
+        new_tripwire(&codes::T0737, &[Worker, Leader], PAGE_DETERMINISM),
+        new_tripwire(&codes::T0740, &[Init], PAGE_DETERMINISM),
+        new_tripwire(&codes::T0741, &[Leader, Init], PAGE_OVERLAP),
+        new_tripwire(&codes::T0742, &[Leader, Worker, MeshLeader], PAGE_SHUTDOWN),
+        new_tripwire(&codes::T0743, &[Leader, Worker, MeshLeader], PAGE_SHUTDOWN),
+        new_tripwire(&codes::T0744, &[Leader], PAGE_DETERMINISM),
+        new_tripwire(&codes::T0746, &[Worker], PAGE_REPLAY),
+        new_tripwire(&codes::T0747, &[Worker], PAGE_GROUPS),
+        new_tripwire(&codes::T0749, &[Worker, Leader, MeshLeader], PAGE_SHUTDOWN),
+        new_tripwire(&codes::T0751, &[Worker], PAGE_GROUPS),
+        new_tripwire(&codes::T0752, &[Leader], PAGE_DETERMINISM),
+        new_tripwire(&codes::T0753, &[Leader], PAGE_DETERMINISM),
+        new_tripwire(&codes::T0754, &[Init, Worker, Leader], PAGE_DETERMINISM),
+        new_tripwire(&codes::T0755, &[MeshLeader], PAGE_GROUPS),
+        new_tripwire(&codes::T0756, &[Init], PAGE_CONTROL_PLANE),
+        new_tripwire(&codes::T0757, &[Init], PAGE_GROUPS),
+        new_tripwire(&codes::T0759, &[Leader], PAGE_DETERMINISM),
     ]
 };
 
@@ -166,13 +134,6 @@ impl Tripwires {
     #[must_use]
     pub fn is_armed_id(&self, id: &str) -> bool {
         !self.0.contains(id)
-    }
-
-    /// Returns the codes in the set that no tripwire has.
-    #[must_use]
-    pub fn unknown_codes(&self) -> Vec<&str> {
-        let known = |id: &str| TRIPWIRES.iter().any(|t| t.code.id == id);
-        self.0.iter().map(String::as_str).filter(|id| !known(id)).collect()
     }
 
     /// Drops findings whose tripwire is disabled.
@@ -212,10 +173,9 @@ mod tests {
             ("T0712, T0744, T999", "none")
         );
         assert!(
-            !off.is_armed(&drift::T0744)
-                && off.is_armed(&T0751)
-                && Tripwires::default().is_armed(&drift::T0744)
+            !off.is_armed(&codes::T0744)
+                && off.is_armed(&codes::T0751)
+                && Tripwires::default().is_armed(&codes::T0744)
         );
-        assert_eq!(off.unknown_codes(), ["T999"]);
     }
 }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use tessera_base::{Code, Diagnostics};
 
+use crate::codes::{T0707, T0710, T0712, T0731, T0742, T0743, T0746, T0749};
 use crate::engine::{CallReport, EngineFault, EngineFaultKind, ReadyCall};
-use crate::envelope_check::{LocalState, T0731, check_context, check_envelope, input_digest};
-use crate::kv_cache::{CacheSpec, CacheState, T0710, T0712};
-use crate::leader::T0743;
+use crate::envelope_check::{LocalState, check_context, check_envelope, input_digest};
+use crate::kv_cache::{CacheSpec, CacheState};
 use crate::limits::{AwakeClock, format_ms};
 use crate::parity::identity_keys;
 use crate::program_index::ProgramIndex;
@@ -20,42 +20,10 @@ use crate::wire::{
 };
 use crate::{Digest, Failure, FailureClass, Limits, Parity};
 
-/// Raised for a message from the wrong role or at the wrong time.
-pub(crate) static T0707: Code = Code {
-    id: "T0707",
-    title: "a message came from the wrong role or at the wrong time",
-    page: "Only the leader originates control messages; a worker replies and sends heartbeats. The messages have \
-a fixed order: hello, envelope, context, commit. This message was sent by the wrong side, for a call that is not open, or \
-before a message that must precede it. The peer is another program or another build, or it lost its state; the run ends.",
-};
-/// Raised when a call is committed a second time.
-pub(crate) static T0746: Code = Code {
-    id: "T0746",
-    title: "a call was committed a second time",
-    page: "A rank runs each call exactly once. A commit arrived for a call that this rank has run, is running, or \
-never agreed to. A second run would issue collectives that no peer joins, so the rank refuses and the run ends.",
-};
-/// Raised when the launching process ends first.
-pub(crate) static T0749: Code = Code {
-    id: "T0749",
-    title: "the process that started the ranks is gone",
-    page: "Every rank holds a socket to the process that spawned it. That socket closed without a stop, so no process \
-is left to receive output or to clean up, and the rank ended itself. The launching process was killed or crashed; \
-find its cause first.",
-};
-/// Raised when a rank's process ends while other ranks need it.
-pub(crate) static T0742: Code = Code {
-    id: "T0742",
-    title: "a rank's process ended while it was needed",
-    page: "The control socket of a rank closed before that rank had answered the shutdown, so its process has ended: \
-killed, out of memory, or crashed. The launcher's report adds its exit status or signal. Signal 9 without a known \
-sender usually comes from the kernel's out-of-memory killer; the kernel log records that.",
-};
-
-/// The configuration of a worker.
+/// What [`Worker::new`] needs: this rank's identity, its sealed plan, and the bounds of its waits.
 #[derive(Debug, Clone)]
 pub struct WorkerConfig {
-    /// Rank of this worker in the run.
+    /// Rank of this worker in the world; its failures name this rank.
     pub rank: u32,
     /// The rank at the other end of this rank's control socket: 0, or the mesh leader for a member
     /// behind a mesh leader.
@@ -66,7 +34,7 @@ pub struct WorkerConfig {
     pub build: String,
     /// This rank's parity keys for the hello.
     pub parity: Parity,
-    /// The programs of the sealed plan.
+    /// The programs of the sealed plan, against which the worker checks every envelope and context.
     pub programs: Arc<ProgramIndex>,
     /// Cache sizes from the sealed plan.
     pub cache: CacheSpec,
@@ -86,29 +54,29 @@ pub enum Event {
         /// The counter that [`Heartbeat`] sends.
         progress: u64,
     },
-    /// A message from the leader.
+    /// A message that arrived over the control socket to the upstream rank.
     Message(Message),
-    /// The engine is loaded.
+    /// The engine has loaded its weights and programs, so the worker can answer the leader's init.
     EngineReady {
-        /// The engine's parity keys.
+        /// Parity keys of the loaded engine; the worker merges them into [`WorkerConfig::parity`].
         parity: Parity,
         /// Digests of the loaded weight shards.
         fingerprints: Vec<ShardFingerprint>,
     },
     /// The engine could not be loaded.
     EngineFailed(Failure),
-    /// The committed call ended.
+    /// The engine finished the committed call, or failed in it.
     CallEnded(Result<CallReport, EngineFault>),
     /// The control socket to the upstream rank closed; the text describes how.
     UpstreamGone(String),
-    /// The launcher's socket closed.
+    /// The launching process closed its socket to this rank; the worker ends with T0749.
     LauncherGone,
 }
 
 /// An action that the driver executes for the worker.
 #[derive(Debug)]
 pub enum Action {
-    /// Sends a message to the leader.
+    /// Sends a message to the upstream rank: the leader or a mesh leader.
     Send(Message),
     /// Passes a call to the engine's thread.
     Run(Box<ReadyCall>),
@@ -118,13 +86,14 @@ pub enum Action {
     Exit(Option<Failure>),
 }
 
-/// The worker's state machine.
+/// The worker as a state machine without I/O: it checks each envelope, answers ready, and passes
+/// committed calls to the engine.
 #[derive(Debug)]
 pub struct Worker {
     config: WorkerConfig,
     clock: AwakeClock,
     last_heartbeat_ns: u64,
-    /// Time of the leader's last message.
+    /// Time of the last message from the upstream rank, on `clock`; 0 before the first message.
     last_message_ns: u64,
     /// The leader's progress counter, over all ranks.
     leader_progress: u64,
@@ -184,7 +153,8 @@ impl Worker {
         })
     }
 
-    /// Handles one event and returns the resulting actions.
+    /// Handles one event at time `now_ns` and returns the actions for the driver, in order. After
+    /// the end of the run it returns none.
     pub fn handle_event(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
         let mut out = Vec::new();
         if self.ended {

@@ -1,5 +1,11 @@
 //! Tests with real processes: this test executable starts itself again as launcher and as ranks.
 
+#![allow(
+    clippy::disallowed_methods,
+    clippy::disallowed_types,
+    reason = "the test starts itself again and reads /proc"
+)]
+
 mod support;
 
 use std::io::{BufRead, BufReader};

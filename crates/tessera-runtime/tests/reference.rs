@@ -1,5 +1,7 @@
 //! Checks that the reference pages in the repository are up to date with the tables.
 
+#![allow(clippy::disallowed_methods, reason = "the test compares pages with tables")]
+
 use tessera_runtime::{TRIPWIRES, parity_reference, tripwire_reference};
 
 fn assert_up_to_date(name: &str, table: &str) {

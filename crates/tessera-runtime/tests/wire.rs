@@ -1,5 +1,7 @@
 //! Tests of the frame codec: round trips, rejected frames, and random bytes.
 
+#![allow(clippy::disallowed_methods, reason = "a test compares a page with a table")]
+
 mod support;
 
 use proptest::prelude::*;

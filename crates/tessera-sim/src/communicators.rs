@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{Op, Opcode};
+use tessera_ir::{Op, Opcode, PeerPosition};
 use tessera_mesh::{Group, Mesh, Rank};
 
 /// The group and peer that an op names, the same on every rank of a role.
@@ -23,17 +23,17 @@ enum PeerSelector {
 impl LaunchRoute {
     /// Reads the route of a collective; returns `None` if its attributes name no group or no peer.
     pub(crate) fn from_op(op: &Op) -> Option<LaunchRoute> {
-        let position = |key: &str| op.int_attr(key).and_then(|at| u32::try_from(at).ok());
-        let peer = match op.opcode {
-            Opcode::Send => PeerSelector::To(position("to")?),
-            Opcode::Recv => PeerSelector::From(position("from")?),
-            _ => PeerSelector::All,
+        let peer = match (op.opcode, op.peer_position()) {
+            (_, Some(PeerPosition::To(at))) => PeerSelector::To(u32::try_from(at).ok()?),
+            (_, Some(PeerPosition::From(at))) => PeerSelector::From(u32::try_from(at).ok()?),
+            (Opcode::Send | Opcode::Recv, None) => return None,
+            (_, None) => PeerSelector::All,
         };
         Some(LaunchRoute { group: op.comm_group()?, peer })
     }
 }
 
-/// Index of a communicator.
+/// Position of a communicator in its [`CommunicatorTable`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct CommunicatorIndex(pub(crate) usize);
 
@@ -42,7 +42,8 @@ pub(crate) struct CommunicatorIndex(pub(crate) usize);
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct SimCommunicator {
     pub(crate) group: Group,
-    /// Whether this is one direction between two ranks.
+    /// Whether the communicator carries sends from its first member to its second, and no
+    /// collectives.
     transfer: bool,
     pub(crate) members: Vec<Rank>,
 }

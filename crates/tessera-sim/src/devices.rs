@@ -1,5 +1,9 @@
 //! The devices of all ranks: streams, events, launches and rendezvous on one clock.
 
+mod events;
+mod running_program;
+mod stall;
+
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 use std::rc::Rc;
@@ -9,28 +13,26 @@ use tessera_device::TimingModel;
 use tessera_ir::Program;
 use tessera_mesh::{Mesh, Rank};
 
+use crate::codes::T0810;
 use crate::communicators::{CommunicatorIndex, CommunicatorTable};
 use crate::timed_program::TimedProgram;
-use crate::{T0810, T0811};
 
-/// Internal times are fractional nanoseconds; a time at most this far above a whole nanosecond
-/// rounds down to it.
-const ROUNDING_NS: f64 = 1e-3;
-/// Maximum number of ranks that a stall message lists.
-const MAX_STALLED_SHOWN: usize = 12;
+use events::{EventKind, ROUNDING_NS, TimeNs, TimedEvent, ceil_ns};
+use running_program::{RunningProgram, StreamState};
 
 /// Handle of a loaded program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SimProgramId(usize);
 
-/// The end of a program on a rank.
+/// A program that a rank has completed, and when.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ProgramEnd {
     /// Rank on which the program ended.
     pub rank: Rank,
-    /// Handle of the program that ended.
+    /// The handle that [`SimDevices::load`] returned for the program.
     pub program: SimProgramId,
-    /// Start time in nanoseconds.
+    /// The time at which the rank started the program, before its first host launch, in
+    /// nanoseconds.
     pub start_ns: f64,
     /// The time at which the last stream and the host finished, in nanoseconds.
     pub end_ns: f64,
@@ -38,7 +40,7 @@ pub struct ProgramEnd {
     pub completed_ops: Vec<usize>,
 }
 
-/// The end of work outside programs: see [`SimDevices::occupy`].
+/// Completed work that no program contains, requested by [`SimDevices::occupy`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OutsideWork {
     /// Rank whose device did the work.
@@ -56,9 +58,9 @@ pub struct BusyInterval {
     pub rank: Rank,
     /// Handle of the program that contains the op.
     pub program: SimProgramId,
-    /// Index of the op.
+    /// Index of the op in [`Program::ops`].
     pub op: usize,
-    /// Index of its stream.
+    /// Index of the op's stream in [`Program::streams`].
     pub stream: usize,
     /// Whether the interval is a transfer rather than device work.
     pub transfer: bool,
@@ -74,7 +76,8 @@ pub struct SimDevices {
     mesh: Mesh,
     contention: f64,
     programs: Vec<Rc<TimedProgram>>,
-    /// The communicator of each launch of a script on a rank.
+    /// For each rank and each program that it has loaded, the communicators of the collective
+    /// launches, in launch order.
     launch_routes: BTreeMap<(Rank, SimProgramId), Rc<Vec<CommunicatorIndex>>>,
     communicators: CommunicatorTable,
     states: Vec<RankDevice>,
@@ -89,63 +92,27 @@ pub struct SimDevices {
     intervals: Option<Vec<BusyInterval>>,
 }
 
-/// The state of one rank.
+/// The program of one rank, and the work and the transfers in progress on its device.
 #[derive(Debug, Default)]
 struct RankDevice {
     running: Option<RunningProgram>,
-    /// Number of launches on each communicator.
+    /// Number of launches on each communicator in all programs that the rank has started. A program
+    /// counts as a whole when it starts.
     launch_counts: BTreeMap<CommunicatorIndex, u64>,
-    /// Number of transfers in progress.
+    /// Number of transfers in progress; above 0, contention slows the device work down.
     active_transfers: u32,
     device_work: Option<DeviceWork>,
-    /// Work outside programs that waits for the device, in order of request: (request time,
-    /// duration).
+    /// Requests of [`SimDevices::occupy`] that wait for the device, oldest first: the time of the
+    /// request and the duration of its work, both in nanoseconds.
     outside_work: VecDeque<(TimeNs, f64)>,
     /// Incremented with every new piece of work and every change of its speed, so that outdated
     /// end events are recognised.
     version: u64,
-    /// Time of the last activity on this rank.
+    /// Simulated time of the last activity on this rank, in nanoseconds.
     active_ns: f64,
 }
 
-/// Progress of one rank through the program that it executes.
-#[derive(Debug)]
-struct RunningProgram {
-    program: SimProgramId,
-    timed_program: Rc<TimedProgram>,
-    begun_ns: f64,
-    /// The communicator and sequence number of each collective launch.
-    launch_keys: Vec<(CommunicatorIndex, u64)>,
-    streams: Vec<StreamCursor>,
-    /// Completed ops; an issue op is complete when its transfer is.
-    done: Vec<bool>,
-    /// Number of completed host launches.
-    launched: usize,
-    /// Ops that wait for the device, ordered by the time at which they became ready, then by
-    /// program order.
-    ready: BTreeSet<(TimeNs, usize)>,
-    completed_ops: Vec<usize>,
-}
-
-#[derive(Debug, Clone, Copy, Default)]
-struct StreamCursor {
-    /// Index of the next op in the stream's queue.
-    next: usize,
-    state: StreamState,
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-enum StreamState {
-    /// The next op waits for its dependencies.
-    #[default]
-    Blocked,
-    /// The op waits for the device or occupies it.
-    Working,
-    /// The number of unfinished transfers of the op.
-    Transferring(usize),
-}
-
-/// Work that occupies the device.
+/// The op, or the work outside programs, that a device executes; it executes one at a time.
 #[derive(Debug)]
 struct DeviceWork {
     /// `None` for work outside programs.
@@ -166,37 +133,6 @@ struct MatchedLaunch {
     /// Members arrived with different collectives: the transfer never starts.
     mismatched: bool,
     begun_ns: Option<f64>,
-}
-
-/// A time in nanoseconds; never negative and never NaN.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct TimeNs(f64);
-impl Eq for TimeNs {}
-impl PartialOrd for TimeNs {
-    fn partial_cmp(&self, other: &TimeNs) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-impl Ord for TimeNs {
-    fn cmp(&self, other: &TimeNs) -> std::cmp::Ordering {
-        self.0.total_cmp(&other.0)
-    }
-}
-
-#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct TimedEvent {
-    at: TimeNs,
-    seq: u64,
-    kind: EventKind,
-}
-
-#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum EventKind {
-    ProgramStart(usize, SimProgramId),
-    WorkRequest { rank: usize, ns: u64 },
-    HostLaunch(usize),
-    WorkEnd { rank: usize, version: u64 },
-    TransferEnd(CommunicatorIndex, u64),
 }
 
 impl SimDevices {
@@ -322,65 +258,6 @@ impl SimDevices {
         if active { now_ns } else { state.active_ns as u64 }
     }
 
-    /// Explains why ranks have unfinished ops although no event is pending.
-    #[must_use]
-    pub fn find_stall(&self) -> Option<Diagnostic> {
-        if !self.queue.is_empty() {
-            return None;
-        }
-        let stalled_ranks: Vec<usize> =
-            (0..self.states.len()).filter(|r| self.states[*r].running.is_some()).collect();
-        let first = stalled_ranks.first()?;
-        let mut d = Diagnostic::error(
-            &T0811,
-            format!("{} ranks wait for each other, rank {first} among them", stalled_ranks.len()),
-        );
-        for rank in stalled_ranks.iter().take(MAX_STALLED_SHOWN) {
-            let Some(run) = &self.states[*rank].running else { continue };
-            d = d.with_label(
-                format!("rank {rank} in {}", run.timed_program.name),
-                self.describe_waits(*rank, run),
-            );
-        }
-        if stalled_ranks.len() > MAX_STALLED_SHOWN {
-            d = d.with_note(format!(
-                "{} more ranks wait in the same way",
-                stalled_ranks.len() - MAX_STALLED_SHOWN
-            ));
-        }
-        Some(d)
-    }
-
-    /// Describes the collectives that a rank waits for.
-    fn describe_waits(&self, rank: usize, run: &RunningProgram) -> String {
-        let open = run.timed_program.collectives.iter().zip(&run.launch_keys);
-        let mut descriptions = Vec::new();
-        for (meet, (lane, nth)) in open {
-            let Some(m) = self.pending_launches.get(&(*lane, *nth)) else { continue };
-            if !m.arrived.iter().any(|(r, _)| *r == rank) {
-                continue;
-            }
-            let members = &self.communicators.get(*lane).members;
-            let missing: Vec<String> = members
-                .iter()
-                .filter(|r| !m.arrived.iter().any(|(there, _)| *there == r.0 as usize))
-                .map(ToString::to_string)
-                .collect();
-            let why = if m.mismatched {
-                "other members joined with another collective".to_string()
-            } else {
-                String::new()
-            };
-            let why = if missing.is_empty() { why } else { format!("waits for rank {}", missing.join(", ")) };
-            descriptions.push(format!("{} (op {}): {why}", meet.description, meet.op));
-        }
-        if descriptions.is_empty() {
-            "has not reached its first collective".to_string()
-        } else {
-            descriptions.join("; ")
-        }
-    }
-
     fn push_event(&mut self, at_ns: f64, what: EventKind) {
         self.seq += 1;
         self.queue.push(Reverse(TimedEvent { at: TimeNs(at_ns), seq: self.seq, kind: what }));
@@ -432,24 +309,15 @@ impl SimDevices {
         };
         let places = route.iter().map(nth).collect();
         let first = script.launch_times_ns.first().copied();
-        state.running = Some(RunningProgram {
-            program,
-            begun_ns: self.now_ns,
-            launch_keys: places,
-            streams: vec![StreamCursor::default(); script.queues.len()],
-            done: vec![false; script.steps.len()],
-            launched: 0,
-            ready: BTreeSet::new(),
-            completed_ops: Vec::new(),
-            timed_program: script,
-        });
+        state.running = Some(RunningProgram::new(program, script, places, self.now_ns));
         if let Some(ns) = first {
             self.push_event(self.now_ns + ns, EventKind::HostLaunch(rank));
         }
         self.touched_ranks.insert(rank);
     }
 
-    /// Processes all consequences of the current time, then assigns free devices.
+    /// For each rank whose state has changed: advances its streams, assigns its device if that is
+    /// free, and ends its program if no work is left.
     fn settle_ranks(&mut self) {
         while let Some(rank) = self.touched_ranks.pop_first() {
             self.states[rank].active_ns = self.now_ns;
@@ -515,7 +383,8 @@ impl SimDevices {
         }
     }
 
-    /// Returns the present slowdown factor of a rank's device.
+    /// Returns the factor by which transfers now slow down a rank's device work; 1 without
+    /// transfers.
     fn slowdown_factor(&self, rank: usize) -> f64 {
         if self.states[rank].active_transfers > 0 { self.contention } else { 1.0 }
     }
@@ -624,38 +493,4 @@ impl SimDevices {
             completed_ops: met,
         });
     }
-}
-
-impl RunningProgram {
-    /// Returns the next op of a stream if all its dependencies are met.
-    fn next_startable(&self, stream: usize) -> Option<usize> {
-        let s = self.streams[stream];
-        let op =
-            *self.timed_program.queues[stream].get(s.next).filter(|_| s.state == StreamState::Blocked)?;
-        let step = &self.timed_program.steps[op];
-        let free = step.required_launches <= self.launched
-            && step.event_ops.iter().chain(&step.issue_op).all(|earlier| self.done[*earlier]);
-        free.then_some(op)
-    }
-
-    fn finish_op(&mut self, stream: usize, op: usize) {
-        self.done[op] = true;
-        self.streams[stream] =
-            StreamCursor { next: self.streams[stream].next + 1, state: StreamState::Blocked };
-    }
-
-    /// Returns the stream of an op.
-    fn stream_of(&self, op: usize) -> Option<usize> {
-        self.timed_program.op_streams.get(op).copied()
-    }
-
-    fn is_complete(&self) -> bool {
-        self.launched == self.timed_program.launch_times_ns.len()
-            && self.streams.iter().zip(&self.timed_program.queues).all(|(s, queue)| s.next == queue.len())
-    }
-}
-
-/// Rounds a time up to whole nanoseconds.
-fn ceil_ns(ns: f64) -> u64 {
-    (ns - ROUNDING_NS).ceil().max(0.0) as u64
 }

@@ -3,30 +3,31 @@
 
 use tessera_base::Diagnostic;
 use tessera_device::TimingModel;
-use tessera_ir::{Op, Opcode, Program};
+use tessera_ir::{Op, Opcode, PeerPosition, Program};
 use tessera_mesh::Mesh;
 
-use crate::T0810;
+use crate::codes::T0810;
 use crate::communicators::LaunchRoute;
 
-/// A program with its op times.
+/// A program of one role as the simulated devices execute it: queues, dependencies and op times.
 #[derive(Debug)]
 pub(crate) struct TimedProgram {
     /// Phase and role, for messages.
     pub(crate) name: String,
-    /// One step per op.
+    /// Dependencies and device work of each op, by op index.
     pub(crate) steps: Vec<TimedOp>,
     /// Ops of each stream, in order.
     pub(crate) queues: Vec<Vec<usize>>,
-    /// Stream of each op.
+    /// For each op, the index of its stream in `queues`.
     pub(crate) op_streams: Vec<usize>,
     /// Host time of each launch that takes any, in program order, in nanoseconds.
     pub(crate) launch_times_ns: Vec<f64>,
-    /// Launches of collectives in program order.
+    /// Launches of collectives, sends and receives in program order; [`TimedOp::collectives`] is a
+    /// range of them.
     pub(crate) collectives: Vec<CollectiveLaunch>,
 }
 
-/// The execution of one op on its stream.
+/// What one op waits for before it starts, and what it then does on the device.
 #[derive(Debug)]
 pub(crate) struct TimedOp {
     /// Number of host launches that must be complete before the op starts.
@@ -138,7 +139,7 @@ fn group_batches(p: &Program) -> Vec<Vec<usize>> {
     let mut out = vec![Vec::new(); p.ops.len()];
     let mut open: Option<(i64, usize)> = None;
     for (i, op) in p.collective_ops() {
-        let batch = op.int_attr("batch").filter(|b| *b != 0);
+        let batch = op.batch_number().filter(|b| *b != 0);
         let joins =
             |(number, first): &(i64, usize)| Some(*number) == batch && p.ops[*first].stream == op.stream;
         open = match open.filter(joins) {
@@ -159,13 +160,13 @@ fn shared_signature(op: &Op) -> u64 {
     (opcode as u64) << 8 | reduction
 }
 
-/// Describes a collective for messages.
+/// Describes a collective with its group and peer: `send over pp to position 1`.
 fn describe_collective(op: &Op) -> String {
     let over = op.comm_group().map_or(String::new(), |g| format!(" over {g}"));
-    let peer = match op.opcode {
-        Opcode::Send => op.int_attr("to").map_or(String::new(), |at| format!(" to position {at}")),
-        Opcode::Recv => op.int_attr("from").map_or(String::new(), |at| format!(" from position {at}")),
-        _ => String::new(),
+    let peer = match op.peer_position() {
+        Some(PeerPosition::To(at)) => format!(" to position {at}"),
+        Some(PeerPosition::From(at)) => format!(" from position {at}"),
+        None => String::new(),
     };
     format!("{}{over}{peer}", op.opcode.name())
 }

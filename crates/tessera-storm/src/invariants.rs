@@ -17,15 +17,15 @@ const MAX_RUN_AFTER_EVENT_NS: u64 = 90_000_000_000;
 /// One violation of an invariant, with its simulated time.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct InvariantViolation {
-    /// Name of the invariant.
+    /// Name of the invariant, such as `stale epoch`; `setup` if the simulation could not be set up.
     pub rule: &'static str,
     /// Simulated time in nanoseconds.
     pub at_ns: u64,
-    /// Description of the violation.
+    /// The observation that contradicts the invariant, such as `ranks [1] are still running`.
     pub text: String,
 }
 
-/// The outcome of a scenario.
+/// The result of one simulated run of a scenario: its violations, and how the run ended.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StormOutcome {
     /// Violations of invariants during the run; empty if the scenario passed.
@@ -56,7 +56,7 @@ impl StormOutcome {
     }
 }
 
-/// Observes a run and checks the invariants.
+/// Checks the invariants at every event of a simulated run, and keeps the first violation of each.
 #[derive(Debug)]
 pub(crate) struct InvariantChecker {
     scenario: Scenario,
@@ -74,7 +74,8 @@ pub(crate) struct InvariantChecker {
     min_epoch: u32,
     last_chunk: Option<u32>,
     emitted: u32,
-    /// Time of the last injected event.
+    /// Time of the last of the scenario's external events in nanoseconds; 0 if the scenario has
+    /// none.
     last_event_ns: u64,
 }
 

@@ -10,6 +10,8 @@
 //! This development crate observes the state machines only through their messages and actions, and
 //! does not depend on how they decide.
 
+#![forbid(unsafe_code)]
+
 mod injected_bugs;
 mod invariants;
 mod scenario;

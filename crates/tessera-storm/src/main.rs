@@ -2,6 +2,8 @@
 //! prints violated invariants. The exit status is 1 if an invariant was violated and 2 on an
 //! invalid argument. With `--bug` the exit status is 0 only if the storms find the bug.
 
+#![forbid(unsafe_code)]
+
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::Instant;

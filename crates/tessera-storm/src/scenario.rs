@@ -11,12 +11,12 @@ use tessera_runtime::sim::ExternalEvent;
 
 const MS: u64 = 1_000_000;
 
-/// The configuration and events of one run.
+/// The configuration, the requests and the injected events of one simulated run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scenario {
     /// Seed from which the scenario was generated.
     pub seed: u64,
-    /// Number of ranks in the mesh.
+    /// Number of ranks in the mesh; a leader outside of it is not counted.
     pub ranks: u32,
     /// Whether the leader runs outside the mesh.
     pub outside: bool,
@@ -24,7 +24,7 @@ pub struct Scenario {
     pub launcher: bool,
     /// How KV caches are filled: kept from chunk to chunk, or recomputed before each chunk.
     pub regime: CacheRegime,
-    /// Requested chunks; the number identifies a new prompt.
+    /// Requested chunks, in order, each with the number of its new prompt, if any.
     pub requests: Vec<(ChunkRequest, Option<u32>)>,
     /// Injected process events with their times in nanoseconds.
     pub external_events: Vec<(u64, ExternalEvent)>,
@@ -37,7 +37,7 @@ pub struct Scenario {
 }
 
 impl Scenario {
-    /// Generates the scenario of a seed.
+    /// Generates a scenario; equal seeds give equal scenarios.
     #[must_use]
     pub fn from_seed(seed: u64) -> Scenario {
         let mut dice = Rng::new(seed, [1, 0]);
@@ -103,13 +103,13 @@ impl Scenario {
         Limits { hello_ns: 5_000 * MS, ..Limits::default() }
     }
 
-    /// Returns the ranks of all processes.
+    /// Returns the ranks from 0, including that of a leader outside the mesh.
     #[must_use]
     pub fn process_ranks(&self) -> Vec<u32> {
         (0..self.ranks + u32::from(self.outside)).collect()
     }
 
-    /// Returns the ranks of the mesh.
+    /// Returns the ranks of the mesh: from 1 if the leader runs outside it, otherwise from 0.
     #[must_use]
     pub fn mesh_ranks(&self) -> Vec<u32> {
         (u32::from(self.outside)..self.ranks + u32::from(self.outside)).collect()

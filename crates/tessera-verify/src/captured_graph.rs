@@ -1,37 +1,13 @@
 //! Captured graphs: `graph = "name"` marks ops that are captured together and launched as one
 //! graph.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::Diagnostics;
 use tessera_ir::{DType, Opcode, Program};
-use tessera_mesh::Group;
 
-use crate::happens_before::HappensBefore;
-use crate::{display, structure};
-
-/// Diagnostic for a graph that cannot be captured as written.
-pub static T0335: Code = Code {
-    id: "T0335",
-    title: "graph cannot be captured as written",
-    page: "The host launches a captured graph with one call, so the ops of one graph name must be consecutive in the program, \
-with no other op between them. Synchronisation cannot cross the boundary of a graph: a collective issued inside and waited for \
-outside (or the other way round) crashes or hangs when the graph is replayed, and so does an event recorded on one side and \
-awaited on the other, since events captured into a graph are not events of the stream.\n\n\
-Move the boundary of the graph, or wait before it. After the graph, ops on the stream of its first op run after the whole graph; \
-other streams need an event recorded there.",
-};
-/// Diagnostic for a communicator that a graph and another launch may use concurrently.
-pub static T0336: Code = Code {
-    id: "T0336",
-    title: "communicator is used concurrently by a graph and by another launch",
-    page: "With graph mixing off (NCCL_GRAPH_MIXING_SUPPORT=0, or one graph per communicator) a communicator serves one \
-graph at a time: no eager collective may be launched while a graph that uses the communicator is outstanding, on any stream, \
-and no two graphs that use it may run in parallel. A program has no point at which the host waits, so an eager \
-collective after a graph over the same group is always launched too early.\n\n\
-Capture the collective as well, order the second graph after the first by an event, move it to a phase of its own, or leave \
-graph mixing on.",
-};
+use crate::codes::T0335;
+use crate::display;
 
 /// The ops `start..end` of one captured graph.
 #[derive(Debug)]
@@ -46,7 +22,8 @@ pub(crate) struct CapturedGraph {
 }
 
 impl CapturedGraph {
-    /// Returns the lane of a stream inside the graph.
+    /// Returns the lane of a stream inside the graph: for the launch stream the stream itself, for
+    /// any other stream a lane of this graph alone. The ops of a lane run in order.
     pub(crate) fn lane_of(&self, stream: u32) -> u32 {
         let at = self.streams.iter().position(|s| *s == stream);
         at.and_then(|i| self.lanes.get(i)).copied().unwrap_or(stream)
@@ -60,7 +37,7 @@ pub(crate) fn captured_graphs(p: &Program) -> Vec<CapturedGraph> {
     let mut lane = p.streams.len() as u32;
     let mut open = false;
     for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| !display::is_source(o)) {
-        let Some(name) = op.str_attr("graph") else {
+        let Some(name) = op.graph_name() else {
             open = false;
             continue;
         };
@@ -107,11 +84,11 @@ pub(crate) fn check(p: &Program, definitions: &[Option<usize>], graphs: &[Captur
         }
     }
     for (i, op) in p.ops.iter().enumerate() {
-        let name = op.str_attr("graph");
+        let name = op.graph_name();
         let ticket = if op.opcode == Opcode::Wait { op.operands.first() } else { None };
         for v in ticket.into_iter().chain(&op.after) {
             let Some(d) = definitions[v.0 as usize] else { continue };
-            let there = p.ops[d].str_attr("graph");
+            let there = p.ops[d].graph_name();
             if there == name {
                 continue;
             }
@@ -124,63 +101,6 @@ pub(crate) fn check(p: &Program, definitions: &[Option<usize>], graphs: &[Captur
                 side(there)
             ));
             out.push(display::with_op_label(d2, p, d, format!("defined in {}", side(there))));
-        }
-    }
-    out
-}
-
-/// Checks one program for communicators that serve either one graph at a time or eager collectives
-/// ([`crate::DeviceLimits::graph_mixing_off`]), in addition to the checks of
-/// [`crate::check_program`].
-#[must_use]
-pub fn check_graph_mixing(program: &Program) -> Diagnostics {
-    let malformed = structure::check(program);
-    if !malformed.is_empty() {
-        return malformed;
-    }
-    let runs = captured_graphs(program);
-    if runs.is_empty() {
-        return Vec::new();
-    }
-    let order = HappensBefore::new(program, &program.defining_ops(), &runs);
-    let mut out = Vec::new();
-    // The graphs that use a group so far, each with its collectives over the group.
-    let mut used: BTreeMap<Group, Vec<(usize, Vec<usize>)>> = BTreeMap::new();
-    let mut reported: BTreeSet<(Group, usize, Option<usize>)> = BTreeSet::new();
-    for (i, op) in program.collective_ops() {
-        let Some(group) = op.comm_group() else { continue };
-        let here = runs.iter().position(|r| (r.start..r.end).contains(&i) && op.str_attr("graph").is_some());
-        let earlier = used.entry(group).or_default();
-        for (run, ops) in earlier.iter().filter(|(r, _)| Some(*r) != here) {
-            let ordered = |y: usize| ops.iter().all(|x| order.finishes_before(*x, y));
-            let (conflict, ordered_apart) = match here {
-                None => ("is launched eagerly while", false),
-                Some(h) => ("is captured in a graph that may run concurrently:", ordered(runs[h].start)),
-            };
-            if ordered_apart || !reported.insert((group, *run, here)) {
-                continue;
-            }
-            let message = format!(
-                "{} over {group} {conflict} graph {} may be using the communicator",
-                op.opcode.name(),
-                runs[*run].name
-            );
-            let d: Diagnostic = display::error_at_op(&T0336, program, i, message);
-            out.push(match ops.last() {
-                Some(x) => display::with_op_label(
-                    d,
-                    program,
-                    *x,
-                    format!("in graph {}: {}", runs[*run].name, display::describe_op(program, *x)),
-                ),
-                None => d,
-            });
-        }
-        if let Some(h) = here {
-            match earlier.iter_mut().find(|(r, _)| *r == h) {
-                Some((_, ops)) => ops.push(i),
-                None => earlier.push((h, vec![i])),
-            }
         }
     }
     out

@@ -14,7 +14,7 @@ pub(crate) fn error_at_op(
     with_op_label(Diagnostic::error(code, message), p, op, describe_op(p, op))
 }
 
-/// Adds a label at an op.
+/// Adds the label `says` at an op, with the position in the source text if the op has one.
 pub(crate) fn with_op_label(d: Diagnostic, p: &Program, op: usize, says: impl Into<String>) -> Diagnostic {
     match p.ops.get(op).and_then(|o| o.span) {
         Some(span) => d.with_span_label(op_location(p, op), says, span),
@@ -45,7 +45,7 @@ pub(crate) fn describe_op(p: &Program, op: usize) -> String {
     format!("{left}{issue}{}{name} on stream {}", o.opcode.name(), stream_name(p, o))
 }
 
-/// Returns the name of an op's stream.
+/// Returns the name of an op's stream, or `?` if the program does not declare the stream.
 pub(crate) fn stream_name<'a>(p: &'a Program, op: &Op) -> &'a str {
     p.streams.get(op.stream.0 as usize).map_or("?", String::as_str)
 }
@@ -69,11 +69,6 @@ pub(crate) fn list_ranks(members: &[Rank]) -> String {
         _ if members.len() > SHOWN => format!("ranks {}, … ({} ranks)", names.join(", "), members.len()),
         _ => format!("ranks {}", names.join(", ")),
     }
-}
-
-/// Returns the batch number of a send or receive; `None` for other ops.
-pub(crate) fn batch_number(op: &Op) -> Option<i64> {
-    if matches!(op.opcode, Opcode::Send | Opcode::Recv) { op.int_attr("batch") } else { None }
 }
 
 /// Returns whether the op supplies a value before the program starts and therefore runs on no

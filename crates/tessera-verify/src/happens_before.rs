@@ -1,30 +1,11 @@
 //! Happens-before analysis of one rank's program: streams are first in, first out, and only events
 //! and waits order one stream after another.
 
-use tessera_base::{Code, Diagnostics};
-use tessera_ir::{BufferId, Op, Opcode, Program, ValueId};
+use tessera_base::Diagnostics;
+use tessera_ir::{BufferId, Op, OpView, Opcode, Program, ValueId};
 
+use crate::codes::{T0316, T0318};
 use crate::{captured_graph, display};
-
-/// Diagnostic for data that crosses streams without an ordering event.
-pub static T0316: Code = Code {
-    id: "T0316",
-    title: "data crosses streams without an event",
-    page: "Ops on one stream run one after the other; ops on two streams run in any order. A value produced on \
-stream A and read on stream B needs an `event.record` on A after the producer, and the reader, or an earlier op of B, must come \
-`after` that event. The wait for a collective orders its stream after the collective in the same way. Buffers need such an \
-order between a write and every other access from another stream.\n\n\
-Without the event the reader usually sees the right bytes and now and then stale ones: the kind of error that no test finds. \
-Record an event after the first access and put it into `after(…)` of the second.",
-};
-/// Diagnostic for a write to a buffer while a view of it is live.
-pub static T0318: Code = Code {
-    id: "T0318",
-    title: "buffer written while a view of it is in use",
-    page: "`cache.read` returns a view: no bytes are copied, so a later `cache.write` to the same rows changes the value \
-under its readers. A collective's operand counts as in use until its wait. A write whose row is a call scalar may touch \
-any row.\n\nMove the write after the last use, or copy the rows first.",
-};
 
 /// The happens-before relation of one program's ops, as one vector clock per op with one component
 /// per lane.
@@ -38,7 +19,7 @@ pub(crate) struct HappensBefore {
     /// of one batch share a position.
     position: Vec<u32>,
     lane: Vec<u32>,
-    /// First op of each op's batch.
+    /// Index of the first op of each op's batch; for an op without a batch, its own index.
     batch_first: Vec<usize>,
     /// Vector clocks: per op and lane, the number of the lane's ops that have finished once the op
     /// has.
@@ -91,7 +72,7 @@ impl HappensBefore {
             {
                 last[on].clone_from(entry);
             }
-            let number = display::batch_number(op);
+            let number = op.batch_number();
             let continues_batch = number.is_some_and(|b| batch[on].as_ref().is_some_and(|(n, _)| *n == b));
             earlier.clear();
             match &batch[on] {
@@ -132,7 +113,8 @@ impl HappensBefore {
         a != b && self.batch_first[a] == self.batch_first[b]
     }
 
-    /// Returns the lane of an op.
+    /// Returns the index of an op's lane: that of its stream, unless a captured graph gives the op
+    /// a lane of its own.
     pub(crate) fn lane_of_op(&self, op: usize) -> u32 {
         self.lane[op]
     }
@@ -266,19 +248,13 @@ fn viewed_buffer(p: &Program, definitions: &[Option<usize>], v: ValueId) -> Opti
 fn accessed_rows(p: &Program, op: &Op) -> (u64, u64) {
     let Some(b) = op.buffer else { return (0, 0) };
     let all = p.buffer(b).ty.shape.first().copied().unwrap_or(1);
-    let number = |name: &str| op.int_attr(name).and_then(|i| u64::try_from(i).ok());
-    match op.opcode {
-        Opcode::CacheRead => {
-            let row = number("row").unwrap_or(0);
-            (row, row.saturating_add(number("rows").unwrap_or(all)))
+    match op.view() {
+        Ok(OpView::CacheRead(read)) => (read.row, read.row.saturating_add(read.rows.unwrap_or(all))),
+        Ok(OpView::CacheWrite(write)) if write.row.is_none() => {
+            let written = p.type_of(write.x).shape.first().copied().unwrap_or(all);
+            (write.first_row, write.first_row.saturating_add(written))
         }
-        _ if op.keyed_operand("row").is_some() => (0, all),
-        _ => {
-            let first = number("first_row").unwrap_or(0);
-            let written =
-                op.operands.first().and_then(|v| p.type_of(*v).shape.first().copied()).unwrap_or(all);
-            (first, first.saturating_add(written))
-        }
+        _ => (0, all),
     }
 }
 

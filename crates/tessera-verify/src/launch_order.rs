@@ -6,31 +6,10 @@
 
 use tessera_base::{Code, Counterexample, Diagnostic, Diagnostics, WaitEdge};
 
+use crate::codes::{T0311, T0312};
 use crate::display;
 use crate::matching::{HeldLaunches, WaitLink};
 use crate::sequence::SequenceSource;
-
-/// Diagnostic for a cycle of waits among ranks.
-pub static T0311: Code = Code {
-    id: "T0311",
-    title: "deadlock: ranks wait for each other in a cycle",
-    page: "Each rank named is blocked in a collective that cannot finish before another rank joins it, and a stream, an event \
-or a wait keeps that rank blocked in a collective that it launched earlier. No rank makes progress again: at run time \
-this is a hang at full GPU utilisation.\n\n\
-The message shows the shortest wait cycle. Read it line by line: each rank waits in its first op for the rank on the \
-line before, and reaches its second op only afterwards. Swap the two ops on one of the ranks. For sends and receives let one \
-side receive first: a send may not return before its receive is posted.",
-};
-/// Diagnostic for collectives without a common launch order.
-pub static T0312: Code = Code {
-    id: "T0312",
-    title: "collectives have no common launch order",
-    page: "No stream dependency makes the ranks wait for each other, but the ranks launch collectives of several groups in \
-contradicting orders. A device runs the operations of several communicators in launch order (NCCL's default \
-requires one global order per device), so two ranks that launch different collectives first can deadlock. Usually this happens \
-only under load, when the device cannot run both operations at once.\n\n\
-Issue these collectives in the same order on all ranks. Putting them on different streams does not help.",
-};
 
 /// Maximum number of ranks that the note on the wait cycle lists.
 const CYCLE_RANKS_SHOWN: usize = 16;

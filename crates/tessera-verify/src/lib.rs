@@ -11,8 +11,13 @@
 //! execute. Only this crate creates a [`Verified`], which never crosses a wire: a process that
 //! loads a plan verifies it again.
 
+#![forbid(unsafe_code)]
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
 mod captured_graph;
+mod codes;
 mod display;
+mod graph_mixing;
 mod happens_before;
 mod launch_order;
 mod matching;
@@ -28,7 +33,8 @@ mod structure;
 mod value_numbering;
 mod verified;
 
-pub use captured_graph::check_graph_mixing;
+pub use codes::CODES;
+pub use graph_mixing::check_graph_mixing;
 pub use memory::{DeviceLimits, RoleMemory, check_slots};
 pub use observed::{GroupId, ObservedCall, Traces, check_traces};
 pub use phase::{check_phase, verify_phase};
@@ -36,53 +42,3 @@ pub use program::check_program;
 pub use seal::{SealedPlan, seal};
 pub use signature::{CollectiveDigest, collective_line, collective_lines};
 pub use verified::Verified;
-
-use tessera_base::Code;
-
-/// Diagnostic codes that this crate raises.
-pub const CODES: &[&Code] = &[
-    &sequence::T0301,
-    &sequence::T0302,
-    &sequence::T0303,
-    &sequence::T0304,
-    &sequence::T0305,
-    &sequence::T0306,
-    &sequence::T0307,
-    &sequence::T0308,
-    &program::T0309,
-    &program::T0310,
-    &launch_order::T0311,
-    &launch_order::T0312,
-    &program::T0313,
-    &program::T0314,
-    &program::T0315,
-    &happens_before::T0316,
-    &program::T0317,
-    &happens_before::T0318,
-    &structure::T0319,
-    &structure::T0320,
-    &program::T0321,
-    &structure::T0322,
-    &program::T0323,
-    &memory::T0324,
-    &memory::T0325,
-    &memory::T0326,
-    &memory::T0327,
-    &memory::T0328,
-    &phase::T0329,
-    &seal::T0330,
-    &phase::T0331,
-    &phase::T0332,
-    &sequence::T0333,
-    &sequence::T0334,
-    &captured_graph::T0335,
-    &captured_graph::T0336,
-    &phase::T0337,
-    &observed::T0338,
-    &program::T0339,
-    &memory::T0340,
-    &observed::T0341,
-    &observed::T0342,
-    &value_numbering::T0343,
-    &sequence::T0344,
-];

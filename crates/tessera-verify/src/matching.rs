@@ -341,7 +341,7 @@ struct StalledRanks<'a> {
     positions: Vec<Vec<u32>>,
     /// Launches of each endpoint, per role.
     launches_by_endpoint: Vec<Vec<Vec<usize>>>,
-    /// Launches that hold back each launch, per role.
+    /// For each launch, the launches that must finish before it can start, per role.
     held_by: Vec<HeldLaunches>,
     /// Launches in flight that have started and not finished, per rank, in ascending order.
     in_flight: Vec<Vec<usize>>,

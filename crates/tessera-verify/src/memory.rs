@@ -3,62 +3,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tessera_base::{Bytes, Code, Diagnostic, Diagnostics};
-use tessera_ir::{Attr, Opcode, Phase, Program, Slots, Type, ValueId};
+use tessera_base::{Bytes, Diagnostic, Diagnostics};
+use tessera_ir::{Opcode, Phase, Program, Slots, Type, ValueId, WeightLoad};
 
+use crate::codes::{T0324, T0325, T0326, T0327, T0328, T0340};
 use crate::happens_before::HappensBefore;
 use crate::{captured_graph, display, structure};
-
-/// Diagnostic for phases that declare one buffer differently.
-pub static T0324: Code = Code {
-    id: "T0324",
-    title: "phases disagree about a buffer",
-    page: "Buffers (KV caches, the latent) outlive a phase: one phase writes what another reads. All phases of a role must \
-declare a buffer of one name with one dtype, local shape and layout, or the reader would misinterpret the bytes.",
-};
-/// Diagnostic for a value without a memory slot.
-pub static T0325: Code = Code {
-    id: "T0325",
-    title: "value has no memory slot",
-    page: "Every result of a compute op and every result of a collective needs a slot in the phase's memory plan. Only \
-tokens, weights, inputs, call scalars and views of buffers need no slot. The slot table has one entry per value, and \
-each entry names an existing slot.",
-};
-/// Diagnostic for a slot that is smaller than its value.
-pub static T0326: Code = Code {
-    id: "T0326",
-    title: "memory slot is too small",
-    page: "The value's local shape times its element size is larger than its slot. Writing the value would overwrite \
-the next slot. The memory plan was made for other shapes, or for the shard of another rank.",
-};
-/// Diagnostic for two live values in one slot.
-pub static T0327: Code = Code {
-    id: "T0327",
-    title: "two live values share a memory slot",
-    page: "A value lives from the op that begins to write it to its last use. An issued collective reads its operand and \
-writes its result at any time between issue and wait, so both live from issue to wait. A value read by an op may not \
-share a slot with that op's result. Across streams, events must order every access to the old value before the op \
-that writes the new one.\n\n\
-Give one of the values another slot, or add the event.",
-};
-/// Diagnostic for a plan that exceeds the memory of a device.
-pub static T0328: Code = Code {
-    id: "T0328",
-    title: "plan needs more memory than the device has",
-    page: "Weights, buffers, inputs and the temporaries of the largest phase together exceed the device memory. All are counted \
-from local shapes; the workspaces of libraries and of the driver come on top, so leave room.\n\n\
-Use more shards (a larger tp or pp), a smaller dtype for weights or caches, or a shorter cache.",
-};
-
-/// Diagnostic for a collective whose result overwrites its own operand.
-pub static T0340: Code = Code {
-    id: "T0340",
-    title: "collective cannot work in place",
-    page: "A collective's operand and result share a memory slot. An all_reduce or a broadcast may work in place if nothing else \
-reads the operand from the issue on: each element is replaced by its own reduction. A gather, scatter or all-to-all may not: \
-the operand is a shard that belongs elsewhere in the result (at its rank's offset), so on all ranks but the \
-first the collective would overwrite shards that it has yet to send.\n\nGive the result a slot of its own.",
-};
 
 /// The device limits that a sealed plan must respect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -243,7 +193,7 @@ fn check_in_place(
 /// declare differently. Slot sizes are taken as given.
 pub(crate) fn role_memory(phases: &[Phase], role: usize) -> (RoleMemory, Diagnostics) {
     let mut out = Vec::new();
-    let mut weights: BTreeSet<(&str, String, String)> = BTreeSet::new();
+    let mut weights: BTreeSet<(&str, String, Option<WeightLoad>)> = BTreeSet::new();
     let mut buffers: BTreeMap<&str, (&Program, &Type)> = BTreeMap::new();
     let mut memory = RoleMemory::default();
     let mut weight_bytes = Vec::new();
@@ -257,10 +207,7 @@ pub(crate) fn role_memory(phases: &[Phase], role: usize) -> (RoleMemory, Diagnos
                     // Equal shards loaded in the same way are one copy, regardless of the program
                     // that names them.
                     let name = op.name.as_deref().unwrap_or("");
-                    let load = match op.attrs.get("load") {
-                        Some(Attr::Str(s)) => s.clone(),
-                        _ => String::new(),
-                    };
+                    let load = op.weight_load();
                     if weights.insert((name, ty.display_on(&p.mesh), load)) {
                         weight_bytes.push(ty.byte_size().0);
                     }

@@ -5,37 +5,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use tessera_base::{Code, Counterexample, Diagnostic, Diagnostics, Mismatch, RankCollective, Span};
 
+use crate::codes::{T0301, T0302, T0303, T0304, T0305, T0334, T0338, T0341, T0342};
 use crate::matching::{CommunicatorRanks, HeldLaunches, LaunchSequences, RankEndpoint, RoleLaunches};
-use crate::sequence::{SequenceSource, T0301, T0302, T0303, T0304, T0305, T0334};
+use crate::sequence::SequenceSource;
 use crate::{display, launch_order, sequence};
-
-/// Diagnostic for an all-to-all whose per-peer counts disagree.
-pub static T0338: Code = Code {
-    id: "T0338",
-    title: "per-peer counts of an all-to-all disagree",
-    page: "In an all-to-all with a count per member, rank i must send to rank j exactly as many elements as j expects from \
-i. Otherwise j waits for elements that never come, or takes the beginning of the next message for the end of this one. Both \
-vectors have one entry per member, in the order of the group.\n\n\
-The counts are usually exchanged beforehand: one side computed them from other inputs (a token count, a capacity), or \
-from the counts of the previous step.",
-};
-/// Diagnostic for a rank without a usable trace.
-pub static T0341: Code = Code {
-    id: "T0341",
-    title: "trace of a rank is missing",
-    page: "A group names a rank that has no trace, two traces, or an impossible rank number. The members with traces are \
-compared; whether every rank terminates cannot be decided, since the rank without a trace is often the one that hung \
-or died first.\n\n\
-Add its file. The file of a rank that launched nothing holds one line, `{\"rank\": 3}`.",
-};
-/// Diagnostic for a rank that uses a group of which it is not a member.
-pub static T0342: Code = Code {
-    id: "T0342",
-    title: "collective on a group by a rank that is not in it",
-    page: "A rank launched a collective over a group of which it is not a member, or named a root or a peer outside the group. \
-No member expects the call: it hangs, or matches another group's traffic. The usual cause is a group handle taken from the \
-wrong list (the world group instead of the mesh group), or ranks that built their groups in different orders.",
-};
 
 /// Maximum number of ranks in a trace; a larger rank number is treated as an error.
 const RANKS_MAX: u32 = 65_536;
@@ -53,9 +26,9 @@ pub struct ObservedCall {
     pub count: u64,
     /// Extents that multiply to `count`, if known: shown in messages, never compared.
     pub shape: Vec<u64>,
-    /// Reduction: `sum`, `max`…
+    /// Reduction: `sum`, `max`…; `None` if the call has none.
     pub reduction: Option<String>,
-    /// World rank of the root.
+    /// World rank of the root, such as that of a `broadcast`; `None` if the call has no root.
     pub root: Option<u32>,
     /// World rank of the peer of a send or receive.
     pub peer: Option<u32>,

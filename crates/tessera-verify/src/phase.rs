@@ -1,47 +1,12 @@
 //! Checks that the programs of all ranks fit together in one phase.
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::{Opcode, Phase, Program, RoleRanks};
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_ir::{Opcode, PeerPosition, Phase, Program, RoleRanks};
 use tessera_mesh::{Axis, AxisLayout, Mesh, Rank, Shard};
 
+use crate::codes::{T0309, T0310, T0329, T0331, T0332, T0337};
 use crate::phase_programs::PhasePrograms;
 use crate::{display, launch_order, program, sequence, structure, value_numbering};
-
-/// Diagnostic for roles, ranks and programs that do not line up.
-pub static T0329: Code = Code {
-    id: "T0329",
-    title: "roles and programs do not cover the ranks",
-    page: "A plan assigns every rank of the mesh exactly one role, and every phase has one program per role, in the \
-order of the roles, written for the plan's mesh and for that role. Names of roles, phases and calls are unique. \
-A rank without a role would never join its groups' collectives, and every other member would wait.\n\n\
-A role with nothing to do in a phase has an empty program.",
-};
-/// Diagnostic for a local extent that differs from the rank's shard.
-pub static T0331: Code = Code {
-    id: "T0331",
-    title: "uneven shard does not match the rank",
-    page: "If a dim is sharded unevenly, the first positions of the axis hold one unit more. All ranks of a role run one \
-program, so their shards must all have the size that the program's local shape declares. Otherwise the counts \
-of an all-to-all differ between peers, and bytes land in the wrong rows.\n\nSplit the role into one role per shard size.",
-};
-/// Diagnostic for roles that declare one input differently.
-pub static T0332: Code = Code {
-    id: "T0332",
-    title: "roles disagree about an input",
-    page: "The tensors and scalars of a call are sent unchanged to every rank, so all roles of a phase must declare \
-an input of one name with one dtype and shape. Correct the role whose declaration differs; the message shows both.",
-};
-
-/// Diagnostic for a rank outside the mesh that takes part in the mesh, or the other way round.
-pub static T0337: Code = Code {
-    id: "T0337",
-    title: "rank outside the mesh is used as a member of the mesh",
-    page: "With `mesh(tp=2, outside=1)` rank 0 lies outside the mesh: it may encode, decode and lead, and it communicates with \
-the mesh over the world. It belongs to no group of an axis and holds no shard of a value, so its role is named `…@out0`, \
-uses collectives over `world` only, and is assigned to no rank of the mesh. A collective over a mesh axis on that rank \
-would either hang in a group that does not expect it or complete on the wrong group.\n\n\
-Send over the world to a rank of the mesh, and broadcast from there over the axis.",
-};
 
 /// Checks the programs of one phase across ranks: groups agree position by position, sends match
 /// receives, no wait cycle exists, and one launch order serves all ranks. Each program must be
@@ -178,12 +143,7 @@ fn check_peers(ranks: &PhasePrograms<'_>) -> Diagnostics {
         let mut seen = std::collections::BTreeSet::new();
         for (i, signature) in ranks.distinct_launches(role) {
             let (op, group) = (&p.ops[i], signature.group);
-            let key = match op.opcode {
-                Opcode::Send => "to",
-                Opcode::Recv => "from",
-                _ => "",
-            };
-            let peer = op.int_attr(key);
+            let peer = op.peer_position();
             // Report one diagnostic per peer; further ones would repeat it.
             if !seen.insert((group, peer)) {
                 continue;
@@ -201,20 +161,22 @@ fn check_peers(ranks: &PhasePrograms<'_>) -> Diagnostics {
             }
             if size < 2 {
                 let message = format!("{} over {group}, which has only one rank", op.opcode.name());
-                out.push(display::error_at_op(&program::T0310, p, i, message));
+                out.push(display::error_at_op(&T0310, p, i, message));
                 continue;
             }
-            if key.is_empty() {
-                continue;
-            }
-            let peer = peer.and_then(|k| u32::try_from(k).ok()).unwrap_or(u32::MAX);
+            let (key, at) = match peer {
+                Some(PeerPosition::To(at)) => ("to", at),
+                Some(PeerPosition::From(at)) => ("from", at),
+                None => continue,
+            };
+            let peer = u32::try_from(at).unwrap_or(u32::MAX);
             let has_position = |r: &&Rank| ranks.mesh.group_position(**r, group) == Some(peer);
             let mine = ranks.roles[role].ranks.iter().find(has_position);
             if peer >= size || mine.is_some() {
                 let who =
                     mine.map_or("no rank".to_string(), |r| format!("rank {r}, which runs this program,"));
                 let message = format!("{} {key} {group} {peer}: {who} has this position", op.opcode.name());
-                out.push(display::error_at_op(&program::T0309, p, i, message));
+                out.push(display::error_at_op(&T0309, p, i, message));
             }
         }
     }

@@ -13,13 +13,14 @@ use crate::sequence::SequenceSource;
 use crate::signature::{CollectiveSignature, trace_collectives};
 use crate::{captured_graph, display};
 
-/// The programs of a phase with the data that checks across ranks need, computed once per role.
+/// The programs of a phase, one per role, with their launches, signatures and communicators. The
+/// checks across ranks share this data, which is computed once per role instead of once per rank.
 pub(crate) struct PhasePrograms<'a> {
     pub(crate) mesh: &'a Mesh,
     pub(crate) roles: &'a [RoleRanks],
     pub(crate) programs: &'a [Program],
     sequences: LaunchSequences,
-    /// Group of each communicator.
+    /// Group that the ops of each communicator name, in the order of `sequences.communicators`.
     groups: Vec<Group>,
     /// Per role and launch: the index of its op, and its index in `signatures`.
     launches: Vec<Vec<(usize, u32)>>,
@@ -117,7 +118,7 @@ impl<'a> PhasePrograms<'a> {
         matches!(self.groups[communicator], Group::Axis { axis: Axis::Tp, .. })
     }
 
-    /// Returns the launches of a role.
+    /// Returns the collective launches of a role in host order; `role` is an index into `roles`.
     pub(crate) fn role_launches(&self, role: usize) -> &RoleLaunches {
         &self.sequences.launches_by_role[role]
     }
@@ -132,7 +133,7 @@ impl<'a> PhasePrograms<'a> {
         self.signatures[self.launches[role][at].1 as usize].short_text()
     }
 
-    /// Lists the ranks of a role.
+    /// Lists the ranks of a role for a message, abbreviated beyond eight.
     pub(crate) fn list_role_ranks(&self, role: usize) -> String {
         display::list_ranks(&self.roles[role].ranks)
     }

@@ -1,91 +1,12 @@
 //! Checks one program by itself, independently of the other ranks.
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::rules::infer_types_with;
-use tessera_ir::{DType, OpKind, Opcode, Program, Type};
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_ir::rules::infer_types;
+use tessera_ir::{DType, OpKind, OpView, Opcode, Program, Type, views};
 use tessera_mesh::{AxisLayout, Reduction};
 
+use crate::codes::{T0309, T0310, T0313, T0314, T0315, T0317, T0321, T0323, T0339};
 use crate::{captured_graph, display, happens_before, structure};
-
-/// Diagnostic for a send or receive whose peer does not exist.
-pub static T0309: Code = Code {
-    id: "T0309",
-    title: "send or receive names an impossible peer",
-    page: "`to` and `from` are positions on the collective's mesh axis. The position must exist and must not be the \
-rank's own: a rank that waits for itself hangs.\n\n\
-One program can serve only ranks for which the peer is valid; a stage that sends to the next stage needs a role of \
-its own.",
-};
-/// Diagnostic for a collective over a group that does not exist.
-pub static T0310: Code = Code {
-    id: "T0310",
-    title: "collective over a group that does not exist",
-    page: "A collective names a mesh axis with more than one rank; its group consists of the ranks that differ only in that \
-coordinate. An axis of one rank has no peers, and a broadcast's root must be a position on the axis.\n\n\
-Omit the collective for meshes in which its axis has size 1.",
-};
-/// Diagnostic for an issued collective without a wait.
-pub static T0313: Code = Code {
-    id: "T0313",
-    title: "issued collective is never waited for",
-    page: "`collective.issue` starts an operation and returns a ticket; only `collective.wait` makes the result usable \
-and frees the operand's memory. An issue without a wait leaves an operation in flight when the program ends: the next \
-program may overwrite its buffers, and a failure inside it surfaces elsewhere.\n\n\
-Wait for every issue exactly once before the program ends.",
-};
-/// Diagnostic for a second wait on one ticket.
-pub static T0314: Code = Code {
-    id: "T0314",
-    title: "issued collective is waited for twice",
-    page: "A wait consumes its ticket. A second wait would define a second value for one operation, and on some \
-backends would block on work that no longer exists.\n\nUse the first wait's result in both places.",
-};
-/// Diagnostic for a ticket or an event used as data, or data used as a ticket or an event.
-pub static T0315: Code = Code {
-    id: "T0315",
-    title: "ticket or event used as something else",
-    page: "A ticket (of an issued collective) may only be waited for, an event may only appear in `after(…)`, and neither is \
-data: it cannot be an operand of arithmetic, be sent, or be written to a buffer. `wait` takes a ticket and `after` takes events \
-recorded earlier, nothing else.",
-};
-/// Diagnostic for sends and receives that cannot form one batch.
-pub static T0339: Code = Code {
-    id: "T0339",
-    title: "sends and receives cannot be issued as one batch",
-    page: "`batch = 1` groups sends and receives into one launch (ncclGroupStart and ncclGroupEnd): they are in flight \
-together, so two neighbours may both send first. The members of a batch are consecutive in the program, with nothing but \
-inputs, call scalars and weights between them, on one stream and all in one graph or all in none, and the number (1 or more) is \
-used once in a program.\n\n\
-Wait for the tickets after the whole batch.",
-};
-/// Diagnostic for a partial value that leaves the program unreduced.
-pub static T0317: Code = Code {
-    id: "T0317",
-    title: "partial value escapes",
-    page: "A partial value is one rank's term of a reduction. It must be reduced before it leaves the program (output, \
-send, cache.write) and before another op reads it as a bias or row number. Sources are never partial: no value from outside a \
-program is a term.\n\n\
-An unreduced value gives an answer that differs between ranks, without any error. Insert an all_reduce \
-or a reduce_scatter first.",
-};
-/// Diagnostic for an annotated type that differs from the derived type.
-pub static T0321: Code = Code {
-    id: "T0321",
-    title: "annotated type differs from the type of the op's result",
-    page: "The verifier derives every type again from the op's rule. A value's annotated dtype, local shape or layout \
-differs from its op's result, so everything that relied on the annotation (memory, counts of collectives, other \
-ranks) would be wrong.\n\nCorrect the annotation, or the operands if the annotation is as intended.",
-};
-/// Diagnostic for a call scalar outside its permitted uses, or another value in its place.
-pub static T0323: Code = Code {
-    id: "T0323",
-    title: "call scalar misused, or a value used in its place",
-    page: "A call scalar is part of the request and equal on every rank. It may be used in arithmetic and for rope offsets, random \
-keys and cache rows. It is never sent, gathered, cached or output, and it never determines a shape, a group, a branch \
-or which op runs.\n\n\
-Conversely, rope `start`, the keys of a random draw, `sigma`, the bias of an attention and a cache row must be call \
-scalars: with a computed value, data would decide where bytes land, and ranks could drift apart.",
-};
 
 /// Checks one program: form, types, tokens, partial values, call scalars, groups, order and views.
 ///
@@ -133,7 +54,7 @@ fn check_types(p: &Program, i: usize, definitions: &[Option<usize>]) -> Option<D
     // Types are taken as annotated only for values that come from outside the program.
     let given = display::is_source(op) || matches!(op.opcode, Opcode::Recv | Opcode::Wait);
     let declared: Vec<Type> = written().filter(|_| given).cloned().collect();
-    let derived = match infer_types_with(p, op, &declared, definitions) {
+    let derived = match infer_types(p, op, &declared, definitions) {
         Ok(t) => t,
         Err(e) => return Some(display::error_at_op(e.code, p, i, e.message)),
     };
@@ -227,22 +148,18 @@ fn check_batches(p: &Program) -> Diagnostics {
     let mut open: Option<i64> = None;
     let mut between: Option<usize> = None;
     for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| !display::is_source(o)) {
-        // No other op has a `batch` attribute.
-        let pair = Some(op).filter(|o| matches!(o.opcode, Opcode::Send | Opcode::Recv));
-        let Some(attr) = pair.and_then(|o| o.attrs.get("batch")) else {
+        let Some(n) = op.batch_number() else {
             if open.take().is_some() {
                 between = Some(i);
             }
             continue;
         };
-        let Some(n) = display::batch_number(op).filter(|n| (1..=i64::from(u32::MAX)).contains(n)) else {
-            let message = format!(
-                "batch {attr:?} of {}: batch numbers of sends and receives start at 1",
-                op.opcode.name()
-            );
+        if !(1..=i64::from(u32::MAX)).contains(&n) {
+            let message =
+                format!("batch {n} of {}: batch numbers of sends and receives start at 1", op.opcode.name());
             out.push(display::error_at_op(&T0339, p, i, message));
             continue;
-        };
+        }
         let begin = *first.entry(n).or_insert(i);
         if begin != i && open != Some(n) {
             let d = display::error_at_op(&T0339, p, i, format!("batch {n} is left and entered again"));
@@ -256,7 +173,7 @@ fn check_batches(p: &Program) -> Diagnostics {
         } else if op.stream != p.ops[begin].stream {
             let d = display::error_at_op(&T0339, p, i, format!("batch {n} uses two streams"));
             out.push(display::with_op_label(d, p, begin, "the batch begins here"));
-        } else if op.attrs.get("graph") != p.ops[begin].attrs.get("graph") {
+        } else if op.graph_name() != p.ops[begin].graph_name() {
             let d = display::error_at_op(&T0339, p, i, format!("batch {n} crosses the boundary of a graph"));
             out.push(display::with_op_label(d, p, begin, "the batch begins here"));
         }
@@ -308,17 +225,17 @@ fn check_group(p: &Program, i: usize) -> Option<Diagnostic> {
         let message = format!("{name} over {group}, which has {size} rank in mesh {}", p.mesh);
         return Some(display::error_at_op(&T0310, p, i, message));
     }
-    let position = |key: &str| op.int_attr(key).filter(|at| (0..i64::from(size)).contains(at));
-    match op.opcode {
-        Opcode::Broadcast if position("root").is_none() => {
-            let message = format!("root {:?} of a group of {size} over {group}", op.int_attr("root"));
+    match op.view().ok()? {
+        OpView::Broadcast(v) if v.root >= u64::from(size) => {
+            let message = format!("root {} of a group of {size} over {group}", v.root);
             Some(display::error_at_op(&T0310, p, i, message))
         }
-        Opcode::Send | Opcode::Recv => {
+        OpView::Send(views::Send { to: at, .. }) | OpView::Recv(views::Recv { from: at, .. })
+            if at >= u64::from(size) =>
+        {
             let key = if op.opcode == Opcode::Send { "to" } else { "from" };
-            let message =
-                || format!("{name} {key} position {:?} of {group}, which has {size}", op.int_attr(key));
-            position(key).is_none().then(|| display::error_at_op(&T0309, p, i, message()))
+            let message = format!("{name} {key} position {at} of {group}, which has {size}");
+            Some(display::error_at_op(&T0309, p, i, message))
         }
         _ => None,
     }

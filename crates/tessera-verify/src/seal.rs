@@ -2,23 +2,16 @@
 
 use std::collections::BTreeSet;
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, canonical_text};
 use tessera_mesh::{Mesh, Rank, RankMap};
 
+use crate::codes::{T0329, T0330};
+use crate::graph_mixing::check_graph_mixing;
 use crate::memory::{check_limits, check_slots, role_memory};
-use crate::phase::{T0329, check_roles};
+use crate::phase::check_roles;
 use crate::signature::to_hex;
-use crate::{CollectiveDigest, DeviceLimits, RoleMemory, Verified, captured_graph, verify_phase};
-
-/// Diagnostic for a call that lists a missing phase.
-pub static T0330: Code = Code {
-    id: "T0330",
-    title: "call lists an unknown phase",
-    page: "A call is a list of phases for which the plan has programs; the seal admits these calls and no others. A missing \
-phase would be noticed only when the request arrives, on every rank at once.\n\n\
-Correct the name or add the phase.",
-};
+use crate::{CollectiveDigest, DeviceLimits, RoleMemory, Verified, verify_phase};
 
 /// Version of the digest's contents; part of the digest.
 const DIGEST_VERSION: &str = "tessera sealed plan 1";
@@ -38,7 +31,7 @@ pub fn seal(bundle: Bundle, limits: &DeviceLimits) -> Result<SealedPlan, Diagnos
         if found.is_empty() {
             out.extend(phase.programs.iter().zip(&phase.slots).flat_map(|(p, s)| check_slots(p, s)));
             if limits.graph_mixing_off {
-                out.extend(phase.programs.iter().flat_map(captured_graph::check_graph_mixing));
+                out.extend(phase.programs.iter().flat_map(check_graph_mixing));
             }
         }
         out.extend(found);
@@ -65,7 +58,7 @@ pub struct SealedPlan {
     roles: Vec<RoleRanks>,
     role_of: Vec<usize>,
     phase_names: Vec<String>,
-    /// Programs per phase and role.
+    /// Programs by phase, in the order of `phase_names`, then by role, in the order of `roles`.
     phases: Vec<Vec<SealedProgram>>,
     calls: Vec<(String, Vec<String>)>,
     mapping: String,
@@ -135,7 +128,7 @@ impl SealedPlan {
         &self.rank_map
     }
 
-    /// Returns the roles with their ranks.
+    /// Returns the roles with their ranks; [`SealedPlan::role_of`] returns an index into this list.
     #[must_use]
     pub fn roles(&self) -> &[RoleRanks] {
         &self.roles
@@ -183,7 +176,7 @@ impl SealedPlan {
         Some(self.sealed_program(phase, rank)?.collectives)
     }
 
-    /// Returns the memory that a rank needs.
+    /// Returns the planned device memory of a rank by use, or `None` if the plan lacks the rank.
     #[must_use]
     pub fn rank_memory(&self, rank: Rank) -> Option<RoleMemory> {
         self.memory.get(self.role_of(rank)?).copied()

@@ -7,7 +7,8 @@ use tessera_base::Code;
 use tessera_ir::{Attr, DType, Op, Opcode, Program, Type};
 use tessera_mesh::{Axis, AxisLayout, Group, Layout, Reduction};
 
-use crate::{sequence, structure};
+use crate::codes::{T0301, T0302, T0303, T0304, T0305, T0306, T0333, T0334, T0344};
+use crate::structure;
 
 /// The number and digest of a rank's collectives in one phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,7 +58,7 @@ pub fn collective_lines(p: &Program) -> Vec<(usize, String)> {
     trace_collectives(p).map(|i| (i.op, i.signature.to_string())).collect()
 }
 
-/// One collective of a program.
+/// A collective as a trace lists it: its op index, its compared fields and its batch.
 #[derive(Debug, Clone)]
 pub(crate) struct TracedCollective {
     pub(crate) op: usize,
@@ -79,7 +80,8 @@ pub(crate) struct CollectiveSignature {
     pub(crate) layout: Layout,
     pub(crate) reduction: Option<Reduction>,
     pub(crate) root: Option<i64>,
-    /// Tensor dims and units, by name.
+    /// Values of the attributes `concat`, `dim`, `split` and, unless it is 1, `unit`, with their
+    /// names.
     pub(crate) dims: Vec<(&'static str, i64)>,
     /// Name of the graph that the collective is captured into.
     pub(crate) graph: Option<String>,
@@ -154,25 +156,25 @@ impl CollectiveSignature {
     /// Returns the code and name of the first field that differs.
     pub(crate) fn first_difference(&self, b: &CollectiveSignature) -> (&'static Code, &'static str) {
         if self.peer.is_none() && self.opcode != b.opcode {
-            (&sequence::T0301, "op")
+            (&T0301, "op")
         } else if self.dtype != b.dtype {
-            (&sequence::T0303, "dtype")
+            (&T0303, "dtype")
         } else if self.reduction != b.reduction {
-            (&sequence::T0304, "reduction")
+            (&T0304, "reduction")
         } else if self.root != b.root {
-            (&sequence::T0305, "root")
+            (&T0305, "root")
         } else if self.element_count() != b.element_count() {
-            (&sequence::T0302, "count")
+            (&T0302, "count")
         } else if self.graph != b.graph {
-            (&sequence::T0334, "graph")
+            (&T0334, "graph")
         } else if self.transport != b.transport {
-            (&sequence::T0344, "transport")
+            (&T0344, "transport")
         } else if self.dims != b.dims {
-            (&sequence::T0306, "tensor dim")
+            (&T0306, "tensor dim")
         } else if self.extents != b.extents {
-            (&sequence::T0333, "shape")
+            (&T0333, "shape")
         } else {
-            (&sequence::T0333, "layout")
+            (&T0333, "layout")
         }
     }
 }
@@ -279,7 +281,7 @@ fn build_signature(p: &Program, op: &Op, group: Group, moved: &Type) -> (Collect
     (out, batch)
 }
 
-/// Formats bytes as hex digits.
+/// Formats bytes as lower-case hex digits, two for each byte.
 pub(crate) fn to_hex(bytes: &[u8]) -> String {
     bytes.iter().fold(String::new(), |mut s, b| {
         // Writing to a string cannot fail.

@@ -2,39 +2,13 @@
 //! once and in order, extents small enough to compute with. Every other check relies on this one
 //! and may index freely.
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_ir::rules::T0215;
 use tessera_ir::{Attr, Dialect, HINT_ATTRS, Op, OpKind, Opcode, Program, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Mesh};
 
-use crate::captured_graph::T0335;
+use crate::codes::{T0319, T0320, T0322, T0335};
 use crate::display;
-
-/// Diagnostic for a value that is read before its definition.
-pub static T0319: Code = Code {
-    id: "T0319",
-    title: "value used before its definition",
-    page: "Ops run in program order on each stream, so an op can read only values that an earlier op defined. The message \
-names the reader and, if one exists, the later op that defines the value.\n\n\
-Move the definition up or the use down. In a plan that Tessera lowered this is a defect of the lowering.",
-};
-/// Diagnostic for a value that two ops define.
-pub static T0320: Code = Code {
-    id: "T0320",
-    title: "value defined twice",
-    page: "Every value has exactly one definition (static single assignment). With two definitions, readers, streams and memory \
-slots, or two ranks, could disagree about which one applies.\n\nGive the second result its own name.",
-};
-/// Diagnostic for a program that is not well-formed.
-pub static T0322: Code = Code {
-    id: "T0322",
-    title: "program is malformed",
-    page: "The program violates the form on which everything else relies: an id out of range, a number of operands or \
-results that contradicts the op table, an unknown attribute, a name with characters that the text form \
-cannot represent, or an extent too large to compute with (2^46 elements of one tensor).\n\n\
-The parser and the builder cannot produce a malformed program; a damaged file or a peer of another version can. Nothing \
-else about the program is checked until the form is valid.",
-};
 
 /// Maximum number of streams of a program. A device offers a handful; a larger number is treated as
 /// an error.
@@ -43,7 +17,7 @@ const MAX_STREAMS: usize = 64;
 /// 2^63.
 const MAX_ELEMENTS: u64 = 1 << 46;
 
-/// Returns all errors in the form of a program.
+/// Returns an error for every way in which a program is not well-formed.
 pub(crate) fn check(p: &Program) -> Diagnostics {
     let mut out = Vec::new();
     check_header(p, &mut out);
@@ -248,8 +222,7 @@ fn check_keys(op: &Op) -> Result<(), String> {
     let row = op.opcode.table_row();
     let mut last = None;
     for (key, _) in &op.keyed {
-        let at = row.keyed.iter().position(|k| key_stem(k) == *key);
-        match at {
+        match row.keyed_position(key) {
             None => return Err(format!("{} has no operand `{key}`", row.name)),
             Some(at) if last.is_some_and(|l| at <= l) => {
                 return Err(format!("operand `{key}` of {} is repeated or out of order", row.name));
@@ -257,27 +230,24 @@ fn check_keys(op: &Op) -> Result<(), String> {
             Some(at) => last = Some(at),
         }
     }
-    let missing = row.keyed.iter().find(|k| !k.ends_with('?') && op.keyed_operand(k).is_none());
-    missing.map_or(Ok(()), |k| Err(format!("{} needs the operand `{k}`", row.name)))
+    let has = |name: &str| op.keyed.iter().any(|(k, _)| *k == name);
+    let missing = row.keyed.iter().find(|k| !k.optional && !has(k.name));
+    missing.map_or(Ok(()), |k| Err(format!("{} needs the operand `{}`", row.name, k.name)))
 }
 
 fn check_attributes(op: &Op) -> Result<(), String> {
     let row = op.opcode.table_row();
-    let known = |a: &str| row.attrs.iter().any(|k| key_stem(k) == a) || HINT_ATTRS.contains(&a);
+    let known = |a: &str| row.find_attr(a).is_some() || HINT_ATTRS.contains(&a);
     match op.attrs.keys().find(|a| !known(a)) {
         Some(a) => Err(format!("{} has no attribute `{a}`", row.name)),
         None => Ok(()),
     }
 }
 
-/// Returns a name of the op table without the mark of an optional entry.
-fn key_stem(name: &'static str) -> &'static str {
-    name.strip_suffix('?').unwrap_or(name)
-}
-
 /// Returns an attribute that the op table requires and the op lacks.
 fn missing_attribute(op: &Op) -> Option<&'static str> {
-    op.opcode.table_row().attrs.iter().copied().find(|a| !a.ends_with('?') && !op.attrs.contains_key(*a))
+    let row = op.opcode.table_row();
+    row.attrs.iter().find(|a| !a.optional && !op.attrs.contains_key(a.name)).map(|a| a.name)
 }
 
 fn malformed_op(p: &Program, op: usize, why: String) -> Diagnostic {

@@ -7,29 +7,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
-use tessera_ir::{Attr, Op, OpKind, Opcode, Program, RoleRanks, ValueId};
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_ir::{Attr, Op, OpKind, Opcode, Program, RoleRanks, ValueId, views};
 use tessera_mesh::{Axis, AxisLayout, Group, Rank};
 use xxhash_rust::xxh3::xxh3_128;
 
+use crate::codes::T0343;
 use crate::display;
 use crate::matching::{CommunicatorRanks, EndpointLaunch};
 use crate::phase_programs::PhasePrograms;
 use crate::sequence::SequenceSource;
-
-/// Diagnostic for ranks that compute different values where one is required.
-pub static T0343: Code = Code {
-    id: "T0343",
-    title: "ranks compute different values where one value is required",
-    page: "The calls of all ranks match, but the ranks do not compute one model. Members of tp hold shards of one computation, \
-but one of them computed its operand of a collective in a different way than the others; or two roles of one replica output \
-or cache different values under one name. (Over dp and ep every member may contribute data of its own.) Typical causes: \
-two tensors of one shape reduced in another order, a context that reached the first rank of a mesh and was not broadcast, random \
-draws keyed by another scalar, an activation that one role omits.\n\n\
-The verifier traces each value back through its ops, names and messages, and shows the first two ops that differ. Shards of one \
-value count as equal: only names, ops and attributes are compared, never the numbers in tensors. If two roles give one value \
-two names, give it one name.",
-};
 
 /// Identifies a computation; equal numbers mean equal computations.
 type ValueNumber = u128;
@@ -147,22 +134,23 @@ fn role_replicas(ranks: &PhasePrograms<'_>) -> RoleReplicas {
 struct RoleValues<'a> {
     program: &'a Program,
     definitions: Vec<Option<usize>>,
-    /// Index of the next op.
+    /// Index of the op that [`advance_role`] takes next; the number of ops once the program is
+    /// done.
     next_op: usize,
     numbers: Vec<Option<ValueNumber>>,
     /// Number of each buffer's contents, and the last op that wrote the buffer in this program.
     buffers: Vec<(ValueNumber, Option<usize>)>,
-    /// Index of the launch by op.
+    /// Index in `launches`, by the index of the launched op.
     launch_by_op: BTreeMap<usize, usize>,
     launches: Vec<NumberedLaunch>,
-    /// Launches of each endpoint.
+    /// Indices in `launches` of the launches of each endpoint, in host order.
     launches_by_endpoint: Vec<Vec<usize>>,
 }
 
 struct NumberedLaunch {
     op: usize,
     endpoint: u32,
-    /// Position in the endpoint's sequence.
+    /// Position in the endpoint's sequence, from 0.
     position: usize,
     /// Number of the operand, once the launch was issued.
     operand: Option<ValueNumber>,
@@ -333,8 +321,10 @@ fn number_of_op(role: &RoleValues<'_>, op: &Op) -> ValueNumber {
 /// Returns whether a read of a buffer covers all of its rows, explicitly or by default.
 fn reads_whole_buffer(role: &RoleValues<'_>, op: &Op) -> bool {
     let rows = op.buffer.and_then(|b| role.program.buffer(b).ty.shape.first().copied());
-    let said = op.int_attr("rows").and_then(|n| u64::try_from(n).ok());
-    op.int_attr("row").unwrap_or(0) == 0 && rows.is_some() && said.is_none_or(|n| Some(n) == rows)
+    match views::CacheRead::new(op) {
+        Ok(read) => read.row == 0 && rows.is_some() && read.rows.is_none_or(|n| Some(n) == rows),
+        Err(_) => false,
+    }
 }
 
 /// Attributes that determine where and how an op is launched, and do not affect its value.
@@ -355,7 +345,7 @@ impl NumberInput {
     }
 }
 
-/// Combines several numbers into one.
+/// Hashes several numbers, in order, to one number.
 fn combine_numbers(numbers: &[ValueNumber]) -> ValueNumber {
     let mut parts = NumberInput::default();
     numbers.iter().for_each(|n| parts.add_part(&n.to_le_bytes()));
@@ -381,7 +371,7 @@ fn result_number(
     let peer_lists = lines.get(&(r, channel)).map_or(&[][..], Vec::as_slice);
     let from = match op.opcode {
         Opcode::Recv => 0,
-        Opcode::Broadcast => usize::try_from(op.int_attr("root").unwrap_or(0)).unwrap_or(0),
+        Opcode::Broadcast => usize::try_from(views::Broadcast::new(op).ok()?.root).ok()?,
         // Over tp all members contribute equal operands, which the check has compared.
         _ if is_over_tp(op) => return Some(combine_numbers(&[own?, number_of_op(&roles[r], op)])),
         _ => {
@@ -546,7 +536,8 @@ fn label_first_difference(
     d
 }
 
-/// Checks that outputs and buffers of one name hold one value on all roles of a replica.
+/// Checks that all roles of a replica compute the same value for an output of one name, and leave
+/// the same contents in a buffer of one name.
 fn check_outputs_and_buffers(roles: &[RoleValues<'_>], replicas: &RoleReplicas) -> Diagnostics {
     let mut out = Vec::new();
     let mut outputs: FirstByReplica<'_, &str, (usize, ValueId)> = FirstByReplica::new(replicas);

@@ -40,7 +40,8 @@ fn t0309_a_send_needs_a_peer_on_the_axis() {
         verify_changed(&finish_program(b), |p| drop(p.ops[1].attrs.insert("to".into(), to.into())))
     };
     assert_only(&send(2), "T0309");
-    assert_only(&send(-1), "T0309");
+    // A negative position is no value of the attribute, on any axis.
+    assert_only(&send(-1), "T0215");
     assert_clean(&send(1));
 }
 

@@ -23,11 +23,12 @@ pub(crate) fn element_count(ranges: &[Range<u64>]) -> u64 {
 pub(crate) struct ByteRuns {
     /// Dims to iterate over: first index, extent of the range, stride in bytes.
     outer: Vec<(u64, u64, u64)>,
-    /// Current index within each outer range.
+    /// For each entry of `outer`, the index of the next run, counted from the first index of the
+    /// range.
     indices: Vec<u64>,
     /// Offset of the run's first byte within one step of the innermost outer dim.
     base: u64,
-    /// Bytes of one run.
+    /// Length of a run in bytes, equal for all runs of the slice.
     run_bytes: u64,
     remaining: u64,
 }
@@ -62,7 +63,7 @@ impl ByteRuns {
         ByteRuns { indices: vec![0; outer.len()], outer, base, run_bytes: run, remaining: left }
     }
 
-    /// Returns the number of remaining runs.
+    /// Returns the number of runs that the iterator has yet to return.
     pub(crate) fn remaining_runs(&self) -> u64 {
         self.remaining
     }

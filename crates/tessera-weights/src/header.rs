@@ -11,8 +11,9 @@ use std::fmt;
 
 use serde::Deserialize;
 use serde::de::{Error as _, MapAccess, Visitor};
-use tessera_base::{Code, Diagnostic};
+use tessera_base::Diagnostic;
 
+use crate::codes::{T0502, T0503, T0504};
 use crate::dtype;
 
 /// Maximum header size; the format's own library has the same limit.
@@ -21,14 +22,14 @@ pub(crate) const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Size of the length field before the header.
 const LENGTH_BYTES: u64 = 8;
 
-/// One tensor of a file.
+/// The dtype, the shape and the byte range of one tensor, as the header gives them.
 #[derive(Debug)]
 pub(crate) struct TensorEntry {
     pub(crate) dtype: String,
     pub(crate) shape: Vec<u64>,
     /// Offset of the first byte from the start of the file.
     pub(crate) start: usize,
-    /// One past the last byte.
+    /// Offset one past the last byte, from the start of the file.
     pub(crate) end: usize,
 }
 
@@ -237,38 +238,6 @@ impl<'de> Deserialize<'de> for RawHeader {
         d.deserialize_map(Names)
     }
 }
-
-pub(crate) static T0502: Code = Code {
-    id: "T0502",
-    title: "a weight file is truncated",
-    page: "A safetensors file starts with the length of its header, followed by the header and all tensors without gaps. \
-This file ends before the end that its header declares. No part of it is used.\n\n\
-The usual causes are an interrupted download or copy, a full disk, or a file that another process is still writing. \
-Compare its size with the expected number of bytes in the message; if it is still growing, wait; otherwise fetch it \
-again. With several hosts, check each host's copy: one truncated copy among good ones is a common reason why one rank \
-fails alone.",
-};
-
-pub(crate) static T0503: Code = Code {
-    id: "T0503",
-    title: "a weight file is not safetensors",
-    page: "The first bytes do not start a JSON object of tensors within the limit of 100 000 000 bytes, so this is \
-another kind of file, or its beginning is damaged.\n\n\
-Files often mistaken for weights: a Git LFS pointer (about 130 bytes of text), a web page saved instead of a \
-download, a renamed PyTorch checkpoint (.pt, .bin, .ckpt). Tessera never unpickles checkpoints, because that \
-runs code from the file; convert them to safetensors with the publisher's tool. A tensor name that \
-appears twice in a header is rejected too, because readers disagree on which one counts.",
-};
-
-pub(crate) static T0504: Code = Code {
-    id: "T0504",
-    title: "a header's tensors do not match the file's bytes",
-    page: "Each tensor of a header has a shape, a dtype and a byte range. The range must have exactly the size shape × dtype, \
-and the ranges together must cover the file's data exactly once: no overlap, no gap, no bytes left at the end.\n\n\
-A file that violates this was damaged or written by a faulty tool; reading it could mix one tensor's values into \
-another, which no later check would detect. Fetch it again, or write it again with a current version of the \
-safetensors library.",
-};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

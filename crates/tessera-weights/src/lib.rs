@@ -19,31 +19,22 @@
 //! # Ok(()) }
 //! ```
 
+#![warn(clippy::expect_used, clippy::print_stderr, clippy::print_stdout)]
+
 mod byte_runs;
+mod codes;
 mod dtype;
 mod header;
 mod resolve;
+mod stored_tensor;
 mod weight_files;
 mod weight_set;
 
+pub use codes::CODES;
 pub use dtype::FileDtype;
 pub use resolve::ExpectedTensor;
 pub use weight_files::{TensorInfo, WeightFiles};
 pub use weight_set::WeightSet;
-
-use tessera_base::Code;
-
-/// The diagnostic codes of this crate.
-pub const CODES: &[&Code] = &[
-    &weight_files::T0501,
-    &header::T0502,
-    &header::T0503,
-    &header::T0504,
-    &weight_files::T0505,
-    &resolve::T0506,
-    &weight_set::T0507,
-    &weight_files::T0508,
-];
 
 #[cfg(test)]
 mod tests {

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use tessera_base::{Code, Diagnostic, closest_name};
+use tessera_base::{Diagnostic, closest_name};
 
+use crate::codes::T0506;
 use crate::dtype::FileDtype;
-use crate::weight_files::StoredTensor;
+use crate::stored_tensor::StoredTensor;
 
 /// A tensor that a caller needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -184,18 +185,3 @@ impl ResolveProblems {
 }
 
 const LEADING_NOTES: usize = 8;
-
-pub(crate) static T0506: Code = Code {
-    id: "T0506",
-    title: "weights and model do not match",
-    page: "The model's config determines the tensors and their shapes. The files must contain exactly these: \
-a missing tensor would have to be invented, an extra one is a part of the model that would be silently dropped, and a \
-misshapen one belongs to another model size. All differences are listed at once; `--format json` lists them without a \
-limit.\n\n\
-Read the counts first. All missing and equally many extra: the files use names that Tessera does not know, or \
-have another architecture. All misshapen: the config has another size. A few missing: a partial conversion, \
-or a typo that the suggested name shows. A few extra: often a LoRA, an EMA copy or optimizer state that should \
-not have been written to the file.\n\n\
-Readable dtypes are F32, F16 and BF16. F64, integers and FP8 are rejected: converting them involves choices (rounding, \
-scales) that the exporter of the model must make.",
-};

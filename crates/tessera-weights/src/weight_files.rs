@@ -8,10 +8,12 @@ use std::sync::Arc;
 
 use memmap2::{Mmap, MmapOptions};
 use serde::Deserialize;
-use tessera_base::{Bytes, Code, Diagnostic, Diagnostics, format_choices};
+use tessera_base::{Bytes, Diagnostic, Diagnostics, format_choices};
 
+use crate::codes::{T0501, T0505, T0508};
 use crate::header::{self, MAX_HEADER_BYTES};
 use crate::resolve::{self, ExpectedTensor};
+use crate::stored_tensor::StoredTensor;
 use crate::weight_set::WeightSet;
 
 /// The tensors of one model's files, under the names in the files. Clones share the maps.
@@ -25,7 +27,7 @@ pub struct WeightFiles {
 /// The description of one tensor in a file's header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorInfo<'a> {
-    /// Name in the file.
+    /// Name of the tensor as the file spells it, before aliases and prefixes are resolved.
     pub name: &'a str,
     /// safetensors dtype name, possibly of an unreadable dtype.
     pub dtype: &'a str,
@@ -81,10 +83,10 @@ impl WeightFiles {
         &self.metadata
     }
 
-    /// Returns the total size of all tensors.
+    /// Returns the bytes of all tensors in the files, without the files' headers.
     #[must_use]
     pub fn total_bytes(&self) -> Bytes {
-        self.tensors.values().map(|t| Bytes((t.end - t.start) as u64)).sum()
+        self.tensors.values().map(|t| Bytes(t.raw_bytes().len() as u64)).sum()
     }
 
     /// Locates each expected tensor in the files and rejects everything else.
@@ -117,23 +119,6 @@ impl WeightFiles {
     }
 }
 
-/// The location of one tensor in a mapped file. The offsets are checked against the map's length.
-#[derive(Debug, Clone)]
-pub(crate) struct StoredTensor {
-    map: Arc<Mmap>,
-    pub(crate) dtype: String,
-    pub(crate) shape: Vec<u64>,
-    start: usize,
-    end: usize,
-}
-
-impl StoredTensor {
-    /// Returns all bytes, row-major and little-endian.
-    pub(crate) fn raw_bytes(&self) -> &[u8] {
-        &self.map[self.start..self.end]
-    }
-}
-
 const FILE_STEMS: [&str; 2] = ["model", "diffusion_pytorch_model"];
 
 /// This file has the same extension as the model's weights but belongs to the text encoder.
@@ -150,14 +135,10 @@ fn read_file(path: &Path) -> Result<FileContents, Diagnostic> {
     let at = path.display().to_string();
     let map = Arc::new(map_file(path).map_err(|e| read_error(&at, &e))?);
     let header = header::parse(&at, &map)?;
-    let stored = |t: header::TensorEntry| StoredTensor {
-        map: Arc::clone(&map),
-        dtype: t.dtype,
-        shape: t.shape,
-        start: t.start,
-        end: t.end,
-    };
-    Ok((header.tensors.into_iter().map(|(name, t)| (name, stored(t))).collect(), header.metadata))
+    Ok((
+        header.tensors.into_iter().map(|(name, t)| (name, StoredTensor::new(&map, t))).collect(),
+        header.metadata,
+    ))
 }
 
 /// Maps a regular file; any other kind of file could block or change its length.
@@ -302,35 +283,3 @@ fn read_error(at: &str, e: &io::Error) -> Diagnostic {
         .with_label(at, e.to_string())
         .with_hint("check the path and its permissions on this host")
 }
-
-pub(crate) static T0501: Code = Code {
-    id: "T0501",
-    title: "weights not found",
-    page: "A model's folder contains its weights as `model.safetensors`, or as shards listed in \
-`model.safetensors.index.json`, or under the same two names with the stem `diffusion_pytorch_model`. Otherwise \
-a single other *.safetensors file is used; `text_encoder.safetensors` is always ignored.\n\n\
-If none exists, the path is probably one folder too high or too low (diffusers keeps a model's weights in \
-`transformer/`). If several exist, Tessera does not guess: a folder often contains two precisions of one model. Pass the \
-file itself. Shards without their index cannot be distinguished from a partial download: fetch the index too. All missing \
-shards are listed at once.",
-};
-
-pub(crate) static T0505: Code = Code {
-    id: "T0505",
-    title: "an index and its shards disagree",
-    page: "`*.safetensors.index.json` maps each tensor to a shard. Each tensor must be in that shard and in no \
-other, and no shard may contain a tensor that is not in the index.\n\n\
-A disagreement usually means that index and shards come from two revisions of a model, or that a download was \
-resumed after an update. Other tools load mixed revisions without an error and produce wrong output; Tessera rejects \
-them. Fetch everything again from one revision. An index may not name files outside its own folder.",
-};
-
-pub(crate) static T0508: Code = Code {
-    id: "T0508",
-    title: "a weight file cannot be read",
-    page: "The operating system refused to open or map the file; the message contains its error text. Check the path, \
-the permissions of each folder on the path, and, for network file systems, whether this host has them mounted. \
-Pipes and devices are rejected: weights must be a regular file.\n\n\
-Weights are mapped, not copied, so a file must not change while a run uses it. Replace weights by writing a new file \
-and renaming it over the old one. Truncating a file in place during a run ends that run with SIGBUS.",
-};

@@ -4,12 +4,13 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use tessera_base::{Bytes, Code, Diagnostic, closest_name};
+use tessera_base::{Bytes, Diagnostic, closest_name};
 
 use crate::byte_runs::{self, ByteRuns};
+use crate::codes::{T0506, T0507};
 use crate::dtype::FileDtype;
-use crate::resolve::{ResolvedTensors, T0506};
-use crate::weight_files::StoredTensor;
+use crate::resolve::ResolvedTensors;
+use crate::stored_tensor::StoredTensor;
 
 /// Bytes sampled at each end of a tensor: one page.
 pub const SAMPLE_BYTES: usize = 4096;
@@ -44,7 +45,7 @@ impl WeightSet {
         self.tensors.get(name).map(|(dtype, _)| *dtype)
     }
 
-    /// Returns the total size of all tensors on disk.
+    /// Returns the bytes of all resolved tensors, with their dtypes on disk.
     #[must_use]
     pub fn total_bytes(&self) -> Bytes {
         self.tensors.values().map(|(_, t)| Bytes(t.raw_bytes().len() as u64)).sum()
@@ -224,12 +225,3 @@ impl FramedHasher {
         *self.0.finalize().as_bytes()
     }
 }
-
-pub(crate) static T0507: Code = Code {
-    id: "T0507",
-    title: "a weight slice does not exist",
-    page: "A rank requested a weight that is not in the set, or a range outside its shape. The names and shapes \
-come from the model's config, the ranges from the plan, so the two belong to different models.\n\n\
-Plan again with the config in the weights' folder. If plan and config agree, this is a bug: report it with the plan \
-and with the weight's name and shape from the message.",
-};

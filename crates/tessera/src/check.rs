@@ -4,42 +4,23 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use tessera_base::{Code, Counterexample, Diagnostic, Diagnostics, RankCollective};
+use tessera_base::{Counterexample, Diagnostic, Diagnostics, RankCollective};
 use tessera_ir::{Phase, Program, RoleRanks, Slots, is_fragment, parse_all, parse_fragment, program_digest};
 use tessera_mesh::{Mesh, Rank};
 pub use tessera_verify::DeviceLimits;
 use tessera_verify::{check_graph_mixing, check_phase, check_program};
 
+use crate::codes::{T0025, T0026};
 use crate::files::read_text;
 
-/// Reported when a program file cannot be read.
-pub static T0025: Code = Code {
-    id: "T0025",
-    title: "program file cannot be read",
-    page: "A program file is UTF-8 text, usually named .tir, and contains one or more programs. The operating system refused to \
-    open this file, or it contains something else or nothing. To check a whole plan, name the plan's folder instead.",
-};
-/// Reported when some ranks have no program, so that the ranks cannot be compared.
-pub static T0026: Code = Code {
-    id: "T0026",
-    title: "ranks of a phase were not compared",
-    page: "The programs of a file can be verified across ranks only if every rank of their mesh runs one of them. The name of a \
-    role determines its ranks: the ranks of `role(a@tp1)` begin at position 1 of tp and end before the next role that names tp; a \
-    name without coordinates means every rank of the mesh. For ranks outside the mesh, `role(a@out0)` begins at the first of them \
-    in the same way, and they have no other role. A comment at the head of the file can list the ranks explicitly: \
-    `// ranks a: 0 3`. Here a rank has no role, or a role has no rank, so each program was verified only by itself: the ranks may \
-    still deadlock. Put the programs of all roles into one file, or check a plan's folder, which lists the ranks of each role: a \
-    single program of a plan is verified by itself.",
-};
-
-/// The result of checking a program file.
+/// The diagnostics of one program file, with the text that they refer to and a digest.
 #[derive(Debug, Clone, Default)]
 pub struct FileCheck {
     /// Diagnostics of the parser and the verifier. The file is verified if there is no error.
     pub diagnostics: Diagnostics,
     /// The file's text, to which the spans refer.
     pub source: String,
-    /// Number of programs in the file.
+    /// Number of programs in the file; 0 for fragments and for a file that cannot be parsed.
     pub programs: usize,
     /// 64 hex digits of a hash over the canonical text of all programs; `None` if the file cannot
     /// be parsed.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tessera_device::CommRoute;
 use tessera_device::Observer;
-use tessera_ir::{Op, Program};
+use tessera_ir::{Op, OpView, Program};
 use tessera_mesh::{Mesh, Rank};
 use tessera_report::flight::{
     CollectiveProgress, FlightCollective, FlightEntry, FlightPhase, PlanMatch, write_ranks,
@@ -14,7 +14,8 @@ use tessera_report::flight::{
 use tessera_runtime::engine::ReadyCall;
 use tessera_verify::collective_lines;
 
-use crate::flight::{FlightRecord, monotonic_ns};
+use crate::clock::monotonic_ns;
+use crate::flight::FlightRecord;
 
 /// The collectives that a rank may issue in a phase, and the collectives of the program that it
 /// runs.
@@ -67,7 +68,10 @@ fn describe_collective(mesh: &Mesh, rank: Rank, index: usize, op: &Op, line: &st
     let members: Vec<u32> = lane.iter().flat_map(|l| &l.members).map(|r| r.0).collect();
     let transfer = lane.as_ref().is_some_and(|l| l.is_transfer);
     let peer = members.iter().copied().find(|r| transfer && *r != rank.0);
-    let root = op.int_attr("root").and_then(|at| members.get(usize::try_from(at).ok()?).copied());
+    let root = match op.view() {
+        Ok(OpView::Broadcast(v)) => usize::try_from(v.root).ok().and_then(|at| members.get(at).copied()),
+        _ => None,
+    };
     let mut sorted = members;
     sorted.sort_unstable();
     // The text has the form `tp all_reduce f32[4, 8] {replicated} reduction=sum`; `head` ends
@@ -86,7 +90,7 @@ fn describe_collective(mesh: &Mesh, rank: Rank, index: usize, op: &Op, line: &st
     }
 }
 
-/// The position of a rank in its run.
+/// The call that a rank runs and how far it has come, for the lines of its flight record.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct CallPosition {
     call: u64,
@@ -103,7 +107,8 @@ impl CallPosition {
     }
 }
 
-/// Observes one run of one phase.
+/// Compares the collectives of one run of a phase with the sealed plan before they are issued, and
+/// writes them to the flight record.
 pub(crate) struct CollectiveGuard<'a> {
     sequence: &'a mut CollectiveSequence,
     position: CallPosition,
@@ -122,9 +127,9 @@ pub(crate) struct CollectiveGuard<'a> {
 /// A flight record line that will be rewritten.
 #[derive(Debug, Clone, Copy)]
 struct OpenCollective {
-    /// Number of the line.
+    /// Line number that [`FlightRecord::append_line`] returned.
     line: u64,
-    /// Time of issue, in nanoseconds.
+    /// Time on the monotonic clock at which the line was first written, in nanoseconds.
     issued_ns: u64,
     /// Time at which the host began to wait, in nanoseconds; `None` before that.
     waiting_since_ns: Option<u64>,

@@ -7,25 +7,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{ErrorKind, Result as IoResult};
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
-use tessera_base::{Code, Diagnostic};
-use tessera_cpu::arena::{Arena, ArenaLayout};
+use tessera_base::Diagnostic;
+use tessera_cpu::CommEndpoint;
+use tessera_cpu::arena::Arena;
 use tessera_cpu::tcp::{PeerStream, TcpTransport};
-use tessera_cpu::{CommEndpoint, HostTransport};
+use tessera_cpu::transport::{CommLayout, Transport, TransportError};
 use tessera_device::{CommRoute, Communicator};
 use tessera_ir::{Opcode, Program};
 use tessera_mesh::Rank;
 use tessera_runtime::driver::ByteStream;
 use tessera_verify::SealedPlan;
 
-/// Reported when shared memory cannot be created or mapped.
-pub static T0017: Code = Code {
-    id: "T0017",
-    title: "shared memory for collectives cannot be set up",
-    page: "Ranks of one host exchange data through anonymous shared memory, with one arena for each group of ranks and one for \
-    each pair of sender and receiver. The operating system refused to create or map an arena, or a rank received an arena that \
-    does not match its plan. The usual cause is a memory limit of the container.",
-};
+use crate::codes::T0017;
 
 /// A communicator and the arena that it needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,7 +28,7 @@ pub struct CommunicatorSpec {
     /// The group of ranks, or the sender and receiver pair.
     pub communicator: Communicator,
     /// Number and size of the arena's slots.
-    pub layout: ArenaLayout,
+    pub layout: CommLayout,
 }
 
 /// Returns every communicator that a plan needs, in a fixed order.
@@ -58,7 +53,7 @@ pub fn communicator_specs(plan: &SealedPlan) -> Vec<CommunicatorSpec> {
         .map(|(lane, ArenaDemand { contribution_bytes: bytes, in_flight: flight })| CommunicatorSpec {
             // One slot more than the maximum in flight: a fast member may begin the next collective
             // while a slow member still reads the previous one.
-            layout: ArenaLayout {
+            layout: CommLayout {
                 members: lane.members.len(),
                 slots: flight + 1,
                 slot_bytes: bytes.max(4) as usize,
@@ -71,7 +66,7 @@ pub fn communicator_specs(plan: &SealedPlan) -> Vec<CommunicatorSpec> {
 /// The arena size that a program's collectives need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct ArenaDemand {
-    /// Size of the largest contribution in bytes.
+    /// Size in bytes of the largest operand that a member passes to one collective.
     contribution_bytes: u64,
     /// Maximum distance from the oldest open collective to the newest issued one, both included.
     /// Slots are assigned round robin, so a collective in between keeps its slot even after its
@@ -126,6 +121,20 @@ pub fn create_arenas(specs: &[CommunicatorSpec]) -> Result<Vec<OwnedFd>, Diagnos
                 .map_err(|e| Diagnostic::error(&T0017, format!("{}: {e}", describe_spec(s))))
         })
         .collect()
+}
+
+/// Creates the arenas of some communicators, and returns each rank's in the order of
+/// [`indices_of_rank`].
+///
+/// # Errors
+/// T0017.
+pub fn create_arenas_of_ranks(
+    specs: &[CommunicatorSpec],
+    ranks: u32,
+) -> Result<Vec<Vec<Arc<OwnedFd>>>, Diagnostic> {
+    let arenas: Vec<Arc<OwnedFd>> = create_arenas(specs)?.into_iter().map(Arc::new).collect();
+    let of_rank = |rank| indices_of_rank(specs, Rank(rank)).map(|i| Arc::clone(&arenas[i])).collect();
+    Ok((0..ranks).map(of_rank).collect())
 }
 
 /// Returns the indices of the communicators that a rank is a member of, in order.
@@ -201,13 +210,14 @@ pub fn attach_endpoints(
                 .communicator
                 .member_route(plan.mesh(), member)
                 .ok_or_else(|| failed("the mesh has no such group"))?;
-            let exchange = sources.into_exchange(spec.layout, member).map_err(|e| failed(&e.to_string()))?;
-            Ok(CommEndpoint { route, transport: exchange })
+            let transport =
+                sources.into_transport(spec.layout, member).map_err(|e| failed(&e.to_string()))?;
+            Ok(CommEndpoint { route, transport })
         })
         .collect()
 }
 
-/// Returns the members of every communicator, in order.
+/// Returns the member ranks of every communicator, in the order of `specs`.
 #[must_use]
 pub fn member_ranks(specs: &[CommunicatorSpec]) -> Vec<Vec<u32>> {
     specs.iter().map(|s| s.communicator.members.iter().map(|m| m.0).collect()).collect()
@@ -219,20 +229,16 @@ enum EndpointSource {
 }
 
 impl EndpointSource {
-    fn into_exchange(
-        self,
-        layout: ArenaLayout,
-        member: usize,
-    ) -> Result<HostTransport, tessera_cpu::arena::ArenaError> {
-        match self {
-            EndpointSource::Arena(fd) => Arena::attach(fd, layout, member).map(HostTransport::from),
+    fn into_transport(self, layout: CommLayout, member: usize) -> Result<Box<dyn Transport>, TransportError> {
+        Ok(match self {
+            EndpointSource::Arena(fd) => Box::new(Arena::attach(fd, layout, member)?),
             EndpointSource::Streams(streams) => {
                 let wire = |s| Some(Box::new(StreamWire(s)) as Box<dyn PeerStream>);
                 let mut wires: Vec<_> = streams.into_iter().map(wire).collect();
                 wires.insert(member.min(wires.len()), None);
-                TcpTransport::new(layout, member, wires).map(HostTransport::from)
+                Box::new(TcpTransport::new(layout, member, wires)?)
             }
-        }
+        })
     }
 }
 

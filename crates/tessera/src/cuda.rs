@@ -12,7 +12,7 @@ use tessera_mesh::{Mesh, Rank};
 use tessera_verify::SealedPlan;
 
 use crate::communicators;
-use crate::gpus::{GpuDiscovery, open_kernel_cache};
+use crate::gpus::{GpuDiscovery, masked_features, open_kernel_cache};
 
 /// Maximum wait for the other ranks of a communicator before the first collective. The ranks load
 /// weights during this time.
@@ -20,17 +20,18 @@ const SETUP_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Default environment of a rank process on GPUs. NVLS sums over NVSwitch multicast depend on
 /// earlier allocations, so they are off.
-pub(crate) const DEFAULT_ENV: [(&str, &str); 1] = [("NCCL_NVLS_ENABLE", "0")];
+const DEFAULT_ENV: [(&str, &str); 1] = [("NCCL_NVLS_ENABLE", "0")];
 
-/// Returns the entries of [`DEFAULT_ENV`] that the environment does not set already.
-pub(crate) fn missing_env() -> Vec<(&'static str, &'static str)> {
+/// Returns the default environment of a rank process on GPUs, without the variables that are
+/// already set.
+pub fn missing_env() -> Vec<(&'static str, &'static str)> {
     DEFAULT_ENV.into_iter().filter(|(name, _)| std::env::var_os(name).is_none()).collect()
 }
 
-/// Parity keys and their values.
+/// Parity keys with this rank's values, for example `GPU` with name and compute capability.
 pub(crate) type ParityValues = Vec<(&'static str, String)>;
 
-/// The GPU part of a rank's configuration.
+/// What a rank needs besides the plan to open its CUDA backend: NCCL ids and its host's first rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GpuRankConfig {
     /// Ids of all communicators of the plan, in plan order.
@@ -82,8 +83,8 @@ pub fn create_communicator_ids(gpus: &GpuDiscovery, sealed: &SealedPlan) -> Resu
 /// Opens a rank's backend on a visible device.
 ///
 /// # Errors
-/// A diagnostic for a missing library or device, a timeout while ranks connect, or T1304 for ids of
-/// another plan.
+/// A diagnostic for a missing library or device, a timeout while ranks connect, T1304 for ids of
+/// another plan, or T1305 for a masked feature that does not exist.
 pub fn open_cuda(
     gpus: &GpuDiscovery,
     sealed: &SealedPlan,
@@ -100,6 +101,7 @@ pub fn open_cuda(
         setup_timeout: SETUP_TIMEOUT,
         host_id: host_id(),
         use_graphs: true,
+        masked_features: masked_features()?,
     };
     CudaBackend::open(&gpus.libraries, seat, communicator_members(sealed, rank, ids)?, options)
 }
@@ -159,6 +161,11 @@ fn parity_values(gpus: &GpuDiscovery, device: u32) -> ParityValues {
         let (major, minor) = g.capability;
         format!("{}, sm_{major}{minor}", g.name)
     });
+    // Other kernels may give other bits, so ranks with different masks must not run together.
+    let gpu = match masked_features() {
+        Ok(mask) if !mask.is_empty() => format!("{gpu} without {mask}"),
+        _ => gpu,
+    };
     let libraries = gpus.libraries.found.iter().filter(|f| f.library != Library::Nvml);
     let versions = libraries
         .map(|f| format!("{} {}", f.library.name(), f.version.as_deref().unwrap_or("without version")));

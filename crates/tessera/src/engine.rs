@@ -24,10 +24,8 @@ use tessera_verify::SealedPlan;
 
 use crate::collective_guard::{CallPosition, CollectiveGuard, CollectiveSequence};
 use crate::flight::FlightRecord;
+use crate::plan::LEADER_PHASES;
 use crate::shards::{WeightFingerprints, WeightOpener, thread_cpu_ns, to_shard_fingerprint};
-
-/// Phases that the leader runs outside the lockstep.
-pub(crate) const LEADER_PHASES: [&str; 2] = ["decode", "encode"];
 
 /// Iterates over the phases that the ranks of the mesh run in calls.
 pub(crate) fn mesh_phases(plan: &SealedPlan) -> impl Iterator<Item = &str> {
@@ -100,7 +98,7 @@ struct LoadedPhase {
     latents_shape: Option<Vec<u64>>,
 }
 
-/// The backend of an engine, with its ownership.
+/// The backend of an engine, and whether it is dropped with the engine.
 pub enum EngineBackend {
     /// The backend is dropped with the engine.
     Owned(Box<dyn Backend>),
@@ -152,7 +150,8 @@ pub struct MeshEngine {
     /// Number of objects that the backend had compiled, captured or allocated when the warm-up ended.
     made_at_warmup: u64,
     weight_fingerprints: WeightFingerprints,
-    /// Slice text of every buffer on this rank, by buffer name.
+    /// The slice of every buffer that this rank holds, such as `dim 0 [24..48) of 96`, by buffer
+    /// name.
     buffer_slices: BTreeMap<String, String>,
     /// Time spent in phases since the last rehash of weights, in nanoseconds.
     phases_ns: u64,
@@ -307,7 +306,7 @@ impl MeshEngine {
         fingerprints.map(to_shard_fingerprint).collect()
     }
 
-    /// Returns the names of the loaded programs.
+    /// Returns the names of the programs that this rank has loaded, in ascending order.
     pub(crate) fn program_names(&self) -> impl Iterator<Item = &str> {
         self.phases.keys().map(String::as_str)
     }

@@ -7,24 +7,11 @@ use std::path::{Path, PathBuf};
 
 use tessera_base::{Code, Diagnostic};
 
-/// The output folder already exists.
-pub static T0013: Code = Code {
-    id: "T0013",
-    title: "output folder exists",
-    page: "Tessera never overwrites output, and the output folder already exists. Name another folder, or move this one away.",
-};
-/// An output file or folder cannot be written.
-pub static T0014: Code = Code {
-    id: "T0014",
-    title: "output cannot be written",
-    page: "The operating system refused to create or write a file: no space left, no permission, or a read-only file system. \
-A plan folder appears complete or not at all. A run directory keeps everything written before the error, and its record \
-states how the run ended.",
-};
+use crate::codes::{T0013, T0014};
 
 /// A folder under construction in a staging directory beside its target path.
 #[derive(Debug)]
-pub(crate) struct StagedFolder {
+pub struct StagedFolder {
     staging: PathBuf,
     target: PathBuf,
     committed: bool,
@@ -32,7 +19,7 @@ pub(crate) struct StagedFolder {
 
 impl StagedFolder {
     /// Creates the staging directory. The target must not exist yet.
-    pub(crate) fn create(target: &Path) -> Result<StagedFolder, Diagnostic> {
+    pub fn create(target: &Path) -> Result<StagedFolder, Diagnostic> {
         refuse_existing(target)?;
         let name = target.file_name().map_or("plan".into(), |n| n.to_string_lossy().into_owned());
         let staging = target.with_file_name(format!(".{name}.{}", std::process::id()));
@@ -40,7 +27,11 @@ impl StagedFolder {
         Ok(StagedFolder { staging, target: target.to_path_buf(), committed: false })
     }
 
-    pub(crate) fn write(&mut self, name: &str, bytes: &[u8]) -> Result<(), Diagnostic> {
+    /// Writes a file of the folder, whose name may contain subfolders.
+    ///
+    /// # Errors
+    /// T0014.
+    pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<(), Diagnostic> {
         let path = self.staging.join(name);
         if let Some(parent) = path.parent() {
             std::fs::create_dir_all(parent).map_err(|e| write_error(parent, &e))?;
@@ -49,7 +40,7 @@ impl StagedFolder {
     }
 
     /// Moves the folder to its target path.
-    pub(crate) fn commit(mut self) -> Result<(), Diagnostic> {
+    pub fn commit(mut self) -> Result<(), Diagnostic> {
         std::fs::rename(&self.staging, &self.target).map_err(|e| write_error(&self.target, &e))?;
         self.committed = true;
         Ok(())
@@ -66,7 +57,7 @@ impl Drop for StagedFolder {
 }
 
 /// Returns T0013 if the target exists.
-pub(crate) fn refuse_existing(target: &Path) -> Result<(), Diagnostic> {
+pub fn refuse_existing(target: &Path) -> Result<(), Diagnostic> {
     if target.symlink_metadata().is_ok() {
         return Err(Diagnostic::error(&T0013, format!("{} already exists", target.display()))
             .with_hint("name another folder with --out, or move this one away"));
@@ -75,7 +66,7 @@ pub(crate) fn refuse_existing(target: &Path) -> Result<(), Diagnostic> {
 }
 
 /// Writes a file atomically: it appears complete or not at all.
-pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Diagnostic> {
+pub fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Diagnostic> {
     let name = path.file_name().map_or("file".into(), |n| n.to_string_lossy().into_owned());
     let staging = path.with_file_name(format!(".{name}.part"));
     let write = || -> std::io::Result<()> {
@@ -91,13 +82,13 @@ pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<(), Diagnostic> {
 }
 
 /// Reads a text file and reports an error under `code`.
-pub(crate) fn read_text(path: &Path, code: &'static Code) -> Result<String, Diagnostic> {
+pub fn read_text(path: &Path, code: &'static Code) -> Result<String, Diagnostic> {
     std::fs::read_to_string(path)
         .map_err(|e| Diagnostic::error(code, format!("{} cannot be read: {e}", path.display())))
 }
 
 /// Builds the T0014 diagnostic for a failed write to `path`.
-pub(crate) fn write_error(path: &Path, e: &std::io::Error) -> Diagnostic {
+pub fn write_error(path: &Path, e: &std::io::Error) -> Diagnostic {
     let d = Diagnostic::error(&T0014, format!("{} cannot be written: {e}", path.display()));
     match e.kind() {
         std::io::ErrorKind::StorageFull => {

@@ -11,7 +11,6 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::time::{ClockId, clock_gettime};
 use tessera_mesh::Rank;
 use tessera_report::autopsy::{ProcessEnd, ProcessVitals};
 use tessera_report::flight::{
@@ -22,13 +21,15 @@ use tessera_runtime::driver::RankExit;
 use tessera_runtime::flight::{self, FlightSink};
 use tessera_verify::SealedPlan;
 
+use crate::clock::monotonic_ns;
+
 /// Name of the folder in a run directory that holds the flight records.
-pub(crate) const FLIGHT_DIR: &str = "flight";
+pub const FLIGHT_DIR: &str = "flight";
 /// Name of the file with the exit status of each process as the launcher observed it: one JSON
 /// object per line.
-pub(crate) const EXITS_FILE: &str = "exits.jsonl";
+pub const EXITS_FILE: &str = "exits.jsonl";
 
-/// The flight record of one rank.
+/// Writes the flight record of one rank: a file with a header and a ring of lines of fixed length.
 #[derive(Debug)]
 pub(crate) struct FlightRecord {
     file: File,
@@ -119,12 +120,6 @@ fn set_aside_record(path: &Path, session: &str) -> std::io::Result<()> {
     }
 }
 
-/// Returns the monotonic clock in nanoseconds; all processes of a host share this clock.
-pub(crate) fn monotonic_ns() -> u64 {
-    let t = clock_gettime(ClockId::Monotonic);
-    u64::try_from(t.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(t.tv_nsec).unwrap_or(0)
-}
-
 /// Converts a runtime mark to its form in the flight record.
 fn to_record_mark(mark: flight::FlightEvent<'_>) -> FlightMark {
     let new_mark = |name: &str, call| FlightMark { event: name.to_string(), call, ..FlightMark::default() };
@@ -172,7 +167,7 @@ fn build_header(session: u64, plan: &SealedPlan, rank: Rank) -> FlightHeader {
     }
 }
 
-/// Returns the name of this host.
+/// Returns the host name that the kernel reports; empty if `/proc` cannot be read.
 pub(crate) fn host_name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_string()
 }
@@ -196,7 +191,7 @@ fn read_process_stat(pid: u32) -> Option<ProcessStat> {
 
 /// Returns the state of the process that wrote a header, or `None` if that process ran on another
 /// host.
-pub(crate) fn process_vitals(header: &FlightHeader) -> Option<ProcessVitals> {
+pub fn process_vitals(header: &FlightHeader) -> Option<ProcessVitals> {
     if header.host != host_name() {
         return None;
     }
@@ -220,7 +215,7 @@ pub(crate) fn write_exits(out: &Path, exits: &[RankExit]) {
 }
 
 /// Maximum length of a flight record file; longer files are not read.
-pub(crate) const MAX_FLIGHT_BYTES: u64 = line_offset(RING_LINES - 1) + 2 * HEADER_BYTES as u64;
+pub const MAX_FLIGHT_BYTES: u64 = line_offset(RING_LINES - 1) + 2 * HEADER_BYTES as u64;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -289,7 +284,7 @@ mod tests {
         entry.ty = "f32[2160, 5120]".into();
         // CPU time of this thread, which does not depend on the load of the machine.
         let cpu = || {
-            let t = clock_gettime(ClockId::ThreadCPUTime);
+            let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
             t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
         };
         let begun = cpu();

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tessera_base::Diagnostic;
-use tessera_cuda::{Devices, KernelCache, Libraries, list_devices};
+use tessera_cuda::{Devices, FeatureMask, KernelCache, Libraries, describe_kernels, list_devices};
 
 /// Environment variable with additional library folders, separated by colons. They are searched
 /// first.
@@ -18,6 +18,18 @@ pub const LIBRARY_PATH_VAR: &str = "TESSERA_CUDA_LIBS";
 /// Environment variable with the folder for compiled kernels and the autotune cache. An empty value
 /// disables the cache.
 pub const KERNEL_CACHE_VAR: &str = "TESSERA_KERNELS";
+
+/// Environment variable with the features of GPUs that runs must not use, separated by commas. It
+/// reaches every rank process that a command starts on this host.
+pub const MASK_FEATURES_VAR: &str = "TESSERA_MASK_FEATURES";
+
+/// Returns the features that [`MASK_FEATURES_VAR`] masks.
+///
+/// # Errors
+/// T1305 for an unknown name.
+pub fn masked_features() -> Result<FeatureMask, Diagnostic> {
+    std::env::var_os(MASK_FEATURES_VAR).unwrap_or_default().to_string_lossy().parse()
+}
 
 /// Opens the cache of compiled kernels and autotuner results. It lies in the user's cache folder
 /// unless [`KERNEL_CACHE_VAR`] names another folder.
@@ -35,7 +47,7 @@ pub fn open_kernel_cache() -> Option<Arc<dyn KernelCache>> {
     folder.map(|f| Arc::new(KernelDir(f)) as Arc<dyn KernelCache>)
 }
 
-/// A folder of compiled kernels.
+/// A folder that keeps compiled kernels from run to run, one file per kernel.
 #[derive(Debug)]
 pub struct KernelDir(pub PathBuf);
 
@@ -62,7 +74,8 @@ impl KernelCache for KernelDir {
 /// The result of looking for GPUs and libraries.
 #[derive(Debug)]
 pub struct GpuDiscovery {
-    /// Searched folders, in order.
+    /// Folders searched for the GPU libraries, in order: the configured ones, those of the NVIDIA
+    /// wheels of each Python, and those of a CUDA toolkit.
     pub searched: Vec<PathBuf>,
     /// Libraries that were found, and libraries that were not.
     pub libraries: Libraries,
@@ -71,7 +84,8 @@ pub struct GpuDiscovery {
 }
 
 impl GpuDiscovery {
-    /// Looks for libraries and GPUs.
+    /// Loads the NVIDIA libraries that the backend uses, and lists the GPUs that the driver
+    /// reports.
     #[must_use]
     pub fn discover() -> GpuDiscovery {
         let split = |name: &str| -> Vec<PathBuf> {
@@ -83,9 +97,11 @@ impl GpuDiscovery {
         GpuDiscovery { searched, libraries, devices }
     }
 
-    /// Returns the result as names and values for display.
+    /// Returns the result as names and values for display: GPUs with the kernels that would run on
+    /// them under the masked features, then libraries.
     #[must_use]
     pub fn to_rows(&self) -> Vec<(String, String)> {
+        let mask = masked_features();
         let mut out = Vec::new();
         match &self.devices {
             Ok(all) => {
@@ -104,6 +120,10 @@ impl GpuDiscovery {
                             g.name, g.memory, g.multiprocessors, g.pci_bus_id
                         ),
                     ));
+                    if let Ok(mask) = &mask {
+                        let kernels = describe_kernels(g, mask).into_iter();
+                        out.extend(kernels.map(|(what, text)| (format!("GPU {i}, {what}"), text)));
+                    }
                 }
                 if all.gpus.len() > 1 {
                     out.push(("peer access".to_string(), describe_peer_access(all)));
@@ -114,6 +134,11 @@ impl GpuDiscovery {
                 out.push(("GPUs".to_string(), "none: no driver is installed".to_string()));
             }
             Err(d) => out.push(("GPUs".to_string(), format!("none: {} ({})", d.message, d.code.id))),
+        }
+        match &mask {
+            Ok(mask) if !mask.is_empty() => out.push(("masked features".to_string(), mask.to_string())),
+            Ok(_) => {}
+            Err(d) => out.push(("masked features".to_string(), format!("{} ({})", d.message, d.code.id))),
         }
         for f in &self.libraries.found {
             let version = f.version.clone().unwrap_or_else(|| "without version".to_string());
@@ -246,6 +271,26 @@ mod tests {
         std::fs::write(&plain, "").unwrap();
         let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode();
         assert_eq!(mode(&folder.0.join("kernel")), mode(&plain));
+    }
+
+    #[test]
+    fn each_gpu_is_followed_by_the_kernels_that_would_run_on_it() {
+        let gpu = |capability| Gpu {
+            name: "a GPU".into(),
+            pci_bus_id: "0000:00:00.0".into(),
+            memory: Bytes(1 << 30),
+            multiprocessors: 108,
+            capability,
+            nvlinks: None,
+        };
+        let devices = Devices { gpus: vec![gpu((8, 0)), gpu((10, 0))], peer_links: Vec::new() };
+        let libraries = Libraries::load(&[]);
+        let rows = GpuDiscovery { searched: Vec::new(), libraries, devices: Ok(devices) }.to_rows();
+        let at = |name: &str| rows.iter().position(|(n, _)| n == name).unwrap();
+        assert_eq!(at("GPU 0, GEMMs in bf16"), at("GPU 0") + 1);
+        assert!(at("GPU 0, all other ops") < at("GPU 1"));
+        assert!(rows[at("GPU 0, GEMMs in e4m3")].1.contains("not supported"));
+        assert!(rows[at("GPU 1, GEMMs in e4m3")].1.contains("cuBLASLt"));
     }
 
     #[test]

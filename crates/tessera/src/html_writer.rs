@@ -22,7 +22,7 @@ use crate::media_pipeline::CLIP_FILE;
 use crate::plan::Plan;
 use crate::run_dir::read_flight_records;
 
-/// Number of frames on the contact sheet.
+/// Number of frames on the contact sheet; a shorter clip is shown in full.
 const SHEET_FRAMES: u64 = 24;
 /// Maximum number of frames decoded for the contact sheet. APNG frames store only changes, so every
 /// frame up to the last one shown must be decoded. For a longer clip the sheet covers the

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_runtime::driver::rendezvous::{RendezvousPeers, RendezvousSpec, join_peers};
 use tessera_runtime::driver::secure::{Credentials, Secret, TlsConfig};
@@ -20,34 +20,16 @@ use tessera_runtime::driver::{JoinedRank, StopHandle};
 use tessera_runtime::wire::{Progress, Welcome};
 use tessera_runtime::{Failure, FailureClass};
 
-use crate::Model;
+use crate::codes::{T0034, T0035};
 use crate::communicators::{self, EndpointSources};
 use crate::cuda::{self, GpuRankConfig};
+use crate::model::Model;
 use crate::plan::Plan;
-use crate::rank::{
-    LeaderEvent, LeaderEventHandler, RankConfig, RankContext, RankSetup, control_topology, run_as_leader,
-    run_follower,
-};
-use crate::stream::{self, ProgressTally, RunDevice, StreamOptions, StreamReport};
-
-/// The rank environment of the process is inconsistent.
-pub static T0034: Code = Code {
-    id: "T0034",
-    title: "inconsistent rank environment",
-    page: "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, `tessera stream` is one rank of a run that an external \
-launcher started, such as torchrun, Slurm or a shell on each host. All four are required: whole numbers with RANK below \
-WORLD_SIZE, and the address and port where rank 0 listens. The plan must have exactly WORLD_SIZE ranks, and a secret or \
-certificates must be given, because the ranks' connections are open to the network.\n\nTo start all ranks on this host instead, unset the four variables.",
-};
-/// A credentials file cannot be used.
-pub static T0035: Code = Code {
-    id: "T0035",
-    title: "credentials file cannot be used",
-    page: "The secret of a run is a file of 32 bytes or more that every rank reads (`--secret FILE`), for instance from \
-`head -c 32 /dev/urandom`. Certificates come as three PEM files: this rank's certificate, its key, and the certificate of the \
-authority that all ranks trust (`--tls-cert`, `--tls-key`, `--tls-ca`); give all three or none. A secret or a key that every \
-user of the host can read is rejected: `chmod 600` it.",
-};
+use crate::rank::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, run_as_leader, run_follower};
+use crate::rank_config::RankConfig;
+use crate::run_dir_writer::{close_run, write_run_dir};
+use crate::stream::{self, ProgressTally};
+use crate::stream_options::{ChunkProgress, RunDevice, StreamOptions, StreamReport};
 
 /// Maximum size of a credentials file in bytes.
 const MAX_CREDENTIAL_BYTES: u64 = 1 << 20;
@@ -55,7 +37,7 @@ const MAX_CREDENTIAL_BYTES: u64 = 1 << 20;
 /// The rank of this process in the run, and its credentials.
 #[derive(Debug, Clone)]
 pub struct JoinOptions {
-    /// Rank of this process.
+    /// Rank of this process in the world; rank 0 is the leader and owns the run directory.
     pub rank: u32,
     /// Number of ranks of the run on all hosts.
     pub world: u32,
@@ -80,9 +62,9 @@ pub struct JoinOptions {
 pub struct TlsFiles {
     /// This rank's certificate, followed by its chain up to the authority.
     pub certificate: PathBuf,
-    /// Private key of the certificate.
+    /// Private key of `certificate`; the file is rejected if every user of the host can access it.
     pub key: PathBuf,
-    /// Certificates of the authority.
+    /// Certificates of the authority that all ranks trust.
     pub authority: PathBuf,
 }
 
@@ -94,7 +76,7 @@ pub enum JoinEvent {
     /// All ranks have connected; the listening address of each, in rank order.
     Connected(Vec<String>),
     /// A chunk is on disk (rank 0 only).
-    Chunk(stream::ChunkProgress),
+    Chunk(ChunkProgress),
     /// The run failed (rank 0 only). The process exits soon.
     Failed(Failure),
 }
@@ -152,10 +134,10 @@ pub fn run(
         stream::check_stream(&plan, model, &options, spec.world_size, cores)?;
     }
     let threads = (cores / join.local_world.max(1) as usize).max(1);
-    let mut orders = stream::build_rank_config(&plan, model, options, threads).map_err(|d| vec![d])?;
+    let mut orders = RankConfig::from_options(&plan, model, options, threads).map_err(|d| vec![d])?;
     // The folder must exist before any rank continues: ranks that share a disk write their flight
     // records there.
-    let mut folder = || stream::write_run_dir(&plan, &orders, options).map_err(|d| vec![d]);
+    let mut folder = || write_run_dir(&plan, &orders, options).map_err(|d| vec![d]);
     let peers = join_peers(&spec, interrupt, &mut |d| on_event(JoinEvent::Note(d)), &mut folder)?;
     if on_gpus {
         // Rank 0 created the NCCL ids of the communicators.
@@ -227,7 +209,7 @@ fn run_rank_zero(
         }
         Err(panic) => std::panic::resume_unwind(panic),
     };
-    Ok(JoinReport::Leader(stream::close_run(plan, options, failure, interrupted)))
+    Ok(JoinReport::Leader(close_run(plan, options, failure, interrupted)))
 }
 
 enum OwnedLeaderEvent {
@@ -305,7 +287,7 @@ fn build_rendezvous(
         master: join.master.clone(),
         bind: join.bind,
         credentials,
-        topology: control_topology(plan),
+        topology: plan.control_topology(),
         communicators: communicators::member_ranks(&specs),
         parity_values: vec![
             ("build".into(), format!("tessera {}", env!("CARGO_PKG_VERSION"))),

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_mesh::Rank;
 use tessera_runtime::director::{ChunkRequest, Director};
 use tessera_runtime::driver::{EngineEvent, EngineThread, StreamRequest};
@@ -20,20 +20,13 @@ use tessera_runtime::engine::{AbortHandle, CallReport, ReadyCall};
 use tessera_runtime::wire::{CallMeta, Tensor, Tensors};
 use tessera_runtime::{Digest, Tripwires};
 
+use crate::codes::{T0017, T0019};
+use crate::communicators;
 use crate::media_pipeline::MediaCodec;
+use crate::model::Model;
 use crate::plan::Plan;
 use crate::rank::RankContext;
 use crate::synthetic_delays::SyntheticDelays;
-use crate::{Model, communicators};
-
-/// A rank thread failed.
-pub static T0019: Code = Code {
-    id: "T0019",
-    title: "a rank of an in-process run failed",
-    page: "The plan ran with its ranks as threads of one process, and one rank failed or deviated from the plan. The \
-message is that rank's own. `tessera stream` runs the same plan with one process per rank and leaves a record of what \
-happened.",
-};
 
 /// Maximum wait for the next event of a rank. It only ends the wait for a hung rank; no slow
 /// machine reaches it.
@@ -170,8 +163,7 @@ impl InProcessRanks {
         let specs = communicators::communicator_specs(&plan.sealed);
         let arenas = communicators::create_arenas(&specs)?;
         let share = |fd: &OwnedFd| {
-            fd.try_clone()
-                .map_err(|e| Diagnostic::error(&communicators::T0017, format!("shared memory: {e}")))
+            fd.try_clone().map_err(|e| Diagnostic::error(&T0017, format!("shared memory: {e}")))
         };
         let (sender, events) = channel();
         let mut ranks = InProcessRanks { threads: Vec::new(), aborts: Vec::new(), events, idle: false };

@@ -22,11 +22,11 @@ use tessera_report::apng::{ApngStream, png_frame};
 use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::wire::Tensor;
 
+use crate::codes::T0016;
 use crate::files::{write_error, write_file};
-use crate::model::T0016;
 use crate::plan::Plan;
-use crate::rank::RankConfig;
-use crate::record::RecordWriter;
+use crate::rank_config::RankConfig;
+use crate::record::{MediaInterval, RecordWriter};
 use crate::synthetic_delays::{MediaDelays, sleep_until_elapsed};
 
 /// Name of the clip file in a run directory.
@@ -36,7 +36,8 @@ pub(crate) const CLIP_FILE: &str = "clip.png";
 pub(crate) struct RunMediaPipeline {
     codec: MediaCodec,
     writer: FrameWriter,
-    /// Number of requested chunks.
+    /// Number of requested chunks; the output is complete if the record has settled as many
+    /// requests.
     chunks: u32,
     record: Arc<Mutex<RecordWriter>>,
 }
@@ -118,15 +119,6 @@ pub(crate) struct MediaCodec {
     intervals: Vec<MediaInterval>,
 }
 
-/// An interval of the leader's own work: `decode`, or `decode.first` and `decode.rest`, `encode`,
-/// `write`.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct MediaInterval {
-    pub(crate) name: &'static str,
-    pub(crate) begun: Instant,
-    pub(crate) ended: Instant,
-}
-
 fn f32_values(t: &Tensor) -> Vec<f32> {
     t.to_f32().unwrap_or_default()
 }
@@ -154,7 +146,7 @@ impl MediaCodec {
         let seat = MeshRank { mesh: *sealed.mesh(), rank };
         let mut cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
         let mut loaded = BTreeMap::new();
-        for name in crate::engine::LEADER_PHASES {
+        for name in crate::plan::LEADER_PHASES {
             if let (Some(p), Some(s)) = (sealed.rank_program(name, rank), sealed.rank_slots(name, rank)) {
                 loaded.insert(name.to_string(), cpu.load(&Arc::new((**p).clone()), s, &mut NoWeights)?);
             }

@@ -3,45 +3,33 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::dtype::{divide_by_row_scales, row_scales};
 use tessera_device::{MeshRank, WeightSource};
 use tessera_ir::Type;
 use tessera_models::{TextEncoder, VideoModel, WanConfig, WordEncoder, expected_weights};
+use tessera_plan::Mapping;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
-use crate::Plan;
+use crate::codes::{T0010, T0016};
+use crate::plan::{Plan, plan_model};
 
-/// The folder contains no usable model.
-pub static T0010: Code = Code {
-    id: "T0010",
-    title: "no model in this folder",
-    page: "A model is a folder with config.json (the model's own), stream.toml (streaming settings) and weights as \
-safetensors. The folder, one of these two files, or the vocab.txt of a word-table text encoder is missing or cannot be read. The demo model is in models/demo.",
-};
-/// The model lacks a component that streaming needs.
-pub static T0016: Code = Code {
-    id: "T0016",
-    title: "model lacks a component that streaming needs",
-    page: "A model without a text encoder can be planned and checked, but it cannot encode a prompt. The recompute \
-regime also needs a decoder, because its anchor is a decoded frame. stream.toml names the components.",
-};
-
-/// A model and its folder.
+/// The configs of a model and the folder that holds its files; weights are opened separately.
 #[derive(Debug, Clone)]
 pub struct Model {
-    /// Folder name, for display.
+    /// Name for display: that of the folder, or for [`Model::open_for_plan`] the one in the plan.
     pub name: String,
-    /// Path of the folder.
+    /// Folder from which weights, text encoder and vocabulary are read.
     pub dir: PathBuf,
-    /// Model and streaming configs.
+    /// Content of `config.json` and `stream.toml` with the overrides, or the configs of a sealed
+    /// plan.
     pub video: VideoModel,
 }
 
 /// Settings that the command line can override.
 #[derive(Debug, Clone, Default)]
 pub struct Overrides {
-    /// Whether the cache regime is recompute.
+    /// Cache regime instead of the streaming config's: recompute if true, resident if false.
     pub recompute: Option<bool>,
     /// Denoising timesteps that replace those of the streaming config.
     pub steps: Option<Vec<f64>>,
@@ -79,6 +67,20 @@ impl Model {
         Ok(Model { name, dir: dir.to_path_buf(), video })
     }
 
+    /// Opens a model folder, and plans and seals the model under a mapping.
+    ///
+    /// # Errors
+    /// As [`Model::open`] and [`plan_model`].
+    pub fn open_and_plan(
+        dir: &Path,
+        overrides: &Overrides,
+        mapping: &Mapping,
+    ) -> Result<(Model, Plan), Diagnostics> {
+        let model = Model::open(dir, overrides)?;
+        let plan = plan_model(&model.video, &model.name, &dir.display().to_string(), mapping)?;
+        Ok((model, plan))
+    }
+
     /// Opens a model folder with the settings of a sealed plan; the folder only provides the files.
     ///
     /// # Errors
@@ -103,7 +105,7 @@ impl Model {
     }
 
     /// Opens the weights of one file under the file's own tensor names; the set may be partial.
-    pub(crate) fn open_partial_weights(&self, file: &str) -> Result<Weights, Diagnostics> {
+    pub fn open_partial_weights(&self, file: &str) -> Result<Weights, Diagnostics> {
         let set = WeightFiles::open_file(&self.dir.join(file)).map_err(|d| vec![d])?.resolve_as_is()?;
         Ok(Weights { set, wan: self.video.wan.clone() })
     }
@@ -165,8 +167,8 @@ impl Weights {
         self.set.check_replaceable_by(&other.set)
     }
 
-    /// Reads a whole tensor.
-    pub(crate) fn read_tensor(&self, name: &str) -> Result<Vec<f32>, Diagnostic> {
+    /// Reads all elements of a tensor as f32, in row-major order.
+    pub fn read_tensor(&self, name: &str) -> Result<Vec<f32>, Diagnostic> {
         self.set.read_whole_f32(name)
     }
 

@@ -3,43 +3,31 @@
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use tessera_base::{Bytes, Code, Diagnostic, Diagnostics};
+use tessera_base::{Bytes, Diagnostic, Diagnostics};
 use tessera_ir::{Bundle, Phase, Program, RoleRanks, Slots, parse, print};
 use tessera_mesh::{Rank, RankMap};
 use tessera_models::{VideoModel, build_phases, list_calls};
 use tessera_plan::{LogicalModel, Mapping, lower};
+use tessera_runtime::driver::ControlTopology;
 use tessera_verify::{DeviceLimits, SealedPlan, seal};
 
 use crate::check::map_places_to_files;
+use crate::codes::{T0011, T0012};
 use crate::files::{StagedFolder, read_text};
 
-/// The plan folder cannot be used.
-pub static T0011: Code = Code {
-    id: "T0011",
-    title: "plan folder cannot be used",
-    page: "A plan folder holds mapping.toml, the model's config.json and stream.toml, one .tir text per phase and role, \
-memory.json and seal.json. One of these files is missing, unreadable or inconsistent with the others. Make the plan again \
-with `tessera plan`.",
-};
-/// The plan differs from its seal.
-pub static T0012: Code = Code {
-    id: "T0012",
-    title: "plan differs from its seal",
-    page: "seal.json holds the digest of the whole plan at the time it was made. The current contents have another \
-digest: a program, the mapping or the memory plan was edited, or the folder mixes two plans. `tessera check` verifies a \
-single program of the folder as it is; to run an edited plan, plan again so that it is sealed.",
-};
+/// Phases that the leader runs outside the lockstep.
+pub(crate) const LEADER_PHASES: [&str; 2] = ["decode", "encode"];
 
 /// A sealed plan and its sources.
 #[derive(Debug)]
 pub struct Plan {
     /// Model configs, as sealed.
     pub video: VideoModel,
-    /// Name of the model, for display.
+    /// Name of the model, for display. It is not part of the seal.
     pub model: String,
     /// Model folder, where weights are looked up. It is not part of the seal.
     pub model_dir: String,
-    /// Mapping, as sealed.
+    /// Mapping as sealed, with the blocks of each stage that lowering fills in.
     pub mapping: Mapping,
     /// The verified programs of all phases and roles, with their digest.
     pub sealed: SealedPlan,
@@ -68,7 +56,9 @@ pub fn plan_model(
     })
 }
 
-pub(crate) fn logical_model(m: &VideoModel) -> LogicalModel {
+/// Builds the logical programs of a model, with global shapes and without ranks.
+#[must_use]
+pub fn logical_model(m: &VideoModel) -> LogicalModel {
     LogicalModel {
         phases: build_phases(m),
         calls: list_calls(m),
@@ -144,7 +134,7 @@ impl Plan {
     }
 
     /// Writes the plan's files under `prefix` into a staged folder.
-    pub(crate) fn write_into(&self, folder: &mut StagedFolder, prefix: &str) -> Result<(), Diagnostic> {
+    pub fn write_into(&self, folder: &mut StagedFolder, prefix: &str) -> Result<(), Diagnostic> {
         let mut write = |name: &str, bytes: &[u8]| folder.write(&format!("{prefix}{name}"), bytes);
         let mut slots = Vec::new();
         for phase in self.sealed.phase_names() {
@@ -217,6 +207,16 @@ impl Plan {
             ]);
         }
         Ok(Plan { video, model: seal_file.model, model_dir: seal_file.model_dir, mapping, sealed })
+    }
+
+    /// Returns the topology of the control links between the leader and the ranks.
+    #[must_use]
+    pub fn control_topology(&self) -> ControlTopology {
+        if self.mapping.topology.outside_ranks() == 0 {
+            ControlTopology::Mesh
+        } else {
+            ControlTopology::ExternalLeader
+        }
     }
 
     /// Returns the ranks that compute, ascending: every rank except a leader outside the mesh.

@@ -19,10 +19,9 @@ use tessera_runtime::{Failure, FailureClass};
 use tessera_verify::SealedPlan;
 
 use crate::files::write_error;
-use crate::media_pipeline::MediaInterval;
 
 /// Name of the record file in a run directory.
-pub(crate) const RECORD_FILE: &str = "record.jsonl";
+pub const RECORD_FILE: &str = "record.jsonl";
 
 /// Name of the event for a request that was dropped for a cut.
 pub(crate) const DROPPED_EVENT: &str = "dropped";
@@ -66,12 +65,21 @@ enum RecordClock {
 /// The phases of each rank in a call, on the record's clock.
 pub(crate) type PhasesByRank = BTreeMap<u32, Vec<PhaseRecord>>;
 
-/// The requested settings of a chunk.
+/// Prompt and seed in force at a chunk, and whether a hard cut or a reload precedes it.
 #[derive(Debug, Clone)]
 pub(crate) struct ChunkSettings {
     pub(crate) prompt: String,
     pub(crate) seed: u64,
     pub(crate) cut: bool,
+}
+
+/// An interval of the leader's own work: `decode`, or `decode.first` and `decode.rest`, `encode`,
+/// `write`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MediaInterval {
+    pub(crate) name: &'static str,
+    pub(crate) begun: Instant,
+    pub(crate) ended: Instant,
 }
 
 impl RecordWriter {

@@ -1,31 +1,40 @@
 //! The run directory as the analysis commands read it: its record, its plan (verified again) and
 //! its flight records.
 
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
+use tessera_base::Diagnostic;
 use tessera_report::flight::FlightLog;
-use tessera_report::record::RunRecord;
+use tessera_report::record::{RecordReader, RunRecord};
 
 use crate::flight::{FLIGHT_DIR, MAX_FLIGHT_BYTES};
 use crate::plan::Plan;
 use crate::record::RECORD_FILE;
-use crate::stream;
 
-/// The contents of a run directory.
+/// Maximum number of chunks that the report and the trace of a run cover: the first and the last
+/// chunks.
+const KEPT_CHUNKS: usize = 1_000;
+/// Maximum length of a record line in bytes; the ranks of the largest mesh take a tenth of it.
+const MAX_LINE_BYTES: u64 = 64 << 20;
+
+/// A run directory's sealed plan, record and flight records, read and parsed.
 #[derive(Debug)]
-pub(crate) struct RunDir {
-    pub(crate) plan: Plan,
-    pub(crate) record: RunRecord,
+pub struct RunDir {
+    /// The plan that ran.
+    pub plan: Plan,
+    /// The record; of a long run it holds only the first and the last chunks.
+    pub record: RunRecord,
     /// Flight records of the ranks that wrote one.
-    pub(crate) flight_records: Vec<FlightLog>,
+    pub flight_records: Vec<FlightLog>,
 }
 
 /// Opens a run directory.
 ///
 /// # Errors
 /// Returns a message that states what is missing or unusable.
-pub(crate) fn open_run_dir(folder: &Path) -> Result<RunDir, String> {
-    let record = stream::read_record(&folder.join(RECORD_FILE))
+pub fn open_run_dir(folder: &Path) -> Result<RunDir, String> {
+    let record = read_record(&folder.join(RECORD_FILE))
         .ok_or_else(|| format!("no {RECORD_FILE}"))?
         .map_err(|d| format!("{RECORD_FILE}: {}", d.message))?;
     let plan = Plan::read(&folder.join("plan"))
@@ -35,7 +44,7 @@ pub(crate) fn open_run_dir(folder: &Path) -> Result<RunDir, String> {
 }
 
 /// Reads the flight records of a run's ranks and skips those that are missing or invalid.
-pub(crate) fn read_flight_records(folder: &Path, ranks: u32) -> Vec<FlightLog> {
+pub fn read_flight_records(folder: &Path, ranks: u32) -> Vec<FlightLog> {
     let read = |rank: u32| {
         let path = folder.join(FLIGHT_DIR).join(format!("rank-{rank}.jsonl"));
         let length = std::fs::metadata(&path).ok()?.len();
@@ -43,4 +52,24 @@ pub(crate) fn read_flight_records(folder: &Path, ranks: u32) -> Vec<FlightLog> {
         FlightLog::parse(&path.display().to_string(), &bytes).ok()
     };
     (0..ranks).filter_map(read).collect()
+}
+
+/// Reads a run's record, or returns what is wrong with it; `None` if there is no such file. For a
+/// long run only the first and the last chunks are kept, so that reading takes no more memory than
+/// running.
+pub fn read_record(path: &Path) -> Option<Result<RunRecord, Diagnostic>> {
+    // Reading a named pipe would never end.
+    std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file)?;
+    let mut file = BufReader::new(std::fs::File::open(path).ok()?);
+    let mut reader = RecordReader::new(KEPT_CHUNKS);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        if file.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut line).ok()? == 0 {
+            return Some(reader.into_record());
+        }
+        if let Err(d) = reader.push_line(&line) {
+            return Some(Err(d));
+        }
+    }
 }

@@ -15,8 +15,8 @@ use tessera_runtime::wire::{CallAction, ShardFingerprint};
 use tessera_runtime::{Digest, T0754};
 use tessera_verify::SealedPlan;
 
-use crate::engine::LEADER_PHASES;
-use crate::{Model, Plan, Weights};
+use crate::model::{Model, Weights};
+use crate::plan::{LEADER_PHASES, Plan};
 
 /// Maximum bytes of a rank's fingerprints in a message; half of them are for its own shards.
 const MAX_FINGERPRINT_BYTES: usize = 512 << 10;
@@ -143,7 +143,7 @@ impl WeightFingerprints {
         self.opener = Some(open);
     }
 
-    /// Prepares for a call with this action.
+    /// Starts a call: only a call with the action RELOAD expects a reload of the weights.
     pub(crate) fn begin_call(&mut self, action: CallAction) {
         self.reload_expected = action == CallAction::Reload;
     }
@@ -306,7 +306,7 @@ fn weight_shards(plan: &SealedPlan, rank: Rank) -> Vec<WeightShard> {
             let piece = WeightShard {
                 tensor: op.name.clone().unwrap_or_default(),
                 ty: program.type_of(op.results[0]).clone(),
-                load: op.str_attr("load").map(str::to_string),
+                load: op.weight_load().map(|l| l.name().to_string()),
             };
             if names.insert((piece.tensor.clone(), piece.slice_text(&mesh_rank))) {
                 all.push(piece);

@@ -3,10 +3,10 @@
 //!
 //! Every envelope, ready, commit and done is a real message between the real state machines; every
 //! rank's caches change as in a real run, and every rank's collectives are hashed and compared with
-//! the trace digest in the seal. Only time is simulated: [`Prices`] gives the durations of ops and
-//! transfers, [`HOP_LATENCY_NS`] the latency of control messages. Nothing of the model is computed:
-//! latents are digests of a rank's inputs, prompts and contexts are placeholders of the right
-//! shape, and weights are not read.
+//! the trace digest in the seal. Only time is simulated: [`ClusterPrices`] gives the durations of
+//! ops and transfers, [`HOP_LATENCY_NS`] the latency of control messages. Nothing of the model is
+//! computed: latents are digests of a rank's inputs, prompts and contexts are placeholders of the
+//! right shape, and weights are not read.
 //!
 //! The leader encodes and decodes on rank 0's device. If rank 0 is part of the mesh, decode and
 //! phases alternate on its device and the other ranks wait in their next collective, as in the
@@ -19,9 +19,9 @@ mod world;
 
 pub use prices::{ClusterPrices, to_bundle};
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_device::TimingModel;
 use tessera_mesh::Rank;
 use tessera_report::record::{RunDevice, RunStart};
@@ -32,24 +32,16 @@ use tessera_runtime::{Digest, Failure, FailureClass, Parity, Tripwires};
 
 use crate::engine::build_program_index;
 use crate::files::refuse_existing;
-use crate::model::T0016;
+use crate::model::Model;
 use crate::plan::Plan;
-use crate::rank::{RankConfig, build_id, ranks_without_latents, run_limits, stream_spec};
+use crate::rank_config::RankConfig;
 use crate::record::RecordWriter;
-use crate::stream::{self, StreamEvent, StreamOptions, StreamReport};
-use crate::{Model, engine};
+use crate::run_dir_writer::{close_run_with_ops, start_line, write_run_dir_with};
+use crate::run_settings::{build_id, ranks_without_latents, run_limits, stream_spec};
+use crate::stream_options::{StreamEvent, StreamOptions, StreamReport};
 
+use crate::codes::{T0016, T0040};
 use world::SimWorld;
-
-/// Options that do not apply to the selected device.
-pub static T0040: Code = Code {
-    id: "T0040",
-    title: "option does not apply to this device",
-    page: "With --device sim a plan runs on a simulated machine: only time is simulated, nothing is computed. There are no frames to \
-write as PNGs, no weights to load and no other processes to join, and the durations of forwards come from the machine rather \
-than from the command line. Real devices, on the other hand, need no machine description: --cluster and --profile require \
---device sim. The message names the option and the one that it contradicts; omit one of the two.",
-};
 
 /// Latency of one control message between two processes, in nanoseconds. Messages within a process
 /// take no time.
@@ -57,40 +49,13 @@ pub const HOP_LATENCY_NS: u64 = 50_000;
 /// Simulated time between two checks for an interrupt, in nanoseconds.
 const INTERRUPT_POLL_NS: u64 = 1_000_000_000;
 
-/// A machine to simulate.
+/// The machine on which [`run`] simulates a plan: its timing model and its name.
 #[derive(Clone, Copy)]
 pub struct SimMachine<'a> {
     /// Durations of ops and collectives on the machine.
     pub prices: &'a dyn TimingModel,
     /// The machine's name in the record, for example `gb200-nvl72, profile torch-2.11`.
     pub name: &'a str,
-}
-
-/// Returns the machine that the command line names, from the catalog or from files. Without a name,
-/// returns the machine of the estimate in `folder`; without an estimate, a default for the number
-/// of ranks: one host of eight devices, or racks of 72. The cluster gets as many racks as the ranks
-/// need.
-///
-/// # Errors
-/// T1104 or T1105 for a name that is in no catalog, T0046 or a parse error for a file.
-pub fn resolve_machine(
-    cluster: Option<&str>,
-    profile: Option<&str>,
-    folder: Option<&Path>,
-    ranks: u32,
-) -> Result<tessera_cost::MachineModel, Diagnostics> {
-    if let (None, None, Some(planned)) = (cluster, profile, folder.and_then(machine_from_estimate)) {
-        return planned;
-    }
-    let usual = if ranks <= 8 { "hgx-h200" } else { "gb200-nvl72" };
-    crate::search::load_machine(cluster.unwrap_or(usual), profile, Some(ranks))
-}
-
-/// Reads the machine from a plan's estimate, if the plan has one.
-fn machine_from_estimate(folder: &Path) -> Option<Result<tessera_cost::MachineModel, Diagnostics>> {
-    let path = folder.join("estimate.json");
-    let json: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).ok()?).ok()?;
-    Some(crate::doctor::machine_from_json(&path.display().to_string(), &json["asked"]["machine"]))
 }
 
 /// Runs a plan on a simulated machine and writes the run folder with record, trace and HTML report,
@@ -108,15 +73,15 @@ pub fn run(
     validate_request(plan, options)?;
     // The simulation never reads this folder.
     let model = Model { name: plan.model.clone(), dir: PathBuf::from("."), video: plan.video.clone() };
-    let orders = stream::build_rank_config(plan, &model, options, 1).map_err(|d| vec![d])?;
+    let orders = RankConfig::from_options(plan, &model, options, 1).map_err(|d| vec![d])?;
     let start = RunStart {
         // A simulated run has no start time, so that equal runs produce equal bytes.
         started_at: "on a simulated clock".into(),
         device: RunDevice::Sim,
         machine: Some(machine.name.to_string()),
-        ..stream::start_line(plan, &orders, options)
+        ..start_line(plan, &orders, options)
     };
-    stream::write_run_dir_with(plan, options, start).map_err(|d| vec![d])?;
+    write_run_dir_with(plan, options, start).map_err(|d| vec![d])?;
     let record = RecordWriter::open_simulated(&options.out, plan.sealed.mesh().outside_count() == 0)
         .map_err(|d| vec![d])?;
     let rack = SimWorld::new(plan, &orders, machine.prices, record, on_event).map_err(|d| vec![d])?;
@@ -125,12 +90,12 @@ pub fn run(
     let (failure, ops) = sim.world.finish_record(&ending, options.chunks);
     on_event(StreamEvent::Exited);
     let interrupted = stopped && failure.is_none();
-    Ok(stream::close_run_with_ops(plan, options, failure, interrupted, ops))
+    Ok(close_run_with_ops(plan, options, failure, interrupted, ops))
 }
 
 /// Reports all problems that can be found before anything is written.
 fn validate_request(plan: &Plan, options: &StreamOptions) -> Result<(), Diagnostics> {
-    let mut ds = stream::check_options(options);
+    let mut ds = options.check();
     let mut reject = |option: &str, why: &str| {
         ds.push(
             Diagnostic::error(&T0040, format!("{option} does not go with --device sim"))

@@ -6,10 +6,10 @@ use tessera_mesh::Rank;
 
 use crate::plan::Plan;
 
-/// The numbers of a plan.
+/// Settings, memory, work and communication of a sealed plan; the field names are the keys in JSON.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PlanSummary {
-    /// Name of the model.
+    /// Name of the model for display, as in `seal.json`.
     pub model: String,
     /// The seal's digest, 64 hex digits.
     pub digest: String,
@@ -17,7 +17,7 @@ pub struct PlanSummary {
     pub topology: &'static str,
     /// Mesh, for example `tp=2, pp=3`; `outside=1` follows if the leader is outside the mesh.
     pub mesh: String,
-    /// Sharding strategy over tp.
+    /// Sharding strategy over tp: `megatron` or `ulysses`.
     pub strategy: &'static str,
     /// Number of row chunks; 1 if rows are not split.
     pub overlap_chunks: u32,
@@ -28,7 +28,7 @@ pub struct PlanSummary {
     pub dtype: &'static str,
     /// Cache regime: `resident` or `recompute`.
     pub cache: &'static str,
-    /// Timesteps before the warp.
+    /// Denoising timesteps as configured, before any warp by the noise schedule's shift.
     pub steps: Vec<f64>,
     /// Width and height of a frame in pixels.
     pub picture: [u64; 2],
@@ -42,27 +42,28 @@ pub struct PlanSummary {
     pub ranks: Vec<RankSummary>,
     /// Phases, in the order of the plan.
     pub phases: Vec<PhaseSummary>,
-    /// Sequences of phases that the plan admits as calls, with their totals.
+    /// One entry per kind of call that the plan admits: its phases in order, and its collectives,
+    /// bytes and FLOPs, summed over these phases.
     pub calls: Vec<CallSummary>,
 }
 
-/// The summary of one rank.
+/// Position, role, device and planned memory of one rank.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RankSummary {
-    /// Index of the rank in rank order.
+    /// Number of the rank in the world; the ranks outside the mesh come first.
     pub rank: u32,
     /// Coordinate on each axis with more than one rank, for example `tp=1, pp=0`; `outside` for a
     /// rank outside the mesh.
     pub coordinates: String,
-    /// Role of the rank.
+    /// Name of the role whose programs the rank runs, such as `stage0`.
     pub role: String,
-    /// Device of the rank.
+    /// Name of the rank's device in the mapping; `rank` and its number if the mapping names none.
     pub device: String,
     /// Bytes of the rank's distinct weight shards over all phases.
     pub weights_bytes: u64,
     /// Bytes of caches and latents.
     pub buffers_bytes: u64,
-    /// Bytes of the inputs of a call.
+    /// Bytes of inputs and call scalars in the phase with the largest such total.
     pub inputs_bytes: u64,
     /// Bytes of the largest phase's slots.
     pub temporaries_bytes: u64,
@@ -70,10 +71,10 @@ pub struct RankSummary {
     pub total_bytes: u64,
 }
 
-/// The summary of one phase.
+/// FLOPs and collectives of one phase.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PhaseSummary {
-    /// Name of the phase with its variant.
+    /// Name of the phase with its variant, such as `denoise.fill3`.
     pub name: String,
     /// Floating-point operations of the busiest rank.
     pub flops: u64,
@@ -96,7 +97,7 @@ pub struct CollectiveSummary {
     pub all_bytes: u64,
 }
 
-/// The summary of one admitted call.
+/// One kind of call that the plan admits, with its costs summed over its phases.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CallSummary {
     /// Name of the call in the sealed plan.

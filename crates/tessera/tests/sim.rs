@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use tessera::sim::{HOP_LATENCY_NS, SimMachine};
-use tessera::stream::{StreamEvent, StreamOptions, StreamReport};
+use tessera::stream_options::{StreamEvent, StreamOptions, StreamReport};
 use tessera::{Mapping, Model, Overrides, Plan, StopHandle, Strategy, Topology, plan};
 use tessera_device::TimingModel;
 use tessera_ir::{Program, op_workload};

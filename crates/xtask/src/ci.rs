@@ -1,6 +1,6 @@
 //! The tasks. Each prints the commands that it runs, so that a developer can repeat them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
@@ -15,7 +15,59 @@ pub(crate) fn run_all(root: &Path) -> Result<()> {
     run_cargo(root, &["fmt", "--all", "--", "--check"], &[]).context("run `cargo fmt --all`")?;
     run_tidy(root)?;
     run_cargo(root, &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])?;
+    compile_kernels(root)?;
     run_cargo(root, &["test", "--workspace", "--no-fail-fast"], &[])
+}
+
+/// The wheel with the kernel compiler of CUDA 13.0, to which the bindings are pinned.
+const NVRTC_WHEEL: &str = "nvidia-cuda-nvrtc==13.0.88";
+
+/// Compiles every CUDA kernel for every architecture that it declares. The compiler comes from a
+/// Python wheel, so this needs no GPU. Where the wheel cannot be had, the kernels are not compiled,
+/// and that is an error only if TESSERA_REQUIRE_NVRTC is 1.
+pub(crate) fn compile_kernels(root: &Path) -> Result<()> {
+    let venv = root.join("target/nvrtc");
+    let folder = match install_nvrtc(&venv) {
+        Ok(folder) => folder,
+        Err(why) if std::env::var_os("TESSERA_REQUIRE_NVRTC").is_some_and(|v| v == "1") => return Err(why),
+        Err(why) => {
+            println!("SKIPPED: CUDA kernels were not compiled: {why:#}");
+            return Ok(());
+        }
+    };
+    let folder = folder.to_str().context("the path of the workspace is not UTF-8")?;
+    let variables = [("TESSERA_CUDA_LIBS", folder), ("TESSERA_REQUIRE_NVRTC", "1")];
+    // The same packages as in the tests that follow, so that cargo builds each crate once.
+    run_cargo(root, &["test", "--workspace", "--lib", "--quiet", "compile_check"], &variables)
+}
+
+/// Installs the compiler into a virtual environment, unless it is there, and returns the folder of
+/// its library.
+fn install_nvrtc(venv: &Path) -> Result<PathBuf> {
+    if let Some(folder) = find_nvrtc(venv) {
+        return Ok(folder);
+    }
+    let python = venv.join("bin/python");
+    let steps: [(&Path, &[&str]); 2] = [
+        (Path::new("python3"), &["-m", "venv", &venv.to_string_lossy()]),
+        (&python, &["-m", "pip", "install", "--quiet", "--disable-pip-version-check", NVRTC_WHEEL]),
+    ];
+    for (program, arguments) in steps {
+        println!("+ {} {}", program.display(), arguments.join(" "));
+        let status = Command::new(program).args(arguments).status();
+        let status = status.with_context(|| format!("cannot start {}", program.display()))?;
+        if !status.success() {
+            bail!("`{} {}` failed ({status})", program.display(), arguments.join(" "));
+        }
+    }
+    find_nvrtc(venv).with_context(|| format!("{NVRTC_WHEEL} contains no libnvrtc.so.13"))
+}
+
+/// Returns the folder of libnvrtc.so.13 in a virtual environment.
+fn find_nvrtc(venv: &Path) -> Option<PathBuf> {
+    let versions = std::fs::read_dir(venv.join("lib")).ok()?;
+    let folders = versions.flatten().map(|v| v.path().join("site-packages/nvidia/cu13/lib"));
+    folders.into_iter().find(|f| f.join("libnvrtc.so.13").is_file())
 }
 
 /// Runs all tidy checks and prints each problem on its own line.

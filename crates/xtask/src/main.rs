@@ -1,4 +1,6 @@
-//! The project's automation: `cargo xtask tidy`, `cargo xtask bless`, `cargo xtask ci`.
+//! The project's automation: `cargo xtask tidy`, `bless`, `kernels` and `ci`.
+
+#![forbid(unsafe_code)]
 
 mod ci;
 mod tidy;
@@ -9,15 +11,17 @@ use std::process::ExitCode;
 
 const USAGE: &str = "usage: cargo xtask <task>
 
-  tidy   run the checks that the compiler cannot: crate dependencies, purity, unsafe, codes, links
-  bless  run the filetests and rewrite their expected output
-  ci     run everything that must pass: fmt, tidy, clippy, all tests";
+  tidy     run the checks that neither the compiler nor Clippy makes: dependencies, unsafe, codes, links
+  bless    run the filetests and rewrite their expected output
+  kernels  compile every CUDA kernel with the compiler of a Python wheel; needs no GPU
+  ci       run everything that must pass: fmt, tidy, clippy, kernels, all tests";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let task = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["tidy"] => ci::run_tidy,
         ["bless"] => ci::bless_filetests,
+        ["kernels"] => ci::compile_kernels,
         ["ci"] => ci::run_all,
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");

@@ -1,25 +1,32 @@
-//! Checks of the rules of `ARCHITECTURE.md`, `STYLE.md` and the glossary that the compiler does not
-//! check, over the whole tree.
+//! Checks of the rules of `ARCHITECTURE.md`, `STYLE.md` and the glossary that neither the compiler nor
+//! Clippy checks, over the whole tree.
 //!
 //! Each check reads its table from the page itself, between markers, so that a page and its check
 //! cannot disagree.
 
+mod attr_lookups;
 mod codes;
 mod dependencies;
+mod exceptions;
+mod import_cycles;
+mod length;
+mod lints;
 mod manifest;
 mod manual;
+mod module_files;
+mod module_tree;
 mod page;
-mod purity;
-mod rust;
+mod source;
 mod text;
+mod unsafe_code;
 mod vocabulary;
 
 use std::fmt;
 
 use crate::tree::Tree;
-use page::{CrateRow, crate_rows, long_files, unsafe_files};
+use page::{CrateRow, crate_rows, long_code, unsafe_files};
 
-/// A violation of a rule.
+/// A violation of a rule, printed as `path:line: message`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Problem {
     path: String,
@@ -46,14 +53,19 @@ impl fmt::Display for Problem {
 
 /// Runs all checks and returns the problems sorted by path and line.
 pub(crate) fn find_problems(tree: &Tree) -> Vec<Problem> {
-    let sources = rust::parse_sources(tree);
     let mut found = Vec::new();
+    let sources = source::parse_sources(tree, &mut found);
     let table = crate_rows(tree, &mut found);
     dependencies::check(tree, &table, &mut found);
     manifest::check(tree, &mut found);
-    purity::check(&sources, &table, &unsafe_files(tree, &mut found), &mut found);
+    unsafe_code::check(&sources, &unsafe_files(tree, &mut found), &mut found);
+    lints::check(tree, &sources, &table, &mut found);
+    import_cycles::check(&sources, &mut found);
+    attr_lookups::check(&sources, &mut found);
+    module_files::check(tree, &mut found);
+    length::check(&sources, long_code(tree, &mut found), &mut found);
     codes::check(tree, &sources, &mut found);
-    text::check(tree, &long_files(tree, &mut found), &mut found);
+    text::check(tree, &mut found);
     manual::check(tree, &mut found);
     vocabulary::check(tree, &mut found);
     found.sort();

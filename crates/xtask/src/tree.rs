@@ -13,11 +13,11 @@ use serde_json::Value;
 pub(crate) struct File {
     /// Path relative to the workspace root, with `/` as separator.
     pub(crate) path: String,
-    /// Contents of the file.
+    /// The whole file, decoded as UTF-8.
     pub(crate) text: String,
 }
 
-/// What a dependency is for.
+/// The part of a crate that needs a dependency.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DependencyKind {
     /// The crate itself or its build script needs the dependency.
@@ -26,7 +26,7 @@ pub(crate) enum DependencyKind {
     Dev,
 }
 
-/// A crate of the workspace.
+/// A crate of the workspace, as `cargo metadata` lists it.
 #[derive(Debug)]
 pub(crate) struct Member {
     /// Name, which is also the name of the crate's folder.
@@ -47,7 +47,7 @@ pub(crate) struct Tree {
 }
 
 impl Tree {
-    /// Reads the project at `root`.
+    /// Reads the files below `root` that git does not ignore, and the crates of the workspace.
     pub(crate) fn read(root: &Path) -> Result<Tree> {
         let mut tree = Tree { members: read_members(root)?, ..Tree::default() };
         for path in list_paths(root)? {
@@ -66,7 +66,8 @@ impl Tree {
         Ok(tree)
     }
 
-    /// Returns the contents of a text file.
+    /// Returns the contents of the text file with this path, or `None` if the tree has no such
+    /// file.
     pub(crate) fn file_text(&self, path: &str) -> Option<&str> {
         self.files.iter().find(|f| f.path == path).map(|f| f.text.as_str())
     }
@@ -79,7 +80,7 @@ impl Tree {
             || self.paths.range(folder.clone()..).next().is_some_and(|p| p.starts_with(&folder))
     }
 
-    /// Iterates over the Rust sources.
+    /// Iterates over the files with the extension `rs`, tests and examples included.
     pub(crate) fn rust_files(&self) -> impl Iterator<Item = &File> {
         self.files.iter().filter(|f| f.path.ends_with(".rs"))
     }
@@ -90,7 +91,8 @@ pub(crate) fn owning_crate(path: &str) -> Option<&str> {
     path.strip_prefix("crates/")?.split('/').next()
 }
 
-/// Extensions of text files.
+/// Extensions of the files whose contents are read. Other files, except `.ci/run`, are known by
+/// path only.
 const TEXT_EXTENSIONS: &[&str] = &["rs", "md", "toml", "tir", "py", "sh", "css", "html", "js", "yml", "yaml"];
 /// Folders of generated files, skipped where git is not available to list the tracked ones.
 const GENERATED_FOLDERS: &[&str] = &["target", "out", "plan", "__pycache__", ".git"];
@@ -187,7 +189,7 @@ impl Tree {
         }
     }
 
-    /// Adds a crate and its dependencies.
+    /// Adds a crate with its dependencies to the members, but no files of the crate.
     pub(crate) fn with_crate(mut self, name: &str, dependencies: &[(&str, DependencyKind)]) -> Tree {
         let dependencies = dependencies.iter().map(|(n, k)| (n.to_string(), *k)).collect();
         self.members.push(Member { name: name.to_string(), dependencies });

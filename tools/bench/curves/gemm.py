@@ -21,7 +21,7 @@ EPILOGUES = ("plain", "gelu", "residual")
 
 
 def wgmma_step(tile_rows):
-    """Returns the function that crates/tessera-cuda/src/gemm_sm90.rs puts before the kernel; the wgmma instruction names every
+    """Returns the function that crates/tessera-cuda/src/gemm/sm90.rs puts before the kernel; the wgmma instruction names every
     register."""
     n = tile_rows // 2
     names = ", ".join(f"%{i}" for i in range(n))
@@ -54,7 +54,7 @@ def count_waves(rows, columns, tile_rows, same_columns):
 
 
 def fastest_tiles(rows, columns, inner, n):
-    """Returns the n tiles with the lowest estimated time; gemm_sm90.rs chooses the first."""
+    """Returns the n tiles with the lowest estimated time; gemm/sm90.rs chooses the first."""
     loaded = lambda tile_rows, same_columns: TILE_COLUMNS // CLUSTER + tile_rows if same_columns else TILE_COLUMNS + tile_rows // CLUSTER
     cost = lambda c: count_waves(rows, columns, *c) * (max(c[0], (c[0] + 64) // 2) * inner // 8 + TILE_OVERHEAD_CYCLES) * (1000 + 37 * loaded(*c) // c[0])
     return sorted(itertools.product(TILE_ROW_CHOICES, (1, 0)), key=cost)[:n]
@@ -227,7 +227,7 @@ if __name__ == "__main__":
     p.add_argument("--epilogue", choices=EPILOGUES, default="plain", help="epilogue of the timed GEMMs; all epilogues are checked")
     p.add_argument("--tile-rows", type=parse_numbers, help="rows of a tile (default: the --best tiles by estimated time)")
     p.add_argument("--best", type=int, default=1, help="number of tiles to time per shape")
-    p.add_argument("--bands", type=parse_numbers, default=[None], help="cluster tiles of rows per band (default: as gemm_sm90.rs chooses)")
+    p.add_argument("--bands", type=parse_numbers, default=[None], help="cluster tiles of rows per band (default: as gemm/sm90.rs chooses)")
     p.add_argument("--stages", type=parse_numbers, default=[None], help="pipeline stages (default: as many as fit)")
     p.add_argument("--release-slices", type=parse_numbers, default=[RELEASE_SLICES], help="k-slices in flight when a stage's buffers are released")
     p.add_argument("--seconds", type=float, default=0.5, help="seconds of each side without a pause")

@@ -19,21 +19,21 @@ pub fn buffer_bytes(remote: f64, ep: u32) -> f64 {
     if ep > 1 { remote * f64::from(ep) / f64::from(ep - 1) } else { 0.0 }
 }
 
-/// Result of one capacity.
+/// Drops, receive buffer and slowest rank at one capacity.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CapacityPoint {
     /// Capacity in per cent of the even share.
     pub pct: u32,
-    /// Share of assignments dropped.
+    /// Share of assignments of a token to an expert that this capacity drops, 0 to 1.
     pub dropped: f64,
     /// Maximum bytes that a rank must be able to receive in one dispatch: full buffers of all its
     /// experts, as static shapes require.
     pub peak_bytes: f64,
-    /// Rows of the slowest rank over the mean before drops.
+    /// Rows that the slowest rank keeps, divided by the mean rows per rank before drops.
     pub slowest: f64,
 }
 
-/// A capacity sweep and its chosen point.
+/// Drops, receive buffer and slowest rank at many capacities, and the recommended capacity.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CapacitySweep {
     /// Points from 100 to 200 per cent in steps of 5.

@@ -10,7 +10,7 @@ pub(super) struct RankGroup {
     pub mean: f64,
     /// Variance of the rows, as if ranks were independent.
     pub variance: f64,
-    /// Skewness of the rows.
+    /// Skewness of the rows of one rank; below 0.001 the distribution counts as normal.
     pub skew: f64,
 }
 

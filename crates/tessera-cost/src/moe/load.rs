@@ -4,7 +4,7 @@ use super::distributions::{RankGroup, clipped_moments, expected_max, to_skewed};
 use super::popularity::{ExpertClass, ExpertRankKind, ExpertSpread};
 use super::{ExpertLoad, Routing};
 
-/// A batch routed over one ep group.
+/// Sizes of a batch: each of the `tokens` of an ep group selects `top_k` of `experts`.
 pub(super) struct RoutedBatch {
     pub experts: f64,
     pub top_k: f64,
@@ -25,10 +25,10 @@ struct KindRows {
 #[derive(Clone, Copy)]
 struct ClassRows {
     count: f64,
-    /// Mean and variance before the capacity.
+    /// Mean and variance of the rows that tokens request from one expert, before drops.
     demand: f64,
     demand_variance: f64,
-    /// Mean and variance of the kept rows.
+    /// Mean and variance of the rows that the capacity lets the expert keep.
     mean: f64,
     variance: f64,
 }

@@ -31,24 +31,26 @@ pub fn remote_share(experts: u64, top_k: u64, local: u64, penalty: f64, scale: f
     1.0 - own / top_k as f64
 }
 
-/// One sequence whose tokens are exchanged.
+/// A sequence of a batch; ranks exchange its tokens to reach the selected experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExchangeItem {
     /// Length of the sequence in tokens, before padding.
     pub tokens: u64,
-    /// Kind of the sequence, for example prompt or decode; different kinds never share an exchange.
+    /// Kind of the sequence, for example prompt or decode. [`ExchangeRounds::by_length_class`]
+    /// never mixes kinds in an exchange.
     pub kind: u32,
 }
 
 /// Exchanges of at most one sequence per rank each, padded to the longest sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExchangeRounds {
-    /// Indices into the batch of the sequences of each exchange.
+    /// One list per exchange: the positions of its sequences in the batch.
     pub rounds: Vec<Vec<usize>>,
 }
 
 impl ExchangeRounds {
-    /// Fills exchanges in order of arrival.
+    /// Fills each exchange with the next `ranks` sequences of the batch, whatever their kinds and
+    /// lengths.
     #[must_use]
     pub fn in_order(items: &[ExchangeItem], ranks: usize) -> ExchangeRounds {
         let all: Vec<usize> = (0..items.len()).collect();
@@ -79,21 +81,12 @@ impl ExchangeRounds {
         self.rounds.iter().map(wait).max().unwrap_or(0) as f64 * ns_per_token
     }
 
-    /// Returns the time of all exchanges one after another.
+    /// Returns the time of all exchanges one after another; each takes as long as its longest
+    /// sequence.
     #[must_use]
     pub fn total_ns(&self, items: &[ExchangeItem], ns_per_token: f64) -> f64 {
         let longest = |round: &Vec<usize>| round.iter().map(|i| items[*i].tokens).max().unwrap_or(0);
         self.rounds.iter().map(longest).sum::<u64>() as f64 * ns_per_token
-    }
-
-    /// Reorders results from the order of the exchanges to the order of the batch.
-    #[must_use]
-    pub fn restore_order<T: Clone + Default>(&self, results: &[T]) -> Vec<T> {
-        let mut out = vec![T::default(); results.len()];
-        for (place, result) in self.rounds.iter().flatten().zip(results) {
-            out[*place] = result.clone();
-        }
-        out
     }
 }
 
@@ -142,9 +135,8 @@ mod tests {
         for round in &sorted.rounds {
             assert!(round.len() <= 8 && round.iter().all(|i| items[*i].kind == items[round[0]].kind));
         }
-        // No sequence is lost, and the results come back in the order of the batch.
-        let sent: Vec<u64> = sorted.rounds.iter().flatten().map(|i| items[*i].tokens).collect();
-        let want: Vec<u64> = items.iter().map(|i| i.tokens).collect();
-        assert_eq!(sorted.restore_order(&sent), want);
+        let mut places: Vec<usize> = sorted.rounds.concat();
+        places.sort_unstable();
+        assert_eq!(places, (0..64).collect::<Vec<_>>(), "each sequence has one exchange");
     }
 }

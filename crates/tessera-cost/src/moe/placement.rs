@@ -3,7 +3,7 @@
 
 use super::ExpertLoad;
 
-/// Ranks that hold the copies of experts.
+/// Which rank holds which experts, when popular experts have several copies.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertPlacement {
     /// Expert numbers of each rank; the numbers of copies per rank differ by at most one.

@@ -19,14 +19,14 @@ pub(super) struct ExpertClass {
 pub(super) struct ExpertRankKind {
     /// Number of ranks of this kind in the group.
     pub ranks: f64,
-    /// Experts of each rank.
+    /// Number of experts that each of these ranks holds.
     pub experts: f64,
     /// Experts of one rank; with mixed placement all experts of the group, of which a rank holds
     /// any `experts`.
     pub classes: Vec<ExpertClass>,
 }
 
-/// Distribution of experts over ranks.
+/// Popularity of the experts on each rank of an ep group; equal ranks are listed once.
 #[derive(Debug, Clone)]
 pub(super) struct ExpertSpread {
     /// Whether each rank holds a random subset of all experts.
@@ -112,7 +112,7 @@ fn experts_per_rank(experts: u64, ep: u32) -> Vec<(u32, u64)> {
     [(rest, quotient + 1), (ep - rest, quotient)].into_iter().filter(|(ranks, _)| *ranks > 0).collect()
 }
 
-/// Quantiles of P(x) ~ x^-alpha over 1 to `range`.
+/// Quantiles of P(x) ~ x^-alpha for x from 1 to 0.8 of the tokens, and at least to 200.
 struct PowerLawQuantiles {
     power: f64,
     slope: f64,
@@ -192,7 +192,7 @@ fn workload_spread(experts: u64, top_k: u64, ep: u32, n: u8) -> ExpertSpread {
     ExpertSpread { mixed: false, kinds: kinds.into_iter().map(kind).collect() }
 }
 
-/// Returns the relative popularity of an expert under a workload.
+/// Returns the popularity of an expert under workload W`n`, relative to an ordinary expert.
 fn workload_weight(n: u8, expert: u64, experts: u64, ep: u32, step: u64) -> f64 {
     let of_rank = |rank: u32| {
         let (start, expert_count) = split_units(experts, ep, rank);
@@ -245,7 +245,7 @@ fn normalize_shares(classes: &mut [ExpertClass], top_k: f64) {
     }
 }
 
-/// Applies a fixed shuffle.
+/// Shuffles with a constant Philox key: the order depends on the length only.
 fn fixed_shuffle(list: &mut [f64]) {
     for i in (1..list.len()).rev() {
         let word = philox4x32([i as u32, 0, 0, 0], [0x7465_7373, 0x6572_6121])[0];

@@ -1,7 +1,7 @@
 //! Costs of a collective library beyond the wire time: constants per collective and algorithm,
 //! independent of the size.
 
-/// Constants of a collective library.
+/// Latencies and rates of a collective library such as NCCL.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CollectiveLibrary {
     /// Cost lines of an all-reduce, by algorithm.
@@ -12,14 +12,14 @@ pub struct CollectiveLibrary {
     pub all_to_all: AlgorithmLines,
     /// Cost lines of a broadcast, by algorithm.
     pub broadcast: AlgorithmLines,
-    /// Point-to-point send and receive.
+    /// Cost lines of a point-to-point send and its receive, by algorithm.
     pub send: AlgorithmLines,
     /// Time added to every collective that the host launches itself instead of replaying it from a
     /// CUDA graph.
     pub eager_ns: f64,
-    /// Share of the achievable rate of links between domains that collectives reach.
+    /// Share, at most 1, that collectives between domains reach of the achievable rate of the links.
     pub network_rate: f64,
-    /// Origin of the numbers.
+    /// Origin of the numbers, as free text that a file must state.
     pub source: String,
 }
 
@@ -31,7 +31,7 @@ pub struct AlgorithmLines {
     pub one_shot: Vec<CostLine>,
     /// Reduction and broadcast over a tree.
     pub tree: Vec<CostLine>,
-    /// Ring over all ranks.
+    /// Each rank passes shards to the next rank of a ring over all ranks.
     pub ring: Vec<CostLine>,
     /// Pairwise exchange of shards.
     pub direct: Vec<CostLine>,
@@ -47,11 +47,11 @@ pub struct AlgorithmLines {
 /// even share of the buffer. Between domains a hop takes at least the link's latency.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CostLine {
-    /// Time of any call.
+    /// Time that every call takes, whatever its size.
     pub base_ns: f64,
     /// Time of each step that waits for a neighbour.
     pub hop_ns: f64,
-    /// Share of the achievable rate of links within a domain.
+    /// Share that transfers reach of the achievable rate of links within a domain.
     pub rate_share: f64,
     /// Cost of copying a rank's own shard relative to sending it; 0 if the copy is free.
     pub self_copy: f64,

@@ -3,9 +3,9 @@
 /// Overlap of a layer's transfers with computation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct OverlapTraits {
-    /// Overlap of tp transfers.
+    /// Computation that hides tp transfers; a profile without an `[overlap]` table hides none.
     pub tp: TpOverlap,
-    /// Minimum rows of a GEMM chunk.
+    /// Minimum rows of a row chunk; a GEMM of fewer than two such chunks is not split.
     pub chunk_rows: f64,
     /// Whether weight gradients are accumulated in the epilogue of the GEMM that computes them,
     /// without a separate kernel.
@@ -15,7 +15,7 @@ pub struct OverlapTraits {
     pub overlaps_gathers: bool,
     /// Whether another micro-batch overlaps dispatch and combine.
     pub overlaps_dispatch: bool,
-    /// Origin of these settings.
+    /// Origin of the settings, as free text that each `[overlap]` table of a file must state.
     pub source: String,
 }
 
@@ -35,7 +35,7 @@ impl TpOverlap {
     /// All values, in declaration order.
     pub const ALL: [TpOverlap; 3] = [TpOverlap::Nothing, TpOverlap::Backward, TpOverlap::Chunks];
 
-    /// Returns the name of the value.
+    /// Returns the name of the value in a profile, for example `backward`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["nothing", "backward", "chunks"][self as usize]

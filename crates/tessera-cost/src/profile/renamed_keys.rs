@@ -1,6 +1,6 @@
 //! Keys of earlier profile files and the keys that replaced them, for the hints of diagnostics.
 
-/// Tables of a profile or of a device family.
+/// Tables of a profile or of a device family, as pairs of the earlier and the present name.
 pub(crate) const RENAMED_TABLES: &[(&str, &str)] =
     &[("habits", "executor"), ("products", "gemms"), ("experts", "grouped_gemm")];
 /// Keys of `[executor]`, as pairs of the earlier and the present key.
@@ -13,7 +13,7 @@ pub(crate) const RENAMED_TRAITS: &[(&str, &str)] = &[
     ("pass_share", "elementwise_share"),
     ("sustained", "sustained_share"),
 ];
-/// Keys of a GEMM curve.
+/// Keys of a table of `[gemms]`, as pairs of the earlier and the present key.
 pub(crate) const RENAMED_GEMM: &[(&str, &str)] = &[("most", "max_efficiency")];
 /// Keys of `[memory]`, as pairs of the earlier and the present key.
 pub(crate) const RENAMED_MEMORY: &[(&str, &str)] = &[("cached_times", "cached_speedup")];
@@ -25,5 +25,5 @@ pub(crate) const RENAMED_OVERLAP: &[(&str, &str)] = &[
 ];
 /// Keys of `[library]`, as pairs of the earlier and the present key.
 pub(crate) const RENAMED_LIBRARY: &[(&str, &str)] = &[("out_rate", "network_rate")];
-/// Keys of a cost line.
+/// Keys of a cost line in `[library]`, as pairs of the earlier and the present key.
 pub(crate) const RENAMED_LINE: &[(&str, &str)] = &[("own", "self_copy"), ("far", "network_share")];

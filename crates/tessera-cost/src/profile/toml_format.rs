@@ -12,8 +12,9 @@ use super::renamed_keys::{
 };
 use super::{
     AlgorithmLines, AttentionCurve, CollectiveLibrary, CostLine, Curves, GemmCurve, GroupedGemmCurve,
-    HostCosts, JOBS, MemoryCurve, OverlapTraits, Profile, T1106, TpOverlap,
+    HostCosts, JOBS, MemoryCurve, OverlapTraits, Profile, TpOverlap,
 };
+use crate::codes::T1106;
 use crate::executor_traits::ExecutorTraits;
 
 impl Profile {
@@ -23,7 +24,7 @@ impl Profile {
     /// T0001 to T0004 for a text that cannot be parsed, T1106 for a curve out of range.
     pub fn parse(file: &str, text: &str) -> Result<Profile, Diagnostics> {
         let mut top = ConfigReader::new(file, "", parse_toml(file, text)?);
-        top.renamed_keys(RENAMED_TABLES);
+        top.set_renamed_keys(RENAMED_TABLES);
         let mut reader = ProfileReader { file, found: Vec::new() };
         let name = top.read_text("name", None);
         let title = top.read_text("title", None);
@@ -37,7 +38,7 @@ impl Profile {
             .read_tables("families")
             .into_iter()
             .map(|(family, mut fields)| {
-                fields.renamed_keys(RENAMED_TABLES);
+                fields.set_renamed_keys(RENAMED_TABLES);
                 let curves = reader.read_curves(&mut fields, Some(&base));
                 reader.found.extend(fields.finish());
                 (family, curves)
@@ -160,6 +161,43 @@ impl ProfileReader<'_> {
     }
 
     fn read_curves(&mut self, fields: &mut ConfigReader<'_>, base: Option<&Curves>) -> Curves {
+        let none = OverlapTraits {
+            tp: TpOverlap::Nothing,
+            chunk_rows: 1024.0,
+            fuses_weight_gradient: false,
+            overlaps_gathers: false,
+            overlaps_dispatch: false,
+            source: "the profile does not state an overlap".to_string(),
+        };
+        Curves {
+            gemms: self.read_gemm_curves(fields, base),
+            attention: self.read_table(
+                fields,
+                "attention",
+                base.map(|b| &b.attention),
+                Self::read_attention_curve,
+            ),
+            grouped_gemm: self.read_table(
+                fields,
+                "grouped_gemm",
+                base.map(|b| &b.grouped_gemm),
+                Self::read_grouped_gemm_curve,
+            ),
+            memory: self.read_table(fields, "memory", base.map(|b| &b.memory), Self::read_memory_curve),
+            host: self.read_table(fields, "host", base.map(|b| &b.host), Self::read_host_costs),
+            library: self.read_table(fields, "library", base.map(|b| &b.library), Self::read_library),
+            overlap: self.read_table(
+                fields,
+                "overlap",
+                Some(base.map_or(&none, |b| &b.overlap)),
+                Self::read_overlap_traits,
+            ),
+        }
+    }
+
+    /// Reads one curve per precision. A precision without a curve takes that of the base, or else
+    /// that of the next wider precision, or of the widest one that has a curve.
+    fn read_gemm_curves(&mut self, fields: &mut ConfigReader<'_>, base: Option<&Curves>) -> [GemmCurve; 4] {
         let mut gemms = fields.read_table("gemms");
         let mut read: [Option<GemmCurve>; 4] = [const { None }; 4];
         for p in Precision::ALL {
@@ -170,18 +208,9 @@ impl ProfileReader<'_> {
             }
         }
         self.found.extend(gemms.finish());
-        let nothing = OverlapTraits {
-            tp: TpOverlap::Nothing,
-            chunk_rows: 1024.0,
-            fuses_weight_gradient: false,
-            overlaps_gathers: false,
-            overlaps_dispatch: false,
-            source: "the profile does not state an overlap".to_string(),
-        };
-        let any = read.iter().flatten().next().cloned();
-        let mut last = any.clone();
-        let gemms = Precision::ALL.map(|p| {
-            let own = read[p as usize].clone();
+        let mut last = read.iter().flatten().next().cloned();
+        Precision::ALL.map(|p| {
+            let own = read[p as usize].take();
             let value = own.or_else(|| base.map(|b| b.gemm_curve(p).clone())).or_else(|| last.clone());
             last.clone_from(&value);
             value.unwrap_or_else(|| {
@@ -200,94 +229,79 @@ impl ProfileReader<'_> {
                     source: String::new(),
                 }
             })
-        });
-        Curves {
-            gemms,
-            attention: self.read_table(fields, "attention", base.map(|b| &b.attention), |r, f, b| {
-                AttentionCurve {
-                    share: r.read_share(f, "share", b.map(|b| b.share)),
-                    queries_half: r.read_non_negative(f, "queries_half", b.map(|b| b.queries_half)),
-                    keys_half: r.read_non_negative(f, "keys_half", b.map(|b| b.keys_half)),
-                    memory_share: r.read_share(f, "memory_share", b.map(|b| b.memory_share)),
-                    start_ns: r.read_non_negative(f, "start_ns", b.map(|b| b.start_ns)),
-                    stores_scores: f.read_flag("stores_scores", b.is_some_and(|b| b.stores_scores)),
-                    source: f.read_text("source", None),
-                }
-            }),
-            grouped_gemm: self.read_table(
-                fields,
-                "grouped_gemm",
-                base.map(|b| &b.grouped_gemm),
-                |r, f, b| GroupedGemmCurve {
-                    share: r.read_share(f, "share", b.map(|b| b.share)),
-                    rows_half: r.read_non_negative(f, "rows_half", b.map(|b| b.rows_half)),
-                    memory_share: r.read_share(f, "memory_share", Some(b.map_or(1.0, |b| b.memory_share))),
-                    start_ns: r.read_non_negative(f, "start_ns", b.map(|b| b.start_ns)),
-                    source: f.read_text("source", None),
-                },
-            ),
-            memory: self.read_table(fields, "memory", base.map(|b| &b.memory), |r, f, b| {
-                f.renamed_keys(RENAMED_MEMORY);
-                MemoryCurve {
-                    share: r.read_share(f, "share", b.map(|b| b.share)),
-                    start_ns: r.read_non_negative(f, "start_ns", b.map(|b| b.start_ns)),
-                    reserved_bytes: r.read_non_negative(f, "reserved_bytes", b.map(|b| b.reserved_bytes)),
-                    cached_bytes: r.read_non_negative(
-                        f,
-                        "cached_bytes",
-                        Some(b.map_or(0.0, |b| b.cached_bytes)),
-                    ),
-                    cached_speedup: r.read_ranged(
-                        f,
-                        "cached_speedup",
-                        Some(b.map_or(1.0, |b| b.cached_speedup)),
-                        1.0,
-                        1000.0,
-                    ),
-                    source: f.read_text("source", None),
-                }
-            }),
-            host: self.read_table(fields, "host", base.map(|b| &b.host), |r, f, b| HostCosts {
-                launch_ns: r.read_non_negative(f, "launch_ns", b.map(|b| b.launch_ns)),
-                captured: f.read_flag("captured", b.is_some_and(|b| b.captured)),
-                contention: r.read_ranged(f, "contention", b.map(|b| b.contention), 1.0, 100.0),
-                source: f.read_text("source", None),
-            }),
-            library: self.read_table(
-                fields,
-                "library",
-                base.map(|b| &b.library),
-                ProfileReader::read_library,
-            ),
-            overlap: self.read_table(
-                fields,
-                "overlap",
-                Some(base.map_or(&nothing, |b| &b.overlap)),
-                |r, f, b| {
-                    f.renamed_keys(RENAMED_OVERLAP);
-                    let words = TpOverlap::ALL.map(TpOverlap::name);
-                    let word = f.read_choice("tp", &words, b.map_or(words[0], |b| b.tp.name()));
-                    OverlapTraits {
-                        tp: TpOverlap::ALL
-                            .into_iter()
-                            .find(|h| h.name() == word)
-                            .unwrap_or(TpOverlap::Nothing),
-                        chunk_rows: r.read_non_negative(f, "chunk_rows", b.map(|b| b.chunk_rows)),
-                        fuses_weight_gradient: f
-                            .read_flag("fuses_weight_gradient", b.is_some_and(|b| b.fuses_weight_gradient)),
-                        overlaps_gathers: f
-                            .read_flag("overlaps_gathers", b.is_some_and(|b| b.overlaps_gathers)),
-                        overlaps_dispatch: f
-                            .read_flag("overlaps_dispatch", b.is_some_and(|b| b.overlaps_dispatch)),
-                        source: f.read_text("source", None),
-                    }
-                },
-            ),
+        })
+    }
+
+    fn read_attention_curve(
+        &mut self,
+        f: &mut ConfigReader<'_>,
+        b: Option<&AttentionCurve>,
+    ) -> AttentionCurve {
+        AttentionCurve {
+            share: self.read_share(f, "share", b.map(|b| b.share)),
+            queries_half: self.read_non_negative(f, "queries_half", b.map(|b| b.queries_half)),
+            keys_half: self.read_non_negative(f, "keys_half", b.map(|b| b.keys_half)),
+            memory_share: self.read_share(f, "memory_share", b.map(|b| b.memory_share)),
+            start_ns: self.read_non_negative(f, "start_ns", b.map(|b| b.start_ns)),
+            stores_scores: f.read_flag("stores_scores", b.is_some_and(|b| b.stores_scores)),
+            source: f.read_text("source", None),
+        }
+    }
+
+    fn read_grouped_gemm_curve(
+        &mut self,
+        f: &mut ConfigReader<'_>,
+        b: Option<&GroupedGemmCurve>,
+    ) -> GroupedGemmCurve {
+        GroupedGemmCurve {
+            share: self.read_share(f, "share", b.map(|b| b.share)),
+            rows_half: self.read_non_negative(f, "rows_half", b.map(|b| b.rows_half)),
+            memory_share: self.read_share(f, "memory_share", Some(b.map_or(1.0, |b| b.memory_share))),
+            start_ns: self.read_non_negative(f, "start_ns", b.map(|b| b.start_ns)),
+            source: f.read_text("source", None),
+        }
+    }
+
+    fn read_memory_curve(&mut self, f: &mut ConfigReader<'_>, b: Option<&MemoryCurve>) -> MemoryCurve {
+        f.set_renamed_keys(RENAMED_MEMORY);
+        let cached_speedup = Some(b.map_or(1.0, |b| b.cached_speedup));
+        MemoryCurve {
+            share: self.read_share(f, "share", b.map(|b| b.share)),
+            start_ns: self.read_non_negative(f, "start_ns", b.map(|b| b.start_ns)),
+            reserved_bytes: self.read_non_negative(f, "reserved_bytes", b.map(|b| b.reserved_bytes)),
+            cached_bytes: self.read_non_negative(f, "cached_bytes", Some(b.map_or(0.0, |b| b.cached_bytes))),
+            cached_speedup: self.read_ranged(f, "cached_speedup", cached_speedup, 1.0, 1000.0),
+            source: f.read_text("source", None),
+        }
+    }
+
+    fn read_host_costs(&mut self, f: &mut ConfigReader<'_>, b: Option<&HostCosts>) -> HostCosts {
+        HostCosts {
+            launch_ns: self.read_non_negative(f, "launch_ns", b.map(|b| b.launch_ns)),
+            captured: f.read_flag("captured", b.is_some_and(|b| b.captured)),
+            contention: self.read_ranged(f, "contention", b.map(|b| b.contention), 1.0, 100.0),
+            source: f.read_text("source", None),
+        }
+    }
+
+    fn read_overlap_traits(&mut self, f: &mut ConfigReader<'_>, b: Option<&OverlapTraits>) -> OverlapTraits {
+        f.set_renamed_keys(RENAMED_OVERLAP);
+        let names = TpOverlap::ALL.map(TpOverlap::name);
+        let name = f.read_choice("tp", &names, b.map_or(names[0], |b| b.tp.name()));
+        let tp = TpOverlap::ALL.into_iter().find(|o| o.name() == name);
+        OverlapTraits {
+            tp: tp.unwrap_or(TpOverlap::Nothing),
+            chunk_rows: self.read_non_negative(f, "chunk_rows", b.map(|b| b.chunk_rows)),
+            fuses_weight_gradient: f
+                .read_flag("fuses_weight_gradient", b.is_some_and(|b| b.fuses_weight_gradient)),
+            overlaps_gathers: f.read_flag("overlaps_gathers", b.is_some_and(|b| b.overlaps_gathers)),
+            overlaps_dispatch: f.read_flag("overlaps_dispatch", b.is_some_and(|b| b.overlaps_dispatch)),
+            source: f.read_text("source", None),
         }
     }
 
     fn read_gemm_curve(&mut self, f: &mut ConfigReader<'_>, b: Option<&GemmCurve>) -> GemmCurve {
-        f.renamed_keys(RENAMED_GEMM);
+        f.set_renamed_keys(RENAMED_GEMM);
         GemmCurve {
             max_efficiency: self.read_share(f, "max_efficiency", b.map(|b| b.max_efficiency)),
             share: self.read_ranged(f, "share", b.map(|b| b.share), 1e-6, 2.0),
@@ -300,7 +314,7 @@ impl ProfileReader<'_> {
     }
 
     fn read_library(&mut self, f: &mut ConfigReader<'_>, b: Option<&CollectiveLibrary>) -> CollectiveLibrary {
-        f.renamed_keys(RENAMED_LIBRARY);
+        f.set_renamed_keys(RENAMED_LIBRARY);
         let mut op = |f: &mut ConfigReader<'_>, key: &'static str, base: Option<&AlgorithmLines>| match f
             .read_optional_table(key)
         {
@@ -334,7 +348,7 @@ impl ProfileReader<'_> {
             f.read_tables(key)
                 .into_iter()
                 .map(|(_, mut f)| {
-                    f.renamed_keys(RENAMED_LINE);
+                    f.set_renamed_keys(RENAMED_LINE);
                     let line = CostLine {
                         base_ns: self.read_non_negative(&mut f, "base_ns", None),
                         hop_ns: self.read_non_negative(&mut f, "hop_ns", Some(0.0)),

@@ -2,22 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use tessera_ir::{Op, OpKind, Opcode, Program, ValueId};
+use tessera_ir::op_traits::KernelClass;
+use tessera_ir::{Op, OpKind, OpView, Opcode, Program, ValueId};
 
 use super::ValueWidths;
 
 /// Returns whether an op is memory-bound: it reads each value at most a few times and multiplies no
 /// matrices.
 pub(super) fn is_memory_bound(op: Opcode) -> bool {
-    op.table_row().kind == OpKind::Compute
-        && !matches!(op, Opcode::Matmul | Opcode::Attention | Opcode::Bmm | Opcode::MoeRoute)
-        || op == Opcode::CacheWrite
-}
-
-/// Returns whether an op only moves values.
-pub(super) fn is_copy(op: Opcode) -> bool {
-    use Opcode as O;
-    matches!(op, O::CacheWrite | O::TakeRows | O::TakeShard | O::Pad | O::Compact | O::Add | O::Cast)
+    matches!(op.table_row().traits.kernel, KernelClass::Copy | KernelClass::Elementwise)
 }
 
 /// Returns sets of elementwise ops that can be fused, each in program order. An op joins the kernel
@@ -53,7 +46,7 @@ pub(super) fn mergeable_matmuls(p: &Program) -> Vec<Vec<usize>> {
         if is_source(op) {
             continue;
         }
-        let plain = op.opcode == Opcode::Matmul && op.str_attr("act").is_none();
+        let plain = matches!(op.view(), Ok(OpView::Matmul(v)) if v.act.is_none());
         let beside = plain
             && open
             && sets.last().is_some_and(|s| {
@@ -122,7 +115,7 @@ fn read_values(op: &Op) -> impl Iterator<Item = ValueId> + '_ {
     op.operands.iter().copied().chain(op.keyed.iter().map(|(_, v)| *v))
 }
 
-/// Returns the number of rows that an op covers.
+/// Returns the extent of dim 0 of an op's first operand, or of its result if it has no operand.
 fn row_count(p: &Program, op: &Op) -> Option<u64> {
     let v = op.operands.first().or(op.results.first())?;
     p.type_of(*v).shape.first().copied()

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 use crate::params::PipelineSchedule;
 
-/// The work on a micro-batch.
+/// The part of a training step that a stage runs for one micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum StageWork {
     /// Forward pass of the chunk's layers.
@@ -31,12 +31,13 @@ pub struct StageOp {
     pub micro_batch: u32,
 }
 
-/// One turn of a stage: an op, or a forward and a backward op fused into one block.
+/// One entry in the order of a stage, which is called a turn: a single op, or a forward and a
+/// backward op that run as one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StageTurn {
-    /// The op of this turn; in a fused block one of its two ops.
+    /// The single op, or the forward op of a block.
     pub op: StageOp,
-    /// The op in the same block, if any.
+    /// The backward op of a block; `None` for a single op.
     pub paired: Option<StageOp>,
 }
 

@@ -5,7 +5,7 @@ use super::MicroBatchTimes;
 use super::order::{StageOp, StageTurn, StageWork, stage_orders};
 use crate::params::PipelineSchedule;
 
-/// One op of a stage with its time.
+/// One pass of a micro-batch through a model chunk of a stage, with its start and its end.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StageSlot {
     /// Index of the pipeline stage that runs the op.
@@ -53,7 +53,7 @@ pub fn simulate_uneven_schedule(
     slots
 }
 
-/// Returns the bubble of the simulated schedule.
+/// Simulates a schedule and returns its bubble, as the docs of [`super`] define it, in nanoseconds.
 pub(super) fn bubble_ns(
     schedule: PipelineSchedule,
     interleave: u32,
@@ -195,7 +195,7 @@ mod tests {
     const SCHEDULES: &[PipelineSchedule] = PipelineSchedule::ALL;
 
     /// A valid mapping with sends up to `sends` times the shortest work.
-    fn arrangement(sends: f64) -> impl Strategy<Value = (PipelineSchedule, u32, u32, u32, MicroBatchTimes)> {
+    fn any_schedule(sends: f64) -> impl Strategy<Value = (PipelineSchedule, u32, u32, u32, MicroBatchTimes)> {
         let pace = (0.2..4.0f64, 0.2..4.0f64, 0.2..4.0f64, 0.0..=sends);
         (0..SCHEDULES.len(), 2..8u32, 2..5u32, 1..25u32, pace, any::<bool>()).prop_map(
             |(s, p, v, m, (f, b, w, send), even)| {
@@ -225,7 +225,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(1500))]
 
         #[test]
-        fn closed_forms_equal_the_simulated_schedule((s, p, v, m, pace) in arrangement(2.0)) {
+        fn closed_forms_equal_the_simulated_schedule((s, p, v, m, pace) in any_schedule(2.0)) {
             prop_assert_eq!(check_schedule(s, p, v, m, 1000), Ok(()));
             let simulated = bubble_ns(s, v, m, &vec![pace; p as usize]);
             if let Some(closed) = closed_form(s, p, v, m, &pace) {
@@ -235,7 +235,7 @@ mod tests {
         }
 
         #[test]
-        fn forward_alone_has_a_closed_form_too((s, p, v, m, pace) in arrangement(2.0)) {
+        fn forward_alone_has_a_closed_form_too((s, p, v, m, pace) in any_schedule(2.0)) {
             let pace = MicroBatchTimes { backward_input_ns: 0.0, backward_weight_ns: 0.0, ..pace };
             let simulated = bubble_ns(s, v, m, &vec![pace; p as usize]);
             prop_assert_eq!(closed_form(s, p, v, m, &pace).is_some(), s != PipelineSchedule::DualPipe);
@@ -243,14 +243,14 @@ mod tests {
         }
 
         #[test]
-        fn closed_forms_answer_for_sends_that_work_can_hide((s, p, v, m, pace) in arrangement(0.3)) {
+        fn closed_forms_answer_for_sends_that_work_can_hide((s, p, v, m, pace) in any_schedule(0.3)) {
             let enough = match s { PipelineSchedule::ZbH1 => p, PipelineSchedule::ZbH2 => 2 * p - 1, _ => 1 };
             let pace = MicroBatchTimes { send_ns: pace.send_ns / f64::from(v), ..pace };
             prop_assert_eq!(closed_form(s, p, v, m, &pace).is_some(), m >= enough);
         }
 
         #[test]
-        fn every_turn_is_taken_once_and_after_its_input((s, p, v, m, pace) in arrangement(1.0)) {
+        fn every_stage_op_runs_once_and_after_its_input((s, p, v, m, pace) in any_schedule(1.0)) {
             let slots = simulate_schedule(s, p, v, m, &pace);
             let work: f64 = slots.iter().map(|x| x.end_ns - x.start_ns).sum();
             prop_assert!(close(work, f64::from(p * m) * pace.work_ns()));
@@ -260,7 +260,7 @@ mod tests {
         }
 
         #[test]
-        fn a_stage_keeps_no_more_than_is_said((s, p, v, m, _) in arrangement(0.3)) {
+        fn a_stage_keeps_no_more_activations_than_stated((s, p, v, m, _) in any_schedule(0.3)) {
             let mut most = 0.0f64;
             for (at, stage) in stage_orders(s, p, v, m, false).iter().enumerate() {
                 let mut here = 0.0f64;
@@ -280,7 +280,7 @@ mod tests {
         }
 
         #[test]
-        fn a_faster_link_never_makes_a_bubble_longer((s, p, v, m, pace) in arrangement(2.0), faster in 0.0..1.0f64) {
+        fn a_faster_link_never_makes_a_bubble_longer((s, p, v, m, pace) in any_schedule(2.0), faster in 0.0..1.0f64) {
             let fast = MicroBatchTimes { send_ns: pace.send_ns * faster, ..pace };
             prop_assert!(bubble(s, p, v, m, &fast) <= bubble(s, p, v, m, &pace) + 1e-9);
         }

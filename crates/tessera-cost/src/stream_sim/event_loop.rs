@@ -36,7 +36,7 @@ pub(super) fn run_tasks(
     engine.into_windows()
 }
 
-/// A time with a total order.
+/// A simulated time in nanoseconds with the total order that the event queue needs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct EventTime(f64);
 
@@ -68,17 +68,18 @@ struct TaskInstance {
     remaining_ns: f64,
     /// Current slowdown relative to undisturbed execution.
     slowdown: f64,
-    /// Time at which `left_ns` was valid.
+    /// Time at which `remaining_ns` was valid.
     since_ns: f64,
     /// Stamp of the valid predicted end; odd while the instance runs.
     stamp: u32,
-    /// Round in which the rate was last updated.
+    /// Number of the last round that handled this instance. Each start or end of an instance is a
+    /// round, and updates a rate at most once.
     last_round: u32,
 }
 
 #[derive(Default)]
 struct DeviceState {
-    /// Instance that occupies compute.
+    /// Index of the instance that occupies compute; `None` while compute is idle.
     computing: Option<u32>,
     /// Instances that wait for compute, in order of readiness.
     queue: VecDeque<u32>,
@@ -93,13 +94,13 @@ struct EventLoop<'a> {
     contention: Contention,
     /// Number of unfinished dependencies of each task.
     pending: Vec<u32>,
-    /// Successors of each task, as ranges of `later`.
+    /// The successors of task `t` are `later[later_from[t]..later_from[t + 1]]`.
     later_from: Vec<u32>,
     later: Vec<u32>,
     instance_of: Vec<u32>,
     members: Vec<u32>,
     instances: Vec<TaskInstance>,
-    /// Device of each task.
+    /// For each task, the index of its rank in `devices`.
     device_of: Vec<u32>,
     devices: Vec<DeviceState>,
     events: BinaryHeap<Reverse<EndEvent>>,
@@ -113,80 +114,10 @@ impl<'a> EventLoop<'a> {
     fn new(tasks: &'a [Task], edges: &[(u32, u32)], contention: Contention) -> EventLoop<'a> {
         let n = tasks.len();
         let mut edges: Vec<(u32, u32)> = edges.to_vec();
-        edges.reserve(n);
-        // Last task of each stream, by device.
-        let mut last_of: Vec<Vec<(u8, u32)>> = Vec::new();
-        let mut devices: BTreeMap<u32, u32> = BTreeMap::new();
-        let mut device_of: Vec<u32> = Vec::with_capacity(n);
-        let mut meets: Vec<(u32, u32)> = Vec::new();
-        for (i, task) in tasks.iter().enumerate() {
-            // Consecutive tasks mostly belong to one rank.
-            let device = match i.checked_sub(1) {
-                Some(before) if tasks[before].rank == task.rank => device_of[before],
-                _ => {
-                    let next = devices.len() as u32;
-                    *devices.entry(task.rank).or_insert(next)
-                }
-            };
-            device_of.push(device);
-            last_of.resize_with(devices.len(), Vec::new);
-            let streams = &mut last_of[device as usize];
-            match streams.iter_mut().find(|(s, _)| *s == task.stream) {
-                Some((_, last)) => {
-                    edges.push((i as u32, *last));
-                    *last = i as u32;
-                }
-                None => streams.push((task.stream, i as u32)),
-            }
-            if let Some(meet) = task.collective {
-                meets.push((meet, i as u32));
-            }
-        }
-        meets.sort_unstable();
-        let mut pending = vec![0; n];
-        let mut later_from = vec![0u32; n + 1];
-        for &(later, earlier) in &edges {
-            pending[later as usize] += 1;
-            later_from[earlier as usize + 1] += 1;
-        }
-        for i in 0..n {
-            later_from[i + 1] += later_from[i];
-        }
-        let mut fill = later_from.clone();
-        let mut later = vec![0; edges.len()];
-        for &(after, earlier) in &edges {
-            later[fill[earlier as usize] as usize] = after;
-            fill[earlier as usize] += 1;
-        }
-        let mut members = Vec::with_capacity(n);
-        let mut instances = Vec::with_capacity(n);
-        let mut instance_of = vec![0; n];
-        let mut instance = |group: &mut dyn Iterator<Item = u32>| {
-            let first = members.len() as u32;
-            let mut work: f64 = 0.0;
-            for t in group {
-                work = work.max(tasks[t as usize].work_ns);
-                instance_of[t as usize] = instances.len() as u32;
-                members.push(t);
-            }
-            let last = members.len() as u32;
-            instances.push(TaskInstance {
-                first,
-                last,
-                missing: last - first,
-                remaining_ns: work,
-                slowdown: 1.0,
-                since_ns: 0.0,
-                stamp: 0,
-                last_round: 0,
-            });
-        };
-        for group in meets.chunk_by(|a, b| a.0 == b.0) {
-            instance(&mut group.iter().map(|m| m.1));
-        }
-        for t in (0..n as u32).filter(|&t| tasks[t as usize].collective.is_none()) {
-            instance(&mut std::iter::once(t));
-        }
+        let (device_of, device_count) = assign_devices(tasks);
+        push_stream_edges(tasks, &device_of, device_count, &mut edges);
+        let Successors { pending, later_from, later } = Successors::from_edges(n, &edges);
+        let Instances { members, instances, instance_of } = Instances::from_tasks(tasks);
         EventLoop {
             tasks,
             contention,
@@ -197,7 +128,7 @@ impl<'a> EventLoop<'a> {
             members,
             instances,
             device_of,
-            devices: (0..devices.len()).map(|_| DeviceState::default()).collect(),
+            devices: (0..device_count).map(|_| DeviceState::default()).collect(),
             events: BinaryHeap::new(),
             windows: vec![TaskWindow::default(); n],
             ended: vec![false; n],
@@ -359,5 +290,121 @@ impl<'a> EventLoop<'a> {
         let mut waiting: Vec<TaskId> = heads.into_values().map(TaskId).collect();
         waiting.sort_unstable();
         Err(TaskDeadlock { waiting })
+    }
+}
+
+/// Numbers the ranks of the tasks in order of their first task. Returns the number of each task's
+/// rank, and the number of ranks.
+fn assign_devices(tasks: &[Task]) -> (Vec<u32>, usize) {
+    let mut devices: BTreeMap<u32, u32> = BTreeMap::new();
+    let mut device_of: Vec<u32> = Vec::with_capacity(tasks.len());
+    for (i, task) in tasks.iter().enumerate() {
+        // Consecutive tasks mostly belong to one rank.
+        let device = match i.checked_sub(1) {
+            Some(before) if tasks[before].rank == task.rank => device_of[before],
+            _ => {
+                let next = devices.len() as u32;
+                *devices.entry(task.rank).or_insert(next)
+            }
+        };
+        device_of.push(device);
+    }
+    (device_of, devices.len())
+}
+
+/// Adds an edge from each task to the task before it on its stream.
+fn push_stream_edges(tasks: &[Task], device_of: &[u32], device_count: usize, edges: &mut Vec<(u32, u32)>) {
+    edges.reserve(tasks.len());
+    // Last task of each stream, by device.
+    let mut last_of: Vec<Vec<(u8, u32)>> = vec![Vec::new(); device_count];
+    for (i, task) in tasks.iter().enumerate() {
+        let streams = &mut last_of[device_of[i] as usize];
+        match streams.iter_mut().find(|(s, _)| *s == task.stream) {
+            Some((_, last)) => {
+                edges.push((i as u32, *last));
+                *last = i as u32;
+            }
+            None => streams.push((task.stream, i as u32)),
+        }
+    }
+}
+
+/// The dependencies, indexed by the task that others wait for. [`EventLoop`] describes the fields.
+struct Successors {
+    pending: Vec<u32>,
+    later_from: Vec<u32>,
+    later: Vec<u32>,
+}
+
+impl Successors {
+    /// Indexes the edges of `n` tasks, pairs of a task and one that it waits for.
+    fn from_edges(n: usize, edges: &[(u32, u32)]) -> Successors {
+        let mut pending = vec![0; n];
+        let mut later_from = vec![0u32; n + 1];
+        for &(later, earlier) in edges {
+            pending[later as usize] += 1;
+            later_from[earlier as usize + 1] += 1;
+        }
+        for i in 0..n {
+            later_from[i + 1] += later_from[i];
+        }
+        let mut fill = later_from.clone();
+        let mut later = vec![0; edges.len()];
+        for &(after, earlier) in edges {
+            later[fill[earlier as usize] as usize] = after;
+            fill[earlier as usize] += 1;
+        }
+        Successors { pending, later_from, later }
+    }
+}
+
+/// The tasks, grouped into instances. [`EventLoop`] describes the fields.
+struct Instances {
+    members: Vec<u32>,
+    instances: Vec<TaskInstance>,
+    instance_of: Vec<u32>,
+}
+
+impl Instances {
+    /// Groups the tasks of each collective, in order of the collective's number; every other task
+    /// is an instance of its own.
+    fn from_tasks(tasks: &[Task]) -> Instances {
+        let n = tasks.len();
+        let mut meets: Vec<(u32, u32)> =
+            tasks.iter().zip(0..).filter_map(|(task, i)| Some((task.collective?, i))).collect();
+        meets.sort_unstable();
+        let mut all = Instances {
+            members: Vec::with_capacity(n),
+            instances: Vec::with_capacity(n),
+            instance_of: vec![0; n],
+        };
+        for group in meets.chunk_by(|a, b| a.0 == b.0) {
+            all.push(tasks, group.iter().map(|m| m.1));
+        }
+        for t in (0..n as u32).filter(|&t| tasks[t as usize].collective.is_none()) {
+            all.push(tasks, std::iter::once(t));
+        }
+        all
+    }
+
+    fn push(&mut self, tasks: &[Task], group: impl Iterator<Item = u32>) {
+        let first = self.members.len() as u32;
+        let mut work: f64 = 0.0;
+        for t in group {
+            work = work.max(tasks[t as usize].work_ns);
+            self.instance_of[t as usize] = self.instances.len() as u32;
+            self.members.push(t);
+        }
+        let last = self.members.len() as u32;
+        self.instances.push(TaskInstance {
+            first,
+            last,
+            missing: last - first,
+            remaining_ns: work,
+            slowdown: 1.0,
+            since_ns: 0.0,
+            stamp: 0,
+            last_round: 0,
+        });
     }
 }

@@ -31,9 +31,9 @@ pub fn select_hot_experts(popularity: &[f64], bytes_each: f64, budget_bytes: f64
 /// the step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoutingTrace {
-    /// Different experts of each step.
+    /// By step: the numbers of the different experts that its tokens select.
     pub requested: Vec<Vec<usize>>,
-    /// Predicted experts of each step, the same number as requested.
+    /// By step: the predicted experts, as many as requested.
     pub predicted: Vec<Vec<usize>>,
 }
 
@@ -92,7 +92,7 @@ pub fn sample_routing_trace(
     trace
 }
 
-/// Eviction policy of a full expert cache.
+/// Which expert a full cache evicts when it fetches another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EvictionPolicy {
     /// Evicts the least recently used expert.

@@ -3,7 +3,7 @@
 
 use tessera_base::random::Rng;
 
-/// Returns the bytes by tier, in the order of [`tessera_mesh::Tier::ALL`]: the newest fill device
+/// Returns the bytes by tier, in the order of [`tessera_mesh::MemoryTier::ALL`]: the newest fill device
 /// memory up to `room`, older ones the memory of peers up to `peer_room`, and the oldest spill to
 /// the host.
 #[must_use]
@@ -13,14 +13,14 @@ pub fn spill_bytes(bytes: f64, room: f64, peer_room: f64) -> [f64; 3] {
     [near, peer, bytes - near - peer]
 }
 
-/// Read pattern of a long context.
+/// Which segments of a growing KV cache each step reads.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SegmentReads {
-    /// Seed of the random reads.
+    /// Seed of the order of popularity and of the sampled reads.
     pub seed: u64,
     /// Segments of the context before the first step.
     pub segments: usize,
-    /// Number of steps to simulate.
+    /// Number of steps to simulate; each reads its segments once.
     pub steps: usize,
     /// Number of steps that fill one more segment.
     pub steps_per_segment: usize,
@@ -47,17 +47,17 @@ impl KvResidency {
     /// All policies, in declaration order.
     pub const ALL: [KvResidency; 3] = [KvResidency::Window, KvResidency::Lru, KvResidency::Hotness];
 
-    /// Returns the name of the policy.
+    /// Returns the name of the policy, for example `lru`.
     #[must_use]
     pub fn name(self) -> &'static str {
         ["window", "lru", "hotness"][self as usize]
     }
 }
 
-/// Shares of reads by tier.
+/// Result of [`replay_reads`]: which memory tiers served the reads.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TierHits {
-    /// Share of reads by tier, in the order of [`tessera_mesh::Tier::ALL`]; the shares add up to 1.
+    /// Share of reads by tier, in the order of [`tessera_mesh::MemoryTier::ALL`]; the shares add up to 1.
     pub by_tier: [f64; 3],
 }
 
@@ -145,7 +145,8 @@ impl SegmentState {
     }
 }
 
-/// Samples `n` different segments below `old` by popularity.
+/// Adds up to `n` different segments below `old` to `wanted`, sampled with weight 1 / rank in the
+/// order `popular`.
 fn sample_segments(dice: &mut Rng, popular: &[usize], old: usize, n: usize, wanted: &mut Vec<usize>) {
     let from = wanted.len();
     let candidates: Vec<usize> = popular.iter().copied().filter(|s| *s < old).collect();

@@ -1,6 +1,7 @@
 //! Prefetch of the bytes of later layers on a separate stream while earlier layers compute.
 
-/// Times of one layer on one rank.
+/// Compute and fetch times of one layer on one rank. The compute is split where it first needs the
+/// fetched bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LayerTimes {
     /// Computation before the fetched bytes are needed (attention before experts; projections
@@ -12,7 +13,8 @@ pub struct LayerTimes {
     pub fetch_ns: f64,
 }
 
-/// A pass over all layers in steady state: the previous pass has prefetched the first layers.
+/// The time of one pass, which computes all layers once in order. The pass is in steady state: the
+/// previous pass has already prefetched its first layers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PrefetchResult {
     /// Number of layers whose fetched bytes fit at once, including the layer that computes; 0

@@ -4,49 +4,50 @@
 use std::time::Instant;
 
 use tessera_device::{CallData, CommRoute, Fault, MeshRank, as_matrix, collective_signature, shard_ranges};
-use tessera_ir::{Op, Opcode, Program, Type};
-use tessera_mesh::{Axis, Reduction};
+use tessera_ir::{Op, OpView, Program, Type};
+use tessera_mesh::{Axis, AxisLayout};
 
-use super::{CpuBackend, PreparedProgram, ValueLocation};
+use super::memory::ValueLocation;
+use super::{CpuBackend, PreparedProgram};
 use crate::collectives;
 use crate::transport::{CommFault, Ticket};
 
 impl CpuBackend {
+    /// Publishes this rank's contribution to the collective that op number `issue` issues.
     pub(super) fn issue_collective(
         &mut self,
-        p: &Program,
         prepared: &PreparedProgram,
-        op: &Op,
+        issue: usize,
         call: &CallData<'_>,
     ) -> Result<(usize, Ticket), Fault> {
+        let (p, op) = (&*prepared.program, &prepared.program.ops[issue]);
         let at = self.find_endpoint(op)?;
         let deadline = Instant::now() + self.collective_timeout;
         let fingerprint = collectives::fingerprint_collective(collective_signature(p, op).as_bytes());
         let end = &mut self.endpoints[at];
-        let empty: &[f32] = &[];
-        let contributes = op.opcode != Opcode::Recv
-            && !(op.opcode == Opcode::Broadcast
-                && op.int_attr("root") != Some(end.transport.member_index() as i64));
-        let data = match op.operands.first() {
-            Some(v) if contributes => self.memory.view_value(&prepared.locations[v.0 as usize], call),
-            _ => Ok(empty),
+        let contributes = match &prepared.views[issue] {
+            OpView::Broadcast(v) => v.root == end.transport.member_index() as u64,
+            _ => true,
         };
-        let ticket = end
-            .transport
-            .publish(fingerprint, data?, deadline)
-            .map_err(|e| to_fault(p, op, end.route, &e))?;
+        let data: &[f32] = match op.operands.first() {
+            Some(v) if contributes => self.memory.view_value(&prepared.locations[v.0 as usize], call)?,
+            _ => &[],
+        };
+        let ticket =
+            end.transport.publish(fingerprint, data, deadline).map_err(|e| to_fault(p, op, end.route, &e))?;
         Ok((at, ticket))
     }
 
-    /// Writes the result of an issued collective into the slot of `into`'s result.
+    /// Writes the result of the collective that op number `issue` issued into the slot of
+    /// `result_op`'s result.
     pub(super) fn complete_collective(
         &mut self,
-        p: &Program,
         prepared: &PreparedProgram,
-        issue_op: &Op,
+        issue: usize,
         result_op: &Op,
         (at, ticket): (usize, Ticket),
     ) -> Result<(), Fault> {
+        let (p, op) = (&*prepared.program, &prepared.program.ops[issue]);
         let deadline = Instant::now() + self.collective_timeout;
         let (seat, mut none) = (self.placement, Vec::new());
         let result = result_op.results.first();
@@ -56,12 +57,15 @@ impl CpuBackend {
         };
         let end = &mut self.endpoints[at];
         let me = end.transport.member_index();
-        let outcome = end.transport.collect(ticket, deadline, |views| match result {
-            Some(r) => write_result(p, issue_op, p.type_of(*r), &seat, me, &mut memory[..len], views),
-            None => 0,
+        let mut compensated = 0;
+        let collected = end.transport.collect(ticket, deadline, &mut |views| {
+            if let Some(r) = result {
+                let cx = ResultContext { program: p, op, out_ty: p.type_of(*r), placement: &seat, me };
+                compensated = cx.write_result(&prepared.views[issue], &mut memory[..len], views);
+            }
         });
-        self.compensated_sums += outcome.map_err(|e| to_fault(p, issue_op, end.route, &e))?;
-        Ok(())
+        self.compensated_sums += compensated;
+        collected.map_err(|e| to_fault(p, op, end.route, &e))
     }
 
     fn find_endpoint(&self, op: &Op) -> Result<usize, Fault> {
@@ -71,45 +75,70 @@ impl CpuBackend {
     }
 }
 
-/// Computes a collective's result from the members' contributions. Returns the number of
-/// compensated sums.
-fn write_result(
-    p: &Program,
-    op: &Op,
-    out_ty: &Type,
-    placement: &MeshRank,
+/// A collective whose result is computed.
+struct ResultContext<'a> {
+    program: &'a Program,
+    op: &'a Op,
+    out_ty: &'a Type,
+    placement: &'a MeshRank,
+    /// Position of this rank in the group.
     me: usize,
-    out: &mut [f32],
-    views: &[&[f32]],
-) -> u64 {
-    let reduction = op.reduction().unwrap_or(Reduction::Sum);
-    let (axis, parts) = (op.mesh_axis().unwrap_or(Axis::Tp), views.len() as u32);
-    let operand = op.operands.first().map(|v| p.type_of(*v));
-    let dim_shards = |ty: &Type| shard_ranges(ty, axis, parts);
-    match (op.opcode, operand) {
-        (Opcode::AllReduce, _) => return collectives::all_reduce(out, views, reduction),
-        (Opcode::AllGather, Some(x)) => {
-            let (dim, parts) = dim_shards(x);
-            collectives::all_gather(out, views, as_matrix(&out_ty.shape, dim), dim.min(1), &parts);
+}
+
+impl ResultContext<'_> {
+    /// Computes a collective's result from the members' contributions. Returns the number of
+    /// compensated sums.
+    fn write_result(&self, view: &OpView, out: &mut [f32], contributions: &[&[f32]]) -> u64 {
+        use OpView as V;
+        let (p, out_ty, views) = (self.program, self.out_ty, contributions);
+        let parts = views.len() as u32;
+        match (view, self.op.mesh_axis().or_else(|| self.sharded_axis())) {
+            (V::AllReduce(v), _) => return collectives::all_reduce(out, views, v.reduction),
+            (V::AllGather(v), Some(axis)) => {
+                let (dim, parts) = shard_ranges(p.type_of(v.x), axis, parts);
+                collectives::all_gather(out, views, as_matrix(&out_ty.shape, dim), dim.min(1), &parts);
+            }
+            (V::ReduceScatter(v), Some(axis)) => {
+                let (dim, parts) = shard_ranges(out_ty, axis, parts);
+                let (shape, own) = (as_matrix(&p.type_of(v.x).shape, dim), parts[self.me].clone());
+                collectives::reduce_scatter(out, views, shape, dim.min(1), own, v.reduction);
+            }
+            (V::AllToAll(v), Some(axis)) => {
+                let x = p.type_of(v.x);
+                let (dim, concat) = shard_ranges(x, axis, parts);
+                let (_, split) = shard_ranges(out_ty, axis, parts);
+                let whole = x.layout.global_shape(&x.shape, &self.placement.mesh);
+                collectives::all_to_all(out, views, self.me, as_matrix(&whole, 1), dim, &concat, &split);
+            }
+            (V::Broadcast(v), _) => collectives::copy_from_member(out, views, v.root as usize),
+            // Member 0 of a transfer is the sender.
+            (V::Send(_) | V::Recv(_), _) => collectives::copy_from_member(out, views, 0),
+            // The rules reject a gather, scatter or exchange of a value that no axis shards.
+            (V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_), None) => {}
+            #[rustfmt::skip]
+            (
+                V::Input(_) | V::Call(_) | V::Weight(_) | V::Output(_) | V::CacheRead(_) | V::CacheWrite(_)
+                | V::Matmul(_) | V::BiasAct(_) | V::Add(_) | V::Silu(_) | V::Cast(_) | V::Quantize(_)
+                | V::LayerNorm(_) | V::Modulation(_) | V::NormModulate(_) | V::GateResidual(_)
+                | V::RmsNorm(_) | V::RowSquareSum(_) | V::RmsScale(_) | V::Rope(_) | V::Attention(_)
+                | V::Softmax(_) | V::Bmm(_) | V::MoeRoute(_) | V::TimeEmbed(_) | V::Renoise(_) | V::ToX0(_)
+                | V::SpaceTimeToDepth(_) | V::DepthToSpaceTime(_) | V::TakeRows(_) | V::TakeShard(_)
+                | V::Pad(_) | V::Compact(_) | V::Wait(_) | V::EventRecord(_),
+                _,
+            ) => {}
         }
-        (Opcode::ReduceScatter, Some(x)) => {
-            let (dim, parts) = dim_shards(out_ty);
-            let shape = as_matrix(&x.shape, dim);
-            collectives::reduce_scatter(out, views, shape, dim.min(1), parts[me].clone(), reduction);
-        }
-        (Opcode::AllToAll, Some(x)) => {
-            let (dim, concat) = dim_shards(x);
-            let (_, split) = dim_shards(out_ty);
-            let whole = x.layout.global_shape(&x.shape, &placement.mesh);
-            collectives::all_to_all(out, views, me, as_matrix(&whole, 1), dim, &concat, &split);
-        }
-        (Opcode::Broadcast, _) => {
-            collectives::copy_from_member(out, views, op.int_attr("root").unwrap_or(0) as usize)
-        }
-        // In a transfer, member 0 is the sender.
-        _ => collectives::copy_from_member(out, views, 0),
+        0
     }
-    0
+
+    /// Returns the axis that shards the operand or the result. An op over the world names no axis; the
+    /// verifier refuses it for shards, so only a program that a drill has changed contains one.
+    fn sharded_axis(&self) -> Option<Axis> {
+        let operand = self.op.operands.first().map(|v| self.program.type_of(*v));
+        let types = operand.into_iter().chain([self.out_ty]);
+        types
+            .flat_map(|t| self.program.mesh.active_axes().map(move |a| (t, a)))
+            .find_map(|(t, a)| matches!(t.layout.on_axis(a), AxisLayout::Shard(_)).then_some(a))
+    }
 }
 
 fn to_fault(p: &Program, op: &Op, route: CommRoute, e: &CommFault) -> Fault {

@@ -3,9 +3,10 @@
 use tessera_base::Diagnostic;
 use tessera_base::random::{DrawKey, fill_normals};
 use tessera_device::{AuditResult, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice};
-use tessera_ir::{Op, Opcode, Program, Type};
+use tessera_ir::{Op, OpView, Opcode, Program, Type, WeightLoad, views};
 
-use super::{CpuBackend, WeightData, WeightKey};
+use super::memory::WeightData;
+use super::{CpuBackend, WeightKey};
 use crate::Pool;
 use crate::kernels::{PackedWeight, RopeSpec, RopeTables, UNPACK_ROWS, time_embed};
 
@@ -14,11 +15,12 @@ use crate::kernels::{PackedWeight, RopeSpec, RopeTables, UNPACK_ROWS, time_embed
 pub(super) struct LoadedShard {
     name: String,
     ty: Type,
-    load: Option<String>,
+    load: Option<WeightLoad>,
     fingerprint: Fingerprint,
 }
 
-/// The progress of the weight audit.
+/// Where the next step of the weight audit continues: the shard, the unit of it to hash, and the
+/// hash of the units before.
 #[derive(Debug, Default)]
 pub(super) struct WeightAuditCursor {
     shard: usize,
@@ -34,6 +36,7 @@ impl CpuBackend {
         &mut self,
         p: &Program,
         op: &Op,
+        load: Option<WeightLoad>,
         source: &mut dyn WeightSource,
     ) -> Result<usize, Diagnostic> {
         let (name, v) = (op.name.clone().unwrap_or_default(), op.results[0]);
@@ -43,12 +46,7 @@ impl CpuBackend {
             o.opcode == Opcode::Matmul && o.operands[1] == v && !elsewhere
         });
         let packed = matmul_only && ty.shape.len() == 2;
-        let mut key = WeightKey {
-            ty: ty.display_on(&p.mesh).to_string(),
-            load: op.str_attr("load").map(str::to_string),
-            packed,
-            name,
-        };
+        let mut key = WeightKey { ty: ty.display_on(&p.mesh).to_string(), load, packed, name };
         if let Some(i) = self.weight_index.get(&key) {
             return Ok(*i);
         }
@@ -64,7 +62,7 @@ impl CpuBackend {
         let mut piece = LoadedShard {
             name: key.name.clone(),
             ty: ty.clone(),
-            load: key.load.clone(),
+            load,
             fingerprint: FingerprintHasher::default().finish("", ""),
         };
         let data = piece.read(&self.pool, &self.placement, packed, source, &mut self.audit_cursor.rows)?;
@@ -78,48 +76,25 @@ impl CpuBackend {
     /// table is kept from load to run, and the tables kept between runs depend on the call. One
     /// probe of each therefore represents all of them: its fingerprint differs where the underlying
     /// arithmetic does.
-    pub(super) fn fingerprint_derived(&mut self, p: &Program, op: &Op) {
-        let tensor = match op.opcode {
-            Opcode::Rope => {
-                let grid = op.ints_attr("grid").unwrap_or(&[1, 1, 1]);
-                let (head, stride) =
-                    (op.int_attr("head_dim").unwrap_or(0), op.int_attr("frame_stride").unwrap_or(1));
-                format!("(rope table, head {head}, grid {grid:?}, stride {stride})")
+    pub(super) fn fingerprint_derived(&mut self, p: &Program, op: &Op, view: &OpView) {
+        let result_width = || p.type_of(op.results[0]).shape.last().copied().unwrap_or(0);
+        let (table, tensor) = match view {
+            OpView::Rope(v) => (
+                DerivedTable::Rope(v),
+                format!("(rope table, head {}, grid {:?}, stride {})", v.head_dim, v.grid, v.frame_stride),
+            ),
+            OpView::TimeEmbed(_) => {
+                let width = result_width();
+                (DerivedTable::Time { width: width as usize }, format!("(time table, width {width})"))
             }
-            Opcode::TimeEmbed => {
-                let width = p.type_of(op.results[0]).shape.last().copied().unwrap_or(0);
-                format!("(time table, width {width})")
-            }
-            Opcode::Renoise => NORMAL_DRAWS_NAME.to_string(),
+            OpView::Renoise(_) => (DerivedTable::Normals, NORMAL_DRAWS_NAME.to_string()),
             _ => return,
         };
         if self.derived_fingerprints.iter().any(|f| f.tensor == tensor) {
             return;
         }
         let mut hash = FingerprintHasher::default();
-        match op.opcode {
-            Opcode::Rope => {
-                let grid = op.ints_attr("grid").unwrap_or(&[1, 1, 1]);
-                let tables = RopeTables::new(RopeSpec {
-                    head_dim: op.int_attr("head_dim").unwrap_or(0) as usize,
-                    grid: [grid[0] as usize, grid[1] as usize, grid[2] as usize],
-                    start: PROBE_VALUE,
-                    frame_stride: op.int_attr("frame_stride").unwrap_or(1),
-                });
-                hash.update_f64(tables.cos_sin_values());
-            }
-            Opcode::TimeEmbed => {
-                let width = p.type_of(op.results[0]).shape.last().copied().unwrap_or(0) as usize;
-                let mut out = vec![0.0; 2 * width];
-                time_embed(&mut out, &[PROBE_VALUE as f32, 0.5]);
-                hash.update(&out);
-            }
-            _ => {
-                let mut out = vec![0.0; 1024];
-                fill_normals(DrawKey { seed: PROBE_VALUE as u64, chunk: 1, draw: 2 }, 0, &mut out);
-                hash.update(&out);
-            }
-        }
+        table.hash_probe(&mut hash);
         self.derived_fingerprints.push(hash.finish(tensor, "whole"));
     }
 
@@ -166,7 +141,7 @@ impl CpuBackend {
 
     pub(super) fn replace_weights(&mut self, source: &mut dyn WeightSource) -> Result<(), Diagnostic> {
         for p in &self.shards {
-            source.check(&p.name, &p.ty, p.load.as_deref(), &self.placement)?;
+            source.check(&p.name, &p.ty, p.load.map(WeightLoad::name), &self.placement)?;
         }
         self.audit_cursor = WeightAuditCursor::default();
         for (piece, weight) in self.shards.iter_mut().zip(&mut self.memory.weights) {
@@ -187,7 +162,40 @@ impl CpuBackend {
     }
 }
 
-/// Position, timestep and seed at which tables are probed.
+/// A table that a kernel derives from constants alone.
+enum DerivedTable<'a> {
+    Rope(&'a views::Rope),
+    Time { width: usize },
+    Normals,
+}
+
+impl DerivedTable<'_> {
+    fn hash_probe(&self, hash: &mut FingerprintHasher) {
+        match *self {
+            DerivedTable::Rope(v) => {
+                let tables = RopeTables::new(RopeSpec {
+                    head_dim: v.head_dim as usize,
+                    grid: v.grid.map(|n| n as usize),
+                    start: PROBE_VALUE,
+                    frame_stride: v.frame_stride,
+                });
+                hash.update_f64(tables.cos_sin_values());
+            }
+            DerivedTable::Time { width } => {
+                let mut out = vec![0.0; 2 * width];
+                time_embed(&mut out, &[PROBE_VALUE as f32, 0.5]);
+                hash.update(&out);
+            }
+            DerivedTable::Normals => {
+                let mut out = vec![0.0; 1024];
+                fill_normals(DrawKey { seed: PROBE_VALUE as u64, chunk: 1, draw: 2 }, 0, &mut out);
+                hash.update(&out);
+            }
+        }
+    }
+}
+
+/// Position, timestep and seed of the sample values whose hashes are the derived fingerprints.
 const PROBE_VALUE: i64 = 1021;
 
 /// Random numbers come from a counter and have no state; only the arithmetic from bits to normals
@@ -207,7 +215,7 @@ impl LoadedShard {
         source: &mut dyn WeightSource,
         rows: &mut Vec<f32>,
     ) -> Result<WeightData, Diagnostic> {
-        let load = self.load.as_deref();
+        let load = self.load.map(WeightLoad::name);
         let data = source.read(&self.name, &self.ty, load, mesh_rank)?;
         let weight = match self.ty.shape[..] {
             [n, k] if packed => WeightData::Packed(PackedWeight::new(pool, &data, n as usize, k as usize)),
@@ -236,7 +244,8 @@ impl WeightData {
         elements as u64 * 4
     }
 
-    /// Hashes one unit, in the order of the tensor's elements.
+    /// Hashes unit number `unit`, which is [`UNIT_ELEMENTS`] elements or [`UNPACK_ROWS`] rows, in
+    /// the order of the tensor's elements.
     fn hash_unit(&self, unit: usize, hash: &mut FingerprintHasher, rows: &mut Vec<f32>) {
         match self {
             WeightData::Plain(v) => hash.update(v.chunks(UNIT_ELEMENTS).nth(unit).unwrap_or_default()),

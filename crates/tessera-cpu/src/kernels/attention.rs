@@ -14,7 +14,7 @@ use std::ops::Range;
 /// A constant that is added to the scores of some keys.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KeyBias {
-    /// ln b, for a weight factor b.
+    /// ln b, which multiplies the softmax weights of these keys by b.
     pub log_b: f32,
     /// The rows of k to which the bias applies.
     pub rows: Range<usize>,
@@ -61,7 +61,7 @@ pub fn attention(
             to[width..].fill(0.0);
         }
     });
-    let values = scratch.packed.get();
+    let inputs = AttentionInputs { k, values: scratch.packed.get(), dl, head_dim, keys, bias };
     let (blocks, spare) = (n.div_ceil(PANEL), &scratch.spare);
     // One part per (head, 32 queries), staged contiguously and copied out below.
     let part = PANEL * padded;
@@ -72,46 +72,8 @@ pub fn attention(
         borrow_buffer(spare, (head_dim + keys) * PANEL, |buffer| {
             let (queries, scores) = buffer.split_at_mut(head_dim * PANEL);
             pack_panel(&q[first * dl + head * head_dim..], dl, rows, head_dim, queries);
-            let right = RhsPanel { data: queries, k_stride: PANEL };
-            let scale = (head_dim as f32).sqrt().recip();
-            let (log_b, biased) = bias.map_or((0.0, 0..0), |b| (b.log_b, b.rows.clone()));
-            let mut running_max = [f32::NEG_INFINITY; PANEL];
-            for key in (0..keys).step_by(TILE_ROWS) {
-                let left = LhsOperand { data: &k[key * dl + head * head_dim..], row_stride: dl, k_stride: 1 };
-                let count = TILE_ROWS.min(keys - key);
-                let data = &mut scores[key * PANEL..(key + count) * PANEL];
-                multiply_tile(
-                    count,
-                    left,
-                    right,
-                    head_dim,
-                    OutputTile { data, row_stride: PANEL, accumulate: false, bias: None },
-                );
-                let data = &mut scores[key * PANEL..(key + count) * PANEL];
-                scale_scores(data, scale, log_b, biased.start, biased.end, key, &mut running_max);
-            }
-            // The probabilities of one block of keys are consumed while the L1 cache still contains
-            // them.
-            let mut sums = [0.0; PANEL];
-            for key in (0..keys).step_by(BLOCK) {
-                let count = BLOCK.min(keys - key);
-                let weights = &mut scores[key * PANEL..(key + count) * PANEL];
-                exp_scores(weights, &running_max, &mut sums);
-                for panel in 0..panels {
-                    let data = &values[((head * panels + panel) * keys + key) * PANEL..][..count * PANEL];
-                    let right = RhsPanel { data, k_stride: PANEL };
-                    for lane in (0..rows).step_by(TILE_ROWS) {
-                        let left = LhsOperand { data: &weights[lane..], row_stride: 1, k_stride: PANEL };
-                        let data = &mut o[lane * padded + panel * PANEL..];
-                        let target = OutputTile { data, row_stride: padded, accumulate: key > 0, bias: None };
-                        multiply_tile(TILE_ROWS.min(rows - lane), left, right, count, target);
-                    }
-                }
-            }
-            for (row, sum) in o.chunks_exact_mut(padded).zip(&sums[..rows]) {
-                let factor = sum.recip();
-                row.iter_mut().for_each(|x| *x *= factor);
-            }
+            let running_max = inputs.compute_scores(head, queries, scores);
+            inputs.sum_weighted_values(head, rows, &running_max, scores, o);
         });
     });
     for (i, o) in scratch.staged.get().chunks_exact(part).enumerate() {
@@ -119,6 +81,76 @@ pub fn attention(
         for r in 0..PANEL.min(n - first) {
             out[(first + r) * dl + head * head_dim..][..head_dim]
                 .copy_from_slice(&o[r * padded..][..head_dim]);
+        }
+    }
+}
+
+/// The operands that every part of the output reads, with the values packed by head and panel.
+struct AttentionInputs<'a> {
+    k: &'a [f32],
+    /// `[heads, panels, keys, 32]`.
+    values: &'a [f32],
+    dl: usize,
+    head_dim: usize,
+    keys: usize,
+    bias: Option<&'a KeyBias>,
+}
+
+impl AttentionInputs<'_> {
+    /// Computes the scores `[keys, 32]` of 32 packed queries with all keys of a head, and returns
+    /// the maximum of each query.
+    fn compute_scores(&self, head: usize, queries: &[f32], scores: &mut [f32]) -> [f32; PANEL] {
+        let &AttentionInputs { k, dl, head_dim, keys, bias, .. } = self;
+        let right = RhsPanel { data: queries, k_stride: PANEL };
+        let scale = (head_dim as f32).sqrt().recip();
+        let (log_b, biased) = bias.map_or((0.0, 0..0), |b| (b.log_b, b.rows.clone()));
+        let mut running_max = [f32::NEG_INFINITY; PANEL];
+        for key in (0..keys).step_by(TILE_ROWS) {
+            let left = LhsOperand { data: &k[key * dl + head * head_dim..], row_stride: dl, k_stride: 1 };
+            let count = TILE_ROWS.min(keys - key);
+            let data = &mut scores[key * PANEL..(key + count) * PANEL];
+            let target = OutputTile { data, row_stride: PANEL, accumulate: false, bias: None };
+            multiply_tile(count, left, right, head_dim, target);
+            let data = &mut scores[key * PANEL..(key + count) * PANEL];
+            scale_scores(data, scale, log_b, biased.start, biased.end, key, &mut running_max);
+        }
+        running_max
+    }
+
+    /// Replaces the scores by probabilities and writes the sums of the values, weighted by them, to
+    /// the first `rows` rows of `o`.
+    fn sum_weighted_values(
+        &self,
+        head: usize,
+        rows: usize,
+        running_max: &[f32; PANEL],
+        scores: &mut [f32],
+        o: &mut [f32],
+    ) {
+        let &AttentionInputs { values, head_dim, keys, .. } = self;
+        let panels = head_dim.div_ceil(PANEL);
+        let padded = panels * PANEL;
+        // The probabilities of one block of keys are consumed while the L1 cache still contains
+        // them.
+        let mut sums = [0.0; PANEL];
+        for key in (0..keys).step_by(BLOCK) {
+            let count = BLOCK.min(keys - key);
+            let weights = &mut scores[key * PANEL..(key + count) * PANEL];
+            exp_scores(weights, running_max, &mut sums);
+            for panel in 0..panels {
+                let data = &values[((head * panels + panel) * keys + key) * PANEL..][..count * PANEL];
+                let right = RhsPanel { data, k_stride: PANEL };
+                for lane in (0..rows).step_by(TILE_ROWS) {
+                    let left = LhsOperand { data: &weights[lane..], row_stride: 1, k_stride: PANEL };
+                    let data = &mut o[lane * padded + panel * PANEL..];
+                    let target = OutputTile { data, row_stride: padded, accumulate: key > 0, bias: None };
+                    multiply_tile(TILE_ROWS.min(rows - lane), left, right, count, target);
+                }
+            }
+        }
+        for (row, sum) in o.chunks_exact_mut(padded).zip(&sums[..rows]) {
+            let factor = sum.recip();
+            row.iter_mut().for_each(|x| *x *= factor);
         }
     }
 }

@@ -1,9 +1,10 @@
 //! Elementwise kernels: sums, activations, noise, and the sinusoidal timestep embedding.
 
-use super::Activation;
+use tessera_base::random::{DrawKey, fill_normals_inline};
+use tessera_ir::Activation;
+
 use crate::Pool;
 use crate::simd::{gelu_tanh, silu as silu_of, vectorized};
-use tessera_base::random::{DrawKey, fill_normals_inline};
 
 /// Number of elements of one block of work.
 const BLOCK_ELEMENTS: usize = 4096;
@@ -17,7 +18,7 @@ pub fn add(pool: &Pool, out: &mut [f32], a: &[f32], b: &[f32]) {
 }
 
 /// Computes `out[N, d] = act(x[N, d] + b[d])`.
-pub fn bias_act(pool: &Pool, out: &mut [f32], x: &[f32], b: &[f32], act: Activation) {
+pub fn bias_act(pool: &Pool, out: &mut [f32], x: &[f32], b: &[f32], act: Option<Activation>) {
     let d = b.len();
     assert!(out.len() == x.len() && x.len().is_multiple_of(d));
     pool.for_each_block(out, 16 * d, 12 * x.len(), |i, o| bias_act_rows(o, &x[i * 16 * d..], b, act));
@@ -76,13 +77,13 @@ vectorized! {
 }
 
 vectorized! {
-    fn bias_act_rows(out: &mut [f32], x: &[f32], b: &[f32], act: Activation) {
+    fn bias_act_rows(out: &mut [f32], x: &[f32], b: &[f32], act: Option<Activation>) {
         for (o, x) in out.chunks_exact_mut(b.len()).zip(x.chunks_exact(b.len())) {
             let sums = o.iter_mut().zip(x).zip(b);
             match act {
-                Activation::None => sums.for_each(|((o, x), b)| *o = x + b),
-                Activation::Silu => sums.for_each(|((o, x), b)| *o = silu_of(x + b)),
-                Activation::GeluTanh => sums.for_each(|((o, x), b)| *o = gelu_tanh(x + b)),
+                None => sums.for_each(|((o, x), b)| *o = x + b),
+                Some(Activation::Silu) => sums.for_each(|((o, x), b)| *o = silu_of(x + b)),
+                Some(Activation::GeluTanh) => sums.for_each(|((o, x), b)| *o = gelu_tanh(x + b)),
             }
         }
     }

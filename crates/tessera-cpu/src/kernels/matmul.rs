@@ -1,23 +1,13 @@
 //! y = act(x · wᵀ + bias), with an optional fixed split of the contraction into segments.
 
+use tessera_ir::Activation;
+
 use super::{Scratch, borrow_buffer};
 use crate::Pool;
 use crate::simd::{
     AccumulatorTile, AlignedBuffer, BLOCK, LhsOperand, OutputTile, PANEL, RhsPanel, TILE_ROWS, gelu_tanh,
     multiply_tile, pack_panel, silu, vectorized,
 };
-
-/// The activation function after a matmul or a bias.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Activation {
-    /// The identity: values pass unchanged.
-    #[default]
-    None,
-    /// x · sigmoid(x).
-    Silu,
-    /// GELU in its tanh form.
-    GeluTanh,
-}
 
 /// A weight `[N, K]` with contiguous rows, either as stored in a file or packed.
 #[derive(Debug, Clone, Copy)]
@@ -92,7 +82,7 @@ pub const UNPACK_ROWS: usize = PANEL / 2;
 
 /// Number of rows that share one sweep over a panel.
 const ROW_BLOCK: usize = 48;
-/// Maximum number of segments of a contraction.
+/// Maximum number of segments into which [`matmul`] splits K.
 const MAX_SEGMENTS: usize = 8;
 /// Maximum number of partial sums of the binary tree that are pending at once, plus the current
 /// one.
@@ -115,7 +105,7 @@ pub fn matmul(
     w: MatmulWeight<'_>,
     (m, n, k): (usize, usize, usize),
     bias: Option<&[f32]>,
-    act: Activation,
+    act: Option<Activation>,
     segments: usize,
 ) {
     assert!(out.len() == m * n && x.len() == m * k, "matmul of [{m}, {k}] to [{m}, {n}]");
@@ -176,7 +166,7 @@ struct PackedMatmul<'a> {
     n: usize,
     k: usize,
     bias: &'a [f32],
-    act: Activation,
+    act: Option<Activation>,
     segments: usize,
 }
 
@@ -236,12 +226,12 @@ impl PackedMatmul<'_> {
                 multiply_tile(TILE_ROWS.min(rows - row), left, right, length, target);
             }
         }
-        if self.act != Activation::None {
+        if self.act.is_some() {
             activate_rows(out, rows, step, self.act);
         }
     }
 
-    /// Computes one tile into `waiting[0]`; the other tiles are storage for the sums of the tree.
+    /// Computes one tile into `pending_tiles[0]`; the other tiles are storage for the sums of the tree.
     fn compute_tile(
         &self,
         rows: usize,
@@ -300,7 +290,7 @@ vectorized! {
         rows: usize,
         columns: usize,
         bias: &[f32; PANEL],
-        act: Activation,
+        act: Option<Activation>,
         out: &mut [f32],
         step: usize,
     ) {
@@ -321,7 +311,7 @@ vectorized! {
 
 vectorized! {
     /// Applies the activation to a panel's columns of `out`, whose rows are `step` apart.
-    fn activate_rows(out: &mut [f32], rows: usize, step: usize, act: Activation) {
+    fn activate_rows(out: &mut [f32], rows: usize, step: usize, act: Option<Activation>) {
         for r in 0..rows {
             if let Some(row) = out[r * step..].first_chunk_mut::<PANEL>() {
                 apply_activation(row, act);
@@ -331,10 +321,10 @@ vectorized! {
 }
 
 #[inline(always)]
-fn apply_activation(row: &mut [f32; PANEL], act: Activation) {
+fn apply_activation(row: &mut [f32; PANEL], act: Option<Activation>) {
     match act {
-        Activation::None => {}
-        Activation::Silu => row.iter_mut().for_each(|v| *v = silu(*v)),
-        Activation::GeluTanh => row.iter_mut().for_each(|v| *v = gelu_tanh(*v)),
+        None => {}
+        Some(Activation::Silu) => row.iter_mut().for_each(|v| *v = silu(*v)),
+        Some(Activation::GeluTanh) => row.iter_mut().for_each(|v| *v = gelu_tanh(*v)),
     }
 }

@@ -8,7 +8,7 @@ use crate::simd::{sum_lanes, vectorized};
 pub struct FrameIndexing {
     /// Global index of the first local row.
     pub first_row: usize,
-    /// Number of tokens per frame.
+    /// Number of token rows of one latent frame, at least 1.
     pub rows_per_frame: usize,
 }
 

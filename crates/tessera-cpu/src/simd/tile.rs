@@ -6,14 +6,14 @@
 
 use super::{Level, level};
 
-/// Number of columns of a panel of B.
+/// Width of a panel, in columns of the right operand B.
 pub(crate) const PANEL: usize = 32;
 /// Maximum number of rows of one tile.
 pub(crate) const TILE_ROWS: usize = 12;
 /// Number of k-steps that share one running sum, which bounds the growth of rounding errors.
 pub(crate) const BLOCK: usize = 256;
 
-/// An accumulator tile, row-major.
+/// Sums of one tile, row-major: [`TILE_ROWS`] rows of [`PANEL`] columns.
 pub(crate) type AccumulatorTile = [f32; TILE_ROWS * PANEL];
 
 /// The A operand: element (row, k) is at `row * row_stride + k * k_stride`.

@@ -10,12 +10,12 @@
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-/// Length of a header.
+/// Length of a header, which ends with the checksum of the frame.
 pub(super) const HEADER_BYTES: usize = 32;
 /// Number of header bytes that the checksum covers.
 pub(super) const HASHED_BYTES: usize = 24;
 
-/// The kind of a frame.
+/// The kind of a frame; its number is the first field of the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CommFrameKind {
     /// The payload is the sender's contribution to a collective.
@@ -56,7 +56,7 @@ pub(super) fn write_data_frame(frame: &mut Vec<u8>, seq: u64, fingerprint: u64, 
     write_checksum(frame);
 }
 
-/// Returns the frame that frees a slot.
+/// Returns the frame which tells a peer that this member has read its contribution to `seq`.
 pub(super) fn finished_frame(seq: u64) -> Vec<u8> {
     let mut frame = Vec::with_capacity(HEADER_BYTES);
     begin_frame(&mut frame, CommFrameKind::Finished, seq, 0, 0);
@@ -64,7 +64,7 @@ pub(super) fn finished_frame(seq: u64) -> Vec<u8> {
     frame
 }
 
-/// Returns the frame of an abort.
+/// Returns the frame that aborts the run. Peers reject a reason of more than `REASON_BYTES` bytes.
 pub(super) fn abort_frame(reason: &str) -> Vec<u8> {
     let mut frame = Vec::new();
     begin_frame(&mut frame, CommFrameKind::Abort, 0, 0, reason.len());

@@ -2,31 +2,79 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::sync::Arc;
 
+use rustix::fd::{AsFd, BorrowedFd};
 use xxhash_rust::xxh3::Xxh3;
 
-use super::PeerStream;
 use super::frame::{CommFrameHeader, CommFrameKind, HASHED_BYTES, HEADER_BYTES};
-use crate::arena::ArenaLayout;
-use crate::transport::REASON_BYTES;
+use crate::transport::{CommLayout, REASON_BYTES};
+
+/// An open stream to one peer: ordered, lossless and non-blocking. Small frames should leave at
+/// once: over TCP, without Nagle's delay.
+pub trait PeerStream: Send {
+    /// Reads the available bytes; returns 0 at the end of the stream and `WouldBlock` if no byte is
+    /// available yet.
+    ///
+    /// # Errors
+    /// Returns the errors of the stream.
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize>;
+    /// Writes some of the bytes; returns `WouldBlock` if the stream accepts none yet.
+    ///
+    /// # Errors
+    /// Returns the errors of the stream.
+    fn write(&mut self, from: &[u8]) -> io::Result<usize>;
+    /// Passes on the bytes that earlier writes left buffered inside; returns `false` while some
+    /// remain.
+    ///
+    /// # Errors
+    /// Returns the errors of the stream.
+    fn flush(&mut self) -> io::Result<bool>;
+    /// Closes the write direction, so that the peer sees the end of the stream. Reads stay
+    /// possible.
+    fn close(&mut self);
+    /// Returns the descriptor to poll.
+    fn as_fd(&self) -> BorrowedFd<'_>;
+}
+
+impl PeerStream for std::net::TcpStream {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        io::Read::read(self, into)
+    }
+
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        io::Write::write(self, from)
+    }
+
+    fn flush(&mut self) -> io::Result<bool> {
+        Ok(true)
+    }
+
+    fn close(&mut self) {
+        let _ = self.shutdown(std::net::Shutdown::Write);
+    }
+
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        AsFd::as_fd(self)
+    }
+}
 
 /// Number of bytes per read call.
 const READ_BYTES: usize = 64 << 10;
 /// Maximum bytes read from one peer before the other peers get their share.
 const QUOTA_BYTES: usize = 1 << 20;
 
-/// The way in which a peer's stream ended.
+/// Why this member can read nothing more from a peer.
 #[derive(Debug)]
 pub(super) enum StreamEnd {
     /// The stream closed or broke.
     Disconnected(String),
-    /// The stream carried an invalid frame.
+    /// The stream carried an invalid frame, described here; nothing after that frame is read.
     InvalidFrame(String),
 }
 
-/// A slot with the peer's contribution.
+/// The receive slot for a peer's contribution to one collective.
 #[derive(Debug)]
 pub(super) struct PeerSlot {
     /// The number of the last completely received collective plus one.
@@ -37,12 +85,12 @@ pub(super) struct PeerSlot {
     pub(super) free: bool,
 }
 
-/// The connection to a peer.
+/// The stream to one peer, with the frames to send and the contributions received.
 pub(super) struct PeerConnection {
     wire: Box<dyn PeerStream>,
     slot_bytes: usize,
     send_queue: VecDeque<(Arc<Vec<u8>>, usize)>,
-    /// Whether the stream has unsent bytes buffered inside.
+    /// Whether `wire` may still hold written bytes in a buffer of its own, as a TLS stream does.
     wire_buffered: bool,
     /// Whether the stream rejects writes; bytes that the peer sent before may still be read.
     write_broken: bool,
@@ -56,7 +104,7 @@ pub(super) struct PeerConnection {
     reason: Vec<u8>,
     /// Number of contributions that the peer has begun to send.
     next_seq: u64,
-    /// Slots with the peer's contributions.
+    /// The peer's contributions: that to collective number `s` is in slot `s % slots.len()`.
     pub(super) slots: Vec<PeerSlot>,
     /// By slot: the number of this member's last collective that the peer has read, plus one.
     pub(super) finished: Vec<u64>,
@@ -76,7 +124,7 @@ impl fmt::Debug for PeerConnection {
 }
 
 impl PeerConnection {
-    pub(super) fn new(wire: Box<dyn PeerStream>, layout: ArenaLayout) -> PeerConnection {
+    pub(super) fn new(wire: Box<dyn PeerStream>, layout: CommLayout) -> PeerConnection {
         let slot = || PeerSlot { published: 0, fingerprint: 0, data: Vec::new(), free: true };
         PeerConnection {
             wire,
@@ -147,7 +195,7 @@ impl PeerConnection {
     }
 
     /// Reads the available bytes. `published` is the number of this member's published
-    /// contributions; `moved` is set when a frame is complete. Returns the reason of an abort.
+    /// contributions; `progressed` is set when a frame is complete. Returns the reason of an abort.
     pub(super) fn receive_available(&mut self, published: u64, progressed: &mut bool) -> Option<String> {
         let mut read = 0;
         self.has_more = true;
@@ -294,7 +342,7 @@ impl PeerConnection {
 }
 
 enum PayloadProgress {
-    /// The frame is incomplete.
+    /// More bytes of the payload must arrive; contains the header, to continue with.
     Incomplete(CommFrameHeader),
     Complete(CommFrameKind),
 }

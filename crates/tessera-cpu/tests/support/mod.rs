@@ -4,9 +4,9 @@
 
 use std::net::{TcpListener, TcpStream};
 
-use tessera_cpu::arena::{Arena, ArenaLayout};
+use tessera_cpu::arena::Arena;
 use tessera_cpu::tcp::{PeerStream, TcpTransport};
-use tessera_cpu::transport::HostTransport;
+use tessera_cpu::transport::{CommLayout, Transport};
 
 /// The transport under test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,8 +14,6 @@ pub enum TransportKind {
     Memory,
     Streams,
 }
-
-pub const ALL_KINDS: [TransportKind; 2] = [TransportKind::Memory, TransportKind::Streams];
 
 /// Returns both ends of a TCP connection.
 pub fn tcp_pair() -> [TcpStream; 2] {
@@ -29,11 +27,11 @@ pub fn tcp_pair() -> [TcpStream; 2] {
 }
 
 /// Returns one transport per member.
-pub fn create_transports(kind: TransportKind, layout: ArenaLayout) -> Vec<HostTransport> {
+pub fn create_transports(kind: TransportKind, layout: CommLayout) -> Vec<Box<dyn Transport>> {
     let members = layout.members;
     if kind == TransportKind::Memory {
         let fd = Arena::create_memfd(layout).unwrap();
-        return (0..members).map(|m| Arena::attach(&fd, layout, m).unwrap().into()).collect();
+        return (0..members).map(|m| Box::new(Arena::attach(&fd, layout, m).unwrap()) as _).collect();
     }
     let mut wires: Vec<Vec<Option<Box<dyn PeerStream>>>> =
         (0..members).map(|_| (0..members).map(|_| None).collect()).collect();
@@ -42,5 +40,9 @@ pub fn create_transports(kind: TransportKind, layout: ArenaLayout) -> Vec<HostTr
         wires[low][high] = Some(Box::new(a));
         wires[high][low] = Some(Box::new(b));
     }
-    wires.into_iter().enumerate().map(|(m, w)| TcpTransport::new(layout, m, w).unwrap().into()).collect()
+    wires
+        .into_iter()
+        .enumerate()
+        .map(|(m, w)| Box::new(TcpTransport::new(layout, m, w).unwrap()) as _)
+        .collect()
 }

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use tessera_ir::DType;
+use tessera_ir::{DType, Transport};
 use tessera_mesh::Reduction;
 
 /// A collective of a group, from the view of one member.
@@ -14,7 +14,7 @@ use tessera_mesh::Reduction;
 pub(crate) struct GroupCollective {
     /// Copies or reduction that the collective consists of.
     pub(crate) kind: CollectiveKind,
-    /// Dtype of the elements.
+    /// Dtype of operand and result; reductions support only f32 and bf16.
     pub(crate) dtype: DType,
     /// Device address of this member's operand; unused if the member contributes nothing.
     pub(crate) operand: u64,
@@ -27,25 +27,14 @@ pub(crate) struct GroupCollective {
     pub(crate) peer_result_offsets: Vec<u64>,
     /// Fingerprint of the collective: equal on all members, different for different collectives.
     pub(crate) fingerprint: u32,
-    /// Index of the op in reports; not `u32::MAX`.
+    /// Index of the op in its program, for progress and fault reports; `u32::MAX` would mean no op.
     pub(crate) op_index: u32,
-    /// Transport that the program requests.
-    pub(crate) transport: RequestedTransport,
+    /// Transport that the op requests. P2P memory serves every collective that does not request NCCL,
+    /// if the ranks can access it; NCCL serves the others, unless the group has no communicator.
+    pub(crate) transport: Option<Transport>,
 }
 
-/// Transport of one collective, as a program may request it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum RequestedTransport {
-    /// The fastest transport over P2P memory if the ranks can access it, otherwise NCCL.
-    #[default]
-    Best,
-    /// A P2P kernel of its own if the ranks can access peer memory, otherwise NCCL.
-    P2p,
-    /// NCCL, even if the group has P2P memory, unless it has no NCCL communicator.
-    Nccl,
-}
-
-/// Data movement of a collective.
+/// How a collective moves data between members: by copies alone, or with a reduction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum CollectiveKind {
     /// Copies bytes between members.
@@ -59,20 +48,20 @@ pub(crate) enum CollectiveKind {
     },
     /// Every member gets the reduction of all operands.
     AllReduce {
-        /// Elements of an operand.
+        /// Number of elements in each member's operand.
         elements: usize,
         /// Operator that combines the operands element by element.
         reduction: Reduction,
     },
     /// Member m gets `parts[m]` along `dim` of the reduction of all operands.
     ReduceScatter {
-        /// Rows of an operand.
+        /// Number of rows of each member's operand, folded to a matrix.
         rows: usize,
-        /// Columns of an operand.
+        /// Number of columns of each member's operand, folded to a matrix.
         columns: usize,
         /// Scattered dim: 0 or 1.
         dim: usize,
-        /// Range along `dim` of each member.
+        /// By member: its range along `dim`.
         parts: Vec<Range<usize>>,
         /// Operator that combines the operands element by element.
         reduction: Reduction,
@@ -93,15 +82,15 @@ pub(crate) enum NcclCall {
 /// A rectangle of rows in an operand and its place in a result. All fields but `rows` are in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct CopyRect {
-    /// Offset in the operand.
+    /// Offset of the first row in the sender's operand.
     pub(crate) from_offset: usize,
-    /// Row pitch in the operand.
+    /// Distance between the starts of consecutive rows in the operand.
     pub(crate) from_pitch: usize,
-    /// Offset in the result.
+    /// Offset of the first row in the receiver's result.
     pub(crate) to_offset: usize,
-    /// Row pitch in the result.
+    /// Distance between the starts of consecutive rows in the result.
     pub(crate) to_pitch: usize,
-    /// Length of a row.
+    /// Bytes copied of each row, equal on both sides.
     pub(crate) row_bytes: usize,
     /// Number of rows; 0 for an empty rectangle.
     pub(crate) rows: usize,
@@ -420,7 +409,6 @@ mod tests {
         let of = |kind: CollectiveKind, me: usize| {
             let dtype = DType::Bf16;
             let (peers_operand, peers_result) = (Vec::new(), Vec::new());
-            let via = RequestedTransport::Best;
             GroupCollective {
                 kind,
                 dtype,
@@ -430,7 +418,7 @@ mod tests {
                 peer_result_offsets: peers_result,
                 fingerprint: 0,
                 op_index: 0,
-                transport: via,
+                transport: None,
             }
             .staging_bytes(me)
         };

@@ -1,16 +1,14 @@
-//! Launches of the kernels in exchange.cu: their argument structs and their grid sizes.
+//! Launches of the kernels in p2p_collectives.cu: their argument structs and their grid sizes.
 
 #![allow(unsafe_code, reason = "launches of kernels")]
 
-use std::ffi::c_void;
-
-use cudarc::driver::result;
 use tessera_ir::DType;
 use tessera_mesh::Reduction;
 
 use super::copy_plan::CopyRect;
 use crate::compile::Compiler;
-use crate::driver::{CudaModule, CudaResult, CudaStream, KernelArgs, KernelFunction, cuda_failure};
+use crate::driver::{CudaResult, CudaStream, cuda_failure};
+use crate::kernel_params::{DevicePtr, KernelParam, LoadedKernel, ParamType, kernel_signatures};
 
 /// Maximum number of members of a group that uses P2P memory.
 pub(super) const MAX_MEMBERS: usize = 16;
@@ -18,26 +16,43 @@ pub(super) const MAX_MEMBERS: usize = 16;
 const THREADS: u32 = 512;
 /// Threads of a launch that only synchronizes.
 const WARP_THREADS: u32 = 32;
-/// Bytes per thread block.
+/// Bytes of a copy per thread block, unless that needs more blocks than the launch may use.
 const BYTES_PER_BLOCK: usize = 16 << 10;
+
+kernel_signatures! {
+    COLLECTIVE_TABLE:
+
+    /// Copies one rectangle per member.
+    CopyRects { a: CopyArgs } = COPY "copy", PACK "pack";
+
+    /// Synchronizes with the other members.
+    Synchronize { h: LaunchHead } = OPEN "open", CLOSE "close";
+
+    /// Reduces this member's part.
+    Reduce { a: ReduceArgs } =
+        SUM_F32 "sum_f32", TREE_F32 "tree_f32", MAX_F32 "max_f32",
+        SUM_BF16 "sum_bf16", TREE_BF16 "tree_bf16", MAX_BF16 "max_bf16";
+
+    /// Writes an op index to a word of host memory.
+    Mark { word: DevicePtr<u32>, op: u32 } = MARK "mark";
+}
 
 /// The kernels, compiled for one member of a group.
 #[derive(Debug)]
 pub(super) struct CollectiveKernels {
-    copy: KernelFunction,
-    open: KernelFunction,
-    close: KernelFunction,
-    pack: KernelFunction,
-    mark: KernelFunction,
+    copy: LoadedKernel<CopyRects>,
+    open: LoadedKernel<Synchronize>,
+    close: LoadedKernel<Synchronize>,
+    pack: LoadedKernel<CopyRects>,
+    mark: LoadedKernel<Mark>,
     /// Indexed by dtype (f32, then bf16) and by reduction (sum, tree, max).
-    reduce: [[KernelFunction; 3]; 2],
-    _module: CudaModule,
+    reduce: [[LoadedKernel<Reduce>; 3]; 2],
 }
 
-/// Common kernel arguments, with the layout of `Head` in exchange.cu.
+/// Common kernel arguments, with the layout of `Head` in p2p_collectives.cu.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-pub(super) struct LaunchHead {
+pub(crate) struct LaunchHead {
     pub(super) flags: [u64; MAX_MEMBERS],
     pub(super) host: u64,
     pub(super) patience_ns: u64,
@@ -45,10 +60,10 @@ pub(super) struct LaunchHead {
     pub(super) fingerprint: u32,
 }
 
-/// A rectangle to copy, with the layout of `Rect` in exchange.cu.
+/// A rectangle to copy, with the layout of `Rect` in p2p_collectives.cu.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
-pub(super) struct KernelRect {
+pub(crate) struct KernelRect {
     from: u64,
     to: u64,
     from_pitch: u64,
@@ -61,16 +76,18 @@ pub(super) struct KernelRect {
     pad: u32,
 }
 
-/// Arguments with the layout of `CopyArgs` in exchange.cu.
+/// Arguments with the layout of `CopyArgs` in p2p_collectives.cu.
+#[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct CopyArgs {
+pub(crate) struct CopyArgs {
     head: LaunchHead,
     pieces: [KernelRect; MAX_MEMBERS],
 }
 
-/// Arguments with the layout of `ReduceArgs` in exchange.cu.
+/// Arguments with the layout of `ReduceArgs` in p2p_collectives.cu.
+#[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct ReduceArgs {
+pub(crate) struct ReduceArgs {
     head: LaunchHead,
     piece: KernelRect,
     from: [u64; MAX_MEMBERS],
@@ -78,17 +95,29 @@ struct ReduceArgs {
     to_all_members: u64,
 }
 
+impl KernelParam for LaunchHead {
+    const TYPE: ParamType = ParamType::Value("Head");
+}
+
+impl KernelParam for CopyArgs {
+    const TYPE: ParamType = ParamType::Value("CopyArgs");
+}
+
+impl KernelParam for ReduceArgs {
+    const TYPE: ParamType = ParamType::Value("ReduceArgs");
+}
+
 /// This member's part of a reduction, and the results that receive it.
 pub(super) struct ReduceLaunch<'a> {
     pub(super) dtype: DType,
     pub(super) reduction: Reduction,
-    /// Rectangle of every operand, and of every result that receives it.
+    /// This member's part of every operand, and its place in every result that receives it.
     pub(super) rect: CopyRect,
-    /// Addresses of all operands.
+    /// Device addresses of the operands, by member.
     pub(super) from: &'a [u64],
-    /// Addresses of all results.
+    /// Device addresses of the results, by member; all are this member's unless `to_all_members`.
     pub(super) to: &'a [u64],
-    /// Whether all results receive the part.
+    /// Whether the results of all members receive the reduced part, as in an all-reduce.
     pub(super) to_all_members: bool,
 }
 
@@ -99,23 +128,27 @@ impl CollectiveKernels {
         let defines = [("MEMBERS", members.to_string()), ("ME", me.to_string())];
         let module =
             compiler.compile_module("exchange", include_str!("../kernels/p2p_collectives.cu"), &defines)?;
-        let of = |dtype: &str| -> CudaResult<[KernelFunction; 3]> {
-            let one = |reduction: &str| module.get_function(&format!("{reduction}_{dtype}"));
-            Ok([one("sum")?, one("tree")?, one("max")?])
-        };
+        let load = |kernel| LoadedKernel::new(&module, kernel);
         Ok(CollectiveKernels {
-            copy: module.get_function("copy")?,
-            open: module.get_function("open")?,
-            close: module.get_function("close")?,
-            pack: module.get_function("pack")?,
-            mark: module.get_function("mark")?,
-            reduce: [of("f32")?, of("bf16")?],
-            _module: module,
+            copy: LoadedKernel::new(&module, COPY)?,
+            open: LoadedKernel::new(&module, OPEN)?,
+            close: LoadedKernel::new(&module, CLOSE)?,
+            pack: LoadedKernel::new(&module, PACK)?,
+            mark: LoadedKernel::new(&module, MARK)?,
+            reduce: [
+                [load(SUM_F32)?, load(TREE_F32)?, load(MAX_F32)?],
+                [load(SUM_BF16)?, load(TREE_BF16)?, load(MAX_BF16)?],
+            ],
         })
     }
 
     /// Launches a collective that copies one rectangle per member.
-    pub(super) fn launch_copy(
+    ///
+    /// # Safety
+    /// The flags and signals of `head` must be mapped. Each rectangle must lie in memory that is
+    /// accessible from this device and stays so until the stream has completed the launch; meanwhile
+    /// only this collective may access the destinations, and nothing may write the sources.
+    pub(super) unsafe fn launch_copy(
         &self,
         head: LaunchHead,
         pieces: &[KernelRect],
@@ -125,21 +158,34 @@ impl CollectiveKernels {
         let bytes: usize = pieces.iter().map(KernelRect::total_bytes).sum();
         let mut args = CopyArgs { head, pieces: [KernelRect::default(); MAX_MEMBERS] };
         args.pieces[..pieces.len()].copy_from_slice(pieces);
-        launch_with_struct(self.copy, [block_count(bytes, most_blocks), 1], THREADS, &mut args, stream)
+        let grid = [block_count(bytes, most_blocks), 1, 1];
+        // SAFETY: the caller guarantees the flags and the rectangles.
+        unsafe { self.copy.launch(grid, THREADS, 0, &CopyRects { a: args }, stream) }
     }
 
     /// Launches the synchronization that precedes copies by other kernels or by copy engines.
-    pub(super) fn launch_open(&self, mut head: LaunchHead, stream: &CudaStream) -> CudaResult<()> {
-        launch_with_struct(self.open, [1, 1], WARP_THREADS, &mut head, stream)
+    ///
+    /// # Safety
+    /// The flags and signals of `head` must stay mapped until the stream has completed the launch.
+    pub(super) unsafe fn launch_open(&self, head: LaunchHead, stream: &CudaStream) -> CudaResult<()> {
+        // SAFETY: the caller guarantees the flags and signals.
+        unsafe { self.open.launch([1, 1, 1], WARP_THREADS, 0, &Synchronize { h: head }, stream) }
     }
 
     /// Launches the synchronization that follows those copies.
-    pub(super) fn launch_close(&self, mut head: LaunchHead, stream: &CudaStream) -> CudaResult<()> {
-        launch_with_struct(self.close, [1, 1], WARP_THREADS, &mut head, stream)
+    ///
+    /// # Safety
+    /// As [`launch_open`](CollectiveKernels::launch_open).
+    pub(super) unsafe fn launch_close(&self, head: LaunchHead, stream: &CudaStream) -> CudaResult<()> {
+        // SAFETY: the caller guarantees the flags and signals.
+        unsafe { self.close.launch([1, 1, 1], WARP_THREADS, 0, &Synchronize { h: head }, stream) }
     }
 
-    /// Launches a collective that reduces.
-    pub(super) fn launch_reduce(
+    /// Launches the kernel that reduces this member's part of all operands, in f32 or bf16.
+    ///
+    /// # Safety
+    /// As [`launch_copy`](CollectiveKernels::launch_copy), for the rectangle at each of the addresses.
+    pub(super) unsafe fn launch_reduce(
         &self,
         head: LaunchHead,
         r: &ReduceLaunch<'_>,
@@ -152,9 +198,9 @@ impl CollectiveKernels {
             other => return cuda_failure(format!("no reduction of {}", other.name())),
         };
         let kernel = match r.reduction {
-            Reduction::Sum => kernels[0],
-            Reduction::Tree => kernels[1],
-            Reduction::Max => kernels[2],
+            Reduction::Sum => &kernels[0],
+            Reduction::Tree => &kernels[1],
+            Reduction::Max => &kernels[2],
         };
         let element = r.dtype.element_bytes() as u32;
         let bases = r.from.iter().chain(r.to).fold(0, |all, base| all | base);
@@ -169,11 +215,17 @@ impl CollectiveKernels {
         args.from[..r.from.len()].copy_from_slice(r.from);
         args.to[..r.to.len()].copy_from_slice(r.to);
         let blocks = (piece.per_row * piece.rows).div_ceil(THREADS).clamp(1, most_blocks);
-        launch_with_struct(kernel, [blocks, 1], THREADS, &mut args, stream)
+        // SAFETY: the caller guarantees the flags and the rectangles.
+        unsafe { kernel.launch([blocks, 1, 1], THREADS, 0, &Reduce { a: args }, stream) }
     }
 
     /// Launches copies within this device.
-    pub(super) fn launch_pack(
+    ///
+    /// # Safety
+    /// Each rectangle must lie in device memory that stays allocated until the stream has completed
+    /// the launch; meanwhile only this launch may access the destinations, and nothing may write the
+    /// sources.
+    pub(super) unsafe fn launch_pack(
         &self,
         pieces: &[KernelRect],
         most_blocks: u32,
@@ -184,26 +236,20 @@ impl CollectiveKernels {
             let mut args =
                 CopyArgs { head: LaunchHead::empty_head(), pieces: [KernelRect::default(); MAX_MEMBERS] };
             args.pieces[..some.len()].copy_from_slice(some);
-            launch_with_struct(
-                self.pack,
-                [block_count(most, most_blocks), some.len() as u32],
-                THREADS,
-                &mut args,
-                stream,
-            )?;
+            let grid = [block_count(most, most_blocks), some.len() as u32, 1];
+            // SAFETY: the caller guarantees the rectangles; this kernel does not use the head.
+            unsafe { self.pack.launch(grid, THREADS, 0, &CopyRects { a: args }, stream) }?;
         }
         Ok(())
     }
 
     /// Launches a kernel that writes an op index to a word of host memory.
-    pub(super) fn launch_mark(&self, word: u64, op: u32, stream: &CudaStream) -> CudaResult<()> {
-        stream.launch_kernel(
-            self.mark,
-            [1, 1, 1],
-            32,
-            0,
-            KernelArgs::new().with_address(word).with_int(i64::from(op as i32)),
-        )
+    ///
+    /// # Safety
+    /// The word must be pinned memory that stays allocated until the stream has completed the launch.
+    pub(super) unsafe fn launch_mark(&self, word: u64, op: u32, stream: &CudaStream) -> CudaResult<()> {
+        // SAFETY: the caller guarantees the word.
+        unsafe { self.mark.launch([1, 1, 1], 32, 0, &Mark { word: word.into(), op }, stream) }
     }
 }
 
@@ -281,22 +327,6 @@ fn division_constants(by: u32) -> (u32, u32) {
 
 fn block_count(bytes: usize, most: u32) -> u32 {
     bytes.div_ceil(BYTES_PER_BLOCK).clamp(1, most.max(1) as usize) as u32
-}
-
-fn launch_with_struct<T>(
-    f: KernelFunction,
-    grid: [u32; 2],
-    threads: u32,
-    args: &mut T,
-    stream: &CudaStream,
-) -> CudaResult<()> {
-    let mut pointers = [std::ptr::from_mut(args).cast::<c_void>()];
-    let grid = (grid[0], grid[1], 1);
-    // SAFETY: the kernel has one parameter, a struct with the layout of `T`; the driver copies it
-    // before the call returns.
-    Ok(unsafe {
-        result::launch_kernel(f.as_raw(), grid, (threads, 1, 1), 0, stream.as_raw(), &mut pointers)
-    }?)
 }
 
 #[cfg(test)]

@@ -4,12 +4,15 @@
 //! NCCL chooses the order of a sum and rounds bf16 between additions, so the last bits may differ
 //! from those of the P2P kernels. A tree reduction is a plain NCCL sum.
 
+#![allow(unsafe_code, reason = "operations on raw addresses")]
+
 use tessera_mesh::Reduction;
 
 use super::copy_plan::{CollectiveKind, CopyRect, GroupCollective, NcclCall, PaddedScatter, STAGING_ALIGN};
 use super::kernel_launch::{CollectiveKernels, KernelRect};
 use super::signals::HostSignals;
-use crate::driver::{CudaResult, CudaStream, DeviceMemory, cuda_failure};
+use crate::device_memory::DeviceMemory;
+use crate::driver::{CudaResult, CudaStream, cuda_failure};
 use crate::nccl::NcclCommunicator;
 
 /// Resources of one member for collectives over NCCL.
@@ -29,42 +32,61 @@ struct StagingAllocator {
 }
 
 impl NcclCollectives<'_> {
-    pub(super) fn enqueue_collective(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
-        self.kernels.launch_mark(self.signals.started_address(), m.op_index, stream)?;
+    /// Enqueues one collective.
+    ///
+    /// # Safety
+    /// As [`CollectiveGroup::enqueue_collective`](super::CollectiveGroup::enqueue_collective).
+    pub(super) unsafe fn enqueue_collective(
+        &self,
+        m: &GroupCollective,
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        // SAFETY: the words belong to the group's signals, which outlive its work.
+        unsafe { self.kernels.launch_mark(self.signals.started_address(), m.op_index, stream) }?;
         match &m.kind {
             CollectiveKind::Copy { nccl_call: NcclCall::AllGather(bytes), .. } => {
-                self.comm.all_gather(m.operand, m.result, *bytes, stream)?;
+                // SAFETY: the caller guarantees operand and result, whose sizes the kind gives.
+                unsafe { self.comm.all_gather(m.operand, m.result, *bytes, stream) }?;
             }
             CollectiveKind::Copy { nccl_call: NcclCall::Broadcast(root, bytes), .. } => {
                 let from = if *root == self.member { m.operand } else { m.result };
-                self.comm.launch_broadcast(from, m.result, *bytes, *root, stream)?;
+                // SAFETY: the caller guarantees operand and result, whose sizes the kind gives.
+                unsafe { self.comm.launch_broadcast(from, m.result, *bytes, *root, stream) }?;
             }
             CollectiveKind::Copy { sends: to, receives: from, nccl_call: NcclCall::SendRecv } => {
-                self.enqueue_send_recv(m, to, from, stream)?
+                // SAFETY: the caller guarantees operand and result.
+                unsafe { self.enqueue_send_recv(m, to, from, stream) }?
             }
             CollectiveKind::AllReduce { elements, reduction } => {
-                self.comm.all_reduce(m.operand, m.result, *elements, (m.dtype, *reduction), stream)?;
+                let reduction = (m.dtype, *reduction);
+                // SAFETY: the caller guarantees operand and result, whose sizes the kind gives.
+                unsafe { self.comm.all_reduce(m.operand, m.result, *elements, reduction, stream) }?;
             }
             CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction } => {
                 match PaddedScatter::from_uneven_parts((*rows, *columns), *dim, parts) {
                     None => {
                         let elements = rows * columns / parts.len();
-                        self.comm.reduce_scatter(
-                            m.operand,
-                            m.result,
-                            elements,
-                            (m.dtype, *reduction),
-                            stream,
-                        )?;
+                        let reduction = (m.dtype, *reduction);
+                        // SAFETY: the caller guarantees operand and result; equal parts without
+                        // padding are what NCCL scatters.
+                        unsafe {
+                            self.comm.reduce_scatter(m.operand, m.result, elements, reduction, stream)
+                        }?;
                     }
-                    Some(scatter) => self.enqueue_padded_scatter(m, scatter, *reduction, stream)?,
+                    // SAFETY: the caller guarantees operand and result.
+                    Some(scatter) => unsafe { self.enqueue_padded_scatter(m, scatter, *reduction, stream) }?,
                 }
             }
         }
-        self.kernels.launch_mark(self.signals.completed_address(), m.op_index, stream)
+        // SAFETY: as above.
+        unsafe { self.kernels.launch_mark(self.signals.completed_address(), m.op_index, stream) }
     }
 
-    fn enqueue_send_recv(
+    /// Packs, sends, receives and unpacks the parts of a copy.
+    ///
+    /// # Safety
+    /// As [`enqueue_collective`](NcclCollectives::enqueue_collective).
+    unsafe fn enqueue_send_recv(
         &self,
         m: &GroupCollective,
         to: &[CopyRect],
@@ -96,16 +118,24 @@ impl NcclCollectives<'_> {
                 receives.push((j, at, rect.total_bytes()));
             }
         }
-        self.kernels.launch_pack(&before, self.max_blocks, stream)?;
+        // SAFETY: copies from the operand to the result or to staging memory; the allocator keeps the
+        // destinations apart.
+        unsafe { self.kernels.launch_pack(&before, self.max_blocks, stream) }?;
         if !sends.is_empty() || !receives.is_empty() {
-            self.comm.send_and_recv(&sends, &receives, stream)?;
+            // SAFETY: sends are parts of the operand, receives of the result or of staging memory,
+            // which the allocator keeps apart.
+            unsafe { self.comm.send_and_recv(&sends, &receives, stream) }?;
         }
-        self.kernels.launch_pack(&after, self.max_blocks, stream)
+        // SAFETY: copies from staging memory to different parts of the result.
+        unsafe { self.kernels.launch_pack(&after, self.max_blocks, stream) }
     }
 
     /// Packs the parts contiguously, each padded to the largest. NCCL reduces the padding too, and
     /// nobody reads it.
-    fn enqueue_padded_scatter(
+    ///
+    /// # Safety
+    /// As [`enqueue_collective`](NcclCollectives::enqueue_collective).
+    unsafe fn enqueue_padded_scatter(
         &self,
         m: &GroupCollective,
         scatter: PaddedScatter,
@@ -133,15 +163,15 @@ impl NcclCollectives<'_> {
             };
             KernelRect::from_copy(&rect, m.operand, all)
         });
-        self.kernels.launch_pack(
-            &pieces.collect::<CudaResult<Vec<KernelRect>>>()?,
-            self.max_blocks,
-            stream,
-        )?;
-        self.comm.reduce_scatter(all, mine, scatter.part_elements, (m.dtype, reduction), stream)?;
+        let pieces = pieces.collect::<CudaResult<Vec<KernelRect>>>()?;
+        // SAFETY: copies the parts of the operand to different places of `all`.
+        unsafe { self.kernels.launch_pack(&pieces, self.max_blocks, stream) }?;
+        // SAFETY: `all` holds a padded part for each member, and `mine` one, both in staging memory.
+        unsafe { self.comm.reduce_scatter(all, mine, scatter.part_elements, (m.dtype, reduction), stream) }?;
         let own = parts[self.member].len() * if *dim == 0 { *columns } else { *rows };
         let back = KernelRect::from_copy(&CopyRect::contiguous_run(0, 0, own * element), mine, m.result)?;
-        self.kernels.launch_pack(&[back], self.max_blocks, stream)
+        // SAFETY: copies this member's part from staging memory to the result.
+        unsafe { self.kernels.launch_pack(&[back], self.max_blocks, stream) }
     }
 
     fn staging_allocator(&self) -> StagingAllocator {

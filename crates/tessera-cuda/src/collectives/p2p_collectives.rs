@@ -15,7 +15,7 @@ use crate::driver::{CudaResult, CudaStream, cuda_failure};
 /// Bytes of a member's flags. They fill a whole driver page: the handle of a smaller allocation
 /// would expose its neighbours too.
 pub(super) const FLAGS_BYTES: usize = 2 << 20;
-/// Offset in the flags at which peers test whether they can write, behind the flags of exchange.cu.
+/// Offset in the flags at which peers test whether they can write, behind the flags of p2p_collectives.cu.
 pub(super) const WRITE_TEST_OFFSET: u64 = 4096;
 /// Maximum bytes of a one-shot reduction, in which every member reads all operands. It saves one
 /// synchronization.
@@ -24,7 +24,8 @@ const ONE_SHOT_BYTES: usize = 64 << 10;
 /// CUDA IPC handle, by which another process of the host maps an allocation.
 pub(super) type IpcHandle = [u8; 64];
 
-/// The mapped memory of all members.
+/// The exchange memory and the flags of all members, at their addresses in this process. `member`
+/// is this rank's own index.
 #[derive(Debug)]
 pub(super) struct PeerMemory {
     pub(super) member: usize,
@@ -34,7 +35,8 @@ pub(super) struct PeerMemory {
     pub(super) bytes: Vec<u64>,
     /// Address of every member's flags.
     pub(super) flags: Vec<u64>,
-    /// Mappings to close on drop.
+    /// The mappings to which the peers' addresses belong: memory and flags of each peer. Empty in a
+    /// group of one.
     #[allow(dead_code, reason = "keeps the mappings open while their addresses are in use")]
     pub(super) mappings: Vec<IpcMapping>,
 }
@@ -74,7 +76,12 @@ impl Drop for IpcMapping {
 }
 
 impl PeerMemory {
-    pub(super) fn enqueue_collective(
+    /// Enqueues one collective.
+    ///
+    /// # Safety
+    /// As [`CollectiveGroup::enqueue_collective`](super::CollectiveGroup::enqueue_collective). `host`
+    /// must be the address of the group's signals.
+    pub(super) unsafe fn enqueue_collective(
         &self,
         m: &GroupCollective,
         kernels: &CollectiveKernels,
@@ -90,7 +97,10 @@ impl PeerMemory {
                     .iter()
                     .zip(results)
                     .map(|(rect, result)| KernelRect::from_copy(rect, m.operand, result));
-                kernels.launch_copy(head, &pieces.collect::<CudaResult<Vec<KernelRect>>>()?, blocks, stream)
+                let pieces = pieces.collect::<CudaResult<Vec<KernelRect>>>()?;
+                // SAFETY: the caller guarantees the operand; `result_addresses` checks that the
+                // results lie in the mapped memory of the peers.
+                unsafe { kernels.launch_copy(head, &pieces, blocks, stream) }
             }
             CollectiveKind::AllReduce { elements, reduction } => {
                 let bytes = elements * element;
@@ -109,16 +119,9 @@ impl PeerMemory {
                     let (start, len) = split_units(bytes / unit, self.bases.len(), self.member);
                     CopyRect::contiguous_run(start * unit, start * unit, len * unit)
                 };
-                self.enqueue_reduction(
-                    m,
-                    head,
-                    kernels,
-                    *reduction,
-                    rect,
-                    (bytes, bytes, !one_shot),
-                    blocks,
-                    stream,
-                )
+                let extents = (bytes, bytes, !one_shot);
+                // SAFETY: the caller guarantees operand and result.
+                unsafe { self.enqueue_reduction(m, head, kernels, *reduction, rect, extents, blocks, stream) }
             }
             CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction } => {
                 let Some(part) = parts.get(self.member) else {
@@ -141,7 +144,8 @@ impl PeerMemory {
                     }
                 };
                 let extents = (rows * columns * element, 0, false);
-                self.enqueue_reduction(m, head, kernels, *reduction, rect, extents, blocks, stream)
+                // SAFETY: the caller guarantees operand and result.
+                unsafe { self.enqueue_reduction(m, head, kernels, *reduction, rect, extents, blocks, stream) }
             }
         }
     }
@@ -167,7 +171,10 @@ impl PeerMemory {
 
     /// Enqueues DMA copies of an opened collective. They leave the multiprocessors to other
     /// kernels.
-    pub(super) fn enqueue_copies(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
+    ///
+    /// # Safety
+    /// As [`CollectiveGroup::enqueue_copies`](super::CollectiveGroup::enqueue_copies).
+    pub(super) unsafe fn enqueue_copies(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
         let CollectiveKind::Copy { sends: to, .. } = &m.kind else {
             return cuda_failure("copy engines cannot reduce");
         };
@@ -177,9 +184,14 @@ impl PeerMemory {
             let j = (self.member + d) % to.len();
             let (r, result) = (&to[j], results[j]);
             let (to, from) = (result + r.to_offset as u64, m.operand + r.from_offset as u64);
-            match r.contiguous_sides() {
-                (true, true) => stream.copy_async(to, from, r.total_bytes())?,
-                _ => stream.copy_rows((to, r.to_pitch), (from, r.from_pitch), r.row_bytes, r.rows)?,
+            let (to_rows, from_rows) = ((to, r.to_pitch), (from, r.from_pitch));
+            // SAFETY: the caller guarantees the operand, and that the members may write each other's
+            // results; `result_addresses` checks that these lie in the mapped memory of the peers.
+            unsafe {
+                match r.contiguous_sides() {
+                    (true, true) => stream.copy_async(to, from, r.total_bytes())?,
+                    _ => stream.copy_rows(to_rows, from_rows, r.row_bytes, r.rows)?,
+                }
             }
         }
         Ok(())
@@ -195,8 +207,12 @@ impl PeerMemory {
         to.iter().enumerate().map(one).collect()
     }
 
+    /// Enqueues a reduction of one rectangle.
+    ///
+    /// # Safety
+    /// As [`enqueue_collective`](PeerMemory::enqueue_collective).
     #[expect(clippy::too_many_arguments, reason = "a launch needs all of them")]
-    fn enqueue_reduction(
+    unsafe fn enqueue_reduction(
         &self,
         m: &GroupCollective,
         head: LaunchHead,
@@ -233,7 +249,9 @@ impl PeerMemory {
         }
         let work =
             ReduceLaunch { dtype: m.dtype, reduction, rect, from: &from, to: &to, to_all_members: all };
-        kernels.launch_reduce(head, &work, blocks, stream)
+        // SAFETY: `peer_address` checks that all operands, and the results of peers, lie in the
+        // mapped memory of their members; the caller guarantees this member's own result.
+        unsafe { kernels.launch_reduce(head, &work, blocks, stream) }
     }
 
     /// Returns the address of a member's offset, after checking that `bytes` bytes from there lie

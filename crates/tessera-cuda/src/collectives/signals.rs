@@ -6,16 +6,17 @@
 use std::fmt;
 use std::sync::atomic::Ordering;
 
-use crate::driver::{CudaResult, PinnedMemory};
+use crate::device_memory::PinnedMemory;
+use crate::driver::CudaResult;
 
 /// Failure of a group's collective. Members are identified by their index in the group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum GroupFault {
     /// A peer launched a different collective at this position. No data was moved.
     Mismatch {
-        /// Op of this member.
+        /// Index in the program of this member's collective.
         op: u32,
-        /// First peer that differs.
+        /// Lowest index of a peer whose fingerprint differs.
         peer: usize,
         /// Fingerprint of this member's collective.
         mine: u32,
@@ -24,16 +25,16 @@ pub(crate) enum GroupFault {
     },
     /// Peers did not arrive or complete within the timeout.
     Timeout {
-        /// Op of this member.
+        /// Index in the program of this member's collective.
         op: u32,
-        /// Indices of the missing peers.
+        /// Indices of the missing peers, ascending.
         peers: Vec<usize>,
         /// Event that this member waited for.
         awaited: Awaited,
     },
-    /// The host requested an abort.
+    /// The host requested an abort while this member waited for peers.
     Aborted {
-        /// Op that was waiting.
+        /// Index in the program of the collective whose wait ended.
         op: u32,
     },
     /// NCCL reports an error of this member.
@@ -54,9 +55,9 @@ pub(crate) enum Awaited {
 /// Progress of the device as op indices; `None` before the first op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DeviceProgress {
-    /// Last op that started.
+    /// Last op that this device began, whether or not its peers have.
     pub(crate) started: Option<u32>,
-    /// Last op that completed.
+    /// Last op whose result is complete on this device.
     pub(crate) completed: Option<u32>,
 }
 
@@ -81,7 +82,7 @@ impl fmt::Display for GroupFault {
     }
 }
 
-/// The signals, with the layout of `Host` in exchange.cu.
+/// The signals, with the layout of `Host` in p2p_collectives.cu.
 #[derive(Debug)]
 pub(super) struct HostSignals(PinnedMemory);
 
@@ -115,7 +116,7 @@ impl HostSignals {
         self.0.atomic_word(STARTED).store(NO_OP, Ordering::Release);
     }
 
-    /// Returns the device address of the signals.
+    /// Returns the address at which the group's kernels access the signals.
     pub(super) fn device_address(&self) -> u64 {
         self.0.device_address()
     }

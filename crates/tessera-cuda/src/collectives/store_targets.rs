@@ -3,6 +3,7 @@
 
 use super::copy_plan::CopyRect;
 use super::kernel_launch::MAX_MEMBERS;
+use crate::kernel_params::{KernelParam, ParamType};
 
 /// Dim of the operand along which it is split among the members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,15 +69,10 @@ impl Targets {
         }
         Some(out)
     }
+}
 
-    /// Returns the words of the kernel argument.
-    pub(crate) fn pack_words(&self) -> Vec<u64> {
-        let of = self
-            .by_member
-            .iter()
-            .flat_map(|t| [t.to, t.pitch, u64::from(t.first) | u64::from(t.count) << 32]);
-        of.chain([self.opened_flag, self.members]).collect()
-    }
+impl KernelParam for Targets {
+    const TYPE: ParamType = ParamType::Value("Targets");
 }
 
 #[cfg(test)]
@@ -161,6 +157,5 @@ mod tests {
     #[test]
     fn targets_have_the_kernel_layout() {
         assert_eq!(size_of::<Targets>(), 16 * 24 + 16);
-        assert_eq!(Targets::default().pack_words().len() * 8, size_of::<Targets>());
     }
 }

@@ -1,6 +1,8 @@
 //! The communicators of a rank: one group per route, translation of collective ops into group
 //! operations, progress reports, and device faults expressed as ranks and ops.
 
+#![allow(unsafe_code, reason = "collectives on the memory of the backend")]
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -10,19 +12,21 @@ use std::time::Duration;
 use tessera_device::{
     AbortFn, CommRoute, Fault, MeshRank, Observer, as_matrix, collective_signature, shard_ranges,
 };
-use tessera_ir::{Op, Opcode, Program, Type, ValueId};
-use tessera_mesh::{Axis, Reduction};
+use tessera_ir::{CommAxis, Op, OpView, Program, Type, ValueId};
+use tessera_mesh::{Axis, AxisLayout};
 
-use super::{CommOffload, CommunicatorMember, CudaBackend, CudaOptions, ValueLocation};
+use super::{CommunicatorMember, CudaBackend, CudaOptions, PreparedProgram, ValueLocation};
 use crate::collectives::{
     CollectiveGroup, CollectiveKind, GroupAborter, GroupCollective, GroupConfig, GroupFault, GroupTransport,
-    RequestedTransport, SplitDim, Targets,
+    SplitDim, Targets,
 };
 use crate::compile::Compiler;
-use crate::driver::{CudaError, CudaResult, CudaStream, DeviceMemory, cuda_failure};
+use crate::device_memory::DeviceMemory;
+use crate::driver::{CudaError, CudaResult, CudaStream, cuda_failure};
+use crate::fusion::comm_fusion::CommOffload;
 use crate::libraries::Libraries;
 
-/// All communicators of a rank.
+/// The communicators that a rank has joined, each with the route by which ops name it.
 #[derive(Debug)]
 pub(super) struct CommGroups {
     routed_groups: Vec<RoutedGroup>,
@@ -45,7 +49,7 @@ const MAX_COPY_BLOCKS: u32 = 32;
 /// Page size of exchange memory: memory shared between processes consists of whole pages.
 pub(super) const PAGE_BYTES: usize = 2 << 20;
 
-/// Time limit for aborting NCCL.
+/// Longest time that an abort thread waits for NCCL to abort one communicator.
 const NCCL_ABORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Offset entry of a member without an operand or a result.
@@ -85,7 +89,8 @@ impl CommGroups {
         Ok(CommGroups { routed_groups: out, placement: mesh_rank })
     }
 
-    /// Describes the transport of each communicator.
+    /// Returns one line per communicator: `tp: peer-to-peer memory`, or `tp: NCCL, because` and the
+    /// reason. Valid once the memory is shared.
     pub(super) fn describe_transports(&self) -> Vec<String> {
         let describe = |e: &RoutedGroup| match e.group.p2p_failure() {
             None => format!("{}: peer-to-peer memory", e.route),
@@ -210,7 +215,7 @@ impl CudaBackend {
                 };
                 let (operand, result) = (slot(op.operands.first().copied()), slot(p.collective_result(op)));
                 wanted[lane].push((program, i, operand, result));
-                let m = self.build_collective(p, i)?;
+                let m = self.build_collective(p, i, &prepared.views[i])?;
                 groups.routed_groups[lane].group.reserve_staging(&m);
             }
         }
@@ -231,7 +236,9 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Enqueues a whole collective.
+    /// Enqueues a collective with its opening and closing synchronization. DMA copy engines move
+    /// the data if the collective is offloaded to them, the group has P2P memory, and the copies
+    /// are large enough.
     pub(super) fn launch_collective(
         &mut self,
         program: usize,
@@ -243,10 +250,14 @@ impl CudaBackend {
             && m.suits_copy_engines();
         let group = &mut self.groups.routed_groups[lane].group;
         if !by_engines || group.active_transport() != GroupTransport::P2p {
-            return group.enqueue_collective(&m, stream);
+            // SAFETY: `locate_collective` takes addresses from the backend's memory, which outlives
+            // the work on its streams, and sizes from the types of the sealed plan. The plan orders
+            // the streams, and all members exchanged their offsets when memory was shared.
+            return unsafe { group.enqueue_collective(&m, stream) };
         }
         group.enqueue_open(&m, stream)?;
-        group.enqueue_copies(&m, stream)?;
+        // SAFETY: as above; the opening synchronization was enqueued just before.
+        unsafe { group.enqueue_copies(&m, stream) }?;
         group.enqueue_close(&m, stream)
     }
 
@@ -261,7 +272,8 @@ impl CudaBackend {
         self.groups.routed_groups[lane].group.enqueue_open(&m, stream)
     }
 
-    /// Enqueues the closing synchronization of that collective.
+    /// Enqueues the closing synchronization of a collective whose data the producer stores. Once it
+    /// completes, the result is complete.
     pub(super) fn launch_collective_close(
         &self,
         program: usize,
@@ -286,9 +298,9 @@ impl CudaBackend {
 
     /// Returns a collective with its addresses, and the index of its communicator.
     fn locate_collective(&self, program: usize, i: usize) -> CudaResult<(GroupCollective, usize)> {
-        let p = Arc::clone(&self.programs[program].program);
+        let PreparedProgram { program: p, views, .. } = &self.programs[program];
         let op = &p.ops[i];
-        let mut m = self.build_collective(&p, i)?;
+        let mut m = self.build_collective(p, i, &views[i])?;
         m.operand = op.operands.first().map_or(Ok(0), |v| self.value_address(program, *v))?;
         m.result = p.collective_result(op).map_or(Ok(0), |v| self.value_address(program, v))?;
         let lane = self.groups.group_index(op)?;
@@ -299,7 +311,7 @@ impl CudaBackend {
     }
 
     /// Builds the description of a collective, without addresses.
-    fn build_collective(&self, p: &Program, i: usize) -> CudaResult<GroupCollective> {
+    fn build_collective(&self, p: &Program, i: usize, view: &OpView) -> CudaResult<GroupCollective> {
         let op = &p.ops[i];
         let Some(route) = CommRoute::from_op(op) else {
             return cuda_failure("a collective without a communicator");
@@ -313,33 +325,44 @@ impl CudaBackend {
             return cuda_failure("a collective without operand and result");
         };
         let element = ty.dtype.element_bytes() as usize;
-        let axis = op.mesh_axis().unwrap_or(Axis::Tp);
-        let pieces = |ty: &Type| shard_ranges(ty, axis, members as u32);
-        let reduction = op.reduction().unwrap_or(Reduction::Sum);
-        let kind = match (op.opcode, operand, out) {
-            (Opcode::AllReduce, Some(x), _) => {
-                CollectiveKind::AllReduce { elements: x.element_count() as usize, reduction }
+        let shards = |ty: &Type, axis: CommAxis| match axis {
+            CommAxis::Axis(axis) => Ok(shard_ranges(ty, axis, members as u32)),
+            // The verifier refuses shards over the world, so only a program that a drill has changed
+            // comes here: its shards are those of the axis that shards the value.
+            CommAxis::World => {
+                let shards = |a: &Axis| matches!(ty.layout.on_axis(*a), AxisLayout::Shard(_));
+                match p.mesh.active_axes().find(shards) {
+                    Some(axis) => Ok(shard_ranges(ty, axis, members as u32)),
+                    None => cuda_failure("a collective over shards of a value that no axis shards"),
+                }
             }
-            (Opcode::AllGather, Some(x), Some(y)) => {
-                let (dim, parts) = pieces(x);
+        };
+        let kind = match (view, operand, out) {
+            (OpView::AllReduce(v), Some(x), _) => {
+                CollectiveKind::AllReduce { elements: x.element_count() as usize, reduction: v.reduction }
+            }
+            (OpView::AllGather(v), Some(x), Some(y)) => {
+                let (dim, parts) = shards(x, v.axis)?;
                 CollectiveKind::all_gather(me, as_matrix(&y.shape, dim), dim.min(1), &parts, element)
             }
-            (Opcode::ReduceScatter, Some(x), Some(y)) => {
-                let (dim, parts) = pieces(y);
+            (OpView::ReduceScatter(v), Some(x), Some(y)) => {
+                let (dim, parts) = shards(y, v.axis)?;
                 let (rows, columns) = as_matrix(&x.shape, dim);
-                CollectiveKind::ReduceScatter { rows, columns, dim: dim.min(1), parts, reduction }
+                let (dim, reduction) = (dim.min(1), v.reduction);
+                CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction }
             }
-            (Opcode::AllToAll, Some(x), Some(y)) => {
-                let ((dim, concat), (_, split)) = (pieces(x), pieces(y));
+            (OpView::AllToAll(v), Some(x), Some(y)) => {
+                let ((dim, concat), (_, split)) = (shards(x, v.axis)?, shards(y, v.axis)?);
                 let global_shape = x.layout.global_shape(&x.shape, &self.placement.mesh);
                 CollectiveKind::all_to_all(me, as_matrix(&global_shape, 1), dim, &concat, &split, element)
             }
-            (Opcode::Broadcast, ..) => {
-                let root = op.int_attr("root").unwrap_or(0) as usize;
-                CollectiveKind::broadcast_from(me, members, root, ty.byte_size().0 as usize)
+            (OpView::Broadcast(v), ..) => {
+                CollectiveKind::broadcast_from(me, members, v.root as usize, ty.byte_size().0 as usize)
             }
-            (Opcode::Send | Opcode::Recv, ..) => CollectiveKind::send_recv(me, ty.byte_size().0 as usize),
-            (other, ..) => return cuda_failure(format!("{} is not a collective", other.name())),
+            (OpView::Send(_) | OpView::Recv(_), ..) => {
+                CollectiveKind::send_recv(me, ty.byte_size().0 as usize)
+            }
+            _ => return cuda_failure(format!("{} is not a collective", op.opcode.name())),
         };
         let digest = blake3::hash(collective_signature(p, op).as_bytes());
         let bytes = digest.as_bytes();
@@ -352,11 +375,7 @@ impl CudaBackend {
             peer_result_offsets: Vec::new(),
             fingerprint: u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
             op_index: i as u32,
-            transport: match op.str_attr("transport") {
-                Some("p2p") => RequestedTransport::P2p,
-                Some("nccl") => RequestedTransport::Nccl,
-                _ => RequestedTransport::Best,
-            },
+            transport: op.requested_transport(),
         })
     }
 }

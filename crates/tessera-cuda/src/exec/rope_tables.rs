@@ -1,15 +1,17 @@
 //! RoPE cos/sin tables. Row and column tables are computed on the host at load; each call computes
 //! the frame tables on the device.
 
-use tessera_ir::{Opcode, Program};
+use tessera_ir::{OpView, ValueId};
 
-use super::ALIGNMENT;
-use crate::driver::{CudaResult, DeviceMemory, copy_to_device};
+use crate::device_memory::{ALIGNMENT, DeviceMemory, copy_to_device};
+use crate::driver::CudaResult;
 
 /// Tables of one RoPE op, as offsets into the call area.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RopeTables {
     pub(super) op: usize,
+    /// Scalar with the position of the first frame.
+    pub(super) start: ValueId,
     /// Whether the tables belong to an earlier op with the same parameters.
     pub(super) is_shared: bool,
     pub(super) head_dim: u64,
@@ -22,23 +24,18 @@ pub(super) struct RopeTables {
     pub(super) column_table: u64,
 }
 
-/// Plans the tables that a program's RoPE ops need and appends them to the call area, whose size is
-/// `area`.
-pub(super) fn plan_rope_tables(p: &Program, area: &mut u64) -> Vec<RopeTables> {
+/// Plans the tables that the RoPE ops of a program need and appends them to the call area, whose
+/// size is `area`. The program is given by the views of its ops.
+pub(super) fn plan_rope_tables(views: &[OpView], area: &mut u64) -> Vec<RopeTables> {
     let mut out: Vec<RopeTables> = Vec::new();
-    for (i, op) in p.ops.iter().enumerate().filter(|(_, o)| o.opcode == Opcode::Rope) {
-        let grid = op.ints_attr("grid").unwrap_or(&[1, 1, 1]);
-        let (head, stride) =
-            (op.int_attr("head_dim").unwrap_or(2) as u64, op.int_attr("frame_stride").unwrap_or(1));
+    for (i, view) in views.iter().enumerate() {
+        let OpView::Rope(v) = view else { continue };
+        let (head, stride) = (v.head_dim, v.frame_stride);
         // A frame stride of 0 fixes the frame, and every token is at row 0 and column 0.
-        let [frames, high, wide] = match stride {
-            0 => [1; 3],
-            _ => [grid[0] as u64, grid[1] as u64, grid[2] as u64],
-        };
-        let has_same_tables = |t: &&RopeTables| {
-            p.ops[t.op].keyed_operand("start") == op.keyed_operand("start")
-                && (t.head_dim, t.grid, t.frames, t.frame_stride) == (head, [high, wide], frames, stride)
-        };
+        let [frames, high, wide] = if stride == 0 { [1; 3] } else { v.grid };
+        let parameters = (v.start, head, [high, wide], frames, stride);
+        let has_same_tables =
+            |t: &&RopeTables| (t.start, t.head_dim, t.grid, t.frames, t.frame_stride) == parameters;
         if let Some(same) = out.iter().find(has_same_tables).copied() {
             out.push(RopeTables { op: i, is_shared: true, ..same });
             continue;
@@ -51,6 +48,7 @@ pub(super) fn plan_rope_tables(p: &Program, area: &mut u64) -> Vec<RopeTables> {
         let axis_pairs = head / 6;
         out.push(RopeTables {
             op: i,
+            start: v.start,
             is_shared: false,
             head_dim: head,
             grid: [high, wide],
@@ -82,7 +80,7 @@ impl RopeTables {
                     [angle.cos() as f32, angle.sin() as f32]
                 })
                 .collect();
-            copy_to_device(area.device_address() + at, &table)?;
+            copy_to_device(area.slice(at, table.len())?, &table)?;
         }
         Ok(())
     }
@@ -91,7 +89,7 @@ impl RopeTables {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tessera_ir::parse_all;
+    use tessera_ir::{Opcode, parse_all};
 
     #[test]
     fn ropes_with_equal_parameters_share_their_tables() {
@@ -101,8 +99,9 @@ mod tests {
             %c = toperator.rope %x, start=%t {first_row = 3, grid = [3, 1, 2], head_dim = 12} \
             output \"a\", %a output \"b\", %b output \"c\", %c }";
         let p = parse_all(text, "test").expect("a program").remove(0);
+        let views: Vec<OpView> = p.ops.iter().map(|op| op.view().expect("a view")).collect();
         let mut area = 0;
-        let made = plan_rope_tables(&p, &mut area);
+        let made = plan_rope_tables(&views, &mut area);
         assert_eq!(made.iter().map(|t| t.is_shared).collect::<Vec<_>>(), [false, true, false]);
         let ops: Vec<Opcode> = made.iter().map(|t| p.ops[t.op].opcode).collect();
         assert_eq!((ops, made[0].op == made[1].op), (vec![Opcode::Rope; 3], false));

@@ -1,6 +1,8 @@
 //! Traces when each step of a program ran: captures its graph a second time, with timing events
 //! around every step.
 
+#![allow(unsafe_code, reason = "launch of a captured graph")]
+
 use std::sync::Arc;
 
 use tessera_device::{CallData, Fault, Observer, ProgramHandle};
@@ -8,12 +10,13 @@ use tessera_device::{CallData, Fault, Observer, ProgramHandle};
 use super::CudaBackend;
 use crate::driver::{CudaError, CudaEvent, CudaResult, CudaStream, GraphExec};
 
-/// Time span of one step on the device.
+/// When one step ran on the device. A step is a kernel, a copy or a collective, which may run
+/// several ops.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepSpan {
     /// Indices of the step's ops in the program, in order. A fused step has several.
     pub ops: Vec<usize>,
-    /// Name of the step's stream.
+    /// Name of the stream that the program assigns to the step, such as `compute`.
     pub stream: String,
     /// Start time in nanoseconds since the program began on this device. CUDA events have a
     /// resolution of about 0.5 µs.
@@ -22,7 +25,7 @@ pub struct StepSpan {
     pub end_ns: f64,
 }
 
-/// A graph with timing events.
+/// A CUDA graph of a program with a timing event before and after each step.
 #[derive(Debug)]
 pub(super) struct TracedGraph {
     graph: GraphExec,
@@ -57,7 +60,8 @@ impl CudaBackend {
             None => self.capture_with_events(program).map_err(broken)?,
         };
         let p = Arc::clone(&self.programs[program].program);
-        let replayed = self.main_stream(&p).and_then(|s| s.launch_graph(&traced.graph));
+        // SAFETY: `place_slots` drops a captured graph when its addresses change.
+        let replayed = self.main_stream(&p).and_then(|s| unsafe { s.launch_graph(&traced.graph) });
         let spans = replayed.map_err(broken).and_then(|()| {
             self.finish_run(program, observer)?;
             let span = |(at, begin, end): &(usize, CudaEvent, CudaEvent)| -> CudaResult<StepSpan> {

@@ -8,11 +8,12 @@
 use std::collections::BTreeMap;
 
 use tessera_device::CommRoute;
-use tessera_ir::{Op, Opcode, Program};
+use tessera_ir::Program;
 
 use crate::driver::{CudaError, CudaEvent, CudaResult, CudaStream};
 
-/// An op's position in its batch.
+/// Where an op runs in its batch of sends and receives, and whether the batch begins or ends with
+/// it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct BatchPosition {
     /// Name of the side stream of the op. Ops of the batch's first communicator have none and run
@@ -85,7 +86,7 @@ fn batch_positions(p: &Program) -> BTreeMap<usize, BatchPosition> {
     // Maps each batch to its communicators, in the order of their first ops, and to its last op.
     let mut batches: BTreeMap<i64, (Vec<Option<CommRoute>>, usize)> = BTreeMap::new();
     for (at, op) in p.ops.iter().enumerate() {
-        let Some(number) = batch_number(op) else { continue };
+        let Some(number) = op.batch_number() else { continue };
         let (lanes, last) = batches.entry(number).or_default();
         let (route, first) = (CommRoute::from_op(op), lanes.is_empty());
         let lane = lanes.iter().position(|r| *r == route).unwrap_or_else(|| {
@@ -101,10 +102,6 @@ fn batch_positions(p: &Program) -> BTreeMap<usize, BatchPosition> {
         out.entry(*last).and_modify(|place: &mut BatchPosition| place.is_last = true);
     }
     out
-}
-
-fn batch_number(op: &Op) -> Option<i64> {
-    op.int_attr("batch").filter(|_| matches!(op.opcode, Opcode::Send | Opcode::Recv))
 }
 
 #[cfg(test)]

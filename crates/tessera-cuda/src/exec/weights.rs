@@ -7,10 +7,11 @@ use tessera_base::Diagnostic;
 use tessera_device::{
     AuditResult, Fingerprint, FingerprintHasher, MeshRank, WeightSource, describe_slice, dtype,
 };
-use tessera_ir::{DType, Op, Program, Type};
+use tessera_ir::{DType, Op, Program, Type, WeightLoad};
 
 use super::cuda_error;
-use crate::driver::{CudaResult, DeviceMemory, copy_to_device, copy_to_host};
+use crate::device_memory::{ALIGNMENT, DeviceMemory, DeviceSlice, copy_to_device, copy_to_host};
+use crate::driver::CudaResult;
 
 /// All weight shards of a rank, each stored once.
 #[derive(Debug, Default)]
@@ -23,19 +24,27 @@ pub(super) struct DeviceWeights {
     audit_cursor: AuditCursor,
 }
 
-type ShardKey = (String, String, Option<String>);
+type ShardKey = (String, String, Option<WeightLoad>);
 
-/// One shard of a tensor.
+/// One weight shard in device memory, with its fingerprint at load.
 #[derive(Debug)]
 struct DeviceShard {
     name: String,
     ty: Type,
-    load_transform: Option<String>,
-    address: u64,
+    load_transform: Option<WeightLoad>,
+    place: ShardPlace,
     fingerprint: Fingerprint,
 }
 
-/// Progress of the audit through the weights.
+/// The place of a shard: an allocation and the offset of the shard in it.
+#[derive(Debug, Clone, Copy)]
+struct ShardPlace {
+    block: usize,
+    offset: u64,
+}
+
+/// Where the next audit step continues: the shard, the byte offset in it, and the hash of the bytes
+/// before.
 #[derive(Debug, Default)]
 struct AuditCursor {
     shard: usize,
@@ -86,7 +95,7 @@ impl DeviceWeights {
             let mut at = self.allocate_bytes(all as usize).map_err(broken)?;
             for op in ops {
                 self.read_shard(mesh_rank, p, op, source, at)?;
-                at += bytes(op);
+                at.offset += bytes(op);
             }
         }
         let found: Option<Vec<u64>> =
@@ -95,26 +104,29 @@ impl DeviceWeights {
         Ok(found.windows(2).zip(ops).all(|(pair, op)| pair[0] + bytes(op) == pair[1]))
     }
 
-    /// Reads a weight shard to an address.
+    /// Reads the shard of a weight op, uploads it to the place `at` and records its fingerprint.
+    /// Returns the shard's index.
     fn read_shard(
         &mut self,
         mesh_rank: &MeshRank,
         p: &Program,
         op: &Op,
         source: &mut dyn WeightSource,
-        at: u64,
+        at: ShardPlace,
     ) -> Result<usize, Diagnostic> {
         let (key, ty) = (weight_key(p, op), p.type_of(op.results[0]));
-        let (name, load) = (key.0.clone(), key.2.clone());
-        let data = source.read(&name, ty, load.as_deref(), mesh_rank)?;
+        let (name, load) = (key.0.clone(), key.2.map(WeightLoad::name));
+        let data = source.read(&name, ty, load, mesh_rank)?;
         let broken = |e| cuda_error(&format!("weight {name}"), &e);
-        let hash = upload_and_hash(at, ty.dtype, &data).map_err(broken)?;
-        let print = hash.finish(&name, describe_slice(ty, load.as_deref(), mesh_rank));
+        let hash = shard_memory(&self.blocks, at, ty)
+            .and_then(|to| upload_and_hash(to, ty.dtype, &data))
+            .map_err(broken)?;
+        let print = hash.finish(&name, describe_slice(ty, load, mesh_rank));
         self.shards.push(DeviceShard {
             name: name.clone(),
             ty: ty.clone(),
-            load_transform: load,
-            address: at,
+            load_transform: key.2,
+            place: at,
             fingerprint: print,
         });
         self.index.insert(key, self.shards.len() - 1);
@@ -122,7 +134,8 @@ impl DeviceWeights {
     }
 
     pub(super) fn shard_address(&self, i: usize) -> u64 {
-        self.shards[i].address
+        let ShardPlace { block, offset } = self.shards[i].place;
+        self.blocks[block].device_address() + offset
     }
 
     pub(super) fn total_bytes(&self) -> u64 {
@@ -144,7 +157,7 @@ impl DeviceWeights {
         {
             let size = AUDIT_READ_BYTES.min(weight.ty.byte_size().0 - *offset);
             // An unreadable device fails the next run, which reports the error.
-            if size > left || weight.hash_range(*offset, size, hash, stage).is_err() {
+            if size > left || weight.hash_range(&self.blocks, *offset, size, hash, stage).is_err() {
                 break;
             }
             left -= size;
@@ -173,17 +186,19 @@ impl DeviceWeights {
         source: &mut dyn WeightSource,
     ) -> Result<(), Diagnostic> {
         for h in &self.shards {
-            source.check(&h.name, &h.ty, h.load_transform.as_deref(), mesh_rank)?;
+            source.check(&h.name, &h.ty, h.load_transform.map(WeightLoad::name), mesh_rank)?;
         }
         (self.audit_cursor.shard, self.audit_cursor.offset, self.audit_cursor.hash) =
             (0, 0, FingerprintHasher::default());
         for h in &mut self.shards {
-            let data = source.read(&h.name, &h.ty, h.load_transform.as_deref(), mesh_rank)?;
+            let data = source.read(&h.name, &h.ty, h.load_transform.map(WeightLoad::name), mesh_rank)?;
             let name = h.name.clone();
             let broken = |e| cuda_error(&format!("weight {name}"), &e);
-            let hash = upload_and_hash(h.address, h.ty.dtype, &data).map_err(broken)?;
-            h.fingerprint =
-                hash.finish(&h.name, describe_slice(&h.ty, h.load_transform.as_deref(), mesh_rank));
+            let hash = shard_memory(&self.blocks, h.place, &h.ty)
+                .and_then(|to| upload_and_hash(to, h.ty.dtype, &data))
+                .map_err(broken)?;
+            h.fingerprint = hash
+                .finish(&h.name, describe_slice(&h.ty, h.load_transform.map(WeightLoad::name), mesh_rank));
         }
         Ok(())
     }
@@ -191,18 +206,20 @@ impl DeviceWeights {
     pub(super) fn overwrite_element(&mut self, name: &str, index: u64, value: f32) -> bool {
         let found = self.shards.iter().find(|h| h.name == name && index < h.ty.element_count());
         found.is_some_and(|h| {
-            upload_rounded(h.address + index * h.ty.dtype.element_bytes(), h.ty.dtype, &[value]).is_ok()
+            let width = h.ty.dtype.element_bytes() as usize;
+            shard_memory(&self.blocks, h.place, &h.ty)
+                .and_then(|all| all.sub_slice(index as usize * width, width))
+                .and_then(|to| upload_rounded(to, h.ty.dtype, &[value]))
+                .is_ok()
         })
     }
 
-    /// Allocates memory for a tensor and returns its address.
-    fn allocate_bytes(&mut self, bytes: usize) -> CudaResult<u64> {
-        let need = bytes.next_multiple_of(super::ALIGNMENT as usize);
+    /// Allocates memory for a tensor and returns its place.
+    fn allocate_bytes(&mut self, bytes: usize) -> CudaResult<ShardPlace> {
+        let need = bytes.next_multiple_of(ALIGNMENT as usize);
         if need > BLOCK_BYTES / 4 {
-            let own = DeviceMemory::new(need)?;
-            let at = own.device_address();
-            self.blocks.push(own);
-            return Ok(at);
+            self.blocks.push(DeviceMemory::new(need)?);
+            return Ok(ShardPlace { block: self.blocks.len() - 1, offset: 0 });
         }
         let (block, full) = match self.open_block {
             Some((block, full)) if full + need <= BLOCK_BYTES => (block, full),
@@ -212,27 +229,38 @@ impl DeviceWeights {
             }
         };
         self.open_block = Some((block, full + need));
-        Ok(self.blocks[block].device_address() + full as u64)
+        Ok(ShardPlace { block, offset: full as u64 })
     }
+}
+
+/// Returns the bytes of a shard.
+fn shard_memory<'a>(
+    blocks: &'a [DeviceMemory],
+    at: ShardPlace,
+    ty: &Type,
+) -> CudaResult<DeviceSlice<'a, u8>> {
+    blocks[at.block].slice(at.offset, ty.byte_size().0 as usize)
 }
 
 /// Returns the identity of a weight: its name, its type, and the transformation of the stored
 /// tensor.
 fn weight_key(p: &Program, op: &Op) -> ShardKey {
     let name = op.name.clone().unwrap_or_default();
-    (name, p.type_of(op.results[0]).display_on(&p.mesh), op.str_attr("load").map(str::to_string))
+    (name, p.type_of(op.results[0]).display_on(&p.mesh), op.weight_load())
 }
 
 impl DeviceShard {
     fn hash_range(
         &self,
+        blocks: &[DeviceMemory],
         offset: u64,
         size: u64,
         hash: &mut FingerprintHasher,
         stage: &mut Vec<u8>,
     ) -> CudaResult<()> {
         stage.resize(size as usize, 0);
-        copy_to_host(stage, self.address + offset)?;
+        let bytes = shard_memory(blocks, self.place, &self.ty)?;
+        copy_to_host(stage, bytes.sub_slice(offset as usize, size as usize)?)?;
         hash.update_raw(stage, self.ty.dtype.element_bytes() as usize);
         Ok(())
     }
@@ -243,20 +271,20 @@ impl DeviceShard {
 const UPLOAD_ELEMENTS: usize = 16 << 20;
 
 /// Rounds elements to a dtype and uploads them.
-pub(super) fn upload_rounded(at: u64, dtype: DType, data: &[f32]) -> CudaResult<()> {
-    round_and_upload(at, dtype, data, None)
+pub(super) fn upload_rounded(to: DeviceSlice<'_, u8>, dtype: DType, data: &[f32]) -> CudaResult<()> {
+    round_and_upload(to, dtype, data, None)
 }
 
 /// Uploads elements like [`upload_rounded`] and returns the hash of the uploaded bytes, which
 /// audits compare with the device.
-fn upload_and_hash(at: u64, dtype: DType, data: &[f32]) -> CudaResult<FingerprintHasher> {
+fn upload_and_hash(to: DeviceSlice<'_, u8>, dtype: DType, data: &[f32]) -> CudaResult<FingerprintHasher> {
     let mut hash = FingerprintHasher::default();
-    round_and_upload(at, dtype, data, Some(&mut hash))?;
+    round_and_upload(to, dtype, data, Some(&mut hash))?;
     Ok(hash)
 }
 
 fn round_and_upload(
-    at: u64,
+    to: DeviceSlice<'_, u8>,
     dtype: DType,
     data: &[f32],
     mut hash: Option<&mut FingerprintHasher>,
@@ -270,7 +298,7 @@ fn round_and_upload(
             if let Some(hash) = &mut hash {
                 s.spawn(|| hash.update_raw(&bytes, width));
             }
-            copy_to_device(at + (i * UPLOAD_ELEMENTS * width) as u64, &bytes)
+            copy_to_device(to.sub_slice(i * UPLOAD_ELEMENTS * width, bytes.len())?, &bytes)
         })?;
     }
     Ok(())

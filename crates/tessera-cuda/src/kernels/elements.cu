@@ -14,9 +14,6 @@ extern "C" __global__ void cast_f32_bf16(const float *x, bf16 *out, i64 n) {
 extern "C" __global__ void cast_bf16_f32(const bf16 *x, float *out, i64 n) {
     cast_element(x, out, n);
 }
-extern "C" __global__ void cast_f32_e4m3(const float *x, e4m3 *out, i64 n) {
-    cast_element(x, out, n);
-}
 
 // `act` selects the activation: 0 is none, 1 is SiLU, 2 is GELU.
 __device__ __forceinline__ float activate(float x, int act) {

@@ -10,25 +10,26 @@ use tessera_base::Diagnostic;
 use tessera_device::{
     AbortFn, Backend, CallData, Fault, MeshRank, Observer, Scalar, T0801, T0802, WeightSource,
 };
-use tessera_ir::{Opcode, Program, Type};
+use tessera_ir::{Opcode, Program, Type, WeightLoad};
 use tessera_mesh::Mesh;
 use tessera_reference::{CallScalar, Evaluator, Tensor};
 
 use super::BackendFactory;
 use crate::dedicated_slots;
 
-/// The programs and inputs of one rank.
+/// What one rank runs in a conformance test: its programs in order, and the inputs and scalars that
+/// they read.
 pub(super) struct RankWork {
     pub(super) programs: Vec<Arc<Program>>,
-    /// Tensors by input name.
+    /// This rank's shards of the input tensors, by the unique name that its programs read.
     pub(super) inputs: BTreeMap<String, Vec<f32>>,
     pub(super) scalars: BTreeMap<String, Scalar>,
 }
 
-/// Outputs of each program.
+/// Output values by name, one map per program in the order of [`RankWork::programs`].
 pub(super) type ProgramOutputs = Vec<BTreeMap<String, Vec<f32>>>;
 
-/// How one rank ended.
+/// How a rank's run ended: with outputs, with a fault of the backend, by a panic, or not in time.
 pub(super) enum RankEnd {
     Done(ProgramOutputs),
     Fault(Fault),
@@ -162,7 +163,10 @@ impl WeightSource for ReferenceWeights<'_> {
         load: Option<&str>,
         seat: &MeshRank,
     ) -> Result<Vec<f32>, Diagnostic> {
-        let piece = self.evaluator.weight_value(name, ty, load, seat.coord());
+        let parse =
+            |load| WeightLoad::parse(load).ok_or_else(|| format!("unknown transformation load = \"{load}\""));
+        let piece = load.map(parse).transpose();
+        let piece = piece.and_then(|load| self.evaluator.weight_value(name, ty, load, seat.coord()));
         piece.map(|t| to_f32(&t)).map_err(|why| Diagnostic::error(&T0802, why))
     }
 }

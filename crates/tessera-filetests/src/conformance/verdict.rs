@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tessera_device::{Backend, Fault};
-use tessera_ir::{OpKind, Opcode, Program};
+use tessera_ir::{OpKind, OpView, Opcode, Program, ValueId};
 use tessera_mesh::{Mesh, Rank};
 use tessera_reference::{EvalError as Exact, Evaluator, Tensor};
 
@@ -14,7 +14,7 @@ use super::{BackendUnderTest, NotPassed, Tolerance};
 use crate::eval::group_by_phase;
 use crate::header::Header;
 
-/// Outputs of each rank in each phase.
+/// Reference outputs: by phase, then by rank, then by name.
 type ExpectedOutputs = Vec<Vec<BTreeMap<String, Tensor>>>;
 
 /// Runs a file's logical programs, or its role programs, and returns the largest error in units of
@@ -186,19 +186,24 @@ fn count_roundings(cast: &[&Program]) -> f64 {
     let count = |p: &&Program| {
         let (mut ops, mut longest) = (0u64, 0u64);
         for op in &p.ops {
-            let extent = |operand: usize, dim: usize| {
-                p.type_of(op.operands[operand]).shape.get(dim).copied().unwrap_or(1)
-            };
-            let terms = match op.opcode {
-                Opcode::Pad | Opcode::Compact | Opcode::TakeRows | Opcode::TakeShard => continue,
-                Opcode::SpaceTimeToDepth | Opcode::DepthToSpaceTime => continue,
-                Opcode::AllReduce | Opcode::ReduceScatter => {
+            use OpView as V;
+            let extent = |v: ValueId, dim: usize| p.type_of(v).shape.get(dim).copied().unwrap_or(1);
+            let last_extent = |v: ValueId| p.type_of(v).shape.last().copied().unwrap_or(1);
+            let Ok(view) = op.view() else { continue };
+            let terms = match view {
+                V::Pad(_) | V::Compact(_) | V::TakeRows(_) | V::TakeShard(_) => continue,
+                V::SpaceTimeToDepth(_) | V::DepthToSpaceTime(_) => continue,
+                V::AllReduce(_) | V::ReduceScatter(_) => {
                     op.comm_group().map_or(1, |g| u64::from(p.mesh.group_size(g)))
                 }
-                Opcode::Matmul | Opcode::LayerNorm | Opcode::NormModulate => extent(0, 1),
-                Opcode::RmsNorm | Opcode::RowSquareSum => extent(0, 1),
-                Opcode::Softmax | Opcode::Bmm => p.type_of(op.operands[0]).shape.last().copied().unwrap_or(1),
-                Opcode::Attention => extent(1, 0) + op.int_attr("head_dim").map_or(1, i64::unsigned_abs),
+                V::Matmul(v) => extent(v.x, 1),
+                V::LayerNorm(v) => extent(v.x, 1),
+                V::NormModulate(v) => extent(v.x, 1),
+                V::RmsNorm(v) => extent(v.x, 1),
+                V::RowSquareSum(v) => extent(v.x, 1),
+                V::Softmax(v) => last_extent(v.x),
+                V::Bmm(v) => last_extent(v.x),
+                V::Attention(v) => extent(v.k, 0) + v.head_dim,
                 _ if op.opcode.table_row().kind == OpKind::Compute => 1,
                 _ => continue,
             };

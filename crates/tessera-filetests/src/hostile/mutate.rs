@@ -101,7 +101,8 @@ pub(super) fn mutate_bundle(b: &mut Bundle, c: &mut FuzzInput<'_>, donors: &[Pro
     }
 }
 
-/// Applies one mutation to a program.
+/// Applies one mutation to a program: to its header, buffers, value types or ops. `donors` supply
+/// ops of other programs.
 pub(super) fn mutate_program(p: &mut Program, c: &mut FuzzInput<'_>, donors: &[Program]) {
     let (values, ops) = (p.values.len(), p.ops.len());
     match c.next_below(24) {
@@ -222,14 +223,13 @@ fn mutate_op(o: &mut Op, c: &mut FuzzInput<'_>, [values, streams, buffers]: [usi
             }
         }
         2 => {
-            let keys: Vec<&'static str> =
-                OP_TABLE.iter().flat_map(|r| r.keyed).map(|k| k.trim_end_matches('?')).collect();
+            let keys: Vec<&'static str> = OP_TABLE.iter().flat_map(|r| r.keyed).map(|k| k.name).collect();
             if let Some(k) = c.pick_from(&keys).filter(|_| o.keyed.len() < MAX_ITEMS) {
                 o.keyed.push((k, ValueId(c.next_index(values))));
             }
         }
         3..=6 => {
-            let mut known: Vec<&str> = row.attrs.iter().map(|a| a.trim_end_matches('?')).collect();
+            let mut known: Vec<&str> = row.attrs.iter().map(|a| a.name).collect();
             known.extend(HINT_ATTRS);
             known.extend(["axis", "group_size", "graph", "batch", "odd"]);
             if let Some(k) = c.pick_from(&known) {

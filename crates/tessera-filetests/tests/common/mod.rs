@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tessera_cpu::arena::{Arena, ArenaLayout};
+use tessera_cpu::arena::Arena;
+use tessera_cpu::transport::CommLayout;
 use tessera_cpu::{CommEndpoint, CpuBackend, Pool};
 use tessera_device::{CommRoute, Communicator};
 use tessera_filetests::{BackendFactory, BackendUnderTest, Tolerance};
@@ -80,12 +81,12 @@ pub fn open_cpu_backends(
     let mut ends: Vec<Vec<CommEndpoint>> = mesh.iter().map(|_| Vec::new()).collect();
     for (lane, (bytes, flight)) in needs {
         let layout =
-            ArenaLayout { members: lane.members.len(), slots: flight + 1, slot_bytes: bytes.max(4) as usize };
+            CommLayout { members: lane.members.len(), slots: flight + 1, slot_bytes: bytes.max(4) as usize };
         let fd = Arena::create_memfd(layout).map_err(|e| e.to_string())?;
         for (at, rank) in lane.members.iter().enumerate() {
             let arena = Arena::attach(&fd, layout, at).map_err(|e| e.to_string())?;
             let route = lane.member_route(mesh, at).ok_or("the communicator has no group")?;
-            ends[rank.0 as usize].push(CommEndpoint { route, transport: arena.into() });
+            ends[rank.0 as usize].push(CommEndpoint { route, transport: Box::new(arena) });
         }
     }
     let maker = |ends: Vec<CommEndpoint>| -> BackendFactory<CpuBackend> {

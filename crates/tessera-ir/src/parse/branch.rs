@@ -1,9 +1,8 @@
 //! Detection of branches and loops, which the IR does not have: the parser explains why and skips
 //! the enclosed ops.
 
-use super::Parser;
 use super::lexer::TokenKind;
-use super::resolve::NameTable;
+use super::{NameTable, Parser};
 
 /// Hint that explains the alternative to a branch.
 pub(super) const NO_BRANCHES: &str = "programs have no branches, so that every rank issues the same collectives: let \

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use tessera_base::{Diagnostic, Diagnostics, Span, closest_name, format_choices};
+use tessera_base::{Diagnostics, Span, closest_name, format_choices};
 
-use super::lexer::{TokenKind, tokenize};
-use super::{MAX_DIAGNOSTICS, MAX_TEXT_BYTES, ParseResult, ParsedOp, Parser, T0201, T0203, T0204};
+use super::lexer::TokenKind;
+use super::{MAX_DIAGNOSTICS, ParseResult, ParsedOp, Parser, check_text_size};
+use crate::codes::{T0201, T0203, T0204};
 use crate::fragment::{Fragment, FragmentOp, SpannedName};
 use crate::{Dialect, HINT_ATTRS, Program};
 
@@ -14,7 +15,7 @@ use crate::{Dialect, HINT_ATTRS, Program};
 pub fn is_fragment(text: &str) -> bool {
     // Only a prefix of the text is tokenized, so that a long text is not read twice.
     let end = text.char_indices().nth(MAX_PREFIX_CHARS).map_or(text.len(), |(i, _)| i);
-    let p = new_parser(&text[..end], "");
+    let p = Parser::new(&text[..end], "");
     match p.peek() {
         Some(TokenKind::Value(_)) => true,
         Some(TokenKind::Word(w)) => p.begins_statement() && w != "program" && w != "buffer",
@@ -28,11 +29,8 @@ pub fn is_fragment(text: &str) -> bool {
 /// # Errors
 /// All syntax errors: T0201 to T0204.
 pub fn parse_fragment(text: &str, file: &str) -> Result<Fragment, Diagnostics> {
-    if text.len() > MAX_TEXT_BYTES {
-        let m = format!("text has {} bytes, the maximum is {MAX_TEXT_BYTES}", text.len());
-        return Err(vec![Diagnostic::error(&T0201, m).with_label(file, "too large")]);
-    }
-    let mut p = new_parser(text, file);
+    check_text_size(text, file)?;
+    let mut p = Parser::new(text, file);
     let mut f = Fragment::default();
     // All values so far, with whether they are defined: a value must not be defined after its first
     // use.
@@ -59,17 +57,6 @@ pub fn parse_fragment(text: &str, file: &str) -> Result<Fragment, Diagnostics> {
 
 /// Length of the prefix that [`is_fragment`] examines, in characters.
 const MAX_PREFIX_CHARS: usize = 1 << 16;
-
-fn new_parser<'a>(text: &'a str, file: &'a str) -> Parser<'a> {
-    Parser {
-        text,
-        file,
-        tokens: tokenize(text),
-        position: 0,
-        diagnostics: Vec::new(),
-        definitions: Vec::new(),
-    }
-}
 
 impl Parser<'_> {
     fn parse_fragment_op(&mut self, names: &mut BTreeMap<String, (bool, Span)>) -> ParseResult<FragmentOp> {
@@ -106,7 +93,7 @@ impl Parser<'_> {
         for (key, value, span) in w.keyed {
             keyed.push((self.resolve_key(row, &key, span)?, SpannedName { text: value, span }));
         }
-        keyed.sort_by_key(|(k, _)| row.keyed.iter().position(|o| o.trim_end_matches('?') == *k));
+        keyed.sort_by_key(|(k, _)| row.keyed_position(k));
         let op = FragmentOp {
             opcode: w.opcode,
             dialect,
@@ -151,7 +138,7 @@ impl Parser<'_> {
     }
 
     fn check_attr_names(&self, w: &ParsedOp) -> ParseResult<()> {
-        let known: Vec<&str> = w.opcode.table_row().attrs.iter().map(|a| a.trim_end_matches('?')).collect();
+        let known: Vec<&str> = w.opcode.table_row().attrs.iter().map(|a| a.name).collect();
         let odd = |a: &&String| !known.contains(&a.as_str()) && !HINT_ATTRS.contains(&a.as_str());
         let Some(odd) = w.attrs.keys().find(odd) else { return Ok(()) };
         let m = format!("{} has no attribute `{odd}`", w.opcode.name());

@@ -29,7 +29,7 @@ pub(super) enum TokenKind {
     Bad(&'static str),
 }
 
-/// A token with its position.
+/// A token with its byte range. White space and comments give no token.
 #[derive(Debug, Clone)]
 pub(super) struct Token {
     pub kind: TokenKind,
@@ -38,7 +38,8 @@ pub(super) struct Token {
     pub starts_line: bool,
 }
 
-/// Splits a text into tokens.
+/// Splits a text into tokens without white space and comments. Invalid text gives
+/// [`TokenKind::Bad`].
 pub(super) fn tokenize(text: &str) -> Vec<Token> {
     let mut input = LocatingSlice::new(text);
     let mut out = Vec::new();

@@ -1,6 +1,7 @@
 //! Tests of manually written text, round trips and invalid text.
 
 use super::*;
+use crate::Attr;
 use crate::{print, print_fragment};
 use proptest::prelude::*;
 

@@ -1,8 +1,9 @@
-//! Parser for types and layouts.
+//! Parses types with their layouts, such as `f32[4, 8] {tp: shard(0)}`.
 
 use tessera_mesh::{Axis, AxisLayout, Layout, Mesh, MeshError, Reduction, Shard, Uneven};
 
-use super::{ParseResult, Parser, T0201, TokenKind};
+use super::{ParseResult, Parser, TokenKind};
+use crate::codes::T0201;
 use crate::{DType, Type};
 use tessera_base::Span;
 

@@ -2,13 +2,12 @@
 
 use tessera_mesh::{AxisLayout, Shard};
 
-use super::{
-    RuleContext, RuleResult, T0203, T0210, T0213, T0214, T0215, has_segments, multiply_extents, rule_error,
-};
-use crate::{DType, Type};
+use super::{RuleContext, RuleResult, multiply_extents, rule_error};
+use crate::codes::{T0203, T0210, T0213, T0214, T0215};
+use crate::{DType, Type, WeightLoad, views};
 
 impl RuleContext<'_> {
-    pub(super) fn matmul_type(&self) -> RuleResult<Type> {
+    pub(super) fn matmul_type(&self, v: &views::Matmul) -> RuleResult<Type> {
         use AxisLayout::{Replicated as R, Shard as S};
         let ([n, k], [m, k2]) = (self.matrix_shape(0)?, self.matrix_shape(1)?);
         if k != k2 {
@@ -22,10 +21,9 @@ impl RuleContext<'_> {
             );
         }
         self.check_same_dtype(0, 1)?;
-        let result = self.matmul_dtype([n, m])?;
-        self.segment_count(k)?;
-        self.check_act()?;
-        let bias = self.op.keyed_operand("bias").map(|b| self.program.type_of(b));
+        let result = self.matmul_dtype(v, [n, m])?;
+        self.check_segments(v.segments, k)?;
+        let bias = v.bias.map(|b| self.program.type_of(b));
         if let Some(b) = bias
             && b.shape != [m]
         {
@@ -37,8 +35,7 @@ impl RuleContext<'_> {
             let b = b.display_on(self.mesh);
             return rule_error(&T0210, format!("bias {b} for a matmul with a {result} result"));
         }
-        let scaled = self.op.keyed_operand("x_scale").is_some();
-        let plain = bias.is_none() && self.op.str_attr("act").is_none() && !scaled;
+        let plain = bias.is_none() && v.act.is_none() && v.x_scale.is_none();
         let layout = self.combine_layouts(&self.operand_layouts(), |l| match (l[0], l[1]) {
             (R, R) => Some(R),
             (S(s), R) if s.dim == 0 => Some(S(s)),
@@ -47,8 +44,10 @@ impl RuleContext<'_> {
             _ => None,
         })?;
         // A bias or scale vector must be sharded like the rows of its operand.
-        for (vector, rows) in [("bias", 1), ("x_scale", 0), ("w_scale", 1)] {
-            let Some(v) = self.op.keyed_operand(vector).map(|v| self.program.type_of(v)) else { continue };
+        for (vector, operand, rows) in
+            [("bias", v.bias, 1), ("x_scale", v.x_scale, 0), ("w_scale", v.w_scale, 1)]
+        {
+            let Some(v) = operand.map(|v| self.program.type_of(v)) else { continue };
             for axis in self.mesh.active_axes() {
                 let want = match self.operands[rows].layout.on_axis(axis) {
                     S(s) if s.dim == 0 => S(s),
@@ -72,9 +71,8 @@ impl RuleContext<'_> {
 
     /// Returns the result dtype of a matmul. In e4m3 a matmul needs a scale per row of both
     /// operands; in other dtypes it takes none.
-    fn matmul_dtype(&self, rows: [u64; 2]) -> RuleResult<DType> {
-        let scales =
-            ["x_scale", "w_scale"].map(|k| self.op.keyed_operand(k).map(|v| self.program.type_of(v)));
+    fn matmul_dtype(&self, v: &views::Matmul, rows: [u64; 2]) -> RuleResult<DType> {
+        let scales = [v.x_scale, v.w_scale].map(|scale| scale.map(|v| self.program.type_of(v)));
         let dtype = self.operands[0].dtype;
         match scales {
             [None, None] if dtype != DType::E4m3 => Ok(dtype),
@@ -99,18 +97,18 @@ impl RuleContext<'_> {
     }
 
     /// Checks the declared type of a weight that is loaded as one of the results of `quantize`.
-    pub(super) fn check_load(&self, declared: &Type) -> RuleResult<()> {
-        let (dtype, dims) = match self.op.str_attr("load") {
-            Some("e4m3") => (DType::E4m3, 2),
-            Some("e4m3.scale") => (DType::F32, 1),
-            _ => return Ok(()),
+    pub(super) fn check_load(&self, load: Option<WeightLoad>, declared: &Type) -> RuleResult<()> {
+        let (load, dtype, dims) = match load {
+            Some(load @ WeightLoad::E4m3) => (load, DType::E4m3, 2),
+            Some(load @ WeightLoad::E4m3Scale) => (load, DType::F32, 1),
+            Some(WeightLoad::Patch) | None => return Ok(()),
         };
         if declared.dtype == dtype && declared.shape.len() == dims {
             return Ok(());
         }
-        let load = self.op.str_attr("load").unwrap_or_default();
         let message = format!(
-            "load = \"{load}\" has type {dtype} with {dims} dims, not {}",
+            "load = \"{}\" has type {dtype} with {dims} dims, not {}",
+            load.name(),
             declared.display_on(self.mesh)
         );
         rule_error(&T0210, message)
@@ -142,7 +140,7 @@ impl RuleContext<'_> {
     /// (`segments`) meets uneven shards, because the tree needs equal shards.
     pub(super) fn partial_layout(&self, s: Shard) -> Option<AxisLayout> {
         use tessera_mesh::Reduction::{Sum, Tree};
-        match (has_segments(self.op), s.uneven) {
+        match (self.op.states_attr("segments"), s.uneven) {
             (false, _) => Some(AxisLayout::Partial { reduction: Sum, subgroup_size: s.subgroup_size }),
             (true, None) => Some(AxisLayout::Partial { reduction: Tree, subgroup_size: s.subgroup_size }),
             (true, Some(_)) => None,
@@ -151,7 +149,6 @@ impl RuleContext<'_> {
 
     pub(super) fn bias_act_type(&self) -> RuleResult<Type> {
         let [n, m] = self.matrix_shape(0)?;
-        self.check_act()?;
         if self.operands[1].shape != [m] {
             return rule_error(&T0210, format!("bias {} for {m} columns", self.display_operand(1)));
         }
@@ -168,14 +165,13 @@ impl RuleContext<'_> {
 
     /// Infers the type of an op that reduces each row of operand 0; the operands in `vectors` must
     /// be replicated.
-    pub(super) fn row_norm_type(&self, vectors: &[usize], dim: usize) -> RuleResult<Type> {
+    pub(super) fn row_norm_type(&self, vectors: &[usize], segments: u64) -> RuleResult<Type> {
         let [_, d] = self.matrix_shape(0)?;
-        self.check_eps()?;
-        self.segment_count(d)?;
-        if let Some(axis) = self.axis_that_shards(&self.operands[0].layout, dim) {
+        self.check_segments(segments, d)?;
+        if let Some(axis) = self.axis_that_shards(&self.operands[0].layout, 1) {
             return rule_error(
                 &T0213,
-                format!("{} over dim {dim}, which is sharded over {axis}", self.op.opcode.name()),
+                format!("{} over dim 1, which is sharded over {axis}", self.op.opcode.name()),
             );
         }
         for v in vectors {
@@ -190,26 +186,18 @@ impl RuleContext<'_> {
         Ok(self.operands[0].clone())
     }
 
-    /// Infers the type of a row op that also reads per-frame columns of operand `m`.
-    pub(super) fn modulated_type(&self, x: usize, m: usize, columns: &[&str]) -> RuleResult<Type> {
+    /// Infers the type of a row op that also reads per-frame columns of operand `m`. `first` is the
+    /// index of the operand's first row in the whole value.
+    fn modulated_type(&self, m: usize, columns: &[u64], frame_rows: u64, first: u64) -> RuleResult<Type> {
+        let x = 0;
         let ([_, d], [_, width]) = (self.matrix_shape(x)?, self.matrix_shape(m)?);
-        let frame_rows = self.positive_attr("frame_rows")?;
-        for column in columns {
-            let Some(col) = self.op.int_attr(column).and_then(|c| u64::try_from(c).ok()) else {
-                return rule_error(
-                    &T0215,
-                    format!("`{column}` must be a column block of {}", self.display_operand(m)),
-                );
-            };
-            if !width.is_multiple_of(d) || col >= width / d {
-                return rule_error(
-                    &T0210,
-                    format!("column block {col} of {} for rows of length {d}", self.display_operand(m)),
-                );
-            }
+        if let Some(col) = columns.iter().find(|col| !width.is_multiple_of(d) || **col >= width / d) {
+            return rule_error(
+                &T0210,
+                format!("column block {col} of {} for rows of length {d}", self.display_operand(m)),
+            );
         }
         let rows = self.operands[x].layout.global_shape(&self.operands[x].shape, self.mesh)[0];
-        let first = self.first_row()?;
         if first.saturating_add(rows) > frame_rows.saturating_mul(self.operands[m].shape[0]) {
             let from = if first > 0 { format!(" from row {first}") } else { String::new() };
             return rule_error(
@@ -251,19 +239,23 @@ impl RuleContext<'_> {
         rule_error(&T0210, message)
     }
 
-    pub(super) fn norm_modulate_type(&self) -> RuleResult<Type> {
-        self.check_eps()?;
-        self.modulated_type(0, 1, &["scale", "shift"])
+    pub(super) fn norm_modulate_type(&self, v: &views::NormModulate) -> RuleResult<Type> {
+        self.modulated_type(1, &[v.scale, v.shift], v.frame_rows, v.first_row)
     }
 
-    pub(super) fn gate_residual_type(&self) -> RuleResult<Type> {
+    pub(super) fn gate_residual_type(&self, v: &views::GateResidual) -> RuleResult<Type> {
         let t = self.same_type(0, 1)?;
-        let given = |name: &str| self.op.attrs.contains_key(name);
-        match (self.operands.len() == 3, given("gate"), given("first_row")) {
-            (true, ..) => self.modulated_type(0, 2, &["gate"]),
-            (false, false, false) => Ok(t),
-            (false, true, _) => rule_error(&T0203, "`gate` needs the operand with the gate columns"),
-            (false, _, true) => rule_error(&T0203, "`first` needs the operand with the gate columns"),
+        match (v.m, v.gate, v.frame_rows) {
+            (Some(_), Some(gate), Some(frame_rows)) => {
+                self.modulated_type(2, &[gate], frame_rows, v.first_row)
+            }
+            (Some(_), None, _) => rule_error(&T0215, "attribute `gate` is missing"),
+            (Some(_), _, None) => rule_error(&T0215, "attribute `frame_rows` is missing"),
+            (None, Some(_), _) => rule_error(&T0203, "`gate` needs the operand with the gate columns"),
+            (None, None, _) if self.op.states_attr("first_row") => {
+                rule_error(&T0203, "`first_row` needs the operand with the gate columns")
+            }
+            (None, None, _) => Ok(t),
         }
     }
 
@@ -289,7 +281,7 @@ impl RuleContext<'_> {
         }
     }
 
-    pub(super) fn row_square_sum_type(&self) -> RuleResult<Type> {
+    pub(super) fn row_square_sum_type(&self, v: &views::RowSquareSum) -> RuleResult<Type> {
         use AxisLayout::{Partial, Replicated as R, Shard as S};
         let [n, d] = self.matrix_shape(0)?;
         if self.operands.len() == 2 && self.operands[0] != self.operands[1] {
@@ -298,7 +290,7 @@ impl RuleContext<'_> {
                 format!("{} and {} differ", self.display_operand(0), self.display_operand(1)),
             );
         }
-        self.segment_count(d)?;
+        self.check_segments(v.segments, d)?;
         let layout = self.combine_layouts(&self.operand_layouts()[..1], |l| match l[0] {
             R => Some(R),
             S(s) if s.dim == 0 => Some(S(s)),
@@ -308,22 +300,18 @@ impl RuleContext<'_> {
         Ok(Type { dtype: DType::F32, shape: vec![n, self.operands.len() as u64], layout })
     }
 
-    pub(super) fn rms_scale_type(&self) -> RuleResult<Type> {
+    pub(super) fn rms_scale_type(&self, v: &views::RmsScale) -> RuleResult<Type> {
         use AxisLayout::{Replicated as R, Shard as S};
         let ([n, d], [n2, cols]) = (self.matrix_shape(0)?, self.matrix_shape(1)?);
-        let col = self.op.int_attr("col").unwrap_or(-1);
-        self.check_eps()?;
-        let (width, global_width) = (
-            self.positive_attr("width")?,
-            self.operands[0].layout.global_shape(&self.operands[0].shape, self.mesh)[1],
-        );
+        let (col, width) = (v.col, v.width);
+        let global_width = self.operands[0].layout.global_shape(&self.operands[0].shape, self.mesh)[1];
         if width != global_width {
             return rule_error(
                 &T0215,
                 format!("`width` is {width}, but the global rows have length {global_width}"),
             );
         }
-        if n != n2 || u64::try_from(col).map_or(true, |c| c >= cols) || self.operands[2].shape != [d] {
+        if n != n2 || col >= cols || self.operands[2].shape != [d] {
             return rule_error(
                 &T0210,
                 format!(
@@ -350,24 +338,20 @@ impl RuleContext<'_> {
         Ok(self.type_like_first([n, d], layout))
     }
 
-    pub(super) fn rope_type(&self) -> RuleResult<Type> {
+    pub(super) fn rope_type(&self, v: &views::Rope) -> RuleResult<Type> {
         let [_, d] = self.matrix_shape(0)?;
-        let hd = self.positive_attr("head_dim")?;
-        let grid = self.extents_attr("grid", 3)?;
+        let (hd, grid) = (v.head_dim, v.grid);
         if !hd.is_multiple_of(2) || !d.is_multiple_of(hd) {
             return rule_error(&T0210, format!("heads of {hd} over {}", self.display_operand(0)));
         }
-        if self.op.attrs.contains_key("frame_stride") && self.op.int_attr("frame_stride").is_none() {
-            return rule_error(&T0215, "`frame_stride` must be an integer");
-        }
         let rows: u64 = self.operands[0].layout.global_shape(&self.operands[0].shape, self.mesh)[0];
         let tokens = multiply_extents(&grid)?;
-        let first = self.first_row()?;
-        let fits = match self.op.attrs.contains_key("first_row") {
+        let first = v.first_row;
+        let fits = match self.op.states_attr("first_row") {
             true => first.saturating_add(rows) <= tokens,
             false => rows == tokens,
         };
-        if !fits && self.op.int_attr("frame_stride") != Some(0) {
+        if !fits && v.frame_stride != 0 {
             let from = if first > 0 { format!(" from row {first}") } else { String::new() };
             return rule_error(
                 &T0210,
@@ -377,11 +361,11 @@ impl RuleContext<'_> {
         Ok(self.operands[0].clone())
     }
 
-    pub(super) fn attention_type(&self) -> RuleResult<Type> {
+    pub(super) fn attention_type(&self, v: &views::Attention) -> RuleResult<Type> {
         use AxisLayout::{Replicated as R, Shard as S};
         let ([n, d], [r, dk], [rv, dv]) =
             (self.matrix_shape(0)?, self.matrix_shape(1)?, self.matrix_shape(2)?);
-        let hd = self.positive_attr("head_dim")?;
+        let hd = v.head_dim;
         if d != dk || d != dv || r != rv || !d.is_multiple_of(hd) {
             return rule_error(
                 &T0210,
@@ -395,22 +379,19 @@ impl RuleContext<'_> {
         }
         self.check_same_dtype(0, 1)?;
         self.check_same_dtype(0, 2)?;
-        if let Some(b) =
-            self.op.keyed_operand("bias").map(|b| self.program.type_of(b)).filter(|b| b.dtype != DType::F32)
-        {
+        if let Some(b) = v.bias.map(|b| self.program.type_of(b)).filter(|b| b.dtype != DType::F32) {
             return rule_error(
                 &T0210,
                 format!("the bias of attention scores must be f32, but is {}", b.display_on(self.mesh)),
             );
         }
-        match (self.op.keyed_operand("bias").is_some(), self.op.ints_attr("bias_rows")) {
-            (false, None) if !self.op.attrs.contains_key("bias_rows") => {}
-            (true, Some(&[from, to]))
-                if 0 <= from && from <= to && u64::try_from(to).is_ok_and(|to| to <= r) => {}
-            (true, _) => {
+        match (v.bias, &v.bias_rows) {
+            (None, None) => {}
+            (Some(_), Some(rows)) if rows.end <= r => {}
+            (Some(_), _) => {
                 return rule_error(&T0215, format!("`bias_rows` must be [from, to] within the {r} keys"));
             }
-            (false, _) => return rule_error(&T0203, "`bias_rows` without a bias"),
+            (None, Some(_)) => return rule_error(&T0203, "`bias_rows` without a bias"),
         }
         for i in [1, 2] {
             if let Some(axis) = self.axis_that_shards(&self.operands[i].layout, 0) {
@@ -426,47 +407,23 @@ impl RuleContext<'_> {
         Ok(self.type_like_first([n, d], layout))
     }
 
-    pub(super) fn cast_type(&self) -> RuleResult<Type> {
-        const TO: [DType; 4] = [DType::F32, DType::F64, DType::Bf16, DType::F16];
+    pub(super) fn cast_type(&self, &views::Cast { to, .. }: &views::Cast) -> RuleResult<Type> {
         let from = self.operands[0].dtype;
-        let to = self.op.str_attr("to").and_then(DType::parse).filter(|to| TO.contains(to));
-        match to {
-            // e4m3 numbers are meaningless without their scale.
-            _ if !TO.contains(&from) => {
-                rule_error(&T0210, format!("cannot cast {}", self.display_operand(0)))
-            }
-            None => rule_error(
+        // e4m3 numbers are meaningless without their scale.
+        if !matches!(from, DType::F32 | DType::F64 | DType::Bf16 | DType::F16) {
+            return rule_error(&T0210, format!("cannot cast {}", self.display_operand(0)));
+        }
+        if to == from {
+            return rule_error(
                 &T0215,
-                format!("`to` must be {}", tessera_base::format_choices(&TO.map(DType::name))),
-            ),
-            Some(to) if to == from => {
-                rule_error(&T0215, format!("{} already has the dtype of the cast", self.display_operand(0)))
-            }
-            Some(to) => Ok(Type { dtype: to, ..self.operands[0].clone() }),
+                format!("{} already has the dtype of the cast", self.display_operand(0)),
+            );
         }
+        Ok(Type { dtype: to, ..self.operands[0].clone() })
     }
 
-    /// Returns an attribute that is a list of `n` integers ≥ 1.
-    pub(super) fn extents_attr(&self, name: &str, n: usize) -> RuleResult<Vec<u64>> {
-        let v: Vec<u64> =
-            self.op.ints_attr(name).unwrap_or(&[]).iter().filter_map(|i| u64::try_from(*i).ok()).collect();
-        if v.len() == n && self.op.ints_attr(name).is_some_and(|i| i.len() == n) && !v.contains(&0) {
-            Ok(v)
-        } else {
-            rule_error(&T0215, format!("`{name}` must be {n} integers ≥ 1"))
-        }
-    }
-
-    /// Returns the extents of the pixel block of one token: frames, rows and columns.
-    pub(super) fn pixel_block(&self) -> RuleResult<[u64; 3]> {
-        let (s, p) = (self.extents_attr("stride", 3)?, self.extents_attr("patch", 2)?);
-        let block = [s[0], multiply_extents(&[s[1], p[0]])?, multiply_extents(&[s[2], p[1]])?];
-        multiply_extents(&block)?;
-        Ok(block)
-    }
-
-    pub(super) fn space_time_to_depth_type(&self) -> RuleResult<Type> {
-        let [bt, bh, bw] = self.pixel_block()?;
+    pub(super) fn space_time_to_depth_type(&self, v: &views::SpaceTimeToDepth) -> RuleResult<Type> {
+        let [bt, bh, bw] = pixel_block(v.stride, v.patch)?;
         self.check_replicated(0)?;
         match self.operands[0].shape[..] {
             [t, h, w, c] if t.is_multiple_of(bt) && h.is_multiple_of(bh) && w.is_multiple_of(bw) => {
@@ -480,11 +437,11 @@ impl RuleContext<'_> {
         }
     }
 
-    pub(super) fn depth_to_space_time_type(&self) -> RuleResult<Type> {
-        let [bt, bh, bw] = self.pixel_block()?;
+    pub(super) fn depth_to_space_time_type(&self, v: &views::DepthToSpaceTime) -> RuleResult<Type> {
+        let [bt, bh, bw] = pixel_block(v.stride, v.patch)?;
         let [n, p] = self.matrix_shape(0)?;
         self.check_replicated(0)?;
-        let (grid, block) = (self.extents_attr("grid", 3)?, multiply_extents(&[bt, bh, bw])?);
+        let (grid, block) = (v.grid, multiply_extents(&[bt, bh, bw])?);
         if multiply_extents(&grid)? != n || !p.is_multiple_of(block) {
             return rule_error(
                 &T0210,
@@ -502,4 +459,12 @@ impl RuleContext<'_> {
         ];
         Ok(Type::new(self.operands[0].dtype, shape))
     }
+}
+
+/// Returns the extents of the pixel block of one token: frames, rows and columns.
+fn pixel_block(stride: [u64; 3], patch: [u64; 2]) -> RuleResult<[u64; 3]> {
+    let block =
+        [stride[0], multiply_extents(&[stride[1], patch[0]])?, multiply_extents(&[stride[2], patch[1]])?];
+    multiply_extents(&block)?;
+    Ok(block)
 }

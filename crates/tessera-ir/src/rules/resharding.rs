@@ -3,24 +3,19 @@
 use tessera_mesh::{AxisLayout, Group, Layout, Shard};
 
 use super::{
-    AxisGroups, RuleContext, RuleResult, T0210, T0212, T0213, T0215, largest_shard, multiply_extents,
-    role_shard_len, rule_error,
+    AxisGroups, RuleContext, RuleResult, largest_shard, multiply_extents, role_shard_len, rule_error,
 };
-use crate::Type;
+use crate::codes::{T0210, T0212, T0213};
+use crate::{Type, views};
 
 impl RuleContext<'_> {
-    pub(super) fn take_shard_type(&self) -> RuleResult<Type> {
-        let (over, dim) = (self.axis_groups()?, self.dim_attr("dim")?);
+    pub(super) fn take_shard_type(&self, v: &views::TakeShard) -> RuleResult<Type> {
+        let (over, dim) = (self.axis_groups()?, v.dim);
+        self.check_dim(dim)?;
         if self.operands[0].layout.on_axis(over.axis) != AxisLayout::Replicated {
             return rule_error(&T0212, format!("take_shard over {over} of {}", self.display_operand(0)));
         }
-        self.sharded_type(
-            self.operands[0].shape.clone(),
-            self.operands[0].layout,
-            over,
-            dim,
-            self.unit_attr()?,
-        )
+        self.sharded_type(self.operands[0].shape.clone(), self.operands[0].layout, over, dim, v.unit)
     }
 
     /// Returns the type of this role's shard after dim `dim` of a tensor with these extents is
@@ -55,8 +50,9 @@ impl RuleContext<'_> {
         Ok(self.type_like_first(shape, layout.with_axis(axis, on)))
     }
 
-    pub(super) fn pad_type(&self) -> RuleResult<Type> {
-        let (over, dim, rows) = (self.axis_groups()?, self.dim_attr("dim")?, self.positive_attr("rows")?);
+    pub(super) fn pad_type(&self, v: &views::Pad) -> RuleResult<Type> {
+        let (over, dim, rows) = (self.axis_groups()?, v.dim, v.rows);
+        self.check_dim(dim)?;
         let mut t = self.operands[0].clone();
         match t.layout.on_axis(over.axis) {
             AxisLayout::Shard(Shard { dim: d, uneven: Some(u), subgroup_size })
@@ -75,9 +71,8 @@ impl RuleContext<'_> {
         }
     }
 
-    pub(super) fn compact_type(&self) -> RuleResult<Type> {
-        let (extent, parts, unit) =
-            (self.positive_attr("extent")?, self.positive_attr("parts")?, self.positive_attr("unit")?);
+    pub(super) fn compact_type(&self, v: &views::Compact) -> RuleResult<Type> {
+        let &views::Compact { extent, parts, unit, .. } = v;
         let mut t = self.operands[0].clone();
         let each = multiply_extents(&[(extent / unit).div_ceil(parts), unit])?;
         if t.shape.first() != Some(&multiply_extents(&[each, parts])?)
@@ -114,11 +109,8 @@ impl RuleContext<'_> {
         rule_error(&T0212, format!("{what} over {over} of a value that is {have}{blocks}"))
     }
 
-    pub(super) fn all_reduce_type(&self) -> RuleResult<Type> {
-        let group = self.comm_group()?;
-        let Some(want) = self.op.reduction() else {
-            return rule_error(&T0215, "all_reduce names no reduction");
-        };
+    pub(super) fn all_reduce_type(&self, v: &views::AllReduce) -> RuleResult<Type> {
+        let (group, want) = (self.comm_group()?, v.reduction);
         if group == Group::World {
             return self.all_reduce_world_type(AxisLayout::new_partial(want));
         }
@@ -156,8 +148,9 @@ impl RuleContext<'_> {
         }
     }
 
-    pub(super) fn all_gather_type(&self) -> RuleResult<Type> {
-        let (over, dim) = (self.axis_groups()?, self.dim_attr("dim")?);
+    pub(super) fn all_gather_type(&self, v: &views::AllGather) -> RuleResult<Type> {
+        let (over, dim) = (self.axis_groups()?, v.dim);
+        self.check_dim(dim)?;
         let t = self.operands[0];
         match t.layout.on_axis(over.axis) {
             AxisLayout::Shard(Shard { dim: d, uneven: None, subgroup_size })
@@ -176,11 +169,9 @@ impl RuleContext<'_> {
         }
     }
 
-    pub(super) fn reduce_scatter_type(&self) -> RuleResult<Type> {
-        let (over, dim) = (self.axis_groups()?, self.dim_attr("dim")?);
-        let Some(want) = self.op.reduction() else {
-            return rule_error(&T0215, "reduce_scatter names no reduction");
-        };
+    pub(super) fn reduce_scatter_type(&self, v: &views::ReduceScatter) -> RuleResult<Type> {
+        let (over, dim, want) = (self.axis_groups()?, v.dim, v.reduction);
+        self.check_dim(dim)?;
         match self.operands[0].layout.on_axis(over.axis) {
             AxisLayout::Partial { reduction, subgroup_size }
                 if reduction == want && subgroup_size == over.subgroup_size =>
@@ -198,8 +189,10 @@ impl RuleContext<'_> {
         }
     }
 
-    pub(super) fn all_to_all_type(&self) -> RuleResult<Type> {
-        let (over, split, concat) = (self.axis_groups()?, self.dim_attr("split")?, self.dim_attr("concat")?);
+    pub(super) fn all_to_all_type(&self, v: &views::AllToAll) -> RuleResult<Type> {
+        let (over, split, concat) = (self.axis_groups()?, v.split, v.concat);
+        self.check_dim(split)?;
+        self.check_dim(concat)?;
         let t = self.operands[0];
         match t.layout.on_axis(over.axis) {
             AxisLayout::Shard(s)
@@ -208,7 +201,7 @@ impl RuleContext<'_> {
                 let mut shape = t.shape.clone();
                 shape[concat] = s.global_extent(shape[concat], self.mesh.axis_size(over.axis));
                 let layout = t.layout.with_axis(over.axis, AxisLayout::Replicated);
-                self.sharded_type(shape, layout, over, split, self.unit_attr()?)
+                self.sharded_type(shape, layout, over, split, v.unit)
             }
             have => self.layout_mismatch(&format!("all_to_all of concat {concat}"), over, have),
         }

@@ -4,23 +4,23 @@
 //! `reduce_scatter → softmax → dot → all_gather` is correct only for some shardings but runs
 //! without an error for all of them, so each message states what the ranks would have computed.
 
-use tessera_mesh::{Axis, AxisLayout, Shard};
+use tessera_mesh::{AxisLayout, Shard};
 
-use super::{RuleContext, RuleResult, T0203, T0210, T0213, T0214, T0215, rule_error};
-use crate::{Attr, Attrs, Dialect, Type};
-
-/// Experts per token if an op has no `top_k` attribute.
-const DEFAULT_TOP_K: u64 = 2;
+use super::{RuleContext, RuleResult, rule_error};
+use crate::attr_kind::{AttrKind, Flag};
+use crate::codes::{T0203, T0210, T0213, T0214, T0215};
+use crate::{Attrs, Dialect, Type, views};
 
 impl RuleContext<'_> {
-    pub(super) fn softmax_type(&self) -> RuleResult<Type> {
+    pub(super) fn softmax_type(&self, v: &views::Softmax) -> RuleResult<Type> {
         let Some(last) = self.operands[0].shape.len().checked_sub(1) else {
             return rule_error(
                 &T0210,
                 format!("softmax needs at least one dim, but the operand is {}", self.display_operand(0)),
             );
         };
-        let dim = if self.op.attrs.contains_key("dim") { self.dim_attr("dim")? } else { last };
+        let dim = v.dim.unwrap_or(last);
+        self.check_dim(dim)?;
         match self.axis_that_shards(&self.operands[0].layout, dim) {
             None => Ok(self.operands[0].clone()),
             Some(axis) => rule_error(
@@ -32,7 +32,7 @@ impl RuleContext<'_> {
         }
     }
 
-    pub(super) fn bmm_type(&self) -> RuleResult<Type> {
+    pub(super) fn bmm_type(&self, v: &views::Bmm) -> RuleResult<Type> {
         let rank = self.operands[0].shape.len();
         if rank < 2 || self.operands[1].shape.len() != rank {
             return rule_error(
@@ -44,13 +44,9 @@ impl RuleContext<'_> {
                 ),
             );
         }
-        let transposed = bool_attr(&self.op.attrs, "transposed")?;
-        if self.op.attrs.contains_key("scale") && !self.op.float_attr("scale").is_some_and(f64::is_finite) {
-            return rule_error(&T0215, "`scale` must be a number");
-        }
         self.check_same_dtype(0, 1)?;
         let (rows, inner) = (rank - 2, rank - 1);
-        let (y_inner, y_columns) = if transposed { (inner, rows) } else { (rows, inner) };
+        let (y_inner, y_columns) = if v.transposed { (inner, rows) } else { (rows, inner) };
         // Compare global extents, so that mismatched shardings are reported as layout errors
         // instead of length errors.
         let whole = |i: usize| self.operands[i].layout.global_shape(&self.operands[i].shape, self.mesh);
@@ -123,7 +119,7 @@ together",
         }
     }
 
-    pub(super) fn moe_route_type(&self) -> RuleResult<Type> {
+    pub(super) fn moe_route_type(&self, v: &views::MoeRoute) -> RuleResult<Type> {
         if self.program.dialect == Dialect::Role {
             return rule_error(
                 &T0203,
@@ -144,7 +140,16 @@ together",
                 ),
             );
         }
-        check_moe_attrs(&self.op.attrs, Some(experts))?;
+        if v.top_k > experts {
+            let absent = if self.op.states_attr("top_k") { "" } else { " and defaults to 2" };
+            return rule_error(
+                &T0215,
+                format!("`top_k`, the experts per token, must be an integer from 1 to {experts}{absent}"),
+            );
+        }
+        if let Some(why) = quantize_without_policy(&self.op.attrs) {
+            return rule_error(&T0215, why);
+        }
         Ok(self.type_like_first([tokens, bank.shape[1]], tessera_mesh::Layout::REPLICATED))
     }
 }
@@ -158,68 +163,12 @@ struct BmmDims {
     y_columns: usize,
 }
 
-/// Checks the attributes of `moe_route`; `experts` is the number of experts if it is known.
-pub(crate) fn check_moe_attrs(attrs: &Attrs, experts: Option<u64>) -> RuleResult<()> {
-    match attrs.get("a2a_axis") {
-        Some(Attr::Str(a)) if a.parse::<Axis>().is_ok() => {}
-        Some(Attr::Str(a)) => {
-            let axes: Vec<&str> = Axis::ALL.iter().map(|a| a.name()).collect();
-            return rule_error(
-                &T0215,
-                format!(
-                    "`a2a_axis` is \"{a}\", which is not a mesh axis: {}",
-                    tessera_base::format_choices(&axes)
-                ),
-            );
-        }
-        _ => return rule_error(&T0215, "`a2a_axis` must name the mesh axis of the all-to-all"),
-    }
-    let capacity = match attrs.get("capacity_factor") {
-        Some(Attr::Float(x)) => *x,
-        Some(Attr::Int(i)) => *i as f64,
-        _ => f64::NAN,
-    };
-    if !(capacity.is_finite() && capacity > 0.0) {
-        return rule_error(
-            &T0215,
-            "`capacity_factor` must be a number above 0: otherwise every token would be dropped",
-        );
-    }
-    let top_k = match attrs.get("top_k") {
-        None => Some(DEFAULT_TOP_K),
-        Some(Attr::Int(k)) => u64::try_from(*k).ok(),
-        Some(_) => None,
-    };
-    let most = experts.unwrap_or(u64::MAX);
-    if !top_k.is_some_and(|k| (1..=most).contains(&k)) {
-        let most = experts.map_or("the number of experts".to_string(), |n| n.to_string());
-        let absent = if attrs.contains_key("top_k") { "" } else { " and defaults to 2" };
-        return rule_error(
-            &T0215,
-            format!("`top_k`, the experts per token, must be an integer from 1 to {most}{absent}"),
-        );
-    }
-    bool_attr(attrs, "pack_fused")?;
-    match attrs.get("policy") {
-        None => {}
-        Some(Attr::Str(p)) if !p.is_empty() => {}
-        Some(_) => return rule_error(&T0215, "`policy` must be the name of a numerics policy"),
-    }
-    if bool_attr(attrs, "quantize_fp8")? && !attrs.contains_key("policy") {
-        return rule_error(
-            &T0215,
-            "`quantize_fp8 = true` needs `policy`: 8-bit tokens change the numbers, so a numerics policy \
+/// Returns why 8-bit tokens need a numerics policy, if the attributes of an op request them without
+/// naming one.
+pub(crate) fn quantize_without_policy(attrs: &Attrs) -> Option<&'static str> {
+    let quantized = attrs.get("quantize_fp8").and_then(Flag::parse) == Some(true);
+    (quantized && !attrs.contains_key("policy")).then_some(
+        "`quantize_fp8 = true` needs `policy`: 8-bit tokens change the numbers, so a numerics policy \
 must allow them by name",
-        );
-    }
-    Ok(())
-}
-
-/// Returns a boolean attribute, false by default.
-fn bool_attr(attrs: &Attrs, name: &str) -> RuleResult<bool> {
-    match attrs.get(name) {
-        None => Ok(false),
-        Some(Attr::Bool(b)) => Ok(*b),
-        Some(_) => rule_error(&T0215, format!("`{name}` must be true or false")),
-    }
+    )
 }

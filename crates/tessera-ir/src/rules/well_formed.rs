@@ -1,45 +1,16 @@
 //! Check of an op against its row of the op table.
 
-use super::{RuleResult, T0215, rule_error};
-use crate::parse::T0203;
-use crate::{DType, Dialect, HINT_ATTRS, Op, OpKind, Opcode, Program};
+use super::{RuleResult, rule_error};
+use crate::codes::{T0203, T0215};
+use crate::view_reader::invalid_attr;
+use crate::{DType, Dialect, HINT_ATTRS, Op, OpKind, OpRow, Opcode, Program, ValueId};
 
 /// Checks the operands, attributes, name and buffer of an op against its row of the op table, and
 /// the kinds of its operand values.
 pub(super) fn check_well_formed(program: &Program, op: &Op) -> RuleResult<()> {
     let row = op.opcode.table_row();
-    let (least, most) = row.operands;
-    let n = op.operands.len();
-    if n < least || n > most {
-        let want = if least == most { least.to_string() } else { format!("{least} to {most}") };
-        return rule_error(&T0203, format!("has {n} operands, expected {want}"));
-    }
-    let stem = |k: &&'static str| k.strip_suffix('?').unwrap_or(k);
-    for (i, (k, _)) in op.keyed.iter().enumerate() {
-        if !row.keyed.iter().any(|known| stem(known) == *k) {
-            return rule_error(&T0203, format!("has no operand `{k}`"));
-        }
-        if op.keyed[..i].iter().any(|(other, _)| other == k) {
-            return rule_error(&T0203, format!("operand `{k}` appears twice"));
-        }
-    }
-    if let Some(k) = row.keyed.iter().find(|k| !k.ends_with('?') && op.keyed_operand(k).is_none()) {
-        return rule_error(&T0203, format!("operand `{k}=%…` is missing"));
-    }
-    for a in op.attrs.keys() {
-        if !row.attrs.iter().any(|known| stem(known) == a) && !HINT_ATTRS.contains(&a.as_str()) {
-            let known: Vec<&str> = row.attrs.iter().map(|a| a.trim_end_matches('?')).collect();
-            let near = tessera_base::closest_name(a, known.iter().copied());
-            let near = near
-                .map_or(format!("its attributes: {}", tessera_base::format_choices(&known)), |n| {
-                    format!("did you mean `{n}`?")
-                });
-            return rule_error(&T0203, format!("has no attribute `{a}`; {near}"));
-        }
-    }
-    if let Some(a) = row.attrs.iter().find(|a| !a.ends_with('?') && !op.attrs.contains_key(**a)) {
-        return rule_error(&T0215, format!("attribute `{a}` is missing"));
-    }
+    check_operand_counts(row, op)?;
+    check_attrs(row, op)?;
     let named = matches!(op.opcode, Opcode::Input | Opcode::Call | Opcode::Weight | Opcode::Output);
     if named != op.name.is_some() {
         return rule_error(&T0203, if named { "needs a quoted name" } else { "does not take a name" });
@@ -56,7 +27,60 @@ pub(super) fn check_well_formed(program: &Program, op: &Op) -> RuleResult<()> {
     if row.kind == OpKind::Collective && program.dialect == Dialect::Logical {
         return rule_error(&T0203, "is a collective: a logical program has no ranks");
     }
-    let dtype = |v: &crate::ValueId| program.type_of(*v).dtype;
+    check_operand_dtypes(program, row, op)?;
+    check_keyed_types(program, op)
+}
+
+/// Checks the number of operands, and that each keyed operand is known and appears once.
+fn check_operand_counts(row: &OpRow, op: &Op) -> RuleResult<()> {
+    let (least, most) = row.operands;
+    let n = op.operands.len();
+    if n < least || n > most {
+        let want = if least == most { least.to_string() } else { format!("{least} to {most}") };
+        return rule_error(&T0203, format!("has {n} operands, expected {want}"));
+    }
+    for (i, (k, _)) in op.keyed.iter().enumerate() {
+        if row.keyed_position(k).is_none() {
+            return rule_error(&T0203, format!("has no operand `{k}`"));
+        }
+        if op.keyed[..i].iter().any(|(other, _)| other == k) {
+            return rule_error(&T0203, format!("operand `{k}` appears twice"));
+        }
+    }
+    match row.keyed.iter().find(|k| !k.optional && op.keyed_operand(k.name).is_none()) {
+        Some(k) => rule_error(&T0203, format!("operand `{}=%…` is missing", k.name)),
+        None => Ok(()),
+    }
+}
+
+/// Checks that each attribute is known, has a value that the row accepts, and is not missing.
+fn check_attrs(row: &OpRow, op: &Op) -> RuleResult<()> {
+    for a in op.attrs.keys() {
+        if row.find_attr(a).is_none() && !HINT_ATTRS.contains(&a.as_str()) {
+            let known: Vec<&str> = row.attrs.iter().map(|a| a.name).collect();
+            let near = tessera_base::closest_name(a, known.iter().copied());
+            let near = near
+                .map_or(format!("its attributes: {}", tessera_base::format_choices(&known)), |n| {
+                    format!("did you mean `{n}`?")
+                });
+            return rule_error(&T0203, format!("has no attribute `{a}`; {near}"));
+        }
+    }
+    for a in row.attrs {
+        match op.attrs.get(a.name) {
+            None if !a.optional => return rule_error(&T0215, format!("attribute `{}` is missing", a.name)),
+            Some(attr) if !(a.accepts)(attr) => {
+                return rule_error(&T0215, invalid_attr(a.name, attr, a.expected));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Checks that operands hold data, tickets or events where the op takes them.
+fn check_operand_dtypes(program: &Program, row: &OpRow, op: &Op) -> RuleResult<()> {
+    let dtype = |v: &ValueId| program.type_of(*v).dtype;
     if let Some(v) = op.after.iter().find(|v| dtype(v) != DType::Event) {
         return rule_error(&T0203, format!("waits for %{}, which is not an event", program.value(*v).name));
     }
@@ -74,6 +98,10 @@ pub(super) fn check_well_formed(program: &Program, op: &Op) -> RuleResult<()> {
             return rule_error(&T0203, format!("operand %{} has type {d}: {why}", program.value(*v).name));
         }
     }
+    Ok(())
+}
+
+fn check_keyed_types(program: &Program, op: &Op) -> RuleResult<()> {
     for (k, v) in &op.keyed {
         let t = program.type_of(*v);
         // A matmul's bias and scales are vectors, which its rule checks; every other keyed operand

@@ -3,16 +3,17 @@
 use tessera_base::Diagnostic;
 
 use super::Cluster;
-use crate::mesh::{Mesh, Rank, T0103};
+use crate::codes::T0103;
+use crate::mesh::{Mesh, Rank};
 
 /// Location of the device that a rank runs on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RankPlacement {
-    /// Rank in the mesh whose device is located.
+    /// Rank that runs on the device; ranks outside the mesh come first.
     pub rank: Rank,
     /// Index of the rack in the cluster, from 0.
     pub rack: u32,
-    /// Host within the rack.
+    /// Index of the host within its rack, from 0.
     pub host: u32,
     /// CPU socket within the host whose memory is closest to the device.
     pub socket: u32,

@@ -1,39 +1,11 @@
 //! Validation of a cluster: inconsistent device counts, figures out of range, and links or peaks in
 //! an implausible order.
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 
 use super::{Cluster, Figure, LinkClass, Precision};
+use crate::codes::{T1101, T1102, T1103};
 use crate::mesh::MAX_RANKS;
-
-/// The device counts contradict each other.
-pub static T1101: Code = Code {
-    id: "T1101",
-    title: "device counts of the cluster contradict each other",
-    page: "A cluster consists of racks of hosts of devices, divided into switch domains. A domain is part of a host, one host, or \
-several whole hosts of one rack. So its size must divide the devices per host, or be a multiple of them and divide \
-the devices per rack. The devices per socket must divide the devices per host.\n\n\
-For a rack that is one domain set `domain` to `hosts_per_rack` times `devices_per_host`; for hosts without a \
-switch between devices set `domain = 1`. More than 65,536 devices are assumed to be a mistake.",
-};
-/// A figure is out of range.
-pub static T1102: Code = Code {
-    id: "T1102",
-    title: "figure of the cluster is out of range",
-    page: "Rates, sizes and peaks are above 0, latencies are at least 0, and `achievable` is a fraction of the line rate \
-from 0 to 1. Units are bytes, bytes per second, operations per second and nanoseconds: 450 GB/s is `450e9`. \
-Each figure names its source, because an estimate is only as good as its inputs; write `a guess` if it is one.",
-};
-/// Links or peaks are in an implausible order.
-pub static T1103: Code = Code {
-    id: "T1103",
-    title: "links or peaks of the cluster are in an implausible order",
-    page: "Links within a domain must be at least as good as links between domains, in rate and in latency: the mapping search \
-places groups with much traffic within a domain, which would be wrong for a cluster whose domains are slower. If the \
-devices of a host really have nothing better than the network, write `domain = 1` with equal figures.\n\n\
-A narrower number format must not have a lower peak than a wider one: omit the peak if the device has no units for \
-the format.",
-};
 
 /// Returns the problems of a cluster; empty if Tessera can plan for it.
 pub(crate) fn validate(file: &str, c: &Cluster) -> Diagnostics {

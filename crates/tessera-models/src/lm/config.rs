@@ -6,38 +6,10 @@ use tessera_base::config::{ConfigReader, parse_json};
 use tessera_base::{Code, Diagnostic, Diagnostics, closest_name, format_choices};
 
 use super::{AttentionKind, ExpertConfig, LanguageModel, MlpConfig, NormKind};
+use crate::codes::{T0430, T0431, T0432};
 use crate::wan_config::checked_elements;
 
-/// The architecture is unknown.
-pub static T0430: Code = Code {
-    id: "T0430",
-    title: "unknown architecture of a language model",
-    page: "A config.json names its architecture under `architectures`. The planner creates an op row for every part of a \
-layer, and can do so only for architectures that it knows; the message lists them.\n\n\
-Many releases equal one of these under another name. If yours does, put the known name into a copy of the config and \
-compare the parameter count that `tessera plan` prints with the published one before you trust the rest.",
-};
-
-/// The dims contradict each other.
-pub static T0431: Code = Code {
-    id: "T0431",
-    title: "dims of a language model contradict each other",
-    page: "A layer requires: the number of query heads a multiple of the number of KV heads; a head width, given or as \
-hidden_size over the heads; no more experts per token than there are experts. The message shows the numbers.\n\n\
-A weight of more than 2^40 elements, or more than 1024 layers, is treated as a typo.",
-};
-
-/// A config key selects an unsupported variant.
-pub static T0432: Code = Code {
-    id: "T0432",
-    title: "config key selects an unsupported variant",
-    page: "The key changes what a layer computes or its attention span (a sliding window, another activation, experts in \
-some layers only), and the op rows do not describe this value. An estimate that ignored it would describe another \
-model, so the config is rejected. The hint lists the accepted values.\n\n\
-Keys that change no shape, such as rotary bases, token ids or the precision of a checkpoint, are ignored.",
-};
-
-/// Maximum number of layers.
+/// Maximum number of layers; a larger number is treated as a typo (T0431).
 const LAYERS_MAX: u64 = 1024;
 
 /// Keys of real configs that do not affect any counted shape.
@@ -163,7 +135,7 @@ fn unknown_architecture(file: &str, message: String, near: Option<&str>) -> Diag
     Diagnostic::error(&T0430, message).with_label(file, "architectures").with_hint(hint)
 }
 
-/// A config while it is being read.
+/// Reads the keys of one `config.json` and records a diagnostic for each rejected value.
 struct ArchitectureReader<'a> {
     config: ConfigReader<'a>,
     file: &'a str,
@@ -184,7 +156,7 @@ impl ArchitectureReader<'_> {
         n
     }
 
-    /// Reads a count that may be 0 or absent.
+    /// Reads a count that may be 0, absent or null; returns 0 for the last two.
     fn count_or_none(&mut self, key: &'static str) -> u64 {
         let Some(v) = self.config.take_value(key).filter(|v| !v.is_null()) else { return 0 };
         let n = v.as_u64().filter(|n| *n < 1 << 32);
@@ -260,7 +232,7 @@ impl ArchitectureReader<'_> {
         (width / heads).max(1)
     }
 
-    /// Reads `attention_bias`, which adds biases to all four matmuls.
+    /// Reads `attention_bias`, which adds biases to the query, key, value and output matmuls.
     fn read_attention_bias(&mut self, m: &mut LanguageModel) {
         let bias = self.config.read_flag("attention_bias", false);
         if let AttentionKind::Grouped { qkv_bias, out_bias, .. } = &mut m.attention {

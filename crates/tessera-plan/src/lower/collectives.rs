@@ -1,7 +1,7 @@
 //! The collectives that lowering inserts: reductions of partial values, resharding over tp, and the
 //! events and waits that order them against compute.
 
-use tessera_ir::{Op, Opcode, Type, ValueId};
+use tessera_ir::{Op, Opcode, StreamKind, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout, Shard};
 
 use super::{LocalValue, Lowering};
@@ -58,7 +58,7 @@ impl Lowering<'_> {
         unit: u64,
     ) -> ValueId {
         let attrs = [("concat", from.dim as i64), ("split", to.dim as i64), ("unit", unit as i64)];
-        self.issue_collective(s, Opcode::AllToAll, &[x], &attrs, "tp_collective", Axis::Tp)
+        self.issue_collective(s, Opcode::AllToAll, &[x], &attrs, StreamKind::TpCollective, Axis::Tp)
     }
 
     /// Issues a collective on its stream after all preceding compute and returns the ticket.
@@ -68,11 +68,11 @@ impl Lowering<'_> {
         opcode: Opcode,
         operands: &[ValueId],
         attrs: &[(&str, i64)],
-        stream: &str,
+        stream: StreamKind,
         axis: Axis,
     ) -> ValueId {
         let b = &mut self.stages[s].builder;
-        b.set_stream("compute");
+        b.set_stream(StreamKind::Compute);
         let event = b.add_op(Opcode::EventRecord, &[]);
         b.set_attr("axis", axis.name());
         for (k, v) in attrs {
@@ -84,7 +84,7 @@ impl Lowering<'_> {
 
     pub(super) fn wait_for(&mut self, s: usize, ticket: ValueId, declared: Option<Type>) -> ValueId {
         let b = &mut self.stages[s].builder;
-        b.set_stream("compute");
+        b.set_stream(StreamKind::Compute);
         b.add_wait(ticket, declared).unwrap_or(ticket)
     }
 
@@ -94,11 +94,11 @@ impl Lowering<'_> {
             return LocalValue::Ready(x);
         };
         let b = &mut self.stages[s].builder;
-        b.set_stream("compute");
+        b.set_stream(StreamKind::Compute);
         let event = b.add_op(Opcode::EventRecord, &[]);
         b.set_attr("axis", "tp")
             .set_attr("reduction", r.name())
-            .set_stream("tp_collective")
+            .set_stream(StreamKind::TpCollective)
             .start_after(event);
         LocalValue::Pending(b.add_issue(Opcode::AllReduce, &[x]))
     }
@@ -118,7 +118,7 @@ impl Lowering<'_> {
             Opcode::AllGather,
             &[x],
             &[("dim", from.dim as i64)],
-            "tp_collective",
+            StreamKind::TpCollective,
             Axis::Tp,
         );
         let mut y = self.wait_for(s, ticket, None);

@@ -12,7 +12,8 @@ use tessera_mesh::Precision;
 use super::gates::{GateInputs, GateResult, evaluate_gates};
 use super::thresholds::Thresholds;
 
-/// An expert layer as a plan runs it.
+/// Size, sharding, batch and routing of one expert layer under a plan: the input of
+/// [`advise_experts`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertLayer {
     /// Number of routed experts in the layer, over all ranks.
@@ -21,28 +22,29 @@ pub struct ExpertLayer {
     pub top_k: u64,
     /// Ranks that share the experts.
     pub ep: u32,
-    /// Tokens of one micro-batch over all ranks of the group.
+    /// Tokens of one micro-batch over all ranks of the ep group.
     pub tokens: f64,
     /// Hidden size of a token.
     pub width: u64,
-    /// Precision of tokens in dispatch.
+    /// Precision in which dispatch sends tokens to their experts.
     pub wire: Precision,
     /// The model of how tokens choose experts.
     pub routing: Routing,
-    /// Bytes of one expert.
+    /// Bytes that the weights of one expert of this layer take on one rank. A copy of the expert
+    /// takes as many bytes.
     pub expert_bytes: f64,
 }
 
 /// The expert loads of a layer under the current placement and under alternatives.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertAdvice {
-    /// Contiguous placement without drops.
+    /// Load with consecutive experts on each rank and unlimited capacity.
     pub contiguous: ExpertLoad,
-    /// The same experts, placed by popularity.
+    /// The same experts without copies, spread over the ranks by popularity.
     pub by_popularity: ExpertLoad,
-    /// One extra slot per rank, filled with copies of the most popular experts.
+    /// Spread by popularity with copies of the most popular experts: as many copies as ranks.
     pub with_copies: ExpertLoad,
-    /// Memory of the extra slots on one rank.
+    /// Memory that the copies need on one rank, for one layer.
     pub copies_bytes: Bytes,
     /// Drops and peak bytes by capacity, and the recommended capacity.
     pub capacity: CapacitySweep,
@@ -81,7 +83,8 @@ pub fn advise_experts(layer: &ExpertLayer, limits: &Thresholds) -> ExpertAdvice 
 }
 
 impl ExpertAdvice {
-    /// Returns the advice as sentences.
+    /// Returns two sentences: the load of the slowest rank by placement, and the recommended
+    /// capacity.
     #[must_use]
     pub fn to_sentences(&self) -> Vec<String> {
         let c = &self.capacity.chosen;

@@ -59,7 +59,8 @@ fn describe_roofline(q: &SearchQuery, tp: u32) -> Option<String> {
     ))
 }
 
-/// Returns the numbers that [`choose_axes`] uses.
+/// Returns the inputs of [`choose_axes`]: the time of one call by layer and by tp, the time of a
+/// send, and the devices. Returns `None` for training, or without a deadline.
 #[must_use]
 pub fn axis_facts(q: &SearchQuery) -> Option<ParallelismInputs> {
     let Objective::Deadline(deadline) = q.objective else { return None };

@@ -19,10 +19,10 @@ use super::{Candidate, MemoryBudget, MemoryUse};
 /// Bytes of a gradient, accumulated over micro-batches in f32.
 pub const GRADIENT_BYTES: f64 = 4.0;
 
-/// Bytes of an f32 master weight.
+/// Bytes of a parameter's f32 master weight; an f32 weight needs none.
 pub const MASTER_BYTES: f64 = 4.0;
 
-/// Bytes of two f32 optimizer moments.
+/// Bytes of a parameter's two f32 optimizer moments.
 pub const MOMENTS_BYTES: f64 = 8.0;
 
 /// Memory traffic of one optimizer step in bytes per parameter: gradients checked and unscaled (8),
@@ -38,15 +38,15 @@ const RESIDENT_LAYERS: f64 = 2.0;
 pub struct StageFootprint {
     /// Number of weights other than routed experts.
     pub dense_weights: f64,
-    /// Number of routed-expert weights.
+    /// Number of routed-expert weights on the rank, in all layers of the stage.
     pub expert_weights: f64,
     /// Bytes that one micro-batch saves for the backward pass in all layers of the stage.
     pub saved_bytes: f64,
     /// Micro-batches whose activations are held at once.
     pub in_flight: f64,
-    /// Workspace of the largest layer.
+    /// Bytes of workspace of the layer that needs most.
     pub workspace_bytes: f64,
-    /// Bytes of keys and values.
+    /// Bytes of keys and values of all sequences on the rank; 0 in training.
     pub cache_bytes: f64,
     /// Share of the keys and values that is old, and so placed by [`Candidate::cache_at`].
     pub old_cache_share: f64,
@@ -176,7 +176,7 @@ fn for_each_use(
 }
 
 impl MemoryTotals {
-    /// Returns the bytes in a tier.
+    /// Returns the bytes in a tier, over all uses.
     #[must_use]
     pub fn tier_bytes(&self, tier: MemoryTier) -> f64 {
         self.bytes[tier as usize].iter().sum()

@@ -35,7 +35,7 @@ impl Constraints<'_> {
         self.first_violation(c, &[Ranks, Layers, Experts, Rack, Domain, Batch])
     }
 
-    /// Returns the first violation that also depends on the scheme.
+    /// Returns the first violation that depends on the tensor-parallel scheme as well as the mesh.
     pub fn check_scheme(&self, c: &Candidate) -> Option<Reason> {
         self.first_violation(c, &[Reason::Heads, Reason::TpScheme, Reason::Context])
     }
@@ -50,7 +50,7 @@ impl Constraints<'_> {
         self.first_violation(c, &[Reason::Batch, Reason::TpScheme, Reason::Logits])
     }
 
-    /// Returns every violation other than memory.
+    /// Returns every violation except dropped tokens and memory, which need cost estimates.
     pub fn all_violations(&self, c: &Candidate) -> Vec<Reason> {
         let l = &c.layout;
         let counts = [
@@ -361,7 +361,7 @@ impl Constraints<'_> {
     }
 }
 
-/// Formats a byte count for messages.
+/// Formats a byte count for messages, such as `79.20 GiB`; a negative count gives `0 B`.
 pub(super) fn format_bytes(n: f64) -> String {
     Bytes(n.max(0.0) as u64).to_string()
 }

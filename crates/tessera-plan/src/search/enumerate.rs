@@ -3,21 +3,17 @@
 
 use std::collections::BTreeMap;
 
-use tessera_base::{Bytes, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cost::params::{
     ExpertStorage, KvCacheStorage, LayerLayout, OptimizerSharding, PipelineSchedule, Recompute, TpScheme,
 };
-use tessera_mesh::{LinkClass, MemoryTier, Precision};
+use tessera_mesh::{LinkClass, Precision};
 
-use super::budget::MemoryTotals;
-use super::constraints::format_bytes;
 use super::estimate::{Estimator, LayoutCost, PipelineCost};
 use super::pareto::{ParetoFront, ScoredCandidate, TopCandidates};
+use super::rank_candidate::{error_bar, explain_lower_bound, explain_overflow};
 use super::space::{KnobValues, MeshFactors, RelevantKnobs, factor_meshes, least_common_multiple};
-use super::{
-    Candidate, MemoryUse, Objective, Pins, RankedCandidate, Reason, Rejection, SearchOutcome, SearchQuery,
-    StageAssignment, StepEstimate,
-};
+use super::{Candidate, Objective, Pins, RankedCandidate, Reason, Rejection, SearchOutcome, SearchQuery};
 
 /// Searches all candidates that the query's pins leave. Uses fewer devices than the search space
 /// names only where no candidate is legal on all of them.
@@ -98,7 +94,7 @@ fn available_devices(q: &SearchQuery) -> u32 {
     q.machine.cluster.device_count().max(q.space.devices)
 }
 
-/// Maximum number of smaller device counts to try.
+/// Maximum number of smaller device counts to try if no candidate is legal on all devices.
 const MAX_SMALLER_COUNTS: usize = 16;
 
 /// Returns smaller device counts, largest first: whole racks, or whole hosts within one rack, or
@@ -114,7 +110,7 @@ fn smaller_device_counts(q: &SearchQuery) -> impl Iterator<Item = u32> {
     many.chain(few).take(MAX_SMALLER_COUNTS)
 }
 
-/// The state and the results of an enumeration.
+/// Counts over all candidates on one number of devices, with the best ones and the Pareto front.
 pub(super) struct Enumeration {
     pub candidate_count: u64,
     pub costed_count: u64,
@@ -122,7 +118,7 @@ pub(super) struct Enumeration {
     pub rejected: BTreeMap<Reason, Rejection>,
     pub best: TopCandidates,
     pub front: ParetoFront,
-    /// Number of legal candidates that beat the reference candidate.
+    /// Number of legal candidates that beat the reference candidate; 0 without one.
     pub better_count: u64,
     reference: Option<ScoredCandidate>,
     objective: Objective,
@@ -130,7 +126,8 @@ pub(super) struct Enumeration {
     counts: [u64; Reason::ALL.len()],
 }
 
-/// Counters that the subtree below a micro-batch may change.
+/// The counters of an [`Enumeration`] that can change once micro-batch and recomputation are
+/// chosen.
 #[derive(Debug, Clone, Copy)]
 struct SubtreeTally {
     legal: u64,
@@ -138,7 +135,10 @@ struct SubtreeTally {
     rejected: [u64; SUBTREE_REASONS.len()],
 }
 
-/// Reasons that can occur below a micro-batch.
+/// The tallies of the micro-batches and recomputation policies of one layout without a capacity.
+type EqualSubtrees = Vec<((u32, Recompute), SubtreeTally)>;
+
+/// Reasons that can reject a candidate once its micro-batch and recomputation are chosen.
 const SUBTREE_REASONS: [Reason; 3] = [Reason::Layers, Reason::PipelineSchedule, Reason::Memory];
 
 impl SubtreeTally {
@@ -221,7 +221,7 @@ impl Enumeration {
             return self.reject_subtree(prices, reason, below.mesh, &c);
         }
         let mut places = Vec::with_capacity(lists.placements.len());
-        let mut equal_subtrees = Vec::new();
+        let mut equal_subtrees = EqualSubtrees::default();
         for &(scheme, ring) in &lists.schemes {
             (c.layout.scheme, c.layout.ring, c.micro_batch) = (scheme, ring, 0);
             if let Some(reason) = prices.constraints.check_scheme(&c) {
@@ -238,7 +238,6 @@ impl Enumeration {
                 if places.is_empty() {
                     continue;
                 }
-                let placement_count = places.len() as u64;
                 let mut equal_wire = None;
                 for &(wire, capacity) in &lists.wires {
                     (c.layout.wire_precision, c.layout.capacity_pct) = (wire, capacity);
@@ -246,54 +245,60 @@ impl Enumeration {
                         equal_wire = Some(wire);
                         equal_subtrees.clear();
                     }
-                    for &micro_batch in &lists.micro_batches {
-                        c.micro_batch = micro_batch;
-                        if let Some(reason) = prices.constraints.check_micro_batch(&c) {
-                            self.reject_subtree(prices, reason, below.micro_batch * placement_count, &c);
-                            continue;
-                        }
-                        for &recompute in &lists.recompute {
-                            c.recompute = recompute;
-                            if prices.constraints.violates(Reason::Recompute, &c) {
-                                self.reject_subtree(
-                                    prices,
-                                    Reason::Recompute,
-                                    below.recompute * placement_count,
-                                    &c,
-                                );
-                                continue;
-                            }
-                            prices.compute_layers(&c, node);
-                            if prices.drops_too_many(node) {
-                                let explain = || prices.explain_drops(&c, node);
-                                self.count_rejected(
-                                    Reason::Drops,
-                                    below.recompute * placement_count,
-                                    &c,
-                                    explain,
-                                );
-                                continue;
-                            }
-                            // A capacity that drops nothing equals no capacity: count the results
-                            // of that candidate again.
-                            let drops_nothing = node.expert_load.is_none_or(|l| l.dropped == 0.0);
-                            let key = (micro_batch, recompute);
-                            if let Some((_, equal_tally)) =
-                                equal_subtrees.iter().find(|(k, _)| drops_nothing && *k == key)
-                            {
-                                self.repeat_tally(equal_tally);
-                                continue;
-                            }
-                            let before = self.current_tally();
-                            for &(schedule, interleave) in &lists.schedules {
-                                (c.schedule, c.interleave) = (schedule, interleave);
-                                self.visit_schedule(prices, c, &places, node, pipe);
-                            }
-                            if capacity == 0 {
-                                equal_subtrees.push((key, self.current_tally().difference_from(&before)));
-                            }
-                        }
-                    }
+                    self.visit_micro_batches(prices, &mut c, lists, &places, &mut equal_subtrees, node, pipe);
+                }
+            }
+        }
+    }
+
+    /// Visits all micro-batches and recomputation policies of a layout, under every schedule.
+    #[allow(clippy::too_many_arguments)]
+    fn visit_micro_batches(
+        &mut self,
+        prices: &mut Estimator,
+        c: &mut Candidate,
+        lists: &KnobValues,
+        places: &[StatePlacement],
+        equal_subtrees: &mut EqualSubtrees,
+        node: &mut LayoutCost,
+        pipe: &mut PipelineCost,
+    ) {
+        let (below, placement_count) = (lists.subtree_sizes(), places.len() as u64);
+        for &micro_batch in &lists.micro_batches {
+            c.micro_batch = micro_batch;
+            if let Some(reason) = prices.constraints.check_micro_batch(c) {
+                self.reject_subtree(prices, reason, below.micro_batch * placement_count, c);
+                continue;
+            }
+            for &recompute in &lists.recompute {
+                c.recompute = recompute;
+                let count = below.recompute * placement_count;
+                if prices.constraints.violates(Reason::Recompute, c) {
+                    self.reject_subtree(prices, Reason::Recompute, count, c);
+                    continue;
+                }
+                prices.compute_layers(c, node);
+                if prices.drops_too_many(node) {
+                    self.count_rejected(Reason::Drops, count, c, || prices.explain_drops(c, node));
+                    continue;
+                }
+                // A capacity that drops nothing equals no capacity: count the results of that
+                // candidate again.
+                let drops_nothing = node.expert_load.is_none_or(|l| l.dropped == 0.0);
+                let key = (micro_batch, recompute);
+                if let Some((_, equal_tally)) =
+                    equal_subtrees.iter().find(|(k, _)| drops_nothing && *k == key)
+                {
+                    self.repeat_tally(equal_tally);
+                    continue;
+                }
+                let before = self.current_tally();
+                for &(schedule, interleave) in &lists.schedules {
+                    (c.schedule, c.interleave) = (schedule, interleave);
+                    self.visit_schedule(prices, *c, places, node, pipe);
+                }
+                if c.layout.capacity_pct == 0 {
+                    equal_subtrees.push((key, self.current_tally().difference_from(&before)));
                 }
             }
         }
@@ -401,7 +406,8 @@ impl Enumeration {
         SubtreeTally { legal: self.legal_count, better: self.better_count, rejected }
     }
 
-    /// Adds the counters of candidates that equal ones already enumerated.
+    /// Counts candidates again under a capacity that drops nothing: they equal those without a
+    /// capacity.
     fn repeat_tally(&mut self, t: &SubtreeTally) {
         self.candidate_count += t.legal + t.rejected.iter().sum::<u64>();
         self.legal_count += t.legal;
@@ -453,135 +459,7 @@ impl Enumeration {
     }
 }
 
-impl Estimator<'_> {
-    /// Returns a candidate with its full estimate, or every constraint that it violates.
-    pub fn rank_candidate(&mut self, c: &Candidate) -> Result<RankedCandidate, Vec<(Reason, String)>> {
-        let broken = self.constraints.all_violations(c);
-        if !broken.is_empty() {
-            return Err(broken.into_iter().map(|r| (r, self.constraints.explain(r, c))).collect());
-        }
-        let (mut node, mut pipe) = (LayoutCost::default(), PipelineCost::default());
-        self.compute_layers(c, &mut node);
-        self.compute_pipeline(c, &mut node, &mut pipe);
-        let fit = self.fit_memory(c, &node, &pipe);
-        if !fit.fits {
-            return Err(vec![(Reason::Memory, explain_overflow(self, &self.peak_totals(c, &pipe, &fit)))]);
-        }
-        let sum = self.step_cost(c, &node, &mut pipe, fit);
-        let stages = (0..c.pp)
-            .map(|s| StageAssignment {
-                chunks: self.stage_chunks(c, &pipe, s),
-                has_embedding: s == 0,
-                has_head: s + 1 == c.pp,
-                micro_batch_ns: pipe.stage_ns[s as usize],
-            })
-            .collect();
-        let estimate = StepEstimate {
-            step_ns: sum.step_ns,
-            times: sum.breakdown,
-            tokens_per_s: self.step_tokens() / (sum.step_ns * 1e-9),
-            mfu: self.mfu(c, sum.step_ns),
-            budget: sum.memory.to_budget(),
-            link_bytes: LinkClass::ALL.into_iter().zip(sum.link_bytes).filter(|(_, b)| *b > 0.0).collect(),
-            error_share: error_bar(self.q, sum.link_bytes[LinkClass::Network as usize] > 0.0).0,
-        };
-        let gates = self.evaluate_gates(c, &node, &pipe, &sum);
-        Ok(RankedCandidate {
-            candidate: *c,
-            gates,
-            stages,
-            micro_batches: node.micro_batches,
-            dropped_share: node.expert_load.map_or(0.0, |l| l.dropped),
-            estimate,
-        })
-    }
-}
-
-impl Estimator<'_> {
-    /// Returns whether an unpinned capacity drops more than the search space allows.
-    fn drops_too_many(&self, node: &LayoutCost) -> bool {
-        let dropped = node.expert_load.map_or(0.0, |l| l.dropped);
-        dropped > self.q.space.max_dropped && self.q.pins.capacity_pct.is_none()
-    }
-
-    fn explain_drops(&self, c: &Candidate, node: &LayoutCost) -> String {
-        format!(
-            "a capacity of {} % drops {:.1} % of assignments under {} routing, more than {:.1} %",
-            c.layout.capacity_pct,
-            node.expert_load.map_or(0.0, |l| l.dropped) * 100.0,
-            self.q.routing.name(),
-            self.q.space.max_dropped * 100.0
-        )
-    }
-}
-
-/// Returns the half-width of the error bar and the reasons why it is wider than the profile's: it
-/// doubles for a workload that no measurement validates, and doubles again on a cluster that was
-/// not measured or over links that leave a domain.
-fn error_bar(q: &SearchQuery, leaves_domain: bool) -> (f64, Vec<String>) {
-    let (profile, cluster) = (&q.machine.profile, &q.machine.cluster);
-    if profile.error_share == 0.0 {
-        return (0.0, vec![format!("the profile {} is a lower bound: it has no error bar", profile.name)]);
-    }
-    let (mut error, mut notes) = (profile.error_share, Vec::new());
-    if !profile.is_validated_for(q.job.name()) {
-        error *= 2.0;
-        notes.push(format!(
-            "no measurement validates {} under the profile {}: the error bar is doubled",
-            q.job.name(),
-            profile.name
-        ));
-    }
-    if !cluster.measured {
-        error *= 2.0;
-        notes.push(format!(
-            "{} was not measured by this project: every figure is an estimate, and the error bar is doubled",
-            cluster.title
-        ));
-    } else if leaves_domain {
-        error *= 2.0;
-        notes.push(
-            "some groups cross domains, over links that were not measured: the error bar is doubled".into(),
-        );
-    }
-    (error, notes)
-}
-
-/// Explains that even an even spread over all ranks needs too much memory.
-fn explain_lower_bound(prices: &Estimator, what: &str, min_bytes: f64) -> String {
-    let device = &prices.q.machine.cluster.device;
-    format!(
-        "{what} are at least {} per rank if evenly spread; {} has {}",
-        format_bytes(min_bytes),
-        device.name,
-        format_bytes(device.memory_bytes.value)
-    )
-}
-
-fn explain_overflow(prices: &Estimator, totals: &MemoryTotals) -> String {
-    let cluster = &prices.q.machine.cluster;
-    let (need, limit) = (totals.tier_bytes(MemoryTier::Hbm), cluster.device.memory_bytes.value);
-    let host = totals.tier_bytes(MemoryTier::Host);
-    let budget = totals.to_budget();
-    let largest = budget.bytes.iter().filter(|((t, _), _)| *t == MemoryTier::Hbm).max_by_key(|(_, b)| **b);
-    let term = largest.map_or(String::new(), |((_, what), b)| format!(", of which {} are {b}", what.name()));
-    if need <= limit && host > cluster.host_bytes.value {
-        return format!(
-            "the host would hold {} and has {}",
-            format_bytes(host),
-            format_bytes(cluster.host_bytes.value)
-        );
-    }
-    if need <= limit {
-        return format!(
-            "peers would hold {} in addition to their own data{term}",
-            format_bytes(totals.tier_bytes(MemoryTier::Peer))
-        );
-    }
-    format!("the fullest rank needs {} and has {}{term}", format_bytes(need), Bytes(limit as u64))
-}
-
-/// Returns the first candidate of a mesh.
+/// Returns the candidate with the first value of every knob, or a default where the list is empty.
 fn first_candidate(f: &MeshFactors, lists: &KnobValues) -> Candidate {
     let (scheme, ring) = lists.schemes.first().copied().unwrap_or((TpScheme::Megatron, 1));
     let (wire, capacity_pct) = lists.wires.first().copied().unwrap_or((Precision::Bf16, 0));
@@ -615,7 +493,8 @@ fn first_candidate(f: &MeshFactors, lists: &KnobValues) -> Candidate {
     }
 }
 
-/// Returns the factors that the pins request if they multiply to no mesh, with free axes at 1.
+/// Returns an example of the factors that the pins request, for the rejection of pins that no mesh
+/// of `devices` ranks satisfies. Axes that are not pinned are 1.
 fn pinned_factors(pins: &Pins, devices: u32, axes: bool) -> MeshFactors {
     let one = |p: Option<u32>| p.unwrap_or(1);
     let (tp, ep, pp, dp) = (one(pins.tp), one(pins.ep), one(pins.pp), one(pins.dp));
@@ -644,22 +523,5 @@ fn pinned_factors(pins: &Pins, devices: u32, axes: bool) -> MeshFactors {
         expert_tp,
         replicas: stage.div_ceil(tp),
         expert_replicas: stage.div_ceil(ep.saturating_mul(expert_tp)),
-    }
-}
-
-impl MemoryUse {
-    /// Returns the name used in reports.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            MemoryUse::Weights => "weights",
-            MemoryUse::Experts => "experts",
-            MemoryUse::Gradients => "gradients",
-            MemoryUse::OptimizerSharding => "optimizer",
-            MemoryUse::Activations => "activations",
-            MemoryUse::Cache => "cache",
-            MemoryUse::Buffers => "buffers",
-            MemoryUse::Library => "library",
-        }
     }
 }

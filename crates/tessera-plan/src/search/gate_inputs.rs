@@ -14,7 +14,7 @@ use super::gates::{
 use super::{Candidate, Job, MemoryUse};
 
 impl Estimator<'_> {
-    /// Evaluates all gates for a candidate.
+    /// Derives the inputs of all gates from a candidate's costs and evaluates the gates.
     pub(super) fn evaluate_gates(
         &mut self,
         c: &Candidate,

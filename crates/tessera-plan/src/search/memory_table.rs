@@ -18,13 +18,13 @@ pub struct MemoryPlanInputs {
     pub cache_bytes: f64,
     /// E: routed experts per layer.
     pub experts: u64,
-    /// Number of parameters of one expert.
+    /// Number of parameters of one expert in one layer; with expert tp, of its shard on one rank.
     pub expert_parameters: f64,
     /// H: device memory in bytes.
     pub device_bytes: f64,
     /// Tokens whose activations are live at once.
     pub tokens: f64,
-    /// Tokens in the KV cache.
+    /// Tokens whose keys and values one rank caches, over all of its sequences; 0 in training.
     pub cached_tokens: f64,
     /// Ranks that shard attention and dense matmuls.
     pub tp: u32,
@@ -32,16 +32,18 @@ pub struct MemoryPlanInputs {
     pub ep: u32,
 }
 
-/// One row of the table.
+/// One term of the memory arithmetic, such as the KV cache, as a row of the table.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemoryTableRow {
-    /// Name of the term.
+    /// Name of the term with its symbol, such as `cache (K)`. The last two rows are `total` and
+    /// `left of H`.
     pub term: &'static str,
-    /// The formula, with units.
+    /// The factors that multiply to `bytes`, with units; a few words in the last two rows.
     pub formula: String,
-    /// Bytes on one rank.
+    /// Bytes of the term on one rank; 0 in the row `left of H` if the total exceeds the device
+    /// memory.
     pub bytes: Bytes,
-    /// Share of device memory.
+    /// Bytes as a share of device memory; negative in the row `left of H` if the total exceeds it.
     pub share: f64,
 }
 

@@ -1,29 +1,10 @@
 //! Checks the placement of a mesh: the members of every group against the scale-up domains and
 //! racks of their devices.
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 use tessera_mesh::{Axis, Cluster, Mesh, Rank};
 
-/// A group spans several scale-up domains.
-pub static T1223: Code = Code {
-    id: "T1223",
-    title: "rank group spans scale-up domains",
-    page: "Within one scale-up domain (72 devices of a rack, or 8 of a host) every pair of devices has the full bandwidth of \
-its links. A collective with members in two domains runs at the speed of the network between them, about a tenth.\n\n\
-This is an error if the whole mesh fits in one domain, so that only the rank order is wrong, or if the \
-query forbids it. A mesh larger than a domain must cross somewhere: then it is a warning, and the estimate uses \
-the slower links. Cross domains with dp (once per step) or pp (one activation), not with tp or ep.",
-};
-
-/// A model replica spans racks.
-pub static T1224: Code = Code {
-    id: "T1224",
-    title: "model replica spans racks",
-    page: "With dp > 1 every model replica fits in one rack and must stay there: then only gradients cross racks, \
-once per step. Here the ranks of one replica are in several racks, because the device order interleaves replicas or because \
-the size of a replica does not divide a rack.\n\n\
-List devices rack by rack, tp fastest, dp slowest, or choose a replica size that divides the rack.",
-};
+use crate::codes::{T1223, T1224};
 
 /// Checks every group of a mesh whose rank r runs on device `devices[r]`, with devices numbered
 /// rack by rack. `inside` rejects any tp or ep group that leaves a domain.

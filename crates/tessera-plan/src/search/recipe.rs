@@ -14,51 +14,13 @@ use tessera_mesh::{Cluster, Mesh};
 
 use super::placement::check_placement;
 use super::{Job, Objective, Pins, SearchQuery, SearchSpace};
+pub use crate::codes::T1229;
+use crate::codes::{T1220, T1221, T1222};
 
-/// The axes need more ranks than there are devices.
-pub static T1220: Code = Code {
-    id: "T1220",
-    title: "recipe needs more ranks than there are devices",
-    page: "Every rank needs a device, and the axes of one mesh multiply: tp=8, ep=6, pp=3, dp=1 are 144 ranks, not 72. \
-The mapping guide prints exactly these axes as Recipe C and as its training recipe; on one rack of 72 they cannot be built, \
-on two racks they can.\n\n\
-The hint lists meshes of the right size, those that keep most axes first. To find the best of them for a model, run \
-`tessera plan` and leave the axes free.",
-};
-
-/// The heads do not divide over tp.
-pub static T1221: Code = Code {
-    id: "T1221",
-    title: "heads do not divide over tp",
-    page: "128 heads over tp=12 are 10.67 each. A head is never split, so eight ranks get 11 and four get 10; every \
-collective then waits for those with 11, and attention takes 11 · 12 / 128 = 1.031 times as long as with even shards. \
-The columns of the QKV and output matmuls follow the heads; the feed-forward's inner width is sharded independently.\n\n\
-This is legal: uneven shards differ by one unit, and the estimate uses the slowest rank. The ranks with one more head also \
-need more memory. Use `strict` to reject such meshes and list the nearest ones that divide evenly.",
-};
-
-/// The experts do not divide over ep.
-pub static T1222: Code = Code {
-    id: "T1222",
-    title: "experts do not divide over ep",
-    page: "4,096 experts over ep=9 are 455.11 each: one rank holds 456, the others 455. Experts are never split over ep, so \
-this costs the memory of one expert and, under even routing, 456 · 9 / 4096 = 1.002 times the time. Routing imbalance slows \
-the slowest rank far more.\n\n\
-This is legal. Use `strict` to reject it and list the nearest values of ep that divide evenly.",
-};
-
-/// There is no recipe of that name.
-pub static T1229: Code = Code {
-    id: "T1229",
-    title: "unknown recipe",
-    page: "Recipes are the six mappings that the guide for 72 devices names. The message lists them. A recipe is a \
-model, a workload and some pins; use `tessera plan --model NAME --mesh tp=8,ep=9` for anything else.",
-};
-
-/// One recipe of the guide.
+/// A model, a job and pins under one name, from the mapping guide for 72 devices.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Recipe {
-    /// Name on the command line.
+    /// Name that `tessera plan --recipe` takes, such as `long-context`, in upper or lower case.
     pub name: &'static str,
     /// Heading of the recipe in reports.
     pub title: &'static str,
@@ -196,7 +158,7 @@ pub fn require_recipe(name: &str) -> Result<Recipe, Box<Diagnostic>> {
 }
 
 impl Recipe {
-    /// Returns the recipe with another mesh.
+    /// Returns the recipe with these sizes of tp, ep, pp and dp.
     #[must_use]
     pub fn with_axes(self, axes: [u32; 4]) -> Recipe {
         Recipe { axes, ..self }

@@ -1,7 +1,7 @@
 //! Defines the search space: the values of each knob, the knobs that a user pins, and the meshes
 //! into which a number of devices factors.
 
-use tessera_base::{Code, Diagnostic, Diagnostics, closest_name, format_choices};
+use tessera_base::{Diagnostic, Diagnostics, closest_name, format_choices};
 use tessera_cost::moe::Routing;
 use tessera_cost::params::{
     ExpertStorage, KvCacheStorage, OptimizerSharding, PipelineSchedule, Recompute, TpScheme,
@@ -11,16 +11,7 @@ use tessera_mesh::{Cluster, Precision};
 
 use super::thresholds::Thresholds;
 use super::{Candidate, Job};
-
-/// A pin cannot be parsed.
-pub static T1200: Code = Code {
-    id: "T1200",
-    title: "cannot parse a mapping pin",
-    page: "Pins are written as `knob=value`, separated by commas: `tp=12,ep=6,scheme=ulysses`. The message names the \
-unknown knob or value and the nearest known one.\n\nIf tp, ep, pp and dp are all pinned, they are the axes of one mesh \
-and must multiply to the number of devices. With fewer pins, attention and experts may factor the ranks of a stage \
-differently: tp · replicas = expert_tp · ep · expert replicas.",
-};
+use crate::codes::T1200;
 
 /// The values that each knob may take. A value without effect (a schedule with one stage, a sharded
 /// optimizer with one replica) does not count as a separate candidate.
@@ -39,9 +30,10 @@ pub struct SearchSpace {
     pub micro_batches: Vec<u32>,
     /// Policies to try on which activations the backward pass recomputes.
     pub recompute: Vec<Recompute>,
-    /// Shardings of the optimizer state.
+    /// Shardings of the optimizer state to try; only [`OptimizerSharding::Replicated`] is legal for
+    /// inference.
     pub optimizers: Vec<OptimizerSharding>,
-    /// Placements of the experts' weights.
+    /// Placements of the routed experts' weights to try; host memory is legal for inference alone.
     pub experts_at: Vec<ExpertStorage>,
     /// Placements of old keys and values.
     pub caches_at: Vec<KvCacheStorage>,
@@ -49,14 +41,14 @@ pub struct SearchSpace {
     pub window: Option<u64>,
     /// Precisions of matmul operands to try.
     pub precisions: Vec<Precision>,
-    /// Precisions of expert dispatch.
+    /// Precisions of dispatched tokens to try, where the experts span several ranks.
     pub wires: Vec<Precision>,
     /// Expert capacities in per cent of the even share; 0 means unlimited, so that no token is
     /// dropped.
     pub capacities_pct: Vec<u32>,
     /// Whether to reject uneven shards.
     pub even_only: bool,
-    /// Whether to allow fp4 in training.
+    /// Whether training may compute in fp4; otherwise such candidates are rejected with T1211.
     pub fp4_training: bool,
     /// Whether to reject candidates with several model replicas of which one spans racks.
     pub replica_in_rack: bool,
@@ -69,7 +61,7 @@ pub struct SearchSpace {
     /// Share of the cold experts that a predictor names one layer before the router does. The layer
     /// waits for the fetch of the others.
     pub prefetch_hit_rate: f64,
-    /// Thresholds of the gates.
+    /// Thresholds of the gates that are evaluated for each ranked candidate.
     pub thresholds: Thresholds,
     /// Number of best candidates to return.
     pub best_count: usize,
@@ -365,13 +357,13 @@ impl Candidate {
         replica_count(self.layout.tp, self.replicas, self.replica_stage_ranks())
     }
 
-    /// Returns the ranks of all stages and replicas.
+    /// Returns the number of ranks: tp · replicas · pp.
     #[must_use]
     pub fn rank_count(&self) -> u32 {
         self.layout.tp.saturating_mul(self.replicas).saturating_mul(self.pp)
     }
 
-    /// Returns one line with the value of every knob.
+    /// Returns the value of every knob on one line, in the form that [`Pins::parse`] reads.
     #[must_use]
     pub fn to_text(&self) -> String {
         Pins::from_candidate(self).to_text()
@@ -395,7 +387,7 @@ fn replica_count(tp: u32, replicas: u32, unit: u32) -> u32 {
     (u64::from(tp) * u64::from(replicas) / u64::from(unit.max(1))) as u32
 }
 
-/// Knobs that can have an effect, whatever the mesh.
+/// Whether some knobs can have an effect on a model under a routing, whatever the mesh.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RelevantKnobs {
     /// Whether the model has routed experts.
@@ -439,7 +431,7 @@ pub(super) struct SubtreeSizes {
     pub mesh: u64,
     pub scheme: u64,
     pub precision: u64,
-    /// For one state placement, within a precision.
+    /// Number of candidates with one precision and one state placement.
     pub placement: u64,
     pub micro_batch: u64,
     pub recompute: u64,
@@ -456,7 +448,6 @@ impl KnobValues {
         job: Job,
         matters: RelevantKnobs,
     ) {
-        let moe = matters.experts;
         fill_values(&mut self.precisions, pins.precision, &s.precisions, true);
         fill_values(&mut self.recompute, pins.recompute, &s.recompute, true);
         if !matters.stores_scores && pins.recompute.is_none() {
@@ -471,12 +462,18 @@ impl KnobValues {
         // Ranks of tp may also hold the same weights; the constraints decide that once the scheme
         // is known.
         for o in knob_values(&pins.optimizer, &s.optimizers, f.replicas > 1 || f.tp > 1) {
-            for e in knob_values(&pins.experts_at, &s.experts_at, moe) {
+            for e in knob_values(&pins.experts_at, &s.experts_at, matters.experts) {
                 self.placements
                     .extend(knob_values(&pins.cache_at, &s.caches_at, true).iter().map(|c| (*o, *e, *c)));
             }
         }
+        self.fill_schemes(s, pins, f);
+        self.fill_schedules(s, pins, f);
+        self.fill_micro_batches(s, pins, f, job);
+    }
 
+    /// Fills the schemes, each with the ring sizes that it may have.
+    fn fill_schemes(&mut self, s: &SearchSpace, pins: &Pins, f: &MeshFactors) {
         self.schemes.clear();
         for scheme in s.schemes.iter().copied().filter(|x| pins.scheme.is_none_or(|p| p == *x)).chain(
             // A pin may name a value outside of the search space.
@@ -495,11 +492,12 @@ impl KnobValues {
                 (false, None) => self.schemes.push((scheme, 1)),
             }
         }
+    }
 
+    /// Fills the pipeline schedules, each with the numbers of chunks per stage that it may have.
+    fn fill_schedules(&mut self, s: &SearchSpace, pins: &Pins, f: &MeshFactors) {
         self.schedules.clear();
-        let schedule = pins.schedule.map_or(&s.schedules[..], |_| pins.schedule.as_slice());
-        let matters = f.pp > 1 || pins.schedule.is_some();
-        for x in schedule.iter().copied().take(if matters { usize::MAX } else { 1 }) {
+        for x in knob_values(&pins.schedule, &s.schedules, f.pp > 1).iter().copied() {
             match (x, pins.interleave) {
                 (_, Some(v)) => self.schedules.push((x, v)),
                 (PipelineSchedule::Interleaved, None) => {
@@ -508,29 +506,28 @@ impl KnobValues {
                 (_, None) => self.schedules.push((x, 1)),
             }
         }
-
-        self.micro_batches.clear();
-        match pins.micro_batch {
-            Some(m) => self.micro_batches.push(m),
-            None => {
-                self.micro_batches.extend(&s.micro_batches);
-                if !matches!(job, Job::Train { .. }) {
-                    let share = job.batch_size().div_ceil(u64::from(f.replicas));
-                    let micro_batch_for =
-                        |waves: u32| u32::try_from(share.div_ceil(u64::from(waves))).unwrap_or(u32::MAX);
-                    self.micro_batches.extend([
-                        micro_batch_for(1),
-                        micro_batch_for(f.pp),
-                        micro_batch_for(2 * f.pp),
-                    ]);
-                }
-                self.micro_batches.sort_unstable();
-                self.micro_batches.dedup();
-            }
-        }
     }
 
-    /// Returns the number of candidates below each choice.
+    /// Fills the micro-batches: the pin, or those of the search space and, at inference, the sizes
+    /// of one, `pp` and twice `pp` waves.
+    fn fill_micro_batches(&mut self, s: &SearchSpace, pins: &Pins, f: &MeshFactors, job: Job) {
+        self.micro_batches.clear();
+        if let Some(pinned) = pins.micro_batch {
+            self.micro_batches.push(pinned);
+            return;
+        }
+        self.micro_batches.extend(&s.micro_batches);
+        if !matches!(job, Job::Train { .. }) {
+            let share = job.batch_size().div_ceil(u64::from(f.replicas));
+            let micro_batch_for =
+                |waves: u32| u32::try_from(share.div_ceil(u64::from(waves))).unwrap_or(u32::MAX);
+            self.micro_batches.extend([1, f.pp, 2 * f.pp].map(micro_batch_for));
+        }
+        self.micro_batches.sort_unstable();
+        self.micro_batches.dedup();
+    }
+
+    /// Returns the number of candidates below one choice at each level of the enumeration.
     pub fn subtree_sizes(&self) -> SubtreeSizes {
         let n = |len: usize| len as u64;
         let recompute = n(self.schedules.len());

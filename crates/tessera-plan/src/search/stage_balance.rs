@@ -8,7 +8,7 @@
 use tessera_ir::analytic_model::OpSharding;
 
 use super::SearchQuery;
-use super::estimate::row_flops;
+use super::flops::row_flops;
 
 /// Factors by which a layer may cost more than its operation count relative to the head
 /// (recomputation, collectives), and an expert layer relative to a dense one (dispatch, weights
@@ -16,7 +16,7 @@ use super::estimate::row_flops;
 const LAYER_TO_HEAD_FACTORS: [f64; 2] = [1.0, 1.3];
 const EXPERT_TO_DENSE_FACTORS: [f64; 5] = [1.0, 0.5, 1.5, 2.0, 4.0];
 
-/// The weights by which stages are balanced.
+/// The operation counts by which layers are split over stages.
 #[derive(Debug)]
 pub(super) struct StageBalancer {
     /// Operations of one layer by kind, and whether it has experts.
@@ -40,7 +40,7 @@ impl StageBalancer {
         }
     }
 
-    /// Returns the distinct splits over `stages` stages of `chunks` chunks each.
+    /// Returns the distinct splits over `stages` stages of `chunks` model chunks each.
     pub fn candidate_splits(&self, kinds: &LayerKinds, stages: u32, chunks: u32) -> Vec<StageSplit> {
         let mut out: Vec<StageSplit> = Vec::new();
         for ends in LAYER_TO_HEAD_FACTORS {
@@ -58,10 +58,11 @@ impl StageBalancer {
     }
 }
 
-/// A split of the layers over stages. Stage s holds the chunks s, s + stages, s + 2 · stages…
+/// A split of the layers over stages. Stage s holds the model chunks s, s + stages, s + 2 · stages…
 #[derive(Debug, Clone)]
 pub(super) struct StageSplit {
-    /// Layer index at each chunk boundary, one more than there are chunks.
+    /// First layer of each model chunk, followed by the number of layers: one entry more than there
+    /// are model chunks.
     pub boundaries: Vec<u32>,
     /// Number of layers of each kind, stage by stage.
     layer_counts: Vec<f64>,
@@ -117,7 +118,7 @@ pub(super) struct LayerKinds {
     pub example_stacks: Vec<usize>,
     /// For each kind, its number of layers among the first `n` layers.
     prefix_counts: Vec<Vec<u32>>,
-    /// The kind of each layer.
+    /// For each layer in model order, its kind: an index into `example_stacks`.
     pub layer_kinds: Vec<u8>,
     /// For each layer, the first later layer of another kind.
     run_ends: Vec<u32>,

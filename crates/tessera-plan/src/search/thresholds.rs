@@ -4,21 +4,13 @@
 use std::fmt::Write as _;
 
 use tessera_base::config::{ConfigReader, parse_toml};
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 
-/// A threshold is out of range.
-pub static T1240: Code = Code {
-    id: "T1240",
-    title: "gate threshold is out of range",
-    page: "The threshold file holds an unusable number: a share that is not between 0 and 1, a count below 1, or a lower \
-limit above its upper one. The message names the key and the value found.\n\n\
-Every threshold is indicative and has a default; a file needs only the keys that it changes. `gates.toml` of the planner \
-lists and explains all of them.",
-};
+use crate::codes::T1240;
 
 macro_rules! thresholds {
     ($($table:ident { $($(#[$doc:meta])* $name:ident: $kind:ident,)+ })+) => {
-        /// The thresholds, named as in the file.
+        /// The thresholds of all gates, named as in `gates.toml`.
         #[derive(Debug, Clone, PartialEq)]
         pub struct Thresholds { $($($(#[$doc])* pub $name: f64,)+)+ }
 
@@ -33,7 +25,7 @@ macro_rules! thresholds {
             fn read(fields: &mut ConfigReader<'_>, defaults: Option<&Thresholds>) -> Thresholds {
                 $(
                     let mut table = fields.read_table(stringify!($table));
-                    table.renamed_keys(RENAMED_KEYS);
+                    table.set_renamed_keys(RENAMED_KEYS);
                     $(let $name = table.read_number(stringify!($name), defaults.map(|d| d.$name));)+
                     fields.diagnostics.extend(table.finish());
                 )+
@@ -147,7 +139,7 @@ impl Thresholds {
         if diagnostics.is_empty() { Ok(limits) } else { Err(diagnostics) }
     }
 
-    /// Returns the file that defines these thresholds.
+    /// Returns these thresholds in the format of `gates.toml`.
     #[must_use]
     pub fn to_toml(&self) -> String {
         let mut out = String::new();

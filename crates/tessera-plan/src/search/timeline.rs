@@ -19,7 +19,8 @@ use tessera_mesh::MemoryTier;
 
 use super::{Candidate, Job, MemoryUse, RankedCandidate, SearchQuery};
 
-/// The charts of one candidate.
+/// Two charts of a candidate: a few layers of one stage with their streams, and the micro-batches
+/// of a step on all stages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CandidateTimeline {
     /// Forward pass of [`BLOCK_LAYERS`] equal layers in steady state, from time 0. The lanes are the
@@ -42,7 +43,8 @@ pub struct CandidateTimeline {
     pub idle_shares: Vec<f64>,
 }
 
-/// Number of layers drawn in a block.
+/// Number of consecutive layers in [`CandidateTimeline::block_bars`]; the layers simulated before
+/// them are not drawn.
 pub const BLOCK_LAYERS: u32 = 2;
 
 /// Maximum number of micro-batches drawn in a wave; longer steps only repeat.
@@ -52,7 +54,7 @@ pub const MAX_WAVE_MICRO_BATCHES: u32 = 64;
 /// less.
 const MAX_MEASURED_MICRO_BATCHES: u32 = 4096;
 
-/// Draws a legal candidate.
+/// Simulates a few layers and one step of a legal candidate, and returns their intervals as charts.
 #[must_use]
 pub fn draw_timeline(q: &SearchQuery, ranked: &RankedCandidate) -> CandidateTimeline {
     let inputs = TimelineInputs::from_ranked(q, ranked);
@@ -87,7 +89,8 @@ fn whole_rounds(c: &Candidate, all: u32, most: u32) -> u32 {
     if c.schedule == PipelineSchedule::DualPipe { (few / 2 * 2).max(2 * c.pp) } else { few }
 }
 
-/// The inputs of both charts.
+/// A candidate with its layer costs, from which the chart of a block and the chart of the wave are
+/// computed.
 struct TimelineInputs<'a> {
     q: &'a SearchQuery,
     c: Candidate,
@@ -95,7 +98,7 @@ struct TimelineInputs<'a> {
     spans: GroupSpans,
     expert_load: ExpertLoad,
     stacks: Vec<StackCost>,
-    /// Whether two micro-batches overlap on a rank.
+    /// Whether a rank overlaps dispatch and combine of one micro-batch with the compute of another.
     overlaps_exchange: bool,
     /// Fetch time of the cold experts of one layer: those that a predictor names ahead, and the
     /// others.

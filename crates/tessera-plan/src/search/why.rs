@@ -9,14 +9,15 @@ use super::pareto::ScoredCandidate;
 use super::space::{MeshFactors, factor_meshes};
 use super::{Pins, RankedCandidate, Reason, Rejection, SearchQuery, StepTimes};
 
-/// The answer about the candidates that some pins leave.
+/// How the candidates that agree with given pins compare with all candidates of the query.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WhyAnswer {
     /// The pins in effect, those of the query included.
     pub pins: Pins,
     /// Number of candidates that the pins leave.
     pub candidate_count: u64,
-    /// The verdict on them.
+    /// Whether any of these candidates is legal: the best of them, or the reasons for the
+    /// rejections.
     pub verdict: WhyVerdict,
 }
 
@@ -24,7 +25,7 @@ pub struct WhyAnswer {
 /// best.
 #[derive(Debug, Clone, PartialEq)]
 pub enum WhyVerdict {
-    /// No candidate is legal.
+    /// No candidate that the pins leave is legal.
     Refused {
         /// The rejected candidates by the first constraint that each violates.
         reasons: BTreeMap<Reason, Rejection>,
@@ -33,15 +34,16 @@ pub enum WhyVerdict {
     },
     /// At least one candidate is legal.
     Legal {
-        /// The best of the legal candidates.
+        /// The best legal candidate that the pins leave.
         ranked: Box<RankedCandidate>,
         /// Number of candidates of the whole query that are better.
         better: u64,
         /// Number of legal candidates of the whole query.
         legal: u64,
-        /// The best candidate of the whole query.
+        /// The best candidate of the whole query, or `ranked` if none is better.
         best: Box<RankedCandidate>,
-        /// The step breakdown of both, side by side.
+        /// The parts of the step of `ranked` beside those of `best`, the largest excess of `ranked`
+        /// first.
         terms: Vec<TermComparison>,
     },
 }
@@ -49,30 +51,32 @@ pub enum WhyVerdict {
 /// A legal candidate near a rejected one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Neighbour {
-    /// Knobs that differ from the query's pins, with their values here.
+    /// Name and value in `ranked` of each knob that differs from the query's pins.
     pub changed: Vec<(&'static str, String)>,
-    /// The best candidate with these knobs.
+    /// The best legal candidate with these values and the other pins.
     pub ranked: RankedCandidate,
 }
 
 /// One part of a step, compared between two candidates.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TermComparison {
-    /// Name of the part.
+    /// Name of the part, as [`StepTimes::named_parts`] gives it, such as `pp and dp`.
     pub name: &'static str,
-    /// Time in the requested candidate.
+    /// Time of the part in the best candidate that the pins leave.
     pub requested_ns: f64,
-    /// Time in the best candidate.
+    /// Time of the part in the best candidate of the whole query.
     pub best_ns: f64,
 }
 
-/// Maximum number of neighbours to return.
+/// Maximum number of neighbours from the nearest meshes; each other pin, if released, adds at most
+/// one.
 const MAX_NEIGHBOURS: usize = 6;
 
 /// Maximum number of meshes to try for neighbours.
 const MAX_MESHES_TRIED: usize = 96;
 
-/// Answers for the candidates that `pins` leave of the query.
+/// Compares the best candidate that agrees with `pins` with the best of the query. If none is
+/// legal, collects the reasons and the nearest legal candidates.
 #[must_use]
 pub fn explain_pins(q: &SearchQuery, pins: &Pins) -> WhyAnswer {
     let asked = SearchQuery { pins: pins.or(&q.pins), ..q.clone() };
@@ -121,7 +125,7 @@ fn compare_terms(here: &StepTimes, best: &StepTimes) -> Vec<TermComparison> {
 }
 
 impl StepTimes {
-    /// Returns the named parts that add up to the step.
+    /// Returns the name and the nanoseconds of each part; the parts add up to the step.
     #[must_use]
     pub fn named_parts(&self) -> [(&'static str, f64); 10] {
         [

@@ -22,7 +22,8 @@ pub(super) struct EquivalentBlocks<'a> {
 }
 
 impl<'a> EquivalentBlocks<'a> {
-    /// Analyses a model; returns `None` if blocks differ or there are too few to leave any out.
+    /// Checks whether the interior blocks of a model are equivalent, so that a shortened model can
+    /// stand for it. Returns `None` if they differ, or if the model has too few blocks to shorten.
     pub fn from_model(logical: &'a LogicalModel) -> Option<EquivalentBlocks<'a>> {
         if logical.blocks <= MIN_BLOCKS || !blocks_own_names(logical) {
             return None;
@@ -151,7 +152,8 @@ struct BlockComparison<'a> {
     spans: &'a [Range<usize>],
 }
 
-/// A value as a block refers to it.
+/// The place of a value relative to the block that reads it, so that equivalent blocks have equal
+/// references.
 #[derive(PartialEq)]
 enum RelativeValue {
     /// Number of blocks back, op index in that block, result index of that op.
@@ -183,7 +185,8 @@ impl BlockComparison<'_> {
             && self.buffer_signature(a) == self.buffer_signature(b)
     }
 
-    /// Returns the properties of a buffer that a strategy looks at.
+    /// Returns the properties of an op's buffer that a strategy reads: the family in its name,
+    /// whether the name has a suffix, and its type.
     fn buffer_signature(&self, op: &Op) -> Option<(&str, bool, &Type)> {
         let b = op.buffer.map(|b| self.program.buffer(b))?;
         Some((b.name.split('.').next().unwrap_or_default(), b.name.contains('.'), &b.ty))
@@ -243,7 +246,7 @@ mod tests {
         assert_eq!(names, ["w.0", "w.1", "w.2", "w.6"]);
         let (third, last) = (&p.ops[6], &p.ops[8]);
         assert_eq!(last.operands[0], third.results[0]);
-        assert_eq!((last.str_attr("at"), short.blocks), (Some("block.3"), 4));
+        assert_eq!((last.placement_hint(), short.blocks), (Some("block.3"), 4));
         let all = EquivalentBlocks::from_model(&l).unwrap().shorten_to(7);
         assert_eq!(all.phases, l.phases);
     }

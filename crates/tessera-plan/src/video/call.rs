@@ -16,16 +16,16 @@ use super::schedule::{
     CallSchedule, CommDirection, CommPeers, PhaseSchedule, ScheduledStep, StepEffect, StepLabel,
 };
 
-/// The estimate of one call.
+/// The simulated times of one call, with its work, its transfers and its overlap.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CallEstimate {
-    /// Name of the call.
+    /// Name of the call, such as `chunk.fill3`.
     pub call: String,
     /// Time from the first start to the last end, over all ranks.
     pub ns: f64,
     /// Phases of the call in order.
     pub phases: Vec<PhaseSpan>,
-    /// Classes of the simulated ranks.
+    /// Classes of ranks with equal timings; the simulation follows one representative of each.
     pub rank_classes: Vec<RankClass>,
     /// Busy intervals of the representatives' streams; without names unless requested.
     pub intervals: Vec<Interval>,
@@ -45,14 +45,14 @@ pub struct CallEstimate {
     pub throttle_factor: f64,
 }
 
-/// The time span of a phase.
+/// Start and end of one phase in an estimated call, over all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PhaseSpan {
-    /// Name of the phase.
+    /// Name of the phase with its variant, such as `denoise.fill3`.
     pub name: String,
-    /// Start on the first rank.
+    /// Start on the rank that begins the phase first, in nanoseconds from the start of the call.
     pub start_ns: f64,
-    /// End on the last rank.
+    /// End on the rank that finishes the phase last, in nanoseconds from the start of the call.
     pub end_ns: f64,
 }
 
@@ -114,7 +114,7 @@ pub fn estimate_call(
 /// Simulates a call of a schedule.
 ///
 /// # Errors
-/// Returns T1115.
+/// Returns T1115 if ranks form a wait cycle, which no sealed plan has.
 pub(super) fn simulate_call(
     schedule: &CallSchedule,
     call: &str,
@@ -188,7 +188,7 @@ pub(super) fn simulate_call(
     })
 }
 
-/// Sums the overlap over all ranks, each with its representative's.
+/// Sums the overlap over all ranks; each rank has that of its representative.
 fn total_overlap(classes: &[RankClass], intervals: &[Vec<Interval>]) -> OverlapTotals {
     classes.iter().zip(intervals).fold(OverlapTotals::default(), |sum, (p, own)| {
         let (one, n) = (measure_overlap(own, false), p.members.len() as f64);
@@ -203,7 +203,8 @@ fn total_overlap(classes: &[RankClass], intervals: &[Vec<Interval>]) -> OverlapT
 /// stretches.
 type WorkByKind = BTreeMap<OpActivity, (f64, f64)>;
 
-/// Returns the work of the representative with the most.
+/// Returns the device time by kind of work of the busiest representative, if matmuls and attention
+/// run at the fraction `throttle` of full speed.
 fn busiest_rank_work(work: &[WorkByKind], throttle: f64) -> BTreeMap<OpActivity, f64> {
     let at = |(ns, paced): &(f64, f64)| paced / throttle + (ns - paced);
     let sum = |w: &WorkByKind| w.values().map(at).sum::<f64>();
@@ -223,7 +224,7 @@ struct TaskOrigin {
 
 /// Stream of a rank for the launches of its host.
 const HOST: u8 = u8::MAX;
-/// Stream of a rank that joins its phases.
+/// Stream of a rank for the marks that begin and end its phases.
 const JOIN: u8 = u8::MAX - 1;
 
 /// The tasks of all representatives under construction.
@@ -235,24 +236,24 @@ struct CallSimulation<'a> {
     origins: Vec<TaskOrigin>,
     /// End of each representative's last phase.
     phase_ends: Vec<Option<TaskId>>,
-    /// Index of the class of each rank.
+    /// For each rank, the index of its class in `classes`.
     class_of: BTreeMap<Rank, usize>,
     /// Communicators that each representative belongs to, by its partners.
     memberships: Vec<Vec<(CommPeers, Membership)>>,
     /// How often each representative has used each communicator: several sets of partners may share
     /// one communicator.
     use_counts: Vec<Vec<usize>>,
-    /// Index of each communicator.
+    /// Index of each communicator in `rendezvous_ids`, in order of first use.
     communicators: BTreeMap<CommunicatorKey, u32>,
     /// Rendezvous ids by communicator, in order.
     rendezvous_ids: Vec<Vec<u32>>,
-    /// Number of rendezvous so far.
+    /// Number of rendezvous so far, which is the id of the next one.
     rendezvous_count: u32,
-    /// Transfers that are already priced.
+    /// Priced transfers: op, bits of the bytes as `f64`, and span, each with its cost.
     transfers: Vec<((CollectiveOp, u64, GroupSpan), CollectiveCost)>,
     /// Tasks whose duration depends on throttling.
     throttled: Vec<(TaskId, OpEstimate)>,
-    /// Start and end marks of the representatives, by phase.
+    /// Name of each phase, with the start marks and the end marks of the representatives.
     phase_marks: Vec<(String, Vec<TaskId>, Vec<TaskId>)>,
     work: Vec<WorkByKind>,
     sent_bytes: [f64; 3],
@@ -315,7 +316,7 @@ impl<'a> CallSimulation<'a> {
         }
     }
 
-    /// Reserves capacity for a call's tasks.
+    /// Reserves room for one task per step of these phases.
     fn reserve_tasks(&mut self, phases: &[String]) {
         let found = phases
             .iter()

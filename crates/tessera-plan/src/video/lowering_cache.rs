@@ -27,10 +27,11 @@ use crate::memory::{LiveRanges, RepeatedRange, live_ranges};
 use crate::stages::StageCosts;
 use crate::{DtypePolicy, LogicalModel, Mapping, Strategy, lower};
 
-/// Number of stages of the representative pipeline.
+/// Number of stages of the lowered pipeline: the fewest with which no neighbour of the middle stage
+/// is the first or the last stage.
 const STAGES: u32 = 5;
 
-/// A cache of lowered stages.
+/// Lowered stages of one model on one machine, reused for the schedules of all meshes.
 pub(super) struct LoweringCache<'a> {
     machine: &'a MachineModel,
     equivalent_blocks: Option<EquivalentBlocks<'a>>,
@@ -54,11 +55,12 @@ pub(super) struct MeshSchedule {
     pub schedule: CallSchedule,
     /// Number of transformer blocks in each pipeline stage, in stage order.
     pub blocks: Vec<u64>,
-    /// Memory of one rank of each role.
+    /// Memory of one rank of each role, in the order of the schedule's roles.
     pub role_memory: Vec<RankMemory>,
 }
 
-/// The position of a stage in its pipeline.
+/// The position of a stage in its pipeline. All middle stages with equally many blocks share one
+/// cached schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum StagePosition {
     Only,
@@ -71,7 +73,6 @@ enum StagePosition {
 /// large.
 type LoweredStages = BTreeMap<StagePosition, Cached<StageRoles>>;
 
-/// The roles of a stage.
 type StageRoles = Vec<StageRole>;
 
 struct StageRole {
@@ -91,7 +92,7 @@ struct GrowableRole {
     role: StageRole,
     /// Memory with one block fewer.
     fewer: RankMemory,
-    /// Live ranges of temporaries, by phase.
+    /// For each phase, the live ranges of temporaries and the ops that each further block repeats.
     temporaries: Vec<RepeatedRange>,
 }
 
@@ -188,7 +189,8 @@ impl<'a> LoweringCache<'a> {
         made
     }
 
-    /// Returns a stage with few blocks.
+    /// Returns the stage at a position with few blocks; lowers a pipeline for it on the first
+    /// request.
     fn lowered_stage(
         &mut self,
         cut: TpSplit,
@@ -355,7 +357,7 @@ fn settle_range(
         .find(ends)
 }
 
-/// Returns the memory with `more` additional blocks.
+/// Returns the memory of a rank with `more` blocks beyond those of the growable role.
 fn extended_memory(g: &GrowableRole, more: u64, precision: Precision) -> RankMemory {
     let plus = |a: Bytes, b: Bytes| Bytes(b.0 + more * b.0.saturating_sub(a.0));
     let (few, one_more) = (&g.fewer, &g.role.memory);

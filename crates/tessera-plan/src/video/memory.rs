@@ -12,11 +12,11 @@ use crate::DtypePolicy;
 /// Device memory of a rank, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RankMemory {
-    /// Bytes of all weights.
+    /// Bytes of the rank's shards of all weights; phases that load the same weight share it.
     pub weights: Bytes,
     /// Bytes of caches and latents.
     pub buffers: Bytes,
-    /// Bytes of the inputs of calls.
+    /// Bytes of the tensors that a call brings; phases share an input of the same name.
     pub inputs: Bytes,
     /// Bytes of the slots of the largest phase.
     pub temporaries: Bytes,
@@ -53,7 +53,7 @@ fn role_memory(bundle: &Bundle, role: usize, precision: Precision) -> RankMemory
             let (Some(name), Some(result)) = (op.name.as_deref(), op.results.first()) else { continue };
             let bytes = kept(program.type_of(*result));
             match op.opcode {
-                Opcode::Weight => weights.insert((name, op.str_attr("load")), bytes),
+                Opcode::Weight => weights.insert((name, op.weight_load()), bytes),
                 Opcode::Input => inputs.insert(name, bytes),
                 _ => None,
             };
@@ -70,7 +70,8 @@ fn role_memory(bundle: &Bundle, role: usize, precision: Precision) -> RankMemory
     }
 }
 
-/// Returns the precision at which f32 values are stored.
+/// Returns the precision at which f32 values are stored: the executor's, `precision`, if the
+/// mapping's dtype is f32, and f32 otherwise.
 pub(super) fn storage_precision(dtype: DtypePolicy, precision: Precision) -> Precision {
     if dtype == DtypePolicy::F32 { precision } else { Precision::F32 }
 }

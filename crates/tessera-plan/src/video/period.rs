@@ -28,7 +28,7 @@ pub struct MediaCosts {
 }
 
 impl MediaCosts {
-    /// No decoder: the stream ends with latents.
+    /// The costs without a decoder: the stream ends with latents.
     pub const NONE: MediaCosts =
         MediaCosts { first_ns: 0.0, rest_ns: 0.0, encode_ns: 0.0, coupled: false, shardable: None };
 
@@ -136,7 +136,7 @@ impl fmt::Display for DecodePlacement {
     }
 }
 
-/// The pace of a stream.
+/// The time between chunks of a steady stream, its latency, and the load of its ranks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StreamPeriod {
     /// Time from one chunk to the next, in nanoseconds.

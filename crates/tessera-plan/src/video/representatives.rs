@@ -16,7 +16,7 @@ use super::schedule::{CallSchedule, CommPeers, StepEffect};
 pub struct RankClass {
     /// The rank that the simulation follows.
     pub representative: Rank,
-    /// Index of the class's role.
+    /// Index of the role in the bundle or the schedule; several classes may have the same role.
     pub role: usize,
     /// All ranks of the class, the representative first.
     pub members: Vec<Rank>,
@@ -36,7 +36,7 @@ pub fn classify_ranks(bundle: &Bundle, cluster: &Cluster) -> Vec<RankClass> {
     group_ranks(&bundle.mesh, &roles, &(0..roles.len()).map(communications).collect::<Vec<_>>(), cluster)
 }
 
-/// Returns the rank classes of a schedule.
+/// Does the same as [`classify_ranks`] for a schedule, from the communication of its steps.
 pub(super) fn classify_scheduled_ranks(schedule: &CallSchedule, cluster: &Cluster) -> Vec<RankClass> {
     let roles: Vec<&[Rank]> = schedule.roles.iter().map(|r| &r[..]).collect();
     let mut communications: Vec<BTreeSet<CommPeers>> = vec![BTreeSet::new(); roles.len()];

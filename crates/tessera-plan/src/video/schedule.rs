@@ -8,15 +8,15 @@ use tessera_cost::{CollectiveOp, MachineModel};
 use tessera_ir::{Bundle, Op, OpKind, Opcode, Program, ValueId};
 use tessera_mesh::{Group, Mesh, Rank};
 
-/// The schedule of the ranks of a mesh.
+/// The steps that every role of a mesh runs in every phase.
 pub(super) struct CallSchedule {
     pub mesh: Mesh,
-    /// Ranks of each role.
+    /// Ranks of each role; every phase lists its steps in the same order of roles.
     pub roles: Vec<Vec<Rank>>,
     pub phases: Vec<PhaseSchedule>,
 }
 
-/// The schedule of one phase.
+/// The steps of all roles in one phase.
 pub(super) struct PhaseSchedule {
     pub name: String,
     /// Steps of each role, in the order of roles.
@@ -33,7 +33,7 @@ pub(super) struct RoleSteps {
     pub labels: Option<Rc<[StepLabel]>>,
 }
 
-/// The label of a step.
+/// The text that a chart shows for a step, and the op behind the step.
 pub(super) struct StepLabel {
     pub lane: String,
     pub name: String,
@@ -46,7 +46,7 @@ pub(super) struct StepLabel {
 pub(super) struct ScheduledStep {
     pub effect: StepEffect,
     pub stream: u8,
-    /// Price at full speed.
+    /// Cost of the op on its own device at full speed, without the transfer of a collective.
     pub price: OpEstimate,
     /// Distances, in steps backwards, to the steps that this step waits for in addition to its
     /// stream.
@@ -62,31 +62,32 @@ pub(super) enum StepEffect {
     Event,
     /// Waits for the result of an issued collective.
     Wait,
-    /// Communicates with other ranks; with `issue`, a later step waits for the result.
+    /// Communicates with other ranks; if `is_async`, a later step waits for the result.
     Communicate { peers: CommPeers, op: CollectiveOp, bytes: f64, is_async: bool },
     /// Occupies the rank's own device, without any communication with other ranks.
     Compute,
 }
 
-/// The communication partners of a rank.
+/// The ranks that take part in a communication: a group or, for a send or receive, two of its
+/// members.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct CommPeers {
     pub group: Option<Group>,
     pub direction: CommDirection,
 }
 
-/// The direction of a communication.
+/// Whether a communication is a collective of its group, or a send to or a receive from one member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum CommDirection {
     /// A collective of all members.
     Collective,
     /// A send to one member, which is `None` if the program is invalid.
     SendTo(Option<PeerPosition>),
-    /// A receive from one member.
+    /// A receive from one member, which is `None` if the program is invalid.
     RecvFrom(Option<PeerPosition>),
 }
 
-/// The position of a group member.
+/// A member of a group, by its index or by its place in a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum PeerPosition {
     Index(usize),
@@ -124,7 +125,7 @@ impl CallSchedule {
         }
     }
 
-    /// Returns the index of a phase.
+    /// Returns the index of the phase with this name in `phases`, or `None` without such a phase.
     pub fn phase_index(&self, name: &str) -> Option<usize> {
         self.phases.iter().position(|p| p.name == name)
     }
@@ -146,11 +147,11 @@ impl RoleSteps {
 
 impl CommPeers {
     pub fn from_op(op: &Op) -> CommPeers {
-        let peer = |key| op.int_attr(key).and_then(|at| usize::try_from(at).ok()).map(PeerPosition::Index);
-        let direction = match op.opcode {
-            Opcode::Send => CommDirection::SendTo(peer("to")),
-            Opcode::Recv => CommDirection::RecvFrom(peer("from")),
-            _ => CommDirection::Collective,
+        let index = |at| usize::try_from(at).ok().map(PeerPosition::Index);
+        let direction = match op.peer_position() {
+            Some(tessera_ir::PeerPosition::To(at)) => CommDirection::SendTo(index(at)),
+            Some(tessera_ir::PeerPosition::From(at)) => CommDirection::RecvFrom(index(at)),
+            None => CommDirection::Collective,
         };
         CommPeers { group: op.comm_group(), direction }
     }

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use tessera_base::{Bytes, Code, Diagnostic, Diagnostics, Nanoseconds};
+use tessera_base::{Bytes, Diagnostic, Diagnostics, Nanoseconds};
 use tessera_cost::MachineModel;
 use tessera_cost::intervals::IntervalKind;
 use tessera_mesh::{Axis, Mesh};
@@ -12,35 +12,11 @@ use super::call::{self, CallEstimate, estimate_call};
 use super::lowering_cache::{LoweringCache, TpSplit};
 use super::memory::{RankMemory, memory_by_role};
 use super::period::{DecodePlacement, MediaCosts, StreamPeriod, stream_period};
+use crate::codes::{T0605, T1230, T1231, T1232};
 use crate::search::Objective;
 use crate::{DtypePolicy, LogicalModel, Mapping, Strategy, Topology, lower};
 
-/// The mapping needs more memory than a device has.
-pub static T1230: Code = Code {
-    id: "T1230",
-    title: "mapping needs more memory than a device has",
-    page: "A rank holds its weights, its caches, the inputs of calls and the slots of its largest phase, and the executor \
-reserves some memory for itself. The fullest rank of this mapping would need more memory than its device has. More stages \
-(pp) divide weights and caches; megatron shards weights over tp, while ulysses replicates them on every rank.",
-};
-/// The mapping's period exceeds the deadline.
-pub static T1231: Code = Code {
-    id: "T1231",
-    title: "mapping misses the deadline",
-    page: "The objective is a deadline per chunk: the time from one chunk to the next. The estimated period of this mapping \
-is longer. The message shows both. More devices, another strategy, a shared decode, fewer denoising steps or a lower \
-resolution shorten the period; a deadline that no mapping meets is better found now than on air.",
-};
-/// The decode placement does not fit the stream.
-pub static T1232: Code = Code {
-    id: "T1232",
-    title: "decode placement does not fit the stream",
-    page: "If the next chunk's context needs pixels of this chunk, decode cannot run beside the next chunk; if it does not, \
-no call has to wait for an anchor. Ranks can share decode and encode only if the decoder is declared shardable. A decoder \
-on a rank of its own needs topology pp0 or pp1; a decoder on the mesh needs topology mesh.",
-};
-
-/// The input of a search.
+/// A call of a model, a machine and an objective, for which a search finds the best mapping.
 #[derive(Debug, Clone)]
 pub struct MappingQuery<'a> {
     /// Model whose calls are mapped, before it is divided among ranks.
@@ -51,7 +27,7 @@ pub struct MappingQuery<'a> {
     pub frames: u64,
     /// The cluster and the executor's profile.
     pub machine: &'a MachineModel,
-    /// Number of available devices.
+    /// Maximum number of devices that a mapping may use, including those of ranks outside the mesh.
     pub devices: u32,
     /// Minimum number of devices to use; 1 for any number.
     pub min_devices: u32,
@@ -66,7 +42,7 @@ pub struct MappingQuery<'a> {
     pub dtype: DtypePolicy,
     /// Parameters with a fixed value.
     pub pins: VideoPins,
-    /// Maximum number of results.
+    /// Maximum length of [`VideoSearchResult::best`]; 0 counts as 1.
     pub max_results: usize,
 }
 
@@ -77,11 +53,11 @@ pub struct VideoPins {
     pub tp: Option<u32>,
     /// Number of pipeline stages.
     pub pp: Option<u32>,
-    /// Sharding strategy over tp.
+    /// Strategy that shards a transformer block over tp: `megatron` or `ulysses`.
     pub strategy: Option<Strategy>,
-    /// Number of row chunks.
+    /// Number of row chunks, whose all-reduces overlap compute; 1 means no overlap.
     pub overlap_chunks: Option<u32>,
-    /// Placement of the leader.
+    /// Placement of the leader: in the mesh, or outside it (`pp0`, `pp1`).
     pub topology: Option<Topology>,
     /// Which ranks decode, and when.
     pub decode: Option<DecodePlacement>,
@@ -89,18 +65,20 @@ pub struct VideoPins {
     pub outstanding: Option<u32>,
 }
 
-/// The estimate of one mapping.
+/// A mapping that fits in memory and meets the deadline of the search, if there is one, with its
+/// estimates.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RankedMapping {
     /// The mapping, as a stream would run it.
     pub mapping: Mapping,
     /// Which ranks decode, and when.
     pub decode: DecodePlacement,
-    /// Number of devices in use.
+    /// Number of devices in use: one for each rank of the mesh and each rank outside it.
     pub devices: u32,
     /// Estimate of one call. A search keeps intervals for the best result alone.
     pub call: CallEstimate,
-    /// The pace of the stream.
+    /// Period and latency of a steady stream, and the load of its ranks; the latency leaves out
+    /// calls already sent.
     pub period: StreamPeriod,
     /// Time from the last moment at which an input can enter a call to the last pixel of its chunk,
     /// in nanoseconds; includes the calls already sent.
@@ -121,20 +99,22 @@ pub struct RejectedMappings {
     pub count: u64,
     /// A description of one of them.
     pub example: String,
-    /// The reason for that example.
+    /// The first reason for which the example was rejected.
     pub diagnostic: Diagnostic,
 }
 
-/// The result of a search.
+/// The best mappings of a search, and the number of candidates rejected for each reason.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VideoSearchResult {
-    /// Number of candidates considered.
+    /// Number of candidates, legal and rejected: each mesh with each strategy, number of row
+    /// chunks, topology, decode placement and number of outstanding calls.
     pub considered: u64,
     /// Number of candidates that can run and meet the query.
     pub legal: u64,
     /// Rejected candidates, by the code of their first reason.
     pub rejected: BTreeMap<&'static str, RejectedMappings>,
-    /// The best mappings, best first.
+    /// The legal mappings that rank first by the objective, best first; at most
+    /// [`MappingQuery::max_results`].
     pub best: Vec<RankedMapping>,
 }
 
@@ -298,7 +278,8 @@ fn build_mapping(
     })
 }
 
-/// The simulation of a mesh, independent of the ranks outside it.
+/// The simulated call of a mesh and the memory of its fullest rank, without the ranks outside the
+/// mesh.
 struct SimulatedMesh {
     blocks: Vec<u64>,
     call: CallEstimate,
@@ -349,7 +330,7 @@ fn find_call<'a>(q: &'a MappingQuery<'_>) -> Result<(&'a str, &'a [String]), Dia
     found.map(|(name, phases)| (name.as_str(), phases.as_slice())).ok_or_else(|| {
         let names: Vec<&str> = q.logical.calls.iter().map(|c| c.0.as_str()).collect();
         vec![
-            Diagnostic::error(&crate::mapping::T0605, format!("the model has no call `{}`", q.call))
+            Diagnostic::error(&T0605, format!("the model has no call `{}`", q.call))
                 .with_hint(format!("the model's calls: {}", names.join(", "))),
         ]
     })

@@ -46,7 +46,7 @@ sequence parallelism. The times include embedding, head, pipeline, sends between
 ",
     );
     for t in trained {
-        let _ = write!(out, "| {} | {} | {} |", t.model, t.arrangement, if t.fitted { "fitted" } else { "" });
+        let _ = write!(out, "| {} | {} | {} |", t.model, t.layout, if t.fitted { "fitted" } else { "" });
         for p in &t.iteration {
             let _ = write!(out, " {:.2} | {:.2} | {} |", p.published, p.estimated, format_error(p));
         }
@@ -146,7 +146,7 @@ layers). One scalar for all rows, {:.3}, is the only number fitted here.
             "| {} | {} | {} | {} | {} | {:.0} | {:.1} | {} |",
             r.model,
             r.devices,
-            r.arrangement,
+            r.layout,
             r.micro_batch,
             r.interleave,
             p.published,

@@ -44,7 +44,7 @@ pub fn mean_and_max_error(pairs: &[Pair]) -> (f64, f64) {
 /// One model of the recomputation paper.
 pub struct TrainingRun {
     pub model: String,
-    pub arrangement: String,
+    pub layout: String,
     /// Whether the profile was fitted on its iteration times.
     pub fitted: bool,
     /// Seconds per iteration: full recomputation; attention recomputed with sequence parallelism.
@@ -70,7 +70,7 @@ pub struct LayerRun {
 pub struct ScalingRow {
     pub model: String,
     pub devices: u32,
-    pub arrangement: String,
+    pub layout: String,
     /// The planner's choice.
     pub micro_batch: u32,
     pub interleave: u32,
@@ -216,7 +216,7 @@ pub fn recomputation() -> (Vec<TrainingRun>, Vec<LayerRun>) {
         };
         let (plain, both) = (TpScheme::Megatron, TpScheme::MegatronSequence);
         TrainingRun {
-            arrangement: format!(
+            layout: format!(
                 "tp {tp}, pp {pp}, {v} {}, {batch} × 2048 tokens by {micro_batch}",
                 if v == 1 { "chunk" } else { "chunks" }
             ),
@@ -308,7 +308,7 @@ pub fn scaling(profile: &Profile, most_pieces: u32) -> ScalingTable {
         // The paper's own count, recomputation included.
         let flops = 96.0 * b * s * l * h * h * (1.0 + s / (6.0 * h) + words / (16.0 * l * h));
         ScalingRow {
-            arrangement: format!("tp {tp}, pp {pp}, {replicas} replicas, batch {}", n("batch")),
+            layout: format!("tp {tp}, pp {pp}, {replicas} replicas, batch {}", n("batch")),
             devices,
             micro_batch: best.1.micro_batch,
             interleave: best.1.interleave,

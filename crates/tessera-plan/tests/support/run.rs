@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use tessera_base::random::{DrawKey, fill_normals};
-use tessera_ir::{Opcode, Program};
+use tessera_ir::{Opcode, Program, WeightLoad};
 use tessera_models::VideoModel;
 use tessera_plan::{LogicalModel, Mapping, lower};
 use tessera_reference::{CallInputs, CallScalar, Evaluator, Tensor};
@@ -49,8 +49,8 @@ fn random_weights(l: &LogicalModel) -> BTreeMap<String, Tensor> {
         for op in p.ops.iter().filter(|o| o.opcode == Opcode::Weight) {
             let shape = &p.type_of(op.results[0]).shape;
             // The file stores a patch convolution as [d, C, 1, 2, 2].
-            let in_file = match op.str_attr("load") {
-                Some("patch") => vec![shape[0], shape[1] / 4, 1, 2, 2],
+            let in_file = match op.weight_load() {
+                Some(WeightLoad::Patch) => vec![shape[0], shape[1] / 4, 1, 2, 2],
                 _ => shape.clone(),
             };
             let seed = out.len() as u64;

@@ -8,7 +8,15 @@ use super::{
     AutopsyRunState, Finding, FindingClass, GroupProgress, Investigation, LAUNCHER_GONE, ProcessEnd,
     ProcessVitals, RankDiagnosis, is_death, is_own_failure,
 };
-use crate::flight::{CollectiveProgress, FlightCollective, write_ranks};
+use crate::flight::{CollectiveProgress, FlightCollective, FlightPhase, write_ranks};
+
+impl Finding {
+    /// Creates a finding without a chain of waits and without a counterexample.
+    fn new(class: FindingClass, ranks: &[u32], summary: impl Into<String>, evidence: Vec<String>) -> Finding {
+        let (ranks, summary) = (ranks.to_vec(), summary.into());
+        Finding { class, ranks, summary, evidence, chain: Vec::new(), counterexample: None }
+    }
+}
 
 /// Builds the finding for a rank whose collectives differ from the plan.
 pub(super) fn divergence_finding(
@@ -43,7 +51,7 @@ pub(super) fn divergence_finding(
         }
         PlanDivergence::Missing { phase, moved } => {
             let wants = phase.missing_line.as_deref().unwrap_or_default();
-            let at = format!("{} (call {}, chunk {})", phase.phase, phase.call, phase.chunk);
+            let at = describe_place(&phase.phase, phase.call, phase.chunk);
             let mut evidence = vec![format!("missing at the end: {wants}")];
             evidence.extend(moved.map(|c| {
                 format!(
@@ -88,8 +96,7 @@ fn describe_left_waiting(ranks: &[u32]) -> String {
 
 /// Builds the finding for members that issued different collectives at one position.
 pub(super) fn mismatch_finding(case: &Investigation<'_>, d: &CollectiveMismatch) -> Finding {
-    let call =
-        |(rank, index): (u32, usize)| case.views.get(rank as usize).and_then(|v| v.collectives.get(index));
+    let call = |(rank, index): (u32, usize)| case.view(rank).and_then(|v| v.collectives.get(index));
     let ranks = |side: &[(u32, usize)]| write_ranks(&side.iter().map(|s| s.0).collect::<Vec<_>>());
     let tie = d.minority.len() == d.majority.len();
     let mut odd: Vec<u32> = d.minority.iter().map(|s| s.0).collect();
@@ -118,25 +125,11 @@ pub(super) fn mismatch_finding(case: &Investigation<'_>, d: &CollectiveMismatch)
                 .into(),
         );
     }
-    let side = |s: Option<&(u32, usize)>| s.and_then(|s| Some((s.0, counterexample_step(call(*s)?))));
-    let proof = match (side(d.majority.first()), side(d.minority.first())) {
-        (Some(a), Some(b)) => Some(Counterexample::Mismatch(Mismatch {
-            group: at
-                .map_or(String::new(), |c| group_with_members(&c.communicator.group, &c.communicator.ranks)),
-            position: at.map_or(0, |c| c.sequence_index),
-            field: d.field.to_string(),
-            sides: [(a.0, Some(a.1)), (b.0, Some(b.1))],
-        })),
-        _ => None,
-    };
-    Finding {
-        class: FindingClass::Diverged,
-        ranks: odd,
-        summary,
-        evidence,
-        chain: Vec::new(),
-        counterexample: proof,
-    }
+    let side = |s: &[(u32, usize)]| s.first().and_then(|s| Some((s.0, call(*s)?)));
+    let proof = side(&d.majority).zip(side(&d.minority)).map(|((rank, theirs), (odd_rank, odd))| {
+        mismatch_counterexample(odd, d.field, [(rank, Some(theirs)), (odd_rank, Some(odd))])
+    });
+    Finding { counterexample: proof, ..Finding::new(FindingClass::Diverged, &odd, summary, evidence) }
 }
 
 /// Builds the finding for a rank that reported a failure of its own.
@@ -154,13 +147,10 @@ pub(super) fn own_failure_finding(
     if !later.is_empty() {
         evidence.push(format!("ranks {} failed later, probably as a consequence", write_ranks(&later)));
     }
+    let summary = format!("rank {} was the first to report a failure of its own: {class}", v.rank);
     Finding {
-        class: classify_failure(class, FindingClass::Failed),
-        ranks: vec![v.rank],
-        summary: format!("rank {} was the first to report a failure of its own: {class}", v.rank),
-        evidence,
         chain: wait_chain(case, v.rank),
-        counterexample: None,
+        ..Finding::new(classify_failure(class), &[v.rank], summary, evidence)
     }
 }
 
@@ -170,28 +160,23 @@ pub(super) fn reported_failure_finding(
     code: Option<&str>,
     class: &str,
     text: &str,
-) -> Option<Finding> {
-    Some(Finding {
-        class: classify_failure(class, FindingClass::Failed),
-        ranks: about.into_iter().collect(),
-        summary: match about {
-            Some(rank) => format!("the leader reported rank {rank}: {class}"),
-            None => format!("the run ended: {class}"),
-        },
-        evidence: vec![format!("[{}] {text}", code.unwrap_or("no code"))],
-        chain: Vec::new(),
-        counterexample: None,
-    })
+) -> Finding {
+    let summary = match about {
+        Some(rank) => format!("the leader reported rank {rank}: {class}"),
+        None => format!("the run ended: {class}"),
+    };
+    let evidence = vec![format!("[{}] {text}", code.unwrap_or("no code"))];
+    Finding::new(classify_failure(class), about.as_slice(), summary, evidence)
 }
 
-fn classify_failure(words: &str, otherwise: FindingClass) -> FindingClass {
+fn classify_failure(words: &str) -> FindingClass {
     match words {
         "ranks drifted apart" => FindingClass::Drifted,
         "the lockstep protocol was broken"
         | "ranks have different plans or settings"
         | "refused before any rank waited" => FindingClass::Refused,
         LAUNCHER_GONE => FindingClass::LauncherGone,
-        _ => otherwise,
+        _ => FindingClass::Failed,
     }
 }
 
@@ -271,8 +256,7 @@ fn was_reported(case: &Investigation<'_>, rank: u32, class: &str) -> bool {
             m.event == "failed" && m.blamed_rank == Some(rank) && m.class.as_deref() == Some(class)
         })
     });
-    let cause = case.evidence.record.as_ref().and_then(|r| r.end.as_ref()?.cause.as_ref());
-    by_rank || cause.is_some_and(|c| c.rank == Some(rank) && c.class == class)
+    by_rank || case.recorded_cause().is_some_and(|c| c.rank == Some(rank) && c.class == class)
 }
 
 /// Returns how a rank's process ended, as its launcher observed it.
@@ -325,17 +309,15 @@ fn signal_name(n: i32) -> &'static str {
 
 /// Builds the finding for a rank whose device lags behind.
 pub(super) fn device_behind_finding(case: &Investigation<'_>, v: &RankView<'_>) -> Finding {
-    let oldest = v.pending_collectives().next().map_or(String::new(), |c| describe_collective(c.entry));
+    let oldest = describe_oldest_pending(v);
+    let summary = format!("the device of rank {} lags behind its peers", v.rank);
+    let evidence = vec![
+        format!("its oldest unfinished collective: {oldest}"),
+        "its host has reached the same collective as the others".to_string(),
+    ];
     Finding {
-        class: FindingClass::DeviceBehind,
-        ranks: vec![v.rank],
-        summary: format!("the device of rank {} lags behind its peers", v.rank),
-        evidence: vec![
-            format!("its oldest unfinished collective: {oldest}"),
-            "its host has reached the same collective as the others".to_string(),
-        ],
         chain: wait_chain(case, v.rank),
-        counterexample: None,
+        ..Finding::new(FindingClass::DeviceBehind, &[v.rank], summary, evidence)
     }
 }
 
@@ -348,7 +330,7 @@ pub(super) fn cycle_finding(case: &Investigation<'_>, ranks: &[u32]) -> Finding 
         order.push(rank);
         at = case.waits.awaited_ranks(rank).into_iter().find(|r| ranks.contains(r));
     }
-    let waiting = |r: u32| case.views.get(r as usize).and_then(|v| v.waiting_collective());
+    let waiting = |r: u32| case.view(r).and_then(|v| v.waiting_collective());
     let chain: Vec<String> = order.iter().map(|r| describe_wait(case, WaitNode::Host(*r))).collect();
     // Each link waits for the previous link, so the drawing uses the reverse order.
     let links: Vec<WaitEdge> = order
@@ -376,31 +358,17 @@ pub(super) fn cycle_finding(case: &Investigation<'_>, ranks: &[u32]) -> Finding 
 
 /// Builds the finding for a collective that all members have reached and that does not complete.
 pub(super) fn transport_finding(case: &Investigation<'_>, ranks: &[u32]) -> Finding {
-    let call = ranks.first().and_then(|r| case.views.get(*r as usize)?.waiting_collective());
-    Finding {
-        class: FindingClass::Transport,
-        ranks: Vec::new(),
-        summary: format!(
-            "all of ranks {} are in {}, which does not complete",
-            write_ranks(ranks),
-            call.map_or(String::new(), |c| describe_collective(c.entry))
-        ),
-        evidence: vec!["no rank is missing: the transport between them makes no progress".to_string()],
-        chain: Vec::new(),
-        counterexample: None,
-    }
+    let call = ranks.first().and_then(|r| case.view(*r)?.waiting_collective());
+    let call = call.map_or(String::new(), |c| describe_collective(c.entry));
+    let summary = format!("all of ranks {} are in {call}, which does not complete", write_ranks(ranks));
+    let evidence = vec!["no rank is missing: the transport between them makes no progress".to_string()];
+    Finding::new(FindingClass::Transport, &[], summary, evidence)
 }
 
 /// Builds the finding for a run whose launcher is gone.
 pub(super) fn lost_launcher_finding() -> Finding {
-    Finding {
-        class: FindingClass::LauncherGone,
-        ranks: Vec::new(),
-        summary: "the launching process ended, and the ranks exited because of it".to_string(),
-        evidence: vec!["no rank failed before that".to_string()],
-        chain: Vec::new(),
-        counterexample: None,
-    }
+    let summary = "the launching process ended, and the ranks exited because of it";
+    Finding::new(FindingClass::LauncherGone, &[], summary, vec!["no rank failed before that".to_string()])
 }
 
 /// Explains why a rank that the run record names is not among the findings.
@@ -484,7 +452,7 @@ pub(super) fn triage_and_next_step(case: &Investigation<'_>, findings: &[Finding
 
 /// Returns the next step for ranks that other ranks wait for.
 fn silent_rank_next_step(case: &Investigation<'_>, f: &Finding, ranks: &str) -> String {
-    let views = || f.ranks.iter().filter_map(|r| case.views.get(*r as usize));
+    let views = || f.ranks.iter().filter_map(|r| case.view(*r));
     let pids: String = views().map(|v| format_pid(case, v)).collect();
     if f.ranks.iter().any(|r| process_vitals(case, *r) == Some(ProcessVitals::Stopped)) {
         format!("{ranks} is stopped: kill -CONT{pids} resumes it, if the run still waits")
@@ -512,7 +480,7 @@ fn leading_code(f: &Finding, otherwise: &str) -> String {
 }
 
 impl Investigation<'_> {
-    /// Returns the state of a rank, for the report.
+    /// Returns the rank's row in the report. The first finding that names the rank sets its state.
     pub(super) fn rank_diagnosis(&self, v: &RankView<'_>, findings: &[Finding]) -> RankDiagnosis {
         let culprit = findings.iter().find(|f| f.ranks.contains(&v.rank));
         let failure_mark = v.marks().filter(|(_, m)| m.event == "failed").last().map(|(_, m)| m);
@@ -558,7 +526,7 @@ impl Investigation<'_> {
         channels.sort();
         channels.dedup();
         let reached = |rank: u32, channel: &super::rank_view::ObservedCommunicator| {
-            let v = self.views.get(rank as usize)?;
+            let v = self.view(rank)?;
             let c =
                 v.collectives.iter().rev().find(|c| c.entry.call == last && c.communicator == *channel)?;
             Some(format!(
@@ -592,7 +560,7 @@ fn wait_chain(case: &Investigation<'_>, to: u32) -> Vec<String> {
 
 fn describe_wait(case: &Investigation<'_>, node: WaitNode) -> String {
     let rank = node.rank();
-    let Some(v) = case.views.get(rank as usize) else { return String::new() };
+    let Some(v) = case.view(rank) else { return String::new() };
     match (node, v.waiting_collective()) {
         (WaitNode::Host(_), Some(c)) => {
             let since = format_seconds(case.end_ns.saturating_sub(v.wall_ns(c.at_ns)));
@@ -602,10 +570,7 @@ fn describe_wait(case: &Investigation<'_>, node: WaitNode) -> String {
                 format_ranks(&case.waits.awaited_ranks(rank))
             )
         }
-        _ => format!(
-            "the device of rank {rank} is at {}",
-            v.pending_collectives().next().map_or(String::new(), |c| describe_collective(c.entry))
-        ),
+        _ => format!("the device of rank {rank} is at {}", describe_oldest_pending(v)),
     }
 }
 
@@ -626,19 +591,25 @@ fn next_planned_collective(case: &Investigation<'_>, v: &RankView<'_>) -> Option
 /// Describes the last event of a rank's engine.
 fn describe_last_event(v: &RankView<'_>) -> String {
     let collective = v.collectives.iter().max_by_key(|c| c.at_ns.max(c.entry.end_ns));
-    let phase = v.phase;
-    match (collective, phase) {
-        (Some(c), Some(p)) if (p.call, p.step) <= (c.entry.call, c.entry.step) && p.end_ns == 0 => {
-            format!("{} {}", state_label(c.entry.state), describe_collective(c.entry))
+    // A phase that has not ended is older than its own collectives.
+    let is_older =
+        |p: &FlightPhase, c: &FlightCollective| (p.call, p.step) <= (c.call, c.step) && p.end_ns == 0;
+    let phase = v.phase.filter(|p| !collective.is_some_and(|c| is_older(p, c.entry)));
+    match (phase, collective) {
+        (Some(p), _) => {
+            let verb = if p.end_ns > 0 { "ended" } else { "began" };
+            format!("{verb} {}", describe_place(&p.phase, p.call, p.chunk))
         }
-        (_, Some(p)) if p.end_ns > 0 => format!("ended {} (call {}, chunk {})", p.phase, p.call, p.chunk),
-        (_, Some(p)) => format!("began {} (call {}, chunk {})", p.phase, p.call, p.chunk),
-        (Some(c), None) => format!("{} {}", state_label(c.entry.state), describe_collective(c.entry)),
+        (None, Some(c)) => format!("{} {}", state_label(c.entry.state), describe_collective(c.entry)),
         (None, None) => match v.marks().last() {
             Some((_, m)) => m.call.map_or(m.event.clone(), |k| format!("{} call {k}", m.event)),
             None => "nothing".to_string(),
         },
     }
+}
+
+fn describe_oldest_pending(v: &RankView<'_>) -> String {
+    v.pending_collectives().next().map_or(String::new(), |c| describe_collective(c.entry))
 }
 
 fn state_label(s: CollectiveProgress) -> &'static str {
@@ -661,7 +632,11 @@ fn describe_collective(c: &FlightCollective) -> String {
 }
 
 fn describe_phase(c: &FlightCollective) -> String {
-    format!("{} (call {}, chunk {})", c.phase, c.call, c.chunk)
+    describe_place(&c.phase, c.call, c.chunk)
+}
+
+fn describe_place(phase: &str, call: u64, chunk: u32) -> String {
+    format!("{phase} (call {call}, chunk {chunk})")
 }
 
 fn describe_signature(c: &FlightCollective) -> String {
@@ -674,7 +649,7 @@ fn group_with_members(group: &str, ranks: &[u32]) -> String {
     format!("{group} of ranks {}", write_ranks(ranks))
 }
 
-/// Formats ranks as `rank 1` or `ranks 1,2`.
+/// Formats ranks as `rank 1`, `ranks 1-3` or, if there are none, `no rank`.
 fn format_ranks(ranks: &[u32]) -> String {
     match ranks {
         [] => "no rank".to_string(),
@@ -707,16 +682,25 @@ fn counterexample_step(call: &ObservedCollective<'_>) -> RankCollective {
     }
 }
 
+/// Returns a counterexample of two ranks at the position of `at`, each with its call.
+fn mismatch_counterexample(
+    at: &ObservedCollective<'_>,
+    field: &str,
+    sides: [(u32, Option<&ObservedCollective<'_>>); 2],
+) -> Counterexample {
+    Counterexample::Mismatch(Mismatch {
+        group: group_with_members(&at.communicator.group, &at.communicator.ranks),
+        position: at.sequence_index,
+        field: field.to_string(),
+        sides: sides.map(|(rank, call)| (rank, call.map(counterexample_step))),
+    })
+}
+
 /// Returns a counterexample of a rank that did not reach a collective and a rank that waits for it.
 fn missing_call_counterexample(case: &Investigation<'_>, v: &RankView<'_>) -> Option<Counterexample> {
     let waiter = case.views.iter().find(|w| case.waits.awaited_ranks(w.rank).contains(&v.rank))?;
     let call = waiter.waiting_collective()?;
-    Some(Counterexample::Mismatch(Mismatch {
-        group: group_with_members(&call.communicator.group, &call.communicator.ranks),
-        position: call.sequence_index,
-        field: "op".to_string(),
-        sides: [(waiter.rank, Some(counterexample_step(call))), (v.rank, None)],
-    }))
+    Some(mismatch_counterexample(call, "op", [(waiter.rank, Some(call)), (v.rank, None)]))
 }
 
 /// Returns a counterexample of a rank's collective and another member's at the same position.
@@ -740,10 +724,5 @@ fn peer_call_counterexample(
     } else {
         "type"
     };
-    Some(Counterexample::Mismatch(Mismatch {
-        group: group_with_members(&theirs.communicator.group, &theirs.communicator.ranks),
-        position: theirs.sequence_index,
-        field: field.to_string(),
-        sides: [(rank, Some(counterexample_step(theirs))), (v.rank, Some(counterexample_step(mine)))],
-    }))
+    Some(mismatch_counterexample(theirs, field, [(rank, Some(theirs)), (v.rank, Some(mine))]))
 }

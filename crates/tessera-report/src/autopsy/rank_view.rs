@@ -8,7 +8,7 @@ use crate::flight::{
     read_ranks,
 };
 
-/// Evidence about one rank.
+/// One rank's flight record, with the facts that findings derive from its lines.
 #[derive(Debug)]
 pub(super) struct RankView<'a> {
     pub(super) rank: u32,
@@ -154,7 +154,12 @@ impl<'a> RankView<'a> {
         &self,
         other: &ObservedCollective<'_>,
     ) -> Option<&ObservedCollective<'a>> {
-        self.collectives.iter().find(|c| {
+        self.matching_index(other).map(|i| &self.collectives[i])
+    }
+
+    /// Returns the index of this rank's collective that matches another rank's.
+    pub(super) fn matching_index(&self, other: &ObservedCollective<'_>) -> Option<usize> {
+        self.collectives.iter().position(|c| {
             (c.entry.call, c.entry.step) == (other.entry.call, other.entry.step)
                 && c.communicator == other.communicator
                 && c.entry.state != CollectiveProgress::Refused

@@ -87,7 +87,7 @@ impl Autopsy {
         out
     }
 
-    /// Returns the report as JSON.
+    /// Returns the report as JSON, with the ranks that the findings name under `culprits`.
     #[must_use]
     pub fn to_json(&self) -> Value {
         let mut v = serde_json::to_value(self).unwrap_or_else(|_| json!({}));

@@ -32,7 +32,8 @@ pub(super) struct WaitGraph {
     overtaken: BTreeSet<u32>,
     /// Cycles of ranks that wait for no rank outside the cycle.
     pub(super) cycles: Vec<Vec<u32>>,
-    /// Members of each collective in which all of its members wait.
+    /// Members of each collective that all of its members have launched and none has completed,
+    /// although no device lags behind the others.
     pub(super) stalled_groups: Vec<Vec<u32>>,
     /// Positions at which members issued different collectives, among those that were compared with
     /// no plan.
@@ -221,30 +222,17 @@ fn find_mismatches(views: &[RankView<'_>]) -> Vec<CollectiveMismatch> {
             if members().any(|m| m.rank < v.rank && m.matching_collective(call).is_some()) {
                 continue;
             }
-            let mut sides: Vec<(u32, usize, &ObservedCollective<'_>)> = Vec::new();
-            for m in members() {
-                if let Some(theirs) = m.matching_collective(call) {
-                    let index =
-                        m.collectives.iter().position(|c| std::ptr::eq(c.entry, theirs.entry)).unwrap_or(0);
-                    sides.push((m.rank, index, theirs));
-                }
-            }
-            let like = |a: &ObservedCollective<'_>| {
-                sides.iter().filter(|s| differing_field(a.entry, s.2.entry).is_none()).count()
-            };
-            let Some(majority_call) = sides.iter().max_by_key(|s| (like(s.2), std::cmp::Reverse(s.0))) else {
-                continue;
-            };
-            type Sides<'s, 'c> = Vec<&'s (u32, usize, &'c ObservedCollective<'c>)>;
-            let (fit, odd): (Sides<'_, '_>, Sides<'_, '_>) =
-                sides.iter().partition(|s| differing_field(majority_call.2.entry, s.2.entry).is_none());
-            if let Some(first) = odd.first() {
-                let field = differing_field(majority_call.2.entry, first.2.entry).unwrap_or("op");
-                let plain = |s: Sides<'_, '_>| s.iter().map(|s| (s.0, s.1)).collect();
-                out.push((
-                    v.wall_ns(call.at_ns),
-                    CollectiveMismatch { field, majority: plain(fit), minority: plain(odd) },
-                ));
+            let sides: Vec<(u32, usize)> =
+                members().filter_map(|m| Some((m.rank, m.matching_index(call)?))).collect();
+            let entry = |side: (u32, usize)| views[side.0 as usize].collectives[side.1].entry;
+            let field_between = |a, b| differing_field(entry(a), entry(b));
+            let count_like = |a| sides.iter().filter(|b| field_between(a, **b).is_none()).count();
+            let most_like = sides.iter().copied().max_by_key(|s| (count_like(*s), std::cmp::Reverse(s.0)));
+            let Some(common) = most_like else { continue };
+            let (majority, minority): (Vec<_>, Vec<_>) =
+                sides.iter().copied().partition(|s| field_between(common, *s).is_none());
+            if let Some(field) = minority.first().and_then(|odd| field_between(common, *odd)) {
+                out.push((v.wall_ns(call.at_ns), CollectiveMismatch { field, majority, minority }));
             }
         }
     }

@@ -2,14 +2,19 @@
 //! and timeline, the gates, the accuracy of the estimate, and the reasons for which other mappings
 //! were rejected.
 
-use std::fmt::Write;
-
+use maud::{Markup, Render, html};
 use tessera_base::{Bytes, Nanoseconds};
 
-use super::{CSS, LOGO, RoleMemoryRow};
-use crate::markup::{escape_text, format_count, format_plural};
-use crate::svg::{self, Palette};
-use crate::timeline::{TimeWindow, Timeline, phase_kind};
+use super::RoleMemoryRow;
+use super::layout::{
+    HeadlineNumber, render_capacity_meter, render_collapsed_text, render_command, render_document,
+    render_dot, render_facts, render_hero, render_list_section, render_note, render_section, render_share,
+    render_table, render_timeline, render_title, render_verdict,
+};
+use super::plan::list_uses;
+use crate::markup::{format_count, format_or_dash, format_plural};
+use crate::svg;
+use crate::timeline::{TimeWindow, Timeline};
 
 /// Maximum number of rows in a table of mappings.
 pub const MAX_MAPPINGS: usize = 40;
@@ -27,7 +32,7 @@ pub struct EstimatePage {
     pub recommendation: String,
     /// Warnings, one sentence each.
     pub warnings: Vec<String>,
-    /// The few headline numbers.
+    /// The numbers at the top of the page, such as step time and memory, in drawing order.
     pub headline_numbers: Vec<HeadlineNumber>,
     /// Properties of the chosen mapping: a key and its value.
     pub mapping_facts: Vec<(String, String)>,
@@ -35,7 +40,7 @@ pub struct EstimatePage {
     pub step_parts: Vec<(String, f64)>,
     /// One sentence that explains the breakdown.
     pub step_parts_note: String,
-    /// Memory use of the ranks.
+    /// Memory of the fullest rank, one row per memory tier.
     pub memory: Vec<RoleMemoryRow>,
     /// Checks of the plan that pass, warn or fail, and so determine the verdict.
     pub gates: Vec<PlanGate>,
@@ -43,9 +48,9 @@ pub struct EstimatePage {
     pub timelines: Vec<TimelineChart>,
     /// Likely failure modes, and mitigations with their predicted effect.
     pub failure_modes: Vec<FailureModeAdvice>,
-    /// Advice beyond the gates.
+    /// Tables on questions that no gate covers, such as the placement of the decoder.
     pub advice: Vec<AdviceTable>,
-    /// Column names of the table of mappings.
+    /// Headings of the table of mappings, one for each cell of a row of `mappings`.
     pub mapping_columns: Vec<String>,
     /// Candidate mappings, the chosen one first.
     pub mappings: Vec<Vec<String>>,
@@ -61,7 +66,7 @@ pub struct EstimatePage {
     pub command: String,
 }
 
-/// Verdict on a plan.
+/// Whether a mapping fits and passes its gates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum EstimateVerdict {
     /// The plan fits and its gates pass.
@@ -73,25 +78,14 @@ pub enum EstimateVerdict {
     Rejected,
 }
 
-/// One of the few numbers that the report shows first and largest.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct HeadlineNumber {
-    /// The value, such as `12.4`.
-    pub value: String,
-    /// The unit, such as `ms`.
-    pub unit: String,
-    /// Description of the number.
-    pub label: String,
-}
-
-/// A gate of a plan.
+/// One row of the table of gates, with its numbers formatted for the reader.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanGate {
     /// Question that the gate answers.
     pub title: String,
-    /// Value with its unit.
+    /// Value with its unit; `–` if the gate does not apply.
     pub value: String,
-    /// Limit of the value.
+    /// Limit that the value is compared with, with its unit.
     pub limit: String,
     /// Outcome: pass, warn, fail or not applicable.
     pub verdict: GateVerdict,
@@ -99,34 +93,34 @@ pub struct PlanGate {
     pub explanation: String,
 }
 
-/// Outcome of a gate.
+/// How the value of a gate compares with its limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GateVerdict {
     /// The value is within the limit.
     Pass,
-    /// The value is close to the limit.
+    /// The value misses what the gate advises, but no hard limit.
     Warn,
-    /// The value exceeds the limit.
+    /// The value is above a maximum or below a minimum.
     Fail,
     /// The gate does not apply to the plan.
     NotApplicable,
 }
 
-/// A timeline to draw.
+/// A timeline, and the title and note above it on the page.
 #[derive(Debug, Clone, Default)]
 pub struct TimelineChart {
     /// Title that the report shows with the timeline.
     pub title: String,
     /// One sentence on how to read the drawing.
     pub note: String,
-    /// Timeline that is drawn.
+    /// Spans and ranks to draw; a chart without spans is left out.
     pub timeline: Timeline,
 }
 
 /// A failure mode and its mitigations.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FailureModeAdvice {
-    /// Name of the failure mode.
+    /// Title of the failure mode's diagnostic code, such as `peak rank runs out of memory`.
     pub mode: String,
     /// Symptom that makes the failure mode likely.
     pub symptom: String,
@@ -139,7 +133,7 @@ pub struct FailureModeAdvice {
 pub struct AdviceTable {
     /// Stable identifier for programs, in lowercase; the title may be reworded.
     pub id: &'static str,
-    /// Title of the table.
+    /// Heading of the table, such as `Decoder placement`.
     pub title: String,
     /// Conclusion from the table, in one or two sentences.
     pub note: String,
@@ -170,365 +164,221 @@ fn find_numeric_columns(columns: &[String], rows: &[Vec<String>]) -> Vec<usize> 
 #[must_use]
 pub fn render_estimate(page: &EstimatePage) -> String {
     let (class, word) = match page.verdict {
-        EstimateVerdict::Good => ("good", "Fits"),
-        EstimateVerdict::Warn => ("warn", "Fits, with warnings"),
-        EstimateVerdict::Rejected => ("bad", "Rejected"),
+        EstimateVerdict::Good => ("good", "Fits."),
+        EstimateVerdict::Warn => ("warn", "Fits, with warnings."),
+        EstimateVerdict::Rejected => ("bad", "Rejected."),
     };
-    let mut out = String::with_capacity(64 << 10);
-    let _ = write!(
-        out,
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n\
-         <title>{0} · Tessera</title>\n<style>\n{CSS}</style>\n</head>\n<body>\n<main>\n\
-         <header>\n<p class=\"brow\">{LOGO}<span>Tessera plan, estimated</span></p>\n<h1>{0}</h1>\n\
-         <p class=\"verdict {class}\"><span><b class=\"{class}\">{word}.</b> {1}</span></p>\n",
-        escape_text(&page.title),
-        escape_text(&page.recommendation)
-    );
-    for warning in &page.warnings {
-        let _ = writeln!(
-            out,
-            "<p class=\"verdict warn\"><span><b class=\"warn\">Warning:</b> {}</span></p>",
-            escape_text(warning)
-        );
-    }
-    out.push_str("</header>\n");
-    write_numbers(&mut out, &page.headline_numbers);
-    write_facts(&mut out, &page.mapping_facts);
-    write_step_parts(&mut out, page);
-    write_timelines(&mut out, &page.timelines);
-    if !page.memory.is_empty() {
-        write_memory(&mut out, &page.memory);
-    }
-    write_gates(&mut out, &page.gates);
-    write_failure_modes(&mut out, &page.failure_modes);
-    write_advice(&mut out, &page.advice);
-    write_mappings(&mut out, page);
-    write_rejections(&mut out, page);
-    write_accuracy(&mut out, page);
-    let _ = write!(
-        out,
-        "<footer>Written by tessera {}. Every time on this page is an estimate.</footer>\n</main>\n</body>\n</html>\n",
-        escape_text(&page.tessera)
-    );
-    out
-}
-
-fn write_numbers(out: &mut String, numbers: &[HeadlineNumber]) {
-    if numbers.is_empty() {
-        return;
-    }
-    out.push_str("<div class=\"hero solo\"><dl class=\"numbers\">");
-    for n in numbers {
-        let unit = if n.unit.is_empty() {
-            String::new()
-        } else {
-            format!("<small>{}</small>", escape_text(&n.unit))
-        };
-        let _ = write!(
-            out,
-            "<div><dt>{}</dt><dd>{}{unit}</dd></div>",
-            escape_text(&n.label),
-            escape_text(&n.value)
-        );
-    }
-    out.push_str("</dl></div>\n");
-}
-
-fn write_facts(out: &mut String, facts: &[(String, String)]) {
-    if facts.is_empty() {
-        return;
-    }
-    out.push_str("<section>\n<h2>Mapping</h2>\n<dl class=\"facts\">\n");
-    for (key, value) in facts {
-        let _ = writeln!(out, "<div><dt>{}</dt><dd>{}</dd></div>", escape_text(key), escape_text(value));
-    }
-    out.push_str("</dl>\n</section>\n");
-}
-
-/// Writes the breakdown of a step: one stacked bar, then a table row for each part.
-fn write_step_parts(out: &mut String, page: &EstimatePage) {
-    let parts: Vec<&(String, f64)> = page.step_parts.iter().filter(|(_, ns)| *ns > 0.0).collect();
-    let whole: f64 = parts.iter().map(|(_, ns)| ns).sum();
-    if parts.is_empty() || !whole.is_finite() {
-        return;
-    }
-    let _ = write!(
-        out,
-        "<section>\n<h2>Where the time goes</h2>\n<p class=\"note\">{}</p>\n<svg height=\"26\" role=\"img\" aria-label=\"parts of a step\">",
-        escape_text(&page.step_parts_note)
-    );
-    let mut at = 0.0;
-    for (i, (name, ns)) in parts.iter().enumerate() {
-        let wide = ns / whole * 100.0;
-        let _ = write!(
-            out,
-            "<rect class=\"p{}\" x=\"{at:.3}%\" width=\"{wide:.3}%\" height=\"26\"><title>{}: {}</title></rect>",
-            i.min(8),
-            escape_text(name),
-            format_time(*ns)
-        );
-        at += wide;
-    }
-    out.push_str("</svg>\n<div class=\"scroll\"><table>\n<tbody>\n");
-    for (i, (name, ns)) in parts.iter().enumerate() {
-        let share = ns / whole * 100.0;
-        let shown = if share < 0.5 { "&lt; 1".to_string() } else { format!("{share:.0}") };
-        let _ = writeln!(
-            out,
-            "<tr><td><i class=\"dot b{0}\"></i>{1}</td><td>{2}</td><td>{shown} %<span class=\"meter\"><i class=\"b{0}\" style=\"width:{share:.1}%\"></i></span></td></tr>",
-            i.min(8),
-            escape_text(name),
-            format_time(*ns)
-        );
-    }
-    out.push_str("</tbody>\n</table></div>\n</section>\n");
-}
-
-fn write_timelines(out: &mut String, drawings: &[TimelineChart]) {
-    let drawings: Vec<&TimelineChart> = drawings.iter().filter(|d| !d.timeline.spans.is_empty()).collect();
-    if drawings.is_empty() {
-        return;
-    }
-    out.push_str("<section>\n<h2>Timelines</h2>\n");
-    for d in drawings {
-        let t = &d.timeline;
-        let start_ns = t.spans.iter().map(|s| s.start_ns).min().unwrap_or(0);
-        let end_ns = t.spans.iter().map(|s| s.end_ns).max().unwrap_or(0).max(start_ns + 1);
-        let _ = write!(
-            out,
-            "<h3>{}</h3>\n<p class=\"note\">{}</p>\n",
-            escape_text(&d.title),
-            escape_text(&d.note)
-        );
-        let palette = Palette::new(t);
-        out.push_str(&palette.render_legend(|kind| t.spans.iter().any(|s| phase_kind(&s.name) == kind)));
-        out.push_str(&svg::draw_lanes(t, TimeWindow { start_ns, end_ns }, &palette));
-        if t.ranks.len() > svg::MAX_RANKS {
-            let more = t.ranks.len() - svg::MAX_RANKS;
-            let _ = writeln!(out, "<p class=\"note\">{more} more ranks are in the trace.</p>");
-        }
-    }
-    out.push_str("</section>\n");
-}
-
-/// Writes the memory of the fullest rank: a row for each use and a column for each memory tier, so
-/// that the table is only as wide as the number of tiers.
-fn write_memory(out: &mut String, rows: &[RoleMemoryRow]) {
-    let mut uses: Vec<&str> = Vec::new();
-    for (name, _) in rows.iter().flat_map(|r| &r.bytes_by_use) {
-        if !uses.contains(&name.as_str()) {
-            uses.push(name);
-        }
-    }
-    let line = |head: &str, cell: &dyn Fn(&RoleMemoryRow) -> String| -> String {
-        let cells: String = rows.iter().map(|r| format!("<td>{}</td>", cell(r))).collect();
-        format!("<tr><td>{}</td>{cells}</tr>\n", escape_text(head))
+    let header = html! {
+        (render_title("Tessera plan, estimated", &page.title))
+        (render_verdict(class, word, &page.recommendation))
+        @for warning in &page.warnings { (render_verdict("warn", "Warning:", warning)) }
     };
-    let heads: String = rows.iter().map(|r| format!("<th>{}</th>", escape_text(&r.role))).collect();
-    let ranks = rows.first().map_or("", |r| r.ranks.as_str());
-    let _ = write!(
-        out,
-        "<section>\n<h2>Memory</h2>\n<p class=\"note\">One rank, {}.</p>\n<div class=\"scroll\"><table>\n\
-         <thead><tr><th></th>{heads}</tr></thead>\n<tbody>\n",
-        escape_text(ranks)
-    );
-    let sum = |r: &RoleMemoryRow| r.bytes_by_use.iter().fold(0u64, |a, (_, b)| a.saturating_add(*b));
-    for name in uses {
-        out.push_str(&line(name, &|r| {
-            let mut bytes = r.bytes_by_use.iter().filter(|(n, _)| n == name).map(|(_, b)| *b).peekable();
-            match bytes.peek() {
-                Some(_) => Bytes(bytes.fold(0, u64::saturating_add)).to_string(),
-                None => "–".to_string(),
-            }
-        }));
-    }
-    out.push_str(&line("sum", &|r| Bytes(sum(r)).to_string()));
-    if rows.iter().any(|r| r.capacity.is_some_and(|c| c > 0)) {
-        out.push_str(&line("of capacity", &|r| {
-            r.capacity.filter(|c| *c > 0).map_or("–".to_string(), |c| {
-                let share = sum(r) as f64 / c as f64 * 100.0;
-                let class = if share > 100.0 { "b4" } else { "b1" };
-                let wide = share.min(100.0);
-                format!(
-                    "{share:.0} % of {}<span class=\"meter\"><i class=\"{class}\" style=\"width:{wide:.1}%\"></i></span>",
-                    Bytes(c)
-                )
-            })
-        }));
-    }
-    out.push_str("</tbody>\n</table></div>\n</section>\n");
+    let charts: Vec<_> = page.timelines.iter().filter(|c| !c.timeline.spans.is_empty()).collect();
+    let body = html! {
+        @if !page.headline_numbers.is_empty() { (render_hero(None, &page.headline_numbers)) }
+        (render_list_section("Mapping", &page.mapping_facts, render_mapping_facts))
+        (render_step_parts(page))
+        (render_list_section("Timelines", &charts, render_timelines))
+        (render_list_section("Memory", &page.memory, render_memory))
+        (render_list_section("Gates", &page.gates, render_gates))
+        (render_list_section(
+            "Likely failure modes and mitigations",
+            &page.failure_modes,
+            render_failure_modes,
+        ))
+        (render_list_section("Advice", &page.advice, render_advice))
+        (render_list_section("Other mappings", &page.mappings, |_| render_mappings(page)))
+        (render_list_section("Rejected mappings", &page.rejections, |_| render_rejections(page)))
+        (render_section("Accuracy and sources", &render_accuracy(page)))
+    };
+    let footer = html! { "Written by tessera " (page.tessera) ". Every time on this page is an estimate." };
+    render_document(&page.title, &header, &body, &footer)
 }
 
-fn write_gates(out: &mut String, gates: &[PlanGate]) {
-    if gates.is_empty() {
-        return;
-    }
-    let of = |v| gates.iter().filter(|g| g.verdict == v).count();
-    let _ = write!(
-        out,
-        "<section>\n<h2>Gates</h2>\n<p class=\"note\">{} pass, {} warn, {} fail, {} do not apply. Limits are indicative; all of them are in one file that can be replaced.</p>\n\
-         <div class=\"scroll\"><table>\n<thead><tr><th>gate</th><th>value</th><th>limit</th><th></th></tr></thead>\n<tbody>\n",
-        of(GateVerdict::Pass),
-        of(GateVerdict::Warn),
-        of(GateVerdict::Fail),
-        of(GateVerdict::NotApplicable)
-    );
-    for g in gates {
-        let (class, word) = match g.verdict {
-            GateVerdict::Pass => ("good", "pass"),
-            GateVerdict::Warn => ("warn", "warn"),
-            GateVerdict::Fail => ("bad", "fail"),
-            GateVerdict::NotApplicable => ("", "n/a"),
-        };
-        let _ = writeln!(
-            out,
-            "<tr><td class=\"words\">{}<small>{}</small></td><td>{}</td><td>{}</td><td class=\"{class}\">{word}</td></tr>",
-            escape_text(&g.title),
-            escape_text(&g.explanation),
-            escape_text(&g.value),
-            escape_text(&g.limit)
-        );
-    }
-    out.push_str("</tbody>\n</table></div>\n</section>\n");
+fn render_mapping_facts(facts: &[(String, String)]) -> Markup {
+    render_facts(facts.iter().map(|(name, value)| (name.as_str(), value.as_str(), false)))
 }
 
-fn write_failure_modes(out: &mut String, failure_modes: &[FailureModeAdvice]) {
-    if failure_modes.is_empty() {
-        return;
+/// Renders the breakdown of a step: one stacked bar, then a table row for each part.
+fn render_step_parts(page: &EstimatePage) -> Markup {
+    let parts = page.step_parts.iter().filter(|(_, ns)| *ns > 0.0);
+    let whole: f64 = parts.clone().map(|(_, ns)| ns).sum();
+    if whole <= 0.0 || !whole.is_finite() {
+        return Markup::default();
     }
-    out.push_str("<section>\n<h2>Likely failure modes and mitigations</h2>\n");
-    for r in failure_modes {
-        let _ = write!(
-            out,
-            "<h3>{}</h3>\n<p class=\"note\">{}</p>\n<div class=\"scroll\"><table>\n<tbody>\n",
-            escape_text(&r.mode),
-            escape_text(&r.symptom)
-        );
-        for (what, then) in &r.mitigations {
-            let _ = writeln!(
-                out,
-                "<tr><td>{}</td><td class=\"words\">{}</td></tr>",
-                escape_text(what),
-                escape_text(then)
-            );
+    let mut bars = html! {};
+    let mut rows = html! {};
+    let mut left = 0.0;
+    for (i, (name, ns)) in parts.enumerate() {
+        let (colour, percent) = (i.min(svg::COLOUR_COUNT - 1), ns / whole * 100.0);
+        let time = Nanoseconds(ns.round() as u64);
+        let (x, width) = (format!("{left:.3}%"), format!("{percent:.3}%"));
+        html! {
+            rect class={ "p" (colour) } x=(x) width=(width) height="26" { title { (name) ": " (time) } }
         }
-        out.push_str("</tbody>\n</table></div>\n");
+        .render_to(&mut bars.0);
+        html! {
+            tr { td { (render_dot(colour)) (name) } td { (time) } td { (render_share(colour, percent)) } }
+        }
+        .render_to(&mut rows.0);
+        left += percent;
     }
-    out.push_str("</section>\n");
+    let body = html! {
+        (render_note(&page.step_parts_note))
+        svg height="26" role="img" aria-label="parts of a step" { (bars) }
+        (render_table(&html! {}, &rows))
+    };
+    render_section("Where the time goes", &body)
 }
 
-/// Writes the conclusions; the tables behind them are collapsed.
-fn write_advice(out: &mut String, advice: &[AdviceTable]) {
-    if advice.is_empty() {
-        return;
+fn render_timelines(charts: &[&TimelineChart]) -> Markup {
+    html! {
+        @for chart in charts {
+            @let spans = &chart.timeline.spans;
+            @let start_ns = spans.iter().map(|s| s.start_ns).min().unwrap_or(0);
+            @let end_ns = spans.iter().map(|s| s.end_ns).fold(start_ns + 1, u64::max);
+            h3 { (chart.title) }
+            (render_note(&chart.note))
+            (render_timeline(&chart.timeline, TimeWindow { start_ns, end_ns }))
+        }
     }
-    out.push_str("<section>\n<h2>Advice</h2>\n");
-    for a in advice {
-        let numbers = a.numeric_columns();
-        let cell = |tag: &str, at: usize, words: &str| {
-            let class = match (at > 0 && !numbers.contains(&at), tag) {
-                (false, _) => "",
-                (true, "th") => " class=\"l\"",
-                (true, _) => " class=\"words\"",
+}
+
+/// Renders the memory of the fullest rank, with at least one tier: a row for each use and a column
+/// for each memory tier, so that the table is only as wide as the number of tiers.
+fn render_memory(tiers: &[RoleMemoryRow]) -> Markup {
+    let rows = html! {
+        @for name in list_uses(tiers) {
+            tr { td { (name) } @for r in tiers { td { (format_or_dash(r.bytes_of(name))) } } }
+        }
+        tr { td { "sum" } @for r in tiers { td { (r.sum()) } } }
+        @if tiers.iter().any(|r| r.percent_of_capacity().is_some()) {
+            tr { td { "of capacity" } @for r in tiers { td { (render_share_of_capacity(r)) } } }
+        }
+    };
+    html! {
+        (render_note(html! { "One rank, " (tiers[0].ranks) "." }))
+        (render_table(&html! { th {} @for r in tiers { th { (r.role) } } }, &rows))
+    }
+}
+
+fn render_share_of_capacity(r: &RoleMemoryRow) -> Markup {
+    html! {
+        @if let (Some(percent), Some(capacity)) = (r.percent_of_capacity(), r.capacity) {
+            (format_args!("{percent:.0} % of {}", Bytes(capacity))) (render_capacity_meter(percent))
+        } @else { "–" }
+    }
+}
+
+fn render_gates(gates: &[PlanGate]) -> Markup {
+    let count = |v| gates.iter().filter(|g| g.verdict == v).count();
+    let rows = html! {
+        @for g in gates {
+            @let (class, word) = match g.verdict {
+                GateVerdict::Pass => ("good", "pass"),
+                GateVerdict::Warn => ("warn", "warn"),
+                GateVerdict::Fail => ("bad", "fail"),
+                GateVerdict::NotApplicable => ("", "n/a"),
             };
-            format!("<{tag}{class}>{}</{tag}>", escape_text(words))
-        };
-        let line = |tag: &str, cells: &[String]| -> String {
-            cells.iter().enumerate().map(|(at, words)| cell(tag, at, words)).collect()
-        };
-        let _ = write!(
-            out,
-            "<h3>{}</h3>\n<p class=\"note\">{}</p>\n<details><summary>Table</summary><div class=\"scroll\"><table>\n<thead><tr>{}</tr></thead>\n<tbody>\n",
-            escape_text(&a.title),
-            escape_text(&a.note),
-            line("th", &a.columns)
-        );
-        for row in &a.rows {
-            let _ = writeln!(out, "<tr>{}</tr>", line("td", row));
+            tr {
+                td.words { (g.title) small { (g.explanation) } }
+                td { (g.value) } td { (g.limit) } td class=(class) { (word) }
+            }
         }
-        out.push_str("</tbody>\n</table></div></details>\n");
+    };
+    html! {
+        (render_note(format_args!(
+            "{} pass, {} warn, {} fail, {} do not apply. Limits are indicative; all of them are in one \
+             file that can be replaced.",
+            count(GateVerdict::Pass),
+            count(GateVerdict::Warn),
+            count(GateVerdict::Fail),
+            count(GateVerdict::NotApplicable)
+        )))
+        (render_table(&html! { th { "gate" } th { "value" } th { "limit" } th {} }, &rows))
     }
-    out.push_str("</section>\n");
 }
 
-fn write_mappings(out: &mut String, page: &EstimatePage) {
-    if page.mappings.is_empty() {
-        return;
+fn render_failure_modes(failure_modes: &[FailureModeAdvice]) -> Markup {
+    html! {
+        @for f in failure_modes {
+            h3 { (f.mode) }
+            (render_note(&f.symptom))
+            (render_table(&html! {}, &html! {
+                @for (change, effect) in &f.mitigations { tr { td { (change) } td.words { (effect) } } }
+            }))
+        }
     }
+}
+
+/// Renders the conclusions; the tables behind them are collapsed.
+fn render_advice(advice: &[AdviceTable]) -> Markup {
+    html! {
+        @for a in advice {
+            @let numbers = a.numeric_columns();
+            h3 { (a.title) }
+            (render_note(&a.note))
+            details {
+                summary { "Table" }
+                (render_text_table(&a.columns, &a.rows, |at| at > 0 && !numbers.contains(&at)))
+            }
+        }
+    }
+}
+
+fn render_mappings(page: &EstimatePage) -> Markup {
     let numbers = find_numeric_columns(&page.mapping_columns, &page.mappings);
-    let cell = |tag: &str, at: usize, words: &str| {
-        let class = match (numbers.contains(&at), tag) {
-            (true, _) => "",
-            (false, "th") => " class=\"l\"",
-            (false, _) => " class=\"words\"",
-        };
-        format!("<{tag}{class}>{}</{tag}>", escape_text(words))
+    let shown = &page.mappings[..page.mappings.len().min(MAX_MAPPINGS)];
+    let omitted = page.mappings.len() - shown.len();
+    html! {
+        (render_note("The chosen mapping first, then mappings that are better in at least one metric."))
+        (render_text_table(&page.mapping_columns, shown, |at| !numbers.contains(&at)))
+        @if omitted > 0 {
+            (render_note(format_args!("{} left out.", format_plural(omitted as u64, "more"))))
+        }
+    }
+}
+
+/// Renders a table of texts; cells of columns that `is_text` accepts wrap.
+fn render_text_table(columns: &[String], rows: &[Vec<String>], is_text: impl Fn(usize) -> bool) -> Markup {
+    let heads = html! {
+        @for (at, name) in columns.iter().enumerate() { th class=[is_text(at).then_some("l")] { (name) } }
     };
-    let line = |tag: &str, cells: &[String]| -> String {
-        cells.iter().enumerate().map(|(at, words)| cell(tag, at, words)).collect()
+    let rows = html! {
+        @for row in rows {
+            tr {
+                @for (at, cell) in row.iter().enumerate() {
+                    td class=[is_text(at).then_some("words")] { (cell) }
+                }
+            }
+        }
     };
-    let heads = line("th", &page.mapping_columns);
-    let _ = write!(
-        out,
-        "<section>\n<h2>Other mappings</h2>\n<p class=\"note\">The chosen mapping first, then mappings that are better in at least one metric.</p>\n\
-         <div class=\"scroll\"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n"
-    );
-    for row in page.mappings.iter().take(MAX_MAPPINGS) {
-        let _ = writeln!(out, "<tr>{}</tr>", line("td", row));
-    }
-    out.push_str("</tbody>\n</table></div>\n");
-    if page.mappings.len() > MAX_MAPPINGS {
-        let more = format_plural((page.mappings.len() - MAX_MAPPINGS) as u64, "more");
-        let _ = writeln!(out, "<p class=\"note\">{more} left out.</p>");
-    }
-    out.push_str("</section>\n");
+    render_table(&heads, &rows)
 }
 
-fn write_rejections(out: &mut String, page: &EstimatePage) {
-    if page.rejections.is_empty() {
-        return;
+fn render_rejections(page: &EstimatePage) -> Markup {
+    let count: u64 = page.rejections.iter().map(|(_, n, _)| n).sum();
+    let rows = html! {
+        @for (reason, n, example) in &page.rejections {
+            tr { td { (reason) } td { (format_count(*n)) } td.words { (example) } }
+        }
+    };
+    html! {
+        (render_note(format_args!(
+            "{} of {} mappings, each counted under its first reason.",
+            format_count(count),
+            format_count(page.considered_count)
+        )))
+        (render_table(&html! { th { "reason" } th { "mappings" } th.l { "example" } }, &rows))
     }
-    let all: u64 = page.rejections.iter().map(|(_, n, _)| n).sum();
-    let _ = write!(
-        out,
-        "<section>\n<h2>Rejected mappings</h2>\n<p class=\"note\">{} of {} mappings, each counted under its first reason.</p>\n\
-         <div class=\"scroll\"><table>\n<thead><tr><th>reason</th><th>mappings</th><th class=\"l\">example</th></tr></thead>\n<tbody>\n",
-        format_count(all),
-        format_count(page.considered_count)
-    );
-    for (reason, n, example) in &page.rejections {
-        let _ = writeln!(
-            out,
-            "<tr><td>{}</td><td>{}</td><td class=\"words\">{}</td></tr>",
-            escape_text(reason),
-            format_count(*n),
-            escape_text(example)
-        );
-    }
-    out.push_str("</tbody>\n</table></div>\n</section>\n");
 }
 
-fn write_accuracy(out: &mut String, page: &EstimatePage) {
-    out.push_str("<section>\n<h2>Accuracy and sources</h2>\n");
-    for s in &page.accuracy_notes {
-        let _ = writeln!(out, "<p class=\"note\">{}</p>", escape_text(s));
+fn render_accuracy(page: &EstimatePage) -> Markup {
+    html! {
+        @for note in &page.accuracy_notes { (render_note(note)) }
+        @if !page.mapping.is_empty() { (render_collapsed_text("mapping.toml", &page.mapping)) }
+        @if !page.command.is_empty() { h3 { "Reproduce" } (render_command(&page.command)) }
     }
-    if !page.mapping.is_empty() {
-        let _ = writeln!(
-            out,
-            "<details><summary>mapping.toml</summary><pre>{}</pre></details>",
-            escape_text(&page.mapping)
-        );
-    }
-    if !page.command.is_empty() {
-        let _ = writeln!(out, "<h3>Reproduce</h3>\n<pre class=\"run\">{}</pre>", escape_text(&page.command));
-    }
-    out.push_str("</section>\n");
-}
-
-fn format_time(ns: f64) -> String {
-    Nanoseconds(ns.max(0.0).round() as u64).to_string()
 }
 
 #[cfg(test)]
@@ -647,7 +497,7 @@ mod tests {
         assert_eq!(advice.numeric_columns(), [1]);
         let html = render_estimate(&EstimatePage { advice: vec![advice], ..page() });
         for part in [
-            "<h2>Advice</h2>\n<h3>Memory &lt;breakdown&gt;</h3>\n<p class=\"note\">One rank.</p>\n<details>",
+            "<h2>Advice</h2><h3>Memory &lt;breakdown&gt;</h3><p class=\"note\">One rank.</p><details>",
             "<th>term</th><th>bytes</th><th class=\"l\">sum</th>",
             &format!("<td>experts</td><td>2.55 GB</td><td class=\"words\">{sum}</td>"),
         ] {

@@ -1,8 +1,12 @@
 //! The report's section on the sealed plan: mapping, memory, collectives and programs.
 
-use crate::markup::{escape_text, format_count, format_plural};
-use std::fmt::Write;
+use std::borrow::Cow;
+
+use maud::{Markup, html};
 use tessera_base::Bytes;
+
+use super::layout::{render_capacity_meter, render_collapsed_text, render_section, render_table};
+use crate::markup::{format_count, format_or_dash, format_plural};
 
 /// Maximum number of bytes shown of one program or mapping.
 pub const MAX_TEXT_BYTES: usize = 512 << 10;
@@ -16,25 +20,26 @@ pub struct PlanView {
     pub programs: Vec<ProgramView>,
     /// Memory use, one row per role.
     pub memory: Vec<RoleMemoryRow>,
-    /// Collectives, grouped by phase.
+    /// Collectives that one rank issues: a row for each phase, op and group.
     pub collectives: Vec<CollectiveTotalsRow>,
 }
 
-/// One program of the plan.
+/// One program of the plan as text; every rank of its role runs it in its phase.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProgramView {
     /// Role and phase, such as `stage0 · denoise.fill3`.
     pub name: String,
-    /// Text form of the program.
+    /// Text form of the program, of which the report shows at most [`MAX_TEXT_BYTES`].
     pub text: String,
 }
 
 /// Memory use of one rank of a role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RoleMemoryRow {
-    /// Name of the role.
+    /// Name of the role, such as `stage0`; in the report of an estimate, of the memory tier.
     pub role: String,
-    /// Ranks with the role, such as `1–4`.
+    /// Ranks with the role, such as `1, 2`; in the report of an estimate, words such as
+    /// `the fullest`.
     pub ranks: String,
     /// Bytes by use, such as weights, caches and activations.
     pub bytes_by_use: Vec<(String, u64)>,
@@ -45,11 +50,11 @@ pub struct RoleMemoryRow {
 /// Collectives of one operation over one axis that a rank issues in a phase.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CollectiveTotalsRow {
-    /// Name of the phase.
+    /// Name of the phase with its variant, such as `denoise.fill3`.
     pub phase: String,
-    /// Name of the operation.
+    /// Name of the op, such as `all_reduce`.
     pub op: String,
-    /// Mesh axis of the group.
+    /// Group of the collectives: an axis, a subgroup such as `tp/2`, or `world`.
     pub axis: String,
     /// Number of such collectives that one rank issues in the phase.
     pub count: u64,
@@ -57,100 +62,103 @@ pub struct CollectiveTotalsRow {
     pub bytes: u64,
 }
 
-/// Writes the section on the plan.
-pub(super) fn write_plan_section(out: &mut String, p: &PlanView) {
-    out.push_str("<section>\n<h2>Plan</h2>\n");
-    if !p.mapping.is_empty() {
-        let _ = write!(out, "<h3>Mapping</h3>\n<pre>{}</pre>\n", truncate_text(&p.mapping));
+impl RoleMemoryRow {
+    /// Returns the bytes of one use; `None` if the row does not list it.
+    pub(super) fn bytes_of(&self, name: &str) -> Option<Bytes> {
+        let parts = self.bytes_by_use.iter().filter(|(n, _)| n == name);
+        parts.map(|(_, b)| Bytes(*b)).reduce(|a, b| Bytes(a.0.saturating_add(b.0)))
     }
-    write_memory_table(out, &p.memory);
-    if !p.collectives.is_empty() {
-        out.push_str(
-            "<h3>Collectives of one rank</h3>\n<div class=\"scroll\"><table>\n<thead><tr><th>phase</th>\
-             <th class=\"l\">operation</th><th class=\"l\">axis</th><th>count</th><th>bytes sent</th></tr></thead>\n<tbody>\n",
-        );
-        for c in &p.collectives {
-            let _ = writeln!(
-                out,
-                "<tr><td>{}</td><td class=\"l\">{}</td><td class=\"l\">{}</td><td>{}</td><td>{}</td></tr>",
-                escape_text(&c.phase),
-                escape_text(&c.op),
-                escape_text(&c.axis),
-                format_count(c.count),
-                Bytes(c.bytes)
-            );
-        }
-        out.push_str("</tbody>\n</table></div>\n");
+
+    /// Returns the bytes of all uses.
+    pub(super) fn sum(&self) -> Bytes {
+        Bytes(self.bytes_by_use.iter().fold(0, |a, (_, b)| a.saturating_add(*b)))
     }
-    if !p.programs.is_empty() {
-        out.push_str("<h3>Programs</h3>\n");
-        for program in &p.programs {
-            let lines = format_plural(program.text.lines().count() as u64, "line");
-            let _ = writeln!(
-                out,
-                "<details><summary>{}<small>{lines}</small></summary><pre>{}</pre></details>",
-                escape_text(&program.name),
-                truncate_text(&program.text)
-            );
-        }
+
+    /// Returns the sum in percent of the capacity; `None` if the capacity is unknown or zero.
+    pub(super) fn percent_of_capacity(&self) -> Option<f64> {
+        self.capacity.filter(|c| *c > 0).map(|c| self.sum().0 as f64 / c as f64 * 100.0)
     }
-    out.push_str("</section>\n");
 }
 
-fn write_memory_table(out: &mut String, rows: &[RoleMemoryRow]) {
-    if rows.is_empty() {
-        return;
-    }
-    let mut columns: Vec<&str> = Vec::new();
+/// Returns the names of all uses in order of appearance.
+pub(super) fn list_uses(rows: &[RoleMemoryRow]) -> Vec<&str> {
+    let mut uses: Vec<&str> = Vec::new();
     for (name, _) in rows.iter().flat_map(|r| &r.bytes_by_use) {
-        if !columns.contains(&name.as_str()) {
-            columns.push(name);
+        if !uses.contains(&name.as_str()) {
+            uses.push(name);
         }
     }
-    let heads: String = columns.iter().map(|c| format!("<th>{}</th>", escape_text(c))).collect();
-    let _ = write!(
-        out,
-        "<h3>Memory of one rank</h3>\n<div class=\"scroll\"><table>\n\
-         <thead><tr><th>role</th><th class=\"l\">ranks</th>{heads}<th>sum</th><th>of device</th></tr></thead>\n<tbody>\n"
-    );
-    for r in rows {
-        let _ = write!(
-            out,
-            "<tr><td>{}</td><td class=\"l\">{}</td>",
-            escape_text(&r.role),
-            escape_text(&r.ranks)
-        );
-        for column in &columns {
-            let mut bytes =
-                r.bytes_by_use.iter().filter(|(name, _)| name == column).map(|(_, b)| *b).peekable();
-            match bytes.peek() {
-                Some(_) => {
-                    let _ = write!(out, "<td>{}</td>", Bytes(bytes.fold(0, u64::saturating_add)));
-                }
-                None => out.push_str("<td>–</td>"),
+    uses
+}
+
+/// Renders the mapping, the memory, the collectives and the programs; empty parts are left out.
+pub(super) fn render_plan_section(p: &PlanView) -> Markup {
+    let body = html! {
+        @if !p.mapping.is_empty() { h3 { "Mapping" } pre { (truncate_text(&p.mapping)) } }
+        @if !p.memory.is_empty() { h3 { "Memory of one rank" } (render_memory_table(&p.memory)) }
+        @if !p.collectives.is_empty() {
+            h3 { "Collectives of one rank" }
+            (render_collectives(&p.collectives))
+        }
+        @if !p.programs.is_empty() {
+            h3 { "Programs" }
+            @for program in &p.programs {
+                @let lines = format_plural(program.text.lines().count() as u64, "line");
+                @let summary = html! { (program.name) small { (lines) } };
+                (render_collapsed_text(summary, &truncate_text(&program.text)))
             }
         }
-        let sum = r.bytes_by_use.iter().fold(0u64, |a, (_, b)| a.saturating_add(*b));
-        let share = r.capacity.filter(|c| *c > 0).map(|c| sum as f64 / c as f64 * 100.0);
-        let share_of_device = share.map_or("–".to_string(), |share| {
-            let class = if share > 100.0 { "b4" } else { "b1" };
-            format!(
-                "{share:.0} %<span class=\"meter\"><i class=\"{class}\" style=\"width:{:.1}%\"></i></span>",
-                share.min(100.0)
-            )
-        });
-        let _ = writeln!(out, "<td>{}</td><td>{share_of_device}</td></tr>", Bytes(sum));
-    }
-    out.push_str("</tbody>\n</table></div>\n");
+    };
+    render_section("Plan", &body)
 }
 
-/// Escapes a text for HTML; cuts it at [`MAX_TEXT_BYTES`] and notes how many bytes are missing.
-fn truncate_text(s: &str) -> String {
+fn render_collectives(collectives: &[CollectiveTotalsRow]) -> Markup {
+    let heads = html! {
+        th { "phase" } th.l { "operation" } th.l { "axis" } th { "count" } th { "bytes sent" }
+    };
+    let rows = html! {
+        @for c in collectives {
+            tr {
+                td { (c.phase) } td.l { (c.op) } td.l { (c.axis) } td { (format_count(c.count)) }
+                td { (Bytes(c.bytes)) }
+            }
+        }
+    };
+    render_table(&heads, &rows)
+}
+
+fn render_memory_table(roles: &[RoleMemoryRow]) -> Markup {
+    let uses = list_uses(roles);
+    let heads = html! {
+        th { "role" } th.l { "ranks" }
+        @for name in &uses { th { (name) } }
+        th { "sum" } th { "of device" }
+    };
+    let rows = html! {
+        @for r in roles {
+            tr {
+                td { (r.role) } td.l { (r.ranks) }
+                @for name in &uses { td { (format_or_dash(r.bytes_of(name))) } }
+                td { (r.sum()) }
+                td {
+                    @match r.percent_of_capacity() {
+                        Some(percent) => { (format_args!("{percent:.0} %")) (render_capacity_meter(percent)) }
+                        None => "–"
+                    }
+                }
+            }
+        }
+    };
+    render_table(&heads, &rows)
+}
+
+/// Cuts a text at [`MAX_TEXT_BYTES`] and notes how many bytes are missing.
+fn truncate_text(s: &str) -> Cow<'_, str> {
     if s.len() <= MAX_TEXT_BYTES {
-        return escape_text(s);
+        return s.into();
     }
     let end = s.floor_char_boundary(MAX_TEXT_BYTES);
-    format!("{}\n… {} more bytes", escape_text(&s[..end]), format_count((s.len() - end) as u64))
+    format!("{}\n… {} more bytes", &s[..end], format_count((s.len() - end) as u64)).into()
 }
 
 #[cfg(test)]
@@ -159,7 +167,7 @@ mod tests {
 
     #[test]
     fn a_long_text_is_cut_between_characters() {
-        assert_eq!(truncate_text("a<b"), "a&lt;b");
+        assert_eq!(truncate_text("a<b"), "a<b");
         assert!(
             truncate_text(&format!("x{}", "é".repeat(MAX_TEXT_BYTES)))
                 .ends_with("\n… 524\u{202f}290 more bytes")

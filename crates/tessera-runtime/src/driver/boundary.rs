@@ -16,7 +16,7 @@ use crate::wire::Message;
 pub enum MessageDirection {
     /// From a peer into this process.
     Inbound,
-    /// Out of this process.
+    /// From this process to a peer; a broadcast counts once per peer.
     Outbound,
 }
 

@@ -31,7 +31,8 @@ pub trait ByteStream: Send {
         Ok(())
     }
 
-    /// Whether input is buffered here, although the descriptor is not readable.
+    /// Whether this stream has buffered input, so that `read` returns bytes even if the descriptor
+    /// is not readable.
     fn holds_input(&self) -> bool {
         false
     }

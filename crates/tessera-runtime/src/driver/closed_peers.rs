@@ -8,18 +8,14 @@ const LAUNCHER_GRACE: Duration = Duration::from_millis(50);
 
 /// Peers whose sockets closed, in the order of detection. They are reported only after a delay, in
 /// which a dead launcher would be detected first.
+#[derive(Default)]
 pub(super) struct ClosedPeers {
     delay: Duration,
     closed: Vec<(Instant, u32, String)>,
 }
 
 impl ClosedPeers {
-    /// Creates the list. Without a launcher there is no delay.
-    pub(super) fn new(launched: bool) -> ClosedPeers {
-        ClosedPeers { delay: if launched { LAUNCHER_GRACE } else { Duration::ZERO }, closed: Vec::new() }
-    }
-
-    /// Delays later reports even without a launcher.
+    /// Delays later reports: this process has a launcher, or a signal has reached every rank.
     pub(super) fn enable_delay(&mut self) {
         self.delay = LAUNCHER_GRACE;
     }

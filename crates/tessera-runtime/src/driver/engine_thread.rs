@@ -8,7 +8,8 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 
 use tessera_base::Diagnostic;
 
-use crate::engine::{AbortHandle, CallReport, Engine, EngineFault, ReadyCall, T0745, run_call};
+use crate::codes::T0745;
+use crate::engine::{AbortHandle, CallReport, Engine, EngineFault, ReadyCall, run_call};
 use crate::kv_cache::{CacheSpec, CacheState};
 use crate::program_index::ProgramIndex;
 use crate::tripwire::Tripwires;
@@ -21,7 +22,7 @@ pub type EngineFactory = Box<dyn FnOnce() -> Result<(Box<dyn Engine>, Parity), D
 
 /// Events that the engine thread sends to the control thread.
 pub enum EngineEvent {
-    /// The engine was built.
+    /// The factory built the engine, and the thread now waits for calls.
     Loaded {
         /// Makes the engine's blocked collectives return.
         abort: AbortHandle,

@@ -1,34 +1,28 @@
 //! The launcher spawns the ranks, forwards the leader's progress, stops the ranks on request, and
 //! leaves no process behind.
 
+mod supervision;
+
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
 
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, kill_process_group, pidfd_open, waitid,
 };
 use tessera_base::{Diagnostic, Diagnostics};
 
-use super::link::{DisconnectReason, Frame};
-use super::reactor::{LinkId, Reactor, ReactorEvent, Waker};
+use super::ControlTopology;
+use super::reactor::{LinkId, Reactor, Waker};
 use super::welcome::{io_diagnostic, send_welcome};
-use super::{ControlTopology, T0750, TICK_INTERVAL};
-use crate::leader::T0743;
-use crate::limits::AwakeClock;
-use crate::tripwire::CheckSite;
-use crate::wire::{LAUNCHER, Message, Progress, Welcome};
-use crate::worker::T0742;
-use crate::{Failure, FailureClass, Limits};
+use crate::codes::T0750;
+use crate::wire::{Progress, Welcome};
+use crate::{Failure, Limits};
 
-/// Finished ranks get this many times `reap_ns` to release their devices.
-const FINISH_REAP_FACTOR: u32 = 3;
-
-/// The application's description of a launch.
+/// The input of [`launch_ranks`]: command line, environment, links and limits of the ranks.
 #[derive(Debug)]
 pub struct LaunchSpec {
     /// Command line, the same for every rank.
@@ -63,7 +57,7 @@ struct StopState {
 }
 
 impl StopHandle {
-    /// Adds a request to stop.
+    /// Adds a request to stop and wakes the control loop; requests after the second have no effect.
     pub fn request_stop(&self) {
         self.0.count.fetch_add(1, Ordering::Relaxed);
         if let Some(waker) = self.0.waker.get() {
@@ -71,7 +65,7 @@ impl StopHandle {
         }
     }
 
-    /// Whether any request to stop was made.
+    /// Whether [`StopHandle::request_stop`] was called on this handle or on a clone of it.
     #[must_use]
     pub fn is_stop_requested(&self) -> bool {
         self.request_count() > 0
@@ -104,7 +98,7 @@ pub struct RankExit {
     pub rank: u32,
     /// Exit status; `None` if a signal killed the process.
     pub status: Option<i32>,
-    /// Signal that killed the process.
+    /// Signal that killed the process, such as 9; `None` if the process exited with a status.
     pub signal: Option<i32>,
 }
 
@@ -127,7 +121,8 @@ impl RankExit {
 pub struct LaunchReport {
     /// The failure that ended the run, if any.
     pub failure: Option<Failure>,
-    /// Exit of every rank, in rank order.
+    /// How each rank's process ended, in rank order; empty if a stop was requested before the
+    /// launch.
     pub exits: Vec<RankExit>,
     /// Whether a stop was requested.
     pub interrupted: bool,
@@ -160,7 +155,7 @@ pub fn launch_ranks(
     }
     let pids: Vec<u32> = ranks.list.iter().map(|r| r.child.id()).collect();
     on_event(LaunchEvent::Started(&pids));
-    Ok(supervise_ranks(spec, stop, on_event, ranks))
+    Ok(supervision::supervise_ranks(&spec.limits, stop, on_event, ranks))
 }
 
 fn check_spec(spec: &LaunchSpec) -> Diagnostics {
@@ -306,152 +301,6 @@ fn socket_pair() -> Result<(UnixStream, UnixStream), Diagnostic> {
 
 fn to_pid(id: u32) -> Option<Pid> {
     i32::try_from(id).ok().and_then(Pid::from_raw)
-}
-
-fn supervise_ranks(
-    spec: &LaunchSpec,
-    stop: &StopHandle,
-    on_event: &mut dyn FnMut(LaunchEvent<'_>),
-    mut ranks: RankProcesses,
-) -> LaunchReport {
-    let start = Instant::now();
-    let reap = Duration::from_nanos(spec.limits.reap_ns);
-    let leader = ranks.list[0].link;
-    let mut clock = AwakeClock::default();
-    let mut failure: Option<Failure> = None;
-    let (mut finished, mut leader_closed, mut stop_sent, mut killed) = (false, false, false, false);
-    let mut first_abnormal: Option<RankExit> = None;
-    let mut last_message_ns: Option<u64> = None;
-    let mut ending_since: Option<Instant> = None;
-    let (mut all_gone, mut reaped) = (false, start);
-    let mut events = Vec::new();
-    loop {
-        ranks.reactor.wait_events(TICK_INTERVAL, &mut events);
-        // Progress messages alone do not require a check of every child.
-        let mut check_children = reaped.elapsed() >= TICK_INTERVAL;
-        let now_ns = clock.advance_to(start.elapsed().as_nanos() as u64, spec.limits.heartbeat_ns);
-        for event in events.drain(..) {
-            let message = match event {
-                ReactorEvent::Frame { link, frame } if link == leader => frame.decode_message(),
-                ReactorEvent::Disconnected { link, reason: end } if link == leader => {
-                    (leader_closed, check_children) = (true, true);
-                    match end {
-                        DisconnectReason::Broken(d) => Err(d),
-                        _ => continue,
-                    }
-                }
-                ReactorEvent::Frame { .. } => continue,
-                ReactorEvent::FdReady(_) | ReactorEvent::Disconnected { .. } => {
-                    check_children = true;
-                    continue;
-                }
-            };
-            last_message_ns = Some(now_ns);
-            match message {
-                Ok(Message::Progress(p)) => on_event(LaunchEvent::Progress(&p)),
-                Ok(Message::Finished) => finished = true,
-                Ok(Message::Failed(f)) => {
-                    // A stalled rank does not exit by itself.
-                    if let (FailureClass::Stall, Some(rank)) = (f.class, f.rank)
-                        && rank > 0
-                    {
-                        ranks.kill_rank(rank);
-                    }
-                    failure.get_or_insert(f);
-                }
-                Ok(_) => {}
-                Err(d) => {
-                    leader_closed = true;
-                    failure.get_or_insert(Failure::from_diagnostic(FailureClass::Protocol, Some(0), &d));
-                }
-            }
-        }
-        if check_children {
-            all_gone = ranks.reap_exited();
-            reaped = Instant::now();
-        }
-        if first_abnormal.is_none_or(|b| b.signal.is_none()) {
-            first_abnormal = ranks.first_abnormal_exit();
-        }
-        if stop.request_count() > 0 && !stop_sent {
-            stop_sent = true;
-            if let Ok(frame) = Frame::new(LAUNCHER, &Message::Stop) {
-                ranks.reactor.send(leader, &frame);
-            }
-        }
-        if failure.is_none() && !finished && !leader_closed {
-            failure = check_leader_silence(last_message_ns, now_ns, &spec.limits);
-            if failure.is_some() {
-                ranks.kill_remaining();
-            }
-        }
-        if stop.request_count() > 1 && !killed {
-            killed = true;
-            ranks.kill_remaining();
-        }
-        // The leader reports the end of any other rank: that rank may have acknowledged the
-        // shutdown before.
-        let leader_failed = first_abnormal.is_some_and(|b| b.rank == 0);
-        if failure.is_some() || finished || leader_closed || leader_failed || all_gone {
-            ending_since.get_or_insert_with(Instant::now);
-        }
-        let exit_limit = if finished { reap * FINISH_REAP_FACTOR } else { reap };
-        let overdue = ending_since.is_some_and(|since| since.elapsed() > exit_limit);
-        // If a socket outlives its process, another process inherited it; the launcher does not
-        // wait for that socket to close.
-        if all_gone && (leader_closed || overdue) {
-            break;
-        }
-        if overdue {
-            ranks.kill_remaining();
-        }
-    }
-    let exits: Vec<RankExit> = ranks.list.iter().filter_map(|r| r.exit).collect();
-    // A second stop signal that also reaches the ranks can end them before the launcher kills them.
-    // That is no failure.
-    if stop.request_count() > 1 && failure.as_ref().is_some_and(|f| f.class == FailureClass::RankDied) {
-        failure = None;
-    }
-    if failure.is_none() && !finished && stop.request_count() < 2 {
-        failure = Some(unreported_failure(first_abnormal, &exits));
-    }
-    if let Some(f) = &mut failure
-        && let Some(exit) = exits.iter().find(|e| Some(e.rank) == f.rank)
-    {
-        f.text += &format!("; {}", exit.to_sentence());
-    }
-    LaunchReport { failure, exits, interrupted: stop.request_count() > 0 }
-}
-
-/// Returns a stall failure if the leader's sign of life is overdue. A running leader sends one per
-/// heartbeat interval.
-fn check_leader_silence(last_message_ns: Option<u64>, now_ns: u64, limits: &Limits) -> Option<Failure> {
-    let (since, limit) = last_message_ns.map_or((0, limits.hello_ns), |heard| (heard, limits.stale_ns));
-    (now_ns.saturating_sub(since) > limit).then(|| {
-        let text = format!("no sign of life of the leader for {} ms", limit / 1_000_000);
-        Failure::new(FailureClass::Stall, Some(0), &T0743, text)
-    })
-}
-
-/// Builds the failure of a run whose leader died before it reported one. A rank that exited with a
-/// failure status determines the failure class. The place is that of the check that detected the
-/// failure: the workers, if one of them reported that its leader died, or if a rank other than the
-/// leader failed; otherwise the leader.
-fn unreported_failure(exit: Option<RankExit>, exits: &[RankExit]) -> Failure {
-    let died = Some(FailureClass::RankDied.exit_code());
-    match exit {
-        Some(exit) => {
-            let class = exit.status.and_then(FailureClass::from_exit_code).unwrap_or(FailureClass::RankDied);
-            let text = format!("rank {} has ended and the leader reported no failure", exit.rank);
-            let reported_by_worker = exit.rank != 0 || exits.iter().any(|e| e.rank != 0 && e.status == died);
-            let place = if reported_by_worker { CheckSite::Worker } else { CheckSite::Leader };
-            Failure::new(class, Some(exit.rank), &T0742, text).with_site(place)
-        }
-        None => {
-            let text = "every rank exited with status 0 but the leader did not report that the run finished";
-            Failure::new(FailureClass::RankDied, Some(0), &T0742, text)
-        }
-    }
 }
 
 fn to_rank_exit(rank: u32, status: ExitStatus) -> RankExit {

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use tessera_base::Diagnostic;
 
 use super::byte_stream::ByteStream;
+use crate::codes::T0707;
 use crate::wire::{self, FrameHeader, HEADER_BYTES, MAX_FRAME_BYTES, Message, decode_body, decode_header};
-use crate::worker::T0707;
 
 /// Maximum queued frames per peer.
 pub const MAX_QUEUED_FRAMES: usize = 256;
@@ -70,7 +70,7 @@ impl Frame {
     }
 }
 
-/// Why a link ended.
+/// Why a link ended. The texts have the peer as their subject, such as `its socket closed`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DisconnectReason {
     /// The peer closed the link, or its process ended.
@@ -245,7 +245,8 @@ impl PeerLink {
     }
 }
 
-/// Describes an I/O error for a report.
+/// Returns `its socket closed` if the error means that the peer is gone, and otherwise the error's
+/// own text.
 fn describe_io_error(e: &std::io::Error) -> String {
     match e.kind() {
         ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe => {

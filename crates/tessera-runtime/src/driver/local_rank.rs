@@ -7,7 +7,8 @@ use tessera_base::Diagnostics;
 use super::engine_thread::{EngineEvent, EngineFactory, EngineThread};
 use super::reactor::Reactor;
 use super::welcome::io_diagnostic;
-use crate::engine::{AbortHandle, T0745};
+use crate::codes::T0745;
+use crate::engine::AbortHandle;
 use crate::wire::Message;
 use crate::worker::{Action, Event, Worker, WorkerConfig};
 use crate::{Failure, FailureClass};
@@ -25,7 +26,6 @@ pub(super) struct LocalRank {
     abort: Option<AbortHandle>,
     busy: bool,
     rank: u32,
-    /// Whether the end of the engine thread was already reported.
     thread_end_reported: bool,
 }
 
@@ -109,7 +109,8 @@ impl LocalRank {
         }
     }
 
-    /// Whether a call is running.
+    /// Whether a call is running. Discards events of the engine thread, so only a process that is
+    /// ending may call it.
     pub(super) fn is_busy(&mut self) -> bool {
         while self.busy && self.next_event().is_some() {}
         self.busy

@@ -10,9 +10,9 @@ use tessera_base::Diagnostic;
 
 use super::engine_thread::panic_text;
 use super::reactor::{InboxSender, Reactor};
+use crate::codes::T0748;
 use crate::director::SceneCut;
 use crate::engine::MediaPipeline;
-use crate::leader::T0748;
 use crate::limits::{AwakeClock, format_ms};
 use crate::wire::{Reload, Tensor};
 use crate::{Failure, FailureClass, Limits};
@@ -41,7 +41,7 @@ pub(crate) enum MediaCommand {
 }
 
 pub(crate) enum MediaEvent {
-    /// The media pipeline was built.
+    /// The factory built the pipeline; answers are now due within `media_ns` instead of `hello_ns`.
     Built,
     PromptEmbedded(Tensor),
     ContextReady {

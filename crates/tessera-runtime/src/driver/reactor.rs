@@ -7,7 +7,7 @@
 //! through a [`Waker`].
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
@@ -20,28 +20,28 @@ use super::link::{DisconnectReason, Frame, MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, 
 use crate::Limits;
 use crate::limits::AwakeClock;
 
-/// Size of the read buffer, in bytes.
+/// Maximum bytes of one read from a socket; all links share the buffer.
 const READ_BUFFER_BYTES: usize = 64 << 10;
-/// Capacity of a queue from another thread.
+/// Maximum number of unread messages in an inbox; beyond it, the sending thread blocks.
 const INBOX_CAPACITY: usize = 256;
 
 /// Identifies a link for the lifetime of its reactor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LinkId(usize);
 
-/// Events that a poll returns.
+/// An event that [`Reactor::wait_events`] reports.
 #[derive(Debug)]
 pub enum ReactorEvent {
     /// A complete frame arrived.
     Frame {
-        /// The link on which it arrived.
+        /// Link on which the frame arrived; the peer may have forwarded the frame of another rank.
         link: LinkId,
         /// The complete frame: its header and its payload.
         frame: Frame,
     },
     /// A link has ended; no further events come from it.
     Disconnected {
-        /// The link that ended.
+        /// The link that ended; its id is not used again.
         link: LinkId,
         /// Why the link ended.
         reason: DisconnectReason,
@@ -84,7 +84,7 @@ impl<T> InboxSender<T> {
     }
 }
 
-/// The sockets and watched descriptors of a process.
+/// The event loop of a process: it polls the sockets of all links and the watched descriptors.
 pub struct Reactor {
     links: Vec<Option<PeerLink>>,
     watched_fds: Vec<(usize, OwnedFd)>,
@@ -196,13 +196,14 @@ impl Reactor {
         self.send(link, frame);
     }
 
-    /// Whether no bytes are queued for this peer.
+    /// Whether no bytes are queued for this peer. A link that has ended has no queue, so it is
+    /// idle.
     #[must_use]
     pub fn is_idle(&self, link: LinkId) -> bool {
         self.links.get(link.0).and_then(Option::as_ref).is_none_or(|l| !l.wants_write())
     }
 
-    /// Whether every frame was written to its socket.
+    /// Whether no link has bytes left to write. A link that failed during a write does not count.
     #[must_use]
     pub fn is_flushed(&self) -> bool {
         self.links.iter().flatten().all(|l| l.write_error.is_some() || !l.wants_write())
@@ -268,7 +269,7 @@ impl Reactor {
                 .filter(|l| l.wants_write() && l.write_error.is_none())
                 .map(|l| PollFd::from_borrowed_fd(l.stream.fd(), PollFlags::OUT))
                 .collect();
-            let _ = poll(&mut fds, Some(&to_timespec(left)));
+            let _ = poll(&mut fds, Timespec::try_from(left).ok().as_ref());
             drop(fds);
             for l in self.links.iter_mut().flatten() {
                 l.write_queued(now_ns);
@@ -302,7 +303,7 @@ impl Reactor {
         for (number, fd) in &self.watched_fds {
             add_fd(PollSource::Watched(*number), fd.as_fd(), PollFlags::IN);
         }
-        match poll(&mut fds, Some(&to_timespec(limit))) {
+        match poll(&mut fds, Timespec::try_from(limit).ok().as_ref()) {
             Ok(0) | Err(Errno::INTR) => return,
             Ok(_) => {}
             // The kernel is out of memory for now; a later call may succeed.
@@ -360,26 +361,15 @@ enum PollSource {
     Watched(usize),
 }
 
-fn to_timespec(d: Duration) -> Timespec {
-    Timespec { tv_sec: i64::try_from(d.as_secs()).unwrap_or(i64::MAX), tv_nsec: i64::from(d.subsec_nanos()) }
-}
-
 impl std::fmt::Debug for Reactor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Reactor({} links)", self.links.iter().flatten().count())
     }
 }
 
-/// The descriptor to poll, so that a test or a probe can wait for the reactor and another source
-/// together.
-impl AsFd for Waker {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use crate::codes::T0707;
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
@@ -389,7 +379,6 @@ mod tests {
     use crate::wire::{
         self, Abort, CallContext, Commit, Dtype, HEADER_BYTES, Heartbeat, Message, Tensor, Tensors,
     };
-    use crate::worker::T0707;
     use crate::{Failure, FailureClass};
 
     fn limits() -> Limits {
@@ -403,7 +392,7 @@ mod tests {
         (reactor, link, there)
     }
 
-    /// Waits until `n` events arrived.
+    /// Waits until `n` events have arrived, for at most 20 s.
     fn wait_for_events(reactor: &mut Reactor, n: usize) -> Vec<ReactorEvent> {
         let mut out = Vec::new();
         let until = Instant::now() + Duration::from_secs(20);

@@ -14,26 +14,15 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
-use tessera_base::{Code, Diagnostic, Diagnostics};
+use tessera_base::{Diagnostic, Diagnostics};
 
 use super::ControlTopology;
 use super::byte_stream::ByteStream;
 use super::launcher::StopHandle;
 use super::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose, Credentials, HANDSHAKE_LIMIT};
 use crate::Digest;
+use crate::codes::T0758;
 use messages::{RankInfo, RendezvousMessage, receive_message, send_message};
-
-/// The ranks could not all find, authenticate and connect to each other.
-pub(crate) static T0758: Code = Code {
-    id: "T0758",
-    title: "the rendezvous of the ranks failed",
-    page: "With RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, a rank joins the others instead of starting them. Rank 0 \
-listens at that address, every other rank connects to it, and then ranks connect to each other. The whole rendezvous has a time \
-limit (`--join-timeout`), and one of its steps did not complete: the port was in use, no process listened, a rank never \
-connected, or a rank left while the others were still expected.\n\nStart every rank, including rank 0, with the same address, \
-port and world size. Firewalls must allow ranks to reach each other on any port, not only rank 0's. A rank that failed by itself \
-prints the reason on its own terminal.",
-};
 
 /// Maximum number of ranks in a rendezvous.
 pub const MAX_WORLD: u32 = 1024;
@@ -42,7 +31,8 @@ pub const LINK_LIMIT: Duration = Duration::from_secs(30);
 /// A host that does not answer for this long counts as unreachable.
 pub const UNREACHABLE_LIMIT: Duration = Duration::from_secs(5);
 
-/// The parameters of one rank for the rendezvous.
+/// The input of one rank to the rendezvous: its identity, the address of rank 0, its credentials,
+/// and the values that must be equal on all ranks.
 #[derive(Debug, Clone)]
 pub struct RendezvousSpec {
     /// Rank of this process, from 0 to the world size less one.
@@ -56,7 +46,7 @@ pub struct RendezvousSpec {
     pub bind: Option<IpAddr>,
     /// Secret or certificates by which the ranks authenticate each other.
     pub credentials: Credentials,
-    /// The control links that are needed.
+    /// Determines which pairs of ranks need a control link; the same on every rank.
     pub topology: ControlTopology,
     /// Members of each communicator of collectives, in the order in which every rank creates them.
     pub communicators: Vec<Vec<u32>>,
@@ -86,7 +76,7 @@ pub struct RendezvousPeers {
     pub addresses: Vec<String>,
     /// Digest of the ranks' addresses and communicators: a parity key.
     pub digest: Digest,
-    /// The payload of rank 0.
+    /// The bytes that rank 0 gave as [`RendezvousSpec::leader_payload`]; rank 0 gets them back too.
     pub leader_payload: Vec<u8>,
 }
 
@@ -166,7 +156,7 @@ impl RendezvousSpec {
         Digest::hash_value("lanes of a run", &self.communicators).to_string()
     }
 
-    /// Returns the master's address as given.
+    /// Returns the master's host and port as given, without resolving the name.
     fn master_address(&self) -> String {
         format!("{}:{}", self.master.0, self.master.1)
     }
@@ -204,7 +194,8 @@ fn handshake_deadline() -> Instant {
     Instant::now() + HANDSHAKE_LIMIT
 }
 
-/// The rendezvous of a rank other than 0.
+/// Joins as a rank other than 0: sends rank 0 this rank's address, opens links to the ranks of the
+/// address table that rank 0 returns, and waits for the start.
 fn join_as_follower(
     spec: &RendezvousSpec,
     wait: &WaitLimit<'_>,

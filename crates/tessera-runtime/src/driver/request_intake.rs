@@ -20,7 +20,7 @@ pub(super) struct RequestIntake {
 
 /// What [`RequestIntake`] hands to the leader: prompts to embed, and requests.
 pub(super) enum IntakeEvent {
-    /// A prompt that needs an embedding.
+    /// A new prompt to embed; its request and all later ones wait for the embedding.
     Prompt(String),
     /// A request and the embedding of its prompt.
     Request(StreamRequest, Option<Tensor>),

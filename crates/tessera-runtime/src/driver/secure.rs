@@ -24,14 +24,14 @@ use rustix::net::sockopt;
 use tessera_base::Diagnostic;
 
 use super::byte_stream::ByteStream;
-use crate::tripwire::T0756;
+use crate::codes::T0756;
 pub use hello::{Claim, ConnectionPurpose, HELLO_BYTES, read_hello};
 pub use record::{RECORD_BYTES, RecordStream};
 pub use tls::TlsConfig;
 
-/// Minimum length of a secret, in bytes.
+/// Minimum length of a secret file, in bytes; [`Secret::new`] refuses a shorter one.
 pub const MIN_SECRET_BYTES: usize = 32;
-/// Time limit of a handshake.
+/// Time limit of one handshake, TLS included; a slower peer is refused.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
 
 /// The shared secret of a run, known to its ranks only.
@@ -65,11 +65,11 @@ impl Secret {
 pub enum Credentials {
     /// The run's shared secret alone, without certificates.
     Secret(Secret),
-    /// Certificates, and optionally the secret.
+    /// Certificates, and the secret too if peers must prove both.
     Tls(TlsConfig, Option<Secret>),
 }
 
-/// A peer that has authenticated itself.
+/// A peer that has proved its claim, with the protected stream to it.
 pub struct AuthenticatedPeer {
     /// The peer's claim, which its proof covers.
     pub claim: Claim,

@@ -14,11 +14,11 @@ use rustix::net::{
 use rustix::process::{Signal, set_parent_process_death_signal};
 use tessera_base::Diagnostic;
 
-use super::T0750;
 use super::byte_stream::ByteStream;
 use super::link::Frame;
 use super::reactor::{LinkId, Reactor};
 use crate::Failure;
+use crate::codes::T0750;
 use crate::wire::{FaultReport, HEADER_BYTES, LAUNCHER, Message, Welcome, decode_body, decode_header};
 
 /// Maximum descriptors in one message, a kernel limit.
@@ -26,14 +26,15 @@ pub(crate) const MAX_FDS: usize = 253;
 /// How long a rank waits for its welcome.
 const WELCOME_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A rank that has its identity and its links.
+/// A process after it has joined a run: its rank, and open links to the launcher and to other
+/// ranks.
 pub struct JoinedRank {
     /// Rank, world size, session and the application's payload.
     pub welcome: Welcome,
     /// The application's descriptors, in the order in which the application gave them to the
     /// launcher.
     pub extra_fds: Vec<OwnedFd>,
-    /// `None` if no launcher started this rank.
+    /// Socket to the launcher; `None` if no launcher started this rank.
     pub(crate) launcher: Option<Box<dyn ByteStream>>,
     pub(crate) links: Vec<Box<dyn ByteStream>>,
 }
@@ -69,7 +70,8 @@ impl JoinedRank {
         stream.write(frame.bytes()).is_ok_and(|n| n == frame.bytes().len())
     }
 
-    /// Returns only the links, for a process with its own protocol.
+    /// Returns the links to other ranks, in the order of [`JoinedRank::from_links`], and closes the
+    /// socket to the launcher. For a process that sends other messages than the lockstep's.
     #[must_use]
     pub fn into_links(self) -> Vec<Box<dyn ByteStream>> {
         self.links

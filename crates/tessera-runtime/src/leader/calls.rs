@@ -6,13 +6,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use tessera_base::Diagnostics;
 
 use super::inbox::InboxItem;
-use super::{
-    Action, CallRecord, CallTimes, FinishedChunk, Leader, LeaderStage, OpenCall, T0736, WarmupStage,
-};
+use super::{Action, CallRecord, CallTimes, FinishedChunk, Leader, LeaderStage, OpenCall, WarmupStage};
 use crate::FailureClass;
+use crate::codes::{T0707, T0736, T0737, T0744, T0752, T0753, T0759};
 use crate::director::{CallPlan, ChunkRequest};
-use crate::drift::{T0744, T0759, find_deviation, find_output_mismatch};
-use crate::engine::{T0737, T0752, T0753};
+use crate::drift::{find_deviation, find_output_mismatch};
 use crate::envelope_check::{LocalState, check_context, check_envelope, input_digest};
 use crate::program_index::ProgramIndex;
 use crate::tripwire::CheckSite;
@@ -20,7 +18,7 @@ use crate::wire::{
     self, CallAction, CallContext, Commit, Done, Envelope, EnvelopeHeader, Message, Ready, Reload, Tensor,
     Tensors, WIRE_VERSION,
 };
-use crate::worker::{T0707, needs_context};
+use crate::worker::needs_context;
 
 impl Leader {
     /// Prepares, commits and finishes every call that can proceed now.

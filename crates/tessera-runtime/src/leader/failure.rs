@@ -3,9 +3,9 @@
 use tessera_base::{Code, Diagnostics};
 
 use super::{Action, Leader, LeaderStage};
+use crate::codes::{T0707, T0742};
 use crate::tripwire::CheckSite;
 use crate::wire::{Abort, Message};
-use crate::worker::{T0707, T0742};
 use crate::{Failure, FailureClass};
 
 impl Leader {

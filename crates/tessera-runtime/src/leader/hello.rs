@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 
 use super::{Action, Leader, LeaderStage};
-use crate::drift::{T0754, find_shard_mismatch};
+use crate::codes::T0754;
+use crate::drift::find_shard_mismatch;
 use crate::parity::{ParityClass, ParityDifference, compare_tables, identity_keys};
 use crate::tripwire::CheckSite;
 use crate::wire::{HelloAck, ShardFingerprint};

@@ -1,9 +1,9 @@
 //! The leader's queue of requests that are not yet calls, and the flush, which skips the queue.
 
 use super::{Action, Leader, LeaderStage};
-use crate::director::{ChunkRequest, SceneCut, T0721};
+use crate::codes::{T0707, T0721};
+use crate::director::{ChunkRequest, SceneCut};
 use crate::wire::{CallAction, Reload, Tensor};
-use crate::worker::T0707;
 use crate::{Digest, FailureClass, Limits};
 
 /// A chunk request, control call or reload that waits to become a call.

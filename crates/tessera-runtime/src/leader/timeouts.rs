@@ -3,23 +3,24 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use super::{Action, Leader, LeaderStage, OpenCall, PeerStatus, T0743};
+use super::{Action, Leader, LeaderStage, OpenCall, PeerStatus};
 use crate::FailureClass;
+use crate::codes::T0743;
 use crate::director::CallPlan;
 use crate::limits::format_ms;
 use crate::wire::{CallAction, CallMeta, Heartbeat, Message};
 use crate::worker::needs_context;
 
-/// Number of times without progress that are kept per program.
+/// Number of intervals between two progress updates that are kept per program.
 const QUIET_TIMES_KEPT: usize = 128;
 
-/// Times without progress, per program.
+/// Quiet intervals (those between two progress updates of a rank), by the program that it ran.
 #[derive(Debug, Default)]
 pub(super) struct QuietHistory {
     quiet: BTreeMap<String, QuietTimes>,
 }
 
-/// The latest times without progress of one program.
+/// The latest quiet intervals of one program on any rank, in nanoseconds, oldest first.
 #[derive(Debug, Default)]
 struct QuietTimes {
     times: VecDeque<u64>,
@@ -99,7 +100,8 @@ impl Leader {
         self.base_limit_ns(open.plan.action).max(program.map_or(0, |p| self.learned_limit_ns(p)))
     }
 
-    /// Returns the limit before any time is learned.
+    /// Returns the maximum quiet interval by the configured limits alone. Measured intervals can
+    /// only raise it.
     fn base_limit_ns(&self, action: CallAction) -> u64 {
         let limits = &self.config.limits;
         match action {
@@ -219,7 +221,7 @@ fn program_at(meta: Option<&CallMeta>, progress: u64) -> Option<&str> {
     meta?.phases.get(phase).map(|p| p.program.as_str())
 }
 
-/// Formats a progress counter.
+/// Formats a heartbeat's progress counter as `phase 2 at progress 17` or `no phase`.
 fn format_progress(progress: u64) -> String {
     match progress >> 32 {
         0 => "no phase".to_string(),

@@ -11,25 +11,25 @@ use crate::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
 use crate::wire::{Dtype, PhaseCall, Tensor, Tensors};
 use crate::{Digest, Parity};
 
-/// Latent frames per chunk.
+/// Latent frames per chunk of the synthetic stream.
 pub const CHUNK_FRAMES: u32 = 3;
 
 /// The configuration that all ranks of a run share: the programs of a plan, and the stream.
 #[derive(Debug, Clone)]
 pub struct SharedConfig {
-    /// Digest of the sealed plan.
+    /// Digest of the sealed plan, the same in every simulated process.
     pub plan: Digest,
     /// Id of the session, which every envelope carries.
     pub session: u64,
-    /// The build of every rank.
+    /// Build identifier that every simulated process reports, such as `sim`.
     pub build: String,
     /// The parity table of every rank.
     pub parity: Parity,
-    /// The programs of the sealed plan.
+    /// Programs of the sealed plan, with which leader, ranks and engines are created.
     pub programs: Arc<ProgramIndex>,
     /// Cache sizes, attention bias and denoise steps, fixed for the whole stream.
     pub stream: StreamSpec,
-    /// Ranks that return no latents.
+    /// Ranks that return no latents, so that the leader does not compare their outputs.
     pub ranks_without_output: Vec<u32>,
 }
 
@@ -116,13 +116,13 @@ fn trace_digest(program: &str) -> Digest {
     Digest::hash_bytes(program.as_bytes())
 }
 
-/// Returns the embedding of the `n`th prompt.
+/// Returns a synthetic embedding of the `n`th prompt: four elements equal to `n`.
 #[must_use]
 pub fn prompt_tensor(n: u32) -> Option<Tensor> {
     Tensor::from_f32("text", &[4], &[n as f32; 4]).ok()
 }
 
-/// Returns the context that follows from a chunk's output.
+/// Returns a synthetic context: the first four elements of the previous chunk's output.
 #[must_use]
 pub fn context_tensor(previous: &Tensor) -> Option<Tensor> {
     let values = previous.to_f32()?;

@@ -2,39 +2,15 @@
 
 use std::collections::VecDeque;
 
-use super::{OPEN_ENDED, QueuedEvent, Sim, SimEvent, World};
+use super::{MediaJob, OPEN_ENDED, QueuedEvent, Sim, SimEvent, World};
 use crate::director::ChunkRequest;
 use crate::leader;
-use crate::wire::Tensor;
-
-/// A job of the media pipeline.
-#[derive(Debug, Clone, PartialEq)]
-pub enum MediaJob {
-    /// Encodes a request's new prompt into its text embedding.
-    EncodePrompt,
-    /// Decodes the first latent of a chunk and encodes it again, for the next chunk.
-    Context {
-        /// The chunk that waits for it.
-        chunk: u32,
-        /// Output of the previous chunk.
-        previous: Tensor,
-        /// Whether the previous chunk is the first of its scene.
-        opens_scene: bool,
-    },
-    /// Decodes and writes the rest of a chunk.
-    Deliver {
-        /// Index of the chunk to decode and write.
-        chunk: u32,
-        /// The chunk's cache epoch.
-        epoch: u32,
-    },
-}
 
 #[derive(Debug, Default)]
 pub(super) struct MediaQueue {
     pub(super) jobs: VecDeque<MediaJob>,
     pub(super) busy: bool,
-    /// Start time of an open-ended job.
+    /// Start of the running job in nanoseconds if its duration is [`OPEN_ENDED`], else `None`.
     open_ns: Option<u64>,
     pub(super) min_epoch: u32,
     /// Requests that are not yet passed to the leader. The flag tells whether the prompt is
@@ -62,7 +38,7 @@ impl<W: World> Sim<W> {
         }
     }
 
-    /// Ends the open-ended job if the world has ended it.
+    /// Ends the job whose duration is [`OPEN_ENDED`] if [`World::media_job_ended`] reports its end.
     pub(super) fn end_open_job(&mut self) {
         if self.media.open_ns.is_some()
             && self.world.media_job_ended()

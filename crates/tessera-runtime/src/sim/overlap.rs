@@ -34,7 +34,7 @@ pub struct StageTimes {
 /// The measured times of one chunk of a stream, in nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ChunkTimes {
-    /// Index of the chunk in the stream.
+    /// Index of the chunk in the stream, from 0.
     pub chunk: u32,
     /// Time of the media pipeline for the chunk.
     pub stage0_ns: u64,

@@ -3,27 +3,30 @@
 
 use std::sync::Arc;
 
+use tessera_base::Diagnostics;
+
 use super::{
-    Frame, MediaJob, NEVER_ENDS, OPEN_ENDED, PROGRESS_INTERVAL_NS, QueuedEvent, Sim, SimEvent, World,
+    Frame, MediaJob, NEVER_ENDS, OPEN_ENDED, PROGRESS_INTERVAL_NS, QueuedEvent, Sim, SimConfig, SimEvent,
+    World,
 };
 use crate::Failure;
 use crate::engine::{Engine, EngineFault, ReadyCall, run_call};
 use crate::kv_cache::CacheState;
-use crate::leader::{self, Leader};
-use crate::mesh_leader::{self, MeshLeader};
+use crate::leader::{self, Leader, LeaderConfig};
+use crate::mesh_leader::{self, MeshLeader, MeshLeaderConfig};
 use crate::program_index::ProgramIndex;
 use crate::wire::Message;
-use crate::worker::{self, Worker};
+use crate::worker::{self, Worker, WorkerConfig};
 
 #[derive(Debug)]
 pub(super) struct SimProcess {
     pub(super) state: ProcessState,
-    /// Whether it exited without a failure.
+    /// Whether the process exited without a failure.
     pub(super) clean: bool,
     leader: Option<Leader>,
     relay: Option<MeshLeader>,
     rank: Option<SimRank>,
-    /// Events that arrived while it was stopped.
+    /// Events that arrived while the process was stopped; it handles them when it continues.
     pub(super) deferred: Vec<QueuedEvent>,
 }
 
@@ -36,18 +39,18 @@ pub(super) enum ProcessState {
     Exited,
 }
 
-/// The state of a rank in the mesh.
+/// The worker of a process: its state machine, its engine, and the call that it runs.
 #[derive(Debug)]
-pub(super) struct SimRank {
-    pub(super) machine: Worker,
-    pub(super) engine: EngineBox,
-    pub(super) cache: CacheState,
-    pub(super) programs: Arc<ProgramIndex>,
-    pub(super) running: Option<ActiveCall>,
+struct SimRank {
+    machine: Worker,
+    engine: EngineBox,
+    cache: CacheState,
+    programs: Arc<ProgramIndex>,
+    running: Option<ActiveCall>,
 }
 
 /// An engine with an opaque `Debug` form, because engines do not implement `Debug`.
-pub(super) struct EngineBox(pub(super) Box<dyn Engine>);
+struct EngineBox(Box<dyn Engine>);
 
 impl std::fmt::Debug for EngineBox {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -56,7 +59,7 @@ impl std::fmt::Debug for EngineBox {
 }
 
 #[derive(Debug)]
-pub(super) struct ActiveCall {
+struct ActiveCall {
     call: ReadyCall,
     phase: usize,
     begun_ns: u64,
@@ -65,16 +68,87 @@ pub(super) struct ActiveCall {
 }
 
 impl SimProcess {
-    pub(super) fn new(
-        leader: Option<Leader>,
-        relay: Option<MeshLeader>,
-        rank: Option<SimRank>,
-    ) -> SimProcess {
-        SimProcess { state: ProcessState::Running, clean: false, leader, relay, rank, deferred: Vec::new() }
+    /// Creates a process with the state machines that run in it.
+    ///
+    /// # Errors
+    /// The diagnostics of the state machines.
+    pub(super) fn from_config(
+        config: &SimConfig,
+        rank: u32,
+        world: &mut impl World,
+    ) -> Result<SimProcess, Diagnostics> {
+        let in_mesh = config.mesh().contains(&rank);
+        let relays = config.outside && rank == 1;
+        let sim_rank = in_mesh.then(|| SimRank::from_config(config, rank, world)).transpose()?;
+        let relay = relays.then(|| MeshLeader::new(mesh_leader_config(config, rank))).transpose()?;
+        let leader = (rank == 0).then(|| Leader::new(leader_config(config))).transpose()?;
+        Ok(SimProcess {
+            state: ProcessState::Running,
+            clean: false,
+            leader,
+            relay,
+            rank: sim_rank,
+            deferred: Vec::new(),
+        })
+    }
+}
+
+fn leader_config(config: &SimConfig) -> LeaderConfig {
+    let shared = &config.shared;
+    LeaderConfig {
+        ranks: config.mesh().collect(),
+        plan: shared.plan,
+        session: shared.session,
+        build: shared.build.clone(),
+        ranks_without_output: shared.ranks_without_output.clone(),
+        parity: shared.parity.clone(),
+        programs: Arc::clone(&shared.programs),
+        stream: shared.stream.clone(),
+        limits: config.limits.clone(),
+        tripwires: config.tripwires.clone(),
+    }
+}
+
+fn mesh_leader_config(config: &SimConfig, rank: u32) -> MeshLeaderConfig {
+    MeshLeaderConfig {
+        rank,
+        members: config.mesh().skip(1).collect(),
+        plan: config.shared.plan,
+        programs: Arc::clone(&config.shared.programs),
+        cache: config.shared.stream.cache,
+        limits: config.limits.clone(),
+        tripwires: config.tripwires.clone(),
+    }
+}
+
+fn worker_config(config: &SimConfig, rank: u32) -> WorkerConfig {
+    let shared = &config.shared;
+    WorkerConfig {
+        rank,
+        upstream_rank: u32::from(config.outside && rank > 1),
+        plan: shared.plan,
+        build: shared.build.clone(),
+        parity: shared.parity.clone(),
+        programs: Arc::clone(&shared.programs),
+        cache: shared.stream.cache,
+        limits: config.limits.clone(),
+        sends_output: rank == config.mesh().start,
+        tripwires: config.tripwires.clone(),
     }
 }
 
 impl SimRank {
+    fn from_config(config: &SimConfig, rank: u32, world: &mut impl World) -> Result<SimRank, Diagnostics> {
+        let programs = &config.shared.programs;
+        Ok(SimRank {
+            machine: Worker::new(worker_config(config, rank))?,
+            engine: EngineBox(world.make_engine(rank, programs)),
+            cache: CacheState::new(config.shared.stream.cache).map_err(|d| vec![d])?,
+            programs: Arc::clone(programs),
+            running: None,
+        })
+    }
+
     /// Returns the engine's progress. A phase that is stuck or waits for its peers makes no
     /// progress; for an open-ended phase the world provides the time of its last activity.
     fn progress_counter(&self, now_ns: u64, active_ns: u64) -> u64 {
@@ -192,22 +266,6 @@ impl<W: World> Sim<W> {
         let targets = if self.outside { vec![1] } else { self.mesh.clone() };
         for to in targets {
             self.send_frame(Frame { from: 0, to, origin: 0, up: false, message: message.clone() });
-        }
-    }
-
-    fn receive_report(&mut self, message: Message) {
-        let now_ns = self.now_ns;
-        match message {
-            Message::Finished => self.finished = true,
-            Message::Failed(_) => {
-                if let Some(l) = &mut self.launcher {
-                    l.failed = true;
-                }
-            }
-            _ => {}
-        }
-        if let Some(l) = &mut self.launcher {
-            l.last_message_ns = now_ns.max(1);
         }
     }
 
@@ -337,7 +395,7 @@ impl<W: World> Sim<W> {
         }
     }
 
-    /// Ends a rank's open-ended phase, as the world requested.
+    /// Ends the phase that a rank runs, if its duration is [`OPEN_ENDED`].
     pub(super) fn end_open_phase(&mut self, rank: u32) {
         let Some(running) = self.processes.get(&rank).and_then(|p| p.rank.as_ref()?.running.as_ref()) else {
             return;

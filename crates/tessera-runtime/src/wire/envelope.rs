@@ -44,7 +44,7 @@ impl CallAction {
 pub struct EnvelopeHeader {
     /// Version of the envelope's fields and their meaning.
     pub version: u16,
-    /// Purpose of the call.
+    /// What the call does; the action determines which payload the envelope carries.
     pub action: CallAction,
     /// Digest of the sealed plan under which the call runs.
     pub plan: Digest,
@@ -52,9 +52,10 @@ pub struct EnvelopeHeader {
     pub session: u64,
     /// Call id, which grows by one with every envelope of the session, over all actions.
     pub call_id: u64,
-    /// Index of the chunk in the stream.
+    /// Index of the chunk that the call generates, from 0; for a call without a chunk, of the next
+    /// chunk.
     pub chunk: u32,
-    /// Cache epoch; grows by one at a hard cut and never otherwise.
+    /// Cache epoch; grows by one at a hard cut, a `RESET` or a `RELOAD`, and never otherwise.
     pub cache_epoch: u32,
     /// Time limit of the call in milliseconds; never 0.
     pub deadline_ms: u32,
@@ -63,7 +64,7 @@ pub struct EnvelopeHeader {
 /// The payload of an `INFER` or `WARMUP` envelope.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallMeta {
-    /// Number of denoise steps.
+    /// Number of denoise steps, each with one phase in `phases`; 0 in a warm-up.
     pub n_steps: u32,
     /// Generator forwards: denoise steps, clean forward, recompute forward.
     pub expected_generator_calls: u32,
@@ -79,7 +80,7 @@ pub struct CallMeta {
     pub recompute: bool,
     /// RoPE position of the chunk's first frame.
     pub start_frame: u32,
-    /// Seed of the random draws.
+    /// Seed of the chunk's random draws, from the chunk's request; 0 in a warm-up.
     pub seed: u64,
     /// Epoch of the text keys and values after the call.
     pub prompt_epoch: u32,
@@ -104,13 +105,13 @@ pub struct Reload {
 /// The context tensors of a recompute call follow in a separate message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Envelope {
-    /// The header, which every envelope has.
+    /// Identifies the call: action, plan, session, ids of call and chunk, epoch and deadline.
     pub header: EnvelopeHeader,
     /// The payload of `INFER` and `WARMUP`; `None` for any other action.
     pub meta: Option<CallMeta>,
     /// The payload of `RELOAD`; `None` for any other action.
     pub reload: Option<Reload>,
-    /// The tensors of the manifest.
+    /// Inputs of the call, in the order in which its phases first read them.
     pub tensors: Tensors,
 }
 

@@ -1,14 +1,14 @@
 //! The envelope's fields as a table. The reference page is generated from this table, and the
 //! negative tests break each field in turn.
 
-/// One field of the envelope.
+/// A row of [`ENVELOPE_FIELDS`]: a field, when it is required, and the codes that reject it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EnvelopeField {
-    /// Name in the code.
+    /// Name of the struct field, or of the tensor for `text` and `context`.
     pub name: &'static str,
-    /// Type on the wire.
+    /// Type on the wire, in words for the reference page, such as `f32 bits`.
     pub ty: &'static str,
-    /// When the field is required.
+    /// Actions or other fields that require the field, such as `INFER` or `reset_cross`.
     pub required: &'static str,
     /// Why the field is on the wire.
     pub reason: &'static str,
@@ -65,7 +65,7 @@ const OMITTED_CONTENT: &[(&str, &str)] = &[
     ("pixels", "only the delivering rank decodes them"),
 ];
 
-/// Renders the reference page as Markdown.
+/// Renders [`ENVELOPE_FIELDS`] and the omitted content as the page `docs/reference/envelope.md`.
 #[must_use]
 pub fn envelope_reference() -> String {
     let mut out = format!(

@@ -11,69 +11,28 @@
 //! | 20..28 | xxh3 of bytes 0..20, meta and tensors |
 
 use serde::{Serialize, de::DeserializeOwned};
-use tessera_base::{Code, Diagnostic};
+use tessera_base::Diagnostic;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::message::MessageKind;
-use super::tensor::{T0706, check_manifest};
+use super::tensor::check_manifest;
 use super::{
     CallContext, CallMeta, CallObservation, Done, Envelope, EnvelopeHeader, HEADER_BYTES, MAGIC,
     MAX_META_BYTES, MAX_TENSOR_BYTES, Message, Reload, ShardFingerprint, TensorSpec, Tensors, WIRE_VERSION,
 };
+use crate::codes::{T0701, T0702, T0703, T0704, T0705, T0706};
 use crate::digest::canonical_bytes;
-
-/// The two ends use different wire versions.
-pub(crate) static T0701: Code = Code {
-    id: "T0701",
-    title: "the peer uses another wire version",
-    page: "Both processes must come from the same release: the wire version determines every field, its order and its \
-meaning, and nothing is guessed across versions. The receiver rejected the frame before it allocated memory for it.\n\n\
-Install the same build on every host, and check whether a rank was started from an older path.",
-};
-/// The bytes are not a frame.
-pub(crate) static T0702: Code = Code {
-    id: "T0702",
-    title: "the bytes are not a frame of this protocol",
-    page: "A frame begins with a magic number and a known message kind. Other bytes arrived: from a \
-foreign process on the socket, or from a sender that lost the frame boundary. The stream cannot be resynchronised, so \
-the run ends.",
-};
-/// A frame exceeds a limit.
-pub(crate) static T0703: Code = Code {
-    id: "T0703",
-    title: "a frame exceeds a limit",
-    page: "The meta bytes, the tensor bytes and the number of tensors of a frame each have a fixed limit. The sender checks \
-it before the first byte, and the receiver before it allocates memory. Chunks, prompts and contexts stay far below it. \
-A frame over the limit means that the plan has a wrong shape, or that a length field was corrupted.",
-};
-/// The checksum of a frame is wrong.
-pub(crate) static T0704: Code = Code {
-    id: "T0704",
-    title: "a frame's checksum does not match its bytes",
-    page: "One checksum covers the header, meta and tensors. A mismatch means that bytes changed between \
-the sender's memory and the receiver's: faulty memory, a faulty link, or two writers on one socket. The call does not \
-run; the run ends, because it might otherwise continue with inputs that differ between ranks.",
-};
-/// The meta bytes do not decode.
-pub(crate) static T0705: Code = Code {
-    id: "T0705",
-    title: "a frame's meta does not decode as its kind",
-    page: "Meta bytes have one canonical form: fixed field order, shortest integers, floats as bits with one \
-NaN, nothing after the last field. Bytes that end early, continue after the last field, or have a shorter encoding are \
-rejected, so that equal content has equal bytes and digests can be compared.\n\nThe cause is a bug in the sender, or a \
-corrupted frame whose checksum happens to match.",
-};
 
 /// A decoded header, which is within the limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// Kind of the message.
+    /// Kind of the message, which determines how the meta decodes and whether tensors are allowed.
     pub kind: MessageKind,
     /// The rank that created the frame; [`LAUNCHER`](super::LAUNCHER) for the launching process.
     pub origin: u32,
-    /// Length of the meta.
+    /// Length of the meta in bytes, at most [`MAX_META_BYTES`].
     pub meta_bytes: u32,
-    /// Length of the tensors.
+    /// Length of all tensors together in bytes, at most [`MAX_TENSOR_BYTES`].
     pub tensor_bytes: u32,
     checksum: u64,
     head: [u8; HEAD_BYTES],

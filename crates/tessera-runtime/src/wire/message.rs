@@ -121,7 +121,7 @@ impl MessageKind {
 }
 
 impl Message {
-    /// Returns the kind of the message.
+    /// Returns the kind, whose number the frame's header carries.
     #[must_use]
     pub fn kind(&self) -> MessageKind {
         match self {
@@ -148,7 +148,7 @@ impl Message {
 /// A rank's identity, sent by the process that spawned the rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// Rank of the receiving process.
+    /// Rank of the receiving process, from 0 to the world size less one.
     pub rank: u32,
     /// Number of ranks in the run.
     pub world_size: u32,
@@ -162,18 +162,19 @@ pub struct Welcome {
     pub payload: Vec<u8>,
 }
 
-/// The leader's first message.
+/// The leader's first message to every rank: the build, plan, session and parity values of the run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Init {
-    /// Wire version of the leader.
+    /// Wire version of the leader's build, which the frame's header carries too.
     pub wire_version: u16,
-    /// Build of the leader.
+    /// Build identifier of the leader's executable, which the leader compares with those of all
+    /// ranks.
     pub build: String,
-    /// Digest of the sealed plan.
+    /// Digest of the leader's sealed plan, which the leader compares with those of all ranks.
     pub plan: Digest,
     /// Session id, which every envelope carries.
     pub session: u64,
-    /// The leader's parity table.
+    /// The leader's own parity table, which the leader compares with those of all ranks.
     pub parity: Parity,
 }
 
@@ -182,32 +183,32 @@ pub struct Init {
 pub struct CallContext {
     /// Id of the call that uses the tensors.
     pub call_id: u64,
-    /// The tensors of the manifest.
+    /// The input that the envelope lacks: the tensor `context`.
     pub tensors: Tensors,
 }
 
 /// The leader's permission to run a call; ranks issue collectives only after it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Commit {
-    /// The call to run.
+    /// Id of the oldest open call, for which every rank has answered ready.
     pub call_id: u64,
 }
 
 /// The leader's announcement that the run has ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Abort {
-    /// The failure that ended the run.
+    /// The run's first failure, with which every rank ends.
     pub failure: Failure,
 }
 
 /// A loaded rank's answer to [`Init`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HelloAck {
-    /// Build of the worker.
+    /// Build identifier of the rank's executable, compared as the parity key `build`.
     pub build: String,
-    /// Digest of the worker's plan.
+    /// Digest of the sealed plan on the rank, compared as the parity key `plan digest`.
     pub plan: Digest,
-    /// The worker's parity table.
+    /// The rank's parity table, with the values that its loaded engine reported.
     pub parity: Parity,
     /// Fingerprints of the loaded weights, shard by shard.
     pub fingerprints: Vec<ShardFingerprint>,
@@ -216,11 +217,11 @@ pub struct HelloAck {
 /// Fingerprint of one rank's shard of a weight tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardFingerprint {
-    /// Name of the tensor.
+    /// Name of the weight tensor, or of several merged ones, such as `blocks.7.ffn.*`.
     pub tensor: String,
     /// Index range of the shard, such as `[0..64, ..]`; equal text means the same range.
     pub slice: String,
-    /// Digest of the shard's bytes.
+    /// Digest of the shard's bytes; for merged tensors, of their digests.
     pub digest: Digest,
     /// Whether all elements of the shard are equal, so that other shards may have the same digest.
     pub constant: bool,
@@ -229,7 +230,7 @@ pub struct ShardFingerprint {
 /// A rank's confirmation that it can run a call.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ready {
-    /// Id of the call.
+    /// Id of the accepted call, which this rank has not run yet.
     pub call_id: u64,
     /// Cache state that this rank predicts after the call.
     pub predicted_state: Digest,
@@ -240,18 +241,20 @@ pub struct Ready {
 /// A rank's refusal of a call, which ends the run.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refused {
-    /// Id of the call.
+    /// Id of the refused call; 0 if the refused message belongs to no call.
     pub call_id: u64,
     /// Class, code and text of the refusal.
     pub failure: Failure,
 }
 
-/// A rank's observations during a call.
+/// Counts, digests and durations of a call on one rank. The leader compares the digests and counts
+/// that must be equal on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct CallObservation {
-    /// Number of generator forwards.
+    /// Number of generator forwards that this rank ran in the call.
     pub generator_calls: u32,
-    /// Number of collectives issued.
+    /// Sum of the collectives that the engine reported for the phases, compared with the
+    /// envelope's.
     pub collectives: u64,
     /// Trace digests of the phases, joined in order.
     pub trace: Digest,
@@ -276,9 +279,9 @@ pub struct CallObservation {
 /// A rank's report that a call is finished.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Done {
-    /// Id of the call.
+    /// Id of the finished call, or of the shutdown that this rank answers.
     pub call_id: u64,
-    /// Cache epoch of the call.
+    /// Cache epoch from the call's envelope; the leader refuses a result of another epoch.
     pub cache_epoch: u32,
     /// Counters and digests of the call on this rank, which the leader compares across ranks.
     pub observed: CallObservation,
@@ -308,13 +311,13 @@ pub struct Heartbeat {
 /// Report on a delivered chunk: frames, phase durations and queue lengths.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Index of the chunk.
+    /// Index of the delivered chunk, from 0.
     pub chunk: u32,
-    /// Frames delivered for it.
+    /// Number of frames that the media pipeline wrote for the chunk.
     pub frames: u32,
     /// Name of each phase and its duration on the first rank, in nanoseconds.
     pub phases: Vec<(String, u64)>,
-    /// Number of waiting requests.
+    /// Number of requests that wait at the leader.
     pub queued_in: u32,
     /// Number of finished chunks that are not yet delivered.
     pub queued_out: u32,

@@ -3,21 +3,11 @@
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
-use tessera_base::{Code, Diagnostic};
+use tessera_base::Diagnostic;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{MAX_DIMS, MAX_TENSORS};
-
-/// A tensor manifest contradicts the tensor bytes.
-pub(crate) static T0706: Code = Code {
-    id: "T0706",
-    title: "tensor manifest and tensor bytes disagree",
-    page: "The tensor_specs of a frame list each of its tensors: name, dtype, shape, byte length and \
-checksum. The receiver allocates memory from that list alone, in its order, and rejects a length that does not follow \
-from dtype and shape, a name that occurs twice, and bytes with another checksum.\n\nA wrong checksum in one tensor \
-with a correct frame checksum means that the sender listed one tensor and sent another, or sent the tensors in another \
-order: a bug in the sender, not a fault of the link.",
-};
+use crate::codes::T0706;
 
 /// Element types of tensors on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,7 +42,7 @@ impl std::fmt::Display for Dtype {
     }
 }
 
-/// One entry of a manifest.
+/// The description of one tensor in a frame's manifest; the tensor bytes follow in its order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorSpec {
     /// Name, such as `text` or `context`.
@@ -63,7 +53,7 @@ pub struct TensorSpec {
     pub shape: Vec<u64>,
     /// Length in bytes: number of elements times element size.
     pub bytes: u64,
-    /// xxh3 of the bytes.
+    /// 64-bit XXH3 of the bytes; the receiver rejects bytes with another value (T0706).
     pub checksum: u64,
 }
 
@@ -147,7 +137,7 @@ impl Tensor {
         &self.spec.name
     }
 
-    /// Returns the manifest entry.
+    /// Returns the manifest entry: name, element type, shape and length in bytes.
     #[must_use]
     pub fn manifest_entry(&self) -> &TensorSpec {
         &self.spec
@@ -177,7 +167,7 @@ impl Tensors {
         self.0.iter().map(|t| t.spec.clone()).collect()
     }
 
-    /// Returns the total number of bytes.
+    /// Returns the length of all tensors together in bytes, without the manifest.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.0.iter().map(|t| t.spec.bytes).sum()

@@ -2,6 +2,8 @@
 //! of the same message sizes over plain sockets. A program that uses this module calls [`run_child`]
 //! first.
 
+#![allow(clippy::disallowed_methods, reason = "the program starts itself again and exchanges files")]
+
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;

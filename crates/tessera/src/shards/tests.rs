@@ -227,7 +227,7 @@ fn load_rank(plan: &Plan, rank: Rank) -> (CpuBackend, WeightFingerprints) {
     (cpu, shards)
 }
 
-/// Rehashes until a call returns a result.
+/// Rehashes call by call, and returns the first result with the number of its call, from 1.
 fn rehash_until_result(
     cpu: &mut CpuBackend,
     shards: &mut WeightFingerprints,

@@ -10,7 +10,7 @@ use tessera_sim::{BusyInterval, SimProgramId};
 /// Maximum number of ops in a trace. The phases of all chunks and ranks are recorded separately.
 const MAX_OPS: usize = 80_000;
 
-/// The ops of the most recent chunks.
+/// Busy intervals of the ops of the latest chunks, at most [`MAX_OPS`] in total.
 #[derive(Debug, Default)]
 pub(super) struct OpTrace {
     chunks: VecDeque<(u32, Vec<BusyInterval>)>,

@@ -12,7 +12,7 @@ use tessera_mesh::{Mesh, Rank};
 use tessera_plan::video::estimate_call;
 use tessera_verify::SealedPlan;
 
-use crate::engine::LEADER_PHASES;
+use crate::plan::LEADER_PHASES;
 use crate::plan::Plan;
 use crate::summary::PlanSummary;
 

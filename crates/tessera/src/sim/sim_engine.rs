@@ -12,7 +12,7 @@ use tessera_runtime::program_index::ProgramIndex;
 use tessera_runtime::sim::HashEngine;
 use tessera_runtime::wire::{PhaseCall, Tensor, Tensors};
 
-/// A phase that completed on a device.
+/// A phase that a simulated device completed, with its duration `ns` in simulated nanoseconds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FinishedPhase {
     pub(super) phase: String,
@@ -24,7 +24,7 @@ pub(super) struct FinishedPhase {
 /// Phases that a device completed and its engine has not reported yet, in order.
 pub(super) type FinishedPhases = Rc<RefCell<VecDeque<FinishedPhase>>>;
 
-/// The engine of a rank on a simulated machine.
+/// An engine without numerics: it reports the phases that a simulated device has completed.
 pub(super) struct SimEngine {
     fold: HashEngine,
     finished: FinishedPhases,

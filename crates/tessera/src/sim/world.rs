@@ -27,16 +27,18 @@ use tessera_runtime::wire::{Message, Progress, Tensor};
 use tessera_sim::{BusyInterval, OutsideWork, ProgramEnd, SimDevices, SimProgramId};
 use tessera_verify::collective_lines;
 
-use super::engine::{build_program_index, mesh_phases};
 use super::op_trace::{OpTrace, ProgramNames};
 use super::sim_engine::{FinishedPhase, FinishedPhases, SimEngine};
 use super::{HOP_LATENCY_NS, to_failure};
+use crate::engine::{build_program_index, mesh_phases};
 use crate::plan::Plan;
-use crate::rank::{RankConfig, ranks_without_latents};
+use crate::rank_config::RankConfig;
 use crate::record::{PhasesByRank, RecordWriter};
-use crate::stream::{ChunkProgress, StreamEvent};
+use crate::run_settings::ranks_without_latents;
+use crate::stream_options::{ChunkProgress, StreamEvent};
 
-/// The simulated world of a plan.
+/// The simulated devices, media pipeline and record of a plan, which the simulated runtime uses as
+/// its [`World`].
 pub(super) struct SimWorld<'a> {
     plan: &'a Plan,
     config: &'a RankConfig,
@@ -52,7 +54,7 @@ pub(super) struct SimWorld<'a> {
     record: RecordWriter,
     /// Phases of the current call, by rank.
     phase_records: PhasesByRank,
-    /// Ops of the current phase, by rank.
+    /// Busy intervals of the phase that each rank is running.
     phase_bars: BTreeMap<Rank, Vec<BusyInterval>>,
     /// Ops of this call's completed phases.
     call_bars: Vec<BusyInterval>,
@@ -178,7 +180,7 @@ impl<'a> SimWorld<'a> {
         }
     }
 
-    /// Handles the end of a phase on a rank.
+    /// Passes a completed phase to the rank's engine, and records the times of the phase's streams.
     fn finish_phase(&mut self, e: &ProgramEnd, now_ns: u64) {
         let Some(part) = self.programs.get(&e.program) else { return };
         let begun_ns = e.start_ns as u64;
@@ -222,7 +224,7 @@ impl<'a> SimWorld<'a> {
         Tensor::from_f32(name, &facts.shape, &values).ok()
     }
 
-    /// Reports a delivered chunk.
+    /// Reports a delivered chunk with the frames so far and the simulated frame rate.
     fn report_progress(&mut self, now_ns: u64, p: &Progress) {
         self.frames += u64::from(p.frames);
         let (since_ns, before) = self.first_delivery.unwrap_or((0, 0));
@@ -400,7 +402,7 @@ impl SimMedia {
         })
     }
 
-    /// Starts work and returns its duration.
+    /// Starts a media job and returns the sum of its steps' durations in nanoseconds.
     fn begin_work(&mut self, work: &MediaJob) -> u64 {
         self.steps = match work {
             // The first latent of a scene is its own anchor.

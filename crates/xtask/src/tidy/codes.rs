@@ -3,81 +3,137 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use syn::spanned::Spanned;
+use syn::visit::Visit;
+use syn::{ExprStruct, Ident, ItemConst, LitStr, Member};
+
 use super::Problem;
-use super::rust::{Source, closing_bracket, find_words};
+use super::source::{Source, first_line};
 use crate::tree::{Tree, owning_crate};
 
 /// Minimum number of sentences of a page: what is wrong, and what to do.
 const MIN_SENTENCES: usize = 2;
 
-/// The place and the explain page of one definition of a code.
+/// One `Code { id: …, page: … }` of a source.
 struct Definition<'a> {
     path: &'a str,
     line: usize,
+    id: String,
     page: String,
+    in_test: bool,
 }
 
 /// Checks all definitions and all mentions of codes, in sources and pages.
 pub(super) fn check(tree: &Tree, sources: &[Source<'_>], found: &mut Vec<Problem>) {
     // The codes in this crate are examples.
     let sources: Vec<&Source<'_>> = sources.iter().filter(|s| s.crate_name() != "xtask").collect();
-    let mut defined: BTreeMap<&str, Vec<Definition<'_>>> = BTreeMap::new();
-    let mut test_only: BTreeSet<&str> = BTreeSet::new();
-    let mut listed: BTreeSet<(&str, &str)> = BTreeSet::new();
+    let mut definitions = Vec::new();
+    let mut listed: BTreeSet<(&str, String)> = BTreeSet::new();
     for s in &sources {
-        for (at, id) in find_ids(&s.uncommented) {
-            if !s.uncommented[..at].trim_end_matches('"').trim_end().ends_with("id:") {
-                continue;
-            }
-            if s.in_test(at) {
-                test_only.insert(id);
-                continue;
-            }
-            let page = explain_page(s, at);
-            defined.entry(id).or_default().push(Definition { path: s.path, line: s.line_number(at), page });
-        }
-        for at in find_words(&s.code, "CODES") {
-            // `CODES: &[&Code] = &[&a::T0101];`
-            let after = s.code[at..].trim_start_matches("CODES");
-            if let Some((_, list)) = after.split_once('=').filter(|_| after.starts_with(':')) {
-                let list = list.split(';').next().unwrap_or_default();
-                listed.extend(find_ids(list).map(|(_, id)| (s.crate_name(), id)));
-            }
-        }
+        let mut finder = CodeFinder { source: s, definitions: Vec::new(), listed: BTreeSet::new() };
+        finder.visit_file(&s.syntax);
+        definitions.extend(finder.definitions);
+        listed.extend(finder.listed.into_iter().map(|id| (s.crate_name(), id)));
     }
-    for (id, definitions) in &defined {
-        let first = &definitions[0];
-        for duplicate in &definitions[1..] {
-            let message = format!("{id} is also defined at {}:{}: choose another id", first.path, first.line);
-            found.push(Problem::new(duplicate.path, duplicate.line, message));
-        }
-        let sentences = first.page.split_inclusive(['.', '!', '?']).filter(|s| ends_sentence(s)).count();
-        if sentences < MIN_SENTENCES {
+    let mut defined: BTreeMap<&str, &Definition<'_>> = BTreeMap::new();
+    for d in definitions.iter().filter(|d| !d.in_test) {
+        if let Some(first) = defined.get(d.id.as_str()) {
             let message =
-                format!("the page of {id} has {sentences} sentence(s): state what is wrong and what to do");
-            found.push(Problem::new(first.path, first.line, message));
+                format!("{} is also defined at {}:{}: choose another id", d.id, first.path, first.line);
+            found.push(Problem::new(d.path, d.line, message));
+            continue;
         }
-        let owner = owning_crate(first.path).unwrap_or_default();
-        if !listed.contains(&(owner, *id)) {
-            found.push(Problem::new(first.path, first.line, format!("list {id} in the CODES of `{owner}`")));
-        }
+        check_definition(d, &listed, found);
+        defined.insert(&d.id, d);
     }
-    let is_known = |id: &str| defined.contains_key(id) || test_only.contains(id);
+    let is_known_to_code = |id: &str| definitions.iter().any(|d| d.id == id);
     for s in &sources {
-        for (at, id) in find_ids(s.text).filter(|(_, id)| !is_known(id)) {
-            found.push(Problem::new(
-                s.path,
-                s.line_number(at),
-                format!("code {id} is not defined: correct the id"),
-            ));
-        }
+        report_unknown_ids(s.path, s.text, &is_known_to_code, found);
     }
     for f in tree.files.iter().filter(|f| f.path.ends_with(".md")) {
-        for (i, line) in f.text.lines().enumerate() {
-            for (_, id) in find_ids(line).filter(|(_, id)| !defined.contains_key(id)) {
-                found.push(Problem::new(&f.path, i + 1, format!("code {id} is not defined: correct the id")));
-            }
+        report_unknown_ids(&f.path, &f.text, &|id| defined.contains_key(id), found);
+    }
+}
+
+/// Checks the length of a code's page, and that its crate lists the code.
+fn check_definition(d: &Definition<'_>, listed: &BTreeSet<(&str, String)>, found: &mut Vec<Problem>) {
+    let mut report = |message| found.push(Problem::new(d.path, d.line, message));
+    let sentences = d.page.split_inclusive(['.', '!', '?']).filter(|s| ends_sentence(s)).count();
+    if sentences < MIN_SENTENCES {
+        report(format!(
+            "the page of {} has {sentences} sentence(s): state what is wrong and what to do",
+            d.id
+        ));
+    }
+    let owner = owning_crate(d.path).unwrap_or_default();
+    if !listed.contains(&(owner, d.id.clone())) {
+        report(format!("list {} in the CODES of `{owner}`", d.id));
+    }
+}
+
+/// Reports the ids of a text that no definition has.
+fn report_unknown_ids(path: &str, text: &str, is_known: &dyn Fn(&str) -> bool, found: &mut Vec<Problem>) {
+    for (i, line) in text.lines().enumerate() {
+        for (_, id) in find_ids(line).filter(|(_, id)| !is_known(id)) {
+            found.push(Problem::new(path, i + 1, format!("code {id} is not defined: correct the id")));
         }
+    }
+}
+
+/// Collects the definitions of codes and the contents of `CODES`.
+struct CodeFinder<'s, 'a> {
+    source: &'s Source<'a>,
+    definitions: Vec<Definition<'a>>,
+    listed: BTreeSet<String>,
+}
+
+impl<'ast> Visit<'ast> for CodeFinder<'_, '_> {
+    fn visit_expr_struct(&mut self, i: &'ast ExprStruct) {
+        let field = |name: &str| {
+            let field = i.fields.iter().find(|f| matches!(&f.member, Member::Named(n) if n == name))?;
+            let mut literals = Literals::default();
+            literals.visit_expr(&field.expr);
+            Some(literals.text)
+        };
+        if let (Some(id), Some(page)) = (field("id"), field("page"))
+            && find_ids(&id).next() == Some((0, id.as_str()))
+        {
+            let line = first_line(i.span());
+            let in_test = self.source.in_test(line);
+            self.definitions.push(Definition { path: self.source.path, line, id, page, in_test });
+        }
+        syn::visit::visit_expr_struct(self, i);
+    }
+
+    fn visit_item_const(&mut self, i: &'ast ItemConst) {
+        if i.ident == "CODES" {
+            let mut names = Names::default();
+            names.visit_expr(&i.expr);
+            self.listed.extend(names.0);
+        }
+        syn::visit::visit_item_const(self, i);
+    }
+}
+
+/// All identifiers of an expression.
+#[derive(Default)]
+struct Names(BTreeSet<String>);
+
+impl<'ast> Visit<'ast> for Names {
+    fn visit_ident(&mut self, name: &'ast Ident) {
+        self.0.insert(name.to_string());
+    }
+}
+
+/// The contents of all string literals of an expression.
+#[derive(Default)]
+struct Literals {
+    text: String,
+}
+
+impl<'ast> Visit<'ast> for Literals {
+    fn visit_lit_str(&mut self, literal: &'ast LitStr) {
+        self.text.push_str(&literal.value());
     }
 }
 
@@ -92,14 +148,6 @@ pub(super) fn find_ids(text: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Returns the explain page of the definition whose id is at offset `at`: every literal from
-/// `page:` to the closing brace.
-fn explain_page(s: &Source<'_>, at: usize) -> String {
-    let Some(open) = s.code[..at].rfind('{') else { return String::new() };
-    let body = &s.uncommented[open..closing_bracket(&s.code, open)];
-    body.split_once("page:").map_or(String::new(), |(_, rest)| rest.replace(['"', '\\'], " "))
-}
-
 /// Returns whether text up to a full stop is a sentence and not a part of a dotted name.
 fn ends_sentence(text: &str) -> bool {
     text.ends_with(['.', '!', '?']) && text.split_whitespace().count() >= 3
@@ -107,13 +155,14 @@ fn ends_sentence(text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rust::parse_sources;
+    use super::super::source::parse_sources;
     use super::*;
 
     fn problems(text: &str) -> Vec<String> {
         let tree = Tree::from_files(&[("crates/a/src/lib.rs", text)]);
         let mut found = Vec::new();
-        check(&tree, &parse_sources(&tree), &mut found);
+        let sources = parse_sources(&tree, &mut found);
+        check(&tree, &sources, &mut found);
         found.into_iter().map(|p| p.message).collect()
     }
 
@@ -137,9 +186,9 @@ static B: Code = Code {{ id: \"T0101\", title: \"t\", {PAGE}// see T0103\n"
         );
         let found = problems(&text);
         assert_eq!(found.len(), 4, "{found:?}");
-        assert!(found[0].contains("T0101 is also defined at crates/a/src/lib.rs:2"));
-        assert!(found[1].contains("has 1 sentence(s)"));
-        assert!(found[2].contains("list T0102"));
+        assert!(found[0].contains("has 1 sentence(s)"));
+        assert!(found[1].contains("list T0102"));
+        assert!(found[2].contains("T0101 is also defined at crates/a/src/lib.rs:2"));
         assert!(found[3].contains("code T0103 is not defined"));
     }
 }

@@ -6,10 +6,10 @@ use crate::tree::Tree;
 
 /// Package fields that every crate inherits.
 const INHERITED_FIELDS: &[&str] = &["version", "edition", "rust-version", "license", "publish"];
-/// Names of the tables of dependencies.
+/// Tables of a manifest whose entries must inherit their version from the workspace.
 const DEPENDENCY_TABLES: &[&str] = &["dependencies", "dev-dependencies", "build-dependencies"];
 
-/// Checks the manifest of every crate.
+/// Reports each package field, lint table and dependency version that a crate does not inherit.
 pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     for member in &tree.members {
         let path = format!("crates/{}/Cargo.toml", member.name);

@@ -11,7 +11,7 @@ use super::codes::find_ids;
 use super::text::resolve_link;
 use crate::tree::{File, Tree};
 
-/// Folder of the manual's pages.
+/// Prefix of the paths of the manual's pages.
 const MANUAL: &str = "docs/manual/";
 /// The page that `cargo run -p tessera-runtime --example reference tripwires` prints.
 const TRIPWIRES: &str = "docs/reference/tripwires.md";
@@ -30,7 +30,7 @@ const BREAK_IT_TESTS: std::ops::RangeInclusive<usize> = 2..=4;
 /// Headings of the two lists of a contract.
 const CONTRACT_LISTS: [&str; 2] = ["Must:", "Forbidden:"];
 
-/// The facts that a page is checked against.
+/// The tripwires and drills of the reference pages, against which the manual is checked.
 struct Facts<'a> {
     tree: &'a Tree,
     /// The places and the manual page of each tripwire, by code.
@@ -39,7 +39,7 @@ struct Facts<'a> {
     drills: Option<BTreeMap<&'a str, &'a str>>,
 }
 
-/// Checks every page of the manual.
+/// Checks every page of the manual, and that each tripwire has a row on the page that it names.
 pub(super) fn check(tree: &Tree, found: &mut Vec<Problem>) {
     let pages: Vec<&File> = tree.files.iter().filter(|f| f.path.starts_with(MANUAL)).collect();
     if pages.is_empty() {

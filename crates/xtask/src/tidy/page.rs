@@ -1,12 +1,10 @@
-//! Reads the tables of `ARCHITECTURE.md`, `STYLE.md` and the glossary that configure tidy.
+//! Reads the tables of `ARCHITECTURE.md` and the glossary that configure tidy.
 
 use super::Problem;
 use crate::tree::Tree;
 
-/// The page with the tables of crates and of `unsafe`.
+/// The page with the tables of crates, of `unsafe` and of long code.
 pub(super) const ARCHITECTURE: &str = "ARCHITECTURE.md";
-/// The page with the table of long files.
-pub(super) const STYLE: &str = "STYLE.md";
 /// The page with the table of banned words.
 pub(super) const GLOSSARY: &str = "docs/glossary.md";
 
@@ -21,7 +19,7 @@ pub(super) enum CrateKind {
     Development,
 }
 
-/// A row of the table of crates.
+/// A row of the table of crates in [`ARCHITECTURE`]: what a crate is, and what it may depend on.
 #[derive(Debug, Clone)]
 pub(super) struct CrateRow {
     pub(super) name: String,
@@ -34,12 +32,21 @@ pub(super) struct CrateRow {
     pub(super) line: usize,
 }
 
-/// A row of the table of long files.
+/// A row of the table of files that may contain `unsafe`.
 #[derive(Debug)]
-pub(super) struct LongFile {
+pub(super) struct UnsafeFile {
     pub(super) path: String,
-    /// Whether the file is a list of similar items, whose length is not limited.
-    pub(super) is_list: bool,
+    pub(super) line: usize,
+}
+
+/// A row of the table of long files and functions.
+#[derive(Debug)]
+pub(super) struct LongCode {
+    pub(super) path: String,
+    /// Name of the long function; `None` if the file is long.
+    pub(super) function: Option<String>,
+    /// The page that lists the row.
+    pub(super) page: &'static str,
     pub(super) line: usize,
 }
 
@@ -80,27 +87,34 @@ pub(super) fn crate_rows(tree: &Tree, found: &mut Vec<Problem>) -> Vec<CrateRow>
 }
 
 /// Reads the list of files that may contain `unsafe`.
-pub(super) fn unsafe_files(tree: &Tree, found: &mut Vec<Problem>) -> Vec<String> {
+pub(super) fn unsafe_files(tree: &Tree, found: &mut Vec<Problem>) -> Vec<UnsafeFile> {
     let mut out = Vec::new();
     for (line, cells) in table_rows(tree, ARCHITECTURE, "unsafe", found) {
         let path = cells.first().map_or("", |c| strip_markup(c)).to_string();
-        if !tree.contains(&path) {
-            found.push(Problem::new(ARCHITECTURE, line, format!("{path} does not exist: remove the row")));
-        }
-        out.push(path);
+        out.push(UnsafeFile { path, line });
     }
     out
 }
 
-/// Reads the list of files that may be long.
-pub(super) fn long_files(tree: &Tree, found: &mut Vec<Problem>) -> Vec<LongFile> {
+/// Reads the list of files and functions that may be long.
+pub(super) fn long_code(tree: &Tree, found: &mut Vec<Problem>) -> Vec<LongCode> {
     let mut out = Vec::new();
-    for (line, cells) in table_rows(tree, STYLE, "long", found) {
+    for (line, cells) in table_rows(tree, ARCHITECTURE, "long", found) {
         match &cells[..] {
-            [path, kind, reason] if !reason.is_empty() && matches!(kind.as_str(), "list" | "whole") => {
-                out.push(LongFile { path: strip_markup(path).to_string(), is_list: kind == "list", line });
+            [path, function, reason] if !reason.is_empty() => {
+                let function = Some(strip_markup(function).to_string()).filter(|f| !f.is_empty());
+                out.push(LongCode {
+                    path: strip_markup(path).to_string(),
+                    function,
+                    page: ARCHITECTURE,
+                    line,
+                });
             }
-            _ => found.push(Problem::new(STYLE, line, "the row needs file, kind (whole or list) and reason")),
+            _ => found.push(Problem::new(
+                ARCHITECTURE,
+                line,
+                "the row needs file, function (or nothing) and reason",
+            )),
         }
     }
     out
@@ -141,6 +155,17 @@ fn strip_markup(cell: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_long_file_needs_a_reason() {
+        let page = "<!-- tidy:long -->\n| a | b | c |\n|---|---|---|\n| `x.rs` | `f` | why |\n| `y.rs` | | why |\n\
+| `z.rs` | | |\n<!-- /tidy:long -->\n";
+        let mut found = Vec::new();
+        let table = long_code(&Tree::from_files(&[(ARCHITECTURE, page)]), &mut found);
+        let rows: Vec<_> = table.iter().map(|r| (r.path.as_str(), r.function.as_deref())).collect();
+        assert_eq!(rows, [("x.rs", Some("f")), ("y.rs", None)]);
+        assert!(found.len() == 1 && found[0].line == 6, "{found:?}");
+    }
 
     #[test]
     fn a_table_is_read_and_a_bad_row_is_reported() {

@@ -35,7 +35,7 @@ impl Estimator<'_> {
         f64::from(node.micro_batches) * micro_batch_ns / f64::from(c.pp) * (1.0 - 1e-9)
     }
 
-    /// Computes the step time of a candidate that fits.
+    /// Computes the step time of a candidate that fits, with its breakdown, memory and sent bytes.
     pub fn step_cost(
         &mut self,
         c: &Candidate,

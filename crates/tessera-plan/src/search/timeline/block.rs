@@ -11,12 +11,14 @@ use tessera_cost::params::TpScheme;
 use tessera_cost::profile::TpOverlap;
 use tessera_cost::stream_sim::{Contention, Task, TaskGraph, TaskId, TaskResource};
 use tessera_cost::{CollectiveOp, GroupSpan};
+use tessera_ir::StreamKind;
 use tessera_ir::analytic_model::{LayerOp, LayerOpKind, OpSharding};
 use tessera_mesh::{LinkClass, Precision};
 
 use super::{BLOCK_LAYERS, TimelineInputs};
 
-const STREAM_NAMES: [&str; 4] = ["compute", "tp_collective", "a2a", "io"];
+const STREAMS: [StreamKind; 4] =
+    [StreamKind::Compute, StreamKind::TpCollective, StreamKind::A2a, StreamKind::Io];
 const COMPUTE: u8 = 0;
 const TP: u8 = 1;
 const A2A: u8 = 2;
@@ -28,7 +30,8 @@ const PREFETCH_LAYERS: u32 = 1;
 /// Layers simulated before the drawn ones, to reach steady state.
 const WARMUP_LAYERS: u32 = 4;
 
-/// Bytes of an activation element.
+/// Bytes of an activation element in a collective: bf16, whatever the matmul precision. Dispatch
+/// and combine have precisions of their own.
 const ACTIVATION_BYTES: f64 = 2.0;
 
 /// Simulates equal layers with these rows. Returns the intervals of [`BLOCK_LAYERS`] of them and a
@@ -61,7 +64,7 @@ pub(super) fn simulate_block(scene: &TimelineInputs, rows: &[LayerOp]) -> (Vec<I
         if end_ns <= start_ns {
             continue;
         }
-        let lane = STREAM_NAMES[label.lane as usize];
+        let lane = STREAMS[label.lane as usize].name();
         let last = bars.iter_mut().rev().find(|b| b.rank == label.rank && b.track == lane);
         match last {
             // Merge consecutive chunks into one interval.
@@ -84,10 +87,10 @@ pub(super) fn simulate_block(scene: &TimelineInputs, rows: &[LayerOp]) -> (Vec<I
 
 /// Returns the index of a bar's stream.
 fn stream_index(bar: &Interval) -> usize {
-    STREAM_NAMES.iter().position(|l| *l == bar.track).unwrap_or(STREAM_NAMES.len())
+    STREAMS.iter().position(|l| l.name() == bar.track).unwrap_or(STREAMS.len())
 }
 
-/// One step of a micro-batch in a layer.
+/// A compute or transfer step of one micro-batch in a layer, on the stream `lane`.
 #[derive(Debug, Clone, PartialEq)]
 struct LayerStep {
     name: String,
@@ -380,7 +383,7 @@ fn row_prefix(row: &str) -> &str {
     row.split('.').next().unwrap_or(row)
 }
 
-/// Marks the second of two overlapping micro-batches.
+/// Returns the suffix that marks the second of two overlapping micro-batches in interval names.
 fn chain_suffix(chain: usize) -> &'static str {
     if chain > 0 { " (2)" } else { "" }
 }

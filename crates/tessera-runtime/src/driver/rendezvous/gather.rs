@@ -15,21 +15,20 @@ use super::messages::{
     AddressTable, RankInfo, RendezvousMessage, WireDiagnostic, receive_message, send_message,
 };
 use super::{
-    LINK_LIMIT, RendezvousPeers, RendezvousSpec, T0758, UNREACHABLE_LIMIT, WaitLimit, format_ranks,
+    LINK_LIMIT, RendezvousPeers, RendezvousSpec, UNREACHABLE_LIMIT, WaitLimit, format_ranks,
     handshake_deadline, links, listen_at, resolve_master, stopped_diagnostic,
 };
+use crate::codes::{T0740, T0757, T0758};
 use crate::driver::byte_stream::ByteStream;
 use crate::driver::launcher::StopHandle;
 use crate::driver::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose, Credentials};
-use crate::parity::T0740;
-use crate::tripwire::T0757;
 
 /// Maximum concurrent handshakes; further connections wait.
 const MAX_HANDSHAKES: usize = 64;
 /// Interval at which the listener is polled.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A rank that has joined.
+/// A rank other than 0 that has authenticated itself and sent its information.
 struct JoinedPeer {
     stream: Box<dyn ByteStream>,
     info: RankInfo,

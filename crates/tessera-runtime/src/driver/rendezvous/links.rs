@@ -1,25 +1,29 @@
 //! Opens the links between pairs of ranks: the higher rank connects and the lower rank accepts.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::Scope;
 use std::time::Duration;
 
 use tessera_base::{Diagnostic, Diagnostics};
 
 use super::messages::AddressTable;
 use super::{
-    RendezvousPeers, RendezvousSpec, T0758, UNREACHABLE_LIMIT, WaitLimit, format_ranks, handshake_deadline,
+    RendezvousPeers, RendezvousSpec, UNREACHABLE_LIMIT, WaitLimit, format_ranks, handshake_deadline,
 };
 use crate::Digest;
+use crate::codes::T0758;
 use crate::driver::byte_stream::ByteStream;
 use crate::driver::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose};
 
 /// Maximum handshakes in progress; further connections wait in the listener's backlog.
 const MAX_HANDSHAKES: usize = 64;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
+const DIRECT_REACH_HINT: &str =
+    "ranks must reach each other directly: check the firewalls, or give an address with --bind";
 
-/// Purpose, communicator and peer of a link.
+/// Purpose, communicator (0 for a control link) and peer rank of a link.
 type LinkKey = (ConnectionPurpose, u32, u32);
 
 /// The open links, by purpose, communicator and peer.
@@ -35,89 +39,130 @@ pub(super) fn open_links(
     wait: &WaitLimit<'_>,
     note: &mut dyn FnMut(Diagnostic),
 ) -> Result<OpenLinks, Diagnostics> {
-    let wanted = required_links(spec);
-    let (connects, accepts): (Vec<LinkKey>, Vec<LinkKey>) =
-        wanted.into_iter().partition(|(.., r)| *r < spec.rank);
-    let mut links = OpenLinks(BTreeMap::new());
-    let mine = |purpose, to, lane| spec.make_claim(purpose, to, lane, session);
-    let is_for_this_rank =
-        |c: &Claim| c.expected_peer == spec.rank && c.world_size == spec.world_size && c.session == session;
-    let (sender, handshakes) = channel::<Result<AuthenticatedPeer, Diagnostic>>();
-    let mut pending = 0;
+    let (connects, to_accept): (Vec<LinkKey>, Vec<LinkKey>) =
+        required_links(spec).into_iter().partition(|(.., r)| *r < spec.rank);
+    let (sender, handshakes) = channel();
+    let open = OpenLinks(BTreeMap::new());
+    let mut opener = LinkOpener { spec, session, wait, to_accept, pending: 0, sender, handshakes, open };
     let mut queue = connects.into_iter();
-    std::thread::scope(|scope| {
-        let mut to_accept: Vec<LinkKey> = accepts;
+    std::thread::scope(|scope| -> Result<(), Diagnostics> {
         loop {
             // The loop alternates between connecting and accepting, so that neither delays a peer's
             // handshake.
             let next = queue.next();
-            let connecting = next.is_some();
-            if let Some((purpose, lane, rank)) = next {
-                let at = match rank {
-                    0 => master,
-                    r => {
-                        table.addresses[r as usize].parse().map_err(|_| unreachable_peer(r, "no address"))?
-                    }
-                };
-                let proved = open_link(spec, at, rank, &mine(purpose, rank, lane), wait)?;
-                links.0.insert((purpose, lane, rank), proved.stream);
+            if let Some(link) = next {
+                opener.connect(link, table, master)?;
             }
-            if pending < MAX_HANDSHAKES
-                && !to_accept.is_empty()
-                && let Ok((stream, _)) = listener.accept()
-            {
-                pending += 1;
-                let (sender, credentials) = (sender.clone(), &spec.credentials);
-                // The peer's claim names the link that it wants; this side's claim is the same for
-                // every link.
-                let claim = mine(ConnectionPurpose::Control, u32::MAX, 0);
-                scope.spawn(move || {
-                    let _ = secure::tune_socket(&stream, UNREACHABLE_LIMIT);
-                    let _ =
-                        sender.send(secure::accept_peer(stream, credentials, &claim, handshake_deadline()));
-                });
-            }
-            while let Ok(proved) = handshakes.try_recv() {
-                pending -= 1;
-                match proved {
-                    Ok(p) => {
-                        let name = (p.claim.purpose, p.claim.communicator, p.claim.rank);
-                        match to_accept.iter().position(|d| *d == name).filter(|_| is_for_this_rank(&p.claim))
-                        {
-                            Some(i) => {
-                                to_accept.swap_remove(i);
-                                links.0.insert(name, p.stream);
-                            }
-                            None => note(Diagnostic::warning(
-                                &T0758,
-                                format!(
-                                    "{} requested a link that it may not have; the link was closed",
-                                    p.claim
-                                ),
-                            )),
-                        }
-                    }
-                    Err(d) => note(d),
-                }
-            }
-            if !connecting && to_accept.is_empty() {
+            opener.accept_next(listener, scope);
+            opener.take_handshakes(note);
+            if next.is_none() && opener.to_accept.is_empty() {
                 return Ok(());
             }
-            let missing = || {
-                format_ranks(to_accept.iter().map(|(.., r)| *r).collect::<std::collections::BTreeSet<_>>())
-            };
-            if let Some(d) = wait.check_expired("links from other ranks") {
-                return Err(vec![
-                    d.with_label(format!("rank {}", spec.rank), format!("waits for ranks {}", missing()))
-                        .with_hint("ranks must reach each other directly: check the firewalls, or give an address with --bind"),
-                ]);
-            }
-            if !connecting {
+            opener.check_wait()?;
+            if next.is_none() {
                 std::thread::sleep(POLL_INTERVAL);
             }
         }
     })?;
-    Ok(links)
+    Ok(opener.open)
+}
+
+/// The links of this rank while they are opened.
+struct LinkOpener<'a> {
+    spec: &'a RendezvousSpec,
+    session: u64,
+    wait: &'a WaitLimit<'a>,
+    /// Links to higher ranks that these have not opened yet.
+    to_accept: Vec<LinkKey>,
+    /// Number of accepted connections whose handshake is in progress.
+    pending: usize,
+    sender: Sender<Result<AuthenticatedPeer, Diagnostic>>,
+    handshakes: Receiver<Result<AuthenticatedPeer, Diagnostic>>,
+    open: OpenLinks,
+}
+
+impl<'a> LinkOpener<'a> {
+    /// Opens a link to a lower rank.
+    fn connect(
+        &mut self,
+        link: LinkKey,
+        table: &AddressTable,
+        master: SocketAddr,
+    ) -> Result<(), Diagnostics> {
+        let (purpose, lane, rank) = link;
+        let at = match rank {
+            0 => master,
+            r => table.addresses[r as usize].parse().map_err(|_| unreachable_peer(r, "no address"))?,
+        };
+        let claim = self.spec.make_claim(purpose, rank, lane, self.session);
+        let proved = open_link(self.spec, at, rank, &claim, self.wait)?;
+        self.open.0.insert(link, proved.stream);
+        Ok(())
+    }
+
+    /// Accepts a waiting connection, if any, and starts its handshake on a thread of its own.
+    fn accept_next<'scope>(&mut self, listener: &TcpListener, scope: &'scope Scope<'scope, '_>)
+    where
+        'a: 'scope,
+    {
+        if self.pending >= MAX_HANDSHAKES || self.to_accept.is_empty() {
+            return;
+        }
+        let Ok((stream, _)) = listener.accept() else { return };
+        self.pending += 1;
+        let (sender, credentials) = (self.sender.clone(), &self.spec.credentials);
+        // The peer's claim names the link that it wants; this side's claim is the same for every
+        // link.
+        let claim = self.spec.make_claim(ConnectionPurpose::Control, u32::MAX, 0, self.session);
+        scope.spawn(move || {
+            let _ = secure::tune_socket(&stream, UNREACHABLE_LIMIT);
+            let _ = sender.send(secure::accept_peer(stream, credentials, &claim, handshake_deadline()));
+        });
+    }
+
+    /// Takes the connections whose handshake has ended. A failed one, or one for a link that the
+    /// peer may not have, is closed and noted.
+    fn take_handshakes(&mut self, note: &mut dyn FnMut(Diagnostic)) {
+        while let Ok(proved) = self.handshakes.try_recv() {
+            self.pending -= 1;
+            match proved {
+                Ok(peer) => {
+                    let link = (peer.claim.purpose, peer.claim.communicator, peer.claim.rank);
+                    let wanted = self.to_accept.iter().position(|l| *l == link);
+                    match wanted.filter(|_| self.is_for_this_rank(&peer.claim)) {
+                        Some(i) => {
+                            self.to_accept.swap_remove(i);
+                            self.open.0.insert(link, peer.stream);
+                        }
+                        None => note(Diagnostic::warning(
+                            &T0758,
+                            format!(
+                                "{} requested a link that it may not have; the link was closed",
+                                peer.claim
+                            ),
+                        )),
+                    }
+                }
+                Err(d) => note(d),
+            }
+        }
+    }
+
+    fn is_for_this_rank(&self, claim: &Claim) -> bool {
+        claim.expected_peer == self.spec.rank
+            && claim.world_size == self.spec.world_size
+            && claim.session == self.session
+    }
+
+    /// Returns an error with the missing ranks if the wait for links has expired.
+    fn check_wait(&self) -> Result<(), Diagnostics> {
+        let Some(d) = self.wait.check_expired("links from other ranks") else { return Ok(()) };
+        let missing = format_ranks(self.to_accept.iter().map(|(.., r)| *r).collect::<BTreeSet<_>>());
+        Err(vec![
+            d.with_label(format!("rank {}", self.spec.rank), format!("waits for ranks {missing}"))
+                .with_hint(DIRECT_REACH_HINT),
+        ])
+    }
 }
 
 impl OpenLinks {
@@ -213,8 +258,6 @@ fn unreachable_peer(rank: u32, why: &str) -> Diagnostics {
     vec![
         Diagnostic::error(&T0758, format!("rank {rank} cannot be reached from this rank"))
             .with_label(format!("rank {rank}"), why.to_string())
-            .with_hint(
-                "ranks must reach each other directly: check the firewalls, or give an address with --bind",
-            ),
+            .with_hint(DIRECT_REACH_HINT),
     ]
 }

@@ -6,20 +6,19 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tessera_base::{Code, Diagnostic};
 
-use super::T0758;
+use crate::codes::{T0740, T0756, T0757, T0758};
 use crate::digest::canonical_bytes;
 use crate::driver::byte_stream::ByteStream;
 use crate::driver::launcher::StopHandle;
 use crate::driver::secure::{read_exact, write_all};
-use crate::parity::T0740;
-use crate::tripwire::{T0756, T0757};
 
-/// Maximum bytes of a message.
+/// Maximum bytes of a message, checked before memory is allocated for it.
 const MAX_MESSAGE_BYTES: u32 = 1 << 20;
 /// Interval at which a wait checks for a stop request.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
-/// A rank's parameters and address.
+/// The first message of a rank to rank 0: the values that rank 0 compares, and where the rank
+/// listens.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct RankInfo {
     pub(super) parity_values: Vec<(String, String)>,
@@ -34,11 +33,11 @@ pub(super) struct RankInfo {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct AddressTable {
     pub(super) addresses: Vec<String>,
-    /// Payload of rank 0.
+    /// Bytes that the application gives to rank 0 for every rank; opaque to the rendezvous.
     pub(super) leader_payload: Vec<u8>,
 }
 
-/// A diagnostic in transferable form.
+/// A diagnostic as a rank sends it to another: all parts are text, and the code is its id alone.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct WireDiagnostic {
     code: String,
@@ -47,7 +46,8 @@ pub(super) struct WireDiagnostic {
     hint: Option<String>,
 }
 
-/// One message of the rendezvous.
+/// A message between rank 0 and another rank, in this order: info, table, linked, start. Either
+/// side may send a refusal instead of its next message.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum RendezvousMessage {
     Info(RankInfo),

@@ -1,4 +1,5 @@
-//! The hellos and the proofs over them.
+//! The handshake of two ranks: each sends a hello with its claim and a nonce, and then a proof: a
+//! hash of both hellos under a key that both ranks have.
 
 use std::fmt;
 use std::io::{self, ErrorKind};
@@ -24,23 +25,23 @@ pub const HELLO_BYTES: usize = 68;
 const MAGIC: [u8; 8] = *b"tessera\n";
 const VERSION: u16 = 1;
 
-/// The purpose of a connection.
+/// What a connection is for; the number stands in the hello.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ConnectionPurpose {
-    /// The rendezvous with rank 0.
+    /// The rendezvous with rank 0; a control link with rank 0 reuses the connection.
     Join = 1,
     /// Control messages between two ranks, for the whole run.
     Control = 2,
-    /// The collectives of one communicator.
+    /// The collectives of one communicator, between two of its members.
     Communicator = 3,
 }
 
 /// A process's claim about its identity and its connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Claim {
-    /// The purpose of the connection.
+    /// What the connection is for. A rank that accepts links between ranks always claims `Control`.
     pub purpose: ConnectionPurpose,
-    /// The rank of this process.
+    /// The rank that the claiming process has in the run.
     pub rank: u32,
     /// The rank that the process expects at the other end.
     pub expected_peer: u32,

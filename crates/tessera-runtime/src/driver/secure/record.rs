@@ -7,7 +7,7 @@ use std::os::fd::BorrowedFd;
 use super::hello::RecordKeys;
 use crate::driver::byte_stream::ByteStream;
 
-/// Maximum bytes in one record.
+/// Maximum bytes of content in one record, besides its length and its keyed hash.
 pub const RECORD_BYTES: usize = 64 << 10;
 const TAG_BYTES: usize = 16;
 const HEAD_BYTES: usize = 4 + TAG_BYTES;
@@ -34,7 +34,7 @@ struct RecordMac {
 }
 
 impl RecordMac {
-    /// Returns the tag of the next record.
+    /// Returns the keyed hash of the record with these bytes, and counts the record.
     fn next_tag(&mut self, bytes: &[u8]) -> [u8; TAG_BYTES] {
         let mut hash = blake3::Hasher::new_keyed(&self.key);
         hash.update(&self.count.to_le_bytes());

@@ -20,8 +20,8 @@ use rustls::{
 use tessera_base::Diagnostic;
 
 use super::{HandshakeSide, wait_ready};
+use crate::codes::T0756;
 use crate::driver::byte_stream::ByteStream;
-use crate::tripwire::T0756;
 
 /// A rank's certificate and the authority that it trusts.
 #[derive(Debug, Clone)]

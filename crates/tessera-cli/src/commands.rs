@@ -1,0 +1,12 @@
+//! The subcommands, one file each: the arguments with their help text, and what they run and print.
+
+pub mod autopsy;
+pub mod bench;
+pub mod bringup;
+pub mod check;
+pub mod doctor;
+pub mod drill;
+pub mod explain;
+pub mod measure;
+pub mod plan;
+pub mod stream;

@@ -1,0 +1,86 @@
+//! `tessera bringup`: evaluates the bring-up checklist, from the first run to full scale, on
+//! recorded runs.
+
+use std::path::PathBuf;
+
+use tessera_estimate::load_thresholds;
+use tessera_tools::bringup::{BringupGoals, ItemStatus, check_bringup};
+
+use crate::output::{CliResult, EXIT_DIAGNOSTICS, OutputFormat, format_table, write_stdout};
+
+const EXAMPLES: &str = "\
+Examples:
+  tessera stream models/demo --mesh tp=2 --out a        record a run; repeat with --out b and --out c
+  tessera bringup a b c                                 evaluate the checklist on the three runs
+  tessera bringup a b c --format json | jq '.[0]'       print the first item as JSON
+
+The checklist has six items, in the order of a bring-up. Each item is one check of the runs:
+
+  rank map            all runs have the same mesh, with each rank on the same device
+  frozen kernels      all runs completed; a program that is first run after the warm-up ends a run (T0752)
+  expert all-to-all   the all-to-all of the experts is fused, and its FP8 wire format is validated; always open for a plan
+                      that routes experts, because runs do not record the error of this format
+  KV cache residency  enough of the cache reads hit device memory
+  overlap             compute hides enough of the collectives, and pipeline bubbles are small
+  golden hash         three runs or more have the same hash of all latents
+
+An item passes only if no earlier item is open or failed. The output has one line per item, with its status, its requirement
+and the numbers found:
+
+  pass     the runs meet the requirement
+  n/a      the item does not apply to this plan
+  blocked  the runs meet the requirement, but an earlier item is open or failed
+  open     the runs recorded nothing that answers the item
+  fail     the runs do not meet the requirement
+
+Exit status: 0 every item passes or does not apply, 1 an item is open, blocked or failed, or a folder holds no run.";
+
+/// Evaluate the bring-up checklist on recorded runs: six checks, in the order in which a new
+/// machine is brought from a first run to production
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Run folders, oldest first: runs with the same plan, prompts, seed and number of chunks
+    #[arg(value_name = "RUN", required = true)]
+    pub runs: Vec<PathBuf>,
+
+    /// TOML file with other limits for the overlap ratio, the bubble and the cache hit rate, in the
+    /// format of crates/tessera-plan/gates.toml
+    #[arg(long, value_name = "FILE")]
+    pub gates: Option<PathBuf>,
+
+    /// Format of the checklist and of diagnostics
+    #[arg(long, value_enum, default_value_t)]
+    pub format: OutputFormat,
+}
+
+/// Evaluates the bring-up checklist on recorded runs.
+pub fn run(args: &Args) -> CliResult {
+    let items = check_bringup(&args.runs, &BringupGoals::from(&load_thresholds(args.gates.as_deref())?))?;
+    match args.format {
+        OutputFormat::Text => {
+            let rows: Vec<Vec<String>> = items
+                .iter()
+                .enumerate()
+                .map(|(i, item)| {
+                    vec![
+                        (i + 1).to_string(),
+                        item.status.name().to_string(),
+                        item.title.to_string(),
+                        item.detail.clone(),
+                    ]
+                })
+                .collect();
+            write_stdout(&format_table(&rows, &[true, false, false, false]))?;
+        }
+        OutputFormat::Json => {
+            let list: Vec<serde_json::Value> = items
+                .iter()
+                .map(|i| serde_json::json!({"item": i.title, "status": i.status.name(), "detail": i.detail}))
+                .collect();
+            write_stdout(&format!("{}\n", serde_json::Value::from(list)))?;
+        }
+    }
+    let fine = items.iter().all(|i| matches!(i.status, ItemStatus::Pass | ItemStatus::NotApplicable));
+    Ok(if fine { 0 } else { EXIT_DIAGNOSTICS })
+}

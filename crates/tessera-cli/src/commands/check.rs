@@ -1,0 +1,263 @@
+//! `tessera check`: verifies plan folders, program files, and traces of collectives.
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+use tessera::Plan;
+use tessera::check::{DeviceLimits, check_file};
+use tessera::codes::T0026;
+use tessera_base::{Diagnostic, DiagnosticFormat, Diagnostics};
+use tessera_tools::charts::{check_chart, is_chart};
+use tessera_tools::drawings::DrawingDir;
+use tessera_tools::trace::{self, check_trace};
+
+use crate::output::{CliResult, EXIT_DIAGNOSTICS, print_diagnostics, write_stdout};
+
+const EXAMPLES: &str = "\
+Examples:
+  tessera check my-plan
+  tessera check filetests/check/pipeline.tir
+  tessera check trace/rank-*.jsonl            the collectives that the ranks of any framework launched
+  tessera check layer.mmd                     a timeline as a Gantt chart: overlap ratio, bubble, impossible intervals
+  tessera check my-plan --svg why             draw each counterexample, as why/T0311-1.svg
+  tessera check my-plan --format github       annotations for a GitHub workflow
+
+A folder with seal.json is a plan; its content must match its digest. A .tir file contains programs: each is verified alone,
+and the ranks are verified together if every rank has a program. A .mmd file is a Mermaid Gantt chart, drawn by hand or written
+by `tessera plan --out` as timeline.mmd. Each section of the chart is a stream of a rank or a pipeline stage. A trace has one
+.jsonl file per rank; the .jsonl files on the command line, or those in a folder, form one trace (docs/guides/trace-import.md).
+
+Exit status: 0 no errors (there may be warnings), 1 something was rejected, 2 usage error.";
+
+/// Verify plans, programs and collective traces: no deadlock, no mismatched collectives, enough
+/// memory
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Plan folders, folders with the .jsonl files of a trace, and .tir, .mmd or .jsonl files
+    #[arg(required = true, value_name = "PATH")]
+    pub paths: Vec<PathBuf>,
+
+    /// Format of diagnostics and summary lines
+    #[arg(long, value_enum, default_value_t)]
+    pub format: CheckFormat,
+
+    /// Draw counterexamples as SVG files in this folder; existing drawings of the same name are
+    /// replaced
+    #[arg(long, value_name = "DIR")]
+    pub svg: Option<PathBuf>,
+
+    /// Verify for a run with NCCL_GRAPH_MIXING_SUPPORT=0
+    ///
+    /// A communicator then serves one captured graph at a time: until that graph has finished,
+    /// neither another graph nor a collective outside any graph may use the communicator. Traces
+    /// are not verified for this, because they do not record when a graph ends.
+    #[arg(long)]
+    pub no_graph_mixing: bool,
+}
+
+/// Command-line form of [`DiagnosticFormat`]; the doc comment of a value is its help text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum)]
+pub enum CheckFormat {
+    /// Human-readable text
+    #[default]
+    Text,
+    /// One JSON object per line
+    Json,
+    /// GitHub workflow commands, which GitHub shows as annotations
+    Github,
+}
+
+impl From<CheckFormat> for DiagnosticFormat {
+    fn from(f: CheckFormat) -> DiagnosticFormat {
+        match f {
+            CheckFormat::Text => DiagnosticFormat::Text,
+            CheckFormat::Json => DiagnosticFormat::Json,
+            CheckFormat::Github => DiagnosticFormat::Github,
+        }
+    }
+}
+
+/// Verifies the given plan folders, program files or traces of collectives.
+pub fn run(args: &Args) -> CliResult {
+    let mut drawings = args.svg.as_deref().map(DrawingDir::create_in).transpose()?;
+    let limits = DeviceLimits { graph_mixing_off: args.no_graph_mixing, ..DeviceLimits::default() };
+    let mut status = 0;
+    for input in classify_paths(&args.paths) {
+        let outcome = check_input(&input, &limits);
+        print_diagnostics(&outcome.diagnostics, args.format.into(), &*outcome.source);
+        if let Some(drawings) = &mut drawings {
+            for file in drawings.write_drawings(&outcome.diagnostics, &*outcome.source)? {
+                eprintln!("wrote {}", file.display());
+            }
+        }
+        if outcome.diagnostics.iter().any(Diagnostic::is_error) {
+            status = EXIT_DIAGNOSTICS;
+        } else if let Some(what) = outcome.summary {
+            write_stdout(&summary_line(&input, &what, args.format))?;
+        }
+    }
+    Ok(status)
+}
+
+/// What `tessera check` verifies at a time; the files of a trace are verified together.
+#[derive(Debug, PartialEq, Eq)]
+enum CheckInput {
+    Plan(PathBuf),
+    Programs(PathBuf),
+    Chart(PathBuf),
+    /// The name of the trace in messages, and its files, one per rank.
+    Trace(String, Vec<PathBuf>),
+}
+
+/// Classifies the paths, in their order. Loose trace files form one trace, at the position of the
+/// first.
+fn classify_paths(paths: &[PathBuf]) -> Vec<CheckInput> {
+    let trace_files: Vec<PathBuf> =
+        paths.iter().filter(|p| trace::is_trace(p) && !p.is_dir()).cloned().collect();
+    let mut trace_added = false;
+    let mut out = Vec::new();
+    for path in paths {
+        if path.is_dir() {
+            let plan = ["seal.json", "mapping.toml", "programs"].iter().any(|f| path.join(f).exists());
+            out.push(match trace::trace_files(path) {
+                Ok(files) if !plan => CheckInput::Trace(path.display().to_string(), files),
+                _ => CheckInput::Plan(path.clone()),
+            });
+        } else if is_chart(path) {
+            out.push(CheckInput::Chart(path.clone()));
+        } else if !trace::is_trace(path) {
+            out.push(CheckInput::Programs(path.clone()));
+        } else if !trace_added {
+            trace_added = true;
+            let first = path.display();
+            let name = match trace_files.len() {
+                1 => first.to_string(),
+                n => format!("{first} and {} more", n - 1),
+            };
+            out.push(CheckInput::Trace(name, trace_files.clone()));
+        }
+    }
+    out
+}
+
+/// Returns the text of a named file, if it is available.
+type SourceReader = Box<dyn Fn(&str) -> Option<String>>;
+
+/// The verification result of one input.
+struct CheckOutcome {
+    diagnostics: Diagnostics,
+    source: SourceReader,
+    /// A summary, present only if there are no errors.
+    summary: Option<VerifiedSummary>,
+}
+
+enum VerifiedSummary {
+    Digest(String),
+    /// Programs verified one by one; the ranks were not compared.
+    DigestWithoutRanks(String),
+    Trace {
+        ranks: usize,
+        launches: usize,
+        groups: usize,
+    },
+    /// One sentence per measurement of a chart, such as its overlap ratio and the goal.
+    Chart(Vec<String>),
+}
+
+fn check_input(input: &CheckInput, limits: &DeviceLimits) -> CheckOutcome {
+    match input {
+        CheckInput::Plan(folder) => {
+            let source = Box::new(|at: &str| std::fs::read_to_string(at).ok());
+            match Plan::read_with_limits(folder, limits) {
+                Ok(plan) => {
+                    let verified = Some(VerifiedSummary::Digest(plan.sealed.digest_hex()));
+                    CheckOutcome { diagnostics: Vec::new(), source, summary: verified }
+                }
+                Err(diagnostics) => CheckOutcome { diagnostics, source, summary: None },
+            }
+        }
+        CheckInput::Programs(file) => {
+            let checked = check_file(file, limits);
+            let ranks_not_compared = checked.diagnostics.iter().any(|d| d.code == &T0026);
+            let digest = checked.digest.clone().filter(|_| checked.is_verified());
+            let verified = digest.map(if ranks_not_compared {
+                VerifiedSummary::DigestWithoutRanks
+            } else {
+                VerifiedSummary::Digest
+            });
+            let (name, text) = (file.display().to_string(), checked.source);
+            let source = Box::new(move |at: &str| (at == name).then(|| text.clone()));
+            CheckOutcome { diagnostics: checked.diagnostics, source, summary: verified }
+        }
+        CheckInput::Chart(file) => {
+            let chart = check_chart(file);
+            let has_no_errors = !chart.diagnostics.iter().any(Diagnostic::is_error);
+            let (name, text) = (file.display().to_string(), chart.source);
+            let source = Box::new(move |at: &str| (at == name).then(|| text.clone()));
+            let verified = has_no_errors.then_some(VerifiedSummary::Chart(chart.measured));
+            CheckOutcome { diagnostics: chart.diagnostics, source, summary: verified }
+        }
+        CheckInput::Trace(name, files) => {
+            let mut checked = check_trace(files);
+            if files.is_empty() {
+                checked.diagnostics =
+                    checked.diagnostics.into_iter().map(|d| d.with_label(name, "this folder")).collect();
+            }
+            let verified = checked.is_verified().then_some(VerifiedSummary::Trace {
+                ranks: checked.ranks,
+                launches: checked.launches,
+                groups: checked.groups,
+            });
+            CheckOutcome {
+                diagnostics: checked.diagnostics,
+                source: Box::new(trace::read_lossy),
+                summary: verified,
+            }
+        }
+    }
+}
+
+fn summary_line(input: &CheckInput, summary: &VerifiedSummary, format: CheckFormat) -> String {
+    let path = match input {
+        CheckInput::Plan(path) | CheckInput::Programs(path) | CheckInput::Chart(path) => {
+            path.display().to_string()
+        }
+        CheckInput::Trace(name, _) => name.clone(),
+    };
+    match (summary, format) {
+        (VerifiedSummary::Digest(digest), CheckFormat::Json) => {
+            serde_json::json!({"path": path, "verified": true, "digest": digest}).to_string() + "\n"
+        }
+        (VerifiedSummary::Digest(digest), _) => format!("{path}: verified, digest {digest}\n"),
+        (VerifiedSummary::DigestWithoutRanks(digest), CheckFormat::Json) => {
+            let line = serde_json::json!({
+                "path": path, "verified": true, "ranks_compared": false, "digest": digest,
+            });
+            line.to_string() + "\n"
+        }
+        (VerifiedSummary::DigestWithoutRanks(digest), _) => {
+            format!("{path}: each program verified alone, ranks not compared, digest {digest}\n")
+        }
+        (VerifiedSummary::Chart(measured), CheckFormat::Json) => {
+            serde_json::json!({"path": path, "measured": measured}).to_string() + "\n"
+        }
+        (VerifiedSummary::Chart(measured), _) => format!("{path}: {}\n", measured.join("; ")),
+        (VerifiedSummary::Trace { ranks, launches, groups }, CheckFormat::Json) => {
+            let line = serde_json::json!({
+                "path": path, "verified": true, "ranks": ranks, "collectives": launches, "groups": groups,
+            });
+            line.to_string() + "\n"
+        }
+        (VerifiedSummary::Trace { ranks, launches, groups }, _) => format!(
+            "{path}: {}, {}, {}: no hang or mismatch in the trace\n",
+            count_noun(*ranks, "rank"),
+            count_noun(*launches, "collective"),
+            count_noun(*groups, "group"),
+        ),
+    }
+}
+
+fn count_noun(n: usize, word: &str) -> String {
+    format!("{n} {word}{}", if n == 1 { "" } else { "s" })
+}

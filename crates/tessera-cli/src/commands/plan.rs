@@ -1,0 +1,202 @@
+//! `tessera plan`: plans and verifies a model under a mapping, and prints a summary of the plan.
+
+mod search;
+
+use std::path::PathBuf;
+
+use tessera::summary::{PhaseSummary, PlanSummary, RankSummary};
+use tessera_base::{Bytes, Diagnostic, Flops};
+
+use crate::codes::T0030;
+use crate::flags::mapping::MappingArgs;
+use crate::flags::search::SearchArgs;
+use crate::output::{CliError, CliResult, OutputFormat, format_table, write_stdout};
+
+const EXAMPLES: &str = "\
+Examples:
+  tessera plan models/demo --mesh tp=2
+  tessera plan models/demo --mesh tp=2,pp=2 --strategy megatron --out my-plan
+  tessera plan models/demo --mesh tp=2 --topology pp1
+  tessera plan models/demo --mapping my-plan/mapping.toml --mesh tp=4
+  tessera plan models/demo --mesh tp=2 --format json | jq .ranks[0].total_bytes
+  tessera plan models/wan2.1-14b --cluster hgx-h200 --devices 8      search for the best mapping on 8 GPUs
+  tessera plan --model deepseek-v3 --why tp=8,pp=1                   estimate one mapping of a language model
+
+A plan uses exactly the mapping that --mapping and the options under 'Mapping' and 'Queue depths' give. With any option under
+'Mapping search', such as --cluster, tessera instead estimates every legal mapping on the cluster and takes the best. The
+options under 'Mapping' then restrict the search; for a language model, only --mesh may be given.
+
+A video model is a folder with stream.toml. For a video model, --out writes a plan, with or without a search. The programs in
+the plan are verified and sealed, and `tessera stream --plan DIR` runs them. A language model is given by --model, --recipe or
+a config.json. For a language model, tessera only estimates: --out writes a report without programs, and nothing can run.
+
+A digest identifies the plan, and does not depend on the machine. Before the first call of a run, every rank reports the digest
+of the plan that it holds; if the digests differ, the run ends.
+
+Exit status:
+  0  a plan, or with --why a legal mapping; gates that warn or fail do not change the status
+  1  no mapping is legal or meets the deadline, a recipe does not fit the devices, or a file
+     could not be used or written
+  2  the command line is wrong, or it names a file, a model, a recipe or a knob that does not exist";
+
+/// Maximum number of ranks listed as text. JSON lists all ranks.
+const MAX_RANKS_SHOWN: usize = 32;
+
+/// Plan how a model is sharded over ranks, and verify that the ranks cannot deadlock or diverge
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Model folder, for example models/demo
+    pub model: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub mapping_args: MappingArgs,
+
+    #[command(flatten)]
+    pub search_args: SearchArgs,
+
+    /// Mapping file (TOML), such as the mapping.toml of a plan folder; other options override it
+    #[arg(long, value_name = "FILE")]
+    pub mapping: Option<PathBuf>,
+
+    /// Write the plan to this new folder
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+
+    /// Format of the summary or report, and of diagnostics
+    #[arg(long, value_enum, default_value_t)]
+    pub format: OutputFormat,
+}
+
+/// Plans and verifies a model under a mapping, and prints a summary of the plan.
+pub fn run(args: &Args) -> CliResult {
+    plan_or_search(args).map_err(CliError::for_query)
+}
+
+fn plan_or_search(args: &Args) -> CliResult {
+    if args.search_args.is_requested() {
+        if args.mapping.is_some() {
+            let message = "--mapping fixes what a mapping search would choose";
+            let d = Diagnostic::error(&T0030, message)
+                .with_hint("leave out --mapping, or the options of the mapping search");
+            return Err(CliError::usage(vec![d]));
+        }
+        return search::run(
+            &args.search_args,
+            args.model.as_deref(),
+            &args.mapping_args,
+            args.out.as_deref(),
+            args.format,
+        );
+    }
+    let (_, plan) = args.mapping_args.open_and_plan(args.model.as_deref(), args.mapping.as_deref())?;
+    if let Some(folder) = &args.out {
+        plan.write(folder)?;
+    }
+    let summary = PlanSummary::from_plan(&plan);
+    write_stdout(&match args.format {
+        OutputFormat::Json => serde_json::to_string(&summary).unwrap_or_default() + "\n",
+        OutputFormat::Text => render_summary(&summary, args.out.as_ref().map(|f| f.display().to_string())),
+    })?;
+    Ok(0)
+}
+
+fn render_summary(s: &PlanSummary, folder: Option<String>) -> String {
+    let list = |v: &[f64]| v.iter().map(f64::to_string).collect::<Vec<_>>().join(" ");
+    let blocks: Vec<String> = s.blocks_per_stage.iter().map(u64::to_string).collect();
+    let ranks = if s.ranks.len() == 1 { "1 rank".to_string() } else { format!("{} ranks", s.ranks.len()) };
+    let row_chunks = match s.overlap_chunks {
+        0 | 1 => String::new(),
+        n => format!(" with {n} row chunks"),
+    };
+    let numbers = format!("{} numerics in {}", s.numerics, s.dtype);
+    let mut facts = vec![
+        ("mesh", format!("{}: {ranks}, {} strategy{row_chunks}, {numbers}", s.mesh, s.strategy)),
+        ("topology", format!("{}: {}", s.topology, describe_topology(s.topology))),
+        (
+            "stream",
+            format!(
+                "{}x{} at {} frames per second, {} frames per chunk, {} cache, steps {}",
+                s.picture[0],
+                s.picture[1],
+                s.fps,
+                s.frames_per_chunk,
+                s.cache,
+                list(&s.steps)
+            ),
+        ),
+        ("blocks", format!("{} per pipeline stage", blocks.join(", "))),
+    ];
+    if let Some(call) = s.steady_call() {
+        facts.push((
+            "chunk",
+            format!(
+                "{} phases, {} and {} collectives on the busiest ranks, {} over links from all ranks ({})",
+                call.phases.len(),
+                Flops(call.flops),
+                call.collectives,
+                Bytes(call.bytes),
+                call.name
+            ),
+        ));
+    }
+    facts.push(("digest", s.digest.clone()));
+    if let Some(folder) = folder {
+        facts.push(("folder", folder));
+    }
+    let facts: Vec<Vec<String>> = facts.into_iter().map(|(k, v)| vec![k.to_string(), v]).collect();
+    let mut out = format!("plan of {}, verified\n{}", s.model, format_table(&facts, &[false, false]));
+    out += "\nranks and their memory\n";
+    out += &ranks_table(&s.ranks);
+    out += "\nphases: FLOPs of the busiest rank; bytes that the busiest rank and all ranks send over links\n";
+    out += &phases_table(&s.phases);
+    out
+}
+
+/// Returns which ranks lead, encode, decode and generate, given the name of a topology.
+fn describe_topology(topology: &str) -> &'static str {
+    match topology {
+        "pp0" => "rank 0 leads, encodes and decodes outside the mesh; rank 1 generates",
+        "pp1" => {
+            "rank 0 leads, encodes and decodes outside the mesh; rank 1 relays to the other ranks; ranks 1 and up generate"
+        }
+        _ => "rank 0 leads, encodes, decodes, and generates with the other ranks",
+    }
+}
+
+fn ranks_table(ranks: &[RankSummary]) -> String {
+    let heading =
+        ["rank", "position", "role", "device", "weights", "buffers", "inputs", "temporaries", "total"];
+    let mut rows = vec![heading.map(str::to_string).to_vec()];
+    rows.extend(ranks.iter().take(MAX_RANKS_SHOWN).map(|r| {
+        let bytes = [r.weights_bytes, r.buffers_bytes, r.inputs_bytes, r.temporaries_bytes, r.total_bytes];
+        let place = if r.coordinates.is_empty() { "alone".to_string() } else { r.coordinates.clone() };
+        let mut row = vec![r.rank.to_string(), place, r.role.clone(), r.device.clone()];
+        row.extend(bytes.map(|b| Bytes(b).to_string()));
+        row
+    }));
+    let mut out = format_table(&rows, &[true, false, false, false, true, true, true, true, true]);
+    if ranks.len() > MAX_RANKS_SHOWN {
+        out += &format!("  and {} more (--format json lists all)\n", ranks.len() - MAX_RANKS_SHOWN);
+    }
+    out
+}
+
+fn phases_table(phases: &[PhaseSummary]) -> String {
+    let heading = ["phase", "work", "collective", "axis", "count", "one rank", "all ranks"];
+    let mut rows = vec![heading.map(str::to_string).to_vec()];
+    for p in phases {
+        let (name, work) = (p.name.clone(), Flops(p.flops).to_string());
+        if p.collectives.is_empty() {
+            rows.push(vec![name, work, "none".to_string()]);
+            continue;
+        }
+        for (i, c) in p.collectives.iter().enumerate() {
+            let (name, work) = if i == 0 { (name.clone(), work.clone()) } else { Default::default() };
+            let bytes = [c.rank_bytes, c.all_bytes].map(|b| Bytes(b).to_string());
+            let [one, all] = bytes;
+            rows.push(vec![name, work, c.op.clone(), c.axis.clone(), c.count.to_string(), one, all]);
+        }
+    }
+    format_table(&rows, &[false, true, false, false, true, true, true])
+}

@@ -1,0 +1,485 @@
+//! `tessera stream`: runs a plan as processes on this host.
+
+mod join;
+mod report;
+
+use std::path::{Path, PathBuf};
+
+use tessera::codes::T0040;
+use tessera::sim::{self, ClusterPrices, SimMachine};
+use tessera::stream_options::{RunDevice, StreamOptions};
+use tessera::synthetic_delays::{MediaDelays, SyntheticDelays};
+use tessera::{Model, Plan};
+use tessera_base::Diagnostic;
+
+use crate::codes::T0030;
+use crate::flags::mapping::{MappingArgs, MappingUse};
+use crate::flags::{AppliesTo, flag_set};
+use crate::output::{CliError, CliResult, OutputFormat};
+use crate::parse::{current_exe_path, invalid_argument, parse_milliseconds};
+use crate::progress::run_watched;
+use join::JoinArgs;
+use report::print_report;
+
+const EXAMPLES: &str = "\
+Examples:
+  tessera stream models/demo
+  tessera stream models/demo --mesh tp=2 --chunks 24 --prompt 'a blue square moves left'
+  tessera stream models/demo --mesh tp=2 --topology pp1 --cache recompute
+  tessera stream models/demo --chunks 12 --at 4:'a green circle moves up' --cut-at 8
+  tessera stream --plan my-plan --out my-run
+  tessera stream models/wan2.1-14b --mesh tp=8,pp=9 --device sim --cluster gb200-nvl72
+  tessera stream models/demo --mesh tp=2 --device cuda      one GPU per rank
+
+A stream is generated in chunks of a few frames each. Chunks count from 0. Ctrl-C stops after the current chunk and leaves a
+complete run folder; a second Ctrl-C kills the ranks. Exit status 10 and above tells how a run failed; the message names a
+code for `tessera explain`.";
+
+/// Stream a video from a model over the ranks of one or several hosts
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES, allow_negative_numbers = true)]
+pub struct Args {
+    /// Model folder, for example models/demo
+    pub model: Option<PathBuf>,
+
+    /// Run the plan in this folder (from `tessera plan --out`) instead of making a new one
+    #[arg(long, value_name = "DIR")]
+    pub plan: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub mapping: MappingArgs,
+
+    /// Device that runs the plan
+    #[arg(long, value_enum, default_value_t)]
+    pub device: StreamDevice,
+
+    #[command(flatten)]
+    pub simulated: ClusterArgs,
+
+    /// Number of chunks to generate; a chunk is a few latent frames
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub chunks: u32,
+
+    /// Prompt of the first chunk
+    #[arg(long, value_name = "TEXT", default_value = "a red circle moves right")]
+    pub prompt: String,
+
+    /// Random seed of the first chunk's noise
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+
+    /// Change the prompt from this chunk on; may be repeated
+    #[arg(long, value_name = "CHUNK:TEXT", help_heading = CHANGES_HEADING)]
+    pub at: Vec<String>,
+
+    /// Change the seed from this chunk on; may be repeated
+    #[arg(long, value_name = "CHUNK:SEED", help_heading = CHANGES_HEADING)]
+    pub seed_at: Vec<String>,
+
+    /// Start a new scene at this chunk: earlier chunks are completed, then their context is
+    /// discarded; may be repeated
+    #[arg(long, value_name = "CHUNK", help_heading = CHANGES_HEADING)]
+    pub cut_at: Vec<u32>,
+
+    /// As --cut-at, but at once: earlier chunks that are queued or in flight are dropped; may be
+    /// repeated
+    #[arg(long, value_name = "CHUNK", help_heading = CHANGES_HEADING)]
+    pub flush_at: Vec<u32>,
+
+    /// Load other weights of the same shapes on every rank before this chunk, which starts a new
+    /// scene (as --cut-at does); may be repeated
+    #[arg(long, value_name = "CHUNK:DIR", help_heading = CHANGES_HEADING)]
+    pub weights_at: Vec<String>,
+
+    /// New folder for the video, the record and the report [default: out/MODEL-1, or the next free
+    /// number]
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+
+    /// Also write every frame as a PNG
+    #[arg(long)]
+    pub png: bool,
+
+    /// Allow more ranks than CPU cores
+    #[arg(long)]
+    pub oversubscribe: bool,
+
+    /// Minimum times of the leader's work per chunk, in milliseconds: FIRST to decode the first
+    /// latent frame, REST to decode the other latent frames together, ENCODE to encode the anchor
+    /// (a decoded frame that is encoded again as context of the next chunk)
+    ///
+    /// The leader waits until these times have passed, so that you can measure how decoding overlaps
+    /// generation. Without REST, each other latent frame takes at least FIRST. Without ENCODE, the
+    /// encode is not delayed. The anchor exists with --cache recompute only.
+    #[arg(long, value_name = "FIRST[,REST[,ENCODE]]", help_heading = DELAYS_HEADING)]
+    pub min_decode_ms: Option<String>,
+
+    /// Minimum time of all denoising forwards of a chunk together, in milliseconds
+    #[arg(long, value_name = "MS", help_heading = DELAYS_HEADING)]
+    pub min_generate_ms: Option<String>,
+
+    #[command(flatten)]
+    pub join: JoinArgs,
+
+    /// Do not show progress
+    #[arg(long, short)]
+    pub quiet: bool,
+
+    /// Format of the result and of diagnostics
+    #[arg(long, value_enum, default_value_t)]
+    pub format: OutputFormat,
+}
+
+const CHANGES_HEADING: &str = "Changes during the stream";
+const DELAYS_HEADING: &str = "Synthetic delays (to measure overlap)";
+
+flag_set! {
+    /// The simulated cluster.
+    ClusterArgs by AppliesTo {
+        [Simulation]
+        /// Cluster to simulate: a catalog name, or a TOML file in the format that `tessera measure`
+        /// writes [default: the cluster that the plan was estimated on; if none, hgx-h200 up to 8
+        /// ranks, gb200-nvl72 above]
+        #[arg(long, value_name = "NAME|FILE", help_heading = SIM_HEADING)]
+        cluster: Option<String>,
+
+        [Simulation]
+        /// Executor profile: a runtime's efficiency curves, which set the time of each simulated op
+        /// and collective; a name or a TOML file [default: the cluster's own]
+        #[arg(long, value_name = "NAME|FILE", help_heading = SIM_HEADING)]
+        profile: Option<String>,
+    }
+}
+
+const SIM_HEADING: &str = "Simulated cluster (with --device sim)";
+
+impl ClusterArgs {
+    /// Rejects options of a simulated cluster without `--device sim`.
+    ///
+    /// # Errors
+    /// T0040.
+    fn check_device(&self, device: StreamDevice) -> Result<(), CliError> {
+        match self.given_flags(&[AppliesTo::Simulation]).first() {
+            Some(option) if device != StreamDevice::Sim => Err(CliError::usage(vec![
+                Diagnostic::error(&T0040, format!("{option} requires --device sim"))
+                    .with_label(
+                        "--device",
+                        format!(
+                            "{}: runs on this machine, so there is no cluster to simulate",
+                            device.name()
+                        ),
+                    )
+                    .with_hint(format!("add --device sim, or leave out {option}")),
+            ])),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Values of `--device`; the doc comment of a value is its help text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum StreamDevice {
+    /// CPU cores of this machine
+    #[default]
+    Cpu,
+    /// Simulated cluster: keeps simulated time and computes no values, so it needs no weights
+    Sim,
+    /// NVIDIA GPUs of this machine, one per rank; `tessera doctor` lists them
+    Cuda,
+}
+
+impl StreamDevice {
+    /// Returns the value of `--device`, for example `cuda`.
+    pub fn name(self) -> &'static str {
+        match self {
+            StreamDevice::Cpu => "cpu",
+            StreamDevice::Sim => "sim",
+            StreamDevice::Cuda => "cuda",
+        }
+    }
+
+    /// Returns the device of the rank processes. A simulated run starts none and gets the CPU.
+    pub fn to_rank_device(self) -> RunDevice {
+        match self {
+            StreamDevice::Cuda => RunDevice::Cuda,
+            StreamDevice::Cpu | StreamDevice::Sim => RunDevice::Cpu,
+        }
+    }
+}
+
+/// Streams a plan on this host, or as one rank of a run that is started externally.
+pub fn run(args: &Args) -> CliResult {
+    let changes = parse_changes(args)?;
+    args.simulated.check_device(args.device)?;
+    let (model, plan) = match &args.plan {
+        None => args.mapping.open_and_plan(args.model.as_deref(), None)?,
+        Some(folder) => {
+            if let Some(option) = args.mapping.given_flags(&MappingUse::ALL).first() {
+                return Err(plan_conflict_error(option));
+            }
+            match args.device {
+                StreamDevice::Cpu | StreamDevice::Cuda => read_sealed_plan(folder, args.model.as_ref())?,
+                StreamDevice::Sim => read_plan_without_model(folder)?,
+            }
+        }
+    };
+    let delays = parse_delays(args, plan.video.stream.chunk_frames.saturating_sub(1))?;
+    let options = StreamOptions {
+        chunks: args.chunks,
+        prompt: args.prompt.clone(),
+        seed: args.seed,
+        prompts_at: changes.prompts,
+        seeds_at: changes.seeds,
+        cuts_at: args.cut_at.clone(),
+        flushes_at: args.flush_at.clone(),
+        weights_at: changes.weights,
+        out: args.out.clone().unwrap_or_else(|| first_free_dir(Path::new("out"), &plan.model)),
+        png: args.png,
+        oversubscribe: args.oversubscribe,
+        delays,
+        device: args.device.to_rank_device(),
+        drill: None,
+        command: std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect(),
+    };
+    if args.device == StreamDevice::Sim {
+        return run_simulated(args, &plan, &options);
+    }
+    if is_joining(args) {
+        let join_options = args.join.options_from_env()?;
+        return join::run(plan, &model, &options, &join_options, args.quiet, args.format);
+    }
+    let rank = vec![current_exe_path()?, "rank".to_string()];
+    let report = run_watched(args.quiet, args.chunks, |interrupt, on_event| {
+        tessera::stream::run(&plan, &model, &options, rank, interrupt, on_event)
+    });
+    print_report(&report?, args.format, false)
+}
+
+/// Returns whether this process is, or should be, one rank of a run that is started externally.
+/// MASTER_ADDR alone may be left over from another program; RANK or WORLD_SIZE concerns this
+/// process.
+fn is_joining(args: &Args) -> bool {
+    let is_set = |name| std::env::var(name).is_ok_and(|value| !value.trim().is_empty());
+    is_set("RANK") || is_set("WORLD_SIZE") || !args.join.given_flags(&[AppliesTo::JoinedRanks]).is_empty()
+}
+
+/// Simulates a plan on a cluster, in this process.
+fn run_simulated(args: &Args, plan: &Plan, options: &StreamOptions) -> CliResult {
+    if is_joining(args) {
+        args.join.options_from_env()?;
+        return Err(CliError::usage(vec![
+            Diagnostic::error(
+                &T0040,
+                "RANK and WORLD_SIZE are set, which makes this process one rank of several",
+            )
+            .with_label("--device sim", "all ranks are simulated in one process")
+            .with_hint("unset RANK and WORLD_SIZE, and start one process"),
+        ]));
+    }
+    let ranks = plan.sealed.mesh().world_size();
+    let machine = tessera_estimate::resolve_machine(
+        args.simulated.cluster.as_deref(),
+        args.simulated.profile.as_deref(),
+        args.plan.as_deref(),
+        ranks,
+    )?;
+    let prices = ClusterPrices::from_plan(plan, &machine)?;
+    let machine = SimMachine { prices: &prices, name: prices.name() };
+    let report = run_watched(args.quiet, args.chunks, |interrupt, on_event| {
+        sim::run(plan, options, machine, interrupt, on_event)
+    });
+    print_report(&report?, args.format, false)
+}
+
+struct StreamChanges {
+    prompts: Vec<(u32, String)>,
+    seeds: Vec<(u32, u64)>,
+    weights: Vec<(u32, PathBuf)>,
+}
+
+/// Parses `--at`, `--seed-at` and `--weights-at`, and reports all errors at once.
+fn parse_changes(args: &Args) -> Result<StreamChanges, CliError> {
+    let mut errors = Vec::new();
+    let mut out = StreamChanges { prompts: Vec::new(), seeds: Vec::new(), weights: Vec::new() };
+    for text in &args.at {
+        parse_prompt_at(text).map_or_else(|d| errors.push(d), |p| out.prompts.push(p));
+    }
+    for text in &args.seed_at {
+        parse_seed_at(text).map_or_else(|d| errors.push(d), |s| out.seeds.push(s));
+    }
+    for text in &args.weights_at {
+        parse_weights_at(text).map_or_else(|d| errors.push(d), |w| out.weights.push(w));
+    }
+    errors.extend(repeated_chunk_error("--at", out.prompts.iter().map(|(c, _)| *c)));
+    errors.extend(repeated_chunk_error("--seed-at", out.seeds.iter().map(|(c, _)| *c)));
+    errors.extend(repeated_chunk_error("--cut-at", args.cut_at.iter().copied()));
+    errors.extend(repeated_chunk_error("--flush-at", args.flush_at.iter().copied()));
+    errors.extend(repeated_chunk_error("--weights-at", out.weights.iter().map(|(c, _)| *c)));
+    if errors.is_empty() { Ok(out) } else { Err(CliError::usage(errors)) }
+}
+
+fn parse_delays(args: &Args, other_latents: u64) -> Result<SyntheticDelays, CliError> {
+    let media =
+        args.min_decode_ms.as_deref().map(|text| parse_decode_delays(text, other_latents)).transpose();
+    let generate = args.min_generate_ms.as_deref();
+    let generate = generate.map(|text| parse_milliseconds("--min-generate-ms", text)).transpose();
+    match (media, generate) {
+        (Ok(media), Ok(generate_ns)) => Ok(SyntheticDelays { media, generate_ns }),
+        (a, b) => Err(CliError::usage([a.err(), b.err()].into_iter().flatten().collect::<Vec<_>>())),
+    }
+}
+
+fn repeated_chunk_error(option: &str, chunks: impl Iterator<Item = u32>) -> Option<Diagnostic> {
+    let mut seen = std::collections::BTreeSet::new();
+    let again = chunks.into_iter().find(|c| !seen.insert(*c))?;
+    Some(
+        Diagnostic::error(&T0030, format!("{option} names chunk {again} twice"))
+            .with_hint("leave one of them out"),
+    )
+}
+
+fn plan_conflict_error(option: &str) -> CliError {
+    CliError::usage(vec![
+        Diagnostic::error(
+            &T0030,
+            format!("{option} cannot be given with --plan: a sealed plan is not changed"),
+        )
+        .with_hint(format!("leave out {option}, or plan again without --plan")),
+    ])
+}
+
+/// Returns the first of `out/demo-1`, `out/demo-2`… that does not exist.
+fn first_free_dir(parent: &Path, model: &str) -> PathBuf {
+    let folder = |n: u32| parent.join(format!("{model}-{n}"));
+    (1..u32::MAX).map(folder).find(|p| p.symlink_metadata().is_err()).unwrap_or_else(|| folder(u32::MAX))
+}
+
+/// Reads a plan folder, and opens its model from `dir` or from the path that the plan records.
+fn read_sealed_plan(folder: &Path, dir: Option<&PathBuf>) -> Result<(Model, Plan), CliError> {
+    let plan = Plan::read(folder)?;
+    let model_dir = dir.cloned().unwrap_or_else(|| PathBuf::from(&plan.model_dir));
+    let model = Model::open_for_plan(&model_dir, &plan).map_err(|mut d| {
+        if dir.is_none() {
+            d.notes.push(format!(
+                "{} records this model folder; the path was valid where the plan was made",
+                folder.display()
+            ));
+            d.hint = Some("give the model's folder too: tessera stream MODEL --plan PLAN".to_string());
+        }
+        vec![d]
+    })?;
+    Ok((model, plan))
+}
+
+/// Reads a plan folder for a simulated run, which takes everything about the model from the plan.
+fn read_plan_without_model(folder: &Path) -> Result<(Model, Plan), CliError> {
+    let plan = Plan::read(folder)?;
+    let (name, dir) = (plan.model.clone(), PathBuf::from(&plan.model_dir));
+    Ok((Model { name, dir, video: plan.video.clone() }, plan))
+}
+
+/// Parses a prompt that takes effect at a chunk, such as `4:a blue square`.
+fn parse_prompt_at(text: &str) -> Result<(u32, String), Diagnostic> {
+    let (chunk, prompt) = split_at_chunk(text, "--at", "--at 4:'a blue square moves left'")?;
+    Ok((chunk, prompt.trim().to_string()))
+}
+
+/// Parses a seed that takes effect at a chunk, such as `4:7`.
+fn parse_seed_at(text: &str) -> Result<(u32, u64), Diagnostic> {
+    let example = "--seed-at 4:7";
+    let (chunk, seed) = split_at_chunk(text, "--seed-at", example)?;
+    let seed = seed.trim().parse();
+    seed.map(|s| (chunk, s))
+        .map_err(|_| invalid_argument("--seed-at", text, "the seed is not a whole number from 0", example))
+}
+
+/// Parses a weights folder that every rank loads before a chunk, such as `4:models/demo-2`.
+fn parse_weights_at(text: &str) -> Result<(u32, PathBuf), Diagnostic> {
+    let example = "--weights-at 4:models/other";
+    match split_at_chunk(text, "--weights-at", example)? {
+        (_, "") => Err(invalid_argument("--weights-at", text, "no folder after `:`", example)),
+        (chunk, folder) => Ok((chunk, PathBuf::from(folder))),
+    }
+}
+
+/// Parses minimum times of the decoder and encoder, such as `60,120,15` in milliseconds: for the
+/// first latent of a chunk, for its other latents together, and for the encode of the anchor.
+///
+/// Without the second number each of the `other_latents` takes as long as the first. Without the
+/// third the encode is not delayed.
+fn parse_decode_delays(text: &str, other_latents: u64) -> Result<MediaDelays, Diagnostic> {
+    let option = "--min-decode-ms";
+    let words: Vec<&str> = text.split(',').collect();
+    if words.len() > 3 {
+        return Err(invalid_argument(option, text, "more than three numbers", "--min-decode-ms 60,120,15"));
+    }
+    let ns: Vec<u64> = words.iter().map(|w| parse_milliseconds(option, w)).collect::<Result<_, _>>()?;
+    Ok(MediaDelays {
+        first_ns: ns[0],
+        rest_ns: ns.get(1).copied().unwrap_or(other_latents * ns[0]),
+        encode_ns: ns.get(2).copied().unwrap_or(0),
+    })
+}
+
+fn split_at_chunk<'a>(text: &'a str, option: &str, example: &str) -> Result<(u32, &'a str), Diagnostic> {
+    let (chunk, value) = text
+        .split_once(':')
+        .ok_or_else(|| invalid_argument(option, text, "no `:` after the chunk", example))?;
+    let chunk = chunk.trim();
+    let number = chunk
+        .parse()
+        .map_err(|_| invalid_argument(option, text, &format!("`{chunk}` is not a chunk number"), example))?;
+    Ok((number, value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_free_folder_is_used() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(first_free_dir(dir.path(), "demo"), dir.path().join("demo-1"));
+        std::fs::create_dir(dir.path().join("demo-1")).unwrap();
+        std::fs::write(dir.path().join("demo-2"), "").unwrap();
+        assert_eq!(first_free_dir(dir.path(), "demo"), dir.path().join("demo-3"));
+    }
+
+    #[test]
+    fn a_repeated_chunk_is_an_error() {
+        assert!(
+            repeated_chunk_error("--at", [3, 1, 3].into_iter()).unwrap().message.contains("chunk 3 twice")
+        );
+        assert!(repeated_chunk_error("--at", [3, 1].into_iter()).is_none());
+    }
+
+    #[test]
+    fn changes_at_a_chunk_are_parsed() {
+        assert_eq!(parse_prompt_at("4: a: b ").unwrap(), (4, "a: b".to_string()));
+        assert_eq!(parse_seed_at("0:18446744073709551615").unwrap(), (0, u64::MAX));
+    }
+
+    #[test]
+    fn modelled_times_are_filled_in() {
+        let model = |text| parse_decode_delays(text, 2).map(|m| [m.first_ns, m.rest_ns, m.encode_ns]);
+        assert_eq!(model("60").unwrap(), [60_000_000, 120_000_000, 0]);
+        assert_eq!(model("0.5, 7 ,1").unwrap(), [500_000, 7_000_000, 1_000_000]);
+        for bad in ["", "60,", "-1", "1e9", "NaN", "1,2,3,4"] {
+            assert_eq!(model(bad).unwrap_err().code, &T0030, "{bad}");
+        }
+    }
+
+    #[test]
+    fn errors_show_the_expected_syntax() {
+        let bad = [
+            parse_prompt_at("a red circle").unwrap_err(),
+            parse_prompt_at("x:a red circle").unwrap_err(),
+            parse_prompt_at("-1:a").unwrap_err(),
+            parse_seed_at("3:-1").unwrap_err(),
+            parse_seed_at("3").unwrap_err(),
+            parse_weights_at("3:").unwrap_err(),
+            parse_weights_at("models/demo").unwrap_err(),
+        ];
+        assert!(bad.iter().all(|d| d.code == &T0030 && d.hint.is_some()), "{bad:#?}");
+    }
+}

@@ -1,0 +1,115 @@
+//! Prints how a stream ended: the files of its run folder, its speed, and its failure.
+
+use tessera::stream_options::StreamReport;
+
+use crate::output::{CliResult, OutputFormat, format_table, write_stdout};
+
+/// Prints the result of a run. `failure_printed` suppresses the failure, for callers that have
+/// already printed it.
+pub fn print_report(report: &StreamReport, format: OutputFormat, failure_printed: bool) -> CliResult {
+    let text = match format {
+        OutputFormat::Json => render_json(report),
+        OutputFormat::Text => render_text(report),
+    };
+    write_stdout(&text)?;
+    if let Some(f) = report.failure.as_ref().filter(|_| format == OutputFormat::Text && !failure_printed) {
+        print_failure(f);
+    }
+    Ok(report.exit_code)
+}
+
+/// Prints code, class, rank and text of a failure to standard error.
+pub fn print_failure(f: &tessera::Failure) {
+    let rank = f.rank.map_or(String::new(), |r| format!(", rank {r}"));
+    eprintln!(
+        "failed[{}]: {}{rank}\n  {}\n\nmore: tessera explain {}",
+        f.code,
+        f.class.as_str(),
+        f.text.replace("; ", "\n  "),
+        f.code
+    );
+}
+
+/// The files that a run folder may contain, with the most useful ones first.
+const RUN_DIR_FILES: &[(&str, &str)] = &[
+    ("clip.png", "the video, an animated PNG for any browser"),
+    ("latents.f32", "the latents, because the model has no decoder"),
+    ("frames", "every frame as a PNG"),
+    ("report.html", "the report, for a browser"),
+    ("trace.json", "a timeline for ui.perfetto.dev"),
+    ("record.jsonl", "the record of every chunk, as JSON lines"),
+];
+
+fn render_text(r: &StreamReport) -> String {
+    let state = match (&r.failure, r.interrupted) {
+        (Some(_), _) => ", failed",
+        (None, true) => ", stopped on request",
+        (None, false) => "",
+    };
+    let chunks = if r.chunks == 1 { "1 chunk".to_string() } else { format!("{} chunks", r.chunks) };
+    let frames = if r.frames > 0 {
+        format!(", {} frames, {:.1} frames per second", r.frames, r.fps)
+    } else {
+        String::new()
+    };
+    let dropped = if r.dropped > 0 { format!(", {} dropped", r.dropped) } else { String::new() };
+    let mut out = format!("{}: {chunks}{dropped}{frames}{state}\n", r.out.display());
+    if let Some(machine) = &r.machine {
+        out += &format!("simulated time on {machine}; no values were computed, so there is no clip\n");
+    }
+    if let Some(golden) = &r.golden {
+        out += &format!("golden {golden}\n");
+    }
+    if let Some(o) = &r.overlap {
+        let ms = |ns: u64| ns as f64 / 1e6;
+        let score = match o.stage0_ns {
+            0 => "nothing to overlap".to_string(),
+            _ => format!("OverlapScore {:.2}", o.score),
+        };
+        out += &format!(
+            "period {:.1} ms: leader {:.1} ms, generator {:.1} ms, mesh idle {:.1} ms; {score}\n",
+            ms(o.period_ns),
+            ms(o.stage0_ns),
+            ms(o.stage1_ns),
+            ms(o.idle_ns),
+        );
+    }
+    let files: Vec<Vec<String>> = RUN_DIR_FILES
+        .iter()
+        .map(|(name, what)| (r.out.join(name), what))
+        .filter(|(path, _)| path.exists())
+        .map(|(path, what)| vec![path.display().to_string(), what.to_string()])
+        .collect();
+    out + &format_table(&files, &[false, false])
+}
+
+fn render_json(r: &StreamReport) -> String {
+    let failure = r.failure.as_ref().map(
+        |f| serde_json::json!({"class": f.class.as_str(), "rank": f.rank, "code": f.code, "text": f.text}),
+    );
+    let fields = serde_json::json!({
+        "out": r.out.display().to_string(),
+        "chunks": r.chunks,
+        "dropped": r.dropped,
+        "frames": r.frames,
+        "fps": r.fps,
+        "golden": r.golden,
+        "machine": r.machine,
+        "pipeline": r.overlap.as_ref().map(|o| serde_json::json!({
+            "chunks": o.chunks,
+            "overlap_score": o.score,
+            "passes": o.passes_gate(),
+            "period_ns": o.period_ns,
+            "stage0_ns": o.stage0_ns,
+            "stage1_ns": o.stage1_ns,
+            "idle_ns": o.idle_ns,
+            "queue_in": o.queue_in,
+            "queue_out": o.queue_out,
+            "digest_share": o.digest_share,
+        })),
+        "interrupted": r.interrupted,
+        "exit_code": r.exit_code,
+        "failure": failure,
+    });
+    fields.to_string() + "\n"
+}

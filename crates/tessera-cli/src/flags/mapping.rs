@@ -1,0 +1,354 @@
+//! The flags of a mapping, which `plan` and `stream` share, and the values that `bench` shares too.
+
+use std::path::Path;
+
+use tessera::{DtypePolicy, Mapping, Mesh, Model, Numerics, Overrides, Plan, Strategy, Topology, Transport};
+use tessera_base::Diagnostic;
+
+use super::named_values;
+use crate::codes::{T0030, T0031};
+use crate::output::CliError;
+use crate::parse::{invalid_argument, merge_pins};
+
+/// How a flag changes what is planned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MappingUse {
+    /// The mesh itself, which a search takes as pins
+    Mesh,
+    /// A field of the mapping that a search chooses, so that it takes the flag as a pin
+    Searched,
+    /// A field of the mapping that no search chooses
+    Fixed,
+    /// A setting of the model instead of the mapping
+    OfModel,
+}
+
+impl MappingUse {
+    /// All uses: every flag of the set.
+    pub const ALL: [MappingUse; 4] =
+        [MappingUse::Mesh, MappingUse::Searched, MappingUse::Fixed, MappingUse::OfModel];
+    /// The uses that language models do not have; their mapping is searched for the mesh alone.
+    pub const OF_STREAMS: [MappingUse; 3] = [MappingUse::Searched, MappingUse::Fixed, MappingUse::OfModel];
+}
+
+/// Declares [`MappingArgs`]. A flag of a mapping's field has the name of the field.
+macro_rules! mapping_flags {
+    ($([$use:ident] $(#[$attr:meta])* $flag:ident: $ty:ty,)*) => {
+        flag_set! {
+            /// The mapping that the command line requests.
+            #[command(next_help_heading = "Mapping")]
+            MappingArgs by MappingUse {
+                $([$use] $(#[$attr])* $flag: Option<$ty>,)*
+            }
+        }
+
+        impl MappingArgs {
+            /// Sets the fields of a mapping that have these uses and whose flag is given.
+            fn apply(&self, mapping: &mut Mapping, uses: &[MappingUse]) {
+                $(mapping_flags!(@apply $use, self.$flag, mapping.$flag, uses);)*
+            }
+
+            /// Returns the pins that the given flags imply, as `knob=value`.
+            fn pins(&self) -> Vec<String> {
+                let mut pins = Vec::new();
+                $(mapping_flags!(@pin $use, $flag, self.$flag, pins);)*
+                pins
+            }
+        }
+    };
+    (@apply Mesh, $flag:expr, $field:expr, $uses:ident) => {};
+    (@apply OfModel, $flag:expr, $field:expr, $uses:ident) => {};
+    (@apply $use:ident, $flag:expr, $field:expr, $uses:ident) => {
+        if $uses.contains(&MappingUse::$use) {
+            $field = $flag.unwrap_or($field);
+        }
+    };
+    (@pin Searched, $knob:ident, $flag:expr, $pins:ident) => {
+        $pins.extend($flag.map(|value| format!("{}={}", stringify!($knob), value.pin_text())));
+    };
+    (@pin $use:ident, $knob:ident, $flag:expr, $pins:ident) => {};
+}
+
+mapping_flags! {
+    [Mesh]
+    /// Mesh axes and their sizes: tp shards each transformer block, pp splits the blocks into
+    /// stages; for example tp=2,pp=2 [default: tp=1]
+    ///
+    /// The sizes multiply to the number of ranks in the mesh. `tessera stream`, and `tessera plan`
+    /// without a mapping search, use exactly this mesh. A mapping search of `tessera plan` keeps
+    /// the axes given here and chooses the others.
+    #[arg(long, value_name = "MESH")]
+    mesh: String,
+
+    [Searched]
+    /// Placement of the leader, the process that runs the text encoder and the decoder: in the mesh
+    /// or outside it [default: mesh]
+    ///
+    /// The topologies pp0 and pp1 add one rank in front of the mesh of --mesh. That rank decodes a
+    /// chunk while the mesh generates the next one. Use pp0 if the mesh has one rank, pp1 if it has
+    /// more.
+    #[arg(long, value_parser = named_values(TOPOLOGIES))]
+    topology: Topology,
+
+    [Searched]
+    /// How tp shards a transformer block: tokens (ulysses) or weights (megatron) [default: ulysses]
+    #[arg(long, value_parser = named_values(STRATEGIES))]
+    strategy: Strategy,
+
+    [Fixed]
+    /// Order of sums across ranks, which decides whether results depend on the mesh [default:
+    /// standard]
+    #[arg(long, value_parser = named_values(NUMERICS))]
+    numerics: Numerics,
+
+    [Fixed]
+    /// Compute dtype of matmuls and of the activations that they produce [default: f32]
+    #[arg(long, value_parser = named_values(DTYPES))]
+    dtype: DtypePolicy,
+
+    [Fixed]
+    /// Transport of collectives between GPUs [default: best]
+    #[arg(long, value_parser = named_values(TRANSPORTS))]
+    transport: Transport,
+
+    [Searched]
+    /// Split the rows (tokens) of a block into N row chunks, so that the all-reduce of one overlaps
+    /// the compute of another; megatron only [default: 1]
+    #[arg(long, value_name = "N")]
+    overlap_chunks: u32,
+
+    [OfModel]
+    /// How the context of past frames is kept between chunks [default: the model's]
+    #[arg(long)]
+    cache: CacheArg,
+
+    [OfModel]
+    /// Denoising timesteps in descending order, for example 1000,750,500,250 [default: the model's]
+    #[arg(long, value_name = "LIST")]
+    steps: String,
+
+    [Fixed]
+    /// Requested chunks that may wait at the leader, 1 to 64 [default: 2]
+    #[arg(long, value_name = "N", help_heading = QUEUE_HEADING)]
+    d_in: u32,
+
+    [Fixed]
+    /// Finished chunks that may queue for decoding and writing, 1 to 64 [default: 2]
+    #[arg(long, value_name = "N", help_heading = QUEUE_HEADING)]
+    d_out: u32,
+
+    [Searched]
+    /// Chunks that may be in flight on the mesh, 1 to 64 [default: 2]
+    ///
+    /// The leader starts each chunk by one message to the ranks, a call. This option limits the
+    /// calls that are sent and not yet done. With 1, the leader prepares a call only when the mesh
+    /// is idle.
+    #[arg(long, value_name = "N", help_heading = QUEUE_HEADING)]
+    max_outstanding: u32,
+}
+
+const QUEUE_HEADING: &str = "Queue depths";
+
+/// Values of `--topology`, each with its help text.
+pub const TOPOLOGIES: &[(&str, Topology, &str)] = &[
+    ("mesh", Topology::Mesh, "Rank 0 of the mesh is the leader and computes too"),
+    ("pp0", Topology::Pp0, "A leader outside the mesh, and a mesh of exactly one rank"),
+    ("pp1", Topology::Pp1, "A leader outside the mesh, and a mesh of two or more ranks"),
+];
+
+/// Values of `--strategy`, each with its help text.
+pub const STRATEGIES: &[(&str, Strategy, &str)] = &[
+    (
+        "ulysses",
+        Strategy::Ulysses,
+        "Shard tokens; all-to-alls switch to sharded heads around attention. Exact: the \
+         result equals that of one rank",
+    ),
+    (
+        "megatron",
+        Strategy::Megatron,
+        "Shard weights by column, then by row; all-reduces add the partial sums",
+    ),
+];
+
+/// Values of `--numerics`, each with its help text.
+pub const NUMERICS: &[(&str, Numerics, &str)] = &[
+    ("standard", Numerics::Standard, "Add the partial sums of ranks in rank order"),
+    (
+        "mesh-invariant",
+        Numerics::MeshInvariant,
+        "Add in one fixed tree, so that no result depends on the mesh",
+    ),
+];
+
+/// Values of `--dtype`, each with its help text.
+pub const DTYPES: &[(&str, DtypePolicy, &str)] = &[
+    ("f32", DtypePolicy::F32, "f32 throughout"),
+    ("bf16", DtypePolicy::Bf16, "bf16, except for conditioning, latents and norm vectors"),
+    ("fp8", DtypePolicy::Fp8, "As bf16, with the matmuls of transformer blocks in e4m3"),
+];
+
+/// Values of `--transport`, each with its help text.
+pub const TRANSPORTS: &[(&str, Transport, &str)] = &[
+    (
+        "best",
+        Transport::Best,
+        "The fastest one available: peer-to-peer over device memory, or NCCL where ranks \
+         cannot access each other's memory",
+    ),
+    ("p2p", Transport::P2p, "Peer-to-peer only, with a separate kernel for each collective"),
+    ("nccl", Transport::Nccl, "NCCL for every collective"),
+];
+
+/// Cache regime that replaces the model's own; the doc comment of a value is its help text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum CacheArg {
+    /// Keep the KV cache of past frames in device memory
+    Resident,
+    /// Recompute keys and values from past frames before each chunk
+    Recompute,
+}
+
+/// A field that a search chooses, as the value of a pin.
+trait PinText {
+    fn pin_text(self) -> String;
+}
+
+impl PinText for u32 {
+    fn pin_text(self) -> String {
+        self.to_string()
+    }
+}
+
+impl PinText for Strategy {
+    fn pin_text(self) -> String {
+        self.name().to_string()
+    }
+}
+
+impl PinText for Topology {
+    fn pin_text(self) -> String {
+        self.name().to_string()
+    }
+}
+
+impl MappingArgs {
+    /// Returns the pins of a video model: those in `list`, and those that other options imply.
+    ///
+    /// # Errors
+    /// T0030 if two of them set one knob to different values.
+    pub fn merge_video_pins(&self, list: &str) -> Result<String, CliError> {
+        let parts: Vec<Option<String>> =
+            std::iter::once(list.to_string()).chain(self.pins()).map(Some).collect();
+        merge_pins(&parts).map_err(|d| CliError::usage(vec![d]))
+    }
+
+    /// Applies the options that no search chooses to a mapping.
+    pub fn apply_fixed_options(&self, mapping: &mut Mapping) {
+        self.apply(mapping, &[MappingUse::Fixed]);
+    }
+
+    /// Returns the settings that replace the model's own.
+    ///
+    /// # Errors
+    /// T0030 for steps that are no numbers.
+    pub fn overrides(&self) -> Result<Overrides, Diagnostic> {
+        Ok(Overrides {
+            recompute: self.cache.map(|c| c == CacheArg::Recompute),
+            steps: self.steps.as_deref().map(parse_steps).transpose()?,
+        })
+    }
+
+    /// Opens the model and plans it under these options, which override the mapping file, if there
+    /// is one.
+    pub fn open_and_plan(
+        &self,
+        model_dir: Option<&Path>,
+        mapping_path: Option<&Path>,
+    ) -> Result<(Model, Plan), CliError> {
+        let model_dir = model_dir.ok_or_else(no_model_error)?;
+        // Collects all errors of the command line before reporting any.
+        let (mesh, overrides) = match (self.mesh.as_deref().map(parse_mesh).transpose(), self.overrides()) {
+            (Ok(mesh), Ok(overrides)) => (mesh, overrides),
+            (mesh, overrides) => {
+                return Err(CliError::usage(
+                    [mesh.err(), overrides.err()].into_iter().flatten().collect::<Vec<_>>(),
+                ));
+            }
+        };
+        let mut mapping = match mapping_path {
+            Some(file) => read_mapping(file)?,
+            None => Mapping::default(),
+        };
+        mapping.mesh = mesh.unwrap_or(mapping.mesh);
+        self.apply(&mut mapping, &[MappingUse::Searched, MappingUse::Fixed]);
+        Ok(Model::open_and_plan(model_dir, &overrides, &mapping)?)
+    }
+}
+
+/// Parses a mesh, such as `tp=2,pp=1`.
+pub fn parse_mesh(text: &str) -> Result<Mesh, Diagnostic> {
+    text.parse().map_err(|d: Box<Diagnostic>| *d)
+}
+
+/// Parses timesteps, such as `1000,750,500,250`.
+pub fn parse_steps(text: &str) -> Result<Vec<f64>, Diagnostic> {
+    text.split(',')
+        .map(|word| word.trim().parse::<f64>().map_err(|_| word))
+        .collect::<Result<_, _>>()
+        .map_err(|word| {
+            invalid_argument(
+                "--steps",
+                text,
+                &format!("`{word}` is not a number"),
+                "--steps 1000,750,500,250",
+            )
+        })
+}
+
+fn read_mapping(file: &Path) -> Result<Mapping, CliError> {
+    let name = file.display().to_string();
+    match std::fs::read_to_string(file) {
+        Ok(text) => Ok(Mapping::parse(&name, &text)?),
+        Err(e) => Err(CliError::usage(vec![
+            Diagnostic::error(&T0030, format!("--mapping {name} cannot be read: {e}"))
+                .with_hint("name a TOML file, such as the mapping.toml of a plan folder"),
+        ])),
+    }
+}
+
+/// Returns the error for a command line without a model.
+fn no_model_error() -> CliError {
+    CliError::usage(vec![
+        Diagnostic::error(&T0031, "no model given").with_hint("give a model folder, for example models/demo"),
+    ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_have_the_names_that_mappings_spell() {
+        assert!(TOPOLOGIES.iter().all(|(name, value, _)| *name == value.name()));
+        assert!(STRATEGIES.iter().all(|(name, value, _)| *name == value.name()));
+        assert!(NUMERICS.iter().all(|(name, value, _)| *name == value.name()));
+        assert!(DTYPES.iter().all(|(name, value, _)| *name == value.name()));
+        assert!(TRANSPORTS.iter().all(|(name, value, _)| *name == value.name()));
+        assert_eq!(
+            (TOPOLOGIES.len(), DTYPES.len(), TRANSPORTS.len()),
+            (Topology::ALL.len(), DtypePolicy::ALL.len(), Transport::ALL.len())
+        );
+    }
+
+    #[test]
+    fn a_mesh_and_steps_are_parsed() {
+        assert_eq!(parse_mesh("tp=2, pp=1").unwrap().world_size(), 2);
+        assert_eq!(parse_mesh("mp=2").unwrap_err().code.id, "T0101");
+        assert_eq!(parse_steps("1000, 750.5").unwrap(), [1000.0, 750.5]);
+        for bad in ["1000,,500", ""] {
+            let d = parse_steps(bad).unwrap_err();
+            assert!(d.code == &T0030 && d.hint.is_some(), "{d:#?}");
+        }
+    }
+}

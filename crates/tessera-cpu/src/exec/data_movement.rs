@@ -1,0 +1,43 @@
+//! Small kernels that only add or move elements.
+
+use std::ops::Range;
+
+/// Adds the table to each row of the embedding, which repeats if the table is wider.
+pub(super) fn add_modulation(out: &mut [f32], table: &[f32], embedding: &[f32], width: usize) {
+    let rows = embedding.len() / width;
+    for (r, o) in out.chunks_exact_mut(table.len()).enumerate().take(rows) {
+        let e = &embedding[r * width..(r + 1) * width];
+        for (o, t) in o.chunks_mut(width).zip(table.chunks(width)) {
+            for ((o, t), e) in o.iter_mut().zip(t).zip(e) {
+                *o = t + e;
+            }
+        }
+    }
+}
+
+/// Copies the part of `x` that a range of one dim covers.
+pub(super) fn take_range(out: &mut [f32], x: &[f32], shape: &[u64], dim: usize, range: Range<usize>) {
+    let run = shape[dim + 1..].iter().product::<u64>() as usize;
+    let (whole, part) = (shape[dim] as usize * run, range.len() * run);
+    for (o, x) in out.chunks_exact_mut(part).zip(x.chunks_exact(whole)) {
+        o.copy_from_slice(&x[range.start * run..][..part]);
+    }
+}
+
+/// Copies `x` and fills the rest of `out` with zeros.
+pub(super) fn pad_zeros(out: &mut [f32], x: &[f32]) {
+    out[..x.len()].copy_from_slice(x);
+    out[x.len()..].fill(0.0);
+}
+
+/// Copies the rows of `parts` padded shards without their padding; together they have `extent` rows
+/// in units of `unit`.
+pub(super) fn compact_padding(out: &mut [f32], x: &[f32], width: usize, [extent, parts, unit]: [usize; 3]) {
+    let units = (extent / unit) as u64;
+    let each = (extent / unit).div_ceil(parts) * unit;
+    for at in 0..parts {
+        let (start, len) = tessera_mesh::split_units(units, parts as u32, at as u32);
+        let (start, len) = (start as usize * unit * width, len as usize * unit * width);
+        out[start..start + len].copy_from_slice(&x[at * each * width..][..len]);
+    }
+}

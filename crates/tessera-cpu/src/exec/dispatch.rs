@@ -1,0 +1,302 @@
+//! Runs the kernel of each compute op on the values of a program.
+
+use tessera_base::random::DrawKey;
+use tessera_device::{CallData, Fault, MeshRank};
+use tessera_ir::{CommAxis, OpView, Opcode, Program, Type, ValueId, views};
+use tessera_mesh::AxisLayout;
+
+use super::data_movement::{add_modulation, compact_padding, pad_zeros, take_range};
+use super::memory::{BackendMemory, ValueLocation, WeightData};
+use super::{CpuBackend, PreparedProgram};
+use crate::Pool;
+use crate::kernels::{
+    FrameIndexing, KeyBias, MatmulWeight, PixelGeometry, RopeCache, RopeSpec, Scratch, add, attention,
+    bias_act, bmm, depth_to_space_time, gate_residual, layer_norm, matmul, norm_modulate, renoise, rms_norm,
+    rms_scale, rope, row_square_sum, silu, softmax, space_time_to_depth, time_embed, to_x0,
+};
+
+impl CpuBackend {
+    /// Computes the result of op number `at` into its slot.
+    pub(super) fn run_compute(
+        &mut self,
+        prepared: &PreparedProgram,
+        at: usize,
+        call: &CallData<'_>,
+    ) -> Result<(), Fault> {
+        let op = &prepared.program.ops[at];
+        let ValueLocation::Slot(slot, len) = prepared.locations[op.results[0].0 as usize] else {
+            return Err(Fault::Failed(format!("the result of {} has no slot", op.opcode.name())));
+        };
+        // The slot that is written is taken out of the memory, so that reads can borrow the rest.
+        let mut out = std::mem::take(&mut self.memory.slots[slot]);
+        let inputs = KernelInputs {
+            program: &prepared.program,
+            locations: &prepared.locations,
+            memory: &self.memory,
+            call,
+            placement: self.placement,
+        };
+        let mut run = KernelRun {
+            inputs,
+            pool: &self.pool,
+            scratch: &mut self.scratch,
+            tables: &mut self.rope_cache,
+            out: &mut out[..len],
+            out_ty: prepared.program.type_of(op.results[0]),
+        };
+        let result = run.run_kernel(op.opcode, &prepared.views[at]);
+        self.memory.slots[slot] = out;
+        result
+    }
+}
+
+/// The values that kernels read, and the place of this rank in the mesh.
+struct KernelInputs<'a> {
+    program: &'a Program,
+    locations: &'a [ValueLocation],
+    memory: &'a BackendMemory,
+    call: &'a CallData<'a>,
+    placement: MeshRank,
+}
+
+impl<'a> KernelInputs<'a> {
+    fn values(&self, v: ValueId) -> Result<&'a [f32], Fault> {
+        self.memory.view_value(self.location(v), self.call)
+    }
+
+    fn scalar(&self, v: ValueId) -> Result<f32, Fault> {
+        Ok(self.values(v)?[0])
+    }
+
+    fn int(&self, v: ValueId) -> Result<i64, Fault> {
+        self.location(v).integer_scalar(self.call)
+    }
+
+    fn weight(&self, v: ValueId) -> Result<MatmulWeight<'a>, Fault> {
+        Ok(match self.location(v) {
+            ValueLocation::Weight(w) => match &self.memory.weights[*w] {
+                WeightData::Packed(p) => MatmulWeight::Packed(p),
+                WeightData::Plain(v) => MatmulWeight::Plain(v),
+            },
+            other => MatmulWeight::Plain(self.memory.view_value(other, self.call)?),
+        })
+    }
+
+    fn type_of(&self, v: ValueId) -> &'a Type {
+        self.program.type_of(v)
+    }
+
+    fn shape(&self, v: ValueId) -> &'a [u64] {
+        &self.type_of(v).shape
+    }
+
+    /// Returns the extent of the last dim.
+    fn width(&self, v: ValueId) -> usize {
+        self.shape(v).last().copied().unwrap_or(1) as usize
+    }
+
+    /// Returns the global index of this shard's first row.
+    fn global_row(&self, v: ValueId) -> usize {
+        let ty = self.type_of(v);
+        ty.layout.global_ranges(&ty.shape, &self.placement.mesh, self.placement.coord())[0].0 as usize
+    }
+
+    fn location(&self, v: ValueId) -> &'a ValueLocation {
+        &self.locations[v.0 as usize]
+    }
+}
+
+/// One run of a kernel.
+struct KernelRun<'a> {
+    inputs: KernelInputs<'a>,
+    pool: &'a Pool,
+    scratch: &'a mut Scratch,
+    tables: &'a mut RopeCache,
+    out: &'a mut [f32],
+    out_ty: &'a Type,
+}
+
+impl KernelRun<'_> {
+    fn run_kernel(&mut self, opcode: Opcode, view: &OpView) -> Result<(), Fault> {
+        use OpView as V;
+        let (pool, x) = (self.pool, |v: ValueId| self.inputs.values(v));
+        match view {
+            V::Matmul(v) => self.run_matmul(v)?,
+            V::BiasAct(v) => bias_act(pool, self.out, x(v.x)?, x(v.bias)?, v.act),
+            V::Add(v) => add(pool, self.out, x(v.x)?, x(v.y)?),
+            V::Silu(v) => silu(pool, self.out, x(v.x)?),
+            V::LayerNorm(v) => layer_norm(pool, self.out, x(v.x)?, x(v.w)?, x(v.b)?, v.eps as f32),
+            V::Modulation(v) => {
+                add_modulation(self.out, x(v.table)?, x(v.embedding)?, self.inputs.width(v.embedding));
+            }
+            V::NormModulate(v) => self.run_norm_modulate(v)?,
+            V::GateResidual(v) => self.run_gate_residual(v)?,
+            V::RmsNorm(v) => {
+                rms_norm(pool, self.out, x(v.x)?, x(v.w)?, v.segments as usize, v.eps as f32);
+            }
+            V::RowSquareSum(v) => {
+                let xs = [Some(v.x), v.y].into_iter().flatten().map(x).collect::<Result<Vec<_>, _>>()?;
+                row_square_sum(pool, self.out, &xs, self.inputs.width(v.x), v.segments as usize);
+            }
+            V::RmsScale(v) => {
+                let column = (v.col as usize, self.inputs.width(v.square_sums));
+                let (sums, w) = (x(v.square_sums)?, x(v.w)?);
+                rms_scale(pool, self.out, x(v.x)?, sums, column, w, v.width as usize, v.eps as f32);
+            }
+            V::Rope(v) => self.run_rope(v)?,
+            V::Attention(v) => self.run_attention(v)?,
+            V::Softmax(v) => softmax(pool, self.out, x(v.x)?, self.inputs.width(v.x)),
+            V::Bmm(v) => self.run_bmm(v)?,
+            V::TimeEmbed(v) => time_embed(self.out, x(v.timesteps)?),
+            V::Renoise(v) => self.run_renoise(v)?,
+            V::ToX0(v) => {
+                let sigma = f64::from(self.inputs.scalar(v.sigma)?);
+                to_x0(pool, self.out, x(v.x)?, x(v.flow)?, sigma);
+            }
+            V::SpaceTimeToDepth(v) => {
+                space_time_to_depth(self.out, x(v.x)?, pixel_geometry(v.stride, self.inputs.shape(v.x)));
+            }
+            V::DepthToSpaceTime(v) => {
+                depth_to_space_time(self.out, x(v.x)?, pixel_geometry(v.stride, &self.out_ty.shape));
+            }
+            V::TakeRows(v) => {
+                let (row, rows) = (v.row as usize, v.rows as usize);
+                take_range(self.out, x(v.x)?, self.inputs.shape(v.x), 0, row..row + rows);
+            }
+            V::TakeShard(v) => self.run_take_shard(v)?,
+            V::Pad(v) => pad_zeros(self.out, x(v.x)?),
+            V::Compact(v) => {
+                let extents = [v.extent as usize, v.parts as usize, v.unit as usize];
+                compact_padding(self.out, x(v.x)?, self.inputs.width(v.x), extents);
+            }
+            #[rustfmt::skip]
+            V::Input(_) | V::Call(_) | V::Weight(_) | V::Output(_) | V::CacheRead(_) | V::CacheWrite(_)
+            | V::Cast(_) | V::Quantize(_) | V::MoeRoute(_) | V::AllReduce(_) | V::AllGather(_)
+            | V::ReduceScatter(_) | V::AllToAll(_) | V::Broadcast(_) | V::Send(_) | V::Recv(_) | V::Wait(_)
+            | V::EventRecord(_) => {
+                return Err(Fault::Failed(format!("{} has no kernel", opcode.name())));
+            }
+        }
+        Ok(())
+    }
+
+    fn run_matmul(&mut self, v: &views::Matmul) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let extents = (x.shape(v.x)[0] as usize, x.shape(v.w)[0] as usize, x.width(v.x));
+        let (w, bias) = (x.weight(v.w)?, v.bias.map(|b| x.values(b)).transpose()?);
+        let (rows, segments) = (x.values(v.x)?, v.segments as usize);
+        matmul(self.pool, self.scratch, self.out, rows, w, extents, bias, v.act, segments);
+        Ok(())
+    }
+
+    fn run_bmm(&mut self, v: &views::Bmm) -> Result<(), Fault> {
+        let (x, y, shape) = (self.inputs.values(v.x)?, self.inputs.values(v.y)?, self.inputs.shape(v.x));
+        let (n, k) = (shape[shape.len() - 2] as usize, self.inputs.width(v.x));
+        let m = self.out_ty.shape.last().copied().unwrap_or(1) as usize;
+        bmm(self.pool, self.out, x, y, [n, k, m], v.transposed, v.scale as f32);
+        Ok(())
+    }
+
+    fn run_norm_modulate(&mut self, v: &views::NormModulate) -> Result<(), Fault> {
+        let (x, m) = (self.inputs.values(v.x)?, self.inputs.values(v.m)?);
+        let d = self.inputs.width(v.x);
+        let (parts, columns) = (self.inputs.width(v.m) / d, (v.shift as usize, v.scale as usize));
+        let frames = self.frame_indexing(v.x, v.first_row, v.frame_rows);
+        norm_modulate(self.pool, self.out, x, d, m, parts, columns, frames, v.eps as f32);
+        Ok(())
+    }
+
+    fn run_gate_residual(&mut self, v: &views::GateResidual) -> Result<(), Fault> {
+        let (x, y) = (self.inputs.values(v.x)?, self.inputs.values(v.y)?);
+        let Some(gate) = v.gate() else {
+            add(self.pool, self.out, x, y);
+            return Ok(());
+        };
+        let (d, m) = (self.inputs.width(v.x), self.inputs.values(gate.columns)?);
+        let parts = self.inputs.width(gate.columns) / d;
+        let frames = self.frame_indexing(v.x, v.first_row, gate.frame_rows);
+        gate_residual(self.pool, self.out, x, y, d, m, parts, gate.block as usize, frames);
+        Ok(())
+    }
+
+    fn run_rope(&mut self, v: &views::Rope) -> Result<(), Fault> {
+        let tables = self.tables.get(RopeSpec {
+            head_dim: v.head_dim as usize,
+            grid: v.grid.map(|n| n as usize),
+            start: self.inputs.int(v.start)?,
+            frame_stride: v.frame_stride,
+        });
+        let first = self.inputs.global_row(v.x) + v.first_row as usize;
+        rope(self.pool, self.out, self.inputs.values(v.x)?, self.inputs.width(v.x), first, tables);
+        Ok(())
+    }
+
+    fn run_attention(&mut self, v: &views::Attention) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let bias = match v.key_bias() {
+            Some((b, rows)) => {
+                Some(KeyBias { log_b: x.scalar(b)?, rows: rows.start as usize..rows.end as usize })
+            }
+            None => None,
+        };
+        let (q, k, values) = (x.values(v.q)?, x.values(v.k)?, x.values(v.v)?);
+        let widths = (x.width(v.q), v.head_dim as usize);
+        attention(self.pool, self.scratch, self.out, q, k, values, widths, bias.as_ref());
+        Ok(())
+    }
+
+    fn run_renoise(&mut self, v: &views::Renoise) -> Result<(), Fault> {
+        let x = &self.inputs;
+        let key = DrawKey {
+            seed: x.int(v.seed)? as u64,
+            chunk: x.int(v.chunk)? as u32,
+            draw: x.int(v.draw)? as u32,
+        };
+        let first = (x.global_row(v.x) * x.width(v.x)) as u64;
+        renoise(self.pool, self.out, x.values(v.x)?, x.scalar(v.sigma)?, key, first);
+        Ok(())
+    }
+
+    fn run_take_shard(&mut self, v: &views::TakeShard) -> Result<(), Fault> {
+        let (x, shape, placement) =
+            (self.inputs.values(v.x)?, self.inputs.shape(v.x), &self.inputs.placement);
+        // The operand may already be sharded over other axes; this op only splits it over its own
+        // axis.
+        let shard = match v.axis {
+            CommAxis::Axis(axis) => match self.out_ty.layout.on_axis(axis) {
+                AxisLayout::Shard(s) => Some((axis, s)),
+                AxisLayout::Replicated | AxisLayout::Partial { .. } => None,
+            },
+            CommAxis::World => None,
+        };
+        let (dim, range) = match shard {
+            Some((axis, s)) => {
+                let (parts, at) = (placement.mesh.axis_size(axis), placement.coord().on_axis(axis));
+                let (start, len) = s.global_range(self.out_ty.shape[s.dim], parts, at);
+                (s.dim, start as usize..(start + len) as usize)
+            }
+            // On an axis of one rank, the shard is the whole value.
+            None => (0, 0..shape[0] as usize),
+        };
+        take_range(self.out, x, shape, dim, range);
+        Ok(())
+    }
+
+    /// Returns the frames of the rows of `x`, which start `first_row` rows after the shard.
+    fn frame_indexing(&self, x: ValueId, first_row: u64, frame_rows: u64) -> FrameIndexing {
+        FrameIndexing {
+            first_row: self.inputs.global_row(x) + first_row as usize,
+            rows_per_frame: frame_rows as usize,
+        }
+    }
+}
+
+fn pixel_geometry(stride: [u64; 3], pixels: &[u64]) -> PixelGeometry {
+    let stride = stride.map(|n| n as usize);
+    PixelGeometry {
+        frames: pixels[0] as usize / stride[0],
+        height: pixels[1] as usize / stride[1],
+        width: pixels[2] as usize / stride[2],
+        stride,
+    }
+}

@@ -1,0 +1,139 @@
+//! Runs a prepared program op by op, in program order.
+
+use std::collections::BTreeMap;
+
+use tessera_device::{CallData, Fault, Observer, check_input};
+use tessera_ir::{Op, OpView, Opcode, ValueId, views};
+
+use super::{CpuBackend, OutputValue, PreparedProgram};
+use crate::transport::Ticket;
+
+/// Collectives in flight during one run: by ticket value, the index in `endpoints` and the ticket.
+type PendingCollectives = BTreeMap<ValueId, (usize, Ticket)>;
+
+impl CpuBackend {
+    pub(super) fn run_prepared(
+        &mut self,
+        prepared: &PreparedProgram,
+        call: &CallData<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), Fault> {
+        let p = &*prepared.program;
+        for op in p.ops.iter().filter(|o| matches!(o.opcode, Opcode::Input | Opcode::Call)) {
+            check_input(p, op, call)?;
+        }
+        self.outputs.values_mut().for_each(|o| o.written = false);
+        let mut pending = PendingCollectives::new();
+        for i in 0..p.ops.len() {
+            observer.on_progress(i as u32);
+            self.run_op(prepared, i, call, &mut pending, observer)?;
+        }
+        Ok(())
+    }
+
+    fn run_op(
+        &mut self,
+        prepared: &PreparedProgram,
+        i: usize,
+        call: &CallData<'_>,
+        pending: &mut PendingCollectives,
+        observer: &mut dyn Observer,
+    ) -> Result<(), Fault> {
+        use OpView as V;
+        let op = &prepared.program.ops[i];
+        match &prepared.views[i] {
+            V::Input(_) | V::Call(_) | V::Weight(_) | V::CacheRead(_) | V::EventRecord(_) => Ok(()),
+            V::Output(v) => self.write_output(prepared, op, v, call),
+            V::CacheWrite(v) => self.write_buffer_rows(prepared, op, v, call),
+            #[rustfmt::skip]
+            V::AllReduce(_) | V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_) | V::Broadcast(_)
+            | V::Send(_) | V::Recv(_) => {
+                observer.on_issuing(i).map_err(Fault::Refused)?;
+                let ticket = self.issue_collective(prepared, i, call)?;
+                observer.on_issued(i);
+                if op.issue {
+                    pending.insert(op.results[0], ticket);
+                } else {
+                    self.complete_collective(prepared, i, op, ticket)?;
+                    observer.on_completed(i);
+                }
+                Ok(())
+            }
+            V::Wait(v) => {
+                let name = &prepared.program.name;
+                let missing = || Fault::Failed(format!("@{name} op {i} waits for no issued collective"));
+                let ticket = pending.remove(&v.ticket).ok_or_else(missing)?;
+                let issue = *prepared.issue_ops.get(&v.ticket).ok_or_else(missing)?;
+                observer.on_waiting(issue);
+                self.complete_collective(prepared, issue, op, ticket)?;
+                observer.on_completed(issue);
+                Ok(())
+            }
+            #[rustfmt::skip]
+            V::Matmul(_) | V::BiasAct(_) | V::Add(_) | V::Silu(_) | V::Cast(_) | V::Quantize(_)
+            | V::LayerNorm(_) | V::Modulation(_) | V::NormModulate(_) | V::GateResidual(_) | V::RmsNorm(_)
+            | V::RowSquareSum(_) | V::RmsScale(_) | V::Rope(_) | V::Attention(_) | V::Softmax(_) | V::Bmm(_)
+            | V::MoeRoute(_) | V::TimeEmbed(_) | V::Renoise(_) | V::ToX0(_) | V::SpaceTimeToDepth(_)
+            | V::DepthToSpaceTime(_) | V::TakeRows(_) | V::TakeShard(_) | V::Pad(_)
+            | V::Compact(_) => self.run_compute(prepared, i, call),
+        }
+    }
+
+    fn write_output(
+        &mut self,
+        prepared: &PreparedProgram,
+        op: &Op,
+        v: &views::Output,
+        call: &CallData<'_>,
+    ) -> Result<(), Fault> {
+        let data = self.memory.view_value(&prepared.locations[v.x.0 as usize], call)?;
+        let name = op.name.as_deref().unwrap_or_default();
+        if let Some(out) = self.outputs.get_mut(name) {
+            out.written = true;
+            out.values.clear();
+            out.values.extend_from_slice(data);
+        } else {
+            self.outputs.insert(name.to_string(), OutputValue { written: true, values: data.to_vec() });
+        }
+        Ok(())
+    }
+
+    fn write_buffer_rows(
+        &mut self,
+        prepared: &PreparedProgram,
+        op: &Op,
+        v: &views::CacheWrite,
+        call: &CallData<'_>,
+    ) -> Result<(), Fault> {
+        let p = &*prepared.program;
+        let source = &prepared.locations[v.x.0 as usize];
+        let width: usize = p.type_of(v.x).shape[1..].iter().product::<u64>() as usize;
+        let row = match v.row {
+            None => 0,
+            Some(row) => prepared.locations[row.0 as usize].integer_scalar(call)?,
+        };
+        let row = row.saturating_add_unsigned(v.first_row);
+        let b = op.buffer.map_or(0, |b| prepared.buffers[b.0 as usize]);
+        // The buffer is taken out while its source is read, because the source may be another
+        // buffer.
+        let mut buffer = std::mem::take(&mut self.memory.buffers[b]);
+        let result = self.memory.view_value(source, call).and_then(|data| {
+            let start = usize::try_from(row).ok().and_then(|r| r.checked_mul(width));
+            let end = start.and_then(|s| s.checked_add(data.len())).filter(|e| *e <= buffer.len());
+            match (start, end) {
+                (Some(s), Some(e)) => {
+                    buffer[s..e].copy_from_slice(data);
+                    Ok(())
+                }
+                _ => Err(Fault::Failed(format!(
+                    "@{}: rows {row} + {} exceed a cache of {} rows",
+                    p.name,
+                    data.len() / width.max(1),
+                    buffer.len() / width.max(1)
+                ))),
+            }
+        });
+        self.memory.buffers[b] = buffer;
+        result
+    }
+}

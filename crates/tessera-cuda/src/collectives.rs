@@ -1,0 +1,592 @@
+//! Collectives of one communicator on GPUs. They use P2P memory if all members are on one host and
+//! can access each other's memory, otherwise NCCL. Both transports move the same bytes. Only P2P
+//! sums are bit-identical to the CPU's collectives, in f32 and apart from the CPU's compensated
+//! summation.
+//!
+//! All members call every function in the same order. Collectives of a group run one after another,
+//! on one stream or on streams ordered by events. Groups need separate streams, because a
+//! collective waits on the device for the other members. The application supplies the host id and
+//! the timeouts.
+
+#![allow(unsafe_code, reason = "collectives on raw addresses")]
+
+mod copy_plan;
+mod kernel_launch;
+mod nccl_collectives;
+mod p2p_collectives;
+mod signals;
+mod store_targets;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use tessera_ir::Transport;
+
+use crate::compile::Compiler;
+use crate::device_memory::{DeviceMemory, DeviceSlice, copy_to_device, copy_to_host};
+use crate::driver::{CudaError, CudaEvent, CudaResult, CudaStream, cuda_failure};
+use crate::libraries::Libraries;
+use crate::nccl::{CommunicatorAborter, NcclCommunicator, UniqueId};
+
+use kernel_launch::{CollectiveKernels, LaunchHead, MAX_MEMBERS};
+use nccl_collectives::NcclCollectives;
+use p2p_collectives::{FLAGS_BYTES, IpcHandle, IpcMapping, PeerMemory, WRITE_TEST_OFFSET};
+use signals::HostSignals;
+
+pub(crate) use copy_plan::{CollectiveKind, GroupCollective};
+#[cfg(test)]
+pub(crate) use kernel_launch::COLLECTIVE_TABLE;
+pub(crate) use signals::{DeviceProgress, GroupFault};
+pub(crate) use store_targets::{SplitDim, Targets};
+
+/// Transport that a member requests for its group. [`CollectiveGroup::active_transport`] returns
+/// `P2p` or `Nccl`, never `Best`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum GroupTransport {
+    /// P2P memory if all members support it, otherwise NCCL.
+    Best,
+    /// P2P memory; joining fails without it.
+    P2p,
+    /// NCCL, even if all members support P2P memory.
+    Nccl,
+}
+
+/// Settings with which a member joins a group. [`CollectiveGroup::reserve_staging`] may raise
+/// `staging_bytes` later.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GroupConfig {
+    /// Requested transport. One member that requests NCCL makes the whole group use NCCL.
+    pub(crate) transport: GroupTransport,
+    /// Maximum thread blocks of a kernel that copies or reduces.
+    pub(crate) max_blocks: u32,
+    /// Longest time that a P2P kernel waits for a peer before it reports a fault. NCCL kernels have
+    /// no such limit.
+    pub(crate) peer_timeout: Duration,
+    /// Time that the host waits for peers outside of collectives: to connect, to share memory, or
+    /// to exchange a table.
+    pub(crate) setup_timeout: Duration,
+    /// Identifies this host: two members have the same number exactly when they run on the same
+    /// host. 0 means unknown.
+    pub(crate) host_id: u64,
+    /// Bytes of staging memory for packed data: the maximum of
+    /// [`staging_bytes`](GroupCollective::staging_bytes) over all collectives that use NCCL, first for a
+    /// group with P2P memory, then for a group without it.
+    pub(crate) staging_bytes: [usize; 2],
+}
+
+/// One member of a group. A group is unusable after a fault. Dropping it waits for its work on the
+/// device, so abort stuck work first through a [`GroupAborter`]. Drop the graphs that hold its work
+/// before the group.
+#[derive(Debug)]
+pub(crate) struct CollectiveGroup {
+    member: usize,
+    member_count: usize,
+    config: GroupConfig,
+    abort: Arc<AtomicBool>,
+    peers: Option<PeerMemory>,
+    p2p_failure: Option<String>,
+    /// Whether a program requests NCCL even if P2P memory is available.
+    nccl_requested: bool,
+    staging: Option<DeviceMemory>,
+    kernels: CollectiveKernels,
+    /// `None` for a group of one.
+    comm: Option<NcclCommunicator>,
+    /// Flags that peers write. They drop after the communicator, because all members reach its end
+    /// together.
+    flags: Option<DeviceMemory>,
+    signals: Arc<HostSignals>,
+    control_stream: CudaStream,
+}
+
+/// Handle that ends every wait of a group on this member, from any thread.
+#[derive(Debug, Clone)]
+pub(crate) struct GroupAborter {
+    signals: Arc<HostSignals>,
+    nccl_ender: Option<CommunicatorAborter>,
+    abort: Arc<AtomicBool>,
+}
+
+impl GroupAborter {
+    /// Ends waits in kernels and on the host immediately.
+    pub(crate) fn stop(&self) {
+        self.signals.request_abort();
+        self.abort.store(true, Ordering::Release);
+    }
+
+    /// Returns whether the group has an NCCL communicator, whose work `stop` does not end.
+    pub(crate) fn uses_nccl(&self) -> bool {
+        self.nccl_ender.is_some()
+    }
+
+    /// Ends current and future waits in kernels, on the host and in NCCL. Returns whether NCCL
+    /// aborted in time.
+    pub(crate) fn abort_within(&self, bound: Duration) -> bool {
+        self.stop();
+        self.nccl_ender.as_ref().is_none_or(|e| e.abort_within(bound))
+    }
+}
+
+impl CollectiveGroup {
+    /// Connects to the other members. Blocks until all have joined, the timeout expires or `abort`
+    /// is set.
+    pub(crate) fn join_members(
+        libraries: &Libraries,
+        compiler: &mut Compiler,
+        id: &UniqueId,
+        (me, members): (usize, usize),
+        terms: GroupConfig,
+        abort: Arc<AtomicBool>,
+    ) -> CudaResult<CollectiveGroup> {
+        if me >= members {
+            return cuda_failure(format!("member {me} of {members}"));
+        }
+        let kernels = CollectiveKernels::new(compiler, me, members)?;
+        let words = Arc::new(HostSignals::new()?);
+        let control = CudaStream::new(false)?;
+        let comm = match members {
+            1 => None,
+            _ => Some(NcclCommunicator::init_rank(
+                libraries,
+                id,
+                (me, members),
+                terms.setup_timeout,
+                abort.clone(),
+            )?),
+        };
+        let mut group = CollectiveGroup {
+            member: me,
+            member_count: members,
+            config: terms,
+            abort,
+            peers: None,
+            p2p_failure: None,
+            nccl_requested: false,
+            staging: None,
+            kernels,
+            comm,
+            flags: None,
+            signals: words,
+            control_stream: control,
+        };
+        // NCCL connects on first use. Connecting here keeps that delay out of the first call.
+        group.all_agree(true)?;
+        Ok(group)
+    }
+
+    /// Records what a collective needs before memory is shared: its staging bytes, and whether it
+    /// uses NCCL.
+    pub(crate) fn reserve_staging(&mut self, m: &GroupCollective) {
+        let bytes = m.staging_bytes(self.member);
+        let [with_peers, without] = &mut self.config.staging_bytes;
+        *without = bytes.max(*without);
+        if m.transport == Some(Transport::Nccl) {
+            *with_peers = bytes.max(*with_peers);
+            self.nccl_requested = true;
+        }
+    }
+
+    /// Maps the exchange memory of all members into each other's address space, or agrees with them
+    /// on NCCL. The memory must outlive the group.
+    pub(crate) fn share_memory(&mut self, memory: &DeviceMemory) -> CudaResult<()> {
+        let flags = self.flags.insert(DeviceMemory::new(FLAGS_BYTES)?);
+        // SAFETY: the range is the whole allocation, which the group keeps and nobody uses yet.
+        unsafe { self.control_stream.zero_async(flags.device_address(), flags.byte_len()) }?;
+        let at = flags.device_address();
+        self.wait_for_control_stream("its flags to be cleared")?;
+        if self.member_count == 1 {
+            let (bases, bytes, flags) =
+                (vec![memory.device_address()], vec![memory.byte_len() as u64], vec![at]);
+            self.peers = Some(PeerMemory { member: 0, bases, bytes, flags, mappings: Vec::new() });
+            return Ok(());
+        }
+        let mut why = None;
+        let own_descriptor = MemoryDescriptor::new(memory, at, &self.config).unwrap_or_else(|e| {
+            why = Some(e.0);
+            MemoryDescriptor::default()
+        });
+        let descriptors: Vec<MemoryDescriptor> = self
+            .gather_bytes(&own_descriptor.to_bytes())?
+            .iter()
+            .map(|c| MemoryDescriptor::from_bytes(c))
+            .collect();
+        let can_share = self.member_count <= MAX_MEMBERS
+            && descriptors
+                .iter()
+                .all(|c| c.can_share && c.host_id != 0 && c.host_id == own_descriptor.host_id);
+        let mappings = match can_share {
+            true => self.map_peer_memory(&descriptors).map_err(|e| why = Some(e.0)).ok(),
+            false => None,
+        };
+        // The members exchange how far each got, so that all choose the same transport.
+        let mut peers = None;
+        if self.all_agree(mappings.is_some())?
+            && let Some(mappings) = mappings
+        {
+            let mapped = self.build_peer_memory(mappings, &descriptors, memory.device_address(), at);
+            let writes_arrive = self.test_peer_writes(&mapped, &mut why);
+            if self.all_agree(writes_arrive)? {
+                peers = Some(mapped);
+            }
+        }
+        if peers.is_none() {
+            let why = why.unwrap_or_else(|| "a member cannot share memory or is on another host".into());
+            if self.config.transport == GroupTransport::P2p {
+                return cuda_failure(format!("members cannot access each other's memory: {why}"));
+            }
+            self.p2p_failure = Some(why);
+        }
+        self.staging = match self.config.staging_bytes[usize::from(peers.is_none())] {
+            0 => None,
+            bytes => Some(DeviceMemory::new(bytes)?),
+        };
+        self.peers = peers;
+        Ok(())
+    }
+
+    /// Sends a word from member 0 to member 1 of a group of two, if NCCL carries its transfers.
+    /// NCCL connects on first use, where the host blocks for the other member; inside a program
+    /// both might send first and deadlock. Blocks.
+    pub(crate) fn connect_nccl(&self) -> CudaResult<()> {
+        let Some(comm) = self.comm.as_ref().filter(|_| self.uses_nccl()) else { return Ok(()) };
+        let word = DeviceMemory::new(size_of::<u32>())?;
+        word.zero_fill()?;
+        let there = [(1 - self.member, word.device_address(), size_of::<u32>())];
+        let (sends, receives) = if self.member == 0 { (&there[..], &[][..]) } else { (&[][..], &there[..]) };
+        // SAFETY: the word has the size of the transfer, is used by this stream only, and is not
+        // freed unless the stream has completed it.
+        let sent = unsafe { comm.send_and_recv(sends, receives, &self.control_stream) };
+        self.wait_for_transfer(sent, "both members of a transfer to connect", word).map(drop)
+    }
+
+    /// Returns the transport in use, once memory is shared.
+    pub(crate) fn active_transport(&self) -> GroupTransport {
+        if self.peers.is_some() { GroupTransport::P2p } else { GroupTransport::Nccl }
+    }
+
+    /// Returns whether any collective uses NCCL, once memory is shared.
+    pub(crate) fn uses_nccl(&self) -> bool {
+        self.active_transport() == GroupTransport::Nccl || self.nccl_requested
+    }
+
+    /// Returns why the group does not use P2P memory, if it does not.
+    pub(crate) fn p2p_failure(&self) -> Option<&str> {
+        self.p2p_failure.as_deref()
+    }
+
+    /// Exchanges words with all members, each of which contributes the same number. Returns them in
+    /// member order. Blocks.
+    pub(crate) fn exchange_table(&mut self, mine: &[u64]) -> CudaResult<Vec<Vec<u64>>> {
+        let bytes: Vec<u8> = mine.iter().flat_map(|w| w.to_le_bytes()).collect();
+        Ok(self.gather_bytes(&bytes)?.iter().map(|b| words_from_bytes(b)).collect())
+    }
+
+    /// Enqueues one collective. Once the enqueued work completes, the whole result is in this
+    /// member's memory and its operand may be overwritten. The call neither allocates nor waits for
+    /// the device, so it may be captured.
+    ///
+    /// # Safety
+    /// Operand and result must be device allocations of the sizes that the kind gives, or unused. Both
+    /// must stay allocated until the stream has completed the collective; meanwhile no other stream
+    /// may write the operand or access the result. The offsets that the peers have of them must be
+    /// right.
+    pub(crate) unsafe fn enqueue_collective(
+        &mut self,
+        m: &GroupCollective,
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        if let CollectiveKind::Copy { sends: to, receives: from, .. } = &m.kind
+            && (to.len() != self.member_count || from.len() != self.member_count)
+        {
+            return cuda_failure(format!(
+                "copies for {} members in a group of {}",
+                to.len(),
+                self.member_count
+            ));
+        }
+        // A group of one has no communicator.
+        if let Some(peers) =
+            self.peers.as_ref().filter(|_| m.transport != Some(Transport::Nccl) || self.comm.is_none())
+        {
+            let patience_ns = u64::try_from(self.config.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
+            let means = (self.signals.device_address(), patience_ns, self.config.max_blocks);
+            // SAFETY: the caller guarantees it; the signals belong to the group.
+            return unsafe { peers.enqueue_collective(m, &self.kernels, means, stream) };
+        }
+        let Some(comm) = &self.comm else { return cuda_failure("the group has not shared its memory") };
+        let verbs = NcclCollectives {
+            member: self.member,
+            comm,
+            kernels: &self.kernels,
+            signals: &self.signals,
+            staging: self.staging.as_ref(),
+            max_blocks: self.config.max_blocks,
+        };
+        // SAFETY: the caller guarantees it; the staging memory belongs to the group, whose collectives
+        // run one after another.
+        unsafe { verbs.enqueue_collective(m, stream) }
+    }
+
+    /// Returns the members' results, to which the producer of an operand may store between
+    /// [`enqueue_open`](CollectiveGroup::enqueue_open) and
+    /// [`enqueue_close`](CollectiveGroup::enqueue_close). Returns `None` with NCCL, or if a part is
+    /// not aligned to whole stores.
+    pub(crate) fn store_targets(&self, m: &GroupCollective, along: SplitDim) -> CudaResult<Option<Targets>> {
+        self.peers.as_ref().map_or(Ok(None), |p| p.store_targets(m, along))
+    }
+
+    /// Enqueues the opening synchronization of a collective that other kernels or copy engines
+    /// perform. After it, the members may write each other's results.
+    pub(crate) fn enqueue_open(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
+        let head = self.launch_head(m)?;
+        // SAFETY: the group keeps its own flags and signals and the mappings of its peers' flags.
+        unsafe { self.kernels.launch_open(head, stream) }
+    }
+
+    /// Enqueues DMA copies of all parts, between `enqueue_open` and `enqueue_close`.
+    ///
+    /// # Safety
+    /// As [`enqueue_collective`](CollectiveGroup::enqueue_collective), and `enqueue_open` of the same
+    /// collective must precede it on the stream.
+    pub(crate) unsafe fn enqueue_copies(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
+        let Some(peers) = &self.peers else { return cuda_failure(NO_PEER_MEMORY) };
+        // SAFETY: the caller guarantees it.
+        unsafe { peers.enqueue_copies(m, stream) }
+    }
+
+    /// Enqueues the closing synchronization of an opened collective. Once it completes, the parts
+    /// of all members have arrived.
+    pub(crate) fn enqueue_close(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
+        let head = self.launch_head(m)?;
+        // SAFETY: as for the opening synchronization.
+        unsafe { self.kernels.launch_close(head, stream) }
+    }
+
+    fn launch_head(&self, m: &GroupCollective) -> CudaResult<LaunchHead> {
+        let patience_ns = u64::try_from(self.config.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
+        self.peers.as_ref().map_or_else(
+            || cuda_failure(NO_PEER_MEMORY),
+            |p| Ok(p.launch_head(m, self.signals.device_address(), patience_ns)),
+        )
+    }
+
+    /// Returns the first fault. NCCL has no timeout on the device, so the host compares
+    /// [`read_progress`](CollectiveGroup::read_progress) with its own clock.
+    pub(crate) fn find_fault(&self) -> Option<GroupFault> {
+        let nccl = || {
+            let (why, remote) = self.comm.as_ref()?.async_error()?;
+            Some(if remote { GroupFault::Remote(why) } else { GroupFault::Nccl(why) })
+        };
+        self.signals.read_fault().or_else(nccl)
+    }
+
+    /// Resets the progress signals. No work of the group may be in flight.
+    pub(crate) fn reset_progress(&self) {
+        self.signals.reset_progress();
+    }
+
+    /// Returns the ops that the device began and completed last since
+    /// [`reset_progress`](CollectiveGroup::reset_progress).
+    pub(crate) fn read_progress(&self) -> DeviceProgress {
+        self.signals.read_progress()
+    }
+
+    /// Returns a handle that ends this group's waits from another thread.
+    pub(crate) fn new_aborter(&self) -> GroupAborter {
+        GroupAborter {
+            signals: self.signals.clone(),
+            nccl_ender: self.comm.as_ref().map(NcclCommunicator::aborter),
+            abort: self.abort.clone(),
+        }
+    }
+
+    fn map_peer_memory(&self, cards: &[MemoryDescriptor]) -> CudaResult<Vec<[IpcMapping; 2]>> {
+        let others = cards.iter().enumerate().filter(|(j, _)| *j != self.member);
+        others
+            .map(|(j, card)| {
+                let one = |h: &IpcHandle| {
+                    IpcMapping::new(h)
+                        .map_err(|e| CudaError(format!("cannot open memory of member {j}: {e}")))
+                };
+                Ok([one(&card.memory)?, one(&card.flags)?])
+            })
+            .collect()
+    }
+
+    fn build_peer_memory(
+        &self,
+        opened: Vec<[IpcMapping; 2]>,
+        cards: &[MemoryDescriptor],
+        memory: u64,
+        flags_at: u64,
+    ) -> PeerMemory {
+        let mut bases: Vec<u64> = opened.iter().map(|o| o[0].base_address()).collect();
+        let mut flags: Vec<u64> = opened.iter().map(|o| o[1].base_address()).collect();
+        bases.insert(self.member, memory);
+        flags.insert(self.member, flags_at);
+        PeerMemory {
+            member: self.member,
+            bases,
+            bytes: cards.iter().map(|c| c.bytes).collect(),
+            flags,
+            mappings: opened.into_iter().flatten().collect(),
+        }
+    }
+
+    /// Writes a word into every member's flags and checks that the peers' words arrived in its own
+    /// flags.
+    fn test_peer_writes(&mut self, peers: &PeerMemory, why: &mut Option<String>) -> bool {
+        let token = |from: usize, to: usize| 0x7e55_e7a0_0000_0000 | (from as u64) << 16 | to as u64;
+        let written = (0..self.member_count).try_for_each(|j| {
+            let at = peers.flags[j] + WRITE_TEST_OFFSET + 8 * self.member as u64;
+            // SAFETY: the flags of every member are mapped for `FLAGS_BYTES`, which have room for a
+            // word of each member behind the offset.
+            let word = unsafe { DeviceSlice::from_raw(at, 1) };
+            copy_to_device(word, &[token(self.member, j)])
+        });
+        let met = self.all_agree(written.is_ok());
+        let mut found = vec![0_u64; self.member_count];
+        let own_flags = peers.flags[self.member] + WRITE_TEST_OFFSET;
+        // SAFETY: as above, for this member's own flags.
+        let words = unsafe { DeviceSlice::from_raw(own_flags, self.member_count) };
+        let read = copy_to_host(&mut found, words);
+        let wrong = (0..self.member_count).find(|j| found[*j] != token(*j, self.member));
+        let failure = written.err().or(met.err()).or(read.err()).map(|e| e.0);
+        *why = failure.or(wrong.map(|j| format!("a test write of member {j} did not arrive"))).or(why.take());
+        why.is_none()
+    }
+
+    /// Returns whether all members pass `true`. Also a barrier.
+    fn all_agree(&mut self, mine: bool) -> CudaResult<bool> {
+        Ok(self.exchange_table(&[u64::from(mine)])?.iter().all(|w| w == &[1]))
+    }
+
+    fn gather_bytes(&mut self, mine: &[u8]) -> CudaResult<Vec<Vec<u8>>> {
+        let Some(comm) = &self.comm else { return Ok(vec![mine.to_vec()]) };
+        if mine.is_empty() {
+            return Ok(vec![Vec::new(); self.member_count]);
+        }
+        let (from, to) = (DeviceMemory::new(mine.len())?, DeviceMemory::new(mine.len() * self.member_count)?);
+        copy_to_device(from.slice(0, mine.len())?, mine)?;
+        let (here, all) = (from.device_address(), to.device_address());
+        // SAFETY: `from` has the bytes of one member and `to` those of all; only this stream uses
+        // them, and they are not freed unless it has completed the transfer.
+        let gathered = unsafe { comm.all_gather(here, all, mine.len(), &self.control_stream) };
+        let (_, to) = self.wait_for_transfer(gathered, "all members to exchange a table", (from, to))?;
+        let mut out = vec![0_u8; mine.len() * self.member_count];
+        let len = out.len();
+        copy_to_host(&mut out, to.slice(0, len)?)?;
+        Ok(out.chunks(mine.len()).map(<[u8]>::to_vec).collect())
+    }
+
+    /// Waits until a transfer on the control stream completes, and returns the memory that it used.
+    fn wait_for_transfer<M>(&self, sent: CudaResult<()>, what: &str, memory: M) -> CudaResult<M> {
+        match sent.and_then(|()| self.wait_for_control_stream(what)) {
+            Ok(()) => Ok(memory),
+            Err(e) => {
+                // Freeing the memory would wait for the work that uses it, which may be stuck.
+                std::mem::forget(memory);
+                Err(e)
+            }
+        }
+    }
+
+    /// Waits until the work enqueued on the control stream has completed; `what` names it in
+    /// errors.
+    fn wait_for_control_stream(&self, what: &str) -> CudaResult<()> {
+        let event = CudaEvent::new()?;
+        self.control_stream.record_event(&event)?;
+        let deadline = Instant::now() + self.config.setup_timeout;
+        while !event.is_complete()? {
+            if self.abort.load(Ordering::Acquire) {
+                return cuda_failure(format!("aborted while waiting for {what}"));
+            }
+            if Instant::now() > deadline {
+                return cuda_failure(format!(
+                    "{} ms timeout while waiting for {what}",
+                    self.config.setup_timeout.as_millis()
+                ));
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
+const NO_PEER_MEMORY: &str = "the group has no peer-to-peer memory";
+
+/// Description of a member's memory that it sends to the others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct MemoryDescriptor {
+    host_id: u64,
+    can_share: bool,
+    bytes: u64,
+    memory: IpcHandle,
+    flags: IpcHandle,
+}
+
+impl Default for MemoryDescriptor {
+    /// The description of a member that cannot share its memory.
+    fn default() -> MemoryDescriptor {
+        MemoryDescriptor { host_id: 0, can_share: false, bytes: 0, memory: [0; 64], flags: [0; 64] }
+    }
+}
+
+impl MemoryDescriptor {
+    fn new(memory: &DeviceMemory, flags: u64, terms: &GroupConfig) -> CudaResult<MemoryDescriptor> {
+        if terms.transport == GroupTransport::Nccl {
+            return cuda_failure("the configuration selects NCCL");
+        }
+        Ok(MemoryDescriptor {
+            host_id: terms.host_id,
+            can_share: true,
+            bytes: memory.byte_len() as u64,
+            memory: p2p_collectives::export_ipc_handle(memory.device_address())?,
+            flags: p2p_collectives::export_ipc_handle(flags)?,
+        })
+    }
+
+    fn to_bytes(&self) -> Vec<u8> {
+        let words = [self.host_id, u64::from(self.can_share), self.bytes];
+        let words = words.iter().flat_map(|w| w.to_le_bytes());
+        words.chain(self.memory).chain(self.flags).collect()
+    }
+
+    fn from_bytes(bytes: &[u8]) -> MemoryDescriptor {
+        let (words, handles) = bytes.split_at(24);
+        let words = words_from_bytes(words);
+        let handle = |at: usize| std::array::from_fn(|i| handles[at + i]);
+        MemoryDescriptor {
+            host_id: words[0],
+            can_share: words[1] == 1,
+            bytes: words[2],
+            memory: handle(0),
+            flags: handle(64),
+        }
+    }
+}
+
+fn words_from_bytes(bytes: &[u8]) -> Vec<u64> {
+    bytes.as_chunks::<8>().0.iter().map(|w| u64::from_le_bytes(*w)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_descriptors_round_trip() {
+        let card = MemoryDescriptor {
+            host_id: 7,
+            can_share: true,
+            bytes: 1 << 33,
+            memory: std::array::from_fn(|i| i as u8),
+            flags: std::array::from_fn(|i| 255 - i as u8),
+        };
+        assert_eq!(MemoryDescriptor::from_bytes(&card.to_bytes()), card);
+        assert_eq!(
+            MemoryDescriptor::from_bytes(&MemoryDescriptor::default().to_bytes()),
+            MemoryDescriptor::default()
+        );
+    }
+}

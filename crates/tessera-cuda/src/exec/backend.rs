@@ -1,0 +1,172 @@
+//! The contract of a backend on CUDA.
+
+#![allow(unsafe_code, reason = "memory that a device writes")]
+
+use std::sync::Arc;
+
+use tessera_base::Diagnostic;
+use tessera_device::{
+    AbortFn, AuditResult, Backend, CallData, Fault, Fingerprint, FingerprintHasher, Observer, ProgramHandle,
+    WeightSource,
+};
+use tessera_ir::{DType, Program, Slots};
+
+use super::{CudaBackend, OneTimeCounts, cuda_error, weights};
+use crate::device_memory::{copy_to_host, widen_bf16};
+use crate::kernel_table::SPIN;
+
+impl Backend for CudaBackend {
+    fn load(
+        &mut self,
+        program: &Arc<Program>,
+        slots: &Slots,
+        weights: &mut dyn WeightSource,
+    ) -> Result<ProgramHandle, Diagnostic> {
+        self.context.make_current().map_err(|e| cuda_error("context", &e))?;
+        self.gemms.set_frozen(false);
+        self.attentions.set_frozen(false);
+        let prepared = self.prepare_program(program, slots, weights)?;
+        for (i, bytes) in slots.slot_bytes.iter().enumerate() {
+            match self.slot_bytes.get_mut(i) {
+                Some(b) => *b = (*b).max(*bytes as usize),
+                None => self.slot_bytes.push(*bytes as usize),
+            }
+        }
+        self.slot_memory = None;
+        self.programs.push(prepared);
+        Ok(ProgramHandle(self.programs.len() - 1))
+    }
+
+    fn setup_count(&self) -> u64 {
+        let OneTimeCounts {
+            kernels_compiled: compiled,
+            gemms_autotuned: timed,
+            graphs_captured: captured,
+            slot_allocations: allocated,
+        } = self.one_time_counts();
+        [compiled, timed, captured, allocated].map(u64::from).iter().sum()
+    }
+
+    fn inject_hang(&mut self) -> bool {
+        self.hang_injected =
+            self.context.make_current().is_ok() && self.kernels.prepare_elementwise(SPIN.name()).is_ok();
+        self.hang_injected
+    }
+
+    fn fingerprints(&self) -> Vec<Fingerprint> {
+        self.weights.list_fingerprints()
+    }
+
+    fn audit_weights(&mut self, bytes: u64) -> AuditResult {
+        // An unreadable device fails the next run, which reports the error in detail.
+        match self.context.make_current() {
+            Ok(()) => self.weights.audit_next(bytes),
+            Err(_) => AuditResult::default(),
+        }
+    }
+
+    fn reload_weights(&mut self, weights: &mut dyn WeightSource) -> Result<(), Diagnostic> {
+        self.context.make_current().map_err(|e| cuda_error("context", &e))?;
+        self.weights.reload_all(&self.placement, weights)?;
+        self.reset_buffers();
+        Ok(())
+    }
+
+    fn write_weight(&mut self, name: &str, index: u64, value: f32) -> bool {
+        self.context.make_current().is_ok() && self.weights.overwrite_element(name, index, value)
+    }
+
+    fn fingerprint_buffer(&self, name: &str, slice: &str) -> Option<Fingerprint> {
+        let values = self.read_buffer(name)?;
+        let mut hash = FingerprintHasher::default();
+        hash.update(&values);
+        Some(hash.finish(name, slice))
+    }
+
+    fn run(
+        &mut self,
+        program: ProgramHandle,
+        call: &CallData<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), Fault> {
+        self.run_program(program.0, call, observer)
+    }
+
+    fn output(&self, name: &str) -> Option<&[f32]> {
+        // The device may still write the outputs of a run that failed.
+        if self.has_unfinished_run {
+            return None;
+        }
+        let candidates = self
+            .outputs
+            .iter()
+            .filter(|(n, o)| o.is_current && n.split_once('/').is_some_and(|(_, n)| n == name));
+        let (_, o) = candidates.max_by_key(|(_, o)| o.program)?;
+        // SAFETY: no run is unfinished, and the borrow of the backend prevents another.
+        Some(unsafe { self.programs[o.program].host_outputs.as_slice(o.offset, o.len) })
+    }
+
+    fn read_buffer(&self, name: &str) -> Option<Vec<f32>> {
+        let b = &self.buffers[*self.buffer_index.get(name)?];
+        self.context.make_current().ok()?;
+        let n = b.ty.element_count() as usize;
+        if b.ty.dtype == DType::Bf16 {
+            let mut bits = vec![0_u16; n];
+            copy_to_host(&mut bits, b.memory.slice(0, n).ok()?).ok()?;
+            return Some(bits.into_iter().map(widen_bf16).collect());
+        }
+        let mut out = vec![0.0_f32; n];
+        copy_to_host(&mut out, b.memory.slice(0, n).ok()?).ok()?;
+        Some(out)
+    }
+
+    fn write_buffer(&mut self, name: &str, data: &[f32]) -> bool {
+        let Some(b) = self.buffer_index.get(name).map(|i| &self.buffers[*i]) else { return false };
+        if b.ty.element_count() as usize != data.len() || self.context.make_current().is_err() {
+            return false;
+        }
+        let memory = b.memory.slice(0, b.ty.byte_size().0 as usize);
+        memory.and_then(|to| weights::upload_rounded(to, b.ty.dtype, data)).is_ok()
+    }
+
+    fn reset_buffers(&mut self) {
+        if self.context.make_current().is_ok() {
+            for b in &self.buffers {
+                // An unreadable device fails the next run.
+                let _ = b.memory.zero_fill();
+            }
+        }
+    }
+
+    fn memory_bytes(&self) -> [u64; 3] {
+        [
+            self.weights.total_bytes(),
+            self.buffers.iter().map(|b| b.memory.byte_len() as u64).sum(),
+            self.slot_bytes.iter().map(|b| *b as u64).sum::<u64>() + self.scratch_bytes() as u64,
+        ]
+    }
+
+    fn compensated_sums(&self) -> u64 {
+        0
+    }
+
+    fn abort_fn(&self) -> AbortFn {
+        self.groups.abort_handle()
+    }
+}
+
+impl Drop for CudaBackend {
+    /// Aborts waits of an incomplete run first: freeing memory waits for the work that uses it, and
+    /// work that waits for absent peers would never complete.
+    fn drop(&mut self) {
+        if !self.has_unfinished_run || self.context.make_current().is_err() {
+            return;
+        }
+        let abort_threads = self.groups.abort_all();
+        self.programs.iter_mut().for_each(|p| (p.graph, p.traced_graph) = (None, None));
+        for thread in abort_threads {
+            // These threads do not panic, and their result is of no use here.
+            let _ = thread.join();
+        }
+    }
+}

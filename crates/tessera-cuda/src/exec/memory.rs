@@ -1,0 +1,104 @@
+//! Places the memory of loaded programs, and finds the address of each value in it.
+
+use tessera_ir::{Op, Type, ValueId, views};
+
+use super::comm_groups::PAGE_BYTES;
+use super::{CudaBackend, SlotMemory, ValueLocation};
+use crate::device_memory::{ALIGNMENT, DeviceMemory};
+use crate::driver::{CudaError, CudaResult, cuda_failure};
+
+impl CudaBackend {
+    /// Allocates the slots, once all programs that will run are loaded.
+    pub(super) fn place_slots(&mut self) -> CudaResult<()> {
+        if self.slot_memory.is_some() {
+            return Ok(());
+        }
+        let (mut offsets, mut end) = (Vec::new(), 0_u64);
+        for bytes in &self.slot_bytes {
+            offsets.push(end);
+            end += (*bytes as u64).next_multiple_of(ALIGNMENT);
+        }
+        let memory = DeviceMemory::new((end as usize + self.scratch_bytes()).next_multiple_of(PAGE_BYTES))?;
+        memory.zero_fill()?;
+        self.one_time_counts.slot_allocations += 1;
+        self.gemms.set_frozen(true);
+        self.attentions.set_frozen(true);
+        if let Err(e) = self.share_memory(&memory, &offsets) {
+            // Peers may have mapped the memory already, and freeing it would wait for work that
+            // never completes.
+            std::mem::forget(memory);
+            return Err(e);
+        }
+        self.slot_memory = Some(SlotMemory { memory, slot_offsets: offsets, scratch_offset: end });
+        // The slot addresses have changed, so captured graphs are invalid.
+        self.programs.iter_mut().for_each(|p| (p.graph, p.traced_graph, p.has_run) = (None, None, false));
+        Ok(())
+    }
+
+    /// Bytes of the scratch memory behind the slots.
+    pub(super) fn scratch_bytes(&self) -> usize {
+        self.programs.iter().map(|p| p.scratch_bytes).max().unwrap_or(0)
+    }
+
+    /// Returns the device address of a value's first element. Fails for a token, and for a
+    /// temporary before the slots are placed.
+    pub(super) fn value_address(&self, program: usize, v: ValueId) -> CudaResult<u64> {
+        let own = &self.programs[program];
+        Ok(match own.locations[v.0 as usize] {
+            ValueLocation::Slot(s) => {
+                let slots =
+                    self.slot_memory.as_ref().ok_or_else(|| CudaError("no memory for temporaries".into()))?;
+                slots.memory.device_address() + slots.slot_offsets[s]
+            }
+            ValueLocation::Buffer(b, bytes) => self.buffers[b].memory.device_address() + bytes,
+            ValueLocation::Weight(w) => self.weights.shard_address(w),
+            ValueLocation::CallArea(bytes) => own.call_area.device_address() + bytes,
+            ValueLocation::Scratch(place) => self.scratch_address()? + place.offset,
+            ValueLocation::NoStorage => return cuda_failure("a token has no address"),
+        })
+    }
+
+    /// Returns the start address of the scratch memory, which follows the slots.
+    pub(super) fn scratch_address(&self) -> CudaResult<u64> {
+        let slots = self.slot_memory.as_ref().ok_or_else(|| CudaError("no memory for temporaries".into()))?;
+        Ok(slots.memory.device_address() + slots.scratch_offset)
+    }
+
+    /// Returns the row pitch of a value, in elements.
+    pub(super) fn row_pitch(&self, program: usize, v: ValueId) -> u64 {
+        let own = &self.programs[program];
+        match own.locations[v.0 as usize] {
+            ValueLocation::Scratch(place) => place.row_pitch,
+            _ => own.program.type_of(v).shape.last().copied().unwrap_or(1),
+        }
+    }
+
+    /// Returns the device address of a value; 0 if there is none.
+    pub(super) fn optional_address(&self, program: usize, v: Option<ValueId>) -> CudaResult<u64> {
+        v.map_or(Ok(0), |v| self.value_address(program, v))
+    }
+
+    fn buffer_address(&self, program: usize, op: &Op) -> CudaResult<u64> {
+        let own = op.buffer.and_then(|b| self.programs[program].buffer_indices.get(b.0 as usize));
+        own.map(|i| self.buffers[*i].memory.device_address())
+            .ok_or_else(|| CudaError("a write without a buffer".into()))
+    }
+
+    /// Returns the address of the first row that a cache write writes, if the call's row index is 0.
+    pub(super) fn write_address(&self, program: usize, op: &Op, v: &views::CacheWrite) -> CudaResult<u64> {
+        let ty = self.programs[program].program.type_of(v.x);
+        let row_bytes = ty.shape[1..].iter().product::<u64>() * ty.dtype.element_bytes();
+        Ok(self.buffer_address(program, op)? + v.first_row * row_bytes)
+    }
+
+    /// Returns the global index of the first row that this rank holds of a value, whose rows begin
+    /// `first_row` rows after the shard.
+    pub(super) fn first_global_row(&self, ty: &Type, first_row: u64) -> u64 {
+        let here = ty
+            .layout
+            .global_ranges(&ty.shape, &self.placement.mesh, self.placement.coord())
+            .first()
+            .map_or(0, |r| r.0);
+        here + first_row
+    }
+}

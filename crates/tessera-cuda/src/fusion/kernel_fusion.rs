@@ -1,0 +1,226 @@
+//! Kernel fusion: groups a program's ops into launches. One kernel computes several ops where that
+//! saves reading and writing whole rows.
+//!
+//! A fused step runs at the position of its last op and writes only the values that other steps
+//! read. The planned slots may not allow a fusion, so each is checked: the fusion is dropped if
+//! some value would not be in its slot when a step reads it.
+
+use std::collections::BTreeMap;
+
+use tessera_ir::{OpKind, OpView, Opcode, Program, Slots, views};
+
+use super::launch_step::{FusedGroup, LaunchStep};
+use super::slot_check::slots_stay_valid;
+use super::writes_matrix_rows;
+use crate::gemm::shape::uses_few_rows_kernel;
+
+/// Groups the ops of a program into steps, in order. Each of the `joined` groups becomes one step
+/// if memory allows it.
+pub(crate) fn plan_launch_steps(p: &Program, slots: &Slots, fused_groups: &[FusedGroup]) -> Vec<LaunchStep> {
+    let readers = p.value_readers();
+    let mut fused: Vec<LaunchStep> = Vec::new();
+    let mut taken = vec![false; p.ops.len()];
+    for i in 0..p.ops.len() {
+        if taken[i] {
+            continue;
+        }
+        let one_of =
+            fused_groups.iter().find(|j| j.fused_ops()[0] == i).map(|j| LaunchStep::Fused(j.clone()));
+        let Some(step) = one_of.or_else(|| longest_fusion_from(p, &readers, &taken, i)) else { continue };
+        let mut tried = fused.clone();
+        tried.push(step.clone());
+        if slots_stay_valid(p, slots, &order_steps(p, &tried)) {
+            step.all_ops().iter().for_each(|o| taken[*o] = true);
+            fused = tried;
+        }
+    }
+    order_steps(p, &fused)
+}
+
+/// Returns the longest fusion that starts with op `i`.
+fn longest_fusion_from(p: &Program, readers: &[Vec<usize>], taken: &[bool], i: usize) -> Option<LaunchStep> {
+    let op = &p.ops[i];
+    let plain = |j: usize| !taken[j] && p.ops[j].stream == op.stream && p.ops[j].after.is_empty();
+    // Returns the only reader of an op's result.
+    let only = |j: usize| -> Option<usize> {
+        let r = *p.ops[j].results.first()?;
+        match readers[r.0 as usize][..] {
+            [reader] if plain(reader) => Some(reader),
+            _ => None,
+        }
+    };
+    let quantized = |norm: usize| only(norm).filter(|j| p.ops[*j].opcode == Opcode::Quantize);
+    let reads_first = |j: usize, from: usize| p.ops[j].operands.first() == p.ops[from].results.first();
+    match op.view().ok()? {
+        OpView::GateResidual(add) => {
+            let result = *op.results.first()?;
+            // The norm of the sum; the sum may have other readers.
+            let norm = *readers[result.0 as usize].first()?;
+            let can_follow = match p.ops[norm].view().ok()? {
+                OpView::NormModulate(v) => have_same_frames(&add, &v),
+                OpView::LayerNorm(_) => true,
+                _ => false,
+            };
+            let fits = can_follow && plain(norm) && reads_first(norm, i);
+            fits.then_some(LaunchStep::ResidualNorm { add: Some(i), norm, quantize: quantized(norm) })
+        }
+        OpView::NormModulate(_) | OpView::LayerNorm(_) => {
+            let quantize = Some(quantized(i)?);
+            Some(LaunchStep::ResidualNorm { add: None, norm: i, quantize })
+        }
+        OpView::RmsNorm(_) | OpView::RmsScale(_) => {
+            let rope = only(i).filter(|j| p.ops[*j].opcode == Opcode::Rope);
+            let last = rope.unwrap_or(i);
+            let write = only(last).filter(|j| writes_matrix_rows(p, *j));
+            (rope.is_some() || write.is_some()).then_some(LaunchStep::RmsRope {
+                norm_or_scale: Some(i),
+                rope,
+                write,
+            })
+        }
+        OpView::Rope(_) => {
+            let write = only(i).filter(|j| writes_matrix_rows(p, *j))?;
+            Some(LaunchStep::RmsRope { norm_or_scale: None, rope: Some(i), write: Some(write) })
+        }
+        OpView::Matmul(v) if v.act.is_none() && !uses_few_rows_kernel(p, &v) => {
+            let add = only(i)?;
+            let OpView::GateResidual(sum) = p.ops[add].view().ok()? else { return None };
+            let fits = sum.m.is_none() && sum.y == op.results[0] && sum.x != op.results[0];
+            fits.then_some(LaunchStep::GemmResidual { matmul: i, add })
+        }
+        _ => None,
+    }
+}
+
+/// Returns whether both ops use the same frame numbering, if the sum has one.
+fn have_same_frames(add: &views::GateResidual, norm: &views::NormModulate) -> bool {
+    add.frame_rows.is_none_or(|rows| (rows, add.first_row) == (norm.frame_rows, norm.first_row))
+}
+
+/// Orders the fused steps and all remaining ops by position, leaving out sources.
+fn order_steps(p: &Program, fused_steps: &[LaunchStep]) -> Vec<LaunchStep> {
+    let mut at: BTreeMap<usize, LaunchStep> = BTreeMap::new();
+    let mut inside = vec![false; p.ops.len()];
+    for step in fused_steps {
+        step.all_ops().iter().for_each(|o| inside[*o] = true);
+        at.insert(step.launch_op(), step.clone());
+    }
+    let one = |i: usize| match at.get(&i) {
+        Some(step) => Some(step.clone()),
+        None => (!inside[i] && p.ops[i].opcode.table_row().kind != OpKind::Source)
+            .then_some(LaunchStep::Single(i)),
+    };
+    (0..p.ops.len()).filter_map(one).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tessera_ir::parse_all;
+
+    fn program(text: &str) -> Program {
+        parse_all(text, "test").expect("a program").remove(0)
+    }
+
+    /// Gives every value its own slot, except that the first of each pair shares the slot of the
+    /// second.
+    fn distinct_slots(p: &Program, shared: &[(u32, u32)]) -> Slots {
+        let of = (0..p.values.len() as u32)
+            .map(|v| Some(shared.iter().find(|(a, _)| *a == v).map_or(v, |(_, b)| *b)))
+            .collect();
+        Slots { slot_bytes: vec![1 << 20; p.values.len()], value_slots: of }
+    }
+
+    const NORMS: &str = "program @p { %x = input : f32[4, 8] %y = input : f32[4, 8] %w = weight \"w\" : f32[8] \
+        %s = toperator.gate_residual %x, %y : f32[4, 8] \
+        %n = toperator.layer_norm %s, %w, %w {eps = 1e-6} : f32[4, 8] \
+        %r = toperator.rms_norm %n, %w {eps = 1e-6} : f32[4, 8] \
+        %z = toperator.add %s, %r : f32[4, 8] output \"z\", %z }";
+
+    #[test]
+    fn a_sum_and_its_norm_are_one_step_unless_memory_forbids_it() {
+        let p = program(NORMS);
+        let op = |name: &str| p.ops.iter().position(|o| o.opcode.name() == name).expect("an op");
+        let fused = LaunchStep::ResidualNorm {
+            add: Some(op("gate_residual")),
+            norm: op("layer_norm"),
+            quantize: None,
+        };
+        assert!(plan_launch_steps(&p, &distinct_slots(&p, &[]), &[]).contains(&fused));
+        // The norm overwrites an operand of the sum: each row is read before it is written.
+        let value = |name: &str| p.values.iter().position(|v| v.name == name).expect("a value") as u32;
+        assert!(
+            plan_launch_steps(&p, &distinct_slots(&p, &[(value("n"), value("y"))]), &[]).contains(&fused)
+        );
+        // The norm overwrites the sum, which other ops still read.
+        assert!(
+            !plan_launch_steps(&p, &distinct_slots(&p, &[(value("n"), value("s"))]), &[]).contains(&fused)
+        );
+    }
+
+    #[test]
+    fn a_norm_with_only_a_quantized_reader_is_not_stored_unquantized() {
+        let p = program(
+            "program @p { %x = input : bf16[4, 32] %y = toperator.silu %x : bf16[4, 32] %w = weight \"w\" : f32[32] \
+             %s = toperator.gate_residual %x, %y : bf16[4, 32] \
+             %n = toperator.layer_norm %s, %w, %w {eps = 1e-6} : bf16[4, 32] \
+             %q, %scale = toperator.quantize %n : e4m3[4, 32], f32[4] \
+             %z = toperator.add %s, %s : bf16[4, 32] output \"z\", %z }",
+        );
+        let op = |name: &str| p.ops.iter().position(|o| o.opcode.name() == name).expect("an op");
+        let (add, norm, quantize) = (Some(op("gate_residual")), op("layer_norm"), op("quantize"));
+        let fused = LaunchStep::ResidualNorm { add, norm, quantize: Some(quantize) };
+        assert!(plan_launch_steps(&p, &distinct_slots(&p, &[]), &[]).contains(&fused));
+        // The scales overwrite an operand of the sum before its later rows are read.
+        let value = |name: &str| p.values.iter().position(|v| v.name == name).expect("a value") as u32;
+        assert!(
+            !plan_launch_steps(&p, &distinct_slots(&p, &[(value("scale"), value("y"))]), &[])
+                .contains(&fused)
+        );
+    }
+
+    #[test]
+    fn a_sum_and_a_norm_of_other_rows_are_two_steps() {
+        let of = |first: u32| {
+            let text = format!(
+                "program @p {{ %x = input : f32[2, 8] %y = input : f32[2, 8] %m = input : f32[2, 16] \
+                %s = toperator.gate_residual %x, %y, %m {{first_row = 2, frame_rows = 2, gate = 0}} : f32[2, 8] \
+                %n = toperator.norm_modulate %s, %m {{eps = 1e-6, first_row = {first}, frame_rows = 2, scale = 0, shift = 1}} \
+                : f32[2, 8] output \"n\", %n }}"
+            );
+            let p = program(&text);
+            let is_fused = |s: &LaunchStep| matches!(s, LaunchStep::ResidualNorm { .. });
+            plan_launch_steps(&p, &distinct_slots(&p, &[]), &[]).iter().any(is_fused)
+        };
+        assert!(of(2) && !of(1));
+    }
+
+    #[test]
+    fn the_few_rows_kernel_gets_no_residual() {
+        let fused = |rows: u64| {
+            let text = format!(
+                "program @p {{ %x = input : f32[{rows}, 8] %y = input : f32[{rows}, 8] %w = weight \"w\" : f32[8, 8] \
+                 %p = toperator.matmul %x, %w : f32[{rows}, 8] %s = toperator.gate_residual %y, %p : f32[{rows}, 8] \
+                 output \"s\", %s }}"
+            );
+            let p = program(&text);
+            plan_launch_steps(&p, &distinct_slots(&p, &[]), &[])
+                .iter()
+                .any(|s| matches!(s, LaunchStep::GemmResidual { .. }))
+        };
+        assert!(!fused(8) && fused(9));
+    }
+
+    #[test]
+    fn every_op_but_sources_is_in_one_step() {
+        let p = program(NORMS);
+        let mut seen: Vec<usize> = plan_launch_steps(&p, &distinct_slots(&p, &[]), &[])
+            .iter()
+            .flat_map(LaunchStep::all_ops)
+            .collect();
+        seen.sort_unstable();
+        let want: Vec<usize> =
+            (0..p.ops.len()).filter(|i| p.ops[*i].opcode.table_row().kind != OpKind::Source).collect();
+        assert_eq!(seen, want);
+    }
+}

@@ -1,0 +1,80 @@
+//! The steps of a program: what the backend enqueues as one.
+
+use std::sync::Arc;
+
+/// One launch, or a few that belong together. Numbers are op indices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum LaunchStep {
+    /// One op that is not fused with others.
+    Single(usize),
+    /// A residual add, the norm of the sum, and its quantization to e4m3. At least two of them are
+    /// present.
+    ResidualNorm { add: Option<usize>, norm: usize, quantize: Option<usize> },
+    /// RMS norm (or its scaling half), RoPE, and the write of the rows into a buffer. At least two
+    /// of them are present.
+    RmsRope { norm_or_scale: Option<usize>, rope: Option<usize>, write: Option<usize> },
+    /// A matmul and the residual add of its result, fused as the epilogue.
+    GemmResidual { matmul: usize, add: usize },
+    /// A horizontally fused group, which runs at the position of its first op. Its results lie in
+    /// scratch memory.
+    Fused(FusedGroup),
+}
+
+impl LaunchStep {
+    /// Returns the ops of the step. A fused cache write comes last, wherever it is in the program.
+    pub(crate) fn all_ops(&self) -> Vec<usize> {
+        match *self {
+            LaunchStep::Single(i) => vec![i],
+            LaunchStep::ResidualNorm { add, norm, quantize } => {
+                [add, Some(norm), quantize].into_iter().flatten().collect()
+            }
+            LaunchStep::RmsRope { norm_or_scale: scale, rope, write } => {
+                [scale, rope, write].into_iter().flatten().collect()
+            }
+            LaunchStep::GemmResidual { matmul, add } => vec![matmul, add],
+            LaunchStep::Fused(ref joined) => joined.all_ops(),
+        }
+    }
+
+    /// Returns the op whose position and stream the step uses.
+    pub(crate) fn launch_op(&self) -> usize {
+        match self {
+            LaunchStep::Fused(joined) => joined.fused_ops()[0],
+            _ => self.all_ops().last().copied().unwrap_or(0),
+        }
+    }
+}
+
+/// Ops that one launch computes, in program order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum FusedGroup {
+    Qkv {
+        matmuls: Arc<[usize]>,
+        /// The cache write that is fused as well: the only reader of one of the matmuls.
+        cache_write: Option<usize>,
+    },
+    Modulations(Arc<[usize]>),
+}
+
+impl FusedGroup {
+    /// Returns the ops that the launch computes, without the fused cache write.
+    pub(crate) fn fused_ops(&self) -> &[usize] {
+        match self {
+            FusedGroup::Qkv { matmuls: made, .. } | FusedGroup::Modulations(made) => made,
+        }
+    }
+
+    /// Returns all ops of the launch.
+    pub(crate) fn all_ops(&self) -> Vec<usize> {
+        let write = match self {
+            FusedGroup::Qkv { cache_write: write, .. } => *write,
+            FusedGroup::Modulations(_) => None,
+        };
+        self.fused_ops().iter().copied().chain(write).collect()
+    }
+
+    /// Returns whether the results of this group overwrite the scratch memory of `other`.
+    pub(crate) fn reuses_scratch_of(&self, other: &FusedGroup) -> bool {
+        matches!((self, other), (FusedGroup::Qkv { .. }, FusedGroup::Qkv { .. }))
+    }
+}

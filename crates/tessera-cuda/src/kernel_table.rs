@@ -1,0 +1,118 @@
+//! The parameters of the elementwise and the row kernels, in the order and with the names of the
+//! CUDA sources.
+
+use crate::collectives::Targets;
+use crate::kernel_params::{Bf16, CosSin, DevicePtr, E4m3, Element, Word, kernel_signatures};
+
+kernel_signatures! {
+    ELEMENTWISE_TABLE:
+
+    /// Converts `n` elements.
+    Cast { x: DevicePtr<Element>, out: DevicePtr<Element>, n: i64 } =
+        CAST_F32_BF16 "cast_f32_bf16", CAST_BF16_F32 "cast_bf16_f32";
+
+    /// Adds a bias per column, unless it is absent, and applies an activation.
+    BiasAct {
+        x: DevicePtr<Element>, b: DevicePtr<Element>, out: DevicePtr<Element>, columns: i32, act: i32, n: i64,
+    } = BIAS_ACT_F32 "bias_act_f32", BIAS_ACT_BF16 "bias_act_bf16";
+
+    /// Adds `n` elements.
+    Add { x: DevicePtr<Element>, y: DevicePtr<Element>, out: DevicePtr<Element>, n: i64 } =
+        ADD_F32 "add_f32", ADD_BF16 "add_bf16";
+
+    /// Adds an embedding to consecutive modulation tables.
+    Modulation {
+        tables: DevicePtr<f32>, embedding: DevicePtr<f32>, out: DevicePtr<f32>,
+        table_columns: i32, width: i32, table_elements: i32, n: i64,
+    } = MODULATION "modulation";
+
+    /// A GEMM of at most 8 rows: `m` columns of out, contracted over `k`.
+    SmallGemm {
+        x: DevicePtr<f32>, w: DevicePtr<f32>, b: DevicePtr<f32>, out: DevicePtr<f32>,
+        rows: i32, k: i32, m: i32, act: i32,
+    } = SMALL_GEMM "small_gemm";
+
+    /// Embeds times as cosines and sines.
+    TimeEmbed { t: DevicePtr<f32>, out: DevicePtr<f32>, width: i32, n: i64 } = TIME_EMBED "time_embed";
+
+    /// Writes the RoPE table of a call's frames.
+    RopeFrameTable { start: DevicePtr<i64>, stride: i32, pairs: i32, out: DevicePtr<CosSin>, n: i32 } =
+        ROPE_FRAME_TABLE "rope_frame_table";
+
+    /// Mixes x with noise that is drawn for each element's global index.
+    Renoise {
+        x: DevicePtr<f32>, sigma: DevicePtr<f32>, seed: DevicePtr<i64>, chunk: DevicePtr<i64>,
+        draw: DevicePtr<i64>, first: i64, out: DevicePtr<f32>, n: i64,
+    } = RENOISE "renoise";
+
+    /// Subtracts sigma times the flow.
+    ToX0 {
+        x: DevicePtr<f32>, flow: DevicePtr<f32>, sigma: DevicePtr<f32>, out: DevicePtr<f32>, n: i64,
+    } = TO_X0 "to_x0";
+
+    /// Copies rows to the row index that device memory holds.
+    PutRows { from: DevicePtr<Word>, to: DevicePtr<Word>, row: DevicePtr<i64>, words: i64, n: i64 } =
+        PUT_ROWS_16 "put_rows_16", PUT_ROWS_4 "put_rows_4", PUT_ROWS_2 "put_rows_2";
+
+    /// Converts between pixels and latent tokens.
+    SpaceToDepth {
+        x: DevicePtr<f32>, out: DevicePtr<f32>, height: i32, width: i32, st: i32, sh: i32, sw: i32,
+        inverse: i32, n: i64,
+    } = SPACE_TO_DEPTH "space_to_depth";
+
+    /// Combines attention over splits of the keys.
+    MergeSplits {
+        o: DevicePtr<Bf16>, lse: DevicePtr<f32>, bias: DevicePtr<f32>, biased_split: i32, splits: i32,
+        heads: i32, head: i32, rows: i64, out: DevicePtr<Bf16>,
+    } = MERGE_BF16 "merge_bf16";
+
+    /// Attention for shapes that no specialised kernel supports.
+    PlainAttention {
+        q: DevicePtr<Element>, k: DevicePtr<Element>, v: DevicePtr<Element>, bias: DevicePtr<f32>,
+        bias_begin: i32, bias_end: i32, out: DevicePtr<Element>, queries: i32, keys: i32, heads: i32,
+        head: i32, scale: f32,
+    } = ATTENTION_F32 "attention_f32", ATTENTION_BF16 "attention_bf16";
+
+    /// Softmax of rows of `width` elements.
+    Softmax { x: DevicePtr<Element>, out: DevicePtr<Element>, width: i32 } =
+        SOFTMAX_F32 "softmax_f32", SOFTMAX_BF16 "softmax_bf16";
+
+    /// Multiplies batches of small matrices.
+    Bmm {
+        x: DevicePtr<f32>, y: DevicePtr<f32>, out: DevicePtr<f32>, n: i32, k: i32, m: i32,
+        transposed: i32, scale: f32, count: i64,
+    } = BMM "bmm";
+
+    /// Never ends.
+    Spin {} = SPIN "spin";
+}
+
+kernel_signatures! {
+    ROW_TABLE:
+
+    /// Adds a residual, normalises rows and quantises them; absent operands are null.
+    ResidualNorm {
+        rows: i32, x: DevicePtr<Element>, y: DevicePtr<Element>, gates: DevicePtr<f32>, gate_columns: i32,
+        gate: i32, m: DevicePtr<f32>, m_columns: i32, shift: i32, scale: i32, w: DevicePtr<f32>,
+        b: DevicePtr<f32>, total: DevicePtr<Element>, out: DevicePtr<Element>, quantized: DevicePtr<E4m3>,
+        scales: DevicePtr<f32>, first_row: i32, frame_rows: i32, eps: f32,
+    } = RESIDUAL_NORM "residual_norm";
+
+    /// Sums the squares of each row of x and of y.
+    RowSquareSum {
+        rows: i32, x: DevicePtr<Element>, y: DevicePtr<Element>, out: DevicePtr<f32>, columns: i32,
+    } = ROW_SQUARE_SUM "row_square_sum";
+
+    /// Quantises rows to e4m3.
+    Quantize { rows: i32, x: DevicePtr<Element>, out: DevicePtr<E4m3>, scales: DevicePtr<f32> } =
+        QUANTIZE "quantize";
+
+    /// Applies an RMS norm and RoPE, and stores the rows here or at the members of a group.
+    RmsRope {
+        rows: i32, x: DevicePtr<Element>, pitch: i32, w: DevicePtr<f32>, sums: DevicePtr<f32>,
+        sum_columns: i32, sum_column: i32, norm_columns: f32, eps: f32, out: DevicePtr<Element>,
+        to_row: DevicePtr<i64>, head: i32, by_frame: DevicePtr<CosSin>, by_row: DevicePtr<CosSin>,
+        by_column: DevicePtr<CosSin>, first_row: i32, height: i32, width: i32, has_positions: i32,
+        targets: Targets,
+    } = RMS_ROPE "rms_rope";
+}

@@ -1,0 +1,89 @@
+//! The rank table: assigns every rank of a plan to a device, for the launcher.
+
+use std::fmt::Write;
+
+use tessera_mesh::{Cluster, Mesh, Rank};
+use tessera_plan::search::Candidate;
+
+/// File name of the table in a plan's folder.
+pub(crate) const RANK_TABLE_FILE: &str = "ranks.txt";
+
+/// Places the ranks of a candidate. Within a stage tp varies fastest, then the remaining ranks of
+/// the stage; stages follow each other, and replicas of the model come last. Returns `None` if the
+/// cluster is too small.
+pub(crate) fn candidate_table(cluster: &Cluster, c: &Candidate) -> Option<String> {
+    let (l, unit) = (c.layout, c.replica_stage_ranks());
+    let mesh = Mesh::new([unit, 1, c.pp, c.model_replicas()]).ok()?;
+    render_table(cluster, &mesh, &["dp", "pp", "tp", "expert_tp", "ep"], |rank| {
+        let (within, stage) = (rank.0 % unit, rank.0 / unit);
+        let experts = within / l.expert_tp;
+        [stage / c.pp, stage % c.pp, within % l.tp, within % l.expert_tp, experts % l.ep]
+            .map(|n| n.to_string())
+    })
+}
+
+/// Places the ranks of a mapping's mesh, ranks outside of the mesh first. Returns `None` if the
+/// cluster is too small.
+pub(crate) fn mesh_table(cluster: &Cluster, mesh: &Mesh) -> Option<String> {
+    render_table(cluster, mesh, &["place"], |rank| {
+        let at = mesh.coord_of(rank);
+        let axes: Vec<String> = mesh.active_axes().map(|a| format!("{a}={}", at.on_axis(a))).collect();
+        [match (mesh.contains(rank), axes.is_empty()) {
+            (false, _) => "outside".to_string(),
+            (true, true) => "alone".to_string(),
+            (true, false) => axes.join(","),
+        }]
+    })
+}
+
+fn render_table<const N: usize>(
+    cluster: &Cluster,
+    mesh: &Mesh,
+    names: &[&str; N],
+    coordinates: impl Fn(Rank) -> [String; N],
+) -> Option<String> {
+    let placements = cluster.rank_table(mesh).ok()?;
+    let mut out = format!(
+        "# Ranks on devices of {}, in cabling order: launch rank r on this host and device, with memory of this\n\
+         # socket. Port is the position within a domain of {} devices. Columns are separated by tabs.\n\
+         rank\track\thost\tsocket\tdevice\tdomain\tport\t{}\n",
+        cluster.title,
+        cluster.domain_size,
+        names.join("\t")
+    );
+    for s in placements {
+        let _ = writeln!(
+            out,
+            "{}\t{}\t{}\t{}\t{}\t{}\t{}\t{}",
+            s.rank,
+            s.rack,
+            s.host,
+            s.socket,
+            s.slot,
+            s.domain,
+            s.port,
+            coordinates(s.rank).join("\t")
+        );
+    }
+    Some(out)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use tessera_mesh::catalog;
+
+    #[test]
+    fn ranks_are_placed_in_cabling_order() {
+        let rack = catalog::get("gb200-nvl72").unwrap();
+        let mesh: Mesh = "tp=2,pp=3".parse().unwrap();
+        let text = mesh_table(&rack, &mesh.with_outside(1).unwrap()).unwrap();
+        let rows: Vec<&str> = text.lines().filter(|l| !l.starts_with('#')).collect();
+        assert_eq!(rows[0], "rank\track\thost\tsocket\tdevice\tdomain\tport\tplace");
+        assert_eq!(rows[1], "0\t0\t0\t0\t0\t0\t0\toutside");
+        assert_eq!(rows[6], "5\t0\t1\t0\t1\t0\t5\ttp=0,pp=2");
+        assert_eq!(rows.len(), 8);
+        assert!(mesh_table(&rack, &"tp=80".parse().unwrap()).is_none());
+    }
+}

@@ -1,0 +1,58 @@
+//! Parses the pins of a video model.
+
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_plan::video::{DecodePlacement, VideoPins};
+use tessera_plan::{Strategy, Topology};
+
+/// Parses the pins of a video model.
+///
+/// # Errors
+/// T1200 for a key that a video model does not have, or a value that the key does not allow.
+pub fn parse_video_pins(text: &str) -> Result<VideoPins, Diagnostics> {
+    let (mut out, mut ds) = (VideoPins::default(), Vec::new());
+    for item in text.split([',', ' ']).map(str::trim).filter(|s| !s.is_empty()) {
+        let (key, value) = item.split_once('=').unwrap_or((item, ""));
+        let count = value.parse::<u32>().ok().filter(|n| *n > 0);
+        let is_valid = match key {
+            "tp" => {
+                out.tp = count;
+                count.is_some()
+            }
+            "pp" => {
+                out.pp = count;
+                count.is_some()
+            }
+            "ep" | "dp" => count == Some(1),
+            "overlap_chunks" => {
+                out.overlap_chunks = count;
+                count.is_some()
+            }
+            "max_outstanding" => {
+                out.outstanding = count;
+                count.is_some()
+            }
+            "strategy" => {
+                out.strategy =
+                    [Strategy::Ulysses, Strategy::Megatron].into_iter().find(|s| s.name() == value);
+                out.strategy.is_some()
+            }
+            "topology" => {
+                out.topology = Topology::ALL.into_iter().find(|t| t.name() == value);
+                out.topology.is_some()
+            }
+            "decode" => {
+                out.decode = DecodePlacement::ALL.into_iter().find(|d| d.name() == value);
+                out.decode.is_some()
+            }
+            _ => false,
+        };
+        if !is_valid {
+            ds.push(
+                Diagnostic::error(&tessera_plan::search::T1200, format!("`{item}` cannot be pinned for a video model"))
+                    .with_label(format!("pin {item}"), "invalid pin")
+                    .with_hint("tp, pp and overlap_chunks are counts; strategy is ulysses or megatron; topology mesh, pp0 or pp1; decode on_mesh, all_ranks, serial, anchor_first, anchor_shared or overlapped; ep and dp are 1"),
+            );
+        }
+    }
+    if ds.is_empty() { Ok(out) } else { Err(ds) }
+}

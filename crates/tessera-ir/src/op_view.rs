@@ -1,0 +1,278 @@
+//! Typed access to the operands and attributes of an op. Code outside of this crate reads an op
+//! through its view, or through one of the accessors here, and never by the name of an attribute.
+
+use std::ops::Range;
+
+use tessera_mesh::{Axis, Group, Reduction};
+
+use crate::attr::Attr;
+use crate::attr_kind::{
+    AttrKind, CommAxis, GroupAxis, Opt, ReductionName, Transport, TransportName, WeightLoad,
+};
+use crate::op_table::{OpView, views};
+use crate::opcode::Opcode;
+use crate::program::{Op, ValueId};
+use crate::view_reader::ViewError;
+
+/// Where a collective's data goes on this rank's side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PeerPosition {
+    /// The op sends to the member at this position of the group.
+    To(u64),
+    /// The op receives from the member at this position of the group.
+    From(u64),
+}
+
+impl Op {
+    /// Returns the view of this op.
+    ///
+    /// # Errors
+    /// A missing operand, or a missing or invalid attribute. An op that passed the rules of
+    /// [`crate::rules`] has a view.
+    pub fn view(&self) -> Result<OpView, ViewError> {
+        OpView::read(self)
+    }
+
+    /// Returns the mesh axis of a collective; `None` for a collective over the world. The group may
+    /// be a subgroup of the axis: see [`Op::comm_group`].
+    #[must_use]
+    pub fn mesh_axis(&self) -> Option<Axis> {
+        match GroupAxis::parse(self.attrs.get("axis")?)? {
+            CommAxis::Axis(axis) => Some(axis),
+            CommAxis::World => None,
+        }
+    }
+
+    /// Returns the group of a collective, or the group whose positions determine the shards of an
+    /// op. `None` if the attributes name no group.
+    #[must_use]
+    pub fn comm_group(&self) -> Option<Group> {
+        let subgroup_size = self.attrs.get("group_size");
+        match (GroupAxis::parse(self.attrs.get("axis")?)?, subgroup_size) {
+            (CommAxis::World, None) => Some(Group::World),
+            (CommAxis::World, Some(_)) => None,
+            (CommAxis::Axis(axis), None) => Some(Group::whole_axis(axis)),
+            (CommAxis::Axis(axis), Some(Attr::Int(w))) => {
+                Some(Group::Axis { axis, subgroup_size: Some(u32::try_from(*w).ok()?) })
+            }
+            (CommAxis::Axis(_), Some(_)) => None,
+        }
+    }
+
+    /// Returns the reduction that the attribute `reduction` names; `None` without the attribute.
+    #[must_use]
+    pub fn reduction(&self) -> Option<Reduction> {
+        ReductionName::parse(self.attrs.get("reduction")?)
+    }
+
+    /// Returns the transport that a collective requests; `None` leaves the choice to the backend.
+    #[must_use]
+    pub fn requested_transport(&self) -> Option<Transport> {
+        self.attrs.get("transport").and_then(Opt::<TransportName>::parse).flatten()
+    }
+
+    /// Returns the other end of a send or receive; `None` for other ops.
+    #[must_use]
+    pub fn peer_position(&self) -> Option<PeerPosition> {
+        match self.view().ok()? {
+            OpView::Send(send) => Some(PeerPosition::To(send.to)),
+            OpView::Recv(recv) => Some(PeerPosition::From(recv.from)),
+            _ => None,
+        }
+    }
+
+    /// Returns the number of the batch to which a send or receive belongs; the ops of a batch form
+    /// one launch.
+    #[must_use]
+    pub fn batch_number(&self) -> Option<i64> {
+        match (self.opcode, self.attrs.get("batch")) {
+            (Opcode::Send | Opcode::Recv, Some(Attr::Int(batch))) => Some(*batch),
+            _ => None,
+        }
+    }
+
+    /// Returns the hint of a logical program on where the op may run: `block.3`, `first`, `last`,
+    /// `all` or `leader`.
+    #[must_use]
+    pub fn placement_hint(&self) -> Option<&str> {
+        self.text_hint("at")
+    }
+
+    /// Returns the hint of a logical program on how a strategy may shard the op's value, such as
+    /// `col`.
+    #[must_use]
+    pub fn part_hint(&self) -> Option<&str> {
+        self.text_hint("part")
+    }
+
+    /// Returns the hint of a logical program on how many consecutive elements of a sharded dim stay
+    /// together, such as the width of a head.
+    #[must_use]
+    pub fn unit_hint(&self) -> Option<u64> {
+        match self.attrs.get("unit") {
+            Some(Attr::Int(unit)) => u64::try_from(*unit).ok(),
+            _ => None,
+        }
+    }
+
+    /// Returns the name of the captured graph that contains the op.
+    #[must_use]
+    pub fn graph_name(&self) -> Option<&str> {
+        self.text_hint("graph")
+    }
+
+    fn text_hint(&self, name: &str) -> Option<&str> {
+        match self.attrs.get(name) {
+            Some(Attr::Str(text)) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// Returns how a weight is transformed when it is loaded; `None` for other ops.
+    #[must_use]
+    pub fn weight_load(&self) -> Option<WeightLoad> {
+        views::Weight::new(self).ok().filter(|_| self.opcode == Opcode::Weight)?.load
+    }
+
+    /// Returns whether the op states an attribute, even if with the value of its default.
+    pub(crate) fn states_attr(&self, name: &str) -> bool {
+        self.attrs.contains_key(name)
+    }
+
+    /// Returns the keyed operand with this name.
+    pub(crate) fn keyed_operand(&self, name: &str) -> Option<ValueId> {
+        self.keyed.iter().find(|(k, _)| *k == name).map(|(_, v)| *v)
+    }
+}
+
+/// The gate of a `gate_residual` that has one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Gate {
+    /// Per-frame columns [f, c·d].
+    pub columns: ValueId,
+    /// Index of the d-wide column block that holds the gate.
+    pub block: u64,
+    /// Rows of x per row of the columns.
+    pub frame_rows: u64,
+}
+
+impl views::GateResidual {
+    /// Returns the gate; without one the op is a sum.
+    #[must_use]
+    pub fn gate(&self) -> Option<Gate> {
+        Some(Gate { columns: self.m?, block: self.gate?, frame_rows: self.frame_rows? })
+    }
+}
+
+impl views::Attention {
+    /// Returns the bias, and the rows of keys to whose scores it is added.
+    #[must_use]
+    pub fn key_bias(&self) -> Option<(ValueId, Range<u64>)> {
+        Some((self.bias?, self.bias_rows.clone()?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Attrs, OP_TABLE, StreamId};
+
+    /// An op with as many operands as its row allows, and with every keyed operand.
+    fn bare_op(opcode: Opcode, attrs: &[(&str, Attr)]) -> Op {
+        let row = opcode.table_row();
+        let operands: Vec<ValueId> = (0..row.operands.1 as u32).map(ValueId).collect();
+        let keyed = (10..).map(ValueId);
+        Op {
+            opcode,
+            issue: false,
+            name: None,
+            buffer: None,
+            operands,
+            keyed: row.keyed.iter().map(|k| k.name).zip(keyed).collect(),
+            attrs: attrs.iter().map(|(name, attr)| ((*name).to_string(), attr.clone())).collect(),
+            results: vec![],
+            stream: StreamId(0),
+            after: vec![],
+            span: None,
+        }
+    }
+
+    /// Values of every type of attribute, some of which each kind accepts.
+    fn sample_attrs() -> Vec<Attr> {
+        let texts = ["tp", "world", "sum", "nccl", "patch", "gelu_tanh", "f32", "odd", ""];
+        let numbers = [Attr::Int(-1), Attr::Int(0), Attr::Int(2), Attr::Float(0.5), Attr::Float(f64::NAN)];
+        let lists = [vec![1, 2], vec![2, 1], vec![1, 2, 3], vec![0, 1, 2]].map(Attr::Ints);
+        texts
+            .map(|t| Attr::Str(t.to_string()))
+            .into_iter()
+            .chain(numbers)
+            .chain(lists)
+            .chain([Attr::Bool(true)])
+            .collect()
+    }
+
+    fn accepted_attrs(opcode: Opcode) -> Attrs {
+        let accepted = |row: &crate::AttrRow| sample_attrs().into_iter().find(|a| (row.accepts)(a));
+        let rows = opcode.table_row().attrs.iter();
+        rows.map(|row| (row.name.to_string(), accepted(row).expect(row.name))).collect()
+    }
+
+    #[test]
+    fn an_op_has_a_view_if_and_only_if_the_table_accepts_its_attributes() {
+        for row in OP_TABLE {
+            let op = Op { attrs: accepted_attrs(row.opcode), ..bare_op(row.opcode, &[]) };
+            assert!(op.view().is_ok(), "{}: {:?}", row.name, op.view());
+            for attr in row.attrs {
+                for sample in sample_attrs() {
+                    let mut op = op.clone();
+                    let accepted = (attr.accepts)(&sample);
+                    op.attrs.insert(attr.name.to_string(), sample.clone());
+                    assert_eq!(op.view().is_ok(), accepted, "{} {} {sample:?}", row.name, attr.name);
+                }
+                let mut op = op.clone();
+                op.attrs.remove(attr.name);
+                assert_eq!(op.view().is_ok(), attr.optional, "{} without {}", row.name, attr.name);
+            }
+        }
+    }
+
+    #[test]
+    fn an_op_without_one_of_its_operands_has_no_view() {
+        for row in OP_TABLE {
+            let op = Op { attrs: accepted_attrs(row.opcode), ..bare_op(row.opcode, &[]) };
+            for n in 0..row.operands.1 {
+                let op = Op { operands: op.operands[..n].to_vec(), ..op.clone() };
+                assert_eq!(op.view().is_ok(), n >= row.operands.0, "{} with {n} operands", row.name);
+            }
+            for (i, keyed) in row.keyed.iter().enumerate() {
+                let mut op = op.clone();
+                op.keyed.remove(i);
+                assert_eq!(op.view().is_ok(), keyed.optional, "{} without {}", row.name, keyed.name);
+            }
+        }
+    }
+
+    #[test]
+    fn defaults_stand_in_the_table_and_errors_name_the_attribute() {
+        let grid = ("grid", Attr::Ints(vec![2, 3, 4]));
+        let rope = bare_op(Opcode::Rope, &[("head_dim", Attr::Int(64)), grid.clone()]);
+        let Ok(OpView::Rope(v)) = rope.view() else { panic!("{:?}", rope.view()) };
+        assert_eq!((v.first_row, v.frame_stride, v.head_dim, v.grid), (0, 1, 64, [2, 3, 4]));
+        assert_eq!((v.x, v.start), (ValueId(0), ValueId(10)));
+
+        let message = |op: Op| op.view().unwrap_err().to_string();
+        assert_eq!(message(bare_op(Opcode::Rope, &[grid])), "rope: attribute `head_dim` is missing");
+        let eps = bare_op(Opcode::RmsNorm, &[("eps", Attr::Float(-1.0))]);
+        assert_eq!(message(eps), "rms_norm: `eps` is -1.0, but must be a number ≥ 0");
+    }
+
+    #[test]
+    fn a_gate_needs_its_columns_and_both_attributes() {
+        let (gate, rows) = (("gate", Attr::Int(2)), ("frame_rows", Attr::Int(6)));
+        let view = |op: Op| views::GateResidual::new(&op).unwrap().gate();
+        let full = bare_op(Opcode::GateResidual, &[gate.clone(), rows]);
+        assert_eq!(view(full.clone()), Some(Gate { columns: ValueId(2), block: 2, frame_rows: 6 }));
+        assert_eq!(view(Op { operands: full.operands[..2].to_vec(), ..full }), None);
+        assert_eq!(view(bare_op(Opcode::GateResidual, &[gate])), None);
+    }
+}

@@ -1,0 +1,36 @@
+//! The planner's input: the logical programs of a model and the sizes that a mapping must fit.
+
+use tessera_ir::Program;
+
+use crate::mapping::ModelExtents;
+
+/// The logical programs of a model and the sizes that the planner needs.
+#[derive(Debug, Clone)]
+pub struct LogicalModel {
+    /// Logical programs, one per phase.
+    pub phases: Vec<Program>,
+    /// Legal calls: a name and its phases in order.
+    pub calls: Vec<(String, Vec<String>)>,
+    /// Number of attention heads per block, over all ranks of tp.
+    pub heads: u64,
+    /// Width of the residual stream.
+    pub hidden_size: u64,
+    /// Width of the feed-forward layer.
+    pub ffn_size: u64,
+    /// Video tokens per generated chunk: the rows that a block processes in one call.
+    pub tokens: u64,
+    /// Number of transformer blocks, over all stages.
+    pub blocks: u64,
+}
+
+impl LogicalModel {
+    pub(crate) fn model_extents(&self) -> ModelExtents {
+        ModelExtents {
+            heads: self.heads,
+            hidden_size: self.hidden_size,
+            ffn_size: self.ffn_size,
+            tokens: self.tokens,
+            blocks: self.blocks,
+        }
+    }
+}

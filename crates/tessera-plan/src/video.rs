@@ -1,0 +1,22 @@
+//! The search over mappings of a video generator. For other models the estimate sums op costs; here
+//! it simulates, as discrete events, one call of the programs that would be sealed, for every
+//! candidate. Blocks are equivalent and so are stages, so the search lowers only a few of those
+//! programs.
+
+mod block_equivalence;
+mod call;
+mod lowering_cache;
+mod memory;
+mod period;
+mod representatives;
+mod schedule;
+mod search;
+
+pub use call::{CallEstimate, PhaseSpan, estimate_call};
+pub use memory::{RankMemory, memory_by_role};
+pub use period::{DecodePlacement, MediaCosts, StreamPeriod, stream_period};
+pub use representatives::{RankClass, classify_ranks};
+pub use search::{
+    MappingQuery, RankedMapping, RejectedMappings, VideoPins, VideoSearchResult, estimate_mapping,
+    search_mappings, search_with_progress,
+};

@@ -1,0 +1,43 @@
+//! Reference semantics of the ops that select, pad and compact rows.
+
+use tessera_ir::views;
+
+use super::{OpContext, TensorResult};
+use crate::Tensor;
+
+pub(super) fn take_rows(cx: &OpContext<'_>, v: &views::TakeRows) -> TensorResult {
+    let (x, row, rows) = (cx.tensor(v.x)?, v.row, v.rows);
+    x.slice(0, row as usize, rows as usize)
+        .ok_or_else(|| format!("rows {rows} from {row} are outside {:?}", x.shape()))
+}
+
+pub(super) fn pad_rows(cx: &OpContext<'_>, v: &views::Pad) -> TensorResult {
+    let (x, dim, rows) = (cx.tensor(v.x)?, v.dim, v.rows as usize);
+    let mut shape = x.shape().to_vec();
+    let have = *shape.get(dim).ok_or_else(|| format!("no dim {dim} in {shape:?}"))?;
+    let missing =
+        rows.checked_sub(have).ok_or_else(|| format!("{have} rows exceed the padded size {rows}"))?;
+    shape[dim] = missing;
+    let pieces = [x.clone(), Tensor::full(&shape, 0.0)];
+    Tensor::concat(dim, &pieces).ok_or_else(|| format!("cannot pad {:?}", x.shape()))
+}
+
+pub(super) fn compact_rows(cx: &OpContext<'_>, v: &views::Compact) -> TensorResult {
+    let x = cx.tensor(v.x)?;
+    let (extent, parts, unit) = (v.extent as usize, v.parts as usize, v.unit as usize);
+    let have = x.shape().first().copied().unwrap_or(0);
+    if !have.is_multiple_of(parts) || !extent.is_multiple_of(unit) {
+        return Err(format!("{have} rows are not divisible into {parts} shards"));
+    }
+    let (units, each) = (extent / unit, have / parts);
+    // Shards are as even as whole units permit, longer ones first.
+    let pieces: Option<Vec<Tensor>> = (0..parts)
+        .map(|i| {
+            let len = (units / parts + usize::from(i < units % parts)) * unit;
+            if len > each { None } else { x.slice(0, i * each, len) }
+        })
+        .collect();
+    pieces
+        .and_then(|p| Tensor::concat(0, &p))
+        .ok_or_else(|| format!("{have} rows do not hold {extent} in {parts} shards"))
+}

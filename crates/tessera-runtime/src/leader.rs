@@ -1,0 +1,535 @@
+//! The leader's side of lockstep: it plans calls ahead, lets no rank run a call before all ranks
+//! are ready, compares the ranks' observations, and reports the first failure of the run.
+//!
+//! The leader addresses ranks, not sockets: a message carries the number of the rank that made it,
+//! whichever process relayed it. The state machine is therefore the same if the leader's process
+//! computes too, if it is outside the mesh beside a single rank, or if it reaches all other ranks
+//! through a mesh leader.
+
+mod calls;
+mod failure;
+mod hello;
+mod inbox;
+mod timeouts;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use tessera_base::Diagnostics;
+
+use crate::codes::{T0707, T0748, T0749};
+use crate::director::{CallPlan, ChunkRequest, Director, StreamSpec};
+use crate::kv_cache::CacheState;
+use crate::limits::AwakeClock;
+use crate::program_index::ProgramIndex;
+use crate::tripwire::Tripwires;
+use crate::wire::{
+    CallAction, CallObservation, Envelope, HelloAck, Init, Message, Progress, ShardFingerprint, Tensor,
+    WIRE_VERSION,
+};
+use crate::{Digest, Failure, FailureClass, Limits, Parity};
+
+use inbox::InboxItem;
+use timeouts::QuietHistory;
+
+/// The settings of a leader, which are constant in a session.
+#[derive(Debug, Clone)]
+pub struct LeaderConfig {
+    /// Ranks that run calls, in ascending order. Rank 0 is among them unless it is outside the
+    /// mesh.
+    pub ranks: Vec<u32>,
+    /// Digest of the sealed plan, which every envelope carries and every rank compares with its
+    /// own.
+    pub plan: Digest,
+    /// Session id, which every envelope carries.
+    pub session: u64,
+    /// Build of the leader's executable, with which those of all ranks are compared.
+    pub build: String,
+    /// Ranks that return no latents because they are not in the first stage.
+    pub ranks_without_output: Vec<u32>,
+    /// The leader's own parity table, which is compared with those of all ranks.
+    pub parity: Parity,
+    /// Programs of the sealed plan, from which the leader plans the phases of each call.
+    pub programs: Arc<ProgramIndex>,
+    /// Cache sizes, attention bias and denoise steps, fixed for the whole stream.
+    pub stream: StreamSpec,
+    /// The bounds of queues and waits.
+    pub limits: Limits,
+    /// Tripwires whose checks are skipped on the leader; empty except in a self-test.
+    pub tripwires: Tripwires,
+}
+
+/// An event that the driver reports to the leader.
+#[derive(Debug)]
+pub enum Event {
+    /// The driver's periodic wake-up, on which deadlines are checked.
+    Tick,
+    /// A message arrived from a rank.
+    Message {
+        /// The rank that made the message, from the frame's header.
+        rank: u32,
+        /// The decoded message; a kind that only another process may send fails the run.
+        message: Message,
+    },
+    /// A rank's socket closed or broke.
+    Gone {
+        /// The rank at the other end of the socket.
+        rank: u32,
+        /// How the socket ended, for the failure's text, such as `its socket closed`.
+        how: String,
+    },
+    /// A chunk is requested. The application requests at most [`Leader::request_capacity`] chunks
+    /// at a time, except for one with [`SceneCut::Flush`](crate::director::SceneCut::Flush).
+    Request {
+        /// Seed, prompt change and scene cut of the requested chunk.
+        request: ChunkRequest,
+        /// The prompt's embedding, if the request has a new prompt.
+        text: Option<Tensor>,
+    },
+    /// A call without a chunk is requested: NOOP, which tests the path to every rank and back, or
+    /// RESET.
+    Control(CallAction),
+    /// A `RELOAD` call is requested, in which every rank loads other weights.
+    Reload {
+        /// Location of the weights, in a form that every rank's engine understands.
+        source: String,
+        /// Digest of the weights at `source`, which every rank must find there.
+        weights: Digest,
+    },
+    /// No further chunk will be requested.
+    NoMoreRequests,
+    /// The media pipeline finished the context for a chunk.
+    Context {
+        /// Index of the chunk that the context is for.
+        chunk: u32,
+        /// Context frames that the call reads as its context tensor.
+        tensor: Tensor,
+    },
+    /// A chunk was decoded and written.
+    Delivered {
+        /// Index of the chunk; it must be the oldest finished chunk that is not delivered.
+        chunk: u32,
+        /// Number of frames of the decoded chunk.
+        frames: u32,
+    },
+    /// The media pipeline did not write a chunk because its epoch is below the minimum.
+    Discarded {
+        /// Index of the chunk that was not written.
+        chunk: u32,
+    },
+    /// Something other than the lockstep failed: the media pipeline, a socket write, or the
+    /// engine's thread.
+    Failed(Failure),
+    /// Stop at the next chunk boundary.
+    Stop,
+    /// The launcher's socket closed.
+    LauncherGone,
+}
+
+/// An action that the driver executes for the leader.
+#[derive(Debug)]
+pub enum Action {
+    /// Sends a message to every rank of the mesh.
+    Broadcast(Message),
+    /// Requests the context of a chunk from the media pipeline.
+    MakeContext {
+        /// Index of the chunk whose call waits for the context.
+        chunk: u32,
+        /// Latents of the last finished chunk, from which the context is made.
+        previous: Tensor,
+        /// Whether the previous chunk is the first of its scene.
+        opens_scene: bool,
+    },
+    /// Requests that the media pipeline decode and write a chunk, unless its epoch is below the
+    /// minimum by then.
+    Deliver {
+        /// Index of the chunk to decode and write.
+        chunk: u32,
+        /// Cache epoch of the chunk, which the media pipeline compares with the minimum epoch.
+        epoch: u32,
+        /// Latents that the chunk's call returned.
+        latents: Tensor,
+    },
+    /// Sets the minimum epoch: from now on the media pipeline does not write chunks of a lower
+    /// epoch and answers `Discarded` for each.
+    SetMinEpoch {
+        /// The lowest epoch whose chunks are still written.
+        epoch: u32,
+    },
+    /// Records that a request or a finished chunk is dropped because of a hard cut.
+    Dropped {
+        /// Number of the request, counted from 0 in order of arrival.
+        request: u64,
+        /// The chunk, if the request had become a call.
+        chunk: Option<u32>,
+        /// The cache epoch that is over.
+        epoch: u32,
+        /// The reason, which names how far the request had come.
+        why: &'static str,
+    },
+    /// Records a call that was open when the run failed.
+    Lost {
+        /// Id from the call's envelope; ids count the calls of all actions, from 1.
+        call_id: u64,
+        /// Index of the chunk that the call generates; for a call without a chunk, of the next
+        /// chunk.
+        chunk: u32,
+        /// Cache epoch in which the call ran or would have run.
+        epoch: u32,
+        /// Ranks that had answered ready, in ascending order; all of them if the call was
+        /// committed.
+        ready: Vec<u32>,
+        /// Ranks that had finished.
+        done: Vec<u32>,
+    },
+    /// Records a call that every rank has finished, even if its output is discarded.
+    Record(Box<CallRecord>),
+    /// Records a note that does not affect the run.
+    Note(String),
+    /// Sends progress, a heartbeat or the outcome to the launcher, if there is one.
+    Report(Message),
+    /// Ends the process; no action follows.
+    Exit(Option<Failure>),
+}
+
+/// A finished call, for the run's record. Times are those that the driver passed to
+/// [`Leader::handle_event`], in nanoseconds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CallRecord {
+    /// Id from the call's envelope; ids count the calls of all actions, from 1.
+    pub call_id: u64,
+    /// The request that the call serves, counted from 0; `None` for a call without a chunk.
+    pub request: Option<u64>,
+    /// Action, chunk, epoch and phases, as planned before the envelope was sent.
+    pub plan: CallPlan,
+    /// Counters, durations and digests that each rank of the mesh reported for the call.
+    pub observed: BTreeMap<u32, CallObservation>,
+    /// Time at which the envelope was sent.
+    pub decided_ns: u64,
+    /// Time at which the leader received the last rank's ready message.
+    pub ready_ns: u64,
+    /// Time of the commit, which waits for the previous call and for room in the output queue.
+    pub committed_ns: u64,
+    /// Time at which the last rank had finished.
+    pub done_ns: u64,
+    /// Time from the commit to the last rank's done, in nanoseconds of the leader's awake clock.
+    pub run_ns: u64,
+    /// Requests that waited when the call finished.
+    pub queued_in: u32,
+    /// Finished chunks that waited for delivery when the call finished, including this one.
+    pub queued_out: u32,
+    /// Whether the output is discarded because of a hard cut.
+    pub discarded: bool,
+}
+
+/// The leader as a state machine without I/O: it takes events and returns actions for the driver.
+#[derive(Debug)]
+pub struct Leader {
+    config: LeaderConfig,
+    director: Director,
+    /// The cache state after the last envelope. The preflight uses its own copy, apart from the
+    /// director's.
+    preflight_cache: CacheState,
+    clock: AwakeClock,
+    /// The driver's time at the latest event, in nanoseconds. Only records use it; waits use
+    /// `clock`.
+    now_ns: u64,
+    stage: LeaderStage,
+    warmup: WarmupStage,
+    peers: BTreeMap<u32, PeerStatus>,
+    hellos: BTreeMap<u32, HelloAck>,
+    inbox: VecDeque<InboxItem>,
+    requests: u64,
+    no_more_requests: bool,
+    stopping: bool,
+    open_calls: VecDeque<OpenCall>,
+    last_call_id: u64,
+    prompt_embedding: Option<Tensor>,
+    /// Latents of the last finished chunk, and whether that chunk was the first of its scene.
+    last_output: Option<(Tensor, bool)>,
+    /// Finished chunks that are not delivered, oldest first.
+    undelivered: VecDeque<FinishedChunk>,
+    /// A counter that grows when any rank makes progress or a chunk is delivered. Heartbeats send
+    /// it to the workers.
+    progress: u64,
+    quiet_history: QuietHistory,
+    last_heartbeat_ns: u64,
+    /// A secondary failure whose cause may still arrive, and the time until which the leader waits
+    /// for the cause.
+    secondary_failure: Option<(Failure, u64)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LeaderStage {
+    New,
+    Hello { since_ns: u64 },
+    Running,
+    Stopping { since_ns: u64, call_id: u64 },
+    Ended,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum WarmupStage {
+    Due,
+    Sent,
+    Finished,
+}
+
+#[derive(Debug, Default)]
+struct PeerStatus {
+    answered_shutdown: bool,
+    reported_failure: bool,
+    /// Time of the last message. A rank that has sent none may still be loading.
+    last_message_ns: Option<u64>,
+    progress: u64,
+    last_progress_ns: u64,
+}
+
+/// A call whose envelope was sent.
+#[derive(Debug)]
+struct OpenCall {
+    plan: CallPlan,
+    request: Option<u64>,
+    envelope: Envelope,
+    predicted_state: Digest,
+    /// Digest of header, meta and tensors; it includes the context once that was sent.
+    inputs: Digest,
+    context_requested: bool,
+    context_sent: bool,
+    /// The call finishes like any other, but its output is discarded.
+    discard: bool,
+    ready: BTreeSet<u32>,
+    /// Time at which the last message that a ready depends on was sent.
+    sent_ns: u64,
+    committed_ns: Option<u64>,
+    times: CallTimes,
+    done: BTreeMap<u32, CallObservation>,
+    fingerprints: BTreeMap<u32, Vec<ShardFingerprint>>,
+    output: Option<Tensor>,
+}
+
+/// Times at which a call reached each step, in nanoseconds on the driver's clock; 0 before the
+/// step.
+#[derive(Debug, Clone, Copy, Default)]
+struct CallTimes {
+    decided_ns: u64,
+    ready_ns: u64,
+    committed_ns: u64,
+}
+
+/// A finished chunk that waits for the media pipeline.
+#[derive(Debug)]
+struct FinishedChunk {
+    chunk: u32,
+    epoch: u32,
+    request: u64,
+    /// Name of each phase and its duration on the first rank.
+    phases: Vec<(String, u64)>,
+}
+
+impl OpenCall {
+    fn call_id(&self) -> u64 {
+        self.envelope.header.call_id
+    }
+}
+
+impl Leader {
+    /// Creates a leader. Refuses limits without bounds, an invalid stream, and ranks that are empty
+    /// or not in ascending order.
+    pub fn new(config: LeaderConfig) -> Result<Leader, Diagnostics> {
+        let mut found = config.limits.check();
+        if config.ranks.is_empty() || !config.ranks.is_sorted_by(|a, b| a < b) {
+            found.push(tessera_base::Diagnostic::error(
+                &T0707,
+                format!("ranks {:?} are empty or not in ascending order", config.ranks),
+            ));
+        }
+        config.tripwires.retain_armed(&mut found);
+        if !found.is_empty() {
+            return Err(found);
+        }
+        let director = Director::new(config.stream.clone())?;
+        let checked = director.cache_state().clone();
+        let peers = config.ranks.iter().map(|r| (*r, PeerStatus::default())).collect();
+        Ok(Leader {
+            config,
+            director,
+            preflight_cache: checked,
+            clock: AwakeClock::default(),
+            now_ns: 0,
+            stage: LeaderStage::New,
+            warmup: WarmupStage::Due,
+            peers,
+            hellos: BTreeMap::new(),
+            inbox: VecDeque::new(),
+            requests: 0,
+            no_more_requests: false,
+            stopping: false,
+            open_calls: VecDeque::new(),
+            last_call_id: 0,
+            prompt_embedding: None,
+            last_output: None,
+            undelivered: VecDeque::new(),
+            progress: 0,
+            quiet_history: QuietHistory::default(),
+            last_heartbeat_ns: 0,
+            secondary_failure: None,
+        })
+    }
+
+    /// Handles one event and returns the resulting actions. The first event also sends the hello.
+    pub fn handle_event(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
+        let mut out = Vec::new();
+        if self.has_ended() {
+            return out;
+        }
+        self.now_ns = now_ns;
+        let now = self.clock.advance_to(now_ns, self.config.limits.heartbeat_ns);
+        if self.stage == LeaderStage::New {
+            self.stage = LeaderStage::Hello { since_ns: now };
+            out.push(Action::Broadcast(Message::Init(Init {
+                wire_version: WIRE_VERSION,
+                build: self.config.build.clone(),
+                plan: self.config.plan,
+                session: self.config.session,
+                parity: self.own_parity(),
+            })));
+        }
+        match event {
+            Event::Tick => self.handle_tick(now, &mut out),
+            Event::Message { rank, message } => self.handle_message(rank, message, &mut out),
+            Event::Gone { rank, how } => self.handle_rank_gone(rank, &how, &mut out),
+            Event::Request { request, text } => self.handle_request(request, text, &mut out),
+            Event::Control(action) => self.enqueue_control(action, &mut out),
+            Event::Reload { source, weights } => self.enqueue_reload(source, weights, &mut out),
+            Event::NoMoreRequests => self.no_more_requests = true,
+            Event::Context { chunk, tensor } => self.handle_context(chunk, tensor, &mut out),
+            Event::Delivered { chunk, frames } => self.handle_delivered(chunk, frames, &mut out),
+            Event::Discarded { chunk } => self.handle_discarded(chunk, &mut out),
+            Event::Failed(failure) => self.fail_run(failure, &mut out),
+            Event::Stop => {
+                self.stopping = true;
+                self.inbox.clear();
+            }
+            Event::LauncherGone => {
+                if self.is_armed(&T0749) {
+                    let text = "the launching process closed its socket";
+                    self.fail_run(
+                        self.leader_failure(FailureClass::LauncherGone, None, &T0749, text),
+                        &mut out,
+                    );
+                }
+            }
+        }
+        self.advance_calls(&mut out);
+        move_context_first(&mut out);
+        out
+    }
+
+    /// Returns how many more requests the leader accepts now.
+    #[must_use]
+    pub fn request_capacity(&self) -> usize {
+        if self.no_more_requests || self.stopping || self.has_ended() {
+            return 0;
+        }
+        (self.config.limits.d_in as usize).saturating_sub(self.waiting_chunks())
+    }
+
+    /// Whether the run has ended, so that no further action follows.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.stage == LeaderStage::Ended
+    }
+
+    /// Returns the maximum number of jobs that can wait for the media pipeline: finished chunks,
+    /// and the context of the next chunk.
+    #[must_use]
+    pub fn media_queue_depth(limits: &Limits) -> usize {
+        limits.d_out as usize + limits.d_in as usize + 2
+    }
+
+    fn handle_message(&mut self, rank: u32, message: Message, out: &mut Vec<Action>) {
+        let now = self.clock.now_ns();
+        let Some(peer) = self.peers.get_mut(&rank) else {
+            return self.protocol_violation(
+                rank,
+                "a message arrived from a rank outside the mesh".into(),
+                out,
+            );
+        };
+        peer.last_message_ns = Some(now);
+        match message {
+            Message::HelloAck(ack) => self.handle_hello(rank, ack, out),
+            Message::Ready(r) => self.handle_ready(rank, &r, out),
+            Message::Refused(r) => {
+                peer.reported_failure = true;
+                self.fail_run(with_default_rank(r.failure, rank), out);
+            }
+            Message::Done(d) => self.handle_done(rank, *d, out),
+            Message::Fault(f) => {
+                peer.reported_failure = true;
+                let failure = with_default_rank(f.failure, rank);
+                if f.secondary {
+                    self.secondary_failure.get_or_insert((failure, now + self.config.limits.blame_ns));
+                } else {
+                    self.fail_run(failure, out);
+                }
+            }
+            Message::Heartbeat(h) => self.handle_heartbeat(rank, h.progress),
+            other => {
+                let kind = other.kind();
+                let text = format!("a {kind:?} message, which only a {:?} may send", kind.allowed_sender());
+                self.protocol_violation(rank, text, out);
+            }
+        }
+    }
+
+    fn handle_delivered(&mut self, chunk: u32, frames: u32, out: &mut Vec<Action>) {
+        let Some(finished) = self.pop_undelivered(chunk, out) else { return };
+        self.progress += 1;
+        out.push(Action::Report(Message::Progress(Progress {
+            chunk,
+            frames,
+            phases: finished.phases,
+            queued_in: self.waiting_chunks() as u32,
+            queued_out: self.undelivered.len() as u32,
+        })));
+    }
+
+    fn handle_discarded(&mut self, chunk: u32, out: &mut Vec<Action>) {
+        let Some(FinishedChunk { epoch, request, .. }) = self.pop_undelivered(chunk, out) else { return };
+        let why = "a hard cut came while the chunk waited for delivery";
+        out.push(Action::Dropped { request, chunk: Some(chunk), epoch, why });
+    }
+
+    /// Removes the oldest finished chunk, which must be `chunk`; otherwise the run fails.
+    fn pop_undelivered(&mut self, chunk: u32, out: &mut Vec<Action>) -> Option<FinishedChunk> {
+        match self.undelivered.pop_front() {
+            Some(finished) if finished.chunk == chunk => Some(finished),
+            other => {
+                let next = other.map(|f| f.chunk);
+                let text = format!("the media pipeline finished chunk {chunk}, but {next:?} was next");
+                self.fail_run(self.leader_failure(FailureClass::Output, None, &T0748, text), out);
+                None
+            }
+        }
+    }
+}
+
+/// Moves the context of the next chunk before the delivery of this one, even if the next call was
+/// prepared last. The mesh waits for the context, but not for the delivery.
+fn move_context_first(actions: &mut [Action]) {
+    let at = |matches_action: fn(&Action) -> bool| actions.iter().position(matches_action);
+    let deliver = at(|a| matches!(a, Action::Deliver { .. }));
+    let context = at(|a| matches!(a, Action::MakeContext { .. }));
+    if let (Some(deliver), Some(context)) = (deliver, context)
+        && deliver < context
+    {
+        actions[deliver..=context].rotate_left(1);
+    }
+}
+
+/// Sets the failure's rank to the sender unless the failure names a rank.
+fn with_default_rank(failure: Failure, rank: u32) -> Failure {
+    Failure { rank: failure.rank.or(Some(rank)), ..failure }
+}

@@ -1,0 +1,374 @@
+//! The bring-up checklist from the first run to production scale. Six ordered items are answered
+//! from the files that runs leave behind; an item passes only if all items before it pass.
+
+use std::path::{Path, PathBuf};
+
+use tessera::plan::Plan;
+use tessera::run_dir::{self, RunDir};
+use tessera_base::{Bytes, Diagnostic, Diagnostics};
+use tessera_ir::Opcode;
+use tessera_mesh::Axis;
+use tessera_plan::search::thresholds::Thresholds;
+use tessera_report::flight::{FlightEntry, FlightLog, overlap_ratio};
+use tessera_report::overlap::OverlapStats;
+use tessera_report::record::{RunDevice, RunRecord, RunStatus};
+
+use crate::codes::T0045;
+
+/// Number of runs of one request that must agree before their golden hash counts as stable.
+const STABLE_RUNS: usize = 3;
+
+/// The thresholds that a run must meet.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BringupGoals {
+    /// Minimum share of the collective time that is hidden.
+    pub min_overlap_ratio: f64,
+    /// Minimum OverlapScore with a leader outside the mesh.
+    pub min_overlap_score: f64,
+    /// Maximum share of a rank's time spent waiting for another pipeline stage.
+    pub max_bubble: f64,
+    /// Minimum share of cache reads served from the device's own memory.
+    pub min_cache_hit: f64,
+}
+
+impl From<&Thresholds> for BringupGoals {
+    fn from(t: &Thresholds) -> BringupGoals {
+        BringupGoals {
+            min_overlap_ratio: t.min_overlap,
+            min_overlap_score: tessera_report::overlap::OVERLAP_GATE,
+            max_bubble: t.max_bubble,
+            min_cache_hit: t.min_hits,
+        }
+    }
+}
+
+impl Default for BringupGoals {
+    fn default() -> BringupGoals {
+        BringupGoals::from(&Thresholds::default())
+    }
+}
+
+/// Whether an item of the checklist passes, and if not, why.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ItemStatus {
+    /// The item's requirement is met.
+    Pass,
+    /// The item does not apply to this plan.
+    NotApplicable,
+    /// The requirement is met, but an earlier item does not pass.
+    Blocked,
+    /// The runs recorded nothing that answers the item.
+    Unanswered,
+    /// The requirement is not met.
+    Fail,
+}
+
+impl ItemStatus {
+    /// Returns the name that the checklist shows, such as `pass` or `blocked`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            ItemStatus::Pass => "pass",
+            ItemStatus::NotApplicable => "n/a",
+            ItemStatus::Blocked => "blocked",
+            ItemStatus::Unanswered => "open",
+            ItemStatus::Fail => "fail",
+        }
+    }
+}
+
+/// A requirement of the bring-up checklist, and whether the checked runs meet it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChecklistItem {
+    /// The requirement in a few words.
+    pub title: &'static str,
+    /// Whether the runs meet the requirement, and whether an earlier item blocks this one.
+    pub status: ItemStatus,
+    /// The measured numbers, and what to do if the item does not pass.
+    pub detail: String,
+}
+
+/// The contents of one run directory; `name` is the path of the folder as given.
+struct CheckedRun {
+    name: String,
+    plan: Plan,
+    record: RunRecord,
+    flights: Vec<FlightLog>,
+}
+
+/// Answers the checklist from run directories, oldest first.
+///
+/// # Errors
+/// T0045 for every folder that is not a run directory or is named twice.
+pub fn check_bringup(folders: &[PathBuf], goals: &BringupGoals) -> Result<Vec<ChecklistItem>, Diagnostics> {
+    let (mut runs, mut diagnostics) = (Vec::new(), Vec::new());
+    let mut known: Vec<PathBuf> = Vec::new();
+    for folder in folders {
+        let canonical = folder.canonicalize().unwrap_or_else(|_| folder.clone());
+        if known.contains(&canonical) {
+            diagnostics.push(
+                Diagnostic::error(&T0045, format!("{} is named twice", folder.display()))
+                    .with_label(folder.display().to_string(), "a run always agrees with itself")
+                    .with_hint("run the same request again with another --out folder"),
+            );
+            continue;
+        }
+        known.push(canonical);
+        match open_run(folder) {
+            Ok(run) => runs.push(run),
+            Err(d) => diagnostics.push(d),
+        }
+    }
+    if !diagnostics.is_empty() {
+        return Err(diagnostics);
+    }
+    let Some(last) = runs.last() else {
+        return Err(vec![
+            Diagnostic::error(&T0045, "no run is named").with_hint("name run directories, oldest first"),
+        ]);
+    };
+    let answers = [
+        ("rank map stable; mesh axes verified", check_rank_map(&runs)),
+        ("kernels tuned on a subset, then frozen", check_frozen_kernels(&runs)),
+        ("experts' all-to-all fused; its FP8 wire format validated", check_expert_exchange(&last.plan)),
+        ("KV cache residency reaches the required hit rate", check_cache_residency(&last.plan, goals)),
+        ("overlap reached; pipeline bubbles small", check_overlap(last, goals)),
+        ("golden hash stable across runs", check_golden_hash(&runs)),
+    ];
+    // A simulated run proves nothing: its times are estimates, and it computes no numbers.
+    let simulated = runs.iter().find(|r| r.record.start.device == RunDevice::Sim);
+    let mut items = Vec::new();
+    let mut first_blocking: Option<usize> = None;
+    for (i, (title, (mut standing, mut answer))) in answers.into_iter().enumerate() {
+        if let Some(run) = simulated.filter(|_| standing != ItemStatus::NotApplicable) {
+            (standing, answer) = (ItemStatus::Unanswered, format!("{} ran on a simulated machine", run.name));
+        }
+        match (standing, first_blocking) {
+            (ItemStatus::Pass, Some(first)) => {
+                standing = ItemStatus::Blocked;
+                answer = format!("blocked by item {}: {answer}", first + 1);
+            }
+            (ItemStatus::Unanswered | ItemStatus::Fail, None) => first_blocking = Some(i),
+            _ => {}
+        }
+        items.push(ChecklistItem { title, status: standing, detail: answer });
+    }
+    Ok(items)
+}
+
+fn open_run(folder: &Path) -> Result<CheckedRun, Diagnostic> {
+    let refuse = |why: String| {
+        Diagnostic::error(&T0045, format!("{} holds no run to check", folder.display()))
+            .with_label(folder.display().to_string(), why)
+            .with_hint("name the folder that `tessera stream --out` wrote")
+    };
+    let RunDir { plan, record, flight_records: flights } = run_dir::open_run_dir(folder).map_err(refuse)?;
+    Ok(CheckedRun { name: folder.display().to_string(), plan, record, flights })
+}
+
+type ItemAnswer = (ItemStatus, String);
+
+fn check_rank_map(runs: &[CheckedRun]) -> ItemAnswer {
+    let first = &runs[0];
+    let map = |r: &CheckedRun| {
+        let mut hash = blake3::Hasher::new();
+        for (rank, device) in r.plan.sealed.rank_map().devices().iter().enumerate() {
+            hash.update(format!("{rank} {device}\n").as_bytes());
+        }
+        hash.finalize().to_hex()[..16].to_string()
+    };
+    for r in runs {
+        let sealed = r.plan.sealed.digest_hex();
+        if r.record.start.plan != sealed {
+            return (
+                ItemStatus::Fail,
+                format!("{} ran plan {} but contains plan {sealed}", r.name, r.record.start.plan),
+            );
+        }
+        if map(r) != map(first) || r.record.start.mesh != first.record.start.mesh {
+            return (
+                ItemStatus::Fail,
+                format!(
+                    "{}: mesh {}, rank map {}; {}: mesh {}, rank map {}",
+                    first.name,
+                    first.record.start.mesh,
+                    map(first),
+                    r.name,
+                    r.record.start.mesh,
+                    map(r)
+                ),
+            );
+        }
+    }
+    let text = format!("mesh {}, rank map {}", first.record.start.mesh, map(first));
+    if runs.len() < 2 {
+        return (
+            ItemStatus::Unanswered,
+            format!("{text} in one run; name a second run, made by newly started processes"),
+        );
+    }
+    (
+        ItemStatus::Pass,
+        format!("{text}, the same in {} runs; every plan passed verification again", runs.len()),
+    )
+}
+
+fn check_frozen_kernels(runs: &[CheckedRun]) -> ItemAnswer {
+    let broken = runs.iter().find(|r| r.record.status() != RunStatus::Complete);
+    if let Some(r) = broken {
+        return (ItemStatus::Unanswered, format!("{} did not complete", r.name));
+    }
+    let chunks: u32 = runs.iter().map(|r| r.record.chunk_count()).sum();
+    // A program that first runs after warm-up ends the run with T0752, so a complete run had none.
+    (
+        ItemStatus::Pass,
+        format!(
+            "no program was compiled, captured or first run after warm-up in {chunks} chunks of {} complete runs; the \
+             kernels of this backend are fixed at build time",
+            runs.len()
+        ),
+    )
+}
+
+fn check_expert_exchange(plan: &Plan) -> ItemAnswer {
+    let sealed = &plan.sealed;
+    let routed = sealed.phase_names().iter().any(|phase| {
+        sealed.mesh().iter().any(|rank| {
+            sealed
+                .rank_program(phase, rank)
+                .is_some_and(|p| p.ops.iter().any(|o| o.opcode == Opcode::MoeRoute))
+        })
+    });
+    if routed {
+        (
+            ItemStatus::Unanswered,
+            "the plan routes experts, but no error bound of the FP8 wire format is recorded".to_string(),
+        )
+    } else {
+        (
+            ItemStatus::NotApplicable,
+            "no program of the plan routes experts, and no message uses FP8".to_string(),
+        )
+    }
+}
+
+fn check_cache_residency(plan: &Plan, goals: &BringupGoals) -> ItemAnswer {
+    let (sealed, mut max_bytes, mut reads) = (&plan.sealed, 0u64, 0usize);
+    for rank in plan.mesh_ranks() {
+        let mut buffer_bytes = std::collections::BTreeMap::new();
+        for phase in sealed.phase_names() {
+            let Some(p) = sealed.rank_program(phase, rank) else { continue };
+            reads += p.ops.iter().filter(|o| o.opcode == Opcode::CacheRead).count();
+            for b in p.buffers.iter().filter(|b| b.name.starts_with("kv.")) {
+                buffer_bytes.insert(b.name.clone(), b.ty.byte_size().0);
+            }
+        }
+        max_bytes = max_bytes.max(buffer_bytes.values().sum());
+    }
+    if reads == 0 {
+        return (ItemStatus::NotApplicable, "no program reads a KV cache".to_string());
+    }
+    // A sealed program assigns each buffer to one memory, and that memory is the device's.
+    (
+        ItemStatus::Pass,
+        format!(
+            "hit rate 1.00 (goal {:.2}): the plan keeps all keys and values in device memory, at most {} on \
+             one rank",
+            goals.min_cache_hit,
+            Bytes(max_bytes)
+        ),
+    )
+}
+
+fn check_overlap(run: &CheckedRun, goals: &BringupGoals) -> ItemAnswer {
+    let (mut lines, mut standing) = (Vec::new(), ItemStatus::NotApplicable);
+    let mut add_measurement = |passes: bool, text: String| {
+        standing = match (standing, passes) {
+            (ItemStatus::Fail, _) | (_, false) => ItemStatus::Fail,
+            _ => ItemStatus::Pass,
+        };
+        lines.push(text);
+    };
+    if let Some(ratio) = overlap_ratio(&run.flights) {
+        let text = format!("overlap ratio {ratio:.2} (goal {:.2})", goals.min_overlap_ratio);
+        add_measurement(ratio >= goals.min_overlap_ratio, text);
+    }
+    if let Some(o) =
+        OverlapStats::from_chunks(&run.record.chunks).filter(|_| run.plan.sealed.mesh().outside_count() > 0)
+    {
+        let text = format!("OverlapScore {:.2} (goal {:.2})", o.score, goals.min_overlap_score);
+        add_measurement(o.score >= goals.min_overlap_score, text);
+    }
+    if run.plan.sealed.mesh().axis_size(Axis::Pp) > 1
+        && let Some((rank, share)) = largest_bubble(&run.flights)
+    {
+        let text = format!(
+            "largest bubble {:.0} % at rank {rank} (goal below {:.0} %)",
+            share * 100.0,
+            goals.max_bubble * 100.0
+        );
+        add_measurement(share < goals.max_bubble, text);
+    }
+    match lines.is_empty() {
+        true if run.plan.sealed.mesh().world_size() == 1 => (
+            ItemStatus::NotApplicable,
+            "one rank: there is no collective to hide and no stage to wait for".to_string(),
+        ),
+        true => (ItemStatus::Unanswered, format!("{} has no flight record of a collective", run.name)),
+        false => (standing, lines.join("; ")),
+    }
+}
+
+/// Returns the rank with the largest bubble, and the bubble's share of the rank's time. The time
+/// runs from the first phase after warm-up to the end of the last phase; time outside phases and
+/// exposed time of receives are bubble.
+fn largest_bubble(flights: &[FlightLog]) -> Option<(u32, f64)> {
+    let bubble_of = |f: &FlightLog| {
+        let first = f.lines.iter().filter_map(|l| match &l.entry {
+            FlightEntry::Phase(p) => Some(p.call),
+            _ => None,
+        });
+        let warm_up = first.min()?;
+        let (mut from, mut to, mut busy, mut waits) = (u64::MAX, 0u64, 0u64, 0u64);
+        for l in &f.lines {
+            match &l.entry {
+                FlightEntry::Phase(p) if p.call > warm_up && p.end_ns > 0 => {
+                    (from, to) = (from.min(l.at_ns), to.max(p.end_ns));
+                    busy += p.end_ns.saturating_sub(l.at_ns);
+                }
+                FlightEntry::Collective(c) if c.call > warm_up && c.op == "recv" => waits += c.exposed_ns,
+                _ => {}
+            }
+        }
+        let span_ns = to.checked_sub(from).filter(|w| *w > 0)?;
+        Some((f.header.rank, 1.0 - busy.saturating_sub(waits) as f64 / span_ns as f64))
+    };
+    flights.iter().filter_map(bubble_of).max_by(|a, b| a.1.total_cmp(&b.1))
+}
+
+fn check_golden_hash(runs: &[CheckedRun]) -> ItemAnswer {
+    let mut hashes = Vec::new();
+    for r in runs {
+        match r.record.end.as_ref().filter(|e| e.status == RunStatus::Complete) {
+            Some(end) => hashes.push((&r.name, &end.golden, r.record.chunk_count())),
+            None => return (ItemStatus::Unanswered, format!("{} did not complete", r.name)),
+        }
+    }
+    let (name, hash, chunks) = hashes[0];
+    if let Some((other, theirs, n)) = hashes.iter().find(|(_, h, n)| *h != hash || *n != chunks) {
+        return (
+            ItemStatus::Fail,
+            format!(
+                "{name}: {chunks} chunks, {hash}; {other}: {n} chunks, {theirs}: pin algorithms, rank order and seeds"
+            ),
+        );
+    }
+    let says = format!("{hash} over {chunks} chunks");
+    if runs.len() < STABLE_RUNS {
+        return (
+            ItemStatus::Unanswered,
+            format!("{says} in {} of {STABLE_RUNS} runs; run the same request again", runs.len()),
+        );
+    }
+    (ItemStatus::Pass, format!("{says}, the same in {} runs", runs.len()))
+}

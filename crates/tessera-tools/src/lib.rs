@@ -1,0 +1,46 @@
+//! The tools around a run: they verify traces and charts, inject faults, diagnose plans and runs,
+//! measure a machine, benchmark the DiT, and check a bring-up.
+//!
+//! Each module is one tool and one verb of the command line, except [`charts`], [`drawings`] and
+//! [`trace`], which `check` uses. The run time ([`tessera`]) knows none of them.
+
+#![forbid(unsafe_code)]
+
+pub mod autopsy;
+pub mod bench;
+pub mod bringup;
+pub mod charts;
+pub mod codes;
+pub mod doctor;
+pub mod drawings;
+pub mod drill;
+pub mod measure;
+pub mod trace;
+
+pub use codes::CODES;
+
+use tessera_base::Registry;
+
+/// Returns the registry of all diagnostic codes of the library and application crates; the binary
+/// adds its own.
+#[must_use]
+pub fn diagnostic_registry() -> Registry {
+    Registry::new(&[
+        tessera_base::CODES,
+        tessera::CODES,
+        tessera_estimate::CODES,
+        CODES,
+        tessera_mesh::CODES,
+        tessera_ir::CODES,
+        tessera_verify::CODES,
+        tessera_models::CODES,
+        tessera_weights::CODES,
+        tessera_cost::CODES,
+        tessera_cuda::CODES,
+        tessera_plan::CODES,
+        tessera_runtime::CODES,
+        tessera_device::CODES,
+        tessera_sim::CODES,
+        tessera_report::CODES,
+    ])
+}

@@ -1,0 +1,246 @@
+//! Runs the conformance suite of the CPU backend on the GPU backend. Without a GPU the tests print
+//! the reason and pass.
+
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Barrier, mpsc};
+use std::time::{Duration, Instant};
+
+use tessera::gpus::{GpuDiscovery, KernelDir, masked_features};
+use tessera_cuda::{CommunicatorMember, CudaBackend, CudaOptions, unique_id};
+use tessera_device::{Backend, CallData, CommRoute, Communicator, Fault, MeshRank, Observer};
+use tessera_filetests::{BackendFactory, BackendUnderTest, Tolerance, dedicated_slots, run_conformance};
+use tessera_ir::{OpKind, Program, Slots, parse_all};
+use tessera_mesh::{Mesh, Rank};
+use tessera_tools::bench::SyntheticWeights;
+
+/// Reason for skipping a file that needs more ranks than there are GPUs.
+const TOO_FEW_GPUS: &str = "too few GPUs";
+
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Returns the GPUs of this host and their number, or why there are none.
+fn find_gpus() -> Result<(Arc<GpuDiscovery>, u32), String> {
+    let found = GpuDiscovery::discover();
+    let count = match &found.devices {
+        Ok(d) if !d.gpus.is_empty() => d.gpus.len() as u32,
+        Ok(_) => return Err("the driver reports no GPU".to_string()),
+        Err(d) => return Err(d.message.clone()),
+    };
+    Ok((Arc::new(found), count))
+}
+
+fn options(device: u32) -> CudaOptions {
+    CudaOptions {
+        device_index: device,
+        kernel_cache: Some(Arc::new(KernelDir(std::env::temp_dir().join("tessera-kernels")))),
+        peer_timeout: TIMEOUT,
+        setup_timeout: Duration::from_secs(20),
+        // Ranks are threads of one process here and do not exchange memory handles, so they
+        // communicate through NCCL.
+        host_id: 0,
+        use_graphs: true,
+        masked_features: masked_features().unwrap(),
+    }
+}
+
+/// Reads every file of `filetests/`.
+fn read_filetests() -> Vec<(String, String)> {
+    let root = std::env::var_os("TESSERA_FILETESTS")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../filetests"), PathBuf::from);
+    let (mut out, mut folders) = (Vec::new(), vec![root.clone()]);
+    while let Some(dir) = folders.pop() {
+        for path in std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()) {
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|e| e == "tir") {
+                let name = path.strip_prefix(&root).unwrap().display().to_string();
+                out.push((name, std::fs::read_to_string(path).unwrap()));
+            }
+        }
+    }
+    out.sort();
+    out
+}
+
+/// Returns each rank's ends of the communicators that the programs use, by rank.
+fn communicator_ends(
+    found: &GpuDiscovery,
+    mesh: &Mesh,
+    programs: &[Vec<Arc<Program>>],
+) -> Result<Vec<Vec<CommunicatorMember>>, String> {
+    let mut lanes: Vec<Communicator> = mesh
+        .iter()
+        .zip(programs)
+        .flat_map(|(rank, programs)| programs.iter().map(move |p| (rank, p)))
+        .flat_map(|(rank, p)| p.collective_ops().map(move |(_, op)| (rank, op)))
+        .filter_map(|(rank, op)| CommRoute::from_op(op)?.communicator_of(mesh, rank))
+        .collect();
+    lanes.sort();
+    lanes.dedup();
+    let mut ends: Vec<Vec<CommunicatorMember>> = mesh.iter().map(|_| Vec::new()).collect();
+    for lane in lanes {
+        let id = unique_id(&found.libraries).map_err(|d| d.message)?;
+        for (me, rank) in lane.members.iter().enumerate() {
+            let route = lane.member_route(mesh, me).ok_or("a communicator without a group")?;
+            ends[rank.0 as usize].push(CommunicatorMember {
+                route,
+                id,
+                member: me,
+                member_count: lane.members.len(),
+            });
+        }
+    }
+    Ok(ends)
+}
+
+#[test]
+fn the_cuda_backend_matches_the_reference() {
+    let (found, count) = match find_gpus() {
+        Ok(g) => g,
+        Err(why) => return println!("not run: {why}"),
+    };
+    let open =
+        |mesh: &Mesh, programs: &[Vec<Arc<Program>>]| -> Result<Vec<BackendFactory<CudaBackend>>, String> {
+            let ranks = mesh.iter().count();
+            if ranks > count as usize {
+                return Err(format!("{TOO_FEW_GPUS}: {ranks} ranks, {count} GPUs"));
+            }
+            let ends = communicator_ends(&found, mesh, programs)?;
+            let maker = |(device, ends): (u32, Vec<CommunicatorMember>)| -> BackendFactory<CudaBackend> {
+                let found = Arc::clone(&found);
+                Box::new(move |seat| {
+                    CudaBackend::open(&found.libraries, seat, ends, options(device)).map_err(|d| d.message)
+                })
+            };
+            Ok(mesh.iter().map(|r| r.0).zip(ends).map(maker).collect())
+        };
+    // The device sums in another order than the reference, and its transcendental functions are
+    // accurate to a few units in the last place.
+    let subject = BackendUnderTest {
+        name: "cuda",
+        open: &open,
+        tolerance: Tolerance { relative: 1e-6 },
+        peer_timeout: TIMEOUT,
+        detects_mismatch: false,
+    };
+    let mut wrong = Vec::new();
+    // Files run one by one to show progress: each takes as long as the driver and NCCL need to
+    // start.
+    for text in read_filetests() {
+        let begun = Instant::now();
+        let report = run_conformance(&subject, std::slice::from_ref(&text));
+        if report.passed.len() + report.skipped.len() + report.failed.len() > 0 {
+            println!("{}, {:.1} s: {report}", text.0, begun.elapsed().as_secs_f32());
+        }
+        wrong.extend(report.failed.into_iter().filter(|(_, why)| !why.contains(TOO_FEW_GPUS)));
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+/// The residual and its norm fuse into one launch; the ops after them do not.
+const NORM_PROGRAM: &str = "program @p { %x = input : f32[64, 256] %y = input : f32[64, 256] %w = weight \"w\" : f32[256] \
+    %s = toperator.gate_residual %x, %y : f32[64, 256] \
+    %n = toperator.layer_norm %s, %w, %w {eps = 1e-6} : f32[64, 256] \
+    %r = toperator.rms_norm %n, %w {eps = 1e-6} : f32[64, 256] \
+    %z = toperator.add %s, %r : f32[64, 256] output \"z\", %z }";
+
+#[derive(Debug)]
+struct NoopObserver;
+impl Observer for NoopObserver {
+    fn on_issued(&mut self, _: usize) {}
+    fn on_progress(&mut self, _: u32) {}
+}
+
+#[test]
+fn a_trace_covers_every_op_and_does_not_change_runs() {
+    let found = match find_gpus() {
+        Ok((found, _)) => found,
+        Err(why) => return println!("not run: {why}"),
+    };
+    let program = Arc::new(parse_all(NORM_PROGRAM, "trace").unwrap().remove(0));
+    let values = program.values.len();
+    let slots =
+        Slots { slot_bytes: vec![1 << 20; values], value_slots: (0..values as u32).map(Some).collect() };
+    let seat = MeshRank { mesh: program.mesh, rank: Rank(0) };
+    let mut cuda = CudaBackend::open(&found.libraries, seat, Vec::new(), options(0)).unwrap();
+    let loaded = cuda.load(&program, &slots, &mut SyntheticWeights::default()).unwrap();
+    let x: Vec<f32> = (0..64 * 256).map(|i| (i % 97) as f32 / 97.0).collect();
+    let inputs = BTreeMap::from([("x", &x[..]), ("y", &x[..])]);
+    let call = CallData { scalars: BTreeMap::new(), inputs };
+    // The program has not run yet, so the trace runs it first.
+    cuda.trace_run(loaded, &call, &mut NoopObserver).unwrap();
+    cuda.run(loaded, &call, &mut NoopObserver).unwrap();
+    let (z, counts) = (cuda.output("z").unwrap().to_vec(), cuda.one_time_counts());
+    for _ in 0..3 {
+        let spans = cuda.trace_run(loaded, &call, &mut NoopObserver).unwrap();
+        let ops: Vec<usize> = spans.iter().flat_map(|s| s.ops.clone()).collect();
+        let kinds = program.ops.iter().map(|o| o.opcode.table_row().kind).enumerate();
+        assert_eq!(ops, kinds.filter(|(_, k)| *k != OpKind::Source).map(|(i, _)| i).collect::<Vec<_>>());
+        assert!(spans.len() < ops.len(), "nothing is fused: {spans:?}");
+        assert!(spans.iter().all(|s| s.stream == "compute" && 0.0 < s.begin_ns && s.begin_ns < s.end_ns));
+        assert!(spans.windows(2).all(|w| w[0].end_ns <= w[1].begin_ns), "{spans:?}");
+        assert_eq!(cuda.output("z").unwrap(), z);
+        cuda.run(loaded, &call, &mut NoopObserver).unwrap();
+        assert_eq!(cuda.output("z").unwrap(), z);
+    }
+    assert_eq!(cuda.one_time_counts(), counts);
+}
+
+/// Both ranks gather the shards of both.
+const GATHER_PROGRAM: &str = "program @p role(a) mesh(tp=2) { %x = input : f32[32] {tp: shard(0)} \
+    %y = ttile.collective.all_gather %x {axis = \"tp\", dim = 0} output \"y\", %y }";
+
+#[test]
+fn a_replay_abandoned_by_a_peer_ends_and_frees_its_memory() {
+    let (found, count) = match find_gpus() {
+        Ok(g) => g,
+        Err(why) => return println!("not run: {why}"),
+    };
+    if count < 2 {
+        return println!("not run on one GPU");
+    }
+    let program = Arc::new(parse_all(GATHER_PROGRAM, "gather").unwrap().remove(0));
+    // The second iteration checks that the first one left both GPUs usable.
+    for _ in 0..2 {
+        let ends = communicator_ends(&found, &program.mesh, &[vec![program.clone()], vec![program.clone()]])
+            .unwrap();
+        let (tell, told) = mpsc::channel();
+        let gave_up = Arc::new(Barrier::new(2));
+        for (rank, ends) in program.mesh.iter().zip(ends) {
+            let (found, program) = (Arc::clone(&found), Arc::clone(&program));
+            let (gave_up, tell) = (Arc::clone(&gave_up), tell.clone());
+            // The threads are not joined, so that a hung rank does not hang the test.
+            std::thread::spawn(move || {
+                let seat = MeshRank { mesh: program.mesh, rank };
+                let mut cuda = CudaBackend::open(&found.libraries, seat, ends, options(rank.0)).unwrap();
+                let loaded = cuda
+                    .load(&program, &dedicated_slots(&program), &mut SyntheticWeights::default())
+                    .unwrap();
+                let x = [rank.0 as f32; 32];
+                let call = CallData { scalars: BTreeMap::new(), inputs: BTreeMap::from([("x", &x[..])]) };
+                // The first run launches the kernels and captures the graph; the second replays it.
+                for _ in 0..2 {
+                    cuda.run(loaded, &call, &mut NoopObserver).unwrap();
+                    assert_eq!(cuda.output("y").unwrap(), [[0.0; 32], [1.0; 32]].concat());
+                }
+                if rank.0 == 0 {
+                    let end = cuda.run(loaded, &call, &mut NoopObserver);
+                    assert!(matches!(end, Err(Fault::Stalled(_))), "{end:?}");
+                    drop(cuda);
+                    gave_up.wait();
+                } else {
+                    gave_up.wait();
+                    drop(cuda);
+                }
+                tell.send(rank.0).unwrap();
+            });
+        }
+        let mut gone: Vec<u32> =
+            (0..2).map(|_| told.recv_timeout(Duration::from_secs(40)).unwrap()).collect();
+        gone.sort_unstable();
+        assert_eq!(gone, [0, 1]);
+    }
+}

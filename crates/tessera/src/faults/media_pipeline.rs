@@ -1,0 +1,54 @@
+//! A media pipeline that injects the armed fault.
+
+use tessera_base::Diagnostic;
+use tessera_runtime::drill::DrillFault;
+use tessera_runtime::engine::MediaPipeline;
+use tessera_runtime::wire::{Dtype, Tensor};
+
+use super::injector::FaultInjector;
+
+/// The leader's media pipeline with a fault in the text embedding.
+pub(crate) struct DrillMediaPipeline {
+    inner: Box<dyn MediaPipeline>,
+    injector: FaultInjector,
+}
+
+impl DrillMediaPipeline {
+    pub(crate) fn new(inner: Box<dyn MediaPipeline>, injector: FaultInjector) -> DrillMediaPipeline {
+        DrillMediaPipeline { inner, injector }
+    }
+}
+
+impl MediaPipeline for DrillMediaPipeline {
+    fn encode_prompt(&mut self, prompt: &str) -> Result<Tensor, Diagnostic> {
+        let text = self.inner.encode_prompt(prompt)?;
+        let shape = &text.manifest_entry().shape;
+        if self.injector.has_fault(DrillFault::UnsupportedDtype) {
+            self.injector.mark_fired();
+            let values = text.data().len() / text.manifest_entry().dtype.element_bytes() as usize;
+            return Tensor::new(text.name(), Dtype::I64, shape, vec![0; values * 8]);
+        }
+        if self.injector.has_fault(DrillFault::MissingTensor) {
+            self.injector.mark_fired();
+            return Tensor::new("caption", text.manifest_entry().dtype, shape, text.data());
+        }
+        Ok(text)
+    }
+
+    fn encode_context(
+        &mut self,
+        chunk: u32,
+        previous: &Tensor,
+        opens_scene: bool,
+    ) -> Result<Tensor, Diagnostic> {
+        self.inner.encode_context(chunk, previous, opens_scene)
+    }
+
+    fn deliver_chunk(&mut self, chunk: u32, latents: &Tensor) -> Result<u32, Diagnostic> {
+        self.inner.deliver_chunk(chunk, latents)
+    }
+
+    fn finish_output(&mut self) -> Result<(), Diagnostic> {
+        self.inner.finish_output()
+    }
+}

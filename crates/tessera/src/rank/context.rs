@@ -1,0 +1,271 @@
+//! What a rank derives from its plan and its configuration before it runs, and the engine that it
+//! builds from them.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_cpu::{CpuBackend, Pool};
+use tessera_device::MeshRank;
+use tessera_ir::Program;
+use tessera_mesh::Rank;
+use tessera_runtime::director::StreamSpec;
+use tessera_runtime::driver::{ControlTopology, EngineFactory, Interceptor, JoinedRank, StopHandle};
+use tessera_runtime::engine::{Engine, T0737};
+use tessera_runtime::flight::{FlightEvent, FlightSink};
+use tessera_runtime::mesh_leader::MeshLeaderConfig;
+use tessera_runtime::program_index::ProgramIndex;
+use tessera_runtime::tripwire::T0751;
+use tessera_runtime::wire::Progress;
+use tessera_runtime::worker::WorkerConfig;
+use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, Parity, Tripwires};
+
+use crate::codes::T0017;
+use crate::communicators::{self, EndpointSources};
+use crate::cuda::GpuRankConfig;
+use crate::engine::{EngineBackend, MeshEngine, build_program_index};
+use crate::faults::{DrillEngine, FaultInjector};
+use crate::flight::FlightRecord;
+use crate::model::Model;
+use crate::parity::{add_peers_to_groups, rank_parity};
+use crate::plan::Plan;
+use crate::rank_config::{RankConfig, first_diagnostic};
+use crate::run_settings::{build_id, run_limits, stream_spec};
+use crate::shards::weight_opener;
+use crate::synthetic_delays::{DelayedEngine, SyntheticDelays};
+
+/// Maximum wait inside one collective. The lockstep detects stalls from progress and learned
+/// limits; this timeout only ends a wait that no process monitors any more.
+const COLLECTIVE_PATIENCE: Duration = Duration::from_secs(3600);
+
+/// The state of a rank before its run begins.
+pub(crate) struct RankSetup {
+    /// Identity and links of the rank.
+    pub(crate) joined: JoinedRank,
+    /// Arenas or streams from which the rank builds its communicator endpoints.
+    pub(crate) communicators: EndpointSources,
+    /// Settings derived from the plan.
+    pub(crate) context: RankContext,
+    /// Interrupt handle of a leader without a launcher.
+    pub(crate) interrupt: Option<StopHandle>,
+    /// Event handler of a leader without a launcher.
+    pub(crate) on_event: Option<LeaderEventHandler>,
+}
+
+/// Handles the events of a leader, on the leader's thread.
+pub(crate) type LeaderEventHandler = Box<dyn FnMut(LeaderEvent<'_>)>;
+
+/// An event that a leader without a launcher passes to its [`LeaderEventHandler`].
+pub(crate) enum LeaderEvent<'a> {
+    /// The media pipeline delivered a chunk: its index, frames, phase times and queue lengths.
+    Chunk(&'a Progress),
+    /// The run failed; peers have the failure already, and this process ends soon.
+    Failed(&'a Failure),
+}
+
+/// Settings that the leader and the workers derive from the seal alone.
+pub(crate) struct RankContext {
+    pub(super) plan: Arc<Plan>,
+    pub(super) digest: Digest,
+    pub(crate) program_index: Arc<ProgramIndex>,
+    pub(crate) stream: StreamSpec,
+    pub(super) limits: Limits,
+    pub(super) build: String,
+    pub(super) delays: SyntheticDelays,
+    /// Whether the leader has a control link to every rank, or only to the mesh leader.
+    pub(super) topology: ControlTopology,
+    /// Codes of the tripwires that this rank does not check; empty except in a self-test.
+    pub(super) tripwires: Tripwires,
+    /// Flight record; `None` if the rank is not its own process.
+    pub(super) flight: Option<Arc<FlightRecord>>,
+    /// Digest of the peers, if the ranks joined by rendezvous.
+    pub(super) peers: Option<Digest>,
+    /// GPU configuration, if the mesh runs on GPUs.
+    pub(super) gpus: Option<GpuRankConfig>,
+    /// Fault injector of this rank; `None` outside of drills.
+    pub(super) fault_injector: Option<FaultInjector>,
+}
+
+impl RankContext {
+    pub(crate) fn new(plan: Arc<Plan>, delays: SyntheticDelays) -> RankContext {
+        RankContext {
+            digest: Digest(plan.sealed.digest()),
+            program_index: Arc::new(build_program_index(&plan.sealed)),
+            stream: stream_spec(&plan),
+            limits: run_limits(&plan),
+            build: build_id(),
+            delays,
+            topology: plan.control_topology(),
+            tripwires: Tripwires::default(),
+            flight: None,
+            peers: None,
+            gpus: None,
+            fault_injector: None,
+            plan,
+        }
+    }
+
+    /// Sets the digest of the peers that joined by rendezvous.
+    pub(crate) fn with_peers(self, peers: Digest) -> RankContext {
+        RankContext { peers: Some(peers), ..self }
+    }
+
+    /// Applies the GPU configuration and the drill of a rank.
+    pub(super) fn apply_config(&mut self, orders: &RankConfig, rank: Rank) {
+        self.gpus.clone_from(&orders.gpus);
+        let Some(arming) = &orders.drill else { return };
+        let hand = FaultInjector::new(arming, rank, &orders.out);
+        let Limits { d_in, d_out, max_outstanding, .. } = self.limits;
+        self.limits = Limits { d_in, d_out, max_outstanding, ..hand.run_limits().clone() };
+        self.tripwires = hand.disabled_tripwires().clone();
+        self.fault_injector = Some(hand);
+    }
+
+    pub(super) fn adjust_parity(&self, parity: Parity) -> Parity {
+        self.fault_injector.iter().fold(parity, |parity, hand| hand.announced_parity(parity))
+    }
+
+    pub(super) fn build_interceptor(&self) -> Option<Interceptor> {
+        self.fault_injector.as_ref().and_then(FaultInjector::build_interceptor)
+    }
+
+    /// Opens the flight record of this process.
+    pub(super) fn begin_flight(&mut self, orders: &RankConfig, session: u64, rank: Rank) {
+        self.flight = FlightRecord::open(&orders.out, session, &self.plan.sealed, rank).map(Arc::new);
+        self.write_mark(FlightEvent::Joined);
+    }
+
+    pub(super) fn flight_sink(&self) -> Option<Arc<dyn FlightSink>> {
+        self.flight.clone().map(|f| f as Arc<dyn FlightSink>)
+    }
+
+    pub(super) fn write_mark(&self, mark: FlightEvent<'_>) {
+        if let Some(flight) = &self.flight {
+            flight.record_event(mark);
+        }
+    }
+
+    /// Writes the last flight-record entries of this process: the failure, if any, and the exit
+    /// status.
+    pub(super) fn end_flight(&self, outcome: &Result<Option<Failure>, Diagnostics>) {
+        let failure = match outcome {
+            Ok(failure) => failure.clone(),
+            Err(ds) => ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, None, d)),
+        };
+        if let Some(f) = &failure {
+            self.write_mark(FlightEvent::from_failure(f));
+        }
+        self.write_mark(FlightEvent::Exit { status: failure.map_or(0, |f| f.class.exit_code()) });
+    }
+
+    pub(super) fn worker_config(&self, rank: Rank) -> WorkerConfig {
+        WorkerConfig {
+            rank: rank.0,
+            upstream_rank: self.topology.leader_of(rank.0).unwrap_or(0),
+            plan: self.fault_injector.iter().fold(self.digest, |plan, hand| hand.announced_plan(plan)),
+            build: self.build.clone(),
+            parity: Parity::default(),
+            programs: Arc::clone(&self.program_index),
+            cache: self.stream.cache,
+            limits: self.limits.clone(),
+            sends_output: self.plan.mesh_ranks().next() == Some(rank),
+            tripwires: self.tripwires.clone(),
+        }
+    }
+
+    pub(super) fn mesh_leader_config(&self, rank: Rank) -> MeshLeaderConfig {
+        MeshLeaderConfig {
+            rank: rank.0,
+            members: self.plan.mesh_ranks().filter(|r| *r != rank).map(|r| r.0).collect(),
+            plan: self.digest,
+            programs: Arc::clone(&self.program_index),
+            cache: self.stream.cache,
+            limits: self.limits.clone(),
+            tripwires: self.tripwires.clone(),
+        }
+    }
+
+    /// Returns the factory that loads programs and weights on the engine's thread.
+    pub(crate) fn engine_factory(
+        &self,
+        rank: Rank,
+        model: &Path,
+        threads: usize,
+        communicators: impl Into<EndpointSources>,
+    ) -> EngineFactory {
+        let (communicators, peers) = (communicators.into(), self.peers);
+        let (plan, model) = (Arc::clone(&self.plan), model.to_path_buf());
+        let (flight, tripwires) = (self.flight.clone(), self.tripwires.clone());
+        let (delays, forwards) = (self.delays, self.stream.steps.len() as u64 + 1);
+        let (drill, programs, gpus) =
+            (self.fault_injector.clone(), Arc::clone(&self.program_index), self.gpus.clone());
+        Box::new(move || {
+            let mut weights =
+                Model::open_for_plan(&model, &plan)?.open_weights().map_err(first_diagnostic)?;
+            let (backend, device) = match &gpus {
+                None => (build_cpu_backend(&plan, rank, threads, communicators)?, Vec::new()),
+                Some(on) => {
+                    let (cuda, device) = on.open_backend(&plan.sealed, rank, COLLECTIVE_PATIENCE)?;
+                    // Dropping the backend would wait for peers and for the device, so it lives
+                    // until the process exits.
+                    (EngineBackend::Leaked(Box::leak(Box::new(cuda))), device)
+                }
+            };
+            let engine = match &drill {
+                None => MeshEngine::load(&plan.sealed, rank, backend, &mut weights)?,
+                Some(hand) => {
+                    let mut source = hand.weight_source(&mut weights, *plan.sealed.mesh());
+                    let modify = |p: &mut Program| hand.modify_program(p);
+                    MeshEngine::load_modified(&plan.sealed, rank, backend, &mut *source, &modify)?
+                }
+            };
+            let weights_digest = weights.sample_digest();
+            let mut engine = engine.with_weight_opener(weight_opener(Arc::clone(&plan), weights));
+            engine.set_flight_record(flight);
+            engine.arm_guard(tripwires.is_armed(&T0751));
+            engine.arm_reload_guard(tripwires.is_armed(&T0737));
+            let threads = gpus.is_none().then_some(threads);
+            let placement = (gpus.is_some(), threads);
+            let parity = rank_parity(&plan, weights_digest, &delays, engine.program_names(), placement);
+            let parity =
+                device.into_iter().fold(parity, |parity, (key, value)| parity.with_known_key(key, value));
+            let parity = add_peers_to_groups(parity, &plan, peers);
+            let parity = drill.iter().fold(parity, |parity, hand| hand.announced_parity(parity));
+            let engine: Box<dyn Engine> = match &drill {
+                None => Box::new(engine),
+                Some(hand) => Box::new(DrillEngine::new(engine, hand.clone(), programs)),
+            };
+            let engine = match delays.generate_ns {
+                // A steady chunk runs one forward per step and one that recomputes or caches the
+                // context.
+                Some(ns) => Box::new(DelayedEngine::new(engine, ns, forwards)),
+                None => engine,
+            };
+            Ok((engine, parity))
+        })
+    }
+}
+
+/// Reports a problem found before the run begins. Returns the failure if a launcher or a leader
+/// received it, and the diagnostics otherwise.
+pub(super) fn report_refusal(joined: &mut JoinedRank, ds: Diagnostics) -> Result<Failure, Diagnostics> {
+    let Some(d) = ds.first() else { return Err(ds) };
+    let rank = joined.welcome.rank;
+    let place = if rank == 0 { CheckSite::Leader } else { CheckSite::Init };
+    let failure = Failure::from_diagnostic(FailureClass::Preflight, Some(rank), d).with_site(place);
+    if joined.report_refusal(&failure) { Ok(failure) } else { Err(ds) }
+}
+
+fn build_cpu_backend(
+    plan: &Plan,
+    rank: Rank,
+    threads: usize,
+    communicators: EndpointSources,
+) -> Result<EngineBackend, Diagnostic> {
+    let ends = communicators::attach_endpoints(&plan.sealed, rank, communicators)?;
+    let pool =
+        Pool::new(threads).map_err(|e| Diagnostic::error(&T0017, format!("threads of rank {rank}: {e}")))?;
+    let mesh_rank = MeshRank { mesh: *plan.sealed.mesh(), rank };
+    Ok(Box::new(CpuBackend::new(mesh_rank, pool, ends, COLLECTIVE_PATIENCE)).into())
+}

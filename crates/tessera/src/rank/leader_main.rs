@@ -1,0 +1,226 @@
+//! Runs the leader: rank 0, which takes requests, encodes, decodes and writes the record.
+
+use std::sync::{Arc, Mutex};
+
+use tessera_base::Diagnostics;
+use tessera_mesh::Rank;
+use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, RecordEntry, run_leader};
+use tessera_runtime::engine::MediaPipeline;
+use tessera_runtime::leader::LeaderConfig;
+use tessera_runtime::{Failure, FailureClass};
+
+use super::context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, report_refusal};
+use crate::communicators::EndpointSources;
+use crate::engine::mesh_phases;
+use crate::faults::DrillMediaPipeline;
+use crate::media_pipeline::{RunMediaPipeline, lock_record};
+use crate::model::Model;
+use crate::parity::{add_peers_to_groups, rank_parity};
+use crate::rank_config::{RankConfig, first_diagnostic};
+use crate::record::RecordWriter;
+use crate::run_settings::ranks_without_latents;
+
+/// Runs the leader, which writes the record.
+pub(crate) fn run_as_leader(
+    arrive: impl FnOnce() -> Result<RankSetup, Diagnostics>,
+    orders: &RankConfig,
+) -> Result<Option<Failure>, Diagnostics> {
+    let record = Arc::new(Mutex::new(RecordWriter::open(&orders.out).map_err(|d| vec![d])?));
+    let setup = arrive().map(|arrival| {
+        let RankSetup { joined, communicators: lanes, context: mut common, interrupt, on_event: tell } =
+            arrival;
+        let session = joined.welcome.session;
+        common.apply_config(orders, Rank(0));
+        common.begin_flight(orders, session, Rank(0));
+        let parts = build_leader_parts(session, lanes, orders, &common, &record, tell);
+        (joined, common, parts.map(|parts| LeaderParts { stop: interrupt, ..parts }))
+    });
+    let outcome = match setup {
+        Ok((joined, common, Ok(parts))) => {
+            let outcome = run_leader(joined, parts);
+            common.end_flight(&outcome);
+            outcome
+        }
+        Ok((mut joined, common, Err(ds))) => {
+            let outcome = report_refusal(&mut joined, ds).map(Some);
+            common.end_flight(&outcome);
+            outcome
+        }
+        Err(ds) => Err(ds),
+    };
+    let failure = match &outcome {
+        Ok(f) => f.clone(),
+        Err(ds) => ds.first().map(|d| Failure::from_diagnostic(FailureClass::Preflight, Some(0), d)),
+    };
+    let mut record = lock_record(&record);
+    let complete = record.settled_requests() == orders.chunks;
+    // A successful run closed the record together with its output. If closing fails here, the
+    // launcher finds a record without an end and closes it.
+    let _ = record.write_end(failure.as_ref(), complete);
+    outcome
+}
+
+fn build_leader_parts(
+    session: u64,
+    communicators: EndpointSources,
+    orders: &RankConfig,
+    context: &RankContext,
+    record: &Arc<Mutex<RecordWriter>>,
+    on_event: Option<LeaderEventHandler>,
+) -> Result<LeaderParts, Diagnostics> {
+    lock_record(record).set_collective_counts(&context.plan.sealed);
+    let ranks: Vec<Rank> = context.plan.mesh_ranks().collect();
+    let parity = rank_parity(
+        &context.plan,
+        Model::open_for_plan(&orders.model, &context.plan)
+            .map_err(|d| vec![d])?
+            .open_weights()?
+            .sample_digest(),
+        &orders.delays,
+        mesh_phases(&context.plan.sealed),
+        (orders.gpus.is_some(), orders.cpu_threads().filter(|_| ranks.contains(&Rank(0)))),
+    );
+    let config = LeaderConfig {
+        ranks: ranks.iter().map(|r| r.0).collect(),
+        plan: context.digest,
+        session,
+        build: context.build.clone(),
+        ranks_without_output: ranks_without_latents(&context.plan),
+        parity: context.adjust_parity(add_peers_to_groups(parity, &context.plan, context.peers)),
+        programs: Arc::clone(&context.program_index),
+        stream: context.stream.clone(),
+        limits: context
+            .fault_injector
+            .iter()
+            .fold(context.limits.clone(), |limits, hand| hand.leader_limits(limits)),
+        tripwires: context.tripwires.clone(),
+    };
+    let own_engine = ranks.contains(&Rank(0)).then(|| {
+        let engine = context.engine_factory(Rank(0), &orders.model, orders.threads, communicators);
+        (context.worker_config(Rank(0)), engine)
+    });
+    let requests = {
+        let chunks = orders.chunks;
+        let (orders, drill) = (orders.clone(), context.fault_injector.clone());
+        let chunk_request = move |c| {
+            drill
+                .iter()
+                .fold(orders.stream_request(c), |chunk_request, hand| hand.modify_request(c, chunk_request))
+        };
+        Box::new((0..chunks).map(chunk_request))
+    };
+    Ok(LeaderParts {
+        config,
+        local_rank: own_engine,
+        topology: context.topology,
+        media: media_factory(context, orders, record),
+        requests,
+        record: entry_recorder(orders, record, on_event),
+        stop: None,
+        flight: context.flight_sink(),
+        interceptor: context.build_interceptor(),
+    })
+}
+
+/// Returns the factory of the media pipeline, which is built on the media thread.
+fn media_factory(
+    context: &RankContext,
+    orders: &RankConfig,
+    record: &Arc<Mutex<RecordWriter>>,
+) -> MediaPipelineFactory {
+    let (plan, orders, record) = (Arc::clone(&context.plan), orders.clone(), Arc::clone(record));
+    let drill = context.fault_injector.clone();
+    Box::new(move || {
+        let words =
+            Model::open_for_plan(&orders.model, &plan)?.open_text_encoder().map_err(first_diagnostic)?;
+        let pipeline = RunMediaPipeline::new(&plan, words, &orders, record)?;
+        let pipeline: Box<dyn MediaPipeline> = Box::new(pipeline);
+        Ok(match drill {
+            None => pipeline,
+            Some(injector) => Box::new(DrillMediaPipeline::new(pipeline, injector)),
+        })
+    })
+}
+
+/// Returns the writer of the run's record, which first passes chunks and failures to `on_event`.
+fn entry_recorder(
+    orders: &RankConfig,
+    record: &Arc<Mutex<RecordWriter>>,
+    mut on_event: Option<LeaderEventHandler>,
+) -> Box<dyn FnMut(RecordEntry<'_>)> {
+    let (orders, record) = (orders.clone(), Arc::clone(record));
+    Box::new(move |entry: RecordEntry<'_>| {
+        if let Some(on_event) = &mut on_event {
+            match &entry {
+                RecordEntry::Progress(p) => on_event(LeaderEvent::Chunk(p)),
+                RecordEntry::Failed(f) => on_event(LeaderEvent::Failed(f)),
+                _ => {}
+            }
+        }
+        let mut record = lock_record(&record);
+        // An error here also makes the delivery fail, and the media pipeline reports it there.
+        let _ = match entry {
+            RecordEntry::Call(call) => {
+                let chunk_request =
+                    call.request.filter(|_| !call.discarded).map(|r| orders.chunk_settings(r));
+                record.record_call(call, chunk_request.as_ref(), None);
+                Ok(())
+            }
+            // The media pipeline records the delivery itself.
+            RecordEntry::Progress(_) => Ok(()),
+            RecordEntry::Note(note) => record.write_event("note", note),
+            RecordEntry::Failed(f) => record.write_event("failed", &f.text),
+            RecordEntry::Dropped { request, epoch, why, .. } => record.record_dropped(request, epoch, why),
+            RecordEntry::Lost { call_id, chunk, epoch, ready, done } => record.write_event(
+                "lost",
+                &format!("call {call_id}, chunk {chunk}, epoch {epoch}: ready {ready:?}, done {done:?}"),
+            ),
+        };
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use tessera_plan::Mapping;
+    use tessera_runtime::driver::JoinedRank;
+
+    use super::*;
+    use crate::model::Overrides;
+    use crate::plan::plan_model;
+    use crate::run_dir_writer::write_run_dir;
+    use crate::stream_options::StreamOptions;
+
+    #[test]
+    fn a_leader_that_cannot_begin_marks_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+        let model = Model::open(&demo, &Overrides::default()).unwrap();
+        let plan = plan_model(&model.video, &model.name, "", &Mapping::default()).unwrap();
+        let options = StreamOptions { chunks: 1, out: dir.path().join("out"), ..StreamOptions::default() };
+        let mut orders = RankConfig::from_options(&plan, &model, &options, 1).unwrap();
+        write_run_dir(&plan, &orders, &options).unwrap();
+        // The model folder disappears after the ranks have connected.
+        orders.model = dir.path().join("gone");
+        let welcome = tessera_runtime::wire::Welcome {
+            rank: 0,
+            world_size: 1,
+            session: 7,
+            control_sockets: 0,
+            extra_fds: 0,
+            payload: Vec::new(),
+        };
+        let arrival = RankSetup {
+            joined: JoinedRank::from_links(welcome, Vec::new(), Vec::new()),
+            communicators: Vec::new().into(),
+            context: RankContext::new(Arc::new(plan), orders.delays),
+            interrupt: None,
+            on_event: None,
+        };
+        let refused = run_as_leader(|| Ok(arrival), &orders).unwrap_err();
+        assert_eq!(refused[0].code.id, "T0010");
+        let flight = std::fs::read_to_string(options.out.join("flight/rank-0.jsonl")).unwrap();
+        assert!(flight.contains("failed") && flight.contains("T0010") && flight.contains("exit"), "{flight}");
+    }
+}

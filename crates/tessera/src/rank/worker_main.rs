@@ -1,0 +1,40 @@
+//! Runs a rank other than the leader: a worker, or the mesh leader, which also relays.
+
+use tessera_base::Diagnostics;
+use tessera_mesh::Rank;
+use tessera_runtime::Failure;
+use tessera_runtime::driver::{ControlTopology, MeshLeaderParts, WorkerParts, run_mesh_leader, run_worker};
+
+use super::context::RankSetup;
+use crate::rank_config::RankConfig;
+
+/// Runs a rank other than the leader.
+pub(crate) fn run_follower(
+    arrive: impl FnOnce() -> Result<RankSetup, Diagnostics>,
+    orders: &RankConfig,
+    rank: Rank,
+) -> Result<Option<Failure>, Diagnostics> {
+    let RankSetup { joined, communicators: lanes, context: mut common, .. } = arrive()?;
+    common.apply_config(orders, rank);
+    common.begin_flight(orders, joined.welcome.session, rank);
+    let engine = common.engine_factory(rank, &orders.model, orders.threads, lanes);
+    let (config, flight, tap) =
+        (common.worker_config(rank), common.flight_sink(), common.build_interceptor());
+    // If the leader is outside the mesh, the first mesh rank relays its messages to the others.
+    let outcome = if common.topology == ControlTopology::ExternalLeader
+        && common.plan.mesh_ranks().next() == Some(rank)
+    {
+        let (relay, engine) = (common.mesh_leader_config(rank), (config, engine));
+        run_mesh_leader(
+            joined,
+            MeshLeaderParts { config: relay, local_rank: engine, flight, interceptor: tap },
+        )
+    } else {
+        run_worker(
+            joined,
+            WorkerParts { config, engine, topology: common.topology, flight, interceptor: tap },
+        )
+    };
+    common.end_flight(&outcome);
+    outcome
+}

@@ -1,0 +1,177 @@
+//! The configuration that the launcher sends to every rank.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_runtime::Digest;
+use tessera_runtime::director::SceneCut;
+use tessera_runtime::driver::StreamRequest;
+use tessera_runtime::wire::Reload;
+
+use crate::codes::T0010;
+use crate::cuda::GpuRankConfig;
+use crate::faults::DrillConfig;
+use crate::files::write_error;
+use crate::model::Model;
+use crate::plan::Plan;
+use crate::record::ChunkSettings;
+use crate::shards::preflight_reload;
+use crate::stream_options::StreamOptions;
+use crate::synthetic_delays::SyntheticDelays;
+
+/// The configuration that the launcher sends to every rank. The leader decides about the stream;
+/// workers only read paths and digests.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct RankConfig {
+    /// Folder of the sealed plan: `plan` in the run directory.
+    pub(crate) plan: PathBuf,
+    /// Digest of the sealed plan as hex digits; a rank that reads another plan fails with T0012.
+    pub(crate) digest: String,
+    /// Absolute path of the model folder, from which every rank reads weights.
+    pub(crate) model: PathBuf,
+    /// Directory to which the run writes its output.
+    pub(crate) out: PathBuf,
+    /// Number of CPU threads per rank.
+    pub(crate) threads: usize,
+    /// Number of chunks to stream.
+    pub(crate) chunks: u32,
+    /// Prompts, each with the chunk from which it holds; the first holds from chunk 0.
+    pub(crate) prompts: Vec<(u32, String)>,
+    /// Seeds, in the same form as `prompts`.
+    pub(crate) seeds: Vec<(u32, u64)>,
+    /// Chunks before which the scene is cut.
+    pub(crate) cuts: Vec<u32>,
+    /// Chunks before which the scene is cut at once, which discards undelivered requests.
+    pub(crate) flushes: Vec<u32>,
+    /// Weight folders to load before a chunk, each with its expected digest.
+    pub(crate) weights: Vec<(u32, String, Digest)>,
+    /// Whether to write every frame as a PNG.
+    pub(crate) png: bool,
+    /// Synthetic times of decode, encode and generator; a stage without one takes its real time.
+    pub(crate) delays: SyntheticDelays,
+    /// GPU configuration of the mesh ranks; `None` if all ranks run on CPUs.
+    pub(crate) gpus: Option<GpuRankConfig>,
+    /// Fault, limits and disabled tripwires of a drill; `None` in every other run.
+    pub(crate) drill: Option<DrillConfig>,
+}
+
+impl RankConfig {
+    /// Converts the options to the configuration of the ranks, with absolute paths and without GPUs.
+    pub(crate) fn from_options(
+        plan: &Plan,
+        model: &Model,
+        options: &StreamOptions,
+        threads: usize,
+    ) -> Result<RankConfig, Diagnostic> {
+        let mut prompts = vec![(0, options.prompt.clone())];
+        prompts.extend(options.prompts_at.iter().cloned());
+        let mut seeds = vec![(0, options.seed)];
+        seeds.extend(options.seeds_at.iter().copied());
+        let absolute = |p: &Path| std::path::absolute(p).map_err(|e| write_error(p, &e));
+        let out = absolute(&options.out)?;
+        let weights = options.weights_at.iter().map(|(chunk, folder)| {
+            let digest = preflight_reload(plan, &model.dir, folder).map_err(first_diagnostic)?;
+            Ok((*chunk, absolute(folder)?.display().to_string(), digest))
+        });
+        let weights = weights.collect::<Result<Vec<_>, Diagnostic>>()?;
+        Ok(RankConfig {
+            plan: out.join("plan"),
+            digest: plan.sealed.digest_hex(),
+            model: absolute(&model.dir)?,
+            out,
+            threads,
+            chunks: options.chunks,
+            prompts,
+            seeds,
+            cuts: options.cuts_at.clone(),
+            flushes: options.flushes_at.clone(),
+            weights,
+            png: options.png,
+            delays: options.delays,
+            gpus: None,
+            drill: options.drill.clone(),
+        })
+    }
+
+    /// Returns the number of CPU kernel threads; `None` if a GPU computes.
+    pub(crate) fn cpu_threads(&self) -> Option<usize> {
+        self.gpus.is_none().then_some(self.threads)
+    }
+
+    /// Returns the settings of a request. Requests count from 0, like the chunks on the command
+    /// line.
+    pub(crate) fn chunk_settings(&self, request: u64) -> ChunkSettings {
+        let chunk = u32::try_from(request).unwrap_or(u32::MAX);
+        ChunkSettings {
+            prompt: in_force(&self.prompts, chunk).cloned().unwrap_or_default(),
+            seed: in_force(&self.seeds, chunk).copied().unwrap_or(0),
+            cut: self.cut_at(chunk).is_cut() || self.reload_at(chunk).is_some(),
+        }
+    }
+
+    pub(crate) fn stream_request(&self, chunk: u32) -> StreamRequest {
+        let prompt = self.prompts.iter().rev().find(|(c, _)| *c == chunk).map(|(_, p)| p.clone());
+        let seed = self.chunk_settings(u64::from(chunk)).seed;
+        StreamRequest { prompt, seed, cut: self.cut_at(chunk), reload: self.reload_at(chunk) }
+    }
+
+    pub(crate) fn cut_at(&self, chunk: u32) -> SceneCut {
+        match (self.flushes.contains(&chunk), self.cuts.contains(&chunk)) {
+            (true, _) => SceneCut::Flush,
+            (_, true) => SceneCut::Ordered,
+            _ => SceneCut::None,
+        }
+    }
+
+    pub(crate) fn reload_at(&self, chunk: u32) -> Option<Reload> {
+        let found = self.weights.iter().find(|(c, ..)| *c == chunk);
+        found.map(|(_, source, weights)| Reload { source: source.clone(), weights: *weights })
+    }
+}
+
+/// Returns the value in force at a chunk: the last one set at or before it.
+fn in_force<T>(changes: &[(u32, T)], chunk: u32) -> Option<&T> {
+    changes.iter().filter(|(c, _)| *c <= chunk).max_by_key(|(c, _)| *c).map(|(_, v)| v)
+}
+
+/// Returns the first of several diagnostics, because an engine thread reports only one.
+pub(crate) fn first_diagnostic(ds: Diagnostics) -> Diagnostic {
+    ds.into_iter().next().unwrap_or_else(|| Diagnostic::error(&T0010, "no diagnostic was given"))
+}
+
+#[cfg(test)]
+mod tests {
+    use tessera_plan::Mapping;
+
+    use super::*;
+    use crate::model::Overrides;
+    use crate::plan::plan_model;
+
+    #[test]
+    fn rank_config_survives_serialisation() {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+        let model = Model::open(&demo, &Overrides::default()).unwrap();
+        let plan = plan_model(&model.video, &model.name, "", &Mapping::default()).unwrap();
+        let options = StreamOptions { chunks: 3, seed: 7, out: "run".into(), ..StreamOptions::default() };
+        let orders = RankConfig::from_options(&plan, &model, &options, 2).unwrap();
+        assert_eq!(orders.cpu_threads(), Some(2));
+        let on =
+            GpuRankConfig { communicator_ids: vec!["ab".repeat(128), String::new()], first_rank_of_host: 0 };
+        let orders = RankConfig { gpus: Some(on.clone()), ..orders };
+        let payload = serde_json::to_vec(&orders).unwrap();
+        let read: RankConfig = serde_json::from_slice(&payload).unwrap();
+        assert_eq!((read.gpus.as_ref(), read.cpu_threads()), (Some(&on), None));
+        assert_eq!(serde_json::to_vec(&read).unwrap(), payload);
+    }
+
+    #[test]
+    fn changes_hold_from_their_chunk_on() {
+        let changes = [(0, "a"), (4, "b"), (2, "c")];
+        let at = |c| in_force(&changes, c).copied();
+        assert_eq!(
+            [at(0), at(1), at(2), at(3), at(4), at(99)].map(Option::unwrap),
+            ["a", "a", "c", "c", "b", "b"]
+        );
+    }
+}

@@ -1,0 +1,175 @@
+//! Writes a run directory: its plan and the first line of its record before the run, and after it
+//! the end of a record that the leader could not close, the report and the trace.
+
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tessera_base::Diagnostic;
+use tessera_report::overlap::OverlapStats;
+use tessera_report::record::{
+    RankRole, RecordLine, RunEnd, RunRecord, RunStart, RunStatus, SCHEMA, ScheduledPrompt,
+};
+use tessera_report::timeline::TimelineSpan;
+use tessera_runtime::Failure;
+
+use crate::clock::format_utc;
+use crate::files::StagedFolder;
+use crate::html_writer;
+use crate::plan::Plan;
+use crate::rank_config::RankConfig;
+use crate::record::{DROPPED_EVENT, RECORD_FILE, failure_cause};
+use crate::run_dir::read_record;
+use crate::stream_options::{StreamOptions, StreamReport};
+
+/// Writes the run directory with its plan and the first line of its record, atomically.
+pub(crate) fn write_run_dir(
+    plan: &Plan,
+    orders: &RankConfig,
+    options: &StreamOptions,
+) -> Result<(), Diagnostic> {
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    write_run_dir_with(
+        plan,
+        options,
+        RunStart { started_at: format_utc(started), ..start_line(plan, orders, options) },
+    )
+}
+
+/// Like [`write_run_dir`], with a given first line.
+pub(crate) fn write_run_dir_with(
+    plan: &Plan,
+    options: &StreamOptions,
+    start: RunStart,
+) -> Result<(), Diagnostic> {
+    let mut folder = StagedFolder::create(&options.out)?;
+    folder.write(RECORD_FILE, RecordLine::Start(start).to_json().as_bytes())?;
+    plan.write_into(&mut folder, "plan/")?;
+    folder.commit()
+}
+
+/// Builds the first line of a record, without the start time.
+pub(crate) fn start_line(plan: &Plan, orders: &RankConfig, options: &StreamOptions) -> RunStart {
+    let stream = &plan.video.stream;
+    let sealed = &plan.sealed;
+    RunStart {
+        schema: SCHEMA,
+        tessera: env!("CARGO_PKG_VERSION").into(),
+        plan: sealed.digest_hex(),
+        model: plan.model.clone(),
+        mesh: sealed.mesh().to_string(),
+        strategy: plan.mapping.strategy_label(),
+        numerics: plan.mapping.numerics.name().into(),
+        dtype: plan.mapping.dtype.name().into(),
+        cache: if stream.recompute { "recompute" } else { "resident" }.into(),
+        topology: plan.mapping.topology.name().into(),
+        seed: options.seed,
+        prompts: orders
+            .prompts
+            .iter()
+            .map(|(chunk, text)| ScheduledPrompt { chunk: *chunk, text: text.clone() })
+            .collect(),
+        chunks: Some(options.chunks),
+        fps: stream.fps,
+        width: stream.width as u32,
+        height: stream.height as u32,
+        steps: stream.steps.len() as u32,
+        command: options.command.clone(),
+        started_at: String::new(),
+        status: RunStatus::Running,
+        ranks: sealed
+            .roles()
+            .iter()
+            .flat_map(|r| r.ranks.iter().map(|rank| RankRole { rank: rank.0, role: r.role.clone() }))
+            .collect(),
+        device: options.device,
+        machine: None,
+    }
+}
+
+/// Closes the record if the leader could not, and writes the report and the trace.
+pub(crate) fn close_run(
+    plan: &Plan,
+    options: &StreamOptions,
+    failure: Option<Failure>,
+    interrupted: bool,
+) -> StreamReport {
+    close_run_with_ops(plan, options, failure, interrupted, Vec::new())
+}
+
+/// Like [`close_run`], with ops to show in the trace.
+pub(crate) fn close_run_with_ops(
+    plan: &Plan,
+    options: &StreamOptions,
+    failure: Option<Failure>,
+    interrupted: bool,
+    ops: Vec<TimelineSpan>,
+) -> StreamReport {
+    let path = options.out.join(RECORD_FILE);
+    let mut record = read_record(&path).and_then(Result::ok);
+    if let Some(record) = &mut record
+        && record.end.is_none()
+    {
+        let end = missing_end_line(record, failure.as_ref());
+        append_line(&path, record.truncated, &RecordLine::End(end.clone()));
+        record.end = Some(end);
+    }
+    if let Some(record) = &record {
+        html_writer::write_reports(plan, record, &options.out, ops);
+    }
+    let events = record.as_ref().map_or(&[][..], |r| &r.events);
+    let dropped = events.iter().filter(|e| e.event == DROPPED_EVENT).count() as u32;
+    let overlap = record.as_ref().and_then(|r| OverlapStats::from_chunks(&r.chunks));
+    let machine = record.as_ref().and_then(|r| r.start.machine.clone());
+    let end = record.and_then(|r| r.end);
+    let (chunks, frames, fps) = end.as_ref().map_or((0, 0, 0.0), |e| (e.chunks, e.frames, e.fps));
+    let exit_code = match (&failure, interrupted) {
+        (Some(f), _) => u8::try_from(f.class.exit_code()).unwrap_or(1),
+        (None, true) => 130,
+        (None, false) => 0,
+    };
+    let golden = end.filter(|e| !e.golden.is_empty() && e.chunks > 0).map(|e| e.golden);
+    let out = options.out.clone();
+    StreamReport {
+        exit_code,
+        failure,
+        interrupted,
+        chunks,
+        dropped,
+        frames,
+        fps,
+        golden,
+        overlap,
+        machine,
+        out,
+    }
+}
+
+/// Builds the end line of a record whose leader wrote none.
+fn missing_end_line(record: &RunRecord, failure: Option<&Failure>) -> RunEnd {
+    let (chunks, frames) = (record.chunk_count(), record.frame_count());
+    let begun = record.chunks.first().map_or(0, |c| c.start_ns);
+    let ended = record.chunks.last().map_or(0, |c| c.start_ns + c.wall_ns);
+    let wall_ns = ended.saturating_sub(begun);
+    RunEnd {
+        status: if failure.is_some() { RunStatus::Failed } else { RunStatus::Interrupted },
+        cause: failure.map(failure_cause),
+        chunks,
+        frames,
+        wall_ns,
+        fps: if wall_ns == 0 { 0.0 } else { frames as f64 / (wall_ns as f64 / 1e9) },
+        output_complete: false,
+        // The hash was lost with the leader.
+        golden: String::new(),
+    }
+}
+
+/// Appends a line, on a new line after a truncated one. A write error is ignored, because the
+/// terminal shows the failure anyway.
+fn append_line(path: &Path, truncated: bool, line: &RecordLine) {
+    let text = if truncated { format!("\n{}", line.to_json()) } else { line.to_json() };
+    let write = || -> std::io::Result<()> {
+        let mut file = std::fs::OpenOptions::new().append(true).open(path)?;
+        std::io::Write::write_all(&mut file, text.as_bytes())
+    };
+    let _ = write();
+}

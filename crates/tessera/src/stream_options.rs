@@ -1,0 +1,134 @@
+//! What a stream generates and how it runs, its events, and how it ended.
+
+use std::path::PathBuf;
+
+use tessera_base::{Diagnostic, Diagnostics};
+use tessera_report::overlap::OverlapStats;
+pub use tessera_report::record::RunDevice;
+use tessera_runtime::Failure;
+
+use crate::codes::T0018;
+use crate::faults::DrillConfig;
+use crate::synthetic_delays::SyntheticDelays;
+
+/// What a stream generates and how it runs. A change at a chunk takes effect when that chunk
+/// begins.
+#[derive(Debug, Clone, Default)]
+pub struct StreamOptions {
+    /// Number of chunks to generate; 0 is rejected (T0018).
+    pub chunks: u32,
+    /// Prompt from chunk 0 until the first of `prompts_at`.
+    pub prompt: String,
+    /// Seed from chunk 0 until the first of `seeds_at`.
+    pub seed: u64,
+    /// Prompts that replace `prompt`, each with the chunk from which it holds.
+    pub prompts_at: Vec<(u32, String)>,
+    /// Seeds that replace `seed`, each with the chunk from which it holds.
+    pub seeds_at: Vec<(u32, u64)>,
+    /// Chunks before which the scene is cut.
+    pub cuts_at: Vec<u32>,
+    /// Chunks before which the scene is cut at once: undelivered earlier requests are discarded.
+    pub flushes_at: Vec<u32>,
+    /// Weight folders that every rank loads before a chunk; that chunk opens a scene.
+    pub weights_at: Vec<(u32, PathBuf)>,
+    /// Run directory; it must not exist.
+    pub out: PathBuf,
+    /// Whether to write every frame as a PNG too.
+    pub png: bool,
+    /// Whether to run more ranks than cores.
+    pub oversubscribe: bool,
+    /// Synthetic delays, for measuring overlap.
+    pub delays: SyntheticDelays,
+    /// Device of the mesh ranks: CPUs or GPUs. A simulated run ignores it.
+    pub device: RunDevice,
+    /// Fault, limits and disabled tripwires of a drill; `None` in every other run.
+    pub drill: Option<DrillConfig>,
+    /// The command line, for the record.
+    pub command: Vec<String>,
+}
+
+impl StreamOptions {
+    /// Checks the options independently of plan and model (T0018).
+    pub(crate) fn check(&self) -> Diagnostics {
+        let mut ds = Vec::new();
+        let changes = self.prompts_at.iter().map(|(c, _)| *c).chain(self.seeds_at.iter().map(|(c, _)| *c));
+        let cuts = self.cuts_at.iter().chain(&self.flushes_at).copied();
+        for c in changes.chain(cuts).chain(self.weights_at.iter().map(|(c, _)| *c)) {
+            if c >= self.chunks {
+                ds.push(Diagnostic::error(
+                    &T0018,
+                    format!("a change at chunk {c} of a stream of {} chunks", self.chunks),
+                ));
+            }
+        }
+        for c in self.flushes_at.iter().filter(|c| self.cuts_at.contains(c)) {
+            ds.push(Diagnostic::error(&T0018, format!("chunk {c} is both cut and flushed")).with_hint(
+                "a flush is a cut that takes effect at once: give the chunk to only one of the two options",
+            ));
+        }
+        if self.chunks == 0 {
+            ds.push(Diagnostic::error(&T0018, "a stream of no chunks"));
+        }
+        ds
+    }
+}
+
+/// What a stream reports to its caller's `on_event` while it runs.
+#[derive(Debug, Clone)]
+pub enum StreamEvent {
+    /// All ranks were started.
+    Started {
+        /// Process ids in order of rank.
+        pids: Vec<u32>,
+    },
+    /// A chunk is on disk.
+    Chunk(ChunkProgress),
+    /// No process of the run is left; the run directory is closed next.
+    Exited,
+}
+
+/// The progress of a stream after a delivered chunk.
+#[derive(Debug, Clone)]
+pub struct ChunkProgress {
+    /// Index of the chunk, from 0.
+    pub chunk: u32,
+    /// Number of chunks that the stream requests in total, delivered or not.
+    pub chunks: u32,
+    /// Frames on disk so far.
+    pub frames: u64,
+    /// Frames per second since the first delivery; for the first chunk, since the ranks started.
+    pub fps: f64,
+    /// Name and duration in nanoseconds of each phase on the first rank.
+    pub phases: Vec<(String, u64)>,
+    /// Requests queued at the leader.
+    pub queued_in: u32,
+    /// Finished chunks queued for delivery.
+    pub queued_out: u32,
+}
+
+/// How a started stream ended, with the totals from its record.
+#[derive(Debug, Clone)]
+pub struct StreamReport {
+    /// Exit status of the command: that of the failure's class, else 130 after an interrupt, or 0.
+    pub exit_code: u8,
+    /// The failure that ended the run, if any; a first stop request is no failure.
+    pub failure: Option<Failure>,
+    /// Whether a stop was requested during the run.
+    pub interrupted: bool,
+    /// Number of chunks written to disk.
+    pub chunks: u32,
+    /// Requested chunks that were dropped for a cut.
+    pub dropped: u32,
+    /// Number of pixel frames written to disk.
+    pub frames: u64,
+    /// Frames per second from the first call to the last delivery.
+    pub fps: f64,
+    /// Hash of all latents, if any chunk was delivered.
+    pub golden: Option<String>,
+    /// Overlap of the run's stages; `None` for a run of one chunk.
+    pub overlap: Option<OverlapStats>,
+    /// Description of the simulated machine; `None` if the ranks ran on this host.
+    pub machine: Option<String>,
+    /// Directory that holds the output of the run.
+    pub out: PathBuf,
+}
