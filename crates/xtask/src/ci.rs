@@ -10,35 +10,52 @@ use crate::tree::Tree;
 
 /// Runs everything that must pass.
 ///
-/// The cheap checks run first and the tests last, so that the test summary ends the log.
+/// The cheap checks run first and the tests last, so that the test summary ends the log. The tests
+/// compile the CUDA kernels too, so they get the compiler's folder.
 pub(crate) fn run_all(root: &Path) -> Result<()> {
     run_cargo(root, &["fmt", "--all", "--", "--check"], &[]).context("run `cargo fmt --all`")?;
     run_tidy(root)?;
     run_cargo(root, &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])?;
-    compile_kernels(root)?;
-    run_cargo(root, &["test", "--workspace", "--no-fail-fast"], &[])
+    let folders = find_or_install_nvrtc(root)?;
+    run_cargo(root, &["test", "--workspace", "--no-fail-fast"], &kernel_variables(folders.as_deref()))
 }
 
 /// The wheel with the kernel compiler of CUDA 13.0, to which the bindings are pinned.
 const NVRTC_WHEEL: &str = "nvidia-cuda-nvrtc==13.0.88";
 
 /// Compiles every CUDA kernel for every architecture that it declares. The compiler comes from a
-/// Python wheel, so this needs no GPU. Where the wheel cannot be had, the kernels are not compiled,
-/// and that is an error only if TESSERA_REQUIRE_NVRTC is 1.
+/// Python wheel, so this needs no GPU.
 pub(crate) fn compile_kernels(root: &Path) -> Result<()> {
-    let venv = root.join("target/nvrtc");
-    let folder = match install_nvrtc(&venv) {
+    let folders = find_or_install_nvrtc(root)?;
+    let arguments = ["test", "--package", "tessera-cuda", "--lib", "--quiet", "compile_check"];
+    run_cargo(root, &arguments, &kernel_variables(folders.as_deref()))
+}
+
+/// Returns the environment variables of tests that compile kernels. Without a compiler there are
+/// none, so that those tests say what they skip.
+fn kernel_variables(folders: Option<&str>) -> Vec<(&'static str, &str)> {
+    match folders {
+        Some(folders) => vec![("TESSERA_CUDA_LIBS", folders), ("TESSERA_REQUIRE_NVRTC", "1")],
+        None => vec![],
+    }
+}
+
+/// Returns the library folders with the kernel compiler among them, or `None` where the wheel cannot
+/// be had. The latter is an error only if TESSERA_REQUIRE_NVRTC is 1.
+fn find_or_install_nvrtc(root: &Path) -> Result<Option<String>> {
+    let folder = match install_nvrtc(&root.join("target/nvrtc")) {
         Ok(folder) => folder,
         Err(why) if std::env::var_os("TESSERA_REQUIRE_NVRTC").is_some_and(|v| v == "1") => return Err(why),
         Err(why) => {
-            println!("SKIPPED: CUDA kernels were not compiled: {why:#}");
-            return Ok(());
+            println!("SKIPPED: CUDA kernels are not compiled: {why:#}");
+            return Ok(None);
         }
     };
-    let folder = folder.to_str().context("the path of the workspace is not UTF-8")?;
-    let variables = [("TESSERA_CUDA_LIBS", folder), ("TESSERA_REQUIRE_NVRTC", "1")];
-    // The same packages as in the tests that follow, so that cargo builds each crate once.
-    run_cargo(root, &["test", "--workspace", "--lib", "--quiet", "compile_check"], &variables)
+    // A developer's own folders come first: they may hold the other CUDA libraries.
+    let own = std::env::var_os("TESSERA_CUDA_LIBS").unwrap_or_default();
+    let folders = std::env::split_paths(&own).filter(|f| !f.as_os_str().is_empty()).chain([folder]);
+    let joined = std::env::join_paths(folders).context("a folder of libraries contains the separator")?;
+    Ok(Some(joined.into_string().ok().context("the path of the workspace is not UTF-8")?))
 }
 
 /// Installs the compiler into a virtual environment, unless it is there, and returns the folder of
