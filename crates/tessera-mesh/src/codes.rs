@@ -54,12 +54,12 @@ names are rejected, because a matmul whose weight is sharded over the wrong dim 
 with wrong results.",
 };
 
-/// The names and axes do not pair up, or the tensor lacks a dim.
+/// Reserved: no check raises it.
 pub static T0106: Code = Code {
     id: "T0106",
-    title: "shard spec does not fit",
-    page: "A shard spec pairs named dims with mesh axes one to one: it has as many names as axes, without repetition. Every named dim \
-must exist in the tensor and have at least one unit for each rank. The message shows both sides.",
+    title: "reserved",
+    page: "This version raises no diagnostic with this code. An earlier version raised it for a shard spec whose names and axes did \
+not pair up; if you see it, a process of another build wrote it.",
 };
 
 /// The device counts contradict each other.
