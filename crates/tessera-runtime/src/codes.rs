@@ -80,7 +80,7 @@ a fixed order: hello, envelope, context, commit. This message was sent by the wr
 before a message that must precede it. The peer is another program or another build, or it lost its state; the run ends.",
 };
 
-/// Raised for a transition that is not in [`TRANSITIONS`].
+/// Raised for a transition that is not in the table of legal ones.
 pub static T0710: Code = Code {
     id: "T0710",
     title: "illegal transition of the cache state",

@@ -76,8 +76,7 @@ pub fn check_envelope(e: &Envelope, local: &LocalState<'_>) -> Result<CacheState
     if h.cache_epoch != after.epoch() {
         found.push(mismatch_error(&T0712, "cache_epoch", h.cache_epoch, after.epoch()));
     }
-    local.tripwires.retain_armed(&mut found);
-    if found.is_empty() { Ok(after) } else { Err(found) }
+    local.tripwires.check_findings(found).map(|()| after)
 }
 
 /// Checks that the tensors that follow an envelope match its context input.
@@ -89,16 +88,14 @@ pub fn check_context(
 ) -> Result<(), Diagnostics> {
     let inputs = programs.call_inputs(&meta.phases);
     let late: Vec<_> = inputs.into_iter().filter(|i| i.name == CONTEXT_TENSOR).collect();
-    let mut found = check_tensors(&late, tensors);
-    tripwires.retain_armed(&mut found);
-    if found.is_empty() { Ok(()) } else { Err(found) }
+    tripwires.check_findings(check_tensors(&late, tensors))
 }
 
-/// Returns the digest of a call's header, meta, reload and tensor specs, which must be equal on
-/// every rank.
+/// Returns the digest of a call's header, meta, reload and manifests, which must be equal on every
+/// rank.
 #[must_use]
 pub fn input_digest(e: &Envelope, context: &Tensors) -> Digest {
-    Digest::hash_value("inputs", &(&e.header, &e.meta, &e.reload, e.tensors.to_specs(), context.to_specs()))
+    Digest::hash_value("inputs", &(e, context))
 }
 
 /// Checks that the envelope carries the payload of its action and no other.

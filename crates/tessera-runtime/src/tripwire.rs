@@ -136,9 +136,10 @@ impl Tripwires {
         !self.0.contains(id)
     }
 
-    /// Drops findings whose tripwire is disabled.
-    pub(crate) fn retain_armed(&self, found: &mut Diagnostics) {
+    /// Returns the findings whose tripwire is enabled, if there are any, as an error.
+    pub(crate) fn check_findings(&self, mut found: Diagnostics) -> Result<(), Diagnostics> {
         found.retain(|d| self.is_armed(d.code));
+        if found.is_empty() { Ok(()) } else { Err(found) }
     }
 }
 
