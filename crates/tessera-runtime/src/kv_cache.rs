@@ -187,20 +187,10 @@ impl CacheState {
         let mut to = *to;
         match transition {
             Transition::Reset => {
-                self.epoch = match self.epoch.checked_add(1) {
-                    Some(e) => e,
-                    None => return Err(self.transition_error("the last epoch of a session is used up")),
-                };
+                self.epoch = self.next_number(self.epoch, "epoch")?;
                 (self.position, self.head, self.fill, self.rebased) = (0, 0, 0, 0);
             }
-            Transition::Prompt => {
-                self.prompt_epoch = match self.prompt_epoch.checked_add(1) {
-                    Some(e) => e,
-                    None => {
-                        return Err(self.transition_error("the last prompt epoch of a session is used up"));
-                    }
-                };
-            }
+            Transition::Prompt => self.prompt_epoch = self.next_number(self.prompt_epoch, "prompt epoch")?,
             Transition::Evict => self.fill -= c,
             Transition::Rebase(frames) => {
                 if frames == 0 || frames != self.oldest_position() {
@@ -221,10 +211,7 @@ impl CacheState {
                 }
             }
             Transition::Advance => {
-                self.chunk = match self.chunk.checked_add(1) {
-                    Some(k) => k,
-                    None => return Err(self.transition_error("the last chunk of a session is used up")),
-                };
+                self.chunk = self.next_number(self.chunk, "chunk")?;
                 match self.spec.regime {
                     CacheRegime::Resident => {
                         self.position += c;
@@ -398,6 +385,11 @@ impl CacheState {
     /// Returns the position of the oldest cached frame.
     fn oldest_position(&self) -> u32 {
         self.position.saturating_sub(self.fill)
+    }
+
+    fn next_number(&self, number: u32, what: &str) -> Result<u32, Diagnostic> {
+        let used_up = || self.transition_error(&format!("the last {what} of a session is used up"));
+        number.checked_add(1).ok_or_else(used_up)
     }
 
     fn check_scalar(&self, phase: &PhaseCall, scalar: &str, expected: u64) -> Result<(), Diagnostic> {

@@ -25,8 +25,8 @@ use crate::limits::AwakeClock;
 use crate::program_index::ProgramIndex;
 use crate::tripwire::Tripwires;
 use crate::wire::{
-    CallAction, CallObservation, Envelope, HelloAck, Init, Message, Progress, ShardFingerprint, Tensor,
-    WIRE_VERSION,
+    CallAction, CallObservation, Envelope, HelloAck, Init, Message, Progress, Reload, ShardFingerprint,
+    Tensor, WIRE_VERSION,
 };
 use crate::{Digest, Failure, FailureClass, Limits, Parity};
 
@@ -91,12 +91,7 @@ pub enum Event {
     /// RESET.
     Control(CallAction),
     /// A `RELOAD` call is requested, in which every rank loads other weights.
-    Reload {
-        /// Location of the weights, in a form that every rank's engine understands.
-        source: String,
-        /// Digest of the weights at `source`, which every rank must find there.
-        weights: Digest,
-    },
+    Reload(Reload),
     /// No further chunk will be requested.
     NoMoreRequests,
     /// The media pipeline finished the context for a chunk.
@@ -395,7 +390,7 @@ impl Leader {
             Event::Gone { rank, how } => self.handle_rank_gone(rank, &how),
             Event::Request { request, text } => self.handle_request(request, text),
             Event::Control(action) => self.enqueue_control(action),
-            Event::Reload { source, weights } => self.enqueue_reload(source, weights),
+            Event::Reload(reload) => self.enqueue_item(InboxItem::Reload(reload)),
             Event::NoMoreRequests => self.no_more_requests = true,
             Event::Context { chunk, tensor } => self.handle_context(chunk, tensor),
             Event::Delivered { chunk, frames } => self.handle_delivered(chunk, frames),

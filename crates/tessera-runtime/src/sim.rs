@@ -97,7 +97,6 @@ pub struct Sim<W> {
     /// Arrival time of the last frame in nanoseconds, by sending and receiving process.
     arrivals: BTreeMap<(u32, u32), u64>,
     partition: Option<BTreeSet<u32>>,
-    withheld: Vec<QueuedEvent>,
     /// Ranks that wait in the collectives of a phase, by call id and index of the phase.
     barriers: BTreeMap<(u64, usize), BTreeSet<u32>>,
     launcher: Option<LauncherState>,
@@ -141,7 +140,6 @@ impl<W: World> Sim<W> {
             processes,
             arrivals: BTreeMap::new(),
             partition: None,
-            withheld: Vec::new(),
             barriers: BTreeMap::new(),
             launcher,
             media: MediaQueue::default(),
@@ -223,10 +221,8 @@ impl<W: World> Sim<W> {
         match item {
             QueuedEvent::Tick(rank) => self.tick_process(rank),
             QueuedEvent::LauncherTick => self.tick_launcher(),
-            QueuedEvent::Frame(ref f) if self.crosses_partition(f.from, f.to) => self.withheld.push(item),
-            QueuedEvent::LinkClosed { from, to } if self.crosses_partition(from, to) => {
-                self.withheld.push(item)
-            }
+            QueuedEvent::Frame(Frame { from, to, .. }) | QueuedEvent::LinkClosed { from, to }
+                if self.crosses_partition(from, to) => {}
             QueuedEvent::Frame(ref f) if self.is_stopped(f.to) => self.defer_event(f.to, item),
             QueuedEvent::LinkClosed { to, .. } if self.is_stopped(to) => self.defer_event(to, item),
             QueuedEvent::PhaseEnds { rank, .. } | QueuedEvent::CallEnds { rank, .. }

@@ -24,7 +24,7 @@ use crate::engine::MediaJob;
 use crate::flight::{FlightEvent, FlightSink};
 use crate::leader::{self, Leader, LeaderConfig, RecordEntry};
 use crate::tripwire::CheckSite;
-use crate::wire::{Heartbeat, LAUNCHER, Message, Reload};
+use crate::wire::{Heartbeat, LAUNCHER, Message};
 use crate::worker::{self, WorkerConfig};
 use crate::{Failure, FailureClass};
 
@@ -167,8 +167,8 @@ impl Machine for LeaderProcess {
                 IntakeEvent::Prompt(prompt) => self.send_media_job(process, MediaJob::EncodePrompt(prompt)),
                 IntakeEvent::Request(request, text) => {
                     let StreamRequest { prompt, seed, cut, reload } = request;
-                    if let Some(Reload { source, weights }) = reload {
-                        process.queue_event(leader::Event::Reload { source, weights });
+                    if let Some(reload) = reload {
+                        process.queue_event(leader::Event::Reload(reload));
                     }
                     let request = ChunkRequest { prompt_change: prompt.is_some(), seed, cut };
                     process.queue_event(leader::Event::Request { request, text });

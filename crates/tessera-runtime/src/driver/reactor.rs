@@ -69,12 +69,6 @@ pub struct InboxSender<T> {
     waker: Waker,
 }
 
-impl<T> Clone for InboxSender<T> {
-    fn clone(&self) -> InboxSender<T> {
-        InboxSender { queue: self.queue.clone(), waker: self.waker.clone() }
-    }
-}
-
 impl<T> InboxSender<T> {
     /// Sends a value, blocking while the queue is full; returns false if the receiver is gone.
     pub fn send(&self, value: T) -> bool {

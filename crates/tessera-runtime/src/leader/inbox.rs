@@ -4,7 +4,7 @@ use super::{Action, Leader, LeaderStage, RecordEntry};
 use crate::codes::{T0707, T0721};
 use crate::director::{ChunkRequest, SceneCut};
 use crate::wire::{CallAction, Reload, Tensor};
-use crate::{Digest, FailureClass, Limits};
+use crate::{FailureClass, Limits};
 
 /// A chunk request, control call or reload that waits to become a call.
 #[derive(Debug)]
@@ -56,16 +56,12 @@ impl Leader {
         self.enqueue_item(InboxItem::Control(action));
     }
 
-    pub(super) fn enqueue_reload(&mut self, source: String, weights: Digest) {
-        self.enqueue_item(InboxItem::Reload(Reload { source, weights }));
-    }
-
     /// Whether the run is stopping, so that queued requests can no longer become calls.
     fn is_stopping(&self) -> bool {
         self.stopping || matches!(self.stage, LeaderStage::Stopping { .. } | LeaderStage::Ended)
     }
 
-    fn enqueue_item(&mut self, item: InboxItem) {
+    pub(super) fn enqueue_item(&mut self, item: InboxItem) {
         if self.is_stopping() {
             return;
         }
