@@ -5,7 +5,6 @@ use crate::Code;
 /// Diagnostic codes that this crate raises.
 pub const CODES: &[&Code] = &[&T0001, &T0002, &T0003, &T0004];
 
-/// The text is not valid JSON or TOML.
 pub static T0001: Code = Code {
     id: "T0001",
     title: "config file cannot be read",
@@ -13,7 +12,6 @@ pub static T0001: Code = Code {
 message gives the position at which the parser stopped: correct the file there.",
 };
 
-/// A key is not known.
 pub static T0002: Code = Code {
     id: "T0002",
     title: "unknown config key",
@@ -21,7 +19,6 @@ pub static T0002: Code = Code {
 dropped silently, a different model would run from the one that was intended. The message names the closest known key.",
 };
 
-/// A required key is missing.
 pub static T0003: Code = Code {
     id: "T0003",
     title: "config key missing",

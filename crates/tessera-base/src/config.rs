@@ -84,85 +84,57 @@ impl<'a> ConfigReader<'a> {
         );
     }
 
-    /// Reads an integer from 1 to 2^32 − 1; returns 1 after reporting a problem.
-    pub fn read_count(&mut self, key: &'static str, default: Option<u64>) -> u64 {
+    /// Reads a value with `convert`. A value that it does not accept is reported, and so is an
+    /// absent key without a default; the result is then `fallback`.
+    fn read_as<T>(
+        &mut self,
+        key: &'static str,
+        default: Option<T>,
+        fallback: T,
+        want: &str,
+        convert: impl Fn(&Value) -> Option<T>,
+    ) -> T {
         match (self.take_value(key), default) {
-            (Some(v), _) => match v.as_u64().filter(|n| (1..1 << 32).contains(n)) {
-                Some(n) => n,
-                None => {
-                    self.report_invalid(key, &v, "an integer from 1 to 2^32 - 1");
-                    1
-                }
-            },
+            (Some(v), _) => convert(&v).unwrap_or_else(|| {
+                self.report_invalid(key, &v, want);
+                fallback
+            }),
             (None, Some(d)) => d,
             (None, None) => {
                 self.report_missing(key);
-                1
+                fallback
             }
         }
+    }
+
+    /// Reads an integer from 1 to 2^32 − 1; returns 1 after reporting a problem.
+    pub fn read_count(&mut self, key: &'static str, default: Option<u64>) -> u64 {
+        self.read_as(key, default, 1, "an integer from 1 to 2^32 - 1", |v| {
+            v.as_u64().filter(|n| (1..1 << 32).contains(n))
+        })
     }
 
     /// Reads a finite number; returns 1.0 after reporting a problem.
     pub fn read_number(&mut self, key: &'static str, default: Option<f64>) -> f64 {
-        match (self.take_value(key), default) {
-            (Some(v), _) => match v.as_f64().filter(|x| x.is_finite()) {
-                Some(x) => x,
-                None => {
-                    self.report_invalid(key, &v, "a number");
-                    1.0
-                }
-            },
-            (None, Some(d)) => d,
-            (None, None) => {
-                self.report_missing(key);
-                1.0
-            }
-        }
+        self.read_as(key, default, 1.0, "a number", |v| v.as_f64().filter(|x| x.is_finite()))
     }
 
     /// Reads an optional boolean; a value of another type is reported and replaced by `default`.
     pub fn read_flag(&mut self, key: &'static str, default: bool) -> bool {
-        match self.take_value(key) {
-            None => default,
-            Some(Value::Bool(b)) => b,
-            Some(v) => {
-                self.report_invalid(key, &v, "true or false");
-                default
-            }
-        }
+        self.read_as(key, Some(default), default, "true or false", Value::as_bool)
     }
 
     /// Reads a list of numbers; returns `default` if the key is absent or its value is invalid,
     /// which is reported.
     pub fn read_numbers(&mut self, key: &'static str, default: &[f64]) -> Vec<f64> {
-        match self.take_value(key) {
-            None => default.to_vec(),
-            Some(v) => {
-                match v.as_array().and_then(|a| a.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>()) {
-                    Some(list) => list,
-                    None => {
-                        self.report_invalid(key, &v, "a list of numbers");
-                        default.to_vec()
-                    }
-                }
-            }
-        }
+        let numbers = |v: &Value| v.as_array()?.iter().map(Value::as_f64).collect();
+        self.read_as(key, Some(default.to_vec()), default.to_vec(), "a list of numbers", numbers)
     }
 
     /// Reads a string; returns an empty string after reporting a problem.
     pub fn read_text(&mut self, key: &'static str, default: Option<&str>) -> String {
-        match (self.take_value(key), default) {
-            (Some(Value::String(s)), _) => s,
-            (Some(v), _) => {
-                self.report_invalid(key, &v, "text");
-                String::new()
-            }
-            (None, Some(d)) => d.to_string(),
-            (None, None) => {
-                self.report_missing(key);
-                String::new()
-            }
-        }
+        let text = |v: &Value| v.as_str().map(String::from);
+        self.read_as(key, default.map(String::from), String::new(), "text", text)
     }
 
     /// Reads a string that must be one of `choices`.
@@ -172,16 +144,8 @@ impl<'a> ConfigReader<'a> {
         choices: &[&'static str],
         default: &'static str,
     ) -> &'static str {
-        match self.take_value(key) {
-            None => default,
-            Some(v) => match v.as_str().and_then(|s| choices.iter().find(|c| **c == s)) {
-                Some(c) => c,
-                None => {
-                    self.report_invalid(key, &v, &crate::format_choices(choices));
-                    default
-                }
-            },
-        }
+        let choice = |v: &Value| choices.iter().copied().find(|c| Some(*c) == v.as_str());
+        self.read_as(key, Some(default), default, &crate::format_choices(choices), choice)
     }
 
     /// Returns a reader for a nested table; the table is empty if the key is absent.

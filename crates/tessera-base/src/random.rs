@@ -13,7 +13,8 @@ pub struct DrawKey {
     pub seed: u64,
     /// Index of the chunk in the stream, from 0.
     pub chunk: u32,
-    /// Tells apart the tensors that one chunk draws, such as the noise of each denoise step.
+    /// Number of the tensor among those that the chunk draws, such as the noise of each denoise
+    /// step.
     pub draw: u32,
 }
 

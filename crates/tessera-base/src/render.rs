@@ -213,19 +213,7 @@ fn render_github(d: &Diagnostic, source: &dyn Fn(&str) -> Option<String>) -> Str
 
 /// Returns `s` as a JSON string with its quotes; characters beyond ASCII stay as they are.
 fn quote_json(s: &str) -> String {
-    let mut out = String::from("\"");
-    for c in s.chars() {
-        match c {
-            '"' => out.push_str("\\\""),
-            '\\' => out.push_str("\\\\"),
-            '\n' => out.push_str("\\n"),
-            '\t' => out.push_str("\\t"),
-            c if (c as u32) < 0x20 => out.push_str(&format!("\\u{:04x}", c as u32)),
-            c => out.push(c),
-        }
-    }
-    out.push('"');
-    out
+    serde_json::Value::from(s).to_string()
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use std::time::Instant;
 use anyhow::{Context, anyhow, ensure};
 use tessera_base::{Diagnostics, Span};
 use tessera_ir::{Builder, DType, Opcode, Phase, Program, RoleRanks, Slots, Type};
-use tessera_mesh::{Axis, AxisLayout, Mesh, Shard};
+use tessera_mesh::{Axis, AxisLayout, Group, Mesh, Shard};
 use tessera_verify::{ObservedCall, Traces, check_traces, verify_phase};
 
 use crate::stats::{median, min_value, round_to_millis};
@@ -334,7 +334,7 @@ fn synthetic_traces(mesh: &Mesh, collectives: usize) -> Traces {
     for rank in mesh.iter() {
         let at = t.add_rank(rank.0, &format!("rank{rank}.jsonl"));
         let groups = Axis::ALL.map(|a| {
-            let members = mesh.axis_group(rank, a);
+            let members = mesh.group_members(rank, Group::whole_axis(a));
             t.add_group(&format!("{a}{}", members[0]), &members.iter().map(|r| r.0).collect::<Vec<u32>>())
         });
         let stage = mesh.coord_of(rank).on_axis(Axis::Pp);

@@ -59,19 +59,7 @@ const STAGING_BYTES: usize = 16 << 10;
 impl FingerprintHasher {
     /// Hashes the next elements as f32.
     pub fn update(&mut self, values: &[f32]) {
-        let Some(v) = values.first() else { return };
-        let first = *self.first.get_or_insert(v.to_bits());
-        let mut stage = [0u8; STAGING_BYTES];
-        for part in values.chunks(STAGING_BYTES / 4) {
-            let mut differ = 0;
-            for (o, x) in stage.as_chunks_mut::<4>().0.iter_mut().zip(part) {
-                *o = x.to_bits().to_le_bytes();
-                differ |= x.to_bits() ^ first;
-            }
-            self.differing_bits |= differ;
-            self.hash.update(&stage[..part.len() * 4]);
-        }
-        self.bytes += values.len() as u64 * 4;
+        self.update_staged(values, f32::to_le_bytes);
     }
 
     /// Hashes the next elements in their stored form: little-endian, `width` bytes (1, 2 or 4) per
@@ -92,35 +80,21 @@ impl FingerprintHasher {
     /// Hashes the next elements in the form in which a device stores them: rounded to `dtype`.
     pub fn update_as(&mut self, values: &[f32], dtype: DType) {
         match dtype {
-            DType::Bf16 => self.update_16bit(values, to_bf16_bits),
-            DType::F16 => self.update_16bit(values, to_f16_bits),
-            DType::E4m3 => self.update_e4m3(values),
+            DType::Bf16 => self.update_staged(values, |x| to_bf16_bits(x).to_le_bytes()),
+            DType::F16 => self.update_staged(values, |x| to_f16_bits(x).to_le_bytes()),
+            DType::E4m3 => self.update_staged(values, |x| [to_e4m3_bits(x)]),
             _ => self.update(values),
         }
     }
 
-    fn update_16bit(&mut self, values: &[f32], narrow: fn(f32) -> u16) {
-        let Some(v) = values.first() else { return };
-        let first = *self.first.get_or_insert(u32::from(narrow(*v)));
+    fn update_staged<const WIDTH: usize>(&mut self, values: &[f32], store: impl Fn(f32) -> [u8; WIDTH]) {
         let mut stage = [0u8; STAGING_BYTES];
-        for part in values.chunks(STAGING_BYTES / 2) {
-            for (o, x) in stage.as_chunks_mut::<2>().0.iter_mut().zip(part) {
-                let bits = narrow(*x);
-                *o = bits.to_le_bytes();
-                self.differing_bits |= u32::from(bits) ^ first;
+        for part in values.chunks(STAGING_BYTES / WIDTH) {
+            for (stored, x) in stage.as_chunks_mut().0.iter_mut().zip(part) {
+                *stored = store(*x);
             }
-            self.hash.update(&stage[..part.len() * 2]);
+            self.update_raw(&stage[..part.len() * WIDTH], WIDTH);
         }
-        self.bytes += values.len() as u64 * 2;
-    }
-
-    fn update_e4m3(&mut self, values: &[f32]) {
-        let bytes: Vec<u8> = values.iter().map(|x| to_e4m3_bits(*x)).collect();
-        let Some(first) = bytes.first() else { return };
-        let first = *self.first.get_or_insert(u32::from(*first));
-        self.differing_bits |= bytes.iter().fold(0, |differ, b| differ | (u32::from(*b) ^ first));
-        self.hash.update(&bytes);
-        self.bytes += bytes.len() as u64;
     }
 
     /// Hashes the next elements as f64, such as a RoPE table.

@@ -5,7 +5,6 @@ use tessera_base::Code;
 /// Diagnostic codes that this crate raises.
 pub const CODES: &[&Code] = &[&T0101, &T0102, &T0103, &T0104, &T0105, &T0106, &T1101, &T1102, &T1103, &T1104];
 
-/// The axis name is unknown.
 pub static T0101: Code = Code {
     id: "T0101",
     title: "unknown mesh axis",
@@ -14,7 +13,6 @@ blocks as stages) and dp (replicas). Sequence parallelism is not a fifth axis: i
 Write the mesh as name=size pairs, for example `--mesh tp=2,pp=2`.",
 };
 
-/// The mesh text is malformed.
 pub static T0102: Code = Code {
     id: "T0102",
     title: "mesh text cannot be read",
@@ -25,7 +23,6 @@ the mesh generates. They come first in rank order: with `tp=2,outside=1`, rank 0
 the positions 0 and 1 on the axis tp.",
 };
 
-/// The device list does not fit the mesh.
 pub static T0103: Code = Code {
     id: "T0103",
     title: "device list does not fit the mesh",
@@ -35,7 +32,6 @@ EP·(pp + PP·dp)), so tp varies fastest. Ranks outside the mesh come first. The
 exactly one entry per rank and must not repeat a device.",
 };
 
-/// The mesh has more ranks than Tessera supports.
 pub static T0104: Code = Code {
     id: "T0104",
     title: "mesh is too large",
@@ -43,7 +39,6 @@ pub static T0104: Code = Code {
 at most 65,536 ranks; a larger number is assumed to be a mistake.",
 };
 
-/// The dim name is unknown.
 pub static T0105: Code = Code {
     id: "T0105",
     title: "unknown dim name",
@@ -54,15 +49,13 @@ names are rejected, because a matmul whose weight is sharded over the wrong dim 
 with wrong results.",
 };
 
-/// The names and axes do not pair up, or the tensor lacks a dim.
 pub static T0106: Code = Code {
     id: "T0106",
-    title: "shard spec does not fit",
-    page: "A shard spec pairs named dims with mesh axes one to one: it has as many names as axes, without repetition. Every named dim \
-must exist in the tensor and have at least one unit for each rank. The message shows both sides.",
+    title: "reserved",
+    page: "This version raises no diagnostic with this code. An earlier version raised it for a shard spec whose names and axes did \
+not pair up; if you see it, a process of another build wrote it.",
 };
 
-/// The device counts contradict each other.
 pub static T1101: Code = Code {
     id: "T1101",
     title: "device counts of the cluster contradict each other",
@@ -73,7 +66,6 @@ For a rack that is one domain set `domain` to `hosts_per_rack` times `devices_pe
 switch between devices set `domain = 1`. More than 65,536 devices are assumed to be a mistake.",
 };
 
-/// A figure is out of range.
 pub static T1102: Code = Code {
     id: "T1102",
     title: "figure of the cluster is out of range",
@@ -82,7 +74,6 @@ from 0 to 1. Units are bytes, bytes per second, operations per second and nanose
 Each figure names its source, because an estimate is only as good as its inputs; write `a guess` if it is one.",
 };
 
-/// Links or peaks are in an implausible order.
 pub static T1103: Code = Code {
     id: "T1103",
     title: "links or peaks of the cluster are in an implausible order",

@@ -86,6 +86,13 @@ impl Mesh {
         }
     }
 
+    /// Returns every group of an axis. Together they partition the ranks of the mesh.
+    #[must_use]
+    pub fn axis_groups(&self, axis: Axis) -> Vec<Vec<Rank>> {
+        let first = |r: &Rank| self.contains(*r) && self.coord_of(*r).on_axis(axis) == 0;
+        self.iter().filter(first).map(|r| self.group_members(r, Group::whole_axis(axis))).collect()
+    }
+
     /// Returns the number of members of each group of this kind.
     #[must_use]
     pub fn group_size(&self, group: Group) -> u32 {
@@ -138,6 +145,7 @@ mod tests {
     fn ranks_outside_the_mesh_are_only_members_of_the_world() {
         let mesh: Mesh = "tp=2, outside=1".parse().unwrap();
         assert_eq!(mesh.group_members(Rank(0), Group::whole_axis(Axis::Tp)), []);
+        assert_eq!(mesh.group_members(Rank(3), Group::whole_axis(Axis::Tp)), []);
         assert_eq!(mesh.group_members(Rank(2), Group::whole_axis(Axis::Tp)), ranks(&[1, 2]));
         assert_eq!(mesh.group_members(Rank(2), Group::World), ranks(&[0, 1, 2]));
         assert_eq!((mesh.group_position(Rank(3), Group::World), mesh.group_size(Group::World)), (None, 3));

@@ -10,16 +10,16 @@
 pub mod catalog;
 mod cluster;
 mod codes;
+mod dim_name;
 mod group;
 mod layout;
 mod mesh;
 mod shard;
-mod shard_spec;
 
 pub use cluster::{Cluster, DeviceSpec, Figure, LinkClass, LinkSpec, MemoryTier, Precision, RankPlacement};
 pub use codes::CODES;
+pub use dim_name::DimName;
 pub use group::Group;
 pub use layout::{AxisLayout, Layout, Reduction};
 pub use mesh::{Axis, Coord, Mesh, MeshError, Rank, RankMap};
 pub use shard::{Shard, Uneven, split_units};
-pub use shard_spec::{DimName, ShardSpec};

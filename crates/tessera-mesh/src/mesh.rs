@@ -201,24 +201,6 @@ impl Mesh {
     pub fn iter(&self) -> impl Iterator<Item = Rank> + use<> {
         (0..self.world_size()).map(Rank)
     }
-
-    /// Returns the ranks that differ from `rank` only in their position on `axis`, including
-    /// `rank`, ordered by position. Empty if the rank is not in the mesh.
-    #[must_use]
-    pub fn axis_group(&self, rank: Rank, axis: Axis) -> Vec<Rank> {
-        if !self.contains(rank) {
-            return Vec::new();
-        }
-        let c = self.coord_of(rank);
-        (0..self.axis_size(axis)).map(|i| self.rank_at(c.with_axis(axis, i))).collect()
-    }
-
-    /// Returns every group of an axis. Together they partition the ranks of the mesh.
-    #[must_use]
-    pub fn axis_groups(&self, axis: Axis) -> Vec<Vec<Rank>> {
-        let first = |r: &Rank| self.contains(*r) && self.coord_of(*r).on_axis(axis) == 0;
-        self.iter().filter(first).map(|r| self.axis_group(r, axis)).collect()
-    }
 }
 
 /// Key of the ranks outside the mesh in the text of a mesh.
@@ -388,9 +370,7 @@ mod tests {
         assert_eq!(mesh.coord_of(Rank(7)), Coord([2, 0, 0, 1]));
         for outside in [Rank(0), Rank(1)] {
             assert_eq!(mesh.coord_of(outside), Coord::default());
-            assert!(mesh.axis_group(outside, Axis::Tp).is_empty());
         }
-        assert!(mesh.axis_group(Rank(8), Axis::Tp).is_empty());
         for axis in Axis::ALL {
             let mut all: Vec<Rank> = mesh.axis_groups(axis).concat();
             all.sort();

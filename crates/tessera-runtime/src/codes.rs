@@ -10,7 +10,6 @@ pub const CODES: &[&Code] = &[
     &T0757, &T0758, &T0759,
 ];
 
-/// The two ends use different wire versions.
 pub static T0701: Code = Code {
     id: "T0701",
     title: "the peer uses another wire version",
@@ -19,7 +18,6 @@ meaning, and nothing is guessed across versions. The receiver rejected the frame
 Install the same build on every host, and check whether a rank was started from an older path.",
 };
 
-/// The bytes are not a frame.
 pub static T0702: Code = Code {
     id: "T0702",
     title: "the bytes are not a frame of this protocol",
@@ -28,7 +26,6 @@ foreign process on the socket, or from a sender that lost the frame boundary. Th
 the run ends.",
 };
 
-/// A frame exceeds a limit.
 pub static T0703: Code = Code {
     id: "T0703",
     title: "a frame exceeds a limit",
@@ -40,7 +37,6 @@ and the limit. If a receiver reports it, a length field was corrupted on the way
 memory of both hosts and the link between them.",
 };
 
-/// The checksum of a frame is wrong.
 pub static T0704: Code = Code {
     id: "T0704",
     title: "a frame's checksum does not match its bytes",
@@ -49,8 +45,6 @@ the sender's memory and the receiver's: faulty memory, a faulty link, or two wri
 run; the run ends, because it might otherwise continue with inputs that differ between ranks.",
 };
 
-/// The meta bytes, which hold a message without its tensor bytes, do not decode as their message
-/// kind.
 pub static T0705: Code = Code {
     id: "T0705",
     title: "a frame's meta does not decode as its kind",
@@ -60,7 +54,6 @@ rejected, so that equal content has equal bytes and digests can be compared.\n\n
 corrupted frame whose checksum happens to match.",
 };
 
-/// A tensor manifest contradicts the tensor bytes.
 pub static T0706: Code = Code {
     id: "T0706",
     title: "tensor manifest and tensor bytes disagree",
@@ -71,7 +64,6 @@ with a correct frame checksum means that the sender listed one tensor and sent a
 order: a bug in the sender, not a fault of the link.",
 };
 
-/// Raised for a message from the wrong role or at the wrong time.
 pub static T0707: Code = Code {
     id: "T0707",
     title: "a message came from the wrong role or at the wrong time",
@@ -80,7 +72,6 @@ a fixed order: hello, envelope, context, commit. This message was sent by the wr
 before a message that must precede it. The peer is another program or another build, or it lost its state; the run ends.",
 };
 
-/// Raised for a transition that is not in [`TRANSITIONS`].
 pub static T0710: Code = Code {
     id: "T0710",
     title: "illegal transition of the cache state",
@@ -93,7 +84,6 @@ On a worker this means that the states of leader and worker differ: look for the
 is refused before any collective.",
 };
 
-/// Raised for cache sizes that are invalid.
 pub static T0711: Code = Code {
     id: "T0711",
     title: "impossible cache geometry",
@@ -102,7 +92,6 @@ position table. With `--cache recompute` it is exactly two chunks: the context a
 itself. Change `window_frames` or `chunk_frames` in the model's stream.toml.",
 };
 
-/// Raised when leader and rank have different cache states.
 pub static T0712: Code = Code {
     id: "T0712",
     title: "an envelope does not match the cache state of this rank",
@@ -117,7 +106,6 @@ Look for a reset of the caches on one rank alone, for a message that was handled
 a process that was restarted during the run.",
 };
 
-/// Raised for invalid stream settings.
 pub static T0720: Code = Code {
     id: "T0720",
     title: "the stream's settings are refused",
@@ -128,7 +116,6 @@ The step list of a distilled model belongs to the model: start from the `steps` 
 stream.toml.",
 };
 
-/// Raised for a chunk request that cannot be planned.
 pub static T0721: Code = Code {
     id: "T0721",
     title: "a chunk request is refused",
@@ -137,7 +124,6 @@ to before it. A request that brings a prompt must bring its embedding. The leade
 anything to a rank.",
 };
 
-/// Raised for a program that the sealed plan does not contain.
 pub static T0722: Code = Code {
     id: "T0722",
     title: "a phase names a program that the sealed plan does not contain",
@@ -146,7 +132,6 @@ variant. A call that needs another program is refused. Nothing is compiled durin
 compile the same program.\n\nPlan again with the window, steps and regime that the stream uses.",
 };
 
-/// Raised for scalars that differ from the declaration of the program.
 pub static T0723: Code = Code {
     id: "T0723",
     title: "the scalars of a phase do not match its program",
@@ -155,7 +140,6 @@ set exactly those. The message names the scalar that is missing, unknown or of a
 the plan was made for another stream (other chunk length, other regime) than the running one.",
 };
 
-/// Raised when a call id is not the successor of the last one.
 pub static T0730: Code = Code {
     id: "T0730",
     title: "a call id is out of order",
@@ -164,7 +148,6 @@ means that an envelope was handled twice or that the sender lost its count; a ga
 cases the ranks disagree on the call, so it is refused before any collective. The message gives both ids.",
 };
 
-/// Raised when an envelope names another plan or session.
 pub static T0731: Code = Code {
     id: "T0731",
     title: "an envelope belongs to another plan or session",
@@ -173,7 +156,6 @@ it was started from another plan folder, or a process of an earlier run still wr
 Stop every rank, check that all read the same plan, and start again.",
 };
 
-/// Raised for missing or contradicting fields.
 pub static T0732: Code = Code {
     id: "T0732",
     title: "an envelope's fields are missing or contradict each other",
@@ -182,7 +164,6 @@ the field, its value and the value that the rest of the envelope requires. The l
 On a worker this error therefore means that leader and worker are different builds, or that another program made the envelope.",
 };
 
-/// Raised for an action at an illegal position in the sequence of calls.
 pub static T0733: Code = Code {
     id: "T0733",
     title: "an action is not allowed at this position",
@@ -191,7 +172,6 @@ the same two calls, so no other call may be open when it arrives, and no call ma
 received one of them at another position: the leader lost its own order, or another program made the message.",
 };
 
-/// Raised when an envelope's counts contradict the sealed plan.
 pub static T0734: Code = Code {
     id: "T0734",
     title: "an envelope's counts differ from its phases",
@@ -203,8 +183,6 @@ this error therefore means that the two are different builds, or that the envelo
 between them.",
 };
 
-/// Raised when a call's tensors are not the inputs of its programs: one is missing, extra, out of
-/// order, or of another dtype or shape.
 pub static T0735: Code = Code {
     id: "T0735",
     title: "a call's tensors do not match the inputs of its programs",
@@ -214,7 +192,6 @@ values; `context` follows in a separate message if the call recomputes.\n\nA rec
 is refused: an older context in its place would produce a picture that no other rank has.",
 };
 
-/// Raised for a result of an epoch that is over.
 pub static T0736: Code = Code {
     id: "T0736",
     title: "a result belongs to an epoch that is over",
@@ -235,7 +212,6 @@ The ranks would have continued with different weights, so the run ended before a
 that rank's host with the others: a copy may still be in progress, or the path may name another file there.",
 };
 
-/// Raised when ranks differ in a key of the class `at init`.
 pub static T0740: Code = Code {
     id: "T0740",
     title: "ranks differ in a key that must be equal",
@@ -248,7 +224,6 @@ These are the values in effect: for a setting of `auto`, the table holds what `a
 on that rank. Start every rank from the same build, plan folder and environment.",
 };
 
-/// Raised for a queue or wait without a bound.
 pub static T0741: Code = Code {
     id: "T0741",
     title: "a queue or wait is zero or has no bound",
@@ -258,7 +233,6 @@ stream, and a huge bound has no effect.\n\nThe defaults are 2 requests, 2 chunks
 and hides no additional work.",
 };
 
-/// Raised when a rank's process ends while other ranks need it.
 pub static T0742: Code = Code {
     id: "T0742",
     title: "a rank's process ended while it was needed",
@@ -267,7 +241,6 @@ killed, out of memory, or crashed. The launcher's report adds its exit status or
 sender usually comes from the kernel's out-of-memory killer; the kernel log records that.",
 };
 
-/// Raised when a rank does not answer or makes no progress.
 pub static T0743: Code = Code {
     id: "T0743",
     title: "a rank stalled",
@@ -280,7 +253,6 @@ process, a stuck device and a slow kernel look alike from the leader; the progre
 rank came. A worker that received nothing from its leader names rank 0.",
 };
 
-/// Raised when the results of ranks differ.
 pub static T0744: Code = Code {
     id: "T0744",
     title: "ranks drifted apart",
@@ -295,7 +267,6 @@ the rank computed other numbers: compare its libraries, its device and its weigh
 those of the other ranks.",
 };
 
-/// Raised when an engine fails.
 pub static T0745: Code = Code {
     id: "T0745",
     title: "an engine failed while loading or running a phase",
@@ -305,7 +276,6 @@ missing library and a lost device; the text names the reason. A secondary failur
 never reported as the cause.",
 };
 
-/// Raised when a call is committed a second time.
 pub static T0746: Code = Code {
     id: "T0746",
     title: "a call was committed a second time",
@@ -313,7 +283,6 @@ pub static T0746: Code = Code {
 never agreed to. A second run would issue collectives that no peer joins, so the rank refuses and the run ends.",
 };
 
-/// Raised when a rank deviates from the envelope of its call.
 pub static T0747: Code = Code {
     id: "T0747",
     title: "a rank deviated from the call that it agreed to",
@@ -324,7 +293,6 @@ collective that never comes.\n\nThe phase named here is the first deviation. The
 the message exchange: compare its build and backend with those of the other ranks.",
 };
 
-/// Raised when finished chunks cannot be delivered.
 pub static T0748: Code = Code {
     id: "T0748",
     title: "finished chunks could not be delivered",
@@ -332,7 +300,6 @@ pub static T0748: Code = Code {
 folder, or a decoder that failed. The text comes from the system. Chunks delivered before this one are complete.",
 };
 
-/// Raised when the launching process ends first.
 pub static T0749: Code = Code {
     id: "T0749",
     title: "the process that started the ranks is gone",
@@ -341,7 +308,6 @@ is left to receive output or to clean up, and the rank ended itself. The launchi
 find its cause first.",
 };
 
-/// A session failed to start.
 pub static T0750: Code = Code {
     id: "T0750",
     title: "the ranks could not be started or joined",
@@ -366,7 +332,6 @@ Look at the code path of that rank alone: a flag that only it has set, a call ou
 plan, or a group created outside of the runtime.",
 };
 
-/// Raised when a program is compiled, captured or run for the first time after the warm-up.
 pub static T0752: Code = Code {
     id: "T0752",
     title: "a program was compiled, captured or run for the first time after the warm-up",
@@ -376,7 +341,6 @@ theirs. This rank counted a new program in a later call.\n\nThe usual reasons ar
 a shape that depends on data, or an evicted entry in a cache of compiled code.",
 };
 
-/// Raised when a rank's warm-up differs from the others'.
 pub static T0753: Code = Code {
     id: "T0753",
     title: "a rank did not warm up like the others",
@@ -403,7 +367,6 @@ overwrote the weights of the named rank after it loaded them: weights that were 
 reloaded on this rank alone, a kernel that writes out of bounds, or faulty memory.",
 };
 
-/// Raised when the mesh leader blocks a message.
 pub static T0755: Code = Code {
     id: "T0755",
     title: "the mesh leader stopped a message before a member received it",
@@ -417,7 +380,6 @@ sends: a finding here means that the two sides have different builds, or that th
 changed between them.",
 };
 
-/// Raised for a peer that cannot authenticate itself.
 pub static T0756: Code = Code {
     id: "T0756",
     title: "a peer did not prove that it belongs to this run",
@@ -427,7 +389,6 @@ certificate is not signed by the given authority, or it is a foreign process tha
 sent was read. Give every rank the same secret file, and check the clocks of the hosts if certificates are in use.",
 };
 
-/// Raised when tables of groups or peers differ.
 pub static T0757: Code = Code {
     id: "T0757",
     title: "the ranks' tables of peers or groups differ",
@@ -438,7 +399,6 @@ message shows each value with the ranks that hold it. Groups created in differen
 and hang or mix data; therefore the run ends here.",
 };
 
-/// The ranks could not all find, authenticate and connect to each other.
 pub static T0758: Code = Code {
     id: "T0758",
     title: "the rendezvous of the ranks failed",
@@ -450,7 +410,6 @@ port and world size. Firewalls must allow ranks to reach each other on any port,
 prints the reason on its own terminal.",
 };
 
-/// Raised when a call's inputs arrive changed.
 pub static T0759: Code = Code {
     id: "T0759",
     title: "the inputs of a call differ on a rank",

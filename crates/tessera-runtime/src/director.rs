@@ -167,44 +167,24 @@ impl Director {
         draft.push_steps(&self.spec, request.seed, chunk);
         draft.push_phase("emit", &[]);
         let (cache, phases) = draft.into_phases()?;
-        let expected = programs.expected_totals(&phases)?;
         let meta = CallMeta {
             n_steps: self.spec.steps.len() as u32,
-            expected_generator_calls: expected.generator_calls,
-            expected_collectives: expected.collectives,
-            expected_trace_digest: expected.trace,
             reset_kv: cut,
             reset_cross: text,
             recompute,
             start_frame,
             seed: request.seed,
-            prompt_epoch: cache.prompt_epoch(),
             kv_bias: F32Bits::new(self.spec.bias),
-            phases,
-            predicted_state: cache.state_digest(),
-        };
-        let plan = CallPlan {
-            action: CallAction::Infer,
-            chunk,
-            cache_epoch: cache.epoch(),
-            meta: Some(meta),
-            opens_scene,
+            ..neutral_meta(phases, programs, &cache)?
         };
         self.cache = cache;
-        Ok(plan)
+        Ok(CallPlan { chunk, opens_scene, ..self.plan_call(CallAction::Infer, Some(meta)) })
     }
 
     /// Plans the warm-up call, which runs every program of the plan once. The cache state does not
     /// change.
     pub fn plan_warmup(&self, programs: &ProgramIndex) -> Result<CallPlan, Diagnostics> {
-        let meta = warmup_meta(programs, &self.cache)?;
-        Ok(CallPlan {
-            action: CallAction::Warmup,
-            chunk: self.cache.next_chunk(),
-            cache_epoch: self.cache.epoch(),
-            meta: Some(meta),
-            opens_scene: false,
-        })
+        Ok(self.plan_call(CallAction::Warmup, Some(warmup_meta(programs, &self.cache)?)))
     }
 
     /// Plans a call without a chunk: a reset, a reload, a shutdown or a no-op.
@@ -212,13 +192,13 @@ impl Director {
         if matches!(action, CallAction::Reset | CallAction::Reload) {
             self.cache.apply_transition(Transition::Reset).map_err(|d| vec![d])?;
         }
-        Ok(CallPlan {
-            action,
-            chunk: self.cache.next_chunk(),
-            cache_epoch: self.cache.epoch(),
-            meta: None,
-            opens_scene: false,
-        })
+        Ok(self.plan_call(action, None))
+    }
+
+    /// Returns a call in the current cache state.
+    fn plan_call(&self, action: CallAction, meta: Option<CallMeta>) -> CallPlan {
+        let (chunk, cache_epoch) = (self.cache.next_chunk(), self.cache.epoch());
+        CallPlan { action, chunk, cache_epoch, meta, opens_scene: false }
     }
 
     /// Returns the cache state after the last planned call.
@@ -231,7 +211,16 @@ impl Director {
 /// Builds the payload of the warm-up in this cache state. Leader and workers compute the same
 /// payload.
 pub(crate) fn warmup_meta(programs: &ProgramIndex, cache: &CacheState) -> Result<CallMeta, Diagnostics> {
-    let phases = programs.warmup_phases();
+    neutral_meta(programs.warmup_phases(), programs, cache)
+}
+
+/// Builds a payload with the totals of its phases and otherwise neutral settings. `cache` is the
+/// state after the call.
+fn neutral_meta(
+    phases: Vec<PhaseCall>,
+    programs: &ProgramIndex,
+    cache: &CacheState,
+) -> Result<CallMeta, Diagnostics> {
     let expected = programs.expected_totals(&phases)?;
     Ok(CallMeta {
         n_steps: 0,

@@ -227,10 +227,7 @@ impl MessageFaultInjector {
     /// not act on messages.
     #[must_use]
     pub fn new(armed: ArmedFault, rank: u32) -> Option<MessageFaultInjector> {
-        use DrillFault::{
-            LateAfterReset, LostCall, OtherPlan, OtherVersion, PerturbedInput, RecomputeWithoutContext,
-            RelayRefuses, RepeatedCall, SecondCommit, StaleResult, StartSkew, UnlistedTensor,
-        };
+        use DrillFault::*;
         let acts_on_messages = matches!(
             armed.fault,
             LateAfterReset

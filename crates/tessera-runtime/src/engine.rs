@@ -205,6 +205,31 @@ pub trait MediaPipeline {
     fn finish_output(&mut self) -> Result<(), Diagnostic>;
 }
 
+/// A job of the leader's media pipeline, which runs one job at a time, in order of arrival.
+#[derive(Debug, Clone, PartialEq)]
+pub enum MediaJob {
+    /// Encodes a request's new prompt into its text embedding.
+    EncodePrompt(String),
+    /// Makes the context of a chunk from the chunk before it.
+    Context {
+        /// Index of the chunk whose call waits for the context.
+        chunk: u32,
+        /// Latents of the last finished chunk, from which the context is made.
+        previous: Tensor,
+        /// Whether the previous chunk is the first of its scene.
+        opens_scene: bool,
+    },
+    /// Decodes and writes a chunk, unless its epoch is below the minimum by then.
+    Deliver {
+        /// Index of the chunk to decode and write.
+        chunk: u32,
+        /// Cache epoch of the chunk, which the pipeline compares with the minimum epoch.
+        epoch: u32,
+        /// Latents that the chunk's call returned.
+        latents: Tensor,
+    },
+}
+
 /// A committed call as the engine's thread receives it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReadyCall {
@@ -253,7 +278,10 @@ pub fn run_call(
     run.begin_call(engine)?;
     if let Some(reload) = &call.reload {
         let loaded = engine.reload_weights(&reload.source)?;
-        run.check_announced_weights(reload, loaded.weights)?;
+        run.trip_unless(loaded.weights == reload.weights, &T0737, || {
+            let (source, found, announced) = (&reload.source, loaded.weights, reload.weights);
+            format!("`{source}` holds weights {found}, the leader announced {announced}")
+        })?;
         observed.weights = loaded.weights;
         report.fingerprints = loaded.fingerprints;
     }
@@ -285,7 +313,10 @@ pub fn run_call(
     if call.action == CallAction::Infer
         && let Some(part) = engine.rehash_weights()
     {
-        run.check_unchanged_weights(&part)?;
+        run.trip_unless(part.digest_now == part.digest_at_load, &T0754, || {
+            let RehashResult { label, digest_at_load, digest_now } = &part;
+            format!("{label} changed after loading: digest {digest_at_load} then, {digest_now} now")
+        })?;
         observed.weights = part.digest_now;
     }
     observed.digest_ns = engine.cpu_ns().saturating_sub(begun);
@@ -302,16 +333,22 @@ struct CallRun<'a> {
 }
 
 impl CallRun<'_> {
-    /// Fails the call unless the tripwire is disabled.
-    fn trip_if_armed(&self, code: &'static Code, text: impl FnOnce() -> String) -> Result<(), EngineFault> {
-        if self.tripwires.is_armed(code) { Err(EngineFault::from_tripwire(code, text())) } else { Ok(()) }
+    /// Fails the call unless the condition holds or the tripwire is disabled.
+    fn trip_unless(
+        &self,
+        holds: bool,
+        code: &'static Code,
+        text: impl FnOnce() -> String,
+    ) -> Result<(), EngineFault> {
+        if holds || !self.tripwires.is_armed(code) {
+            return Ok(());
+        }
+        Err(EngineFault::from_tripwire(code, text()))
     }
 
     fn check_cache(&self, result: Result<(), Diagnostic>) -> Result<(), EngineFault> {
-        match result {
-            Ok(()) => Ok(()),
-            Err(d) => self.trip_if_armed(&T0747, || format!("{} ({})", d.message, d.code.id)),
-        }
+        let Err(d) = result else { return Ok(()) };
+        self.trip_unless(false, &T0747, || format!("{} ({})", d.message, d.code.id))
     }
 
     fn expected_generator_calls(&self) -> u32 {
@@ -348,16 +385,11 @@ impl CallRun<'_> {
             .get(name)
             .map_err(|d| EngineFault::from_tripwire(&T0747, format!("{} ({})", d.message, d.code.id)))?;
         if PhaseKind::from_program(name).is_some_and(PhaseKind::is_generator) {
-            if self.generator_calls >= self.expected_generator_calls() {
-                self.trip_if_armed(&T0747, || {
-                    format!(
-                        "phase {i} `{name}` would be generator call {}, the envelope allows {}",
-                        self.generator_calls + 1,
-                        self.expected_generator_calls()
-                    )
-                })?;
-            }
-            self.generator_calls += 1;
+            let (call, allowed) = (self.generator_calls + 1, self.expected_generator_calls());
+            self.trip_unless(call <= allowed, &T0747, || {
+                format!("phase {i} `{name}` would be generator call {call}, the envelope allows {allowed}")
+            })?;
+            self.generator_calls = call;
         }
         if self.call.action == CallAction::Infer {
             let cache_result = self.cache.apply_phase(phase);
@@ -365,46 +397,21 @@ impl CallRun<'_> {
         }
         let mark = |inner: u32| (self.progress)(((i as u64 + 1) << 32) | u64::from(inner));
         mark(0);
-        let phase_report = engine.run(phase, &self.call.inputs, &mark)?;
-        if phase_report.collectives != facts.collectives || phase_report.trace != facts.trace {
-            self.trip_if_armed(&T0747, || {
-                format!(
-                    "phase {i} `{name}` issued {} collectives with trace {}, the plan holds {} with trace {}",
-                    phase_report.collectives, phase_report.trace, facts.collectives, facts.trace
-                )
-            })?;
-        }
-        Ok(phase_report)
+        let report = engine.run(phase, &self.call.inputs, &mark)?;
+        let as_planned = report.collectives == facts.collectives && report.trace == facts.trace;
+        self.trip_unless(as_planned, &T0747, || {
+            format!(
+                "phase {i} `{name}` issued {} collectives with trace {}, the plan holds {} with trace {}",
+                report.collectives, report.trace, facts.collectives, facts.trace
+            )
+        })?;
+        Ok(report)
     }
 
     fn check_call_end(&self) -> Result<(), EngineFault> {
         let (ran, expected) = (self.generator_calls, self.expected_generator_calls());
-        if ran == expected {
-            return Ok(());
-        }
-        self.trip_if_armed(&T0747, || {
+        self.trip_unless(ran == expected, &T0747, || {
             format!("the call ended after {ran} generator calls, the envelope requires {expected}")
-        })
-    }
-
-    fn check_announced_weights(&self, reload: &Reload, found: Digest) -> Result<(), EngineFault> {
-        if found == reload.weights {
-            return Ok(());
-        }
-        self.trip_if_armed(&T0737, || {
-            format!("`{}` holds weights {found}, the leader announced {}", reload.source, reload.weights)
-        })
-    }
-
-    fn check_unchanged_weights(&self, part: &RehashResult) -> Result<(), EngineFault> {
-        if part.digest_now == part.digest_at_load {
-            return Ok(());
-        }
-        self.trip_if_armed(&T0754, || {
-            format!(
-                "{} changed after loading: digest {} then, {} now",
-                part.label, part.digest_at_load, part.digest_now
-            )
         })
     }
 }

@@ -43,12 +43,8 @@ pub fn check_envelope(e: &Envelope, local: &LocalState<'_>) -> Result<CacheState
         return Err(vec![mismatch_error(&T0701, "envelope version", h.version, WIRE_VERSION)]);
     }
     let mut found = Vec::new();
-    if h.plan != local.plan {
-        found.push(mismatch_error(&T0731, "plan digest", h.plan, local.plan));
-    }
-    if h.session != local.session {
-        found.push(mismatch_error(&T0731, "session", h.session, local.session));
-    }
+    found.extend(check_equal(&T0731, "plan digest", h.plan, local.plan));
+    found.extend(check_equal(&T0731, "session", h.session, local.session));
     if local.last_call_id.checked_add(1) != Some(h.call_id) {
         let what = if h.call_id <= local.last_call_id { "repeated or earlier call_id" } else { "call_id" };
         found.push(mismatch_error(&T0730, what, h.call_id, format!("last {}", local.last_call_id)));
@@ -56,9 +52,7 @@ pub fn check_envelope(e: &Envelope, local: &LocalState<'_>) -> Result<CacheState
     if h.deadline_ms == 0 {
         found.push(Diagnostic::error(&T0732, "deadline_ms is 0: every wait needs a limit"));
     }
-    if h.chunk != local.cache.next_chunk() {
-        found.push(mismatch_error(&T0712, "chunk", h.chunk, local.cache.next_chunk()));
-    }
+    found.extend(check_equal(&T0712, "chunk", h.chunk, local.cache.next_chunk()));
     let mut after = local.cache.clone();
     let action = h.action;
     found.extend(check_payload(e));
@@ -73,11 +67,8 @@ pub fn check_envelope(e: &Envelope, local: &LocalState<'_>) -> Result<CacheState
         }
         _ => {}
     }
-    if h.cache_epoch != after.epoch() {
-        found.push(mismatch_error(&T0712, "cache_epoch", h.cache_epoch, after.epoch()));
-    }
-    local.tripwires.retain_armed(&mut found);
-    if found.is_empty() { Ok(after) } else { Err(found) }
+    found.extend(check_equal(&T0712, "cache_epoch", h.cache_epoch, after.epoch()));
+    local.tripwires.check_findings(found).map(|()| after)
 }
 
 /// Checks that the tensors that follow an envelope match its context input.
@@ -89,16 +80,14 @@ pub fn check_context(
 ) -> Result<(), Diagnostics> {
     let inputs = programs.call_inputs(&meta.phases);
     let late: Vec<_> = inputs.into_iter().filter(|i| i.name == CONTEXT_TENSOR).collect();
-    let mut found = check_tensors(&late, tensors);
-    tripwires.retain_armed(&mut found);
-    if found.is_empty() { Ok(()) } else { Err(found) }
+    tripwires.check_findings(check_tensors(&late, tensors))
 }
 
-/// Returns the digest of a call's header, meta, reload and tensor specs, which must be equal on
-/// every rank.
+/// Returns the digest of a call's header, meta, reload and manifests, which must be equal on every
+/// rank.
 #[must_use]
 pub fn input_digest(e: &Envelope, context: &Tensors) -> Digest {
-    Digest::hash_value("inputs", &(&e.header, &e.meta, &e.reload, e.tensors.to_specs(), context.to_specs()))
+    Digest::hash_value("inputs", &(e, context))
 }
 
 /// Checks that the envelope carries the payload of its action and no other.
@@ -150,9 +139,7 @@ fn check_warmup(m: &CallMeta, tensors: &Tensors, local: &LocalState<'_>, found: 
         );
     }
     check_counts(m, local.programs, found);
-    if m.predicted_state != want.predicted_state {
-        found.push(mismatch_error(&T0712, "predicted_state", m.predicted_state, want.predicted_state));
-    }
+    found.extend(check_equal(&T0712, "predicted_state", m.predicted_state, want.predicted_state));
     let settings = |m: &CallMeta| CallMeta {
         phases: Vec::new(),
         expected_generator_calls: 0,
@@ -243,15 +230,9 @@ fn check_infer(
         found.push(d);
         return;
     }
-    if m.prompt_epoch != after.prompt_epoch() {
-        found.push(mismatch_error(&T0712, "prompt_epoch", m.prompt_epoch, after.prompt_epoch()));
-    }
-    if m.predicted_state != after.state_digest() {
-        found.push(
-            mismatch_error(&T0712, "predicted_state", m.predicted_state, after.state_digest())
-                .with_note(after.describe()),
-        );
-    }
+    found.extend(check_equal(&T0712, "prompt_epoch", m.prompt_epoch, after.prompt_epoch()));
+    let difference = check_equal(&T0712, "predicted_state", m.predicted_state, after.state_digest());
+    found.extend(difference.map(|d| d.with_note(after.describe())));
     let inputs = local.programs.call_inputs(&m.phases);
     if inputs.iter().any(|i| i.name == CONTEXT_TENSOR) != m.recompute {
         let what = format!(
@@ -272,9 +253,7 @@ fn replay_phases(m: &CallMeta, cache: &mut CacheState, found: &mut Diagnostics) 
     for phase in &m.phases {
         if first_pass && PhaseKind::from_program(&phase.program) == Some(PhaseKind::Denoise) {
             first_pass = false;
-            if m.start_frame != cache.start_frame() {
-                found.push(mismatch_error(&T0712, "start_frame", m.start_frame, cache.start_frame()));
-            }
+            found.extend(check_equal(&T0712, "start_frame", m.start_frame, cache.start_frame()));
         }
         cache.apply_phase(phase)?;
     }
@@ -312,6 +291,15 @@ fn check_tensors(inputs: &[&InputSpec], tensors: &Tensors) -> Diagnostics {
         found.push(Diagnostic::error(&T0735, "the tensors are not in the order in which programs read them"));
     }
     found
+}
+
+fn check_equal<T: PartialEq + ToString>(
+    code: &'static Code,
+    field: &str,
+    sent: T,
+    here: T,
+) -> Option<Diagnostic> {
+    (sent != here).then(|| mismatch_error(code, field, sent, here))
 }
 
 fn mismatch_error(code: &'static Code, field: &str, sent: impl ToString, here: impl ToString) -> Diagnostic {

@@ -95,8 +95,7 @@ impl<'a> FlightEvent<'a> {
                 text: &f.failure.text,
                 secondary: f.secondary,
             },
-            Message::Abort(a) => FlightEvent::from_failure(&a.failure),
-            Message::Failed(f) => FlightEvent::from_failure(f),
+            Message::Abort(f) | Message::Failed(f) => FlightEvent::from_failure(f),
             _ => return None,
         })
     }
@@ -107,11 +106,11 @@ impl<'a> FlightEvent<'a> {
     pub fn from_received(message: &'a Message) -> Option<FlightEvent<'a>> {
         Some(match message {
             Message::Commit(c) => FlightEvent::Commit { call_id: c.call_id },
-            Message::Abort(a) => FlightEvent::Failed {
-                class: a.failure.class,
-                rank: a.failure.rank,
-                code: &a.failure.code,
-                text: &a.failure.text,
+            Message::Abort(f) => FlightEvent::Failed {
+                class: f.class,
+                rank: f.rank,
+                code: &f.code,
+                text: &f.text,
                 secondary: true,
             },
             _ => return None,

@@ -59,7 +59,7 @@ pub enum CacheStage {
     Open,
 }
 
-/// A change of the cache state; [`TRANSITIONS`] lists the stages in which each is legal.
+/// A change of the cache state. A table lists the stages in which each is legal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transition {
     /// Begins a new epoch and clears the caches.
@@ -79,62 +79,39 @@ pub enum Transition {
     Advance,
 }
 
-/// A row of [`TRANSITIONS`]: under `regime`, `transition` leads from the stage `from` to the stage
-/// `to`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TransitionRule {
-    /// Regime in which the transition is legal; each row covers one regime.
-    pub regime: CacheRegime,
-    /// Stage in which the transition is legal.
-    pub from: CacheStage,
-    /// Name of the transition, as [`Transition::name`] returns it.
-    pub transition: &'static str,
-    /// Stage after. An advance that fills the ring leads to [`CacheStage::Full`] instead.
-    pub to: CacheStage,
-}
-
-const fn transition_rule(
-    regime: CacheRegime,
-    from: CacheStage,
-    transition: &'static str,
-    to: CacheStage,
-) -> TransitionRule {
-    TransitionRule { regime, from, transition, to }
-}
-
-/// Every legal transition. All others are refused.
-pub const TRANSITIONS: &[TransitionRule] = {
+/// Every legal transition: the regime, the stage before, the transition's name, and the stage after.
+/// An advance that fills the ring leads to [`CacheStage::Full`] instead. All others are refused.
+const TRANSITIONS: &[(CacheRegime, CacheStage, &str, CacheStage)] = {
     use CacheRegime::{Recompute, Resident};
     use CacheStage::{Context, Empty, Full, Holding, Open};
     &[
-        transition_rule(Resident, Empty, "reset", Empty),
-        transition_rule(Resident, Empty, "prompt", Empty),
-        transition_rule(Resident, Empty, "append", Open),
-        transition_rule(Resident, Open, "append", Open),
-        transition_rule(Resident, Open, "advance", Holding),
-        transition_rule(Resident, Holding, "reset", Empty),
-        transition_rule(Resident, Holding, "prompt", Holding),
-        transition_rule(Resident, Holding, "rebase", Holding),
-        transition_rule(Resident, Holding, "append", Open),
-        transition_rule(Resident, Full, "reset", Empty),
-        transition_rule(Resident, Full, "prompt", Full),
-        transition_rule(Resident, Full, "evict", Holding),
-        transition_rule(Recompute, Empty, "reset", Empty),
-        transition_rule(Recompute, Empty, "prompt", Empty),
-        transition_rule(Recompute, Empty, "append", Open),
-        transition_rule(Recompute, Open, "append", Open),
-        transition_rule(Recompute, Open, "advance", Holding),
-        transition_rule(Recompute, Holding, "reset", Empty),
-        transition_rule(Recompute, Holding, "prompt", Holding),
-        transition_rule(Recompute, Holding, "recompute", Context),
-        transition_rule(Recompute, Context, "append", Open),
+        (Resident, Empty, "reset", Empty),
+        (Resident, Empty, "prompt", Empty),
+        (Resident, Empty, "append", Open),
+        (Resident, Open, "append", Open),
+        (Resident, Open, "advance", Holding),
+        (Resident, Holding, "reset", Empty),
+        (Resident, Holding, "prompt", Holding),
+        (Resident, Holding, "rebase", Holding),
+        (Resident, Holding, "append", Open),
+        (Resident, Full, "reset", Empty),
+        (Resident, Full, "prompt", Full),
+        (Resident, Full, "evict", Holding),
+        (Recompute, Empty, "reset", Empty),
+        (Recompute, Empty, "prompt", Empty),
+        (Recompute, Empty, "append", Open),
+        (Recompute, Open, "append", Open),
+        (Recompute, Open, "advance", Holding),
+        (Recompute, Holding, "reset", Empty),
+        (Recompute, Holding, "prompt", Holding),
+        (Recompute, Holding, "recompute", Context),
+        (Recompute, Context, "append", Open),
     ]
 };
 
 impl Transition {
     /// Returns its name in [`TRANSITIONS`].
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             Transition::Reset => "reset",
             Transition::Prompt => "prompt",
@@ -201,30 +178,19 @@ impl CacheState {
 
     /// Applies a transition. On an error the state is unchanged.
     pub fn apply_transition(&mut self, transition: Transition) -> Result<(), Diagnostic> {
-        let found = TRANSITIONS.iter().find(|r| {
-            r.regime == self.spec.regime && r.from == self.stage && r.transition == transition.name()
-        });
-        let Some(rule) = found else {
+        let wanted = (self.spec.regime, self.stage, transition.name());
+        let rule = TRANSITIONS.iter().find(|(regime, from, name, _)| (*regime, *from, *name) == wanted);
+        let Some((.., to)) = rule else {
             return Err(self.transition_error(&format!("{} is not legal here", transition.name())));
         };
         let c = self.spec.chunk_frames;
-        let mut to = rule.to;
+        let mut to = *to;
         match transition {
             Transition::Reset => {
-                self.epoch = match self.epoch.checked_add(1) {
-                    Some(e) => e,
-                    None => return Err(self.transition_error("the last epoch of a session is used up")),
-                };
+                self.epoch = self.next_number(self.epoch, "epoch")?;
                 (self.position, self.head, self.fill, self.rebased) = (0, 0, 0, 0);
             }
-            Transition::Prompt => {
-                self.prompt_epoch = match self.prompt_epoch.checked_add(1) {
-                    Some(e) => e,
-                    None => {
-                        return Err(self.transition_error("the last prompt epoch of a session is used up"));
-                    }
-                };
-            }
+            Transition::Prompt => self.prompt_epoch = self.next_number(self.prompt_epoch, "prompt epoch")?,
             Transition::Evict => self.fill -= c,
             Transition::Rebase(frames) => {
                 if frames == 0 || frames != self.oldest_position() {
@@ -245,10 +211,7 @@ impl CacheState {
                 }
             }
             Transition::Advance => {
-                self.chunk = match self.chunk.checked_add(1) {
-                    Some(k) => k,
-                    None => return Err(self.transition_error("the last chunk of a session is used up")),
-                };
+                self.chunk = self.next_number(self.chunk, "chunk")?;
                 match self.spec.regime {
                     CacheRegime::Resident => {
                         self.position += c;
@@ -424,6 +387,11 @@ impl CacheState {
         self.position.saturating_sub(self.fill)
     }
 
+    fn next_number(&self, number: u32, what: &str) -> Result<u32, Diagnostic> {
+        let used_up = || self.transition_error(&format!("the last {what} of a session is used up"));
+        number.checked_add(1).ok_or_else(used_up)
+    }
+
     fn check_scalar(&self, phase: &PhaseCall, scalar: &str, expected: u64) -> Result<(), Diagnostic> {
         match phase.int_arg(scalar) {
             Some(v) if u64::try_from(v) == Ok(expected) => Ok(()),
@@ -503,7 +471,7 @@ mod tests {
                     legal += 1;
                     let listed = TRANSITIONS
                         .iter()
-                        .any(|r| r.regime == regime && r.from == before.stage && r.transition == t.name());
+                        .any(|(r, from, name, _)| (*r, *from, *name) == (regime, before.stage, t.name()));
                     assert!(listed);
                     assert!(a.fill <= 2 && a.head < 2 && a.position <= 3);
                     assert!(a.fill <= a.position || regime == CacheRegime::Recompute);

@@ -19,13 +19,14 @@ use tessera_base::Diagnostics;
 
 use crate::codes::{T0707, T0748, T0749};
 use crate::director::{CallPlan, ChunkRequest, Director, StreamSpec};
+use crate::engine::MediaJob;
 use crate::kv_cache::CacheState;
 use crate::limits::AwakeClock;
 use crate::program_index::ProgramIndex;
 use crate::tripwire::Tripwires;
 use crate::wire::{
-    CallAction, CallObservation, Envelope, HelloAck, Init, Message, Progress, ShardFingerprint, Tensor,
-    WIRE_VERSION,
+    CallAction, CallObservation, Envelope, HelloAck, Init, Message, Progress, Reload, ShardFingerprint,
+    Tensor, WIRE_VERSION,
 };
 use crate::{Digest, Failure, FailureClass, Limits, Parity};
 
@@ -90,12 +91,7 @@ pub enum Event {
     /// RESET.
     Control(CallAction),
     /// A `RELOAD` call is requested, in which every rank loads other weights.
-    Reload {
-        /// Location of the weights, in a form that every rank's engine understands.
-        source: String,
-        /// Digest of the weights at `source`, which every rank must find there.
-        weights: Digest,
-    },
+    Reload(Reload),
     /// No further chunk will be requested.
     NoMoreRequests,
     /// The media pipeline finished the context for a chunk.
@@ -131,32 +127,32 @@ pub enum Event {
 pub enum Action {
     /// Sends a message to every rank of the mesh.
     Broadcast(Message),
-    /// Requests the context of a chunk from the media pipeline.
-    MakeContext {
-        /// Index of the chunk whose call waits for the context.
-        chunk: u32,
-        /// Latents of the last finished chunk, from which the context is made.
-        previous: Tensor,
-        /// Whether the previous chunk is the first of its scene.
-        opens_scene: bool,
-    },
-    /// Requests that the media pipeline decode and write a chunk, unless its epoch is below the
-    /// minimum by then.
-    Deliver {
-        /// Index of the chunk to decode and write.
-        chunk: u32,
-        /// Cache epoch of the chunk, which the media pipeline compares with the minimum epoch.
-        epoch: u32,
-        /// Latents that the chunk's call returned.
-        latents: Tensor,
-    },
+    /// Passes a job to the media pipeline.
+    Media(MediaJob),
     /// Sets the minimum epoch: from now on the media pipeline does not write chunks of a lower
     /// epoch and answers `Discarded` for each.
     SetMinEpoch {
         /// The lowest epoch whose chunks are still written.
         epoch: u32,
     },
-    /// Records that a request or a finished chunk is dropped because of a hard cut.
+    /// Adds an entry to the run's record.
+    Record(RecordEntry),
+    /// Sends progress, a heartbeat or the outcome to the launcher, if there is one.
+    Report(Message),
+    /// Ends the process; no action follows.
+    Exit(Option<Failure>),
+}
+
+/// An entry of the run's record.
+#[derive(Debug)]
+pub enum RecordEntry {
+    /// A call that every rank has finished, even if its output is discarded.
+    Call(Box<CallRecord>),
+    /// A chunk was delivered.
+    Progress(Progress),
+    /// A remark for the reader of the record.
+    Note(String),
+    /// A request or a finished chunk is dropped because of a hard cut.
     Dropped {
         /// Number of the request, counted from 0 in order of arrival.
         request: u64,
@@ -167,7 +163,7 @@ pub enum Action {
         /// The reason, which names how far the request had come.
         why: &'static str,
     },
-    /// Records a call that was open when the run failed.
+    /// A call that was open when the run failed.
     Lost {
         /// Id from the call's envelope; ids count the calls of all actions, from 1.
         call_id: u64,
@@ -182,14 +178,8 @@ pub enum Action {
         /// Ranks that had finished.
         done: Vec<u32>,
     },
-    /// Records a call that every rank has finished, even if its output is discarded.
-    Record(Box<CallRecord>),
-    /// Records a note that does not affect the run.
-    Note(String),
-    /// Sends progress, a heartbeat or the outcome to the launcher, if there is one.
-    Report(Message),
-    /// Ends the process; no action follows.
-    Exit(Option<Failure>),
+    /// The run failed; no entry follows.
+    Failed(Failure),
 }
 
 /// A finished call, for the run's record. Times are those that the driver passed to
@@ -257,6 +247,8 @@ pub struct Leader {
     /// A secondary failure whose cause may still arrive, and the time until which the leader waits
     /// for the cause.
     secondary_failure: Option<(Failure, u64)>,
+    /// Actions that follow from the current event, in order.
+    actions: Vec<Action>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -344,10 +336,7 @@ impl Leader {
                 format!("ranks {:?} are empty or not in ascending order", config.ranks),
             ));
         }
-        config.tripwires.retain_armed(&mut found);
-        if !found.is_empty() {
-            return Err(found);
-        }
+        config.tripwires.check_findings(found)?;
         let director = Director::new(config.stream.clone())?;
         let checked = director.cache_state().clone();
         let peers = config.ranks.iter().map(|r| (*r, PeerStatus::default())).collect();
@@ -374,20 +363,20 @@ impl Leader {
             quiet_history: QuietHistory::default(),
             last_heartbeat_ns: 0,
             secondary_failure: None,
+            actions: Vec::new(),
         })
     }
 
     /// Handles one event and returns the resulting actions. The first event also sends the hello.
     pub fn handle_event(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
-        let mut out = Vec::new();
         if self.has_ended() {
-            return out;
+            return Vec::new();
         }
         self.now_ns = now_ns;
         let now = self.clock.advance_to(now_ns, self.config.limits.heartbeat_ns);
         if self.stage == LeaderStage::New {
             self.stage = LeaderStage::Hello { since_ns: now };
-            out.push(Action::Broadcast(Message::Init(Init {
+            self.actions.push(Action::Broadcast(Message::Init(Init {
                 wire_version: WIRE_VERSION,
                 build: self.config.build.clone(),
                 plan: self.config.plan,
@@ -396,34 +385,29 @@ impl Leader {
             })));
         }
         match event {
-            Event::Tick => self.handle_tick(now, &mut out),
-            Event::Message { rank, message } => self.handle_message(rank, message, &mut out),
-            Event::Gone { rank, how } => self.handle_rank_gone(rank, &how, &mut out),
-            Event::Request { request, text } => self.handle_request(request, text, &mut out),
-            Event::Control(action) => self.enqueue_control(action, &mut out),
-            Event::Reload { source, weights } => self.enqueue_reload(source, weights, &mut out),
+            Event::Tick => self.handle_tick(now),
+            Event::Message { rank, message } => self.handle_message(rank, message),
+            Event::Gone { rank, how } => self.handle_rank_gone(rank, &how),
+            Event::Request { request, text } => self.handle_request(request, text),
+            Event::Control(action) => self.enqueue_control(action),
+            Event::Reload(reload) => self.enqueue_item(InboxItem::Reload(reload)),
             Event::NoMoreRequests => self.no_more_requests = true,
-            Event::Context { chunk, tensor } => self.handle_context(chunk, tensor, &mut out),
-            Event::Delivered { chunk, frames } => self.handle_delivered(chunk, frames, &mut out),
-            Event::Discarded { chunk } => self.handle_discarded(chunk, &mut out),
-            Event::Failed(failure) => self.fail_run(failure, &mut out),
+            Event::Context { chunk, tensor } => self.handle_context(chunk, tensor),
+            Event::Delivered { chunk, frames } => self.handle_delivered(chunk, frames),
+            Event::Discarded { chunk } => self.handle_discarded(chunk),
+            Event::Failed(failure) => self.fail_run(failure),
             Event::Stop => {
                 self.stopping = true;
                 self.inbox.clear();
             }
             Event::LauncherGone => {
-                if self.is_armed(&T0749) {
-                    let text = "the launching process closed its socket";
-                    self.fail_run(
-                        self.leader_failure(FailureClass::LauncherGone, None, &T0749, text),
-                        &mut out,
-                    );
-                }
+                let text = "the launching process closed its socket";
+                self.trip_if_armed(FailureClass::LauncherGone, None, &T0749, text);
             }
         }
-        self.advance_calls(&mut out);
-        move_context_first(&mut out);
-        out
+        self.advance_calls();
+        move_context_first(&mut self.actions);
+        std::mem::take(&mut self.actions)
     }
 
     /// Returns how many more requests the leader accepts now.
@@ -448,46 +432,42 @@ impl Leader {
         limits.d_out as usize + limits.d_in as usize + 2
     }
 
-    fn handle_message(&mut self, rank: u32, message: Message, out: &mut Vec<Action>) {
+    fn handle_message(&mut self, rank: u32, message: Message) {
         let now = self.clock.now_ns();
         let Some(peer) = self.peers.get_mut(&rank) else {
-            return self.protocol_violation(
-                rank,
-                "a message arrived from a rank outside the mesh".into(),
-                out,
-            );
+            return self.protocol_violation(rank, "a message arrived from a rank outside the mesh");
         };
         peer.last_message_ns = Some(now);
         match message {
-            Message::HelloAck(ack) => self.handle_hello(rank, ack, out),
-            Message::Ready(r) => self.handle_ready(rank, &r, out),
+            Message::HelloAck(ack) => self.handle_hello(rank, ack),
+            Message::Ready(r) => self.handle_ready(rank, &r),
             Message::Refused(r) => {
                 peer.reported_failure = true;
-                self.fail_run(with_default_rank(r.failure, rank), out);
+                self.fail_run(with_default_rank(r.failure, rank));
             }
-            Message::Done(d) => self.handle_done(rank, *d, out),
+            Message::Done(d) => self.handle_done(rank, *d),
             Message::Fault(f) => {
                 peer.reported_failure = true;
                 let failure = with_default_rank(f.failure, rank);
                 if f.secondary {
                     self.secondary_failure.get_or_insert((failure, now + self.config.limits.blame_ns));
                 } else {
-                    self.fail_run(failure, out);
+                    self.fail_run(failure);
                 }
             }
             Message::Heartbeat(h) => self.handle_heartbeat(rank, h.progress),
             other => {
                 let kind = other.kind();
                 let text = format!("a {kind:?} message, which only a {:?} may send", kind.allowed_sender());
-                self.protocol_violation(rank, text, out);
+                self.protocol_violation(rank, text);
             }
         }
     }
 
-    fn handle_delivered(&mut self, chunk: u32, frames: u32, out: &mut Vec<Action>) {
-        let Some(finished) = self.pop_undelivered(chunk, out) else { return };
+    fn handle_delivered(&mut self, chunk: u32, frames: u32) {
+        let Some(finished) = self.pop_undelivered(chunk) else { return };
         self.progress += 1;
-        out.push(Action::Report(Message::Progress(Progress {
+        self.actions.push(Action::Report(Message::Progress(Progress {
             chunk,
             frames,
             phases: finished.phases,
@@ -496,20 +476,24 @@ impl Leader {
         })));
     }
 
-    fn handle_discarded(&mut self, chunk: u32, out: &mut Vec<Action>) {
-        let Some(FinishedChunk { epoch, request, .. }) = self.pop_undelivered(chunk, out) else { return };
+    fn handle_discarded(&mut self, chunk: u32) {
+        let Some(FinishedChunk { epoch, request, .. }) = self.pop_undelivered(chunk) else { return };
         let why = "a hard cut came while the chunk waited for delivery";
-        out.push(Action::Dropped { request, chunk: Some(chunk), epoch, why });
+        self.add_entry(RecordEntry::Dropped { request, chunk: Some(chunk), epoch, why });
+    }
+
+    fn add_entry(&mut self, entry: RecordEntry) {
+        self.actions.push(Action::Record(entry));
     }
 
     /// Removes the oldest finished chunk, which must be `chunk`; otherwise the run fails.
-    fn pop_undelivered(&mut self, chunk: u32, out: &mut Vec<Action>) -> Option<FinishedChunk> {
+    fn pop_undelivered(&mut self, chunk: u32) -> Option<FinishedChunk> {
         match self.undelivered.pop_front() {
             Some(finished) if finished.chunk == chunk => Some(finished),
             other => {
                 let next = other.map(|f| f.chunk);
                 let text = format!("the media pipeline finished chunk {chunk}, but {next:?} was next");
-                self.fail_run(self.leader_failure(FailureClass::Output, None, &T0748, text), out);
+                self.fail_run(self.leader_failure(FailureClass::Output, None, &T0748, text));
                 None
             }
         }
@@ -520,8 +504,8 @@ impl Leader {
 /// prepared last. The mesh waits for the context, but not for the delivery.
 fn move_context_first(actions: &mut [Action]) {
     let at = |matches_action: fn(&Action) -> bool| actions.iter().position(matches_action);
-    let deliver = at(|a| matches!(a, Action::Deliver { .. }));
-    let context = at(|a| matches!(a, Action::MakeContext { .. }));
+    let deliver = at(|a| matches!(a, Action::Media(MediaJob::Deliver { .. })));
+    let context = at(|a| matches!(a, Action::Media(MediaJob::Context { .. })));
     if let (Some(deliver), Some(context)) = (deliver, context)
         && deliver < context
     {

@@ -16,9 +16,7 @@ use crate::kv_cache::{CacheSpec, CacheState};
 use crate::limits::{AwakeClock, format_ms};
 use crate::program_index::ProgramIndex;
 use crate::tripwire::{CheckSite, Tripwires};
-use crate::wire::{
-    Abort, CallAction, CallContext, CallMeta, Envelope, FaultReport, Heartbeat, Message, Refused,
-};
+use crate::wire::{CallAction, CallContext, CallMeta, Envelope, FaultReport, Heartbeat, Message, Refused};
 use crate::worker::{failure_from_findings, needs_context};
 use crate::{Digest, Failure, FailureClass, Limits};
 
@@ -106,6 +104,8 @@ pub struct MeshLeader {
     /// Progress in the own worker's latest heartbeat, and the time at which that heartbeat was
     /// forwarded.
     own_heartbeat: (u64, u64),
+    /// Actions that follow from the current event, in order.
+    actions: Vec<Action>,
     ended: bool,
 }
 
@@ -129,11 +129,7 @@ struct MemberStatus {
 impl MeshLeader {
     /// Creates a mesh leader. Refuses limits without bounds and invalid cache sizes.
     pub fn new(config: MeshLeaderConfig) -> Result<MeshLeader, Diagnostics> {
-        let mut found = config.limits.check();
-        config.tripwires.retain_armed(&mut found);
-        if !found.is_empty() {
-            return Err(found);
-        }
+        config.tripwires.check_findings(config.limits.check())?;
         let predicted = CacheState::new(config.cache).map_err(|d| vec![d])?;
         let ranks = config.members.iter().chain([&config.rank]);
         let peers = ranks.map(|r| (*r, MemberStatus::default())).collect();
@@ -149,6 +145,7 @@ impl MeshLeader {
             shutdown: None,
             own_shutdown_answer: None,
             own_heartbeat: (0, 0),
+            actions: Vec::new(),
             ended: false,
         })
     }
@@ -156,37 +153,33 @@ impl MeshLeader {
     /// Handles one event at time `now_ns` and returns the actions for the driver, in order. After
     /// the end of the run it returns none.
     pub fn handle_event(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
-        let mut out = Vec::new();
         if self.ended {
-            return out;
+            return Vec::new();
         }
         let now = self.clock.advance_to(now_ns, self.config.limits.heartbeat_ns);
         match event {
-            Event::Tick => self.handle_tick(now, &mut out),
+            Event::Tick => self.handle_tick(now),
             Event::Down(message) => {
                 self.last_message_ns = now;
-                self.handle_down(&message, &mut out);
+                self.handle_down(&message);
             }
-            Event::Up { origin, message } => self.handle_up(origin, &message, &mut out),
-            Event::Gone { rank, how } => self.handle_member_gone(rank, &how, &mut out),
+            Event::Up { origin, message } => self.handle_up(origin, &message),
+            Event::Gone { rank, how } => self.handle_member_gone(rank, &how),
             Event::LeaderGone(how) => {
                 if self.is_armed(&T0742) && self.shutdown.is_none() {
                     let text = format!("the leader is gone: {how}");
-                    self.end_run(self.relay_failure(FailureClass::RankDied, Some(0), &T0742, text), &mut out);
+                    self.end_run(self.relay_failure(FailureClass::RankDied, Some(0), &T0742, text));
                 }
             }
             Event::LauncherGone => {
                 if self.is_armed(&T0749) {
                     let text = "the launching process closed its socket";
-                    self.end_run(
-                        self.relay_failure(FailureClass::LauncherGone, None, &T0749, text),
-                        &mut out,
-                    );
+                    self.end_run(self.relay_failure(FailureClass::LauncherGone, None, &T0749, text));
                 }
             }
-            Event::Failed(failure) => self.report_fault(failure.with_site(CheckSite::MeshLeader), &mut out),
+            Event::Failed(failure) => self.report_fault(failure.with_site(CheckSite::MeshLeader)),
         }
-        out
+        std::mem::take(&mut self.actions)
     }
 
     /// Whether the run has ended, so that no further action follows.
@@ -195,13 +188,13 @@ impl MeshLeader {
         self.ended
     }
 
-    fn handle_tick(&mut self, now: u64, out: &mut Vec<Action>) {
+    fn handle_tick(&mut self, now: u64) {
         // The own worker has ended and sends no heartbeats, but this rank still waits for its
         // members and must count as alive.
         if self.own_shutdown_answer.is_some() && now >= self.own_heartbeat.1 + self.config.limits.heartbeat_ns
         {
             self.own_heartbeat.1 = now;
-            out.push(Action::Up(Message::Heartbeat(Heartbeat { progress: self.own_heartbeat.0 })));
+            self.actions.push(Action::Up(Message::Heartbeat(Heartbeat { progress: self.own_heartbeat.0 })));
         }
         if !self.is_armed(&T0743) {
             return;
@@ -216,7 +209,7 @@ impl MeshLeader {
             let missing: Vec<u32> = self.peers.keys().filter(missing).copied().collect();
             let text = format!("no answer to the shutdown from ranks {missing:?} within the limit");
             let rank = missing.first().copied();
-            return self.report_fault(self.relay_failure(FailureClass::Stall, rank, &T0743, text), out);
+            return self.report_fault(self.relay_failure(FailureClass::Stall, rank, &T0743, text));
         }
         let patience_ns = if self.session.is_some() { limits.stale_ns } else { limits.hello_ns };
         let quiet_ns = now.saturating_sub(self.last_message_ns);
@@ -226,11 +219,11 @@ impl MeshLeader {
                 format_ms(quiet_ns),
                 format_ms(patience_ns)
             );
-            self.end_run(self.relay_failure(FailureClass::Stall, Some(0), &T0743, text), out);
+            self.end_run(self.relay_failure(FailureClass::Stall, Some(0), &T0743, text));
         }
     }
 
-    fn handle_down(&mut self, message: &Message, out: &mut Vec<Action>) {
+    fn handle_down(&mut self, message: &Message) {
         let blocked = match message {
             Message::Init(init) => {
                 self.session = Some(init.session);
@@ -240,9 +233,9 @@ impl MeshLeader {
             Message::Context(c) => self.admit_context(c).map(|f| (c.call_id, f)),
             Message::Commit(c) => self.admit_commit(c.call_id).map(|f| (c.call_id, f)),
             Message::Heartbeat(_) => None,
-            Message::Abort(a) => {
-                out.push(Action::ForwardDown);
-                out.push(Action::Exit(Some(a.failure.clone())));
+            Message::Abort(failure) => {
+                self.actions.push(Action::ForwardDown);
+                self.actions.push(Action::Exit(Some(failure.clone())));
                 self.ended = true;
                 return;
             }
@@ -253,10 +246,11 @@ impl MeshLeader {
             }
         };
         match blocked {
-            None => out.push(Action::ForwardDown),
+            None => self.actions.push(Action::ForwardDown),
             Some((call_id, failure)) => {
-                out.push(Action::Up(Message::Refused(Refused { call_id, failure: failure.clone() })));
-                self.end_run(failure, out);
+                self.actions
+                    .push(Action::Up(Message::Refused(Refused { call_id, failure: failure.clone() })));
+                self.end_run(failure);
             }
         }
     }
@@ -340,14 +334,11 @@ impl MeshLeader {
         failure
     }
 
-    fn handle_up(&mut self, origin: u32, message: &Message, out: &mut Vec<Action>) {
+    fn handle_up(&mut self, origin: u32, message: &Message) {
         let Some(peer) = self.peers.get_mut(&origin) else {
             let text = format!("a message arrived from rank {origin}, which is not in this mesh");
             if self.is_armed(&T0707) {
-                self.report_fault(
-                    self.relay_failure(FailureClass::Protocol, Some(origin), &T0707, text),
-                    out,
-                );
+                self.report_fault(self.relay_failure(FailureClass::Protocol, Some(origin), &T0707, text));
             }
             return;
         };
@@ -355,9 +346,9 @@ impl MeshLeader {
             && self.shutdown.is_some_and(|(id, _)| id == d.call_id)
         {
             (peer.answered_shutdown, peer.has_left) = (true, true);
-            return self.handle_shutdown_answer(origin, message, out);
+            return self.handle_shutdown_answer(origin, message);
         }
-        out.push(Action::ForwardUp);
+        self.actions.push(Action::ForwardUp);
         match message {
             Message::Ready(r) => {
                 if let Some(open) = self.open_calls.get_mut(&r.call_id) {
@@ -382,22 +373,22 @@ impl MeshLeader {
 
     /// Handles a rank's answer to the shutdown. This rank's own answer is sent last, because the
     /// leader counts on this rank until it has relayed all other answers.
-    fn handle_shutdown_answer(&mut self, origin: u32, message: &Message, out: &mut Vec<Action>) {
+    fn handle_shutdown_answer(&mut self, origin: u32, message: &Message) {
         if origin == self.config.rank {
             self.own_shutdown_answer = Some(message.clone());
         } else {
-            out.push(Action::ForwardUp);
+            self.actions.push(Action::ForwardUp);
         }
         if self.peers.values().all(|p| p.answered_shutdown) {
-            out.extend(self.own_shutdown_answer.take().map(Action::Up));
-            out.push(Action::Exit(None));
+            self.actions.extend(self.own_shutdown_answer.take().map(Action::Up));
+            self.actions.push(Action::Exit(None));
             self.ended = true;
         }
     }
 
     /// Reports that a member's socket closed. The leader has no socket to a member, so only this
     /// rank notices.
-    fn handle_member_gone(&mut self, rank: u32, how: &str, out: &mut Vec<Action>) {
+    fn handle_member_gone(&mut self, rank: u32, how: &str) {
         if !self.is_armed(&T0742) || self.peers.get(&rank).is_none_or(|p| p.has_left) {
             return;
         }
@@ -408,7 +399,7 @@ impl MeshLeader {
             None => "between calls".to_string(),
         };
         let text = format!("rank {rank} is gone ({how}) {stage_text}");
-        self.report_fault(self.relay_failure(FailureClass::RankDied, Some(rank), &T0742, text), out);
+        self.report_fault(self.relay_failure(FailureClass::RankDied, Some(rank), &T0742, text));
     }
 
     /// Returns the failure that blocks a message with these findings, unless the tripwire is
@@ -423,14 +414,15 @@ impl MeshLeader {
     }
 
     /// Reports a failure to the leader, then ends with the members.
-    fn report_fault(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        out.push(Action::Up(Message::Fault(FaultReport { failure: failure.clone(), secondary: false })));
-        self.end_run(failure, out);
+    fn report_fault(&mut self, failure: Failure) {
+        self.actions
+            .push(Action::Up(Message::Fault(FaultReport { failure: failure.clone(), secondary: false })));
+        self.end_run(failure);
     }
 
-    fn end_run(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        out.push(Action::Down(Message::Abort(Abort { failure: failure.clone() })));
-        out.push(Action::Exit(Some(failure)));
+    fn end_run(&mut self, failure: Failure) {
+        self.actions.push(Action::Down(Message::Abort(failure.clone())));
+        self.actions.push(Action::Exit(Some(failure)));
         self.ended = true;
     }
 

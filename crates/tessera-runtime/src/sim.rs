@@ -19,23 +19,18 @@ mod process;
 mod world;
 
 pub use external_events::ExternalEvent;
-pub use fixture::{
-    HashEngine, SharedConfig, collective_count, context_tensor, prompt_tensor, synthetic_programs,
-    synthetic_stream,
-};
+pub use fixture::{HashEngine, synthetic_config};
 pub use overlap::{ChunkTimes, StageTimes, simulate_pipeline};
-pub use world::{Frame, MediaJob, NEVER_ENDS, OPEN_ENDED, SimEvent, World};
+pub use world::{Frame, NEVER_ENDS, OPEN_ENDED, SimEvent, World};
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
-use std::ops::Range;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use tessera_base::Diagnostics;
 
+use crate::Failure;
 use crate::director::ChunkRequest;
 use crate::engine::EngineFault;
-use crate::tripwire::Tripwires;
-use crate::{Failure, Limits, Parity};
+use crate::leader::LeaderConfig;
 
 use launcher::LauncherState;
 use media_pipeline::MediaQueue;
@@ -49,31 +44,27 @@ const PROGRESS_INTERVAL_NS: u64 = 20_000_000;
 /// The processes, settings, requests and external events of a simulated run.
 #[derive(Debug, Clone)]
 pub struct SimConfig {
-    /// Number of ranks in the mesh; a leader outside the mesh is not counted.
-    pub ranks: u32,
-    /// Whether the leader is outside the mesh and a mesh leader relays.
-    pub outside: bool,
+    /// Settings of the leader. Every other process gets the same plan, limits and tripwires. If rank
+    /// 0 is not among its ranks, the leader is outside the mesh and a mesh leader relays.
+    pub leader: LeaderConfig,
     /// Whether a launcher started the processes. Without a launcher each process ends on its own.
     pub launcher: bool,
-    /// Plan, session, build and stream, the same in every process.
-    pub shared: SharedConfig,
     /// Interval between two ticks of a process, in nanoseconds.
     pub tick_ns: u64,
-    /// The bounds of queues and waits.
-    pub limits: Limits,
-    /// Tripwires whose checks are skipped in every simulated process.
-    pub tripwires: Tripwires,
     /// Requested chunks, in order, each with the number of its new prompt, if any.
-    pub requests: Vec<(ChunkRequest, Option<u32>)>,
+    pub requests: VecDeque<(ChunkRequest, Option<u32>)>,
     /// External events with their times in nanoseconds.
     pub external_events: Vec<(u64, ExternalEvent)>,
 }
 
 impl SimConfig {
     /// Returns the ranks of the mesh.
-    fn mesh(&self) -> Range<u32> {
-        let first = u32::from(self.outside);
-        first..first + self.ranks
+    fn mesh(&self) -> &[u32] {
+        &self.leader.ranks
+    }
+
+    fn is_leader_outside(&self) -> bool {
+        !self.mesh().contains(&0)
     }
 }
 
@@ -96,35 +87,23 @@ pub struct SimOutcome {
 pub struct Sim<W> {
     /// Determines durations and the fate of frames, and observes events.
     pub world: W,
+    /// The requests that the leader has not pulled yet are left in the configuration.
+    config: SimConfig,
     now_ns: u64,
-    queue: BinaryHeap<Reverse<ScheduledEvent>>,
+    /// Scheduled events by time in nanoseconds and, at equal times, by the order of scheduling.
+    queue: BTreeMap<(u64, u64), QueuedEvent>,
     seq: u64,
     processes: BTreeMap<u32, SimProcess>,
-    mesh: Vec<u32>,
-    outside: bool,
-    parity: Parity,
-    tick_ns: u64,
-    limits: Limits,
-    tripwires: Tripwires,
     /// Arrival time of the last frame in nanoseconds, by sending and receiving process.
     arrivals: BTreeMap<(u32, u32), u64>,
     partition: Option<BTreeSet<u32>>,
-    withheld: Vec<QueuedEvent>,
     /// Ranks that wait in the collectives of a phase, by call id and index of the phase.
     barriers: BTreeMap<(u64, usize), BTreeSet<u32>>,
     launcher: Option<LauncherState>,
     media: MediaQueue,
-    pending_requests: VecDeque<(ChunkRequest, Option<u32>)>,
     requests_ended: bool,
     finished: bool,
     failure: Option<Failure>,
-}
-
-#[derive(Debug)]
-struct ScheduledEvent {
-    at_ns: u64,
-    seq: u64,
-    item: QueuedEvent,
 }
 
 #[derive(Debug)]
@@ -148,47 +127,41 @@ impl<W: World> Sim<W> {
     /// The diagnostics of the state machines, for example for limits without bounds.
     pub fn new(config: SimConfig, mut world: W) -> Result<Sim<W>, Diagnostics> {
         let mut processes = BTreeMap::new();
-        for rank in config.mesh().chain(config.outside.then_some(0)) {
+        for rank in config.mesh().iter().copied().chain(config.is_leader_outside().then_some(0)) {
             processes.insert(rank, SimProcess::from_config(&config, rank, &mut world)?);
         }
+        let launcher = config.launcher.then(LauncherState::default);
         let mut sim = Sim {
             world,
+            config,
             now_ns: 0,
-            queue: BinaryHeap::new(),
+            queue: BTreeMap::new(),
             seq: 0,
             processes,
-            mesh: config.mesh().collect(),
-            outside: config.outside,
-            parity: config.shared.parity,
-            tick_ns: config.tick_ns,
-            limits: config.limits,
-            tripwires: config.tripwires,
             arrivals: BTreeMap::new(),
             partition: None,
-            withheld: Vec::new(),
             barriers: BTreeMap::new(),
-            launcher: config.launcher.then(LauncherState::default),
+            launcher,
             media: MediaQueue::default(),
-            pending_requests: config.requests.into(),
             requests_ended: false,
             finished: false,
             failure: None,
         };
-        sim.schedule_first_events(config.external_events);
+        sim.schedule_first_events();
         Ok(sim)
     }
 
     /// Schedules the first ticks, the end of the loading of the engines, and the external events.
-    fn schedule_first_events(&mut self, external_events: Vec<(u64, ExternalEvent)>) {
+    fn schedule_first_events(&mut self) {
         for (i, rank) in self.processes.keys().copied().collect::<Vec<_>>().into_iter().enumerate() {
             // The ticks of different processes are offset against each other.
             self.schedule_event(i as u64 * 7_000_000, QueuedEvent::Tick(rank));
-            if self.mesh.contains(&rank) {
+            if self.config.mesh().contains(&rank) {
                 self.schedule_event(1_000_000, QueuedEvent::EngineLoaded(rank));
             }
         }
         self.schedule_event(0, QueuedEvent::LauncherTick);
-        for (at_ns, event) in external_events {
+        for (at_ns, event) in std::mem::take(&mut self.config.external_events) {
             self.schedule_event(at_ns, QueuedEvent::External(event));
         }
     }
@@ -199,13 +172,12 @@ impl<W: World> Sim<W> {
         let mut gone_ns = None;
         while let Some(at_ns) = self.next_event_ns().filter(|at| *at <= limit_ns) {
             self.now_ns = at_ns;
-            match self.queue.peek() {
-                Some(Reverse(due)) if due.at_ns <= at_ns => {
-                    if let Some(Reverse(due)) = self.queue.pop() {
-                        self.dispatch_event(due.item);
-                    }
+            match self.queue.first_entry().filter(|due| due.key().0 <= at_ns) {
+                Some(due) => {
+                    let item = due.remove();
+                    self.dispatch_event(item);
                 }
-                _ => {
+                None => {
                     for rank in self.world.advance_open_phases(at_ns) {
                         self.end_open_phase(rank);
                     }
@@ -229,7 +201,7 @@ impl<W: World> Sim<W> {
 
     /// Returns the time of the next event, in the queue or in the world.
     fn next_event_ns(&mut self) -> Option<u64> {
-        let own = self.queue.peek().map(|Reverse(due)| due.at_ns);
+        let own = self.queue.first_key_value().map(|((at_ns, _), _)| *at_ns);
         own.into_iter().chain(self.world.next_change_ns().map(|at| at.max(self.now_ns))).min()
     }
 
@@ -242,17 +214,15 @@ impl<W: World> Sim<W> {
     fn schedule_event(&mut self, after_ns: u64, item: QueuedEvent) {
         self.seq += 1;
         let at_ns = self.now_ns.saturating_add(after_ns);
-        self.queue.push(Reverse(ScheduledEvent { at_ns, seq: self.seq, item }));
+        self.queue.insert((at_ns, self.seq), item);
     }
 
     fn dispatch_event(&mut self, item: QueuedEvent) {
         match item {
             QueuedEvent::Tick(rank) => self.tick_process(rank),
             QueuedEvent::LauncherTick => self.tick_launcher(),
-            QueuedEvent::Frame(ref f) if self.crosses_partition(f.from, f.to) => self.withheld.push(item),
-            QueuedEvent::LinkClosed { from, to } if self.crosses_partition(from, to) => {
-                self.withheld.push(item)
-            }
+            QueuedEvent::Frame(Frame { from, to, .. }) | QueuedEvent::LinkClosed { from, to }
+                if self.crosses_partition(from, to) => {}
             QueuedEvent::Frame(ref f) if self.is_stopped(f.to) => self.defer_event(f.to, item),
             QueuedEvent::LinkClosed { to, .. } if self.is_stopped(to) => self.defer_event(to, item),
             QueuedEvent::PhaseEnds { rank, .. } | QueuedEvent::CallEnds { rank, .. }
@@ -306,32 +276,16 @@ impl<W: World> Sim<W> {
 
     /// Returns the process that receives a rank's messages first.
     fn upstream_process(&self, rank: u32) -> u32 {
-        u32::from(self.outside && rank != 0)
+        u32::from(self.config.is_leader_outside() && rank != 0)
     }
 
     fn linked_processes(&self, rank: u32) -> Vec<u32> {
-        let upstream = |r: u32| if self.outside && r == 1 { 0 } else { self.upstream_process(r) };
+        let outside = self.config.is_leader_outside();
+        let upstream = |r: u32| if outside && r == 1 { 0 } else { self.upstream_process(r) };
         self.processes
             .keys()
             .copied()
             .filter(|r| *r != rank && (upstream(*r) == rank || upstream(rank) == *r))
             .collect()
-    }
-}
-
-impl PartialEq for ScheduledEvent {
-    fn eq(&self, other: &ScheduledEvent) -> bool {
-        (self.at_ns, self.seq) == (other.at_ns, other.seq)
-    }
-}
-impl Eq for ScheduledEvent {}
-impl PartialOrd for ScheduledEvent {
-    fn partial_cmp(&self, other: &ScheduledEvent) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-impl Ord for ScheduledEvent {
-    fn cmp(&self, other: &ScheduledEvent) -> std::cmp::Ordering {
-        (self.at_ns, self.seq).cmp(&(other.at_ns, other.seq))
     }
 }

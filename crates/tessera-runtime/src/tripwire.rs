@@ -53,14 +53,6 @@ const fn new_tripwire(code: &'static Code, places: &'static [CheckSite], page: &
     Tripwire { code, sites: places, page }
 }
 
-const PAGE_CONTROL_PLANE: &str = "control-plane";
-const PAGE_GROUPS: &str = "groups";
-const PAGE_OVERLAP: &str = "overlap";
-const PAGE_CACHES: &str = "kv";
-const PAGE_SHUTDOWN: &str = "shutdown";
-const PAGE_DETERMINISM: &str = "determinism";
-const PAGE_REPLAY: &str = "replay";
-
 /// Every tripwire, in ascending order of code.
 pub static TRIPWIRES: &[Tripwire] = {
     use CheckSite::{Init, Leader, MeshLeader, Worker};
@@ -69,42 +61,42 @@ pub static TRIPWIRES: &[Tripwire] = {
     /// tripwire is disabled, they are dropped.
     const READ: &[CheckSite] = &[Worker, Leader, MeshLeader];
     &[
-        new_tripwire(&codes::T0701, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0702, READ, PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0703, &[Leader, Worker, MeshLeader], PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0704, READ, PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0705, READ, PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0706, READ, PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0707, &[Leader, Worker, MeshLeader], PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0710, ENVELOPE, PAGE_CACHES),
-        new_tripwire(&codes::T0712, ENVELOPE, PAGE_CACHES),
-        new_tripwire(&codes::T0721, &[Leader], PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0722, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0723, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0730, ENVELOPE, PAGE_REPLAY),
-        new_tripwire(&codes::T0731, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0732, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0733, ENVELOPE, PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0734, ENVELOPE, PAGE_GROUPS),
-        new_tripwire(&codes::T0735, ENVELOPE, PAGE_CACHES),
-        new_tripwire(&codes::T0736, &[Leader], PAGE_OVERLAP),
-        new_tripwire(&codes::T0737, &[Worker, Leader], PAGE_DETERMINISM),
-        new_tripwire(&codes::T0740, &[Init], PAGE_DETERMINISM),
-        new_tripwire(&codes::T0741, &[Leader, Init], PAGE_OVERLAP),
-        new_tripwire(&codes::T0742, &[Leader, Worker, MeshLeader], PAGE_SHUTDOWN),
-        new_tripwire(&codes::T0743, &[Leader, Worker, MeshLeader], PAGE_SHUTDOWN),
-        new_tripwire(&codes::T0744, &[Leader], PAGE_DETERMINISM),
-        new_tripwire(&codes::T0746, &[Worker], PAGE_REPLAY),
-        new_tripwire(&codes::T0747, &[Worker], PAGE_GROUPS),
-        new_tripwire(&codes::T0749, &[Worker, Leader, MeshLeader], PAGE_SHUTDOWN),
-        new_tripwire(&codes::T0751, &[Worker], PAGE_GROUPS),
-        new_tripwire(&codes::T0752, &[Leader], PAGE_DETERMINISM),
-        new_tripwire(&codes::T0753, &[Leader], PAGE_DETERMINISM),
-        new_tripwire(&codes::T0754, &[Init, Worker, Leader], PAGE_DETERMINISM),
-        new_tripwire(&codes::T0755, &[MeshLeader], PAGE_GROUPS),
-        new_tripwire(&codes::T0756, &[Init], PAGE_CONTROL_PLANE),
-        new_tripwire(&codes::T0757, &[Init], PAGE_GROUPS),
-        new_tripwire(&codes::T0759, &[Leader], PAGE_DETERMINISM),
+        new_tripwire(&codes::T0701, ENVELOPE, "control-plane"),
+        new_tripwire(&codes::T0702, READ, "control-plane"),
+        new_tripwire(&codes::T0703, &[Leader, Worker, MeshLeader], "control-plane"),
+        new_tripwire(&codes::T0704, READ, "control-plane"),
+        new_tripwire(&codes::T0705, READ, "control-plane"),
+        new_tripwire(&codes::T0706, READ, "control-plane"),
+        new_tripwire(&codes::T0707, &[Leader, Worker, MeshLeader], "control-plane"),
+        new_tripwire(&codes::T0710, ENVELOPE, "kv"),
+        new_tripwire(&codes::T0712, ENVELOPE, "kv"),
+        new_tripwire(&codes::T0721, &[Leader], "control-plane"),
+        new_tripwire(&codes::T0722, ENVELOPE, "control-plane"),
+        new_tripwire(&codes::T0723, ENVELOPE, "control-plane"),
+        new_tripwire(&codes::T0730, ENVELOPE, "replay"),
+        new_tripwire(&codes::T0731, ENVELOPE, "control-plane"),
+        new_tripwire(&codes::T0732, ENVELOPE, "control-plane"),
+        new_tripwire(&codes::T0733, ENVELOPE, "control-plane"),
+        new_tripwire(&codes::T0734, ENVELOPE, "groups"),
+        new_tripwire(&codes::T0735, ENVELOPE, "kv"),
+        new_tripwire(&codes::T0736, &[Leader], "overlap"),
+        new_tripwire(&codes::T0737, &[Worker, Leader], "determinism"),
+        new_tripwire(&codes::T0740, &[Init], "determinism"),
+        new_tripwire(&codes::T0741, &[Leader, Init], "overlap"),
+        new_tripwire(&codes::T0742, &[Leader, Worker, MeshLeader], "shutdown"),
+        new_tripwire(&codes::T0743, &[Leader, Worker, MeshLeader], "shutdown"),
+        new_tripwire(&codes::T0744, &[Leader], "determinism"),
+        new_tripwire(&codes::T0746, &[Worker], "replay"),
+        new_tripwire(&codes::T0747, &[Worker], "groups"),
+        new_tripwire(&codes::T0749, &[Worker, Leader, MeshLeader], "shutdown"),
+        new_tripwire(&codes::T0751, &[Worker], "groups"),
+        new_tripwire(&codes::T0752, &[Leader], "determinism"),
+        new_tripwire(&codes::T0753, &[Leader], "determinism"),
+        new_tripwire(&codes::T0754, &[Init, Worker, Leader], "determinism"),
+        new_tripwire(&codes::T0755, &[MeshLeader], "groups"),
+        new_tripwire(&codes::T0756, &[Init], "control-plane"),
+        new_tripwire(&codes::T0757, &[Init], "groups"),
+        new_tripwire(&codes::T0759, &[Leader], "determinism"),
     ]
 };
 
@@ -136,9 +128,10 @@ impl Tripwires {
         !self.0.contains(id)
     }
 
-    /// Drops findings whose tripwire is disabled.
-    pub(crate) fn retain_armed(&self, found: &mut Diagnostics) {
+    /// Returns the findings whose tripwire is enabled, if there are any, as an error.
+    pub(crate) fn check_findings(&self, mut found: Diagnostics) -> Result<(), Diagnostics> {
         found.retain(|d| self.is_armed(d.code));
+        if found.is_empty() { Ok(()) } else { Err(found) }
     }
 }
 

@@ -106,6 +106,8 @@ pub struct Worker {
     predicted: CacheState,
     pending: VecDeque<PendingCall>,
     running: Option<RunningCall>,
+    /// Actions that follow from the current event, in order.
+    actions: Vec<Action>,
     ended: bool,
 }
 
@@ -130,11 +132,7 @@ struct RunningCall {
 impl Worker {
     /// Creates a worker. Refuses limits without bounds and invalid cache sizes.
     pub fn new(config: WorkerConfig) -> Result<Worker, Diagnostics> {
-        let mut found = config.limits.check();
-        config.tripwires.retain_armed(&mut found);
-        if !found.is_empty() {
-            return Err(found);
-        }
+        config.tripwires.check_findings(config.limits.check())?;
         let predicted = CacheState::new(config.cache).map_err(|d| vec![d])?;
         Ok(Worker {
             config,
@@ -149,6 +147,7 @@ impl Worker {
             predicted,
             pending: VecDeque::new(),
             running: None,
+            actions: Vec::new(),
             ended: false,
         })
     }
@@ -156,21 +155,20 @@ impl Worker {
     /// Handles one event at time `now_ns` and returns the actions for the driver, in order. After
     /// the end of the run it returns none.
     pub fn handle_event(&mut self, now_ns: u64, event: Event) -> Vec<Action> {
-        let mut out = Vec::new();
         if self.ended {
-            return out;
+            return Vec::new();
         }
         self.clock.advance_to(now_ns, self.config.limits.heartbeat_ns);
         match event {
-            Event::Tick { progress: mark } => self.handle_tick(mark, &mut out),
-            Event::Message(message) => self.handle_message(message, &mut out),
+            Event::Tick { progress: mark } => self.handle_tick(mark),
+            Event::Message(message) => self.handle_message(message),
             Event::EngineReady { parity, fingerprints } => {
                 self.config.parity = std::mem::take(&mut self.config.parity).merge(&parity);
                 self.loaded_fingerprints = Some(fingerprints);
-                self.send_hello(&mut out);
+                self.send_hello();
             }
-            Event::EngineFailed(failure) => self.report_fault(failure, false, &mut out),
-            Event::CallEnded(Ok(report)) => self.finish_call(report, &mut out),
+            Event::EngineFailed(failure) => self.report_fault(failure, false),
+            Event::CallEnded(Ok(report)) => self.finish_call(report),
             Event::CallEnded(Err(fault)) => {
                 let failure = Failure {
                     class: fault.failure_class(),
@@ -179,20 +177,20 @@ impl Worker {
                     code: fault.code,
                     text: fault.text,
                 };
-                self.report_fault(failure, fault.kind == EngineFaultKind::Aborted, &mut out);
+                self.report_fault(failure, fault.kind == EngineFaultKind::Aborted);
             }
             Event::UpstreamGone(how) if self.is_armed(&T0742) => {
                 let (above, who) = self.upstream_name();
                 let text = format!("{who} is gone: {how}");
-                self.end_run(self.local_failure(FailureClass::RankDied, Some(above), &T0742, text), &mut out);
+                self.end_run(self.local_failure(FailureClass::RankDied, Some(above), &T0742, text));
             }
             Event::LauncherGone if self.is_armed(&T0749) => {
-                let text = "the launching process closed its socket".to_string();
-                self.end_run(self.local_failure(FailureClass::LauncherGone, None, &T0749, text), &mut out);
+                let text = "the launching process closed its socket";
+                self.end_run(self.local_failure(FailureClass::LauncherGone, None, &T0749, text));
             }
             Event::UpstreamGone(_) | Event::LauncherGone => {}
         }
-        out
+        std::mem::take(&mut self.actions)
     }
 
     /// Whether the run has ended, so that no further action follows.
@@ -201,13 +199,13 @@ impl Worker {
         self.ended
     }
 
-    fn handle_tick(&mut self, progress: u64, out: &mut Vec<Action>) {
+    fn handle_tick(&mut self, progress: u64) {
         let now = self.clock.now_ns();
         if now >= self.last_heartbeat_ns + self.config.limits.heartbeat_ns {
             self.last_heartbeat_ns = now;
             // The progress of a finished call must not count as progress of the next one.
             let progress = if self.running.is_some() { progress } else { 0 };
-            out.push(Action::Send(Message::Heartbeat(Heartbeat { progress })));
+            self.actions.push(Action::Send(Message::Heartbeat(Heartbeat { progress })));
         }
         if let Some(running) = &mut self.running
             && running.progress != progress
@@ -232,7 +230,7 @@ impl Worker {
                 format_ms(quiet_ns),
                 format_ms(patience_ns)
             );
-            return self.end_run(self.local_failure(FailureClass::Stall, Some(above), &T0743, text), out);
+            return self.end_run(self.local_failure(FailureClass::Stall, Some(above), &T0743, text));
         }
         if let Some(r) = &self.running
             && now.saturating_sub(r.last_progress_ns) > r.deadline_ns
@@ -243,27 +241,27 @@ impl Worker {
             // This rank may be waiting for another one; only the leader sees the progress of all
             // ranks. The failure is therefore secondary.
             let failure = self.local_failure(FailureClass::Stall, Some(self.config.rank), &T0743, text);
-            self.report_fault(failure, true, out);
+            self.report_fault(failure, true);
         }
     }
 
-    fn handle_message(&mut self, message: Message, out: &mut Vec<Action>) {
+    fn handle_message(&mut self, message: Message) {
         self.last_message_ns = self.clock.now_ns();
         let kind = message.kind();
         if kind.allowed_sender() != SenderRole::Leader && kind != MessageKind::Heartbeat {
-            return self.protocol_violation(0, format!("a {kind:?} message arrived at a worker"), out);
+            return self.protocol_violation(0, format!("a {kind:?} message arrived at a worker"));
         }
         match message {
             Message::Init(init) if self.init.is_none() => {
                 self.init = Some(init);
-                self.send_hello(out);
+                self.send_hello();
             }
-            Message::Envelope(e) => self.handle_envelope(*e, out),
-            Message::Context(c) => self.handle_context(c, out),
-            Message::Commit(c) => self.handle_commit(c.call_id, out),
-            Message::Abort(a) => self.end_run(a.failure, out),
+            Message::Envelope(e) => self.handle_envelope(*e),
+            Message::Context(c) => self.handle_context(c),
+            Message::Commit(c) => self.handle_commit(c.call_id),
+            Message::Abort(failure) => self.end_run(failure),
             Message::Heartbeat(h) => self.handle_leader_heartbeat(h.progress),
-            _ => self.protocol_violation(0, format!("a {kind:?} message arrived at the wrong time"), out),
+            _ => self.protocol_violation(0, format!("a {kind:?} message arrived at the wrong time")),
         }
     }
 
@@ -278,10 +276,10 @@ impl Worker {
         }
     }
 
-    fn send_hello(&mut self, out: &mut Vec<Action>) {
+    fn send_hello(&mut self) {
         let (Some(_), Some(fingerprints)) = (&self.init, &self.loaded_fingerprints) else { return };
         let c = &self.config;
-        out.push(Action::Send(Message::HelloAck(HelloAck {
+        self.actions.push(Action::Send(Message::HelloAck(HelloAck {
             build: c.build.clone(),
             plan: c.plan,
             parity: identity_keys(&c.build, c.plan, &c.programs, &c.tripwires).merge(&c.parity),
@@ -289,15 +287,14 @@ impl Worker {
         })));
     }
 
-    fn handle_envelope(&mut self, e: Envelope, out: &mut Vec<Action>) {
+    fn handle_envelope(&mut self, e: Envelope) {
         let call_id = e.header.call_id;
         let Some(init) = &self.init else {
-            return self.protocol_violation(call_id, "an envelope came before the hello".into(), out);
+            return self.protocol_violation(call_id, "an envelope came before the hello");
         };
         let shutdown = e.header.action == CallAction::Shutdown;
         if !shutdown && self.loaded_fingerprints.is_none() {
-            let text = "an envelope came before this rank had loaded".into();
-            return self.protocol_violation(call_id, text, out);
+            return self.protocol_violation(call_id, "an envelope came before this rank had loaded");
         }
         let open = self.pending.len() + usize::from(self.running.is_some());
         let local = LocalState {
@@ -311,14 +308,14 @@ impl Worker {
         };
         let after = match check_envelope(&e, &local) {
             Ok(after) => after,
-            Err(found) => return self.refuse_call(call_id, self.refusal_of_findings(&found), out),
+            Err(found) => return self.refuse_call(call_id, self.refusal_of_findings(&found)),
         };
         if shutdown {
-            return self.answer_shutdown(&e, out);
+            return self.answer_shutdown(&e);
         }
         if open >= self.config.limits.max_outstanding as usize {
             let text = format!("envelope {call_id} came while {open} calls are open, the limit");
-            return self.protocol_violation(call_id, text, out);
+            return self.protocol_violation(call_id, text);
         }
         self.last_call_id = call_id;
         let digest = after.state_digest();
@@ -331,39 +328,39 @@ impl Worker {
         });
         let newest = self.pending.len() - 1;
         if !needs_context(&self.pending[newest].envelope) {
-            self.send_ready(newest, out);
+            self.send_ready(newest);
         }
     }
 
-    fn handle_context(&mut self, c: CallContext, out: &mut Vec<Action>) {
+    fn handle_context(&mut self, c: CallContext) {
         let at = self
             .pending
             .iter()
             .position(|p| p.envelope.header.call_id == c.call_id && !p.ready && needs_context(&p.envelope));
         let Some(at) = at else {
             let text = format!("context arrived for call {}, which does not wait for one", c.call_id);
-            return self.protocol_violation(c.call_id, text, out);
+            return self.protocol_violation(c.call_id, text);
         };
         if let Some(meta) = &self.pending[at].envelope.meta
             && let Err(found) = check_context(meta, &c.tensors, &self.config.programs, &self.config.tripwires)
         {
-            return self.refuse_call(c.call_id, self.refusal_of_findings(&found), out);
+            return self.refuse_call(c.call_id, self.refusal_of_findings(&found));
         }
         self.pending[at].context = c.tensors;
-        self.send_ready(at, out);
+        self.send_ready(at);
     }
 
-    fn send_ready(&mut self, at: usize, out: &mut Vec<Action>) {
+    fn send_ready(&mut self, at: usize) {
         let p = &mut self.pending[at];
         p.ready = true;
-        out.push(Action::Send(Message::Ready(Ready {
+        self.actions.push(Action::Send(Message::Ready(Ready {
             call_id: p.envelope.header.call_id,
             predicted_state: p.predicted_state,
             inputs: input_digest(&p.envelope, &p.context),
         })));
     }
 
-    fn handle_commit(&mut self, call_id: u64, out: &mut Vec<Action>) {
+    fn handle_commit(&mut self, call_id: u64) {
         let front = self.pending.front();
         let open = front.is_some_and(|p| p.envelope.header.call_id == call_id && p.ready);
         if self.running.is_some() || !open {
@@ -378,7 +375,7 @@ impl Worker {
                 self.last_commit
             );
             let failure = self.local_failure(FailureClass::Protocol, Some(self.config.rank), code, text);
-            return self.refuse_call(call_id, failure, out);
+            return self.refuse_call(call_id, failure);
         }
         let Some(p) = self.pending.pop_front() else { return };
         self.running = Some(RunningCall {
@@ -391,7 +388,7 @@ impl Worker {
         self.last_commit = call_id;
         let mut inputs = p.envelope.tensors;
         inputs.0.extend(p.context.0);
-        out.push(Action::Run(Box::new(ReadyCall {
+        self.actions.push(Action::Run(Box::new(ReadyCall {
             call_id,
             action: p.envelope.header.action,
             chunk: p.envelope.header.chunk,
@@ -402,12 +399,12 @@ impl Worker {
         })));
     }
 
-    fn finish_call(&mut self, report: CallReport, out: &mut Vec<Action>) {
+    fn finish_call(&mut self, report: CallReport) {
         let Some(RunningCall { call_id, cache_epoch, .. }) = self.running.take() else {
-            return self.protocol_violation(0, "the engine ended a call that was not running".into(), out);
+            return self.protocol_violation(0, "the engine ended a call that was not running");
         };
         let output = if self.config.sends_output { report.output.into_iter().collect() } else { Vec::new() };
-        out.push(Action::Send(Message::Done(Box::new(Done {
+        self.actions.push(Action::Send(Message::Done(Box::new(Done {
             call_id,
             cache_epoch,
             observed: report.observed,
@@ -416,11 +413,11 @@ impl Worker {
         }))));
     }
 
-    fn answer_shutdown(&mut self, e: &Envelope, out: &mut Vec<Action>) {
+    fn answer_shutdown(&mut self, e: &Envelope) {
         let call_id = e.header.call_id;
         if let Some(running) = &self.running {
             let text = format!("shutdown came while call {} runs", running.call_id);
-            return self.protocol_violation(call_id, text, out);
+            return self.protocol_violation(call_id, text);
         }
         let observed = CallObservation {
             trace: Digest::hash_trace([]),
@@ -434,35 +431,35 @@ impl Worker {
             fingerprints: Vec::new(),
             output: Tensors::default(),
         };
-        out.push(Action::Send(Message::Done(Box::new(done))));
-        out.push(Action::Exit(None));
+        self.actions.push(Action::Send(Message::Done(Box::new(done))));
+        self.actions.push(Action::Exit(None));
         self.ended = true;
     }
 
     /// Refuses a message that is illegal at this time and ends the run, unless the tripwire is
     /// disabled.
-    fn protocol_violation(&mut self, call_id: u64, text: String, out: &mut Vec<Action>) {
+    fn protocol_violation(&mut self, call_id: u64, text: impl Into<String>) {
         if self.is_armed(&T0707) {
             let failure = self.local_failure(FailureClass::Protocol, Some(self.config.rank), &T0707, text);
-            self.refuse_call(call_id, failure, out);
+            self.refuse_call(call_id, failure);
         }
     }
 
     /// Reports why this rank refuses a call, then ends.
-    fn refuse_call(&mut self, call_id: u64, failure: Failure, out: &mut Vec<Action>) {
-        out.push(Action::Send(Message::Refused(Refused { call_id, failure: failure.clone() })));
-        self.end_run(failure, out);
+    fn refuse_call(&mut self, call_id: u64, failure: Failure) {
+        self.actions.push(Action::Send(Message::Refused(Refused { call_id, failure: failure.clone() })));
+        self.end_run(failure);
     }
 
     /// Reports why this rank cannot continue, then ends.
-    fn report_fault(&mut self, failure: Failure, secondary: bool, out: &mut Vec<Action>) {
-        out.push(Action::Send(Message::Fault(FaultReport { failure: failure.clone(), secondary })));
-        self.end_run(failure, out);
+    fn report_fault(&mut self, failure: Failure, secondary: bool) {
+        self.actions.push(Action::Send(Message::Fault(FaultReport { failure: failure.clone(), secondary })));
+        self.end_run(failure);
     }
 
-    fn end_run(&mut self, failure: Failure, out: &mut Vec<Action>) {
-        out.push(Action::AbortEngine);
-        out.push(Action::Exit(Some(failure)));
+    fn end_run(&mut self, failure: Failure) {
+        self.actions.push(Action::AbortEngine);
+        self.actions.push(Action::Exit(Some(failure)));
         self.ended = true;
     }
 
@@ -476,7 +473,13 @@ impl Worker {
         (above, if above == 0 { "the leader" } else { "the mesh leader" })
     }
 
-    fn local_failure(&self, class: FailureClass, rank: Option<u32>, code: &Code, text: String) -> Failure {
+    fn local_failure(
+        &self,
+        class: FailureClass,
+        rank: Option<u32>,
+        code: &Code,
+        text: impl Into<String>,
+    ) -> Failure {
         Failure::new(class, rank, code, text).with_site(CheckSite::Worker)
     }
 

@@ -7,7 +7,7 @@ use support::{Bug, LeaderPlacement, leader_config, prompt_tensor, weights_at, wo
 use tessera_runtime::director::{ChunkRequest, SceneCut};
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::leader;
-use tessera_runtime::wire::{CallAction, Message, Tensor};
+use tessera_runtime::wire::{CallAction, Message, Reload, Tensor};
 use tessera_runtime::{FailureClass, Tripwires};
 
 const BOTH: [LeaderPlacement; 2] = [LeaderPlacement::InMesh, LeaderPlacement::Outside];
@@ -136,7 +136,7 @@ fn a_reload_waits_for_open_calls_runs_alone_and_bumps_the_epoch() {
         for n in 0..clean_message_count(shape, regime, 4) {
             let mut net = Net::with_placement(shape, 2, regime, 4);
             let (source, weights) = ("other".to_string(), weights_at("other"));
-            net.inject.insert(n, leader::Event::Reload { source, weights });
+            net.inject.insert(n, leader::Event::Reload(Reload { source, weights }));
             assert_eq!(net.run(60), None, "{shape:?} {regime:?} {n}");
             assert_eq!(chunk_ids(&net.delivered), [0, 1, 2, 3]);
             let Some(reload) = net.controls.iter().find(|c| c.plan.action == CallAction::Reload) else {

@@ -107,7 +107,7 @@ fn replace_message(way: Hop, of: impl Fn(&Message) -> bool + 'static, other: Mes
 }
 
 fn reload() -> leader::Event {
-    leader::Event::Reload { source: "other".into(), weights: weights_at("other") }
+    leader::Event::Reload(Reload { source: "other".into(), weights: weights_at("other") })
 }
 
 fn is_commit(m: &Message) -> bool {

@@ -9,11 +9,10 @@ use support::{plan_digest, prompt_tensor, test_programs, test_stream};
 use tessera_runtime::director::{ChunkRequest, Director, SceneCut};
 use tessera_runtime::kv_cache::CacheRegime;
 use tessera_runtime::wire::{
-    Abort, CallAction, CallContext, CallObservation, Commit, Done, Dtype, ENVELOPE_FIELDS, Envelope,
-    EnvelopeHeader, F32Bits, FaultReport, HEADER_BYTES, Heartbeat, HelloAck, Init, MAX_META_BYTES,
-    MAX_TENSORS, Message, MessageKind, PhaseCall, Progress, Ready, Refused, Reload, ScalarArg, SenderRole,
-    ShardFingerprint, Tensor, Tensors, WIRE_VERSION, Welcome, decode, decode_header, encode,
-    envelope_reference,
+    CallAction, CallContext, CallObservation, Commit, Done, Dtype, ENVELOPE_FIELDS, Envelope, EnvelopeHeader,
+    F32Bits, FaultReport, HEADER_BYTES, Heartbeat, HelloAck, Init, MAX_META_BYTES, MAX_TENSORS, Message,
+    MessageKind, PhaseCall, Progress, Ready, Refused, Reload, ScalarArg, SenderRole, ShardFingerprint,
+    Tensor, Tensors, WIRE_VERSION, Welcome, decode, decode_header, encode, envelope_reference,
 };
 use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Parity, ParityClass};
 
@@ -85,7 +84,7 @@ fn every_message() -> Vec<Message> {
         Message::Envelope(Box::new(envelope())),
         Message::Context(CallContext { call_id: 2, tensors: Tensors(vec![prompt_tensor(1)]) }),
         Message::Commit(Commit { call_id: 2 }),
-        Message::Abort(Abort { failure: failure() }),
+        Message::Abort(failure()),
         Message::HelloAck(HelloAck {
             build: "b".into(),
             plan: plan_digest(),

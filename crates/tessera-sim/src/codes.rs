@@ -5,7 +5,6 @@ use tessera_base::Code;
 /// Diagnostic codes that this crate raises; `tessera explain` prints their pages.
 pub const CODES: &[&Code] = &[&T0810, &T0811];
 
-/// A program that cannot be timed.
 pub static T0810: Code = Code {
     id: "T0810",
     title: "program cannot be run on a simulated device",
@@ -15,7 +14,6 @@ plan never do, because the verifier has checked them; if this error occurs, the 
 or was never sealed. Run `tessera check` on the program to see the violation.",
 };
 
-/// Ranks that wait for each other.
 pub static T0811: Code = Code {
     id: "T0811",
     title: "ranks of a simulated run wait for each other",

@@ -4,8 +4,7 @@ mod events;
 mod running_program;
 mod stall;
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::rc::Rc;
 
 use tessera_base::Diagnostic;
@@ -17,7 +16,7 @@ use crate::codes::T0810;
 use crate::communicators::{CommunicatorIndex, CommunicatorTable};
 use crate::timed_program::TimedProgram;
 
-use events::{EventKind, ROUNDING_NS, TimeNs, TimedEvent, ceil_ns};
+use events::{EventKind, ROUNDING_NS, TimeNs, ceil_ns};
 use running_program::{RunningProgram, StreamState};
 
 /// Handle of a loaded program.
@@ -83,7 +82,8 @@ pub struct SimDevices {
     states: Vec<RankDevice>,
     pending_launches: BTreeMap<(CommunicatorIndex, u64), MatchedLaunch>,
     now_ns: f64,
-    queue: BinaryHeap<Reverse<TimedEvent>>,
+    /// Pending events by time and, at equal times, by the order of their creation.
+    queue: BTreeMap<(TimeNs, u64), EventKind>,
     seq: u64,
     /// Ranks whose state changed at the current time.
     touched_ranks: BTreeSet<usize>,
@@ -149,7 +149,7 @@ impl SimDevices {
             states: (0..mesh.world_size()).map(|_| RankDevice::default()).collect(),
             pending_launches: BTreeMap::new(),
             now_ns: 0.0,
-            queue: BinaryHeap::new(),
+            queue: BTreeMap::new(),
             seq: 0,
             touched_ranks: BTreeSet::new(),
             ended_programs: Vec::new(),
@@ -184,7 +184,7 @@ impl SimDevices {
         for rank in ranks {
             let mut lanes = Vec::with_capacity(script.collectives.len());
             for meet in &script.collectives {
-                let Some(lane) = self.communicators.find_or_insert(&self.mesh, *rank, meet.route) else {
+                let Some(communicator) = meet.route.communicator_of(&self.mesh, *rank) else {
                     let message = format!(
                         "{} in {}: rank {rank} has no such group or peer",
                         meet.description, script.name
@@ -193,7 +193,7 @@ impl SimDevices {
                         .with_label(script.name.clone(), format!("op {}", meet.op))
                         .with_label("mesh", self.mesh.to_string()));
                 };
-                lanes.push(lane);
+                lanes.push(self.communicators.find_or_insert(communicator));
             }
             self.launch_routes.insert((*rank, loaded), Rc::new(lanes));
         }
@@ -225,20 +225,19 @@ impl SimDevices {
     /// Returns the time of the next event in whole nanoseconds, or `None` if no event is pending.
     #[must_use]
     pub fn next_event_ns(&self) -> Option<u64> {
-        self.queue.peek().map(|Reverse(due)| ceil_ns(due.at.0))
+        self.first_event_ns().map(ceil_ns)
     }
 
     /// Advances the clock, and returns the programs that ended meanwhile, in order.
     pub fn advance_to(&mut self, to_ns: u64) -> Vec<ProgramEnd> {
         let until = to_ns as f64 + ROUNDING_NS;
-        while let Some(at) = self.queue.peek().map(|Reverse(due)| due.at.0).filter(|at| *at <= until) {
+        while let Some(at) = self.first_event_ns().filter(|at| *at <= until) {
             self.now_ns = at.max(self.now_ns);
             // Process all events of one time before their consequences, so that no result depends
             // on the order within that time.
-            while self.queue.peek().is_some_and(|Reverse(due)| due.at.0 <= at) {
-                if let Some(Reverse(due)) = self.queue.pop() {
-                    self.handle_event(due.kind);
-                }
+            while let Some(due) = self.queue.first_entry().filter(|due| due.key().0.0 <= at) {
+                let event = due.remove();
+                self.handle_event(event);
             }
             self.settle_ranks();
         }
@@ -260,7 +259,11 @@ impl SimDevices {
 
     fn push_event(&mut self, at_ns: f64, what: EventKind) {
         self.seq += 1;
-        self.queue.push(Reverse(TimedEvent { at: TimeNs(at_ns), seq: self.seq, kind: what }));
+        self.queue.insert((TimeNs(at_ns), self.seq), what);
+    }
+
+    fn first_event_ns(&self) -> Option<f64> {
+        self.queue.first_key_value().map(|((at, _), _)| at.0)
     }
 
     fn handle_event(&mut self, what: EventKind) {

@@ -2,12 +2,11 @@
 //! each op.
 
 use tessera_base::Diagnostic;
-use tessera_device::TimingModel;
-use tessera_ir::{Op, Opcode, PeerPosition, Program};
+use tessera_device::{CommRoute, TimingModel};
+use tessera_ir::{Op, Opcode, Program};
 use tessera_mesh::Mesh;
 
 use crate::codes::T0810;
-use crate::communicators::LaunchRoute;
 
 /// A program of one role as the simulated devices execute it: queues, dependencies and op times.
 #[derive(Debug)]
@@ -47,7 +46,7 @@ pub(crate) struct TimedOp {
 #[derive(Debug)]
 pub(crate) struct CollectiveLaunch {
     pub(crate) op: usize,
-    pub(crate) route: LaunchRoute,
+    pub(crate) route: CommRoute,
     /// Duration after the arrival of the last member, in nanoseconds.
     pub(crate) duration_ns: f64,
     /// The properties on which all members must agree, encoded as one number.
@@ -103,15 +102,15 @@ impl TimedProgram {
             };
             let first = timed.collectives.len();
             for at in batches.get(i).map_or(&[][..], Vec::as_slice) {
-                let Some(way) = LaunchRoute::from_op(&p.ops[*at]) else {
+                let Some(route) = CommRoute::from_op(&p.ops[*at]) else {
                     return Err(refuse(*at, "names no group or no peer"));
                 };
                 timed.collectives.push(CollectiveLaunch {
                     op: *at,
-                    route: way,
+                    route,
                     duration_ns: timing.collective_ns(p, *at, mesh) as f64,
                     signature: shared_signature(&p.ops[*at]),
-                    description: describe_collective(&p.ops[*at]),
+                    description: format!("{} over {route}", p.ops[*at].opcode.name()),
                 });
             }
             let meets = first..timed.collectives.len();
@@ -158,15 +157,4 @@ fn shared_signature(op: &Op) -> u64 {
     let opcode = if op.opcode == Opcode::Recv { Opcode::Send } else { op.opcode };
     let reduction = op.reduction().map_or(0, |r| 1 + r as u64);
     (opcode as u64) << 8 | reduction
-}
-
-/// Describes a collective with its group and peer: `send over pp to position 1`.
-fn describe_collective(op: &Op) -> String {
-    let over = op.comm_group().map_or(String::new(), |g| format!(" over {g}"));
-    let peer = match op.peer_position() {
-        Some(PeerPosition::To(at)) => format!(" to position {at}"),
-        Some(PeerPosition::From(at)) => format!(" from position {at}"),
-        None => String::new(),
-    };
-    format!("{}{over}{peer}", op.opcode.name())
 }

@@ -1,6 +1,6 @@
 //! Known bugs, injected on purpose: a storm that does not find them is useless.
 
-use tessera_runtime::sim::{SharedConfig, SimConfig, TICK_NS};
+use tessera_runtime::sim::{SimConfig, TICK_NS, synthetic_config};
 use tessera_runtime::{Limits, tripwire::Tripwires};
 
 use crate::Scenario;
@@ -26,66 +26,49 @@ pub enum InjectedBug {
     ImpatientWatchdog,
 }
 
+/// Each bug with its name on the command line and the tripwires that would catch it at once, which
+/// are disabled; in the order of the variants.
+const BUGS: [(InjectedBug, &str, &[&str]); 8] = [
+    (InjectedBug::CommitEarly, "commit-early", &["T0755"]),
+    (InjectedBug::MinEpochIgnored, "min-epoch-ignored", &[]),
+    (InjectedBug::OutputUnbounded, "output-unbounded", &[]),
+    (InjectedBug::RunTwice, "run-twice", &["T0730", "T0707", "T0746", "T0712", "T0755"]),
+    (InjectedBug::NoDeadlines, "no-deadlines", &["T0743"]),
+    (InjectedBug::DeathUnnoticed, "death-unnoticed", &["T0742"]),
+    (InjectedBug::DriftUnnoticed, "drift-unnoticed", &["T0744", "T0747", "T0759"]),
+    (InjectedBug::ImpatientWatchdog, "impatient-watchdog", &[]),
+];
+
 impl InjectedBug {
-    /// Every bug that a storm can inject.
-    pub const ALL: [InjectedBug; 8] = [
-        InjectedBug::CommitEarly,
-        InjectedBug::MinEpochIgnored,
-        InjectedBug::OutputUnbounded,
-        InjectedBug::RunTwice,
-        InjectedBug::NoDeadlines,
-        InjectedBug::DeathUnnoticed,
-        InjectedBug::DriftUnnoticed,
-        InjectedBug::ImpatientWatchdog,
-    ];
+    /// Iterates over every bug that a storm can inject.
+    pub fn iter_all() -> impl Iterator<Item = InjectedBug> {
+        BUGS.iter().map(|(bug, ..)| *bug)
+    }
 
     /// Returns the bug's name on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            InjectedBug::CommitEarly => "commit-early",
-            InjectedBug::MinEpochIgnored => "min-epoch-ignored",
-            InjectedBug::OutputUnbounded => "output-unbounded",
-            InjectedBug::RunTwice => "run-twice",
-            InjectedBug::NoDeadlines => "no-deadlines",
-            InjectedBug::DeathUnnoticed => "death-unnoticed",
-            InjectedBug::DriftUnnoticed => "drift-unnoticed",
-            InjectedBug::ImpatientWatchdog => "impatient-watchdog",
-        }
-    }
-
-    fn disabled_tripwires(self) -> &'static [&'static str] {
-        match self {
-            InjectedBug::RunTwice => &["T0730", "T0707", "T0746", "T0712", "T0755"],
-            InjectedBug::NoDeadlines => &["T0743"],
-            InjectedBug::DeathUnnoticed => &["T0742"],
-            InjectedBug::DriftUnnoticed => &["T0744", "T0747", "T0759"],
-            InjectedBug::CommitEarly => &["T0755"],
-            _ => &[],
-        }
+        BUGS[self as usize].1
     }
 }
 
 /// Returns the configuration of a scenario's simulation.
 pub(crate) fn sim_config(scenario: &Scenario, bug: Option<InjectedBug>) -> SimConfig {
-    let limits = match bug {
-        Some(InjectedBug::OutputUnbounded) => {
-            Limits { d_out: Limits::MAX_DEPTH, ..Scenario::runtime_limits() }
-        }
+    let mut limits = Scenario::runtime_limits();
+    match bug {
+        Some(InjectedBug::OutputUnbounded) => limits.d_out = Limits::MAX_DEPTH,
         Some(InjectedBug::ImpatientWatchdog) => {
-            Limits { done_floor_ns: 100_000_000, done_factor: 1, ..Scenario::runtime_limits() }
+            (limits.done_floor_ns, limits.done_factor) = (100_000_000, 1);
         }
-        _ => Scenario::runtime_limits(),
-    };
+        _ => {}
+    }
+    let disabled = bug.map_or(&[][..], |bug| BUGS[bug as usize].2);
+    let tripwires = Tripwires::disabling(disabled.iter().copied());
     SimConfig {
-        ranks: scenario.ranks,
-        outside: scenario.outside,
+        leader: synthetic_config(scenario.mesh_ranks(), scenario.regime, limits, tripwires),
         launcher: scenario.launcher,
-        shared: SharedConfig::synthetic(scenario.regime),
         tick_ns: TICK_NS,
-        limits,
-        tripwires: Tripwires::disabling(bug.map_or(&[][..], InjectedBug::disabled_tripwires).iter().copied()),
-        requests: scenario.requests.clone(),
+        requests: scenario.requests.iter().copied().collect(),
         external_events: scenario.external_events.clone(),
     }
 }

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tessera_base::Diagnostics;
-use tessera_runtime::engine::ReadyCall;
-use tessera_runtime::sim::{ExternalEvent, MediaJob, SimEvent, SimOutcome};
+use tessera_runtime::engine::{MediaJob, ReadyCall};
+use tessera_runtime::sim::{ExternalEvent, SimEvent, SimOutcome};
 use tessera_runtime::wire::{CallAction, Message};
 use tessera_runtime::{Digest, FailureClass};
 
@@ -64,6 +64,8 @@ pub(crate) struct InvariantChecker {
     violations: Vec<InvariantViolation>,
     trace: Digest,
     events: u64,
+    /// Time of the latest event in nanoseconds, and at last that of the end.
+    now_ns: u64,
     /// Ranks that have sent their ready message, per call.
     ready: BTreeMap<u64, BTreeSet<u32>>,
     /// Calls whose first ready message was delivered; the injected bug forges the others.
@@ -88,6 +90,7 @@ impl InvariantChecker {
             violations: Vec::new(),
             trace: Digest::default(),
             events: 0,
+            now_ns: 0,
             ready: BTreeMap::new(),
             first_ready_calls: BTreeSet::new(),
             call_digests: BTreeMap::new(),
@@ -103,15 +106,16 @@ impl InvariantChecker {
         self.first_ready_calls.insert(call_id)
     }
 
-    fn report_violation(&mut self, rule: &'static str, at_ns: u64, text: String) {
+    fn report_violation(&mut self, rule: &'static str, text: impl Into<String>) {
         // Report each invariant once.
         if !self.violations.iter().any(|v| v.rule == rule) {
-            self.violations.push(InvariantViolation { rule, at_ns, text });
+            self.violations.push(InvariantViolation { rule, at_ns: self.now_ns, text: text.into() });
         }
     }
 
     pub(crate) fn observe_event(&mut self, now_ns: u64, what: &SimEvent<'_>) {
         self.events += 1;
+        self.now_ns = now_ns;
         self.fold_event(now_ns, what);
         match what {
             SimEvent::FrameSent(frame) => {
@@ -121,10 +125,10 @@ impl InvariantChecker {
                     self.ready.entry(r.call_id).or_default().insert(frame.origin);
                 }
             }
-            SimEvent::CallStarted { rank, call } => self.check_call_start(now_ns, *rank, call),
+            SimEvent::CallStarted { rank, call } => self.check_call_start(*rank, call),
             SimEvent::MinEpochSet(epoch) => self.min_epoch = (*epoch).max(self.min_epoch),
             SimEvent::MediaJobFinished {
-                work: MediaJob::Deliver { chunk, epoch },
+                work: MediaJob::Deliver { chunk, epoch, .. },
                 emitted: true,
                 waiting,
                 ..
@@ -135,12 +139,11 @@ impl InvariantChecker {
                         "chunk {chunk} of epoch {epoch} was delivered after the minimum epoch became {}",
                         self.min_epoch
                     );
-                    self.report_violation("stale epoch", now_ns, text);
+                    self.report_violation("stale epoch", text);
                 }
                 if self.last_chunk.is_some_and(|last| last >= *chunk) {
                     self.report_violation(
                         "output order",
-                        now_ns,
                         format!("chunk {chunk} was delivered after {:?}", self.last_chunk),
                     );
                 }
@@ -148,7 +151,6 @@ impl InvariantChecker {
                 if *waiting > 6 {
                     self.report_violation(
                         "bounds",
-                        now_ns,
                         format!("{waiting} jobs are queued in the media pipeline"),
                     );
                 }
@@ -158,14 +160,13 @@ impl InvariantChecker {
                 if record.queued_out > limits.d_out || record.queued_in > limits.d_in {
                     let text =
                         format!("{} requests and {} chunks are queued", record.queued_in, record.queued_out);
-                    self.report_violation("bounds", now_ns, text);
+                    self.report_violation("bounds", text);
                 }
                 let mut outputs: Vec<Digest> = record.observed.values().map(|o| o.output).collect();
                 outputs.dedup();
                 if outputs.len() > 1 && record.plan.action == CallAction::Infer {
                     self.report_violation(
                         "equal results",
-                        now_ns,
                         format!("call {} closed with different outputs {outputs:?}", record.call_id),
                     );
                 }
@@ -176,7 +177,7 @@ impl InvariantChecker {
 
     /// Checks that no rank enters a call's collectives before every rank of the mesh has agreed to
     /// that call.
-    fn check_call_start(&mut self, now_ns: u64, rank: u32, call: &ReadyCall) {
+    fn check_call_start(&mut self, rank: u32, call: &ReadyCall) {
         let id = call.call_id;
         let ready = self.ready.get(&id);
         let missing: Vec<u32> =
@@ -184,14 +185,12 @@ impl InvariantChecker {
         if !missing.is_empty() {
             self.report_violation(
                 "agreement",
-                now_ns,
                 format!("rank {rank} runs call {id}, but ranks {missing:?} are not ready"),
             );
         }
         if self.last_run.insert(rank, id).is_some_and(|last| last >= id) {
             self.report_violation(
                 "monotone ids",
-                now_ns,
                 format!("rank {rank} runs call {id} again or out of order"),
             );
         }
@@ -200,7 +199,6 @@ impl InvariantChecker {
         if *self.call_digests.entry(id).or_insert(content) != content {
             self.report_violation(
                 "same call",
-                now_ns,
                 format!("rank {rank} runs a different call {id} than its peers"),
             );
         }
@@ -233,6 +231,7 @@ impl InvariantChecker {
 
     pub(crate) fn into_outcome(mut self, ending: &SimOutcome) -> StormOutcome {
         let end_ns = ending.gone_ns.unwrap_or(crate::MAX_SIMULATED_NS);
+        self.now_ns = end_ns;
         if !ending.left.is_empty() {
             // The launcher ends a stopped process; without a launcher the simulated user must do
             // so.
@@ -242,17 +241,12 @@ impl InvariantChecker {
             };
             let left: Vec<u32> = ending.left.iter().copied().filter(|r| !stopped(r)).collect();
             if !left.is_empty() {
-                self.report_violation(
-                    "every process exits",
-                    end_ns,
-                    format!("ranks {left:?} are still running"),
-                );
+                self.report_violation("every process exits", format!("ranks {left:?} are still running"));
             }
         }
         if ending.left.is_empty() && end_ns > self.last_event_ns + MAX_RUN_AFTER_EVENT_NS {
             self.report_violation(
                 "bounded waits",
-                end_ns,
                 format!(
                     "the run ended at {} s, too long after the last injected event",
                     end_ns / 1_000_000_000
@@ -262,27 +256,23 @@ impl InvariantChecker {
         let failure = ending.failure.as_ref();
         if self.scenario.is_harmless() && (failure.is_some() || !ending.finished) {
             let text = format!("the scenario is harmless, but the run ended with {failure:?}");
-            self.report_violation("no false positive", end_ns, text);
+            self.report_violation("no false positive", text);
         }
         if let Some((bound_ns, since_ns)) = self.scenario.exit_bound()
             && failure.is_some()
             && end_ns > since_ns + bound_ns
         {
             let text = format!("{:.3} s after the injected event", (end_ns - since_ns) as f64 / 1e9);
-            self.report_violation("exit in time", end_ns, text);
+            self.report_violation("exit in time", text);
         }
         if !ending.finished && failure.is_none() && self.leader_survives() {
-            self.report_violation("reported outcome", end_ns, "the run neither finished nor failed".into());
+            self.report_violation("reported outcome", "the run neither finished nor failed");
         }
         if let (Some(culprit), Some(f)) = (self.scenario.expected_culprit(), failure)
             && culprit != 0
             && f.rank != Some(culprit)
         {
-            self.report_violation(
-                "blamed rank",
-                end_ns,
-                format!("rank {culprit} was hit, but the failure is {f}"),
-            );
+            self.report_violation("blamed rank", format!("rank {culprit} was hit, but the failure is {f}"));
         }
         StormOutcome {
             violations: self.violations,

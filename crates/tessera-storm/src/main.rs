@@ -47,10 +47,10 @@ fn parse_arguments() -> Result<Arguments, String> {
         match name.as_str() {
             "--seeds" => out.seeds = value.parse().map_err(wrong)?,
             "--from" => out.from = value.parse().map_err(wrong)?,
-            "--bug" if value == "all" => out.bugs = InjectedBug::ALL.to_vec(),
+            "--bug" if value == "all" => out.bugs = InjectedBug::iter_all().collect(),
             "--bug" => {
-                let bug = InjectedBug::ALL.into_iter().find(|p| p.name() == value);
-                let names: Vec<&str> = InjectedBug::ALL.iter().map(|p| p.name()).collect();
+                let bug = InjectedBug::iter_all().find(|p| p.name() == value);
+                let names: Vec<&str> = InjectedBug::iter_all().map(InjectedBug::name).collect();
                 out.bugs.push(
                     bug.ok_or_else(|| format!("unknown bug `{value}`; known bugs: {}", names.join(", ")))?,
                 );

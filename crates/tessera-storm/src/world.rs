@@ -3,8 +3,8 @@
 use std::fmt;
 
 use tessera_base::random::Rng;
-use tessera_runtime::engine::ReadyCall;
-use tessera_runtime::sim::{Frame, MediaJob, NEVER_ENDS, SimEvent, SimOutcome, World};
+use tessera_runtime::engine::{MediaJob, ReadyCall};
+use tessera_runtime::sim::{Frame, NEVER_ENDS, SimEvent, SimOutcome, World};
 use tessera_runtime::wire::{CallAction, Message};
 
 use crate::invariants::InvariantChecker;
@@ -108,7 +108,7 @@ impl World for ScenarioWorld<'_> {
 
     fn media_ns(&mut self, _: u64, work: &MediaJob) -> u64 {
         self.random_delay(match work {
-            MediaJob::EncodePrompt => 2 * MS,
+            MediaJob::EncodePrompt(_) => 2 * MS,
             MediaJob::Context { .. } => 5 * MS,
             MediaJob::Deliver { .. } => 20 * MS,
         })

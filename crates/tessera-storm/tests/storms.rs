@@ -19,7 +19,7 @@ fn no_invariant_is_violated() {
 
 #[test]
 fn every_injected_bug_is_found() {
-    for bug in InjectedBug::ALL {
+    for bug in InjectedBug::iter_all() {
         let by = (0..1_000)
             .find(|seed| !run_scenario(&Scenario::from_seed(*seed), Some(bug), None).violations.is_empty());
         assert!(by.is_some(), "{} is not found", bug.name());

@@ -62,11 +62,6 @@ impl ByteRuns {
         let left = outer.iter().map(|(_, n, _)| n).product();
         ByteRuns { indices: vec![0; outer.len()], outer, base, run_bytes: run, remaining: left }
     }
-
-    /// Returns the number of runs that the iterator has yet to return.
-    pub(crate) fn remaining_runs(&self) -> u64 {
-        self.remaining
-    }
 }
 
 impl Iterator for ByteRuns {

@@ -5,7 +5,7 @@ use std::fmt;
 
 /// A readable element type. Elements are always little-endian on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum FileDtype {
+pub(crate) enum FileDtype {
     /// IEEE 754 binary32.
     F32,
     /// IEEE 754 binary16.
@@ -16,17 +16,15 @@ pub enum FileDtype {
 
 impl FileDtype {
     /// Every element type that can be read from a file.
-    pub const ALL: [FileDtype; 3] = [FileDtype::F32, FileDtype::F16, FileDtype::Bf16];
+    const ALL: [FileDtype; 3] = [FileDtype::F32, FileDtype::F16, FileDtype::Bf16];
 
     /// Returns the type with this safetensors name if it is readable.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<FileDtype> {
+    pub(crate) fn from_name(name: &str) -> Option<FileDtype> {
         FileDtype::ALL.into_iter().find(|d| d.name() == name)
     }
 
     /// Returns the safetensors name.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             FileDtype::F32 => "F32",
             FileDtype::F16 => "F16",
@@ -35,8 +33,7 @@ impl FileDtype {
     }
 
     /// Returns the size of one element in bytes.
-    #[must_use]
-    pub fn byte_size(self) -> u64 {
+    pub(crate) fn byte_size(self) -> u64 {
         match self {
             FileDtype::F32 => 4,
             FileDtype::F16 | FileDtype::Bf16 => 2,

@@ -33,16 +33,9 @@ pub(crate) struct TensorEntry {
     pub(crate) end: usize,
 }
 
-/// A header that is consistent with its file.
-#[derive(Debug)]
-pub(crate) struct SafetensorsHeader {
-    pub(crate) metadata: BTreeMap<String, String>,
-    pub(crate) tensors: BTreeMap<String, TensorEntry>,
-}
-
 /// Parses the header of `file`, the complete content of the file named `at`, and checks it against
-/// the content.
-pub(crate) fn parse(at: &str, file: &[u8]) -> Result<SafetensorsHeader, Diagnostic> {
+/// the content. Returns the tensors by name.
+pub(crate) fn parse(at: &str, file: &[u8]) -> Result<BTreeMap<String, TensorEntry>, Diagnostic> {
     let found = file.len() as u64;
     let Some((length, rest)) = file.split_first_chunk::<8>() else {
         return Err(
@@ -68,7 +61,7 @@ pub(crate) fn parse(at: &str, file: &[u8]) -> Result<SafetensorsHeader, Diagnost
             .with_hint(file_type_hint(file))
     };
     let json = std::str::from_utf8(json).map_err(|e| corrupt(e.to_string()))?;
-    let raw: RawHeader = serde_json::from_str(json).map_err(|e| corrupt(e.to_string()))?;
+    let RawHeader(raw) = serde_json::from_str(json).map_err(|e| corrupt(e.to_string()))?;
     check_entries(at, raw, data.len() as u64, LENGTH_BYTES + n)
 }
 
@@ -76,20 +69,20 @@ pub(crate) fn parse(at: &str, file: &[u8]) -> Result<SafetensorsHeader, Diagnost
 /// header is sound.
 fn check_entries(
     at: &str,
-    raw: RawHeader,
+    raw: BTreeMap<String, RawEntry>,
     data_bytes: u64,
     data_start: u64,
-) -> Result<SafetensorsHeader, Diagnostic> {
-    let wrong: Vec<String> = raw.tensors.iter().filter_map(|(name, t)| entry_defect(name, t)).collect();
+) -> Result<BTreeMap<String, TensorEntry>, Diagnostic> {
+    let wrong: Vec<String> = raw.iter().filter_map(|(name, t)| entry_defect(name, t)).collect();
     if !wrong.is_empty() {
-        let message = format!("{} of {} tensors", wrong.len(), raw.tensors.len());
+        let message = format!("{} of {} tensors", wrong.len(), raw.len());
         let mut d = Diagnostic::error(&T0504, "tensors whose byte ranges are not shape × dtype")
             .with_label(at, message);
         d.notes = wrong;
         return Err(d.with_hint(DAMAGED_HINT));
     }
 
-    let mut order: Vec<(&String, [u64; 2])> = raw.tensors.iter().map(|(k, t)| (k, t.data_offsets)).collect();
+    let mut order: Vec<(&String, [u64; 2])> = raw.iter().map(|(k, t)| (k, t.data_offsets)).collect();
     order.sort_by_key(|(_, offsets)| *offsets);
     let mut end = 0;
     let mut before: Option<&str> = None;
@@ -129,15 +122,11 @@ fn check_entries(
 
     // Every offset is now within the file, and the size of a mapped file fits usize.
     let place = |offset: u64| (data_start + offset) as usize;
-    let tensors = raw
-        .tensors
-        .into_iter()
-        .map(|(name, t)| {
-            let [start, end] = t.data_offsets;
-            (name, TensorEntry { dtype: t.dtype, shape: t.shape, start: place(start), end: place(end) })
-        })
-        .collect();
-    Ok(SafetensorsHeader { metadata: raw.metadata, tensors })
+    let locate = |(name, t): (String, RawEntry)| {
+        let [start, end] = t.data_offsets;
+        (name, TensorEntry { dtype: t.dtype, shape: t.shape, start: place(start), end: place(end) })
+    };
+    Ok(raw.into_iter().map(locate).collect())
 }
 
 /// Describes the defect of one entry on its own, if there is one.
@@ -197,10 +186,8 @@ struct RawEntry {
     data_offsets: [u64; 2],
 }
 
-struct RawHeader {
-    metadata: BTreeMap<String, String>,
-    tensors: BTreeMap<String, RawEntry>,
-}
+/// The entries of a header. Its free-form metadata is checked and dropped.
+struct RawHeader(BTreeMap<String, RawEntry>);
 
 /// Implemented manually, because a derived map would silently keep the last of two tensors with the
 /// same name.
@@ -213,17 +200,17 @@ impl<'de> Deserialize<'de> for RawHeader {
                 f.write_str("an object of tensors by name")
             }
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
-                let mut out = RawHeader { metadata: BTreeMap::new(), tensors: BTreeMap::new() };
+                let mut out = BTreeMap::new();
                 let mut has_metadata = false;
                 while let Some(name) = map.next_key::<String>()? {
                     if name == "__metadata__" {
                         if std::mem::replace(&mut has_metadata, true) {
                             return Err(A::Error::custom("__metadata__ appears twice"));
                         }
-                        out.metadata = map.next_value::<Option<_>>()?.unwrap_or_default();
+                        map.next_value::<Option<BTreeMap<String, String>>>()?;
                         continue;
                     }
-                    match out.tensors.entry(name) {
+                    match out.entry(name) {
                         Slot::Vacant(slot) => {
                             slot.insert(map.next_value()?);
                         }
@@ -232,7 +219,7 @@ impl<'de> Deserialize<'de> for RawHeader {
                         }
                     }
                 }
-                Ok(out)
+                Ok(RawHeader(out))
             }
         }
         d.deserialize_map(Names)
@@ -270,10 +257,9 @@ mod tests {
     #[test]
     fn reads_what_the_library_writes() {
         let h = parse("f", &valid_file()).unwrap();
-        assert_eq!(h.metadata["k"], "v");
-        assert_eq!(h.tensors.keys().collect::<Vec<_>>(), ["a", "b.weight", "c", "d"]);
-        assert_eq!((h.tensors["a"].dtype.as_str(), &h.tensors["a"].shape[..]), ("F32", &[2, 3][..]));
-        let a = &h.tensors["a"];
+        assert_eq!(h.keys().collect::<Vec<_>>(), ["a", "b.weight", "c", "d"]);
+        assert_eq!((h["a"].dtype.as_str(), &h["a"].shape[..]), ("F32", &[2, 3][..]));
+        let a = &h["a"];
         assert_eq!(valid_file()[a.start..a.end], (0..24).collect::<Vec<u8>>());
     }
 
@@ -351,7 +337,7 @@ mod tests {
             }
             if let Ok(h) = parse("f", &file) {
                 prop_assert!(SafeTensors::deserialize(&file).is_ok());
-                for t in h.tensors.values() {
+                for t in h.values() {
                     prop_assert!(file.get(t.start..t.end).is_some());
                 }
             }

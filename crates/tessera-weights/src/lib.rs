@@ -31,7 +31,6 @@ mod weight_files;
 mod weight_set;
 
 pub use codes::CODES;
-pub use dtype::FileDtype;
 pub use resolve::ExpectedTensor;
 pub use weight_files::{TensorInfo, WeightFiles};
 pub use weight_set::WeightSet;

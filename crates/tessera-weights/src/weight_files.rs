@@ -21,7 +21,6 @@ use crate::weight_set::WeightSet;
 pub struct WeightFiles {
     source: String,
     tensors: BTreeMap<String, StoredTensor>,
-    metadata: BTreeMap<String, String>,
 }
 
 /// The description of one tensor in a file's header.
@@ -67,20 +66,12 @@ impl WeightFiles {
     /// # Errors
     /// T0502, T0503, T0504 or T0508, as for [`WeightFiles::open`].
     pub fn open_file(path: &Path) -> Result<WeightFiles, Diagnostic> {
-        let (tensors, metadata) = read_file(path)?;
-        Ok(WeightFiles { source: path.display().to_string(), tensors, metadata })
+        Ok(WeightFiles { source: path.display().to_string(), tensors: read_file(path)? })
     }
 
     /// Iterates over all tensors in name order.
     pub fn iter_tensors(&self) -> impl Iterator<Item = TensorInfo<'_>> {
         self.tensors.iter().map(|(name, t)| TensorInfo { name, dtype: &t.dtype, shape: &t.shape })
-    }
-
-    /// Returns the free-form strings of the header. With several shards, the first shard that has a
-    /// key determines its value.
-    #[must_use]
-    pub fn metadata(&self) -> &BTreeMap<String, String> {
-        &self.metadata
     }
 
     /// Returns the bytes of all tensors in the files, without the files' headers.
@@ -129,16 +120,11 @@ struct ShardIndex {
     weight_map: BTreeMap<String, String>,
 }
 
-type FileContents = (BTreeMap<String, StoredTensor>, BTreeMap<String, String>);
-
-fn read_file(path: &Path) -> Result<FileContents, Diagnostic> {
+fn read_file(path: &Path) -> Result<BTreeMap<String, StoredTensor>, Diagnostic> {
     let at = path.display().to_string();
     let map = Arc::new(map_file(path).map_err(|e| read_error(&at, &e))?);
-    let header = header::parse(&at, &map)?;
-    Ok((
-        header.tensors.into_iter().map(|(name, t)| (name, StoredTensor::new(&map, t))).collect(),
-        header.metadata,
-    ))
+    let entries = header::parse(&at, &map)?;
+    Ok(entries.into_iter().map(|(name, t)| (name, StoredTensor::new(&map, t))).collect())
 }
 
 /// Maps a regular file; any other kind of file could block or change its length.
@@ -186,11 +172,11 @@ fn open_index(dir: &Path, index_path: &Path) -> Result<WeightFiles, Diagnostics>
         problems.push(d);
     }
 
-    let mut all = WeightFiles { source: at.clone(), tensors: BTreeMap::new(), metadata: BTreeMap::new() };
+    let mut all = WeightFiles { source: at.clone(), tensors: BTreeMap::new() };
     let mut disagree = Vec::new();
     for shard in present {
-        let (tensors, metadata) = match read_file(&dir.join(shard)) {
-            Ok(contents) => contents,
+        let tensors = match read_file(&dir.join(shard)) {
+            Ok(tensors) => tensors,
             Err(d) => {
                 problems.push(d);
                 continue;
@@ -211,9 +197,6 @@ fn open_index(dir: &Path, index_path: &Path) -> Result<WeightFiles, Diagnostics>
                 }
                 None => disagree.push(format!("{name}: in {shard}, but not in the index")),
             }
-        }
-        for (key, value) in metadata {
-            all.metadata.entry(key).or_insert(value);
         }
     }
     if !disagree.is_empty() {

@@ -1,6 +1,5 @@
-//! Resolved weights: reading slices, fingerprinting slices, and digests of the whole set.
+//! Resolved weights: reading slices, and digests of the whole set.
 
-use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -13,7 +12,7 @@ use crate::resolve::ResolvedTensors;
 use crate::stored_tensor::StoredTensor;
 
 /// Bytes sampled at each end of a tensor: one page.
-pub const SAMPLE_BYTES: usize = 4096;
+const SAMPLE_BYTES: usize = 4096;
 
 /// Weights by canonical name. Reads copy out of memory maps, so opening is cheap and only the
 /// requested slices are fetched from disk. Clones share the maps; many threads may read a set at
@@ -37,12 +36,6 @@ impl WeightSet {
     #[must_use]
     pub fn tensor_shape(&self, name: &str) -> Option<&[u64]> {
         self.tensors.get(name).map(|(_, t)| t.shape.as_slice())
-    }
-
-    /// Returns the element type of a tensor on disk.
-    #[must_use]
-    pub fn tensor_dtype(&self, name: &str) -> Option<FileDtype> {
-        self.tensors.get(name).map(|(dtype, _)| *dtype)
     }
 
     /// Returns the bytes of all resolved tensors, with their dtypes on disk.
@@ -114,43 +107,6 @@ impl WeightSet {
         self.read_f32(name, &ranges)
     }
 
-    /// Reads one slice in its dtype on disk, little-endian and row-major; borrowed if it is
-    /// contiguous on disk.
-    ///
-    /// # Errors
-    /// T0507: the tensor does not exist, or the ranges do not fit its shape.
-    pub fn read_raw(&self, name: &str, ranges: &[Range<u64>]) -> Result<Cow<'_, [u8]>, Diagnostic> {
-        let (dtype, t) = self.find_slice(name, ranges)?;
-        let mut runs = ByteRuns::new(&t.shape, ranges, dtype.byte_size());
-        if runs.remaining_runs() <= 1 {
-            return Ok(Cow::Borrowed(runs.next().map_or(&[], |run| &t.raw_bytes()[run])));
-        }
-        let mut out = Vec::with_capacity((byte_runs::element_count(ranges) * dtype.byte_size()) as usize);
-        runs.for_each(|run| out.extend_from_slice(&t.raw_bytes()[run]));
-        Ok(Cow::Owned(out))
-    }
-
-    /// Computes BLAKE3 over name, dtype, ranges and the slice's bytes on disk. Ranks that should
-    /// have the same shard compare these fingerprints. Reads the whole slice.
-    ///
-    /// # Errors
-    /// T0507: the tensor does not exist, or the ranges do not fit its shape.
-    pub fn fingerprint_slice(&self, name: &str, ranges: &[Range<u64>]) -> Result<[u8; 32], Diagnostic> {
-        let (dtype, t) = self.find_slice(name, ranges)?;
-        let mut hash = FramedHasher::new("tessera weight slice 1");
-        hash.update_text(name);
-        hash.update_text(dtype.name());
-        hash.update_number(ranges.len() as u64);
-        for r in ranges {
-            hash.update_number(r.start);
-            hash.update_number(r.end);
-        }
-        for run in ByteRuns::new(&t.shape, ranges, dtype.byte_size()) {
-            hash.0.update(&t.raw_bytes()[run]);
-        }
-        Ok(hash.finish())
-    }
-
     /// Computes BLAKE3 over (canonical name, dtype, shape) of all tensors in name order. The digest
     /// depends neither on the files' naming style nor on their sharding. Reads no tensor.
     #[must_use]
@@ -166,9 +122,9 @@ impl WeightSet {
         hash.finish()
     }
 
-    /// Computes BLAKE3 over the headers and the first and last [`SAMPLE_BYTES`] of every tensor.
+    /// Computes BLAKE3 over the headers and the first and last 4096 bytes of every tensor.
     /// The digest distinguishes checkpoints of the same shapes, but may miss a flipped bit in the
-    /// middle of a tensor; [`Self::fingerprint_slice`] of the slices read detects that.
+    /// middle of a tensor; fingerprints of the shards that ranks read detect that.
     #[must_use]
     pub fn sample_digest(&self) -> [u8; 32] {
         let mut hash = FramedHasher::new("tessera weight sample 1");

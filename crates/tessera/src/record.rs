@@ -13,7 +13,7 @@ use tessera_base::Diagnostic;
 use tessera_report::record::{
     ChunkRecord, FailureCause, PhaseRecord, PipelineTimes, RankChunk, RecordLine, RunEnd, RunEvent, RunStatus,
 };
-use tessera_runtime::leader::CallRecord;
+use tessera_runtime::leader::{CallRecord, RecordEntry};
 use tessera_runtime::wire::CallMeta;
 use tessera_runtime::{Failure, FailureClass};
 use tessera_verify::SealedPlan;
@@ -140,12 +140,6 @@ impl RecordWriter {
         self.chunks + self.dropped
     }
 
-    /// Records that a request was dropped for a cut.
-    pub(crate) fn record_dropped(&mut self, request: u64, epoch: u32, why: &str) -> Result<(), Diagnostic> {
-        self.dropped += 1;
-        self.write_event(DROPPED_EVENT, &format!("request {request}, of epoch {epoch}: {why}"))
-    }
-
     /// Returns the nanoseconds since this writer was opened: the record's clock.
     pub(crate) fn now_ns(&self) -> u64 {
         match self.clock {
@@ -165,6 +159,24 @@ impl RecordWriter {
     pub(crate) fn write_event(&mut self, event: &str, detail: &str) -> Result<(), Diagnostic> {
         let at_ns = self.now_ns();
         self.write_line(&RecordLine::Event(RunEvent { at_ns, event: event.into(), detail: detail.into() }))
+    }
+
+    /// Records an entry of the leader. A call and a delivered chunk have more to record than their
+    /// entries hold, so [`Self::record_call`] and the media pipeline record those.
+    pub(crate) fn record_entry(&mut self, entry: &RecordEntry) -> Result<(), Diagnostic> {
+        match entry {
+            RecordEntry::Call(_) | RecordEntry::Progress(_) => Ok(()),
+            RecordEntry::Note(note) => self.write_event("note", note),
+            RecordEntry::Failed(f) => self.write_event("failed", &f.text),
+            RecordEntry::Dropped { request, epoch, why, .. } => {
+                self.dropped += 1;
+                self.write_event(DROPPED_EVENT, &format!("request {request}, of epoch {epoch}: {why}"))
+            }
+            RecordEntry::Lost { call_id, chunk, epoch, ready, done } => self.write_event(
+                "lost",
+                &format!("call {call_id}, chunk {chunk}, epoch {epoch}: ready {ready:?}, done {done:?}"),
+            ),
+        }
     }
 
     /// Records a call that every rank has finished. `settings` are those of its chunk; they are

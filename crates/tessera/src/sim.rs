@@ -27,7 +27,8 @@ use tessera_mesh::Rank;
 use tessera_report::record::{RunDevice, RunStart};
 use tessera_runtime::director::ChunkRequest;
 use tessera_runtime::driver::StopHandle;
-use tessera_runtime::sim::{ExternalEvent, SharedConfig, Sim, SimConfig, SimOutcome};
+use tessera_runtime::leader::LeaderConfig;
+use tessera_runtime::sim::{ExternalEvent, Sim, SimConfig, SimOutcome};
 use tessera_runtime::{Digest, Failure, FailureClass, Parity, Tripwires};
 
 use crate::engine::build_program_index;
@@ -139,10 +140,11 @@ fn sim_setup(plan: &Plan, orders: &RankConfig) -> SimConfig {
         (ChunkRequest { prompt_change: prompt.is_some(), seed, cut: orders.cut_at(chunk) }, prompt)
     };
     SimConfig {
-        ranks: plan.sealed.mesh().mesh_size(),
-        outside: plan.sealed.mesh().outside_count() > 0,
+        // The state machines count their own timeouts in heartbeats.
+        tick_ns: limits.heartbeat_ns,
         launcher: false,
-        shared: SharedConfig {
+        leader: LeaderConfig {
+            ranks: plan.mesh_ranks().map(|r| r.0).collect(),
             plan: Digest(digest),
             // Two runs of one plan share a session id, because no other run can receive their
             // messages.
@@ -155,11 +157,9 @@ fn sim_setup(plan: &Plan, orders: &RankConfig) -> SimConfig {
             programs: build_program_index(&plan.sealed).into(),
             stream: stream_spec(plan),
             ranks_without_output: ranks_without_latents(plan),
+            limits,
+            tripwires: Tripwires::default(),
         },
-        // The state machines count their own timeouts in heartbeats.
-        tick_ns: limits.heartbeat_ns,
-        limits,
-        tripwires: Tripwires::default(),
         requests: (0..orders.chunks).map(request).collect(),
         external_events: Vec::new(),
     }

@@ -9,11 +9,12 @@ use std::time::Duration;
 use tessera_base::Diagnostic;
 use tessera_runtime::Failure;
 use tessera_runtime::driver::{
-    JoinedRank, LeaderParts, MeshLeaderParts, RecordEntry, WorkerParts, exit_process, join_launch,
-    run_leader, run_mesh_leader, run_worker,
+    JoinedRank, LeaderParts, MeshLeaderParts, WorkerParts, exit_process, join_launch, run_leader,
+    run_mesh_leader, run_worker,
 };
 use tessera_runtime::engine::MediaPipeline;
 use tessera_runtime::flight::FlightSink;
+use tessera_runtime::leader::RecordEntry;
 use tessera_runtime::wire::Tensor;
 
 use super::HarnessConfig;
@@ -115,7 +116,7 @@ fn run_as_leader(
         topology: harness.control_topology(),
         media: Box::new(|| Ok(Box::new(DiscardingMedia))),
         requests: Box::new(requests),
-        record: Box::new(move |entry| on_record_entry(&finished, &clock, &entry)),
+        record: Box::new(move |entry| on_record_entry(&finished, &clock, entry)),
         stop: None,
         flight: Some(Arc::<TimestampSink>::clone(stamps)),
         interceptor: None,
@@ -123,7 +124,7 @@ fn run_as_leader(
     run_leader(joined, parts).map_err(diagnostics_error)
 }
 
-fn on_record_entry(finished: &Sender<()>, stamps: &TimestampSink, entry: &RecordEntry<'_>) {
+fn on_record_entry(finished: &Sender<()>, stamps: &TimestampSink, entry: &RecordEntry) {
     let RecordEntry::Call(call) = entry else { return };
     if call.request.is_none() {
         return;

@@ -28,24 +28,14 @@ pub type Interceptor = Box<dyn FnMut(MessageDirection, u32, Message) -> Result<V
 /// A rank's reactor with its flight recorder and interceptor.
 pub(super) struct MessageBoundary {
     pub(super) reactor: Reactor,
-    rank: u32,
-    flight: Option<Arc<dyn FlightSink>>,
-    interceptor: Option<Interceptor>,
+    pub(super) rank: u32,
+    pub(super) flight: Option<Arc<dyn FlightSink>>,
+    pub(super) interceptor: Option<Interceptor>,
     /// Tripwires that are off suppress the diagnostics of frames.
-    tripwires: Tripwires,
+    pub(super) tripwires: Tripwires,
 }
 
 impl MessageBoundary {
-    pub(super) fn new(
-        rank: u32,
-        reactor: Reactor,
-        flight: Option<Arc<dyn FlightSink>>,
-        interceptor: Option<Interceptor>,
-        tripwires: Tripwires,
-    ) -> MessageBoundary {
-        MessageBoundary { reactor, rank, flight, interceptor, tripwires }
-    }
-
     /// Sends one message to each of `peers`.
     ///
     /// # Errors

@@ -67,12 +67,8 @@ impl EngineThread {
                 Ok(Err(d)) => return on_event(EngineEvent::NotLoaded(load_failure(rank, &d))),
                 Err(panic) => {
                     let text = format!("the engine panicked while loading: {}", panic_text(&*panic));
-                    return on_event(EngineEvent::NotLoaded(Failure::new(
-                        FailureClass::Engine,
-                        Some(rank),
-                        &T0745,
-                        text,
-                    )));
+                    let failure = Failure::new(FailureClass::Engine, Some(rank), &T0745, text);
+                    return on_event(EngineEvent::NotLoaded(failure));
                 }
             };
             let mut cache = match CacheState::new(cache) {

@@ -114,7 +114,7 @@ impl<E> RankProcess<E> {
         Ok(RankProcess {
             rank,
             limits: limits.clone(),
-            boundary: MessageBoundary::new(rank, reactor, flight, interceptor, tripwires),
+            boundary: MessageBoundary { reactor, rank, flight, interceptor, tripwires },
             watchdog,
             led: BTreeMap::new(),
             upstream: None,

@@ -20,21 +20,17 @@ const STUCK_FACTOR: u64 = 2;
 pub fn exit_process(status: i32) -> ! {
     let backstop = std::thread::Builder::new().name("backstop".into()).spawn(move || {
         std::thread::sleep(HANDLER_TIMEOUT);
-        exit_immediately(status)
+        exit_without_handlers(status)
     });
     match backstop {
         Ok(_) => std::process::exit(status),
-        Err(_) => exit_immediately(status),
+        Err(_) => exit_without_handlers(status),
     }
 }
 
 /// Ends the process without exit handlers: no library code runs, and no lock or pipe can block. The
 /// caller must have written its output before.
 pub fn exit_without_handlers(status: i32) -> ! {
-    exit_immediately(status)
-}
-
-fn exit_immediately(status: i32) -> ! {
     signal_hook::low_level::exit(status)
 }
 
@@ -106,7 +102,7 @@ impl WatchdogState {
             let deadline = self.deadline_ns.load(Ordering::Acquire);
             if deadline != 0 {
                 if now >= deadline {
-                    exit_immediately(self.status.load(Ordering::Relaxed) as i32);
+                    exit_without_handlers(self.status.load(Ordering::Relaxed) as i32);
                 }
                 continue;
             }
@@ -117,7 +113,7 @@ impl WatchdogState {
             if rounds != last_iterations {
                 (last_iterations, last_progress_ns) = (rounds, awake_ns);
             } else if awake_ns - last_progress_ns > stuck_ns {
-                exit_immediately(FailureClass::Stall.exit_code());
+                exit_without_handlers(FailureClass::Stall.exit_code());
             }
         }
     }

@@ -20,10 +20,11 @@ use super::welcome::{JoinedRank, io_diagnostic, outlive_launcher};
 use super::{ControlTopology, TICK_INTERVAL};
 use crate::codes::{T0748, T0749};
 use crate::director::ChunkRequest;
+use crate::engine::MediaJob;
 use crate::flight::{FlightEvent, FlightSink};
-use crate::leader::{self, CallRecord, Leader, LeaderConfig};
+use crate::leader::{self, Leader, LeaderConfig, RecordEntry};
 use crate::tripwire::CheckSite;
-use crate::wire::{Heartbeat, LAUNCHER, Message, Progress, Reload};
+use crate::wire::{Heartbeat, LAUNCHER, Message};
 use crate::worker::{self, WorkerConfig};
 use crate::{Failure, FailureClass};
 
@@ -44,52 +45,14 @@ pub struct LeaderParts {
     pub media: MediaPipelineFactory,
     /// Requests, chunk by chunk, pulled at most `d_in` ahead. The iterator may block.
     pub requests: Box<dyn Iterator<Item = StreamRequest> + Send>,
-    /// Receives the entries of the run's record; must not block.
-    pub record: Box<dyn FnMut(RecordEntry<'_>)>,
+    /// Receives the entries of the run's record as soon as they happen; must not block.
+    pub record: Box<dyn FnMut(&RecordEntry)>,
     /// Stops a leader that no launcher started.
     pub stop: Option<StopHandle>,
     /// Stores the rank's flight record.
     pub flight: Option<Arc<dyn FlightSink>>,
     /// Alters messages in a drill.
     pub interceptor: Option<Interceptor>,
-}
-
-/// What the control thread passes to [`LeaderParts::record`] as soon as it happens.
-#[derive(Debug)]
-pub enum RecordEntry<'a> {
-    /// A call that every rank has finished.
-    Call(&'a CallRecord),
-    /// A chunk was delivered.
-    Progress(&'a Progress),
-    /// A remark for the reader of the record.
-    Note(&'a str),
-    /// A request or a finished chunk was dropped for a hard cut.
-    Dropped {
-        /// Index of the request, from 0.
-        request: u64,
-        /// Its chunk, if one was already assigned.
-        chunk: Option<u32>,
-        /// The cache epoch that ended.
-        epoch: u32,
-        /// The reason in words, such as `a hard cut came before the call was prepared`.
-        why: &'static str,
-    },
-    /// A call was open when the run failed.
-    Lost {
-        /// Id from the call's envelope; ids count the calls of all actions, from 1.
-        call_id: u64,
-        /// Index of the chunk that the call generates; for a call without a chunk, of the next
-        /// chunk.
-        chunk: u32,
-        /// Cache epoch in which the call ran or would have run.
-        epoch: u32,
-        /// Ranks that had answered ready.
-        ready: &'a [u32],
-        /// Ranks that had finished.
-        done: &'a [u32],
-    },
-    /// The run failed; no entry follows.
-    Failed(&'a Failure),
 }
 
 /// Runs the leader until the session ends; [`super::run_worker`] describes the return values.
@@ -162,7 +125,7 @@ struct LeaderProcess {
     leader: Leader,
     media: MediaThread,
     intake: RequestIntake,
-    record: Box<dyn FnMut(RecordEntry<'_>)>,
+    record: Box<dyn FnMut(&RecordEntry)>,
     stop: Option<StopHandle>,
     stop_requests_seen: u32,
 }
@@ -191,15 +154,8 @@ impl Machine for LeaderProcess {
                 MediaEvent::PromptEmbedded(tensor) => {
                     self.intake.attach_embedding(tensor, &mut intake_events)
                 }
-                MediaEvent::ContextReady { chunk, tensor } => {
-                    process.queue_event(leader::Event::Context { chunk, tensor });
-                }
-                MediaEvent::Delivered { chunk, frames } => {
-                    process.queue_event(leader::Event::Delivered { chunk, frames });
-                }
-                MediaEvent::Discarded { chunk } => process.queue_event(leader::Event::Discarded { chunk }),
+                MediaEvent::Leader(event) => process.queue_event(event),
                 MediaEvent::Built | MediaEvent::Finished => {}
-                MediaEvent::Failed(failure) => queue_failure(process, failure),
             }
         }
         if let Some(failure) = self.media.check_stalled(process.now_ns(), &process.limits) {
@@ -208,13 +164,11 @@ impl Machine for LeaderProcess {
         self.intake.poll_events(&mut intake_events);
         for intake_events in intake_events {
             match intake_events {
-                IntakeEvent::Prompt(prompt) => {
-                    self.send_media_command(process, MediaCommand::EmbedPrompt { prompt })
-                }
+                IntakeEvent::Prompt(prompt) => self.send_media_job(process, MediaJob::EncodePrompt(prompt)),
                 IntakeEvent::Request(request, text) => {
                     let StreamRequest { prompt, seed, cut, reload } = request;
-                    if let Some(Reload { source, weights }) = reload {
-                        process.queue_event(leader::Event::Reload { source, weights });
+                    if let Some(reload) = reload {
+                        process.queue_event(leader::Event::Reload(reload));
                     }
                     let request = ChunkRequest { prompt_change: prompt.is_some(), seed, cut };
                     process.queue_event(leader::Event::Request { request, text });
@@ -289,7 +243,7 @@ impl Machine for LeaderProcess {
         process.boundary.record_mark(Some(FlightEvent::from_failure(&failure)));
         // Peers and launcher get the failure before the record is written, which may block.
         process.boundary.reactor.flush(TICK_INTERVAL);
-        (machine.record)(RecordEntry::Failed(&failure));
+        (machine.record)(&RecordEntry::Failed(failure.clone()));
         process.wind_down(Some(failure))
     }
 }
@@ -298,26 +252,14 @@ impl LeaderProcess {
     fn apply_action(&mut self, process: &mut Process, action: leader::Action) {
         match action {
             leader::Action::Broadcast(message) => broadcast(process, message),
-            leader::Action::MakeContext { chunk, previous, opens_scene } => {
-                self.send_media_command(process, MediaCommand::MakeContext { chunk, previous, opens_scene });
-            }
-            leader::Action::Deliver { chunk, epoch, latents } => {
-                self.send_media_command(process, MediaCommand::Deliver { chunk, epoch, latents });
-            }
+            leader::Action::Media(job) => self.send_media_job(process, job),
             leader::Action::SetMinEpoch { epoch } => self.media.set_min_epoch(epoch),
-            leader::Action::Dropped { request, chunk, epoch, why } => {
-                (self.record)(RecordEntry::Dropped { request, chunk, epoch, why });
-            }
-            leader::Action::Lost { call_id, chunk, epoch, ready, done } => {
-                (self.record)(RecordEntry::Lost { call_id, chunk, epoch, ready: &ready, done: &done });
-            }
-            leader::Action::Record(record) => (self.record)(RecordEntry::Call(&record)),
-            leader::Action::Note(note) => (self.record)(RecordEntry::Note(&note)),
+            leader::Action::Record(entry) => (self.record)(&entry),
             // The launcher gets this report only after the output is closed.
             leader::Action::Report(Message::Finished) => {}
             leader::Action::Report(message) => {
                 if let Message::Progress(progress) = &message {
-                    (self.record)(RecordEntry::Progress(progress));
+                    (self.record)(&RecordEntry::Progress(progress.clone()));
                 }
                 report_to_launcher(process, &message);
             }
@@ -325,8 +267,8 @@ impl LeaderProcess {
         }
     }
 
-    fn send_media_command(&mut self, process: &mut Process, command: MediaCommand) {
-        if let Err(failure) = self.media.send_command(command) {
+    fn send_media_job(&mut self, process: &mut Process, job: MediaJob) {
+        if let Err(failure) = self.media.send_command(MediaCommand::Run(job)) {
             queue_failure(process, failure);
         }
     }
@@ -345,7 +287,7 @@ impl LeaderProcess {
             while let Some(event) = self.media.next_event() {
                 match event {
                     MediaEvent::Finished => return None,
-                    MediaEvent::Failed(f) => failure = Some(f),
+                    MediaEvent::Leader(leader::Event::Failed(f)) => failure = Some(f),
                     _ => {}
                 }
             }

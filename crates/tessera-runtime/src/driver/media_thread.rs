@@ -12,7 +12,8 @@ use super::engine_thread::panic_text;
 use super::reactor::{InboxSender, Reactor};
 use crate::codes::T0748;
 use crate::director::SceneCut;
-use crate::engine::MediaPipeline;
+use crate::engine::{MediaJob, MediaPipeline};
+use crate::leader;
 use crate::limits::{AwakeClock, format_ms};
 use crate::wire::{Reload, Tensor};
 use crate::{Failure, FailureClass, Limits};
@@ -34,9 +35,7 @@ pub struct StreamRequest {
 }
 
 pub(crate) enum MediaCommand {
-    EmbedPrompt { prompt: String },
-    MakeContext { chunk: u32, previous: Tensor, opens_scene: bool },
-    Deliver { chunk: u32, epoch: u32, latents: Tensor },
+    Run(MediaJob),
     Finish,
 }
 
@@ -44,19 +43,9 @@ pub(crate) enum MediaEvent {
     /// The factory built the pipeline; answers are now due within `media_ns` instead of `hello_ns`.
     Built,
     PromptEmbedded(Tensor),
-    ContextReady {
-        chunk: u32,
-        tensor: Tensor,
-    },
-    Delivered {
-        chunk: u32,
-        frames: u32,
-    },
-    Discarded {
-        chunk: u32,
-    },
+    /// A context, a delivered or discarded chunk, or a failure.
+    Leader(leader::Event),
     Finished,
-    Failed(Failure),
 }
 
 /// The control thread's handle to the media thread.
@@ -90,7 +79,7 @@ impl MediaThread {
             {
                 let text = format!("the media pipeline panicked: {}", panic_text(&*panic));
                 let failure = Failure::new(FailureClass::Output, Some(0), &T0748, text);
-                post.send(MediaEvent::Failed(failure));
+                post.send(MediaEvent::Leader(leader::Event::Failed(failure)));
             }
         })?;
         let clock = AwakeClock::default();
@@ -154,7 +143,8 @@ fn run_media_thread(
     events: &InboxSender<MediaEvent>,
 ) {
     let failed = |class, d: &Diagnostic| {
-        events.send(MediaEvent::Failed(Failure::from_diagnostic(class, Some(0), d)));
+        let failure = Failure::from_diagnostic(class, Some(0), d);
+        events.send(MediaEvent::Leader(leader::Event::Failed(failure)));
     };
     let mut pipeline = match factory() {
         Ok(pipeline) => pipeline,
@@ -162,30 +152,39 @@ fn run_media_thread(
     };
     events.send(MediaEvent::Built);
     while let Ok(command) = command_queue.recv() {
-        let (class, outcome) = match command {
-            MediaCommand::EmbedPrompt { prompt } => {
-                (FailureClass::Preflight, pipeline.encode_prompt(&prompt).map(MediaEvent::PromptEmbedded))
-            }
-            MediaCommand::MakeContext { chunk, previous, opens_scene } => (
-                FailureClass::Output,
-                pipeline
-                    .encode_context(chunk, &previous, opens_scene)
-                    .map(|tensor| MediaEvent::ContextReady { chunk, tensor }),
-            ),
-            MediaCommand::Deliver { chunk, epoch, .. } if epoch < min_epoch.load(Ordering::Acquire) => {
-                (FailureClass::Output, Ok(MediaEvent::Discarded { chunk }))
-            }
-            MediaCommand::Deliver { chunk, latents, .. } => (
-                FailureClass::Output,
-                pipeline.deliver_chunk(chunk, &latents).map(|frames| MediaEvent::Delivered { chunk, frames }),
-            ),
-            MediaCommand::Finish => {
-                (FailureClass::Output, pipeline.finish_output().map(|()| MediaEvent::Finished))
-            }
+        let class = match &command {
+            MediaCommand::Run(MediaJob::EncodePrompt(_)) => FailureClass::Preflight,
+            _ => FailureClass::Output,
         };
-        match outcome {
+        match run_command(&mut *pipeline, command, min_epoch) {
             Ok(event) => drop(events.send(event)),
             Err(d) => return failed(class, &d),
         }
     }
+}
+
+fn run_command(
+    pipeline: &mut dyn MediaPipeline,
+    command: MediaCommand,
+    min_epoch: &AtomicU32,
+) -> Result<MediaEvent, Diagnostic> {
+    let job = match command {
+        MediaCommand::Run(job) => job,
+        MediaCommand::Finish => return pipeline.finish_output().map(|()| MediaEvent::Finished),
+    };
+    Ok(MediaEvent::Leader(match job {
+        MediaJob::EncodePrompt(prompt) => {
+            return pipeline.encode_prompt(&prompt).map(MediaEvent::PromptEmbedded);
+        }
+        MediaJob::Context { chunk, previous, opens_scene } => {
+            let tensor = pipeline.encode_context(chunk, &previous, opens_scene)?;
+            leader::Event::Context { chunk, tensor }
+        }
+        MediaJob::Deliver { chunk, epoch, .. } if epoch < min_epoch.load(Ordering::Acquire) => {
+            leader::Event::Discarded { chunk }
+        }
+        MediaJob::Deliver { chunk, latents, .. } => {
+            leader::Event::Delivered { chunk, frames: pipeline.deliver_chunk(chunk, &latents)? }
+        }
+    }))
 }

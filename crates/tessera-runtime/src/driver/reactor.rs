@@ -69,12 +69,6 @@ pub struct InboxSender<T> {
     waker: Waker,
 }
 
-impl<T> Clone for InboxSender<T> {
-    fn clone(&self) -> InboxSender<T> {
-        InboxSender { queue: self.queue.clone(), waker: self.waker.clone() }
-    }
-}
-
 impl<T> InboxSender<T> {
     /// Sends a value, blocking while the queue is full; returns false if the receiver is gone.
     pub fn send(&self, value: T) -> bool {
@@ -376,9 +370,7 @@ mod tests {
     use super::super::link::BUFFER_GROWTH_BYTES;
     use super::*;
     use crate::Digest;
-    use crate::wire::{
-        self, Abort, CallContext, Commit, Dtype, HEADER_BYTES, Heartbeat, Message, Tensor, Tensors,
-    };
+    use crate::wire::{self, CallContext, Commit, Dtype, HEADER_BYTES, Heartbeat, Message, Tensor, Tensors};
     use crate::{Failure, FailureClass};
 
     fn limits() -> Limits {
@@ -555,7 +547,7 @@ mod tests {
         }
         assert!(events_within(&mut reactor, 500).is_empty());
         let failure = Failure::new(FailureClass::Drift, None, &T0707, "the last word");
-        let last = Frame::new(0, &Message::Abort(Abort { failure })).expect("within limits");
+        let last = Frame::new(0, &Message::Abort(failure)).expect("within limits");
         reactor.send_dropping_queued(link, &last);
         let reader = std::thread::spawn(move || {
             let mut all = Vec::new();

@@ -6,6 +6,7 @@
 //! its port and otherwise ignores it.
 
 mod gather;
+mod handshakes;
 mod links;
 mod messages;
 
@@ -22,7 +23,7 @@ use super::launcher::StopHandle;
 use super::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose, Credentials, HANDSHAKE_LIMIT};
 use crate::Digest;
 use crate::codes::T0758;
-use messages::{RankInfo, RendezvousMessage, receive_message, send_message};
+use messages::{RankInfo, RendezvousMessage, into_diagnostics, receive_message, send_message, send_refusal};
 
 /// Maximum number of ranks in a rendezvous.
 pub const MAX_WORLD: u32 = 1024;
@@ -220,9 +221,7 @@ fn join_as_follower(
     // The other ranks may connect late, so the wait is long; if rank 0 ends, the wait ends at once.
     let table = match receive_message(&mut *leader.stream, wait.deadline + LINK_LIMIT, Some(wait.stop)) {
         Ok(RendezvousMessage::Table(table)) => table,
-        Ok(RendezvousMessage::Refused(refusal)) => {
-            return Err(refusal.into_iter().map(|s| s.into_diagnostic()).collect());
-        }
+        Ok(RendezvousMessage::Refused(refusal)) => return Err(into_diagnostics(refusal)),
         Ok(_) => return Err(fail("it was due to send the address table", &ErrorKind::InvalidData.into())),
         Err(e) => return Err(fail("this rank waited for the other ranks", &e)),
     };
@@ -234,10 +233,7 @@ fn join_as_follower(
     let links = match link_result {
         Ok(links) => links,
         Err(ds) => {
-            let refusal = RendezvousMessage::Refused(
-                ds.iter().map(messages::WireDiagnostic::from_diagnostic).collect(),
-            );
-            let _ = send_message(&mut *leader.stream, &refusal, handshake_deadline());
+            send_refusal(&mut *leader.stream, &ds);
             return Err(ds);
         }
     };
@@ -245,9 +241,7 @@ fn join_as_follower(
         .map_err(|e| fail("this rank opened its links", &e))?;
     match receive_message(&mut *leader.stream, wait.deadline + LINK_LIMIT, Some(wait.stop)) {
         Ok(RendezvousMessage::Start) => Ok(links.into_peers(spec, session, table, vec![(0, leader.stream)])),
-        Ok(RendezvousMessage::Refused(refusal)) => {
-            Err(refusal.into_iter().map(|s| s.into_diagnostic()).collect())
-        }
+        Ok(RendezvousMessage::Refused(refusal)) => Err(into_diagnostics(refusal)),
         Ok(_) => Err(fail("the other ranks opened their links", &ErrorKind::InvalidData.into())),
         Err(e) => Err(fail("the other ranks opened their links", &e)),
     }

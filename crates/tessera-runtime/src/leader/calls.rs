@@ -6,11 +6,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use tessera_base::Diagnostics;
 
 use super::inbox::InboxItem;
-use super::{Action, CallRecord, CallTimes, FinishedChunk, Leader, LeaderStage, OpenCall, WarmupStage};
+use super::{
+    Action, CallRecord, CallTimes, FinishedChunk, Leader, LeaderStage, OpenCall, RecordEntry, WarmupStage,
+};
 use crate::FailureClass;
 use crate::codes::{T0707, T0736, T0737, T0744, T0752, T0753, T0759};
 use crate::director::{CallPlan, ChunkRequest};
 use crate::drift::{find_deviation, find_output_mismatch};
+use crate::engine::MediaJob;
 use crate::envelope_check::{LocalState, check_context, check_envelope, input_digest};
 use crate::program_index::ProgramIndex;
 use crate::tripwire::CheckSite;
@@ -22,19 +25,19 @@ use crate::worker::needs_context;
 
 impl Leader {
     /// Prepares, commits and finishes every call that can proceed now.
-    pub(super) fn advance_calls(&mut self, out: &mut Vec<Action>) {
+    pub(super) fn advance_calls(&mut self) {
         if self.stage == LeaderStage::Running && !self.stopping {
             if self.warmup == WarmupStage::Due {
-                self.send_warmup(out);
+                self.send_warmup();
             }
             while self.warmup == WarmupStage::Finished && !self.has_ended() && self.can_prepare() {
                 match self.inbox.pop_front() {
                     Some(InboxItem::Chunk { ordinal, request, text }) => {
-                        self.prepare_chunk(ordinal, &request, text, out);
+                        self.prepare_chunk(ordinal, &request, text);
                     }
-                    Some(InboxItem::Control(action)) => self.prepare_control(action, None, out),
+                    Some(InboxItem::Control(action)) => self.prepare_control(action, None),
                     Some(InboxItem::Reload(reload)) => {
-                        self.prepare_control(CallAction::Reload, Some(reload), out);
+                        self.prepare_control(CallAction::Reload, Some(reload));
                     }
                     None => break,
                 }
@@ -42,18 +45,18 @@ impl Leader {
             if self.has_ended() {
                 return;
             }
-            self.request_context(out);
-            self.commit_front(out);
+            self.request_context();
+            self.commit_front();
         }
         let now = self.clock.now_ns();
         let runs = self.open_calls.front().is_some_and(|o| o.committed_ns.is_some());
         match self.stage {
-            LeaderStage::Hello { .. } if self.stopping => self.send_shutdown(now, out),
-            LeaderStage::Running if self.stopping && !runs => self.send_shutdown(now, out),
+            LeaderStage::Hello { .. } if self.stopping => self.send_shutdown(now),
+            LeaderStage::Running if self.stopping && !runs => self.send_shutdown(now),
             LeaderStage::Running
                 if self.no_more_requests && self.inbox.is_empty() && self.open_calls.is_empty() =>
             {
-                self.send_shutdown(now, out);
+                self.send_shutdown(now);
             }
             _ => {}
         }
@@ -62,8 +65,8 @@ impl Leader {
             && self.peers.values().all(|p| p.answered_shutdown)
         {
             self.stage = LeaderStage::Ended;
-            out.push(Action::Report(Message::Finished));
-            out.push(Action::Exit(None));
+            self.actions.push(Action::Report(Message::Finished));
+            self.actions.push(Action::Exit(None));
         }
     }
 
@@ -81,7 +84,7 @@ impl Leader {
         }
     }
 
-    fn send_warmup(&mut self, out: &mut Vec<Action>) {
+    fn send_warmup(&mut self) {
         let prepared = self.director.plan_warmup(&self.config.programs).and_then(|plan| {
             let inputs = zero_inputs(&self.config.programs, &plan)?;
             Ok((plan, inputs))
@@ -89,47 +92,34 @@ impl Leader {
         match prepared {
             Ok((plan, tensors)) => {
                 self.warmup = WarmupStage::Sent;
-                self.send_call(plan, None, None, tensors, out);
+                self.send_call(plan, None, None, tensors);
             }
-            Err(found) => self.preflight_failed(found, out),
+            Err(found) => self.preflight_failed(found),
         }
     }
 
-    fn prepare_chunk(
-        &mut self,
-        ordinal: u64,
-        request: &ChunkRequest,
-        text: Option<Tensor>,
-        out: &mut Vec<Action>,
-    ) {
+    fn prepare_chunk(&mut self, ordinal: u64, request: &ChunkRequest, text: Option<Tensor>) {
         if text.is_some() {
             self.prompt_embedding = text;
         }
         let plan = match self.director.plan_chunk(request, &self.config.programs) {
             Ok(plan) => plan,
-            Err(found) => return self.preflight_failed(found, out),
+            Err(found) => return self.preflight_failed(found),
         };
         let wants_text = plan.meta.as_ref().is_some_and(|m| m.reset_cross);
         let tensors = if wants_text { self.prompt_embedding.iter().cloned().collect() } else { Vec::new() };
-        self.send_call(plan, Some(ordinal), None, Tensors(tensors), out);
+        self.send_call(plan, Some(ordinal), None, Tensors(tensors));
     }
 
-    fn prepare_control(&mut self, action: CallAction, reload: Option<Reload>, out: &mut Vec<Action>) {
+    fn prepare_control(&mut self, action: CallAction, reload: Option<Reload>) {
         match self.director.plan_control_call(action) {
-            Ok(plan) => self.send_call(plan, None, reload, Tensors::default(), out),
-            Err(found) => self.preflight_failed(found, out),
+            Ok(plan) => self.send_call(plan, None, reload, Tensors::default()),
+            Err(found) => self.preflight_failed(found),
         }
     }
 
     /// Checks a call and sends its envelope. Nothing is sent before the last check passes.
-    fn send_call(
-        &mut self,
-        plan: CallPlan,
-        request: Option<u64>,
-        reload: Option<Reload>,
-        tensors: Tensors,
-        out: &mut Vec<Action>,
-    ) {
+    fn send_call(&mut self, plan: CallPlan, request: Option<u64>, reload: Option<Reload>, tensors: Tensors) {
         let envelope = Envelope { header: self.next_header(&plan), meta: plan.meta.clone(), reload, tensors };
         let local = LocalState {
             plan: self.config.plan,
@@ -142,14 +132,14 @@ impl Leader {
         };
         let after = match check_envelope(&envelope, &local) {
             Ok(after) => after,
-            Err(found) => return self.preflight_failed(found, out),
+            Err(found) => return self.preflight_failed(found),
         };
         let inputs = input_digest(&envelope, &Tensors::default());
         let message = Message::Envelope(Box::new(envelope.clone()));
         if let Err(d) = wire::encode(0, &message)
             && self.is_armed(d.code)
         {
-            return self.preflight_failed(vec![d], out);
+            return self.preflight_failed(vec![d]);
         }
         self.last_call_id = envelope.header.call_id;
         let digest = after.state_digest();
@@ -171,7 +161,7 @@ impl Leader {
             fingerprints: BTreeMap::new(),
             output: None,
         });
-        out.push(Action::Broadcast(message));
+        self.actions.push(Action::Broadcast(message));
     }
 
     fn next_header(&self, plan: &CallPlan) -> EnvelopeHeader {
@@ -188,7 +178,7 @@ impl Leader {
     }
 
     /// Requests the front call's context once the output that it depends on exists.
-    fn request_context(&mut self, out: &mut Vec<Action>) {
+    fn request_context(&mut self) {
         if let (Some(front), Some((previous, opens_scene))) = (self.open_calls.front_mut(), &self.last_output)
             && needs_context(&front.envelope)
             && !front.context_requested
@@ -196,11 +186,12 @@ impl Leader {
         {
             front.context_requested = true;
             let (previous, opens_scene) = (previous.clone(), *opens_scene);
-            out.push(Action::MakeContext { chunk: front.plan.chunk, previous, opens_scene });
+            let job = MediaJob::Context { chunk: front.plan.chunk, previous, opens_scene };
+            self.actions.push(Action::Media(job));
         }
     }
 
-    pub(super) fn handle_context(&mut self, chunk: u32, tensor: Tensor, out: &mut Vec<Action>) {
+    pub(super) fn handle_context(&mut self, chunk: u32, tensor: Tensor) {
         if self.stopping {
             return;
         }
@@ -208,36 +199,32 @@ impl Leader {
         let waits = |o: &&mut OpenCall| o.plan.chunk == chunk && o.context_requested && !o.context_sent;
         let Some(open) = self.open_calls.iter_mut().find(waits) else {
             let text = format!("a context arrived for chunk {chunk}, which does not wait for one");
-            self.trip_if_armed(FailureClass::Protocol, None, &T0707, text, out);
+            self.trip_if_armed(FailureClass::Protocol, None, &T0707, text);
             return;
         };
         let tensors = Tensors(vec![tensor]);
         if let Some(meta) = &open.envelope.meta
             && let Err(found) = check_context(meta, &tensors, &self.config.programs, &self.config.tripwires)
         {
-            return self.preflight_failed(found, out);
+            return self.preflight_failed(found);
         }
         open.inputs = input_digest(&open.envelope, &tensors);
         open.context_sent = true;
         open.sent_ns = now;
         let call_id = open.call_id();
-        out.push(Action::Broadcast(Message::Context(CallContext { call_id, tensors })));
+        self.actions.push(Action::Broadcast(Message::Context(CallContext { call_id, tensors })));
     }
 
-    pub(super) fn handle_ready(&mut self, rank: u32, r: &Ready, out: &mut Vec<Action>) {
+    pub(super) fn handle_ready(&mut self, rank: u32, r: &Ready) {
         let Some(open) = self.open_calls.iter().find(|o| o.call_id() == r.call_id) else {
             // This rank answers a prepared call that a stop has cancelled in the meantime.
             if matches!(self.stage, LeaderStage::Stopping { .. }) && r.call_id <= self.last_call_id {
                 return;
             }
-            return self.protocol_violation(
-                rank,
-                format!("ready for call {}, which is not open", r.call_id),
-                out,
-            );
+            return self.protocol_violation(rank, format!("ready for call {}, which is not open", r.call_id));
         };
         if open.committed_ns.is_some() || open.ready.contains(&rank) {
-            return self.protocol_violation(rank, format!("a second ready for call {}", r.call_id), out);
+            return self.protocol_violation(rank, format!("a second ready for call {}", r.call_id));
         }
         let (inputs, after, chunk) = (open.inputs, open.predicted_state, open.plan.chunk);
         for (code, key, sent, here) in
@@ -247,7 +234,7 @@ impl Leader {
                 let id = r.call_id;
                 format!("call {id}, chunk {chunk}: {key} of rank {rank} is {sent}, the leader has {here}")
             };
-            if sent != here && self.trip_if_armed(FailureClass::Drift, Some(rank), code, text(), out) {
+            if sent != here && self.trip_if_armed(FailureClass::Drift, Some(rank), code, text()) {
                 return;
             }
         }
@@ -260,7 +247,7 @@ impl Leader {
         }
     }
 
-    fn commit_front(&mut self, out: &mut Vec<Action>) {
+    fn commit_front(&mut self) {
         let has_room = self.undelivered.len() < self.config.limits.d_out as usize;
         let now = self.clock.now_ns();
         let ranks = self.config.ranks.len();
@@ -274,11 +261,11 @@ impl Leader {
             for p in self.peers.values_mut() {
                 (p.progress, p.last_progress_ns) = (0, now);
             }
-            out.push(Action::Broadcast(Message::Commit(Commit { call_id: front.call_id() })));
+            self.actions.push(Action::Broadcast(Message::Commit(Commit { call_id: front.call_id() })));
         }
     }
 
-    pub(super) fn handle_done(&mut self, rank: u32, d: Done, out: &mut Vec<Action>) {
+    pub(super) fn handle_done(&mut self, rank: u32, d: Done) {
         if let LeaderStage::Stopping { call_id, .. } = self.stage
             && d.call_id == call_id
         {
@@ -295,22 +282,19 @@ impl Leader {
                     "rank {rank} sent a result of call {} from epoch {}; the epoch is {epoch}",
                     d.call_id, d.cache_epoch
                 );
-                self.trip_if_armed(FailureClass::Protocol, Some(rank), &T0736, text, out);
+                self.trip_if_armed(FailureClass::Protocol, Some(rank), &T0736, text);
                 return;
             }
-            return self.protocol_violation(
-                rank,
-                format!("done for call {}, which is not running", d.call_id),
-                out,
-            );
+            return self
+                .protocol_violation(rank, format!("done for call {}, which is not running", d.call_id));
         };
         if open.done.contains_key(&rank) {
-            return self.protocol_violation(rank, format!("call {} ran a second time", d.call_id), out);
+            return self.protocol_violation(rank, format!("call {} ran a second time", d.call_id));
         }
-        for (class, code, text) in find_deviations(open, rank, &d) {
-            let text = format!("call {}, chunk {}: rank {rank}: {text}", d.call_id, open.plan.chunk);
-            if self.is_armed(code) {
-                self.trip_if_armed(class, Some(rank), code, text, out);
+        let (chunk, deviations) = (open.plan.chunk, find_deviations(open, rank, &d));
+        for (class, code, text) in deviations {
+            let text = format!("call {}, chunk {chunk}: rank {rank}: {text}", d.call_id);
+            if self.trip_if_armed(class, Some(rank), code, text) {
                 return;
             }
         }
@@ -326,16 +310,16 @@ impl Leader {
             open.output = Some(tensor);
         }
         if open.done.len() == ranks
-            && self.ranks_agree(out)
+            && self.ranks_agree()
             && let Some(finished) = self.open_calls.pop_front()
         {
-            self.finish_call(finished, out);
+            self.finish_call(finished);
         }
     }
 
     /// Whether the ranks agree on the front call, which all have finished. If they do not agree,
     /// the run fails.
-    fn ranks_agree(&mut self, out: &mut Vec<Action>) -> bool {
+    fn ranks_agree(&mut self) -> bool {
         let Some(open) = self.open_calls.front() else { return false };
         match open.plan.action {
             CallAction::Infer => {
@@ -345,18 +329,18 @@ impl Leader {
                     return true;
                 };
                 let text = format!("call {}, chunk {}: {text}", open.call_id(), open.plan.chunk);
-                !self.trip_if_armed(FailureClass::Drift, Some(outlier), &T0744, text, out)
+                !self.trip_if_armed(FailureClass::Drift, Some(outlier), &T0744, text)
             }
             CallAction::Reload => {
                 let fingerprints = open.fingerprints.clone();
-                self.shards_agree(&fingerprints, (FailureClass::Drift, CheckSite::Leader), out)
+                self.shards_agree(&fingerprints, (FailureClass::Drift, CheckSite::Leader))
             }
             _ => true,
         }
     }
 
     /// Records a call that every rank has finished and delivers its output.
-    fn finish_call(&mut self, mut open: OpenCall, out: &mut Vec<Action>) {
+    fn finish_call(&mut self, mut open: OpenCall) {
         let (chunk, epoch) = (open.plan.chunk, open.plan.cache_epoch);
         let call_id = open.call_id();
         if open.plan.action == CallAction::Warmup {
@@ -371,7 +355,7 @@ impl Leader {
             self.undelivered.push_back(FinishedChunk { chunk, epoch, request, phases });
         }
         let (request, discarded, opens_scene) = (open.request, open.discard, open.plan.opens_scene);
-        out.push(Action::Record(Box::new(CallRecord {
+        let record = CallRecord {
             call_id,
             request,
             plan: open.plan,
@@ -384,34 +368,35 @@ impl Leader {
             queued_in: self.waiting_chunks() as u32,
             queued_out: self.undelivered.len() as u32,
             discarded,
-        })));
+        };
+        self.add_entry(RecordEntry::Call(Box::new(record)));
         let Some(request) = request else { return };
         let Some(latents) = output else {
             let text = format!("chunk {chunk} is done, but no rank sent its latents");
-            self.trip_if_armed(FailureClass::Protocol, None, &T0707, text, out);
+            self.trip_if_armed(FailureClass::Protocol, None, &T0707, text);
             return;
         };
         self.last_output = Some((latents.clone(), opens_scene));
         if discarded {
             let why = "a hard cut came while the chunk was computed";
-            out.push(Action::Dropped { request, chunk: Some(chunk), epoch, why });
+            self.add_entry(RecordEntry::Dropped { request, chunk: Some(chunk), epoch, why });
         } else {
-            out.push(Action::Deliver { chunk, epoch, latents });
+            self.actions.push(Action::Media(MediaJob::Deliver { chunk, epoch, latents }));
         }
     }
 
     /// Sends the shutdown. The leader and the ranks drop calls that are prepared but not committed.
-    fn send_shutdown(&mut self, now: u64, out: &mut Vec<Action>) {
+    fn send_shutdown(&mut self, now: u64) {
         self.open_calls.clear();
         let plan = match self.director.plan_control_call(CallAction::Shutdown) {
             Ok(plan) => plan,
-            Err(found) => return self.preflight_failed(found, out),
+            Err(found) => return self.preflight_failed(found),
         };
         let header = self.next_header(&plan);
         self.last_call_id = header.call_id;
         self.stage = LeaderStage::Stopping { since_ns: now, call_id: header.call_id };
         let envelope = Envelope { header, meta: None, reload: None, tensors: Tensors::default() };
-        out.push(Action::Broadcast(Message::Envelope(Box::new(envelope))));
+        self.actions.push(Action::Broadcast(Message::Envelope(Box::new(envelope))));
     }
 }
 

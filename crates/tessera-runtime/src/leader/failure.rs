@@ -2,18 +2,16 @@
 
 use tessera_base::{Code, Diagnostics};
 
-use super::{Action, Leader, LeaderStage};
+use super::{Action, Leader, LeaderStage, RecordEntry};
 use crate::codes::{T0707, T0742};
 use crate::tripwire::CheckSite;
-use crate::wire::{Abort, Message};
+use crate::wire::Message;
 use crate::{Failure, FailureClass};
 
 impl Leader {
-    pub(super) fn handle_rank_gone(&mut self, rank: u32, how: &str, out: &mut Vec<Action>) {
+    pub(super) fn handle_rank_gone(&mut self, rank: u32, how: &str) {
         // A rank that has reported its failure or answered the shutdown may close its socket.
-        if !self.is_armed(&T0742)
-            || self.peers.get(&rank).is_none_or(|p| p.reported_failure || p.answered_shutdown)
-        {
+        if self.peers.get(&rank).is_none_or(|p| p.reported_failure || p.answered_shutdown) {
             return;
         }
         let stage_text = match self.open_calls.front() {
@@ -24,12 +22,12 @@ impl Leader {
             None => "between calls".to_string(),
         };
         let text = format!("rank {rank} is gone ({how}) {stage_text}");
-        self.fail_run(self.leader_failure(FailureClass::RankDied, Some(rank), &T0742, text), out);
+        self.trip_if_armed(FailureClass::RankDied, Some(rank), &T0742, text);
     }
 
     /// Fails the run because of a message at the wrong time, unless the tripwire is disabled.
-    pub(super) fn protocol_violation(&mut self, rank: u32, text: String, out: &mut Vec<Action>) {
-        self.trip_if_armed(FailureClass::Protocol, Some(rank), &T0707, text, out);
+    pub(super) fn protocol_violation(&mut self, rank: u32, text: impl Into<String>) {
+        self.trip_if_armed(FailureClass::Protocol, Some(rank), &T0707, text);
     }
 
     /// Fails the run unless the tripwire is disabled. Returns whether it failed the run.
@@ -37,43 +35,43 @@ impl Leader {
         &mut self,
         class: FailureClass,
         rank: Option<u32>,
-        code: &'static Code,
-        text: String,
-        out: &mut Vec<Action>,
+        code: &Code,
+        text: impl Into<String>,
     ) -> bool {
         let armed = self.is_armed(code);
         if armed {
-            self.fail_run(self.leader_failure(class, rank, code, text), out);
+            self.fail_run(self.leader_failure(class, rank, code, text));
         }
         armed
     }
 
     /// Fails the run for a refusal that happens before anything is sent to a rank.
-    pub(super) fn preflight_failed(&mut self, mut found: Diagnostics, out: &mut Vec<Action>) {
-        self.config.tripwires.retain_armed(&mut found);
-        if let Some(failure) = Failure::from_diagnostics(FailureClass::Preflight, None, &found) {
-            self.fail_run(failure.with_site(CheckSite::Leader), out);
+    pub(super) fn preflight_failed(&mut self, found: Diagnostics) {
+        if let Err(found) = self.config.tripwires.check_findings(found)
+            && let Some(failure) = Failure::from_diagnostics(FailureClass::Preflight, None, &found)
+        {
+            self.fail_run(failure.with_site(CheckSite::Leader));
         }
     }
 
     /// Ends the run with its first failure; later failures are ignored.
-    pub(super) fn fail_run(&mut self, failure: Failure, out: &mut Vec<Action>) {
+    pub(super) fn fail_run(&mut self, failure: Failure) {
         if self.has_ended() {
             return;
         }
         self.stage = LeaderStage::Ended;
         for open in &self.open_calls {
-            out.push(Action::Lost {
+            self.actions.push(Action::Record(RecordEntry::Lost {
                 call_id: open.call_id(),
                 chunk: open.plan.chunk,
                 epoch: open.plan.cache_epoch,
                 ready: open.ready.iter().copied().collect(),
                 done: open.done.keys().copied().collect(),
-            });
+            }));
         }
-        out.push(Action::Broadcast(Message::Abort(Abort { failure: failure.clone() })));
-        out.push(Action::Report(Message::Failed(failure.clone())));
-        out.push(Action::Exit(Some(failure)));
+        self.actions.push(Action::Broadcast(Message::Abort(failure.clone())));
+        self.actions.push(Action::Report(Message::Failed(failure.clone())));
+        self.actions.push(Action::Exit(Some(failure)));
     }
 
     pub(super) fn is_armed(&self, code: &Code) -> bool {

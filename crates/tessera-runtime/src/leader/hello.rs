@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Action, Leader, LeaderStage};
+use super::{Leader, LeaderStage, RecordEntry};
 use crate::codes::T0754;
 use crate::drift::find_shard_mismatch;
 use crate::parity::{ParityClass, ParityDifference, compare_tables, identity_keys};
@@ -17,21 +17,21 @@ impl Leader {
         identity_keys(&c.build, c.plan, &c.programs, &c.tripwires).merge(&c.parity)
     }
 
-    pub(super) fn handle_hello(&mut self, rank: u32, ack: HelloAck, out: &mut Vec<Action>) {
+    pub(super) fn handle_hello(&mut self, rank: u32, ack: HelloAck) {
         match self.stage {
             LeaderStage::Hello { .. } if !self.hellos.contains_key(&rank) => {}
             // A rank that was loading when the stop came may still send its hello.
             LeaderStage::Stopping { .. } => return,
-            _ => return self.protocol_violation(rank, "a second hello".into(), out),
+            _ => return self.protocol_violation(rank, "a second hello"),
         }
         self.hellos.insert(rank, ack);
         if self.hellos.len() == self.peers.len() {
-            self.compare_hellos(out);
+            self.compare_hellos();
         }
     }
 
     /// Checks, once every rank has sent its hello, that the ranks may run together.
-    fn compare_hellos(&mut self, out: &mut Vec<Action>) {
+    fn compare_hellos(&mut self) {
         let hellos = std::mem::take(&mut self.hellos);
         let mut tables = BTreeMap::new();
         let mut fingerprints = BTreeMap::new();
@@ -47,7 +47,9 @@ impl Leader {
             compare_tables(&tables, Some((0, &self.own_parity())))
                 .into_iter()
                 .partition(|d| d.class == ParityClass::AtInit);
-        out.extend(noted.iter().map(|d| Action::Note(format!("ranks differ in {d}"))));
+        for d in noted {
+            self.add_entry(RecordEntry::Note(format!("ranks differ in {d}")));
+        }
         let refused: Vec<ParityDifference> = refused.into_iter().filter(|d| self.is_armed(d.code)).collect();
         if let Some(first) = refused.first() {
             let mut text = match refused.len() {
@@ -60,9 +62,9 @@ impl Leader {
             let rank = first.outliers.first().copied();
             let failure =
                 Failure::new(FailureClass::Parity, rank, first.code, text).with_site(CheckSite::Init);
-            return self.fail_run(failure, out);
+            return self.fail_run(failure);
         }
-        if self.shards_agree(&fingerprints, (FailureClass::Parity, CheckSite::Init), out) {
+        if self.shards_agree(&fingerprints, (FailureClass::Parity, CheckSite::Init)) {
             self.stage = LeaderStage::Running;
         }
     }
@@ -72,13 +74,12 @@ impl Leader {
         &mut self,
         fingerprints: &BTreeMap<u32, Vec<ShardFingerprint>>,
         (class, place): (FailureClass, CheckSite),
-        out: &mut Vec<Action>,
     ) -> bool {
         if !self.is_armed(&T0754) {
             return true;
         }
         let Some((rank, text)) = find_shard_mismatch(fingerprints) else { return true };
-        self.fail_run(Failure::new(class, Some(rank), &T0754, text).with_site(place), out);
+        self.fail_run(Failure::new(class, Some(rank), &T0754, text).with_site(place));
         false
     }
 }

@@ -1,10 +1,10 @@
 //! The leader's queue of requests that are not yet calls, and the flush, which skips the queue.
 
-use super::{Action, Leader, LeaderStage};
+use super::{Action, Leader, LeaderStage, RecordEntry};
 use crate::codes::{T0707, T0721};
 use crate::director::{ChunkRequest, SceneCut};
 use crate::wire::{CallAction, Reload, Tensor};
-use crate::{Digest, FailureClass, Limits};
+use crate::{FailureClass, Limits};
 
 /// A chunk request, control call or reload that waits to become a call.
 #[derive(Debug)]
@@ -20,31 +20,26 @@ impl Leader {
         self.inbox.iter().filter(|i| matches!(i, InboxItem::Chunk { .. })).count()
     }
 
-    pub(super) fn handle_request(
-        &mut self,
-        mut request: ChunkRequest,
-        mut text: Option<Tensor>,
-        out: &mut Vec<Action>,
-    ) {
+    pub(super) fn handle_request(&mut self, mut request: ChunkRequest, mut text: Option<Tensor>) {
         if self.is_stopping() {
             return;
         }
         let flush = request.cut == SceneCut::Flush;
         if self.request_capacity() == 0 && !flush {
             let why = format!("a request arrived while {} wait, the limit", self.waiting_chunks());
-            if self.trip_if_armed(FailureClass::Protocol, None, &T0707, why, out) {
+            if self.trip_if_armed(FailureClass::Protocol, None, &T0707, why) {
                 return;
             }
         }
         if request.prompt_change != text.is_some() {
             let why = "a new prompt and its embedding must come together";
-            if self.trip_if_armed(FailureClass::Preflight, None, &T0721, why.into(), out) {
+            if self.trip_if_armed(FailureClass::Preflight, None, &T0721, why) {
                 return;
             }
         }
         let ordinal = self.requests;
         self.requests += 1;
-        if flush && let Some(dropped_embedding) = self.flush_requests(out) {
+        if flush && let Some(dropped_embedding) = self.flush_requests() {
             // The prompt of a dropped request applies to the requests after it.
             text = text.or(Some(dropped_embedding));
             request.prompt_change = true;
@@ -52,17 +47,13 @@ impl Leader {
         self.inbox.push_back(InboxItem::Chunk { ordinal, request, text });
     }
 
-    pub(super) fn enqueue_control(&mut self, action: CallAction, out: &mut Vec<Action>) {
+    pub(super) fn enqueue_control(&mut self, action: CallAction) {
         if !matches!(action, CallAction::Noop | CallAction::Reset) {
             let why = format!("{} is not a call that an application may request", action.name());
-            self.trip_if_armed(FailureClass::Protocol, None, &T0707, why, out);
+            self.trip_if_armed(FailureClass::Protocol, None, &T0707, why);
             return;
         }
-        self.enqueue_item(InboxItem::Control(action), out);
-    }
-
-    pub(super) fn enqueue_reload(&mut self, source: String, weights: Digest, out: &mut Vec<Action>) {
-        self.enqueue_item(InboxItem::Reload(Reload { source, weights }), out);
+        self.enqueue_item(InboxItem::Control(action));
     }
 
     /// Whether the run is stopping, so that queued requests can no longer become calls.
@@ -70,13 +61,13 @@ impl Leader {
         self.stopping || matches!(self.stage, LeaderStage::Stopping { .. } | LeaderStage::Ended)
     }
 
-    fn enqueue_item(&mut self, item: InboxItem, out: &mut Vec<Action>) {
+    pub(super) fn enqueue_item(&mut self, item: InboxItem) {
         if self.is_stopping() {
             return;
         }
         if self.inbox.len() >= Limits::MAX_DEPTH as usize {
             let why = format!("a call was requested while {} wait, the limit", self.inbox.len());
-            self.trip_if_armed(FailureClass::Protocol, None, &T0707, why, out);
+            self.trip_if_armed(FailureClass::Protocol, None, &T0707, why);
             return;
         }
         self.inbox.push_back(item);
@@ -84,7 +75,7 @@ impl Leader {
 
     /// Drops the queued chunk requests and marks the open calls as discarded. Returns the prompt
     /// embedding of the last dropped request that had one.
-    fn flush_requests(&mut self, out: &mut Vec<Action>) -> Option<Tensor> {
+    fn flush_requests(&mut self) -> Option<Tensor> {
         let epoch = self.director.cache_state().epoch();
         let mut last_embedding = None;
         for item in std::mem::take(&mut self.inbox) {
@@ -92,7 +83,7 @@ impl Leader {
                 InboxItem::Chunk { ordinal, text, .. } => {
                     last_embedding = text.or(last_embedding);
                     let why = "a hard cut came before the call was prepared";
-                    out.push(Action::Dropped { request: ordinal, chunk: None, epoch, why });
+                    self.add_entry(RecordEntry::Dropped { request: ordinal, chunk: None, epoch, why });
                 }
                 InboxItem::Reload(_) => self.inbox.push_back(item),
                 // The cut includes a reset, and its call tests the path to every rank like a NOOP.
@@ -102,7 +93,7 @@ impl Leader {
         for open in self.open_calls.iter_mut().filter(|o| o.request.is_some()) {
             open.discard = true;
         }
-        out.push(Action::SetMinEpoch { epoch: epoch.saturating_add(1) });
+        self.actions.push(Action::SetMinEpoch { epoch: epoch.saturating_add(1) });
         last_embedding
     }
 }

@@ -50,23 +50,23 @@ impl QuietHistory {
 }
 
 impl Leader {
-    pub(super) fn handle_tick(&mut self, now: u64, out: &mut Vec<Action>) {
+    pub(super) fn handle_tick(&mut self, now: u64) {
         if now >= self.last_heartbeat_ns + self.config.limits.heartbeat_ns {
             self.last_heartbeat_ns = now;
             let beat = Heartbeat { progress: self.progress };
-            out.push(Action::Report(Message::Heartbeat(beat.clone())));
-            out.push(Action::Broadcast(Message::Heartbeat(beat)));
+            self.actions.push(Action::Report(Message::Heartbeat(beat.clone())));
+            self.actions.push(Action::Broadcast(Message::Heartbeat(beat)));
         }
         if let Some((failure, until)) = &self.secondary_failure
             && now >= *until
         {
             let failure = failure.clone();
-            return self.fail_run(failure, out);
+            return self.fail_run(failure);
         }
         if self.is_armed(&T0743)
             && let Some((rank, text)) = self.find_stalled(now)
         {
-            self.fail_run(self.leader_failure(FailureClass::Stall, Some(rank), &T0743, text), out);
+            self.fail_run(self.leader_failure(FailureClass::Stall, Some(rank), &T0743, text));
         }
     }
 

@@ -19,10 +19,8 @@ pub enum ExternalEvent {
     KillLauncher,
     /// The user requests a stop.
     Interrupt,
-    /// Nothing passes between these ranks and the others; sent frames are held back.
+    /// From now on, nothing passes between these ranks and the others.
     Partition(BTreeSet<u32>),
-    /// The partition ends, and the held frames pass.
-    Heal,
 }
 
 impl<W: World> Sim<W> {
@@ -56,12 +54,6 @@ impl<W: World> Sim<W> {
             }
             ExternalEvent::Interrupt => self.step_leader(leader::Event::Stop),
             ExternalEvent::Partition(side) => self.partition = Some(side),
-            ExternalEvent::Heal => {
-                self.partition = None;
-                for item in std::mem::take(&mut self.withheld) {
-                    self.schedule_event(0, item);
-                }
-            }
         }
     }
 

@@ -7,52 +7,40 @@ use std::sync::Arc;
 use crate::director::{DenoiseStep, StreamSpec};
 use crate::engine::{AbortHandle, Engine, EngineFault, PhaseReport, ProgramCount};
 use crate::kv_cache::{CacheRegime, CacheSpec};
+use crate::leader::LeaderConfig;
 use crate::program_index::{ArgKind, InputSpec, ProgramIndex, ProgramInfo};
+use crate::tripwire::Tripwires;
 use crate::wire::{Dtype, PhaseCall, Tensor, Tensors};
-use crate::{Digest, Parity};
+use crate::{Digest, Limits, Parity};
 
 /// Latent frames per chunk of the synthetic stream.
-pub const CHUNK_FRAMES: u32 = 3;
+const CHUNK_FRAMES: u32 = 3;
 
-/// The configuration that all ranks of a run share: the programs of a plan, and the stream.
-#[derive(Debug, Clone)]
-pub struct SharedConfig {
-    /// Digest of the sealed plan, the same in every simulated process.
-    pub plan: Digest,
-    /// Id of the session, which every envelope carries.
-    pub session: u64,
-    /// Build identifier that every simulated process reports, such as `sim`.
-    pub build: String,
-    /// The parity table of every rank.
-    pub parity: Parity,
-    /// Programs of the sealed plan, with which leader, ranks and engines are created.
-    pub programs: Arc<ProgramIndex>,
-    /// Cache sizes, attention bias and denoise steps, fixed for the whole stream.
-    pub stream: StreamSpec,
-    /// Ranks that return no latents, so that the leader does not compare their outputs.
-    pub ranks_without_output: Vec<u32>,
-}
-
-impl SharedConfig {
-    /// Creates the configuration of a synthetic plan: [`synthetic_programs`] and
-    /// [`synthetic_stream`].
-    #[must_use]
-    pub fn synthetic(regime: CacheRegime) -> SharedConfig {
-        SharedConfig {
-            plan: Digest::hash_bytes(b"the plan of a simulated run"),
-            session: 7,
-            build: "sim".into(),
-            parity: Parity::default(),
-            programs: Arc::new(synthetic_programs()),
-            stream: synthetic_stream(regime),
-            ranks_without_output: Vec::new(),
-        }
+/// Returns the settings of a leader of these ranks, with [`synthetic_programs`] and
+/// [`synthetic_stream`].
+#[must_use]
+pub fn synthetic_config(
+    ranks: Vec<u32>,
+    regime: CacheRegime,
+    limits: Limits,
+    tripwires: Tripwires,
+) -> LeaderConfig {
+    LeaderConfig {
+        ranks,
+        plan: Digest::hash_bytes(b"the plan of a simulated run"),
+        session: 7,
+        build: "sim".into(),
+        ranks_without_output: Vec::new(),
+        parity: Parity::default(),
+        programs: Arc::new(synthetic_programs()),
+        stream: synthetic_stream(regime),
+        limits,
+        tripwires,
     }
 }
 
 /// Returns a stream of two denoise steps for [`synthetic_programs`].
-#[must_use]
-pub fn synthetic_stream(regime: CacheRegime) -> StreamSpec {
+fn synthetic_stream(regime: CacheRegime) -> StreamSpec {
     StreamSpec {
         cache: CacheSpec {
             regime,
@@ -71,8 +59,7 @@ pub fn synthetic_stream(regime: CacheRegime) -> StreamSpec {
 
 /// Returns programs for both regimes. The name of a program gives its number of collectives; see
 /// [`collective_count`].
-#[must_use]
-pub fn synthetic_programs() -> ProgramIndex {
+fn synthetic_programs() -> ProgramIndex {
     let place = vec![("start", ArgKind::I64), ("row", ArgKind::I64), ("t", ArgKind::F32s(CHUNK_FRAMES))];
     let draw = vec![("seed", ArgKind::I64), ("chunk", ArgKind::I64), ("draw", ArgKind::I64)];
     let mut rows: Vec<(String, Vec<(&str, ArgKind)>)> = vec![
@@ -107,8 +94,7 @@ pub fn synthetic_programs() -> ProgramIndex {
 
 /// Returns the number of collectives of a program: the length of its name, or 0 for `renoise` and
 /// `emit`.
-#[must_use]
-pub fn collective_count(program: &str) -> u64 {
+fn collective_count(program: &str) -> u64 {
     if matches!(program, "renoise" | "emit") { 0 } else { program.len() as u64 }
 }
 
@@ -117,14 +103,12 @@ fn trace_digest(program: &str) -> Digest {
 }
 
 /// Returns a synthetic embedding of the `n`th prompt: four elements equal to `n`.
-#[must_use]
-pub fn prompt_tensor(n: u32) -> Option<Tensor> {
+pub(super) fn prompt_tensor(n: u32) -> Option<Tensor> {
     Tensor::from_f32("text", &[4], &[n as f32; 4]).ok()
 }
 
 /// Returns a synthetic context: the first four elements of the previous chunk's output.
-#[must_use]
-pub fn context_tensor(previous: &Tensor) -> Option<Tensor> {
+pub(super) fn context_tensor(previous: &Tensor) -> Option<Tensor> {
     let values = previous.to_f32()?;
     Tensor::from_f32(crate::envelope_check::CONTEXT_TENSOR, &[4], values.get(..4)?).ok()
 }

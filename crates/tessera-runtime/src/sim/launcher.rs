@@ -38,7 +38,7 @@ impl<W: World> Sim<W> {
         let bad =
             self.processes.iter().find(|(_, p)| p.state == ProcessState::Exited && !p.clean).map(|(r, _)| *r);
         let leader_gone = self.processes.get(&0).is_none_or(|p| p.state == ProcessState::Exited);
-        let (limits, finished) = (&self.limits, self.finished);
+        let (limits, finished) = (&self.config.leader.limits, self.finished);
         let Some(l) = &mut self.launcher else { return };
         let is_silent = limits.exceeded_silence_ns(l.last_message_ns, now_ns).is_some();
         let kills_now = is_silent && !l.failed && !finished && !leader_gone;

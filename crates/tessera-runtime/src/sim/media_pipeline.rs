@@ -2,8 +2,9 @@
 
 use std::collections::VecDeque;
 
-use super::{MediaJob, OPEN_ENDED, QueuedEvent, Sim, SimEvent, World};
+use super::{OPEN_ENDED, QueuedEvent, Sim, SimEvent, World};
 use crate::director::ChunkRequest;
+use crate::engine::MediaJob;
 use crate::leader;
 
 #[derive(Debug, Default)]
@@ -62,7 +63,7 @@ impl<W: World> Sim<W> {
             SimEvent::MediaJobFinished { work: &work, begun_ns, emitted, waiting },
         );
         match work {
-            MediaJob::EncodePrompt => {
+            MediaJob::EncodePrompt(_) => {
                 if let Some(first) = self.media.incoming.iter_mut().find(|(_, p, made)| p.is_some() && !made)
                 {
                     first.2 = true;
@@ -86,7 +87,7 @@ impl<W: World> Sim<W> {
     /// Pulls as many requests as the leader has capacity for.
     pub(super) fn pull_requests(&mut self, wants: usize) {
         while self.media.incoming.len() < wants {
-            let Some((request, prompt)) = self.pending_requests.pop_front() else {
+            let Some((request, prompt)) = self.config.requests.pop_front() else {
                 if !self.requests_ended && self.media.incoming.is_empty() {
                     self.requests_ended = true;
                     self.step_leader(leader::Event::NoMoreRequests);
@@ -94,8 +95,8 @@ impl<W: World> Sim<W> {
                 break;
             };
             self.media.incoming.push_back((request, prompt, false));
-            if prompt.is_some() {
-                self.enqueue_job(MediaJob::EncodePrompt);
+            if let Some(number) = prompt {
+                self.enqueue_job(MediaJob::EncodePrompt(number.to_string()));
             }
         }
         self.hand_over_requests();

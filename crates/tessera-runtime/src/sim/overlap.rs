@@ -6,10 +6,10 @@ use std::collections::BTreeMap;
 use tessera_base::Diagnostics;
 use tessera_base::random::Rng;
 
-use super::{Frame, MediaJob, SharedConfig, Sim, SimConfig, SimEvent, TICK_NS, World};
+use super::{Frame, Sim, SimConfig, SimEvent, TICK_NS, World, synthetic_config};
 use crate::Limits;
 use crate::director::{ChunkRequest, SceneCut};
-use crate::engine::ReadyCall;
+use crate::engine::{MediaJob, ReadyCall};
 use crate::kv_cache::CacheRegime;
 use crate::program_index::PhaseKind;
 use crate::tripwire::Tripwires;
@@ -18,7 +18,7 @@ use crate::tripwire::Tripwires;
 const HOP_NS: u64 = 50_000;
 
 /// The durations of a chunk's stages, in nanoseconds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StageTimes {
     /// The part that the next chunk waits for in the recompute regime: decoding the first latent
     /// and encoding the anchor.
@@ -67,14 +67,11 @@ pub fn simulate_pipeline(
         (ChunkRequest { prompt_change: first, seed: 0, cut: SceneCut::None }, first.then_some(1))
     };
     let longest = stage_times.generate_ns.max(stage_times.context_ns).max(stage_times.delivery_ns);
+    let limits = Limits { done_floor_ns: limits.done_floor_ns.max(4 * longest), ..limits.clone() };
     let setup = SimConfig {
-        ranks: 2,
-        outside: true,
+        leader: synthetic_config(vec![1, 2], regime, limits, Tripwires::default()),
         launcher: true,
-        shared: SharedConfig::synthetic(regime),
         tick_ns: TICK_NS,
-        limits: Limits { done_floor_ns: limits.done_floor_ns.max(4 * longest), ..limits.clone() },
-        tripwires: Tripwires::default(),
         requests: (0..chunks).map(request).collect(),
         external_events: Vec::new(),
     };
@@ -93,12 +90,6 @@ struct PipelineWorld {
     /// Commit and done times of the previous chunk.
     previous_call: Option<(u64, u64)>,
     delivered: u32,
-}
-
-impl Default for StageTimes {
-    fn default() -> StageTimes {
-        StageTimes { context_ns: 1, delivery_ns: 1, generate_ns: 1, jitter_percent: 0 }
-    }
 }
 
 impl PipelineWorld {
@@ -129,7 +120,7 @@ impl World for PipelineWorld {
 
     fn media_ns(&mut self, _: u64, work: &MediaJob) -> u64 {
         match work {
-            MediaJob::EncodePrompt => 0,
+            MediaJob::EncodePrompt(_) => 0,
             MediaJob::Context { chunk, .. } => self.jittered_ns(self.stages.context_ns, chunk - 1, 1),
             MediaJob::Deliver { chunk, .. } => self.jittered_ns(self.stages.delivery_ns, *chunk, 2),
         }

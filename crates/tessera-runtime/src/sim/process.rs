@@ -6,13 +6,12 @@ use std::sync::Arc;
 use tessera_base::Diagnostics;
 
 use super::{
-    Frame, MediaJob, NEVER_ENDS, OPEN_ENDED, PROGRESS_INTERVAL_NS, QueuedEvent, Sim, SimConfig, SimEvent,
-    World,
+    Frame, NEVER_ENDS, OPEN_ENDED, PROGRESS_INTERVAL_NS, QueuedEvent, Sim, SimConfig, SimEvent, World,
 };
 use crate::Failure;
 use crate::engine::{Engine, EngineFault, ReadyCall, run_call};
 use crate::kv_cache::CacheState;
-use crate::leader::{self, Leader, LeaderConfig};
+use crate::leader::{self, Leader, RecordEntry};
 use crate::mesh_leader::{self, MeshLeader, MeshLeaderConfig};
 use crate::program_index::ProgramIndex;
 use crate::wire::Message;
@@ -78,10 +77,10 @@ impl SimProcess {
         world: &mut impl World,
     ) -> Result<SimProcess, Diagnostics> {
         let in_mesh = config.mesh().contains(&rank);
-        let relays = config.outside && rank == 1;
+        let relays = config.is_leader_outside() && rank == 1;
         let sim_rank = in_mesh.then(|| SimRank::from_config(config, rank, world)).transpose()?;
         let relay = relays.then(|| MeshLeader::new(mesh_leader_config(config, rank))).transpose()?;
-        let leader = (rank == 0).then(|| Leader::new(leader_config(config))).transpose()?;
+        let leader = (rank == 0).then(|| Leader::new(config.leader.clone())).transpose()?;
         Ok(SimProcess {
             state: ProcessState::Running,
             clean: false,
@@ -93,57 +92,42 @@ impl SimProcess {
     }
 }
 
-fn leader_config(config: &SimConfig) -> LeaderConfig {
-    let shared = &config.shared;
-    LeaderConfig {
-        ranks: config.mesh().collect(),
-        plan: shared.plan,
-        session: shared.session,
-        build: shared.build.clone(),
-        ranks_without_output: shared.ranks_without_output.clone(),
-        parity: shared.parity.clone(),
-        programs: Arc::clone(&shared.programs),
-        stream: shared.stream.clone(),
-        limits: config.limits.clone(),
-        tripwires: config.tripwires.clone(),
-    }
-}
-
 fn mesh_leader_config(config: &SimConfig, rank: u32) -> MeshLeaderConfig {
+    let leader = &config.leader;
     MeshLeaderConfig {
         rank,
-        members: config.mesh().skip(1).collect(),
-        plan: config.shared.plan,
-        programs: Arc::clone(&config.shared.programs),
-        cache: config.shared.stream.cache,
-        limits: config.limits.clone(),
-        tripwires: config.tripwires.clone(),
+        members: config.mesh()[1..].to_vec(),
+        plan: leader.plan,
+        programs: Arc::clone(&leader.programs),
+        cache: leader.stream.cache,
+        limits: leader.limits.clone(),
+        tripwires: leader.tripwires.clone(),
     }
 }
 
 fn worker_config(config: &SimConfig, rank: u32) -> WorkerConfig {
-    let shared = &config.shared;
+    let leader = &config.leader;
     WorkerConfig {
         rank,
-        upstream_rank: u32::from(config.outside && rank > 1),
-        plan: shared.plan,
-        build: shared.build.clone(),
-        parity: shared.parity.clone(),
-        programs: Arc::clone(&shared.programs),
-        cache: shared.stream.cache,
-        limits: config.limits.clone(),
-        sends_output: rank == config.mesh().start,
-        tripwires: config.tripwires.clone(),
+        upstream_rank: u32::from(config.is_leader_outside() && rank > 1),
+        plan: leader.plan,
+        build: leader.build.clone(),
+        parity: leader.parity.clone(),
+        programs: Arc::clone(&leader.programs),
+        cache: leader.stream.cache,
+        limits: leader.limits.clone(),
+        sends_output: rank == config.mesh()[0],
+        tripwires: leader.tripwires.clone(),
     }
 }
 
 impl SimRank {
     fn from_config(config: &SimConfig, rank: u32, world: &mut impl World) -> Result<SimRank, Diagnostics> {
-        let programs = &config.shared.programs;
+        let programs = &config.leader.programs;
         Ok(SimRank {
             machine: Worker::new(worker_config(config, rank))?,
             engine: EngineBox(world.make_engine(rank, programs)),
-            cache: CacheState::new(config.shared.stream.cache).map_err(|d| vec![d])?,
+            cache: CacheState::new(config.leader.stream.cache).map_err(|d| vec![d])?,
             programs: Arc::clone(programs),
             running: None,
         })
@@ -172,7 +156,7 @@ impl<W: World> Sim<W> {
         if self.processes.get(&rank).is_none_or(|p| p.state == ProcessState::Exited) {
             return;
         }
-        self.schedule_event(self.tick_ns, QueuedEvent::Tick(rank));
+        self.schedule_event(self.config.tick_ns, QueuedEvent::Tick(rank));
         if self.is_stopped(rank) {
             return;
         }
@@ -191,12 +175,15 @@ impl<W: World> Sim<W> {
     pub(super) fn finish_loading(&mut self, rank: u32) {
         self.step_worker(
             rank,
-            worker::Event::EngineReady { parity: self.parity.clone(), fingerprints: Vec::new() },
+            worker::Event::EngineReady {
+                parity: self.config.leader.parity.clone(),
+                fingerprints: Vec::new(),
+            },
         );
     }
 
     pub(super) fn receive_frame(&mut self, frame: Frame) {
-        let (to, relays) = (frame.to, self.outside && frame.to == 1);
+        let (to, relays) = (frame.to, self.config.is_leader_outside() && frame.to == 1);
         match (frame.up, relays) {
             (true, true) => {
                 let Frame { origin, message, .. } = frame.clone();
@@ -214,7 +201,7 @@ impl<W: World> Sim<W> {
 
     pub(super) fn handle_closed_link(&mut self, from: u32, to: u32) {
         let how = || "its socket closed".to_string();
-        match (to, self.outside) {
+        match (to, self.config.is_leader_outside()) {
             (0, _) => self.step_leader(leader::Event::Gone { rank: from, how: how() }),
             (1, true) if from == 0 => self.step_relay(to, mesh_leader::Event::LeaderGone(how()), None),
             (1, true) => self.step_relay(to, mesh_leader::Event::Gone { rank: from, how: how() }, None),
@@ -232,21 +219,16 @@ impl<W: World> Sim<W> {
             self.world.observe_action(now_ns, &action);
             match action {
                 leader::Action::Broadcast(message) => self.broadcast_message(&message),
-                leader::Action::MakeContext { chunk, previous, opens_scene } => {
-                    self.enqueue_job(MediaJob::Context { chunk, previous, opens_scene });
-                }
-                leader::Action::Deliver { chunk, epoch, .. } => {
-                    self.enqueue_job(MediaJob::Deliver { chunk, epoch })
-                }
+                leader::Action::Media(job) => self.enqueue_job(job),
                 leader::Action::SetMinEpoch { epoch } => {
                     self.media.min_epoch = epoch;
                     self.world.observe_event(now_ns, SimEvent::MinEpochSet(epoch));
                 }
-                leader::Action::Record(record) => {
+                leader::Action::Record(RecordEntry::Call(record)) => {
                     self.world.observe_event(now_ns, SimEvent::CallFinished(&record))
                 }
+                leader::Action::Record(_) => {}
                 leader::Action::Report(message) => self.receive_report(message),
-                leader::Action::Dropped { .. } | leader::Action::Lost { .. } | leader::Action::Note(_) => {}
                 leader::Action::Exit(outcome) => {
                     if let Some(f) = &outcome {
                         self.failure.get_or_insert_with(|| f.clone());
@@ -263,7 +245,7 @@ impl<W: World> Sim<W> {
     }
 
     fn broadcast_message(&mut self, message: &Message) {
-        let targets = if self.outside { vec![1] } else { self.mesh.clone() };
+        let targets = if self.config.is_leader_outside() { vec![1] } else { self.config.mesh().to_vec() };
         for to in targets {
             self.send_frame(Frame { from: 0, to, origin: 0, up: false, message: message.clone() });
         }
@@ -296,7 +278,7 @@ impl<W: World> Sim<W> {
 
     /// Delivers a message to every member and to the rank's own worker.
     fn forward_down(&mut self, rank: u32, origin: u32, message: &Message) {
-        for to in self.mesh.clone() {
+        for to in self.config.mesh().to_vec() {
             if to == rank {
                 self.step_worker(rank, worker::Event::Message(message.clone()));
             } else {
@@ -334,7 +316,8 @@ impl<W: World> Sim<W> {
         if failure.is_some() {
             self.abort_collectives();
         }
-        let unwinds = self.world.exit_ns(rank).min(self.limits.unwind_ns + self.limits.reap_ns / 2);
+        let limits = &self.config.leader.limits;
+        let unwinds = self.world.exit_ns(rank).min(limits.unwind_ns + limits.reap_ns / 2);
         if let Some(p) = self.running_process(rank) {
             p.state = ProcessState::Exiting;
             p.clean = failure.is_none();
@@ -387,9 +370,9 @@ impl<W: World> Sim<W> {
         self.world.observe_event(self.now_ns, SimEvent::CollectivesEntered { rank, call_id, phase });
         let inside = self.barriers.entry((call_id, phase)).or_default();
         inside.insert(rank);
-        if inside.len() == self.mesh.len() {
+        if inside.len() == self.config.mesh().len() {
             self.barriers.remove(&(call_id, phase));
-            for rank in self.mesh.clone() {
+            for rank in self.config.mesh().to_vec() {
                 self.start_next_phase(rank);
             }
         }
@@ -425,7 +408,7 @@ impl<W: World> Sim<W> {
     }
 
     pub(super) fn end_call(&mut self, rank: u32, call_id: u64, fault: Option<EngineFault>) {
-        let tripwires = self.tripwires.clone();
+        let tripwires = self.config.leader.tripwires.clone();
         let Some(sim_rank) = self.running_process(rank).and_then(|p| p.rank.as_mut()) else { return };
         let Some(running) = sim_rank.running.take_if(|r| r.call.call_id == call_id) else { return };
         let outcome = match fault {

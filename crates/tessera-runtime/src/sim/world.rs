@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::fixture::{HashEngine, context_tensor, prompt_tensor};
 use crate::Failure;
-use crate::engine::{Engine, ReadyCall};
+use crate::engine::{Engine, MediaJob, ReadyCall};
 use crate::leader::{Action, CallRecord};
 use crate::program_index::ProgramIndex;
 use crate::wire::{Message, Tensor};
@@ -29,31 +29,6 @@ pub struct Frame {
     pub up: bool,
     /// The control message that the frame carries.
     pub message: Message,
-}
-
-/// A job of the leader's simulated media pipeline, which runs one job at a time, in order of
-/// arrival.
-#[derive(Debug, Clone, PartialEq)]
-pub enum MediaJob {
-    /// Encodes a request's new prompt into its text embedding.
-    EncodePrompt,
-    /// Decodes the first latent of a chunk and encodes it again, for the next chunk.
-    Context {
-        /// Index of the chunk whose call waits for the context.
-        chunk: u32,
-        /// Latents of the last finished chunk, from which the context is made.
-        previous: Tensor,
-        /// Whether the previous chunk is the first of its scene.
-        opens_scene: bool,
-    },
-    /// Decodes and writes the rest of a chunk.
-    Deliver {
-        /// Index of the chunk to decode and write.
-        chunk: u32,
-        /// Cache epoch of the chunk; below the minimum at the end of the job, the chunk is
-        /// discarded.
-        epoch: u32,
-    },
 }
 
 /// An event of the simulation, reported when it happens.

@@ -103,7 +103,7 @@ pub struct Reload {
 
 /// The leader's message that starts one call: a header, the metadata of its action, and tensors.
 /// The context tensors of a recompute call follow in a separate message.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Envelope {
     /// Identifies the call: action, plan, session, ids of call and chunk, epoch and deadline.
     pub header: EnvelopeHeader,

@@ -15,11 +15,7 @@ use tessera_base::Diagnostic;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::message::MessageKind;
-use super::tensor::check_manifest;
-use super::{
-    CallContext, CallMeta, CallObservation, Done, Envelope, EnvelopeHeader, HEADER_BYTES, MAGIC,
-    MAX_META_BYTES, MAX_TENSOR_BYTES, Message, Reload, ShardFingerprint, TensorSpec, Tensors, WIRE_VERSION,
-};
+use super::{HEADER_BYTES, MAGIC, MAX_META_BYTES, MAX_TENSOR_BYTES, Message, Tensors, WIRE_VERSION};
 use crate::codes::{T0701, T0702, T0703, T0704, T0705, T0706};
 use crate::digest::canonical_bytes;
 
@@ -54,30 +50,10 @@ impl FrameHeader {
 /// # Errors
 /// T0703 or T0706 if the message exceeds a limit; no byte is encoded then.
 pub fn encode(origin: u32, message: &Message) -> Result<Vec<u8>, Diagnostic> {
+    let meta = canonical_bytes(message);
     let no_tensors = Tensors::default();
-    let (meta, tensors) = match message {
-        Message::Welcome(m) => (canonical_bytes(m), &no_tensors),
-        Message::Stop | Message::Finished => (Vec::new(), &no_tensors),
-        Message::Init(m) => (canonical_bytes(m), &no_tensors),
-        Message::Envelope(m) => {
-            (canonical_bytes(&(&m.header, &m.meta, &m.reload, m.tensors.to_specs())), &m.tensors)
-        }
-        Message::Context(m) => (canonical_bytes(&(m.call_id, m.tensors.to_specs())), &m.tensors),
-        Message::Commit(m) => (canonical_bytes(m), &no_tensors),
-        Message::Abort(m) => (canonical_bytes(m), &no_tensors),
-        Message::HelloAck(m) => (canonical_bytes(m), &no_tensors),
-        Message::Ready(m) => (canonical_bytes(m), &no_tensors),
-        Message::Refused(m) => (canonical_bytes(m), &no_tensors),
-        Message::Done(m) => {
-            let rest = (&m.observed, &m.fingerprints, m.output.to_specs());
-            (canonical_bytes(&(m.call_id, m.cache_epoch, rest)), &m.output)
-        }
-        Message::Fault(m) => (canonical_bytes(m), &no_tensors),
-        Message::Heartbeat(m) => (canonical_bytes(m), &no_tensors),
-        Message::Progress(m) => (canonical_bytes(m), &no_tensors),
-        Message::Failed(m) => (canonical_bytes(m), &no_tensors),
-    };
-    check_manifest(&tensors.to_specs())?;
+    let tensors = message.tensors().unwrap_or(&no_tensors);
+    tensors.check_manifest()?;
     let meta_bytes = check_limit("meta", meta.len() as u64, MAX_META_BYTES)?;
     let tensor_bytes = check_limit("tensors", tensors.total_bytes(), MAX_TENSOR_BYTES)?;
     let mut frame = Vec::with_capacity(HEADER_BYTES + meta.len() + tensor_bytes as usize);
@@ -161,45 +137,35 @@ pub fn decode_body(header: &FrameHeader, body: &[u8]) -> Result<Message, Diagnos
             .with_label("header", format!("{:016x}", header.checksum))
             .with_label("computed", format!("{found:016x}")));
     }
-    let (meta, tensors) = body.split_at(header.meta_bytes as usize);
-    if !tensors.is_empty()
-        && !matches!(header.kind, MessageKind::Envelope | MessageKind::Context | MessageKind::Done)
-    {
-        return Err(Diagnostic::error(&T0706, format!("a {:?} frame carries tensors", header.kind))
-            .with_label("frame", format!("{} tensor bytes", tensors.len())));
-    }
+    let (meta, payload) = body.split_at(header.meta_bytes as usize);
     let kind = header.kind;
-    Ok(match kind {
+    let carries_tensors = matches!(kind, MessageKind::Envelope | MessageKind::Context | MessageKind::Done);
+    if !payload.is_empty() && !carries_tensors {
+        return Err(Diagnostic::error(&T0706, format!("a {kind:?} frame carries tensors"))
+            .with_label("frame", format!("{} tensor bytes", payload.len())));
+    }
+    let mut message = match kind {
         MessageKind::Welcome => Message::Welcome(read_meta(kind, meta)?),
-        MessageKind::Stop => read_empty_meta(kind, meta, Message::Stop)?,
+        MessageKind::Stop => read_meta::<()>(kind, meta).map(|()| Message::Stop)?,
         MessageKind::Init => Message::Init(read_meta(kind, meta)?),
-        MessageKind::Envelope => {
-            type Parts = (EnvelopeHeader, Option<CallMeta>, Option<Reload>, Vec<TensorSpec>);
-            let (header, meta, reload, specs): Parts = read_meta(kind, meta)?;
-            let tensors = Tensors::split_payload(specs, tensors)?;
-            Message::Envelope(Box::new(Envelope { header, meta, reload, tensors }))
-        }
-        MessageKind::Context => {
-            let (call_id, specs): (u64, Vec<TensorSpec>) = read_meta(kind, meta)?;
-            Message::Context(CallContext { call_id, tensors: Tensors::split_payload(specs, tensors)? })
-        }
+        MessageKind::Envelope => Message::Envelope(read_meta(kind, meta)?),
+        MessageKind::Context => Message::Context(read_meta(kind, meta)?),
         MessageKind::Commit => Message::Commit(read_meta(kind, meta)?),
         MessageKind::Abort => Message::Abort(read_meta(kind, meta)?),
         MessageKind::HelloAck => Message::HelloAck(read_meta(kind, meta)?),
         MessageKind::Ready => Message::Ready(read_meta(kind, meta)?),
         MessageKind::Refused => Message::Refused(read_meta(kind, meta)?),
-        MessageKind::Done => {
-            type Parts = (u64, u32, (CallObservation, Vec<ShardFingerprint>, Vec<TensorSpec>));
-            let (call_id, cache_epoch, (observed, fingerprints, specs)): Parts = read_meta(kind, meta)?;
-            let output = Tensors::split_payload(specs, tensors)?;
-            Message::Done(Box::new(Done { call_id, cache_epoch, observed, fingerprints, output }))
-        }
+        MessageKind::Done => Message::Done(read_meta(kind, meta)?),
         MessageKind::Fault => Message::Fault(read_meta(kind, meta)?),
         MessageKind::Heartbeat => Message::Heartbeat(read_meta(kind, meta)?),
         MessageKind::Progress => Message::Progress(read_meta(kind, meta)?),
-        MessageKind::Finished => read_empty_meta(kind, meta, Message::Finished)?,
+        MessageKind::Finished => read_meta::<()>(kind, meta).map(|()| Message::Finished)?,
         MessageKind::Failed => Message::Failed(read_meta(kind, meta)?),
-    })
+    };
+    if let Some(tensors) = message.tensors_mut() {
+        tensors.attach_payload(payload)?;
+    }
+    Ok(message)
 }
 
 /// Decodes exactly one frame, without trailing bytes, into its origin and its message.
@@ -245,8 +211,4 @@ fn read_meta<T: Serialize + DeserializeOwned>(kind: MessageKind, bytes: &[u8]) -
         return Err(refuse("the bytes are not in canonical form".to_string()));
     }
     Ok(value)
-}
-
-fn read_empty_meta(kind: MessageKind, meta: &[u8], message: Message) -> Result<Message, Diagnostic> {
-    read_meta::<()>(kind, meta).map(|()| message)
 }

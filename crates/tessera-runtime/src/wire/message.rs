@@ -5,42 +5,75 @@ use serde::{Deserialize, Serialize};
 use super::{Envelope, Tensors};
 use crate::{Digest, Failure, Parity};
 
-/// A message. The set is closed: an unknown kind is rejected.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Message {
+macro_rules! messages {
+    ($($(#[$doc:meta])* $kind:ident $(($body:ty))? = $number:literal,)*) => {
+        /// A message. The set is closed: an unknown kind is rejected. It is serialized as its body
+        /// alone; the frame's header carries the kind.
+        #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+        #[serde(untagged)]
+        pub enum Message {
+            $($(#[$doc])* $kind $(($body))?,)*
+        }
+
+        /// Number of a message kind in a frame's header.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[repr(u16)]
+        #[allow(missing_docs, reason = "each kind is the message of the same name")]
+        pub enum MessageKind {
+            $($kind = $number,)*
+        }
+
+        impl MessageKind {
+            /// Every message kind that the wire format defines.
+            pub const ALL: &[MessageKind] = &[$(MessageKind::$kind,)*];
+        }
+
+        impl Message {
+            /// Returns the kind, whose number the frame's header carries.
+            #[must_use]
+            pub fn kind(&self) -> MessageKind {
+                match self {
+                    $(Message::$kind { .. } => MessageKind::$kind,)*
+                }
+            }
+        }
+    };
+}
+
+messages! {
     /// Launcher to a rank: the rank's identity, with its descriptors attached.
-    Welcome(Welcome),
+    Welcome(Welcome) = 1,
     /// Launcher to leader: end at the next chunk boundary.
-    Stop,
+    Stop = 2,
     /// Leader to workers: the values that must be equal on every rank before any call.
-    Init(Init),
+    Init(Init) = 16,
     /// Leader to workers: one fully decided call.
-    Envelope(Box<Envelope>),
+    Envelope(Box<Envelope>) = 17,
     /// Leader to workers: the context tensors of a recompute call.
-    Context(CallContext),
+    Context(CallContext) = 18,
     /// Leader to workers: every rank is ready; run the call.
-    Commit(Commit),
+    Commit(Commit) = 19,
     /// Leader to workers: the run has ended, with the reason.
-    Abort(Abort),
+    Abort(Failure) = 20,
     /// Worker to leader: the rank is loaded, with its parity table and weight fingerprints.
-    HelloAck(HelloAck),
+    HelloAck(HelloAck) = 32,
     /// Worker to leader: the call is valid on this rank.
-    Ready(Ready),
+    Ready(Ready) = 33,
     /// Worker to leader: the call is invalid on this rank.
-    Refused(Refused),
+    Refused(Refused) = 34,
     /// Worker to leader: the call is finished, with the rank's observations.
-    Done(Box<Done>),
+    Done(Box<Done>) = 35,
     /// Worker to leader: this rank cannot continue.
-    Fault(FaultReport),
+    Fault(FaultReport) = 36,
     /// A sign of life: from a rank to the leader, and from the leader to its workers and the
     /// launcher.
-    Heartbeat(Heartbeat),
+    Heartbeat(Heartbeat) = 48,
     /// Leader to launcher: a chunk was delivered.
-    Progress(Progress),
+    Progress(Progress) = 49,
     /// Leader to launcher: every chunk was delivered and every rank has acknowledged the shutdown.
-    Finished,
+    Finished = 50,
     /// Leader to launcher: the run failed.
-    Failed(Failure),
+    Failed(Failure) = 51,
 }
 
 /// The process that originates a message. A worker originates no control message: it only replies
@@ -57,54 +90,11 @@ pub enum SenderRole {
     AnyRank,
 }
 
-/// Number of a message kind in a frame's header.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u16)]
-#[allow(missing_docs, reason = "each kind is the message of the same name")]
-pub enum MessageKind {
-    Welcome = 1,
-    Stop = 2,
-    Init = 16,
-    Envelope = 17,
-    Context = 18,
-    Commit = 19,
-    Abort = 20,
-    HelloAck = 32,
-    Ready = 33,
-    Refused = 34,
-    Done = 35,
-    Fault = 36,
-    Heartbeat = 48,
-    Progress = 49,
-    Finished = 50,
-    Failed = 51,
-}
-
 impl MessageKind {
-    /// Every message kind that the wire format defines.
-    pub const ALL: [MessageKind; 16] = [
-        MessageKind::Welcome,
-        MessageKind::Stop,
-        MessageKind::Init,
-        MessageKind::Envelope,
-        MessageKind::Context,
-        MessageKind::Commit,
-        MessageKind::Abort,
-        MessageKind::HelloAck,
-        MessageKind::Ready,
-        MessageKind::Refused,
-        MessageKind::Done,
-        MessageKind::Fault,
-        MessageKind::Heartbeat,
-        MessageKind::Progress,
-        MessageKind::Finished,
-        MessageKind::Failed,
-    ];
-
     /// Returns the kind with this number.
     #[must_use]
     pub fn from_u16(n: u16) -> Option<MessageKind> {
-        MessageKind::ALL.into_iter().find(|k| *k as u16 == n)
+        MessageKind::ALL.iter().copied().find(|k| *k as u16 == n)
     }
 
     /// Returns the process that may send this kind.
@@ -121,26 +111,23 @@ impl MessageKind {
 }
 
 impl Message {
-    /// Returns the kind, whose number the frame's header carries.
-    #[must_use]
-    pub fn kind(&self) -> MessageKind {
+    /// Returns the tensors that follow the meta bytes; `None` for a kind that carries none.
+    pub(super) fn tensors(&self) -> Option<&Tensors> {
         match self {
-            Message::Welcome(_) => MessageKind::Welcome,
-            Message::Stop => MessageKind::Stop,
-            Message::Init(_) => MessageKind::Init,
-            Message::Envelope(_) => MessageKind::Envelope,
-            Message::Context(_) => MessageKind::Context,
-            Message::Commit(_) => MessageKind::Commit,
-            Message::Abort(_) => MessageKind::Abort,
-            Message::HelloAck(_) => MessageKind::HelloAck,
-            Message::Ready(_) => MessageKind::Ready,
-            Message::Refused(_) => MessageKind::Refused,
-            Message::Done(_) => MessageKind::Done,
-            Message::Fault(_) => MessageKind::Fault,
-            Message::Heartbeat(_) => MessageKind::Heartbeat,
-            Message::Progress(_) => MessageKind::Progress,
-            Message::Finished => MessageKind::Finished,
-            Message::Failed(_) => MessageKind::Failed,
+            Message::Envelope(e) => Some(&e.tensors),
+            Message::Context(c) => Some(&c.tensors),
+            Message::Done(d) => Some(&d.output),
+            _ => None,
+        }
+    }
+
+    /// Returns the tensors of [`Message::tensors`].
+    pub(super) fn tensors_mut(&mut self) -> Option<&mut Tensors> {
+        match self {
+            Message::Envelope(e) => Some(&mut e.tensors),
+            Message::Context(c) => Some(&mut c.tensors),
+            Message::Done(d) => Some(&mut d.output),
+            _ => None,
         }
     }
 }
@@ -179,7 +166,7 @@ pub struct Init {
 }
 
 /// The context tensors of a recompute call, sent in a message after its envelope.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallContext {
     /// Id of the call that uses the tensors.
     pub call_id: u64,
@@ -192,13 +179,6 @@ pub struct CallContext {
 pub struct Commit {
     /// Id of the oldest open call, for which every rank has answered ready.
     pub call_id: u64,
-}
-
-/// The leader's announcement that the run has ended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Abort {
-    /// The run's first failure, with which every rank ends.
-    pub failure: Failure,
 }
 
 /// A loaded rank's answer to [`Init`].
@@ -277,7 +257,7 @@ pub struct CallObservation {
 }
 
 /// A rank's report that a call is finished.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Done {
     /// Id of the finished call, or of the shutdown that this rank answers.
     pub call_id: u64,

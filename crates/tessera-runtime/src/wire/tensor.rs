@@ -75,9 +75,12 @@ impl TensorSpec {
 }
 
 /// A tensor with its manifest entry. Cheap to clone.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tensor {
     spec: TensorSpec,
+    /// The bytes follow a frame's meta: the meta serializes the manifest entry alone, and the
+    /// frame's decoder adds the bytes.
+    #[serde(skip)]
     data: Arc<[u8]>,
 }
 
@@ -151,7 +154,7 @@ impl Tensor {
 }
 
 /// The tensors of one frame or call, in manifest order.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Tensors(pub Vec<Tensor>);
 
 impl Tensors {
@@ -161,22 +164,17 @@ impl Tensors {
         self.0.iter().find(|t| t.name() == name)
     }
 
-    /// Returns the manifest: name, element type, shape and length of each tensor, in order.
-    #[must_use]
-    pub fn to_specs(&self) -> Vec<TensorSpec> {
-        self.0.iter().map(|t| t.spec.clone()).collect()
-    }
-
     /// Returns the length of all tensors together in bytes, without the manifest.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.0.iter().map(|t| t.spec.bytes).sum()
     }
 
-    /// Splits a payload into the tensors of its manifest.
-    pub(super) fn split_payload(specs: Vec<TensorSpec>, payload: &[u8]) -> Result<Tensors, Diagnostic> {
-        check_manifest(&specs)?;
-        let listed = specs.iter().try_fold(0u64, |n, s| n.checked_add(s.bytes));
+    /// Splits a frame's payload into the bytes of the tensors, whose manifest was decoded from the
+    /// frame's meta.
+    pub(super) fn attach_payload(&mut self, payload: &[u8]) -> Result<(), Diagnostic> {
+        self.check_manifest()?;
+        let listed = self.0.iter().try_fold(0u64, |n, t| n.checked_add(t.spec.bytes));
         if listed != Some(payload.len() as u64) {
             return Err(Diagnostic::error(&T0706, "the manifest does not cover the tensor bytes")
                 .with_label(
@@ -186,13 +184,12 @@ impl Tensors {
                 .with_label("frame", format!("{} bytes", payload.len())));
         }
         let mut rest = payload;
-        let mut tensors = Vec::with_capacity(specs.len());
-        for spec in specs {
+        for Tensor { spec, data } in &mut self.0 {
             // The conversion cannot truncate: an entry is at most the sum, and the sum is the
             // payload's length.
-            let (data, tail) = rest.split_at(spec.bytes as usize);
+            let (bytes, tail) = rest.split_at(spec.bytes as usize);
             rest = tail;
-            let found = xxh3_64(data);
+            let found = xxh3_64(bytes);
             if found != spec.checksum {
                 return Err(Diagnostic::error(
                     &T0706,
@@ -201,26 +198,26 @@ impl Tensors {
                 .with_label("manifest", format!("checksum {:016x}", spec.checksum))
                 .with_label("frame", format!("checksum {found:016x}")));
             }
-            tensors.push(Tensor { spec, data: data.into() });
+            *data = bytes.into();
         }
-        Ok(Tensors(tensors))
+        Ok(())
     }
-}
 
-/// Checks the number, names and lengths of a manifest's tensors.
-pub(super) fn check_manifest(specs: &[TensorSpec]) -> Result<(), Diagnostic> {
-    if specs.len() > MAX_TENSORS {
-        return Err(Diagnostic::error(&T0706, "too many tensors in one manifest")
-            .with_label("manifest", format!("{} tensors", specs.len()))
-            .with_label("limit", format!("{MAX_TENSORS} tensors")));
-    }
-    for (i, spec) in specs.iter().enumerate() {
-        check_length(spec)?;
-        if specs[..i].iter().any(|s| s.name == spec.name) {
-            return Err(Diagnostic::error(&T0706, format!("tensor `{}` is listed twice", spec.name)));
+    /// Checks the number, names and lengths of the manifest's tensors.
+    pub(super) fn check_manifest(&self) -> Result<(), Diagnostic> {
+        if self.0.len() > MAX_TENSORS {
+            return Err(Diagnostic::error(&T0706, "too many tensors in one manifest")
+                .with_label("manifest", format!("{} tensors", self.0.len()))
+                .with_label("limit", format!("{MAX_TENSORS} tensors")));
         }
+        for (i, t) in self.0.iter().enumerate() {
+            check_length(&t.spec)?;
+            if self.0[..i].iter().any(|other| other.name() == t.name()) {
+                return Err(Diagnostic::error(&T0706, format!("tensor `{}` is listed twice", t.name())));
+            }
+        }
+        Ok(())
     }
-    Ok(())
 }
 
 fn check_length(spec: &TensorSpec) -> Result<(), Diagnostic> {

@@ -5,9 +5,9 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use tessera_runtime::director::{ChunkRequest, SceneCut};
-use tessera_runtime::engine::{CallReport, Engine, EngineFault, ReadyCall, run_call};
+use tessera_runtime::engine::{CallReport, Engine, EngineFault, MediaJob, ReadyCall, run_call};
 use tessera_runtime::kv_cache::{CacheRegime, CacheState};
-use tessera_runtime::leader::{self, CallRecord, Leader, LeaderConfig};
+use tessera_runtime::leader::{self, CallRecord, Leader, LeaderConfig, RecordEntry};
 use tessera_runtime::mesh_leader::{self, MeshLeader};
 use tessera_runtime::wire::{Message, Tensor, decode, encode};
 use tessera_runtime::worker::{self, Worker, WorkerConfig};
@@ -401,6 +401,17 @@ impl Net {
         }
     }
 
+    fn keep_entry(&mut self, entry: RecordEntry) {
+        match entry {
+            RecordEntry::Dropped { request, chunk, epoch, .. } => self.dropped.push((request, chunk, epoch)),
+            RecordEntry::Lost { call_id, ready, done, .. } => self.lost.push((call_id, ready, done)),
+            RecordEntry::Call(record) if record.request.is_some() => self.records.push(*record),
+            RecordEntry::Call(record) => self.controls.push(*record),
+            RecordEntry::Note(note) => self.notes.push(note),
+            RecordEntry::Progress(_) | RecordEntry::Failed(_) => {}
+        }
+    }
+
     fn step_leader(&mut self, event: leader::Event) {
         if self.outcome.is_some() || !self.leader_alive || self.leader_frozen {
             return;
@@ -413,12 +424,13 @@ impl Net {
                         self.wire.push_back((Hop::To(r), 0, m.clone()));
                     }
                 }
-                leader::Action::MakeContext { chunk, previous, opens_scene } => {
+                leader::Action::Media(MediaJob::EncodePrompt(_)) => {}
+                leader::Action::Media(MediaJob::Context { chunk, previous, opens_scene }) => {
                     self.scenes.push((chunk, opens_scene));
                     let tensor = context_tensor(&previous);
                     self.step_leader(leader::Event::Context { chunk, tensor });
                 }
-                leader::Action::Deliver { chunk, epoch, latents } => {
+                leader::Action::Media(MediaJob::Deliver { chunk, epoch, latents }) => {
                     self.undelivered.push_back((chunk, epoch, latents));
                     self.max_undelivered = self.max_undelivered.max(self.undelivered.len());
                 }
@@ -426,13 +438,7 @@ impl Net {
                     self.min_epoch = epoch;
                     self.delivered_at_cut = Some(self.delivered.len());
                 }
-                leader::Action::Dropped { request, chunk, epoch, .. } => {
-                    self.dropped.push((request, chunk, epoch));
-                }
-                leader::Action::Lost { call_id, ready, done, .. } => self.lost.push((call_id, ready, done)),
-                leader::Action::Record(record) if record.request.is_some() => self.records.push(*record),
-                leader::Action::Record(record) => self.controls.push(*record),
-                leader::Action::Note(note) => self.notes.push(note),
+                leader::Action::Record(entry) => self.keep_entry(entry),
                 leader::Action::Report(_) => {}
                 leader::Action::Exit(outcome) => self.outcome = Some(outcome),
             }

@@ -1,4 +1,4 @@
-//! The events of the simulated devices, ordered by time and, at equal times, by their creation.
+//! The events of the simulated devices, and their times.
 
 use super::SimProgramId;
 use crate::communicators::CommunicatorIndex;
@@ -23,14 +23,7 @@ impl Ord for TimeNs {
     }
 }
 
-#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct TimedEvent {
-    pub(super) at: TimeNs,
-    pub(super) seq: u64,
-    pub(super) kind: EventKind,
-}
-
-#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug)]
 pub(super) enum EventKind {
     ProgramStart(usize, SimProgramId),
     WorkRequest { rank: usize, ns: u64 },

@@ -4,9 +4,9 @@ use std::sync::{Arc, Mutex};
 
 use tessera_base::Diagnostics;
 use tessera_mesh::Rank;
-use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, RecordEntry, run_leader};
+use tessera_runtime::driver::{LeaderParts, MediaPipelineFactory, run_leader};
 use tessera_runtime::engine::MediaPipeline;
-use tessera_runtime::leader::LeaderConfig;
+use tessera_runtime::leader::{LeaderConfig, RecordEntry};
 use tessera_runtime::{Failure, FailureClass};
 
 use super::context::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, report_refusal};
@@ -147,11 +147,11 @@ fn entry_recorder(
     orders: &RankConfig,
     record: &Arc<Mutex<RecordWriter>>,
     mut on_event: Option<LeaderEventHandler>,
-) -> Box<dyn FnMut(RecordEntry<'_>)> {
+) -> Box<dyn FnMut(&RecordEntry)> {
     let (orders, record) = (orders.clone(), Arc::clone(record));
-    Box::new(move |entry: RecordEntry<'_>| {
+    Box::new(move |entry: &RecordEntry| {
         if let Some(on_event) = &mut on_event {
-            match &entry {
+            match entry {
                 RecordEntry::Progress(p) => on_event(LeaderEvent::Chunk(p)),
                 RecordEntry::Failed(f) => on_event(LeaderEvent::Failed(f)),
                 _ => {}
@@ -159,23 +159,11 @@ fn entry_recorder(
         }
         let mut record = lock_record(&record);
         // An error here also makes the delivery fail, and the media pipeline reports it there.
-        let _ = match entry {
-            RecordEntry::Call(call) => {
-                let chunk_request =
-                    call.request.filter(|_| !call.discarded).map(|r| orders.chunk_settings(r));
-                record.record_call(call, chunk_request.as_ref(), None);
-                Ok(())
-            }
-            // The media pipeline records the delivery itself.
-            RecordEntry::Progress(_) => Ok(()),
-            RecordEntry::Note(note) => record.write_event("note", note),
-            RecordEntry::Failed(f) => record.write_event("failed", &f.text),
-            RecordEntry::Dropped { request, epoch, why, .. } => record.record_dropped(request, epoch, why),
-            RecordEntry::Lost { call_id, chunk, epoch, ready, done } => record.write_event(
-                "lost",
-                &format!("call {call_id}, chunk {chunk}, epoch {epoch}: ready {ready:?}, done {done:?}"),
-            ),
-        };
+        let _ = record.record_entry(entry);
+        if let RecordEntry::Call(call) = entry {
+            let chunk_request = call.request.filter(|_| !call.discarded).map(|r| orders.chunk_settings(r));
+            record.record_call(call, chunk_request.as_ref(), None);
+        }
     })
 }
 

@@ -18,11 +18,11 @@ use tessera_mesh::Rank;
 use tessera_report::record::{PhaseRecord, StreamWaits};
 use tessera_report::timeline::TimelineSpan;
 use tessera_runtime::Failure;
-use tessera_runtime::engine::{Engine, ReadyCall};
+use tessera_runtime::engine::{Engine, MediaJob, ReadyCall};
 use tessera_runtime::envelope_check::CONTEXT_TENSOR;
 use tessera_runtime::leader::Action;
 use tessera_runtime::program_index::{InputSpec, ProgramIndex};
-use tessera_runtime::sim::{Frame, MediaJob, OPEN_ENDED, SimEvent, SimOutcome, World};
+use tessera_runtime::sim::{Frame, OPEN_ENDED, SimEvent, SimOutcome, World};
 use tessera_runtime::wire::{Message, Progress, Tensor};
 use tessera_sim::{BusyInterval, OutsideWork, ProgramEnd, SimDevices, SimProgramId};
 use tessera_verify::collective_lines;
@@ -326,12 +326,7 @@ impl World for SimWorld<'_> {
                 self.report_progress(now_ns, p);
                 Ok(())
             }
-            Action::Dropped { request, epoch, why, .. } => self.record.record_dropped(*request, *epoch, why),
-            Action::Lost { call_id, chunk, epoch, ready, done } => self.record.write_event(
-                "lost",
-                &format!("call {call_id}, chunk {chunk}, epoch {epoch}: ready {ready:?}, done {done:?}"),
-            ),
-            Action::Note(note) => self.record.write_event("note", note),
+            Action::Record(entry) => self.record.record_entry(entry),
             _ => Ok(()),
         };
         self.note_error(wrote);
@@ -357,7 +352,7 @@ impl World for SimWorld<'_> {
             }
             SimEvent::MediaJobFinished { work, begun_ns, emitted, .. } => {
                 let chunk = match work {
-                    MediaJob::EncodePrompt => return,
+                    MediaJob::EncodePrompt(_) => return,
                     // The first part of a chunk's decode is done on behalf of the next chunk.
                     MediaJob::Context { chunk, .. } => chunk.saturating_sub(1),
                     MediaJob::Deliver { chunk, .. } => *chunk,
@@ -406,7 +401,7 @@ impl SimMedia {
     fn begin_work(&mut self, work: &MediaJob) -> u64 {
         self.steps = match work {
             // The first latent of a scene is its own anchor.
-            MediaJob::EncodePrompt | MediaJob::Context { opens_scene: true, .. } => Vec::new(),
+            MediaJob::EncodePrompt(_) | MediaJob::Context { opens_scene: true, .. } => Vec::new(),
             MediaJob::Context { chunk, .. } => {
                 self.partly_decoded = chunk.checked_sub(1);
                 vec![("decode.first", self.first_decode_ns), ("encode", self.encode_ns)]

@@ -4,15 +4,13 @@
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 use tessera_base::{Diagnostic, Diagnostics};
 
+use super::handshakes::HandshakePool;
 use super::messages::{
-    AddressTable, RankInfo, RendezvousMessage, WireDiagnostic, receive_message, send_message,
+    AddressTable, RankInfo, RendezvousMessage, into_diagnostics, receive_message, send_message, send_refusal,
 };
 use super::{
     LINK_LIMIT, RendezvousPeers, RendezvousSpec, UNREACHABLE_LIMIT, WaitLimit, format_ranks,
@@ -23,8 +21,6 @@ use crate::driver::byte_stream::ByteStream;
 use crate::driver::launcher::StopHandle;
 use crate::driver::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose, Credentials};
 
-/// Maximum concurrent handshakes; further connections wait.
-const MAX_HANDSHAKES: usize = 64;
 /// Interval at which the listener is polled.
 const ACCEPT_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -48,14 +44,7 @@ pub(super) fn gather_ranks(
     let mut joined_peers: BTreeMap<u32, JoinedPeer> = BTreeMap::new();
     let outcome = gather_and_link(spec, wait, note, ready, &listener, &mut joined_peers);
     if let Err(ds) = &outcome {
-        let refusals: Vec<WireDiagnostic> = ds.iter().map(WireDiagnostic::from_diagnostic).collect();
-        for guest in joined_peers.values_mut() {
-            let _ = send_message(
-                &mut *guest.stream,
-                &RendezvousMessage::Refused(refusals.clone()),
-                handshake_deadline(),
-            );
-        }
+        joined_peers.values_mut().for_each(|guest| send_refusal(&mut *guest.stream, ds));
     }
     let (links, table) = outcome?;
     let joined = joined_peers.into_iter().map(|(rank, guest)| (rank, guest.stream)).collect();
@@ -88,9 +77,13 @@ fn gather_and_link(
     let mut refused = Vec::new();
     {
         let mine = spec.make_claim(ConnectionPurpose::Join, 0, 0, spec.session);
-        let mut handshakes = HandshakePool::new(listener, spec.credentials.clone(), mine);
+        let credentials = spec.credentials.clone();
+        let handshakes = HandshakePool::new(listener, move |stream, from| {
+            accept_rank(stream, &credentials, &mine).map(|guest| (from, guest))
+        });
         while joined.len() + 1 < spec.world_size as usize {
-            match handshakes.poll_next() {
+            handshakes.accept_next();
+            match handshakes.next_outcome() {
                 Some(Ok((from, proved))) => admit_rank(spec, joined, from, proved)?,
                 Some(Err(d)) => {
                     refused.push(d.message.clone());
@@ -136,9 +129,7 @@ fn gather_and_link(
     for (rank, guest) in joined.iter_mut() {
         match receive_message(&mut *guest.stream, wait.deadline, Some(wait.stop)) {
             Ok(RendezvousMessage::Linked) => {}
-            Ok(RendezvousMessage::Refused(said)) => {
-                return Err(said.into_iter().map(WireDiagnostic::into_diagnostic).collect());
-            }
+            Ok(RendezvousMessage::Refused(refusal)) => return Err(into_diagnostics(refusal)),
             Ok(_) => return Err(peer_left_diagnostic(*rank, &ErrorKind::InvalidData.into())),
             Err(e) => return Err(peer_left_diagnostic(*rank, &e)),
         }
@@ -171,11 +162,7 @@ fn admit_rank(
 ) -> Result<(), Diagnostics> {
     let Claim { rank, world_size: world, .. } = proved.claim;
     let refuse = |mut stream: Box<dyn ByteStream>, d: Diagnostic| {
-        let _ = send_message(
-            &mut *stream,
-            &RendezvousMessage::Refused(vec![WireDiagnostic::from_diagnostic(&d)]),
-            handshake_deadline(),
-        );
+        send_refusal(&mut *stream, std::slice::from_ref(&d));
         Err(vec![d])
     };
     if world != spec.world_size {
@@ -258,45 +245,6 @@ fn compare_ranks(spec: &RendezvousSpec, joined: &BTreeMap<u32, JoinedPeer>) -> D
     }
     compare_key(&T0757, "groups", &|card| card.communicators_digest.clone());
     found
-}
-
-/// Accepts connections and runs each handshake on its own thread, so that a slow stranger cannot
-/// block the ranks.
-struct HandshakePool<'a> {
-    listener: &'a TcpListener,
-    credentials: Credentials,
-    own_claim: Claim,
-    pending: Arc<AtomicUsize>,
-    sender: std::sync::mpsc::SyncSender<HandshakeOutcome>,
-    outcomes: Receiver<HandshakeOutcome>,
-}
-
-type HandshakeOutcome = Result<(SocketAddr, (AuthenticatedPeer, RankInfo)), Diagnostic>;
-
-impl HandshakePool<'_> {
-    fn new(listener: &TcpListener, credentials: Credentials, own_claim: Claim) -> HandshakePool<'_> {
-        let (sender, outcomes) = sync_channel(MAX_HANDSHAKES);
-        HandshakePool { listener, credentials, own_claim, pending: Arc::default(), sender, outcomes }
-    }
-
-    fn poll_next(&mut self) -> Option<HandshakeOutcome> {
-        if self.pending.load(Ordering::Relaxed) < MAX_HANDSHAKES
-            && let Ok((stream, from)) = self.listener.accept()
-        {
-            let (credentials, mine, tell) = (self.credentials.clone(), self.own_claim, self.sender.clone());
-            let pending = Arc::clone(&self.pending);
-            pending.fetch_add(1, Ordering::Relaxed);
-            let spawned = std::thread::Builder::new().name("handshake".into()).spawn(move || {
-                let came = accept_rank(stream, &credentials, &mine).map(|guest| (from, guest));
-                pending.fetch_sub(1, Ordering::Relaxed);
-                let _ = tell.send(came);
-            });
-            if spawned.is_err() {
-                self.pending.fetch_sub(1, Ordering::Relaxed);
-            }
-        }
-        self.outcomes.try_recv().ok()
-    }
 }
 
 fn accept_rank(

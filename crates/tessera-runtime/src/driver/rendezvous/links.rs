@@ -2,12 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::Scope;
 use std::time::Duration;
 
 use tessera_base::{Diagnostic, Diagnostics};
 
+use super::handshakes::HandshakePool;
 use super::messages::AddressTable;
 use super::{
     RendezvousPeers, RendezvousSpec, UNREACHABLE_LIMIT, WaitLimit, format_ranks, handshake_deadline,
@@ -17,8 +16,6 @@ use crate::codes::T0758;
 use crate::driver::byte_stream::ByteStream;
 use crate::driver::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose};
 
-/// Maximum handshakes in progress; further connections wait in the listener's backlog.
-const MAX_HANDSHAKES: usize = 64;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 const DIRECT_REACH_HINT: &str =
     "ranks must reach each other directly: check the firewalls, or give an address with --bind";
@@ -41,30 +38,36 @@ pub(super) fn open_links(
 ) -> Result<OpenLinks, Diagnostics> {
     let (connects, to_accept): (Vec<LinkKey>, Vec<LinkKey>) =
         required_links(spec).into_iter().partition(|(.., r)| *r < spec.rank);
-    let (sender, handshakes) = channel();
-    let open = OpenLinks(BTreeMap::new());
-    let mut opener = LinkOpener { spec, session, wait, to_accept, pending: 0, sender, handshakes, open };
+    // The peer's claim names the link that it wants; this side's claim is the same for every link.
+    let claim = spec.make_claim(ConnectionPurpose::Control, u32::MAX, 0, session);
+    let credentials = spec.credentials.clone();
+    let handshakes = HandshakePool::new(listener, move |stream, _| {
+        let _ = secure::tune_socket(&stream, UNREACHABLE_LIMIT);
+        secure::accept_peer(stream, &credentials, &claim, handshake_deadline())
+    });
+    let mut opener = LinkOpener { spec, session, wait, to_accept, open: OpenLinks(BTreeMap::new()) };
     let mut queue = connects.into_iter();
-    std::thread::scope(|scope| -> Result<(), Diagnostics> {
-        loop {
-            // The loop alternates between connecting and accepting, so that neither delays a peer's
-            // handshake.
-            let next = queue.next();
-            if let Some(link) = next {
-                opener.connect(link, table, master)?;
-            }
-            opener.accept_next(listener, scope);
-            opener.take_handshakes(note);
-            if next.is_none() && opener.to_accept.is_empty() {
-                return Ok(());
-            }
-            opener.check_wait()?;
-            if next.is_none() {
-                std::thread::sleep(POLL_INTERVAL);
-            }
+    loop {
+        // The loop alternates between connecting and accepting, so that neither delays a peer's
+        // handshake.
+        let next = queue.next();
+        if let Some(link) = next {
+            opener.connect(link, table, master)?;
         }
-    })?;
-    Ok(opener.open)
+        if !opener.to_accept.is_empty() {
+            handshakes.accept_next();
+        }
+        while let Some(outcome) = handshakes.next_outcome() {
+            opener.take_link(outcome, note);
+        }
+        if next.is_none() && opener.to_accept.is_empty() {
+            return Ok(opener.open);
+        }
+        opener.check_wait()?;
+        if next.is_none() {
+            std::thread::sleep(POLL_INTERVAL);
+        }
+    }
 }
 
 /// The links of this rank while they are opened.
@@ -74,14 +77,10 @@ struct LinkOpener<'a> {
     wait: &'a WaitLimit<'a>,
     /// Links to higher ranks that these have not opened yet.
     to_accept: Vec<LinkKey>,
-    /// Number of accepted connections whose handshake is in progress.
-    pending: usize,
-    sender: Sender<Result<AuthenticatedPeer, Diagnostic>>,
-    handshakes: Receiver<Result<AuthenticatedPeer, Diagnostic>>,
     open: OpenLinks,
 }
 
-impl<'a> LinkOpener<'a> {
+impl LinkOpener<'_> {
     /// Opens a link to a lower rank.
     fn connect(
         &mut self,
@@ -100,52 +99,25 @@ impl<'a> LinkOpener<'a> {
         Ok(())
     }
 
-    /// Accepts a waiting connection, if any, and starts its handshake on a thread of its own.
-    fn accept_next<'scope>(&mut self, listener: &TcpListener, scope: &'scope Scope<'scope, '_>)
-    where
-        'a: 'scope,
-    {
-        if self.pending >= MAX_HANDSHAKES || self.to_accept.is_empty() {
-            return;
-        }
-        let Ok((stream, _)) = listener.accept() else { return };
-        self.pending += 1;
-        let (sender, credentials) = (self.sender.clone(), &self.spec.credentials);
-        // The peer's claim names the link that it wants; this side's claim is the same for every
-        // link.
-        let claim = self.spec.make_claim(ConnectionPurpose::Control, u32::MAX, 0, self.session);
-        scope.spawn(move || {
-            let _ = secure::tune_socket(&stream, UNREACHABLE_LIMIT);
-            let _ = sender.send(secure::accept_peer(stream, credentials, &claim, handshake_deadline()));
-        });
-    }
-
-    /// Takes the connections whose handshake has ended. A failed one, or one for a link that the
-    /// peer may not have, is closed and noted.
-    fn take_handshakes(&mut self, note: &mut dyn FnMut(Diagnostic)) {
-        while let Ok(proved) = self.handshakes.try_recv() {
-            self.pending -= 1;
-            match proved {
-                Ok(peer) => {
-                    let link = (peer.claim.purpose, peer.claim.communicator, peer.claim.rank);
-                    let wanted = self.to_accept.iter().position(|l| *l == link);
-                    match wanted.filter(|_| self.is_for_this_rank(&peer.claim)) {
-                        Some(i) => {
-                            self.to_accept.swap_remove(i);
-                            self.open.0.insert(link, peer.stream);
-                        }
-                        None => note(Diagnostic::warning(
-                            &T0758,
-                            format!(
-                                "{} requested a link that it may not have; the link was closed",
-                                peer.claim
-                            ),
-                        )),
-                    }
-                }
-                Err(d) => note(d),
-            }
-        }
+    /// Takes a connection whose handshake has ended. A failed one, or one for a link that the peer
+    /// may not have, is closed and noted.
+    fn take_link(
+        &mut self,
+        outcome: Result<AuthenticatedPeer, Diagnostic>,
+        note: &mut dyn FnMut(Diagnostic),
+    ) {
+        let peer = match outcome {
+            Ok(peer) => peer,
+            Err(d) => return note(d),
+        };
+        let link = (peer.claim.purpose, peer.claim.communicator, peer.claim.rank);
+        let wanted = self.to_accept.iter().position(|l| *l == link);
+        let Some(i) = wanted.filter(|_| self.is_for_this_rank(&peer.claim)) else {
+            let text = format!("{} requested a link that it may not have; the link was closed", peer.claim);
+            return note(Diagnostic::warning(&T0758, text));
+        };
+        self.to_accept.swap_remove(i);
+        self.open.0.insert(link, peer.stream);
     }
 
     fn is_for_this_rank(&self, claim: &Claim) -> bool {

@@ -4,8 +4,9 @@ use std::io::{Error, ErrorKind, Result};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use tessera_base::{Code, Diagnostic};
+use tessera_base::{Code, Diagnostic, Diagnostics};
 
+use super::handshake_deadline;
 use crate::codes::{T0740, T0756, T0757, T0758};
 use crate::digest::canonical_bytes;
 use crate::driver::byte_stream::ByteStream;
@@ -57,26 +58,28 @@ pub(super) enum RendezvousMessage {
     Refused(Vec<WireDiagnostic>),
 }
 
-impl WireDiagnostic {
-    pub(super) fn from_diagnostic(d: &Diagnostic) -> WireDiagnostic {
-        WireDiagnostic {
-            code: d.code.id.to_string(),
-            message: d.message.clone(),
-            labels: d.labels.iter().map(|p| (p.location.clone(), p.message.clone())).collect(),
-            hint: d.hint.clone(),
-        }
-    }
+/// Tells the peer why this rank ends the rendezvous. A peer that cannot be reached sees the stream
+/// end.
+pub(super) fn send_refusal(stream: &mut dyn ByteStream, reasons: &[Diagnostic]) {
+    let to_wire = |d: &Diagnostic| WireDiagnostic {
+        code: d.code.id.to_string(),
+        message: d.message.clone(),
+        labels: d.labels.iter().map(|p| (p.location.clone(), p.message.clone())).collect(),
+        hint: d.hint.clone(),
+    };
+    let refusal = RendezvousMessage::Refused(reasons.iter().map(to_wire).collect());
+    let _ = send_message(stream, &refusal, handshake_deadline());
+}
 
-    pub(super) fn into_diagnostic(self) -> Diagnostic {
-        let known: [&'static Code; 4] = [&T0740, &T0756, &T0757, &T0758];
-        let code = known.into_iter().find(|c| c.id == self.code).unwrap_or(&T0758);
-        let d = Diagnostic::error(code, self.message);
-        let d = self.labels.into_iter().fold(d, |d, (at, says)| d.with_label(at, says));
-        match self.hint {
-            Some(hint) => d.with_hint(hint),
-            None => d,
-        }
-    }
+/// Returns the reasons of a peer's refusal.
+pub(super) fn into_diagnostics(refusal: Vec<WireDiagnostic>) -> Diagnostics {
+    let known: [&'static Code; 4] = [&T0740, &T0756, &T0757, &T0758];
+    let from_wire = |w: WireDiagnostic| {
+        let code = known.into_iter().find(|c| c.id == w.code).unwrap_or(&T0758);
+        let d = Diagnostic { hint: w.hint, ..Diagnostic::error(code, w.message) };
+        w.labels.into_iter().fold(d, |d, (location, message)| d.with_label(location, message))
+    };
+    refusal.into_iter().map(from_wire).collect()
 }
 
 pub(super) fn send_message(
