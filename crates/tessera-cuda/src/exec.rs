@@ -289,9 +289,10 @@ impl CudaBackend {
 
     /// Returns the views of a program's ops, or the error of [`CudaBackend::find_unsupported`].
     fn read_views(p: &Program) -> Result<Vec<OpView>, Diagnostic> {
-        let read =
-            |op: &Op| read_supported(p, op).map_err(|why| CudaBackend::unsupported_op_error(p, op, &why));
-        let views = p.ops.iter().map(read).collect::<Result<_, _>>()?;
+        let read = |i: usize| {
+            read_supported(p, i).map_err(|why| CudaBackend::unsupported_op_error(p, &p.ops[i], &why))
+        };
+        let views = (0..p.ops.len()).map(read).collect::<Result<_, _>>()?;
         match unsupported_streams(p) {
             Some(why) => Err(Diagnostic::error(&T0801, format!("@{} of {}: {why}", p.name, p.role))
                 .with_label("backend", "cuda")),

@@ -51,13 +51,18 @@ pub(crate) enum AttentionRoute {
 /// Chooses how attention of a dtype is computed. If any range of keys is [`AttentionRoute::Plain`],
 /// all of the attention is.
 pub(crate) fn choose_attention(c: &Capabilities, dtype: DType, s: &AttentionShape) -> AttentionRoute {
-    if dtype != DType::Bf16 || !s.is_supported_by_cudnn() {
+    if uses_plain_attention(dtype, s) {
         AttentionRoute::Plain
     } else if c.supports(&ATTENTION_FAMILY) && AttentionSm90::is_supported(s) {
         AttentionRoute::Sm90
     } else {
         AttentionRoute::Cudnn
     }
+}
+
+/// Returns whether no specialised kernel of any GPU computes an attention.
+pub(crate) fn uses_plain_attention(dtype: DType, s: &AttentionShape) -> bool {
+    dtype != DType::Bf16 || !s.is_supported_by_cudnn()
 }
 
 /// Describes which implementation computes each kind of op on a GPU, as names and sentences.

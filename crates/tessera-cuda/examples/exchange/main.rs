@@ -422,10 +422,8 @@ unsafe fn enqueue_with_copy_engines(
         // SAFETY: the caller guarantees it.
         return unsafe { group.enqueue_collective(m, stream) };
     }
-    group.enqueue_open(m, stream)?;
-    // SAFETY: the caller guarantees it, and the collective is open.
-    unsafe { group.enqueue_copies(m, stream) }?;
-    group.enqueue_close(m, stream)
+    // SAFETY: the caller guarantees it.
+    unsafe { group.enqueue_copies(m, stream) }
 }
 
 /// Enqueues an all-to-all and its inverse, twenty times each in one graph that is replayed twenty

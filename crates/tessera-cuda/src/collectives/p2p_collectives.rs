@@ -173,7 +173,8 @@ impl PeerMemory {
     /// kernels.
     ///
     /// # Safety
-    /// As [`CollectiveGroup::enqueue_copies`](super::CollectiveGroup::enqueue_copies).
+    /// As [`CollectiveGroup::enqueue_copies`](super::CollectiveGroup::enqueue_copies), and the
+    /// collective must be open on the stream.
     pub(super) unsafe fn enqueue_copies(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
         let CollectiveKind::Copy { sends: to, .. } = &m.kind else {
             return cuda_failure("copy engines cannot reduce");

@@ -12,13 +12,13 @@ use std::time::Duration;
 use tessera_device::{
     AbortFn, CommRoute, Fault, MeshRank, Observer, as_matrix, collective_signature, shard_ranges,
 };
-use tessera_ir::{CommAxis, Op, OpView, Program, Type, ValueId};
+use tessera_ir::{CollectiveOp, CommAxis, Op, OpByKind, OpView, Program, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout};
 
 use super::{CommunicatorMember, CudaBackend, CudaOptions, PreparedProgram, ValueLocation};
 use crate::collectives::{
     CollectiveGroup, CollectiveKind, GroupAborter, GroupCollective, GroupConfig, GroupFault, GroupTransport,
-    SplitDim, Targets,
+    SplitDim, Synchronization, Targets,
 };
 use crate::compile::Compiler;
 use crate::device_memory::DeviceMemory;
@@ -255,33 +255,21 @@ impl CudaBackend {
             // the streams, and all members exchanged their offsets when memory was shared.
             return unsafe { group.enqueue_collective(&m, stream) };
         }
-        group.enqueue_open(&m, stream)?;
-        // SAFETY: as above; the opening synchronization was enqueued just before.
-        unsafe { group.enqueue_copies(&m, stream) }?;
-        group.enqueue_close(&m, stream)
+        // SAFETY: as above.
+        unsafe { group.enqueue_copies(&m, stream) }
     }
 
-    /// Enqueues the opening synchronization of a collective whose data the producer stores.
-    pub(super) fn launch_collective_open(
+    /// Enqueues one of the synchronizations of a collective whose data the producer stores. Once the
+    /// closing one completes, the result is complete.
+    pub(super) fn launch_synchronization(
         &self,
         program: usize,
         i: usize,
+        which: Synchronization,
         stream: &CudaStream,
     ) -> CudaResult<()> {
         let (m, lane) = self.locate_collective(program, i)?;
-        self.groups.routed_groups[lane].group.enqueue_open(&m, stream)
-    }
-
-    /// Enqueues the closing synchronization of a collective whose data the producer stores. Once it
-    /// completes, the result is complete.
-    pub(super) fn launch_collective_close(
-        &self,
-        program: usize,
-        i: usize,
-        stream: &CudaStream,
-    ) -> CudaResult<()> {
-        let (m, lane) = self.locate_collective(program, i)?;
-        self.groups.routed_groups[lane].group.enqueue_close(&m, stream)
+        self.groups.routed_groups[lane].group.synchronize(which, &m, stream)
     }
 
     /// Returns the destinations to which the producer of a collective's operand stores it; `None`
@@ -313,9 +301,10 @@ impl CudaBackend {
     /// Builds the description of a collective, without addresses.
     fn build_collective(&self, p: &Program, i: usize, view: &OpView) -> CudaResult<GroupCollective> {
         let op = &p.ops[i];
-        let Some(route) = CommRoute::from_op(op) else {
+        let (OpByKind::Collective(collective), Some(route)) = (view.by_kind(), CommRoute::from_op(op)) else {
             return cuda_failure("a collective without a communicator");
         };
+        check_collective(p, op, collective)?;
         let lane = route.communicator_of(&self.placement.mesh, self.placement.rank);
         let members = lane.map_or(1, |l| l.members.len());
         let me = member_index(route, &self.placement);
@@ -337,32 +326,35 @@ impl CudaBackend {
                 }
             }
         };
-        let kind = match (view, operand, out) {
-            (OpView::AllReduce(v), Some(x), _) => {
-                CollectiveKind::AllReduce { elements: x.element_count() as usize, reduction: v.reduction }
+        let both = || {
+            let missing = || CudaError(format!("{} without operand or result", op.opcode.name()));
+            operand.zip(out).ok_or_else(missing)
+        };
+        let bytes = ty.byte_size().0 as usize;
+        let kind = match collective {
+            CollectiveOp::AllReduce(v) => {
+                CollectiveKind::AllReduce { elements: ty.element_count() as usize, reduction: v.reduction }
             }
-            (OpView::AllGather(v), Some(x), Some(y)) => {
+            CollectiveOp::AllGather(v) => {
+                let (x, y) = both()?;
                 let (dim, parts) = shards(x, v.axis)?;
                 CollectiveKind::all_gather(me, as_matrix(&y.shape, dim), dim.min(1), &parts, element)
             }
-            (OpView::ReduceScatter(v), Some(x), Some(y)) => {
+            CollectiveOp::ReduceScatter(v) => {
+                let (x, y) = both()?;
                 let (dim, parts) = shards(y, v.axis)?;
                 let (rows, columns) = as_matrix(&x.shape, dim);
                 let (dim, reduction) = (dim.min(1), v.reduction);
                 CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction }
             }
-            (OpView::AllToAll(v), Some(x), Some(y)) => {
+            CollectiveOp::AllToAll(v) => {
+                let (x, y) = both()?;
                 let ((dim, concat), (_, split)) = (shards(x, v.axis)?, shards(y, v.axis)?);
                 let global_shape = x.layout.global_shape(&x.shape, &self.placement.mesh);
                 CollectiveKind::all_to_all(me, as_matrix(&global_shape, 1), dim, &concat, &split, element)
             }
-            (OpView::Broadcast(v), ..) => {
-                CollectiveKind::broadcast_from(me, members, v.root as usize, ty.byte_size().0 as usize)
-            }
-            (OpView::Send(_) | OpView::Recv(_), ..) => {
-                CollectiveKind::send_recv(me, ty.byte_size().0 as usize)
-            }
-            _ => return cuda_failure(format!("{} is not a collective", op.opcode.name())),
+            CollectiveOp::Broadcast(v) => CollectiveKind::broadcast_from(me, members, v.root as usize, bytes),
+            CollectiveOp::Send(_) | CollectiveOp::Recv(_) => CollectiveKind::send_recv(me, bytes),
         };
         let digest = blake3::hash(collective_signature(p, op).as_bytes());
         let bytes = digest.as_bytes();
@@ -377,6 +369,22 @@ impl CudaBackend {
             op_index: i as u32,
             transport: op.requested_transport(),
         })
+    }
+}
+
+/// Fails with the reason if this backend does not support a collective.
+pub(super) fn check_collective(p: &Program, op: &Op, collective: CollectiveOp<'_>) -> CudaResult<()> {
+    // Issues of a batch are in flight together. A blocking op would delay the rest of its batch and
+    // could deadlock.
+    if op.batch_number().is_some() && !op.issue {
+        return cuda_failure("a blocking send or receive in a batch");
+    }
+    match collective {
+        CollectiveOp::AllToAll(v) if p.type_of(v.x).shape.len() > 2 => {
+            let dims = p.type_of(v.x).shape.len();
+            cuda_failure(format!("an all-to-all of a tensor of {dims} dims"))
+        }
+        _ => Ok(()),
     }
 }
 

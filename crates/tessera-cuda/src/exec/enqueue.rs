@@ -7,11 +7,14 @@ use std::collections::BTreeMap;
 use tessera_ir::{Op, OpKind, OpView, Program, ValueId};
 
 use super::CudaBackend;
+use super::launch::elementwise::build_frame_table;
+use super::launch::site::LaunchSite;
 use super::transfer_batches::TransferBatches;
-use crate::collectives::Targets;
+use crate::collectives::{Synchronization, Targets};
 use crate::driver::{CudaError, CudaEvent, CudaResult, CudaStream, cuda_failure};
 use crate::fusion::comm_fusion::CommOffload;
 use crate::fusion::launch_step::LaunchStep;
+use crate::kernels::KernelLaunch;
 
 /// Callback before and after each step, for timing. Takes the launch op, its stream, and whether
 /// the step ends.
@@ -69,7 +72,7 @@ impl CudaBackend {
                 OpKind::Collective => {
                     watch(at, own, false)?;
                     if fused_collectives.iter().any(|s| s.op == at) {
-                        self.launch_collective_close(program, at, own)?;
+                        self.launch_synchronization(program, at, Synchronization::Close, own)?;
                     } else {
                         self.launch_collective(program, at, own)?;
                     }
@@ -104,12 +107,11 @@ impl CudaBackend {
         // SAFETY: the call area begins with the staged bytes; the host writes these only before a
         // run.
         unsafe { main.copy_async(area, staged, bytes) }?;
-        for at in 0..self.programs[program].rope_tables.len() {
-            if !self.programs[program].rope_tables[at].is_shared {
-                let launch = self.build_frame_table_launch(program, at)?;
-                self.enqueue_launch(&launch, main)?;
-            }
-        }
+        let site = LaunchSite::new(self, program);
+        let own_tables = self.programs[program].rope_tables.iter().filter(|t| !t.is_shared);
+        let launches: Vec<KernelLaunch> =
+            own_tables.map(|t| build_frame_table(&site, t, area)).collect::<CudaResult<_>>()?;
+        launches.iter().try_for_each(|launch| self.enqueue_launch(launch, main))?;
         lanes.fork_main()
     }
 
@@ -124,7 +126,7 @@ impl CudaBackend {
         let free = CudaEvent::new()?;
         producer.record_event(&free)?;
         own.wait_event(&free)?;
-        self.launch_collective_open(program, fused.op, own)?;
+        self.launch_synchronization(program, fused.op, Synchronization::Open, own)?;
         own.record_event(fused.opened_event.insert(CudaEvent::new()?))
     }
 

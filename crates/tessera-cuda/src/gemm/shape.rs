@@ -38,6 +38,10 @@ impl GemmShape {
             residual: false,
         }
     }
+
+    pub(crate) fn result_dtype(&self) -> DType {
+        if self.dtype == DType::F32 { DType::F32 } else { DType::Bf16 }
+    }
 }
 
 /// A GEMM of a 14B video generator at 480×832 on one GPU.
