@@ -63,9 +63,7 @@ pub struct Devices {
 /// # Errors
 /// T1301 without a driver, T1302 if the driver returns an error.
 pub fn list_devices(libraries: &Libraries) -> Result<Devices, Diagnostic> {
-    if let Some(missing) = libraries.missing.iter().find(|l| l.library == Library::Driver) {
-        return Err(missing.to_diagnostic());
-    }
+    libraries.check_loaded(Library::Driver)?;
     query_driver(libraries).map_err(|e| {
         let name = format!("{:?}", e.0);
         Diagnostic::error(&T1302, format!("the driver returned {}", name.trim_start_matches("CUDA_ERROR_")))

@@ -190,6 +190,12 @@ impl Libraries {
         }
     }
 
+    /// Returns the version of a loaded library, in words if it is unknown.
+    pub(crate) fn describe_version(&self, library: Library) -> &str {
+        let found = self.found.iter().find(|f| f.library == library);
+        found.and_then(|f| f.version.as_deref()).unwrap_or("of unknown version")
+    }
+
     /// Returns another handle to the same libraries.
     pub(crate) fn share_handles(&self) -> Libraries {
         Libraries { found: self.found.clone(), missing: self.missing.clone(), handles: self.handles.clone() }

@@ -303,7 +303,7 @@ fn check_all_kinds(seat: &mut MemberProcess, way: GroupTransport) -> CudaResult<
             println!("FAIL {way:?} {}: member {}: {e}", case.name, seat.member);
             passed = false;
             if let Some(fault) = group.find_fault() {
-                println!("     member {}: {fault}; {:?}", seat.member, group.read_progress());
+                println!("     member {}: {fault:?}; {:?}", seat.member, group.read_progress());
                 return Ok(false);
             }
         }
@@ -677,7 +677,7 @@ fn check_faults(seat: &mut MemberProcess, scenario: &str) -> CudaResult<bool> {
     let untouched = got == [0xcd; 64];
     let right = match (scenario, &fault) {
         ("delayed-member", None) => !untouched,
-        ("missing-member", Some(GroupFault::Timeout { op: 345, peers, .. })) => {
+        ("missing-member", Some(GroupFault::Timeout { op: 345, peers })) => {
             *peers == [last] && untouched && (900..1600).contains(&took)
         }
         ("mismatch", Some(GroupFault::Mismatch { op, peer, mine, theirs })) => {
@@ -686,7 +686,7 @@ fn check_faults(seat: &mut MemberProcess, scenario: &str) -> CudaResult<bool> {
         }
         _ => false,
     };
-    let fault = fault.map_or("no fault".into(), |f| f.to_string());
+    let fault = fault.map_or("no fault".into(), |f| format!("{f:?}"));
     Ok(report_result(scenario, me, &format!("after {took} ms: {fault}; {:?}", group.read_progress()), right))
 }
 
@@ -707,7 +707,7 @@ fn is_idle(stream: &CudaStream) -> CudaResult<bool> {
 fn wait_until_idle(group: &CollectiveGroup, stream: &CudaStream, seconds: u64) -> CudaResult<()> {
     let took = wait_idle_within(stream, seconds);
     match group.find_fault() {
-        Some(fault) => cuda_failure(fault.to_string()),
+        Some(fault) => cuda_failure(format!("{fault:?}")),
         None => took.map(|_| ()),
     }
 }

@@ -146,7 +146,7 @@ impl CommGroups {
                     at(*op),
                     rank(*peer)
                 )),
-                GroupFault::Timeout { op, peers, .. } => {
+                GroupFault::Timeout { op, peers } => {
                     let who: Vec<String> = peers.iter().map(|m| rank(*m)).collect();
                     Fault::Stalled(format!("{}: {} did not arrive in time", at(*op), who.join(", ")))
                 }

@@ -348,7 +348,7 @@ mod tests {
     use crate::device_memory::widen_bf16;
     use crate::dylib::CublasLt;
     use crate::gemm::Gemms;
-    use crate::gemm::shape::{GemmEpilogue, RedirectedColumns, TEST_SHAPE};
+    use crate::gemm::shape::{GemmEpilogue, RedirectedColumns, VIDEO_GEMM};
     use crate::gemm::sm90::{EPILOGUES, GemmSm90, tile_candidates};
     use crate::test_gpu::open_test_gpu;
 
@@ -450,7 +450,7 @@ mod tests {
         let prepared = || {
             let mut timed = None;
             with_cached_choices(Some(kept.clone()), |mut here| {
-                here.gemms.plan_shape(TEST_SHAPE, &mut here.compiler).unwrap();
+                here.gemms.plan_shape(VIDEO_GEMM, &mut here.compiler).unwrap();
                 timed = Some(here.gemms.timed_count());
             });
             timed.map(|timed| (timed, kept.0.lock().unwrap().clone()))
@@ -466,10 +466,10 @@ mod tests {
             let mut bad = Vec::new();
             for dtype in [DType::Bf16, DType::E4m3] {
                 for like in [
-                    TEST_SHAPE,
-                    GemmShape { residual: true, ..TEST_SHAPE },
-                    GemmShape { out_columns: 13824, gelu: true, ..TEST_SHAPE },
-                    GemmShape { inner: 13824, ..TEST_SHAPE },
+                    VIDEO_GEMM,
+                    GemmShape { residual: true, ..VIDEO_GEMM },
+                    GemmShape { out_columns: 13824, gelu: true, ..VIDEO_GEMM },
+                    GemmShape { inner: 13824, ..VIDEO_GEMM },
                 ] {
                     let like = GemmShape { dtype, ..like };
                     let most = gemm_result(&mut here, like);
@@ -490,7 +490,7 @@ mod tests {
     fn results_are_column_invariant() {
         with_gpu(|mut here| {
             for (dtype, rows) in [(DType::Bf16, 4680), (DType::Bf16, 2160), (DType::E4m3, 4680)] {
-                let one = GemmShape { dtype, rows, ..TEST_SHAPE };
+                let one = GemmShape { dtype, rows, ..VIDEO_GEMM };
                 let whole = GemmShape { out_columns: 3 * one.out_columns, ..one };
                 here.gemms.plan_shape(whole, &mut here.compiler).unwrap();
                 let trial = GemmTrial::new(here.gemms.executed_shape(whole)).unwrap();
@@ -558,7 +558,7 @@ mod tests {
                 for (bias, ending) in [false, true].into_iter().flat_map(|b| EPILOGUES.map(|e| (b, e))) {
                     let (gelu, residual) = (ending == GemmEpilogue::Gelu, ending == GemmEpilogue::Residual);
                     let s =
-                        GemmShape { rows, out_columns: columns, inner, bias, gelu, residual, ..TEST_SHAPE };
+                        GemmShape { rows, out_columns: columns, inner, bias, gelu, residual, ..VIDEO_GEMM };
                     let trial = GemmTrial::new(s).unwrap();
                     let want = cublaslt_result(&gemms, &trial);
                     // The rounding of cuBLASLt's GELU is not documented: a few values round
@@ -598,7 +598,7 @@ mod tests {
     #[test]
     fn redirected_columns_reach_their_destination() {
         with_hopper(|_, mut compiler, mut own| {
-            let s = GemmShape { rows: 300, out_columns: 1056, ..TEST_SHAPE };
+            let s = GemmShape { rows: 300, out_columns: 1056, ..VIDEO_GEMM };
             let trial = GemmTrial::new(s).unwrap();
             let (first, last, row) = (512, 1032, 7_u64);
             let apart = GemmShape { out_columns: last - first, ..s };

@@ -44,9 +44,8 @@ impl GemmShape {
     }
 }
 
-/// A GEMM of a 14B video generator at 480×832 on one GPU.
-#[cfg(test)]
-pub(crate) const TEST_SHAPE: GemmShape = GemmShape {
+/// A GEMM of a 14B video generator at 480×832 on one GPU, as an example.
+pub(crate) const VIDEO_GEMM: GemmShape = GemmShape {
     rows: 4680,
     inner: 5120,
     out_columns: 5120,
