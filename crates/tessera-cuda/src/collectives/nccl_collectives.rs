@@ -148,20 +148,8 @@ impl NcclCollectives<'_> {
         let mut staging = self.staging_allocator();
         let (all, mine) = (staging.allocate_bytes(parts.len() * bytes)?, staging.allocate_bytes(bytes)?);
         let pieces = parts.iter().enumerate().filter(|(_, p)| !p.is_empty()).map(|(j, part)| {
-            let len = part.len() * element;
-            let rect = if *dim == 0 {
-                CopyRect::contiguous_run(part.start * columns * element, j * bytes, len * columns)
-            } else {
-                CopyRect {
-                    from_offset: part.start * element,
-                    from_pitch: columns * element,
-                    to_offset: j * bytes,
-                    to_pitch: len,
-                    row_bytes: len,
-                    rows: *rows,
-                }
-            };
-            KernelRect::from_copy(&rect, m.operand, all)
+            let rect = CopyRect::packed_part((*rows, *columns), *dim, part, element);
+            KernelRect::from_copy(&rect, m.operand, all + (j * bytes) as u64)
         });
         let pieces = pieces.collect::<CudaResult<Vec<KernelRect>>>()?;
         // SAFETY: copies the parts of the operand to different places of `all`.

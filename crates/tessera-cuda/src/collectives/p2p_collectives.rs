@@ -127,22 +127,7 @@ impl PeerMemory {
                 let Some(part) = parts.get(self.member) else {
                     return cuda_failure(format!("{} parts, none for member {}", parts.len(), self.member));
                 };
-                let rect = if *dim == 0 {
-                    CopyRect::contiguous_run(
-                        part.start * columns * element,
-                        0,
-                        part.len() * columns * element,
-                    )
-                } else {
-                    CopyRect {
-                        from_offset: part.start * element,
-                        from_pitch: columns * element,
-                        to_offset: 0,
-                        to_pitch: part.len() * element,
-                        row_bytes: part.len() * element,
-                        rows: if part.is_empty() { 0 } else { *rows },
-                    }
-                };
+                let rect = CopyRect::packed_part((*rows, *columns), *dim, part, element);
                 let extents = (rows * columns * element, 0, false);
                 // SAFETY: the caller guarantees operand and result.
                 unsafe { self.enqueue_reduction(m, head, kernels, *reduction, rect, extents, blocks, stream) }

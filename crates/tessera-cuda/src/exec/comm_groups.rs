@@ -17,8 +17,8 @@ use tessera_mesh::{Axis, AxisLayout};
 
 use super::{CommunicatorMember, CudaBackend, CudaOptions, PreparedProgram, ValueLocation};
 use crate::collectives::{
-    CollectiveGroup, CollectiveKind, GroupAborter, GroupCollective, GroupConfig, GroupFault, GroupTransport,
-    SplitDim, Synchronization, Targets,
+    CollectiveGroup, CollectiveKind, DeviceProgress, GroupAborter, GroupCollective, GroupConfig, GroupFault,
+    GroupTransport, SplitDim, Synchronization, Targets,
 };
 use crate::compile::Compiler;
 use crate::device_memory::DeviceMemory;
@@ -160,18 +160,6 @@ impl CommGroups {
                 }
             })
         })
-    }
-
-    /// Returns, for each route, the last op that the device started and the last one that it
-    /// completed.
-    pub(super) fn device_progress(&self) -> Vec<(CommRoute, Option<u32>, Option<u32>)> {
-        self.routed_groups
-            .iter()
-            .map(|e| {
-                let progress = e.group.read_progress();
-                (e.route, progress.started, progress.completed)
-            })
-            .collect()
     }
 
     fn group_index(&self, op: &Op) -> CudaResult<usize> {
@@ -393,9 +381,8 @@ pub(super) fn check_collective(p: &Program, op: &Op, collective: CollectiveOp<'_
 #[derive(Debug)]
 pub(super) struct ProgressReporter<'a> {
     program: &'a Program,
-    collectives: Vec<(usize, CommRoute)>,
-    /// Whether each collective has been reported as completed.
-    reported: Vec<bool>,
+    /// The collectives whose completion has not been reported, in program order.
+    pending: Vec<(usize, CommRoute)>,
     /// Progress of the device: twice the index of the furthest op, plus 1 if the op started or plus
     /// 2 if it completed.
     furthest_progress: u64,
@@ -403,45 +390,38 @@ pub(super) struct ProgressReporter<'a> {
 
 impl<'a> ProgressReporter<'a> {
     pub(super) fn new(program: &'a Program) -> ProgressReporter<'a> {
-        let collectives: Vec<(usize, CommRoute)> =
-            program.collective_ops().filter_map(|(i, op)| Some((i, CommRoute::from_op(op)?))).collect();
-        let reported = vec![false; collectives.len()];
-        ProgressReporter { program, collectives, reported, furthest_progress: 0 }
+        let pending = program.collective_ops().filter_map(|(i, op)| Some((i, CommRoute::from_op(op)?)));
+        ProgressReporter { program, pending: pending.collect(), furthest_progress: 0 }
     }
 
     /// Reports new progress and returns whether there was any.
     pub(super) fn report_progress(&mut self, groups: &CommGroups, observer: &mut dyn Observer) -> bool {
         let mut changed = false;
-        for (route, arrived, done) in groups.device_progress() {
+        for e in &groups.routed_groups {
+            let DeviceProgress { started, completed } = e.group.read_progress();
             // Progress only grows, however far the communicators are apart.
-            let progress =
-                arrived.map_or(0, |a| 2 * u64::from(a) + 1).max(done.map_or(0, |d| 2 * u64::from(d) + 2));
+            let started = started.map_or(0, |op| 2 * u64::from(op) + 1);
+            let progress = started.max(completed.map_or(0, |op| 2 * u64::from(op) + 2));
             if progress > self.furthest_progress {
                 self.furthest_progress = progress;
                 observer.on_progress((progress / 2) as u32);
                 changed = true;
             }
-            for (k, (i, collective_route)) in
-                self.collectives.iter().enumerate().filter(|(_, (_, r))| *r == route)
-            {
-                debug_assert_eq!(*collective_route, route);
-                if done.is_some_and(|d| *i <= d as usize) && !self.reported[k] {
-                    self.reported[k] = true;
+            self.pending.retain(|(i, route)| {
+                let is_done = *route == e.route && completed.is_some_and(|op| *i <= op as usize);
+                if is_done {
                     observer.on_completed(*i);
                     changed = true;
                 }
-            }
+                !is_done
+            });
         }
         changed
     }
 
     /// Reports completion of everything that remains, once the device is done.
     pub(super) fn report_completion(&mut self, observer: &mut dyn Observer) {
-        for (k, (i, _)) in self.collectives.iter().enumerate() {
-            if !std::mem::replace(&mut self.reported[k], true) {
-                observer.on_completed(*i);
-            }
-        }
+        self.pending.drain(..).for_each(|(i, _)| observer.on_completed(i));
         observer.on_progress(self.program.ops.len() as u32);
     }
 }

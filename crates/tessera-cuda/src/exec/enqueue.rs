@@ -99,7 +99,7 @@ impl CudaBackend {
     /// Fills the call area and computes the RoPE tables of the call, on the first stream. The other
     /// streams wait for the call area.
     fn enqueue_call_data(&mut self, program: usize, lanes: &ProgramStreams<'_>) -> CudaResult<()> {
-        let main = lanes.main;
+        let main = lanes.streams[0];
         let (area, staged, bytes) = {
             let own = &self.programs[program];
             (own.call_area.device_address(), own.staged.device_address(), own.staged_bytes)
@@ -165,55 +165,46 @@ impl CudaBackend {
     }
 }
 
-/// The streams of a program, in the order in which the program lists them.
+/// The streams of a program, in the order in which the program lists them. The program begins and ends
+/// on the first.
 struct ProgramStreams<'a> {
     program: &'a Program,
-    /// The stream on which the program begins and ends.
-    main: &'a CudaStream,
-    others: Vec<&'a CudaStream>,
+    streams: Vec<&'a CudaStream>,
 }
 
 impl<'a> ProgramStreams<'a> {
-    fn new(
-        program: &'a Program,
-        streams: &'a BTreeMap<String, CudaStream>,
-    ) -> CudaResult<ProgramStreams<'a>> {
-        let stream = |i: usize| {
-            let named = program.streams.get(i).and_then(|name| streams.get(name));
-            named.ok_or_else(|| missing_stream(program, i))
-        };
-        let others = (1..program.streams.len()).map(stream).collect::<CudaResult<_>>()?;
-        Ok(ProgramStreams { program, main: stream(0)?, others })
+    fn new(program: &'a Program, all: &'a BTreeMap<String, CudaStream>) -> CudaResult<ProgramStreams<'a>> {
+        let streams: Vec<&CudaStream> = program.streams.iter().map_while(|name| all.get(name)).collect();
+        let lanes = ProgramStreams { program, streams };
+        // A program has a first stream even if it lists none.
+        (0..program.streams.len().max(1)).try_for_each(|i| lanes.stream(i).map(drop))?;
+        Ok(lanes)
+    }
+
+    fn stream(&self, i: usize) -> CudaResult<&'a CudaStream> {
+        let missing = || CudaError(format!("@{} has no stream {i}", self.program.name));
+        self.streams.get(i).copied().ok_or_else(missing)
     }
 
     fn stream_of(&self, op: &Op) -> CudaResult<&'a CudaStream> {
-        let i = op.stream.0 as usize;
-        let found = match i.checked_sub(1) {
-            None => Some(self.main),
-            Some(other) => self.others.get(other).copied(),
-        };
-        found.ok_or_else(|| missing_stream(self.program, i))
+        self.stream(op.stream.0 as usize)
     }
 
     /// Makes the other streams wait for the work on the first one.
     fn fork_main(&self) -> CudaResult<()> {
         let filled = CudaEvent::new()?;
-        self.main.record_event(&filled)?;
-        self.others.iter().try_for_each(|stream| stream.wait_event(&filled))
+        self.streams[0].record_event(&filled)?;
+        self.streams[1..].iter().try_for_each(|stream| stream.wait_event(&filled))
     }
 
     /// Makes the first stream wait for the work on the others.
     fn join_main(&self) -> CudaResult<()> {
-        self.others.iter().try_for_each(|stream| {
+        self.streams[1..].iter().try_for_each(|stream| {
             let ended = CudaEvent::new()?;
             stream.record_event(&ended)?;
-            self.main.wait_event(&ended)
+            self.streams[0].wait_event(&ended)
         })
     }
-}
-
-fn missing_stream(p: &Program, i: usize) -> CudaError {
-    CudaError(format!("@{} has no stream {i}", p.name))
 }
 
 /// Records the event of an `event.record`, or waits for that of an issued collective.
