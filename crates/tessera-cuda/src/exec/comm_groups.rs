@@ -173,23 +173,9 @@ impl CudaBackend {
     /// Shares the exchange memory with the other members of every communicator, and exchanges the
     /// offsets of operands and results.
     pub(super) fn share_memory(&mut self, memory: &DeviceMemory, offsets: &[u64]) -> CudaResult<()> {
-        let mut groups = std::mem::replace(
-            &mut self.groups,
-            CommGroups { routed_groups: Vec::new(), placement: self.placement },
-        );
-        let done = self.share_with_groups(&mut groups, memory, offsets);
-        self.groups = groups;
-        done
-    }
-
-    fn share_with_groups(
-        &self,
-        groups: &mut CommGroups,
-        memory: &DeviceMemory,
-        offsets: &[u64],
-    ) -> CudaResult<()> {
+        let CudaBackend { groups, programs, placement, .. } = self;
         let mut wanted: Vec<Vec<(usize, usize, u64, u64)>> = vec![Vec::new(); groups.routed_groups.len()];
-        for (program, prepared) in self.programs.iter().enumerate() {
+        for (program, prepared) in programs.iter().enumerate() {
             let p = &prepared.program;
             let slot = |v: Option<ValueId>| match v.map(|v| prepared.locations[v.0 as usize]) {
                 Some(ValueLocation::Slot(s)) => offsets[s],
@@ -203,7 +189,7 @@ impl CudaBackend {
                 };
                 let (operand, result) = (slot(op.operands.first().copied()), slot(p.collective_result(op)));
                 wanted[lane].push((program, i, operand, result));
-                let m = self.build_collective(p, i, &prepared.views[i])?;
+                let m = build_collective(placement, p, i, &prepared.views[i])?;
                 groups.routed_groups[lane].group.reserve_staging(&m);
             }
         }
@@ -276,7 +262,7 @@ impl CudaBackend {
     fn locate_collective(&self, program: usize, i: usize) -> CudaResult<(GroupCollective, usize)> {
         let PreparedProgram { program: p, views, .. } = &self.programs[program];
         let op = &p.ops[i];
-        let mut m = self.build_collective(p, i, &views[i])?;
+        let mut m = build_collective(&self.placement, p, i, &views[i])?;
         m.operand = op.operands.first().map_or(Ok(0), |v| self.value_address(program, *v))?;
         m.result = p.collective_result(op).map_or(Ok(0), |v| self.value_address(program, v))?;
         let lane = self.groups.group_index(op)?;
@@ -285,79 +271,84 @@ impl CudaBackend {
         }
         Ok((m, lane))
     }
+}
 
-    /// Builds the description of a collective, without addresses.
-    fn build_collective(&self, p: &Program, i: usize, view: &OpView) -> CudaResult<GroupCollective> {
-        let op = &p.ops[i];
-        let (OpByKind::Collective(collective), Some(route)) = (view.by_kind(), CommRoute::from_op(op)) else {
-            return cuda_failure("a collective without a communicator");
-        };
-        check_collective(p, op, collective)?;
-        let lane = route.communicator_of(&self.placement.mesh, self.placement.rank);
-        let members = lane.map_or(1, |l| l.members.len());
-        let me = member_index(route, &self.placement);
-        let operand = op.operands.first().map(|v| p.type_of(*v));
-        let out = p.collective_result(op).map(|v| p.type_of(v));
-        let Some(ty) = operand.or(out) else {
-            return cuda_failure("a collective without operand and result");
-        };
-        let element = ty.dtype.element_bytes() as usize;
-        let shards = |ty: &Type, axis: CommAxis| match axis {
-            CommAxis::Axis(axis) => Ok(shard_ranges(ty, axis, members as u32)),
-            // The verifier refuses shards over the world, so only a program that a drill has changed
-            // comes here: its shards are those of the axis that shards the value.
-            CommAxis::World => {
-                let shards = |a: &Axis| matches!(ty.layout.on_axis(*a), AxisLayout::Shard(_));
-                match p.mesh.active_axes().find(shards) {
-                    Some(axis) => Ok(shard_ranges(ty, axis, members as u32)),
-                    None => cuda_failure("a collective over shards of a value that no axis shards"),
-                }
+/// Builds the description of a collective, without addresses.
+fn build_collective(
+    placement: &MeshRank,
+    p: &Program,
+    i: usize,
+    view: &OpView,
+) -> CudaResult<GroupCollective> {
+    let op = &p.ops[i];
+    let (OpByKind::Collective(collective), Some(route)) = (view.by_kind(), CommRoute::from_op(op)) else {
+        return cuda_failure("a collective without a communicator");
+    };
+    check_collective(p, op, collective)?;
+    let lane = route.communicator_of(&placement.mesh, placement.rank);
+    let members = lane.map_or(1, |l| l.members.len());
+    let me = member_index(route, placement);
+    let operand = op.operands.first().map(|v| p.type_of(*v));
+    let out = p.collective_result(op).map(|v| p.type_of(v));
+    let Some(ty) = operand.or(out) else {
+        return cuda_failure("a collective without operand and result");
+    };
+    let element = ty.dtype.element_bytes() as usize;
+    let shards = |ty: &Type, axis: CommAxis| match axis {
+        CommAxis::Axis(axis) => Ok(shard_ranges(ty, axis, members as u32)),
+        // The verifier refuses shards over the world, so only a program that a drill has changed
+        // comes here: its shards are those of the axis that shards the value.
+        CommAxis::World => {
+            let shards = |a: &Axis| matches!(ty.layout.on_axis(*a), AxisLayout::Shard(_));
+            match p.mesh.active_axes().find(shards) {
+                Some(axis) => Ok(shard_ranges(ty, axis, members as u32)),
+                None => cuda_failure("a collective over shards of a value that no axis shards"),
             }
-        };
-        let both = || {
-            let missing = || CudaError(format!("{} without operand or result", op.opcode.name()));
-            operand.zip(out).ok_or_else(missing)
-        };
-        let bytes = ty.byte_size().0 as usize;
-        let kind = match collective {
-            CollectiveOp::AllReduce(v) => {
-                CollectiveKind::AllReduce { elements: ty.element_count() as usize, reduction: v.reduction }
-            }
-            CollectiveOp::AllGather(v) => {
-                let (x, y) = both()?;
-                let (dim, parts) = shards(x, v.axis)?;
-                CollectiveKind::all_gather(me, as_matrix(&y.shape, dim), dim.min(1), &parts, element)
-            }
-            CollectiveOp::ReduceScatter(v) => {
-                let (x, y) = both()?;
-                let (dim, parts) = shards(y, v.axis)?;
-                let (rows, columns) = as_matrix(&x.shape, dim);
-                let (dim, reduction) = (dim.min(1), v.reduction);
-                CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction }
-            }
-            CollectiveOp::AllToAll(v) => {
-                let (x, y) = both()?;
-                let ((dim, concat), (_, split)) = (shards(x, v.axis)?, shards(y, v.axis)?);
-                let global_shape = x.layout.global_shape(&x.shape, &self.placement.mesh);
-                CollectiveKind::all_to_all(me, as_matrix(&global_shape, 1), dim, &concat, &split, element)
-            }
-            CollectiveOp::Broadcast(v) => CollectiveKind::broadcast_from(me, members, v.root as usize, bytes),
-            CollectiveOp::Send(_) | CollectiveOp::Recv(_) => CollectiveKind::send_recv(me, bytes),
-        };
-        let digest = blake3::hash(collective_signature(p, op).as_bytes());
-        let bytes = digest.as_bytes();
-        Ok(GroupCollective {
-            kind,
-            dtype: ty.dtype,
-            operand: 0,
-            result: 0,
-            peer_operand_offsets: Vec::new(),
-            peer_result_offsets: Vec::new(),
-            fingerprint: u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
-            op_index: i as u32,
-            transport: op.requested_transport(),
-        })
-    }
+        }
+    };
+    let both = || {
+        let missing = || CudaError(format!("{} without operand or result", op.opcode.name()));
+        operand.zip(out).ok_or_else(missing)
+    };
+    let bytes = ty.byte_size().0 as usize;
+    let kind = match collective {
+        CollectiveOp::AllReduce(v) => {
+            CollectiveKind::AllReduce { elements: ty.element_count() as usize, reduction: v.reduction }
+        }
+        CollectiveOp::AllGather(v) => {
+            let (x, y) = both()?;
+            let (dim, parts) = shards(x, v.axis)?;
+            CollectiveKind::all_gather(me, as_matrix(&y.shape, dim), dim.min(1), &parts, element)
+        }
+        CollectiveOp::ReduceScatter(v) => {
+            let (x, y) = both()?;
+            let (dim, parts) = shards(y, v.axis)?;
+            let (rows, columns) = as_matrix(&x.shape, dim);
+            let (dim, reduction) = (dim.min(1), v.reduction);
+            CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction }
+        }
+        CollectiveOp::AllToAll(v) => {
+            let (x, y) = both()?;
+            let ((dim, concat), (_, split)) = (shards(x, v.axis)?, shards(y, v.axis)?);
+            let global_shape = x.layout.global_shape(&x.shape, &placement.mesh);
+            CollectiveKind::all_to_all(me, as_matrix(&global_shape, 1), dim, &concat, &split, element)
+        }
+        CollectiveOp::Broadcast(v) => CollectiveKind::broadcast_from(me, members, v.root as usize, bytes),
+        CollectiveOp::Send(_) | CollectiveOp::Recv(_) => CollectiveKind::send_recv(me, bytes),
+    };
+    let digest = blake3::hash(collective_signature(p, op).as_bytes());
+    let bytes = digest.as_bytes();
+    Ok(GroupCollective {
+        kind,
+        dtype: ty.dtype,
+        operand: 0,
+        result: 0,
+        peer_operand_offsets: Vec::new(),
+        peer_result_offsets: Vec::new(),
+        fingerprint: u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        op_index: i as u32,
+        transport: op.requested_transport(),
+    })
 }
 
 /// Fails with the reason if this backend does not support a collective.

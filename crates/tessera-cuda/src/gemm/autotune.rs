@@ -72,7 +72,8 @@ impl Autotuner<'_> {
             return Ok(false);
         }
         let mut candidates: Vec<GemmKernel> = listed.iter().map(|a| GemmKernel::CublasLt(*a)).collect();
-        let swizzled = listed.iter().filter_map(|a| self.launcher.with_other_cta_swizzle(plan, a));
+        let swizzled =
+            listed.iter().filter_map(|a| self.launcher.cublaslt.with_other_cta_swizzle(&plan.described, a));
         candidates.extend(swizzled.map(GemmKernel::CublasLt));
         let key = self.cache.cache_key(&s, &format!("{POLICY:?} {OPERAND_BITS:?}"), listed, sm90.as_ref());
         let cached = self.cache.load_choice(&key).and_then(|c| c.to_kernel(&candidates, sm90.as_ref()));

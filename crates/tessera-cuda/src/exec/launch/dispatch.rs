@@ -2,7 +2,7 @@
 //! names every op, apart from the kinds of collectives. An op is supported if and only if something
 //! is built for it here.
 
-use tessera_ir::{Activation, ComputeOp, OpByKind, OpView, SinkOp, SourceOp};
+use tessera_ir::{Activation, ComputeOp, OpByKind, OpView, SinkOp, SourceOp, views};
 
 use super::copies::copy_whole;
 use super::elementwise as kernels;
@@ -25,56 +25,69 @@ pub(in crate::exec) fn build_step(
     step: &LaunchStep,
     targets: Option<&Targets>,
 ) -> CudaResult<StepWork> {
-    let misplaced = |i: usize| cuda_failure(format!("{} in a step of other ops", s.p.ops[i].opcode.name()));
     match *step {
         LaunchStep::Single(i) => build_op(s, i, &views[i], targets),
         LaunchStep::ResidualNorm { add, norm, quantize } => {
-            let sum = match add.map(|i| (i, &views[i])) {
-                None => None,
-                Some((i, OpView::GateResidual(v))) => Some((i, v)),
-                Some((i, _)) => return misplaced(i),
-            };
-            let Some(view) = NormView::from_op(&views[norm]) else { return misplaced(norm) };
-            build_residual_norm(s, sum, Some((norm, view)), quantize).map(StepWork::Kernel)
+            let sum = add.map(|i| {
+                view_as(s, views, i, |v| match v {
+                    OpView::GateResidual(v) => Some(v),
+                    _ => None,
+                })
+            });
+            let norm = view_as(s, views, norm, NormView::from_op)?;
+            build_residual_norm(s, sum.transpose()?, Some(norm), quantize).map(StepWork::Kernel)
         }
         LaunchStep::RmsRope { norm_or_scale, rope, write } => {
-            let norm = match norm_or_scale.map(|i| (i, RmsView::from_op(&views[i]))) {
-                None => None,
-                Some((i, Some(v))) => Some((i, v)),
-                Some((i, None)) => return misplaced(i),
-            };
-            let rope = match rope.map(|i| (i, &views[i])) {
-                None => None,
-                Some((i, OpView::Rope(v))) => Some((i, v)),
-                Some((i, _)) => return misplaced(i),
-            };
-            let write = match write.map(|i| (i, &views[i])) {
-                None => None,
-                Some((i, OpView::CacheWrite(v))) => Some((i, v)),
-                Some((i, _)) => return misplaced(i),
-            };
-            build_rms_rope(s, (norm, rope, write), targets).map(StepWork::Kernel)
+            let norm = norm_or_scale.map(|i| view_as(s, views, i, RmsView::from_op));
+            let rope = rope.map(|i| {
+                view_as(s, views, i, |v| match v {
+                    OpView::Rope(v) => Some(v),
+                    _ => None,
+                })
+            });
+            let write = write.map(|i| view_as(s, views, i, cache_write_view));
+            let ops = (norm.transpose()?, rope.transpose()?, write.transpose()?);
+            build_rms_rope(s, ops, targets).map(StepWork::Kernel)
         }
         LaunchStep::GemmResidual { matmul, add } => match (&views[matmul], &views[add]) {
             (OpView::Matmul(v), OpView::GateResidual(sum)) => {
                 gemms::build_gemm(s, v, Some(sum.x), s.p.ops[add].results[0])
             }
-            _ => misplaced(matmul),
+            _ => misplaced_error(s, matmul),
         },
         LaunchStep::Fused(ref group) => {
             let first = group.fused_ops()[0];
             match (group, &views[first]) {
                 (FusedGroup::Qkv { matmuls, cache_write }, OpView::Matmul(v)) => {
-                    gemms::build_qkv(s, views, v, matmuls, *cache_write)
+                    let write = cache_write.map(|w| view_as(s, views, w, cache_write_view));
+                    gemms::build_qkv(s, v, matmuls, write.transpose()?)
                 }
                 (FusedGroup::Modulations(ops), OpView::Modulation(v)) => {
                     let result = s.p.ops[first].results[0];
                     kernels::build_modulation(s, v, result, ops.len() as u64).map(StepWork::Kernel)
                 }
-                _ => misplaced(first),
+                _ => misplaced_error(s, first),
             }
         }
     }
+}
+
+/// Returns an op with its view, which must be of the kind that `read` reads.
+fn view_as<'v, T>(
+    s: &LaunchSite<'_>,
+    views: &'v [OpView],
+    i: usize,
+    read: impl FnOnce(&'v OpView) -> Option<T>,
+) -> CudaResult<(usize, T)> {
+    read(&views[i]).map_or_else(|| misplaced_error(s, i), |view| Ok((i, view)))
+}
+
+fn cache_write_view(view: &OpView) -> Option<&views::CacheWrite> {
+    if let OpView::CacheWrite(v) = view { Some(v) } else { None }
+}
+
+fn misplaced_error<T>(s: &LaunchSite<'_>, i: usize) -> CudaResult<T> {
+    cuda_failure(format!("{} in a step of other ops", s.p.ops[i].opcode.name()))
 }
 
 /// Builds the work of an op that is not fused with others.
@@ -164,12 +177,4 @@ fn build_compute(
 fn f32_only_pixels(s: &LaunchSite<'_>, i: usize, patch: [u64; 2]) -> CudaResult<()> {
     s.refuse_bf16(&s.p.ops[i], "pixels in bf16")?;
     if patch == [2, 2] { Ok(()) } else { cuda_failure("a patch other than 2 × 2") }
-}
-
-/// Fails for segmented sums.
-pub(super) fn refuse_segments(segments: u64) -> CudaResult<()> {
-    match segments {
-        0 | 1 => Ok(()),
-        _ => cuda_failure("segmented sums: on GPUs plan with --numerics standard"),
-    }
 }

@@ -3,8 +3,7 @@
 use tessera_ir::{Activation, DType, Op, ValueId, views};
 use tessera_mesh::AxisLayout;
 
-use super::dispatch::refuse_segments;
-use super::site::{LaunchSite, last_extent, row_bytes};
+use super::site::{LaunchSite, last_extent, refuse_segments, row_bytes};
 use crate::driver::{CudaResult, cuda_failure};
 use crate::exec::rope_tables::RopeTables;
 use crate::gemm::shape::GemmShape;

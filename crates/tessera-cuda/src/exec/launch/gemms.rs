@@ -1,12 +1,11 @@
 //! GEMMs of matmuls, alone or as the query, key and value of one operand.
 
-use tessera_ir::{Activation, OpView, ValueId, views};
+use tessera_ir::{Activation, ValueId, views};
 
 use super::StepWork;
-use super::dispatch::refuse_segments;
 use super::elementwise::build_small_gemm;
-use super::site::LaunchSite;
-use crate::driver::{CudaResult, cuda_failure};
+use super::site::{LaunchSite, refuse_segments};
+use crate::driver::CudaResult;
 use crate::fusion::horizontal_fusion::fused_gemm_shape;
 use crate::gemm::shape::{GemmOperands, GemmShape, RedirectedColumns, uses_few_rows_kernel};
 
@@ -38,15 +37,14 @@ pub(super) fn build_gemm(
 /// scales and results of all of them are contiguous.
 pub(super) fn build_qkv(
     s: &LaunchSite<'_>,
-    views: &[OpView],
     first: &views::Matmul,
     matmuls: &[usize],
-    cache_write: Option<usize>,
+    cache_write: Option<(usize, &views::CacheWrite)>,
 ) -> CudaResult<StepWork> {
     let result = |i: usize| s.p.ops[i].results[0];
-    let redirected = match cache_write.map(|w| (w, &views[w])) {
+    let redirected = match cache_write {
         None => None,
-        Some((w, OpView::CacheWrite(v))) => {
+        Some((w, v)) => {
             let before = matmuls.iter().take_while(|i| result(**i) != v.x);
             let first_column: u64 = before.map(|i| s.p.type_of(result(*i)).shape[1]).sum();
             Some(RedirectedColumns {
@@ -55,7 +53,6 @@ pub(super) fn build_qkv(
                 row_address: s.at_optional(v.row)?,
             })
         }
-        Some((w, _)) => return cuda_failure(format!("{} writes no cache", s.p.ops[w].opcode.name())),
     };
     let shape = fused_gemm_shape(s.p, first, matmuls.len());
     let operands = GemmOperands { redirected, ..find_operands(s, first, result(matmuls[0]))? };

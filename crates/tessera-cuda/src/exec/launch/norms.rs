@@ -3,8 +3,7 @@
 
 use tessera_ir::{OpView, ValueId, views};
 
-use super::dispatch::refuse_segments;
-use super::site::{LaunchSite, last_extent};
+use super::site::{LaunchSite, last_extent, refuse_segments};
 use crate::collectives::Targets;
 use crate::driver::{CudaResult, cuda_failure};
 use crate::kernel_params::DevicePtr;

@@ -100,3 +100,11 @@ pub(super) fn last_extent(ty: &Type) -> u64 {
 pub(in crate::exec) fn row_bytes(ty: &Type) -> u64 {
     ty.shape[1..].iter().product::<u64>() * ty.dtype.element_bytes()
 }
+
+/// Fails for segmented sums.
+pub(super) fn refuse_segments(segments: u64) -> CudaResult<()> {
+    match segments {
+        0 | 1 => Ok(()),
+        _ => cuda_failure("segmented sums: on GPUs plan with --numerics standard"),
+    }
+}
