@@ -51,10 +51,19 @@ pub(super) fn build_add(s: &LaunchSite<'_>, v: &views::Add, out: ValueId) -> Bui
     Ok(KernelLaunch::elements(kernel_for_dtype(s.p.type_of(v.x).dtype, ADD_F32, ADD_BF16), n, args))
 }
 
+pub(super) fn build_silu(s: &LaunchSite<'_>, v: &views::Silu, out: ValueId) -> Built {
+    build_activation(s, v.x, None, Some(Activation::Silu), out)
+}
+
+pub(super) fn build_bias_act(s: &LaunchSite<'_>, v: &views::BiasAct, out: ValueId) -> Built {
+    build_activation(s, v.x, Some(v.bias), v.act, out)
+}
+
 /// Builds an activation, after a bias if there is one.
-pub(super) fn build_bias_act(
+fn build_activation(
     s: &LaunchSite<'_>,
-    (x, bias): (ValueId, Option<ValueId>),
+    x: ValueId,
+    bias: Option<ValueId>,
     act: Option<Activation>,
     out: ValueId,
 ) -> Built {
