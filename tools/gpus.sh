@@ -5,6 +5,7 @@
 #   tools/gpus.sh check DIR OUT [NAME...]
 #                                 Run on the machine with GPUs: runs the named checks, or all of them, and writes their output to OUT.
 #                                   lib          the unit tests of tessera-cuda
+#                                   exchange     collectives over peer memory and NCCL, their faults and their speed
 #                                   conformance  the conformance suite
 #                                   digests      compares the latents of one GPU and of two bit by bit
 #                                   block        compares a transformer block with float64; needs PyTorch
@@ -19,14 +20,14 @@ usage() { sed -n '2,/^# Exit/p' "$0" | sed 's/^# \{0,1\}//' >&2; exit 2; }
 absolute_path() { case $1 in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac }
 case ${1-}-$# in
 pack-2) bin=$(absolute_path "$2") && mkdir -p "$bin" || exit 2 ;;
-check-[3-8] | trace-3) bin=$(absolute_path "$2") out=$(absolute_path "$3") && mkdir -p "$out" || exit 2 ;;
+check-[3-9] | trace-3) bin=$(absolute_path "$2") out=$(absolute_path "$3") && mkdir -p "$out" || exit 2 ;;
 *) usage ;;
 esac
 cd "$(dirname "$0")/.." || exit 2
 failed=0
 names="${4+$(shift 3 && echo "$*")}"
 for name in $names; do
-    case $name in lib | conformance | digests | block | streams) ;; *) usage ;; esac
+    case $name in lib | exchange | conformance | digests | block | streams) ;; *) usage ;; esac
 done
 # Whether a check was selected.
 is_selected() {
@@ -51,7 +52,7 @@ case $1 in
 pack)
     cargo build --release -p tessera-cli || exit 1
     cp "${CARGO_TARGET_DIR:-target}/release/tessera" "$bin/tessera" || exit 1
-    for test in "tessera-cuda --lib lib" "tessera-tools --test=cuda conformance" "tessera-cli --test=cuda streams"; do
+    for test in "tessera-cuda --lib lib" "tessera-cuda --test=exchange exchange" "tessera-tools --test=cuda conformance" "tessera-cli --test=cuda streams"; do
         set -- $test
         executable=$(cargo test --release -p "$1" "$2" --no-run --message-format=json | python3 -c '
 import json, sys
@@ -63,6 +64,7 @@ print([m["executable"] for m in map(json.loads, sys.stdin) if m.get("executable"
 check)
     export TESSERA_ROOT="$PWD" TESSERA_BIN="$bin/tessera" TESSERA_FILETESTS="$PWD/filetests"
     ! is_selected lib || run_logged lib 240 "$bin/lib" --nocapture --test-threads=1 || failed=1
+    ! is_selected exchange || run_logged exchange 900 "$bin/exchange" --gpus 2 || failed=1
     ! is_selected conformance || run_logged conformance 400 "$bin/conformance" --nocapture --test-threads=1 || failed=1
     for dtype in $(! is_selected digests || echo bf16 fp8); do
         for ranks in 1 2; do

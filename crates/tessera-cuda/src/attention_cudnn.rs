@@ -264,38 +264,25 @@ trait AttributeElement {
     const KIND: Kind;
 }
 
-impl AttributeElement for i64 {
-    const KIND: Kind = Kind::CUDNN_TYPE_INT64;
+macro_rules! attribute_kinds {
+    ($($ty:ty = $kind:ident,)*) => {
+        $(impl AttributeElement for $ty {
+            const KIND: Kind = Kind::$kind;
+        })*
+    };
 }
 
-/// cuDNN accepts dims and strides as unsigned words too: they have the same bits.
-impl AttributeElement for u64 {
-    const KIND: Kind = Kind::CUDNN_TYPE_INT64;
-}
-
-impl AttributeElement for bool {
-    const KIND: Kind = Kind::CUDNN_TYPE_BOOLEAN;
-}
-
-impl AttributeElement for cudnnDataType_t {
-    const KIND: Kind = Kind::CUDNN_TYPE_DATA_TYPE;
-}
-
-impl AttributeElement for cudnnBackendHeurMode_t {
-    const KIND: Kind = Kind::CUDNN_TYPE_HEUR_MODE;
-}
-
-impl AttributeElement for *const c_void {
-    const KIND: Kind = Kind::CUDNN_TYPE_VOID_PTR;
-}
-
-/// A descriptor.
-impl AttributeElement for *mut c_void {
-    const KIND: Kind = Kind::CUDNN_TYPE_BACKEND_DESCRIPTOR;
-}
-
-impl AttributeElement for cudnnHandle_t {
-    const KIND: Kind = Kind::CUDNN_TYPE_HANDLE;
+// cuDNN accepts dims and strides as unsigned words too: they have the same bits. A descriptor is an
+// untyped address.
+attribute_kinds! {
+    i64 = CUDNN_TYPE_INT64,
+    u64 = CUDNN_TYPE_INT64,
+    bool = CUDNN_TYPE_BOOLEAN,
+    cudnnDataType_t = CUDNN_TYPE_DATA_TYPE,
+    cudnnBackendHeurMode_t = CUDNN_TYPE_HEUR_MODE,
+    *const c_void = CUDNN_TYPE_VOID_PTR,
+    *mut c_void = CUDNN_TYPE_BACKEND_DESCRIPTOR,
+    cudnnHandle_t = CUDNN_TYPE_HANDLE,
 }
 
 impl CudnnDescriptor {

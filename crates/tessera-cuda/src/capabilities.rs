@@ -94,21 +94,9 @@ pub(crate) struct KernelFamily {
     pub(crate) architectures: &'static [(u32, u32)],
 }
 
-/// Ampere, Ada, Hopper and Blackwell.
-#[cfg(test)]
-const ALL_ARCHITECTURES: &[(u32, u32)] = &[(8, 0), (8, 9), (9, 0), (10, 0)];
 /// wgmma exists in no other architecture.
 const HOPPER_ARCHITECTURES: &[(u32, u32)] = &[(9, 0)];
 
-#[cfg(test)]
-pub(crate) const ELEMENTWISE_FAMILY: KernelFamily =
-    KernelFamily { name: "elementwise kernels", needs: None, architectures: ALL_ARCHITECTURES };
-#[cfg(test)]
-pub(crate) const ROW_FAMILY: KernelFamily =
-    KernelFamily { name: "row kernels", needs: None, architectures: ALL_ARCHITECTURES };
-#[cfg(test)]
-pub(crate) const COLLECTIVE_FAMILY: KernelFamily =
-    KernelFamily { name: "collective kernels", needs: None, architectures: ALL_ARCHITECTURES };
 pub(crate) const GEMM_FAMILY: KernelFamily =
     KernelFamily { name: "sm90 GEMM", needs: Some(GpuFeature::Hopper), architectures: HOPPER_ARCHITECTURES };
 pub(crate) const ATTENTION_FAMILY: KernelFamily = KernelFamily {

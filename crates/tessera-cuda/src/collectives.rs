@@ -29,7 +29,7 @@ use crate::driver::{CudaError, CudaEvent, CudaResult, CudaStream, cuda_failure};
 use crate::libraries::Libraries;
 use crate::nccl::{CommunicatorAborter, NcclCommunicator, UniqueId};
 
-use kernel_launch::{CollectiveKernels, LaunchHead, MAX_MEMBERS};
+use kernel_launch::{CollectiveKernels, MAX_MEMBERS};
 use nccl_collectives::NcclCollectives;
 use p2p_collectives::{FLAGS_BYTES, IpcHandle, IpcMapping, PeerMemory, WRITE_TEST_OFFSET};
 use signals::HostSignals;
@@ -37,6 +37,7 @@ use signals::HostSignals;
 pub(crate) use copy_plan::{CollectiveKind, GroupCollective};
 #[cfg(test)]
 pub(crate) use kernel_launch::COLLECTIVE_TABLE;
+pub(crate) use kernel_launch::Synchronization;
 pub(crate) use signals::{DeviceProgress, GroupFault};
 pub(crate) use store_targets::{SplitDim, Targets};
 
@@ -308,8 +309,7 @@ impl CollectiveGroup {
         if let Some(peers) =
             self.peers.as_ref().filter(|_| m.transport != Some(Transport::Nccl) || self.comm.is_none())
         {
-            let patience_ns = u64::try_from(self.config.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
-            let means = (self.signals.device_address(), patience_ns, self.config.max_blocks);
+            let means = (self.signals.device_address(), self.patience_ns(), self.config.max_blocks);
             // SAFETY: the caller guarantees it; the signals belong to the group.
             return unsafe { peers.enqueue_collective(m, &self.kernels, means, stream) };
         }
@@ -328,46 +328,39 @@ impl CollectiveGroup {
     }
 
     /// Returns the members' results, to which the producer of an operand may store between
-    /// [`enqueue_open`](CollectiveGroup::enqueue_open) and
-    /// [`enqueue_close`](CollectiveGroup::enqueue_close). Returns `None` with NCCL, or if a part is
-    /// not aligned to whole stores.
+    /// the two [synchronizations](CollectiveGroup::synchronize). Returns `None` with NCCL, or if a part
+    /// is not aligned to whole stores.
     pub(crate) fn store_targets(&self, m: &GroupCollective, along: SplitDim) -> CudaResult<Option<Targets>> {
         self.peers.as_ref().map_or(Ok(None), |p| p.store_targets(m, along))
     }
 
-    /// Enqueues the opening synchronization of a collective that other kernels or copy engines
-    /// perform. After it, the members may write each other's results.
-    pub(crate) fn enqueue_open(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
-        let head = self.launch_head(m)?;
+    /// Enqueues a synchronization of a collective that other kernels perform.
+    pub(crate) fn synchronize(
+        &self,
+        which: Synchronization,
+        m: &GroupCollective,
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        let Some(peers) = &self.peers else { return cuda_failure(NO_PEER_MEMORY) };
+        let head = peers.launch_head(m, self.signals.device_address(), self.patience_ns());
         // SAFETY: the group keeps its own flags and signals and the mappings of its peers' flags.
-        unsafe { self.kernels.launch_open(head, stream) }
+        unsafe { self.kernels.launch_synchronization(which, head, stream) }
     }
 
-    /// Enqueues DMA copies of all parts, between `enqueue_open` and `enqueue_close`.
+    /// Enqueues a collective whose parts DMA engines copy, with its synchronizations.
     ///
     /// # Safety
-    /// As [`enqueue_collective`](CollectiveGroup::enqueue_collective), and `enqueue_open` of the same
-    /// collective must precede it on the stream.
+    /// As [`enqueue_collective`](CollectiveGroup::enqueue_collective).
     pub(crate) unsafe fn enqueue_copies(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
         let Some(peers) = &self.peers else { return cuda_failure(NO_PEER_MEMORY) };
-        // SAFETY: the caller guarantees it.
-        unsafe { peers.enqueue_copies(m, stream) }
+        self.synchronize(Synchronization::Open, m, stream)?;
+        // SAFETY: the caller guarantees it, and the collective is open.
+        unsafe { peers.enqueue_copies(m, stream) }?;
+        self.synchronize(Synchronization::Close, m, stream)
     }
 
-    /// Enqueues the closing synchronization of an opened collective. Once it completes, the parts
-    /// of all members have arrived.
-    pub(crate) fn enqueue_close(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
-        let head = self.launch_head(m)?;
-        // SAFETY: as for the opening synchronization.
-        unsafe { self.kernels.launch_close(head, stream) }
-    }
-
-    fn launch_head(&self, m: &GroupCollective) -> CudaResult<LaunchHead> {
-        let patience_ns = u64::try_from(self.config.peer_timeout.as_nanos()).unwrap_or(u64::MAX);
-        self.peers.as_ref().map_or_else(
-            || cuda_failure(NO_PEER_MEMORY),
-            |p| Ok(p.launch_head(m, self.signals.device_address(), patience_ns)),
-        )
+    fn patience_ns(&self) -> u64 {
+        u64::try_from(self.config.peer_timeout.as_nanos()).unwrap_or(u64::MAX)
     }
 
     /// Returns the first fault. NCCL has no timeout on the device, so the host compares

@@ -10,16 +10,22 @@ use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::attention_sm90;
-use crate::capabilities::{
-    ATTENTION_FAMILY, COLLECTIVE_FAMILY, Capabilities, ELEMENTWISE_FAMILY, FeatureMask, GEMM_FAMILY,
-    KernelFamily, ROW_FAMILY,
-};
+use crate::capabilities::{ATTENTION_FAMILY, Capabilities, FeatureMask, GEMM_FAMILY, KernelFamily};
 use crate::compile::{compile_cubin, compile_options};
 use crate::cubin::is_complete_cubin;
 use crate::dylib::Nvrtc;
 use crate::gemm::sm90::{self, EPILOGUES};
 use crate::kernels::{elementwise_source, row_variants};
 use crate::libraries::Libraries;
+
+/// A family for Ampere, Ada, Hopper and Blackwell.
+const fn portable_family(name: &'static str) -> KernelFamily {
+    KernelFamily { name, needs: None, architectures: &[(8, 0), (8, 9), (9, 0), (10, 0)] }
+}
+
+const ELEMENTWISE_FAMILY: KernelFamily = portable_family("elementwise kernels");
+const ROW_FAMILY: KernelFamily = portable_family("row kernels");
+const COLLECTIVE_FAMILY: KernelFamily = portable_family("collective kernels");
 
 /// One compilation: a source with macros, for an architecture.
 struct Compilation {

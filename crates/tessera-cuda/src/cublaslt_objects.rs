@@ -10,50 +10,71 @@ use std::ffi::c_void;
 
 use bytemuck::NoUninit;
 use cudarc::cublaslt::sys::{
-    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t,
-    cublasLtMatmulAlgoConfigAttributes_t as Config, cublasLtMatmulDesc_t,
-    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
-    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayout_t, cublasStatus_t, cudaDataType,
+    cublasComputeType_t, cublasLtContext, cublasLtMatmulAlgo_t,
+    cublasLtMatmulAlgoConfigAttributes_t as Config, cublasLtMatmulDescAttributes_t as Attribute,
+    cublasLtMatmulDescOpaque_t, cublasLtMatmulHeuristicResult_t,
+    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatmulPreferenceOpaque_t,
+    cublasLtMatrixLayoutOpaque_t, cublasStatus_t, cudaDataType,
 };
 
 use crate::driver::{CudaResult, CudaStream, cuda_failure};
 use crate::dylib::CublasLt;
 
+/// An object of cuBLASLt, destroyed on drop.
+#[derive(Debug)]
+struct LtObject<T> {
+    raw: *mut T,
+    // SAFETY: a type only; `drop` states why its argument is valid.
+    destroy: unsafe extern "C" fn(*mut T) -> cublasStatus_t,
+}
+
+// SAFETY: only the owner of this value uses the object, and cuBLASLt allows any thread to.
+unsafe impl<T> Send for LtObject<T> {}
+
+impl<T> LtObject<T> {
+    /// Creates an object by a call that writes its address.
+    fn new(
+        call: &str,
+        // SAFETY: a type only; see above.
+        destroy: unsafe extern "C" fn(*mut T) -> cublasStatus_t,
+        create: impl FnOnce(&mut *mut T) -> cublasStatus_t,
+    ) -> CudaResult<LtObject<T>> {
+        let mut raw = std::ptr::null_mut();
+        check_status(create(&mut raw), call)?;
+        Ok(LtObject { raw, destroy })
+    }
+}
+
+impl<T> Drop for LtObject<T> {
+    fn drop(&mut self) {
+        // SAFETY: `new` created the object once, and its owner passed the function that destroys it.
+        unsafe { (self.destroy)(self.raw) };
+    }
+}
+
 /// A cuBLASLt handle, with which GEMMs are planned and launched.
 #[derive(Debug)]
 pub(crate) struct LtHandle {
     lt: CublasLt,
-    raw: cublasLtHandle_t,
+    object: LtObject<cublasLtContext>,
 }
-
-// SAFETY: only the owner of this value uses the handle, and cuBLASLt allows any thread to.
-unsafe impl Send for LtHandle {}
 
 /// The description of a GEMM: dtypes, transposes, epilogue, scales.
 #[derive(Debug)]
 pub(crate) struct GemmDescriptor {
     lt: CublasLt,
-    raw: cublasLtMatmulDesc_t,
+    object: LtObject<cublasLtMatmulDescOpaque_t>,
 }
-
-// SAFETY: only the owner of this value uses the object, and cuBLASLt allows any thread to.
-unsafe impl Send for GemmDescriptor {}
 
 /// The layout of one column-major matrix.
 #[derive(Debug)]
-pub(crate) struct MatrixLayout {
-    lt: CublasLt,
-    raw: cublasLtMatrixLayout_t,
-}
-
-// SAFETY: only the owner of this value uses the object, and cuBLASLt allows any thread to.
-unsafe impl Send for MatrixLayout {}
+pub(crate) struct MatrixLayout(LtObject<cublasLtMatrixLayoutOpaque_t>);
 
 /// The limits of a search for algorithms.
 #[derive(Debug)]
 pub(crate) struct AlgorithmLimits {
     lt: CublasLt,
-    raw: cublasLtMatmulPreference_t,
+    object: LtObject<cublasLtMatmulPreferenceOpaque_t>,
 }
 
 /// The matrices of a GEMM a · b = out; all three are column-major.
@@ -77,10 +98,9 @@ pub(crate) struct LtOperands {
 
 impl LtHandle {
     pub(crate) fn new(lt: CublasLt) -> CudaResult<LtHandle> {
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: cuBLASLt writes the handle to this stack frame.
-        check_status(unsafe { (lt.create)(&mut raw) }, "cublasLtCreate")?;
-        Ok(LtHandle { lt, raw })
+        // SAFETY: cuBLASLt writes the address of the handle.
+        let object = LtObject::new("cublasLtCreate", lt.destroy, |raw| unsafe { (lt.create)(raw) })?;
+        Ok(LtHandle { lt, object })
     }
 
     /// Lists algorithms within the limits, the best first; returns at most `N`.
@@ -95,17 +115,17 @@ impl LtHandle {
     ) -> Result<Vec<cublasLtMatmulAlgo_t>, cublasStatus_t> {
         let mut found: [cublasLtMatmulHeuristicResult_t; N] = [EMPTY_RESULT; N];
         let mut count = 0;
-        let (a, b, out) = (layouts.a.raw, layouts.b.raw, layouts.out.raw);
+        let (a, b, out) = (layouts.a.0.raw, layouts.b.0.raw, layouts.out.0.raw);
         // SAFETY: all objects are alive; cuBLASLt writes at most `N` results and their number.
         let status = unsafe {
             (self.lt.heuristic)(
-                self.raw,
-                desc.raw,
+                self.object.raw,
+                desc.object.raw,
                 a,
                 b,
                 out,
                 out,
-                limits.raw,
+                limits.object.raw,
                 N as i32,
                 found.as_mut_ptr(),
                 &mut count,
@@ -137,9 +157,11 @@ impl LtHandle {
         // SAFETY: cuBLASLt reads one word and writes the algorithm, both of this stack frame.
         let set = unsafe { (self.lt.algo_set)(&mut other, attribute, (&raw const swizzle).cast(), size) };
         let mut found = EMPTY_RESULT;
-        let (a, b, out) = (layouts.a.raw, layouts.b.raw, layouts.out.raw);
+        let (a, b, out) = (layouts.a.0.raw, layouts.b.0.raw, layouts.out.0.raw);
         // SAFETY: all objects are alive; cuBLASLt reads the algorithm and writes one result.
-        let taken = unsafe { (self.lt.algo_check)(self.raw, desc.raw, a, b, out, out, &other, &mut found) };
+        let taken = unsafe {
+            (self.lt.algo_check)(self.object.raw, desc.object.raw, a, b, out, out, &other, &mut found)
+        };
         let succeeded =
             [read, set, taken, found.state].iter().all(|s| *s == cublasStatus_t::CUBLAS_STATUS_SUCCESS);
         (succeeded && found.workspaceSize <= workspace_bytes).then_some(other)
@@ -167,18 +189,18 @@ impl LtHandle {
         // caller guarantees the addresses.
         let status = unsafe {
             (self.lt.matmul)(
-                self.raw,
-                desc.raw,
+                self.object.raw,
+                desc.object.raw,
                 number(&one),
                 address(operands.a),
-                layouts.a.raw,
+                layouts.a.0.raw,
                 address(operands.b),
-                layouts.b.raw,
+                layouts.b.0.raw,
                 number(&beta),
                 address(operands.added),
-                layouts.out.raw,
+                layouts.out.0.raw,
                 operands.out as *mut c_void,
-                layouts.out.raw,
+                layouts.out.0.raw,
                 algo,
                 operands.workspace.0 as *mut c_void,
                 operands.workspace.1,
@@ -189,22 +211,14 @@ impl LtHandle {
     }
 }
 
-impl Drop for LtHandle {
-    fn drop(&mut self) {
-        // SAFETY: `new` created the handle once.
-        unsafe { (self.lt.destroy)(self.raw) };
-    }
-}
-
 impl GemmDescriptor {
     /// Describes a GEMM that accumulates and scales in f32.
     pub(crate) fn new(lt: CublasLt) -> CudaResult<GemmDescriptor> {
-        let mut raw = std::ptr::null_mut();
         let (compute, scale) = (cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType::CUDA_R_32F);
-        // SAFETY: cuBLASLt writes the object to this stack frame.
-        let created = unsafe { (lt.desc_create)(&mut raw, compute, scale) };
-        check_status(created, "cublasLtMatmulDescCreate")?;
-        Ok(GemmDescriptor { lt, raw })
+        // SAFETY: cuBLASLt writes the address of the object.
+        let create = |raw: &mut _| unsafe { (lt.desc_create)(raw, compute, scale) };
+        let object = LtObject::new("cublasLtMatmulDescCreate", lt.desc_destroy, create)?;
+        Ok(GemmDescriptor { lt, object })
     }
 
     /// Sets an attribute, whose size cuBLASLt compares with that of the value.
@@ -212,59 +226,36 @@ impl GemmDescriptor {
         let at = std::ptr::from_ref(&value).cast::<c_void>();
         // SAFETY: the object is alive, and cuBLASLt copies the bytes of the value. An address among
         // them is used by a launch alone, whose caller guarantees it.
-        match unsafe { (self.lt.desc_set)(self.raw, which, at, size_of::<T>()) } {
+        match unsafe { (self.lt.desc_set)(self.object.raw, which, at, size_of::<T>()) } {
             cublasStatus_t::CUBLAS_STATUS_SUCCESS => Ok(()),
             other => cuda_failure(format!("cublasLtMatmulDescSetAttribute {which:?}: {other:?}")),
         }
     }
 }
 
-impl Drop for GemmDescriptor {
-    fn drop(&mut self) {
-        // SAFETY: `new` created the object once.
-        unsafe { (self.lt.desc_destroy)(self.raw) };
-    }
-}
-
 impl MatrixLayout {
     /// Describes a column-major matrix without padding between its columns.
     pub(crate) fn new(lt: CublasLt, ty: cudaDataType, rows: u64, columns: u64) -> CudaResult<MatrixLayout> {
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: cuBLASLt writes the object to this stack frame.
-        let created = unsafe { (lt.layout_create)(&mut raw, ty, rows, columns, rows as i64) };
-        check_status(created, "cublasLtMatrixLayoutCreate")?;
-        Ok(MatrixLayout { lt, raw })
-    }
-}
-
-impl Drop for MatrixLayout {
-    fn drop(&mut self) {
-        // SAFETY: `new` created the object once.
-        unsafe { (self.lt.layout_destroy)(self.raw) };
+        // SAFETY: cuBLASLt writes the address of the object.
+        let create = |raw: &mut _| unsafe { (lt.layout_create)(raw, ty, rows, columns, rows as i64) };
+        LtObject::new("cublasLtMatrixLayoutCreate", lt.layout_destroy, create).map(MatrixLayout)
     }
 }
 
 impl AlgorithmLimits {
     pub(crate) fn new(lt: CublasLt) -> CudaResult<AlgorithmLimits> {
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: cuBLASLt writes the object to this stack frame.
-        check_status(unsafe { (lt.pref_create)(&mut raw) }, "cublasLtMatmulPreferenceCreate")?;
-        Ok(AlgorithmLimits { lt, raw })
+        // SAFETY: cuBLASLt writes the address of the object.
+        let create = |raw: &mut _| unsafe { (lt.pref_create)(raw) };
+        let object = LtObject::new("cublasLtMatmulPreferenceCreate", lt.pref_destroy, create)?;
+        Ok(AlgorithmLimits { lt, object })
     }
 
     /// Sets a limit, whose size cuBLASLt compares with that of the value.
     pub(crate) fn set<T: NoUninit>(&self, which: Preference, value: T) -> CudaResult<()> {
         let at = std::ptr::from_ref(&value).cast::<c_void>();
         // SAFETY: the object is alive, and cuBLASLt copies the bytes of the value.
-        let set = unsafe { (self.lt.pref_set)(self.raw, which, at, size_of::<T>()) };
+        let set = unsafe { (self.lt.pref_set)(self.object.raw, which, at, size_of::<T>()) };
         check_status(set, "cublasLtMatmulPreferenceSetAttribute")
-    }
-}
-
-impl Drop for AlgorithmLimits {
-    fn drop(&mut self) {
-        // SAFETY: `new` created the object once.
-        unsafe { (self.lt.pref_destroy)(self.raw) };
     }
 }
 

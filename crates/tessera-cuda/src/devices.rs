@@ -63,9 +63,7 @@ pub struct Devices {
 /// # Errors
 /// T1301 without a driver, T1302 if the driver returns an error.
 pub fn list_devices(libraries: &Libraries) -> Result<Devices, Diagnostic> {
-    if let Some(missing) = libraries.missing.iter().find(|l| l.library == Library::Driver) {
-        return Err(missing.to_diagnostic());
-    }
+    libraries.check_loaded(Library::Driver)?;
     query_driver(libraries).map_err(|e| {
         let name = format!("{:?}", e.0);
         Diagnostic::error(&T1302, format!("the driver returned {}", name.trim_start_matches("CUDA_ERROR_")))
@@ -127,42 +125,42 @@ fn pci_bus_id(d: CUdevice) -> Result<String, DriverError> {
     Ok(String::from_utf8_lossy(&text[..end]).into_owned())
 }
 
-/// `nvmlDeviceGetHandleByPciBusId_v2`.
-// SAFETY: a type only; its callers state why their arguments are valid.
-type NvmlDeviceByBus = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
+/// Returns NVML's handle of a GPU.
+fn find_nvml_device(libraries: &Libraries, bus: &str) -> Option<*mut c_void> {
+    // SAFETY: a type only; the call below states why its arguments are valid.
+    type DeviceByBus = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
+    let (bus, mut device) = (CString::new(bus).ok()?, std::ptr::null_mut());
+    // SAFETY: NVML documents this type and was initialised when its version was read. It reads a
+    // NUL-terminated string and writes a handle.
+    unsafe {
+        let find: Symbol<DeviceByBus> =
+            libraries.get_symbol(Library::Nvml, "nvmlDeviceGetHandleByPciBusId_v2")?;
+        (find(bus.as_ptr(), &mut device) == 0).then_some(device)
+    }
+}
 
 /// Returns the bytes in use on a GPU by all processes, as NVML reports. A process's own usage is
 /// the difference of two calls.
 pub(crate) fn used_bytes(libraries: &Libraries, ordinal: u32) -> Option<u64> {
-    // SAFETY: a type only; the calls below state why their arguments are valid.
+    // SAFETY: a type only; the call below states why its arguments are valid.
     type Info = unsafe extern "C" fn(*mut c_void, *mut [u64; 3]) -> c_int;
-    let bus = CString::new(pci_bus_id(device::get(ordinal as c_int).ok()?).ok()?).ok()?;
-    // SAFETY: NVML documents these types and was initialised when its version was read. It reads a
-    // NUL-terminated string, writes a handle, and then writes total, free and used.
+    let device = find_nvml_device(libraries, &pci_bus_id(device::get(ordinal as c_int).ok()?).ok()?)?;
+    // SAFETY: NVML documents this type and returned the handle. It writes total, free and used.
     unsafe {
-        let handle: Symbol<NvmlDeviceByBus> =
-            libraries.get_symbol(Library::Nvml, "nvmlDeviceGetHandleByPciBusId_v2")?;
         let info: Symbol<Info> = libraries.get_symbol(Library::Nvml, "nvmlDeviceGetMemoryInfo")?;
-        let (mut device, mut memory) = (std::ptr::null_mut(), [0; 3]);
-        (handle(bus.as_ptr(), &mut device) == 0 && info(device, &mut memory) == 0).then_some(memory[2])
+        let mut memory = [0; 3];
+        (info(device, &mut memory) == 0).then_some(memory[2])
     }
 }
 
-/// Counts a GPU's active NVLinks with NVML, which was initialised when its version was read.
+/// Counts a GPU's active NVLinks with NVML.
 fn count_nvlinks(libraries: &Libraries, bus: &str) -> Option<u32> {
     // SAFETY: a type only; the calls below state why their arguments are valid.
     type State = unsafe extern "C" fn(*mut c_void, u32, *mut u32) -> c_int;
-    let bus = CString::new(bus).ok()?;
-    // SAFETY: NVML documents these types and was initialised when its version was read. It reads a NUL-terminated string and writes a handle and
-    // one int per call.
+    let device = find_nvml_device(libraries, bus)?;
+    // SAFETY: NVML documents this type and returned the handle. It writes one int per call.
     unsafe {
-        let handle: Symbol<NvmlDeviceByBus> =
-            libraries.get_symbol(Library::Nvml, "nvmlDeviceGetHandleByPciBusId_v2")?;
         let state: Symbol<State> = libraries.get_symbol(Library::Nvml, "nvmlDeviceGetNvLinkState")?;
-        let mut device = std::ptr::null_mut();
-        if handle(bus.as_ptr(), &mut device) != 0 {
-            return None;
-        }
         let states = (0..MAX_LINKS).filter_map(|link| {
             let mut on = 0;
             match state(device, link, &mut on) {

@@ -12,6 +12,8 @@ use std::ffi::{c_char, c_int, c_void};
 
 use cudarc::cublaslt::sys as lt;
 use cudarc::cudnn::sys as dnn;
+use cudarc::driver::sys::CUstream;
+use cudarc::nccl::sys as nccl;
 use cudarc::nvrtc::sys as rtc;
 use tessera_base::Diagnostic;
 
@@ -31,19 +33,35 @@ macro_rules! function_table {
 
         impl $table {
             /// Looks up all functions of the loaded library.
-            pub(crate) fn load(libraries: &Libraries) -> Result<$table, Diagnostic> {
-                libraries.check_loaded(Library::$library)?;
+            ///
+            /// # Errors
+            /// The name of a function that the library does not have.
+            pub(crate) fn find_symbols(libraries: &Libraries) -> Result<$table, &'static str> {
                 Ok($table {
                     $($field: {
                         // SAFETY: the library documents this type for the symbol.
                         let symbol = unsafe { libraries.get_symbol::<unsafe extern "C" fn($($arg),*) -> $ret>(Library::$library, $symbol) };
-                        *symbol.ok_or_else(|| missing_symbol(libraries, Library::$library, $symbol))?
+                        *symbol.ok_or($symbol)?
                     },)*
                 })
             }
         }
     };
 }
+
+macro_rules! load_or_explain {
+    ($($table:ident of $library:ident),*) => {
+        $(impl $table {
+            /// Looks up all functions of the library, if it was loaded.
+            pub(crate) fn load(libraries: &Libraries) -> Result<$table, Diagnostic> {
+                libraries.check_loaded(Library::$library)?;
+                $table::find_symbols(libraries).map_err(|s| missing_symbol(libraries, Library::$library, s))
+            }
+        })*
+    };
+}
+
+load_or_explain!(Nvrtc of Nvrtc, CublasLt of CublasLt, Cudnn of Cudnn);
 
 function_table! {
     /// Functions of NVRTC, which compile CUDA source to a cubin at run time.
@@ -97,6 +115,29 @@ function_table! {
     }
 }
 
+function_table! {
+    /// Functions of NCCL. Results and enums are passed as numbers: a newer library may return one that
+    /// the enums of cudarc do not have.
+    Nccl of Nccl {
+        get_unique_id = "ncclGetUniqueId": fn(*mut nccl::ncclUniqueId) -> c_int;
+        init = "ncclCommInitRankConfig": fn(*mut nccl::ncclComm_t, c_int, nccl::ncclUniqueId, c_int, *mut nccl::ncclConfig_t) -> c_int;
+        finalize = "ncclCommFinalize": fn(nccl::ncclComm_t) -> c_int;
+        destroy = "ncclCommDestroy": fn(nccl::ncclComm_t) -> c_int;
+        abort = "ncclCommAbort": fn(nccl::ncclComm_t) -> c_int;
+        async_error = "ncclCommGetAsyncError": fn(nccl::ncclComm_t, *mut c_int) -> c_int;
+        error_string = "ncclGetErrorString": fn(c_int) -> *const c_char;
+        last_error = "ncclGetLastError": fn(nccl::ncclComm_t) -> *const c_char;
+        all_reduce = "ncclAllReduce": fn(*const c_void, *mut c_void, usize, c_int, c_int, nccl::ncclComm_t, CUstream) -> c_int;
+        all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, c_int, nccl::ncclComm_t, CUstream) -> c_int;
+        reduce_scatter = "ncclReduceScatter": fn(*const c_void, *mut c_void, usize, c_int, c_int, nccl::ncclComm_t, CUstream) -> c_int;
+        broadcast = "ncclBroadcast": fn(*const c_void, *mut c_void, usize, c_int, c_int, nccl::ncclComm_t, CUstream) -> c_int;
+        send = "ncclSend": fn(*const c_void, usize, c_int, c_int, nccl::ncclComm_t, CUstream) -> c_int;
+        recv = "ncclRecv": fn(*mut c_void, usize, c_int, c_int, nccl::ncclComm_t, CUstream) -> c_int;
+        group_start = "ncclGroupStart": fn() -> c_int;
+        group_end = "ncclGroupEnd": fn() -> c_int;
+    }
+}
+
 impl CublasLt {
     /// Returns the library's version as one number, for example 130100.
     pub(crate) fn query_version(&self) -> usize {
@@ -107,7 +148,7 @@ impl CublasLt {
 
 fn missing_symbol(libraries: &Libraries, library: Library, symbol: &str) -> Diagnostic {
     let found = libraries.found.iter().find(|f| f.library == library);
-    let version = found.and_then(|f| f.version.clone()).unwrap_or_else(|| "of unknown version".into());
+    let version = libraries.describe_version(library);
     let d = Diagnostic::error(&T1301, format!("{} {version} has no {symbol}", library.name()));
     let d = match found {
         Some(f) => d.with_label(f.path.display().to_string(), "the loaded file"),

@@ -120,21 +120,17 @@ pub struct CudaBackend {
     hang_injected: bool,
     /// Whether a run was launched and has not completed. Its work may still be on the device.
     has_unfinished_run: bool,
-    /// Device memory in use, now and before this process opened the device.
     memory_use: DeviceMemoryUse,
     context: Arc<Context>,
 }
 
-/// Reads the device's memory use and remembers how much was in use before this process opened it.
+/// What tells the memory use of a device.
+#[derive(Debug)]
 struct DeviceMemoryUse {
-    query: Box<dyn Fn() -> Option<u64> + Send>,
+    libraries: Libraries,
+    device_index: u32,
+    /// Bytes in use before this process opened the device.
     at_open: Option<u64>,
-}
-
-impl std::fmt::Debug for DeviceMemoryUse {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:?} bytes in use at open", self.at_open)
-    }
 }
 
 /// Counts of the one-time work of a backend. No count grows after the warm-up.
@@ -232,9 +228,8 @@ impl CudaBackend {
         let device = options.device_index;
         // The driver must be initialized before it is queried for a device.
         cudarc::driver::result::init().map_err(|e| cuda_error("driver", &e.into()))?;
-        let shared_libraries = libraries.share_handles();
-        let query = Box::new(move || used_bytes(&shared_libraries, device));
-        let used = DeviceMemoryUse { at_open: query(), query };
+        let (at_open, libraries_in_use) = (used_bytes(libraries, device), libraries.share_handles());
+        let used = DeviceMemoryUse { libraries: libraries_in_use, device_index: device, at_open };
         let (tables, seated) = ((nvrtc, lt, dnn), (seat, ends));
         CudaBackend::open_with_libraries(libraries, tables, seated, options, used)
             .map_err(|e| cuda_error(&format!("device {device}"), &e))
@@ -289,9 +284,10 @@ impl CudaBackend {
 
     /// Returns the views of a program's ops, or the error of [`CudaBackend::find_unsupported`].
     fn read_views(p: &Program) -> Result<Vec<OpView>, Diagnostic> {
-        let read =
-            |op: &Op| read_supported(p, op).map_err(|why| CudaBackend::unsupported_op_error(p, op, &why));
-        let views = p.ops.iter().map(read).collect::<Result<_, _>>()?;
+        let read = |i: usize| {
+            read_supported(p, i).map_err(|why| CudaBackend::unsupported_op_error(p, &p.ops[i], &why))
+        };
+        let views = (0..p.ops.len()).map(read).collect::<Result<_, _>>()?;
         match unsupported_streams(p) {
             Some(why) => Err(Diagnostic::error(&T0801, format!("@{} of {}: {why}", p.name, p.role))
                 .with_label("backend", "cuda")),
@@ -314,7 +310,8 @@ impl CudaBackend {
     /// opened the device, so other processes that start or exit meanwhile distort it.
     #[must_use]
     pub fn process_memory(&self) -> Option<u64> {
-        (self.memory_use.query)()?.checked_sub(self.memory_use.at_open?)
+        let DeviceMemoryUse { libraries, device_index, at_open } = &self.memory_use;
+        used_bytes(libraries, *device_index)?.checked_sub((*at_open)?)
     }
 
     /// Returns the device memory in bytes that a process uses beyond its plan: the context, code

@@ -8,7 +8,7 @@ use crate::attention_cudnn::AttentionShape;
 use crate::attention_sm90::AttentionSm90;
 use crate::capabilities::{ATTENTION_FAMILY, Capabilities, FeatureMask, GEMM_FAMILY, KernelFamily};
 use crate::devices::Gpu;
-use crate::gemm::shape::{GemmShape, is_worth_tuning};
+use crate::gemm::shape::{GemmShape, VIDEO_GEMM, is_worth_tuning};
 use crate::gemm::sm90::GemmSm90;
 
 /// How a GEMM is computed.
@@ -51,7 +51,7 @@ pub(crate) enum AttentionRoute {
 /// Chooses how attention of a dtype is computed. If any range of keys is [`AttentionRoute::Plain`],
 /// all of the attention is.
 pub(crate) fn choose_attention(c: &Capabilities, dtype: DType, s: &AttentionShape) -> AttentionRoute {
-    if dtype != DType::Bf16 || !s.is_supported_by_cudnn() {
+    if uses_plain_attention(dtype, s) {
         AttentionRoute::Plain
     } else if c.supports(&ATTENTION_FAMILY) && AttentionSm90::is_supported(s) {
         AttentionRoute::Sm90
@@ -60,20 +60,17 @@ pub(crate) fn choose_attention(c: &Capabilities, dtype: DType, s: &AttentionShap
     }
 }
 
+/// Returns whether no specialised kernel of any GPU computes an attention.
+pub(crate) fn uses_plain_attention(dtype: DType, s: &AttentionShape) -> bool {
+    dtype != DType::Bf16 || !s.is_supported_by_cudnn()
+}
+
 /// Describes which implementation computes each kind of op on a GPU, as names and sentences.
 #[must_use]
 pub fn describe_kernels(gpu: &Gpu, mask: &FeatureMask) -> Vec<(&'static str, String)> {
     let c =
         Capabilities { compute: gpu.capability, multiprocessors: gpu.multiprocessors, mask: mask.clone() };
-    let gemm = GemmShape {
-        rows: 4680,
-        inner: 5120,
-        out_columns: 5120,
-        dtype: DType::Bf16,
-        bias: true,
-        gelu: false,
-        residual: false,
-    };
+    let gemm = VIDEO_GEMM;
     let attention =
         AttentionShape { queries: 4680, keys: 4680, heads: 40, head_size: 128, stores_lse: false };
     let because = |text: &str, family: &KernelFamily| match c.refusal(family) {
@@ -117,7 +114,6 @@ pub fn describe_kernels(gpu: &Gpu, mask: &FeatureMask) -> Vec<(&'static str, Str
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gemm::shape::TEST_SHAPE;
 
     const ATTENTION: AttentionShape =
         AttentionShape { queries: 300, keys: 185, heads: 2, head_size: 128, stores_lse: false };
@@ -128,7 +124,7 @@ mod tests {
 
     #[test]
     fn only_unmasked_hopper_gpus_use_the_sm90_kernels() {
-        let gelu = GemmShape { gelu: true, ..TEST_SHAPE };
+        let gelu = GemmShape { gelu: true, ..VIDEO_GEMM };
         for (compute, mask, plain, with_gelu, attention) in [
             ((8, 0), "", GemmRoute::CublasLt, GemmRoute::CublasLt, AttentionRoute::Cudnn),
             ((9, 0), "", GemmRoute::Tuned, GemmRoute::Sm90, AttentionRoute::Sm90),
@@ -136,7 +132,7 @@ mod tests {
             ((10, 0), "", GemmRoute::CublasLt, GemmRoute::CublasLt, AttentionRoute::Cudnn),
         ] {
             let c = capabilities(compute, mask);
-            let found = (choose_gemm(&c, &TEST_SHAPE), choose_gemm(&c, &gelu));
+            let found = (choose_gemm(&c, &VIDEO_GEMM), choose_gemm(&c, &gelu));
             assert_eq!(found, (plain, with_gelu), "{compute:?} {mask}");
             assert_eq!(choose_attention(&c, DType::Bf16, &ATTENTION), attention, "{compute:?} {mask}");
         }
@@ -146,12 +142,12 @@ mod tests {
     fn shapes_that_the_sm90_kernels_lack_go_to_the_libraries() {
         let c = capabilities((9, 0), "");
         let gemm = |s| choose_gemm(&c, &s);
-        assert_eq!(gemm(GemmShape { out_columns: 5140, gelu: true, ..TEST_SHAPE }), GemmRoute::CublasLt);
-        assert_eq!(gemm(GemmShape { gelu: true, residual: true, ..TEST_SHAPE }), GemmRoute::CublasLt);
-        assert_eq!(gemm(GemmShape { dtype: DType::F32, ..TEST_SHAPE }), GemmRoute::CublasLt);
+        assert_eq!(gemm(GemmShape { out_columns: 5140, gelu: true, ..VIDEO_GEMM }), GemmRoute::CublasLt);
+        assert_eq!(gemm(GemmShape { gelu: true, residual: true, ..VIDEO_GEMM }), GemmRoute::CublasLt);
+        assert_eq!(gemm(GemmShape { dtype: DType::F32, ..VIDEO_GEMM }), GemmRoute::CublasLt);
         // Tuning does not pay off, but an epilogue decides for any number of rows.
-        assert_eq!(gemm(GemmShape { rows: 8, ..TEST_SHAPE }), GemmRoute::CublasLt);
-        assert_eq!(gemm(GemmShape { rows: 8, residual: true, ..TEST_SHAPE }), GemmRoute::Sm90);
+        assert_eq!(gemm(GemmShape { rows: 8, ..VIDEO_GEMM }), GemmRoute::CublasLt);
+        assert_eq!(gemm(GemmShape { rows: 8, residual: true, ..VIDEO_GEMM }), GemmRoute::Sm90);
         let attention =
             |dtype, head_size| choose_attention(&c, dtype, &AttentionShape { head_size, ..ATTENTION });
         assert_eq!(attention(DType::Bf16, 64), AttentionRoute::Cudnn);
@@ -161,7 +157,7 @@ mod tests {
 
     #[test]
     fn e4m3_needs_instructions_that_ampere_lacks() {
-        let e4m3 = GemmShape { dtype: DType::E4m3, ..TEST_SHAPE };
+        let e4m3 = GemmShape { dtype: DType::E4m3, ..VIDEO_GEMM };
         let route = |compute| choose_gemm(&capabilities(compute, ""), &e4m3);
         assert_eq!([(8, 0), (8, 6)].map(route), [GemmRoute::Unsupported; 2]);
         assert_eq!([(8, 9), (9, 0), (10, 0)].map(route), [GemmRoute::CublasLt; 3]);

@@ -89,24 +89,22 @@ pub(crate) trait KernelParam: Copy {
     const TYPE: ParamType;
 }
 
-impl KernelParam for i32 {
-    const TYPE: ParamType = ParamType::Value("int");
+/// Declares the names that types have in CUDA source.
+macro_rules! c_types {
+    ($($value:ty = $name:literal,)*; $($element:ty = [$($pointee:literal),*],)*) => {
+        $(impl KernelParam for $value {
+            const TYPE: ParamType = ParamType::Value($name);
+        })*
+        $(impl PointerElement for $element {
+            const C_TYPES: &'static [&'static str] = &[$($pointee),*];
+        })*
+    };
 }
 
-impl KernelParam for u32 {
-    const TYPE: ParamType = ParamType::Value("u32");
-}
-
-impl KernelParam for i64 {
-    const TYPE: ParamType = ParamType::Value("i64");
-}
-
-impl KernelParam for f32 {
-    const TYPE: ParamType = ParamType::Value("float");
-}
-
-impl KernelParam for CUtensorMap {
-    const TYPE: ParamType = ParamType::Value("TensorMap");
+c_types! {
+    i32 = "int", u32 = "u32", i64 = "i64", f32 = "float", CUtensorMap = "TensorMap",;
+    f32 = ["float"], i64 = ["i64"], u32 = ["u32"], Bf16 = ["bf16"], E4m3 = ["e4m3"], CosSin = ["float2"],
+    Element = ["float", "bf16", "T"], Word = ["u16", "u32", "uint4"],
 }
 
 /// A device address of elements of `T`; 0 stands for an absent operand.
@@ -146,57 +144,25 @@ impl<T: PointerElement> KernelParam for DevicePtr<T> {
     const TYPE: ParamType = ParamType::Pointer(T::C_TYPES);
 }
 
-impl PointerElement for f32 {
-    const C_TYPES: &'static [&'static str] = &["float"];
-}
-
-impl PointerElement for i64 {
-    const C_TYPES: &'static [&'static str] = &["i64"];
-}
-
-impl PointerElement for u32 {
-    const C_TYPES: &'static [&'static str] = &["u32"];
-}
-
 /// An element of bf16.
 #[derive(Debug)]
 pub(crate) enum Bf16 {}
-
-impl PointerElement for Bf16 {
-    const C_TYPES: &'static [&'static str] = &["bf16"];
-}
 
 /// An element of e4m3.
 #[derive(Debug)]
 pub(crate) enum E4m3 {}
 
-impl PointerElement for E4m3 {
-    const C_TYPES: &'static [&'static str] = &["e4m3"];
-}
-
 /// A pair (cos, sin).
 #[derive(Debug)]
 pub(crate) enum CosSin {}
-
-impl PointerElement for CosSin {
-    const C_TYPES: &'static [&'static str] = &["float2"];
-}
 
 /// An f32 or a bf16: the kernel's name, or the macros that it is compiled with, say which.
 #[derive(Debug)]
 pub(crate) enum Element {}
 
-impl PointerElement for Element {
-    const C_TYPES: &'static [&'static str] = &["float", "bf16", "T"];
-}
-
 /// A word of 2, 4 or 16 bytes, which the kernel's name states.
 #[derive(Debug)]
 pub(crate) enum Word {}
-
-impl PointerElement for Word {
-    const C_TYPES: &'static [&'static str] = &["u16", "u32", "uint4"];
-}
 
 /// A kernel of a loaded module, with the type of its parameters.
 #[derive(Debug)]

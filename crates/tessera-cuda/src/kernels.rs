@@ -92,6 +92,15 @@ impl KernelLaunch {
             args: Box::new(args),
         }
     }
+
+    /// Returns the row width and dtype for which [`KernelSet::prepare_rows`] must compile the kernel;
+    /// `None` for an elementwise kernel.
+    pub(crate) fn row_variant(&self) -> Option<(u64, DType)> {
+        match self.grid {
+            LaunchGrid::Rows { width, dtype, .. } => Some((width, dtype)),
+            LaunchGrid::Blocks { .. } => None,
+        }
+    }
 }
 
 /// Sources of the row kernels: their kernels, and how many bytes of a bf16 row a thread loads at

@@ -38,30 +38,28 @@ impl Library {
     pub const ALL: [Library; 6] =
         [Library::Driver, Library::Nvml, Library::Nvrtc, Library::CublasLt, Library::Cudnn, Library::Nccl];
 
+    /// Returns the name, the file name and the purpose.
+    fn describe(self) -> (&'static str, &'static str, &'static str) {
+        match self {
+            Library::Driver => ("driver", "libcuda.so.1", "all work on a GPU"),
+            Library::Nvml => ("NVML", "libnvidia-ml.so.1", "the list of NVLinks"),
+            Library::Nvrtc => ("NVRTC", "libnvrtc.so.13", "compiling fused kernels"),
+            Library::CublasLt => ("cuBLASLt", "libcublasLt.so.13", "choosing and running GEMM kernels"),
+            Library::Cudnn => ("cuDNN", "libcudnn.so.9", "attention or convolution"),
+            Library::Nccl => ("NCCL", "libnccl.so.2", "communication between GPUs"),
+        }
+    }
+
     /// Returns the library's common name, for example `cuBLASLt`.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Library::Driver => "driver",
-            Library::Nvml => "NVML",
-            Library::Nvrtc => "NVRTC",
-            Library::CublasLt => "cuBLASLt",
-            Library::Cudnn => "cuDNN",
-            Library::Nccl => "NCCL",
-        }
+        self.describe().0
     }
 
     /// Returns the file name to load, which includes the major version.
     #[must_use]
     pub fn file_name(self) -> &'static str {
-        match self {
-            Library::Driver => "libcuda.so.1",
-            Library::Nvml => "libnvidia-ml.so.1",
-            Library::Nvrtc => "libnvrtc.so.13",
-            Library::CublasLt => "libcublasLt.so.13",
-            Library::Cudnn => "libcudnn.so.9",
-            Library::Nccl => "libnccl.so.2",
-        }
+        self.describe().1
     }
 
     /// Returns whether the library belongs to the installed driver, so that only the system's
@@ -74,14 +72,7 @@ impl Library {
     /// Returns the purpose of the library, for diagnostics.
     #[must_use]
     pub fn needed_for(self) -> &'static str {
-        match self {
-            Library::Driver => "all work on a GPU",
-            Library::Nvml => "the list of NVLinks",
-            Library::Nvrtc => "compiling fused kernels",
-            Library::CublasLt => "choosing and running GEMM kernels",
-            Library::Cudnn => "attention or convolution",
-            Library::Nccl => "communication between GPUs",
-        }
+        self.describe().2
     }
 }
 
@@ -190,6 +181,12 @@ impl Libraries {
         }
     }
 
+    /// Returns the version of a loaded library, in words if it is unknown.
+    pub(crate) fn describe_version(&self, library: Library) -> &str {
+        let found = self.found.iter().find(|f| f.library == library);
+        found.and_then(|f| f.version.as_deref()).unwrap_or("of unknown version")
+    }
+
     /// Returns another handle to the same libraries.
     pub(crate) fn share_handles(&self) -> Libraries {
         Libraries { found: self.found.clone(), missing: self.missing.clone(), handles: self.handles.clone() }
@@ -231,6 +228,7 @@ type CallWithoutArguments = unsafe extern "C" fn() -> c_int;
 type ReturnSize = unsafe extern "C" fn() -> usize;
 
 fn query_version(library: Library, handle: &Handle) -> Option<String> {
+    let dotted = |v: usize| format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100);
     // SAFETY: each function is called with its documented type, on memory of this stack frame that
     // is as long as the library is told. None of these functions has a precondition, except that
     // NVML is initialised before it is asked for the driver's version.
@@ -257,18 +255,16 @@ fn query_version(library: Library, handle: &Handle) -> Option<String> {
             }
             Library::CublasLt => {
                 let get: Symbol<ReturnSize> = handle.get(b"cublasLtGetVersion").ok()?;
-                let v = get();
-                Some(format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100))
+                Some(dotted(get()))
             }
             Library::Cudnn => {
                 let get: Symbol<ReturnSize> = handle.get(b"cudnnGetVersion").ok()?;
-                let v = get();
-                Some(format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100))
+                Some(dotted(get()))
             }
             Library::Nccl => {
                 let get: Symbol<QueryNumber> = handle.get(b"ncclGetVersion").ok()?;
                 let mut v = 0;
-                (get(&mut v) == 0).then(|| format!("{}.{}.{}", v / 10_000, v % 10_000 / 100, v % 100))
+                (get(&mut v) == 0).then(|| dotted(v as usize))
             }
         }
     }

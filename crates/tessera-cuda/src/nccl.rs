@@ -1,6 +1,4 @@
-//! Bindings to the NCCL functions in use, loaded at run time, and non-blocking communicators. Types
-//! and constants come from cudarc, for the same reason as in [`dylib`](crate::dylib) without its
-//! loader.
+//! Non-blocking communicators of NCCL.
 //!
 //! A communicator is created with `blocking = 0`: an unfinished call returns "in progress" and is
 //! polled until a deadline or until the backend is stopped. Multicast (NVLS) is left to NCCL's
@@ -21,7 +19,8 @@ use tessera_mesh::Reduction;
 
 use crate::codes::T1303;
 use crate::driver::{CudaError, CudaResult, CudaStream, cuda_failure};
-use crate::libraries::{Libraries, Library, MissingLibrary};
+use crate::dylib::Nccl;
+use crate::libraries::{Libraries, Library};
 
 /// The id with which the members of a group find one another: one member creates it and distributes
 /// it to the others.
@@ -33,11 +32,9 @@ pub struct UniqueId(pub [u8; 128]);
 /// # Errors
 /// T1301 if NCCL is missing, T1303 if the call fails.
 pub fn unique_id(libraries: &Libraries) -> Result<UniqueId, Diagnostic> {
-    if let Some(missing) = libraries.missing.iter().find(|l| l.library == Library::Nccl) {
-        return Err(MissingLibrary::to_diagnostic(missing));
-    }
+    libraries.check_loaded(Library::Nccl)?;
     let to_diagnostic = |e: CudaError| Diagnostic::error(&T1303, e.to_string());
-    let api = NcclApi::load(libraries).map_err(to_diagnostic)?;
+    let api = Nccl::find_functions(libraries).map_err(to_diagnostic)?;
     let mut id = ncclUniqueId { internal: [0; 128] };
     // SAFETY: NCCL writes the id to this stack frame.
     let created = unsafe { (api.get_unique_id)(&mut id) };
@@ -47,16 +44,7 @@ pub fn unique_id(libraries: &Libraries) -> Result<UniqueId, Diagnostic> {
 
 type ConstBuffer = *const c_void;
 type MutBuffer = *mut c_void;
-type RawStream = cudarc::driver::sys::CUstream;
-// SAFETY: a type only; its caller states why the arguments are valid.
-type ReduceFn =
-    unsafe extern "C" fn(ConstBuffer, MutBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
 
-/// Selects a reduction from the function table.
-type SelectReduction = fn(&NcclApi) -> ReduceFn;
-
-// Results and enums cross the boundary as `int`: a newer library may return a number that the enums
-// of cudarc do not have.
 const SUCCESS: c_int = ncclResult_t::ncclSuccess as c_int;
 const REMOTE_ERROR: c_int = ncclResult_t::ncclRemoteError as c_int;
 const IN_PROGRESS: c_int = ncclResult_t::ncclInProgress as c_int;
@@ -91,59 +79,13 @@ fn non_blocking_config() -> ncclConfig_t {
     }
 }
 
-macro_rules! api {
-    ($($field:ident = $name:literal : fn($($arg:ty),*) -> $out:ty;)*) => {
-        /// Functions of NCCL, resolved by symbol from the loaded library.
-        #[derive(Clone, Copy)]
-        struct NcclApi {
-            $(
-                // SAFETY: a type only; each call states why its arguments are valid.
-                $field: unsafe extern "C" fn($($arg),*) -> $out,
-            )*
-        }
-
-        impl NcclApi {
-            fn load(libraries: &Libraries) -> CudaResult<NcclApi> {
-                let found = libraries.found.iter().find(|f| f.library == Library::Nccl);
-                let version = found.and_then(|f| f.version.as_deref()).unwrap_or("of unknown version");
-                Ok(NcclApi {
-                    $($field: {
-                        // SAFETY: NCCL's header declares this type for the function.
-                        let symbol = unsafe { libraries.get_symbol::<unsafe extern "C" fn($($arg),*) -> $out>(Library::Nccl, $name) };
-                        *symbol.ok_or_else(|| CudaError(format!("NCCL {version} has no {}", $name)))?
-                    },)*
-                })
-            }
-        }
-    };
-}
-
-api! {
-    get_unique_id = "ncclGetUniqueId": fn(*mut ncclUniqueId) -> c_int;
-    init = "ncclCommInitRankConfig": fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut ncclConfig_t) -> c_int;
-    finalize = "ncclCommFinalize": fn(ncclComm_t) -> c_int;
-    destroy = "ncclCommDestroy": fn(ncclComm_t) -> c_int;
-    abort = "ncclCommAbort": fn(ncclComm_t) -> c_int;
-    async_error = "ncclCommGetAsyncError": fn(ncclComm_t, *mut c_int) -> c_int;
-    error_string = "ncclGetErrorString": fn(c_int) -> *const c_char;
-    last_error = "ncclGetLastError": fn(ncclComm_t) -> *const c_char;
-    all_reduce = "ncclAllReduce": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
-    all_gather = "ncclAllGather": fn(ConstBuffer, MutBuffer, usize, c_int, ncclComm_t, RawStream) -> c_int;
-    reduce_scatter = "ncclReduceScatter": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
-    broadcast = "ncclBroadcast": fn(ConstBuffer, MutBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
-    send = "ncclSend": fn(ConstBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
-    recv = "ncclRecv": fn(MutBuffer, usize, c_int, c_int, ncclComm_t, RawStream) -> c_int;
-    group_start = "ncclGroupStart": fn() -> c_int;
-    group_end = "ncclGroupEnd": fn() -> c_int;
-}
-
-impl std::fmt::Debug for NcclApi {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Api")
+impl Nccl {
+    fn find_functions(libraries: &Libraries) -> CudaResult<Nccl> {
+        let version = || libraries.describe_version(Library::Nccl);
+        Nccl::find_symbols(libraries)
+            .map_err(|symbol| CudaError(format!("NCCL {} has no {symbol}", version())))
     }
-}
 
-impl NcclApi {
     /// Copies a string that NCCL returned; null is an empty string.
     ///
     /// # Safety
@@ -161,10 +103,10 @@ impl NcclApi {
             return Ok(());
         }
         // SAFETY: NCCL accepts any number and returns a constant string.
-        let what = unsafe { NcclApi::copy_c_string((self.error_string)(result)) };
+        let what = unsafe { Nccl::copy_c_string((self.error_string)(result)) };
         // SAFETY: NCCL ignores the communicator, which may be null, and returns a buffer of the
         // calling process that is never freed and that only failing NCCL calls write.
-        let more = unsafe { NcclApi::copy_c_string((self.last_error)(comm.unwrap_or(std::ptr::null_mut()))) };
+        let more = unsafe { Nccl::copy_c_string((self.last_error)(comm.unwrap_or(std::ptr::null_mut()))) };
         cuda_failure(match more.trim() {
             "" => format!("{call}: {what}"),
             more => format!("{call}: {what}: {more}"),
@@ -185,7 +127,7 @@ pub(crate) struct CommunicatorAborter(Arc<CommunicatorState>);
 
 #[derive(Debug)]
 struct CommunicatorState {
-    api: NcclApi,
+    api: Nccl,
     /// The communicator; `None` once it was aborted or destroyed.
     handle: Mutex<Option<CommunicatorHandle>>,
     /// Set to make all waits return.
@@ -211,7 +153,7 @@ impl NcclCommunicator {
         timeout: Duration,
         is_stopping: Arc<AtomicBool>,
     ) -> CudaResult<NcclCommunicator> {
-        let api = NcclApi::load(libraries)?;
+        let api = Nccl::find_functions(libraries)?;
         let mut raw = std::ptr::null_mut();
         let mut config = non_blocking_config();
         let id = ncclUniqueId { internal: id.0.map(|b| b as c_char) };
@@ -299,60 +241,27 @@ impl NcclCommunicator {
         })
     }
 
-    /// Reduces all members' elements; every member receives the result.
+    /// Reduces elements of all members. Each member receives the whole result of `elements` elements or,
+    /// if it `scatters`, its own `elements` of them.
     ///
     /// # Safety
-    /// `from` and `to` must be device allocations of `elements` elements. Both must stay allocated
-    /// until the stream has completed the operation; meanwhile no other stream may write `from` or
-    /// access `to`.
-    pub(crate) unsafe fn all_reduce(
+    /// `to` must be a device allocation of `elements` elements, and `from` one of as many, or of as many
+    /// for each member if the reduction scatters. Both must stay allocated until the stream has completed
+    /// the operation; meanwhile no other stream may write `from` or access `to`.
+    pub(crate) unsafe fn reduce(
         &self,
-        from: u64,
-        to: u64,
-        elements: usize,
-        reduction: (DType, Reduction),
-        stream: &CudaStream,
-    ) -> CudaResult<()> {
-        let function = ("ncclAllReduce", (|api| api.all_reduce) as SelectReduction);
-        // SAFETY: the caller guarantees the ranges, which an all-reduce does not exceed.
-        unsafe { self.launch_reduction(function, (from, to, elements), reduction, stream) }
-    }
-
-    /// Reduces and scatters; `elements` is the number of elements that each member receives.
-    ///
-    /// # Safety
-    /// `from` must be a device allocation of `elements` elements for each member and `to` one of
-    /// `elements` elements. Both must stay allocated until the stream has completed the operation;
-    /// meanwhile no other stream may write `from` or access `to`.
-    pub(crate) unsafe fn reduce_scatter(
-        &self,
-        from: u64,
-        to: u64,
-        elements: usize,
-        reduction: (DType, Reduction),
-        stream: &CudaStream,
-    ) -> CudaResult<()> {
-        let function = ("ncclReduceScatter", (|api| api.reduce_scatter) as SelectReduction);
-        // SAFETY: the caller guarantees the ranges, which a reduce-scatter does not exceed.
-        unsafe { self.launch_reduction(function, (from, to, elements), reduction, stream) }
-    }
-
-    /// Launches the selected reduction.
-    ///
-    /// # Safety
-    /// As the function that is selected.
-    unsafe fn launch_reduction(
-        &self,
-        (name, select_function): (&'static str, SelectReduction),
+        scatters: bool,
         (from, to, elements): (u64, u64, usize),
         (dtype, reduction): (DType, Reduction),
         stream: &CudaStream,
     ) -> CudaResult<()> {
         let (dtype, operator) = (nccl_dtype(dtype)?, nccl_operator(reduction));
         let (from, to) = (from as ConstBuffer, to as MutBuffer);
+        let name = if scatters { "ncclReduceScatter" } else { "ncclAllReduce" };
         self.call_nccl(name, |api, raw| {
+            let function = if scatters { api.reduce_scatter } else { api.all_reduce };
             // SAFETY: the communicator and the stream are alive; the caller guarantees the ranges.
-            unsafe { select_function(api)(from, to, elements, dtype, operator, raw, stream.as_raw()) }
+            unsafe { function(from, to, elements, dtype, operator, raw, stream.as_raw()) }
         })
     }
 
@@ -393,7 +302,7 @@ impl NcclCommunicator {
 
     /// Calls a function with the live communicator, which the lock keeps from being aborted, and
     /// waits until it is no longer in progress.
-    fn call_nccl(&self, name: &str, f: impl FnOnce(&NcclApi, ncclComm_t) -> c_int) -> CudaResult<()> {
+    fn call_nccl(&self, name: &str, f: impl FnOnce(&Nccl, ncclComm_t) -> c_int) -> CudaResult<()> {
         self.call_with_timeout(name, self.timeout, f)
     }
 
@@ -401,7 +310,7 @@ impl NcclCommunicator {
         &self,
         name: &str,
         timeout: Duration,
-        f: impl FnOnce(&NcclApi, ncclComm_t) -> c_int,
+        f: impl FnOnce(&Nccl, ncclComm_t) -> c_int,
     ) -> CudaResult<()> {
         let result = {
             let guard = self.shared.lock_handle();

@@ -103,6 +103,40 @@ impl CopyRect {
         CopyRect { from_offset, from_pitch: bytes, to_offset, to_pitch: bytes, row_bytes: bytes, rows }
     }
 
+    /// Creates the rectangle of a part along `dim` of a row-major matrix, which becomes contiguous in the
+    /// result; `element` is the size of an element.
+    pub(crate) fn packed_part(
+        (rows, columns): (usize, usize),
+        dim: usize,
+        part: &Range<usize>,
+        element: usize,
+    ) -> CopyRect {
+        if dim == 0 {
+            let row = columns * element;
+            return CopyRect::contiguous_run(part.start * row, 0, part.len() * row);
+        }
+        let row_bytes = part.len() * element;
+        CopyRect {
+            from_offset: part.start * element,
+            from_pitch: columns * element,
+            to_offset: 0,
+            to_pitch: row_bytes,
+            row_bytes,
+            rows: if part.is_empty() { 0 } else { rows },
+        }
+    }
+
+    /// Returns the copy in the opposite direction.
+    fn reversed(self) -> CopyRect {
+        CopyRect {
+            from_offset: self.to_offset,
+            from_pitch: self.to_pitch,
+            to_offset: self.from_offset,
+            to_pitch: self.from_pitch,
+            ..self
+        }
+    }
+
     pub(crate) fn total_bytes(&self) -> usize {
         self.rows * self.row_bytes
     }
@@ -132,24 +166,7 @@ impl CollectiveKind {
         parts: &[Range<usize>],
         element: usize,
     ) -> CollectiveKind {
-        let rect = |m: usize| {
-            let part = &parts[m];
-            if dim == 0 {
-                return CopyRect::contiguous_run(
-                    0,
-                    part.start * columns * element,
-                    part.len() * columns * element,
-                );
-            }
-            CopyRect {
-                from_offset: 0,
-                from_pitch: part.len() * element,
-                to_offset: part.start * element,
-                to_pitch: columns * element,
-                row_bytes: part.len() * element,
-                rows: if part.is_empty() { 0 } else { rows },
-            }
-        };
+        let rect = |m: usize| CopyRect::packed_part((rows, columns), dim, &parts[m], element).reversed();
         let first = rect(0).total_bytes();
         let behind = |m: usize| dim == 0 || rows == 1 || parts[m].len() == columns;
         let even = (0..parts.len())

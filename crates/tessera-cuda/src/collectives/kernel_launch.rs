@@ -49,6 +49,15 @@ pub(super) struct CollectiveKernels {
     reduce: [[LoadedKernel<Reduce>; 3]; 2],
 }
 
+/// A synchronization of a collective's members when other kernels or copy engines move the data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Synchronization {
+    /// After it, the members may write each other's results.
+    Open,
+    /// Once it completes, the parts of all members have arrived.
+    Close,
+}
+
 /// Common kernel arguments, with the layout of `Head` in p2p_collectives.cu.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
@@ -163,22 +172,22 @@ impl CollectiveKernels {
         unsafe { self.copy.launch(grid, THREADS, 0, &CopyRects { a: args }, stream) }
     }
 
-    /// Launches the synchronization that precedes copies by other kernels or by copy engines.
+    /// Launches a synchronization before or after copies by other kernels or by copy engines.
     ///
     /// # Safety
     /// The flags and signals of `head` must stay mapped until the stream has completed the launch.
-    pub(super) unsafe fn launch_open(&self, head: LaunchHead, stream: &CudaStream) -> CudaResult<()> {
+    pub(super) unsafe fn launch_synchronization(
+        &self,
+        which: Synchronization,
+        head: LaunchHead,
+        stream: &CudaStream,
+    ) -> CudaResult<()> {
+        let kernel = match which {
+            Synchronization::Open => &self.open,
+            Synchronization::Close => &self.close,
+        };
         // SAFETY: the caller guarantees the flags and signals.
-        unsafe { self.open.launch([1, 1, 1], WARP_THREADS, 0, &Synchronize { h: head }, stream) }
-    }
-
-    /// Launches the synchronization that follows those copies.
-    ///
-    /// # Safety
-    /// As [`launch_open`](CollectiveKernels::launch_open).
-    pub(super) unsafe fn launch_close(&self, head: LaunchHead, stream: &CudaStream) -> CudaResult<()> {
-        // SAFETY: the caller guarantees the flags and signals.
-        unsafe { self.close.launch([1, 1, 1], WARP_THREADS, 0, &Synchronize { h: head }, stream) }
+        unsafe { kernel.launch([1, 1, 1], WARP_THREADS, 0, &Synchronize { h: head }, stream) }
     }
 
     /// Launches the kernel that reduces this member's part of all operands, in f32 or bf16.

@@ -60,7 +60,7 @@ impl NcclCollectives<'_> {
             CollectiveKind::AllReduce { elements, reduction } => {
                 let reduction = (m.dtype, *reduction);
                 // SAFETY: the caller guarantees operand and result, whose sizes the kind gives.
-                unsafe { self.comm.all_reduce(m.operand, m.result, *elements, reduction, stream) }?;
+                unsafe { self.comm.reduce(false, (m.operand, m.result, *elements), reduction, stream) }?;
             }
             CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction } => {
                 match PaddedScatter::from_uneven_parts((*rows, *columns), *dim, parts) {
@@ -70,7 +70,7 @@ impl NcclCollectives<'_> {
                         // SAFETY: the caller guarantees operand and result; equal parts without
                         // padding are what NCCL scatters.
                         unsafe {
-                            self.comm.reduce_scatter(m.operand, m.result, elements, reduction, stream)
+                            self.comm.reduce(true, (m.operand, m.result, elements), reduction, stream)
                         }?;
                     }
                     // SAFETY: the caller guarantees operand and result.
@@ -148,26 +148,14 @@ impl NcclCollectives<'_> {
         let mut staging = self.staging_allocator();
         let (all, mine) = (staging.allocate_bytes(parts.len() * bytes)?, staging.allocate_bytes(bytes)?);
         let pieces = parts.iter().enumerate().filter(|(_, p)| !p.is_empty()).map(|(j, part)| {
-            let len = part.len() * element;
-            let rect = if *dim == 0 {
-                CopyRect::contiguous_run(part.start * columns * element, j * bytes, len * columns)
-            } else {
-                CopyRect {
-                    from_offset: part.start * element,
-                    from_pitch: columns * element,
-                    to_offset: j * bytes,
-                    to_pitch: len,
-                    row_bytes: len,
-                    rows: *rows,
-                }
-            };
-            KernelRect::from_copy(&rect, m.operand, all)
+            let rect = CopyRect::packed_part((*rows, *columns), *dim, part, element);
+            KernelRect::from_copy(&rect, m.operand, all + (j * bytes) as u64)
         });
         let pieces = pieces.collect::<CudaResult<Vec<KernelRect>>>()?;
         // SAFETY: copies the parts of the operand to different places of `all`.
         unsafe { self.kernels.launch_pack(&pieces, self.max_blocks, stream) }?;
         // SAFETY: `all` holds a padded part for each member, and `mine` one, both in staging memory.
-        unsafe { self.comm.reduce_scatter(all, mine, scatter.part_elements, (m.dtype, reduction), stream) }?;
+        unsafe { self.comm.reduce(true, (all, mine, scatter.part_elements), (m.dtype, reduction), stream) }?;
         let own = parts[self.member].len() * if *dim == 0 { *columns } else { *rows };
         let back = KernelRect::from_copy(&CopyRect::contiguous_run(0, 0, own * element), mine, m.result)?;
         // SAFETY: copies this member's part from staging memory to the result.

@@ -127,22 +127,7 @@ impl PeerMemory {
                 let Some(part) = parts.get(self.member) else {
                     return cuda_failure(format!("{} parts, none for member {}", parts.len(), self.member));
                 };
-                let rect = if *dim == 0 {
-                    CopyRect::contiguous_run(
-                        part.start * columns * element,
-                        0,
-                        part.len() * columns * element,
-                    )
-                } else {
-                    CopyRect {
-                        from_offset: part.start * element,
-                        from_pitch: columns * element,
-                        to_offset: 0,
-                        to_pitch: part.len() * element,
-                        row_bytes: part.len() * element,
-                        rows: if part.is_empty() { 0 } else { *rows },
-                    }
-                };
+                let rect = CopyRect::packed_part((*rows, *columns), *dim, part, element);
                 let extents = (rows * columns * element, 0, false);
                 // SAFETY: the caller guarantees operand and result.
                 unsafe { self.enqueue_reduction(m, head, kernels, *reduction, rect, extents, blocks, stream) }
@@ -173,7 +158,8 @@ impl PeerMemory {
     /// kernels.
     ///
     /// # Safety
-    /// As [`CollectiveGroup::enqueue_copies`](super::CollectiveGroup::enqueue_copies).
+    /// As [`CollectiveGroup::enqueue_copies`](super::CollectiveGroup::enqueue_copies), and the
+    /// collective must be open on the stream.
     pub(super) unsafe fn enqueue_copies(&self, m: &GroupCollective, stream: &CudaStream) -> CudaResult<()> {
         let CollectiveKind::Copy { sends: to, .. } = &m.kind else {
             return cuda_failure("copy engines cannot reduce");

@@ -3,7 +3,6 @@
 
 #![allow(unsafe_code, reason = "words shared with a device")]
 
-use std::fmt;
 use std::sync::atomic::Ordering;
 
 use crate::device_memory::PinnedMemory;
@@ -29,8 +28,6 @@ pub(crate) enum GroupFault {
         op: u32,
         /// Indices of the missing peers, ascending.
         peers: Vec<usize>,
-        /// Event that this member waited for.
-        awaited: Awaited,
     },
     /// The host requested an abort while this member waited for peers.
     Aborted {
@@ -43,15 +40,6 @@ pub(crate) enum GroupFault {
     Remote(String),
 }
 
-/// Event of a peer that a member waits for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Awaited {
-    /// The peer starts the collective.
-    Arrival,
-    /// The peer, which has started the collective, completes it.
-    Completion,
-}
-
 /// Progress of the device as op indices; `None` before the first op.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DeviceProgress {
@@ -59,27 +47,6 @@ pub(crate) struct DeviceProgress {
     pub(crate) started: Option<u32>,
     /// Last op whose result is complete on this device.
     pub(crate) completed: Option<u32>,
-}
-
-impl fmt::Display for GroupFault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            GroupFault::Mismatch { op, peer, mine, theirs } => {
-                write!(f, "op {op}: member {peer} launched {theirs:#010x}, this member {mine:#010x}")
-            }
-            GroupFault::Timeout { op, peers, awaited } => {
-                let many = if peers.len() == 1 { "member" } else { "members" };
-                let who: Vec<String> = peers.iter().map(usize::to_string).collect();
-                let what = match awaited {
-                    Awaited::Arrival => "did not start it",
-                    Awaited::Completion => "did not complete it",
-                };
-                write!(f, "op {op}: {many} {} {what} in time", who.join(", "))
-            }
-            GroupFault::Aborted { op } => write!(f, "op {op}: aborted by the host"),
-            GroupFault::Nccl(why) | GroupFault::Remote(why) => f.write_str(why),
-        }
-    }
 }
 
 /// The signals, with the layout of `Host` in p2p_collectives.cu.
@@ -94,7 +61,6 @@ const STARTED: usize = 32;
 const COMPLETED: usize = 33;
 const FAULT: usize = 34;
 const OP: usize = 35;
-const AWAITED: usize = 36;
 const PEERS: usize = 37;
 const PEER: usize = 38;
 const MINE: usize = 39;
@@ -158,8 +124,7 @@ impl HostSignals {
             2 => {
                 let peers = word(PEERS);
                 let peers = (0..32).filter(|m| peers >> m & 1 == 1).collect();
-                let awaited = if word(AWAITED) == 0 { Awaited::Arrival } else { Awaited::Completion };
-                Some(GroupFault::Timeout { op, peers, awaited })
+                Some(GroupFault::Timeout { op, peers })
             }
             _ => Some(GroupFault::Aborted { op }),
         }

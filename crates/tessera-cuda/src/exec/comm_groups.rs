@@ -12,13 +12,13 @@ use std::time::Duration;
 use tessera_device::{
     AbortFn, CommRoute, Fault, MeshRank, Observer, as_matrix, collective_signature, shard_ranges,
 };
-use tessera_ir::{CommAxis, Op, OpView, Program, Type, ValueId};
+use tessera_ir::{CollectiveOp, CommAxis, Op, OpByKind, OpView, Program, Type, ValueId};
 use tessera_mesh::{Axis, AxisLayout};
 
 use super::{CommunicatorMember, CudaBackend, CudaOptions, PreparedProgram, ValueLocation};
 use crate::collectives::{
-    CollectiveGroup, CollectiveKind, GroupAborter, GroupCollective, GroupConfig, GroupFault, GroupTransport,
-    SplitDim, Targets,
+    CollectiveGroup, CollectiveKind, DeviceProgress, GroupAborter, GroupCollective, GroupConfig, GroupFault,
+    GroupTransport, SplitDim, Synchronization, Targets,
 };
 use crate::compile::Compiler;
 use crate::device_memory::DeviceMemory;
@@ -146,7 +146,7 @@ impl CommGroups {
                     at(*op),
                     rank(*peer)
                 )),
-                GroupFault::Timeout { op, peers, .. } => {
+                GroupFault::Timeout { op, peers } => {
                     let who: Vec<String> = peers.iter().map(|m| rank(*m)).collect();
                     Fault::Stalled(format!("{}: {} did not arrive in time", at(*op), who.join(", ")))
                 }
@@ -162,18 +162,6 @@ impl CommGroups {
         })
     }
 
-    /// Returns, for each route, the last op that the device started and the last one that it
-    /// completed.
-    pub(super) fn device_progress(&self) -> Vec<(CommRoute, Option<u32>, Option<u32>)> {
-        self.routed_groups
-            .iter()
-            .map(|e| {
-                let progress = e.group.read_progress();
-                (e.route, progress.started, progress.completed)
-            })
-            .collect()
-    }
-
     fn group_index(&self, op: &Op) -> CudaResult<usize> {
         let route = CommRoute::from_op(op);
         let found = self.routed_groups.iter().position(|e| Some(e.route) == route);
@@ -185,23 +173,9 @@ impl CudaBackend {
     /// Shares the exchange memory with the other members of every communicator, and exchanges the
     /// offsets of operands and results.
     pub(super) fn share_memory(&mut self, memory: &DeviceMemory, offsets: &[u64]) -> CudaResult<()> {
-        let mut groups = std::mem::replace(
-            &mut self.groups,
-            CommGroups { routed_groups: Vec::new(), placement: self.placement },
-        );
-        let done = self.share_with_groups(&mut groups, memory, offsets);
-        self.groups = groups;
-        done
-    }
-
-    fn share_with_groups(
-        &self,
-        groups: &mut CommGroups,
-        memory: &DeviceMemory,
-        offsets: &[u64],
-    ) -> CudaResult<()> {
+        let CudaBackend { groups, programs, placement, .. } = self;
         let mut wanted: Vec<Vec<(usize, usize, u64, u64)>> = vec![Vec::new(); groups.routed_groups.len()];
-        for (program, prepared) in self.programs.iter().enumerate() {
+        for (program, prepared) in programs.iter().enumerate() {
             let p = &prepared.program;
             let slot = |v: Option<ValueId>| match v.map(|v| prepared.locations[v.0 as usize]) {
                 Some(ValueLocation::Slot(s)) => offsets[s],
@@ -215,7 +189,7 @@ impl CudaBackend {
                 };
                 let (operand, result) = (slot(op.operands.first().copied()), slot(p.collective_result(op)));
                 wanted[lane].push((program, i, operand, result));
-                let m = self.build_collective(p, i, &prepared.views[i])?;
+                let m = build_collective(placement, p, i, &prepared.views[i])?;
                 groups.routed_groups[lane].group.reserve_staging(&m);
             }
         }
@@ -255,33 +229,21 @@ impl CudaBackend {
             // the streams, and all members exchanged their offsets when memory was shared.
             return unsafe { group.enqueue_collective(&m, stream) };
         }
-        group.enqueue_open(&m, stream)?;
-        // SAFETY: as above; the opening synchronization was enqueued just before.
-        unsafe { group.enqueue_copies(&m, stream) }?;
-        group.enqueue_close(&m, stream)
+        // SAFETY: as above.
+        unsafe { group.enqueue_copies(&m, stream) }
     }
 
-    /// Enqueues the opening synchronization of a collective whose data the producer stores.
-    pub(super) fn launch_collective_open(
+    /// Enqueues one of the synchronizations of a collective whose data the producer stores. Once the
+    /// closing one completes, the result is complete.
+    pub(super) fn launch_synchronization(
         &self,
         program: usize,
         i: usize,
+        which: Synchronization,
         stream: &CudaStream,
     ) -> CudaResult<()> {
         let (m, lane) = self.locate_collective(program, i)?;
-        self.groups.routed_groups[lane].group.enqueue_open(&m, stream)
-    }
-
-    /// Enqueues the closing synchronization of a collective whose data the producer stores. Once it
-    /// completes, the result is complete.
-    pub(super) fn launch_collective_close(
-        &self,
-        program: usize,
-        i: usize,
-        stream: &CudaStream,
-    ) -> CudaResult<()> {
-        let (m, lane) = self.locate_collective(program, i)?;
-        self.groups.routed_groups[lane].group.enqueue_close(&m, stream)
+        self.groups.routed_groups[lane].group.synchronize(which, &m, stream)
     }
 
     /// Returns the destinations to which the producer of a collective's operand stores it; `None`
@@ -300,7 +262,7 @@ impl CudaBackend {
     fn locate_collective(&self, program: usize, i: usize) -> CudaResult<(GroupCollective, usize)> {
         let PreparedProgram { program: p, views, .. } = &self.programs[program];
         let op = &p.ops[i];
-        let mut m = self.build_collective(p, i, &views[i])?;
+        let mut m = build_collective(&self.placement, p, i, &views[i])?;
         m.operand = op.operands.first().map_or(Ok(0), |v| self.value_address(program, *v))?;
         m.result = p.collective_result(op).map_or(Ok(0), |v| self.value_address(program, v))?;
         let lane = self.groups.group_index(op)?;
@@ -309,74 +271,99 @@ impl CudaBackend {
         }
         Ok((m, lane))
     }
+}
 
-    /// Builds the description of a collective, without addresses.
-    fn build_collective(&self, p: &Program, i: usize, view: &OpView) -> CudaResult<GroupCollective> {
-        let op = &p.ops[i];
-        let Some(route) = CommRoute::from_op(op) else {
-            return cuda_failure("a collective without a communicator");
-        };
-        let lane = route.communicator_of(&self.placement.mesh, self.placement.rank);
-        let members = lane.map_or(1, |l| l.members.len());
-        let me = member_index(route, &self.placement);
-        let operand = op.operands.first().map(|v| p.type_of(*v));
-        let out = p.collective_result(op).map(|v| p.type_of(v));
-        let Some(ty) = operand.or(out) else {
-            return cuda_failure("a collective without operand and result");
-        };
-        let element = ty.dtype.element_bytes() as usize;
-        let shards = |ty: &Type, axis: CommAxis| match axis {
-            CommAxis::Axis(axis) => Ok(shard_ranges(ty, axis, members as u32)),
-            // The verifier refuses shards over the world, so only a program that a drill has changed
-            // comes here: its shards are those of the axis that shards the value.
-            CommAxis::World => {
-                let shards = |a: &Axis| matches!(ty.layout.on_axis(*a), AxisLayout::Shard(_));
-                match p.mesh.active_axes().find(shards) {
-                    Some(axis) => Ok(shard_ranges(ty, axis, members as u32)),
-                    None => cuda_failure("a collective over shards of a value that no axis shards"),
-                }
+/// Builds the description of a collective, without addresses.
+fn build_collective(
+    placement: &MeshRank,
+    p: &Program,
+    i: usize,
+    view: &OpView,
+) -> CudaResult<GroupCollective> {
+    let op = &p.ops[i];
+    let (OpByKind::Collective(collective), Some(route)) = (view.by_kind(), CommRoute::from_op(op)) else {
+        return cuda_failure("a collective without a communicator");
+    };
+    check_collective(p, op, collective)?;
+    let lane = route.communicator_of(&placement.mesh, placement.rank);
+    let members = lane.map_or(1, |l| l.members.len());
+    let me = member_index(route, placement);
+    let operand = op.operands.first().map(|v| p.type_of(*v));
+    let out = p.collective_result(op).map(|v| p.type_of(v));
+    let Some(ty) = operand.or(out) else {
+        return cuda_failure("a collective without operand and result");
+    };
+    let element = ty.dtype.element_bytes() as usize;
+    let shards = |ty: &Type, axis: CommAxis| match axis {
+        CommAxis::Axis(axis) => Ok(shard_ranges(ty, axis, members as u32)),
+        // The verifier refuses shards over the world, so only a program that a drill has changed
+        // comes here: its shards are those of the axis that shards the value.
+        CommAxis::World => {
+            let shards = |a: &Axis| matches!(ty.layout.on_axis(*a), AxisLayout::Shard(_));
+            match p.mesh.active_axes().find(shards) {
+                Some(axis) => Ok(shard_ranges(ty, axis, members as u32)),
+                None => cuda_failure("a collective over shards of a value that no axis shards"),
             }
-        };
-        let kind = match (view, operand, out) {
-            (OpView::AllReduce(v), Some(x), _) => {
-                CollectiveKind::AllReduce { elements: x.element_count() as usize, reduction: v.reduction }
-            }
-            (OpView::AllGather(v), Some(x), Some(y)) => {
-                let (dim, parts) = shards(x, v.axis)?;
-                CollectiveKind::all_gather(me, as_matrix(&y.shape, dim), dim.min(1), &parts, element)
-            }
-            (OpView::ReduceScatter(v), Some(x), Some(y)) => {
-                let (dim, parts) = shards(y, v.axis)?;
-                let (rows, columns) = as_matrix(&x.shape, dim);
-                let (dim, reduction) = (dim.min(1), v.reduction);
-                CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction }
-            }
-            (OpView::AllToAll(v), Some(x), Some(y)) => {
-                let ((dim, concat), (_, split)) = (shards(x, v.axis)?, shards(y, v.axis)?);
-                let global_shape = x.layout.global_shape(&x.shape, &self.placement.mesh);
-                CollectiveKind::all_to_all(me, as_matrix(&global_shape, 1), dim, &concat, &split, element)
-            }
-            (OpView::Broadcast(v), ..) => {
-                CollectiveKind::broadcast_from(me, members, v.root as usize, ty.byte_size().0 as usize)
-            }
-            (OpView::Send(_) | OpView::Recv(_), ..) => {
-                CollectiveKind::send_recv(me, ty.byte_size().0 as usize)
-            }
-            _ => return cuda_failure(format!("{} is not a collective", op.opcode.name())),
-        };
-        let digest = blake3::hash(collective_signature(p, op).as_bytes());
-        let bytes = digest.as_bytes();
-        Ok(GroupCollective {
-            kind,
-            dtype: ty.dtype,
-            operand: 0,
-            result: 0,
-            peer_operand_offsets: Vec::new(),
-            peer_result_offsets: Vec::new(),
-            fingerprint: u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
-            op_index: i as u32,
-            transport: op.requested_transport(),
-        })
+        }
+    };
+    let both = || {
+        let missing = || CudaError(format!("{} without operand or result", op.opcode.name()));
+        operand.zip(out).ok_or_else(missing)
+    };
+    let bytes = ty.byte_size().0 as usize;
+    let kind = match collective {
+        CollectiveOp::AllReduce(v) => {
+            CollectiveKind::AllReduce { elements: ty.element_count() as usize, reduction: v.reduction }
+        }
+        CollectiveOp::AllGather(v) => {
+            let (x, y) = both()?;
+            let (dim, parts) = shards(x, v.axis)?;
+            CollectiveKind::all_gather(me, as_matrix(&y.shape, dim), dim.min(1), &parts, element)
+        }
+        CollectiveOp::ReduceScatter(v) => {
+            let (x, y) = both()?;
+            let (dim, parts) = shards(y, v.axis)?;
+            let (rows, columns) = as_matrix(&x.shape, dim);
+            let (dim, reduction) = (dim.min(1), v.reduction);
+            CollectiveKind::ReduceScatter { rows, columns, dim, parts, reduction }
+        }
+        CollectiveOp::AllToAll(v) => {
+            let (x, y) = both()?;
+            let ((dim, concat), (_, split)) = (shards(x, v.axis)?, shards(y, v.axis)?);
+            let global_shape = x.layout.global_shape(&x.shape, &placement.mesh);
+            CollectiveKind::all_to_all(me, as_matrix(&global_shape, 1), dim, &concat, &split, element)
+        }
+        CollectiveOp::Broadcast(v) => CollectiveKind::broadcast_from(me, members, v.root as usize, bytes),
+        CollectiveOp::Send(_) | CollectiveOp::Recv(_) => CollectiveKind::send_recv(me, bytes),
+    };
+    let digest = blake3::hash(collective_signature(p, op).as_bytes());
+    let bytes = digest.as_bytes();
+    Ok(GroupCollective {
+        kind,
+        dtype: ty.dtype,
+        operand: 0,
+        result: 0,
+        peer_operand_offsets: Vec::new(),
+        peer_result_offsets: Vec::new(),
+        fingerprint: u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
+        op_index: i as u32,
+        transport: op.requested_transport(),
+    })
+}
+
+/// Fails with the reason if this backend does not support a collective.
+pub(super) fn check_collective(p: &Program, op: &Op, collective: CollectiveOp<'_>) -> CudaResult<()> {
+    // Issues of a batch are in flight together. A blocking op would delay the rest of its batch and
+    // could deadlock.
+    if op.batch_number().is_some() && !op.issue {
+        return cuda_failure("a blocking send or receive in a batch");
+    }
+    match collective {
+        CollectiveOp::AllToAll(v) if p.type_of(v.x).shape.len() > 2 => {
+            let dims = p.type_of(v.x).shape.len();
+            cuda_failure(format!("an all-to-all of a tensor of {dims} dims"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -385,9 +372,8 @@ impl CudaBackend {
 #[derive(Debug)]
 pub(super) struct ProgressReporter<'a> {
     program: &'a Program,
-    collectives: Vec<(usize, CommRoute)>,
-    /// Whether each collective has been reported as completed.
-    reported: Vec<bool>,
+    /// The collectives whose completion has not been reported, in program order.
+    pending: Vec<(usize, CommRoute)>,
     /// Progress of the device: twice the index of the furthest op, plus 1 if the op started or plus
     /// 2 if it completed.
     furthest_progress: u64,
@@ -395,45 +381,38 @@ pub(super) struct ProgressReporter<'a> {
 
 impl<'a> ProgressReporter<'a> {
     pub(super) fn new(program: &'a Program) -> ProgressReporter<'a> {
-        let collectives: Vec<(usize, CommRoute)> =
-            program.collective_ops().filter_map(|(i, op)| Some((i, CommRoute::from_op(op)?))).collect();
-        let reported = vec![false; collectives.len()];
-        ProgressReporter { program, collectives, reported, furthest_progress: 0 }
+        let pending = program.collective_ops().filter_map(|(i, op)| Some((i, CommRoute::from_op(op)?)));
+        ProgressReporter { program, pending: pending.collect(), furthest_progress: 0 }
     }
 
     /// Reports new progress and returns whether there was any.
     pub(super) fn report_progress(&mut self, groups: &CommGroups, observer: &mut dyn Observer) -> bool {
         let mut changed = false;
-        for (route, arrived, done) in groups.device_progress() {
+        for e in &groups.routed_groups {
+            let DeviceProgress { started, completed } = e.group.read_progress();
             // Progress only grows, however far the communicators are apart.
-            let progress =
-                arrived.map_or(0, |a| 2 * u64::from(a) + 1).max(done.map_or(0, |d| 2 * u64::from(d) + 2));
+            let started = started.map_or(0, |op| 2 * u64::from(op) + 1);
+            let progress = started.max(completed.map_or(0, |op| 2 * u64::from(op) + 2));
             if progress > self.furthest_progress {
                 self.furthest_progress = progress;
                 observer.on_progress((progress / 2) as u32);
                 changed = true;
             }
-            for (k, (i, collective_route)) in
-                self.collectives.iter().enumerate().filter(|(_, (_, r))| *r == route)
-            {
-                debug_assert_eq!(*collective_route, route);
-                if done.is_some_and(|d| *i <= d as usize) && !self.reported[k] {
-                    self.reported[k] = true;
+            self.pending.retain(|(i, route)| {
+                let is_done = *route == e.route && completed.is_some_and(|op| *i <= op as usize);
+                if is_done {
                     observer.on_completed(*i);
                     changed = true;
                 }
-            }
+                !is_done
+            });
         }
         changed
     }
 
     /// Reports completion of everything that remains, once the device is done.
     pub(super) fn report_completion(&mut self, observer: &mut dyn Observer) {
-        for (k, (i, _)) in self.collectives.iter().enumerate() {
-            if !std::mem::replace(&mut self.reported[k], true) {
-                observer.on_completed(*i);
-            }
-        }
+        self.pending.drain(..).for_each(|(i, _)| observer.on_completed(i));
         observer.on_progress(self.program.ops.len() as u32);
     }
 }

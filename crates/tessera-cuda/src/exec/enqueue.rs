@@ -7,11 +7,14 @@ use std::collections::BTreeMap;
 use tessera_ir::{Op, OpKind, OpView, Program, ValueId};
 
 use super::CudaBackend;
+use super::launch::elementwise::build_frame_table;
+use super::launch::site::LaunchSite;
 use super::transfer_batches::TransferBatches;
-use crate::collectives::Targets;
+use crate::collectives::{Synchronization, Targets};
 use crate::driver::{CudaError, CudaEvent, CudaResult, CudaStream, cuda_failure};
 use crate::fusion::comm_fusion::CommOffload;
 use crate::fusion::launch_step::LaunchStep;
+use crate::kernels::KernelLaunch;
 
 /// Callback before and after each step, for timing. Takes the launch op, its stream, and whether
 /// the step ends.
@@ -69,7 +72,7 @@ impl CudaBackend {
                 OpKind::Collective => {
                     watch(at, own, false)?;
                     if fused_collectives.iter().any(|s| s.op == at) {
-                        self.launch_collective_close(program, at, own)?;
+                        self.launch_synchronization(program, at, Synchronization::Close, own)?;
                     } else {
                         self.launch_collective(program, at, own)?;
                     }
@@ -96,7 +99,7 @@ impl CudaBackend {
     /// Fills the call area and computes the RoPE tables of the call, on the first stream. The other
     /// streams wait for the call area.
     fn enqueue_call_data(&mut self, program: usize, lanes: &ProgramStreams<'_>) -> CudaResult<()> {
-        let main = lanes.main;
+        let main = lanes.streams[0];
         let (area, staged, bytes) = {
             let own = &self.programs[program];
             (own.call_area.device_address(), own.staged.device_address(), own.staged_bytes)
@@ -104,12 +107,11 @@ impl CudaBackend {
         // SAFETY: the call area begins with the staged bytes; the host writes these only before a
         // run.
         unsafe { main.copy_async(area, staged, bytes) }?;
-        for at in 0..self.programs[program].rope_tables.len() {
-            if !self.programs[program].rope_tables[at].is_shared {
-                let launch = self.build_frame_table_launch(program, at)?;
-                self.enqueue_launch(&launch, main)?;
-            }
-        }
+        let site = LaunchSite::new(self, program);
+        let own_tables = self.programs[program].rope_tables.iter().filter(|t| !t.is_shared);
+        let launches: Vec<KernelLaunch> =
+            own_tables.map(|t| build_frame_table(&site, t, area)).collect::<CudaResult<_>>()?;
+        launches.iter().try_for_each(|launch| self.enqueue_launch(launch, main))?;
         lanes.fork_main()
     }
 
@@ -124,7 +126,7 @@ impl CudaBackend {
         let free = CudaEvent::new()?;
         producer.record_event(&free)?;
         own.wait_event(&free)?;
-        self.launch_collective_open(program, fused.op, own)?;
+        self.launch_synchronization(program, fused.op, Synchronization::Open, own)?;
         own.record_event(fused.opened_event.insert(CudaEvent::new()?))
     }
 
@@ -163,55 +165,46 @@ impl CudaBackend {
     }
 }
 
-/// The streams of a program, in the order in which the program lists them.
+/// The streams of a program, in the order in which the program lists them. The program begins and ends
+/// on the first.
 struct ProgramStreams<'a> {
     program: &'a Program,
-    /// The stream on which the program begins and ends.
-    main: &'a CudaStream,
-    others: Vec<&'a CudaStream>,
+    streams: Vec<&'a CudaStream>,
 }
 
 impl<'a> ProgramStreams<'a> {
-    fn new(
-        program: &'a Program,
-        streams: &'a BTreeMap<String, CudaStream>,
-    ) -> CudaResult<ProgramStreams<'a>> {
-        let stream = |i: usize| {
-            let named = program.streams.get(i).and_then(|name| streams.get(name));
-            named.ok_or_else(|| missing_stream(program, i))
-        };
-        let others = (1..program.streams.len()).map(stream).collect::<CudaResult<_>>()?;
-        Ok(ProgramStreams { program, main: stream(0)?, others })
+    fn new(program: &'a Program, all: &'a BTreeMap<String, CudaStream>) -> CudaResult<ProgramStreams<'a>> {
+        let streams: Vec<&CudaStream> = program.streams.iter().map_while(|name| all.get(name)).collect();
+        let lanes = ProgramStreams { program, streams };
+        // A program has a first stream even if it lists none.
+        (0..program.streams.len().max(1)).try_for_each(|i| lanes.stream(i).map(drop))?;
+        Ok(lanes)
+    }
+
+    fn stream(&self, i: usize) -> CudaResult<&'a CudaStream> {
+        let missing = || CudaError(format!("@{} has no stream {i}", self.program.name));
+        self.streams.get(i).copied().ok_or_else(missing)
     }
 
     fn stream_of(&self, op: &Op) -> CudaResult<&'a CudaStream> {
-        let i = op.stream.0 as usize;
-        let found = match i.checked_sub(1) {
-            None => Some(self.main),
-            Some(other) => self.others.get(other).copied(),
-        };
-        found.ok_or_else(|| missing_stream(self.program, i))
+        self.stream(op.stream.0 as usize)
     }
 
     /// Makes the other streams wait for the work on the first one.
     fn fork_main(&self) -> CudaResult<()> {
         let filled = CudaEvent::new()?;
-        self.main.record_event(&filled)?;
-        self.others.iter().try_for_each(|stream| stream.wait_event(&filled))
+        self.streams[0].record_event(&filled)?;
+        self.streams[1..].iter().try_for_each(|stream| stream.wait_event(&filled))
     }
 
     /// Makes the first stream wait for the work on the others.
     fn join_main(&self) -> CudaResult<()> {
-        self.others.iter().try_for_each(|stream| {
+        self.streams[1..].iter().try_for_each(|stream| {
             let ended = CudaEvent::new()?;
             stream.record_event(&ended)?;
-            self.main.wait_event(&ended)
+            self.streams[0].wait_event(&ended)
         })
     }
-}
-
-fn missing_stream(p: &Program, i: usize) -> CudaError {
-    CudaError(format!("@{} has no stream {i}", p.name))
 }
 
 /// Records the event of an `event.record`, or waits for that of an issued collective.

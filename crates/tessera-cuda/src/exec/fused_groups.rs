@@ -1,6 +1,4 @@
-//! Forms horizontally fused groups at load, and launches them.
-
-#![allow(unsafe_code, reason = "launches on the memory of the backend")]
+//! Forms horizontally fused groups at load.
 
 use std::sync::Arc;
 
@@ -8,11 +6,10 @@ use tessera_base::Diagnostic;
 use tessera_device::WeightSource;
 use tessera_ir::{Op, OpView, Opcode, Program, ValueId};
 
-use super::{CudaBackend, PreparedProgram, cuda_error};
-use crate::driver::{CudaResult, CudaStream, cuda_failure};
+use super::{CudaBackend, cuda_error};
 use crate::fusion::horizontal_fusion::{find_fusable_groups, fused_gemm_shape, weight_operands};
 use crate::fusion::launch_step::FusedGroup;
-use crate::gemm::shape::{GemmOperands, GemmShape, RedirectedColumns};
+use crate::gemm::shape::GemmShape;
 
 impl CudaBackend {
     /// Fuses the candidate groups whose weights are contiguous and for which a GEMM kernel exists.
@@ -81,65 +78,5 @@ impl CudaBackend {
         rows.map_err(|e| cuda_error(&format!("@{}", p.name), &e))?;
         let chosen = self.gemms.plan_with_redirect(shape, split_columns, &mut self.kernels.compiler);
         Ok(chosen.is_ok() && self.gemms.executed_shape(shape) == shape)
-    }
-
-    pub(super) fn launch_fused_group(
-        &mut self,
-        program: usize,
-        one: &FusedGroup,
-        stream: &CudaStream,
-    ) -> CudaResult<()> {
-        let (p, views) = self.program_and_views(program);
-        let first = &p.ops[one.fused_ops()[0]];
-        let out = self.value_address(program, first.results[0])?;
-        match (one, &views[one.fused_ops()[0]]) {
-            (FusedGroup::Qkv { matmuls: made, cache_write: write }, OpView::Matmul(v)) => {
-                let shape = fused_gemm_shape(&p, v, made.len());
-                let away = write.map(|w| self.cache_write_columns(program, made, w)).transpose()?;
-                let at = GemmOperands {
-                    x: self.value_address(program, v.x)?,
-                    w: self.value_address(program, v.w)?,
-                    bias: self.optional_address(program, v.bias)?,
-                    residual: 0,
-                    out,
-                    scales: (
-                        self.optional_address(program, v.x_scale)?,
-                        self.optional_address(program, v.w_scale)?,
-                    ),
-                    redirected: away,
-                };
-                // SAFETY: x is a value of the program; weights, biases and scales of the group are
-                // contiguous, and so are its results in scratch memory. The redirected columns go to
-                // the buffer of the cache write, within which `check_cache_rows` keeps the row.
-                unsafe { self.gemms.run_gemm(shape, at, stream) }
-            }
-            (FusedGroup::Modulations(ops), OpView::Modulation(v)) => {
-                let launch = self.build_modulation_launch(program, v, first.results[0], ops.len() as u64)?;
-                self.enqueue_launch(&launch, stream)
-            }
-            _ => cuda_failure(format!("{} is in a group of other ops", first.opcode.name())),
-        }
-    }
-
-    /// Returns the range of GEMM columns that the cache write stores, and their destination.
-    fn cache_write_columns(
-        &self,
-        program: usize,
-        made: &[usize],
-        write: usize,
-    ) -> CudaResult<RedirectedColumns> {
-        let PreparedProgram { program: p, views, .. } = &self.programs[program];
-        let OpView::CacheWrite(v) = &views[write] else {
-            return cuda_failure(format!("{} writes no cache", p.ops[write].opcode.name()));
-        };
-        let wide = |i: &usize| p.type_of(p.ops[*i].results[0]).shape[1];
-        let before = made.iter().take_while(|i| p.ops[**i].results[0] != v.x);
-        let first: u64 = before.map(wide).sum();
-        let columns = (first, first + p.type_of(v.x).shape[1]);
-        Ok(RedirectedColumns {
-            columns,
-            address: self.write_address(program, &p.ops[write], v)?,
-            row_address: self.optional_address(program, v.row)?,
-        })
     }
 }

@@ -1,6 +1,6 @@
 //! Places the memory of loaded programs, and finds the address of each value in it.
 
-use tessera_ir::{Op, Type, ValueId, views};
+use tessera_ir::{Op, ValueId};
 
 use super::comm_groups::PAGE_BYTES;
 use super::{CudaBackend, SlotMemory, ValueLocation};
@@ -64,41 +64,27 @@ impl CudaBackend {
         Ok(slots.memory.device_address() + slots.scratch_offset)
     }
 
-    /// Returns the row pitch of a value, in elements.
-    pub(super) fn row_pitch(&self, program: usize, v: ValueId) -> u64 {
-        let own = &self.programs[program];
-        match own.locations[v.0 as usize] {
-            ValueLocation::Scratch(place) => place.row_pitch,
-            _ => own.program.type_of(v).shape.last().copied().unwrap_or(1),
+    /// Returns the row pitch of a value in scratch memory, in elements; `None` for a value elsewhere,
+    /// whose rows are contiguous.
+    pub(super) fn planned_pitch(&self, program: usize, v: ValueId) -> Option<u64> {
+        match self.programs[program].locations[v.0 as usize] {
+            ValueLocation::Scratch(place) => Some(place.row_pitch),
+            _ => None,
         }
     }
 
-    /// Returns the device address of a value; 0 if there is none.
-    pub(super) fn optional_address(&self, program: usize, v: Option<ValueId>) -> CudaResult<u64> {
-        v.map_or(Ok(0), |v| self.value_address(program, v))
-    }
-
-    fn buffer_address(&self, program: usize, op: &Op) -> CudaResult<u64> {
+    /// Returns the address of the buffer that an op writes.
+    pub(super) fn buffer_address(&self, program: usize, op: &Op) -> CudaResult<u64> {
         let own = op.buffer.and_then(|b| self.programs[program].buffer_indices.get(b.0 as usize));
         own.map(|i| self.buffers[*i].memory.device_address())
             .ok_or_else(|| CudaError("a write without a buffer".into()))
     }
 
-    /// Returns the address of the first row that a cache write writes, if the call's row index is 0.
-    pub(super) fn write_address(&self, program: usize, op: &Op, v: &views::CacheWrite) -> CudaResult<u64> {
-        let ty = self.programs[program].program.type_of(v.x);
-        let row_bytes = ty.shape[1..].iter().product::<u64>() * ty.dtype.element_bytes();
-        Ok(self.buffer_address(program, op)? + v.first_row * row_bytes)
-    }
-
-    /// Returns the global index of the first row that this rank holds of a value, whose rows begin
-    /// `first_row` rows after the shard.
-    pub(super) fn first_global_row(&self, ty: &Type, first_row: u64) -> u64 {
-        let here = ty
-            .layout
-            .global_ranges(&ty.shape, &self.placement.mesh, self.placement.coord())
-            .first()
-            .map_or(0, |r| r.0);
-        here + first_row
+    /// Returns the address of the host memory of an output.
+    pub(super) fn host_output_address(&self, program: usize, op: &Op) -> CudaResult<u64> {
+        let name = format!("{program}/{}", op.name.as_deref().unwrap_or_default());
+        let o =
+            self.outputs.get(&name).ok_or_else(|| CudaError(format!("no host memory for output {name}")))?;
+        Ok(self.programs[program].host_outputs.device_address() + o.offset as u64)
     }
 }

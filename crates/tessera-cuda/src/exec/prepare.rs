@@ -8,7 +8,10 @@ use tessera_base::Diagnostic;
 use tessera_device::WeightSource;
 use tessera_ir::{DType, Op, OpView, Program, Slots, StreamKind, ValueId, views};
 
-use super::launch::attention::{MAX_KEY_RANGES, attention_key_ranges};
+use super::launch::StepWork;
+use super::launch::attention::attention_scratch_bytes;
+use super::launch::dispatch::build_step;
+use super::launch::site::{LaunchSite, row_bytes};
 use super::rope_tables::{RopeTables, plan_rope_tables};
 use super::transfer_batches::TransferBatches;
 use super::{CudaBackend, DeviceBuffer, HostOutput, PreparedProgram, ValueLocation, cuda_error};
@@ -18,7 +21,6 @@ use crate::fusion::comm_fusion::plan_comm_offloads;
 use crate::fusion::horizontal_fusion::assign_scratch;
 use crate::fusion::kernel_fusion::plan_launch_steps;
 use crate::fusion::launch_step::LaunchStep;
-use crate::gemm::shape::{GemmShape, uses_few_rows_kernel};
 use crate::kernel_choice::{AttentionRoute, choose_attention};
 
 /// Location of each value of a program, and the memory that these locations need.
@@ -42,12 +44,14 @@ impl CudaBackend {
         let joined = self.fuse_horizontally(p, &views, source)?;
         let steps = plan_launch_steps(p, slots, &joined);
         let mut layout = self.locate_values(p, &views, slots, &buffers, source)?;
-        self.prepare_gemms(p, &views, &steps).map_err(broken)?;
+        self.prepare_steps(p, &views, &steps).map_err(broken)?;
         let staged_bytes = layout.call_area_bytes as usize;
         let rope_tables = plan_rope_tables(&views, &mut layout.call_area_bytes);
         let call_area = allocate_call_area(layout.call_area_bytes, &rope_tables).map_err(broken)?;
         self.create_streams(p).map_err(broken)?;
-        let op_scratch = views.iter().map(|v| op_scratch_bytes(p, v)).max().unwrap_or(0);
+        let scratch_of =
+            |v: &OpView| if let OpView::Attention(v) = v { attention_scratch_bytes(p, v) } else { 0 };
+        let op_scratch = views.iter().map(scratch_of).max().unwrap_or(0);
         let op_scratch = op_scratch.next_multiple_of(ALIGNMENT as usize);
         let fused_groups =
             steps.iter().filter_map(|s| if let LaunchStep::Fused(j) = s { Some(j) } else { None });
@@ -90,8 +94,7 @@ impl CudaBackend {
         Ok(indices)
     }
 
-    /// Assigns a location to every value, loads the weights, and prepares the kernels of the ops
-    /// except GEMMs.
+    /// Assigns a location to every value, and loads the weights.
     fn locate_values(
         &mut self,
         p: &Program,
@@ -126,18 +129,29 @@ impl CudaBackend {
                 self.outputs.insert(name, HostOutput { program, offset, len, is_current: false });
                 layout.output_bytes += (len * 4).next_multiple_of(ALIGNMENT as usize);
             }
-            self.prepare_op(p, op, view).map_err(|e| cuda_error(&format!("@{}", p.name), &e))?;
         }
         Ok(layout)
     }
 
-    fn prepare_gemms(&mut self, p: &Program, views: &[OpView], steps: &[LaunchStep]) -> CudaResult<()> {
+    /// Compiles and plans what the steps launch. Elementwise kernels were compiled when the backend
+    /// opened, and the GEMM of a fused group was planned when the group was formed.
+    fn prepare_steps(&mut self, p: &Program, views: &[OpView], steps: &[LaunchStep]) -> CudaResult<()> {
         for step in steps {
-            match *step {
-                LaunchStep::Single(i) => self.prepare_gemm(p, &views[i], false)?,
-                LaunchStep::GemmResidual { matmul, .. } => self.prepare_gemm(p, &views[matmul], true)?,
-                // The kernels of a fused group were prepared when it was formed.
-                LaunchStep::ResidualNorm { .. } | LaunchStep::RmsRope { .. } | LaunchStep::Fused(_) => {}
+            match build_step(&LaunchSite::without_memory(p), views, step, None)? {
+                StepWork::Kernel(launch) => {
+                    if let Some((width, dtype)) = launch.row_variant() {
+                        self.kernels.prepare_rows(width, dtype)?;
+                    }
+                }
+                StepWork::Gemm(work) => self.gemms.plan_shape(work.shape, &mut self.kernels.compiler)?,
+                StepWork::Attention(work) => {
+                    for (shape, _) in &work.parts {
+                        if choose_attention(&self.capabilities, DType::Bf16, shape) == AttentionRoute::Cudnn {
+                            self.attentions.prepare_plan(*shape)?;
+                        }
+                    }
+                }
+                StepWork::Nothing | StepWork::Transfers(_) => {}
             }
         }
         Ok(())
@@ -155,53 +169,6 @@ impl CudaBackend {
         }
         Ok(())
     }
-
-    /// Chooses the GEMM kernel of a matmul that is not fused horizontally. `residual` selects the
-    /// residual epilogue. Does nothing for other ops.
-    fn prepare_gemm(&mut self, p: &Program, view: &OpView, residual: bool) -> CudaResult<()> {
-        match view {
-            OpView::Matmul(v) if !uses_few_rows_kernel(p, v) => {
-                let shape = GemmShape { residual, ..GemmShape::from_matmul(p, v) };
-                self.gemms.plan_shape(shape, &mut self.kernels.compiler)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Compiles and prepares the kernels of an op other than a matmul.
-    fn prepare_op(&mut self, p: &Program, op: &Op, view: &OpView) -> CudaResult<()> {
-        use OpView as V;
-        match view {
-            V::LayerNorm(_)
-            | V::NormModulate(_)
-            | V::GateResidual(_)
-            | V::RmsNorm(_)
-            | V::RmsScale(_)
-            | V::Rope(_)
-            | V::RowSquareSum(_)
-            | V::Quantize(_) => {
-                let x = p.type_of(op.operands[0]);
-                self.kernels.prepare_rows(x.shape.last().copied().unwrap_or(1), x.dtype)
-            }
-            V::Attention(v) => {
-                let dtype = p.type_of(v.q).dtype;
-                for (shape, _) in attention_key_ranges(p, v) {
-                    if choose_attention(&self.capabilities, dtype, &shape) == AttentionRoute::Cudnn {
-                        self.attentions.prepare_plan(shape)?;
-                    }
-                }
-                Ok(())
-            }
-            // Elementwise kernels are compiled when the backend opens, and GEMMs are planned by step.
-            #[rustfmt::skip]
-            V::Input(_) | V::Call(_) | V::Weight(_) | V::Output(_) | V::CacheRead(_) | V::CacheWrite(_)
-            | V::Matmul(_) | V::BiasAct(_) | V::Add(_) | V::Silu(_) | V::Cast(_) | V::Modulation(_)
-            | V::Softmax(_) | V::Bmm(_) | V::MoeRoute(_) | V::TimeEmbed(_) | V::Renoise(_) | V::ToX0(_)
-            | V::SpaceTimeToDepth(_) | V::DepthToSpaceTime(_) | V::TakeRows(_) | V::TakeShard(_) | V::Pad(_)
-            | V::Compact(_) | V::AllReduce(_) | V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_)
-            | V::Broadcast(_) | V::Send(_) | V::Recv(_) | V::Wait(_) | V::EventRecord(_) => Ok(()),
-        }
-    }
 }
 
 fn locate_cache_rows(
@@ -214,8 +181,7 @@ fn locate_cache_rows(
         return Err(CudaBackend::unsupported_op_error(p, op, "it names no buffer"));
     };
     let ty = p.type_of(op.results[0]);
-    let row_bytes: u64 = ty.shape[1..].iter().product::<u64>() * ty.dtype.element_bytes();
-    Ok(ValueLocation::Buffer(buffers[buffer.0 as usize], v.row * row_bytes))
+    Ok(ValueLocation::Buffer(buffers[buffer.0 as usize], v.row * row_bytes(ty)))
 }
 
 fn locate_slot(p: &Program, op: &Op, result: ValueId, slots: &Slots) -> Result<ValueLocation, Diagnostic> {
@@ -230,17 +196,4 @@ fn allocate_call_area(bytes: u64, rope_tables: &[RopeTables]) -> CudaResult<Devi
     let memory = DeviceMemory::new(bytes as usize)?;
     rope_tables.iter().try_for_each(|t| t.upload_static_tables(&memory))?;
     Ok(memory)
-}
-
-/// Returns the bytes of scratch that an op needs: only bf16 attention with a bias needs any.
-fn op_scratch_bytes(p: &Program, view: &OpView) -> usize {
-    let OpView::Attention(v) = view else { return 0 };
-    let ty = p.type_of(v.q);
-    if v.bias.is_none() || ty.dtype != DType::Bf16 {
-        return 0;
-    }
-    let heads = ty.shape[1] / v.head_dim;
-    let outs = (ty.byte_size().0 as usize).next_multiple_of(ALIGNMENT as usize);
-    let sums = (heads * ty.shape[0] * 4) as usize;
-    MAX_KEY_RANGES * (outs + sums)
 }

@@ -115,19 +115,13 @@ impl DeviceWeights {
         at: ShardPlace,
     ) -> Result<usize, Diagnostic> {
         let (key, ty) = (weight_key(p, op), p.type_of(op.results[0]));
-        let (name, load) = (key.0.clone(), key.2.map(WeightLoad::name));
-        let data = source.read(&name, ty, load, mesh_rank)?;
-        let broken = |e| cuda_error(&format!("weight {name}"), &e);
-        let hash = shard_memory(&self.blocks, at, ty)
-            .and_then(|to| upload_and_hash(to, ty.dtype, &data))
-            .map_err(broken)?;
-        let print = hash.finish(&name, describe_slice(ty, load, mesh_rank));
+        let fingerprint = upload_weight(&self.blocks, at, (&key.0, ty, key.2), mesh_rank, source)?;
         self.shards.push(DeviceShard {
-            name: name.clone(),
+            name: key.0.clone(),
             ty: ty.clone(),
             load_transform: key.2,
             place: at,
-            fingerprint: print,
+            fingerprint,
         });
         self.index.insert(key, self.shards.len() - 1);
         Ok(self.shards.len() - 1)
@@ -191,14 +185,8 @@ impl DeviceWeights {
         (self.audit_cursor.shard, self.audit_cursor.offset, self.audit_cursor.hash) =
             (0, 0, FingerprintHasher::default());
         for h in &mut self.shards {
-            let data = source.read(&h.name, &h.ty, h.load_transform.map(WeightLoad::name), mesh_rank)?;
-            let name = h.name.clone();
-            let broken = |e| cuda_error(&format!("weight {name}"), &e);
-            let hash = shard_memory(&self.blocks, h.place, &h.ty)
-                .and_then(|to| upload_and_hash(to, h.ty.dtype, &data))
-                .map_err(broken)?;
-            h.fingerprint = hash
-                .finish(&h.name, describe_slice(&h.ty, h.load_transform.map(WeightLoad::name), mesh_rank));
+            let weight = (h.name.as_str(), &h.ty, h.load_transform);
+            h.fingerprint = upload_weight(&self.blocks, h.place, weight, mesh_rank, source)?;
         }
         Ok(())
     }
@@ -231,6 +219,23 @@ impl DeviceWeights {
         self.open_block = Some((block, full + need));
         Ok(ShardPlace { block, offset: full as u64 })
     }
+}
+
+/// Reads a weight, given by its name, type and transformation, uploads it and returns its fingerprint.
+fn upload_weight(
+    blocks: &[DeviceMemory],
+    at: ShardPlace,
+    (name, ty, load): (&str, &Type, Option<WeightLoad>),
+    mesh_rank: &MeshRank,
+    source: &mut dyn WeightSource,
+) -> Result<Fingerprint, Diagnostic> {
+    let load = load.map(WeightLoad::name);
+    let data = source.read(name, ty, load, mesh_rank)?;
+    let mut hash = FingerprintHasher::default();
+    shard_memory(blocks, at, ty)
+        .and_then(|to| round_and_upload(to, ty.dtype, &data, Some(&mut hash)))
+        .map_err(|e| cuda_error(&format!("weight {name}"), &e))?;
+    Ok(hash.finish(name, describe_slice(ty, load, mesh_rank)))
 }
 
 /// Returns the bytes of a shard.
@@ -275,14 +280,8 @@ pub(super) fn upload_rounded(to: DeviceSlice<'_, u8>, dtype: DType, data: &[f32]
     round_and_upload(to, dtype, data, None)
 }
 
-/// Uploads elements like [`upload_rounded`] and returns the hash of the uploaded bytes, which
-/// audits compare with the device.
-fn upload_and_hash(to: DeviceSlice<'_, u8>, dtype: DType, data: &[f32]) -> CudaResult<FingerprintHasher> {
-    let mut hash = FingerprintHasher::default();
-    round_and_upload(to, dtype, data, Some(&mut hash))?;
-    Ok(hash)
-}
-
+/// Uploads elements like [`upload_rounded`], and adds the uploaded bytes to a hash, which audits compare
+/// with the device.
 fn round_and_upload(
     to: DeviceSlice<'_, u8>,
     dtype: DType,

@@ -111,7 +111,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    use crate::gemm::shape::{GemmEpilogue, GemmTile, TEST_SHAPE};
+    use crate::gemm::shape::{GemmEpilogue, GemmTile, VIDEO_GEMM};
 
     #[test]
     fn choices_round_trip_as_text() {
@@ -132,19 +132,19 @@ mod tests {
         let algo = |n: u64| cublasLtMatmulAlgo_t { data: [n; 8] };
         let cut = |width| GemmTile { tile_rows: width, shares_columns: true, epilogue: GemmEpilogue::Plain };
         let rival = |width, spared_bytes| Sm90Candidate { tile: cut(width), saved_copy_bytes: spared_bytes };
-        let fewer = GemmShape { rows: 2340, ..TEST_SHAPE };
+        let fewer = GemmShape { rows: 2340, ..VIDEO_GEMM };
         let keys = [
-            choices("a").cache_key(&TEST_SHAPE, "p", &[algo(1), algo(2)], None),
-            choices("b").cache_key(&TEST_SHAPE, "p", &[algo(1), algo(2)], None),
-            choices("a").cache_key(&TEST_SHAPE, "q", &[algo(1), algo(2)], None),
+            choices("a").cache_key(&VIDEO_GEMM, "p", &[algo(1), algo(2)], None),
+            choices("b").cache_key(&VIDEO_GEMM, "p", &[algo(1), algo(2)], None),
+            choices("a").cache_key(&VIDEO_GEMM, "q", &[algo(1), algo(2)], None),
             choices("a").cache_key(&fewer, "p", &[algo(1), algo(2)], None),
-            choices("a").cache_key(&TEST_SHAPE, "p", &[algo(2), algo(1)], None),
-            choices("a").cache_key(&TEST_SHAPE, "p", &[algo(1), algo(2)], Some(&rival(184, 0))),
-            choices("a").cache_key(&TEST_SHAPE, "p", &[algo(1), algo(2)], Some(&rival(192, 0))),
-            choices("a").cache_key(&TEST_SHAPE, "p", &[algo(1), algo(2)], Some(&rival(184, 8))),
+            choices("a").cache_key(&VIDEO_GEMM, "p", &[algo(2), algo(1)], None),
+            choices("a").cache_key(&VIDEO_GEMM, "p", &[algo(1), algo(2)], Some(&rival(184, 0))),
+            choices("a").cache_key(&VIDEO_GEMM, "p", &[algo(1), algo(2)], Some(&rival(192, 0))),
+            choices("a").cache_key(&VIDEO_GEMM, "p", &[algo(1), algo(2)], Some(&rival(184, 8))),
         ];
         let distinct: BTreeSet<&String> = keys.iter().collect();
         assert_eq!(distinct.len(), keys.len());
-        assert_eq!(keys[0], choices("a").cache_key(&TEST_SHAPE, "p", &[algo(1), algo(2)], None));
+        assert_eq!(keys[0], choices("a").cache_key(&VIDEO_GEMM, "p", &[algo(1), algo(2)], None));
     }
 }

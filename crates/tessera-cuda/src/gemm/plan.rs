@@ -12,7 +12,7 @@ use crate::driver::{CudaResult, CudaStream, cuda_failure};
 /// cuBLASLt's description of a GEMM, and the chosen implementation.
 #[derive(Debug)]
 pub(crate) struct GemmPlan {
-    described: LtDescription,
+    pub(super) described: LtDescription,
     pub(crate) kernel: GemmKernel,
     /// Whether candidates were timed for this GEMM.
     pub(crate) was_timed: bool,
@@ -32,15 +32,6 @@ impl GemmLauncher {
         let (described, listed) = self.cublaslt.describe_shape(s)?;
         let kernel = GemmKernel::CublasLt(listed[0]);
         Ok((GemmPlan { described, kernel, was_timed: false }, listed))
-    }
-
-    /// Returns an algorithm with the other CTA swizzling, or `None` if cuBLASLt does not support it.
-    pub(crate) fn with_other_cta_swizzle(
-        &self,
-        plan: &GemmPlan,
-        algo: &cublasLtMatmulAlgo_t,
-    ) -> Option<cublasLtMatmulAlgo_t> {
-        self.cublaslt.with_other_cta_swizzle(&plan.described, algo)
     }
 
     /// Launches a GEMM with the plan's implementation.

@@ -38,11 +38,14 @@ impl GemmShape {
             residual: false,
         }
     }
+
+    pub(crate) fn result_dtype(&self) -> DType {
+        if self.dtype == DType::F32 { DType::F32 } else { DType::Bf16 }
+    }
 }
 
-/// A GEMM of a 14B video generator at 480×832 on one GPU.
-#[cfg(test)]
-pub(crate) const TEST_SHAPE: GemmShape = GemmShape {
+/// A GEMM of a 14B video generator at 480×832 on one GPU, as an example.
+pub(crate) const VIDEO_GEMM: GemmShape = GemmShape {
     rows: 4680,
     inner: 5120,
     out_columns: 5120,

@@ -290,7 +290,7 @@ pub(crate) fn tile_candidates(epilogue: GemmEpilogue) -> impl Iterator<Item = Ge
 mod tests {
     use super::*;
     use crate::capabilities::FeatureMask;
-    use crate::gemm::shape::TEST_SHAPE;
+    use crate::gemm::shape::VIDEO_GEMM;
 
     #[test]
     fn chosen_tiles_minimise_idle_blocks() {
@@ -298,7 +298,7 @@ mod tests {
             |compute| Capabilities { compute, multiprocessors: 132, mask: FeatureMask::default() };
         let own = GemmSm90::new(&capabilities((9, 0))).unwrap();
         let cut = |rows, columns| {
-            let cut = own.choose_tile(&GemmShape { rows, out_columns: columns, ..TEST_SHAPE });
+            let cut = own.choose_tile(&GemmShape { rows, out_columns: columns, ..VIDEO_GEMM });
             cut.map(|c| (c.tile_rows, c.shares_columns))
         };
         // 13 by 20 tiles: four waves of 66 clusters, with four idle clusters in the last.
@@ -313,10 +313,10 @@ mod tests {
         assert_eq!(cut(540, 5120), Some((96, true)));
         assert_eq!(cut(270, 5120), Some((48, true)));
         // Five waves of shorter tiles would take as long and read more from L2.
-        let long = GemmShape { inner: 13824, ..TEST_SHAPE };
+        let long = GemmShape { inner: 13824, ..VIDEO_GEMM };
         assert_eq!(own.choose_tile(&long).map(|c| (c.tile_rows, c.shares_columns)), Some((184, true)));
         assert_eq!(cut(4680, 5140), None);
-        assert_eq!(own.choose_tile(&GemmShape { gelu: true, residual: true, ..TEST_SHAPE }), None);
+        assert_eq!(own.choose_tile(&GemmShape { gelu: true, residual: true, ..VIDEO_GEMM }), None);
         assert!(GemmSm90::new(&capabilities((10, 0))).is_none());
     }
 

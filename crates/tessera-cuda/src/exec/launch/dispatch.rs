@@ -1,0 +1,180 @@
+//! What runs on the device for each op and each fused step. This is the only place of the crate that
+//! names every op, apart from the kinds of collectives. An op is supported if and only if something
+//! is built for it here.
+
+use tessera_ir::{ComputeOp, OpByKind, OpView, SinkOp, SourceOp, views};
+
+use super::copies::copy_whole;
+use super::elementwise as kernels;
+use super::norms::{NormView, RmsView, build_residual_norm, build_rms_rope};
+use super::site::{LaunchSite, last_extent};
+use super::{StepWork, attention, copies, gemms};
+use crate::collectives::Targets;
+use crate::driver::{CudaResult, cuda_failure};
+use crate::exec::comm_groups::check_collective;
+use crate::fusion::launch_step::{FusedGroup, LaunchStep};
+
+/// Builds the work of a step, given the views of all ops. The result goes to `targets`, if given, in
+/// place of its own memory.
+///
+/// # Errors
+/// What the kernels do not support.
+pub(in crate::exec) fn build_step(
+    s: &LaunchSite<'_>,
+    views: &[OpView],
+    step: &LaunchStep,
+    targets: Option<&Targets>,
+) -> CudaResult<StepWork> {
+    match *step {
+        LaunchStep::Single(i) => build_op(s, i, &views[i], targets),
+        LaunchStep::ResidualNorm { add, norm, quantize } => {
+            let sum = add.map(|i| {
+                view_as(s, views, i, |v| match v {
+                    OpView::GateResidual(v) => Some(v),
+                    _ => None,
+                })
+            });
+            let norm = view_as(s, views, norm, NormView::from_op)?;
+            build_residual_norm(s, sum.transpose()?, Some(norm), quantize).map(StepWork::Kernel)
+        }
+        LaunchStep::RmsRope { norm_or_scale, rope, write } => {
+            let norm = norm_or_scale.map(|i| view_as(s, views, i, RmsView::from_op));
+            let rope = rope.map(|i| {
+                view_as(s, views, i, |v| match v {
+                    OpView::Rope(v) => Some(v),
+                    _ => None,
+                })
+            });
+            let write = write.map(|i| view_as(s, views, i, cache_write_view));
+            let ops = (norm.transpose()?, rope.transpose()?, write.transpose()?);
+            build_rms_rope(s, ops, targets).map(StepWork::Kernel)
+        }
+        LaunchStep::GemmResidual { matmul, add } => match (&views[matmul], &views[add]) {
+            (OpView::Matmul(v), OpView::GateResidual(sum)) => {
+                gemms::build_gemm(s, v, Some(sum.x), s.p.ops[add].results[0])
+            }
+            _ => misplaced_error(s, matmul),
+        },
+        LaunchStep::Fused(ref group) => {
+            let first = group.fused_ops()[0];
+            match (group, &views[first]) {
+                (FusedGroup::Qkv { matmuls, cache_write }, OpView::Matmul(v)) => {
+                    let write = cache_write.map(|w| view_as(s, views, w, cache_write_view));
+                    gemms::build_qkv(s, v, matmuls, write.transpose()?)
+                }
+                (FusedGroup::Modulations(ops), OpView::Modulation(v)) => {
+                    let result = s.p.ops[first].results[0];
+                    kernels::build_modulation(s, v, result, ops.len() as u64).map(StepWork::Kernel)
+                }
+                _ => misplaced_error(s, first),
+            }
+        }
+    }
+}
+
+/// Returns an op with its view, which must be of the kind that `read` reads.
+fn view_as<'v, T>(
+    s: &LaunchSite<'_>,
+    views: &'v [OpView],
+    i: usize,
+    read: impl FnOnce(&'v OpView) -> Option<T>,
+) -> CudaResult<(usize, T)> {
+    read(&views[i]).map_or_else(|| misplaced_error(s, i), |view| Ok((i, view)))
+}
+
+fn cache_write_view(view: &OpView) -> Option<&views::CacheWrite> {
+    if let OpView::CacheWrite(v) = view { Some(v) } else { None }
+}
+
+fn misplaced_error<T>(s: &LaunchSite<'_>, i: usize) -> CudaResult<T> {
+    cuda_failure(format!("{} in a step of other ops", s.p.ops[i].opcode.name()))
+}
+
+/// Builds the work of an op that is not fused with others.
+///
+/// # Errors
+/// As [`build_step`].
+pub(in crate::exec) fn build_op(
+    s: &LaunchSite<'_>,
+    i: usize,
+    view: &OpView,
+    targets: Option<&Targets>,
+) -> CudaResult<StepWork> {
+    let op = &s.p.ops[i];
+    match view.by_kind() {
+        OpByKind::Source(SourceOp::Input(_)) => {
+            s.refuse_bf16(op, "inputs and outputs other than f32").map(|()| StepWork::Nothing)
+        }
+        OpByKind::Source(_) | OpByKind::Order(_) => Ok(StepWork::Nothing),
+        OpByKind::Collective(c) => check_collective(s.p, op, c).map(|()| StepWork::Nothing),
+        OpByKind::Sink(SinkOp::Output(v)) => {
+            s.refuse_bf16(op, "inputs and outputs other than f32")?;
+            copy_whole(s, v.x, s.host_output_address(op)?)
+        }
+        // Rows that are interleaved with those of other values.
+        OpByKind::Sink(SinkOp::CacheWrite(v)) if s.row_pitch(v.x) != last_extent(s.p.type_of(v.x)) => {
+            build_rms_rope(s, (None, None, Some((i, v))), targets).map(StepWork::Kernel)
+        }
+        OpByKind::Sink(SinkOp::CacheWrite(v)) => match v.row {
+            None => copy_whole(s, v.x, s.write_address(op, v)?),
+            Some(row) => kernels::build_put_rows(s, op, v, row).map(StepWork::Kernel),
+        },
+        OpByKind::Compute(c) => build_compute(s, i, c, targets),
+    }
+}
+
+fn build_compute(
+    s: &LaunchSite<'_>,
+    i: usize,
+    op: ComputeOp<'_>,
+    targets: Option<&Targets>,
+) -> CudaResult<StepWork> {
+    use ComputeOp as C;
+    let results = &s.p.ops[i].results;
+    let out = results[0];
+    let f32_only = || s.refuse_bf16(&s.p.ops[i], format!("{} in bf16", s.p.ops[i].opcode.name()));
+    let launch = match op {
+        C::Matmul(v) => return gemms::build_gemm(s, v, None, out),
+        C::Attention(v) => return attention::build_attention(s, v, out, targets),
+        C::TakeRows(v) => return copies::build_take_rows(s, v, out),
+        C::TakeShard(v) => return copies::build_take_shard(s, v, out),
+        C::Pad(v) => return copies::build_pad(s, v, out),
+        C::Compact(v) => return copies::build_compact(s, v, out),
+        C::Cast(v) if s.p.type_of(v.x).dtype == s.p.type_of(out).dtype => {
+            return copy_whole(s, v.x, s.at(out)?);
+        }
+        C::MoeRoute(_) => return cuda_failure("MoE routing as one op"),
+        C::GateResidual(v) => build_residual_norm(s, Some((i, v)), None, None),
+        C::LayerNorm(v) => build_residual_norm(s, None, Some((i, NormView::Affine(v))), None),
+        C::NormModulate(v) => build_residual_norm(s, None, Some((i, NormView::Modulated(v))), None),
+        C::RmsNorm(v) => build_rms_rope(s, (Some((i, RmsView::Norm(v))), None, None), targets),
+        C::RmsScale(v) => build_rms_rope(s, (Some((i, RmsView::Scale(v))), None, None), targets),
+        C::Rope(v) => build_rms_rope(s, (None, Some((i, v)), None), targets),
+        C::RowSquareSum(v) => kernels::build_row_square_sum(s, v, out),
+        C::Quantize(v) => kernels::build_quantize(s, v, results),
+        C::Add(v) => kernels::build_add(s, v, out),
+        C::Silu(v) => kernels::build_silu(s, v, out),
+        C::BiasAct(v) => kernels::build_bias_act(s, v, out),
+        C::Cast(v) => kernels::build_cast(s, v, out),
+        C::Softmax(v) => kernels::build_softmax(s, v, out),
+        C::Bmm(v) => f32_only().and_then(|()| kernels::build_bmm(s, v, out)),
+        C::Modulation(v) => f32_only().and_then(|()| kernels::build_modulation(s, v, out, 1)),
+        C::TimeEmbed(v) => f32_only().and_then(|()| kernels::build_time_embed(s, v, out)),
+        C::Renoise(v) => kernels::build_renoise(s, &s.p.ops[i], v),
+        C::ToX0(v) => f32_only().and_then(|()| kernels::build_to_x0(s, v, out)),
+        C::SpaceTimeToDepth(v) => {
+            f32_only_pixels(s, i, v.patch)?;
+            kernels::build_space_to_depth(s, (v.x, out), v.stride, false)
+        }
+        C::DepthToSpaceTime(v) => {
+            f32_only_pixels(s, i, v.patch)?;
+            kernels::build_space_to_depth(s, (v.x, out), v.stride, true)
+        }
+    };
+    launch.map(StepWork::Kernel)
+}
+
+fn f32_only_pixels(s: &LaunchSite<'_>, i: usize, patch: [u64; 2]) -> CudaResult<()> {
+    s.refuse_bf16(&s.p.ops[i], "pixels in bf16")?;
+    if patch == [2, 2] { Ok(()) } else { cuda_failure("a patch other than 2 × 2") }
+}
