@@ -35,7 +35,10 @@ pub use bundle::{Bundle, Phase, RoleRanks, Slots};
 pub use codes::CODES;
 pub use cost::{OpWorkload, op_workload};
 pub use fragment::{Fragment, FragmentOp, SpannedName, print_fragment};
-pub use op_table::{AttrRow, HINT_ATTRS, KeyedRow, OP_TABLE, OpKind, OpRow, OpView, views};
+pub use op_table::{
+    AttrRow, CollectiveOp, ComputeOp, HINT_ATTRS, KeyedRow, OP_TABLE, OpByKind, OpKind, OpRow, OpView,
+    OrderOp, SinkOp, SourceOp, views,
+};
 pub use op_view::{Gate, PeerPosition};
 pub use opcode::Opcode;
 pub use parse::{is_fragment, parse, parse_all, parse_fragment};

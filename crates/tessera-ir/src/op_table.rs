@@ -95,11 +95,11 @@ impl OpRow {
 }
 
 macro_rules! op_table {
-    ($($op:ident $name:literal $kind:ident
+    ($($kind:ident $ops_of_kind:ident {$($op:ident $name:literal
         ($($x:ident: $xk:ident),*) [$($k:ident: $kk:ident),*] {$($a:ident: $ak:ty),*}
-        -> $results:literal, $linear:literal, [$kernel:ident, $flops:expr, $dtype:expr, $rows:expr, $lowering:ident], $doc:literal;)*) => {
+        -> $results:literal, $linear:literal, [$kernel:ident, $flops:expr, $dtype:expr, $rows:expr, $lowering:ident], $doc:literal;)*})*) => {
         /// All rows, in the order of [`Opcode`].
-        pub static OP_TABLE: &[OpRow] = &[$(OpRow {
+        pub static OP_TABLE: &[OpRow] = &[$($(OpRow {
             opcode: Opcode::$op,
             name: $name,
             kind: OpKind::$kind,
@@ -122,7 +122,7 @@ macro_rules! op_table {
                 lowering: LoweringRule::$lowering,
             },
             doc: $doc,
-        }),*];
+        }),*),*];
 
         /// One view per op: its operands and attributes as typed fields.
         pub mod views {
@@ -131,7 +131,7 @@ macro_rules! op_table {
             use crate::attr_kind::*;
             use crate::view_reader::{Operand, OperandKind, OptOperand, OptVector, Vector};
 
-            $(
+            $($(
                 #[doc = concat!("View of `", $name, "`. ", $doc)]
                 #[derive(Debug, Clone, PartialEq)]
                 #[allow(missing_docs, reason = "the text of the op names each operand and attribute")]
@@ -156,22 +156,47 @@ macro_rules! op_table {
                         })
                     }
                 }
-            )*
+            )*)*
         }
 
-        /// An op with typed operands and attributes. A match on it without `_` makes the compiler
-        /// list every place that a new op concerns.
+        /// An op with typed operands and attributes. A match on it, or on one kind of ops, without
+        /// `_` makes the compiler list every place that a new op concerns.
         #[derive(Debug, Clone, PartialEq)]
         #[allow(missing_docs, reason = "each row of the table documents its op")]
         pub enum OpView {
-            $($op(views::$op),)*
+            $($($op(views::$op),)*)*
         }
+
+        /// The view of an op, by the kind of the op.
+        #[derive(Debug, Clone, Copy, PartialEq)]
+        #[allow(missing_docs, reason = "`OpKind` documents each kind")]
+        pub enum OpByKind<'a> {
+            $($kind($ops_of_kind<'a>),)*
+        }
+
+        $(
+            #[doc = concat!("The view of an op of [`OpKind::", stringify!($kind), "`].")]
+            #[derive(Debug, Clone, Copy, PartialEq)]
+            #[allow(missing_docs, reason = "each row of the table documents its op")]
+            pub enum $ops_of_kind<'a> {
+                $($op(&'a views::$op),)*
+            }
+        )*
 
         impl OpView {
             pub(crate) fn read(op: &Op) -> Result<OpView, ViewError> {
                 Ok(match op.opcode {
-                    $(Opcode::$op => OpView::$op(views::$op::new(op)?),)*
+                    $($(Opcode::$op => OpView::$op(views::$op::new(op)?),)*)*
                 })
+            }
+
+            /// Returns the view by the kind of its op, for code that treats all ops of a kind
+            /// alike, or handles the ops of one kind only.
+            #[must_use]
+            pub fn by_kind(&self) -> OpByKind<'_> {
+                match self {
+                    $($(OpView::$op(v) => OpByKind::$kind($ops_of_kind::$op(v)),)*)*
+                }
             }
         }
     };
@@ -179,90 +204,100 @@ macro_rules! op_table {
 
 #[rustfmt::skip]
 op_table! {
-Input "input" Source () [] {} -> 1, true, [None, Zero, Stated, Aligned(0), Own],
-    "An input tensor of the call, replicated on every rank.";
-Call "call" Source () [] {} -> 1, true, [None, Zero, Stated, Whole, Own],
-    "A scalar of the call, or one number per latent frame. It may be used in arithmetic, RoPE offsets, random keys and cache rows, but never determines a shape, a group, a branch or the choice of an op.";
-Weight "weight" Source () [] {load: Opt<LoadName>, part: Opt<Name>, unit: Or<Count, 1>} -> 1, true, [None, Zero, Stated, Whole, Own],
-    "A shard of a named model tensor. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C); `\"e4m3\"` and `\"e4m3.scale\"` load the two results of `quantize` on the rows of the whole tensor. In a logical program, `part` (col, row, whole) and `unit` specify how a strategy may shard the weight.";
-Output "output" Sink (x: Operand) [] {} -> 0, false, [None, Zero, Fixed(F32), Whole, Own],
-    "Returns a value to the host.";
-CacheRead "cache.read" Source () [] {row: Or<Index, 0>, rows: Opt<Count>} -> 1, true, [None, Zero, Buffer, Aligned(0), Own],
-    "Views rows `row..row + rows` of a buffer without a copy. No later op may write the buffer before the last use of the view.";
-CacheWrite "cache.write" Sink (x: Operand) [row: OptOperand] {first_row: Or<Index, 0>} -> 0, false, [Copy, Zero, Buffer, Aligned(1), Own],
-    "Writes the operand to rows of the buffer that start at `row` (default 0), plus `first_row` if given.";
-Matmul "matmul" Compute (x: Operand, w: Operand) [bias: OptOperand, x_scale: OptOperand, w_scale: OptOperand] {act: Opt<Act>, segments: Or<Count, 1>} -> 1, false, [Gemm, FromExtents, Matmul, Aligned(1), Own],
-    "y = act(x · wᵀ + bias), x [n, k], w [m, k]. `segments` splits k into that many equal segments whose partial sums are added in one binary tree. In e4m3, the accumulator of row i and column j is multiplied by x_scale[i] · w_scale[j] before the bias is added, and y is bf16.";
-BiasAct "bias_act" Compute (x: Operand, bias: Operand) [] {act: Opt<Act>} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
-    "y = act(x + bias), with bias [m] broadcast over the rows of x [n, m].";
-Add "add" Compute (x: Operand, y: Operand) [] {} -> 1, true, [Copy, PerResult(2), FirstOperand, Aligned(2), ByRow],
-    "Elementwise sum.";
-Silu "silu" Compute (x: Operand) [] {} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
-    "x · sigmoid(x).";
-Cast "cast" Compute (x: Operand) [] {to: CastDtype} -> 1, false, [Copy, PerResult(1), Stated, Aligned(1), ByRow],
-    "Converts x to the dtype `to` (f32, f64, bf16 or f16), rounding to nearest, ties to even.";
-Quantize "quantize" Compute (x: Operand) [] {} -> 2, false, [Elementwise, PerOperand(3), Fixed(F32), Aligned(1), Own],
-    "Quantizes the rows of x [n, k] to e4m3 and returns a scale [n]: the maximum of |x| in the row divided by 448, or 1 for a row of zeros. Scales and x / scale are computed in f32; x / scale is then rounded to nearest, ties to even, and saturates at ±448.";
-LayerNorm "layer_norm" Compute (x: Operand, w: Vector, b: Vector) [] {eps: NonNegative} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), ByRow],
-    "Normalises the rows of x to zero mean and unit variance, multiplies by w [d] and adds b [d].";
-Modulation "modulation" Compute (table: Operand, embedding: Operand) [] {} -> 1, false, [Elementwise, PerResult(2), Fixed(F32), Whole, ByRow],
-    "Adds the table [1, c, d] to a per-frame embedding, giving [f, c·d]: the embedding is [f, c·d], or [f, d] repeated c times.";
-NormModulate "norm_modulate" Compute (x: Operand, m: Vector) [] {eps: NonNegative, first_row: Or<Index, 0>, frame_rows: Count, scale: Index, shift: Index} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), ByRow],
-    "Layer norm without weights, times (1 + scale), plus shift. Scale and shift are d-wide columns of m [f, c·d]; the frame of a token selects the row of m. With `first_row`, the rows of x start at that token.";
-GateResidual "gate_residual" Compute (x: Operand, y: Operand, m: OptVector) [] {first_row: Or<Index, 0>, frame_rows: Opt<Count>, gate: Opt<Index>} -> 1, false, [Elementwise, PerResult(2), FirstOperand, Aligned(2), ByRow],
-    "x + y · gate, with the gate a column block of m [f, c·d]; x + y if there is no m. `first_row` as in norm_modulate.";
-RmsNorm "rms_norm" Compute (x: Operand, w: Vector) [] {eps: NonNegative, segments: Or<Count, 1>} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), Own],
-    "Divides the rows of x by their root mean square over the full width and multiplies by w [d].";
-RowSquareSum "row_square_sum" Compute (x: Operand, y: OptOperand) [] {segments: Or<Count, 1>} -> 1, false, [Elementwise, PerOperand(2), Sums, Aligned(2), Own],
-    "Sum of squares of each row of each operand: [n, operands].";
-RmsScale "rms_scale" Compute (x: Operand, square_sums: Vector, w: Vector) [] {col: Index, eps: NonNegative, width: Count} -> 1, false, [Elementwise, PerResult(3), FirstOperand, Aligned(2), ByRow],
-    "x · rsqrt(ss[:, col] / width + eps) · w: the second half of rms_norm, after the sums of squares were reduced over all ranks.";
-Rope "rope" Compute (x: Operand) [start: Operand] {first_row: Or<Index, 0>, frame_stride: Or<Int, 1>, grid: Extents<3>, head_dim: Count} -> 1, false, [Elementwise, PerResult(3), FirstOperand, Aligned(1), ByRow],
-    "3-D rotary embedding over (frame, row, column) of the token grid, with interleaved pairs. The position of frame f is start + frame_stride · f; with frame_stride 0 all rows are rotated by the frame position `start` only. With `first_row`, the rows of x start at that row of the grid.";
-Attention "attention" Compute (q: Operand, k: Operand, v: Operand) [bias: OptOperand] {bias_rows: Opt<RowRange>, head_dim: Count} -> 1, false, [Attention, FromExtents, FirstOperand, Aligned(1), Own],
-    "softmax(q · kᵀ / √head_dim + bias) · v per head; the bias is added to the scores of key rows bias_rows[0]..bias_rows[1].";
-Softmax "softmax" Compute (x: Operand) [] {dim: Opt<Dim>} -> 1, false, [Elementwise, PerResult(12), FirstOperand, Whole, Refused],
-    "exp(x) divided by its sum along `dim` (default: the last dim); the maximum is subtracted first.";
-Bmm "bmm" Compute (x: Operand, y: Operand) [] {scale: Or<Number, 1>, transposed: Or<Flag, 0>} -> 1, false, [GroupedGemm, FromExtents, FirstOperand, Whole, Refused],
-    "Batched matmul: scale · x · y for x [..., n, k] and y [..., k, m]; with `transposed = true`, y is [..., m, k].";
-MoeRoute "moe_route" Compute (x: Operand, gates: Operand) [] {a2a_axis: MeshAxis, capacity_factor: Positive, pack_fused: Or<Flag, 0>, policy: Opt<Name>, quantize_fp8: Or<Flag, 0>, top_k: Or<Count, 2>} -> 1, false, [GroupedGemm, FromExtents, Fixed(F32), Whole, Refused],
-    "Σ g · (x · Wᵉᵀ) over the `top_k` experts of each token with the largest weights g (default 2, ties to the lower expert), for x [tokens, d], g [tokens, experts] and the buffer W [experts, d_out, d]. An expert accepts tokens in order, at most ⌈capacity_factor · tokens · top_k / experts⌉; further tokens are dropped. Logical programs only: `a2a_axis` is the mesh axis of the all-to-all, `pack_fused` and `quantize_fp8` select its implementation.";
-TimeEmbed "time_embed" Compute (timesteps: Operand) [] {width: Count} -> 1, false, [Elementwise, PerResult(16), Fixed(F32), Whole, ByRow],
-    "Sinusoidal embedding of each timestep in f64: cosines, then sines; base 10000.";
-Renoise "renoise" Compute (x: Operand) [sigma: Operand, seed: Operand, chunk: Operand, draw: Operand] {} -> 1, false, [Elementwise, PerResult(16), Fixed(F32), Whole, ByRow],
-    "(1 − sigma) · x + sigma · normal. The normal of an element is keyed by (seed, chunk, draw, index of the element in the global tensor).";
-ToX0 "to_x0" Compute (x: Operand, flow: Operand) [sigma: Operand] {} -> 1, false, [Elementwise, PerResult(2), Fixed(F32), Aligned(2), ByRow],
-    "x − sigma · flow, computed in f64.";
-SpaceTimeToDepth "space_time_to_depth" Compute (x: Operand) [] {patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],
-    "Converts pixels [t, h, w, 3] to latent tokens [tokens, ph·pw·C]: the encoder of a lossless model.";
-DepthToSpaceTime "depth_to_space_time" Compute (x: Operand) [] {grid: Extents<3>, patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],
-    "Converts latent tokens to pixels [t, h, w, 3], clamped to [−1, 1]: the decoder of a lossless model.";
-TakeRows "take_rows" Compute (x: Operand) [] {row: Index, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
-    "Rows `row..row + rows` of x.";
-TakeShard "take_shard" Compute (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, unit: Or<Count, 1>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
-    "This rank's shard of a replicated value, without communication. With `group_size`, each subgroup of that many positions of the axis holds all shards.";
-Pad "pad" Compute (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
-    "Appends zero rows up to `rows`, so that an uneven shard can take part in a collective with equal counts.";
-Compact "compact" Compute (x: Operand) [] {extent: Count, parts: Count, unit: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
-    "Removes the padding rows of `parts` gathered uneven shards.";
-AllReduce "all_reduce" Collective (x: Operand) [] {axis: GroupAxis, group_size: Opt<Int>, reduction: ReductionName, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
-    "The reduction of the partial values of all members, on every member. For this and every other collective, `axis` is a mesh axis or `world`; with `group_size`, each subgroup of that many consecutive positions of the axis is a group. `transport` selects the transport: `p2p` (peer-to-peer kernels) or `nccl`; the default is the faster one that can connect the ranks.";
-AllGather "all_gather" Collective (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
-    "Concatenates the shards of all members along `dim` in rank order, on every member.";
-ReduceScatter "reduce_scatter" Collective (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, reduction: ReductionName, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
-    "The reduction of partial values, sharded over `dim`: each member keeps its shard.";
-AllToAll "all_to_all" Collective (x: Operand) [] {axis: GroupAxis, concat: Dim, group_size: Opt<Int>, split: Dim, transport: Opt<TransportName>, unit: Or<Count, 1>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
-    "Changes the sharding from dim `concat` to dim `split`. With uneven shards each peer has its own count.";
-Broadcast "broadcast" Collective (x: Operand) [] {axis: GroupAxis, group_size: Opt<Int>, root: Index, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
-    "Copies the value of the member at position `root` of the group to every member. A position in the world is a rank.";
-Send "send" Collective (x: Operand) [] {axis: GroupAxis, batch: Opt<Int>, group_size: Opt<Int>, to: Index, transport: Opt<TransportName>} -> 0, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
-    "Sends a value to the member at position `to` of the group. Sends and receives with the same `batch` number form one launch.";
-Recv "recv" Collective () [] {axis: GroupAxis, batch: Opt<Int>, from: Index, group_size: Opt<Int>, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
-    "Receives a value from the member at position `from` of the group. `batch` as for send.";
-Wait "wait" Order (ticket: Operand) [] {} -> 1, true, [None, Zero, Fixed(F32), Whole, ByRow],
-    "Waits for an issued collective and returns its result, if it has one (a send has none). Every issued collective is waited for exactly once.";
-EventRecord "event.record" Order () [] {} -> 1, true, [None, Zero, Fixed(F32), Whole, ByRow],
-    "Records an event on a stream; ops of other streams can wait for it.";
+Source SourceOp {
+    Input "input" () [] {} -> 1, true, [None, Zero, Stated, Aligned(0), Own],
+        "An input tensor of the call, replicated on every rank.";
+    Call "call" () [] {} -> 1, true, [None, Zero, Stated, Whole, Own],
+        "A scalar of the call, or one number per latent frame. It may be used in arithmetic, RoPE offsets, random keys and cache rows, but never determines a shape, a group, a branch or the choice of an op.";
+    Weight "weight" () [] {load: Opt<LoadName>, part: Opt<Name>, unit: Or<Count, 1>} -> 1, true, [None, Zero, Stated, Whole, Own],
+        "A shard of a named model tensor. `load = \"patch\"` reorders a patch convolution [d, C, 1, ph, pw] into rows of (ph, pw, C); `\"e4m3\"` and `\"e4m3.scale\"` load the two results of `quantize` on the rows of the whole tensor. In a logical program, `part` (col, row, whole) and `unit` specify how a strategy may shard the weight.";
+    CacheRead "cache.read" () [] {row: Or<Index, 0>, rows: Opt<Count>} -> 1, true, [None, Zero, Buffer, Aligned(0), Own],
+        "Views rows `row..row + rows` of a buffer without a copy. No later op may write the buffer before the last use of the view.";
+}
+Sink SinkOp {
+    Output "output" (x: Operand) [] {} -> 0, false, [None, Zero, Fixed(F32), Whole, Own],
+        "Returns a value to the host.";
+    CacheWrite "cache.write" (x: Operand) [row: OptOperand] {first_row: Or<Index, 0>} -> 0, false, [Copy, Zero, Buffer, Aligned(1), Own],
+        "Writes the operand to rows of the buffer that start at `row` (default 0), plus `first_row` if given.";
+}
+Compute ComputeOp {
+    Matmul "matmul" (x: Operand, w: Operand) [bias: OptOperand, x_scale: OptOperand, w_scale: OptOperand] {act: Opt<Act>, segments: Or<Count, 1>} -> 1, false, [Gemm, FromExtents, Matmul, Aligned(1), Own],
+        "y = act(x · wᵀ + bias), x [n, k], w [m, k]. `segments` splits k into that many equal segments whose partial sums are added in one binary tree. In e4m3, the accumulator of row i and column j is multiplied by x_scale[i] · w_scale[j] before the bias is added, and y is bf16.";
+    BiasAct "bias_act" (x: Operand, bias: Operand) [] {act: Opt<Act>} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
+        "y = act(x + bias), with bias [m] broadcast over the rows of x [n, m].";
+    Add "add" (x: Operand, y: Operand) [] {} -> 1, true, [Copy, PerResult(2), FirstOperand, Aligned(2), ByRow],
+        "Elementwise sum.";
+    Silu "silu" (x: Operand) [] {} -> 1, false, [Elementwise, PerResult(10), FirstOperand, Aligned(1), ByRow],
+        "x · sigmoid(x).";
+    Cast "cast" (x: Operand) [] {to: CastDtype} -> 1, false, [Copy, PerResult(1), Stated, Aligned(1), ByRow],
+        "Converts x to the dtype `to` (f32, f64, bf16 or f16), rounding to nearest, ties to even.";
+    Quantize "quantize" (x: Operand) [] {} -> 2, false, [Elementwise, PerOperand(3), Fixed(F32), Aligned(1), Own],
+        "Quantizes the rows of x [n, k] to e4m3 and returns a scale [n]: the maximum of |x| in the row divided by 448, or 1 for a row of zeros. Scales and x / scale are computed in f32; x / scale is then rounded to nearest, ties to even, and saturates at ±448.";
+    LayerNorm "layer_norm" (x: Operand, w: Vector, b: Vector) [] {eps: NonNegative} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), ByRow],
+        "Normalises the rows of x to zero mean and unit variance, multiplies by w [d] and adds b [d].";
+    Modulation "modulation" (table: Operand, embedding: Operand) [] {} -> 1, false, [Elementwise, PerResult(2), Fixed(F32), Whole, ByRow],
+        "Adds the table [1, c, d] to a per-frame embedding, giving [f, c·d]: the embedding is [f, c·d], or [f, d] repeated c times.";
+    NormModulate "norm_modulate" (x: Operand, m: Vector) [] {eps: NonNegative, first_row: Or<Index, 0>, frame_rows: Count, scale: Index, shift: Index} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), ByRow],
+        "Layer norm without weights, times (1 + scale), plus shift. Scale and shift are d-wide columns of m [f, c·d]; the frame of a token selects the row of m. With `first_row`, the rows of x start at that token.";
+    GateResidual "gate_residual" (x: Operand, y: Operand, m: OptVector) [] {first_row: Or<Index, 0>, frame_rows: Opt<Count>, gate: Opt<Index>} -> 1, false, [Elementwise, PerResult(2), FirstOperand, Aligned(2), ByRow],
+        "x + y · gate, with the gate a column block of m [f, c·d]; x + y if there is no m. `first_row` as in norm_modulate.";
+    RmsNorm "rms_norm" (x: Operand, w: Vector) [] {eps: NonNegative, segments: Or<Count, 1>} -> 1, false, [Elementwise, PerResult(8), FirstOperand, Aligned(1), Own],
+        "Divides the rows of x by their root mean square over the full width and multiplies by w [d].";
+    RowSquareSum "row_square_sum" (x: Operand, y: OptOperand) [] {segments: Or<Count, 1>} -> 1, false, [Elementwise, PerOperand(2), Sums, Aligned(2), Own],
+        "Sum of squares of each row of each operand: [n, operands].";
+    RmsScale "rms_scale" (x: Operand, square_sums: Vector, w: Vector) [] {col: Index, eps: NonNegative, width: Count} -> 1, false, [Elementwise, PerResult(3), FirstOperand, Aligned(2), ByRow],
+        "x · rsqrt(ss[:, col] / width + eps) · w: the second half of rms_norm, after the sums of squares were reduced over all ranks.";
+    Rope "rope" (x: Operand) [start: Operand] {first_row: Or<Index, 0>, frame_stride: Or<Int, 1>, grid: Extents<3>, head_dim: Count} -> 1, false, [Elementwise, PerResult(3), FirstOperand, Aligned(1), ByRow],
+        "3-D rotary embedding over (frame, row, column) of the token grid, with interleaved pairs. The position of frame f is start + frame_stride · f; with frame_stride 0 all rows are rotated by the frame position `start` only. With `first_row`, the rows of x start at that row of the grid.";
+    Attention "attention" (q: Operand, k: Operand, v: Operand) [bias: OptOperand] {bias_rows: Opt<RowRange>, head_dim: Count} -> 1, false, [Attention, FromExtents, FirstOperand, Aligned(1), Own],
+        "softmax(q · kᵀ / √head_dim + bias) · v per head; the bias is added to the scores of key rows bias_rows[0]..bias_rows[1].";
+    Softmax "softmax" (x: Operand) [] {dim: Opt<Dim>} -> 1, false, [Elementwise, PerResult(12), FirstOperand, Whole, Refused],
+        "exp(x) divided by its sum along `dim` (default: the last dim); the maximum is subtracted first.";
+    Bmm "bmm" (x: Operand, y: Operand) [] {scale: Or<Number, 1>, transposed: Or<Flag, 0>} -> 1, false, [GroupedGemm, FromExtents, FirstOperand, Whole, Refused],
+        "Batched matmul: scale · x · y for x [..., n, k] and y [..., k, m]; with `transposed = true`, y is [..., m, k].";
+    MoeRoute "moe_route" (x: Operand, gates: Operand) [] {a2a_axis: MeshAxis, capacity_factor: Positive, pack_fused: Or<Flag, 0>, policy: Opt<Name>, quantize_fp8: Or<Flag, 0>, top_k: Or<Count, 2>} -> 1, false, [GroupedGemm, FromExtents, Fixed(F32), Whole, Refused],
+        "Σ g · (x · Wᵉᵀ) over the `top_k` experts of each token with the largest weights g (default 2, ties to the lower expert), for x [tokens, d], g [tokens, experts] and the buffer W [experts, d_out, d]. An expert accepts tokens in order, at most ⌈capacity_factor · tokens · top_k / experts⌉; further tokens are dropped. Logical programs only: `a2a_axis` is the mesh axis of the all-to-all, `pack_fused` and `quantize_fp8` select its implementation.";
+    TimeEmbed "time_embed" (timesteps: Operand) [] {width: Count} -> 1, false, [Elementwise, PerResult(16), Fixed(F32), Whole, ByRow],
+        "Sinusoidal embedding of each timestep in f64: cosines, then sines; base 10000.";
+    Renoise "renoise" (x: Operand) [sigma: Operand, seed: Operand, chunk: Operand, draw: Operand] {} -> 1, false, [Elementwise, PerResult(16), Fixed(F32), Whole, ByRow],
+        "(1 − sigma) · x + sigma · normal. The normal of an element is keyed by (seed, chunk, draw, index of the element in the global tensor).";
+    ToX0 "to_x0" (x: Operand, flow: Operand) [sigma: Operand] {} -> 1, false, [Elementwise, PerResult(2), Fixed(F32), Aligned(2), ByRow],
+        "x − sigma · flow, computed in f64.";
+    SpaceTimeToDepth "space_time_to_depth" (x: Operand) [] {patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],
+        "Converts pixels [t, h, w, 3] to latent tokens [tokens, ph·pw·C]: the encoder of a lossless model.";
+    DepthToSpaceTime "depth_to_space_time" (x: Operand) [] {grid: Extents<3>, patch: Extents<2>, stride: Extents<3>} -> 1, false, [Elementwise, Zero, Fixed(F32), Whole, ByRow],
+        "Converts latent tokens to pixels [t, h, w, 3], clamped to [−1, 1]: the decoder of a lossless model.";
+    TakeRows "take_rows" (x: Operand) [] {row: Index, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
+        "Rows `row..row + rows` of x.";
+    TakeShard "take_shard" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, unit: Or<Count, 1>} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
+        "This rank's shard of a replicated value, without communication. With `group_size`, each subgroup of that many positions of the axis holds all shards.";
+    Pad "pad" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, rows: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
+        "Appends zero rows up to `rows`, so that an uneven shard can take part in a collective with equal counts.";
+    Compact "compact" (x: Operand) [] {extent: Count, parts: Count, unit: Count} -> 1, true, [Copy, Zero, FirstOperand, Whole, ByRow],
+        "Removes the padding rows of `parts` gathered uneven shards.";
+}
+Collective CollectiveOp {
+    AllReduce "all_reduce" (x: Operand) [] {axis: GroupAxis, group_size: Opt<Int>, reduction: ReductionName, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
+        "The reduction of the partial values of all members, on every member. For this and every other collective, `axis` is a mesh axis or `world`; with `group_size`, each subgroup of that many consecutive positions of the axis is a group. `transport` selects the transport: `p2p` (peer-to-peer kernels) or `nccl`; the default is the faster one that can connect the ranks.";
+    AllGather "all_gather" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
+        "Concatenates the shards of all members along `dim` in rank order, on every member.";
+    ReduceScatter "reduce_scatter" (x: Operand) [] {axis: GroupAxis, dim: Dim, group_size: Opt<Int>, reduction: ReductionName, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
+        "The reduction of partial values, sharded over `dim`: each member keeps its shard.";
+    AllToAll "all_to_all" (x: Operand) [] {axis: GroupAxis, concat: Dim, group_size: Opt<Int>, split: Dim, transport: Opt<TransportName>, unit: Or<Count, 1>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
+        "Changes the sharding from dim `concat` to dim `split`. With uneven shards each peer has its own count.";
+    Broadcast "broadcast" (x: Operand) [] {axis: GroupAxis, group_size: Opt<Int>, root: Index, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
+        "Copies the value of the member at position `root` of the group to every member. A position in the world is a rank.";
+    Send "send" (x: Operand) [] {axis: GroupAxis, batch: Opt<Int>, group_size: Opt<Int>, to: Index, transport: Opt<TransportName>} -> 0, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
+        "Sends a value to the member at position `to` of the group. Sends and receives with the same `batch` number form one launch.";
+    Recv "recv" () [] {axis: GroupAxis, batch: Opt<Int>, from: Index, group_size: Opt<Int>, transport: Opt<TransportName>} -> 1, true, [Transfer, Zero, Fixed(F32), Whole, ByRow],
+        "Receives a value from the member at position `from` of the group. `batch` as for send.";
+}
+Order OrderOp {
+    Wait "wait" (ticket: Operand) [] {} -> 1, true, [None, Zero, Fixed(F32), Whole, ByRow],
+        "Waits for an issued collective and returns its result, if it has one (a send has none). Every issued collective is waited for exactly once.";
+    EventRecord "event.record" () [] {} -> 1, true, [None, Zero, Fixed(F32), Whole, ByRow],
+        "Records an event on a stream; ops of other streams can wait for it.";
+}
 }
 
 /// Attributes that every op may have. They never change a number. In a logical program, `at`,

@@ -5,8 +5,8 @@
 #[rustfmt::skip]
 #[allow(missing_docs, reason = "each row of the table documents its op")]
 pub enum Opcode {
-    Input, Call, Weight, Output,
-    CacheRead, CacheWrite,
+    Input, Call, Weight, CacheRead,
+    Output, CacheWrite,
     Matmul, BiasAct, Add, Silu, Cast, Quantize,
     LayerNorm, Modulation, NormModulate, GateResidual,
     RmsNorm, RowSquareSum, RmsScale,
