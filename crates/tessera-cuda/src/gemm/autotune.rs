@@ -20,20 +20,35 @@ use super::shape::{GemmKernel, GemmOperands, GemmShape, Sm90Candidate, is_worth_
 use crate::device_memory::{ALIGNMENT, DeviceMemory, DeviceSlice, copy_to_device, copy_to_host};
 use crate::driver::{CudaEvent, CudaResult, CudaStream};
 
-/// Rounds over all candidates, and calls per candidate and round.
-const ROUNDS: usize = 3;
-const CALLS_PER_ROUND: usize = 3;
-/// Only a candidate below this share of the time of the heuristic's first choice replaces it.
-const MAX_TIME_RATIO: f32 = 0.98;
-/// The comparison of the best cuBLASLt algorithm with the sm90 kernel: number of alternations,
-/// milliseconds per alternation (the second half counts), and maximum time of the sm90 kernel
-/// relative to cuBLASLt.
-const ALTERNATIONS: usize = 3;
-const ALTERNATION_MS: f32 = 120.0;
-const MAX_SM90_TIME_RATIO: f32 = 1.01;
-/// The tuning policy, whose text is part of the cache key.
-const POLICY: (usize, f32, usize, f32, f32, [u64; 6]) =
-    (CALLS_PER_ROUND, MAX_TIME_RATIO, ALTERNATIONS, ALTERNATION_MS, MAX_SM90_TIME_RATIO, OPERAND_BITS);
+/// The numbers on which a choice depends.
+#[derive(Debug)]
+struct TuningPolicy {
+    /// Rounds over all candidates, and calls per candidate and round.
+    rounds: usize,
+    calls_per_round: usize,
+    /// Only a candidate below this share of the time of the heuristic's first choice replaces it.
+    max_time_ratio: f32,
+    /// The comparison of the best cuBLASLt algorithm with the sm90 kernel: number of alternations,
+    /// milliseconds per alternation (the second half counts), and maximum time of the sm90 kernel
+    /// relative to cuBLASLt.
+    alternations: usize,
+    alternation_ms: f32,
+    max_sm90_time_ratio: f32,
+    operand_bits: [u64; 6],
+}
+
+/// The policy. The text of all its fields is part of the cache key, so that another policy does not
+/// reuse a choice.
+const POLICY: TuningPolicy = TuningPolicy {
+    rounds: 3,
+    calls_per_round: 3,
+    max_time_ratio: 0.98,
+    alternations: 3,
+    alternation_ms: 120.0,
+    max_sm90_time_ratio: 1.01,
+    operand_bits: OPERAND_BITS,
+};
+
 /// The bit patterns that define the operands' value ranges: each generator applied to all zeros and
 /// to all ones.
 const OPERAND_BITS: [u64; 6] =
@@ -99,12 +114,13 @@ impl Autotuner<'_> {
         candidates: &[GemmKernel],
     ) -> CudaResult<usize> {
         let mut best_ms = vec![f32::INFINITY; candidates.len()];
-        for round in 0..=ROUNDS {
+        for round in 0..=POLICY.rounds {
             for (by, best_ms) in candidates.iter().zip(&mut best_ms) {
                 plan.kernel = *by;
                 // A listed algorithm that fails to run is excluded.
-                let time_ms =
-                    trial.time_calls_ms(self.launcher, plan, CALLS_PER_ROUND, 0).unwrap_or(f32::INFINITY);
+                let time_ms = trial
+                    .time_calls_ms(self.launcher, plan, POLICY.calls_per_round, 0)
+                    .unwrap_or(f32::INFINITY);
                 // The first round is a warm-up: it loads kernels.
                 if round > 0 {
                     *best_ms = best_ms.min(time_ms);
@@ -112,7 +128,7 @@ impl Autotuner<'_> {
             }
         }
         let mut order: Vec<usize> =
-            (1..candidates.len()).filter(|i| best_ms[*i] < MAX_TIME_RATIO * best_ms[0]).collect();
+            (1..candidates.len()).filter(|i| best_ms[*i] < POLICY.max_time_ratio * best_ms[0]).collect();
         order.sort_by(|a, b| best_ms[*a].total_cmp(&best_ms[*b]));
         // The reference result is computed only now, because timed calls overwrite its buffer.
         plan.kernel = candidates[0];
@@ -142,7 +158,7 @@ impl Autotuner<'_> {
         }
         let rivals = [(best_cublaslt, sm90.saved_copy_bytes), (sm90_kernel, 0)];
         let [cublaslt_ms, sm90_ms] = trial.time_alternately_ms(self.launcher, plan, rivals)?;
-        Ok(sm90_ms < MAX_SM90_TIME_RATIO * cublaslt_ms)
+        Ok(sm90_ms < POLICY.max_sm90_time_ratio * cublaslt_ms)
     }
 }
 
@@ -219,10 +235,11 @@ impl GemmTrial {
         plan: &mut GemmPlan,
         kernels: [(GemmKernel, u64); 2],
     ) -> CudaResult<[f32; 2]> {
-        let each_ms = self.time_calls_ms(launcher, plan, CALLS_PER_ROUND, 0)? / CALLS_PER_ROUND as f32;
-        let calls = ((ALTERNATION_MS / 2.0 / each_ms.max(0.001)) as usize).max(1);
+        let each_ms =
+            self.time_calls_ms(launcher, plan, POLICY.calls_per_round, 0)? / POLICY.calls_per_round as f32;
+        let calls = ((POLICY.alternation_ms / 2.0 / each_ms.max(0.001)) as usize).max(1);
         let mut total_ms = [0.0; 2];
-        for _ in 0..ALTERNATIONS {
+        for _ in 0..POLICY.alternations {
             for ((by, copied_bytes), total_ms) in kernels.iter().zip(&mut total_ms) {
                 plan.kernel = *by;
                 self.time_calls_ms(launcher, plan, calls, *copied_bytes)?;
@@ -406,6 +423,15 @@ mod tests {
             there != back
         });
         assert!(others.count() >= 20, "sums of these operands do not depend on the summation order");
+    }
+
+    #[test]
+    fn the_cache_key_states_every_number_of_the_policy() {
+        let text = format!("{POLICY:?}");
+        let names = ["rounds", "calls_per_round", "max_time_ratio", "alternations", "alternation_ms"];
+        for name in names.into_iter().chain(["max_sm90_time_ratio", "operand_bits"]) {
+            assert!(text.contains(&format!(" {name}: ")), "{name} is not in {text}");
+        }
     }
 
     #[derive(Debug, Default)]
