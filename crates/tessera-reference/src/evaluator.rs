@@ -57,13 +57,6 @@ impl CallInputs {
         self
     }
 
-    /// Adds a vector with one number per frame.
-    #[must_use]
-    pub fn with_floats(mut self, name: &str, x: &[f64]) -> CallInputs {
-        self.scalars.insert(name.to_string(), CallScalar::Float(Tensor::new(&[x.len()], x.to_vec())));
-        self
-    }
-
     /// Adds a global tensor, of which each rank reads its shard, or replaces the input of that
     /// name.
     #[must_use]
@@ -159,11 +152,6 @@ impl Evaluator {
     #[must_use]
     pub fn buffer(&self, rank: Rank, name: &str) -> Option<&Tensor> {
         self.buffers.get(rank.0 as usize)?.get(name)
-    }
-
-    /// Sets all buffers back to zeros.
-    pub fn clear_buffers(&mut self) {
-        self.buffers.iter_mut().for_each(BTreeMap::clear);
     }
 
     /// Runs one program per rank, in rank order, to the end, and returns the outputs per rank.
