@@ -25,6 +25,7 @@ use tessera_device::{
 };
 use tessera_ir::{Op, OpView, Program, Slots, ValueId, WeightLoad};
 
+use dispatch::Kernel;
 use memory::{BackendMemory, ValueLocation, WeightData};
 use op_support::read_supported;
 use weights::{LoadedShard, WeightAuditCursor};
@@ -87,6 +88,8 @@ struct PreparedProgram {
     program: Arc<Program>,
     /// View of each op.
     views: Vec<OpView>,
+    /// Kernel of each compute op.
+    kernels: Vec<Option<Kernel>>,
     /// Location of each value.
     locations: Vec<ValueLocation>,
     /// Index of the issuing op of each ticket value.

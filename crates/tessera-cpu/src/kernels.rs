@@ -11,15 +11,13 @@ mod norm;
 mod pixels;
 mod rope;
 
-pub use attention::{KeyBias, attention};
-pub use bmm::{bmm, softmax};
-pub use elementwise::{add, bias_act, renoise, silu, time_embed, to_x0};
-pub use matmul::{MatmulWeight, PackedWeight, UNPACK_ROWS, matmul};
-pub use norm::{
-    FrameIndexing, gate_residual, layer_norm, norm_modulate, rms_norm, rms_scale, row_square_sum,
-};
-pub use pixels::{PixelGeometry, depth_to_space_time, space_time_to_depth};
-pub use rope::{MAX_HEAD_DIM, RopeCache, RopeSpec, RopeTables, rope};
+pub use attention::*;
+pub use bmm::*;
+pub use elementwise::*;
+pub use matmul::*;
+pub use norm::*;
+pub use pixels::*;
+pub use rope::*;
 pub use tessera_ir::Activation;
 
 /// Returns the name of the vector unit that kernels use on this machine: `avx512`, `avx2` or

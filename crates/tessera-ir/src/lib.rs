@@ -16,10 +16,10 @@ mod bundle;
 mod codes;
 mod cost;
 mod fragment;
+mod ids;
 mod op_table;
 pub mod op_traits;
 mod op_view;
-mod opcode;
 mod parse;
 mod print;
 mod program;
@@ -35,15 +35,15 @@ pub use bundle::{Bundle, Phase, RoleRanks, Slots};
 pub use codes::CODES;
 pub use cost::{OpWorkload, op_workload};
 pub use fragment::{Fragment, FragmentOp, SpannedName, print_fragment};
+pub use ids::{BufferId, StreamId, ValueId};
 pub use op_table::{
     AttrRow, CollectiveOp, ComputeOp, HINT_ATTRS, KeyedRow, OP_TABLE, OpByKind, OpKind, OpRow, OpView,
-    OrderOp, SinkOp, SourceOp, views,
+    Opcode, OrderOp, SinkOp, SourceOp, views,
 };
 pub use op_view::{Gate, PeerPosition};
-pub use opcode::Opcode;
 pub use parse::{is_fragment, parse, parse_all, parse_fragment};
 pub use print::{canonical_text, print, program_digest};
-pub use program::{Buffer, BufferId, Dialect, Op, Program, StreamId, Value, ValueId};
+pub use program::{Buffer, Dialect, Op, Program, Value};
 pub use stream_kind::StreamKind;
 pub use types::{DType, Type};
 pub use view_reader::ViewError;

@@ -9,10 +9,10 @@ use crate::attr::Attr;
 use crate::attr_kind::{
     AttrKind, CommAxis, GroupAxis, Opt, ReductionName, Transport, TransportName, WeightLoad,
 };
-use crate::op_table::{OpView, views};
-use crate::opcode::Opcode;
-use crate::program::{Op, ValueId};
-use crate::view_reader::ViewError;
+use crate::ids::ValueId;
+use crate::op_table::{OpView, Opcode, views};
+use crate::program::Op;
+use crate::view_reader::{ViewError, ViewReader};
 
 /// Where a collective's data goes on this rank's side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,7 +30,7 @@ impl Op {
     /// A missing operand, or a missing or invalid attribute. An op that passed the rules of
     /// [`crate::rules`] has a view.
     pub fn view(&self) -> Result<OpView, ViewError> {
-        OpView::read(self)
+        OpView::read(self.opcode, self.into())
     }
 
     /// Returns the mesh axis of a collective; `None` for a collective over the world. The group may
@@ -138,10 +138,11 @@ impl Op {
     pub(crate) fn states_attr(&self, name: &str) -> bool {
         self.attrs.contains_key(name)
     }
+}
 
-    /// Returns the keyed operand with this name.
-    pub(crate) fn keyed_operand(&self, name: &str) -> Option<ValueId> {
-        self.keyed.iter().find(|(k, _)| *k == name).map(|(_, v)| *v)
+impl<'a> From<&'a Op> for ViewReader<'a> {
+    fn from(op: &'a Op) -> ViewReader<'a> {
+        ViewReader { op_name: op.opcode.name(), operands: &op.operands, keyed: &op.keyed, attrs: &op.attrs }
     }
 }
 

@@ -5,19 +5,8 @@ use tessera_mesh::Mesh;
 
 use crate::Type;
 use crate::attr::Attrs;
-use crate::opcode::Opcode;
-
-/// Index of a value in [`Program::values`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ValueId(pub u32);
-
-/// Index of a buffer in [`Program::buffers`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct BufferId(pub u32);
-
-/// Index of a stream in [`Program::streams`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct StreamId(pub u32);
+use crate::ids::{BufferId, StreamId, ValueId};
+use crate::op_table::Opcode;
 
 /// A value: its name in the text and its type on this role.
 #[derive(Debug, Clone, PartialEq)]

@@ -1,22 +1,21 @@
 //! Reads the fields of a view from an op: the kinds of operands, and the error of an op that has no view.
 
-use crate::attr::{Attr, format_attr};
+use crate::attr::{Attr, Attrs, format_attr};
 use crate::attr_kind::AttrKind;
-use crate::opcode::Opcode;
-use crate::program::{Op, ValueId};
+use crate::ids::ValueId;
 
 /// Reason why an op has no view: an operand is missing, or an attribute is missing or invalid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ViewError {
-    /// Op that has no view.
-    pub opcode: Opcode,
+    /// Name of the op that has no view.
+    pub op_name: &'static str,
     /// Message that names the operand or attribute and what it must be.
     pub message: String,
 }
 
 impl std::fmt::Display for ViewError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}: {}", self.opcode.name(), self.message)
+        write!(f, "{}: {}", self.op_name, self.message)
     }
 }
 
@@ -65,37 +64,36 @@ operand_kinds! {
     OptVector: Option<ValueId>, true, true, Some;
 }
 
-/// Reads the fields of a view in the order of the op table.
-pub(crate) struct ViewReader<'a> {
-    op: &'a Op,
-    next_operand: usize,
+/// The parts of an op that a view holds, read in the order of the op table.
+#[derive(Debug)]
+pub struct ViewReader<'a> {
+    pub(crate) op_name: &'static str,
+    /// Positional operands that no field has read yet.
+    pub(crate) operands: &'a [ValueId],
+    pub(crate) keyed: &'a [(&'static str, ValueId)],
+    pub(crate) attrs: &'a Attrs,
 }
 
-impl<'a> ViewReader<'a> {
-    pub(crate) fn new(op: &'a Op) -> ViewReader<'a> {
-        ViewReader { op, next_operand: 0 }
-    }
-
+impl ViewReader<'_> {
     pub(crate) fn read_operand<K: OperandKind>(&mut self, name: &str) -> Result<K::Value, ViewError> {
-        let operand = self.op.operands.get(self.next_operand).copied();
-        self.next_operand += 1;
+        let operand = self.operands.split_off_first().copied();
         K::from_operand(operand).ok_or_else(|| self.error(format!("operand `{name}` is missing")))
     }
 
     pub(crate) fn read_keyed<K: OperandKind>(&self, name: &str) -> Result<K::Value, ViewError> {
-        K::from_operand(self.op.keyed_operand(name))
-            .ok_or_else(|| self.error(format!("operand `{name}=%…` is missing")))
+        let operand = self.keyed.iter().find(|(key, _)| *key == name).map(|(_, v)| *v);
+        K::from_operand(operand).ok_or_else(|| self.error(format!("operand `{name}=%…` is missing")))
     }
 
     pub(crate) fn read_attr<K: AttrKind>(&self, name: &str) -> Result<K::Value, ViewError> {
-        match self.op.attrs.get(name) {
+        match self.attrs.get(name) {
             None => K::omitted().ok_or_else(|| self.error(format!("attribute `{name}` is missing"))),
             Some(attr) => K::parse(attr).ok_or_else(|| self.error(invalid_attr(name, attr, K::EXPECTED))),
         }
     }
 
     fn error(&self, message: String) -> ViewError {
-        ViewError { opcode: self.op.opcode, message }
+        ViewError { op_name: self.op_name, message }
     }
 }
 

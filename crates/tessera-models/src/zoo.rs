@@ -2,29 +2,23 @@
 
 use crate::LanguageModel;
 
-/// Name and config of each model.
-const CONFIGS: &[(&str, &str)] = &[
-    ("llama-3.1-8b", include_str!("../zoo/llama-3.1-8b.json")),
-    ("llama-3.1-70b", include_str!("../zoo/llama-3.1-70b.json")),
-    ("llama-3.1-405b", include_str!("../zoo/llama-3.1-405b.json")),
-    ("mixtral-8x7b", include_str!("../zoo/mixtral-8x7b.json")),
-    ("qwen3-235b-a22b", include_str!("../zoo/qwen3-235b-a22b.json")),
-    ("deepseek-v3", include_str!("../zoo/deepseek-v3.json")),
-    ("sr-moe", include_str!("../zoo/sr-moe.json")),
-    ("sr-moe-wide", include_str!("../zoo/sr-moe-wide.json")),
-    ("gpt-1.7b", include_str!("../zoo/gpt-1.7b.json")),
-    ("gpt-3.6b", include_str!("../zoo/gpt-3.6b.json")),
-    ("gpt-7.5b", include_str!("../zoo/gpt-7.5b.json")),
-    ("gpt-18b", include_str!("../zoo/gpt-18b.json")),
-    ("gpt-22b", include_str!("../zoo/gpt-22b.json")),
-    ("gpt-39b", include_str!("../zoo/gpt-39b.json")),
-    ("gpt-76b", include_str!("../zoo/gpt-76b.json")),
-    ("gpt-146b", include_str!("../zoo/gpt-146b.json")),
-    ("gpt-175b", include_str!("../zoo/gpt-175b.json")),
-    ("gpt-310b", include_str!("../zoo/gpt-310b.json")),
-    ("gpt-530b", include_str!("../zoo/gpt-530b.json")),
-    ("gpt-1t", include_str!("../zoo/gpt-1t.json")),
-];
+/// Defines the list of models from the names of their files.
+macro_rules! list_configs {
+    ($($name:literal,)*) => {
+        /// Name and config of each model.
+        const CONFIGS: &[(&str, &str)] = &[$(($name, include_str!(concat!("../zoo/", $name, ".json")))),*];
+    };
+}
+
+#[rustfmt::skip]
+list_configs! {
+    "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b",
+    "mixtral-8x7b",
+    "qwen3-235b-a22b",
+    "deepseek-v3",
+    "sr-moe", "sr-moe-wide",
+    "gpt-1.7b", "gpt-3.6b", "gpt-7.5b", "gpt-18b", "gpt-22b", "gpt-39b", "gpt-76b", "gpt-146b", "gpt-175b", "gpt-310b", "gpt-530b", "gpt-1t",
+}
 
 /// Lists the names of all models, grouped by family.
 #[must_use]

@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{Attrs, Op, OpView, Opcode, PeerPosition};
-use tessera_mesh::{Group, Rank, Reduction, split_units};
+use tessera_ir::{Attrs, CollectiveOp, Op, OpByKind, OpView, Opcode, PeerPosition};
+use tessera_mesh::{Group, Mesh, Rank, Reduction, split_units};
 
 use crate::error::OpError;
 use crate::{EvalError, Tensor};
@@ -171,13 +171,16 @@ fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, Str
         return Err("no member contributed a tensor".to_string());
     }
     let shapes = || tensors.iter().map(|t| format!("{:?}", t.shape())).collect::<Vec<_>>().join(" and ");
-    use OpView as V;
-    match &all[0].view {
-        V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_) if over == Group::World => {
+    let OpByKind::Collective(view) = all[0].view.by_kind() else {
+        return Err(format!("{} is not a collective", all[0].opcode.name()));
+    };
+    use CollectiveOp as C;
+    match view {
+        C::AllGather(_) | C::ReduceScatter(_) | C::AllToAll(_) if over == Group::World => {
             Err("collectives over shards need a mesh axis, but the group is world".to_string())
         }
-        V::AllReduce(v) => Ok(vec![reduce_terms(&tensors, v.reduction)?; n]),
-        V::AllGather(v) => {
+        C::AllReduce(v) => Ok(vec![reduce_terms(&tensors, v.reduction)?; n]),
+        C::AllGather(v) => {
             if tensors.iter().any(|t| t.shape() != tensors[0].shape()) {
                 return Err(format!("shards to gather have different shapes: {}", shapes()));
             }
@@ -185,7 +188,7 @@ fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, Str
                 .ok_or_else(|| format!("no dim {} to gather: {}", v.dim, shapes()))?;
             Ok(vec![whole; n])
         }
-        V::ReduceScatter(v) => {
+        C::ReduceScatter(v) => {
             let (dim, whole) = (v.dim, reduce_terms(&tensors, v.reduction)?);
             let extent = *whole.shape().get(dim).ok_or_else(|| format!("no dim {dim}: {}", shapes()))?;
             if !extent.is_multiple_of(n) {
@@ -194,7 +197,7 @@ fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, Str
             let each = extent / n;
             (0..n).map(|i| whole.slice(dim, i * each, each).ok_or_else(|| "slice".to_string())).collect()
         }
-        V::AllToAll(v) => (0..n)
+        C::AllToAll(v) => (0..n)
             .map(|to| {
                 let pieces: Option<Vec<Tensor>> =
                     tensors.iter().map(|t| take_shard(t, v.split, v.unit as usize, n, to)).collect();
@@ -204,23 +207,20 @@ fn compute_results(over: Group, all: &[Contribution]) -> Result<Vec<Tensor>, Str
             .ok_or_else(|| {
                 format!("invalid all_to_all of {}: split {}, concat {}", shapes(), v.split, v.concat)
             }),
-        V::Broadcast(v) => {
+        C::Broadcast(v) => {
             let root = v.root;
             let from =
                 tensors.get(root as usize).ok_or_else(|| format!("root {root} is not one of {n} ranks"))?;
             Ok(vec![from.clone(); n])
         }
         // The sender is the first member, and only it contributes a tensor.
-        V::Send(_) => Ok(vec![tensors[0].clone(); n]),
-        #[rustfmt::skip]
-        V::Recv(_) | V::Input(_) | V::Call(_) | V::Weight(_) | V::Output(_) | V::CacheRead(_)
-        | V::CacheWrite(_) | V::Matmul(_) | V::BiasAct(_) | V::Add(_) | V::Silu(_) | V::Cast(_)
-        | V::Quantize(_) | V::LayerNorm(_) | V::Modulation(_) | V::NormModulate(_) | V::GateResidual(_)
-        | V::RmsNorm(_) | V::RowSquareSum(_) | V::RmsScale(_) | V::Rope(_) | V::Attention(_) | V::Softmax(_)
-        | V::Bmm(_) | V::MoeRoute(_) | V::TimeEmbed(_) | V::Renoise(_) | V::ToX0(_) | V::SpaceTimeToDepth(_)
-        | V::DepthToSpaceTime(_) | V::TakeRows(_) | V::TakeShard(_) | V::Pad(_) | V::Compact(_) | V::Wait(_)
-        | V::EventRecord(_) => Err(format!("{} is not a collective with a result", all[0].opcode.name())),
+        C::Send(_) | C::Recv(_) => Ok(vec![tensors[0].clone(); n]),
     }
+}
+
+/// Explains that a rank is in no group on which an op works.
+pub(crate) fn no_group_error(mesh: &Mesh, group: Group) -> String {
+    format!("belongs to no group of {group} in mesh({mesh})")
 }
 
 /// Returns shard `at` of `parts` of a dim split in whole units; the first shards are one unit

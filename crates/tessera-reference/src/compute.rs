@@ -6,8 +6,8 @@ mod pixels;
 mod rows;
 
 use tessera_base::random::{DrawKey, fill_normals};
-use tessera_ir::{Activation, DType, OpView, Type, ValueId, views};
-use tessera_mesh::{Coord, Mesh};
+use tessera_ir::{Activation, ComputeOp, DType, Op, Type, ValueId, views};
+use tessera_mesh::{Coord, Mesh, Rank};
 
 use crate::rank_values::RankValues;
 use crate::round::rounding_to;
@@ -42,7 +42,10 @@ impl GlobalPosition {
 pub(crate) struct OpContext<'a> {
     pub(crate) values: &'a RankValues<'a>,
     pub(crate) mesh: &'a Mesh,
-    pub(crate) coord: Coord,
+    pub(crate) rank: Rank,
+    pub(crate) op: &'a Op,
+    /// The buffer to which the op refers.
+    pub(crate) buffer: Option<Tensor>,
 }
 
 impl<'a> OpContext<'a> {
@@ -59,15 +62,14 @@ impl<'a> OpContext<'a> {
     }
 
     fn position(&self, v: ValueId) -> GlobalPosition {
-        GlobalPosition::from_type(self.values.type_of(v), self.mesh, self.coord)
+        GlobalPosition::from_type(self.values.type_of(v), self.mesh, self.mesh.coord_of(self.rank))
     }
 }
 
-/// Computes the result of a compute op. Ops with several results, with a buffer or with a group are
-/// evaluated elsewhere.
-pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: &OpView) -> TensorResult {
-    use OpView as V;
-    match view {
+/// Computes the results of a compute op.
+pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: ComputeOp<'_>) -> Result<Vec<Tensor>, String> {
+    use ComputeOp as V;
+    let result = match view {
         V::Matmul(v) => matmul(cx, v),
         V::BiasAct(v) => add_bias(cx.tensor(v.x)?, Some(cx.tensor(v.bias)?), v.act),
         V::Add(v) => zip_elements(cx.tensor(v.x)?, cx.tensor(v.y)?, |a, b| a + b),
@@ -75,6 +77,10 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: &OpView) -> TensorResult {
         V::Cast(v) => {
             let round = rounding_to(v.to).ok_or_else(|| format!("no rounding for {}", v.to))?;
             Ok(map_elements(cx.tensor(v.x)?, |x| round.round_nearest(x)))
+        }
+        V::Quantize(v) => {
+            let (rows, scales) = quantize_rows(cx.tensor(v.x)?)?;
+            return Ok(vec![rows, scales]);
         }
         V::LayerNorm(v) => norms::layer_norm(cx, v),
         V::Modulation(v) => norms::modulation(cx, v),
@@ -87,6 +93,10 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: &OpView) -> TensorResult {
         V::Attention(v) => attention::attention(cx, v),
         V::Softmax(v) => tile_ops::softmax(v, cx.tensor(v.x)?),
         V::Bmm(v) => tile_ops::batched_matmul(v, cx.tensor(v.x)?, cx.tensor(v.y)?),
+        V::MoeRoute(v) => {
+            let experts = cx.buffer.as_ref().ok_or("names no buffer")?;
+            tile_ops::moe_route(v, cx.tensor(v.x)?, cx.tensor(v.gates)?, experts)
+        }
         V::TimeEmbed(v) => time_embed(cx, v),
         V::Renoise(v) => renoise(cx, v),
         V::ToX0(v) => {
@@ -96,14 +106,11 @@ pub(crate) fn evaluate_op(cx: &OpContext<'_>, view: &OpView) -> TensorResult {
         V::SpaceTimeToDepth(v) => pixels::space_time_to_depth(cx, v),
         V::DepthToSpaceTime(v) => pixels::depth_to_space_time(cx, v),
         V::TakeRows(v) => rows::take_rows(cx, v),
+        V::TakeShard(v) => rows::take_own_shard(cx, v),
         V::Pad(v) => rows::pad_rows(cx, v),
         V::Compact(v) => rows::compact_rows(cx, v),
-        #[rustfmt::skip]
-        V::Input(_) | V::Call(_) | V::Weight(_) | V::Output(_) | V::CacheRead(_) | V::CacheWrite(_)
-        | V::Quantize(_) | V::MoeRoute(_) | V::TakeShard(_) | V::AllReduce(_) | V::AllGather(_)
-        | V::ReduceScatter(_) | V::AllToAll(_) | V::Broadcast(_) | V::Send(_) | V::Recv(_) | V::Wait(_)
-        | V::EventRecord(_) => Err("does not compute one tensor from operands alone".to_string()),
-    }
+    };
+    Ok(vec![result?])
 }
 
 /// Reshapes a patch convolution [d, C, 1, ph, pw] to rows of (ph, pw, C), as [d, ph·pw·C].

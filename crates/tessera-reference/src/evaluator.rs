@@ -3,14 +3,16 @@
 
 use std::collections::BTreeMap;
 
-use tessera_ir::{Op, OpView, Program, Type, ValueId, WeightLoad, views};
+use tessera_ir::{
+    ComputeOp, Op, OpByKind, OpView, OrderOp, Program, SinkOp, SourceOp, Type, ValueId, WeightLoad, views,
+};
 use tessera_mesh::{AxisLayout, Coord, Group, Mesh, Rank};
 
-use crate::collectives::{CollectiveFabric, CollectiveTicket, TicketState, take_shard};
+use crate::collectives::{CollectiveFabric, CollectiveTicket, TicketState, no_group_error, take_shard};
 use crate::compute::{self, OpContext};
 use crate::error::OpError;
 use crate::rank_values::{EvalValue, RankValues};
-use crate::{EvalError, Tensor, tile_ops};
+use crate::{EvalError, Tensor};
 
 /// A call scalar, or a vector with one number per frame.
 #[derive(Debug, Clone, PartialEq)]
@@ -52,13 +54,6 @@ impl CallInputs {
     #[must_use]
     pub fn with_float(mut self, name: &str, x: f64) -> CallInputs {
         self.scalars.insert(name.to_string(), CallScalar::Float(Tensor::scalar(x)));
-        self
-    }
-
-    /// Adds a vector with one number per frame.
-    #[must_use]
-    pub fn with_floats(mut self, name: &str, x: &[f64]) -> CallInputs {
-        self.scalars.insert(name.to_string(), CallScalar::Float(Tensor::new(&[x.len()], x.to_vec())));
         self
     }
 
@@ -157,11 +152,6 @@ impl Evaluator {
     #[must_use]
     pub fn buffer(&self, rank: Rank, name: &str) -> Option<&Tensor> {
         self.buffers.get(rank.0 as usize)?.get(name)
-    }
-
-    /// Sets all buffers back to zeros.
-    pub fn clear_buffers(&mut self) {
-        self.buffers.iter_mut().for_each(BTreeMap::clear);
     }
 
     /// Runs one program per rank, in rank order, to the end, and returns the outputs per rank.
@@ -272,53 +262,50 @@ impl Evaluator {
         fabric: &mut CollectiveFabric,
         call: &CallInputs,
     ) -> Result<Option<Vec<EvalValue>>, OpError> {
-        use OpView as V;
         let tensor = |t: Tensor| vec![EvalValue::Tensor(t)];
-        let values = match view {
-            #[rustfmt::skip]
-            V::AllReduce(_) | V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_) | V::Broadcast(_)
-            | V::Send(_) | V::Recv(_) => return self.run_collective(r, op, view, fabric),
-            V::Wait(v) => match fabric.collective_state(&r.values.ticket_value(v.ticket)?) {
-                TicketState::Open => return Ok(None),
-                TicketState::Done(result) => result.map(EvalValue::Tensor).into_iter().collect(),
-            },
-            V::EventRecord(_) => vec![EvalValue::Event],
-            V::Input(_) => tensor(self.input_value(name_of(op)?, r.result_type(op)?, r.rank, call)?),
-            V::Call(_) => vec![call_value(name_of(op)?, call)?],
-            V::Weight(v) => {
+        let values = match view.by_kind() {
+            OpByKind::Collective(_) => return self.run_collective(r, op, view, fabric),
+            OpByKind::Order(OrderOp::Wait(v)) => {
+                match fabric.collective_state(&r.values.ticket_value(v.ticket)?) {
+                    TicketState::Open => return Ok(None),
+                    TicketState::Done(result) => result.map(EvalValue::Tensor).into_iter().collect(),
+                }
+            }
+            OpByKind::Order(OrderOp::EventRecord(_)) => vec![EvalValue::Event],
+            OpByKind::Source(SourceOp::Input(_)) => {
+                tensor(self.input_value(name_of(op)?, r.result_type(op)?, r.rank, call)?)
+            }
+            OpByKind::Source(SourceOp::Call(_)) => vec![call_value(name_of(op)?, call)?],
+            OpByKind::Source(SourceOp::Weight(v)) => {
                 let coord = self.mesh.coord_of(r.rank);
                 tensor(self.weight_value(name_of(op)?, r.result_type(op)?, v.load, coord)?)
             }
-            V::Output(v) => {
+            OpByKind::Source(SourceOp::CacheRead(v)) => tensor(read_rows(self.buffer_mut(r, op)?, v)?),
+            OpByKind::Sink(SinkOp::Output(v)) => {
                 r.write_output(name_of(op)?, v.x)?;
                 vec![]
             }
-            V::CacheRead(v) => tensor(read_rows(self.buffer_mut(r, op)?, v)?),
-            V::CacheWrite(v) => {
+            OpByKind::Sink(SinkOp::CacheWrite(v)) => {
                 self.write_rows(r, op, v)?;
                 vec![]
             }
-            V::MoeRoute(v) => {
-                let (x, gates) = (r.values.tensor_value(v.x)?, r.values.tensor_value(v.gates)?);
-                tensor(tile_ops::moe_route(v, x, gates, self.buffer_mut(r, op)?)?)
-            }
-            V::Quantize(v) => {
-                let (rows, scales) = compute::quantize_rows(r.values.tensor_value(v.x)?)?;
-                vec![EvalValue::Tensor(rows), EvalValue::Tensor(scales)]
-            }
-            V::TakeShard(v) => tensor(self.take_own_shard(r, op, v)?),
-            #[rustfmt::skip]
-            V::Matmul(_) | V::BiasAct(_) | V::Add(_) | V::Silu(_) | V::Cast(_) | V::LayerNorm(_)
-            | V::Modulation(_) | V::NormModulate(_) | V::GateResidual(_) | V::RmsNorm(_)
-            | V::RowSquareSum(_) | V::RmsScale(_) | V::Rope(_) | V::Attention(_) | V::Softmax(_) | V::Bmm(_)
-            | V::TimeEmbed(_) | V::Renoise(_) | V::ToX0(_) | V::SpaceTimeToDepth(_) | V::DepthToSpaceTime(_)
-            | V::TakeRows(_) | V::Pad(_) | V::Compact(_) => {
-                let coord = self.mesh.coord_of(r.rank);
-                let cx = OpContext { values: &r.values, mesh: &self.mesh, coord };
-                tensor(compute::evaluate_op(&cx, view)?)
-            }
+            OpByKind::Compute(view) => self.compute_op(r, op, view)?,
         };
         Ok(Some(values))
+    }
+
+    fn compute_op(
+        &mut self,
+        r: &RankEvaluator<'_>,
+        op: &Op,
+        view: ComputeOp<'_>,
+    ) -> Result<Vec<EvalValue>, String> {
+        let buffer = match op.buffer {
+            Some(_) => Some(self.buffer_mut(r, op)?.clone()),
+            None => None,
+        };
+        let cx = OpContext { values: &r.values, mesh: &self.mesh, rank: r.rank, op, buffer };
+        Ok(compute::evaluate_op(&cx, view)?.into_iter().map(EvalValue::Tensor).collect())
     }
 
     fn run_collective(
@@ -334,7 +321,7 @@ impl Evaluator {
                 let group = op.comm_group().ok_or("names no group")?;
                 let members = self.mesh.group_members(r.rank, group);
                 if members.is_empty() {
-                    return Err(self.no_group_error(group).into());
+                    return Err(no_group_error(&self.mesh, group).into());
                 }
                 let tensor = match op.operands.first() {
                     Some(v) => Some(r.values.tensor_value(*v)?.clone()),
@@ -379,19 +366,6 @@ impl Evaluator {
         let width: usize = have[1..].iter().product();
         b.data_mut()[row * width..][..value.data().len()].copy_from_slice(value.data());
         Ok(())
-    }
-
-    fn take_own_shard(&self, r: &RankEvaluator<'_>, op: &Op, v: &views::TakeShard) -> Result<Tensor, String> {
-        let group = op.comm_group().filter(|g| *g != Group::World).ok_or("names no mesh axis")?;
-        let at = self.mesh.group_position(r.rank, group).ok_or_else(|| self.no_group_error(group))?;
-        let (x, parts) = (r.values.tensor_value(v.x)?, self.mesh.group_size(group));
-        take_shard(x, v.dim, v.unit as usize, parts as usize, at as usize).ok_or_else(|| {
-            format!("dim {} of {:?} cannot be sharded in units of {}", v.dim, x.shape(), v.unit)
-        })
-    }
-
-    fn no_group_error(&self, group: Group) -> String {
-        format!("belongs to no group of {group} in mesh({})", self.mesh)
     }
 
     fn buffer_mut(&mut self, r: &RankEvaluator<'_>, op: &Op) -> Result<&mut Tensor, String> {

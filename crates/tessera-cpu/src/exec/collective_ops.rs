@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use tessera_device::{CallData, CommRoute, Fault, MeshRank, as_matrix, collective_signature, shard_ranges};
-use tessera_ir::{Op, OpView, Program, Type};
+use tessera_ir::{CollectiveOp, Op, OpByKind, OpView, Program, Type};
 use tessera_mesh::{Axis, AxisLayout};
 
 use super::memory::ValueLocation;
@@ -59,9 +59,9 @@ impl CpuBackend {
         let me = end.transport.member_index();
         let mut compensated = 0;
         let collected = end.transport.collect(ticket, deadline, &mut |views| {
-            if let Some(r) = result {
+            if let (Some(r), OpByKind::Collective(collective)) = (result, prepared.views[issue].by_kind()) {
                 let cx = ResultContext { program: p, op, out_ty: p.type_of(*r), placement: &seat, me };
-                compensated = cx.write_result(&prepared.views[issue], &mut memory[..len], views);
+                compensated = cx.write_result(collective, &mut memory[..len], views);
             }
         });
         self.compensated_sums += compensated;
@@ -88,11 +88,11 @@ struct ResultContext<'a> {
 impl ResultContext<'_> {
     /// Computes a collective's result from the members' contributions. Returns the number of
     /// compensated sums.
-    fn write_result(&self, view: &OpView, out: &mut [f32], contributions: &[&[f32]]) -> u64 {
-        use OpView as V;
+    fn write_result(&self, collective: CollectiveOp<'_>, out: &mut [f32], contributions: &[&[f32]]) -> u64 {
+        use CollectiveOp as V;
         let (p, out_ty, views) = (self.program, self.out_ty, contributions);
         let parts = views.len() as u32;
-        match (view, self.op.mesh_axis().or_else(|| self.sharded_axis())) {
+        match (collective, self.op.mesh_axis().or_else(|| self.sharded_axis())) {
             (V::AllReduce(v), _) => return collectives::all_reduce(out, views, v.reduction),
             (V::AllGather(v), Some(axis)) => {
                 let (dim, parts) = shard_ranges(p.type_of(v.x), axis, parts);
@@ -115,17 +115,6 @@ impl ResultContext<'_> {
             (V::Send(_) | V::Recv(_), _) => collectives::copy_from_member(out, views, 0),
             // The rules reject a gather, scatter or exchange of a value that no axis shards.
             (V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_), None) => {}
-            #[rustfmt::skip]
-            (
-                V::Input(_) | V::Call(_) | V::Weight(_) | V::Output(_) | V::CacheRead(_) | V::CacheWrite(_)
-                | V::Matmul(_) | V::BiasAct(_) | V::Add(_) | V::Silu(_) | V::Cast(_) | V::Quantize(_)
-                | V::LayerNorm(_) | V::Modulation(_) | V::NormModulate(_) | V::GateResidual(_)
-                | V::RmsNorm(_) | V::RowSquareSum(_) | V::RmsScale(_) | V::Rope(_) | V::Attention(_)
-                | V::Softmax(_) | V::Bmm(_) | V::MoeRoute(_) | V::TimeEmbed(_) | V::Renoise(_) | V::ToX0(_)
-                | V::SpaceTimeToDepth(_) | V::DepthToSpaceTime(_) | V::TakeRows(_) | V::TakeShard(_)
-                | V::Pad(_) | V::Compact(_) | V::Wait(_) | V::EventRecord(_),
-                _,
-            ) => {}
         }
         0
     }

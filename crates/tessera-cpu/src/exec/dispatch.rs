@@ -1,8 +1,8 @@
-//! Runs the kernel of each compute op on the values of a program.
+//! The kernel of each compute op, and its run on the values of a program.
 
 use tessera_base::random::DrawKey;
 use tessera_device::{CallData, Fault, MeshRank};
-use tessera_ir::{CommAxis, OpView, Opcode, Program, Type, ValueId, views};
+use tessera_ir::{CommAxis, ComputeOp, Program, Type, ValueId, views};
 use tessera_mesh::AxisLayout;
 
 use super::data_movement::{add_modulation, compact_padding, pad_zeros, take_range};
@@ -24,6 +24,9 @@ impl CpuBackend {
         call: &CallData<'_>,
     ) -> Result<(), Fault> {
         let op = &prepared.program.ops[at];
+        let Some(kernel) = &prepared.kernels[at] else {
+            return Err(Fault::Failed(format!("{} has no kernel", op.opcode.name())));
+        };
         let ValueLocation::Slot(slot, len) = prepared.locations[op.results[0].0 as usize] else {
             return Err(Fault::Failed(format!("the result of {} has no slot", op.opcode.name())));
         };
@@ -44,7 +47,7 @@ impl CpuBackend {
             out: &mut out[..len],
             out_ty: prepared.program.type_of(op.results[0]),
         };
-        let result = run.run_kernel(op.opcode, &prepared.views[at]);
+        let result = (kernel.0)(&mut run);
         self.memory.slots[slot] = out;
         result
     }
@@ -116,70 +119,103 @@ struct KernelRun<'a> {
     out_ty: &'a Type,
 }
 
-impl KernelRun<'_> {
-    fn run_kernel(&mut self, opcode: Opcode, view: &OpView) -> Result<(), Fault> {
-        use OpView as V;
-        let (pool, x) = (self.pool, |v: ValueId| self.inputs.values(v));
-        match view {
-            V::Matmul(v) => self.run_matmul(v)?,
-            V::BiasAct(v) => bias_act(pool, self.out, x(v.x)?, x(v.bias)?, v.act),
-            V::Add(v) => add(pool, self.out, x(v.x)?, x(v.y)?),
-            V::Silu(v) => silu(pool, self.out, x(v.x)?),
-            V::LayerNorm(v) => layer_norm(pool, self.out, x(v.x)?, x(v.w)?, x(v.b)?, v.eps as f32),
-            V::Modulation(v) => {
-                add_modulation(self.out, x(v.table)?, x(v.embedding)?, self.inputs.width(v.embedding));
-            }
-            V::NormModulate(v) => self.run_norm_modulate(v)?,
-            V::GateResidual(v) => self.run_gate_residual(v)?,
-            V::RmsNorm(v) => {
-                rms_norm(pool, self.out, x(v.x)?, x(v.w)?, v.segments as usize, v.eps as f32);
-            }
-            V::RowSquareSum(v) => {
-                let xs = [Some(v.x), v.y].into_iter().flatten().map(x).collect::<Result<Vec<_>, _>>()?;
-                row_square_sum(pool, self.out, &xs, self.inputs.width(v.x), v.segments as usize);
-            }
-            V::RmsScale(v) => {
-                let column = (v.col as usize, self.inputs.width(v.square_sums));
-                let (sums, w) = (x(v.square_sums)?, x(v.w)?);
-                rms_scale(pool, self.out, x(v.x)?, sums, column, w, v.width as usize, v.eps as f32);
-            }
-            V::Rope(v) => self.run_rope(v)?,
-            V::Attention(v) => self.run_attention(v)?,
-            V::Softmax(v) => softmax(pool, self.out, x(v.x)?, self.inputs.width(v.x)),
-            V::Bmm(v) => self.run_bmm(v)?,
-            V::TimeEmbed(v) => time_embed(self.out, x(v.timesteps)?),
-            V::Renoise(v) => self.run_renoise(v)?,
-            V::ToX0(v) => {
-                let sigma = f64::from(self.inputs.scalar(v.sigma)?);
-                to_x0(pool, self.out, x(v.x)?, x(v.flow)?, sigma);
-            }
-            V::SpaceTimeToDepth(v) => {
-                space_time_to_depth(self.out, x(v.x)?, pixel_geometry(v.stride, self.inputs.shape(v.x)));
-            }
-            V::DepthToSpaceTime(v) => {
-                depth_to_space_time(self.out, x(v.x)?, pixel_geometry(v.stride, &self.out_ty.shape));
-            }
-            V::TakeRows(v) => {
-                let (row, rows) = (v.row as usize, v.rows as usize);
-                take_range(self.out, x(v.x)?, self.inputs.shape(v.x), 0, row..row + rows);
-            }
-            V::TakeShard(v) => self.run_take_shard(v)?,
-            V::Pad(v) => pad_zeros(self.out, x(v.x)?),
-            V::Compact(v) => {
-                let extents = [v.extent as usize, v.parts as usize, v.unit as usize];
-                compact_padding(self.out, x(v.x)?, self.inputs.width(v.x), extents);
-            }
-            #[rustfmt::skip]
-            V::Input(_) | V::Call(_) | V::Weight(_) | V::Output(_) | V::CacheRead(_) | V::CacheWrite(_)
-            | V::Cast(_) | V::Quantize(_) | V::MoeRoute(_) | V::AllReduce(_) | V::AllGather(_)
-            | V::ReduceScatter(_) | V::AllToAll(_) | V::Broadcast(_) | V::Send(_) | V::Recv(_) | V::Wait(_)
-            | V::EventRecord(_) => {
-                return Err(Fault::Failed(format!("{} has no kernel", opcode.name())));
-            }
-        }
-        Ok(())
-    }
+/// A kernel with the operands and attributes of one op.
+pub(super) struct Kernel(KernelFn);
 
+type KernelFn = Box<dyn Fn(&mut KernelRun<'_>) -> Result<(), Fault> + Send + Sync>;
+
+impl std::fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Kernel")
+    }
+}
+
+/// Returns the kernel of an op.
+///
+/// # Errors
+/// What the op does, if no kernel here does it.
+pub(super) fn find_kernel(op: ComputeOp<'_>) -> Result<Kernel, &'static str> {
+    use ComputeOp as C;
+    Ok(match op {
+        C::Matmul(v) => bind_op(v, |r, v| r.run_matmul(v)),
+        C::BiasAct(v) => {
+            bind_values(v, [v.x, v.bias], |r, v, [x, bias]| bias_act(r.pool, r.out, x, bias, v.act))
+        }
+        C::Add(v) => bind_values(v, [v.x, v.y], |r, _, [x, y]| add(r.pool, r.out, x, y)),
+        C::Silu(v) => bind_values(v, [v.x], |r, _, [x]| silu(r.pool, r.out, x)),
+        C::Cast(_) | C::Quantize(_) => return Err("another dtype (this backend computes in f32)"),
+        C::LayerNorm(v) => bind_values(v, [v.x, v.w, v.b], |r, v, [x, w, b]| {
+            layer_norm(r.pool, r.out, x, w, b, v.eps as f32);
+        }),
+        C::Modulation(v) => bind_values(v, [v.table, v.embedding], |r, v, [table, embedding]| {
+            add_modulation(r.out, table, embedding, r.inputs.width(v.embedding));
+        }),
+        C::NormModulate(v) => bind_values(v, [v.x, v.m], |r, v, x| r.run_norm_modulate(v, x)),
+        C::GateResidual(v) => bind_op(v, |r, v| r.run_gate_residual(v)),
+        C::RmsNorm(v) => bind_values(v, [v.x, v.w], |r, v, [x, w]| {
+            rms_norm(r.pool, r.out, x, w, v.segments as usize, v.eps as f32);
+        }),
+        C::RowSquareSum(v) => bind_op(v, |r, v| r.run_row_square_sum(v)),
+        C::RmsScale(v) => bind_values(v, [v.x, v.square_sums, v.w], |r, v, [x, sums, w]| {
+            let column = (v.col as usize, r.inputs.width(v.square_sums));
+            rms_scale(r.pool, r.out, x, sums, column, w, v.width as usize, v.eps as f32);
+        }),
+        C::Rope(v) => bind_op(v, |r, v| r.run_rope(v)),
+        C::Attention(v) => bind_op(v, |r, v| r.run_attention(v)),
+        C::Softmax(v) => bind_values(v, [v.x], |r, v, [x]| softmax(r.pool, r.out, x, r.inputs.width(v.x))),
+        C::Bmm(v) => bind_values(v, [v.x, v.y], |r, v, x| r.run_bmm(v, x)),
+        C::MoeRoute(_) => return Err("MoE routing as one op"),
+        C::TimeEmbed(v) => bind_values(v, [v.timesteps], |r, _, [timesteps]| time_embed(r.out, timesteps)),
+        C::Renoise(v) => bind_op(v, |r, v| r.run_renoise(v)),
+        C::ToX0(v) => bind_values(v, [v.x, v.flow, v.sigma], |r, _, [x, flow, sigma]| {
+            to_x0(r.pool, r.out, x, flow, f64::from(sigma[0]));
+        }),
+        C::SpaceTimeToDepth(v) => bind_values(v, [v.x], |r, v, [x]| {
+            space_time_to_depth(r.out, x, pixel_geometry(v.stride, r.inputs.shape(v.x)));
+        }),
+        C::DepthToSpaceTime(v) => bind_values(v, [v.x], |r, v, [x]| {
+            depth_to_space_time(r.out, x, pixel_geometry(v.stride, &r.out_ty.shape));
+        }),
+        C::TakeRows(v) => bind_values(v, [v.x], |r, v, [x]| {
+            let (row, rows) = (v.row as usize, v.rows as usize);
+            take_range(r.out, x, r.inputs.shape(v.x), 0, row..row + rows);
+        }),
+        C::TakeShard(v) => bind_values(v, [v.x], |r, v, x| r.run_take_shard(v, x)),
+        C::Pad(v) => bind_values(v, [v.x], |r, _, [x]| pad_zeros(r.out, x)),
+        C::Compact(v) => bind_values(v, [v.x], |r, v, [x]| {
+            let extents = [v.extent as usize, v.parts as usize, v.unit as usize];
+            compact_padding(r.out, x, r.inputs.width(v.x), extents);
+        }),
+    })
+}
+
+/// Returns a kernel that reads the elements of some operands.
+fn bind_values<V: Clone + Send + Sync + 'static, const N: usize>(
+    view: &V,
+    operands: [ValueId; N],
+    run: fn(&mut KernelRun<'_>, &V, [&[f32]; N]),
+) -> Kernel {
+    let view = view.clone();
+    Kernel(Box::new(move |r| {
+        let mut values: [&[f32]; N] = [&[]; N];
+        for (values, operand) in values.iter_mut().zip(operands) {
+            *values = r.inputs.values(operand)?;
+        }
+        run(r, &view, values);
+        Ok(())
+    }))
+}
+
+/// Returns a kernel that reads its operands itself, because some are optional, packed or integers.
+fn bind_op<V: Clone + Send + Sync + 'static>(
+    view: &V,
+    run: fn(&mut KernelRun<'_>, &V) -> Result<(), Fault>,
+) -> Kernel {
+    let view = view.clone();
+    Kernel(Box::new(move |r| run(r, &view)))
+}
+
+impl KernelRun<'_> {
     fn run_matmul(&mut self, v: &views::Matmul) -> Result<(), Fault> {
         let x = &self.inputs;
         let extents = (x.shape(v.x)[0] as usize, x.shape(v.w)[0] as usize, x.width(v.x));
@@ -189,21 +225,25 @@ impl KernelRun<'_> {
         Ok(())
     }
 
-    fn run_bmm(&mut self, v: &views::Bmm) -> Result<(), Fault> {
-        let (x, y, shape) = (self.inputs.values(v.x)?, self.inputs.values(v.y)?, self.inputs.shape(v.x));
-        let (n, k) = (shape[shape.len() - 2] as usize, self.inputs.width(v.x));
-        let m = self.out_ty.shape.last().copied().unwrap_or(1) as usize;
+    fn run_bmm(&mut self, v: &views::Bmm, [x, y]: [&[f32]; 2]) {
+        let (shape, k) = (self.inputs.shape(v.x), self.inputs.width(v.x));
+        let (n, m) =
+            (shape[shape.len() - 2] as usize, self.out_ty.shape.last().copied().unwrap_or(1) as usize);
         bmm(self.pool, self.out, x, y, [n, k, m], v.transposed, v.scale as f32);
+    }
+
+    fn run_row_square_sum(&mut self, v: &views::RowSquareSum) -> Result<(), Fault> {
+        let xs = [Some(v.x), v.y].into_iter().flatten().map(|x| self.inputs.values(x));
+        let xs = xs.collect::<Result<Vec<_>, _>>()?;
+        row_square_sum(self.pool, self.out, &xs, self.inputs.width(v.x), v.segments as usize);
         Ok(())
     }
 
-    fn run_norm_modulate(&mut self, v: &views::NormModulate) -> Result<(), Fault> {
-        let (x, m) = (self.inputs.values(v.x)?, self.inputs.values(v.m)?);
+    fn run_norm_modulate(&mut self, v: &views::NormModulate, [x, m]: [&[f32]; 2]) {
         let d = self.inputs.width(v.x);
         let (parts, columns) = (self.inputs.width(v.m) / d, (v.shift as usize, v.scale as usize));
         let frames = self.frame_indexing(v.x, v.first_row, v.frame_rows);
         norm_modulate(self.pool, self.out, x, d, m, parts, columns, frames, v.eps as f32);
-        Ok(())
     }
 
     fn run_gate_residual(&mut self, v: &views::GateResidual) -> Result<(), Fault> {
@@ -257,9 +297,8 @@ impl KernelRun<'_> {
         Ok(())
     }
 
-    fn run_take_shard(&mut self, v: &views::TakeShard) -> Result<(), Fault> {
-        let (x, shape, placement) =
-            (self.inputs.values(v.x)?, self.inputs.shape(v.x), &self.inputs.placement);
+    fn run_take_shard(&mut self, v: &views::TakeShard, [x]: [&[f32]; 1]) {
+        let (shape, placement) = (self.inputs.shape(v.x), &self.inputs.placement);
         // The operand may already be sharded over other axes; this op only splits it over its own
         // axis.
         let shard = match v.axis {
@@ -279,7 +318,6 @@ impl KernelRun<'_> {
             None => (0, 0..shape[0] as usize),
         };
         take_range(self.out, x, shape, dim, range);
-        Ok(())
     }
 
     /// Returns the frames of the rows of `x`, which start `first_row` rows after the shard.

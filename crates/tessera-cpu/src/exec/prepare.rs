@@ -23,11 +23,12 @@ impl CpuBackend {
         let p = &**program;
         self.grow_slots(&slots.slot_bytes);
         let buffers = self.allocate_buffers(p);
-        let mut views = Vec::with_capacity(p.ops.len());
+        let (mut views, mut kernels) = (Vec::with_capacity(p.ops.len()), Vec::with_capacity(p.ops.len()));
         let mut locations = vec![ValueLocation::Unallocated; p.values.len()];
         let mut issue_ops = BTreeMap::new();
         for (i, op) in p.ops.iter().enumerate() {
-            let view = read_supported(p, op).map_err(|why| CpuBackend::unsupported_error(p, op, &why))?;
+            let (view, kernel) =
+                read_supported(p, op).map_err(|why| CpuBackend::unsupported_error(p, op, &why))?;
             self.fingerprint_derived(p, op, &view);
             for r in &op.results {
                 let ty = p.type_of(*r);
@@ -40,8 +41,9 @@ impl CpuBackend {
                 }
             }
             views.push(view);
+            kernels.push(kernel);
         }
-        Ok(PreparedProgram { program: Arc::clone(program), views, locations, issue_ops, buffers })
+        Ok(PreparedProgram { program: Arc::clone(program), views, kernels, locations, issue_ops, buffers })
     }
 
     fn grow_slots(&mut self, slot_bytes: &[u64]) {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use tessera_device::{CallData, Fault, Observer, check_input};
-use tessera_ir::{Op, OpView, Opcode, ValueId, views};
+use tessera_ir::{Op, OpByKind, Opcode, OrderOp, SinkOp, ValueId, views};
 
 use super::{CpuBackend, OutputValue, PreparedProgram};
 use crate::transport::Ticket;
@@ -39,15 +39,13 @@ impl CpuBackend {
         pending: &mut PendingCollectives,
         observer: &mut dyn Observer,
     ) -> Result<(), Fault> {
-        use OpView as V;
         let op = &prepared.program.ops[i];
-        match &prepared.views[i] {
-            V::Input(_) | V::Call(_) | V::Weight(_) | V::CacheRead(_) | V::EventRecord(_) => Ok(()),
-            V::Output(v) => self.write_output(prepared, op, v, call),
-            V::CacheWrite(v) => self.write_buffer_rows(prepared, op, v, call),
-            #[rustfmt::skip]
-            V::AllReduce(_) | V::AllGather(_) | V::ReduceScatter(_) | V::AllToAll(_) | V::Broadcast(_)
-            | V::Send(_) | V::Recv(_) => {
+        match prepared.views[i].by_kind() {
+            OpByKind::Source(_) | OpByKind::Order(OrderOp::EventRecord(_)) => Ok(()),
+            OpByKind::Sink(SinkOp::Output(v)) => self.write_output(prepared, op, v, call),
+            OpByKind::Sink(SinkOp::CacheWrite(v)) => self.write_buffer_rows(prepared, op, v, call),
+            OpByKind::Compute(_) => self.run_compute(prepared, i, call),
+            OpByKind::Collective(_) => {
                 observer.on_issuing(i).map_err(Fault::Refused)?;
                 let ticket = self.issue_collective(prepared, i, call)?;
                 observer.on_issued(i);
@@ -59,7 +57,7 @@ impl CpuBackend {
                 }
                 Ok(())
             }
-            V::Wait(v) => {
+            OpByKind::Order(OrderOp::Wait(v)) => {
                 let name = &prepared.program.name;
                 let missing = || Fault::Failed(format!("@{name} op {i} waits for no issued collective"));
                 let ticket = pending.remove(&v.ticket).ok_or_else(missing)?;
@@ -69,13 +67,6 @@ impl CpuBackend {
                 observer.on_completed(issue);
                 Ok(())
             }
-            #[rustfmt::skip]
-            V::Matmul(_) | V::BiasAct(_) | V::Add(_) | V::Silu(_) | V::Cast(_) | V::Quantize(_)
-            | V::LayerNorm(_) | V::Modulation(_) | V::NormModulate(_) | V::GateResidual(_) | V::RmsNorm(_)
-            | V::RowSquareSum(_) | V::RmsScale(_) | V::Rope(_) | V::Attention(_) | V::Softmax(_) | V::Bmm(_)
-            | V::MoeRoute(_) | V::TimeEmbed(_) | V::Renoise(_) | V::ToX0(_) | V::SpaceTimeToDepth(_)
-            | V::DepthToSpaceTime(_) | V::TakeRows(_) | V::TakeShard(_) | V::Pad(_)
-            | V::Compact(_) => self.run_compute(prepared, i, call),
         }
     }
 

@@ -53,67 +53,34 @@ pub(crate) fn multiply_tile(rows: usize, a: LhsOperand<'_>, b: RhsPanel<'_>, k: 
     assert!((rows - 1) * a.row_stride + (k - 1) * a.k_stride < a.data.len());
     assert!((k - 1) * b.k_stride + PANEL <= b.data.len());
     assert!((rows - 1) * out.row_stride + PANEL <= out.data.len());
-    match level() {
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx512 => {
-            let (mut r, bias) = (0, out.bias.map_or(std::ptr::null(), |b| b.as_ptr()));
-            while r < rows {
-                let kernel = match rows - r {
-                    12.. => x86::tile512::<12>,
-                    8.. => x86::tile512::<8>,
-                    6.. => x86::tile512::<6>,
-                    4.. => x86::tile512::<4>,
-                    3 => x86::tile512::<3>,
-                    2 => x86::tile512::<2>,
-                    _ => x86::tile512::<1>,
-                };
-                let (ap, op) = (&a.data[r * a.row_stride], &mut out.data[r * out.row_stride]);
-                // SAFETY: the asserts above bound every access of rows r..rows, `bias` is null or
-                // 32 elements, and `level` detected the feature.
-                r += unsafe {
-                    kernel(
-                        ap,
-                        a.row_stride,
-                        a.k_stride,
-                        b.data.as_ptr(),
-                        b.k_stride,
-                        k,
-                        op,
-                        out.row_stride,
-                        out.accumulate,
-                        bias,
-                    )
-                };
-            }
+    let level = level();
+    if level == Level::Portable {
+        return tile_portable(rows, a, b, k, out);
+    }
+    #[cfg(target_arch = "x86_64")]
+    {
+        let (mut r, bias) = (0, out.bias.map_or(std::ptr::null(), |b| b.as_ptr()));
+        while r < rows {
+            let kernel = match (level, rows - r) {
+                (Level::Avx512, 12..) => x86::tile512::<12>,
+                (Level::Avx512, 8..) => x86::tile512::<8>,
+                (Level::Avx512, 6..) => x86::tile512::<6>,
+                (Level::Avx512, 4..) => x86::tile512::<4>,
+                (Level::Avx512, 3) => x86::tile512::<3>,
+                (Level::Avx512, 2) => x86::tile512::<2>,
+                (Level::Avx512, _) => x86::tile512::<1>,
+                (_, 3..) => x86::tile256::<3>,
+                (_, 2) => x86::tile256::<2>,
+                _ => x86::tile256::<1>,
+            };
+            let (ap, op) = (&a.data[r * a.row_stride], &mut out.data[r * out.row_stride]);
+            let (bp, add) = (b.data.as_ptr(), out.accumulate);
+            // SAFETY: the asserts above bound every access of rows r..rows, `bias` is null or 32
+            // elements, and `level` detected the features.
+            r += unsafe {
+                kernel(ap, a.row_stride, a.k_stride, bp, b.k_stride, k, op, out.row_stride, add, bias)
+            };
         }
-        #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => {
-            let (mut r, bias) = (0, out.bias.map_or(std::ptr::null(), |b| b.as_ptr()));
-            while r < rows {
-                let kernel = match rows - r {
-                    3.. => x86::tile256::<3>,
-                    2 => x86::tile256::<2>,
-                    _ => x86::tile256::<1>,
-                };
-                let (ap, op) = (&a.data[r * a.row_stride], &mut out.data[r * out.row_stride]);
-                // SAFETY: as above.
-                r += unsafe {
-                    kernel(
-                        ap,
-                        a.row_stride,
-                        a.k_stride,
-                        b.data.as_ptr(),
-                        b.k_stride,
-                        k,
-                        op,
-                        out.row_stride,
-                        out.accumulate,
-                        bias,
-                    )
-                };
-            }
-        }
-        Level::Portable => tile_portable(rows, a, b, k, out),
     }
 }
 

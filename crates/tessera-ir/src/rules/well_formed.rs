@@ -47,7 +47,7 @@ fn check_operand_counts(row: &OpRow, op: &Op) -> RuleResult<()> {
             return rule_error(&T0203, format!("operand `{k}` appears twice"));
         }
     }
-    match row.keyed.iter().find(|k| !k.optional && op.keyed_operand(k.name).is_none()) {
+    match row.keyed.iter().find(|k| !k.optional && !op.keyed.iter().any(|(name, _)| *name == k.name)) {
         Some(k) => rule_error(&T0203, format!("operand `{}=%…` is missing", k.name)),
         None => Ok(()),
     }

@@ -1,14 +1,24 @@
 //! Reference semantics of the ops that select, pad and compact rows.
 
 use tessera_ir::views;
+use tessera_mesh::Group;
 
 use super::{OpContext, TensorResult};
 use crate::Tensor;
+use crate::collectives::{no_group_error, take_shard};
 
 pub(super) fn take_rows(cx: &OpContext<'_>, v: &views::TakeRows) -> TensorResult {
     let (x, row, rows) = (cx.tensor(v.x)?, v.row, v.rows);
     x.slice(0, row as usize, rows as usize)
         .ok_or_else(|| format!("rows {rows} from {row} are outside {:?}", x.shape()))
+}
+
+pub(super) fn take_own_shard(cx: &OpContext<'_>, v: &views::TakeShard) -> TensorResult {
+    let group = cx.op.comm_group().filter(|g| *g != Group::World).ok_or("names no mesh axis")?;
+    let at = cx.mesh.group_position(cx.rank, group).ok_or_else(|| no_group_error(cx.mesh, group))?;
+    let (x, parts) = (cx.tensor(v.x)?, cx.mesh.group_size(group));
+    take_shard(x, v.dim, v.unit as usize, parts as usize, at as usize)
+        .ok_or_else(|| format!("dim {} of {:?} cannot be sharded in units of {}", v.dim, x.shape(), v.unit))
 }
 
 pub(super) fn pad_rows(cx: &OpContext<'_>, v: &views::Pad) -> TensorResult {
