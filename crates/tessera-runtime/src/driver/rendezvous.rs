@@ -301,7 +301,8 @@ fn greet_master(
     secure::tune_socket(&stream, UNREACHABLE_LIMIT).map_err(io)?;
     let own_address = stream.local_addr().map_err(io)?;
     let claim = spec.make_claim(ConnectionPurpose::Join, 0, 0, 0);
-    let leader = secure::connect_peer(stream, &spec.credentials, &claim, handshake_deadline())?;
+    let leader = secure::connect_peer(stream, &spec.credentials, &claim, handshake_deadline())
+        .map_err(|refusal| refusal.to_diagnostic())?;
     // Rank 0 reports any other mismatch, because it sees all ranks.
     if leader.claim.rank != 0 || leader.claim.purpose != ConnectionPurpose::Join {
         return Err(Diagnostic::error(

@@ -311,7 +311,8 @@ fn accept_rank(
     };
     secure::tune_socket(&stream, UNREACHABLE_LIMIT).map_err(broken)?;
     let until = handshake_deadline();
-    let mut proved = secure::accept_peer(stream, credentials, mine, until)?;
+    let mut proved =
+        secure::accept_peer(stream, credentials, mine, until).map_err(|refusal| refusal.to_diagnostic())?;
     if proved.claim.purpose != ConnectionPurpose::Join {
         return Err(broken(ErrorKind::InvalidData.into()));
     }

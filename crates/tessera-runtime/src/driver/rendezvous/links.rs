@@ -116,7 +116,8 @@ impl<'a> LinkOpener<'a> {
         let claim = self.spec.make_claim(ConnectionPurpose::Control, u32::MAX, 0, self.session);
         scope.spawn(move || {
             let _ = secure::tune_socket(&stream, UNREACHABLE_LIMIT);
-            let _ = sender.send(secure::accept_peer(stream, credentials, &claim, handshake_deadline()));
+            let proved = secure::accept_peer(stream, credentials, &claim, handshake_deadline());
+            let _ = sender.send(proved.map_err(|refusal| refusal.to_diagnostic()));
         });
     }
 
@@ -245,8 +246,8 @@ fn open_link(
     let stream =
         TcpStream::connect_timeout(&at, limit).map_err(|e| unreachable_peer(rank, &format!("{at}: {e}")))?;
     secure::tune_socket(&stream, UNREACHABLE_LIMIT).map_err(|e| unreachable_peer(rank, &e.to_string()))?;
-    let proved =
-        secure::connect_peer(stream, &spec.credentials, claim, handshake_deadline()).map_err(|d| vec![d])?;
+    let proved = secure::connect_peer(stream, &spec.credentials, claim, handshake_deadline())
+        .map_err(|refusal| vec![refusal.to_diagnostic()])?;
     if proved.claim.rank != rank || proved.claim.session != claim.session {
         let who = format!("claims to be {} of session {:016x}", proved.claim, proved.claim.session);
         return Err(unreachable_peer(rank, &format!("the process that listens at {at} {who}")));
