@@ -2,23 +2,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::Scope;
 use std::time::Duration;
 
 use tessera_base::{Diagnostic, Diagnostics};
 
+use super::connect::HandshakeRetries;
+use super::handshakes::{HandshakeOutcome, HandshakePool, RefusalTally};
 use super::messages::AddressTable;
-use super::{
-    RendezvousPeers, RendezvousSpec, UNREACHABLE_LIMIT, WaitLimit, format_ranks, handshake_deadline,
-};
+use super::{RendezvousPeers, RendezvousSpec, UNREACHABLE_LIMIT, WaitLimit, format_ranks};
 use crate::Digest;
 use crate::codes::T0758;
 use crate::driver::byte_stream::ByteStream;
 use crate::driver::secure::{self, AuthenticatedPeer, Claim, ConnectionPurpose};
 
-/// Maximum handshakes in progress; further connections wait in the listener's backlog.
-const MAX_HANDSHAKES: usize = 64;
+/// Handshakes whose outcome is taken before the wait is checked again.
+const OUTCOMES_PER_TURN: usize = 64;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 const DIRECT_REACH_HINT: &str =
     "ranks must reach each other directly: check the firewalls, or give an address with --bind";
@@ -41,30 +39,15 @@ pub(super) fn open_links(
 ) -> Result<OpenLinks, Diagnostics> {
     let (connects, to_accept): (Vec<LinkKey>, Vec<LinkKey>) =
         required_links(spec).into_iter().partition(|(.., r)| *r < spec.rank);
-    let (sender, handshakes) = channel();
+    // The peer's claim names the link that it wants; this side's claim is the same for every link.
+    let own_claim = spec.make_claim(ConnectionPurpose::Control, u32::MAX, 0, session);
+    let handshakes = HandshakePool::new(listener, spec.credentials.clone(), own_claim, |peer, _, _| Ok(peer));
+    let tally = RefusalTally::default();
     let open = OpenLinks(BTreeMap::new());
-    let mut opener = LinkOpener { spec, session, wait, to_accept, pending: 0, sender, handshakes, open };
-    let mut queue = connects.into_iter();
-    std::thread::scope(|scope| -> Result<(), Diagnostics> {
-        loop {
-            // The loop alternates between connecting and accepting, so that neither delays a peer's
-            // handshake.
-            let next = queue.next();
-            if let Some(link) = next {
-                opener.connect(link, table, master)?;
-            }
-            opener.accept_next(listener, scope);
-            opener.take_handshakes(note);
-            if next.is_none() && opener.to_accept.is_empty() {
-                return Ok(());
-            }
-            opener.check_wait()?;
-            if next.is_none() {
-                std::thread::sleep(POLL_INTERVAL);
-            }
-        }
-    })?;
-    Ok(opener.open)
+    let mut opener = LinkOpener { spec, session, wait, to_accept, handshakes, tally, open };
+    let opened = opener.open_all(connects, table, master, note);
+    opener.tally.summarize().into_iter().for_each(note);
+    opened.map(|()| opener.open)
 }
 
 /// The links of this rank while they are opened.
@@ -74,14 +57,38 @@ struct LinkOpener<'a> {
     wait: &'a WaitLimit<'a>,
     /// Links to higher ranks that these have not opened yet.
     to_accept: Vec<LinkKey>,
-    /// Number of accepted connections whose handshake is in progress.
-    pending: usize,
-    sender: Sender<Result<AuthenticatedPeer, Diagnostic>>,
-    handshakes: Receiver<Result<AuthenticatedPeer, Diagnostic>>,
+    handshakes: HandshakePool<'a, AuthenticatedPeer>,
+    tally: RefusalTally,
     open: OpenLinks,
 }
 
-impl<'a> LinkOpener<'a> {
+impl LinkOpener<'_> {
+    /// Opens all links. The loop alternates between connecting and accepting, so that neither
+    /// delays a peer's handshake.
+    fn open_all(
+        &mut self,
+        connects: Vec<LinkKey>,
+        table: &AddressTable,
+        master: SocketAddr,
+        note: &mut dyn FnMut(Diagnostic),
+    ) -> Result<(), Diagnostics> {
+        let mut queue = connects.into_iter();
+        loop {
+            let next = queue.next();
+            if let Some(link) = next {
+                self.connect(link, table, master)?;
+            }
+            self.accept_links(note);
+            if next.is_none() && self.to_accept.is_empty() {
+                return Ok(());
+            }
+            self.check_wait()?;
+            if next.is_none() {
+                std::thread::sleep(POLL_INTERVAL);
+            }
+        }
+    }
+
     /// Opens a link to a lower rank.
     fn connect(
         &mut self,
@@ -100,52 +107,36 @@ impl<'a> LinkOpener<'a> {
         Ok(())
     }
 
-    /// Accepts a waiting connection, if any, and starts its handshake on a thread of its own.
-    fn accept_next<'scope>(&mut self, listener: &TcpListener, scope: &'scope Scope<'scope, '_>)
-    where
-        'a: 'scope,
-    {
-        if self.pending >= MAX_HANDSHAKES || self.to_accept.is_empty() {
-            return;
-        }
-        let Ok((stream, _)) = listener.accept() else { return };
-        self.pending += 1;
-        let (sender, credentials) = (self.sender.clone(), &self.spec.credentials);
-        // The peer's claim names the link that it wants; this side's claim is the same for every
-        // link.
-        let claim = self.spec.make_claim(ConnectionPurpose::Control, u32::MAX, 0, self.session);
-        scope.spawn(move || {
-            let _ = secure::tune_socket(&stream, UNREACHABLE_LIMIT);
-            let proved = secure::accept_peer(stream, credentials, &claim, handshake_deadline());
-            let _ = sender.send(proved.map_err(|refusal| refusal.to_diagnostic()));
-        });
-    }
-
     /// Takes the connections whose handshake has ended. A failed one, or one for a link that the
     /// peer may not have, is closed and noted.
-    fn take_handshakes(&mut self, note: &mut dyn FnMut(Diagnostic)) {
-        while let Ok(proved) = self.handshakes.try_recv() {
-            self.pending -= 1;
-            match proved {
-                Ok(peer) => {
-                    let link = (peer.claim.purpose, peer.claim.communicator, peer.claim.rank);
-                    let wanted = self.to_accept.iter().position(|l| *l == link);
-                    match wanted.filter(|_| self.is_for_this_rank(&peer.claim)) {
-                        Some(i) => {
-                            self.to_accept.swap_remove(i);
-                            self.open.0.insert(link, peer.stream);
-                        }
-                        None => note(Diagnostic::warning(
-                            &T0758,
-                            format!(
-                                "{} requested a link that it may not have; the link was closed",
-                                peer.claim
-                            ),
-                        )),
-                    }
-                }
-                Err(d) => note(d),
+    fn accept_links(&mut self, note: &mut dyn FnMut(Diagnostic)) {
+        for _ in 0..OUTCOMES_PER_TURN {
+            if self.to_accept.is_empty() {
+                return;
             }
+            match self.handshakes.poll_next() {
+                None => return,
+                Some(HandshakeOutcome::Accepted(peer)) => self.keep_link(peer, note),
+                Some(HandshakeOutcome::Refused(refusal)) => {
+                    self.tally.count_refusal(refusal).into_iter().for_each(&mut *note);
+                }
+                Some(HandshakeOutcome::Failed(d)) => note(d),
+            }
+        }
+    }
+
+    fn keep_link(&mut self, peer: AuthenticatedPeer, note: &mut dyn FnMut(Diagnostic)) {
+        let link = (peer.claim.purpose, peer.claim.communicator, peer.claim.rank);
+        let wanted = self.to_accept.iter().position(|l| *l == link);
+        match wanted.filter(|_| self.is_for_this_rank(&peer.claim)) {
+            Some(i) => {
+                self.to_accept.swap_remove(i);
+                self.open.0.insert(link, peer.stream);
+            }
+            None => note(Diagnostic::warning(
+                &T0758,
+                format!("{} requested a link that it may not have; the link was closed", peer.claim),
+            )),
         }
     }
 
@@ -242,12 +233,23 @@ fn open_link(
     claim: &Claim,
     wait: &WaitLimit<'_>,
 ) -> Result<AuthenticatedPeer, Diagnostics> {
-    let limit = wait.time_left().clamp(Duration::from_millis(1), Duration::from_secs(10));
-    let stream =
-        TcpStream::connect_timeout(&at, limit).map_err(|e| unreachable_peer(rank, &format!("{at}: {e}")))?;
-    secure::tune_socket(&stream, UNREACHABLE_LIMIT).map_err(|e| unreachable_peer(rank, &e.to_string()))?;
-    let proved = secure::connect_peer(stream, &spec.credentials, claim, handshake_deadline())
-        .map_err(|refusal| vec![refusal.to_diagnostic()])?;
+    let mut retries = HandshakeRetries::default();
+    let proved = loop {
+        let limit = wait.time_left().clamp(Duration::from_millis(1), Duration::from_secs(10));
+        let stream = TcpStream::connect_timeout(&at, limit)
+            .map_err(|e| unreachable_peer(rank, &format!("{at}: {e}")))?;
+        secure::tune_socket(&stream, UNREACHABLE_LIMIT)
+            .map_err(|e| unreachable_peer(rank, &e.to_string()))?;
+        let refusal = match secure::connect_peer(stream, &spec.credentials, claim, wait.handshake_deadline())
+        {
+            Ok(proved) => break proved,
+            Err(refusal) => refusal,
+        };
+        let pause =
+            retries.next_pause(&refusal).filter(|_| !wait.time_left().is_zero() && !wait.is_stopped());
+        let pause = pause.ok_or_else(|| vec![refusal.to_diagnostic()])?;
+        std::thread::sleep(pause.min(wait.time_left()));
+    };
     if proved.claim.rank != rank || proved.claim.session != claim.session {
         let who = format!("claims to be {} of session {:016x}", proved.claim, proved.claim.session);
         return Err(unreachable_peer(rank, &format!("the process that listens at {at} {who}")));
