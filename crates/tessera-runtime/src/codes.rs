@@ -386,7 +386,9 @@ pub static T0756: Code = Code {
     page: "Every process of a run proves that it has the run's secret, or a certificate of the run's authority, \
 before the other side reads anything else from it. This peer did not: it was started with another secret file, its \
 certificate is not signed by the given authority, or it is a foreign process that found the port.\n\nNothing else that it \
-sent was read. Give every rank the same secret file, and check the clocks of the hosts if certificates are in use.",
+sent was read. Give every rank the same secret file, and check the clocks of the hosts if certificates are in use. A peer \
+that is slow or closes the connection may also be a rank that finds the port taken by other connections; it tries again. \
+Further refusals of the same kind are counted and reported as one number.",
 };
 
 pub static T0757: Code = Code {
