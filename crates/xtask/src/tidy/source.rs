@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
-use proc_macro2::{Span, TokenStream, TokenTree};
+use proc_macro2::{Delimiter, Ident, Span, TokenStream, TokenTree};
 use syn::visit::Visit;
 use syn::{Attribute, ImplItem, Item, ItemMod};
 
@@ -33,6 +33,16 @@ impl Source<'_> {
     /// Returns the name of the crate that contains the source.
     pub(super) fn crate_name(&self) -> &str {
         owning_crate(self.path).unwrap_or_default()
+    }
+
+    /// Iterates over what `find` returns for each token, given by its list and its index there.
+    pub(super) fn find_tokens<'s, T>(
+        &'s self,
+        find: impl Fn(&'s [TokenTree], usize) -> Option<T>,
+    ) -> impl Iterator<Item = T> {
+        self.token_lists
+            .iter()
+            .flat_map(move |list| (0..list.len()).filter_map(|i| find(list, i)).collect::<Vec<_>>())
     }
 
     /// Returns the number of lines that are not compiled for tests only.
@@ -79,6 +89,24 @@ pub(super) fn parse_sources<'t>(tree: &'t Tree, found: &mut Vec<Problem>) -> Vec
 /// Returns the line, from 1, at which a span begins.
 pub(super) fn first_line(span: Span) -> usize {
     span.start().line
+}
+
+/// Returns the word at an index of a list of tokens, or `None` for another token.
+pub(super) fn word(list: &[TokenTree], at: usize) -> Option<&Ident> {
+    match list.get(at)? {
+        TokenTree::Ident(name) => Some(name),
+        _ => None,
+    }
+}
+
+/// Returns whether the token at an index is this punctuation.
+pub(super) fn is_punct(list: &[TokenTree], at: usize, c: char) -> bool {
+    matches!(list.get(at), Some(TokenTree::Punct(p)) if p.as_char() == c)
+}
+
+/// Returns whether the token at an index is a group in these delimiters.
+pub(super) fn is_group(list: &[TokenTree], at: usize, delimiter: Delimiter) -> bool {
+    matches!(list.get(at), Some(TokenTree::Group(g)) if g.delimiter() == delimiter)
 }
 
 /// Returns the tokens outside of all delimiters and the contents of every delimited group, in the
