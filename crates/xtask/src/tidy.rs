@@ -7,13 +7,11 @@
 mod attr_lookups;
 mod codes;
 mod dependencies;
-mod exceptions;
 mod import_cycles;
 mod length;
 mod lints;
 mod manifest;
 mod manual;
-mod module_files;
 mod module_tree;
 mod page;
 mod source;
@@ -62,8 +60,7 @@ pub(crate) fn find_problems(tree: &Tree) -> Vec<Problem> {
     lints::check(tree, &sources, &table, &mut found);
     import_cycles::check(&sources, &mut found);
     attr_lookups::check(&sources, &mut found);
-    module_files::check(tree, &mut found);
-    length::check(&sources, long_code(tree, &mut found), &mut found);
+    length::check(&sources, &long_code(tree, &mut found), &mut found);
     codes::check(tree, &sources, &mut found);
     text::check(tree, &mut found);
     manual::check(tree, &mut found);

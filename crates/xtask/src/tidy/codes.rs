@@ -2,13 +2,13 @@
 //! listed by its crate.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::slice;
 
-use syn::spanned::Spanned;
-use syn::visit::Visit;
-use syn::{ExprStruct, Ident, ItemConst, LitStr, Member};
+use proc_macro2::TokenTree;
+use syn::LitStr;
 
 use super::Problem;
-use super::source::{Source, first_line};
+use super::source::{Source, first_line, is_punct, split_groups, word};
 use crate::tree::{Tree, owning_crate};
 
 /// Minimum number of sentences of a page: what is wrong, and what to do.
@@ -30,10 +30,14 @@ pub(super) fn check(tree: &Tree, sources: &[Source<'_>], found: &mut Vec<Problem
     let mut definitions = Vec::new();
     let mut listed: BTreeSet<(&str, String)> = BTreeSet::new();
     for s in &sources {
-        let mut finder = CodeFinder { source: s, definitions: Vec::new(), listed: BTreeSet::new() };
-        finder.visit_file(&s.syntax);
-        definitions.extend(finder.definitions);
-        listed.extend(finder.listed.into_iter().map(|id| (s.crate_name(), id)));
+        definitions.extend(s.find_tokens(definition).map(|(line, id, page)| Definition {
+            path: s.path,
+            line,
+            id,
+            page,
+            in_test: s.in_test(line),
+        }));
+        listed.extend(s.find_tokens(listed_names).flatten().map(|id| (s.crate_name(), id)));
     }
     let mut defined: BTreeMap<&str, &Definition<'_>> = BTreeMap::new();
     for d in definitions.iter().filter(|d| !d.in_test) {
@@ -80,61 +84,37 @@ fn report_unknown_ids(path: &str, text: &str, is_known: &dyn Fn(&str) -> bool, f
     }
 }
 
-/// Collects the definitions of codes and the contents of `CODES`.
-struct CodeFinder<'s, 'a> {
-    source: &'s Source<'a>,
-    definitions: Vec<Definition<'a>>,
-    listed: BTreeSet<String>,
+/// Returns line, id and page of the definition whose field `id` has its name at the token at `i`.
+fn definition(list: &[TokenTree], i: usize) -> Option<(usize, String, String)> {
+    let id = field_text(list, i, "id")?;
+    let page = (0..list.len()).find_map(|at| field_text(list, at, "page"))?;
+    let is_code = find_ids(&id).any(|found| found == (0, id.as_str()));
+    is_code.then(|| (first_line(list[i].span()), id, page))
 }
 
-impl<'ast> Visit<'ast> for CodeFinder<'_, '_> {
-    fn visit_expr_struct(&mut self, i: &'ast ExprStruct) {
-        let field = |name: &str| {
-            let field = i.fields.iter().find(|f| matches!(&f.member, Member::Named(n) if n == name))?;
-            let mut literals = Literals::default();
-            literals.visit_expr(&field.expr);
-            Some(literals.text)
-        };
-        if let (Some(id), Some(page)) = (field("id"), field("page"))
-            && find_ids(&id).next() == Some((0, id.as_str()))
-        {
-            let line = first_line(i.span());
-            let in_test = self.source.in_test(line);
-            self.definitions.push(Definition { path: self.source.path, line, id, page, in_test });
-        }
-        syn::visit::visit_expr_struct(self, i);
-    }
-
-    fn visit_item_const(&mut self, i: &'ast ItemConst) {
-        if i.ident == "CODES" {
-            let mut names = Names::default();
-            names.visit_expr(&i.expr);
-            self.listed.extend(names.0);
-        }
-        syn::visit::visit_item_const(self, i);
-    }
+/// Returns the contents of all string literals in the value of the field with the name at the token
+/// at `i`, or `None` if no field of this name stands there.
+fn field_text(list: &[TokenTree], i: usize, name: &str) -> Option<String> {
+    let is_field = word(list, i).is_some_and(|n| n == name) && is_punct(list, i + 1, ':');
+    let value = is_field.then(|| list[i + 2..].split(|t| is_punct(slice::from_ref(t), 0, ',')).next())??;
+    let literals = all_tokens(value).into_iter().filter_map(|token| match token {
+        TokenTree::Literal(literal) => syn::parse_str::<LitStr>(&literal.to_string()).ok(),
+        _ => None,
+    });
+    Some(literals.map(|literal| literal.value()).collect())
 }
 
-/// All identifiers of an expression.
-#[derive(Default)]
-struct Names(BTreeSet<String>);
-
-impl<'ast> Visit<'ast> for Names {
-    fn visit_ident(&mut self, name: &'ast Ident) {
-        self.0.insert(name.to_string());
-    }
+/// Returns the names in the value of the constant `CODES` whose name is the token at `i`.
+fn listed_names(list: &[TokenTree], i: usize) -> Option<Vec<String>> {
+    let is_constant = i > 0 && word(list, i - 1)? == "const" && word(list, i)? == "CODES";
+    let item = is_constant.then(|| list[i..].split(|t| is_punct(slice::from_ref(t), 0, ';')).next())??;
+    let names = all_tokens(item).into_iter().filter(|token| matches!(token, TokenTree::Ident(_)));
+    Some(names.map(|name| name.to_string()).collect())
 }
 
-/// The contents of all string literals of an expression.
-#[derive(Default)]
-struct Literals {
-    text: String,
-}
-
-impl<'ast> Visit<'ast> for Literals {
-    fn visit_lit_str(&mut self, literal: &'ast LitStr) {
-        self.text.push_str(&literal.value());
-    }
+/// Returns tokens and the contents of their groups.
+fn all_tokens(tokens: &[TokenTree]) -> Vec<TokenTree> {
+    split_groups(tokens.iter().cloned().collect()).concat()
 }
 
 /// Finds every code id (`T` and four digits, as a whole word) with its offset.
