@@ -32,16 +32,15 @@ pub fn parse_video_pins(text: &str) -> Result<VideoPins, Diagnostics> {
                 count.is_some()
             }
             "strategy" => {
-                out.strategy =
-                    [Strategy::Ulysses, Strategy::Megatron].into_iter().find(|s| s.name() == value);
+                out.strategy = Strategy::from_name(value);
                 out.strategy.is_some()
             }
             "topology" => {
-                out.topology = Topology::ALL.into_iter().find(|t| t.name() == value);
+                out.topology = Topology::from_name(value);
                 out.topology.is_some()
             }
             "decode" => {
-                out.decode = DecodePlacement::ALL.into_iter().find(|d| d.name() == value);
+                out.decode = DecodePlacement::from_name(value);
                 out.decode.is_some()
             }
             _ => false,

@@ -1,26 +1,28 @@
-//! Checks the diagnostic codes: each is defined once, has an explain page of some length, and is
-//! listed by its crate.
+//! Checks the diagnostic codes: each is defined once, by the macro `codes!`, and has an explain page
+//! of some length.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::slice;
+use std::collections::BTreeMap;
 
-use proc_macro2::TokenTree;
-use syn::LitStr;
+use syn::parse::{Parse, ParseStream};
+use syn::spanned::Spanned;
+use syn::visit::Visit;
+use syn::{ExprStruct, Ident, LitStr, Macro, Member, Token};
 
 use super::Problem;
-use super::source::{Source, first_line, is_punct, split_groups, word};
-use crate::tree::{Tree, owning_crate};
+use super::source::{Source, first_line};
+use crate::tree::Tree;
 
 /// Minimum number of sentences of a page: what is wrong, and what to do.
 const MIN_SENTENCES: usize = 2;
 
-/// One `Code { id: …, page: … }` of a source.
+/// One code that a source defines: in `codes!`, or as `Code { id: …, page: … }`.
 struct Definition<'a> {
     path: &'a str,
     line: usize,
     id: String,
     page: String,
     in_test: bool,
+    in_macro: bool,
 }
 
 /// Checks all definitions and all mentions of codes, in sources and pages.
@@ -28,16 +30,10 @@ pub(super) fn check(tree: &Tree, sources: &[Source<'_>], found: &mut Vec<Problem
     // The codes in this crate are examples.
     let sources: Vec<&Source<'_>> = sources.iter().filter(|s| s.crate_name() != "xtask").collect();
     let mut definitions = Vec::new();
-    let mut listed: BTreeSet<(&str, String)> = BTreeSet::new();
     for s in &sources {
-        definitions.extend(s.find_tokens(definition).map(|(line, id, page)| Definition {
-            path: s.path,
-            line,
-            id,
-            page,
-            in_test: s.in_test(line),
-        }));
-        listed.extend(s.find_tokens(listed_names).flatten().map(|id| (s.crate_name(), id)));
+        let mut finder = CodeFinder { source: s, definitions: Vec::new() };
+        finder.visit_file(&s.syntax);
+        definitions.extend(finder.definitions);
     }
     let mut defined: BTreeMap<&str, &Definition<'_>> = BTreeMap::new();
     for d in definitions.iter().filter(|d| !d.in_test) {
@@ -47,7 +43,7 @@ pub(super) fn check(tree: &Tree, sources: &[Source<'_>], found: &mut Vec<Problem
             found.push(Problem::new(d.path, d.line, message));
             continue;
         }
-        check_definition(d, &listed, found);
+        check_definition(d, found);
         defined.insert(&d.id, d);
     }
     let is_known_to_code = |id: &str| definitions.iter().any(|d| d.id == id);
@@ -59,8 +55,8 @@ pub(super) fn check(tree: &Tree, sources: &[Source<'_>], found: &mut Vec<Problem
     }
 }
 
-/// Checks the length of a code's page, and that its crate lists the code.
-fn check_definition(d: &Definition<'_>, listed: &BTreeSet<(&str, String)>, found: &mut Vec<Problem>) {
+/// Checks the length of a code's page, and that `codes!` defines the code and lists it.
+fn check_definition(d: &Definition<'_>, found: &mut Vec<Problem>) {
     let mut report = |message| found.push(Problem::new(d.path, d.line, message));
     let sentences = d.page.split_inclusive(['.', '!', '?']).filter(|s| ends_sentence(s)).count();
     if sentences < MIN_SENTENCES {
@@ -69,9 +65,8 @@ fn check_definition(d: &Definition<'_>, listed: &BTreeSet<(&str, String)>, found
             d.id
         ));
     }
-    let owner = owning_crate(d.path).unwrap_or_default();
-    if !listed.contains(&(owner, d.id.clone())) {
-        report(format!("list {} in the CODES of `{owner}`", d.id));
+    if !d.in_macro {
+        report(format!("define {} in `codes!`, which lists it", d.id));
     }
 }
 
@@ -84,37 +79,74 @@ fn report_unknown_ids(path: &str, text: &str, is_known: &dyn Fn(&str) -> bool, f
     }
 }
 
-/// Returns line, id and page of the definition whose field `id` has its name at the token at `i`.
-fn definition(list: &[TokenTree], i: usize) -> Option<(usize, String, String)> {
-    let id = field_text(list, i, "id")?;
-    let page = (0..list.len()).find_map(|at| field_text(list, at, "page"))?;
-    let is_code = find_ids(&id).any(|found| found == (0, id.as_str()));
-    is_code.then(|| (first_line(list[i].span()), id, page))
+/// Collects the definitions of codes.
+struct CodeFinder<'s, 'a> {
+    source: &'s Source<'a>,
+    definitions: Vec<Definition<'a>>,
 }
 
-/// Returns the contents of all string literals in the value of the field with the name at the token
-/// at `i`, or `None` if no field of this name stands there.
-fn field_text(list: &[TokenTree], i: usize, name: &str) -> Option<String> {
-    let is_field = word(list, i).is_some_and(|n| n == name) && is_punct(list, i + 1, ':');
-    let value = is_field.then(|| list[i + 2..].split(|t| is_punct(slice::from_ref(t), 0, ',')).next())??;
-    let literals = all_tokens(value).into_iter().filter_map(|token| match token {
-        TokenTree::Literal(literal) => syn::parse_str::<LitStr>(&literal.to_string()).ok(),
-        _ => None,
-    });
-    Some(literals.map(|literal| literal.value()).collect())
+impl CodeFinder<'_, '_> {
+    fn push_definition(&mut self, line: usize, id: String, page: String, in_macro: bool) {
+        let in_test = self.source.in_test(line);
+        self.definitions.push(Definition { path: self.source.path, line, id, page, in_test, in_macro });
+    }
 }
 
-/// Returns the names in the value of the constant `CODES` whose name is the token at `i`.
-fn listed_names(list: &[TokenTree], i: usize) -> Option<Vec<String>> {
-    let is_constant = i > 0 && word(list, i - 1)? == "const" && word(list, i)? == "CODES";
-    let item = is_constant.then(|| list[i..].split(|t| is_punct(slice::from_ref(t), 0, ';')).next())??;
-    let names = all_tokens(item).into_iter().filter(|token| matches!(token, TokenTree::Ident(_)));
-    Some(names.map(|name| name.to_string()).collect())
+impl<'ast> Visit<'ast> for CodeFinder<'_, '_> {
+    fn visit_expr_struct(&mut self, i: &'ast ExprStruct) {
+        let field = |name: &str| {
+            let field = i.fields.iter().find(|f| matches!(&f.member, Member::Named(n) if n == name))?;
+            let mut literals = Literals::default();
+            literals.visit_expr(&field.expr);
+            Some(literals.text)
+        };
+        if let (Some(id), Some(page)) = (field("id"), field("page"))
+            && find_ids(&id).next() == Some((0, id.as_str()))
+        {
+            self.push_definition(first_line(i.span()), id, page, false);
+        }
+        syn::visit::visit_expr_struct(self, i);
+    }
+
+    fn visit_macro(&mut self, i: &'ast Macro) {
+        if i.path.segments.last().is_some_and(|s| s.ident == "codes")
+            && let Ok(list) = i.parse_body::<CodeList>()
+        {
+            for (id, page) in list.0 {
+                self.push_definition(first_line(id.span()), id.to_string(), page.value(), true);
+            }
+        }
+    }
 }
 
-/// Returns tokens and the contents of their groups.
-fn all_tokens(tokens: &[TokenTree]) -> Vec<TokenTree> {
-    split_groups(tokens.iter().cloned().collect()).concat()
+/// The ids and pages in the body of `codes!`.
+struct CodeList(Vec<(Ident, LitStr)>);
+
+impl Parse for CodeList {
+    fn parse(input: ParseStream<'_>) -> syn::Result<CodeList> {
+        let mut list = Vec::new();
+        while !input.is_empty() {
+            let id = input.parse()?;
+            input.parse::<Token![:]>()?;
+            input.parse::<LitStr>()?;
+            input.parse::<Token![,]>()?;
+            list.push((id, input.parse()?));
+            input.parse::<Token![;]>()?;
+        }
+        Ok(CodeList(list))
+    }
+}
+
+/// The contents of all string literals of an expression.
+#[derive(Default)]
+struct Literals {
+    text: String,
+}
+
+impl<'ast> Visit<'ast> for Literals {
+    fn visit_lit_str(&mut self, literal: &'ast LitStr) {
+        self.text.push_str(&literal.value());
+    }
 }
 
 /// Finds every code id (`T` and four digits, as a whole word) with its offset.
@@ -146,28 +178,21 @@ mod tests {
         found.into_iter().map(|p| p.message).collect()
     }
 
-    const PAGE: &str = "page: \"It is wrong here. Do this instead.\" };\n";
-
     #[test]
     fn a_correct_code_passes() {
-        let text = format!(
-            "pub const CODES: &[&Code] = &[&x::T0101];\nstatic T0101: Code = Code {{ id: \"T0101\", title: \"t\", {PAGE}"
-        );
-        assert_eq!(problems(&text), Vec::<String>::new());
+        let text = "x::codes! { T0101: \"t\", \"It is wrong here. Do this instead.\"; }\n";
+        assert_eq!(problems(text), Vec::<String>::new());
     }
 
     #[test]
     fn every_mistake_is_reported() {
-        let text = format!(
-            "pub const CODES: &[&Code] = &[&x::T0101];\n\
-static T0101: Code = Code {{ id: \"T0101\", title: \"t\", {PAGE}\
-static T0102: Code = Code {{ id: \"T0102\", title: \"t\", page: \"It is wrong.\" }};\n\
-static B: Code = Code {{ id: \"T0101\", title: \"t\", {PAGE}// see T0103\n"
-        );
-        let found = problems(&text);
+        let text = "codes! {\n T0101: \"t\", \"It is wrong here. Do this instead.\";\n T0102: \"t\", \"It is wrong.\";\n}\n\
+static B: Code = Code { id: \"T0104\", title: \"t\", page: \"It is wrong here. Do this instead.\" };\n\
+codes! { T0101: \"t\", \"It is wrong here. Do this instead.\"; }\n// see T0103\n";
+        let found = problems(text);
         assert_eq!(found.len(), 4, "{found:?}");
         assert!(found[0].contains("has 1 sentence(s)"));
-        assert!(found[1].contains("list T0102"));
+        assert!(found[1].contains("define T0104 in `codes!`"));
         assert!(found[2].contains("T0101 is also defined at crates/a/src/lib.rs:2"));
         assert!(found[3].contains("code T0103 is not defined"));
     }
