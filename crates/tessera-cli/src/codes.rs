@@ -26,12 +26,12 @@ folder also needs the weights as safetensors. models/demo is such a folder of th
 With --plan, the plan names the model.",
 };
 
-/// The code given to `tessera explain` does not exist in this build.
+/// The question given to `tessera explain` names nothing that this build knows.
 pub static T0032: Code = Code {
     id: "T0032",
-    title: "unknown code",
-    page: "Every diagnostic has a code such as T0301, and `tessera explain` without a code lists the codes of this build. A \
-code of another version may have been retired; an id is never reused.",
+    title: "unknown code or name",
+    page: "`tessera explain` knows codes such as T0301, rules such as D-03, drills, pages of the manual, and symptoms in plain \
+words; without a question it lists them. A code or rule of another version may have been retired; an id is never reused.",
 };
 
 /// Standard output cannot be written.
