@@ -14,9 +14,9 @@ Name a video model by its folder, which has a config.json and a stream.toml. To 
 folder also needs the weights as safetensors. models/demo is such a folder of this project. \
 With --plan, the plan names the model.";
 
-    T0032: "unknown code",
-    "Every diagnostic has a code such as T0301, and `tessera explain` without a code lists the codes of this build. A \
-code of another version may have been retired; an id is never reused.";
+    T0032: "unknown code or name",
+    "`tessera explain` knows codes such as T0301, rules such as D-03, drills, pages of the manual, and symptoms in plain \
+ words; without a question it lists them. A code or rule of another version may have been retired; an id is never reused.";
 
     T0033: "standard output cannot be written",
     "The output of the subcommand could not be written to standard output, usually because it is redirected to a \

@@ -102,6 +102,7 @@ mod tests {
     use super::*;
     use crate::timeline::tests::sample;
 
+    // proves: O-12
     #[test]
     fn the_score_of_known_cases() {
         assert_eq!(overlap_score(200, 800, 1000), 0.0, "sequential");

@@ -14,6 +14,7 @@ mod manifest;
 mod manual;
 mod module_tree;
 mod page;
+mod rules;
 mod source;
 mod text;
 mod unsafe_code;
@@ -22,6 +23,8 @@ mod vocabulary;
 use std::fmt;
 
 use crate::tree::Tree;
+pub(crate) use rules::generated_files;
+
 use page::{CrateRow, crate_rows, long_code, unsafe_files};
 
 /// A violation of a rule, printed as `path:line: message`.
@@ -64,6 +67,7 @@ pub(crate) fn find_problems(tree: &Tree) -> Vec<Problem> {
     codes::check(tree, &sources, &mut found);
     text::check(tree, &mut found);
     manual::check(tree, &mut found);
+    rules::check(tree, &mut found);
     vocabulary::check(tree, &mut found);
     found.sort();
     found.dedup();

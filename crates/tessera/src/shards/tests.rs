@@ -164,6 +164,7 @@ impl WeightSource for AlwaysRank0 {
     }
 }
 
+// proves: D-14
 #[test]
 fn a_loader_that_gives_every_rank_shard_0_is_detected() {
     let plan = demo_plan("tp=2", Strategy::Megatron);
@@ -236,6 +237,7 @@ fn rehash_until_result(
     (1..10_000).find_map(|call| shards.rehash(cpu, call_ns, 0).map(|said| (call, said))).unwrap()
 }
 
+// proves: D-03
 #[test]
 fn a_weight_changed_in_memory_is_detected_within_a_round() {
     let plan = demo_plan("tp=2", Strategy::Megatron);
