@@ -23,7 +23,8 @@ With --plan, the plan names the model.";
 file on a full disk. The work itself was done, and a folder given by --out exists. Redirect the output to another place and run \
 the subcommand again with another --out.";
 
-    T0038: "unknown drill",
+    T0038: "unknown drill, or a self-test of a measurement",
     "`tessera drill --list` prints the drills of this build, with the code, rank and place that each failure must \
-report. Give one id or several; without an id, all drills run.";
+report. Give one id or several; without an id, all drills run. A self-test disables the check that a drill tests, so it takes \
+no measurement, such as depth-sweep.";
 }

@@ -65,7 +65,7 @@ number of ranks.";
 
     T0049: "this build measures only CPUs",
     "`tessera measure` measures CPUs only, although `tessera stream` also runs on GPUs. \
-It rejects --device gpu, because figures that nobody measured would look like measurements. To \
+It rejects --device cuda, because figures that nobody measured would look like measurements. To \
 plan for GPUs, name a cluster of the catalog, as in `tessera plan --cluster hgx-h200`; each of \
 its figures names its source. To measure the CPU, omit --device.";
 

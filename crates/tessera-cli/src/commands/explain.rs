@@ -7,7 +7,7 @@ mod render;
 
 use tessera_base::{Code, Diagnostic, Registry};
 
-use crate::output::{CliError, CliResult, OutputFormat, format_table, full_registry, write_stdout};
+use crate::output::{CliError, CliResult, OutputFormat, format_pairs, full_registry, write_stdout};
 use library::{Library, PAGES};
 use lookup::find_topics;
 use render::Sources;
@@ -59,7 +59,7 @@ pub struct Args {
 
 /// Prints the explanation of a question.
 pub fn run(args: &Args) -> CliResult {
-    let text = answer(args).map_err(|d| CliError::usage(vec![d]))?;
+    let text = answer(args).map_err(CliError::usage)?;
     write_stdout(&text)?;
     Ok(0)
 }
@@ -96,13 +96,10 @@ fn code_area(code: &Code) -> &'static str {
 fn list_codes(registry: &Registry) -> String {
     let mut out = String::new();
     for (prefix, area) in CODE_AREAS {
-        let rows: Vec<Vec<String>> = registry
-            .iter()
-            .filter(|c| c.id.starts_with(prefix))
-            .map(|c| vec![c.id.to_string(), c.title.to_string()])
-            .collect();
+        let codes = registry.iter().filter(|c| c.id.starts_with(prefix)).map(|c| (c.id, c.title));
+        let rows = format_pairs(codes);
         if !rows.is_empty() {
-            out += &format!("{prefix}xx: {area}\n{}", format_table(&rows, &[false, false]));
+            out += &format!("{prefix}xx: {area}\n{rows}");
         }
     }
     out
@@ -110,17 +107,14 @@ fn list_codes(registry: &Registry) -> String {
 
 /// Lists the pages, and each symptom with the first words that find it.
 fn list_topics(library: &Library) -> String {
-    let pages: Vec<Vec<String>> =
-        PAGES.iter().map(|p| vec![p.name.to_string(), p.title().to_string()]).collect();
-    let symptoms: Vec<Vec<String>> = library
+    let symptoms = library
         .symptoms
         .iter()
-        .map(|s| vec![s.words.first().cloned().unwrap_or_default(), s.title.clone()])
-        .collect();
+        .map(|s| (s.words.first().map(String::as_str).unwrap_or_default(), s.title.as_str()));
     format!(
         "Pages\n{}Symptoms\n{}\n`tessera explain NAME` explains a code, a rule, a drill, a page or a symptom.\n",
-        format_table(&pages, &[false, false]),
-        format_table(&symptoms, &[false, false])
+        format_pairs(PAGES.iter().map(|p| (p.name, p.title()))),
+        format_pairs(symptoms)
     )
 }
 

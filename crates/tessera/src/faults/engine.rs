@@ -95,13 +95,9 @@ impl Engine for DrillEngine {
         if self.fires_now(DrillFault::MutatedWeight) {
             self.mutate_weight();
         }
-        for fault in [
-            DrillFault::ConditionalCollective,
-            DrillFault::AdHocBroadcast,
-            DrillFault::WrongGroup,
-            DrillFault::WrongShape,
-        ] {
-            self.fires_now(fault);
+        // A changed program first acts in this call, which the limit of the drill counts from.
+        if self.in_armed_call && self.injector.changes_programs() {
+            self.injector.mark_fired();
         }
         self.inner.begin_call(call);
     }
