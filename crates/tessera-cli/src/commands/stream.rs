@@ -184,14 +184,13 @@ const DEVICES: &[(&str, RunDevice, &str)] = &[
 
 /// Streams a plan on this host, or as one rank of a run that is started externally.
 pub fn run(args: &Args) -> CliResult {
-    stream_plan(args).map_err(CliError::into_usage_if_invalid)
-}
-
-fn stream_plan(args: &Args) -> CliResult {
     let changes = parse_changes(args)?;
     args.simulated.check_device(args.device)?;
     let (model, plan) = match &args.plan {
-        None => args.mapping.open_and_plan(args.model.as_deref(), None)?,
+        None => {
+            let planned = args.mapping.open_and_plan(args.model.as_deref(), None);
+            planned.map_err(CliError::into_usage_if_invalid)?
+        }
         Some(folder) => {
             if let Some(option) = args.mapping.given_flags(&MappingUse::ALL).first() {
                 return Err(plan_conflict_error(option));
