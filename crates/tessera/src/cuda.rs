@@ -57,6 +57,22 @@ impl GpuRankConfig {
         let cuda = open_cuda(&gpus, sealed, rank, device, &self.communicator_ids, collective_timeout)?;
         Ok((cuda, parity_values(&gpus, device)))
     }
+
+    /// Opens a backend without communicators on the device of a rank, which runs each program once.
+    ///
+    /// # Errors
+    /// The errors of [`open_cuda`].
+    pub(crate) fn open_probe_backend(
+        &self,
+        mesh: &Mesh,
+        rank: Rank,
+        placement: MeshRank,
+        timeout: Duration,
+    ) -> Result<CudaBackend, Diagnostic> {
+        let device = device_index(mesh, self.first_rank_of_host, rank);
+        let options = CudaOptions { use_graphs: false, ..backend_options(device, timeout)? };
+        CudaBackend::open(&GpuDiscovery::discover().libraries, placement, Vec::new(), options)
+    }
 }
 
 /// Returns the index of a rank's visible device, which is the rank's position among the mesh ranks
@@ -94,7 +110,12 @@ pub fn open_cuda(
     collective_timeout: Duration,
 ) -> Result<CudaBackend, Diagnostic> {
     let seat = MeshRank { mesh: *sealed.mesh(), rank };
-    let options = CudaOptions {
+    let options = backend_options(device, collective_timeout)?;
+    CudaBackend::open(&gpus.libraries, seat, communicator_members(sealed, rank, ids)?, options)
+}
+
+fn backend_options(device: u32, collective_timeout: Duration) -> Result<CudaOptions, Diagnostic> {
+    Ok(CudaOptions {
         device_index: device,
         kernel_cache: open_kernel_cache(),
         peer_timeout: collective_timeout,
@@ -102,8 +123,7 @@ pub fn open_cuda(
         host_id: host_id(),
         use_graphs: true,
         masked_features: masked_features()?,
-    };
-    CudaBackend::open(&gpus.libraries, seat, communicator_members(sealed, rank, ids)?, options)
+    })
 }
 
 fn communicator_members(

@@ -28,6 +28,7 @@ use crate::plan::Plan;
 use crate::rank::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, run_as_leader, run_follower};
 use crate::rank_config::RankConfig;
 use crate::run_dir_writer::{close_run, write_run_dir};
+use crate::run_settings::build_id;
 use crate::stream::{self, ProgressTally};
 use crate::stream_options::{ChunkProgress, RunDevice, StreamOptions, StreamReport};
 
@@ -290,7 +291,7 @@ fn build_rendezvous(
         topology: plan.control_topology(),
         communicators: communicators::member_ranks(&specs),
         parity_values: vec![
-            ("build".into(), format!("tessera {}", env!("CARGO_PKG_VERSION"))),
+            ("build".into(), build_id()),
             ("wire version".into(), tessera_runtime::wire::WIRE_VERSION.to_string()),
             ("plan digest".into(), plan.sealed.digest_hex()),
             ("topology".into(), plan.mapping.topology.name().into()),
