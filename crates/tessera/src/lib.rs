@@ -22,6 +22,7 @@ pub mod environment;
 pub mod faults;
 pub mod files;
 pub mod flight;
+pub mod gpu_placement;
 pub mod gpus;
 mod html_writer;
 pub mod join;

@@ -279,7 +279,7 @@ fn probe_kernels(
             run_probes(probes, &mut cpu, modify)
         }
         Some(on) => {
-            let mut cuda = on.open_probe_backend(plan.sealed.mesh(), rank, place, COLLECTIVE_PATIENCE)?;
+            let mut cuda = on.open_probe_backend(&plan.sealed, rank, place, COLLECTIVE_PATIENCE)?;
             run_probes(probes, &mut cuda, modify)
         }
     }
