@@ -231,6 +231,32 @@ fn mismatched_ranks_are_rejected_before_anything_is_written() {
     assert!(!world.out_dir().exists());
 }
 
+// proves: D-17, D-18
+#[test]
+fn ranks_of_two_builds_or_two_environments_do_not_run_together() {
+    let mesh = ["--mesh", "tp=2", "--chunks", "2"];
+    let both_say = |world: &DistributedRun, prefix: &[&str], words: &[&str]| {
+        let secret = world.dir.path().join("secret");
+        let one = world.start_rank_with_prefix(prefix, 1, secret.to_str().unwrap(), &mesh);
+        for o in wait_for_all(vec![world.start_rank(0, &mesh), one]) {
+            let said = to_text(&o.stdout) + &to_text(&o.stderr);
+            assert_eq!(o.status.code(), Some(13), "{said}");
+            assert!(words.iter().all(|w| said.contains(w)), "{words:?} in {said}");
+        }
+    };
+    // A build with other bytes and the same version.
+    let world = DistributedRun::new(2);
+    let other = world.dir.path().join("tessera");
+    let mut bytes = fs::read(env!("CARGO_BIN_EXE_tessera")).unwrap();
+    bytes.push(0);
+    fs::write(&other, bytes).unwrap();
+    fs::set_permissions(&other, fs::Permissions::from_mode(0o755)).unwrap();
+    let script = format!("exec {} \"$@\"", other.display());
+    both_say(&world, &["sh", "-c", &script], &["T0740", "`build`", "rank 0", "rank 1"]);
+    let words = ["T0740", "environment: NCCL_ALGO", "not set on rank 0", "`Ring` on rank 1"];
+    both_say(&DistributedRun::new(2), &["env", "NCCL_ALGO=Ring"], &words);
+}
+
 /// Kills one rank while all ranks stream, and returns the time until the others have ended, with
 /// their outputs.
 fn kill_rank(size: u32, which: u32, more: &[&str]) -> (Duration, Vec<Output>) {

@@ -24,6 +24,8 @@ const MAX_LINKS: u32 = 36;
 pub struct Gpu {
     /// Model name that the driver reports.
     pub name: String,
+    /// Unique id of the GPU, as `nvidia-smi -L` prints it: `GPU-` and 32 hex digits in five groups.
+    pub uuid: String,
     /// PCI bus id, for example `0000:1B:00.0`.
     pub pci_bus_id: String,
     /// Total device memory that the driver reports, whether free or in use.
@@ -79,6 +81,7 @@ fn query_driver(libraries: &Libraries) -> Result<Devices, DriverError> {
         let bus = pci_bus_id(*d)?;
         out.gpus.push(Gpu {
             name: device::get_name(*d)?,
+            uuid: format_uuid(device::get_uuid(*d)?.bytes.map(|b| b as u8)),
             // SAFETY: the driver is initialised and returned this device.
             memory: Bytes(unsafe { device::total_mem(*d) }? as u64),
             multiprocessors: device_attribute(*d, Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
@@ -123,6 +126,11 @@ fn pci_bus_id(d: CUdevice) -> Result<String, DriverError> {
         .result()?;
     let end = text.iter().position(|b| *b == 0).unwrap_or(text.len());
     Ok(String::from_utf8_lossy(&text[..end]).into_owned())
+}
+
+fn format_uuid(bytes: [u8; 16]) -> String {
+    let hex: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
+    format!("GPU-{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
 /// Returns NVML's handle of a GPU.

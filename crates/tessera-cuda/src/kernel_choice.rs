@@ -167,6 +167,7 @@ mod tests {
     fn the_description_names_the_reason_of_a_fallback() {
         let gpu = |capability| Gpu {
             name: "a GPU".into(),
+            uuid: String::new(),
             pci_bus_id: "0000:00:00.0".into(),
             memory: tessera_base::Bytes(1 << 30),
             multiprocessors: 132,

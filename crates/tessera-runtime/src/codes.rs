@@ -282,4 +282,18 @@ prints the reason on its own terminal.";
 digest differs from the digest of what the leader sent. The call was not committed, so nothing ran on the wrong inputs.\n\nThe \
 bytes changed between the leader's memory and the rank's memory, and their checksums were computed after the change. The \
 cause is faulty memory, or a program in between that re-encodes messages.";
+
+    T0775: "a kernel computes other numbers on one rank",
+    "Before the first call every rank runs each kernel of its programs on the same fixed inputs and reports a digest of the \
+result. The digest of one kernel differs, so the ranks would compute different numbers under one plan and one build. The message \
+names the op with its types and attributes, and each digest with the ranks that found it.\n\n\
+The ranks have different hardware, drivers or GPU libraries, or a processor or a GPU is faulty. Compare `tessera doctor` on both \
+hosts, and run without the rank that differs from the majority.";
+
+    T0776: "the GPU that the plan gives a rank is not there",
+    "The rank map of the plan (`[devices] order` of the mapping) names the GPU of every rank, by UUID, by PCI bus id or by number. \
+The host of this rank shows no such GPU, or the names of two of its ranks mean the same one. The run ended before it used any \
+GPU.\n\n\
+The message names the rank and the GPU, and lists the GPUs that the host shows. A GPU that CUDA_VISIBLE_DEVICES hides is not \
+shown. `tessera plan --launch-table` prints the GPU of every rank on this host.";
 }

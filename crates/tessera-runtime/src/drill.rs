@@ -114,6 +114,8 @@ faults! {
     CapturedOnOne "captured-on-one",
     /// One rank announces that its backend is the reference kernels of the CPU.
     EffectiveBackend "effective-backend",
+    /// The normalisations of one rank add another epsilon.
+    OtherKernel "other-kernel",
     /// A rank skips one program of the warm-up.
     SkippedWarmUp "skipped-warm-up",
     /// A rank runs a program for the first time after the warm-up.

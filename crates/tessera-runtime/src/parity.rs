@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use tessera_base::Code;
 
 use crate::Digest;
-use crate::codes::{T0740, T0757};
+use crate::codes::{T0740, T0757, T0775};
 use crate::program_index::ProgramIndex;
 use crate::tripwire::Tripwires;
 use crate::wire::{ENVELOPE_FIELDS, WIRE_VERSION};
@@ -20,6 +20,8 @@ pub enum ParityClass {
     InEnvelope,
     /// Recorded; a difference is reported and the run continues.
     BestEffort,
+    /// Compared at the hello among the ranks that report the key; a difference ends the run.
+    AtInitIfReported,
 }
 
 impl ParityClass {
@@ -30,14 +32,22 @@ impl ParityClass {
             ParityClass::AtInit => "at init",
             ParityClass::InEnvelope => "in envelope",
             ParityClass::BestEffort => "best effort",
+            ParityClass::AtInitIfReported => "at init, if reported",
         }
+    }
+
+    /// Returns whether a difference found at the hello ends the run.
+    #[must_use]
+    pub fn ends_run(self) -> bool {
+        matches!(self, ParityClass::AtInit | ParityClass::AtInitIfReported)
     }
 }
 
 /// A row of [`KEYS`]: a property of a rank that is compared, and what a difference means.
 #[derive(Debug, Clone, Copy)]
 pub struct ParityKeySpec {
-    /// Name of the key in tables and messages, such as `backend`.
+    /// Name of the key in tables and messages, such as `backend`. A row whose name ends with a colon
+    /// describes every key that begins with it, such as `kernel: matmul …`.
     pub key: &'static str,
     /// When the key is compared, and whether a difference ends the run.
     pub class: ParityClass,
@@ -55,6 +65,9 @@ const fn best_effort(key: &'static str, why: &'static str) -> ParityKeySpec {
     ParityKeySpec { key, class: ParityClass::BestEffort, why, code: &T0740 }
 }
 
+/// Prefix of the keys of kernel probes: the op with its types and attributes follows.
+pub const KERNEL_KEY: &str = "kernel:";
+
 /// The keys that ranks send with the hello. The keys of the class `in envelope` are the envelope's
 /// [`FIELDS`].
 #[rustfmt::skip]
@@ -62,10 +75,12 @@ pub static KEYS: &[ParityKeySpec] = &[
     at_init("GPU", "Another GPU selects other kernels, and kernels determine the bits"),
     at_init("GPU libraries", "Libraries select kernels by their version"),
     at_init("backend", "Another backend orders sums and collectives differently"),
-    at_init("build", "Fields and ops have one meaning per build"),
+    at_init("build", "Version and digest of the file that holds the code: fields and ops have one meaning per build"),
     at_init("captured programs", "A program captured on one rank alone replays operations that its peers do not run"),
     at_init("drill", "Every rank announces an armed fault"),
+    at_init("environment:", "Variables that select algorithms, such as `NCCL_ALGO`, change the order of sums; [the list](environment.md)"),
     ParityKeySpec { key: "groups", class: ParityClass::AtInit, why: "Groups created in another order, or another list of peers, pair up the wrong members", code: &T0757 },
+    ParityKeySpec { key: KERNEL_KEY, class: ParityClass::AtInitIfReported, why: "A probe of each kernel on fixed inputs: equal programs give equal outputs only on kernels that compute the same bits", code: &T0775 },
     at_init("numerics", "Accumulator and reduction dtypes determine the bits"),
     at_init("plan digest", "Every rank's execution is compared with one sealed plan"),
     at_init("program set", "A program that one rank lacks is compiled there alone, in the middle of a call"),
@@ -79,6 +94,7 @@ pub static KEYS: &[ParityKeySpec] = &[
     best_effort("host", "Explains a slow link"),
     best_effort("kernel version", "Explains different scheduling"),
     best_effort("kernels", "Instruction sets of the CPU kernels; they are bit-identical but differ in speed"),
+    best_effort("other environment:", "Variables of GPU libraries whose effect is unknown explain a difference"),
     best_effort("threads", "Explains a slow rank; results do not depend on the thread count"),
 ];
 
@@ -92,10 +108,9 @@ pub fn parity_key_table() -> Vec<(&'static str, ParityClass, &'static str, &'sta
         .collect()
 }
 
-/// Returns the code that a difference in a key raises. A key that is not in the table is compared
-/// at init.
-fn mismatch_code(key: &str) -> &'static Code {
-    KEYS.iter().find(|k| k.key == key).map_or(&T0740, |k| k.code)
+/// Returns the row that describes a key. A key without a row is compared at init.
+fn find_spec(key: &str) -> Option<&'static ParityKeySpec> {
+    KEYS.iter().find(|k| k.key == key || (k.key.ends_with(':') && key.starts_with(k.key)))
 }
 
 /// Returns the keys that every process sets itself.
@@ -150,7 +165,7 @@ impl Parity {
     /// Adds a key of [`KEYS`] with its class from that table.
     #[must_use]
     pub fn with_known_key(self, key: &str, value: impl Into<String>) -> Parity {
-        let class = KEYS.iter().find(|k| k.key == key).map_or(ParityClass::AtInit, |k| k.class);
+        let class = find_spec(key).map_or(ParityClass::AtInit, |k| k.class);
         self.with_key(key, class, value)
     }
 
@@ -219,6 +234,9 @@ pub fn compare_tables(
         for (rank, table) in ranks {
             values.entry(table.get(name).map(|k| k.value.as_str())).or_default().insert(*rank);
         }
+        if class == ParityClass::AtInitIfReported {
+            values.remove(&None);
+        }
         if let Some((rank, key)) = observer.and_then(|(r, p)| p.get(name).map(|k| (r, k))) {
             values.entry(Some(key.value.as_str())).or_default().insert(rank);
         }
@@ -232,7 +250,7 @@ pub fn compare_tables(
         found.push(ParityDifference {
             key: name.to_string(),
             class,
-            code: mismatch_code(name),
+            code: find_spec(name).map_or(&T0740, |k| k.code),
             values: values.into_iter().map(|(v, r)| (v.map(String::from), r.into_iter().collect())).collect(),
             outliers: outliers.into_iter().collect(),
         });
@@ -273,6 +291,19 @@ mod tests {
         assert_eq!(found[0].to_string(), "`extra`: not set on ranks 0, 1, 2, 4; `1` on rank 3");
         ranks.insert(3, table("1"));
         assert!(compare_tables(&ranks, None).is_empty());
+    }
+
+    #[test]
+    fn a_kernel_is_compared_among_the_ranks_that_run_it() {
+        let key = "kernel: silu(f32[3])";
+        let probe = |digest: &str| Parity::default().with_known_key(key, digest);
+        let mut ranks = BTreeMap::from([(0, Parity::default()), (1, probe("a")), (2, probe("a"))]);
+        assert!(compare_tables(&ranks, None).is_empty());
+        ranks.insert(3, probe("b"));
+        let found = compare_tables(&ranks, None);
+        assert_eq!(found[0].to_string(), "`kernel: silu(f32[3])`: `a` on ranks 1, 2; `b` on rank 3");
+        assert!(found[0].class.ends_run());
+        assert_eq!((found[0].code.id, found[0].outliers.as_slice()), ("T0775", &[3][..]));
     }
 
     #[test]

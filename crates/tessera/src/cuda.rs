@@ -8,10 +8,11 @@ use serde::{Deserialize, Serialize};
 use tessera_base::{Diagnostic, Diagnostics};
 use tessera_cuda::{CommunicatorMember, CudaBackend, CudaOptions, Library, T1304, UniqueId, unique_id};
 use tessera_device::{MeshRank, T0801};
-use tessera_mesh::{Mesh, Rank};
+use tessera_mesh::Rank;
 use tessera_verify::SealedPlan;
 
 use crate::communicators;
+use crate::gpu_placement::find_gpu;
 use crate::gpus::{GpuDiscovery, masked_features, open_kernel_cache};
 
 /// Maximum wait for the other ranks of a communicator before the first collective. The ranks load
@@ -53,17 +54,33 @@ impl GpuRankConfig {
         collective_timeout: Duration,
     ) -> Result<(CudaBackend, ParityValues), Diagnostic> {
         let gpus = GpuDiscovery::discover();
-        let device = device_index(sealed.mesh(), self.first_rank_of_host, rank);
+        let device = self.find_device(&gpus, sealed, rank)?;
         let cuda = open_cuda(&gpus, sealed, rank, device, &self.communicator_ids, collective_timeout)?;
         Ok((cuda, parity_values(&gpus, device)))
     }
-}
 
-/// Returns the index of a rank's visible device, which is the rank's position among the mesh ranks
-/// of its host. A leader outside the mesh needs no device.
-#[must_use]
-pub fn device_index(mesh: &Mesh, first: u32, rank: Rank) -> u32 {
-    (first..rank.0).filter(|r| mesh.contains(Rank(*r))).count() as u32
+    /// Opens a backend without communicators on the device of a rank, which runs each program once.
+    ///
+    /// # Errors
+    /// The errors of [`open_cuda`].
+    pub(crate) fn open_probe_backend(
+        &self,
+        sealed: &SealedPlan,
+        rank: Rank,
+        placement: MeshRank,
+        timeout: Duration,
+    ) -> Result<CudaBackend, Diagnostic> {
+        let gpus = GpuDiscovery::discover();
+        let device = self.find_device(&gpus, sealed, rank)?;
+        let options = CudaOptions { use_graphs: false, ..backend_options(device, timeout)? };
+        CudaBackend::open(&gpus.libraries, placement, Vec::new(), options)
+    }
+
+    /// Returns the index of the GPU that the plan's rank map gives a rank.
+    fn find_device(&self, gpus: &GpuDiscovery, sealed: &SealedPlan, rank: Rank) -> Result<u32, Diagnostic> {
+        let visible = &gpus.devices.as_ref().map_err(Clone::clone)?.gpus;
+        find_gpu(visible, (sealed.mesh(), sealed.rank_map()), self.first_rank_of_host, rank)
+    }
 }
 
 /// Creates an id for each communicator of a plan, in plan order. Whoever starts the ranks calls
@@ -94,7 +111,12 @@ pub fn open_cuda(
     collective_timeout: Duration,
 ) -> Result<CudaBackend, Diagnostic> {
     let seat = MeshRank { mesh: *sealed.mesh(), rank };
-    let options = CudaOptions {
+    let options = backend_options(device, collective_timeout)?;
+    CudaBackend::open(&gpus.libraries, seat, communicator_members(sealed, rank, ids)?, options)
+}
+
+fn backend_options(device: u32, collective_timeout: Duration) -> Result<CudaOptions, Diagnostic> {
+    Ok(CudaOptions {
         device_index: device,
         kernel_cache: open_kernel_cache(),
         peer_timeout: collective_timeout,
@@ -102,8 +124,7 @@ pub fn open_cuda(
         host_id: host_id(),
         use_graphs: true,
         masked_features: masked_features()?,
-    };
-    CudaBackend::open(&gpus.libraries, seat, communicator_members(sealed, rank, ids)?, options)
+    })
 }
 
 fn communicator_members(
@@ -254,6 +275,7 @@ mod tests {
     use tessera_cuda::Libraries;
 
     use super::*;
+    use crate::gpu_placement::position_on_host;
     use crate::{DtypePolicy, Mapping, Model, Overrides, Plan, Strategy, Topology, plan};
 
     fn plan_demo(mesh: &str, topology: Topology, strategy: Strategy) -> Plan {
@@ -276,7 +298,7 @@ mod tests {
             let mesh = plan.sealed.mesh();
             plan.mesh_ranks()
                 .filter(|r| r.0 >= first)
-                .map(|r| device_index(mesh, first, r))
+                .map(|r| position_on_host(mesh, first, r))
                 .collect::<Vec<_>>()
         };
         let inside = plan_demo("tp=2,pp=2", Topology::Mesh, Strategy::Ulysses);

@@ -277,6 +277,7 @@ mod tests {
     fn each_gpu_is_followed_by_the_kernels_that_would_run_on_it() {
         let gpu = |capability| Gpu {
             name: "a GPU".into(),
+            uuid: String::new(),
             pci_bus_id: "0000:00:00.0".into(),
             memory: Bytes(1 << 30),
             multiprocessors: 108,
@@ -297,6 +298,7 @@ mod tests {
     fn pairs_without_peer_access_are_listed() {
         let gpu = Gpu {
             name: "a GPU".into(),
+            uuid: String::new(),
             pci_bus_id: "0000:00:00.0".into(),
             memory: Bytes(1 << 30),
             multiprocessors: 1,

@@ -23,11 +23,13 @@ use tessera_runtime::{Failure, FailureClass};
 use crate::codes::{T0034, T0035};
 use crate::communicators::{self, EndpointSources};
 use crate::cuda::{self, GpuRankConfig};
+use crate::gpu_placement::position_on_host;
 use crate::model::Model;
 use crate::plan::Plan;
 use crate::rank::{LeaderEvent, LeaderEventHandler, RankContext, RankSetup, run_as_leader, run_follower};
 use crate::rank_config::RankConfig;
 use crate::run_dir_writer::{close_run, write_run_dir};
+use crate::run_settings::build_id;
 use crate::stream::{self, ProgressTally};
 use crate::stream_options::{ChunkProgress, RunDevice, StreamOptions, StreamReport};
 
@@ -120,7 +122,7 @@ pub fn run(
     let on_gpus = options.device == RunDevice::Cuda;
     if on_gpus {
         // Covers this rank's device and the devices before it.
-        let needed = cuda::device_index(plan.sealed.mesh(), first_rank_of_host, Rank(join.rank + 1)) as usize;
+        let needed = position_on_host(plan.sealed.mesh(), first_rank_of_host, Rank(join.rank + 1)) as usize;
         let gpus = stream::find_gpus(&plan, options, needed)?;
         if let Some(gpus) = gpus.filter(|_| join.rank == 0) {
             let ids = cuda::create_communicator_ids(&gpus, &plan.sealed).map_err(|d| vec![d])?;
@@ -290,7 +292,7 @@ fn build_rendezvous(
         topology: plan.control_topology(),
         communicators: communicators::member_ranks(&specs),
         parity_values: vec![
-            ("build".into(), format!("tessera {}", env!("CARGO_PKG_VERSION"))),
+            ("build".into(), build_id()),
             ("wire version".into(), tessera_runtime::wire::WIRE_VERSION.to_string()),
             ("plan digest".into(), plan.sealed.digest_hex()),
             ("topology".into(), plan.mapping.topology.name().into()),

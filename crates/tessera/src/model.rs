@@ -12,7 +12,7 @@ use tessera_plan::Mapping;
 use tessera_weights::{ExpectedTensor, WeightFiles, WeightSet};
 
 use crate::codes::{T0010, T0016};
-use crate::plan::{Plan, plan_model};
+use crate::plan::{Plan, folder_name, plan_model};
 
 /// The configs of a model and the folder that holds its files; weights are opened separately.
 #[derive(Debug, Clone)]
@@ -63,7 +63,7 @@ impl Model {
         if !ds.is_empty() {
             return Err(ds);
         }
-        let name = dir.file_name().map_or("model".to_string(), |n| n.to_string_lossy().into_owned());
+        let name = folder_name(dir);
         Ok(Model { name, dir: dir.to_path_buf(), video })
     }
 

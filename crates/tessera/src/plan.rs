@@ -236,6 +236,7 @@ fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Di
     let shown = |name: &str| dir.join(name).display().to_string();
     let text = |name: &str| read_text(&dir.join(name), &T0011).map_err(|d| vec![d]);
     let seal_file: SealFile = from_json(&shown("seal.json"), &text("seal.json")?)?;
+    check_model_names(&seal_file, &shown("seal.json")).map_err(|d| vec![d])?;
     if seal_file.tessera_plan != PLAN_VERSION {
         let d = Diagnostic::error(&T0011, "another version of tessera made this plan")
             .with_label(shown("seal.json"), format!("plan version {}", seal_file.tessera_plan))
@@ -298,6 +299,26 @@ fn read_bundle(dir: &Path) -> Result<(Bundle, VideoModel, Mapping, SealFile), Di
     Ok((bundle, video, mapping, seal_file))
 }
 
+/// Checks that the model's name, which names output folders, is the name of one folder, and that it
+/// is the name of the recorded model folder. The seal covers neither.
+fn check_model_names(seal: &SealFile, file: &str) -> Result<(), Diagnostic> {
+    let is_folder = Path::new(&seal.model).file_name().is_some_and(|name| *name == *seal.model);
+    let names_it = seal.model_dir.is_empty() || folder_name(Path::new(&seal.model_dir)) == seal.model;
+    if is_folder && names_it && !seal.model.chars().any(char::is_control) {
+        return Ok(());
+    }
+    Err(Diagnostic::error(&T0011, "the model of the plan is not named after its folder")
+        .with_label(file.to_string(), format!("model {:?}, model_dir {:?}", seal.model, seal.model_dir))
+        .with_hint(
+            "`model` is the last part of the path `model_dir`; make the plan again with `tessera plan`",
+        ))
+}
+
+/// Returns the name of a model: the last part of its folder's path, or `model` if it has none.
+pub(crate) fn folder_name(dir: &Path) -> String {
+    dir.file_name().map_or("model".to_string(), |n| n.to_string_lossy().into_owned())
+}
+
 /// Checks that a program belongs to the phase and role of its file.
 fn check_program_name(p: Program, phase: &str, role: &str, file: &str) -> Result<Program, Diagnostic> {
     if p.name == phase && p.role == role {
@@ -319,4 +340,36 @@ fn from_json<T: for<'a> Deserialize<'a>>(file: &str, text: &str) -> Result<T, Di
                 .with_label(file.to_string(), "here"),
         ]
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Model, Overrides};
+
+    #[test]
+    fn a_plan_whose_model_has_the_name_of_another_folder_is_refused() {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+        let (_, plan) = Model::open_and_plan(&demo, &Overrides::default(), &Mapping::default()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("plan");
+        plan.write(&folder).unwrap();
+        assert_eq!(Plan::read(&folder).unwrap().model, "demo");
+        let seal = folder.join("seal.json");
+        let sealed = std::fs::read_to_string(&seal).unwrap();
+        let demo_dir = to_json(&plan.model_dir);
+        for (key, old, new) in [
+            ("model", "\"demo\"", "\"../../evil\""),
+            ("model", "\"demo\"", "\"..\""),
+            ("model", "\"demo\"", "\"\""),
+            ("model", "\"demo\"", "\"other\""),
+            ("model_dir", demo_dir.trim(), "\"../../evil\""),
+        ] {
+            let changed = sealed.replace(&format!("\"{key}\": {old}"), &format!("\"{key}\": {new}"));
+            assert_ne!(changed, sealed, "{key} {old}");
+            std::fs::write(&seal, changed).unwrap();
+            let refused = Plan::read(&folder).unwrap_err();
+            assert_eq!(refused[0].code.id, "T0011", "{key} = {new}");
+        }
+    }
 }

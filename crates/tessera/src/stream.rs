@@ -14,6 +14,7 @@ use tessera_runtime::{Failure, FailureClass, Limits};
 use crate::codes::{T0015, T0016, T0018};
 use crate::cuda::{self, GpuRankConfig};
 use crate::files::refuse_existing;
+use crate::gpu_placement::find_gpu;
 use crate::gpus::GpuDiscovery;
 use crate::media_pipeline::new_clip_stream;
 use crate::model::Model;
@@ -42,6 +43,12 @@ pub fn run(
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let computing = plan.sealed.mesh().mesh_size();
     let gpus = find_gpus(plan, options, computing as usize)?;
+    if let Some(Ok(found)) = gpus.as_ref().map(|g| &g.devices) {
+        for rank in plan.mesh_ranks() {
+            let placed = find_gpu(&found.gpus, (plan.sealed.mesh(), plan.sealed.rank_map()), 0, rank);
+            placed.map_err(|d| vec![d])?;
+        }
+    }
     check_stream(plan, model, options, computing, cores)?;
     let on_gpus = gpus
         .as_ref()

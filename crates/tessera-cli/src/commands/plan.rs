@@ -4,6 +4,8 @@ mod search;
 
 use std::path::PathBuf;
 
+use tessera::gpu_placement::launch_table;
+use tessera::gpus::GpuDiscovery;
 use tessera::summary::{PhaseSummary, PlanSummary, RankSummary};
 use tessera_base::{Bytes, Diagnostic, Flops};
 
@@ -63,6 +65,10 @@ pub struct Args {
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
 
+    /// Print the GPU, PCI bus id, NUMA node and port of each rank on this host, as tab-separated text, instead of the summary
+    #[arg(long)]
+    pub launch_table: bool,
+
     /// Format of the summary or report, and of diagnostics
     #[arg(long, value_enum, default_value_t)]
     pub format: OutputFormat,
@@ -92,6 +98,11 @@ fn plan_or_search(args: &Args) -> CliResult {
     let (_, plan) = args.mapping_args.open_and_plan(args.model.as_deref(), args.mapping.as_deref())?;
     if let Some(folder) = &args.out {
         plan.write(folder)?;
+    }
+    if args.launch_table {
+        let gpus = GpuDiscovery::discover().devices.map(|d| d.gpus).unwrap_or_default();
+        write_stdout(&launch_table(&gpus, plan.sealed.mesh(), plan.sealed.rank_map()))?;
+        return Ok(0);
     }
     let summary = PlanSummary::from_plan(&plan);
     write_stdout(&match args.format {

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use super::{Leader, LeaderStage, RecordEntry};
 use crate::codes::T0754;
 use crate::drift::find_shard_mismatch;
-use crate::parity::{ParityClass, ParityDifference, compare_tables, identity_keys};
+use crate::parity::{ParityDifference, compare_tables, identity_keys};
 use crate::tripwire::CheckSite;
 use crate::wire::{HelloAck, ShardFingerprint};
 use crate::{Failure, FailureClass, Parity};
@@ -46,7 +46,7 @@ impl Leader {
         let (refused, noted): (Vec<ParityDifference>, Vec<ParityDifference>) =
             compare_tables(&tables, Some((0, &self.own_parity())))
                 .into_iter()
-                .partition(|d| d.class == ParityClass::AtInit);
+                .partition(|d| d.class.ends_run());
         for d in noted {
             self.add_entry(RecordEntry::Note(format!("ranks differ in {d}")));
         }

@@ -201,6 +201,7 @@ pub static DRILLS: &[Drill] = {
         stream_drill(DrillFault::ProgramSet, "a rank has another set of programs", "T0740", Init, SAME),
         stream_drill(DrillFault::CapturedOnOne, "only one rank captures a region", "T0740", Init, SAME),
         stream_drill(DrillFault::EffectiveBackend, "a rank selects another backend", "T0740", Init, SAME),
+        stream_drill(DrillFault::OtherKernel, "a kernel of a rank computes other numbers", "T0775", Init, SAME),
         stream_drill(DrillFault::SkippedWarmUp, "a rank skips the warm-up of a program", "T0753", Leader, SAME).armed_at(1, 1),
         stream_drill(DrillFault::NewProgram, "a rank first runs a program after the warm-up", "T0752", Leader, SAME).armed_at(1, 1),
         stream_drill(DrillFault::RepeatedCall, "a rank receives an envelope twice", "T0730", Worker, REPLAY),

@@ -14,7 +14,7 @@ use tessera_runtime::driver::{Interceptor, StreamRequest};
 use tessera_runtime::wire::Reload;
 use tessera_runtime::{Digest, Limits, Parity, Tripwires};
 
-use super::program_changes::CHANGES;
+use super::program_changes::{CHANGES, change_epsilon};
 use crate::clock::monotonic_ns;
 
 /// Size of call metadata that exceeds the maximum of a frame, in bytes.
@@ -155,6 +155,14 @@ impl FaultInjector {
             if self.has_fault(*fault) {
                 change(program);
             }
+        }
+    }
+
+    /// Modifies the program that probes one kernel if that is the fault.
+    pub(crate) fn modify_probe(&self, program: &mut Program) {
+        if self.has_fault(DrillFault::OtherKernel) {
+            self.mark_fired();
+            change_epsilon(program);
         }
     }
 

@@ -24,9 +24,11 @@ use tessera_runtime::{CheckSite, Digest, Failure, FailureClass, Limits, Parity, 
 use crate::codes::T0017;
 use crate::communicators::{self, EndpointSources};
 use crate::cuda::GpuRankConfig;
-use crate::engine::{EngineBackend, MeshEngine, build_program_index};
+use crate::engine::{EngineBackend, MeshEngine, build_program_index, mesh_phases};
+use crate::environment::{environment_keys, process_environment};
 use crate::faults::{DrillEngine, FaultInjector};
 use crate::flight::FlightRecord;
+use crate::kernel_probe::{plan_probes, probe_placement, run_probes};
 use crate::model::Model;
 use crate::parity::{add_peers_to_groups, rank_parity};
 use crate::plan::Plan;
@@ -234,6 +236,12 @@ impl RankContext {
             let parity =
                 device.into_iter().fold(parity, |parity, (key, value)| parity.with_known_key(key, value));
             let parity = add_peers_to_groups(parity, &plan, peers);
+            let modify = |p: &mut Program| drill.iter().for_each(|hand| hand.modify_probe(p));
+            let kernels = probe_kernels(&plan, rank, gpus.as_ref(), &modify)?;
+            let parity = kernels
+                .into_iter()
+                .chain(environment_keys(process_environment()))
+                .fold(parity, |parity, (key, value)| parity.with_known_key(&key, value));
             let parity = drill.iter().fold(parity, |parity, hand| hand.announced_parity(parity));
             let engine: Box<dyn Engine> = match &drill {
                 None => Box::new(engine),
@@ -252,6 +260,29 @@ pub(super) fn report_refusal(joined: &mut JoinedRank, ds: Diagnostics) -> Result
     let place = if rank == 0 { CheckSite::Leader } else { CheckSite::Init };
     let failure = Failure::from_diagnostic(FailureClass::Preflight, Some(rank), d).with_site(place);
     if joined.report_refusal(&failure) { Ok(failure) } else { Err(ds) }
+}
+
+/// Runs every kernel of a rank's programs on fixed inputs, and returns parity keys with digests.
+fn probe_kernels(
+    plan: &Plan,
+    rank: Rank,
+    gpus: Option<&GpuRankConfig>,
+    modify: &dyn Fn(&mut Program),
+) -> Result<Vec<(String, String)>, Diagnostic> {
+    let programs = mesh_phases(&plan.sealed).filter_map(|phase| plan.sealed.rank_program(phase, rank));
+    let probes = plan_probes(programs.map(|p| &**p));
+    let place = probe_placement();
+    match gpus {
+        None => {
+            let pool = Pool::single_thread();
+            let mut cpu = CpuBackend::new(place, pool, Vec::new(), COLLECTIVE_PATIENCE);
+            run_probes(probes, &mut cpu, modify)
+        }
+        Some(on) => {
+            let mut cuda = on.open_probe_backend(&plan.sealed, rank, place, COLLECTIVE_PATIENCE)?;
+            run_probes(probes, &mut cuda, modify)
+        }
+    }
 }
 
 fn build_cpu_backend(
