@@ -3,7 +3,7 @@
 use tessera_base::Code;
 
 /// Diagnostic codes that this crate raises; `tessera explain` prints their pages.
-pub const CODES: &[&Code] = &[&T0501, &T0502, &T0503, &T0504, &T0505, &T0506, &T0507, &T0508];
+pub const CODES: &[&Code] = &[&T0501, &T0502, &T0503, &T0504, &T0505, &T0506, &T0507, &T0508, &T0509];
 
 pub static T0501: Code = Code {
     id: "T0501",
@@ -93,4 +93,14 @@ the permissions of each folder on the path, and, for network file systems, wheth
 Pipes and devices are rejected: weights must be a regular file.\n\n\
 Weights are mapped, not copied, so a file must not change while a run uses it. Replace weights by writing a new file \
 and renaming it over the old one. Truncating a file in place during a run ends that run with SIGBUS.",
+};
+
+pub static T0509: Code = Code {
+    id: "T0509",
+    title: "an element of a weight is not finite",
+    page: "An element of this tensor is NaN or infinite in the file. Every value that is computed from it is NaN too, so \
+a run with this tensor would complete and produce black frames.\n\n\
+The message names the file, the tensor, and the index of its first such element. The usual causes are a training run that \
+diverged before the checkpoint was written, a conversion to a narrower dtype that overflowed, and damage to the file. \
+Compare the file's hash with the publisher's, and fetch it again if they differ.",
 };
