@@ -197,6 +197,48 @@ fn a_flush_drops_and_reports_chunks_in_flight() {
     assert!(cuts[kept - 3], "{cuts:?}");
 }
 
+/// Copies the demo model and overwrites bytes of its weight file.
+fn changed_demo(to: &Path, at: usize, change: impl Fn(&mut [u8])) {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(repo_root().join("models/demo")).unwrap() {
+        let from = entry.unwrap().path();
+        fs::copy(&from, to.join(from.file_name().unwrap())).unwrap();
+    }
+    let file = to.join("model.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    change(&mut bytes[at..at + 2]);
+    fs::write(file, bytes).unwrap();
+}
+
+#[test]
+fn a_weight_that_is_not_finite_ends_the_run_before_its_first_call() {
+    let dir = tempfile::tempdir().unwrap();
+    let (model, out) = (dir.path().join("model"), dir.path().join("out"));
+    changed_demo(&model, 558_776, |bf16| bf16.copy_from_slice(&[0xc0, 0x7f]));
+    let (model, at) = (model.to_str().unwrap(), out.to_str().unwrap());
+    let o = run_stream(&[
+        "stream",
+        model,
+        "--mesh",
+        "tp=2",
+        "--chunks",
+        "2",
+        "-q",
+        "--oversubscribe",
+        "--out",
+        at,
+    ]);
+    let said = to_text(&o.stdout) + &to_text(&o.stderr);
+    assert_eq!(o.status.code(), Some(16), "{said}");
+    for part in ["T0770", "is NaN at [", "model/model.safetensors", ", rank "] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    let record = fs::read_to_string(out.join("record.jsonl")).unwrap();
+    let end = record.lines().last().unwrap();
+    assert_eq!(json_field(end, "output_complete"), "false");
+    assert!(end.contains("T0770") && !record.contains("\"kind\":\"chunk\""), "{record}");
+}
+
 #[test]
 fn the_summary_lists_the_output_files() {
     let dir = tempfile::tempdir().unwrap();

@@ -7,7 +7,7 @@ pub const CODES: &[&Code] = &[
     &T0701, &T0702, &T0703, &T0704, &T0705, &T0706, &T0707, &T0710, &T0711, &T0712, &T0720, &T0721, &T0722,
     &T0723, &T0730, &T0731, &T0732, &T0733, &T0734, &T0735, &T0736, &T0737, &T0740, &T0741, &T0742, &T0743,
     &T0744, &T0745, &T0746, &T0747, &T0748, &T0749, &T0750, &T0751, &T0752, &T0753, &T0754, &T0755, &T0756,
-    &T0757, &T0758, &T0759,
+    &T0757, &T0758, &T0759, &T0770, &T0771,
 ];
 
 pub static T0701: Code = Code {
@@ -417,4 +417,26 @@ pub static T0759: Code = Code {
 digest differs from the digest of what the leader sent. The call was not committed, so nothing ran on the wrong inputs.\n\nThe \
 bytes changed between the leader's memory and the rank's memory, and their checksums were computed after the change. The \
 cause is faulty memory, or a program in between that re-encodes messages.",
+};
+
+/// An element of a weight is NaN or infinite on a rank that loads it.
+pub static T0770: Code = Code {
+    id: "T0770",
+    title: "a weight of a rank is not finite",
+    page: "While a rank loads its weights, it checks every element in the form in which it computes with it. An element of \
+this shard is NaN or infinite, so no call was run: every value that depends on the element would be NaN, and the frames \
+black.\n\n\
+If the file holds such an element, the message names the file and the index; fetch the file again, or export the model \
+again. If the file holds none, the element became infinite when it was rounded to the dtype of the plan: plan with a wider \
+`--dtype`. If only one rank reports it while the others read the same file, that rank's copy or its memory is damaged.",
+};
+
+pub static T0771: Code = Code {
+    id: "T0771",
+    title: "latents of a rank are not finite",
+    page: "After each call, every rank that returns the chunk's latents checks that all of them are finite. Here some are NaN \
+or infinite, so the run ended, and the output holds no frame of this chunk or a later one.\n\n\
+The weights were finite when they were loaded. Either a value left the range of its dtype inside the model, which a wider \
+`--dtype` avoids, or a kernel or the memory of a device computed a wrong value. Run the same prompt and seed again on the \
+CPU, or on another mesh: if the same chunk fails, the model or its dtype is the cause, otherwise a device is.",
 };

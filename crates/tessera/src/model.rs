@@ -129,6 +129,7 @@ impl Model {
         })?;
         let file = self.dir.join("text_encoder.safetensors");
         let set = WeightFiles::open_file(&file).map_err(|d| vec![d])?.resolve_as_is()?;
+        set.check_finite("words.weight").map_err(|d| vec![d])?;
         let table = set.read_whole_f32("words.weight").map_err(|d| vec![d])?;
         WordEncoder::new(&words, table, self.video.wan.text_dim, self.video.wan.text_len)
             .map_err(|d| vec![*d])
@@ -229,6 +230,10 @@ impl WeightSource for Weights {
         mesh_rank: &MeshRank,
     ) -> Result<(), Diagnostic> {
         self.set.check(name, &self.slice_ranges(name, ty, load, mesh_rank))
+    }
+
+    fn check_finite(&mut self, name: &str) -> Result<(), Diagnostic> {
+        self.set.check_finite(name)
     }
 }
 

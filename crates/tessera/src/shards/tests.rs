@@ -213,6 +213,44 @@ fn a_flipped_bit_in_one_ranks_file_is_detected() {
     }
 }
 
+#[test]
+fn a_weight_that_is_not_finite_is_refused_by_every_rank_that_reads_it() {
+    let tensor = "blocks.2.self_attn.q.weight";
+    // The element is in row 96 of 128. Under megatron only rank 1 holds it, and rank 0 reads it as
+    // the neighbor.
+    let damaged = modified_checkpoint(|name, shape, data| {
+        if name == tensor {
+            let at = (shape[0] * 3 / 4 * shape[1] + 5) * 2;
+            data[at..at + 2].copy_from_slice(&0x7f80_u16.to_le_bytes());
+        }
+    });
+    let file = damaged.path().join("model.safetensors").display().to_string();
+    for (strategy, slices) in [
+        (Strategy::Ulysses, ["whole", "whole"]),
+        (Strategy::Megatron, ["dim 0 [64..128) of 128", "dim 0 [64..128) of 128"]),
+    ] {
+        let plan = demo_plan("tp=2", strategy);
+        for (rank, slice) in [0, 1].into_iter().zip(slices) {
+            let seat = MeshRank { mesh: *plan.sealed.mesh(), rank: Rank(rank) };
+            let cpu = CpuBackend::new(seat, Pool::single_thread(), Vec::new(), Duration::from_secs(1));
+            let mut source = open_weights(&plan, damaged.path());
+            let d = MeshEngine::load(&plan.sealed, Rank(rank), Box::new(cpu), &mut source).err().unwrap();
+            assert_eq!(d.code.id, "T0770");
+            let text = format!("{} {:?}", d.message, d.labels);
+            for part in [tensor, "is inf at [96, 5]", &format!("rank {rank}"), &file, slice] {
+                assert!(text.contains(part), "{strategy:?}: {part} in {text}");
+            }
+        }
+    }
+    // A RELOAD checks the new weights in the same way.
+    let plan = demo_plan("tp=1", Strategy::Ulysses);
+    let (mut cpu, mut shards) = load_rank(&plan, Rank(0));
+    shards.set_opener(weight_opener(Arc::clone(&plan), open_weights(&plan, &demo())));
+    shards.arm_reload_guard(false);
+    let d = shards.reload(&mut cpu, &damaged.path().display().to_string()).unwrap_err();
+    assert_eq!(d.code.id, "T0770");
+}
+
 /// Loads the weights of a rank into a backend and fingerprints them, without an engine.
 fn load_rank(plan: &Plan, rank: Rank) -> (CpuBackend, WeightFingerprints) {
     let mut source = open_weights(plan, &demo());
