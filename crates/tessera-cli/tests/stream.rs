@@ -240,6 +240,52 @@ fn a_weight_that_is_not_finite_ends_the_run_before_its_first_call() {
 }
 
 #[test]
+fn a_digest_of_all_weights_is_recorded_on_every_mesh_and_a_plan_may_pin_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let digests = ["tp=1", "tp=2"].map(|mesh| {
+        let fixed = ["models/demo", "--chunks", "1", "--mesh", mesh];
+        let digest = json_field(&stream_json(&at(mesh), &fixed), "weights");
+        let record = fs::read_to_string(at(mesh).join("record.jsonl")).unwrap();
+        assert_eq!(json_field(record.lines().next().unwrap(), "weights"), digest);
+        let report = fs::read_to_string(at(mesh).join("report.html")).unwrap();
+        assert!(report.contains(&digest), "{mesh}");
+        digest
+    });
+    assert!(digests[0] == digests[1] && digests[0].len() == 64, "{digests:?}");
+
+    let plan = |name: &str, more: &[&str]| {
+        let folder = at(name);
+        let fixed = ["plan", "models/demo", "--mesh", "tp=2", "--out", folder.to_str().unwrap()];
+        let o = run_stream(&[&fixed, more].concat());
+        assert_eq!(o.status.code(), Some(0), "{}", to_text(&o.stderr));
+        (folder, to_text(&o.stdout))
+    };
+    let (plain, _) = plan("plain", &[]);
+    assert!(!fs::read_to_string(plain.join("mapping.toml")).unwrap().contains("weights"));
+    let (pinned, summary) = plan("pinned", &["--pin-weights"]);
+    assert!(summary.contains(&digests[0]), "{summary}");
+    changed_demo(&at("other"), 558_776, |bf16| bf16[0] ^= 1);
+    let (other, out) = (at("other"), at("out"));
+    for (folder, model, status) in [
+        (&pinned, "models/demo", 0),
+        (&plain, other.to_str().unwrap(), 0),
+        (&pinned, other.to_str().unwrap(), 1),
+    ] {
+        let _ = fs::remove_dir_all(&out);
+        let folder = folder.to_str().unwrap();
+        let fixed = ["stream", model, "--plan", folder, "--chunks", "1", "-q", "--oversubscribe", "--out"];
+        let o = run_stream(&[&fixed[..], &[out.to_str().unwrap()]].concat());
+        let said = to_text(&o.stderr);
+        assert_eq!((o.status.code(), out.exists()), (Some(status), status == 0), "{said}");
+        if status != 0 {
+            assert!(said.contains("T0041") && said.contains(&digests[0]), "{said}");
+            assert_eq!(said.matches("with digest").count(), 2, "{said}");
+        }
+    }
+}
+
+#[test]
 fn the_summary_lists_the_output_files() {
     let dir = tempfile::tempdir().unwrap();
     let model = repo_root().join("fixtures/wan-odd");

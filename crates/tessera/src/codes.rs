@@ -5,7 +5,7 @@ use tessera_base::Code;
 /// All codes of this crate, for the registry of the binary.
 pub const CODES: &[&Code] = &[
     &T0010, &T0011, &T0012, &T0013, &T0014, &T0015, &T0016, &T0017, &T0018, &T0019, &T0025, &T0026, &T0034,
-    &T0035, &T0040,
+    &T0035, &T0040, &T0041,
 ];
 
 /// The folder contains no usable model.
@@ -149,4 +149,14 @@ processes to join. The simulated machine also determines how long each forward t
 --min-generate-ms does not apply. --cluster and --profile describe the simulated machine, so \
 they require --device sim. The message names the option and the one that it contradicts; omit \
 one of the two.",
+};
+
+/// The weights are not those that the plan pins.
+pub static T0041: Code = Code {
+    id: "T0041",
+    title: "weights differ from those that the plan pins",
+    page: "`tessera plan --pin-weights` puts a digest of all weights into the mapping, which the seal covers. Such a plan \
+runs with these weights alone. The files of this model have another digest, so no rank was started.\n\n\
+The digest covers the name, dtype, shape and every element of every tensor. It depends neither on the mesh, nor on the \
+files' naming style, nor on how many files hold the tensors. Use the checkpoint for which the plan was made, or plan again.",
 };

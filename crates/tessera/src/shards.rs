@@ -245,11 +245,15 @@ impl WeightFingerprints {
 /// those in use. Returns the digest of the new weights, which the RELOAD announces.
 ///
 /// # Errors
-/// Returns what is wrong with either folder, or T0506 with every difference.
+/// Returns what is wrong with either folder, T0506 with every difference, or T0041 if the plan pins
+/// other weights.
 pub fn preflight_reload(plan: &Plan, in_use: &Path, next: &Path) -> Result<Digest, Diagnostics> {
-    let open = |dir: &Path| Model::open_for_plan(dir, plan).map_err(|d| vec![d])?.open_weights();
-    let (old, new) = (open(in_use)?, open(next)?);
+    let open = |dir: &Path| Model::open_for_plan(dir, plan).map_err(|d| vec![d]);
+    let (old, new) = (open(in_use)?.open_weights()?, open(next)?.open_weights()?);
     old.check_compatible(&new).map_err(|d| vec![d])?;
+    if plan.mapping.weights.is_some() {
+        open(next)?.digest_weights(plan)?;
+    }
     Ok(Digest(new.sample_digest()))
 }
 
